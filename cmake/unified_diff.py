@@ -1,6 +1,6 @@
 """A strict unified-diff applier for one file: no fuzz, no offsets, exact context.
 
-It stands in for `patch` and `git apply`, which a fresh machine may not have, and refuses what they would guess about.
+It replaces `patch` and `git apply`, which may be missing on a machine, and rejects diffs that they would apply fuzzily.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FileDiff:
 
 
 def lines_of(data: bytes) -> list[bytes]:
-    """Splits at \\n only, keeping it; a last line without a line end stays without."""
+    """Split at \\n only, keeping it; the last line may have none."""
     parts = data.split(b"\n")
     return [part + b"\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
 
@@ -52,7 +52,7 @@ def _path(name: str, line: bytes, prefix: bytes) -> str:
 
 
 def parse(name: str, data: bytes) -> FileDiff:
-    """Reads a unified diff that changes exactly one existing file.
+    """Read a unified diff that changes exactly one existing file.
 
     name: used in messages. Text before the `---` line is ignored.
     Raises DiffError for anything that is not such a diff, in particular a second file or a wrong line count.
@@ -102,9 +102,9 @@ def parse(name: str, data: bytes) -> FileDiff:
 
 
 def apply(diff: FileDiff, data: bytes, reverse: bool = False) -> bytes:
-    """The file `data` with every hunk applied (or taken back), at exactly the line numbers of the diff.
+    """The file `data` with all hunks applied (or reverted), at exactly the line numbers of the diff.
 
-    Raises DiffError where the file differs from the hunk in a single byte.
+    Raises DiffError if the file differs from a hunk in any byte.
     """
     lines = lines_of(data)
     out: list[bytes] = []

@@ -1,7 +1,7 @@
 """zig as a cross compiler for CMake: `python cmake/zig.py TARGET FOLDER` writes FOLDER/cc, c++, ar and ranlib.
 
-CMake wants one program for a compiler. zig names processors of ARM by -mcpu and refuses the -march of ggml's variants,
-and it links no bundles of macOS: dlopen takes a library as well. Needs the package ziglang.
+CMake needs a single program as compiler. zig selects ARM processors by -mcpu and rejects the -march of ggml's variants.
+It cannot link bundles of macOS, so libraries replace them, which dlopen also loads. Needs the package ziglang.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import sys
 from pathlib import Path
 
 CPUS = {"-march=armv8.2-a+dotprod": "-mcpu=apple_m1", "-march=armv8.6-a+dotprod+i8mm": "-mcpu=apple_m2"}
-"""Of macOS's variants of ggml's CPU backend."""
+"""Flags of the macOS variants of ggml's CPU backend."""
 
 
 def write(target: str, folder: Path) -> None:
-    """Programs that run this file, for a target of zig such as aarch64-macos."""
-    found = importlib.util.find_spec("ziglang")
-    if found is None or found.origin is None:
+    """Write programs that run this file, for a target of zig such as aarch64-macos."""
+    spec = importlib.util.find_spec("ziglang")
+    if spec is None or spec.origin is None:
         raise SystemExit("ziglang: expected the package, found none; pip install ziglang")
-    zig = Path(found.origin).parent / "zig"
+    zig = Path(spec.origin).parent / "zig"
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("cc", "c++", "ar", "ranlib"):
-        program = folder / name  # -I: the build's environment has another PYTHONPATH
+        program = folder / name  # -I: ignore the build's PYTHONPATH
         program.write_text(
             f'#!/bin/sh\nexec "{sys.executable}" -I "{Path(__file__).resolve()}" "{zig}" {name} {target} "$@"\n'
         )
@@ -31,7 +31,7 @@ def write(target: str, folder: Path) -> None:
 
 
 def run(zig: str, name: str, target: str, *arguments: str) -> None:
-    """zig in this process's place."""
+    """Replace this process by zig."""
     words = list(arguments)
     if name in ("cc", "c++"):
         words = ["-target", target, *(CPUS.get(word, "-dynamiclib" if word == "-bundle" else word) for word in words)]

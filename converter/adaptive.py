@@ -1,4 +1,4 @@
-"""The adaptive coder of libsubkv (runtime/native/adapt.h) over whole texts, one head at a time."""
+"""The adaptive coder of libsubkv (runtime/native/adapt/adapt.h) over whole texts, one head at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from subkv.base.errors import SubkvError
 from subkv.format import metadata
-from subkv.format.adapt import Adapt, native_params
+from subkv.format.adapt import Adapt, HeadStats, Params, native_params
 from subkv.format.arrays import F32
 from subkv.format.bases import CodedHead, CodedLayer
 from subkv.format.calibration import Calibration
@@ -29,19 +29,21 @@ from subkv.plan.predict import reconstructed
 
 _ptr, _i32, _i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
-SIGNATURES: _lib.Signatures = {  # of runtime/native/subkv_research.h
-    "subkv_layout_project": (_i64, [_ptr, _i32, _i32, ctypes.c_bool, _ptr, _i64, _ptr]),
+PROJECT: _lib.Signatures = {  # of runtime/native/subkv_research.h
+    "subkv_layout_project": (_i64, [_ptr, _i32, _i32, ctypes.c_bool, _ptr, _i64, _ptr])
+}
+REPLAY: _lib.Signatures = {  # of runtime/native/adapt/subkv_adapt.h
     "subkv_adapt_replay": (
         ctypes.c_bool,
-        [_ptr, ctypes.POINTER(_lib.AdaptParams), _i32, _i32, ctypes.c_bool, _ptr, _i64, _ptr, _ptr, _ptr]
-        + [ctypes.POINTER(_lib.AdaptStats)],
+        [_ptr, ctypes.POINTER(Params), _i32, _i32, ctypes.c_bool, _ptr, _i64, _ptr, _ptr, _ptr]
+        + [ctypes.POINTER(HeadStats)],
     ),
 }
 
 
 @functools.cache
 def _subkv() -> ctypes.CDLL:
-    return _lib.declare(_lib.load(), SIGNATURES)
+    return _lib.declare(_lib.load(), {**PROJECT, **REPLAY})
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class ResearchLayout(Layout):
         """Rows x [n, d] of positions 0 to n − 1 through the coder. Raises SubkvError."""
         x = np.ascontiguousarray(x, dtype=np.float32)
         seen, chunk_of, rho = np.empty_like(x), np.empty(len(x), np.int32), np.empty(len(x), np.float32)
-        stats = _lib.AdaptStats()
+        stats = HeadStats()
         arrays = (seen.ctypes.data, chunk_of.ctypes.data, rho.ctypes.data)
         if not _subkv().subkv_adapt_replay(
             self.handle, native_params(params), il, head, value, x.ctypes.data, len(x), *arrays, stats

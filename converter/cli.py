@@ -176,7 +176,7 @@ def default_output(model: Path, sidecar: bool = False, quantize: str | None = No
         return folder.with_name(f"{folder.name}{f'-{quantize}' if quantize else ''}.subkv.gguf")
     from subkv.format import store  # the native libraries: not for a --help
 
-    return store.beside(model) if sidecar else model.with_name(f"{store.stem(model)}.subkv.gguf")
+    return store.sidecar_path(model) if sidecar else model.with_name(f"{store.stem(model)}.subkv.gguf")
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class Cost:
         """Of a file's layout, FORMAT.md §5."""
         from subkv.format.window import Window
 
-        window = Window(layout["n_sink"], layout["n_recent"], recent_bits=layout["recent_bits"]).filled()
+        window = Window(layout["n_sink"], layout["n_recent"], recent_bits=layout["recent_bits"]).with_defaults()
         n_heads = sum(layer["n_head_kv"] * (1 + bool(layer["v"])) for layer in layout["layers"])
         bits = window.bits(elements(layout), n_heads)
         return cls(layout["bytes_per_token"], 2 * elements(layout), layout["bytes_bases"], bits // 8)
@@ -143,14 +143,14 @@ def _round(n: int) -> int:
 def scores(results: Sequence[dict[str, Any]]) -> str:
     """Results as a Markdown table; columns for the bound and for chunks where a cache has any."""
     bound = any(r.get("bound_bpe") is not None for r in results)
-    adaptive = any(r["chunks_opened"] is not None for r in results)
+    chunks = any(r["chunks_opened"] is not None for r in results)
     lines = [
         "| text | cache | bpe | rows alone | Δ PPL | mean KLD | median KLD | 99.9% KLD | same top-1 | predicted KLD |"
         + (" above the bound |" if bound else "")
-        + (" opened | refused | merged |" if adaptive else ""),
+        + (" opened | refused | merged |" if chunks else ""),
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
         + ("---:|" if bound else "")
-        + ("---:|---:|---:|" if adaptive else ""),
+        + ("---:|---:|---:|" if chunks else ""),
     ]
     for r in results:
         predicted = "" if r["predicted_kld"] is None else f"{r['predicted_kld']:.2g}"
@@ -158,7 +158,7 @@ def scores(results: Sequence[dict[str, Any]]) -> str:
             f"| {r['text']} | {r['name']} | {r['bpe']:.2f} | {r['bpe_rows']:.2f} "
             f"| {r['delta_percent']:+.2f}% ± {100 * r['ppl_ratio_stderr']:.2f}% "
             f"| {r['mean_kld']:.3g} ± {r['mean_kld_stderr']:.1g} | {r['median_kld']:.2g} | {r['kld_999']:.2g} "
-            f"| {100 * r['same_top']:.2f}% | {predicted} |{_above(r) if bound else ''}{_chunks(r) if adaptive else ''}"
+            f"| {100 * r['same_top']:.2f}% | {predicted} |{_above(r) if bound else ''}{_chunks(r) if chunks else ''}"
         )
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""A model on a compressed cache in one's own program.
+"""Uses a model with a compressed cache in a program.
 
 python examples/embed.py model.gguf "Why is the sky blue?"
 """
@@ -13,7 +13,7 @@ import subkv
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="GGUF model")
-    parser.add_argument("question", help="what to ask it")
+    parser.add_argument("question", help="question for the model")
     given = parser.parse_args()
     with subkv.Llama(given.model, kv_cache="subkv", n_ctx=2048, verbose=False) as llm:
         answer = llm.create_chat_completion(

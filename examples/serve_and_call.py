@@ -1,4 +1,4 @@
-"""Start llama-server on coefficients and call it with OpenAI's client.
+"""Starts llama-server with a coded cache and calls it with OpenAI's client.
 
 CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install . openai
 
@@ -36,7 +36,7 @@ def wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="GGUF model")
-    parser.add_argument("question", help="what to ask it")
+    parser.add_argument("question", help="question for the model")
     given = parser.parse_args()
     port = free_port()
     url = f"http://127.0.0.1:{port}"

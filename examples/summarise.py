@@ -1,4 +1,4 @@
-"""Ask about a long text: the cache is as long as the text needs, and says what it takes.
+"""Answers a question about a long text, with a context as long as the text, and prints the size of the cache.
 
 python examples/summarise.py model.gguf book.txt [QUESTION]
 """
@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="GGUF model")
     parser.add_argument("text", type=Path, help="UTF-8 text")
     parser.add_argument("question", nargs="?", default="Summarise the text in three sentences.")
-    parser.add_argument("--max-tokens", type=int, default=200, help="most tokens of the answer")
+    parser.add_argument("--max-tokens", type=int, default=200, help="maximum tokens of the answer")
     given = parser.parse_args()
 
     message = f"{given.text.read_text('utf-8')}\n\n{given.question}"
@@ -25,7 +25,7 @@ def main() -> None:
         trained = int(llm.metadata[f"{llm.metadata['general.architecture']}.context_length"])
         needed = len(llm.tokenize(message.encode(), special=True)) + 100 + given.max_tokens  # 100: the chat template
     if needed > trained:
-        sys.exit(f"{given.text}: expected at most {trained} tokens, what the model was trained with, found {needed}")
+        sys.exit(f"{given.text}: expected at most {trained} tokens (the trained context), found {needed}")
 
     with subkv.Llama(given.model, kv_cache="subkv", n_ctx=needed, verbose=False) as llm:
         answer = llm.create_chat_completion(

@@ -54,7 +54,7 @@ def _evictions(context: click.Context, parameter: click.Parameter, text: str) ->
 @click.option(
     "--evictions", default="", callback=_evictions, help="Policies and the percentage they keep: h2o:25,snapkv:50@5…"
 )
-def main(codecs: list[Spec], evictions: list[Eviction], **asked: Any) -> None:
+def main(codecs: list[Spec], evictions: list[Eviction], **arguments: Any) -> None:
     """KLD of layouts, of llama.cpp's cache types, and of other projects' codecs and policies, in float32."""
 
     def others(fit: Fit, base: Gguf, sides: str, n_ctx: int) -> list[Cache]:
@@ -63,7 +63,7 @@ def main(codecs: list[Spec], evictions: list[Eviction], **asked: Any) -> None:
         found = rival_caches(codecs, fit, base, sides) if codecs else []
         return [*found, *evicting_caches(evictions, fit, n_ctx)]
 
-    run(**asked, others=others if codecs or evictions else None)
+    run(**arguments, others=others if codecs or evictions else None)
 
 
 if __name__ == "__main__":

@@ -49,10 +49,10 @@ LATENT_ROWS: Table = {
     "attn_output.weight": "embd q",
     "attn_kv_a_norm.weight": "latent",
 }
-LATENT: Table = {"attn_q.weight": "turned_q embd"} | LATENT_ROWS
+LATENT: Table = {"attn_q.weight": "rotated_q embd"} | LATENT_ROWS
 CHOOSING: Table = {
     "attn_q_a.weight": "query embd",
-    "attn_q_b.weight": "turned_q query",
+    "attn_q_b.weight": "rotated_q query",
     "indexer.attn_q_b.weight": "index_q query",
     "indexer.attn_k.weight": "index_key embd",
     "indexer.proj.weight": "index_heads embd",
@@ -147,7 +147,7 @@ class Delta(NamedTuple):
 class Shape:
     """arch: llama.cpp's name. tied: the embeddings are the output matrix, too. context: tokens trained with.
 
-    latent, turned: elements of a row of latent attention (MLA), and those behind them, which positions turn; 0: none.
+    latent, rotated: elements of a row of latent attention (MLA), and those behind them, which positions turn; 0: none.
     attending: the layers that attend to all cells; empty: the last of every `period` layers. The others are short
     convolutions, or have a window, or a gated delta rule.
     indexer: heads, elements of a key and cells that are chosen, where a token attends to some alone; empty: to all.
@@ -167,7 +167,7 @@ class Shape:
     rope_base: float
     context: int
     latent: int = 0
-    turned: int = 0
+    rotated: int = 0
     attending: tuple[int, ...] = ()
     indexer: tuple[int, int, int] | None = None
     query: int = 0
@@ -241,8 +241,8 @@ class Shape:
             "q": self.heads * head,
             "kv": kv_heads * head,
             "gated_q": 2 * self.heads * head,
-            "turned_q": self.heads * (head + self.turned),
-            "row": self.latent + self.turned,
+            "rotated_q": self.heads * (head + self.rotated),
+            "row": self.latent + self.rotated,
             "index_heads": n_index,
             "index_key": index_key,
             "index_q": n_index * index_key,
@@ -266,9 +266,9 @@ class Shape:
             "feed_forward_length": self.ff,
             "attention.head_count": self.heads,
             "attention.head_count_kv": kv_heads if varied else self.kv_heads,
-            "attention.key_length": self.latent + self.turned or self.head_size,
+            "attention.key_length": self.latent + self.rotated or self.head_size,
             "attention.value_length": self.latent or self.head_size,
-            "rope.dimension_count": self.turned or self.head_size,
+            "rope.dimension_count": self.rotated or self.head_size,
             "rope.freq_base": self.rope_base,
             "attention.layer_norm_rms_epsilon": 1e-5,
         }
@@ -289,7 +289,7 @@ class Shape:
         return {
             "attention.q_lora_rank": self.query,
             "attention.kv_lora_rank": self.latent,
-            "attention.key_length_mla": self.head_size + self.turned,
+            "attention.key_length_mla": self.head_size + self.rotated,
             "attention.value_length_mla": self.head_size,
             "leading_dense_block_count": self.layers,  # as many weights as a token's experts have
             "expert_feed_forward_length": self.ff,
@@ -311,12 +311,12 @@ class Shape:
 
 
 def _delta_keys(delta: Delta, head: int, period: int) -> dict[str, Any]:
-    turned = head // 4  # of the layers that attend
-    third = -(-turned // 6)  # pairs that each of three coordinates turns
+    rotated = head // 4  # of the layers that attend
+    third = -(-rotated // 6)  # pairs that each of three coordinates turns
     return {
         "full_attention_interval": period,
-        "rope.dimension_count": turned,
-        "rope.dimension_sections": [third, third, turned // 2 - 2 * third, 0],
+        "rope.dimension_count": rotated,
+        "rope.dimension_sections": [third, third, rotated // 2 - 2 * third, 0],
         "ssm.conv_kernel": delta.taps,
         "ssm.inner_size": delta.heads * delta.size,
         "ssm.state_size": delta.size,

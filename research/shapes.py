@@ -132,9 +132,9 @@ def planned(shape: Shape) -> tuple[list[Head], list[Bands]]:
     from subkv.plan.budget import Head
 
     if shape.latent:
-        row = LayerShape(0, shape.heads, 1, shape.latent + shape.turned, shape.latent, 1.0, 0)
-        heads = latent.heads(row, np.ones(shape.latent), np.ones(shape.turned))
-        plan: list[Bands] = [bands(shape.latent)[0], bands(shape.turned)[1]]
+        row = LayerShape(0, shape.heads, 1, shape.latent + shape.rotated, shape.latent, 1.0, 0)
+        heads = latent.heads(row, np.ones(shape.latent), np.ones(shape.rotated))
+        plan: list[Bands] = [bands(shape.latent)[0], bands(shape.rotated)[1]]
         return heads * len(shape.coded), plan * len(shape.coded)
     heads = [Head(shape.head_size, np.ones(shape.head_size), centred=key) for key in (True, False)]
     n = len(shape.coded) * shape.kv_heads
@@ -161,7 +161,7 @@ def write_bases(model: Path, path: Path, shape: Shape) -> None:
     layers, joint = [], _random_latent(random, shape) if shape.latent else None
     for il in shape.coded:
         if joint:
-            sizes = shape.latent + shape.turned, shape.latent
+            sizes = shape.latent + shape.rotated, shape.latent
             layers.append(CodedLayer(LayerShape(il, shape.heads, 1, *sizes, 1.0, 0), (joint,), latent=True))
             continue
         layer = LayerShape(il, shape.heads, n, d, d, d**-0.5, 0)
@@ -212,7 +212,7 @@ def _random_latent(random: np.random.Generator, shape: Shape) -> CodedHead:
     from subkv.plan.basis import FullBasis
     from subkv.plan.latent import stored
 
-    turns = [np.linalg.qr(random.standard_normal((d, d)))[0] for d in (shape.latent, shape.turned)]
+    turns = [np.linalg.qr(random.standard_normal((d, d)))[0] for d in (shape.latent, shape.rotated)]
     parts = [FullBasis(turn, turn, np.ones(len(turn)), np.ones(len(turn))) for turn in turns]
     keys = stored(parts, [np.eye(len(turn)) for turn in turns], planned(shape)[1][:2])
     return CodedHead(keys, first_values(keys, shape.latent), 1.0)
@@ -250,15 +250,15 @@ def main(shape: str, output: Path, bases: Path | None, kind: str, **sizes: int |
     from subkv.base.files import check_writable
 
     given: dict[str, Any] = {key: n for key, n in sizes.items() if n is not None}
-    asked = dataclasses.replace(SHAPES[shape], **given)
-    asked.check()
+    chosen = dataclasses.replace(SHAPES[shape], **given)
+    chosen.check()
     sidecar = bases or default_output(output, sidecar=True)
     if sidecar.resolve() == output.resolve():
         raise SubkvError("bases", f"expected another file than the model, found {sidecar}")
     for path in (output, sidecar):
         check_writable(path)
-    write_model(output, asked, kind)
-    write_bases(output, sidecar, asked)
+    write_model(output, chosen, kind)
+    write_bases(output, sidecar, chosen)
     click.echo(f"wrote {output} and {sidecar}: random, for time and memory only")
 
 

@@ -173,9 +173,9 @@ def quarters(replies: list[tuple[float, Reply]], seconds: float) -> list[tuple[i
 
 
 def tables(soak: Soak, seconds: float) -> str:
-    asked = ", ".join(f"{n} {kind}" for kind, n in sorted(soak.counts.items()))
+    requests = ", ".join(f"{n} {kind}" for kind, n in sorted(soak.counts.items()))
     faults = ", ".join(f"{n} × {kind}" for kind, n in sorted(soak.faults.items())) or "none"
-    lines = [f"{seconds / 60:.0f} minutes: {asked}; faults: {faults}", ""]
+    lines = [f"{seconds / 60:.0f} minutes: {requests}; faults: {faults}", ""]
     lines += ["| process | after a quarter | at the end | slope per hour |", "|---|---:|---:|---:|"]
     for name, (first, last, slope) in zip(("RSS MiB", "open files", "threads"), growth(soak.samples), strict=True):
         lines.append(f"| {name} | {first:.0f} | {last:.0f} | {slope:+.1f} |")

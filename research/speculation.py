@@ -117,7 +117,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 @command()
 @options.model_option(required=True)
 @click.option("-f", "--file", "text_file", required=True, type=options.PATH, help="the text that the context holds")
-@click.option("-ctk", "--cache-type-k", "caches", callback=options.listed, default="f16,subkv", help="KV caches")
+@click.option("-ctk", "--cache-type-k", "caches", callback=options.split_commas, default="f16,subkv", help="KV caches")
 @click.option("--bases", type=options.PATH, metavar="FILE", help="bases for -m: a sidecar or a converted model")
 @click.option("-d", "--n-depth", type=click.IntRange(min=64), default=2000, help="tokens of the text in the context")
 @click.option("-n", "--n-gen", type=click.IntRange(min=N_FIRST + 1), default=128, help="tokens of an answer")

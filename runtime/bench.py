@@ -2,12 +2,12 @@
 
     python -m runtime.bench -m M.gguf -p 512 -n 32 -d 0,4096 -ctk f16,q8_0,subkv -fa auto,off -t 2 -r 5
 
-All caches live in one process and take turns within every repetition, so that a busy machine slows all of them alike.
-Each context is filled to a depth once; after a repetition its tail is removed again. Filling evaluates batches
-that do not see each other, joins them to one sequence, and appends copies of its cells until the depth is reached (each
-batch is evaluated where cells cannot be copied: adaptive bases, sliding windows, recurrent layers): the cells hold
-other numbers than those of a real text, which no time depends on, and a cache whose prefill is slow at depth, or a
-model that is slow itself, can be measured there too.
+All caches run in one process and alternate within every repetition, so that a busy machine slows all of them equally.
+Each context is filled to a depth once, and its tail is removed after each repetition.
+
+To fill quickly, batches are evaluated separately, joined to one sequence, and then copied until the depth is reached.
+(With adaptive bases, sliding windows or recurrent layers, cells cannot be copied, and all batches are evaluated.) The
+cells hold other numbers than a real text would. Times do not depend on these numbers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WARM_UP = 2  # tokens
 
 @dataclasses.dataclass(frozen=True)
 class Tests:
-    """What is measured: lengths in tokens, 0: not; depths in cells; parallel: sequences that generate together."""
+    """The tests: lengths in tokens (0: none), depths in cells; parallel: sequences that generate together."""
 
     prompts: list[int]
     gens: list[int]
@@ -67,17 +67,17 @@ class Tests:
 
     @property
     def n_runs(self) -> int:
-        """Of each configuration."""
+        """Runs of each configuration."""
         return len({*self.depths}) * len(self.kinds) * self.repetitions
 
 
 @dataclasses.dataclass(frozen=True)
 class Caches:
-    """Under which caches and flash attention settings; specs as of parse_cache, asked: for those that are coded."""
+    """The caches and flash attention settings. specs: for parse_cache(); requested: options of coded caches."""
 
     specs: list[str]
     flash: list[str]
-    asked: CacheOptions
+    requested: CacheOptions
 
     @classmethod
     def of(cls, type_k: list[str], type_v: list[str], flash_attn: list[str], **more: Any) -> Caches:
@@ -85,12 +85,12 @@ class Caches:
             if item not in options.FLASH:
                 raise click.UsageError(f"-fa: expected on, off or auto, found {item!r}")
         specs = [f"{k}/{v}" for k, v in itertools.product(type_k, type_v)] if type_v else type_k
-        return cls(specs, [options.FLASH[item] for item in flash_attn], options.cache_asked(**more))
+        return cls(specs, [options.FLASH[item] for item in flash_attn], options.requested_cache(**more))
 
 
 @dataclasses.dataclass
 class Config:
-    """One cache and flash attention setting with its context, and how many cells of it are filled."""
+    """A cache and flash attention setting with its context. depth: filled cells."""
 
     name: str
     context: Context
@@ -118,7 +118,7 @@ class Measurement:
 
 
 class Tokens:
-    """Random tokens as llama-bench uses them: what is computed does not depend on them, only that they differ."""
+    """Random tokens, as in llama-bench."""
 
     def __init__(self, model: Model) -> None:
         import numpy as np
@@ -148,15 +148,14 @@ def generate(context: Context, tokens: Tokens, pos: int, n: int, n_parallel: int
 
 
 def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int, bar: Any) -> None:
-    """Extend sequences 0, 1, … to `depth` cells, each batch decoded as one more sequence and then handed over.
+    """Extend sequences 0, 1, … to `depth` cells. Each batch is decoded in a spare sequence and then moved.
 
-    Once there are two batches, what follows the first of them, which has the sinks, is copied where it can be. The last
-    cell is decoded, before which keys of copies are turned to their positions.
-    With adaptive bases in the sequence itself: sequences then have cells of their own, and every token is attended to
-    by the bases that follow it.
+    If cells can be copied, only the first two batches are decoded. The copies leave out the first batch, which holds
+    the sinks. The last cell is always decoded; before that, the keys of copies are rotated to their positions.
+    With adaptive bases, batches are decoded in the sequence itself, because sequences do not share cells then.
     """
     context = config.context
-    adaptive = context.choice.adaptive
+    separate = context.choice.follows_text  # sequences have cells of their own
     first = max(context.n_batch, context.stats.n_sink)
     while config.depth < depth:
         missing = depth - config.depth
@@ -167,16 +166,16 @@ def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int, bar: Any) 
             if repeated:
                 context.repeat(n, config.depth, seq, spare=n_parallel)
             else:
-                context.decode(tokens.take(n), config.depth, n - 1, seq=seq if adaptive else n_parallel)
-                if not adaptive:
-                    context.adopt(n_parallel, seq)
+                context.decode(tokens.take(n), config.depth, n - 1, seq=seq if separate else n_parallel)
+                if not separate:
+                    context.move_sequence(n_parallel, seq)
             context.synchronize()
             bar.update(n)
         config.depth += n
 
 
 class Stopped(Exception):
-    """A signal, `number`, has asked the program to end."""
+    """The program got the signal `number`."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -185,7 +184,7 @@ class Stopped(Exception):
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """SIGINT and SIGTERM inside the block raise Stopped. Threads but the main one get no signals."""
+    """SIGINT and SIGTERM raise Stopped inside the block. Only the main thread gets signals."""
     numbers = [signal.SIGINT, signal.SIGTERM] if threading.current_thread() is threading.main_thread() else []
 
     def stop(number: int, _: Any) -> None:
@@ -200,7 +199,7 @@ def stoppable() -> Iterator[None]:
 
 
 def measure(configs: list[Config], tokens: Tokens, tests: Tests, done: list[Measurement]) -> None:
-    """All tests of all configurations, into `done`; configurations take turns inside every repetition."""
+    """Run all tests and append the measurements to `done`; configurations alternate within every repetition."""
     for config in configs:  # warm up: page in the weights, build the graphs
         prompt(config.context, tokens, 0, WARM_UP)
         generate(config.context, tokens, WARM_UP, 1)
@@ -221,7 +220,7 @@ def measure(configs: list[Config], tokens: Tokens, tests: Tests, done: list[Meas
         done += [m for row in rows for m in row]
         with progress_bar(f"depth {depth}", tests.repetitions * len(rows) * len(configs), "run") as bar:
             for repetition, row in itertools.product(range(tests.repetitions), rows):
-                shift = repetition % len(row)  # nobody always comes first
+                shift = repetition % len(row)  # another configuration starts each time
                 for m in row[shift:] + row[:shift]:
                     bar.set_postfix_str(f"{m.config.name} {m.label}")
                     start = time.perf_counter_ns()
@@ -239,7 +238,7 @@ def measure(configs: list[Config], tokens: Tokens, tests: Tests, done: list[Meas
 
 
 def read_bandwidth(n_threads: int, mib: int = 512, repetitions: int = 5) -> float:
-    """GB/s that n_threads reach summing a large float32 array; the best of a few passes."""
+    """Read bandwidth in GB/s: n_threads sum a large float32 array, best of a few passes."""
     import numpy as np
 
     data = np.ones(mib * 2**20 // 4, dtype=np.float32)
@@ -253,13 +252,14 @@ def read_bandwidth(n_threads: int, mib: int = 512, repetitions: int = 5) -> floa
     return data.nbytes / best / 1e9
 
 
-def as_object(m: Measurement, model: Model, asked: ContextOptions, bandwidth: float) -> dict[str, Any]:
-    """One llama-bench object, with ours added. Speeds in tokens/s, times in ns, sizes in bytes, bandwidths in GB/s.
+def as_object(m: Measurement, model: Model, requested: ContextOptions, bandwidth: float) -> dict[str, Any]:
+    """One llama-bench object with our fields. Speeds in tokens/s, times in ns, sizes in bytes, bandwidths in GB/s.
 
-    kv_read_gbs: K/V rows that generation reads per second, kv_bytes_per_token · (depth + n_gen/2) · median_ts; null for
-    prompts, where a row is read once for many tokens.
+    kv_read_gbs: K/V bytes that generation reads per second, kv_bytes_per_token · (depth + n_gen/2) · median_ts. null
+    for prompts, which read a row once for many tokens.
     """
-    from subkv.native.binding import C
+    from subkv.native.binding import C  # numpy and the native libraries: not for a --help
+    from subkv.native.library import llama_cpp_commit
 
     stats = m.config.context.stats
     n_tokens = m.n_prompt + m.n_gen * m.n_parallel
@@ -267,15 +267,15 @@ def as_object(m: Measurement, model: Model, asked: ContextOptions, bandwidth: fl
     median = statistics.median(samples_ts)
     cells = m.n_depth + m.n_gen / 2
     return {
-        "build_commit": "0c1e57098",
+        "build_commit": llama_cpp_commit(),
         "model_filename": str(model.path),
         "model_type": model.description(),
         "model_size": C.llama_model_size(model.handle),
         "model_n_params": C.llama_model_n_params(model.handle),
         "backends": "GPU" if model.n_gpu_layers and C.llama_supports_gpu_offload() else "CPU",
-        "n_batch": asked.n_batch,
-        "n_ubatch": asked.n_ubatch,
-        "n_threads": asked.n_threads,
+        "n_batch": requested.n_batch,
+        "n_ubatch": requested.n_ubatch,
+        "n_threads": requested.n_threads,
         "type_k": stats.type_k,
         "type_v": stats.type_v,
         "n_gpu_layers": model.n_gpu_layers,
@@ -353,7 +353,7 @@ test_options = group(
         "--parallel",
         type=click.IntRange(1, 64),
         default=1,
-        help="sequences that generate at the same time, each at the depth; t/s are of all together",
+        help="sequences that generate at the same time, each at the depth; t/s is their sum",
     ),
     click.option("-r", "--repetitions", type=click.IntRange(min=1), default=5, help="runs of every test"),
 )
@@ -365,7 +365,7 @@ cache_options = group(
         "--cache-type-k",
         "type_k",
         default="auto",
-        callback=options.listed,
+        callback=options.split_commas,
         metavar="T,T,…",
         help="caches: f16, q8_0, q4_0, subkv, subkv:FILE, …; each sets K and V",
     ),
@@ -373,7 +373,7 @@ cache_options = group(
         "-ctv",
         "--cache-type-v",
         "type_v",
-        callback=options.listed,
+        callback=options.split_commas,
         metavar="T,T,…",
         help="V caches combined with every -ctk",
     ),
@@ -383,7 +383,7 @@ cache_options = group(
         "--flash-attn",
         "flash_attn",
         default="auto",
-        callback=options.listed,
+        callback=options.split_commas,
         metavar="on|off|auto,…",
         help="flash attention settings",
     ),
@@ -401,10 +401,10 @@ cache_options = group(
 def main(model: str, tests: Tests, caches: Caches, context: ContextOptions, n_gpu_layers: int, form: str) -> None:
     """Measure prompt processing and generation speed, cache types interleaved in one run.
 
-    Stopped by Ctrl-C or SIGTERM, it prints what it has measured.
+    After Ctrl-C or SIGTERM, it prints the results so far.
     """
     if not any(tests.prompts) and not any(tests.gens):
-        raise click.UsageError("-p, -n: expected something to measure, found 0 for both")
+        raise click.UsageError("-p, -n: expected a length above 0, found 0 for both")
     from subkv.engine.model import Model  # numpy and the native libraries: not for a --help
 
     n_threads = default_threads(context.n_threads)
@@ -435,14 +435,14 @@ def main(model: str, tests: Tests, caches: Caches, context: ContextOptions, n_gp
 def open_configs(
     model: Model, tests: Tests, caches: Caches, context: ContextOptions, cleanup: contextlib.ExitStack
 ) -> list[Config]:
-    """A context for every cache and flash attention setting; pairs that cannot be (quantized V, off) are told."""
+    """A context for every cache and flash attention setting; invalid pairs (quantized V, off) are skipped."""
     from subkv.engine.cache import parse_cache  # numpy and the native libraries: not for a --help
 
     configs = []
     for spec, fa in itertools.product(caches.specs, caches.flash):
-        # a tail of coded cells can only be removed while their exact rows are kept
-        choice = parse_cache(spec, model.path, caches.asked).with_rollback(tests.longest)
-        n_seq = tests.parallel + (not choice.adaptive)  # the last one serves fill()
+        # coded cells can be removed only while their exact rows are kept
+        choice = parse_cache(spec, model.path, caches.requested).with_rollback(tests.longest)
+        n_seq = tests.parallel + (not choice.follows_text)  # the last one is for fill()
         try:
             made = model.context(choice, dataclasses.replace(context, flash_attn=fa, n_seq_max=n_seq))
         except CacheError as error:

@@ -3,50 +3,87 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import click
 
 # command -> (module of its main, line of help); modules are imported when their command runs
 COMMANDS = {
-    "convert": ("converter.cli", "write bases and layout into a copy of a GGUF"),
-    "calibrate": ("converter.calibrate", "statistics of a model on text"),
-    "sensitivity": ("converter.sensitivity", "add measured sensitivities to a calibration"),
-    "evaluate": ("converter.evaluate", "KL divergence of layouts in float32"),
-    "chat": ("runtime.chat.program", "chat with a model"),
-    "bench": ("runtime.bench", "measure speed under different KV caches"),
-    "serve": ("runtime.serve.cli", "answer OpenAI requests over HTTP"),
+    "chat": ("runtime.chat.cli", "chat with a model"),
     "run": ("runtime.launch.cli", "run a program on llama.cpp's libraries with a compressed cache"),
+    "serve": ("runtime.serve.cli", "answer OpenAI requests over HTTP"),
     "env": ("runtime.launch.env", "print the variables that run sets, for shells, services, containers"),
+    "convert": ("converter.cli", "calibrate a model and write its bases"),
+    "inspect": ("runtime.inspect", "show a model's bases and the memory that its cache needs"),
     "perplexity": ("runtime.perplexity", "measure perplexity and KL divergence"),
-    "tasks": ("runtime.tasks.cli", "retrieval, recall and tool calls under several caches, scored exactly"),
+    "bench": ("runtime.bench", "measure speed under different KV caches"),
+    "doctor": ("runtime.doctor.cli", "report versions, libraries and devices; clear the cache folder"),
+    "cmake-dir": ("runtime.cmake_dir", "print the folder of the CMake package for C and C++"),
+}
+LAB = {
+    "calibrate": ("converter.calibrate", "collect statistics of a model on text"),
+    "sensitivity": ("converter.sensitivity", "add measured sensitivities to a calibration"),
+    "evaluate": ("converter.evaluate", "measure the KL divergence of layouts in float32"),
+    "tasks": ("runtime.tasks.cli", "score retrieval, recall and tool calls under several caches"),
     "plot": ("runtime.plot", "draw saved results: bits against KL divergence"),
-    "inspect": ("runtime.inspect", "show the layout a file carries"),
-    "doctor": ("runtime.doctor.cli", "versions, libraries, devices, cache folder: what a bug report needs"),
-    "cmake-dir": ("runtime.cmake_dir", "where CMake finds the libraries and headers for C and C++"),
 }
 
 
 class Group(click.Group):
-    """Imports a command's module when it is needed, so that `subkv --help` is instant."""
+    """Imports a command's module when the command runs, which keeps `--help` fast."""
+
+    def __init__(self, *args: Any, modules: dict[str, tuple[str, str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.modules = modules
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return [*self.modules, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        command: click.Command = importlib.import_module(COMMANDS[cmd_name][0]).main
+        if cmd_name not in self.modules:
+            return super().get_command(ctx, cmd_name)
+        command: click.Command = importlib.import_module(self.modules[cmd_name][0]).main
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        lines = [(name, line) for name, (_, line) in self.modules.items()]
+        lines += [(name, command.short_help or "") for name, command in self.commands.items()]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+            formatter.write_dl(lines)
 
 
-@click.command(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+class _Moved(click.ClickException):
+    """An old name of a command: one sentence with the new one."""
+
+    exit_code = 2
+
+    def show(self, file: Any = None) -> None:
+        click.echo(self.format_message(), file=file, err=True)
+
+
+class _Main(Group):
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] in LAB and not ctx.resilient_parsing:
+            raise _Moved(f"subkv {args[0]}: unknown command; it is now `subkv lab {args[0]}`")
+        return super().resolve_command(ctx, args)
+
+
+SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+
+@click.command(cls=_Main, modules=COMMANDS, context_settings=SETTINGS)
 @click.version_option(package_name="subkv")
 def main() -> None:
     """llama.cpp with a KV cache of calibrated, quantized coefficients."""
+
+
+@main.command(
+    cls=Group, modules=LAB, context_settings=SETTINGS, short_help="experiments: calibrate, sensitivity, evaluate, …"
+)
+def lab() -> None:
+    """Commands for experiments with calibrations and caches."""
 
 
 if __name__ == "__main__":

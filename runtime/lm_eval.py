@@ -1,9 +1,9 @@
-"""lm-evaluation-harness on a model of this runtime, with any KV cache. Extra `eval`.
+"""lm-evaluation-harness on models of this engine, with any KV cache. Extra `eval`.
 
     python -m runtime.lm_eval run --model subkv --model_args model=M.gguf,cache=subkv:bases.gguf --tasks hellaswag
 
-The command line is lm_eval's own (`lm_eval run --help`); importing this module adds the model `subkv` to it.
-Requests that begin alike are evaluated one after the other and share the cells of what they have in common.
+The command line is that of lm_eval (`lm_eval run --help`); this module registers the model `subkv` there.
+Requests are sorted so that those with a common prefix share its cells.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from subkv.engine.stats import cache_line
 from subkv.engine.template import Template
 from subkv.native.binding import C
 
-N_ROLLBACK = 64  # exact rows kept so that another continuation of a long prompt needs only itself evaluated
-LM_EVALS = ("batch_size", "max_batch_size", "device")  # arguments that every model of lm_eval is given
-MAX_NEW = 256  # tokens of an answer where a task does not say
+N_ROLLBACK = 64  # exact rows, so that the next continuation of a long prompt does not evaluate the prompt again
+IGNORED = ("batch_size", "max_batch_size", "device")  # arguments that lm_eval passes to every model
+MAX_NEW = 256  # tokens of an answer, unless the task sets a limit
 
 
 @register_model("subkv")
 class SubkvLM(TemplateLM):  # type: ignore[misc]
     """A GGUF under one cache type.
 
-    model: the file. cache: as -ctk of the programs: auto, f16, q8_0, subkv, subkv:FILE. n_ctx: tokens of a request with
-    its answer, at most, longer ones lose their beginning; default: the trained context, at most 4096. threads: of the
-    processor, default all. LM_EVALS are of no use here, where one request runs at a time.
-    Raises SubkvError for what cannot be loaded, and CacheError for what cannot be asked of it.
+    model: the file. cache: as -ctk of the programs: auto, f16, q8_0, subkv, subkv:FILE. n_ctx: maximum tokens of a
+    request with its answer; longer requests lose their start; default: the trained context, at most 4096. threads:
+    default all processors. Arguments in IGNORED have no effect, because one request runs at a time.
+    Raises SubkvError if the model cannot be loaded, and CacheError for invalid arguments.
     """
 
     def __init__(
         self, model: str = "", cache: str = "auto", n_ctx: int | None = None, threads: int | None = None, **others: Any
     ) -> None:
         super().__init__()
-        unknown = [f"{name}={value}" for name, value in others.items() if name not in LM_EVALS]
+        unknown = [f"{name}={value}" for name, value in others.items() if name not in IGNORED]
         if unknown or not model:
             raise CacheError(
                 "--model_args",
@@ -63,9 +63,9 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
         self._context = self._model.context(
             choice.with_rollback(N_ROLLBACK), ContextOptions(self._n_ctx, n_threads=threads)
         )
-        self._held: list[int] = []  # tokens whose cells the context has
+        self._held: list[int] = []  # tokens that the context holds
         self._path = model
-        print(cache_line(self._context.stats), *filter(None, [choice.told]), sep="\n")
+        print(cache_line(self._context.stats), *filter(None, [choice.note]), sep="\n")
 
     #
     # tokens
@@ -77,11 +77,11 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context is conditioned on."""
+        """The token in front of a text without context."""
         return self._model.bos if self._model.bos >= 0 else self.eot_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Tokens of a text; markup in it is read, as chat templates need. add_special_tokens None: as the model's."""
+        """Tokens of a text; special tokens in it are parsed. add_special_tokens None: the model's default."""
         special = self._model.add_bos if add_special_tokens is None else add_special_tokens
         return self._model.tokenize(string.encode("utf-8", "replace"), special, markup=True).tolist()
 
@@ -90,11 +90,11 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
         return self._path
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The model's own template. Raises SubkvError where it has none."""
+        """The model's own template. Raises SubkvError if it has none."""
         return self._model.chat_template()
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The prompt of a chat. Raises SubkvError where the model has no template or it refuses the messages."""
+        """The prompt of a chat. Raises SubkvError if there is no template, or it rejects the messages."""
         return Template(self._model).render(chat_history, add_generation_prompt)
 
     #
@@ -102,12 +102,12 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
     #
 
     def _logits(self, tokens: Sequence[int], first: int) -> Logits:
-        """Logits [len(tokens) − first, n_vocab] of the positions from `first` on; leaves the cells of all tokens."""
+        """Logits [len(tokens) − first, n_vocab] from position `first` on; the context then holds all tokens."""
         same = next((i for i, (a, b) in enumerate(zip(self._held, tokens, strict=False)) if a != b), len(self._held))
         keep = min(same, first, len(tokens))
         try:
             self._context.drop_tail(keep)
-        except CacheError:  # more than N_ROLLBACK tokens would have to go
+        except CacheError:  # it would have to remove more than N_ROLLBACK tokens
             self._context.clear()
             keep = 0
         self._held = []
@@ -122,8 +122,8 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """(ln p of the continuation, whether it is the greedy one) of (texts, context tokens, continuation tokens)."""
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        """(ln p of the continuation, whether it is the greedy one) for (texts, context tokens, continuation tokens)."""
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         order = sorted(range(len(requests)), key=lambda i: requests[i][1] + requests[i][2])
         for i in tqdm(order, desc="loglikelihood", disable=disable_tqdm):
             texts, context, continuation = requests[i]
@@ -132,15 +132,15 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
             tokens = (context + continuation)[-self._n_ctx - 1 : -1]
             logits = self._logits(tokens, len(tokens) - len(continuation))
             steps = np.arange(len(continuation))
-            found[i] = (
+            results[i] = (
                 float(log_softmax(logits)[steps, continuation].sum()),
                 bool((logits.argmax(-1) == continuation).all()),
             )
-            self.cache_hook.add_partial("loglikelihood", texts, found[i])
-        return found
+            self.cache_hook.add_partial("loglikelihood", texts, results[i])
+        return results
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """ln p of whole texts, in windows of n_ctx tokens that do not overlap but for the token before each."""
+        """ln p of whole texts, in windows of n_ctx tokens that overlap by one token."""
         found = []
         for (text,) in tqdm([request.args for request in requests], desc="rolling", disable=disable_tqdm):
             tokens = self.tok_encode(text, add_special_tokens=False)
@@ -151,7 +151,7 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy answers up to a stop text, the end of generation, or the task's length."""
+        """Greedy answers up to a stop text, an end token or the maximum length of the task."""
         prompts = [self.tok_encode(request.args[0]) for request in requests]
         found = [""] * len(requests)
         order = sorted(range(len(requests)), key=lambda i: prompts[i])

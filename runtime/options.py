@@ -1,4 +1,4 @@
-"""Options that every program shares, under llama.cpp's names; the groups among them build the library's dataclasses."""
+"""Options that several programs share, named as in llama.cpp; groups of them build the library's dataclasses."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class IntList(click.ParamType):  # type: ignore[type-arg]
         return numbers
 
 
-def listed(_context: click.Context, _parameter: click.Parameter, value: str | None) -> list[str]:
-    """A callback: what stands between commas."""
+def split_commas(_context: click.Context, _parameter: click.Parameter, value: str | None) -> list[str]:
+    """click callback: split the value at commas."""
     return [item.strip() for item in value.split(",")] if value else []
 
 
@@ -53,9 +53,7 @@ def model_option(required: bool, text: str = "model file (GGUF)") -> Option:
     return click.option("-m", "--model", required=required, envvar="LLAMA_ARG_MODEL", metavar="FILE", help=text)
 
 
-def context_option(
-    default: int | None, text: str = "context size in tokens, 0: what the model was trained with"
-) -> Option:
+def context_option(default: int | None, text: str = "context size in tokens, 0: the trained context") -> Option:
     return click.option(
         "-c", "--ctx-size", "n_ctx", type=click.IntRange(min=0), default=default, envvar="LLAMA_ARG_CTX_SIZE", help=text
     )
@@ -83,7 +81,7 @@ gpu_option = click.option(
 
 
 def shift_option(text: str) -> Callable[[Any], Any]:
-    """llama-server's --context-shift; text: what it does."""
+    """llama-server's --context-shift; text: its help."""
     return click.option(
         "--context-shift/--no-context-shift", default=False, envvar="LLAMA_ARG_CONTEXT_SHIFT", help=text
     )
@@ -91,7 +89,7 @@ def shift_option(text: str) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True)
 class Drafts:
-    """What guesses tokens that are then verified together, under llama.cpp's names."""
+    """Speculative decoding: the source of drafts, named as in llama.cpp."""
 
     spec_type: str | None
     draft_model: Path | None
@@ -106,8 +104,8 @@ class Drafts:
         """For Llama's draft_model. Raises click.UsageError for flags that do not go together."""
         kind = self.spec_type or ("none" if self.draft_model is None else "draft-simple")
         if (kind == "draft-simple") != (self.draft_model is not None):
-            found = "none" if self.draft_model is None else f"--spec-type {kind}"
-            raise click.UsageError(f"-md: expected a model with --spec-type draft-simple and no other, found {found}")
+            given = "none" if self.draft_model is None else f"--spec-type {kind}"
+            raise click.UsageError(f"-md: expected a model with --spec-type draft-simple and no other, found {given}")
         # numpy and the native libraries: not for a --help
         from subkv.engine.drafts import DraftModel, PromptLookup
 
@@ -125,7 +123,7 @@ draft_options = group(
         "--spec-type",
         type=click.Choice(["none", "ngram-simple", "draft-simple"]),
         envvar="LLAMA_ARG_SPEC_TYPE",
-        help="guess tokens and verify them together: from repetitions in the text, or by the model of -md",
+        help="draft tokens and verify them together: from repetitions in the text, or with the model of -md",
     ),
     click.option(
         "-md",
@@ -135,7 +133,7 @@ draft_options = group(
         type=PATH,
         envvar="LLAMA_ARG_SPEC_DRAFT_MODEL",
         metavar="FILE",
-        help="a smaller model of the same vocabulary, which guesses",
+        help="draft model: a smaller model with the same vocabulary",
     ),
     click.option(
         "--spec-draft-n-max",
@@ -144,7 +142,7 @@ draft_options = group(
         type=click.IntRange(min=1),
         default=3,
         envvar="LLAMA_ARG_SPEC_DRAFT_N_MAX",
-        help="most tokens that -md guesses at once",
+        help="maximum tokens per draft of -md",
     ),
     click.option(
         "--spec-draft-n-min",
@@ -153,7 +151,7 @@ draft_options = group(
         type=click.IntRange(min=0),
         default=0,
         envvar="LLAMA_ARG_SPEC_DRAFT_N_MIN",
-        help="a shorter guess is not tried",
+        help="minimum tokens per draft; shorter drafts are dropped",
     ),
     click.option(
         "--spec-draft-p-min",
@@ -162,7 +160,7 @@ draft_options = group(
         type=click.FloatRange(0, 1),
         default=0.0,
         envvar="LLAMA_ARG_SPEC_DRAFT_P_MIN",
-        help="least probability that -md gives a token it guesses",
+        help="minimum probability of a drafted token under -md",
     ),
     click.option(
         "-ctkd", "--spec-draft-type-k", "draft_cache", default="f16", metavar="TYPE", help="KV cache of -md, K and V"
@@ -172,14 +170,14 @@ draft_options = group(
         "ngram",
         type=click.IntRange(min=1),
         default=12,
-        help="ngram-simple: tokens that must repeat",
+        help="ngram-simple: tokens that must match",
     ),
     click.option(
         "--spec-ngram-simple-size-m",
         "mgram",
         type=click.IntRange(min=1),
         default=48,
-        help="ngram-simple: tokens that are then guessed",
+        help="ngram-simple: tokens per draft",
     ),
 )
 flash_option = click.option(
@@ -224,7 +222,7 @@ def _context(n_ctx: int | None = None, **given: Any) -> ContextOptions:
 
 
 def context_options(*options: Option) -> Option:
-    """`context: ContextOptions`, n_ctx 0 where -c is not among the options."""
+    """`context: ContextOptions`; n_ctx is 0 without the option -c."""
     return group("context", _context, *options)
 
 
@@ -233,20 +231,20 @@ def context_options(*options: Option) -> Option:
 #
 
 rollback_option = click.option(
-    "--n-rollback", type=click.IntRange(min=0), help="exact tokens kept for taking back [default: 16]"
+    "--n-rollback", type=click.IntRange(min=0), help="exact tokens kept so that they can be removed again [default: 16]"
 )
 window_options = stack(
-    click.option("--n-sink", type=click.IntRange(min=0), help="first tokens kept exact [default: as converted]"),
-    click.option("--n-recent", type=click.IntRange(min=0), help="last tokens kept exact [default: as converted]"),
+    click.option("--n-sink", type=click.IntRange(min=0), help="first tokens kept exact [default: from the file]"),
+    click.option("--n-recent", type=click.IntRange(min=0), help="last tokens kept exact [default: from the file]"),
     click.option(
         "--adapt",
         metavar="SIDES[,NAME=VALUE…]",
-        help="bases that follow the text, of k, v or kv: v or v,length=512; none: static [default: as converted]",
+        help="adaptive bases for k, v or kv: v or v,length=512; none: static [default: from the file]",
     ),
 )
 
 
-def cache_asked(
+def requested_cache(
     type_k: str | None = None,
     type_v: str | None = None,
     bases: Path | None = None,
@@ -254,20 +252,20 @@ def cache_asked(
     sidecar: bool = True,
     **window: int | None,
 ) -> CacheOptions:
-    """What the flags ask of a cache. -ctk alone sets both K and V, -ctv alone leaves K at f16."""
+    """The cache that the flags request. -ctk alone sets both K and V, -ctv alone leaves K at f16."""
     from subkv.engine.cache import CacheOptions  # native libraries: not for a --help
 
-    window_asked = Window.of(**window)
+    window_request = Window.of(**window)
     return CacheOptions(
-        type_k=type_k, type_v=type_v or type_k, bases=bases, window=window_asked, adapt=adapt, sidecar=sidecar
+        type_k=type_k, type_v=type_v or type_k, bases=bases, window=window_request, adapt=adapt, sidecar=sidecar
     )
 
 
 def cache_options(*more: Option) -> Option:
-    """`cache: CacheOptions`; more: --n-rollback where tokens may be taken back."""
+    """`cache: CacheOptions`; more: --n-rollback, for programs that remove tokens."""
     return group(
         "cache",
-        cache_asked,
+        requested_cache,
         click.option(
             "-ctk",
             "--cache-type-k",
@@ -291,7 +289,7 @@ def cache_options(*more: Option) -> Option:
             "sidecar",
             flag_value=False,
             default=True,
-            help="ignore what convert has prepared",
+            help="ignore bases that convert has stored",
             show_default=False,
         ),
         window_options,
@@ -299,30 +297,30 @@ def cache_options(*more: Option) -> Option:
     )
 
 
-def chosen_template(chat_template: str | None, chat_template_file: Path | None) -> str | None:
-    """A Jinja template or a name of one; None: the model's own. Raises SubkvError about the file."""
+def read_template(chat_template: str | None, chat_template_file: Path | None) -> str | None:
+    """A Jinja template or the name of one; None: the model's own. Raises SubkvError about the file."""
     if chat_template_file is None:
         return chat_template
     if chat_template is not None:
-        raise click.UsageError("--chat-template: expected it or --chat-template-file, found both")
+        raise click.UsageError("--chat-template: expected either it or --chat-template-file, found both")
     try:
         return chat_template_file.read_text("utf-8")
     except OSError as error:
         reason = f"cannot read {chat_template_file}: {error.strerror or error}"
         raise SubkvError("chat_template_file", reason) from error
     except UnicodeDecodeError as error:
-        reason = f"expected UTF-8 text, found byte {error.start} of {chat_template_file} to be something else"
+        reason = f"expected UTF-8 text, found an invalid byte at {error.start} of {chat_template_file}"
         raise SubkvError("chat_template_file", reason) from error
 
 
 template_options = group(
     "template",
-    chosen_template,
+    read_template,
     click.option(
         "--chat-template",
         envvar="LLAMA_ARG_CHAT_TEMPLATE",
         metavar="NAME|JINJA",
-        help="Jinja template, or llama.cpp's name of one [default: the model's own, else chatml]",
+        help="Jinja template, or a template name of llama.cpp [default: the model's own, else chatml]",
     ),
     click.option(
         "--chat-template-file",
@@ -335,27 +333,27 @@ template_options = group(
 
 
 def form_option(*kinds: str) -> Option:
-    """`form`: how results are printed."""
+    """`form`: output format of results."""
     return click.option("-o", "--output", "form", type=click.Choice(kinds), default=kinds[0], help="output format")
 
 
 #
-# what is said
+# status lines
 #
 
 
 def note(text: str) -> None:
-    """A status line on stderr, so that it cannot be mistaken for an answer."""
+    """Print a status line to stderr; stdout is for results."""
     click.echo(text, err=True)
 
 
 def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:
-    """What a context's cache is, and where its bases come from. name: of one among several."""
+    """Log a context's cache and the source of its bases. name: which of several contexts."""
     from subkv.engine.stats import cache_line  # numpy and the native libraries: not for a --help
 
     note(f"{name}: {cache_line(stats)}" if name else cache_line(stats))
-    if choice.told:
-        note(choice.told)
+    if choice.note:
+        note(choice.note)
     if choice.coded and stats.bpe >= 16:
         n_exact = stats.n_sink + stats.n_recent + stats.n_rollback
         note(
@@ -365,17 +363,19 @@ def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:
 
 
 def gpu_layers(n: int) -> int:
-    """-ngl as given; notes that no GPU takes these layers, which llama.cpp keeps to itself."""
+    """Return -ngl unchanged; log a reason if no GPU can take the layers, because llama.cpp does not."""
     from subkv.native import library as _lib  # native libraries: not for a --help
     from subkv.native.binding import C
 
     if n and not C.llama_supports_gpu_offload():
         reasons = {
             "cuda": "the CUDA backend sees none",
-            "vulkan": "the Vulkan backend sees none with a driver and 16-bit storage; it leaves out devices that are "
-            "CPUs unless GGML_VK_VISIBLE_DEVICES=0 names one",
+            "vulkan": "the Vulkan backend sees none with a driver and 16-bit storage; it ignores devices that are CPUs "
+            "unless GGML_VK_VISIBLE_DEVICES=0 names one",
         }
-        built = [why for name, why in reasons.items() if (_lib.lib_dir() / f"libggml-{name}{_lib.SUFFIX}").is_file()]
-        why = built[0] if built else "this build has no backend for one"
+        reasons_of_build = [
+            why for name, why in reasons.items() if (_lib.lib_dir() / f"libggml-{name}{_lib.SUFFIX}").is_file()
+        ]
+        why = reasons_of_build[0] if reasons_of_build else "this build has no GPU backend"
         note(f"-ngl {n}: expected a GPU, found none ({why}); all layers are on the CPU")
     return n

@@ -1,12 +1,12 @@
-"""Perplexity and KLD of a model under different KV caches, by llama-perplexity's method and names.
+"""Perplexity and KLD of a model under different KV caches, with llama-perplexity's method and option names.
 
     python -m runtime.perplexity -m M.gguf -f TEXT -c 2048 --chunks 4 [-ctk T]
     python -m runtime.perplexity -m M.gguf -f TEXT -c 2048 --chunks 4 --compare f16,q8_0,q4_0,subkv [--plot FILE.png]
     … --kl-divergence-base F        writes the base's logits (f16 cache unless -ctk says otherwise)
     … --kl-divergence-base F --kl-divergence -ctk T
 
-The text is cut into chunks of n_ctx tokens, each evaluated in an empty context (its first token replaced by BOS where
-the model wants one), and the second half of each is scored.
+The text is split into chunks of n_ctx tokens. Each chunk is evaluated in an empty context, with BOS as its first token
+if the model expects one, and its second half is scored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MIN_CTX = 8  # tokens
 
 @dataclasses.dataclass
 class Scored:
-    """Tokens to score in chunks of n_ctx; text: their name, None when only they are known; reader: the base's rows."""
+    """Tokens to score in chunks of n_ctx. text: file name, None with a base file; reader: the base's rows."""
 
     tokens: I32
     n_ctx: int
@@ -48,9 +48,9 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What is scored: a text, or with kl_divergence what a file of base logits scored. chunks: most, if positive.
+    """The tokens to score: those of a text, or with kl_divergence those of a file of base logits.
 
-    kl_divergence_base: that file, or one to write.
+    chunks: maximum, if positive. kl_divergence_base: the file of base logits to read or to write.
     """
 
     file: Path | None
@@ -59,17 +59,17 @@ class Source:
     kl_divergence: bool
 
     @property
-    def written(self) -> Path | None:
+    def base_to_write(self) -> Path | None:
         """The base file to write."""
         return None if self.kl_divergence else self.kl_divergence_base
 
     def open(self, model: Model, n_ctx: int, cleanup: contextlib.ExitStack) -> Scored:
-        """Its tokens; n_ctx 0: the model's. Raises SubkvError."""
-        found = self._read_base(model, cleanup) if self.kl_divergence else self._read_text(model, n_ctx)
-        return dataclasses.replace(found, chunks=min(self.chunks, found.chunks)) if self.chunks > 0 else found
+        """Read the tokens; n_ctx 0: the trained context. Raises SubkvError."""
+        scored = self._read_base(model, cleanup) if self.kl_divergence else self._read_text(model, n_ctx)
+        return dataclasses.replace(scored, chunks=min(self.chunks, scored.chunks)) if self.chunks > 0 else scored
 
     def _read_text(self, model: Model, n_ctx: int) -> Scored:
-        """Refuses texts that llama-perplexity refuses, too."""
+        """Rejects texts that are too short, as llama-perplexity does."""
         assert self.file is not None
         n_ctx = n_ctx or model.n_ctx_train
         if n_ctx < MIN_CTX:
@@ -95,13 +95,13 @@ class Source:
             if reader.n_vocab != model.n_vocab:
                 raise SubkvError("path", f"expected {model.n_vocab} tokens in the vocabulary, found {reader.n_vocab}")
             if reader.tokens.min() < 0 or reader.tokens.max() >= model.n_vocab:
-                raise SubkvError("path", f"expected tokens 0..{model.n_vocab - 1}, found others")
+                raise SubkvError("path", f"expected token ids below {model.n_vocab}, found larger or negative ones")
         return Scored(reader.tokens, reader.n_ctx, reader.n_chunk, reader=reader)
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Several caches in one run, as parse_cache reads them; plot: a picture of the results."""
+    """Several caches in one run, each a spec of parse_cache(). plot: file for a plot of the results."""
 
     compare: list[str]
     noise_floor: bool
@@ -137,10 +137,9 @@ class Run:
 
 
 def evaluate(model: Model, runs: list[Run], scored: Scored, n_threads: int, writer: BinaryIO | None = None) -> None:
-    """Run every cache over the same chunks, batch by batch; the first is the base of the others, unless there is a
-    reader.
+    """Evaluate the same chunks under every cache, batch by batch. The base is the reader's file, or else the first run.
 
-    Only one batch of base logits is held in memory. `writer` receives the base file's rows of the (only) run.
+    Only one batch of base logits is in memory. writer: base file to write, with the rows of the only run.
     """
     import numpy as np  # not for a --help
 
@@ -160,7 +159,7 @@ def evaluate(model: Model, runs: list[Run], scored: Scored, n_threads: int, writ
             for start in range(0, n_ctx, n_batch):
                 end = min(start + n_batch, n_ctx)
                 low = max(start, first)
-                n_rows = max(min(end, n_ctx - 1) - low, 0)  # the last position predicts a token of the next chunk
+                n_rows = max(min(end, n_ctx - 1) - low, 0)  # the last token predicts one of the next chunk
                 base: Any = scored.reader.read(n_rows) if scored.reader is not None and n_rows else None
                 for run in runs:
                     n_logits = run.context.decode(feed[start:end], start, low - start)
@@ -209,7 +208,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def report(r: dict[str, Any]) -> str:
-    """One result in llama-perplexity's words."""
+    """One result in llama-perplexity's format."""
     lines = [f"Final estimate: PPL = {r['ppl']:.4f} +/- {r['ppl_stderr']:.5f}"]
     if r["mean_kld"] is not None:
         lines += [
@@ -251,7 +250,7 @@ def report(r: dict[str, Any]) -> str:
     Comparison,
     click.option(
         "--compare",
-        callback=options.listed,
+        callback=options.split_commas,
         metavar="T,T[:FILE],…",
         help="several caches in one run, the first is the base: f16,q8_0,q8_0/q4_0,subkv,subkv:sidecar.gguf",
     ),
@@ -294,13 +293,13 @@ def main(
         opened = cleanup.enter_context(Model(model, options.gpu_layers(n_gpu_layers)))
         scored = source.open(opened, context.n_ctx, cleanup)
         if scored.n_ctx > opened.n_ctx_train:
-            options.note(f"-c: {scored.n_ctx} tokens are more than the {opened.n_ctx_train} the model was trained with")
+            options.note(f"-c: {scored.n_ctx} tokens exceed the trained context of {opened.n_ctx_train}")
         context = dataclasses.replace(context, n_ctx=scored.n_ctx, n_threads=n_threads)
-        runs = open_runs(opened, cache, context, comparison, bool(source.written), cleanup)
+        runs = open_runs(opened, cache, context, comparison, bool(source.base_to_write), cleanup)
         writer = None
-        if source.written:
+        if source.base_to_write:
             cleanup.enter_context(concerning(output="kl_divergence_base"))
-            writer = cleanup.enter_context(atomic_file(source.written))
+            writer = cleanup.enter_context(atomic_file(source.base_to_write))
             write_header(writer, scored.tokens, scored.n_ctx, opened.n_vocab, scored.chunks)
         evaluate(opened, runs, scored, n_threads, writer)
         results = [run.result(scored) for run in runs]
@@ -321,25 +320,25 @@ def open_runs(
     writing: bool,
     cleanup: contextlib.ExitStack,
 ) -> list[Run]:
-    """Contexts for what the flags ask for, each announced by its cache line."""
+    """Open the requested contexts and log the cache line of each."""
     from converter.scoring import Scores  # numpy and the native libraries: not for a --help
     from subkv.engine.cache import AUTO, choose_cache, parse_cache
 
     flash = context.flash_attn
     if comparison.compare:
         with concerning(kv_cache="compare"):
-            wanted = [(spec, parse_cache(spec, model.path, cache), flash) for spec in comparison.compare]
-        base = wanted[0][1]
+            specs = [(spec, parse_cache(spec, model.path, cache), flash) for spec in comparison.compare]
+        base = specs[0][1]
         if comparison.noise_floor and base.name == "f16":
             other = "on" if flash == "off" else "off"
-            wanted.append((f"f16 (flash attention {other})", base, other))
+            specs.append((f"f16 (flash attention {other})", base, other))
     else:
-        if writing and cache.type_v in (None, AUTO):  # a base is exact
+        if writing and cache.type_v in (None, AUTO):  # the base is an exact cache
             cache = dataclasses.replace(cache, type_k="f16", type_v="f16")
         choice = choose_cache(model.path, cache)
-        wanted = [(choice.name, choice, flash)]
+        specs = [(choice.name, choice, flash)]
     runs = []
-    for name, choice, fa in wanted:
+    for name, choice, fa in specs:
         made = model.context(choice, dataclasses.replace(context, flash_attn=fa))
         cleanup.callback(made.close)
         options.note_cache(made.stats, choice, name if comparison.compare else "")

@@ -1,7 +1,7 @@
-"""Pictures: bits against KLD, and per-layer sensitivities. Needs the extra `plot`.
+"""Plots: bits against KLD, and per-layer sensitivities. Needs the extra `plot`.
 
-subkv plot RESULTS.json… -o frontier.png     from `subkv evaluate` and `subkv perplexity --compare`
-subkv plot calib.safetensors -o layers.png   a calibration that `subkv sensitivity` has added to
+subkv lab plot RESULTS.json… -o frontier.png     from `subkv lab evaluate` and `subkv perplexity --compare`
+subkv lab plot calib.safetensors -o layers.png   a calibration with sensitivities
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MEMBERS: dict[str, tuple[tuple[type, ...], str]] = {  # of a row that frontier()
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """Results out of a JSON file.
+    """Read results from a JSON file.
 
-    Raises SubkvError about `path`: no file, no JSON list, a row without what frontier() reads.
+    Raises SubkvError about `path` for a missing file, invalid JSON, or a row without the members for frontier().
     """
     try:
         rows = json.loads(path.read_bytes())
@@ -60,7 +60,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 
 @command()
 @click.argument("files", metavar="RESULTS.json…", type=options.PATH, nargs=-1, required=True)
-@click.option("-o", "--output", "plot", type=options.PATH, required=True, metavar="FILE.png", help="picture to write")
+@click.option("-o", "--output", "plot", type=options.PATH, required=True, metavar="FILE.png", help="file to write")
 def main(files: tuple[Path, ...], plot: Path) -> None:
     """Draw bits against KLD from results that converter.evaluate and runtime.perplexity --compare printed with -o json,
     or the sensitivities of the layers from one calibration (calib.safetensors)."""

@@ -24,6 +24,16 @@ REPO = Path(__file__).resolve().parent.parent
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`pytest -n auto`: workers take whole files, whose fixtures are made once, in the order of their names."""
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False  # by the number of tests: files of few long ones would come last
+    return LoadFileScheduling(config, log)
+
+
 # No wheel holds research/. What is installed comes first.
 if str(REPO) not in sys.path:
     sys.path.append(str(REPO))

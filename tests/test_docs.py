@@ -13,8 +13,9 @@ from pathlib import Path
 
 import click
 import pytest
+from each import each
 
-from runtime.cli import COMMANDS
+from runtime.cli import COMMANDS, LAB
 from runtime.cli import main as subkv
 from subkv.native.library import lib_dir
 
@@ -64,7 +65,7 @@ def anchors(path: Path) -> set[str]:
     return {f"{slug}-{i}" if i else slug for slug, last in found.items() for i in range(last + 1)}
 
 
-@pytest.mark.parametrize("page", ALL, ids=name)
+@each("page", ALL)
 def test_links_resolve(page: Path) -> None:
     text = CODE.sub("", FENCE.sub("", page.read_text("utf-8")))
     broken = []
@@ -184,7 +185,7 @@ def unknown(words: list[str]) -> list[str]:
             text = (REPO / script).read_text("utf-8")
             return [flag for flag in flags if flag.startswith("--") and f'"{flag}"' not in text]
         case ["pytest", *paths]:
-            return [path for path in paths if not path.startswith("-") and not (REPO / path).exists()]
+            return [path for path in paths if path[0] != "-" and path != "auto" and not (REPO / path).exists()]
         case ["pip", _, *rest]:
             extras = re.findall(r"\[([\w,]+)\]", " ".join(rest))
             declared = re.findall(r"^(\w+) = \[", (REPO / "pyproject.toml").read_text("utf-8"), re.M)
@@ -192,18 +193,18 @@ def unknown(words: list[str]) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name)
+@each("page", [page for page in PAGES if page.name != "CHANGELOG.md"])
 def test_commands_exist(page: Path) -> None:
     assert {" ".join(words): bad for words in shown(page) if (bad := unknown(words))} == {}
 
 
-@pytest.mark.parametrize("page", [page for page in GUIDES if page.name != "CHANGELOG.md"], ids=name)
+@each("page", [page for page in GUIDES if page.name != "CHANGELOG.md"])
 def test_flags_exist(page: Path) -> None:
     """A flag in backticks, without its command, is a flag of some program, or of a script that the page names."""
     if not server_flags():
         pytest.skip("llama-server: not built (SUBKV_PROGRAMS=ON)")
     text = FENCE.sub("", page.read_text("utf-8"))
-    modules = [*(module for module, _ in COMMANDS.values()), *RESEARCH]
+    modules = [*(module for module, _ in (COMMANDS | LAB).values()), *RESEARCH]
     every = {flag for module in modules for flag in flags_of(module)} | server_flags()
     scripts = [REPO / script for script in re.findall(r"[\w/]+\.py", page.read_text("utf-8"))]
     sources = "".join(script.read_text("utf-8") for script in scripts if script.is_file())
@@ -217,13 +218,13 @@ def flags_of(module: str) -> set[str]:
     return {flag for parameter in params for flag in (*parameter.opts, *parameter.secondary_opts)}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@each("command", [*COMMANDS, *(f"lab {name}" for name in LAB)])
 def test_every_command_is_documented(command: str) -> None:
     text = "".join(page.read_text("utf-8") for page in GUIDES)
     assert re.search(rf"(subkv|python -m runtime\.) ?{command}\b", text)
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=name)
+@each("page", GUIDES)
 def test_paths_exist(page: Path) -> None:
     """A path in backticks that begins with a folder of the repository."""
     folders = "|".join(sorted(path.name for path in REPO.iterdir() if path.is_dir() and path.name != "build"))
@@ -241,7 +242,7 @@ def one_line(line: str) -> bool:
     return line.startswith(("|", "  |")) or " " not in line.strip() or "CMAKE_ARGS=" in line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@each("page", PAGES)
 def test_width(page: Path) -> None:
     lines = page.read_text("utf-8").splitlines()
     assert {i: line for i, line in enumerate(lines, 1) if len(line) > 100 and not one_line(line)} == {}
@@ -251,7 +252,7 @@ def test_readme_is_short() -> None:
     assert len((REPO / "README.md").read_text("utf-8").splitlines()) <= 150
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=name)
+@each("page", GUIDES)
 def test_marks(page: Path) -> None:
     """Places of generated numbers: blocks open and close in turn; no other comment begins a line of a paragraph."""
     lines = page.read_text("utf-8").splitlines()

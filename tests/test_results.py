@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each import each
 
 REPO = Path(__file__).resolve().parent.parent
 FOLDER = REPO / "docs" / "results"
@@ -29,7 +30,7 @@ def result(name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", TABLES)
+@each("name", TABLES)
 def test_result_is_whole(name: str) -> None:
     found = result(name)
     assert set(found) == set(render.FIELDS)
@@ -40,7 +41,7 @@ def test_result_is_whole(name: str) -> None:
     assert found["rows"] or found["skipped"]
 
 
-@pytest.mark.parametrize("name", TABLES)
+@each("name", TABLES)
 def test_page_is_the_result(name: str) -> None:
     found = result(name)
     assert (FOLDER / f"{name}.md").read_text(encoding="utf-8") == render.page(TABLES[name], found)
@@ -59,7 +60,7 @@ def test_no_result_without_a_table() -> None:
     assert {path.stem for path in (*FOLDER.glob("*.json"), *FOLDER.glob("*.md"))} <= set(TABLES)
 
 
-@pytest.mark.parametrize("document", render.documents(REPO), ids=lambda path: str(path.relative_to(REPO)))
+@each("document", render.documents(REPO))
 def test_document_quotes_the_results(document: Path) -> None:
     written = document.read_text(encoding="utf-8")
     assert render.filled(written, TABLES, RESULTS, render.folder(document, REPO)) == written
@@ -138,7 +139,7 @@ def test_every_shape_has_its_table_and_numbers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@each(
     ("name", "shapes"),
     [
         ("shapes_decode", {"llama-3.2-1b", "qwen3-0.6b", "llama-3.1-8b"}),

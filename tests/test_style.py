@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,21 +53,6 @@ def test_imports() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-SAME_ROLE = {"bases", "cache", "evaluate", "report"}
-# Modules of one name, by what they are everywhere: what a program's folder starts with, and its flags.
-ROLES = {"__init__", "__main__", "cli"}
-
-
-def test_names() -> None:
-    """No two modules of one name, unless they are the same role in sibling rooms (ROLES and those listed here)."""
-    modules: dict[str, list[str]] = {}
-    for folder in ("converter", "runtime", "research", "python/subkv"):
-        for path in (REPO / folder).rglob("*.py"):
-            modules.setdefault(path.stem, []).append(str(path.relative_to(REPO)))
-    twice = {name: paths for name, paths in modules.items() if len(paths) > 1 and name not in ROLES}
-    assert set(twice) <= SAME_ROLE, twice
-
-
 def test_cpp() -> None:
     assert CPP
     done = subprocess.run(
@@ -84,3 +70,17 @@ def test_size() -> None:
     folders = ("converter", "runtime", "research", "python", "cmake", "examples", "tests")
     files = [*CPP, *(p for d in folders for p in (REPO / d).rglob("*.py"))]
     assert {str(p.relative_to(REPO)): n for p in files if (n := len(p.read_bytes().splitlines())) > 520} == {}
+
+
+ENTRANCES = {"chunked.h", "attend_chunks.h"}  # all that the rest of the engine sees of runtime/native/adapt
+
+
+def test_cpp_rooms() -> None:
+    """Bases that follow the text have few entrances; headers of research and of tests are for C functions alone."""
+    native = REPO / "runtime/native"
+    room = {path.name for path in (native / "adapt").glob("*.h")}
+    for path in (p for p in CPP if native in p.parents and p.parent != native / "adapt"):
+        included = set(re.findall(r'#include "(?:adapt/)?([\w.]+)"', path.read_text("utf-8")))
+        assert included & room <= ENTRANCES, path
+        if not path.name.startswith(("capi", "subkv_")):
+            assert included.isdisjoint({"subkv_research.h", "subkv_test.h"}), path

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import tiny
+from each import each
 from gguf import GGUFReader, quants
 
 from subkv.native import library as _lib
@@ -59,7 +60,7 @@ def outputs(c: Any, path: Path, encoder_only: bool, change: int = 0) -> npt.NDAr
     return values
 
 
-@pytest.mark.parametrize("arch", tiny.ARCHS)
+@each("arch", tiny.ARCHS)
 def test_far_tokens_matter(arch: str, tiny_model: Callable[..., Path], llama: Any) -> None:
     path = tiny_model(arch)
     encoder_only = arch == "bert"

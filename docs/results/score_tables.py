@@ -8,7 +8,7 @@ from typing import Any
 from render import Column, Numbers, Row, Rows, grid, label, plain
 
 WIKI, NOVEL, CODE = "wikitext2.test.txt", "sherlock.txt", "argparse.py"
-EVALUATE = ("subkv", "evaluate", "-m", "M.gguf", "--bases", "calib.safetensors", "-o", "json")
+EVALUATE = ("subkv", "lab", "evaluate", "-m", "M.gguf", "--bases", "calib.safetensors", "-o", "json")
 PERPLEXITY = ("subkv", "perplexity", "-m", "M.gguf", "-f", WIKI, "-o", "json")
 
 
@@ -177,7 +177,7 @@ def tasks(lab: Any) -> Rows:
     caches += [f"subkv:{lab.sidecar(bits)}" for bits in lab.pick(("2.5", "3", "4.25"), ("4.25",))]
     kinds, samples = lab.pick((TASKS, "4"), ("recall", "1"))
     chosen = ("--compare", ",".join(caches), "--tasks", kinds, "-c", "1024", "--samples", samples, "-t", "2")
-    rows: Rows = lab.json("subkv", "tasks", "-m", "M.gguf", *chosen, "-o", "json")
+    rows: Rows = lab.json("subkv", "lab", "tasks", "-m", "M.gguf", *chosen, "-o", "json")
     return rows
 
 

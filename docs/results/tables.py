@@ -117,7 +117,7 @@ ORDER = (  # what matters most comes first
     Table(
         "sensitivity",
         "What errors cost where",
-        "Measured by `subkv sensitivity`, drawn from the calibration.",
+        "Measured by `subkv lab sensitivity`, drawn from the calibration.",
         0.1,
         research.sensitivity,
         lambda rows: "",

@@ -1,6 +1,6 @@
 """subkv: llama.cpp whose KV cache holds coefficients.
 
-An import only names the folder of our libllama for llama_cpp; `subkv.Llama` loads the native libraries,
+The import only tells llama_cpp the folder of our libllama. `subkv.Llama` loads the native libraries;
 `subkv.SubspaceCache` needs the extra `torch`.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from subkv.base.errors import SubkvError, install
 from subkv.base.version import __version__
-from subkv.native.places import tell_early
+from subkv.native.paths import set_library_path_early
 
 if TYPE_CHECKING:
     from subkv.engine.drafts import DraftModel, PromptLookup
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DraftModel", "Llama", "PromptCache", "PromptLookup", "SubkvError", "SubspaceCache", "__version__"]
 
-# The one effect of an import: llama_cpp chooses its libllama when it is imported, and keeps it. Without this
-# `import subkv, llama_cpp` would bind it to another one, and subkv.Llama would come too late.
-tell_early()
+# llama_cpp loads its libllama when it is imported. Without this call, `import subkv, llama_cpp` would load another one.
+set_library_path_early()
 
 _LAZY = {
     "DraftModel": "subkv.engine.drafts",

@@ -10,7 +10,7 @@ import numpy as np
 
 from converter.reference import Coder, Reference, attend
 from research.evictions import h2o, quest, snapkv, streaming
-from research.evictions.policy import Asked, Policy
+from research.evictions.policy import Policy, Request
 from subkv.base.errors import SubkvError
 from subkv.format.arrays import F32
 
@@ -78,7 +78,7 @@ def logits(
 
     def hook(il: int, q: Any, k: Any, v: Any, scale: float) -> Any:
         n, group = q.shape[2], q.shape[1] // k.shape[1]
-        kept = torch.from_numpy(keep(Asked(q[0].numpy(), k[0].numpy(), first, kept_tokens, scale)).copy())
+        kept = torch.from_numpy(keep(Request(q[0].numpy(), k[0].numpy(), first, kept_tokens, scale)).copy())
         coded = None
         if coder is not None:
             k_coded, v_coded = coder(il, k[0].numpy()[:, :, order], v[0].numpy())

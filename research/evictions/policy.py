@@ -18,7 +18,7 @@ Kept = NDArray[np.bool_]  # [n_head, n − first, n] the keys that every query f
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """One layer's text. q [n_head, n, d], k [n_head_kv, n, d], after RoPE; budget: tokens that may be kept."""
 
     q: F32
@@ -50,4 +50,4 @@ class Asked:
 
 
 class Policy(Protocol):
-    def __call__(self, asked: Asked) -> Kept: ...
+    def __call__(self, request: Request) -> Kept: ...

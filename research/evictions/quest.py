@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import numpy as np
 
-from research.evictions.policy import Asked, Kept
+from research.evictions.policy import Kept, Request
 
 PAGE = 16
 BITS = 2 * 16 / PAGE / 2  # per K/V element, of the minima and maxima
 
 
-def keep(asked: Asked) -> Kept:
-    heads, n, d = asked.k.shape
+def keep(request: Request) -> Kept:
+    heads, n, d = request.k.shape
     pages = -(-n // PAGE)
-    padded = np.pad(asked.k, ((0, 0), (0, pages * PAGE - n), (0, 0)), mode="edge").reshape(heads, pages, PAGE, d)
+    padded = np.pad(request.k, ((0, 0), (0, pages * PAGE - n), (0, 0)), mode="edge").reshape(heads, pages, PAGE, d)
     least, most = padded.min(2), padded.max(2)
-    q = asked.q[:, asked.first :].reshape(heads, -1, d)
+    q = request.q[:, request.first :].reshape(heads, -1, d)
     scores = np.maximum(q, 0) @ most.swapaxes(1, 2) + np.minimum(q, 0) @ least.swapaxes(1, 2)
-    scores = scores.reshape(len(asked.q), -1, pages)
-    query, page = np.arange(asked.first, n), np.arange(pages)
+    scores = scores.reshape(len(request.q), -1, pages)
+    query, page = np.arange(request.first, n), np.arange(pages)
     own = query // PAGE
     scores[:, page[None] > own[:, None]] = -np.inf
     scores[:, np.arange(len(query)), own] = np.inf
-    chosen = np.argsort(-scores, axis=2, kind="stable")[:, :, : asked.budget // PAGE]
+    chosen = np.argsort(-scores, axis=2, kind="stable")[:, :, : request.budget // PAGE]
     read = np.zeros(scores.shape, dtype=np.bool_)
     np.put_along_axis(read, chosen, True, axis=2)
     causal = np.arange(n)[None] <= query[:, None]

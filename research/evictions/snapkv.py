@@ -8,28 +8,28 @@ from __future__ import annotations
 
 import numpy as np
 
-from research.evictions.policy import Asked, Kept
+from research.evictions.policy import Kept, Request
 
 OBSERVING, POOL, EVERY = 32, 7, 128
 
 
-def keep(asked: Asked) -> Kept:
-    heads, n, _ = asked.k.shape
-    kept = np.zeros((heads, n - asked.first, n), dtype=np.bool_)
+def keep(request: Request) -> Kept:
+    heads, n, _ = request.k.shape
+    kept = np.zeros((heads, n - request.first, n), dtype=np.bool_)
     alive = np.ones((heads, n), dtype=np.bool_)
-    for low in range(asked.first, n, EVERY):
+    for low in range(request.first, n, EVERY):
         high = min(low + EVERY, n)
         past = low - OBSERVING
-        drawn = asked.attention(slice(past, low)).sum(1)[:, :past]
+        drawn = request.attention(slice(past, low)).sum(1)[:, :past]
         padded = np.pad(drawn, ((0, 0), (POOL // 2, POOL // 2)), constant_values=-np.inf)
         pooled = np.lib.stride_tricks.sliding_window_view(padded, POOL, axis=1).max(2)
         pooled = np.where(alive[:, :past], pooled, -np.inf)
-        room = asked.budget - OBSERVING - EVERY  # what the next tokens fill
+        room = request.budget - OBSERVING - EVERY  # what the next tokens fill
         chosen = np.argsort(-pooled, axis=1, kind="stable")[:, :room]
         before, alive = alive, np.zeros_like(alive)
         np.put_along_axis(alive, chosen, True, axis=1)
         alive &= before
         alive[:, past:] = True
         causal = np.arange(n)[None] <= np.arange(low, high)[:, None]
-        kept[:, low - asked.first : high - asked.first] = alive[:, None] & causal[None]
-    return asked.of_groups(kept)
+        kept[:, low - request.first : high - request.first] = alive[:, None] & causal[None]
+    return request.of_groups(kept)

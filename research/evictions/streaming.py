@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from research.evictions.policy import Asked, Kept
+from research.evictions.policy import Kept, Request
 
 SINKS = 4
 
 
-def keep(asked: Asked) -> Kept:
-    n = asked.k.shape[1]
-    query, key = np.arange(asked.first, n)[:, None], np.arange(n)[None]
-    kept = (key <= query) & ((key < SINKS) | (key > query - (asked.budget - SINKS)))
-    return np.broadcast_to(kept, (len(asked.q), *kept.shape))
+def keep(request: Request) -> Kept:
+    n = request.k.shape[1]
+    query, key = np.arange(request.first, n)[:, None], np.arange(n)[None]
+    kept = (key <= query) & ((key < SINKS) | (key > query - (request.budget - SINKS)))
+    return np.broadcast_to(kept, (len(request.q), *kept.shape))

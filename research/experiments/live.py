@@ -21,7 +21,7 @@ from research.experiments.bounds import F64
 from research.experiments.grids import Column, Rows, framed, grid, grouped
 from runtime import options
 from subkv.base.errors import CacheError, SubkvError
-from subkv.engine.cache import MIB, CacheChoice, beside
+from subkv.engine.cache import MIB, CacheChoice, also_attach
 from subkv.engine.context import Context, ContextOptions
 from subkv.engine.model import Model
 from subkv.engine.observer import SAMPLE, UBATCH, ObservedLayer, Observer
@@ -33,6 +33,8 @@ from subkv.native.library import Signatures, declare, last_error, load
 _HEAD = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_bool, ctypes.c_int32]  # of a context and sequence
 SIGNATURES: Signatures = {  # of runtime/native/subkv_research.h
     "subkv_read_rows": (ctypes.c_int64, [*_HEAD, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]),
+}
+SKETCH: Signatures = {  # of runtime/native/adapt/subkv_adapt.h
     "subkv_get_sketch_rows": (ctypes.c_int64, [*_HEAD, ctypes.c_void_p, ctypes.c_int64]),
 }
 
@@ -180,7 +182,7 @@ class Tracker:
         if rows == r:
             return None
         s = np.empty((2 * rows, a.shape[1]), np.float32)
-        n = declare(load(), SIGNATURES).subkv_get_sketch_rows(
+        n = declare(load(), SKETCH).subkv_get_sketch_rows(
             self._context.handle, layer.il, head, value, 0, s.ctypes.data, s.size
         )
         if n < 0:
@@ -257,13 +259,13 @@ def measure(model: Model, choice: CacheChoice, tokens: I32, every: int, n_thread
     ends = [*range(every, n, every), n]
     options_ = ContextOptions(n, every, UBATCH, n_threads)
     with contextlib.closing(ResearchLayout(choice.layout)) as layout, contextlib.closing(Observer(0)) as observer:
-        with beside(observer.attach):
+        with also_attach(observer.attach):
             context = model.context(choice, options_)
         with context:
             options.note(cache_line(context.stats))
             options.note(f"exact copies of keys and values: {2 * context.stats.bytes_f16 / MIB:.1f} MiB")
             observer.mode(SAMPLE, range(n), [end - 1 for end in ends])
-            how = adaptive.parse(choice.adapt) if choice.adaptive and choice.adapt else None
+            how = adaptive.parse(choice.adapt) if choice.follows_text and choice.adapt else None
             tracker = Tracker(context, observer, layout, how)
             lines: Rows = []
             for start, end in zip([0, *ends], ends, strict=False):

@@ -52,7 +52,7 @@ def salient(scale: float, q: F32, k: F32, prompt: int) -> Indices:
     return np.sort(EXACT + np.argsort(-weights[EXACT:])[:count])
 
 
-def _turned(basis: F64, rate: float) -> tuple[Sketch, F64]:
+def _rotated(basis: F64, rate: float) -> tuple[Sketch, F64]:
     """Oja's rule from a basis [r, d] on, and the frame [d, d] of its rows: the rule starts at the first axes."""
     rest = np.linalg.svd(basis, full_matrices=True)[2][len(basis) :]
     return Sketch("oja", basis.shape[1], len(basis), rate), np.concatenate([basis, rest])
@@ -60,10 +60,10 @@ def _turned(basis: F64, rate: float) -> tuple[Sketch, F64]:
 
 def bases_of(x: F32, learned: Indices, prompt: int, basis: F64) -> list[F64]:
     """Bases [r, d] of the prompt and of every PERIOD rows after it, x [n, d], from a given one on."""
-    sketch, frame = _turned(basis, PROMPT_RATE)
+    sketch, frame = _rotated(basis, PROMPT_RATE)
     sketch.absorb(x[learned] @ frame.T.astype(np.float32))
     out = [_aligned(sketch.top(len(basis)) @ frame, basis)]
-    sketch, frame = _turned(out[0], TEXT_RATE)
+    sketch, frame = _rotated(out[0], TEXT_RATE)
     for low in range(prompt, len(x), PERIOD):
         sketch.absorb(x[low : low + PERIOD] @ frame.T.astype(np.float32))
         out.append(_aligned(sketch.top(len(basis)) @ frame, out[-1]))
@@ -149,7 +149,7 @@ def _caches(lab: Lab, r: int, learned: dict[tuple[int, int], Indices]) -> list[C
     """Caches of r coefficients in half precision; bases are not counted."""
     stats = _stats(lab)
     rows = 16.0 * r / lab.reference.d
-    window = Window(EXACT, EXACT, recent_bits=16).filled().bits(1, 0) / lab.fit().overhead.context
+    window = Window(EXACT, EXACT, recent_bits=16).with_defaults().bits(1, 0) / lab.fit().overhead.context
 
     def coder(name: str) -> Coder:
         def see(il: int, x: F32, moments: F64) -> F32:

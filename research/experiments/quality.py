@@ -113,7 +113,7 @@ def domain(lab: Lab) -> dict[str, Any]:
 
 def half_exact(fit: Fit, kv_bits: float) -> tuple[float, float]:
     """Bits per element of a layout of kv_bits when only K, or only V, is coded and the other is f16."""
-    every, plan = fit.held(fit.narrow(kv_bits)), fit.plan(kv_bits)
+    every, plan = fit.heads_in_memory(fit.narrow(kv_bits)), fit.plan(kv_bits)
     both = sum(head.d for head in every)
 
     def bits(side: int) -> float:

@@ -34,15 +34,15 @@ def frames(turn: Rotation) -> dict[str, Frame]:
     """The spaces compared. All keep lengths; one complex coordinate of PAIRS stands for two real ones."""
     forward = np.flatnonzero(turn.omega > 0.0)  # one of each conjugate pair
 
-    def unturned(k: F32) -> Numbers:
+    def unrotated(k: F32) -> Numbers:
         phase = np.exp(-1j * np.arange(len(k))[:, None] * turn.omega)
         out: Numbers = (k.astype(np.float64) @ turn.unitary.T) * phase
         return out
 
     return {
         AFTER: lambda k: k.astype(np.float64),
-        PAIRS: lambda k: np.sqrt(2.0) * unturned(k)[:, forward],
-        BEFORE: lambda k: (unturned(k) @ turn.unitary.conj()).real,
+        PAIRS: lambda k: np.sqrt(2.0) * unrotated(k)[:, forward],
+        BEFORE: lambda k: (unrotated(k) @ turn.unitary.conj()).real,
     }
 
 

@@ -28,7 +28,7 @@ BINS, ITERATIONS = 4096, 50
 BITS_OF_OUTLIER = 32
 
 
-def unturned(x: F32, rotation: Rotation, first: int, back: bool = True) -> F32:
+def unrotated(x: F32, rotation: Rotation, first: int, back: bool = True) -> F32:
     """Keys x [heads, n, d] of positions first … as before RoPE; back False: as after it."""
     positions = np.arange(first, first + x.shape[1])[:, None]
     phase = np.exp((-1j if back else 1j) * rotation.omega * positions)
@@ -91,8 +91,8 @@ def make(known: Knowledge, bits_k: int, bits_v: int) -> Rival:
         raise SubkvError("codecs", "kvquant expects a model whose rotary positions are known here, found another")
     heads, d = known.n_head_kv, known.d
     channels = heads * d
-    turned = np.abs(rotation.unitary) ** 2 > 0  # [d, d] which coordinates turn with which
-    pairs = turned.T.astype(np.float64) @ turned > 0
+    partners = np.abs(rotation.unitary) ** 2 > 0  # [d, d] which coordinates are rotated together
+    pairs = partners.T.astype(np.float64) @ partners > 0
     averaged = pairs / pairs.sum(1, keepdims=True)
 
     def joined(x: F32) -> F32:
@@ -104,9 +104,9 @@ def make(known: Knowledge, bits_k: int, bits_v: int) -> Rival:
     def seen(il: int, k: F32, v: F32, first: int) -> tuple[F32, F32]:
         weight_k = np.einsum("hii->hi", known.cost_k[il]) @ averaged.T
         weight_v = np.einsum("hii->hi", known.cost_v[il])
-        keys = round_trip_channels(joined(unturned(k, rotation, first)), weight_k.ravel(), bits_k)
+        keys = round_trip_channels(joined(unrotated(k, rotation, first)), weight_k.ravel(), bits_k)
         values = round_trip_tokens(joined(v), weight_v.ravel(), bits_v)
-        return unturned(apart(keys), rotation, first, back=False), apart(values)
+        return unrotated(apart(keys), rotation, first, back=False), apart(values)
 
     row_k = bits_k + BITS_OF_OUTLIER * 2 * OUTSIDE
     row_v = bits_v + (BITS_OF_OUTLIER * outliers_of_token(channels) + 32) / channels

@@ -12,7 +12,7 @@ import click
 
 from research.warmstart import MAX_KL, MODES, THRESHOLD
 from runtime import options
-from runtime.chat.program import chat_options, run
+from runtime.chat.cli import chat_options, run
 from subkv.base.command import command, group
 from subkv.base.errors import concerning
 
@@ -51,7 +51,7 @@ class WarmOptions:
             with planting.attach():
                 llm = stack.enter_context(open_llm())
             with concerning(path="warm_file", folder="warm_library"):
-                trained = Trained.load(self.warm_file, llm.opened)
+                trained = Trained.load(self.warm_file, llm.loaded_model)
                 library = Library(self.warm_library, trained)
                 n_prompts = len(library.entries())
             warm = WarmStart(llm, planting, trained, library, self.warm_start, self.warm_threshold, self.warm_kl)
@@ -108,6 +108,6 @@ warm_options = group(
 @command("chat")
 @chat_options
 @warm_options
-def main(warm: WarmOptions, **asked: Any) -> None:
+def main(warm: WarmOptions, **arguments: Any) -> None:
     """Chat with a model as `subkv chat` does; answers may begin warm."""
-    run(**asked, opened=None if warm.warm_start == "off" else warm.opened)
+    run(**arguments, open_model=None if warm.warm_start == "off" else warm.opened)

@@ -168,7 +168,7 @@ def train(model: str, file: Path, output: Path, shape: Shape, settings: dict[str
     from research.warmstart import prompts as made
     from research.warmstart.learn import Settings
     from research.warmstart.pooled import Plan
-    from research.warmstart.train import How, learn, told
+    from research.warmstart.train import How, learn, summary_line
     from subkv.base.files import check_not_input, check_writable
     from subkv.engine.model import Model
 
@@ -181,7 +181,7 @@ def train(model: str, file: Path, output: Path, shape: Shape, settings: dict[str
         with Model(model) as loaded:
             trained, losses = learn(loaded, found, how, Settings(**settings), provenance)
     trained.save(output)
-    click.echo(f"wrote {output}: {told(trained, losses)}")
+    click.echo(f"wrote {output}: {summary_line(trained, losses)}")
 
 
 @dataclass(frozen=True)

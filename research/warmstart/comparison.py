@@ -231,16 +231,16 @@ class _Run:
         """Every system on one prompt, for every trained file."""
         tokens = self.all.tokens[target.id]
         cold = self.cold.decode(tokens)
-        judge = _Judge(self, target, cold)
+        scorer = _Scorer(self, target, cold)
         for side in self.all.sides:
-            yield judge.outcome(side, metrics.COLD, cold)
-            yield from self._alone(side, target, judge)
+            yield scorer.outcome(side, metrics.COLD, cold)
+            yield from self._alone(side, target, scorer)
             pairs = [(kind, name, None) for kind, name in self.all.pairs[target.id]]
             for kind, name, other in [*pairs, *self.retrieved(side, target)]:
-                yield from self._pair(side, target, judge, kind, name, other)
+                yield from self._pair(side, target, scorer, kind, name, other)
         again = self.cold.again(tokens)  # last: in a coded cache, cells that were exact may be coded by now
         for side in self.all.sides:
-            yield judge.outcome(side, metrics.EXACT, again)
+            yield scorer.outcome(side, metrics.EXACT, again)
 
     def retrieved(self, side: Side, target: Prompt) -> list[tuple[str, str, str | None]]:
         """What the library finds with and without paraphrases in it: kind of the pair, neighbour, second neighbour."""
@@ -252,7 +252,7 @@ class _Run:
                 pairs.append((kind, found[0], found[1] if len(found) > 1 else None))
         return pairs
 
-    def _alone(self, side: Side, target: Prompt, judge: _Judge) -> Iterator[Outcome]:
+    def _alone(self, side: Side, target: Prompt, scorer: _Scorer) -> Iterator[Outcome]:
         """Systems without a neighbour."""
         n, plan = len(self.all.tokens[target.id]), side.plan
         longer = Plan(plan.n_slots, plan.n_sink, plan.n_last + plan.n_slots)
@@ -263,23 +263,23 @@ class _Run:
             metrics.ENDS: (plan, []),
         }
         for system, (used, placed) in ways.items():
-            yield judge.warm(side, system, used, placed)
+            yield scorer.warm(side, system, used, placed)
 
     def _pair(
-        self, side: Side, target: Prompt, judge: _Judge, kind: str, name: str, other: str | None
+        self, side: Side, target: Prompt, scorer: _Scorer, kind: str, name: str, other: str | None
     ) -> Iterator[Outcome]:
         """Systems with a neighbour; other: the second one, for the guard."""
         n = len(self.all.tokens[target.id])
         pair: dict[str, Any] = {"kind": kind, "neighbour": name, "similarity": side.similarity(target.id, name)}
-        yield judge.warm(side, metrics.UNPROJECTED, side.plan, side.stored(name, False, n), **pair)
+        yield scorer.warm(side, metrics.UNPROJECTED, side.plan, side.stored(name, False, n), **pair)
         projected = side.stored(name, True, n)
-        found = judge.warm(side, metrics.METHOD, side.plan, projected, **pair)
+        found = scorer.warm(side, metrics.METHOD, side.plan, projected, **pair)
         if kind in metrics.FOUND:
             found.self_check = self.check(side, target, projected, other)
             if side.trained.guard:
                 found.predicted_kl = predictor.predict(side.trained.guard, pair["similarity"], found.self_check)
         yield found
-        yield judge.other(side, metrics.NEIGHBOUR, self.log_p[name], **pair)
+        yield scorer.other(side, metrics.NEIGHBOUR, self.log_p[name], **pair)
 
     def check(self, side: Side, target: Prompt, placed: list[Placed], other: str | None) -> float:
         """The guard's self-check: divergence of the warm start from that of the second neighbour, nats."""
@@ -343,8 +343,8 @@ class _Run:
         )
 
 
-class _Judge:
-    """Compares what follows one prompt with its cold start, which its context still holds."""
+class _Scorer:
+    """Scores warm starts of one prompt against its cold start, which the context still holds."""
 
     def __init__(self, run: _Run, target: Prompt, cold: Continued) -> None:
         self.run, self.target, self.cold = run, target, cold
@@ -362,7 +362,7 @@ class _Judge:
         return self.outcome(side, system, run.warm.decode(tokens, plan, placed), cosines=cosines, **pair)
 
     def outcome(self, side: Side, system: str, found: Continued, **more: Any) -> Outcome:
-        """Everything of a context that holds the prompt in some way."""
+        """All scores of a context that holds the prompt."""
         nll = float(found.nll(self.answer).mean())
         own, known = found.greedy(N_LABELLED), self.target.answer
         answers: dict[str, Any] = {"same_answer": own == self.short}
@@ -373,7 +373,7 @@ class _Judge:
         return self.other(side, system, found.log_p, nll=nll, nll_cold=self.nll, **answers, **more)
 
     def other(self, side: Side, system: str, log_p: F64, **more: Any) -> Outcome:
-        """What the first token's distribution alone says."""
+        """The scores of the first token's distribution."""
         cold = self.cold.log_p
         return Outcome(
             cache=self.run.cache,

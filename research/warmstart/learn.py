@@ -156,7 +156,7 @@ def train_layer(
     _descend(free, lambda some: layer.loss(some, *prefixed(some)), train, settings)
 
     matrix = projector(own_k.numpy(), own_v.numpy(), [groups[i] for i in train], train, settings.ridge)
-    turned = torch.from_numpy(matrix.astype(np.float32))
+    rotated = torch.from_numpy(matrix.astype(np.float32))
     source, target = _neighbours(groups, held_out)
     with torch.no_grad():
         plain = (layer.k_slots, layer.v_slots, torch.zeros_like(b_k))
@@ -170,7 +170,7 @@ def train_layer(
             adapted=held(own_k, own_v, fixed, held_out, held_out),
             prefix=_mean_loss(lambda some, _: layer.loss(some, *prefixed(some)), held_out, held_out),
             neighbour=held(own_k, own_v, fixed, target, source),
-            projected=held(turned @ own_k, turned @ own_v, fixed, target, source),
+            projected=held(rotated @ own_k, rotated @ own_v, fixed, target, source),
         )
 
     def array(x: Tensor, identity: bool = False) -> F32:

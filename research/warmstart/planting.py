@@ -22,7 +22,7 @@ from research.warmstart.planter import Planter
 from research.warmstart.pooled import Plan
 from research.warmstart.trained import HeadShape, Placed
 from subkv.base.errors import SubkvError
-from subkv.engine.cache import beside
+from subkv.engine.cache import also_attach
 from subkv.engine.context import decode_batch
 from subkv.engine.observer import PAUSE, SAMPLE, Observer
 from subkv.native.binding import C
@@ -64,12 +64,14 @@ class Planting:
         self._handle: Any = None
         self._batch: Any = None
         self._coded = False
+        self._recording = False
+        self._is_checked = False
         self._sinks: OrderedDict[tuple[int, ...], Rows] = OrderedDict()
 
     @contextlib.contextmanager
     def attach(self) -> Iterator[None]:
         """The next context that this thread creates inside the block is this one's. Raises as Planter.attach."""
-        with self.planter.attach(), beside(self.observer.attach):
+        with self.planter.attach(), also_attach(self.observer.attach):
             yield
 
     def bind(self, handle: Any, batch: Any, coded: bool = False) -> None:
@@ -78,7 +80,6 @@ class Planting:
 
     def close(self) -> None:
         """After the context is closed; a second call does nothing."""
-        self.planter.close()
         self.observer.close()
 
     def empty(self) -> None:
@@ -98,26 +99,40 @@ class Planting:
             raise SubkvError("prompt", f"expected {n} tokens or more, found {len(tokens)}")
         sinks = self.sinks(tokens[:n_sink]) if n_sink else None
         batch = [*tokens[:n_sink], *[tokens[n_sink]] * n_slots, *tokens[len(tokens) - plan.n_last :]]
+        parts = [list(zip(sinks.k, sinks.v, strict=True))] if sinks else []
+        rows = self._joined([*parts, placed] if placed else parts)
         try:
-            parts = [list(zip(sinks.k, sinks.v, strict=True))] if sinks else []
-            self._plant(begin, [*parts, placed] if placed else parts)
             self.empty()
-            self._decode(batch, begin, last=True)
+            with self.planter.planting(rows), self._checked(begin, rows):
+                self._decode(batch, begin, last=True)
         except BaseException:
             self.empty()
             raise
-        finally:
-            self.planter.clear()
 
-    def _plant(self, begin: int, parts: list[list[Placed]]) -> None:
-        """Rows for the positions from `begin` on, by part and layer."""
-        layers = self.planter.layers()
+    def _joined(self, parts: list[list[Placed]]) -> list[Placed]:
+        """Rows of all parts, by layer."""
+        n_layer = C.llama_model_n_layer(C.llama_get_model(self._handle))
         for part in parts:
-            if len(part) != len(layers):
-                raise SubkvError("model", f"expected rows of {len(layers)} layers, found {len(part)}")
-        for i, layer in enumerate(layers if parts else []):
-            k, v = (np.concatenate([part[i][side] for part in parts]) for side in (0, 1))
-            self.planter.set(layer.il, np.arange(begin, begin + len(k)), k, v)
+            if len(part) != n_layer:
+                raise SubkvError("model", f"expected rows of {n_layer} layers, found {len(part)}")
+        if not parts:
+            return []
+        joined = [np.concatenate([part[il][side] for part in parts]) for il in range(n_layer) for side in (0, 1)]
+        return list(zip(joined[::2], joined[1::2], strict=True))
+
+    @contextlib.contextmanager
+    def _checked(self, begin: int, rows: list[Placed]) -> Iterator[None]:
+        """Once per context: what the cache was given for the tokens from `begin` on is what was to be planted."""
+        if self._is_checked or self._recording or not rows:
+            yield
+            return
+        with self.recording(range(begin, begin + len(rows[0][0]))):
+            yield
+            found = self.rows()
+        for il, (wanted, seen) in enumerate(zip(rows, zip(found.k, found.v, strict=True), strict=True)):
+            if not all(np.array_equal(w.astype(np.float32), s) for w, s in zip(wanted, seen, strict=True)):
+                raise SubkvError("model", f"layer {il}: expected the planted rows in its cache, found others")
+        self._is_checked = True
 
     def sinks(self, tokens: Sequence[int]) -> Rows:
         """Rows of the first tokens of a prompt at positions 0, 1, …; evaluated, in an emptied context, if new."""
@@ -151,9 +166,11 @@ class Planting:
         """Keys and values decoded inside the block at these positions are kept for rows(), and these queries."""
         self.observer.forget()
         self.observer.mode(SAMPLE, positions, queries)
+        self._recording = True
         try:
             yield
         finally:
+            self._recording = False
             self.observer.mode(PAUSE)
             self.observer.forget()
 

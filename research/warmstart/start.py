@@ -1,4 +1,4 @@
-"""Warm starts of a subkv.Llama: whether to, the first tokens, and what is remembered for later prompts.
+"""Warm starts of a subkv.Llama: whether to, the first tokens, and the library of earlier prompts.
 
     planting = Planting()
     with planting.attach():
@@ -87,12 +87,12 @@ class WarmStart:
         self.n_cells = trained.plan.shortest
         self.decision, self.problem = Decision(), ""
         self._n_said = 0
-        self._embed = embedder(trained.embedding, llm.opened, llm.n_threads)
+        self._embed = embedder(trained.embedding, llm.loaded_model, llm.n_threads)
         self._embedded: tuple[tuple[int, ...], F32] | None = None
         planting.bind(llm.ctx, llm._batch.batch, llm.cache_choice.coded)
 
     #
-    # what a conversation asks for (runtime/chat/conversation.py, Opening)
+    # what a conversation asks for (runtime/chat/conversation.py, FirstTokens)
     #
 
     def begin(self, prompt: Sequence[int], n_held: int, sampler: Any) -> Iterator[int]:
@@ -132,7 +132,7 @@ class WarmStart:
             except SubkvError as error:
                 self.problem = _said(error)
 
-    def told(self) -> tuple[str, list[str]]:
+    def report(self) -> tuple[str, list[str]]:
         """For the user: a mark for the status line, "" for none, and sentences about what went otherwise."""
         mark, sentences, error = "", [], self.decision.error
         if error is None:
@@ -216,9 +216,7 @@ class WarmStart:
         """Put the prompt whose rows were recorded in the library."""
         rows = self.planting.rows()
         if any(len(k) != len(tokens) for k in rows.k):
-            raise SubkvError(
-                "library", f"expected rows of {len(tokens)} tokens, found {len(rows.k[0])}; not remembered"
-            )
+            raise SubkvError("library", f"expected rows of {len(tokens)} tokens, found {len(rows.k[0])}; not stored")
         summary = summarise(rows.k, rows.v, self.trained.plan, self.trained.frame)
         with concerning(folder="warm_library"):
             self.library.add(tokens, self._embedding(tokens), summary)

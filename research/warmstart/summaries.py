@@ -141,7 +141,7 @@ class Library:
             return _decode(found)
         except ContainerError as error:
             self.folder.discard(entry.name)
-            raise SubkvError("folder", f"dropped the damaged entry {entry.name}: {error}") from error
+            raise SubkvError("folder", f"skipped the damaged entry {entry.name}: {error}") from error
         except OSError as error:
             raise self._failed("read", error) from error
 

@@ -172,7 +172,7 @@ def learn(
     return trained, mean
 
 
-def told(trained: Trained, losses: Losses) -> str:
+def summary_line(trained: Trained, losses: Losses) -> str:
     """What was learnt, for the terminal."""
     lines = [
         f"{len(trained.layers)} layers, {trained.plan.n_slots} slots; error of the attention outputs (share of their "

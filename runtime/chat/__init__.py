@@ -1,1 +1,1 @@
-"""A chat in the terminal: program.py runs it, conversation.py keeps what was said in the KV cache."""
+"""A chat in the terminal: cli.py runs it, conversation.py keeps its history in the KV cache."""

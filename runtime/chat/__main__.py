@@ -1,5 +1,5 @@
 """python -m runtime.chat"""
 
-from runtime.chat.program import main
+from runtime.chat.cli import main
 
 main(prog_name="python -m runtime.chat")

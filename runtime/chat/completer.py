@@ -1,4 +1,4 @@
-"""What every source of messages shows: its prompts, and how a line could go on."""
+"""Prompts and completions, shared by all sources of messages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ PROMPT, MORE = "> ", "… "
 
 
 class Completer:
-    """Names of commands, and names of files for those that take one."""
+    """Completes commands, and file names after commands that take one."""
 
     def __init__(self, commands: Iterable[str], with_file: Iterable[str]) -> None:
         self.commands = sorted(commands)
         self.with_file = frozenset(with_file)
 
     def lines(self, line: str) -> list[str]:
-        """What the line could become; a file's name goes to the end of the line, spaces included."""
+        """Completions of the line; a file name extends to the end of the line, spaces included."""
         if not line.startswith("/") or "\n" in line:
             return []
         command, space, name = line.partition(" ")
@@ -29,7 +29,7 @@ class Completer:
         try:
             with os.scandir(Path(folder + slash or ".").expanduser()) as entries:
                 found = [f"{entry.name}{'/' if entry.is_dir() else ''}" for entry in entries]
-        except (OSError, RuntimeError):  # no such folder, no such user's home
+        except (OSError, RuntimeError):  # no such folder or home folder
             return []
         found = [entry for entry in found if entry.startswith(start) and (start or not entry.startswith("."))]
         return sorted(f"{command} {folder}{slash}{entry}" for entry in found)

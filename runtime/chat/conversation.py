@@ -1,8 +1,7 @@
-"""A conversation whose history lives in the KV cache: every turn evaluates its new tokens only.
+"""A conversation whose history is kept in the KV cache: every turn evaluates only its new tokens.
 
-`tokens` is what the cache should hold; what it does hold is its first `llm.n_tokens`. Whatever a turn does (a new
-message, an answer that was stopped, a regenerated one, a restored file) changes `tokens`; the next evaluation closes
-the gap.
+`tokens` are the tokens that the cache should hold; it holds the first `llm.n_tokens` of them. A new message, a stopped
+or regenerated answer and a restored file change `tokens`; the next evaluation brings the cache up to date.
 """
 
 from __future__ import annotations
@@ -20,47 +19,47 @@ import numpy as np
 from subkv.base import container
 from subkv.base.errors import StateError, SubkvError, concerning
 from subkv.engine.llama import Llama
-from subkv.engine.shift import forgettable
+from subkv.engine.shift import removable
 from subkv.engine.template import Message, Template, TemplateError
 from subkv.native.binding import llama_cpp
 
-MARK = "\x01answer\x01"  # stands for an answer while a template is rendered; control characters are in no text
+MARK = "\x01answer\x01"  # placeholder for an answer while a template is rendered
 STATE = {"program": "subkv chat", "version": 3}
 MORE_ROOM = "/clear starts over, a larger -c gives more room"
 
-Stop = Callable[[], bool]  # asked between batches and tokens
-Answer = Generator[str, None, str | None]  # pieces; returns the whole text, None when it was stopped before its start
+Stop = Callable[[], bool]  # called between batches and tokens
+Answer = Generator[str, None, str | None]  # yields pieces, returns the text; None: no first token
 
 
 class ContextFullError(SubkvError):
-    """The context has no room for what should be evaluated."""
+    """The context has no room for the tokens to evaluate."""
 
 
-class Opening(Protocol):
-    """Where the first tokens of a conversation's first answer may come from before its prompt has been read."""
+class FirstTokens(Protocol):
+    """A source of the first tokens of a conversation's first answer, available before its prompt is evaluated."""
 
-    n_cells: int  # evaluated for the first of these tokens
+    n_cells: int  # cells evaluated for the first of these tokens
 
     def begin(self, prompt: list[int], n_held: int, sampler: Any) -> Iterator[int]:
-        """Tokens that the answer to `prompt` begins with, none as a rule; the context holds the first n_held.
+        """The first tokens of the answer to `prompt`, often none; the context holds the prompt's first n_held tokens.
 
-        sampler: of llama_cpp, which draws and accepts them. The Llama counts no tokens afterwards where its cells had
-        to go.
+        sampler: llama_cpp's; it samples and accepts the tokens. If the source had to clear the cells, the Llama's
+        n_tokens is 0 afterwards.
         """
 
     def reading(self, prompt: list[int]) -> contextlib.AbstractContextManager[None]:
         """The prompt is evaluated inside the block, from position 0."""
 
-    def told(self) -> tuple[str, list[str]]:
-        """After an answer: a mark for the status line, "" for none, and sentences about what went otherwise."""
+    def report(self) -> tuple[str, list[str]]:
+        """After an answer: a mark for the status line, "" for none, and sentences about problems."""
 
 
 @dataclasses.dataclass
 class Turn:
-    """What one answer took. Times in seconds. stopped: "end", "length", "full" or "interrupt".
+    """Counts and times (seconds) of one answer. stopped: "end", "length", "full" or "interrupt".
 
-    opening: what was asked for first tokens; n_opened: how many it gave. n_drafted: tokens that were guessed and
-    evaluated; n_accepted: those of them that the answer has.
+    first_tokens: the source of first tokens, if used; n_first_tokens: how many it gave. n_drafted: drafted tokens that
+    were evaluated; n_accepted: those among them that the sampler chose.
     """
 
     n_prompt: int = 0
@@ -68,8 +67,8 @@ class Turn:
     n_answer: int = 0
     answer_seconds: float = 0.0
     stopped: str = "end"
-    opening: Opening | None = None
-    n_opened: int = 0
+    first_tokens: FirstTokens | None = None
+    n_first_tokens: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
 
@@ -85,7 +84,7 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """llama.cpp's samplers and defaults; temperature 0 is greedy, a negative seed random."""
+    """llama.cpp's samplers and defaults. Temperature 0: greedy; negative seed: random."""
 
     temp: float = 0.8
     top_k: int = 40
@@ -95,7 +94,7 @@ class Sampling:
     seed: int = -1
 
     def sampler(self, llm: Llama, n_regenerated: int) -> Any:
-        """A sampler of llama_cpp, with other random numbers after every regenerated answer."""
+        """A sampler of llama_cpp; each regenerated answer gets other random numbers."""
         llm.set_seed(self.seed if self.seed < 0 else (self.seed + n_regenerated) & 0x7FFFFFFF)
         return llm._init_sampler(**{name: value for name, value in vars(self).items() if name != "seed"})
 
@@ -103,8 +102,8 @@ class Sampling:
 class Conversation:
     """Messages, their tokens and the cells that hold them.
 
-    opening: asked before the first answer. shift: a full context forgets half of what follows the system message.
-    template: instead of the model's own.
+    first_tokens: used before the first answer. shift: a full context drops half of the tokens after the system message.
+    template: replaces the model's own.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Conversation:
         llm: Llama,
         system: str | None,
         sampling: Sampling,
-        opening: Opening | None = None,
+        first_tokens: FirstTokens | None = None,
         shift: bool = False,
         template: Template | None = None,
     ) -> None:
@@ -120,27 +119,27 @@ class Conversation:
             llm.require_shift("context_shift")
         self.llm = llm
         self.shift = shift
-        self.opening = opening
-        self.template = template or Template(llm.opened)
+        self.first_tokens = first_tokens
+        self.template = template or Template(llm.loaded_model)
         self.sampling = sampling
         self.n_regenerated = 0
         self.system = system
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything but the system message."""
+        """Drop all messages except the system message."""
         self.messages: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         self.tokens: list[int] = []
-        if self.shift:  # cells that have seen what is forgotten are of no use to another text
+        if self.shift:  # cells of a shifted text depend on dropped tokens and cannot be reused
             self.llm.n_tokens = 0
-        self.answer_start = 0  # index in tokens where the last answer begins; -1: that was shifted out
+        self.answer_start = 0  # index in tokens of the last answer's start; -1: it was shifted out
 
     @property
     def room(self) -> int:
         return self.llm.n_ctx() - len(self.tokens)
 
     def check_room(self, key: str, what: str, n_tokens: int) -> None:
-        """Raises ContextFullError when so many tokens leave no room for an answer; key and what: what to call them."""
+        """Raises ContextFullError if n_tokens leave no room for an answer. key, what: names for the message."""
         if n_tokens >= self.room:
             raise ContextFullError(
                 key,
@@ -149,36 +148,36 @@ class Conversation:
             )
 
     def _n_kept(self) -> int:
-        """Tokens at the start that a shift keeps: what any first message has in common, and the exact sinks."""
+        """Tokens at the start that a shift keeps: the part before any first message, at least the exact sinks."""
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         first, other = (
-            self.llm.opened.tokenize_chat(self.template.render([*system, {"role": "user", "content": text}]))
+            self.llm.loaded_model.tokenize_chat(self.template.render([*system, {"role": "user", "content": text}]))
             for text in ("1", "a")
         )
         return max(self.llm.longest_token_prefix(first, other), self.llm.kv_stats().n_sink)
 
     def _forget_tail(self, tokens: list[int]) -> None:
-        """Cells of other tokens than these do not count."""
+        """Count only the cells of a common prefix with `tokens`."""
         self.llm.n_tokens = self.llm.longest_token_prefix(self.llm._input_ids, tokens)
 
     def make_room(self, n_tokens: int) -> bool:
-        """Shift until so many tokens and one of an answer fit. False, and nothing has changed, where they do not."""
+        """Shift until n_tokens and one token of an answer fit. Returns False, unchanged, if that is impossible."""
         if n_tokens < self.room or not self.shift:
             return n_tokens < self.room
-        n_keep, n_recent = self._n_kept(), self.llm.kv_stats().n_recent  # whose exact rows are needed
+        n_keep, n_recent = self._n_kept(), self.llm.kv_stats().n_recent  # their exact rows are needed
         n_left, n_discard = len(self.tokens) - n_keep, 0
         while n_keep + n_left - n_discard + n_tokens >= self.llm.n_ctx():
-            more = forgettable(n_left - n_discard, n_recent)
+            more = removable(n_left - n_discard, n_recent)
             if more <= 0:
                 return False
             n_discard += more
         self._forget_tail(self.tokens)
-        if self.llm.n_tokens <= n_keep + n_discard:  # what moves is not evaluated yet
+        if self.llm.n_tokens <= n_keep + n_discard:  # the tokens to move are not evaluated yet
             self.llm.n_tokens = min(self.llm.n_tokens, n_keep)
         try:
             if self.llm.n_tokens > n_keep:
                 self.llm.discard(n_keep, n_discard)
-        except SubkvError:  # refused: nothing is held any more, all is evaluated again
+        except SubkvError:  # refused; the cache is empty now, and all is evaluated again
             return False
         del self.tokens[n_keep : n_keep + n_discard]
         moved = self.answer_start - n_discard
@@ -186,16 +185,16 @@ class Conversation:
         return True
 
     def _answered(self) -> list[int]:
-        """Which messages are answers."""
+        """Indices of messages that are answers."""
         return [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     def _prompt_tokens(self, user: Message) -> list[int]:
         """Tokens to append so that the model answers a message."""
         answers = self._answered()
         if not answers or not self.tokens:
-            return self.llm.opened.tokenize_chat(self.template.render([*self.messages, user]))
-        # What follows the last answer in the rendered conversation: the end of that answer and the new message. The
-        # answer itself stays as generated, in its cells.
+            return self.llm.loaded_model.tokenize_chat(self.template.render([*self.messages, user]))
+        # Render the text after the last answer: the end of that answer and the new message. The answer itself stays in
+        # its cells, as it was generated.
         past = [dict(message) for message in self.messages]
         past[answers[-1]]["content"] = MARK
         before, mark, after = self.template.render([*past, user]).rpartition(MARK)
@@ -204,16 +203,16 @@ class Conversation:
         return self.tokenize(after)
 
     def tokenize(self, text: str) -> list[int]:
-        """Tokens of a text in the midst of a conversation, the template around it left out."""
-        tokens: list[int] = self.llm.opened.tokenize(
+        """Tokens of a text inside a conversation, without the template."""
+        tokens: list[int] = self.llm.loaded_model.tokenize(
             text.encode("utf-8", "replace"), special=False, markup=True
         ).tolist()
         return tokens
 
     def ask(self, text: str, n_predict: int, stop: Stop, turn: Turn) -> Answer:
-        """Yield the answer to `text` piece by piece and fill `turn`.
+        """Yield the answer to `text` in pieces and fill `turn`.
 
-        Raises ContextFullError or TemplateError before anything changes.
+        Raises ContextFullError or TemplateError before it changes anything.
         """
         user: Message = {"role": "user", "content": text}
         new = self._prompt_tokens(user)
@@ -222,31 +221,31 @@ class Conversation:
         return (yield from self._turn([*self.tokens, *new], [*self.messages, user], n_predict, stop, turn))
 
     def regenerate(self, n_predict: int, stop: Stop, turn: Turn) -> Answer:
-        """Answer the last message anew, with other random numbers. Raises SubkvError when there is no answer yet."""
+        """Answer the last message again, with other random numbers. Raises SubkvError if there is no answer yet."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise SubkvError("/regen", "expected an answer to replace, found none")
         if self.answer_start < 0:
-            raise SubkvError("/regen", "expected the answer's question in the context, found it shifted out")
+            raise SubkvError("/regen", "expected the answer's question in the context, but it was shifted out")
         self.n_regenerated += 1
         return (yield from self._turn(self.tokens[: self.answer_start], self.messages[:-1], n_predict, stop, turn))
 
     def _turn(self, tokens: list[int], messages: list[Message], n_predict: int, stop: Stop, turn: Turn) -> Answer:
-        """Answer `messages`, whose tokens these are; stopped before the first token or failed, it never happened."""
-        held, start = self.tokens, self.answer_start
+        """Answer `messages` with these tokens. Failed, or stopped before the first token, it changes nothing."""
+        old_tokens, old_start = self.tokens, self.answer_start
         self.tokens, self.answer_start = tokens, len(tokens)
         answer = None
         try:
             answer = yield from self._answer(n_predict, stop, turn)
         finally:
             if answer is None:
-                self._forget_tail(held)
-                self.tokens, self.answer_start = held, start
+                self._forget_tail(old_tokens)
+                self.tokens, self.answer_start = old_tokens, old_start
             else:
                 self.messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
 
     def _answer(self, n_predict: int, stop: Stop, turn: Turn) -> Answer:
-        """Evaluate what is missing, then sample."""
+        """Evaluate the missing tokens, then sample."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         answer = ""
         start = first = time.perf_counter()
@@ -266,10 +265,10 @@ class Conversation:
                     turn.prompt_seconds = first - start
                 turn.n_answer += 1
                 turn.answer_seconds = time.perf_counter() - first
-                if self.llm.opened.is_end(token):
+                if self.llm.loaded_model.is_end(token):
                     break
                 self.tokens.append(token)
-                piece = decoder.decode(self.llm.opened.piece(token))  # control tokens show nothing
+                piece = decoder.decode(self.llm.loaded_model.piece(token))  # empty for control tokens
                 answer += piece
                 if piece:
                     yield piece
@@ -284,25 +283,25 @@ class Conversation:
         return answer + tail
 
     def _stream(self, stop: Stop, turn: Turn) -> Generator[int | None, None, None]:
-        """Tokens of the answer, without end; None, and no more, when stopped while a prompt is read."""
+        """Yield tokens of the answer endlessly; yields None and ends if stopped while a prompt is evaluated."""
         llm, prompt = self.llm, self.tokens[:]
         sampler = self.sampling.sampler(llm, self.n_regenerated)
-        common = llm.longest_token_prefix(llm._input_ids, prompt)  # after /clear the cells are of other tokens
-        held = min(common, len(prompt) - 1)  # the last token is evaluated again if need be: it gives the logits
-        if not self._answered():  # else earlier turns are in the cells
-            turn.opening = self.opening
-        if turn.opening is not None:
-            for token in turn.opening.begin(prompt, held, sampler):
-                turn.n_opened += 1
-                turn.n_prompt = turn.opening.n_cells
+        common = llm.longest_token_prefix(llm._input_ids, prompt)  # after /clear the cells hold other tokens
+        held = min(common, len(prompt) - 1)  # at least the last token is evaluated, for its logits
+        if not self._answered():  # else the cells hold earlier turns
+            turn.first_tokens = self.first_tokens
+        if turn.first_tokens is not None:
+            for token in turn.first_tokens.begin(prompt, held, sampler):
+                turn.n_first_tokens += 1
+                turn.n_prompt = turn.first_tokens.n_cells
                 yield token
             held = min(held, llm.n_tokens)
-        llm.keep(held)  # fewer, where the cache cannot give up just the rest: they are evaluated again
-        if not turn.n_opened:
+        llm.keep(held)  # may keep fewer tokens; the others are evaluated again
+        if not turn.n_first_tokens:
             turn.n_prompt = len(prompt) - llm.n_tokens
         with contextlib.ExitStack() as reading:
-            if turn.opening is not None and not llm.n_tokens:
-                reading.enter_context(turn.opening.reading(prompt))
+            if turn.first_tokens is not None and not llm.n_tokens:
+                reading.enter_context(turn.first_tokens.reading(prompt))
             while (n_left := len(self.tokens) - llm.n_tokens) > 1:
                 if stop():
                     yield None
@@ -320,14 +319,17 @@ class Conversation:
             drafted = llm.draft(self.tokens)
             turn.n_drafted += len(drafted)
             llm.eval([token, *drafted])
-            row, llm.n_tokens = -1 - len(drafted), llm.n_tokens - len(drafted)  # none counts until it is chosen
+            row, llm.n_tokens = (
+                -1 - len(drafted),
+                llm.n_tokens - len(drafted),
+            )  # until they are chosen
 
     #
     # files
     #
 
     def save(self, path: Path) -> None:
-        """Write messages and cells to one file, completely or not at all. Raises StateError."""
+        """Write messages and cells to a file atomically. Raises StateError."""
         state = self.llm.save_state()
         more = {"n_cells": state.n_tokens, "messages": self.messages, "answer_start": self.answer_start}
         head = {**STATE, **self.llm.identity(), **more}
@@ -335,7 +337,7 @@ class Conversation:
             container.write(path, container.Container(head, np.array(self.tokens, np.int32), bytes(state.llama_state)))
 
     def load(self, path: Path) -> None:
-        """Replace this conversation by a saved one. Raises StateError; then this one goes on unchanged."""
+        """Replace this conversation by a saved one. Raises StateError and then changes nothing."""
         with concerning(path="/load"):
             saved = container.read(path, "/save")
             try:
@@ -343,7 +345,7 @@ class Conversation:
                 n_cells, answer_start = int(saved.head["n_cells"]), int(saved.head["answer_start"])
             except (KeyError, ValueError, TypeError) as error:
                 raise StateError(
-                    "path", f"expected a file written by /save, found something else in {path} ({error})"
+                    "path", f"expected a file written by /save, found another format in {path} ({error})"
                 ) from error
             container.check(saved, STATE | self.llm.identity(), path)
             n_tokens, n_ctx = len(saved.tokens), self.llm.n_ctx()

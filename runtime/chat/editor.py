@@ -1,4 +1,4 @@
-"""The chat's input with prompt_toolkit (extra `chat`): several lines, search in the history (Ctrl-R), completion."""
+"""The chat's editor with prompt_toolkit (extra `chat`): several lines, history search (Ctrl-R), completion."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runtime.chat.completer import MORE, PROMPT, Completer
 
 
 class History(FileHistory):
-    """Goes on without the file where it cannot be written any more."""
+    """Ignores errors when it writes the file."""
 
     def store_string(self, string: str) -> None:
         with contextlib.suppress(OSError):
@@ -37,7 +37,7 @@ class Menu(MenuCompleter):
 
 
 def key_bindings() -> KeyBindings:
-    """Enter sends, but for a trailing backslash; Alt-Enter starts a new line."""
+    """Enter sends the message; a trailing backslash or Alt-Enter starts a new line."""
     keys = KeyBindings()
 
     @keys.add("enter")
@@ -57,7 +57,7 @@ def key_bindings() -> KeyBindings:
 
 
 class Editor:
-    """An Input of terminal.py; history: its file, None for none beyond this session."""
+    """An Input of terminal.py. history: file, None for a history of this session only."""
 
     interactive = True
 

@@ -1,7 +1,7 @@
-"""Where the chat's messages come from: an editor in the terminal (editor.py), a plain terminal, or a pipe.
+"""Sources of the chat's messages: an editor in the terminal (editor.py), a plain terminal, or a pipe.
 
-A message is one line, or several: joined over trailing backslashes, pasted at once, or typed in the editor with
-Alt-Enter. Prompts never go to a redirected stdout, which belongs to the answers.
+A message has several lines if they end with a backslash, are pasted at once, or are typed with Alt-Enter in the editor.
+Prompts are never printed to a redirected stdout, which is for answers.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from subkv.base.errors import SubkvError
 
 
 class Interrupts:
-    """Ctrl-C while the model works: the first asks the answer to stop, a second one raises KeyboardInterrupt."""
+    """Ctrl-C during an answer: the first stops the answer, a second one raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
-        self.seen = False
+        self.pressed = False
 
     def stop(self) -> bool:
-        return self.seen
+        return self.pressed
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        self.seen = False
+        self.pressed = False
 
         def handler(_number: int, _frame: Any) -> None:
-            if self.seen:
+            if self.pressed:
                 raise KeyboardInterrupt
-            self.seen = True
+            self.pressed = True
 
         try:
             previous = signal.signal(signal.SIGINT, handler)
-        except ValueError:  # not the main thread: nobody can press Ctrl-C for us
+        except ValueError:  # not the main thread, which alone gets Ctrl-C
             yield
             return
         try:
@@ -52,26 +52,26 @@ class Interrupts:
 
 
 class Input(Protocol):
-    """A source of messages; interactive: somebody sits there and sees prompts."""
+    """A source of messages. interactive: a user sees the prompts."""
 
     interactive: bool
 
     def read(self) -> str | None:
-        """The next message, None at the end of the input. Raises KeyboardInterrupt when Ctrl-C is pressed."""
+        """The next message, None at the end of input. Raises KeyboardInterrupt on Ctrl-C."""
 
 
 def history_file(name: str) -> Path | None:
-    """A file in the user's state folder, for the user's eyes only; None, and a warning, where it cannot be written."""
+    """A private file in the user's state folder; None, with a warning, if it cannot be written."""
     try:
         path = folders.state_folder() / name
     except SubkvError as error:
-        options.note(f"{error.key}: messages are not remembered: {error.reason}")
+        options.note(f"{error.key}: the message history is not saved: {error.reason}")
         return None
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))
     except OSError as error:
-        options.note(f"XDG_STATE_HOME: messages are not remembered, cannot write {path}: {error.strerror}")
+        options.note(f"XDG_STATE_HOME: the message history is not saved: cannot write {path}: {error.strerror}")
         return None
     return path
 
@@ -101,7 +101,7 @@ class Pipe:
 
 
 class Plain(Pipe):
-    """input(), with the line editing, history and completion of module readline where Python has it."""
+    """input() with line editing, history and completion by module readline, if Python has it."""
 
     interactive = True
 
@@ -109,7 +109,7 @@ class Plain(Pipe):
         self.completer = completer
         self.history: Path | None = None
         self.readline: Any = None
-        if sys.stdout.isatty():  # else input() does without
+        if sys.stdout.isatty():  # else input() does not use readline
             with contextlib.suppress(ImportError):
                 import readline
 
@@ -117,10 +117,10 @@ class Plain(Pipe):
                 self._set_up()
 
     def _set_up(self) -> None:
-        self.readline.set_completer_delims("")  # the whole line is completed
+        self.readline.set_completer_delims("")  # complete the whole line
         self.readline.set_completer(self._complete)
         self.readline.parse_and_bind("tab: complete")
-        # Python turns it off; with it a pasted text stays one message
+        # Python disables it; it keeps a pasted text in one message
         self.readline.parse_and_bind("set enable-bracketed-paste on")
         self.history = history_file("chat_history.readline")
         if self.history:
@@ -146,7 +146,7 @@ class Plain(Pipe):
         finally:
             added = self.readline.get_current_history_length() - before
             if self.history and added:
-                with contextlib.suppress(OSError):  # a disk that is full now
+                with contextlib.suppress(OSError):  # for example a full disk
                     self.readline.append_history_file(added, self.history)
 
 
@@ -160,7 +160,7 @@ def has_editor() -> bool:
 
 
 def open_input(completer: Completer, simple: bool) -> Input:
-    """The best source of messages there is; simple: no editor."""
+    """The best available source of messages; simple: no editor."""
     if not sys.stdin.isatty():
         return Pipe()
     if simple or not has_editor():

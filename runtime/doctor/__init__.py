@@ -1,1 +1,1 @@
-"""`subkv doctor`: versions, libraries, processor, devices, memory, cache folder and formats, for a bug report."""
+"""`subkv doctor`: reports versions, libraries, processor, devices, memory, cache folder and formats."""

@@ -1,4 +1,4 @@
-"""Which versions of every kind of file this version reads and writes; docs/format.md has the same table."""
+"""The versions of each file format that this version reads and writes (same table in docs/format.md)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Format:
-    """reads: versions, ascending; the last is written. otherwise: what becomes of a file of another version."""
+    """versions: ascending, the last one is written. otherwise: what happens to files of other versions."""
 
     files: str
     versions: tuple[int, ...]
     otherwise: str
 
 
-# Literals, as this must be readable where the libraries do not load; tests hold them to the readers' own constants.
+# Literals, because the libraries may not load; tests compare them with the readers' constants.
 FORMATS = {
     "model": Format("converted models, sidecars", (4,), "refused: convert again"),
     "calibration": Format("calib.safetensors", (1,), "refused: calibrate again; made again in the cache folder"),

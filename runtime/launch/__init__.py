@@ -1,1 +1,1 @@
-"""Programs of others on our libraries: what their environment says, and how they are started."""
+"""Runs programs on our libraries: reads their arguments, sets their environment, starts them."""

@@ -1,6 +1,6 @@
-"""The arguments of a llama.cpp program, as far as they say which model it opens and which cache that gets.
+"""Reads the model and the cache types from the arguments of a llama.cpp program.
 
-Nothing else is looked at: what is not understood here is the program's own, and stays as it is.
+All other arguments stay as they are.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from subkv.base.errors import CacheError
 from subkv.base.files import open_regular
 
-MODEL, REPO, REPO_FILE, ELSEWHERE, FOLDER = "model", "repo", "repo_file", "elsewhere", "folder"
+MODEL, REPO, REPO_FILE, FROM_URL, FOLDER = "model", "repo", "repo_file", "from_url", "folder"
 TYPE_K, TYPE_V = "type_k", "type_v"
-# flag -> what its value is; environment variable -> the same
+# kind of value of each flag and of each environment variable
 FLAGS = {
     "-m": MODEL,
     "--model": MODEL,
@@ -24,10 +24,10 @@ FLAGS = {
     "--hf-repo": REPO,
     "-hff": REPO_FILE,
     "--hf-file": REPO_FILE,
-    "-mu": ELSEWHERE,
-    "--model-url": ELSEWHERE,
-    "-dr": ELSEWHERE,
-    "--docker-repo": ELSEWHERE,
+    "-mu": FROM_URL,
+    "--model-url": FROM_URL,
+    "-dr": FROM_URL,
+    "--docker-repo": FROM_URL,
     "--models-dir": FOLDER,
     "--models-preset": FOLDER,
     "-ctk": TYPE_K,
@@ -39,8 +39,8 @@ VARIABLES = {
     "LLAMA_ARG_MODEL": MODEL,
     "LLAMA_ARG_HF_REPO": REPO,
     "LLAMA_ARG_HF_FILE": REPO_FILE,
-    "LLAMA_ARG_MODEL_URL": ELSEWHERE,
-    "LLAMA_ARG_DOCKER_REPO": ELSEWHERE,
+    "LLAMA_ARG_MODEL_URL": FROM_URL,
+    "LLAMA_ARG_DOCKER_REPO": FROM_URL,
     "LLAMA_ARG_MODELS_DIR": FOLDER,
     "LLAMA_ARG_MODELS_PRESET": FOLDER,
     "LLAMA_ARG_CACHE_TYPE_K": TYPE_K,
@@ -50,18 +50,18 @@ OURS = ("subkv", "auto")  # cache types that upstream's parsers refuse
 MAGIC = b"GGUF"
 
 
-def name_of(program: str) -> str:
+def program_name(program: str) -> str:
     """A program's name without its folder."""
     return re.split(r"[/\\]", program)[-1].removesuffix(".exe")
 
 
-def of_llama_cpp(program: str) -> bool:
-    """Whether a program's name is one of llama.cpp's: llama-server, llama-bench, llama."""
-    return re.fullmatch(r"llama(-[\w.-]+)?", name_of(program)) is not None
+def is_llama_cpp_program(program: str) -> bool:
+    """Whether a name is that of a llama.cpp program: llama-server, llama-bench, llama."""
+    return re.fullmatch(r"llama(-[\w.-]+)?", program_name(program)) is not None
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether it is a file that begins as a GGUF does."""
+    """Whether a file starts with GGUF's magic number."""
     try:
         with open_regular(path) as handle:
             return handle.read(len(MAGIC)) == MAGIC
@@ -70,12 +70,12 @@ def is_gguf(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Read:
-    """What a command line and its environment say.
+class ProgramArguments:
+    """The model and the cache types that a command line and its environment name.
 
-    arguments, environment: what the program gets, without cache types that it would refuse. models: files, as given.
-    repos, repo_file: models of the Hugging Face hub, and which file. elsewhere: the model comes from an address.
-    folder: of a router's models. type_k, type_v: names of cache types, None where none was given.
+    arguments, environment: those of the program, without cache types that it does not know. models: files, as given.
+    repos, repo_file: models of the Hugging Face hub, and the file in them. from_url: the program downloads its model.
+    folder: a router's models. type_k, type_v: names of cache types, None if not given.
     """
 
     arguments: tuple[str, ...]
@@ -83,33 +83,33 @@ class Read:
     models: tuple[Path, ...] = ()
     repos: tuple[str, ...] = ()
     repo_file: str | None = None
-    elsewhere: bool = False
+    from_url: bool = False
     folder: str | None = None
     type_k: str | None = None
     type_v: str | None = None
 
     @property
     def strict(self) -> bool:
-        """Whether coefficients were asked for by name: no other cache will do."""
+        """Whether the user requested a coded cache by name; then no other cache may replace it."""
         return "subkv" in (self.type_k, self.type_v)
 
     @property
     def ordinary(self) -> bool:
-        """Whether the program is to have a cache type of llama.cpp's own."""
+        """Whether the user requested one of llama.cpp's own cache types."""
         return {self.type_k, self.type_v} - {None, *OURS} != set()
 
 
 @dataclass(frozen=True)
-class _Given:
-    """A flag and its value: where they stand in the arguments, and how many these are."""
+class _Flag:
+    """A flag and its value. index: the flag's place in the arguments; n: arguments that both take."""
 
     kind: str
     value: str
-    at: int
+    index: int
     n: int
 
 
-def _given(arguments: Sequence[str]) -> Iterator[_Given]:
+def _flags(arguments: Sequence[str]) -> Iterator[_Flag]:
     i = 0
     while i < len(arguments):
         name, equals, value = arguments[i].partition("=")
@@ -118,90 +118,92 @@ def _given(arguments: Sequence[str]) -> Iterator[_Given]:
         if kind is None or i + n > len(arguments):
             i += 1
             continue
-        yield _Given(kind, value if equals else arguments[i + 1], i, n)
+        yield _Flag(kind, value if equals else arguments[i + 1], i, n)
         i += n
 
 
-def _one_type(key: str, values: Sequence[str], stock: Collection[str], lists: bool) -> str | None:
-    """The cache type that counts: the last; one of llama-bench's lists. Raises CacheError about `key`."""
-    named = [value.split(",") if lists else [value] for value in values]
+def _one_type(key: str, values: Sequence[str], stock: Collection[str], takes_lists: bool) -> str | None:
+    """The cache type in effect: the last one given, or one of llama-bench's lists. Raises CacheError about `key`."""
+    named = [value.split(",") if takes_lists else [value] for value in values]
     known = [types for types in named if set(types) <= {*OURS, *stock}]
-    counting = sum(known, []) if lists else (known or [[]])[-1]
-    if len(set(counting)) > 1 and not set(counting).isdisjoint(OURS):
-        found = ",".join(counting)
+    in_effect = sum(known, []) if takes_lists else (known or [[]])[-1]
+    if len(set(in_effect)) > 1 and not set(in_effect).isdisjoint(OURS):
+        found = ",".join(in_effect)
         raise CacheError(key, f"expected subkv alone, since a process has coded or ordinary caches, found {found}")
-    return counting[0] if counting else None
+    return in_effect[0] if in_effect else None
 
 
-def read(program: str, arguments: Sequence[str], environment: Mapping[str, str], stock: Collection[str]) -> Read:
-    """The meaning of the arguments of `program`; a flag goes before its variable. stock: llama.cpp's cache types.
+def read(
+    program: str, arguments: Sequence[str], environment: Mapping[str, str], stock: Collection[str]
+) -> ProgramArguments:
+    """Read the arguments of `program`. A flag overrides its variable. stock: llama.cpp's cache types.
 
-    Another program than llama.cpp's may mean something else by -m: there only a file that is a GGUF is a model.
-    Raises CacheError about `type_k` or `type_v`.
+    Other programs may use -m for something else, so only a GGUF file counts as their model. Raises CacheError about
+    `type_k` or `type_v`.
     """
-    theirs = of_llama_cpp(program)
-    lists = theirs and (name_of(program) == "llama-bench" or list(arguments[:1]) == ["bench"])
-    flags = list(_given(arguments))
+    is_llama_cpp = is_llama_cpp_program(program)
+    takes_lists = is_llama_cpp and (program_name(program) == "llama-bench" or list(arguments[:1]) == ["bench"])
+    flags = list(_flags(arguments))
 
     def values(kind: str) -> list[str]:
         found = [flag.value for flag in flags if flag.kind == kind]
-        if not found and (theirs or kind in (TYPE_K, TYPE_V)):
+        if not found and (is_llama_cpp or kind in (TYPE_K, TYPE_V)):
             found = [environment[name] for name, what in VARIABLES.items() if what == kind and environment.get(name)]
         return found
 
-    type_k, type_v = (_one_type(kind, values(kind), stock, lists) for kind in (TYPE_K, TYPE_V))
+    type_k, type_v = (_one_type(kind, values(kind), stock, takes_lists) for kind in (TYPE_K, TYPE_V))
     if None not in (type_k, type_v) and type_k != type_v and {type_k, type_v} & set(OURS):
         raise CacheError(TYPE_V, f"expected the same cache for K and V with {type_k!r}, found {type_v!r}")
-    models, repos = values(MODEL), values(REPO) if theirs else []
-    elsewhere = theirs and bool(values(ELSEWHERE))
-    if lists:
+    models, repos = values(MODEL), values(REPO) if is_llama_cpp else []
+    from_url = is_llama_cpp and bool(values(FROM_URL))
+    if takes_lists:
         models, repos = ([one for value in found for one in value.split(",")] for found in (models, repos))
-    elif theirs:
+    elif is_llama_cpp:
         models, repos = models[-1:], repos[-1:]
-        if elsewhere or repos:  # -m says where a download goes
+        if from_url or repos:  # -m is the target of the download
             models = []
     else:
         models = [value for value in models if is_gguf(Path(value))]
     ours = type_k in OURS or type_v in OURS
-    removed = {*OURS, *stock} if ours else set(OURS)
-    left, kept = list(arguments), dict(environment)
+    dropped = {*OURS, *stock} if ours else set(OURS)
+    rest, kept = list(arguments), dict(environment)
     for flag in reversed(flags):
-        if flag.kind in (TYPE_K, TYPE_V) and set(flag.value.split(",")) <= removed:
-            del left[flag.at : flag.at + flag.n]
+        if flag.kind in (TYPE_K, TYPE_V) and set(flag.value.split(",")) <= dropped:
+            del rest[flag.index : flag.index + flag.n]
     for name, kind in VARIABLES.items():
-        if kind in (TYPE_K, TYPE_V) and kept.get(name) in removed:
+        if kind in (TYPE_K, TYPE_V) and kept.get(name) in dropped:
             del kept[name]
     files, folders = values(REPO_FILE), values(FOLDER)
-    return Read(
-        tuple(left),
+    return ProgramArguments(
+        tuple(rest),
         kept,
         tuple(Path(model) for model in models if model),
         tuple(repo for repo in repos if repo),
         files[-1] if files else None,
-        elsewhere,
+        from_url,
         folders[-1] if folders else None,
         type_k,
         type_v,
     )
 
 
-def hub_models(found: Read) -> Read:
-    """With the hub's models as local files: `-m FILE` instead of -hf, as our builds of llama.cpp download nothing.
+def with_hub_models(read: ProgramArguments) -> ProgramArguments:
+    """Replace -hf by `-m FILE` and download the files, because our builds of llama.cpp cannot.
 
     Raises SubkvError about `hf_repo`.
     """
     from subkv.base import hub  # an extra
 
-    files = [hub.fetch(repo, found.repo_file) for repo in found.repos]
+    files = [hub.fetch(repo, read.repo_file) for repo in read.repos]
     words = [word for file in files for word in ("-m", str(file))]
-    left, placed = list(found.arguments), False
-    for flag in reversed(list(_given(left))):
-        if flag.kind in (REPO, REPO_FILE) or (flag.kind == MODEL and not found.models):
+    rest, placed = list(read.arguments), False
+    for flag in reversed(list(_flags(rest))):
+        if flag.kind in (REPO, REPO_FILE) or (flag.kind == MODEL and not read.models):
             here = flag.kind == REPO and not placed
-            left[flag.at : flag.at + flag.n] = words if here else []
+            rest[flag.index : flag.index + flag.n] = words if here else []
             placed = placed or here
-    if not placed:  # a variable named it
-        left[:0] = words
-    gone = (REPO, REPO_FILE, MODEL)
-    environment = {name: value for name, value in found.environment.items() if VARIABLES.get(name) not in gone}
-    return replace(found, arguments=tuple(left), environment=environment, models=(*found.models, *files), repos=())
+    if not placed:  # the model came from a variable
+        rest[:0] = words
+    dropped = (REPO, REPO_FILE, MODEL)
+    environment = {name: value for name, value in read.environment.items() if VARIABLES.get(name) not in dropped}
+    return replace(read, arguments=tuple(rest), environment=environment, models=(*read.models, *files), repos=())

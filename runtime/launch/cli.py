@@ -1,4 +1,4 @@
-"""`subkv run PROGRAM …`: a program on llama.cpp's libraries, with coefficients in its KV cache."""
+"""`subkv run PROGRAM …`: runs a program on our libraries, with a coded KV cache."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from pathlib import Path
 
 import click
 
-from runtime.launch.environment import Asked, asked_options
-from runtime.launch.prepared import located, prepared, understood
+from runtime.launch.start import find_program, prepare_start, read_arguments
+from runtime.launch.variables import CacheRequest, request_options
 from subkv.base.command import command
 
 
 @command(context_settings={"allow_interspersed_args": False})
-@asked_options
+@request_options
 @click.option(
     "--prepare",
     type=click.Path(path_type=Path, exists=True),
     multiple=True,
     metavar="PATH",
-    help="make the bases of this model, or of every model in this folder, first (for what the arguments do not name)",
+    help="first derive bases for this model, or for every model in this folder, if the arguments do not name it",
 )
 @click.argument("program", metavar="PROGRAM")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
-def main(asked: Asked, prepare: tuple[Path, ...], program: str, arguments: tuple[str, ...]) -> None:
+def main(request: CacheRequest, prepare: tuple[Path, ...], program: str, arguments: tuple[str, ...]) -> None:
     """Run PROGRAM with coefficients in its KV cache: one of llama.cpp's, or Python on llama-cpp-python.
 
-    The bases of the model that -m or -hf names are found, or derived from its weights; PROGRAM then replaces this
-    one. Its arguments are its own, except that -ctk subkv is understood here.
+    Bases of the model of -m or -hf are looked up, or derived from its weights. PROGRAM then replaces this process. It
+    gets all arguments except -ctk subkv.
     """
-    found = located(program, os.environ)
-    raise click.exceptions.Exit(prepared(found, understood(found, arguments), asked, prepare).execute())
+    located = find_program(program, os.environ)
+    raise click.exceptions.Exit(prepare_start(located, read_arguments(located, arguments), request, prepare).execute())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`subkv env`: the variables that `subkv run` sets, for shells, services and containers."""
+"""`subkv env`: prints the variables that `subkv run` sets, for shells, services and containers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from runtime import options
-from runtime.launch.environment import Asked, asked_options, cache_variables, library_variables
+from runtime.launch.variables import CacheRequest, cache_variables, library_variables, request_options
 from subkv.base.command import command
 from subkv.base.errors import SubkvError, concerning
 
@@ -26,10 +26,10 @@ def _fish(name: str, value: str) -> str:
 
 
 def _check(name: str, value: str) -> None:
-    """Refuse what a file of one variable per line cannot say. Raises SubkvError about `form`."""
+    """Reject a value that does not fit on one line. Raises SubkvError about `form`."""
     if any(character < " " or character == "\x7f" for character in value):
-        found = f"expected a value without line ends and control characters, found {value!r}"
-        raise SubkvError("form", f"{name}: {found}")
+        reason = f"expected a value without line ends and control characters, found {value!r}"
+        raise SubkvError("form", f"{name}: {reason}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -50,7 +50,7 @@ def _docker(name: str, value: str) -> str:
 LINES: dict[str, Callable[[str, str], str]] = {"sh": _sh, "fish": _fish, "systemd": _systemd, "docker": _docker}
 
 
-def written(variables: dict[str, str], form: str) -> bytes:
+def format_variables(variables: dict[str, str], form: str) -> bytes:
     """The variables in a format: a name of LINES, or json. Raises SubkvError about `form`."""
     if form == "json":
         return json.dumps(variables, indent=2).encode()
@@ -58,25 +58,25 @@ def written(variables: dict[str, str], form: str) -> bytes:
 
 
 @command()
-@options.model_option(required=False, text="model file (GGUF) whose bases are found, or derived from its weights")
-@asked_options
-@click.option("--format", "form", type=click.Choice([*LINES, "json"]), default="sh", help="whose syntax")
-def main(model: str | None, asked: Asked, form: str) -> None:
-    """Print the variables that have programs keep coefficients: eval "$(subkv env -m model.gguf)".
+@options.model_option(required=False, text="model file (GGUF); its bases are looked up, or derived from its weights")
+@request_options
+@click.option("--format", "form", type=click.Choice([*LINES, "json"]), default="sh", help="syntax")
+def main(model: str | None, request: CacheRequest, form: str) -> None:
+    """Print the variables that give programs a coded cache: eval "$(subkv env -m model.gguf)".
 
-    For services and containers (systemd, docker) the file with the bases is named, as these have a cache folder of
-    their own.
+    For systemd and docker, the variables name the file with the bases, because services and containers have another
+    cache folder.
     """
     from subkv.native.library import lib_dir  # native libraries: not for a --help
 
-    apart = form in ("systemd", "docker")
+    service = form in ("systemd", "docker")
     models = [Path(model)] if model else []
     with concerning(model_path="model", kv_cache="model"):
-        variables, told = cache_variables(models, asked, fixed=apart)
-    found = library_variables(lib_dir(), {} if apart else os.environ) | variables
-    for line in told or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE makes those of one"]:
+        variables, notes = cache_variables(models, request, name_bases=service)
+    variables = library_variables(lib_dir(), {} if service else os.environ) | variables
+    for line in notes or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE derives bases"]:
         options.note(line)
-    click.echo(written(found, form))
+    click.echo(format_variables(variables, form))
 
 
 if __name__ == "__main__":

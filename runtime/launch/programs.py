@@ -1,4 +1,4 @@
-"""Which program a name means, whether it uses our libraries, and starting it in this process's place."""
+"""Finds a program by name, checks that it loads our libraries, and replaces this process by it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from runtime.launch.arguments import of_llama_cpp
+from runtime.launch.arguments import is_llama_cpp_program
 from subkv.base.errors import SubkvError
 
 INSTALL = "in a clone of subkv, CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install . installs it"
@@ -22,18 +22,18 @@ _LIBLLAMA = re.compile(r"^\s*(libllama\.so\S*) => (.+?)(?: \(0x[0-9a-f]+\))?$", 
 
 
 def find(program: str, libraries: Path, search: str | None) -> Path:
-    """The file of a program: one of llama.cpp's beside our libraries, else by the search path.
+    """The file of a program: a llama.cpp program beside our libraries, else by the search path.
 
     Raises SubkvError about `program`.
     """
-    if os.path.basename(program) == program and of_llama_cpp(program):
+    if os.path.basename(program) == program and is_llama_cpp_program(program):
         for folder in (libraries, libraries.parent / "bin"):
             path = folder / (program if program.endswith(ENDING) else f"{program}{ENDING}")
             if path.is_file() and os.access(path, os.X_OK):
                 return path
     found = shutil.which(program, path=search)
     if found is None:
-        if os.path.basename(program) == program and of_llama_cpp(program):
+        if os.path.basename(program) == program and is_llama_cpp_program(program):
             reason = (
                 f"expected one of llama.cpp's programs in {libraries} or on the PATH, found no {program}; {INSTALL}"
             )
@@ -43,7 +43,7 @@ def find(program: str, libraries: Path, search: str | None) -> Path:
 
 
 def linker(path: Path) -> str | None:
-    """The dynamic linker that a 64-bit ELF file asks for, "" for a static program; None for other files.
+    """The dynamic linker of a 64-bit ELF file, "" for a static program, None for other files.
 
     Raises OSError, or ValueError for some damaged files.
     """
@@ -57,7 +57,7 @@ def linker(path: Path) -> str | None:
         for i in range(n):
             handle.seek(start + i * size)
             raw = handle.read(40)
-            if len(raw) < 40:  # damaged: for the system to refuse
+            if len(raw) < 40:  # damaged; the system rejects it
                 return None
             kind, _, offset, _, _, length = struct.unpack(f"{order}IIQQQQ", raw)
             if kind == _PT_INTERP:
@@ -67,19 +67,19 @@ def linker(path: Path) -> str | None:
 
 
 def check(program: str, path: Path, libraries: Path, environment: Mapping[str, str]) -> None:
-    """Refuse a program that would load another libllama than ours, as far as Linux's dynamic linker can say that.
+    """Reject a program that would load another libllama, if Linux's dynamic linker can list its libraries.
 
-    It would run, on an ordinary cache, and nobody would know. Raises SubkvError about `program`.
+    Otherwise it would silently run on an ordinary cache. Raises SubkvError about `program`.
     """
     try:
         interpreter = linker(path)
-    except (OSError, ValueError):  # it may be executed and not read, or is damaged
+    except (OSError, ValueError):  # executable but not readable, or damaged
         return
     if interpreter is None or path.parent.resolve() == libraries:
         return
     found = None
     if interpreter:
-        # asked to list, glibc's linker runs nothing of the program; others have no such question
+        # glibc's linker can list libraries without running the program; others cannot
         if not re.match(r"ld(-linux|64\.so)", os.path.basename(interpreter)) or not os.path.exists(interpreter):
             return
         listed = subprocess.run(
@@ -91,24 +91,24 @@ def check(program: str, path: Path, libraries: Path, environment: Mapping[str, s
             check=False,
         )
         found = _LIBLLAMA.search(listed.stdout)
-        if listed.returncode or (found is None and not of_llama_cpp(program)):
-            return  # one that lacks a library says so itself; another may have no use for llama.cpp
-    elif not of_llama_cpp(program):
+        if listed.returncode or (found is None and not is_llama_cpp_program(program)):
+            return  # it lacks a library and reports that itself, or does not use llama.cpp
+    elif not is_llama_cpp_program(program):
         return
     if found is None:
-        reason = "which brings a llama.cpp of its own"
+        reason = "which contains its own llama.cpp"
     elif Path(found[2]).parent.resolve() != libraries:
         reason = f"which loads {found[1]} from {found[2]}"
     else:
         return
-    remedy = f"; {INSTALL}" if of_llama_cpp(program) else ""
+    remedy = f"; {INSTALL}" if is_llama_cpp_program(program) else ""
     raise SubkvError(
         "program", f"expected a program that loads {libraries}/libllama.so, found {path}, {reason}{remedy}"
     )
 
 
 def execute(path: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a program in this process's place. On Windows wait for it, and return its exit code.
+    """Replace this process by a program. On Windows, run it and return its exit code.
 
     arguments: the first is the program's name. Raises SubkvError about `program`.
     """
@@ -116,9 +116,9 @@ def execute(path: Path, arguments: Sequence[str], environment: Mapping[str, str]
         stream.flush()
     try:
         if sys.platform == "win32":
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program handles Ctrl-C
             return subprocess.call(list(arguments), executable=path, env=dict(environment))
-        for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and a program would inherit that
+        for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them; the program would inherit that
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         os.execve(path, list(arguments), dict(environment))
     except (OSError, ValueError) as error:

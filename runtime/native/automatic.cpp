@@ -1,7 +1,6 @@
 // automatic.cpp: see automatic.h.
 #include "automatic.h"
 
-#include "adapt_text.h"
 #include "cache.h"
 #include "error.h"
 #include "layout_keys.h"
@@ -41,21 +40,13 @@ int32_t number_of(const char * name, int32_t most) {
 }
 
 // What the other variables say of a cache with these bases.
-subkv_cache_params params_of(const Layout & layout) {
-    subkv_cache_params params = { -1, -1, -1, 0, {} };
-    params.n_sink             = number_of("SUBKV_SINK", MAX_SINK);
-    params.n_recent           = number_of("SUBKV_RECENT", MAX_RECENT);
-    params.n_rollback         = number_of("SUBKV_ROLLBACK", MAX_RECENT);
-    const char * adapt        = set_variable("SUBKV_ADAPT");
-    const auto   text         = adapt ? std::string(adapt) : layout.adapt;
-    if (!text.empty()) {
-        try {
-            parse_adapt(text, params);
-        } catch (const Invalid & e) {
-            throw Invalid{ (adapt ? "SUBKV_ADAPT: " : "subkv.adapt: ") + e.why };
-        }
-    }
-    return params;
+CacheRequest request_of(const std::shared_ptr<const Layout> & layout) {
+    const int32_t n_sink     = number_of("SUBKV_SINK", MAX_SINK);
+    const int32_t n_recent   = number_of("SUBKV_RECENT", MAX_RECENT);
+    const int32_t n_rollback = number_of("SUBKV_ROLLBACK", MAX_RECENT);
+    CacheRequest  request(layout, { n_sink, n_recent, n_rollback, nullptr });
+    request.chunks = chunks_of_environment(*layout);
+    return request;
 }
 
 bool carries_bases(const std::string & model) {
@@ -120,7 +111,7 @@ std::atomic<bool> cache_made{ false };
 void report(const CacheDesc & desc, const Cache & cache, const std::string & file) {
     size_t rows = 0;
     for (const auto & layer : desc.layers) {
-        rows += cache.row_bytes(layer.il, false) + cache.row_bytes(layer.il, true);
+        rows += cache.facts().row_bytes(layer.il, false) + cache.facts().row_bytes(layer.il, true);
     }
     subkv_stats stats;
     cache.stats(rows * desc.n_cells * desc.n_stream, 0, stats);
@@ -172,8 +163,8 @@ std::shared_ptr<CacheHook> cache_asked(const CacheDesc & desc, const std::string
     if (!by_name && !required && (desc.type_k != GGML_TYPE_F16 || desc.type_v != GGML_TYPE_F16)) {
         return ordinary(desc, "its type was requested; SUBKV=auto replaces f16");
     }
-    const CacheRequest request(layout, params_of(*layout));
-    auto               cache = std::make_shared<Cache>(desc, layout, request.params, request.adapt, nullptr, nullptr);
+    const CacheRequest request = request_of(layout);
+    auto               cache   = std::make_shared<Cache>(desc, request, nullptr);
     if (!desc.no_alloc) {
         cache_made = true;
         report(desc, *cache, file);

@@ -16,11 +16,10 @@ static int32_t or_default(int32_t value, int32_t fallback) {
     return value < 0 ? fallback : value;
 }
 
-Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const subkv_cache_params & params,
-             const AdaptRequest & adapt, subkv_observer * observer, std::shared_ptr<Planter> planter) :
-    layout_(std::move(layout)), observer_(observer), planter_(std::move(planter)),
-    window_(layout_ ? or_default(params.n_sink, layout_->n_sink) : 0,
-            layout_ ? or_default(params.n_recent, layout_->n_recent) : 0, or_default(params.n_rollback, N_ROLLBACK),
+Cache::Cache(const CacheDesc & desc, const CacheRequest & request, subkv_observer * observer) :
+    layout_(request.layout), observer_(observer),
+    window_(layout_ ? or_default(request.n_sink, layout_->n_sink) : 0,
+            layout_ ? or_default(request.n_recent, layout_->n_recent) : 0, or_default(request.n_rollback, N_ROLLBACK),
             layout_ ? desc.n_seq_max : 0),
     n_cells_(desc.n_cells), n_stream_(desc.n_stream) {
     for (const auto & layer : desc.layers) {
@@ -29,13 +28,17 @@ Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const
     for (const auto & reader : desc.readers) {
         owners_[reader.il] = reader.owner;
     }
-    if (!layout_) {
-        return;
+    if (layout_) {
+        code(desc, request);
     }
+    facts_ = facts_made();
+}
+
+void Cache::code(const CacheDesc & desc, const CacheRequest & request) {
     check(desc);
-    if (adapt.any()) {
-        Adaptive::check(adapt, window_.n_recent(), window_.n_rollback(), desc);
-        adaptive_ = std::make_unique<Adaptive>(*layout_, adapt, n_stream_);
+    if (request.chunks.any()) {
+        ChunkedBases::check(request.chunks, *layout_, window_.n_recent(), window_.n_rollback(), desc);
+        chunked_ = std::make_unique<ChunkedBases>(*layout_, request.chunks, n_stream_);
     }
 
     std::vector<LayerDesc> coded;
@@ -47,7 +50,7 @@ Cache::Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const
         }
         coded.push_back(layer);
         // bases that follow the text are made from halves, which is what a GPU's kernels read, too
-        integers.push_back(layout_->recent_bits == RECENT_BITS && !adaptive_ && !has_device_kernels(layer.buft));
+        integers.push_back(layout_->recent_bits == RECENT_BITS && !chunked_ && !has_device_kernels(layer.buft));
         add_nodes(layer, layer.il, layer.n_head, *codec);
         for (const auto & reader : desc.readers) {
             if (reader.owner == layer.il) {
@@ -66,19 +69,14 @@ void Cache::add_nodes(const LayerDesc & layer, int32_t il, int32_t n_head, const
     }
     auto & nodes = nodes_[(size_t) il];
     nodes.reset(new LayerNodes{
-        &codec, &window_, adaptive_ ? adaptive_->layer(layer.il) : nullptr, &n_zero_rows_, n_head, layer.il, {} });
-    nodes->by_rows = layer.chosen && codec.latent && !adaptive_ && !has_device_kernels(layer.buft);
+        &codec, &window_, chunked_ ? chunked_->layer(layer.il) : nullptr, &n_zero_rows_, n_head, layer.il, {} });
+    nodes->by_rows = layer.chosen && codec.latent && !chunked_ && !has_device_kernels(layer.buft);
     nodes->means.assign((size_t) (codec.n_head_kv * codec.d_k), 0.0f);
     for (size_t h = 0; h < codec.centre.size(); ++h) {
         const auto & mean = codec.centre[h].mean;
         ggml_fp16_to_fp32_row(mean.data(), nodes->means.data() + h * (size_t) codec.d_k, (int64_t) mean.size());
     }
     if (has_device_kernels(layer.buft)) {
-        if (adaptive_) {
-            fail("adapt: layer %d has its cache on %s, where bases cannot follow the text; keep it on the CPU "
-                 "(-ngl 0, or offload_kqv off), or use static bases",
-                 layer.il, ggml_backend_buft_name(layer.buft));
-        }
         nodes->device = make_device_layer(*nodes, layer.buft);
         nodes->buft   = layer.buft;
 
@@ -194,17 +192,35 @@ void Cache::check(const CacheDesc & desc) const {
     }
 }
 
-size_t Cache::row_bytes(int32_t il, bool value) const {
-    if ((size_t) il >= nodes_.size() || !nodes_[(size_t) il]) {
-        return 0;
-    }
-    const auto & nodes = *nodes_[(size_t) il];
+size_t Cache::row_bytes(const LayerNodes & nodes, bool value) const {
     const auto & codec = *nodes.codec;
     if (value && codec.latent) {
         return 0;
     }
-    const bool chunks = nodes.adaptive && nodes.adaptive->adapts(value); // a byte for every head's
+    const bool chunks = nodes.chunked && nodes.chunked->covers(value); // a byte for every head's
     return (value ? codec.v_row_bytes : codec.k_row_bytes) + (chunks ? (size_t) codec.n_head_kv : 0);
+}
+
+CacheFacts Cache::facts_made() const {
+    CacheFacts made;
+    made.coded        = layout_ != nullptr;
+    made.shifts       = !chunked_;
+    made.goes_back    = !chunked_;
+    made.n_sink       = window_.n_sink();
+    made.n_rollback   = window_.n_recent() > 0 ? window_.n_rollback() : -1;
+    made.n_slots      = window_.n_slots();
+    made.identity     = identity();
+    made.bytes_beside = window_.bytes_by_type();
+    for (const auto & [il, owner] : owners_) {
+        made.layers[il].observed = observer_ != nullptr;
+    }
+    for (size_t il = 0; il < nodes_.size(); ++il) {
+        if (nodes_[il]) {
+            made.layers[(int32_t) il].k = row_bytes(*nodes_[il], false);
+            made.layers[(int32_t) il].v = row_bytes(*nodes_[il], true);
+        }
+    }
+    return made;
 }
 
 void Cache::settle() const {
@@ -219,8 +235,8 @@ void Cache::clear() {
     settle();
     window_.clear();
     rotated();
-    if (adaptive_) {
-        adaptive_->clear();
+    if (chunked_) {
+        chunked_->clear();
     }
 }
 
@@ -229,9 +245,9 @@ bool Cache::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & c
         return false;
     }
     const auto [s0, s1] = window_.sequences(seq);
-    for (int32_t s = s0; adaptive_ && s < s1; ++s) {
+    for (int32_t s = s0; chunked_ && s < s1; ++s) {
         const int32_t left  = cells.max_pos_outside(s, p0, p1);
-        const int32_t coded = adaptive_->coded(cells.stream_of(s));
+        const int32_t coded = chunked_->coded(cells.stream_of(s));
         if (left >= 0 && left + 1 < coded) {
             set_error("seq_rm: removing positions [%d, %d) of sequence %d would leave bases that followed them: "
                       "positions below %d are coded; remove the whole sequence and decode it again",
@@ -244,7 +260,7 @@ bool Cache::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & c
 
 int32_t Cache::goes_back_to(int32_t seq, const CellReader & cells) const {
     const int32_t to = window_.goes_back_to(seq, cells);
-    return to >= 0 && adaptive_ ? std::max(to, adaptive_->coded(cells.stream_of(seq))) : to;
+    return to >= 0 && chunked_ ? std::max(to, chunked_->coded(cells.stream_of(seq))) : to;
 }
 
 bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) {
@@ -255,8 +271,8 @@ bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells
     const auto [s0, s1] = window_.sequences(seq);
     for (int32_t s = s0; s < s1; ++s) {
         const uint32_t stream = cells.stream_of(s);
-        if (adaptive_ && cells.max_pos_outside(s, p0, p1) < 0 && adaptive_->coded(stream) > 0) { // else it is as new
-            adaptive_->reset(stream);
+        if (chunked_ && cells.max_pos_outside(s, p0, p1) < 0 && chunked_->coded(stream) > 0) { // else it is as new
+            chunked_->reset(stream);
         }
         if (cells.max_pos_outside(s, p0, p1) < 0) {
             window_.forget(s);
@@ -284,15 +300,16 @@ bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const Cel
     if (!window_.copy_seq(src, dst, p0, p1, replace)) {
         return false;
     }
-    if (adaptive_) { // sequences have streams of their own (Adaptive::check), of the same number
-        adaptive_->copy((uint32_t) src, (uint32_t) dst);
+    if (chunked_) { // sequences have streams of their own (ChunkedBases::check), of the same number
+        chunked_->copy((uint32_t) src, (uint32_t) dst);
     }
     return true;
 }
 
 void Cache::keep(int32_t seq, const CellReader & cells) {
     settle();
-    for (int32_t s = 0; s < window_.n_seq(); ++s) { // adaptive bases belong to a stream, which has no other sequence
+    for (int32_t s = 0; s < window_.n_seq();
+         ++s) { // bases that follow the text belong to a stream, which has no other sequence
         if (s != seq && cells.stream_of(s) == cells.stream_of(seq)) {
             window_.forget(s);
         }
@@ -303,7 +320,7 @@ bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cell
     if (!window_.ready(tokens, cells)) {
         return false;
     }
-    if (adaptive_ && !causal) {
+    if (chunked_ && !causal()) {
         set_error(
             "decode: a causal mask expected, since bases that follow the text code a token when it leaves the exact "
             "window, and one that lets tokens see later ones found (some models see pictures so); use static bases");
@@ -311,7 +328,7 @@ bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cell
     }
     std::map<int32_t, int32_t> begin; // smallest position by sequence
     for (const auto & token : tokens) {
-        if (adaptive_ && token.in_picture) {
+        if (chunked_ && token.in_picture) {
             set_error("decode: one token per position expected, since bases that follow the text code a token when it "
                       "leaves the exact window, and a picture whose tokens share position %d found; use static bases",
                       token.pos);
@@ -324,10 +341,10 @@ bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cell
     }
     std::vector<PosCell> uncoded;
     for (const auto & [seq, first] : begin) {
-        if (!adaptive_) {
+        if (!chunked_) {
             break;
         }
-        cells.find(seq, std::max(window_.n_sink(), adaptive_->coded(cells.stream_of(seq))), first, uncoded);
+        cells.find(seq, std::max(window_.n_sink(), chunked_->coded(cells.stream_of(seq))), first, uncoded);
         for (const auto & cell : uncoded) {
             if (!window_.holds(seq, cell.pos)) {
                 set_error(
@@ -341,24 +358,12 @@ bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cell
     return true;
 }
 
-void Cache::refuse(const char * what) const {
-    set_error(
-        "%s: a subkv cache can shift positions, not divide them; remove the sequence and decode it again with new "
-        "positions, or use an ordinary cache type (-ctk f16)",
-        what);
-}
-
-std::string Cache::why_no_shift() const {
-    return adaptive_ ? "its bases follow the text by position" : "";
-}
-
 bool Cache::add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) {
     clear_error(); // who asked for a void function finds in it whether it was refused
-    const std::string reason = why_no_shift();
-    if (!reason.empty()) {
-        set_error("seq_add: positions in this subkv cache cannot be shifted because %s; remove the sequence and decode "
-                  "it again with new positions, or use an ordinary cache type (-ctk f16)",
-                  reason.c_str());
+    if (chunked_) {
+        set_error("seq_add: positions in this subkv cache cannot be shifted because its bases follow the text by "
+                  "position; remove the sequence and decode it again with new positions, or use an ordinary cache type "
+                  "(-ctk f16)");
         return false;
     }
     const auto shifted = [](const auto & nodes) { return nodes && nodes->shifted; };
@@ -383,7 +388,7 @@ void Cache::rotated() {
     }
 }
 
-void Cache::shift_keys(const ShiftBuild & b) {
+void Cache::build(const ShiftBuild & b) {
     auto & nodes = *nodes_[(size_t) b.il];
     if (!nodes.shifted) {
         build_shift_node(nodes, b);
@@ -437,14 +442,9 @@ ggml_tensor * Cache::build_attn(const AttnBuild & b) {
     return out;
 }
 
-void Cache::build_intercept(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor *& k,
-                            ggml_tensor *& v, const Inputs & in, float scale) {
-    if (planter_ && k) {
-        planter_->build(ctx, il, k, v, in.tokens);
-    }
-    if (observes(il)) {
-        build_observe_node(*observer_, ctx, gf, owner(il), q, k, v, in, scale);
-    }
+void Cache::build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
+                          ggml_tensor * v, const Inputs & in, float scale) {
+    build_observe_node(*observer_, ctx, gf, owner(il), q, k, v, in, scale);
 }
 
 void Cache::stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const {
@@ -457,10 +457,10 @@ void Cache::stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) con
     out.bytes_f16           = elements * 2 + bytes_stock;
     out.bytes_bases         = layout_->bytes_bases;
     out.n_zero_rows         = n_zero_rows_.load();
-    if (adaptive_) {
-        const subkv_adapt_stats adapt = adaptive_->total();
-        out.bytes_adapt               = (uint64_t) (adapt.bytes_bases + adapt.bytes_sketch);
-        out.n_chunks                  = (uint64_t) adapt.n_chunks;
+    if (chunked_) {
+        const auto total = chunked_->total();
+        out.bytes_chunks = total.bytes;
+        out.n_chunks     = total.n_chunks;
     }
     for (size_t il = 0; il < nodes_.size(); ++il) {
         const auto & node = nodes_[il];
@@ -468,7 +468,7 @@ void Cache::stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) con
             out.n_layer_coded++;
             out.n_layer_device += node->device ? 1 : 0;
             out.n_zero_rows += node->device ? node->device->n_zero_rows() : 0;
-            out.bytes_per_token += row_bytes(node->owner, false) + row_bytes(node->owner, true);
+            out.bytes_per_token += row_bytes(*node, false) + row_bytes(*node, true);
         }
     }
     out.window_kinds = window_.kinds();
@@ -477,7 +477,7 @@ void Cache::stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) con
     out.n_sink       = window_.n_sink();
     out.n_recent     = window_.n_recent();
     out.n_rollback   = window_.n_rollback();
-    out.bpe = (float) (8.0 * (double) (out.bytes_codes + out.bytes_window + out.bytes_adapt) / (double) elements);
+    out.bpe = (float) (8.0 * (double) (out.bytes_codes + out.bytes_window + out.bytes_chunks) / (double) elements);
 }
 
 } // namespace subkv

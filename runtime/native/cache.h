@@ -2,11 +2,11 @@
 // encode -> attend -> combine -> store_window that replace llama.cpp's K/V store and attention.
 #pragma once
 
-#include "adaptive.h"
+#include "chunked.h"
 #include "device.h"
 #include "hook.h"
 #include "layout.h"
-#include "planter.h"
+#include "request.h"
 #include "subkv.h"
 #include "subkv/ops.h"
 #include "window.h"
@@ -22,7 +22,7 @@ namespace subkv {
 struct LayerNodes {
     const LayerCodec *      codec;
     const Window *          window;
-    AdaptiveLayer *         adaptive; // nullptr: bases are static
+    ChunkedLayer *          chunked; // nullptr: bases are static
     std::atomic<uint64_t> * n_zero_rows;
     int32_t                 n_head;
     int32_t                 owner;                 // whose rows these are: the layer itself, or the one that it reads
@@ -50,86 +50,77 @@ void build_shift_node(LayerNodes & layer, const ShiftBuild & b);
 // Builds the nodes of one layer; returns F32 [d_v * n_head, n_tokens].
 ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b);
 
-class Cache final : public CacheHook {
+class Cache final : public CacheHook, private CacheShift, private CacheState {
 public:
-    // each of layout, observer and planter may be null, not all of them
-    Cache(const CacheDesc & desc, std::shared_ptr<const Layout> layout, const subkv_cache_params & params,
-          const AdaptRequest & adapt, subkv_observer * observer, std::shared_ptr<Planter> planter);
+    // the request's layout or the observer may be null
+    Cache(const CacheDesc & desc, const CacheRequest & request, subkv_observer * observer);
 
-    bool                                                 coded() const override { return layout_ != nullptr; }
-    size_t                                               row_bytes(int32_t il, bool value) const override;
-    const std::map<ggml_backend_buffer_type_t, size_t> & bytes_beside() const override {
-        return window_.bytes_by_type();
-    }
+    CacheShift & shift() override { return *this; }
+    CacheState & state() override { return *this; }
+    void         report(const std::string & reason) const override;
+
     void    clear() override;
     bool    can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const override;
     bool    remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) override;
     bool    copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const CellReader & cells) override;
     void    keep(int32_t seq, const CellReader & cells) override;
-    bool    can_shift() const override { return why_no_shift().empty(); }
-    bool    add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) override;
-    int32_t goes_back_to(int32_t seq, const CellReader & cells) const override;
-    int32_t n_sink() const override { return window_.n_sink(); }
-    int32_t n_rollback() const override { return window_.n_recent() > 0 ? window_.n_rollback() : -1; }
     bool    ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const override;
-    void    refuse(const char * what) const override;
-    void    report(const std::string & reason) const override;
-    bool    goes_back() const override { return !adaptive_; }
+    int32_t goes_back_to(int32_t seq, const CellReader & cells) const override;
 
-    int64_t       n_slots() const override { return window_.n_slots(); }
-    void          rotations(int32_t * by) const override { window_.rotations(by); }
-    void          rotated() override;
-    void          shift_keys(const ShiftBuild & b) override;
-    bool          wants(int32_t il) const override { return planter_ || observes(il); }
     Inputs        build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, int64_t n_tokens) override;
     void          set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, uint32_t stream0,
                              const CellReader & cells) override;
     ggml_tensor * build_attn(const AttnBuild & b) override;
-    void          build_intercept(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor *& k,
-                                  ggml_tensor *& v, const Inputs & in, float scale) override;
-
-    std::string           state_identity() const override;
-    void                  state_write_head(StateWriter & w, int32_t seq) const override;
-    std::vector<uint64_t> state_read_head(StateReader & r, int32_t seq, bool partial) const override;
-    void                  state_write_window(StateWriter & w, int32_t seq) const override;
-    void                  state_read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves,
-                                            const CellReader & cells) override;
-    void                  get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
-                                   uint8_t * rows) const override;
-    void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) override;
+    void          build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
+                                ggml_tensor * v, const Inputs & in, float scale) override;
 
     // Why bases belong to another model than that of this cache; "": they fit.
     static std::string misfit(const Layout & layout, const CacheDesc & desc);
 
-    void             stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const;
-    int32_t          n_seq() const { return window_.n_seq(); }
-    const auto &     devices() const { return devices_; } // see subkv_context_devices
-    const Layout *   layout() const { return layout_.get(); }
-    const Adaptive * adaptive() const { return adaptive_.get(); }
+    void                 stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const;
+    int32_t              n_seq() const { return window_.n_seq(); }
+    const auto &         devices() const { return devices_; } // see subkv_context_devices
+    const Layout *       layout() const { return layout_.get(); }
+    const ChunkedBases * chunked() const { return chunked_.get(); }
 
     // subkv_read_rows; t: the K or V tensor of the layer, il coded, head one of its KV heads.
     int64_t read(const CellReader & cells, const ggml_tensor * t, int32_t il, int64_t head, bool value, int32_t seq,
                  int32_t first, int64_t n, float * x, int32_t * chunk_of) const;
 
 private:
+    bool add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) override;
+    void rotations(int32_t * by) const override { window_.rotations(by); }
+    void rotated() override;
+    void build(const ShiftBuild & b) override;
+
+    void                  write_head(StateWriter & w, int32_t seq) const override;
+    std::vector<uint64_t> read_head(StateReader & r, int32_t seq, bool partial) const override;
+    void                  write_window(StateWriter & w, int32_t seq) const override;
+    void                  read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves,
+                                      const CellReader & cells) override;
+    void                  get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
+                                   uint8_t * rows) const override;
+    void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) override;
+
+    void        code(const CacheDesc & desc, const CacheRequest & request); // the layers that the layout has bases for
     void        check(const CacheDesc & desc) const; // throws std::runtime_error when the layout does not fit the model
     void        settle() const;                      // GPUs: before the host changes rows that a graph may still use
-    std::string why_no_shift() const;                // "": positions can be shifted
+    std::string identity() const;                    // of states
+    size_t      row_bytes(const LayerNodes & nodes, bool value) const;
+    CacheFacts  facts_made() const;
     // The layer whose rows il has or reads in this cache, -1: in another one.
     int32_t owner(int32_t il) const;
     // Makes the nodes of a layer that has, or reads, rows of `codec`.
     void add_nodes(const LayerDesc & layer, int32_t il, int32_t n_head, const LayerCodec & codec);
-    bool observes(int32_t il) const { return observer_ && owner(il) >= 0; }
 
     std::shared_ptr<const Layout> layout_;
     subkv_observer *              observer_;
-    std::shared_ptr<Planter>      planter_;
     std::map<int32_t, int32_t>    owners_; // layers of this cache, not those of a sliding half beside it: see owner()
     Window                        window_;
     uint32_t                      n_cells_;
     uint32_t                      n_stream_;
     size_t                        elements_per_token_ = 0; // K and V elements of the coded layers
-    std::unique_ptr<Adaptive>     adaptive_;               // null: bases are static
+    std::unique_ptr<ChunkedBases> chunked_;                // null: bases are static
     std::string                   devices_;
     std::atomic<uint64_t>         n_zero_rows_{ 0 };
 

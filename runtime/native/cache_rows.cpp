@@ -1,5 +1,5 @@
 // cache_rows.cpp: cells of a layer as rows, for states, whose format does not know of tiles.
-//   row: of all heads, then a byte of chunk for each where bases adapt
+//   row: of all heads, then a byte of chunk for each where bases follow the text
 #include "cache.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// cache_state.cpp: what a state is bound to, and the exact window and the adaptive bases in it (hook.h).
+// cache_state.cpp: what a state is bound to, and the exact window and the bases that follow the text in it (hook.h).
 #include "cache.h"
 #include "error.h"
 
@@ -10,40 +10,39 @@ namespace subkv {
 static constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '6' };
 
 // What a state is bound to besides its layout. n_seq: sequences of a whole-context state, 0 in one of a single sequence.
-// adapt: sides that adapt, 1 K, 2 V; block: of positions coded together, 0 if none does; kinds: as Window::kinds().
+// sides: whose bases follow the text, 1 K, 2 V; block: of positions coded together, 0 if none do; kinds: as Window::kinds().
 struct StateWindow {
-    int32_t  n_sink, n_recent, n_rollback, n_seq, adapt, block;
+    int32_t  n_sink, n_recent, n_rollback, n_seq, sides, block;
     uint64_t kinds;
 };
 
-static StateWindow state_window(const Window & window, const Adaptive * adaptive, int32_t seq) {
+static StateWindow state_window(const Window & window, const ChunkedBases * chunked, int32_t seq) {
     if (seq >= window.n_seq()) {
         fail("state: sequence 0 to %d expected, %d found", window.n_seq() - 1, seq);
     }
-    const int32_t sides = adaptive ? (adaptive->request().k ? 1 : 0) + (adaptive->request().v ? 2 : 0) : 0;
     return { window.n_sink(),
              window.n_recent(),
              window.n_rollback(),
              seq < 0 ? window.n_seq() : 0,
-             sides,
-             adaptive ? adaptive->request().params.block : 0,
+             chunked ? chunked->sides() : 0,
+             chunked ? chunked->block() : 0,
              window.kinds() };
 }
 
-std::string Cache::state_identity() const {
+std::string Cache::identity() const {
     if (!layout_) {
         return "observed";
     }
-    const StateWindow s    = state_window(window_, adaptive_.get(), 0);
+    const StateWindow s    = state_window(window_, chunked_.get(), 0);
     std::string       text = std::string(STATE_MAGIC, sizeof(STATE_MAGIC)) + " " + layout_->fingerprint;
-    for (const int32_t number : { s.n_sink, s.n_recent, s.n_rollback, s.adapt, s.block }) {
+    for (const int32_t number : { s.n_sink, s.n_recent, s.n_rollback, s.sides, s.block }) {
         text += " " + std::to_string(number);
     }
     return text + " " + std::to_string(s.kinds);
 }
 
-void Cache::state_write_head(StateWriter & w, int32_t seq) const {
-    const StateWindow s = state_window(window_, adaptive_.get(), seq);
+void Cache::write_head(StateWriter & w, int32_t seq) const {
+    const StateWindow s = state_window(window_, chunked_.get(), seq);
     w.write(STATE_MAGIC, sizeof(STATE_MAGIC));
     w.write(layout_->fingerprint.data(), layout_->fingerprint.size());
     w.write(&s, sizeof(s));
@@ -51,8 +50,8 @@ void Cache::state_write_head(StateWriter & w, int32_t seq) const {
     w.write(moves.data(), moves.size() * sizeof(uint64_t));
 }
 
-std::vector<uint64_t> Cache::state_read_head(StateReader & r, int32_t seq, bool partial) const {
-    const StateWindow want = state_window(window_, adaptive_.get(), seq);
+std::vector<uint64_t> Cache::read_head(StateReader & r, int32_t seq, bool partial) const {
+    const StateWindow want = state_window(window_, chunked_.get(), seq);
     char              magic[sizeof(STATE_MAGIC)];
     r.read(magic, sizeof(magic));
     if (std::memcmp(magic, STATE_MAGIC, sizeof(magic)) != 0) {
@@ -66,9 +65,10 @@ std::vector<uint64_t> Cache::state_read_head(StateReader & r, int32_t seq, bool 
     }
     StateWindow found;
     r.read(&found, sizeof(found));
-    if (want.adapt != found.adapt || want.block != found.block) {
-        fail("state: adaptive sides %d (1 K, 2 V) in blocks of %d expected, %d in blocks of %d found", want.adapt,
-             want.block, found.adapt, found.block);
+    if (want.sides != found.sides || want.block != found.block) {
+        fail("state: bases that follow the text on sides %d (1 K, 2 V) in blocks of %d expected, %d in blocks of %d "
+             "found",
+             want.sides, want.block, found.sides, found.block);
     }
     if (want.kinds != found.kinds) {
         fail("state: exact rows held as here expected (in halves on a GPU, in integers on a CPU), others found; "
@@ -94,26 +94,25 @@ static std::pair<uint32_t, uint32_t> streams(int32_t seq, uint32_t n_stream) {
     return seq < 0 ? std::pair{ 0u, n_stream } : std::pair{ (uint32_t) seq, (uint32_t) seq + 1 };
 }
 
-void Cache::state_write_window(StateWriter & w, int32_t seq) const {
+void Cache::write_window(StateWriter & w, int32_t seq) const {
     window_.state_write(w, seq);
     const auto [first, last] = streams(seq, n_stream_);
-    for (uint32_t stream = first; adaptive_ && stream < last; ++stream) {
-        adaptive_->state_write(w, stream);
+    for (uint32_t stream = first; chunked_ && stream < last; ++stream) {
+        chunked_->state_write(w, stream);
     }
 }
 
-void Cache::state_read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves,
-                              const CellReader & cells) {
+void Cache::read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves, const CellReader & cells) {
     try {
         window_.state_read(r, seq, moves, cells);
         const auto [first, last] = streams(seq, n_stream_);
-        for (uint32_t stream = first; adaptive_ && stream < last; ++stream) {
-            adaptive_->state_read(r, stream);
+        for (uint32_t stream = first; chunked_ && stream < last; ++stream) {
+            chunked_->state_read(r, stream);
             const int32_t n_pos = cells.max_pos_outside((int32_t) stream, 0, 0) + 1;
-            const int32_t coded = adaptive_->coded(stream);
+            const int32_t coded = chunked_->coded(stream);
             if (coded > n_pos) {
-                adaptive_->reset(stream);
-                fail("state: adaptive bases of at most %d positions expected, %d found", n_pos, coded);
+                chunked_->reset(stream);
+                fail("state: bases that follow at most %d positions expected, %d found", n_pos, coded);
             }
         }
     } catch (const std::exception & e) {

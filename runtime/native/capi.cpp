@@ -1,14 +1,12 @@
-// capi.cpp: attaching layouts, observers and planters to the next context, and what a context can tell.
+// capi.cpp: attaching layouts and observers to the next context, and what a context can tell.
 #include "automatic.h"
-#include "cache.h"
+#include "capi.h"
 #include "error.h"
 #include "hook.h"
 #include "observer.h"
-#include "planter.h"
 #include "request.h"
 #include "subkv_test.h"
 
-#include <algorithm>
 #include <stdexcept>
 
 using namespace subkv;
@@ -23,15 +21,12 @@ struct Pending {
 
 thread_local Pending pending;
 
-// Apart from the rest: it outlasts dry runs, which come before the context that it is meant for, each with its layout.
-thread_local std::shared_ptr<Planter> planting;
-
 // Runs inside llama_init_from_model, on the thread that called it.
 std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
     if (desc.sliding) {
         return nullptr;
     }
-    if (!pending.cache.layout && !pending.observer && !planting) {
+    if (!pending.cache.layout && !pending.observer) {
         return pending.ordinary ? nullptr : automatic_cache(desc);
     }
     if (!desc.none.empty()) { // who asked for a cache finds out, and cancels
@@ -40,35 +35,35 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
     const Pending request = std::move(pending);
     pending               = {};
     pending.ordinary      = request.ordinary;
-    const auto planter    = planting;
-    if (!desc.no_alloc) {
-        planting = nullptr;
-    }
     try {
         const std::string & why = desc.unsupported.empty() ? desc.unobserved : desc.unsupported;
         if (!request.cache.layout && !why.empty()) {
-            const char * cannot = request.observer ? "be calibrated" : "have K/V rows planted";
-            throw std::runtime_error("model " + desc.arch + ": cannot " + cannot + " because " + why);
+            throw std::runtime_error("model " + desc.arch + ": cannot be calibrated because " + why);
         }
-        if (planter && std::any_of(desc.layers.begin(), desc.layers.end(), [](auto & l) { return l.latent; })) {
-            throw std::runtime_error("model " + desc.arch +
-                                     ": cannot have K/V rows planted because its attention is multi-head latent (MLA): "
-                                     "its values are part of its keys");
-        }
-        const auto & asked = request.cache;
-        return std::make_shared<Cache>(desc, asked.layout, asked.params, asked.adapt, request.observer, planter);
+        return std::make_shared<Cache>(desc, request.cache, request.observer);
     } catch (const std::exception & e) {
         set_error("%s", e.what());
         throw;
     }
 }
 
-const Cache * cache_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded) {
+} // namespace
+
+const Cache * subkv::cache_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded) {
     const auto * cache = static_cast<const Cache *>(llama_subkv_of(ctx, bytes_stock, bytes_coded));
-    return cache && cache->coded() ? cache : nullptr;
+    return cache && cache->facts().coded ? cache : nullptr;
 }
 
-} // namespace
+const Cache * subkv::coding(llama_context * ctx, int32_t il, int32_t head_kv, int32_t seq) {
+    const Cache *      cache = cache_of(ctx);
+    const LayerCodec * layer = cache ? cache->layout()->layer(il) : nullptr;
+    if (!layer || head_kv < 0 || head_kv >= layer->n_head_kv || seq < 0 || seq >= cache->n_seq()) {
+        set_error("context: a coded head and a sequence expected, layer %d, head %d, sequence %d found", il, head_kv,
+                  seq);
+        return nullptr;
+    }
+    return cache;
+}
 
 // libllama calls it where SUBKV asks for a cache in a process that has not loaded libsubkv.
 extern "C" SUBKV_API void subkv_register(void) {
@@ -81,7 +76,7 @@ extern "C" bool subkv_attach(subkv_layout * layout, const subkv_cache_params * p
         return true;
     }
     try {
-        pending.cache = CacheRequest(layout->p, params ? *params : CacheRequest().params);
+        pending.cache = CacheRequest(layout->p, params ? *params : subkv_cache_params{ -1, -1, -1, nullptr });
     } catch (const std::exception &) { // the error is set
         return false;
     }
@@ -105,17 +100,6 @@ extern "C" bool subkv_observe(subkv_observer * obs) {
     return true;
 }
 
-extern "C" bool subkv_plant(subkv_planter * planter) {
-    const bool waits = planting != nullptr;
-    planting         = planter ? planter->p : nullptr;
-    if (!planter && waits) {
-        set_error("planter: a context with a K/V cache expected, none was created");
-        return false;
-    }
-    subkv_register();
-    return true;
-}
-
 extern "C" bool subkv_get_stats(llama_context * ctx, subkv_stats * out) {
     size_t        stock = 0;
     size_t        coded = 0;
@@ -125,33 +109,6 @@ extern "C" bool subkv_get_stats(llama_context * ctx, subkv_stats * out) {
         return false;
     }
     cache->stats(coded, stock, *out);
-    return true;
-}
-
-// The cache of a context that codes this head for this sequence; nullptr: error set.
-static const Cache * coding(llama_context * ctx, int32_t il, int32_t head_kv, int32_t seq) {
-    const Cache *      cache = cache_of(ctx, nullptr, nullptr);
-    const LayerCodec * layer = cache ? cache->layout()->layer(il) : nullptr;
-    if (!layer || head_kv < 0 || head_kv >= layer->n_head_kv || seq < 0 || seq >= cache->n_seq()) {
-        set_error("context: a coded head and a sequence expected, layer %d, head %d, sequence %d found", il, head_kv,
-                  seq);
-        return nullptr;
-    }
-    return cache;
-}
-
-extern "C" bool subkv_get_adapt_stats(llama_context * ctx, int32_t il, int32_t head_kv, bool value,
-                                      subkv_adapt_stats * out) {
-    const Cache *      cache = cache_of(ctx, nullptr, nullptr);
-    const LayerCodec * layer = cache ? cache->layout()->layer(il) : nullptr;
-    subkv_adapt_stats  sum   = {};
-    if (!layer || !cache->adaptive() || head_kv < 0 || head_kv >= layer->n_head_kv ||
-        !cache->adaptive()->stats(il, head_kv, value, sum)) {
-        set_error("context: a head whose bases adapt expected, layer %d, head %d, %s found", il, head_kv,
-                  value ? "values" : "keys");
-        return false;
-    }
-    *out = sum;
     return true;
 }
 
@@ -179,38 +136,13 @@ extern "C" int64_t subkv_read_rows(llama_context * ctx, int32_t il, int32_t head
     return coded;
 }
 
-extern "C" int64_t subkv_get_sketch_rows(llama_context * ctx, int32_t il, int32_t head_kv, bool value, int32_t seq,
-                                         float * s, int64_t n_out) {
-    const Cache * cache = coding(ctx, il, head_kv, seq);
-    if (!cache) {
-        return -1;
-    }
-    // a sequence that adapts has the stream of its number (Adaptive::check)
-    const AdaptUnit * unit =
-        cache->adaptive() ? cache->adaptive()->layer(il)->unit((uint32_t) seq, head_kv, value) : nullptr;
-    if (!unit) {
-        set_error("context: a head whose bases adapt expected, layer %d, head %d, %s found", il, head_kv,
-                  value ? "values" : "keys");
-        return -1;
-    }
-    const LayerCodec & layer = *cache->layout()->layer(il);
-    const HeadCodec &  codec = (value ? layer.v : layer.k)[(size_t) head_kv];
-    const int64_t      most  = 2 * (int64_t) unit->adapter.params().rows * codec.rank;
-    if (!s || n_out < most) {
-        set_error("context: room for %lld values of a sketch expected, %lld found", (long long) most,
-                  (long long) (s ? n_out : 0));
-        return -1;
-    }
-    return unit->adapter.sketch_rows(s);
-}
-
 extern "C" const char * subkv_context_fingerprint(llama_context * ctx) {
-    const Cache * cache = cache_of(ctx, nullptr, nullptr);
+    const Cache * cache = cache_of(ctx);
     return cache ? cache->layout()->fingerprint.c_str() : nullptr;
 }
 
 extern "C" const char * subkv_context_devices(llama_context * ctx) {
-    const Cache * cache = cache_of(ctx, nullptr, nullptr);
+    const Cache * cache = cache_of(ctx);
     return cache ? cache->devices().c_str() : nullptr;
 }
 

@@ -1,5 +1,4 @@
 // capi_layout.cpp: section "layout" of subkv.h, and what research and tests ask a layout.
-#include "adapt.h"
 #include "error.h"
 #include "ggml.h"
 #include "layout.h"

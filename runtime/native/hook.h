@@ -12,6 +12,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace subkv {
@@ -46,7 +47,7 @@ struct CacheDesc {
     std::string             arch;
     std::string             model_path;  // of its first file; empty: unknown, the model was read from a stream
     std::string             unsupported; // why this cache cannot hold coefficients; empty: it can
-    std::string             unobserved;  // why its rows can be neither observed nor planted; empty: they can
+    std::string             unobserved;  // why its rows cannot be observed; empty: they can
     std::string             none;        // why there is no K/V cache, of which the rest would tell; empty: there is one
     int32_t                 n_layer;
     uint32_t                n_cells; // per stream
@@ -126,7 +127,7 @@ struct SharedRows {
     int32_t       n_readers = 0;       // yet to come; behind the last one fresh rows go to the window
 };
 
-// Input tensors of a graph that has coded, observed or planted layers; filled before every run of the graph.
+// Input tensors of a graph that has coded or observed layers; filled before every run of the graph.
 struct Inputs {
     ggml_tensor * cell_pos = nullptr; // I32 [n_kv, n_stream of the ubatch]: as CellReader::positions
     // I32 [4, n_tokens]: position (-1 of a picture's, which sees sinks exactly, and is seen so by no token), stream, cell,
@@ -176,7 +177,7 @@ struct ShiftBuild {
     int32_t        il;
     ggml_tensor *  k_cache;   // I8 [row_bytes, n_cells, n_stream]
     ggml_tensor *  of_cells;  // I32 [n_cells * n_stream] positions by which a key is still to be rotated
-    ggml_tensor *  of_slots;  // I32 [n_slots()], nullptr where there are none
+    ggml_tensor *  of_slots;  // I32 [n_slots], nullptr where there are none
     ggml_tensor *  distances; // I32 [n] the numbers in these, ascending; 0 only if it is the only one
     ggml_tensor *  pairs;     // F32 [n_rot, 1, n] what rotations by so many positions make of pairs (1, 0)
     int64_t        first;     // element of a head's key that is rotated first
@@ -197,31 +198,74 @@ public:
     virtual void read_tensor(ggml_tensor * t, size_t offset, size_t size) = 0;
 };
 
+// What is true of a cache as long as it lives.
+struct CacheFacts {
+    struct Layer {
+        size_t k = 0; // bytes of a cell's row, of another layer's for one that reads it; 0: the layer stays ordinary
+        size_t v = 0;
+        bool   observed = false;
+    };
+
+    bool        coded      = false; // false: rows stay ordinary, the layers are only observed
+    bool        shifts     = true;  // positions may move
+    bool        goes_back  = true;  // an exact window of earlier fits the cells held now; false: bases follow the text
+    int32_t     n_sink     = 0;     // first tokens of a sequence that no shift may move
+    int32_t     n_rollback = -1;    // last tokens of a sequence that can be removed, whatever its length is; -1: all
+    int64_t     n_slots    = 0;     // of the exact window
+    std::string identity;           // of states: the layout and the window
+
+    std::map<int32_t, Layer>                     layers;       // by il, none of a sliding half
+    std::map<ggml_backend_buffer_type_t, size_t> bytes_beside; // the cells, by the type of buffer that holds them
+
+    Layer  layer(int32_t il) const { return layers.count(il) ? layers.at(il) : Layer(); }
+    size_t row_bytes(int32_t il, bool value) const { return value ? layer(il).v : layer(il).k; }
+};
+
+// Positions that move.
+class CacheShift {
+public:
+    virtual ~CacheShift() = default;
+    // Before positions [p0, p1) of a sequence move by `by`; false: refused, no cell may move. Nodes of build() rotate the
+    // keys by what cells and window slots are still to be rotated before any token sees them.
+    virtual bool add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) = 0;
+    virtual void rotations(int32_t * by) const = 0; // [n_slots] of keys
+    virtual void rotated()                     = 0; // all of them have been rotated
+    virtual void build(const ShiftBuild & b)   = 0;
+};
+
+// The parts of a state, and the rows of cells in it.
+class CacheState {
+public:
+    virtual ~CacheState() = default;
+    // The head comes before any cell is touched and throws when the state belongs to another layout, or, of a partial one,
+    // to cells at other positions; it gives read_window() what tells such apart. The window comes after the cells and
+    // throws when it is not theirs. seq -1: all.
+    virtual void                  write_head(StateWriter & w, int32_t seq) const              = 0;
+    virtual std::vector<uint64_t> read_head(StateReader & r, int32_t seq, bool partial) const = 0;
+    virtual void                  write_window(StateWriter & w, int32_t seq) const            = 0;
+    virtual void                  read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves,
+                                              const CellReader & cells)                       = 0;
+    // Cells of coded layers lie in tiles (subkv/tiles.h), which nobody else knows: what goes elsewhere, or comes from
+    // there, are rows [n][row_bytes] of cells [first, first + n) of one stream's tensor, wherever its memory is.
+    virtual void get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
+                          uint8_t * rows) const                                                                    = 0;
+    virtual void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) = 0;
+};
+
 // One per K/V cache. Methods are called from the thread that drives the context.
 class CacheHook {
 public:
     virtual ~CacheHook() = default;
 
-    // How many of the last tokens recurrent state beside the cells, if it has snapshots, can lose while a sequence ends at
-    // `last`. A snapshot is of a token of the last ubatch, not before its first; sequences of other ubatches, which are not
-    // here, may have lost theirs.
-    struct Snapshots {
-        int32_t n    = -1;
-        int32_t last = -1;
-    };
+    const CacheFacts &   facts() const { return facts_; }
+    virtual CacheShift & shift() = 0;
+    virtual CacheState & state() = 0;
+    // What subkv_last_error says: the reason of a refusal.
+    virtual void report(const std::string & reason) const = 0;
 
-    std::map<int32_t, Snapshots> snapshots; // by sequence
-
-    bool causal = true; // tokens see no later ones
-
-    bool carried_out = true; // the last copy_seq, add or refuse()d call, to which llama.cpp's callers get no answer
-
-    // false: rows stay ordinary, the layers are only observed or planted
-    virtual bool coded() const = 0;
-    // bytes beside the cells, by the type of buffer that holds them
-    virtual const std::map<ggml_backend_buffer_type_t, size_t> & bytes_beside() const = 0;
-    // bytes of a cell's row, of another layer's for one that reads it; 0: this layer stays ordinary
-    virtual size_t row_bytes(int32_t il, bool value) const = 0;
+    //
+    // cells
+    //
 
     virtual void clear() = 0;
     // May [p0, p1) of a sequence (-1: every sequence) be removed? false: it would lose what later tokens need; reports it.
@@ -232,55 +276,61 @@ public:
     virtual bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const CellReader & cells) = 0;
     // The other sequences of its stream are removed.
     virtual void keep(int32_t seq, const CellReader & cells) = 0;
-    // Before positions [p0, p1) of a sequence move by `by`; false: refused, no cell may move. Nodes of shift_keys() rotate the
-    // keys by what cells and window slots are still to be rotated before any token sees them.
-    virtual bool    can_shift() const                                                              = 0;
-    virtual bool    add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) = 0;
-    virtual int64_t n_slots() const                  = 0; // of the exact window
-    virtual void    rotations(int32_t * by) const    = 0; // [n_slots()] of its keys
-    virtual void    rotated()                        = 0; // all of them have been rotated
-    virtual void    shift_keys(const ShiftBuild & b) = 0;
     // Are the exact rows that these tokens attend to complete? Reports why not.
     virtual bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const = 0;
-    // A call that this cache cannot carry out; reports the reason.
-    virtual void refuse(const char * what) const = 0;
-    // What subkv_last_error says: the reason of another half's refusal.
-    virtual void report(const std::string & reason) const = 0;
     // The smallest position to which a sequence of cells can be cut back, so that its next token gets this position: 0 or
     // more, at most one above its last one; -1: it is empty.
     virtual int32_t goes_back_to(int32_t seq, const CellReader & cells) const = 0;
-    // How many of a sequence's first tokens no shift may move.
-    virtual int32_t n_sink() const = 0;
-    // How many of a sequence's last tokens can be removed, whatever its length is; -1: all.
-    virtual int32_t n_rollback() const = 0;
-    // Does an exact window of earlier fit the cells that are held now? false: bases follow the text.
-    virtual bool goes_back() const = 0;
 
-    virtual bool          wants(int32_t il) const = 0; // this layer is observed or planted; of a sliding half, too
+    //
+    // graph
+    //
+
     virtual Inputs        build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, int64_t n_tokens) = 0;
     virtual void          set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, uint32_t stream0,
                                      const CellReader & cells)                                               = 0;
     virtual ggml_tensor * build_attn(const AttnBuild & b) = 0; // F32 [d_v * n_head, n_tokens]
-    // Called before anything reads k and v (as in AttnBuild); may put tensors in their place that everything reads then.
-    // Both are nullptr in a layer that reads another one's rows.
-    virtual void build_intercept(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor *& k,
-                                 ggml_tensor *& v, const Inputs & in, float scale) = 0;
+    // Of an observed layer: shows q, k and v (as in AttnBuild) to the observer. k and v are nullptr in a layer that reads
+    // another one's rows.
+    virtual void build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
+                               ggml_tensor * v, const Inputs & in, float scale) = 0;
 
-    // The head comes before any cell is touched and throws when the state belongs to another layout, or, of a partial one,
-    // to cells at other positions; it gives state_read_window() what tells such apart. The window comes after the cells and
-    // throws when it is not theirs. seq -1: all.
-    virtual std::string           state_identity() const = 0; // of the layout and the window
-    virtual void                  state_write_head(StateWriter & w, int32_t seq) const              = 0;
-    virtual std::vector<uint64_t> state_read_head(StateReader & r, int32_t seq, bool partial) const = 0;
-    virtual void                  state_write_window(StateWriter & w, int32_t seq) const            = 0;
-    virtual void                  state_read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves,
-                                                    const CellReader & cells)                       = 0;
+    //
+    // what llama.cpp notes down
+    //
 
-    // Cells of coded layers lie in tiles (subkv/tiles.h), which nobody else knows: what goes elsewhere, or comes from
-    // there, are rows [n][row_bytes] of cells [first, first + n) of one stream's tensor, wherever its memory is.
-    virtual void get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
-                          uint8_t * rows) const                                                                    = 0;
-    virtual void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) = 0;
+    // How many of the last tokens recurrent state beside the cells, if it has snapshots, can lose while a sequence ends at
+    // `last`. A snapshot is of a token of the last ubatch, not before its first; sequences of other ubatches, which are not
+    // here, may have lost theirs.
+    struct Snapshots {
+        int32_t n    = -1;
+        int32_t last = -1;
+    };
+
+    void note_snapshots(std::map<int32_t, Snapshots> snapshots) { snapshots_ = std::move(snapshots); } // by sequence
+    void forget_snapshots(int32_t seq) { snapshots_.erase(seq); }
+    Snapshots snapshots(int32_t seq) const { return snapshots_.count(seq) ? snapshots_.at(seq) : Snapshots(); }
+
+    void set_causal(bool causal) { causal_ = causal; } // tokens see no later ones
+
+    // Was the last copy_seq, add or refused call carried out? llama.cpp's callers get no answer to these.
+    bool carried_out() const { return carried_out_; }
+    bool answer(bool done) { return carried_out_ = done; }
+    // A call that cannot be carried out.
+    void refuse(const std::string & reason) {
+        carried_out_ = false;
+        report(reason);
+    }
+
+protected:
+    bool causal() const { return causal_; }
+
+    CacheFacts facts_; // to be set by the constructor
+
+private:
+    std::map<int32_t, Snapshots> snapshots_;
+    bool                         causal_      = true;
+    bool                         carried_out_ = true;
 };
 
 // nullptr: an ordinary cache. Throws std::runtime_error with a sentence when a cache was asked for that cannot be made.

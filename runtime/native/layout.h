@@ -41,6 +41,9 @@ struct LayerSpec {
 // Appends a band to a head that begins with its scale byte (row_bytes = 1).
 void add_band(HeadCodec & head, int32_t n, int32_t bits, float ratio);
 
+// c [n][rank] = E x - offset of rows x [n][ldx], f32.
+void project_rows(const Ops & ops, const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, float * c);
+
 // E mean, summed in double: encode subtracts it from E x. Empty for no mean.
 std::vector<float> project_mean(const HeadCodec & head, const std::vector<uint16_t> & mean);
 

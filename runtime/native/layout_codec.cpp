@@ -15,6 +15,14 @@ void add_band(HeadCodec & head, int32_t n, int32_t bits, float ratio) {
     head.row_bytes += n * bits / 8;
 }
 
+void project_rows(const Ops & ops, const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, float * c) {
+    const int64_t rank = codec.rank;
+    ops.project(codec.encode, rank, codec.d, x, ldx, n, 1.0f, c, rank);
+    for (int64_t i = 0; codec.offset != nullptr && i < n * rank; ++i) {
+        c[i] -= codec.offset[i % rank];
+    }
+}
+
 const LayerCodec * Layout::layer(int il) const {
     const auto it = std::lower_bound(layers.begin(), layers.end(), il,
                                      [](const LayerCodec & l, int value) { return l.il < value; });

@@ -65,10 +65,10 @@ ggml_tensor * llama_subkv::attend_kv(const llm_graph_context & g, const Input & 
 }
 
 ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_input_attn_kv & inp, ggml_tensor * wo,
-                                  ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
-                                  ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
+                                  ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
+                                  ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
                                   float scale, int il, ggml_tensor * chosen) {
-    intercept(g, inp.mctx, q, k, v, scale, il);
+    observe(g, inp.mctx, q, k, v, scale, il);
     if (!coded(inp.mctx, il)) {
         return nullptr;
     }
@@ -82,10 +82,10 @@ ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_i
 
 ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_input_attn_kv_iswa & inp,
                                   ggml_tensor * wo, ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q,
-                                  ggml_tensor *& k, ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks,
+                                  ggml_tensor * k, ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks,
                                   ggml_tensor * /*v_mla*/, float scale, int il) {
     const auto * mctx = inp.mctx->get_base();
-    intercept(g, mctx, q, k, v, scale, il);
+    observe(g, mctx, q, k, v, scale, il);
     if (g.hparams.is_swa(il) || !coded(mctx, il)) {
         return nullptr;
     }
@@ -94,13 +94,13 @@ ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_i
 }
 
 ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_input_attn_k & inp, ggml_tensor * wo,
-                                  ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
-                                  ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
+                                  ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
+                                  ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
                                   float scale, int il, ggml_tensor * chosen) {
     if (inp.mctx->kv->swa_type != LLAMA_SWA_TYPE_NONE) { // the sliding half beside chosen cells
         return nullptr;
     }
-    intercept(g, inp.mctx, q, k, v, scale, il);
+    observe(g, inp.mctx, q, k, v, scale, il);
     if (!coded(inp.mctx, il)) {
         return nullptr;
     }
@@ -117,11 +117,11 @@ ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_i
 }
 
 ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_input_attn_k_dsa & inp, ggml_tensor * wo,
-                                  ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
-                                  ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
+                                  ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
+                                  ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
                                   ggml_tensor * top_k, float scale, int il) {
     const auto * mctx = inp.mctx->get_mla();
-    intercept(g, mctx, q, k, v, scale, il);
+    observe(g, mctx, q, k, v, scale, il);
     if (!coded(mctx, il)) {
         return nullptr;
     }
@@ -134,8 +134,8 @@ ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_i
 }
 
 bool llama_subkv::sees(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
-                       ggml_tensor *& k, ggml_tensor *& v, int il) {
-    intercept(g, mctx, q, k, v, 1.0f / std::sqrt((float) q->ne[0]), il);
+                       ggml_tensor * k, ggml_tensor * v, int il) {
+    observe(g, mctx, q, k, v, 1.0f / std::sqrt((float) q->ne[0]), il);
     return coded(mctx, il);
 }
 

@@ -115,7 +115,7 @@ bool llama_subkv::same_cells(const llama_kv_cache & kv, const llama_kv_cache & i
 
 bool llama_subkv::same_slots(const llama_kv_cache & kv, const llama_kv_cache::slot_info_vec_t & slots,
                              const llama_kv_cache::slot_info_vec_t & of_index) {
-    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
+    if (!coded(kv)) {
         return true;
     }
     bool same = slots.size() == of_index.size();

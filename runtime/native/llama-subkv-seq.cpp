@@ -11,7 +11,7 @@
 #include <vector>
 
 bool llama_subkv::seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1) {
-    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
+    if (!coded(kv)) {
         return true;
     }
     return kv.subkv_hook->remove(seq, p0, p1, reader(kv));
@@ -19,7 +19,7 @@ bool llama_subkv::seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, ll
 
 bool llama_subkv::may_remove(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id seq,
                              llama_pos p0, llama_pos & p1) {
-    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
+    if (!coded(kv)) {
         return true;
     }
     const auto [first, last] = positions(p0, p1);
@@ -34,9 +34,8 @@ bool llama_subkv::may_remove(const llama_kv_cache & kv, const llama_memory_recur
         return true;
     }
     const auto & state = recurrent.cells[(size_t) recurrent.cells[(size_t) seq].tail];
-    const auto   kept  = kv.subkv_hook->snapshots.find(seq);
-    if (kept != kv.subkv_hook->snapshots.end() && kept->second.last == tail && tail + 1 - first <= kept->second.n &&
-        state.seq_id.size() == 1) {
+    const auto   kept  = kv.subkv_hook->snapshots(seq);
+    if (kept.last == tail && tail + 1 - first <= kept.n && state.seq_id.size() == 1) {
         return true;
     }
     recurrent_stays(kv, seq, p0);
@@ -45,7 +44,7 @@ bool llama_subkv::may_remove(const llama_kv_cache & kv, const llama_memory_recur
 
 bool llama_subkv::may_remove(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id seq, llama_pos p0,
                              llama_pos p1) {
-    if (!base.subkv_hook || !base.subkv_hook->coded() || seq >= (llama_seq_id) base.n_seq_max) {
+    if (!coded(base) || seq >= (llama_seq_id) base.n_seq_max) {
         return true; // of no sequence, llama.cpp says so
     }
     const auto [first, last] = positions(p0, p1);
@@ -87,13 +86,12 @@ llama_pos llama_subkv::slid_away(const llama_kv_cache & base, const llama_kv_cac
 
 bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id src,
                            llama_seq_id dst) {
-    if (!kv.subkv_hook || !kv.subkv_hook->coded() || src == dst) {
+    if (!coded(kv) || src == dst) {
         return true;
     }
     for (const llama_seq_id seq : { src, dst }) {
         if (seq >= 0 && (size_t) seq < recurrent.rs_idx.size() && recurrent.rs_idx[(size_t) seq] != 0) {
-            kv.subkv_hook->carried_out = false;
-            kv.subkv_hook->report(format(
+            kv.subkv_hook->refuse(format(
                 "seq_cp: recurrent state of its last token expected in sequence %d, a snapshot found that the next "
                 "token begins with; decode one, or remove the whole sequence",
                 seq));
@@ -107,8 +105,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurre
     }
     const llama_pos last = std::max(kv.seq_pos_max(src), kv.seq_pos_max(dst)), state = recurrent.seq_pos_max(src);
     if (state != last) {
-        kv.subkv_hook->carried_out = false;
-        kv.subkv_hook->report(format(
+        kv.subkv_hook->refuse(format(
             "seq_cp: recurrent state of position %d expected in sequence %d, where the cells of sequence %d would end, "
             "that of %d found; remove all of sequence %d first",
             last, src, dst, state, dst));
@@ -120,16 +117,15 @@ bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurre
 bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id src, llama_seq_id dst,
                            llama_pos p0, llama_pos p1) {
     const auto & streams = base.seq_to_stream;
-    if (!base.subkv_hook || !base.subkv_hook->coded() || (size_t) std::max(src, dst) >= streams.size() ||
-        std::min(src, dst) < 0 || src == dst || streams[src] != streams[dst]) {
+    if (!coded(base) || (size_t) std::max(src, dst) >= streams.size() || std::min(src, dst) < 0 || src == dst ||
+        streams[src] != streams[dst]) {
         return true; // between streams llama.cpp copies everything; of no sequence, it says so
     }
     const auto [first, last] = positions(p0, p1);
     // a checkpoint may have given one of them cells of its own there, beside coded ones that both have
     const llama_pos doubled = reader(swa).doubled(src, dst, first, last);
     if (doubled >= 0) {
-        base.subkv_hook->carried_out = false;
-        base.subkv_hook->report(format(
+        base.subkv_hook->refuse(format(
             "seq_cp: one token per position expected in the layers of sliding windows, sequence %d has its own at "
             "position %d where one of sequence %d would join it; remove it first",
             dst, doubled, src));
@@ -145,8 +141,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & s
     if (gone < 0) {
         return true;
     }
-    base.subkv_hook->carried_out = false;
-    base.subkv_hook->report(format(
+    base.subkv_hook->refuse(format(
         "seq_cp: with positions from %d on of sequence %d the next token of sequence %d needs position %d in the "
         "layers of sliding windows, which later tokens have taken there; copy the whole sequence",
         first, src, dst, gone));
@@ -166,7 +161,7 @@ int32_t llama_subkv_checkpoint_min(const llama_context * ctx, int32_t pos_min, i
 
 llama_kv_cache::slot_info_vec_t llama_subkv::prepare(const llama_kv_cache & base, llama_kv_cache & swa,
                                                      const std::vector<llama_ubatch> & ubatches) {
-    if (ubatches.size() == 1 || !base.subkv_hook || !base.subkv_hook->coded()) {
+    if (ubatches.size() == 1 || !coded(base)) {
         return swa.prepare(ubatches);
     }
     const auto cells = swa.v_cells;
@@ -176,11 +171,11 @@ llama_kv_cache::slot_info_vec_t llama_subkv::prepare(const llama_kv_cache & base
 }
 
 bool llama_subkv::carried_out(const llama_kv_cache & kv) {
-    return !kv.subkv_hook || kv.subkv_hook->carried_out;
+    return !kv.subkv_hook || kv.subkv_hook->carried_out();
 }
 
 void llama_subkv::recurrent_stays(const llama_kv_cache & kv, llama_seq_id seq, llama_pos p0) {
-    if (kv.subkv_hook && kv.subkv_hook->coded()) {
+    if (coded(kv)) {
         kv.subkv_hook->report(format(
             "seq_rm: removing positions from %d on of sequence %d needs the recurrent state before them, which is "
             "not kept; remove the whole sequence and decode it again, or restore a state",
@@ -190,7 +185,7 @@ void llama_subkv::recurrent_stays(const llama_kv_cache & kv, llama_seq_id seq, l
 
 bool llama_subkv::in_step(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent,
                           const std::vector<llama_ubatch> & ubatches) {
-    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
+    if (!coded(kv)) {
         return true;
     }
     for (const auto & ubatch : ubatches) {
@@ -210,7 +205,7 @@ bool llama_subkv::in_step(const llama_kv_cache & kv, const llama_memory_recurren
 }
 
 bool llama_subkv::seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) {
-    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
+    if (!coded(kv)) {
         return true;
     }
     if (kv.seq_to_stream[src] != kv.seq_to_stream[dst]) { // llama.cpp then copies everything
@@ -219,31 +214,34 @@ bool llama_subkv::seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst
     }
     const auto [first, last] = positions(p0, p1);
     if (llm_arch_is_hybrid(kv.model.arch) && src != dst && reader(kv).max_pos_outside(src, first, last) >= 0) {
-        kv.subkv_hook->carried_out = false;
-        kv.subkv_hook->report(format(
+        kv.subkv_hook->refuse(format(
             "seq_cp: all of sequence %d expected, since its recurrent state is of its last token, positions from %d on "
             "found; copy all of it",
             src, first));
         return false;
     }
-    kv.subkv_hook->carried_out = kv.subkv_hook->copy_seq(src, dst, first, last, reader(kv));
-    if (kv.subkv_hook->carried_out && src != dst) {
-        kv.subkv_hook->snapshots.erase(dst);
+    if (!kv.subkv_hook->answer(kv.subkv_hook->copy_seq(src, dst, first, last, reader(kv)))) {
+        return false;
     }
-    return kv.subkv_hook->carried_out;
+    if (src != dst) {
+        kv.subkv_hook->forget_snapshots(dst);
+    }
+    return true;
 }
 
 void llama_subkv::seq_keep(llama_kv_cache & kv, llama_seq_id seq) {
-    if (kv.subkv_hook && kv.subkv_hook->coded()) {
+    if (coded(kv)) {
         kv.subkv_hook->keep(seq, reader(kv));
     }
 }
 
 bool llama_subkv::refuses(const llama_kv_cache & kv, const char * what) {
-    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
+    if (!coded(kv)) {
         return false;
     }
-    kv.subkv_hook->carried_out = false;
-    kv.subkv_hook->refuse(what);
+    kv.subkv_hook->refuse(
+        std::string(what) +
+        ": a subkv cache can shift positions, not divide them; remove the sequence and decode it again "
+        "with new positions, or use an ordinary cache type (-ctk f16)");
     return true;
 }

@@ -11,34 +11,31 @@
 #include <set>
 
 bool llama_subkv::can_shift(const llama_kv_cache & kv) {
-    return !kv.subkv_hook || !kv.subkv_hook->coded() ||
-           (!llm_arch_is_hybrid(kv.model.arch) && kv.subkv_hook->can_shift());
+    return !coded(kv) || (!llm_arch_is_hybrid(kv.model.arch) && kv.subkv_hook->facts().shifts);
 }
 
 bool llama_subkv::seq_add(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift) {
-    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
+    if (!coded(kv)) {
         return true;
     }
-    kv.subkv_hook->carried_out = false;
     if (llm_arch_is_hybrid(kv.model.arch)) {
-        kv.subkv_hook->report("seq_add: positions of a model that keeps recurrent state beside its cells cannot be "
+        kv.subkv_hook->refuse("seq_add: positions of a model that keeps recurrent state beside its cells cannot be "
                               "shifted; remove the sequence and decode it again with new positions");
         return false;
     }
-    if (kv.subkv_hook->can_shift() && !kv.get_can_shift()) {
-        kv.subkv_hook->report(
+    if (kv.subkv_hook->facts().shifts && !kv.get_can_shift()) {
+        kv.subkv_hook->refuse(
             "seq_add: llama.cpp cannot shift positions of this model; remove the sequence and decode it "
             "again with new positions");
         return false;
     }
-    const auto [first, last]   = positions(p0, p1);
-    kv.subkv_hook->carried_out = kv.subkv_hook->add(seq, first, last, shift, reader(kv));
-    return kv.subkv_hook->carried_out;
+    const auto [first, last] = positions(p0, p1);
+    return kv.subkv_hook->answer(kv.subkv_hook->shift().add(seq, first, last, shift, reader(kv)));
 }
 
 void llama_subkv::shifted(const llama_kv_cache & kv) {
     if (kv.subkv_hook) {
-        kv.subkv_hook->rotated();
+        kv.subkv_hook->shift().rotated();
     }
 }
 
@@ -71,8 +68,9 @@ llama_subkv::uninterrupted::~uninterrupted() {
 // What is still to be rotated, and by how many positions.
 class llama_subkv::shift_input : public llm_graph_input_i {
 public:
-    shift_input(const llama_kv_cache & kv, ggml_context * ctx) : ctx(ctx), slots((size_t) kv.subkv_hook->n_slots()) {
-        kv.subkv_hook->rotations(slots.data());
+    shift_input(const llama_kv_cache & kv, ggml_context * ctx) :
+        ctx(ctx), slots((size_t) kv.subkv_hook->facts().n_slots) {
+        kv.subkv_hook->shift().rotations(slots.data());
         std::set<int32_t> all(slots.begin(), slots.end());
         for (const auto & cells : kv.v_cells) {
             for (uint32_t i = 0; i < cells.size(); ++i) {
@@ -162,6 +160,6 @@ bool llama_subkv::build_shift(const llama_kv_cache & kv, const llama_cparams & c
                                       freq_scale, il);
     b.first = kv.hparams.n_lora_kv > 0 ? kv.hparams.n_embd_head_k(il) - n_rot : 0; // of a latent row: behind the rest
     b.apart = input->apart;
-    kv.subkv_hook->shift_keys(b);
+    kv.subkv_hook->shift().build(b);
     return true;
 }

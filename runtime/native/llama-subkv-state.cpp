@@ -76,8 +76,8 @@ public:
         if (!counts) {
             rows.resize(size);
             if (const auto * side = coded.of(t)) {
-                kv.subkv_hook->get_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
-                                        (int64_t) (size / t->nb[1]), rows.data());
+                kv.subkv_hook->state().get_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
+                                                (int64_t) (size / t->nb[1]), rows.data());
             } else {
                 ggml_backend_tensor_get(t, rows.data(), offset, size);
             }
@@ -111,9 +111,9 @@ template <typename Body> static void write_checked(llama_io_write_i & io, Body b
 }
 
 static void check_partial(const subkv::CacheHook & hook) {
-    if (!hook.goes_back()) {
+    if (!hook.facts().goes_back) {
         hook.report("state: cells whose bases followed the text cannot go back to a partial state; save a whole one");
-        throw std::runtime_error("partial state of a cache with adaptive bases");
+        throw std::runtime_error("partial state of a cache whose bases follow the text");
     }
 }
 
@@ -124,13 +124,13 @@ static std::pair<std::vector<uint64_t>, uint64_t> read_head(subkv::CacheHook & h
         check_partial(hook);
     }
     state_reader head(io);
-    auto         moves = hook.state_read_head(head, seq, partial);
+    auto         moves = hook.state().read_head(head, seq, partial);
     return { std::move(moves), head.sum };
 }
 
 bool llama_subkv::state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq,
                               llama_state_seq_flags flags) {
-    if (!kv.subkv_hook || !kv.subkv_hook->coded() || dynamic_cast<row_writer *>(&io)) {
+    if (!coded(kv) || dynamic_cast<row_writer *>(&io)) {
         return false;
     }
     const bool partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
@@ -138,14 +138,14 @@ bool llama_subkv::state_write(const llama_kv_cache & kv, llama_io_write_i & io, 
         check_partial(*kv.subkv_hook);
     }
     state_writer w(io);
-    kv.subkv_hook->state_write_head(w, seq);
+    kv.subkv_hook->state().write_head(w, seq);
     write_checked(io, [&](llama_io_write_i & to) {
         row_writer rows(kv, to, w.sum);
         if (!partial) {
             kv.state_write(rows, seq, 0);
         }
         state_writer window(rows);
-        kv.subkv_hook->state_write_window(window, seq);
+        kv.subkv_hook->state().write_window(window, seq);
         return rows.sum;
     });
     return true;
@@ -154,7 +154,7 @@ bool llama_subkv::state_write(const llama_kv_cache & kv, llama_io_write_i & io, 
 bool llama_subkv::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags,
                              llama_kv_cache::slot_info_vec_t *       sinfos_out,
                              const llama_kv_cache::slot_info_vec_t * sinfos_in) {
-    if (!kv.subkv_hook || !kv.subkv_hook->coded() || dynamic_cast<row_reader *>(&io)) {
+    if (!coded(kv) || dynamic_cast<row_reader *>(&io)) {
         return false;
     }
     const bool partial      = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
@@ -181,7 +181,7 @@ void llama_subkv::state_read_rest(llama_kv_cache & kv, row_reader & body, llama_
                                   const std::vector<uint64_t> & moves) {
     try {
         state_reader window(body);
-        kv.subkv_hook->state_read_window(window, seq, moves, reader(kv));
+        kv.subkv_hook->state().read_window(window, seq, moves, reader(kv));
         body.end();
     } catch (...) {
         kv.state_clear(seq);
@@ -214,7 +214,7 @@ bool llama_subkv::state_write(const llama_memory_i & memory, llama_io_write_i & 
                               llama_state_seq_flags flags) {
     const struct caches all  = caches_of(&memory);
     const auto &        base = *all.base;
-    if (!base.subkv_hook || !base.subkv_hook->coded()) {
+    if (!coded(base)) {
         return false;
     }
     base.state_write(io, seq, flags);
@@ -232,7 +232,7 @@ bool llama_subkv::state_read(llama_memory_i & memory, llama_io_read_i & io, llam
                              llama_state_seq_flags flags) {
     const struct caches all  = caches_of(&memory);
     auto &              base = *all.base;
-    if (!base.subkv_hook || !base.subkv_hook->coded()) {
+    if (!coded(base)) {
         return false;
     }
     const bool partial      = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
@@ -247,7 +247,7 @@ bool llama_subkv::state_read(llama_memory_i & memory, llama_io_read_i & io, llam
     for (const auto * other : others) {
         bodies.emplace_back(base, io).check(*other, seq);
     }
-    base.subkv_hook->snapshots.clear();
+    base.subkv_hook->note_snapshots({});
     try {
         llama_kv_cache::slot_info_vec_t slots;
         if (!partial) {
@@ -300,7 +300,7 @@ bool llama_subkv::clear_cells(llama_kv_cache & kv, int32_t il, bool value, ggml_
         for (last = first + 1; last < cells.size() && cells[last] == cells[last - 1] + 1; ++last) {
         }
         const std::vector<uint8_t> zeros((last - first) * row);
-        kv.subkv_hook->set_rows(il, value, t, cells[first], (int64_t) (last - first), zeros.data());
+        kv.subkv_hook->state().set_rows(il, value, t, cells[first], (int64_t) (last - first), zeros.data());
     }
     return true;
 }

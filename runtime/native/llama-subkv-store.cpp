@@ -63,7 +63,7 @@ std::string llama_subkv::state_identity(const llama_context & ctx, const std::st
         const auto * hook = kv->subkv_hook.get();
         const bool   full = kv->get_size() >= caches.base->get_size(); // what slides away is kept
         out << "cache " << kv->n_stream << " " << (int) kv->swa_type << " " << full << " " << kv->v_trans << " "
-            << (hook ? hook->state_identity() : "ordinary") << "\n";
+            << (hook ? hook->facts().identity : "ordinary") << "\n";
         for (const auto & layer : kv->layers) {
             out << layer.il;
             for (const auto * t : { layer.k, layer.v }) {
@@ -81,8 +81,8 @@ bool llama_subkv::storable(const llama_context & ctx) {
     if (model.subkv_path.empty() || !model.loras.empty() || !ctx.get_memory()) {
         return false;
     }
-    for (const auto * kv : caches.all()) { // rows that are planted are no model's
-        if (kv && kv->subkv_hook && !kv->subkv_hook->coded()) {
+    for (const auto * kv : caches.all()) { // an observer sees every token
+        if (kv && kv->subkv_hook && !coded(*kv)) {
             return false;
         }
     }
@@ -106,7 +106,7 @@ int64_t llama_subkv::n_removable(const llama_context & ctx) {
     if (recurrent) { // a restored state has no snapshots
         return 0;
     }
-    return hook && hook->coded() ? hook->n_rollback() : -1;
+    return hook && hook->facts().coded ? hook->facts().n_rollback : -1;
 }
 
 //

@@ -16,7 +16,7 @@ SUBKV_PROGRAMS_API bool llama_subkv_store_on(void);
 SUBKV_PROGRAMS_API int64_t llama_subkv_store_removable(const llama_context * ctx);
 
 // Stores what sequence `seq` of a context, and of the draft model's (or nullptr), holds: prompt.state are its states, or
-// nothing: they are taken from the contexts. Nothing is stored where the sequence does not hold these tokens, while adapters
+// nothing: they are taken from the contexts. Nothing is stored where the sequence does not hold these tokens, while LoRA weights
 // or control vectors are loaded, and of what the same sequence had before. at_end: whatever it had, and the call waits until
 // there is room for it.
 SUBKV_PROGRAMS_API void llama_subkv_store_put(llama_context * ctx, llama_context * draft, int32_t seq,

@@ -1,4 +1,4 @@
-// llama-subkv.cpp: adapts llama.cpp's internals to hook.h. Part of libllama; all logic lives in libsubkv.
+// llama-subkv.cpp: between llama.cpp's internals and hook.h. Part of libllama; all logic lives in libsubkv.
 #include "llama-subkv-cells.h"
 #include "llama-subkv-library.h"
 #include "llama-subkv-programs.h"
@@ -105,14 +105,14 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v
         return;
     }
     coded = false;
-    if (kv.other && kv.other->subkv_hook && kv.other->subkv_hook->coded()) {
+    if (kv.other && llama_subkv::coded(*kv.other)) {
         throw std::runtime_error(
             "this model reads the K/V cache of another context, which holds coefficients; create that one with an "
             "ordinary cache type (-ctk f16)");
     }
     const auto & hparams = kv.hparams;
 
-    // llama.cpp appends a layer that is not the file's: it chooses adapters, and stays ordinary
+    // llama.cpp appends a layer that is not the file's: it chooses LoRA weights, and stays ordinary
     const bool has_router = hparams.router_layer >= 0;
 
     subkv::CacheDesc desc;
@@ -150,7 +150,7 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v
               offload ? ggml_backend_dev_buffer_type(kv.model.dev_layer(il)) : ggml_backend_cpu_buffer_type() });
     }
     kv.subkv_hook = cache_new(desc);
-    coded         = kv.subkv_hook && kv.subkv_hook->coded();
+    coded         = llama_subkv::coded(kv);
 }
 
 void llama_subkv::made(const llama_context & ctx) {
@@ -174,21 +174,21 @@ void llama_subkv::made(const llama_context & ctx) {
 
 void llama_subkv::set_causal(llama_memory_i * memory, bool causal) {
     if (auto * hook = hook_of(memory, nullptr, nullptr)) {
-        hook->causal = causal;
+        hook->set_causal(causal);
     }
 }
 
 size_t llama_subkv::row_bytes(const llama_kv_cache & kv, uint32_t il, bool value) {
-    return kv.subkv_hook ? kv.subkv_hook->row_bytes(il, value) : 0;
+    return kv.subkv_hook ? kv.subkv_hook->facts().row_bytes((int32_t) il, value) : 0;
 }
 
 const char * llama_subkv::type_name(const llama_kv_cache & kv, ggml_type type) {
-    return kv.subkv_hook && kv.subkv_hook->coded() ? "subkv" : ggml_type_name(type);
+    return coded(kv) ? "subkv" : ggml_type_name(type);
 }
 
 void llama_subkv::add_bytes(const llama_kv_cache & kv, std::map<ggml_backend_buffer_type_t, size_t> & bytes) {
     if (kv.subkv_hook) {
-        for (const auto & [buft, size] : kv.subkv_hook->bytes_beside()) {
+        for (const auto & [buft, size] : kv.subkv_hook->facts().bytes_beside) {
             bytes[buft] += size;
         }
     }
@@ -227,10 +227,10 @@ uint32_t llama_subkv::n_rs_seq(const llama_context & ctx) {
     const uint32_t   snapshots = ctx.get_cparams().n_rs_seq;
     llama_memory_i * memory    = ctx.get_memory();
     const auto *     hook      = hook_of(memory, nullptr, nullptr);
-    if (!hook || !hook->coded() || hook->n_rollback() < 0) {
+    if (!hook || !hook->facts().coded || hook->facts().n_rollback < 0) {
         return snapshots;
     }
-    const auto n_rollback = (uint32_t) std::max(1, hook->n_rollback());
+    const auto n_rollback = (uint32_t) std::max(1, hook->facts().n_rollback);
     if (dynamic_cast<llama_memory_hybrid *>(memory) || dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
         return std::min(snapshots, n_rollback);
     }
@@ -239,7 +239,7 @@ uint32_t llama_subkv::n_rs_seq(const llama_context & ctx) {
 
 int32_t llama_subkv_n_keep(const llama_context * ctx, int32_t n_keep) {
     const auto * hook = llama_subkv::hook_of(ctx->get_memory(), nullptr, nullptr);
-    return hook && hook->coded() ? std::max(n_keep, hook->n_sink()) : n_keep;
+    return hook && hook->facts().coded ? std::max(n_keep, hook->facts().n_sink) : n_keep;
 }
 
 bool llama_subkv_checkpoint(const llama_context * ctx, int32_t n_left, int32_t n_ubatch) {
@@ -281,7 +281,7 @@ static void add_tokens(const llama_ubatch & ubatch, std::vector<subkv::TokenDesc
 }
 
 bool llama_subkv::ready(const llama_kv_cache & kv, const std::vector<llama_ubatch> & ubatches) {
-    if (!kv.subkv_hook || !kv.subkv_hook->coded()) {
+    if (!coded(kv)) {
         return true;
     }
     if (rotation_pending(kv)) {
@@ -308,8 +308,7 @@ public:
 
         tokens.clear();
         add_tokens(*ubatch, tokens);
-        auto & snapshots = kv.subkv_hook->snapshots;
-        snapshots.clear();
+        std::map<int32_t, subkv::CacheHook::Snapshots> snapshots;
         for (const auto & token : tokens) {
             for (int32_t i = 0; i < token.n_seq; ++i) {
                 auto & of_sequence = snapshots[token.seq[i]];
@@ -322,6 +321,7 @@ public:
                 snapshots[token.seq[i]].n = 0;
             }
         }
+        kv.subkv_hook->note_snapshots(std::move(snapshots));
         for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {
             for (uint32_t i = 0; i < sinfo.size(); ++i) {
                 auto & token = tokens[s * sinfo.size() + i];
@@ -371,24 +371,28 @@ static float softcap(const llm_graph_context & g) {
 
 bool llama_subkv::coded(llama_memory_i * memory) {
     const auto * hook = hook_of(memory, nullptr, nullptr);
-    return hook && hook->coded();
+    return hook && hook->facts().coded;
+}
+
+bool llama_subkv::coded(const llama_kv_cache & kv) {
+    return kv.subkv_hook && kv.subkv_hook->facts().coded;
 }
 
 bool llama_subkv::coded(const llama_kv_cache_context * mctx) {
-    return mctx->kv->subkv_hook && mctx->kv->subkv_hook->coded();
+    return coded(*mctx->kv);
 }
 
 bool llama_subkv::coded(const llama_kv_cache_context * mctx, int il) {
-    return mctx->kv->subkv_hook && mctx->kv->subkv_hook->row_bytes(il, false) > 0;
+    return mctx->kv->subkv_hook && mctx->kv->subkv_hook->facts().row_bytes(il, false) > 0;
 }
 
-void llama_subkv::intercept(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
-                            ggml_tensor *& k, ggml_tensor *& v, float scale, int il) {
+void llama_subkv::observe(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
+                          ggml_tensor * k, ggml_tensor * v, float scale, int il) {
     const auto & hook = mctx->kv->subkv_hook;
-    if (!hook || !hook->wants(il)) {
+    if (!hook || !hook->facts().layer(il).observed) {
         return;
     }
-    hook->build_intercept(g.ctx0, g.gf, il, q, k, v, inputs(g, mctx)->tensors, logit_scale(g, scale));
+    hook->build_observe(g.ctx0, g.gf, il, q, k, v, inputs(g, mctx)->tensors, logit_scale(g, scale));
 }
 
 ggml_tensor * llama_subkv::build_attn(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,

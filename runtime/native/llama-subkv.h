@@ -133,7 +133,7 @@ struct llama_subkv {
     };
 
     // A stored state: everything that decides which bytes a token leaves in it, `content` being the model's; whether that
-    // is all (no adapters, no planted rows); how long a tail of a restored sequence can be removed without a checkpoint,
+    // is all (no LoRA); how long a tail of a restored sequence can be removed without a checkpoint,
     // -1: any.
     static std::string state_identity(const llama_context & ctx, const std::string & content);
     static bool        storable(const llama_context & ctx);
@@ -155,31 +155,32 @@ struct llama_subkv {
 
     // the cache, or the full-attention half of an iswa cache, holds coefficients
     static bool coded(llama_memory_i * memory);
+    static bool coded(const llama_kv_cache & kv);
 
-    // llm_graph_context::build_attn. The observer or planter first sees q, k and v after RoPE, before the Hadamard rotation
+    // llm_graph_context::build_attn. An observer first sees q, k and v after RoPE, before the Hadamard rotation
     // of quantized caches. Then all of a coded layer's, up to the output projection; null: not coded, upstream goes on.
     // chosen: the cells that a token attends to, as in AttnBuild, or a mask that hides the others; nullptr: all.
     static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_kv & inp, ggml_tensor * wo,
-                                ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
-                                ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
+                                ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
+                                ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
                                 float scale, int il, ggml_tensor * chosen = nullptr);
     static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_kv_iswa & inp, ggml_tensor * wo,
-                                ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
-                                ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
+                                ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
+                                ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
                                 float scale, int il);
     static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_k & inp, ggml_tensor * wo,
-                                ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
-                                ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
+                                ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
+                                ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
                                 float scale, int il, ggml_tensor * chosen = nullptr);
     // Of the latent layer's cells that an indexer has chosen for each token.
     static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_k_dsa & inp, ggml_tensor * wo,
-                                ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor *& k,
-                                ggml_tensor *& v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
+                                ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
+                                ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
                                 ggml_tensor * top_k, float scale, int il);
-    // For a model whose graph makes the masks of its KV heads by itself: the observer or planter first, and whether the
+    // For a model whose graph makes the masks of its KV heads by itself: an observer first, and whether the
     // layer is coded; a tensor of the shape that its cache would have, for views that nobody computes.
-    static bool          sees(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
-                              ggml_tensor *& k, ggml_tensor *& v, int il);
+    static bool sees(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q, ggml_tensor * k,
+                     ggml_tensor * v, int il);
     static ggml_tensor * unread(const llm_graph_context & g, const ggml_tensor * rows, int64_t n_kv, int64_t n_stream);
     template <typename Input>
     static ggml_tensor * attend_kv(const llm_graph_context & g, const Input & inp, const llama_kv_cache_context * mctx,
@@ -188,8 +189,8 @@ struct llama_subkv {
                                    ggml_tensor * sinks, float scale, int il);
     static bool          coded(const llama_kv_cache_context * mctx, int il);
     static bool          coded(const llama_kv_cache_context * mctx); // any layer
-    static void          intercept(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
-                                   ggml_tensor *& k, ggml_tensor *& v, float scale, int il);
+    static void          observe(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
+                                 ggml_tensor * k, ggml_tensor * v, float scale, int il);
     static ggml_tensor * build_attn(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
                                     ggml_tensor * k, ggml_tensor * v, ggml_tensor * k_idxs, ggml_tensor * v_idxs,
                                     ggml_tensor * mask, ggml_tensor * chosen, ggml_tensor * sinks, float scale, int il);

@@ -223,10 +223,10 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                 if (codec.latent) {
                     make_values(a, tiles.last - tiles.first, values_buf);
                 }
-                if (layer.adaptive) {
-                    chunked.begin(*layer.adaptive, first_stream + (uint32_t) stream, h);
-                    chunked.attend(ops, a, tiles_of(k_view, c0 + c, TILE * layer.adaptive->chunk_offset(h, false)),
-                                   tiles_of(v_view, c0 + c, TILE * layer.adaptive->chunk_offset(h, true)));
+                if (layer.chunked) {
+                    chunked.begin(*layer.chunked, first_stream + (uint32_t) stream, h);
+                    chunked.attend(ops, a, tiles_of(k_view, c0 + c, TILE * layer.chunked->chunk_offset(h, false)),
+                                   tiles_of(v_view, c0 + c, TILE * layer.chunked->chunk_offset(h, true)));
                     chunked.finish(a);
                 } else {
                     ops.attend(a);

@@ -150,7 +150,7 @@ ggml_tensor * build_chosen_mask(const AttnBuild & b) {
 }
 
 ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * seen) {
-    if (!b.chosen || layer.device || layer.adaptive || n_masks(seen) > 1) {
+    if (!b.chosen || layer.device || layer.chunked || n_masks(seen) > 1) {
         return nullptr;
     }
     // dear: the cost of a cell from a list over that of a cell among all, in eighths (kernels/NOTES.md). Of tiles it is

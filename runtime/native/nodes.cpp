@@ -2,7 +2,7 @@
 //
 //   encode        k, v -> codes at their cells; also rounds k, v to half precision ("fresh" rows) and projects q
 //   mask          once for all layers, of few tokens: what attend adds to logits
-//   adapt         where bases adapt: codes what has left the exact window, block by block (instead of encode)
+//   encode_blocks where bases follow the text: codes what has left the exact window, block by block (instead of encode)
 //   attend        query x coded cells -> partial (m, z, sum of value coefficients) per split of the cells
 //   combine       merge the splits, D_v, add the exact window (fresh rows and stored ones), attention sinks, normalise
 //   store_window  fresh rows -> window slots; after combine, because it overwrites rows that combine reads
@@ -230,9 +230,9 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         add_mask();
         rows.fresh   = custom(GGML_TYPE_F16, width, s.n_tokens + n_query, args, encode_op, NodeKind::ENCODE, "encode");
         rows.written = queries = rows.fresh;
-        if (layer.adaptive) { // never a GPU's
+        if (layer.chunked) { // never a GPU's
             args = { rows.fresh, window, b.inputs->slots, b.inputs->tokens, b.k_cache, b.v_cache, b.k_idxs, b.k_view };
-            rows.written = custom(GGML_TYPE_F32, 1, 1, args, adapt_op, NodeKind::ENCODE, "adapt");
+            rows.written = custom(GGML_TYPE_F32, 1, 1, args, encode_blocks_op, NodeKind::ENCODE, "encode_blocks");
         }
         rows.n_readers = layer.n_readers;
     } else {

@@ -10,17 +10,17 @@ namespace subkv {
 namespace {
 
 // Cells of one chunk, before gamma and mean.
-void read_run(const Ops & ops, const HeadCodec & codec, const Adapter * adapter, int32_t slot, const uint8_t * tiles,
+void read_run(const Ops & ops, const HeadCodec & codec, const ChunkReader * chunks, int32_t slot, const uint8_t * tiles,
               int64_t stride, int64_t n, const int64_t * cells, float * x) {
     const int64_t      rank  = codec.rank;
-    const ChunkBasis * chunk = adapter != nullptr ? adapter->chunk(slot) : nullptr;
+    const HeadCodec *  chunk = chunks != nullptr ? chunks->codec(slot) : nullptr;
     std::vector<float> c((size_t) (n * rank)), lifted((size_t) rank);
-    ops.dequantize(chunk != nullptr ? chunk->codec : codec, tiles, stride, n, cells, c.data());
+    ops.dequantize(chunk != nullptr ? *chunk : codec, tiles, stride, n, cells, c.data());
     std::fill(x, x + n * codec.d, 0.0f);
     for (int64_t t = 0; t < n; ++t) {
         const float * e = c.data() + t * rank;
         if (chunk != nullptr) {
-            adapter->lift(slot, e, lifted.data());
+            chunks->lift(slot, e, lifted.data());
             e = lifted.data();
         }
         ops.reconstruct(codec.decode, rank, codec.d, e, x + t * codec.d);
@@ -29,14 +29,14 @@ void read_run(const Ops & ops, const HeadCodec & codec, const Adapter * adapter,
 
 } // namespace
 
-void read_rows(const Ops & ops, const LayerCodec & layer, int64_t head, bool value, const Adapter * adapter,
+void read_rows(const Ops & ops, const LayerCodec & layer, int64_t head, bool value, const ChunkReader * chunks,
                const int32_t * slot, const uint8_t * tiles, int64_t stride, int64_t n, const int64_t * cells,
                float * x) {
     const auto        h     = (size_t) head;
     const HeadCodec & codec = layer.head(head, value);
     for (int64_t first = 0; first < n;) {
         const int64_t last = std::find_if(slot + first, slot + n, [&](int32_t s) { return s != slot[first]; }) - slot;
-        read_run(ops, codec, adapter, slot[first], tiles, stride, last - first, cells + first, x + first * codec.d);
+        read_run(ops, codec, chunks, slot[first], tiles, stride, last - first, cells + first, x + first * codec.d);
         first = last;
     }
     if (value) {
@@ -50,15 +50,16 @@ void read_rows(const Ops & ops, const LayerCodec & layer, int64_t head, bool val
 
 int64_t Cache::read(const CellReader & cells, const ggml_tensor * t, int32_t il, int64_t head, bool value, int32_t seq,
                     int32_t first, int64_t n, float * x, int32_t * chunk_of) const {
-    const LayerNodes & layer  = *nodes_[(size_t) il];
-    const HeadCodec &  codec  = layer.codec->head(head, value);
-    const uint32_t     stream = cells.stream_of(seq);
-    const AdaptUnit *  unit   = layer.adaptive ? layer.adaptive->unit(stream, head, value) : nullptr;
+    const LayerNodes &  layer  = *nodes_[(size_t) il];
+    const HeadCodec &   codec  = layer.codec->head(head, value);
+    const uint32_t      stream = cells.stream_of(seq);
+    const ChunkReader * chunks = layer.chunked ? layer.chunked->reader(stream, head, value) : nullptr;
 
     std::vector<PosCell> held;
     cells.find(seq, first, (int32_t) (first + n), held);
-    if (unit) { // the cells of sinks and of what the window still holds are not written
-        const auto unwritten = [&](const PosCell & c) { return c.pos < window_.n_sink() || c.pos >= unit->coded; };
+    if (chunks) { // the cells of sinks and of what the window still holds are not written
+        const int32_t coded     = layer.chunked->coded(stream, head, value);
+        const auto    unwritten = [&](const PosCell & c) { return c.pos < window_.n_sink() || c.pos >= coded; };
         held.erase(std::remove_if(held.begin(), held.end(), unwritten), held.end());
     }
     std::vector<int64_t> cell(held.size());
@@ -87,13 +88,13 @@ int64_t Cache::read(const CellReader & cells, const ggml_tensor * t, int32_t il,
         stride = size;
         tiles  = copied.data();
     }
-    for (size_t i = 0; unit && i < held.size(); ++i) { // never a device's
-        const uint8_t * chunks = (const uint8_t *) t->data + at + TILE * layer.adaptive->chunk_offset(head, value);
-        slot[i]                = chunks[cell[i] / TILE * stride + cell[i] % TILE];
+    for (size_t i = 0; chunks && i < held.size(); ++i) { // never a device's
+        const uint8_t * slots = (const uint8_t *) t->data + at + TILE * layer.chunked->chunk_offset(head, value);
+        slot[i]               = slots[cell[i] / TILE * stride + cell[i] % TILE];
     }
     const auto read_held = [&](const uint8_t * from, int64_t apart, const int64_t * at) {
-        read_rows(ops(), *layer.codec, head, value, unit ? &unit->adapter : nullptr, slot.data(), from, apart,
-                  (int64_t) held.size(), at, seen.data());
+        read_rows(ops(), *layer.codec, head, value, chunks, slot.data(), from, apart, (int64_t) held.size(), at,
+                  seen.data());
     };
     if (layer.by_rows) {
         const CellTiles made(layer.codec->head(head, false), tiles, stride, (int64_t) held.size(), cell.data());

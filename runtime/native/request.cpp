@@ -5,24 +5,20 @@
 namespace subkv {
 
 CacheRequest::CacheRequest(std::shared_ptr<const Layout> layout, const subkv_cache_params & params) :
-    layout(std::move(layout)), params(params) {
-    if (params.n_sink > MAX_SINK || params.n_recent > MAX_RECENT || params.n_rollback > MAX_RECENT) {
+    layout(std::move(layout)), n_sink(params.n_sink), n_recent(params.n_recent), n_rollback(params.n_rollback),
+    chunks(chunks_asked(params)) {
+    if (n_sink > MAX_SINK || n_recent > MAX_RECENT || n_rollback > MAX_RECENT) {
         fail("n_sink, n_recent, n_rollback: at most %d, %d, %d expected, %d, %d, %d found", MAX_SINK, MAX_RECENT,
-             MAX_RECENT, params.n_sink, params.n_recent, params.n_rollback);
+             MAX_RECENT, n_sink, n_recent, n_rollback);
     }
     // Sensitivities count errors beyond the window only: inside it these bases are free to be anything.
     const Layout & l = *this->layout;
-    if ((l.basis_k == "kld-aware" || l.basis_v == "kld-aware") && params.n_recent >= 0 &&
-        params.n_recent < l.n_recent) {
+    if ((l.basis_k == "kld-aware" || l.basis_v == "kld-aware") && n_recent >= 0 && n_recent < l.n_recent) {
         fail(
             "n_recent: at least %d expected, for which the kld-aware bases were made, %d found; convert the model with "
             "--n-recent %d",
-            l.n_recent, params.n_recent, params.n_recent);
+            l.n_recent, n_recent, n_recent);
     }
-    if (params.adapt < 0 || params.adapt > 3) {
-        fail("adapt: 0 to 3 expected, %d found", params.adapt);
-    }
-    adapt = { (params.adapt & 1) != 0, (params.adapt & 2) != 0, adapt_params(params.adaptive) };
     if (ops_error()) {
         fail("%s", ops_error());
     }

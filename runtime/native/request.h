@@ -1,7 +1,7 @@
 // request.h: a coefficient cache that somebody asks for, checked as far as that needs no model.
 #pragma once
 
-#include "adaptive.h"
+#include "chunked.h"
 #include "layout.h"
 #include "subkv.h"
 
@@ -10,9 +10,11 @@
 namespace subkv {
 
 struct CacheRequest {
-    std::shared_ptr<const Layout> layout; // nullptr: an ordinary cache
-    subkv_cache_params            params = { -1, -1, -1, 0, {} };
-    AdaptRequest                  adapt;
+    std::shared_ptr<const Layout> layout;          // nullptr: an ordinary cache
+    int32_t                       n_sink     = -1; // as of subkv_cache_params
+    int32_t                       n_recent   = -1;
+    int32_t                       n_rollback = -1;
+    ChunkRequest                  chunks;
 
     CacheRequest() = default;
     // Throws std::runtime_error, with the error set, for limits that `params` or the bases break, and for kernels that

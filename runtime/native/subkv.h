@@ -65,29 +65,11 @@ SUBKV_API const char * subkv_layout_json(const subkv_layout * layout);
 // context
 //
 
-// How bases follow a text (runtime/native/adapt.h says what each number is).
-typedef struct subkv_adapt_params {
-    int32_t kind;       // 0: running covariance, 1: frequent directions, 2: Oja's rule
-    int32_t rank;       // r; 0: all of the head's coefficients, half of them for Oja's rule
-    int32_t rows;       // l; 0: 2r (Oja: r)
-    float   decay;      // per token
-    float   rate;       // eta of Oja's rule
-    int32_t block;      // B, tokens
-    int32_t length;     // L, tokens; 0: never
-    int32_t warm;       // W, tokens
-    int32_t max_chunks; // J_max
-    float   tau;        // >= 1: never
-    float   gain;
-    int32_t reuse; // 0, 1
-    int32_t merge; // 0, 1
-} subkv_adapt_params;
-
 typedef struct subkv_cache_params {
     int32_t n_sink;     // < 0: as the layout says
     int32_t n_recent;   // < 0: as the layout says
     int32_t n_rollback; // exact rows kept beyond n_recent so that a tail of that many tokens can be removed; < 0: 16
-    int32_t adapt;      // whose bases follow the text: 0 none, 1 keys, 2 values, 3 both
-    subkv_adapt_params adaptive; // if any do; block + n_rollback must fit n_recent
+    const char * adapt; // how bases follow the text, as --adapt: "none", "v", "kv,length=512,gain=0.9"; NULL: none
 } subkv_cache_params;
 
 // The next K/V cache that *this thread* creates, within llama_init_from_model, uses `layout` (retained by the context).
@@ -101,9 +83,6 @@ SUBKV_API bool subkv_attach(subkv_layout * layout, const subkv_cache_params * pa
 // thread are ordinary, until subkv_attach.
 SUBKV_API void subkv_attach_ordinary(void);
 
-// How bases follow the text, as users write it: "none", "v", "kv,length=512,gain=0.9". Sets `adapt` and `adaptive`.
-SUBKV_API bool subkv_adapt_parse(const char * text, subkv_cache_params * params);
-
 // The digest of a model's content that sidecars are found by (converter/FORMAT.md §1.1), 64 digits and a zero; `path` is
 // the first file of a split model.
 SUBKV_API bool subkv_model_content(const char * path, char out[65]);
@@ -116,8 +95,8 @@ typedef struct subkv_stats {
     uint64_t bytes_bases;     // bases as held in memory: E, D, and what keys are coded less of
     uint64_t bytes_per_token; // coefficient-row bytes of one cell, all coded layers
     uint64_t n_zero_rows;     // rows with non-finite input that were stored as zero rows
-    uint64_t bytes_adapt;     // adaptive bases and sketches as held now
-    uint64_t n_chunks;        // adaptive bases alive, all heads
+    uint64_t bytes_chunks;    // bases that follow the text, and their sketches, as held now
+    uint64_t n_chunks;        // such bases alive, all heads
     uint64_t window_kinds;    // equal where the exact rows of two windows are held alike, as halves or integers
     uint32_t n_layer_coded;
     uint32_t n_layer_device; // of these, on a GPU
@@ -126,28 +105,11 @@ typedef struct subkv_stats {
     int32_t  n_sink;
     int32_t  n_recent;
     int32_t  n_rollback;
-    float    bpe; // (codes + window + adaptive bases) bits per K/V element of the coded layers, as allocated
+    float    bpe; // (codes + window + chunks) bits per K/V element of the coded layers, as allocated
 } subkv_stats;
 
 // false: the context has no coefficient cache.
 SUBKV_API bool subkv_get_stats(struct llama_context * ctx, subkv_stats * out);
-
-typedef struct subkv_adapt_stats {
-    int64_t n_blocks;
-    int64_t n_chunks; // adaptive chunks alive
-    int64_t n_opened;
-    int64_t n_refused;
-    int64_t n_merged;
-    int64_t n_recoded;
-    int64_t n_nonfinite;
-    int64_t bytes_bases; // of the chunks alive
-    int64_t bytes_sketch;
-    double  residual; // relative, of the latest block as stored
-} subkv_adapt_stats;
-
-// Of one head and side, summed over the streams. false: the context has no adaptive bases there.
-SUBKV_API bool subkv_get_adapt_stats(struct llama_context * ctx, int32_t il, int32_t head_kv, bool value,
-                                     subkv_adapt_stats * out);
 
 // Fingerprint of the context's layout, NULL for an ordinary cache.
 SUBKV_API const char * subkv_context_fingerprint(struct llama_context * ctx);

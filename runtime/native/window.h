@@ -81,7 +81,7 @@ public:
     std::vector<uint64_t> moves(int32_t seq) const;
 
     // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens` and records that its rows are stored. Slots are those
-    // that the tokens attend to exactly, and the one that left the window last: adapt codes from there.
+    // that the tokens attend to exactly, and the one that left the window last: blocks are coded from there.
     void set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, const CellReader & cells);
     bool holds(int32_t seq, int32_t pos) const; // its exact row
 

@@ -1,6 +1,6 @@
-"""An OpenAI server on one model: parallel slots, continuous batching, llama-server's extra routes.
+"""`subkv serve`: llama-server on a cache of coefficients, on one machine or on many (Ray Serve).
 
-cli.py         flags, start, end                 app.py         routes
-batching.py    the engine: one thread, all slots completion.py  one request's text, from the engine's tokens
-slots.py       slots; their files                guard.py       keys, limits and timeouts around the routes
+cli.py         starts one llama-server        replica.py   one llama-server process behind a socket
+cluster.py     replicas on many machines      sessions.py  which replica gets a request
+gateway.py     API keys and limits            die_with_parent.py  ends a server whose parent was killed
 """

@@ -1,4 +1,4 @@
-"""`subkv serve`: llama-server on a cache of coefficients.
+"""`subkv serve`: llama-server with a coded KV cache.
 
 python -m runtime.serve                              the demo model, http://127.0.0.1:8080
 python -m runtime.serve -m model.gguf -c 32768 -np 4 --api-key SECRET --store FOLDER
@@ -13,21 +13,21 @@ from pathlib import Path
 import click
 
 from runtime import demo, options
-from runtime.launch.arguments import Read
-from runtime.launch.environment import Asked, asked_options
-from runtime.launch.prepared import Start, located, prepared, understood
+from runtime.launch.arguments import ProgramArguments
+from runtime.launch.start import Start, find_program, prepare_start, read_arguments
+from runtime.launch.variables import CacheRequest, request_options
 from subkv.base.command import command, group, stack
 from subkv.base.errors import SubkvError
 
 SERVER = "llama-server"
-# options of llama-server that answer and end without a model
+# options of llama-server that print something and exit
 ANSWERS = {"-h", "--usage", "--version", "--license", "--list-devices", "-cl", "--cache-list", "--completion-bash"}
-# models behind these have no K/V cache that is read again, or none at all
+# with these, models have no K/V cache, or do not read it again
 EMBEDS = {"--embedding", "--embeddings", "--rerank", "--reranking"}
 
 
-# glibc would keep freed blocks of up to 32 MiB, a quarter of the memory after twenty minutes; any page in the user's
-# browser could read answers; prompts in memory may take 8 GiB by llama-server's own default.
+# Without these, glibc keeps freed blocks of up to 32 MiB (a quarter of the memory after twenty minutes), every page in
+# the user's browser can read answers, and prompts in memory take up to 8 GiB.
 DEFAULTS = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
     "LLAMA_ARG_CORS_ORIGINS": "localhost",
@@ -35,25 +35,25 @@ DEFAULTS = {
 }
 
 
-def _names(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """The variable that keeps pages of others out of a server on this machine, under names that they let point here."""
+def _allowed_hosts(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that restrict Host headers to localhost (against DNS rebinding), if the server listens there."""
     host = environment.get("LLAMA_ARG_HOST", "127.0.0.1")
     for word, value in zip(arguments, [*arguments[1:], ""], strict=True):
         host = value if word == "--host" else word.partition("=")[2] if word.startswith("--host=") else host
-    own = host == "localhost" or host == "::1" or host.startswith("127.")
-    return {"SUBKV_ALLOW_HOST": "localhost"} if own else {}
+    local = host == "localhost" or host == "::1" or host.startswith("127.")
+    return {"SUBKV_ALLOW_HOST": "localhost"} if local else {}
 
 
 def _store(store: Path | None, store_mib: int | None) -> dict[str, str]:
     """The variables of the prompt store. Raises SubkvError and click.UsageError."""
     if store is None:
         if store_mib is not None:
-            raise click.UsageError("--store-mib: expected --store beside it, found none")
+            raise click.UsageError("--store-mib: expected --store with it, found none")
         return {}
     if os.path.lexists(store) and not store.is_dir():
         raise SubkvError("store", f"expected a folder, found the file {store}")
-    found = {"SUBKV_STORE": os.path.abspath(store)}
-    return found if store_mib is None else found | {"SUBKV_STORE_MIB": str(store_mib)}
+    variables = {"SUBKV_STORE": os.path.abspath(store)}
+    return variables if store_mib is None else variables | {"SUBKV_STORE_MIB": str(store_mib)}
 
 
 store_options = group(
@@ -63,35 +63,35 @@ store_options = group(
         "--store",
         type=options.PATH,
         metavar="FOLDER",
-        help="where evaluated prompts outlive the server; several servers may share it",
+        help="folder that stores evaluated prompts across restarts; several servers may share it",
     ),
-    click.option("--store-mib", type=click.IntRange(min=1), help="MiB that the folder may hold [default: 4096]"),
+    click.option("--store-mib", type=click.IntRange(min=1), help="maximum size of the folder in MiB [default: 4096]"),
 )
 
 
-def _cache(found: Read, arguments: Sequence[str]) -> list[str]:
-    """-ctk subkv, unless the arguments choose a cache, or llama-server chooses the model."""
-    chosen = found.type_k is not None or found.type_v is not None
-    return [] if chosen or found.folder is not None or EMBEDS.intersection(arguments) else ["-ctk", "subkv"]
+def _cache(read: ProgramArguments, arguments: Sequence[str]) -> list[str]:
+    """-ctk subkv, unless the arguments choose a cache or llama-server chooses the model."""
+    chosen = read.type_k is not None or read.type_v is not None
+    return [] if chosen or read.folder is not None or EMBEDS.intersection(arguments) else ["-ctk", "subkv"]
 
 
-def start(arguments: Sequence[str], asked: Asked, store: Mapping[str, str]) -> Start:
-    """llama-server with these arguments of its own, on the demo model if they name none. Raises SubkvError."""
-    program = located(SERVER, {**DEFAULTS, **_names(arguments, os.environ), **os.environ, **store})
+def start(arguments: Sequence[str], request: CacheRequest, store: Mapping[str, str]) -> Start:
+    """llama-server with these arguments, and with the demo model if they name none. Raises SubkvError."""
+    program = find_program(SERVER, {**DEFAULTS, **_allowed_hosts(arguments, os.environ), **os.environ, **store})
     if ANSWERS.intersection(arguments):
         return Start(program.path, [SERVER, *arguments], program.environment)
-    found = understood(program, arguments)
-    arguments = [*arguments, *_cache(found, arguments)]
-    if not (found.models or found.repos or found.elsewhere or found.folder is not None):
-        model = demo.model_path() if found.ordinary or asked.bases is not None else demo.converted()
+    read = read_arguments(program, arguments)
+    arguments = [*arguments, *_cache(read, arguments)]
+    if not (read.models or read.repos or read.from_url or read.folder is not None):
+        model = demo.model_path() if read.ordinary or request.bases is not None else demo.converted()
         arguments = [*arguments, "-m", str(model)]
-    return prepared(program, understood(program, arguments), asked)
+    return prepare_start(program, read_arguments(program, arguments), request)
 
 
 # -h and every other short option belong to llama-server
 SETTINGS = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 serve_options = stack(
-    asked_options,
+    request_options,
     store_options,
     click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[LLAMA-SERVER'S OPTIONS]..."),
 )
@@ -99,28 +99,28 @@ serve_options = stack(
 
 @command(context_settings=SETTINGS)
 @serve_options
-def main(asked: Asked, store: dict[str, str], arguments: tuple[str, ...]) -> None:
-    """Serve a model over HTTP: llama-server with -ctk subkv, on the demo model where no other is named.
+def main(request: CacheRequest, store: dict[str, str], arguments: tuple[str, ...]) -> None:
+    """Serve a model over HTTP: llama-server with -ctk subkv; without -m or -hf, the demo model.
 
-    All other options are llama-server's: -m or -hf, -c, -np, --host, --port, --api-key and so on.
+    All other options go to llama-server: -m or -hf, -c, -np, --host, --port, --api-key and so on.
     `subkv run llama-server --help` lists them.
     """
-    raise click.exceptions.Exit(start(arguments, asked, store).execute())
+    raise click.exceptions.Exit(start(arguments, request, store).execute())
 
 
 @command("flags", context_settings=SETTINGS)
 @serve_options
-def _flags(asked: Asked, store: dict[str, str], arguments: tuple[str, ...]) -> Start:
-    return start(arguments, asked, store)
+def _flags(request: CacheRequest, store: dict[str, str], arguments: tuple[str, ...]) -> Start:
+    return start(arguments, request, store)
 
 
 def flags_context(arguments: Sequence[str]) -> click.Context:
-    """Our own options of a command line, checked without a look at the model. Raises click's errors."""
+    """Parses our own options of a command line, without opening the model. Raises click's errors."""
     return _flags.make_context("flags", list(arguments))
 
 
 def serve_start(arguments: Sequence[str]) -> Start:
-    """The start that `subkv serve` with this command line makes. Raises click.ClickException."""
+    """What `subkv serve` would start for this command line. Raises click.ClickException."""
     made: Start = _flags.main(list(arguments), prog_name="flags", standalone_mode=False)
     return made
 

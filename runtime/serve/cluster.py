@@ -3,8 +3,8 @@
 serve run runtime.serve.cluster:build flags="-m /srv/model.gguf -np 4 --store /mnt/prompts"
 serve deploy examples/cluster.yaml
 
-Each replica owns a llama-server; a thin ingress gives all requests of a conversation to one of them. Ray routes,
-scales, watches and restarts. Evaluated prompts are in a store, from which any replica resumes.
+Each replica owns a llama-server. An ingress sends all requests of a conversation to one replica. Ray routes, scales,
+checks and restarts replicas. A store keeps evaluated prompts, so that any replica can resume a conversation.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from runtime.serve.cli import ANSWERS, flags_context
-from runtime.serve.door import ApiError, body, disconnected, door, keys_of
+from runtime.serve.gateway import ApiError, disconnected, error_body, gateway, read_keys
 from runtime.serve.replica import STALL, LlamaServer, Request
 from runtime.serve.sessions import Load
 from subkv.base.errors import SubkvError
 
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
-N_TRIES = 2  # replicas that a request is given to, where the first is lost before it answered anything
+N_TRIES = 2  # replicas to try for a request, if the first is lost before its answer starts
 N_SLOTS = 4  # of llama-server without -np
-END = 60.0  # seconds to finish answers and to store what slots hold
-# options of llama-server that a replica cannot have, and why
+END = 60.0  # seconds to finish answers and to store the prompts of slots
+# options of llama-server that a replica rejects, and why
 REFUSED = [
     (
         {"--host", "--port", "--reuse-port", "--api-prefix", "--ssl-key-file", "--ssl-cert-file"},
-        "replicas listen on a socket of their own",
+        "each replica listens on its own socket",
     ),
     ({"--api-key", "--api-key-file"}, "api_key_file is an argument of the cluster"),
     ({"--models-dir", "--models-preset"}, "a cluster serves one model"),
@@ -56,7 +56,7 @@ PARALLEL = {"-np", "--parallel"}
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What build() takes; docs/cluster.md has the table. flags: those of `subkv serve` but for where it listens."""
+    """Arguments of build(), described in docs/cluster.md. flags: those of `subkv serve`, without the address."""
 
     flags: str | Sequence[str] = ()
     api_key_file: str | None = None
@@ -88,8 +88,8 @@ class Arguments:
         self._check_flags()
 
     def _check_flags(self) -> None:
-        """Raises SubkvError, and click's errors about options of ours."""
-        flags = self.listed()
+        """Raises SubkvError, and click's errors about our own options."""
+        flags = self.flag_list()
         for names, remedy in REFUSED:
             for name in [flag.partition("=")[0] for flag in flags]:
                 if name in names:
@@ -98,7 +98,7 @@ class Arguments:
 
     @staticmethod
     def _actor(resource: str, **more: float) -> dict[str, Any]:
-        """Options of an actor on a machine that has a resource of that name, "": on any."""
+        """Options of an actor that runs on machines with this resource, "": on any machine."""
         return {**more, "resources": {resource: 0.001} if resource else {}}
 
     def replica_options(self) -> dict[str, Any]:
@@ -109,29 +109,29 @@ class Arguments:
 
     @staticmethod
     def of(given: dict[str, Any]) -> Arguments:
-        """From a config file, or from `serve run`, which gives texts. Raises SubkvError."""
+        """From a config file, or from `serve run`, whose values are strings. Raises SubkvError."""
         defaults = {field.name: field.default for field in dataclasses.fields(Arguments)}
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, value in given.items():
             if name not in defaults:
-                raise SubkvError(name, f"expected one of {', '.join(defaults)}, found another name")
+                raise SubkvError(name, f"unknown argument; expected one of {', '.join(defaults)}")
             default = defaults[name]
             try:
-                found[name] = type(default)(value) if isinstance(default, (int, float)) else value
+                values[name] = type(default)(value) if isinstance(default, (int, float)) else value
             except (TypeError, ValueError):
                 raise SubkvError(name, f"expected a number, found {value!r:.80}") from None
-        return Arguments(**found)
+        return Arguments(**values)
 
     def keys(self) -> list[str]:
-        """Of api_key_file, as it is on this machine. Raises SubkvError."""
-        return keys_of(None if self.api_key_file is None else Path(self.api_key_file))
+        """Read api_key_file on this machine. Raises SubkvError."""
+        return read_keys(None if self.api_key_file is None else Path(self.api_key_file))
 
-    def listed(self) -> list[str]:
+    def flag_list(self) -> list[str]:
         return shlex.split(self.flags) if isinstance(self.flags, str) else [str(flag) for flag in self.flags]
 
     def n_slots(self) -> int:
-        """Of each replica. Raises SubkvError."""
-        flags = self.listed()
+        """Slots of each replica. Raises SubkvError."""
+        flags = self.flag_list()
         given = [value for flag, value in zip(flags, flags[1:], strict=False) if flag in PARALLEL]
         try:
             n = int(given[-1]) if given else -1
@@ -141,37 +141,37 @@ class Arguments:
 
 
 class Replica:
-    """A llama-server on one machine, for requests that an ingress passes on."""
+    """A llama-server on one machine, for requests that an ingress forwards."""
 
-    async def __init__(self, given: Arguments) -> None:  # type: ignore[misc]  # as Ray has it
+    async def __init__(self, arguments: Arguments) -> None:  # type: ignore[misc]  # Ray allows it
         self.load = Load()
-        at = ray.get_runtime_context()
-        self._name = f"{serve.get_replica_context().replica_id.unique_id}@{at.get_node_id()}".encode()
+        here = ray.get_runtime_context()
+        self._name = f"{serve.get_replica_context().replica_id.unique_id}@{here.get_node_id()}".encode()
         self._closing = False
-        self.server = await LlamaServer.started(given.listed(), given.stall_timeout)
+        self.server = await LlamaServer.started(arguments.flag_list(), arguments.stall_timeout)
         self._watch = asyncio.ensure_future(self._end_with_server())
 
     async def _end_with_server(self) -> None:
-        """A replica without its server ends at once: Ray then asks another one, and starts one in its place."""
+        """A replica ends at once when its server ends; Ray then retries elsewhere and starts a replacement."""
         code = await self.server.process.wait()
         if not self._closing:
             print(f"subkv cluster: llama-server ended with exit code {code}", file=sys.stderr, flush=True)
             self.server.forget()
             os._exit(1)
 
-    async def answer(self, asked: Request) -> AsyncGenerator[Message, None]:
+    async def answer(self, request: Request) -> AsyncGenerator[Message, None]:
         """The messages of an answer."""
-        with self.load.waiting(asked.body) as said:
-            async with contextlib.aclosing(self.server.answer(asked)) as messages:
+        with self.load.waiting(request.body) as received:
+            async with contextlib.aclosing(self.server.answer(request)) as messages:
                 async for message in messages:
                     if message["type"] == "http.response.start":
                         message["headers"].append((b"x-replica", self._name))
                     else:
-                        said(message["body"])
+                        received(message["body"])
                     yield message
 
-    async def check_health(self) -> None:  # in the loop: Ray calls functions that do not wait in threads
-        """Ray asks, and replaces a replica that raises."""
+    async def check_health(self) -> None:  # async, because Ray calls ordinary functions in threads
+        """Ray calls it, and replaces a replica that raises."""
         self.server.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -184,24 +184,24 @@ class Replica:
 
 
 class Forwarded(Response):
-    """A replica's answer, as it comes."""
+    """Streams a replica's answer to the client."""
 
-    def __init__(self, engines: DeploymentHandle[Any], key: str, asked: bytes) -> None:
+    def __init__(self, engines: DeploymentHandle[Any], key: str, body: bytes) -> None:
         super().__init__()
         self.engines = engines.options(method_name="answer", stream=True, session_id=key)
-        self.asked = asked
+        self.request_body = body
         self.started = self.streams = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(self._pass_on(scope, send))
-        gone = asyncio.ensure_future(disconnected(receive))
+        disconnect = asyncio.ensure_future(disconnected(receive))
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 work.result()
         finally:
-            work.cancel()  # and with it the replica's
-            gone.cancel()
+            work.cancel()  # cancels the request in the replica, too
+            disconnect.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await work
 
@@ -212,20 +212,22 @@ class Forwarded(Response):
                 return
             except RayActorError:
                 if self.started or i == N_TRIES - 1:
-                    lost = ApiError(503, "the replica was lost; ask again, another one resumes", retry_after=1)
+                    lost = ApiError(503, "the replica was lost; retry, another replica resumes", retry_after=1)
                     await self._refuse(lost, scope, send)
                     return
             except (BackPressureError, DeploymentUnavailableError) as error:
-                busy = ApiError(503, f"every replica is busy ({error}); come again later", retry_after=1)
+                busy = ApiError(503, f"every replica is busy ({error}); retry later", retry_after=1)
                 await self._refuse(busy, scope, send)
                 return
             except RayError as error:
                 print(f"subkv cluster: {error}", file=sys.stderr)
-                await self._refuse(ApiError(500, "the replica failed; its log says why"), scope, send)
+                await self._refuse(ApiError(500, "the replica failed; see its log"), scope, send)
                 return
 
     async def _from_replica(self, scope: Scope, send: Send) -> None:
-        answers = self.engines.remote(Request(scope["method"], target(scope), list(scope["headers"]), self.asked))
+        answers = self.engines.remote(
+            Request(scope["method"], target(scope), list(scope["headers"]), self.request_body)
+        )
         try:
             async for message in answers:
                 if message["type"] == "http.response.start":
@@ -236,16 +238,16 @@ class Forwarded(Response):
             answers.cancel()
 
     async def _refuse(self, error: ApiError, scope: Scope, send: Send) -> None:
-        told = body(error)
+        content = error_body(error)
         if not self.started:
-            await JSONResponse(told, error.status_code, error.headers)(scope, _nothing, send)
+            await JSONResponse(content, error.status_code, error.headers)(scope, _nothing, send)
             return
-        if not self.streams:  # its length was promised: a cut answer must look like one
+        if not self.streams:  # the length was sent already, so the connection must break
             raise ConnectionError(error.detail)
         event = ""
-        if scope["path"].endswith("/messages"):  # Anthropic's streams name their events
-            event, told = "event: error\n", {"type": "error", **told}
-        data = f"{event}data: {json.dumps(told)}\n\n".encode()
+        if scope["path"].endswith("/messages"):  # Anthropic's streams have named events
+            event, content = "event: error\n", {"type": "error", **content}
+        data = f"{event}data: {json.dumps(content)}\n\n".encode()
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
 
@@ -263,35 +265,35 @@ async def _nothing() -> Message:
 
 @serve.ingress()
 class Ingress:
-    """Gives every conversation's requests to one replica, by Ray's consistent hashing."""
+    """Sends each conversation's requests to one replica, by Ray's consistent hashing."""
 
-    def __init__(self, engines: DeploymentHandle[Any], given: Arguments) -> None:
-        self.engines, self.given, self.keys = engines, given, given.keys()
+    def __init__(self, engines: DeploymentHandle[Any], arguments: Arguments) -> None:
+        self.engines, self.arguments, self.keys = engines, arguments, arguments.keys()
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        def forward(key: str, asked: bytes) -> Response:
-            return Forwarded(self.engines, key, asked)
+        def forward(key: str, body: bytes) -> Response:
+            return Forwarded(self.engines, key, body)
 
-        return door(forward, self.keys, self.given.max_body, self.given.timeout)
+        return gateway(forward, self.keys, self.arguments.max_body, self.arguments.timeout)
 
 
 def build(args: dict[str, Any]) -> serve.Application:
     """The application for `serve run` and config files. Raises SubkvError and click's errors for wrong arguments."""
-    given = Arguments.of(args)
-    n_slots = given.n_slots()
+    arguments = Arguments.of(args)
+    n_slots = arguments.n_slots()
     policy = AutoscalingPolicy(
         policy_function="runtime.serve.sessions:QueuedTokens",
-        policy_kwargs={"tokens": given.tokens_per_replica, "requests": given.requests_per_replica},
+        policy_kwargs={"tokens": arguments.tokens_per_replica, "requests": arguments.requests_per_replica},
     )
     replica = serve.deployment(
         Replica,
         name="Replica",
         autoscaling_config=AutoscalingConfig(
-            min_replicas=given.min_replicas, max_replicas=given.max_replicas, policy=policy
+            min_replicas=arguments.min_replicas, max_replicas=arguments.max_replicas, policy=policy
         ),
-        max_ongoing_requests=2 * n_slots,  # beyond these the conversation goes on elsewhere
-        max_queued_requests=given.max_queued_requests,
-        ray_actor_options=given.replica_options(),
+        max_ongoing_requests=2 * n_slots,  # further requests go to another replica
+        max_queued_requests=arguments.max_queued_requests,
+        ray_actor_options=arguments.replica_options(),
         health_check_period_s=5,
         graceful_shutdown_timeout_s=END,
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
@@ -299,8 +301,8 @@ def build(args: dict[str, Any]) -> serve.Application:
     ingress = serve.deployment(
         Ingress,
         name="Ingress",
-        num_replicas=given.ingresses,
-        max_ongoing_requests=max(given.max_queued_requests + 2 * n_slots * given.max_replicas, 1000),
-        ray_actor_options=given.ingress_options(),
+        num_replicas=arguments.ingresses,
+        max_ongoing_requests=max(arguments.max_queued_requests + 2 * n_slots * arguments.max_replicas, 1000),
+        ray_actor_options=arguments.ingress_options(),
     )
-    return ingress.bind(replica.bind(given), given)
+    return ingress.bind(replica.bind(arguments), arguments)

@@ -1,4 +1,4 @@
-"""One llama-server process behind a UNIX socket: starts it, passes requests on, watches it, ends it."""
+"""One llama-server process behind a UNIX socket: starts it, forwards requests, checks it, ends it."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from typing import Any
 
 import httpx
 
-from runtime.launch.prepared import Start
-from runtime.serve import tied
+from runtime.launch.start import Start
+from runtime.serve import die_with_parent
 from runtime.serve.cli import serve_start
 from subkv.base.errors import SubkvError
 
 Headers = list[tuple[bytes, bytes]]
 Message = dict[str, Any]  # of ASGI: http.response.start, http.response.body
 
-STALL = 600.0  # seconds without an answer of the task queue; docs/cluster.md names it
+STALL = 600.0  # seconds without an answer of the task queue (docs/cluster.md)
 TERM = 40.0  # seconds between SIGTERM and SIGKILL; llama-server writes its store for 30 at most
 POLL = 0.05
-LOST = 2.0  # seconds in which a server whose connections break is seen to have ended
-LONGEST = 100  # bytes of a UNIX socket's name; Linux takes 107, macOS 103
-PREFIX = "subkv-"  # of folders with sockets
-STALE = 60.0  # seconds; a younger folder may be of a server that does not listen yet
-# of one connection, and what httpx sets itself
+LOST = 2.0  # seconds to wait for the end of a server after its connections break
+MAX_SOCKET_NAME = 100  # bytes; Linux allows 107, macOS 103
+PREFIX = "subkv-"  # of names of folders with sockets
+STALE = 60.0  # seconds; the server of a newer folder may not listen yet
+# headers of one connection, and those that httpx sets
 HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
-# of the ingress: a key is checked once
+# request headers that end at the ingress, which checks the key
 REQUEST = HOP | {b"host", b"content-length", b"expect", b"authorization", b"x-api-key"}
-# would make llama-server listen in another way, or ask for a key that the ingress has checked
-ELSEWHERE = (
+# variables that would change how llama-server listens, or make it check the key again
+REMOVED = (
     "AIP_MODE",
     "LLAMA_API_KEY",
     "LLAMA_ARG_API_KEY_FILE",
@@ -51,7 +51,7 @@ ELSEWHERE = (
 
 @dataclass(frozen=True)
 class Request:
-    """target: path and query as they were sent."""
+    """target: path and query as sent."""
 
     method: str
     target: bytes
@@ -60,15 +60,15 @@ class Request:
 
 
 class LlamaServer:
-    """A llama-server that is ready for requests. close() ends it; it also ends with the thread that started it."""
+    """A llama-server that is ready for requests. It ends by close(), or with the thread that started it."""
 
     def __init__(self, process: Process, folder: Path, stall: float) -> None:
         self.process = process
         self._folder = folder
         self._stall = stall
         self._probe: asyncio.Task[None] | None = None
-        self._asked: float | None = None  # when the first probe without an answer was sent
-        # no connection is used twice: the server may close an idle one while a request is on its way
+        self._probe_sent: float | None = None  # time of the first unanswered probe
+        # connections are not reused: the server may close an idle one while a request is being sent
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=str(_socket(folder)), limits=limits), timeout=None, trust_env=False
@@ -76,7 +76,7 @@ class LlamaServer:
 
     @staticmethod
     async def started(flags: Sequence[str], stall: float = STALL) -> LlamaServer:
-        """A server with the flags of `subkv serve`, once /health is 200. Raises SubkvError and click's errors."""
+        """Start a server with the flags of `subkv serve` and wait for /health. Raises SubkvError and click's errors."""
         folder = _folder()
         server = None
         try:
@@ -106,16 +106,17 @@ class LlamaServer:
         request = httpx.Request("GET", f"http://localhost{path}", headers={"Connection": "close"})
         return (await self._client.send(request)).status_code
 
-    async def answer(self, asked: Request) -> AsyncGenerator[Message, None]:
-        """The answer as it comes. Closing the generator closes the connection, which frees the slot.
+    async def answer(self, request: Request) -> AsyncGenerator[Message, None]:
+        """Stream the answer. Closing the generator closes the connection, which frees the slot.
 
-        Raises httpx.TransportError where the server has gone.
+        Raises httpx.TransportError if the server has ended.
         """
-        headers = [(name, value) for name, value in asked.headers if name.lower() not in REQUEST]
-        url = httpx.URL(scheme="http", host="localhost", raw_path=asked.target)
-        request = httpx.Request(asked.method, url, headers=[*headers, (b"connection", b"close")], content=asked.body)
+        headers = [(name, value) for name, value in request.headers if name.lower() not in REQUEST]
+        url = httpx.URL(scheme="http", host="localhost", raw_path=request.target)
+        headers.append((b"connection", b"close"))
+        sent = httpx.Request(request.method, url, headers=headers, content=request.body)
         try:
-            response = await self._client.send(request, stream=True)
+            response = await self._client.send(sent, stream=True)
             try:
                 kept = [(name.lower(), value) for name, value in response.headers.raw if name.lower() not in HOP]
                 yield {"type": "http.response.start", "status": response.status_code, "headers": kept}
@@ -125,29 +126,29 @@ class LlamaServer:
             finally:
                 await response.aclose()
         except httpx.TransportError:
-            with contextlib.suppress(asyncio.TimeoutError):  # whoever waits for the end hears of it first
+            with contextlib.suppress(asyncio.TimeoutError):  # so that tasks that wait for its end run first
                 await asyncio.wait_for(self.process.wait(), LOST)
             raise
 
     def check(self) -> None:
-        """Call it every few seconds. Raises RuntimeError where the process ended or its task queue is stuck."""
+        """Call it every few seconds. Raises RuntimeError if the process ended or its task queue is stuck."""
         if self.process.returncode is not None:
             raise RuntimeError(f"llama-server ended with exit code {self.process.returncode}")
         now = asyncio.get_running_loop().time()
         if self._probe is None or self._probe.done():
-            self._asked = now if self._asked is None else self._asked
+            self._probe_sent = now if self._probe_sent is None else self._probe_sent
             self._probe = asyncio.ensure_future(self._answered())
-        if self._asked is not None and now - self._asked > self._stall:
-            raise RuntimeError(f"llama-server has not answered GET /metrics for {now - self._asked:.0f} s")
+        if self._probe_sent is not None and now - self._probe_sent > self._stall:
+            raise RuntimeError(f"llama-server has not answered GET /metrics for {now - self._probe_sent:.0f} s")
 
     async def _answered(self) -> None:
-        """Unlike /health, /metrics is answered by the task queue: not while a step of the engine does not end."""
+        """The task queue answers /metrics (unlike /health), so a step of the engine that hangs delays the answer."""
         with contextlib.suppress(httpx.TransportError):
             await self._get("/metrics")
-            self._asked = None
+            self._probe_sent = None
 
     async def close(self, seconds: float = TERM) -> None:
-        """End the process by SIGTERM: slots that hold prompts are stored. After `seconds` by SIGKILL."""
+        """End the process by SIGTERM, so that it stores the prompts of its slots; after `seconds` by SIGKILL."""
         if self._probe is not None:
             self._probe.cancel()
         try:
@@ -172,16 +173,16 @@ class LlamaServer:
 
 def _folder() -> Path:
     """A new folder that only this user can enter, with a name short enough for a socket."""
-    found = Path(tempfile.mkdtemp(prefix=PREFIX))
-    if len(os.fsencode(_socket(found))) > LONGEST:
-        found.rmdir()
-        found = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp"))
-    _remove_stale(found.parent)
-    return found
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    if len(os.fsencode(_socket(folder))) > MAX_SOCKET_NAME:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp"))
+    _remove_stale(folder.parent)
+    return folder
 
 
 def _remove_stale(parent: Path) -> None:
-    """Remove the folders of replicas that were killed: nobody listens there any more."""
+    """Remove the folders of killed replicas, on whose sockets nobody listens."""
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
             probe.setblocking(False)
@@ -193,11 +194,19 @@ def _remove_stale(parent: Path) -> None:
 
 
 def _socket(folder: Path) -> Path:
-    return folder / "llama-server.sock"  # llama-server takes a --host with this ending for a UNIX socket
+    return folder / "llama-server.sock"  # llama-server treats a --host with this ending as a UNIX socket
 
 
 async def _run(start: Start) -> Process:
-    """The process, tied to this thread. Its log goes where this process writes."""
-    environment = {name: value for name, value in start.environment.items() if name not in ELSEWHERE}
-    command = [sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), str(start.path), *start.arguments]
+    """Start the process; it ends with this thread. Its log goes to this process's stderr."""
+    environment = {name: value for name, value in start.environment.items() if name not in REMOVED}
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        die_with_parent.__file__,
+        str(os.getpid()),
+        str(start.path),
+        *start.arguments,
+    ]
     return await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, env=environment)

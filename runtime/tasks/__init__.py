@@ -1,1 +1,1 @@
-"""Tasks that ask for what stands far back in a text: made from a seed, of any length, scored exactly."""
+"""Tasks about information far back in a text, generated from a seed for any length and scored exactly."""

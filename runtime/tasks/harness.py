@@ -1,4 +1,4 @@
-"""The samples as a folder of tasks that lm-evaluation-harness runs, on its own models or on ours (runtime.lm_eval)."""
+"""Writes the samples as tasks for lm-evaluation-harness, which runs them on any model (ours: runtime.lm_eval)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ metric_list:
 """
 
 
-def asked(sample: Sample) -> Iterator[tuple[str, str]]:
-    """(text before, right answer) of every question; `acc` of the harness then means what is right here."""
+def questions_and_answers(sample: Sample) -> Iterator[tuple[str, str]]:
+    """(text before, right answer) of every question, so that the harness's `acc` equals our share of right answers."""
     for i in range(1, len(sample.pieces), 2):
         yield "".join(sample.pieces[:i]), sample.pieces[i]
 
@@ -37,7 +37,7 @@ def asked(sample: Sample) -> Iterator[tuple[str, str]]:
 def write(
     folder: Path, model: Model, tasks: Sequence[Task], lengths: Sequence[int], samples: int, seed: int
 ) -> list[Path]:
-    """A task, subkv_KIND_LENGTH, for each kind and length; lengths in tokens of the model. Raises SubkvError."""
+    """Write a task subkv_KIND_HARD_LENGTH for each kind and length in tokens. Raises SubkvError."""
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def write(
                 data = folder.resolve() / f"{name}.jsonl"
                 with atomic_file(data) as file:
                     for i in range(samples):
-                        for given, answer in asked(task.sample(seed + i, length, counter(model))):
+                        for given, answer in questions_and_answers(task.sample(seed + i, length, counter(model))):
                             file.write(json.dumps({"given": given, "answer": answer}).encode() + b"\n")
                 with atomic_file(data.with_suffix(".yaml")) as file:
                     file.write(TASK.format(name=name, data=json.dumps(str(data))).encode())

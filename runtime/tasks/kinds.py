@@ -1,11 +1,11 @@
-"""The tasks: texts made from a seed, in which what is asked stands once, or several times, far back.
+"""The tasks: texts generated from a seed, with questions about facts far back in the text.
 
-A sample is pieces of text, given ones and answers in turn. After a question the right answer stands in the text that
-goes on, so that one long text asks several questions, and the later ones see how answers look. One shown question
-comes before them where the form has to be learnt. All texts are our own words, put together at random.
+A sample is a list of pieces: given text and answers in turn. The right answer follows each question in the text, so
+that one long text asks several questions and later questions show the form of answers. Kinds whose form must be learnt
+start with one answered question. All texts are combined at random from our own words.
 
-Every kind has one number that makes it harder. The defaults suit a model of 135M parameters, which with an exact cache
-shall neither fail nor be perfect.
+Each kind has one number that sets its difficulty. The defaults are for a model of 135M parameters: with an exact cache
+it neither fails nor is perfect.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 from subkv.base.errors import SubkvError
 
-ASKED = 16  # questions about a text, at most
-COPIED = 8  # answers of a copy
-CHAINS = 4  # of variables
-CALLS = 3  # tool calls asked for in a text
-SPARE = 16  # tokens by which a call may be longer than the right one
-JOINS = 4  # tokens that a text tokenized call by call may have more for each
-SHOWN = 4  # groups of a random string that say where the copy goes on
+MAX_QUESTIONS = 16  # about one text
+COPIED = 8  # answers of `copy`
+CHAINS = 4  # of `variables`
+CALLS = 3  # tool calls per text
+SPARE = 16  # tokens that a call may have beyond the right one
+JOINS = 4  # further tokens per call, if the text is tokenized call by call
+SHOWN = 4  # groups that show where the repeated string starts
 
 CITIES = [
     "Oslo",
@@ -117,7 +117,7 @@ PLAIN = [
 
 @dataclass(frozen=True)
 class Sample:
-    """pieces: given text, answer, given text, answer, …. schema: what the JSON that follows them must fit, if any."""
+    """pieces: given text, answer, given text, answer, …. schema: JSON schema of the answers, if any."""
 
     pieces: tuple[str, ...]
     schema: dict[str, Any] | None = None
@@ -127,7 +127,7 @@ class Sample:
         return "".join(self.pieces)
 
 
-Make = Callable[[random.Random, int, int], Sample]  # from a source of chance, units of text, and how hard it is
+Make = Callable[[random.Random, int, int], Sample]  # arguments: random source, units of text, difficulty
 
 
 def sentence(rng: random.Random) -> str:
@@ -145,7 +145,7 @@ def letters(rng: random.Random, n: int) -> str:
 
 
 def distinct(make: Callable[[], str], n: int, of: int) -> list[str]:
-    """n different texts, in the order in which they came. of: how many there are. Raises SubkvError about `length`."""
+    """n different texts from make(), which has `of` in total. Raises SubkvError about `length`."""
     if n > of:
         raise SubkvError("length", f"expected a larger number behind the task: {of} names exist, {n} are needed")
     found: dict[str, None] = {}
@@ -155,7 +155,7 @@ def distinct(make: Callable[[], str], n: int, of: int) -> list[str]:
 
 
 def hidden(rng: random.Random, n_plain: int, lines: list[str]) -> list[str]:
-    """Plain sentences with lines among them, each somewhere, in their order."""
+    """Plain sentences with the lines inserted at random places, in their order."""
     places = sorted(rng.randrange(n_plain + 1) for _ in lines)
     text = [sentence(rng) for _ in range(n_plain)]
     for place, line in reversed(list(zip(places, lines, strict=True))):
@@ -164,7 +164,7 @@ def hidden(rng: random.Random, n_plain: int, lines: list[str]) -> list[str]:
 
 
 def questions(context: str, pairs: list[tuple[str, str]], end: str = "\n") -> Sample:
-    """A text, and questions with their answers."""
+    """A text followed by questions and answers."""
     pieces = [context]
     for question, answer in pairs:
         pieces[-1] += question
@@ -173,30 +173,30 @@ def questions(context: str, pairs: list[tuple[str, str]], end: str = "\n") -> Sa
 
 
 def needle(rng: random.Random, size: int, hard: int) -> Sample:
-    """One number of `hard` digits in plain sentences."""
+    """One number of `hard` digits among plain sentences."""
     city, number = rng.choice(CITIES), digits(rng, hard)
     text = hidden(rng, size, [f"The secret number of {city} is {number}."])
     return questions(" ".join(text), [(f"\n\nThe secret number of {city} is", f" {number}")])
 
 
 def needles(rng: random.Random, size: int, hard: int) -> Sample:
-    """`hard` numbers in plain sentences."""
+    """`hard` numbers among plain sentences."""
     cities = rng.sample(CITIES, hard)
     numbers = distinct(lambda: digits(rng, 6), hard, 9 * 10**5)
     facts = [(f"The secret number of {city} is", f" {number}") for city, number in zip(cities, numbers, strict=True)]
     text = hidden(rng, size, [f"{fact}{number}." for fact, number in facts])
-    return questions(" ".join(text) + "\n\n", rng.sample(facts, min(hard, ASKED)), end=".\n")
+    return questions(" ".join(text) + "\n\n", rng.sample(facts, min(hard, MAX_QUESTIONS)), end=".\n")
 
 
 def recall(rng: random.Random, size: int, hard: int) -> Sample:
-    """Nothing but keys and values; keys of `hard` letters."""
-    keys = distinct(lambda: letters(rng, hard), size + ASKED, 26**hard)
+    """Only keys and values; keys have `hard` letters."""
+    keys = distinct(lambda: letters(rng, hard), size + MAX_QUESTIONS, 26**hard)
     pairs = [(f"{key}:", f" {digits(rng, 4)}") for key in keys]
-    return questions("\n".join(map("".join, pairs)) + "\n\n", rng.sample(pairs, ASKED))
+    return questions("\n".join(map("".join, pairs)) + "\n\n", rng.sample(pairs, MAX_QUESTIONS))
 
 
 def variables(rng: random.Random, size: int, hard: int) -> Sample:
-    """Chains of `hard` assignments in plain sentences: what is the last variable of each?"""
+    """Chains of `hard` assignments among plain sentences; questions ask for the last variable of each chain."""
     names = distinct(lambda: letters(rng, 3), (hard + 1) * (CHAINS + 1), 26**3)
     numbers = distinct(lambda: digits(rng, 4), CHAINS + 1, 9 * 10**3)
     chains = [names[i :: CHAINS + 1] for i in range(CHAINS + 1)]
@@ -206,42 +206,44 @@ def variables(rng: random.Random, size: int, hard: int) -> Sample:
     merged = []
     while any(steps):
         merged.append(rng.choice([lines for lines in steps if lines]).pop(0))
-    asked = [(f"{chain[-1]} =", f" {number}") for chain, number in zip(chains, numbers, strict=True)]
-    rng.shuffle(asked)
-    (question, answer), *rest = asked
+    pairs = [(f"{chain[-1]} =", f" {number}") for chain, number in zip(chains, numbers, strict=True)]
+    rng.shuffle(pairs)
+    (question, answer), *rest = pairs
     text = " ".join(hidden(rng, size, merged))
     return questions(f"{text}\n\nThe values are:\n{question}{answer}\n", rest)
 
 
 def copy(rng: random.Random, size: int, hard: int) -> Sample:
-    """Plain sentences, of which a passage is said again, the first given; `hard` sentences an answer."""
-    said = [" ".join(sentence(rng) for _ in range(hard)) for _ in range(size + COPIED + 1)]
+    """Plain sentences, then a passage of them again, its first part given; `hard` sentences per answer."""
+    passages = [" ".join(sentence(rng) for _ in range(hard)) for _ in range(size + COPIED + 1)]
     start = rng.randrange(size + 1)
-    first, *rest = said[start : start + COPIED + 1]
-    return questions(f"{' '.join(said)}\n\n{first}", [("", f" {answer}") for answer in rest], end="")
+    first, *rest = passages[start : start + COPIED + 1]
+    return questions(f"{' '.join(passages)}\n\n{first}", [("", f" {answer}") for answer in rest], end="")
 
 
 def count(rng: random.Random, size: int, hard: int) -> Sample:
-    """How often each of some words stands among plain sentences: 1 to `hard` times."""
+    """Counts of words among plain sentences: 1 to `hard` times each."""
     words = rng.sample(CITIES, 9)
     often = [rng.randint(1, hard) for _ in words]
     lines = [f"A letter came from {word}." for word, n in zip(words, often, strict=True) for _ in range(n)]
     rng.shuffle(lines)
-    asked = [(f"Letters from {word}:", f" {n}") for word, n in zip(words, often, strict=True)]
-    (question, answer), *rest = asked
+    pairs = [(f"Letters from {word}:", f" {n}") for word, n in zip(words, often, strict=True)]
+    (question, answer), *rest = pairs
     return questions(" ".join(hidden(rng, size, lines)) + f"\n\n{question}{answer}\n", rest)
 
 
 def induction(rng: random.Random, size: int, hard: int) -> Sample:
-    """Random groups of `hard` letters: a passage of them comes again."""
-    groups = [f" {letters(rng, hard)}" for _ in range(size + SHOWN + ASKED)]
+    """Random groups of `hard` letters, then a passage of them again."""
+    groups = [f" {letters(rng, hard)}" for _ in range(size + SHOWN + MAX_QUESTIONS)]
     start = rng.randrange(size + 1)
-    shown, asked = groups[start : start + SHOWN], groups[start + SHOWN : start + SHOWN + ASKED]
-    return questions("".join(groups).strip() + "\n" + "".join(shown).strip(), [("", group) for group in asked], end="")
+    shown, answers = groups[start : start + SHOWN], groups[start + SHOWN : start + SHOWN + MAX_QUESTIONS]
+    return questions(
+        "".join(groups).strip() + "\n" + "".join(shown).strip(), [("", group) for group in answers], end=""
+    )
 
 
 def tools(rng: random.Random, size: int, hard: int) -> Sample:
-    """Orders of a shop, and calls of its tools about them, with the order's number, `hard` digits, and its city."""
+    """A shop's orders, and tool calls about them; order numbers have `hard` digits."""
     numbers = distinct(lambda: digits(rng, hard), size + CALLS + 1, 9 * 10 ** (hard - 1))
     orders = [(number, rng.choice(NOUNS), rng.choice(CITIES), rng.randint(2, 9)) for number in numbers]
     lines = [f"Order {number}: {n} {thing}s, to {city}." for number, thing, city, n in orders]
@@ -266,7 +268,7 @@ MAKERS: dict[str, tuple[Make, int]] = {
     "induction": (induction, 3),
     "tools": (tools, 5),
 }
-# the least and the most of each kind's number: fewer would not be distinct, more are not there
+# least and greatest difficulty of each kind, limited by the number of distinct names
 RANGES = {
     "needle": (2, 18),
     "needles": (1, len(CITIES)),
@@ -281,7 +283,7 @@ RANGES = {
 
 @dataclass(frozen=True)
 class Task:
-    """One kind at one difficulty."""
+    """A kind with its difficulty."""
 
     kind: str
     hard: int
@@ -291,9 +293,9 @@ class Task:
         return f"{self.kind}:{self.hard}"
 
     def sample(self, seed: int, length: int, count: Callable[[str], int]) -> Sample:
-        """The longest text of at most `length` tokens. count: tokens of a text.
+        """The longest text of at most `length` tokens. count: counts the tokens of a text.
 
-        The same for the same seed, length and tokenizer. Raises SubkvError about `length` where nothing fits.
+        Deterministic for a seed, length and tokenizer. Raises SubkvError about `length` if no text fits.
         """
         make = MAKERS[self.kind][0]
 
@@ -313,7 +315,7 @@ class Task:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        made(high)  # raises where the task ends before the length does
+        made(high)  # raises if the task has too few names for the length
         if low == 0:
             raise SubkvError("length", f"expected more tokens for the task {self.name}, found {length}")
         return made(low)
@@ -323,11 +325,11 @@ def parse(spec: str) -> Task:
     """`recall` or `recall:4` → Task. Raises SubkvError about `tasks`."""
     kind, colon, number = spec.partition(":")
     if kind not in MAKERS:
-        raise SubkvError("tasks", f"expected names out of {', '.join(MAKERS)}, found {kind!r}")
+        raise SubkvError("tasks", f"unknown task {kind!r}; expected one of {', '.join(MAKERS)}")
     hard = MAKERS[kind][1]
     low, high = RANGES[kind]
     if colon:
         if not (number.isascii() and number.isdigit() and low <= int(number[:9]) <= high):
-            raise SubkvError("tasks", f"{kind}: expected a number from {low} to {high} behind it, found {number!r}")
+            raise SubkvError("tasks", f"{kind}: expected a number from {low} to {high}; found {number!r}")
         hard = int(number)
     return Task(kind, hard)

@@ -1,4 +1,4 @@
-"""Samples under several caches, one after the other in one program, and what became of each answer."""
+"""Runs samples under several caches in one process and scores each answer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from converter.scoring import log_softmax
+from runtime.tasks.grammar import Grammar
 from runtime.tasks.kinds import SPARE, Sample, Task
-from runtime.tasks.rules import Rules
 from subkv.base.errors import SubkvError
 from subkv.base.progress import note, progress_bar
 from subkv.engine.context import Context, Logits
@@ -25,27 +25,27 @@ Row = npt.NDArray[np.float32]  # logits [n_vocab]
 
 @dataclass(frozen=True)
 class Cache:
-    """A cache by its name. made: a context of so many tokens."""
+    """A named cache. open_context: makes a context of so many tokens."""
 
     name: str
-    made: Callable[[int], Context]
+    open_context: Callable[[int], Context]
 
 
 @dataclass
 class Outcome:
-    """Answers of one sample under one cache. said: what the model would have said in the place of each."""
+    """Answers of one sample under one cache. predicted: the model's own tokens for each answer."""
 
     right: list[bool] = field(default_factory=list)
-    said: list[tuple[int, ...]] = field(default_factory=list)
+    predicted: list[tuple[int, ...]] = field(default_factory=list)
     nll: float | None = None  # −ln p per token of the right answers
 
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens of a sample. asked: they are an answer."""
+    """Tokens of a sample. is_answer: they are an answer."""
 
     tokens: Tokens
-    asked: bool
+    is_answer: bool
 
 
 def counter(model: Model) -> Callable[[str], int]:
@@ -56,12 +56,13 @@ def counter(model: Model) -> Callable[[str], int]:
 def parts(model: Model, sample: Sample) -> list[Part]:
     """A sample's text as tokens, cut where answers begin and end.
 
-    A token that is partly of an answer belongs to it. Raises SubkvError about `model` where tokens do not spell texts.
+    A token that covers part of an answer counts as answer. Raises SubkvError about `model` if its tokens do not spell
+    the text.
     """
     text = sample.text.encode()
     tokens = model.tokenize(text)
     pieces = [model.piece(token) for token in tokens.tolist()]
-    if not b"".join(pieces).endswith(text):  # a space may stand before it
+    if not b"".join(pieces).endswith(text):  # the tokenizer may add a space in front
         raise SubkvError("model", "expected a tokenizer whose tokens spell the text, found one that changes it")
     ends = np.cumsum([len(piece) for piece in pieces])
     ends -= ends[-1] - len(text)
@@ -69,9 +70,9 @@ def parts(model: Model, sample: Sample) -> list[Part]:
     low = position = 0
     for i, piece in enumerate(sample.pieces):
         position += len(piece.encode())
-        asked = i % 2 == 1
-        high = int(np.searchsorted(ends, position, "left" if asked else "right")) + (1 if asked else 0)
-        found.append(Part(tokens[low:high], asked))
+        is_answer = i % 2 == 1
+        high = int(np.searchsorted(ends, position, "left" if is_answer else "right")) + (1 if is_answer else 0)
+        found.append(Part(tokens[low:high], is_answer))
         low = high
     return found
 
@@ -84,7 +85,7 @@ class Reader:
         context.clear()
 
     def read(self, tokens: Tokens, first: int) -> Logits:
-        """Logits [len(tokens) − first, n_vocab] behind the tokens from `first` on."""
+        """Evaluate tokens; logits [len(tokens) − first, n_vocab] of those from index `first` on."""
         rows = []
         for low in range(0, len(tokens), self._context.n_batch):
             piece = tokens[low : low + self._context.n_batch]
@@ -97,8 +98,8 @@ class Reader:
         return np.concatenate(rows)
 
 
-def answered(context: Context, cut: Sequence[Part]) -> Outcome:
-    """What a cache makes of a sample's answers, the right ones before each."""
+def score_answers(context: Context, cut: Sequence[Part]) -> Outcome:
+    """Score a sample's answers under one cache, each after the right answers before it."""
     tokens = np.concatenate([part.tokens for part in cut])
     first = len(cut[0].tokens) - 1
     logits = Reader(context).read(tokens[:-1], first)
@@ -106,69 +107,69 @@ def answered(context: Context, cut: Sequence[Part]) -> Outcome:
     for part in cut[1:]:
         rows = logits[row : row + len(part.tokens)]
         row += len(part.tokens)
-        if part.asked:
-            said = rows.argmax(-1)
-            out.right.append(bool((said == part.tokens).all()))
-            out.said.append(tuple(said.tolist()))
+        if part.is_answer:
+            predicted = rows.argmax(-1)
+            out.right.append(bool((predicted == part.tokens).all()))
+            out.predicted.append(tuple(predicted.tolist()))
             nll.append(-log_softmax(rows)[np.arange(len(rows)), part.tokens])
     out.nll = float(np.concatenate(nll).mean())
     return out
 
 
 #
-# JSON under a schema: the first cache says it, the others are asked whether they would have said the same
+# JSON under a schema: the first cache generates it; for the others, count the same tokens
 #
 
 
-def allowed(rules: Rules, row: Row) -> int:
-    """The likeliest token that may follow."""
+def best_allowed(grammar: Grammar, row: Row) -> int:
+    """The most likely token that the grammar allows."""
     token = int(row.argmax())
-    return token if rules.admits(token) else int(np.where(rules.allowed(), row, -np.inf).argmax())
+    return token if grammar.admits(token) else int(np.where(grammar.allowed(), row, -np.inf).argmax())
 
 
-def written(model: Model, reader: Reader, row: Row, schema: dict[str, Any], most: int) -> list[int]:
-    """At most `most` tokens of a JSON that fits, the likeliest at every step; row: logits of the first."""
+def generate_json(model: Model, reader: Reader, row: Row, schema: dict[str, Any], most: int) -> list[int]:
+    """Greedy tokens of a JSON that fits the schema, at most `most`; row: logits of the first."""
     found: list[int] = []
-    with Rules(model.vocab, schema) as rules:
+    with Grammar(model.vocab, schema) as grammar:
         while len(found) < most:
-            token = allowed(rules, row)
+            token = best_allowed(grammar, row)
             if model.is_end(token):
                 break
-            rules.accept(token)
+            grammar.accept(token)
             found.append(token)
             row = reader.read(np.array([token], np.int32), 0)[0]
     return found
 
 
-def followed(model: Model, rows: Logits, said: list[int], schema: dict[str, Any]) -> list[int]:
-    """What would be written in the place of each token of a JSON, up to the first other one."""
+def follow_json(model: Model, rows: Logits, generated: list[int], schema: dict[str, Any]) -> list[int]:
+    """The greedy token at each place of a generated JSON, up to the first that differs."""
     found: list[int] = []
-    with Rules(model.vocab, schema) as rules:
-        for row, token in zip(rows, said, strict=False):
-            found.append(allowed(rules, row))
+    with Grammar(model.vocab, schema) as grammar:
+        for row, token in zip(rows, generated, strict=False):
+            found.append(best_allowed(grammar, row))
             if found[-1] != token:
                 break
-            rules.accept(token)
+            grammar.accept(token)
     return found
 
 
-def called(model: Model, contexts: Sequence[Context], sample: Sample, schema: dict[str, Any]) -> list[Outcome]:
-    """Every JSON of a sample as the first cache writes it, and what the others would write; it stays in the text.
+def score_calls(model: Model, contexts: Sequence[Context], sample: Sample, schema: dict[str, Any]) -> list[Outcome]:
+    """Score the JSON of a sample: the first cache generates it, and the others are compared token by token.
 
-    right: whether it is what the text asks for; of the others, whether it is the first's and that is right, since what
-    differs is not written to its end.
+    right: whether it equals the expected JSON; for the other caches, whether theirs is the same as the first's and that
+    one is right, because a JSON that differs is not completed. The generated JSON stays in the text.
     """
     readers, outcomes = [Reader(context) for context in contexts], [Outcome() for _ in contexts]
     for i, (given, answer) in enumerate(zip(sample.pieces[::2], sample.pieces[1::2], strict=True)):
         tokens = model.tokenize(given.encode(), special=i == 0)
         most = len(model.tokenize(answer.encode(), special=False)) + SPARE
-        said = written(model, readers[0], readers[0].read(tokens, len(tokens) - 1)[0], schema, most)
-        outcomes[0].said.append(tuple(said))
-        outcomes[0].right.append(_same_json(b"".join(map(model.piece, said)), answer))
+        generated = generate_json(model, readers[0], readers[0].read(tokens, len(tokens) - 1)[0], schema, most)
+        outcomes[0].predicted.append(tuple(generated))
+        outcomes[0].right.append(_same_json(b"".join(map(model.piece, generated)), answer))
         for reader, outcome in zip(readers[1:], outcomes[1:], strict=True):
-            rows = reader.read(np.array([*tokens, *said], np.int32), len(tokens) - 1)
-            outcome.said.append(tuple(followed(model, rows, said, schema)))
-            outcome.right.append(outcomes[0].right[-1] and outcome.said[-1] == tuple(said))
+            rows = reader.read(np.array([*tokens, *generated], np.int32), len(tokens) - 1)
+            outcome.predicted.append(tuple(follow_json(model, rows, generated, schema)))
+            outcome.right.append(outcomes[0].right[-1] and outcome.predicted[-1] == tuple(generated))
     return outcomes
 
 
@@ -180,23 +181,20 @@ def _same_json(text: bytes, wanted: str) -> bool:
 
 
 #
-# all of it
+# all samples
 #
 
 
 def run(
     model: Model, caches: Sequence[Cache], tasks: Sequence[Task], lengths: Sequence[int], samples: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Every task at every length under every cache, sample by sample; one result for each of them.
-
-    caches: names and how their contexts are made. Raises SubkvError.
-    """
+    """Run every task at every length under every cache; one result each. Raises SubkvError."""
     results = []
     n_tokens = sum(lengths) * samples * len(tasks) * len(caches)
     with progress_bar("tasks", n_tokens, "tok") as bar:
         for length in lengths:
             with contextlib.ExitStack() as opened:
-                contexts = [opened.enter_context(cache.made(length)) for cache in caches]
+                contexts = [opened.enter_context(cache.open_context(length)) for cache in caches]
                 for task in tasks:
                     outcomes: list[list[Outcome]] = [[] for _ in caches]
                     for i in range(samples):
@@ -217,26 +215,26 @@ def run(
                             }
                         )
                     base = results[-len(caches)]
-                    told = f"{task.name}, {length} tokens: {100 * base['right']:.0f}% right under {base['name']}"
-                    bar.set_postfix_str(told)
+                    progress = f"{task.name}, {length} tokens: {100 * base['right']:.0f}% right under {base['name']}"
+                    bar.set_postfix_str(progress)
                     if bar.disable:  # not a terminal
-                        note(told)
+                        note(progress)
     return results
 
 
 def under_each(model: Model, contexts: Sequence[Context], sample: Sample) -> list[Outcome]:
     """One sample under every cache."""
     if sample.schema is not None:
-        return called(model, contexts, sample, sample.schema)
+        return score_calls(model, contexts, sample, sample.schema)
     cut = parts(model, sample)
-    return [answered(context, cut) for context in contexts]
+    return [score_answers(context, cut) for context in contexts]
 
 
 def scores(found: Sequence[Outcome], base: Sequence[Outcome]) -> dict[str, Any]:
-    """Shares of answers with standard errors over samples, and what has changed against the first cache's samples."""
+    """Shares of answers with standard errors over samples, and the changes from the first cache, paired by sample."""
     right = np.array([np.mean(outcome.right) for outcome in found])
     before = np.array([np.mean(outcome.right) for outcome in base])
-    pairs = [zip(a.said, b.said, strict=True) for a, b in zip(found, base, strict=True)]
+    pairs = [zip(a.predicted, b.predicted, strict=True) for a, b in zip(found, base, strict=True)]
     same = np.array([np.mean([mine == its for mine, its in pair]) for pair in pairs])
     columns = {"right": right, "change": right - before, "same": same}
     nll, exact = (np.array([o.nll for o in some if o.nll is not None]) for some in (found, base))
@@ -249,5 +247,5 @@ def scores(found: Sequence[Outcome], base: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def mean(x: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Mean and its standard error, 0 of a single value."""
+    """Mean and its standard error (0 for a single value)."""
     return float(x.mean()), float(x.std(ddof=1) / np.sqrt(len(x))) if len(x) > 1 else 0.0

@@ -239,8 +239,8 @@ _RUNTIME, _HERE = "tests/runtime/test_", "tests/architectures/test_"
 _TORCH = "tests/quality/test_subspace"
 _NO_SUCH = Cell("none", "transformers moves no positions, and keeps no states or prompts in files")
 _NOT_LATENT = (
-    "model: expected layers with keys and values of their own, of one head size, found latent attention (MLA); of a "
-    "GGUF of it subkv.Llama(kv_cache='subkv') holds coefficients"
+    "model: expected layers with their own keys and values of one head size, found latent attention (MLA); for a GGUF "
+    "of it, use subkv.Llama(kv_cache='subkv')"
 )
 
 
@@ -281,7 +281,7 @@ TABLE: dict[str, dict[str, Cell]] = {
     "CUDA": _GPU,
     "Vulkan": _GPU,
     "Triton, PyTorch": {
-        "adaptive bases": Cell("refused", "subkv.adapt: bases stay as calibrated with transformers, found v"),
+        "adaptive bases": Cell("refused", "subkv.adapt: bases are static with transformers, found v"),
         "latent rows": Cell("refused", _NOT_LATENT),
         "context shift": _NO_SUCH,
         "sparse selection": Cell("refused", _NOT_LATENT),

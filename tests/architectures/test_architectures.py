@@ -56,7 +56,7 @@ def test_layers_that_only_predict_further_tokens_are_counted(tmp_path: Path) -> 
     prepare(virtual.write(tmp_path / "model.gguf", "mimo2", context_length=8192), tmp_path)
 
 
-@pytest.mark.parametrize("arch", mla.KNOWN)
+@pytest.mark.parametrize("arch", mla.SUPPORTED)
 def test_latent_attention_is_prepared(arch: str, tmp_path: Path) -> None:
     """Calibrated and converted, and from the weights alone; DeepSeek's as in GLM-4.7-Flash, with a drafting layer."""
     drafting = NEXTN if arch == "deepseek2" else {}

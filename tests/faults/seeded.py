@@ -308,8 +308,8 @@ FAULTS = [
     Fault(
         "the shorter of two prefixes",
         "python/subkv/engine/prompt_cache.py",
-        "return max(found,",
-        "return min(found,",
+        "return max(usable,",
+        "return min(usable,",
         PROMPTS,
     ),
     Fault(

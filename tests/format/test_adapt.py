@@ -1,5 +1,5 @@
-"""The adaptive coder (runtime/native/adapt.h) over streams of rows: equality with the static codec, chunks, merges,
-independence of how rows arrive, states, bad input.
+"""The adaptive coder (runtime/native/adapt/adapt.h) over streams of rows: equality with the static codec, chunks,
+merges, independence of how rows arrive, states, bad input.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import writer
 from calib_synthetic import draw, random_moment
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -146,9 +147,9 @@ def test_static_equals_the_codec(layout: ResearchLayout, head: int, value: bool)
     assert out.stats["n_blocks"] == 203 // 32
 
 
-@pytest.mark.parametrize("kind", ["covariance", "fd", "oja"])
-@pytest.mark.parametrize("value", [False, True])
-@pytest.mark.parametrize("head", [0, 1])
+@each("kind", ["covariance", "fd", "oja"])
+@each("value", [False, True])
+@each("head", [0, 1])
 def test_rho_is_the_residual_of_the_coefficients(layout: ResearchLayout, head: int, value: bool, kind: str) -> None:
     """‖x' − x̂'‖ / ‖x'‖ over the block, x̂' from what attention sees: x̂ = Dᵀ keep x̂', D being of full row rank."""
     x = rows(2, head, value, 256, drift=96)
@@ -329,8 +330,8 @@ def test_nothing_but_zeros(layout: ResearchLayout) -> None:
     assert not out.seen.any() and not out.rho.any() and out.stats["n_opened"] == 0
 
 
-@pytest.mark.parametrize(("reuse", "max_chunks"), [(0, 100), (1, 100), (1, 1)])
-@pytest.mark.parametrize("kind", ["covariance", "fd", "oja"])
+@each(("reuse", "max_chunks"), [(0, 100), (1, 100), (1, 1)])
+@each("kind", ["covariance", "fd", "oja"])
 def test_a_restored_state_goes_on_alike(layout: ResearchLayout, kind: str, reuse: int, max_chunks: int) -> None:
     x = rows(10, 0, True, 700, drift=200)
     params = replace(EAGER, kind=kind, max_chunks=max_chunks, decay=0.99, reuse=reuse, merge=0)  # merges need rows
@@ -367,7 +368,7 @@ def test_a_damaged_state_is_refused(layout: ResearchLayout) -> None:
         victim.read()
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "message"),
     [
         ({"kind": "svd"}, "kind: expected one of covariance, fd, oja, found 'svd'"),

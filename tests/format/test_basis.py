@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from calib_synthetic import draw, random_moment
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +40,7 @@ def expected_error(stored: StoredBasis, moment: F64, metric: F64) -> float:
     return float(np.trace(metric @ lost @ moment @ lost.T))
 
 
-@pytest.mark.parametrize(
+@each(
     ("bits", "step", "error"),
     [
         (2, 0.9957, 0.11885),
@@ -56,7 +57,7 @@ def test_quantizer_matches_published_optima(bits: int, step: float, error: float
     assert float(gaussian_distortion(bits, best_step(bits))) == pytest.approx(error, rel=2e-3)
 
 
-@pytest.mark.parametrize("bits", CODED_WIDTHS)
+@each("bits", CODED_WIDTHS)
 def test_distortion_agrees_with_sampling(bits: int) -> None:
     x = np.random.default_rng(bits).standard_normal(200_000)
     for step in (0.5 * best_step(bits), best_step(bits), 2.0 * best_step(bits)):
@@ -79,13 +80,13 @@ def test_shared_step_is_a_minimum(seed: int, bits: int) -> None:
     assert cost(step) <= 1.005 * min(cost(0.9 * step), cost(1.1 * step))
 
 
-@pytest.mark.parametrize("n", [1, 2, 8, 24, 40, 64, 120, 256])
+@each("n", [1, 2, 8, 24, 40, 64, 120, 256])
 def test_mixing_is_orthonormal(n: int) -> None:
     matrix = mixing_matrix(n)
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(n), atol=1e-12)
 
 
-@pytest.mark.parametrize("n", range(8, MAX_HEAD_SIZE + 1, 8))
+@each("n", range(8, MAX_HEAD_SIZE + 1, 8))
 def test_spreading_is_orthonormal_and_in_bytes(n: int) -> None:
     """Whichever construction has this order; its inverse, too, is halves times bytes."""
     matrix = spreading(n)

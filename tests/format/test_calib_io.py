@@ -13,6 +13,7 @@ import damage
 import numpy as np
 import pytest
 from calib_synthetic import random_calibration
+from each import each
 from hypothesis import given
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -138,12 +139,12 @@ def test_files_of_somebody(tmp_path: Path) -> None:
     assert n_read > 0
 
 
-@pytest.mark.parametrize("key", [*MOMENTS, *SAMPLES])
+@each("key", [*MOMENTS, *SAMPLES])
 def test_missing_tensor(damaged: Callable[..., str], key: str) -> None:
     assert damaged(lambda t, m: t.pop(f"blk.1.{key}")) == f"blk.1.{key}: expected this tensor, found none"
 
 
-@pytest.mark.parametrize("key", [*MOMENTS, *SAMPLES])
+@each("key", [*MOMENTS, *SAMPLES])
 def test_wrong_shape_dtype_and_values(damaged: Callable[..., str], key: str) -> None:
     name = f"blk.0.{key}"
     short = damaged(lambda t, m: t.update({name: t[name][..., :-1].copy()}))
@@ -183,7 +184,7 @@ def test_rounding_is_not_called_indefinite(tmp_path: Path) -> None:
     assert read_calibration(path).layers[0].k2.shape == (2, 32, 32)
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "value", "expected"),
     [
         ("version", "2", "expected 1, found '2'"),
@@ -208,7 +209,7 @@ def test_metadata_defects(damaged: Callable[..., str], key: str, value: str, exp
     assert sentence.startswith(f"{PREFIX}{key}: {expected}")
 
 
-@pytest.mark.parametrize(
+@each(
     "key",
     [
         "version",
@@ -228,7 +229,7 @@ def test_missing_metadata(damaged: Callable[..., str], key: str) -> None:
     assert damaged(lambda t, m: m.pop(PREFIX + key)) == f"{PREFIX}{key}: expected this metadata string, found none"
 
 
-@pytest.mark.parametrize(
+@each(
     ("field", "value", "expected"),
     [
         ("il", 2, "expected il to be an integer from 0 to 1, found 2"),
@@ -299,7 +300,7 @@ def test_merge_weights_by_tokens() -> None:
         assert len(getattr(both.layers[0], key)) == 32
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "expected"),
     [
         ({"arch": "qwen2"}, "arch: expected 'llama' as in this run, found 'qwen2'"),
@@ -397,7 +398,7 @@ def test_merging_keeps_the_later_sensitivities() -> None:
         assert all(layer.sensitivity is not None for layer in merged.layers)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "sentence"),
     [
         ({"method": "guess"}, "subkv.calibration.sensitivity: expected a JSON object of method"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import codec_numpy
 import numpy as np
-import pytest
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_convert_codec import BANDS, rows_of
@@ -56,7 +56,7 @@ def test_rows(seed: int, bands: Bands, n: int) -> None:
     np.testing.assert_array_equal(back.view(np.uint32), codec_numpy.decode(rows, bands, ratio).view(np.uint32))
 
 
-@pytest.mark.parametrize(
+@each(
     ("bands", "ratio", "n", "reason"),
     [
         ([], [], 1, "bands: expected 1..8 bands and a ratio of each, found 0"),

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from calib_synthetic import random_calibration, with_key_means
 from click.testing import CliRunner, Result
+from each import each
 from gguf import GGUFReader
 
 from converter.cli import default_output
@@ -188,9 +189,9 @@ def test_dry_run_prints_and_writes_nothing(run: Callable[..., Result], tmp_path:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["calib.safetensors", "m.gguf"]
 
 
-@pytest.mark.parametrize("codec", ["int8", "banded"])
-@pytest.mark.parametrize("basis", [("pca", "pca"), ("query-aware", "output-aware")])
-@pytest.mark.parametrize("gamma", ["calibrated", "sqrt", "one"])
+@each("codec", ["int8", "banded"])
+@each("basis", [("pca", "pca"), ("query-aware", "output-aware")])
+@each("gamma", ["calibrated", "sqrt", "one"])
 def test_every_method(
     run: Callable[..., Result], base: Path, tmp_path: Path, codec: str, basis: tuple[str, str], gamma: str
 ) -> None:
@@ -199,7 +200,7 @@ def test_every_method(
     budget = ["--kv-bits", "5"] if codec == "banded" else []
     args = ["--codec", codec, "--basis-k", basis[0], "--basis-v", basis[1], "--gamma", gamma, *budget]
     args += ["--rank-k", "24", "--rank-v", "16", "--n-sink", "8", "--n-recent", "64", "--bpe-context", "5000"]
-    result = CliRunner().invoke(convert, ["--bases", str(bases), str(base), *args])
+    result = CliRunner().invoke(convert, ["--bases", str(bases), str(base), "-y", *args])
     assert result.exit_code == 0, result.output
     described = read(base.with_name("m.subkv.gguf"))
     names = {"calibrated": "calibrated", "sqrt": "sqrt_r_d", "one": "one"}
@@ -280,7 +281,7 @@ def test_centring_is_as_good_as_keys_without_a_mean(run: Callable[..., Result], 
 def test_centring_is_off_without_sinks(run: Callable[..., Result], base: Path) -> None:
     result = run("--n-sink", "0", calibration=centred_calibration(n_skip=0))
     assert result.exit_code == 0, result.output
-    assert "--center-k: off, since centring needs exact sinks, found --n-sink 0" in result.stderr
+    assert "--center-k: off, because centring needs exact sinks, found --n-sink 0" in result.stderr
     assert not any(head["centred"] for layer in read(base.with_name("m.subkv.gguf"))["layers"] for head in layer["k"])
     quiet = run("--n-sink", "0", "--no-center-k", calibration=centred_calibration(n_skip=0))
     assert quiet.exit_code == 0 and "--center-k" not in quiet.stderr
@@ -314,7 +315,7 @@ def refused(result: Result, sentence: str, code: int = 1) -> None:
     assert "Traceback" not in result.output
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "sentence"),
     [
         ({"arch": "qwen2"}, "subkv.calibration.arch: expected 'llama' as in the model, found 'qwen2'"),
@@ -332,7 +333,7 @@ def test_calibration_of_another_model(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["calib.safetensors", "m.gguf"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("args", "sentence"),
     [
         (["--kv-bits", "1"], "--kv-bits: expected "),
@@ -340,7 +341,7 @@ def test_calibration_of_another_model(
         (["--kv-bits", "nan"], "--kv-bits: expected "),
         (["--rank-k", "40"], "--rank-k: expected at most the head size 32 of layer 0, found 40"),
         (["--rank-v", "12"], "--rank-v: expected a positive multiple of 8, found 12"),
-        (["--n-sink", "2"], "--n-sink: expected at least 4, found 2: the calibration left out the first 4 positions"),
+        (["--n-sink", "2"], "--n-sink: expected at least 4, found 2: the calibration skipped the first 4 positions"),
         (["--n-sink", "5000"], "--n-sink: expected 0 to 4096, found 5000"),
         (["--n-recent", "-1"], "--n-recent: expected 0 to 65536, found -1"),
         (["-o", "/none/such/place/x.gguf"], "-o: cannot write "),
@@ -469,14 +470,17 @@ def test_default_budget_equals_q8_0_by_estimate(base: Path, tmp_path: Path) -> N
 def test_default_budget_without_samples_says_so(base: Path, tmp_path: Path) -> None:
     result = bare(base, tmp_path, random_calibration(samples=0))
     assert result.exit_code == 0, result.output
-    assert "--kv-bits: 4.5 by default, since q8_0's quality cannot be predicted here" in result.stderr
+    assert "--kv-bits: 4.5 by default, because q8_0's quality cannot be predicted" in result.stderr
 
 
 def test_no_default_budget_from_a_type_that_tells_nothing(base: Path, tmp_path: Path) -> None:
     """Keys around means of 500: q8_0's steps follow these, and any budget would be as good."""
     result = bare(base, tmp_path, centred_calibration(500.0))
     assert result.exit_code == 0, result.output
-    assert "--kv-bits: 4.5 by default, since nothing can be predicted: q8_0's rounding is as large as" in result.stderr
+    assert (
+        "--kv-bits: 4.5 by default, because quality cannot be predicted: q8_0's rounding is as large as"
+        in result.stderr
+    )
 
 
 def test_too_few_tokens_for_the_rank_are_noted(base: Path, tmp_path: Path) -> None:

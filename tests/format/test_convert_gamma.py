@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from calib_synthetic import draw, random_layer, with_key_means
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,8 +48,8 @@ def test_sampled_gamma_is_the_least_squares_factor(seed: int, bands: Bands, awar
     )
 
 
-@pytest.mark.parametrize("bands", [((32, 8),), ((32, 2),), ((8, 4), (8, 2)), ((16, 8),)])
-@pytest.mark.parametrize("aware", [True, False])
+@each("bands", [((32, 8),), ((32, 2),), ((8, 4), (8, 2)), ((16, 8),)])
+@each("aware", [True, False])
 def test_moment_gamma_agrees_with_many_samples(bands: Bands, aware: bool) -> None:
     stats = random_layer(0, seed=3)
     rng = np.random.default_rng(0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
 
@@ -125,27 +126,25 @@ def test_the_stream_is_found_where_weights_read_it(tiny_model: Models) -> None:
     assert np.sum((few.T @ stream) ** 2) == pytest.approx(1.0 - weights.WHITE, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("arch", "apart"), [("llama", 1), ("qwen2", 16), ("gemma2", 16), ("gpt-oss", 16), ("bloom", 0)]
-)
+@each(("arch", "apart"), [("llama", 1), ("qwen2", 16), ("gemma2", 16), ("gpt-oss", 16), ("bloom", 0)])
 def test_coordinates_that_turn_together_share_their_energy(tiny_model: Models, arch: str, apart: int) -> None:
     with Gguf(tiny_model(arch)) as base:
-        turning, found = partners(base, 32), energies(base)
-    assert turning is not None
-    assert set(abs(turning - np.arange(32))) == {apart}
-    rest = found.k[:, turning]
+        partner, found = partners(base, 32), energies(base)
+    assert partner is not None
+    assert set(abs(partner - np.arange(32))) == {apart}
+    rest = found.k[:, partner]
     if arch != "bloom":
         np.testing.assert_allclose(found.k, rest)
-        np.testing.assert_allclose(found.q, found.q[:, turning])
+        np.testing.assert_allclose(found.q, found.q[:, partner])
 
 
 def test_partial_rotation(tiny_model: Models) -> None:
     with Gguf(tiny_model("qwen2")) as base:
-        turning = partners(Changed(base, dimension_count=8), 32)
+        partner = partners(Changed(base, dimension_count=8), 32)
         assert partners(Changed(base, dimension_count=7), 32) is None
         assert partners(Changed(base, architecture="unheard of"), 32) is None
-    assert turning is not None
-    assert turning.tolist() == [4, 5, 6, 7, 0, 1, 2, 3, *range(8, 32)]
+    assert partner is not None
+    assert partner.tolist() == [4, 5, 6, 7, 0, 1, 2, 3, *range(8, 32)]
 
 
 def test_norms_of_heads_take_the_size_away(tiny_model: Models) -> None:
@@ -206,9 +205,7 @@ def test_layers_that_keep_a_state_have_no_bases(tiny_model: Models, arch: str) -
     assert [layer.shape.il for layer in datafree.bases_from_weights(tiny_model(arch), options()).layers] == [1, 3]
 
 
-@pytest.mark.parametrize(
-    "arch", ["llama", "qwen2", "gemma2", "gemma4", "gpt-oss", "bloom", "gpt2", "grok", "t5", "lfm2", "qwen2vl"]
-)
+@each("arch", ["llama", "qwen2", "gemma2", "gemma4", "gpt-oss", "bloom", "gpt2", "grok", "t5", "lfm2", "qwen2vl"])
 def test_any_model_gets_bases(tiny_model: Models, arch: str) -> None:
     result = datafree.bases_from_weights(tiny_model(arch), options())
     invertible(result.layers)
@@ -216,8 +213,8 @@ def test_any_model_gets_bases(tiny_model: Models, arch: str) -> None:
     assert [note.key for note in result.notes] == (["model"] if arch == "t5" else [])  # its tensors have other names
 
 
-@pytest.mark.parametrize("kv_bits", [4.0, 4.75, 5.3, 7.1, 12.0])
-@pytest.mark.parametrize(
+@each("kv_bits", [4.0, 4.75, 5.3, 7.1, 12.0])
+@each(
     ("arch", "dims"),
     [("llama", {}), ("llama", {"head_size": 56}), ("qwen2", {"head_size": 80}), ("gemma4", {}), ("deepseek2", {})],
 )
@@ -323,7 +320,7 @@ def test_sidecar_says_where_it_comes_from(tiny_model: Models, tmp_path: Path) ->
             np.testing.assert_array_equal(ours.k.encode, stored.k.encode)
 
 
-@pytest.mark.parametrize(
+@each(
     ("others", "key"),
     [
         ({"codec": "int8"}, "codec"),
@@ -367,7 +364,7 @@ def test_latent_attention(tiny_model: Models, tmp_path: Path) -> None:
         assert np.allclose(product, np.diag(np.diag(product)), atol=2e-3)
 
 
-@pytest.mark.parametrize("arch", mla.KNOWN)
+@each("arch", mla.SUPPORTED)
 def test_latent_attention_of_every_form(tiny_model: Models, arch: str) -> None:
     """Linear layers have no rows, drafting ones are not coded, and not every file tells the size of values."""
     with Gguf(tiny_model("deepseek2", n_layer=3)) as base:
@@ -395,7 +392,7 @@ def test_latent_attention_that_is_not_hooked(tiny_model: Models) -> None:
             datafree.plan(other, options())
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "F16", "BF16", "F32"])
+@each("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "F16", "BF16", "F32"])
 def test_rows_are_ggufs(tmp_path: Path, kind: str) -> None:
     """Dequantized by ggml as gguf-py does it, bit by bit; any choice of rows."""
     from gguf import GGUFWriter

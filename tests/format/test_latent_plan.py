@@ -225,7 +225,7 @@ def test_noise_in_a_row_moves_keys_and_values(model: Path, base: Gguf, calibrati
 
 
 def test_positions_turn_what_is_behind_the_latent(model: Path, base: Gguf) -> None:
-    """A key 100 positions later is the same key, turned as the calibration is spread."""
+    """A key 100 positions later is the same key, rotated as the calibration is spread."""
     tokens = [int(t) for t in np.random.default_rng(6).integers(40, 130, 8)]
     turn = rotation(base, 48)
     assert turn is not None and not turn.omega[:32].any() and turn.omega[32:].all()
@@ -238,8 +238,8 @@ def test_positions_turn_what_is_behind_the_latent(model: Path, base: Gguf) -> No
             session.decode(tokens, first)
             keys.append(session.get(session.layers()[0], "ks")[:, 0])
     phase = np.exp(100j * turn.omega)
-    turned = ((keys[0] @ turn.unitary.T) * phase @ turn.unitary.conj()).real
-    np.testing.assert_allclose(turned, keys[1], atol=1e-3)
+    rotated = ((keys[0] @ turn.unitary.T) * phase @ turn.unitary.conj()).real
+    np.testing.assert_allclose(rotated, keys[1], atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def error(heads: list[Head], plan: list[Bands]) -> float:
 @settings(max_examples=60, deadline=None)
 def test_budget_is_kept_and_used(seed: int, kv_bits: float, context: int, sort: bool) -> None:
     heads = random_heads(seed, sort=sort)
-    overhead = Overhead(context, Window(4, 0).filled())
+    overhead = Overhead(context, Window(4, 0).with_defaults())
     least = account(heads, [((8, 2),)] * len(heads), overhead).total
     budget = max(kv_bits, 1.02 * least)
     plan = plan_banded(heads, budget, overhead)
@@ -91,7 +91,7 @@ def test_plan_beats_uniform_bits(seed: int, kv_bits: float) -> None:
 def test_plan_is_close_to_the_best_of_all_plans(kv_bits: float) -> None:
     """Two heads of 24 coefficients: compare with exhaustive search over all non-increasing widths."""
     heads = random_heads(7, n=2, d=24)
-    overhead = Overhead(65536, Window(0, 0).filled())
+    overhead = Overhead(65536, Window(0, 0).with_defaults())
     widths = (0, *WIDTHS)
     options = [(a, b, c) for a in widths[1:] for b in widths if b <= a for c in widths if c <= b]
     costs, errors = [], []
@@ -123,7 +123,7 @@ def test_account_counts_every_byte() -> None:
     assert counted.bytes_per_token == (1 + 16 + 9) + (1 + 20)
     assert counted.rows == pytest.approx(8 * 47 / 96)
     assert counted.window == pytest.approx((16 * 4 + (10 + 16 * 2 / 96) * (128 + 16)) / 1000)
-    halves = account(heads, plan, Overhead(1000, Window(recent_bits=16).filled()))
+    halves = account(heads, plan, Overhead(1000, Window(recent_bits=16).with_defaults()))
     assert halves.window == pytest.approx(16 * (4 + 128 + 16) / 1000)
     bases = (2 + 1) * (40 * 64 + 32 * 32) + 2 * (40 + 32)  # in memory: D in f16, E in bytes, steps of its rows
     assert counted.bases == pytest.approx(8 * bases / (1000 * 96))

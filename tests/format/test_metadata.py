@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from each import each
 from format import native, writer
 from format.writer import Bands, Layer
 from gguf import GGUFValueType
@@ -64,7 +65,7 @@ def mixed() -> list[Layer]:
     return [Layer(il, 64, 64, k, v) for il, (k, v) in enumerate(sides)]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@each("name", LAYOUTS)
 def test_values(name: str, tmp_path: Path) -> None:
     layers = LAYOUTS[name]()
     layout = native.load(writer.write(tmp_path / "a.gguf", writer.metadata(layers)))
@@ -137,7 +138,7 @@ def fingerprint(keys: writer.Keys, layers: Sequence[Layer]) -> str:
     return hashlib.sha256("\n".join(map(str, lines)).encode() + b"".join(x.block() for x in layers)).hexdigest()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@each("name", LAYOUTS)
 def test_fingerprint_follows_its_definition(name: str, tmp_path: Path) -> None:
     layers = LAYOUTS[name]()
     keys = writer.metadata(layers, block_count=40)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from format import native, writer
 from gguf import GGUFValueType as T
 
@@ -51,14 +52,14 @@ def refusal_of(tmp_path: Path, **changed: tuple[T, Any]) -> str:
     return refusal(writer.write(tmp_path / "a.gguf", keys))
 
 
-@pytest.mark.parametrize("key", KEYS)
+@each("key", KEYS)
 def test_missing_key(key: str, tmp_path: Path) -> None:
     keys = {k: v for k, v in KEYS.items() if k != key}
     message = refusal(writer.write(tmp_path / "a.gguf", keys))
     assert message == f"{key}: expected a value of type {SHORT[KEYS[key][0]]}, found no such key"
 
 
-@pytest.mark.parametrize("key", KEYS)
+@each("key", KEYS)
 def test_wrong_type(key: str, tmp_path: Path) -> None:
     for vtype, value in OF_TYPE.items():
         if vtype != KEYS[key][0]:
@@ -66,7 +67,7 @@ def test_wrong_type(key: str, tmp_path: Path) -> None:
             assert message.startswith(f"{key}: expected type {SHORT[KEYS[key][0]]}, found type ")
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "value", "rest"),
     [
         ("subkv.version", 0, "expected 4, found 0"),
@@ -189,7 +190,7 @@ HOSTILE_JSON: dict[str, tuple[str | bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE_JSON)
+@each("name", HOSTILE_JSON)
 def test_hostile_layout(name: str, tmp_path: Path) -> None:
     text, expected = HOSTILE_JSON[name]
     message = refusal_of(tmp_path, subkv__layout=(T.STRING, text))
@@ -234,7 +235,7 @@ HOSTILE_BASE64: dict[str, tuple[str | bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE_BASE64)
+@each("name", HOSTILE_BASE64)
 def test_hostile_base64(name: str, tmp_path: Path) -> None:
     assert BASIS[-2] in "AEIMQUYcgkosw048" and BASIS[-1] == "=", "these cases need a block of 3n + 2 bytes"
     text, expected = HOSTILE_BASE64[name]
@@ -242,7 +243,7 @@ def test_hostile_base64(name: str, tmp_path: Path) -> None:
     assert message.startswith("subkv.blk.1.basis: ") and expected in message
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), 3.4e38, 65505.0])
+@each("bad", [0.0, -1.0, float("nan"), float("inf"), 3.4e38, 65505.0])
 def test_gamma_and_ratio(bad: float, tmp_path: Path) -> None:
     changes: list[tuple[Callable[[writer.Layer], None], str]] = [
         (lambda x: setattr(x.k[1], "gamma", bad), "gamma of k head 1"),
@@ -292,7 +293,7 @@ def test_not_a_file(tmp_path: Path) -> None:
         native.load(None)
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "found"),
     [
         (b"", "an empty file"),
@@ -334,7 +335,7 @@ def test_truncated_anywhere(tmp_path: Path) -> None:
             assert native.present(path) == -1
 
 
-@pytest.mark.parametrize("number", [2**63 - 1, 2**63, 2**64 - 1, 2**32, 10**6])
+@each("number", [2**63 - 1, 2**63, 2**64 - 1, 2**32, 10**6])
 def test_huge_numbers(number: int, tmp_path: Path) -> None:
     whole = writer.write(tmp_path / "a.gguf", KEYS, {"x": np.ones(8, np.float32)}).read_bytes()
     basis = whole.index(b"subkv.blk.0.basis")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 
 torch = pytest.importorskip("torch")
 
@@ -43,8 +44,8 @@ def written_out(q: Any, k: Any, v: Any, seen: Any, how: Logits) -> Any:
     return torch.einsum("bhgnt,bhntd->bnhgd", weight, v).flatten(2, 3)
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("padded", [False, True])
+@each("how", HOW)
+@each("padded", [False, True])
 def test_ordinary_layers(how: Logits, padded: bool) -> None:
     n = 20
     q, k, v = random(2, N_KV * GROUP, n, D), random(2, N_KV, T, D, seed=1), random(2, N_KV, T, D, seed=2)
@@ -55,9 +56,9 @@ def test_ordinary_layers(how: Logits, padded: bool) -> None:
     torch.testing.assert_close(attend_exact(q, k, v, seen if padded else None, how), want, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("n_recent", [0, 1, 13, 200])
-@pytest.mark.parametrize("n", [1, 40, T])
+@each("how", HOW)
+@each("n_recent", [0, 1, 13, 200])
+@each("n", [1, 40, T])
 def test_coded_layers(how: Logits, n_recent: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every query sees the first cells and its last ones exactly, all others as they are reconstructed."""
     monkeypatch.setattr(torch_attend, "TILE", 32)
@@ -66,8 +67,8 @@ def test_coded_layers(how: Logits, n_recent: int, n: int, monkeypatch: pytest.Mo
     torch.testing.assert_close(out, want, atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("how", [HOW[0], HOW[3]])
-@pytest.mark.parametrize(("n_recent", "n"), [(0, 20), (1, 1), (13, 20), (200, 20)])
+@each("how", [HOW[0], HOW[3]])
+@each(("n_recent", "n"), [(0, 20), (1, 1), (13, 20), (200, 20)])
 def test_coded_layers_through_triton(how: Logits, n_recent: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same in pieces of queries; the window, queries and weights are rounded to halves."""
     pytest.importorskip("triton")

@@ -116,7 +116,7 @@ def test_containers(tmp_path: Path) -> None:
     with pytest.raises(ContainerError, match=sentence):
         read_head(io.BytesIO(later))
     (tmp_path / "saved").write_bytes(later)
-    with pytest.raises(StateError, match=rf"expected a file written by /save, found something else in .*{sentence}"):
+    with pytest.raises(StateError, match=rf"expected a file written by /save, found another format in .*{sentence}"):
         read(tmp_path / "saved", "/save")
 
 

@@ -71,8 +71,7 @@ public:
         const char * adapt       = std::getenv("SUBKV_FUZZ_ADAPT");
         adapts                   = adapt && std::strcmp(adapt, "1") == 0;
         if (adapts) {
-            cache.adapt    = 3;
-            cache.adaptive = { 1, 0, 0, 1.0f, 0.5f, 8, 16, 8, 3, 1.0f, 100.0f, 0, 1 };
+            cache.adapt = "kv,kind=fd,rate=0.5,block=8,length=16,warm=8,max_chunks=3,gain=100,reuse=0,merge=1";
         }
         llama_context_params params = llama_context_default_params();
         params.n_ctx = params.n_batch = 512;

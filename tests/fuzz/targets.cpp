@@ -1,7 +1,7 @@
 // targets.cpp: readers of what somebody else wrote: layouts, files, and the parts of a state that are ours.
 #include "targets.h"
 
-#include "adaptive.h"
+#include "chunked.h"
 #include "base64.h"
 #include "layout.h"
 #include "window.h"
@@ -309,8 +309,8 @@ std::vector<Bytes> seeds_adapter() {
 }
 
 void run_adaptive(const uint8_t * data, size_t n) {
-    Adaptive adaptive(small_layout(), { true, true, eager() }, 1);
-    Read     from(data, n);
+    ChunkedBases adaptive(small_layout(), { true, true, eager() }, 1);
+    Read         from(data, n);
     try {
         adaptive.state_read(from, 0);
     } catch (const std::runtime_error &) {
@@ -329,9 +329,9 @@ void run_adaptive(const uint8_t * data, size_t n) {
 std::vector<Bytes> seeds_adaptive() {
     std::vector<Bytes> seeds;
     for (const int n : { 0, 3, 12 }) {
-        Adaptive adaptive(small_layout(), { true, true, eager() }, 1);
+        ChunkedBases adaptive(small_layout(), { true, true, eager() }, 1);
         for (const bool value : { false, true }) {
-            AdaptUnit * unit = adaptive.layer(0)->unit(0, 0, value);
+            ChunkUnit * unit = adaptive.layer(0)->unit(0, 0, value);
             follow(unit->adapter, n);
             unit->coded = 8 * n;
         }

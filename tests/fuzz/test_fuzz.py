@@ -42,7 +42,7 @@ def built(folder: Path, program: str, sources: list[Path], libraries: list[str])
     if not any((folder / "ggml-cpp.h").is_file() for folder in folders):
         pytest.skip("needs the headers of ggml, which a folder of libraries alone does not have")
     flags = [*listed(r"SUBKV_FUZZ_OPTIONS ([^)]*)\)"), "-std=c++17", "-O1", "-g", *includes]
-    flags += [f"-I{ROOT}/runtime/native", f"-I{ROOT}/kernels/include"]
+    flags += [f"-I{ROOT}/runtime/native", f"-I{ROOT}/runtime/native/adapt", f"-I{ROOT}/kernels/include"]
     linked = [f"-L{lib_dir()}", f"-Wl,-rpath,{lib_dir()}", *(f"-l{name}" for name in libraries)]
 
     def compile_to(target: str, *arguments: object) -> str:
@@ -62,7 +62,7 @@ def own(*names: str) -> list[Path]:
 def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The driver of targets.cpp."""
     sources = [ROOT / f"runtime/native/{name}.cpp" for name in listed(r"foreach\(name ([^)]*)\)")]
-    sources += [*ROOT.glob("kernels/ref/*.cpp"), *own("targets", "driver")]
+    sources += [*ROOT.glob("kernels/ref/*.cpp"), *ROOT.glob("kernels/sketch/*.cpp"), *own("targets", "driver")]
     return built(tmp_path_factory.mktemp("fuzz"), "fuzz", sources, ["ggml-base"])
 
 

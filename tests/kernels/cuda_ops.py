@@ -140,7 +140,7 @@ class Library:
 
 SOURCES = [*sorted(ROOT.glob("kernels/cuda/*.cu")), ROOT / "tests/kernels/cuda_capi.cpp"]
 REF = [
-    *(source for source in sorted((ROOT / "kernels/ref").glob("*.cpp")) if source.stem not in ("eigen", "sketch")),
+    *sorted((ROOT / "kernels/ref").glob("*.cpp")),
     ROOT / "runtime/native/capi_tiles.cpp",
     ROOT / "tests/kernels/ref_capi.cpp",
 ]

@@ -17,10 +17,11 @@ import ops as o
 import pytest
 from cases import Rounded
 from cuda_calls import N_RECENT, N_SINK, N_SLOTS, Call, Exact, Shape
+from each import each
 
 QUERY_STEP, WEIGHT_STEP = 1 / 32639, 1 / 65535
 HALF_ERROR = 2.0**-10
-LAYERS = pytest.mark.parametrize("name", layers.LAYERS | layers.WIDE_HEADS)
+LAYERS = each("name", layers.LAYERS | layers.WIDE_HEADS)
 
 
 def has_gpu() -> bool:
@@ -43,8 +44,12 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @LAYERS
-@pytest.mark.parametrize("orthonormal", [True, False])
+@each("orthonormal", [True, False])
 def test_encode(library: c.Library, name: str, orthonormal: bool) -> None:
+    check_encode_layout(library, name, orthonormal)
+
+
+def check_encode_layout(library: c.Library, name: str, orthonormal: bool) -> None:
     bands = (layers.LAYERS | layers.WIDE_HEADS)[name]
     d = max(map(layers.head_size, bands))
     sides = [
@@ -53,8 +58,8 @@ def test_encode(library: c.Library, name: str, orthonormal: bool) -> None:
     check_encode(library, sides, orthonormal)
 
 
-@pytest.mark.parametrize("name", layers.LATENT)
-@pytest.mark.parametrize("orthonormal", [True, False])
+@each("name", layers.LATENT)
+@each("orthonormal", [True, False])
 def test_encode_latent(library: c.Library, name: str, orthonormal: bool) -> None:
     check_encode(library, list(layers.Side.latent(name, 1, orthonormal)), orthonormal, latent=True)
 
@@ -134,19 +139,19 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each("shape", SHAPES)
 def test_attend_shapes(library: c.Library, shape: Shape) -> None:
     check_attend(library, "planned", shape)
 
 
 @LAYERS
-@pytest.mark.parametrize("shape", [Shape(group=2, n_kv=45), Shape(n_tps=3, group=2, n_kv=45)], ids=["decode", "tiles"])
+@each("shape", [Shape(group=2, n_kv=45), Shape(n_tps=3, group=2, n_kv=45)])
 def test_attend_layouts(library: c.Library, name: str, shape: Shape) -> None:
     check_attend(library, name, shape)
 
 
-@pytest.mark.parametrize("name", layers.LATENT)
-@pytest.mark.parametrize("shape", [Shape(group=16, n_kv=150), Shape(n_stream=2, n_tps=3, group=4, n_kv=70)], ids=str)
+@each("name", layers.LATENT)
+@each("shape", [Shape(group=16, n_kv=150), Shape(n_stream=2, n_tps=3, group=4, n_kv=70)])
 def test_attend_latent(library: c.Library, name: str, shape: Shape) -> None:
     """Values are the first coefficients of the keys that a tile holds."""
     check_attend(library, name, shape)
@@ -155,8 +160,8 @@ def test_attend_latent(library: c.Library, name: str, shape: Shape) -> None:
 LARGE: o.Layout = ((184, 16), (16, 8), (56, 4))
 
 
-@pytest.mark.parametrize("group", [2, 5])
-@pytest.mark.parametrize("bands", [LARGE, ((128, 8), (120, 5)), ((40, 3), (8, 8), (40, 6), (24, 2))], ids=str)
+@each("group", [2, 5])
+@each("bands", [LARGE, ((128, 8), (120, 5)), ((40, 3), (8, 8), (40, 6), (24, 2))])
 def test_attend_tiles_of_all_sizes(
     library: c.Library, bands: o.Layout, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,8 +170,8 @@ def test_attend_tiles_of_all_sizes(
     check_attend(library, "sized", Shape(group=group, n_kv=330))
 
 
-@pytest.mark.parametrize("codes", [0, 255])
-@pytest.mark.parametrize("group", [1, 8])
+@each("codes", [0, 255])
+@each("group", [1, 8])
 def test_sums_do_not_overflow(library: c.Library, codes: int, group: int) -> None:
     """Products of one sign, of the largest numbers there are."""
     check_attend(library, "widest", Shape(group=group, n_kv=300, n_split=1), codes)
@@ -208,13 +213,13 @@ def check_attend(library: c.Library, name: str, shape: Shape, codes: int | None 
 WITH_EXACT_ROWS = [SHAPES[0], SHAPES[7], Shape(n_tps=3, group=2, n_kv=200, means=True), *SHAPES[-2:]]
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("shape", WITH_EXACT_ROWS, ids=str)
+@each("sinks", [False, True])
+@each("shape", WITH_EXACT_ROWS)
 def test_combine(library: c.Library, shape: Shape, sinks: bool) -> None:
     check_combine(library, "planned", shape, sinks)
 
 
-@pytest.mark.parametrize("name", layers.LATENT)
+@each("name", layers.LATENT)
 def test_combine_latent(library: c.Library, name: str) -> None:
     check_combine(library, name, Shape(n_tps=3, group=9, n_kv=100), sinks=False)
 
@@ -261,12 +266,12 @@ def check_combine(library: c.Library, name: str, shape: Shape, sinks: bool) -> N
                     assert np.abs(got[token, hq * d_v : (hq + 1) * d_v] - want).max() <= 2e-4 * scale
 
 
-@pytest.mark.parametrize("shape", [*WITH_EXACT_ROWS, *SHAPES[8:10]], ids=str)
+@each("shape", [*WITH_EXACT_ROWS, *SHAPES[8:10]])
 def test_prompt(library: c.Library, shape: Shape) -> None:
     check_prompt(library, "planned", shape)
 
 
-@pytest.mark.parametrize("name", ["one_head", "large", "widest"])
+@each("name", ["one_head", "large", "widest"])
 def test_prompt_layouts(library: c.Library, name: str) -> None:
     check_prompt(library, name, Shape(n_tps=3, group=2, n_kv=70, means=True))
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from each import each
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "gates"))
 import measure
@@ -64,7 +65,7 @@ def test_a_figure_beyond_its_bound_is_found(number: str) -> None:
     assert len(table.broken(ROWS, "cuda", figures)) == 1
 
 
-@pytest.mark.parametrize("key", ROWS, ids=", ".join)
+@each("key", ROWS)
 def test_bounds(key: table.Key) -> None:
     """Recorded figures keep them, and a goal that is met is the bound."""
     row = ROWS[key]

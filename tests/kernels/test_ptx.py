@@ -12,6 +12,7 @@ import ops as o
 import ptx
 import pytest
 from cuda_calls import Call, Shape
+from each import each
 from test_cuda import LARGE, check_attend
 
 ARCHITECTURES = ["compute_75", "compute_80"]
@@ -72,16 +73,15 @@ class Interpreted(c.Library):
                     self.kernel.run((x, y, z), job, lib.emulated_last_shared(), 128)
 
 
-@pytest.mark.parametrize(
+@each(
     "shape",
     [Shape(group=4, n_kv=150), Shape(group=7, n_kv=70, softcap=30.0, means=True), Shape(n_stream=2, group=1, n_kv=65)],
-    ids=str,
 )
 def test_attend(emulated: c.Library, module: str, shape: Shape) -> None:
     check_attend(Interpreted(emulated, module), "planned", shape)
 
 
-@pytest.mark.parametrize("bands", [LARGE, ((40, 3), (8, 8), (40, 6), (24, 2), (24, 5))], ids=str)
+@each("bands", [LARGE, ((40, 3), (8, 8), (40, 6), (24, 2), (24, 5))])
 def test_layouts(emulated: c.Library, module: str, bands: o.Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(layers.LAYERS, "sized", ([bands], [bands[::-1]]))
     check_attend(Interpreted(emulated, module), "sized", Shape(group=4, n_kv=70))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import ops as o
-import pytest
+from each import each
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -81,7 +81,7 @@ def test_bytes_and_halves_are_the_definition(
     assert np.all(error <= 0.5 * step + np.abs(within) * 2.0**-10 + 2.0**-15)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@each("bad", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_not_finite_is_its_mean(table: o.Ops, bad: float) -> None:
     x = np.linspace(-3, 3, 64).astype(np.float32)
     x[17] = bad

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import sketches
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sketches import COVARIANCE, F32, F64, FREQUENT_DIRECTIONS, KINDS, OJA, Refused, Sketch
@@ -27,7 +28,7 @@ def check_eigen(a: F64) -> None:
     assert np.abs(values - np.linalg.eigvalsh(a)[::-1]).max() < tolerance
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 31, 64, 128, 256])
+@each("n", [1, 2, 3, 5, 8, 31, 64, 128, 256])
 def test_eigen_of_random_matrices(n: int) -> None:
     rng = np.random.default_rng(n)
     a = rng.standard_normal((n, n))
@@ -132,8 +133,8 @@ def test_any_split_gives_the_same(seed: int, kind: int, cuts: list[int], decay: 
     assert whole.count == parts.count == 150
 
 
-@pytest.mark.parametrize("decay", [1.0, 0.98, 0.6])
-@pytest.mark.parametrize("kind", [COVARIANCE, FREQUENT_DIRECTIONS])
+@each("decay", [1.0, 0.98, 0.6])
+@each("kind", [COVARIANCE, FREQUENT_DIRECTIONS])
 def test_top_is_that_of_the_weighted_covariance(kind: int, decay: float) -> None:
     """FD with ℓ ≥ d loses nothing and must agree."""
     d = 16
@@ -209,7 +210,7 @@ def test_bytes() -> None:
     assert Sketch(OJA, 64, 16).bytes == 40 + 4 * (16 * 64 + 16)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ((3, 8, 4), r"kind: expected 0 \(covariance\), 1 .* found 3"),

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import ops as o
 import pytest
+from each import each
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -22,7 +23,7 @@ import subkv_triton.ops as st  # noqa: E402
 from subkv_triton import attend, launch  # noqa: E402
 
 HALF_ERROR = 2.0**-10
-LAYERS = pytest.mark.parametrize("name", layers.LAYERS)
+LAYERS = each("name", layers.LAYERS)
 
 
 def tensor(array: npt.NDArray[Any]) -> Any:
@@ -64,11 +65,11 @@ def test_encode_projects_and_subtracts(ref: o.Ops) -> None:
         assert np.abs(a - b).max() <= 0.2 * np.abs(b).max()
 
 
-@pytest.mark.parametrize(
+@each(
     ("n_tok", "group", "n", "n_split", "softcap", "shifted"),
     [(1, 3, 71, 2, 0.0, False), (1, 1, 1, 1, 5.0, True), (9, 2, 70, 3, 0.0, True), (1, 17, 40, 1, 30.0, False)],
 )
-@pytest.mark.parametrize("name", ["planned", "large"])
+@each("name", ["planned", "large"])
 def test_attend_shapes(name: str, n_tok: int, group: int, n: int, n_split: int, softcap: float, shifted: bool) -> None:
     check_attend(name, n_tok, group, n, n_split, softcap, shifted)
 
@@ -78,8 +79,8 @@ def test_attend_layouts(name: str) -> None:
     check_attend(name, 2, 3, 45, 2, 0.0, False)
 
 
-@pytest.mark.parametrize("shapes", launch.EVERY, ids=str)
-@pytest.mark.parametrize(("n_tok", "group"), [(1, 3), (9, 2)])
+@each("shapes", launch.EVERY)
+@each(("n_tok", "group"), [(1, 3), (9, 2)])
 def test_attend_in_the_shapes_of_every_gpu(
     monkeypatch: pytest.MonkeyPatch, shapes: launch.Shapes, n_tok: int, group: int
 ) -> None:

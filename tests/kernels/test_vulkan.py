@@ -20,6 +20,7 @@ import pytest
 import test_cuda as t
 import vulkan_ops as v
 from cuda_calls import Call, Shape
+from each import each
 from test_cuda import (
     test_a_window_stores_what_its_slots_name,
     test_attend_latent,
@@ -90,29 +91,28 @@ def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
-@pytest.mark.parametrize("shape", [Shape(group=2, n_kv=130), Shape(n_tps=9, group=2, n_kv=70, n_split=1)], ids=str)
+@each("shape", [Shape(group=2, n_kv=130), Shape(n_tps=9, group=2, n_kv=70, n_split=1)])
 def test_large_heads(library: v.Library, large: str, shape: Shape) -> None:
     t.check_attend(library, large, shape)
 
 
-@pytest.mark.parametrize("orthonormal", [True, False])
+@each("orthonormal", [True, False])
 def test_encode_large_heads(library: v.Library, large: str, orthonormal: bool) -> None:
-    test_encode(library, large, orthonormal)
+    t.check_encode_layout(library, large, orthonormal)
 
 
-@pytest.mark.parametrize("shape", [Shape(group=71, n_kv=65), Shape(group=128, n_kv=65, n_split=1)], ids=str)
+@each("shape", [Shape(group=71, n_kv=65), Shape(group=128, n_kv=65, n_split=1)])
 def test_large_groups(library: v.Library, shape: Shape) -> None:
     t.check_attend(library, "one_head", shape)
 
 
-@pytest.mark.parametrize(
+@each(
     "shape",
     [
         Shape(group=18, n_kv=150),
         Shape(group=3, n_kv=100, blind=True),
         Shape(n_tps=2, group=4, n_kv=200, n_split=1, mask_half=True, softcap=20),
     ],
-    ids=str,
 )
 def test_attend_latent_of_deepseek(library: v.Library, monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
     """512 elements, and 64 rotated ones, of bands that end within a chunk of coefficients."""
@@ -122,7 +122,7 @@ def test_attend_latent_of_deepseek(library: v.Library, monkeypatch: pytest.Monke
 
 def test_combine_large_heads(library: v.Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(layers.LAYERS, "planned", LARGE["576"])
-    test_combine(library, Shape(n_tps=3, group=2, n_kv=100), True)
+    t.check_combine(library, "planned", Shape(n_tps=3, group=2, n_kv=100), True)
 
 
 def test_a_lost_barrier_is_found(opened: v.Library) -> None:
@@ -142,7 +142,7 @@ def test_a_lost_barrier_is_found(opened: v.Library) -> None:
     assert "SYNC-HAZARD-READ-AFTER-WRITE" in last
 
 
-@pytest.mark.parametrize("shader", v.SHADERS, ids=lambda path: path.stem)
+@each("shader", v.SHADERS)
 def test_no_feature_is_asked_for(shader: Path) -> None:
     """Neither subgroups of any width nor halves or small integers: devices with them and without run the same
     instructions. Integer dot products are asked for by one shader, which has a plain one beside it."""

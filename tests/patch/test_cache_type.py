@@ -46,7 +46,7 @@ def test_help_lists_it() -> None:
 @pytest.mark.skipif(os.name == "nt", reason="no sidecars are made here under wine")
 def test_the_dry_run_and_the_context_report_the_same_memory(demo_model: Path) -> None:
     """llama.cpp fits models to memory by a dry run. Both count cells and the exact window."""
-    sidecars.of_weights(demo_model, keep=True)
+    sidecars.from_weights(demo_model, keep=True)
     ordinary, coded = (complete(demo_model, "-ctk", name) for name in ("f16", "subkv"))
     for done in (ordinary, coded):
         assert done.returncode == 0, done.stderr

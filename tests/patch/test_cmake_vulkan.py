@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from each import each
 from test_cmake_cuda import CMAKE, MODULE, script
 
 VULKAN = MODULE.with_name("vulkan.cmake")
@@ -38,7 +39,7 @@ def configure(tmp_path: Path, without: list[str]) -> tuple[int, str]:
     return done.returncode, " ".join(done.stderr.split())
 
 
-@pytest.mark.parametrize("without", [[HEADERS], [LOADER], [GLSLC], [SPIRV], [GLSLC, SPIRV]], ids="+".join)
+@each("without", [[HEADERS], [LOADER], [GLSLC], [SPIRV], [GLSLC, SPIRV]])
 def test_what_is_missing_is_named(tmp_path: Path, without: list[str]) -> None:
     status, said = configure(tmp_path, without)
     assert status == 1

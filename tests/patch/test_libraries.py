@@ -13,9 +13,10 @@ from pathlib import Path
 
 import capi
 import pytest
+from each import each
 
 from research.experiments.sketch import SketchParams
-from research.warmstart.planter import Planted
+from subkv.format.adapt import HeadStats, Params
 from subkv.native import library as _lib
 
 TYPES = {
@@ -25,21 +26,21 @@ TYPES = {
     "uint64_t": ctypes.c_uint64,
     "float": ctypes.c_float,
     "double": ctypes.c_double,
-    "subkv_adapt_params": _lib.AdaptParams,
+    "const char *": ctypes.c_char_p,
 }
 STRUCTURES = {
     "subkv_cache_params": _lib.CacheParams,
     "subkv_stats": _lib.Stats,
     "subkv_observed": _lib.Observed,
     "subkv_sketch_params": SketchParams,
-    "subkv_planted": Planted,
-    "subkv_adapt_params": _lib.AdaptParams,
-    "subkv_adapt_stats": _lib.AdaptStats,
+    "subkv_adapt_params": Params,
+    "subkv_adapt_stats": HeadStats,
 }
 
 
 LOAD = "from subkv.native import library as _lib; _lib.load()"
 HEADERS = {"subkv": _lib.SIGNATURES, "subkv_research": capi.research(), "subkv_test": capi.TEST}
+HEADERS |= {"adapt/subkv_adapt": capi.adapt(), "adapt/subkv_adapt_test": capi.ADAPT_TEST}
 
 
 def header(name: str) -> str:
@@ -61,12 +62,12 @@ def test_every_function_is_declared(name: str) -> None:
     assert found == {name: len(arguments) for name, (_, arguments) in HEADERS[name].items()}
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
+@each("name", STRUCTURES)
 def test_structures(name: str) -> None:
-    match = re.search(rf"struct {name} \{{(.*?)\}} {name};", header("subkv") + header("subkv_research"), re.S)
+    match = re.search(rf"struct {name} \{{(.*?)\}} {name};", "".join(map(header, HEADERS)), re.S)
     assert match
     fields = []
-    for kind, names in re.findall(r"(\w+)\s+([\w\s,]+);", match[1]):
+    for kind, names in re.findall(r"((?:const )?\w+(?: \*)?)\s+([\w\s,]+);", match[1]):
         fields += [(field.strip(), TYPES[kind]) for field in names.split(",")]
     assert fields == STRUCTURES[name]._fields_
 

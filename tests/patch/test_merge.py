@@ -50,7 +50,7 @@ def test_a_conflict_names_hunk_row_and_reason_and_the_others_merge() -> None:
 @pytest.mark.parametrize(
     ("theirs", "reason"),
     [
-        (BASE.replace(b"line 15\n", b""), "expected 'line 15', found it removed"),
+        (BASE.replace(b"line 15\n", b""), "expected 'line 15', but the line was removed"),
         (BASE.replace(b"line 3\n", b"line 3\nupstream's\n"), 'found "upstream\'s" where the hunk adds lines'),
         (None, "expected the file, found none"),
     ],
@@ -67,7 +67,7 @@ def test_a_hunk_that_upstream_took_is_no_conflict() -> None:
 
 
 def test_a_hunk_of_another_file_is_refused() -> None:
-    with pytest.raises(DiffError, match="pinned file of a hunk at line 14"):
+    with pytest.raises(DiffError, match="pinned lines of a hunk at line 14"):
         m.spliced(BASE.replace(b"line 16\n", b"x\n"), DIFF.hunks)
 
 

@@ -6,6 +6,7 @@ import difflib
 
 import pytest
 import unified_diff as u
+from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,7 +53,7 @@ def test_several_hunks_and_text_before() -> None:
     assert u.apply(parsed, OLD) == NEW
 
 
-@pytest.mark.parametrize(
+@each(
     "data",
     [
         b"first\n" + OLD,  # an offset
@@ -69,7 +70,7 @@ def test_no_fuzz(data: bytes) -> None:
         u.apply(u.parse("p", diff(OLD, NEW)), data)
 
 
-@pytest.mark.parametrize(
+@each(
     ("data", "message"),
     [
         (b"", "no '--- a/' line"),

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import llama_source as s
 import pytest
+from each import each
 
 from subkv.native import library as _lib
 
@@ -88,7 +89,7 @@ def test_what_is_compiled(repo: Path, pristine: s.Tree, tmp_path: Path) -> None:
     assert {name.partition(".")[0] for name in all_linked - linked} == {*NAMES, *LIBRARIES}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_version(repo: Path, name: str) -> None:
     """Every program runs from another folder, without help of the environment, and names the pinned commit."""
     path = program(name)

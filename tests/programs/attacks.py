@@ -325,4 +325,4 @@ NUMBERS = [
     ),
 ]  # fmt: skip
 
-ALL = [*GRAMMARS, *SCHEMAS, *TOOLS, *BODIES, *NUMBERS]
+GROUPS = {"grammars": GRAMMARS, "schemas": SCHEMAS, "tools": TOOLS, "bodies": BODIES, "numbers": NUMBERS}

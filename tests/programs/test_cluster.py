@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 import pytest
+from each import each
 
 httpx = pytest.importorskip("httpx", reason="needs the extra `cluster`")
 pytest.importorskip("ray.serve", reason="needs the extra `cluster`")
@@ -273,16 +274,16 @@ def test_the_store_is_down(front: Front) -> None:
     assert again["tokens"] == expected["tokens"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("args", "sentence"),
     [
-        ({"replicas": 3}, "replicas: expected one of flags"),
+        ({"replicas": 3}, "replicas: unknown argument; expected one of flags"),
         ({"min_replicas": 3, "max_replicas": 2}, "max_replicas: expected at least min_replicas, 3"),
         ({"cpus": "many"}, "cpus: expected a number, found 'many'"),
         ({"tokens_per_replica": "0"}, "tokens_per_replica: expected at least 1, found 0"),
         ({"max_body": 0}, "max_body: expected at least 1, found 0"),
         ({"stall_timeout": "nan"}, "stall_timeout: expected more than 0 seconds, found nan"),
-        ({"flags": "-m model.gguf --host 0.0.0.0"}, "flags: expected no --host, found one: replicas listen"),
+        ({"flags": "-m model.gguf --host 0.0.0.0"}, "flags: expected no --host, found one: each replica listens"),
         ({"flags": ["--api-key=secret"]}, "flags: expected no --api-key, found one: api_key_file is"),
         ({"flags": "--models-dir models"}, "flags: expected no --models-dir, found one: a cluster serves one model"),
         ({"flags": "--version"}, "flags: expected no --version, found one: it starts no server"),

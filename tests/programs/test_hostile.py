@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from attacks import ALL, Attack
+from attacks import GROUPS, Attack
+from each import each
 from hostile import SECONDS, Failed, Server, binary, parse, receive
 
 pytestmark = [
@@ -68,20 +69,34 @@ def unharmed(kept: Kept) -> Iterator[Server]:
         raise
 
 
-@pytest.mark.parametrize(
-    "attack", [pytest.param(a, id=a.name, marks=[pytest.mark.slow] if a.slow else []) for a in ALL]
-)
-def test_an_attack_ends_and_the_others_go_on(kept: Kept, attack: Attack) -> None:
+SLOW = [attack for attacks in GROUPS.values() for attack in attacks if attack.slow]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_an_attack_ends_and_the_others_go_on(kept: Kept, group: str, subtests: pytest.Subtests) -> None:
+    for attack in GROUPS[group]:
+        if not attack.slow:
+            with subtests.test(attack.name):
+                make(kept, attack)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", SLOW, ids=lambda attack: attack.name)
+def test_a_slow_attack_ends_and_the_others_go_on(kept: Kept, attack: Attack) -> None:
+    make(kept, attack)
+
+
+def make(kept: Kept, attack: Attack) -> None:
     with unharmed(kept) as server:
         found: list[int | Failed] = []
 
-        def make() -> None:
+        def send() -> None:
             try:
                 found.append(server.ask("POST", attack.path, attack.content()).status)
             except Failed as error:
                 found.append(error)
 
-        thread = threading.Thread(target=make)
+        thread = threading.Thread(target=send)
         thread.start()
         try:
             answer = server.ask("POST", "/completion", SMALL)  # beside it
@@ -138,7 +153,7 @@ def hasty(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     made.drop()
 
 
-@pytest.mark.parametrize(
+@each(
     "data",
     [
         b"GET /health HTTP/1.1\r\nX: " + b"a" * 10_000_000 + b"\r\n\r\n",
@@ -156,8 +171,6 @@ def hasty(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
         + b"--a\r\n" * 4,
         b"GET /health HTTP/1.1\r\nRange: bytes=" + b",".join([b"0-1"] * 2000) + b"\r\n\r\n",
     ],
-    ids=["header", "headers", "address", "no-version", "bytes", "tls", "length-negative", "length", "chunk",
-         "chunk-size", "two-lengths", "multipart", "ranges"],
 )  # fmt: skip
 def test_what_is_no_request(hasty: Kept, data: bytes) -> None:
     """Refused, or the connection is closed; in time."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each import each
 from servers import Server, serving
 
 Serve = Callable[..., Any]
@@ -68,7 +69,7 @@ def local(request: pytest.FixtureRequest, words: Path, tmp_path_factory: pytest.
         yield server
 
 
-@pytest.mark.parametrize("host", HERE)
+@each("host", HERE)
 def test_this_machine_is_answered(local: Server, host: str) -> None:
     """Whatever the port: by name, by any loopback address; its own pages, and those of other local servers."""
     assert ask(local, "GET", "/health", Host=host)[0] == 200
@@ -76,7 +77,7 @@ def test_this_machine_is_answered(local: Server, host: str) -> None:
         assert ask(local, "POST", "/tokenize", Host=host, Origin=f"{scheme}://{host}")[0] == 200
 
 
-@pytest.mark.parametrize("host", ELSEWHERE)
+@each("host", ELSEWHERE)
 def test_other_names_are_refused(local: Server, host: str) -> None:
     for method, path in (("GET", "/health"), ("GET", "/"), ("POST", "/v1/chat/completions"), ("DELETE", "/x")):
         status, answer, _ = ask(local, method, path, Host=host)
@@ -84,9 +85,7 @@ def test_other_names_are_refused(local: Server, host: str) -> None:
     assert ask(local, "OPTIONS", "/tokenize", Host=host)[0] == 403
 
 
-@pytest.mark.parametrize(
-    "origin", [*(f"https://{host}" for host in ELSEWHERE), "null", "file://", "chrome-extension://x"]
-)
+@each("origin", [*(f"https://{host}" for host in ELSEWHERE), "null", "file://", "chrome-extension://x"])
 def test_pages_of_others_are_refused(local: Server, origin: str) -> None:
     """Also what browsers ask before, without a word that would let the page read the answer."""
     for method in ("POST", "OPTIONS", "GET"):

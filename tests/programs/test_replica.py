@@ -24,7 +24,7 @@ pytest.importorskip("httpx", reason="needs the extra `cluster`")
 
 from programs_found import program
 
-from runtime.serve.replica import LONGEST, LlamaServer, Request
+from runtime.serve.replica import MAX_SOCKET_NAME, LlamaServer, Request
 from subkv.base.errors import SubkvError
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="UNIX sockets")
@@ -100,7 +100,7 @@ def test_answers_come_through_a_private_socket(flags: list[str]) -> None:
             folder = server._folder
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
             (path,) = folder.iterdir()
-            assert path.is_socket() and len(str(path)) <= LONGEST
+            assert path.is_socket() and len(str(path)) <= MAX_SOCKET_NAME
             health = await asked(server, Request("GET", b"/health?a=%20b", [(b"Host", b"elsewhere")], b""))
             assert health == (200, {"status": "ok"})
             status, answer = await asked(server, completion(8))

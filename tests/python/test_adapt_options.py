@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from each import each
 
 from subkv.base.errors import SubkvError
 from subkv.format.adapt import Adapt, parse
@@ -16,7 +17,7 @@ def test_what_is_written_is_what_is_asked_for() -> None:
     assert parse("kv,length=256,gain=0.5,kind=fd") == ("kv", Adapt(length=256, gain=0.5, kind="fd"))
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "message"),
     [
         ("", "expected k, v or kv, found ''"),
@@ -48,7 +49,7 @@ def chunks(path: Path, **options: str) -> tuple[int, int]:
         stats, layers = llm.kv_stats(), llm.adapt_stats()
         assert stats.n_chunks == sum(layer.n_chunks for layer in layers)
         assert all(layer.side == "v" and 0.0 < min(layer.residuals) < 1.0 for layer in layers)
-        return stats.n_chunks, stats.bytes_adapt
+        return stats.n_chunks, stats.bytes_chunks
     finally:
         llm.close()
 

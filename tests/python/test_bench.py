@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from each import each
+from llama_source import read_version
 from tqdm import tqdm
 
 from runtime import bench
@@ -31,6 +33,7 @@ LLAMA_BENCH = {
     "type_k", "type_v", "n_gpu_layers", "flash_attn", "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns",
     "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts",
 }  # fmt: skip
+PINNED = read_version(Path(__file__).resolve().parents[2] / "runtime" / "llama.cpp")
 OURS = {"kv_bytes_per_token", "kv_read_gbs", "read_bandwidth_gbs", "bpe", "median_ts"}
 
 
@@ -56,6 +59,7 @@ def test_json(tiny_model: Models, coded_model: Models) -> None:
     assert len(tests) == len(objects)
     for o in objects:
         assert o.keys() >= LLAMA_BENCH | OURS
+        assert o["build_commit"] == PINNED["commit"]
         assert len(o["samples_ns"]) == len(o["samples_ts"]) == 3
         n = o["n_prompt"] + o["n_gen"]
         assert o["samples_ts"] == pytest.approx([1e9 * n / ns for ns in o["samples_ns"]])
@@ -182,8 +186,8 @@ def stopped_at(n: int, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(bench, "generate", stopping)
 
 
-@pytest.mark.parametrize("form", ["md", "csv", "json"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@each("form", ["md", "csv", "json"])
+@each(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_bench_that_is_stopped_shows_what_it_has(
     tiny_model: Models, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int, form: str
 ) -> None:
@@ -220,8 +224,8 @@ def test_a_bench_that_is_stopped_before_it_has_anything(
     assert result.stderr.splitlines()[-1] == "stopped by SIGTERM after 0 of 5 runs"
 
 
-@pytest.mark.parametrize("flash_attn", ["on", "off"])
-@pytest.mark.parametrize("cache", ["f16", "q8_0", "subkv"])
+@each("flash_attn", ["on", "off"])
+@each("cache", ["f16", "q8_0", "subkv"])
 def test_copies_fill_as_evaluated_batches(coded_model: Models, cache: str, flash_attn: str) -> None:
     """As many cells at the same positions, in states of the same size; every copy lies in a cell of its own."""
     if (cache, flash_attn) == ("q8_0", "off"):
@@ -250,10 +254,10 @@ def test_copies_fill_as_evaluated_batches(coded_model: Models, cache: str, flash
                 copied.decode(tokens.take(1), 0, 0, seq=2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "code", "message"),
     [
-        (["-p", "0", "-n", "0"], 2, "-p, -n: expected something to measure"),
+        (["-p", "0", "-n", "0"], 2, "-p, -n: expected a length above 0"),
         (["-p", "x"], 2, "expected numbers separated by commas, found 'x'"),
         (["-d", "-5"], 2, "expected numbers that are not negative"),
         (["-fa", "sometimes"], 2, "-fa: expected on, off or auto, found 'sometimes'"),

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
+from each import each
 
 from subkv.base import container, files
 from subkv.base.container import Container
@@ -124,7 +125,7 @@ def versions(folder: Path, write: Write) -> list[dict[str, bytes]]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_the_old_file_or_the_new_one(write: Write, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other").write_bytes(b"mine")
     old, new = versions(tmp_path, write)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 
 from runtime.chat.conversation import ContextFullError, Conversation, Sampling, Turn
 from runtime.chat.terminal import Interrupts
@@ -198,7 +199,7 @@ def test_after_clear_nothing_of_the_old_conversation_is_left(llm: Llama) -> None
 
 
 class Greeting:
-    """An Opening: its answers begin with two tokens, drawn before anything is evaluated."""
+    """A source of first tokens: its answers begin with two tokens, drawn before anything is evaluated."""
 
     n_cells = 3
 
@@ -219,21 +220,21 @@ class Greeting:
         yield
         self.read.append(prompt)
 
-    def told(self) -> tuple[str, list[str]]:
+    def report(self) -> tuple[str, list[str]]:
         return "", []
 
 
-def test_an_opening_is_asked_before_the_first_answer(llm: Llama) -> None:
-    opening = Greeting(llm)
-    conversation = Conversation(llm, None, Sampling(temp=0.0, seed=1), opening)
+def test_first_tokens_come_before_the_first_answer(llm: Llama) -> None:
+    first_tokens = Greeting(llm)
+    conversation = Conversation(llm, None, Sampling(temp=0.0, seed=1), first_tokens)
     _, turn = ask(conversation, "Hello")
     start = conversation.answer_start
     assert conversation.tokens[start : start + 2] == [40, 41]
-    assert (turn.opening, turn.n_opened, turn.n_prompt) == (opening, 2, 3)
-    assert (opening.begun, opening.read) == ([(start, 0)], [conversation.tokens[:start]])
+    assert (turn.first_tokens, turn.n_first_tokens, turn.n_prompt) == (first_tokens, 2, 3)
+    assert (first_tokens.begun, first_tokens.read) == ([(start, 0)], [conversation.tokens[:start]])
     assert llm.input_ids[: llm.n_tokens].tolist() == conversation.tokens[: llm.n_tokens]  # all of it is exact
     _, later = ask(conversation, "Go on.")
-    assert later.opening is None and len(opening.begun) == 1
+    assert later.first_tokens is None and len(first_tokens.begun) == 1
 
 
 def test_save_and_load(llm: Llama, tmp_path: Path) -> None:
@@ -289,7 +290,7 @@ def test_templates_that_refuse(monkeypatch: pytest.MonkeyPatch, llm: Llama) -> N
         ask(conversation, "Hello")
     monkeypatch.setattr("subkv.engine.model.C.llama_model_chat_template", lambda *_: None)
     with pytest.raises(SubkvError, match="expected a chat template in the model's metadata, found none"):
-        Template(llm.opened)
+        Template(llm.loaded_model)
 
 
 def test_ctrl_c_asks_once_and_insists_twice() -> None:
@@ -375,7 +376,7 @@ def test_a_full_context_ends_the_answer_and_refuses_what_does_not_fit(
     lines = [f"/read {tmp_path / 'long'}", "Hello " * 39, "and more " * 10, "/clear", "Hello"]
     done = program("runtime.chat", "-m", coded_model(), "-c", 256, "--temp", 0, "-n", 200, stdin="\n".join(lines))
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^/read: what was read needs \d+ of the 256 tokens left in a context of 256; ", done.stderr, re.M)
+    assert re.search(r"^/read: the text needs \d+ of the 256 tokens left in a context of 256; ", done.stderr, re.M)
     assert "-c: the context of 256 tokens is full; /clear starts over" in done.stderr
     assert "-c: the message needs " in done.stderr
     assert len(BRACKET.findall(done.stderr)) == 2  # the first and the one after /clear
@@ -388,7 +389,7 @@ def test_environment_variables(program: Program, tiny_model: Models) -> None:
     assert done.stderr.startswith("KV cache: q8_0, 8.50 bits per element")
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "code", "message"),
     [
         (["-m", "missing.gguf"], 1, "-m: expected a GGUF file, found no file missing.gguf"),

@@ -18,7 +18,7 @@ import tiny_vision
 import subkv
 from subkv.base.errors import CacheError
 from subkv.native.library import lib_dir
-from subkv.native.places import mtmd_variable
+from subkv.native.paths import mtmd_variable
 
 if not mtmd_variable(lib_dir()):
     pytest.skip("libmtmd is built with llama.cpp's programs (-DSUBKV_PROGRAMS=ON)", allow_module_level=True)
@@ -128,7 +128,7 @@ def test_a_lost_picture_is_not_made_up(case: Case) -> None:
         expected = asked(llm)
         n = llm.n_tokens
         llm.n_tokens = n - 20
-        with pytest.raises(CacheError, match="pictures: expected cells of a picture"):
+        with pytest.raises(CacheError, match="pictures: the cells of a picture were removed"):
             llm.eval([70])
         assert llm.n_tokens == 0
         assert asked(llm) == expected
@@ -138,7 +138,7 @@ def test_a_prompt_does_not_begin_with_a_picture_that_it_lacks(case: Case) -> Non
     """In the places of a picture there are tokens all the same: here those that are asked for."""
     with case.open(logits_all=True) as llm:
         asked(llm, n=1)
-        first, n = llm._pictures.before(llm.n_tokens), llm.n_tokens
+        first, n = llm._pictures.tokens_before(llm.n_tokens), llm.n_tokens
         assert 0 < first < n - 1
         tokens = [*llm.input_ids[: n - 1].tolist(), 70]
         next(llm.generate(tokens, temp=0.0))
@@ -157,7 +157,7 @@ def test_what_is_of_tokens_refuses_pictures(case: Case) -> None:
             with pytest.raises(CacheError, match="no picture in the context"):
                 refused()
         llm.set_cache(LlamaRAMCache())
-        with pytest.raises(CacheError, match="cache: expected no picture in the context beside a cache of prompts"):
+        with pytest.raises(CacheError, match="cache: expected no picture in the context with a prompt cache"):
             asked(llm)
         llm.reset()
         assert llm("The quick brown fox", max_tokens=8)["choices"][0]["text"]

@@ -124,9 +124,9 @@ def test_a_state_of_another_text_leaves_no_checkpoint(llm: Llama) -> None:
     llm.eval(prompt(60))
     state = llm.save_state()
     llm.eval(prompt(60, seed=1))
-    assert llm.reach(200) > 0
+    assert llm.restorable(200) > 0
     llm.load_state(state)
-    assert llm.reach(200) == 0
+    assert llm.restorable(200) == 0
     assert llm.keep(30) == 0
 
 
@@ -134,7 +134,7 @@ def test_recurrent_state_forgets_no_middle(llm: Llama) -> None:
     llm.eval(prompt(60))
     with pytest.raises(SubkvError, match="context_shift: expected a model and a cache whose positions can move"):
         llm.require_shift("context_shift")
-    with pytest.raises(CacheError, match="n_discard: expected a model that can forget tokens"):
+    with pytest.raises(CacheError, match="n_discard: expected a model that can remove tokens"):
         llm.discard(4, 20)
     assert llm.n_tokens == 60
     with counting(llm) as lengths:
@@ -148,10 +148,10 @@ def test_what_was_interrupted_is_not_relied_on(llm: Llama) -> None:
     llm.eval(prompt(40, seed=1))
     points = llm._ctx.checkpoints
     assert points is not None
-    assert points.reach(80) == 60
-    points._torn = True
-    assert points.cut(100) in (0, 60, 99)
-    assert not points._torn
+    assert points.restorable(80) == 60
+    points._inconsistent = True
+    assert points.rewind(100) in (0, 60, 99)
+    assert not points._inconsistent
 
 
 def test_bytes_are_bounded(llm: Llama) -> None:
@@ -166,7 +166,7 @@ def test_bytes_are_bounded(llm: Llama) -> None:
     assert [point.n_tokens for point in points._held] == [200, 300, 400]
     none = Checkpoints(llm.ctx, n_bytes=size - 1)
     none.take(100)
-    assert none.reach(100) == 0
+    assert none.restorable(100) == 0
 
 
 def test_drafts_leave_one_checkpoint_and_those_that_are_due(
@@ -178,7 +178,7 @@ def test_drafts_leave_one_checkpoint_and_those_that_are_due(
         points = Checkpoints(llm.ctx)
         for n in (10, 20, 20, *range(30, 131, 10)):
             points.take_for_draft(n)
-            assert points.reach(n) == n
+            assert points.restorable(n) == n
         assert [point.n_tokens for point in points.held] == [50, 100, 130]
         points.take(135)  # for good: a prompt ends there
         points.take_for_draft(135)
@@ -190,7 +190,7 @@ def test_bases_that_follow_the_text_have_none(tiny_model: Models) -> None:
     with opened(tiny_model("lfm2"), kv_cache="subkv", adapt="v", n_ctx=512) as llm:
         llm.eval(prompt(60))
         llm.eval(prompt(40, seed=1))
-        assert llm.reach(100) == 0
+        assert llm.restorable(100) == 0
         first, _ = answer(llm, prompt(60))
         again, evaluated = answer(llm, prompt(60))
         assert (again, evaluated) == (first, 63)
@@ -200,7 +200,7 @@ def test_models_without_recurrent_state_have_none(tiny_model: Models) -> None:
     with opened(tiny_model("llama")) as llm:
         llm.eval(prompt(60))
         assert llm._ctx.checkpoints is None
-        assert llm.reach(60) == 0
+        assert llm.restorable(60) == 0
 
 
 def test_drafts_of_a_hybrid(tiny_model: Models) -> None:

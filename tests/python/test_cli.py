@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from each import each
 from gguf import GGUFWriter
 
 from runtime import cli, demo, options
@@ -28,11 +29,25 @@ def run(*arguments: Any) -> Result:
 def test_every_command_has_help() -> None:
     listing = run("--help")
     assert listing.exit_code == 0
-    for name in ("convert", "calibrate", "chat", "bench", "perplexity", "tasks", "plot", "inspect", "cmake-dir"):
-        assert f"  {name} " in listing.stdout
+    for name in (*cli.COMMANDS, "lab"):
+        assert f"\n  {name} " in listing.stdout
         result = run(name, "--help")
         assert result.exit_code == 0
         assert result.stdout.startswith(f"Usage: subkv {name} ")
+    for name in cli.LAB:
+        assert f"\n  {name} " not in listing.stdout
+        assert f"\n  {name} " in run("lab", "--help").stdout
+        result = run("lab", name, "--help")
+        assert result.exit_code == 0
+        assert result.stdout.startswith(f"Usage: subkv lab {name} ")
+
+
+@pytest.mark.parametrize("name", cli.LAB)
+def test_old_names_of_lab_commands(name: str) -> None:
+    for arguments in ([name], [name, "--help"], [name, "-m", "model.gguf"]):
+        result = run(*arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr == f"subkv {name}: unknown command; it is now `subkv lab {name}`\n"
 
 
 @pytest.mark.parametrize("name", ["frobnicate", "experiments", "errors", "warmstart"])
@@ -99,26 +114,26 @@ def test_inspect_says_what_a_model_would_use(tiny_model: Models, cache_home: Pat
     model = tiny_model("llama")
     result = run("inspect", model)
     assert result.exit_code == 0, result.output
-    assert result.stderr.startswith("bases: none yet; -ctk subkv makes these, from the weights alone, 6.")
+    assert result.stderr.startswith("bases: none yet; -ctk subkv derives these from the weights, 6.")
     assert result.stderr.endswith(f"predicted as good as q8_0; `subkv convert {model}`: smaller at the same quality\n")
-    assert "bases made of the weights alone, without a calibration" in result.stdout
-    foreseen = json.loads(run("inspect", model, "-o", "json").stdout)
-    assert foreseen["path"] is None
+    assert "bases derived from the weights, without a calibration" in result.stdout
+    preview = json.loads(run("inspect", model, "-o", "json").stdout)
+    assert preview["path"] is None
     assert not cache_home.exists()  # nothing was kept
     made = choose_cache(model, CacheOptions("subkv")).layout
     assert made is not None
-    assert f", made by an earlier -ctk subkv ({made}); " in run("inspect", model).stderr
-    assert json.loads(run("inspect", model, "-o", "json").stdout) == {**foreseen, "path": str(made)}
-    beside = Path(shutil.copy(made, store.beside(model)))
+    assert f", stored by an earlier -ctk subkv ({made}); " in run("inspect", model).stderr
+    assert json.loads(run("inspect", model, "-o", "json").stdout) == {**preview, "path": str(made)}
+    beside = Path(shutil.copy(made, store.sidecar_path(model)))
     try:
-        assert run("inspect", model).stderr.startswith("bases: made without a calibration for this model, ")
+        assert run("inspect", model).stderr.startswith("bases: derived without a calibration for this model, ")
         assert json.loads(run("inspect", model, "-o", "json").stdout)["path"] == str(beside)
     finally:
         beside.unlink()
     assert json.loads(run("inspect", coded_model(), "-o", "json").stdout)["path"] == str(coded_model())
 
 
-@pytest.mark.parametrize(
+@each(
     ("flags", "names"),
     [
         ((None, None), ("f16", "f16")),
@@ -129,15 +144,15 @@ def test_inspect_says_what_a_model_would_use(tiny_model: Models, cache_home: Pat
     ],
 )
 def test_cache_flags(flags: tuple[str | None, str | None], names: tuple[str, str], tiny_model: Models) -> None:
-    choice = choose_cache(tiny_model("llama"), options.cache_asked(*flags))
+    choice = choose_cache(tiny_model("llama"), options.requested_cache(*flags))
     assert (choice.name_k, choice.name_v) == names
 
 
-@pytest.mark.parametrize("flags", [(None, None), ("auto", None), ("subkv", None), ("subkv", "subkv"), (None, "subkv")])
+@each("flags", [(None, None), ("auto", None), ("subkv", None), ("subkv", "subkv"), (None, "subkv")])
 def test_flags_of_coded_caches(flags: tuple[str | None, str | None], coded_model: Models) -> None:
-    asked = options.cache_asked(*flags, adapt="v", n_sink=3)
+    asked = options.requested_cache(*flags, adapt="v", n_sink=3)
     choice = choose_cache(coded_model(), asked)
-    assert (choice.name, choice.adapt, choice.window.asked()) == ("subkv", "v", {"n_sink": 3})
+    assert (choice.name, choice.adapt, choice.window.requested()) == ("subkv", "v", {"n_sink": 3})
 
 
 def test_demo_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +184,7 @@ def test_demo_is_converted_once(
     assert first.stat().st_mtime_ns == before
     first.write_bytes(first.read_bytes()[:-100])  # damaged: made again
     assert check_model_file(demo.converted()) == first
-    assert "truncated; it is made again" in capsys.readouterr().err
+    assert "truncated; converting it again" in capsys.readouterr().err
 
 
 def test_demo_cache_that_cannot_be_written(

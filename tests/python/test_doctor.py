@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from runtime import cli
-from runtime.doctor import findings, kept
+from runtime.doctor import cache_folder, report
 from subkv.base.locks import exclusive
 from subkv.base.version import __version__
 from subkv.native.library import lib_dir
@@ -66,9 +66,9 @@ def test_says_what_a_report_needs() -> None:
     found = json.loads(done.stdout)
     assert done.returncode == 0, found["broken"]
     assert found["versions"]["subkv"] == __version__
-    assert found["versions"]["llama-cpp-python"] == importlib.metadata.version("llama-cpp-python") == findings.pinned()
+    assert found["versions"]["llama-cpp-python"] == importlib.metadata.version("llama-cpp-python") == report.pinned()
     assert re.fullmatch("[0-9a-f]{9}", found["versions"]["llama.cpp"])
-    assert f"libsubkv{findings.SUFFIX}" in found["libraries"]["files"]
+    assert f"libsubkv{report.SUFFIX}" in found["libraries"]["files"]
     assert found["processor"]["kernel"] == found["processor"]["kernels"][-1]
     assert found["processor"]["kernels"][0] == "ref"
     assert "CPU" in found["backends"]
@@ -108,14 +108,14 @@ def test_one_missing_library_is_named(tmp_path: Path) -> None:
     done = asked("-o", "json", SUBKV_LIB_PATH=str(tmp_path), LLAMA_CPP_LIB_PATH=None)
     assert done.returncode == 1
     broken = json.loads(done.stdout)["broken"]
-    assert f"libllama{findings.SUFFIX}: expected it in {tmp_path}, found none; install subkv again" in broken
+    assert f"libllama{report.SUFFIX}: expected it in {tmp_path}, found none; install subkv again" in broken
 
 
 def test_libraries_that_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
     real = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda _, **more: real([sys.executable, "-c", script], **more))
-    from runtime.doctor.probing import probe
+    from runtime.doctor.probe import probe
 
     assert probe() == {
         "error": "libraries: expected them to load, found that the process was ended by SIGILL; "
@@ -124,8 +124,8 @@ def test_libraries_that_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_another_version_of_the_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "pinned", lambda: "0.0.1")
-    found, broken = findings.report()
+    monkeypatch.setattr(report, "pinned", lambda: "0.0.1")
+    found, broken = report.report()
     version = found["versions"]["llama-cpp-python"]
     assert f"llama-cpp-python: expected 0.0.1, found {version}; pip install llama-cpp-python==0.0.1" in broken
 
@@ -133,7 +133,7 @@ def test_another_version_of_the_bindings(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    _, broken = findings.report()
+    _, broken = report.report()
     assert broken == [f"XDG_CACHE_HOME: expected a cache folder that can be written, found {tmp_path / 'file'}"]
 
 
@@ -144,25 +144,25 @@ def test_nothing_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setenv("LLAMA_API_KEY", "sk-secret")
     monkeypatch.setenv("SUBKV_STROE", "x")
     monkeypatch.setenv("UNRELATED", "y")
-    found = findings.environment()
+    found = report.environment()
     assert (found["HF_TOKEN"], found["LLAMA_API_KEY"]) == ("(set)", "(set)")
     assert found["SUBKV_STROE"] == "x  (unknown to this version)"
     assert "UNRELATED" not in found
-    assert findings.private(found["SUBKV_STORE"]) == "~/prompts"
-    assert findings.private(f"{tmp_path}x {tmp_path}:{tmp_path}/a") == f"{tmp_path}x ~:~/a"
+    assert report.hide_home(found["SUBKV_STORE"]) == "~/prompts"
+    assert report.hide_home(f"{tmp_path}x {tmp_path}:{tmp_path}/a") == f"{tmp_path}x ~:~/a"
 
 
 def test_kinds_of_cached_files(filled: Path) -> None:
-    assert {file.path.relative_to(filled).as_posix(): file.kind for file in kept.cached(filled)} == FILES
-    found, _ = findings.report()
-    assert found["cache"]["kinds"]["bases"] == {"files": 2, "bytes": 2000, "about": kept.KINDS["bases"][0]}
+    assert {file.path.relative_to(filled).as_posix(): file.kind for file in cache_folder.cached(filled)} == FILES
+    found, _ = report.report()
+    assert found["cache"]["kinds"]["bases"] == {"files": 2, "bytes": 2000, "about": cache_folder.KINDS["bases"][0]}
 
 
 def test_clear_asks_first(filled: Path) -> None:
     done = run("--clear-cache", input="n\n")
     assert done.exit_code == 1
     assert all(name in done.stdout for name in FILES)
-    assert len(kept.cached(filled)) == len(FILES)
+    assert len(cache_folder.cached(filled)) == len(FILES)
     assert run("-y").exit_code == 2
 
 
@@ -170,7 +170,7 @@ def test_clear_removes_files_of_ours_alone(filled: Path) -> None:
     done = run("--clear-cache", "-y")
     assert done.exit_code == 0, done.output
     assert f"removed {len(FILES)} files" in done.stdout
-    assert kept.cached(filled) == []
+    assert cache_folder.cached(filled) == []
     assert (filled / "notes.txt").read_text() == "of the user"
     assert run("--clear-cache", "-y").stdout.startswith("nothing to remove in ")
 
@@ -181,7 +181,7 @@ def test_clear_leaves_what_is_in_use(filled: Path) -> None:
     writing.write_bytes(b"half")
     with exclusive(filled / f"sidecars/{MODEL}.lock", "prepare it"):
         done = run("--clear-cache", "-y")
-    left = {file.path.name for file in kept.cached(filled)}
+    left = {file.path.name for file in cache_folder.cached(filled)}
     assert left == {Path(name).name for name in FILES if MODEL in name} | {writing.name}
-    assert f"found process {os.getpid()} at it" in done.stderr
-    assert f"{writing.name} stays: it may still be written" in done.stderr
+    assert f"process {os.getpid()} is doing that now" in done.stderr
+    assert f"{writing.name}: kept: it may still be written" in done.stderr

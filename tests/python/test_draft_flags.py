@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.testing import CliRunner, Result
 
-from runtime.chat import program as chat
+from runtime.chat import cli as chat
 from runtime.options import draft_options
 from subkv.engine.drafts import DraftModel, PromptLookup
 

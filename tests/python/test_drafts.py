@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from opening import N_CTX, last_logits, opened, prompt
 
 from subkv import DraftModel, PromptLookup
 from subkv.base.errors import CacheError, SubkvError
-from subkv.engine.drafts import NOTHING
+from subkv.engine.drafts import EMPTY
 from subkv.engine.llama import Llama
 from subkv.format.window import N_ROLLBACK
 from subkv.native.binding import llama_cpp
@@ -59,8 +60,8 @@ def test_a_lookup_guesses_what_followed_last_time() -> None:
         assert lookup(ids(*text)).size == 0
 
 
-@pytest.mark.parametrize("cache", ["subkv", "f16"])
-@pytest.mark.parametrize("n_draft", [1, 10, 48, 100])
+@each("cache", ["subkv", "f16"])
+@each("n_draft", [1, 10, 48, 100])
 def test_drafts_of_any_length(coded_model: Models, cache: str, n_draft: int) -> None:
     path = coded_model()
     with opened(path, kv_cache=cache) as llm:
@@ -102,9 +103,9 @@ def test_a_path_is_a_draft_model(coded_model: Models, tiny_model: Models) -> Non
         copy = pickle.loads(pickle.dumps(llm))
         assert answer(copy, PROMPT, 10) == answer(llm, PROMPT, 10)
         copy.close()
-        with pytest.raises(SubkvError, match="draft_model: expected one that nobody uses"):
+        with pytest.raises(SubkvError, match="draft_model: another Llama is using"):
             opened(coded_model(), draft_model=model).__enter__()
-    with pytest.raises(SubkvError, match="draft_model: expected one that a Llama has opened"):
+    with pytest.raises(SubkvError, match="draft_model: expected a draft model that a Llama has opened"):
         model(ids(1, 2))
     with opened(coded_model(), draft_model=model) as llm:  # free again
         assert answer(llm, PROMPT, 5)
@@ -171,7 +172,7 @@ def test_what_is_refused(coded_model: Models, tiny_model: Models, tmp_path: Path
         Llama(coded_model(), n_ctx=N_CTX, draft_model=tmp_path / "missing.gguf", verbose=False)
     with pytest.raises(SubkvError, match="draft_model: expected a path or a LlamaDraftModel, found int"):
         Llama(coded_model(), n_ctx=N_CTX, draft_model=3, verbose=False)
-    with pytest.raises(CacheError, match="draft_model: expected cells that can go back, found recurrent state"):
+    with pytest.raises(CacheError, match="draft_model: expected a context that can go back, found recurrent state"):
         Llama(tiny_model("lfm2"), n_ctx=N_CTX, kv_cache="subkv", adapt="v", draft_model=PromptLookup(), verbose=False)
 
 
@@ -260,7 +261,7 @@ def test_nobody_closes_a_llama_whose_draft_model_is_at_work(coded_model: Models)
         class Intruder(LlamaDraftModel):
             def __call__(self, input_ids: Any, /, **_: Any) -> Any:
                 errors.append(pool.submit(llm.close).exception())
-                return NOTHING
+                return EMPTY
 
         llm.draft_model = Intruder()
         assert answer(llm, PROMPT, 8) == plain

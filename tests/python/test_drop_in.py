@@ -245,11 +245,11 @@ def test_sizes_of_a_coded_cache(coded_model: Models) -> None:
         assert stats.n_cells == N_CTX
         assert stats.bytes_f16 == 2 * n_elements * N_CTX
         assert stats.bytes_codes == stats.bytes_per_token * N_CTX
-        window = Window(stats.n_sink, stats.n_recent, stats.n_rollback).filled()
+        window = Window(stats.n_sink, stats.n_recent, stats.n_rollback).with_defaults()
         assert stats.bytes_window == window.bits(n_elements, n_elements // tiny.DIMS["head_size"]) // 8
         assert stats.bytes_kv == stats.bytes_codes + stats.bytes_window
         assert stats.bpe == pytest.approx(8 * stats.bytes_kv / (n_elements * N_CTX))
-        assert (stats.n_chunks, stats.bytes_adapt) == (0, 0)
+        assert (stats.n_chunks, stats.bytes_chunks) == (0, 0)
         assert stats.n_layer_coded == tiny.DIMS["n_layer"]
         assert llm.fingerprint() == stats.fingerprint
 
@@ -260,7 +260,7 @@ def test_chunks_are_counted(coded_model: Models) -> None:
         llm.eval(prompt(400))
         stats = llm.kv_stats()
         assert stats.n_chunks == sum(side.n_chunks for side in llm.adapt_stats()) > 0
-        assert stats.bytes_kv == stats.bytes_codes + stats.bytes_window + stats.bytes_adapt
+        assert stats.bytes_kv == stats.bytes_codes + stats.bytes_window + stats.bytes_chunks
 
 
 def test_a_state_costs_its_cells_and_the_window(coded_model: Models) -> None:

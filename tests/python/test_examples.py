@@ -19,7 +19,7 @@ from runtime.serve.cli import main as serve
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.engine.llama import Llama
-from subkv.native import places
+from subkv.native import paths
 from subkv.native.binding import C
 
 Models = Callable[..., Path]
@@ -68,13 +68,13 @@ def test_summarise(coded_model: Models, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("The sea is blue. " * 10000)
     done = example("summarise.py", coded_model(), tmp_path / "text")
     assert done.returncode == 1
-    assert re.fullmatch(rb"\S+text: expected at most \d+ tokens, .*, found \d+\n", done.stderr)
+    assert re.fullmatch(rb"\S+text: expected at most \d+ tokens .*, found \d+\n", done.stderr)
 
 
 def llama_server() -> Path:
     """The program of this build; skips where there is none."""
     try:
-        return programs.find("llama-server", places.lib_dir(), "")
+        return programs.find("llama-server", paths.lib_dir(), "")
     except SubkvError:
         pytest.skip("llama-server: not built (SUBKV_PROGRAMS=ON)")
 
@@ -113,10 +113,10 @@ def generate(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if shutil.which(tool) is None:
             pytest.skip(f"C example: {tool} is not installed")
     folder = tmp_path_factory.mktemp("c")
-    if os.environ.get(places.SUBKV_LIB_PATH):
-        build = places.lib_dir().parent
+    if os.environ.get(paths.SUBKV_LIB_PATH):
+        build = paths.lib_dir().parent
         if not (build / "package" / "subkvConfig.cmake").is_file():
-            pytest.skip(f"C example: {places.SUBKV_LIB_PATH} is not in a build tree that can be installed")
+            pytest.skip(f"C example: {paths.SUBKV_LIB_PATH} is not in a build tree that can be installed")
         moved = folder / "moved"
         done = run("cmake", "--install", build, "--prefix", folder / "prefix")
         assert done.returncode == 0, done.stderr

@@ -48,7 +48,7 @@ def test_one_object_in_two_threads(coded_model: Models) -> None:
         inside, leave = threading.Event(), threading.Event()
 
         def work() -> None:
-            with llm._ctx.alone():
+            with llm._ctx.exclusive():
                 inside.set()
                 leave.wait(60)
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from opening import N_CTX, last_logits, opened, prompt
 
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError
 from subkv.engine.cache import STOCK_TYPES
 from subkv.engine.keywords import STALE
 from subkv.engine.llama import Llama
-from subkv.engine.shift import forgettable
+from subkv.engine.shift import removable
 
 Models = Callable[..., Path]
 
@@ -82,7 +83,7 @@ def test_window_arguments_reach_the_cache(coded_model: Models) -> None:
         assert (stats.n_sink, stats.n_recent, stats.n_rollback) == (2, 24, 8)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "message"),
     [
         ({"kv_cache": "q3_k"}, "kv_cache: expected one of auto, subkv, f32"),
@@ -142,7 +143,7 @@ def test_bases_of_another_model_are_refused_and_do_not_linger(tiny_model: Models
 
 
 def test_a_model_without_a_kv_cache_is_refused(tiny_model: Models, coded_model: Models) -> None:
-    with pytest.raises(CacheError, match="kv_cache: expected a model with a K/V cache .* choose f16"):
+    with pytest.raises(CacheError, match="kv_cache: expected a model with a K/V cache, .* choose f16"):
         Llama(tiny_model("mamba"), bases=coded_model(), n_ctx=N_CTX, verbose=False)
 
 
@@ -218,13 +219,13 @@ def test_shift(tiny_model: Models, coded_model: Models) -> None:
                 llm.discard(10, 0)
 
 
-@pytest.mark.parametrize("room", [256, 257, 4092])
-@pytest.mark.parametrize("n_recent", [0, 128])
+@each("room", [256, 257, 4092])
+@each("n_recent", [0, 128])
 def test_a_full_context_turns_a_key_twice_at_most(room: int, n_recent: int) -> None:
     """As the older half is forgotten; the one in the middle of an odd number is turned twice. Each turn codes anew."""
     turns = np.zeros(room, dtype=int)
     for _ in range(20):
-        gone = forgettable(room, n_recent)
+        gone = removable(room, n_recent)
         turns = np.concatenate([turns[gone:] + 1, np.zeros(gone, dtype=int)])
         assert turns.max() == 1 + (turns[0] > 1) and (turns > 1).sum() <= room % 2
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed (pip install '.[eval]')")
 
@@ -84,7 +85,9 @@ def test_answers_are_greedy_and_end_at_a_stop(lm: Any) -> None:
     tokens = lm.tok_encode(LONG)
     (first,) = lm.generate_until([asked(LONG, short)], disable_tqdm=True)
     assert text.startswith(first)
-    assert first.startswith(lm._piece(int(lm._logits(tokens, len(tokens) - 1)[0].argmax())).decode("utf-8", "replace"))
+    assert first.startswith(
+        lm._model.piece(int(lm._logits(tokens, len(tokens) - 1)[0].argmax())).decode("utf-8", "replace")
+    )
     stop = text[3:5]
     (cut,) = lm.generate_until([asked(LONG, long | {"until": [stop]})], disable_tqdm=True)
     assert cut == text[: text.index(stop)]
@@ -101,7 +104,7 @@ def test_chats_use_the_models_template(lm: Any) -> None:
     assert "im_start" in lm.chat_template(True)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({}, "--model_args: expected model=FILE and cache, n_ctx or threads, found no model"),

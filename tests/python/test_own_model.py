@@ -12,9 +12,9 @@ from click.testing import CliRunner, Result
 
 import subkv
 from runtime import cli
-from runtime.opening import open_coded
+from runtime.model import open_coded
 from subkv.base.errors import CacheError, SubkvError
-from subkv.engine.cache import CacheOptions, choose_cache, or_of_weights
+from subkv.engine.cache import CacheOptions, choose_cache, with_weight_bases
 from subkv.engine.context import ContextOptions
 from subkv.engine.llama import Llama
 from subkv.format.layout import Layout
@@ -36,9 +36,9 @@ def test_chat_makes_bases(tiny_model: Models, cache_home: Path) -> None:
     assert first.exit_code == 0, first.output
     cache, bases = first.stderr.splitlines()[:2]
     assert cache.startswith("KV cache: subkv, ")
-    assert bases.startswith("bases: from the weights alone, 6.")
+    assert bases.startswith("bases: from the weights, 6.")
     assert "predicted as good as q8_0" in bases
-    assert "; -ctk f16: without bases; " in bases
+    assert "; -ctk f16 uses none; " in bases
     assert f"`subkv convert {model}`" in bases
     (made,) = (cache_home / "subkv" / "sidecars").glob("*.weights.gguf")
     before = made.stat().st_mtime_ns
@@ -70,7 +70,7 @@ def test_bases_of_an_earlier_budget_are_made_again(tiny_model: Models, cache_hom
     from subkv.plan.pipeline import Options
 
     datafree.sidecar(tiny_model(), made, Options(kv_bits=4.75, bpe_context=8192))
-    assert "bases: from the weights alone, 6." in chat(tiny_model()).stderr
+    assert "bases: from the weights, 6." in chat(tiny_model()).stderr
 
 
 def test_a_model_that_has_no_use_for_them(tiny_model: Models) -> None:
@@ -112,7 +112,7 @@ def test_what_was_asked_by_name_stays(tiny_model: Models, coded_model: Models) -
         (tiny_model(), CacheOptions(bases=coded_model())),
         (coded_model(), CacheOptions(window=Window(n_recent=16))),
     ):
-        assert or_of_weights(model, asked) == (asked, "")
+        assert with_weight_bases(model, asked) == (asked, "")
 
 
 def test_other_programs_stay_with_f16(tiny_model: Models, cache_home: Path) -> None:

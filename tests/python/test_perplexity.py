@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from each import each
 
 from runtime.perplexity import main
 from subkv.engine.llama import Llama
@@ -106,7 +107,7 @@ def test_a_base_file_gives_what_the_direct_comparison_gives(
     assert itself["chunks"] == 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         (["-f", "missing.txt"], "-f: cannot read missing.txt: No such file"),

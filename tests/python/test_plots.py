@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from each import each
 
 from converter.plots import layers
 from converter.plots.frontier import frontier, frontier_figure
@@ -164,14 +165,14 @@ def test_command_writes_a_picture_of_all_files(drawn: None, tmp_path: Path, name
     for path, rows in zip(paths, (EVALUATED, COMPARED), strict=True):
         path.write_text(json.dumps(rows))
     target = tmp_path / name
-    result = run("plot", *paths, "-o", target)
+    result = run("lab", "plot", *paths, "-o", target)
     assert result.exit_code == 0, result.output
     assert (result.stdout, result.stderr) == ("", f"wrote {target}\n")
     assert target.read_bytes().startswith(start)
     assert len(list(tmp_path.iterdir())) == 3
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "message"),
     [
         (None, "RESULTS.json: cannot read PATH: No such file or directory"),
@@ -198,7 +199,7 @@ def test_command_refuses(drawn: None, tmp_path: Path, content: str | None, messa
     path, target = tmp_path / "results.json", tmp_path / "out.png"
     if content is not None:
         path.write_text(content)
-    result = run("plot", path, "-o", target)
+    result = run("lab", "plot", path, "-o", target)
     assert result.exit_code == 1, result.output
     assert result.stdout == ""
     assert result.stderr.startswith(message.replace("PATH", str(path)))
@@ -218,7 +219,7 @@ def test_command_refuses_targets(drawn: None, tmp_path: Path, target: str, messa
     (tmp_path / "results.json").write_text(json.dumps(EVALUATED))
     folder = tmp_path / "sub"
     folder.mkdir()
-    result = run("plot", tmp_path / "results.json", "-o", folder / target)
+    result = run("lab", "plot", tmp_path / "results.json", "-o", folder / target)
     assert result.exit_code == 1
     assert result.stderr == message.replace("PATH", str(folder / target)) + "\n"
     assert list(folder.iterdir()) == []
@@ -228,7 +229,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # makes its import fail
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     (tmp_path / "results.json").write_text(json.dumps(EVALUATED))
-    result = run("plot", tmp_path / "results.json", "-o", tmp_path / "out.png")
+    result = run("lab", "plot", tmp_path / "results.json", "-o", tmp_path / "out.png")
     assert result.exit_code == 1
     assert result.stderr == "-o: expected matplotlib, found none; pip install '.[plot]' in the clone of subkv\n"
     with pytest.raises(SubkvError, match="plot: expected matplotlib, found none"):
@@ -236,9 +237,9 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_usage(tmp_path: Path) -> None:
-    assert run("plot", "-o", tmp_path / "out.png").exit_code == 2
-    assert run("plot", tmp_path / "results.json").exit_code == 2
-    mixed = run("plot", tmp_path / "a.json", tmp_path / "a.safetensors", "-o", tmp_path / "out.png")
+    assert run("lab", "plot", "-o", tmp_path / "out.png").exit_code == 2
+    assert run("lab", "plot", tmp_path / "results.json").exit_code == 2
+    mixed = run("lab", "plot", tmp_path / "a.json", tmp_path / "a.safetensors", "-o", tmp_path / "out.png")
     assert mixed.exit_code == 2
     assert "RESULTS.json: expected results or one calibration, found 2 files" in mixed.stderr
     result = run("perplexity", "-m", "x", "-f", "x", "--plot", tmp_path / "out.png")
@@ -298,11 +299,11 @@ def test_layers_keep_their_numbers(drawn: None) -> None:
 def test_command_draws_a_calibration(drawn: None, tmp_path: Path) -> None:
     path, target = tmp_path / "calib.safetensors", tmp_path / "out.png"
     write_calibration(path, sensitive())
-    assert run("plot", path, "-o", target).exit_code == 0
+    assert run("lab", "plot", path, "-o", target).exit_code == 0
     assert target.read_bytes().startswith(PNG)
     target.unlink()
     write_calibration(path, random_calibration())
-    result = run("plot", path, "-o", target)
+    result = run("lab", "plot", path, "-o", target)
     assert result.exit_code == 1
     assert result.stderr == (
         "calib.safetensors: expected a calibration with sensitivities, found none in it; "

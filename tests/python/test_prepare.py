@@ -198,7 +198,7 @@ def test_two_at_once(model: Path, tmp_path: Path) -> None:
     linked = tmp_path / "other.gguf"
     linked.symlink_to(model)
     with exclusive(entry.lock, "prepare it"):
-        expected = f"{linked}: expected nobody else to prepare other.gguf, found process {os.getpid()} at it"
+        expected = f"{linked}: cannot prepare other.gguf: process {os.getpid()} is doing that now"
         refused(run(linked), expected)
         assert choose_cache(model).name == "f16", "programs run meanwhile, as before"
     assert run(linked).exit_code == 0
@@ -307,7 +307,7 @@ def test_usage(model: Path, calibration: Path, text_file: Path) -> None:
 def test_locks_end_with_their_block(tmp_path: Path) -> None:
     for _ in range(2):
         with exclusive(tmp_path / "lock", "do it"):
-            found = rf"^lock: expected nobody else to do it, found process {os.getpid()}"
+            found = rf"^lock: cannot do it: process {os.getpid()}"
             with pytest.raises(SubkvError, match=found), exclusive(tmp_path / "lock", "do it"):
                 pass
 

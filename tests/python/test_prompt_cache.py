@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 from opening import prompt
@@ -186,7 +187,7 @@ def test_refusals(cached: Callable[..., Llama], tmp_path: Path) -> None:
 #
 
 
-@pytest.mark.parametrize("where", ["head", "tokens", "state", "end", "cut", "empty"])
+@each("where", ["head", "tokens", "state", "end", "cut", "empty"])
 def test_damaged_entries_are_dropped(cached: Callable[..., Llama], tmp_path: Path, where: str) -> None:
     text, _ = answer(cached(), DOCUMENT)
     for path in own_files(tmp_path / "cache"):
@@ -201,7 +202,7 @@ def test_damaged_entries_are_dropped(cached: Callable[..., Llama], tmp_path: Pat
     assert (again, n_evaluated) == (text, len(DOCUMENT))
     # objects that other tests left behind may be collected here: their ResourceWarning is none of this
     reports = [str(warning.message) for warning in caught if warning.category is UserWarning]
-    assert [report for report in reports if "dropped the damaged entry" not in report] == []
+    assert [report for report in reports if "skipped the damaged entry" not in report] == []
     for path in own_files(tmp_path / "cache"):  # stored anew
         assert named(path).name() == path.name
 
@@ -222,7 +223,7 @@ def test_damaged_entries_that_stay_are_not_used(
     with pytest.warns(UserWarning) as caught:
         assert answer(cached(), DOCUMENT)[1] == len(DOCUMENT)
     told = [str(warning.message).split(": ", 1)[1].split(" ", 3)[:3] for warning in caught]
-    assert told[:-1] == [["dropped", "the", "damaged"]] * len(own_files(tmp_path / "cache"))
+    assert told[:-1] == [["skipped", "the", "damaged"]] * len(own_files(tmp_path / "cache"))
     assert told[-1] == ["cannot", "write:", "Operation"]
 
 
@@ -233,7 +234,7 @@ def test_a_state_that_the_engine_refuses_is_dropped(cached: Callable[..., Llama]
     for path in own_files(tmp_path / "cache"):
         entry = named(path)
         folder.write(Entry(entry.identity, entry.tokens, entry.state[: len(entry.state) // 2]))
-    with pytest.warns(UserWarning, match="dropped the damaged entry"):
+    with pytest.warns(UserWarning, match="skipped the damaged entry"):
         again, n_evaluated = answer(cached(), DOCUMENT)
     assert (again, n_evaluated) == (text, len(DOCUMENT))
 
@@ -266,7 +267,7 @@ def test_a_full_disk_is_one_warning(cached: Callable[..., Llama], tmp_path: Path
     llm = cached()
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
-        with pytest.warns(UserWarning, match="prompt cache .*: cannot write: .*; going on without") as caught:
+        with pytest.warns(UserWarning, match="prompt cache .*: cannot write: .*; continuing without it") as caught:
             texts = [answer(llm, DOCUMENT + question)[0] for question in QUESTIONS]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -349,7 +350,7 @@ def test_every_damage_is_noticed(tokens: Any, state: bytes, data: st.DataObject)
 def test_a_container_that_is_none(tmp_path: Path) -> None:
     """A state of an earlier version is a ZIP: refused, as any other file."""
     (tmp_path / "old").write_bytes(b"PK\x03\x04" + bytes(60))
-    with pytest.raises(StateError, match=r"path: expected a file written by /save, found something else in .*b'PK"):
+    with pytest.raises(StateError, match=r"path: expected a file written by /save, found another format in .*b'PK"):
         read(tmp_path / "old", "/save")
     with pytest.raises(StateError, match="path: cannot read"):
         read(tmp_path / "none", "/save")

@@ -16,14 +16,15 @@ from typing import Any
 import hub
 import pytest
 from click.testing import CliRunner, Result
+from each import each
 
 from runtime import cli
 from runtime.launch import env
-from runtime.launch.environment import LIBRARY_PATH
+from runtime.launch.variables import LIBRARY_PATH
 from subkv.base.errors import SubkvError
 from subkv.format import store
 from subkv.native.library import lib_dir
-from subkv.native.places import mtmd_variable
+from subkv.native.paths import mtmd_variable
 
 Models = Callable[..., Path]
 REPO = Path(__file__).resolve().parents[2]
@@ -157,10 +158,10 @@ def test_bases_of_the_weights_are_made_where_the_library_finds_them(model: Path,
     shown, said = run(shows, "-m", model)
     (made,) = store.folder().iterdir()
     assert made.name.endswith(".weights.gguf")
-    assert said.startswith("bases: from the weights alone, ") and "bits per element" in said
+    assert said.startswith("bases: from the weights, ") and "bits per element" in said
     assert shown["env"]["SUBKV"] == "auto"
     before = made.stat().st_mtime_ns
-    shown, _ = run(shows, "-m", model, "-ctk", "subkv")  # asked for by name: this file, or no context
+    shown, _ = run(shows, "-m", model, "-ctk", "subkv")  # requested by name: this file, or no context
     assert shown["env"]["SUBKV"] == str(made)
     assert made.stat().st_mtime_ns == before
 
@@ -195,7 +196,7 @@ def test_a_model_and_a_file_with_bases(shows: Path, coded_model: Models, model: 
 def test_an_ordinary_cache(shows: Path, model: Path) -> None:
     shown, said = run(shows, "-m", model, "-ctk", "q8_0", "-ctv", "q4_0")
     assert shown["env"]["SUBKV"] == "off" and shown["argv"][2:] == ["-ctk", "q8_0", "-ctv", "q4_0"]
-    assert said == "KV cache: q8_0/q4_0, as the arguments say\n"
+    assert said == "KV cache: q8_0/q4_0, from the arguments\n"
     assert not store.folder().exists()
     said = refused("--n-recent", 64, shows, "-ctk", "q8_0")
     assert said == "--n-recent: expected a coefficient cache (-ctk subkv), found q8_0\n"
@@ -222,13 +223,13 @@ def test_models_that_are_refused(shows: Path, model: Path, tiny_model: Models, t
     assert refused(shows, "-m", tmp_path / "none.gguf").startswith("-m: expected a GGUF file, found no file")
     mamba = tiny_model("mamba")
     shown, said = run(shows, "-m", mamba)
-    assert said.startswith(f"KV cache: f16, as no bases can be made for {mamba}: ") and said.count("\n") == 1
+    assert said.startswith(f"KV cache: f16, because bases cannot be derived for {mamba}: ") and said.count("\n") == 1
     assert "choose" not in said and "use an ordinary cache" not in said
     assert shown["env"]["SUBKV"] == "auto"
     assert refused(shows, "-m", mamba, "-ctk", "subkv").startswith("-ctk: ")
-    shutil.copy(model, store.beside(model))  # what is beside a model has to be its sidecar
+    shutil.copy(model, store.sidecar_path(model))  # what is beside a model has to be its sidecar
     assert refused(shows, "-m", model).startswith(
-        f"--bases: expected a sidecar of this version in {store.beside(model)}"
+        f"--bases: expected a sidecar of this version in {store.sidecar_path(model)}"
     )
 
 
@@ -237,20 +238,20 @@ def test_a_cache_folder_that_cannot_be_written(shows: Path, model: Path, tmp_pat
     blocked = tmp_path / "file"
     blocked.write_text("")
     said = refused(shows, "-m", model, XDG_CACHE_HOME=str(blocked))
-    assert said.startswith(
-        f"XDG_CACHE_HOME: expected a folder in which the bases of {model} can be kept, found {blocked}"
-    )
+    assert said.startswith(f"XDG_CACHE_HOME: expected a folder that can store the bases of {model}, found {blocked}")
 
 
 def test_a_program_without_a_model(shows: Path) -> None:
     for given, why in (
         ([], "the arguments name no model; `subkv run --prepare FILE "),
         (["--models-dir", "models"], "chooses models itself; `subkv run --prepare DIR "),
-        (["-mu", "https://example.com/a.gguf"], "the model comes from an address; `subkv run --prepare FILE "),
+        (["-mu", "https://example.com/a.gguf"], "the program downloads its model; `subkv run --prepare FILE "),
     ):
         shown, said = run(shows, *given)
         assert shown["env"]["SUBKV"] == "auto" and shown["argv"] == given
-        assert said.startswith("KV cache: subkv for every model that has bases, f16 for others, as ") and why in said
+        assert (
+            said.startswith("KV cache: subkv for every model that has bases, f16 for others, because ") and why in said
+        )
         assert said.count("\n") == 1
 
 
@@ -271,7 +272,7 @@ def test_a_folder_of_models_is_prepared(shows: Path, tiny_model: Models, model: 
     assert len([path for path in store.folder().iterdir() if path.name.endswith(".weights.gguf")]) == 2
     assert shown["env"]["SUBKV"] == "auto"
     _, said = run("--prepare", model, shows)
-    assert said.startswith("m.gguf: bases: from the weights alone") and "--prepare" not in said
+    assert said.startswith("m.gguf: bases: from the weights") and "--prepare" not in said
     assert refused("--prepare", folder / "damaged.gguf", shows).startswith("--prepare: ")
     (tmp_path / "empty").mkdir()
     assert refused("--prepare", tmp_path / "empty", shows).startswith("--prepare: expected a folder with models (GGUF)")
@@ -290,7 +291,7 @@ def test_a_split_model_is_its_first_file(tiny_model: Models, shows: Path, tmp_pa
 
     first = tiny.build(tmp_path / "s.gguf", split_tensors=8)
     shown, said = run(shows, "-m", first)
-    assert said.startswith("bases: from the weights alone")
+    assert said.startswith("bases: from the weights")
     later = sorted(tmp_path.glob("s-*.gguf"))[1]
     assert refused(shows, "-m", later).startswith("-m: expected the first file of a split model")
 
@@ -300,7 +301,7 @@ def test_a_model_of_the_hub(model: Path, shows: Path, tmp_path: Path) -> None:
     with hub.serving({"me/a": {"a-Q4_0.gguf": model, "a-Q8_0.gguf": b"GGUF"}}) as served:
         where = {"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "hub")}
         shown, said = run(shows, "-hf", "me/a:Q4_0", "-c", 64, **where)
-        assert said.splitlines()[-1].startswith("bases: from the weights alone")
+        assert said.splitlines()[-1].startswith("bases: from the weights")
         flag, path, *rest = shown["argv"]
         assert flag == "-m" and Path(path).read_bytes() == model.read_bytes() and rest == ["-c", "64"]
         assert "-hf: expected quant Q2_K in me/a" in refused(shows, "-hf", "me/a:Q2_K", **where)
@@ -329,7 +330,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_shells_read_what_env_prints(name: str, coded_model: Models, tmp_path: Path) -> None:
     bases = tmp_path / name / "bases.gguf"
     bases.parent.mkdir()
@@ -366,7 +367,7 @@ def unit(line: str) -> str:
 
 
 def test_fish_quotes() -> None:
-    got = env.written({"A": "it's a \\ and $HOME\n"}, "fish")
+    got = env.format_variables({"A": "it's a \\ and $HOME\n"}, "fish")
     assert got == b"set -gx A 'it\\'s a \\\\ and $HOME\n'"
     if shutil.which("fish"):
         done = subprocess.run(["fish", "-c", f"{got.decode()}; printf %s $A"], capture_output=True, check=True)
@@ -376,17 +377,17 @@ def test_fish_quotes() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="names of files: Windows has text only")
 def test_names_that_are_no_text() -> None:
     value = os.fsdecode(b"/models/\xff.gguf")
-    assert env.written({"A": value}, "sh") == b"export A='/models/\xff.gguf'"
-    assert json.loads(env.written({"A": value}, "json")) == {"A": value}
+    assert env.format_variables({"A": value}, "sh") == b"export A='/models/\xff.gguf'"
+    assert json.loads(env.format_variables({"A": value}, "json")) == {"A": value}
     for form in ("systemd", "docker"):
         with pytest.raises(SubkvError, match=r"form: A: expected a value in UTF-8, found b'/models/\\xff.gguf'"):
-            env.written({"A": value}, form)
+            env.format_variables({"A": value}, form)
 
 
 def test_env_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LIBRARY_PATH, "/before")
     result = env_of("-m", model)
-    assert result.exit_code == 0 and result.stderr.startswith("bases: from the weights alone")
+    assert result.exit_code == 0 and result.stderr.startswith("bases: from the weights")
     (made,) = store.folder().iterdir()
     assert result.stdout.splitlines() == [
         f"export LLAMA_CPP_LIB_PATH='{lib_dir()}'",

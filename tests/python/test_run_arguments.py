@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from each import each
 
 from runtime.launch import programs
-from runtime.launch.arguments import Read, hub_models, of_llama_cpp, read
+from runtime.launch.arguments import ProgramArguments, is_llama_cpp_program, read, with_hub_models
 from subkv.base import hub
 from subkv.base.errors import CacheError, SubkvError
 
@@ -20,11 +21,11 @@ STOCK = ("f16", "q8_0", "q4_0")
 GET = "-DSUBKV_PROGRAMS=ON"
 
 
-def found(program: str, *arguments: str, **environment: str) -> Read:
+def found(program: str, *arguments: str, **environment: str) -> ProgramArguments:
     return read(program, arguments, environment, STOCK)
 
 
-@pytest.mark.parametrize(
+@each(
     "name, theirs",
     [
         ("llama-server", True),
@@ -37,7 +38,7 @@ def found(program: str, *arguments: str, **environment: str) -> Read:
     ],
 )
 def test_names_of_llama_cpp(name: str, theirs: bool) -> None:
-    assert of_llama_cpp(name) is theirs
+    assert is_llama_cpp_program(name) is theirs
 
 
 #
@@ -45,7 +46,7 @@ def test_names_of_llama_cpp(name: str, theirs: bool) -> None:
 #
 
 
-@pytest.mark.parametrize(
+@each(
     "given",
     [
         ["-ctk", "subkv"],
@@ -57,37 +58,36 @@ def test_names_of_llama_cpp(name: str, theirs: bool) -> None:
         ["-ctk", "q8_0", "-ctk", "subkv"],  # the last one counts
         ["-ctk", "subkv", "--cache-type-v", "subkv"],
     ],
-    ids=" ".join,
 )
-@pytest.mark.parametrize("program", ["llama-server", "nice"])
+@each("program", ["llama-server", "nice"])
 def test_subkv_is_taken_out(program: str, given: list[str]) -> None:
-    asked = found(program, "-c", "64", *given, "--port", "0")
-    assert asked.arguments == ("-c", "64", "--port", "0")
-    assert asked.strict and not asked.ordinary
+    parsed = found(program, "-c", "64", *given, "--port", "0")
+    assert parsed.arguments == ("-c", "64", "--port", "0")
+    assert parsed.strict and not parsed.ordinary
 
 
 def test_auto_is_taken_out_and_is_no_order() -> None:
-    asked = found("llama-server", "-ctk", "auto", "-c", "64")
-    assert asked.arguments == ("-c", "64")
-    assert not asked.strict and not asked.ordinary
+    parsed = found("llama-server", "-ctk", "auto", "-c", "64")
+    assert parsed.arguments == ("-c", "64")
+    assert not parsed.strict and not parsed.ordinary
 
 
 @pytest.mark.parametrize("given", [["-ctk", "q8_0"], ["-ctv", "q8_0"], ["-ctk", "subkv", "-ctk", "f16"]], ids=" ".join)
 def test_ordinary_types_are_the_programs(given: list[str]) -> None:
-    asked = found("llama-server", *given, "-c", "64")
-    assert asked.arguments == (*given[-2:], "-c", "64")
-    assert asked.ordinary and not asked.strict
+    parsed = found("llama-server", *given, "-c", "64")
+    assert parsed.arguments == (*given[-2:], "-c", "64")
+    assert parsed.ordinary and not parsed.strict
 
 
 def test_types_of_the_environment() -> None:
-    asked = found("llama-server", "-c", "64", LLAMA_ARG_CACHE_TYPE_K="subkv", LLAMA_ARG_CACHE_TYPE_V="subkv", A="b")
-    assert asked.strict and asked.environment == {"A": "b"}
-    asked = found("llama-server", LLAMA_ARG_CACHE_TYPE_K="q8_0")
-    assert asked.ordinary and asked.environment == {"LLAMA_ARG_CACHE_TYPE_K": "q8_0"}
-    asked = found("llama-server", "-ctk", "subkv", LLAMA_ARG_CACHE_TYPE_K="q8_0")  # the flag goes first
-    assert asked.strict and asked.environment == {} and asked.arguments == ()
-    asked = found("llama-server", "-ctk", "q8_0", LLAMA_ARG_CACHE_TYPE_K="subkv")
-    assert asked.ordinary and asked.environment == {} and asked.arguments == ("-ctk", "q8_0")
+    parsed = found("llama-server", "-c", "64", LLAMA_ARG_CACHE_TYPE_K="subkv", LLAMA_ARG_CACHE_TYPE_V="subkv", A="b")
+    assert parsed.strict and parsed.environment == {"A": "b"}
+    parsed = found("llama-server", LLAMA_ARG_CACHE_TYPE_K="q8_0")
+    assert parsed.ordinary and parsed.environment == {"LLAMA_ARG_CACHE_TYPE_K": "q8_0"}
+    parsed = found("llama-server", "-ctk", "subkv", LLAMA_ARG_CACHE_TYPE_K="q8_0")  # the flag goes first
+    assert parsed.strict and parsed.environment == {} and parsed.arguments == ()
+    parsed = found("llama-server", "-ctk", "q8_0", LLAMA_ARG_CACHE_TYPE_K="subkv")
+    assert parsed.ordinary and parsed.environment == {} and parsed.arguments == ("-ctk", "q8_0")
 
 
 def test_types_that_do_not_go_together() -> None:
@@ -102,9 +102,9 @@ def test_types_that_do_not_go_together() -> None:
 
 def test_what_is_no_cache_type_stays() -> None:
     for given in (("-ctk", "subkv2"), ("-ctk", "f16,subkv"), ("-ctk",), ("-p", "-ctk=none")):
-        asked = found("llama-server", *given)
-        assert asked.arguments == given
-        assert not asked.strict and not asked.ordinary
+        parsed = found("llama-server", *given)
+        assert parsed.arguments == given
+        assert not parsed.strict and not parsed.ordinary
     assert found("llama-bench", "-ctk", "f16,q8_0").ordinary
 
 
@@ -134,16 +134,16 @@ def test_models_of_other_programs_are_files(tmp_path: Path) -> None:
     model, text = tmp_path / "a.gguf", tmp_path / "b.gguf"
     model.write_bytes(b"GGUF....")
     text.write_text("this is text")
-    asked = found("python", "-m", "llama_cpp.server", "--model", str(model), LLAMA_ARG_MODEL=str(model))
-    assert asked.models == (model,)
-    assert asked.arguments == ("-m", "llama_cpp.server", "--model", str(model))
+    parsed = found("python", "-m", "llama_cpp.server", "--model", str(model), LLAMA_ARG_MODEL=str(model))
+    assert parsed.models == (model,)
+    assert parsed.arguments == ("-m", "llama_cpp.server", "--model", str(model))
     for value in (str(text), str(tmp_path / "none.gguf"), str(tmp_path), "a\0b", ""):
         assert found("python", "--model", value).models == ()
 
 
 def test_where_models_come_from() -> None:
-    assert found("llama-server", "-mu", "https://example.com/a.gguf").elsewhere
-    assert found("llama-server", "-dr", "ai/a").elsewhere
+    assert found("llama-server", "-mu", "https://example.com/a.gguf").from_url
+    assert found("llama-server", "-dr", "ai/a").from_url
     assert found("llama-server", "--models-dir", "models").folder == "models"
     assert found("llama-server", LLAMA_ARG_MODELS_DIR="models").folder == "models"
     assert found("llama-server", "-hf", "me/a:Q4_0", "-hff", "b.gguf").repos == ("me/a:Q4_0",)
@@ -154,22 +154,22 @@ def test_where_models_come_from() -> None:
 def test_a_model_of_the_hub_becomes_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "fetch", lambda repo, file: Path("/hub") / repo.replace(":", "-") / (file or "a.gguf"))
 
-    def got(program: str, *arguments: str, **environment: str) -> Read:
-        made = hub_models(found(program, *arguments, **environment))
+    def got(program: str, *arguments: str, **environment: str) -> ProgramArguments:
+        made = with_hub_models(found(program, *arguments, **environment))
         assert made.repos == ()
         return made
 
     # -m is the name of a download
-    asked = got("llama-server", "-m", "gone", "-c", "8", "-hf", "me/a:Q4_0", "-np", "2", LLAMA_ARG_MODEL="gone", A="b")
-    assert asked.arguments == ("-c", "8", "-m", "/hub/me/a-Q4_0/a.gguf", "-np", "2")
-    assert asked.models == (Path("/hub/me/a-Q4_0/a.gguf"),) and asked.environment == {"A": "b"}
-    asked = got("llama-server", "-c", "8", "-hff", "b.gguf", "-hf=me/a", "-np", "2")
-    assert asked.arguments == ("-c", "8", "-m", "/hub/me/a/b.gguf", "-np", "2")
-    asked = got("llama-server", "-c", "8", LLAMA_ARG_HF_REPO="me/a", LLAMA_ARG_HF_FILE="b.gguf")
-    assert asked.arguments == ("-m", "/hub/me/a/b.gguf", "-c", "8") and asked.environment == {}
-    asked = got("llama-bench", "-m", "c.gguf", "-hf", "me/a,me/b")
-    assert asked.arguments == ("-m", "c.gguf", "-m", "/hub/me/a/a.gguf", "-m", "/hub/me/b/a.gguf")
-    assert [str(model) for model in asked.models] == ["c.gguf", "/hub/me/a/a.gguf", "/hub/me/b/a.gguf"]
+    parsed = got("llama-server", "-m", "gone", "-c", "8", "-hf", "me/a:Q4_0", "-np", "2", LLAMA_ARG_MODEL="gone", A="b")
+    assert parsed.arguments == ("-c", "8", "-m", "/hub/me/a-Q4_0/a.gguf", "-np", "2")
+    assert parsed.models == (Path("/hub/me/a-Q4_0/a.gguf"),) and parsed.environment == {"A": "b"}
+    parsed = got("llama-server", "-c", "8", "-hff", "b.gguf", "-hf=me/a", "-np", "2")
+    assert parsed.arguments == ("-c", "8", "-m", "/hub/me/a/b.gguf", "-np", "2")
+    parsed = got("llama-server", "-c", "8", LLAMA_ARG_HF_REPO="me/a", LLAMA_ARG_HF_FILE="b.gguf")
+    assert parsed.arguments == ("-m", "/hub/me/a/b.gguf", "-c", "8") and parsed.environment == {}
+    parsed = got("llama-bench", "-m", "c.gguf", "-hf", "me/a,me/b")
+    assert parsed.arguments == ("-m", "c.gguf", "-m", "/hub/me/a/a.gguf", "-m", "/hub/me/b/a.gguf")
+    assert [str(model) for model in parsed.models] == ["c.gguf", "/hub/me/a/a.gguf", "/hub/me/b/a.gguf"]
 
 
 #
@@ -248,7 +248,7 @@ def test_programs_with_a_llama_cpp_of_their_own(tmp_path: Path) -> None:
         SubkvError, match="expected a program that loads .*libllama.so, found .*llama-server, which"
     ) as at:
         check("llama-server", static)
-    assert "brings a llama.cpp of its own" in at.value.reason and GET in at.value.reason
+    assert "contains its own llama.cpp" in at.value.reason and GET in at.value.reason
     check("tool", static)
     check("llama-server", b"#!/bin/sh\n")
     check("llama-server", elf((3, b"/lib/ld-musl-x86_64.so.1\0")))  # its linker cannot be asked
@@ -290,5 +290,5 @@ def test_programs_that_load_another_libllama(tmp_path: Path) -> None:
         assert (GET in at.value.reason) == (name == "llama-tool")
     plain = build(tmp_path / "plain", "int main(void) { return 0; }")
     programs.check("plain", plain, ours.parent, search)
-    with pytest.raises(SubkvError, match="which brings a llama.cpp of its own"):
+    with pytest.raises(SubkvError, match="which contains its own llama.cpp"):
         programs.check("llama-plain", plain, ours.parent, search)

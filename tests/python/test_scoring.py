@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -114,7 +115,7 @@ def test_base_file_round_trip(tmp_path: Path) -> None:
     reader.close()
 
 
-@pytest.mark.parametrize(
+@each(
     ("damage", "message"),
     [
         (lambda b: b"", "expected a file written by --kl-divergence-base"),

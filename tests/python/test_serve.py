@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from each import each
 
 from runtime import cli, demo
 from runtime.launch import programs
@@ -44,7 +45,7 @@ def test_coefficients_by_default(bases: str, server: Path) -> None:
     assert made.environment["SUBKV"] == bases  # this file or no context
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "expected"),
     [
         (["-ctk", "q8_0"], ("off", ["-ctk", "q8_0"])),
@@ -93,7 +94,7 @@ def test_defaults_give_way(bases: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (made["LLAMA_ARG_CACHE_RAM"], made["LLAMA_ARG_CORS_ORIGINS"]) == ("7", "localhost")
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "names"),
     [
         ([], "localhost"),
@@ -115,7 +116,7 @@ def test_what_needs_no_model(answer: str) -> None:
 def test_refusals(bases: str, tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     with pytest.raises(click.ClickException, match="--store: expected a folder, found the file"):
         serve_start(["-m", bases, "--store", bases])
-    with pytest.raises(click.UsageError, match="--store-mib: expected --store beside it, found none"):
+    with pytest.raises(click.UsageError, match="--store-mib: expected --store with it, found none"):
         serve_start(["-m", bases, "--store-mib", "5"])
     with pytest.raises(click.ClickException, match="--bases: expected a coefficient cache"):
         serve_start(["-m", bases, "--bases", bases, "-ctk", "q8_0"])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tiny
 from click.testing import CliRunner
+from each import each
 from gguf import GGUFReader, GGUFWriter
 
 import subkv
@@ -63,7 +64,7 @@ def of_weights(made: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         written.append(output)
 
     monkeypatch.setattr(datafree, "sidecar", sidecar)
-    monkeypatch.setattr(sidecars, "_held", sidecars._Held())  # later tests of this process are not to find `made` there
+    monkeypatch.setattr(sidecars, "_temporary", sidecars._Temporary())  # not kept for later tests
     return written
 
 
@@ -164,9 +165,9 @@ def test_names_are_for_people(model: Path, tmp_path: Path, cache_home: Path) -> 
 def test_auto_takes_the_stored_one(stored: Path, model: Path) -> None:
     choice = choose_cache(model)
     assert (choice.name, choice.layout) == ("subkv", stored)
-    assert choice.told.startswith("bases: calibrated on ")
+    assert choice.note.startswith("bases: calibrated on ")
     assert re.search(
-        r" tokens for this model, 20\d\d-\d\d-\d\d, [78]\.\d\d bits per element at 4096 tokens ", choice.told
+        r" tokens for this model, 20\d\d-\d\d-\d\d, [78]\.\d\d bits per element at 4096 tokens ", choice.note
     )
     renamed = model.rename(model.with_name("renamed.gguf"))
     assert choose_cache(renamed).layout == stored
@@ -178,13 +179,13 @@ def test_what_comes_before_it(stored: Path, model: Path, made: Path, coded_model
     assert choose_cache(model, CacheOptions(bases=made)).layout == made
     assert choose_cache(model, CacheOptions("q8_0")).name == "q8_0"
     assert choose_cache(coded_model()).layout == coded_model()
-    beside = Path(shutil.copy(made, store.beside(model)))
+    beside = Path(shutil.copy(made, store.sidecar_path(model)))
     assert choose_cache(model).layout == beside
 
 
 def test_no_sidecar(stored: Path, model: Path, of_weights: list[Path]) -> None:
     choice = choose_cache(model, CacheOptions(sidecar=False))
-    assert (choice.name, choice.told) == ("f16", "")
+    assert (choice.name, choice.note) == ("f16", "")
     assert parse_cache("auto", model, CacheOptions(sidecar=False)).name == "f16"
     coded = choose_cache(model, CacheOptions("subkv", sidecar=False))
     assert coded.layout is not None
@@ -195,8 +196,8 @@ def test_no_sidecar(stored: Path, model: Path, of_weights: list[Path]) -> None:
 def test_nothing_prepared(model: Path, cache_home: Path) -> None:
     choice = choose_cache(model)
     assert choice.name == "f16"
-    assert "-ctk subkv" in choice.told
-    assert f"subkv convert {model}" in choice.told
+    assert "-ctk subkv" in choice.note
+    assert f"subkv convert {model}" in choice.note
     assert not cache_home.exists()
 
 
@@ -216,9 +217,9 @@ def test_store_that_cannot_be_looked_into(
         why = "XDG_CACHE_HOME: expected an absolute path"
     choice = choose_cache(model)
     assert choice.name == "f16"
-    assert why in choice.told
+    assert why in choice.note
     coded = choose_cache(model, CacheOptions("subkv"))
-    assert f", not kept ({why}" in coded.told
+    assert f", not stored ({why}" in coded.note
     assert coded.layout is not None and coded.layout.parent != stored.parent
 
 
@@ -226,8 +227,8 @@ def test_bases_of_weights(model: Path, of_weights: list[Path], cache_home: Path)
     choice = choose_cache(model, CacheOptions("subkv"))
     assert choice.layout is not None
     assert choice.layout.parent == cache_home / "subkv" / "sidecars"
-    assert choice.told.startswith("bases: from the weights alone, ")
-    assert f"subkv convert {model}" in choice.told
+    assert choice.note.startswith("bases: from the weights, ")
+    assert f"subkv convert {model}" in choice.note
     assert choose_cache(model, CacheOptions("subkv")).layout == choice.layout
     assert choose_cache(model).name == "f16"  # only calibrated ones are used unasked
     assert len(of_weights) == 1
@@ -266,7 +267,7 @@ def test_store_that_cannot_be_written(
     choice = choose_cache(model, CacheOptions("subkv"))
     assert choice.layout is not None
     assert not choice.layout.is_relative_to(cache_home)
-    assert ", not kept (cannot " in choice.told
+    assert ", not stored (cannot " in choice.note
     with subkv.Llama(model, kv_cache="subkv", n_ctx=256, verbose=False) as llm:
         llm.eval([1, 2, 3])
         assert llm.kv_stats().type_k == "subkv"
@@ -291,12 +292,12 @@ def stamped(sidecar: Path, output: Path, **values: Any) -> None:
         output.write_bytes(opened.metadata_with(values))
 
 
-@pytest.mark.parametrize("where", ["store", "beside"])
-@pytest.mark.parametrize(
+@each("where", ["store", "beside"])
+@each(
     ("damage", "found"),
     [
         ({CONTENT_KEY: ("str", "0" * 64)}, "found that of another one"),
-        ({CONTENT_KEY: ("str", "")}, "found one that does not say which model"),
+        ({CONTENT_KEY: ("str", "")}, "found one without the digest of its model"),
         ({"subkv.version": ("u32", 5)}, "expected a sidecar of this version"),
         (None, "expected a sidecar of this version"),
     ],
@@ -304,7 +305,7 @@ def stamped(sidecar: Path, output: Path, **values: Any) -> None:
 def test_sidecar_of_something_else(
     where: str, damage: dict[str, Any] | None, found: str, model: Path, made: Path, of_weights: list[Path]
 ) -> None:
-    path = store.beside(model) if where == "beside" else entry(model).sidecar
+    path = store.sidecar_path(model) if where == "beside" else entry(model).sidecar
     path.parent.mkdir(parents=True, exist_ok=True)
     if damage is None:
         path.write_bytes(made.read_bytes()[:1000])
@@ -336,7 +337,7 @@ def test_sidecar_without_weights_is_no_model(model: Path, made: Path) -> None:
 def test_chat_names_what_is_in_use(stored: Path, model: Path) -> None:
     for flags, name, told in (
         ([], "subkv", "bases: calibrated on "),
-        (["--no-sidecar"], "subkv", "bases: from the weights alone, "),
+        (["--no-sidecar"], "subkv", "bases: from the weights, "),
         (["--no-sidecar", "-ctk", "f16"], "f16", ""),
         (["-ctk", "q8_0"], "q8_0", ""),
     ):

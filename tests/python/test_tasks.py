@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from each import each
 
 from runtime.tasks import kinds, run
 from runtime.tasks.cli import main, table
-from runtime.tasks.harness import asked
+from runtime.tasks.harness import questions_and_answers
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import parse_cache
 from subkv.engine.context import ContextOptions
@@ -30,7 +31,7 @@ def tasks(*arguments: Any) -> Result:
     return CliRunner().invoke(main, [str(a) for a in arguments])
 
 
-@pytest.mark.parametrize("kind", kinds.MAKERS)
+@each("kind", kinds.MAKERS)
 def test_samples_are_seeded_fit_and_ask_what_is_there(kind: str) -> None:
     task = kinds.parse(kind)
     sample = task.sample(3, 3000, len)
@@ -42,7 +43,7 @@ def test_samples_are_seeded_fit_and_ask_what_is_there(kind: str) -> None:
     if kind not in ("count", "tools"):
         assert all(answer.strip() in sample.pieces[0] for answer in answers)
     if kind == "count":
-        for before, answer in asked(sample):
+        for before, answer in questions_and_answers(sample):
             word = before.rpartition("from ")[2].removesuffix(":")
             assert sample.pieces[0].count(f"from {word}.") == int(answer)
 
@@ -54,13 +55,13 @@ def test_variables_are_followed() -> None:
     for step in sample.pieces[0].split("Let ")[1:]:
         name, _, value = step.split(".")[0].partition(" = ")
         values[name] = values.get(value, value)
-    for before, answer in asked(sample):
+    for before, answer in questions_and_answers(sample):
         assert values[before.split()[-2]] == answer.strip()
 
 
 def test_calls_are_right_and_fit_their_schema() -> None:
     sample = kinds.parse("tools").sample(0, 2000, len)
-    for before, answer in asked(sample):
+    for before, answer in questions_and_answers(sample):
         call = json.loads(answer)
         arguments = call["arguments"]
         assert (
@@ -76,7 +77,7 @@ def test_answers_are_cut_at_tokens(tiny_model: Models) -> None:
         sample = kinds.Sample(("the cat is on", " the mat", " and in the", " house"))
         cut = run.parts(model, sample)
         spelled = [b"".join(map(model.piece, part.tokens.tolist())).decode() for part in cut]
-        assert spelled == list(sample.pieces) and [part.asked for part in cut] == [False, True, False, True]
+        assert spelled == list(sample.pieces) and [part.is_answer for part in cut] == [False, True, False, True]
 
 
 def test_right_is_what_greedy_generation_says(tiny_model: Models) -> None:
@@ -89,9 +90,9 @@ def test_right_is_what_greedy_generation_says(tiny_model: Models) -> None:
         for _ in range(4):
             said.append(int(row.argmax()))
             row = reader.read(np.array(said[-1:], np.int32), 0)[0]
-        good = run.answered(context, [run.Part(tokens, False), run.Part(np.array(said, np.int32), True)])
+        good = run.score_answers(context, [run.Part(tokens, False), run.Part(np.array(said, np.int32), True)])
         said[2] = (said[2] + 1) % 256
-        bad = run.answered(context, [run.Part(tokens, False), run.Part(np.array(said, np.int32), True)])
+        bad = run.score_answers(context, [run.Part(tokens, False), run.Part(np.array(said, np.int32), True)])
     assert good.right == [True] and bad.right == [False]
     assert good.nll is not None and bad.nll is not None and 0 < good.nll < bad.nll
 
@@ -105,12 +106,12 @@ def test_a_json_under_a_schema_is_the_same_under_the_same_cache(tiny_model: Mode
             model.context(parse_cache("f16", path), options) as two,
             model.context(parse_cache("q4_0", path), options) as q4,
         ):
-            base, same, other = run.called(model, [one, two, q4], sample, schema)
-        texts = [b"".join(map(model.piece, said)).decode() for said in base.said]
-    assert same.said == base.said and same.right == base.right
+            base, same, other = run.score_calls(model, [one, two, q4], sample, schema)
+        texts = [b"".join(map(model.piece, said)).decode() for said in base.predicted]
+    assert same.predicted == base.predicted and same.right == base.right
     for text, answer, right in zip(texts, ("x", "y"), base.right, strict=True):
         assert json.loads(text)["a"] in ("x", "y") and right == (json.loads(text)["a"] == answer)
-    for mine, its, right, base_right in zip(other.said, base.said, other.right, base.right, strict=True):
+    for mine, its, right, base_right in zip(other.predicted, base.predicted, other.right, base.right, strict=True):
         assert right == (base_right and mine == its)
 
 
@@ -153,13 +154,13 @@ def test_the_harness_gets_the_same_answers(coded_model: Models, tmp_path: Path) 
     assert found["subkv_induction_1_200"]["acc,none"] == pytest.approx(row["right"])
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
-        (("--tasks", "needl"), "expected names out of needle, .*, found 'needl'"),
-        (("--tasks", "recall:x"), "recall: expected a number from 3 to 18 behind it, found 'x'"),
-        (("--tasks", "count:1"), "count: expected a number from 2 to 99 behind it, found '1'"),
-        (("-c", "9999999"), "-c: expected 64 to .* tokens, which the model was trained with, found 9999999"),
+        (("--tasks", "needl"), "unknown task 'needl'; expected one of needle, "),
+        (("--tasks", "recall:x"), "recall: expected a number from 3 to 18; found 'x'"),
+        (("--tasks", "count:1"), "count: expected a number from 2 to 99; found '1'"),
+        (("-c", "9999999"), r"-c: expected 64 to .* tokens \(the trained context\), found 9999999"),
         (("-c", "64"), "-c: expected more tokens for the task needle:6, found 64"),
         (("--compare", "f16,q9"), "--compare: expected one of .*, found 'q9'"),
         (("--compare", "f16", "--lm-eval", "/dev/null/x"), "--lm-eval: cannot write /dev/null/x"),

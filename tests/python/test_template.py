@@ -69,11 +69,9 @@ def test_refused(tiny_model: Models) -> None:
         assert error.value.key == "chat_template"
         assert error.value.reason.startswith("expected a Jinja template or one of bailing, ")
         assert error.value.reason.endswith(", found 'chatlm'")
-        with pytest.raises(
-            TemplateError, match="chat_template: expected a Jinja template, found one that cannot be read"
-        ):
+        with pytest.raises(TemplateError, match="chat_template: invalid Jinja template"):
             Template(model, "{% for m in messages %}")
-        with pytest.raises(TemplateError, match="chat_template: the template refuses the conversation: no"):
+        with pytest.raises(TemplateError, match="chat_template: the template rejects the conversation: no"):
             Template(model, "{{ raise_exception('no') }}").render(TALK)
 
 
@@ -83,7 +81,7 @@ def test_a_model_without_one(bare: Path, tiny_model: Models) -> None:
             Template(model)
         template, told = for_chat(model, None)
         assert template.render(TALK) == CHATML
-        assert told == "chat template: the model has none, ChatML is taken; --chat-template gives another"
+        assert told == "chat template: the model has none, using ChatML; --chat-template selects another"
         assert for_chat(model, "gemma")[1] == ""
     with Model(tiny_model()) as model:
         template, told = for_chat(model, None)
@@ -94,12 +92,12 @@ def test_a_model_without_one(bare: Path, tiny_model: Models) -> None:
 def test_later_turns(tiny_model: Models, given: str) -> None:
     """What follows an answer is found in what any template renders."""
     with Llama(tiny_model(), n_ctx=512, verbose=False) as llm:
-        template = Template(llm.opened, given)
+        template = Template(llm.loaded_model, given)
         conversation = Conversation(llm, "be short", Sampling(temp=0.0), template=template)
         for text in ("Hello.", "Why?"):
             "".join(conversation.ask(text, 4, lambda: False, Turn()))
         rendered = template.render([*conversation.messages[:-1]])
-        said = b"".join(llm.opened.piece(token, special=True) for token in conversation.tokens).decode(
+        said = b"".join(llm.loaded_model.piece(token, special=True) for token in conversation.tokens).decode(
             "utf-8", "replace"
         )
         assert rendered.split("Why?")[1] in said
@@ -110,7 +108,7 @@ def test_chat(bare: Path, tiny_model: Models, tmp_path: Path) -> None:
     own = chat(tiny_model())
     assert own.exit_code == 0 and "chat template" not in own.stderr
     assert chat(bare).stdout == own.stdout
-    assert "chat template: the model has none, ChatML is taken" in chat(bare).stderr
+    assert "chat template: the model has none, using ChatML" in chat(bare).stderr
     assert chat(tiny_model(), "--chat-template", "chatml").stdout == own.stdout
     file = tmp_path / "template.jinja"
     file.write_text(OURS)
@@ -123,16 +121,16 @@ def test_chat_refuses(bare: Path, tmp_path: Path) -> None:
     (tmp_path / "latin.jinja").write_bytes(b"{{ '\xff' }}")
     for flags, code, said in (
         (("--chat-template", "nonsense"), 1, "--chat-template: expected a Jinja template or one of "),
-        (("--chat-template", "{{ x"), 1, "--chat-template: expected a Jinja template, found one that cannot be read"),
+        (("--chat-template", "{{ x"), 1, "--chat-template: invalid Jinja template"),
         (("--chat-template-file", tmp_path / "none"), 1, "--chat-template-file: cannot read "),
         (
             ("--chat-template-file", tmp_path / "latin.jinja"),
             1,
-            "--chat-template-file: expected UTF-8 text, found byte 4",
+            "--chat-template-file: expected UTF-8 text, found an invalid byte at 4",
         ),
     ):
         result = chat(bare, *flags)
         assert result.exit_code == code
         assert result.stderr.splitlines()[-1].startswith(said)
     both = chat(bare, "--chat-template", "chatml", "--chat-template-file", tmp_path / "none")
-    assert both.exit_code == 2 and "expected it or --chat-template-file, found both" in both.stderr
+    assert both.exit_code == 2 and "expected either it or --chat-template-file, found both" in both.stderr

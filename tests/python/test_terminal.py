@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each import each
 
 from runtime.chat import terminal
+from runtime.chat.cli import command_of
 from runtime.chat.completer import Completer
-from runtime.chat.program import command_of
 from subkv.base import container
 
 pexpect = pytest.importorskip("pexpect")
@@ -145,7 +146,7 @@ def test_a_history_that_cannot_be_written_is_said(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     assert terminal.history_file("chat_history") is None
-    assert capsys.readouterr().err.startswith("XDG_STATE_HOME: messages are not remembered, cannot write ")
+    assert capsys.readouterr().err.startswith("XDG_STATE_HOME: the message history is not saved: cannot write ")
 
 
 def test_no_editor_without_its_library_or_a_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +178,7 @@ def test_completion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert lines(nothing) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "command"),
     [
         ("/read my file ", ("/read", "my file")),

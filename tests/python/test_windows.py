@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cli import COMMANDS
+from runtime.cli import COMMANDS, LAB
 from subkv.base import files
 from subkv.base.locks import exclusive
 
@@ -47,7 +47,7 @@ RESEARCH = [
 
 
 def test_every_program_imports() -> None:
-    names = [*(module for module, _ in COMMANDS.values()), *RESEARCH]
+    names = [*(module for module, _ in (COMMANDS | LAB).values()), *RESEARCH]
     done = run_without(f"for name in {names}:", "    importlib.import_module(name)")
     assert done.returncode == 0, done.stderr
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from each import each
 from references import N_RECENT, evaluating
 
 from converter import caches, evaluate, sensitivity
@@ -135,7 +136,7 @@ def test_an_unreachable_default_is_refused(measured: Path, tiny_model: Callable[
     """Ranks too low for q8_0's quality at any budget: no budget is made up."""
     result = run_convert(tiny_model("llama"), measured, tmp_path, "--rank-k", "8", "--rank-v", "8")
     assert result.exit_code == 1
-    assert "--kv-bits: expected a budget, since none reaches the quality of q8_0 with these ranks" in result.output
+    assert "--kv-bits: expected a budget, because none reaches the quality of q8_0 with these ranks" in result.output
 
 
 def test_a_quality_that_nothing_reaches_leaves_the_usual_budget(
@@ -152,7 +153,7 @@ def test_a_quality_that_nothing_reaches_leaves_the_usual_budget(
     write_calibration(path, replace(stats, layers=(layer, *stats.layers[1:])))
     result = run_convert(tiny_model("llama"), path, tmp_path, "--n-recent", str(N_RECENT), "--dry-run")
     assert result.exit_code == 0, result.output
-    assert "4.5 by default, since none is predicted to be as good as q8_0 and smaller" in result.output
+    assert "4.5 by default, because no smaller budget is predicted to be as good as q8_0" in result.output
 
 
 def test_a_window_that_was_not_measured_is_noted(
@@ -163,8 +164,8 @@ def test_a_window_that_was_not_measured_is_noted(
     assert "--n-recent: expected at least 16, for which sensitivities were measured, found 8" in result.output
 
 
-@pytest.mark.parametrize("method", ["engine", "fisher"])
-@pytest.mark.parametrize(
+@each("method", ["engine", "fisher"])
+@each(
     ("arguments", "sentence"),
     [
         (["-c", "100000"], "-c: expected at most the trained 4096 tokens, found 100000"),
@@ -276,7 +277,7 @@ def test_evaluate_adaptive_bases(
     assert table.exit_code == 0 and " opened | refused | merged |" in table.output
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "sentence"),
     [
         (["--kv-bits", "x"], "expected numbers separated by commas, found 'x'"),

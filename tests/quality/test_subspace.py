@@ -318,7 +318,7 @@ def test_bases_that_would_follow_the_text_do_not(
     options = dataclasses.replace(OPTIONS, adapt="v")
     convert_file(tiny_model("llama"), calibration("llama"), sidecar, options, sidecar=True)
     other = SubspaceCache.from_file(sidecar, model)
-    assert caplog.messages == ["subkv.adapt: bases stay as calibrated with transformers, found v"]
+    assert caplog.messages == ["subkv.adapt: bases are static with transformers, found v"]
     assert torch.equal(logits(model, other), logits(model, cache))
 
 

@@ -69,8 +69,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_key_value_heads": 2, "kv_lora_rank": 32, "q_lora_rank": None, "first_k_dense_replace": 4}
         | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32},
     ),
-    "Gemma3nForCausalLM": ("2 that read those of others", GEMMA | {"num_kv_shared_layers": 2, "laurel_rank": 8}),
-    "Gemma4ForCausalLM": ("2 that read those of others", GEMMA | {"num_kv_shared_layers": 2}),
+    "Gemma3nForCausalLM": ("2 that share those of other layers", GEMMA | {"num_kv_shared_layers": 2, "laurel_rank": 8}),
+    "Gemma4ForCausalLM": ("2 that share those of other layers", GEMMA | {"num_kv_shared_layers": 2}),
 }
 
 

@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 def small(llama: tuple[Any, SubspaceCache]) -> tuple[Any, Any]:
     """A model, and bases with a window so small that short texts have coded cells."""
     model, cache = llama
-    return model, dataclasses.replace(cache.bases, window=Window(1, 3).filled())
+    return model, dataclasses.replace(cache.bases, window=Window(1, 3).with_defaults())
 
 
 @pytest.fixture

@@ -1,11 +1,12 @@
-"""libsubkv with the functions of all three headers of runtime/native declared."""
+"""libsubkv with the functions of all headers of runtime/native declared."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 
-from subkv.native.library import AdaptParams, Signatures, declare
+from subkv.format.adapt import Params
+from subkv.native.library import Signatures, declare
 from subkv.native.library import load as public
 
 _ptr, _i32, _i64, _bool = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_bool
@@ -25,13 +26,15 @@ TEST: Signatures = {  # of subkv_test.h
     "subkv_trellis_path": (ctypes.c_float, [_ptr, _ptr, ctypes.c_float, _ptr]),
     "subkv_trellis_level": (_i32, [_i32, _i32]),
     "subkv_layout_basis": (_i64, [_ptr, _i32, _i32, _bool, _bool, _ptr, _i64]),
+}
+ADAPT_TEST: Signatures = {  # of adapt/subkv_adapt_test.h
     "subkv_quantizer": (None, [_i32, _f64_p, _f64_p]),
     "subkv_sketch_bytes": (_i64, [_ptr]),
     "subkv_sketch_count": (_i64, [_ptr]),
     "subkv_sketch_energy": (ctypes.c_double, [_ptr]),
     "subkv_sketch_rows": (_i64, [_ptr, _ptr]),
     "subkv_eigen": (_bool, [_ptr, _ptr, _i32]),
-    "subkv_adapt_new": (_ptr, [_ptr, ctypes.POINTER(AdaptParams), _i32, _i32, _bool]),
+    "subkv_adapt_new": (_ptr, [_ptr, ctypes.POINTER(Params), _i32, _i32, _bool]),
     "subkv_adapt_free": (None, [_ptr]),
     "subkv_adapt_push": (_bool, [_ptr, _ptr, _i64]),
     "subkv_adapt_read": (_i64, [_ptr, _ptr, _ptr, _ptr]),
@@ -45,12 +48,20 @@ TEST: Signatures = {  # of subkv_test.h
 def research() -> Signatures:
     """subkv_research.h, declared by the programs that call it."""
     from converter import adaptive
-    from research.experiments import live, sketch
-    from research.warmstart import planter
+    from research.experiments import live
 
-    return {**live.SIGNATURES, **adaptive.SIGNATURES, **sketch.SIGNATURES, **planter.SIGNATURES}
+    return {**live.SIGNATURES, **adaptive.PROJECT}
+
+
+def adapt() -> Signatures:
+    """adapt/subkv_adapt.h, declared by the modules that call it."""
+    from converter import adaptive
+    from research.experiments import live, sketch
+    from subkv.format.adapt import SIGNATURES
+
+    return {**SIGNATURES, **live.SKETCH, **adaptive.REPLAY, **sketch.SIGNATURES}
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    return declare(public(), {**research(), **TEST})
+    return declare(public(), {**research(), **adapt(), **ADAPT_TEST, **TEST})

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from subkv.format import adapt as adaptive
 from subkv.native import library as _lib
 
 SUBKV = capi.load()
@@ -137,10 +136,7 @@ class Session:
         if on_node:
             params.cb_eval = on_node
         if layout:
-            cache = _lib.CacheParams(*window)
-            if adapt is not None:
-                sides, how = adaptive.parse(adapt)
-                cache.adapt, cache.adaptive = adaptive.SIDES[sides], adaptive.native_params(how)
+            cache = _lib.CacheParams(*window, adapt.encode() if adapt is not None else None)
             assert SUBKV.subkv_attach(layout, cache), last_error()
         if observer:
             assert SUBKV.subkv_observe(observer), last_error()

@@ -9,9 +9,10 @@ from typing import Any
 import engine
 import numpy as np
 import pytest
+from each import each
 from engine import SUBKV, Refused, agree, distance, last_error, session
 
-from subkv.native import library as _lib
+from subkv.format.adapt import HeadStats
 
 BANDS = [(8, 8), (8, 6), (16, 4)]
 WINDOW = (4, 24, 8)
@@ -34,8 +35,8 @@ def text(model: engine.Model) -> list[int]:
     return [rng.randrange(10, model.n_vocab - 2) for _ in range(320)]
 
 
-def head_stats(s: engine.Session, il: int = 0, head: int = 0, value: bool = True) -> _lib.AdaptStats:
-    out = _lib.AdaptStats()
+def head_stats(s: engine.Session, il: int = 0, head: int = 0, value: bool = True) -> HeadStats:
+    out = HeadStats()
     assert SUBKV.subkv_get_adapt_stats(s.ctx, il, head, value, out), last_error()
     return out
 
@@ -174,10 +175,10 @@ def test_bytes_are_counted(model: engine.Model, text: list[int], layout: Any) ->
         assert not SUBKV.subkv_get_adapt_stats(s.ctx, 0, 0, False, parts[0])
     assert before.bytes_codes - static.bytes_codes == 512 * heads * layers  # the chunk of every cell and head
     assert before.bytes_per_token - static.bytes_per_token == heads * layers
-    assert static.bytes_adapt == static.n_chunks == 0
+    assert static.bytes_chunks == static.n_chunks == 0
     assert after.n_chunks == sum(p.n_chunks for p in parts) > 0
-    assert after.bytes_adapt == sum(p.bytes_bases + p.bytes_sketch for p in parts) > 0
-    assert after.bpe > before.bpe or after.bytes_adapt <= before.bytes_adapt
+    assert after.bytes_chunks == sum(p.bytes_bases + p.bytes_sketch for p in parts) > 0
+    assert after.bpe > before.bpe or after.bytes_chunks <= before.bytes_chunks
 
 
 def test_rows_that_are_not_finite_are_counted(model: engine.Model, text: list[int], layout: Any) -> None:
@@ -187,7 +188,7 @@ def test_rows_that_are_not_finite_are_counted(model: engine.Model, text: list[in
         assert np.isfinite(s.decode(text[:20], 320)).all()
 
 
-@pytest.mark.parametrize(
+@each(
     ("adapt", "options", "message"),
     [
         ("v,block=32", {}, "block: expected at most n_recent less n_rollback, 16, .* found 32"),

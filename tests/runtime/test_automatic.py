@@ -13,6 +13,7 @@ from typing import Any
 
 import engine
 import pytest
+from each import each
 from gguf import GGUFReader
 
 from subkv.format import store
@@ -139,7 +140,7 @@ def test_where_auto_looks(model: Path) -> None:
         path = {
             "weights": lambda n: stored(model, ".weights.gguf", n_recent=n),
             "store": lambda n: stored(model, n_recent=n),
-            "beside": lambda n: sidecar(store.beside(model), model, n_recent=n),
+            "beside": lambda n: sidecar(store.sidecar_path(model), model, n_recent=n),
         }[place](n_recent)
         (found,) = run(model)
         (line,) = found["log"]
@@ -149,7 +150,7 @@ def test_where_auto_looks(model: Path) -> None:
 
 
 def test_own_keys_come_first(model: Path, bases: Path) -> None:
-    sidecar(store.beside(model), model)
+    sidecar(store.sidecar_path(model), model)
     kinds = {4: "u32", 10: "u64", 6: "f32", 8: "str"}
     fields = [field for field in GGUFReader(bases).fields.values() if field.name.startswith("subkv.")]
     with Gguf(model) as plain:
@@ -244,7 +245,7 @@ def test_a_requested_type_is_kept(model: Path, bases: Path) -> None:
     assert not refused["made"] and "f16 expected with a subkv cache" in refused["log"][0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("variables", "why"),
     [
         ({"SUBKV_RECENT": "x"}, "SUBKV_RECENT: expected a number from 0 to 65536, found 'x'"),
@@ -285,7 +286,7 @@ def test_files_that_cannot_be_used_make_no_context(
 
 @pytest.mark.parametrize("content", ["", "0" * 64])
 def test_sidecars_of_other_models_are_refused(content: str, model: Path) -> None:
-    sidecar(store.beside(model), model, content=content)
+    sidecar(store.sidecar_path(model), model, content=content)
     (found,) = run(model)
     assert not found["made"] and "expected a sidecar of this model" in found["log"][0]
 

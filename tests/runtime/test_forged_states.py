@@ -14,6 +14,7 @@ import damage
 import engine
 import forge
 import pytest
+from each import each
 from engine import C, agree, session
 from held import WINDOW
 from hypothesis import given, settings
@@ -34,8 +35,8 @@ def numbers(draw: st.DrawFn, data: bytes) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.parametrize("partial", [False, True])
-@pytest.mark.parametrize("arch", ["llama", "adaptive", "gemma2", "lfm2"])
+@each("partial", [False, True])
+@each("arch", ["llama", "adaptive", "gemma2", "lfm2"])
 def test_states_of_somebody(tiny_model: Callable[..., Path], tmp_path: Path, arch: str, partial: bool) -> None:
     """gemma2 has a sliding half, lfm2 recurrent state."""
     adaptive = arch == "adaptive"

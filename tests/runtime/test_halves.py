@@ -8,6 +8,7 @@ from typing import Any
 
 import engine
 import pytest
+from each import each
 from engine import C, distance, last_error, session
 from forge import body_value, forged, window_at
 from machine import partial_state, set_partial_state
@@ -132,9 +133,9 @@ def test_a_damaged_state_touches_neither_half(gemma: Gemma, partial: bool) -> No
         assert give(s, state, 0) == len(state)
 
 
-@pytest.mark.parametrize("partial", [False, True])
-@pytest.mark.parametrize("flash_attn", [0, 1])
-@pytest.mark.parametrize("values", [{0: 2}, {4: 10**6}, {8: -1}, {8: -2}, {8: 2**30}, {8: NEXT}, {12: 0}, {12: 2}])
+@each("partial", [False, True])
+@each("flash_attn", [0, 1])
+@each("values", [{0: 2}, {4: 10**6}, {8: -1}, {8: -2}, {8: 2**30}, {8: NEXT}, {12: 0}, {12: 2}])
 def test_forged_cells_of_the_sliding_half_are_refused_before_anything_is_touched(
     gemma: Gemma, partial: bool, flash_attn: int, values: dict[int, int]
 ) -> None:

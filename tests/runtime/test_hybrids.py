@@ -10,6 +10,7 @@ from typing import Any
 
 import engine
 import pytest
+from each import each
 from engine import C, agree, check_sequences_apart, distance, last_error, session
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -330,8 +331,8 @@ def test_save_and_restore(hybrid: Coded, seq: int | None) -> None:
         assert agree(expected[100:], s.decode(tokens[100:120], 100))
 
 
-@pytest.mark.parametrize("cut", [0.2, 0.6, 0.9, 0.999])
-@pytest.mark.parametrize("seq", [None, 0])
+@each("cut", [0.2, 0.6, 0.9, 0.999])
+@each("seq", [None, 0])
 def test_a_truncated_state_leaves_no_half_behind(hybrid: Coded, seq: int | None, cut: float) -> None:
     tokens = hybrid.tokens
     with hybrid.session() as s:

@@ -15,7 +15,7 @@ import pytest
 import writer
 from engine import Refused, distance, session
 
-from subkv.native.library import AdaptParams
+from subkv.format.adapt import Params
 
 WINDOW = (4, 16, 8)
 D_V, D_ROT = 32, 16  # of the tiny model
@@ -139,7 +139,7 @@ def test_bad_layouts(tmp_path: Path, change: str, why: str) -> None:
 
 
 def test_values_have_no_encoder_of_their_own(make_layout: Any) -> None:
-    layout, x, params = make_layout([(32, 8), (16, 8)]), np.ones(48 * 48, np.float32), AdaptParams()
+    layout, x, params = make_layout([(32, 8), (16, 8)]), np.ones(48 * 48, np.float32), Params()
     subkv, at = capi.load(), x.ctypes.data
     assert subkv.subkv_layout_basis(layout, 0, 0, True, True, at, x.size) == 32 * 32
     assert subkv.subkv_layout_basis(layout, 0, 0, True, False, at, x.size) == -1

@@ -11,6 +11,7 @@ from typing import Any
 import engine
 import numpy as np
 import pytest
+from each import each
 from engine import C, agree, last_error, session, two_states
 from forge import HEAD, forged, window_at
 from test_variants import exact_layout
@@ -142,7 +143,7 @@ def test_no_byte_of_a_state_may_change(model: engine.Model, tokens: list[int], l
             assert s.state(0) == other
 
 
-@pytest.mark.parametrize(
+@each(
     ("at", "value"),
     [
         (0, 2),  # streams

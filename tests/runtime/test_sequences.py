@@ -9,6 +9,7 @@ from typing import Any
 import engine
 import numpy as np
 import pytest
+from each import each
 from engine import C, Refused, agree, check_sequences_apart, distance, last_error, session
 
 BANDS = [(8, 8), (8, 6), (16, 4)]
@@ -206,7 +207,7 @@ def test_states_do_not_cross_cache_types(model: engine.Model, tokens: list[int],
         assert s.set_state(coded) == 0
 
 
-@pytest.mark.parametrize("cut", [0.1, 0.5, 0.9, 0.999])
+@each("cut", [0.1, 0.5, 0.9, 0.999])
 def test_a_truncated_state_is_refused(model: engine.Model, tokens: list[int], layout: Any, cut: float) -> None:
     with session(model, layout, window=WINDOW) as s:
         s.decode(tokens[:60])

@@ -1,5 +1,5 @@
 // sketch.h: what a stream of rows leaves behind of its second moment, and the subspace it spans. Contracts; the
-// definitions are kernels/ref/{eigen,sketch}.cpp. C++17, no exceptions but bad_alloc.
+// definitions are kernels/sketch/{eigen,sketch}.cpp. C++17, no exceptions but bad_alloc.
 //
 // A sketch's state is plain memory of a size that its parameters fix: copy it, and the copy goes on alike. It is a
 // function of the rows and their order alone: any split of a stream into calls leaves the same bytes.

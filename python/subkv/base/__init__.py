@@ -1,1 +1,1 @@
-"""What everything stands on: errors, files, programs, progress. Knows no model and no native library."""
+"""Errors, files, commands and progress; depends on no model and no native library."""

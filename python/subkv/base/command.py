@@ -1,7 +1,7 @@
-"""Programs: how they fail, and how groups of flags become dataclasses.
+"""Commands: error messages, and groups of flags as dataclasses.
 
-A failure is one sentence on stderr that starts with the flag or key it concerns: exit 1; wrong usage: exit 2; Ctrl-C:
-130. The library's errors name arguments; the flag of an argument is looked up here, and nowhere else.
+An error is one sentence on stderr that starts with its flag or key. The exit code is 1, for wrong usage 2, for Ctrl-C
+130. The library's errors name arguments; only this module maps arguments to flags.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PARAMETERS = {
 
 
 class Command(click.Command):
-    """A command whose bad input ends in a sentence and exit code 1. interrupted: what it says on Ctrl-C, if any."""
+    """A command that reports invalid input in one sentence, with exit code 1. interrupted: its message on Ctrl-C."""
 
     def __init__(self, *args: Any, interrupted: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,9 +37,9 @@ class Command(click.Command):
                 click.echo(self.interrupted, err=True)
             raise click.exceptions.Exit(130) from None
         except ImportError as error:
-            if error.name:  # of a Python module
+            if error.name:  # a missing Python module
                 raise
-            raise _Failure(str(error)) from error  # subkv's own, of its libraries
+            raise _Failure(str(error)) from error  # a missing native library
         except SubkvError as error:
             raise _Failure(sentence(error, self)) from error
 
@@ -54,9 +54,9 @@ class _Failure(click.ClickException):
 
 
 def sentence(error: SubkvError, command: click.Command | None = None) -> str:
-    """The error as a program prints it: named by the flag of `command` (default: the running one), if it has one.
+    """The error message, which starts with the flag of `command` (default: the running one).
 
-    What has no flag is named by what the user gave, where the reason does not name it.
+    Without a flag it starts with the user's value, unless the reason contains that.
     """
     context = click.get_current_context(silent=True)
     command = command or (context.command if context else None)
@@ -74,13 +74,13 @@ def sentence(error: SubkvError, command: click.Command | None = None) -> str:
 def command(
     name: str | None = None, context_settings: dict[str, Any] | None = None, **kwargs: Any
 ) -> Callable[[Callable[..., Any]], Command]:
-    """click.command with our errors, -h, and defaults shown."""
+    """click.command with our error messages, -h, and defaults in --help."""
     settings = {"help_option_names": ["-h", "--help"], "show_default": True, **(context_settings or {})}
     return click.command(name, cls=Command, context_settings=settings, **kwargs)
 
 
 def stack(*decorators: Callable[..., Any]) -> Callable[..., Any]:
-    """Several decorators as one; the first is listed first in --help."""
+    """Combine decorators; the first one comes first in --help."""
 
     def apply(function: Callable[..., Any]) -> Any:
         for decorator in reversed(decorators):
@@ -91,7 +91,7 @@ def stack(*decorators: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def group(name: str, build: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:
-    """Options that reach the command as one argument `name`: build(option=value, …), a dataclass as a rule.
+    """Options that the command gets as one argument `name`: build(option=value, …), usually a dataclass.
 
     @command()
     @group("window", Window, click.option("--n-sink", …), click.option("--n-recent", …))

@@ -1,19 +1,19 @@
-"""The one format of files that hold tokens and the state of a context that has evaluated them.
+"""The file format for tokens and the state of a context that has evaluated them.
 
-Saved chats, slots of the server, entries of the prompt cache:
+Used for saved chats and for entries of the prompt cache:
 
     offset  bytes  content, little-endian
          0      8  b"subkvST1"
          8      4  h, bytes of the head
         12      4  n, number of tokens
         16      8  m, bytes of the state
-        24      4  CRC-32 of everything before, of the head and of the tokens
-        28      h  head: a JSON object, what the state is bound to and whatever its writer wants to know
+        24      4  CRC-32 of the bytes before, the head and the tokens
+        28      h  head: a JSON object with the identity of the context and the writer's own fields
          …     4n  tokens, i32
          …      m  state, as llama.cpp wrote it
-         …     32  SHA-256 of everything before
+         …     32  SHA-256 of all bytes before
 
-The head and the tokens can be read and trusted without the state, which is large. Files appear complete or not at all.
+Head and tokens can be read and checked without the large state. Files are written atomically.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ MAX_TOKENS = 64 << 20
 
 
 class ContainerError(ValueError):
-    """A damaged file, or none of this format."""
+    """A damaged file, or a file of another format."""
 
 
 class OtherVersionError(ContainerError):
-    """A file that another version of subkv has written: not damaged."""
+    """A file of another version of the format."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Container:
-    """head: JSON object; tokens [n] i32; state: what llama_state_set_data takes."""
+    """head: JSON object; tokens [n] i32; state: for llama_state_set_data."""
 
     head: dict[str, Any]
     tokens: Tokens
@@ -79,9 +79,9 @@ def _crc(*parts: bytes | memoryview) -> int:
 
 
 def read_head(handle: BinaryIO) -> tuple[dict[str, Any], Tokens, int]:
-    """Head, tokens and bytes of the state of a file, from the handle's position 0; reads no further than these.
+    """Read head, tokens and the size of the state from position 0; the state itself is not read.
 
-    Raises ContainerError, and OSError where it cannot be read.
+    Raises ContainerError, and OSError if the file cannot be read.
     """
     start = handle.read(START)
     if len(start) < START:
@@ -99,7 +99,7 @@ def read_head(handle: BinaryIO) -> tuple[dict[str, Any], Tokens, int]:
     expected = START + n_head + 4 * n_tokens + n_state + N_DIGEST
     if size != expected:
         raise ContainerError(f"expected {expected} bytes, found {size}")
-    if n_head > MAX_HEAD or n_tokens > MAX_TOKENS:  # a file may have holes: its size need not be on a disk
+    if n_head > MAX_HEAD or n_tokens > MAX_TOKENS:  # a sparse file may be larger than the disk
         raise ContainerError(f"expected a head of at most {MAX_HEAD} bytes and {MAX_TOKENS} tokens, found more")
     head, listed = handle.read(n_head), handle.read(4 * n_tokens)
     if CRC.unpack_from(start, FIXED.size)[0] != _crc(start[: FIXED.size], head, listed):
@@ -114,9 +114,9 @@ def read_head(handle: BinaryIO) -> tuple[dict[str, Any], Tokens, int]:
 
 
 def read_whole(handle: BinaryIO, max_state: int | None = None) -> Container:
-    """A file that begins at the handle's position 0, checked as a whole. Raises ContainerError and OSError.
+    """Read and check a whole file from position 0. Raises ContainerError and OSError.
 
-    max_state: a state of more bytes is refused before it is read.
+    max_state: reject a larger state (bytes) before reading it.
     """
     head, tokens, n_state = read_head(handle)
     if max_state is not None and n_state > max_state:
@@ -132,13 +132,13 @@ def read_whole(handle: BinaryIO, max_state: int | None = None) -> Container:
 
 
 def load(path: Path, max_state: int | None = None) -> Container:
-    """read_whole() of a path."""
+    """read_whole() for a path."""
     with open_regular(path) as handle:
         return read_whole(handle, max_state)
 
 
 def write(path: Path, container: Container) -> int:
-    """Write a file completely or not at all; returns its size in bytes. Raises StateError about `path`."""
+    """Write a file atomically; returns its size in bytes. Raises StateError about `path`."""
     pieces = container.pieces()
     with concerning(output="path"), atomic_file(path, StateError) as handle:
         for piece in pieces:
@@ -147,19 +147,19 @@ def write(path: Path, container: Container) -> int:
 
 
 def read(path: Path, writer: str, max_state: int | None = None) -> Container:
-    """A file that `writer`, as the user knows it, has written. Raises StateError about `path`."""
+    """Read a file. writer: what wrote it, for error messages. Raises StateError about `path`."""
     try:
         return load(path, max_state)
     except OSError as error:
         raise StateError("path", f"cannot read {path}: {error.strerror or error}") from error
     except ContainerError as error:
         raise StateError(
-            "path", f"expected a file written by {writer}, found something else in {path} ({error})"
+            "path", f"expected a file written by {writer}, found another format in {path} ({error})"
         ) from error
 
 
 def check(container: Container, expected: dict[str, Any], path: Path) -> None:
-    """Refuse a file whose head differs from what this context needs. Raises StateError about `path`."""
+    """Reject a file whose head does not have the expected values. Raises StateError about `path`."""
     for name, value in expected.items():
         if container.head.get(name) != value:
             raise StateError("path", f"{name}: expected {value}, found {container.head.get(name)} in {path}")

@@ -1,4 +1,4 @@
-"""Errors that a user can cause: one class, one sentence, in one order (what, expected, found)."""
+"""Errors that users can cause. The message is one sentence: subject, expected value, value found."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 
 class SubkvError(Exception):
-    """Bad input. key: the argument, metadata key or tensor concerned, "" for none; reason: one sentence about it.
+    """Invalid input. key: the argument, metadata key or tensor, "" for none; reason: one sentence.
 
-    Functions name their own arguments, never a flag: `concerning` renames a key on the way out, and the programs
-    (subkv.base.command) turn arguments into flags.
+    Functions name their own arguments, never a flag: `concerning` renames the key of a passing error, and
+    subkv.base.command maps arguments to flags.
     """
 
     def __init__(self, key: str, reason: str) -> None:
@@ -28,7 +28,7 @@ class ModelFileError(SubkvError, ValueError):
 
 
 class CacheError(SubkvError, RuntimeError):
-    """The KV cache that was asked for cannot be made or cannot do what was asked."""
+    """The requested KV cache cannot be created, or does not support the operation."""
 
 
 class StateError(SubkvError, RuntimeError):
@@ -37,7 +37,7 @@ class StateError(SubkvError, RuntimeError):
 
 @contextlib.contextmanager
 def concerning(**roles: str) -> Iterator[None]:
-    """Errors about an argument that has another name here: `with concerning(calibration="in_file"): read(path)`."""
+    """Rename the keys of errors that pass through: `with concerning(calibration="in_file"): read(path)`."""
     try:
         yield
     except SubkvError as error:
@@ -46,12 +46,12 @@ def concerning(**roles: str) -> Iterator[None]:
 
 
 def install(extra: str) -> str:
-    """How to get the packages of an extra: subkv is on no index, so from its clone."""
+    """The command that installs the packages of an extra, from the clone (subkv is not on a package index)."""
     return f"pip install '.[{extra}]' in the clone of subkv"
 
 
 def need_packages(extra: str, names: Sequence[str]) -> None:
-    """Raises SubkvError that names the extra when one of its packages is not installed."""
+    """Raises SubkvError that names the extra if one of its packages is not installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise SubkvError(

@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all."""
+"""Atomic file writes, and checks of paths."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from subkv.base.errors import SubkvError
 
 T = TypeVar("T")
 
-# what replacing() writes to, and what it did before names had a random part
+# names of temporary files of replacing(), with or without the random part (older versions)
 TEMPORARY = re.compile(r"\.(?P<name>.+?)\.\d+(\.[0-9a-f]{8})?\.tmp", re.DOTALL)
 BUSY_SECONDS = 2.0
-STALE_SECONDS = 3600.0  # a file still being written is younger
+STALE_SECONDS = 3600.0  # older temporary files are left-overs
 
 
 def _reason(error: OSError) -> str:
@@ -29,7 +29,7 @@ def _reason(error: OSError) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse an output path that cannot be written, before a long run is spent on it.
+    """Reject an output path that cannot be written, before a long run starts.
 
     Creates and removes an empty temporary file in the target's folder. Raises SubkvError.
     """
@@ -47,13 +47,13 @@ def check_writable(path: Path) -> None:
 
 
 def check_new(path: Path, overwrite: bool) -> None:
-    """Refuse an output path that is a file already, unless it may be overwritten. Raises SubkvError."""
+    """Reject an existing output file, unless it may be overwritten. Raises SubkvError."""
     if path.is_file() and not overwrite:
         raise SubkvError("output", f"expected a file that does not exist yet, found {path}; -y overwrites it")
 
 
 def check_not_input(path: Path, inputs: Iterable[tuple[str, Path]]) -> None:
-    """Refuse an output path that is one of the inputs, each with its name for the user. Raises SubkvError."""
+    """Reject an output path that is also an input; each input has a name for the message. Raises SubkvError."""
     for other, given in inputs:
         if path.exists() and given.exists() and os.path.samefile(path, given):
             raise SubkvError("output", f"expected another file than {other}, found {path}")
@@ -64,16 +64,16 @@ def _temporary_name(path: Path) -> Path:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. Raises OSError, also for what is no file: a pipe would wait for its writer."""
+    """Open a regular file for reading. Raises OSError, also for pipes, which would block."""
     handle = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
         handle.close()
-        raise OSError(errno.EINVAL, "expected a regular file, found something else", os.fspath(path))
+        raise OSError(errno.EINVAL, "expected a regular file, found another kind", os.fspath(path))
     return handle
 
 
 def is_regular(path: Path) -> bool:
-    """Whether there is a file of that name, and no link to one. Raises OSError where nobody may look."""
+    """Whether the path is a regular file and not a link. Raises OSError if it cannot be checked."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except FileNotFoundError:
@@ -81,11 +81,11 @@ def is_regular(path: Path) -> bool:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    return _when_free(path, os.open, path, flags | getattr(os, "O_NONBLOCK", 0))
+    return _retry_while_busy(path, os.open, path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def _when_free(path: str | Path, act: Callable[..., T], *arguments: Any) -> T:
-    """act(*arguments). Windows refuses it while another process reads or replaces `path`: BUSY_SECONDS are waited."""
+def _retry_while_busy(path: str | Path, act: Callable[..., T], *arguments: Any) -> T:
+    """act(*arguments). On Windows, retry for BUSY_SECONDS while another process reads or replaces `path`."""
     end = time.monotonic() + (BUSY_SECONDS if sys.platform == "win32" else 0.0)
     while True:
         try:
@@ -97,31 +97,31 @@ def _when_free(path: str | Path, act: Callable[..., T], *arguments: Any) -> T:
 
 
 def remove_stale(folder: Path, name: str | None = None) -> None:
-    """Remove temporary files that processes left in a folder when they were killed, those of one file `name` or all.
+    """Remove temporary files of killed processes in a folder: those of one file `name`, or all.
 
-    Younger than an hour they may still be written, perhaps by another machine. What cannot be removed stays.
+    Files younger than an hour are kept, because another process may be writing them. Errors are ignored.
     """
     now = time.time()
     with contextlib.suppress(OSError), os.scandir(folder) as files:
         for file in files:
-            found = TEMPORARY.fullmatch(file.name)
-            if found and name in (None, found["name"]):
+            match = TEMPORARY.fullmatch(file.name)
+            if match and name in (None, match["name"]):
                 with contextlib.suppress(OSError):
                     if now - file.stat(follow_symlinks=False).st_mtime > STALE_SECONDS:
                         os.unlink(file)
 
 
 def remove(path: Path) -> None:
-    """Remove a file that nobody needs any more; what cannot be removed stays."""
+    """Remove a file; errors are ignored."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Binary file that replaces `path` when the block ends well; on any exception nothing stays on disk.
+    """A binary file that replaces `path` when the block succeeds; on an exception it is removed.
 
-    Temporary file in the same folder, flushed and fsynced before the rename. Raises OSError.
+    It is written in the same folder and fsynced before the rename. Raises OSError.
     """
     temporary = _temporary_name(path)
     try:
@@ -129,7 +129,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
-        _when_free(path, os.replace, temporary, path)
+        _retry_while_busy(path, os.replace, temporary, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
@@ -138,9 +138,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def atomic_file(path: Path, kind: type[SubkvError] = SubkvError) -> Iterator[BinaryIO]:
-    """replacing(path) whose OSErrors (disk full, file size limit) become errors about `output`, of this kind.
+    """replacing(path), with OSErrors (disk full, file size limit) as errors about `output` of this kind.
 
-    What earlier processes left of the same file is removed.
+    Removes left-over temporary files of earlier processes.
     """
     remove_stale(path.parent, path.name)
     try:
@@ -151,10 +151,10 @@ def atomic_file(path: Path, kind: type[SubkvError] = SubkvError) -> Iterator[Bin
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the rename durable where folders can be opened (not on Windows), and synced (some network file systems)."""
+    """Make the rename durable, if the system can open folders (not Windows) and sync them."""
     if os.name != "posix":
         return
-    with contextlib.suppress(OSError):  # the new file is there, and synced itself
+    with contextlib.suppress(OSError):  # the new file itself is synced already
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Model files of the Hugging Face hub, by package huggingface_hub (the extra `hub`).
+"""Downloads model files of the Hugging Face hub with package huggingface_hub (the extra `hub`).
 
-`fetch("user/model:Q8_0")` is llama.cpp's -hf. Where files are kept, HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE
-are huggingface_hub's own matters: what other programs downloaded is found, and the other way round.
+`fetch("user/model:Q8_0")` is llama.cpp's -hf. Files are stored as huggingface_hub does (HF_TOKEN, HF_ENDPOINT, HF_HOME,
+HF_HUB_OFFLINE), so programs share their downloads.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ import click
 
 from subkv.base.errors import SubkvError, install
 
-DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")  # llama.cpp's choice, in this order, before the first file
-NOT_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")  # in names of files beside a model
+DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")  # llama.cpp's order of preference, then the first file
+NOT_MODELS = (
+    "mmproj",
+    "imatrix",
+    "mtp-",
+    "eagle3-",
+    "dflash-",
+    "dspark-",
+)  # in names of other GGUF files
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 
 hf_option = click.option(
@@ -31,7 +38,7 @@ hf_option = click.option(
     "hf_repo",
     envvar="LLAMA_ARG_HF_REPO",
     metavar="USER/MODEL[:QUANT]",
-    help="model of the Hugging Face hub instead; QUANT: Q4_K_M, else Q8_0, else the first [extra hub]",
+    help="model of the Hugging Face hub; default QUANT: Q4_K_M, else Q8_0, else the first [extra hub]",
 )
 
 
@@ -40,7 +47,7 @@ def _note(text: str) -> None:
 
 
 def model_given(model: Path | str | None, hf_repo: str | None) -> Path | None:
-    """The model of -m or of -hf, which is fetched; None: neither is given. Raises click.UsageError, as fetch()."""
+    """The model of -m, or of -hf (downloaded); None: neither is given. Raises click.UsageError, and as fetch()."""
     if model is not None and hf_repo is not None:
         raise click.UsageError(f"-hf: expected a model file or -hf, found both {model} and {hf_repo}")
     if hf_repo is not None:
@@ -57,12 +64,11 @@ def fetch(
     local_dir: str | os.PathLike[str] | None = None,
     note: Callable[[str], None] = _note,
 ) -> Path:
-    """A model of the hub as a local file, downloaded where it is not there yet; of a split model all files, the first
-    one returned.
+    """Download a model of the hub if needed and return its path: for a split model, the first of its files.
 
-    repo: USER/MODEL[:QUANT]; without QUANT Q4_K_M, else Q8_0, else the first GGUF. pattern: the one file by its name or
-    a pattern of it, instead of a quant. more: patterns of further files to download. cache_dir, local_dir: as in
-    huggingface_hub. note: is told in one line that the hub cannot be reached and an earlier download is taken.
+    repo: USER/MODEL[:QUANT]; without QUANT Q4_K_M, else Q8_0, else the first GGUF. pattern: name or pattern of the
+    file, instead of a quant. more: patterns of further files to download. cache_dir, local_dir: as in huggingface_hub.
+    note: gets a line if the hub cannot be reached and an earlier download is used.
 
     Raises SubkvError about `hf_repo`, `pattern` or `more`.
     """
@@ -75,26 +81,26 @@ def fetch(
         raise SubkvError("hf_repo", f"expected package huggingface_hub, found none: {install('hub')}")
     kept = {"cache_dir": cache_dir, "local_dir": local_dir}
     files, why_not = _listed(name, kept)
-    where = f"what is here of {name}, as {why_not}" if why_not else name
+    where = f"the earlier download of {name} ({why_not})" if why_not else name
     chosen = _choose(files, where, quant) if pattern is None else _matching(files, where, pattern, "pattern")
     wanted = [*_parts(files, chosen), *(_matching(files, where, each, "more") for each in more)]
     if why_not:
-        note(f"{repo}: {why_not}; an earlier download of {chosen} is taken")
+        note(f"{repo}: {why_not}; using an earlier download of {chosen}")
     return _download(name, wanted, kept, bool(why_not)) / chosen
 
 
 def _listed(repo: str, kept: dict[str, Any]) -> tuple[list[str], str]:
-    """Names of the files of a repository. Then: why these are those that are here, "" if the hub has said them."""
+    """Names of the files of a repository, and the reason why only local ones are listed ("": the hub listed them)."""
     from huggingface_hub import HfApi  # an extra
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     try:
         return sorted(file.rfilename for file in HfApi().model_info(repo).siblings or []), ""
     except GatedRepoError as error:
-        reason = f"expected a repository that may be read, found {repo} gated; ask for access there and set HF_TOKEN"
+        reason = f"{repo} is gated; request access there and set HF_TOKEN"
         raise SubkvError("hf_repo", reason) from error
     except RepositoryNotFoundError as error:
-        reason = f"expected a repository of the hub, found none named {repo}; a private one needs HF_TOKEN"
+        reason = f"unknown repository {repo}; a private one needs HF_TOKEN"
         raise SubkvError("hf_repo", reason) from error
     except OfflineModeIsEnabled:
         why = "HF_HUB_OFFLINE is set"
@@ -102,26 +108,24 @@ def _listed(repo: str, kept: dict[str, Any]) -> tuple[list[str], str]:
         if error.response is not None and error.response.status_code < 500:
             raise SubkvError("hf_repo", f"expected the files of {repo}, found {_first_line(error)}") from error
         why = f"the hub does not answer ({_first_line(error)})"
-    except ValueError as error:  # a name that no repository has
-        raise SubkvError(
-            "hf_repo", f"expected a name that the hub allows, found {repo}: {_first_line(error)}"
-        ) from error
-    except Exception as error:  # of the HTTP library, another one in every version of huggingface_hub
+    except ValueError as error:  # an invalid name
+        raise SubkvError("hf_repo", f"invalid repository name {repo}: {_first_line(error)}") from error
+    except Exception as error:  # of the HTTP library, which differs between versions of huggingface_hub
         why = f"the hub cannot be reached ({_first_line(error)})"
     try:
         folder = _snapshot(repo, [], kept, offline=True)
     except OSError as error:
-        raise SubkvError("hf_repo", f"expected {repo}, found no earlier download of it, and {why}") from error
+        raise SubkvError("hf_repo", f"cannot list {repo}: {why}, and there is no earlier download") from error
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()), why
 
 
 def _snapshot(repo: str, files: Iterable[str], kept: dict[str, Any], offline: bool) -> Path:
-    """The folder that holds a repository's files, these among them. Raises what huggingface_hub does."""
+    """Download files of a repository; returns its folder. Raises as huggingface_hub."""
     from huggingface_hub import snapshot_download  # an extra
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):
-        """Only where stderr is a terminal, like all bars of ours; the hub's own counts files everywhere."""
+        """Shown only if stderr is a terminal, like our own bars."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.setdefault("disable", None)
@@ -147,43 +151,43 @@ def _first_line(error: BaseException) -> str:
 
 
 #
-# which file
+# choice of the file
 #
 
 
 def _choose(files: Sequence[str], where: str, quant: str) -> str:
-    """The model of this quant; "": the default one. where: what files are those of."""
+    """The model file with this quant, "" for the default. where: source of the list, for messages."""
     models = [file for file in files if _is_model(file)]
     if not models:
         raise SubkvError("hf_repo", f"expected GGUF files in {where}, found none")
     for wanted in [quant] if quant else DEFAULT_QUANTS:
-        # llama.cpp finds F16 in BF16, too
+        # unlike llama.cpp, do not match F16 in BF16
         form = re.compile(rf"(?<![A-Za-z0-9]){re.escape(wanted)}[.-]", re.IGNORECASE)
         for file in models:
             if form.search(file):
                 return file
     if quant:
-        found = sorted({_quant_of(file) for file in models})
-        raise SubkvError("hf_repo", f"expected quant {quant} in {where}, found {', '.join(found)}")
+        available = sorted({_quant_of(file) for file in models})
+        raise SubkvError("hf_repo", f"expected quant {quant} in {where}, found {', '.join(available)}")
     return models[0]
 
 
 def _is_model(file: str) -> bool:
-    """Whether a file is a model, or the first one of a split model."""
+    """Whether a file is a model, or the first file of a split model."""
     split = _SPLIT.search(file)
     name = file.rsplit("/", 1)[-1]
     return file.endswith(".gguf") and not any(word in name for word in NOT_MODELS) and (not split or int(split[1]) == 1)
 
 
 def _quant_of(file: str) -> str:
-    """What a file's name ends in, as llama.cpp reads it: Q4_K_M of model-Q4_K_M-00001-of-00002.gguf."""
+    """The quant in a file name, as llama.cpp reads it: Q4_K_M in model-Q4_K_M-00001-of-00002.gguf."""
     stem = _SPLIT.sub("", file).removesuffix(".gguf")
-    found = re.search(r"[-.]([A-Za-z0-9_]+)$", stem)
-    return found[1].upper() if found else file
+    match = re.search(r"[-.]([A-Za-z0-9_]+)$", stem)
+    return match[1].upper() if match else file
 
 
 def _parts(files: Sequence[str], first: str) -> list[str]:
-    """All files of a model, by its first. Raises SubkvError where the repository lacks one."""
+    """All files of a model, given the first. Raises SubkvError if the repository lacks one."""
     split = _SPLIT.search(first)
     if not split:
         return [first]
@@ -195,9 +199,9 @@ def _parts(files: Sequence[str], first: str) -> list[str]:
 
 
 def _matching(files: Sequence[str], where: str, pattern: str, key: str) -> str:
-    """The one file that a pattern means. Of a split model its first file is enough."""
-    found = [file for file in files if fnmatch.fnmatch(file, pattern)]
-    firsts = [file for file in found if not (split := _SPLIT.search(file)) or int(split[1]) == 1] or found
+    """The one file that matches a pattern; of a split model the first file."""
+    matches = [file for file in files if fnmatch.fnmatch(file, pattern)]
+    firsts = [file for file in matches if not (split := _SPLIT.search(file)) or int(split[1]) == 1] or matches
     if len(firsts) != 1:
         others = ", ".join(firsts or [file for file in files if file.endswith(".gguf")]) or "no GGUF"
         raise SubkvError(key, f"expected one file like {pattern} in {where}, found {len(firsts)}: {others}")

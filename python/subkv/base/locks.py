@@ -1,4 +1,4 @@
-"""Locks between processes that end with the process that holds them."""
+"""Locks between processes, released when the process ends."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from subkv.base.errors import SubkvError
 
 @contextlib.contextmanager
 def exclusive(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock of a file, which is made and stays; nobody waits.
+    """Hold the lock of a file, which is created and kept; raises at once if another process holds it.
 
-    what: what only one process may do, for the error. The system drops the lock of a process that ended in whatever
-    way, so none is ever stale. Where there are no such locks (Windows) nothing is held: files still appear whole or not
-    at all, and two processes only do the work twice. Raises SubkvError about `lock`.
+    what: the exclusive work, for the message. The system releases the lock when the process ends, so locks are never
+    stale. Without file locks (Windows) nothing is locked, and two processes may do the same work; files are still
+    written atomically. Raises SubkvError about `lock`.
     """
     try:
         import fcntl
@@ -32,9 +32,7 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             handle.seek(0)
-            raise SubkvError(
-                "lock", f"expected nobody else to {what}, found process {handle.read().strip()} at it"
-            ) from error
+            raise SubkvError("lock", f"cannot {what}: process {handle.read().strip()} is doing that now") from error
         except OSError:
             pass  # a file system without locks
         handle.truncate(0)

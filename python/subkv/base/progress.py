@@ -1,4 +1,4 @@
-"""Progress bars: one look for everything that takes longer than a moment."""
+"""Progress bars."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tqdm import tqdm
 
 T = TypeVar("T")
 
-INTERVAL = 0.1  # seconds between two pictures of overall()'s bar
-DELAY = 1.0  # seconds before a bar appears: what is quicker leaves the screen alone
+INTERVAL = 0.1  # seconds between two updates of overall()'s bar
+DELAY = 1.0  # seconds before a bar appears
 
 
 def progress_bar(what: str, total: float, unit: str, show: bool = True) -> Any:
-    """A tqdm bar with the time left, on stderr and only where that is a terminal; it leaves no line behind.
+    """A tqdm bar with the time left, on stderr if that is a terminal; it is erased at the end.
 
-    Large units ("B", "tok") are scaled. show False: never a bar. Else inside overall() its part of that one bar.
+    Units "B" and "tok" are scaled. show False: no bar. Inside overall() it is a part of the common bar.
     """
     whole = _whole.get()
     if whole is not None and show:
@@ -30,14 +30,14 @@ def progress_bar(what: str, total: float, unit: str, show: bool = True) -> Any:
         desc=what,
         unit=unit,
         unit_scale=unit in ("B", "tok"),
-        disable=None if show else True,  # None: tqdm asks whether stderr is a terminal
+        disable=None if show else True,  # None: only on a terminal
         leave=False,
         delay=DELAY,
     )
 
 
 def tracked(what: str, items: Collection[T], unit: str, show: bool = True) -> Iterator[T]:
-    """The items behind a progress bar, which counts those that are done with."""
+    """Iterate over items with a progress bar."""
     with progress_bar(what, len(items), unit, show) as bar:
         for item in items:
             yield item
@@ -45,14 +45,14 @@ def tracked(what: str, items: Collection[T], unit: str, show: bool = True) -> It
 
 
 #
-# several bars as one
+# a common bar
 #
 
 
 class Whole:
-    """One bar over the parts of a long run, in time: what has passed, of what that and the rest are expected to take.
+    """One bar over the parts of a long run: the share of the expected time that has passed.
 
-    expected: seconds by the first word of a part's name. What was not expected counts from when it begins.
+    expected: seconds by the first word of a part's name. Other parts count once they begin.
     """
 
     def __init__(self, expected: Mapping[str, float]) -> None:
@@ -67,19 +67,19 @@ class Whole:
         )
 
     def expect(self, name: str, seconds: float) -> None:
-        """Now that more is known."""
+        """Update the expected seconds of a part."""
         self._expected[name] = seconds
 
     def begin(self, what: str) -> float:
-        """A part begins: how long it is expected to take."""
+        """Begin a part; returns its expected seconds."""
         self.bar.set_description_str(what, refresh=False)
         return self._expected.pop(what.split()[0], 0.0)
 
     def show(self, seconds_left: float) -> None:
-        """seconds_left: of the current part."""
+        """Update the bar. seconds_left: of the current part."""
         left = seconds_left + sum(self._expected.values())
         passed = time.monotonic() - self._start
-        self.bar.unit = tqdm.format_interval(left)  # the one field of a format that tqdm leaves to its user
+        self.bar.unit = tqdm.format_interval(left)  # a field of bar_format that the caller may set
         self.bar.n = max(passed / (passed + left), self.bar.n) if passed + left else 0.0
         if not self.bar.disable and passed >= DELAY and passed - self._shown >= INTERVAL:
             self._shown = passed
@@ -90,7 +90,7 @@ _whole: contextvars.ContextVar[Whole | None] = contextvars.ContextVar("whole", d
 
 
 class _Part:
-    """What progress_bar gives inside overall(): the part of tqdm's interface that this package uses."""
+    """The bar of a part inside overall(), with the part of tqdm's interface that we use."""
 
     def __init__(self, whole: Whole, what: str, total: float) -> None:
         self._whole, self._total = whole, total
@@ -118,7 +118,7 @@ class _Part:
 
 @contextlib.contextmanager
 def overall(expected: Mapping[str, float]) -> Iterator[Whole]:
-    """All progress_bar() inside the block share one bar."""
+    """Inside the block, all progress_bar() share one bar."""
     whole = Whole(expected)
     token = _whole.set(whole)
     try:
@@ -129,19 +129,19 @@ def overall(expected: Mapping[str, float]) -> Iterator[Whole]:
 
 
 def expect(name: str, seconds: float) -> None:
-    """How long a part of the bar around this will take, as soon as that is known; nothing where there is none."""
+    """Set the expected seconds of a part of the enclosing common bar, if any."""
     whole = _whole.get()
     if whole is not None:
         whole.expect(name, seconds)
 
 
 def note(text: str) -> None:
-    """A line on stderr, above a bar where there is one."""
+    """Print a line to stderr, above a bar if there is one."""
     tqdm.write(text, file=sys.stderr)
 
 
 def duration(seconds: float) -> str:
-    """As people say it: "about 40 seconds", "about 7 minutes", "about 2.5 hours"."""
+    """A rounded duration: "about 40 seconds", "about 7 minutes", "about 2.5 hours"."""
     if seconds < 90:
         return f"about {max(round(seconds / 10) * 10, 10)} seconds"
     if seconds < 90 * 60:

@@ -1,4 +1,4 @@
-"""How many threads to use, and where numpy should not use any."""
+"""The number of threads, and blocks in which numpy uses one thread."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
-def default_threads(asked: int | None = None) -> int:
-    """`asked` as llama.cpp reads -t: None or not positive means all processors that this process may use."""
-    if asked is not None and asked > 0:
-        return asked
+def default_threads(requested: int | None = None) -> int:
+    """`requested` as llama.cpp reads -t: None or not positive means all processors that this process may use."""
+    if requested is not None and requested > 0:
+        return requested
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.cache
 def _openblas() -> tuple[Callable[[], int], Callable[[int], None]] | None:
-    """Read and set how many threads numpy's OpenBLAS has; None where numpy has another library for matrices."""
-    module = importlib.import_module("numpy.linalg._umath_linalg")  # linked with it, and searching it searches both
-    wheel = Path(str(module.__file__)).parents[2] / "numpy.libs"  # on Windows a library has to be asked itself
+    """Functions that read and set the number of threads of numpy's OpenBLAS; None if numpy uses another library."""
+    module = importlib.import_module("numpy.linalg._umath_linalg")  # linked with OpenBLAS
+    wheel = Path(str(module.__file__)).parents[2] / "numpy.libs"  # Windows: only the library itself has the symbols
     for file in (str(module.__file__), *map(str, wheel.glob("*openblas*"))):
         library = ctypes.CDLL(file)
         for prefix, suffix in itertools.product(("scipy_", ""), ("64_", "")):
@@ -35,7 +35,7 @@ def _openblas() -> tuple[Callable[[], int], Callable[[int], None]] | None:
 
 
 class _OneThread:
-    """Counts the blocks that want one thread, of all threads of the process."""
+    """Counts the active one_blas_thread() blocks of the process."""
 
     def __init__(self) -> None:
         self.lock, self.n_blocks, self.n_before = threading.Lock(), 0, 1
@@ -62,10 +62,10 @@ _one_thread = _OneThread()
 
 @contextlib.contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """Products and decompositions of numpy's inside the block use the calling thread alone, in the whole process.
+    """Inside the block, numpy's matrix functions use only the calling thread, in the whole process.
 
-    For many small matrices, of a head's size: sharing one among threads costs more than it saves, and on busy cores
-    each of them waits for a thread that the system is not running.
+    For many small matrices of a head's size, threads cost more than they save, and on busy cores they wait for each
+    other.
     """
     _one_thread.enter()
     try:

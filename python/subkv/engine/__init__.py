@@ -1,1 +1,1 @@
-"""Models, contexts and their KV caches: what applications embed."""
+"""Models, contexts and their KV caches, for applications."""

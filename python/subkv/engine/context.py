@@ -1,4 +1,4 @@
-"""One llama.cpp context by hand: batches in, logits out. The programs that measure use it; applications use Llama."""
+"""A llama.cpp context for programs that measure: batches in, logits out. Applications use Llama."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """How a context is made, its cache aside. Sizes in tokens; n_threads None: all processors."""
+    """Parameters of a context, except its cache. Sizes in tokens; n_threads None: all processors."""
 
     n_ctx: int
     n_batch: int = 512
@@ -37,9 +37,9 @@ class ContextOptions:
 def decode_batch(
     handle: Any, batch: Any, tokens: Any, pos: Any, seqs: Sequence[int], logits: Any, coded: bool = False
 ) -> None:
-    """llama_decode of tokens at their positions and sequences; `logits` says which of them give logits.
+    """llama_decode of tokens at their positions and sequences; logits: which of them give logits.
 
-    `batch` has room for them all. coded: the context's cache is, so libsubkv knows why. Raises CacheError.
+    batch: large enough for the tokens. coded: the cache is coded, so libsubkv has the reason. Raises CacheError.
     """
     n = len(tokens)
     batch.n_tokens = n
@@ -57,16 +57,16 @@ def decode_batch(
 
 
 class Context:
-    """Made by Model.context. Everything concerns sequence 0 unless a method says otherwise; they share its cells."""
+    """Made by Model.context. The default sequence is 0; sequences share cells."""
 
     def __init__(
         self, path: Path, model: Any, n_vocab: int, n_gpu_layers: int, choice: CacheChoice, options: ContextOptions
     ) -> None:
-        """path, model: of the weights, whose handle `model` is."""
+        """path: of the weights; model: their handle."""
         params = C.llama_context_default_params()
         params.n_ctx = options.n_ctx
         params.n_seq_max = options.n_seq_max
-        params.kv_unified = options.n_seq_max > 1 and not choice.adaptive  # else every sequence needs its own cells
+        params.kv_unified = options.n_seq_max > 1 and not choice.follows_text  # else separate cells
         params.n_batch = min(options.n_batch, options.n_ctx)
         params.n_ubatch = min(options.n_ubatch, params.n_batch)
         params.n_threads = params.n_threads_batch = default_threads(options.n_threads)
@@ -90,14 +90,14 @@ class Context:
     def decode(self, tokens: Sequence[int] | npt.NDArray[np.int32], pos: int, first_logits: int, seq: int = 0) -> int:
         """Evaluate at most n_batch tokens at positions pos, pos+1, …; those at index ≥ first_logits give logits.
 
-        Returns how many rows of logits there are. Raises CacheError when there are more, or llama.cpp cannot decode.
+        Returns the number of rows of logits. Raises CacheError for more tokens, or if llama.cpp cannot decode.
         """
         n = len(tokens)
         self._decode(tokens, np.arange(pos, pos + n), [seq] * n, np.arange(n) >= first_logits)
         return max(n - max(first_logits, 0), 0)
 
     def decode_each(self, tokens: Sequence[int] | npt.NDArray[np.int32], pos: int) -> None:
-        """Evaluate one token for each of the sequences 0, 1, …, all at position pos; all give logits. As decode."""
+        """Evaluate one token for each sequence 0, 1, … at position pos; all give logits. Raises as decode()."""
         self._decode(tokens, pos, range(len(tokens)), True)
 
     def _decode(self, tokens: Any, pos: Any, seqs: Sequence[int], logits: Any) -> None:
@@ -106,7 +106,7 @@ class Context:
         decode_batch(self.handle, self.batch, tokens, pos, seqs, logits, self.choice.coded)
 
     def logits(self, n_rows: int) -> Logits:
-        """Logits of the last decode, [n_rows, n_vocab] f32: a view that the next decode overwrites."""
+        """Logits of the last decode, [n_rows, n_vocab] f32, a view; the next decode overwrites it."""
         return np.ctypeslib.as_array(C.llama_get_logits(self.handle), (n_rows, self.n_vocab))
 
     def synchronize(self) -> None:
@@ -116,17 +116,17 @@ class Context:
         C.llama_memory_clear(self.memory, True)
         self._marks.clear()
 
-    def adopt(self, seq: int, to: int = 0) -> None:
-        """Give the cells of a sequence to another one."""
+    def move_sequence(self, seq: int, to: int = 0) -> None:
+        """Move the cells of a sequence to another one."""
         C.llama_memory_seq_cp(self.memory, seq, to, -1, -1)
         C.llama_memory_seq_rm(self.memory, seq, -1, -1)
 
     def repeat(self, n: int, pos: int, seq: int, spare: int) -> None:
-        """Append copies of the n cells before position `pos` to a sequence that ends there; where can_repeat says so.
+        """Append copies of the n cells before position `pos` to a sequence that ends there; only if can_repeat.
 
-        spare: a sequence without cells, as afterwards. The copies are cells of their own at positions that follow;
-        coded keys are turned to them before the next decode, others stay as they were. Raises CacheError; the sequence
-        has then not grown.
+        spare: an empty sequence, which is empty again afterwards. The copies are separate cells at the next positions.
+        Coded keys are rotated to these before the next decode, other keys are not. Raises CacheError; then the sequence
+        is unchanged.
         """
         C.llama_memory_seq_cp(self.memory, seq, spare, pos - n, pos)
         state = np.empty(C.llama_state_seq_get_size(self.handle, spare), np.uint8)
@@ -138,23 +138,23 @@ class Context:
                 state[head : head + 12 * n].view(np.int32)[::3] += n
             if size and C.llama_state_seq_set_data(self.handle, data, size, spare) and self.choice.coded:
                 C.llama_memory_seq_add(self.memory, spare, -1, -1, n)
-        said = last_error() if self.choice.coded else ""  # before another call clears it
-        self.adopt(spare, seq)
+        reason_of_copy = last_error() if self.choice.coded else ""  # before another call clears it
+        self.move_sequence(spare, seq)
         if C.llama_memory_seq_pos_max(self.memory, seq) != pos + n - 1:
-            reason = said or (last_error() if self.choice.coded else "") or "llama.cpp made no copies"
+            reason = reason_of_copy or (last_error() if self.choice.coded else "") or "llama.cpp made no copies"
             raise CacheError("n_ctx", f"cannot repeat {n} cells before position {pos}: {reason}")
 
     def mark(self, pos: int, seq: int = 0) -> None:
-        """Let drop_tail(pos) remove what will follow `pos`, where the sequence ends now: keeps recurrent state."""
+        """Make drop_tail(pos) possible later: copies recurrent state. The sequence must end at `pos` now."""
         if self._recurrent:
             self._marks.setdefault(seq, Checkpoints(self.handle, seq)).take(pos)
 
     def drop_tail(self, pos: int, seq: int = 0) -> None:
-        """Remove the cells at positions ≥ pos. Raises CacheError when the cache keeps too few exact rows for that, or
-        recurrent state has no mark there; all cells are still there then.
+        """Remove the cells at positions ≥ pos. Raises CacheError, and removes nothing, if the cache has too few exact
+        rows or recurrent state has no mark there.
         """
         marks = self._marks.get(seq)
-        if not (marks.cut(pos, exactly=True) == pos if marks else C.llama_memory_seq_rm(self.memory, seq, pos, -1)):
+        if not (marks.rewind(pos, exactly=True) == pos if marks else C.llama_memory_seq_rm(self.memory, seq, pos, -1)):
             raise CacheError(
                 "n_rollback", f"expected a tail that can be removed, found the cells from position {pos} coded"
             )

@@ -1,11 +1,11 @@
-"""Speculation: tokens that are cheap to guess (a draft) are evaluated in one batch, and those that the model's own
-sampler does not choose are taken back. Where a draft comes from changes the speed and nothing else.
+"""Speculative decoding: a draft of several tokens is evaluated in one batch, and tokens that the model's sampler does
+not choose are removed. The source of drafts affects only the speed.
 
     llm = subkv.Llama("model.gguf", draft_model="small.gguf")
     llm = subkv.Llama("model.gguf", draft_model=subkv.DraftModel("small.gguf", num_pred_tokens=8))
     llm = subkv.Llama("model.gguf", draft_model=subkv.PromptLookup())
 
-Whatever implements llama_cpp's LlamaDraftModel works, too.
+Any LlamaDraftModel of llama_cpp works, too.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from llama_cpp.llama_speculative import LlamaDraftModel
 
 Tokens = npt.NDArray[np.intc]
 
-N_DRAFT = 3  # tokens of a draft model's drafts, llama.cpp's default
-N_GRAM, M_GRAM = 12, 48  # tokens that must repeat, tokens that then are guessed: llama.cpp's defaults
-PADDING = 128  # unused tokens by which two vocabularies of one kind may differ in size
-NOTHING: Tokens = np.empty(0, np.intc)
+N_DRAFT = 3  # maximum tokens per draft of a draft model, llama.cpp's default
+N_GRAM, M_GRAM = 12, 48  # tokens that must match, tokens per draft: llama.cpp's defaults
+PADDING = 128  # maximum difference in size of two equal vocabularies (unused tokens)
+EMPTY: Tokens = np.empty(0, np.intc)
 
 
 class PromptLookup(LlamaDraftModel):
-    """What followed when the last `ngram` tokens stood in the text before, the latest time: llama.cpp's ngram-simple.
+    """Drafts the tokens after the latest earlier occurrence of the last `ngram` tokens: llama.cpp's ngram-simple.
 
-    A repetition that goes on up to the end of the text is guessed to go on. Takes no memory and next to no time.
-    n_min: a shorter draft is none.
+    A repetition that reaches the end of the text is continued. Needs no memory and little time. n_min: shorter drafts
+    are dropped.
     """
 
     def __init__(self, ngram: int = N_GRAM, num_pred_tokens: int = M_GRAM, n_min: int = 0) -> None:
@@ -56,21 +56,21 @@ class PromptLookup(LlamaDraftModel):
     def __call__(self, input_ids: Tokens, /, **_: Any) -> Tokens:
         n, last = self.ngram, len(input_ids) - 1
         if last < n:
-            return NOTHING
+            return EMPTY
         starts = np.flatnonzero(input_ids[n - 1 : last] == input_ids[last])
         for i in range(1, n):
             starts = starts[input_ids[starts + n - 1 - i] == input_ids[last - i]]
         if not starts.size:
-            return NOTHING
+            return EMPTY
         return np.resize(input_ids[starts[-1] + n :], self.num_pred_tokens)
 
 
 class DraftModel(LlamaDraftModel):
-    """A smaller model of the same vocabulary guesses, greedily.
+    """Drafts greedily with a smaller model of the same vocabulary.
 
-    num_pred_tokens: most of a draft; n_min: a shorter one is none. p_min: a draft ends before a token that the small
-    model gives less probability. kv_cache: of the small model, as in Llama. It is opened by whoever verifies its
-    drafts, with a context as long; its cells follow the text by what two texts have in common. Raises SubkvError.
+    num_pred_tokens: maximum tokens per draft; n_min: shorter drafts are dropped. p_min: a draft ends before a token
+    with a smaller probability. kv_cache: of the small model, as in Llama. The Llama that verifies the drafts opens it,
+    with the same context size. Its cells keep the common prefix of successive texts. Raises SubkvError.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class DraftModel(LlamaDraftModel):
         return DraftModel, given
 
     def open(self, target: Model, n_ctx: int, n_threads: int | None, n_seqs: int = 1) -> None:
-        """Load it for sequences of n_ctx tokens of `target`. Raises SubkvError about draft_model."""
+        """Load the model, for sequences of n_ctx tokens of `target`. Raises SubkvError about draft_model."""
         if self._model is not None:
-            raise SubkvError("draft_model", "expected one that nobody uses, found one of another Llama")
+            raise SubkvError("draft_model", "another Llama is using this draft model")
         with concerning(model="draft_model", type_k="draft_model", kv_cache="draft_model"):
             self._model = Model(self.model_path, self.n_gpu_layers)
             try:
@@ -114,11 +114,11 @@ class DraftModel(LlamaDraftModel):
         recurrent = C.llama_model_is_recurrent(model) or C.llama_model_is_hybrid(model)
         seqs = range(n_seqs)
         self._points = [Checkpoints(context.handle, seq, BYTES // n_seqs) if recurrent else None for seq in seqs]
-        self._held = np.empty((n_seqs, n_ctx), np.intc)  # tokens whose cells there are
+        self._held = np.empty((n_seqs, n_ctx), np.intc)  # tokens in the cells
         self._n_held = [0] * n_seqs
 
     def close(self) -> None:
-        """Free it; then it can be opened again."""
+        """Free the model; it can be opened again."""
         if self._context is not None:
             self._context.close()
         if self._model is not None:
@@ -126,14 +126,14 @@ class DraftModel(LlamaDraftModel):
         self._context = self._model = None
 
     def __call__(self, input_ids: Tokens, /, seq: int = 0, **_: Any) -> Tokens:
-        """A draft of what follows. seq: which of the texts, as opened, this one continues."""
+        """A draft of the next tokens. seq: the sequence of this text."""
         model, context = self._model, self._context
         if model is None or context is None:
-            raise SubkvError("draft_model", "expected one that a Llama has opened, found one that is closed")
+            raise SubkvError("draft_model", "expected a draft model that a Llama has opened, found a closed one")
         n = len(input_ids)
         n_max = min(self.num_pred_tokens, self._held.shape[1] - n)
-        if n < 1 or n_max < 1 or input_ids.max() >= model.n_vocab:  # nothing to say about a padding of the other's
-            return NOTHING
+        if n < 1 or n_max < 1 or input_ids.max() >= model.n_vocab:  # or a token that this model does not have
+            return EMPTY
         try:
             self._rewind(context, seq, input_ids)
             while (held := self._n_held[seq]) < n:
@@ -152,17 +152,17 @@ class DraftModel(LlamaDraftModel):
                     break
                 self._decode(context, seq, np.array([token], np.intc), 0)
         except BaseException:
-            self._n_held[seq] = 0  # what its cells hold is not known any more
+            self._n_held[seq] = 0  # the content of the cells is unknown now
             raise
         return np.array(drafted, np.intc)
 
     def _rewind(self, context: Context, seq: int, ids: Tokens) -> None:
-        """Leave the cells of what `ids` begin with, less than all of them: the last one's logits are wanted."""
+        """Keep the cells of the common prefix with `ids`, without the last token, whose logits are needed."""
         n = min(self._n_held[seq], len(ids) - 1)
-        other = np.flatnonzero(self._held[seq, :n] != ids[:n])
-        n = int(other[0]) if other.size else n
+        differing = np.flatnonzero(self._held[seq, :n] != ids[:n])
+        n = int(differing[0]) if differing.size else n
         if (points := self._points[seq]) is not None:
-            n = points.cut(n)
+            n = points.rewind(n)
         elif not C.llama_memory_seq_rm(context.memory, seq, n, -1):
             n = 0
             C.llama_memory_seq_rm(context.memory, seq, -1, -1)
@@ -176,7 +176,7 @@ class DraftModel(LlamaDraftModel):
 
 
 def require_same_vocabulary(draft: Model, target: Model) -> None:
-    """Raises SubkvError about draft_model where a token is not the same text for both."""
+    """Raises SubkvError about draft_model if a token has different texts in the two models."""
     kinds = [C.llama_vocab_type(model.vocab) for model in (draft, target)]
     sizes = [draft.n_vocab, target.n_vocab]
     if kinds[0] != kinds[1] or abs(sizes[0] - sizes[1]) > PADDING:
@@ -197,61 +197,61 @@ def require_same_vocabulary(draft: Model, target: Model) -> None:
 
 @dataclass
 class DraftStats:
-    """Tokens that were drafted and evaluated, those of them that were right, and the batches that held drafts."""
+    """Drafted tokens that were evaluated, the accepted ones among them, and the number of drafts."""
 
     n_drafted: int = 0
     n_accepted: int = 0
     n_drafts: int = 0
 
 
-class Drafting(LlamaDraftModel):
-    """What a Llama asks for drafts: any LlamaDraftModel, whose answers are checked and counted.
+class CheckedDrafts(LlamaDraftModel):
+    """Wraps the LlamaDraftModel of a Llama: checks, truncates and counts its drafts.
 
-    n_most: tokens that a draft is cut to. alone: the Llama's; nobody may close or replace the model while it works.
+    n_most: maximum tokens per draft. exclusive: the Llama's; prevents closing or replacing the model meanwhile.
     """
 
     def __init__(
-        self, model: LlamaDraftModel, n_vocab: int, n_most: int, alone: Callable[[], AbstractContextManager[None]]
+        self, model: LlamaDraftModel, n_vocab: int, n_most: int, exclusive: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self.model = model
         self.stats = DraftStats()
-        self._n_vocab, self._n_most, self._alone = n_vocab, n_most, alone
-        self.n_latest = 0  # tokens of the latest draft, until they are evaluated
+        self._n_vocab, self._n_most, self._exclusive = n_vocab, n_most, exclusive
+        self.n_latest = 0  # tokens of the latest draft, 0 once they are evaluated
 
     @property
     def num_pred_tokens(self) -> int:
-        """Most tokens of a draft; 0: the model does not say."""
+        """Maximum tokens per draft; 0: unknown."""
         return _length(self.model)
 
     def __call__(self, input_ids: Tokens, /, **kwargs: Any) -> Tokens:
-        with self._alone():
-            found = np.asarray(self.model(input_ids, **kwargs)).astype(np.intc)
-        found = found[: min(self.num_pred_tokens or self._n_most, self._n_most)]
-        wrong = np.flatnonzero((found < 0) | (found >= self._n_vocab))  # a padding of its vocabulary
-        found = found[: wrong[0]] if wrong.size else found
-        found = found if len(found) >= getattr(self.model, "n_min", 0) else NOTHING
-        self.n_latest = len(found)
-        return found
+        with self._exclusive():
+            draft = np.asarray(self.model(input_ids, **kwargs)).astype(np.intc)
+        draft = draft[: min(self.num_pred_tokens or self._n_most, self._n_most)]
+        unknown = np.flatnonzero((draft < 0) | (draft >= self._n_vocab))  # padding of its vocabulary
+        draft = draft[: unknown[0]] if unknown.size else draft
+        draft = draft if len(draft) >= getattr(self.model, "n_min", 0) else EMPTY
+        self.n_latest = len(draft)
+        return draft
 
     def evaluated(self, n_most: int) -> int:
-        """How many drafted tokens, of at most n_most, the evaluation that begins now ends with; they are counted."""
+        """Count the drafted tokens in the next evaluation; returns their number, at most n_most."""
         n, self.n_latest = max(min(self.n_latest, n_most), 0), 0
         self.stats.n_drafted += n
         self.stats.n_drafts += n > 0
         return n
 
     def count(self, accepted: bool) -> None:
-        """Count a drafted token that the sampler has, or has not, chosen."""
+        """Count a drafted token; accepted: the sampler has chosen it."""
         self.stats.n_accepted += bool(accepted)
 
 
-def drafting(given: Any) -> Any:
-    """The draft_model argument as a LlamaDraftModel or None; a path is a DraftModel's. Raises SubkvError."""
+def as_draft_model(given: Any) -> Any:
+    """The draft_model argument as a LlamaDraftModel or None; a path means a DraftModel. Raises SubkvError."""
     if isinstance(given, (str, os.PathLike)):
         return DraftModel(given)
     if given is not None and not callable(given):
         raise SubkvError("draft_model", f"expected a path or a LlamaDraftModel, found {type(given).__name__}")
-    return given.model if isinstance(given, Drafting) else given
+    return given.model if isinstance(given, CheckedDrafts) else given
 
 
 def _length(model: Any) -> int:
@@ -259,7 +259,7 @@ def _length(model: Any) -> int:
 
 
 def draft_length(model: Any, n_batch: int) -> int:
-    """Most tokens of a model's drafts, 0: it does not say. Raises SubkvError."""
+    """Maximum tokens per draft of a model, 0: unknown. Raises SubkvError."""
     n = _length(model)
     if n >= n_batch:
         raise SubkvError("draft_model", f"expected drafts shorter than n_batch, {n_batch} tokens, found {n}")
@@ -267,7 +267,7 @@ def draft_length(model: Any, n_batch: int) -> int:
 
 
 def check_rollback(n_draft: int, n_rollback: int | None, stacklevel: int = 3) -> None:
-    """Warn where rejected drafts may be longer than the n_rollback tokens that a cache can remove; None: any number."""
+    """Warn if drafts may be longer than the n_rollback tokens that the cache can remove (None: unlimited)."""
     if n_rollback is not None and n_draft > n_rollback:
         warnings.warn(
             f"n_rollback: expected at least the {n_draft} tokens that draft_model predicts, found {n_rollback}; "
@@ -277,13 +277,13 @@ def check_rollback(n_draft: int, n_rollback: int | None, stacklevel: int = 3) ->
 
 
 def with_room_for_drafts(choice: CacheChoice, n_draft: int) -> CacheChoice:
-    """The choice with n_rollback for drafts of n_draft tokens: rejected tails are as long."""
-    asked = choice.window.asked().get("n_rollback")
+    """The choice with an n_rollback for drafts of n_draft tokens, all of which may be rejected."""
+    requested = choice.window.requested().get("n_rollback")
     if choice.coded:
-        check_rollback(n_draft, asked, stacklevel=4)
-    return choice.with_rollback(n_draft) if asked is None and n_draft > N_ROLLBACK else choice
+        check_rollback(n_draft, requested, stacklevel=4)
+    return choice.with_rollback(n_draft) if requested is None and n_draft > N_ROLLBACK else choice
 
 
-def seen(tokens: Sequence[int]) -> Tokens:
-    """Tokens as draft models take them."""
+def as_tokens(tokens: Sequence[int]) -> Tokens:
+    """Tokens as the array type of draft models."""
     return np.fromiter(tokens, np.intc, len(tokens))

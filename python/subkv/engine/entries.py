@@ -1,8 +1,7 @@
-"""The folder of the prompt cache: one file per state, named by what it holds.
+"""The folder of the prompt cache: one file per state, named by a hash of its content.
 
-An entry (format: subkv.base.container) never changes: it appears under its name complete. So there is no index to lose
-and no lock to wait for; whoever reads a file that another process removes keeps reading it. The modification time is
-the time of the latest use.
+An entry (format: subkv.base.container) is written atomically and never changes, so the folder needs no index and no
+lock, and a process can still read a file that another one removes. The modification time is the time of the last use.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from subkv.base.files import STALE_SECONDS, is_regular, open_regular, replacing
 SUFFIX = ".prompt"
 TEMPORARY = ".tmp"
 NAME = rf"[0-9a-f]{{24}}-[0-9a-f]{{32}}{re.escape(SUFFIX)}"
-OWN = re.compile(rf"{NAME}|\.{NAME}\.\d+(\.[0-9a-f]{{8}})?{re.escape(TEMPORARY)}")  # the latter of base.files.replacing
+OWN = re.compile(rf"{NAME}|\.{NAME}\.\d+(\.[0-9a-f]{{8}})?{re.escape(TEMPORARY)}")  # or its temporary file
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entry:
-    """identity: 32 bytes that tell kinds of contexts apart; tokens [n] i32; more: of the file's head."""
+    """identity: 32 bytes that identify compatible contexts; tokens [n] i32; more: further members of the head."""
 
     identity: bytes
     tokens: Tokens
@@ -35,7 +34,7 @@ class Entry:
     more: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def name(self) -> str:
-        """Name of its file; starts with prefix(identity)."""
+        """The file name; starts with prefix(identity)."""
         digest = hashlib.sha256(self.tokens.astype("<i4").tobytes()).hexdigest()
         return f"{prefix(self.identity)}{digest[:32]}{SUFFIX}"
 
@@ -45,29 +44,29 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Head:
-    """What is known of an entry without reading its state."""
+    """An entry without its state."""
 
     tokens: Tokens
     more: dict[str, Any]
 
 
 def prefix(identity: bytes) -> str:
-    """How the names of all entries of one kind of context begin."""
+    """Common prefix of the file names of all entries with this identity."""
     return f"{identity.hex()[:24]}-"
 
 
 class Folder:
-    """The entries in one folder. Methods raise OSError where it cannot be read or written."""
+    """The entries in one folder. Methods raise OSError if it cannot be read or written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._known: dict[str, Head] = {}  # by name; entries never change
-        self._damaged: set[str] = set()  # names not to look at again: a folder may refuse to have them removed
+        self._damaged: set[str] = set()  # names to skip: damaged entries that cannot be removed
 
     def heads(self, identity: bytes) -> dict[str, Head]:
-        """Heads of every entry of one kind of context, by name. Reads the heads of files not seen before.
+        """Heads of all entries with this identity, by name. Reads only heads of new files.
 
-        A damaged head removes its file.
+        Removes files with damaged heads.
         """
         begin = prefix(identity)
         known: dict[str, Head] = {}
@@ -83,16 +82,16 @@ class Folder:
         return known
 
     def _read_head(self, name: str, identity: bytes) -> Head | None:
-        if not is_regular(self.path / name):  # somebody else's pipe or link, or removed meanwhile
+        if not is_regular(self.path / name):  # a pipe or link, or removed meanwhile
             return None
         try:
             with open_regular(self.path / name) as handle:
                 more, tokens, _ = read_head(handle)
             if more.pop("identity", None) != identity.hex():
                 raise ContainerError("it belongs to another context")
-        except OSError:  # removed by another process meanwhile, or on a part of the disk that fails: others can be read
+        except OSError:  # removed meanwhile, or a bad sector: skip it
             return None
-        except OtherVersionError:  # it goes when the folder is full
+        except OtherVersionError:  # removed once the folder is full
             return None
         except ContainerError:
             self.discard(name)
@@ -100,7 +99,7 @@ class Folder:
         return Head(tokens, more)
 
     def discard(self, name: str) -> None:
-        """Remove a damaged entry; where that fails never list it again. Another process may write it anew."""
+        """Remove a damaged entry; if that fails, do not list it again. Another process may write it again."""
         self._unlist(name)
         try:
             os.unlink(self.path / name)
@@ -110,31 +109,31 @@ class Folder:
             self._damaged.add(name)
 
     def read(self, name: str) -> Entry | None:
-        """An entry, checked as a whole, and marked as used now. None where another process removed it.
+        """Read and check an entry, and mark it as used now. None if another process removed it.
 
         Raises ContainerError for a damaged one.
         """
         try:
-            found = load(self.path / name)
+            container = load(self.path / name)
         except FileNotFoundError:
             self._unlist(name)
             return None
-        more = dict(found.head)
+        more = dict(container.head)
         try:
-            entry = Entry(bytes.fromhex(more.pop("identity")), found.tokens, found.state, more)
+            entry = Entry(bytes.fromhex(more.pop("identity")), container.tokens, container.state, more)
         except (KeyError, TypeError, ValueError) as error:
-            raise ContainerError("it is bound to no context") from error
+            raise ContainerError("it has no valid identity") from error
         if entry.name() != name:
             raise ContainerError("its name belongs to other tokens")
         self._used_now(name)
         return entry
 
     def touch(self, name: str) -> bool:
-        """Mark an entry, and what belongs to it, as used now; False: it is gone."""
+        """Mark an entry as used now; False if it was removed."""
         return self._used_now(name)
 
     def _used_now(self, name: str) -> bool:
-        """Mark an entry's file; False: it is gone. Where nothing can be written the order of use is not kept."""
+        """Set the file's modification time; False if it was removed. Other errors are ignored."""
         try:
             os.utime(self.path / name)
         except FileNotFoundError:
@@ -144,7 +143,9 @@ class Folder:
         return True
 
     def _unlist(self, name: str) -> None:
-        self._known = {other: head for other, head in self._known.items() if other != name}  # others may read it now
+        self._known = {
+            other: head for other, head in self._known.items() if other != name
+        }  # others may read the old dict
 
     def remove(self, name: str) -> None:
         self._unlist(name)
@@ -152,8 +153,8 @@ class Folder:
             os.unlink(self.path / name)
 
     def write(self, entry: Entry) -> None:
-        """Store an entry completely or not at all, also when the process or the machine stops at any moment."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # entries tell what was asked
+        """Store an entry atomically, even if the process or the machine stops meanwhile."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: entries contain prompts
         name = entry.name()
         with replacing(self.path / name) as handle:
             for piece in entry.container().pieces():
@@ -162,24 +163,24 @@ class Folder:
         self._damaged.discard(name)
 
     def _files(self) -> list[tuple[float, int, str]]:
-        """(time of the latest use, bytes, name) of the files that were written here; others are left alone."""
-        found = []
+        """(time of the last use, bytes, name) of our files; other files are ignored."""
+        listed = []
         with os.scandir(self.path) as files:
             for file in files:
                 if OWN.fullmatch(file.name):
                     with contextlib.suppress(FileNotFoundError):
                         status = file.stat()
-                        found.append((status.st_mtime, status.st_size, file.name))
-        return found
+                        listed.append((status.st_mtime, status.st_size, file.name))
+        return listed
 
     def size(self) -> int:
         """Bytes of all files."""
         return sum(size for _, size, _ in self._files())
 
     def trim(self, capacity: int, begin: str = "") -> None:
-        """Remove what processes that were killed left behind, then the entries used longest ago beyond `capacity`.
+        """Remove temporary files of killed processes, then the least recently used entries beyond `capacity` bytes.
 
-        begin: only files whose names begin so are counted and removed, those of one kind of context (prefix).
+        begin: count and remove only files with this name prefix, those of one identity.
         """
         now = time.time()
         files = sorted(file for file in self._files() if file[2].removeprefix(".").startswith(begin))

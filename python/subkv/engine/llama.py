@@ -5,9 +5,9 @@
     llm = subkv.Llama("model.gguf", bases="bases.gguf")          # bases from a sidecar
     llm = subkv.Llama("model.gguf", kv_cache="q8_0")             # llama.cpp's own cache types work too
 
-Differences to the parent class, all of them wanted: keyword arguments that no version of it knew are errors, flash
-attention is "auto" as on llama.cpp's command line (llama_cpp's default disables it, and then a quantized V cache fails
-without a reason), failures carry the native reason, and a state without logits_all does not copy unused logits.
+Differences to the parent class: unknown keyword arguments are errors; flash attention is "auto" by default, as on
+llama.cpp's command line (llama_cpp disables it, and then a quantized V cache fails without a reason); errors contain
+the native reason; a state without logits_all does not copy unused logits.
 """
 
 from __future__ import annotations
@@ -25,31 +25,25 @@ import numpy as np
 from subkv.base import hub
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError, concerning
 from subkv.engine import shift, states
-from subkv.engine.cache import (
-    CacheChoice,
-    CacheOptions,
-    attached,
-    choose_cache,
-    creation_error,
-    flash_attention,
-)
+from subkv.engine.cache import CacheChoice, CacheOptions, attached, choose_cache, creation_error, flash_attention
 from subkv.engine.drafts import (
-    Drafting,
+    CheckedDrafts,
     DraftModel,
     DraftStats,
+    as_draft_model,
+    as_tokens,
     check_rollback,
     draft_length,
-    drafting,
-    seen,
     with_room_for_drafts,
 )
-from subkv.engine.guarded import GuardedContext
+from subkv.engine.guarded_context import GuardedContext
 from subkv.engine.keywords import checked
 from subkv.engine.memory import require_memory
 from subkv.engine.model import Model
 from subkv.engine.pictures import LOST_PICTURE, Pictures
 from subkv.engine.prompt_cache import PromptCache
-from subkv.engine.stats import AdaptStats, KVStats, adapt_stats, cache_line, context_stats
+from subkv.engine.stats import KVStats, cache_line, context_stats
+from subkv.format.adapt import AdaptStats, adapt_stats
 from subkv.format.window import Window
 from subkv.native.binding import C, captured_log, last_log_error, llama_cpp, loading
 from subkv.native.gguf import check_model_file, sha256
@@ -60,26 +54,25 @@ __all__ = ["CacheError", "KVStats", "Llama", "StateError", "SubkvError"]
 class Llama(llama_cpp.Llama):
     """llama_cpp.Llama with a choice of KV cache.
 
-    kv_cache: "auto" (coefficients when `bases`, the model file or its sidecar carries them, else f16), "subkv" (the
-        same, else bases made of the weights), or llama.cpp's own ("f16", "q8_0", "q4_0", …) for K and V. type_k and
-        type_v set the two apart and take names or ggml's numbers.
-    bases: a converted GGUF or a sidecar made for this model; default: the model file itself, else its sidecar.
-    sidecar: look for the one that `convert` has written, beside the model or in the cache folder.
-    n_sink, n_recent: exact window in tokens; default: what the layout says. n_rollback: exact rows kept beyond n_recent
-        so that a tail of that many tokens can be removed without evaluating anything again; default: 16, or as many as
-        draft_model predicts.
-    draft_model: guesses tokens that are verified together (subkv.engine.drafts): the path of a smaller model of the
+    kv_cache: "auto" (coded if `bases` is given or the model file or its sidecar has bases, else f16), "subkv" (coded;
+        derives bases from the weights if there are no others), or one of llama.cpp's types ("f16", "q8_0", "q4_0", …).
+        type_k and type_v set K and V separately, by name or ggml's number.
+    bases: a converted GGUF or a sidecar for this model; default: the model file itself, else its sidecar.
+    sidecar: use the sidecar that `convert` has written, beside the model or in the cache folder.
+    n_sink, n_recent: exact window in tokens; default: from the layout. n_rollback: exact rows beyond n_recent, so that
+        the last n_rollback tokens can be removed without evaluating any again; default: 16, or the draft length.
+    draft_model: source of drafts for speculative decoding (subkv.engine.drafts): the path of a smaller model of the
         same vocabulary, a DraftModel, a PromptLookup, or any LlamaDraftModel.
-    adapt: bases that follow the text, of keys, values or both: "v", "kv,length=256" (names: subkv.format.adapt.Adapt).
+    adapt: adaptive bases for keys, values or both: "v", "kv,length=256" (names: subkv.format.adapt.Adapt).
     flash_attn: "auto", "on"/True, "off"/False.
-    progress: a bar on stderr, if that is a terminal, while the model is loaded.
-    prompt_cache: states of earlier prompts on disk, a folder or a PromptCache; the same as set_cache(PromptCache(…)).
+    progress: show a progress bar on stderr (if a terminal) while the model is loaded.
+    prompt_cache: stores states of prompts on disk: a folder or a PromptCache, as for set_cache().
 
-    With embedding=True a coded cache holds one text at a time, as every sequence costs an exact window; ordinary ones
-    take as many as fit the batch where embeddings are pooled.
+    With embedding=True, a coded cache evaluates one text at a time, because every sequence needs an exact window. With
+    an ordinary cache and pooled embeddings, a batch may hold several texts.
 
-    Raises SubkvError (CacheError, …) with one sentence that starts with the argument it concerns; TypeError for unknown
-    keyword arguments.
+    Raises SubkvError (CacheError, …) with one sentence that starts with the argument, and TypeError for unknown keyword
+    arguments.
     """
 
     def __init__(
@@ -106,15 +99,15 @@ class Llama(llama_cpp.Llama):
         for key, least in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 1)):
             if arguments[key] < least:
                 raise SubkvError(key, f"expected {least} or more tokens, found {arguments[key]}")
-        draft = drafting(kwargs.pop("draft_model", None))
+        draft = as_draft_model(kwargs.pop("draft_model", None))
         n_draft = draft_length(draft, arguments["n_batch"])
         window = Window.of(n_sink, n_recent, n_rollback)
-        where = None if bases is None else Path(bases)
-        choice = choose_cache(path, CacheOptions(kv_cache, type_k, type_v, where, window, adapt, sidecar))
+        bases_path = None if bases is None else Path(bases)
+        choice = choose_cache(path, CacheOptions(kv_cache, type_k, type_v, bases_path, window, adapt, sidecar))
         choice = with_room_for_drafts(choice, n_draft)
         self._choice = choice
         self._flash_attn_type = flash_attention(flash_attn, choice)
-        self._given: dict[str, Any] = {
+        self._arguments: dict[str, Any] = {
             "kv_cache": choice.name if choice.coded else "f16",
             "bases": None if bases is None else os.fspath(bases),
             "n_sink": n_sink,
@@ -140,12 +133,12 @@ class Llama(llama_cpp.Llama):
                 if "_ctx" not in self.__dict__:
                     raise creation_error(choice, log, str(error)) from error
                 raise SubkvError("", str(error)) from error
-            if self.lora_path and not self._lora_adapter:  # the parent goes on without
+            if self.lora_path and not self._lora_adapter:  # the parent class ignores the error
                 raise SubkvError("lora_path", last_log_error(log) or f"cannot use the adapter {self.lora_path}")
         GuardedContext.adopt(self._ctx, recurrent=self._is_recurrent or self._is_hybrid)
-        self.opened = Model(path, arguments["n_gpu_layers"], self._model.model)
+        self.loaded_model = Model(path, arguments["n_gpu_layers"], self._model.model)
         self._kv_log = log
-        if len(self.input_ids) < self._n_ctx:  # llama.cpp rounds n_ctx up, the parent's arrays are as asked
+        if len(self.input_ids) < self._n_ctx:  # llama.cpp rounds n_ctx up, but not the parent's arrays
             self.input_ids = np.zeros(self._n_ctx, dtype=np.intc)
             if self._logits_all:
                 self.scores = np.empty((self._n_ctx, self._n_vocab), dtype=np.single)
@@ -153,12 +146,12 @@ class Llama(llama_cpp.Llama):
         self._identity: dict[str, Any] | None = None
         self._pictures = Pictures(self.input_ids)
         self.set_cache(prompt_cache)
-        if arguments["vocab_only"]:  # there are no cells
+        if arguments["vocab_only"]:  # no cells
             return
         self._draft_with(draft)
         stats = self.kv_stats()
         if verbose:
-            print(cache_line(stats), *filter(None, [choice.told]), sep="\n", file=sys.stderr)
+            print(cache_line(stats), *filter(None, [choice.note]), sep="\n", file=sys.stderr)
 
     @classmethod
     def from_pretrained(
@@ -171,10 +164,10 @@ class Llama(llama_cpp.Llama):
         cache_dir: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> Llama:
-        """A model of the Hugging Face hub, downloaded where it is not yet here (subkv.base.hub; the extra `hub`).
+        """Open a model of the Hugging Face hub; downloads it if needed (subkv.base.hub; the extra `hub`).
 
         repo_id: USER/MODEL, or USER/MODEL:QUANT as llama.cpp's -hf. filename, additional_files: names or patterns;
-        without filename -hf's choice. All files of a split model come along. local_dir_use_symlinks: no longer of use.
+        without filename, the choice of -hf. Downloads all files of a split model. local_dir_use_symlinks: ignored.
         kwargs: arguments of Llama. Raises SubkvError.
         """
         more = additional_files or ()
@@ -182,43 +175,43 @@ class Llama(llama_cpp.Llama):
             path = hub.fetch(repo_id, filename, more=more, cache_dir=cache_dir, local_dir=local_dir)
         return cls(path, **kwargs)
 
-    _drafts: Drafting | None = None
-    _n_texts = 1  # that drafts are asked for
-    opened: Model  # this model, as the programs see one: metadata, tokens
-    _unpooled = False  # known once there is a context
-    _clean = True  # no cell has seen tokens that are gone since, as after discard()
+    _drafts: CheckedDrafts | None = None
+    _n_texts = 1  # texts that need drafts
+    loaded_model: Model  # metadata and tokenizer of this model
+    _unpooled = False  # set once there is a context
+    _clean = True  # False after discard(): cells depend on removed tokens
     scores: Any  # of the parent: [n_ctx or n_batch, n_vocab] f32
     input_ids: Any  # of the parent: [n_ctx] i32
-    n_tokens: int  # of the parent: how many of them are evaluated and held by the context
+    n_tokens: int  # of the parent: number of evaluated tokens in the context
 
     @property
     def draft_model(self) -> Any:
-        """What guesses tokens, None: nothing does. The parent's loop calls it."""
+        """The source of drafts, or None. The parent's loop calls it."""
         return self._drafts
 
     @draft_model.setter
     def draft_model(self, given: Any) -> None:
-        model = drafting(given)
+        model = as_draft_model(given)
         if model is not None:
             check_rollback(draft_length(model, self.n_batch), self.n_removable or None)
         self._draft_with(model)
 
     def _draft_with(self, model: Any) -> None:
-        """Ask this one from now on; what cannot be asked leaves the one before."""
+        """Use this draft model from now on; on an error, keep the one before."""
         if self._drafts is not None and model is self._drafts.model:
             return
         if model is None:
             self._close_drafts()
             return
-        if self._ctx.checkpoints is not None and self._choice.adaptive:
+        if self._ctx.checkpoints is not None and self._choice.follows_text:
             raise CacheError(
-                "draft_model", "expected cells that can go back, found recurrent state and bases that follow the text"
+                "draft_model", "expected a context that can go back, found recurrent state with adaptive bases"
             )
-        with self._ctx.alone():
+        with self._ctx.exclusive():
             if isinstance(model, DraftModel):
-                model.open(self.opened, C.llama_n_ctx_seq(self.ctx), self.n_threads, self._n_texts)
+                model.open(self.loaded_model, C.llama_n_ctx_seq(self.ctx), self.n_threads, self._n_texts)
             self._close_drafts()
-            self._drafts = Drafting(model, self._n_vocab, self.n_batch - 1, self._ctx.alone)
+            self._drafts = CheckedDrafts(model, self._n_vocab, self.n_batch - 1, self._ctx.exclusive)
 
     def _close_drafts(self) -> None:
         drafts, self._drafts = self._drafts, None
@@ -226,24 +219,24 @@ class Llama(llama_cpp.Llama):
             drafts.model.close()
 
     def draft_stats(self) -> DraftStats:
-        """What became of the drafts so far."""
+        """Counts of drafted and accepted tokens so far."""
         return DraftStats() if self._drafts is None else self._drafts.stats
 
     def draft(self, tokens: Sequence[int]) -> list[int]:
-        """A guess of what follows `tokens`, as many as fit the context; to be evaluated behind the last of them."""
+        """Drafted tokens after `tokens`, as many as fit the context."""
         if self._drafts is None:
             return []
-        guess: list[int] = self._drafts(seen(tokens)).tolist()
-        return guess[: max(self._n_ctx - 1 - len(tokens), 0)]  # a full context is the caller's matter
+        drafted: list[int] = self._drafts(as_tokens(tokens)).tolist()
+        return drafted[: max(self._n_ctx - 1 - len(tokens), 0)]  # the caller handles a full context
 
     def count_draft(self, accepted: bool) -> None:
-        """The sampler has, or has not, chosen a drafted token."""
+        """Count a drafted token; accepted: the sampler has chosen it."""
         if self._drafts is not None:
             self._drafts.count(accepted)
 
     @property
     def model_params(self) -> Any:
-        """The model's parameters. The parent knows no progress callback: setting them puts ours in."""
+        """The model's parameters; the setter adds our progress callback, which the parent does not support."""
         return self._model_params
 
     @model_params.setter
@@ -253,10 +246,10 @@ class Llama(llama_cpp.Llama):
 
     @property
     def context_params(self) -> Any:
-        """The context's parameters; each read puts in what the parent cannot be told.
+        """The context's parameters; the getter adds those that the parent does not support.
 
-        It knows flash attention only on or off, asks for up to 256 sequences for embeddings, and reads those that are
-        not pooled from the wrong place when a batch has more than one text.
+        The parent has flash attention only on or off, creates up to 256 sequences for embeddings, and reads unpooled
+        embeddings from the wrong place if a batch has several texts.
         """
         params = self._context_params
         params.flash_attn_type = self._flash_attn_type
@@ -269,7 +262,7 @@ class Llama(llama_cpp.Llama):
         self._context_params = params
 
     def _expected_params(self, arguments: dict[str, Any]) -> Any:
-        """What context_params will be, as far as memory depends on it."""
+        """The future context_params, as far as they affect memory."""
         self.context_params = params = C.llama_context_default_params()
         params.n_ctx = arguments["n_ctx"]
         params.n_batch = min(arguments["n_ctx"] or arguments["n_batch"], arguments["n_batch"])
@@ -284,29 +277,29 @@ class Llama(llama_cpp.Llama):
 
     @property
     def cache_choice(self) -> CacheChoice:
-        """Names and ggml types of this context's cache."""
+        """The cache of this context."""
         return self._choice
 
     def kv_stats(self) -> KVStats:
-        """Sizes of the KV cache as allocated, in bytes, and what it would take as f16."""
+        """Allocated bytes of the KV cache, and the size of an f16 cache."""
         return context_stats(self._model.model, self._ctx.ctx, self._choice, self._kv_log)
 
     def adapt_stats(self) -> list[AdaptStats]:
-        """Per layer and side, what became of bases that follow the text; empty where none do."""
+        """Statistics of adaptive bases per layer and side; empty without them."""
         return adapt_stats(self._ctx.ctx, C.llama_model_n_layer(self._model.model))
 
     def fingerprint(self) -> str | None:
-        """What a saved state is bound to: SHA-256 over layout and bases; None for an ordinary cache."""
+        """SHA-256 over layout and bases, to which saved states are bound; None for an ordinary cache."""
         return self.kv_stats().fingerprint
 
     def identity(self) -> dict[str, Any]:
-        """What a saved state is bound to (subkv.states.identity), made once."""
+        """The identity to which saved states are bound (subkv.engine.states.identity), computed once."""
         if self._identity is None:
             overrides, lora = self.kv_overrides, self.lora_path
             with concerning(model="lora_path"):
                 adapter = None if not lora else [sha256([Path(lora)]), self.lora_scale]
             self._identity = {
-                **states.identity(self.opened, self._choice, self.kv_stats(), self.context_params, self.n_ctx()),
+                **states.identity(self.loaded_model, self._choice, self.kv_stats(), self.context_params, self.n_ctx()),
                 "kv_overrides": None if overrides is None else sorted(map(str, overrides.items())),
                 "lora": adapter,
             }
@@ -314,45 +307,44 @@ class Llama(llama_cpp.Llama):
 
     @property
     def n_removable(self) -> int | None:
-        """How many cells at the end of a context can always be removed; None: any number."""
+        """The number of cells that can always be removed at the end; None: all."""
         if self._is_recurrent or self._is_hybrid:
             return 0
         return self.kv_stats().n_rollback if self._choice.coded else None
 
     def set_cache(self, cache: Any) -> None:
-        """Look prompts up in a cache of llama_cpp or a PromptCache, and store states there; None: no longer."""
-        super().set_cache(cache.attached(self) if isinstance(cache, PromptCache) else cache)
+        """Look up and store prompts in a PromptCache or a cache of llama_cpp; None: stop using one."""
+        super().set_cache(cache.bound_to(self) if isinstance(cache, PromptCache) else cache)
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluate tokens after the current position (`n_tokens`); a PromptCache may store checkpoints on the way.
+        """Evaluate tokens after the current position (`n_tokens`); a PromptCache may store checkpoints meanwhile.
 
-        Cells beyond that position are removed first. Where the cache cannot remove them (the tail is longer than the
-        exact rows kept for it, or in recurrent state), what it has no checkpoint of is evaluated again, so the result
-        is the same either way.
+        Cells beyond that position are removed first. If the cache cannot remove them (too few exact rows, or recurrent
+        state), tokens since the last checkpoint are evaluated again; the result is the same.
         """
-        with self._ctx.alone():
+        with self._ctx.exclusive():
             self._eval(list(tokens), 0 if self._drafts is None else self._drafts.evaluated(len(tokens) - 1))
 
     def _eval(self, tokens: list[int], n_draft: int) -> None:
-        """As eval; the last n_draft tokens are drafted, so their logits and those before them are wanted."""
+        """As eval(); the last n_draft tokens are drafted, and their logits and the one before are needed."""
         if self.n_tokens + len(tokens) > self._n_ctx:
             raise CacheError(
                 "n_ctx", f"expected at most {self._n_ctx} tokens in the context, found {self.n_tokens + len(tokens)}"
             )
-        self._pictures.seen(self.n_tokens)
+        self._pictures.update(self.n_tokens)
         if self.cache is not None:
-            self._pictures.require_none(self.n_tokens, "cache", "a cache of prompts, which are tokens")
-        held, n_left = self._input_ids.tolist(), self._drop_tail()
+            self._pictures.require_none(self.n_tokens, "cache", "a prompt cache, which stores tokens")
+        old_tokens, n_left = self._input_ids.tolist(), self._drop_tail()
         self._clean = self._clean or n_left == 0
-        if n_left < len(held):
-            lost = self._pictures.after(n_left)
+        if n_left < len(old_tokens):
+            lost = self._pictures.any_after(n_left)
             if lost or n_left == 0:
                 self.reset()
                 self._ctx.kv_cache_clear()
             if lost:
                 raise CacheError("", LOST_PICTURE)
             self.n_tokens = n_left
-            tokens = held[n_left:] + tokens
+            tokens = old_tokens[n_left:] + tokens
         if isinstance(self.cache, PromptCache) and not n_draft:
             everything = [*self._input_ids.tolist(), *tokens]
             for end in self.cache.checkpoints(self.n_tokens, everything):
@@ -363,31 +355,31 @@ class Llama(llama_cpp.Llama):
         self._evaluate(tokens, n_draft)
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        """As the parent's; of a context with pictures another prompt reuses what is before the first."""
+        """As the parent's. With pictures, another prompt reuses only the tokens before the first picture."""
         tokens = list(tokens)
         if tokens != self._input_ids.tolist():
-            self.n_tokens = self._pictures.before(self.n_tokens)
+            self.n_tokens = self._pictures.tokens_before(self.n_tokens)
         return super().generate(tokens, *args, **kwargs)
 
     def require_shift(self, key: str) -> None:
-        """Raises SubkvError about `key` where discard() cannot work with this model and cache."""
+        """Raises SubkvError about `key` if this model or cache does not support discard()."""
         shift.require(self, key)
 
     def discard(self, n_keep: int, n_discard: int) -> None:
-        """Forget n_discard tokens after the first n_keep; the later ones move up (llama.cpp's context shift).
+        """Remove n_discard tokens after the first n_keep, and shift the later ones (llama.cpp's context shift).
 
-        Their keys are turned to the new positions; what they know of the forgotten tokens stays. Raises CacheError
-        where the cache refuses: a coded one keeps its first n_sink tokens and needs its last n_recent. All is evaluated
-        again then. Recurrent state forgets nothing: refused before anything changes.
+        Keys of shifted tokens are rotated to the new positions; their values still depend on the removed tokens. Raises
+        CacheError if the cache refuses (a coded one needs its first n_sink and last n_recent tokens); then all tokens
+        are evaluated again. With recurrent state, it raises before it changes anything.
         """
-        with self._ctx.alone():
+        with self._ctx.exclusive():
             self._pictures.require_none(self.n_tokens, "", "a shift of tokens")
             shift.discard(self, n_keep, n_discard, self._logits_all)
             self._clean = False
 
     def sample(self, *args: Any, idx: int | None = None, **kwargs: Any) -> int:
-        """As the parent's: a token from the logits of the last eval. idx: of which token, of those with logits."""
-        with self._ctx.alone():
+        """As the parent's: sample a token from the logits of the last eval. idx: which of the tokens with logits."""
+        with self._ctx.exclusive():
             end = self.n_tokens
             if idx is None or idx + 1 == end or self._sampler is None:
                 token: int = super().sample(*args, idx=idx, **kwargs)
@@ -400,54 +392,52 @@ class Llama(llama_cpp.Llama):
             self.count_draft(token == self.input_ids[idx + 1])
             return token
 
-    def reach(self, n: int) -> int:
-        """How many of the first n tokens need not be evaluated again by checkpoints alone, where later ones go."""
-        return self._ctx.checkpoints.reach(n) if self._ctx.checkpoints is not None else 0
+    def restorable(self, n: int) -> int:
+        """How many of the first n tokens checkpoints can restore, if the later ones are removed."""
+        return self._ctx.checkpoints.restorable(n) if self._ctx.checkpoints is not None else 0
 
     def keep(self, n: int) -> int:
-        """Drop the cells from position n on; n_tokens, which is returned, is how many are left: less than n where the
-        cache cannot give up just those."""
-        with self._ctx.alone():
-            self._pictures.seen(self.n_tokens)
+        """Remove the cells from position n on. Returns the new n_tokens, possibly less than n."""
+        with self._ctx.exclusive():
+            self._pictures.update(self.n_tokens)
             self.n_tokens = n
             self.n_tokens = self._drop_tail()
-            self._pictures.seen(self.n_tokens)
+            self._pictures.update(self.n_tokens)
             return self.n_tokens
 
     def _drop_tail(self) -> int:
-        """Remove the cells beyond n_tokens; returns how many of those before it are to be relied on.
+        """Remove the cells beyond n_tokens; returns the number of valid cells before it.
 
-        Some are missing where the cache had to give up more, and when an interrupt came between a removal and what was
-        to follow; all are void where the tail stays.
+        Some are missing if the cache had to remove more, or after an interrupt. None is valid if the removal failed.
         """
         if self._ctx.memory is None:
             return self.n_tokens
         first = self._pictures.last_cell(self.n_tokens)
         if self._ctx.checkpoints is not None:
-            n_left = self._ctx.checkpoints.cut(self.n_tokens)
+            n_left = self._ctx.checkpoints.rewind(self.n_tokens)
             return self.n_tokens if n_left > first else n_left
         last: int = C.llama_memory_seq_pos_max(self._ctx.memory, 0)
         done = last >= first and self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
         return self.n_tokens if done else 0
 
     def _evaluate(self, tokens: Sequence[int], n_draft: int = 0) -> None:
-        """Evaluate tokens at the end of what is held, with pauses where a checkpoint of recurrent state is due."""
+        """Evaluate further tokens, and take checkpoints of recurrent state where they are due."""
         points = self._ctx.checkpoints
         if points is None:
             self._evaluate_on(tokens, 1 + n_draft)
             return
-        first, end = self.n_tokens, self.n_tokens + len(tokens) - n_draft  # a draft's logits are wanted together
+        first, end = self.n_tokens, self.n_tokens + len(tokens) - n_draft  # the logits of a draft must be in one batch
         if end - first > 1 or points.due(first):
             points.take(first)
         elif n_draft:
             points.take_for_draft(first)
-        for stop in points.stops(first, end):
+        for stop in points.pauses(first, end):
             self._evaluate_on(tokens[self.n_tokens - first : stop - first])
             points.take(stop)
         self._evaluate_on(tokens[self.n_tokens - first :], 1 + n_draft)
 
     def _evaluate_on(self, tokens: Sequence[int], n_rows: int = 1) -> None:
-        """The parent's eval; the last n_rows of the tokens have logits, in one batch, that only sampling needs."""
+        """As the parent's eval(); the last n_rows tokens are in one batch and have logits for sampling."""
         starts = [*range(0, len(tokens), self.n_batch), len(tokens)]
         starts[-2:-1] = [max(min(n, len(tokens) - n_rows), 0) for n in starts[-2:-1]]
         for start, stop in itertools.pairwise(starts):
@@ -461,46 +451,46 @@ class Llama(llama_cpp.Llama):
             if self._logits_all:
                 self.scores[begin:end] = np.ctypeslib.as_array(self._ctx.get_logits(), (len(batch), self._n_vocab))
             self.n_tokens = end
-            self._pictures.told(end)
+            self._pictures.evaluated(end)
             self._requires_eval = False
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         super().reset()
         self._clean = True
-        self._pictures.told(0)
+        self._pictures.evaluated(0)
         if self._ctx.checkpoints is not None:
             self._ctx.checkpoints.forget()
 
     def save_state(self) -> llama_cpp.LlamaState:
-        """A copy of the context for load_state: a few MiB and the cells in use; logits only with logits_all."""
-        with self._ctx.alone():
-            self._pictures.require_none(self.n_tokens, "", "a state, which is of tokens")
+        """A copy of the context for load_state(): a few MiB plus the used cells; logits only with logits_all."""
+        with self._ctx.exclusive():
+            self._pictures.require_none(self.n_tokens, "", "a state, which contains tokens only")
             return states.save(self, self.identity(), self._logits_all)
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
-        """Restore what save_state returned, here or in another context of the same model, cache and parameters.
+        """Restore a state of this context, or of another one with the same model, cache and parameters.
 
-        Raises StateError with the reason when it belongs to another one, or has more tokens than fit. The context is
-        then unchanged or empty, never half restored.
+        Raises StateError if the state is of another model or cache, or has too many tokens. The context is then
+        unchanged or empty.
         """
-        with self._ctx.alone():
+        with self._ctx.exclusive():
             states.load(self, self.identity(), state, self._logits_all)
-            self._pictures.told(self.n_tokens)
+            self._pictures.evaluated(self.n_tokens)
             self._clean = True
 
     def close(self) -> None:
-        """Free context and model now. Safe to call twice and on an object whose construction failed.
+        """Free context and model. May be called twice, and after a failed construction.
 
-        Raises CacheError while another thread evaluates.
+        Raises CacheError if another thread is evaluating.
         """
         if "_stack" not in self.__dict__:
             return
-        loud = self.verbose or sys.is_finalizing()  # llama.cpp reports its buffer sizes on the way out
+        loud = self.verbose or sys.is_finalizing()  # llama.cpp logs buffer sizes on exit
         context = self.__dict__.get("_ctx")
         in_use = isinstance(context, GuardedContext) and context.ctx is not None
         with (
-            context.alone() if in_use else contextlib.nullcontext(),  # type: ignore[union-attr]
+            context.exclusive() if in_use else contextlib.nullcontext(),  # type: ignore[union-attr]
             contextlib.nullcontext() if loud else captured_log(forward=False),
         ):
             self._close_drafts()
@@ -513,8 +503,8 @@ class Llama(llama_cpp.Llama):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__() | self._given
-        state["draft_model"] = drafting(self._drafts)
+        state: dict[str, Any] = super().__getstate__() | self._arguments
+        state["draft_model"] = as_draft_model(self._drafts)
         if self._choice.coded:
             del state["type_k"], state["type_v"]
         return state

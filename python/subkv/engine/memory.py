@@ -1,9 +1,8 @@
-"""Refusing a context that does not fit in memory, with the arithmetic, before anything of it is allocated.
+"""Rejects a context that does not fit in memory, with the sizes in the message, before it is allocated.
 
-llama.cpp fills the cache with zeros when it makes it, so on a system that promises more memory than it has, a context
-too large ends in the process being killed. What it would take is not estimated here: llama.cpp itself makes the context
-without memory behind it (`no_alloc`) and says. That takes about as long as reading the vocabulary, so it is asked only
-where a bound far above every real model does not fit.
+llama.cpp fills the cache with zeros, so with overcommitted memory the system would kill the process. The sizes are
+exact: llama.cpp creates the context without allocating memory (`no_alloc`). That takes about as long as reading the
+vocabulary, so it is done only if an upper bound does not fit.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from subkv.native.binding import C, captured_log, model_meta
 from subkv.native.gguf import Gguf
 
 FIT = "LLAMA_ARG_FIT"  # llama.cpp's variable; "off": no check
-SMALL = 192 * MIB  # of a process's own limit: for want of small pieces llama.cpp ends the process
-N_SIMULATED = 1 << 18  # tokens; llama.cpp's list of cells, 50 bytes each, is made all the same
+SMALL = 192 * MIB  # reserve in the process's limit for small blocks, without which llama.cpp aborts
+N_SIMULATED = 1 << 18  # tokens; even with no_alloc, llama.cpp allocates 50 bytes per cell
 
 _COMPUTE_LINE = re.compile(r"compute buffer size = +([\d.]+) MiB")
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that this process may still take, swap included; None where the system does not say.
+    """Bytes that this process can still allocate, including swap; None if unknown.
 
-    The least of what the machine has, what every enclosing control group (v2, v1) allows (file pages count as free),
-    and what the process's own limits leave beside SMALL.
+    The minimum over the machine, all enclosing control groups (v2, v1; file pages count as free), and the process's own
+    limits less SMALL.
     """
     try:
         system = _fields((proc / "meminfo").read_text())
-        found = [1024 * (system["MemAvailable"] + system["SwapFree"]), *_own_limits(proc)]
+        sizes = [1024 * (system["MemAvailable"] + system["SwapFree"]), *_own_limits(proc)]
         groups = (proc / "self/cgroup").read_text().splitlines()
     except (OSError, KeyError):
         return None
@@ -57,12 +56,12 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
             if limit != "max":
                 total = "total_" if controllers else ""
                 cached = status.get(f"{total}inactive_file", 0) + status.get(f"{total}active_file", 0)
-                found.append(int(limit) - int(usage) + cached + 1024 * system["SwapFree"])
-    return max(min(found), 0)
+                sizes.append(int(limit) - int(usage) + cached + 1024 * system["SwapFree"])
+    return max(min(sizes), 0)
 
 
 def _own_limits(proc: Path) -> list[int]:
-    """What RLIMIT_AS and RLIMIT_DATA leave for what is large."""
+    """Bytes that RLIMIT_AS and RLIMIT_DATA leave, less SMALL."""
     try:
         text, taken = (proc / "self/limits").read_text(), _fields((proc / "self/status").read_text())
     except OSError:
@@ -73,16 +72,16 @@ def _own_limits(proc: Path) -> list[int]:
 
 
 def _fields(text: str) -> dict[str, int]:
-    """`Name: 12 kB` or `name 12` by line."""
+    """Numbers by name, from lines `Name: 12 kB` or `name 12`."""
     words = (line.replace(":", " ").split() for line in text.splitlines())
     return {parts[0]: int(parts[1]) for parts in words if len(parts) > 1 and parts[1].isdigit()}
 
 
 def require_memory(path: Path, choice: CacheChoice, params: Any, n_gpu_layers: int = 0, model: Any = None) -> None:
-    """Refuse a context that would not fit. Raises CacheError with the sum.
+    """Reject a context that does not fit. Raises CacheError with the sizes.
 
-    params: llama_context_params. model: llama.cpp's handle, where the model is loaded already. Devices' memory is not
-    looked at: with layers on one nothing is refused, nor where $LLAMA_ARG_FIT is off.
+    params: llama_context_params. model: llama.cpp's handle if the model is loaded already. There is no check if layers
+    are on a GPU (its memory is not counted) or if $LLAMA_ARG_FIT is off.
     """
     if os.environ.get(FIT, "").lower() in ("off", "0", "false") or (n_gpu_layers and C.llama_supports_gpu_offload()):
         return
@@ -91,7 +90,7 @@ def require_memory(path: Path, choice: CacheChoice, params: Any, n_gpu_layers: i
     n_ctx = params.n_ctx or numbers.get("context_length", 0)
     if free is None or _bound(numbers, n_ctx, params.n_ubatch) <= free:
         return
-    if free == 0:  # not even for asking
+    if free == 0:  # not even enough to compute the sizes
         raise CacheError("n_ctx", f"expected memory for a context of {n_ctx} tokens, found none available")
     sizes = needed(path, choice, params, n_ctx)
     total = sum(sizes.values())
@@ -109,9 +108,9 @@ def require_memory(path: Path, choice: CacheChoice, params: Any, n_gpu_layers: i
 
 
 def require_beside(base: Gguf, choice: CacheChoice, params: Any, sizes: dict[str, float]) -> None:
-    """Refuse a model of which `sizes`, bytes by name, do not fit beside a context. Raises SubkvError with the sum.
+    """Reject a model whose `sizes` and context do not fit in memory together. Raises SubkvError with the sizes.
 
-    sizes: of weights that are to be read into memory, and of whatever else is needed. As require_memory().
+    sizes: bytes by name, of weights that will be read into memory and of further memory. Otherwise as require_memory().
     """
     if os.environ.get(FIT, "").lower() in ("off", "0", "false"):
         return
@@ -130,10 +129,10 @@ def require_beside(base: Gguf, choice: CacheChoice, params: Any, sizes: dict[str
 
 
 def _numbers(get: Callable[[str], Any]) -> dict[str, int]:
-    """What bounds a model's cache, as far as its metadata says. get: the value of a key."""
+    """The metadata that bound a model's cache, if present. get: returns the value of a key."""
     arch = get("general.architecture")
-    found = {name: get(f"{arch}.{name}") for name in ("block_count", "embedding_length", "context_length")}
-    return {name: value for name, value in found.items() if isinstance(value, int)}
+    values = {name: get(f"{arch}.{name}") for name in ("block_count", "embedding_length", "context_length")}
+    return {name: value for name, value in values.items() if isinstance(value, int)}
 
 
 def _numbers_of_file(path: Path) -> dict[str, int]:
@@ -150,17 +149,17 @@ def _numbers_of_model(handle: Any) -> dict[str, int]:
 
 
 def _bound(numbers: dict[str, int], n_ctx: int, n_ubatch: int) -> int:
-    """More bytes than a context can take: K and V in f32, twice as wide as the model, for every layer and cell."""
+    """Upper bound of a context's bytes: K and V in f32, twice as wide as the model, for every layer and cell."""
     width = numbers.get("block_count", 1024) * numbers.get("embedding_length", 1 << 16)
     attention = 4 * 128 * n_ubatch * n_ctx  # logits of 128 heads
     return n_ctx * width * 16 + attention + 2048 * MIB
 
 
 def needed(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> dict[str, float]:
-    """Bytes of a context by what they are for; 0 where it cannot be made: making it in earnest gives the reason.
+    """Bytes of a context by purpose; 0 if it cannot be created (creating it really then gives the reason).
 
-    Cache and compute buffers grow linearly or faster in the end, so the sizes of contexts beyond N_SIMULATED are
-    continued from two smaller ones: never too much.
+    Sizes beyond N_SIMULATED tokens are extrapolated from two smaller contexts. They are not overestimated, because
+    cache and compute buffers grow at least linearly.
     """
     if n_ctx <= N_SIMULATED:
         return _simulate(path, choice, params, n_ctx)
@@ -170,7 +169,7 @@ def needed(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> dict[str
 
 
 def _simulate(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> dict[str, float]:
-    """needed(), from a context that llama.cpp makes without memory."""
+    """needed(), from a context without allocated memory."""
     with captured_log(forward=False):
         C.llama_backend_init()
     params = type(params).from_buffer_copy(params)

@@ -1,4 +1,4 @@
-"""A loaded GGUF: weights, tokenizer and contexts. Programs open models here; `subkv.Llama` has one, too."""
+"""A loaded GGUF: weights, tokenizer and contexts; for the programs and `subkv.Llama`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ALL_LAYERS = 0x7FFFFFFF
 
 
 class Model:
-    """A GGUF that llama.cpp has loaded. Close it after its contexts.
+    """A GGUF loaded by llama.cpp. Close it after its contexts.
 
-    path: the file, the first of a split model; handle: llama.cpp's. arch, name: as its metadata says, "" if it does
-    not. Raises ModelFileError about `model`.
+    path: the file, the first of a split model; handle: llama.cpp's. arch, name: from its metadata, "" if missing.
+    Raises ModelFileError about `model`.
     """
 
     def __init__(
@@ -36,16 +36,16 @@ class Model:
         mapped: bool = True,
         checked: bool = False,
     ) -> None:
-        """handle: of a model that somebody else has checked, loaded and will free; None: the model is loaded.
+        """handle: of a model that the caller has loaded and will free; None: load the model.
 
-        mapped: the file's pages are memory; where llama.cpp rearranges weights they are there twice. False: read once.
-        checked: somebody else has opened the file as check_model_file() does.
+        mapped: map the file into memory; weights that llama.cpp repacks are then in memory twice. False: read it.
+        checked: the caller has opened the file as check_model_file() does.
         """
         self.path, self.n_gpu_layers = Path(path), n_gpu_layers
         if handle is None:
             if not checked:
                 check_model_file(self.path)
-            with captured_log(forward=False):  # a backend that is a library of its own says that it was loaded
+            with captured_log(forward=False):  # separate backend libraries log that they are loaded
                 C.llama_backend_init()
             params = C.llama_model_default_params()
             params.n_gpu_layers = ALL_LAYERS if n_gpu_layers < 0 else n_gpu_layers
@@ -66,7 +66,7 @@ class Model:
         self.name = self.meta("general.name")
 
     def close(self) -> None:
-        """Free the weights, borrowed ones excepted by not calling this."""
+        """Free the weights; do not call it for a handle of the caller."""
         if self.handle:
             C.llama_model_free(self.handle)
             self.handle = None
@@ -83,28 +83,28 @@ class Model:
         return buffer.value.decode("utf-8", "replace")
 
     def meta(self, key: str) -> str:
-        """A value of the file's metadata as text, "" where there is none."""
+        """A value of the file's metadata as text, "" if missing."""
         return model_meta(self.handle, key)
 
     def metadata(self) -> dict[str, str]:
-        """All of the file's metadata that llama.cpp keeps, as text."""
-        found = {}
+        """All metadata of the file that llama.cpp keeps, as text."""
+        values = {}
         for i in range(C.llama_model_meta_count(self.handle)):
             key = text_of(functools.partial(C.llama_model_meta_key_by_index, self.handle, i))
-            found[key] = text_of(functools.partial(C.llama_model_meta_val_str_by_index, self.handle, i))
-        return found
+            values[key] = text_of(functools.partial(C.llama_model_meta_val_str_by_index, self.handle, i))
+        return values
 
     #
     # tokens
     #
 
     def check_text(self) -> None:
-        """Refuse a model that has no tokens of text, on which llama.cpp would abort. Raises ModelFileError."""
+        """Reject a model without a text vocabulary, on which llama.cpp would abort. Raises ModelFileError."""
         if C.llama_vocab_type(self.vocab) == C.LLAMA_VOCAB_TYPE_NONE:
             raise ModelFileError("model", f"expected a model with a vocabulary of text, found {self.path} without one")
 
     def tokenize(self, text: bytes, special: bool = True, markup: bool = False) -> npt.NDArray[np.int32]:
-        """Tokens of a text. special: with the model's own special tokens around it; markup: read those in the text."""
+        """Tokens of a text. special: add the model's special tokens; markup: parse special tokens in the text."""
         self.check_text()
         room = max(len(text) + 2, 8)  # a token has at least one byte
         out = np.empty(room, dtype=np.int32)
@@ -116,12 +116,12 @@ class Model:
         return out[:n].copy()
 
     def tokenize_chat(self, text: str) -> list[int]:
-        """Tokens of a conversation rendered by a chat template, whose markup is read; one BOS where both write it."""
+        """Tokens of a conversation rendered by a chat template; drops a second BOS."""
         tokens: list[int] = self.tokenize(text.encode("utf-8", "replace"), markup=True).tolist()
         return tokens[1:] if len(tokens) > 1 and tokens[0] == tokens[1] == self.bos else tokens
 
     def piece(self, token: int, special: bool = False) -> bytes:
-        """The bytes of one token; control tokens have none unless `special`."""
+        """The bytes of a token; empty for control tokens, unless `special`."""
         buffer = ctypes.create_string_buffer(512)
         n = C.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
         if n > -len(buffer):
@@ -134,7 +134,7 @@ class Model:
         return bool(C.llama_vocab_is_eog(self.vocab, token))
 
     def chat_template(self) -> str:
-        """The model's own chat template. Raises SubkvError where it has none."""
+        """The model's own chat template. Raises SubkvError if it has none."""
         text = C.llama_model_chat_template(self.handle, None)
         if not text:
             raise SubkvError("tokenizer.chat_template", "expected a chat template in the model's metadata, found none")
@@ -145,8 +145,8 @@ class Model:
     #
 
     def context(self, choice: CacheChoice, options: ContextOptions) -> Context:
-        """A context with the given cache. Raises CacheError with the native reason, or with the arithmetic when it
-        would not fit in memory."""
+        """A context with the given cache. Raises CacheError with the native reason, or with the sizes if it does not
+        fit in memory."""
         return Context(self.path, self.handle, self.n_vocab, self.n_gpu_layers, choice, options)
 
     def files(self) -> Sequence[Path]:
@@ -154,6 +154,6 @@ class Model:
         count = int(self.meta("split.count") or 0)
         if count < 2:
             return [self.path]
-        ending = f"-00001-of-{count:05d}.gguf"  # llama.cpp loads a split model by its first file only
+        ending = f"-00001-of-{count:05d}.gguf"  # llama.cpp loads a split model by its first file
         name = self.path.name.removesuffix(ending)
         return [self.path.with_name(f"{name}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]

@@ -1,4 +1,4 @@
-"""Observers: what a context tells of its queries, keys and values (runtime/native/subkv.h, "calibration")."""
+"""Observers: collect statistics of a context's queries, keys and values (runtime/native/subkv.h, "calibration")."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UBATCH = 512  # tokens decoded at once
 
 @dataclass(frozen=True)
 class ObservedLayer:
-    """Shapes and counts of one observed layer, as subkv_observed."""
+    """Shapes and counts of an observed layer (subkv_observed)."""
 
     il: int
     n_head: int
@@ -36,7 +36,7 @@ class ObservedLayer:
 
 
 class Observer:
-    """A subkv_observer; it must outlive the context that it is attached to. All methods raise SubkvError."""
+    """A subkv_observer. It must outlive the context that it is attached to. All methods raise SubkvError."""
 
     def __init__(self, n_skip: int) -> None:
         self._subkv = native()
@@ -45,7 +45,7 @@ class Observer:
             raise _unobservable()
 
     def attach(self) -> None:
-        """The next context that this thread creates reports to it."""
+        """Observe the next context that this thread creates."""
         if not self._subkv.subkv_observe(self._handle):
             raise _unobservable()
 
@@ -55,26 +55,26 @@ class Observer:
         self._handle = None
 
     def mode(self, mode: int, key_pos: Sequence[int] = (), query_pos: Sequence[int] = ()) -> None:
-        """What to do with the tokens decoded from now on."""
+        """Set the mode for the tokens decoded from now on."""
         keys = (ctypes.c_int32 * len(key_pos))(*key_pos)
         queries = (ctypes.c_int32 * len(query_pos))(*query_pos)
         if not self._subkv.subkv_observer_mode(self._handle, mode, keys, len(keys), queries, len(queries)):
             raise _unobservable()
 
     def forget(self) -> None:
-        """Drop all samples and their memory; the statistics stay."""
+        """Free all samples; the statistics are kept."""
         self._subkv.subkv_observer_forget(self._handle)
 
     def layers(self) -> list[ObservedLayer]:
-        """Layers that were observed, ascending."""
-        found = []
+        """The observed layers, ascending."""
+        layers = []
         for il in range(self._subkv.subkv_observer_n_layer(self._handle)):
             raw = Observed()
             if not self._subkv.subkv_observer_layer(self._handle, il, ctypes.byref(raw)):
                 raise SubkvError("model", f"layer {il} cannot be read: {last_error()}")
             if raw.n_head:
-                found.append(ObservedLayer(il=il, **{entry[0]: getattr(raw, entry[0]) for entry in Observed._fields_}))
-        return found
+                layers.append(ObservedLayer(il=il, **{entry[0]: getattr(raw, entry[0]) for entry in Observed._fields_}))
+        return layers
 
     def get(self, layer: ObservedLayer, what: str) -> NDArray[np.float64]:
         """Statistics or samples of a layer, shaped as in subkv.h (subkv_observer_get)."""
@@ -92,7 +92,7 @@ def _unobservable() -> SubkvError:
 
 
 def _shape(layer: ObservedLayer, what: str) -> tuple[int, ...]:
-    """Shape of subkv_observer_get's answer, subkv.h."""
+    """Shape of the result of subkv_observer_get (subkv.h)."""
     heads, d = layer.n_head_kv, layer.d_v if what[0] in "vo" else layer.d_k
     if what.endswith("2"):
         return (heads, d, d)

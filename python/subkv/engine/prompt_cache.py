@@ -3,15 +3,14 @@
     llm = subkv.Llama("model.subkv.gguf", n_ctx=8192, prompt_cache="~/.cache/my-app")
     llm.set_cache(subkv.PromptCache("folder", capacity_bytes=2 << 30))  # the same later on
 
-Two kinds of states are stored. What llama_cpp stores: the context after an answer, which the next turn of a
-conversation continues. And, where cells are coded, checkpoints while a prompt is read: of such a cache only a short
-tail can be removed (n_rollback), so the state after "document, question, answer" is of no use to another question. They
-are taken at the last multiples of 512 and of 128 tokens, which usually lie in the document, and where the prompt leaves
-one that was seen before: from the third question on reading starts where the document ends.
+It stores two kinds of states. llama_cpp stores the context after an answer, for the next message of a conversation.
+With a coded cache, it also stores checkpoints of a prompt, because only the last n_rollback tokens can be removed: the
+state after "document, question, answer" cannot serve another question. Checkpoints are taken at the last multiples of
+512 and 128 tokens, which are usually in the document, and where the prompt differs from an earlier one. From the third
+question about a document on, evaluation starts at the end of the document.
 
-Looking up lists the folder, reads the heads of files not seen before (4 bytes per token), and compares tokens in
-memory: 0.1 s for 5,000 entries of 3,000 tokens each, and a second the first time in a process. A hit reads one file and
-checks its SHA-256.
+A lookup lists the folder, reads the heads of new files (4 bytes per token), and compares tokens in memory: 0.1 s for
+5,000 entries of 3,000 tokens each, one second the first time in a process. A hit reads one file and checks its SHA-256.
 """
 
 from __future__ import annotations
@@ -32,27 +31,27 @@ from subkv.base.errors import CacheError, StateError
 from subkv.engine.entries import Entry, Folder
 from subkv.native.binding import llama_cpp
 
-BLOCK = 128  # tokens; checkpoints lie at multiples of it, and shorter prompts get none
+BLOCK = 128  # tokens; checkpoints are at multiples of it, and shorter prompts have none
 LARGE_BLOCK = 512
-MIN_GAIN = 64  # tokens by which a checkpoint is ahead of what is stored already
+MIN_GAIN = 64  # tokens that a new checkpoint must have beyond stored ones
 
 
 class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
-    """States of contexts in a folder that survive restarts and serve several processes at once.
+    """Stores states of contexts in a folder, across restarts and for several processes.
 
-    folder: made on the first store; files of others in it are left alone. capacity_bytes: beyond it the entries used
-    longest ago are removed. One object may be given to several contexts; each finds only what a context of its own
-    model, cache and parameters stored (subkv.states.identity). A folder that cannot be written is reported once, as a
-    warning, and generation goes on; damaged entries are removed with a warning and never used.
+    folder: created on the first store; other files in it are ignored. capacity_bytes: beyond it, the least recently
+    used entries are removed. Several contexts may use one object; each uses only entries of its own model, cache and
+    parameters (subkv.engine.states.identity). If the folder cannot be written, it warns once and generation continues.
+    Damaged entries are removed with a warning.
 
-    Raises CacheError for a path that is not a folder, when used without a subkv.Llama, and for one with logits_all,
-    whose logits of earlier tokens would be missing.
+    Raises CacheError if the path is not a folder, without a subkv.Llama, and with logits_all, because the logits of
+    earlier tokens are not stored.
     """
 
     def __init__(self, folder: str | os.PathLike[str], capacity_bytes: int = 2 << 30) -> None:
         super().__init__(capacity_bytes)
         path = Path(folder).expanduser()
-        if os.path.exists(path) and not os.path.isdir(path):  # False, not an error, where it cannot be looked at
+        if os.path.exists(path) and not os.path.isdir(path):  # both are False if it cannot be read
             raise CacheError("prompt_cache", f"expected a folder, found the file {path}")
         self.entries = Folder(path)
         self._llm: Any = None  # the subkv.Llama it is attached to
@@ -60,8 +59,8 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         self._n_removable: int | None = None
         self._warned: set[str] = set()  # shared by all contexts that use this object
 
-    def attached(self, llm: llama_cpp.Llama) -> PromptCache:
-        """This cache for one subkv.Llama."""
+    def bound_to(self, llm: llama_cpp.Llama) -> PromptCache:
+        """A PromptCache on the same folder for one subkv.Llama."""
         if llm._logits_all:
             raise CacheError("prompt_cache", "expected logits_all=False (no logits are stored), found True")
         bound = PromptCache(self.entries.path, self.capacity_bytes)
@@ -81,7 +80,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
 
     @property
     def cache_size(self) -> int:
-        """Bytes of all files, those of other contexts included."""
+        """Bytes of all files, including those of other contexts."""
         try:
             return self.entries.size()
         except OSError:
@@ -94,39 +93,39 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
     def _heads(self) -> dict[str, Tokens]:
         try:
             return {name: head.tokens for name, head in self.entries.heads(self._identity).items()}
-        except FileNotFoundError:  # nothing stored yet
+        except FileNotFoundError:  # nothing is stored yet
             return {}
         except OSError as error:
             self._warn("read", error)
             return {}
 
     def _usable(self, held: Tokens, tokens: Tokens) -> int:
-        """How many of the first `tokens` need not be evaluated by a context that holds `held`."""
+        """How many of the first `tokens` a context that holds `held` can reuse."""
         same = common_prefix(held, tokens)
         return same if self._n_removable is None or len(held) - same <= self._n_removable else 0
 
     def _best(self, tokens: Tokens, heads: dict[str, Tokens]) -> tuple[int, str]:
-        """How many of the first `tokens` the best of the entries saves, and its name; 0 where there is none."""
+        """The most of the first `tokens` that an entry can provide, and the entry's name; 0 if none can."""
         n_ctx = self._context().n_ctx()
-        found = [(self._usable(held, tokens), name) for name, held in heads.items() if len(held) <= n_ctx]
-        return max(found, default=(0, ""))
+        usable = [(self._usable(held, tokens), name) for name, held in heads.items() if len(held) <= n_ctx]
+        return max(usable, default=(0, ""))
 
     def __contains__(self, key: Sequence[int]) -> bool:
         return self._best(_prompt(key), self._heads())[0] > 0
 
     def __getitem__(self, key: Sequence[int]) -> llama_cpp.LlamaState:
-        """The state that saves most of a prompt's evaluation, which the context now holds.
+        """Load the state with the most tokens of a prompt into the context, and return it.
 
-        It is loaded here: llama_cpp, the caller, would keep a longer prefix and does not know that a coded tail behind
-        it stays. Raises KeyError where none saves more than the context's own cells do.
+        llama_cpp, the caller, cannot load it, because it expects that any tail can be removed. Raises KeyError if no
+        state has more of the prompt than the context already holds.
         """
         llm = self._context()
         tokens = _prompt(key)
-        own = max(self._usable(llm._input_ids, tokens), llm.reach(common_prefix(llm._input_ids, tokens)))
+        own = max(self._usable(llm._input_ids, tokens), llm.restorable(common_prefix(llm._input_ids, tokens)))
         while True:
             saved, name = self._best(tokens, self._heads())
             if saved <= own:
-                raise KeyError("no entry saves more than the context holds")
+                raise KeyError("no entry has more of the prompt than the context")
             try:
                 entry = self.entries.read(name)
                 if entry is None:  # another process removed it
@@ -140,7 +139,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
             except (ContainerError, StateError) as error:
                 self.entries.discard(name)
                 warnings.warn(
-                    f"prompt cache {self.entries.path}: dropped the damaged entry {name}: {error}", stacklevel=2
+                    f"prompt cache {self.entries.path}: skipped the damaged entry {name}: {error}", stacklevel=2
                 )
             except OSError as error:
                 self._warn("read", error)
@@ -151,7 +150,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
     #
 
     def __setitem__(self, key: Sequence[int], value: llama_cpp.LlamaState) -> None:
-        """Store a state under the tokens that it holds (llama_cpp's key also has a last token not evaluated yet)."""
+        """Store a state under its own tokens (llama_cpp's key also contains a token not yet evaluated)."""
         self._context()
         entry = Entry(self._identity, _tokens(value.input_ids[: value.n_tokens]), value.llama_state)
         heads = self._heads()
@@ -164,14 +163,14 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         try:
             self.entries.write(entry)
             for other, held in heads.items():
-                if self._usable(entry.tokens, held) == len(held):  # the new entry serves as well
+                if self._usable(entry.tokens, held) == len(held):  # the new entry replaces it
                     self.entries.remove(other)
             self.entries.trim(self.capacity_bytes)
         except OSError as error:
             self._warn("write", error)
 
     def checkpoints(self, n_held: int, tokens: Sequence[int]) -> list[int]:
-        """Where to store a state while a context that holds the first n_held tokens evaluates the others, in order."""
+        """Positions, in order, at which to store a state while tokens from n_held on are evaluated."""
         n = len(tokens)
         if self._n_removable is None or n - n_held < BLOCK:
             return []
@@ -190,7 +189,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         if what not in self._warned:
             self._warned.add(what)
             warnings.warn(
-                f"prompt cache {self.entries.path}: cannot {what}: {error.strerror or error}; going on without",
+                f"prompt cache {self.entries.path}: cannot {what}: {error.strerror or error}; continuing without it",
                 stacklevel=2,
             )
 
@@ -200,12 +199,12 @@ def _tokens(key: Any) -> Tokens:
 
 
 def _prompt(key: Sequence[int]) -> Tokens:
-    """What of a prompt can be found: its last token has to be evaluated, it gives the logits."""
+    """The part of a prompt to look up: all but the last token, which must be evaluated for its logits."""
     return _tokens(key)[:-1]
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """How many tokens two sequences have in common at their start."""
+    """Length of the common prefix of two sequences."""
     n = min(len(a), len(b))
     differing = a[:n] != b[:n]
     first = int(differing.argmax()) if n else 0

@@ -1,7 +1,7 @@
-"""The bases of a model that brings none: a sidecar that is found by itself, or one made of the weights alone.
+"""Bases for a model that contains none: its sidecar, or bases derived from the weights.
 
-A sidecar beside the model comes first, then the one in the store (subkv.format.store). Both have to say that they are
-of this model's content; one that does not is refused, never skipped: another cache than expected is no small surprise.
+A sidecar beside the model comes first, then the one in the store (subkv.format.store). Both must contain the digest of
+the model's content. A sidecar of another model is an error; skipping it would silently change the cache.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from subkv.format.layout import Layout
 from subkv.format.metadata import generator
 from subkv.native.gguf import Gguf
 
-_ENDING = ".weights.gguf"  # in the store: of bases made of the weights alone
-_LEAST_BITS = 6.25  # of them; the default budget was 4.75 once
+_ENDING = ".weights.gguf"  # of sidecars in the store with bases from the weights
+_LEAST_BITS = 6.25  # of these; older versions wrote them with 4.75
 
 
 @dataclass(frozen=True)
-class Found:
-    """A sidecar, and one line that says what is in use."""
+class Sidecar:
+    """A sidecar, and one line about it for the user."""
 
     path: Path
-    told: str
+    note: str
 
 
 def command(model: Path) -> str:
-    """What a user types to calibrate a model."""
+    """The command that calibrates a model."""
     return f"subkv convert {shlex.quote(str(model))}"
 
 
-def nothing_found(model: Path) -> str:
-    """What the user of an ordinary cache may want to know."""
-    why = store.unreadable()
-    prepared = f"none can be looked for ({why})" if why else "none were prepared"
+def no_bases_note(model: Path) -> str:
+    """A line for the user of an ordinary cache."""
+    why = store.why_unreadable()
+    reason = f"the store cannot be read ({why})" if why else "none were prepared"
     return (
-        f"cache: f16, as this model carries no bases and {prepared}; -ctk subkv is less than half as large at "
-        f"once, and `{command(model)}` makes it smaller"
+        f"cache: f16, because this model has no bases and {reason}; -ctk subkv is less than half as large, "
+        f"and `{command(model)}` makes it smaller"
     )
 
 
-def calibrated(model: Path) -> Found | None:
-    """The sidecar of a model that `convert` has prepared. Raises CacheError about `bases`, ModelFileError."""
-    near = store.beside(model)
+def find_calibrated(model: Path) -> Sidecar | None:
+    """The sidecar that `convert` has written for a model, if any. Raises CacheError about `bases`, ModelFileError."""
+    near = store.sidecar_path(model)
     beside = os.path.exists(near)
-    if not beside and (store.unreadable() or not store.folder().is_dir()):
+    if not beside and (store.why_unreadable() or not store.folder().is_dir()):
         return None
     with Gguf(model) as base:
         entry = store.entry(base)
@@ -62,48 +62,46 @@ def calibrated(model: Path) -> Found | None:
     with Layout(path) as layout:
         n_tokens = layout.description["calibration"]["tokens"]
     day = time.strftime("%Y-%m-%d", time.localtime(path.stat().st_mtime))
-    made = f"calibrated on {n_tokens} tokens" if n_tokens else "made without a calibration"
-    return Found(path, f"bases: {made} for this model, {day}, {bits(path)} ({path})")
+    source = f"calibrated on {n_tokens} tokens" if n_tokens else "derived without a calibration"
+    return Sidecar(path, f"bases: {source} for this model, {day}, {bits(path)} ({path})")
 
 
-def of_weights(model: Path, keep: bool) -> Found:
-    """Bases made of the weights alone, now or by an earlier call. keep: look in the store, and put them there.
+def from_weights(model: Path, keep: bool) -> Sidecar:
+    """Bases from the weights. keep: look them up in the store, and store them there.
 
-    Raises CacheError about `kv_cache` where they cannot be made.
+    Raises CacheError about `kv_cache` if they cannot be derived.
     """
     with Gguf(model) as base:
         entry = store.entry(base)
-    why = store.unreadable() if keep else ""
-    path, kept = entry.named(_ENDING) if keep and not why else None, f", not kept ({why})" if why else ""
+    why = store.why_unreadable() if keep else ""
+    path, not_stored = entry.named(_ENDING) if keep and not why else None, f", not stored ({why})" if why else ""
     if path is None or not _usable(path, entry.content):
-        path, kept = _make(model, path, entry, kept)
-    return Found(
-        path, f"bases: from the weights alone, {_quality(path)}{kept}; -ctk f16: without bases; {_gain(model)}"
-    )
+        path, not_stored = _make(model, path, entry, not_stored)
+    return Sidecar(path, f"bases: from the weights, {_quality(path)}{not_stored}; -ctk f16 uses none; {_gain(model)}")
 
 
-def foreseen(model: Path) -> tuple[Found, bool]:
-    """What -ctk subkv takes for a model that carries no bases, and whether it is there already; nothing is written.
+def preview(model: Path) -> tuple[Sidecar, bool]:
+    """The sidecar that -ctk subkv would use for a model without bases, and whether it exists; writes nothing.
 
-    Bases of the weights that nobody has made yet are made for this process alone. Raises as calibrated() and
-    of_weights() do.
+    Bases from the weights are derived for this process only, unless they are stored. Raises as find_calibrated() and
+    from_weights().
     """
-    found = calibrated(model)
+    found = find_calibrated(model)
     if found is not None:
         return found, True
     with Gguf(model) as base:
         entry = store.entry(base)
-    path = None if store.unreadable() else entry.named(_ENDING)
+    path = None if store.why_unreadable() else entry.named(_ENDING)
     if path is not None and _usable(path, entry.content):
-        told = f"bases: from the weights alone, {_quality(path)}, made by an earlier -ctk subkv ({path})"
-        return Found(path, f"{told}; {_gain(model)}"), True
-    path = of_weights(model, keep=False).path
-    told = f"bases: none yet; -ctk subkv makes these, from the weights alone, {_quality(path)}"
-    return Found(path, f"{told}; {_gain(model)}"), False
+        note = f"bases: from the weights, {_quality(path)}, stored by an earlier -ctk subkv ({path})"
+        return Sidecar(path, f"{note}; {_gain(model)}"), True
+    path = from_weights(model, keep=False).path
+    note = f"bases: none yet; -ctk subkv derives these from the weights, {_quality(path)}"
+    return Sidecar(path, f"{note}; {_gain(model)}"), False
 
 
-def _quality(of_weights: Path) -> str:
-    return f"{bits(of_weights)}, predicted as good as q8_0"
+def _quality(from_weights: Path) -> str:
+    return f"{bits(from_weights)}, predicted as good as q8_0"
 
 
 def _gain(model: Path) -> str:
@@ -111,14 +109,14 @@ def _gain(model: Path) -> str:
 
 
 def bits(path: Path) -> str:
-    """The bits per element of a layout, for people. Raises CacheError about `path`."""
+    """The bits per element of a layout, as text. Raises CacheError about `path`."""
     with Layout(path) as layout:
         read = layout.description
     return f"{read['bits_per_element']:.2f} bits per element at {read['bpe_context']} tokens"
 
 
 def _usable(path: Path, content: str) -> bool:
-    """Whether they can be used as they are; what another version made is made again."""
+    """Whether stored bases can be used; those of other versions are derived again."""
     if not path.exists():
         return False
     try:
@@ -130,8 +128,8 @@ def _usable(path: Path, content: str) -> bool:
         return False
 
 
-class _Held:
-    """Sidecars of this process alone, by the model's content: for stores that cannot be written. Removed at its end."""
+class _Temporary:
+    """Sidecars of this process, by the model's content, if the store cannot be written. Removed at exit."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -143,12 +141,12 @@ class _Held:
         return Path(self._folder.name) / f"{entry.content}.gguf"
 
 
-_held = _Held()
+_temporary = _Temporary()
 
 
-def _make(model: Path, path: Path | None, entry: store.Entry, why: str) -> tuple[Path, str]:
-    """Make them; their path, and why they are not in the store if they should be. path: in the store; None: not."""
-    from subkv.plan import datafree  # the one place where the engine asks the planner: pyproject.toml says so
+def _make(model: Path, path: Path | None, entry: store.Entry, note: str) -> tuple[Path, str]:
+    """Derive bases; returns their path, and a note if they could not be stored. path: in the store, None: temporary."""
+    from subkv.plan import datafree  # the engine's only call of the planner (see pyproject.toml)
 
     try:
         if path is not None:
@@ -160,13 +158,13 @@ def _make(model: Path, path: Path | None, entry: store.Entry, why: str) -> tuple
             except SubkvError as error:
                 if error.key not in ("XDG_CACHE_HOME", "store"):
                     raise
-                why = f", not kept ({error.reason})"
-        path = _held.path(entry)
+                note = f", not stored ({error.reason})"
+        path = _temporary.path(entry)
         if not path.exists():
             datafree.sidecar(model, path)
     except SubkvError as error:
-        if isinstance(error, CacheError):  # a kind of model that no bases help
+        if isinstance(error, CacheError):  # a model that cannot have bases
             raise
-        reason = f"expected bases, found none for {model} and cannot make them of its weights: {error}"
+        reason = f"there are no bases for {model}, and they cannot be derived from its weights: {error}"
         raise CacheError("kv_cache", f"{reason}; choose f16") from error
-    return path, why
+    return path, note

@@ -1,8 +1,8 @@
-"""Saved contexts: what a state is bound to, saving and restoring.
+"""Saves and restores contexts, and computes the identity to which a state is bound.
 
-A state is what llama.cpp writes (cells and, of a coded cache, its exact window and adaptive bases) plus the tokens. It
-costs the rows of the cells in use (`kv_stats().bytes_per_token` each), the whole window (`bytes_window`) and some 20
-bytes a cell; the logits, which llama_cpp keeps beside it, only where logits_all asked for them.
+A state consists of the tokens and llama.cpp's data (cells and, of a coded cache, exact window and adaptive bases). It
+takes `kv_stats().bytes_per_token` and some 20 bytes for each used cell, and `bytes_window`. It contains llama_cpp's
+logits only with logits_all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from subkv.native.binding import C, captured_log, last_error, last_log_error, ll
 N_SAMPLE, SAMPLE_BYTES = 64, 4096
 
 _STATS = ("type_k", "type_v", "fingerprint", "n_sink", "n_recent", "n_rollback", "window_kinds")
-# of llama_context_params: with another value the same tokens have other keys and values
+# members of llama_context_params on which keys and values depend
 _PARAMETERS = (
     "n_seq_max",
     "rope_scaling_type",
@@ -42,11 +42,10 @@ _PARAMETERS = (
 
 
 def weights_digest(model: Model) -> str:
-    """Hex SHA-256 that tells models apart without reading them whole.
+    """Hex SHA-256 that identifies a model, from samples of the file.
 
-    Over llama.cpp's metadata except subkv.*, the size of the tensors, and 64 blocks of 4 KiB spread evenly over their
-    bytes at the end of the file (of every file of a split model): a finetune differs in all of them. A converted copy
-    and the model it was made from are the same.
+    It covers llama.cpp's metadata except subkv.*, the size of the tensors, and 64 blocks of 4 KiB spread evenly over
+    the tensor data (of every file of a split model). A finetune differs; a converted copy has the digest of its base.
     """
     digest = hashlib.sha256()
     for key, value in sorted(model.metadata().items()):
@@ -65,24 +64,24 @@ def weights_digest(model: Model) -> str:
 
 
 def identity(model: Model, choice: CacheChoice, stats: KVStats, params: Any, n_ctx: int) -> dict[str, Any]:
-    """Everything that decides what a cell holds for a token, and how: equal for two contexts whose states fit both.
+    """All settings on which the cells' content depends; contexts with equal identities can exchange states.
 
-    params: llama_context_params. What an adapter or overridden metadata change is the caller's to add.
+    params: llama_context_params. The caller adds adapters and overridden metadata.
     """
     trained = model.meta(f"{model.arch}.rope.scaling.original_context_length")
     return {
         "model": weights_digest(model),
         **{name: getattr(stats, name) for name in _STATS},
-        "adapt": choice.adapt,
+        **choice.identity(),
         **{name: getattr(params, name) for name in _PARAMETERS},
         "indexer": os.environ.get("SUBKV_INDEXER") or "f16",
-        "long_rope": bool(trained) and n_ctx > int(trained),  # models that rotate long contexts otherwise
+        "long_rope": bool(trained) and n_ctx > int(trained),  # some models rotate long contexts differently
         "versions": [__version__, llama_cpp.__version__],
     }
 
 
 def save(llm: llama_cpp.Llama, identity: dict[str, Any], logits: bool) -> llama_cpp.LlamaState:
-    """A copy of the context, bound to `identity`. logits: with the rows of `scores` in use."""
+    """A copy of the context, bound to `identity`. logits: include the used rows of `scores`."""
     room = C.llama_state_get_size(llm.ctx)
     buffer = (ctypes.c_uint8 * room)()
     size = C.llama_state_get_data(llm.ctx, buffer, room)
@@ -102,23 +101,23 @@ def save(llm: llama_cpp.Llama, identity: dict[str, Any], logits: bool) -> llama_
 
 
 def checksum(state: llama_cpp.LlamaState) -> int:
-    """CRC-32 over the tokens and llama.cpp's state, which has none of its own: a changed bit is another text's key."""
+    """CRC-32 over the tokens and llama.cpp's state, which has no checksum."""
     return zlib.crc32(state.llama_state, zlib.crc32(np.asarray(state.input_ids[: state.n_tokens]).tobytes()))
 
 
 def load(llm: llama_cpp.Llama, identity: dict[str, Any], state: llama_cpp.LlamaState, logits: bool) -> None:
-    """Restore what save returned. Raises StateError; the context is then unchanged or empty, never half restored."""
+    """Restore a state of save(). Raises StateError; the context is then unchanged or empty."""
     if state.n_tokens > llm.n_ctx():
         raise StateError("state", f"expected at most {llm.n_ctx()} tokens, found {state.n_tokens}")
-    # both are absent in states of the parent class: the native check has the last word
+    # states of the parent class have neither; the native code checks them
     if getattr(state, "checksum", None) not in (None, checksum(state)):
-        raise StateError("state", "expected a state as save_state returned it, found another (its checksum differs)")
+        raise StateError("state", "expected an unchanged state of save_state(), found another checksum")
     saved = getattr(state, "identity", identity)
     for key, expected in identity.items():
         if saved.get(key) != expected:
             raise StateError("state", f"{key}: expected {expected}, found {saved.get(key)}")
     size = len(state.llama_state)
-    llm.reset()  # until everything is in place: an interrupt must not leave tokens of one text and cells of another
+    llm.reset()  # so that an interrupt cannot leave tokens of one text and cells of another
     data = ctypes.cast(ctypes.c_char_p(state.llama_state), ctypes.POINTER(ctypes.c_uint8))
     with captured_log(forward=llm.verbose) as log:
         done = C.llama_state_set_data(llm.ctx, data, size)

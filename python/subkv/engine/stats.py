@@ -1,10 +1,9 @@
-"""What a context's KV cache holds and takes."""
+"""Statistics of a context's KV cache."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
-import itertools
 import re
 from typing import Any
 
@@ -16,61 +15,33 @@ from subkv.native.binding import C, LogLines, model_meta, native
 
 @dataclasses.dataclass(frozen=True)
 class KVStats:
-    """A context's KV cache. Sizes are bytes as allocated; bpe is bits per K/V element, the exact window counted."""
+    """A context's KV cache. Sizes are allocated bytes; bpe: bits per K/V element, including the exact window."""
 
     type_k: str
     type_v: str
     n_cells: int
-    bytes_kv: int  # rows, exact window, adaptive bases and ordinary layers
+    bytes_kv: int  # rows, exact window, chunks and ordinary layers
     bytes_f16: int  # the same context with an f16 cache
-    bytes_per_token: int  # rows of one cell, all layers but those with a sliding window, which do not grow
+    bytes_per_token: int  # rows of one cell in all layers, except sliding-window layers, which do not grow
     bpe: float
-    kernel: str  # and of kernels for GPUs on which ones
+    kernel: str  # with the devices of GPU kernels
     bytes_codes: int = 0
     bytes_window: int = 0
     bytes_stock: int = 0
     bytes_bases: int = 0
-    bytes_adapt: int = 0  # adaptive bases and sketches as held now
-    n_chunks: int = 0  # adaptive bases alive, all heads
+    bytes_chunks: int = 0  # adaptive bases and sketches
+    n_chunks: int = 0  # adaptive bases of all heads
     n_layer_coded: int = 0
     n_zero_rows: int = 0
     n_sink: int = 0
     n_recent: int = 0
     n_rollback: int = 0
-    window_kinds: int = 0  # equal where the exact rows of two windows are held alike, as halves or integers
+    window_kinds: int = 0  # equal for windows with the same types of exact rows (halves or integers)
     fingerprint: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class AdaptStats:
-    """Adaptive bases of one layer's keys or values, over its heads.
-
-    residuals: relative, of every head's latest block.
-    """
-
-    il: int
-    side: str  # "k" or "v"
-    n_chunks: int  # bases alive
-    n_opened: int
-    n_refused: int  # candidates that did not gain enough
-    residuals: tuple[float, ...]
-
-
-def adapt_stats(ctx: Any, n_layer: int) -> list[AdaptStats]:
-    """Layers and sides whose bases follow the text."""
-    found = []
-    for il, side in itertools.product(range(n_layer), "kv"):
-        heads: list[_lib.AdaptStats] = []
-        while native().subkv_get_adapt_stats(ctx, il, len(heads), side == "v", raw := _lib.AdaptStats()):
-            heads.append(raw)
-        if heads:
-            sums = {key: sum(getattr(head, key) for head in heads) for key in ("n_chunks", "n_opened", "n_refused")}
-            found.append(AdaptStats(il, side, residuals=tuple(head.residual for head in heads), **sums))
-    return found
-
-
 def cache_line(stats: KVStats) -> str:
-    """The one line that every program prints about its cache."""
+    """The line that every program prints about its cache."""
     kind = stats.type_k if stats.type_k == stats.type_v else f"{stats.type_k}/{stats.type_v}"
     bases = f" + {stats.bytes_bases / MIB:.1f} MiB bases" if stats.bytes_bases else ""
     return (
@@ -80,15 +51,14 @@ def cache_line(stats: KVStats) -> str:
 
 
 def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> KVStats:
-    """Sizes of a context's cache. model: llama.cpp's handle; log: what llama.cpp said while creating the context."""
+    """Sizes of a context's cache. model: llama.cpp's handle; log: llama.cpp's log of creating the context."""
     if not choice.coded:
         return _stock_stats(model, ctx, choice, log)
     raw = _lib.Stats()
     if not native().subkv_get_stats(ctx, ctypes.byref(raw)):
         raise CacheError(
             "kv_cache",
-            "expected a model with a K/V cache to hold coefficients, found one that keeps none (recurrent or "
-            "encoder-only); choose f16",
+            "expected a model with a K/V cache, found one without (recurrent or encoder-only); choose f16",
         )
     fingerprint = native().subkv_context_fingerprint(ctx)
     name = native().subkv_kernel_name()
@@ -101,7 +71,7 @@ def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> K
     return KVStats(
         type_k=choice.name_k,
         type_v=choice.name_v,
-        bytes_kv=raw.bytes_codes + raw.bytes_window + raw.bytes_adapt + raw.bytes_stock,
+        bytes_kv=raw.bytes_codes + raw.bytes_window + raw.bytes_chunks + raw.bytes_stock,
         kernel=" and ".join(kernels),
         fingerprint=fingerprint.decode() if fingerprint else None,
         **{name: getattr(raw, name) for name in same},
@@ -116,14 +86,14 @@ _SLIDING_LINE = re.compile(r"creating +SWA KV cache")
 
 
 def _stock_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> KVStats:
-    """llama.cpp reports its allocation in its log, in MiB with two decimals; exact where all layers have one shape."""
+    """Sizes from llama.cpp's log, in MiB with two decimals; exact if all layers have one shape."""
     widths = _row_widths(model)
     bits = [STOCK_TYPES[name][1] for name in (choice.name_k, choice.name_v)]
     total, rows, grows = [0, 0], 0.0, True
     for _, line in log:
         match = _SIZE_LINE.search(line)
         if match is None or not line.startswith("llama_kv_cache"):
-            grows = grows and not _SLIDING_LINE.search(line)  # llama.cpp makes that cache last
+            grows = grows and not _SLIDING_LINE.search(line)  # llama.cpp creates that cache last
             continue
         cells, layers, streams = (int(match[i]) for i in (1, 2, 3))
         for side, mib in enumerate(map(float, match.group(4, 5))):

@@ -1,4 +1,4 @@
-"""Chat templates: the model's own (GGUF metadata), a Jinja text, or one that llama.cpp has built in."""
+"""Chat templates: the model's own (GGUF metadata), a Jinja text, or a built-in one of llama.cpp."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 Message = dict[str, str]
 KEY = "tokenizer.chat_template"
-DEFAULT = "chatml"  # as llama-server takes for a model without one
+DEFAULT = "chatml"  # for models without a template, as in llama-server
 
 
 class TemplateError(SubkvError):
-    """The chat template cannot be read, or refuses the conversation."""
+    """The chat template is invalid, or rejects the conversation."""
 
 
 def built_in() -> list[str]:
-    """Names of the templates that llama.cpp renders itself."""
+    """Names of llama.cpp's built-in templates."""
     n = C.llama_chat_builtin_templates(None, 0)
     names = (ctypes.c_char_p * n)()
     C.llama_chat_builtin_templates(names, n)
@@ -34,8 +34,8 @@ def built_in() -> list[str]:
 class Template:
     """Renders conversations.
 
-    given: instead of the model's own a Jinja text, or a name of built_in(). Raises SubkvError about KEY where the model
-    has none or one that cannot be read, about `chat_template` where `given` is neither.
+    given: a Jinja text or a name of built_in() that replaces the model's own template. Raises SubkvError about KEY if
+    the model has no valid template, or about `chat_template` if `given` is neither.
     """
 
     def __init__(self, model: Model, given: str | None = None) -> None:
@@ -54,22 +54,22 @@ class Template:
         try:
             self.formatter = Jinja2ChatFormatter(text, eos, bos)
         except jinja2.TemplateError as error:
-            reason = f"expected a Jinja template, found one that cannot be read: {error}"
+            reason = f"invalid Jinja template: {error}"
             raise TemplateError(self.key, reason) from error
 
     def render(self, messages: list[Message], answer: bool = True, tools: list[Any] | None = None) -> str:
-        """The prompt; it ends where the assistant's answer begins, or with the last message. Raises TemplateError.
+        """The prompt, up to the start of the assistant's answer or the end of the last message. Raises TemplateError.
 
-        tools: as OpenAI has them, for templates that tell the model of them; built-in ones do not.
+        tools: in OpenAI's format; built-in templates ignore them.
         """
         if self.name is not None:
             return self._built_in(self.name, messages, answer)
         self.formatter.add_generation_prompt = answer
         try:
             return str(self.formatter(messages=messages, tools=tools).prompt)  # type: ignore[arg-type]
-        except Exception as error:  # whatever a template does with messages of a form that it does not know
+        except Exception as error:  # templates raise anything for messages of unknown form
             whose = "model's " if self.key == KEY else ""
-            raise TemplateError(self.key, f"the {whose}template refuses the conversation: {error}") from error
+            raise TemplateError(self.key, f"the {whose}template rejects the conversation: {error}") from error
 
     def _built_in(self, name: str, messages: list[Message], answer: bool) -> str:
         parts = ("role", "content")
@@ -84,15 +84,15 @@ class Template:
             if n <= size:
                 return buffer.raw[:n].decode("utf-8", "replace")
             size = n
-        raise TemplateError(self.key, f"llama.cpp's template {name} refuses the conversation")
+        raise TemplateError(self.key, f"llama.cpp's template {name} rejects the conversation")
 
 
 def for_chat(model: Model, given: str | None) -> tuple[Template, str]:
-    """The template of a chat, and one line for the user where it is neither the model's nor asked for.
+    """The template of a chat, and a line for the user if it is neither the model's own nor requested.
 
-    Raises SubkvError as Template does.
+    Raises SubkvError as Template.
     """
     if given is not None or C.llama_model_chat_template(model.handle, None):
         return Template(model, given), ""
-    told = "chat template: the model has none, ChatML is taken; --chat-template gives another"
-    return Template(model, DEFAULT), told
+    note = "chat template: the model has none, using ChatML; --chat-template selects another"
+    return Template(model, DEFAULT), note

@@ -1,1 +1,1 @@
-"""What files hold: calibrations, layouts, bases, the exact window (converter/FORMAT.md)."""
+"""File contents: calibrations, layouts, bases, the exact window (converter/FORMAT.md)."""

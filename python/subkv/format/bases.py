@@ -1,4 +1,4 @@
-"""What a file holds of one head and one layer: bands, bases, gamma (FORMAT.md §2, §3)."""
+"""Stored bands, bases and gamma of heads and layers (FORMAT.md §2, §3)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Bands = tuple[tuple[int, int], ...]  # (coefficients, bits) per band, in order
 
 @dataclass(frozen=True)
 class StoredBasis:
-    """What the file holds for one head, K or V. encode, decode: [r, d] float16; ratio: [n_bands] float32, largest 1.
+    """Stored data of one head's K or V. encode, decode: [r, d] float16; ratio: [n_bands] float32, largest 1.
 
     mean: [d] float16, subtracted before encoding and added after decoding; zeros for V.
     """
@@ -26,7 +26,7 @@ class StoredBasis:
     mean: F16
 
     def coefficients(self, x: F32) -> F32:
-        """c = E x − E μ of rows x [n, d] float32: [n, r], rounded where the kernels round."""
+        """c = E x − E μ of rows x [n, d] float32: [n, r], rounded as in the kernels."""
         encode = self.encode.astype(np.float32)
         offset = (self.encode.astype(np.float64) @ self.mean.astype(np.float64)).astype(np.float32)
         c: F32 = (x @ encode.T).astype(np.float32) - offset
@@ -34,7 +34,7 @@ class StoredBasis:
 
 
 def first_values(keys: StoredBasis, d_v: int) -> StoredBasis:
-    """What a latent layer's keys hold of its values, their first d_v elements: the bands of these alone."""
+    """The values of a latent layer, which are the first d_v elements of its keys: the bands of these elements."""
     ends = np.cumsum([n for n, _ in keys.bands])
     n_bands = sum(not keys.encode[end - n : end, d_v:].any() for end, (n, _) in zip(ends, keys.bands, strict=True))
     rank = int(ends[n_bands - 1])
@@ -53,7 +53,7 @@ class CodedHead:
 
 @dataclass(frozen=True)
 class CodedLayer:
-    """latent: values are the first d_v elements of keys, and have no rows."""
+    """latent: values are the first d_v elements of keys, and are not stored."""
 
     shape: LayerShape
     heads: tuple[CodedHead, ...]
@@ -61,5 +61,5 @@ class CodedLayer:
 
     @property
     def elements(self) -> int:
-        """Of one token's rows: K and V, or the one row of a latent layer."""
+        """Elements of one token: K and V, or the single row of a latent layer."""
         return self.shape.n_head_kv * (self.shape.d_k + (not self.latent) * self.shape.d_v)

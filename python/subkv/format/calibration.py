@@ -1,4 +1,4 @@
-"""calib.safetensors: the in-memory statistics, a strict reader, a writer, and merging. Format: FORMAT.md §4."""
+"""calib.safetensors: statistics in memory, strict reader, writer and merging (FORMAT.md §4)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from subkv.format.arrays import F16, F32, F64
 VERSION = "1"
 PREFIX = "subkv.calibration."
 PSD_TOLERANCE = 1e-4  # smallest eigenvalue may be −1e-4 × the largest
-MAX_SAMPLES = 32  # rows per layer and kind that are kept
+MAX_SAMPLES = 32  # stored rows per layer and kind
 MAX_HEAD_SIZE = 576
 MAX_LAYERS = 1024
 MAX_HEADS = 1024
@@ -30,7 +30,7 @@ MAX_HEADS = 1024
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Attention shape of one layer. scale: softmax scale. tokens: rows accumulated in its moments."""
+    """Attention shape of one layer. scale: softmax scale. tokens: rows in its moments."""
 
     il: int
     n_head: int
@@ -52,11 +52,11 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """What an error in one layer's cache does to the next-token distributions, float64, post-RoPE frame.
+    """Effect of errors in one layer's cache on the next-token distributions; float64, after RoPE.
 
-    k, v: [n_head_kv, d, d] symmetric, such that independent errors of covariance C in the coded keys (values) of one
-    head cost ½ tr(k C) nats of KLD per token (second order). Errors count where attention reads coded cells: beyond the
-    exact window of Sensitivity.n_recent. k0, v0: the same without a recent window.
+    k, v: [n_head_kv, d, d] symmetric. Independent errors of covariance C in the coded keys (values) of one head cost
+    ½ tr(k C) nats of KLD per token (second order). Only coded cells count, beyond the exact window of
+    Sensitivity.n_recent. k0, v0: the same without a recent window.
     """
 
     k: F64
@@ -69,8 +69,8 @@ class LayerSensitivity:
 class Sensitivity:
     """How the layers' sensitivities were measured.
 
-    tokens: positions whose distributions entered them. n_ctx: tokens of a chunk. correction: measured over
-    predicted KLD of a layout with this window, on other text; correction0: of q8_0 without.
+    tokens: number of measured positions. n_ctx: tokens of a chunk. correction: measured over predicted KLD of a layout
+    with this window, on other text; correction0: the same for q8_0 without a window.
     """
 
     method: str
@@ -83,11 +83,11 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class LayerStats:
-    """Statistics of one layer in the post-RoPE frame, float64 unless noted.
+    """Statistics of one layer after RoPE, float64 unless noted.
 
     k2, q2: [n_head_kv, d_k, d_k]; v2: [n_head_kv, d_v, d_v] symmetric second moments (not centred; q2 is the mean over
     the group's heads). k1, q1: [n_head_kv, d_k]; v1: [n_head_kv, d_v] means. ks: [n_key, n_head_kv, d_k],
-    vs: [n_key, n_head_kv, d_v], qs: [n_query, n_head, d_k] float16 rows of held-out text, possibly none.
+    vs: [n_key, n_head_kv, d_v], qs: [n_query, n_head, d_k] float16 rows of held-out text, possibly empty.
     """
 
     shape: LayerShape
@@ -116,7 +116,7 @@ class TextSource:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A whole calibration file. sha256: of the file it was read from, empty when not read from one."""
+    """A calibration file. sha256: of the file, "" if it was not read from one."""
 
     arch: str
     name: str
@@ -128,17 +128,17 @@ class Calibration:
     model_sha256: str
     generator: str
     layers: tuple[LayerStats, ...]
-    sensitivity: Sensitivity | None = None  # None: then no layer has one, else all have
+    sensitivity: Sensitivity | None = None  # None: no layer has one; else all have
     sha256: str = field(default="", compare=False)
 
 
-# FORMAT.md §4: metadata keys that are members of Calibration of the same names, integers with their limits
+# FORMAT.md §4: metadata keys with the names of members of Calibration; integers with limits
 _TEXTS = ("arch", "name", "model_sha256", "generator")
 _NUMBERS = {"block_count": (1, MAX_LAYERS), "n_ctx": (1, 2**31 - 1), "n_skip": (0, 2**31 - 1), "tokens": (1, 2**63 - 1)}
 # members of the JSON objects in `texts`, `sensitivity` and `layers`, and their types
 _SOURCE, _MEASURED, _SHAPE = map(get_type_hints, (TextSource, Sensitivity, LayerShape))
 METHODS = ("fisher", "engine")
-# tensors of a layer, members of LayerStats (the last: of LayerSensitivity), and what of LayerShape sizes them
+# tensors of a layer (members of LayerStats, the last of LayerSensitivity) and the members of LayerShape with their size
 _MOMENTS = {"k2": "d_k", "q2": "d_k", "v2": "d_v"}
 _MEANS = {"k1": "d_k", "q1": "d_k", "v1": "d_v"}
 _SAMPLES = {"ks": ("n_head_kv", "d_k"), "vs": ("n_head_kv", "d_v"), "qs": ("n_head", "d_k")}
@@ -161,7 +161,7 @@ def unpack(packed: NDArray[Any], d: int) -> F64:
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Write atomically. Raises SubkvError about `output` when the file cannot be written."""
+    """Write atomically. Raises SubkvError about `output` if the file cannot be written."""
     tensors: dict[str, NDArray[Any]] = {}
     for layer in calibration.layers:
         blk = f"blk.{layer.shape.il}."
@@ -186,7 +186,7 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
 
 
 def canonical(blob: bytes) -> tuple[bytes, memoryview]:
-    """The same safetensors content with the header's members sorted: the library writes them in random order.
+    """Sort the members of a safetensors header, because the library writes them in random order.
 
     Layout: header length (u64), header (JSON padded with spaces to a multiple of 8), tensor data.
     """
@@ -198,10 +198,10 @@ def canonical(blob: bytes) -> tuple[bytes, memoryview]:
 
 
 def parsed(key: str, text: str, wanted: str) -> Any:
-    """What JSON in a file's metadata says. Raises SubkvError about `key`, where it does not parse or is no Unicode."""
+    """Parse JSON in a file's metadata. Raises SubkvError about `key` if it is invalid JSON or Unicode."""
     try:
         value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # escapes may stand for halves of characters
+        json.dumps(value, ensure_ascii=False).encode()  # rejects escaped lone surrogates
     except (ValueError, RecursionError) as error:
         raise SubkvError(key, f"expected {wanted}, found text that does not parse ({error})") from error
     return value
@@ -210,9 +210,8 @@ def parsed(key: str, text: str, wanted: str) -> Any:
 def read_calibration(path: Path) -> Calibration:
     """Read and validate a calibration file.
 
-    Raises SubkvError about `calibration` or naming the key or tensor, what was expected and what was found: not a
-    safetensors file, missing or unknown tensors, wrong shape or dtype, NaN or infinity, moments that are not positive
-    semi-definite, unknown version, inconsistent metadata.
+    Raises SubkvError about `calibration`, a key or a tensor: not a safetensors file, missing or unknown tensors, wrong
+    shape or dtype, NaN or infinity, moments that are not positive semi-definite, unknown version, invalid metadata.
     """
     if not path.is_file():
         raise SubkvError("calibration", f"expected a calibration file, found no file at {path}")
@@ -241,12 +240,12 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def _has(item: dict[str, Any], members: dict[str, type]) -> bool:
-    """Exactly these members, of these types."""
+    """Whether the object has exactly these members, of these types."""
     return set(item) == set(members) and all(type(item[key]) is kind for key, kind in members.items())
 
 
 class _Header:
-    """Typed access to __metadata__; every defect names the key."""
+    """Typed access to __metadata__; errors name the key."""
 
     def __init__(self, metadata: dict[str, str]) -> None:
         self._metadata = metadata
@@ -262,7 +261,7 @@ class _Header:
         return self._metadata[PREFIX + key]
 
     def members(self) -> dict[str, Any]:
-        """Those of Calibration that are a string or an integer."""
+        """The string and integer members of Calibration."""
         values: dict[str, Any] = {key: self._text(key) for key in (*_TEXTS, *_NUMBERS)}
         for key, (low, high) in _NUMBERS.items():
             text = values[key]
@@ -289,7 +288,7 @@ class _Header:
         return tuple(TextSource(**item) for item in items)
 
     def sensitivity(self) -> Sensitivity | None:
-        """None when the file has none."""
+        """None if the file has none."""
         if PREFIX + "sensitivity" not in self._metadata:
             return None
         text = self._text("sensitivity")
@@ -312,7 +311,7 @@ class _Header:
         return Sensitivity(**item)
 
     def shapes(self, block_count: int) -> list[LayerShape]:
-        """Of the layers listed, in ascending order."""
+        """Shapes of the listed layers, in ascending order."""
         shapes = [_read_shape(item, block_count) for item in self._objects("layers")]
         if not shapes:
             raise SubkvError(f"{PREFIX}layers", "expected at least one layer, found none")
@@ -350,7 +349,7 @@ def _read_shape(item: dict[str, Any], block_count: int) -> LayerShape:
 
 
 def _read_layer(tensors: dict[str, NDArray[Any]], shape: LayerShape, sensitive: bool) -> LayerStats:
-    """Take the layer's tensors out of `tensors` and validate them. sensitive: the file says it has sensitivities."""
+    """Remove the layer's tensors from `tensors` and validate them. sensitive: the file has sensitivities."""
     blk = f"blk.{shape.il}."
 
     def take(key: str, dtype: type[np.generic], expected: tuple[int | None, ...]) -> NDArray[Any]:
@@ -395,26 +394,26 @@ def _read_layer(tensors: dict[str, NDArray[Any]], shape: LayerShape, sensitive: 
 
 
 def thin(rows: F16, limit: int = MAX_SAMPLES) -> F16:
-    """At most `limit` rows, spread evenly over the given ones."""
+    """At most `limit` of the rows, evenly spread."""
     if len(rows) <= limit:
         return rows
     return rows[np.linspace(0, len(rows) - 1, limit).round().astype(np.int64)]
 
 
 def check_mergeable(earlier: Calibration, arch: str, name: str, block_count: int, n_skip: int) -> None:
-    """Refuse to merge with a file of another model. Raises SubkvError. Layer shapes are checked by merge()."""
-    wanted = {"arch": arch, "name": name, "block_count": block_count, "n_skip": n_skip}
-    for key, value in wanted.items():
-        found = getattr(earlier, key)
-        if found != value:
-            raise SubkvError("calibration", f"{PREFIX}{key}: expected {value!r} as in this run, found {found!r}")
+    """Reject a file of another model. Raises SubkvError. merge() checks the layers' shapes."""
+    expected = {"arch": arch, "name": name, "block_count": block_count, "n_skip": n_skip}
+    for key, value in expected.items():
+        other = getattr(earlier, key)
+        if other != value:
+            raise SubkvError("calibration", f"{PREFIX}{key}: expected {value!r} as in this run, found {other!r}")
 
 
 def merge(earlier: Calibration, later: Calibration) -> Calibration:
     """Combine two runs of one model: moments weighted by tokens, samples thinned to MAX_SAMPLES.
 
-    n_ctx is the shorter one (positions.py spreads from there); model_sha256, generator and, where it has them,
-    sensitivities are those of `later`. Raises SubkvError when the models differ.
+    n_ctx is the smaller one (positions.py spreads from there). model_sha256, generator and sensitivities (if any) are
+    those of `later`. Raises SubkvError if the models differ.
     """
     check_mergeable(earlier, later.arch, later.name, later.block_count, later.n_skip)
     found = [replace(layer.shape, tokens=0) for layer in earlier.layers]

@@ -1,4 +1,4 @@
-"""Rows as libsubkv's ops write and read them (FORMAT.md §3): coefficients to bytes and back."""
+"""Encodes and decodes rows of coefficients with libsubkv (FORMAT.md §3)."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from subkv.format.arrays import F32, U8
 from subkv.format.bases import Bands
 from subkv.native import library
 
-Ratio = Sequence[float] | NDArray[np.floating]  # of the bands' steps
+Ratio = Sequence[float] | NDArray[np.floating]  # steps of the bands, relative to the largest
 
 
 def rank(bands: Bands) -> int:
-    """Coefficients of a head."""
+    """Number of coefficients of a head."""
     return sum(n for n, _ in bands)
 
 
 def row_bytes(bands: Bands) -> int:
-    """Bytes of a head's row: the scale byte and all planes."""
+    """Bytes of a head's row: scale byte and planes."""
     return 1 + sum(n * bits // 8 for n, bits in bands)
 
 
 def encode(c: F32, bands: Bands, ratio: Ratio) -> U8:
     """Coefficients [n, rank] float32 -> rows [n, row_bytes]. Rows that are zero or not finite become zero rows.
 
-    Raises ValueError for another shape or type, and for bands or ratios that the format does not have.
+    Raises ValueError for a wrong shape or type, and for invalid bands or ratios.
     """
     if c.dtype != np.float32 or c.ndim != 2 or c.shape[1] != rank(bands):
         raise ValueError(f"coefficients: expected float32 [n, {rank(bands)}], found {c.dtype} {list(c.shape)}")
@@ -52,12 +52,12 @@ def decode(rows: U8, bands: Bands, ratio: Ratio) -> F32:
 
 
 def _arguments(bands: Bands, ratio: Ratio) -> tuple[int, NDArray[np.int32], F32]:
-    """Number of bands, bands and ratios as libsubkv takes them."""
+    """Number of bands, bands and ratios for libsubkv."""
     if len(ratio) != len(bands):
         raise ValueError(f"ratio: expected one for each of {len(bands)} bands, found {len(ratio)}")
     return len(bands), np.array(bands, dtype=np.int32), np.ascontiguousarray(ratio, dtype=np.float32)
 
 
 def round_trip(c: F32, bands: Bands, ratio: Ratio) -> F32:
-    """What attention sees of coefficients [n, rank] after they were stored."""
+    """Encode and decode coefficients [n, rank]."""
     return decode(encode(c, bands, ratio), bands, ratio)

@@ -1,4 +1,4 @@
-"""The layout of a converted model or a sidecar as libsubkv reads it: bands, window, bases, fingerprint."""
+"""The layout of a converted model or a sidecar, read by libsubkv: bands, window, bases, fingerprint."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from subkv.native import library
 
 
 class Layout:
-    """A subkv_layout. Use as a context manager, or close() it.
+    """A subkv_layout. Use it as a context manager, or close() it.
 
-    handle: of libsubkv. description: everything but the matrices (FORMAT.md §5). Raises CacheError about `path`, with
-    libsubkv's sentence, when it cannot be read or any key is missing or damaged.
+    handle: libsubkv's. description: all data except the matrices (FORMAT.md §5). Raises CacheError about `path`, with
+    libsubkv's sentence, if the file cannot be read or a key is missing or damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -31,14 +31,14 @@ class Layout:
         self.close()
 
     def close(self) -> None:
-        """Free it; nothing that was made of it may live any more."""
+        """Free the layout; objects that depend on it must be freed before."""
         self._library.subkv_layout_free(self.handle)
         self.handle = None
 
 
-def present(path: str | os.PathLike[str]) -> bool:
-    """Whether a GGUF carries subkv.* keys. Raises CacheError about `path` when it cannot be read."""
-    found: int = library.load().subkv_layout_present(os.fsencode(path))
-    if found < 0:
+def has_layout(path: str | os.PathLike[str]) -> bool:
+    """Whether a GGUF contains subkv.* keys. Raises CacheError about `path` if it cannot be read."""
+    present: int = library.load().subkv_layout_present(os.fsencode(path))
+    if present < 0:
         raise CacheError("path", library.last_error())
-    return found > 0
+    return present > 0

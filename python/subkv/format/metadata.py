@@ -1,4 +1,4 @@
-"""Layout + bases to GGUF keys (FORMAT.md §1 to §3). Reading and validating them is libsubkv's job; `read` asks it."""
+"""Writes layout and bases as GGUF keys (FORMAT.md §1 to §3). libsubkv reads and validates them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ from subkv.format.window import Window
 from subkv.native.gguf import Gguf, Value
 
 VERSION = 4
-FROM_WEIGHTS = "weights"  # subkv.calibration.text of bases that were made without text
+FROM_WEIGHTS = "weights"  # subkv.calibration.text of bases derived from the weights
 PREDICTED_KEY = "subkv.predicted"
-STORED_NAMES = {"calibrated": "calibrated", "sqrt": "sqrt_r_d", "one": "one"}  # of gamma, FORMAT.md §1
+STORED_NAMES = {
+    "calibrated": "calibrated",
+    "sqrt": "sqrt_r_d",
+    "one": "one",
+}  # gamma in files, FORMAT.md §1
 
 
 @dataclass(frozen=True)
 class Account:
-    """Everything counted, in bits per K/V element at `context`."""
+    """The parts of the budget, in bits per K/V element at `context` tokens."""
 
     rows: float
     window: float
@@ -42,18 +46,18 @@ class Account:
 
 @dataclass(frozen=True)
 class Settings:
-    """Choices that go into the header keys; method names as the command line spells them, of the window no rollback."""
+    """Settings for the header keys. Method names are those of the command line; n_rollback is not stored."""
 
     codec: str
     basis_k: str
     basis_v: str
     gamma: str
     window: Window
-    adapt: str | None = None  # how contexts follow the text by default, subkv.format.adapt.parse
+    adapt: str | None = None  # default of --adapt, syntax of subkv.format.adapt.parse()
 
 
 def generator() -> str:
-    """Program and version, for the files' provenance."""
+    """Program and version, stored in files."""
     return f"subkv {__version__}"
 
 
@@ -91,7 +95,7 @@ def keys(
     counted: Account,
     predicted: Mapping[str, float] | None = None,
 ) -> dict[str, Value]:
-    """Every subkv.* key except subkv.base.sha256, which is known once the base has been read.
+    """All subkv.* keys except subkv.base.sha256, which is computed while the base is copied.
 
     predicted: nats per token of this layout ("subkv") and of llama.cpp's cache types.
     """
@@ -125,22 +129,22 @@ def keys(
 
 
 def read_predicted(path: Path) -> dict[str, float] | None:
-    """What keys() was given as `predicted`; None where the file does not say, or not as FORMAT.md §1 has it."""
+    """The `predicted` of keys(); None if missing or invalid (FORMAT.md §1)."""
     with Gguf(path, split=False) as file:
         text = file.get(PREDICTED_KEY)
     try:
-        found = json.loads(text) if isinstance(text, str) else None
+        values = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not all(isinstance(kld, float | int) for kld in found.values()):
+    if not isinstance(values, dict) or not all(isinstance(kld, float | int) for kld in values.values()):
         return None
-    return {name: float(kld) for name, kld in found.items()} if "subkv" in found else None
+    return {name: float(kld) for name, kld in values.items()} if "subkv" in values else None
 
 
 def read_heads(path: Path) -> dict[int, tuple[CodedHead, ...]]:
-    """Bands and bases of every coded layer of a converted model or sidecar: basis_block read back.
+    """Bands and bases of every coded layer of a converted model or sidecar.
 
-    Raises SubkvError as read() does; what libsubkv accepts needs no further checks.
+    Raises SubkvError as read(), which makes libsubkv validate the file.
     """
     described = read(path)
     with Gguf(path) as file:
@@ -151,12 +155,12 @@ def read_heads(path: Path) -> dict[int, tuple[CodedHead, ...]]:
 
 
 def _heads(layer: dict[str, Any], block: bytes) -> tuple[CodedHead, ...]:
-    at = 0
+    offset = 0
 
     def take(dtype: str, *shape: int) -> NDArray[Any]:
-        nonlocal at
-        values = np.frombuffer(block, dtype, int(np.prod(shape)), at).reshape(shape)
-        at += values.nbytes
+        nonlocal offset
+        values = np.frombuffer(block, dtype, int(np.prod(shape)), offset).reshape(shape)
+        offset += values.nbytes
         return values
 
     def stored(head: dict[str, Any], d: int, key: bool) -> StoredBasis:
@@ -175,9 +179,9 @@ def _heads(layer: dict[str, Any], block: bytes) -> tuple[CodedHead, ...]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Everything about a converted model or sidecar except the matrices (fields: FORMAT.md §5).
+    """The description of a converted model or sidecar, without matrices (fields: FORMAT.md §5).
 
-    Raises CacheError about `path`, with libsubkv's sentence, when any key is missing or damaged.
+    Raises CacheError about `path`, with libsubkv's sentence, if a key is missing or damaged.
     """
     with Layout(path) as layout:
         return layout.description

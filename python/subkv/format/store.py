@@ -1,7 +1,6 @@
-"""Where a model's sidecar lies: beside it, or in the user's cache folder under the model's content.
+"""Paths of sidecars: beside the model, or in the store in the user's cache folder, keyed by the model's content.
 
-A model is known by its content (Gguf.content), never by its path or times: renamed, linked, split and merged copies
-share an entry.
+The key is a digest of the model's content (Gguf.content), so renamed, linked, split and merged copies share an entry.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from subkv.base.folders import cache_folder
 from subkv.format.layout import Layout
 from subkv.native.gguf import CONTENT_KEY, Gguf
 
-_DIGITS = 12  # of the digest in a file's name; the whole one is in the file
+_DIGITS = 12  # digits of the digest in file names; the file contains the whole digest
 
 
 def stem(model: Path) -> str:
-    """The name of a model without `.gguf` and without the number of a split model's file."""
+    """A model's file name without `.gguf` and without the number of a split model's file."""
     return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", model.name)
 
 
-def beside(model: Path) -> Path:
-    """Where --sidecar writes: M.gguf -> M.subkv-sidecar.gguf; M-00001-of-00002.gguf as M.gguf."""
+def sidecar_path(model: Path) -> Path:
+    """The path of --sidecar: M.gguf -> M.subkv-sidecar.gguf; M-00001-of-00002.gguf as M.gguf."""
     return model.with_name(f"{stem(model)}.subkv-sidecar.gguf")
 
 
 def folder() -> Path:
-    """The store: sidecars, and calibrations to continue or to plan anew from. It may not exist yet."""
+    """The store: sidecars, calibrations and unfinished work. It may not exist yet."""
     return cache_folder() / "sidecars"
 
 
-def unreadable() -> str:
-    """Why nothing can be looked up in the store; "" where it can, or where there is none yet."""
+def why_unreadable() -> str:
+    """The reason why the store cannot be read; "" if it can, or does not exist yet."""
     try:
         with os.scandir(folder()):
             return ""
@@ -50,63 +49,63 @@ def unreadable() -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """A model's place in the store. content: its digest; name: its own, for people."""
+    """A model's files in the store. content: digest; name: readable name."""
 
     content: str
     name: str
 
     def named(self, ending: str) -> Path:
-        """The model's file with this ending: the one there is, else one named as the model.
+        """The model's file with this ending: the existing one, else a path with the model's name.
 
-        Only the digest counts: a model that was renamed finds its file under the old name.
+        Only the digest is compared, so a renamed model finds its file under the old name.
         """
         tail = f"-{self.content[:_DIGITS]}{ending}"
-        found = sorted(folder().glob(f"*{glob.escape(tail)}"))
-        return found[0] if found else folder() / f"{self.name}{tail}"
+        existing = sorted(folder().glob(f"*{glob.escape(tail)}"))
+        return existing[0] if existing else folder() / f"{self.name}{tail}"
 
     def work(self, ending: str) -> Path:
-        """A file of work on the model, whatever its name is."""
+        """A file of unfinished work, independent of the model's name."""
         return folder() / f"{self.content[:_DIGITS]}{ending}"
 
     @property
     def sidecar(self) -> Path:
-        """That of a calibration."""
+        """The sidecar of a calibration."""
         return self.named(".gguf")
 
     @property
     def lock(self) -> Path:
-        """Held by whoever prepares the model."""
+        """Lock file, held while the model is prepared."""
         return self.work(".lock")
 
     def prepare(self) -> None:
-        """Make the store. Raises SubkvError about XDG_CACHE_HOME, which moves it."""
+        """Create the store. Raises SubkvError about XDG_CACHE_HOME."""
         try:
             folder().mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SubkvError("XDG_CACHE_HOME", f"cannot create {folder()}: {error.strerror or error}") from error
-        why = unreadable()
+        why = why_unreadable()
         if why:
             raise SubkvError("XDG_CACHE_HOME", why)
 
 
 def entry(model: Gguf) -> Entry:
-    """Raises ModelFileError about `model`."""
+    """The entry of a model. Raises ModelFileError about `model`."""
     return Entry(model.content(), re.sub(r"[^\w.+-]", "_", stem(model.path))[:100])
 
 
 def check(path: Path, content: str) -> None:
-    """Refuse a sidecar that was not made for the model of this content, is damaged or of another version.
+    """Reject a sidecar of another model or version, or a damaged one.
 
     Raises CacheError about `bases`.
     """
     remedy = "convert the model again, or ignore it with --no-sidecar"
     try:
         with Layout(path), Gguf(path, split=False) as file:
-            found = file.get(CONTENT_KEY)
+            digest = file.get(CONTENT_KEY)
     except SubkvError as error:
-        why = error.reason.split("; convert ")[0]  # the remedy for a file that is not a sidecar
+        why = error.reason.split("; convert ")[0]  # drop the remedy for other files
         reason = f"expected a sidecar of this version in {path}, found none: {why}; {remedy}"
         raise CacheError("bases", reason) from error
-    if found != content:
-        what = "that of another one" if found else "one that does not say which model it is for"
+    if digest != content:
+        what = "that of another one" if digest else "one without the digest of its model"
         raise CacheError("bases", f"expected the sidecar of this model in {path}, found {what}; {remedy}")

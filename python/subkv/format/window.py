@@ -1,7 +1,7 @@
-"""The exact window: which tokens of a sequence are attended to exactly instead of from codes.
+"""The exact window: the tokens of a sequence whose keys and values are stored exactly instead of as codes.
 
-Sinks are held in half precision, recent tokens in `recent_bits`: 16, half precision, too, or 10, integers with a step
-for every head (FORMAT.md §3.2).
+Sinks have half precision. Recent tokens have `recent_bits`: 16 for half precision, or 10 for integers with a step for
+every head (FORMAT.md §3.2).
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 
 from subkv.base.errors import CacheError, SubkvError
 
-AS_FILE = -1  # a number that was not asked for: what the file (n_sink, n_recent) or libsubkv (n_rollback) says
+AS_FILE = -1  # not requested: the default of the file (n_sink, n_recent) or of libsubkv (n_rollback)
 N_SINK, N_RECENT, N_ROLLBACK = 4, 128, 16  # defaults; N_ROLLBACK is libsubkv's
 MAX_SINK, MAX_RECENT = 4096, 65536  # FORMAT.md §1
-RECENT_BITS, STEP_BITS = 10, 16  # of an element, and of a head's row besides
+RECENT_BITS, STEP_BITS = 10, 16  # bits of an element, and of the step of a head's row
 
 
 @dataclass(frozen=True)
 class Window:
-    """First tokens, last tokens, and rows kept beyond these so that a tail of as many tokens can be removed."""
+    """Exact tokens: the first, the last, and n_rollback more rows, so that as many tokens can be removed."""
 
     n_sink: int = AS_FILE
     n_recent: int = AS_FILE
@@ -27,32 +27,32 @@ class Window:
 
     @classmethod
     def of(cls, n_sink: int | None = None, n_recent: int | None = None, n_rollback: int | None = None) -> Window:
-        """None: not asked for. Raises CacheError for what is no number of tokens."""
+        """None: not requested. Raises CacheError for invalid numbers."""
         given = {"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback}
         for key, n in given.items():
             if n is not None and not 0 <= n < 2**31:
                 raise CacheError(key, f"expected 0 or more tokens, found {n}")
         return cls(**{key: AS_FILE if n is None else n for key, n in given.items()})
 
-    def filled(
+    def with_defaults(
         self,
         n_sink: int = N_SINK,
         n_recent: int = N_RECENT,
         n_rollback: int = N_ROLLBACK,
         recent_bits: int = RECENT_BITS,
     ) -> Window:
-        """With these numbers where none was asked for."""
-        return Window(**{**vars(Window(n_sink, n_recent, n_rollback, recent_bits)), **self.asked()})
+        """With these numbers for members that were not requested."""
+        return Window(**{**vars(Window(n_sink, n_recent, n_rollback, recent_bits)), **self.requested()})
 
-    def asked(self) -> dict[str, int]:
-        """The numbers that were asked for, by name."""
+    def requested(self) -> dict[str, int]:
+        """The requested numbers by name."""
         return {name: n for name, n in vars(self).items() if n != AS_FILE}
 
     def with_rollback(self, n_rollback: int) -> Window:
         return replace(self, n_rollback=n_rollback)
 
     def check(self) -> None:
-        """Raises SubkvError where a number of a file's window does not fit its limits."""
+        """Raises SubkvError if a number exceeds the limits of the file format."""
         for name, n, most in (("n_recent", self.n_recent, MAX_RECENT), ("n_sink", self.n_sink, MAX_SINK)):
             if not 0 <= n <= most:
                 raise SubkvError(name, f"expected 0 to {most}, found {n}")
@@ -60,9 +60,9 @@ class Window:
             raise SubkvError("recent_bits", f"expected {RECENT_BITS} or 16, found {self.recent_bits}")
 
     def bits(self, elements: int, n_heads: int) -> int:
-        """Of a sequence's rows. elements: of a token's rows, of all heads; n_heads: these, K and V apart."""
+        """Bits of a sequence's window. elements: per token, over all heads; n_heads: heads, K and V separately."""
         recent = 16 * elements if self.recent_bits == 16 else self.recent_bits * elements + STEP_BITS * n_heads
         return 16 * elements * self.n_sink + recent * (self.n_recent + self.n_rollback)
 
 
-DEFAULT = Window().filled()
+DEFAULT = Window().with_defaults()

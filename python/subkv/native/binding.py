@@ -1,4 +1,4 @@
-"""llama_cpp and libsubkv, bound to each other, and what they say."""
+"""llama_cpp and libsubkv, linked to the same libllama; their logs and errors."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ LOG_CONT = 5
 
 
 native = library.load  # libsubkv
-last_error = library.last_error  # the reason of this thread's latest libsubkv failure, "" when there is none
+last_error = library.last_error  # reason of this thread's latest libsubkv failure, "" if none
 
 LogLines = list[tuple[int, str]]
 
 
 class _Logging:
-    """Who gets llama.cpp's log, one for the process: blocks of several threads wait for each other."""
+    """The receiver of llama.cpp's log, one per process; threads wait for each other."""
 
     def __init__(self) -> None:
         self.reset()
-        if hasattr(os, "register_at_fork"):  # the lock may be held by a thread that the child does not have
+        if hasattr(os, "register_at_fork"):  # a thread that does not exist in the child may hold the lock
             os.register_at_fork(after_in_child=self.reset)
 
     def reset(self) -> None:
@@ -53,7 +53,7 @@ _logging = _Logging()
 
 @contextlib.contextmanager
 def captured_log(forward: bool) -> Iterator[LogLines]:
-    """Collect (level, line) of everything llama.cpp logs inside the block; `forward` also prints it to stderr."""
+    """Collect (level, line) of llama.cpp's log inside the block; `forward` also prints it to stderr."""
     lines: LogLines = []
 
     def collect(level: int, text: bytes, _user: Any) -> None:
@@ -76,21 +76,21 @@ def captured_log(forward: bool) -> Iterator[LogLines]:
 
 
 def last_log_error(lines: LogLines) -> str:
-    """The most specific error sentence in a captured log, without the name of the C function; "" when there is none."""
+    """The most specific error in a captured log, without the name of the C function; "" if there is none."""
     errors = [line for level, line in lines if level == LOG_ERROR and line.strip()]
     named = [line for line in errors if "error loading model" in line]
-    line = (named or errors or [""])[0]  # the first is the cause, later ones tell who gave up
+    line = (named or errors or [""])[0]  # the first is the cause; later ones come from its callers
     line = re.sub(r"^\w+: ", "", line)
     return re.sub(r"^(error loading \w+: )?(\w+: )?", "", line).strip()
 
 
 def model_meta(handle: Any, key: str) -> str:
-    """A value of a loaded model's metadata as text, "" where there is none."""
+    """A value of a loaded model's metadata as text, "" if missing."""
     return text_of(functools.partial(C.llama_model_meta_val_str, handle, key.encode()))
 
 
 def text_of(read: Callable[[Any, int], int]) -> str:
-    """Text that a C function writes to a buffer of n bytes, returning its length; asked again where it is longer."""
+    """Text from a C function that writes to a buffer and returns the length; repeated if the buffer is too small."""
     buffer = ctypes.create_string_buffer(4096)
     n = read(buffer, len(buffer))
     if n >= len(buffer):
@@ -101,9 +101,9 @@ def text_of(read: Callable[[Any, int], int]) -> str:
 
 @contextlib.contextmanager
 def loading(path: str | os.PathLike[str], show: bool = True) -> Iterator[Any]:
-    """A bar while llama.cpp loads `path`; yields the value of llama_model_params.progress_callback that moves it.
+    """A progress bar while llama.cpp loads `path`; yields its llama_model_params.progress_callback.
 
-    Ctrl-C stops the loading: KeyboardInterrupt at the end of the block, whatever else the block raised.
+    Ctrl-C stops the loading and raises KeyboardInterrupt at the end of the block.
     """
     with progress_bar(f"loading {os.path.basename(path)}", 100, "%", show) as bar:
         if bar.disable:
@@ -115,7 +115,7 @@ def loading(path: str | os.PathLike[str], show: bool = True) -> Iterator[Any]:
             nonlocal interrupted
             try:
                 bar.update(int(100 * fraction) - bar.n)
-            except KeyboardInterrupt:  # would be lost in the C code that called
+            except KeyboardInterrupt:  # the C caller would drop it
                 interrupted = True
             return not interrupted
 

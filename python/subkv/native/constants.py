@@ -1,4 +1,4 @@
-"""The numbers of the formats, as the kernels were compiled with them (kernels/include/subkv/format.h)."""
+"""Constants of the formats, as compiled into the kernels (kernels/include/subkv/format.h)."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from subkv.native import library
 
 @dataclass(frozen=True)
 class Trellis:
-    """Of rows whose codes are paths through a trellis, FORMAT.md §3."""
+    """Constants of rows whose codes are paths through a trellis, FORMAT.md §3."""
 
     least: int
-    """Coefficients of bands of at most 6 bits from which a row's codes are a path; least_latent: of latent layers."""
+    """From this number of coefficients in bands of at most 6 bits, codes are a path; least_latent: in latent layers."""
     least_latent: int
     below: int
-    """Scale codes tried: from this many less than the best one of rows without a path on, `tried` of them."""
+    """The first scale code tried is this far below the best one of a row without a path; `tried` codes follow."""
     tried: int
     bends: dict[int, tuple[int, int]]
-    """Bits -> magnitudes of levels beyond which they are twice and three times as far apart."""
+    """Bits -> magnitudes beyond which levels have twice and three times the spacing."""
     shares: dict[int, float]
-    """Bits -> distance of levels relative to the band's ratio, exactly representable in float32."""
+    """Bits -> spacing of levels relative to the band's ratio, exact in float32."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Whatever has to agree with libsubkv; row constants bit for bit."""
+    """Constants shared with libsubkv; those of rows are bit-identical."""
 
     version: int
     """Of the format."""
     scale_one: int
     """Scale code of a scale of 1: scales are 2^((code − scale_one)/8), 0 for code 0."""
     scale_candidates_below: int
-    """Scale codes tried below the smallest that clips nothing."""
+    """Scale codes tried below the smallest that does not clip."""
     half_max: int
-    """Where coefficients of 16-bit bands saturate."""
+    """Largest magnitude of coefficients in 16-bit bands."""
     max_bands: int
     max_head_size: int
     band_step: int
@@ -48,21 +48,21 @@ class Constants:
     max_sink: int
     max_recent: int
     n_rollback: int
-    """Exact rows that a cache keeps beyond n_recent unless it is told."""
+    """Default number of exact rows that a cache keeps beyond n_recent."""
     planes: dict[int, tuple[int, ...]]
-    """Bits of a band -> bits of its planes, low ones first. 16: halves."""
+    """Bits of a band -> bits of its planes, low ones first. 16: half precision."""
     trellis: Trellis
     scales: tuple[float, ...]
-    """[256] scale of every scale code, exactly representable in float32."""
+    """[256] scale of every scale code, exact in float32."""
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Bits that a band may have, ascending."""
+        """Valid bits of a band, ascending."""
         return tuple(self.planes)
 
 
 def _floats(bits: Iterable[int]) -> tuple[float, ...]:
-    """Of the bits of float32."""
+    """float32 values from their bits."""
     every = list(bits)
     return struct.unpack(f"<{len(every)}f", struct.pack(f"<{len(every)}I", *every))
 

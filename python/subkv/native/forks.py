@@ -1,6 +1,6 @@
-"""A forked child can compute: OpenMP believes that its threads are still there, and waits for them forever.
+"""Lets forked children compute. After a fork, OpenMP would wait forever for threads that the child does not have.
 
-So they are given back before every fork; the next computation, in the parent or in the child, starts new ones.
+Before every fork its threads are therefore released; the next computation starts new ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Symbol(ctypes.Structure):
 
 
 def _loaded_backend(lib: ctypes.CDLL) -> ctypes.CDLL | None:
-    """The library from which ggml has loaded its CPU backend (GGML_BACKEND_DL); None before that."""
+    """The library of ggml's CPU backend, if ggml has loaded it at run time (GGML_BACKEND_DL)."""
     registered = lib.ggml_backend_reg_by_name
     registered.restype, registered.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
     backend = registered(b"CPU")
@@ -36,10 +36,10 @@ def _loaded_backend(lib: ctypes.CDLL) -> ctypes.CDLL | None:
 
 
 def survive_forks(lib: ctypes.CDLL) -> None:
-    """`lib` is libsubkv: what it is linked with is searched, too."""
+    """Register the release of threads. lib: libsubkv; symbols of libraries that it links are visible, too."""
     if not hasattr(os, "register_at_fork"):
         return
-    backend: ctypes.CDLL | None = lib if hasattr(lib, "ggml_backend_cpu_init") else None  # else loaded with a model
+    backend: ctypes.CDLL | None = lib if hasattr(lib, "ggml_backend_cpu_init") else None  # else loaded later
 
     def pause() -> None:
         nonlocal backend

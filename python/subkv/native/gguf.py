@@ -1,7 +1,7 @@
-"""Reading metadata and single tensors of a GGUF and writing a copy with other metadata, through ggml's own functions.
+"""Reads metadata and tensors of a GGUF and writes copies with other metadata, with ggml's functions.
 
-gguf-py reads the whole file into Python objects (seconds); ggml's parser takes milliseconds. The data section of a copy
-is copied as raw bytes, so tensors keep their bytes, order and alignment.
+ggml's parser takes milliseconds; gguf-py takes seconds, because it reads the whole file into Python objects. A copy
+keeps the bytes, order and alignment of tensors.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _F32 = 0  # GGML_TYPE_F32
 
 Value = tuple[str, int | float | str]  # type ("u32", "u64", "f32", "str"), value
 SHA256_KEY = "subkv.base.sha256"
-CONTENT_KEY = "subkv.base.content"  # of sidecars: the digest that they are found by
+CONTENT_KEY = "subkv.base.content"  # of sidecars: the digest of their model
 
 _str, _ptr, _size, _int, _i64 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
 
 
 class _Traits(ctypes.Structure):
-    """struct ggml_type_traits: to_float(from, to, elements) dequantizes; none for what is not quantized or no float."""
+    """struct ggml_type_traits: to_float(from, to, elements) dequantizes; none for other types."""
 
     _fields_ = [
         ("type_name", _str),
@@ -94,7 +94,7 @@ def _gguf() -> ctypes.CDLL:
 
 
 class Rows(Protocol):
-    """A matrix of weights whose rows are read where they are asked for."""
+    """A matrix of weights whose rows are read on demand."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -103,7 +103,7 @@ class Rows(Protocol):
 
 
 class Base(Protocol):
-    """What planning reads of a model; names are GGUF's. A Gguf, or whatever can answer for one."""
+    """A model as planning reads it, with GGUF's names: a Gguf or a substitute."""
 
     @property
     def path(self) -> Path: ...
@@ -121,7 +121,7 @@ class Base(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """A tensor in its file, which outlives the Gguf that it is of: raw [ne1, bytes of a row], its ggml type, ne0."""
+    """A tensor in its file; valid after the Gguf is closed. raw: [ne1, bytes of a row]; kind: ggml type; n: ne0."""
 
     name: str
     raw: NDArray[np.uint8]
@@ -135,7 +135,7 @@ class Matrix:
         return len(self.raw), self.n
 
     def rows(self, which: Any) -> NDArray[np.float32]:
-        """Rows by index or slice, dequantized to float32, [rows, ne0], the caller's own. Raises SubkvError."""
+        """Rows by index or slice, dequantized to a new float32 array [rows, ne0]. Raises SubkvError."""
         raw = np.ascontiguousarray(self.raw[which])
         if self.kind == _F32:
             return np.array(raw).view(np.float32).reshape(-1, self.n)
@@ -150,28 +150,28 @@ class Matrix:
 
 
 class Gguf:
-    """One GGUF opened for reading, or all files of a split model, given the first. Use as a context manager.
+    """A GGUF opened for reading, or all files of a split model, given the first. Use it as a context manager.
 
-    Metadata is the first file's, tensors are those of all. Raises ModelFileError about `model` for a missing file, one
-    that is not a GGUF, a damaged or truncated one, and a split model that is not complete.
+    Metadata are those of the first file; tensors are those of all files. Raises ModelFileError about `model` if a file
+    is missing, not a GGUF, damaged or truncated.
     """
 
     def __init__(self, path: str | os.PathLike[str], split: bool = True) -> None:
-        """split False: only this file, whatever it says of others."""
+        """split False: open only this file, even of a split model."""
         self.path = Path(path)
         self._opened: list[int] = []  # contexts of `files`
         self._content = ""
         try:
             self._c = _gguf()
-            found = self._open(self.path)
-            self.files = split_files(self.path, found, self._open) if split else [self.path]
+            position = self._open(self.path)
+            self.files = split_files(self.path, position, self._open) if split else [self.path]
         except BaseException:
             self.close()
             raise
         self._ctx = self._opened[0]
 
     def _open(self, path: Path) -> tuple[int, int]:
-        """Open one file; its number in a split model and the number of files."""
+        """Open one file; returns its number in a split model, and the number of files."""
         size = _check_header(path)
         from subkv.native.binding import captured_log, last_log_error  # loads the native libraries: not for a --help
 
@@ -205,17 +205,17 @@ class Gguf:
 
     @property
     def n_tensors(self) -> int:
-        """Of all files."""
+        """Number of tensors in all files."""
         return sum(self._c.gguf_get_n_tensors(ctx) for ctx in self._opened)
 
     @property
     def n_bytes(self) -> int:
-        """On the disk, of all files."""
+        """Size of all files on disk."""
         return sum(file.stat().st_size for file in self.files)
 
     @property
     def data_offset(self) -> int:
-        """Where the tensor data of the first file begins."""
+        """Offset of the tensor data in the first file."""
         return int(self._c.gguf_get_data_offset(self._ctx))
 
     def keys(self) -> list[str]:
@@ -223,7 +223,7 @@ class Gguf:
         return [self._c.gguf_get_key(self._ctx, i).decode("utf-8", "replace") for i in range(n_kv)]
 
     def get(self, key: str) -> Any:
-        """Value of a key: int, float, bool, str, or a list of numbers; None when absent. Arrays of strings: None."""
+        """Value of a key: int, float, bool, str or a list of numbers; None if missing or an array of strings."""
         return self._get(self._ctx, key)
 
     def _get(self, ctx: int, key: str) -> Any:
@@ -242,7 +242,7 @@ class Gguf:
         return _numbers(code, n, self._c.gguf_get_arr_data(ctx, index)) if n else []
 
     def _find(self, name: str) -> tuple[int, Path, int] | None:
-        """Where a tensor is: context and path of its file, index in it."""
+        """Context and path of the file with a tensor, and the tensor's index."""
         for ctx, path in zip(self._opened, self.files, strict=True):
             index = self._c.gguf_find_tensor(ctx, name.encode())
             if index >= 0:
@@ -253,20 +253,20 @@ class Gguf:
         return self._find(name) is not None
 
     def tensor(self, name: str, why: str) -> NDArray[np.float32]:
-        """A two-dimensional tensor dequantized to float32, [ne1, ne0]. `why` ends the error sentence.
+        """A two-dimensional tensor dequantized to float32, [ne1, ne0]. why: end of the error message.
 
-        Raises SubkvError when it is missing, not a matrix, or of a type ggml cannot dequantize.
+        Raises SubkvError if it is missing, not a matrix, or of a type that ggml cannot dequantize.
         """
         return self.matrix(name, why).rows(slice(None))
 
     def matrix(self, name: str, why: str, stacked: bool = False) -> Matrix:
-        """A two-dimensional tensor that is read where it is asked for; as tensor(). stacked: of three dimensions, too,
-        the rows of all its matrices in turn.
+        """A two-dimensional tensor that is read on demand, as tensor(). stacked: it may have three dimensions; then the
+        rows of all its matrices follow each other.
         """
-        found = self._find(name)
-        if found is None:
+        location = self._find(name)
+        if location is None:
             raise SubkvError(name, f"expected this tensor in {self.path}, found none; {why}")
-        ctx, path, index = found
+        ctx, path, index = location
         ne = [self._c.gguf_get_tensor_ne(ctx, index)[i] for i in range(4)]
         if (ne[2] != 1 and not stacked) or ne[3] != 1:
             raise SubkvError(name, f"expected a matrix, found shape {ne}; {why}")
@@ -277,10 +277,10 @@ class Gguf:
         return Matrix(name, raw, self._c.gguf_get_tensor_type(ctx, index), ne[0], why)
 
     def content(self) -> str:
-        """Hex digest of the model's content, FORMAT.md §1.1: the same for copies, links, split and merged files.
+        """Hex digest of the model's content, FORMAT.md §1.1: equal for copies, links, split and merged files.
 
-        Reads metadata, table of tensors and 4096 bytes at three places of each, once: milliseconds where hashing the
-        file takes seconds. Raises ModelFileError about `model`.
+        It reads metadata, the table of tensors, and three samples of 4096 bytes per tensor, once, which takes
+        milliseconds. Raises ModelFileError about `model`.
         """
         if not self._content:
             digest = ctypes.create_string_buffer(65)
@@ -290,7 +290,7 @@ class Gguf:
         return self._content
 
     def metadata_with(self, values: Mapping[str, Value]) -> bytes:
-        """The file's metadata (header, keys, tensor infos, padding) with `values` added or replaced."""
+        """The file's metadata section (header, keys, tensor infos, padding) with `values` set."""
         ctx = self._c.gguf_init_from_file(os.fsencode(self.path), _InitParams(True, None))
         if not ctx:
             raise SubkvError("model", f"{self.path}: cannot be read a second time")
@@ -303,7 +303,7 @@ def _numbers(code: str, n: int, address: int) -> list[Any]:
 
 
 def _check_header(path: Path) -> int:
-    """Size in bytes of a file that begins as a GGUF. Raises ModelFileError."""
+    """Size in bytes of a file with a GGUF header. Raises ModelFileError."""
     try:
         if path.is_dir():
             raise ModelFileError("model", f"expected a GGUF file, found the folder {path}")
@@ -325,10 +325,10 @@ def _check_header(path: Path) -> int:
 
 
 def check_model_file(path: str | os.PathLike[str], weights: bool = True) -> Path:
-    """Refuse a file that llama.cpp could not load, with the reason, before anything is loaded.
+    """Reject a file that llama.cpp cannot load, before anything is loaded.
 
-    Reads headers only, those of all files of a split model, which `path` is the first of. weights: a model without
-    tensors (a sidecar) is refused, too. Raises ModelFileError about `model`.
+    Reads only headers: of a split model, those of all files, given the first. weights: also reject files without
+    tensors (sidecars). Raises ModelFileError about `model`.
     """
     with Gguf(path, split=weights) as file:
         if weights:
@@ -346,7 +346,7 @@ def check_weights(file: Gguf) -> None:
 
 
 def _metadata(ctx: int, values: Mapping[str, Value]) -> bytes:
-    """Of a context, which it frees, with `values` added or replaced."""
+    """The metadata section of a context with `values` set; frees the context."""
     c = _gguf()
     try:
         for key, (kind, value) in values.items():
@@ -360,10 +360,10 @@ def _metadata(ctx: int, values: Mapping[str, Value]) -> bytes:
 
 
 def write_copy(base: Gguf, output: Path, values: Mapping[str, Value], progress: bool = False) -> None:
-    """Atomically write a copy of `base`, of one file, with `values` in its metadata and the same tensor data.
+    """Atomically write a copy of `base` (one file) with `values` in its metadata and the same tensor data.
 
-    SHA256_KEY is filled in here: the hash is computed while the data is copied, and written into the metadata at the
-    end. progress: a bar. Raises SubkvError when the file cannot be written.
+    SHA256_KEY is set here: the hash is computed while the data is copied, and written into the metadata at the end.
+    progress: show a bar. Raises SubkvError if the file cannot be written.
     """
     unknown = "0" * 64
     metadata = base.metadata_with({**values, SHA256_KEY: ("str", unknown)})
@@ -381,9 +381,9 @@ def write_copy(base: Gguf, output: Path, values: Mapping[str, Value], progress: 
 
 
 def write_sidecar(base: Gguf, output: Path, values: Mapping[str, Value], progress: bool = False) -> None:
-    """Atomically write a GGUF without tensors: general.architecture, general.name (when the base has one), `values`.
+    """Atomically write a GGUF without tensors: general.architecture, general.name (if the base has one), `values`.
 
-    SHA256_KEY is filled in here, unless `values` has it.
+    SHA256_KEY is set here, unless `values` has it.
     """
     given = values.get(SHA256_KEY)
     digest = sha256(base.files, progress) if given is None else given[1]
@@ -396,7 +396,7 @@ def write_sidecar(base: Gguf, output: Path, values: Mapping[str, Value], progres
 
 
 def sha256(files: Sequence[Path], progress: bool = False) -> str:
-    """Hex SHA-256 of files, one after another. Raises SubkvError as blocks does."""
+    """Hex SHA-256 of files, one after another. Raises SubkvError as blocks()."""
     digest = hashlib.sha256()
     for block in blocks(files, f"hashing {files[0].name}", progress):
         digest.update(block)
@@ -404,7 +404,7 @@ def sha256(files: Sequence[Path], progress: bool = False) -> str:
 
 
 def blocks(files: Sequence[Path], what: str, progress: bool) -> Iterator[bytes]:
-    """The bytes of files, one after another, behind a progress bar. Raises SubkvError about `model`."""
+    """The bytes of files, one after another, with a progress bar. Raises SubkvError about `model`."""
     path = files[0]
     try:
         with progress_bar(what, sum(file.stat().st_size for file in files), "B", progress) as bar:

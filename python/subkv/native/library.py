@@ -1,8 +1,7 @@
 """ctypes over runtime/native/subkv.h.
 
-libsubkv, libllama and ggml lie in one folder. llama_cpp has to bind exactly that libllama, and it decides when it is
-imported: the package therefore says where it is when it is imported itself (places.py). Importing this module loads
-nothing.
+libsubkv, libllama and ggml are in one folder. llama_cpp must load that libllama, and loads one when it is imported, so
+the package sets its path on import (paths.py). Importing this module loads nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from subkv.native.forks import survive_forks
-from subkv.native.places import LIB_PATH, SUFFIX, lib_dir, tell_llama_cpp
+from subkv.native.paths import LIB_PATH, SUFFIX, lib_dir, set_library_path
 
 _str = ctypes.c_char_p
 _ptr = ctypes.c_void_p
@@ -27,37 +26,25 @@ _u64 = ctypes.c_uint64
 _float = ctypes.c_float
 
 
-def _members(kind: Any, *names: str) -> list[tuple[str, Any]]:
-    """Neighbours of one type in a struct."""
+def members(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    """Consecutive members of one type in a struct."""
     return [(name, kind) for name in names]
-
-
-class AdaptParams(ctypes.Structure):
-    """subkv_adapt_params."""
-
-    _fields_ = [
-        *_members(_i32, "kind", "rank", "rows"),
-        *_members(_float, "decay", "rate"),
-        *_members(_i32, "block", "length", "warm", "max_chunks"),
-        *_members(_float, "tau", "gain"),
-        *_members(_i32, "reuse", "merge"),
-    ]
 
 
 class CacheParams(ctypes.Structure):
     """subkv_cache_params."""
 
-    _fields_ = [*_members(_i32, "n_sink", "n_recent", "n_rollback", "adapt"), ("adaptive", AdaptParams)]
+    _fields_ = [*members(_i32, "n_sink", "n_recent", "n_rollback"), ("adapt", _str)]
 
 
 class Stats(ctypes.Structure):
     """subkv_stats."""
 
     _fields_ = [
-        *_members(_u64, "bytes_codes", "bytes_window", "bytes_stock", "bytes_f16", "bytes_bases", "bytes_per_token"),
-        *_members(_u64, "n_zero_rows", "bytes_adapt", "n_chunks", "window_kinds"),
-        *_members(_u32, "n_layer_coded", "n_layer_device", "n_cells", "n_stream"),
-        *_members(_i32, "n_sink", "n_recent", "n_rollback"),
+        *members(_u64, "bytes_codes", "bytes_window", "bytes_stock", "bytes_f16", "bytes_bases", "bytes_per_token"),
+        *members(_u64, "n_zero_rows", "bytes_chunks", "n_chunks", "window_kinds"),
+        *members(_u32, "n_layer_coded", "n_layer_device", "n_cells", "n_stream"),
+        *members(_i32, "n_sink", "n_recent", "n_rollback"),
         ("bpe", _float),
     ]
 
@@ -66,22 +53,12 @@ class Observed(ctypes.Structure):
     """subkv_observed."""
 
     _fields_ = [
-        *_members(_i32, "n_head", "n_head_kv", "d_k", "d_v"),
+        *members(_i32, "n_head", "n_head_kv", "d_k", "d_v"),
         ("scale", _float),
         ("n_tokens", _u64),
-        *_members(_i32, "n_key", "n_query"),
+        *members(_i32, "n_key", "n_query"),
         ("n_nonfinite", _u64),
-        *_members(_i32, "coded", "plain"),
-    ]
-
-
-class AdaptStats(ctypes.Structure):
-    """subkv_adapt_stats."""
-
-    _fields_ = [
-        *_members(_i64, "n_blocks", "n_chunks", "n_opened", "n_refused", "n_merged", "n_recoded", "n_nonfinite"),
-        *_members(_i64, "bytes_bases", "bytes_sketch"),
-        ("residual", ctypes.c_double),
+        *members(_i32, "coded", "plain"),
     ]
 
 
@@ -89,7 +66,7 @@ _i32_p = ctypes.POINTER(_i32)
 
 Signatures = Mapping[str, tuple[Any, list[Any]]]  # function -> (result type, argument types)
 
-# subkv.h, in its order; functions of the other headers are declared where they are called
+# in the order of subkv.h; functions of other headers are declared at their callers
 SIGNATURES: Signatures = {
     "subkv_last_error": (_str, []),
     "subkv_kernel_name": (_str, []),
@@ -103,10 +80,8 @@ SIGNATURES: Signatures = {
     "subkv_layout_json": (_str, [_ptr]),
     "subkv_attach": (ctypes.c_bool, [_ptr, ctypes.POINTER(CacheParams)]),
     "subkv_attach_ordinary": (None, []),
-    "subkv_adapt_parse": (ctypes.c_bool, [_str, ctypes.POINTER(CacheParams)]),
     "subkv_model_content": (ctypes.c_bool, [_str, ctypes.c_char_p]),
     "subkv_get_stats": (ctypes.c_bool, [_ptr, ctypes.POINTER(Stats)]),
-    "subkv_get_adapt_stats": (ctypes.c_bool, [_ptr, _i32, _i32, ctypes.c_bool, ctypes.POINTER(AdaptStats)]),
     "subkv_context_fingerprint": (_str, [_ptr]),
     "subkv_context_devices": (_str, [_ptr]),
     "subkv_observer_new": (_ptr, [_i32]),
@@ -125,7 +100,7 @@ def _address(lib: ctypes.CDLL, name: str) -> int | None:
 
 
 def _unloadable(reason: str) -> str:
-    """A sentence for what the dynamic linker said of libllama or of a library that it needs."""
+    """An error message for the dynamic linker's reason about libllama or its dependencies."""
     if "libcuda.so" in reason:
         return (
             f"libggml-cuda{SUFFIX}: expected NVIDIA's driver (libcuda.so.1), found none;"
@@ -140,13 +115,13 @@ def _unloadable(reason: str) -> str:
 
 
 def _bind_llama(folder: Path) -> ctypes.CDLL:
-    """Imports llama_cpp so that it uses libllama of `folder`; returns llama_cpp's own handle of it."""
+    """Import llama_cpp with libllama of `folder`; returns llama_cpp's handle of it."""
     loaded = sys.modules.get("llama_cpp.llama_cpp")
     if loaded is None:
-        tell_llama_cpp(folder)
+        set_library_path(folder)
         try:
             from llama_cpp import llama_cpp as loaded  # type: ignore[no-redef]
-        except RuntimeError as error:  # it found the library
+        except RuntimeError as error:  # the library exists but does not load
             raise ImportError(_unloadable(str(error))) from error
     handle: ctypes.CDLL = loaded._lib  # type: ignore[union-attr]
     if Path(handle._name).resolve() != folder / f"libllama{SUFFIX}":
@@ -160,7 +135,7 @@ def _bind_llama(folder: Path) -> ctypes.CDLL:
 
 
 def declare(lib: ctypes.CDLL, signatures: Signatures) -> ctypes.CDLL:
-    """`lib` with these functions declared."""
+    """Declare the functions in `lib`; returns it."""
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)
         function.restype = result
@@ -170,16 +145,16 @@ def declare(lib: ctypes.CDLL, signatures: Signatures) -> ctypes.CDLL:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """libsubkv with every function of subkv.h declared; llama_cpp is bound to the same libllama.
+    """libsubkv with all functions of subkv.h declared; llama_cpp uses the same libllama.
 
-    Raises ImportError when the library is missing, when llama_cpp is already bound to another libllama, or when
-    LLAMA_CPP_LIB_PATH names another folder.
+    Raises ImportError if the library is missing, llama_cpp has loaded another libllama, or LLAMA_CPP_LIB_PATH names
+    another folder.
     """
     folder = lib_dir()
     llama = _bind_llama(folder)
     lib = ctypes.CDLL(str(folder / f"libsubkv{SUFFIX}"))
-    # dlsym on a handle also searches what the library was linked with: both must see one libllama and one ggml. Windows
-    # searches the library alone, and links with the libllama.dll that the process has.
+    # Both must use one libllama and one ggml. dlsym also searches the libraries that a library links; Windows does not,
+    # and links the libllama.dll that the process has loaded.
     for name in () if sys.platform == "win32" else ("llama_init_from_model", "ggml_init"):
         if _address(lib, name) != _address(llama, name):
             raise ImportError(f"libsubkv{SUFFIX}: expected {name} of {folder}, found it bound to another library")
@@ -189,11 +164,18 @@ def load() -> ctypes.CDLL:
 
 @functools.cache
 def ggml() -> ctypes.CDLL:
-    """libggml-base, the one that libsubkv and libllama use. Raises ImportError as load()."""
+    """The libggml-base of libsubkv and libllama. Raises ImportError as load()."""
     load()
     return ctypes.CDLL(str(lib_dir() / f"libggml-base{SUFFIX}"))
 
 
+def llama_cpp_commit() -> str:
+    """The commit of llama.cpp in the loaded libraries."""
+    read = ggml().ggml_commit
+    read.restype, read.argtypes = _str, []
+    return str(read().decode())
+
+
 def last_error() -> str:
-    """The reason of this thread's latest libsubkv failure, "" when there is none."""
+    """The reason of this thread's latest libsubkv failure, "" if none."""
     return (load().subkv_last_error() or b"").decode("utf-8", "replace")

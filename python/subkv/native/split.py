@@ -1,4 +1,4 @@
-"""Models split into several GGUF files, under llama.cpp's names: NAME-00001-of-00003.gguf, …"""
+"""Models split into several GGUF files, named as in llama.cpp: NAME-00001-of-00003.gguf, …"""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from pathlib import Path
 from subkv.base.errors import ModelFileError
 
 NUMBER, COUNT = "split.no", "split.count"  # keys of every file, u16; numbers count from 0
-_ROOM = 4096  # bytes of the longest path
+_ROOM = 4096  # maximum bytes of a path
 
 
-def split_files(path: Path, found: tuple[int, int], read: Callable[[Path], tuple[int, int]]) -> list[Path]:
-    """All files of the model whose first file is `path`, in order; only itself for a model of one file.
+def split_files(path: Path, first: tuple[int, int], read: Callable[[Path], tuple[int, int]]) -> list[Path]:
+    """All files of the model whose first file is `path`, in order; only `path` if the model is not split.
 
-    found: NUMBER and COUNT of the first file, (0, 1) for a file without them; read: the same of the others, asked once
-    per file; its errors pass through. Raises ModelFileError for a later file, a missing or foreign one, and a name that
-    is not llama.cpp's.
+    first: NUMBER and COUNT of the first file, (0, 1) if it has none; read: reads both from another file. Raises
+    ModelFileError if `path` is a later file, a file is missing or of another model, or a name is not llama.cpp's.
     """
-    number, count = found
+    number, count = first
     if count <= 1:
         return [path]
     from subkv.native.binding import C  # loads the native libraries: not for a --help

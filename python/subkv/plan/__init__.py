@@ -1,1 +1,1 @@
-"""Statistics to bases, and a budget to bands: the mathematics of `convert`."""
+"""The mathematics of `convert`: bases from statistics, and bands from a budget."""

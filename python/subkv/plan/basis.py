@@ -1,8 +1,8 @@
-"""Statistics to bases. All linear algebra in float64; matrices are stored as half precision.
+"""Computes bases from statistics. Linear algebra is in float64; matrices are stored in half precision.
 
-A basis is the pair E (encode, c = E x) and D (decode, x̂ = Dᵀ c), both [r, d]. Fitting gives all d coefficients ordered
-by importance; `store` then keeps the coefficients a layout has bands for, folds the mixing matrices in, and rounds.
-Keys are coded less their mean μ: c = E (k − μ), k̂ = γ Dᵀ c + μ; every moment below is then that of k − μ.
+A basis is the pair E (encode, c = E x) and D (decode, x̂ = Dᵀ c), both [r, d]. The fit gives all d coefficients, ordered
+by importance. `store` keeps those that have bands, multiplies the mixing matrices in, and rounds. The mean μ is
+subtracted from keys: c = E (k − μ), k̂ = γ Dᵀ c + μ; all moments below are those of k − μ.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from subkv.format.codec import rank
 from subkv.plan.hadamard import spreading
 from subkv.plan.quantizer import best_step, distortion, shared_step
 
-METRIC_RIDGE = 1e-4  # added to the metric's diagonal, times its mean eigenvalue: bounds E's and D's condition
-MOMENT_RIDGE = 1e-7  # the same for the data's second moment: a direction never seen still gets a coefficient
-MEAN_TOLERANCE = 1e-4  # negative eigenvalues of a centred moment that pass for rounding, relative to the trace
-MOST_MOVED = 0.5  # share of a coefficient that may be another one's because E was rounded to bytes; 1 may be singular
-N_HALVES = 8  # first rows of D that stay in halves: their coefficients are the largest, and cells share D's errors
-NARROW_RIDGE = 1e-6  # as METRIC_RIDGE, of the metric that shapes the rounding of D to bytes
-STEP_FLOOR = 1e-6  # least band step relative to the largest of the row, for bands without energy
+METRIC_RIDGE = 1e-4  # added to the metric's diagonal, times its mean eigenvalue; bounds the condition of E and D
+MOMENT_RIDGE = 1e-7  # the same for the data's second moment, so that unseen directions get coefficients
+MEAN_TOLERANCE = 1e-4  # tolerated negative eigenvalues of a centred moment (rounding), relative to the trace
+MAX_LEAKAGE = 0.5  # largest share of other coefficients after rounding E to bytes; at 1, E may be singular
+N_HALVES = 8  # first rows of D that stay halves: their coefficients are largest, and all cells share D's errors
+NARROW_RIDGE = 1e-6  # as METRIC_RIDGE, for rounding D to bytes
+STEP_FLOOR = 1e-6  # smallest band step relative to the row's largest, for bands without energy
 
 
 @dataclass(frozen=True)
 class FullBasis:
     """All d coefficients of one head.
 
-    encode, decode: [d, d]. variance: [d], E c_i². importance: [d], the metric's expected squared error if coefficient i
-    is dropped (logit error for K before the softmax scale, output error for V).
+    encode, decode: [d, d]. variance: [d], E c_i². importance: [d], expected squared error in the metric if coefficient
+    i is dropped (for K: logit error before the softmax scale; for V: output error).
     """
 
     encode: F64
@@ -44,33 +44,33 @@ class FullBasis:
 
     @functools.cached_property
     def fits_bytes(self) -> bool:
-        """Whether bytes leave of E, mixed or not, what tells rows apart; a metric of few directions needs halves."""
+        """Whether E can be rounded to bytes, mixed or not. A metric with few directions needs halves."""
         mix = mixing_matrix(len(self.encode))
         for encode, decode in ((self.encode, self.decode), (mix @ self.encode, mix @ self.decode)):
-            if np.linalg.norm((in_bytes(encode) - encode) @ decode.T, 2) >= MOST_MOVED:
+            if np.linalg.norm((in_bytes(encode) - encode) @ decode.T, 2) >= MAX_LEAKAGE:
                 return False
         return True
 
 
 def gains(bands: Bands) -> F64:
-    """[r] what is left of every coefficient by its quantizer: E[ĉ|c] = (1 − δ) c at the best step of distortion δ.
+    """[r] gain of every coefficient's quantizer: E[ĉ|c] = (1 − δ) c at the best step with distortion δ.
 
-    Short rows without a path lose more, but a decoder that undoes all of it is worse (SmolLM2-135M, 2.5 bits, KLD on
-    WikiText-2 test: 0.0153 instead of 0.0136): their coefficients hardly change from cell to cell.
+    Short rows without a path have smaller gains, but a decoder that compensates them is worse (SmolLM2-135M, 2.5 bits,
+    KLD on WikiText-2 test: 0.0153 instead of 0.0136), because their coefficients hardly vary between cells.
     """
     return np.concatenate([np.full(n, 1.0 - distortion(bits)) for n, bits in bands])
 
 
 def stored_mean(mean: F64) -> F16:
-    """A mean [d] as the file holds it. Raises SubkvError if a value does not fit half precision."""
+    """A mean [d] as stored. Raises SubkvError if a value exceeds half precision."""
     return half(mean, "mean")
 
 
 def centred_moment(moment: F64, mean: F64, stored: F16) -> F64:
     """Second moment [d, d] of x − μ̃ from the second moment and the mean [d] of x; μ̃ = stored is the rounded mean.
 
-    It is Σ − μ μ̃ᵀ − μ̃ μᵀ + μ̃ μ̃ᵀ, negative eigenvalues from rounding set to 0. Raises SubkvError when they are
-    beyond rounding: no data have such a mean and such moments.
+    It is Σ − μ μ̃ᵀ − μ̃ μᵀ + μ̃ μ̃ᵀ, with negative eigenvalues from rounding set to 0. Raises SubkvError if they are
+    larger than rounding, because then mean and moment contradict each other.
     """
     if not stored.any():
         return moment
@@ -100,14 +100,14 @@ def _descending(matrix: F64) -> tuple[F64, F64]:
 
 
 def fit_pca(moment: F64, metric: F64) -> FullBasis:
-    """Eigenvectors of the second moment: E = Bᵀ = D. moment, metric: [d, d]; the metric only prices coefficients."""
+    """Eigenvectors of the second moment: E = Bᵀ = D. moment, metric: [d, d]; the metric affects only importance."""
     variance, vectors = _descending(moment)
     basis = np.ascontiguousarray(vectors.T)
     return repriced(FullBasis(basis, basis, variance, variance), metric)
 
 
 def repriced(basis: FullBasis, cost: F64) -> FullBasis:
-    """The same basis with importance: the cost of dropping coefficient i, E c_i² · D_i M D_iᵀ."""
+    """The basis with the importance under another cost: that of dropping coefficient i, E c_i² · D_i M D_iᵀ."""
     price = np.einsum("id,de,ie->i", basis.decode, cost, basis.decode)
     return replace(basis, importance=basis.variance * np.maximum(price, 0.0))
 
@@ -117,7 +117,7 @@ def fit_metric(moment: F64, metric: F64, ridge: float = METRIC_RIDGE) -> FullBas
 
     U = eigenvectors of M^½ Σ M^½, E = Uᵀ M^½, D = Uᵀ M^-½: noise in any coefficient costs the same. Query-aware for
     keys (M = second moment of the queries), output-aware for values (M = Σ_h W_o,hᵀ W_o,h). E is scaled to entries of
-    rms 1, D inversely. Under a metric without energy every basis is as good: the identity takes its place.
+    rms 1, D inversely. A metric without energy is replaced by the identity.
     moment, metric: [d, d] symmetric positive semi-definite.
     """
     d = len(moment)
@@ -147,14 +147,14 @@ def mixing_matrix(n: int) -> F64:
 
 
 def band_step(bits: int, variance: F64) -> tuple[float, bool]:
-    """Best shared step of a band and whether mixing it lowers the expected error of Gaussian coefficients.
+    """Best shared step of a band, and whether mixing lowers the expected error of Gaussian coefficients.
 
-    variance: [n] of the unmixed coefficients. Mixing gives all of them the mean variance, which the shared step fits.
+    variance: [n] of the unmixed coefficients. Mixing gives all coefficients the mean variance.
     """
     mean = float(variance.mean())
     if mean <= 0.0:
         return 0.0, False
-    if np.ptp(variance) == 0.0:  # the search for a shared step comes near the best, and mixed twice is not mixed
+    if np.ptp(variance) == 0.0:  # the search is only approximate, and mixing twice undoes the mixing
         return float(np.sqrt(mean)) * best_step(bits), False
     step, error = shared_step(bits, variance)
     if len(variance) * mean * distortion(bits) < error * (1.0 - 1e-3):
@@ -163,16 +163,16 @@ def band_step(bits: int, variance: F64) -> tuple[float, bool]:
 
 
 def slices(bands: Bands) -> list[slice]:
-    """Where the coefficients of every band are."""
+    """The slice of coefficients of every band."""
     ends = np.cumsum([n for n, _ in bands])
     return [slice(int(end) - n, int(end)) for end, (n, _) in zip(ends, bands, strict=True)]
 
 
 def band_steps(bands: Bands, variance: F64) -> tuple[F64, list[bool]]:
-    """Steps of all bands, the largest 1, and which bands are better mixed. variance: of the coefficients before it."""
+    """Steps of all bands, largest 1, and which bands to mix. variance: of the unmixed coefficients."""
     steps, mixed = np.ones(len(bands)), [False] * len(bands)
     for i, (part, (_, bits)) in enumerate(zip(slices(bands), bands, strict=True)):
-        if bits != 16:  # that has no shared step, so nothing to mix for
+        if bits != 16:  # 16-bit bands have no shared step
             steps[i], mixed[i] = band_step(bits, variance[part])
     coded = np.array([bits != 16 for _, bits in bands])
     if coded.any():
@@ -182,16 +182,15 @@ def band_steps(bands: Bands, variance: F64) -> tuple[F64, list[bool]]:
 
 
 def store(basis: FullBasis, moment: F64, bands: Bands, mean: F16 | None = None, narrow: bool = False) -> StoredBasis:
-    """Keep the coefficients of `bands`, mix inside bands, round E, to bytes if they do, and make D, in halves, fit it.
+    """Keep the coefficients of `bands`, mix inside bands, round E (to bytes if possible), and compute D in halves.
 
-    narrow: of D, too, the rows behind the first N_HALVES become bytes.
+    narrow: also round the rows of D after the first N_HALVES to bytes.
 
-    At full rank D is the inverse of the rounded E. At lower rank it is the linear decoder of least expected error,
-    D = (E Σ Eᵀ)⁻¹ E Σ, which is the same matrix for every metric. moment: [d, d] second moment Σ of the data
-    less `mean`, [d] as stored, None: zeros. Either is divided by what quantizers leave (`gains`): attention sums over
-    cells, where what all lose alike does not average out. (SmolLM2-135M, KLD: 0.0041 instead of 0.0047 at 3 bits in
-    rows, 0.00090 instead of 0.00111 at 4.)
-    Raises SubkvError if a value does not fit half precision.
+    At full rank, D is the inverse of the rounded E. At lower rank it is the linear decoder with the smallest expected
+    error, D = (E Σ Eᵀ)⁻¹ E Σ, which does not depend on the metric. moment: [d, d] second moment Σ of the data minus
+    `mean` ([d] as stored, None: zeros). D is divided by the quantizers' `gains`, because attention sums over cells, and
+    a gain common to all cells does not average out. (SmolLM2-135M, KLD: 0.0041 instead of 0.0047 at 3 bits in rows,
+    0.00090 instead of 0.00111 at 4.) Raises SubkvError if a value exceeds half precision.
     """
     d = basis.encode.shape[1]
     encode = basis.encode[: rank(bands)].copy()
@@ -214,11 +213,11 @@ def store(basis: FullBasis, moment: F64, bands: Bands, mean: F16 | None = None, 
 
 
 def in_bytes(matrix: F64) -> F64:
-    """Rows [r, d] rounded to whole multiples, -127 to 127, of a step each: libsubkv holds them in bytes (FORMAT.md §3).
+    """Round rows [r, d] to multiples (-127 to 127) of a step per row; libsubkv stores them as bytes (FORMAT.md §3).
 
-    Steps have a significand of 4 bits, that of the least error, so that all multiples are halves.
+    Steps have a significand of 4 bits (that with the smallest error), so that all multiples are exact halves.
     """
-    largest = np.maximum(np.abs(matrix).max(axis=1, keepdims=True), 2.0**-14)  # a half has no finer step
+    largest = np.maximum(np.abs(matrix).max(axis=1, keepdims=True), 2.0**-14)  # the smallest step of a half
     out, least = matrix, np.full((len(matrix), 1), np.inf)
     for significand in range(8, 16):
         step = significand * 2.0 ** np.ceil(np.log2(largest / (127 * significand)))
@@ -229,8 +228,8 @@ def in_bytes(matrix: F64) -> F64:
 
 
 def shaped_bytes(matrix: F64, metric: F64) -> F64:
-    """As in_bytes(), for rows [r, d] whose error e costs e M eᵀ: what an entry's rounding cost is taken off those that
-    are still to be rounded (Babai's nearest plane). metric: M [d, d].
+    """As in_bytes(), for rows [r, d] whose error e costs e M eᵀ: each entry's rounding error is compensated by the
+    entries that are rounded later (Babai's nearest plane). metric: M [d, d].
     """
     d = matrix.shape[1]
     lower = np.linalg.cholesky(_ridged(metric, NARROW_RIDGE))  # e M eᵀ = |e L|²
@@ -239,13 +238,13 @@ def shaped_bytes(matrix: F64, metric: F64) -> F64:
     step = np.ceil(largest / 127 / 2.0**exponent * 8) / 8 * 2.0**exponent  # a significand of 4 bits
     out = np.zeros_like(matrix)
     for j in range(d - 1, -1, -1):
-        owed = (matrix - out)[:, j + 1 :] @ lower[j + 1 :, j] / lower[j, j]
-        out[:, j] = step * np.clip(np.rint((matrix[:, j] + owed) / step), -127, 127)
+        compensation = (matrix - out)[:, j + 1 :] @ lower[j + 1 :, j] / lower[j, j]
+        out[:, j] = step * np.clip(np.rint((matrix[:, j] + compensation) / step), -127, 127)
     return out
 
 
 def half(matrix: NDArray[np.floating], name: str) -> F16:
-    """As the file holds it. Raises SubkvError if a value does not fit."""
+    """A matrix in half precision. Raises SubkvError if a value exceeds it."""
     with np.errstate(over="ignore"):
         rounded = matrix.astype(np.float16)
     if not np.isfinite(rounded).all():

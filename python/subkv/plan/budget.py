@@ -1,9 +1,9 @@
-"""The planner: importance of every coefficient + byte budget -> bands per head. A band is (coefficients, bits).
+"""The planner: computes bands per head from the importance of coefficients and a budget.
 
-Reverse water-filling in groups of 8 coefficients. A group of importance Λ (cost of independent errors as large as the
-coefficients) at b bits costs Λ·loss(b), which grows with the distortion of the best uniform quantizer on a Gaussian.
-Steps to the next useful width are taken in order of cost saved per bit, over all layers, heads, K and V at once, until
-the budget is spent. Within a head the bits never increase, so the bands are the runs of equal bits.
+A band is (coefficients, bits). The method is reverse water-filling in groups of 8 coefficients. A group of importance Λ
+(cost of independent errors as large as the coefficients) costs Λ·loss(b) at b bits; loss grows with the distortion of
+the best uniform quantizer on a Gaussian. Groups of all layers and heads, K and V, are widened in order of saved cost
+per bit until the budget is spent. Within a head, bits never increase, and a band is a run of equal bits.
 """
 
 from __future__ import annotations
@@ -27,26 +27,25 @@ from subkv.plan.quantizer import CODED_WIDTHS, WIDTHS, distortion
 
 GROUP = 8  # coefficients planned together; bands are multiples of it (FORMAT.md §2)
 
-# A quantizer at its best step shrinks: E[x̂|x] = (1 − D) x. What it takes away is the same for every cell, so it adds up
-# over the cells that attention sums, where independent errors average out. Errors of that kind, of energy D² of the
-# coefficient's, are taken to cost COHERENCE times as much. SmolLM2-135M, KLD on WikiText-2 test and Sherlock (decoders
-# that undo the shrinking, basis.py), at 10 and 20: 3 bits 0.0035 and 0.0042, 0.0023 both; 4.25 bits 0.00055 and
-# 0.00053, 0.00037 and 0.00032; nothing to choose at 3.5 bits.
+# A quantizer at its best step shrinks: E[x̂|x] = (1 − D) x. This error is the same in every cell and adds up over the
+# cells that attention sums, while independent errors average out. Its energy is D² of the coefficient's, and it is
+# counted COHERENCE times. SmolLM2-135M, KLD on WikiText-2 test and Sherlock (with decoders that compensate the
+# shrinking, basis.py), for COHERENCE 10 and 20: at 3 bits 0.0035 and 0.0042, 0.0023 both; at 4.25 bits 0.00055 and
+# 0.00053, 0.00037 and 0.00032; no difference at 3.5 bits.
 COHERENCE = 20.0
 
-# Bits per element left for rows from which bands of 16 bits are planned. Their coefficients are not integer codes,
-# which costs decoding speed; SmolLM2-135M, KLD with and without: 0.0012 either way at 3.5 bits in rows, 0.00003 and
-# 0.00004 at 6.4.
+# Bands of 16 bits are planned from this many bits per element in rows. Their coefficients are halves, which decode more
+# slowly than integers. SmolLM2-135M, KLD with and without: 0.0012 both at 3.5 bits in rows, 0.00003 and 0.00004 at 6.4.
 WIDE_FROM = 6.0
 
 
 @dataclass(frozen=True)
 class Head:
-    """One head's K or V as the planner sees it. importance: [rank], rank <= d the most coefficients it may keep.
+    """One head's K or V for the planner. importance: [rank]; rank <= d is the maximum number of coefficients.
 
-    centred: coded less a mean, which the bases then hold too. held: bits in memory of every coefficient's bases, 0:
-    those of a row of E, in bytes, and one of D. more: what its first coefficients take beyond that. joined: its codes
-    go on the row of the head before it, and under its scale.
+    centred: a mean is subtracted and stored with the bases. held: bits in memory of every coefficient's bases, 0: a row
+    of E in bytes and a row of D in halves. more: further bits for the first coefficients. joined: its codes continue
+    the row of the head before it, under the same scale.
     """
 
     d: int
@@ -58,23 +57,23 @@ class Head:
 
 
 def encode_bits(d: int, in_bytes: bool = True) -> int:
-    """Bits in memory of a row of E: bytes, and a step in f16; else f16."""
+    """Bits in memory of a row of E: bytes and a step in f16, or all f16."""
     return 8 * d + 16 if in_bytes else 16 * d
 
 
 def decode_bits(d: int, in_bytes: bool = False) -> int:
-    """Of a row of D: f16; else as encode_bits()."""
+    """Bits of a row of D: f16, or as encode_bits()."""
     return encode_bits(d, in_bytes)
 
 
 def held_bits(d: int, encode_in_bytes: bool = True, decode_in_bytes: bool = False) -> int:
-    """Of what one coefficient holds of both bases: a row of E and one of D."""
+    """Bits of one coefficient's rows of E and D."""
     return encode_bits(d, encode_in_bytes) + decode_bits(d, decode_in_bytes)
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """What is counted besides the rows. context: tokens at which bits per element are stated."""
+    """The parts of the budget besides the rows. context: tokens for which bits per element are computed."""
 
     context: int
     window: Window
@@ -85,17 +84,17 @@ class Overhead:
         return self.window.bits(elements, sum(not head.joined for head in heads)) / elements / self.context
 
     def basis_bits(self, head: Head) -> float:
-        """Bits per token that one kept coefficient costs in libsubkv's memory: rows of bases, an offset in f32."""
+        """Bits per token of one coefficient's bases in libsubkv's memory: rows of bases, an offset in f32."""
         held = head.held or held_bits(head.d)
         return (held + (32.0 if head.centred else 0.0)) / self.context
 
     def head_bits(self, head: Head) -> float:
-        """Bits per token of what a head holds whatever its rank: its mean, f16, and `more` of its bases."""
+        """Bits per token of a head independent of its rank: the mean in f16, and `more`."""
         return ((16.0 * head.d if head.centred else 0.0) + head.more) / self.context
 
 
 def account(heads: Sequence[Head], bands: Sequence[Bands], overhead: Overhead) -> Account:
-    """Count a layout. heads and bands are parallel."""
+    """The size of a layout. heads and bands are parallel."""
     elements = sum(head.d for head in heads)
     n_bytes = sum(row_bytes(b) - head.joined for head, b in zip(heads, bands, strict=True))
     bases = sum(
@@ -105,7 +104,7 @@ def account(heads: Sequence[Head], bands: Sequence[Bands], overhead: Overhead) -
 
 
 def check_rank(rank: int | None, d: int, il: int) -> int:
-    """The rank to use for head size d: d when none was asked for. Raises SubkvError when it does not fit."""
+    """The rank for head size d, by default d. Raises SubkvError if it is invalid."""
     if rank is None:
         return d
     if rank > d:
@@ -116,20 +115,20 @@ def check_rank(rank: int | None, d: int, il: int) -> int:
 
 
 def plan_int8(heads: Sequence[Head]) -> list[Bands]:
-    """One 8-bit band of every coefficient a head may keep."""
+    """One 8-bit band with all coefficients of each head."""
     return [((len(head.importance), 8),) for head in heads]
 
 
 @functools.cache
 def loss(bits: int) -> float:
-    """Cost of a coefficient at `bits`, relative to independent errors of its own size; COHERENCE when dropped."""
+    """Cost of a coefficient at `bits`, relative to independent errors of its own size; COHERENCE if dropped."""
     relative = distortion(bits)
     return relative + (COHERENCE - 1.0) * relative**2
 
 
 @functools.cache
 def _ladder(start: int, basis_bits: float, widest: int) -> tuple[int, ...]:
-    """Useful widths above `start` in order: the lower convex hull of (bits per coefficient, loss)."""
+    """Useful widths above `start`, ascending: the lower convex hull of (bits per coefficient, loss)."""
 
     def cost(bits: int) -> float:
         return bits + basis_bits if bits else 0.0
@@ -156,7 +155,7 @@ def _pooled(importance: F64) -> F64:
 
 
 def budget_range(heads: Sequence[Head], overhead: Overhead, least: int = 0) -> tuple[Account, Account]:
-    """What plan_banded can express: one group of the least width per head, and every coefficient at the largest."""
+    """The range of plan_banded(): from one group of the smallest width per head to all coefficients at the largest."""
     lowest: list[Bands] = [((len(head.importance), least) if least else (GROUP, WIDTHS[0]),) for head in heads]
     most: list[Bands] = [((len(head.importance), WIDTHS[-1]),) for head in heads]
     return account(heads, lowest, overhead), account(heads, most, overhead)
@@ -165,17 +164,17 @@ def budget_range(heads: Sequence[Head], overhead: Overhead, least: int = 0) -> t
 def plan_banded(
     heads: Sequence[Head], kv_bits: float, overhead: Overhead, least: int = 0, widest: int | None = None
 ) -> list[Bands]:
-    """Bands of every head within `kv_bits` bits per element, everything counted at overhead.context.
+    """Bands of every head within `kv_bits` bits per element in total, at overhead.context.
 
-    least: bits that every coefficient gets, 0: it may be dropped. widest: bits of a band, None: 16 from WIDE_FROM on.
-    Raises SubkvError naming the expressible range when the budget lies outside it.
+    least: minimum bits of every coefficient, 0: it may be dropped. widest: maximum bits of a band, None: 16 from
+    WIDE_FROM on. Raises SubkvError with the valid range if the budget is outside it.
     """
     low, high = budget_range(heads, overhead, least)
     if not low.total <= kv_bits <= high.total:
         raise SubkvError(
             "kv_bits",
             f"expected {np.ceil(low.total * 1000.0) / 1000.0:.3f} to {np.floor(high.total * 1000.0) / 1000.0:.3f} "
-            f"bits per element, everything counted at {overhead.context} tokens (exact window {low.window:.3f}, "
+            f"bits per element in total at {overhead.context} tokens (exact window {low.window:.3f}, "
             f"full-rank bases {high.bases:.3f}), found {kv_bits:g}",
         )
     elements = sum(head.d for head in heads)
@@ -185,22 +184,22 @@ def plan_banded(
 
 
 def _filled(heads: Sequence[Head], overhead: Overhead, spare: float, least: int, widest: int) -> list[Bands]:
-    """Greedy: the widths of all groups, grown by the step that saves most error per bit as long as one fits.
+    """Greedily widen the group that saves the most cost per bit, while the step fits.
 
-    spare: bits per token beyond the lowest layout of budget_range.
+    spare: bits per token beyond the smallest layout of budget_range().
     """
     spare *= 1.0 + 1e-12
     basis_bits = [overhead.basis_bits(head) for head in heads]
     weight = [_pooled(head.importance) for head in heads]
-    # without `least` the first group was started at the least width by decree
+    # without `least`, only the first group starts at the smallest width
     widths = [[least or WIDTHS[0], *[least] * (len(groups) - 1)] for groups in weight]
     steps: list[tuple[float, int, int, int]] = []  # heap of (−gain, head, group, next width)
 
     def cost(h: int, old: int, new: int) -> float:
         return GROUP * (new - old + (basis_bits[h] if old == 0 else 0.0))
 
-    def offer(h: int, g: int) -> None:
-        """Put the group's next step on the heap unless the group before it is not wide enough yet."""
+    def push_step(h: int, g: int) -> None:
+        """Push the group's next step, unless the group before it is not wide enough yet."""
         if g >= len(widths[h]):
             return
         old = widths[h][g]
@@ -212,41 +211,41 @@ def _filled(heads: Sequence[Head], overhead: Overhead, spare: float, least: int,
         heapq.heappush(steps, (-gain, h, g, new))
 
     for h in range(len(heads)):
-        offer(h, 0)
-        offer(h, 1)
+        push_step(h, 0)
+        push_step(h, 1)
     while steps:
         _, h, g, new = heapq.heappop(steps)
         old = widths[h][g]
-        # offered twice: after its own step and after the group before it moved; else a cheaper one may still fit
+        # already done (pushed twice: after its own step and that of the group before), or too large; others may fit
         if new <= old or cost(h, old, new) > spare:
             continue
         spare -= cost(h, old, new)
         widths[h][g] = new
-        offer(h, g)
-        offer(h, g + 1)
+        push_step(h, g)
+        push_step(h, g + 1)
     return [_runs(groups) for groups in widths]
 
 
 def _runs(widths: Sequence[int]) -> Bands:
-    """Bands of a head from the widths of its groups; zeros, which come last, are dropped coefficients."""
+    """Bands of a head from the widths of its groups; trailing zeros are dropped coefficients."""
     return tuple((GROUP * len(list(run)), bits) for bits, run in itertools.groupby(widths) if bits)
 
 
 def first_within(target: float, first: int, last: int, fall: float, error: Callable[[int], float | None]) -> int | None:
     """The first step from `first` to `last` whose error is at most `target` > 0, last + 1 without one; errors decrease.
 
-    fall: the usual factor between the errors of two steps, from which the next look follows. Every third look is at the
-    middle, which bounds their number. None as soon as an error is None.
+    fall: usual factor between the errors of two steps, for choosing the next step to try. Every third try bisects,
+    which bounds their number. Returns None as soon as an error is None.
     """
-    step, n_looks = (first + last) // 2, 0
+    step, n_tries = (first + last) // 2, 0
     while first <= last:
-        found = error(step)
-        if found is None:
+        current = error(step)
+        if current is None:
             return None
-        first, last = (first, step - 1) if found <= target else (step + 1, last)
-        n_looks += 1
-        ratio = found / target
-        if n_looks % 3 == 0 or not 0.0 < ratio < math.inf:
+        first, last = (first, step - 1) if current <= target else (step + 1, last)
+        n_tries += 1
+        ratio = current / target
+        if n_tries % 3 == 0 or not 0.0 < ratio < math.inf:
             step = (first + last) // 2
         else:
             step = min(max(step + math.ceil(math.log(ratio, fall)), first), last)

@@ -1,9 +1,9 @@
-"""What an error in a cached key or value costs: one matrix per KV head, from measured sensitivities if there are any.
+"""The cost of errors in cached keys and values: one matrix per KV head.
 
-With sensitivities (FORMAT.md §4) the cost is nats of KLD per token. They are estimated from one gradient per cell, so
-they are noisy; a little of the structural metric, scaled to the same energy on the data, is mixed in. Without
-sensitivities the structural metric alone decides: the queries' second moment for keys, the output projection for
-values.
+With measured sensitivities (FORMAT.md §4), the cost is in nats of KLD per token. Sensitivities are noisy, because they
+are estimated from one gradient per cell, so a share of the structural metric, scaled to the same energy, is added.
+Without sensitivities, the structural metric is the cost: the queries' second moment for keys, the output projection
+for values.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from subkv.plan.shared import readers
 # 32k tokens and with the plan and decoder of today 0.00127 at 0.05, 0.00134 at 0.15, 0.00119 at 0.3.
 SHRINKAGE = 0.2
 
-# Weight of K against V without sensitivities. To first order a logit error δ and a value error ε change the output of
-# attention by Σ α² (δ²·E‖W(v − o)‖² + E‖W ε‖²), so in units of the layer's centred value energy the weight would be 1.
-# But keys that draw much attention hold values close to the output o, so K weighs less. Measured on SmolLM2-135M at 3.2
-# bits per element (WikiText-2 test, 2 x 1024 tokens, KLD to f16): 0.033 at weight 2, 0.025 at 1, 0.022 at 0.5 and 0.35.
+# Weight of K relative to V without sensitivities. To first order, a logit error δ and a value error ε change the output
+# of attention by Σ α² (δ²·E‖W(v − o)‖² + E‖W ε‖²), which gives weight 1 in units of the layer's centred value energy.
+# But keys with much attention have values close to the output o, so the weight of K is smaller. Measured on
+# SmolLM2-135M at 3.2 bits per element (WikiText-2 test, 2 x 1024 tokens, KLD to f16): 0.033 at weight 2, 0.025 at 1,
+# 0.022 at 0.5 and 0.35.
 KEY_WEIGHT = 0.4
 
 
@@ -56,17 +57,16 @@ def _shrunk(measured: F64, structural: F64, moment: F64) -> F64:
 
 
 def resolve_bases(basis_k: str | None, basis_v: str | None, calibration: Calibration) -> tuple[str, str]:
-    """The basis kinds to use: what was asked for, else the best that the calibration allows.
+    """The basis kinds: the requested ones, else the best ones for the calibration.
 
     Raises SubkvError for kld-aware without sensitivities.
     """
     measured = calibration.sensitivity is not None
-    for key, asked in (("basis_k", basis_k), ("basis_v", basis_v)):
-        if asked == "kld-aware" and not measured:
+    for key, requested in (("basis_k", basis_k), ("basis_v", basis_v)):
+        if requested == "kld-aware" and not measured:
             raise SubkvError(
                 key,
-                "kld-aware expects a calibration with sensitivities, found none in it; "
-                "python -m converter.sensitivity adds them",
+                "kld-aware expects a calibration with sensitivities, found none; `subkv lab sensitivity` adds them",
             )
     best_k, best_v = ("kld-aware", "kld-aware") if measured else ("query-aware", "output-aware")
     return basis_k or best_k, basis_v or best_v
@@ -75,7 +75,7 @@ def resolve_bases(basis_k: str | None, basis_v: str | None, calibration: Calibra
 def output_weights(base: Base, shape: LayerShape) -> F32:
     """W_o, blk.N.attn_output.weight [n_embd, n_head·d_v]: query head h reads columns h·d_v … (h+1)·d_v.
 
-    Of latent attention: mla.output_weights(). Raises SubkvError when the model has no such tensor.
+    For latent attention: mla.output_weights(). Raises SubkvError if the model has no such tensor.
     """
     if mla.is_latent(base):
         return mla.output_weights(base, shape)
@@ -84,7 +84,7 @@ def output_weights(base: Base, shape: LayerShape) -> F32:
 
 def _plain_output(base: Base, shape: LayerShape) -> Rows:
     name, without = f"blk.{shape.il}.attn_output.weight", "--basis-v pca does not"
-    weights, columns = base.matrix(name, f"bases that know the output need it, {without}"), shape.n_head * shape.d_v
+    weights, columns = base.matrix(name, f"output-aware bases need it, {without}"), shape.n_head * shape.d_v
     if weights.shape[1] != columns:
         reason = f"expected {columns} columns (heads × head size), found {weights.shape[1]}; {without} need it"
         raise SubkvError(name, reason)
@@ -94,16 +94,16 @@ def _plain_output(base: Base, shape: LayerShape) -> Rows:
 def output_grams(base: Base, shape: LayerShape) -> F32:
     """W_o,hᵀ W_o,h' of the heads of each group, [n_head_kv, n_group·d_v, n_group·d_v].
 
-    PART rows of W_o are read at a time: all of a layer are 67 MB in an 8B model. Not of latent attention. Raises as
+    Reads PART rows of W_o at a time, because a layer has 67 MB in an 8B model. Not for latent attention. Raises as
     output_weights().
     """
     weights, columns = _plain_output(base, shape), shape.n_group * shape.d_v
-    found = np.zeros((shape.n_head_kv, columns, columns), dtype=np.float32)
+    grams = np.zeros((shape.n_head_kv, columns, columns), dtype=np.float32)
     for first in range(0, weights.shape[0], PART):
         rows = weights.rows(slice(first, first + PART))
         groups = rows.reshape(len(rows), shape.n_head_kv, columns).transpose(1, 0, 2)
-        found += groups.transpose(0, 2, 1) @ groups
-    return found
+        grams += groups.transpose(0, 2, 1) @ groups
+    return grams
 
 
 def output_metrics(base: Base, shape: LayerShape) -> F64:
@@ -121,17 +121,18 @@ def output_metrics(base: Base, shape: LayerShape) -> F64:
 
 
 def value_metrics(base: Base, shape: LayerShape, basis_v: str) -> F64:
-    """The structural metric of values, [n_head_kv, d_v, d_v]; for basis_v pca the identity, and no weight is read."""
+    """The structural metric of values, [n_head_kv, d_v, d_v]; for basis_v pca the identity, without reading weights."""
     if basis_v == "pca":
         return np.broadcast_to(np.eye(shape.d_v), (shape.n_head_kv, shape.d_v, shape.d_v)).copy()
     return output_metrics(base, shape)
 
 
 def near_share(n_recent: int, measured: int) -> float:
-    """Share of what reading the last `measured` cells adds to sensitivities that an exact window of n_recent leaves.
+    """Share of the last `measured` cells' sensitivity that remains with an exact window of n_recent tokens.
 
-    Nearly all of it is reading the last few. SmolLM2-135M, 2048 tokens, measured for 128: 0.03 (keys) and 0.04 (values)
-    at 64, 0.06 and 0.07 at 32, where this says 0.02 and 0.06; 1 without a window, 0 from `measured` on.
+    The very last cells have nearly all of it. SmolLM2-135M, 2048 tokens, measured for 128: 0.03 (keys) and 0.04
+    (values) at 64, 0.06 and 0.07 at 32; this formula gives 0.02 and 0.06. It is 1 without a window, and 0 from
+    `measured` on.
     """
 
     def left(n: int) -> float:
@@ -142,7 +143,7 @@ def near_share(n_recent: int, measured: int) -> float:
 
 
 def layer_cost(stats: LayerStats, output: F64, near: float) -> LayerCost:
-    """The cost matrices of a layer. output: value_metrics; near: near_share() of the exact window, 1 without one."""
+    """The cost matrices of a layer. output: value_metrics(); near: near_share() of the exact window, 1 without one."""
     measured = stats.sensitivity
     if measured is not None:
         k, v = measured.k + near * (measured.k0 - measured.k), measured.v + near * (measured.v0 - measured.v)
@@ -158,7 +159,7 @@ def layer_cost(stats: LayerStats, output: F64, near: float) -> LayerCost:
 
 
 def near_cost(whole: LayerCost, far: LayerCost) -> LayerCost:
-    """What an error costs in cells while they are recent. whole: layer_cost() without a window; far: with it."""
+    """The cost of errors in recent cells. whole: layer_cost() without a window; far: with it."""
     return replace(whole, k=whole.k - far.k, v=whole.v - far.v)
 
 

@@ -1,10 +1,10 @@
-"""Bases for a model that was never calibrated: from its weights alone, without text and without running it.
+"""Bases for a model without a calibration, from its weights, without running it.
 
-Keys: coordinates in the order of what an error in them costs, as far as the weights tell (weights.py), less their mean
-where biases give one, mixed inside bands. Values: mixed evenly, since weights tell nothing of them that holds. Nor do
-they tell which layers and heads matter: all get alike, and no coefficient fewer than LEAST bits. Any basis here is
-invertible, so of a model of an unusual kind the quality is less, but no answer wrong. The entries of a row of E, and of
-D, are alike in size or 0: libsubkv holds both in bytes, and so they count.
+Keys: coordinates are sorted by the estimated cost of their errors (weights.py) and mixed inside bands; a mean known
+from biases is subtracted. Values: mixed evenly, because no estimate from weights was reliable. All layers and heads get
+equal budgets, and every coefficient at least LEAST bits. All bases are invertible, so unusual models lose quality, but
+not correctness. The entries of a row of E or D have equal magnitude or are 0, so that both are stored and counted as
+bytes.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from subkv.plan.pipeline import CALIBRATED_CONTEXT, Options, Result, default_con
 from subkv.plan.shared import owner
 from subkv.plan.weights import Energies, Weights
 
-KV_BITS = 6.5  # default budget: at it the demo model's divergence is q8_0's (converter/NOTES.md)
+KV_BITS = 6.5  # default budget, at which the demo model's divergence equals q8_0's (converter/NOTES.md)
 LEAST = 3  # bits of any coefficient
-WIDEST = 16  # a bias can be a thousand times what varies around it
-# What a value's coefficient weighs against the geometric mean of a head's keys.
+WIDEST = 16  # a bias can be a thousand times the variation around it
+# weight of a value's coefficient relative to the geometric mean of a head's keys
 VALUE_WEIGHT = 0.7
-SLOPE = 1e-3  # by which equal coefficients count less, group by group: a budget then ends alike in all heads
-PLANNED = ("window", "kv_bits", "bpe_context", "center_k", "adapt")  # options that mean something here
-NOT_READ = "0" * 64  # in place of a hash: of a calibration that there is not, of weights that were not read whole
+SLOPE = 1e-3  # decrease of equal importance per group, so that a budget ends at the same group in all heads
+PLANNED = ("window", "kv_bits", "bpe_context", "center_k", "adapt")  # options that apply here
+NOT_READ = "0" * 64  # placeholder for hashes of a missing calibration, and of weights that were not read completely
 
 
 def shapes(base: Base) -> tuple[LayerShape, ...]:
-    """Of the layers whose K/V heads can be coded. Raises CacheError where there is none."""
+    """Shapes of the layers whose K/V heads can be coded. Raises CacheError if there is none."""
     arch = base.get("general.architecture")
 
     def of_layer(key: str, il: int) -> int:
@@ -58,18 +58,18 @@ def shapes(base: Base) -> tuple[LayerShape, ...]:
     found, joint = [], mla.is_latent(base)
     pattern = base.get(f"{arch}.attention.sliding_window_pattern")
     slides = pattern if isinstance(pattern, list) else []
-    further = int(base.get(f"{arch}.nextn_predict_layers") or 0) if joint else 0  # layers that draft tokens, unused
+    further = int(base.get(f"{arch}.nextn_predict_layers") or 0) if joint else 0  # draft layers, not used
     for il in range(int(base.get(f"{arch}.block_count") or 0) - further):
         n_head = of_layer("head_count", il)
         n_head_kv = of_layer("head_count_kv", il) if base.get(f"{arch}.attention.head_count_kv") else n_head
         if not n_head or not n_head_kv or n_head % n_head_kv or owner(base, il) != il:
             continue
         if base.has_tensor(f"blk.{il}.ssm_out.weight") and not base.has_tensor(f"blk.{il}.attn_k.weight"):
-            continue  # linear attention, which keeps a state instead
+            continue  # linear attention, with a state instead of K/V
         if joint and il < len(slides) and slides[il]:
-            continue  # rows of sizes of their own, in an ordinary cache
+            continue  # has rows of other sizes, in an ordinary cache
         width = int(base.get(f"{arch}.embedding_length") or 0) // n_head
-        # layers of a sliding window may have sizes of their own, which their matrices tell
+        # sliding-window layers may have other sizes, which are those of their matrices
         d_k, d_v = (
             rows(f"blk.{il}.attn_{side}.weight") // n_head_kv or of_layer(f"{name}_length", il) or width
             for side, name in (("k", "key"), ("v", "value"))
@@ -79,7 +79,7 @@ def shapes(base: Base) -> tuple[LayerShape, ...]:
             found.append(LayerShape(il, n_head, n_head_kv, d_k, d_v, d_k**-0.5, 0))
     unhooked = base.get(f"{arch}.attention.key_length_mla") is not None and not joint
     if unhooked or not found:
-        reason = f"its attention is multi-head latent (MLA) of another form than that of {', '.join(mla.KNOWN)}"
+        reason = f"its attention is multi-head latent (MLA) of another form than that of {', '.join(mla.SUPPORTED)}"
         if not unhooked:
             reason = f"no layer of it has K/V heads of 8 to {MAX_HEAD_SIZE} elements in multiples of 8"
         raise CacheError(
@@ -90,17 +90,17 @@ def shapes(base: Base) -> tuple[LayerShape, ...]:
 
 
 def plan(base: Base, options: Options) -> Result:
-    """Layout and bases from the weights. options: those of PLANNED; no kv_bits: KV_BITS at largest_context() tokens.
+    """Layout and bases from the weights. options: those of PLANNED; default kv_bits: KV_BITS at largest_context().
 
-    Raises SubkvError about an option that needs a calibration, a budget that cannot be met, or a model that is refused.
+    Raises SubkvError for an option that needs a calibration, an impossible budget, or an unsupported model.
     """
     for field in fields(Options):
         if field.name not in PLANNED and getattr(options, field.name) != field.default:
-            raise SubkvError(field.name, "expected none with bases from the weights alone, found one; calibrate first")
+            raise SubkvError(field.name, "expected none with bases from the weights, found one; calibrate first")
     options.window.check()
     kv_bits = KV_BITS if options.kv_bits is None else options.kv_bits
     budgeted = replace(options, kv_bits=kv_bits)
-    window = options.window.filled(recent_bits=recent_bits(budgeted, mla.is_latent(base)))
+    window = options.window.with_defaults(recent_bits=recent_bits(budgeted, mla.is_latent(base)))
     layers = shapes(base)
     usual = largest_context(base) if options.kv_bits is None else default_context(base)
     context = options.bpe_context or usual
@@ -113,9 +113,9 @@ def plan(base: Base, options: Options) -> Result:
         return Result(coded, settings, counted, {"formula": len(coded)})
     with ThreadPoolExecutor(default_threads()) as pool:
         weights = Weights(base, layers, CALIBRATED_CONTEXT, pool.map)
-        found = list(pool.map(weights.energies, layers))
+        estimates = list(pool.map(weights.energies, layers))
     centred = options.center_k and window.n_sink > 0
-    keys = [_keys(shape, energies, centred) for shape, energies in zip(layers, found, strict=True)]
+    keys = [_keys(shape, energies, centred) for shape, energies in zip(layers, estimates, strict=True)]
     heads = []
     for shape, of_layer in zip(layers, keys, strict=True):
         held_k, held_v = (budget.held_bits(d, decode_in_bytes=True) for d in (shape.d_k, shape.d_v))
@@ -124,10 +124,10 @@ def plan(base: Base, options: Options) -> Result:
             heads.append(budget.Head(shape.d_v, VALUE_WEIGHT * _sloped(shape.d_v), held=held_v))
     planned = budget.plan_banded(heads, kv_bits, overhead, LEAST, WIDEST)
     coded = _coded(layers, keys, planned)
-    known = all(energies is not None for energies in found)
+    known = all(energies is not None for energies in estimates)
     settings = metadata.Settings("banded", "query-aware" if known else "pca", "pca", "one", window, options.adapt)
     sources = {"formula": len(heads) // 2}
-    return Result(coded, settings, budget.account(heads, planned, overhead), sources, notes=_notes(layers, found))
+    return Result(coded, settings, budget.account(heads, planned, overhead), sources, notes=_notes(layers, estimates))
 
 
 def bases_from_weights(model: Path, options: Options | None = None) -> Result:
@@ -137,7 +137,7 @@ def bases_from_weights(model: Path, options: Options | None = None) -> Result:
 
 
 def sidecar(model: Path, output: Path, options: Options | None = None) -> Result:
-    """Write a sidecar for a model that was never calibrated, atomically. Raises SubkvError as plan() does."""
+    """Write a sidecar with bases from the weights, atomically. Raises SubkvError as plan()."""
     with Gguf(model) as base:
         result = plan(base, options or Options())
         write_sidecar(base, output, keys(base, result))
@@ -145,7 +145,7 @@ def sidecar(model: Path, output: Path, options: Options | None = None) -> Result
 
 
 def keys(base: Base, result: Result) -> dict[str, Any]:
-    """The metadata of a result; its provenance says that no text was used (FORMAT.md §1)."""
+    """The metadata of a result, with the mark that no text was used (FORMAT.md §1)."""
     arch = str(base.get("general.architecture"))
     nothing = Calibration(
         arch=arch,
@@ -164,11 +164,11 @@ def keys(base: Base, result: Result) -> dict[str, Any]:
     return {**values, SHA256_KEY: ("str", NOT_READ)}
 
 
-def _notes(layers: Sequence[LayerShape], found: Sequence[Energies | None]) -> tuple[SubkvError, ...]:
-    unknown = [shape.il for shape, energies in zip(layers, found, strict=True) if energies is None]
+def _notes(layers: Sequence[LayerShape], estimates: Sequence[Energies | None]) -> tuple[SubkvError, ...]:
+    unknown = [shape.il for shape, energies in zip(layers, estimates, strict=True) if energies is None]
     if not unknown:
         return ()
-    reason = f"expected weights that tell of keys, found none in {len(unknown)} of {len(layers)} layers: evenly coded"
+    reason = f"no estimate of keys from the weights in {len(unknown)} of {len(layers)} layers, which are coded evenly"
     return (SubkvError("model", reason),)
 
 
@@ -177,7 +177,7 @@ def _sloped(n: int) -> F64:
 
 
 def _leveled(cost: F64, usual: F64) -> F64:
-    """A head's costs as if no head mattered more: the geometric mean of what is usual, without biases, becomes 1."""
+    """Normalize a head's costs: the geometric mean of its usual costs, without biases, becomes 1."""
     floor = max(float(usual.max()), 1e-300) * 1e-12
     mean = float(np.exp(np.mean(np.log(np.maximum(usual, floor)))))
     return cost / mean * _sloped(len(cost))
@@ -185,9 +185,9 @@ def _leveled(cost: F64, usual: F64) -> F64:
 
 @dataclass(frozen=True)
 class _Keys:
-    """A head's keys. order: coordinates as coefficients, None: evenly mixed; variance, importance: [d] in this order.
+    """A head's keys. order: coordinates by importance, None: evenly mixed; variance, importance: [d] in this order.
 
-    mean: [d] as stored, what they are coded less of.
+    mean: [d] as stored, subtracted before encoding.
     """
 
     order: NDArray[np.int64] | None
@@ -197,7 +197,7 @@ class _Keys:
 
 
 def _keys(shape: LayerShape, energies: Energies | None, centred: bool) -> list[_Keys]:
-    """Of a layer's heads; mixed evenly where nothing is known."""
+    """The keys of a layer's heads, evenly mixed without an estimate."""
     d = shape.d_k
     if energies is None:
         return [_Keys(None, np.ones(d), _sloped(d), np.zeros(d, dtype=np.float16))] * shape.n_head_kv
@@ -211,7 +211,7 @@ def _keys(shape: LayerShape, energies: Energies | None, centred: bool) -> list[_
 
 
 def _stored(order: NDArray[np.int64], variance: F64, bands: Bands, mean: F16) -> StoredBasis:
-    """As basis.store, of coordinates in an order: written down instead of multiplied and inverted, for speed."""
+    """As basis.store() for sorted coordinates; written directly, without products and inverses, for speed."""
     steps, mixed = band_steps(bands, variance)
     encode, decode = np.zeros((2, len(order), len(order)))
     for part, mix in zip(slices(bands), mixed, strict=True):
@@ -224,21 +224,21 @@ def _stored(order: NDArray[np.int64], variance: F64, bands: Bands, mean: F16) ->
 
 @functools.cache
 def _mixing(n: int) -> tuple[F64, F64]:
-    """E and D of n coordinates that are mixed."""
+    """E and D of n mixed coordinates."""
     encode = in_bytes(spreading(n))
     return encode, np.asarray(np.linalg.inv(encode).T, dtype=np.float64)
 
 
 @functools.cache
 def _even_stored(d: int, bands: Bands) -> StoredBasis:
-    """All coefficients alike."""
+    """A basis with equal coefficients."""
     return store(FullBasis(spreading(d), spreading(d), np.ones(d), np.ones(d)), np.eye(d), bands)
 
 
 def _coded(
     layers: Sequence[LayerShape], keys: Sequence[list[_Keys]], planned: Iterable[Bands]
 ) -> tuple[CodedLayer, ...]:
-    """Rounded bases. planned: bands of K and V of all heads in turn."""
+    """Rounded bases. planned: bands of K and V of all heads, alternating."""
     bands = iter(planned)
     out = []
     for shape, of_layer in zip(layers, keys, strict=True):

@@ -1,7 +1,7 @@
 """The logit factor gamma of a head's key basis.
 
-gamma multiplies every approximate logit ℓ̂ = s·(D q)·ĉ. `calibrated` minimises E (ℓ − γ ℓ̂)², so γ = Σ ℓ ℓ̂ / Σ ℓ̂². Where
-keys are coded less their mean μ, ℓ is the logit less s·q·μ, which is added back exactly.
+gamma multiplies every approximate logit ℓ̂ = s·(D q)·ĉ. `calibrated` minimises E (ℓ − γ ℓ̂)², so γ = Σ ℓ ℓ̂ / Σ ℓ̂². If a
+mean μ is subtracted from keys, ℓ is the logit minus s·q·μ, which is added exactly.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ def sqrt_gamma(rank: int, d: int) -> float:
 
 
 def sampled_gamma(stats: LayerStats, head: int, stored: StoredBasis) -> float | None:
-    """Least squares over all pairs of sampled queries and keys, with the keys through the real codec.
+    """Least squares over all pairs of sampled queries and encoded keys.
 
-    Keys [n_key, d] and the group's queries [n_query·n_group, d] come from held-out text, the keys of a chunk before its
-    queries. Returns None when the samples cannot say (none, all approximate logits zero, or a factor that is not
-    positive).
+    Keys [n_key, d] and the group's queries [n_query·n_group, d] come from held-out text; keys precede the queries of
+    their chunk. Returns None if there are no samples, all approximate logits are zero, or gamma is not positive.
     """
     if not stats.has_samples:
         return None
@@ -41,10 +40,10 @@ def sampled_gamma(stats: LayerStats, head: int, stored: StoredBasis) -> float | 
 
 
 def moment_gamma(key_moment: F64, query_moment: F64, stored: StoredBasis) -> float | None:
-    """The same from second moments alone, keys and queries taken as independent and coefficients as Gaussian.
+    """The same from second moments, assuming independent keys and queries and Gaussian coefficients.
 
-    A best uniform quantizer of relative distortion δ acts like the gain 1 − δ and independent noise of variance
-    δ(1 − δ)·E c². Returns None as above. moments: [d, d], key_moment of the keys less the stored mean.
+    The best uniform quantizer of relative distortion δ acts like the gain 1 − δ and independent noise of variance
+    δ(1 − δ)·E c². Returns None as above. moments: [d, d], key_moment of the keys minus the stored mean.
     """
     encode, decode = stored.encode.astype(np.float64), _least_squares_decoder(stored)
     gain = gains(stored.bands)
@@ -57,7 +56,7 @@ def moment_gamma(key_moment: F64, query_moment: F64, stored: StoredBasis) -> flo
 
 
 def _least_squares_decoder(stored: StoredBasis) -> F64:
-    """D [r, d] before it was divided by the quantizers' gains."""
+    """D [r, d] before division by the quantizers' gains."""
     decoder: F64 = stored.decode.astype(np.float64) * gains(stored.bands)[:, None]
     return decoder
 
@@ -70,10 +69,10 @@ def _ratio(cross: float, power: float) -> float | None:
 
 
 def gamma_of(method: str, stats: LayerStats, head: int, stored: StoredBasis, key_moment: F64) -> tuple[float, str]:
-    """gamma of one head and where it came from: `samples`, `moments`, `formula`, or `none` (no information: 1).
+    """gamma of one head and its source: `samples`, `moments`, `formula`, or `none` (no information: 1).
 
-    key_moment: [d, d], of the keys less the stored mean.
-    method: one of GAMMAS; calibrated uses the samples, and the moments where the samples cannot say.
+    key_moment: [d, d], of the keys minus the stored mean.
+    method: one of GAMMAS; calibrated uses the samples, or else the moments.
     """
     rank, d = stored.encode.shape
     if method == "sqrt":

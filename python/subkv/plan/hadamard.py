@@ -1,7 +1,7 @@
-"""Hadamard matrices: orthogonal rows of entries 1 and −1, which spread a number evenly over as many others.
+"""Hadamard matrices: orthogonal rows with entries 1 and −1, which spread each coordinate evenly.
 
-Sylvester's of twice an order, and Paley's two of primes, give all multiples of 8 up to 576 but 184, 232, 344, 376, 472,
-520 and 536. All entries of an inverse are alike, too, so that a basis made of one and its decoder are bytes exactly.
+Sylvester's doubling and Paley's two constructions give all multiples of 8 up to 576 except 184, 232, 344, 376, 472, 520
+and 536. The entries of the inverse also have equal magnitude, so a basis and its decoder are exact in bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from subkv.format.arrays import F64
 
 @functools.cache
 def hadamard(n: int) -> F64 | None:
-    """[n, n] of 1 and −1; None: no construction here has this order."""
+    """[n, n] of 1 and −1; None if no construction has this order."""
     if n == 1:
         return np.ones((1, 1))
     half = hadamard(n // 2) if n % 2 == 0 else None
@@ -30,8 +30,8 @@ def hadamard(n: int) -> F64 | None:
 
 
 def spreading(n: int) -> F64:
-    """Orthonormal [n, n], the entries of a row alike in size or 0: a Hadamard matrix, or the largest one there is and
-    what is left apart. n: a multiple of 8, or a power of two."""
+    """Orthonormal [n, n] whose entries in a row have equal magnitude or are 0: a Hadamard matrix, or diagonal blocks of
+    the largest ones. n: a multiple of 8, or a power of two."""
     first = next(size for size in range(n, 0, -8) if hadamard(size) is not None)
     matrix = np.zeros((n, n))
     matrix[:first, :first] = np.asarray(hadamard(first)) / np.sqrt(first)
@@ -45,7 +45,7 @@ def _is_prime(n: int) -> bool:
 
 
 def _bordered(q: int, sign: float) -> F64:
-    """[q + 1, q + 1]: whether differences are squares modulo q (1, else −1, and 0), under ones and beside `sign`."""
+    """[q + 1, q + 1]: Legendre symbols of index differences modulo q; first row 1, first column `sign`."""
     squares = np.full(q, -1.0)
     squares[np.arange(1, q) ** 2 % q] = 1.0
     squares[0] = 0.0

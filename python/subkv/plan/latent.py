@@ -1,9 +1,8 @@
-"""Latent attention (MLA): bases of rows whose first elements are the values, too.
+"""Latent attention (MLA): bases for rows whose first elements are also the values.
 
-The first d_v elements of a row, the latent, and the others, which positions turn, are coded apart, so that values can
-be read from the first bands. Where nothing turns there are no others. An error in the latent costs what it does as a
-key and what it does as a value, so that its metric is the sum of both. Without a calibration nothing is known of what
-matters in a latent, and its coefficients are mixed evenly.
+The first d_v elements of a row (the latent) and the others (the rotary part) are coded separately, so that values are
+in the first bands. Without rotation there is no rotary part. The metric of the latent is the sum of its metrics as key
+and as value. Without a calibration, the latent's coefficients are mixed evenly.
 """
 
 from __future__ import annotations
@@ -28,30 +27,31 @@ from subkv.plan.gamma import gamma_of
 from subkv.plan.hadamard import spreading
 
 LEAST = 3  # bits of any coefficient without a calibration
-MAX_BANDS = 8  # of a row (FORMAT.md §2)
-WIDEST = 16  # bits at any budget: a few directions hold thousands of times what others do, whose step they would set
-SLOPE = 1e-3  # by which equal coefficients count less, group by group: a budget then ends alike in all layers
-WHY = "bases from the weights alone read it"
+MAX_BANDS = 8  # per row (FORMAT.md §2)
+WIDEST = 16  # bits at any budget: a few directions are thousands of times larger and would set the step of others
+SLOPE = 1e-3  # decrease of equal importance per group, so that a budget ends at the same group in all layers
+WHY = "bases from the weights need it"
 
 
 def heads(
-    shape: LayerShape, latent: F64, turned: F64, in_bytes: bool = True, narrow: bool = False
+    shape: LayerShape, latent: F64, rotated: F64, in_bytes: bool = True, narrow: bool = False
 ) -> list[budget.Head]:
-    """What the planner sees of a layer, of the importance of its coefficients: the latent, then the others.
+    """A layer for the planner, from the importance of its coefficients: the latent, then the rotary part.
 
-    Bases hold rows of d_k elements, and once more what values need of D. in_bytes: E is; narrow: all of D is.
+    Bases have rows of d_k elements, and D again for values. in_bytes: E is in bytes; narrow: all of D is.
     """
     both = budget.held_bits(shape.d_k, in_bytes, narrow)
-    found = [budget.Head(shape.d_v, latent, held=both + budget.decode_bits(shape.d_v, narrow))]
+    parts = [budget.Head(shape.d_v, latent, held=both + budget.decode_bits(shape.d_v, narrow))]
     if shape.d_k > shape.d_v:
-        found.append(budget.Head(shape.d_k - shape.d_v, turned, held=both, joined=True))
-    return found
+        parts.append(budget.Head(shape.d_k - shape.d_v, rotated, held=both, joined=True))
+    return parts
 
 
 def joined(heads: Sequence[budget.Head], planned: Sequence[Bands]) -> list[Bands]:
-    """The plan with at most MAX_BANDS on a row: neighbours become one of the narrower's bits, where that costs least.
+    """The plan with at most MAX_BANDS per row: merges neighbouring bands, with the smaller bits, where that costs
+    least.
 
-    heads, planned: the latent and the others of all layers in turn.
+    heads, planned: latent and rotary part of all layers, alternating.
     """
     out = list(planned)
     firsts = [i for i, head in enumerate(heads) if not head.joined]
@@ -62,7 +62,7 @@ def joined(heads: Sequence[budget.Head], planned: Sequence[Bands]) -> list[Bands
 
 
 def _narrowed(heads: Sequence[budget.Head], planned: Sequence[Bands]) -> list[Bands]:
-    """With one band less."""
+    """The plan with one band less."""
     costs = []
     for i, (head, bands) in enumerate(zip(heads, planned, strict=True)):
         for j, (part, (_, bits), (_, narrower)) in enumerate(zip(slices(bands), bands, bands[1:], strict=False)):
@@ -77,9 +77,9 @@ def _narrowed(heads: Sequence[budget.Head], planned: Sequence[Bands]) -> list[Ba
 def coded(
     base: Base, layers: Sequence[LayerShape], kv_bits: float, overhead: budget.Overhead
 ) -> tuple[tuple[CodedLayer, ...], Account]:
-    """Bands and bases of all layers within a budget, from the weights alone, all layers alike.
+    """Bands and bases of all layers within a budget, from the weights; the same for all layers.
 
-    Raises SubkvError as plan_banded() does.
+    Raises SubkvError as plan_banded().
     """
 
     def even(d: int) -> F64:
@@ -102,9 +102,9 @@ def coded(
 
 
 def variances(base: Base, shape: LayerShape) -> tuple[float, float]:
-    """Mean squares of the latent's elements and of the others; both 1 where the weights do not tell.
+    """Mean squares of the latent's elements and of the rotary part, estimated from weights; 1 if unknown.
 
-    The latent is normalized, so that its norm's weights tell; the others are taken to read evenly spread streams.
+    The latent's are those of its norm's weights. For the rotary part, the residual stream is assumed to be even.
     """
     names = [f"blk.{shape.il}.{name}.weight" for name in ("attn_kv_a_norm", "attn_norm", "attn_kv_a_mqa")]
     if not all(base.has_tensor(name) for name in names):
@@ -113,16 +113,16 @@ def variances(base: Base, shape: LayerShape) -> tuple[float, float]:
     matrix = base.matrix(names[2], WHY)
     if len(latent) != shape.d_v or matrix.shape != (shape.d_k, len(norm)):
         return 1.0, 1.0
-    turned = matrix.rows(slice(shape.d_v, shape.d_k)).astype(np.float64) * norm
-    found = float(np.mean(latent**2)), float(np.mean(np.sum(turned**2, axis=1))) if len(turned) else 1.0
-    return found if all(0.0 < x < np.inf for x in found) else (1.0, 1.0)
+    rotated = matrix.rows(slice(shape.d_v, shape.d_k)).astype(np.float64) * norm
+    estimates = float(np.mean(latent**2)), float(np.mean(np.sum(rotated**2, axis=1))) if len(rotated) else 1.0
+    return estimates if all(0.0 < x < np.inf for x in estimates) else (1.0, 1.0)
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """One layer's full bases of the latent and of the others, their second moments and what errors in them cost.
+    """A layer's full bases of latent and rotary part, their second moments and costs.
 
-    moments, costs: [d, d] each. cost: the same of keys and of values, as of other layers.
+    moments, costs: [d, d] each. cost: of keys and of values, as in other layers.
     """
 
     bases: list[FullBasis]
@@ -132,7 +132,7 @@ class Fitted:
 
     @classmethod
     def of(cls, stats: LayerStats, cost: LayerCost, kind: str) -> Fitted:
-        """kind: pca, or whatever fits the costs."""
+        """kind: pca, or another name to fit the costs."""
         d = stats.shape.d_v
         both = [cost.k[0, :d, :d] + cost.v[0], cost.k[0, d:, d:]]
         moments = [stats.k2[0, :d, :d], stats.k2[0, d:, d:]]
@@ -143,20 +143,20 @@ class Fitted:
         return cls([_priced(*pair) for pair in zip(parts, both, strict=True)], moments, both, cost)
 
     def heads(self, shape: LayerShape) -> list[budget.Head]:
-        """What the planner sees of it."""
+        """The layer for the planner."""
         importance = [basis.importance for basis in self.bases]
         return heads(shape, importance[0], importance[-1], all(basis.fits_bytes for basis in self.bases))
 
     def code(self, stats: LayerStats, planned: Sequence[Bands], method: str) -> tuple[CodedHead, str]:
-        """The rounded basis and gamma for the bands of both parts, and where gamma came from."""
+        """The rounded basis and gamma for the bands of both parts, and the source of gamma."""
         keys = stored(self.bases, self.moments, planned)
         gamma, source = gamma_of(method, stats, 0, keys, stats.k2[0])
         return CodedHead(keys, first_values(keys, stats.shape.d_v), gamma), source
 
 
 def _in_one_unit(parts: list[FullBasis]) -> list[FullBasis]:
-    """Scaled so that an error of 1 costs the same in coefficients of all: a row has one scale, and of its candidates
-    the one of least squared error is taken, all coefficients counting alike."""
+    """Scale the parts so that an error of 1 costs the same in all coefficients, because a row has one scale, which is
+    chosen by the unweighted squared error."""
     if not all(part.importance.any() for part in parts):
         return parts
     units = [float(part.variance.sum() / part.importance.sum()) for part in parts]
@@ -168,15 +168,16 @@ def _in_one_unit(parts: list[FullBasis]) -> list[FullBasis]:
 
 
 def _priced(part: FullBasis, cost: F64) -> FullBasis:
-    """By what errors cost, without a ridge: under one, directions of a latent that nothing reads get bits, and as bits
-    are few there, decide a row's scale. Dearest first."""
+    """Importance by cost, without a ridge, sorted in descending order. With a ridge, directions of a latent that
+    nothing
+    reads would get a few bits and thus determine the row's scale."""
     part = repriced(part, cost)
     order = np.argsort(-part.importance, kind="stable")
     return FullBasis(part.encode[order], part.decode[order], part.variance[order], part.importance[order])
 
 
 def stored(parts: Sequence[FullBasis], moments: Sequence[F64], planned: Sequence[Bands]) -> StoredBasis:
-    """A row's basis in blocks. planned: bands of the latent and of the others."""
+    """A row's block-diagonal basis. planned: bands of latent and rotary part."""
     blocks = [store(*part) for part in zip(parts, moments, planned, strict=True)]
     bands = tuple(itertools.chain.from_iterable(planned))
     kept = np.concatenate([part.variance[: rank(of)] for part, of in zip(parts, planned, strict=True)])

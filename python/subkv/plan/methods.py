@@ -1,4 +1,4 @@
-"""Names of the methods to choose from; what they do is in costs.py and gamma.py, which a --help need not import."""
+"""Names of the methods in costs.py and gamma.py, which --help should not import."""
 
 BASES_K = ("pca", "query-aware", "kld-aware")
 BASES_V = ("pca", "output-aware", "kld-aware")

@@ -1,4 +1,4 @@
-"""Which models have latent attention (MLA) that can be coded, and what their metadata and weights tell of it."""
+"""Models with latent attention (MLA) that can be coded, and their sizes and weights."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from subkv.format.arrays import F32
 from subkv.format.calibration import LayerShape
 from subkv.native.gguf import Base
 
-# Architectures. Of those of CHOSEN an indexer chooses the cells that a token attends to.
-CHOSEN = ("deepseek32", "glm-dsa", "hy_v4", "dots3note", "glm5-next")
-KNOWN = ("deepseek2", "mistral4", "kimi-linear", "kimi-k3", "bailingmoe3", *CHOSEN)
+# architectures; in those of SPARSE, an indexer chooses the cells that a token attends to
+SPARSE = ("deepseek32", "glm-dsa", "hy_v4", "dots3note", "glm5-next")
+SUPPORTED = ("deepseek2", "mistral4", "kimi-linear", "kimi-k3", "bailingmoe3", *SPARSE)
 WHY = "bases of latent attention (MLA) need it"
 
 
 def is_latent(base: Base) -> bool:
-    """Whether the model's attention is latent, in a form that the engine computes."""
+    """Whether the model's attention is latent, in a form that the engine supports."""
     arch = base.get("general.architecture")
-    return arch in KNOWN and base.get(f"{arch}.attention.key_length_mla") is not None
+    return arch in SUPPORTED and base.get(f"{arch}.attention.key_length_mla") is not None
 
 
 def sizes(base: Base) -> tuple[int, int]:
-    """Elements of a row, and of its latent; 0 where the metadata do not say. Not every file has value_length."""
+    """Elements of a row and of its latent; 0 if not in the metadata. (Not every file has value_length.)"""
     arch = base.get("general.architecture")
     d_k, d_v = (base.get(f"{arch}.attention.{key}") for key in ("key_length", "kv_lora_rank"))
     return d_k if isinstance(d_k, int) else 0, d_v if isinstance(d_v, int) else 0
 
 
 def output_weights(base: Base, shape: LayerShape) -> F32:
-    """What a head's sum of latents becomes in the residual stream, W_o,h W_v,h: [n_embd, n_head·d_v], as W_o.
+    """W_o,h W_v,h of all heads, which map sums of latents to the residual stream: [n_embd, n_head·d_v], as W_o.
 
     Raises as read_weights().
     """
@@ -38,9 +38,9 @@ def output_weights(base: Base, shape: LayerShape) -> F32:
 
 
 def read_weights(base: Base, shape: LayerShape) -> tuple[F32, F32]:
-    """W_o [n_embd, n_head·d] and all heads' W_v [n_head, d, d_v], which makes a head's output of its sum of latents.
+    """W_o [n_embd, n_head·d] and all heads' W_v [n_head, d, d_v], which maps a sum of latents to a head's output.
 
-    A gate that some models put between the two is left out. Raises SubkvError for tensors that are missing or misfit.
+    Ignores the gate that some models have between the two. Raises SubkvError for missing or misshapen tensors.
     """
     output, values = (f"blk.{shape.il}.{name}.weight" for name in ("attn_output", "attn_v_b"))
     w_o, w_v = base.tensor(output, WHY), base.matrix(values, WHY, stacked=True).rows(slice(None))

@@ -1,4 +1,4 @@
-"""From a calibration file and a base model to coded layers: costs, bases, plan, rounding, gamma, predicted KLD."""
+"""Computes coded layers from a calibration and a base model: costs, bases, plan, rounding, gamma, predicted KLD."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ from subkv.plan.gamma import gamma_of
 from subkv.plan.positions import spread
 
 CALIBRATED_CONTEXT = 8192  # largest default for --bpe-context
-LATENT_CONTEXT = 32768  # the same of latent attention, whose rows are few and small beside their bases
+LATENT_CONTEXT = 32768  # the same for latent attention, whose rows are small compared with its bases
 TARGET = "q8_0"  # the stock type whose quality the default budget matches
-FALLBACK_KV_BITS = 4.5  # default budget where that quality cannot be predicted
-TOKENS_PER_RANK = 16  # fewer tokens than this per coefficient leave the moments' small eigenvalues to chance
+FALLBACK_KV_BITS = 4.5  # default budget if that quality cannot be predicted
+TOKENS_PER_RANK = 16  # tokens per coefficient below which small eigenvalues of the moments are unreliable
 BUDGET_STEP = 0.05  # default budgets are multiples of it
 
-# Bits per element that bytes instead of halves in D must save where rows have 4 bits, and 4 times as many for every bit
-# more, since all cells share what that does to D. SmolLM2-135M, KLD at 8192 tokens with the 0.05 bits that it saves not
-# yet spent: +2% at 3.0 bits, +6% at 4.25. Spent they are worth 8%.
+# D is stored in bytes if that saves at least NARROW_FROM bits per element at NARROW_AT bits in rows, and 4 times as
+# many for every further bit, because all cells share D's error. SmolLM2-135M, KLD at 8192 tokens before the 0.05 saved
+# bits are spent: +2% at 3.0 bits, +6% at 4.25. Spent on rows, they are worth 8%.
 NARROW_FROM, NARROW_AT = 0.05, 4.0
 
-# Budgets from which recent rows stay halves. SmolLM2-135M, KLD of integers of 10 bits alone, 0.00002; of all else
-# 0.00013 at a budget of 5.25, 0.00004 at 6.5.
+# Budget from which recent rows are halves. SmolLM2-135M: recent rows as integers of 10 bits cause a KLD of 0.00002, the
+# rest of the cache 0.00013 at a budget of 5.25 and 0.00004 at 6.5.
 HALVES_FROM = 6.5
 
-# A stock type whose errors cost more than this share of what losing all that keys and values tell of their tokens would
-# cost is no measure of quality: its steps follow a constant part that tells nothing (random weights, large biases).
-# q8_0: 2e-5 on SmolLM2, with sensitivities and without, 0.016 on random Q4_0 weights, whose rows are nearly constant.
+# The error of a stock type is no measure of quality if it exceeds this share of the cost of replacing all keys and
+# values by their means: its steps then follow a constant part (random weights, large biases). q8_0: 2e-5 on SmolLM2,
+# with and without sensitivities; 0.016 on random Q4_0 weights, whose rows are nearly constant.
 MEANINGLESS = 1e-3
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `convert` was asked for.
+    """Options of `convert`.
 
-    kv_bits None: the default budget, or codec int8. Ranks None: the head size. Basis kinds None: the best that the
-    calibration allows. bpe_context None: the trained context, at most CALIBRATED_CONTEXT. center_k: code keys less
-    their mean, unless there are no sinks. window: without recent_bits, those of recent_bits().
-    adapt: subkv.format.adapt.parse's text, written into the file.
+    kv_bits None: the default budget, or codec int8. Ranks None: the head size. Basis kinds None: the best for the
+    calibration. bpe_context None: the trained context, at most CALIBRATED_CONTEXT. center_k: subtract the mean from
+    keys, if there are sinks. window: default recent_bits: recent_bits(). adapt: stored in the file, in the syntax of
+    subkv.format.adapt.parse().
     """
 
     codec: str = "banded"
@@ -75,9 +75,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Result:
-    """A layout with its bases. settings: as resolved. predicted: nats of KLD per token, None where it cannot be told.
+    """A layout with its bases. settings: in effect. predicted: nats of KLD per token, None if unknown.
 
-    stock: the same for llama.cpp's cache types, without a recent window. notes: remarks for the user, not raised.
+    stock: the same for llama.cpp's cache types, without a recent window. notes: remarks for the user.
     """
 
     layers: tuple[CodedLayer, ...]
@@ -90,15 +90,15 @@ class Result:
 
     @property
     def compared(self) -> dict[str, float] | None:
-        """Predicted nats of this layout ("subkv") and of llama.cpp's cache types; None where that cannot be told."""
+        """Predicted nats of this layout ("subkv") and of llama.cpp's cache types; None if unknown."""
         return None if self.predicted is None else {"subkv": self.predicted, **(self.stock or {})}
 
 
 @dataclass(frozen=True)
 class _Fitted:
-    """One layer's full bases, importance in the planner's units, and what errors cost. Lists are per KV head.
+    """A layer's full bases, with importance in the planner's units, and its costs. Lists are per KV head.
 
-    mean: [n_head_kv, d_k] float16, what keys are coded less of; k2: [n_head_kv, d_k, d_k] second moments of the rest.
+    mean: [n_head_kv, d_k] float16, subtracted from keys; k2: [n_head_kv, d_k, d_k] second moments of the difference.
     """
 
     k: list[FullBasis]
@@ -109,26 +109,26 @@ class _Fitted:
 
     @property
     def bases(self) -> list[FullBasis]:
-        """In the order of the planner's heads."""
+        """All bases in the order of the planner's heads."""
         return [basis for pair in zip(self.k, self.v, strict=True) for basis in pair]
 
 
 def recent_bits(options: Options, is_latent: bool) -> int:
-    """Bits of recent rows by default: halves where budgets allow them, and where integers are not measured (latent
-    attention) or not held (bases that follow the text).
+    """Default bits of recent rows: halves for large budgets, for latent attention (where integers are not measured),
+    and for adaptive bases (which do not support integers).
     """
     rich = options.kv_bits is not None and options.kv_bits >= HALVES_FROM
     return 16 if is_latent or rich or options.adapt is not None else RECENT_BITS
 
 
 def check_plain(base: Base) -> None:
-    """Refuse a model that is already converted."""
+    """Reject a model that is already converted."""
     if any(key.startswith("subkv.") for key in base.keys()):  # noqa: SIM118 (not a dict)
         raise SubkvError("subkv.version", f"expected a base model without subkv keys, found them in {base.path}")
 
 
 def check_model(base: Base, calibration: Calibration) -> None:
-    """Refuse a calibration made for another model, or a model that is already converted."""
+    """Reject a calibration of another model, or a converted model."""
     check_plain(base)
     arch = base.get("general.architecture")
     if arch != calibration.arch:
@@ -150,7 +150,7 @@ def _check_shape(base: Base, arch: str, shape: LayerShape) -> None:
     n_head = per_layer("attention.head_count")
     embedding = base.get(f"{arch}.embedding_length")
     default_size = embedding // n_head if embedding and n_head else None
-    # sliding-window layers may have their own sizes, and the *_swa keys are not in every architecture
+    # sliding-window layers may have other sizes, and not every architecture has *_swa keys
     sizes_vary = base.get(f"{arch}.attention.key_length_swa") is not None
     latent_k, latent_v = mla.sizes(base) if mla.is_latent(base) else (None, None)
     expected = {
@@ -168,33 +168,33 @@ def _check_shape(base: Base, arch: str, shape: LayerShape) -> None:
 
 
 def largest_context(base: Base) -> int:
-    """The most that default_context() is."""
+    """The upper limit of default_context()."""
     return LATENT_CONTEXT if mla.is_latent(base) else CALIBRATED_CONTEXT
 
 
 def _check_latent(options: Options) -> None:
-    """Refuse what rows that are keys and values at once cannot have."""
+    """Reject options that latent attention does not support."""
     for key in ("rank_k", "rank_v", "adapt"):
         if getattr(options, key) is not None:
             raise SubkvError(key, "expected none with latent attention (MLA), found one")
     if options.basis_k != options.basis_v and "pca" in (options.basis_k, options.basis_v):
         raise SubkvError(
             "basis_v",
-            f"expected one kind for both with latent attention (MLA), whose keys and values are one row, found "
+            f"expected one kind for both with latent attention (MLA), whose keys and values share a row, found "
             f"{options.basis_k or 'the best'} for keys and {options.basis_v or 'the best'} for values",
         )
 
 
 def default_context(base: Base) -> int:
-    """Context at which bits per element are stated unless --bpe-context says otherwise."""
+    """Default of --bpe-context: the context for which bits per element are computed."""
     trained = base.get(f"{base.get('general.architecture')}.context_length")
     return min(int(trained), largest_context(base)) if trained else largest_context(base)
 
 
 class Fit:
-    """Bases and costs of all layers, ready to be planned and coded at any budget. progress: bars.
+    """Bases and costs of all layers, for planning and coding at any budget. progress: show bars.
 
-    Raises SubkvError for anything in the input that does not fit.
+    Raises SubkvError for invalid or inconsistent input.
     """
 
     def __init__(self, base: Base, calibration: Calibration, options: Options, progress: bool = False) -> None:
@@ -204,13 +204,13 @@ class Fit:
             _check_latent(options)
         basis_k, basis_v = resolve_bases(options.basis_k, options.basis_v, calibration)
         check_window(options.window, calibration)
-        window = options.window.filled(recent_bits=recent_bits(options, self.latent))
+        window = options.window.with_defaults(recent_bits=recent_bits(options, self.latent))
         self.settings = Settings(options.codec, basis_k, basis_v, options.gamma, window, options.adapt)
         self.notes: list[SubkvError] = []
-        # sinks draw much attention, and their keys lie far from the mean of the others: centred codes reach them worse
+        # sinks get much attention, and their keys are far from the mean of the others, so they need exact rows
         center_k = options.center_k and window.n_sink > 0 and not self.latent  # values are not centred
         if options.center_k and not self.latent and not center_k:
-            reason = "off, since centring needs exact sinks, found --n-sink 0; --no-center-k omits this note"
+            reason = "off, because centring needs exact sinks, found --n-sink 0; --no-center-k omits this note"
             self.notes.append(SubkvError("center_k", reason))
         self.calibration, note = spread(base, calibration)
         self.notes += [note] if note else []
@@ -221,13 +221,13 @@ class Fit:
         if measured is not None and self.near > 0.0:
             reason = (
                 f"expected at least {measured.n_recent}, for which sensitivities were measured, found "
-                f"{window.n_recent}: what that leaves of those without a recent window is estimated"
+                f"{window.n_recent}: the effect of the smaller window is estimated"
             )
             self.notes.append(SubkvError("n_recent", reason))
         self.layers: list[_Fitted | latent.Fitted] = []
-        self._stock_costs: list[LayerCost] = []  # of all cells: llama.cpp's caches have no window
+        self._stock_costs: list[LayerCost] = []  # over all cells, because llama.cpp's caches have no window
         self._stock_errors: dict[str, float | None] = {}
-        self._lost = 0.0  # cost of reading the means for all keys and values, without a window
+        self._lost = 0.0  # cost of replacing all keys and values by their means, without a window
         self.heads: list[Head] = []  # K, V of every head of every layer
         for stats in tracked("bases", self.calibration.layers, "layer", progress):
             with concerning(rank="rank_k"):
@@ -254,15 +254,15 @@ class Fit:
         self._narrow = self.heads if self.latent else [_narrowed(head) for head in self.heads]
 
     def plan(self, kv_bits: float) -> list[Bands]:
-        """Bands of all heads within kv_bits bits per element, or of codec int8, whatever the budget."""
+        """Bands of all heads within kv_bits bits per element; codec int8 ignores the budget."""
         if self.settings.codec == "int8":
             return budget.plan_int8(self.heads)
         widest = latent.WIDEST if self.latent else None
-        planned = budget.plan_banded(self.held(self.narrow(kv_bits)), kv_bits, self.overhead, widest=widest)
+        planned = budget.plan_banded(self.heads_in_memory(self.narrow(kv_bits)), kv_bits, self.overhead, widest=widest)
         return latent.joined(self.heads, planned) if self.latent else planned
 
     def narrow(self, kv_bits: float) -> bool:
-        """Whether D, too, is in bytes at a budget: NARROW_FROM, and rows can spend what that saves."""
+        """Whether D is also in bytes at this budget: if that saves enough (NARROW_FROM) and rows can use it."""
         if self.settings.codec == "int8":
             return False
         (_, wide), (_, narrow) = (budget.budget_range(heads, self.overhead) for heads in (self.heads, self._narrow))
@@ -272,16 +272,16 @@ class Fit:
         return wide.bases - narrow.bases >= NARROW_FROM * 4.0 ** (rows - NARROW_AT)
 
     def account(self, plan: Sequence[Bands], narrow: bool = False) -> Account:
-        return budget.account(self.held(narrow), plan, self.overhead)
+        return budget.account(self.heads_in_memory(narrow), plan, self.overhead)
 
-    def held(self, narrow: bool) -> list[Head]:
-        """The heads with bases as they are held in memory."""
+    def heads_in_memory(self, narrow: bool) -> list[Head]:
+        """The heads, with the memory of their bases."""
         return self._narrow if narrow else self.heads
 
     def code(self, plan: Sequence[Bands], narrow: bool = False) -> tuple[tuple[CodedLayer, ...], dict[str, int]]:
         """Rounded bases and gammas for a plan, and the number of heads per source of gamma. narrow: D in bytes."""
         sources: Counter[str] = Counter()
-        bands, held = iter(plan), iter(self.held(narrow))
+        bands, heads = iter(plan), iter(self.heads_in_memory(narrow))
         layers = []
         for stats, fit in zip(self.calibration.layers, self.layers, strict=True):
             coded = []
@@ -292,7 +292,7 @@ class Fit:
                 layers.append(CodedLayer(stats.shape, (head,), latent=True))
                 continue
             for h in range(stats.shape.n_head_kv):
-                of_k, of_v = ((next(bands), next(held).more > 0) for _ in "kv")
+                of_k, of_v = ((next(bands), next(heads).more > 0) for _ in "kv")
                 head, source = _code_head(stats, fit, h, of_k, of_v, self.settings.gamma)
                 sources[source] += 1
                 coded.append(head)
@@ -300,52 +300,52 @@ class Fit:
         return tuple(layers), dict(sources)
 
     def error(self, layers: Sequence[CodedLayer]) -> float | None:
-        """Cost per token of coded layers on the held-out samples, nats of KLD if measured; None without samples.
+        """Cost per token of coded layers on the held-out samples, including the rounding of recent rows.
 
-        The rounding of recent rows is included.
+        In nats of KLD with sensitivities; None without samples.
         """
         error = predict.layout_error(self.calibration, [fit.cost for fit in self.layers], layers)
         return None if error is None else error * self.correction(self.near) + self._recent_error
 
     @functools.cached_property
     def _recent_error(self) -> float:
-        """The same of recent rows: 0 where they are halves, and without sensitivities, which alone tell near cells."""
+        """The same for the rounding of recent rows: 0 for halves, and without sensitivities."""
         if self.settings.window.recent_bits == 16 or self.calibration.sensitivity is None:
             return 0.0
-        plain = [fit for fit in self.layers if isinstance(fit, _Fitted)]  # latent attention holds halves
+        plain = [fit for fit in self.layers if isinstance(fit, _Fitted)]  # latent attention has halves
         costs = [near_cost(whole, fit.cost) for whole, fit in zip(self._stock_costs, plain, strict=True)]
         error = predict.recent_error(self.calibration, costs, [fit.mean for fit in plain])
         return (error or 0.0) * self.correction(1.0)
 
     def stock_error(self, kind: str) -> float | None:
-        """The same of a cache type of llama.cpp, which keeps no recent window; None where it cannot be told."""
-        error = self._of_stock(kind)
+        """The same for a cache type of llama.cpp, without a recent window; None if unknown."""
+        error = self._uncorrected_stock_error(kind)
         return None if error is None else error * self.correction(1.0)
 
-    def _of_stock(self, kind: str) -> float | None:
-        """The same before the correction, computed once."""
+    def _uncorrected_stock_error(self, kind: str) -> float | None:
+        """The same before the correction; cached."""
         if kind not in self._stock_errors:
             self._stock_errors[kind] = predict.stock_error(self.calibration, self._stock_costs, kind, self.latent)
         return self._stock_errors[kind]
 
     def correction(self, near: float) -> float:
-        """Measured over predicted KLD where reading near cells has this share (near_share); 1 without sensitivities."""
+        """Measured over predicted KLD for this near_share(); 1 without sensitivities."""
         measured = self.calibration.sensitivity
         if measured is None:
             return 1.0
         return float(measured.correction ** (1.0 - near) * measured.correction0**near)
 
-    def tells(self, kind: str) -> bool:
-        """Whether a stock type's error says anything about quality: MEANINGLESS. False also where it cannot be told."""
-        error = self._of_stock(kind)
+    def is_meaningful(self, kind: str) -> bool:
+        """Whether a stock type's error is a measure of quality (MEANINGLESS). False if the error is unknown."""
+        error = self._uncorrected_stock_error(kind)
         return error is not None and 0.0 < error <= MEANINGLESS * self._lost
 
     def budget_like(self, kind: str) -> float | None:
-        """The smallest budget in steps of BUDGET_STEP whose error is at most a stock type's, infinite where rows would
-        need more bits than the type's; None: cannot tell, or the type's error tells nothing.
+        """The smallest budget, in steps of BUDGET_STEP, with at most a stock type's error; infinity if rows would need
+        more bits than the type; None if the type's error is unknown or meaningless.
         """
         target = self.stock_error(kind)
-        if target is None or not self.tells(kind):
+        if target is None or not self.is_meaningful(kind):
             return None
         least, most = budget.budget_range(self.heads, self.overhead)
         high = most.total - max(most.rows - stock.BITS[kind], 0.0)
@@ -354,22 +354,22 @@ class Fit:
 
             def error(step: int) -> float | None:
                 bits = step * BUDGET_STEP
-                found = self.error(self.code(self.plan(bits), self.narrow(bits))[0])
+                cost = self.error(self.code(self.plan(bits), self.narrow(bits))[0])
                 bar.update()
-                return found
+                return cost
 
-            # a bit more divides errors by four
+            # one bit more divides errors by four
             step = budget.first_within(target, first, last, 4.0**BUDGET_STEP, error)
         if step is None:
             return None
         return math.inf if step * BUDGET_STEP > high else round(step * BUDGET_STEP, 6)
 
 
-@one_blas_thread()  # matrices are of a head's size
+@one_blas_thread()  # the matrices are small
 def convert(base: Base, calibration: Calibration, options: Options, progress: bool = False) -> Result:
-    """Fit, plan, round and calibrate all layers. progress: bars.
+    """Fit, plan and round all layers, and compute gammas. progress: show bars.
 
-    Raises SubkvError for anything in the input that does not fit.
+    Raises SubkvError for invalid or inconsistent input.
     """
     fit = Fit(base, calibration, options, progress)
     notes = [*fit.notes, *_token_notes(fit)]
@@ -379,24 +379,24 @@ def convert(base: Base, calibration: Calibration, options: Options, progress: bo
         if kv_bits is None:
             kv_bits = FALLBACK_KV_BITS
             reason = (
-                f"since {TARGET}'s quality cannot be predicted here: that needs held-out samples in the calibration "
+                f"because {TARGET}'s quality cannot be predicted: that needs held-out samples in the calibration "
                 f"and head sizes in multiples of 32"
             )
             if fit.stock_error(TARGET) is not None:
                 reason = (
-                    f"since nothing can be predicted: {TARGET}'s rounding is as large as what this model's keys and "
-                    f"values tell of their tokens, as with random weights"
+                    f"because quality cannot be predicted: {TARGET}'s rounding is as large as the variation of this "
+                    f"model's keys and values, as with random weights"
                 )
         elif math.isinf(kv_bits):
             if options.rank_k is not None or options.rank_v is not None:
                 raise SubkvError(
                     "kv_bits",
-                    f"expected a budget, since none reaches the quality of {TARGET} with these ranks, found none",
+                    f"expected a budget, because none reaches the quality of {TARGET} with these ranks, found none",
                 )
             kv_bits = FALLBACK_KV_BITS
             reason = (
-                f"since none is predicted to be as good as {TARGET} and smaller: rows that were held out have what the "
-                f"statistics have not seen; a longer or more mixed text (-f) may help"
+                f"because no smaller budget is predicted to be as good as {TARGET}: held-out rows differ from the "
+                f"calibrated ones; a longer or more varied text (-f) may help"
             )
         else:
             what = "predicted KLD" if calibration.sensitivity else "estimated attention error"
@@ -413,21 +413,21 @@ def convert(base: Base, calibration: Calibration, options: Options, progress: bo
 
 
 def _token_notes(fit: Fit) -> list[SubkvError]:
-    """A warning where the moments rest on too few tokens for the rank."""
+    """A warning if there are too few tokens for the rank."""
     rank = max(len(head.importance) for head in fit.heads)
     tokens = min(stats.shape.tokens for stats in fit.calibration.layers)
     if tokens >= TOKENS_PER_RANK * rank:
         return []
     reason = (
         f"expected at least {TOKENS_PER_RANK * rank} calibrated tokens for rank {rank}, found {tokens}: "
-        f"the bases will describe this text and little else"
+        f"the bases may fit only this text"
     )
     return [SubkvError("calibration", reason)]
 
 
 @contextlib.contextmanager
 def _of_head(il: int, head: int) -> Iterator[None]:
-    """Names the head whose statistics are at fault."""
+    """Adds the head to errors about its statistics."""
     try:
         yield
     except SubkvError as error:
@@ -437,7 +437,7 @@ def _of_head(il: int, head: int) -> Iterator[None]:
 
 
 def _centre(stats: LayerStats, center_k: bool) -> tuple[F16, F64]:
-    """What a layer's keys are coded less of, zeros if not center_k, and the rest's second moments; per head."""
+    """Per head, the mean to subtract from keys (zeros if not center_k) and the second moments after that."""
     if not center_k:
         return np.zeros(stats.k1.shape, dtype=np.float16), stats.k2
     means, moments = [], []
@@ -449,13 +449,13 @@ def _centre(stats: LayerStats, center_k: bool) -> tuple[F16, F64]:
 
 
 def _head(basis: FullBasis, rank: int, centred: bool = False) -> Head:
-    """What the planner sees of a basis of which at most `rank` coefficients may be kept."""
+    """A basis for the planner, with at most `rank` coefficients."""
     d = len(basis.importance)
     return Head(d, basis.importance[:rank], centred, budget.held_bits(d, basis.fits_bytes))
 
 
 def _narrowed(head: Head) -> Head:
-    """With D in bytes behind its first rows, if E is."""
+    """The head with D in bytes after its first rows, if E is in bytes."""
     saved = budget.decode_bits(head.d) - budget.decode_bits(head.d, in_bytes=True)
     if head.held != budget.held_bits(head.d):
         return head
@@ -463,7 +463,7 @@ def _narrowed(head: Head) -> Head:
 
 
 def _cost_of_means(stats: LayerStats, cost: LayerCost) -> float:
-    """What reading a layer's mean key and value for each of them costs."""
+    """The cost of replacing a layer's keys and values by their means."""
     k = stats.k2 - stats.k1[:, :, None] * stats.k1[:, None, :]
     v = stats.v2 - stats.v1[:, :, None] * stats.v1[:, None, :]
     return float(np.sum(cost.k * k) + np.sum(cost.v * v))
@@ -472,7 +472,7 @@ def _cost_of_means(stats: LayerStats, cost: LayerCost) -> float:
 def _code_head(
     stats: LayerStats, fit: _Fitted, h: int, of_k: tuple[Bands, bool], of_v: tuple[Bands, bool], method: str
 ) -> tuple[CodedHead, str]:
-    """of_k, of_v: bands, and whether D is in bytes."""
+    """Code one head. of_k, of_v: bands, and whether D is in bytes."""
     with _of_head(stats.shape.il, h):
         k = store(fit.k[h], fit.k2[h], of_k[0], fit.mean[h], narrow=of_k[1])
         v = store(fit.v[h], stats.v2[h], of_v[0], narrow=of_v[1])
@@ -481,11 +481,11 @@ def _code_head(
 
 
 def check_window(window: Window, calibration: Calibration) -> None:
-    """The exact window must fit its limits and cover the positions that calibration left out. Raises SubkvError."""
+    """Check the limits of the window, and that it covers the positions that calibration skipped. Raises SubkvError."""
     window.check()
     if window.n_sink < calibration.n_skip:
         raise SubkvError(
             "n_sink",
             f"expected at least {calibration.n_skip}, found {window.n_sink}: "
-            f"the calibration left out the first {calibration.n_skip} positions, so the bases do not describe them",
+            f"the calibration skipped the first {calibration.n_skip} positions, so the bases do not fit them",
         )

@@ -1,10 +1,10 @@
-"""Statistics of short chunks, spread over all positions a model was trained for.
+"""Spreads the statistics of short chunks over all positions of the trained context.
 
-Rotary attention depends on relative positions only: the same text `o` positions later gives the same output from keys
-and queries that are turned by o. So what a chunk at positions [0, n_ctx) showed holds at every offset, with all moments
-in the turned frame. Averaging over offsets up to the trained context is exact for the text at hand, and needed: keys
-at positions that were never calibrated point in directions for which the bases would have no bits. SmolLM2-135M,
-calibrated at 2048 tokens, 5 bits per element: a KLD of 0.2 at 8192 tokens without it.
+Rotary attention depends only on relative positions: the same text `o` positions later gives the same output, with keys
+and queries rotated by o. So the statistics of a chunk at positions [0, n_ctx) hold at every offset after rotation.
+The average over offsets up to the trained context is exact for the calibrated text. It is necessary, because keys at
+other positions have directions for which the bases would have no bits: SmolLM2-135M, calibrated at 2048 tokens, 5 bits
+per element, has a KLD of 0.2 at 8192 tokens without it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from subkv.plan import mla
 
 C128 = NDArray[np.complex128]
 
-# Architectures by where llama.cpp puts a rotary pair: neighbours, or half of the rotated dimensions apart.
+# architectures by the place of rotary pairs in llama.cpp: neighbours, or half of the rotated dimensions apart
 NEIGHBOURS = ("llama",)
-# M-RoPE: a token has positions in time, height and width, which are equal in text; pairs take turns in sections.
+# M-RoPE: a token has positions in time, height and width, equal in text; pairs use them in sections or interleaved
 SECTIONS = ("qwen2vl",)
 INTERLEAVED = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
 HALVES = (
     *("qwen2", "qwen3", "gemma", "stablelm", "phi2", "gptneox", "starcoder2", "lfm2", "lfm2moe", "qwen3next"),
     *(*SECTIONS, *INTERLEAVED),
 )
-# Architectures that add learned positions to the embeddings and leave queries and keys as they are.
+# learned positions are added to the embeddings; queries and keys are not rotated
 ABSOLUTE = ("gpt2",)
-# More of each kind, for `partners`: some layers of theirs may turn at other frequencies or not at all.
+# more architectures for partners(): some of their layers may rotate at other frequencies or not at all
 ALSO_NEIGHBOURS = (
     *("arcee", "arctic", "baichuan", "bailingmoe", "chameleon", "chatglm", "cohere2", "cohere2moe", "command-r"),
     *("deci", "deepseek", "ernie4_5", "ernie4_5-moe", "granite", "granitemoe", "internlm2", "llada", "llama4"),
@@ -70,23 +70,23 @@ ALSO_HALVES = (
     *("orion", "pangu-embedded", "phi3", "phimoe", "plamo", "plamo3", "qwen", "qwen2moe", "qwen3moe", "rnd1"),
     *("qwen4exp", "seed_oss", "smallthinker"),
 )
-# Latent attention, whose rows turn from behind the latent on, in neighbours, or not at all.
-TURNED_LATENT = ("deepseek2", "deepseek32", "glm-dsa", "hy_v4", "dots3note")
-STILL_LATENT = ("kimi-linear", "kimi-k3", "glm5-next")
-UNTURNED = (*ABSOLUTE, "bloom", "jais", "mpt", "refact")
-# More of HALVES, and some without rotation, whose keys transformers orders as llama.cpp does.
+# latent attention: the part after the latent is rotated in neighbours, or not at all
+ROTATED_LATENT = ("deepseek2", "deepseek32", "glm-dsa", "hy_v4", "dots3note")
+UNROTATED_LATENT = ("kimi-linear", "kimi-k3", "glm5-next")
+UNROTATED = (*ABSOLUTE, "bloom", "jais", "mpt", "refact")
+# architectures whose keys have the same order in transformers and llama.cpp
 SAME_ORDER = (*HALVES, *ABSOLUTE, "gemma2", "gemma3", "gpt-oss", "olmo2", "phi3", "qwen2moe", "qwen3moe")
 
 
 def halves_of_neighbours(d: int) -> NDArray[np.int64]:
-    """[d] index into a key whose rotary pairs are half a head apart for every coordinate of one that has neighbours."""
+    """[d] for every coordinate of a key with neighbouring pairs: its index in a key with pairs half a head apart."""
     return np.arange(d).reshape(2, d // 2).T.ravel()
 
 
 def transformers_order(arch: str, d: int) -> NDArray[np.int64]:
-    """[d] index into a key of transformers for every coordinate of llama.cpp's.
+    """[d] for every coordinate of llama.cpp's keys: its index in a key of transformers.
 
-    Raises SubkvError about `arch` where its orders are not known here.
+    Raises SubkvError about `arch` if its order is unknown.
     """
     if arch in NEIGHBOURS:
         return halves_of_neighbours(d)
@@ -94,7 +94,7 @@ def transformers_order(arch: str, d: int) -> NDArray[np.int64]:
         return np.arange(d)
     raise SubkvError(
         "arch",
-        f"expected an architecture whose keys transformers orders in a known way "
+        f"expected an architecture whose order of keys in transformers is known "
         f"({', '.join(sorted(NEIGHBOURS + SAME_ORDER))}), found {arch}",
     )
 
@@ -108,9 +108,9 @@ class Rotation:
 
     def matrix(self, moments: F64, span: float) -> F64:
         """Mean of R_o M R_oᵀ over offsets o in [0, span], moments [n, d, d]."""
-        turned = self.unitary @ moments @ self.unitary.conj().T
+        rotated = self.unitary @ moments @ self.unitary.conj().T
         mean = _mean_phase(self.omega[:, None] - self.omega[None, :], span)
-        out: F64 = (self.unitary.conj().T @ (turned * mean) @ self.unitary).real
+        out: F64 = (self.unitary.conj().T @ (rotated * mean) @ self.unitary).real
         return 0.5 * (out + out.transpose(0, 2, 1))
 
     def vector(self, means: F64, span: float) -> F64:
@@ -119,7 +119,7 @@ class Rotation:
         return out
 
     def rows(self, rows: F16, span: float) -> F16:
-        """Sampled rows [n, heads, d], each turned by an offset of its own, evenly spread."""
+        """Sampled rows [n, heads, d], each rotated by its own offset; offsets are evenly spread."""
         offset = span * (np.arange(len(rows)) + 0.5) / max(len(rows), 1)
         phase = np.exp(1j * self.omega[None, None, :] * offset[:, None, None])
         return ((rows.astype(np.float64) @ self.unitary.T) * phase @ self.unitary.conj()).real.astype(np.float16)
@@ -135,7 +135,7 @@ def _mean_phase(omega: F64, span: float) -> C128:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Rotation in real coordinates: position p turns x to x·cos(omega·p) + x[partner]·sin(omega·p).
+    """Rotation in real coordinates: position p maps x to x·cos(omega·p) + x[partner]·sin(omega·p).
 
     partner: [d]; omega: [d] radians per position, 0 where a coordinate is not rotated.
     """
@@ -145,16 +145,16 @@ class Pairs:
 
     @classmethod
     def none(cls, d: int) -> Pairs:
-        """Of keys that are not rotated."""
+        """Pairs for keys without rotation."""
         return cls(np.arange(d), np.zeros(d))
 
 
 def pairs(base: Base, d: int) -> Pairs | None:
-    """The rotary pairs of keys of size d; None where the model has none, or of a kind that is not understood here."""
+    """The rotary pairs of keys of size d; None if their kind is unknown."""
     arch, latent = base.get("general.architecture"), mla.is_latent(base)
-    if latent and arch in STILL_LATENT:
+    if latent and arch in UNROTATED_LATENT:
         return Pairs.none(d)
-    neighbours = arch in NEIGHBOURS or (latent and arch in TURNED_LATENT)
+    neighbours = arch in NEIGHBOURS or (latent and arch in ROTATED_LATENT)
     if not (neighbours or arch in HALVES) or base.get(f"{arch}.rope.scaling.type") not in (None, "none"):
         return None
     n_rot = int(base.get(f"{arch}.rope.dimension_count") or d)
@@ -166,7 +166,7 @@ def pairs(base: Base, d: int) -> Pairs | None:
         theta = theta / base.tensor("rope_freqs.weight", "it scales the rotary frequencies").ravel()[:half]
     sections = base.get(f"{arch}.rope.dimension_sections")
     if arch in SECTIONS + INTERLEAVED and isinstance(sections, list) and len(sections) == 4:
-        theta[_still(sections, half, arch in INTERLEAVED)] = 0.0
+        theta[_unrotated_pairs(sections, half, arch in INTERLEAVED)] = 0.0
     out = Pairs.none(d)
     first = (d - n_rot if latent else 0) + (2 * np.arange(half) if neighbours else np.arange(half))
     second = first + (1 if neighbours else half)
@@ -175,8 +175,8 @@ def pairs(base: Base, d: int) -> Pairs | None:
     return out
 
 
-def _still(sections: list[int], half: int, interleaved: bool) -> NDArray[np.bool_]:
-    """[half] pairs that turn with a token's fourth position, which is 0 in text."""
+def _unrotated_pairs(sections: list[int], half: int, interleaved: bool) -> NDArray[np.bool_]:
+    """[half] the pairs that depend on a token's fourth position, which is 0 in text."""
     pair = np.arange(half) % max(sum(sections), 1)
     if not interleaved:
         return np.asarray(pair >= sum(sections[:3]))
@@ -184,16 +184,16 @@ def _still(sections: list[int], half: int, interleaved: bool) -> NDArray[np.bool
 
 
 def partners(base: Base, d: int) -> NDArray[np.int64] | None:
-    """[d] the coordinate that each one of a key of size d turns with, itself where it does not turn; None: not known.
+    """[d] the partner of each coordinate of a key of size d, itself if it is not rotated; None if unknown.
 
-    Knows more models than pairs(), which has to know frequencies, too.
+    Supports more models than pairs(), because it needs no frequencies.
     """
     arch = base.get("general.architecture")
     out = np.arange(d)
-    if arch in UNTURNED:
+    if arch in UNROTATED:
         return out
     n_rot = base.get(f"{arch}.rope.dimension_count") or d
-    if isinstance(n_rot, int) and n_rot > d:  # where windows slide heads may be smaller
+    if isinstance(n_rot, int) and n_rot > d:  # heads with sliding windows may be smaller
         n_rot = base.get(f"{arch}.rope.dimension_count_swa")
     neighbours = arch in NEIGHBOURS + ALSO_NEIGHBOURS
     known = neighbours or arch in HALVES + ALSO_HALVES
@@ -204,22 +204,22 @@ def partners(base: Base, d: int) -> NDArray[np.int64] | None:
 
 
 def rotation(base: Base, d: int) -> Rotation | None:
-    """How the model turns keys of size d; None as of pairs()."""
-    turned = pairs(base, d)
-    if turned is None:
+    """The model's rotation of keys of size d; None as pairs()."""
+    rotary = pairs(base, d)
+    if rotary is None:
         return None
     unitary, omega = np.eye(d, dtype=np.complex128), np.zeros(d)
-    for a in np.flatnonzero(turned.omega < 0):
-        b = turned.partner[a]
+    for a in np.flatnonzero(rotary.omega < 0):
+        b = rotary.partner[a]
         unitary[[a, b]] = 0.0
         unitary[a, a] = unitary[b, a] = np.sqrt(0.5)
         unitary[a, b], unitary[b, b] = 1j * np.sqrt(0.5), -1j * np.sqrt(0.5)
-        omega[a], omega[b] = turned.omega[b], turned.omega[a]
+        omega[a], omega[b] = rotary.omega[b], rotary.omega[a]
     return Rotation(unitary, omega)
 
 
 def head_size(base: Base) -> int | None:
-    """Of keys by the metadata; None where that does not say one for all layers."""
+    """Head size of keys from the metadata; None if it is not the same in all layers."""
     arch = base.get("general.architecture")
     n_head, n_embd = (base.get(f"{arch}.{key}") for key in ("attention.head_count", "embedding_length"))
     d = base.get(f"{arch}.attention.key_length")
@@ -229,45 +229,47 @@ def head_size(base: Base) -> int | None:
 
 
 def can_spread(base: Base) -> bool:
-    """Whether spread() knows how this model turns its keys: short chunks are then as good as long ones."""
+    """Whether spread() supports this model; then short chunks are as good as long ones."""
     d = head_size(base)
     return d is not None and pairs(base, d) is not None
 
 
 def spread(base: Base, calibration: Calibration) -> tuple[Calibration, SubkvError | None]:
-    """The calibration over all trained positions, and a remark where that could not be done but may be missed."""
+    """The calibration spread over all trained positions, and a remark if that is needed but not supported."""
     trained = base.get(f"{base.get('general.architecture')}.context_length")
     shortest = min(calibration.n_ctx, calibration.sensitivity.n_ctx if calibration.sensitivity else calibration.n_ctx)
     if trained is None or shortest >= trained:
         return calibration, None
-    turns = {}
+    rotations = {}
     for d in {layer.shape.d_k for layer in calibration.layers}:
-        turn = rotation(base, d)
-        if turn is None:
+        of_size = rotation(base, d)
+        if of_size is None:
             return calibration, SubkvError(
                 "calibration",
                 f"expected a calibration at the trained context of {trained} tokens, found {shortest}: quality beyond "
-                f"is not known; calibrate with -c {trained}",
+                f"is unknown; calibrate with -c {trained}",
             )
-        turns[d] = turn
+        rotations[d] = of_size
     span = float(max(trained - calibration.n_ctx, 0))
     of_sensitivity = float(max(trained - calibration.sensitivity.n_ctx, 0)) if calibration.sensitivity else 0.0
-    layers = tuple(_spread_layer(layer, turns[layer.shape.d_k], span, of_sensitivity) for layer in calibration.layers)
+    layers = tuple(
+        _spread_layer(layer, rotations[layer.shape.d_k], span, of_sensitivity) for layer in calibration.layers
+    )
     return replace(calibration, layers=layers), None
 
 
-def _spread_layer(layer: LayerStats, turn: Rotation, span: float, of_sensitivity: float) -> LayerStats:
+def _spread_layer(layer: LayerStats, rotate: Rotation, span: float, of_sensitivity: float) -> LayerStats:
     measured = layer.sensitivity
     if measured is not None:
-        k, k0 = (turn.matrix(matrices, of_sensitivity) for matrices in (measured.k, measured.k0))
+        k, k0 = (rotate.matrix(matrices, of_sensitivity) for matrices in (measured.k, measured.k0))
         measured = replace(measured, k=k, k0=k0)
     return replace(
         layer,
-        k2=turn.matrix(layer.k2, span),
-        q2=turn.matrix(layer.q2, span),
-        k1=turn.vector(layer.k1, span),
-        q1=turn.vector(layer.q1, span),
-        ks=turn.rows(layer.ks, span),
-        qs=turn.rows(layer.qs, span),
+        k2=rotate.matrix(layer.k2, span),
+        q2=rotate.matrix(layer.q2, span),
+        k1=rotate.vector(layer.k1, span),
+        q1=rotate.vector(layer.q1, span),
+        ks=rotate.rows(layer.ks, span),
+        qs=rotate.rows(layer.qs, span),
         sensitivity=measured,
     )

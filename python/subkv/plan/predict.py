@@ -1,7 +1,7 @@
-"""Predicted cost of a layout: the real codec on sampled rows, each error priced by the layers' cost matrices.
+"""Predicts the cost of a layout: encodes sampled rows and weights their errors with the layers' cost matrices.
 
 KLD ≈ Σ over layers and heads of E eᵀ M e, e = x − x̂ of a stored key or value, M = half its sensitivity (costs.py):
-second order in e, errors of different heads and tokens taken as independent. Without sensitivities the sum has no unit.
+second order in e; errors of different heads and tokens are assumed independent. Without sensitivities it has no unit.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from subkv.plan.costs import LayerCost
 
 
 def reconstructed(x: F32, stored: StoredBasis, gamma: float = 1.0) -> F32:
-    """What attention sees of rows x [n, d] kept in this basis: γ Dᵀ ĉ + μ, gamma being that of keys."""
+    """Encode and reconstruct rows x [n, d]: γ Dᵀ ĉ + μ; gamma: of keys."""
     coefficients = codec.round_trip(stored.coefficients(x), stored.bands, stored.ratio)
-    seen: F32 = np.float32(gamma) * (coefficients @ stored.decode.astype(np.float32))
-    return seen + stored.mean.astype(np.float32)
+    out: F32 = np.float32(gamma) * (coefficients @ stored.decode.astype(np.float32))
+    return out + stored.mean.astype(np.float32)
 
 
 def _sum(
-    calibration: Calibration, costs: Sequence[LayerCost], seen: Callable[[int, int, str, F32], F32]
+    calibration: Calibration, costs: Sequence[LayerCost], stored: Callable[[int, int, str, F32], F32]
 ) -> float | None:
-    """seen: what attention sees, for a layer's index, a head, "k" or "v", of rows [n, d]."""
+    """stored: maps a layer's index, a head, "k" or "v", and rows [n, d] to the rows after storing."""
     if not all(stats.has_samples for stats in calibration.layers):
         return None
     total = 0.0
@@ -37,7 +37,7 @@ def _sum(
         for h in range(stats.shape.n_head_kv):
             for side, rows, matrices in (("k", stats.ks, cost.k), ("v", stats.vs, cost.v)):
                 x = rows[:, h].astype(np.float32)
-                error = x.astype(np.float64) - seen(i, h, side, x).astype(np.float64)
+                error = x.astype(np.float64) - stored(i, h, side, x).astype(np.float64)
                 total += float(np.sum((error @ matrices[h]) * error)) / len(x)
     return total
 
@@ -45,30 +45,30 @@ def _sum(
 def layout_error(calibration: Calibration, costs: Sequence[LayerCost], layers: Sequence[CodedLayer]) -> float | None:
     """Cost per token of coded layers; None without samples. costs: parallel to calibration.layers."""
 
-    def seen(i: int, h: int, side: str, x: F32) -> F32:
+    def stored(i: int, h: int, side: str, x: F32) -> F32:
         head = layers[i].heads[h]
         if layers[i].latent:  # one row for both
             row = calibration.layers[i].ks[:, h].astype(np.float32)
             return reconstructed(row, head.k, head.gamma if side == "k" else 1.0)[:, : x.shape[1]]
         return reconstructed(x, head.k, head.gamma) if side == "k" else reconstructed(x, head.v)
 
-    return _sum(calibration, costs, seen)
+    return _sum(calibration, costs, stored)
 
 
 def recent_error(calibration: Calibration, costs: Sequence[LayerCost], means: Sequence[F16]) -> float | None:
-    """The same for recent rows as integers (FORMAT.md §3.2). costs: near_cost(). means: [n_head_kv, d_k] of each layer,
-    what keys are coded less of."""
+    """The same for recent rows as integers (FORMAT.md §3.2). costs: near_cost(). means: [n_head_kv, d_k] per layer,
+    subtracted from keys."""
 
-    def seen(i: int, h: int, side: str, x: F32) -> F32:
+    def stored(i: int, h: int, side: str, x: F32) -> F32:
         return rounded(x, means[i][h] if side == "k" else np.zeros(x.shape[1], np.float16))
 
-    return _sum(calibration, costs, seen)
+    return _sum(calibration, costs, stored)
 
 
 def stock_error(calibration: Calibration, costs: Sequence[LayerCost], kind: str, latent: bool = False) -> float | None:
-    """The same for one of llama.cpp's types; None also where llama.cpp cannot quantize a layer's head size.
+    """The same for one of llama.cpp's types; None also if llama.cpp cannot quantize a layer's head size.
 
-    latent: of a model whose values are the first elements of its keys.
+    latent: the model's values are the first elements of its keys.
     """
     shapes = [layer.shape for layer in calibration.layers]
     if not all(stock.fits(shape.d_k) and stock.fits(shape.d_v) for shape in shapes):

@@ -1,8 +1,8 @@
 """The quantizers of FORMAT.md on a unit Gaussian: distortion and best step per width.
 
-A band of b bits without a path reproduces c as step·(u − (2^b − 1)/2), u in [0, 2^b − 1]: a mid-rise quantizer with
-2^b levels. Its best step is the ratio of a band with a path, too: the format has the steps of paths as shares of it.
-Everything here is for variance 1; distortion scales with the variance, the step with the standard deviation.
+A band of b bits without a path decodes u in [0, 2^b − 1] to step·(u − (2^b − 1)/2): a mid-rise quantizer with 2^b
+levels. Its best step is also the ratio of a band with a path, whose steps are defined relative to it. All values are
+for variance 1; distortion scales with the variance, the step with the standard deviation.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def best_step(bits: int) -> float:
     return math.exp(0.5 * (low + high))
 
 
-# of a unit Gaussian coded by a path of 64 coefficients (kernels/include/subkv/trellis.h), its scale fixed: measured
+# measured distortion of a unit Gaussian coded by a path of 64 coefficients (kernels/include/subkv/trellis.h), fixed
+# scale
 _OF_PATH = {2: 0.0884, 3: 0.02445, 4: 0.00672, 5: 0.00182, 6: 0.00050}
 
 
@@ -78,7 +79,7 @@ _OF_PATH = {2: 0.0884, 3: 0.02445, 4: 0.00672, 5: 0.00182, 6: 0.00050}
 def distortion(bits: int) -> float:
     """Relative distortion E (x − x̂)² / E x² of a Gaussian at the best step; 1 for a dropped coefficient (0 bits).
 
-    Up to 6 bits that of a path through a trellis, which all but the shortest rows are.
+    Up to 6 bits that of a path through a trellis, which all but the shortest rows have.
     """
     if bits == 0:
         return 1.0

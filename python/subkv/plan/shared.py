@@ -1,4 +1,4 @@
-"""Layers without K and V rows of their own, which attend to those of an earlier layer (Gemma 3n, Gemma 4)."""
+"""Layers that share the K and V rows of an earlier layer (Gemma 3n, Gemma 4)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from subkv.native.gguf import Base
 
 
 def owner(base: Base, il: int) -> int:
-    """The layer whose rows this one attends to: mostly itself.
+    """The layer whose rows this layer attends to, usually itself.
 
-    As llama.cpp has it: behind the last layer with rows of its own, all read it or, if their window slides, the one
-    before it.
+    As in llama.cpp: all layers after the last one with rows read that one, or with a sliding window the one before it.
     """
     arch = base.get("general.architecture")
     pattern, period = base.get(f"{arch}.attention.sliding_window_pattern"), 5

@@ -1,7 +1,7 @@
-"""llama.cpp's quantized cache types in numpy: what attention sees of keys and values kept as q8_0 … q4_0.
+"""llama.cpp's quantized cache types in numpy: keys and values after storing as q8_0 … q4_0.
 
-Blocks of 32 after a Hadamard rotation, as llama.cpp 0.3.36 does by itself for head sizes in multiples of 64: keys with
-the largest power of two from 64 on that divides the head size, values with 64.
+Blocks of 32 after a Hadamard rotation, as in llama.cpp 0.3.36 for head sizes in multiples of 64: the rotation of keys
+has the largest power of two that divides the head size, that of values 64.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def fits(d: int) -> bool:
 
 
 def rotation_size(d: int, keys: bool) -> int:
-    """Side of the Hadamard matrix that rotates heads of size d, 1 for none."""
+    """Size of the Hadamard matrix that rotates heads of size d, 1 for none."""
     if d % 64:
         return 1
     return d & -d if keys else 64  # the former is the largest power of two that divides d
 
 
 def round_trip(kind: str, x: F32, keys: bool, latent: bool = False) -> F32:
-    """x [..., d] as attention sees it, stored as `kind`, one of BITS. latent: rows of latent attention, which are not
-    rotated. Raises SubkvError for a d it cannot take.
+    """x [..., d] after storing it as `kind`, one of BITS. latent: rows of latent attention, which are not rotated.
+    Raises SubkvError for an unsupported d.
     """
     d = x.shape[-1]
     if kind == "f16":

@@ -1,11 +1,10 @@
-"""What a model's weights alone tell of its keys and queries: the energies of their coordinates, and means from biases.
+"""Estimates from a model's weights: the energies of the coordinates of keys and queries, and means from biases.
 
-A layer's attention reads x = g ∘ z + β: z the normalized residual stream, g and β the norm's weights. No weight says
-where z has its energy. But weights are sums of gradients, and those are outer products with what the layer has read:
-where the matrices that read the stream are large, the stream was. So its second moment is taken as a power of the
-matrices' mean Gram matrix, of which a few directions are kept, with a share of white noise. Energies follow from it,
-those of a rotary pair's two coordinates together, which is all that is left when positions turn them. What that is
-worth: converter/NOTES.md.
+A layer's attention reads x = g ∘ z + β: z is the normalized residual stream, g and β are the norm's weights. Weights do
+not contain the energy of z. But they are sums of gradients, which are outer products with the layer's inputs, so the
+matrices that read the stream are large where the stream was large. Its second moment is therefore estimated as a power
+of the matrices' mean Gram matrix, with a few directions and a share of white noise. From it follow the energies. The
+two coordinates of a rotary pair have a common energy, because positions rotate them. Quality: converter/NOTES.md.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ from numpy.typing import NDArray
 from subkv.format.arrays import F32, F64
 from subkv.format.calibration import LayerShape
 from subkv.native.gguf import Base, Rows
-from subkv.plan.positions import UNTURNED, partners, rotation
+from subkv.plan.positions import UNROTATED, partners, rotation
 
-DIRECTIONS = 16  # of the residual stream that are kept
+DIRECTIONS = 16  # of the residual stream
 POWER = 4  # of the Gram matrix
-WHITE = 0.3  # share of the stream's energy that is spread evenly
-ROWS = 1  # sampled rows of weights per element of the stream, of all layers together
+WHITE = 0.3  # evenly spread share of the stream's energy
+ROWS = 1  # sampled rows of weights per element of the stream, over all layers
 ROUNDS = 3  # of subspace iteration
-QUERIES = 2  # heads of a group that are read; more change little
-PIECE = 1 << 17  # multiplications of a product that BLAS leaves to one thread
+QUERIES = 2  # heads read per group; more change little
+PIECE = 1 << 17  # multiplications up to which BLAS uses one thread
 SEED = 1
 Mapped = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-WHY = "bases from the weights alone read it"
+WHY = "bases from the weights need it"
 
 
 @dataclass(frozen=True)
 class Energies:
     """One layer's keys and queries after RoPE, over all positions; [n_head_kv, d_k].
 
-    k, q: mean squares of the coordinates. mean: of the keys, from biases. rest: what positions leave of biases beside
-    the mean, mean squares that come on top of k.
+    k, q: mean squares of the coordinates. mean: of the keys, from biases. rest: mean squares of biases around the mean,
+    caused by rotation, to be added to k.
     """
 
     k: F64
@@ -52,7 +51,7 @@ class Energies:
 
 @dataclass(frozen=True)
 class _Side:
-    """Rows of a matrix that make a layer's queries or keys: `first`, …; bias: theirs."""
+    """The rows of a matrix that compute a layer's queries or keys, from `first` on; bias: of these rows."""
 
     matrix: Rows
     first: int
@@ -64,21 +63,21 @@ class _Side:
 
 
 class Weights:
-    """The weights of a model that make queries and keys. Raises SubkvError for tensors that cannot be read."""
+    """The weights of a model that compute queries and keys. Raises SubkvError for unreadable tensors."""
 
     def __init__(self, base: Base, shapes: Sequence[LayerShape], span: int, mapped: Mapped = map) -> None:
-        """span: positions over which means are taken. mapped: as map(), perhaps in threads."""
+        """span: positions over which means are averaged. mapped: map(), possibly of a thread pool."""
         self._base, self._span, self._map = base, float(span), mapped
         arch = base.get("general.architecture")
         self._trained = float(base.get(f"{arch}.context_length") or span)
-        self._still = arch in UNTURNED
+        self._unrotated = arch in UNROTATED
         self._stream = self._directions(shapes)
 
     def _vector(self, name: str) -> F64 | None:
         return self._base.tensor(name, WHY).ravel().astype(np.float64) if self._base.has_tensor(name) else None
 
     def _side(self, shape: LayerShape, side: str) -> _Side | None:
-        """Side "q" or "k"; None where it is not known which rows make it. A fused matrix holds q, k, v in turn."""
+        """Side "q" or "k"; None if its rows are unknown. A fused matrix contains q, k and v in this order."""
         counts = {"q": shape.n_head * shape.d_k, "k": shape.n_head_kv * shape.d_k}
         name, first, total = f"blk.{shape.il}.attn_{side}", 0, counts[side]
         if not self._base.has_tensor(f"{name}.weight"):
@@ -92,7 +91,7 @@ class Weights:
         return _Side(matrix, first, counts[side], None if bias is None else bias[first : first + counts[side]])
 
     def _norm(self, il: int, n: int) -> F32 | None:
-        """Weights of the norm before attention, ones where there is none; None where they do not fit."""
+        """Weights of the norm before attention, ones without a norm; None if they do not fit."""
         norm = self._vector(f"blk.{il}.attn_norm.weight")
         if norm is None:
             return np.ones(n, dtype=np.float32)
@@ -102,15 +101,15 @@ class Weights:
         """All layers' queries and keys, and the weights of the norms before them."""
         for shape in shapes:
             for side in "qk":
-                found = self._side(shape, side)
-                norm = None if found is None else self._norm(shape.il, found.matrix.shape[1])
-                if found is not None and norm is not None:
-                    yield found, norm
+                rows = self._side(shape, side)
+                norm = None if rows is None else self._norm(shape.il, rows.matrix.shape[1])
+                if rows is not None and norm is not None:
+                    yield rows, norm
 
     def _directions(self, shapes: Sequence[LayerShape]) -> F32 | None:
         """Directions of the normalized stream, [n, at most DIRECTIONS] columns scaled so that squares sum to 1 − WHITE.
 
-        By subspace iteration on sampled rows. None where there is nothing to read or the widths differ.
+        By subspace iteration on sampled rows. None without readers, or if their widths differ.
         """
         readers = list(self._readers(shapes))
         widths = {len(norm) for _, norm in readers}
@@ -120,53 +119,53 @@ class Weights:
 
         def sampled(reader: tuple[_Side, F32]) -> F32:
             side, norm = reader
-            step = max(1, side.count * len(readers) // (ROWS * n)) | 1  # an odd one meets all coordinates of a head
+            step = max(1, side.count * len(readers) // (ROWS * n)) | 1  # an odd step visits all coordinates of a head
             rows = side.rows(0, side.count, step)
             rows *= norm
             size = float(np.linalg.norm(rows))
             return rows * np.float32(rows.size**0.5 / size) if 0.0 < size < math.inf else np.zeros_like(rows)
 
         parts = list(self._map(sampled, readers))
-        found = np.random.default_rng(SEED).standard_normal((n, min(DIRECTIONS, n))).astype(np.float32)
+        basis = np.random.default_rng(SEED).standard_normal((n, min(DIRECTIONS, n))).astype(np.float32)
         for _ in range(ROUNDS):
-            found = _orthonormal(sum(self._map(functools.partial(_gram_product, found), parts), np.zeros_like(found)))
-        seen = found.T @ sum(self._map(functools.partial(_gram_product, found), parts), np.zeros_like(found))
-        values, vectors = np.linalg.eigh(seen.astype(np.float64))
+            basis = _orthonormal(sum(self._map(functools.partial(_gram_product, basis), parts), np.zeros_like(basis)))
+        gram = basis.T @ sum(self._map(functools.partial(_gram_product, basis), parts), np.zeros_like(basis))
+        values, vectors = np.linalg.eigh(gram.astype(np.float64))
         weight = np.maximum(values, 0.0) ** POWER
         if not weight.sum() > 0.0:
             return None
-        columns: F32 = found @ (vectors * np.sqrt((1.0 - WHITE) * weight / weight.sum())).astype(np.float32)
+        columns: F32 = basis @ (vectors * np.sqrt((1.0 - WHITE) * weight / weight.sum())).astype(np.float32)
         return columns
 
     def energies(self, shape: LayerShape) -> Energies | None:
-        """Of one layer; None where the weights, or how positions turn keys, are not known."""
-        turning = partners(self._base, shape.d_k)
+        """The energies of one layer; None if its weights or the rotation of its keys are unknown."""
+        partner = partners(self._base, shape.d_k)
         sides = [self._side(shape, side) for side in "kq"]
-        if self._stream is None or turning is None:
+        if self._stream is None or partner is None:
             return None
         first = np.arange(shape.n_head_kv)
         group = first[:, None] * shape.n_group + np.arange(min(shape.n_group, QUERIES))
-        read = []
+        estimates = []
         for side, name, heads in zip(sides, "kq", (first, group.ravel()), strict=True):
-            found = None if side is None else self._squares(side, shape, name, heads)
-            if found is None or not all(np.isfinite(x).all() for x in found):
+            squares = None if side is None else self._squares(side, shape, name, heads)
+            if squares is None or not all(np.isfinite(x).all() for x in squares):
                 return None
-            read.append(found)
-        (k, mean), (q, q_mean) = read
-        k, q, of_bias = (_shared(x, turning) for x in (k, _group_mean(q, shape), _group_mean(q_mean**2, shape)))
-        # keys and queries of a pair grow together: what both estimates say is better than either
+            estimates.append(squares)
+        (k, mean), (q, q_mean) = estimates
+        k, q, of_bias = (_pair_mean(x, partner) for x in (k, _group_mean(q, shape), _group_mean(q_mean**2, shape)))
+        # keys and queries of a pair grow together, so the geometric mean of both estimates is better than either
         both = np.sqrt(k * q)
         both /= np.maximum(both.sum(axis=1, keepdims=True), 1e-300)
         k, q = both * k.sum(axis=1, keepdims=True), both * q.sum(axis=1, keepdims=True) + of_bias
-        near, far = self._turned(mean, self._span), self._turned(mean, self._trained)
+        near, far = self._mean_rotated(mean, self._span), self._mean_rotated(mean, self._trained)
         if near is None or far is None:
             near = far = np.zeros_like(mean)
-        # less the mean near by, which far away leaves something
-        rest = _shared(np.maximum(_shared(mean**2, turning) - 2.0 * near * far + near**2, 0.0), turning)
+        # mean squares around `near`, averaged over all trained positions
+        rest = _pair_mean(np.maximum(_pair_mean(mean**2, partner) - 2.0 * near * far + near**2, 0.0), partner)
         return Energies(k, q, near, rest)
 
     def _squares(self, side: _Side, shape: LayerShape, name: str, heads: NDArray[np.int64]) -> tuple[F64, F64] | None:
-        """Mean squares less the mean's, and means, of these heads before RoPE; None where shapes do not fit.
+        """Variances and means of these heads before RoPE; None if shapes do not fit.
 
         Both [heads, d_k].
         """
@@ -176,36 +175,36 @@ class Weights:
         if norm is None or n != len(self._stream):
             return None
         square, mean = np.zeros((len(heads), d)), np.zeros((len(heads), d))
-        for i, head in enumerate(heads):  # one at a time stays in the processor's caches
+        for i, head in enumerate(heads):  # one head at a time fits the processor's caches
             rows = side.rows(head * d, head * d + d)
             if shift is not None and len(shift) == n:
                 mean[i] = rows @ shift.astype(np.float32)
             if side.bias is not None:
                 mean[i] += side.bias[head * d : head * d + d]
             rows *= norm
-            seen = _product(rows, self._stream)
-            square[i] = n * np.einsum("ij,ij->i", seen, seen) + WHITE * np.einsum("ij,ij->i", rows, rows)
+            projected = _product(rows, self._stream)
+            square[i] = n * np.einsum("ij,ij->i", projected, projected) + WHITE * np.einsum("ij,ij->i", rows, rows)
         weight = self._vector(f"blk.{shape.il}.attn_{name}_norm.weight")
         if weight is None:
             return square, mean
         if weight.size not in (d, side.count):
             return None
-        # a head's norm, or one of all heads, divides by the root mean square
+        # a norm of each head, or of all heads, divides by the root mean square
         size = square + mean**2
         size = size.mean(axis=1, keepdims=True) if weight.size == d else size.mean(keepdims=True)
         weight = (weight if weight.size == d else weight.reshape(-1, d)[heads]) / np.sqrt(np.maximum(size, 1e-300))
         return square * weight**2, mean * weight
 
-    def _turned(self, means: F64, span: float) -> F64 | None:
-        """Mean of means [n, d] over all positions in [0, span]; None where it is not known how they turn."""
-        if self._still or not means.any():
+    def _mean_rotated(self, means: F64, span: float) -> F64 | None:
+        """Means [n, d] averaged over all positions in [0, span]; None if their rotation is unknown."""
+        if self._unrotated or not means.any():
             return means
-        turn = rotation(self._base, means.shape[1])
-        return None if turn is None else turn.vector(means, span)
+        rotate = rotation(self._base, means.shape[1])
+        return None if rotate is None else rotate.vector(means, span)
 
 
 def _product(rows: F32, columns: F32) -> F32:
-    """rows [r, n] @ columns [n, m] in pieces that BLAS does not share among its threads: they wait for each other."""
+    """rows [r, n] @ columns [n, m] in small pieces, for which BLAS uses one thread; its threads would wait."""
     step = _step(len(rows) * columns.shape[1], len(columns))
     n = len(columns) // step * step
     pieces = rows[:, :n].reshape(len(rows), -1, step).transpose(1, 0, 2)
@@ -214,7 +213,7 @@ def _product(rows: F32, columns: F32) -> F32:
 
 
 def _step(size: int, most: int) -> int:
-    """Rows of a piece, of so many multiplications each."""
+    """Rows of a piece; size: multiplications per row."""
     return min(max(PIECE // max(size, 1), 1), most)
 
 
@@ -222,28 +221,28 @@ def _gram_product(columns: F32, rows: F32) -> F32:
     """rowsᵀ rows columns, rows [r, n], columns [n, m]."""
     out = np.zeros_like(columns)
     for part in np.array_split(rows, -(-len(rows) // 128)):
-        seen = _product(part, columns)
-        step = _step(seen.size, len(columns))
+        projected = _product(part, columns)
+        step = _step(projected.size, len(columns))
         n = len(columns) // step * step
-        out[:n] += np.matmul(part[:, :n].T.reshape(-1, step, len(part)), seen).reshape(n, -1)
-        out[n:] += part[:, n:].T @ seen
+        out[:n] += np.matmul(part[:, :n].T.reshape(-1, step, len(part)), projected).reshape(n, -1)
+        out[n:] += part[:, n:].T @ projected
     return out
 
 
 def _orthonormal(x: F32) -> F32:
-    """Columns of the same span [n, m], m small: what numpy's QR takes seconds for."""
+    """Orthonormal columns of the same span [n, m], for small m; numpy's QR takes seconds."""
     values, vectors = np.linalg.eigh((x.T @ x).astype(np.float64))
     out: F32 = x @ (vectors / np.sqrt(np.maximum(values, 1e-12 * values[-1] + 1e-300))).astype(np.float32)
     return out
 
 
-def _shared(squares: F64, turning: NDArray[np.int64]) -> F64:
-    """Mean squares [heads, d] of coordinates that turn in pairs."""
-    out: F64 = 0.5 * (squares + squares[:, turning])
+def _pair_mean(squares: F64, partner: NDArray[np.int64]) -> F64:
+    """Mean squares [heads, d], averaged over rotary pairs."""
+    out: F64 = 0.5 * (squares + squares[:, partner])
     return out
 
 
 def _group_mean(x: F64, shape: LayerShape) -> F64:
-    """Of query heads that share a KV head, [n_head_kv, d]."""
+    """Mean over query heads that share a KV head, [n_head_kv, d]."""
     out: F64 = x.reshape(shape.n_head_kv, -1, x.shape[1]).mean(axis=1)
     return out

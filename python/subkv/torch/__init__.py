@@ -1,1 +1,1 @@
-"""The cache of transformers on the same files. Extra `torch`."""
+"""A cache for transformers that uses the same files. Extra `torch`."""

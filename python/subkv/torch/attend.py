@@ -1,4 +1,4 @@
-"""Attention over coefficients in torch: exact sinks, coded cells tile by tile, exact recent cells, one softmax.
+"""Attention over coefficients in torch: exact sinks, coded cells in tiles, exact recent cells, one softmax.
 
 Shapes: b batch, h KV heads, g query heads of a KV head, n queries, t cells, d head size, r rank.
 """
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from subkv.torch.rows import RowCodec
 
-LOGITS = 1 << 22  # logits held at once
-TILE = 2048  # cells dequantized at once, at most
-QUERIES = 256  # queries that share a piece of the recent band
+LOGITS = 1 << 22  # maximum number of logits in memory
+TILE = 2048  # maximum cells dequantized at once
+QUERIES = 256  # queries per piece of the recent band
 
 
 @dataclass(frozen=True)
 class Cells:
-    """What a layer holds. Cells are counted from 0; the exact window counts from `start` [b], the first not padding.
+    """A layer's cells, counted from 0. The exact window starts at `start` [b], the first cell that is not padding.
 
-    rows_k, rows_v: [b, at least n_cells, row_bytes] uint8. sink_k, sink_v: [b, h, n_sink, d], of cells start,
-    start + 1, …. recent_k, recent_v: [b, h, at least n_recent, d], of the last cells.
+    rows_k, rows_v: [b, at least n_cells, row_bytes] uint8. sink_k, sink_v: [b, h, n_sink, d], cells start,
+    start + 1, …. recent_k, recent_v: [b, h, at least n_recent, d], the last cells.
     """
 
     codec_k: RowCodec
@@ -40,7 +40,7 @@ class Cells:
 
 @dataclass(frozen=True)
 class Logits:
-    """How a layer makes logits. softcap: cap·tanh(logit/cap); sinks: [n_head], logits of a token without a value."""
+    """Parameters of a layer's logits. softcap: cap·tanh(logit/cap); sinks: [n_head], logits without a value."""
 
     scale: float
     softcap: float | None = None
@@ -48,9 +48,9 @@ class Logits:
 
 
 class _Softmax:
-    """Running maximum, sum and weighted values of softmax over cells that come in pieces.
+    """Running maximum, sum and weighted values of a softmax over several pieces of cells.
 
-    q: [b, n_head, n, d_k], of n_kv KV heads; here, grouped, [b, h, g, n, d_k] float32.
+    q: [b, n_head, n, d_k] with n_kv KV heads; stored grouped, [b, h, g, n, d_k] float32.
     """
 
     def __init__(self, q: Tensor, n_kv: int, d_v: int, rank: int, how: Logits) -> None:
@@ -64,13 +64,13 @@ class _Softmax:
         self.total = torch.full_like(self.top, 0.0 if how.sinks is None else 1.0)
         self.exact, self.coded = q.new_zeros(*shape, d_v), q.new_zeros(*shape, rank)
 
-    def add(self, at: slice, logits: Tensor, seen: Tensor, values: Tensor, coded: bool) -> None:
-        """logits [b, h, g, n of `at`, t], scaled; seen: [b, n, t] bool; values [b, h, t, d or r]."""
+    def add(self, at: slice, logits: Tensor, visible: Tensor, values: Tensor, coded: bool) -> None:
+        """logits: [b, h, g, n of `at`, t], scaled; visible: [b, n, t] bool; values: [b, h, t, d or r]."""
         if self.how.softcap is not None:
             logits = self.how.softcap * torch.tanh(logits / self.how.softcap)
-        logits = logits.masked_fill(~seen[:, None, None], -torch.inf)
+        logits = logits.masked_fill(~visible[:, None, None], -torch.inf)
         top = torch.maximum(self.top[..., at], logits.amax(-1))
-        level = torch.where(top.isinf(), 0.0, top)  # a query that has seen nothing yet
+        level = torch.where(top.isinf(), 0.0, top)  # for a query without visible cells so far
         old, weight = torch.exp(self.top[..., at] - level), torch.exp(logits - level[..., None])
         self.top[..., at] = top
         self.total[..., at] = self.total[..., at] * old + weight.sum(-1)
@@ -78,12 +78,12 @@ class _Softmax:
         self.coded[..., at, :] *= old[..., None]
         (self.coded if coded else self.exact)[..., at, :] += _over_cells(weight, values)
 
-    def add_exact(self, at: slice, k: Tensor, v: Tensor, seen: Tensor) -> None:
-        """k, v [b, h, t, d]; seen as of add()."""
-        self.add(at, self.how.scale * _over_cells(self.q[..., at, :], k.float().mT), seen, v.float(), False)
+    def add_exact(self, at: slice, k: Tensor, v: Tensor, visible: Tensor) -> None:
+        """k, v: [b, h, t, d]; visible as in add()."""
+        self.add(at, self.how.scale * _over_cells(self.q[..., at, :], k.float().mT), visible, v.float(), False)
 
     def output(self, decode_basis: Tensor | None = None) -> Tensor:
-        """[b, n, n_head, d] in q's dtype; zeros for a query that has seen nothing. None: no cell was coded."""
+        """[b, n, n_head, d] in q's dtype; zeros for a query without visible cells. None: no cell was coded."""
         out = self.exact if decode_basis is None else self.exact + _over_cells(self.coded, decode_basis)
         out = (out / self.total.clamp(min=1e-30)[..., None]).to(self.dtype)
         return out.flatten(1, 2).transpose(1, 2)
@@ -95,10 +95,10 @@ def _over_cells(a: Tensor, b: Tensor) -> Tensor:
     return out.unflatten(2, a.shape[2:4])
 
 
-class Sight:
-    """Which cells the queries of the last n cells see, by kind; no cell is of two kinds to a query.
+class Visibility:
+    """The cells that the queries of the last n cells see: sinks, coded cells and recent cells, without overlap.
 
-    mask: as of attend(). at: some of the queries. Results are bool, [b or 1, queries, cells].
+    mask: as in attend(). at: slice of the queries. Results are bool, [b or 1, queries, cells].
     """
 
     def __init__(self, cells: Cells, mask: Tensor | None, n: int) -> None:
@@ -106,7 +106,7 @@ class Sight:
         self._device = cells.start.device
         self._position = torch.arange(self.first, cells.n_cells, device=self._device)[:, None]
         self._start = cells.start[:, None, None]
-        self._window = self._start + cells.sink_k.shape[2]  # cells before are sinks or padding
+        self._window = self._start + cells.sink_k.shape[2]  # earlier cells are sinks or padding
 
     def _allowed(self, at: slice, low: int, high: int) -> Tensor:
         if self._mask is not None:
@@ -114,42 +114,42 @@ class Sight:
         return torch.arange(low, high, device=self._device)[None, None] <= self._position[at][None]
 
     def sinks(self, at: slice) -> Tensor:
-        """Of the sinks, in their order."""
+        """Visible sinks."""
         cell = self._start + torch.arange(self._cells.sink_k.shape[2], device=self._device)
-        seen = cell <= self._position[at]
+        visible = cell <= self._position[at]
         if self._mask is None:
-            return seen
+            return visible
         mask = self._mask[:, at]
-        return seen & mask.gather(2, cell.clamp(max=self._cells.n_cells - 1).expand(-1, mask.shape[1], -1))
+        return visible & mask.gather(2, cell.clamp(max=self._cells.n_cells - 1).expand(-1, mask.shape[1], -1))
 
     def coded(self, at: slice, low: int, high: int) -> Tensor:
-        """Of the cells from low up to high, as coded ones."""
+        """Visible coded cells among those from low to high."""
         j = torch.arange(low, high, device=self._device)
         far = (j <= self._position[at] - self._cells.n_recent) & (j >= self._window)
         return self._allowed(at, low, high) & far
 
     def recent(self, at: slice) -> tuple[slice, Tensor]:
-        """Of the recent cells that any of the queries sees; which those are of the cells held exactly."""
-        held = self._cells.n_cells - self._cells.recent_k.shape[2]  # the first that is held exactly
-        near, high = max(held, self.first + at.start - self._cells.n_recent + 1), self.first + at.stop
+        """A slice of the exact recent cells that contains all those that the queries see, and which they see."""
+        first = self._cells.n_cells - self._cells.recent_k.shape[2]  # the first exact cell
+        near, high = max(first, self.first + at.start - self._cells.n_recent + 1), self.first + at.stop
         j = torch.arange(near, high, device=self._device)
         close = (j > self._position[at] - self._cells.n_recent) & (j >= self._window)
-        return slice(near - held, high - held), self._allowed(at, near, high) & close
+        return slice(near - first, high - first), self._allowed(at, near, high) & close
 
 
 def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
     """Causal attention of the last n cells' queries.
 
-    q: [b, n_head, n, d_k]. mask: [b, n, n_cells] bool, True where a query may look, nowhere later than itself; None:
-    everywhere up to itself. Returns [b, n, n_head, d_v] in q's dtype, computed in float32.
+    q: [b, n_head, n, d_k]. mask: [b, n, n_cells] bool, the cells that a query may see, not after itself; None: all up
+    to itself. Returns [b, n, n_head, d_v] in q's dtype, computed in float32.
     """
     n_kv, n, first = cells.sink_k.shape[1], q.shape[2], cells.n_cells - q.shape[2]
     softmax = _Softmax(q, n_kv, cells.sink_v.shape[-1], cells.codec_v.rank, how)
-    sight = Sight(cells, mask, n)
+    visibility = Visibility(cells, mask, n)
     if cells.sink_k.shape[2]:
-        softmax.add_exact(slice(0, n), cells.sink_k, cells.sink_v, sight.sinks(slice(0, n)))
+        softmax.add_exact(slice(0, n), cells.sink_k, cells.sink_v, visibility.sinks(slice(0, n)))
 
-    # coded cells: the query is projected once, and a cell dequantized once for all queries
+    # coded cells: each query is projected once, and each cell dequantized once for all queries
     codec = cells.codec_k
     projected = how.scale * codec.gamma[:, None, None, None] * _over_cells(softmax.q, codec.decode_basis.mT)
     of_mean = how.scale * _over_cells(softmax.q, codec.mean[:, :, None])
@@ -160,18 +160,18 @@ def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
         c = codec.decode(cells.rows_k[:, low:high])
         logits = _over_cells(projected[..., at, :], c.mT) + of_mean[..., at, :]
         values = cells.codec_v.decode(cells.rows_v[:, low:high])
-        softmax.add(at, logits, sight.coded(at, low, high), values, True)
+        softmax.add(at, logits, visibility.coded(at, low, high), values, True)
 
     for low in range(0, n if cells.n_recent else 0, QUERIES):
         at = slice(low, min(low + QUERIES, n))
-        here, seen = sight.recent(at)
-        softmax.add_exact(at, cells.recent_k[:, :, here], cells.recent_v[:, :, here], seen)
+        here, visible = visibility.recent(at)
+        softmax.add_exact(at, cells.recent_k[:, :, here], cells.recent_v[:, :, here], visible)
 
     return softmax.output(cells.codec_v.decode_basis)
 
 
 def attend_exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Logits) -> Tensor:
-    """Attention of an ordinary layer whose logits torch's own function cannot make.
+    """Attention of an ordinary layer whose logits torch's own function does not support.
 
     q: [b, n_head, n, d_k]; k, v: [b, n_head_kv, t, d]; mask: [b, n, t] bool, None: causal, the last query sees all of
     k. Returns as attend().
@@ -182,6 +182,6 @@ def attend_exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Logi
     for low in range(0, n, QUERIES):
         at = slice(low, min(low + QUERIES, n))
         i = torch.arange(low, at.stop, device=q.device)[:, None] + n_cells - n
-        seen = (j <= i)[None] if mask is None else mask[:, at]
-        softmax.add_exact(at, k, v, seen)
+        visible = (j <= i)[None] if mask is None else mask[:, at]
+        softmax.add_exact(at, k, v, visible)
     return softmax.output()

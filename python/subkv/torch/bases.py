@@ -1,7 +1,4 @@
-"""The bases of `subkv.SubspaceCache`: from a converted file, or planned for the model at hand.
-
-Planned from a calibration, or from the model's weights alone.
-"""
+"""The bases of `subkv.SubspaceCache`: from a converted file, a calibration, or the model's weights."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Bases:
-    """What all caches of one model share. layers: (keys, values) of every coded layer; config: of the decoder."""
+    """Bases shared by all caches of a model. layers: (keys, values) of every coded layer; config: of the decoder."""
 
     layers: Mapping[int, tuple[RowCodec, RowCodec]]
     window: Window
@@ -50,18 +47,21 @@ def load(
             converted = handle.read(4) == b"GGUF"
     except OSError as error:
         raise CacheError("path", f"expected a GGUF or a calibration, found none at {path}: {error.strerror}") from error
-    asked = {name: n for name, n in (("n_sink", n_sink), ("n_recent", n_recent)) if n is not None}
+    requested = {name: n for name, n in (("n_sink", n_sink), ("n_recent", n_recent)) if n is not None}
     if converted:
-        for name, value in {"kv_bits": kv_bits, **asked}.items():
+        for name, value in {"kv_bits": kv_bits, **requested}.items():
             if value is not None:
-                raise CacheError(name, f"expected none with a converted file, which has its layout, found {value}")
+                raise CacheError(name, f"expected none with a converted file, which contains its layout, found {value}")
         described = metadata.read(Path(path))
         if described["adapt"]:
-            LOG.warning("subkv.adapt: bases stay as calibrated with transformers, found %s", described["adapt"])
+            LOG.warning(
+                "subkv.adapt: bases are static with transformers, found %s",
+                described["adapt"],
+            )
         heads, arch, fingerprint = metadata.read_heads(Path(path)), described["arch"], described["fingerprint"]
-        n_layer, window = described["block_count"], Window(described["n_sink"], described["n_recent"]).filled()
+        n_layer, window = described["block_count"], Window(described["n_sink"], described["n_recent"]).with_defaults()
     else:
-        window = replace(DEFAULT, **asked)
+        window = replace(DEFAULT, **requested)
         with concerning(calibration="path"):
             calibration = read_calibration(Path(path))
             result = convert(ModelFacts(model, calibration.arch), calibration, Options(kv_bits=kv_bits, window=window))
@@ -85,8 +85,8 @@ def from_weights(
     """Arguments and errors of SubspaceCache.from_model."""
     config = _config(model)
     arch = _arch(config.model_type)
-    asked = {name: n for name, n in (("n_sink", n_sink), ("n_recent", n_recent)) if n is not None}
-    facts, window = ModelFacts(model, arch or config.model_type), replace(DEFAULT, **asked)
+    requested = {name: n for name, n in (("n_sink", n_sink), ("n_recent", n_recent)) if n is not None}
+    facts, window = ModelFacts(model, arch or config.model_type), replace(DEFAULT, **requested)
     result = datafree.plan(facts, Options(kv_bits=kv_bits, window=window))
     for note in result.notes:
         LOG.warning("%s", note)
@@ -99,32 +99,32 @@ def from_weights(
 
 
 def _config(model: Any) -> Any:
-    """The decoder's. Raises CacheError where its layers do not all have keys and values of their own, of one size."""
+    """The decoder's config. Raises CacheError unless all layers have their own keys and values of one size."""
     config = model.config.get_text_config(decoder=True)
-    found = None
+    unsupported = None
     if getattr(config, "kv_lora_rank", None):
-        found = "latent attention (MLA)"
+        unsupported = "latent attention (MLA)"
     elif shared := getattr(config, "num_kv_shared_layers", None):
-        found = f"{shared} that read those of others"
+        unsupported = f"{shared} that share those of other layers"
     elif getattr(config, "is_heterogeneous", False):
-        found = "heads of several sizes"
-    if found:
+        unsupported = "heads of several sizes"
+    if unsupported:
         raise CacheError(
             "model",
-            f"expected layers with keys and values of their own, of one head size, found {found}; of a GGUF of it "
-            f"subkv.Llama(kv_cache='subkv') holds coefficients",
+            f"expected layers with their own keys and values of one head size, found {unsupported}; for a GGUF of it, "
+            f"use subkv.Llama(kv_cache='subkv')",
         )
     return config
 
 
 def _arch(model_type: str) -> str | None:
-    """GGUF's name for transformers' of a kind of model, None for one whose keys are of an order not known here."""
+    """GGUF's name of an architecture of transformers; None if the order of its keys is unknown."""
     names = {name.replace("-", ""): name for name in (*NEIGHBOURS, *SAME_ORDER)} | {"mistral": "llama", "phi": "phi2"}
     return names.get(model_type.replace("_", "").removesuffix("text"))
 
 
 def _check_kind(arch: str, model_type: str) -> None:
-    """Refuse bases of another architecture, as far as the two naming schemes tell."""
+    """Reject bases of another architecture, if the two naming schemes allow to compare them."""
     known = {name.replace("-", "") for name in SAME_ORDER} - {"phi2"}  # transformers' phi
     ours, theirs = arch.replace("-", ""), model_type.replace("_", "").removesuffix("text")
     if ours != theirs and (ours in known or theirs in known):
@@ -136,7 +136,7 @@ def _key_size(heads: tuple[CodedHead, ...]) -> int:
 
 
 def _codecs(heads: tuple[CodedHead, ...], order: NDArray[np.int64]) -> tuple[RowCodec, RowCodec]:
-    """order: [d_k] index into a key of transformers for every coordinate of the bases'."""
+    """order: [d_k] for every coordinate of the bases: its index in a key of transformers."""
     d_v = heads[0].v.encode.shape[1]
     return (
         RowCodec([head.k for head in heads], order, [head.gamma for head in heads]),
@@ -144,7 +144,7 @@ def _codecs(heads: tuple[CodedHead, ...], order: NDArray[np.int64]) -> tuple[Row
     )
 
 
-# weights of a layer's attention, GGUF's name and transformers'
+# weights of a layer's attention: GGUF's name -> transformers'
 WEIGHTS = {
     "attn_q": "q_proj",
     "attn_k": "k_proj",
@@ -157,14 +157,14 @@ WEIGHTS = {
 }
 
 
-NORMS_PLUS_1 = ("gemma", "qwen3next", "qwen35")  # norms of these multiply by 1 + weight in transformers
+NORMS_PLUS_1 = ("gemma", "qwen3next", "qwen35")  # in transformers their norms multiply by 1 + weight
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """A parameter [rows, columns], or one of a vector as a row, in GGUF's order; a subkv.native.gguf.Rows.
+    """A parameter [rows, columns], or a vector [rows, 1], in GGUF's order; a subkv.native.gguf.Rows.
 
-    index: [rows] its rows in llama.cpp's order. plus: what GGUF adds to it.
+    index: [rows] order of the rows in GGUF. plus: constant that GGUF adds to the values.
     """
 
     weight: Any
@@ -182,7 +182,7 @@ class _Rows:
 
 
 class ModelFacts:
-    """A model of transformers as planning sees it: GGUF's names for its numbers; a subkv.native.gguf.Base."""
+    """A model of transformers for the planner, with GGUF's names: a subkv.native.gguf.Base."""
 
     def __init__(self, model: Any, arch: str) -> None:
         self.path = Path(str(model.config.name_or_path))
@@ -227,7 +227,7 @@ class ModelFacts:
         module = self._norms.get(int(blk)) if part == "attn_norm" else self._layers.get(int(blk))
         module = module if part == "attn_norm" else getattr(module, WEIGHTS[part], None)
         weight = getattr(module, kind, None)
-        if weight is None or not weight.is_floating_point():  # or packed by a quantizer
+        if weight is None or not weight.is_floating_point():  # or a packed, quantized weight
             return None
         index = np.arange(weight.shape[0])
         d = int(self._values[f"{self._arch}.attention.key_length"])
@@ -237,23 +237,23 @@ class ModelFacts:
         return _Rows(weight if weight.ndim == 2 else weight[:, None], index, plus)
 
     def has_tensor(self, name: str) -> bool:
-        return self._find(name) is not None  # no rope_freqs.weight: a rope_type other than default says so here
+        return self._find(name) is not None  # there is no rope_freqs.weight; a rope_type replaces it
 
     def matrix(self, name: str, why: str, stacked: bool = False) -> _Rows:
-        """A weight of a layer's attention. Raises SubkvError where the model has none or names it otherwise."""
-        found = self._find(name)
-        if found is None:
+        """A weight of a layer's attention. Raises SubkvError if the model has no weight of this name."""
+        rows = self._find(name)
+        if rows is None:
             part = name.split(".")[2] if name.count(".") > 1 else name
             raise SubkvError(
                 name, f"expected weights {WEIGHTS.get(part, part)} in the model's attention, found none; {why}"
             )
-        return found
+        return rows
 
     def tensor(self, name: str, why: str) -> NDArray[np.float32]:
-        """The same, all rows."""
+        """All rows of matrix()."""
         return self.matrix(name, why).rows(slice(None))
 
 
 def _attention_modules(model: Any) -> dict[int, Any]:
-    """The attention of every layer."""
+    """The attention module of every layer."""
     return {m.layer_idx: m for m in model.get_decoder().modules() if hasattr(m, "layer_idx") and hasattr(m, "o_proj")}

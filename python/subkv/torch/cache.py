@@ -1,15 +1,14 @@
-"""`subkv.SubspaceCache`: a cache of transformers that holds coefficients. Extra `torch`.
+"""`subkv.SubspaceCache`: a coded KV cache for transformers. Extra `torch`.
 
     cache = subkv.SubspaceCache.from_file("model.subkv.gguf", model)     # or a sidecar, or calib.safetensors
-    cache = subkv.SubspaceCache.from_model(model)    # bases from the weights alone
+    cache = subkv.SubspaceCache.from_model(model)    # bases from the weights
     model.generate(**inputs, past_key_values=cache)
 
-The layout, the bytes of the rows and the exact window are those of the native engine. On a CUDA device the kernels of
-subkv_triton do the work where package triton is installed; elsewhere it is float32 arithmetic of torch, on the device
-of the model. kv_stats().kernel says which. The window has the model's dtype. Layers without bases (sliding windows)
-keep the layer cache that transformers gives them. Either gives `model` the attention function "subkv"; with any
-other cache, or none, that computes what "sdpa" does. Importing this module changes nothing in transformers or in other
-models.
+Layout, bytes of rows and exact window are those of the native engine. On a CUDA device with package triton, the kernels
+of subkv_triton are used; otherwise torch computes in float32 on the model's device (see kv_stats().kernel). The window
+has the model's dtype. Layers without bases (sliding windows) keep transformers' own layer cache. Both functions set the
+model's attention function to "subkv", which with any other cache, or none, computes the same as "sdpa". Importing this
+module does not change transformers or other models.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from subkv.torch.bases import Bases, from_weights, load
 from subkv.torch.kernels import Kernels, check, choose
 from subkv.torch.rows import RowCodec
 
-NAME = "subkv"  # of the attention and the mask function in transformers' registries
-STEP = 256  # cells are allocated in steps of this many, as llama.cpp pads them
-NEVER = 1 << 40  # a cell that will not come: the start of a row of which all has been padding
+NAME = "subkv"  # name of the attention and mask functions in transformers' registries
+STEP = 256  # cells are allocated in multiples of this, as in llama.cpp
+NEVER = 1 << 40  # start of a sequence that has only padding so far
 
 
 class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One coded layer. Rows are written when keys and values come; the window is brought up to date after attention."""
+    """One coded layer. Rows are written by update(); the exact window is updated after attention."""
 
     is_sliding = False
     is_croppable = True
@@ -47,12 +46,12 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, il: int, codecs: tuple[RowCodec, RowCodec], window: Window, kernel: str | None = None) -> None:
         super().__init__()
         self.il, self.window = il, window
-        self.codecs, self._kernel = codecs, kernel  # those of keys and values, on the layer's device once there is one
-        self.kernels: Kernels | None = None  # not before there is a device
+        self.codecs, self._kernel = codecs, kernel  # of keys and values; moved to the layer's device on first use
+        self.kernels: Kernels | None = None  # chosen on first use
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, and free it."""
+        """Remove and free all cells."""
         self.is_initialized = False
         self.n_cells = 0
         self._attended = True
@@ -68,7 +67,7 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
                 raise CacheError(
                     "SubspaceCache",
                     f"expected {len(codec.mean)} KV heads of size {codec.d} in layer {self.il}, found {x.shape[1]} of "
-                    f"{x.shape[-1]}: the bases belong to another model",
+                    f"{x.shape[-1]}: the bases are of another model",
                 )
             self._tensors |= {
                 f"rows_{side}": torch.empty(batch, 0, codec.row_bytes, dtype=torch.uint8, device=device),
@@ -77,11 +76,11 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
             }
         self._tensors["start"] = torch.full((batch,), NEVER, device=device)
         self._tensors["zero_rows"] = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._fill_until = NEVER  # cells from here on are no sinks
+        self._fill_until = NEVER  # later cells are not sinks
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Code new keys and values [batch, n_head_kv, n, d] and return them, marked for the attention function."""
+        """Encode new keys and values [batch, n_head_kv, n, d]; returns them, with this layer attached for attention."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if not self._attended:
@@ -98,9 +97,9 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
             self._tensors[f"recent_{side}"] = torch.cat([self._tensors[f"recent_{side}"], x], 2)
         self.n_cells += n
         self._attended = False
-        seen: Any = key_states.view_as(key_states)
-        seen.subkv_layer = self
-        return seen, value_states
+        marked: Any = key_states.view_as(key_states)
+        marked.subkv_layer = self
+        return marked, value_states
 
     def _reserve(self, name: str, n_cells: int) -> Tensor:
         rows = self._tensors[name]
@@ -111,7 +110,7 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._tensors[name]
 
     def attend(self, q: Tensor, mask: Tensor | None, how: Logits) -> Tensor:
-        """Attention of the latest update's queries, arguments and result as of Kernels.attend."""
+        """Attention of the latest update's queries; arguments and result as in Kernels.attend."""
         if self._attended or self.kernels is None or q.shape[2] > self.n_cells:
             raise CacheError(
                 "SubspaceCache", f"expected one attention per update, found another one in layer {self.il}"
@@ -121,8 +120,8 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
             self._find_starts(mask, first)
             self._fill_sinks(first)
         t = self._tensors
-        held = {name: x for name, x in t.items() if name != "zero_rows"}
-        cells = Cells(*self.codecs, **held, n_cells=self.n_cells, n_recent=self.window.n_recent)
+        tensors = {name: x for name, x in t.items() if name != "zero_rows"}
+        cells = Cells(*self.codecs, **tensors, n_cells=self.n_cells, n_recent=self.window.n_recent)
         out = self.kernels.attend(q, cells, mask, how)
         n_held = self.window.n_recent + self.window.n_rollback
         for name in ("recent_k", "recent_v"):
@@ -132,18 +131,18 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
         return out
 
     def _find_starts(self, mask: Tensor | None, first: int) -> None:
-        """Where sequences start: their first cell, from `first` on, that any query sees."""
+        """Set the start of sequences: the first cell, from `first` on, that any query sees."""
         start = self._tensors["start"]
         if mask is None:
-            found, seen = torch.full_like(start, first), torch.ones_like(start, dtype=torch.bool)
+            new, visible = torch.full_like(start, first), torch.ones_like(start, dtype=torch.bool)
         else:
             columns = mask.any(1)
-            found, seen = columns.int().argmax(-1).clamp(min=first), columns.any(-1)
-        self._tensors["start"] = torch.where((start == NEVER) & seen, found, start)
+            new, visible = columns.int().argmax(-1).clamp(min=first), columns.any(-1)
+        self._tensors["start"] = torch.where((start == NEVER) & visible, new, start)
         self._fill_until = int(self._tensors["start"].max()) + self.window.n_sink
 
     def _fill_sinks(self, first: int) -> None:
-        """Keep the sinks among the new cells, those from `first` on."""
+        """Copy the sinks among the new cells, from `first` on."""
         t = self._tensors
         cell = t["start"][:, None] + torch.arange(self.window.n_sink, device=t["start"].device)
         new = ((cell >= first) & (cell < self.n_cells))[:, None, :, None]
@@ -162,14 +161,14 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raises CacheError where fewer exact tokens than the window needs would be left."""
+        """Raises CacheError if fewer exact tokens than the window needs would remain."""
         held = self._tensors["recent_k"].shape[2] if self.is_initialized else 0
         most = self.n_cells if held == self.n_cells else max(0, held - self.window.n_recent)
         if not 0 <= -tokens_to_remove <= most:
             raise CacheError(
                 "crop",
                 f"expected to remove 0 to {most} tokens, given as a negative number, found {tokens_to_remove}: "
-                f"cells before are held as coefficients only; evaluate the text again",
+                f"earlier cells have only codes; evaluate the text again",
             )
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -186,23 +185,23 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
         self._fill_until = int(self._tensors["start"].max()) + self.window.n_sink
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows of the batch, in this order."""
+        """Select these rows of the batch, in this order."""
         self._tensors = {name: x[indices.to(x.device)] for name, x in self._tensors.items()}
 
     reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row of the batch `repeats` times."""
+        """Repeat every row of the batch `repeats` times."""
         self._tensors = {name: x.repeat_interleave(repeats, dim=0) for name, x in self._tensors.items()}
 
     def n_bytes(self, kind: str) -> int:
-        """Bytes allocated of a kind: rows, sink or recent."""
+        """Allocated bytes of a kind: rows, sink or recent."""
         held = [self._tensors[f"{kind}_{side}"] for side in "kv"] if self.is_initialized else []
         return sum(x.untyped_storage().nbytes() for x in held)
 
     @property
     def n_allocated(self) -> tuple[int, ...]:
-        """Sequences and cells of each that there is room for."""
+        """Numbers of allocated sequences and cells per sequence."""
         return tuple(self._tensors["rows_k"].shape[:2]) if self.is_initialized else (0, 0)
 
     @property
@@ -211,19 +210,19 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class SubspaceCache(transformers.Cache):  # type: ignore[misc]
-    """A cache of coefficients for one model; SubspaceCache(cache.bases) is another, empty one for the same model.
+    """A coded cache for one model; SubspaceCache(cache.bases) creates another, empty one for the same model.
 
-    Works with generate (greedy, sampling, beams, assisted), plain forward calls, prompts in parts, and batches with
-    left padding. The first n_sink tokens of every sequence and the last n_recent are exact; a tail of 16 tokens can be
-    cropped. Raises CacheError, one sentence, for what it cannot do.
+    Supports generate (greedy, sampling, beams, assisted), forward calls, prompts in parts, and batches with left
+    padding. The first n_sink and last n_recent tokens of every sequence are exact; crop() can remove the last 16
+    tokens. Raises CacheError for unsupported operations.
     """
 
     def __init__(self, bases: Bases, *, kernel: str | None = None) -> None:
-        """kernel: "torch" or "triton" instead of what suits the device. Raises CacheError for others."""
+        """kernel: "torch" or "triton", default by device. Raises CacheError for other values."""
         check(kernel)
         layers = transformers.DynamicCache(config=bases.config).layers
         for il, codecs in bases.layers.items():
-            if type(layers[il]) is DynamicLayer:  # others, as sliding windows, stay what they are
+            if type(layers[il]) is DynamicLayer:  # sliding-window layers stay ordinary
                 layers[il] = SubspaceLayer(il, codecs, bases.window, kernel)
         super().__init__(layers=layers)
         self.bases = bases
@@ -239,11 +238,11 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
         n_recent: int | None = None,
         kernel: str | None = None,
     ) -> SubspaceCache:
-        """An empty cache for `model`, a causal language model of transformers, which is given our attention function.
+        """An empty cache for `model`, a causal language model of transformers; sets its attention function.
 
-        path: a converted GGUF or a sidecar, or a calibration (calib.safetensors), from which a layout is planned as
-        `convert` does: kv_bits, n_sink and n_recent are its options and only allowed then. kernel: as SubspaceCache's.
-        Raises SubkvError, as a rule CacheError, for a file or a model that does not fit.
+        path: a converted GGUF, a sidecar, or a calibration (calib.safetensors), from which a layout is planned as in
+        `convert`; only then kv_bits, n_sink and n_recent are allowed. kernel: as in SubspaceCache(). Raises SubkvError,
+        usually CacheError, if file and model do not fit.
         """
         return cls._for(model, load(os.fspath(path), model, kv_bits, n_sink, n_recent), kernel)
 
@@ -257,7 +256,7 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
         n_recent: int | None = None,
         kernel: str | None = None,
     ) -> SubspaceCache:
-        """As from_file, for a model that was never calibrated: bases from its weights alone (6.5 bits by default)."""
+        """As from_file() without a calibration: with bases from the model's weights (6.5 bits by default)."""
         return cls._for(model, from_weights(model, kv_bits, n_sink, n_recent), kernel)
 
     @classmethod
@@ -273,25 +272,25 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
         return [layer for layer in self.layers if isinstance(layer, SubspaceLayer)]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        found = self.bases.config._attn_implementation
-        if found != NAME:
+        attention = self.bases.config._attn_implementation
+        if attention != NAME:
             raise CacheError(
                 "model",
-                f"expected the attention function {NAME!r}, which from_file and from_model set, found {found!r}",
+                f"expected the attention function {NAME!r}, which from_file and from_model set, found {attention!r}",
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last −tokens_to_remove tokens, from all layers or, where one refuses, from none."""
+        """Remove the last −tokens_to_remove tokens from all layers; if one refuses, from none."""
         for layer in self._coded:
             layer.check_crop(tokens_to_remove)
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, SubspaceLayer)):
-            layer.crop(tokens_to_remove)  # the others first: they refuse alike
+            layer.crop(tokens_to_remove)  # ordinary layers first, which may refuse
 
     def kv_stats(self) -> KVStats:
-        """Sizes in bytes as allocated now, counted as the native engine does; bases are float32 here.
+        """Allocated bytes, counted as in the native engine; bases are float32 here.
 
-        kernel: torch or triton, both where devices differ; none yet before the first keys.
+        kernel: torch or triton, both on several devices; "none yet" before the first keys.
         """
         coded = self._coded
         sizes = [layer.n_allocated for layer in coded]
@@ -300,8 +299,8 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
         in_coded = sum(batch * n * e for (batch, n), e in zip(sizes, elements, strict=True))
         rows = sum(layer.n_bytes("rows") for layer in coded)
         window = sum(layer.n_bytes("sink") + layer.n_bytes("recent") for layer in coded)
-        held = [getattr(layer, name, None) for layer in self.layers for name in ("keys", "values")]
-        ordinary = [x for x in held if isinstance(x, Tensor)]
+        tensors = [getattr(layer, name, None) for layer in self.layers for name in ("keys", "values")]
+        ordinary = [x for x in tensors if isinstance(x, Tensor)]
         stock = sum(x.nbytes for x in ordinary)
         return KVStats(
             type_k=CODED,
@@ -324,14 +323,14 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
 
 
 def _give_attention(model: Any) -> None:
-    """Register our functions and let the model's decoder use them; other models keep theirs."""
+    """Register our functions and set them in the model's decoder; other models are unchanged."""
     transformers.AttentionInterface.register(NAME, _attention)
     transformers.AttentionMaskInterface.register(NAME, sdpa_mask)
     decoder = model.get_decoder()
     decoder.set_attn_implementation(NAME)
     if decoder.config._attn_implementation != NAME:
         raise CacheError(
-            "model", f"expected a model whose attention can be chosen, found {type(model).__name__}, which has its own"
+            "model", f"expected a model whose attention can be chosen, found {type(model).__name__} with a fixed one"
         )
 
 

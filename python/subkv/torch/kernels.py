@@ -1,4 +1,4 @@
-"""Which kernels a layer of `subkv.SubspaceCache` uses, chosen here alone: Triton's on CUDA devices, else torch's."""
+"""Chooses the kernels of a layer of `subkv.SubspaceCache`: Triton's on CUDA devices, else torch's."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from subkv.torch.attend import Cells, Logits, attend
 from subkv.torch.rows import RowCodec
 
 TORCH, TRITON = "torch", "triton"
-CAPABILITY = (7, 5)  # least compute capability of a device, as of kernels/cuda
+CAPABILITY = (7, 5)  # minimum compute capability, as in kernels/cuda
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What is done with a layer's rows.
+    """Operations on a layer's rows.
 
-    encode: a codec, vectors [batch, n_head_kv, n, d], rows [batch, n_cells, row_bytes] uint8 to write to, the first
-    cell; returns how many rows of a head became zero rows for not being finite, [batch]. attend: that of attend.py.
+    encode(codec, vectors [batch, n_head_kv, n, d], output rows [batch, n_cells, row_bytes] uint8, first cell): returns
+    the number of heads' rows that were not finite and became zero rows, [batch]. attend: as in attend.py.
     """
 
     name: str
@@ -42,22 +42,22 @@ IN_TORCH = Kernels(TORCH, encode, attend)
 
 
 def check(name: str | None) -> None:
-    """Raises CacheError for a name that no kernels have; None: chosen by the device."""
+    """Raises CacheError for an unknown name; None: chosen by device."""
     if name not in (None, TORCH, TRITON):
         raise CacheError("kernel", f"expected {TORCH!r}, {TRITON!r} or None, found {name!r}")
 
 
 def choose(device: torch.device, name: str | None = None) -> Kernels:
-    """Those of this name; None: Triton's on a CUDA device where they run, else torch's.
+    """The kernels of this name; None: Triton's on a CUDA device if they run there, else torch's.
 
-    Raises CacheError where Triton's are asked for and cannot run.
+    Raises CacheError if Triton's are requested and cannot run.
     """
     check(name)
     if name == TORCH or (name is None and device.type != "cuda"):
         return IN_TORCH
     lacking = _lacking(device)
     if lacking is None:
-        from subkv.torch import triton_kernels  # imports triton, which not every platform has
+        from subkv.torch import triton_kernels  # imports triton, which some platforms lack
 
         return Kernels(TRITON, triton_kernels.encode, triton_kernels.attend)
     if name is None:
@@ -66,13 +66,13 @@ def choose(device: torch.device, name: str | None = None) -> Kernels:
 
 
 def _lacking(device: torch.device) -> tuple[str, str] | None:
-    """What Triton's kernels need here, and what there is instead."""
+    """The missing requirement of Triton's kernels, and what is present instead; None if they run."""
     if importlib.util.find_spec("triton") is None:
         return "package triton", "none"
     if device.type != "cuda":
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         return None if interpreted else ("a CUDA device or TRITON_INTERPRET=1", f"device {device.type}")
-    found = torch.cuda.get_device_capability(device)
-    if found < CAPABILITY:
-        return "a device of compute capability 7.5", f"one of {found[0]}.{found[1]}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:
+        return "a device of compute capability 7.5", f"one of {capability[0]}.{capability[1]}"
     return None

@@ -1,7 +1,7 @@
-"""Rows of coefficients in torch, all KV heads of a layer at once, on whatever device the model is.
+"""Rows of coefficients in torch, for all KV heads of a layer at once, on the model's device.
 
-FORMAT.md §2 and §3 as tables over [n_head_kv, r], r being the largest rank of a layer: heads with fewer coefficients
-have empty places, which code to nothing. encode() writes the bytes of subkv.format.codec (the tests compare them).
+FORMAT.md §2 and §3 as tables over [n_head_kv, r], where r is the largest rank of the layer; smaller heads have unused
+entries. encode() writes the same bytes as subkv.format.codec (tests compare them).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from subkv_triton.fields import (
     scale_table,
 )
 
-PIECE = 1 << 16  # coefficients encoded at once in torch: eleven candidate scales of each, in float64
+PIECE = 1 << 16  # coefficients encoded at once, with eleven candidate scales each, in float64
 
 
 class RowCodec:
     """Bases and bands of one layer's keys or values; immutable, shared by all caches of a model.
 
-    heads: bands and bases of every KV head. order: [d] index into the model's vectors for every coordinate of the
-    bases. gamma: [n_head_kv], what approximate logits are multiplied with; ones for values.
+    heads: bands and bases of every KV head. order: [d] for every coordinate of the bases: its index in the model's
+    vectors. gamma: [n_head_kv], factor of approximate logits; ones for values.
     bands: (n, bits, ratio) of every head. row_bytes: bytes of a cell's row. rank: the largest rank. encode_basis,
-    decode_basis: [n_head_kv, rank, d] float32; mean: [n_head_kv, d] float32, what keys are coded less of, offset:
+    decode_basis: [n_head_kv, rank, d] float32; mean: [n_head_kv, d] float32, subtracted from keys; offset:
     [n_head_kv, rank], its coefficients. All in the order of the model's vectors.
     """
 
@@ -67,19 +67,19 @@ class RowCodec:
 
         self._scale_byte = torch.from_numpy(np.cumsum([0, *n_bytes[:-1]]))
         self._head_of_byte = torch.from_numpy(np.repeat(np.arange(len(heads)), n_bytes))
-        self._byte = self._scale_byte[:, None] + of_layer("byte")  # of the cell's row
+        self._byte = self._scale_byte[:, None] + of_layer("byte")  # index in the cell's row
         self._shift, self._mask, self._low = of_layer("shift"), of_layer("mask"), of_layer("lift")
         self._ratio, self._half, self._wide = of_layer("ratio"), of_layer("zero"), of_layer("kind") == HALF
         self._step, self._centre, self._bend = of_layer("step"), of_layer("centre"), of_layer("bend")
         self._on = of_layer("on")
         of_head = self.rank * torch.arange(len(heads))[:, None]
-        self._before = (of_layer("before") + of_head).flatten(1)  # of all heads' coefficients
+        self._before = (of_layer("before") + of_head).flatten(1)  # index over all heads' coefficients
         self._paths = Paths.of([(of.path, of.step) for of in fields], self.rank)
         self._scales = torch.from_numpy(scale_table())
         self._copies = {self.mean.device: self}  # by device
 
     def to(self, device: torch.device) -> RowCodec:
-        """The same on a device, where there is one copy of it."""
+        """This codec on a device; one copy per device."""
         if device not in self._copies:
             moved = self._copies[device] = object.__new__(RowCodec)
             for name, value in vars(self).items():
@@ -91,7 +91,7 @@ class RowCodec:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the bases as held here."""
+        """Bytes of the bases in memory."""
         return sum(t.nbytes for t in (self.encode_basis, self.decode_basis, self.mean, self.offset))
 
     def coefficients(self, x: Tensor) -> Tensor:
@@ -99,10 +99,10 @@ class RowCodec:
         return x.float() @ self.encode_basis.mT - self.offset[:, None]
 
     def encode(self, c: Tensor) -> Tensor:
-        """Coefficients as of coefficients() to rows [batch, n, row_bytes] uint8.
+        """Encode the result of coefficients() to rows [batch, n, row_bytes] uint8.
 
-        Those of a head that are zero or not finite become a zero row. libsubkv does it where it can read them: on CPUs
-        the search of paths takes it a fiftieth of the time that torch needs.
+        A head's coefficients that are zero or not finite become a zero row. On CPUs libsubkv encodes, whose path search
+        takes a fiftieth of torch's time.
         """
         return self._encode_native(c) if c.device.type == "cpu" else self.encode_in_torch(c)
 
@@ -117,13 +117,13 @@ class RowCodec:
         return torch.cat(heads, 2)
 
     def encode_in_torch(self, c: Tensor) -> Tensor:
-        """encode() in operations of torch, on any device."""
+        """encode() with torch, on any device."""
         c = c.transpose(1, 2)
         step = max(1, PIECE // c[:, 0].numel())
         return torch.cat([self._encode(piece) for piece in c.split(step, 1)], 1)
 
     def _encode(self, c: Tensor) -> Tensor:
-        """The same of [batch, n, n_head_kv, rank]."""
+        """The same for [batch, n, n_head_kv, rank]."""
         live = c.isfinite().all(-1) & (c != 0).any(-1)
         clean = torch.where(live[..., None], c, 1.0)
         chosen = self._choose_scales(clean)
@@ -145,7 +145,7 @@ class RowCodec:
         return rows.to(torch.uint8)
 
     def _choose_scales(self, c: Tensor) -> Tensor:
-        """Scale codes [batch, n, n_head_kv] of least squared error, the candidates and roundings those of the codec."""
+        """Scale codes [batch, n, n_head_kv] of least squared error; candidates and rounding as in the codec."""
         coded = self._half > 0.0
         reach = torch.where(coded, c.abs() / (self._ratio * self._half), 0.0).amax(-1)
         start = (torch.searchsorted(self._scales[1:], reach) + 1).clamp(max=255)
@@ -156,7 +156,7 @@ class RowCodec:
         return torch.where(coded.any(-1), chosen, SCALE_ONE)
 
     def _choose_path_scales(self, paths: Paths, c: Tensor, middle: Tensor) -> Tensor:
-        """Likewise where rows have a path: `middle` elsewhere."""
+        """The same for rows with a path; others keep `middle`."""
         k = middle[..., None] + torch.arange(-PATH_BELOW, PATH_TRIED - PATH_BELOW, device=c.device)
         tried = k.clamp(1, 255)
         cost = paths.free_cost(c, self._scales[tried])
@@ -168,7 +168,7 @@ class RowCodec:
         return torch.where(paths.any & (least < torch.inf), chosen, middle)
 
     def _squared_error(self, c: Tensor, k: Tensor, counted: Tensor) -> Tensor:
-        """[batch, n, n_head_kv, candidates] at scale codes k, without a path, of the coefficients `counted`."""
+        """Squared error [batch, n, n_head_kv, candidates] at scale codes k, without a path; counted: coefficients."""
         x, half = c[..., None, :], self._half[:, None]  # [batch, n, n_head_kv, candidates, rank]
         step = self._scales[k][..., None] * self._ratio[:, None]
         centred = (_codes(x, step, half) - half).double()
@@ -184,7 +184,7 @@ class RowCodec:
         batch, n = rows.shape[:2]
         parts = rows[:, :, self._byte.flatten()].view(batch, n, 2, -1, self.rank).int()
         code = (((parts >> self._shift) & self._mask) << self._low).sum(2, dtype=torch.int32)
-        scale = self._scales[rows[:, :, self._scale_byte].long()][..., None]  # 0 of a zero row
+        scale = self._scales[rows[:, :, self._scale_byte].long()][..., None]  # 0 for a zero row
         if self._paths is None:
             c = scale * self._step * (code - self._centre)
         else:
@@ -200,6 +200,6 @@ class RowCodec:
 
 
 def _codes(c: Tensor, step: Tensor, half: Tensor) -> Tensor:
-    """Codes as float32; shapes broadcast. The products are those of a fused multiply-add, as in the codec."""
+    """Codes as float32; shapes broadcast. Products are rounded as in a fused multiply-add, as in the codec."""
     u = (c.double() * (1.0 / step) + half).float().round()
     return torch.minimum(u.clamp(min=0.0), 2.0 * half)

@@ -1,7 +1,7 @@
-"""Paths through a trellis in torch: the codes of rows' bands of 2 to 6 bits, FORMAT.md §3.
+"""Paths through a trellis in torch: the codes of bands of 2 to 6 bits, FORMAT.md §3.
 
-All rows and heads go along their paths together, a place at a time. The costs are those of kernels/ref/trellis.cpp,
-sums of float32; a state of a path is [h, l], the lowest bits of the last code but one and of the last code.
+All rows and heads are searched together, one step of the path at a time. Costs are sums of float32 as in
+kernels/ref/trellis.cpp. The state of a path is [h, l], the lowest bits of the last but one and the last code.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from subkv_triton.fields import LINE_FACTORS, Path
 
 STATES = 4
-AT_ONCE = 1 << 17  # numbers of a kind that are made ahead of a path: less is slower, more leaves the processor's cache
+AT_ONCE = 1 << 17  # numbers precomputed at once: fewer is slower, more exceeds the processor's cache
 
 
 @dataclass(frozen=True)
 class Paths:
-    """Of H heads, as long as the longest: shorter ones end with places that are none. Tensors [n_place, 1, H]."""
+    """The paths of H heads, padded to the longest. Tensors [n_place, 1, H]; a place is a step of a path."""
 
     coefficient: Tensor
     step: Tensor
-    """Relative to the row's scale; 1 of no place."""
+    """Relative to the row's scale; 1 for padding."""
     half: Tensor
     """2^bits"""
     bend: tuple[Tensor, Tensor]
@@ -34,14 +34,14 @@ class Paths:
     """Constants of fields.line_constants."""
     is_place: Tensor
     full: tuple[bool, ...]
-    """[n_place] whether all heads have that place."""
+    """[n_place] whether no head is padded there."""
     any: Tensor
     """[H] whether a head's rows have a path."""
     rank: int
 
     @classmethod
     def of(cls, heads: Sequence[tuple[Path, NDArray[np.float32]]], rank: int) -> Paths | None:
-        """Of the paths and steps [rank] of every head; None where no rows have one."""
+        """From the paths and steps [rank] of every head; None if no head has a path."""
         n = max(len(path.coefficient) for path, _ in heads)
         if n == 0:
             return None
@@ -65,7 +65,7 @@ class Paths:
         )
 
     def to(self, device: torch.device) -> Paths:
-        """The same on a device."""
+        """These paths on a device."""
 
         def moved(value: object) -> object:
             if isinstance(value, tuple):
@@ -75,7 +75,7 @@ class Paths:
         return Paths(**{name: moved(value) for name, value in vars(self).items()})  # type: ignore[arg-type]
 
     def free_cost(self, c: Tensor, scale: Tensor) -> Tensor:
-        """Squared error of the best path of coefficients c [.., H, rank] at scales [.., H, tried], of that shape."""
+        """Squared error [.., H, tried] of the best path of coefficients c [.., H, rank] at scales [.., H, tried]."""
         shape = scale.shape
         scale = scale.flatten(0, -3).movedim(-1, 0)  # [tried, N, H]
         cost = torch.zeros(2, 2, *scale.shape, device=c.device)
@@ -85,24 +85,24 @@ class Paths:
         return cost.flatten(0, 1).amin(0).movedim(0, -1).reshape(shape)
 
     def codes(self, c: Tensor, scale: Tensor) -> Tensor:
-        """int32 of the shape of c [.., H, rank] at scales [.., H]: of the best path, 0 of what is not on it."""
+        """Codes of the best path, int32 [.., H, rank], of coefficients c at scales [.., H]; 0 outside of paths."""
         flat = scale.flatten(0, -2)[None]  # [1, N, H]
         shape = flat.shape[1:]
-        # every state as both ends of the path
+        # paths that start and end in the same state, for all states
         cost = torch.full((2, 2, STATES, *shape), torch.inf, device=c.device)
         for state in range(STATES):
             cost[state >> 1, state & 1, state] = 0.0
         n_place = len(self.coefficient)
         taken = torch.empty(n_place, 2, 2, STATES, *shape, dtype=torch.bool, device=c.device)
         index = torch.empty(n_place, STATES, *shape, dtype=torch.uint8, device=c.device)
-        for t, found, branches in self._steps(c, flat):
-            index[t] = found[:, 0]
+        for t, nearest, branches in self._steps(c, flat):
+            index[t] = nearest[:, 0]
             ends = (branches + cost.unsqueeze(2)).float().unbind()
             torch.lt(ends[1], ends[0], out=taken[t])
             cost = self._extended(t, ends, cost)
         closed = torch.stack([cost[state >> 1, state & 1, state] for state in range(STATES)])
         state = closed.argmin(0)
-        # of every place and state behind it [l, x]: the state before, 2 h + l, and the code between them
+        # for every place and its end state [l, x]: the start state 2 h + l, and the code between them
         high = taken.gather(3, state.expand(n_place, 2, 2, 1, *shape)).squeeze(3)
         low, x = (torch.arange(2, device=c.device).view(view) for view in ((2, 1, 1, 1), (2, 1, 1)))
         before = (2 * high + low).flatten(1, 2)
@@ -119,13 +119,13 @@ class Paths:
         return out.movedim(0, -1).reshape(c.shape).int()
 
     def _extended(self, t: int, ends: tuple[Tensor, ...], cost: Tensor) -> Tensor:
-        """Costs after place t: the less of two ends, and `cost` of heads that have no such place."""
+        """Costs after place t: the smaller of two branches, or `cost` for padded heads."""
         less = torch.minimum(ends[0], ends[1])
         return less if self.full[t] else torch.where(self.is_place[t], less, cost)
 
     def _steps(self, c: Tensor, scale: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Of every place t and what is quantized there at scales [tried, N, H]: [4, ..] index of the nearest level of
-        each subset; [2 (h), 2 (l), 2 (bit x of the code), ..] float64, squared error of the branches.
+        """For every place t at scales [tried, N, H]: [4, ..] index of the nearest level of each subset, and
+        [2 (h), 2 (l), 2 (bit x of the code), ..] float64 squared errors of the branches.
         """
         values = c.flatten(0, -3).movedim(-1, 0)  # [rank, N, H]
         values = values.gather(0, self.coefficient.expand(-1, *values.shape[1:]))
@@ -140,7 +140,7 @@ class Paths:
     def _nearest(self, part: slice, c: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Indices and errors [n, 4, tried, N, H] of values c [n, 1, N, H] at these places.
 
-        Sums are in float64 where the definition has fused multiply-adds, unless products are exact in float32.
+        Sums are in float64 for the fused multiply-adds of the reference, unless products are exact in float32.
         """
         half, (double, triple) = self.half[part, None], (bend[part, None] for bend in self.bend)
         step = scale * self.step[part, None]

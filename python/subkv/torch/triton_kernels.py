@@ -1,8 +1,8 @@
-"""The rows of `subkv.SubspaceCache` through the kernels of subkv_triton: what kernels.py chooses on CUDA devices.
+"""The kernels of `subkv.SubspaceCache` in Triton (subkv_triton), for CUDA devices.
 
-Coded cells are attended to by Triton's attend, the exact window and D_v are combine's. Where they round: subkv_triton.
-Exact keys and values are halves here, as in the native engine, whatever the model's dtype; beyond their range they
-saturate. There are no gradients.
+Triton's `attend` processes coded cells, `combine` the exact window and D_v. Rounding is documented in subkv_triton.
+Exact keys and values are halves, as in the native engine, for any dtype of the model; larger values saturate. There are
+no gradients.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import subkv_triton.ops as st
-from subkv.torch.attend import QUERIES, Cells, Logits, Sight
+from subkv.torch.attend import QUERIES, Cells, Logits, Visibility
 from subkv.torch.rows import RowCodec
 from subkv_triton.fields import HALF_MAX
 
-BIAS = 1 << 26  # entries of attend's bias held at once
-ALIGN = 32  # cells: bias and splits then are multiples of what kernels are specialised for
+BIAS = 1 << 26  # maximum entries of attend's bias in memory
+ALIGN = 32  # cells; kernels are specialised for multiples of this
 
 _TABLES: WeakKeyDictionary[RowCodec, st.Codecs] = WeakKeyDictionary()
 
 
 def tables(codec: RowCodec) -> st.Codecs:
-    """A codec as Triton's kernels read it, on its device; made once."""
+    """A codec in the form of Triton's kernels, on its device; cached."""
     if codec not in _TABLES:
         ranks = [sum(n for n, _, _ in bands) for bands in codec.bands]
 
@@ -56,10 +56,10 @@ def encode(codec: RowCodec, x: Tensor, rows: Tensor, first: int) -> Tensor:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
-    """Kernels.attend; softmax over coded cells per split in attend, over all in combine."""
+    """Kernels.attend: softmax over coded cells per split in attend(), over all cells in combine()."""
     n_kv, n, first = cells.sink_k.shape[1], q.shape[2], cells.n_cells - q.shape[2]
     k, v = tables(cells.codec_k), tables(cells.codec_v)
-    sight = Sight(cells, mask, n)
+    visibility = Visibility(cells, mask, n)
     softcap = how.softcap or 0.0
     sinks = None if how.sinks is None else how.sinks.float().view(n_kv, -1).contiguous()
     grouped = q.float().unflatten(1, (n_kv, -1)).permute(0, 3, 1, 2, 4)  # [b, n, h, g, d]
@@ -71,7 +71,7 @@ def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
             x = grouped[:, at].contiguous()
             n_coded = max(0, first + at.stop - cells.n_recent)
             width = min(-(-n_coded // ALIGN) * ALIGN, cells.rows_k.shape[1])
-            bias = pad(_bias(sight.coded(at, 0, n_coded)), (0, width - n_coded), value=-torch.inf)
+            bias = pad(_bias(visibility.coded(at, 0, n_coded)), (0, width - n_coded), value=-torch.inf)
             of_mean = torch.einsum("bnhgd,hd->bnhg", x, cells.codec_k.mean).contiguous()
             partial = st.attend(
                 k,
@@ -83,24 +83,24 @@ def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
                 shift=how.scale * of_mean,
                 softcap=softcap,
             )
-            of_exact = _exact(how.scale * x, cells, sight, at)
+            of_exact = _exact(how.scale * x, cells, visibility, at)
             done = st.combine(v, partial, of_exact, softcap=softcap, sinks=sinks)
             out[:, at] = done.flatten(2, 3).to(q.dtype)
     return out
 
 
-def _exact(q: Tensor, cells: Cells, sight: Sight, at: slice) -> st.Exact:
-    """Sinks and recent cells that queries q [b, n, h, g, d] see, scaled."""
-    here, seen = sight.recent(at)
+def _exact(q: Tensor, cells: Cells, visibility: Visibility, at: slice) -> st.Exact:
+    """Sinks and recent cells, and which of them the scaled queries q [b, n, h, g, d] see."""
+    here, visible = visibility.recent(at)
     if not cells.n_recent:
-        here, seen = slice(0, 0), seen[..., :0]
+        here, visible = slice(0, 0), visible[..., :0]
     k, v = (
         torch.cat([sink, recent[:, :, here]], 2).transpose(1, 2).clamp(-HALF_MAX, HALF_MAX).half().contiguous()
         for sink, recent in ((cells.sink_k, cells.recent_k), (cells.sink_v, cells.recent_v))
     )
-    return st.Exact(k, v, q, _bias(torch.cat([sight.sinks(at), seen.expand(len(q), -1, -1)], 2)))
+    return st.Exact(k, v, q, _bias(torch.cat([visibility.sinks(at), visible.expand(len(q), -1, -1)], 2)))
 
 
-def _bias(seen: Tensor) -> Tensor:
-    """0 where a cell is seen, -inf elsewhere."""
-    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+def _bias(visible: Tensor) -> Tensor:
+    """0 for visible cells, -inf for others."""
+    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, -torch.inf)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from each import each
 
 from research.experiments import live, tracker
 
@@ -85,7 +86,7 @@ def test_as_the_file_says(measure: Callable[..., Result], coded_model: Callable[
     assert lines(tmp_path)[0]["epsilon_v"] is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "sentence"),
     [
         (["-c", "100000"], "-f: expected at least 100000 tokens, found "),

@@ -7,21 +7,21 @@ import pytest
 
 from research.evictions import h2o, quest, snapkv, streaming
 from research.evictions.keeping import POLICIES
-from research.evictions.policy import Asked
+from research.evictions.policy import Request
 
 N, FIRST, BUDGET, HEADS, D = 640, 400, 256, 2, 16
 
 
-def asked(seed: int = 0) -> Asked:
+def request(seed: int = 0) -> Request:
     rng = np.random.default_rng(seed)
     q, k = (rng.standard_normal((heads, N, D)).astype(np.float32) for heads in (2 * HEADS, HEADS))
-    return Asked(q, k, FIRST, BUDGET, D**-0.5)
+    return Request(q, k, FIRST, BUDGET, D**-0.5)
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_within_the_budget(name: str) -> None:
     """No more than the budget, nothing of the future, and always the query's own key."""
-    kept = POLICIES[name][0](asked())
+    kept = POLICIES[name][0](request())
     assert kept.shape == (2 * HEADS, N - FIRST, N) and kept.dtype == np.bool_
     assert kept.sum(2).max() <= BUDGET and kept.sum(2).min() >= BUDGET - snapkv.EVERY - snapkv.OBSERVING
     rows = np.arange(N - FIRST)
@@ -31,34 +31,34 @@ def test_within_the_budget(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["streaming", "h2o", "snapkv"])
 def test_what_is_gone_stays_gone(name: str) -> None:
-    kept = POLICIES[name][0](asked())
+    kept = POLICIES[name][0](request())
     for i in range(1, N - FIRST):
         assert not (kept[:, i, : FIRST + i] & ~kept[:, i - 1, : FIRST + i]).any()
 
 
 def test_streaming_keeps_sinks_and_the_latest() -> None:
-    kept = streaming.keep(asked())
+    kept = streaming.keep(request())
     assert np.flatnonzero(kept[1, 7]).tolist() == [0, 1, 2, 3, *range(FIRST + 8 - BUDGET + 4, FIRST + 8)]
 
 
 @pytest.mark.parametrize("policy", [h2o.keep, snapkv.keep, quest.keep])
 def test_a_key_that_draws_attention_is_kept(policy: object) -> None:
     """One early key that every query likes; a neighbour's is none of its business."""
-    text = asked()
+    text = request()
     text.q[:, :, 0] = 4.0
     text.k[:, 37, 0], text.k[:, 37, 1:] = 9.0, 0.0
     assert policy(text)[:, :, 37].all()  # type: ignore[operator]
 
 
 def test_h2o_keeps_the_latest_half() -> None:
-    kept = h2o.keep(asked())
+    kept = h2o.keep(request())
     for i in (0, 100, N - FIRST - 1):
         assert kept[:, i, FIRST + i + 1 - BUDGET // 2 : FIRST + i + 1].all()
 
 
 def test_quest_reads_whole_pages_by_an_upper_bound() -> None:
     """No unread page has a higher bound than a read one, and no key scores more than its page's bound."""
-    text = asked()
+    text = request()
     kept = quest.keep(text)
     early = FIRST // quest.PAGE * quest.PAGE
     pages = kept[:, :, :early].reshape(2 * HEADS, N - FIRST, -1, quest.PAGE)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from each import each
 
 from converter.plots import figure as plots
 from research.experiments import cli, oja, rotary, verdicts
@@ -205,7 +206,7 @@ def test_without_matplotlib(arguments: list[str], tmp_path: Path, monkeypatch: p
     assert "(1) is there r ≪ d with at most 1% more perplexity? not measured here" in result.stdout
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "code", "sentence"),
     [
         ([], 2, "expected --all or --only NAME"),

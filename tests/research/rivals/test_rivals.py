@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from each import each
 
 from research.rivals import exl3, kivi, kvarn, kvquant, oscar, registry, turboquant
 from research.rivals.rival import Knowledge, Rival
@@ -42,7 +43,7 @@ def made(text: str, model: Knowledge) -> Rival:
     return registry.rival(registry.parse(text), model)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "bits"),
     [("exl3:4", 4.5), ("turboquant:4", 4.1875), ("kivi:2", 3.0), ("kvarn:4/2", 3.375), ("oscar:2", 2.25)]
     + [("rotated-q4_0", 4.5)],
@@ -139,8 +140,8 @@ def test_kvquant_before_rope() -> None:
     """A key that positions alone turn is one constant per channel before RoPE, so it costs nothing to quantize."""
     turn = turning(64)
     constant = np.broadcast_to(gaussian(2, 1, 64), (2, 300, 64)).astype(np.float32)
-    turned = kvquant.unturned(constant, turn, 4, back=False)
-    np.testing.assert_allclose(kvquant.unturned(turned, turn, 4), constant, atol=1e-5)
+    turned = kvquant.unrotated(constant, turn, 4, back=False)
+    np.testing.assert_allclose(kvquant.unrotated(turned, turn, 4), constant, atol=1e-5)
     assert np.abs(turned - constant).max() > 0.5
     keys, _ = made("kvquant:2", known(2, 64, turn)).seen(0, turned, constant, 4)
     np.testing.assert_allclose(keys, turned, atol=2e-3)
@@ -175,9 +176,7 @@ def test_stock_type_by_another_name() -> None:
     np.testing.assert_array_equal(v, stock.round_trip("q4_0", x, False))
 
 
-@pytest.mark.parametrize(
-    "text", ["", "exl4:4", "exl3", "exl3:1", "exl3:4/", "exl3:4/9", "oscar:3", "kivi:4/2/2", "rotated-f16"]
-)
+@each("text", ["", "exl4:4", "exl3", "exl3:1", "exl3:4/", "exl3:4/9", "oscar:3", "kivi:4/2/2", "rotated-f16"])
 def test_unknown_codecs(text: str) -> None:
     with pytest.raises(
         SubkvError, match=r"^codecs: expected codecs out of exl3:2…8, .*oscar:2, rotated-q8_0.*, found "

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from each import each
 from gguf import GGMLQuantizationType, GGUFReader
 
 from research import shapes
@@ -48,7 +49,7 @@ def evaluated(model: Path, bases: Path, kind: str) -> Iterator[tuple[Llama, Any]
     llm.close()
 
 
-@pytest.mark.parametrize("name", list(shapes.SHAPES))
+@each("name", list(shapes.SHAPES))
 def test_side_costs_vanish_in_long_contexts(name: str) -> None:
     """Exact window and bases at 128k tokens; a layer of latent attention has a single row beside its bases."""
     shape = shapes.SHAPES[name]
@@ -157,7 +158,7 @@ def test_layers_of_two_kinds(tmp_path: Path, name: str, options: tuple[Any, ...]
         assert refused.stderr == "--heads: expected a multiple of 8 KV heads of sliding layers, found 4\n"
 
 
-@pytest.mark.parametrize("name", list(shapes.SHAPES))
+@each("name", list(shapes.SHAPES))
 def test_values_of_tensors(tmp_path: Path, name: str) -> None:
     """Matrices are of the type asked for, all others float32 with one value."""
     model = tmp_path / "m.gguf"
@@ -204,7 +205,7 @@ def test_matrices_are_of_one_type(tmp_path: Path, kind: str) -> None:
     assert list(matrices["blk.1.ffn_down.weight"].shape) == [160, 128]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "whole", "millions"),
     [
         ("llama-3.2-1b", {}, 1236),
@@ -222,7 +223,7 @@ def test_shapes_are_those_of_the_models(name: str, whole: dict[str, Any], millio
     assert round(sum(map(math.prod, shape.tensors().values())) / 1e6) == millions
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "sentence"),
     [
         (("--heads", 3), "--heads: expected a multiple of 2 KV heads, found 3"),

@@ -46,7 +46,7 @@ def trained_without(
 def untrained(llm: Llama, planting: Planting, plan: Plan = PLAN, **more: Any) -> Trained:
     """As trained_without; embeddings are centred at that of one token."""
     path = Path(llm.model_path)
-    shapes = [HeadShape(layer.n_head_kv, layer.d_k, layer.d_v) for layer in planting.planter.layers()]
+    shapes = planting.sinks([5]).shapes
     return trained_without(llm.identity()["model"], plan, shapes, Frame.of(path), 0.5 * input_mean(path)([5]), **more)
 
 

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from each import each
 
 from research.warmstart import divergences as metrics
 from research.warmstart.divergences import METHOD, NEIGHBOUR, RETRIEVED, Latency, Outcome
@@ -53,7 +54,7 @@ def test_cosine() -> None:
     assert metrics.cosine([0, 0], [1, 1]) == 0.0
 
 
-@pytest.mark.parametrize(
+@each(
     ("similarity", "wanted"),
     [(-0.3, "-1 to 0"), (0.0, "0 to 0.5"), (0.8999, "0.8 to 0.9"), (0.9, "0.9 to 0.95"), (1.0, "0.99 to 1")],
 )

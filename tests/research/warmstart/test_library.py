@@ -121,14 +121,14 @@ def test_damage_is_told_and_dropped(tmp_path: Path) -> None:
         path.write_bytes(damaged(data, at))
         fresh = opened(tmp_path)
         (found,) = fresh.entries()
-        with pytest.raises(SubkvError, match=f"folder: dropped the damaged entry {entry.name}: "):
+        with pytest.raises(SubkvError, match=f"folder: skipped the damaged entry {entry.name}: "):
             fresh.load(found)
         assert fresh.entries() == [] and not path.exists()
     for n in (0, 20, state + 3, state + 30, len(data) - 5):
         path.write_bytes(data[:n])
         fresh = opened(tmp_path)
         for found in fresh.entries():
-            with pytest.raises(SubkvError, match="dropped the damaged entry"):
+            with pytest.raises(SubkvError, match="skipped the damaged entry"):
                 fresh.load(found)
         assert fresh.entries() == []
     path.write_bytes(data)
@@ -152,7 +152,7 @@ def test_heads_that_lie(tmp_path: Path) -> None:
     for shapes in lies:
         library.folder.write(dataclasses.replace(whole, more={**whole.more, "shapes": shapes}))
         fresh = opened(tmp_path)
-        with pytest.raises(SubkvError, match="dropped the damaged entry") as caught:
+        with pytest.raises(SubkvError, match="skipped the damaged entry") as caught:
             fresh.load(fresh.entries()[0])
         assert str(caught.value).encode()  # it can be printed
     for embedding in (None, 7, "?", "AAAA", whole.more["embedding"][:-8]):

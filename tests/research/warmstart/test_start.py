@@ -68,7 +68,7 @@ def test_a_head_start_goes_on_exactly(path: tuple[Path, dict[str, Any]], tmp_pat
         remember(start, A)
         said = answer(start, B, 8)
         assert start.decision.error is None
-        mark, sentences = start.told()
+        mark, sentences = start.report()
         assert mark.endswith(" similar, first 2 tokens") and not sentences
         held = start.llm.input_ids[: start.llm.n_tokens].tolist()
         assert held == [*B, *said[:7]]
@@ -111,7 +111,7 @@ def test_bad_input_is_a_cold_start(tiny_model: Models, tmp_path: Path) -> None:
             decision = start.first(tokens)
             assert decision.error is not None and decision.cause == cause
             assert decision.error.reason.startswith(reason)
-            assert start.told() == ("", [f"warm start: cold; {decision.error}"])
+            assert start.report() == ("", [f"warm start: cold; {decision.error}"])
         remember(start, A)
         start.threshold = 0.999999
         decision = start.first(B)
@@ -123,7 +123,7 @@ def test_bad_input_is_a_cold_start(tiny_model: Models, tmp_path: Path) -> None:
         data[-100] ^= 1
         file.write_bytes(data)
         decision = start.first(B)
-        dropped = f"dropped the damaged entry {file.name}: checksum of the state differs"
+        dropped = f"skipped the damaged entry {file.name}: checksum of the state differs"
         assert str(decision.error) == f"warm_library: {dropped}"
         assert not file.exists()
         expected = cold(start.llm, B, 3)
@@ -135,7 +135,7 @@ def test_another_model_is_refused_and_its_library_a_cold_start(tiny_model: Model
     with warm(tiny_model("llama"), tmp_path / "library") as start:
         remember(start, A)
         start.trained.save(tmp_path / "file")
-        assert Trained.load(tmp_path / "file", start.llm.opened).digest == start.trained.digest
+        assert Trained.load(tmp_path / "file", start.llm.loaded_model).digest == start.trained.digest
     with opened(tiny_model("llama", seed=1)) as (llm, planting):
         trained = untrained(llm, planting)
         library = Library(tmp_path / "library", trained)
@@ -143,7 +143,7 @@ def test_another_model_is_refused_and_its_library_a_cold_start(tiny_model: Model
         assert decision.cause == "warm_library"
         assert "expected prompts summarised for this model and trained file, found 1 of others" in str(decision.error)
         with pytest.raises(SubkvError, match="path: expected a file trained for this model"):
-            Trained.load(tmp_path / "file", llm.opened)
+            Trained.load(tmp_path / "file", llm.loaded_model)
         for mode in ("off", "maybe"):
             with pytest.raises(SubkvError, match=f"mode: expected on or auto, found '{mode}'"):
                 WarmStart(llm, planting, trained, library, mode=mode)
@@ -184,7 +184,7 @@ def test_a_prefix_in_exact_cells_is_better(tiny_model: Models, tmp_path: Path) -
         start.problem = "of an earlier prompt"
         answer(start, longer, 2)
         assert str(start.decision.error) == f"prefix: {T} of {T + 20} tokens are in the cache already"
-        assert start.told() == ("", [])
+        assert start.report() == ("", [])
 
 
 def test_hidden_states_embed(tiny_model: Models) -> None:
@@ -195,11 +195,11 @@ def test_hidden_states_embed(tiny_model: Models) -> None:
         tokens = llm.tokenize(text.encode())
         assert len(tokens) > N_BATCH
         expected = np.array(llm.embed(text, truncate=False))
-        found = embedder("hidden", llm.opened)(tokens)
+        found = embedder("hidden", llm.loaded_model)(tokens)
         with pytest.raises(SubkvError, match="embedding: expected tokens or hidden, found 'callable'"):
-            embedder("callable", llm.opened)
+            embedder("callable", llm.loaded_model)
         with pytest.raises(SubkvError, match="prompt: expected at least one token"):
-            embedder("tokens", llm.opened)([])
+            embedder("tokens", llm.loaded_model)([])
     np.testing.assert_allclose(found, expected, atol=1e-4 * float(np.abs(expected).max()))
 
 

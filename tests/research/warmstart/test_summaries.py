@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starting import no_maps, trained_without
@@ -155,7 +156,7 @@ def test_part_of_a_head_may_be_rotated() -> None:
     assert turned[2, 0, 1] == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize(
+@each(
     ("base", "message"),
     [
         (Keys("bloom"), r"^model: expected an architecture whose positions are known \(gemma, gpt2, .*, found bloom$"),

@@ -10,6 +10,7 @@ from typing import Any
 import damage
 import numpy as np
 import pytest
+from each import each
 from hypothesis import given
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -95,7 +96,7 @@ def test_files_of_somebody(whole: Path, tmp_path: Path) -> None:
     assert n_read > 0
 
 
-@pytest.mark.parametrize("name", TENSORS)
+@each("name", TENSORS)
 def test_tensors(name: str, whole: Path, tmp_path: Path) -> None:
     path = tmp_path / "bad.safetensors"
     assert damaged(whole, path, lambda t, _: t.pop(name)) == f"{name}: expected this tensor, found none"
@@ -110,13 +111,13 @@ def test_tensors(name: str, whole: Path, tmp_path: Path) -> None:
     assert flat.startswith(f"{name}: expected float32 [") and flat.endswith(f"found float32 {[1, *TENSORS[name]]}")
 
 
-@pytest.mark.parametrize("key", KEYS)
+@each("key", KEYS)
 def test_missing_metadata(key: str, whole: Path, tmp_path: Path) -> None:
     found = damaged(whole, tmp_path / "bad.safetensors", lambda _, m: m.pop(key))
     assert found == f"{PREFIX}{key}: expected this metadata string, found none"
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "value", "message"),
     [
         ("version", "2", "expected 1, found '2'"),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from each import each
 
 torch = pytest.importorskip("torch")
 
@@ -210,7 +211,7 @@ def test_the_command_writes_a_file_for_its_model(tiny_model: Callable[..., Path]
     assert read(tmp_path / "again", found.frame).digest == found.digest
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "options", "message"),
     [
         ({"text": "short"}, (), "-f: p3: expected 28 (4 sinks, 16 slots, 8 last tokens) to 4096 tokens, found"),

@@ -57,7 +57,7 @@ def test_chat_marks_what_began_warm(model: Path, warm_file: Path, tmp_path: Path
 
 
 def talk(start: WarmStart) -> Conversation:
-    return Conversation(start.llm, None, Sampling(temp=0.0, seed=1), opening=start)
+    return Conversation(start.llm, None, Sampling(temp=0.0, seed=1), first_tokens=start)
 
 
 def ask(
@@ -72,13 +72,13 @@ def test_conversations_go_on_exactly(model: Path, tmp_path: Path) -> None:
         ask(talk(start), FIRST)
         conversation = talk(start)
         _, turn = ask(conversation, SECOND)
-        assert turn.opening is start and start.decision.error is None
-        assert (turn.n_opened, turn.n_prompt) == (1, PLAN.shortest)
+        assert turn.first_tokens is start and start.decision.error is None
+        assert (turn.n_first_tokens, turn.n_prompt) == (1, PLAN.shortest)
         begin = conversation.answer_start
         tokens = conversation.tokens[:]
         assert start.llm.input_ids[: start.llm.n_tokens].tolist() == tokens[: start.llm.n_tokens]
         _, later = ask(conversation, "Go on.")
-        assert later.opening is None  # earlier turns are in the cells
+        assert later.first_tokens is None  # earlier turns are in the cells
         conversation.save(tmp_path / "saved")
         assert cold(start.llm, tokens[: begin + 1], len(tokens) - begin - 1) == tokens[begin + 1 :]
         conversation.load(tmp_path / "saved")

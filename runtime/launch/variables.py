@@ -1,4 +1,4 @@
-"""What a program's environment says of its KV cache, and the bases that the library in it will find."""
+"""The environment variables that choose a program's KV cache, and the bases for it."""
 
 from __future__ import annotations
 
@@ -17,52 +17,53 @@ from subkv.base.command import group
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.format.window import MAX_RECENT, MAX_SINK, Window
 from subkv.native.library import LIB_PATH
-from subkv.native.places import mtmd_variable
+from subkv.native.paths import mtmd_variable
 
-CACHE = "SUBKV"  # off, auto, or the file with the bases
+CACHE = "SUBKV"  # off, auto, or the path of the file with the bases
 AUTO, OFF = "auto", "off"
-# runtime/native reads these; Window's fields and the option --adapt
+# read by runtime/native; fields of Window, and the option --adapt
 NUMBERS = {"n_sink": "SUBKV_SINK", "n_recent": "SUBKV_RECENT", "n_rollback": "SUBKV_ROLLBACK"}
 ADAPT = "SUBKV_ADAPT"
+READ = (CACHE, *NUMBERS.values(), ADAPT)
 LIBRARY_PATH = {"darwin": "DYLD_LIBRARY_PATH", "win32": "PATH"}.get(sys.platform, "LD_LIBRARY_PATH")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a user asks of the caches of a program, as the flags of the same names."""
+class CacheRequest:
+    """The cache that a user requests for a program, by the flags of the same names."""
 
     bases: Path | None = None
     window: Window = Window()
     adapt: str | None = None
 
     def variables(self) -> dict[str, str]:
-        """The environment's names of what was asked for. Raises CacheError about what no cache takes."""
-        for name, n in self.window.asked().items():
+        """The environment variables for this request. Raises CacheError about invalid numbers."""
+        for name, n in self.window.requested().items():
             most = MAX_SINK if name == "n_sink" else MAX_RECENT
             if n > most:
                 raise CacheError(name, f"expected 0 to {most} tokens, found {n}")
-        found = {NUMBERS[name]: str(n) for name, n in self.window.asked().items()}
+        variables = {NUMBERS[name]: str(n) for name, n in self.window.requested().items()}
         if self.adapt is not None:
             from subkv.format import adapt as adaptive  # native libraries: not for a --help
 
             if self.adapt != adaptive.NONE:
                 adaptive.parse(self.adapt)
-            found[ADAPT] = self.adapt
-        return found
+            variables[ADAPT] = self.adapt
+        return variables
 
     def flags(self) -> list[str]:
-        """Names of what only a coded cache has."""
+        """Names of the given flags that only a coded cache has."""
         named = {"bases": self.bases, "adapt": self.adapt}
-        return [*(name for name, value in named.items() if value is not None), *self.window.asked()]
+        return [*(name for name, value in named.items() if value is not None), *self.window.requested()]
 
 
-def _asked(bases: Path | None, adapt: str | None, **window: int | None) -> Asked:
-    return Asked(bases, Window.of(**window), adapt)
+def _request(bases: Path | None, adapt: str | None, **window: int | None) -> CacheRequest:
+    return CacheRequest(bases, Window.of(**window), adapt)
 
 
-asked_options = group(
-    "asked",
-    _asked,
+request_options = group(
+    "request",
+    _request,
     click.option("--bases", type=options.PATH, metavar="FILE", help="bases: a sidecar or a converted model"),
     options.window_options,
     options.rollback_option,
@@ -70,17 +71,17 @@ asked_options = group(
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """The cache that a model will get. layout: the file with its bases, None: an ordinary one; told: one line."""
+class ModelCache:
+    """The cache that a model will get. layout: the file with its bases, None for an ordinary cache; note: one line."""
 
     layout: Path | None
-    told: str
+    note: str
 
 
-def prepare(model: Path, strict: bool = False) -> Prepared:
-    """Find the bases of a model, or make them of its weights and keep them where the library looks for them.
+def prepare(model: Path, strict: bool = False) -> ModelCache:
+    """Look up the bases of a model, or derive them from its weights and store them where the library finds them.
 
-    strict: coefficients were asked for by name; else a model for which no bases can be made gets an ordinary cache.
+    strict: raise if bases cannot be derived; else the model gets an ordinary cache.
     Raises ModelFileError about `model_path`, CacheError about `bases` or `kv_cache`, SubkvError about XDG_CACHE_HOME.
     """
     # numpy and the native libraries: not for a --help
@@ -95,50 +96,50 @@ def prepare(model: Path, strict: bool = False) -> Prepared:
     except CacheError as error:
         if strict or error.key != "kv_cache":
             raise
-        return Prepared(None, f"KV cache: f16, as no bases can be made for {model}: {_cause(error)}")
-    assert choice.layout is not None  # CODED was asked for
-    if not choice.told:
-        return _in_file(choice.layout)
-    if choice.layout != store.beside(model) and choice.layout.parent != store.folder():
-        reason = f"expected a folder in which the bases of {model} can be kept, found {store.folder()}"
+        return ModelCache(None, f"KV cache: f16, because bases cannot be derived for {model}: {_cause(error)}")
+    assert choice.layout is not None  # because of CODED
+    if not choice.note:
+        return _from_file(choice.layout)
+    if choice.layout != store.sidecar_path(model) and choice.layout.parent != store.folder():
+        reason = f"expected a folder that can store the bases of {model}, found {store.folder()}"
         raise SubkvError("XDG_CACHE_HOME", reason)
-    return Prepared(choice.layout, choice.told)
+    return ModelCache(choice.layout, choice.note)
 
 
-def _in_file(bases: Path) -> Prepared:
-    """The cache by bases that need no search. Raises CacheError about `bases`, ModelFileError."""
+def _from_file(bases: Path) -> ModelCache:
+    """The cache with the bases of this file. Raises CacheError about `bases`, ModelFileError."""
     # numpy and the native libraries: not for a --help
     from subkv.engine import sidecars
     from subkv.engine.cache import CODED, CacheOptions, choose_cache
 
     choose_cache(bases, CacheOptions(CODED, bases=bases))
-    return Prepared(bases, f"bases: of {bases}, {sidecars.bits(bases)}")
+    return ModelCache(bases, f"bases: of {bases}, {sidecars.bits(bases)}")
 
 
 def cache_variables(
-    models: Sequence[Path], asked: Asked, strict: bool = False, fixed: bool = False
+    models: Sequence[Path], request: CacheRequest, strict: bool = False, name_bases: bool = False
 ) -> tuple[dict[str, str], list[str]]:
-    """Variables that give these models the caches that were asked for, and lines that say which these are.
+    """Variables that give these models the requested caches, and a line about each cache.
 
-    strict: as prepare(). fixed: whoever reads the variables may not have this user's cache folder, so that the file of
-    a single model's bases is named. Raises as prepare() and Asked.variables().
+    strict: as prepare(). name_bases: name the file with a single model's bases, for readers with another cache folder.
+    Raises as prepare() and CacheRequest.variables().
     """
-    found = asked.variables()
-    if asked.bases is not None:
-        prepared = [_in_file(asked.bases)]
+    variables = request.variables()
+    if request.bases is not None:
+        prepared = [_from_file(request.bases)]
     else:
         prepared = [prepare(model, strict) for model in models]
     value, layout = AUTO, prepared[0].layout if len(prepared) == 1 else None
-    if layout is not None and (strict or fixed or asked.bases is not None):
+    if layout is not None and (strict or name_bases or request.bases is not None):
         value = os.path.abspath(layout)
     several = len(prepared) > 1
     named = zip(models, prepared, strict=True) if several else [(None, one) for one in prepared]
-    told = [f"{model.name}: {one.told}" if model else one.told for model, one in named]
-    return {CACHE: value, **found}, told
+    notes = [f"{model.name}: {one.note}" if model else one.note for model, one in named]
+    return {CACHE: value, **variables}, notes
 
 
 def library_variables(libraries: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that have programs, and llama-cpp-python in them, use our libraries."""
+    """Variables that make programs and llama-cpp-python use our libraries."""
     before = environment.get(LIBRARY_PATH, "")
     others = [folder for folder in before.split(os.pathsep) if folder != str(libraries)] if before else []
     own = {LIB_PATH: str(libraries), LIBRARY_PATH: os.pathsep.join([str(libraries), *others])}
@@ -146,25 +147,27 @@ def library_variables(libraries: Path, environment: Mapping[str, str]) -> dict[s
 
 
 def _cause(error: CacheError) -> str:
-    """Why bases cannot be made, without remedies."""
+    """Why bases cannot be derived, without remedies."""
     cause = error.__cause__
     reason = cause.reason if isinstance(cause, SubkvError) else error.reason
     return reason.split("; use an ordinary cache")[0].split("; choose f16")[0]
 
 
 def models_in(path: Path) -> list[Path]:
-    """A model, or those of a folder: each GGUF that is no sidecar, no projector and no later file of a split model.
+    """The model files of a path: the file itself, or all GGUFs of a folder.
+
+    Sidecars, projectors and later files of split models are left out.
 
     Raises SubkvError about `prepare`.
     """
     if not path.is_dir():
         return [path]
-    found = []
+    models = []
     for file in sorted(path.rglob("*.gguf")):
         part = re.search(r"-(\d{5})-of-\d{5}\.gguf$", file.name)
-        aside = file.name.endswith(".subkv-sidecar.gguf") or "mmproj" in file.name.lower()
-        if not aside and (part is None or int(part[1]) == 1) and is_gguf(file):
-            found.append(file)
-    if not found:
+        not_a_model = file.name.endswith(".subkv-sidecar.gguf") or "mmproj" in file.name.lower()
+        if not not_a_model and (part is None or int(part[1]) == 1) and is_gguf(file):
+            models.append(file)
+    if not models:
         raise SubkvError("prepare", f"expected a folder with models (GGUF), found none in {path}")
-    return found
+    return models

@@ -17,14 +17,6 @@ bool refuse(std::string & err, const char * name, const std::string & expected, 
 
 } // namespace
 
-void project_rows(const Ops & ops, const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, float * c) {
-    const int64_t rank = codec.rank;
-    ops.project(codec.encode, rank, codec.d, x, ldx, n, 1.0f, c, rank);
-    for (int64_t i = 0; codec.offset != nullptr && i < n * rank; ++i) {
-        c[i] -= codec.offset[i % rank];
-    }
-}
-
 bool Adapter::check(AdaptParams & p, int32_t rank, std::string & err) {
     const bool oja = p.kind == SketchKind::OJA;
     const auto in  = [&](const char * name, int64_t value, int64_t low, int64_t high) {

@@ -1,4 +1,4 @@
-"""Everything that a bug report needs, as one JSON object, and a sentence for each thing that is broken."""
+"""Collects the facts for a bug report as one JSON object, and a sentence for each problem."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from runtime.doctor.cache_folder import KINDS, cached
 from runtime.doctor.formats import FORMATS
-from runtime.doctor.kept import KINDS, cached
-from runtime.doctor.probing import probe
-from runtime.launch.arguments import of_llama_cpp
+from runtime.doctor.probe import probe
+from runtime.launch.arguments import is_llama_cpp_program
+from runtime.launch.variables import READ
 from subkv.base.errors import SubkvError
 from subkv.base.folders import cache_folder
 from subkv.base.version import __version__
-from subkv.native.places import LIB_PATH, SUBKV_LIB_PATH, SUFFIX, lib_dir, told
+from subkv.native.paths import LIB_PATH, SUBKV_LIB_PATH, SUFFIX, lib_dir, own_library_path
 
 REPO = Path(__file__).resolve().parent.parent.parent
 OURS = {
-    *("SUBKV", "SUBKV_SINK", "SUBKV_RECENT", "SUBKV_ROLLBACK", "SUBKV_ADAPT", "SUBKV_STORE", "SUBKV_STORE_MIB"),
-    *("SUBKV_INDEXER", "SUBKV_KERNEL", "SUBKV_CACHE", SUBKV_LIB_PATH),
+    *READ,
+    *("SUBKV_STORE", "SUBKV_STORE_MIB", "SUBKV_INDEXER", "SUBKV_KERNEL", "SUBKV_CACHE", SUBKV_LIB_PATH),
 }
 OTHERS = (
     rf"{LIB_PATH}|XDG_(CACHE|STATE)_HOME|HF_\w+|(DY)?LD_(LIBRARY_PATH|PRELOAD)|OMP_\w+|(LLAMA|GGML|CUDA|VK|MESA|LP)_\w+"
@@ -40,9 +41,9 @@ LIMITS = {
 
 
 def report() -> tuple[dict[str, Any], list[str]]:
-    """The facts, and what is broken: one sentence each. The home folder is `~` in both."""
+    """The facts, and one sentence for each problem. The home folder is `~` in both."""
     broken: list[str] = []
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "versions": _versions(broken),
         "libraries": _libraries(broken),
     }
@@ -50,28 +51,28 @@ def report() -> tuple[dict[str, Any], list[str]]:
     for key in ("error", "kernel_error"):
         if why := native.pop(key, None):
             broken += [] if why in broken else [why]
-    version = found["versions"]
+    version = facts["versions"]
     version["llama.cpp"] = native.pop("llama_cpp_commit", None)
     version["ggml"] = native.pop("ggml", None)
     available = native.pop("bytes_available", None)
-    found["processor"] = _processor(native)
-    found["devices"] = [device for device in native.get("devices", []) if device["kind"] != "cpu"]
-    found["backends"] = native.get("backends", [])
-    found["device_kernels"] = native.get("device_kernels")
-    found["memory"] = {"bytes": _memory(), "bytes_available": available, "limits": _limits()}
-    found["environment"] = environment()
-    found["cache"] = _cache(broken)
-    found["formats"] = {
+    facts["processor"] = _processor(native)
+    facts["devices"] = [device for device in native.get("devices", []) if device["kind"] != "cpu"]
+    facts["backends"] = native.get("backends", [])
+    facts["device_kernels"] = native.get("device_kernels")
+    facts["memory"] = {"bytes": _memory(), "bytes_available": available, "limits": _limits()}
+    facts["environment"] = environment()
+    facts["cache"] = _cache(broken)
+    facts["formats"] = {
         name: {"files": kind.files, "reads": list(kind.versions), "writes": _writes(name, kind.versions)}
         for name, kind in FORMATS.items()
     }
-    found["broken"] = broken
-    shortened: dict[str, Any] = json.loads(private(json.dumps(found)))
+    facts["broken"] = broken
+    shortened: dict[str, Any] = json.loads(hide_home(json.dumps(facts)))
     return shortened, shortened["broken"]
 
 
-def private(text: str) -> str:
-    """Text with the home folder as `~`, wherever a path in it begins."""
+def hide_home(text: str) -> str:
+    """Replace the home folder by `~` in all paths of a text."""
     for home in sorted({str(Path.home()), os.path.realpath(Path.home())}, key=len, reverse=True):
         if len(home) > 1:
             text = re.sub(rf"(?<![\w/]){re.escape(home)}(?![\w.-])", "~", text)
@@ -79,34 +80,34 @@ def private(text: str) -> str:
 
 
 def _writes(name: str, versions: tuple[int, ...]) -> list[int]:
-    """A model without latent layers is written as older readers know it."""
+    """Versions that are written. A model without latent layers gets the oldest version that can hold it."""
     return list(versions) if name == "model" else [versions[-1]]
 
 
 def _versions(broken: list[str]) -> dict[str, str | None]:
-    found: dict[str, str | None] = {"subkv": __version__, "commit": _commit()}
+    versions: dict[str, str | None] = {"subkv": __version__, "commit": _commit()}
     for package in ("llama-cpp-python", "numpy", "gguf", "safetensors"):
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
+            versions[package] = None
     wanted = pinned()
-    if wanted and found["llama-cpp-python"] not in (wanted, None):
+    if wanted and versions["llama-cpp-python"] not in (wanted, None):
         broken.append(
-            f"llama-cpp-python: expected {wanted}, found {found['llama-cpp-python']}; "
+            f"llama-cpp-python: expected {wanted}, found {versions['llama-cpp-python']}; "
             f"pip install llama-cpp-python=={wanted}"
         )
     if importlib.util.find_spec("llama_cpp") is None:
         broken.append("llama-cpp-python: expected the package llama_cpp, found none; install subkv again")
-    found["Python"] = platform.python_version()
-    found["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
+    versions["Python"] = platform.python_version()
+    versions["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     if hasattr(os, "confstr") and "CS_GNU_LIBC_VERSION" in os.confstr_names:
-        found["C library"] = os.confstr("CS_GNU_LIBC_VERSION")
-    return found
+        versions["C library"] = os.confstr("CS_GNU_LIBC_VERSION")
+    return versions
 
 
 def pinned() -> str | None:
-    """The version of llama-cpp-python that this subkv was made for; None where neither checkout nor package says."""
+    """The pinned version of llama-cpp-python, from the checkout or the package's metadata; None if unknown."""
     try:
         words = (REPO / "runtime" / "llama.cpp" / "VERSION").read_text().split()
         return words[words.index("version") + 1]
@@ -116,12 +117,12 @@ def pinned() -> str | None:
         listed = importlib.metadata.requires("subkv") or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    found = [match[1] for line in listed if (match := re.match(r"llama[-_]cpp[-_]python ?\(?==([\w.]+)", line))]
-    return found[0] if found else None
+    versions = [match[1] for line in listed if (match := re.match(r"llama[-_]cpp[-_]python ?\(?==([\w.]+)", line))]
+    return versions[0] if versions else None
 
 
 def _commit() -> str | None:
-    """Of the checkout, or of the repository that pip took."""
+    """Commit of the checkout, or of the repository that pip installed from."""
     if (REPO / ".git").exists():
         try:
             command = ["git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=9"]
@@ -130,8 +131,8 @@ def _commit() -> str | None:
         except (OSError, subprocess.SubprocessError):
             return None
     try:
-        told = importlib.metadata.distribution("subkv").read_text("direct_url.json")
-        return str(json.loads(told or "{}")["vcs_info"]["commit_id"])
+        url = importlib.metadata.distribution("subkv").read_text("direct_url.json")
+        return str(json.loads(url or "{}")["vcs_info"]["commit_id"])
     except (importlib.metadata.PackageNotFoundError, ValueError, KeyError, TypeError):
         return None
 
@@ -149,7 +150,7 @@ def _libraries(broken: list[str]) -> dict[str, Any]:
     return {
         "folder": str(folder),
         "files": [name for name in names if name.endswith(SUFFIX)],
-        "programs": [name for name in names if of_llama_cpp(name) and not name.endswith(SUFFIX)],
+        "programs": [name for name in names if is_llama_cpp_program(name) and not name.endswith(SUFFIX)],
     }
 
 
@@ -172,7 +173,7 @@ def _processor(native: dict[str, Any]) -> dict[str, Any]:
 
 
 def _memory() -> int | None:
-    """Bytes that the machine has."""
+    """Bytes of the machine's memory."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -180,31 +181,31 @@ def _memory() -> int | None:
 
 
 def _limits() -> dict[str, int]:
-    """Of this process, where there are any."""
+    """Resource limits of this process."""
     try:
         import resource
     except ImportError:  # Windows
         return {}
-    found = {}
+    limits = {}
     for name, limit in LIMITS.items():
         soft = resource.getrlimit(getattr(resource, limit))[0]
         if soft != resource.RLIM_INFINITY:
-            found[name] = soft
-    return found
+            limits[name] = soft
+    return limits
 
 
 def environment() -> dict[str, str]:
-    """Variables that are set and matter; of secrets only that they are set."""
-    found = {}
+    """Relevant variables that are set; values of secrets are hidden."""
+    variables = {}
     for name, value in sorted(os.environ.items()):
-        if name == LIB_PATH and value == told():
+        if name == LIB_PATH and value == own_library_path():
             continue
         ours = name == "SUBKV" or name.startswith("SUBKV_")
         if ours or re.fullmatch(OTHERS, name):
-            found[name] = "(set)" if SECRET.search(name) else value
+            variables[name] = "(set)" if SECRET.search(name) else value
             if ours and name not in OURS:
-                found[name] += "  (unknown to this version)"
-    return found
+                variables[name] += "  (unknown to this version)"
+    return variables
 
 
 def _cache(broken: list[str]) -> dict[str, Any]:
@@ -216,11 +217,11 @@ def _cache(broken: list[str]) -> dict[str, Any]:
     except SubkvError as error:
         broken.append(str(error))
         return {"folder": None, "kinds": sizes}
-    place = folder
-    while not os.path.lexists(place) and place != place.parent:
-        place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        broken.append(f"XDG_CACHE_HOME: expected a cache folder that can be written, found {place}")
+    existing = folder
+    while not os.path.lexists(existing) and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        broken.append(f"XDG_CACHE_HOME: expected a cache folder that can be written, found {existing}")
     try:
         for file in cached(folder):
             sizes[file.kind]["files"] += 1

@@ -1,4 +1,4 @@
-"""A JSON schema as rules: which tokens may come next in a text that fits it."""
+"""The grammar of a JSON schema: which tokens may follow in a text that fits the schema."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from llama_cpp.llama_grammar import json_schema_to_gbnf
 Allowed = npt.NDArray[np.bool_]  # [n_vocab]
 
 
-class Rules:
-    """llama.cpp's grammar of a schema, at some point of a text; `with` frees it. Raises ValueError."""
+class Grammar:
+    """llama.cpp's grammar of a schema, with its state at the end of a text; `with` frees it. Raises ValueError."""
 
     def __init__(self, vocab: Any, schema: dict[str, Any]) -> None:
         text = json_schema_to_gbnf(json.dumps(schema))
@@ -29,24 +29,24 @@ class Rules:
         self._zeros = np.zeros(self._row.n_vocab, np.float32)
 
     def allowed(self) -> Allowed:
-        """Of each token whether it may come next."""
+        """For each token, whether it may come next."""
         self._row.copy_logits(self._zeros)
         C.llama_sampler_apply(self._sampler, ctypes.byref(self._row.candidates))
         allowed: Allowed = self._row.candidates_data.logit == 0
         return allowed
 
     def admits(self, token: int) -> bool:
-        """Whether this token may come next, without asking for all of them."""
+        """Whether this token may come next, without computing that for all tokens."""
         alone = C.llama_token_data(id=token, logit=1.0, p=0.0)
         array = C.llama_token_data_array(data=ctypes.pointer(alone), size=1, selected=-1, sorted=False)
         C.llama_sampler_apply(self._sampler, ctypes.byref(array))
         return bool(np.isfinite(alone.logit))
 
     def accept(self, token: int) -> None:
-        """This token has come."""
+        """Advance by a token."""
         C.llama_sampler_accept(self._sampler, token)
 
-    def __enter__(self) -> Rules:
+    def __enter__(self) -> Grammar:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""The door of a cluster: API keys, sizes and times of bodies, and refusals in OpenAI's shape."""
+"""The gateway of a cluster: checks API keys, sizes and times of bodies; errors have OpenAI's format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from subkv.base.errors import SubkvError
 METHODS = ["GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE"]
 BEARER = re.compile(rb"bearer +", re.IGNORECASE)
 HEALTH = {"/health", "/v1/health"}
-# of llama-server's page, which asks its user for the key; no other route has such an ending
+# files of llama-server's page, which asks its user for the key; no other route has these endings
 PAGE = {".html", ".js", ".css", ".json", ".webmanifest", ".svg", ".png", ".ico", ".woff2"}
 # status -> error type, as llama-server names them
 TYPES = {
@@ -39,13 +39,13 @@ TYPES = {
 
 
 class ApiError(HTTPException):
-    """An answer other than 200: one sentence, and when to come again (seconds)."""
+    """An error response: one sentence, and the seconds after which to retry."""
 
     def __init__(self, status: int, message: str, retry_after: int | None = None) -> None:
         super().__init__(status, message, None if retry_after is None else {"Retry-After": str(retry_after)})
 
 
-def body(error: HTTPException) -> dict[str, Any]:
+def error_body(error: HTTPException) -> dict[str, Any]:
     """The JSON answer: {"error": {"message", "type", "code"}}."""
     kind = TYPES.get(error.status_code, "server_error")
     return {"error": {"message": error.detail, "type": kind, "code": error.status_code}}
@@ -53,11 +53,11 @@ def body(error: HTTPException) -> dict[str, Any]:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return JSONResponse(body(error), error.status_code, error.headers)
+    return JSONResponse(error_body(error), error.status_code, error.headers)
 
 
-def keys_of(path: Path | None) -> list[str]:
-    """The lines of a file of API keys but for comments; no file: no keys. Raises SubkvError about `api_key_file`."""
+def read_keys(path: Path | None) -> list[str]:
+    """API keys of a file, one per line, comments dropped; [] without a file. Raises SubkvError about `api_key_file`."""
     if path is None:
         return []
     try:
@@ -71,28 +71,28 @@ def keys_of(path: Path | None) -> list[str]:
 
 
 def _public(scope: Scope) -> bool:
-    """Whether llama-server answers without a key, too."""
+    """Whether llama-server also answers this request without a key."""
     path = scope["path"]
-    if scope["method"] == "OPTIONS" or path in HEALTH:  # browsers ask with OPTIONS, and give no key there
+    if scope["method"] == "OPTIONS" or path in HEALTH:  # browsers send OPTIONS without a key
         return True
     return scope["method"] == "GET" and (path == "/" or PurePosixPath(path).suffix in PAGE)
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has gone."""
+    """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class Guard:
-    """ASGI middleware: refuses strangers and oversized bodies, ends clients that neither send nor read.
+    """ASGI middleware that checks keys and the sizes of bodies, and disconnects stalled clients.
 
-    max_body in bytes; timeout in seconds, for the whole of a request's body and for each piece of an answer.
+    max_body in bytes; timeout in seconds, for the whole body of a request and for each piece of an answer.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], max_body: int, timeout: float) -> None:
         self.app = app
-        # clients send what is not ASCII as either
+        # clients send characters beyond ASCII in either encoding
         self.keys = [key.encode(code, "replace") for key in keys for code in ("utf-8", "latin-1")]
         self.max_body = max_body
         self.timeout = timeout
@@ -108,10 +108,10 @@ class Guard:
             length = headers.get("content-length", "")
             self._check_size(int(length) if length.isdecimal() else 0)
         except ApiError as error:
-            # a body on its way is read and dropped: closed before, the client may be told of a reset where it would
-            # read the answer. Who asks before a body may send none now
+            # The server reads and drops a body that the client is sending. With the connection closed at once, the
+            # client might see a reset instead of the answer. After "expect" no body may follow.
             closing = {"Connection": "close"} if "expect" in headers else None
-            await JSONResponse(body(error), error.status_code, closing)(scope, receive, send)
+            await JSONResponse(error_body(error), error.status_code, closing)(scope, receive, send)
             return
         n_body, complete = 0, False
         deadline = anyio.current_time() + self.timeout
@@ -142,7 +142,7 @@ class Guard:
         raw = dict(headers.raw)
         given = raw.get(b"authorization") or raw.get(b"x-api-key") or b""
         given = BEARER.sub(b"", given, count=1) if BEARER.match(given) else given
-        equal = [hmac.compare_digest(given, key) for key in self.keys]  # all of them: time tells nothing
+        equal = [hmac.compare_digest(given, key) for key in self.keys]  # compare with all keys: constant time
         if not any(equal):
             raise ApiError(401, "expected an API key of this server (Authorization: Bearer KEY), found none or another")
 
@@ -151,21 +151,21 @@ class Guard:
             raise ApiError(413, f"expected at most {self.max_body} bytes of body, found {n}")
 
 
-def door(forward: Callable[[str, bytes], Response], keys: Sequence[str], max_body: int, timeout: float) -> Starlette:
-    """The application of an ingress: forward(session, body) makes the answer to a request that may come in.
+def gateway(forward: Callable[[str, bytes], Response], keys: Sequence[str], max_body: int, timeout: float) -> Starlette:
+    """The application of an ingress: forward(session, body) answers requests that pass the checks.
 
-    Keys are checked, and a body's size where it is told, before anything of it is read; all of it is there in time.
+    It checks the key and the declared size before it reads a body, and reads the body within the timeout.
     """
 
-    async def enter(request: Request) -> Response:
+    async def handle(request: Request) -> Response:
         try:
-            asked = await request.body()
+            body = await request.body()
         except ClientDisconnect:
-            return Response(status_code=499)  # as proxies log it; nobody reads it
-        return forward(session(request.headers.raw, asked, request.scope.get("query_string", b"")), asked)
+            return Response(status_code=499)  # the status that proxies log; nobody receives it
+        return forward(session(request.headers.raw, body, request.scope.get("query_string", b"")), body)
 
     return Starlette(
-        routes=[Route("/{path:path}", enter, methods=METHODS)],
+        routes=[Route("/{path:path}", handle, methods=METHODS)],
         middleware=[Middleware(Guard, keys=keys, max_body=max_body, timeout=timeout)],
         exception_handlers={HTTPException: _refused},
     )

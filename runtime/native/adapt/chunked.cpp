@@ -1,25 +1,37 @@
-#include "adaptive.h"
+#include "chunked.h"
+
+#include "device.h"
+#include "error.h"
 
 #include <algorithm>
 #include <stdexcept>
 
 namespace subkv {
 
-AdaptiveLayer::AdaptiveLayer(const LayerCodec & codec, const AdaptRequest & request, uint32_t n_stream) :
+ChunkedLayer::ChunkedLayer(const LayerCodec & codec, const ChunkRequest & request, uint32_t n_stream) :
     codec_(codec), request_(request), units_((size_t) n_stream * (size_t) codec.n_head_kv * 2) {
     for (uint32_t stream = 0; stream < n_stream; ++stream) {
         reset(stream);
     }
 }
 
-AdaptUnit * AdaptiveLayer::unit(uint32_t stream, int64_t head, bool value) const {
+ChunkUnit * ChunkedLayer::unit(uint32_t stream, int64_t head, bool value) const {
     return units_[index(stream, head, value)].get();
 }
 
-void AdaptiveLayer::reset(uint32_t stream) {
+const ChunkReader * ChunkedLayer::reader(uint32_t stream, int64_t head, bool value) const {
+    const ChunkUnit * found = unit(stream, head, value);
+    return found ? &found->adapter : nullptr;
+}
+
+int32_t ChunkedLayer::coded(uint32_t stream, int64_t head, bool value) const {
+    return unit(stream, head, value)->coded;
+}
+
+void ChunkedLayer::reset(uint32_t stream) {
     for (int64_t head = 0; head < codec_.n_head_kv; ++head) {
         for (const bool value : { false, true }) {
-            if (!adapts(value)) {
+            if (!covers(value)) {
                 continue;
             }
             const HeadCodec & codec = (value ? codec_.v : codec_.k)[(size_t) head];
@@ -29,22 +41,23 @@ void AdaptiveLayer::reset(uint32_t stream) {
                 throw std::runtime_error(err + " (layer " + std::to_string(codec_.il) + ", head " +
                                          std::to_string(head) + ")");
             }
-            units_[index(stream, head, value)].reset(new AdaptUnit{ Adapter(ops(), codec, p) });
+            units_[index(stream, head, value)].reset(new ChunkUnit{ Adapter(ops(), codec, p) });
         }
     }
 }
 
-void AdaptiveLayer::for_each(uint32_t stream, const std::function<void(AdaptUnit &)> & use) const {
+void ChunkedLayer::for_each(uint32_t stream, const std::function<void(ChunkUnit &)> & use) const {
     for (int64_t head = 0; head < codec_.n_head_kv; ++head) {
         for (const bool value : { false, true }) {
-            if (AdaptUnit * found = unit(stream, head, value)) {
+            if (ChunkUnit * found = unit(stream, head, value)) {
                 use(*found);
             }
         }
     }
 }
 
-void Adaptive::check(const AdaptRequest & request, int32_t n_recent, int32_t n_rollback, const CacheDesc & desc) {
+void ChunkedBases::check(const ChunkRequest & request, const Layout & layout, int32_t n_recent, int32_t n_rollback,
+                         const CacheDesc & desc) {
     const AdaptParams & p = request.params;
     std::string         err;
     AdaptParams         tried = p;
@@ -67,27 +80,34 @@ void Adaptive::check(const AdaptRequest & request, int32_t n_recent, int32_t n_r
                                      " in layer " + std::to_string(layer.il));
         }
     }
+    for (const LayerDesc & layer : desc.layers) {
+        if (layout.layer(layer.il) && has_device_kernels(layer.buft)) {
+            fail("adapt: layer %d has its cache on %s, where bases cannot follow the text; keep it on the CPU "
+                 "(-ngl 0, or offload_kqv off), or use static bases",
+                 layer.il, ggml_backend_buft_name(layer.buft));
+        }
+    }
     if (desc.n_seq_max > 1 && desc.n_stream == 1) {
         throw std::runtime_error("adapt: expected one sequence, or a cache for each (kv_unified off), found " +
                                  std::to_string(desc.n_seq_max) + " that share their cells");
     }
 }
 
-Adaptive::Adaptive(const Layout & layout, const AdaptRequest & request, uint32_t n_stream) :
+ChunkedBases::ChunkedBases(const Layout & layout, const ChunkRequest & request, uint32_t n_stream) :
     request_(request), n_stream_(n_stream) {
     for (const LayerCodec & codec : layout.layers) {
         if ((size_t) codec.il >= layers_.size()) {
             layers_.resize((size_t) codec.il + 1);
         }
-        layers_[(size_t) codec.il] = std::make_unique<AdaptiveLayer>(codec, request_, n_stream);
+        layers_[(size_t) codec.il] = std::make_unique<ChunkedLayer>(codec, request_, n_stream);
     }
 }
 
-AdaptiveLayer * Adaptive::layer(int32_t il) const {
+ChunkedLayer * ChunkedBases::layer(int32_t il) const {
     return (size_t) il < layers_.size() ? layers_[(size_t) il].get() : nullptr;
 }
 
-void Adaptive::clear() {
+void ChunkedBases::clear() {
     for (uint32_t stream = 0; stream < n_stream_; ++stream) {
         if (coded(stream) > 0) {
             reset(stream);
@@ -95,7 +115,7 @@ void Adaptive::clear() {
     }
 }
 
-void Adaptive::reset(uint32_t stream) {
+void ChunkedBases::reset(uint32_t stream) {
     for (const auto & layer : layers_) {
         if (layer) {
             layer->reset(stream);
@@ -103,7 +123,7 @@ void Adaptive::reset(uint32_t stream) {
     }
 }
 
-void Adaptive::for_each(uint32_t stream, const std::function<void(AdaptUnit &)> & use) const {
+void ChunkedBases::for_each(uint32_t stream, const std::function<void(ChunkUnit &)> & use) const {
     for (const auto & layer : layers_) {
         if (layer) {
             layer->for_each(stream, use);
@@ -111,21 +131,21 @@ void Adaptive::for_each(uint32_t stream, const std::function<void(AdaptUnit &)> 
     }
 }
 
-int32_t Adaptive::coded(uint32_t stream) const {
+int32_t ChunkedBases::coded(uint32_t stream) const {
     int32_t last = 0;
-    for_each(stream, [&last](const AdaptUnit & unit) { last = std::max(last, unit.coded); });
+    for_each(stream, [&last](const ChunkUnit & unit) { last = std::max(last, unit.coded); });
     return last;
 }
 
-void Adaptive::copy(uint32_t src, uint32_t dst) {
+void ChunkedBases::copy(uint32_t src, uint32_t dst) {
     if (src == dst) {
         return;
     }
     reset(dst);
-    std::vector<AdaptUnit *> to;
-    for_each(dst, [&to](AdaptUnit & unit) { to.push_back(&unit); });
+    std::vector<ChunkUnit *> to;
+    for_each(dst, [&to](ChunkUnit & unit) { to.push_back(&unit); });
     size_t i = 0;
-    for_each(src, [&](AdaptUnit & unit) {
+    for_each(src, [&](ChunkUnit & unit) {
         const std::vector<uint8_t> state = unit.adapter.save();
         std::string                err;
         if (!to[i]->adapter.restore(state.data(), state.size(), err)) {
@@ -135,17 +155,20 @@ void Adaptive::copy(uint32_t src, uint32_t dst) {
     });
 }
 
-subkv_adapt_stats Adaptive::total() const {
-    subkv_adapt_stats sum = {};
+ChunkedBases::Total ChunkedBases::total() const {
+    Total sum;
     for (uint32_t stream = 0; stream < n_stream_; ++stream) {
-        for_each(stream, [&sum](const AdaptUnit & unit) { add_stats(unit.adapter, sum); });
+        for_each(stream, [&sum](const ChunkUnit & unit) {
+            sum.bytes += unit.adapter.bytes_bases() + unit.adapter.bytes_sketch();
+            sum.n_chunks += (size_t) unit.adapter.n_chunks();
+        });
     }
     return sum;
 }
 
-bool Adaptive::stats(int32_t il, int64_t head, bool value, subkv_adapt_stats & sum) const {
-    const AdaptiveLayer * layer = this->layer(il);
-    if (!layer || !layer->adapts(value)) {
+bool ChunkedBases::stats(int32_t il, int64_t head, bool value, subkv_adapt_stats & sum) const {
+    const ChunkedLayer * layer = this->layer(il);
+    if (!layer || !layer->covers(value)) {
         return false;
     }
     for (uint32_t stream = 0; stream < n_stream_; ++stream) {
@@ -158,8 +181,8 @@ bool Adaptive::stats(int32_t il, int64_t head, bool value, subkv_adapt_stats & s
 // state: per unit coded i32, size u64, what Adapter::save gave
 //
 
-void Adaptive::state_write(StateWriter & w, uint32_t stream) const {
-    for_each(stream, [&w](const AdaptUnit & unit) {
+void ChunkedBases::state_write(StateWriter & w, uint32_t stream) const {
+    for_each(stream, [&w](const ChunkUnit & unit) {
         const std::vector<uint8_t> state = unit.adapter.save();
         const uint64_t             size  = state.size();
         w.write(&unit.coded, sizeof(unit.coded));
@@ -168,13 +191,13 @@ void Adaptive::state_write(StateWriter & w, uint32_t stream) const {
     });
 }
 
-void Adaptive::state_read(StateReader & r, uint32_t stream) {
+void ChunkedBases::state_read(StateReader & r, uint32_t stream) {
     constexpr uint64_t MOST  = UINT64_C(1) << 30; // of one head: no sketch and no 255 bases come near
     constexpr uint64_t PIECE = 1 << 20;           // a size that somebody made asks for no memory beyond what is there
     reset(stream);
     int32_t whole = -1; // positions that the first head has coded
     try {
-        for_each(stream, [&](AdaptUnit & unit) {
+        for_each(stream, [&](ChunkUnit & unit) {
             int32_t  coded = 0;
             uint64_t size  = 0;
             r.read(&coded, sizeof(coded));

@@ -17,9 +17,10 @@
 // State and rows are a function of the rows and their positions alone.
 #pragma once
 
-#include "subkv.h"
+#include "read_rows.h"
 #include "subkv/ops.h"
 #include "subkv/sketch.h"
+#include "subkv_adapt.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -69,7 +70,7 @@ struct AdaptStats {
     int64_t n_nonfinite = 0; // rows stored as zero rows
 };
 
-class Adapter {
+class Adapter final : public ChunkReader {
 public:
     // Codes stored rows anew, in place: `cells` [n] of tiles, `stride` bytes apart, as of Ops::encode.
     using Recode = std::function<void(uint8_t * tiles, int64_t stride, int64_t n, const int64_t * cells)>;
@@ -95,7 +96,12 @@ public:
     //   q . x^ = query(qt) . c^         out [n] = g * R (keep * qt)
     void query(int32_t slot, const float * qt, float * out) const;
     //   x^ = D^T lift(c^), linear       out [n] = keep * R^T (g * e), e a row or any weighted sum of rows of the chunk
-    void lift(int32_t slot, const float * e, float * out) const;
+    void lift(int32_t slot, const float * e, float * out) const override;
+
+    const HeadCodec * codec(int32_t slot) const override {
+        const ChunkBasis * found = chunk(slot);
+        return found ? &found->codec : nullptr;
+    }
 
     const ChunkBasis *  chunk(int32_t slot) const;             // nullptr: 0, or not in use
     int32_t             n_chunks() const;                      // adaptive, alive
@@ -146,9 +152,6 @@ std::unique_ptr<ChunkBasis> make_chunk_basis(const Ops & ops, const HeadCodec & 
 
 // Adds what one adapter can tell; of residuals the largest counts.
 void add_stats(const Adapter & adapter, subkv_adapt_stats & sum);
-
-// c [n][rank] = E x - offset of rows x [n][ldx], f32.
-void project_rows(const Ops & ops, const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, float * c);
 
 // The C interface's parameters.
 AdaptParams adapt_params(const subkv_adapt_params & params);

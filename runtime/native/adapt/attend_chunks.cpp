@@ -7,7 +7,7 @@
 
 namespace subkv {
 
-void ChunkedAttention::begin(const AdaptiveLayer & layer, uint32_t stream, int64_t head) {
+void ChunkedAttention::begin(const ChunkedLayer & layer, uint32_t stream, int64_t head) {
     k_unit_ = layer.unit(stream, head, false);
     v_unit_ = layer.unit(stream, head, true);
     n_sums_ = n_queries_ = 0;
@@ -61,7 +61,7 @@ void ChunkedAttention::attend(const Ops & ops, const AttendArgs & args, const ui
         return false;
     };
     // a byte that names no chunk alive can only belong to a cell that was never coded, and nobody sees
-    const auto slot = [](const AdaptUnit * unit, const uint8_t * chunks, int64_t stride, int64_t c) {
+    const auto slot = [](const ChunkUnit * unit, const uint8_t * chunks, int64_t stride, int64_t c) {
         const int32_t found = unit ? chunks[c / TILE * stride + c % TILE] : 0;
         return found > 0 && unit->adapter.chunk(found) ? found : 0;
     };

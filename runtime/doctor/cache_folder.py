@@ -1,4 +1,4 @@
-"""What the cache folder holds, by kind, and removing it: only files of subkv, and none that is in use."""
+"""Lists subkv's files in the cache folder by kind, and removes those that are not in use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from subkv.base.errors import SubkvError
 from subkv.base.files import STALE_SECONDS, TEMPORARY
 from subkv.base.locks import exclusive
 
-# kind -> (what it is for people, names of its files below the cache folder); the first that matches counts
+# kind -> (description, pattern of file names below the cache folder); the first match counts
 KINDS = {
     "bases": ("calibrated bases", r"sidecars/.*-(?P<model>[0-9a-f]{12})\.gguf"),
     "bases from weights": ("made again in seconds", r"sidecars/.*-(?P<model>[0-9a-f]{12})\.weights\.gguf"),
@@ -34,7 +34,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Cached:
-    """A file of subkv's. kind: of KINDS; model: digits of the model's content that its lock is named by, if any."""
+    """A file of subkv. kind: of KINDS; model: digest of the model, which names the lock, if any."""
 
     path: Path
     kind: str
@@ -44,19 +44,19 @@ class Cached:
 
 
 def cached(folder: Path) -> list[Cached]:
-    """The files of subkv in the folder. Raises OSError where it cannot be read; none where there is no folder."""
-    found = []
+    """The files of subkv in the folder, none without a folder. Raises OSError if it cannot be read."""
+    files = []
     for name, status in _files(folder):
         for kind, (_, pattern) in KINDS.items():
             if match := re.fullmatch(pattern, name, re.DOTALL):
                 model = match.groupdict().get("model")
-                found.append(Cached(folder / name, kind, status.st_size, status.st_mtime, model))
+                files.append(Cached(folder / name, kind, status.st_size, status.st_mtime, model))
                 break
-    return found
+    return files
 
 
 def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Regular files of the folder and of its `sidecars`, named from the folder on."""
+    """Regular files of the folder and its subfolder `sidecars`, with names relative to the folder."""
     for below in ("", "sidecars/"):
         try:
             with os.scandir(folder / below) as entries:
@@ -71,13 +71,13 @@ def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def clear(files: list[Cached]) -> tuple[list[Cached], list[str]]:
-    """Remove the files; which went, and a sentence for each that stayed.
+    """Remove the files. Returns the removed ones, and a sentence for each that was kept.
 
-    Those of a model that somebody prepares now stay, and temporary files young enough to be written still. Locks
-    themselves stay: a file that is removed while others open it locks nobody out.
+    It keeps files of a model that another process is preparing, recent temporary files, and lock files (a removed lock
+    file would no longer exclude processes that open it again).
     """
-    gone: list[Cached] = []
-    stayed: list[str] = []
+    removed: list[Cached] = []
+    reasons: list[str] = []
     for model in sorted({file.model or "" for file in files}):
         own = [file for file in files if (file.model or "") == model]
         with contextlib.ExitStack() as held:
@@ -86,18 +86,18 @@ def clear(files: list[Cached]) -> tuple[list[Cached], list[str]]:
                     lock = next(file.path for file in own).with_name(f"{model}.lock")
                     held.enter_context(exclusive(lock, "use these files"))
                 except SubkvError as error:
-                    stayed += [f"{file.path} stays: {error.reason}" for file in own]
+                    reasons += [f"{file.path}: kept: {error.reason}" for file in own]
                     continue
             for file in own:
                 if TEMPORARY.fullmatch(file.path.name) and time.time() - file.used < STALE_SECONDS:
-                    stayed.append(f"{file.path} stays: it may still be written")
+                    reasons.append(f"{file.path}: kept: it may still be written")
                     continue
                 try:
                     os.unlink(file.path)
                 except FileNotFoundError:
                     pass
                 except OSError as error:
-                    stayed.append(f"{file.path} stays: cannot remove it: {error.strerror or error}")
+                    reasons.append(f"{file.path}: kept: cannot remove it: {error.strerror or error}")
                     continue
-                gone.append(file)
-    return gone, stayed
+                removed.append(file)
+    return removed, reasons

@@ -1,7 +1,7 @@
-// capi_sketch.cpp: the sketches of subkv_research.h and subkv_test.h.
+// capi_sketch.cpp: the sketches of subkv_adapt.h and subkv_adapt_test.h.
 #include "error.h"
 #include "subkv/sketch.h"
-#include "subkv_test.h"
+#include "subkv_adapt_test.h"
 
 #include <string>
 #include <vector>

@@ -1,8 +1,8 @@
-"""Becomes a program that the kernel kills when the thread that started it ends (Linux; elsewhere it just runs).
+"""Runs a program that the kernel kills when the thread that started it ends (Linux; elsewhere it just runs).
 
-python tied.py PARENT PATH NAME [ARGUMENT]...
+python die_with_parent.py PARENT PATH NAME [ARGUMENT]...
 
-A replica that is killed cannot end its llama-server. Run as a file, so that it needs no package.
+A killed replica cannot end its llama-server itself. This file runs without any package.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def main() -> None:
     parent, path, *arguments = sys.argv[1:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(parent):  # it ended before prctl
+        if os.getppid() != int(parent):  # the parent ended before prctl
             sys.exit(1)
-    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and a program would inherit that
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them; the program would inherit that
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     os.execv(path, arguments)
 

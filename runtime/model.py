@@ -1,4 +1,4 @@
-"""The model of a conversation, in a terminal or over HTTP: the one of -m, or the demo model."""
+"""Opens a program's model: the one of -m, or the demo model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from runtime import demo
 from runtime.options import gpu_layers, note
 from subkv.base.errors import CacheError, concerning
 from subkv.base.threads import default_threads
-from subkv.engine.cache import AUTO, CODED, CacheOptions, f16_instead, or_of_weights
+from subkv.engine.cache import AUTO, CODED, CacheOptions, f16_fallback, with_weight_bases
 from subkv.engine.context import ContextOptions
 from subkv.engine.llama import Llama
 from subkv.native.gguf import check_model_file
@@ -20,17 +20,17 @@ L = TypeVar("L", bound=Llama)
 def open_coded(
     model: Path, n_gpu_layers: int, cache: CacheOptions, context: ContextOptions, kind: type[L], **more: Any
 ) -> L:
-    """As open_llama, but `auto` is a coded cache, with bases of the weights, of every model that has a use for one."""
+    """As open_llama, but `auto` means a coded cache, with bases derived from the weights if there are no others."""
     with concerning(model="model_path"):
         check_model_file(model)
-    wanted, why_not = or_of_weights(model, cache)
+    chosen, why_not = with_weight_bases(model, cache)
     try:
-        llm = open_llama(model, n_gpu_layers, wanted, context, kind, **more)
+        llm = open_llama(model, n_gpu_layers, chosen, context, kind, **more)
     except CacheError as error:
-        if why_not or wanted is cache or error.key != "kv_cache":
+        if why_not or chosen is cache or error.key != "kv_cache":
             raise
-        wanted, why_not = f16_instead(cache, error)  # an architecture that the engine refuses
-        llm = open_llama(model, n_gpu_layers, wanted, context, kind, **more)
+        chosen, why_not = f16_fallback(cache, error)  # the engine does not support the architecture
+        llm = open_llama(model, n_gpu_layers, chosen, context, kind, **more)
     if why_not:
         note(why_not)
     return llm
@@ -44,23 +44,17 @@ def open_llama(
     kind: type[L],
     **more: Any,
 ) -> L:
-    """subkv.Llama for the flags; model None: the demo model.
+    """Open subkv.Llama as the flags request; model None: the demo model.
 
-    kind: Llama or a subclass; more: arguments of its constructor that no flag sets.
+    kind: Llama or a subclass; more: further arguments of its constructor.
     """
-    if not model:  # an ordinary cache asked for by name needs no bases
+    if not model:  # an ordinary cache needs no bases
         coded = cache.type_v in (None, AUTO, CODED) and cache.bases is None
         model = demo.converted() if coded else demo.model_path()
     n_threads = default_threads(context.n_threads)
-    more |= cache.window.asked()
+    more |= cache.arguments()
     llm = kind(
         model,
-        kv_cache=cache.kv_cache,
-        type_k=cache.type_k,
-        type_v=cache.type_v,
-        bases=cache.bases,
-        adapt=cache.adapt,
-        sidecar=cache.sidecar,
         n_ctx=context.n_ctx,
         n_batch=context.n_batch,
         n_ubatch=context.n_ubatch,
@@ -72,5 +66,5 @@ def open_llama(
         progress=True,
         **more,
     )
-    llm.opened.check_text()
+    llm.loaded_model.check_text()
     return llm

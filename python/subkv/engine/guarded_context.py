@@ -1,4 +1,4 @@
-"""What subkv.Llama changes about llama_cpp's wrapper of a native context."""
+"""subkv.Llama's subclass of llama_cpp's wrapper of a native context."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from subkv.native.binding import C, internals
 
 
 class GuardedContext(internals.LlamaContext):
-    """A context that refuses what its cache cannot do instead of aborting or hanging the process."""
+    """A context that raises errors for unsupported operations, instead of aborting or hanging the process."""
 
-    process: int  # that created it
-    lock: Any  # of the thread that works with it; it may come back before it is done
-    checkpoints: Checkpoints | None  # of sequence 0; None: a tail can be removed without
+    process: int  # id of the process that created it
+    lock: Any  # held by the thread that uses the context; reentrant
+    checkpoints: Checkpoints | None  # of sequence 0; None: not needed
 
     @classmethod
     def adopt(cls, context: internals.LlamaContext, recurrent: bool) -> None:
-        """Make a context of llama_cpp, which this process has just created, one of this class.
+        """Turn a new context of llama_cpp into one of this class.
 
-        recurrent: it has state that cannot lose a tail.
+        recurrent: it has recurrent state, from which tokens cannot be removed.
         """
         context.__class__ = cls
         context.process = os.getpid()
@@ -33,8 +33,8 @@ class GuardedContext(internals.LlamaContext):
         context.checkpoints = Checkpoints(context.ctx) if recurrent and context.memory is not None else None
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """No other thread may use the context inside the block, nor close it. CacheError where one does."""
+    def exclusive(self) -> Iterator[None]:
+        """Inside the block no other thread may use or close the context. Raises CacheError if one is using it."""
         if not self.lock.acquire(blocking=False):
             raise CacheError(
                 "",
@@ -55,7 +55,7 @@ class GuardedContext(internals.LlamaContext):
                 f"expected the process {self.process} that created this Llama, found its fork {os.getpid()}: threads "
                 "and devices do not survive a fork; create another Llama there",
             )
-        with self.alone():
+        with self.exclusive():
             super().decode(batch)
 
     def kv_cache_clear(self) -> None:
@@ -64,32 +64,32 @@ class GuardedContext(internals.LlamaContext):
             self.checkpoints.forget()
 
     def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:
-        """Of a tail that recurrent state cannot lose, more is removed: as far as a checkpoint, or the whole sequence.
+        """With recurrent state, removes more than requested: back to a checkpoint, or the whole sequence.
 
-        False where nothing is left; else what is missing before p0 has to be evaluated again.
+        Returns False if nothing is left; else the caller evaluates the missing tokens before p0 again.
         """
         if self.checkpoints is None or seq_id > 0 or p1 >= 0:
             done = bool(super().kv_cache_seq_rm(seq_id, p0, p1))
             if done and self.checkpoints is not None and seq_id <= 0:
                 self.checkpoints.forget()
             return done
-        return self.checkpoints.cut(max(p0, 0)) > 0 or p0 <= 0
+        return self.checkpoints.rewind(max(p0, 0)) > 0 or p0 <= 0
 
     def kv_cache_seq_shift(self, seq_id: int, p0: int, p1: int, shift: int) -> None:
-        """Move positions [p0, p1). Raises CacheError where the cache refuses; nothing has moved then."""
+        """Shift the positions [p0, p1). Raises CacheError, and changes nothing, if the cache cannot."""
         if not C.llama_memory_can_shift(self.memory):
             raise CacheError(
                 "kv_cache_seq_shift",
-                "expected a cache whose positions can move, found one on a GPU, with bases that follow the text, or of "
+                "expected a cache whose positions can move, found one on a GPU, with adaptive bases, or of "
                 "a model whose positions are not plain numbers; evaluate the tokens again or use kv_cache='f16'",
             )
-        with self.alone():
-            if shift == 0:  # llama.cpp does not ask the coded half then
+        with self.exclusive():
+            if shift == 0:  # llama.cpp does not call the coded cache then
                 return
             if self.checkpoints is not None:
                 self.checkpoints.forget()
             super().kv_cache_seq_shift(seq_id, p0, p1, shift)
-            # the error is about this shift where cells are coded: the call begins with none
+            # with coded cells, the call clears the last error first
             coded = library.load().subkv_context_fingerprint(self.ctx) is not None
             if coded and (reason := library.last_error()):
                 raise CacheError("kv_cache_seq_shift", reason)

@@ -1,8 +1,9 @@
-// capi_adapt.cpp: the adaptive coder of subkv_research.h and subkv_test.h.
+// capi_adapt.cpp: the adaptive coder of subkv_adapt.h and subkv_adapt_test.h.
 #include "adapt_replay.h"
+#include "capi.h"
 #include "error.h"
 #include "layout.h"
-#include "subkv_test.h"
+#include "subkv_adapt_test.h"
 
 #include <algorithm>
 #include <memory>
@@ -150,6 +151,45 @@ bool subkv_adapt_replay(const subkv_layout * layout, const subkv_adapt_params * 
 void subkv_quantizer(int32_t bits, double * step, double * distortion) {
     *step       = quantizer_step(bits);
     *distortion = quantizer_distortion(bits);
+}
+
+bool subkv_get_adapt_stats(llama_context * ctx, int32_t il, int32_t head_kv, bool value, subkv_adapt_stats * out) {
+    const Cache *      cache = cache_of(ctx);
+    const LayerCodec * layer = cache ? cache->layout()->layer(il) : nullptr;
+    subkv_adapt_stats  sum   = {};
+    if (!layer || !cache->chunked() || head_kv < 0 || head_kv >= layer->n_head_kv ||
+        !cache->chunked()->stats(il, head_kv, value, sum)) {
+        set_error("context: a head whose bases adapt expected, layer %d, head %d, %s found", il, head_kv,
+                  value ? "values" : "keys");
+        return false;
+    }
+    *out = sum;
+    return true;
+}
+
+int64_t subkv_get_sketch_rows(llama_context * ctx, int32_t il, int32_t head_kv, bool value, int32_t seq, float * s,
+                              int64_t n_out) {
+    const Cache * cache = coding(ctx, il, head_kv, seq);
+    if (!cache) {
+        return -1;
+    }
+    // a sequence that adapts has the stream of its number (ChunkedBases::check)
+    const ChunkUnit * unit =
+        cache->chunked() ? cache->chunked()->layer(il)->unit((uint32_t) seq, head_kv, value) : nullptr;
+    if (!unit) {
+        set_error("context: a head whose bases adapt expected, layer %d, head %d, %s found", il, head_kv,
+                  value ? "values" : "keys");
+        return -1;
+    }
+    const LayerCodec & layer = *cache->layout()->layer(il);
+    const HeadCodec &  codec = (value ? layer.v : layer.k)[(size_t) head_kv];
+    const int64_t      most  = 2 * (int64_t) unit->adapter.params().rows * codec.rank;
+    if (!s || n_out < most) {
+        set_error("context: room for %lld values of a sketch expected, %lld found", (long long) most,
+                  (long long) (s ? n_out : 0));
+        return -1;
+    }
+    return unit->adapter.sketch_rows(s);
 }
 
 } // extern "C"

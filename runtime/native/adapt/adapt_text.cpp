@@ -1,6 +1,5 @@
-// adapt_text.cpp: see adapt_text.h.
-#include "adapt_text.h"
-
+// adapt_text.cpp: how bases follow the text, as users write it: `none`, `v`, `kv,length=512,gain=0.9`.
+#include "chunked.h"
 #include "error.h"
 #include "layout_keys.h"
 
@@ -84,19 +83,19 @@ void set(subkv_adapt_params & params, const std::string & name, const std::strin
 
 } // namespace
 
-void parse_adapt(const std::string & text, subkv_cache_params & params) {
+// The sides of the text, as of subkv_adapt_parse.
+static int32_t parse(const std::string & text, subkv_adapt_params & given) {
     std::istringstream fields(text);
     std::string        field;
     std::getline(fields, field, ',');
-    params.adaptive = DEFAULTS;
-    params.adapt    = field == "k" ? 1 : field == "v" ? 2 : field == "kv" ? 3 : 0;
+    given = DEFAULTS;
     if (text == "none") {
-        return;
+        return 0;
     }
-    if (params.adapt == 0) {
+    const int32_t sides = field == "k" ? 1 : field == "v" ? 2 : field == "kv" ? 3 : 0;
+    if (sides == 0) {
         refuse("adapt", "k, v or kv", quoted(field));
     }
-    auto & given = params.adaptive;
     while (std::getline(fields, field, ',')) {
         const size_t      equals = field.find('=');
         const std::string name   = field.substr(0, equals);
@@ -109,13 +108,40 @@ void parse_adapt(const std::string & text, subkv_cache_params & params) {
             refuse("adapt: length", "at least 1 token", std::to_string(given.length));
         }
     }
+    return sides;
+}
+
+// Names that `text` leaves out get their defaults. Throws Invalid.
+static ChunkRequest parse_adapt(const std::string & text) {
+    subkv_adapt_params params;
+    const int32_t      sides = parse(text, params);
+    return { (sides & 1) != 0, (sides & 2) != 0, adapt_params(params) };
+}
+
+ChunkRequest chunks_asked(const subkv_cache_params & params) {
+    try {
+        return params.adapt ? parse_adapt(params.adapt) : ChunkRequest();
+    } catch (const Invalid & e) {
+        fail("%s", e.why.c_str());
+    }
+}
+
+ChunkRequest chunks_of_environment(const Layout & layout) {
+    const char *      set  = std::getenv("SUBKV_ADAPT");
+    const bool        told = set && *set;
+    const std::string text = told ? set : layout.adapt;
+    try {
+        return text.empty() ? ChunkRequest() : parse_adapt(text);
+    } catch (const Invalid & e) {
+        throw Invalid{ (told ? "SUBKV_ADAPT: " : "subkv.adapt: ") + e.why };
+    }
 }
 
 } // namespace subkv
 
-extern "C" bool subkv_adapt_parse(const char * text, subkv_cache_params * params) {
+extern "C" bool subkv_adapt_parse(const char * text, int32_t * sides, subkv_adapt_params * params) {
     try {
-        subkv::parse_adapt(text ? text : "", *params);
+        *sides = subkv::parse(text ? text : "", *params);
         return true;
     } catch (const subkv::Invalid & e) {
         subkv::set_error("%s", e.why.c_str());

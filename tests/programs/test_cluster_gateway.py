@@ -11,12 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
+from each import each
 
 pytest.importorskip("starlette", reason="needs the extra `cluster`")
 
 from starlette.responses import Response
 
-from runtime.serve.door import door, keys_of
+from runtime.serve.gateway import gateway, read_keys
 from runtime.serve.sessions import Load, QueuedTokens, session
 from subkv.base.errors import SubkvError
 
@@ -57,7 +58,7 @@ def test_a_stream_is_resumed_where_it_began() -> None:
     assert of(b"", query=b"conv_id=\xff%ff&=&&") and not of(b"", query=b"from=100")
 
 
-@pytest.mark.parametrize(
+@each(
     "body",
     [b"", b"\xff\xfe", b"[" * 100_000, b"[1]", b"7", b"{}", b'{"messages": 3}', b'{"messages": []}', b'{"prompt": ""}'],
 )
@@ -74,7 +75,7 @@ def run(work: Callable[[], Any]) -> Any:
     return asyncio.run(work())
 
 
-@pytest.mark.parametrize(
+@each(
     ("headers", "most", "status", "n_read"),
     [
         ({}, 100, 401, 0),
@@ -94,7 +95,7 @@ def test_who_comes_in(headers: dict[str, str], most: int, status: int, n_read: i
             yield pieces[-1]
         await asyncio.Event().wait()
 
-    app = door(lambda key, asked: pytest.fail("it went on"), ["secret"], most, 0.2)
+    app = gateway(lambda key, asked: pytest.fail("it went on"), ["secret"], most, 0.2)
 
     async def work() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
@@ -112,7 +113,7 @@ def test_what_comes_in() -> None:
         went_on.append((key, asked))
         return Response(b"an answer")
 
-    app = door(forward, ["secret"], *LIMITS)
+    app = gateway(forward, ["secret"], *LIMITS)
 
     async def work() -> list[httpx.Response]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
@@ -124,7 +125,7 @@ def test_what_comes_in() -> None:
     assert went_on == [(key, b"{}"), ("", b"")]
 
 
-@pytest.mark.parametrize(
+@each(
     ("method", "path", "status"),
     [
         ("GET", "/", 200),
@@ -140,7 +141,7 @@ def test_what_comes_in() -> None:
 )
 def test_what_needs_no_key(method: str, path: str, status: int) -> None:
     """What llama-server gives without one: its page, /health and what browsers ask before a request."""
-    app = door(lambda key, asked: Response(b"an answer"), ["secret"], *LIMITS)
+    app = gateway(lambda key, asked: Response(b"an answer"), ["secret"], *LIMITS)
 
     async def work() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
@@ -155,14 +156,14 @@ def test_what_needs_no_key(method: str, path: str, status: int) -> None:
 def test_files_of_keys(tmp_path: Path, text: bytes, found: list[str] | None) -> None:
     path = tmp_path / "keys"
     with pytest.raises(SubkvError, match="api_key_file: cannot read"):
-        keys_of(path)
+        read_keys(path)
     path.write_bytes(text)
     if found is not None:
-        assert keys_of(path) == found
+        assert read_keys(path) == found
     else:
         with pytest.raises(SubkvError, match="api_key_file: "):
-            keys_of(path)
-    assert keys_of(None) == []
+            read_keys(path)
+    assert read_keys(None) == []
 
 
 def test_tokens_that_wait() -> None:

@@ -1,6 +1,6 @@
-// node_adapt.cpp: coding of what leaves the exact window, on the sides whose bases adapt (adaptive.h). Between encode
+// node_blocks.cpp: coding of what leaves the exact window, on the sides whose bases adapt (chunked.h). Between encode
 // and attend.
-#include "adaptive.h"
+#include "chunked.h"
 #include "nodes.h"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 namespace subkv {
 
 //
-// adapt: dst F32 [1] (edge) | src: fresh, window rows, slots, tokens, k_cache, v_cache, k_idxs, k_view (shape)
+// encode_blocks: dst F32 [1] (edge) | src: fresh, window rows, slots, tokens, k_cache, v_cache, k_idxs, k_view (shape)
 //
 
 namespace {
@@ -49,16 +49,16 @@ void gather(const LayerNodes & layer, const ggml_tensor * dst, int64_t t0, int64
 
 } // namespace
 
-void adapt_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const auto &          layer    = *(const LayerNodes *) userdata;
-    const auto &          codec    = *layer.codec;
-    const AdaptiveLayer & adaptive = *layer.adaptive;
-    const int32_t *       tokens   = (const int32_t *) dst->src[3]->data;
-    const int64_t *       idxs     = (const int64_t *) dst->src[6]->data;
-    const int64_t         n_stream = dst->src[7]->ne[2];
-    const int64_t         n_tps    = dst->src[3]->ne[1] / n_stream;
-    const int32_t         n_sink   = layer.window->n_sink();
-    const int32_t         n_recent = layer.window->n_recent();
+void encode_blocks_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const auto &         layer    = *(const LayerNodes *) userdata;
+    const auto &         codec    = *layer.codec;
+    const ChunkedLayer & chunked  = *layer.chunked;
+    const int32_t *      tokens   = (const int32_t *) dst->src[3]->data;
+    const int64_t *      idxs     = (const int64_t *) dst->src[6]->data;
+    const int64_t        n_stream = dst->src[7]->ne[2];
+    const int64_t        n_tps    = dst->src[3]->ne[1] / n_stream;
+    const int32_t        n_sink   = layer.window->n_sink();
+    const int32_t        n_recent = layer.window->n_recent();
 
     std::vector<Held>    held;
     std::vector<float>   x;
@@ -71,7 +71,7 @@ void adapt_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         ggml_tensor * cache   = dst->src[value ? 5 : 4];
         const int64_t n_cells = cache->ne[1];
         const int64_t stream  = idxs[t0] / n_cells;
-        AdaptUnit *   state   = adaptive.unit((uint32_t) stream, h, value);
+        ChunkUnit *   state   = chunked.unit((uint32_t) stream, h, value);
         if (!state) {
             continue;
         }
@@ -91,7 +91,7 @@ void adapt_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         const int64_t offset = value ? codec.n_head_kv * codec.d_k + h * codec.d_v : h * codec.d_k;
         const int64_t stride = TILE * (int64_t) cache->nb[1];
         uint8_t *     tiles  = (uint8_t *) cache->data + codec.tile_offset(h, value);
-        uint8_t *     chunks = (uint8_t *) cache->data + TILE * adaptive.chunk_offset(h, value);
+        uint8_t *     chunks = (uint8_t *) cache->data + TILE * chunked.chunk_offset(h, value);
         const auto    merge  = [&](int32_t old, int32_t now, const Adapter::Recode & recode) {
             std::vector<int64_t> of_old;
             for (int64_t first = stream * n_cells; first < (stream + 1) * n_cells; first += TILE) {

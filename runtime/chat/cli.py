@@ -29,28 +29,28 @@ from subkv.base.hub import hf_option, model_given
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from runtime.chat.conversation import Conversation, Opening, Sampling, Stop, Turn
+    from runtime.chat.conversation import Conversation, FirstTokens, Sampling, Stop, Turn
     from subkv.engine.cache import CacheOptions
     from subkv.engine.context import ContextOptions
     from subkv.engine.llama import Llama
 
-    Opened = Callable[[Callable[[], Llama]], AbstractContextManager[tuple[Llama, Opening | None]]]
+    OpenModel = Callable[[Callable[[], Llama]], AbstractContextManager[tuple[Llama, FirstTokens | None]]]
 
 MIB = 1024 * 1024
 
 HELP = """\
 /exit, /bye    leave (also Ctrl-D)
 /regen         answer the last message again
-/clear         forget the conversation and what was read
+/clear         delete the conversation and the texts of /read
 /read FILE     put a text file in front of the next message
-/save FILE     write the conversation and its cells
-/load FILE     go on with a saved conversation
+/save FILE     save the conversation and its cells
+/load FILE     resume a saved conversation
 /stats         sizes of the KV cache
 /help          this list
-A line that ends with \\ goes on in the next one, as one does that ends with Alt-Enter in the editor (extra `chat`).
-A pasted text is one message. Ctrl-C stops an answer; at the prompt it drops what was typed, twice in a row it leaves.
-A full context ends the answer. A message that does not fit is refused and changes nothing: /clear makes room. With
---context-shift a full context forgets its older half instead."""
+A line that ends with \\ continues on the next line; in the editor (extra `chat`), Alt-Enter starts a new line.
+A pasted text is one message. Ctrl-C stops an answer; at the prompt it deletes the input, twice in a row it leaves.
+A full context ends the answer. A message that does not fit is rejected; /clear makes room. With --context-shift a full
+context drops its older half instead."""
 
 LEAVE = ("/exit", "/bye")
 WITH_FILE = ("/read", "/save", "/load")
@@ -101,18 +101,18 @@ class Chat:
                 options.note("")
 
     def act(self, text: str) -> None:
-        """Do what one message or command asks for."""
+        """Run one command, or answer one message."""
         name, argument = command_of(text)
         if name is None:
             if text.strip():
-                self.guarded(self.say, text)
+                self.report_errors(self.send, text)
         elif name in self.commands:
-            self.guarded(self.commands[name], argument)
+            self.report_errors(self.commands[name], argument)
         else:
             options.note(f"{name}: unknown command; /help lists them")
 
-    def guarded(self, action: Callable[[str], None], argument: str) -> bool:
-        """Run one command; what goes wrong is said and the chat goes on. Returns whether it went well."""
+    def report_errors(self, action: Callable[[str], None], argument: str) -> bool:
+        """Run one command and log its error, if any. Returns whether it succeeded."""
         try:
             action(argument)
         except SubkvError as error:
@@ -120,8 +120,8 @@ class Chat:
             return False
         return True
 
-    def say(self, text: str) -> None:
-        turn = self.print_answer(functools.partial(self.conversation.ask, self.after_what_was_read(text)))
+    def send(self, text: str) -> None:
+        turn = self.print_answer(functools.partial(self.conversation.ask, self.with_read_text(text)))
         if turn.n_answer:
             self.read_text = ""
 
@@ -141,12 +141,12 @@ class Chat:
             options.note("stopped")
         elif turn.stopped == "full":
             options.note(f"-c: the context of {conversation.llm.n_ctx()} tokens is full; {MORE_ROOM}")
-        mark, others = turn.opening.told() if turn.opening is not None else ("", [])
-        for other in others:
-            options.note(other)
+        mark, problems = turn.first_tokens.report() if turn.first_tokens is not None else ("", [])
+        for problem in problems:
+            options.note(problem)
         mark = f" | {mark}" if mark else ""
         if turn.n_drafted:
-            mark = f" | Drafts: {turn.n_accepted} of {turn.n_drafted} right{mark}"
+            mark = f" | Drafts: {turn.n_accepted} of {turn.n_drafted} accepted{mark}"
         stats = conversation.llm.kv_stats()
         options.note(
             f"[ Prompt: {turn.prompt_speed:.1f} t/s | Generation: {turn.answer_speed:.1f} t/s | "
@@ -154,7 +154,7 @@ class Chat:
         )
         return turn
 
-    def after_what_was_read(self, text: str) -> str:
+    def with_read_text(self, text: str) -> str:
         return f"{self.read_text}\n\n{text}" if self.read_text else text
 
     def clear(self, _: str) -> None:
@@ -165,15 +165,15 @@ class Chat:
     def read(self, name: str) -> None:
         path = named_file("/read", name)
         try:
-            text = self.after_what_was_read(path.read_text("utf-8"))
+            text = self.with_read_text(path.read_text("utf-8"))
         except OSError as error:
             raise SubkvError("/read", f"cannot read {path}: {error.strerror or error}") from error
         except UnicodeDecodeError as error:
             raise SubkvError(
-                "/read", f"expected UTF-8 text, found byte {error.start} of {path} to be something else"
+                "/read", f"expected UTF-8 text, found an invalid byte at {error.start} of {path}"
             ) from error
         n_tokens = len(self.conversation.tokenize(text))
-        self.conversation.check_room("/read", "what was read", n_tokens)
+        self.conversation.check_room("/read", "the text", n_tokens)
         self.read_text = text
         options.note(f"{path}: {n_tokens} tokens go in front of the next message (room: {self.conversation.room})")
 
@@ -207,7 +207,7 @@ class Chat:
                 "  coefficient rows": f"{mib(stats.bytes_codes)} in {stats.n_layer_coded} layers",
                 "  exact window": f"{mib(stats.bytes_window)} ({stats.n_sink} first, {stats.n_recent} last tokens)",
                 "  ordinary layers": mib(stats.bytes_stock),
-                "  adaptive bases": f"{mib(stats.bytes_adapt)}, {stats.n_chunks} of all heads",
+                "  adaptive bases": f"{mib(stats.bytes_chunks)}, {stats.n_chunks} of all heads",
                 "bases": mib(stats.bytes_bases),
                 "zero rows": f"{stats.n_zero_rows}",
                 "fingerprint": stats.fingerprint or "",
@@ -221,7 +221,7 @@ class Chat:
 
 
 def command_of(text: str) -> tuple[str | None, str]:
-    """Command and argument of a line; None for a message: several lines, or a word that a path could begin with."""
+    """Command and argument of a line; None for a message: several lines, or text that starts like a path."""
     name, _, argument = text.strip().partition(" ")
     return (name if re.fullmatch(r"/[a-z]+", name) and "\n" not in text.strip() else None), argument.strip()
 
@@ -233,8 +233,8 @@ def named_file(command: str, name: str) -> Path:
 
 
 @dataclasses.dataclass(frozen=True)
-class Talk:
-    """What is said first, and where the rest comes from."""
+class ChatInput:
+    """The first message, and the source of the others."""
 
     prompt: str | None
     single_turn: bool
@@ -242,7 +242,7 @@ class Talk:
     system: str | None
 
     def first(self) -> str | None:
-        """The first message, None: whoever sits there says it."""
+        """The first message, None: the user types it."""
         if not self.single_turn or self.prompt is not None:
             return self.prompt
         if sys.stdin is not None and sys.stdin.isatty():
@@ -250,14 +250,14 @@ class Talk:
         return sys.stdin.read()
 
 
-talk_options = group(
-    "talk",
-    Talk,
+input_options = group(
+    "chat_input",
+    ChatInput,
     click.option("-p", "--prompt", metavar="TEXT", help="first message"),
     click.option(
-        "-st", "--single-turn", is_flag=True, help="one answer, then leave (the message: -p, or all of stdin)"
+        "-st", "--single-turn", is_flag=True, help="exit after one answer; the message is -p, or all of stdin"
     ),
-    click.option("--simple-io", is_flag=True, help="a plain terminal: no editor for messages"),
+    click.option("--simple-io", is_flag=True, help="plain terminal, without the message editor"),
     click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="system message"),
 )
 
@@ -286,14 +286,18 @@ sampling_options = group(
         "--top-k", type=int, default=40, envvar="LLAMA_ARG_TOP_K", help="sample among the k most likely, 0: all"
     ),
     click.option(
-        "--top-p", type=click.FloatRange(0, 1), default=0.95, envvar="LLAMA_ARG_TOP_P", help="sample among this mass"
+        "--top-p",
+        type=click.FloatRange(0, 1),
+        default=0.95,
+        envvar="LLAMA_ARG_TOP_P",
+        help="sample among this probability mass",
     ),
     click.option(
         "--min-p",
         type=click.FloatRange(0, 1),
         default=0.05,
         envvar="LLAMA_ARG_MIN_P",
-        help="least share of the top probability",
+        help="minimum probability relative to the most likely token",
     ),
     click.option(
         "--repeat-penalty",
@@ -309,9 +313,9 @@ sampling_options = group(
 chat_options = stack(
     options.model_option(required=False, text="model file (GGUF) [default: the demo model]"),
     hf_option,
-    talk_options,
+    input_options,
     options.template_options,
-    options.predict_option("most tokens per answer, -1: no limit"),
+    options.predict_option("maximum tokens per answer, -1: no limit"),
     options.cache_options(options.rollback_option),
     sampling_options,
     options.context_options(
@@ -320,7 +324,7 @@ chat_options = stack(
     options.gpu_option,
     options.draft_options,
     options.shift_option(
-        "a full context forgets half of what follows the system message, instead of ending the answer"
+        "a full context drops half of the tokens after the system message, instead of ending the answer"
     ),
 )
 
@@ -328,7 +332,7 @@ chat_options = stack(
 def run(
     model: str | None,
     hf_repo: str | None,
-    talk: Talk,
+    chat_input: ChatInput,
     template: str | None,
     n_predict: int,
     cache: CacheOptions,
@@ -337,20 +341,20 @@ def run(
     n_gpu_layers: int,
     drafts: Drafts,
     context_shift: bool,
-    opened: Opened | None = None,
+    open_model: OpenModel | None = None,
 ) -> None:
-    """The chat that chat_options ask for.
+    """Run the chat that chat_options request.
 
-    opened: opens the model with the function that it is given, and says where first answers may begin. Nothing then
-    replaces a cache that does not fit the model.
+    open_model: calls the given function to open the model, and adds a source of first tokens. Then no other cache
+    replaces one that does not fit the model.
     """
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="replace")
-    prompt = talk.first()
+    prompt = chat_input.first()
     # numpy and the native libraries: not for a --help
     from runtime.chat.conversation import Conversation
-    from runtime.opening import open_coded, open_llama
+    from runtime.model import open_coded, open_llama
     from subkv.engine.llama import Llama
     from subkv.engine.template import for_chat
 
@@ -358,37 +362,37 @@ def run(
 
     def open_llm() -> Llama:
         more = {"draft_model": drafts.model(n_gpu_layers)}
-        if path is not None and opened is None:
+        if path is not None and open_model is None:
             return open_coded(path, n_gpu_layers, cache, context, Llama, **more)
         return open_llama(path, n_gpu_layers, cache, context, Llama, **more)
 
-    with (opened or without_opening)(open_llm) as (llm, opening):
+    with (open_model or _only_model)(open_llm) as (llm, first_tokens):
         options.note_cache(llm.kv_stats(), llm.cache_choice)
-        chosen, told = for_chat(llm.opened, template)
-        if told:
-            options.note(told)
-        chat = Chat(Conversation(llm, talk.system, sampling, opening, context_shift, chosen), n_predict)
-        if prompt is not None and not chat.guarded(chat.say, prompt) and talk.single_turn:
+        chosen, note = for_chat(llm.loaded_model, template)
+        if note:
+            options.note(note)
+        chat = Chat(Conversation(llm, chat_input.system, sampling, first_tokens, context_shift, chosen), n_predict)
+        if prompt is not None and not chat.report_errors(chat.send, prompt) and chat_input.single_turn:
             raise click.exceptions.Exit(1)
-        if not talk.single_turn:
-            chat.loop(talk.simple_io)
+        if not chat_input.single_turn:
+            chat.loop(chat_input.simple_io)
 
 
 @contextlib.contextmanager
-def without_opening(open_llm: Callable[[], Llama]) -> Iterator[tuple[Llama, Opening | None]]:
-    """The model; every token of an answer comes from it."""
+def _only_model(open_llm: Callable[[], Llama]) -> Iterator[tuple[Llama, FirstTokens | None]]:
+    """The model, without another source of first tokens."""
     with open_llm() as llm:
         yield llm, None
 
 
 @command()
 @chat_options
-def main(**asked: Any) -> None:
+def main(**arguments: Any) -> None:
     """Chat with a model; without -m the demo model, SmolLM2-135M-Instruct, on a compressed cache.
 
-    A model without bases for it gets those that its weights give; -ctk f16 does without.
+    For a model without bases, they are derived from its weights; -ctk f16 uses none.
     """
-    run(**asked)
+    run(**arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What the native libraries say of themselves, asked in a process of its own: one that they end is a finding, too.
+"""Reads facts from the native libraries in a separate process, because a library may crash.
 
-`python -m runtime.doctor.probing` loads them and prints one JSON object.
+`python -m runtime.doctor.probe` loads them and prints one JSON object.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import subprocess
 import sys
 from typing import Any
 
-SECONDS = 120  # a driver may take long to start; one that hangs is a finding
+SECONDS = 120  # timeout; a driver may start slowly or hang
 KINDS = ("cpu", "gpu", "integrated gpu", "accelerator", "meta")  # enum ggml_backend_dev_type
 
 
 def probe() -> dict[str, Any]:
-    """What main() printed in a child; of a child that failed only `error`, one sentence."""
+    """The output of main() in a child process; only `error`, one sentence, if the child fails."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "runtime.doctor.probing"],
+            [sys.executable, "-m", "runtime.doctor.probe"],
             capture_output=True,
             text=True,
             errors="replace",
@@ -35,9 +35,9 @@ def probe() -> dict[str, Any]:
     except OSError as error:
         return {"error": f"libraries: expected a Python that starts, found {error.strerror or error}"}
     with contextlib.suppress(ValueError):
-        found = json.loads(done.stdout.splitlines()[-1] if done.stdout.strip() else "")
-        if isinstance(found, dict) and done.returncode == 0:
-            return found
+        facts = json.loads(done.stdout.splitlines()[-1] if done.stdout.strip() else "")
+        if isinstance(facts, dict) and done.returncode == 0:
+            return facts
     return {"error": f"libraries: expected them to load, found that the process {_ended(done)}"}
 
 
@@ -97,7 +97,7 @@ def _devices(registry: ctypes.CDLL) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _facts() -> dict[str, Any]:
-    """Raises ImportError with a sentence where a library is missing or does not load."""
+    """Raises ImportError with a sentence if a library is missing or does not load."""
     from subkv.native import library
 
     lib, base = library.load(), library.ggml()
@@ -106,11 +106,10 @@ def _facts() -> dict[str, Any]:
         "subkv_ops_name": (ctypes.c_char_p, [ctypes.c_int32]),
     }
     library.declare(lib, versions)
-    for name in ("ggml_version", "ggml_commit"):
-        getattr(base, name).restype = ctypes.c_char_p
+    base.ggml_version.restype = ctypes.c_char_p
     from subkv.native.binding import C
 
-    C.llama_backend_init()  # loads backends that are libraries of their own
+    C.llama_backend_init()  # loads backends that are separate libraries
     devices, backends = _devices(ctypes.CDLL(str(library.lib_dir() / f"libggml{library.SUFFIX}")))
     kernel, error = lib.subkv_kernel_name(), None
     if kernel is None:
@@ -120,7 +119,7 @@ def _facts() -> dict[str, Any]:
     device_kernels = lib.subkv_device_kernel_name()
     return {
         "ggml": base.ggml_version().decode(),
-        "llama_cpp_commit": base.ggml_commit().decode(),
+        "llama_cpp_commit": library.llama_cpp_commit(),
         "kernel": kernel.decode() if kernel else None,
         "kernel_error": error,
         "kernels": [lib.subkv_ops_name(i).decode() for i in range(lib.subkv_ops_count())],
@@ -133,12 +132,12 @@ def _facts() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print _facts(), or why there are none."""
+    """Print _facts(), or the reason why the libraries do not load."""
     try:
-        found = _facts()
+        facts = _facts()
     except ImportError as error:
-        found = {"error": str(error)}
-    print(f"\n{json.dumps(found)}")
+        facts = {"error": str(error)}
+    print(f"\n{json.dumps(facts)}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 // one in the coefficients of the static basis (the blockwise softmax of papers/online-subspace-projection.md §6).
 #pragma once
 
-#include "adaptive.h"
+#include "chunked.h"
 
 #include <vector>
 
@@ -12,7 +12,7 @@ namespace subkv {
 class ChunkedAttention {
 public:
     // One block of tokens, one segment of a stream's cells and one KV head.
-    void begin(const AdaptiveLayer & layer, uint32_t stream, int64_t head);
+    void begin(const ChunkedLayer & layer, uint32_t stream, int64_t head);
 
     // As Ops::attend(args), but the cells' last bytes say which chunks they belong to. args.k, args.v, args.qt: static;
     // args.n_cells: of whole tiles; k_chunks, v_chunks: those bytes of the first tile, not read if the side does not adapt.
@@ -37,8 +37,8 @@ private:
     const float * queries(const AttendArgs & args, int32_t slot);
     Sums &        sums(const AttendArgs & args, int32_t slot);
 
-    const AdaptUnit *    k_unit_ = nullptr; // nullptr: the side does not adapt
-    const AdaptUnit *    v_unit_ = nullptr;
+    const ChunkUnit *    k_unit_ = nullptr; // nullptr: the side does not adapt
+    const ChunkUnit *    v_unit_ = nullptr;
     size_t               n_sums_ = 0, n_queries_ = 0; // in use; the rest is kept for its memory
     std::vector<Sums>    sums_;
     std::vector<Queries> queries_;

@@ -1,0 +1,116 @@
+"""Prepares what `subkv run` and `subkv serve` start: a program's file, arguments and environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime import options
+from runtime.launch import programs
+from runtime.launch.arguments import ProgramArguments, program_name, read, with_hub_models
+from runtime.launch.variables import CACHE, OFF, CacheRequest, cache_variables, library_variables, models_in
+from runtime.launch.variables import prepare as prepare_model
+from subkv.base.errors import SubkvError, concerning
+
+
+@dataclass(frozen=True)
+class Start:
+    """A program that is ready to run. arguments: as for execve, the first is the program's name."""
+
+    path: Path
+    arguments: list[str]
+    environment: dict[str, str]
+
+    def execute(self) -> int:
+        """Replace this process by the program; on Windows, wait for it and return its exit code. Raises SubkvError."""
+        return programs.execute(self.path, self.arguments, self.environment)
+
+
+def _no_model_note(program: str, read: ProgramArguments, others: bool) -> str:
+    """A line for arguments that name no model file. others: bases of other models were derived."""
+    program = program_name(program)
+    if read.from_url:
+        why, what = "the program downloads its model", "FILE"
+    elif read.folder is not None:
+        why, what = f"{program} chooses models itself", "DIR"
+    else:
+        why, what = "the arguments name no model", "FILE"
+    line = "KV cache: subkv for every model that has bases, f16 for others"
+    return line if others else f"{line}, because {why}; `subkv run --prepare {what} {program} …` derives bases first"
+
+
+def _prepare_others(paths: Sequence[Path]) -> None:
+    """Derive bases of models that the arguments do not name. In a folder, a refused model does not stop the others.
+
+    Raises SubkvError about `prepare`.
+    """
+    for path in paths:
+        for model in models_in(path):
+            try:
+                with concerning(model="prepare", model_path="prepare"):
+                    options.note(f"{model.name}: {prepare_model(model).note}")
+            except SubkvError as error:
+                if not path.is_dir() or error.key == "XDG_CACHE_HOME":
+                    raise
+                options.note(f"{model.name}: {error.reason}")
+
+
+def _variables(program: str, read: ProgramArguments, request: CacheRequest, others: bool) -> dict[str, str]:
+    """The variables that choose the cache, which is also logged to stderr. others: as _no_model_note().
+
+    Raises SubkvError.
+    """
+    if read.ordinary:
+        kinds = (read.type_k or "f16", read.type_v or read.type_k or "f16")
+        name = kinds[0] if kinds[0] == kinds[1] else "/".join(kinds)
+        for key in request.flags():
+            raise SubkvError(key, f"expected a coefficient cache (-ctk subkv), found {name}")
+        options.note(f"KV cache: {name}, from the arguments")
+        return {CACHE: OFF}
+    with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
+        variables, notes = cache_variables(read.models, request, read.strict)
+    for line in notes or [_no_model_note(program, read, others)]:
+        options.note(line)
+    return variables
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, its file, and the environment in which it uses our libraries."""
+
+    name: str
+    path: Path
+    environment: dict[str, str]
+
+
+def find_program(program: str, environment: Mapping[str, str]) -> Program:
+    """Look up a program by name. Raises SubkvError about `program`."""
+    # the native libraries: not for a --help
+    from subkv.native.library import lib_dir
+
+    libraries = lib_dir()
+    with_libraries = {**environment, **library_variables(libraries, environment)}
+    path = programs.find(program, libraries, environment.get("PATH"))
+    programs.check(program, path, libraries, with_libraries)
+    return Program(program, path, with_libraries)
+
+
+def read_arguments(program: Program, arguments: Sequence[str]) -> ProgramArguments:
+    """Read model and cache types from the arguments. Raises CacheError about `-ctk` or `-ctv`."""
+    from subkv.engine.cache import STOCK_TYPES  # numpy and the native libraries
+
+    with concerning(type_k="-ctk", type_v="-ctv"):
+        return read(program.name, arguments, program.environment, STOCK_TYPES)
+
+
+def prepare_start(
+    program: Program, arguments: ProgramArguments, request: CacheRequest, prepare: Sequence[Path] = ()
+) -> Start:
+    """Look up or derive the bases and add the cache to the environment. Raises SubkvError."""
+    if arguments.repos:
+        with concerning(hf_repo="-hf"):
+            arguments = with_hub_models(arguments)
+    _prepare_others(prepare)
+    environment = arguments.environment | _variables(program.name, arguments, request, bool(prepare))
+    return Start(program.path, [program.name, *arguments.arguments], environment)

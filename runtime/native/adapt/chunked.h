@@ -1,0 +1,103 @@
+// chunked.h: adaptive bases in the cache of a context: one Adapter (adapt.h) for every stream, layer, KV head and side
+// that adapts. A position is coded when it leaves the exact window, in blocks of consecutive positions that begin at
+// multiples of B: by then all rows of a block are known, and a tail that the window allows to remove has not been seen.
+// Each cell's row ends with the chunk slot of every head, one byte each (in a tile: 64 bytes, cell by cell), so that
+// copies and states of cells carry it.
+#pragma once
+
+#include "adapt.h"
+#include "hook.h"
+#include "layout.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace subkv {
+
+// What a context was asked for.
+struct ChunkRequest {
+    bool        k      = false; // sides that adapt
+    bool        v      = false;
+    AdaptParams params = {};
+
+    bool any() const { return k || v; }
+};
+
+// What `params` ask for. Throws std::runtime_error, with the error set.
+ChunkRequest chunks_asked(const subkv_cache_params & params);
+// What the environment (automatic.h) asks for, or else the file. Throws Invalid.
+ChunkRequest chunks_of_environment(const Layout & layout);
+
+// One head and side within one stream.
+struct ChunkUnit {
+    Adapter adapter;
+    int32_t coded = 0; // positions below are coded, multiple of B
+};
+
+class ChunkedLayer {
+public:
+    ChunkedLayer(const LayerCodec & codec, const ChunkRequest & request, uint32_t n_stream);
+
+    bool covers(bool value) const { return value ? request_.v : request_.k; } // this side adapts
+    // nullptr: this side does not adapt
+    ChunkUnit *         unit(uint32_t stream, int64_t head, bool value) const;
+    const ChunkReader * reader(uint32_t stream, int64_t head, bool value) const;
+    int32_t             coded(uint32_t stream, int64_t head, bool value) const; // of a side that adapts
+    // byte of a cell's row that holds the head's chunk
+    int64_t chunk_offset(int64_t head, bool value) const {
+        return (int64_t) (value ? codec_.v_row_bytes : codec_.k_row_bytes) + head;
+    }
+    void reset(uint32_t stream);
+    void for_each(uint32_t stream, const std::function<void(ChunkUnit &)> & use) const;
+
+private:
+    size_t index(uint32_t stream, int64_t head, bool value) const {
+        return ((size_t) stream * (size_t) codec_.n_head_kv + (size_t) head) * 2 + (value ? 1 : 0);
+    }
+
+    const LayerCodec &                      codec_;
+    const ChunkRequest &                    request_;
+    std::vector<std::unique_ptr<ChunkUnit>> units_; // [n_stream][n_head_kv][2]
+};
+
+class ChunkedBases {
+public:
+    // request passed check(). Throws std::runtime_error when a head cannot adapt.
+    ChunkedBases(const Layout & layout, const ChunkRequest & request, uint32_t n_stream);
+
+    // Whether a context of this window, streams and places can adapt so, whatever its heads. Throws std::runtime_error.
+    static void check(const ChunkRequest & request, const Layout & layout, int32_t n_recent, int32_t n_rollback,
+                      const CacheDesc & desc);
+
+    ChunkedLayer * layer(int32_t il) const;
+
+    void    clear();
+    void    reset(uint32_t stream);
+    int32_t coded(uint32_t stream) const; // positions below are coded by some head
+    void    copy(uint32_t src, uint32_t dst);
+
+    struct Total {
+        size_t bytes    = 0; // bases and sketches as held now
+        size_t n_chunks = 0; // alive, all heads
+    };
+
+    Total total() const;
+    // Of a head and side, over the streams; false: it does not adapt.
+    bool stats(int32_t il, int64_t head, bool value, subkv_adapt_stats & sum) const;
+
+    void state_write(StateWriter & w, uint32_t stream) const;
+    void state_read(StateReader & r, uint32_t stream); // throws std::runtime_error, the stream is then empty
+
+    int32_t sides() const { return (request_.k ? 1 : 0) + (request_.v ? 2 : 0); } // 1 K, 2 V
+    int32_t block() const { return request_.params.block; }                       // positions coded together
+
+private:
+    void for_each(uint32_t stream, const std::function<void(ChunkUnit &)> & use) const;
+
+    ChunkRequest                               request_;
+    uint32_t                                   n_stream_;
+    std::vector<std::unique_ptr<ChunkedLayer>> layers_; // by il
+};
+
+} // namespace subkv
