@@ -42,7 +42,7 @@ recent_bits_option = click.option(
     "--recent-bits",
     type=click.Choice([str(RECENT_BITS), "16"]),
     callback=lambda _context, _option, value: value and int(value),
-    help="Bits per element of the last positions; 16: f16. [default: 10, for budgets from 6.5 on 16]",
+    help="Bits per element of the last positions; 16: f16. [default: 10; 16 for budgets of 6.5 or more]",
 )
 
 plan_options = group(
@@ -50,8 +50,8 @@ plan_options = group(
     options_from_flags,
     click.option("--kv-bits", type=float, help="Bits per K/V element, everything counted. [default: as good as q8_0]"),
     click.option("--codec", type=click.Choice(["banded", "int8"]), default="banded"),
-    click.option("--rank-k", type=int, help="Most K coefficients per head. [default: the head size]"),
-    click.option("--rank-v", type=int, help="Most V coefficients per head. [default: the head size]"),
+    click.option("--rank-k", type=int, help="Maximum K coefficients per head. [default: the head size]"),
+    click.option("--rank-v", type=int, help="Maximum V coefficients per head. [default: the head size]"),
     click.option(
         "--basis-k", type=click.Choice(BASES_K), help=f"[default: {BASES_K[2]} with sensitivities, else {BASES_K[1]}]"
     ),
@@ -59,7 +59,7 @@ plan_options = group(
         "--basis-v", type=click.Choice(BASES_V), help=f"[default: {BASES_V[2]} with sensitivities, else {BASES_V[1]}]"
     ),
     click.option("--gamma", type=click.Choice(GAMMAS), default="calibrated"),
-    click.option("--center-k/--no-center-k", default=True, help="Code keys less their mean; needs sinks."),
+    click.option("--center-k/--no-center-k", default=True, help="Subtract the keys' mean; needs sinks."),
     click.option("--n-sink", type=int, default=N_SINK, help="First positions kept exact."),
     click.option("--n-recent", type=int, default=N_RECENT, help="Last positions kept exact."),
     recent_bits_option,

@@ -41,8 +41,8 @@ class Conversion:
     """What to do.
 
     model: a GGUF or a Hugging Face folder. bases: a calibration; None: one is made, by `request`. output: None: the
-    model's sidecar in the store. sidecar: write only the bases. outtype, quantize: of a folder's weights; None: auto,
-    not quantized. dry_run: write nothing but the calibration.
+    model's sidecar in the store. sidecar: write the bases without the weights. outtype, quantize: of a folder's
+    weights; None: auto, not quantized. dry_run: write only the calibration.
     """
 
     model: Path
@@ -72,7 +72,7 @@ class Conversion:
             announce = self._steps()
             path = self._folder_as_gguf(opened, announce) if self.model.is_dir() else self._checked_gguf()
             source = opened.enter_context(Source(path))
-            self._check(source)  # before minutes are spent on what could not be written
+            self._check(source)  # before the long run
             bases = self.bases or opened.enter_context(calibrated(source, self.request))
             announce("bases and layout")
             output = self.output or source.entry.sidecar
@@ -81,7 +81,7 @@ class Conversion:
             return result, output, source.n_bytes
 
     def _steps(self) -> Callable[[str], None]:
-        """Reports the steps of a folder with their numbers; a GGUF has none that are worth counting."""
+        """Reports the steps of a folder with their numbers; for a GGUF it reports none."""
         if not self.model.is_dir():
             return lambda step: None
         done, total = itertools.count(1), 2 + (self.quantize is not None) + (self.bases is None)

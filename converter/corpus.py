@@ -21,7 +21,7 @@ from subkv.base.threads import default_threads
 if TYPE_CHECKING:
     from subkv.format.calibration import TextSource
 
-MIN_TOKENS = 64  # shortest text worth a chunk
+MIN_TOKENS = 64  # of the shortest chunk
 PIECE = 1 << 18  # bytes of text tokenized at once
 HELD_OUT = 8  # calibration holds out every 8th chunk
 INTERRUPTED = "interrupted: nothing was written"  # by programs that write one file, on Ctrl-C

@@ -10,7 +10,7 @@ import ctypes
 import signal
 import sys
 
-# llama-quantize's names of the types that need nothing but weights; the others want activations' statistics or experts
+# llama-quantize's names of the types that need only weights; the others need activations' statistics or experts
 TYPES = (
     *("Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS"),
     *("Q3_K_L", "Q3_K_M", "Q3_K_S", "IQ3_M", "IQ3_S", "Q2_K", "Q2_0", "TQ2_0", "TQ1_0", "Q1_0"),

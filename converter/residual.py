@@ -84,7 +84,7 @@ def metrics(
         read = [weights(rows.q[:, h], rows.k[:, g], seen, shape.scale) for h in heads]
         own = [v] * group if values is None else [v @ values[h].T for h in heads]
         out = [a @ u for a, u in zip(read, own, strict=True)]
-        kinds = alike(v[coded])
+        kinds = equal_rows(v[coded])
         first = slice(None) if kinds is None else kinds[0][kinds[1]]
         own = [u[coded][first] for u in own]
         parts, shared = {}, {}
@@ -120,7 +120,7 @@ def sizes(rows: F32) -> F32:
     return norms
 
 
-def alike(v: F32) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
+def equal_rows(v: F32) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
     """An order of the rows in which equal ones are neighbours, and the start of each kind; None: no two are equal."""
     _, kind = np.unique(v, axis=0, return_inverse=True)
     kind = kind.reshape(-1)
@@ -137,7 +137,7 @@ def _coded_parts(
     kinds: tuple[NDArray[np.intp], NDArray[np.intp]] | None,
 ) -> list[F32]:
     """Weights of errors in the coded cells, from the softmax weights [T, n] of every head. size: of the cells;
-    near: 1 for those that count, None: all do; kinds: of alike()."""
+    near: 1 for those that count, None: all do; kinds: equal_rows()."""
     out = []
     for a in read:
         part = a[:, coded] * size
@@ -148,7 +148,7 @@ def _coded_parts(
 
 
 def _merged(read: F32, order: NDArray[np.intp], starts: NDArray[np.intp]) -> F32:
-    """Weights [T, n] summed over the cells that are alike, [T, kinds]."""
+    """Weights [T, n] summed over equal cells, [T, kinds]."""
     merged: F32 = np.add.reduceat(read[:, order], starts, axis=1)
     return merged
 

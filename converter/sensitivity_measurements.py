@@ -44,7 +44,7 @@ class Trial:
 class Measurements:
     """All measurements so far. sums: per layer residual.metrics(), over `queries` queries of the chunks `done`.
 
-    moments: per layer sums over `cells` cells, named as the members of LayerStats, of the chunks `done` less those
+    moments: per layer sums over `cells` cells, named as the members of LayerStats, of the chunks `done` without those
     `entered`, whose cells are in the calibration already. stretches: per longer chunk, logarithms [layers, SIDES] of
     the energy that errors in cells add far into it over the energy that they add near its beginning. Matrices are
     float32, as in the calibration's file: 100 MB less for an 8B model.
@@ -146,7 +146,7 @@ def smoothed(factors: Mapping[tuple[int, int, str], float], n_layer: int) -> tup
     normal, right = np.zeros((n, n)), np.zeros(n)
 
     def expect(value: float, sd: float, plus: Sequence[int], minus: int | None = None) -> None:
-        """Adds an expectation of the sum of some logarithms, less another one."""
+        """Adds an expected value of the sum of some logarithms, minus another one."""
         row = np.zeros(n)
         row[list(plus)] = 1.0
         if minus is not None:
@@ -169,7 +169,7 @@ def smoothed(factors: Mapping[tuple[int, int, str], float], n_layer: int) -> tup
 
 def evened(logs: F64) -> F64:
     """Means [layers, …] with a layer's neighbours, which have half its weight, because two texts are few for one layer.
-    The first layer is left as it is."""
+    The first layer is unchanged."""
     others = np.concatenate([logs[1:2], logs[1:], logs[-1:]])
     means = logs.copy()
     means[1:] = (others[:-2] + 2.0 * others[1:-1] + others[2:]) / 4.0

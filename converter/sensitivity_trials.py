@@ -21,7 +21,7 @@ import numpy as np
 from numpy.random import Generator
 
 from converter.decoded_chunk import QUERIES, SCORED, DecodedChunk, Spill, Unpredictable, ignore
-from converter.residual import SIDES, Rows, alike, energy, gram_of, metrics
+from converter.residual import SIDES, Rows, energy, equal_rows, gram_of, metrics
 from converter.sensitivity_measurements import (
     MOMENTS,
     NEGLIGIBLE,
@@ -190,8 +190,8 @@ class SensitivityTrials:
     def steps(self, too_late: Callable[[int], bool] = lambda tokens: False) -> Iterator[int]:
         """Yields after every step the tokens that it decoded; `measured` can be saved between any two.
 
-        too_late: whether so many further tokens exceed the time; called after LEAST trials. Longer chunks are worth
-        more than further trials, so time is reserved for them.
+        too_late: whether that number of further tokens exceeds the time; called after LEAST trials. Longer chunks are
+        worth more than further trials, so time is reserved for them.
         """
         tried = {(t.chunk, t.index, t.side) for t in self.measured.trials}
         for c, tokens in enumerate(self.chunks):
@@ -292,13 +292,13 @@ class SensitivityTrials:
     def _noisy(self, chunk: DecodedChunk, i: int, side: str, draw: Callable[[int, Generator], F32], seed: int) -> F32:
         """The cells before the scored tokens, noise in all but the sinks, as f16 holds it: [start, n_head_kv, d].
 
-        Equal tokens of the first layer get equal noise, as they are coded alike.
+        Equal tokens of the first layer get equal noise, because their codes are equal.
         """
         il, coded = self.calibration.layers[i].shape.il, slice(self.window.n_sink, None)
         cells = chunk.view(il, side).astype(np.float32)
         values = chunk.view(il, "v")[coded].astype(np.float32)
         noise = draw(len(values), np.random.default_rng([seed, i]))
-        if (kinds := alike(values.reshape(len(values), -1))) is not None:
+        if (kinds := equal_rows(values.reshape(len(values), -1))) is not None:
             order, starts = kinds
             of = np.repeat(order[starts], np.diff(starts, append=len(order)))
             noise[order] = noise[of]

@@ -53,7 +53,7 @@ def spread(low: int, high: int, n: int) -> tuple[int, ...]:
 def plan_chunks(token_chunks: Sequence[tuple[int, ...]], n_skip: int, held_out: int) -> tuple[list[Chunk], str | None]:
     """Assign chunks to moments or samples. Returns the chunks in the order to run and a note for the user, if any.
 
-    held_out: one of so many chunks is held out, 0: none. A single chunk is run twice: for the moments, then for the
+    held_out: one of `held_out` chunks is held out, 0: none. A single chunk is run twice: for the moments, then for the
     samples.
     """
     n = len(token_chunks)
@@ -166,7 +166,7 @@ def statistics_of(
     checkpoints: CheckpointStore | None = None,
     announce: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Calibration, list[str]]:
-    """Run the texts, less their chunks' first n_sink positions, and return the statistics and notes for the user.
+    """Run the texts. Returns the statistics, without the first n_sink positions of chunks, and notes for the user.
 
     checkpoints: partial sums, those of an earlier run included. announce: called before the run with the tokens that
     are done and all tokens.
