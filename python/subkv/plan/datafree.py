@@ -63,7 +63,7 @@ def shapes(base: Base) -> tuple[LayerShape, ...]:
     def rows(name: str) -> int:
         return base.matrix(name, "its shape is a head's").shape[0] if base.has_tensor(name) else 0
 
-    found, joint = [], mla.is_latent(base)
+    layers, joint = [], mla.is_latent(base)
     pattern = base.get(f"{arch}.attention.sliding_window_pattern")
     slides = pattern if isinstance(pattern, list) else []
     further = int(base.get(f"{arch}.nextn_predict_layers") or 0) if joint else 0  # draft layers, not used
@@ -84,9 +84,9 @@ def shapes(base: Base) -> tuple[LayerShape, ...]:
         )
         d_k, d_v = mla.sizes(base) if joint else (d_k, d_v)
         if all(8 <= d <= MAX_HEAD_SIZE and d % 8 == 0 for d in (d_k, d_v)):
-            found.append(LayerShape(il, n_head, n_head_kv, d_k, d_v, d_k**-0.5, 0))
+            layers.append(LayerShape(il, n_head, n_head_kv, d_k, d_v, d_k**-0.5, 0))
     unhooked = base.get(f"{arch}.attention.key_length_mla") is not None and not joint
-    if unhooked or not found:
+    if unhooked or not layers:
         reason = f"its attention is multi-head latent (MLA) of another form than that of {', '.join(mla.SUPPORTED)}"
         if not unhooked:
             reason = f"no layer of it has K/V heads of 8 to {MAX_HEAD_SIZE} elements in multiples of 8"
@@ -94,7 +94,7 @@ def shapes(base: Base) -> tuple[LayerShape, ...]:
             "kv_cache",
             f"model {arch}: subkv cannot hold its K/V cache because {reason}; use an ordinary cache type (-ctk f16)",
         )
-    return tuple(found)
+    return tuple(layers)
 
 
 def plan(base: Base, options: Options) -> Result:
