@@ -1,8 +1,9 @@
 // targets.cpp: readers of what somebody else wrote: layouts, files, and the parts of a state that are ours.
 #include "targets.h"
 
-#include "chunked.h"
 #include "base64.h"
+#include "chunked.h"
+#include "device.h"
 #include "layout.h"
 #include "node_sources.h"
 #include "window.h"
@@ -15,9 +16,13 @@
 
 namespace subkv {
 
-// Of the kernels only the reference is built in, and nothing of the C interface, which has this.
+// Of the kernels only the reference is built in, none for GPUs, and nothing of the C interface, which has add_stats.
 const Ops & ops() {
     return ops_ref();
+}
+
+bool has_device_kernels(ggml_backend_buffer_type_t) {
+    return false;
 }
 
 void add_stats(const Adapter &, subkv_adapt_stats &) {}
