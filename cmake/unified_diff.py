@@ -120,11 +120,11 @@ def apply(diff: FileDiff, data: bytes, reverse: bool = False) -> bytes:
         if len(out) != (new_start - 1 if new else new_start):
             raise DiffError(f"{diff.name}: hunk {number}: expected new line {len(out) + 1}, found {new_start}")
         for i, line in enumerate(old):
-            found = lines[first + i] if first + i < len(lines) else b"end of file"
-            if found != line:
+            present = lines[first + i] if first + i < len(lines) else b"end of file"
+            if present != line:
                 raise DiffError(
                     f"{diff.name}: hunk {number}: {diff.path} line {first + i + 1}:"
-                    f" expected {line.decode('latin1')!r}, found {found.decode('latin1')!r}"
+                    f" expected {line.decode('latin1')!r}, found {present.decode('latin1')!r}"
                 )
         out += new
         done = first + len(old)

@@ -141,19 +141,19 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """ln p of whole texts, in windows of n_ctx tokens that overlap by one token."""
-        found = []
+        sums = []
         for (text,) in tqdm([request.args for request in requests], desc="rolling", disable=disable_tqdm):
             tokens = self.tok_encode(text, add_special_tokens=False)
             windows = get_rolling_token_windows(tokens, self.prefix_token_id, self._n_ctx, 1)
             pairs = [(("", text), *make_disjoint_window(window)) for window in windows]
-            found.append(sum(nll for nll, _ in self._loglikelihood_tokens(pairs, disable_tqdm=True)))
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
-        return found
+            sums.append(sum(nll for nll, _ in self._loglikelihood_tokens(pairs, disable_tqdm=True)))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), sums[-1])
+        return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy answers up to a stop text, an end token or the maximum length of the task."""
         prompts = [self.tok_encode(request.args[0]) for request in requests]
-        found = [""] * len(requests)
+        answers = [""] * len(requests)
         order = sorted(range(len(requests)), key=lambda i: prompts[i])
         for i in tqdm(order, desc="generate", disable=disable_tqdm):
             how = normalize_gen_kwargs(requests[i].args[1], MAX_NEW)
@@ -164,9 +164,9 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
                 raise CacheError(
                     "--model_args n_ctx", f"expected more than the {n_new} tokens of an answer, found {self._n_ctx}"
                 )
-            found[i] = self._generate(prompts[i][n_new - self._n_ctx :], n_new, [s for s in how["until"] if s])
-            self.cache_hook.add_partial("generate_until", requests[i].args, found[i])
-        return found
+            answers[i] = self._generate(prompts[i][n_new - self._n_ctx :], n_new, [s for s in how["until"] if s])
+            self.cache_hook.add_partial("generate_until", requests[i].args, answers[i])
+        return answers
 
     def _generate(self, prompt: list[int], n_new: int, stops: list[str]) -> str:
         tokens, answer = list(prompt), b""

@@ -28,8 +28,8 @@ class Completer:
         folder, slash, start = name.rpartition("/")
         try:
             with os.scandir(Path(folder + slash or ".").expanduser()) as entries:
-                found = [f"{entry.name}{'/' if entry.is_dir() else ''}" for entry in entries]
+                names = [f"{entry.name}{'/' if entry.is_dir() else ''}" for entry in entries]
         except (OSError, RuntimeError):  # no such folder or home folder
             return []
-        found = [entry for entry in found if entry.startswith(start) and (start or not entry.startswith("."))]
-        return sorted(f"{command} {folder}{slash}{entry}" for entry in found)
+        names = [entry for entry in names if entry.startswith(start) and (start or not entry.startswith("."))]
+        return sorted(f"{command} {folder}{slash}{entry}" for entry in names)

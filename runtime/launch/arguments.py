@@ -146,10 +146,10 @@ def read(
     flags = list(_flags(arguments))
 
     def values(kind: str) -> list[str]:
-        found = [flag.value for flag in flags if flag.kind == kind]
-        if not found and (is_llama_cpp or kind in (TYPE_K, TYPE_V)):
-            found = [environment[name] for name, what in VARIABLES.items() if what == kind and environment.get(name)]
-        return found
+        given = [flag.value for flag in flags if flag.kind == kind]
+        if not given and (is_llama_cpp or kind in (TYPE_K, TYPE_V)):
+            given = [environment[name] for name, what in VARIABLES.items() if what == kind and environment.get(name)]
+        return given
 
     type_k, type_v = (_one_type(kind, values(kind), stock, takes_lists) for kind in (TYPE_K, TYPE_V))
     if None not in (type_k, type_v) and type_k != type_v and {type_k, type_v} & set(OURS):

@@ -31,15 +31,15 @@ def find(program: str, libraries: Path, search: str | None) -> Path:
             path = folder / (program if program.endswith(ENDING) else f"{program}{ENDING}")
             if path.is_file() and os.access(path, os.X_OK):
                 return path
-    found = shutil.which(program, path=search)
-    if found is None:
+    executable = shutil.which(program, path=search)
+    if executable is None:
         if os.path.basename(program) == program and is_llama_cpp_program(program):
             reason = (
                 f"expected one of llama.cpp's programs in {libraries} or on the PATH, found no {program}; {INSTALL}"
             )
             raise SubkvError("program", reason)
         raise SubkvError("program", f"expected a program that can be executed, found no {program}")
-    return Path(found)
+    return Path(executable)
 
 
 def linker(path: Path) -> str | None:
@@ -77,7 +77,7 @@ def check(program: str, path: Path, libraries: Path, environment: Mapping[str, s
         return
     if interpreter is None or path.parent.resolve() == libraries:
         return
-    found = None
+    llama = None
     if interpreter:
         # glibc's linker can list libraries without running the program; others cannot
         if not re.match(r"ld(-linux|64\.so)", os.path.basename(interpreter)) or not os.path.exists(interpreter):
@@ -90,15 +90,15 @@ def check(program: str, path: Path, libraries: Path, environment: Mapping[str, s
             errors="surrogateescape",
             check=False,
         )
-        found = _LIBLLAMA.search(listed.stdout)
-        if listed.returncode or (found is None and not is_llama_cpp_program(program)):
+        llama = _LIBLLAMA.search(listed.stdout)
+        if listed.returncode or (llama is None and not is_llama_cpp_program(program)):
             return  # it lacks a library and reports that itself, or does not use llama.cpp
     elif not is_llama_cpp_program(program):
         return
-    if found is None:
+    if llama is None:
         reason = "which contains its own llama.cpp"
-    elif Path(found[2]).parent.resolve() != libraries:
-        reason = f"which loads {found[1]} from {found[2]}"
+    elif Path(llama[2]).parent.resolve() != libraries:
+        reason = f"which loads {llama[1]} from {llama[2]}"
     else:
         return
     remedy = f"; {INSTALL}" if is_llama_cpp_program(program) else ""

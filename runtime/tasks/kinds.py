@@ -148,10 +148,10 @@ def distinct(make: Callable[[], str], n: int, of: int) -> list[str]:
     """n different texts from make(), which has `of` in total. Raises SubkvError about `length`."""
     if n > of:
         raise SubkvError("length", f"expected a larger number behind the task: {of} names exist, {n} are needed")
-    found: dict[str, None] = {}
-    while len(found) < n:
-        found[make()] = None
-    return list(found)
+    texts: dict[str, None] = {}
+    while len(texts) < n:
+        texts[make()] = None
+    return list(texts)
 
 
 def hidden(rng: random.Random, n_plain: int, lines: list[str]) -> list[str]:

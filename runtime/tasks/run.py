@@ -66,15 +66,15 @@ def parts(model: Model, sample: Sample) -> list[Part]:
         raise SubkvError("model", "expected a tokenizer whose tokens spell the text, found one that changes it")
     ends = np.cumsum([len(piece) for piece in pieces])
     ends -= ends[-1] - len(text)
-    found: list[Part] = []
+    cut: list[Part] = []
     low = position = 0
     for i, piece in enumerate(sample.pieces):
         position += len(piece.encode())
         is_answer = i % 2 == 1
         high = int(np.searchsorted(ends, position, "left" if is_answer else "right")) + (1 if is_answer else 0)
-        found.append(Part(tokens[low:high], is_answer))
+        cut.append(Part(tokens[low:high], is_answer))
         low = high
-    return found
+    return cut
 
 
 class Reader:
@@ -129,28 +129,28 @@ def best_allowed(grammar: Grammar, row: Row) -> int:
 
 def generate_json(model: Model, reader: Reader, row: Row, schema: dict[str, Any], most: int) -> list[int]:
     """Greedy tokens of a JSON that fits the schema, at most `most`; row: logits of the first."""
-    found: list[int] = []
+    generated: list[int] = []
     with Grammar(model.vocab, schema) as grammar:
-        while len(found) < most:
+        while len(generated) < most:
             token = best_allowed(grammar, row)
             if model.is_end(token):
                 break
             grammar.accept(token)
-            found.append(token)
+            generated.append(token)
             row = reader.read(np.array([token], np.int32), 0)[0]
-    return found
+    return generated
 
 
 def follow_json(model: Model, rows: Logits, generated: list[int], schema: dict[str, Any]) -> list[int]:
     """The greedy token at each place of a generated JSON, up to the first that differs."""
-    found: list[int] = []
+    greedy: list[int] = []
     with Grammar(model.vocab, schema) as grammar:
         for row, token in zip(rows, generated, strict=False):
-            found.append(best_allowed(grammar, row))
-            if found[-1] != token:
+            greedy.append(best_allowed(grammar, row))
+            if greedy[-1] != token:
                 break
             grammar.accept(token)
-    return found
+    return greedy
 
 
 def score_calls(model: Model, contexts: Sequence[Context], sample: Sample, schema: dict[str, Any]) -> list[Outcome]:
@@ -199,16 +199,16 @@ def run(
                     outcomes: list[list[Outcome]] = [[] for _ in caches]
                     for i in range(samples):
                         sample = task.sample(seed + i, length, counter(model))
-                        for found, outcome in zip(outcomes, under_each(model, contexts, sample), strict=True):
-                            found.append(outcome)
+                        for of_cache, outcome in zip(outcomes, under_each(model, contexts, sample), strict=True):
+                            of_cache.append(outcome)
                         bar.update(length * len(caches))
-                    for cache, context, found in zip(caches, contexts, outcomes, strict=True):
+                    for cache, context, of_cache in zip(caches, contexts, outcomes, strict=True):
                         results.append(
                             {
                                 "name": cache.name,
                                 "task": task.name,
                                 "length": length,
-                                **scores(found, outcomes[0]),
+                                **scores(of_cache, outcomes[0]),
                                 "bpe": round(context.stats.bpe, 4),
                                 "kv_bytes": context.stats.bytes_kv,
                                 "kv_bytes_per_token": context.stats.bytes_per_token,
@@ -230,17 +230,17 @@ def under_each(model: Model, contexts: Sequence[Context], sample: Sample) -> lis
     return [score_answers(context, cut) for context in contexts]
 
 
-def scores(found: Sequence[Outcome], base: Sequence[Outcome]) -> dict[str, Any]:
+def scores(outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> dict[str, Any]:
     """Shares of answers with standard errors over samples, and the changes from the first cache, paired by sample."""
-    right = np.array([np.mean(outcome.right) for outcome in found])
+    right = np.array([np.mean(outcome.right) for outcome in outcomes])
     before = np.array([np.mean(outcome.right) for outcome in base])
-    pairs = [zip(a.predicted, b.predicted, strict=True) for a, b in zip(found, base, strict=True)]
+    pairs = [zip(a.predicted, b.predicted, strict=True) for a, b in zip(outcomes, base, strict=True)]
     same = np.array([np.mean([mine == its for mine, its in pair]) for pair in pairs])
     columns = {"right": right, "change": right - before, "same": same}
-    nll, exact = (np.array([o.nll for o in some if o.nll is not None]) for some in (found, base))
+    nll, exact = (np.array([o.nll for o in some if o.nll is not None]) for some in (outcomes, base))
     if len(nll):
         columns |= {"nll": nll, "nll_change": nll - exact}
-    numbers: dict[str, Any] = {"samples": len(found), "answers": sum(len(outcome.right) for outcome in found)}
+    numbers: dict[str, Any] = {"samples": len(outcomes), "answers": sum(len(outcome.right) for outcome in outcomes)}
     for name, values in columns.items():
         numbers[name], numbers[f"{name}_stderr"] = mean(values)
     return numbers

@@ -53,7 +53,7 @@ def test_states(disk: type[Raw], kind: str, tmp_path: Path) -> None:
     assert n_reads > 8
     for n in range(1, n_reads):
         break_at(disk, kind, n)
-        with pytest.raises(StateError, match="cannot read" if kind == "error" else "found something else"):
+        with pytest.raises(StateError, match="cannot read" if kind == "error" else "found another format"):
             container.read(path, "a test")
     break_at(disk, "", 0)
     assert container.read(path, "a test").state == whole.state

@@ -186,11 +186,11 @@ def require_same_vocabulary(draft: Model, target: Model) -> None:
             f"{kinds[0]} in {draft.path}",
         )
     for token in range(min(sizes)):
-        found, expected = (C.llama_vocab_get_text(model.vocab, token) for model in (draft, target))
-        if found != expected:
+        drafted, expected = (C.llama_vocab_get_text(model.vocab, token) for model in (draft, target))
+        if drafted != expected:
             raise SubkvError(
                 "draft_model",
-                f"expected the vocabulary of the model, whose token {token} is {expected!r}, found {found!r} in "
+                f"expected the vocabulary of the model, whose token {token} is {expected!r}, found {drafted!r} in "
                 f"{draft.path}",
             )
 

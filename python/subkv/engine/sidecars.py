@@ -86,9 +86,9 @@ def preview(model: Path) -> tuple[Sidecar, bool]:
     Bases from the weights are derived for this process only, unless they are stored. Raises as find_calibrated() and
     from_weights().
     """
-    found = find_calibrated(model)
-    if found is not None:
-        return found, True
+    sidecar = find_calibrated(model)
+    if sidecar is not None:
+        return sidecar, True
     with Gguf(model) as base:
         entry = store.entry(base)
     path = None if store.why_unreadable() else entry.named(_ENDING)

@@ -416,11 +416,13 @@ def merge(earlier: Calibration, later: Calibration) -> Calibration:
     those of `later`. Raises SubkvError if the models differ.
     """
     check_mergeable(earlier, later.arch, later.name, later.block_count, later.n_skip)
-    found = [replace(layer.shape, tokens=0) for layer in earlier.layers]
+    shapes = [replace(layer.shape, tokens=0) for layer in earlier.layers]
     expected = [replace(layer.shape, tokens=0) for layer in later.layers]
-    if found != expected:
-        bad = next((pair for pair in zip(expected, found, strict=False) if pair[0] != pair[1]), None)
-        detail = f"expected {bad[0]}, found {bad[1]}" if bad else f"expected {len(expected)} layers, found {len(found)}"
+    if shapes != expected:
+        bad = next((pair for pair in zip(expected, shapes, strict=False) if pair[0] != pair[1]), None)
+        detail = (
+            f"expected {bad[0]}, found {bad[1]}" if bad else f"expected {len(expected)} layers, found {len(shapes)}"
+        )
         raise SubkvError("calibration", f"{PREFIX}layers: {detail}")
     return replace(
         later,

@@ -70,10 +70,10 @@ def _floats(bits: Iterable[int]) -> tuple[float, ...]:
 @functools.cache
 def constants() -> Constants:
     """Loads libsubkv at first use. Raises ImportError as `library.load`."""
-    found = json.loads(library.load().subkv_constants())
-    found["planes"] = {int(bits): tuple(planes) for bits, planes in found["planes"].items()}
-    found["scales"] = _floats(found["scales"])
-    trellis = found["trellis"]
+    values = json.loads(library.load().subkv_constants())
+    values["planes"] = {int(bits): tuple(planes) for bits, planes in values["planes"].items()}
+    values["scales"] = _floats(values["scales"])
+    trellis = values["trellis"]
     trellis["bends"] = {int(bits): tuple(bends) for bits, bends in trellis["bends"].items()}
     trellis["shares"] = dict(zip(trellis["bends"], _floats(trellis["shares"].values()), strict=True))
-    return Constants(**{**found, "trellis": Trellis(**trellis)})
+    return Constants(**{**values, "trellis": Trellis(**trellis)})
