@@ -1,8 +1,8 @@
-// node_sources.h: the sources of every custom node by name, each an ggml_tensor of the graph.
+// node_sources.h: names for the sources of every custom node, and for the rows of a graph's I32 inputs.
 //
-// A struct here lists the sources of one kind of node in the order in which the node has them. Who builds a node fills
-// such a struct; who computes it, or checks it for a device, reads the struct back with sources_of. The order is
-// written here only. A member is nullptr where a node has no such source.
+// Each struct lists the sources of one kind of node in the node's order, which is written nowhere else. Code that
+// builds a node fills the struct. Code that computes the node, on a CPU or a GPU, reads it back with sources_of. A
+// member is nullptr if the node does not have that source.
 #pragma once
 
 #include "ggml.h"
@@ -18,12 +18,12 @@ namespace subkv {
 
 struct EncodeSources {
     ggml_tensor * k;
-    ggml_tensor * v; // of a latent layer k, as with the following pairs
+    ggml_tensor * v; // of a latent layer k; the following pairs likewise
     ggml_tensor * k_cache;
     ggml_tensor * v_cache;
     ggml_tensor * k_idxs;
     ggml_tensor * v_idxs; // the same numbers as k_idxs
-    // of a CPU's node only
+    // of a node on a CPU only:
     ggml_tensor * q;
     ggml_tensor * tokens;
     ggml_tensor * mask_node; // or nullptr
@@ -47,7 +47,7 @@ struct EncodeBlocksSources {
 
 struct AttendSources {
     ggml_tensor * q;
-    ggml_tensor * queries; // projected; on a GPU, where attend projects them, fresh
+    ggml_tensor * queries; // projected; on a GPU fresh, since attend projects them there
     ggml_tensor * k_view;
     ggml_tensor * v_view; // of a latent layer k_view
     ggml_tensor * mask;
@@ -138,7 +138,7 @@ struct ObserveOutputSources {
     ggml_tensor * tokens;
 };
 
-// The sources as ggml takes them, without those that are missing at the end.
+// The sources as a list for ggml, without nullptrs at its end.
 template <typename Sources> std::vector<ggml_tensor *> source_list(const Sources & sources) {
     static_assert(std::is_trivially_copyable_v<Sources> && sizeof(Sources) % sizeof(ggml_tensor *) == 0);
     static_assert(sizeof(Sources) / sizeof(ggml_tensor *) < GGML_MAX_SRC); // as ggml_custom_4d checks
@@ -150,7 +150,7 @@ template <typename Sources> std::vector<ggml_tensor *> source_list(const Sources
     return list;
 }
 
-// A node that is computed by as many threads as there are.
+// A node that all threads compute.
 template <typename Sources>
 ggml_tensor * new_node(ggml_context * ctx, ggml_type type, const std::array<int64_t, 4> & ne, const Sources & sources,
                        ggml_custom_op_t fun, void * userdata) {
@@ -159,7 +159,7 @@ ggml_tensor * new_node(ggml_context * ctx, ggml_type type, const std::array<int6
                           userdata);
 }
 
-// The same, which changes its first source in place.
+// The same for a node that changes its first source in place.
 template <typename Sources>
 ggml_tensor * new_node_inplace(ggml_context * ctx, const Sources & sources, ggml_custom_op_t fun, void * userdata) {
     auto list = source_list(sources);
