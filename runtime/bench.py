@@ -6,8 +6,8 @@ All caches run in one process and alternate within every repetition, so that a b
 Each context is filled to a depth once, and its tail is removed after each repetition.
 
 To fill quickly, batches are evaluated separately, joined to one sequence, and then copied until the depth is reached.
-(With adaptive bases, sliding windows or recurrent layers, cells cannot be copied, and all batches are evaluated.) The
-cells hold other numbers than a real text would. Times do not depend on these numbers.
+(With bases that follow the text, sliding windows or recurrent layers, cells cannot be copied, and all batches are
+evaluated.) The cells hold other numbers than a real text would. Times do not depend on these numbers.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int, bar: Any) 
 
     If cells can be copied, only the first two batches are decoded. The copies leave out the first batch, which holds
     the sinks. The last cell is always decoded; before that, the keys of copies are rotated to their positions.
-    With adaptive bases, batches are decoded in the sequence itself, because sequences do not share cells then.
+    If bases follow the text, batches are decoded in the sequence itself, because sequences do not share cells then.
     """
     context = config.context
     separate = context.choice.follows_text  # sequences do not share cells

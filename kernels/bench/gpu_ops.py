@@ -82,7 +82,7 @@ class Cuda:
         tokens[:, 3] = slots * tokens[:, 1]
         held = torch.arange(slots, **integers)
         position = torch.where(held < N_SINK, held, work.n_cells - slots + held).repeat(work.n_stream)
-        of_slots = torch.stack([position, 0 * position, 0 * position - 1]).contiguous()
+        of_slots = torch.stack([position, 0 * position, 0 * position - 1], dim=1).contiguous()  # SlotRow
         fresh, window = (torch.randn(n, 2 * N_HEAD * D, **halves) for n in (n_tok, len(position)))
         self.out = torch.empty(n_tok, N_HEAD * GROUP * D, device=DEVICE)
         cells = torch.arange(n_tok, dtype=torch.int64, device=DEVICE)
@@ -104,7 +104,7 @@ class Cuda:
                                split=-(-work.n_cells // n_split // 64) * 64, m=at, z=at + 4 * part,
                                acc=at + 8 * part, qt=qt, shift=qt + 4 * n_rows * layer.width_k)  # fmt: skip
         self.combine = c.Combine(a=self.attend, fresh=fresh.data_ptr(), window=window.data_ptr(),
-                                 slots=of_slots.data_ptr(), slot_stride=len(position), slots_of_seq=slots, sinks=None,
+                                 slots=of_slots.data_ptr(), slots_of_seq=slots, sinks=None,
                                  out=self.out.data_ptr(), out_stride=N_HEAD * GROUP * D)  # fmt: skip
 
     def run(self, name: str, args: ct.Structure) -> Callable[[], None]:

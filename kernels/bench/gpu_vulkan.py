@@ -65,7 +65,7 @@ class Workload:
         tokens = np.stack([n_cells + token % n_tps, token // n_tps, 0 * token, SLOTS * (token // n_tps)], 1)
         held = np.arange(SLOTS, dtype=np.int32)
         position = np.tile(np.where(held < N_SINK, held, n_cells - SLOTS + held), n_stream)
-        slots = np.stack([position, 0 * position, 0 * position - 1]).astype(np.int32)
+        slots = np.stack([position, 0 * position, 0 * position - 1], axis=1).astype(np.int32)
         strides = {"k_head": D, "k_token": N_HEAD * D, "v_head": D, "v_token": N_HEAD * D}
         at = {"k_tiles": k_tiles, "v_tiles": v_tiles, "k_stride": k_stride, "v_stride": v_stride}
         fresh = halves(n_tok, 2 * N_HEAD * D)
@@ -81,7 +81,7 @@ class Workload:
                                split=-(-n_cells // n_split // 64) * 64, m=floats(n_rows), z=floats(n_rows),
                                acc=floats(n_rows, layer.width_v))  # fmt: skip
         self.combine = c.Combine(a=self.attend, fresh=fresh, window=halves(n_stream * SLOTS, 2 * N_HEAD * D),
-                                 slots=memory.put(slots)[0], slot_stride=slots.shape[1], slots_of_seq=SLOTS,
+                                 slots=memory.put(slots)[0], slots_of_seq=SLOTS,
                                  sinks=None, out=floats(n_tok, N_HEAD * GROUP * D),
                                  out_stride=N_HEAD * GROUP * D)  # fmt: skip
 

@@ -90,7 +90,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
     // the places of cell 16 * warp + lane / 4 among the words of quarter 2 * (warp % 2), of query row lane % FOUR
     uint8_t * const weight_at = s.weights + 2 * (lane % FOUR) * WEIGHT_PITCH + lane / 16 * (TILE / 2) + warp % 2 * 16 +
                                 lane / 4 % 4 * 2 + warp / 2;
-    const int32_t   query     = a.tokens[4 * token]; // its position
+    const int32_t   query     = a.tokens[token].pos;
     const int32_t * position  = a.cell_pos + token * a.n_kv + first + mine;
     int64_t         masked    = token * a.n_kv + first + mine; // index of the mask
     const uint8_t * v_scale   = v_tiles + lane / 16 * a.v_stride + mine % TILE;

@@ -15,7 +15,7 @@ struct Key {
 
 // Exact key number i of a stream's token: first the window slots of its sequence, then the ubatch's own tokens.
 __device__ Key exact_key(const Combine & b, int64_t token, int64_t i) {
-    const int64_t slot  = b.a.tokens[4 * token + 3] + i;
+    const int64_t slot  = b.a.tokens[token].first_slot + i;
     const int64_t other = token / b.a.n_tps * b.a.n_tps + i - b.slots_of_seq;
     const bool    held  = i < b.slots_of_seq;
     const int32_t cell  = held ? slot_cell(b, token, slot) : fresh_cell(b, token, other);

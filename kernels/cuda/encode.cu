@@ -411,7 +411,7 @@ template <bool LANES> __global__ void encode_kernel(Encode a) {
 }
 
 __global__ void store_kernel(Store a) {
-    const int32_t token = a.token[blockIdx.x];
+    const int32_t token = a.slots[blockIdx.x].token;
     for (int64_t j = threadIdx.x; token >= 0 && j < a.width; j += THREADS) {
         a.window[blockIdx.x * a.width + j] = a.fresh[token * a.width + j];
     }

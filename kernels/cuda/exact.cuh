@@ -17,14 +17,14 @@ __device__ inline int64_t exact_value(const Layer & l, int h) {
 
 // The cell of the key in a window slot of the token's sequence; -1: the token does not see it exactly.
 __device__ inline int32_t slot_cell(const Combine & b, int64_t token, int64_t slot) {
-    const int32_t pos = b.slots[slot];
-    return pos >= 0 && is_exact(b.a, pos, b.a.tokens[4 * token]) ? b.slots[b.slot_stride + slot] : -1;
+    const SlotRow & key = b.slots[slot];
+    return key.pos >= 0 && is_exact(b.a, key.pos, b.a.tokens[token].pos) ? key.cell : -1;
 }
 
 // That of token `other` of this ubatch, of the same stream.
 __device__ inline int32_t fresh_cell(const Combine & b, int64_t token, int64_t other) {
-    const int32_t pos = b.a.tokens[4 * other];
-    return pos >= 0 && is_exact(b.a, pos, b.a.tokens[4 * token]) ? b.a.tokens[4 * other + 2] : -1;
+    const TokenRow & key = b.a.tokens[other];
+    return key.pos >= 0 && is_exact(b.a, key.pos, b.a.tokens[token].pos) ? key.cell : -1;
 }
 
 } // namespace subkv::cuda

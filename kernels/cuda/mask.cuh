@@ -1,12 +1,12 @@
-// mask.cuh: what attend and combine add to logits, and which keys are exact.
+// mask.cuh: the values that attend and combine add to logits, and which keys are exact.
 #pragma once
 
 #include "device.cuh"
 
 namespace subkv::cuda {
 
-// What attend adds to a logit: the mask's value times the head's slope; -INFINITY: the token does not see the cell, or
-// sees it exactly.
+// attend adds to a logit the mask's value times the head's slope; -INFINITY: the token does not see the cell, or sees
+// it exactly.
 __device__ inline float mask_value(const Attend & a, int64_t at) {
     return a.mask_half ? from_half(((const uint16_t *) a.mask)[at]) : ((const float *) a.mask)[at];
 }
@@ -17,7 +17,7 @@ __device__ inline bool is_exact(const Attend & a, int32_t key, int32_t query) {
 
 __device__ inline float coded_bias(const Attend & a, int64_t token, int64_t cell) {
     const int32_t pos = a.cell_pos[token / a.n_tps * a.n_kv + cell];
-    return is_exact(a, pos, a.tokens[4 * token]) ? -INFINITY : mask_value(a, token * a.n_kv + cell);
+    return is_exact(a, pos, a.tokens[token].pos) ? -INFINITY : mask_value(a, token * a.n_kv + cell);
 }
 
 __device__ inline float capped(float x, float softcap) {

@@ -1,8 +1,8 @@
 // ops.h: the ops of a coded layer on a CUDA device. Host side: no CUDA header is needed to call them.
 //
-// Every pointer inside these structures is to device memory; the structures themselves are passed by value. Launches
-// neither allocate nor synchronise, so that they can be captured into a CUDA graph. A stream is a cudaStream_t. Functions
-// return nullptr, or what went wrong.
+// The pointers in these structures are to device memory; the structures are passed by value. Launches neither allocate
+// nor synchronise, so that they can be captured into a CUDA graph. A stream is a cudaStream_t. Functions return nullptr
+// or an error message.
 //
 // Cells lie in tiles (subkv/tiles.h). Those of a layer's heads follow each other; every tile begins at a multiple of 16 bytes.
 //
@@ -13,6 +13,7 @@
 // Everything else is f32.
 #pragma once
 
+#include "subkv/batch.h"
 #include "subkv/ops.h"
 
 #include <cstdint>
@@ -65,60 +66,60 @@ struct Encode {
 // AttendShape. Tokens of stream s: [s * n_tps, (s + 1) * n_tps). A cell's bias is the mask's value, -INFINITY where its
 // position is exact (first n_sink, last n_recent) for the token.
 struct Attend {
-    Layer           layer;
-    const float *   q;
-    int64_t         q_head, q_token; // strides, in floats
-    const uint8_t * k_tiles;
-    const uint8_t * v_tiles;
-    int64_t         k_stride, v_stride; // bytes from one tile to the next
-    int64_t         k_stream, v_stream; // bytes from one stream to the next
-    const void *    mask;               // [n_tokens][n_kv]
-    bool            mask_half;
-    const int32_t * cell_pos; // [n_stream][n_kv]
-    const int32_t * tokens;   // [n_tokens][4]: position, stream, cell, first window slot
-    int32_t         n_sink, n_recent;
-    int64_t         n_kv; // of a stream; the last tile is there in full
-    int64_t         n_stream, n_tps;
-    int64_t         split, n_split; // cells per split, whole tiles
-    float *         m;              // [n_split * n_head_kv * n_tokens * n_group]
-    float *         z;
-    float *         acc;   // the same rows of width_v floats
-    float *         qt;    // scratch [n_head_kv][n_tokens * n_group][width_k]
-    float *         shift; // scratch [n_head_kv][n_tokens * n_group]
+    Layer            layer;
+    const float *    q;
+    int64_t          q_head, q_token; // strides, in floats
+    const uint8_t *  k_tiles;
+    const uint8_t *  v_tiles;
+    int64_t          k_stride, v_stride; // bytes from one tile to the next
+    int64_t          k_stream, v_stream; // bytes from one stream to the next
+    const void *     mask;               // [n_tokens][n_kv]
+    bool             mask_half;
+    const int32_t *  cell_pos; // [n_stream][n_kv]
+    const TokenRow * tokens;   // [n_tokens]
+    int32_t          n_sink, n_recent;
+    int64_t          n_kv; // of a stream; the last tile is there in full
+    int64_t          n_stream, n_tps;
+    int64_t          split, n_split; // cells per split, whole tiles
+    float *          m;              // [n_split * n_head_kv * n_tokens * n_group]
+    float *          z;
+    float *          acc;   // the same rows of width_v floats
+    float *          qt;    // scratch [n_head_kv][n_tokens * n_group][width_k]
+    float *          shift; // scratch [n_head_kv][n_tokens * n_group]
 };
 
-// Merges the splits, multiplies by D_v, adds the exact keys (window rows and fresh ones), sinks, normalises.
+// Merges the splits, multiplies by D_v, adds the exact keys (window rows and fresh rows) and sinks, normalises.
 struct Combine {
-    Attend           a; // m, z, acc as attend left them
+    Attend           a; // m, z, acc: results of attend
     const uint16_t * fresh;
     const uint16_t * window;       // [n_slots] rows like fresh's; nullptr: no exact window
-    const int32_t *  slots;        // [3][slot_stride]: position, cell, token to store
-    int64_t          slot_stride;  // n_slots, or 1 without a window
+    const SlotRow *  slots;        // [n_slots of the window]
     int32_t          slots_of_seq; // of one sequence, 0: no exact window
     const float *    sinks;        // [n_head] or nullptr
     float *          out;          // [n_tokens][out_stride], query head h at h * d_v
     int64_t          out_stride;
 };
 
-// What flash attention over halves reads instead of attend and combine, in a prompt: keys and values of a stream's cells,
-// from their codes (D_k c times gamma plus the mean, D_v c), then the exact rows of n_slots window slots, then those of the
-// ubatch's own tokens, then zeros. A token's mask opens a cell's row or its exact one, as combine's softmax takes it.
+// The rows of a prompt for flash attention on halves, which replaces attend and combine: keys and values of a stream's
+// cells, from their codes (D_k c times gamma plus the mean, D_v c), then the exact rows of n_slots window slots, then
+// those of the ubatch's own tokens, then zeros. A token's mask shows it either a cell's row or its exact row, as in
+// combine's softmax.
 struct Prompt {
-    Combine    c;       // its sources; of c.a neither queries nor results
-    int64_t    n_slots; // of a stream: all, or where there are several streams those of its only sequence
+    Combine    c;       // its sources, without queries and results of c.a
+    int64_t    n_slots; // of a stream: all, or with several streams those of its only sequence
     int64_t    n_rows;  // n_kv + n_slots + n_tps or more
     int32_t    first;   // KV head
-    int32_t    n_heads; // from it on
+    int32_t    n_heads; // KV heads from the first one on
     uint16_t * k;       // [n_stream][n_heads][n_rows][d_k] half, at most +-65504
     uint16_t * v;       // [n_stream][n_heads][n_rows][d_v]
     uint16_t * mask;    // [n_stream][n_tps][n_rows] half
 };
 
-// fresh rows -> the window's slots that name a token of this ubatch
+// fresh rows -> the window's slots that have a token of this ubatch
 struct Store {
     uint16_t *       window;
     const uint16_t * fresh;
-    const int32_t *  token; // [n_slots], -1: none
+    const SlotRow *  slots; // [n_slots]
     int64_t          n_slots;
     int64_t          width; // halves of a row
 };
@@ -130,7 +131,7 @@ const char * store_window(const Store & args, void * stream);
 const char * prompt_rows(const Prompt & args, void * stream); // k and v; suits_prompt
 const char * prompt_mask(const Prompt & args, void * stream); // mask
 
-// Until all streams of a device have done what they were given.
+// Waits until all streams of a device are idle.
 const char * wait(int device);
 
 // One token per stream, at most DECODE_GROUP query heads of a KV head, and tiles that fit into the device's shared memory;
@@ -143,10 +144,10 @@ bool suits_prompt(const Layer & layer, int device);
 // Blocks of attend_decode that a device runs at once, about: DECODE_BLOCKS per multiprocessor.
 int64_t n_at_once(int device);
 
-// Bytes of shared memory that attend needs at least beyond what the device has; 0: none.
+// Bytes of shared memory that attend needs beyond those of the device; 0: none.
 size_t lacks_shared(const Layer & layer, int device);
 
-// attend with a kernel of choice, for tests and measurements: projected queries as project_queries leaves them.
+// attend with a chosen kernel, for tests and measurements; it reads the queries that project_queries has projected.
 const char * project_queries(const Attend & args, void * stream);
 const char * attend_decode(const Attend & args, void * stream); // suits_decode
 const char * attend_tiles(const Attend & args, void * stream);

@@ -1,6 +1,6 @@
-// prompt.cu: the rows of a prompt's flash attention, which ggml's own kernels compute. Every cell is decoded once for all
-// tokens of the batch, and all of a token's keys are one softmax, so that neither queries are projected nor partial results
-// combined; what that costs beside the attention itself is counted in kernels/ROOFLINE.md.
+// prompt.cu: the rows for a prompt's flash attention, which ggml's own kernels compute. A cell is decoded once for all
+// tokens of the batch. A token's keys are all in one softmax, so queries are not projected and partial results not
+// combined. kernels/ROOFLINE.md counts the cost.
 #include "coefficients.cuh"
 #include "exact.cuh"
 
@@ -134,7 +134,7 @@ __global__ void cells_kernel(Prompt p) {
 
 // The first slot of a stream's columns.
 __device__ int64_t first_slot(const Prompt & p, int64_t stream) {
-    return p.c.a.n_stream > 1 ? p.c.a.tokens[4 * stream * p.c.a.n_tps + 3] : 0;
+    return p.c.a.n_stream > 1 ? p.c.a.tokens[stream * p.c.a.n_tps].first_slot : 0;
 }
 
 // One block per row behind the cells, and stream.
@@ -168,7 +168,7 @@ __device__ float prompt_bias(const Prompt & p, int64_t token, int64_t row) {
     const int64_t stream = token / a.n_tps, i = row - a.n_kv;
     int32_t       cell = -1;
     if (i < p.n_slots) {
-        const int64_t slot = first_slot(p, stream) + i, own = a.tokens[4 * token + 3];
+        const int64_t slot = first_slot(p, stream) + i, own = a.tokens[token].first_slot;
         cell = slot >= own && slot < own + p.c.slots_of_seq ? slot_cell(p.c, token, slot) : -1;
     } else if (i < p.n_slots + a.n_tps && p.c.slots_of_seq > 0) {
         cell = fresh_cell(p.c, token, stream * a.n_tps + i - p.n_slots);

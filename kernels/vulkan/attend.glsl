@@ -89,7 +89,7 @@ void main() {
             bias[r] = -INFINITY;
             if (cell < c_end && r < n_rows) {
                 const uint token = stream * p.n_tps + (r0 + r) / group;
-                if (!is_exact(pos, tokens[p.tokens_at + 4 * token])) {
+                if (!is_exact(pos, token_pos(token))) {
                     bias[r] = mask_value(p.mask_at + token * p.n_kv + cell, p.mask_half);
                 }
             }

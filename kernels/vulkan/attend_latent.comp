@@ -79,7 +79,7 @@ void main() {
             bias[i] = -INFINITY;
             if (cell < c_end && my_row + i < n_rows) {
                 const uint token = stream * p.n_tps + (r0 + my_row + i) / group;
-                if (!is_exact(pos, tokens[p.tokens_at + 4 * token])) {
+                if (!is_exact(pos, token_pos(token))) {
                     bias[i] = mask_value(p.mask_at + token * p.n_kv + cell, p.mask_half);
                 }
             }

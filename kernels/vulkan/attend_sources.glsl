@@ -21,3 +21,5 @@ layout(push_constant) uniform Push {
     uint  n_kv, n_tps, n_tokens, split;
     float softcap;
 } p;
+
+#include "tokens.glsl"

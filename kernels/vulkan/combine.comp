@@ -20,13 +20,15 @@ layout(std430, binding = 9) writeonly buffer Out { float result[]; };
 layout(push_constant) uniform Push {
     uint  m_at, z_at, acc_at, width_v, n_split; // of `partial`
     uint  q_at, q_head, q_token, fresh_at, window_at, mask_at, mask_half, tokens_at;
-    uint  slots_at, slot_stride, slots_of_seq;
+    uint  slots_at, slots_of_seq;
     uint  sinks_at, has_sinks, out_at, out_stride;
     uint  n_kv, n_tps, n_tokens;
     float scale, softcap;
 } p;
 
 #include "mask.glsl"
+#include "slots.glsl"
+#include "tokens.glsl"
 
 const uint THREADS = 128, PER_THREAD = (MAX_HEAD_SIZE + THREADS - 1) / THREADS;
 
@@ -87,18 +89,18 @@ void main() {
         const uint n     = min(THREADS, n_keys - first);
         float      logit = -INFINITY;
         if (me < n) {
-            const int own = tokens[p.tokens_at + 4 * token];
+            const int own = token_pos(token);
             uint      i   = first + me;
             int       pos, cell;
             if (i < p.slots_of_seq) {
-                i += uint(tokens[p.tokens_at + 4 * token + 3]);
-                pos      = slots[p.slots_at + i];
-                cell     = slots[p.slots_at + p.slot_stride + i];
+                i += token_first_slot(token);
+                pos      = slot_pos(i);
+                cell     = slot_cell(i);
                 rows[me] = p.window_at + i * width;
             } else {
                 i += token / p.n_tps * p.n_tps - p.slots_of_seq;
-                pos      = tokens[p.tokens_at + 4 * i];
-                cell     = tokens[p.tokens_at + 4 * i + 2];
+                pos      = token_pos(i);
+                cell     = token_cell(i);
                 rows[me] = (p.fresh_at + i * width) | 0x80000000u;
             }
             if (pos >= 0 && cell >= 0 && is_exact(pos, own)) {

@@ -1,5 +1,5 @@
-// mask.glsl: what attend and combine add to logits, and which keys are exact. After tables.glsl, a buffer `mask` and
-// one `tokens` of [n_tokens][4]: position, stream, cell, first window slot.
+// mask.glsl: the values that attend and combine add to logits, and which keys are exact. After tables.glsl and a
+// buffer `mask`.
 
 // Mask values of the tokens [n_tokens][n_kv], of 2 bytes or 4; `at` in values.
 float mask_value(uint at, uint half_precision) {

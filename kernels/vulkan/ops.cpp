@@ -338,7 +338,7 @@ const char * combine(const Combine & b, Run run, void * recorder) {
     d.bind(sinks ? b.sinks : a.q).bind(b.out);
     d.at(a.m).at(a.z).at(a.acc).push(l.width_v).push(a.n_split);
     d.at(a.q).push(a.q_head).push(a.q_token).at(b.fresh).at(b.window).at(a.mask, a.mask_half ? 2 : 4).push(a.mask_half);
-    d.at(a.tokens).at(b.slots).push(b.slot_stride).push(b.slots_of_seq);
+    d.at(a.tokens).at(b.slots).push(b.slots_of_seq);
     d.at(b.sinks).push(sinks).at(b.out).push(b.out_stride);
     d.push(a.n_kv).push(a.n_tps).push(a.n_stream * a.n_tps).number(l.scale).number(l.softcap);
     return d.run((int64_t) l.n_head_kv * l.n_group, a.n_stream * a.n_tps, 1, run, recorder);
@@ -346,8 +346,8 @@ const char * combine(const Combine & b, Run run, void * recorder) {
 
 const char * store_window(const Store & s, Run run, void * recorder) {
     Builder d(STORE_WINDOW);
-    d.bind(s.window).bind(s.fresh).bind(s.token);
-    d.at(s.window).at(s.fresh).at(s.token).push(s.n_slots).push(s.width / 2, s.width % 2 == 0);
+    d.bind(s.window).bind(s.fresh).bind(s.slots);
+    d.at(s.window).at(s.fresh).at(s.slots).push(s.n_slots).push(s.width / 2, s.width % 2 == 0);
     return d.run(std::min<int64_t>(s.n_slots, 16384), 1, 1, run, recorder);
 }
 
@@ -377,7 +377,7 @@ const char * prompt_mask(const Prompt & p, Run run, void * recorder) {
     d.bind(a.layer.tables).bind(p.mask).bind(a.mask).bind(a.cell_pos).bind(a.tokens).bind(p.c.slots);
     d.at(p.mask, 2).push(p.n_rows, p.n_rows % 2 == 0).push(a.n_kv).push(p.n_slots).push(a.n_stream).push(a.n_tps);
     d.at(a.mask, a.mask_half ? 2 : 4).push(a.mask_half).at(a.cell_pos).at(a.tokens).at(p.c.slots);
-    d.push(p.c.slot_stride).push(p.c.slots_of_seq);
+    d.push(p.c.slots_of_seq);
     return d.run((p.n_rows + ROWS - 1) / ROWS, a.n_stream * a.n_tps, 1, run, recorder);
 }
 

@@ -25,7 +25,8 @@ struct Place {
     uint64_t     at     = 0;       // bytes
 };
 
-// What a layer's shaders read besides tensors. Words; the first one counts rows with coefficients that are not finite.
+// A layer's tables, which its shaders read besides tensors. In words; the first counts rows with coefficients that are
+// not finite.
 struct LayerTables {
     std::vector<HeadCodec>        k, v;               // [n_head_kv]
     std::vector<int64_t>          k_offset, v_offset; // byte where the head's tile starts in that of all heads
@@ -52,7 +53,7 @@ struct Layer {
     bool    latent;           // values are the first d_v elements of keys, and have no tiles; one KV head
 };
 
-// Words of packed queries that attend needs for every query row, behind what else it has; 0: it multiplies floats.
+// Words of packed queries that attend needs for every query row, after its other scratch; 0: it multiplies floats.
 int64_t packed_words(const Layer & layer);
 
 // k, v [n_tok] rows of heads -> codes of `cells`, all different, and both rounded to half precision in `fresh`
@@ -82,7 +83,7 @@ struct Attend {
     Place   mask;               // [n_tokens][n_kv]
     bool    mask_half;
     Place   cell_pos; // [n_stream][n_kv]
-    Place   tokens;   // [n_tokens][4]: position, stream, cell, first window slot
+    Place   tokens;   // [n_tokens] TokenRow (subkv/batch.h)
     int64_t n_kv;     // of a stream; the last tile is there in full
     int64_t n_stream, n_tps;
     int64_t split, n_split; // cells per split, whole tiles; splits
@@ -95,42 +96,42 @@ struct Attend {
     Place packed; // scratch, the same rows of packed_words()
 };
 
-// Merges the splits, multiplies by D_v, adds the exact keys (window rows and fresh ones), sinks, normalises.
+// Merges the splits, multiplies by D_v, adds the exact keys (window rows and fresh rows) and sinks, normalises.
 struct Combine {
-    Attend  a; // m, z, acc as attend left them
+    Attend  a; // m, z, acc: results of attend
     Place   fresh;
-    Place   window; // [n_slots] rows like fresh's; without an exact window any
-    Place   slots;  // [3][slot_stride]: position, cell, token to store
-    int64_t slot_stride;
+    Place   window;       // [n_slots] rows as in fresh; without an exact window any place
+    Place   slots;        // [n_slots of the window] SlotRow (subkv/batch.h)
     int32_t slots_of_seq; // of one sequence, 0: no exact window
     Place   sinks;        // [n_head]; no buffer: none
     Place   out;          // [n_tokens][out_stride], query head h at h * d_v
     int64_t out_stride;
 };
 
-// What flash attention over halves reads instead of attend and combine, as in kernels/cuda/ops.h: rows of a stream's cells
-// from their codes, the exact ones of n_slots window slots and of the ubatch's own tokens, then zeros; and a mask of them.
+// The rows of a prompt for flash attention on halves, which replaces attend and combine, as in kernels/cuda/ops.h: rows
+// of a stream's cells from their codes, exact rows of n_slots window slots and of the ubatch's own tokens, then zeros;
+// and a mask.
 struct Prompt {
-    Combine c;       // its sources; of c.a neither queries nor results
+    Combine c;       // its sources, without queries and results of c.a
     int64_t n_slots; // of a stream
     int64_t n_rows;  // n_kv + n_slots + n_tps or more, even
     int32_t first;   // KV head
-    int32_t n_heads; // from it on
+    int32_t n_heads; // KV heads from the first one on
     Place   k;       // [n_stream][n_heads][n_rows][d_k] half, at most +-65504
     Place   v;       // [n_stream][n_heads][n_rows][d_v]
     Place   mask;    // [n_stream][n_tps][n_rows] half
 };
 
-// fresh rows -> the window's slots that name a token of this ubatch
+// fresh rows -> the window's slots that have a token of this ubatch
 struct Store {
     Place   window;
     Place   fresh;
-    Place   token; // [n_slots], -1: none
+    Place   slots; // [n_slots] SlotRow
     int64_t n_slots;
     int64_t width; // halves of a row
 };
 
-// nullptr, or what was expected (and not found), or went wrong in `run`
+// Return nullptr, or the condition that is not met, or the error of `run`.
 const char * encode(const Encode & args, Run run, void * recorder);
 const char * attend(const Attend & args, Run run, void * recorder);
 const char * combine(const Combine & args, Run run, void * recorder);

@@ -17,13 +17,15 @@ layout(push_constant) uniform Push {
     uint fresh_at, window_at, tokens_at;
 } p;
 
+#include "tokens.glsl"
+
 const uint THREADS = 128;
 
 void main() {
     const uint i = gl_WorkGroupID.x, stream = gl_WorkGroupID.y, me = gl_LocalInvocationID.x;
     const uint n_head = tables[N_HEAD_KV], d_k = tables[D_K], d_v = tables[D_V];
     const uint width  = exact_width();
-    const uint slot   = (p.n_stream > 1 ? uint(tokens[p.tokens_at + 4 * stream * p.n_tps + 3]) : 0) + i;
+    const uint slot   = (p.n_stream > 1 ? token_first_slot(stream * p.n_tps) : 0) + i;
     const uint keys   = p.n_heads * d_k / 2; // words of the row's
     for (uint j = me; j < p.n_heads * (d_k + d_v) / 2; j += THREADS) {
         const bool value = j >= keys;

@@ -14,30 +14,32 @@ layout(std430, binding = 5) readonly buffer Slots { int slots[]; };
 
 layout(push_constant) uniform Push {
     uint out_at, n_rows, n_kv, n_slots, n_stream, n_tps;
-    uint mask_at, mask_half, cell_pos_at, tokens_at, slots_at, slot_stride, slots_of_seq;
+    uint mask_at, mask_half, cell_pos_at, tokens_at, slots_at, slots_of_seq;
 } p;
 
 #include "mask.glsl"
+#include "slots.glsl"
+#include "tokens.glsl"
 
 const uint THREADS = 128, NO_VALUE = 0xfc00; // -infinity
 
 uint value_of(uint token, uint row) {
     const uint stream = token / p.n_tps;
-    const int  own    = tokens[p.tokens_at + 4 * token];
+    const int  own    = token_pos(token);
     int        cell   = -1;
     if (row < p.n_kv) {
         cell = is_exact(cell_pos[p.cell_pos_at + stream * p.n_kv + row], own) ? -1 : int(row);
     } else if (row < p.n_kv + p.n_slots) {
-        const uint first = uint(tokens[p.tokens_at + 4 * token + 3]); // of its sequence's slots
-        const uint slot  = (p.n_stream > 1 ? uint(tokens[p.tokens_at + 4 * stream * p.n_tps + 3]) : 0) + row - p.n_kv;
+        const uint first = token_first_slot(token); // of its sequence's slots
+        const uint slot  = (p.n_stream > 1 ? token_first_slot(stream * p.n_tps) : 0) + row - p.n_kv;
         if (slot - first < p.slots_of_seq) {
-            const int pos = slots[p.slots_at + slot];
-            cell          = pos >= 0 && is_exact(pos, own) ? slots[p.slots_at + p.slot_stride + slot] : -1;
+            const int pos = slot_pos(slot);
+            cell          = pos >= 0 && is_exact(pos, own) ? slot_cell(slot) : -1;
         }
     } else if (row < p.n_kv + p.n_slots + p.n_tps && p.slots_of_seq > 0) {
-        const uint other = p.tokens_at + 4 * (stream * p.n_tps + row - p.n_kv - p.n_slots);
-        const int  pos   = tokens[other];
-        cell             = pos >= 0 && is_exact(pos, own) ? tokens[other + 2] : -1;
+        const uint other = stream * p.n_tps + row - p.n_kv - p.n_slots;
+        const int  pos   = token_pos(other);
+        cell             = pos >= 0 && is_exact(pos, own) ? token_cell(other) : -1;
     }
     const float x = cell < 0 ? -INFINITY : mask_value(p.mask_at + token * p.n_kv + uint(cell), p.mask_half);
     return finite(x) ? to_half(x) : NO_VALUE;

@@ -1,19 +1,22 @@
 #version 450
-// store_window.comp: fresh rows -> the window's slots that name a token of this ubatch. One workgroup per slot, or
+// store_window.comp: fresh rows -> the window's slots that have a token of this ubatch. One workgroup per slot, or
 // several.
+#extension GL_GOOGLE_include_directive : require
 layout(local_size_x = 128) in;
 
 layout(std430, binding = 0) writeonly buffer Window { uint window[]; };
 layout(std430, binding = 1) readonly buffer Fresh { uint fresh[]; };
-layout(std430, binding = 2) readonly buffer Token { int token[]; };
+layout(std430, binding = 2) readonly buffer Slots { int slots[]; };
 
 layout(push_constant) uniform Push {
-    uint window_at, fresh_at, token_at, n_slots, width;
+    uint window_at, fresh_at, slots_at, n_slots, width;
 } p;
+
+#include "slots.glsl"
 
 void main() {
     for (uint slot = gl_WorkGroupID.x; slot < p.n_slots; slot += gl_NumWorkGroups.x) {
-        const int t = token[p.token_at + slot];
+        const int t = slot_token(slot);
         for (uint j = gl_LocalInvocationID.x; t >= 0 && j < p.width; j += gl_WorkGroupSize.x) {
             window[p.window_at + slot * p.width + j] = fresh[p.fresh_at + uint(t) * p.width + j];
         }

@@ -1,6 +1,7 @@
 #include "cache.h"
 
 #include "error.h"
+#include "node_sources.h"
 #include "observer.h"
 #include "subkv/recent.h"
 
@@ -408,8 +409,8 @@ void Cache::report(const std::string & reason) const {
 Inputs Cache::build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, int64_t n_tokens) {
     Inputs in;
     in.cell_pos = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_kv, n_stream);
-    in.tokens   = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 4, n_tokens);
-    in.slots    = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, std::max<int64_t>(1, window_.n_slots()), 3);
+    in.tokens   = new_token_rows(ctx, n_tokens);
+    in.slots    = new_slot_rows(ctx, std::max<int64_t>(1, window_.n_slots()));
     for (ggml_tensor * t : { in.cell_pos, in.tokens, in.slots }) {
         ggml_set_input(t);
     }

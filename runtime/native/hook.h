@@ -130,10 +130,8 @@ struct SharedRows {
 // Input tensors of a graph that has coded or observed layers; filled before every run of the graph.
 struct Inputs {
     ggml_tensor * cell_pos = nullptr; // I32 [n_kv, n_stream of the ubatch]: as CellReader::positions
-    // I32 [4, n_tokens]: position (-1 of a picture's, which sees sinks exactly, and is seen so by no token), stream, cell,
-    // first window slot of its sequence
-    ggml_tensor * tokens = nullptr;
-    ggml_tensor * slots  = nullptr; // I32 [n_slots, 3]: position, cell, token of this ubatch to store there (-1: none)
+    ggml_tensor * tokens   = nullptr; // I32 [4, n_tokens]: TokenRow (subkv/batch.h)
+    ggml_tensor * slots    = nullptr; // I32 [3, n_slots]: SlotRow
     // No input, but what the first coded layer of a graph makes of its mask for all others: the node named mask.
     ggml_tensor * coded_mask = nullptr;
     // Nor is this, of a prompt on a GPU: the mask of its rows, and which GPU's.

@@ -1,4 +1,4 @@
-// node_attend.cpp: attention over the coded cells, see nodes.cpp.
+// node_attend.cpp: attention to the coded cells, see nodes.cpp.
 #include "attend_chunks.h"
 #include "nodes.h"
 
@@ -9,14 +9,12 @@ namespace subkv {
 
 //
 // attend: dst F32 [n_rows * (2 + width)] = m [n_rows], z [n_rows], acc [n_rows][width]
-//         src: q, fresh, k_view, v_view, mask, cell_pos, tokens, written (edge), mask node (of few tokens) or the list of
-//         chosen cells
-//         v_view of a latent layer is k_view: tiles of values are made of those of keys, segment by segment
+//         AttendSources; a latent layer's tiles of values are computed from its tiles of keys, segment by segment
 //
 
 namespace {
 
-// Tiles from the first to behind the last that is open, beginning with a step.
+// The open tiles are in [first, last); first begins a step.
 struct OpenTiles {
     int64_t first, last;
 };
@@ -50,7 +48,7 @@ uint8_t * aligned(std::vector<uint8_t> & buf, int64_t n) {
     return out + (LINE - (uintptr_t) out % LINE) % LINE;
 }
 
-// Tiles of values of a latent layer, n_tiles from those of keys on that `a` begins with.
+// Computes n_tiles tiles of values of a latent layer from the tiles of keys at a.k_tiles.
 void make_values(AttendArgs & a, int64_t n_tiles, std::vector<uint8_t> & buf) {
     a.v_stride    = TILE * a.v->row_bytes;
     uint8_t * out = aligned(buf, n_tiles * a.v_stride);
@@ -60,20 +58,20 @@ void make_values(AttendArgs & a, int64_t n_tiles, std::vector<uint8_t> & buf) {
     }
 }
 
-// What fill_mask_row does, of the cells of a list.
-void fill_listed_row(const MaskInputs & in, const int32_t * cells, int64_t h, int64_t t, int64_t n, float * bias,
+// fill_mask_row for the cells of a list.
+void fill_listed_row(const ggml_tensor * mask, const int32_t * cells, int64_t h, int64_t t, int64_t n, float * bias,
                      uint8_t * open) {
-    const int64_t row = mask_row(in.mask, h, t);
+    const int64_t row = mask_row(mask, h, t);
     for (int64_t i = 0; i < n; ++i) {
-        bias[i] = cells[i] < 0 ? -INFINITY : mask_value(in.mask, row + cells[i]);
+        bias[i] = cells[i] < 0 ? -INFINITY : mask_value(mask, row + cells[i]);
     }
     for (int64_t i = 0; i < n; i += TILE) {
-        open[i / TILE] = cells[i] >= 0; // they come first
+        open[i / TILE] = cells[i] >= 0; // cells come before the -1
     }
 }
 
-// Copies the cells of a list, or of rows (cells nullptr: all of them), into tiles that follow each other, from which `a`
-// then reads.
+// Copies the cells of a list, or cells that are stored as rows (cells nullptr: all of them), into consecutive tiles,
+// and points `a` to them.
 void gather(AttendArgs & a, const int32_t * cells, const LayerNodes & layer, std::vector<uint8_t> & keys,
             std::vector<uint8_t> & values) {
     const auto side = [&](const HeadCodec & codec, const uint8_t *& tiles, int64_t & stride,
@@ -99,20 +97,19 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const auto &        layer  = *(const LayerNodes *) userdata;
     const auto &        codec  = *layer.codec;
     const Ops &         ops    = subkv::ops();
-    const ggml_tensor * q      = dst->src[0];
-    const ggml_tensor * k_view = dst->src[2];
-    const ggml_tensor * v_view = dst->src[3];
-    const ggml_tensor * extra  = dst->src[8];
-    const bool          listed = extra && extra->type == GGML_TYPE_I32;
-    const AttendShape   s      = attend_shape(layer, q, listed ? extra : k_view);
+    const auto          in     = sources_of<AttendSources>(dst);
+    const ggml_tensor * k_view = in.k_view;
+    const ggml_tensor * v_view = in.v_view;
+    const ggml_tensor * listed = in.chosen_cells();
+    const ggml_tensor * shared = in.mask_node();
+    const AttendShape   s      = attend_shape(layer, in.q, listed ? listed : k_view);
 
     float * m   = (float *) dst->data;
     float * z   = m + s.n_rows;
     float * acc = z + s.n_rows;
 
-    const bool             shared  = extra && !listed; // the mask node
-    const MaskInputs       inputs  = { dst->src[4], dst->src[5], dst->src[6] };
-    const ProjectedQueries queries = projected_queries(layer, dst->src[1], s.n_tokens);
+    const MaskSources      seen = { in.mask, in.cell_pos, in.tokens };
+    const ProjectedQueries queries(layer, in.queries->data, s.n_tokens);
     const int64_t          n_units = s.n_blocks * s.n_parts * s.n_split;
     constexpr int64_t      TILES   = SEGMENT / TILE;
 
@@ -120,7 +117,7 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     static thread_local std::vector<uint8_t> open_buf, values_buf, keys_buf;
     static thread_local ChunkedAttention     chunked;
     uint8_t *                                open = scratch(open_buf, (shared ? 1 : s.block + 1) * TILES);
-    MaskRows                                 own; // filled for one segment at a time
+    MaskRows                                 own; // of one segment at a time
     own.bias        = shared ? nullptr : scratch(bias_buf, s.block * SEGMENT);
     own.open        = open + TILES;
     own.bias_stride = SEGMENT;
@@ -128,7 +125,7 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     float      slope[MAX_GROUP];
     const auto first_stream = (uint32_t) (k_view->view_offs / k_view->nb[2]);
 
-    // Whole blocks are dealt out in turn: under a causal mask the later ones have more to do.
+    // Threads take whole blocks in turn, since with a causal mask later blocks have more work.
     const bool    in_turn = s.n_split == 1;
     const int64_t first   = in_turn ? ith : n_units * ith / nth;
     const int64_t last    = in_turn ? n_units : n_units * (ith + 1) / nth;
@@ -185,22 +182,22 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
             MaskRows      mask    = own;
             OpenTiles     tiles   = { 0, 0 };
             for (int64_t h = h0; h < h1; ++h) {
-                if (h == h0 || n_masks(inputs.mask) > 1) {
+                if (h == h0 || n_masks(in.mask) > 1) {
                     if (shared) {
-                        const int64_t first = mask_of(inputs.mask, h) * s.n_tokens;
-                        mask                = mask_rows(extra, s.n_kv).of(first + t0, c0);
+                        const int64_t first = mask_of(in.mask, h) * s.n_tokens;
+                        mask                = mask_rows(shared, s.n_kv).of(first + t0, c0);
                     }
                     std::fill(open, open + n_tiles, (uint8_t) 0);
                     for (int64_t t = 0; t < n_tok; ++t) {
-                        uint8_t * seen = mask.open + t * mask.open_stride;
+                        uint8_t * row_open = mask.open + t * mask.open_stride;
                         if (listed) {
-                            const int32_t * cells = (const int32_t *) extra->data + t0 * s.n_kv + c0;
-                            fill_listed_row(inputs, cells, h, t0, n_tiles * TILE, mask.bias, seen);
+                            const int32_t * cells = (const int32_t *) listed->data + t0 * s.n_kv + c0;
+                            fill_listed_row(in.mask, cells, h, t0, n_tiles * TILE, mask.bias, row_open);
                         } else if (!shared) {
-                            fill_mask_row(layer, inputs, h, t0 + t, c0, n_tiles * TILE,
-                                          mask.bias + t * mask.bias_stride, seen);
+                            fill_mask_row(layer, seen, h, t0 + t, c0, n_tiles * TILE, mask.bias + t * mask.bias_stride,
+                                          row_open);
                         }
-                        std::transform(seen, seen + n_tiles, open, open, std::bit_or<uint8_t>());
+                        std::transform(row_open, row_open + n_tiles, open, open, std::bit_or<uint8_t>());
                     }
                     tiles = open_tiles(open, n_tiles);
                 }
@@ -217,7 +214,7 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                 alibi_slopes(layer, h * s.n_group, s.n_group, slope);
                 AttendArgs a = args_of(h, listed ? 0 : c0 + c, tiles.last * TILE - c, rows, into);
                 if (listed || layer.by_rows) {
-                    const int32_t * list = listed ? (const int32_t *) extra->data + t0 * s.n_kv + c0 + c : nullptr;
+                    const int32_t * list = listed ? (const int32_t *) listed->data + t0 * s.n_kv + c0 + c : nullptr;
                     gather(a, list, layer, keys_buf, values_buf);
                 }
                 if (codec.latent) {

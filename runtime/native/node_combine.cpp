@@ -1,4 +1,4 @@
-// node_combine.cpp: merging the splits and adding the exact window, see nodes.cpp.
+// node_combine.cpp: merges the splits and adds the exact window, see nodes.cpp.
 #include "nodes.h"
 
 #include <algorithm>
@@ -6,19 +6,18 @@
 namespace subkv {
 
 //
-// combine: dst F32 [d_v * n_head, n_tokens]
-//          src: partial, q, fresh, window rows, mask, tokens, slots, k_view or list of chosen cells (shape), sinks or none
+// combine: dst F32 [d_v * n_head, n_tokens] | CombineSources
 //
 
 namespace {
 
-// The exact keys of a run of tokens of one sequence. A key lies at its position within a page, and pages follow each other
-// in the order of positions, so that a token's sums do not depend on which tokens it was batched with.
+// The exact keys of a run of tokens of one sequence. A key is at its position within a page, and pages are in the order
+// of positions. So a token's sums do not depend on the other tokens of its batch.
 struct ExactKeys {
     struct Key {
         int32_t          pos;
-        int32_t          cell; // where its mask value sits
-        const uint16_t * row;  // the whole row; heads are offsets into it. nullptr: no key
+        int32_t          cell; // index of its mask value
+        const uint16_t * row;  // of all heads; nullptr: no key
         bool             integers;
     };
 
@@ -34,7 +33,7 @@ void ExactKeys::arrange() {
     int32_t last = -1;
     for (const Key & key : found) {
         const size_t at = (size_t) key.pos % PAGE;
-        // two keys of one position, should a sequence ever have them, get pages of their own
+        // if a sequence ever has two keys of one position, they get different pages
         if (key.pos / PAGE != last || keys[keys.size() - PAGE + at].row) {
             keys.resize(keys.size() + PAGE, { -1, -1, nullptr, false });
             last = key.pos / PAGE;
@@ -43,22 +42,18 @@ void ExactKeys::arrange() {
     }
 }
 
-void gather_exact(const LayerNodes & layer, const ggml_tensor * dst, const AttendShape & s, int64_t t0, int64_t n_tok,
+void gather_exact(const LayerNodes & layer, const CombineSources & in, const AttendShape & s, int64_t t0, int64_t n_tok,
                   ExactKeys & keys) {
-    const ggml_tensor * fresh    = dst->src[2];
-    const ggml_tensor * window   = dst->src[3];
-    const ggml_tensor * mask     = dst->src[4];
-    const int32_t *     tokens   = (const int32_t *) dst->src[5]->data;
-    const int32_t *     slots    = (const int32_t *) dst->src[6]->data;
-    const int64_t       n_slots  = dst->src[6]->ne[0];
-    const int32_t       n_sink   = layer.window->n_sink();
-    const int32_t       n_recent = layer.window->n_recent();
+    const TokenRow * tokens   = token_rows(in.tokens);
+    const SlotRow *  slots    = slot_rows(in.slots);
+    const int32_t    n_sink   = layer.window->n_sink();
+    const int32_t    n_recent = layer.window->n_recent();
 
     keys.found.clear();
     int32_t lo = INT32_MAX, hi = INT32_MIN;
     for (int64_t t = t0; t < t0 + n_tok; ++t) {
-        lo = std::min(lo, tokens[4 * t]);
-        hi = std::max(hi, tokens[4 * t]);
+        lo = std::min(lo, tokens[t].pos);
+        hi = std::max(hi, tokens[t].pos);
     }
     const auto         may_see = [&](int32_t p) { return p >= 0 && (p < n_sink || (p <= hi && p > lo - n_recent)); };
     const WindowRows & rows    = layer.window_rows();
@@ -66,31 +61,31 @@ void gather_exact(const LayerNodes & layer, const ggml_tensor * dst, const Atten
         keys.found.push_back({ p, cell, (const uint16_t *) row, integers });
     };
     if (layer.window->n_slots() > 0) {
-        const int32_t first = tokens[4 * t0 + 3];
-        const int64_t count = n_slots / std::max<int64_t>(1, layer.window->n_seq());
+        const int32_t first = tokens[t0].first_slot;
+        const int64_t count = in.slots->ne[1] / std::max<int64_t>(1, layer.window->n_seq());
         for (int64_t i = first; i < first + count; ++i) {
-            if (slots[n_slots + i] >= 0 && may_see(slots[i])) {
-                add(slots[i], slots[n_slots + i], (const char *) window->data + rows.offset(i),
+            if (slots[i].cell >= 0 && may_see(slots[i].pos)) {
+                add(slots[i].pos, slots[i].cell, (const char *) in.window->data + rows.offset(i),
                     rows.integers && !rows.is_sink(i));
             }
         }
     }
-    // a fresh row may be another sequence's, of the same position
+    // a fresh row may be of another sequence, at the same position
     const auto sees = [&](int64_t t, int64_t j) {
         bool open = false; // to any KV head
-        for (int64_t h = 0; h < n_masks(mask) && !open; ++h) {
-            open = mask_value(mask, mask_row(mask, h, t) + tokens[4 * j + 2]) != -INFINITY;
+        for (int64_t h = 0; h < n_masks(in.mask) && !open; ++h) {
+            open = mask_value(in.mask, mask_row(in.mask, h, t) + tokens[j].cell) != -INFINITY;
         }
-        return open && is_exact(tokens[4 * j], tokens[4 * t], n_sink, n_recent);
+        return open && is_exact(tokens[j].pos, tokens[t].pos, n_sink, n_recent);
     };
     const int64_t stream = t0 / s.n_tps;
     for (int64_t j = stream * s.n_tps; layer.window->n_slots() > 0 && j < (stream + 1) * s.n_tps; ++j) {
         bool seen = false;
-        for (int64_t t = t0; may_see(tokens[4 * j]) && !seen && t < t0 + n_tok; ++t) {
+        for (int64_t t = t0; may_see(tokens[j].pos) && !seen && t < t0 + n_tok; ++t) {
             seen = sees(t, j);
         }
         if (seen) {
-            add(tokens[4 * j], tokens[4 * j + 2], (const char *) fresh->data + j * (int64_t) fresh->nb[1], false);
+            add(tokens[j].pos, tokens[j].cell, (const char *) in.fresh->data + j * (int64_t) in.fresh->nb[1], false);
         }
     }
     keys.arrange();
@@ -102,12 +97,13 @@ void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const auto &        layer    = *(const LayerNodes *) userdata;
     const auto &        codec    = *layer.codec;
     const Ops &         ops      = subkv::ops();
-    const ggml_tensor * q        = dst->src[1];
-    const ggml_tensor * mask     = dst->src[4];
-    const int32_t *     tokens   = (const int32_t *) dst->src[5]->data;
-    const ggml_tensor * sinks    = dst->src[8];
-    const AttendShape   s        = attend_shape(layer, q, dst->src[7]);
-    const float *       m_part   = (const float *) dst->src[0]->data;
+    const auto          in       = sources_of<CombineSources>(dst);
+    const ggml_tensor * q        = in.q;
+    const ggml_tensor * mask     = in.mask;
+    const TokenRow *    tokens   = token_rows(in.tokens);
+    const ggml_tensor * sinks    = in.sinks;
+    const AttendShape   s        = attend_shape(layer, q, in.cells);
+    const float *       m_part   = (const float *) in.partial->data;
     const float *       z_part   = m_part + s.n_rows;
     const float *       acc_part = z_part + s.n_rows;
     const int64_t       d_k      = codec.d_k;
@@ -129,7 +125,7 @@ void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     for (int64_t t = 0; t < s.n_tokens;) {
         int64_t end = t + 1;
         while (end < s.n_tokens && end - t < BLOCK && end / s.n_tps == t / s.n_tps &&
-               tokens[4 * end + 3] == tokens[4 * t + 3]) {
+               tokens[end].first_slot == tokens[t].first_slot) {
             ++end;
         }
         runs.push_back({ t, end - t });
@@ -166,7 +162,7 @@ void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
 
         if (gathered != i_run || n_masks(mask) > 1) {
             if (gathered != i_run) {
-                gather_exact(layer, dst, s, t0, n_tok, keys);
+                gather_exact(layer, in, s, t0, n_tok, keys);
             }
             gathered             = i_run;
             const int64_t n_keys = (int64_t) keys.keys.size();
@@ -174,7 +170,7 @@ void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
             for (int64_t t = 0; t < n_tok; ++t) {
                 for (int64_t i = 0; i < n_keys; ++i) {
                     const ExactKeys::Key & key   = keys.keys[(size_t) i];
-                    const bool             exact = key.row && is_exact(key.pos, tokens[4 * (t0 + t)], n_sink, n_recent);
+                    const bool             exact = key.row && is_exact(key.pos, tokens[t0 + t].pos, n_sink, n_recent);
                     bias[t * n_keys + i] = exact ? mask_value(mask, mask_row(mask, h, t0 + t) + key.cell) : -INFINITY;
                 }
             }
@@ -239,13 +235,13 @@ void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                 float *       y   = (float *) ((char *) dst->data + (t0 + t) * dst->nb[1]) + hq * d_v;
                 float         w   = 1.0f;
                 float         sum = z[r];
-                if (sinks) { // a logit without a value: Xiao et al., arXiv:2309.17453, as in gpt-oss
+                if (sinks) { // a logit without a value (Xiao et al., arXiv:2309.17453), as in gpt-oss
                     const float sink = ((const float *) sinks->data)[hq];
                     const float top  = std::max(m[r], sink);
                     w                = std::exp(m[r] - top);
                     sum              = sum * w + std::exp(sink - top);
                 }
-                w = sum > 0.0f ? w / sum : 0.0f; // a token that may see nothing gets zeros
+                w = sum > 0.0f ? w / sum : 0.0f; // a token that sees no key gets zeros
                 for (int64_t j = 0; j < d_v; ++j) {
                     y[j] = w * out[r * d_v + j];
                 }

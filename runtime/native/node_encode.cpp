@@ -1,4 +1,4 @@
-// node_encode.cpp: what is done with new tokens' k, v and q before any attention, see nodes.cpp.
+// node_encode.cpp: codes of new tokens, their exact rows and projected queries, see nodes.cpp.
 #include "cells.h"
 #include "nodes.h"
 
@@ -7,9 +7,10 @@
 namespace subkv {
 
 //
-// encode: dst F16 [fresh_width, n_tokens + query_rows]: rows of n_embd_k_gqa + n_embd_v_gqa halves, of a latent layer
-//         without the latter; behind them what the window's ring is to hold, where that is integers
-//         src: k, v, k_cache, v_cache, k_idxs, v_idxs, q, tokens, mask node (of few tokens); of a latent layer k's for v's
+// encode: dst on a GPU: fresh rows F16 [fresh_width, n_tokens]; on a CPU: EncodeResult | EncodeSources
+//
+// A fresh row has n_embd_k_gqa + n_embd_v_gqa halves, of a latent layer without the latter. If the window's ring holds
+// integers, those for the ring follow.
 //
 
 int64_t fresh_width(const LayerNodes & layer) {
@@ -17,29 +18,22 @@ int64_t fresh_width(const LayerNodes & layer) {
     return row_elements(*layer.codec) + (rows.integers ? (int64_t) (rows.recent / sizeof(uint16_t)) : 0);
 }
 
-namespace {
-
 int64_t query_width(const LayerNodes & layer) {
     int64_t width = 0;
     for (const auto & head : layer.codec->k) {
         width = std::max<int64_t>(width, head.rank);
     }
-    return width;
+    return width + 1;
 }
 
-} // namespace
+EncodeResult::EncodeResult(const LayerNodes & layer, int64_t n_tokens) :
+    fresh_stride((size_t) fresh_width(layer) * sizeof(uint16_t)),
+    queries_at(GGML_PAD(fresh_stride * (size_t) n_tokens, (size_t) LINE)),
+    bytes(queries_at + (size_t) (query_width(layer) * layer.n_head * n_tokens) * sizeof(float)) {}
 
-int64_t query_rows(const LayerNodes & layer, int64_t n_tokens) {
-    const int64_t halves = n_tokens * layer.n_head * (query_width(layer) + 1) * 2; // of floats, shift among them
-    return (halves + fresh_width(layer) - 1) / fresh_width(layer);
-}
-
-ProjectedQueries projected_queries(const LayerNodes & layer, const ggml_tensor * node, int64_t n_tokens) {
-    ProjectedQueries q;
-    q.width = query_width(layer);
-    q.qt    = (float *) ((char *) node->data + (node->ne[1] - query_rows(layer, n_tokens)) * (int64_t) node->nb[1]);
-    q.shift = q.qt + n_tokens * layer.n_head * q.width;
-    return q;
+ProjectedQueries::ProjectedQueries(const LayerNodes & layer, void * data, int64_t n_tokens) :
+    qt((float *) data), width(query_width(layer) - 1) {
+    shift = qt + n_tokens * layer.n_head * width;
 }
 
 namespace {
@@ -54,26 +48,25 @@ int64_t count_bad(const ggml_tensor * x, int64_t head, int64_t t0, int64_t n) {
     return bad;
 }
 
-// One head's rows as whoever sees them exactly sees them. One that is not finite becomes what its zero codes stand for:
-// the mean, or zero.
+// One head's exact rows. A row that is not finite becomes the value of its zero codes: the mean, or zero.
 struct FreshRows {
     const LayerNodes &  layer;
     const Ops &         ops;
     const ggml_tensor * x;
-    const int32_t *     tokens; // as in Inputs
+    const TokenRow *    tokens;
     int64_t             head;
     bool                value;
 
-    void operator()(int64_t t0, int64_t n, ggml_tensor * dst, bool any_bad) const {
+    void operator()(int64_t t0, int64_t n, char * to, size_t stride, bool any_bad) const {
         const LayerCodec & codec    = *layer.codec;
         const float *      mean     = layer.mean(head, value);
         const int64_t      d        = x->ne[0];
         const bool         integers = layer.window_rows().integers;
         const int64_t      first    = value ? codec.n_head_kv * codec.d_k + head * codec.d_v : head * codec.d_k;
         for (int64_t t = t0; t < t0 + n; ++t) {
-            auto *        out = (uint16_t *) ((char *) dst->data + t * dst->nb[1]);
+            auto *        out = (uint16_t *) (to + (size_t) t * stride);
             const float * row = row_f32(x, head, t);
-            if (integers && tokens[4 * t] >= layer.window->n_sink()) {
+            if (integers && tokens[t].pos >= layer.window->n_sink()) {
                 uint8_t * packed = (uint8_t *) (out + row_elements(codec)) + recent_offset(codec, head, value);
                 ops.pack_recent(row, mean, d, packed);
                 ops.unpack_recent(packed, mean, d, out + first);
@@ -92,11 +85,12 @@ int64_t query_runs(int64_t n_tokens) {
     return (n_tokens + TILE - 1) / TILE;
 }
 
-// Does any of these tokens see a coded cell of KV head h? In short texts all are exact.
-bool any_sees(const ggml_tensor * mask, int64_t h, int64_t t0, int64_t t1) {
-    const int64_t  n_kv  = mask->src[1]->ne[0];
-    const MaskRows rows  = mask_rows(mask, n_kv);
-    const int64_t  first = mask_of(mask->src[0], h) * mask->src[2]->ne[1];
+// Does any of these tokens see a coded cell of KV head h? In short texts all cells are exact.
+bool any_sees(const ggml_tensor * mask_node, int64_t h, int64_t t0, int64_t t1) {
+    const auto     in    = sources_of<MaskSources>(mask_node);
+    const int64_t  n_kv  = in.cell_pos->ne[0];
+    const MaskRows rows  = mask_rows(mask_node, n_kv);
+    const int64_t  first = mask_of(in.mask, h) * in.tokens->ne[1];
     for (int64_t t = first + t0; t < first + t1; ++t) {
         const uint8_t * open = rows.open + t * rows.open_stride;
         if (std::find(open, open + n_kv / TILE, (uint8_t) 1) != open + n_kv / TILE) {
@@ -106,9 +100,10 @@ bool any_sees(const ggml_tensor * mask, int64_t h, int64_t t0, int64_t t1) {
     return false;
 }
 
-// A unit of projecting queries: up to TILE tokens of one query head. mask: the node, nullptr: every token is asked for.
-void project_queries(const LayerNodes & layer, const ggml_tensor * dst, const ggml_tensor * q, const ggml_tensor * mask,
-                     int64_t unit) {
+// A unit of projecting queries: up to TILE tokens of one query head. mask_node: nullptr: queries of all tokens are
+// needed.
+void project_queries(const LayerNodes & layer, const ggml_tensor * q, const ggml_tensor * mask_node, int64_t unit,
+                     const ProjectedQueries & out) {
     const int64_t n_runs = query_runs(q->ne[2]);
     const int64_t head   = unit / n_runs;
     const int64_t t0     = unit % n_runs * TILE;
@@ -117,17 +112,16 @@ void project_queries(const LayerNodes & layer, const ggml_tensor * dst, const gg
     const auto &  codec   = *layer.codec;
     const int64_t n_group = layer.n_head / codec.n_head_kv;
     const int64_t h       = head / n_group;
-    if (mask && !any_sees(mask, h, t0, t0 + n)) {
+    if (mask_node && !any_sees(mask_node, h, t0, t0 + n)) {
         return;
     }
-    const Ops &            ops   = subkv::ops();
-    const HeadCodec &      key   = codec.k[(size_t) h];
-    const ProjectedQueries out   = projected_queries(layer, dst, q->ne[2]);
-    const int64_t          first = t0 * n_group + head % n_group; // row of KV head h
-    const int64_t          row   = h * q->ne[2] * n_group;        // its first of all heads
+    const Ops &       ops   = subkv::ops();
+    const HeadCodec & key   = codec.k[(size_t) h];
+    const int64_t     first = t0 * n_group + head % n_group; // row of KV head h
+    const int64_t     row   = h * q->ne[2] * n_group;        // its first of all heads
     ops.project(key.decode, key.rank, codec.d_k, row_f32(q, head, t0), stride_f32(q, 2), n,
                 layer.scale * codec.gamma[(size_t) h], out.qt + row * out.width + first * key.rank, n_group * key.rank);
-    if (key.offset) { // not times gamma: the mean is added back as it is
+    if (key.offset) { // not times gamma, since the mean is added back unscaled
         ops.project({ codec.centre[(size_t) h].mean.data() }, 1, codec.d_k, row_f32(q, head, t0), stride_f32(q, 2), n,
                     layer.scale, out.shift + row + first, n_group);
     }
@@ -136,33 +130,35 @@ void project_queries(const LayerNodes & layer, const ggml_tensor * dst, const gg
 } // namespace
 
 void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const auto &        layer = *(const LayerNodes *) userdata;
-    const auto &        codec = *layer.codec;
-    const Ops &         ops   = subkv::ops();
-    const ggml_tensor * k     = dst->src[0];
-    const ggml_tensor * v     = dst->src[1];
-    const int64_t *     cells = (const int64_t *) dst->src[4]->data; // v_idxs are the same
-    const int64_t       n     = k->ne[2];
+    const auto &    layer = *(const LayerNodes *) userdata;
+    const auto &    codec = *layer.codec;
+    const Ops &     ops   = subkv::ops();
+    const auto      in    = sources_of<EncodeSources>(dst);
+    const int64_t * cells = (const int64_t *) in.k_idxs->data;
+    const int64_t   n     = in.k->ne[2];
 
-    // A unit is a head, a side and every n_parts-th tile, since no two threads may be in one tile. Consecutive cells fill
-    // at most n_parts tiles; a run of tokens within one is coded at once.
+    const EncodeResult     result(layer, n);
+    const ProjectedQueries queries(layer, (char *) dst->data + result.queries_at, n);
+
+    // A unit is a head, a side and every n_parts-th tile: two threads must not write one tile. Consecutive cells fill
+    // at most n_parts tiles. A run of tokens within a tile is coded in one call.
     const int64_t n_parts = (n + TILE - 2) / TILE + 1;
     const int64_t n_sides = codec.latent ? 1 : 2;
     const int64_t n_coded = n_parts * codec.n_head_kv * n_sides;
     for (int64_t unit = ith; unit < n_coded + query_runs(n) * layer.n_head; unit += nth) {
         if (unit >= n_coded) {
-            project_queries(layer, dst, dst->src[6], dst->src[8], unit - n_coded);
+            project_queries(layer, in.q, in.mask_node, unit - n_coded, queries);
             continue;
         }
         const bool    value = unit % n_sides;
         const int64_t h     = unit / n_sides % codec.n_head_kv;
         const int64_t part  = unit / n_sides / codec.n_head_kv;
 
-        const ggml_tensor * x     = value ? v : k;
-        const ggml_tensor * cache = dst->src[value ? 3 : 2];
+        const ggml_tensor * x     = value ? in.v : in.k;
+        const ggml_tensor * cache = value ? in.v_cache : in.k_cache;
         const HeadCodec &   head  = codec.head(h, value);
         uint8_t *           tiles = (uint8_t *) cache->data + codec.tile_offset(h, value);
-        const FreshRows     fresh = { layer, ops, x, (const int32_t *) dst->src[7]->data, h, value };
+        const FreshRows     fresh = { layer, ops, x, token_rows(in.tokens), h, value };
         const bool          later = layer.chunked && layer.chunked->covers(value);
         for (int64_t t = 0, end = 0; t < n; t = end) {
             const int64_t tile = cells[t] / TILE;
@@ -177,20 +173,22 @@ void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
             if (bad > 0) {
                 layer.n_zero_rows->fetch_add((uint64_t) bad);
             }
-            fresh(t, end - t, dst, bad > 0);
+            fresh(t, end - t, (char *) dst->data, result.fresh_stride, bad > 0);
         }
     }
 }
 
 //
-// project: dst F16 [n_embd_k_gqa + n_embd_v_gqa, query_rows] | src: q, mask node (of few tokens)
+// project: dst F32 [query_width, n_head * n_tokens] | ProjectSources
 //
 
 void project_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const auto &        layer = *(const LayerNodes *) userdata;
-    const ggml_tensor * q     = dst->src[0];
-    for (int64_t unit = ith; unit < query_runs(q->ne[2]) * layer.n_head; unit += nth) {
-        project_queries(layer, dst, q, dst->src[1], unit);
+    const auto & layer = *(const LayerNodes *) userdata;
+    const auto   in    = sources_of<ProjectSources>(dst);
+
+    const ProjectedQueries queries(layer, dst->data, in.q->ne[2]);
+    for (int64_t unit = ith; unit < query_runs(in.q->ne[2]) * layer.n_head; unit += nth) {
+        project_queries(layer, in.q, in.mask_node, unit, queries);
     }
 }
 

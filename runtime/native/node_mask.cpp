@@ -1,4 +1,4 @@
-// node_mask.cpp: what attend adds to logits, see nodes.cpp.
+// node_mask.cpp: the values that attend adds to logits, see nodes.cpp.
 #include "nodes.h"
 
 #include <algorithm>
@@ -7,8 +7,8 @@ namespace subkv {
 
 namespace {
 
-// Both are written for the compiler to vectorize: every token passes all its cells through here.
-// Row of one token over a tile. Returns whether any cell is open.
+// A token's row for a tile. Returns whether any cell is open. Both functions see every cell of every token, so they are
+// written such that the compiler vectorizes them.
 bool row_of_halves(const ggml_fp16_t * mask, const int32_t * cell_pos, int32_t pos, int32_t n_sink, int32_t n_recent,
                    float * row) {
     int32_t open  = 0;
@@ -38,31 +38,32 @@ bool row_of_floats(const float * mask, const int32_t * cell_pos, int32_t pos, in
 }
 
 //
-// mask: dst F32 [n_kv and n_kv / TILE bytes, n_tokens * masks] | src: mask, cell_pos, tokens
+// mask: dst F32 [n_kv and n_kv / TILE bytes, n_tokens * masks] | MaskSources
 //
 
 void mask_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const auto &   layer    = *(const LayerNodes *) userdata;
-    const int64_t  n_kv     = dst->src[1]->ne[0];
+    const auto     in       = sources_of<MaskSources>(dst);
+    const int64_t  n_kv     = in.cell_pos->ne[0];
     const int64_t  n_tiles  = n_kv / TILE;
     const MaskRows out      = mask_rows(dst, n_kv);
-    const int64_t  n_tokens = dst->src[2]->ne[1];
+    const int64_t  n_tokens = in.tokens->ne[1];
     for (int64_t row = 0; row < dst->ne[1]; ++row) {
         const int64_t first = n_tiles * ith / nth;
         const int64_t last  = n_tiles * (ith + 1) / nth;
-        fill_mask_row(layer, { dst->src[0], dst->src[1], dst->src[2] }, row / n_tokens, row % n_tokens, first * TILE,
-                      (last - first) * TILE, out.bias + row * out.bias_stride + first * TILE,
-                      out.open + row * out.open_stride + first);
+        fill_mask_row(layer, in, row / n_tokens, row % n_tokens, first * TILE, (last - first) * TILE,
+                      out.bias + row * out.bias_stride + first * TILE, out.open + row * out.open_stride + first);
     }
 }
 
 //
-// chosen mask: dst F32 or F16 as the mask | src: mask, chosen
+// chosen mask: dst F32 or F16 as the mask | ChosenMaskSources
 //
 
 template <typename T> void hide_others(ggml_tensor * dst, int ith, int nth, T hidden) {
-    const ggml_tensor * mask   = dst->src[0];
-    const ggml_tensor * chosen = dst->src[1];
+    const auto          in     = sources_of<ChosenMaskSources>(dst);
+    const ggml_tensor * mask   = in.mask;
+    const ggml_tensor * chosen = in.chosen;
     const int64_t       n_kv   = dst->ne[0];
     const int64_t       first  = n_kv * ith / nth;
     const int64_t       last   = n_kv * (ith + 1) / nth;
@@ -70,12 +71,12 @@ template <typename T> void hide_others(ggml_tensor * dst, int ith, int nth, T hi
         for (int64_t t = 0; t < dst->ne[1]; ++t) {
             const auto * cells =
                 (const int32_t *) ((const char *) chosen->data + t * chosen->nb[1] + s * chosen->nb[3]);
-            const auto * in  = (const T *) ((const char *) mask->data + t * mask->nb[1] + s * mask->nb[3]);
+            const auto * row = (const T *) ((const char *) mask->data + t * mask->nb[1] + s * mask->nb[3]);
             auto *       out = (T *) ((char *) dst->data + t * dst->nb[1] + s * dst->nb[3]);
             std::fill(out + first, out + last, hidden);
             for (int64_t i = 0; i < chosen->ne[0]; ++i) {
                 if (cells[i] >= first && cells[i] < last) {
-                    out[cells[i]] = in[cells[i]];
+                    out[cells[i]] = row[cells[i]];
                 }
             }
         }
@@ -91,16 +92,15 @@ void chosen_mask_op(ggml_tensor * dst, int ith, int nth, void * /*userdata*/) {
 }
 
 //
-// chosen cells: dst I32 as build_chosen_cells says | src: seen, chosen, cell_pos, tokens
+// chosen cells: dst I32 as build_chosen_cells says | ChosenCellsSources
 //
 
 void chosen_cells_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const auto &        layer    = *(const LayerNodes *) userdata;
-    const ggml_tensor * seen     = dst->src[0];
-    const ggml_tensor * chosen   = dst->src[1];
-    const ggml_tensor * cell_pos = dst->src[2];
-    const int32_t *     tokens   = (const int32_t *) dst->src[3]->data;
-    const int64_t       n_kv     = seen->ne[0];
+    const auto          in       = sources_of<ChosenCellsSources>(dst);
+    const ggml_tensor * chosen   = in.chosen;
+    const TokenRow *    tokens   = token_rows(in.tokens);
+    const int64_t       n_kv     = in.mask->ne[0];
     const int64_t       n_tps    = dst->ne[1];
     const int32_t       n_sink   = layer.window->n_sink();
     const int32_t       n_recent = layer.window->n_recent();
@@ -110,15 +110,15 @@ void chosen_cells_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     for (int64_t t = ith; t < n_tps * dst->ne[3]; t += nth) {
         const auto * from =
             (const int32_t *) ((const char *) chosen->data + t % n_tps * chosen->nb[1] + t / n_tps * chosen->nb[3]);
-        const auto * pos  = (const int32_t *) cell_pos->data + t / n_tps * n_kv;
+        const auto * pos  = (const int32_t *) in.cell_pos->data + t / n_tps * n_kv;
         auto *       out  = (int32_t *) dst->data + t * dst->ne[0];
-        const auto   row  = mask_row(seen, 0, t);
+        const auto   row  = mask_row(in.mask, 0, t);
         uint64_t *   mark = scratch(marks_buf, n_words);
         std::fill(mark, mark + n_words, (uint64_t) 0);
         for (int64_t i = 0; i < chosen->ne[0]; ++i) {
             const int32_t c = from[i];
-            if (c >= 0 && c < n_kv && !is_exact(pos[c], tokens[4 * t], n_sink, n_recent) &&
-                mask_value(seen, row + c) != -INFINITY) {
+            if (c >= 0 && c < n_kv && !is_exact(pos[c], tokens[t].pos, n_sink, n_recent) &&
+                mask_value(in.mask, row + c) != -INFINITY) {
                 mark[c / 64] |= (uint64_t) 1 << c % 64;
             }
         }
@@ -139,11 +139,11 @@ ggml_tensor * build_chosen_mask(const AttnBuild & b) {
         return b.mask;
     }
     if (b.inputs->chosen != b.chosen) {
-        ggml_tensor * args[]   = { b.mask, b.chosen };
+        const auto & ne        = b.mask->ne;
         b.inputs->chosen       = b.chosen;
         b.inputs->chosen_cells = nullptr;
-        b.inputs->chosen_mask  = ggml_custom_4d(b.ctx, b.mask->type, b.mask->ne[0], b.mask->ne[1], b.mask->ne[2],
-                                                b.mask->ne[3], args, 2, chosen_mask_op, GGML_N_TASKS_MAX, nullptr);
+        b.inputs->chosen_mask  = new_node(b.ctx, b.mask->type, { ne[0], ne[1], ne[2], ne[3] },
+                                          ChosenMaskSources{ b.mask, b.chosen }, chosen_mask_op, nullptr);
         ggml_set_name(b.inputs->chosen_mask, "subkv_chosen_mask");
     }
     return b.inputs->chosen_mask;
@@ -153,32 +153,32 @@ ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_t
     if (!b.chosen || layer.device || layer.chunked || n_masks(seen) > 1) {
         return nullptr;
     }
-    // dear: the cost of a cell from a list over that of a cell among all, in eighths (kernels/NOTES.md). Of tiles it is
-    // mostly memory. In a prompt the tokens of a block unpack a tile once, so a list pays only where many query heads
-    // share a row.
+    // cost: of a cell in a list, in eighths of its cost when all cells are read (kernels/NOTES.md). With tiles, it is
+    // mostly memory traffic. In a prompt, the tokens of a block unpack a tile once, so a list pays only if many query
+    // heads share a row.
     const int64_t n_tokens = b.inputs->tokens->ne[1];
     const int64_t n_group  = layer.n_head / layer.codec->n_head_kv;
     const bool    prompt   = n_tokens > FEW_TOKENS;
-    const int64_t dear     = layer.by_rows ? 9 + (prompt ? 160 / n_group : 0) : 16 + 2000 / n_group;
+    const int64_t cost     = layer.by_rows ? 9 + (prompt ? 160 / n_group : 0) : 16 + 2000 / n_group;
     const int64_t n        = (b.chosen->ne[0] + TILE - 1) / TILE * TILE;
-    if (dear * n > 8 * seen->ne[0] || (prompt && n_group < 64)) {
+    if (cost * n > 8 * seen->ne[0] || (prompt && n_group < 64)) {
         return nullptr;
     }
     if (!b.inputs->chosen_cells) {
-        ggml_tensor * args[]   = { seen, b.chosen, b.inputs->cell_pos, b.inputs->tokens };
-        b.inputs->chosen_cells = ggml_custom_4d(b.ctx, GGML_TYPE_I32, n, seen->ne[1], 1, seen->ne[3], args, 4,
-                                                chosen_cells_op, GGML_N_TASKS_MAX, &layer);
+        const ChosenCellsSources in = { seen, b.chosen, b.inputs->cell_pos, b.inputs->tokens };
+        b.inputs->chosen_cells =
+            new_node(b.ctx, GGML_TYPE_I32, { n, seen->ne[1], 1, seen->ne[3] }, in, chosen_cells_op, &layer);
         ggml_set_name(b.inputs->chosen_cells, "subkv_chosen_cells");
     }
     return b.inputs->chosen_cells;
 }
 
-void fill_mask_row(const LayerNodes & layer, const MaskInputs & in, int64_t h, int64_t t, int64_t c0, int64_t n,
+void fill_mask_row(const LayerNodes & layer, const MaskSources & in, int64_t h, int64_t t, int64_t c0, int64_t n,
                    float * bias, uint8_t * open) {
     const int64_t   n_kv     = in.cell_pos->ne[0];
     const int64_t   n_tps    = in.tokens->ne[1] / in.cell_pos->ne[1];
     const int32_t * cell_pos = (const int32_t *) in.cell_pos->data + t / n_tps * n_kv + c0;
-    const int32_t   pos      = ((const int32_t *) in.tokens->data)[4 * t];
+    const int32_t   pos      = token_rows(in.tokens)[t].pos;
     const int32_t   n_sink   = layer.window->n_sink();
     const int32_t   n_recent = layer.window->n_recent();
     for (int64_t c = 0; c < n; c += TILE) {
@@ -205,11 +205,11 @@ ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b, ggml_tens
         return nullptr;
     }
     ggml_tensor *& made = b.inputs->coded_mask;
-    if (!made || made->src[0] != mask) {
-        const int64_t n_kv   = b.inputs->cell_pos->ne[0];
-        ggml_tensor * args[] = { mask, b.inputs->cell_pos, b.inputs->tokens };
-        made = ggml_custom_4d(b.ctx, GGML_TYPE_F32, n_kv + (n_kv / TILE + 3) / 4, n_tokens * n_masks(mask), 1, 1, args,
-                              3, mask_op, GGML_N_TASKS_MAX, &layer);
+    if (!made || sources_of<MaskSources>(made).mask != mask) {
+        const int64_t     n_kv = b.inputs->cell_pos->ne[0];
+        const MaskSources in   = { mask, b.inputs->cell_pos, b.inputs->tokens };
+        made = new_node(b.ctx, GGML_TYPE_F32, { n_kv + (n_kv / TILE + 3) / 4, n_tokens * n_masks(mask), 1, 1 }, in,
+                        mask_op, &layer);
         ggml_set_name(made, "subkv_mask");
     }
     return made;

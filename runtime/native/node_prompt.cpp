@@ -1,7 +1,7 @@
 // node_prompt.cpp: a prompt's attention on a GPU, see nodes.cpp.
 //
-// A token reads a cell by its code or exactly, which depends on the token, but one flash attention has one key per cell. So
-// both are rows of their own, and the mask opens one of them.
+// Whether a token reads a cell's code or its exact row depends on the token, but flash attention has one key per row.
+// So both are separate rows, and the mask shows one of them to the token.
 #include "nodes.h"
 
 #include <algorithm>
@@ -10,11 +10,11 @@ namespace subkv {
 
 namespace {
 
-constexpr int64_t PROMPT_TOKENS = 32;        // of a sequence: fewer are not worth decoding its cells
+constexpr int64_t PROMPT_TOKENS = 32;        // of a sequence; for fewer tokens, decoding its cells does not pay
 constexpr int64_t MOST_SLOTS    = 2048;      // of the window, of all sequences that share cells
-constexpr int64_t MOST_GROUPS   = 65535;     // of a grid's dimension: tokens, rows behind the cells
+constexpr int64_t MOST_GROUPS   = 65535;     // of a grid's dimension: tokens, or rows after the cells
 constexpr int64_t MOST_BYTES    = 128 << 20; // of rows at a time, in a full context
-constexpr int64_t ROWS          = 256;       // by which llama.cpp pads cells for flash attention
+constexpr int64_t ROWS          = 256;       // llama.cpp pads cells to a multiple of this for flash attention
 
 struct PromptShape {
     int64_t n_slots; // of a stream
@@ -36,19 +36,20 @@ PromptShape prompt_shape(const LayerNodes & layer, const AttnBuild & b, const At
     return p;
 }
 
-ggml_tensor * device_node(LayerNodes & layer, const AttnBuild & b, NodeKind kind, const int64_t (&ne)[4],
-                          std::vector<ggml_tensor *> args, const char * name) {
-    ggml_tensor * node = ggml_custom_4d(b.ctx, GGML_TYPE_F16, ne[0], ne[1], ne[2], ne[3], args.data(),
-                                        (int) args.size(), device_op, GGML_N_TASKS_MAX, layer.device->userdata(kind));
+template <typename Sources>
+ggml_tensor * device_node(LayerNodes & layer, const AttnBuild & b, NodeKind kind, const std::array<int64_t, 4> & ne,
+                          const Sources & sources, const char * name) {
+    ggml_tensor * node = new_node(b.ctx, GGML_TYPE_F16, ne, sources, device_op, layer.device->userdata(kind));
     ggml_format_name(node, "subkv_%s-%d", name, b.il);
     return node;
 }
 
 ggml_tensor * prompt_mask(LayerNodes & layer, const AttnBuild & b, const AttendShape & s, const PromptShape & p) {
     Inputs & in = *b.inputs;
-    if (!in.prompt_mask || in.prompt_buft != layer.buft || in.prompt_mask->src[0] != b.mask) {
+    if (!in.prompt_mask || in.prompt_buft != layer.buft ||
+        sources_of<PromptMaskSources>(in.prompt_mask).mask != b.mask) {
         in.prompt_mask = device_node(layer, b, NodeKind::PROMPT_MASK, { p.n_rows, s.n_tps, 1, s.n_stream },
-                                     { b.mask, in.cell_pos, in.tokens, in.slots }, "prompt_mask");
+                                     PromptMaskSources{ b.mask, in.cell_pos, in.tokens, in.slots }, "prompt_mask");
         in.prompt_buft = layer.buft;
     }
     return in.prompt_mask;
@@ -62,8 +63,8 @@ ggml_tensor * flash_attention(LayerNodes & layer, const AttnBuild & b, ggml_tens
     ggml_tensor *      window = layer.window_rows().tensor;
     ggml_tensor *      halves =
         device_node(layer, b, NodeKind::PROMPT_ROWS, { codec.d_k + codec.d_v, p.n_rows, p.n_heads, s.n_stream },
-                    { b.k_view, b.v_view, rows.fresh, window ? window : rows.fresh, b.inputs->tokens, b.inputs->slots,
-                      rows.written },
+                    PromptRowsSources{ b.k_view, b.v_view, rows.fresh, window ? window : rows.fresh, b.inputs->tokens,
+                                       b.inputs->slots, rows.written },
                     "prompt_rows");
     set_first_head(halves, (int32_t) first);
     const auto side = [&](int64_t d, size_t at) { // keys of all streams, then values

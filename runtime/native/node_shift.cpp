@@ -1,5 +1,5 @@
-// node_shift.cpp: keys whose positions move are decoded, rotated and coded again, a tile of a head at a time. Of a cache on
-// a GPU the CPU does that, too, with copies of its tiles: a shift is seldom, and a kernel of its own would only rotate keys.
+// node_shift.cpp: decodes, rotates and encodes the keys whose positions move, a tile of a head at a time. The CPU does
+// this for a cache on a GPU, too, with copies of its tiles: a shift is rare, and a GPU kernel would serve only for it.
 #include "cells.h"
 #include "nodes.h"
 #include "read_rows.h"
@@ -11,7 +11,7 @@ namespace subkv {
 
 namespace {
 
-// What llama.cpp's own RoPE makes of pairs (1, 0), for every number of positions that some key moves by.
+// The pairs (1, 0) after llama.cpp's own RoPE, for every number of positions by which some key moves.
 struct Rotation {
     const ggml_tensor *distances, *pairs;
     int64_t            first;
@@ -34,7 +34,7 @@ struct Rotation {
     }
 };
 
-// Attention multiplies by gamma what it reads: what is coded again must not have it. x [n] of rows of head h.
+// Reading multiplies keys by gamma, so keys are divided by it before they are coded again. x [n] of rows of head h.
 void without_gamma(const LayerCodec & codec, int64_t h, int64_t n, float * x) {
     const float                   gamma = codec.gamma[(size_t) h];
     const std::vector<uint16_t> & mean  = codec.centre[(size_t) h].mean;
@@ -44,7 +44,7 @@ void without_gamma(const LayerCodec & codec, int64_t h, int64_t n, float * x) {
     }
 }
 
-// Bytes of a tensor for one thread to change: a GPU's are copied, and the copy is stored at the end.
+// Bytes of a tensor that one thread changes. Those on a GPU are copied, and the destructor stores the copy.
 class Bytes {
 public:
     Bytes(const LayerNodes & layer, ggml_tensor * t, size_t at, size_t size) : t_(layer.device ? t : nullptr), at_(at) {
@@ -70,7 +70,7 @@ public:
 
     uint8_t * data() const { return data_; }
 
-    // No backend promises that several threads may copy at once.
+    // Backends do not promise that several threads may copy at once.
     static std::mutex & transfers() {
         static std::mutex one;
         return one;
@@ -83,7 +83,7 @@ private:
     std::vector<uint8_t> copied_;
 };
 
-// What one thread does.
+// One thread's work.
 class Shift {
 public:
     Shift(LayerNodes & layer, const Rotation & rotation) :
@@ -135,18 +135,19 @@ private:
     std::vector<float> x_;
 };
 
-// shift: changes the K cache and the window's rows | src: of_cells, distances, pairs, of_slots where there is a window
+// shift: changes the K cache and the window's rows | ShiftSources
 void shift_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     auto &             layer    = *(LayerNodes *) userdata;
     const LayerCodec & codec    = *layer.codec;
     ggml_tensor *      k_cache  = layer.shift_keys;
-    const auto *       of_cells = (const int32_t *) dst->src[0]->data;
+    const auto         in       = sources_of<ShiftSources>(dst);
+    const auto *       of_cells = (const int32_t *) in.of_cells->data;
     const int64_t      stride   = TILE * (int64_t) k_cache->nb[1];
     const int64_t      n_tiles  = k_cache->ne[1] * k_cache->ne[2] / TILE;
-    // whole tiles: no two threads may be in one of a head; a copy is of all heads
+    // whole tiles, since two threads must not write a head's tile; a copy has all heads
     const int64_t n_heads = layer.device ? codec.n_head_kv : 1;
     const int64_t n_parts = codec.n_head_kv / n_heads;
-    Shift         shift(layer, { dst->src[1], dst->src[2], layer.shift_first, layer.shift_apart });
+    Shift         shift(layer, { in.distances, in.pairs, layer.shift_first, layer.shift_apart });
     if (ith == 0) {
         layer.shifted = true;
     }
@@ -174,7 +175,7 @@ void shift_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     }
     const WindowRows & rows = layer.window_rows();
     for (int64_t slot = ith; rows.tensor && slot < layer.window->n_slots(); slot += nth) {
-        const int32_t slot_by = ((const int32_t *) dst->src[3]->data)[slot];
+        const int32_t slot_by = ((const int32_t *) in.of_slots->data)[slot];
         if (slot_by != 0) {
             const Bytes bytes(layer, rows.tensor, (size_t) rows.offset(slot), (size_t) rows.bytes(slot));
             shift.slot(slot_by, rows.integers && !rows.is_sink(slot), bytes.data());
@@ -185,13 +186,13 @@ void shift_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
 } // namespace
 
 void build_shift_node(LayerNodes & layer, const ShiftBuild & b) {
-    layer.shift_first    = b.first;
-    layer.shift_apart    = b.apart;
-    layer.shift_keys     = b.k_cache;
-    ggml_tensor * args[] = { b.of_cells, b.distances, b.pairs, b.of_slots };
-    const int     n_args = layer.window_rows().tensor ? 4 : 3;
-    ggml_tensor * node =
-        ggml_custom_4d(b.ctx, GGML_TYPE_F32, 1, 1, 1, 1, args, n_args, shift_op, GGML_N_TASKS_MAX, &layer);
+    layer.shift_first = b.first;
+    layer.shift_apart = b.apart;
+    layer.shift_keys  = b.k_cache;
+
+    ggml_tensor * of_slots = layer.window_rows().tensor ? b.of_slots : nullptr;
+    ggml_tensor * node     = new_node(b.ctx, GGML_TYPE_F32, { 1, 1, 1, 1 },
+                                      ShiftSources{ b.of_cells, b.distances, b.pairs, of_slots }, shift_op, &layer);
     ggml_format_name(node, "subkv_shift-%d", b.il);
     ggml_build_forward_expand(b.gf, node);
 }

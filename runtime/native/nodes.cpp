@@ -2,23 +2,26 @@
 //
 //   encode        k, v -> codes at their cells; also rounds k, v to half precision ("fresh" rows) and projects q
 //   mask          once for all layers, of few tokens: what attend adds to logits
-//   encode_blocks where bases follow the text: codes what has left the exact window, block by block (instead of encode)
+//   encode_blocks only if bases follow the text: codes tokens that have left the exact window, in blocks (instead of
+//                 encode)
 //   attend        query x coded cells -> partial (m, z, sum of value coefficients) per split of the cells
-//   combine       merge the splits, D_v, add the exact window (fresh rows and stored ones), attention sinks, normalise
+//   combine       merges the splits, multiplies by D_v, adds the exact window (fresh and stored rows) and attention
+//                 sinks, normalises
 //   store_window  fresh rows -> window slots; after combine, because it overwrites rows that combine reads
 //
-// On a GPU a prompt has instead of attend and combine (node_prompt.cpp)
+// On a GPU, a prompt has these nodes instead of attend and combine (node_prompt.cpp):
 //
 //   prompt_mask   once for all layers: which of the following rows a token sees
-//   prompt_rows   cells and exact rows of some heads as halves; then ggml's flash attention
+//   prompt_rows   cells and exact rows of some heads as halves; ggml's flash attention follows
 //
-// A layer that reads another one's rows only has attend and combine, after
+// A layer that reads another layer's rows has attend and combine only, and before them on a CPU:
 //
-//   project       its queries
+//   project       projects its queries
 //
-// and the last of such readers has their owner's store_window.
+// The last such reader has the owner's store_window.
 //
-// Shapes follow from tensor shapes alone, so that a graph can be kept and reused (llama.cpp does).
+// node_sources.h lists the sources of each node. Shapes follow from tensor shapes alone, because llama.cpp keeps and
+// reuses graphs.
 #include "nodes.h"
 
 #include "error.h"
@@ -46,7 +49,7 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
     s.n_blocks            = (s.n_tps + s.block - 1) / s.block * s.n_stream;
     const int64_t n_head  = s.n_head_kv * s.n_group;
     const int64_t scratch = layer.device ? layer.device->scratch(n_head * s.n_tokens) : 0;
-    if (layer.device) { // of one head each, as many as run at once: to start one costs as much as 180 cells do
+    if (layer.device) { // blocks of one head, as many as run at once; to start a block costs as much as 180 cells
         constexpr int64_t LEAST = 2 * TILE; // cells of a split
         const int64_t     most  = (int64_t) (layer.device->max_range() / sizeof(float)) - scratch;
         const int64_t     each  = n_head * s.n_tokens * (2 + s.width);
@@ -57,8 +60,8 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
         s.n_split = (s.n_kv + s.split - 1) / s.split;
         s.n_parts = s.n_head_kv;
     } else {
-        // Every thread is to have something to do: by heads and blocks, else each segment is left to combine, as far as
-        // their partials stay in the caches. Heads of a unit share the bias that it fills.
+        // Every thread needs work. If heads and blocks are too few, combine merges the segments, as long as their
+        // partial results fit in the processor's caches. The heads of a unit share its bias.
         const int64_t n_segments = (s.n_kv + SEGMENT - 1) / SEGMENT;
         const bool    apart = s.n_blocks * s.n_head_kv < 16 && n_segments * s.n_tokens * n_head * s.width < 1 << 22;
         s.split             = apart ? SEGMENT : n_segments * SEGMENT;
@@ -73,7 +76,7 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
     return s;
 }
 
-// In a file apart from its callers, whose compiler might round otherwise here and there.
+// Not in the file of a caller: inlined there, it might be rounded differently from one caller to the next.
 void merge_softmax(float & m, float & z, float * acc, float m_later, float z_later, const float * acc_later,
                    int64_t n) {
     if (m_later == -INFINITY) {
@@ -94,7 +97,7 @@ void alibi_slopes(const LayerNodes & layer, int64_t first_head, int64_t n, float
         std::fill(slope, slope + n, 1.0f);
         return;
     }
-    // Press et al., arXiv:2108.12409, in the form for head counts that are no power of two
+    // Press et al., arXiv:2108.12409, for any head count, not only powers of two
     const int   n_log2 = 1 << (int) std::floor(std::log2((float) layer.n_head));
     const float m0     = std::pow(2.0f, -layer.max_alibi_bias / (float) n_log2);
     const float m1     = std::pow(2.0f, -layer.max_alibi_bias / 2.0f / (float) n_log2);
@@ -117,25 +120,26 @@ void store_slopes(const LayerNodes & layer, ggml_tensor * memory, size_t at, flo
 namespace {
 
 //
-// store_window: in place on the window rows | src: window rows, fresh, slots, combine (edge)
+// store_window: in place on the window rows | StoreWindowSources
 //
 
 void store_window_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const auto &        layer   = *(const LayerNodes *) userdata;
-    const WindowRows &  rows    = layer.window_rows();
-    const ggml_tensor * fresh   = dst->src[1];
-    const int64_t       n_slots = dst->src[2]->ne[0];
-    const int32_t *     token   = (const int32_t *) dst->src[2]->data + 2 * n_slots;
-    for (int64_t i = ith; i < n_slots; i += nth) {
-        if (token[i] >= 0) {
+    const auto &       layer = *(const LayerNodes *) userdata;
+    const auto         in    = sources_of<StoreWindowSources>(dst);
+    const WindowRows & rows  = layer.window_rows();
+    for (int64_t i = ith; i < in.slots->ne[1]; i += nth) {
+        const int32_t token = slot_rows(in.slots)[i].token;
+        if (token >= 0) {
             const bool packed = rows.integers && !rows.is_sink(i);
             std::memcpy((char *) dst->data + rows.offset(i),
-                        (const char *) fresh->data + token[i] * fresh->nb[1] + (packed ? rows.sink : 0), rows.bytes(i));
+                        (const char *) in.fresh->data + token * in.fresh->nb[1] + (packed ? rows.sink : 0),
+                        rows.bytes(i));
         }
     }
 }
 
-// A device that cannot bind a tensor of the largest batch refuses it here, where the first graph is reserved.
+// If a device cannot bind a tensor of the largest batch, the error occurs here, when llama.cpp reserves the first
+// graph.
 void check_range(const LayerNodes & layer, const ggml_tensor * node) {
     if (!layer.device) {
         return;
@@ -156,7 +160,7 @@ void check_range(const LayerNodes & layer, const ggml_tensor * node) {
     }
 }
 
-// And so does one whose kernels cannot run so many at once.
+// The same if its kernels cannot run for so many tokens at once.
 void check_kernels(const LayerNodes & layer, NodeKind kind, ggml_tensor * node, int64_t n_tokens) {
     const char * expected = layer.device ? layer.device->refusal(kind, node) : nullptr;
     if (expected) {
@@ -164,6 +168,15 @@ void check_kernels(const LayerNodes & layer, NodeKind kind, ggml_tensor * node, 
              "keep the cache on the CPU (-ngl 0, or offload_kqv off)",
              expected, node->name, (long long) n_tokens);
     }
+}
+
+// A part of an I8 tensor as a matrix of another type, for which ggml has no function.
+ggml_tensor * typed_view(ggml_context * ctx, ggml_tensor * bytes, ggml_type type, int64_t ne0, int64_t ne1, size_t at) {
+    const size_t  row  = ggml_row_size(type, ne0);
+    ggml_tensor * view = ggml_view_2d(ctx, bytes, ne0, ne1, row, at);
+    view->type         = type;
+    view->nb[0]        = ggml_type_size(type);
+    return view;
 }
 
 } // namespace
@@ -174,7 +187,7 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     layer.max_alibi_bias = b.max_alibi_bias;
 
     ggml_context * ctx = b.ctx;
-    // of a GPU's layer: the same node, computed by its backend, from the sources that it has there
+    // a layer on a GPU has the same nodes, which the GPU's backend computes
     const auto run = [&](ggml_custom_op_t & fun, NodeKind kind) -> void * {
         if (!layer.device) {
             return &layer;
@@ -182,11 +195,10 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         fun = device_op;
         return layer.device->userdata(kind);
     };
-    const auto custom = [&](ggml_type type, int64_t ne0, int64_t ne1, std::vector<ggml_tensor *> args,
-                            ggml_custom_op_t fun, NodeKind kind, const char * name) {
+    const auto custom = [&](ggml_type type, int64_t ne0, int64_t ne1, const auto & sources, ggml_custom_op_t fun,
+                            NodeKind kind, const char * name) {
         void *        data = run(fun, kind);
-        ggml_tensor * t =
-            ggml_custom_4d(ctx, type, ne0, ne1, 1, 1, args.data(), (int) args.size(), fun, GGML_N_TASKS_MAX, data);
+        ggml_tensor * t    = new_node(ctx, type, { ne0, ne1, 1, 1 }, sources, fun, data);
         ggml_format_name(t, "subkv_%s-%d", name, b.il);
         check_range(layer, t);
         check_kernels(layer, kind, t, b.q->ne[2]);
@@ -206,42 +218,45 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     ggml_tensor *     mask    = list ? nullptr : build_mask_node(layer, b, seen);
     const AttendShape s       = attend_shape(layer, q, list ? list : b.k_view);
     const int64_t     width   = fresh_width(layer);
-    const int64_t     n_query = layer.device ? 0 : query_rows(layer, s.n_tokens);
     ggml_tensor *     window  = layer.window_rows().tensor;
-    ggml_tensor *     queries = nullptr; // the node that projects them; on a GPU any
+    const int64_t     n_query = layer.n_head * s.n_tokens;
+    ggml_tensor *     queries = nullptr; // projected, by nodes of a CPU
 
-    std::vector<ggml_tensor *> args;
-    const auto                 add_mask = [&] {
-        if (mask) {
-            args.push_back(mask);
-        }
-    };
-    SharedRows rows;
+    const Inputs & inputs = *b.inputs;
+    SharedRows     rows;
     if (b.k) {
-        ggml_tensor * k = as_f32(ctx, b.k);
-        args            = { k, k, b.k_cache, b.k_cache, b.k_idxs, b.k_idxs };
-        if (!codec.latent) {
-            args = { k, as_f32(ctx, b.v), b.k_cache, b.v_cache, b.k_idxs, b.v_idxs };
+        EncodeSources in = {};
+        in.k             = as_f32(ctx, b.k);
+        in.v             = codec.latent ? in.k : as_f32(ctx, b.v);
+        in.k_cache       = b.k_cache;
+        in.v_cache       = codec.latent ? b.k_cache : b.v_cache;
+        in.k_idxs        = b.k_idxs;
+        in.v_idxs        = codec.latent ? b.k_idxs : b.v_idxs;
+        if (layer.device) {
+            rows.fresh = custom(GGML_TYPE_F16, width, s.n_tokens, in, encode_op, NodeKind::ENCODE, "encode");
+        } else {
+            in.q         = q;
+            in.tokens    = inputs.tokens;
+            in.mask_node = mask;
+
+            const EncodeResult result(layer, s.n_tokens);
+            ggml_tensor *      both =
+                custom(GGML_TYPE_I8, (int64_t) result.bytes, 1, in, encode_op, NodeKind::ENCODE, "encode");
+            rows.fresh = typed_view(ctx, both, GGML_TYPE_F16, width, s.n_tokens, 0);
+            queries    = typed_view(ctx, both, GGML_TYPE_F32, query_width(layer), n_query, result.queries_at);
         }
-        if (!layer.device) {
-            args.push_back(q);
-            args.push_back(b.inputs->tokens);
-        }
-        add_mask();
-        rows.fresh   = custom(GGML_TYPE_F16, width, s.n_tokens + n_query, args, encode_op, NodeKind::ENCODE, "encode");
-        rows.written = queries = rows.fresh;
+        rows.written = rows.fresh;
         if (layer.chunked) { // never a GPU's
-            args = { rows.fresh, window, b.inputs->slots, b.inputs->tokens, b.k_cache, b.v_cache, b.k_idxs, b.k_view };
-            rows.written = custom(GGML_TYPE_F32, 1, 1, args, encode_blocks_op, NodeKind::ENCODE, "encode_blocks");
+            const EncodeBlocksSources moved = { rows.fresh, window,    inputs.slots, inputs.tokens,
+                                                b.k_cache,  b.v_cache, b.k_idxs,     b.k_view };
+            rows.written = custom(GGML_TYPE_F32, 1, 1, moved, encode_blocks_op, NodeKind::ENCODE, "encode_blocks");
         }
         rows.n_readers = layer.n_readers;
     } else {
-        rows    = b.inputs->shared.at(layer.owner);
-        queries = rows.fresh;
+        rows = b.inputs->shared.at(layer.owner);
         if (!layer.device) {
-            args = { q };
-            add_mask();
-            queries = custom(GGML_TYPE_F16, width, n_query, args, project_op, NodeKind::ENCODE, "project");
+            const ProjectSources in = { q, mask };
+            queries = custom(GGML_TYPE_F32, query_width(layer), n_query, in, project_op, NodeKind::ENCODE, "project");
         }
         rows.n_readers--;
     }
@@ -251,30 +266,37 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     ggml_tensor * fresh = rows.fresh;
     ggml_tensor * out   = layer.device ? build_prompt(layer, b, q, rows) : nullptr;
     if (!out) {
-        ggml_tensor * v_view = codec.latent ? b.k_view : b.v_view;
-        args = { q, queries, b.k_view, v_view, seen, b.inputs->cell_pos, b.inputs->tokens, rows.written };
-        if (list) {
-            args.push_back(list);
-        }
-        add_mask();
-        ggml_tensor * partial = custom(GGML_TYPE_F32, s.n_partial, 1, args, attend_op, NodeKind::ATTEND, "attend");
+        AttendSources in = {};
+        in.q             = q;
+        in.queries       = queries ? queries : fresh;
+        in.k_view        = b.k_view;
+        in.v_view        = codec.latent ? b.k_view : b.v_view;
+        in.mask          = seen;
+        in.cell_pos      = inputs.cell_pos;
+        in.tokens        = inputs.tokens;
+        in.written       = rows.written;
+        in.extra         = list ? list : mask;
 
-        args = {
-            partial, q, fresh, window ? window : fresh, seen, b.inputs->tokens, b.inputs->slots, list ? list : b.k_view
-        };
-        if (b.sinks) {
-            args.push_back(b.sinks);
-        }
-        out = custom(GGML_TYPE_F32, (int64_t) layer.n_head * codec.d_v, s.n_tokens, args, combine_op, NodeKind::COMBINE,
+        CombineSources of = {};
+        of.partial        = custom(GGML_TYPE_F32, s.n_partial, 1, in, attend_op, NodeKind::ATTEND, "attend");
+        of.q              = q;
+        of.fresh          = fresh;
+        of.window         = window ? window : fresh;
+        of.mask           = seen;
+        of.tokens         = inputs.tokens;
+        of.slots          = inputs.slots;
+        of.cells          = list ? list : b.k_view;
+        of.sinks          = b.sinks;
+        out = custom(GGML_TYPE_F32, (int64_t) layer.n_head * codec.d_v, s.n_tokens, of, combine_op, NodeKind::COMBINE,
                      "combine");
     }
     ggml_build_forward_expand(b.gf, out);
 
     if (window && rows.n_readers == 0) {
-        ggml_tensor *    edge[] = { fresh, b.inputs->slots, out };
-        ggml_custom_op_t fun    = store_window_op;
-        void *           data   = run(fun, NodeKind::STORE_WINDOW);
-        ggml_tensor *    store  = ggml_custom_inplace(ctx, window, edge, 3, fun, GGML_N_TASKS_MAX, data);
+        const StoreWindowSources in    = { window, fresh, inputs.slots, out };
+        ggml_custom_op_t         fun   = store_window_op;
+        void *                   data  = run(fun, NodeKind::STORE_WINDOW);
+        ggml_tensor *            store = new_node_inplace(ctx, in, fun, data);
         ggml_format_name(store, "subkv_store_window-%d", b.il);
         ggml_build_forward_expand(b.gf, store);
     }

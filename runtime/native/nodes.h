@@ -3,6 +3,7 @@
 
 #include "chunked.h"
 #include "cache.h"
+#include "node_sources.h"
 #include "subkv/recent.h"
 
 #include <algorithm>
@@ -12,33 +13,33 @@
 
 namespace subkv {
 
-// Cells of a segment: attended in one call, in a softmax state of its own; a token's segments are merged in order. On a CPU
-// with static bases what a token gets is the same to the bit, then, however its text was cut into batches and its cells
-// among threads.
+// Cells of a segment. A segment is attended in one call, with a softmax state of its own, and a token's segments are
+// merged in order. So on a CPU with static bases a token's result is the same to the bit for any batches and any number
+// of threads.
 constexpr int64_t SEGMENT = 4 * STEP;
 
-// Tokens whose masks are worth a node, since all layers share them: of more, the mask's own size is.
+// Up to so many tokens a mask node, which all layers share, pays. For more tokens it would be as large as the mask.
 constexpr int64_t FEW_TOKENS = 16;
 
-// How attend cuts its work: by shapes only.
+// How attend divides its work. It follows from shapes only.
 struct AttendShape {
     int64_t n_kv, n_stream, n_tokens, n_tps; // n_tps: tokens per stream
     int64_t n_head_kv, n_group;
     int64_t block, n_blocks; // tokens per block (within a stream), blocks of all streams
     int64_t split, n_split;  // cells per partial, whole segments; partials
-    int64_t n_parts;         // of the heads, equal: one unit of work is a block, a part and a split of the cells
+    int64_t n_parts;         // equal parts of the heads; a unit of work is a block, a part and a split of the cells
     int64_t n_rows;          // partial rows
     int64_t width;           // floats per partial row of value coefficients
-    int64_t n_partial;       // floats of attend's result: m, z, rows, and what a GPU needs besides
+    int64_t n_partial;       // floats of attend's result: m, z, rows, and a GPU's scratch
 
-    // row of (split, head, token): n_group rows follow each other
+    // first of the n_group rows of a split, head and token
     int64_t row(int64_t s, int64_t h, int64_t t) const { return ((s * n_head_kv + h) * n_tokens + t) * n_group; }
 };
 
-// A query row's state takes in that of later cells: max m, sum z, values acc [n].
+// Merges the state of later cells (maximum m, sum z, values acc [n]) into a query row's state.
 void merge_softmax(float & m, float & z, float * acc, float m_later, float z_later, const float * acc_later, int64_t n);
 
-// cells: what is attended to, a view of the keys' tiles or a list of chosen cells for every token (build_chosen_cells).
+// cells: a view of the keys' tiles, or each token's list of chosen cells (build_chosen_cells).
 AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const ggml_tensor * cells);
 
 inline const float * row_f32(const ggml_tensor * t, int64_t head, int64_t token) {
@@ -49,8 +50,8 @@ inline int64_t stride_f32(const ggml_tensor * t, int dim) {
     return (int64_t) (t->nb[dim] / sizeof(float));
 }
 
-// x [n], all finite, as half precision, at most +-65504: an infinity would reach queries that do not see it, times a
-// weight of zero.
+// x [n], all finite, in half precision, at most +-65504. An infinity would make NaN of results that do not see the row,
+// since its weight there is zero.
 inline void to_half_saturated(const Ops & ops, const float * x, uint16_t * out, int64_t n) {
     ops.to_half(x, out, n);
     for (int64_t i = 0; i < n; ++i) {
@@ -67,40 +68,51 @@ inline float mask_value(const ggml_tensor * mask, int64_t i) {
     return h == 0 ? 0.0f : h == 0xFC00 ? -INFINITY : ggml_fp16_to_fp32(h);
 }
 
-// The tensor itself when the nodes can read it, else a contiguous F32 copy.
+// The tensor itself if the nodes can read it, else a contiguous F32 copy.
 inline ggml_tensor * as_f32(ggml_context * ctx, ggml_tensor * t) {
     const bool readable = t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float);
     return readable ? t : ggml_cont(ctx, ggml_cast(ctx, t, GGML_TYPE_F32));
 }
 
-// Queries in the coefficients of their KV head's static keys: the last rows of what encode or project gives, where every
-// thread of attend reads them. Undefined for tokens of which the mask node says that they see no coded cell.
+// Queries in the coefficients of their KV head's static keys. Undefined for tokens that see no coded cell, according to
+// the mask node.
 struct ProjectedQueries {
     float * qt;    // rows(h): [n_tokens * n_group][rank of the head]
-    float * shift; // [n_head_kv][n_tokens * n_group]; written where keys are coded less their mean
+    float * shift; // [n_head_kv][n_tokens * n_group]; written only if the mean is subtracted from keys
     int64_t width; // largest rank of keys
+
+    // data: of an F32 tensor [query_width, n_head * n_tokens]
+    ProjectedQueries(const LayerNodes & layer, void * data, int64_t n_tokens);
 
     float * rows(const AttendShape & s, int64_t h) const { return qt + h * s.n_tokens * s.n_group * width; }
 };
 
-ProjectedQueries projected_queries(const LayerNodes & layer, const ggml_tensor * node, int64_t n_tokens);
+// The two results of encode on a CPU, in one I8 tensor of which the graph has views with their types: fresh rows F16
+// [fresh_width, n_tokens] and projected queries F32 [query_width, n_head * n_tokens]. One node computes both, since
+// another node would cost a barrier of all threads in every layer (kernels/NOTES.md).
+struct EncodeResult {
+    size_t fresh_stride; // bytes of a fresh row
+    size_t queries_at;   // byte where the queries begin
+    size_t bytes;
 
-// Where a head's integers are in a row of them (subkv/recent.h).
+    EncodeResult(const LayerNodes & layer, int64_t n_tokens);
+};
+
+// Offset of a head's integers in a row of integers (subkv/recent.h).
 inline int64_t recent_offset(const LayerCodec & codec, int64_t head, bool value) {
     return head * recent_bytes(value ? codec.d_v : codec.d_k) + (value ? codec.n_head_kv * recent_bytes(codec.d_k) : 0);
 }
 
-// Halves of a fresh row, and how many rows of as many the projected queries fill.
-int64_t fresh_width(const LayerNodes & layer);
-int64_t query_rows(const LayerNodes & layer, int64_t n_tokens);
+int64_t fresh_width(const LayerNodes & layer); // halves
+int64_t query_width(const LayerNodes & layer); // floats: the largest rank of keys, and the shift
 
 // slope [n] of query heads first_head .. first_head + n - 1; 1 without ALiBi
 void alibi_slopes(const LayerNodes & layer, int64_t first_head, int64_t n, float * slope);
 
-// Stores those of all query heads at an offset in bytes, unless they are there; known: the bias they are of, kept here.
+// Stores the slopes of all query heads at an offset in bytes, unless they are there. known: their bias, updated here.
 void store_slopes(const LayerNodes & layer, ggml_tensor * memory, size_t at, float & known);
 
-// Grows thread-local scratch; contents are undefined.
+// Grows thread-local scratch. The contents are undefined.
 template <typename T> T * scratch(std::vector<T> & v, int64_t n) {
     if ((int64_t) v.size() < n) {
         v.resize((size_t) n);
@@ -108,23 +120,20 @@ template <typename T> T * scratch(std::vector<T> & v, int64_t n) {
     return v.data();
 }
 
-// What attend adds to logits: mask values, -INFINITY at exact positions, which are left to combine. Rows of tokens.
+// What attend adds to logits, a row per token: mask values, and -INFINITY at exact positions, which combine adds.
 struct MaskRows {
     float *   bias; // [n_kv]
     uint8_t * open; // [n_kv / TILE]: does the token see any cell of the tile?
     int64_t   bias_stride, open_stride;
 
-    // from token t and cell c on, the first of a tile
+    // from token t and cell c on; c is the first cell of a tile
     MaskRows of(int64_t t, int64_t c) const {
         return { bias + t * bias_stride + c, open + t * open_stride + c / TILE, bias_stride, open_stride };
     }
 };
 
-struct MaskInputs {
-    const ggml_tensor *mask, *cell_pos, *tokens;
-};
-
-// Masks of a token: one, or one for each KV head; which of them is head h's, and where its values of a token begin.
+// A token has one mask, or one per KV head. Their number, the index of head h's, and where its values for a token
+// begin.
 inline int64_t n_masks(const ggml_tensor * mask) {
     return mask->ne[2];
 }
@@ -139,22 +148,22 @@ inline int64_t mask_row(const ggml_tensor * mask, int64_t h, int64_t t) {
 }
 
 // Cells [c0, c0 + n) of token t and KV head h: bias [n], open [n / TILE].
-void fill_mask_row(const LayerNodes & layer, const MaskInputs & in, int64_t h, int64_t t, int64_t c0, int64_t n,
+void fill_mask_row(const LayerNodes & layer, const MaskSources & in, int64_t h, int64_t t, int64_t c0, int64_t n,
                    float * bias, uint8_t * open);
 
-// I32 [n, n_tokens / streams, 1, streams]: chosen cells that a token sees through their codes, ascending, then -1; n a
-// multiple of TILE. nullptr: reading all tiles under the mask `seen` is cheaper.
+// I32 [n, n_tokens / streams, 1, streams]: the chosen cells whose codes a token sees, ascending, then -1; n is a
+// multiple of TILE. nullptr: to read all tiles with the mask `seen` is cheaper.
 ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * seen);
 
-// A mask as b.mask in which all but the chosen cells are hidden; b.mask itself where all are chosen.
+// b.mask with all cells hidden except the chosen ones; b.mask itself if no cells are chosen.
 ggml_tensor * build_chosen_mask(const AttnBuild & b);
 
-// F32 [d_v * n_head, n_tokens] of a prompt on a GPU: its cells and exact rows as halves, for llama.cpp's own flash attention.
-// rows: of the layer, whose codes are written. nullptr: attend and combine compute it.
+// F32 [d_v * n_head, n_tokens]: a prompt's attention on a GPU, by llama.cpp's flash attention on cells and exact rows
+// as halves. rows: of the layer; their codes are written. nullptr: attend and combine compute it.
 ggml_tensor * build_prompt(LayerNodes & layer, const AttnBuild & b, ggml_tensor * q, const SharedRows & rows);
 
-// A node with the rows of few tokens, of every mask in turn, which all coded layers of a graph share; nullptr: every
-// attend fills its own.
+// A node with the MaskRows of few tokens, one mask after the other, which all coded layers of a graph share. nullptr:
+// each attend node computes them.
 ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask);
 MaskRows      mask_rows(const ggml_tensor * node, int64_t n_kv);
 

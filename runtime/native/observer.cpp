@@ -17,25 +17,25 @@ static const float * row_of(const ggml_tensor * t, int64_t head, int64_t token) 
 }
 
 static bool finite_row(const float * x, int64_t d) {
-    float sum = 0.0f; // NaN and Inf survive multiplication by zero as NaN
+    float sum = 0.0f; // zero times NaN or Inf is NaN
     for (int64_t i = 0; i < d; ++i) {
         sum += 0.0f * x[i];
     }
     return sum == 0.0f;
 }
 
-// Adds the rows of one head over runs of tokens that count. Returns the rows left out as non-finite.
-static uint64_t accumulate(Moments & m, const ggml_tensor * t, int64_t head, const int32_t * tokens, int32_t n_skip) {
+// Adds the rows of one head, in runs of tokens that count. Returns the number of rows left out as non-finite.
+static uint64_t accumulate(Moments & m, const ggml_tensor * t, int64_t head, const TokenRow * tokens, int32_t n_skip) {
     const int64_t d   = t->ne[0];
     const int64_t n   = t->ne[2];
     const int64_t ldx = (int64_t) (t->nb[2] / sizeof(float));
     uint64_t      bad = 0;
-    if (m.second.empty()) { // who samples only needs none
+    if (m.second.empty()) { // sampling alone needs no moments
         m.second.resize((size_t) (d * d));
         m.first.resize((size_t) d);
     }
     const auto use = [&](int64_t i) {
-        if (tokens[4 * i] < n_skip) {
+        if (tokens[i].pos < n_skip) {
             return false;
         }
         const bool ok = finite_row(row_of(t, head, i), d);
@@ -62,7 +62,7 @@ static bool listed(const std::vector<int32_t> & positions, int32_t pos) {
     return std::binary_search(positions.begin(), positions.end(), pos);
 }
 
-// n: rows that there will be at most, so that none is copied to make room for others.
+// n: the largest number of rows. Their memory is reserved at once, so that rows are not copied later.
 template <typename T> static void sample_row(std::vector<T> & dst, const ggml_tensor * t, int64_t token, size_t n) {
     dst.reserve(std::max(dst.size(), n * (size_t) (t->ne[0] * t->ne[1])));
     for (int64_t h = 0; h < t->ne[1]; ++h) {
@@ -77,11 +77,11 @@ template <typename T> static void sample_row(std::vector<T> & dst, const ggml_te
 }
 
 static void sample(ObservedLayer & layer, const ggml_tensor * q, const ggml_tensor * k, const ggml_tensor * v,
-                   const int32_t * tokens) {
+                   const TokenRow * tokens) {
     const auto & keys    = layer.owner->key_pos;
     const auto & queries = layer.owner->query_pos;
     for (int64_t i = 0; i < q->ne[2]; ++i) {
-        const int32_t pos = tokens[4 * i];
+        const int32_t pos = tokens[i].pos;
         if (listed(keys, pos)) {
             sample_row(layer.k_rows, k, i, keys.size());
             sample_row(layer.v_rows, v, i, keys.size());
@@ -94,12 +94,13 @@ static void sample(ObservedLayer & layer, const ggml_tensor * q, const ggml_tens
     }
 }
 
-// dst F32 [1] (unused) | src: q as in AttnBuild, of a layer that reads this one's rows, tokens as in Inputs. Its queries
-// enter the moments: an error in a key costs what it does to all of them. Samples are those of the layer itself.
+// dst F32 [1] (unused) | ObserveReaderSources; q as in AttnBuild, of a layer that reads this one's rows. Its queries
+// enter the moments, since an error in a key affects all of them. Samples are those of the layer itself.
 static void observe_reader_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     auto &              layer  = *(ObservedLayer *) userdata;
-    const ggml_tensor * q      = dst->src[0];
-    const int32_t *     tokens = (const int32_t *) dst->src[1]->data;
+    const auto          in     = sources_of<ObserveReaderSources>(dst);
+    const ggml_tensor * q      = in.q;
+    const TokenRow *    tokens = token_rows(in.tokens);
     const int32_t       n_kv   = layer.shape.n_head_kv;
     const int32_t       group  = (int32_t) q->ne[1] / n_kv;
 
@@ -113,19 +114,17 @@ static void observe_reader_op(ggml_tensor * dst, int ith, int nth, void * userda
     layer.shape.n_nonfinite += bad;
 }
 
-// dst F32 [1] (unused) | src: q, k, v as in AttnBuild, tokens as in Inputs. Parallel over KV heads x {q, k, v}.
+// dst F32 [1] (unused) | ObserveSources; q, k, v as in AttnBuild. Parallel over KV heads x {q, k, v}.
 static void observe_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    auto &              layer  = *(ObservedLayer *) userdata;
-    const auto &        obs    = *layer.owner;
-    const ggml_tensor * q      = dst->src[0];
-    const ggml_tensor * k      = dst->src[1];
-    const ggml_tensor * v      = dst->src[2];
-    const int32_t *     tokens = (const int32_t *) dst->src[3]->data;
-    const int32_t       n_kv   = layer.shape.n_head_kv;
-    const int32_t       group  = layer.shape.n_head / n_kv;
+    auto &           layer  = *(ObservedLayer *) userdata;
+    const auto &     obs    = *layer.owner;
+    const auto       in     = sources_of<ObserveSources>(dst);
+    const TokenRow * tokens = token_rows(in.tokens);
+    const int32_t    n_kv   = layer.shape.n_head_kv;
+    const int32_t    group  = layer.shape.n_head / n_kv;
 
     if (obs.mode == SUBKV_SAMPLE && ith == 0) {
-        sample(layer, q, k, v, tokens);
+        sample(layer, in.q, in.k, in.v, tokens);
     }
     if (obs.mode != SUBKV_ACCUMULATE) {
         return;
@@ -136,17 +135,17 @@ static void observe_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         switch (unit % 3) {
             case 0:
                 for (int32_t g = 0; g < group; ++g) {
-                    bad += accumulate(layer.q[(size_t) h], q, h * group + g, tokens, obs.n_skip);
+                    bad += accumulate(layer.q[(size_t) h], in.q, h * group + g, tokens, obs.n_skip);
                 }
                 break;
-            case 1: bad += accumulate(layer.k[(size_t) h], k, h, tokens, obs.n_skip); break;
-            case 2: bad += accumulate(layer.v[(size_t) h], v, h, tokens, obs.n_skip); break;
+            case 1: bad += accumulate(layer.k[(size_t) h], in.k, h, tokens, obs.n_skip); break;
+            case 2: bad += accumulate(layer.v[(size_t) h], in.v, h, tokens, obs.n_skip); break;
         }
     }
     uint64_t counted = 0;
     if (ith == 0) {
-        for (int64_t i = 0; i < q->ne[2]; ++i) {
-            counted += tokens[4 * i] >= obs.n_skip;
+        for (int64_t i = 0; i < in.q->ne[2]; ++i) {
+            counted += tokens[i].pos >= obs.n_skip;
         }
     }
     std::lock_guard<std::mutex> lock(layer.mutex);
@@ -154,13 +153,14 @@ static void observe_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     layer.shape.n_tokens += counted;
 }
 
-// dst F32 [1] (unused) | src: output of attention [d_v, n_head, n_tokens], tokens as in Inputs.
+// dst F32 [1] (unused) | ObserveOutputSources; out is the output of attention [d_v, n_head, n_tokens].
 static void observe_output_op(ggml_tensor * dst, int ith, int, void * userdata) {
-    auto &          layer  = *(ObservedLayer *) userdata;
-    const int32_t * tokens = (const int32_t *) dst->src[1]->data;
-    for (int64_t i = 0; ith == 0 && layer.owner->mode == SUBKV_SAMPLE && i < dst->src[0]->ne[2]; ++i) {
-        if (listed(layer.owner->query_pos, tokens[4 * i])) {
-            sample_row(layer.o_rows, dst->src[0], i, layer.owner->query_pos.size());
+    auto &           layer  = *(ObservedLayer *) userdata;
+    const auto       in     = sources_of<ObserveOutputSources>(dst);
+    const TokenRow * tokens = token_rows(in.tokens);
+    for (int64_t i = 0; ith == 0 && layer.owner->mode == SUBKV_SAMPLE && i < in.out->ne[2]; ++i) {
+        if (listed(layer.owner->query_pos, tokens[i].pos)) {
+            sample_row(layer.o_rows, in.out, i, layer.owner->query_pos.size());
         }
     }
 }
@@ -171,8 +171,8 @@ void build_observe_output_node(subkv_observer & obs, const AttnBuild & b, ggml_t
     layer.shape.plain     = b.softcap == 0.0f && b.max_alibi_bias == 0.0f && b.sinks == nullptr ? 1 : 0;
     const auto &  s       = layer.shape;
     ggml_tensor * heads   = ggml_view_3d(b.ctx, out, s.d_v, s.n_head, out->ne[1], s.d_v * out->nb[0], out->nb[1], 0);
-    ggml_tensor * args[]  = { heads, b.inputs->tokens };
-    ggml_tensor * node    = ggml_custom_4d(b.ctx, GGML_TYPE_F32, 1, 1, 1, 1, args, 2, observe_output_op, 1, &layer);
+    ggml_tensor * node = new_node(b.ctx, GGML_TYPE_F32, { 1, 1, 1, 1 }, ObserveOutputSources{ heads, b.inputs->tokens },
+                                  observe_output_op, &layer);
     ggml_format_name(node, "subkv_observe_output-%d", b.il);
     ggml_build_forward_expand(b.gf, node);
 }
@@ -183,15 +183,14 @@ void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * 
         obs.layers.resize((size_t) il + 1);
     }
     auto &     slot = obs.layers[(size_t) il];
-    const auto add  = [&](std::vector<ggml_tensor *> args, ggml_custom_op_t fun) {
-        ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, args.data(), (int) args.size(), fun,
-                                            GGML_N_TASKS_MAX, slot.get());
+    const auto add  = [&](const auto & sources, ggml_custom_op_t fun) {
+        ggml_tensor * node = new_node(ctx, GGML_TYPE_F32, { 1, 1, 1, 1 }, sources, fun, slot.get());
         ggml_format_name(node, "subkv_observe-%d", il);
         ggml_build_forward_expand(gf, node);
     };
     if (!k) {
         GGML_ASSERT(slot && q->ne[0] == slot->shape.d_k && q->ne[1] % slot->shape.n_head_kv == 0);
-        add({ as_f32(ctx, q), in.tokens }, observe_reader_op);
+        add(ObserveReaderSources{ as_f32(ctx, q), in.tokens }, observe_reader_op);
         return;
     }
     if (!slot) {
@@ -211,7 +210,7 @@ void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * 
         set_error("observer: layer %d of one model expected, another shape than before found", il);
         throw std::runtime_error("observer: used with two models");
     }
-    add({ as_f32(ctx, q), as_f32(ctx, k), as_f32(ctx, v), in.tokens }, observe_op);
+    add(ObserveSources{ as_f32(ctx, q), as_f32(ctx, k), as_f32(ctx, v), in.tokens }, observe_op);
 }
 
 } // namespace subkv

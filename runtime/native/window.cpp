@@ -1,6 +1,7 @@
 #include "window.h"
 
 #include "error.h"
+#include "node_sources.h"
 #include "subkv/recent.h"
 
 #include <algorithm>
@@ -11,7 +12,7 @@
 
 namespace subkv {
 
-// Two histories as one; what has none leaves the other as it is.
+// Two histories as one. Without a history, the other one stays as it is.
 static uint64_t joined(uint64_t a, uint64_t b) {
     return a == b || b == 0 ? a : (a ^ b) * UINT64_C(0x100000001b3) + 1;
 }
@@ -298,28 +299,21 @@ bool Window::ready(const std::vector<TokenDesc> & tokens, const CellReader & cel
 }
 
 void Window::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, const CellReader & cells) {
-    auto *        tok     = (int32_t *) in.tokens->data;
-    auto *        slots   = (int32_t *) in.slots->data;
-    const int64_t n       = n_slots();
-    int32_t *     s_pos   = slots;
-    int32_t *     s_cell  = slots + n;
-    int32_t *     s_token = slots + 2 * n;
-    std::fill(slots, slots + 3 * n, -1);
+    TokenRow * const rows  = token_rows(in.tokens);
+    SlotRow * const  slots = slot_rows(in.slots);
+    std::fill(slots, slots + n_slots(), SlotRow{ -1, -1, -1 });
 
     std::map<int32_t, std::pair<int32_t, int32_t>> ranges; // by sequence: smallest and largest position
     std::set<std::pair<int32_t, int32_t>>          fresh;  // (stream, cell) of the ubatch's own tokens
     for (size_t i = 0; i < tokens.size(); ++i) {
         const auto & token = tokens[i];
-        tok[4 * i + 0]     = token.in_picture ? -1 : token.pos;
-        tok[4 * i + 1]     = token.stream;
-        tok[4 * i + 2]     = token.cell;
-        tok[4 * i + 3]     = first_slot(token.seq[0]);
+        rows[i]            = { token.in_picture ? -1 : token.pos, token.stream, token.cell, first_slot(token.seq[0]) };
         auto [it, first]   = ranges.try_emplace(token.seq[0], std::pair{ token.pos, token.pos });
         it->second.first   = std::min(it->second.first, token.pos);
         it->second.second  = std::max(it->second.second, token.pos);
         fresh.insert({ token.stream, token.cell });
     }
-    if (n == 0) {
+    if (n_slots() == 0) {
         return;
     }
     std::map<int32_t, int32_t> stream_in_ubatch; // by sequence
@@ -330,19 +324,19 @@ void Window::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens
         for (const auto & cell : exact_cells(seq, range.first - 1, range.second + 1, cells)) {
             if (holds(seq, cell.pos) && !fresh.count({ stream_in_ubatch[seq], cell.cell })) {
                 const int32_t slot = first_slot(seq) + slot_of(seq, cell.pos);
-                s_pos[slot]        = cell.pos;
-                s_cell[slot]       = cell.cell;
+                slots[slot].pos    = cell.pos;
+                slots[slot].cell   = cell.cell;
             }
         }
     }
-    // what is stored after the ubatch has been attended: per slot the token with the largest position
+    // per slot, the row that is stored after the ubatch has been attended: of the token with the largest position
     for (size_t i = 0; i < tokens.size(); ++i) {
         const auto & token = tokens[i];
         for (int32_t j = 0; !token.in_picture && j < token.n_seq; ++j) {
             const int32_t held = slot_of(token.seq[j], token.pos);
             const int32_t slot = first_slot(token.seq[j]) + held;
-            if (held >= 0 && (s_token[slot] < 0 || tokens[(size_t) s_token[slot]].pos <= token.pos)) {
-                s_token[slot]       = (int32_t) i;
+            if (held >= 0 && (slots[slot].token < 0 || tokens[(size_t) slots[slot].token].pos <= token.pos)) {
+                slots[slot].token   = (int32_t) i;
                 pos_[(size_t) slot] = token.pos;
             }
         }

@@ -1,7 +1,8 @@
-// window.h: the exact window. For every sequence, the K and V rows of its first n_sink and its last n_recent positions
-// (plus n_rollback older ones, so that a short tail can be removed). Sinks come first, then a ring, in which the slot of a
-// position depends on the position and on how far the sequence has been shifted: rows stay where they are when their
-// positions move. Tokens that share a position, which are those of a picture with M-RoPE, are in no window. Rows are in half precision, those of a ring in integers where the layer says so (subkv/recent.h).
+// window.h: the exact window. It has, for every sequence, the K and V rows of its first n_sink and its last n_recent
+// positions, and of n_rollback older ones, so that a short tail can be removed. Sinks come first, then a ring. The slot
+// of a position in the ring depends on the position and on the sequence's total shift, so that rows stay in place when
+// their positions move. Tokens that share a position (those of a picture with M-RoPE) are in no window. Rows are in
+// half precision; those of a ring are integers in some layers (subkv/recent.h).
 #pragma once
 
 #include "ggml-cpp.h"
@@ -16,10 +17,10 @@ namespace subkv {
 
 // A key at position p is attended exactly by the query at position t when it is a sink or recent.
 inline bool is_exact(int32_t p, int32_t t, int32_t n_sink, int32_t n_recent) {
-    return (p < n_sink) | ((p <= t) & (p > t - n_recent)); // no branches: loops over all cells are to be vectorized
+    return (p < n_sink) | ((p <= t) & (p > t - n_recent)); // no branches, so that loops over all cells are vectorized
 }
 
-// Where one layer's rows are: of each sequence its sinks, then its ring.
+// Where one layer's rows are: for each sequence its sinks, then its ring.
 struct WindowRows {
     ggml_tensor * tensor   = nullptr; // F16 [elements of a row, n_slots()]; integers: I8 [bytes of a sequence, n_seq()]
     bool          integers = false;   // of the ring's rows
@@ -52,16 +53,16 @@ public:
     int64_t            n_slots() const { return (int64_t) n_seq_ * n_slot_; }
     int32_t            first_slot(int32_t seq) const { return seq * n_slot_; }
     const WindowRows & rows(int32_t il) const; // without a tensor where there are none
-    uint64_t           kinds() const;          // tells apart windows whose rows have other sizes
+    uint64_t           kinds() const;          // differs between windows whose rows have different sizes
     size_t             bytes() const { return bytes_; }
     const auto &       bytes_by_type() const { return bytes_by_type_; } // std::map<ggml_backend_buffer_type_t, size_t>
 
     std::pair<int32_t, int32_t> sequences(int32_t seq) const; // [first, last) that a call for seq (-1: all) is about
 
-    // Rows of a text that was removed must not leave in the next state, nor be taken for those of another one: both
+    // Rows of a removed text must not get into the next state, nor be read for another text. So these functions
     // overwrite them with zeros.
     void clear();
-    void forget(int32_t seq);                         // it is as new
+    void forget(int32_t seq);                         // all positions
     void forget(int32_t seq, int32_t p0, int32_t p1); // positions [p0, p1)
 
     bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const;
@@ -71,29 +72,30 @@ public:
     bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, bool replace);
     bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const;
 
-    // Does everything that later tokens attend to exactly stay held, and every sink where it is, when positions [p0, p1)
-    // move by `by`? Reports why not. add() then follows, before the cells do; the keys are rotated later, by rotations().
+    // After positions [p0, p1) move by `by`, does the window still hold all rows that later tokens attend to exactly,
+    // and have the sinks stayed? Reports why not. add() follows before the cells move; the keys are rotated later, by
+    // rotations().
     bool can_add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) const;
     void add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells);
-    void rotations(int32_t * by) const; // [n_slots()] by how many positions a slot's key is still to be rotated
-    void rotated();                     // by none any more
-    // What tells cells apart that were moved otherwise, by sequence (-1: all): 0 where none was.
+    void rotations(int32_t * by) const; // [n_slots()] positions by which a slot's key still has to be rotated
+    void rotated();                     // all keys have been rotated
+    // By sequence (-1: all): a number that differs between different shifts of its cells, 0 without a shift.
     std::vector<uint64_t> moves(int32_t seq) const;
 
-    // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens` and records that its rows are stored. Slots are those
-    // that the tokens attend to exactly, and the one that left the window last: blocks are coded from there.
+    // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens`, and records that its rows are stored. Slots have
+    // the keys that the tokens attend to exactly, and the key that left the window last, from which blocks are coded.
     void set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, const CellReader & cells);
     bool holds(int32_t seq, int32_t pos) const; // its exact row
 
     void state_write(StateWriter & w, int32_t seq) const;
-    // moves: what moves() gave when it was written. Throws std::runtime_error.
+    // moves: the result of moves() when it was written. Throws std::runtime_error.
     void state_read(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves, const CellReader & cells);
 
 private:
     // slot of a position within its sequence, -1: never held
     int32_t slot_of(int32_t seq, int32_t pos) const;
 
-    // Slots [first, last) of a sequence in the order that they have without any shift, as runs of such as lie together.
+    // The slots of a sequence in their order without any shift, as runs [first, last) of adjacent slots.
     std::vector<std::pair<int32_t, int32_t>> runs(int32_t seq) const;
 
     // Cells before position `end` that some query at a position >= `min` attends to exactly.
@@ -110,8 +112,8 @@ private:
     std::map<ggml_backend_buffer_type_t, size_t> bytes_by_type_;
 
     std::vector<int32_t>                 pos_;      // [n_slots] position held, -1: none
-    std::vector<int32_t>                 rotation_; // [n_slots] positions by which the key is still to be rotated
-    std::vector<int32_t>                 origin_;   // [n_seq] of the ring: where it holds positions that it divides
+    std::vector<int32_t>                 rotation_; // [n_slots] positions by which the key still has to be rotated
+    std::vector<int32_t>                 origin_;   // [n_seq] ring slot of the positions that n_ring_ divides
     std::vector<uint64_t>                moves_;    // [n_seq]
     std::vector<WindowRows>              rows_;     // by il, without a tensor where there are none
     std::vector<ggml_context_ptr>        ctxs_;

@@ -169,7 +169,7 @@ FAULTS = [
     Fault(
         "a listed cell counts twice",
         "runtime/native/node_mask.cpp",
-        "!is_exact(pos[c], tokens[4 * t], n_sink, n_recent) &&",
+        "!is_exact(pos[c], tokens[t].pos, n_sink, n_recent) &&",
         "pos != nullptr && tokens != nullptr && n_sink + n_recent >= 0 &&",
         CHOSEN,
     ),
@@ -179,15 +179,15 @@ FAULTS = [
     Fault(
         "the mask of the first head",
         "runtime/native/node_attend.cpp",
-        "mask_of(inputs.mask, h) * s.n_tokens",
-        "mask_of(inputs.mask, 0) * s.n_tokens",
+        "mask_of(in.mask, h) * s.n_tokens",
+        "mask_of(in.mask, 0) * s.n_tokens",
         CHOSEN,
     ),
     Fault(
         "the last sink is an integer",
         "runtime/native/node_encode.cpp",
-        "tokens[4 * t] >= layer.window->n_sink()",
-        "tokens[4 * t] + 1 >= layer.window->n_sink()",
+        "tokens[t].pos >= layer.window->n_sink()",
+        "tokens[t].pos + 1 >= layer.window->n_sink()",
         ENGINE,
     ),
     Fault(
@@ -225,8 +225,8 @@ FAULTS = [
     Fault(
         "the oldest of a ubatch",
         "runtime/native/window.cpp",
-        "tokens[(size_t) s_token[slot]].pos <= token.pos",
-        "tokens[(size_t) s_token[slot]].pos >= token.pos",
+        "tokens[(size_t) slots[slot].token].pos <= token.pos",
+        "tokens[(size_t) slots[slot].token].pos >= token.pos",
         f"{ENGINE} {SEQUENCES}",
     ),
     Fault(

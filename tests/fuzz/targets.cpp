@@ -4,6 +4,7 @@
 #include "chunked.h"
 #include "base64.h"
 #include "layout.h"
+#include "node_sources.h"
 #include "window.h"
 
 #include <algorithm>
@@ -184,8 +185,8 @@ std::unique_ptr<Window> make_window(bool filled) {
     const int32_t          seq = 0;
     for (int32_t pos = 0; pos < N_CELLS; ++pos) {
         Inputs in;
-        in.tokens = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 4, 1);
-        in.slots  = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, window->n_slots(), 3);
+        in.tokens = new_token_rows(ctx.get(), 1);
+        in.slots  = new_slot_rows(ctx.get(), window->n_slots());
         window->set_inputs(in, { { pos, 1, &seq, 0, pos } }, Cells(pos));
     }
     return window;

@@ -169,7 +169,7 @@ class Exact:
         width = call.sides[0].d if call.latent else call.n_head * 2 * call.sides[0].d
         window = rng.standard_normal((s.n_stream * N_SLOTS, width)).astype(np.float16)
         fresh = rng.standard_normal((call.n_tok, width)).astype(np.float16)
-        slots = np.full((3, len(window)), -1, np.int32)
+        slots = np.full((len(window), 3), -1, np.int32)  # SlotRow: pos, cell, token
         self.rows: list[dict[int, npt.NDArray[np.float16]]] = []  # of every stream: row by position
         for stream in range(s.n_stream):
             cells = np.argsort(call.places[stream])
@@ -178,7 +178,7 @@ class Exact:
             stored = [*range(N_SINK), *range(max(N_SINK, own[0] - N_RECENT - 2), own[0])]
             for slot, pos in enumerate(p for p in stored if p < own[0]):
                 at = stream * N_SLOTS + slot
-                slots[0, at], slots[1, at] = pos, cells[pos]
+                slots[at, :2] = pos, cells[pos]
                 rows[pos] = window[at]
             for t, pos in enumerate(own):
                 token = stream * s.n_tps + t
@@ -193,6 +193,5 @@ class Exact:
             fresh=memory.put(fresh)[0],
             window=memory.put(window)[0],
             slots=memory.put(slots)[0],
-            slot_stride=len(window),
             slots_of_seq=N_SLOTS,
         )

@@ -55,7 +55,7 @@ class Attend(ct.Structure):
 class Combine(ct.Structure):
     _fields_ = [
         ("a", Attend),
-        *_fields(fresh__window__slots=_P, slot_stride=_I64, slots_of_seq=_I32, sinks__out=_P, out_stride=_I64),
+        *_fields(fresh__window__slots=_P, slots_of_seq=_I32, sinks__out=_P, out_stride=_I64),
     ]
 
 
@@ -64,7 +64,7 @@ class Prompt(ct.Structure):
 
 
 class Store(ct.Structure):
-    _fields_ = _fields(window__fresh__token=_P, n_slots__width=_I64)
+    _fields_ = _fields(window__fresh__slots=_P, n_slots__width=_I64)
 
 
 class Memory(Protocol):

@@ -323,8 +323,8 @@ def check_prompt(library: c.Library, name: str, shape: Shape) -> None:
         exact = np.full((s.n_tps, n_rows - s.n_kv), -np.inf, np.float32)
         for t in range(s.n_tps):
             token = stream * s.n_tps + t
-            pos = np.concatenate([held.slots[0, slots], call.tokens[own, 0]])
-            cell = np.concatenate([held.slots[1, slots], call.tokens[own, 2]])
+            pos = np.concatenate([held.slots[slots, 0], call.tokens[own, 0]])
+            cell = np.concatenate([held.slots[slots, 1], call.tokens[own, 2]])
             sees = (pos >= 0) & c.exact_positions(pos, int(call.tokens[token, 0]), N_SINK, N_RECENT)
             exact[t, : len(pos)][sees] = call.mask[token, cell[sees]]
         assert np.array_equal(bias[:, s.n_kv :], exact)
@@ -336,9 +336,10 @@ def test_a_window_stores_what_its_slots_name(library: c.Library) -> None:
     memory = library.memory()
     window, fresh = (rng.integers(0, 2**16, shape).astype(np.uint16) for shape in ((5, 300), (3, 300)))
     token = np.array([-1, 2, -1, 0, 2], np.int32)
+    slots = np.stack([0 * token, 0 * token, token], axis=1)  # SlotRow: pos, cell, token
     at, read = memory.put(window)
     args: Any = c.Store(
-        window=at, fresh=memory.put(fresh)[0], token=memory.put(token)[0], n_slots=len(window), width=300
+        window=at, fresh=memory.put(fresh)[0], slots=memory.put(slots)[0], n_slots=len(window), width=300
     )
     library.run("store_window", args)
     want = np.where((token >= 0)[:, None], fresh[token], window)

@@ -1,8 +1,8 @@
 """Saves and restores contexts, and computes the identity to which a state is bound.
 
-A state consists of the tokens and llama.cpp's data (cells and, of a coded cache, exact window and adaptive bases). It
-takes `kv_stats().bytes_per_token` and some 20 bytes for each used cell, and `bytes_window`. It contains llama_cpp's
-logits only with logits_all.
+A state consists of the tokens and llama.cpp's data (cells and, of a coded cache, exact window and bases that follow the
+text). It takes `kv_stats().bytes_per_token` and some 20 bytes for each used cell, and `bytes_window`. It contains
+llama_cpp's logits only with logits_all.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def weights_digest(model: Model) -> str:
 def identity(model: Model, choice: CacheChoice, stats: KVStats, params: Any, n_ctx: int) -> dict[str, Any]:
     """All settings on which the cells' content depends; contexts with equal identities can exchange states.
 
-    params: llama_context_params. The caller adds adapters and overridden metadata.
+    params: llama_context_params. The caller adds LoRA weights and overridden metadata.
     """
     trained = model.meta(f"{model.arch}.rope.scaling.original_context_length")
     return {

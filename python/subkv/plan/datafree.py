@@ -29,7 +29,16 @@ from subkv.native.gguf import SHA256_KEY, Base, Gguf, write_sidecar
 from subkv.plan import budget, latent, mla
 from subkv.plan.basis import FullBasis, band_steps, gains, half, in_bytes, slices, store, stored_mean
 from subkv.plan.hadamard import spreading
-from subkv.plan.pipeline import CALIBRATED_CONTEXT, Options, Result, default_context, largest_context, recent_bits
+from subkv.plan.pipeline import (
+    CALIBRATED_CONTEXT,
+    UNCALIBRATED,
+    Options,
+    Result,
+    check_latent,
+    default_context,
+    largest_context,
+    recent_bits,
+)
 from subkv.plan.shared import owner
 from subkv.plan.weights import Energies, Weights
 
@@ -39,7 +48,6 @@ WIDEST = 16  # a bias can be a thousand times the variation around it
 # weight of a value's coefficient relative to the geometric mean of a head's keys
 VALUE_WEIGHT = 0.7
 SLOPE = 1e-3  # decrease of equal importance per group, so that a budget ends at the same group in all heads
-PLANNED = ("window", "kv_bits", "bpe_context", "center_k", "adapt")  # options that apply here
 NOT_READ = "0" * 64  # placeholder for hashes of a missing calibration, and of weights that were not read completely
 
 
@@ -90,12 +98,12 @@ def shapes(base: Base) -> tuple[LayerShape, ...]:
 
 
 def plan(base: Base, options: Options) -> Result:
-    """Layout and bases from the weights. options: those of PLANNED; default kv_bits: KV_BITS at largest_context().
+    """Layout and bases from the weights. options: those of UNCALIBRATED; default kv_bits: KV_BITS at largest_context().
 
     Raises SubkvError for an option that needs a calibration, an impossible budget, or an unsupported model.
     """
     for field in fields(Options):
-        if field.name not in PLANNED and getattr(options, field.name) != field.default:
+        if field.name not in UNCALIBRATED and getattr(options, field.name) != field.default:
             raise SubkvError(field.name, "expected none with bases from the weights, found one; calibrate first")
     options.window.check()
     kv_bits = KV_BITS if options.kv_bits is None else options.kv_bits
@@ -106,10 +114,9 @@ def plan(base: Base, options: Options) -> Result:
     context = options.bpe_context or usual
     overhead = budget.Overhead(context, window)
     if mla.is_latent(base):
-        if options.adapt is not None:
-            raise SubkvError("adapt", "expected none with latent attention (MLA), found some")
+        check_latent(options)
         coded, counted = latent.coded(base, layers, kv_bits, overhead)
-        settings = metadata.Settings("banded", "pca", "pca", "one", window)
+        settings = options.settings("pca", "pca", "one", window)
         return Result(coded, settings, counted, {"formula": len(coded)})
     with ThreadPoolExecutor(default_threads()) as pool:
         weights = Weights(base, layers, CALIBRATED_CONTEXT, pool.map)
@@ -125,7 +132,7 @@ def plan(base: Base, options: Options) -> Result:
     planned = budget.plan_banded(heads, kv_bits, overhead, LEAST, WIDEST)
     coded = _coded(layers, keys, planned)
     known = all(energies is not None for energies in estimates)
-    settings = metadata.Settings("banded", "query-aware" if known else "pca", "pca", "one", window, options.adapt)
+    settings = options.settings("query-aware" if known else "pca", "pca", "one", window)
     sources = {"formula": len(heads) // 2}
     return Result(coded, settings, budget.account(heads, planned, overhead), sources, notes=_notes(layers, estimates))
 

@@ -72,6 +72,13 @@ class Options:
     center_k: bool = True
     adapt: str | None = None
 
+    def settings(self, basis_k: str, basis_v: str, gamma: str, window: Window) -> Settings:
+        """What of them the file records, with these choices."""
+        return Settings(self.codec, basis_k, basis_v, gamma, window, self.adapt)
+
+
+UNCALIBRATED = ("window", "kv_bits", "bpe_context", "center_k", "adapt")  # options that apply without a calibration
+
 
 @dataclass(frozen=True)
 class Result:
@@ -172,7 +179,7 @@ def largest_context(base: Base) -> int:
     return LATENT_CONTEXT if mla.is_latent(base) else CALIBRATED_CONTEXT
 
 
-def _check_latent(options: Options) -> None:
+def check_latent(options: Options) -> None:
     """Reject options that latent attention does not support."""
     for key in ("rank_k", "rank_v", "adapt"):
         if getattr(options, key) is not None:
@@ -201,11 +208,11 @@ class Fit:
         check_model(base, calibration)
         self.progress, self.latent = progress, mla.is_latent(base)
         if self.latent:
-            _check_latent(options)
+            check_latent(options)
         basis_k, basis_v = resolve_bases(options.basis_k, options.basis_v, calibration)
         check_window(options.window, calibration)
         window = options.window.with_defaults(recent_bits=recent_bits(options, self.latent))
-        self.settings = Settings(options.codec, basis_k, basis_v, options.gamma, window, options.adapt)
+        self.settings = options.settings(basis_k, basis_v, options.gamma, window)
         self.notes: list[SubkvError] = []
         # sinks get much attention, and their keys are far from the mean of the others, so they need exact rows
         center_k = options.center_k and window.n_sink > 0 and not self.latent  # values are not centred

@@ -8,7 +8,7 @@
 namespace subkv {
 
 //
-// encode_blocks: dst F32 [1] (edge) | src: fresh, window rows, slots, tokens, k_cache, v_cache, k_idxs, k_view (shape)
+// encode_blocks: dst F32 [1], not read: attend runs after this node | EncodeBlocksSources
 //
 
 namespace {
@@ -21,28 +21,25 @@ struct Held {
 };
 
 // Rows of positions [from, end) of one stream's sequence, in order: those in the window, and the ubatch's own.
-void gather(const LayerNodes & layer, const ggml_tensor * dst, int64_t t0, int64_t n_tps, int64_t first_cell,
+void gather(const LayerNodes & layer, const EncodeBlocksSources & in, int64_t t0, int64_t n_tps, int64_t first_cell,
             int32_t from, int32_t end, std::vector<Held> & out) {
     out.clear();
-    const ggml_tensor * fresh   = dst->src[0];
-    const ggml_tensor * window  = dst->src[1];
-    const int32_t *     slots   = (const int32_t *) dst->src[2]->data;
-    const int32_t *     tokens  = (const int32_t *) dst->src[3]->data;
-    const int64_t       n_slots = dst->src[2]->ne[0];
-    const auto          add     = [&](int32_t pos, int32_t cell, const ggml_tensor * rows, int64_t i) {
+    const SlotRow *  slots  = slot_rows(in.slots);
+    const TokenRow * tokens = token_rows(in.tokens);
+    const auto       add    = [&](int32_t pos, int32_t cell, const ggml_tensor * rows, int64_t i) {
         if (pos >= from && pos < end) {
             out.push_back({ pos, first_cell + cell, (const uint16_t *) ((const char *) rows->data + i * rows->nb[1]) });
         }
     };
-    const int64_t first = tokens[4 * t0 + 3];
-    const int64_t count = n_slots / layer.window->n_seq();
+    const int64_t first = tokens[t0].first_slot;
+    const int64_t count = in.slots->ne[1] / layer.window->n_seq();
     for (int64_t i = first; i < first + count; ++i) {
-        if (slots[n_slots + i] >= 0) {
-            add(slots[i], slots[n_slots + i], window, i);
+        if (slots[i].cell >= 0) {
+            add(slots[i].pos, slots[i].cell, in.window, i);
         }
     }
     for (int64_t t = t0; t < t0 + n_tps; ++t) {
-        add(tokens[4 * t], tokens[4 * t + 2], fresh, t);
+        add(tokens[t].pos, tokens[t].cell, in.fresh, t);
     }
     std::sort(out.begin(), out.end(), [](const Held & a, const Held & b) { return a.pos < b.pos; });
 }
@@ -53,10 +50,11 @@ void encode_blocks_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const auto &         layer    = *(const LayerNodes *) userdata;
     const auto &         codec    = *layer.codec;
     const ChunkedLayer & chunked  = *layer.chunked;
-    const int32_t *      tokens   = (const int32_t *) dst->src[3]->data;
-    const int64_t *      idxs     = (const int64_t *) dst->src[6]->data;
-    const int64_t        n_stream = dst->src[7]->ne[2];
-    const int64_t        n_tps    = dst->src[3]->ne[1] / n_stream;
+    const auto           in       = sources_of<EncodeBlocksSources>(dst);
+    const TokenRow *     tokens   = token_rows(in.tokens);
+    const int64_t *      idxs     = (const int64_t *) in.k_idxs->data;
+    const int64_t        n_stream = in.k_view->ne[2];
+    const int64_t        n_tps    = in.tokens->ne[1] / n_stream;
     const int32_t        n_sink   = layer.window->n_sink();
     const int32_t        n_recent = layer.window->n_recent();
 
@@ -68,23 +66,23 @@ void encode_blocks_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         const int64_t h     = unit / 2 % codec.n_head_kv;
         const int64_t t0    = unit / 2 / codec.n_head_kv * n_tps;
 
-        ggml_tensor * cache   = dst->src[value ? 5 : 4];
+        ggml_tensor * cache   = value ? in.v_cache : in.k_cache;
         const int64_t n_cells = cache->ne[1];
         const int64_t stream  = idxs[t0] / n_cells;
         ChunkUnit *   state   = chunked.unit((uint32_t) stream, h, value);
         if (!state) {
             continue;
         }
-        int32_t last = tokens[4 * t0];
+        int32_t last = tokens[t0].pos;
         for (int64_t t = t0; t < t0 + n_tps; ++t) {
-            last = std::max(last, tokens[4 * t]);
+            last = std::max(last, tokens[t].pos);
         }
         const int32_t block = state->adapter.params().block;
         if (state->coded > last - n_recent) {
             continue; // the next block has not left the window
         }
         const int32_t end = ((last - n_recent) / block + 1) * block; // whole blocks, without a key in the window
-        gather(layer, dst, t0, n_tps, stream * n_cells, std::max(state->coded, n_sink), end, held);
+        gather(layer, in, t0, n_tps, stream * n_cells, std::max(state->coded, n_sink), end, held);
         state->coded = end;
 
         const int64_t d      = value ? codec.d_v : codec.d_k;

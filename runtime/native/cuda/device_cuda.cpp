@@ -1,6 +1,6 @@
-// device_cuda.cpp: tables of a coded layer in device memory, and the ops of kernels/cuda on a graph's tensors. Sources of
-// nodes are the first of the CPU's (nodes.cpp): queries are projected in attend here, and masks read there. Nothing here waits for the device
-// but the upload of the tables, and `wait`.
+// device_cuda.cpp: tables of a coded layer in device memory, and the ops of kernels/cuda on a graph's tensors. Nodes
+// have the sources of the CPU's (node_sources.h), but attend projects the queries itself and reads the mask. Nothing
+// here waits for the device but the upload of the tables, and `wait`.
 #include "../../../kernels/cuda/ops.h"
 #include "../error.h"
 #include "../nodes.h"
@@ -220,24 +220,43 @@ cuda::Layer CudaLayer::layer(int64_t width) const {
     return l;
 }
 
+void set_queries(cuda::Attend & a, const ggml_tensor * q) {
+    a.q       = (const float *) q->data;
+    a.q_head  = stride_f32(q, 1);
+    a.q_token = stride_f32(q, 2);
+}
+
+void set_cells(cuda::Attend & a, const ggml_tensor * k_view, const ggml_tensor * v_view) {
+    a.k_tiles  = (const uint8_t *) k_view->data;
+    a.v_tiles  = (const uint8_t *) v_view->data;
+    a.k_stride = TILE * (int64_t) k_view->nb[1];
+    a.v_stride = TILE * (int64_t) v_view->nb[1];
+    a.k_stream = (int64_t) k_view->nb[2];
+    a.v_stream = (int64_t) v_view->nb[2];
+}
+
+void set_mask(cuda::Attend & a, const ggml_tensor * mask) {
+    a.mask      = mask->data;
+    a.mask_half = mask->type == GGML_TYPE_F16;
+}
+
 const char * CudaLayer::encode(ggml_tensor * dst, void * stream) const {
-    const ggml_tensor * k = dst->src[0];
-    const ggml_tensor * v = dst->src[1];
-    cuda::Encode        e;
+    const auto   in = sources_of<EncodeSources>(dst);
+    cuda::Encode e;
     e.layer    = layer(0);
-    e.k        = (const float *) k->data;
-    e.v        = (const float *) v->data;
-    e.k_head   = stride_f32(k, 1);
-    e.k_token  = stride_f32(k, 2);
-    e.v_head   = stride_f32(v, 1);
-    e.v_token  = stride_f32(v, 2);
-    e.k_tiles  = (uint8_t *) dst->src[2]->data;
-    e.v_tiles  = (uint8_t *) dst->src[3]->data;
-    e.k_stride = TILE * (int64_t) dst->src[2]->nb[1];
-    e.v_stride = TILE * (int64_t) dst->src[3]->nb[1];
-    e.cells    = (const int64_t *) dst->src[4]->data;
+    e.k        = (const float *) in.k->data;
+    e.v        = (const float *) in.v->data;
+    e.k_head   = stride_f32(in.k, 1);
+    e.k_token  = stride_f32(in.k, 2);
+    e.v_head   = stride_f32(in.v, 1);
+    e.v_token  = stride_f32(in.v, 2);
+    e.k_tiles  = (uint8_t *) in.k_cache->data;
+    e.v_tiles  = (uint8_t *) in.v_cache->data;
+    e.k_stride = TILE * (int64_t) in.k_cache->nb[1];
+    e.v_stride = TILE * (int64_t) in.v_cache->nb[1];
+    e.cells    = (const int64_t *) in.k_idxs->data;
     e.fresh    = (uint16_t *) dst->data;
-    e.n_tok    = k->ne[2];
+    e.n_tok    = in.k->ne[2];
     return cuda::encode(e, stream);
 }
 
@@ -258,56 +277,41 @@ void CudaLayer::partial(cuda::Attend & a, const AttendShape & s, ggml_tensor * t
 }
 
 const char * CudaLayer::attend(ggml_tensor * dst, void * stream) const {
-    const ggml_tensor * q      = dst->src[0];
-    const ggml_tensor * k_view = dst->src[2];
-    const ggml_tensor * v_view = dst->src[3];
-    cuda::Attend        a      = {};
-    partial(a, attend_shape(layer_, q, k_view), dst);
-    a.q         = (const float *) q->data;
-    a.q_head    = stride_f32(q, 1);
-    a.q_token   = stride_f32(q, 2);
-    a.k_tiles   = (const uint8_t *) k_view->data;
-    a.v_tiles   = (const uint8_t *) v_view->data;
-    a.k_stride  = TILE * (int64_t) k_view->nb[1];
-    a.v_stride  = TILE * (int64_t) v_view->nb[1];
-    a.k_stream  = (int64_t) k_view->nb[2];
-    a.v_stream  = (int64_t) v_view->nb[2];
-    a.mask      = dst->src[4]->data;
-    a.mask_half = dst->src[4]->type == GGML_TYPE_F16;
-    a.cell_pos  = (const int32_t *) dst->src[5]->data;
-    a.tokens    = (const int32_t *) dst->src[6]->data;
+    const auto   in = sources_of<AttendSources>(dst);
+    cuda::Attend a  = {};
+    partial(a, attend_shape(layer_, in.q, in.k_view), dst);
+    set_queries(a, in.q);
+    set_cells(a, in.k_view, in.v_view);
+    set_mask(a, in.mask);
+    a.cell_pos = (const int32_t *) in.cell_pos->data;
+    a.tokens   = token_rows(in.tokens);
     return cuda::attend(a, stream);
 }
 
 const char * CudaLayer::combine(ggml_tensor * dst, void * stream) const {
-    const ggml_tensor * q     = dst->src[1];
-    const ggml_tensor * slots = dst->src[6];
-    cuda::Combine       b     = {};
-    partial(b.a, attend_shape(layer_, q, dst->src[7]), dst->src[0]);
-    b.a.q          = (const float *) q->data;
-    b.a.q_head     = stride_f32(q, 1);
-    b.a.q_token    = stride_f32(q, 2);
-    b.a.mask       = dst->src[4]->data;
-    b.a.mask_half  = dst->src[4]->type == GGML_TYPE_F16;
-    b.a.tokens     = (const int32_t *) dst->src[5]->data;
-    b.fresh        = (const uint16_t *) dst->src[2]->data;
-    b.window       = (const uint16_t *) dst->src[3]->data;
-    b.slots        = (const int32_t *) slots->data;
-    b.slot_stride  = slots->ne[0];
+    const auto    in = sources_of<CombineSources>(dst);
+    cuda::Combine b  = {};
+    partial(b.a, attend_shape(layer_, in.q, in.cells), in.partial);
+    set_queries(b.a, in.q);
+    set_mask(b.a, in.mask);
+    b.a.tokens     = token_rows(in.tokens);
+    b.fresh        = (const uint16_t *) in.fresh->data;
+    b.window       = (const uint16_t *) in.window->data;
+    b.slots        = slot_rows(in.slots);
     b.slots_of_seq = (int32_t) (layer_.window->n_slots() / std::max(1, layer_.window->n_seq()));
-    b.sinks        = dst->src[8] ? (const float *) dst->src[8]->data : nullptr;
+    b.sinks        = in.sinks ? (const float *) in.sinks->data : nullptr;
     b.out          = (float *) dst->data;
     b.out_stride   = stride_f32(dst, 1);
     return cuda::combine(b, stream);
 }
 
 const char * CudaLayer::store_window(ggml_tensor * dst, void * stream) const {
-    const ggml_tensor * slots = dst->src[2];
-    cuda::Store         s;
+    const auto  in = sources_of<StoreWindowSources>(dst);
+    cuda::Store s;
     s.window  = (uint16_t *) dst->data;
-    s.fresh   = (const uint16_t *) dst->src[1]->data;
-    s.n_slots = slots->ne[0];
-    s.token   = (const int32_t *) slots->data + 2 * s.n_slots;
+    s.fresh   = (const uint16_t *) in.fresh->data;
+    s.slots   = slot_rows(in.slots);
+    s.n_slots = in.slots->ne[1];
     s.width   = dst->ne[0];
     return cuda::store_window(s, stream);
 }
@@ -317,48 +321,41 @@ cuda::Prompt CudaLayer::prompt(const ggml_tensor * dst, const ggml_tensor * toke
     cuda::Prompt   p      = {};
     cuda::Attend & a      = p.c.a;
     a.layer               = layer(width_v_);
-    a.tokens              = (const int32_t *) tokens->data;
+    a.tokens              = token_rows(tokens);
     a.n_sink              = window.n_sink();
     a.n_recent            = window.n_recent();
     a.n_stream            = dst->ne[3];
     a.n_tps               = tokens->ne[1] / a.n_stream;
-    p.c.slots             = (const int32_t *) slots->data;
-    p.c.slot_stride       = slots->ne[0];
+    p.c.slots             = slot_rows(slots);
     p.c.slots_of_seq      = (int32_t) (window.n_slots() / std::max(1, window.n_seq()));
     p.n_slots             = a.n_stream > 1 ? p.c.slots_of_seq : window.n_slots();
     return p;
 }
 
 const char * CudaLayer::prompt_rows(ggml_tensor * dst, void * stream) const {
-    const ggml_tensor * k_view = dst->src[0];
-    const ggml_tensor * v_view = dst->src[1];
-    cuda::Prompt        p      = prompt(dst, dst->src[4], dst->src[5]);
-    cuda::Attend &      a      = p.c.a;
-    a.k_tiles                  = (const uint8_t *) k_view->data;
-    a.v_tiles                  = (const uint8_t *) v_view->data;
-    a.k_stride                 = TILE * (int64_t) k_view->nb[1];
-    a.v_stride                 = TILE * (int64_t) v_view->nb[1];
-    a.k_stream                 = (int64_t) k_view->nb[2];
-    a.v_stream                 = (int64_t) v_view->nb[2];
-    a.n_kv                     = k_view->ne[1];
-    p.c.fresh                  = (const uint16_t *) dst->src[2]->data;
-    p.c.window                 = (const uint16_t *) dst->src[3]->data;
-    p.n_rows                   = dst->ne[1];
-    p.first                    = first_head(dst);
-    p.n_heads                  = (int32_t) dst->ne[2];
-    p.k                        = (uint16_t *) dst->data;
-    p.v                        = p.k + p.n_rows * p.n_heads * a.n_stream * a.layer.d_k;
+    const auto     in = sources_of<PromptRowsSources>(dst);
+    cuda::Prompt   p  = prompt(dst, in.tokens, in.slots);
+    cuda::Attend & a  = p.c.a;
+    set_cells(a, in.k_view, in.v_view);
+    a.n_kv     = in.k_view->ne[1];
+    p.c.fresh  = (const uint16_t *) in.fresh->data;
+    p.c.window = (const uint16_t *) in.window->data;
+    p.n_rows   = dst->ne[1];
+    p.first    = first_head(dst);
+    p.n_heads  = (int32_t) dst->ne[2];
+    p.k        = (uint16_t *) dst->data;
+    p.v        = p.k + p.n_rows * p.n_heads * a.n_stream * a.layer.d_k;
     return cuda::prompt_rows(p, stream);
 }
 
 const char * CudaLayer::prompt_mask(ggml_tensor * dst, void * stream) const {
-    cuda::Prompt p  = prompt(dst, dst->src[2], dst->src[3]);
-    p.c.a.mask      = dst->src[0]->data;
-    p.c.a.mask_half = dst->src[0]->type == GGML_TYPE_F16;
-    p.c.a.cell_pos  = (const int32_t *) dst->src[1]->data;
-    p.c.a.n_kv      = dst->src[1]->ne[0];
-    p.n_rows        = dst->ne[0];
-    p.mask          = (uint16_t *) dst->data;
+    const auto   in = sources_of<PromptMaskSources>(dst);
+    cuda::Prompt p  = prompt(dst, in.tokens, in.slots);
+    set_mask(p.c.a, in.mask);
+    p.c.a.cell_pos = (const int32_t *) in.cell_pos->data;
+    p.c.a.n_kv     = in.cell_pos->ne[0];
+    p.n_rows       = dst->ne[0];
+    p.mask         = (uint16_t *) dst->data;
     return cuda::prompt_mask(p, stream);
 }
 

@@ -1,5 +1,5 @@
 // device_vulkan.cpp: tables of a coded layer in device memory, and the ops of kernels/vulkan on a graph's tensors.
-// Sources of nodes are the first of the CPU's (nodes.cpp): queries are projected in attend here, and masks read there.
+// Nodes have the sources of the CPU's (node_sources.h), but attend projects the queries itself and reads the mask.
 // Nothing here waits for the device but the upload of the tables, and `wait`.
 #include "../../../kernels/vulkan/ops.h"
 #include "../error.h"
@@ -128,6 +128,20 @@ vulkan::Place behind(vulkan::Place from, int64_t n_floats) {
     return from;
 }
 
+void set_cells(vulkan::Attend & a, const ggml_tensor * k_view, const ggml_tensor * v_view) {
+    a.k_tiles  = place(k_view);
+    a.v_tiles  = place(v_view);
+    a.k_stride = TILE * (int64_t) k_view->nb[1];
+    a.v_stride = TILE * (int64_t) v_view->nb[1];
+    a.k_stream = (int64_t) k_view->nb[2];
+    a.v_stream = (int64_t) v_view->nb[2];
+}
+
+void set_mask(vulkan::Attend & a, const ggml_tensor * mask) {
+    a.mask      = place(mask);
+    a.mask_half = mask->type == GGML_TYPE_F16;
+}
+
 vulkan::Layer VulkanLayer::layer(int64_t width_v) const {
     const LayerCodec & codec = *layer_.codec;
     return { place(memory_),    codec.n_head_kv, layer_.n_head / codec.n_head_kv,
@@ -137,23 +151,22 @@ vulkan::Layer VulkanLayer::layer(int64_t width_v) const {
 }
 
 vulkan::Encode VulkanLayer::encode(ggml_tensor * dst) const {
-    const ggml_tensor * k = dst->src[0];
-    const ggml_tensor * v = dst->src[1];
-    vulkan::Encode      e;
+    const auto     in = sources_of<EncodeSources>(dst);
+    vulkan::Encode e;
     e.layer    = layer(0);
-    e.k        = place(k);
-    e.v        = place(v);
-    e.k_head   = stride_f32(k, 1);
-    e.k_token  = stride_f32(k, 2);
-    e.v_head   = stride_f32(v, 1);
-    e.v_token  = stride_f32(v, 2);
-    e.k_tiles  = place(dst->src[2]);
-    e.v_tiles  = place(dst->src[3]);
-    e.k_stride = TILE * (int64_t) dst->src[2]->nb[1];
-    e.v_stride = TILE * (int64_t) dst->src[3]->nb[1];
-    e.cells    = place(dst->src[4]);
+    e.k        = place(in.k);
+    e.v        = place(in.v);
+    e.k_head   = stride_f32(in.k, 1);
+    e.k_token  = stride_f32(in.k, 2);
+    e.v_head   = stride_f32(in.v, 1);
+    e.v_token  = stride_f32(in.v, 2);
+    e.k_tiles  = place(in.k_cache);
+    e.v_tiles  = place(in.v_cache);
+    e.k_stride = TILE * (int64_t) in.k_cache->nb[1];
+    e.v_stride = TILE * (int64_t) in.v_cache->nb[1];
+    e.cells    = place(in.k_idxs);
     e.fresh    = place(dst);
-    e.n_tok    = k->ne[2];
+    e.n_tok    = in.k->ne[2];
     return e;
 }
 
@@ -180,43 +193,34 @@ vulkan::Attend VulkanLayer::partial(const ggml_tensor * q, const ggml_tensor * k
 }
 
 vulkan::Attend VulkanLayer::attend(ggml_tensor * dst) const {
-    const ggml_tensor * k_view = dst->src[2];
-    const ggml_tensor * v_view = dst->src[3];
-    vulkan::Attend      a      = partial(dst->src[0], k_view, dst);
-    a.k_tiles                  = place(k_view);
-    a.v_tiles                  = place(v_view);
-    a.k_stride                 = TILE * (int64_t) k_view->nb[1];
-    a.v_stride                 = TILE * (int64_t) v_view->nb[1];
-    a.k_stream                 = (int64_t) k_view->nb[2];
-    a.v_stream                 = (int64_t) v_view->nb[2];
-    a.mask                     = place(dst->src[4]);
-    a.mask_half                = dst->src[4]->type == GGML_TYPE_F16;
-    a.cell_pos                 = place(dst->src[5]);
-    a.tokens                   = place(dst->src[6]);
+    const auto     in = sources_of<AttendSources>(dst);
+    vulkan::Attend a  = partial(in.q, in.k_view, dst);
+    set_cells(a, in.k_view, in.v_view);
+    set_mask(a, in.mask);
+    a.cell_pos = place(in.cell_pos);
+    a.tokens   = place(in.tokens);
     return a;
 }
 
 vulkan::Combine VulkanLayer::combine(ggml_tensor * dst) const {
-    const ggml_tensor * slots = dst->src[6];
-    vulkan::Combine     b     = {};
-    b.a                       = partial(dst->src[1], dst->src[7], dst->src[0]);
-    b.a.mask                  = place(dst->src[4]);
-    b.a.mask_half             = dst->src[4]->type == GGML_TYPE_F16;
-    b.a.tokens                = place(dst->src[5]);
-    b.fresh                   = place(dst->src[2]);
-    b.window                  = place(dst->src[3]);
-    b.slots                   = place(slots);
-    b.slot_stride             = slots->ne[0];
-    b.slots_of_seq            = (int32_t) (layer_.window->n_slots() / std::max(1, layer_.window->n_seq()));
-    b.sinks                   = dst->src[8] ? place(dst->src[8]) : vulkan::Place{};
-    b.out                     = place(dst);
-    b.out_stride              = stride_f32(dst, 1);
+    const auto      in = sources_of<CombineSources>(dst);
+    vulkan::Combine b  = {};
+    b.a                = partial(in.q, in.cells, in.partial);
+    set_mask(b.a, in.mask);
+    b.a.tokens     = place(in.tokens);
+    b.fresh        = place(in.fresh);
+    b.window       = place(in.window);
+    b.slots        = place(in.slots);
+    b.slots_of_seq = (int32_t) (layer_.window->n_slots() / std::max(1, layer_.window->n_seq()));
+    b.sinks        = in.sinks ? place(in.sinks) : vulkan::Place{};
+    b.out          = place(dst);
+    b.out_stride   = stride_f32(dst, 1);
     return b;
 }
 
 vulkan::Store VulkanLayer::store_window(ggml_tensor * dst) const {
-    const ggml_tensor * slots = dst->src[2];
-    return { place(dst), place(dst->src[1]), behind(place(slots), 2 * slots->ne[0]), slots->ne[0], dst->ne[0] };
+    const auto in = sources_of<StoreWindowSources>(dst);
+    return { place(dst), place(in.fresh), place(in.slots), in.slots->ne[1], dst->ne[0] };
 }
 
 vulkan::Prompt VulkanLayer::prompt(const ggml_tensor * dst, const ggml_tensor * tokens,
@@ -228,42 +232,35 @@ vulkan::Prompt VulkanLayer::prompt(const ggml_tensor * dst, const ggml_tensor * 
     p.c.a.n_stream        = dst->ne[3];
     p.c.a.n_tps           = tokens->ne[1] / dst->ne[3];
     p.c.slots             = place(slots);
-    p.c.slot_stride       = slots->ne[0];
     p.c.slots_of_seq      = (int32_t) (window.n_slots() / std::max(1, window.n_seq()));
     p.n_slots             = dst->ne[3] > 1 ? p.c.slots_of_seq : window.n_slots();
     return p;
 }
 
 vulkan::Prompt VulkanLayer::prompt_rows(ggml_tensor * dst) const {
-    const ggml_tensor * k_view = dst->src[0];
-    const ggml_tensor * v_view = dst->src[1];
-    vulkan::Prompt      p      = prompt(dst, dst->src[4], dst->src[5]);
-    vulkan::Attend &    a      = p.c.a;
-    a.k_tiles                  = place(k_view);
-    a.v_tiles                  = place(v_view);
-    a.k_stride                 = TILE * (int64_t) k_view->nb[1];
-    a.v_stride                 = TILE * (int64_t) v_view->nb[1];
-    a.k_stream                 = (int64_t) k_view->nb[2];
-    a.v_stream                 = (int64_t) v_view->nb[2];
-    a.n_kv                     = k_view->ne[1];
-    p.c.fresh                  = place(dst->src[2]);
-    p.c.window                 = place(dst->src[3]);
-    p.n_rows                   = dst->ne[1];
-    p.first                    = first_head(dst);
-    p.n_heads                  = (int32_t) dst->ne[2];
-    p.k                        = place(dst);
-    p.v                        = behind(p.k, p.n_rows * p.n_heads * a.n_stream * a.layer.d_k / 2);
+    const auto       in = sources_of<PromptRowsSources>(dst);
+    vulkan::Prompt   p  = prompt(dst, in.tokens, in.slots);
+    vulkan::Attend & a  = p.c.a;
+    set_cells(a, in.k_view, in.v_view);
+    a.n_kv     = in.k_view->ne[1];
+    p.c.fresh  = place(in.fresh);
+    p.c.window = place(in.window);
+    p.n_rows   = dst->ne[1];
+    p.first    = first_head(dst);
+    p.n_heads  = (int32_t) dst->ne[2];
+    p.k        = place(dst);
+    p.v        = behind(p.k, p.n_rows * p.n_heads * a.n_stream * a.layer.d_k / 2);
     return p;
 }
 
 vulkan::Prompt VulkanLayer::prompt_mask(ggml_tensor * dst) const {
-    vulkan::Prompt p = prompt(dst, dst->src[2], dst->src[3]);
-    p.c.a.mask       = place(dst->src[0]);
-    p.c.a.mask_half  = dst->src[0]->type == GGML_TYPE_F16;
-    p.c.a.cell_pos   = place(dst->src[1]);
-    p.c.a.n_kv       = dst->src[1]->ne[0];
-    p.n_rows         = dst->ne[0];
-    p.mask           = place(dst);
+    const auto     in = sources_of<PromptMaskSources>(dst);
+    vulkan::Prompt p  = prompt(dst, in.tokens, in.slots);
+    set_mask(p.c.a, in.mask);
+    p.c.a.cell_pos = place(in.cell_pos);
+    p.c.a.n_kv     = in.cell_pos->ne[0];
+    p.n_rows       = dst->ne[0];
+    p.mask         = place(dst);
     return p;
 }
 

@@ -278,7 +278,6 @@ const char * test_combine(const cuda::Combine * b, void *) {
     to.fresh           = place(b->fresh);
     to.window          = place(b->window ? b->window : b->fresh);
     to.slots           = place(b->slots);
-    to.slot_stride     = b->slot_stride;
     to.slots_of_seq    = b->slots_of_seq;
     to.sinks           = place(b->sinks);
     to.out             = place(b->out);
@@ -296,7 +295,6 @@ static vulkan::Prompt prompt_of(const cuda::Prompt & p, Layer & layer, Partial &
     to.c.fresh        = place(p.c.fresh);
     to.c.window       = place(p.c.window ? p.c.window : p.c.fresh);
     to.c.slots        = place(p.c.slots);
-    to.c.slot_stride  = p.c.slot_stride;
     to.c.slots_of_seq = p.c.slots_of_seq;
     to.n_slots        = p.n_slots;
     to.n_rows         = p.n_rows;
@@ -321,7 +319,7 @@ const char * test_prompt_mask(const cuda::Prompt * p, void *) {
 }
 
 const char * test_store_window(const cuda::Store * s, void *) {
-    const vulkan::Store to = { place(s->window), place(s->fresh), place(s->token), s->n_slots, s->width };
+    const vulkan::Store to = { place(s->window), place(s->fresh), place(s->slots), s->n_slots, s->width };
     return submit([&] { return vulkan::store_window(to, run, nullptr); });
 }
 }

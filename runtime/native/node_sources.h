@@ -1,0 +1,193 @@
+// node_sources.h: the sources of every custom node by name, each an ggml_tensor of the graph.
+//
+// A struct here lists the sources of one kind of node in the order in which the node has them. Who builds a node fills
+// such a struct; who computes it, or checks it for a device, reads the struct back with sources_of. The order is
+// written here only. A member is nullptr where a node has no such source.
+#pragma once
+
+#include "ggml.h"
+#include "subkv/batch.h"
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+namespace subkv {
+
+struct EncodeSources {
+    ggml_tensor * k;
+    ggml_tensor * v; // of a latent layer k, as with the following pairs
+    ggml_tensor * k_cache;
+    ggml_tensor * v_cache;
+    ggml_tensor * k_idxs;
+    ggml_tensor * v_idxs; // the same numbers as k_idxs
+    // of a CPU's node only
+    ggml_tensor * q;
+    ggml_tensor * tokens;
+    ggml_tensor * mask_node; // or nullptr
+};
+
+struct ProjectSources {
+    ggml_tensor * q;
+    ggml_tensor * mask_node; // or nullptr
+};
+
+struct EncodeBlocksSources {
+    ggml_tensor * fresh;
+    ggml_tensor * window;
+    ggml_tensor * slots;
+    ggml_tensor * tokens;
+    ggml_tensor * k_cache;
+    ggml_tensor * v_cache;
+    ggml_tensor * k_idxs;
+    ggml_tensor * k_view; // for its shape
+};
+
+struct AttendSources {
+    ggml_tensor * q;
+    ggml_tensor * queries; // projected; on a GPU, where attend projects them, fresh
+    ggml_tensor * k_view;
+    ggml_tensor * v_view; // of a latent layer k_view
+    ggml_tensor * mask;
+    ggml_tensor * cell_pos;
+    ggml_tensor * tokens;
+    ggml_tensor * written; // not read: attend runs after this node
+    ggml_tensor * extra;   // the mask node, the list of chosen cells, or nullptr
+
+    const ggml_tensor * chosen_cells() const { return extra && extra->type == GGML_TYPE_I32 ? extra : nullptr; }
+    const ggml_tensor * mask_node() const { return extra && extra->type != GGML_TYPE_I32 ? extra : nullptr; }
+};
+
+struct CombineSources {
+    ggml_tensor * partial; // of attend
+    ggml_tensor * q;
+    ggml_tensor * fresh;
+    ggml_tensor * window; // without one fresh
+    ggml_tensor * mask;
+    ggml_tensor * tokens;
+    ggml_tensor * slots;
+    ggml_tensor * cells; // k_view or the list of chosen cells, for its shape
+    ggml_tensor * sinks; // or nullptr
+};
+
+struct StoreWindowSources {
+    ggml_tensor * window; // changed in place
+    ggml_tensor * fresh;
+    ggml_tensor * slots;
+    ggml_tensor * combined; // not read: the rows are overwritten after this node
+};
+
+struct MaskSources {
+    ggml_tensor * mask;
+    ggml_tensor * cell_pos;
+    ggml_tensor * tokens;
+};
+
+struct ChosenMaskSources {
+    ggml_tensor * mask;
+    ggml_tensor * chosen;
+};
+
+struct ChosenCellsSources {
+    ggml_tensor * mask;
+    ggml_tensor * chosen;
+    ggml_tensor * cell_pos;
+    ggml_tensor * tokens;
+};
+
+struct PromptMaskSources {
+    ggml_tensor * mask;
+    ggml_tensor * cell_pos;
+    ggml_tensor * tokens;
+    ggml_tensor * slots;
+};
+
+struct PromptRowsSources {
+    ggml_tensor * k_view;
+    ggml_tensor * v_view;
+    ggml_tensor * fresh;
+    ggml_tensor * window; // without one fresh
+    ggml_tensor * tokens;
+    ggml_tensor * slots;
+    ggml_tensor * written; // not read: runs after this node
+};
+
+struct ShiftSources {
+    ggml_tensor * of_cells;
+    ggml_tensor * distances;
+    ggml_tensor * pairs;
+    ggml_tensor * of_slots; // nullptr without a window
+};
+
+struct ObserveSources {
+    ggml_tensor * q;
+    ggml_tensor * k;
+    ggml_tensor * v;
+    ggml_tensor * tokens;
+};
+
+struct ObserveReaderSources {
+    ggml_tensor * q;
+    ggml_tensor * tokens;
+};
+
+struct ObserveOutputSources {
+    ggml_tensor * out;
+    ggml_tensor * tokens;
+};
+
+// The sources as ggml takes them, without those that are missing at the end.
+template <typename Sources> std::vector<ggml_tensor *> source_list(const Sources & sources) {
+    static_assert(std::is_trivially_copyable_v<Sources> && sizeof(Sources) % sizeof(ggml_tensor *) == 0);
+    static_assert(sizeof(Sources) / sizeof(ggml_tensor *) < GGML_MAX_SRC); // as ggml_custom_4d checks
+    std::vector<ggml_tensor *> list(sizeof(Sources) / sizeof(ggml_tensor *));
+    std::memcpy(list.data(), &sources, sizeof(Sources));
+    while (!list.back()) {
+        list.pop_back();
+    }
+    return list;
+}
+
+// A node that is computed by as many threads as there are.
+template <typename Sources>
+ggml_tensor * new_node(ggml_context * ctx, ggml_type type, const std::array<int64_t, 4> & ne, const Sources & sources,
+                       ggml_custom_op_t fun, void * userdata) {
+    auto list = source_list(sources);
+    return ggml_custom_4d(ctx, type, ne[0], ne[1], ne[2], ne[3], list.data(), (int) list.size(), fun, GGML_N_TASKS_MAX,
+                          userdata);
+}
+
+// The same, which changes its first source in place.
+template <typename Sources>
+ggml_tensor * new_node_inplace(ggml_context * ctx, const Sources & sources, ggml_custom_op_t fun, void * userdata) {
+    auto list = source_list(sources);
+    return ggml_custom_inplace(ctx, list[0], list.data() + 1, (int) list.size() - 1, fun, GGML_N_TASKS_MAX, userdata);
+}
+
+template <typename Sources> Sources sources_of(const ggml_tensor * node) {
+    static_assert(std::is_trivially_copyable_v<Sources> && sizeof(Sources) <= sizeof(node->src));
+    Sources sources;
+    std::memcpy(&sources, node->src, sizeof(Sources));
+    return sources;
+}
+
+// I32 tensors whose rows are structs (Inputs in hook.h), and their data.
+inline ggml_tensor * new_token_rows(ggml_context * ctx, int64_t n_tokens) {
+    return ggml_new_tensor_2d(ctx, GGML_TYPE_I32, sizeof(TokenRow) / sizeof(int32_t), n_tokens);
+}
+
+inline ggml_tensor * new_slot_rows(ggml_context * ctx, int64_t n_slots) {
+    return ggml_new_tensor_2d(ctx, GGML_TYPE_I32, sizeof(SlotRow) / sizeof(int32_t), n_slots);
+}
+
+inline TokenRow * token_rows(const ggml_tensor * tokens) {
+    return (TokenRow *) tokens->data;
+}
+
+inline SlotRow * slot_rows(const ggml_tensor * slots) {
+    return (SlotRow *) slots->data;
+}
+
+} // namespace subkv
