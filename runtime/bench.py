@@ -155,7 +155,7 @@ def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int, bar: Any) 
     If bases follow the text, batches are decoded in the sequence itself, because sequences do not share cells then.
     """
     context = config.context
-    separate = context.choice.follows_text  # sequences have cells of their own
+    separate = context.choice.follows_text  # sequences do not share cells
     first = max(context.n_batch, context.stats.n_sink)
     while config.depth < depth:
         missing = depth - config.depth

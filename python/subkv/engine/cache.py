@@ -84,7 +84,7 @@ class CacheChoice:
         return self.adapt not in (None, adaptive.NONE)
 
     def identity(self) -> dict[str, Any]:
-        """What of it decides what a cell holds, besides what libsubkv reports (KVStats)."""
+        """The options on which the content of cells depends, except those in KVStats."""
         return {"adapt": self.adapt}
 
     @property
@@ -117,7 +117,7 @@ def _stock(name_k: str, name_v: str, requested: CacheOptions) -> CacheChoice:
 
 
 def ordinary(kind: str) -> CacheChoice:
-    """A choice of one of STOCK_TYPES for K and V, whatever bases the model has."""
+    """An ordinary cache of one of STOCK_TYPES for K and V, regardless of the model's bases."""
     return _stock(kind, kind, CacheOptions())
 
 
@@ -295,7 +295,7 @@ def attached(choice: CacheChoice) -> Iterator[None]:
 
 
 def _refused(sentence: str) -> CacheError:
-    """libsubkv's sentence, which names the argument `adapt` where it is about that one."""
+    """The error for a sentence of libsubkv; it concerns `adapt` if the sentence starts with that."""
     key, colon, rest = sentence.partition(": ")
     return CacheError(key, rest) if colon and key == "adapt" else CacheError("kv_cache", sentence)
 

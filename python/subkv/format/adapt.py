@@ -1,6 +1,6 @@
-"""Adaptive bases: their options, and statistics of a context that has them (described in runtime/native/adapt/adapt.h).
+"""Options and statistics of adaptive bases (described in runtime/native/adapt/adapt.h).
 
-All other modules pass the text of `--adapt` on.
+All other modules only pass on the text of `--adapt`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from subkv.base.errors import CacheError
 from subkv.native import library as _lib
 
 NONE = "none"  # requests static bases, regardless of the file
-SIDES = {"k": 1, "v": 2, "kv": 3}  # as subkv_adapt_parse numbers them
+SIDES = {"k": 1, "v": 2, "kv": 3}  # numbers of subkv_adapt_parse
 KINDS = ("covariance", "fd", "oja")  # in the order of subkv_adapt.h
 
 _i32, _i64, _float = ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -110,27 +110,27 @@ def native_params(params: Adapt) -> ctypes.Structure:
 
 @dataclass(frozen=True)
 class AdaptStats:
-    """Adaptive bases of one layer's keys or values, over its heads.
+    """Adaptive bases of one layer's keys or values, summed over its heads.
 
-    residuals: relative, of every head's latest block.
+    residuals: relative residual of every head's latest block.
     """
 
     il: int
     side: str  # "k" or "v"
-    n_chunks: int  # bases alive
+    n_chunks: int  # present bases
     n_opened: int
-    n_refused: int  # candidates that did not gain enough
+    n_refused: int  # rejected candidates
     residuals: tuple[float, ...]
 
 
 def adapt_stats(ctx: Any, n_layer: int) -> list[AdaptStats]:
-    """Layers and sides of a context whose bases follow the text."""
-    found = []
+    """Statistics of all layers and sides of a context with adaptive bases."""
+    stats = []
     for il, side in itertools.product(range(n_layer), "kv"):
         heads: list[HeadStats] = []
         while _subkv().subkv_get_adapt_stats(ctx, il, len(heads), side == "v", raw := HeadStats()):
             heads.append(raw)
         if heads:
             sums = {key: sum(getattr(head, key) for head in heads) for key in ("n_chunks", "n_opened", "n_refused")}
-            found.append(AdaptStats(il, side, residuals=tuple(head.residual for head in heads), **sums))
-    return found
+            stats.append(AdaptStats(il, side, residuals=tuple(head.residual for head in heads), **sums))
+    return stats

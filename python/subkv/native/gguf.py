@@ -337,7 +337,7 @@ def check_model_file(path: str | os.PathLike[str], weights: bool = True) -> Path
 
 
 def check_weights(file: Gguf) -> None:
-    """Refuse a GGUF without tensors. Raises ModelFileError about `model`."""
+    """Reject a GGUF without tensors. Raises ModelFileError about `model`."""
     if not file.n_tensors:
         raise ModelFileError(
             "model",
@@ -367,7 +367,7 @@ def write_copy(base: Gguf, output: Path, values: Mapping[str, Value], progress: 
     """
     unknown = "0" * 64
     metadata = base.metadata_with({**values, SHA256_KEY: ("str", unknown)})
-    place = metadata.index(unknown.encode(), metadata.rindex(SHA256_KEY.encode()))
+    offset = metadata.index(unknown.encode(), metadata.rindex(SHA256_KEY.encode()))
     digest = hashlib.sha256()
     skip = base.data_offset
     with atomic_file(output) as handle:
@@ -376,7 +376,7 @@ def write_copy(base: Gguf, output: Path, values: Mapping[str, Value], progress: 
             digest.update(block)
             handle.write(block[skip:])
             skip = max(skip - len(block), 0)
-        handle.seek(place)
+        handle.seek(offset)
         handle.write(digest.hexdigest().encode())
 
 
