@@ -153,7 +153,7 @@ SUBKV_API bool    subkv_observer_layer(const subkv_observer * obs, int32_t il, s
 
 // Means over tokens as f64, by name: "q2" [n_head_kv][d_k][d_k] (mean over tokens and the group's heads), "k2"
 // [n_head_kv][d_k][d_k], "v2" [n_head_kv][d_v][d_v], "q1" [n_head_kv][d_k], "k1" [n_head_kv][d_k], "v1" [n_head_kv][d_v].
-// Samples: "qs" [n_query][n_head][d_k], "ks" [n_key][n_head_kv][d_k], "vs" [n_key][n_head_kv][d_v], "os"
+// Sampled rows: "qs" [n_query][n_head][d_k], "ks" [n_key][n_head_kv][d_k], "vs" [n_key][n_head_kv][d_v], "os"
 // [n_query][n_head][d_v], empty for an ordinary cache. "qs" values are rounded to half precision.
 // Returns the number of values written, or -1 (unknown name, n_out too small).
 SUBKV_API int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, const char * what, double * out,
