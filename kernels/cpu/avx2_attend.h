@@ -98,9 +98,9 @@ struct Registers {
 
     static I plus_bytes(I x, int byte) { return _mm256_add_epi8(x, _mm256_set1_epi8((char) byte)); }
 
-    static I turn_keys(I x, I other) { return _mm256_or_si256(_mm256_slli_epi32(x, 8), _mm256_srli_epi32(other, 24)); }
+    static I raise_keys(I x, I other) { return _mm256_or_si256(_mm256_slli_epi32(x, 8), _mm256_srli_epi32(other, 24)); }
 
-    static I turn_values(I x, I below) { return _mm256_alignr_epi8(x, _mm256_permute2x128_si256(below, x, 0x21), 8); }
+    static I raise_values(I x, I below) { return _mm256_alignr_epi8(x, _mm256_permute2x128_si256(below, x, 0x21), 8); }
 
     struct Before {
         I one, two; // low bits count

@@ -113,9 +113,9 @@ struct Registers {
 
     static I plus_bytes(I x, int byte) { return _mm512_add_epi8(x, _mm512_set1_epi8((char) byte)); }
 
-    static I turn_keys(I x, I other) { return _mm512_or_si512(_mm512_slli_epi32(x, 8), _mm512_srli_epi32(other, 24)); }
+    static I raise_keys(I x, I other) { return _mm512_or_si512(_mm512_slli_epi32(x, 8), _mm512_srli_epi32(other, 24)); }
 
-    static I turn_values(I x, I below) { return _mm512_alignr_epi64(x, below, 7); }
+    static I raise_values(I x, I below) { return _mm512_alignr_epi64(x, below, 7); }
 
     static I spread_dword(const int8_t * at) {
         int32_t x;

@@ -106,12 +106,12 @@ struct Isa {
         return vreinterpretq_s32_u8(vaddq_u8(vreinterpretq_u8_s32(x), vdupq_n_u8((uint8_t) byte)));
     }
 
-    static I turn_keys(I x, I other) {
+    static I raise_keys(I x, I other) {
         const uint32x4_t last = vshrq_n_u32(vreinterpretq_u32_s32(other), 24);
         return vreinterpretq_s32_u32(vsliq_n_u32(last, vreinterpretq_u32_s32(x), 8));
     }
 
-    static I turn_values(I x, I below) {
+    static I raise_values(I x, I below) {
         return vreinterpretq_s32_u8(vextq_u8(vreinterpretq_u8_s32(below), vreinterpretq_u8_s32(x), 8));
     }
 

@@ -11,8 +11,8 @@
 //   ends(one, two)        the low bits of the last code and of the one before it, as begin() takes them
 //   begin(ends)           Before of a register
 //   level<BITS>(code, before)  levels plus 128; before follows
-//   turn_keys(x, other)   bytes of a dword moved up by one, the first one from other's last
-//   turn_values(x, below) qwords moved up by one, the first one from the last of below
+//   raise_keys(x, other)   bytes of a dword moved up by one, the first one from other's last
+//   raise_values(x, below) qwords moved up by one, the first one from the last of below
 #pragma once
 
 #include "cells.h"
@@ -151,8 +151,8 @@ template <typename Isa> static void begin_path(const HeadCodec & codec, const ui
     for (int p = 0; p < PARTS; ++p) {
         for (int rho = 0; rho < 8; ++rho) {
             path.before[p][rho] =
-                Isa::begin(codec.value != 0 ? Isa::turn_values(ends[p][rho], ends[(p + PARTS - 1) % PARTS][rho]) :
-                                              Isa::turn_keys(ends[p][rho], ends[p][rho ^ 4]));
+                Isa::begin(codec.value != 0 ? Isa::raise_values(ends[p][rho], ends[(p + PARTS - 1) % PARTS][rho]) :
+                                              Isa::raise_keys(ends[p][rho], ends[p][rho ^ 4]));
         }
     }
 }

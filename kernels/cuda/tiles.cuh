@@ -97,7 +97,7 @@ __device__ inline void read_choices(int bits, const uint8_t * octet, int quarter
 }
 
 // The choices before place 0 are those of the last places of the lane before: lane j of a key's words becomes j + 1.
-__device__ inline void turn_lanes(uint32_t (&choice)[2]) {
+__device__ inline void rotate_lanes(uint32_t (&choice)[2]) {
     const uint32_t low = choice[0];
     choice[0]          = low << 8 | choice[1] >> 24;
     choice[1]          = choice[1] << 8 | low >> 24;
@@ -113,7 +113,7 @@ __device__ inline void choices_at(const Octets & octets, const uint8_t * tile, i
     const Octet octet = octets.at_place(place);
     read_choices(octet.bits, tile + octet.at(), cell / 16, 4 * (cell % 16), choice);
     if (place < 0) {
-        turn_lanes(choice);
+        rotate_lanes(choice);
     }
 }
 

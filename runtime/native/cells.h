@@ -1,6 +1,6 @@
 // cells.h: the order of a layer's cells in the cache.
-//   Tiles (subkv/tiles.h); or contiguous rows, in latent layers whose cells an indexer chooses: a cell is then a few lines
-//   of memory instead of a part of every line of its tile. Attention converts these rows to tiles.
+//   Tiles (subkv/tiles.h); or contiguous rows, in latent layers whose cells an indexer chooses: a cell is then a few
+//   lines of memory instead of a part of every line of its tile. Attention converts these rows to tiles.
 //   Either way TILE cells have the same size, so whole tiles have the same addresses.
 #pragma once
 

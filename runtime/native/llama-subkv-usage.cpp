@@ -24,12 +24,12 @@ held_usage & held() {
     return one;
 }
 
-template <typename F> F found(const char * name) { // of libsubkv, which is loaded where there are coefficients
+template <typename F> F found(const char * name) { // in libsubkv, which is loaded if there are coefficients
     std::string why;
     return (F) llama_subkv_find(name, why);
 }
 
-// What libsubkv says of a coded cache.
+// The usage of a coded cache, from libsubkv.
 void add_coded(llama_context * ctx, llama_subkv_usage & usage) {
     const auto  stats_of = found<decltype(&subkv_get_stats)>("subkv_get_stats");
     const auto  cpu      = found<decltype(&subkv_kernel_name)>("subkv_kernel_name");
