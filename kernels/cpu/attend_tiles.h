@@ -1,20 +1,20 @@
-// attend_tiles.h: attention over tiles in integers, for any number of query rows; what does not depend on the instruction
-// set. Definition: ref/attend.cpp. Layout: subkv/tiles.h.
+// attend_tiles.h: attention over tiles in integers, for any number of query rows; the part common to all instruction
+// sets. Definition: ref/attend.cpp. Layout: subkv/tiles.h.
 //
-// Steps of STEP cells, blocks of BLOCK query rows: products of all keys, one softmax over the step, products of all values.
-// Codes become bytes (tile_codes.h), once for all query rows, and are multiplied with queries and weights, integers of 16
-// bits. Sums are exact: what is rounded is a query, to 1/65278 of its largest
-// coefficient times band ratio, and a weight times scale, to 1/65278 of the step's largest weight times its largest scale.
-// Coefficients of 16-bit bands, few if any, are multiplied in float beside that (halves.h).
+// For steps of STEP cells and blocks of BLOCK query rows: products of all keys, one softmax over the step, products of
+// all values. Codes become bytes (tile_codes.h) once for all query rows and are multiplied by queries and weights,
+// 16-bit integers. Sums are exact. Only queries and weights are rounded: a query to 1/65278 of its largest coefficient
+// times band ratio, a weight times scale to 1/65278 of the step's largest weight times its largest scale. Coefficients
+// of 16-bit bands, few if any, are multiplied in float (halves.h).
 //
-// Isa, a type of the including file alone (its functions are compiled for its instructions), gives
-//   W                     floats of a register, and dwords of four codes
-//   BEFORE                what open() takes off a code
-//   DIRECT, DIRECT_ROWS  products take codes from tiles themselves, for as many query rows; registers are many
-//   KEY_ROWS              query rows whose logits are summed at once, 3 at most
-//   key_regs(rows)        registers of W cells whose logits are summed at once for as many rows
-//   VALUE_ROWS            query rows whose values are summed at once, 4 at most
-//   octets(rows)          octets whose values are summed at once for as many rows
+// Isa, a type local to the including file (the compiler compiles its functions for the file's instructions), has
+//   W                     floats per register, and dwords of four codes
+//   BEFORE                number that open() subtracts from a code
+//   DIRECT, DIRECT_ROWS   products read codes from tiles directly, for at most so many query rows; needs many registers
+//   KEY_ROWS              query rows whose logits are summed together, at most 3
+//   key_regs(rows)        registers of W cells whose logits are summed together for so many rows
+//   VALUE_ROWS            query rows whose values are summed together, at most 4
+//   octets(rows)          octets whose values are summed together for so many rows
 //   F, I, Opened, Sum     a register of floats, of integers or codes, codes ready for products, W sums of products
 //   and the functions used below.
 #pragma once
@@ -29,7 +29,7 @@ namespace subkv::cpu {
 // softmax
 //
 
-// The row sees no cell of the step.
+// The row has no visible cell in the step.
 static inline void skip_step(Step & step, int i, Row & row) {
     row.shrink  = 1.0f;
     row.share   = 0.0f;

@@ -1,4 +1,4 @@
-// halves.h: what 16-bit bands add to attention over tiles (attend_tiles.h), in float.
+// halves.h: the contribution of 16-bit bands to attention over tiles (attend_tiles.h), in float.
 #pragma once
 
 #include "subkv/ops.h"
@@ -66,7 +66,7 @@ static inline void add_value_halves(const Halves & halves, const float * weight,
                                     float * sum) {
     for (int32_t j = 0; j < 8 * halves.n; ++j) {
         const float * values    = halves.values + j * HALVES_STRIDE;
-        float         total[16] = {}; // as many as the compiler likes to keep in registers
+        float         total[16] = {}; // fits the registers
         for (int32_t c = 0; c < n; c += 16) {
             for (int32_t k = 0; k < 16; ++k) {
                 total[k] += weight[c + k] * values[c + k];

@@ -1,5 +1,4 @@
-// neon_attend.cpp: what attend_tiles.h asks of an instruction set, with NEON. Products are SDOT's, of signed bytes: codes are
-// taken less 128.
+// neon_attend.cpp: the Isa of attend_tiles.h with NEON. Products use SDOT on signed bytes: it subtracts 128 from codes.
 #include "versions.h"
 
 #if defined(SUBKV_ARM64)
@@ -13,7 +12,7 @@ namespace {
 
 struct Isa {
     static constexpr int     W           = 4;
-    static constexpr int32_t BEFORE      = 128; // what codes are taken less
+    static constexpr int32_t BEFORE      = 128; // subtracted from codes
     static constexpr bool    DIRECT      = false;
     static constexpr int     DIRECT_ROWS = 0;
     static constexpr int     KEY_ROWS    = 2;

@@ -1,18 +1,18 @@
-// tile_codes.h: tiles as bytes: every code, on a path or not, becomes a byte from which its value is 127.5 steps away, so
-// that products know one width (tile_products.h). Formats: subkv/tiles.h, subkv/trellis.h.
+// tile_codes.h: tiles as bytes: every code, on a path or not, becomes a byte; its value is (byte - 127.5) steps, so
+// products need one width only (tile_products.h). Formats: subkv/tiles.h, subkv/trellis.h.
 //
-// Codes leave a tile a register at a time: those of one place of an octet, of many cells. The codes before them on the path
-// are the same register of the octet before, so a level needs nothing of other registers; at the beginning of a lane it
-// needs the last two octets, moved by a lane.
+// A register has the codes of many cells at one place of an octet. The preceding codes on the path are in the same
+// register of the octet before, so a level needs no other register; at the beginning of a lane it needs the last two
+// octets, moved by a lane.
 //
-// What Isa (attend_tiles.h) gives for it:
-//   AT, EXACT             bit of a byte at which level() wants codes; whether the other bits have to be 0
-//   Before                what a register needs to know of the two codes before
-//   ends(one, two)        the low bits of the last code and of the one before it, as begin() takes them
+// Members of Isa (attend_tiles.h) for this:
+//   AT, EXACT             bit of a byte at which level() expects codes; true if the other bits must be 0
+//   Before                the required bits of a register's two preceding codes
+//   ends(one, two)        the low bits of the last code and of the one before it, in begin()'s format
 //   begin(ends)           Before of a register
 //   level<BITS>(code, before)  levels plus 128; before follows
-//   raise_keys(x, other)   bytes of a dword moved up by one, the first one from other's last
-//   raise_values(x, below) qwords moved up by one, the first one from the last of below
+//   raise_keys(x, other)  moves the bytes of a dword up by one, the first one comes from other's last
+//   raise_values(x, below)  moves qwords up by one, the first one comes from the last of below
 #pragma once
 
 #include "cells.h"

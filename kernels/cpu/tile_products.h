@@ -1,5 +1,5 @@
-// tile_products.h: the products of attention over tiles: of query rows with a tile's keys, of their weights with a step's
-// values (attend_tiles.h, which says what Isa is).
+// tile_products.h: the products of attention over tiles: query rows times a tile's keys, weights times a step's values
+// (attend_tiles.h documents Isa).
 #pragma once
 
 #include "halves.h"
