@@ -2,8 +2,8 @@
 // encode.comp: c = E x - offset, quantized as kernels/ref/encode.cpp and trellis.cpp define, and the rows in half
 // precision. One workgroup per token, KV head and side (K or V).
 //
-// A word of a tile holds codes of several cells, which other workgroups may write at the same time; no two cells share
-// a bit. So bits are cleared and set atomically.
+// A word of a tile has codes of several cells, which other workgroups may write at the same time; no two cells share a
+// bit. So the shader clears and sets bits atomically.
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
 #define TABLES_ACCESS
@@ -202,7 +202,7 @@ uint least_state(vec4 cost) {
     return least;
 }
 
-// Before place t: a lane begins in state 0, with what the lane before ended with at least.
+// Before place t: a lane starts in state 0 with the least final cost of the lane before.
 bool begins_lane(Head head, uint t) {
     return PATH_LANES != 0 && t % head.n_path == 0;
 }
