@@ -104,7 +104,7 @@ static void check_group(int32_t il, int32_t n_head, int32_t n_head_kv) {
 
 std::string Cache::misfit(const Layout & l, const CacheDesc & desc) {
     if (l.arch != desc.arch) {
-        return sentence("subkv.arch: bases made for the model's architecture \"%s\" expected, \"%.100s\" found",
+        return sentence("subkv.arch: bases for the model's architecture \"%s\" expected, \"%.100s\" found",
                         desc.arch.c_str(), l.arch.c_str());
     }
     if (l.n_layer != desc.n_layer) {
@@ -157,7 +157,7 @@ void Cache::check(const CacheDesc & desc) const {
             }
         }
         if (!ggml_backend_buft_is_host(layer.buft) && !has_device_kernels(layer.buft)) {
-            fail("layer %d: its cache would live on %s, for which there are no coefficient kernels in this "
+            fail("layer %d: its cache would be on %s, for which there are no coefficient kernels in this "
                  "build (-DGGML_CUDA=ON has NVIDIA's, -DGGML_VULKAN=ON others'); keep it on the CPU (-ngl 0, or "
                  "offload_kqv off)",
                  layer.il, ggml_backend_buft_name(layer.buft));

@@ -190,7 +190,7 @@ void read_bases(const Keys & keys, const std::vector<LayerSpec> & specs, Layout 
         const size_t      expected = base64_length(spec.basis_bytes());
         const size_t      found    = keys.view(key).size();
         if (found != expected) {
-            refuse(key, std::to_string(expected) + " base64 characters (what subkv.layout asks for)",
+            refuse(key, std::to_string(expected) + " base64 characters (as subkv.layout requires)",
                    std::to_string(found));
         }
         n_bytes = std::max(n_bytes, spec.basis_bytes());

@@ -43,9 +43,9 @@ bool llama_subkv::rotation_pending(const llama_kv_cache & kv) {
     if (!kv.get_has_shift()) {
         return false;
     }
-    kv.subkv_hook->report(
-        "shift: keys of moved positions expected in their new places, which was stopped or failed for want of memory; "
-        "clear the cache, or decode again, which goes on with it");
+    kv.subkv_hook->report("shift: the rotation of moved keys is incomplete (it was stopped, or memory was short); "
+                          "clear the cache, or decode "
+                          "again to resume it");
     return true;
 }
 

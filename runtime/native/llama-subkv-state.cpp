@@ -112,8 +112,8 @@ template <typename Body> static void write_checked(llama_io_write_i & io, Body b
 
 static void check_partial(const subkv::CacheHook & hook) {
     if (!hook.facts().goes_back) {
-        hook.report("state: cells whose bases followed the text cannot go back to a partial state; save a whole one");
-        throw std::runtime_error("partial state of a cache whose bases follow the text");
+        hook.report("state: cells with adapted bases cannot return to a partial state; save a whole state");
+        throw std::runtime_error("partial state of a cache with adapted bases");
     }
 }
 

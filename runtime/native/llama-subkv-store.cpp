@@ -351,8 +351,7 @@ const subkv_store_prompt * llama_subkv_store_prompt(const subkv_store_found * fo
 void llama_subkv_store_free(subkv_store_found * found, int32_t seq, bool refused) {
     auto & store = the_store();
     if (refused) {
-        llama_subkv_log(std::string("SUBKV_STORE: the cache does not take a stored prompt: ") +
-                        store.calls->last_error());
+        llama_subkv_log(std::string("SUBKV_STORE: the cache rejects a stored prompt: ") + store.calls->last_error());
     } else {
         const auto & prompt = *store.calls->found_prompt(found);
         store.stored[seq]   = { prompt.tokens, prompt.tokens + prompt.n_tokens };

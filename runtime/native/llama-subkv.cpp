@@ -78,7 +78,7 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
     }
     for (const auto & device : model.devices) { // RPC accepts custom nodes with functions of this process
         if (std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device.dev)), "RPC") == 0) {
-            return format("its device %s is of another process (RPC), where the functions of subkv's nodes are not",
+            return format("its device %s belongs to another process (RPC), which lacks the functions of subkv's nodes",
                           ggml_backend_dev_name(device.dev));
         }
     }
@@ -118,7 +118,7 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v
     desc.arch        = llm_arch_name(kv.model.arch);
     desc.model_path  = kv.model.subkv_path;
     desc.unsupported = unsupported;
-    desc.unobserved  = kv.model.arch == LLM_ARCH_T5 ? "its decoder reads what an encoder has made of another text" : "";
+    desc.unobserved  = kv.model.arch == LLM_ARCH_T5 ? "its decoder reads an encoder's output of another text" : "";
     desc.n_layer     = hparams.n_layer_all - has_router;
     desc.n_cells     = kv_size;
     desc.n_stream    = kv.n_stream;
@@ -480,7 +480,7 @@ void llama_subkv::settle(llama_context & ctx) {
     if (coded(ctx.get_memory())) {
         ctx.memory_update(false);
         if (rotation_pending(*caches_of(ctx.get_memory()).base)) {
-            throw std::runtime_error("positions that were to move first have not moved");
+            throw std::runtime_error("a pending shift of positions failed");
         }
     }
 }

@@ -96,7 +96,7 @@ public:
 
     void end() const {
         if (left != 0) {
-            throw std::runtime_error("there is more behind its end");
+            throw std::runtime_error("extra bytes after its end");
         }
     }
 
@@ -135,7 +135,7 @@ StateRefs read_state(Parser & p, uint64_t n_tokens) {
     uint64_t end = 0;
     for (const auto & region : state.regions) {
         if (region.row == 0 || region.offset < end) {
-            throw std::runtime_error("expected rows one after the other, found others");
+            throw std::runtime_error("expected contiguous rows, found others");
         }
         end = region.offset + (uint64_t) n_blocks * BLOCK_TOKENS * region.row;
     }
@@ -227,10 +227,10 @@ std::vector<uint8_t> PrefixHead::file() const {
 PrefixHead PrefixHead::parse(const std::vector<uint8_t> & file) {
     constexpr size_t begin = sizeof(MAGIC) + N_DIGEST;
     if (file.size() < begin || std::memcmp(file.data(), MAGIC, sizeof(MAGIC) - 1) != 0) {
-        throw std::runtime_error("it is none of subkv");
+        throw std::runtime_error("not a file of subkv");
     }
     if (file[sizeof(MAGIC) - 1] != (uint8_t) MAGIC[sizeof(MAGIC) - 1]) {
-        throw PrefixForeign("it is of another version");
+        throw PrefixForeign("written by another version");
     }
     Sha256 digest;
     digest.update(file.data() + begin, file.size() - begin);

@@ -187,7 +187,7 @@ void PrefixIndex::read(const std::string & identity, const std::vector<Wanted> &
         std::rethrow_exception(error);
     }
     if (!damaged.empty()) {
-        throw PrefixDamaged("pieces are gone, or their checksums differ", damaged);
+        throw PrefixDamaged("pieces are missing, or their checksums differ", damaged);
     }
 }
 

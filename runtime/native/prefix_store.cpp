@@ -185,7 +185,7 @@ void PrefixStore::Core::write(Prefix && prefix) {
             ++n_dropped;
         }
     } catch (const std::exception & e) {
-        fails(unwritable, e.what(), "prompts are not stored any more");
+        fails(unwritable, e.what(), "prompts are no longer stored");
     }
 }
 
@@ -293,7 +293,7 @@ bool PrefixStore::put(Prefix && prefix, bool wait) {
     std::unique_lock<std::mutex> lock(core->mutex);
     const auto                   room = [&] { return core->room(prefix.n_bytes()); };
     if (wait && !core->changed.wait_for(lock, seconds_of(CLOSE_SECONDS), room)) {
-        core->fails(core->unwritable, "the disk takes too long", "prompts are not stored any more");
+        core->fails(core->unwritable, "the disk takes too long", "prompts are no longer stored");
     }
     if (!room()) {
         ++core->n_dropped;
@@ -345,7 +345,7 @@ std::unique_ptr<PrefixFound> PrefixStore::get(const PrefixQuery & query) {
 }
 
 void PrefixStore::reject(const std::string & name) {
-    core->index.damaged(name, PrefixDamaged("the cache does not take it"));
+    core->index.damaged(name, PrefixDamaged("the cache rejects it"));
 }
 
 bool PrefixStore::flush(double seconds) {
