@@ -15,7 +15,7 @@
 
 namespace subkv::avx2 {
 
-constexpr int BLOCK = 48; // query rows whose weights are held at once
+constexpr int BLOCK = 48; // query rows whose weights are in memory together
 constexpr int MR    = 6;  // query rows of the micro kernels
 
 static __m256 widen(const uint16_t * h) {
@@ -181,7 +181,7 @@ namespace {
 struct Page {
     int64_t first;
     int32_t n;
-    int32_t begin, end; // of what anybody sees, multiples of 16
+    int32_t begin, end; // of the visible keys, multiples of 16
     float * keys;       // [PAGE/16][a.d_k][16]
     float * values;     // [PAGE][a.d_v]
     float * bias;       // [n_tok][PAGE]
@@ -348,7 +348,7 @@ template <int ROWS> static void few_rows(const ExactArgs & a, const Page & page,
         shrink[r] = soften(a, page, weight + r * PAGE, page.bias + r / a.n_group * PAGE, a.slope[r % a.n_group], a.m[r],
                            a.z[r]);
     }
-    constexpr int VECTORS = ROWS <= 3 ? 4 : 2; // what 16 registers hold
+    constexpr int VECTORS = ROWS <= 3 ? 4 : 2; // fits 16 registers
     const int64_t n       = page.end - page.begin;
     int64_t       j       = 0;
     for (; j + 8 * VECTORS <= a.d_v; j += 8 * VECTORS) {

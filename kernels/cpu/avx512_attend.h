@@ -93,7 +93,7 @@ struct Registers {
 
     static void put_bytes(uint8_t * at, I x) { _mm512_storeu_si512(at, x); }
 
-    template <int RIGHT> static I shift(I x) { // across bytes: the mask takes off what came from the next one
+    template <int RIGHT> static I shift(I x) { // across bytes: the mask clears bits of the next one
         if constexpr (RIGHT > 0) {
             return _mm512_srli_epi16(x, RIGHT);
         } else if constexpr (RIGHT < 0) {

@@ -145,7 +145,7 @@ struct Isa {
             const uint8x16_t low   = vqtbl4q_u8(vld1q_u8_x4(table), index);
             if constexpr (BITS == 5) {
                 return vreinterpretq_s32_u8(low);
-            } else { // what is beyond a table becomes 0, or stays
+            } else { // an index beyond a table gives 0, or keeps the byte
                 const uint8x16_t rest = vsubq_u8(index, vdupq_n_u8(64));
                 return vreinterpretq_s32_u8(vqtbx4q_u8(low, vld1q_u8_x4(table + 64), rest));
             }

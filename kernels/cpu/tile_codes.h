@@ -89,13 +89,13 @@ static void unpack_band(const uint8_t * from, int32_t n, int64_t ahead, uint8_t 
 // paths
 //
 
-// A register of W dwords for every place of an octet, and what the codes before them left.
+// A register of W dwords for every place of an octet, and the state from the preceding codes.
 template <typename Isa> struct Path8 {
     static constexpr int PARTS = 16 / Isa::W; // registers of a line
     typename Isa::Before before[PARTS][8];
 };
 
-// The lowest bits of an octet's codes, at bit AT of each byte; others hold anything.
+// The lowest bits of an octet's codes, at bit AT of each byte; the other bits are undefined.
 template <typename Isa, int BITS, int RHO = 0>
 static inline void read_low(const uint8_t * octet, typename Isa::I * out) {
     if constexpr (RHO < 8) {
@@ -212,7 +212,7 @@ template <typename Isa> struct FromBytes {
 // tiles
 //
 
-// Runs of coefficients that are integers, which bytes are made of: all but those of 16-bit bands.
+// Runs of coefficients with integer codes (all except 16-bit bands); these become bytes.
 struct Runs {
     int32_t n = 0;
     int32_t first[MAX_BANDS], end[MAX_BANDS];
@@ -233,7 +233,7 @@ struct Runs {
     }
 };
 
-// Whether a tile holds these bytes as it is, behind its scales.
+// true: the tile itself has these bytes, behind its scales.
 static inline bool all_bytes(const HeadCodec & codec) {
     for (int32_t b = 0; b < codec.n_bands; ++b) {
         if (codec.bands[b].bits != 8) {

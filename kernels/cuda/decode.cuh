@@ -28,7 +28,7 @@ template <int F> struct Shared {
     Runs *     values;   // [WARPS]
     uint32_t * queries;  // [F][pairs][WARP] right factors
     float *    step;     // [4 * F] of the queries
-    uint32_t * centre;   // [4 * F]: twice what the zeros of bytes add up to, in steps, modulo 2^32
+    uint32_t * centre;   // [4 * F]: twice the sum of the bytes' zeros, in steps, modulo 2^32
     uint32_t * exchange; // [WARPS][4][EXCHANGE_PITCH], while there are no weights
     uint8_t *  weights;  // [F][8][WEIGHT_PITCH] columns of right factors
     float *    plain;    // [4 * F][2 * TILE] exp(l - top), 0 in zero rows, for halves
@@ -63,7 +63,7 @@ template <int F> struct Shared {
     }
 };
 
-// A warp has every fourth query row. Rows that are not there are zeros.
+// A warp has every fourth query row. Missing rows are zeros.
 template <int F>
 __device__ void quantize_queries(const Shared<F> & s, const HeadCodec & codec, const float * qt, int64_t width, int G) {
     const int lane = (int) threadIdx.x % WARP;
@@ -180,7 +180,7 @@ __device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run 
                 right += WARP;
             }
         }
-        if (left > 0) { // the other one of the pair is of another run, or not there
+        if (left > 0) { // the pair's other octet is in another run, or missing
             uint32_t * other      = give + (odd == 0 ? 2 * EXCHANGE_PITCH : 0);
             other[0]              = 0;
             other[EXCHANGE_PITCH] = 0;
@@ -217,7 +217,7 @@ template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int t
     }
 }
 
-// Adds what halves give: dot products of query rows q, of lane % 4 of G, with four cells' halves.
+// Adds the products of halves: dot products of query rows q, of lane % 4 of G, with four cells' halves.
 template <int F>
 __device__ inline void add_halves(const Shared<F> & s, const float * q, int64_t width, int G, int to_second,
                                   float (&sum)[F][MOST_TILES][2]) {
@@ -245,7 +245,7 @@ __device__ inline void add_halves(const Shared<F> & s, const float * q, int64_t 
 // A row's softmax, of the cells so far and of those at hand.
 struct Softmax {
     float m = -INFINITY, z = 0.0f;
-    float keep;         // of what has been summed
+    float keep;         // factor on the earlier sums
     float factor;       // of twice a sum of integers
     float plain_factor; // of plain weights
 };

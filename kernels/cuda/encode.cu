@@ -100,7 +100,7 @@ struct Search {
     __device__ int coefficient(int t) const { return 8 * octet(t) + t / octets.n_path; }
 };
 
-// Of each subset of the levels at place t the nearest to the coefficient, and in error [STATES] what it leaves.
+// The nearest level to the coefficient of place t in each subset of the levels, and its error in error [STATES].
 __device__ uint32_t nearest(const Search & search, int t, float s, float * error) {
     const Octet octet = search.octets.octet[search.octet(t)];
     const float c     = search.c[search.coefficient(t)];

@@ -1,6 +1,6 @@
 // levels.cuh: codes of an octet (tiles.h) as bytes for tensor cores, eight at a time: those of registers q and q + 4 at one
 // place of their bytes, a word each. Up to 4 bits they become nibbles of one word first, register q in the lower ones:
-// nibbles are what prmt chooses bytes by. So bytes come out in the order
+// prmt selects bytes by nibbles. The resulting order of bytes is
 //   out[0]   q: byte 0, q + 4: byte 0, q: byte 1, q + 4: byte 1
 //   out[1]   the same of bytes 2 and 3
 #pragma once

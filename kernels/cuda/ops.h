@@ -23,8 +23,8 @@ namespace subkv::cuda {
 
 constexpr float QUERY_STEP    = 1.0f / 32639.0f; // two signed bytes: 127 * 256 + 127
 constexpr float WEIGHT_STEP   = 1.0f / 65535.0f; // two bytes
-constexpr int   DECODE_GROUP  = 8;               // query rows up to which the decode kernel is used
-constexpr int   DECODE_HEAD   = 256;             // d up to which it is: shared memory holds no more
+constexpr int   DECODE_GROUP  = 8;               // maximum query rows of the decode kernel
+constexpr int   DECODE_HEAD   = 256;             // maximum d of the decode kernel: limit of shared memory
 constexpr int   DECODE_BLOCKS = 4;               // of it on a multiprocessor (docs/gpu.md)
 constexpr int   MATRIX_ROWS   = 16;              // that tensor cores multiply at once
 
@@ -79,7 +79,7 @@ struct Attend {
     const int32_t *  cell_pos; // [n_stream][n_kv]
     const TokenRow * tokens;   // [n_tokens]
     int32_t          n_sink, n_recent;
-    int64_t          n_kv; // of a stream; the last tile is there in full
+    int64_t          n_kv; // of a stream; the last tile is complete in memory
     int64_t          n_stream, n_tps;
     int64_t          split, n_split; // cells per split, whole tiles
     float *          m;              // [n_split * n_head_kv * n_tokens * n_group]

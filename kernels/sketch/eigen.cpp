@@ -98,7 +98,7 @@ static double length(double x, double y) {
 // QL on the tridiagonal matrix; rows of z [n][n] are rotated along: those of Q^T become eigenvectors.
 static bool ql(double * d, double * e, double * z, int64_t n) {
     const double eps   = std::numeric_limits<double>::epsilon();
-    double       scale = 0.0; // negligible is what is small against the largest entries so far, as in tql2
+    double       scale = 0.0; // largest entries so far; much smaller ones are negligible, as in tql2
     for (int64_t l = 0; l < n; ++l) {
         scale = std::max(scale, std::fabs(d[l]) + std::fabs(e[l]));
         for (int32_t iteration = 0;; ++iteration) {

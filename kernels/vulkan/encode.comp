@@ -144,7 +144,7 @@ Place place_of(Head head, uint t) {
     return Place(octet, octet.first + t / head.n_path);
 }
 
-// Of each subset of the levels the nearest to the place's coefficient, a byte each, and the errors that they leave.
+// The nearest level to the place's coefficient in each subset of the levels, a byte each, and their errors.
 uint nearest(Place place, float s, out vec4 error) {
     const uint    bits = place.octet.bits;
     const float   x    = c[place.coefficient];
@@ -418,7 +418,7 @@ void main() {
 
     const uint at = p.fresh_at + token * exact_width() + (value ? exact_value(h) : h * tables[D_K]) / 2;
     for (uint j = me; j < head.d / 2; j += THREADS) {
-        uint pair = head.mean != 0 ? tables[head.mean + j] : 0; // what a row that is not finite becomes
+        uint pair = head.mean != 0 ? tables[head.mean + j] : 0; // replaces a non-finite row
         if (x_finite) {
             pair = to_half(clamp(xs[2 * j], -HALF_MAX, HALF_MAX)) |
                    to_half(clamp(xs[2 * j + 1], -HALF_MAX, HALF_MAX)) << 16;

@@ -84,7 +84,7 @@ struct Attend {
     bool    mask_half;
     Place   cell_pos; // [n_stream][n_kv]
     Place   tokens;   // [n_tokens] TokenRow (subkv/batch.h)
-    int64_t n_kv;     // of a stream; the last tile is there in full
+    int64_t n_kv;     // of a stream; the last tile is complete in memory
     int64_t n_stream, n_tps;
     int64_t split, n_split; // cells per split, whole tiles; splits
     // all in one buffer

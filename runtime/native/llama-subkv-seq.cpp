@@ -102,7 +102,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurre
     const auto & streams = kv.seq_to_stream;
     if (std::min(src, dst) < 0 || (size_t) std::max(src, dst) >= streams.size() || streams[src] != streams[dst] ||
         kv.seq_pos_max(dst) < 0) {
-        return true; // of no sequence, llama.cpp says so; between streams, or onto none, dst becomes what src is
+        return true; // invalid: llama.cpp reports it; between streams, or to an empty dst, dst becomes equal to src
     }
     const llama_pos last = std::max(kv.seq_pos_max(src), kv.seq_pos_max(dst)), state = recurrent.seq_pos_max(src);
     if (state != last) {
