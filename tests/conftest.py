@@ -51,6 +51,30 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+# `pytest -m quick`, the inner loop: folders and files whose tests take a second at most, and what few cover much.
+QUICK = (
+    "format",
+)
+
+
+def quick(path: Path) -> bool:
+    inside = path.relative_to(REPO / "tests").as_posix()
+    return any(inside == name or inside.startswith(f"{name}/") for name in QUICK)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Nothing else is imported for it."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if config.option.markexpr == "quick" and is_test and not quick(collection_path) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if quick(item.path) and item.get_closest_marker("slow") is None:
+            item.add_marker("quick")
+
+
 @pytest.fixture(autouse=True)
 def cache_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own, not made yet: sidecars of the user or of other tests would be found there."""

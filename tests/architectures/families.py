@@ -227,12 +227,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 FLASH_ONLY = ("minimax-m3",)  # without flash attention llama.cpp lets all tokens see all cells
 
 NOT_BUILT = {
-    "clip": "no text model: a name for quantizing",
-    "gptj": "llama.cpp knows its name only",
-    "plm": "llama.cpp stops at its first token: it hands over values of a shape that its cache does not take",
+    "clip": "not a text model: llama.cpp uses this name for quantizing only",
+    "gptj": "llama.cpp has the name, but no code for it",
+    "plm": "llama.cpp stops at its first token, because its cache does not accept the shape of the values",
     "eagle3": "a draft head: it needs another model's hidden states",
     "dflash": "a draft head: it needs another model's hidden states",
     "gemma4-assistant": "a draft head: it needs another model's cache",
-    "rwkv6qwen2": "recurrent; of its optional tensors some exclude others, and here it gets all",
-    "wavtokenizer-dec": "no text model: it makes sound of codes",
+    "rwkv6qwen2": "recurrent; some of its optional tensors exclude others, and the test model has all",
+    "wavtokenizer-dec": "not a text model: it converts codes to sound",
 }

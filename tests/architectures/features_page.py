@@ -21,39 +21,43 @@ from features import BACKENDS, FEATURES, KINDS, TABLE, Cell, try_feature  # noqa
 
 HEAD = """# Features
 
-What a coded cache can do, by backend and by kind of architecture. This page is written by
-`python tests/architectures/features_page.py`;
-[test_features.py](../tests/architectures/test_features.py) tries every cell that a build can try,
-and compares it with the page. All architectures: [architectures.md](architectures.md).
+This page lists the features of a coded cache, by backend and by kind of architecture.
+`python tests/architectures/features_page.py` writes it.
+[test_features.py](../tests/architectures/test_features.py) tests every entry that a build can test,
+and compares it with the page. [architectures.md](architectures.md) lists all architectures.
 
-- **adaptive bases**: bases follow the text (`--adapt`).
+- **adaptive bases**: the bases change with the text (`--adapt`).
 - **latent rows**: one row per token holds keys and values (MLA).
-- **context shift**: the oldest tokens go, the others move (`--context-shift`).
+- **context shift**: the oldest tokens are removed, and the others move (`--context-shift`).
 - **sparse selection**: an indexer chooses the cells that a token attends to.
-- **several sequences**: in one batch, with separate and with shared cells.
-- **states**: saved and restored, of a sequence and of the whole context.
-- **prefix restore**: an evaluated prompt comes back from a file (`SUBKV_STORE`).
-- **heads above 256**: of 320 elements, or a latent of 320.
-- **drafts**: tokens that were guessed are evaluated together, and the wrong ones taken back.
-- **pictures**: batches of embeddings, at the positions and under the masks of their kind.
+- **several sequences**: sequences run in one batch, with separate and with shared cells.
+- **states**: a state of a sequence, or of the whole context, is saved and restored.
+- **prefix restore**: an evaluated prompt is restored from a file (`SUBKV_STORE`).
+- **heads above 256**: heads have 320 elements, or a latent has 320.
+- **drafts**: proposed tokens are evaluated together, and rejected tokens are removed.
+- **pictures**: embeddings are decoded, with the positions and masks of each kind of picture.
 
-Cells: *yes*, and a test shows it; *refused*, with the sentence of that number below; *as f16*: an
-f16 cache of the pinned llama.cpp refuses that, or fails at it, too; *not tried*; –: there is no
-such thing.
+| entry | meaning |
+|---|---|
+| yes | a test shows it |
+| refused (n) | refused with sentence n below the table |
+| as f16 | an f16 cache of the pinned llama.cpp also refuses it, or fails |
+| not tried | no test |
+| – | does not apply |
 
 ## Backends
 
-CUDA's kernels ran in an emulation, Vulkan's on lavapipe, Triton's in its interpreter
-([gpu.md](gpu.md)): no GPU has run any of them.
+The kernels of CUDA ran in an emulator, those of Vulkan on lavapipe, those of Triton in its
+interpreter ([gpu.md](gpu.md)). No GPU has run any of them.
 
 """
 KINDS_HEAD = """
 ## Kinds of architecture
 
-Tiny models, on the CPU: {models}.
-"Heads above 256" of MLA and sparse are latents. `test_features.py::test_kinds` shows every *yes*:
-exact codes give what an f16 cache gives. Drafts in the server: where a recurrent state keeps no
-snapshots (as f16) it goes back to a checkpoint.
+Tiny models on the CPU: {models}.
+In the columns MLA and sparse, "heads above 256" are latents. For every *yes*,
+`test_features.py::test_kinds` shows that exact codes give the logits of an f16 cache. Drafts in the
+server: a recurrent state without snapshots (as f16) returns to a checkpoint.
 
 """
 

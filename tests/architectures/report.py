@@ -22,58 +22,64 @@ from promises import PROMISES, Finding, examine  # noqa: E402
 
 TEXT = """# Architectures
 
-Every architecture that the pinned llama.cpp names, tried on a tiny model of random weights. This
-page is written by `python tests/architectures/report.py`; a test compares it with what it finds.
+This page lists every architecture of the pinned llama.cpp. Tests run each on a tiny model with
+random weights. `python tests/architectures/report.py` writes the page from their results, and a
+test compares both.
 
 - **equals f16**: 16-bit codes of full rank give the logits of an f16 cache, within twice what f16's
   own roundings move them (flash attention or not, f16 or f32).
-- **splits**: a prompt in pieces gives the logits of the prompt in one batch.
-- **rollback**: a tail is removed and another decoded, as if it had never been there.
-- **state**: saved and restored, of a sequence and of the whole context.
-- **sequences**: two in one batch, with separate and with shared cells, and a copy.
+- **splits**: a prompt in pieces gives the same logits as the prompt in one batch.
+- **rollback**: after a tail is removed and another text decoded, logits are those of a sequence
+  without that tail.
+- **state**: a state of a sequence, or of the whole context, is saved and restored.
+- **sequences**: two sequences run in one batch, with separate and with shared cells, and one is
+  copied.
 
-*as f16*: an f16 cache of the pinned llama.cpp refuses that, or fails at it, too. *coded* are the
-layers that hold coefficients; sliding-window and recurrent layers stay ordinary.
+The column *coded* counts the layers that hold coefficients; sliding-window and recurrent layers
+keep ordinary caches. *as f16* means that an f16 cache of the pinned llama.cpp also refuses this, or
+fails.
 
-Some models go by another name: DeepSeek-V2, V2-Lite, V3 and R1, Kimi-K2 and GLM-4.7-Flash are
-`deepseek2`, Ling 3.0 is `bailingmoe3`. These, `mistral4`, `kimi-linear` and `kimi-k3` have latent
-attention (MLA): bases are made of their weights, and `convert` calibrates them.
+Some models have other names in llama.cpp: DeepSeek-V2, V2-Lite, V3 and R1, Kimi-K2 and
+GLM-4.7-Flash are `deepseek2`, Ling 3.0 is `bailingmoe3`. These architectures, `mistral4`,
+`kimi-linear` and `kimi-k3` have latent attention (MLA). Their bases can be derived from the
+weights, and `convert` calibrates them.
 
 ## Sparse attention
 
-In these architectures an indexer chooses the cells that a token attends to. Its keys have a cache
-of their own, in f16 beside a coded cache; `SUBKV_INDEXER=q8_0` halves them. A coded cache holds the
-K/V rows. Sizes are elements per token and layer: with a latent of r and t rotated elements, KV
-heads g of d, an indexer's key of i.
+In these architectures an indexer chooses the cells that a token attends to. The K/V rows are coded.
+The indexer's keys have a separate cache in f16; `SUBKV_INDEXER=q8_0` halves its size. The table
+gives sizes in elements per token and layer. r: elements of a latent; t: its rotated elements; g: KV
+heads; d: size of a head; i: size of an indexer's key.
 
-| architecture | K/V row | indexer's keys | who chooses | what a token reads |
+| architecture | K/V row | indexer's keys | choice made by | cells that a token reads |
 |---|---|---|---|---|
-| deepseek32 | r + t | i in every layer | one choice for all heads | the k best cells |
+| deepseek32 | r + t | i in every layer | the layer, for all heads | the k best cells |
 | glm-dsa | r + t | i, in layers with an indexer | ditto | ditto |
 | hy_v4 | r + t | ditto | the layer, or one before it | ditto |
 | dots3note | r + t in full layers | ditto | ditto | ditto; sliding layers: their window |
 | glm5-next | r, beside recurrent layers | 3 i: key, gate, mean of a pool | ditto | pools of cells, and the rest |
-| qwen4exp | 2 g d, beside recurrent layers | i | one choice for all heads | blocks of cells, and the rest |
-| minimax-m3 | 2 g d | i | every KV head | blocks of positions, the last ones always |
-| deepseek4 | a window, and compressed rows | i of compressed rows | one choice | refused: its own cache |
+| qwen4exp | 2 g d, beside recurrent layers | i | the layer, for all heads | blocks of cells, and the rest |
+| minimax-m3 | 2 g d | i | every KV head | blocks of positions, always the last blocks |
+| deepseek4 | a window, and compressed rows | i of compressed rows | the layer | refused: special cache |
 
-DeepSeek-V3.2 has r 512, t 64, i 128 and k 2048. Bytes per token and layer: 1152 + 256 in f16,
-306 + 256 at 4.25 bits (0.40 of it), 306 + 136 with an indexer in q8_0 (0.31), 270 + 136 at 3.75
-bits (0.29). With q8_0, 97.7 to 100% of 256 chosen of 2048 or 4096 cells are those chosen in f16
-(deepseek32, glm-dsa, hy_v4, dots3note of random weights).
+DeepSeek-V3.2 has r 512, t 64, i 128 and k 2048. K/V row and indexer's key take these bytes per
+token and layer: 1152 + 256 in f16, 306 + 256 at 4.25 bits (0.40 of f16), 306 + 136 with an indexer
+in q8_0 (0.31), 270 + 136 at 3.75 bits (0.29). In tests that choose 256 of 2048 or 4096 cells, an
+indexer in q8_0 chooses 97.7 to 100% of the cells that it chooses in f16 (deepseek32, glm-dsa,
+hy_v4, dots3note with random weights).
 
-- Rows of latent attention are stored one after the other, others in tiles. Few tokens, or many
-  query heads on one row: a token's cells are copied into tiles, and attended to alone. Otherwise
-  all tiles are read under a mask; those that hold no chosen cell are skipped
+- Rows of latent attention are stored one after another, other rows in tiles. With few tokens, or
+  many query heads per row, a token's cells are copied into tiles, and only these are attended to.
+  Otherwise attention reads all tiles under a mask, and skips tiles without a chosen cell
   ([NOTES](../kernels/NOTES.md#chosen-cells)).
-- A choice is llama.cpp's own. Where two cells are as good as roundings are large, another way of
-  splitting a prompt may choose the other one, with every cache type. Splits are not equal to the
-  bit here.
-- minimax-m3 attends to all cells unless flash attention is on, and where sequences share cells
-  (`-kvu`, *as f16* below); so does llama.cpp with f16.
-- On GPU backends minimax-m3 and t5 are refused, whose KV heads have masks of their own. CUDA and
-  Vulkan attend under a mask over all cells; roundings that differ from the CPU's may choose another
-  cell, too.
+- llama.cpp makes the choice. If two cells differ by less than the rounding, another split of the
+  prompt may choose the other cell, with every cache type. So different splits are not bit-identical
+  here.
+- minimax-m3 attends to all cells if flash attention is off, or if sequences share cells (`-kvu`,
+  *as f16* below). llama.cpp does the same with f16.
+- GPU backends refuse minimax-m3 and t5, because their KV heads have separate masks. CUDA and Vulkan
+  attend under a mask over all cells. Their rounding differs from the CPU's, so they may choose
+  other cells.
 
 """
 
@@ -104,7 +110,7 @@ def summary(rows: Iterable[str]) -> str:
     return (
         f"Of {n + refused} architectures with a K/V cache {n} are supported ({100 * n / (n + refused):.0f} %),"
         f" {refused} are refused.\n{status.count('no cache')} others have no such cache,"
-        f" {status.count('not built')} are no models of their own or do not run.\n"
+        f" {status.count('not built')} are not separate models or do not run.\n"
     )
 
 
