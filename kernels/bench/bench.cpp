@@ -1,12 +1,12 @@
-// bench.cpp: what every op of every version costs on this processor, one thread.
+// bench.cpp: times every op of every version on this processor, one thread.
 //
 //   cmake --build DIR --target kernel-bench
 //   DIR/bin/kernel-bench [milliseconds per figure [part of the figures' names [cells of a call of attend]]]
 //
-// Versions are interleaved; a figure is the median of its repetitions. attend runs over layers as a model has them: 30
-// layers of 3 KV heads side by side in a tile, so that codes come from memory and not from a cache. ns are per cell
-// and KV head (K and V), for many query rows per visible cell and query row, else per row; GB/s are bytes of codes read.
-// The column "read" is a loop that adds up the same tiles and does nothing else.
+// Versions are interleaved; a figure is the median of its repetitions. attend runs over the layers of a model, 30
+// layers of 3 KV heads with adjacent tiles, so that codes come from memory and not from a cache. ns are per cell and KV
+// head (K and V); for many query rows per visible cell and query row; else per row. GB/s are bytes of codes read. The
+// column "read" is a loop that only adds up the same tiles.
 #include "subkv/ops.h"
 
 #include <algorithm>

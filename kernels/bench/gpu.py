@@ -1,4 +1,4 @@
-"""Builds, checks and times the GPU kernels in one go, for a machine that is rented for minutes and has no network.
+"""Builds, checks and times the GPU kernels in one run, for a machine rented for minutes without network.
 
     python kernels/bench/gpu.py [-o gpu.json] [--cells 131072] [--quick] [--engine] [--steps tests,ops,models]
                                 [--backend vulkan]

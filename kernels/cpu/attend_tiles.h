@@ -1,20 +1,20 @@
-// attend_tiles.h: attention over tiles in integers, for any number of query rows; what does not depend on the instruction
-// set. Definition: ref/attend.cpp. Layout: subkv/tiles.h.
+// attend_tiles.h: attention over tiles in integers, for any number of query rows; the part common to all instruction
+// sets. Definition: ref/attend.cpp. Layout: subkv/tiles.h.
 //
-// Steps of STEP cells, blocks of BLOCK query rows: products of all keys, one softmax over the step, products of all values.
-// Codes become bytes (tile_codes.h), once for all query rows, and are multiplied with queries and weights, integers of 16
-// bits. Sums are exact: what is rounded is a query, to 1/65278 of its largest
-// coefficient times band ratio, and a weight times scale, to 1/65278 of the step's largest weight times its largest scale.
-// Coefficients of 16-bit bands, few if any, are multiplied in float beside that (halves.h).
+// For steps of STEP cells and blocks of BLOCK query rows: products of all keys, one softmax over the step, products of
+// all values. Codes become bytes (tile_codes.h) once for all query rows and are multiplied by queries and weights,
+// 16-bit integers. Sums are exact. Only queries and weights are rounded: a query to 1/65278 of its largest coefficient
+// times band ratio, a weight times scale to 1/65278 of the step's largest weight times its largest scale. Coefficients
+// of 16-bit bands, few if any, are multiplied in float (halves.h).
 //
-// Isa, a type of the including file alone (its functions are compiled for its instructions), gives
-//   W                     floats of a register, and dwords of four codes
-//   BEFORE                what open() takes off a code
-//   DIRECT, DIRECT_ROWS  products take codes from tiles themselves, for as many query rows; registers are many
-//   KEY_ROWS              query rows whose logits are summed at once, 3 at most
-//   key_regs(rows)        registers of W cells whose logits are summed at once for as many rows
-//   VALUE_ROWS            query rows whose values are summed at once, 4 at most
-//   octets(rows)          octets whose values are summed at once for as many rows
+// Isa, a type local to the including file (the compiler compiles its functions for the file's instructions), has
+//   W                     floats per register, and dwords of four codes
+//   BEFORE                number that open() subtracts from a code
+//   DIRECT, DIRECT_ROWS   products read codes from tiles directly, for at most so many query rows; needs many registers
+//   KEY_ROWS              query rows whose logits are summed together, at most 3
+//   key_regs(rows)        registers of W cells whose logits are summed together for so many rows
+//   VALUE_ROWS            query rows whose values are summed together, at most 4
+//   octets(rows)          octets whose values are summed together for so many rows
 //   F, I, Opened, Sum     a register of floats, of integers or codes, codes ready for products, W sums of products
 //   and the functions used below.
 #pragma once
@@ -29,7 +29,7 @@ namespace subkv::cpu {
 // softmax
 //
 
-// The row sees no cell of the step.
+// The row has no visible cell in the step.
 static inline void skip_step(Step & step, int i, Row & row) {
     row.shrink  = 1.0f;
     row.share   = 0.0f;
@@ -131,7 +131,7 @@ template <typename Isa> static void soften(const Call & call, Step & step, int64
 // steps
 //
 
-// What a side's tiles of a step begin with: scales of the cells that are seen, 0 of others, which may hold anything.
+// Scales of a side's cells in a step's tiles; 0 for masked cells, which may have any content.
 template <typename Isa>
 static float read_scales(const uint8_t * tile, int64_t stride, const uint64_t * seen, int32_t n_tiles, float * scale) {
     auto largest = Isa::set(0.0f);
@@ -146,7 +146,7 @@ static float read_scales(const uint8_t * tile, int64_t stride, const uint64_t * 
     return Isa::largest(largest);
 }
 
-// What a step's tiles have become: bytes, or where their paths begin.
+// A step's tiles as bytes, or the starts of their paths.
 template <typename Isa> struct Opened {
     const uint8_t * k[STEP_TILES];
     const uint8_t * v[STEP_TILES];
@@ -154,7 +154,7 @@ template <typename Isa> struct Opened {
     Path8<Isa>      v_path[STEP_TILES];
 };
 
-// Of `all` the tiles that anybody looks at.
+// The tiles of `all` with a visible cell.
 template <typename Isa> static void open_step(const Call & call, int64_t cell, uint32_t all, Opened<Isa> & opened) {
     const AttendArgs & a = call.a;
     for (int t = 0; all >> t != 0; ++t) {
@@ -219,7 +219,7 @@ static void attend_block(const Call & call, const Opened<Isa> & opened, Step & s
     }
 }
 
-// awake[t]: tiles of the step that token t looks at; seen: cells of each tile that anybody looks at. Returns all tiles.
+// awake[t]: tiles of the step with visible cells of token t; seen: visible cells of each tile. Returns all such tiles.
 template <typename Isa>
 static uint32_t find_awake(const AttendArgs & a, int64_t cell, int32_t n, uint8_t * awake, uint64_t * seen) {
     uint32_t all = 0;
@@ -249,7 +249,7 @@ template <typename Isa> static void attend_step(const Call & call, Step & step, 
     if (all == 0) {
         return;
     }
-    const int32_t   n_tiles = 32 - __builtin_clz(all); // tiles after the last that anybody looks at do not count
+    const int32_t   n_tiles = 32 - __builtin_clz(all); // without tiles after the last visible one
     const uint8_t * k_tiles = a.k_tiles + cell / TILE * a.k_stride;
     const uint8_t * v_tiles = a.v_tiles + cell / TILE * a.v_stride;
     step.n                  = step.n < n_tiles * TILE ? step.n : n_tiles * TILE;
@@ -272,7 +272,7 @@ template <typename Isa> static void attend_step(const Call & call, Step & step, 
     }
 }
 
-// half: what 16-bit bands get
+// half: the weights for 16-bit bands
 static inline void spread_ratios(const HeadCodec & codec, float half, float * ratio) {
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         for (int32_t j = 0; j < codec.bands[i].n; ++j) {
@@ -295,7 +295,7 @@ static void quantize_query(const HeadCodec & codec, const float * q, const float
     for (int32_t j = 0; j < codec.rank; j += Isa::W) {
         const auto product = Isa::mul(Isa::load(x + j), Isa::load(ratio + j));
         top                = Isa::max(Isa::max(product, Isa::sub(Isa::set(0.0f), product)), top);
-        bad                = Isa::plus(bad, Isa::sub(product, product)); // NaN of what is not finite, else 0
+        bad                = Isa::plus(bad, Isa::sub(product, product)); // NaN if not finite, else 0
         Isa::store(x + j, product);
     }
     const float largest = Isa::largest(top);
@@ -313,7 +313,7 @@ static void quantize_query(const HeadCodec & codec, const float * q, const float
     for (int32_t j = 0; j < codec.rank; ++j) { // 0 in 16-bit bands
         sum += (uint32_t) u[j];
     }
-    const int64_t twice = (int64_t) (int32_t) sum * odd_of<Isa>(); // what centring takes off
+    const int64_t twice = (int64_t) (int32_t) sum * odd_of<Isa>(); // subtracted by centring
     row.start           = (int32_t) -(twice >> 1);
     row.half            = (twice & 1) != 0 ? 0.5f : 0.0f;
     row.delta           = finite ? largest / unit : __builtin_nanf("");

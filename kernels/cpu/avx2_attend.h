@@ -1,14 +1,13 @@
-// avx2_attend.h: what attend_tiles.h asks of an instruction set, with AVX2. The including file gives how codes are
-// multiplied, as for avx512_attend.h:
+// avx2_attend.h: the Isa of attend_tiles.h with AVX2. The including file defines the products, as in avx512_attend.h:
 //   Products  split, Opened, open, Sum, start, add, total
-//             key_regs(rows), VALUE_ROWS, octets(rows)  what sums leave registers for
+//             key_regs(rows), VALUE_ROWS, octets(rows)  fit the registers besides the sums
 #pragma once
 
 #include "attend_tiles.h"
 #include "avx2_simd.h"
 #include "level_tables.h"
 
-// Without a name: every including file is compiled for other instructions and keeps its copy to itself.
+// Unnamed namespace: every including file has its own instruction flags and needs its own copy.
 namespace subkv::avx2 {
 namespace {
 
@@ -82,7 +81,7 @@ struct Registers {
 
     static void put_bytes(uint8_t * at, I x) { _mm256_storeu_si256((__m256i *) at, x); }
 
-    template <int RIGHT> static I shift(I x) { // across bytes: the mask takes off what came from the next one
+    template <int RIGHT> static I shift(I x) { // across bytes: the mask clears bits of the next one
         if constexpr (RIGHT > 0) {
             return _mm256_srli_epi16(x, RIGHT);
         } else if constexpr (RIGHT < 0) {
@@ -98,9 +97,9 @@ struct Registers {
 
     static I plus_bytes(I x, int byte) { return _mm256_add_epi8(x, _mm256_set1_epi8((char) byte)); }
 
-    static I turn_keys(I x, I other) { return _mm256_or_si256(_mm256_slli_epi32(x, 8), _mm256_srli_epi32(other, 24)); }
+    static I raise_keys(I x, I other) { return _mm256_or_si256(_mm256_slli_epi32(x, 8), _mm256_srli_epi32(other, 24)); }
 
-    static I turn_values(I x, I below) { return _mm256_alignr_epi8(x, _mm256_permute2x128_si256(below, x, 0x21), 8); }
+    static I raise_values(I x, I below) { return _mm256_alignr_epi8(x, _mm256_permute2x128_si256(below, x, 0x21), 8); }
 
     struct Before {
         I one, two; // low bits count

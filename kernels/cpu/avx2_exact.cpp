@@ -1,9 +1,9 @@
 // avx2_exact.cpp: attention over exact keys. Definition: ref/attend.cpp.
 //
-// What anybody sees of a page of keys is widened once: keys transposed in panels of 16 cells, values as rows. Blocks of 48
-// query rows then run two register-blocked products (6 rows x 16 columns) around a vector softmax. The rows of one token
-// read halves where they lie, as nothing would be used twice; every sum has the same terms in the same order, since how
-// many rows there are must not change a bit.
+// The visible keys of a page are converted to float once: keys transposed in panels of 16 cells, values as rows. Blocks
+// of 48 query rows then run two register-blocked products (6 rows x 16 columns) around a vector softmax. The rows of a
+// single token read halves in place, because a conversion would have no reuse. Every sum has the same terms in the same
+// order, because the result must not depend on the number of rows.
 #include "versions.h"
 
 #if defined(SUBKV_X86)
@@ -15,7 +15,7 @@
 
 namespace subkv::avx2 {
 
-constexpr int BLOCK = 48; // query rows whose weights are held at once
+constexpr int BLOCK = 48; // query rows whose weights are in memory together
 constexpr int MR    = 6;  // query rows of the micro kernels
 
 static __m256 widen(const uint16_t * h) {
@@ -175,13 +175,13 @@ static void all_outputs(const float * weight, const float * shrink, int64_t n, c
     }
 }
 
-// What is known about one page: the bias of every token padded with -inf, who sees anything, and the rows.
+// Data of one page: the bias of every token padded with -inf, the tokens with visible keys, and the rows.
 namespace {
 
 struct Page {
     int64_t first;
     int32_t n;
-    int32_t begin, end; // of what anybody sees, multiples of 16
+    int32_t begin, end; // of the visible keys, multiples of 16
     float * keys;       // [PAGE/16][a.d_k][16]
     float * values;     // [PAGE][a.d_v]
     float * bias;       // [n_tok][PAGE]
@@ -234,7 +234,7 @@ static void prefetch_rows(const ExactArgs & a, const Page & page, const bool * s
     }
 }
 
-// Keys nobody sees become zero vectors: they may hold NaN, which no zero weight would stop.
+// Keys that every query masks become zero vectors: they may contain NaN, and zero times NaN is NaN.
 static void read_rows(const ExactArgs & a, Page & page, const bool * seen) {
     float * rows = (float *) cpu::scratch(cpu::SLOT_EXACT_ROWS, (size_t) (PAGE * a.d_k) * sizeof(float));
     for (int32_t c = page.begin; c < page.end; ++c) {
@@ -256,7 +256,7 @@ static void read_rows(const ExactArgs & a, Page & page, const bool * seen) {
     }
 }
 
-// Logits in x become weights; returns what the row's sum so far shrinks by.
+// Converts logits in x to weights; returns the factor for the row's earlier sums.
 static float soften(const ExactArgs & a, const Page & page, float * x, const float * bias, float slope, float & m,
                     float & z) {
     const __m256 minus_inf = _mm256_set1_ps(NEG_INF);
@@ -330,7 +330,7 @@ static bool any_awake(const ExactArgs & a, const Page & page, int64_t row, int64
     return false;
 }
 
-// At most MR query rows against one page. A key that nobody sees reads zeros, as in read_rows.
+// At most MR query rows against one page. Masked keys read as zeros, as in read_rows.
 template <int ROWS> static void few_rows(const ExactArgs & a, const Page & page, const bool * seen, float * weight) {
     const size_t     d      = (size_t) (a.d_k > a.d_v ? a.d_k : a.d_v);
     const uint16_t * unseen = (const uint16_t *) cpu::scratch(cpu::SLOT_EXACT_UNSEEN, d * sizeof(uint16_t));
@@ -348,7 +348,7 @@ template <int ROWS> static void few_rows(const ExactArgs & a, const Page & page,
         shrink[r] = soften(a, page, weight + r * PAGE, page.bias + r / a.n_group * PAGE, a.slope[r % a.n_group], a.m[r],
                            a.z[r]);
     }
-    constexpr int VECTORS = ROWS <= 3 ? 4 : 2; // what 16 registers hold
+    constexpr int VECTORS = ROWS <= 3 ? 4 : 2; // fits 16 registers
     const int64_t n       = page.end - page.begin;
     int64_t       j       = 0;
     for (; j + 8 * VECTORS <= a.d_v; j += 8 * VECTORS) {

@@ -13,8 +13,8 @@ namespace subkv::avx2 {
 
 constexpr int64_t TOKENS = 64; // of the second moment: summed in float before they are added to the doubles
 
-// Eight entries of a matrix. Converting costs an instruction, but the value then stays in its register: a load of
-// floats would be folded into every product that uses it, and loads are what the loops below wait for.
+// Eight entries of a matrix. The conversion costs an instruction, but keeps the value in a register: a compiler would
+// fold a load of floats into every product that uses it, and loads are the bottleneck of the loops below.
 static inline __m256 load8(const uint16_t * m) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) m));
 }

@@ -1,7 +1,7 @@
 // avx2_path.cpp: paths through a trellis (avx2_path.h).
 //
-// The search of the scale has a candidate of one of two rows in every lane, all at the same place of the path, so that a
-// transition from state to state moves nothing between lanes. The path itself is then found with lanes for its states.
+// The search of the scale has one candidate of one of two rows in every lane, all at the same place of the path, so
+// that a transition between states needs no moves between lanes. The search of the final path has one state per lane.
 #include "versions.h"
 
 #if defined(SUBKV_X86)
@@ -16,7 +16,7 @@ constexpr int   STATES = cpu::PATH_STATES;
 constexpr float INF    = __builtin_inff();
 static_assert(TRELLIS_TRIED * PATH_ROWS == 8, "a candidate of a row in each lane");
 
-// What levels of a width are found by.
+// Constants to find the levels of a width.
 struct Levels {
     float factor[N_LINES] = {}, constant[N_LINES] = {}; // of trellis_line
     float origin[STATES]   = {};                        // of a subset: where its first level is, in its levels
@@ -47,7 +47,7 @@ const Levels & levels_of(int32_t bits) {
     return LEVELS[bits - 2];
 }
 
-// Of each subset the number of the nearest level, and the error that it leaves.
+// The number of the nearest level in each subset, and its error.
 struct Nearest {
     __m256i number[STATES];
     __m256  error[STATES];

@@ -11,7 +11,7 @@ constexpr int PATH_ROWS = 2; // searched at once
 // Squared error of coefficients c [rank] in bands of more than `beyond` bits, but not of 16, at scale s (avx2_encode.cpp).
 float squared_error(const HeadCodec & codec, const float * c, float s, int32_t beyond);
 
-// Scale codes of n <= PATH_ROWS rows c[row] [rank] of one head: `scale` holds those that are best without a path before.
+// Scale codes of n <= PATH_ROWS rows c[row] [rank] of one head. In: `scale` has the best codes without a path.
 void choose_path_scales(const HeadCodec & codec, const float * const * c, int n, uint8_t * scale);
 
 // Codes [rank] of the coefficients on the path of least cost at scale s; others stay.

@@ -1,19 +1,18 @@
-// avx512_attend.h: what attend_tiles.h asks of an instruction set, with AVX-512 F, BW, DQ and VL. The including file gives
-// how codes are multiplied:
-//   Products  split(u, first, second)      16 integers, |u| <= LARGEST, as what two products take: 16 bytes each
-//             Opened, open(codes)          64 codes as the products take them
+// avx512_attend.h: the Isa of attend_tiles.h with AVX-512 F, BW, DQ and VL. The including file defines the products:
+//   Products  split(u, first, second)      16 integers, |u| <= LARGEST, as operands of two products: 16 bytes each
+//             Opened, open(codes)          64 codes as operands
 //             Sum, start(x)                16 sums, all x
 //             add(sum, opened, first, second), total(sum)
-//             DIRECT_ROWS                  as attend_tiles.h says
-//             octets(rows)                 of values that rows' sums leave registers for
-//             what tile_codes.h asks for levels: AT, EXACT, Before, ends, begin, level
+//             DIRECT_ROWS                  see attend_tiles.h
+//             octets(rows)                 octets of values that fit the registers besides the rows' sums
+//             for levels (tile_codes.h):   AT, EXACT, Before, ends, begin, level
 #pragma once
 
 #include "attend_tiles.h"
 #include "avx2_simd.h"
 #include "versions.h"
 
-// Without a name: every including file is compiled for other instructions and keeps its copy to itself.
+// Unnamed namespace: every including file has its own instruction flags and needs its own copy.
 namespace subkv::avx512 {
 namespace {
 
@@ -94,7 +93,7 @@ struct Registers {
 
     static void put_bytes(uint8_t * at, I x) { _mm512_storeu_si512(at, x); }
 
-    template <int RIGHT> static I shift(I x) { // across bytes: the mask takes off what came from the next one
+    template <int RIGHT> static I shift(I x) { // across bytes: the mask clears bits of the next one
         if constexpr (RIGHT > 0) {
             return _mm512_srli_epi16(x, RIGHT);
         } else if constexpr (RIGHT < 0) {
@@ -113,9 +112,9 @@ struct Registers {
 
     static I plus_bytes(I x, int byte) { return _mm512_add_epi8(x, _mm512_set1_epi8((char) byte)); }
 
-    static I turn_keys(I x, I other) { return _mm512_or_si512(_mm512_slli_epi32(x, 8), _mm512_srli_epi32(other, 24)); }
+    static I raise_keys(I x, I other) { return _mm512_or_si512(_mm512_slli_epi32(x, 8), _mm512_srli_epi32(other, 24)); }
 
-    static I turn_values(I x, I below) { return _mm512_alignr_epi64(x, below, 7); }
+    static I raise_values(I x, I below) { return _mm512_alignr_epi64(x, below, 7); }
 
     static I spread_dword(const int8_t * at) {
         int32_t x;
@@ -170,7 +169,7 @@ template <typename Products> static void attend(const AttendArgs & a) {
     cpu::attend<Isa<Products>>(a);
 }
 
-// Not ops_avx2's pointer in the table: copying it would be code that runs when the library is loaded, on any processor.
+// Not ops_avx2's pointer in the table: copying it would run code at library load, on every processor.
 static void attend_exact(const ExactArgs & a) {
     ops_avx2.attend_exact(a);
 }

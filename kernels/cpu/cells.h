@@ -1,5 +1,5 @@
-// cells.h: what encode and dequantize do alike in every version: coefficients, the search of a scale code, and a cell of a
-// tile. Definitions: ref/encode.cpp, subkv/tiles.h. Static, as all that ISA files include.
+// cells.h: code of encode and dequantize common to all versions: coefficients, the search of a scale code, and a cell
+// of a tile. Definitions: ref/encode.cpp, subkv/tiles.h. Static, like everything that ISA files include.
 #pragma once
 
 #include "../ref/rows.h"
@@ -28,7 +28,7 @@ static inline void coefficients(const Project & project, const HeadCodec & codec
 template <typename Largest, typename Error>
 static inline int32_t choose_scale(const HeadCodec & codec, const float * c, const Largest & largest,
                                    const Error & error) {
-    float reach     = 0.0f; // the smallest scale that clips nothing
+    float reach     = 0.0f; // the smallest scale without clipping
     bool  quantized = false;
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         const Band & band = codec.bands[i];
@@ -63,14 +63,14 @@ static inline int32_t choose_scale(const HeadCodec & codec, const float * c, con
     return best;
 }
 
-// What one cell of a head holds: codes [rank], or halves where a band has 16 bits.
+// The content of a head's cell: codes [rank], or halves in 16-bit bands.
 struct Cell {
     uint8_t  scale;
     uint8_t  code[MAX_HEAD_SIZE];
     uint16_t half[MAX_HEAD_SIZE];
 };
 
-// The lines that putting a cell reads, ahead of it: all of a tile, but few are new since its neighbour was put.
+// Prefetches the lines that a write of a cell reads: all lines of its tile; few are new after a write of its neighbour.
 static inline void prefetch_tile(const HeadCodec & codec, const uint8_t * tile) {
     for (int32_t line = 0; line < codec.row_bytes; ++line) {
         __builtin_prefetch(tile + LINE * line, 1);
@@ -215,8 +215,8 @@ enum class Coefficients { ZERO, FINITE, BAD }; // all zero; some not finite
 constexpr int64_t ENCODE_TOKENS = 32; // projected together
 constexpr int     TOGETHER      = 2;  // rows quantized together
 
-// Ops::encode by a version's project; centre(codec, c), which takes the offset off c and says what it then is; and
-// quantize(codec, c, n, cell) of n <= TOGETHER rows of finite coefficients.
+// Ops::encode from a version's functions: project; centre(codec, c), which subtracts the offset from c and classifies
+// the result; and quantize(codec, c, n, cell) for n <= TOGETHER rows of finite coefficients.
 template <typename Project, typename Centre, typename Quantize>
 static inline int64_t encode_cells(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n,
                                    const int64_t * cells, uint8_t * tiles, int64_t tile_stride, const Project & project,

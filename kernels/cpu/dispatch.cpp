@@ -1,4 +1,4 @@
-// dispatch.cpp: chooses a version once, at first use. Nothing here runs a kernel.
+// dispatch.cpp: chooses a version once, at first use. It runs no kernel.
 #include "subkv/ops.h"
 #include "versions.h"
 
@@ -19,7 +19,7 @@ namespace subkv {
 namespace {
 
 #if defined(SUBKV_X86)
-// Not by __builtin_cpu_supports: Clang 14 does not know f16c, and zig's library says no to everything.
+// Without __builtin_cpu_supports: Clang 14 lacks f16c, and zig's library reports no features.
 struct Processor {
     bool avx2 = false, avx2_vnni = false, avx512_bw = false, avx512_bytes = false;
 
@@ -53,7 +53,7 @@ bool has_dot_products() {
 #    if defined(__linux__)
     return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
 #    else
-    return true; // Apple's and Windows' processors have them all
+    return true; // all processors of Apple and Windows have them
 #    endif
 }
 #endif

@@ -1,4 +1,4 @@
-// halves.h: what 16-bit bands add to attention over tiles (attend_tiles.h), in float.
+// halves.h: the contribution of 16-bit bands to attention over tiles (attend_tiles.h), in float.
 #pragma once
 
 #include "subkv/ops.h"
@@ -29,7 +29,7 @@ static inline void find_halves(const HeadCodec & codec, Halves & halves) {
     }
 }
 
-// Zeros for zero rows, and for cells not in `seen`, which may hold NaN.
+// Zeros for zero rows, and for cells not in `seen`, which may be NaN.
 template <typename Isa>
 static void read_halves(const Halves & halves, const uint8_t * tile, int64_t stride, const uint64_t * seen,
                         int32_t n_tiles) {
@@ -47,7 +47,7 @@ static void read_halves(const Halves & halves, const uint8_t * tile, int64_t str
     }
 }
 
-// common [n] = shift + what 16-bit bands add to the logits of a query row q [rank]
+// common [n] = shift + contribution of 16-bit bands to the logits of a query row q [rank]
 static inline void add_key_halves(const Halves & halves, const float * q, float shift, int32_t n, float * common) {
     for (int32_t c = 0; c < n; ++c) {
         common[c] = shift;
@@ -61,12 +61,12 @@ static inline void add_key_halves(const Halves & halves, const float * q, float 
     }
 }
 
-// sum [rank] = shrink * sum + share * what cells of these weights [n] have in 16-bit bands; n is a multiple of 16
+// sum [rank] = shrink * sum + share * weighted sum of the cells' 16-bit bands, weights [n]; n is a multiple of 16
 static inline void add_value_halves(const Halves & halves, const float * weight, int32_t n, float shrink, float share,
                                     float * sum) {
     for (int32_t j = 0; j < 8 * halves.n; ++j) {
         const float * values    = halves.values + j * HALVES_STRIDE;
-        float         total[16] = {}; // as many as the compiler likes to keep in registers
+        float         total[16] = {}; // fits the registers
         for (int32_t c = 0; c < n; c += 16) {
             for (int32_t k = 0; k < 16; ++k) {
                 total[k] += weight[c + k] * values[c + k];

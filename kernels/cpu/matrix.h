@@ -1,5 +1,5 @@
-// matrix.h: matrices of bases by the type of their entries, alike in every version. Definitions: subkv/ops.h. Static, as
-// all that ISA files include.
+// matrix.h: splits matrices of bases by the type of their entries, for all versions. Definitions: subkv/ops.h. Static,
+// like everything that ISA files include.
 #pragma once
 
 #include "scratch.h"

@@ -1,5 +1,4 @@
-// neon_attend.cpp: what attend_tiles.h asks of an instruction set, with NEON. Products are SDOT's, of signed bytes: codes are
-// taken less 128.
+// neon_attend.cpp: the Isa of attend_tiles.h with NEON. Products use SDOT on signed bytes: it subtracts 128 from codes.
 #include "versions.h"
 
 #if defined(SUBKV_ARM64)
@@ -13,7 +12,7 @@ namespace {
 
 struct Isa {
     static constexpr int     W           = 4;
-    static constexpr int32_t BEFORE      = 128; // what codes are taken less
+    static constexpr int32_t BEFORE      = 128; // subtracted from codes
     static constexpr bool    DIRECT      = false;
     static constexpr int     DIRECT_ROWS = 0;
     static constexpr int     KEY_ROWS    = 2;
@@ -106,12 +105,12 @@ struct Isa {
         return vreinterpretq_s32_u8(vaddq_u8(vreinterpretq_u8_s32(x), vdupq_n_u8((uint8_t) byte)));
     }
 
-    static I turn_keys(I x, I other) {
+    static I raise_keys(I x, I other) {
         const uint32x4_t last = vshrq_n_u32(vreinterpretq_u32_s32(other), 24);
         return vreinterpretq_s32_u32(vsliq_n_u32(last, vreinterpretq_u32_s32(x), 8));
     }
 
-    static I turn_values(I x, I below) {
+    static I raise_values(I x, I below) {
         return vreinterpretq_s32_u8(vextq_u8(vreinterpretq_u8_s32(below), vreinterpretq_u8_s32(x), 8));
     }
 
@@ -146,7 +145,7 @@ struct Isa {
             const uint8x16_t low   = vqtbl4q_u8(vld1q_u8_x4(table), index);
             if constexpr (BITS == 5) {
                 return vreinterpretq_s32_u8(low);
-            } else { // what is beyond a table becomes 0, or stays
+            } else { // an index beyond a table gives 0, or keeps the byte
                 const uint8x16_t rest = vsubq_u8(index, vdupq_n_u8(64));
                 return vreinterpretq_s32_u8(vqtbx4q_u8(low, vld1q_u8_x4(table + 64), rest));
             }

@@ -14,7 +14,7 @@ constexpr int   STATES = cpu::PATH_STATES;
 constexpr float INF    = __builtin_inff();
 static_assert(TRELLIS_TRIED == 4, "a candidate in each lane");
 
-// Of each subset the number of the nearest level, and the error that it leaves.
+// The number of the nearest level in each subset, and its error.
 struct Nearest {
     float32x4_t number[STATES];
     float32x4_t error[STATES];

@@ -1,5 +1,5 @@
-// path_search.h: what searches for paths through a trellis do alike in every version (avx2_path.cpp, neon_path.cpp).
-// Definition: ref/trellis.cpp. Static, as all that ISA files include.
+// path_search.h: code common to all searches for paths through a trellis (avx2_path.cpp, neon_path.cpp). Definition:
+// ref/trellis.cpp. Static, like everything that ISA files include.
 #pragma once
 
 #include "subkv/trellis.h"
@@ -8,7 +8,7 @@ namespace subkv::cpu {
 
 constexpr int PATH_STATES = 4;
 
-// Scale code number i of those that are tried around `middle`; 0: there is none.
+// Candidate i of the scale codes around `middle`; 0: none.
 static inline int tried_code(int middle, int i) {
     const int k = middle - TRELLIS_BELOW + i;
     return k >= 1 && k <= 255 ? k : 0;
@@ -19,7 +19,7 @@ static inline float tried_scale(int middle, int i) {
     return k != 0 ? SCALES[k] : 1.0f;
 }
 
-// The scale code of least cost: that of the path [TRELLIS_TRIED] and squared_error(s) of what is not on it.
+// The scale code of least cost: cost of the path [TRELLIS_TRIED] plus squared_error(s) outside it.
 template <typename Error>
 static inline uint8_t least_tried(int middle, const float * path_cost, const Error & squared_error) {
     int   best  = middle;
@@ -46,7 +46,7 @@ static inline int first_least(const float * cost) {
     return best;
 }
 
-// Where the octets on a path begin, in coefficients.
+// First coefficients of the octets on a path.
 struct PathOctets {
     int32_t n = 0;
     int32_t first[MAX_HEAD_SIZE / 8];
@@ -60,9 +60,9 @@ struct PathOctets {
     }
 };
 
-// The codes of the path that ends in state w. number(t, q): of the level that subset q has at place t; from_larger(t, w):
-// whether the branch into state w is from the larger state; before [BAND_STEP]: the state that the lane before ended in,
-// nullptr: lanes go on.
+// The codes of the path that ends in state w. number(t, q): number of subset q's level at place t; from_larger(t, w):
+// true if the branch into state w comes from the larger state; before [BAND_STEP]: final state of the lane before;
+// nullptr: lanes are connected.
 template <typename Number, typename FromLarger>
 static inline void trace_back(const PathOctets & octets, int w, const int * before, const Number & number,
                               const FromLarger & from_larger, uint8_t * code) {

@@ -1,5 +1,5 @@
-// recent_rows.h: rows of the exact window in integers, in loops that a compiler vectorizes. Definition: ref/recent.cpp,
-// whose bytes and halves these are.
+// recent_rows.h: rows of the exact window in integers, in loops that a compiler vectorizes. Definition: ref/recent.cpp;
+// bytes and halves are the same.
 #pragma once
 
 #include "../ref/half.h"

@@ -1,4 +1,4 @@
-// scratch.cpp: memory of a thread, by purpose.
+// scratch.cpp: per-thread memory, by purpose.
 #include "scratch.h"
 
 #include <cstdint>
@@ -32,7 +32,7 @@ void * scratch(Slot slot, size_t bytes) {
         m.memory[slot]    = std::malloc(size + ALIGNMENT);
         if (m.memory[slot] == nullptr) {
             m.bytes[slot] = 0;
-            std::abort(); // a few hundred KiB: nothing sensible is left to do, and kernels cannot fail
+            std::abort(); // a few hundred KiB are missing, and kernels cannot report errors
         }
         std::memset(m.memory[slot], 0, size + ALIGNMENT);
         m.bytes[slot] = size;

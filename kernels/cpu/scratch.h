@@ -1,4 +1,4 @@
-// scratch.h: memory of a thread that kernels keep from call to call.
+// scratch.h: per-thread memory that kernels reuse from call to call.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ enum Slot {
     SLOT_EXACT_WEIGHTS,
     SLOT_EXACT_BIAS,
     SLOT_EXACT_AWAKE,
-    SLOT_EXACT_UNSEEN, // nobody writes it
+    SLOT_EXACT_UNSEEN, // never written
     SLOT_COEFFICIENTS, // encode
     SLOT_STEPS,        // reconstruct
     SLOT_MOMENT_ROWS,
@@ -27,8 +27,8 @@ enum Slot {
     N_SLOTS
 };
 
-// Zeroed-once, 64-byte aligned memory of this thread for purpose `slot`; grows, never shrinks. Nobody's who calls another
-// kernel that uses the slot.
+// Memory of this thread for purpose `slot`, 64-byte aligned, zeroed at allocation; it grows and never shrinks. A call
+// of another kernel that uses the slot overwrites it.
 void * scratch(Slot slot, size_t bytes);
 
 } // namespace subkv::cpu

@@ -1,18 +1,18 @@
-// tile_codes.h: tiles as bytes: every code, on a path or not, becomes a byte from which its value is 127.5 steps away, so
-// that products know one width (tile_products.h). Formats: subkv/tiles.h, subkv/trellis.h.
+// tile_codes.h: tiles as bytes: every code, on a path or not, becomes a byte; its value is (byte - 127.5) steps, so
+// products need one width only (tile_products.h). Formats: subkv/tiles.h, subkv/trellis.h.
 //
-// Codes leave a tile a register at a time: those of one place of an octet, of many cells. The codes before them on the path
-// are the same register of the octet before, so a level needs nothing of other registers; at the beginning of a lane it
-// needs the last two octets, moved by a lane.
+// A register has the codes of many cells at one place of an octet. The preceding codes on the path are in the same
+// register of the octet before, so a level needs no other register; at the beginning of a lane it needs the last two
+// octets, moved by a lane.
 //
-// What Isa (attend_tiles.h) gives for it:
-//   AT, EXACT             bit of a byte at which level() wants codes; whether the other bits have to be 0
-//   Before                what a register needs to know of the two codes before
-//   ends(one, two)        the low bits of the last code and of the one before it, as begin() takes them
+// Members of Isa (attend_tiles.h) for this:
+//   AT, EXACT             bit of a byte at which level() expects codes; true if the other bits must be 0
+//   Before                the required bits of a register's two preceding codes
+//   ends(one, two)        the low bits of the last code and of the one before it, in begin()'s format
 //   begin(ends)           Before of a register
 //   level<BITS>(code, before)  levels plus 128; before follows
-//   turn_keys(x, other)   bytes of a dword moved up by one, the first one from other's last
-//   turn_values(x, below) qwords moved up by one, the first one from the last of below
+//   raise_keys(x, other)  moves the bytes of a dword up by one, the first one comes from other's last
+//   raise_values(x, below)  moves qwords up by one, the first one comes from the last of below
 #pragma once
 
 #include "cells.h"
@@ -89,13 +89,13 @@ static void unpack_band(const uint8_t * from, int32_t n, int64_t ahead, uint8_t 
 // paths
 //
 
-// A register of W dwords for every place of an octet, and what the codes before them left.
+// A register of W dwords for every place of an octet, and the state from the preceding codes.
 template <typename Isa> struct Path8 {
     static constexpr int PARTS = 16 / Isa::W; // registers of a line
     typename Isa::Before before[PARTS][8];
 };
 
-// The lowest bits of an octet's codes, at bit AT of each byte; others hold anything.
+// The lowest bits of an octet's codes, at bit AT of each byte; the other bits are undefined.
 template <typename Isa, int BITS, int RHO = 0>
 static inline void read_low(const uint8_t * octet, typename Isa::I * out) {
     if constexpr (RHO < 8) {
@@ -151,8 +151,8 @@ template <typename Isa> static void begin_path(const HeadCodec & codec, const ui
     for (int p = 0; p < PARTS; ++p) {
         for (int rho = 0; rho < 8; ++rho) {
             path.before[p][rho] =
-                Isa::begin(codec.value != 0 ? Isa::turn_values(ends[p][rho], ends[(p + PARTS - 1) % PARTS][rho]) :
-                                              Isa::turn_keys(ends[p][rho], ends[p][rho ^ 4]));
+                Isa::begin(codec.value != 0 ? Isa::raise_values(ends[p][rho], ends[(p + PARTS - 1) % PARTS][rho]) :
+                                              Isa::raise_keys(ends[p][rho], ends[p][rho ^ 4]));
         }
     }
 }
@@ -212,7 +212,7 @@ template <typename Isa> struct FromBytes {
 // tiles
 //
 
-// Runs of coefficients that are integers, which bytes are made of: all but those of 16-bit bands.
+// Runs of coefficients with integer codes (all except 16-bit bands); these become bytes.
 struct Runs {
     int32_t n = 0;
     int32_t first[MAX_BANDS], end[MAX_BANDS];
@@ -233,7 +233,7 @@ struct Runs {
     }
 };
 
-// Whether a tile holds these bytes as it is, behind its scales.
+// true: the tile itself has these bytes, behind its scales.
 static inline bool all_bytes(const HeadCodec & codec) {
     for (int32_t b = 0; b < codec.n_bands; ++b) {
         if (codec.bands[b].bits != 8) {

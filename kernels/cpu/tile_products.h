@@ -1,5 +1,5 @@
-// tile_products.h: the products of attention over tiles: of query rows with a tile's keys, of their weights with a step's
-// values (attend_tiles.h, which says what Isa is).
+// tile_products.h: the products of attention over tiles: query rows times a tile's keys, weights times a step's values
+// (attend_tiles.h documents Isa).
 #pragma once
 
 #include "halves.h"
@@ -10,17 +10,17 @@
 namespace subkv::cpu {
 
 constexpr int STEP_TILES = STEP / TILE;
-constexpr int BLOCK      = 12; // query rows whose logits are held at once: blocks of 1 to 4 divide it
+constexpr int BLOCK      = 12; // query rows whose logits are in memory together: blocks of 1 to 4 divide it
 constexpr int AHEAD      = 4;  // tiles of prefetching
 static_assert(STEP == HALVES_STRIDE, "halves.h");
 constexpr float LARGEST   = 32639.0f; // 127 * 256 + 127: high and low byte are signed
-constexpr float SUMMED    = 512.0f;   // coefficients whose products with bytes an integer holds: less with more of them
+constexpr float SUMMED    = 512.0f;   // coefficients whose products fit an integer sum; more need larger query steps
 constexpr float MINUS_INF = -__builtin_inff();
 
 // One query row during a call.
 struct Row {
     float   delta; // logit of one unit of the integer product, without the cell's scale
-    int32_t start; // of the product: what centring the codes takes off, rounded towards more
+    int32_t start; // initial value of the product: correction for centring the codes, rounded up
     float   half;  // the rest of it
     float   shift, slope;
     float   m, z;
@@ -32,7 +32,7 @@ struct Row {
 
 struct alignas(64) Step {
     float   scale_k[STEP];
-    float   scale_v[STEP];      // 0 where nobody looks
+    float   scale_v[STEP];      // 0 in masked cells
     float   logit[BLOCK][STEP]; // integer products, then logits, then weights
     int8_t  first[BLOCK][STEP]; // the weights' bytes or words for the two products
     int8_t  second[BLOCK][STEP];
@@ -62,7 +62,7 @@ static inline int64_t n_rows_of(const AttendArgs & a) {
     return a.n_tok * a.n_group;
 }
 
-// Twice what centring takes off a byte as products see it.
+// Twice the number that centring subtracts from a byte in products.
 template <typename Isa> static constexpr int32_t odd_of() {
     return 2 * BYTE_MIDDLE - 1 - 2 * Isa::BEFORE;
 }

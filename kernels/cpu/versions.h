@@ -15,9 +15,9 @@ namespace subkv {
 
 #if defined(SUBKV_X86)
 extern const Ops ops_avx2;      // needs AVX2, FMA, F16C
-extern const Ops ops_avx2_vnni; // needs those and AVX-VNNI
-extern const Ops ops_avx512_bw; // needs those and AVX-512 F, BW, DQ, VL (Skylake-X, Cascade Lake)
-extern const Ops ops_avx512;    // needs those and AVX-512 VNNI and VBMI (Ice Lake, Zen 4)
+extern const Ops ops_avx2_vnni; // also needs AVX-VNNI
+extern const Ops ops_avx512_bw; // needs AVX2, FMA, F16C and AVX-512 F, BW, DQ, VL (Skylake-X, Cascade Lake)
+extern const Ops ops_avx512;    // also needs AVX-512 VNNI and VBMI (Ice Lake, Zen 4)
 #endif
 
 #if defined(SUBKV_ARM64)

@@ -1,12 +1,13 @@
 // attend_decode.cu: one token per stream, all query heads of a KV head per read of its codes, cells split over blocks.
 //
-// A block takes one or two tiles at a time, whole, through shared memory. Codes become bytes (levels.cuh) and are multiplied
-// by tensor cores (products.cuh): keys, 8 cells, with the high and low bytes of four query rows; values, 8 coefficients,
-// with those of the rows' weights. So a lane ends with the logits of one query row and the sums of one coefficient of it.
-//   keys     a warp has cells 16 * warp to + 15 of every tile and all octets, a lane one of them: what its cell's codes
-//            decide on stays in its registers. Bytes change lanes through shared memory, two octets at a time.
-//   values   a warp has a fourth of the octets, which follow each other, and all cells; lane l coefficient l / 4 of each,
-//            and bytes 4 * (l % 2) to + 3 of all lines of tile l % 4 / 2, in which order weights are kept.
+// A block loads one or two complete tiles at a time to shared memory. Codes become bytes (levels.cuh), and tensor cores
+// multiply them (products.cuh): keys (8 cells) by the high and low bytes of four query rows; values (8 coefficients) by
+// the bytes of the rows' weights. So a lane ends with the logits of one query row and the sums of one coefficient of
+// it.
+//   keys     a warp has cells 16 * warp to + 15 of every tile and all octets; a lane has one cell and keeps its choices in
+//            registers. Bytes move between lanes through shared memory, two octets at a time.
+//   values   a warp has a contiguous fourth of the octets and all cells; lane l has coefficient l / 4 of each octet, and
+//            bytes 4 * (l % 2) to + 3 of all lines of tile l % 4 / 2; weights are stored in this order.
 #include "decode.cuh"
 #include "mask.cuh"
 
@@ -111,7 +112,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
         } else {
             copies_done<0>();
         }
-        __syncthreads(); // keys are there
+        __syncthreads(); // keys are loaded
         Products<F> products;
         multiply_keys(s, k_next, products);
 
@@ -161,7 +162,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
         if (lane == 0) {
             s.room[warp * (4 * F + 1) + 4 * F] = top_scale;
         }
-        __syncthreads(); // nobody reads keys any more
+        __syncthreads(); // all reads of keys are done
         if (job.both) {
             fetch_keys(c0 + step);
         } else {
@@ -212,9 +213,9 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
         } else {
             copies_done<0>();
         }
-        __syncthreads(); // values and weights are there
+        __syncthreads(); // values and weights are ready
         add_values(s, s.values[warp], v_next, rows);
-        __syncthreads(); // nobody reads values any more
+        __syncthreads(); // all reads of values are done
         if (job.both) {
             fetch_values(c0 + step);
         } else {
@@ -258,7 +259,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
     }
 }
 
-// Memory of tiles whose second one lies in other banks.
+// Bytes of a tile in shared memory, so that the second tile uses other banks.
 int tile_bytes(int row_bytes) {
     return TILE * (row_bytes | 1);
 }
@@ -267,7 +268,7 @@ template <int F> size_t shared_bytes(const Job & job) {
     return Shared<F>(nullptr, job).bytes;
 }
 
-// Four blocks of a multiprocessor hide each other's waits; two have to do where tiles are large.
+// Four blocks per multiprocessor hide each other's latency; large tiles only permit two.
 template <int F> Job job_of(const Attend & a) {
     Job job{ a, MOST_TILES, true, tile_bytes(a.layer.row_bytes_k), tile_bytes(a.layer.row_bytes_v) };
     job.both  = shared_bytes<F>(job) <= most_shared() / 4;

@@ -1,8 +1,8 @@
 // attend_tiles.cu: many query rows, for prefill (and for decode with large groups): a tile of cells is reconstructed once
 // in shared memory, as coefficients in half precision, and tensor cores multiply it with a tile of query rows.
 //
-// Coefficients are divided by a bound of the tile's largest, so that none overflows a half; query rows by their largest.
-// Eight codes that lie together become eight halves that do: of a key, or of one coefficient of values.
+// Coefficients are divided by a bound of the tile's largest one, so that no half overflows; query rows by their
+// largest. Eight adjacent codes (of a key, or of one coefficient of values) become eight adjacent halves.
 #include "coefficients.cuh"
 #include "mask.cuh"
 
@@ -29,7 +29,7 @@ struct Shared {
     Octets   octets_v;
     __half * q;      // [rows][k_pitch], divided by `top`
     __half * x;      // [cells][k_pitch] keys, then [v_width][p_pitch] values, which of a latent layer are these keys
-    float *  scale;  // [cells] of them, 0 in cells that nobody sees
+    float *  scale;  // [cells] of them, 0 in masked cells
     __half * p;      // [rows][p_pitch] weights
     float *  logits; // [rows][s_pitch]
     float *  o;      // [rows][o_pitch] sums of value coefficients

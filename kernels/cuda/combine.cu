@@ -9,7 +9,7 @@ namespace {
 constexpr int KEYS = 128; // exact keys whose weights are in shared memory at a time
 
 struct Key {
-    const uint16_t * row; // nullptr: not seen
+    const uint16_t * row; // nullptr: masked
     int32_t          cell;
 };
 
@@ -42,7 +42,7 @@ struct Shared {
     }
 };
 
-// The state becomes that with keys whose largest logit is `top`: what the old sums are to be multiplied with.
+// Updates the state for keys whose largest logit is `top`; returns the factor for the old sums.
 __device__ float move_top(float & m, float top) {
     const float larger = fmaxf(m, top);
     const float keep   = m == -INFINITY ? 0.0f : expf(m - larger);
@@ -152,7 +152,7 @@ template <int OUT> __global__ void combine_kernel(Combine b) {
         w = move_top(m, b.sinks[hq]);
         z = z * w + expf(b.sinks[hq] - m);
     }
-    w = z > 0.0f ? w / z : 0.0f; // a token that may see nothing gets zeros
+    w = z > 0.0f ? w / z : 0.0f; // a token without visible keys gets zeros
     for (int x = 0; x < OUT; ++x) {
         if (me + x * THREADS < l.d_v) {
             b.out[token * b.out_stride + hq * l.d_v + me + x * THREADS] = w * o[x];

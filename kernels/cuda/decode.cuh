@@ -10,7 +10,8 @@ namespace subkv::cuda {
 constexpr int MOST_TILES = 2; // at a time
 constexpr int FOUR = 4; // query rows of a product's eight columns: row 4 * i + g has columns 2 * g (high), 2 * g + 1
 
-constexpr int TURN_PITCH   = 40; // words of a fourth of the bytes that change lanes: 32, and against conflicts
+constexpr int EXCHANGE_PITCH =
+    40; // words of a fourth of the bytes that lanes exchange: 32, padded against bank conflicts
 constexpr int WEIGHT_PITCH = 2 * TILE + 16; // bytes of a column
 constexpr int QUARTERS     = 4;             // of a tile's cells: registers q and q + 4 (tiles.h) of values
 
@@ -24,34 +25,34 @@ struct Job {
 // Shared memory of a block, for 4 * F query rows.
 template <int F> struct Shared {
     Runs *     keys;
-    Runs *     values;  // [WARPS]
-    uint32_t * queries; // [F][pairs][WARP] right factors
-    float *    step;    // [4 * F] of the queries
-    uint32_t * centre;  // [4 * F]: twice what the zeros of bytes add up to, in steps, modulo 2^32
-    uint32_t * turn;    // [WARPS][4][TURN_PITCH], while there are no weights
-    uint8_t *  weights; // [F][8][WEIGHT_PITCH] columns of right factors
-    float *    plain;   // [4 * F][2 * TILE] exp(l - top), 0 in zero rows, for halves
-    float *    sums;    // [F][octets of values][WARP]
-    float *    room;    // [WARPS][4 * F + 1]
-    uint8_t *  k;       // [tiles][k_bytes]
-    uint8_t *  v;       // [tiles][v_bytes]
-    int        pairs;   // of octets of keys
-    int        octets;  // of values
+    Runs *     values;   // [WARPS]
+    uint32_t * queries;  // [F][pairs][WARP] right factors
+    float *    step;     // [4 * F] of the queries
+    uint32_t * centre;   // [4 * F]: twice the sum of the bytes' zeros, in steps, modulo 2^32
+    uint32_t * exchange; // [WARPS][4][EXCHANGE_PITCH], while there are no weights
+    uint8_t *  weights;  // [F][8][WEIGHT_PITCH] columns of right factors
+    float *    plain;    // [4 * F][2 * TILE] exp(l - top), 0 in zero rows, for halves
+    float *    sums;     // [F][octets of values][WARP]
+    float *    room;     // [WARPS][4 * F + 1]
+    uint8_t *  k;        // [tiles][k_bytes]
+    uint8_t *  v;        // [tiles][v_bytes]
+    int        pairs;    // of octets of keys
+    int        octets;   // of values
     size_t     bytes;
 
     __host__ __device__ Shared(unsigned char * base, const Job & job) {
-        constexpr size_t TURN  = WARPS * 4 * TURN_PITCH * sizeof(uint32_t);
-        constexpr size_t WHOLE = F * (8 * WEIGHT_PITCH + 4 * 2 * TILE * sizeof(float));
-        pairs                  = (job.a.layer.width_k / 8 + 1) / 2;
-        octets                 = job.a.layer.width_v / 8;
+        constexpr size_t EXCHANGE = WARPS * 4 * EXCHANGE_PITCH * sizeof(uint32_t);
+        constexpr size_t WHOLE    = F * (8 * WEIGHT_PITCH + 4 * 2 * TILE * sizeof(float));
+        pairs                     = (job.a.layer.width_k / 8 + 1) / 2;
+        octets                    = job.a.layer.width_v / 8;
         Carve shared{ base };
         keys              = shared.take<Runs>(WARPS + 1);
         values            = keys + 1;
         queries           = shared.take<uint32_t>((size_t) F * pairs * WARP);
         step              = shared.take<float>(4 * F);
         centre            = shared.take<uint32_t>(4 * F);
-        weights           = shared.take<uint8_t>(WHOLE > TURN ? WHOLE : TURN);
-        turn              = reinterpret_cast<uint32_t *>(weights);
+        weights           = shared.take<uint8_t>(WHOLE > EXCHANGE ? WHOLE : EXCHANGE);
+        exchange          = reinterpret_cast<uint32_t *>(weights);
         plain             = reinterpret_cast<float *>(weights + F * 8 * WEIGHT_PITCH);
         sums              = shared.take<float>((size_t) F * octets * WARP);
         room              = shared.take<float>(WARPS * (4 * F + 1));
@@ -62,7 +63,7 @@ template <int F> struct Shared {
     }
 };
 
-// A warp has every fourth query row. Rows that are not there are zeros.
+// A warp has every fourth query row. Missing rows are zeros.
 template <int F>
 __device__ void quantize_queries(const Shared<F> & s, const HeadCodec & codec, const float * qt, int64_t width, int G) {
     const int lane = (int) threadIdx.x % WARP;
@@ -164,8 +165,8 @@ __device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run 
         uint32_t words[2];
         read_levels<BITS>(lines, q, levels, before, words);
         lines.at += BITS * LINE;
-        to[0]          = words[0];
-        to[TURN_PITCH] = words[1];
+        to[0]              = words[0];
+        to[EXCHANGE_PITCH] = words[1];
     };
     unsigned odd = run.first() % 2, left = run.n();
 #pragma unroll 1
@@ -174,16 +175,16 @@ __device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run 
 #pragma unroll 1
             for (; left > 1; left -= 2) {
                 give_octet(give);
-                give_octet(give + 2 * TURN_PITCH);
+                give_octet(give + 2 * EXCHANGE_PITCH);
                 take_pair();
                 right += WARP;
             }
         }
-        if (left > 0) { // the other one of the pair is of another run, or not there
-            uint32_t * other  = give + (odd == 0 ? 2 * TURN_PITCH : 0);
-            other[0]          = 0;
-            other[TURN_PITCH] = 0;
-            give_octet(give + (odd == 0 ? 0 : 2 * TURN_PITCH));
+        if (left > 0) { // the pair's other octet is in another run, or missing
+            uint32_t * other      = give + (odd == 0 ? 2 * EXCHANGE_PITCH : 0);
+            other[0]              = 0;
+            other[EXCHANGE_PITCH] = 0;
+            give_octet(give + (odd == 0 ? 0 : 2 * EXCHANGE_PITCH));
             take_pair();
             right += odd * WARP;
             odd = 1 - odd;
@@ -197,16 +198,16 @@ template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int t
     const int lane = (int) threadIdx.x % WARP, q = (int) threadIdx.x / WARP;
     const int c = lane % 16; // a lane reads of cell 16 * q + c, and gives its bytes to the lanes that multiply them
     const uint8_t * tile = s.k + lane / 16 * to_second + 4 * c;
-    uint32_t *      room = s.turn + q * 4 * TURN_PITCH;
+    uint32_t *      room = s.exchange + q * 4 * EXCHANGE_PITCH;
     uint32_t *      give = room + c % 8 * 4 + lane / 16 * 2 + c / 8;
-    const Sixteen * take = reinterpret_cast<const Sixteen *>(room + lane % 4 * TURN_PITCH + lane / 4 * 4);
+    const Sixteen * take = reinterpret_cast<const Sixteen *>(room + lane % 4 * EXCHANGE_PITCH + lane / 4 * 4);
 
     Choices before;
 #pragma unroll 1
     for (int i = 1; i >= 0 && s.keys->on_path; --i) {
         uint32_t x = 0;
         read_choices(s.keys->before[i], tile, [&](auto at) { x = at(q); });
-        before = { s.keys->before[i].turned ? x << 8 | x >> 28 | (x >> 20 & 16) : x, before.one };
+        before = { s.keys->before[i].wrapped ? x << 8 | x >> 28 | (x >> 20 & 16) : x, before.one };
     }
 #pragma unroll 1
     for (int i = 0; i < s.keys->n; ++i) {
@@ -216,7 +217,7 @@ template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int t
     }
 }
 
-// Adds what halves give: dot products of query rows q, of lane % 4 of G, with four cells' halves.
+// Adds the products of halves: dot products of query rows q, of lane % 4 of G, with four cells' halves.
 template <int F>
 __device__ inline void add_halves(const Shared<F> & s, const float * q, int64_t width, int G, int to_second,
                                   float (&sum)[F][MOST_TILES][2]) {
@@ -244,7 +245,7 @@ __device__ inline void add_halves(const Shared<F> & s, const float * q, int64_t 
 // A row's softmax, of the cells so far and of those at hand.
 struct Softmax {
     float m = -INFINITY, z = 0.0f;
-    float keep;         // of what has been summed
+    float keep;         // factor on the earlier sums
     float factor;       // of twice a sum of integers
     float plain_factor; // of plain weights
 };
@@ -337,7 +338,7 @@ __device__ inline void add_values(const Shared<F> & s, const Runs & runs, int to
 #pragma unroll 1
     for (int i = 1; i >= 0 && runs.on_path; --i) {
         const Place place = runs.before[i];
-        read_choices(place, tile + 8 * (place.turned ? (j + 7) % 8 : j), [&](auto at) {
+        read_choices(place, tile + 8 * (place.wrapped ? (j + 7) % 8 : j), [&](auto at) {
 #pragma unroll
             for (int q = 0; q < QUARTERS; ++q) {
                 before[q] = { at(q), before[q].one };

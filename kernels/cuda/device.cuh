@@ -1,7 +1,7 @@
-// device.cuh: what every kernel file needs: launches, warp sums, halves, asynchronous copies.
+// device.cuh: common to all kernel files: launches, warp sums, halves, asynchronous copies.
 //
-// Kernels take their shared memory from one dynamic block (Carve), and use only what tests/kernels/emulated declares:
-// tests run them on the CPU that way.
+// Kernels allocate their shared memory from one dynamic block (Carve), and use only the functions that
+// tests/kernels/emulated declares, so that tests can run them on the CPU.
 #pragma once
 
 #include "ops.h"
@@ -81,7 +81,7 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
-// The largest of all threads' x, in all of them. room: [WARPS] floats that nobody else uses until the next barrier.
+// The maximum of all threads' x, in all threads. room: [WARPS] floats, reserved until the next barrier.
 __device__ inline float block_max(float x, float * room) {
     x = warp_max(x);
     if (threadIdx.x % WARP == 0) {

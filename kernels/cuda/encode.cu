@@ -1,8 +1,8 @@
 // encode.cu: c = E x - offset, quantized as kernels/ref/encode.cpp and trellis.cpp define, and the rows in half precision.
 // One block per token, KV head and side (K or V).
 //
-// A byte of a tile can hold codes of four cells, which other blocks may write at the same time; no two cells share a bit.
-// So bits are exchanged atomically, a word at a time. Scale codes and halves have bytes of their own.
+// A byte of a tile can have codes of four cells, which other blocks may write at the same time; no two cells share a
+// bit. So the kernel exchanges bits atomically, a word at a time. Scale codes and halves have separate bytes.
 #include "exact.cuh"
 #include "tiles.cuh"
 
@@ -83,7 +83,7 @@ __device__ int choose_scale(const HeadCodec & codec, const float * c, float * ro
     return best;
 }
 
-// What the search of the path needs, in shared memory.
+// Shared memory of the search of the path.
 struct Search {
     Octets        octets;
     const float * c;     // [rank]
@@ -100,7 +100,7 @@ struct Search {
     __device__ int coefficient(int t) const { return 8 * octet(t) + t / octets.n_path; }
 };
 
-// Of each subset of the levels at place t the nearest to the coefficient, and in error [STATES] what it leaves.
+// The nearest level to the coefficient of place t in each subset of the levels, and its error in error [STATES].
 __device__ uint32_t nearest(const Search & search, int t, float s, float * error) {
     const Octet octet = search.octets.octet[search.octet(t)];
     const float c     = search.c[search.coefficient(t)];
@@ -166,7 +166,7 @@ __device__ float least_of(const float (&cost)[STATES]) {
     return fminf(fminf(cost[0], cost[1]), fminf(cost[2], cost[3]));
 }
 
-// It begins in state 0, with what the lane before ended with at least.
+// A lane starts in state 0 with the least final cost of the lane before.
 __device__ void begin_lane(float (&cost)[STATES]) {
     cost[0] = least_of(cost);
     cost[1] = cost[2] = cost[3] = INFINITY;
@@ -272,7 +272,7 @@ template <bool LANES> __device__ void find_path(const Search & search, float s) 
     }
 }
 
-// Of the word at `at` the bits of `mask`, which no other thread changes, become those of `bits`.
+// Sets the bits of `mask` in the word at `at` to those of `bits`; no other thread changes these bits.
 __device__ void put(uint8_t * at, uint32_t bits, uint32_t mask) {
     auto * word = reinterpret_cast<unsigned *>(at);
     atomicXor(word, (*const_cast<const volatile unsigned *>(word) ^ bits) & mask);

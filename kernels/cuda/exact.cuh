@@ -1,4 +1,4 @@
-// exact.cuh: the keys that a token sees exactly.
+// exact.cuh: the keys that a token attends to exactly.
 #pragma once
 
 #include "mask.cuh"
@@ -10,18 +10,18 @@ __device__ inline int64_t exact_width(const Layer & l) {
     return (int64_t) l.n_head_kv * (l.d_k + (l.latent ? 0 : l.d_v));
 }
 
-// Where a head's value begins in such a row.
+// Offset of a head's value in such a row.
 __device__ inline int64_t exact_value(const Layer & l, int h) {
     return l.latent ? 0 : (int64_t) l.n_head_kv * l.d_k + h * l.d_v;
 }
 
-// The cell of the key in a window slot of the token's sequence; -1: the token does not see it exactly.
+// The cell of the key in a window slot of the token's sequence; -1: the token does not attend to it exactly.
 __device__ inline int32_t slot_cell(const Combine & b, int64_t token, int64_t slot) {
     const SlotRow & key = b.slots[slot];
     return key.pos >= 0 && is_exact(b.a, key.pos, b.a.tokens[token].pos) ? key.cell : -1;
 }
 
-// That of token `other` of this ubatch, of the same stream.
+// The same for token `other` of this ubatch, in the same stream.
 __device__ inline int32_t fresh_cell(const Combine & b, int64_t token, int64_t other) {
     const TokenRow & key = b.a.tokens[other];
     return key.pos >= 0 && is_exact(b.a, key.pos, b.a.tokens[token].pos) ? key.cell : -1;

@@ -1,6 +1,6 @@
 // levels.cuh: codes of an octet (tiles.h) as bytes for tensor cores, eight at a time: those of registers q and q + 4 at one
 // place of their bytes, a word each. Up to 4 bits they become nibbles of one word first, register q in the lower ones:
-// nibbles are what prmt chooses bytes by. So bytes come out in the order
+// prmt selects bytes by nibbles. The resulting order of bytes is
 //   out[0]   q: byte 0, q + 4: byte 0, q: byte 1, q + 4: byte 1
 //   out[1]   the same of bytes 2 and 3
 #pragma once
@@ -105,7 +105,7 @@ template <int BITS, typename Line> __device__ inline uint32_t choices_of(const L
 struct Levels {
     uint64_t table[2]; // up to 4 bits: bytes of the codes with choice 0 before; of 2 bits, of codes and choices
     uint32_t choices;  // NIBBLES on a path, else 0
-    uint32_t turn;     // byte 1: what changes a byte with choice 1 before, up to 4 bits
+    uint32_t flip;     // byte 1: xor mask for a byte with choice 1 before, up to 4 bits
     int      zero;     // a byte stands for byte - zero / 2 steps
 };
 
@@ -169,7 +169,7 @@ __device__ inline void read_levels(const Line & line, int q, const Levels & leve
             if (BITS == 4) { // bytes below 128: 0 from the table that the code is not in
                 byte |= choose(levels.table[1], (index ^ 8 * NIBBLES) >> 16 * i);
             }
-            out[i] = BITS == 2 ? byte : byte ^ choose(levels.turn, 0, before.one >> 16 * i);
+            out[i] = BITS == 2 ? byte : byte ^ choose(levels.flip, 0, before.one >> 16 * i);
         }
         before = { codes & levels.choices, before.one };
         return;

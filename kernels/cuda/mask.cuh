@@ -5,8 +5,8 @@
 
 namespace subkv::cuda {
 
-// attend adds to a logit the mask's value times the head's slope; -INFINITY: the token does not see the cell, or sees
-// it exactly.
+// attend adds the mask's value times the head's slope to a logit; -INFINITY: the cell is masked, or the token attends
+// to it exactly.
 __device__ inline float mask_value(const Attend & a, int64_t at) {
     return a.mask_half ? from_half(((const uint16_t *) a.mask)[at]) : ((const float *) a.mask)[at];
 }

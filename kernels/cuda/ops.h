@@ -4,13 +4,14 @@
 // nor synchronise, so that they can be captured into a CUDA graph. A stream is a cudaStream_t. Functions return nullptr
 // or an error message.
 //
-// Cells lie in tiles (subkv/tiles.h). Those of a layer's heads follow each other; every tile begins at a multiple of 16 bytes.
+// Cells are stored in tiles (subkv/tiles.h). The tiles of a layer's heads are contiguous; every tile starts at a
+// multiple of 16 bytes.
 //
-// Numbers: codes are those of kernels/ref, bit for bit for the same coefficients. The decode kernel of attend rounds
-// projected queries (times band ratios) to QUERY_STEP of a query row's largest, and weights exp(l - m) times the scale of
-// the value to WEIGHT_STEP of the largest weight times the largest scale; half a step is the error of each. The tile
-// kernel rounds queries, coefficients and weights to halves, relative to the largest of a query row, tile, and 1.
-// Everything else is f32.
+// Precision: codes are bit-identical to kernels/ref for the same coefficients. The decode kernel of attend rounds
+// projected queries (times band ratios) to QUERY_STEP of a query row's largest, and weights exp(l - m) times the scale
+// of the value to WEIGHT_STEP of the largest weight times the largest scale; each error is at most half a step. The
+// tile kernel rounds queries, coefficients and weights to halves, relative to the largest of a query row, of a tile,
+// and to 1. All other arithmetic is f32.
 #pragma once
 
 #include "subkv/batch.h"
@@ -22,15 +23,15 @@ namespace subkv::cuda {
 
 constexpr float QUERY_STEP    = 1.0f / 32639.0f; // two signed bytes: 127 * 256 + 127
 constexpr float WEIGHT_STEP   = 1.0f / 65535.0f; // two bytes
-constexpr int   DECODE_GROUP  = 8;               // query rows up to which the decode kernel is used
-constexpr int   DECODE_HEAD   = 256;             // d up to which it is: shared memory holds no more
+constexpr int   DECODE_GROUP  = 8;               // maximum query rows of the decode kernel
+constexpr int   DECODE_HEAD   = 256;             // maximum d of the decode kernel: limit of shared memory
 constexpr int   DECODE_BLOCKS = 4;               // of it on a multiprocessor (docs/gpu.md)
 constexpr int   MATRIX_ROWS   = 16;              // that tensor cores multiply at once
 
 // One coded layer.
 struct Layer {
-    // [n_head_kv], their matrices on the device, in halves, from multiples of 32 bytes on; behind the last row of decode
-    // are zeros up to a multiple of MATRIX_ROWS rows
+    // [n_head_kv], with matrices on the device, in halves, at multiples of 32 bytes; zeros follow the last row of
+    // decode up to a multiple of MATRIX_ROWS rows
     const HeadCodec *        k;
     const HeadCodec *        v;        // [n_head_kv]
     const int64_t *          k_offset; // [n_head_kv] byte where the head's tile starts in that of all heads
@@ -38,7 +39,7 @@ struct Layer {
     const float *            gamma; // [n_head_kv]
     const uint16_t * const * mean;  // [n_head_kv] -> [d_k] half, nullptr: keys are not centred
     const float *            slope; // [n_head] of the mask; ones without ALiBi
-    unsigned long long *     n_bad; // rows with coefficients that are not finite are counted here
+    unsigned long long *     n_bad; // counter of rows with non-finite coefficients
     int32_t                  n_head_kv, n_group, d_k, d_v;
     int32_t                  width_k, width_v;         // largest ranks
     int32_t                  row_bytes_k, row_bytes_v; // largest rows of a head
@@ -78,7 +79,7 @@ struct Attend {
     const int32_t *  cell_pos; // [n_stream][n_kv]
     const TokenRow * tokens;   // [n_tokens]
     int32_t          n_sink, n_recent;
-    int64_t          n_kv; // of a stream; the last tile is there in full
+    int64_t          n_kv; // of a stream; the last tile is complete in memory
     int64_t          n_stream, n_tps;
     int64_t          split, n_split; // cells per split, whole tiles
     float *          m;              // [n_split * n_head_kv * n_tokens * n_group]
@@ -102,7 +103,7 @@ struct Combine {
 
 // The rows of a prompt for flash attention on halves, which replaces attend and combine: keys and values of a stream's
 // cells, from their codes (D_k c times gamma plus the mean, D_v c), then the exact rows of n_slots window slots, then
-// those of the ubatch's own tokens, then zeros. A token's mask shows it either a cell's row or its exact row, as in
+// those of the ubatch's own tokens, then zeros. A token's mask selects either a cell's row or its exact row, as in
 // combine's softmax.
 struct Prompt {
     Combine    c;       // its sources, without queries and results of c.a
@@ -134,20 +135,21 @@ const char * prompt_mask(const Prompt & args, void * stream); // mask
 // Waits until all streams of a device are idle.
 const char * wait(int device);
 
-// One token per stream, at most DECODE_GROUP query heads of a KV head, and tiles that fit into the device's shared memory;
-// not of a latent layer.
+// true: the decode kernel applies: one token per stream, at most DECODE_GROUP query heads per KV head, tiles that fit
+// the device's shared memory, no latent layer.
 bool suits_decode(const Attend & args);
 
-// Heads of whole matrices, in tiles that fit into the device's shared memory; not of a latent layer.
+// true: the kernels for prompts apply: head sizes are multiples of the matrix size, tiles fit the device's shared
+// memory, no latent layer.
 bool suits_prompt(const Layer & layer, int device);
 
-// Blocks of attend_decode that a device runs at once, about: DECODE_BLOCKS per multiprocessor.
+// Approximate number of concurrent blocks of attend_decode on a device: DECODE_BLOCKS per multiprocessor.
 int64_t n_at_once(int device);
 
-// Bytes of shared memory that attend needs beyond those of the device; 0: none.
+// Bytes of shared memory that attend needs beyond the device's; 0: none.
 size_t lacks_shared(const Layer & layer, int device);
 
-// attend with a chosen kernel, for tests and measurements; it reads the queries that project_queries has projected.
+// attend with a given kernel, for tests and measurements; it reads the output of project_queries.
 const char * project_queries(const Attend & args, void * stream);
 const char * attend_decode(const Attend & args, void * stream); // suits_decode
 const char * attend_tiles(const Attend & args, void * stream);

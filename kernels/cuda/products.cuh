@@ -1,6 +1,6 @@
 // products.cuh: products of bytes by tensor cores, m8n8k16 on sm_75, larger ones from sm_80 on.
 //
-// Of a product of 8 rows and 8 columns, 16 deep, lane l of the warp holds
+// In a product of 8 rows and 8 columns with depth 16, lane l of the warp has
 //   left    row l / 4, depths 4 * (l % 4) to + 3: the bytes of a word, signed
 //   right   column l / 4, the same depths
 //   sum     row l / 4, columns 2 * (l % 4) and + 1

@@ -80,7 +80,7 @@ __device__ void decode_tile(const HeadCodec & codec, const Shared & s, bool valu
                 for (int e = 0; e < SIDE / 2; ++e) {
                     const float at = mean == nullptr ? 0.0f : from_half(mean[j + first + e]);
                     const float y  = fmaf(gamma * s.bound[c], room[lane / 2 * SIDE + first + e], at);
-                    // finite, since a weight of zero multiplies it where nobody sees the cell
+                    // finite, because a weight of zero multiplies it in masked cells
                     halves.x[e] = __float2half_rn(fminf(fmaxf(y, -65504.0f), 65504.0f));
                 }
                 *reinterpret_cast<Halves *>(out + (int64_t) c * d + j + first) = halves;

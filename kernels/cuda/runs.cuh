@@ -1,5 +1,5 @@
-// runs.cuh: a head's bands as the decode kernel goes through them: octets of one width in a row, so that all that depends on
-// the width is outside of its loops.
+// runs.cuh: a head's bands in the order of the decode kernel: runs of octets of one width, so that code that depends on
+// the width is outside its loops.
 #pragma once
 
 #include "levels.cuh"
@@ -23,11 +23,11 @@ struct alignas(8) Run {
     __device__ uint32_t kind() const { return what >> 9; } // 1 << bits
 };
 
-// An octet whose codes decide on the levels of later ones; turned: of those of the next lane (trellis.h).
+// An octet whose codes determine levels of later octets; wrapped: of octets in the next lane (trellis.h).
 struct alignas(4) Place {
     uint16_t at;
     uint8_t  kind; // 1 << bits
-    bool     turned;
+    bool     wrapped;
 };
 
 // Octets of a head that follow each other, without those of no bits.
@@ -46,8 +46,8 @@ __device__ inline Place place_of(const HeadCodec & codec, int place) {
     for (int b = 0; b < codec.n_bands; ++b) {
         n_path += on_path(codec, codec.bands[b]) ? codec.bands[b].n / 8 : 0;
     }
-    const bool turned = place < 0;
-    int        left   = turned ? place + n_path : place;
+    const bool wrapped = place < 0;
+    int        left    = wrapped ? place + n_path : place;
 #pragma unroll 1
     for (int b = 0; b < codec.n_bands; ++b) {
         const Band & band = codec.bands[b];
@@ -55,7 +55,7 @@ __device__ inline Place place_of(const HeadCodec & codec, int place) {
             continue;
         }
         if (left < band.n / 8) {
-            return { (uint16_t) (TILE * (band.offset + left * band.bits)), (uint8_t) (1 << band.bits), turned };
+            return { (uint16_t) (TILE * (band.offset + left * band.bits)), (uint8_t) (1 << band.bits), wrapped };
         }
         left -= band.n / 8;
     }

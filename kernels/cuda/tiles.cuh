@@ -1,5 +1,5 @@
-// tiles.cuh: a head's tile as kernels read it, an octet at a time (kernels/include/subkv/tiles.h has the format). Codes on
-// a path (trellis.h) become levels as they are read, four in a word: bytes like codes of 8 bits.
+// tiles.cuh: reads a head's tile, an octet at a time (format: kernels/include/subkv/tiles.h). Reading converts codes on
+// a path (trellis.h) to levels, four in a word: bytes like codes of 8 bits.
 #pragma once
 
 #include "device.cuh"
@@ -97,7 +97,7 @@ __device__ inline void read_choices(int bits, const uint8_t * octet, int quarter
 }
 
 // The choices before place 0 are those of the last places of the lane before: lane j of a key's words becomes j + 1.
-__device__ inline void turn_lanes(uint32_t (&choice)[2]) {
+__device__ inline void rotate_lanes(uint32_t (&choice)[2]) {
     const uint32_t low = choice[0];
     choice[0]          = low << 8 | choice[1] >> 24;
     choice[1]          = choice[1] << 8 | low >> 24;
@@ -113,7 +113,7 @@ __device__ inline void choices_at(const Octets & octets, const uint8_t * tile, i
     const Octet octet = octets.at_place(place);
     read_choices(octet.bits, tile + octet.at(), cell / 16, 4 * (cell % 16), choice);
     if (place < 0) {
-        turn_lanes(choice);
+        rotate_lanes(choice);
     }
 }
 
@@ -128,8 +128,8 @@ __device__ inline void choices_at(const Octets & octets, const uint8_t * tile, i
     read_choices(octet.bits, tile + octet.at(), quarter, 8 * (place < 0 ? (j + 7) % 8 : j), choice);
 }
 
-// Bytes of `table`, eight of them, that the low four bits of four bytes choose; with the highest of these bits, 0 where
-// that byte of the table is below 128.
+// Looks up four bytes in `table` (eight bytes): the low three bits of each byte are the index; if bit 3 is set, the
+// result is 0 where the table's byte is below 128.
 __device__ inline uint32_t look_up(uint64_t table, uint32_t bytes) {
     const uint32_t pairs = bytes | bytes >> 4; // two nibbles each in bytes 0 and 2
 #if defined(__CUDA_ARCH__)
@@ -148,13 +148,13 @@ __device__ inline uint32_t look_up(uint64_t table, uint32_t bytes) {
 #endif
 }
 
-// By how much four magnitudes k, a byte each, are beyond `bend`; 0 where they are not.
+// max(k - bend, 0) for four magnitudes k, a byte each.
 template <int bend> __device__ inline uint32_t beyond(uint32_t k) {
     const uint32_t above = (k | 128 * ONES) - bend * ONES, is = above & 128 * ONES;
     return above & (is - (is >> 7));
 }
 
-// What to_levels adds to magnitudes first to first + 7, a byte each.
+// The numbers that to_levels adds to magnitudes first to first + 7, a byte each.
 __host__ __device__ constexpr uint64_t widened(int32_t bits, int32_t first) {
     uint64_t table = 0;
     for (int32_t i = 0; i < 8; ++i) {
@@ -188,7 +188,7 @@ template <int BITS> __device__ inline uint64_t to_levels(uint64_t codes, uint64_
            to_levels<BITS>((uint32_t) codes, (uint32_t) one, (uint32_t) two);
 }
 
-// As read_codes; on a path levels plus 128, and choices move on by a place.
+// Like read_codes; on a path returns levels plus 128 and advances the choices by a place.
 template <int BITS, typename Word>
 __device__ inline void read_bytes(bool on_path, const uint8_t * octet, int quarter, int at, Word (&one)[2],
                                   Word (&two)[2], Word (&bytes)[2]) {

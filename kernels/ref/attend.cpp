@@ -2,8 +2,8 @@
 //   logit(t,g,c) = cap(q[t*n_group+g] . k(c) + shift[t*n_group+g]) + slope[g]*bias[t][c]
 //   cap(x) = softcap > 0 ? softcap*tanh(x/softcap) : x;  no shift over exact keys
 //   m' = max(m, max_c logit);  z' = z exp(m - m') + sum_c exp(logit - m');  acc' = acc exp(m - m') + sum_c exp(..) v(c)
-// bias = -INFINITY leaves a cell out: it is not even looked at. A query row that sees nothing keeps its state.
-// m is a float between calls, so m' is rounded to float before it is used.
+// bias = -INFINITY excludes a cell: its bytes are not read. A query row without visible cells keeps its state.
+// m is a float between calls, so m' is rounded to float before its first use.
 #include "half.h"
 #include "rows.h"
 

@@ -1,19 +1,20 @@
-// encode.cpp: c = E x - offset, quantized into rows, and these into tiles.
+// encode.cpp: quantizes c = E x - offset to rows, and writes them to tiles.
 //   x [n][ldx] f32 | E [rank][d] half | offset [rank] f32 or none | row of token t: a cell of a tile
 //
 // Scale code. With r_j = |c_j| / (ratio * (2^b - 1)/2) over the quantized bands, k0 is the smallest code in 1..255
-// with SCALES[k0] >= max r_j, i.e. nothing clips (255 if even that one clips). Candidates k0, k0-1, ...,
+// with SCALES[k0] >= max r_j, i.e. without clipping (255 if all codes clip). Candidates k0, k0-1, ...,
 // k0 - SCALE_CANDIDATES_BELOW, not below 1; the least sum of squared coefficient errors wins, ties to the larger.
 //   step = s * ratio;  u = clamp(round(c/step + (2^b - 1)/2), 0, 2^b - 1), round half to even
 //   error = c - step * (u - (2^b - 1)/2)
-// Where the codes are a path (trellis.h), trellis.cpp has the rest: the scale code is searched from this one on, and the
-// bands on the path get its codes. A head with 16-bit bands only gets SCALE_ONE. A 16-bit coefficient beyond half's range saturates at +-65504: rows
-// hold finite numbers only. A row with a non-finite coefficient, or all zero, is a zero row (every byte 0).
+// For codes on a path (trellis.h), trellis.cpp continues: it searches the scale code around this one and finds the
+// codes of the bands on the path. A head with 16-bit bands only gets SCALE_ONE. A 16-bit coefficient beyond half's
+// range is clamped to +-65504: rows contain finite numbers only. A row with a non-finite coefficient, or all zero, is a
+// zero row (every byte 0).
 //
-// Guarantee: the bytes are a function of the f32 coefficients alone, the same in every version. That is why the
-// fused multiply-adds are explicit and the error is summed in eight lanes (coefficient j in lane j % 8) in this
-// order: a compiler may contract or reorder nothing that matters. The coefficients themselves may differ between
-// versions in the last bits of E x; it is rounded to f32 before the offset is subtracted.
+// Guarantee: the bytes depend only on the f32 coefficients and are the same in every version. Therefore fused
+// multiply-adds are explicit, and the error is summed in eight lanes (coefficient j in lane j % 8) in this order, so
+// that a compiler can neither contract nor reorder relevant operations. The coefficients may differ between versions in
+// the last bits of E x, which is rounded to f32 before the offset is subtracted.
 #include "half.h"
 #include "rows.h"
 #include "subkv/trellis.h"

@@ -1,4 +1,4 @@
-// gather.cpp: cells of a list as tiles of their own, from tiles or from rows.
+// gather.cpp: copies a list of cells to new tiles, from tiles or from rows.
 #include "octets.h"
 #include "subkv/ops.h"
 
@@ -10,7 +10,7 @@ namespace subkv {
 
 namespace {
 
-// Place of byte i of memory in a qword.
+// Shift of memory byte i in a qword.
 int32_t byte_of(int32_t i) {
     const uint16_t one = 1;
     uint8_t        low;
@@ -44,7 +44,7 @@ int32_t moves(int32_t bits, int32_t rho, int32_t new_rho, Moved * out) {
 
 constexpr int32_t MOST_MOVES = 9;
 
-// Of keys a cell's codes are two dwords of every octet, of values a byte of each of eight qwords. `to` has zeros there.
+// Copies a cell's codes: keys: two dwords per octet; values: one byte in each of eight qwords. `to` has zeros there.
 void move_keys(const Band & band, const uint8_t * from, int32_t c, uint8_t * to, int32_t place) {
     const size_t size = (size_t) band.bits * LINE;
     for (int32_t half = 0; half < 8; half += 4) {
@@ -149,7 +149,7 @@ void gather_cells(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_s
 
 namespace {
 
-// Bytes of eight codes into the octet's registers, where they are those of cell c.
+// Writes the bytes of eight codes to their places for cell c in the octet's registers.
 void put_eight(bool value, const uint8_t * codes, int32_t c, Line * registers) {
     auto * to = (uint8_t *) registers;
     if (!value) {
@@ -162,7 +162,7 @@ void put_eight(bool value, const uint8_t * codes, int32_t c, Line * registers) {
     }
 }
 
-// A tile of rows; nullptr: a zero row. codes: room for TILE * codec.rank.
+// Builds a tile from rows; nullptr: a zero row. codes: scratch of TILE * codec.rank bytes.
 void fill_tile(const HeadCodec & codec, const uint8_t * const * row, uint8_t * codes, uint8_t * tile) {
     for (int32_t c = 0; c < TILE; ++c) {
         tile[c] = row[c] == nullptr ? 0 : row[c][0];

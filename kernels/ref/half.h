@@ -6,7 +6,7 @@
 
 namespace subkv::ref {
 
-// `static`: this header is also read by files with other ISA flags, whose copy must not be the one that is linked.
+// `static`: files with other ISA flags also include this header, and the linker must not pick their copy.
 static inline float half_to_float(uint16_t h) {
     const uint32_t sign     = (uint32_t) (h & 0x8000) << 16;
     const uint32_t exponent = (h >> 10) & 31;
@@ -36,7 +36,7 @@ static inline uint16_t float_to_half(float x) {
     std::memcpy(&bits, &x, sizeof(bits));
     const uint16_t sign = (uint16_t) ((bits >> 16) & 0x8000);
     const uint32_t mag  = bits & 0x7fffffffu;
-    if (mag > 0x7f800000u) { // NaN: quiet, payload kept as far as it fits
+    if (mag > 0x7f800000u) { // NaN: quiet, with the part of the payload that fits
         return (uint16_t) (sign | 0x7e00 | ((mag >> 13) & 0x3ff));
     }
     if (mag >= 0x477ff000u) { // >= 65520 rounds to infinity
@@ -52,7 +52,7 @@ static inline uint16_t float_to_half(float x) {
     const uint32_t rest     = mantissa & ((1u << drop) - 1);
     const uint32_t middle   = 1u << (drop - 1);
     const uint32_t up       = rest > middle || (rest == middle && (kept & 1) != 0) ? 1 : 0;
-    // `kept` still holds the leading one of a normal number, hence the exponent is one less; carries come out right
+    // `kept` includes the leading one of a normal number, so the exponent is one less; carries are then correct
     const uint32_t base = e >= 113 ? (uint32_t) (e - 113) << 10 : 0;
     return (uint16_t) (sign | (base + kept + up));
 }

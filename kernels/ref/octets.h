@@ -6,12 +6,12 @@
 
 namespace subkv {
 
-// 64 bytes as words: loops over them are of fixed length, and compilers make registers of them.
+// 64 bytes as words: loops over them have a fixed length, so compilers use vector registers.
 struct alignas(LINE) Line {
     uint64_t word[LINE / 8];
 };
 
-// OR of bits [in_shift, in_shift + width) of every byte of `in` as bits from out_shift on.
+// ORs bits [in_shift, in_shift + width) of every byte of `in` to the bits from out_shift on.
 inline void add_bits(const Line & __restrict in, int32_t in_shift, Line & __restrict out, int32_t out_shift,
                      int32_t width) {
     const uint64_t mask = (uint64_t) -1 / 255 * ((1u << width) - 1);

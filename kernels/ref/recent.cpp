@@ -1,4 +1,4 @@
-// recent.cpp: rows of the exact window in integers. The definition is in recent.h.
+// recent.cpp: rows of the exact window in integers. Definition: recent.h.
 #include "subkv/recent.h"
 
 #include "half.h"

@@ -25,11 +25,11 @@ uint32_t code(const uint8_t * planes, int32_t n, int32_t bits, int32_t j);
 void     put_code(uint8_t * planes, int32_t n, int32_t bits, int32_t j, uint32_t u); // into zeros
 void     dequantize_row(const HeadCodec & codec, const uint8_t * row, float * c);
 
-// Squared error of coefficients c [rank] in bands of more than `beyond` bits, but not of 16, at scale s without a trellis.
+// Squared error of coefficients c [rank] at scale s without a trellis, in bands of more than `beyond` bits except 16.
 float squared_error(const HeadCodec & codec, const float * c, float s, int32_t beyond);
 
-// Of codecs with a path (trellis.cpp; find_path is in trellis.h): the scale code for c, where `middle` is the best one
-// without; levels [rank] of the codes on it, others stay.
+// For codecs with a path (trellis.cpp; find_path is in trellis.h). Scale code for c; `middle`: the best code without a
+// path. levels [rank] of the codes on the path; other entries stay unchanged.
 int32_t choose_path_scale(const HeadCodec & codec, const float * c, int32_t middle);
 void    path_levels(const HeadCodec & codec, const uint8_t * code, int32_t * level);
 

@@ -1,4 +1,4 @@
-// tiles.cpp: the tile format (tiles.h), one cell at a time, and rows by way of tiles.
+// tiles.cpp: the tile format (tiles.h), one cell at a time, and row functions on top of tiles.
 //   row [row_bytes] <-> cell c of a tile [TILE * row_bytes]: the same scale code, codes and halves at other places
 #include "subkv/tiles.h"
 
@@ -13,8 +13,8 @@ namespace subkv {
 
 namespace {
 
-// Bits [out_shift, out_shift + width) of n bytes of `out` become bits [in_shift, in_shift + width) of those of `in`;
-// eight bytes at a time where there are.
+// Copies bits [in_shift, in_shift + width) of n bytes of `in` to bits [out_shift, out_shift + width) of `out`, eight
+// bytes at a time if possible.
 template <typename Word>
 void move_word(const uint8_t * in, int32_t in_shift, uint8_t * out, int32_t out_shift, int32_t width) {
     const auto mask = (Word) ((Word) -1 / 255 * ((1u << width) - 1));
@@ -162,8 +162,8 @@ void tile_to_row(const HeadCodec & codec, const uint8_t * tile, int64_t cell, ui
 
 namespace {
 
-// out = a0 b0 a1 b1 ... of 16 bytes each. Of a loop compilers make no interleaving instructions, and it takes three times
-// as long.
+// out = a0 b0 a1 b1 ... of 16 bytes each. Compilers do not vectorize a loop for this with interleaving instructions; it
+// takes three times as long.
 inline void interleave(const uint8_t * a, const uint8_t * b, uint8_t * out) {
 #if defined(__clang__) || __GNUC__ >= 12
     typedef uint8_t Bytes __attribute__((vector_size(16)));
@@ -182,9 +182,9 @@ inline void interleave(const uint8_t * a, const uint8_t * b, uint8_t * out) {
 #endif
 }
 
-// One half of an octet's registers of keys, four of 16 cells, to the same of values: its 8 bytes of each.
-// The place of a byte in 32 of keys is cell (3 bits), coefficient (2); in values coefficient, cell: three turns by a bit,
-// each of which interleaves the upper half with the lower.
+// Converts one half of an octet's key registers (four of 16 cells) to value registers (8 bytes of each). In 32 bytes of
+// keys the index of a byte is cell (3 bits), coefficient (2 bits); in values coefficient, cell. Three rotations of the
+// index by one bit convert it; each interleaves the upper half with the lower.
 void turn(const Line * keys, Line * values, int32_t half) {
     for (int32_t rho = 0; rho < 8; ++rho) {
         const uint8_t *     from = (const uint8_t *) (keys + rho / 2) + 32 * (rho % 2);

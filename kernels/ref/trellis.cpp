@@ -1,9 +1,9 @@
 // trellis.cpp: rows whose codes are paths through a trellis (subkv/trellis.h).
-//   c [rank] f32 | code, index [rank]: of the coefficients on the path, others stay
+//   c [rank] f32 | code, index [rank]: for coefficients on the path, other entries stay unchanged
 //
-// Scale code. With `middle`, the one that is best without a trellis (encode.cpp), the codes k from
-// middle - TRELLIS_BELOW on, TRELLIS_TRIED of them, within 1..255: the least cost wins, ties to the smaller code.
-//   cost = squared error of bands that are not on the path + cost of the best path with free ends, a sum in f32
+// Scale code. `middle`: the best code without a trellis (encode.cpp). Candidates: TRELLIS_TRIED codes from
+// middle - TRELLIS_BELOW on, within 1..255; the least cost wins, ties to the smaller code.
+//   cost = squared error of bands outside the path + cost of the best path with free ends, a sum in f32
 //
 // Errors. At a place of coefficient c, step = s * level_step, and in each subset of the levels, i % 4 = q, the nearest:
 //   y = c * (1 / step),  P = sign(y) min_n (a_n |y| + b_n)  (trellis_line; n = 0 is |y| itself)
@@ -12,12 +12,12 @@
 //
 // Path. Viterbi: cost[w] after place t is the least cost of a path that ends in state w. Branch x from state p costs e_q^2
 // of q = 2 (x ^ p / 2) + p % 2; of two branches into a state the one from the smaller state wins a tie.
-//   free ends     every state begins with 0, and the least state at the end counts
-//   PATH_CIRCLE   in the end each of the four states is tried as both ends of the path; ties to the smaller state
-//   PATH_LANES    also in the search: a lane begins in state 0 with what the lane before ended with at least
+//   free ends     every state starts with cost 0, and the least final cost counts
+//   PATH_CIRCLE   the final path tries each of the four states as its start and end; ties to the smaller state
+//   PATH_LANES    also in the search: a lane starts in state 0 with the least final cost of the lane before
 //
-// As in encode.cpp the bytes are a function of the f32 coefficients: every operation is rounded as it is written here, and
-// fused multiply-adds are explicit.
+// As in encode.cpp the bytes depend only on the f32 coefficients: every operation is rounded as written here, and fused
+// multiply-adds are explicit.
 #include "subkv/trellis.h"
 
 #include "rows.h"
@@ -83,7 +83,7 @@ struct Places {
     const Place * end() const { return at + n; }
 };
 
-// Of each subset of the levels the nearest to c, and the error that it leaves.
+// The nearest level to c in each subset of the levels, and its error.
 struct Nearest {
     int32_t index[STATES];
     float   error[STATES];
@@ -124,7 +124,7 @@ void begin_lane(float * cost) {
     std::fill_n(cost + 1, STATES - 1, INF);
 }
 
-// cost after one more place. taken: whether the branch into a state is from the larger of two states.
+// Updates `cost` by one place. taken: true if the branch into a state comes from the larger of two states.
 void extend(const Nearest & choice, float * cost, bool * taken) {
     float next[STATES];
     for (int32_t w = 0; w < STATES; ++w) { // from states w >> 1 and w >> 1 | 2

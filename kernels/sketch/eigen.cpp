@@ -10,7 +10,7 @@
 
 namespace subkv {
 
-// In four lanes: an order that is fixed, and that a compiler can vectorize without reordering anything.
+// Sums in four lanes: a fixed order that a compiler can vectorize without reordering.
 static double dot(const double * a, const double * b, int64_t n) {
     double  lane[4] = {};
     int64_t i       = 0;
@@ -88,7 +88,7 @@ static void tridiagonalize(double * a, double * d, double * e, int64_t n) {
     }
 }
 
-// Length of (x, y). Not std::hypot: glibc 2.35 gave it a new version, and libraries would not load on 2.34 (RHEL 9).
+// Length of (x, y). Not std::hypot: glibc 2.35 has a new symbol version, and libraries would not load on 2.34 (RHEL 9).
 static double length(double x, double y) {
     const double large = std::max(std::fabs(x), std::fabs(y));
     const double ratio = large > 0.0 ? std::min(std::fabs(x), std::fabs(y)) / large : 0.0;
@@ -98,7 +98,7 @@ static double length(double x, double y) {
 // QL on the tridiagonal matrix; rows of z [n][n] are rotated along: those of Q^T become eigenvectors.
 static bool ql(double * d, double * e, double * z, int64_t n) {
     const double eps   = std::numeric_limits<double>::epsilon();
-    double       scale = 0.0; // negligible is what is small against the largest entries so far, as in tql2
+    double       scale = 0.0; // largest entries so far; much smaller ones are negligible, as in tql2
     for (int64_t l = 0; l < n; ++l) {
         scale = std::max(scale, std::fabs(d[l]) + std::fabs(e[l]));
         for (int32_t iteration = 0;; ++iteration) {
@@ -114,7 +114,7 @@ static bool ql(double * d, double * e, double * z, int64_t n) {
             }
             double g = (d[l + 1] - d[l]) / (2.0 * e[l]);
             double r = length(g, 1.0);
-            g        = d[m] - d[l] + e[l] / (g + std::copysign(r, g)); // d_m less the shift
+            g        = d[m] - d[l] + e[l] / (g + std::copysign(r, g)); // d_m minus the shift
             double s = 1.0, c = 1.0, p = 0.0;
             bool   split = false;
             for (int64_t i = m - 1; i >= l; --i) {
@@ -122,7 +122,7 @@ static bool ql(double * d, double * e, double * z, int64_t n) {
                 const double b = c * e[i];
                 r              = length(f, g);
                 e[i + 1]       = r;
-                if (r == 0.0) { // the matrix falls apart here: start over with the smaller part
+                if (r == 0.0) { // the matrix splits here: restart with the smaller part
                     d[i + 1] -= p;
                     e[m]  = 0.0;
                     split = true;
@@ -161,7 +161,7 @@ bool eigen_symmetric(double * a, double * w, int64_t n) {
         }
         largest = std::max(largest, std::fabs(a[i]));
     }
-    // a power of two near the largest entry: squares neither overflow nor vanish, and scaling is exact
+    // a power of two near the largest entry: squares neither overflow nor underflow, and scaling is exact
     const int exponent = largest > 0.0 ? std::ilogb(largest) : 0;
     for (int64_t i = 0; i < n * n; ++i) {
         a[i] = std::ldexp(a[i], -exponent);

@@ -3,12 +3,12 @@
 //     COVARIANCE          upper triangle of sum w^2 x x^T, row by row      [d (d + 1)/2]
 //     FREQUENT_DIRECTIONS w-scaled rows S                                  [2l][d], the first `fill` in use
 //     OJA                 U, then the energy along its rows                [l][d], [l]
-// Weights: with a decay g < 1, row number t counts g^(T - t) after T rows. Instead of multiplying the state with g at
-// every row, rows grow: row t enters with w_t = g^(-t/2), and everything is divided by w when it is large.
+// Weights: with a decay g < 1, row number t has weight g^(T - t) after T rows. Instead of multiplying the state by g at
+// every row, row t enters with the factor w_t = g^(-t/2), and the state is divided by w when w is large.
 //
 // Frequent Directions (Liberty 2013; papers/online-subspace-projection.md §5, §8): when all 2l rows are in use, S = W
-// diag(s) V^T; the squares s_i^2 lose delta = s_(l+1)^2, and the l first rows sqrt(s_i^2 - delta) v_i^T stay. A shrink
-// errs by at most delta in norm and takes at least (l + 1) delta of energy, hence the bound.
+// diag(s) V^T; a shrink subtracts delta = s_(l+1)^2 from the squares s_i^2 and keeps the l first rows sqrt(s_i^2 -
+// delta) v_i^T. Its error is at most delta in norm, and it removes at least (l + 1) delta of energy, hence the bound.
 // Oja (papers/ojakv.md): U <- U + eta (x - U y) y^T, y = U^T x, Gram-Schmidt every OJA_PERIOD rows. x is divided by the
 // rms norm of the stream so far, and eta by max(1, ||x||^2) of that: eta ||x||^2 <= 1 keeps the rule stable on outliers.
 #include "subkv/sketch.h"
@@ -80,7 +80,7 @@ void shrink(const SketchParams & p, Header & h, float * s) {
     gram_of(s, h.fill, d, gram.data());
     h.fill = std::min<int64_t>(p.rows, d);
     if (!eigen_symmetric(gram.data(), squares.data(), d)) {
-        h.fill = 0; // squares beyond f64: no finite rows give them
+        h.fill = 0; // squares beyond f64: impossible with finite rows
         return;
     }
     const double delta = p.rows < d ? std::max(squares[(size_t) p.rows], 0.0) : 0.0;
@@ -92,7 +92,7 @@ void shrink(const SketchParams & p, Header & h, float * s) {
     }
 }
 
-// Modified Gram-Schmidt on rows [n][d], twice over; a row that vanishes becomes what is left of a unit vector.
+// Modified Gram-Schmidt on rows [n][d], applied twice; an orthogonalized unit vector replaces a row that vanishes.
 template <typename T> void orthonormalize(T * u, int64_t n, int64_t d, int64_t first = 0) {
     int64_t unit = 0; // next unit vector to try
     for (int64_t i = first; i < n; ++i) {
@@ -115,7 +115,7 @@ template <typename T> void orthonormalize(T * u, int64_t n, int64_t d, int64_t f
             for (int64_t j = 0; j < d; ++j) {
                 left += (double) u[i * d + j] * (double) u[i * d + j];
             }
-            if (left > 1e-6 * before) { // false for 0, too; unit vectors pass: one of d - i is left by 1/d at least
+            if (left > 1e-6 * before) { // false for 0, too; one of d - i unit vectors always keeps at least 1/d
                 const double inverse = 1.0 / std::sqrt(left);
                 for (int64_t j = 0; j < d; ++j) {
                     u[i * d + j] = (T) (inverse * (double) u[i * d + j]);
@@ -171,11 +171,11 @@ void absorb_oja(const SketchParams & p, const Header & h, const float * x, doubl
     }
 }
 
-// Divides all weights by the present one.
+// Divides all weights by the current one.
 void rescale(const SketchParams & p, Header & h, float * s) {
     const double square = 1.0 / (h.weight * h.weight);
     const double factor = p.kind == SketchKind::FREQUENT_DIRECTIONS ? 1.0 / h.weight : square;
-    // OJA: U has no weight, the energies behind it have
+    // OJA: U has no weight, but the energies behind it do
     const size_t first = p.kind == SketchKind::OJA ? (size_t) p.rows * (size_t) p.d : 0;
     for (size_t i = first; i < values(p); ++i) {
         s[i] = (float) (factor * (double) s[i]);
@@ -213,12 +213,12 @@ void absorb_row(const SketchParams & p, Header & h, float * s, const float * x, 
     h.weight /= std::sqrt((double) p.decay);
 }
 
-// w of the latest row: what weights are relative to when they are read.
+// w of the latest row: read functions divide weights by it.
 double latest(const SketchParams & p, const Header & h) {
     return h.count > 0 ? h.weight * std::sqrt((double) p.decay) : 1.0;
 }
 
-// U by energy, then a completion that shares what U misses.
+// U by energy, then a completion that shares the energy outside U.
 void top_of_oja(const SketchParams & p, const Header & h, const float * u, double * rows, double * energy) {
     const int64_t        d = p.d, l = p.rows;
     const float *        along = u + l * d;
@@ -273,7 +273,7 @@ size_t sketch_bytes(const SketchParams & p) {
 void sketch_init(const SketchParams & p, void * state) {
     std::memset(state, 0, sketch_bytes(p));
     header(state).weight = 1.0;
-    if (p.kind == SketchKind::OJA) { // any start but an orthogonal one will do: the first coordinates
+    if (p.kind == SketchKind::OJA) { // any start not orthogonal to the rows works: the first coordinates
         for (int64_t i = 0; i < p.rows; ++i) {
             body(state)[i * p.d + i] = 1.0f;
         }

@@ -1,11 +1,11 @@
-// attend.glsl: ROWS query rows of a KV head over the coded cells of a split. A workgroup takes a tile at a time: logits,
-// one thread per cell; then sums of values, COEFFICIENTS of them per thread. Codes are read once for all rows.
+// attend.glsl: ROWS query rows of a KV head over the coded cells of a split. A workgroup processes a tile at a time:
+// logits, one thread per cell; then sums of values, COEFFICIENTS per thread. It reads codes once for all rows.
 //
-// keys.glsl and values.glsl: nothing is rounded beyond f32. INTEGER_DOT, keys_dot.glsl and values_dot.glsl: queries and
-// weights are rounded to two bytes each, as in kernels/cuda/decode.cuh, and multiplied with four levels at a time.
+// keys.glsl and values.glsl: all arithmetic is f32. INTEGER_DOT, keys_dot.glsl and values_dot.glsl: queries and weights
+// are rounded to two bytes each, as in kernels/cuda/decode.cuh, and multiplied by four levels at a time.
 //
-// Loops over rows and coefficients are to be unrolled: what they index is registers, and a driver that keeps them as
-// loops picks every register by a cascade of comparisons.
+// Loops over rows and coefficients must be unrolled: they index registers, and in a real loop a driver selects every
+// register by a cascade of comparisons.
 #include "tables.glsl"
 
 layout(local_size_x = 64) in; // TILE
@@ -98,7 +98,7 @@ void main() {
         const uint k_tile = p.k_tiles_at + stream * p.k_stream + c0 / TILE * p.k_stride + k_head;
         const uint v_tile = p.v_tiles_at + stream * p.v_stream + c0 / TILE * p.v_stride + v_head;
         float      logit[ROWS];
-        float      scale = 0.0; // of the value, where somebody sees it
+        float      scale = 0.0; // of the value, 0 if all rows mask it
         if (seen) {
             dots(h, k_tile, me, first, n_rows, logit);
             scale = row_scale(v_tiles[v_tile + me / 4] >> 8 * (me % 4) & 255u);

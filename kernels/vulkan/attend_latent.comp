@@ -1,10 +1,10 @@
 #version 450
 // attend_latent.comp: attend.glsl's op for a layer of latent attention, whose values are the first coefficients of its
-// keys. A workgroup takes ROWS query rows and a tile at a time. CHUNK coefficients of all cells are decoded into shared
-// memory and multiplied with the queries; then they are decoded again and summed up by weights. The sums stay in `partial`:
-// no device has registers for ROWS times 512.
+// keys. A workgroup processes ROWS query rows and a tile at a time. It decodes CHUNK coefficients of all cells to
+// shared memory and multiplies them by the queries; then it decodes them again and adds them with the weights. The sums
+// stay in `partial`, because no device has registers for ROWS times 512.
 //
-// Nothing is rounded beyond f32. Shared memory stays below 16 KiB, which every device has.
+// All arithmetic is f32. Shared memory stays below 16 KiB, which every device supports.
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require // as in attend.glsl
 #include "tables.glsl"
@@ -33,7 +33,7 @@ shared float xs[CHUNK * PITCH];
 shared float qs[ROWS * CHUNK];
 shared float weights[ROWS * TILE]; // logits before
 shared float tops[ROWS * PARTS];
-shared float keep[ROWS]; // what the sums so far are multiplied with
+shared float keep[ROWS]; // factor on the earlier sums
 shared uint  visible[TILE / 32]; // a bit of every cell that some row sees
 
 // Coefficients from `first` on, CHUNK of them, of all cells.

@@ -1,4 +1,4 @@
-// attend_sources.glsl: the buffers of attend and where things begin in them, for attend.glsl and attend_latent.comp. After
+// attend_sources.glsl: the buffers of attend and the offsets in them, for attend.glsl and attend_latent.comp. After
 // tables.glsl.
 #ifndef PARTIAL_ACCESS
 #    define PARTIAL_ACCESS writeonly

@@ -157,7 +157,7 @@ void main() {
         w                = m == -INFINITY ? 0.0 : exp(m - top);
         z                = z * w + exp(sink - top);
     }
-    w = z > 0.0 ? w / z : 0.0; // a token that may see nothing gets zeros
+    w = z > 0.0 ? w / z : 0.0; // a token without visible keys gets zeros
     [[unroll]] for (uint x = 0; x < PER_THREAD; ++x) {
         const uint j = me + x * THREADS;
         if (j < d_v) {

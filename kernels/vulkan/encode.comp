@@ -2,8 +2,8 @@
 // encode.comp: c = E x - offset, quantized as kernels/ref/encode.cpp and trellis.cpp define, and the rows in half
 // precision. One workgroup per token, KV head and side (K or V).
 //
-// A word of a tile holds codes of several cells, which other workgroups may write at the same time; no two cells share
-// a bit. So bits are cleared and set atomically.
+// A word of a tile has codes of several cells, which other workgroups may write at the same time; no two cells share a
+// bit. So the shader clears and sets bits atomically.
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
 #define TABLES_ACCESS
@@ -144,7 +144,7 @@ Place place_of(Head head, uint t) {
     return Place(octet, octet.first + t / head.n_path);
 }
 
-// Of each subset of the levels the nearest to the place's coefficient, a byte each, and the errors that they leave.
+// The nearest level to the place's coefficient in each subset of the levels, a byte each, and their errors.
 uint nearest(Place place, float s, out vec4 error) {
     const uint    bits = place.octet.bits;
     const float   x    = c[place.coefficient];
@@ -202,7 +202,7 @@ uint least_state(vec4 cost) {
     return least;
 }
 
-// Before place t: a lane begins in state 0, with what the lane before ended with at least.
+// Before place t: a lane starts in state 0 with the least final cost of the lane before.
 bool begins_lane(Head head, uint t) {
     return PATH_LANES != 0 && t % head.n_path == 0;
 }
@@ -418,7 +418,7 @@ void main() {
 
     const uint at = p.fresh_at + token * exact_width() + (value ? exact_value(h) : h * tables[D_K]) / 2;
     for (uint j = me; j < head.d / 2; j += THREADS) {
-        uint pair = head.mean != 0 ? tables[head.mean + j] : 0; // what a row that is not finite becomes
+        uint pair = head.mean != 0 ? tables[head.mean + j] : 0; // replaces a non-finite row
         if (x_finite) {
             pair = to_half(clamp(xs[2 * j], -HALF_MAX, HALF_MAX)) |
                    to_half(clamp(xs[2 * j + 1], -HALF_MAX, HALF_MAX)) << 16;

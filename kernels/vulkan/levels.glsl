@@ -17,7 +17,7 @@ uint n_terms(uint bits) {
     return n_fields(bits, 7);
 }
 
-// By how much four magnitudes k, a byte each, are beyond `bend`; 0 where they are not.
+// max(k - bend, 0) for four magnitudes k, a byte each.
 uint beyond(uint k, uint bend) {
     const uint above = k + (128 - bend) * ONES, is = above & 128 * ONES;
     return above & (is - (is >> 7));

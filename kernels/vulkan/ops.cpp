@@ -13,7 +13,7 @@ namespace {
 
 constexpr uint32_t MAX_ROWS         = 8;     // of attend's workgroup
 constexpr uint32_t MAX_ACCUMULATORS = 40;    // of attend's thread: rows times coefficients, which are registers
-constexpr int64_t  MAX_GROUPS       = 65535; // of a dimension: what every device has
+constexpr int64_t  MAX_GROUPS       = 65535; // per dimension; every device supports it
 constexpr int32_t  MAX_DOT          = 256;   // coefficients: sums of products fit 32 bits, and shared memory 16 KiB
 
 uint32_t bits_of(float x) {

@@ -1,14 +1,14 @@
 // ops.h: the ops of a coded layer on a Vulkan device. Host side: no Vulkan header is needed to call them.
 //
 // An op becomes one dispatch or two (subkv/vulkan_dispatch.h). Shaders read words: every place and stride below is a
-// multiple of 4 bytes, but the mask's where it holds halves.
+// multiple of 4 bytes, except for a mask in halves.
 //
-// Cells lie in tiles (subkv/tiles.h), those of a layer's heads after each other.
+// Cells are stored in tiles (subkv/tiles.h); the tiles of a layer's heads are contiguous.
 //
-// Numbers: codes are those of kernels/ref for the same coefficients, bit for bit where the device divides and fuses as
-// IEEE has it. Everything else is f32, and nothing is rounded beyond it, but where attend multiplies bytes: queries are
-// rounded to 1/32639 of the largest, times the steps of bands, and weights to 1/65535 of a tile's largest one times the
-// largest scale there, as in kernels/cuda.
+// Precision: codes are bit-identical to kernels/ref for the same coefficients if the device's division and fused
+// operations follow IEEE. All other arithmetic is f32, except where attend multiplies bytes: queries are rounded to
+// 1/32639 of the largest, times the steps of bands, and weights to 1/65535 of a tile's largest one times the tile's
+// largest scale, as in kernels/cuda.
 #pragma once
 
 #include "subkv/ops.h"
@@ -25,8 +25,8 @@ struct Place {
     uint64_t     at     = 0;       // bytes
 };
 
-// A layer's tables, which its shaders read besides tensors. In words; the first counts rows with coefficients that are
-// not finite.
+// A layer's tables, which its shaders read besides tensors. In words; the first one counts rows with non-finite
+// coefficients.
 struct LayerTables {
     std::vector<HeadCodec>        k, v;               // [n_head_kv]
     std::vector<int64_t>          k_offset, v_offset; // byte where the head's tile starts in that of all heads
@@ -53,7 +53,7 @@ struct Layer {
     bool    latent;           // values are the first d_v elements of keys, and have no tiles; one KV head
 };
 
-// Words of packed queries that attend needs for every query row, after its other scratch; 0: it multiplies floats.
+// Words of packed queries that attend needs per query row, after its other scratch; 0: it multiplies floats.
 int64_t packed_words(const Layer & layer);
 
 // k, v [n_tok] rows of heads -> codes of `cells`, all different, and both rounded to half precision in `fresh`
@@ -84,7 +84,7 @@ struct Attend {
     bool    mask_half;
     Place   cell_pos; // [n_stream][n_kv]
     Place   tokens;   // [n_tokens] TokenRow (subkv/batch.h)
-    int64_t n_kv;     // of a stream; the last tile is there in full
+    int64_t n_kv;     // of a stream; the last tile is complete in memory
     int64_t n_stream, n_tps;
     int64_t split, n_split; // cells per split, whole tiles; splits
     // all in one buffer

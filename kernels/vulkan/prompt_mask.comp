@@ -1,6 +1,6 @@
 #version 450
-// prompt_mask.comp: which of a prompt's rows (prompt_rows.comp, prompt_exact.comp) a token sees: of every key it sees its
-// code's row or its exact one.
+// prompt_mask.comp: the mask of a prompt's rows (prompt_rows.comp, prompt_exact.comp): of every visible key a token
+// attends to either the coded row or the exact row.
 #extension GL_GOOGLE_include_directive : require
 #include "tables.glsl"
 

@@ -1,7 +1,7 @@
 #version 450
-// prompt_rows.comp: what a prompt's flash attention, which is ggml's, reads of coded cells: D c of a tile of keys or
-// values, times gamma plus the mean for keys, as halves. Each cell is decoded once for all tokens of a batch. A workgroup
-// takes 64 elements of all cells of a head's tile.
+// prompt_rows.comp: decodes cells for ggml's flash attention of a prompt: D c of a tile of keys or values, for keys
+// times gamma plus the mean, as halves. It decodes each cell once for all tokens of a batch. A workgroup computes 64
+// elements of all cells of a head's tile.
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require // as in attend.glsl
 #include "tables.glsl"
@@ -32,7 +32,7 @@ uint word_of(bool value, uint at) {
 const bool PATH_LANES = false;
 #include "octets.glsl"
 
-// Finite, since a weight of zero multiplies it where nobody sees the cell.
+// Finite, because a weight of zero multiplies it in masked cells.
 uint half_of(float x) {
     return to_half(finite(x) ? clamp(x, -65504.0, 65504.0) : 0.0);
 }

@@ -1,9 +1,9 @@
 #version 450
 // quantize.comp: projected queries as pairs of signed bytes, for attend_dot.comp. A workgroup takes a query row.
 //
-// In units of a row's step, times the steps of bands: a word of the upper bytes and one of the lower bytes of every four
-// coefficients, then the step, and what the zeros of levels add up to (twice, modulo 2^32). Coefficients of 16 bits are
-// left out.
+// In units of a row's step, times the steps of bands: for every four coefficients a word of the upper bytes and one of
+// the lower bytes; then the step, and the sum of the levels' zeros (twice, modulo 2^32). Coefficients of 16 bits are
+// skipped.
 #extension GL_GOOGLE_include_directive : require
 #include "tables.glsl"
 

@@ -1,4 +1,4 @@
-// shaders.cpp: SPIR-V that glslc made of the .comp files, as C initializers in the build's folder.
+// shaders.cpp: SPIR-V of the .comp files; glslc writes it as C initializers to the build folder.
 #include "shaders.h"
 
 namespace subkv::vulkan {

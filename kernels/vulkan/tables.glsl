@@ -1,8 +1,7 @@
-// tables.glsl: what every shader needs: a layer's tables as make_tables() lays them out (ops.cpp), halves, scales,
-// tiles.
+// tables.glsl: common to all shaders: a layer's tables in the format of make_tables() (ops.cpp), halves, scales, tiles.
 //
-// Buffers are arrays of words, whatever lies in them: no feature beyond Vulkan 1.1's own is asked of a device, and no
-// size of subgroups is assumed. Offsets and strides are words, too, unless they say otherwise.
+// All buffers are arrays of words, so that a device needs no feature beyond Vulkan 1.1; no subgroup size is assumed.
+// Offsets and strides are in words, unless noted otherwise.
 #extension GL_GOOGLE_include_directive : require
 
 #ifndef TABLES_ACCESS
@@ -89,7 +88,7 @@ float table_half(uint at, uint i) {
     return i % 2 == 0 ? pair.x : pair.y;
 }
 
-// The code that would stand for 0.
+// The (fractional) code of 0.
 float half_range(uint bits) {
     return 0.5 * float((1u << bits) - 1u);
 }
@@ -100,7 +99,7 @@ float row_scale(uint code) {
     return code == 0 ? 0.0 : uintBitsToFloat((code / 8 + 127 - SCALE_ONE / 8) << 23) * eighth;
 }
 
-// Of register rho of codes with `bits` (kernels/include/subkv/tiles.h): how many lines it lies in, and these.
+// The lines of register rho for codes with `bits` (kernels/include/subkv/tiles.h): their number, and each line.
 struct Field {
     uint line, shift, width, from;
 };

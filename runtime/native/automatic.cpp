@@ -39,7 +39,7 @@ int32_t number_of(const char * name, int32_t most) {
     return (int32_t) number;
 }
 
-// What the other variables say of a cache with these bases.
+// The request for a cache with these bases, from the other variables.
 CacheRequest request_of(const std::shared_ptr<const Layout> & layout) {
     const int32_t n_sink     = number_of("SUBKV_SINK", MAX_SINK);
     const int32_t n_recent   = number_of("SUBKV_RECENT", MAX_RECENT);
@@ -58,7 +58,7 @@ bool carries_bases(const std::string & model) {
     return present > 0;
 }
 
-// The file with the bases that a model has, "": none.
+// The file with a model's bases; "": none.
 std::string found_for(const std::string & model) {
     if (model.empty()) { // loaded from a stream or from memory
         return "";
@@ -104,8 +104,8 @@ bool has_coded_layer(const Layout & layout, const CacheDesc & desc) {
     return std::any_of(desc.layers.begin(), desc.layers.end(), [&](auto & layer) { return layout.layer(layer.il); });
 }
 
-// A program may open several models. The first one is that for which a file is named or coefficients are required; for
-// others an ordinary cache will do.
+// A program may load several models. SUBKV's file, and a required coefficient cache, apply to the first one; other
+// models may get an ordinary cache.
 std::atomic<bool> cache_made{ false };
 
 void report(const CacheDesc & desc, const Cache & cache, const std::string & file) {
@@ -147,7 +147,7 @@ std::shared_ptr<CacheHook> cache_asked(const CacheDesc & desc, const std::string
         return ordinary(desc, why);
     }
     const auto layout = layout_of(file);
-    // A wrong file is the user's mistake; another model than the one that the file belongs to is a second context.
+    // A wrong file for the first model is an error of the user; a later model with other shapes is just a second model.
     const std::string misfit = Cache::misfit(*layout, desc);
     if (!misfit.empty() && second) {
         return ordinary(desc, file + " belongs to another model");

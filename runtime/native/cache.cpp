@@ -50,7 +50,7 @@ void Cache::code(const CacheDesc & desc, const CacheRequest & request) {
             continue;
         }
         coded.push_back(layer);
-        // bases that follow the text are made from halves, which is what a GPU's kernels read, too
+        // adapted bases are computed from halves, as GPU kernels read them
         integers.push_back(layout_->recent_bits == RECENT_BITS && !chunked_ && !has_device_kernels(layer.buft));
         add_nodes(layer, layer.il, layer.n_head, *codec);
         for (const auto & reader : desc.readers) {
@@ -104,7 +104,7 @@ static void check_group(int32_t il, int32_t n_head, int32_t n_head_kv) {
 
 std::string Cache::misfit(const Layout & l, const CacheDesc & desc) {
     if (l.arch != desc.arch) {
-        return sentence("subkv.arch: bases made for the model's architecture \"%s\" expected, \"%.100s\" found",
+        return sentence("subkv.arch: bases for the model's architecture \"%s\" expected, \"%.100s\" found",
                         desc.arch.c_str(), l.arch.c_str());
     }
     if (l.n_layer != desc.n_layer) {
@@ -157,7 +157,7 @@ void Cache::check(const CacheDesc & desc) const {
             }
         }
         if (!ggml_backend_buft_is_host(layer.buft) && !has_device_kernels(layer.buft)) {
-            fail("layer %d: its cache would live on %s, for which there are no coefficient kernels in this "
+            fail("layer %d: its cache would be on %s, for which there are no coefficient kernels in this "
                  "build (-DGGML_CUDA=ON has NVIDIA's, -DGGML_VULKAN=ON others'); keep it on the CPU (-ngl 0, or "
                  "offload_kqv off)",
                  layer.il, ggml_backend_buft_name(layer.buft));
@@ -180,7 +180,7 @@ void Cache::check(const CacheDesc & desc) const {
         throw std::runtime_error(ops_error());
     }
     if (n_coded == desc.layers.size()) {
-        return; // bases for every layer of a model are good for those that keep rows
+        return; // a layout may have bases for layers without rows
     }
     for (const auto & codec : l.layers) {
         const auto same = [&](const LayerDesc & layer) { return layer.il == codec.il; };
@@ -198,7 +198,7 @@ size_t Cache::row_bytes(const LayerNodes & nodes, bool value) const {
     if (value && codec.latent) {
         return 0;
     }
-    const bool chunks = nodes.chunked && nodes.chunked->covers(value); // a byte for every head's
+    const bool chunks = nodes.chunked && nodes.chunked->covers(value); // one byte per head
     return (value ? codec.v_row_bytes : codec.k_row_bytes) + (chunks ? (size_t) codec.n_head_kv : 0);
 }
 
@@ -287,7 +287,7 @@ bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells
 bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const CellReader & cells) {
     clear_error(); // as in add()
 
-    if (n_stream_ == 1 && std::max(src, dst) < window_.n_seq()) { // elsewhere dst loses the cells that it has
+    if (n_stream_ == 1 && std::max(src, dst) < window_.n_seq()) { // in other caches dst loses its cells
         const int32_t pos = cells.doubled(src, dst, p0, p1);
         if (pos >= 0) {
             set_error("seq_cp: one token per position expected, sequence %d has its own at position %d where one of "
@@ -301,7 +301,7 @@ bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const Cel
     if (!window_.copy_seq(src, dst, p0, p1, replace)) {
         return false;
     }
-    if (chunked_) { // sequences have streams of their own (ChunkedBases::check), of the same number
+    if (chunked_) { // every sequence has the stream of its number (ChunkedBases::check)
         chunked_->copy((uint32_t) src, (uint32_t) dst);
     }
     return true;
@@ -309,8 +309,7 @@ bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const Cel
 
 void Cache::keep(int32_t seq, const CellReader & cells) {
     settle();
-    for (int32_t s = 0; s < window_.n_seq();
-         ++s) { // bases that follow the text belong to a stream, which has no other sequence
+    for (int32_t s = 0; s < window_.n_seq(); ++s) { // adapted bases belong to a stream, which has no other sequence
         if (s != seq && cells.stream_of(s) == cells.stream_of(seq)) {
             window_.forget(s);
         }
@@ -360,7 +359,7 @@ bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cell
 }
 
 bool Cache::add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) {
-    clear_error(); // who asked for a void function finds in it whether it was refused
+    clear_error(); // callers of void functions read the result from it
     if (chunked_) {
         set_error("seq_add: positions in this subkv cache cannot be shifted because its bases follow the text by "
                   "position; remove the sequence and decode it again with new positions, or use an ordinary cache type "
@@ -393,7 +392,7 @@ void Cache::build(const ShiftBuild & b) {
     auto & nodes = *nodes_[(size_t) b.il];
     if (!nodes.shifted) {
         build_shift_node(nodes, b);
-    } else { // by a graph that was stopped behind it; the next one still has this input and at least one node
+    } else { // a graph stopped after this node; the next graph still has this input and at least one node
         ggml_build_forward_expand(b.gf, ggml_dup(b.ctx, b.of_cells));
     }
 }
@@ -422,10 +421,10 @@ Inputs Cache::build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, i
 
 void Cache::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, uint32_t stream0,
                        const CellReader & cells) {
-    for (const auto & [il, rows] : in.shared) { // a graph without the last of them would leave the window as it was
+    for (const auto & [il, rows] : in.shared) { // a graph without the last reader would not store rows in the window
         GGML_ASSERT(rows.n_readers == 0);
     }
-    // inputs that no node reads are not allocated (no coded layer)
+    // ggml does not allocate inputs that no node reads (no coded layer)
     if (in.cell_pos->data) {
         const int64_t n_kv = in.cell_pos->ne[0];
         for (int64_t s = 0; s < in.cell_pos->ne[1]; ++s) {

@@ -1,4 +1,4 @@
-// cache.h: the coefficient cache of one context: which layers are coded, the exact window, and the graph nodes
+// cache.h: the coefficient cache of one context: its coded layers, the exact window, and the graph nodes
 // encode -> attend -> combine -> store_window that replace llama.cpp's K/V store and attention.
 #pragma once
 
@@ -18,27 +18,27 @@
 
 namespace subkv {
 
-// What the nodes of one coded layer need to know. Addresses are stable: graphs are kept and reused.
+// The data of one coded layer's nodes. Addresses are stable, because llama.cpp reuses graphs.
 struct LayerNodes {
     const LayerCodec *      codec;
     const Window *          window;
     ChunkedLayer *          chunked; // nullptr: bases are static
     std::atomic<uint64_t> * n_zero_rows;
     int32_t                 n_head;
-    int32_t                 owner;                 // whose rows these are: the layer itself, or the one that it reads
-    std::vector<float>      means;                 // [n_head_kv][d_k] that keys are coded less
-    int32_t                 n_readers      = 0;    // layers besides it that read its rows
+    int32_t                 owner;              // the layer that stores the rows: itself, or another one that it reads
+    std::vector<float>      means;              // [n_head_kv][d_k] means of keys, subtracted before coding
+    int32_t                 n_readers      = 0; // other layers that read its rows
     float                   scale          = 0.0f; // set when the graph is built, constant per model
     float                   softcap        = 0.0f;
     float                   max_alibi_bias = 0.0f;
     int64_t                 shift_first    = 0; // as in ShiftBuild
     bool                    shift_apart    = false;
     ggml_tensor *           shift_keys     = nullptr; // the K cache
-    bool                    by_rows        = false;   // its cells lie as rows, not in tiles (cells.h)
-    bool                    shifted        = false;   // keys have been rotated, perhaps not yet those of other layers
+    bool                    by_rows        = false;   // the cache stores rows, not tiles (cells.h)
+    bool                    shifted        = false; // this layer's keys are rotated; other layers' may still be pending
 
-    std::unique_ptr<DeviceLayer> device = nullptr; // of a cache on a GPU; nullptr: the CPU's nodes
-    ggml_backend_buffer_type_t   buft   = nullptr; // of that cache
+    std::unique_ptr<DeviceLayer> device = nullptr; // for a cache on a GPU; nullptr: CPU nodes
+    ggml_backend_buffer_type_t   buft   = nullptr; // of the cache on a GPU
 
     const WindowRows & window_rows() const { return window->rows(owner); }
     const float *      mean(int64_t h, bool value) const { return value ? nullptr : means.data() + h * codec->d_k; }
@@ -74,7 +74,7 @@ public:
     void          build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
                                 ggml_tensor * v, const Inputs & in, float scale) override;
 
-    // Why bases belong to another model than that of this cache; "": they fit.
+    // Reason why the bases do not belong to this cache's model; "": they do.
     static std::string misfit(const Layout & layout, const CacheDesc & desc);
 
     void                 stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const;
@@ -83,7 +83,7 @@ public:
     const Layout *       layout() const { return layout_.get(); }
     const ChunkedBases * chunked() const { return chunked_.get(); }
 
-    // subkv_read_rows; t: the K or V tensor of the layer, il coded, head one of its KV heads.
+    // subkv_read_rows; t: K or V tensor of the coded layer il; head: one of its KV heads.
     int64_t read(const CellReader & cells, const ggml_tensor * t, int32_t il, int64_t head, bool value, int32_t seq,
                  int32_t first, int64_t n, float * x, int32_t * chunk_of) const;
 
@@ -102,20 +102,20 @@ private:
                                    uint8_t * rows) const override;
     void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) override;
 
-    void        code(const CacheDesc & desc, const CacheRequest & request); // the layers that the layout has bases for
-    void        check(const CacheDesc & desc) const; // throws std::runtime_error when the layout does not fit the model
-    void        settle() const;                      // GPUs: before the host changes rows that a graph may still use
-    std::string identity() const;                    // of states
+    void code(const CacheDesc & desc, const CacheRequest & request); // selects the layers with bases in the layout
+    void check(const CacheDesc & desc) const; // throws std::runtime_error if the layout does not fit the model
+    void settle() const;                      // waits for GPUs, before the host changes rows that a graph may use
+    std::string identity() const;             // of states
     size_t      row_bytes(const LayerNodes & nodes, bool value) const;
     CacheFacts  facts_made() const;
-    // The layer whose rows il has or reads in this cache, -1: in another one.
+    // The layer that stores il's rows in this cache; -1: they are in another cache.
     int32_t owner(int32_t il) const;
-    // Makes the nodes of a layer that has, or reads, rows of `codec`.
+    // Creates the nodes of a layer that stores, or reads, rows of `codec`.
     void add_nodes(const LayerDesc & layer, int32_t il, int32_t n_head, const LayerCodec & codec);
 
     std::shared_ptr<const Layout> layout_;
     subkv_observer *              observer_;
-    std::map<int32_t, int32_t>    owners_; // layers of this cache, not those of a sliding half beside it: see owner()
+    std::map<int32_t, int32_t>    owners_; // of this cache's layers, without those of a sliding half: see owner()
     Window                        window_;
     uint32_t                      n_cells_;
     uint32_t                      n_stream_;

@@ -1,5 +1,5 @@
-// cache_rows.cpp: cells of a layer as rows, for states, whose format does not know of tiles.
-//   row: of all heads, then a byte of chunk for each where bases follow the text
+// cache_rows.cpp: converts cells of a layer to rows and back, for states, whose format has rows only.
+//   row: all heads, then one chunk byte per head with adapted bases
 #include "cache.h"
 
 #include <algorithm>
@@ -40,7 +40,7 @@ struct Part {
         size((size_t) ((first + n + TILE - 1) / TILE * TILE) * t->nb[1] - at) {}
 };
 
-// That part of a GPU's tensor.
+// The same part of a GPU's tensor.
 static std::vector<uint8_t> copy_of(const ggml_tensor * t, const Part & part) {
     std::vector<uint8_t> tiles(part.size);
     ggml_backend_tensor_get(t, tiles.data(), part.at, part.size);

@@ -1,4 +1,4 @@
-// cache_state.cpp: what a state is bound to, and the exact window and the bases that follow the text in it (hook.h).
+// cache_state.cpp: identity of a state, and its exact window and adapted bases (hook.h).
 #include "cache.h"
 #include "error.h"
 
@@ -9,8 +9,8 @@ namespace subkv {
 
 static constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '6' };
 
-// What a state is bound to besides its layout. n_seq: sequences of a whole-context state, 0 in one of a single sequence.
-// sides: whose bases follow the text, 1 K, 2 V; block: of positions coded together, 0 if none do; kinds: as Window::kinds().
+// Requirements of a state besides its layout. n_seq: sequences of a whole-context state, 0: state of one sequence.
+// sides: sides with adapted bases, 1 K, 2 V; block: positions coded together, 0: no adaptation; kinds: Window::kinds().
 struct StateWindow {
     int32_t  n_sink, n_recent, n_rollback, n_seq, sides, block;
     uint64_t kinds;

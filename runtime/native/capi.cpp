@@ -1,4 +1,4 @@
-// capi.cpp: attaching layouts and observers to the next context, and what a context can tell.
+// capi.cpp: attaches layouts and observers to the next context, and reports statistics of a context.
 #include "automatic.h"
 #include "capi.h"
 #include "error.h"
@@ -29,7 +29,7 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
     if (!pending.cache.layout && !pending.observer) {
         return pending.ordinary ? nullptr : automatic_cache(desc);
     }
-    if (!desc.none.empty()) { // who asked for a cache finds out, and cancels
+    if (!desc.none.empty()) { // the caller checks the context and cancels
         return nullptr;
     }
     const Pending request = std::move(pending);
@@ -65,7 +65,7 @@ const Cache * subkv::coding(llama_context * ctx, int32_t il, int32_t head_kv, in
     return cache;
 }
 
-// libllama calls it where SUBKV asks for a cache in a process that has not loaded libsubkv.
+// libllama calls it if SUBKV requests a cache and the process has not loaded libsubkv.
 extern "C" SUBKV_API void subkv_register(void) {
     llama_subkv_register(cache_new);
 }

@@ -11,7 +11,7 @@ using namespace subkv;
 
 namespace {
 
-// The codec of rows whose coefficients are given; false: error set.
+// A codec for given coefficients, without E and D; false: error set.
 bool codec_of(const char * function, const int32_t * bands, const float * ratio, int32_t n_bands, HeadCodec & codec) {
     if (!bands || !ratio || n_bands < 1 || n_bands > MAX_BANDS) {
         set_error("%s: bands: expected 1..%d bands and a ratio of each, found %d", function, MAX_BANDS,
@@ -83,8 +83,8 @@ bool subkv_decode_rows(const int32_t * bands, const float * ratio, int32_t n_ban
     if (!codec_of("subkv_decode_rows", bands, ratio, n_bands, codec) || !room_for("subkv_decode_rows", n, rows, c)) {
         return false;
     }
-    // the reference: other versions may round a coefficient differently, and what convert measures must not
-    // depend on the processor
+    // the reference: other versions may round a coefficient differently, and measurements of convert must not depend on
+    // the processor
     dequantize_rows(ops_ref(), codec, rows, n, c);
     return true;
 }

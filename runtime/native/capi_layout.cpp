@@ -1,4 +1,4 @@
-// capi_layout.cpp: section "layout" of subkv.h, and what research and tests ask a layout.
+// capi_layout.cpp: section "layout" of subkv.h, and functions of a layout for research and tests.
 #include "error.h"
 #include "ggml.h"
 #include "layout.h"

@@ -1,4 +1,4 @@
-// capi_tiles.cpp: the functions of ops.h beside struct Ops, and paths through a trellis, for tests (subkv_test.h).
+// capi_tiles.cpp: the free functions of ops.h, and paths through a trellis, for tests (subkv_test.h).
 #include "subkv/ops.h"
 #include "subkv/trellis.h"
 #include "subkv_test.h"

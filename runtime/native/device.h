@@ -1,5 +1,5 @@
-// device.h: coded layers whose cache lives on a GPU: runtime/native/cuda with -DGGML_CUDA=ON, runtime/native/vulkan with
-// -DGGML_VULKAN=ON, else device_none.cpp.
+// device.h: coded layers with a cache on a GPU. Implemented by runtime/native/cuda with -DGGML_CUDA=ON, by
+// runtime/native/vulkan with -DGGML_VULKAN=ON, else by device_none.cpp.
 #pragma once
 
 #include "hook.h"
@@ -14,43 +14,43 @@ struct LayerNodes;
 
 enum class NodeKind { ENCODE, ATTEND, COMBINE, STORE_WINDOW, PROMPT_ROWS, PROMPT_MASK };
 
-// What the nodes of one layer read besides tensors, in device memory. Addresses are stable.
+// Data in device memory that the nodes of one layer read besides tensors. Addresses are stable.
 class DeviceLayer {
 public:
     virtual ~DeviceLayer() = default;
 
-    // Called when a graph is built: slopes depend on what LayerNodes knows from then on.
+    // Called when a graph is built: slopes depend on fields of LayerNodes that are set then.
     virtual void     prepare()                     = 0;
     virtual void *   userdata(NodeKind kind)       = 0; // of device_op
     virtual int64_t  scratch(int64_t n_rows) const = 0; // floats that attend needs for n_rows query rows of all heads
-    virtual int64_t  n_at_once() const             = 0; // blocks of attend that the device runs at once, about
+    virtual int64_t  n_at_once() const             = 0; // approximate number of concurrent blocks of attend
     virtual uint64_t n_zero_rows() const           = 0;
-    virtual void     wait() const                  = 0; // until the device has done all that it was given
-    virtual size_t   max_range() const             = 0; // bytes that kernels can reach of one tensor
-    virtual bool     makes_rows() const            = 0; // has kernels for PROMPT_ROWS and PROMPT_MASK
+    virtual void     wait() const                  = 0; // until the device has finished all work
+    virtual size_t   max_range() const             = 0; // maximum bytes of one tensor that kernels can address
+    virtual bool     makes_rows() const            = 0; // true: it has kernels for PROMPT_ROWS and PROMPT_MASK
 
-    // Of a node whose sources are set: nullptr, or what its kernels expect that it does not have.
+    // Checks a node whose sources are set. nullptr, or the unmet requirement of its kernels.
     virtual const char * refusal(NodeKind kind, ggml_tensor * node) const = 0;
 };
 
-// Kernels that this build has for GPUs: "cuda", "vulkan", or nullptr.
+// GPU kernels in this build: "cuda", "vulkan", or nullptr.
 const char * device_kernels();
 
-// Whether they are for caches in that type of buffer.
+// true: they support caches in this type of buffer.
 bool has_device_kernels(ggml_backend_buffer_type_t buft);
 
-// Bytes that kernels can reach of one tensor there.
+// Maximum bytes of one tensor there that kernels can address.
 size_t device_max_range(ggml_backend_buffer_type_t buft);
 
-// Throws std::runtime_error when device memory is short.
+// Throws std::runtime_error if device memory is short.
 std::unique_ptr<DeviceLayer> make_device_layer(const LayerNodes & layer, ggml_backend_buffer_type_t buft);
 
-// The function of a device layer's nodes, by which its backend knows them.
+// The function of a device layer's nodes; its address identifies them to the backend.
 void device_op(ggml_tensor * dst, int ith, int nth, void * userdata);
 
 // DeviceLayer::userdata of a node; nullptr: another custom node.
 inline void * device_userdata(const ggml_tensor * t) {
-    struct { // ggml_custom_op_params, which ggml keeps to itself
+    struct { // ggml_custom_op_params, which is private to ggml
         ggml_custom_op_t fun;
         int              n_tasks;
         void *           userdata;
@@ -60,7 +60,7 @@ inline void * device_userdata(const ggml_tensor * t) {
     return t->op == GGML_OP_CUSTOM && params.fun == device_op ? params.userdata : nullptr;
 }
 
-// The first KV head of a PROMPT_ROWS node, kept behind what device_userdata reads.
+// The first KV head of a PROMPT_ROWS node, stored behind the fields that device_userdata reads.
 inline void set_first_head(ggml_tensor * t, int32_t head) {
     t->op_params[GGML_MAX_OP_PARAMS / sizeof(int32_t) - 1] = head;
 }

@@ -1,11 +1,11 @@
-// error.h: sentences of errors: the thread's last one, see subkv_last_error(), and exceptions.
+// error.h: error messages: the thread's last error (subkv_last_error()) and exceptions.
 #pragma once
 
 #include <cstdio>
 #include <exception>
 #include <string>
 
-#if defined(__MINGW_PRINTF_FORMAT) // C99's: Windows' own printf has no %zu there
+#if defined(__MINGW_PRINTF_FORMAT) // C99 format: Windows' own printf lacks %zu
 #    define SUBKV_FORMAT __attribute__((format(__MINGW_PRINTF_FORMAT, 1, 2)))
 #elif defined(__GNUC__)
 #    define SUBKV_FORMAT __attribute__((format(printf, 1, 2)))
@@ -19,12 +19,12 @@ SUBKV_FORMAT std::string sentence(const char * fmt, ...);
 
 SUBKV_FORMAT void set_error(const char * fmt, ...);
 
-// Sets the error and throws a std::runtime_error that says the same.
+// Sets the error and throws a std::runtime_error with the same message.
 [[noreturn]] SUBKV_FORMAT void fail(const char * fmt, ...);
 
 void clear_error();
 
-// body(), or `failed` with the error set: nothing may be thrown into C.
+// Returns body(), or on an exception `failed` with the error set: exceptions must not reach C code.
 template <typename T, typename F> T guarded(const char * subject, T failed, F body) {
     try {
         return body();

@@ -9,19 +9,19 @@
 #        include <vector>
 #        include <windows.h>
 
-// the file of this library in UTF-8, as ggml takes names of files; empty if Windows does not say
+// the path of this library in UTF-8, as in ggml; empty if Windows reports none
 static std::string this_library() {
     const DWORD flags = GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_UNCHANGED_REFCOUNT;
     HMODULE     here  = nullptr;
     if (!GetModuleHandleExW(flags, (LPCWSTR) (void *) &ggml_subkv_backend_folder, &here)) {
         return "";
     }
-    std::vector<wchar_t> wide(32768); // the longest name that Windows has
+    std::vector<wchar_t> wide(32768); // maximum path length of Windows
     const int            n = (int) GetModuleFileNameW(here, wide.data(), (DWORD) wide.size());
     if (n == 0 || n == (int) wide.size()) {
         return "";
     }
-    std::string path((size_t) n * 3, 0); // at most three bytes for a unit of UTF-16
+    std::string path((size_t) n * 3, 0); // at most three bytes per UTF-16 unit
     path.resize((size_t) WideCharToMultiByte(CP_UTF8, 0, wide.data(), n, &path[0], n * 3, nullptr, nullptr));
     return path;
 }

@@ -1,7 +1,7 @@
-// ggml-subkv-folder.h: where ggml looks for backends that are libraries of their own (GGML_BACKEND_DL). Part of libggml.
+// ggml-subkv-folder.h: the folder in which ggml searches for backend libraries (GGML_BACKEND_DL). Part of libggml.
 #pragma once
 
-// The folder of libggml itself; nullptr where it is not known, or where backends are linked: ggml's own search, in the
-// program's folder and in the current one. A Python process has neither near our libraries, and nobody expects that a
-// library in the current folder is run.
+// The folder of libggml; nullptr: unknown, or backends are linked, and ggml searches the program's folder and the
+// current folder. In a Python process neither folder has our libraries, and loading code from the current folder is
+// unsafe.
 const char * ggml_subkv_backend_folder();

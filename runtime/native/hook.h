@@ -1,5 +1,5 @@
-// hook.h: the boundary between libllama (llama-subkv.cpp, which sees llama.cpp's internals) and libsubkv (which sees
-// ggml and this file only). With nothing registered libllama behaves exactly as upstream.
+// hook.h: the boundary between libllama (llama-subkv.cpp, which uses llama.cpp's internals) and libsubkv (which uses
+// only ggml and this file). Without a registered hook libllama behaves exactly as upstream.
 #pragma once
 
 #include "ggml-backend.h"
@@ -17,7 +17,7 @@
 
 namespace subkv {
 
-constexpr int32_t MAX_POSITION = 1 << 30; // positions are below; sums of a few of a window's sizes then fit
+constexpr int32_t MAX_POSITION = 1 << 30; // exclusive; sums of a position and a few window sizes then fit an int32_t
 
 struct LayerDesc {
     int32_t                    il;
@@ -25,30 +25,30 @@ struct LayerDesc {
     int32_t                    n_head_kv;
     int32_t                    d_k; // head sizes
     int32_t                    d_v;
-    bool                       latent; // values are the first d_v elements of keys: one row for both
-    bool                       chosen; // tokens read cells that an indexer chooses
+    bool                       latent; // values are the first d_v elements of keys: one row stores both
+    bool                       chosen; // an indexer chooses the cells that a token reads
     ggml_backend_buffer_type_t buft;
 };
 
-// Elements of a token's K and V rows, of all heads; Layer: a LayerDesc or its codec.
+// Elements of a token's K and V rows, all heads; Layer: a LayerDesc or its codec.
 template <typename Layer> int64_t row_elements(const Layer & layer) {
     return (int64_t) layer.n_head_kv * (layer.d_k + (layer.latent ? 0 : layer.d_v));
 }
 
-// A layer without K and V rows of its own, which attends to those of another one, at its exact window, too.
+// A layer without own K and V rows: it attends to the rows and the exact window of another layer.
 struct ReaderDesc {
     int32_t il;
-    int32_t owner; // whose rows
+    int32_t owner; // the layer that stores the rows
     int32_t n_head;
 };
 
-// What the constructor of a K/V cache knows before it allocates anything.
+// Description of a K/V cache before its constructor allocates memory.
 struct CacheDesc {
     std::string             arch;
-    std::string             model_path;  // of its first file; empty: unknown, the model was read from a stream
-    std::string             unsupported; // why this cache cannot hold coefficients; empty: it can
-    std::string             unobserved;  // why its rows cannot be observed; empty: they can
-    std::string             none;        // why there is no K/V cache, of which the rest would tell; empty: there is one
+    std::string             model_path;  // first file; empty: unknown, the model comes from a stream
+    std::string             unsupported; // reason why this cache cannot store coefficients; empty: it can
+    std::string             unobserved;  // reason why an observer cannot read its rows; empty: it can
+    std::string             none; // reason why there is no K/V cache, other fields are unset; empty: there is one
     int32_t                 n_layer;
     uint32_t                n_cells; // per stream
     uint32_t                n_stream;
@@ -60,7 +60,7 @@ struct CacheDesc {
     ggml_type               type_v;
     std::vector<LayerDesc>  layers;
     std::vector<ReaderDesc> readers;
-    std::vector<int32_t>    recurrent; // layers that have a state instead of rows, or beside them
+    std::vector<int32_t>    recurrent; // layers with a recurrent state, with or without rows
 };
 
 struct PosCell {
@@ -68,24 +68,26 @@ struct PosCell {
     int32_t cell; // within the stream
 };
 
-// Cells as llama.cpp sees them. With M-RoPE all tokens of a picture have one position in time, and others in height and
-// width: cells whose three positions differ are a picture's. They are in no exact window, everybody reads their codes.
+// Cells of llama.cpp's cache. With M-RoPE all tokens of an image share one position in time and differ in height and
+// width: a cell belongs to an image if its three positions differ. No exact window has image cells; every token reads
+// their codes.
 class CellReader {
 public:
     virtual ~CellReader()                         = default;
     virtual uint32_t stream_of(int32_t seq) const = 0;
-    // positions of cells 0 .. n-1 of a stream, -1 where empty, MAX_POSITION, which no window reaches, of a picture's
+    // positions of cells 0 .. n-1 of a stream; -1: empty; MAX_POSITION, which no window reaches: image cell
     virtual void positions(uint32_t stream, uint32_t n, int32_t * out) const = 0;
-    // cells of a sequence with p0 <= pos < p1 but a picture's: at most one of a position
+    // cells of a sequence with p0 <= pos < p1 except image cells: at most one per position
     virtual void find(int32_t seq, int32_t p0, int32_t p1, std::vector<PosCell> & out) const = 0;
-    // all of them
+    // the same with image cells
     virtual void find_all(int32_t seq, int32_t p0, int32_t p1, std::vector<PosCell> & out) const = 0;
-    // does a cell of this sequence belong to another one, too?
+    // true: the cell also belongs to another sequence
     virtual bool shared(int32_t seq, int32_t cell) const = 0;
-    // largest position of a sequence outside [p0, p1), -1 when there is none
+    // largest position of a sequence outside [p0, p1); -1: none
     virtual int32_t max_pos_outside(int32_t seq, int32_t p0, int32_t p1) const = 0;
 
-    // First position in [p0, p1) where a copy of src would give dst a second cell beside one of its own; -1: none.
+    // First position in [p0, p1) at which dst has a cell that src does not share, so that a copy of src would add a
+    // second cell; -1: none.
     int32_t doubled(int32_t src, int32_t dst, int32_t p0, int32_t p1) const {
         std::vector<PosCell> copied, there;
         find_all(src, p0, p1, copied);
@@ -110,38 +112,40 @@ public:
     }
 };
 
-// A token of a batch: its position and the sequences it belongs to. `cell` is known once cells are assigned.
+// A token of a batch: its position and its sequences. `cell` is valid after llama.cpp has assigned cells.
 struct TokenDesc {
     int32_t         pos;
     int32_t         n_seq;
     const int32_t * seq;
     int32_t         stream;             // index among the streams of this ubatch
     int32_t         cell;               // within its stream
-    bool            in_picture = false; // as its cell, see CellReader
+    bool            in_picture = false; // image token, see CellReader
 };
 
-// What one coded layer's nodes leave to those of its readers, in one graph.
+// Tensors that the nodes of a coded layer share with the nodes of its readers, in one graph.
 struct SharedRows {
     ggml_tensor * fresh     = nullptr; // half-precision rows of the graph's own tokens
-    ggml_tensor * written   = nullptr; // codes are where attend reads them once this is there
-    int32_t       n_readers = 0;       // yet to come; behind the last one fresh rows go to the window
+    ggml_tensor * written   = nullptr; // dependency: after this node the cache has the codes
+    int32_t       n_readers = 0;       // readers not yet built; after the last one the window stores the fresh rows
 };
 
-// Input tensors of a graph that has coded or observed layers; filled before every run of the graph.
+// Input tensors of a graph with coded or observed layers; set_inputs fills them before every run of the graph.
 struct Inputs {
     ggml_tensor * cell_pos = nullptr; // I32 [n_kv, n_stream of the ubatch]: as CellReader::positions
     ggml_tensor * tokens   = nullptr; // I32 [4, n_tokens]: TokenRow (subkv/batch.h)
     ggml_tensor * slots    = nullptr; // I32 [3, n_slots]: SlotRow
-    // No input, but what the first coded layer of a graph makes of its mask for all others: the node named mask.
+    // Intermediate results that later layers of a graph reuse. The node "mask": the mask of coded cells, computed by
+    // the first coded layer.
     ggml_tensor * coded_mask = nullptr;
-    // Nor is this, of a prompt on a GPU: the mask of its rows, and which GPU's.
+    // The mask of a prompt's rows on a GPU, and the GPU's buffer type.
     ggml_tensor *              prompt_mask = nullptr;
     ggml_backend_buffer_type_t prompt_buft = nullptr;
-    // Nor are these: the mask of chosen cells, their list, and of which choice; layers that share one follow each other.
+    // The mask of chosen cells, their list, and the choice that both belong to; layers with the same choice are
+    // adjacent.
     ggml_tensor * chosen_mask  = nullptr;
     ggml_tensor * chosen_cells = nullptr;
     ggml_tensor * chosen       = nullptr;
-    // No input either: by il, of coded layers that have readers.
+    // By il, for coded layers with readers.
     std::map<int32_t, SharedRows> shared;
 };
 
@@ -151,16 +155,15 @@ struct AttnBuild {
     int32_t        il;
     ggml_tensor *  q;       // F32 [d_k, n_head, n_tokens]
     ggml_tensor *  k;       // F32 [d_k, n_head_kv, n_tokens]; nullptr: il reads another layer's rows
-    ggml_tensor *  v;       // F32 [d_v, n_head_kv, n_tokens]; nullptr: ditto, or a latent layer's
+    ggml_tensor *  v;       // F32 [d_v, n_head_kv, n_tokens]; nullptr: ditto, or a latent layer
     ggml_tensor *  k_cache; // I8 [row_bytes, n_cells, n_stream], see get_rows
-    ggml_tensor *  v_cache; // nullptr, as all of values: a latent layer's
+    ggml_tensor *  v_cache; // nullptr, like v_view and v_idxs: a latent layer
     ggml_tensor *  k_view;  // I8 [row_bytes, n_kv, streams of the ubatch]
     ggml_tensor *  v_view;
     ggml_tensor *  k_idxs; // I64 [n_tokens]: stream * n_cells + cell
     ggml_tensor *  v_idxs;
     ggml_tensor *  mask; // F32 or F16 [n_kv, n_tokens / streams, n, streams], n: 1 or n_head_kv
-    // I32 [n, n_tokens / streams, 1, streams]: cells that a token attends to, of those that the mask lets it see;
-    // nullptr: all
+    // I32 [n, n_tokens / streams, 1, streams]: cells that a token attends to if the mask permits; nullptr: all
     ggml_tensor * chosen;
     ggml_tensor * sinks; // F32 [n_head] or nullptr
     Inputs *      inputs;
@@ -174,12 +177,12 @@ struct ShiftBuild {
     ggml_cgraph *  gf;
     int32_t        il;
     ggml_tensor *  k_cache;   // I8 [row_bytes, n_cells, n_stream]
-    ggml_tensor *  of_cells;  // I32 [n_cells * n_stream] positions by which a key is still to be rotated
-    ggml_tensor *  of_slots;  // I32 [n_slots], nullptr where there are none
-    ggml_tensor *  distances; // I32 [n] the numbers in these, ascending; 0 only if it is the only one
-    ggml_tensor *  pairs;     // F32 [n_rot, 1, n] what rotations by so many positions make of pairs (1, 0)
-    int64_t        first;     // element of a head's key that is rotated first
-    bool           apart;     // a pair's second element lies n_rot / 2 behind its first, else next to it
+    ggml_tensor *  of_cells;  // I32 [n_cells * n_stream] pending rotation of a cell's key, in positions
+    ggml_tensor *  of_slots;  // I32 [n_slots] the same of window slots; nullptr: none
+    ggml_tensor *  distances; // I32 [n] distinct values of both, ascending; 0 only if it is the only one
+    ggml_tensor *  pairs;     // F32 [n_rot, 1, n] pairs (1, 0) rotated by each distance
+    int64_t        first;     // index of a key's first rotated element
+    bool           apart;     // a pair's second element is n_rot / 2 behind its first; false: next to it
 };
 
 class StateWriter {
@@ -196,38 +199,38 @@ public:
     virtual void read_tensor(ggml_tensor * t, size_t offset, size_t size) = 0;
 };
 
-// What is true of a cache as long as it lives.
+// Constant properties of a cache.
 struct CacheFacts {
     struct Layer {
-        size_t k = 0; // bytes of a cell's row, of another layer's for one that reads it; 0: the layer stays ordinary
-        size_t v = 0;
+        size_t k        = 0; // bytes of a cell's row (for a reader: of its owner's row); 0: the layer stays ordinary
+        size_t v        = 0;
         bool   observed = false;
     };
 
     bool        coded      = false; // false: rows stay ordinary, the layers are only observed
     bool        shifts     = true;  // positions may move
-    bool        goes_back  = true;  // an exact window of earlier fits the cells held now; false: bases follow the text
-    int32_t     n_sink     = 0;     // first tokens of a sequence that no shift may move
-    int32_t     n_rollback = -1;    // last tokens of a sequence that can be removed, whatever its length is; -1: all
+    bool        goes_back  = true;  // an earlier exact window fits the current cells; false: adapted bases
+    int32_t     n_sink     = 0;     // number of first tokens of a sequence that no shift may move
+    int32_t     n_rollback = -1;    // number of last tokens that a sequence of any length can remove; -1: all
     int64_t     n_slots    = 0;     // of the exact window
     std::string identity;           // of states: the layout and the window
 
-    std::map<int32_t, Layer>                     layers;       // by il, none of a sliding half
-    std::map<ggml_backend_buffer_type_t, size_t> bytes_beside; // the cells, by the type of buffer that holds them
+    std::map<int32_t, Layer>                     layers;       // by il, without a sliding half
+    std::map<ggml_backend_buffer_type_t, size_t> bytes_beside; // memory besides the cells, by type of buffer
 
     Layer  layer(int32_t il) const { return layers.count(il) ? layers.at(il) : Layer(); }
     size_t row_bytes(int32_t il, bool value) const { return value ? layer(il).v : layer(il).k; }
 };
 
-// Positions that move.
+// Context shifts: changes of positions.
 class CacheShift {
 public:
     virtual ~CacheShift() = default;
-    // Before positions [p0, p1) of a sequence move by `by`; false: refused, no cell may move. Nodes of build() rotate the
-    // keys by what cells and window slots are still to be rotated before any token sees them.
+    // Called before positions [p0, p1) of a sequence move by `by`; false: rejected, no cell may move. Nodes of build()
+    // apply the pending rotations of cells and window slots before any token reads their keys.
     virtual bool add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) = 0;
-    virtual void rotations(int32_t * by) const = 0; // [n_slots] of keys
-    virtual void rotated()                     = 0; // all of them have been rotated
+    virtual void rotations(int32_t * by) const = 0; // [n_slots] pending rotations of keys
+    virtual void rotated()                     = 0; // called after all keys are rotated
     virtual void build(const ShiftBuild & b)   = 0;
 };
 
@@ -235,16 +238,16 @@ public:
 class CacheState {
 public:
     virtual ~CacheState() = default;
-    // The head comes before any cell is touched and throws when the state belongs to another layout, or, of a partial one,
-    // to cells at other positions; it gives read_window() what tells such apart. The window comes after the cells and
-    // throws when it is not theirs. seq -1: all.
+    // read_head runs before any cell changes. It throws if the state belongs to another layout, or a partial state to
+    // cells at other positions, and returns the move history that read_window() compares. read_window runs after the
+    // cells and throws if the window does not belong to them. seq -1: all.
     virtual void                  write_head(StateWriter & w, int32_t seq) const              = 0;
     virtual std::vector<uint64_t> read_head(StateReader & r, int32_t seq, bool partial) const = 0;
     virtual void                  write_window(StateWriter & w, int32_t seq) const            = 0;
     virtual void                  read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves,
                                               const CellReader & cells)                       = 0;
-    // Cells of coded layers lie in tiles (subkv/tiles.h), which nobody else knows: what goes elsewhere, or comes from
-    // there, are rows [n][row_bytes] of cells [first, first + n) of one stream's tensor, wherever its memory is.
+    // Coded layers store cells in tiles (subkv/tiles.h); only the cache knows tiles. States contain rows [n][row_bytes]
+    // of cells [first, first + n) of one stream's tensor, on CPU and GPU.
     virtual void get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
                           uint8_t * rows) const                                                                    = 0;
     virtual void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) = 0;
@@ -258,7 +261,7 @@ public:
     const CacheFacts &   facts() const { return facts_; }
     virtual CacheShift & shift() = 0;
     virtual CacheState & state() = 0;
-    // What subkv_last_error says: the reason of a refusal.
+    // Sets the reason that subkv_last_error returns.
     virtual void report(const std::string & reason) const = 0;
 
     //
@@ -266,18 +269,18 @@ public:
     //
 
     virtual void clear() = 0;
-    // May [p0, p1) of a sequence (-1: every sequence) be removed? false: it would lose what later tokens need; reports it.
+    // Checks the removal of [p0, p1) of a sequence (-1: every sequence). false: later tokens need the rows; reports it.
     virtual bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const = 0;
-    // Before that happens. false: refused, as by can_remove.
+    // Called before the removal. false: rejected, as by can_remove.
     virtual bool remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) = 0;
-    // false: refused, no cell may be copied
+    // false: rejected, no cell may be copied
     virtual bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const CellReader & cells) = 0;
-    // The other sequences of its stream are removed.
+    // Removes the other sequences of the stream.
     virtual void keep(int32_t seq, const CellReader & cells) = 0;
-    // Are the exact rows that these tokens attend to complete? Reports why not.
+    // Checks that the exact rows that these tokens attend to are complete; reports a missing one.
     virtual bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const = 0;
-    // The smallest position to which a sequence of cells can be cut back, so that its next token gets this position: 0 or
-    // more, at most one above its last one; -1: it is empty.
+    // The smallest next position after a removal of the sequence's tail: 0 .. last position + 1; -1: the sequence is
+    // empty.
     virtual int32_t goes_back_to(int32_t seq, const CellReader & cells) const = 0;
 
     //
@@ -288,18 +291,18 @@ public:
     virtual void          set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, uint32_t stream0,
                                      const CellReader & cells)                                               = 0;
     virtual ggml_tensor * build_attn(const AttnBuild & b) = 0; // F32 [d_v * n_head, n_tokens]
-    // Of an observed layer: shows q, k and v (as in AttnBuild) to the observer. k and v are nullptr in a layer that reads
-    // another one's rows.
+    // Passes q, k and v (as in AttnBuild) of an observed layer to the observer. k and v are nullptr if the layer reads
+    // another layer's rows.
     virtual void build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
                                ggml_tensor * v, const Inputs & in, float scale) = 0;
 
     //
-    // what llama.cpp notes down
+    // state that llama.cpp's side records
     //
 
-    // How many of the last tokens recurrent state beside the cells, if it has snapshots, can lose while a sequence ends at
-    // `last`. A snapshot is of a token of the last ubatch, not before its first; sequences of other ubatches, which are not
-    // here, may have lost theirs.
+    // Snapshots of the recurrent state beside the cells: while the sequence ends at `last`, it can remove its last n
+    // tokens. Every snapshot belongs to a token of the last ubatch. Sequences of earlier ubatches have no entry,
+    // because llama.cpp may have overwritten their snapshots.
     struct Snapshots {
         int32_t n    = -1;
         int32_t last = -1;
@@ -309,12 +312,12 @@ public:
     void forget_snapshots(int32_t seq) { snapshots_.erase(seq); }
     Snapshots snapshots(int32_t seq) const { return snapshots_.count(seq) ? snapshots_.at(seq) : Snapshots(); }
 
-    void set_causal(bool causal) { causal_ = causal; } // tokens see no later ones
+    void set_causal(bool causal) { causal_ = causal; } // true: tokens attend to no later token
 
-    // Was the last copy_seq, add or refused call carried out? llama.cpp's callers get no answer to these.
+    // Result of the last copy_seq, add or refused call; llama.cpp's interface has no return value for these.
     bool carried_out() const { return carried_out_; }
     bool answer(bool done) { return carried_out_ = done; }
-    // A call that cannot be carried out.
+    // Rejects a call.
     void refuse(const std::string & reason) {
         carried_out_ = false;
         report(reason);
@@ -323,7 +326,7 @@ public:
 protected:
     bool causal() const { return causal_; }
 
-    CacheFacts facts_; // to be set by the constructor
+    CacheFacts facts_; // set by the constructor
 
 private:
     std::map<int32_t, Snapshots> snapshots_;
@@ -331,17 +334,17 @@ private:
     bool                         carried_out_ = true;
 };
 
-// nullptr: an ordinary cache. Throws std::runtime_error with a sentence when a cache was asked for that cannot be made.
+// nullptr: an ordinary cache. Throws std::runtime_error with a sentence if the requested cache cannot be created.
 using cache_new_fn = std::shared_ptr<CacheHook> (*)(const CacheDesc & desc);
 
-// Takes one layer's cache, I8 [row_bytes, n_cells, n_stream], and what its cells hold.
+// Receives one layer's K and V tensors, I8 [row_bytes, n_cells, n_stream], and the cells' positions.
 using rows_fn = std::function<void(const CellReader & cells, const ggml_tensor * k, const ggml_tensor * v)>;
 
 } // namespace subkv
 
 struct llama_context;
 
-// Exported by libllama, as its own functions are: MinGW exports all of them unless one asks for it.
+// libllama exports these functions. MinGW exports every function unless one has dllexport, so it gets none here.
 #if defined(_WIN32) && !defined(__MINGW32__)
 #    if defined(LLAMA_BUILD)
 #        define SUBKV_HOOK_API __declspec(dllexport)
@@ -352,11 +355,11 @@ struct llama_context;
 #    define SUBKV_HOOK_API __attribute__((visibility("default")))
 #endif
 SUBKV_HOOK_API void llama_subkv_register(subkv::cache_new_fn fn);
-// Writes a line to llama.cpp's log, with the level of warnings: at lower ones programs of llama.cpp hide it.
+// Writes a line to llama.cpp's log as a warning: llama.cpp's programs hide lower levels.
 SUBKV_HOOK_API void llama_subkv_log(const std::string & line);
-// The hook of a context's cache (of the full-attention half of an iswa cache), nullptr: none. `bytes_stock` receives
-// the K/V bytes of the context's layers that stay ordinary, `bytes_coded` those of the coded ones.
+// The hook of a context's cache (in an iswa cache: of the full-attention half); nullptr: none. `bytes_stock` receives
+// the K/V bytes of the ordinary layers, `bytes_coded` those of the coded layers.
 SUBKV_HOOK_API subkv::CacheHook * llama_subkv_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded);
 
-// Shows `use` one layer of that cache, when all that the context was asked for is done. false: it holds no coefficients.
+// Calls `use` with one layer of that cache after all pending work of the context. false: no coefficient cache.
 SUBKV_HOOK_API bool llama_subkv_rows(llama_context * ctx, int32_t il, const subkv::rows_fn & use);

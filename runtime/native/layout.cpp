@@ -1,7 +1,7 @@
 // layout.cpp: strict reader of the subkv.* keys of a GGUF (converter/FORMAT.md §1 and §3).
 //
-// Order of work: file, typed keys, layout string, exact length of every basis string, and only then memory for the
-// matrices, so that no claimed size is believed before the file has shown the bytes for it.
+// Order: file, typed keys, layout string, exact length of every basis string, then memory for the matrices. So the
+// reader trusts a size only after it has checked that the file has as many bytes.
 #include "layout.h"
 
 #include "base64.h"
@@ -19,7 +19,7 @@ namespace subkv {
 namespace {
 
 constexpr size_t MATRIX_ALIGN = 64;
-constexpr float  MAX_FACTOR   = 65504.0f; // of gamma and ratios, as of any half: their products stay finite
+constexpr float  MAX_FACTOR   = 65504.0f; // of gamma and ratios, the largest half: products stay finite
 
 void read_header(const Keys & keys, Layout & l) {
     l.version = (int) keys.u32("subkv.version", 0, UINT32_MAX);
@@ -59,7 +59,7 @@ std::string basis_key(int il) {
     return "subkv.blk." + std::to_string(il) + ".basis";
 }
 
-// A basis of a layer that the layout leaves out means that one of the two is damaged.
+// A basis for a layer outside the layout shows that one of the two is damaged.
 void check_stray_bases(const gguf_context * ctx, const std::vector<LayerSpec> & specs) {
     for (int64_t i = 0; i < gguf_get_n_kv(ctx); ++i) {
         const std::string_view key    = gguf_get_key(ctx, i);
@@ -115,7 +115,7 @@ std::vector<uint16_t> read_mean(int d, const std::string & name, BlockReader & b
     return mean;
 }
 
-// halves: its matrices. centre: of a key head, else nullptr.
+// halves: its matrices. centre: for a key head, else nullptr.
 HeadCodec read_head(const HeadSpec & spec, int d, const std::string & name, BlockReader & block,
                     std::vector<uint16_t> & halves, KeyCentre * centre) {
     HeadCodec head = {};
@@ -190,7 +190,7 @@ void read_bases(const Keys & keys, const std::vector<LayerSpec> & specs, Layout 
         const size_t      expected = base64_length(spec.basis_bytes());
         const size_t      found    = keys.view(key).size();
         if (found != expected) {
-            refuse(key, std::to_string(expected) + " base64 characters (what subkv.layout asks for)",
+            refuse(key, std::to_string(expected) + " base64 characters (as subkv.layout requires)",
                    std::to_string(found));
         }
         n_bytes = std::max(n_bytes, spec.basis_bytes());
@@ -249,7 +249,7 @@ std::shared_ptr<const Layout> read_layout(const char * path) {
     return l;
 }
 
-// Runs `body`, turning every way to fail into `err`.
+// Runs `body` and converts every failure to `err`.
 template <typename T, typename F> T sentence(T failed, std::string & err, F body) {
     try {
         return body();

@@ -1,6 +1,6 @@
 // layout.h: the bases and bands of one model, as read from the subkv.* keys of a GGUF (converter/FORMAT.md §1-3).
 //
-// load_layout() is the only way to get a Layout: whoever holds one may rely on every limit of FORMAT.md.
+// Only load_layout() creates a Layout, so every Layout meets all limits of FORMAT.md.
 #pragma once
 
 #include "subkv.h"
@@ -17,7 +17,7 @@ namespace subkv {
 
 constexpr size_t MAX_LAYOUT_BYTES = 16u << 20; // of the subkv.layout string
 
-// The bands of one head as subkv.layout states them.
+// The bands of one head in subkv.layout.
 struct HeadSpec {
     struct BandSpec {
         uint16_t n;
@@ -38,28 +38,29 @@ struct LayerSpec {
     size_t basis_bytes() const; // of the decoded subkv.blk.N.basis
 };
 
-// Appends a band to a head that begins with its scale byte (row_bytes = 1).
+// Appends a band to a head; start with row_bytes = 1, the scale byte.
 void add_band(HeadCodec & head, int32_t n, int32_t bits, float ratio);
 
 // c [n][rank] = E x - offset of rows x [n][ldx], f32.
 void project_rows(const Ops & ops, const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, float * c);
 
-// E mean, summed in double: encode subtracts it from E x. Empty for no mean.
+// E mean, summed in double; encode subtracts it from E x. Empty without a mean.
 std::vector<float> project_mean(const HeadCodec & head, const std::vector<uint16_t> & mean);
 
-// Values of a latent layer: what the first bands of its keys, in halves, say of the first d_v elements. `decode` holds
-// their D [rank][d_v]. A band is of those elements alone, or of the others: else `err` says so.
+// The codec of a latent layer's values: the first bands of its keys, with matrices in halves, restricted to the first
+// d_v elements. `decode` receives their D [rank][d_v]. Every band must cover only these elements or only the other
+// ones; else `err` names the band.
 HeadCodec latent_values(const HeadCodec & keys, int d_v, std::vector<uint16_t> & decode, std::string & err);
 
-// Moves the matrices of a head, in halves, to storage, which is moved behind them. Their last rows become bytes, as far as
-// all entries of a row are whole multiples, -127 to 127, of one half; these steps of E and of D go to two vectors.
+// Copies the matrices of a head, in halves, to `storage` and advances it. The last rows become bytes, as long as all
+// entries of a row are multiples (-127 .. 127) of one half, the step. The vectors receive the steps of E and of D.
 void keep(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & encode_step,
           std::vector<uint16_t> & decode_step);
 
-// Parses and validates subkv.layout (FORMAT.md §2). false: `err` says where, what was expected and found.
+// Parses and validates subkv.layout (FORMAT.md §2). false: `err` has the place, the expected and the actual value.
 bool parse_layout(std::string_view text, int block_count, std::vector<LayerSpec> & layers, std::string & err);
 
-// What the keys of one head are coded less of; empty: nothing (a mean of zeros). HeadCodec::offset points in here.
+// The mean of one head's keys, subtracted before coding; empty: zeros. HeadCodec::offset points to `offset`.
 struct KeyCentre {
     std::vector<uint16_t> mean;   // [d_k] IEEE half
     std::vector<float>    offset; // [rank] E mean
@@ -72,14 +73,14 @@ struct LayerCodec {
     std::vector<HeadCodec>             k, v;   // [n_head_kv]
     std::vector<float>                 gamma;  // [n_head_kv]
     std::vector<KeyCentre>             centre; // [n_head_kv]
-    std::vector<std::vector<uint16_t>> steps;  // [4 n_head_kv] of rows in bytes, E and D of K, of V, head by head
+    std::vector<std::vector<uint16_t>> steps;  // [4 n_head_kv] steps of rows in bytes, E and D of K, of V, head by head
     size_t                             k_row_bytes = 0; // of one cell, all heads
     size_t                             v_row_bytes = 0;
-    std::vector<size_t> k_offset, v_offset; // [n_head_kv] byte where the head's row starts in the cell's row
+    std::vector<size_t> k_offset, v_offset; // [n_head_kv] byte offset of the head's row in the cell's row
     bool                latent = false;     // values are the first d_v elements of keys and have no rows; one KV head
 
     const HeadCodec & head(int64_t h, bool value) const { return (value ? v : k)[(size_t) h]; }
-    // Byte where the head's tile starts in the tile of all heads (subkv/tiles.h).
+    // Byte offset of the head's tile in the tile of all heads (subkv/tiles.h).
     int64_t tile_offset(int64_t h, bool value) const {
         return TILE * (int64_t) (value ? v_offset : k_offset)[(size_t) h];
     }
@@ -92,8 +93,8 @@ struct Layout {
     int         n_layer     = 0; // subkv.block_count
     int         n_sink      = 0;
     int         n_recent    = 0;
-    int         recent_bits = 16;   // of the elements of those rows: 16 halves, RECENT_BITS integers
-    float       bpe         = 0.0f; // bits per element, everything counted at bpe_context
+    int         recent_bits = 16;   // bits per element of recent rows: 16 halves, RECENT_BITS integers
+    float       bpe         = 0.0f; // bits per element, everything counted, at a context of bpe_context
     float       bpe_rows    = 0.0f; // coefficient rows alone
     uint32_t    bpe_context = 0;
     std::string gamma;
@@ -104,17 +105,17 @@ struct Layout {
     uint64_t    calibration_tokens = 0;
     std::string calibration_text;
     std::string generator;
-    std::string adapt; // how a context should follow the text unless it is told; empty: not at all
+    std::string adapt; // default options of adaptation; empty: none
 
     std::vector<LayerCodec> layers; // coded layers, ascending il
     std::string             fingerprint;
-    size_t                  bytes_bases     = 0; // E, D, means and offsets of all heads as held
+    size_t                  bytes_bases     = 0; // E, D, means and offsets of all heads in memory
     size_t                  bytes_per_token = 0; // coefficient rows of one cell, all coded layers
 
     // nullptr: the layer keeps an ordinary cache.
     const LayerCodec * layer(int il) const;
 
-    // Owns what HeadCodec::encode and ::decode point to; every matrix starts on a 64-byte boundary.
+    // Owns the memory of HeadCodec::encode and ::decode; every matrix starts on a 64-byte boundary.
     struct AlignedDelete {
         void operator()(uint16_t * p) const;
     };
@@ -122,19 +123,19 @@ struct Layout {
     std::unique_ptr<uint16_t[], AlignedDelete> matrices;
 };
 
-// nullptr on any defect, `err` then holds one sentence that names the key, what was expected and what was found.
+// nullptr on any defect; `err` has one sentence with the key, the expected and the actual value.
 std::shared_ptr<const Layout> load_layout(const char * path, std::string & err);
 
-// 1: the GGUF carries subkv.* keys, 0: it does not, -1: not a readable GGUF (`err`).
+// 1: the GGUF has subkv.* keys, 0: it has none, -1: not a readable GGUF (`err`).
 int layout_present(const char * path, std::string & err);
 
 // The subkv.layout string in canonical form (no spaces, members in FORMAT.md's order): part of the fingerprint.
 std::string canonical_layout(const std::vector<LayerSpec> & layers);
 
-// FORMAT.md §5.
+// The JSON of FORMAT.md §5.
 std::string layout_to_json(const Layout & layout);
 
-// Of subkv_constants.
+// The JSON of subkv_constants.
 std::string constants_to_json();
 
 } // namespace subkv
@@ -147,11 +148,11 @@ struct subkv_layout {
 
 namespace subkv {
 
-// One head of a coded layer; nullptr: error set, which starts with the function's name.
+// One head of a coded layer; nullptr: error set, with the function's name first.
 const HeadCodec * coded_head(const char * function, const subkv_layout * layout, int32_t il, int32_t head_kv,
                              bool value);
 
-// As coded_head, one with an E of its own, which values of a latent layer have not.
+// Like coded_head, for a head with its own E; values of a latent layer have none.
 const HeadCodec * encoding_head(const char * function, const subkv_layout * layout, int32_t il, int32_t head_kv,
                                 bool value);
 

@@ -1,4 +1,4 @@
-// layout_codec.cpp: what a layout's heads are made of: bands, means, and values that are the first elements of keys.
+// layout_codec.cpp: parts of a layout's heads: bands, means, and values that are the first elements of keys.
 #include "layout.h"
 
 #include "ggml.h"
@@ -42,7 +42,7 @@ std::vector<float> project_mean(const HeadCodec & head, const std::vector<uint16
     return offset;
 }
 
-// Whether a band's rows of E and D are zero from element j0 to before j1.
+// true: a band's rows of E and D are zero in elements [j0, j1).
 static bool silent(const HeadCodec & keys, const Band & band, int j0, int j1) {
     for (const uint16_t * m : { keys.encode.halves, keys.decode.halves }) {
         for (int i = band.first; i < band.first + band.n; ++i) {
@@ -86,7 +86,7 @@ HeadCodec latent_values(const HeadCodec & keys, int d_v, std::vector<uint16_t> &
     return values;
 }
 
-// A row [d] as bytes times a half; false: it is none.
+// Converts a row [d] to bytes times a half; false: the row has no such form.
 static bool as_bytes(const uint16_t * row, int64_t d, int8_t * bytes, uint16_t & step) {
     float largest = 0.0f;
     for (int64_t j = 0; j < d; ++j) {
@@ -112,8 +112,8 @@ static bool as_bytes(const uint16_t * row, int64_t d, int8_t * bytes, uint16_t &
     return false;
 }
 
-// Copies a matrix [r][d], in halves, to storage, which is moved behind it. Groups of 8 rows at its end whose entries are
-// whole multiples, -127 to 127, of a half of their row become bytes, with these halves in `step`.
+// Copies a matrix [r][d], in halves, to `storage` and advances it. Groups of 8 rows at its end whose entries are
+// multiples (-127 .. 127) of one half per row become bytes; `step` receives these halves.
 static Matrix kept(const uint16_t * halves, int64_t r, int64_t d, uint16_t *& storage, std::vector<uint16_t> & step) {
     constexpr int64_t   GROUP = 8;
     std::vector<int8_t> bytes((size_t) (r * d));

@@ -1,13 +1,13 @@
 // layout_json.cpp: the JSON of subkv.layout (read, FORMAT.md §2) and of subkv_layout_json (written, FORMAT.md §5).
 //
-// The reader knows only the grammar of §2 (objects with known members, arrays, unsigned integers), so depth, member
-// names and value types are bounded by its code and a hostile text cannot make it recurse or allocate.
+// The reader accepts only the grammar of §2 (objects with known members, arrays, unsigned integers). Its code bounds
+// depth, member names and value types, so a hostile text cannot make it recurse or allocate.
 //
-// Why not nlohmann::json of the pinned tree: as a SAX handler the same checks took 256 lines instead of these 266, since
-// the grammar becomes a table of states; its events do not say where in the text they are, which 28 of our 60 sentences
-// about damaged layouts do; it copies names and numbers of any length, takes an escaped member name or a byte order mark
-// that the format does not have, and quotes bytes that are not UTF-8. Its writer prints floats with as many digits as a
-// double takes, not FORMAT.md's 9.
+// Reasons against nlohmann::json of the pinned tree: a SAX handler with the same checks had 256 lines instead of 266,
+// because the grammar becomes a table of states. Its events have no position in the text, which 28 of our 60 messages
+// about damaged layouts report. It copies names and numbers of any length, accepts escaped member names and a byte
+// order mark, which the format excludes, and quotes bytes that are not UTF-8. Its writer prints floats with the digits
+// of a double, not with FORMAT.md's 9.
 #include "layout.h"
 #include "subkv/trellis.h"
 
@@ -97,10 +97,10 @@ private:
         return true;
     }
 
-    // May its values be the first elements of its keys?
+    // true: its values may be the first elements of its keys.
     static bool latent(const LayerSpec & spec) { return spec.n_head_kv == 1 && spec.d_v <= spec.d_k; }
 
-    // Checks that need members which may come later in the text.
+    // Checks of several members; they run after the object's end, because the order of members is free.
     bool complete(const char * name, const std::vector<HeadSpec> & heads, int n_head_kv, int d) {
         if ((int) heads.size() != n_head_kv) {
             return fail(std::string("expected bands of ") + std::to_string(n_head_kv) + " heads in " + name +
@@ -200,7 +200,7 @@ private:
         return expect(']');
     }
 
-    // Member names of §2 need no escapes, so none are read.
+    // Member names of §2 need no escapes, so the reader rejects escapes.
     bool string(std::string_view & out) {
         if (!expect('"')) {
             return false;
@@ -312,11 +312,11 @@ bool parse_layout(std::string_view text, int block_count, std::vector<LayerSpec>
 // writer
 //
 
-// Numbers must not depend on the process's locale.
+// Numbers must not depend on the locale of the process.
 static std::ostringstream json_stream() {
     std::ostringstream out;
     out.imbue(std::locale::classic());
-    out.precision(9); // a float survives the trip through text
+    out.precision(9); // exact round trip of a float
     return out;
 }
 

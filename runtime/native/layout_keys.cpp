@@ -1,4 +1,4 @@
-// layout_keys.cpp: a file that may be none of ours, and its typed keys (layout_keys.h).
+// layout_keys.cpp: opens an untrusted file and reads its typed keys (layout_keys.h).
 #include "layout_keys.h"
 
 #include <cerrno>
@@ -17,7 +17,7 @@ void refuse(const std::string & key, const std::string & expected, const std::st
 
 namespace {
 
-// ggml's reader does not look at the tensor data when it does not load it: a file cut there would pass.
+// ggml's reader ignores tensor data that it does not load, so it accepts a file truncated there.
 void check_data_section(const gguf_context * ctx, const std::string & path, uint64_t file_size) {
     const uint64_t data = gguf_get_data_offset(ctx);
     for (int64_t i = 0; i < gguf_get_n_tensors(ctx); ++i) {
@@ -80,7 +80,7 @@ Gguf open_gguf(const char * path_or_null) {
     if (!file) {
         refuse(path, "a readable GGUF file", std::strerror(errno));
     }
-    // ggml names these defects only in its log
+    // ggml reports these defects only in its log
     uint8_t head[24] = {};
     file.read((char *) head, sizeof(head));
     if (file.gcount() < 4 || std::memcmp(head, "GGUF", 4) != 0) {
@@ -128,7 +128,7 @@ std::string number(double x) {
 }
 
 Keys::Keys(const gguf_context * ctx) : ctx(ctx) {
-    // A key with an embedded NUL looks like a shorter one through the C interface.
+    // The C interface returns a key with an embedded NUL as a shorter key.
     std::unordered_set<std::string_view> seen;
     for (int64_t i = 0; i < gguf_get_n_kv(ctx); ++i) {
         const char * key = gguf_get_key(ctx, i);

@@ -1,4 +1,4 @@
-// layout_keys.h: a GGUF and its subkv.* keys, each of its type and within its limits, or refused.
+// layout_keys.h: reads a GGUF and its subkv.* keys, and rejects wrong types and values outside their limits.
 #pragma once
 
 #include "gguf.h"
@@ -24,7 +24,7 @@ struct GgufFree {
 
 using Gguf = std::unique_ptr<gguf_context, GgufFree>;
 
-// A whole file, without its tensors. Throws Invalid.
+// Opens a complete file without reading its tensors. Throws Invalid.
 Gguf open_gguf(const char * path_or_null);
 
 inline uint32_t le32(const uint8_t * p) {
@@ -32,7 +32,7 @@ inline uint32_t le32(const uint8_t * p) {
 }
 
 bool        is_ours(const char * key);
-std::string shortened(std::string s); // for a sentence
+std::string shortened(std::string s); // for an error message
 std::string number(double x);
 
 // All methods throw Invalid.
@@ -46,13 +46,13 @@ public:
 
     uint32_t optional_u32(const std::string & key, uint32_t absent) const;
 
-    // UTF-8 text; that may be absent: then empty; out of some.
+    // UTF-8 text; optional_str: empty if absent; allowed: one of these values.
     std::string str(const std::string & key) const;
     std::string optional_str(const std::string & key) const;
     std::string str(const std::string & key, std::initializer_list<const char *> allowed) const;
     std::string sha256(const std::string & key) const;
 
-    // Not copied: a basis may be large. Valid as long as the gguf_context.
+    // Without a copy, because a basis may be large. Valid as long as the gguf_context.
     std::string_view view(const std::string & key) const;
 
 private:

@@ -1,4 +1,4 @@
-// llama-subkv-attn.cpp: llm_graph_context::build_attn of a coded layer, whole: encode, attend, output projection.
+// llama-subkv-attn.cpp: the complete llm_graph_context::build_attn of a coded layer: encode, attend, output projection.
 #include "llama-subkv.h"
 
 #include "llama-graph.h"
@@ -8,7 +8,7 @@
 
 #include <cmath>
 
-// GGML_PREC_F32, by the name that this version of ggml has for it.
+// GGML_PREC_F32, with this ggml version's name.
 template <typename T> static auto sum_in_f32(T * t, int) -> decltype(void(ggml_prec_set_acc(t, GGML_PREC_F32))) {
     ggml_prec_set_acc(t, GGML_PREC_F32);
 }
@@ -38,7 +38,7 @@ static ggml_tensor * project(const llm_graph_context & g, ggml_tensor * wo, ggml
     return wo_b ? ggml_add(g.ctx0, cur, wo_b) : cur;
 }
 
-// A bias of every head beside a mask of all heads: [n_kv, n_tokens, n_head, 1], as build_attn_mha scales it.
+// Adds a bias per head to the common mask: [n_kv, n_tokens, n_head, 1], with build_attn_mha's scaling.
 static ggml_tensor * biased(const llm_graph_context & g, ggml_tensor * mask, ggml_tensor * kq_b, float scale) {
     GGML_ASSERT(mask->ne[3] == 1);
     mask = mask->type == GGML_TYPE_F32 ? mask : ggml_cast(g.ctx0, mask, GGML_TYPE_F32);

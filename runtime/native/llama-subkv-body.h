@@ -1,4 +1,4 @@
-// llama-subkv-body.h: the body of a state as it is read, rows of coded cells among it. Part of libllama.
+// llama-subkv-body.h: reads the body of a state, including rows of coded cells. Part of libllama.
 #pragma once
 
 #include "llama-subkv.h"
@@ -14,7 +14,7 @@
 #include <unordered_map>
 #include <vector>
 
-// FNV-1a: any one byte that differs changes it.
+// FNV-1a: a change of one byte always changes the checksum.
 static inline uint64_t checksum(uint64_t sum, const uint8_t * bytes, size_t n) {
     for (size_t i = 0; i < n; ++i) {
         sum = (sum ^ bytes[i]) * UINT64_C(0x100000001b3);
@@ -24,7 +24,7 @@ static inline uint64_t checksum(uint64_t sum, const uint8_t * bytes, size_t n) {
 
 constexpr uint64_t CHECKSUM_OF_NOTHING = UINT64_C(0xcbf29ce484222325);
 
-// Tensors of coded layers, of one stream each: their cells lie in tiles.
+// The tensors of coded layers, one per stream; they store cells in tiles.
 class llama_subkv::tiles {
 public:
     struct side {
@@ -57,7 +57,7 @@ private:
     std::unordered_map<const ggml_tensor *, side> found;
 };
 
-// The bytes of a state, all of which are there.
+// A read position in the complete bytes of a state.
 class llama_subkv::cursor {
 public:
     explicit cursor(const std::vector<uint8_t> & bytes) : bytes(bytes) {}
@@ -85,13 +85,13 @@ private:
     size_t                       at = 0;
 };
 
-// Takes the body of a state from `io`, checks it, and is read in its place.
+// Reads the body of a state from `io`, checks it, and then replaces `io` as the source.
 class llama_subkv::row_reader : public llama_io_read_i {
 public:
     // sum: as row_writer's
     row_reader(llama_kv_cache & kv, llama_io_read_i & io, uint64_t sum = CHECKSUM_OF_NOTHING) :
         kv(kv), coded(kv), at(bytes) {
-        constexpr uint64_t PIECE = 1 << 24; // a damaged size must not ask for memory that no state needs
+        constexpr uint64_t PIECE = 1 << 24; // a damaged size must not allocate more memory than the file has bytes
         uint64_t           left, expected;
         io.read(&left, sizeof(left));
         while (left > 0) {
@@ -108,12 +108,12 @@ public:
         }
     }
 
-    // of: the cache whose cells these are to be, kv or what lies beside it.
+    // of: the cache that receives these cells: kv, or another part of the memory.
     void check(const llama_kv_cache & of, llama_seq_id seq) const;
     void check(const llama_memory_recurrent & of, llama_seq_id seq) const;
     void check(const llama_memory_i & of, llama_seq_id seq) const;
 
-    // memcpy may not be asked for no bytes of nowhere
+    // not memcpy: `data` may be null if size is 0
     void read(void * data, size_t size) override { std::copy_n(at.take(size), size, (uint8_t *) data); }
 
     void read_tensor(ggml_tensor * t, size_t offset, size_t size) override {
@@ -128,7 +128,7 @@ public:
 
     size_t n_bytes() override { return at.used(); }
 
-    // Throws unless all of it has been read.
+    // Throws if bytes are left.
     void end() const {
         if (at.left() > 0) {
             throw std::runtime_error("state: its end expected, " + std::to_string(at.left()) + " bytes found");

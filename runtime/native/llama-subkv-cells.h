@@ -1,4 +1,4 @@
-// llama-subkv-cells.h: the cells of llama.cpp's K/V cache as hook.h wants them. Part of libllama.
+// llama-subkv-cells.h: CellReader (hook.h) for llama.cpp's K/V cache. Part of libllama.
 #pragma once
 
 #include "llama-subkv.h"
@@ -7,12 +7,12 @@
 #include <limits>
 #include <utility>
 
-// Positions [first, second) as llama.cpp's callers mean them: negative ends are open.
+// Positions [first, second) by llama.cpp's convention: negative ends are open.
 inline std::pair<llama_pos, llama_pos> positions(llama_pos p0, llama_pos p1) {
     return { p0 < 0 ? 0 : p0, p1 < 0 ? std::numeric_limits<llama_pos>::max() : p1 };
 }
 
-// Of a token with M-RoPE: text has one number for its positions in time, width and height.
+// For M-RoPE: a text token has the same position in time, width and height.
 inline bool is_in_picture(llama_pos pos, llama_pos x, llama_pos y) {
     return x != pos || y != pos;
 }

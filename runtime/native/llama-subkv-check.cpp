@@ -1,4 +1,4 @@
-// llama-subkv-check.cpp: what llama.cpp takes on trust in states, checked before anything changes. Part of libllama.
+// llama-subkv-check.cpp: validates parts of a state that llama.cpp trusts, before anything changes. Part of libllama.
 #include "llama-subkv-body.h"
 #include "llama-subkv-cells.h"
 
@@ -17,7 +17,7 @@ static void demand_position(llama_pos pos) {
            pos);
 }
 
-// What llama.cpp takes on trust: positions and sequences of cells, one cell for each, and the widths of rows.
+// llama.cpp does not check: positions and sequences of cells, duplicate cells, and the widths of rows.
 void llama_subkv::row_reader::check(const llama_kv_cache & of, llama_seq_id seq) const {
     cursor     in(bytes);
     const auto n_stream = in.value<uint32_t>();
@@ -72,7 +72,7 @@ void llama_subkv::row_reader::check(const llama_kv_cache & of, llama_seq_id seq)
     }
 }
 
-// And of recurrent state: it ends the process over a second cell of a sequence.
+// The same for recurrent state: llama.cpp aborts the process at a second cell of a sequence.
 void llama_subkv::row_reader::check(const llama_memory_recurrent &, llama_seq_id seq) const {
     cursor         in(bytes);
     const uint32_t most    = seq < 0 ? kv.n_seq_max : 1;

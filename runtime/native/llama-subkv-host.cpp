@@ -1,7 +1,9 @@
-// llama-subkv-host.cpp: whom llama-server answers (SUBKV_ALLOW_HOST, docs/programs.md). Part of libllama.
+// llama-subkv-host.cpp: checks the Host and Origin of requests to llama-server (SUBKV_ALLOW_HOST, docs/programs.md).
+// Part of libllama.
 //
-// A page of somebody else reaches a server on this machine through its user's browser: under a name of its own that it lets
-// point here (DNS rebinding), or by a request whose answer it need not read. The browser tells both: Host, Origin.
+// A foreign web page can reach a server on this machine through the user's browser: by DNS rebinding (a name of its own
+// that resolves to this machine), or by a cross-site request. The browser sends the name as Host and the page as
+// Origin.
 #include "llama-subkv-programs.h"
 
 #include <algorithm>
@@ -12,7 +14,7 @@
 
 static constexpr size_t SHOWN = 80; // characters of a header
 
-// The name in a Host, an Origin or an entry of the list, without scheme, port and brackets, in lower case.
+// The name in a Host, an Origin or an entry of the list: lower case, without scheme, port and brackets.
 static std::string name_of(std::string text) {
     const size_t scheme = text.find("://");
     text.erase(0, scheme == std::string::npos ? 0 : scheme + 3);
@@ -24,7 +26,7 @@ static std::string name_of(std::string text) {
     }
     std::transform(text.begin(), text.end(), text.begin(),
                    [](char c) { return c >= 'A' && c <= 'Z' ? (char) (c - 'A' + 'a') : c; });
-    if (!text.empty() && text.back() == '.') { // a full name
+    if (!text.empty() && text.back() == '.') { // fully qualified name
         text.pop_back();
     }
     return text;

@@ -1,4 +1,4 @@
-// llama-subkv-memory.cpp: which K/V caches a memory of llama.cpp has. Part of libllama.
+// llama-subkv-memory.cpp: finds the K/V caches of a llama.cpp memory. Part of libllama.
 #include "llama-subkv.h"
 
 #include "llama-kv-cache-dsa-iswa.h"
@@ -76,7 +76,7 @@ const llama_kv_cache_context * llama_subkv::base_of(const llama_memory_context_i
 //
 
 bool llama_subkv::is_index(const llama_kv_cache & kv) {
-    return &kv.hparams != &kv.model.hparams; // its sizes are its own
+    return &kv.hparams != &kv.model.hparams; // it has its own sizes
 }
 
 ggml_type llama_subkv::index_type(const llama_kv_cache & kv, ggml_type type) {

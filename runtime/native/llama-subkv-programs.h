@@ -1,4 +1,5 @@
-// llama-subkv-programs.h: what the patched programs of llama.cpp (common/, tools/) call. Compiled into libllama.
+// llama-subkv-programs.h: the functions that the patched programs of llama.cpp (common/, tools/) call. Compiled into
+// libllama.
 #pragma once
 
 #include <cstdint>
@@ -16,34 +17,35 @@ struct llama_context;
 #    define SUBKV_PROGRAMS_API __attribute__((visibility("default")))
 #endif
 
-// -ctk subkv: from now on the first context of this process gets a coded cache, as with SUBKV=auto, or is not made. SUBKV
-// says more when it is set: it is left as it is.
+// -ctk subkv: the first context of this process after this call gets a coded cache, as with SUBKV=auto; without bases
+// its creation fails. A value of SUBKV has precedence.
 SUBKV_PROGRAMS_API void llama_subkv_require(void);
 
-// Should a server keep a checkpoint of a prompt of which n_left tokens are still to come? A coded cache cannot go back
-// without one. Checkpoints are 4 + n * n_ubatch tokens before the end, n = 1, 2, 3, 4, 8, 16, …: an edit in the last
-// 4 n_ubatch tokens evaluates at most n_ubatch tokens again, an earlier one at most as many as follow it, and a prompt of
-// n tokens costs log2(n / n_ubatch) + 3 checkpoints. Always false for ordinary caches.
+// true: a server should create a checkpoint of a prompt with n_left tokens left to evaluate. A coded cache cannot
+// return to an earlier position without a checkpoint. Checkpoints are 4 + n * n_ubatch tokens before the end, n = 1, 2,
+// 3, 4, 8, 16, …: an edit in the last 4 n_ubatch tokens evaluates at most n_ubatch tokens again, an earlier edit at
+// most as many tokens as follow it, and a prompt of n tokens has log2(n / n_ubatch) + 3 checkpoints. Always false for
+// ordinary caches.
 SUBKV_PROGRAMS_API bool llama_subkv_checkpoint(const llama_context * ctx, int32_t n_left, int32_t n_ubatch);
 
-// Does the context hold coefficients, and thus need a checkpoint to go back?
+// true: the context stores coefficients, and so needs a checkpoint to return to an earlier position.
 SUBKV_PROGRAMS_API bool llama_subkv_is_coded(const llama_context * ctx);
 
-// The position up to which tokens stay where a sequence goes on from a checkpoint whose last one is pos_max. pos_min: that
-// of the sequence now, whose layers of sliding windows may still have what a checkpoint leaves out. n_swa: 0 where these
-// keep everything. Ordinary caches: pos_min.
+// The minimum position that a sequence needs to continue from a checkpoint that ends at pos_max. pos_min: the
+// sequence's current minimum; its sliding layers may still have cells that the checkpoint does not include. n_swa: size
+// of the window; 0: sliding layers keep all cells. Ordinary caches: pos_min.
 SUBKV_PROGRAMS_API int32_t llama_subkv_checkpoint_min(const llama_context * ctx, int32_t pos_min, int32_t pos_max,
                                                       int32_t n_swa);
 
-// Tokens at the beginning of a sequence that a context shift keeps where `n_keep` were asked for: a coded cache also keeps
-// its sinks, which cannot be replaced by later tokens.
+// Number of first tokens that a context shift keeps if the user requests `n_keep`: a coded cache also keeps its sinks,
+// because later tokens cannot replace them.
 SUBKV_PROGRAMS_API int32_t llama_subkv_n_keep(const llama_context * ctx, int32_t n_keep);
 
-// Why a server does not answer a request with these headers, in a sentence; "": it does. SUBKV_ALLOW_HOST lists the names
-// beside localhost and loopback addresses for which requests may be, and whose pages may send them; unset, or with *: any.
+// Reason, in a sentence, why a server rejects a request with these headers; "": it accepts it. SUBKV_ALLOW_HOST lists
+// names that are valid as Host and as Origin besides localhost and loopback addresses; unset, or with *: all names.
 SUBKV_PROGRAMS_API std::string llama_subkv_refusal(const std::string & host, const std::string & origin);
 
-// A signal handler that has `handler`, which may wait for locks, run in a thread of its own; a second signal ends the
-// process. Called once.
+// Returns a signal handler that runs `handler` in a separate thread, because `handler` may wait for locks; a second
+// signal ends the process. Call it once.
 using llama_subkv_signal_fn = void (*)(int);
 SUBKV_PROGRAMS_API llama_subkv_signal_fn llama_subkv_in_thread(llama_subkv_signal_fn handler);

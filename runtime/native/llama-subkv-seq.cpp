@@ -1,4 +1,5 @@
-// llama-subkv-seq.cpp: operations on sequences, of coded cells and of what lies beside them: both or neither. Part of libllama.
+// llama-subkv-seq.cpp: operations on sequences change coded cells and the other parts of a memory together, or neither.
+// Part of libllama.
 #include "llama-subkv-cells.h"
 #include "llama-subkv-programs.h"
 
@@ -30,7 +31,7 @@ bool llama_subkv::may_remove(const llama_kv_cache & kv, const llama_memory_recur
     if (seq >= 0 && (uint32_t) seq < kv.n_seq_max && first == 0 && last > std::max(tail, kv.seq_pos_max(seq))) {
         p1 = -1;
     }
-    if (first == 0 || first > tail || last <= tail) { // nothing of the state, or all of it
+    if (first == 0 || first > tail || last <= tail) { // removes no state, or all of it
         return true;
     }
     const auto & state = recurrent.cells[(size_t) recurrent.cells[(size_t) seq].tail];
@@ -69,7 +70,7 @@ llama_pos llama_subkv::slid_away(const llama_kv_cache & base, const llama_kv_cac
     std::vector<subkv::PosCell> held, there;
     for (const auto & [seq, first, last] : pieces) {
         reader(base).find_all(seq, std::max(first, next - (llama_pos) swa.n_swa), last, held);
-        llama_pos seen = -1; // of a picture's cells one is enough
+        llama_pos seen = -1; // one cell of an image is enough
         for (const auto & cell : held) {
             if (cell.pos == seen || llama_hparams::is_masked_swa(swa.n_swa, swa.swa_type, cell.pos, next)) {
                 continue;
@@ -101,7 +102,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurre
     const auto & streams = kv.seq_to_stream;
     if (std::min(src, dst) < 0 || (size_t) std::max(src, dst) >= streams.size() || streams[src] != streams[dst] ||
         kv.seq_pos_max(dst) < 0) {
-        return true; // of no sequence, llama.cpp says so; between streams, or onto none, dst becomes what src is
+        return true; // invalid: llama.cpp reports it; between streams, or to an empty dst, dst becomes equal to src
     }
     const llama_pos last = std::max(kv.seq_pos_max(src), kv.seq_pos_max(dst)), state = recurrent.seq_pos_max(src);
     if (state != last) {
@@ -122,7 +123,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & s
         return true; // between streams llama.cpp copies everything; of no sequence, it says so
     }
     const auto [first, last] = positions(p0, p1);
-    // a checkpoint may have given one of them cells of its own there, beside coded ones that both have
+    // after a checkpoint one sequence may have own cells there, while both share coded cells
     const llama_pos doubled = reader(swa).doubled(src, dst, first, last);
     if (doubled >= 0) {
         base.subkv_hook->refuse(format(
@@ -134,7 +135,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & s
     std::vector<subkv::PosCell> copied;
     reader(base).find_all(src, first, last, copied);
     if (copied.empty() || reader(base).max_pos_outside(src, first, last) < 0) {
-        return true; // nothing, or everything: dst is as good as src
+        return true; // nothing, or everything: dst has the same window as src
     }
     const llama_pos next = std::max(base.seq_pos_max(dst), copied.back().pos) + 1;
     const llama_pos gone = slid_away(base, swa, { { src, first, std::min(last, next) } }, next);
@@ -154,7 +155,7 @@ int32_t llama_subkv_checkpoint_min(const llama_context * ctx, int32_t pos_min, i
     if (!slides) {
         return pos_min;
     }
-    // llama.cpp's server takes the last token of a checkpoint back, or goes on behind pos_min where that is later
+    // llama-server removes the last token of a checkpoint, or continues behind pos_min if that is later
     const bool one_back = pos_min <= std::max(0, pos_max - n_swa + 1);
     return one_back ? std::max(pos_min, pos_max - n_swa - 1) : pos_max;
 }

@@ -1,5 +1,5 @@
-// llama-subkv-server.h: llama-server's prompts in the store of SUBKV_STORE, what it tells of its cache, and whom it answers.
-// Its hunks include it where server-task.h is.
+// llama-subkv-server.h: for llama-server: stored prompts (SUBKV_STORE), cache metrics, and the check of request
+// headers. The patched files of tools/server include it.
 #pragma once
 
 #include "llama-subkv-store.h"
@@ -21,16 +21,16 @@
 
 namespace llama_subkv_server {
 
-constexpr size_t N_STORED = 6;                               // checkpoints of a prompt, as many as the store keeps
-constexpr int    NO_TASK  = std::numeric_limits<int>::min(); // none that made a checkpoint
+constexpr size_t N_STORED = 6;                               // checkpoints that the store keeps per prompt
+constexpr int    NO_TASK  = std::numeric_limits<int>::min(); // the id of no task
 
-// A context has been made: its slots are empty.
+// Called after the server has created a context; its slots are empty.
 inline void made(llama_context * ctx) {
     llama_subkv_usage_set(ctx);
     llama_subkv_store_on();
 }
 
-// In /props.
+// The fields in /props.
 inline json kv_cache() {
     const auto usage = llama_subkv_usage_get();
     return json{
@@ -42,9 +42,9 @@ inline json kv_cache() {
 
 using checkpoints = std::vector<const common_prompt_checkpoint *>;
 
-// The one of some checkpoints, in order, whose loss costs least: what an edit in the gap that it leaves would evaluate
-// again, in proportion to what is behind it. Edits begin where messages of users do: these cost eight times as much. Those
-// of task `id_task` stay; held.size(): there are no others.
+// Index of the checkpoint (in ascending order) whose loss costs least. Cost: tokens in the gap, which an edit there
+// would evaluate again, divided by the tokens behind the checkpoint. Edits usually start at user messages, so a
+// checkpoint there costs eight times as much. Checkpoints of task `id_task` stay; held.size(): there are no others.
 inline size_t cheapest(const checkpoints & held, const common_chat_msg_spans & spans, int64_t n_tokens, int id_task) {
     size_t least  = held.size();
     double lowest = 0;
@@ -61,7 +61,8 @@ inline size_t cheapest(const checkpoints & held, const common_chat_msg_spans & s
     return least;
 }
 
-// Room for one more checkpoint of a coded cache, made by task `id_task`. false: an ordinary cache, nothing was done.
+// Frees a place for another checkpoint of a coded cache, created by task `id_task`. false: an ordinary cache, no
+// change.
 inline bool make_room(std::list<common_prompt_checkpoint> & held, const common_chat_msg_spans & spans, int id_task,
                       int64_t n_tokens, size_t n_most, const llama_context * ctx) {
     if (!llama_subkv_is_coded(ctx)) {
@@ -81,7 +82,7 @@ inline bool make_room(std::list<common_prompt_checkpoint> & held, const common_c
     return true;
 }
 
-// Stores what a slot holds, unless there are pictures in it. data: its states, empty: nobody has them.
+// Stores a slot's prompt, unless it has images. data: its states; empty: read them from the contexts.
 template <typename Slot>
 void put(const Slot & slot, const server_prompt_data & data, llama_context * ctx, llama_context * draft,
          bool at_end = false) {
@@ -99,7 +100,7 @@ void put(const Slot & slot, const server_prompt_data & data, llama_context * ctx
         held.push_back(&point);
     }
     const auto & task = slot.task ? slot.task : slot.task_prev;
-    while (held.size() > N_STORED) { // the store would choose without knowing of messages
+    while (held.size() > N_STORED) { // choose here: the store does not know where messages start
         const auto spans = task ? task->params.message_spans : common_chat_msg_spans{};
         held.erase(held.begin() + (std::ptrdiff_t) cheapest(held, spans, (int64_t) tokens.size(), NO_TASK));
     }
@@ -120,12 +121,12 @@ void put(const Slot & slot, const server_prompt_data & data, llama_context * ctx
                           at_end);
 }
 
-// Is a text worth storing that a slot loses when it goes on from this part of its tokens?
+// true: a slot that keeps only this fraction of its tokens loses enough of them to store its prompt first.
 inline bool loses(const server_prompt & prompt, float kept) {
     return (1.0f - kept) * (float) prompt.tokens.size() >= 32.0f && llama_subkv_store_on();
 }
 
-// While no slot is at work: what they hold, one at each call, so that requests come between.
+// Stores the slots' prompts while all slots are idle: one prompt per call, so that requests need not wait.
 template <typename Slots> void put_idle(const Slots & slots, llama_context * ctx, llama_context * draft) {
     if (!llama_subkv_store_on()) {
         return;
@@ -153,7 +154,7 @@ template <typename Slots> void put_idle(const Slots & slots, llama_context * ctx
     llama_subkv_store_wake(ctx, next);
 }
 
-// Before the context of the slots is freed, to end or to sleep: what they hold.
+// Stores the prompts of all slots before the server frees the context (shutdown or sleep).
 template <typename Slots> void put_all(const Slots & slots, llama_context * ctx, llama_context * draft) {
     for (const auto & slot : slots) {
         if (ctx && !slot.prompt.tokens.empty()) {
@@ -164,7 +165,7 @@ template <typename Slots> void put_all(const Slots & slots, llama_context * ctx,
     llama_subkv_usage_set(nullptr);
 }
 
-// How many tokens of `wanted` need no evaluation where `prompt` is in the slot.
+// Number of tokens of `wanted` that need no evaluation in a slot with `prompt`.
 inline int64_t reach(const server_prompt & prompt, const server_tokens & wanted, int64_t n_removable) {
     const auto n = (int64_t) prompt.tokens.get_common_prefix(wanted);
     if (n_removable < 0 || (int64_t) prompt.tokens.size() - n <= n_removable) {
@@ -177,8 +178,8 @@ inline int64_t reach(const server_prompt & prompt, const server_tokens & wanted,
     return most;
 }
 
-// Puts a stored prompt into slot `seq`, if one spares more than what the slot holds and than `other`, of the cache in
-// memory, or nullptr. false: nothing has changed, or the slot is empty.
+// Restores a stored prompt in slot `seq` if it saves more evaluation than the slot's prompt and than `other` (a prompt
+// of the cache in memory, or nullptr). false: the slot is unchanged, or empty.
 inline bool load(server_prompt & prompt, const server_prompt * other, const server_tokens & wanted, llama_context * ctx,
                  llama_context * draft, int seq) {
     if (!llama_subkv_store_on()) {
@@ -228,8 +229,8 @@ inline bool load(server_prompt & prompt, const server_prompt * other, const serv
     return done;
 }
 
-// What a request that waits for these tasks gets when the server ends: else it would wait until its client leaves, and the
-// server for it.
+// The result for a request that waits for these tasks while the server shuts down. Without it the request would wait
+// until its client disconnects, and the server with it.
 inline server_task_result_ptr ended(const std::unordered_set<int> & tasks) {
     auto result      = std::make_unique<server_task_result_error>();
     result->id       = tasks.empty() ? -1 : *tasks.begin();
@@ -238,8 +239,8 @@ inline server_task_result_ptr ended(const std::unordered_set<int> & tasks) {
     return result;
 }
 
-// Returns when nobody waits for a result, or after a second. The HTTP server must not stop before: it cuts streams off between
-// two chunks, without the last one.
+// Returns when no request waits for a result, or after a second. Call it before the HTTP server stops, which cuts
+// streams before their last chunk.
 inline void until_answered(std::mutex & mutex, const std::unordered_set<int> & waiting) {
     for (int i = 0; i < 100; ++i) {
         {
@@ -252,7 +253,7 @@ inline void until_answered(std::mutex & mutex, const std::unordered_set<int> & w
     }
 }
 
-// Of cpp-httplib. true: the request has been answered.
+// Request, Response: of cpp-httplib. true: the request is rejected, the response is set.
 template <typename Request, typename Response> bool refuses(const Request & request, Response & response) {
     const auto why = llama_subkv_refusal(request.get_header_value("Host"), request.get_header_value("Origin"));
     if (!why.empty()) {

@@ -1,4 +1,4 @@
-// llama-subkv-shift.cpp: positions of coded cells that move (llama-subkv.h). Part of libllama.
+// llama-subkv-shift.cpp: shifts of coded cells' positions (llama-subkv.h). Part of libllama.
 #include "llama-subkv-cells.h"
 
 #include "llama-context.h"
@@ -43,9 +43,9 @@ bool llama_subkv::rotation_pending(const llama_kv_cache & kv) {
     if (!kv.get_has_shift()) {
         return false;
     }
-    kv.subkv_hook->report(
-        "shift: keys of moved positions expected in their new places, which was stopped or failed for want of memory; "
-        "clear the cache, or decode again, which goes on with it");
+    kv.subkv_hook->report("shift: the rotation of moved keys is incomplete (it was stopped, or memory was short); "
+                          "clear the cache, or decode "
+                          "again to resume it");
     return true;
 }
 
@@ -65,7 +65,7 @@ llama_subkv::uninterrupted::~uninterrupted() {
     }
 }
 
-// What is still to be rotated, and by how many positions.
+// The pending rotations of cells and slots.
 class llama_subkv::shift_input : public llm_graph_input_i {
 public:
     shift_input(const llama_kv_cache & kv, ggml_context * ctx) :
@@ -115,8 +115,8 @@ public:
     bool          apart = false;
 
 private:
-    ggml_tensor * input(ggml_type type, int64_t n, int64_t n_turns) {
-        ggml_tensor * t = ggml_new_tensor_3d(ctx, type, n, 1, n_turns);
+    ggml_tensor * input(ggml_type type, int64_t n, int64_t n_rotations) {
+        ggml_tensor * t = ggml_new_tensor_3d(ctx, type, n, 1, n_rotations);
         ggml_set_input(t);
         return t;
     }
@@ -142,7 +142,7 @@ bool llama_subkv::build_shift(const llama_kv_cache & kv, const llama_cparams & c
     }
     const int64_t n_rot = kv.hparams.n_rot(il);
 
-    // YaRN and its like scale queries and keys; stored keys are scaled already
+    // YaRN and similar methods scale queries and keys; stored keys are already scaled
     const float   freq_scale = kv.model.get_rope_freq_scale(cparams, il);
     llama_cparams rope       = cparams;
     rope.yarn_attn_factor    = rope.yarn_ext_factor != 0.0f ? 1.0f / (1.0f - 0.1f * std::log(freq_scale)) : 1.0f;
@@ -158,8 +158,8 @@ bool llama_subkv::build_shift(const llama_kv_cache & kv, const llama_cparams & c
     b.pairs     = kv.build_rope_shift(rope, ctx, ggml_dup(ctx, input->pairs(n_rot)), input->distances, nullptr,
                                       kv.model.get_rope_factors(cparams, il), kv.model.get_rope_freq_base(cparams, il),
                                       freq_scale, il);
-    b.first = kv.hparams.n_lora_kv > 0 ? kv.hparams.n_embd_head_k(il) - n_rot : 0; // of a latent row: behind the rest
-    b.apart = input->apart;
+    b.first     = kv.hparams.n_lora_kv > 0 ? kv.hparams.n_embd_head_k(il) - n_rot : 0; // latent rows: they are last
+    b.apart     = input->apart;
     kv.subkv_hook->shift().build(b);
     return true;
 }

@@ -2,7 +2,8 @@
 #include "llama-subkv-programs.h"
 
 #if defined(_WIN32)
-llama_subkv_signal_fn llama_subkv_in_thread(llama_subkv_signal_fn handler) { // Windows makes a thread by itself
+// Windows runs handlers in a separate thread.
+llama_subkv_signal_fn llama_subkv_in_thread(llama_subkv_signal_fn handler) {
     return handler;
 }
 #else
@@ -13,7 +14,7 @@ llama_subkv_signal_fn llama_subkv_in_thread(llama_subkv_signal_fn handler) { // 
 #    include <system_error>
 #    include <thread>
 
-// A handler may interrupt its thread wherever that is, also where it holds a lock or is in malloc: it writes a byte.
+// A signal handler may interrupt its thread inside malloc or with a lock held, so it only writes a byte to a pipe.
 static int              g_ends[2] = { -1, -1 };
 static std::atomic<int> g_n_come{ 0 };
 

@@ -1,4 +1,4 @@
-// llama-subkv-state.cpp: states of llama.cpp's K/V cache, whose coded cells are rows there and tiles in memory
+// llama-subkv-state.cpp: states of llama.cpp's K/V cache. Coded cells are rows in a state and tiles in memory
 // (llama-subkv.h). Part of libllama.
 #include "llama-subkv-body.h"
 #include "llama-subkv-cells.h"
@@ -57,11 +57,11 @@ private:
 
 } // namespace
 
-// The body of a state: what llama.cpp writes, coded cells as rows, and the window; or what it writes of another half.
-// Everything is in the stream, of tensors on a device, too.
+// The body of a state: llama.cpp's data with coded cells as rows, and the window; or llama.cpp's data of another half.
+// The stream includes the data of tensors on a device.
 class llama_subkv::row_writer : public llama_io_write_i {
 public:
-    // sum: of what came before, whose checksum is to be one with the body's
+    // sum: checksum of the preceding bytes, continued over the body
     row_writer(const llama_kv_cache & kv, llama_io_write_i & io, uint64_t sum = CHECKSUM_OF_NOTHING) :
         sum(sum), kv(kv), io(io), coded(kv), counts(dynamic_cast<counts_only *>(&io) != nullptr) {}
 
@@ -97,8 +97,8 @@ private:
 };
 
 //
-// A state: the head, the size of the body in bytes u64, the body, a checksum of head and body u64. The body of a partial
-// one is the window. That of a sliding or recurrent half beside it follows in the same way, without a head.
+// A state: the head, the size of the body in bytes u64, the body, a checksum of head and body u64. The body of a
+// partial state is the window. The body of a sliding or recurrent half follows in the same form, without a head.
 //
 
 template <typename Body> static void write_checked(llama_io_write_i & io, Body body) {
@@ -112,12 +112,12 @@ template <typename Body> static void write_checked(llama_io_write_i & io, Body b
 
 static void check_partial(const subkv::CacheHook & hook) {
     if (!hook.facts().goes_back) {
-        hook.report("state: cells whose bases followed the text cannot go back to a partial state; save a whole one");
-        throw std::runtime_error("partial state of a cache whose bases follow the text");
+        hook.report("state: cells with adapted bases cannot return to a partial state; save a whole state");
+        throw std::runtime_error("partial state of a cache with adapted bases");
     }
 }
 
-// What the window is told of it, and its checksum.
+// The shift history for the window, and the checksum.
 static std::pair<std::vector<uint64_t>, uint64_t> read_head(subkv::CacheHook & hook, llama_io_read_i & io,
                                                             llama_seq_id seq, bool partial) {
     if (partial) {
@@ -172,7 +172,7 @@ void llama_subkv::state_read_cells(llama_kv_cache & kv, row_reader & body, llama
                                    llama_state_seq_flags flags, llama_kv_cache::slot_info_vec_t * sinfos_out,
                                    const llama_kv_cache::slot_info_vec_t * sinfos_in) {
     if (seq >= 0) {
-        kv.seq_rm(seq, -1, -1); // llama.cpp leaves what was there where the state is of no cells
+        kv.seq_rm(seq, -1, -1); // llama.cpp keeps old cells if the state has none
     }
     kv.state_read_sinfo(body, seq, flags, sinfos_out, sinfos_in);
 }
@@ -190,10 +190,10 @@ void llama_subkv::state_read_rest(llama_kv_cache & kv, row_reader & body, llama_
 }
 
 //
-// coded cells and what lies beside them: sliding windows, recurrent state, an indexer's keys
+// coded cells and the other parts of a memory: sliding windows, recurrent state, an indexer's keys
 //
 
-// What lies beside coded cells, in the order of states.
+// The other parts of a memory, in the order of states.
 llama_subkv::parts llama_subkv::beside(const caches & all) {
     parts res;
     for (llama_memory_i * part : { (llama_memory_i *) all.index, (llama_memory_i *) all.swa, all.recurrent }) {
@@ -204,7 +204,7 @@ llama_subkv::parts llama_subkv::beside(const caches & all) {
     return res;
 }
 
-// The same, less what a partial state leaves out: an indexer's keys stay where the cells stay.
+// The parts in a state. A partial state does not include an indexer's keys, as they stay together with the cells.
 llama_subkv::parts llama_subkv::in_state(const caches & all, llama_state_seq_flags flags) {
     const bool partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
     return beside({ all.base, all.swa, partial ? nullptr : all.index, all.recurrent });
@@ -258,7 +258,7 @@ bool llama_subkv::state_read(llama_memory_i & memory, llama_io_read_i & io, llam
             if (seq >= 0) {
                 others[i]->seq_rm(seq, -1, -1);
             }
-            if (others[i] == all.index) { // its keys go where the cells went
+            if (others[i] == all.index) { // its keys go to the places of the cells
                 all.index->state_read_sinfo(bodies[i], seq, flags, nullptr, &slots);
             } else {
                 others[i]->state_read(bodies[i], seq, flags);

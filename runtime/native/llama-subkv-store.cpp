@@ -29,16 +29,16 @@
 static constexpr uint64_t MIB           = 1 << 20;
 static constexpr uint64_t DEFAULT_MIB   = 4096;
 static constexpr uint64_t MAX_MIB       = (uint64_t) 1 << 30;
-static constexpr double   GET_SECONDS   = 20; // that a request waits for a disk
+static constexpr double   GET_SECONDS   = 20; // maximum time that a request waits for the disk
 static constexpr double   CLOSE_SECONDS = 30;
-static constexpr double   SHARE         = 0.1;  // of the time of evaluations, or of rest, for copies of states
-static constexpr double   PACE          = 1e-9; // seconds to copy a byte, before the first copy
+static constexpr double   SHARE         = 0.1;  // fraction of evaluation or idle time for copies of states
+static constexpr double   PACE          = 1e-9; // seconds to copy a byte, initial estimate
 static constexpr double   SMOOTHING     = 0.5;
-static constexpr double   RETRY_SECONDS = 1; // after others have been written, maybe
+static constexpr double   RETRY_SECONDS = 1; // pending writes may be complete then
 static constexpr int64_t  LEAST_TOKENS  = 32;
 
 //
-// what a state is bound to: everything that decides which bytes a token leaves in it
+// identity of a state: everything that affects its bytes
 //
 
 std::string llama_subkv::state_identity(const llama_context & ctx, const std::string & content) {
@@ -61,7 +61,7 @@ std::string llama_subkv::state_identity(const llama_context & ctx, const std::st
             continue;
         }
         const auto * hook = kv->subkv_hook.get();
-        const bool   full = kv->get_size() >= caches.base->get_size(); // what slides away is kept
+        const bool   full = kv->get_size() >= caches.base->get_size(); // keeps cells outside the sliding window
         out << "cache " << kv->n_stream << " " << (int) kv->swa_type << " " << full << " " << kv->v_trans << " "
             << (hook ? hook->facts().identity : "ordinary") << "\n";
         for (const auto & layer : kv->layers) {
@@ -100,7 +100,7 @@ int64_t llama_subkv::n_removable(const llama_context & ctx) {
     const bool recurrent =
         !caches.base || dynamic_cast<llama_memory_hybrid *>(memory) || dynamic_cast<llama_memory_hybrid_iswa *>(memory);
     if (caches.swa && caches.swa->get_size() < caches.base->get_size()) {
-        return 0; // what a removed tail brings back into the window is not in the state
+        return 0; // the state lacks cells that re-enter the window after a removal
     }
     const auto * hook = hook_of(memory, nullptr, nullptr);
     if (recurrent) { // a restored state has no snapshots
@@ -119,12 +119,12 @@ struct process_store {
     const subkv::StoreCalls *          calls = nullptr;
     subkv_store *                      store = nullptr;
     std::mutex                         mutex;
-    std::map<std::string, std::string> contents; // by path of a model's first file
+    std::map<std::string, std::string> contents; // by path of the model's first file
 
-    // of the thread that drives the contexts
-    std::map<int32_t, std::vector<int32_t>> stored; // tokens of a sequence as it was stored, or restored
+    // used only by the thread that drives the contexts
+    std::map<int32_t, std::vector<int32_t>> stored; // tokens of a sequence when it was last stored or restored
     double                                  pace = PACE;
-    double                                  paid = 0; // seconds of evaluations that copies have taken their share of
+    double                                  paid = 0; // evaluation time that earlier copies have used up
     double                                  wake = 0; // on the clock of now(); 0: there is nothing to store
 };
 
@@ -161,7 +161,7 @@ void open_store(process_store & to, const char * folder) {
     llama_subkv_log(std::string("prompts are stored in ") + folder + ", at most " + std::to_string(mib) + " MiB");
 }
 
-// Never closed: a thread that a disk holds up may outlive everything.
+// Never closed: a thread that waits for a disk may outlive all other objects.
 process_store & the_store() {
     static process_store * store = [] {
         auto *       made   = new process_store;
@@ -174,7 +174,7 @@ process_store & the_store() {
     return *store;
 }
 
-// "": its files cannot be read any more.
+// "": its files are no longer readable.
 std::string content_of(process_store & store, const std::string & path) {
     std::lock_guard<std::mutex> lock(store.mutex);
     const auto                  known = store.contents.find(path);
@@ -188,7 +188,7 @@ std::string content_of(process_store & store, const std::string & path) {
     return store.contents[path] = content;
 }
 
-// false: nothing of these contexts is stored.
+// false: prompts of these contexts are not stored.
 bool identity_of(process_store & store, const llama_context * ctx, const llama_context * draft,
                  subkv::StoreIdentity & identity) {
     std::string text;
@@ -209,7 +209,7 @@ bool identity_of(process_store & store, const llama_context * ctx, const llama_c
     return true;
 }
 
-// Does a sequence, of a draft model's context, too, hold n tokens, and nothing else?
+// true: a sequence consists of exactly n tokens, also in a draft model's context.
 bool holds(llama_context * ctx, llama_context * draft, llama_seq_id seq, int64_t n) {
     return llama_memory_seq_pos_max(llama_get_memory(ctx), seq) + 1 == n &&
            (!draft || llama_memory_seq_pos_max(llama_get_memory(draft), seq) + 1 == n);
@@ -243,7 +243,7 @@ bool states_of(llama_context * ctx, llama_context * draft, llama_seq_id seq, sub
     }
 }
 
-// Tokens for which a sequence that is emptied finds cells.
+// Maximum tokens for which an emptied sequence finds cells.
 int64_t n_room(llama_context * ctx, llama_seq_id seq) {
     int64_t n = llama_n_ctx_seq(ctx);
     if (ctx->get_cparams().kv_unified) {
@@ -283,7 +283,7 @@ void llama_subkv_store_put(llama_context * ctx, llama_context * draft, int32_t s
         if (states_of(ctx, draft, seq, states)) {
             const auto bytes = (double) (states[0].size() + states[1].size());
             store.calls->put_states(store.store, identity.data(), &prompt, std::move(states), at_end);
-            const double took = at_end ? 0 : now() - start; // the end may have waited for the disk
+            const double took = at_end ? 0 : now() - start; // at the end the call may have waited for the disk
             store.pace = at_end ? store.pace : (1 - SMOOTHING) * store.pace + SMOOTHING * took / std::max(bytes, 1.0);
             store.paid = std::min(store.paid + took / SHARE, seconds_evaluated(ctx));
         }
@@ -351,8 +351,7 @@ const subkv_store_prompt * llama_subkv_store_prompt(const subkv_store_found * fo
 void llama_subkv_store_free(subkv_store_found * found, int32_t seq, bool refused) {
     auto & store = the_store();
     if (refused) {
-        llama_subkv_log(std::string("SUBKV_STORE: the cache does not take a stored prompt: ") +
-                        store.calls->last_error());
+        llama_subkv_log(std::string("SUBKV_STORE: the cache rejects a stored prompt: ") + store.calls->last_error());
     } else {
         const auto & prompt = *store.calls->found_prompt(found);
         store.stored[seq]   = { prompt.tokens, prompt.tokens + prompt.n_tokens };

@@ -24,12 +24,12 @@ held_usage & held() {
     return one;
 }
 
-template <typename F> F found(const char * name) { // of libsubkv, which is loaded where there are coefficients
+template <typename F> F found(const char * name) { // in libsubkv, which is loaded if there are coefficients
     std::string why;
     return (F) llama_subkv_find(name, why);
 }
 
-// What libsubkv says of a coded cache.
+// The usage of a coded cache, from libsubkv.
 void add_coded(llama_context * ctx, llama_subkv_usage & usage) {
     const auto  stats_of = found<decltype(&subkv_get_stats)>("subkv_get_stats");
     const auto  cpu      = found<decltype(&subkv_kernel_name)>("subkv_kernel_name");
@@ -125,18 +125,19 @@ std::string llama_subkv_usage_metrics(void) {
         line(out, name, "counter", what, (double) value);
     };
     gauge("kv_bytes", "gauge", "Bytes of the K/V cache", usage.freed ? 0.0 : (double) usage.bytes);
-    gauge("kv_f16_bytes", "gauge", "Bytes that it would have in f16", usage.freed ? 0.0 : (double) usage.bytes_f16);
+    gauge("kv_f16_bytes", "gauge", "Size of the same cache in f16, in bytes",
+          usage.freed ? 0.0 : (double) usage.bytes_f16);
     gauge("kv_bits_per_element", "gauge", "Bits per K/V element", usage.bits);
     subkv_store_stats stats;
     if (llama_subkv_store_stats(stats)) {
-        counter("store_hits_total", "Stored prompts that were read", stats.n_hits);
-        counter("store_tokens_restored_total", "Tokens that were not evaluated because of these", stats.n_restored);
-        counter("store_prompts_written_total", "Prompts that were stored", stats.n_written);
-        counter("store_prompts_dropped_total", "Prompts that came too fast or are too large", stats.n_dropped);
-        counter("store_prompts_damaged_total", "Stored prompts that were damaged", stats.n_damaged);
-        counter("store_failures_total", "Failures of the disk", stats.n_failures);
-        gauge("store_entries", "gauge", "Prompts in the folder, as last seen", (double) stats.n_entries);
-        gauge("store_bytes", "gauge", "Bytes of the folder's files, as last seen", (double) stats.n_bytes);
+        counter("store_hits_total", "Stored prompts read", stats.n_hits);
+        counter("store_tokens_restored_total", "Tokens restored instead of evaluated", stats.n_restored);
+        counter("store_prompts_written_total", "Prompts stored", stats.n_written);
+        counter("store_prompts_dropped_total", "Prompts dropped: full queue or too large", stats.n_dropped);
+        counter("store_prompts_damaged_total", "Damaged stored prompts", stats.n_damaged);
+        counter("store_failures_total", "Failed disk operations", stats.n_failures);
+        gauge("store_entries", "gauge", "Prompts in the folder at the last scan", (double) stats.n_entries);
+        gauge("store_bytes", "gauge", "Bytes of the folder's files at the last scan", (double) stats.n_bytes);
     }
     return out.str();
 }

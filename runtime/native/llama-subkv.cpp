@@ -1,4 +1,4 @@
-// llama-subkv.cpp: between llama.cpp's internals and hook.h. Part of libllama; all logic lives in libsubkv.
+// llama-subkv.cpp: connects llama.cpp's internals to hook.h. Part of libllama; the logic is in libsubkv.
 #include "llama-subkv-cells.h"
 #include "llama-subkv-library.h"
 #include "llama-subkv-programs.h"
@@ -68,8 +68,7 @@ static subkv::cache_new_fn registered() {
 // llama_kv_cache
 //
 
-// The reason why attention over this cache does not pass through the hooked build_attn in a form that the
-// coefficient kernels can compute.
+// The reason why the hooked build_attn does not cover this cache's attention, or why the kernels cannot compute it.
 static std::string reason_unsupported(const llama_model & model, const llama_hparams & hparams, bool shares) {
     if (shares) {
         return "its layers read the K/V cache of another model's context";
@@ -77,9 +76,9 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
     if (!hparams.causal_attn) {
         return "its attention is not causal";
     }
-    for (const auto & device : model.devices) { // RPC takes every node, also those whose functions are of this process
+    for (const auto & device : model.devices) { // RPC accepts custom nodes with functions of this process
         if (std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device.dev)), "RPC") == 0) {
-            return format("its device %s is of another process (RPC), where the functions of subkv's nodes are not",
+            return format("its device %s belongs to another process (RPC), which lacks the functions of subkv's nodes",
                           ggml_backend_dev_name(device.dev));
         }
     }
@@ -99,7 +98,7 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v
         return;
     }
     const std::string        unsupported = reason_unsupported(kv.model, kv.hparams, shares);
-    static thread_local bool coded       = false; // the cache of rows, which is made before that of its indexer's keys
+    static thread_local bool coded       = false; // the cache of rows; llama.cpp creates it before its indexer's cache
     if (is_index(kv) && unsupported.empty()) {
         type_k = coded ? index_type(kv, type_k) : type_k;
         return;
@@ -112,14 +111,14 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v
     }
     const auto & hparams = kv.hparams;
 
-    // llama.cpp appends a layer that is not the file's: it chooses LoRA weights, and stays ordinary
+    // llama.cpp appends a layer that is not in the file: it selects LoRA weights and stays ordinary
     const bool has_router = hparams.router_layer >= 0;
 
     subkv::CacheDesc desc;
     desc.arch        = llm_arch_name(kv.model.arch);
     desc.model_path  = kv.model.subkv_path;
     desc.unsupported = unsupported;
-    desc.unobserved  = kv.model.arch == LLM_ARCH_T5 ? "its decoder reads what an encoder has made of another text" : "";
+    desc.unobserved  = kv.model.arch == LLM_ARCH_T5 ? "its decoder reads an encoder's output of another text" : "";
     desc.n_layer     = hparams.n_layer_all - has_router;
     desc.n_cells     = kv_size;
     desc.n_stream    = kv.n_stream;
@@ -142,7 +141,7 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v
         if (!hparams.has_kv(il)) {
             continue;
         }
-        // not every file with latent attention tells the size of its values, which are the latent
+        // some files with latent attention lack the size of values, which is the latent size
         const uint32_t d_v = hparams.is_mla() ? hparams.n_lora_kv : hparams.n_embd_head_v(il);
         desc.layers.push_back(
             { (int32_t) il, (int32_t) hparams.n_head(il), (int32_t) hparams.n_head_kv(il),
@@ -216,7 +215,7 @@ llama_pos llama_subkv::pos_min(llama_memory_i & memory, llama_seq_id seq) {
         return first;
     }
     llama_pos last = caches.base->subkv_hook->goes_back_to(seq, reader(*caches.base)) - 1;
-    // Callers who know of a sliding window that is not held whole subtract its size from where they go back to.
+    // Callers that know of a truncated sliding window subtract its size from the position that they return to.
     if (caches.swa && caches.swa->get_size() < caches.base->get_size()) {
         last -= (llama_pos) caches.base->hparams.n_swa;
     }
@@ -273,7 +272,7 @@ void llama_subkv::keep_alone(llama_memory_i & attn, llama_memory_i & recurrent, 
 
 static void add_tokens(const llama_ubatch & ubatch, std::vector<subkv::TokenDesc> & out) {
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
-        const llama_pos * pos = ubatch.pos + i; // in time, height and width one after the other
+        const llama_pos * pos = ubatch.pos + i; // first all positions in time, then in height, then in width
         const bool        in_picture =
             ubatch.is_pos_2d() && is_in_picture(*pos, pos[2 * ubatch.n_tokens], pos[ubatch.n_tokens]);
         out.push_back({ *pos, ubatch.n_seq_id[i], ubatch.seq_id[i], 0, -1, in_picture });
@@ -316,7 +315,7 @@ public:
                 of_sequence.last = std::max(of_sequence.last, token.pos);
             }
         }
-        for (const auto & token : tokens) { // llama.cpp counts snapshots back by positions
+        for (const auto & token : tokens) { // llama.cpp indexes snapshots by distance in positions
             for (int32_t i = 0; token.in_picture && i < token.n_seq; ++i) {
                 snapshots[token.seq[i]].n = 0;
             }
@@ -360,7 +359,7 @@ llama_subkv::graph_input * llama_subkv::inputs(const llm_graph_context & g, cons
     return static_cast<graph_input *>(g.res->add_input(std::move(input)));
 }
 
-// What logits are multiplied with before they are capped; Grok has its own place for it.
+// The factor on logits before soft-capping; Grok stores it elsewhere.
 static float logit_scale(const llm_graph_context & g, float scale) {
     return g.arch == LLM_ARCH_GROK ? scale * g.hparams.f_attn_out_scale : scale;
 }
@@ -481,7 +480,7 @@ void llama_subkv::settle(llama_context & ctx) {
     if (coded(ctx.get_memory())) {
         ctx.memory_update(false);
         if (rotation_pending(*caches_of(ctx.get_memory()).base)) {
-            throw std::runtime_error("positions that were to move first have not moved");
+            throw std::runtime_error("a pending shift of positions failed");
         }
     }
 }

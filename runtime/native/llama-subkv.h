@@ -1,5 +1,5 @@
-// llama-subkv.h: what the patched llama.cpp sources call. Compiled into libllama; every function does nothing unless
-// the cache has a hook. See hook.h.
+// llama-subkv.h: the functions that the patched llama.cpp sources call. Compiled into libllama; every function does
+// nothing unless the cache has a hook. See hook.h.
 #pragma once
 
 #include "llama-kv-cache.h"
@@ -29,37 +29,37 @@ struct llama_subkv {
     using layer_filter = llama_kv_cache::layer_filter_cb;
     using layer_reuse  = llama_kv_cache::layer_reuse_cb;
 
-    // llama_kv_cache: called by the constructor before anything is allocated. type_k: changed for an indexer's keys
+    // Called by the constructor of llama_kv_cache before any allocation. Changes type_k of an indexer's keys.
     static void init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v, bool offload, uint32_t kv_size,
                      const layer_filter & filter, const layer_reuse & reuse, bool shares);
-    // llama_context: called when its memory is there, which may be no K/V cache
+    // Called by llama_context after it has created its memory, which may have no K/V cache.
     static void made(const llama_context & ctx);
-    // llama_context: do tokens of the next batches see no later ones?
+    // Called by llama_context. causal: tokens of the next batches attend to no later token.
     static void         set_causal(llama_memory_i * memory, bool causal);
     static size_t       row_bytes(const llama_kv_cache & kv, uint32_t il, bool value);
     static const char * type_name(const llama_kv_cache & kv, ggml_type type); // of K or V, for the log
-    // Adds the bytes beside the cells.
+    // Adds the sizes of subkv's memory besides the cells.
     static void add_bytes(const llama_kv_cache & kv, std::map<ggml_backend_buffer_type_t, size_t> & bytes);
-    // The file that a model is loaded from, for SUBKV=auto, and metadata that its user has replaced.
+    // Records a model's file, for SUBKV=auto, and the user's metadata overrides.
     static void loaded(llama_model & model, const std::string & path, const llama_model_loader & loader);
 
-    // What a context answers about the removal of a tail, as of a recurrent one: positions up to pos_min must stay; the last
-    // n_rs_seq tokens of a sequence can always be removed.
+    // The context's answers about the removal of a tail, as for a recurrent model: a sequence must keep positions up to
+    // pos_min; it can always remove its last n_rs_seq tokens.
     static llama_pos pos_min(llama_memory_i & memory, llama_seq_id seq);
     static uint32_t  n_rs_seq(const llama_context & ctx);
 
     static void clear(llama_kv_cache & kv);
-    static bool seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1); // false: refused
+    static bool seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1); // false: rejected
     static bool seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1); // ditto
     static void seq_keep(llama_kv_cache & kv, llama_seq_id seq);
     static bool refuses(const llama_kv_cache & kv, const char * what); // true: coded cache, reason reported
     static bool can_shift(const llama_kv_cache & kv);
     static bool seq_add(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift); // ditto
-    static bool carried_out(const llama_kv_cache & kv); // the last seq_cp, seq_add or seq_div: the other half follows
-    static void shifted(const llama_kv_cache & kv);     // the graph of build_shift has run
-    static bool rotation_pending(const llama_kv_cache & kv); // it has not, or not to its end; reports that
-    // While it lives no abort callback stops a shift of this cache, half or whole, of a coded context, if layers of it are
-    // ordinary: after an aborted shift it is unknown which of these were rotated, and the next one would rotate them again.
+    static bool carried_out(const llama_kv_cache & kv);      // result of the last seq_cp, seq_add or seq_div
+    static void shifted(const llama_kv_cache & kv);          // called after the graph of build_shift has run
+    static bool rotation_pending(const llama_kv_cache & kv); // true: that graph has not run completely; reports it
+    // Disables the abort callback during a shift, if the coded context has ordinary layers: after an aborted shift it
+    // would be unknown which ordinary layers are rotated, and the next shift would rotate them again.
     class uninterrupted {
     public:
         uninterrupted(llama_context & ctx, const llama_kv_cache & kv);
@@ -76,20 +76,20 @@ struct llama_subkv {
     static bool build_shift(const llama_kv_cache & kv, const llama_cparams & cparams, llm_graph_result & res,
                             ggml_tensor * k_shift, uint32_t il);
 
-    // llama_memory_hybrid: both halves change or none. may_remove asks what seq_rm would answer, and whether llama.cpp has
-    // the snapshot that its recurrent state would go back to; an end p1 behind everything becomes open, for which alone
-    // llama.cpp forgets the snapshot that the next token would begin with; may_copy: whether neither state has gone back,
-    // of which a copy would not know, and the copied one is of where dst's cells would end; recurrent_stays reports that
-    // the other half refused; in_step: no half is behind the other in a sequence of this batch; keep_alone: llama.cpp
-    // keeps the cells of sequences that have streams of their own, not their recurrent state but the snapshot of it that
-    // a removed tail chose.
+    // llama_memory_hybrid: both halves change, or neither. may_remove: the result that seq_rm would have; also checks
+    // that llama.cpp has the snapshot for the recurrent state. It makes an end p1 behind the last position open,
+    // because llama.cpp discards the snapshot for the next token only then. may_copy: neither recurrent state has been
+    // reset to a snapshot (a copy would lose this), and the copied state belongs to the position where dst's cells
+    // would end. recurrent_stays: reports that the recurrent half rejected a removal. in_step: both halves are at the
+    // same position in every sequence of the batch. keep_alone: llama.cpp keeps the cells of sequences in other streams
+    // and the snapshot that a removed tail selected, but not their recurrent state.
     static bool may_remove(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id seq,
                            llama_pos p0, llama_pos & p1);
-    // llama_kv_cache_iswa: ditto, and whether the sliding half still has what the window of the next token needs.
+    // llama_kv_cache_iswa: the same; also checks that the sliding half still has the window of the next token.
     static bool may_remove(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id seq, llama_pos p0,
                            llama_pos p1);
-    // Slots of a batch in the sliding half. Trying them out, llama.cpp removes for good what a later ubatch lets slide away,
-    // also of the window of an earlier one.
+    // Slots of a batch in the sliding half. While llama.cpp searches for slots, a later ubatch can permanently remove
+    // cells from the window of an earlier one; this function prevents that.
     static llama_kv_cache::slot_info_vec_t prepare(const llama_kv_cache & base, llama_kv_cache & swa,
                                                    const std::vector<llama_ubatch> & ubatches);
     static bool may_copy(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id src, llama_seq_id dst,
@@ -103,45 +103,46 @@ struct llama_subkv {
 
     static bool ready(const llama_kv_cache & kv, const std::vector<llama_ubatch> & ubatches);
 
-    // A state of a coded cache (seq -1: of all sequences) in place of llama.cpp's, whole or with its flag partial; false:
-    // not coded, or already inside. Reading throws when it cannot be this cache's; what it would replace is then
-    // unchanged, or empty.
+    // Writes or reads the state of a coded cache (seq -1: all sequences) instead of llama.cpp's code, complete or with
+    // the partial flag; false: not coded, or a nested call. Reading throws if the state does not belong to this cache;
+    // the cells are then unchanged, or empty.
     static bool state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq,
                             llama_state_seq_flags flags);
     static bool state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags,
                            llama_kv_cache::slot_info_vec_t *       sinfos_out,
                            const llama_kv_cache::slot_info_vec_t * sinfos_in);
-    // The same of coded cells and what lies beside them. A partial state leaves the coded cells out: who reads it still has those of then, and removes
-    // later ones. What is wrong with any part is known before any cell is touched, but for what only cells can tell, and
-    // want of room, which leave all parts empty. lose() leaves them so when what comes behind them fails.
+    // The same for coded cells and the other parts of a memory (sliding, recurrent, indexer). A partial state does not
+    // include the coded cells: the reader still has them and removes later ones. Reading checks all parts before any
+    // cell changes. Errors that only the cells can show, and lack of free cells, leave all parts empty. lose() empties
+    // them if a later part fails.
     static bool state_write(const llama_memory_i & memory, llama_io_write_i & io, llama_seq_id seq,
                             llama_state_seq_flags flags);
     static bool state_read(llama_memory_i & memory, llama_io_read_i & io, llama_seq_id seq,
                            llama_state_seq_flags flags);
     static void lose(llama_memory_i & memory, llama_seq_id seq);
-    // Carries out copies between streams and shifts that llama.cpp has put off until the next decode: before cells are read
-    // or set. Throws when it cannot.
+    // Runs copies between streams and shifts that llama.cpp has deferred to the next decode; called before cells are
+    // read or set. Throws on failure.
     static void settle(llama_context & ctx);
 
     // Zeroes cells of one stream's tensor; false: not a coded layer.
     static bool clear_cells(llama_kv_cache & kv, int32_t il, bool value, ggml_tensor * t,
                             const std::vector<uint32_t> & cells);
 
-    // Base of writers that only count bytes: no rows are made for them.
+    // Base of writers that only count bytes; they need no rows.
     struct counts_only {
         virtual ~counts_only() = default;
     };
 
-    // A stored state: everything that decides which bytes a token leaves in it, `content` being the model's; whether that
-    // is all (no LoRA); how long a tail of a restored sequence can be removed without a checkpoint,
-    // -1: any.
+    // For stored prompts. state_identity: everything that affects the bytes of a state; `content`: the model's content
+    // hash. storable: nothing else affects them (no LoRA). n_removable: the longest tail of a restored sequence that
+    // can be removed without a checkpoint; -1: any.
     static std::string state_identity(const llama_context & ctx, const std::string & content);
     static bool        storable(const llama_context & ctx);
     static int64_t     n_removable(const llama_context & ctx);
 
-    static llama_subkv_usage usage_of(llama_context & ctx); // what its cache takes
+    static llama_subkv_usage usage_of(llama_context & ctx); // memory use of its cache
 
-    struct caches { // of full attention, of sliding windows, of an indexer's keys; recurrent state; nullptr: none
+    struct caches { // full attention, sliding windows, an indexer's keys, recurrent state; nullptr: none
         llama_kv_cache * base;
         llama_kv_cache * swa;
         llama_kv_cache * index;
@@ -151,15 +152,16 @@ struct llama_subkv {
     };
 
     static caches                         caches_of(const llama_memory_i * memory);
-    static const llama_kv_cache_context * base_of(const llama_memory_context_i * mctx); // of full attention
+    static const llama_kv_cache_context * base_of(const llama_memory_context_i * mctx); // full attention
 
-    // the cache, or the full-attention half of an iswa cache, holds coefficients
+    // true: the cache, or the full-attention half of an iswa cache, stores coefficients
     static bool coded(llama_memory_i * memory);
     static bool coded(const llama_kv_cache & kv);
 
-    // llm_graph_context::build_attn. An observer first sees q, k and v after RoPE, before the Hadamard rotation
-    // of quantized caches. Then all of a coded layer's, up to the output projection; null: not coded, upstream goes on.
-    // chosen: the cells that a token attends to, as in AttnBuild, or a mask that hides the others; nullptr: all.
+    // llm_graph_context::build_attn. Passes q, k and v to the observer, after RoPE and before the Hadamard rotation of
+    // quantized caches. Then builds the attention of a coded layer, including the output projection; null: not coded,
+    // upstream's code continues. chosen: the cells that a token attends to, as in AttnBuild, or a mask that hides the
+    // others; nullptr: all.
     static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_kv & inp, ggml_tensor * wo,
                                 ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
                                 ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
@@ -172,13 +174,13 @@ struct llama_subkv {
                                 ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
                                 ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
                                 float scale, int il, ggml_tensor * chosen = nullptr);
-    // Of the latent layer's cells that an indexer has chosen for each token.
+    // Attention to the latent layer's cells that an indexer has chosen for each token.
     static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_k_dsa & inp, ggml_tensor * wo,
                                 ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
                                 ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
                                 ggml_tensor * top_k, float scale, int il);
-    // For a model whose graph makes the masks of its KV heads by itself: an observer first, and whether the
-    // layer is coded; a tensor of the shape that its cache would have, for views that nobody computes.
+    // For a model whose graph computes the masks of its KV heads. sees: passes q, k and v to the observer; true: the
+    // layer is coded. unread: a tensor with the shape of the ordinary cache, for views that are never computed.
     static bool sees(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q, ggml_tensor * k,
                      ggml_tensor * v, int il);
     static ggml_tensor * unread(const llm_graph_context & g, const ggml_tensor * rows, int64_t n_kv, int64_t n_stream);
@@ -194,7 +196,8 @@ struct llama_subkv {
     static ggml_tensor * build_attn(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
                                     ggml_tensor * k, ggml_tensor * v, ggml_tensor * k_idxs, ggml_tensor * v_idxs,
                                     ggml_tensor * mask, ggml_tensor * chosen, ggml_tensor * sinks, float scale, int il);
-    // The same where values are the first elements of keys; v_mla [d_v, size of a head's output, n_head] follows.
+    // The same for values that are the first elements of keys; applies v_mla [d_v, size of a head's output, n_head]
+    // last.
     static ggml_tensor * build_attn_latent(const llm_graph_context & g, const llama_kv_cache_context * mctx,
                                            ggml_tensor * q, ggml_tensor * k, ggml_tensor * k_idxs, ggml_tensor * mask,
                                            ggml_tensor * chosen, ggml_tensor * sinks, ggml_tensor * v_mla, float scale,
@@ -215,10 +218,10 @@ struct llama_subkv {
     using parts = std::vector<llama_memory_i *>;
     static parts beside(const caches & all);
     static parts in_state(const caches & all, llama_state_seq_flags flags);
-    // An indexer names cells by where its keys are: is this a cache of such keys, and are these in the cells of their tokens,
-    // and will they be?
+    // An indexer identifies cells by the places of its keys. is_index: a cache of such keys. same_cells: every key is
+    // in the cell of its token. same_slots: so it is with the slots of the next batch.
     static bool      is_index(const llama_kv_cache & kv);
-    static ggml_type index_type(const llama_kv_cache & kv, ggml_type type); // as SUBKV_INDEXER says, else `type`
+    static ggml_type index_type(const llama_kv_cache & kv, ggml_type type); // from SUBKV_INDEXER, else `type`
     static bool      same_cells(const llama_kv_cache & kv, const llama_kv_cache & index);
     static bool      same_slots(const llama_kv_cache & kv, const llama_kv_cache::slot_info_vec_t & slots,
                                 const llama_kv_cache::slot_info_vec_t & of_index);
@@ -228,8 +231,8 @@ struct llama_subkv {
         llama_pos    first, last;
     };
 
-    // A position of the pieces that the sliding window of the token behind them, at `next`, has and the sliding half no
-    // longer; -1: none.
+    // A position of the pieces that is inside the sliding window of the next token (at `next`), but no longer in the
+    // sliding half; -1: none.
     static llama_pos          slid_away(const llama_kv_cache & base, const llama_kv_cache & swa,
                                         const std::vector<piece> & pieces, llama_pos next);
     static graph_input *      inputs(const llm_graph_context & g, const llama_kv_cache_context * mctx);

@@ -27,7 +27,7 @@ namespace subkv {
 namespace {
 
 constexpr uint64_t SAMPLE         = 4096; // bytes
-constexpr size_t   DIGITS         = 12;   // of a content digest, in a file's name
+constexpr size_t   DIGITS         = 12;   // of a content hash, in a file's name
 constexpr size_t   MAX_PATH_BYTES = 4096;
 
 struct FileClose {
@@ -44,13 +44,13 @@ int seek(FILE * file, uint64_t offset) {
 #endif
 }
 
-// An unsigned 16-bit key, as split files have; `otherwise` when it is absent or of another type.
+// An unsigned 16-bit key of split files; `otherwise` if it is absent or of another type.
 uint16_t u16(const gguf_context * ctx, const char * key, uint16_t otherwise) {
     const int64_t i = gguf_find_key(ctx, key);
     return i >= 0 && gguf_get_kv_type(ctx, i) == GGUF_TYPE_UINT16 ? gguf_get_val_u16(ctx, i) : otherwise;
 }
 
-// The keys that copies of a model share, in order, as a GGUF without tensors.
+// The keys that all copies of a model share, in order, as a GGUF without tensors.
 std::vector<uint8_t> shared_metadata(const gguf_context * ctx) {
     const Gguf copy(gguf_init_empty());
     gguf_set_kv(copy.get(), ctx);
@@ -65,7 +65,7 @@ std::vector<uint8_t> shared_metadata(const gguf_context * ctx) {
     return bytes;
 }
 
-// Does `text` end in `tail`? digits: a 0 of `tail` stands for any digit.
+// true: `text` ends with `tail`. digits: a 0 of `tail` matches any digit.
 bool ends(const std::string & text, const std::string & tail, bool digits) {
     const auto same = [&](char of_tail, char c) {
         return digits && of_tail == '0' ? c >= '0' && c <= '9' : of_tail == c;
@@ -76,8 +76,8 @@ bool ends(const std::string & text, const std::string & tail, bool digits) {
 
 struct Tensor {
     std::string name;
-    std::string head; // what the digest takes before its samples
-    size_t      file; // index of the file that holds it
+    std::string head; // hashed before its samples
+    size_t      file; // index of the file with the tensor
     uint64_t    offset;
     uint64_t    size;
 };
@@ -104,7 +104,7 @@ void add_sample(Sha256 & digest, FILE * file, const std::string & path, uint64_t
     digest.update(bytes.data(), (size_t) size);
 }
 
-// All files of the model whose first file is `path`, opened as `first`, in order.
+// All files of the model in order; `path`: its first file, opened as `first`.
 std::vector<std::string> model_files(const std::string & path, const gguf_context * first) {
     const uint16_t number = u16(first, "split.no", 0);
     const uint16_t count  = u16(first, "split.count", 1);

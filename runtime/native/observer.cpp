@@ -24,13 +24,13 @@ static bool finite_row(const float * x, int64_t d) {
     return sum == 0.0f;
 }
 
-// Adds the rows of one head, in runs of tokens that count. Returns the number of rows left out as non-finite.
+// Adds the rows of one head, in runs of selected tokens. Returns the number of skipped non-finite rows.
 static uint64_t accumulate(Moments & m, const ggml_tensor * t, int64_t head, const TokenRow * tokens, int32_t n_skip) {
     const int64_t d   = t->ne[0];
     const int64_t n   = t->ne[2];
     const int64_t ldx = (int64_t) (t->nb[2] / sizeof(float));
     uint64_t      bad = 0;
-    if (m.second.empty()) { // sampling alone needs no moments
+    if (m.second.empty()) { // samples need no moments
         m.second.resize((size_t) (d * d));
         m.first.resize((size_t) d);
     }
@@ -53,7 +53,7 @@ static uint64_t accumulate(Moments & m, const ggml_tensor * t, int64_t head, con
         }
         ops().moment(row_of(t, head, i), ldx, end - i, d, m.second.data(), m.first.data());
         m.n += (uint64_t) (end - i);
-        i = end + 1; // `end` was tested and is not usable
+        i = end + 1; // token `end` is not usable
     }
     return bad;
 }
@@ -62,7 +62,7 @@ static bool listed(const std::vector<int32_t> & positions, int32_t pos) {
     return std::binary_search(positions.begin(), positions.end(), pos);
 }
 
-// n: the largest number of rows. Their memory is reserved at once, so that rows are not copied later.
+// n: maximum number of rows. Reserves their memory at once, so that no rows are copied later.
 template <typename T> static void sample_row(std::vector<T> & dst, const ggml_tensor * t, int64_t token, size_t n) {
     dst.reserve(std::max(dst.size(), n * (size_t) (t->ne[0] * t->ne[1])));
     for (int64_t h = 0; h < t->ne[1]; ++h) {

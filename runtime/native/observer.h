@@ -1,4 +1,4 @@
-// observer.h: calibration statistics, accumulated inside the graph (see subkv.h, "calibration").
+// observer.h: calibration statistics, accumulated by graph nodes (see subkv.h, "calibration").
 #pragma once
 
 #include "hook.h"
@@ -11,7 +11,7 @@
 
 namespace subkv {
 
-// Sums of second moments and of the rows of one head; empty before the first.
+// Sums of the outer products and of the rows of one head; empty before the first row.
 struct Moments {
     uint64_t            n = 0; // rows
     std::vector<double> second;
@@ -23,16 +23,16 @@ struct ObservedLayer {
     const subkv_observer * owner = nullptr;
     std::vector<Moments>   q, k, v;                // by KV head; q gathers the heads of its group
     std::vector<float>     k_rows, v_rows, o_rows; // samples: [n][n_head or n_head_kv][d]
-    std::vector<uint16_t>  q_rows;                 // in half precision: they are the most
+    std::vector<uint16_t>  q_rows;                 // in half precision, because queries need the most memory
     std::mutex             mutex;                  // guards the counters of `shape`
 };
 
-// Adds the node that reads q, k, v (as in AttnBuild) of one layer; k, v nullptr: the queries of one that reads il's rows,
-// after il's own.
+// Adds the node that reads q, k, v (as in AttnBuild) of one layer. k, v nullptr: q are queries of a layer that reads
+// il's rows; the call for il itself comes first.
 void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q,
                         ggml_tensor * k, ggml_tensor * v, const Inputs & in, float scale);
 
-// The same for what attention over a coded layer gives, `out` [d_v * n_head, n_tokens]; after build_observe_node.
+// The same for the attention output of a coded layer, `out` [d_v * n_head, n_tokens]; call it after build_observe_node.
 void build_observe_output_node(subkv_observer & obs, const AttnBuild & b, ggml_tensor * out);
 
 } // namespace subkv

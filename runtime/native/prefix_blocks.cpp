@@ -16,7 +16,7 @@ constexpr uint32_t MAX_REGIONS = 1 << 13;
 constexpr uint32_t MAX_ROW     = 1 << 24; // bytes
 constexpr uint64_t MAX_PIECE   = (uint64_t) 1 << 44;
 constexpr int32_t  MAX_TYPE    = 256;
-constexpr size_t   LOOKED      = 1 << 20; // bytes of a state in which its cells begin
+constexpr size_t   LOOKED      = 1 << 20; // bytes of a state searched for the start of its cells
 
 class Writer {
 public:
@@ -96,7 +96,7 @@ public:
 
     void end() const {
         if (left != 0) {
-            throw std::runtime_error("there is more behind its end");
+            throw std::runtime_error("extra bytes after its end");
         }
     }
 
@@ -135,7 +135,7 @@ StateRefs read_state(Parser & p, uint64_t n_tokens) {
     uint64_t end = 0;
     for (const auto & region : state.regions) {
         if (region.row == 0 || region.offset < end) {
-            throw std::runtime_error("expected rows one after the other, found others");
+            throw std::runtime_error("expected contiguous rows, found others");
         }
         end = region.offset + (uint64_t) n_blocks * BLOCK_TOKENS * region.row;
     }
@@ -195,7 +195,7 @@ uint64_t PrefixHead::n_bytes() const {
     return bytes;
 }
 
-// The magic, a digest of all that follows, the rest.
+// Magic, hash of all following bytes, content.
 std::vector<uint8_t> PrefixHead::file() const {
     Writer body;
     body.digest(identity);
@@ -227,10 +227,10 @@ std::vector<uint8_t> PrefixHead::file() const {
 PrefixHead PrefixHead::parse(const std::vector<uint8_t> & file) {
     constexpr size_t begin = sizeof(MAGIC) + N_DIGEST;
     if (file.size() < begin || std::memcmp(file.data(), MAGIC, sizeof(MAGIC) - 1) != 0) {
-        throw std::runtime_error("it is none of subkv");
+        throw std::runtime_error("not a file of subkv");
     }
     if (file[sizeof(MAGIC) - 1] != (uint8_t) MAGIC[sizeof(MAGIC) - 1]) {
-        throw PrefixForeign("it is of another version");
+        throw PrefixForeign("written by another version");
     }
     Sha256 digest;
     digest.update(file.data() + begin, file.size() - begin);
@@ -284,7 +284,7 @@ template <typename T> T at(const uint8_t * p) {
     return value;
 }
 
-// Rows of n cells behind one header (type i32, bytes of a row u64) after another.
+// Finds the rows of n cells behind each header (type i32, bytes of a row u64).
 std::vector<Region> chain(const uint8_t * state, size_t size, uint64_t offset, uint64_t n, size_t most) {
     std::vector<Region> found;
     while (found.size() < most && offset + 12 <= size) {
@@ -302,8 +302,9 @@ std::vector<Region> chain(const uint8_t * state, size_t size, uint64_t offset, u
 
 } // namespace
 
-// llama.cpp writes: the number of cells, the cells from position 0 on, whether values are by element, the number of
-// layers, and for the keys and then the values of each: type, bytes of a row, n rows. A wrong guess costs sharing only.
+// llama.cpp writes: the number of cells, the cells from position 0 on, a flag for values by element, the number of
+// layers, and then for all keys, for all values, per layer: type, bytes of a row, n rows. A wrong guess only loses
+// sharing.
 std::vector<Region> find_regions(const uint8_t * state, size_t size, uint64_t n) {
     if (n < BLOCK_TOKENS || n > MAX_TOKENS) {
         return {};
@@ -315,7 +316,7 @@ std::vector<Region> find_regions(const uint8_t * state, size_t size, uint64_t n)
     if (start == end) {
         return {};
     }
-    for (const uint64_t cell : { 12, 20 }) { // bytes: position, sequences; of positions of three numbers
+    for (const uint64_t cell : { 12, 20 }) { // bytes: position, sequences; 20: three-part positions
         const uint64_t offset = (uint64_t) (start - state) + 4 + n * cell;
         if (offset + 8 > size) {
             continue;

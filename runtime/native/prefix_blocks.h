@@ -1,9 +1,9 @@
-// prefix_blocks.h: an evaluated prompt in pieces: blocks of rows, which equal beginnings of texts have in common, and the
-// rest.
+// prefix_blocks.h: splits an evaluated prompt into pieces: blocks of rows, which prompts with a common prefix share,
+// and the rest.
 //
-// A state of llama.cpp's lists the rows of a tensor one after the other, tensor after tensor. A block is the rows of
-// BLOCK_TOKENS tokens of all of them. Every piece is named by a hash of its bytes and of what the state is bound to. A
-// state in which no rows are found is all rest: nothing is shared, nothing is lost.
+// A llama.cpp state lists the rows of a tensor contiguously, tensor by tensor. A block is the rows of BLOCK_TOKENS
+// tokens in all tensors. The name of a piece is a hash of its bytes and of the state's identity. A state without
+// recognized rows is one piece, the rest: it shares nothing and loses nothing.
 #pragma once
 
 #include "store_folder.h"
@@ -20,25 +20,25 @@ namespace subkv {
 
 constexpr uint64_t BLOCK_TOKENS = 256;
 constexpr size_t   N_STATES     = 2;       // of the model, of a draft model
-constexpr size_t   N_POINT_DATA = 3;       // of a checkpoint: of the model, of a draft model, of its speculation
-constexpr size_t   MAX_POINTS   = 6;       // checkpoints of a prompt that are kept
-constexpr int64_t  SPACING      = 128;     // tokens between them
+constexpr size_t   N_POINT_DATA = 3;       // of a checkpoint: model, draft model, its speculative decoding
+constexpr size_t   MAX_POINTS   = 6;       // maximum checkpoints of a stored prompt
+constexpr int64_t  SPACING      = 128;     // minimum tokens between checkpoints
 constexpr size_t   N_DIGEST     = 64;      // hex digits
 constexpr uint64_t MAX_TOKENS   = 1 << 20; // of a prompt
 constexpr uint64_t MAX_HEAD     = 16 << 20;
 
-// A head that another version of subkv has written: not damaged, and not ours to remove.
+// The head has the format of another version of subkv: it is not damaged and must not be removed.
 struct PrefixForeign : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
 struct Region {
-    uint64_t offset; // of the rows of one tensor in a state
-    uint32_t row;    // bytes of one
+    uint64_t offset; // of one tensor's rows in a state
+    uint32_t row;    // bytes of a row
 };
 
 struct PieceRef {
-    std::string name; // without its ending
+    std::string name; // without suffix
     uint64_t    size = 0;
 };
 
@@ -46,7 +46,7 @@ struct Span {
     uint64_t offset, size;
 };
 
-// Of what a state consists.
+// The pieces of a state.
 struct StateRefs {
     std::vector<Region>      regions;
     std::vector<std::string> blocks;
@@ -54,7 +54,7 @@ struct StateRefs {
 
     uint64_t          block_bytes() const;
     uint64_t          size() const { return rest.size + blocks.size() * block_bytes(); }
-    std::vector<Span> of_block(uint64_t i) const; // where its bytes lie in the state
+    std::vector<Span> of_block(uint64_t i) const; // spans of its bytes in the state
     std::vector<Span> of_rest() const;
 };
 
@@ -64,9 +64,9 @@ struct PointRefs {
     std::array<PieceRef, N_POINT_DATA> data;
 };
 
-// All that is known of a stored prompt without reading its states.
+// The metadata of a stored prompt, without its states.
 struct PrefixHead {
-    std::string                     identity; // N_DIGEST digits: what states are bound to
+    std::string                     identity; // of the states, N_DIGEST digits
     std::vector<int32_t>            tokens;
     std::array<StateRefs, N_STATES> states;
     std::vector<PointRefs>          points;
@@ -94,22 +94,22 @@ struct PrefixHead {
     }
 
     std::vector<uint8_t> file() const;
-    // Throws std::runtime_error with what is wrong.
+    // Throws std::runtime_error with the defect.
     static PrefixHead parse(const std::vector<uint8_t> & file);
 };
 
-std::string prefix_of(const std::string & identity); // how the names of its prompts begin
+std::string prefix_of(const std::string & identity); // common prefix of its prompts' names
 
 // The address of a piece, N_DIGEST digits.
 std::string address(const std::string & identity, const std::vector<Bytes> & pieces);
 
-// Where the rows of n cells lie in a state of a sequence; empty: none are found.
+// Regions of the rows of n cells in a sequence's state; empty: no rows recognized.
 std::vector<Region> find_regions(const uint8_t * state, size_t size, uint64_t n);
 
 size_t common_prefix(const std::vector<int32_t> & tokens, const int32_t * other, size_t n);
 
-// How many of n_held tokens stay when those from n on are removed: all n when the removed tail has at most n_removable
-// tokens (-1: any number), else those before the last checkpoint that is not behind them.
+// Number of tokens that stay after a removal of tokens n .. n_held - 1: n if the tail has at most n_removable tokens
+// (-1: any number), else the tokens of the last checkpoint at or before n.
 template <typename Points>
 int64_t reach(int64_t n_held, int64_t n, const Points & points, int64_t n_removable) {
     if (n_removable < 0 || n_held - n <= n_removable) {
@@ -124,8 +124,9 @@ int64_t reach(int64_t n_held, int64_t n, const Points & points, int64_t n_remova
     return most;
 }
 
-// Leaves at most MAX_POINTS checkpoints of a prompt of n tokens, in order, and SPACING tokens apart; none of where the
-// cache goes back to without. Those go first without which the fewest tokens are evaluated again, never the last one.
+// Sorts the checkpoints of a prompt of n tokens and leaves at most MAX_POINTS, at least SPACING tokens apart, and none
+// inside the tail that the cache can remove without a checkpoint. It first removes the checkpoints whose loss
+// re-evaluates the fewest tokens, but never the last one.
 template <typename Points> void thin(Points & points, int64_t n, int64_t n_removable) {
     const auto end = n_removable > 0 ? n - n_removable : n + 1;
     points.erase(std::remove_if(points.begin(), points.end(), [&](auto & p) { return p.n_tokens >= end; }),
@@ -138,7 +139,7 @@ template <typename Points> void thin(Points & points, int64_t n, int64_t n_remov
             worst = gain(i) < gain(worst) ? i : worst;
         }
         if (points.size() <= MAX_POINTS) {
-            if (gain(points.size() - 1) < SPACING) { // the one before it
+            if (gain(points.size() - 1) < SPACING) { // remove the one before the last
                 worst = points.size() - 2;
             } else if (gain(worst) >= SPACING) {
                 return;

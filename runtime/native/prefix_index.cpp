@@ -14,16 +14,16 @@ namespace {
 
 constexpr const char * HEAD        = ".prefix";
 constexpr const char * PIECE       = ".piece";
-constexpr size_t       MAX_FILES   = 1 << 17; // names of a folder that are looked at
+constexpr size_t       MAX_FILES   = 1 << 17; // maximum files read from a folder
 constexpr size_t       MAX_ENTRIES = 1024;
 constexpr uint64_t     MAX_INDEX   = 256 << 20; // bytes of heads in memory
 constexpr size_t       N_READERS   = 4;
 constexpr int64_t      SECOND      = 1000000000;    // ns
-constexpr int64_t      COARSE      = 2 * SECOND;    // of the times of files
-constexpr int64_t      UNKNOWN     = -1;            // time of a folder that is to be looked at again
-constexpr int64_t      STALE       = 3600 * SECOND; // a file still being written is younger
+constexpr int64_t      COARSE      = 2 * SECOND;    // resolution of file times
+constexpr int64_t      UNKNOWN     = -1;            // time of a folder that must be scanned again
+constexpr int64_t      STALE       = 3600 * SECOND; // a file that a process still writes is younger
 constexpr int64_t      UNUSED      = 60 * SECOND;   // a query that reads a file takes less
-constexpr int64_t      SERVES      = 512; // tokens that may be evaluated again where a longer prompt serves as well
+constexpr int64_t      SERVES      = 512;           // tokens to re-evaluate at most if a longer prompt serves a query
 
 bool hex(const std::string & text, size_t first, size_t n) {
     return text.size() >= first + n && text.find_first_not_of("0123456789abcdef", first) >= first + n;
@@ -60,7 +60,7 @@ PrefixIndex::Files PrefixIndex::look() const {
     return files;
 }
 
-// Makes `known` what the files say; those that were used last go first.
+// Updates `known` from the files, the most recently used first.
 void PrefixIndex::learn(const Files & files) {
     std::vector<std::pair<int64_t, std::string>> order;
     n_bytes = 0;
@@ -99,11 +99,11 @@ bool PrefixIndex::learn(const std::string & name, uint64_t size) {
         file.resize((size_t) size);
         try {
             if (!folder.read(name + HEAD, size, { { file.data(), file.size() } })) {
-                changed = UNKNOWN; // gone, or cut, meanwhile
+                changed = UNKNOWN; // removed or truncated meanwhile
                 return false;
             }
         } catch (
-            const std::runtime_error &) { // a part of the disk fails: others can be read, and this one perhaps later
+            const std::runtime_error &) { // a part of the disk fails: other files can be read, this one maybe later
             changed = UNKNOWN;
             return false;
         }
@@ -113,7 +113,7 @@ bool PrefixIndex::learn(const std::string & name, uint64_t size) {
         }
         known[name] = head;
         return true;
-    } catch (const PrefixForeign &) { // it goes when the folder is full
+    } catch (const PrefixForeign &) { // evicted when the folder is full
         refused.insert(name);
         return false;
     } catch (const std::exception &) {
@@ -128,7 +128,7 @@ bool PrefixIndex::learn(const std::string & name, uint64_t size) {
 std::vector<std::shared_ptr<const PrefixHead>> PrefixIndex::heads(const std::string & identity) {
     std::lock_guard<std::mutex> lock(mutex);
     const int64_t               time = folder.changed();
-    // A name that appeared within the grain of these times after the last look has not changed it.
+    // A file created within the resolution of file times after the last scan does not change the folder's time.
     if (time != changed || looked - time < COARSE) {
         looked  = StoreFolder::now();
         changed = time;
@@ -177,7 +177,7 @@ void PrefixIndex::read(const std::string & identity, const std::vector<Wanted> &
         for (size_t i = 1; i < n; ++i) {
             threads.emplace_back(work);
         }
-    } catch (const std::system_error &) { // fewer do
+    } catch (const std::system_error &) { // continue with fewer threads
     }
     work();
     for (auto & thread : threads) {
@@ -187,7 +187,7 @@ void PrefixIndex::read(const std::string & identity, const std::vector<Wanted> &
         std::rethrow_exception(error);
     }
     if (!damaged.empty()) {
-        throw PrefixDamaged("pieces are gone, or their checksums differ", damaged);
+        throw PrefixDamaged("pieces are missing, or their checksums differ", damaged);
     }
 }
 
@@ -218,7 +218,7 @@ PrefixIndex::Seen PrefixIndex::seen() const {
 }
 
 void PrefixIndex::drop(const std::string & file) const {
-    folder.remove(file); // what cannot be removed stays
+    folder.remove(file); // ignores failures
 }
 
 //
@@ -247,7 +247,7 @@ bool PrefixIndex::has(const std::string & identity, const std::vector<int32_t> &
     return false;
 }
 
-// Beginnings of a new prompt that it serves as well for, but for some tokens between two checkpoints.
+// Marks prompts as unused that are prefixes of a new prompt and that it serves nearly as well (up to SERVES tokens).
 void PrefixIndex::forget_beginnings(const PrefixHead & head, int64_t n_removable) {
     const auto            n_tokens = (int64_t) head.tokens.size();
     std::set<std::string> kept;
@@ -272,7 +272,8 @@ void PrefixIndex::forget_beginnings(const PrefixHead & head, int64_t n_removable
     }
 }
 
-// Removes what those alone had once nobody can be reading it: a conversation leaves some behind at every turn.
+// Removes pieces that only unused prompts had, after every reader has finished: a conversation leaves some at every
+// turn.
 void PrefixIndex::drop_unused(Files & files, const std::set<std::string> & named) {
     const int64_t now = StoreFolder::now();
     for (auto it = unused.begin(); it != unused.end();) {
@@ -305,7 +306,7 @@ bool PrefixIndex::add(const Cut & cut, int64_t n_removable) {
         }
         drop_unused(files, named);
         uint64_t n = file.size();
-        cut.head.each_piece([&](const std::string & piece, uint64_t size) { // one that no prompt names may be damaged
+        cut.head.each_piece([&](const std::string & piece, uint64_t size) { // a piece without a prompt may be damaged
             if (size_of(files, piece + PIECE) == size && named.count(piece) > 0) {
                 folder.mark(piece + PIECE);
             } else {
@@ -329,7 +330,8 @@ bool PrefixIndex::add(const Cut & cut, int64_t n_removable) {
     return true;
 }
 
-// Which of the prompts go: those that have cost most bytes of their own for the longest time, and save fewest tokens.
+// Order of eviction: first the prompts with the most unshared bytes, unused for the longest time, that save the fewest
+// tokens.
 struct PrefixIndex::Usage {
     const Files &                             files;
     std::unordered_map<std::string, uint32_t> n_uses; // of pieces
@@ -346,7 +348,7 @@ struct PrefixIndex::Usage {
     }
 };
 
-// Removes files until there is room for n bytes, and what others left behind when they were killed.
+// Removes files until n bytes fit, and leftovers of killed processes.
 void PrefixIndex::make_room(Files & files, uint64_t n, const Cut & spared) {
     Usage usage{ files, {} };
     for (const auto & [name, head] : known) {
@@ -367,8 +369,8 @@ void PrefixIndex::make_room(Files & files, uint64_t n, const Cut & spared) {
             files.erase(found);
         }
     };
-    // Nobody's: pieces that no prompt names, temporary files, heads that there was no room in the index for. Of those of
-    // the last hour a process may be at work on some.
+    // Leftovers: pieces without a prompt, temporary files, heads that did not fit the index. A process may still use
+    // leftovers of the last hour.
     std::vector<std::pair<int64_t, std::string>> others;
     for (const auto & [file, status] : files) {
         const std::string piece = is_piece(file) ? file.substr(0, N_DIGEST) : "";

@@ -1,4 +1,4 @@
-// prefix_index.h: what the folder of a PrefixStore holds, as its files say, and what goes when it is full.
+// prefix_index.h: the index of a PrefixStore's folder, read from its files, and the eviction of prompts.
 #pragma once
 
 #include "prefix_blocks.h"
@@ -15,7 +15,7 @@
 
 namespace subkv {
 
-// A prompt in the folder is not what it says. pieces: the damaged ones.
+// A prompt in the folder is damaged. pieces: its damaged pieces.
 struct PrefixDamaged : std::runtime_error {
     explicit PrefixDamaged(const std::string & why, std::vector<std::string> pieces = {}) :
         std::runtime_error(why), pieces(std::move(pieces)) {}
@@ -23,45 +23,44 @@ struct PrefixDamaged : std::runtime_error {
     std::vector<std::string> pieces;
 };
 
-// Methods may be called from any thread, and throw std::runtime_error when the folder cannot be read or written.
+// Any thread may call the methods. They throw std::runtime_error if the folder cannot be read or written.
 class PrefixIndex {
 public:
     PrefixIndex(const std::string & folder, uint64_t max_bytes);
 
-    // A prompt whose pieces lie in memory, by address.
+    // A prompt with its pieces in memory, by address.
     struct Cut {
         PrefixHead                                          head;
         std::unordered_map<std::string, std::vector<Bytes>> pieces;
     };
 
-    // Does a prompt that is there serve as well as one of these tokens would? It counts as used then. n_removable: of
-    // reach().
+    // true: a stored prompt already serves these tokens as well; marks it as used. n_removable: as in reach().
     bool has(const std::string & identity, const std::vector<int32_t> & tokens, int64_t n_removable);
 
-    // Writes what is not there yet. false: it is larger than everything may be.
+    // Writes the missing files. false: the prompt is larger than max_bytes.
     bool add(const Cut & cut, int64_t n_removable);
 
-    // Of every prompt that is bound to `identity`.
+    // The heads of all prompts with this identity.
     std::vector<std::shared_ptr<const PrefixHead>> heads(const std::string & identity);
 
     struct Wanted {
         std::string       name;
         uint64_t          size;
-        uint8_t *         data; // to whose `to` it goes
+        uint8_t *         data; // destination: the spans `to` of it
         std::vector<Span> to;
     };
 
     // Throws PrefixDamaged.
     void read(const std::string & identity, const std::vector<Wanted> & wanted) const;
 
-    void used(const PrefixHead & head) const; // now
+    void used(const PrefixHead & head) const; // marks it as used now
     void damaged(const std::string & name, const PrefixDamaged & why);
 
     struct Seen {
         uint64_t n_entries, n_bytes, n_damaged;
     };
 
-    Seen seen() const; // waits for no disk
+    Seen seen() const; // never waits for the disk
 
 private:
     using Files = std::map<std::string, StoredFile>;
@@ -78,11 +77,11 @@ private:
 
     const StoreFolder                                        folder;
     const uint64_t                                           max_bytes;
-    mutable std::mutex                                       seen_mutex; // of last_seen; taken behind the other one
+    mutable std::mutex                                       seen_mutex; // guards last_seen; locked after `mutex`
     mutable Seen                                             last_seen = {};
-    mutable std::mutex                                       mutex;   // of what follows
+    mutable std::mutex                                       mutex;   // guards the members below
     std::map<std::string, std::shared_ptr<const PrefixHead>> known;   // by name
-    std::set<std::string>                                    refused; // names that are not to be read again
+    std::set<std::string>                                    refused; // names of unusable files, never read again
     std::set<std::string>                                    unused;  // pieces of prompts that longer ones replaced
     int64_t                                                  looked = 0, changed = 0;
     uint64_t                                                 n_bytes = 0, n_damaged = 0;

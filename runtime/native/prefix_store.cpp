@@ -20,10 +20,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr size_t   N_QUEUED      = 2; // prompts that wait to be written, more while they have few bytes
+constexpr size_t   N_QUEUED      = 2; // prompts in the write queue; small prompts may exceed it
 constexpr uint64_t QUEUED_BYTES  = 256 << 20;
-constexpr size_t   N_TRIED       = 3;  // prompts that are read for a query
-constexpr double   CLOSE_SECONDS = 30; // for what is still to be written at the end
+constexpr size_t   N_TRIED       = 3;  // maximum prompts read per query
+constexpr double   CLOSE_SECONDS = 30; // timeout of pending writes at the end
 constexpr double   SMOOTHING     = 0.2;
 
 std::chrono::duration<double> seconds_of(double seconds) {
@@ -42,7 +42,7 @@ std::vector<Bytes> pieces_of(const std::vector<uint8_t> & state, const std::vect
     return pieces;
 }
 
-// A prompt cut into pieces, which point into it.
+// Splits a prompt into pieces, which point into it.
 PrefixIndex::Cut cut(const Prefix & prefix) {
     PrefixIndex::Cut out;
     out.head.identity = prefix.identity;
@@ -83,7 +83,7 @@ PrefixIndex::Cut cut(const Prefix & prefix) {
     return out;
 }
 
-// Reads every piece of a prompt, several at once, and checks it.
+// Reads and checks all pieces of a prompt, several in parallel.
 Prefix assemble(const PrefixIndex & index, const PrefixHead & head) {
     Prefix prefix;
     prefix.identity = head.identity;
@@ -137,9 +137,9 @@ public:
     Core(const std::string & folder, uint64_t max_bytes) : max_bytes(max_bytes), index(folder, max_bytes) {}
 
     std::unique_ptr<PrefixFound> find(const PrefixQuery & query);
-    void                         run(); // of the writing thread
+    void                         run(); // body of the writer thread
     void                         fails(std::atomic<bool> & told, const std::string & why, const char * then);
-    bool                         room(uint64_t n_bytes) const; // in the queue; its mutex is held
+    bool                         room(uint64_t n_bytes) const; // in the queue; the caller has locked the mutex
 
     const uint64_t          max_bytes;
     PrefixIndex             index;
@@ -185,7 +185,7 @@ void PrefixStore::Core::write(Prefix && prefix) {
             ++n_dropped;
         }
     } catch (const std::exception & e) {
-        fails(unwritable, e.what(), "prompts are not stored any more");
+        fails(unwritable, e.what(), "prompts are no longer stored");
     }
 }
 
@@ -216,7 +216,7 @@ std::unique_ptr<PrefixFound> PrefixStore::Core::find(const PrefixQuery & query) 
         std::lock_guard<std::mutex> lock(pace_mutex);
         per_byte = pace;
     }
-    const auto n_wanted = (int64_t) query.tokens.size() - 1; // the last token gives the logits
+    const auto n_wanted = (int64_t) query.tokens.size() - 1; // the last token is evaluated for its logits
     struct Choice {
         double                            gain; // in tokens, or in seconds
         int64_t                           n;
@@ -246,7 +246,7 @@ std::unique_ptr<PrefixFound> PrefixStore::Core::find(const PrefixQuery & query) 
         } catch (const PrefixDamaged & e) {
             index.damaged(choice.head->name(), e);
             continue;
-        } catch (const std::runtime_error & e) { // a part of the disk fails: others can be read
+        } catch (const std::runtime_error & e) { // a part of the disk fails: other prompts can be read
             fails(told_reading, e.what(), "its prompt is evaluated");
             continue;
         }
@@ -293,7 +293,7 @@ bool PrefixStore::put(Prefix && prefix, bool wait) {
     std::unique_lock<std::mutex> lock(core->mutex);
     const auto                   room = [&] { return core->room(prefix.n_bytes()); };
     if (wait && !core->changed.wait_for(lock, seconds_of(CLOSE_SECONDS), room)) {
-        core->fails(core->unwritable, "the disk takes too long", "prompts are not stored any more");
+        core->fails(core->unwritable, "the disk takes too long", "prompts are no longer stored");
     }
     if (!room()) {
         ++core->n_dropped;
@@ -306,7 +306,7 @@ bool PrefixStore::put(Prefix && prefix, bool wait) {
 
 std::unique_ptr<PrefixFound> PrefixStore::get(const PrefixQuery & query) {
     if ((int64_t) query.tokens.size() - 1 - query.n_held < LEAST_TOKENS || core->reading) {
-        return nullptr; // reading: a disk has not answered an earlier query yet
+        return nullptr; // an earlier query still waits for the disk
     }
     struct Answer {
         std::mutex                   mutex;
@@ -320,7 +320,7 @@ std::unique_ptr<PrefixFound> PrefixStore::get(const PrefixQuery & query) {
         std::unique_ptr<PrefixFound> found;
         try {
             found = core->find(query);
-        } catch (const std::bad_alloc &) { // nothing of it is needed
+        } catch (const std::bad_alloc &) { // optional work
         } catch (const std::exception & e) {
             core->fails(core->told_reading, e.what(), "prompts are evaluated");
         }
@@ -345,7 +345,7 @@ std::unique_ptr<PrefixFound> PrefixStore::get(const PrefixQuery & query) {
 }
 
 void PrefixStore::reject(const std::string & name) {
-    core->index.damaged(name, PrefixDamaged("the cache does not take it"));
+    core->index.damaged(name, PrefixDamaged("the cache rejects it"));
 }
 
 bool PrefixStore::flush(double seconds) {

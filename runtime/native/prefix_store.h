@@ -1,11 +1,11 @@
-// prefix_store.h: evaluated prompts in a folder, which outlive the process and which several processes may share.
+// prefix_store.h: evaluated prompts in a folder that persists across processes and that several processes may share.
 //
 //   <identity>-<tokens>.prefix   head of a prompt: its tokens, the addresses of its pieces, a checksum
 //   <content>.piece              a block of rows, the rest of a state, a checkpoint (prefix_blocks.h)
 //
-// Files never change. Pieces are written before the head that names them, and every byte is checked against its address
-// when it is read: whoever removes, cuts or changes a file, or is killed while it writes, costs an evaluation. There is no
-// lock and no index on disk: heads are read once, when the time of the folder shows that there are others.
+// Files never change. The store writes pieces before the head that names them, and checks every byte against its
+// address when it reads: a removed, truncated or changed file, or a killed writer, only costs an evaluation. There is
+// no lock and no index on disk: the store reads every head once, when the folder's modification time shows new files.
 #pragma once
 
 #include "prefix_blocks.h"
@@ -17,7 +17,7 @@
 
 namespace subkv {
 
-constexpr int64_t LEAST_TOKENS = 32; // nothing is stored of fewer, nor read for a gain of fewer
+constexpr int64_t LEAST_TOKENS = 32; // minimum tokens of a stored prompt, and minimum gain of a read
 
 struct PrefixPoint {
     int64_t                                        n_tokens = 0;
@@ -25,13 +25,13 @@ struct PrefixPoint {
     std::array<std::vector<uint8_t>, N_POINT_DATA> data;
 };
 
-// An evaluated prompt: states of one sequence that holds these tokens, and of earlier moments what goes back to them.
+// An evaluated prompt: the states of one sequence with these tokens, and its checkpoints.
 struct Prefix {
     std::string                                identity; // N_DIGEST hex digits
     std::vector<int32_t>                       tokens;
     std::array<std::vector<uint8_t>, N_STATES> states;
     std::vector<PrefixPoint>                   points;
-    int64_t                                    n_removable = -1; // as in a query; not stored
+    int64_t                                    n_removable = -1; // as in PrefixQuery; not stored
 
     uint64_t n_bytes() const;
 };
@@ -39,11 +39,11 @@ struct Prefix {
 struct PrefixQuery {
     std::string          identity;
     std::vector<int32_t> tokens;
-    int64_t              n_held            = 0;  // tokens that need no evaluation anyway
-    int64_t              n_max             = 0;  // tokens of a prompt that can be taken
+    int64_t              n_held            = 0;  // leading tokens that the sequence already has
+    int64_t              n_max             = 0;  // maximum tokens of a prompt
     int64_t              n_removable       = -1; // the longest tail that can be removed without a checkpoint; -1: any
-    double               seconds_per_token = 0;  // of an evaluation; 0: not known
-    double               seconds           = 60; // that the answer is waited for
+    double               seconds_per_token = 0;  // evaluation time; 0: unknown
+    double               seconds           = 60; // timeout
 };
 
 struct PrefixFound {
@@ -53,46 +53,46 @@ struct PrefixFound {
 };
 
 struct PrefixStats {
-    uint64_t n_entries;  // of the folder, as last seen
-    uint64_t n_bytes;    // of the folder's files, as last seen
-    uint64_t n_hits;     // prompts that were found
-    uint64_t n_restored; // tokens that need no evaluation since
-    uint64_t n_written;  // prompts
-    uint64_t n_dropped;  // prompts that came too fast, or are larger than everything may be
-    uint64_t n_damaged;  // prompts that were not what they say
-    uint64_t n_failures; // of the disk
+    uint64_t n_entries;  // of the folder, at the last scan
+    uint64_t n_bytes;    // of the folder's files, at the last scan
+    uint64_t n_hits;     // prompts found
+    uint64_t n_restored; // tokens restored instead of evaluated
+    uint64_t n_written;  // prompts written
+    uint64_t n_dropped;  // prompts dropped because the queue was full, or larger than the limit
+    uint64_t n_damaged;  // prompts with wrong checksums
+    uint64_t n_failures; // failed disk operations
 };
 
-// Methods throw nothing but std::bad_alloc: a folder that cannot be written is reported once in the log, and not written to
-// any more; one that cannot be read is reported once, too.
+// Methods throw nothing but std::bad_alloc. The store logs a folder that is not writable once and stops writing to it;
+// it logs a folder that is not readable once.
 class PrefixStore {
 public:
-    // max_bytes: of all files. Throws std::runtime_error: the folder cannot be used.
+    // max_bytes: limit of all files together. Throws std::runtime_error if the folder cannot be used.
     PrefixStore(const std::string & folder, uint64_t max_bytes);
-    ~PrefixStore(); // waits for what is still to be written, but not for ever
+    ~PrefixStore(); // waits for pending writes, with a timeout
 
-    enum class Room { NOW, LATER, NEVER }; // LATER: when others have been written
+    enum class Room { NOW, LATER, NEVER }; // LATER: after pending writes
 
-    // For a prompt of so many bytes.
+    // Space for a prompt of n_bytes bytes.
     Room room(uint64_t n_bytes) const;
 
-    // Stores a prompt in the background. false: it was dropped. wait: until there is room for it.
+    // Stores a prompt in the background. false: the store dropped it. wait: blocks until the prompt fits.
     bool put(Prefix && prefix, bool wait);
 
-    // The prompt that saves most of the evaluation of these tokens, nullptr: none.
+    // The prompt that saves the most evaluation of these tokens; nullptr: none.
     std::unique_ptr<PrefixFound> get(const PrefixQuery & query);
 
-    // A prompt that the cache does not take: it is removed.
+    // Removes a prompt that the cache rejected.
     void reject(const std::string & name);
 
-    // Waits until everything is written. false: not within these seconds.
+    // Waits until all writes are complete. false: timeout.
     bool flush(double seconds);
 
     PrefixStats stats() const;
 
 private:
     class Core;
-    std::shared_ptr<Core> core; // threads that a disk holds up keep it
+    std::shared_ptr<Core> core; // shared with threads that may wait for a slow disk
 };
 
 } // namespace subkv

@@ -57,7 +57,7 @@ int64_t Cache::read(const CellReader & cells, const ggml_tensor * t, int32_t il,
 
     std::vector<PosCell> held;
     cells.find(seq, first, (int32_t) (first + n), held);
-    if (chunks) { // the cells of sinks and of what the window still holds are not written
+    if (chunks) { // cells of sinks and of window positions are not written
         const int32_t coded     = layer.chunked->coded(stream, head, value);
         const auto    unwritten = [&](const PosCell & c) { return c.pos < window_.n_sink() || c.pos >= coded; };
         held.erase(std::remove_if(held.begin(), held.end(), unwritten), held.end());
@@ -88,7 +88,7 @@ int64_t Cache::read(const CellReader & cells, const ggml_tensor * t, int32_t il,
         stride = size;
         tiles  = copied.data();
     }
-    for (size_t i = 0; chunks && i < held.size(); ++i) { // never a device's
+    for (size_t i = 0; chunks && i < held.size(); ++i) { // chunks are never on a device
         const uint8_t * slots = (const uint8_t *) t->data + at + TILE * layer.chunked->chunk_offset(head, value);
         slot[i]               = slots[cell[i] / TILE * stride + cell[i] % TILE];
     }

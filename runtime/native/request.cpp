@@ -11,7 +11,7 @@ CacheRequest::CacheRequest(std::shared_ptr<const Layout> layout, const subkv_cac
         fail("n_sink, n_recent, n_rollback: at most %d, %d, %d expected, %d, %d, %d found", MAX_SINK, MAX_RECENT,
              MAX_RECENT, n_sink, n_recent, n_rollback);
     }
-    // Sensitivities count errors beyond the window only: inside it these bases are free to be anything.
+    // Sensitivities include errors beyond the window only, so these bases may have any error inside it.
     const Layout & l = *this->layout;
     if ((l.basis_k == "kld-aware" || l.basis_v == "kld-aware") && n_recent >= 0 && n_recent < l.n_recent) {
         fail(

@@ -10,7 +10,7 @@ namespace subkv {
 class Sha256 {
 public:
     void        update(const void * data, size_t n);
-    std::string hex(); // finishes: 64 lower-case digits; the object must not be used afterwards
+    std::string hex(); // finishes and returns 64 lower-case digits; do not use the object afterwards
 
 private:
     void block(const uint8_t * p);

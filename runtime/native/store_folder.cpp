@@ -64,7 +64,7 @@ int process() {
     return _getpid();
 }
 #else
-// A pipe would wait for its writer, a link may lead anywhere.
+// A pipe would wait for its writer, a link may point anywhere.
 int open_old(const std::string & path) {
     return ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
 }
@@ -103,7 +103,7 @@ public:
     File(const File &)             = delete;
     File & operator=(const File &) = delete;
 
-    // 0, or the error of a file system that reports a failed write only now.
+    // 0, or the error of a file system that reports a failed write at close.
     int close() {
         const int closed = close_file(file);
         file             = -1;
@@ -117,7 +117,7 @@ std::string random_digits() {
     static std::atomic<uint64_t> count{ 0 };
     std::random_device           device;
     const uint64_t               number =
-        ((uint64_t) device() << 32 | device()) + ++count; // device: the same everywhere on some systems
+        ((uint64_t) device() << 32 | device()) + ++count; // random_device is constant on some systems
     static const char digits[] = "0123456789abcdef";
     std::string       out;
     for (size_t i = 0; i < N_RANDOM; ++i) {
@@ -174,7 +174,7 @@ void StoreFolder::make() const {
     fs::create_directory(path, error);
     const int failed = error && !fs::exists(path) ? error.value() : 0;
 #else
-    const int failed = ::mkdir(path_.c_str(), 0700) != 0 && errno != EEXIST ? errno : 0; // files tell what was asked
+    const int failed = ::mkdir(path_.c_str(), 0700) != 0 && errno != EEXIST ? errno : 0; // files contain users' prompts
 #endif
     if (failed != 0) {
         broken("make the folder", path_, failed);
@@ -202,7 +202,7 @@ std::map<std::string, StoredFile> StoreFolder::list(size_t most) const {
     std::error_code                   error;
     fs::directory_iterator            files(fs::u8path(path_), error);
     for (; !error && files != fs::directory_iterator() && found.size() < most; files.increment(error)) {
-        std::error_code of_file; // others may remove some meanwhile
+        std::error_code of_file; // other processes may remove files meanwhile
         const bool      regular = fs::is_regular_file(files->symlink_status(of_file));
         const auto      time    = regular ? files->last_write_time(of_file) : fs::file_time_type();
         const auto      size    = regular && !of_file ? files->file_size(of_file) : 0;
@@ -250,7 +250,7 @@ bool StoreFolder::read(const std::string & name, uint64_t size, const std::vecto
             if (n < 0) {
                 broken("read", path, errno);
             }
-            if (n == 0) { // it was cut meanwhile
+            if (n == 0) { // the file was truncated meanwhile
                 return false;
             }
             done += (size_t) n;
@@ -272,7 +272,8 @@ void StoreFolder::write(const std::string & name, const std::vector<Bytes> & pie
         if (const int failed = made.close(); failed != 0) {
             broken("write", path, failed);
         }
-        // Not flushed to the disk first: what a power failure damages has a wrong checksum and is evaluated again.
+        // No flush to the disk: after a power failure a damaged file has a wrong checksum and its prompt is evaluated
+        // again.
         fs::rename(fs::u8path(path), fs::u8path(full(name)), error);
         if (error) {
             broken("write", full(name), error.value());

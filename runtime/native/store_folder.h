@@ -1,5 +1,5 @@
-// store_folder.h: a folder of files that appear complete or not at all and never change afterwards. Links, pipes and
-// devices in it are never opened.
+// store_folder.h: a folder of files that appear atomically and never change afterwards. It never opens links, pipes and
+// devices.
 #pragma once
 
 #include <cstddef>
@@ -16,24 +16,24 @@ struct Bytes {
 };
 
 struct StoredFile {
-    int64_t  used; // ns of the file system's clock: the time of its modification, which mark() sets
+    int64_t  used; // modification time in ns of the file system's clock; mark() sets it
     uint64_t size; // bytes
 };
 
 class StoreFolder {
 public:
-    // Makes the folder, for this user alone, when it is missing. Throws std::runtime_error with a sentence: no folder, or
-    // one in which everybody may write.
+    // Creates the folder if it is missing, with access for this user only. Throws std::runtime_error with a sentence if
+    // the path is no folder, or if every user may write to it.
     explicit StoreFolder(const std::string & path);
 
     const std::string & path() const { return path_; }
 
     static int64_t now(); // on the clock of StoredFile::used
 
-    // Time of the last name that appeared or vanished; 0: the folder is gone. Throws std::runtime_error.
+    // Time of the last creation or removal of a file; 0: no folder. Throws std::runtime_error.
     int64_t changed() const;
 
-    // Regular files, by name, at most `most` of them; none when the folder is gone. Throws std::runtime_error.
+    // Regular files by name, at most `most`; none if there is no folder. Throws std::runtime_error.
     std::map<std::string, StoredFile> list(size_t most) const;
 
     struct Room {
@@ -41,17 +41,17 @@ public:
         size_t    size;
     };
 
-    // Reads a regular file of `size` bytes into `rooms`, which have as many. false: there is none of that size. Throws
-    // std::runtime_error when it cannot be read.
+    // Reads a regular file of `size` bytes into `rooms`, whose sizes add up to `size`. false: no such file of this
+    // size. Throws std::runtime_error if it cannot be read.
     bool read(const std::string & name, uint64_t size, const std::vector<Room> & rooms) const;
 
-    // Throws std::runtime_error; nothing of the file is left then.
+    // Throws std::runtime_error and then leaves no part of the file.
     void write(const std::string & name, const std::vector<Bytes> & pieces) const;
 
-    void mark(const std::string & name) const;   // used now; nothing happens where that is not possible
-    bool remove(const std::string & name) const; // false: it is still there
+    void mark(const std::string & name) const;   // sets `used` to now; ignores failures
+    bool remove(const std::string & name) const; // false: the file still exists
 
-    // The name of the file that write() makes of a temporary one; "": no temporary one.
+    // The final name of a temporary file of write(); "": not a temporary file.
     static std::string of_temporary(const std::string & name);
 
 private:

@@ -1,4 +1,5 @@
-// store_hook.h: what libllama takes of libsubkv's store, which it finds by name in a process that asks for one.
+// store_hook.h: the functions of libsubkv's prompt store that libllama calls. libllama looks them up by name if
+// SUBKV_STORE is set.
 #pragma once
 
 #include "subkv_store.h"
@@ -24,15 +25,15 @@ struct StoreCalls {
     decltype(&subkv_store_found_free)   found_free;
     decltype(&subkv_store_get_stats)    stats;
 
-    // `put` without a copy of the states: prompt.state is not looked at.
+    // Like `put`, without a copy of the states; prompt.state is ignored.
     bool (*put_states)(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,
                        StoreStates && states, bool wait);
-    // FORMAT.md §1.1 of the model at `path`. Throws nothing: "" + last_error where it cannot be read.
+    // Content hash (FORMAT.md §1.1) of the model at `path`. Throws nothing: "" + last_error if it cannot be read.
     std::string (*content)(const std::string & path);
     StoreIdentity (*digest)(const std::string & text); // SHA-256
 };
 
 } // namespace subkv
 
-// Of libsubkv: returns const subkv::StoreCalls *.
+// A function of libsubkv that returns const subkv::StoreCalls *.
 constexpr const char * SUBKV_STORE_CALLS = "subkv_store_calls";

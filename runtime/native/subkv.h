@@ -1,4 +1,4 @@
-// subkv.h: the public C interface of libsubkv, what programs call. Every function that can fail says why in one
+// subkv.h: the public C interface of libsubkv for programs. Every function that can fail reports the reason in one
 // sentence through subkv_last_error() (thread-local, valid until the next call on the same thread).
 #pragma once
 
@@ -24,23 +24,23 @@ typedef struct subkv_layout   subkv_layout;   // bases and bands of one model, i
 typedef struct subkv_observer subkv_observer; // accumulates calibration statistics
 
 SUBKV_API const char * subkv_last_error(void);
-// CPU kernels in use, e.g. "avx2"; NULL + last_error if none can be used
+// Name of the CPU kernels in use, e.g. "avx2"; NULL + last_error if none can run.
 SUBKV_API const char * subkv_kernel_name(void);
-// kernels for GPUs in this build, "cuda" or "vulkan"; NULL: none
+// Name of the GPU kernels in this build, "cuda" or "vulkan"; NULL: none.
 SUBKV_API const char * subkv_device_kernel_name(void);
 
 //
 // format (converter/FORMAT.md)
 //
 
-// Every number that programs must agree on about rows, files and caches, as JSON: the constants of
-// kernels/include/subkv/format.h in lower case; "planes": bits of a band -> bits of its planes, low ones first;
-// "scales": [256] scale of a scale code, as the bits of an f32.
+// The constants of rows, files and caches as JSON: the names of kernels/include/subkv/format.h in lower case;
+// "planes": bits of a band -> bits of its planes, low bits first; "scales": [256] scale of each scale code, as the bits
+// of an f32.
 SUBKV_API const char * subkv_constants(void);
 
 // Rows of one KV head: bands [n_bands][2] coefficients and bits, ratio [n_bands]; c [n][rank] f32 coefficients,
-// rows [n][row_bytes]. encode: returns the number of rows that are not finite (stored as zero rows), or -1.
-// The bytes are the same on every processor, and so are the coefficients that decode gives.
+// rows [n][row_bytes]. encode returns the number of non-finite rows (stored as zero rows), or -1.
+// Every processor computes the same bytes and the same decoded coefficients.
 SUBKV_API int64_t subkv_encode_rows(const int32_t * bands, const float * ratio, int32_t n_bands, const float * c,
                                     int64_t n, uint8_t * rows);
 SUBKV_API bool    subkv_decode_rows(const int32_t * bands, const float * ratio, int32_t n_bands, const uint8_t * rows,
@@ -50,15 +50,15 @@ SUBKV_API bool    subkv_decode_rows(const int32_t * bands, const float * ratio, 
 // layout
 //
 
-// 1: the GGUF at `path` carries subkv.* keys, 0: it does not, -1: not readable as GGUF.
+// 1: the GGUF at `path` has subkv.* keys, 0: it has none, -1: the file cannot be read as GGUF.
 SUBKV_API int32_t subkv_layout_present(const char * path);
 
 // Reads and validates every subkv.* key (converter/FORMAT.md). `path`: a converted model or a sidecar.
-// NULL on any defect; the message names the key, what was expected and what was found.
+// NULL on any defect; the message names the key, the expected value and the actual value.
 SUBKV_API subkv_layout * subkv_layout_load(const char * path);
 SUBKV_API void           subkv_layout_free(subkv_layout * layout);
 
-// Everything about the layout except the matrices, as JSON; owned by the layout. FORMAT.md lists the fields.
+// The layout without the matrices, as JSON; owned by the layout. FORMAT.md lists the fields.
 SUBKV_API const char * subkv_layout_json(const subkv_layout * layout);
 
 //
@@ -66,38 +66,38 @@ SUBKV_API const char * subkv_layout_json(const subkv_layout * layout);
 //
 
 typedef struct subkv_cache_params {
-    int32_t n_sink;     // < 0: as the layout says
-    int32_t n_recent;   // < 0: as the layout says
-    int32_t n_rollback; // exact rows kept beyond n_recent so that a tail of that many tokens can be removed; < 0: 16
-    const char * adapt; // how bases follow the text, as --adapt: "none", "v", "kv,length=512,gain=0.9"; NULL: none
+    int32_t      n_sink;     // < 0: the layout's value
+    int32_t      n_recent;   // < 0: the layout's value
+    int32_t      n_rollback; // exact rows kept beyond n_recent: the last n_rollback tokens can be removed; < 0: 16
+    const char * adapt;      // options of adaptation, as --adapt: "none", "v", "kv,length=512,gain=0.9"; NULL: none
 } subkv_cache_params;
 
 // The next K/V cache that *this thread* creates, within llama_init_from_model, uses `layout` (retained by the context).
-// `params` may be NULL. If the model cannot use it, llama_init_from_model returns NULL and subkv_last_error() says why.
-// A model without a K/V cache (recurrent, encoder-only) creates none: after llama_init_from_model always cancel with
-// subkv_attach(NULL, NULL), and check with subkv_get_stats that the context is what you asked for.
+// `params` may be NULL. If the model cannot use it, llama_init_from_model returns NULL and subkv_last_error() has the
+// reason. A model without a K/V cache (recurrent, encoder-only) creates none: after llama_init_from_model always cancel
+// with subkv_attach(NULL, NULL), and check with subkv_get_stats that the context has a coefficient cache.
 SUBKV_API bool subkv_attach(subkv_layout * layout, const subkv_cache_params * params);
 
-// Contexts that nothing is attached to get the cache that the environment asks for: SUBKV unset or `off`: an ordinary
-// one; `auto`: the bases that the model has; else a file with bases (docs/programs.md). After this call those of this
-// thread are ordinary, until subkv_attach.
+// The variable SUBKV selects the cache of a context without an attached layout (docs/programs.md): unset or `off`: an
+// ordinary cache; `auto`: the model's bases; any other value: a file with bases. After this call this thread ignores
+// SUBKV and creates ordinary caches, until it calls subkv_attach.
 SUBKV_API void subkv_attach_ordinary(void);
 
-// The digest of a model's content that sidecars are found by (converter/FORMAT.md §1.1), 64 digits and a zero; `path` is
-// the first file of a split model.
+// The content hash of a model, which names its sidecars (converter/FORMAT.md §1.1): 64 digits and a zero. `path`: the
+// first file of a split model.
 SUBKV_API bool subkv_model_content(const char * path, char out[65]);
 
 typedef struct subkv_stats {
     uint64_t bytes_codes;     // coefficient rows as allocated, K and V
     uint64_t bytes_window;    // exact window as allocated
     uint64_t bytes_stock;     // K/V of layers that stay ordinary (sliding-window layers)
-    uint64_t bytes_f16;       // what an f16 cache of the same context would allocate
-    uint64_t bytes_bases;     // bases as held in memory: E, D, and what keys are coded less of
+    uint64_t bytes_f16;       // size of an f16 cache of the same context
+    uint64_t bytes_bases;     // bases in memory: E, D, and the means of keys
     uint64_t bytes_per_token; // coefficient-row bytes of one cell, all coded layers
-    uint64_t n_zero_rows;     // rows with non-finite input that were stored as zero rows
-    uint64_t bytes_chunks;    // bases that follow the text, and their sketches, as held now
-    uint64_t n_chunks;        // such bases alive, all heads
-    uint64_t window_kinds;    // equal where the exact rows of two windows are held alike, as halves or integers
+    uint64_t n_zero_rows;     // rows with non-finite input, stored as zero rows
+    uint64_t bytes_chunks;    // adapted bases and their sketches, current size
+    uint64_t n_chunks;        // adapted bases in use, all heads
+    uint64_t window_kinds;    // equal when two windows store their exact rows in the same formats (halves or integers)
     uint32_t n_layer_coded;
     uint32_t n_layer_device; // of these, on a GPU
     uint32_t n_cells;        // cells per stream
@@ -108,12 +108,12 @@ typedef struct subkv_stats {
     float    bpe; // (codes + window + chunks) bits per K/V element of the coded layers, as allocated
 } subkv_stats;
 
-// false: the context has no coefficient cache.
+// Returns false if the context has no coefficient cache.
 SUBKV_API bool subkv_get_stats(struct llama_context * ctx, subkv_stats * out);
 
-// Fingerprint of the context's layout, NULL for an ordinary cache.
+// Fingerprint of the context's layout; NULL for an ordinary cache.
 SUBKV_API const char * subkv_context_fingerprint(struct llama_context * ctx);
-// GPUs that hold its coded layers, as llama.cpp names and describes them, with ", " between them; NULL for an ordinary
+// GPUs that store the coded layers, with llama.cpp's names and descriptions, separated by ", "; NULL for an ordinary
 // cache.
 SUBKV_API const char * subkv_context_devices(struct llama_context * ctx);
 
@@ -121,39 +121,40 @@ SUBKV_API const char * subkv_context_devices(struct llama_context * ctx);
 // calibration
 //
 
-// The next context that this thread creates with llama_init_from_model reports its queries, keys and values to
-// `obs`: one with an ordinary f16 cache, or what subkv_attach asked for before. The observer must outlive the context.
-SUBKV_API subkv_observer * subkv_observer_new(int32_t n_skip); // positions < n_skip are left out of every statistic
+// The next context that this thread creates with llama_init_from_model reports its queries, keys and values to `obs`.
+// The context has an ordinary f16 cache, or the cache of an earlier subkv_attach. The observer must outlive the
+// context.
+SUBKV_API subkv_observer * subkv_observer_new(int32_t n_skip); // statistics exclude positions < n_skip
 SUBKV_API void             subkv_observer_free(subkv_observer * obs);
 SUBKV_API bool             subkv_observe(subkv_observer * obs);
 
-// SUBKV_ACCUMULATE adds to the second moments; SUBKV_SAMPLE copies single rows instead (held-out text):
-// k and v rows at the positions in key_pos, q rows and, of a coded layer, the output of attention at those in query_pos
-// (lists are copied; each call starts a new sample set, appended after the earlier ones). SUBKV_PAUSE records nothing.
+// SUBKV_ACCUMULATE adds to the second moments. SUBKV_SAMPLE copies single rows instead (held-out text): k and v rows at
+// the positions in key_pos; q rows and, in a coded layer, attention outputs at the positions in query_pos. The function
+// copies both lists; each call appends a new sample set to the earlier ones. SUBKV_PAUSE records nothing.
 enum { SUBKV_PAUSE = 0, SUBKV_ACCUMULATE = 1, SUBKV_SAMPLE = 2 };
 SUBKV_API bool subkv_observer_mode(subkv_observer * obs, int32_t mode, const int32_t * key_pos, int32_t n_key,
                                    const int32_t * query_pos, int32_t n_query);
 
-// Between decodes: drops all samples and their memory; statistics stay.
+// Drops all samples and their memory and keeps the statistics. Call it between decodes.
 SUBKV_API void subkv_observer_forget(subkv_observer * obs);
 
-// Shapes of a layer, all zero for a layer that was never observed. Layers are 0 .. subkv_observer_n_layer()-1.
+// Shapes and counts of a layer, all zero for a layer never observed. Layers are 0 .. subkv_observer_n_layer()-1.
 typedef struct subkv_observed {
     int32_t  n_head, n_head_kv, d_k, d_v;
     float    scale;          // softmax scale of the layer
     uint64_t n_tokens;       // tokens accumulated
     int32_t  n_key, n_query; // sampled rows so far
-    uint64_t n_nonfinite;    // tokens left out because a row held NaN or Inf
-    int32_t  coded;          // 1: by a coefficient cache, which also tells the next one
-    int32_t  plain;          // 1: logits are scale q.k alone, without soft-capping, ALiBi and attention sinks
+    uint64_t n_nonfinite;    // tokens skipped because a row has NaN or Inf
+    int32_t  coded;          // 1: observed in a coefficient cache, which also sets `plain`
+    int32_t  plain;          // 1: logits are scale q.k, without soft-capping, ALiBi and attention sinks
 } subkv_observed;
 SUBKV_API int32_t subkv_observer_n_layer(const subkv_observer * obs);
 SUBKV_API bool    subkv_observer_layer(const subkv_observer * obs, int32_t il, subkv_observed * out);
 
-// Means over tokens as f64. what: "q2" [n_head_kv][d_k][d_k] (mean over tokens and the group's heads), "k2"
+// Means over tokens as f64, by name: "q2" [n_head_kv][d_k][d_k] (mean over tokens and the group's heads), "k2"
 // [n_head_kv][d_k][d_k], "v2" [n_head_kv][d_v][d_v], "q1" [n_head_kv][d_k], "k1" [n_head_kv][d_k], "v1" [n_head_kv][d_v].
-// Samples: "qs" [n_query][n_head][d_k], "ks" [n_key][n_head_kv][d_k], "vs" [n_key][n_head_kv][d_v], "os"
-// [n_query][n_head][d_v], empty where the cache is an ordinary one. "qs" were rounded to half precision.
+// Sampled rows: "qs" [n_query][n_head][d_k], "ks" [n_key][n_head_kv][d_k], "vs" [n_key][n_head_kv][d_v], "os"
+// [n_query][n_head][d_v], empty for an ordinary cache. "qs" values are rounded to half precision.
 // Returns the number of values written, or -1 (unknown name, n_out too small).
 SUBKV_API int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, const char * what, double * out,
                                      int64_t n_out);

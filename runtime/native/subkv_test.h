@@ -1,4 +1,4 @@
-// subkv_test.h: what only tests call of libsubkv. Not installed.
+// subkv_test.h: the C interface for tests of libsubkv. Not installed.
 #pragma once
 
 #include "subkv_research.h"
@@ -11,10 +11,10 @@ extern "C" {
 // kernels (shapes: kernels/include/subkv/ops.h)
 //
 
-SUBKV_API int32_t      subkv_ops_count(void); // versions that run on this processor; 0 is the reference
+SUBKV_API int32_t      subkv_ops_count(void); // versions for this processor; 0 is the reference
 SUBKV_API const char * subkv_ops_name(int32_t i);
 SUBKV_API const void * subkv_ops_table(int32_t i); // const subkv::Ops *
-// The functions of ops.h of these names; codec: const subkv::HeadCodec *, ops: of subkv_ops_table.
+// The functions of ops.h with these names; codec: const subkv::HeadCodec *, ops: from subkv_ops_table.
 SUBKV_API void subkv_row_to_tile(const void * codec, const uint8_t * row, uint8_t * tile, int64_t cell);
 SUBKV_API void subkv_tile_to_row(const void * codec, const uint8_t * tile, int64_t cell, uint8_t * row);
 SUBKV_API void subkv_keys_to_values(const void * values, const uint8_t * key_tile, uint8_t * value_tile);
@@ -29,7 +29,7 @@ SUBKV_API void    subkv_ops_dequantize_rows(const void * ops, const void * codec
 
 // Paths through a trellis (subkv/trellis.h).
 SUBKV_API float   subkv_trellis_path(const void * codec, const float * c, float s, uint8_t * code);
-SUBKV_API int32_t subkv_trellis_level(int32_t bits, int32_t i); // 0 of no such level
+SUBKV_API int32_t subkv_trellis_level(int32_t bits, int32_t i); // 0 for an invalid bits or i
 
 //
 // bases

@@ -12,7 +12,7 @@
 
 namespace subkv {
 
-// Two histories as one. Without a history, the other one stays as it is.
+// Combines the hashes of two shift histories; an empty history (0) leaves the other one unchanged.
 static uint64_t joined(uint64_t a, uint64_t b) {
     return a == b || b == 0 ? a : (a ^ b) * UINT64_C(0x100000001b3) + 1;
 }
@@ -160,8 +160,8 @@ bool Window::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & 
         if (last < 0 || n_recent_ == 0) {
             continue;
         }
-        // the next token attends exactly to what is left of its window; it sits at last + 1, behind a picture, which takes
-        // more positions than the one that its tokens share, where the first one sat that is removed
+        // The next token attends exactly to the rest of its window. Its position is last + 1; behind an image, which
+        // takes more positions than the one that its tokens share, it is the first removed position.
         cells.find_all(s, last, last + 1, kept);
         const int32_t next  = kept.size() > 1 ? std::max(last + 1, p0) : last + 1;
         const int32_t first = std::max(0, next - n_recent_ + 1);
@@ -187,7 +187,7 @@ int32_t Window::goes_back_to(int32_t seq, const CellReader & cells) const {
     if (last < 0 || n_recent_ == 0) {
         return last < 0 ? -1 : 0;
     }
-    // no ring slot holds a position before last - n_ring_, unless the sequence has been cut back, which changes nothing
+    // no ring slot stores a position before last - n_ring_, except after a removal of a tail, which changes nothing
     std::vector<PosCell> there;
     cells.find(seq, std::max(n_sink_, last - n_ring_), last + 1, there);
     int32_t lost = -1;
@@ -219,7 +219,7 @@ bool Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, bool rep
             continue;
         }
         const size_t to = (size_t) (first_slot(dst) + slot_of(dst, pos));
-        if (pos_[to] > pos) { // a ring holds the latest
+        if (pos_[to] > pos) { // a ring stores the latest position
             continue;
         }
         pos_[to]      = pos;
@@ -246,7 +246,7 @@ std::vector<PosCell> Window::exact_cells(int32_t seq, int32_t min, int32_t end, 
 }
 
 bool Window::ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const {
-    clear_error(); // what it holds after a failed decode is then about that decode
+    clear_error(); // an error after a failed decode then belongs to this decode
     for (const auto & token : tokens) {
         if (token.pos >= MAX_POSITION) {
             set_error("decode: positions below %d expected, %d found", MAX_POSITION, token.pos);
@@ -329,7 +329,7 @@ void Window::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens
             }
         }
     }
-    // per slot, the row that is stored after the ubatch has been attended: of the token with the largest position
+    // per slot, the row to store after attention of the ubatch: the token with the largest position
     for (size_t i = 0; i < tokens.size(); ++i) {
         const auto & token = tokens[i];
         for (int32_t j = 0; !token.in_picture && j < token.n_seq; ++j) {
@@ -371,7 +371,7 @@ bool Window::can_add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const Cell
         }
         newest = std::max(newest, (int32_t) pos);
     }
-    // what the next token attends to exactly has to be held, in rows that go with the last token's
+    // the window must store the rows that the next token attends to exactly, next to the last token's rows
     const bool tail = !all.empty() && moves(all.back().pos);
     for (const auto & cell : all) {
         const int32_t pos = cell.pos + (moves(cell.pos) ? by : 0);
@@ -396,7 +396,7 @@ void Window::add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellRead
     if (n_ring_ == 0) {
         return;
     }
-    if (cells.max_pos_outside(seq, p0, p1) > moved.back().pos) { // rows stay with those of the last token
+    if (cells.max_pos_outside(seq, p0, p1) > moved.back().pos) { // rows stay next to those of the last token
         forget(seq, p0, p1);
         return;
     }
@@ -454,7 +454,7 @@ void Window::state_read(StateReader & r, int32_t seq, const std::vector<uint64_t
     }
     std::vector<int32_t> pos((size_t) n);
     r.read(pos.data(), (size_t) n * sizeof(int32_t));
-    for (int32_t s = s0; s < s1; ++s) { // what was there is gone either way
+    for (int32_t s = s0; s < s1; ++s) { // the old rows are lost in any case
         forget(s);
         moves_[(size_t) s] = moves[(size_t) (s - s0)];
     }

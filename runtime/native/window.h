@@ -1,8 +1,8 @@
-// window.h: the exact window. It has, for every sequence, the K and V rows of its first n_sink and its last n_recent
-// positions, and of n_rollback older ones, so that a short tail can be removed. Sinks come first, then a ring. The slot
+// window.h: the exact window. For every sequence it stores the K and V rows of the first n_sink and the last n_recent
+// positions, and n_rollback older rows, so that a short tail can be removed. Sinks come first, then a ring. The slot
 // of a position in the ring depends on the position and on the sequence's total shift, so that rows stay in place when
-// their positions move. Tokens that share a position (those of a picture with M-RoPE) are in no window. Rows are in
-// half precision; those of a ring are integers in some layers (subkv/recent.h).
+// their positions move. No window stores tokens that share a position (image tokens with M-RoPE). Rows are in half
+// precision; ring rows are integers in some layers (subkv/recent.h).
 #pragma once
 
 #include "ggml-cpp.h"
@@ -15,12 +15,12 @@
 
 namespace subkv {
 
-// A key at position p is attended exactly by the query at position t when it is a sink or recent.
+// The query at position t attends exactly to the key at position p if the key is a sink or recent.
 inline bool is_exact(int32_t p, int32_t t, int32_t n_sink, int32_t n_recent) {
     return (p < n_sink) | ((p <= t) & (p > t - n_recent)); // no branches, so that loops over all cells are vectorized
 }
 
-// Where one layer's rows are: for each sequence its sinks, then its ring.
+// The memory of one layer's rows: for each sequence its sinks, then its ring.
 struct WindowRows {
     ggml_tensor * tensor   = nullptr; // F16 [elements of a row, n_slots()]; integers: I8 [bytes of a sequence, n_seq()]
     bool          integers = false;   // of the ring's rows
@@ -42,8 +42,8 @@ class Window {
 public:
     Window(int32_t n_sink, int32_t n_recent, int32_t n_rollback, uint32_t n_seq_max);
 
-    // One tensor per layer in its buffer type; integers: by layer. A row has n_embd_k_gqa + n_embd_v_gqa elements, of a
-    // latent layer without the latter. Throws std::runtime_error when memory is short.
+    // One tensor per layer in its buffer type; integers: by layer. A row has n_embd_k_gqa + n_embd_v_gqa elements; in a
+    // latent layer n_embd_k_gqa. Throws std::runtime_error if memory is short.
     void allocate(const std::vector<LayerDesc> & layers, const std::vector<bool> & integers, bool no_alloc);
 
     int32_t            n_sink() const { return n_sink_; }
@@ -52,15 +52,15 @@ public:
     int32_t            n_seq() const { return n_seq_; }
     int64_t            n_slots() const { return (int64_t) n_seq_ * n_slot_; }
     int32_t            first_slot(int32_t seq) const { return seq * n_slot_; }
-    const WindowRows & rows(int32_t il) const; // without a tensor where there are none
+    const WindowRows & rows(int32_t il) const; // without a tensor if the layer has none
     uint64_t           kinds() const;          // differs between windows whose rows have different sizes
     size_t             bytes() const { return bytes_; }
     const auto &       bytes_by_type() const { return bytes_by_type_; } // std::map<ggml_backend_buffer_type_t, size_t>
 
-    std::pair<int32_t, int32_t> sequences(int32_t seq) const; // [first, last) that a call for seq (-1: all) is about
+    std::pair<int32_t, int32_t> sequences(int32_t seq) const; // [first, last) for seq (-1: all)
 
-    // Rows of a removed text must not get into the next state, nor be read for another text. So these functions
-    // overwrite them with zeros.
+    // These functions overwrite rows of removed text with zeros: the next state must not contain them, and another text
+    // must not read them.
     void clear();
     void forget(int32_t seq);                         // all positions
     void forget(int32_t seq, int32_t p0, int32_t p1); // positions [p0, p1)
@@ -68,34 +68,34 @@ public:
     bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const;
     // As CacheHook::goes_back_to.
     int32_t goes_back_to(int32_t seq, const CellReader & cells) const;
-    // replace: dst has no other cells then, else it keeps them.
+    // replace: dst loses its other cells; else it keeps them.
     bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, bool replace);
     bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const;
 
-    // After positions [p0, p1) move by `by`, does the window still hold all rows that later tokens attend to exactly,
-    // and have the sinks stayed? Reports why not. add() follows before the cells move; the keys are rotated later, by
-    // rotations().
+    // Checks that after a move of positions [p0, p1) by `by` the window still stores all rows that later tokens attend
+    // to exactly, and that no sink moves; reports the reason if not. add() follows before the cells move; a graph later
+    // rotates the keys by rotations().
     bool can_add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) const;
     void add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells);
-    void rotations(int32_t * by) const; // [n_slots()] positions by which a slot's key still has to be rotated
-    void rotated();                     // all keys have been rotated
-    // By sequence (-1: all): a number that differs between different shifts of its cells, 0 without a shift.
+    void rotations(int32_t * by) const; // [n_slots()] pending rotation of a slot's key, in positions
+    void rotated();                     // called after all keys are rotated
+    // By sequence (-1: all): a hash of its shifts, 0 without a shift.
     std::vector<uint64_t> moves(int32_t seq) const;
 
-    // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens`, and records that its rows are stored. Slots have
-    // the keys that the tokens attend to exactly, and the key that left the window last, from which blocks are coded.
+    // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens`, and records its rows as stored. Slots list the
+    // keys that the tokens attend to exactly, and the key that left the window last (adaptation codes blocks up to it).
     void set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, const CellReader & cells);
-    bool holds(int32_t seq, int32_t pos) const; // its exact row
+    bool holds(int32_t seq, int32_t pos) const; // true: the window has the exact row
 
     void state_write(StateWriter & w, int32_t seq) const;
-    // moves: the result of moves() when it was written. Throws std::runtime_error.
+    // moves: the result of moves() at the time of state_write. Throws std::runtime_error.
     void state_read(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves, const CellReader & cells);
 
 private:
-    // slot of a position within its sequence, -1: never held
+    // slot of a position within its sequence; -1: the window never stores this position
     int32_t slot_of(int32_t seq, int32_t pos) const;
 
-    // The slots of a sequence in their order without any shift, as runs [first, last) of adjacent slots.
+    // The slots of a sequence, ordered as without shifts, as runs [first, last) of adjacent slots.
     std::vector<std::pair<int32_t, int32_t>> runs(int32_t seq) const;
 
     // Cells before position `end` that some query at a position >= `min` attends to exactly.
@@ -111,11 +111,11 @@ private:
 
     std::map<ggml_backend_buffer_type_t, size_t> bytes_by_type_;
 
-    std::vector<int32_t>                 pos_;      // [n_slots] position held, -1: none
-    std::vector<int32_t>                 rotation_; // [n_slots] positions by which the key still has to be rotated
+    std::vector<int32_t>                 pos_;      // [n_slots] position of the stored row, -1: none
+    std::vector<int32_t>                 rotation_; // [n_slots] pending rotation of the key, in positions
     std::vector<int32_t>                 origin_;   // [n_seq] ring slot of the positions that n_ring_ divides
     std::vector<uint64_t>                moves_;    // [n_seq]
-    std::vector<WindowRows>              rows_;     // by il, without a tensor where there are none
+    std::vector<WindowRows>              rows_;     // by il, without a tensor for layers without rows
     std::vector<ggml_context_ptr>        ctxs_;
     std::vector<ggml_backend_buffer_ptr> bufs_;
 };

@@ -201,7 +201,7 @@ def test_layout_of_other_sizes_than_the_bases(tmp_path: Path) -> None:
     for text in (changed(k=[HEAD, HEAD]), changed(d_k=40)):
         message = refusal_of(tmp_path, subkv__layout=(T.STRING, text))
         assert message.startswith("subkv.blk.0.basis: expected ")
-        assert "base64 characters (what subkv.layout asks for), found " in message
+        assert "base64 characters (as subkv.layout requires), found " in message
 
 
 def test_layer_without_basis(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ HOSTILE_BASE64: dict[str, tuple[str | bytes, str]] = {
         BASIS[:-2] + chr(ord(BASIS[-2]) + 1) + "=",
         "expected a digit whose unused bits are zero at character",
     ),
-    "NUL": (BASIS[:40] + "\0" + BASIS[41:], "base64 characters (what subkv.layout asks for), found 40"),
+    "NUL": (BASIS[:40] + "\0" + BASIS[41:], "base64 characters (as subkv.layout requires), found 40"),
     "other bytes": (BASIS[:-3].encode() + b"\xc3\xbc=", "expected a base64 digit at character"),
 }
 

@@ -63,7 +63,7 @@ def test_devices_of_another_process(tiny_model: Callable[..., Path], remote: Any
     near = Model(tiny_model("llama"))
     layout = exact_layout(near, "llama", tmp_path / "layout.gguf")
     model = loaded(near.path, remote)
-    reason = r"its device CPU is of another process \(RPC\).*use an ordinary cache type"
+    reason = r"its device CPU belongs to another process \(RPC\).*use an ordinary cache type"
     with pytest.raises(Refused, match=reason), session(model, layout):
         pass
     with session(model) as ordinary:  # what llama.cpp runs there is its own affair

@@ -203,7 +203,7 @@ def test_what_the_device_cannot_bind_is_refused(
 @pytest.mark.parametrize(
     ("what", "refusal"),
     [
-        ("patch", r"layer 0: its cache would live on Vulkan0, for which there are no coefficient kernels .*-ngl 0"),
+        ("patch", r"layer 0: its cache would be on Vulkan0, for which there are no coefficient kernels .*-ngl 0"),
         ("bases", r"layer 1: its bases, \d+ bytes, do not fit on Vulkan0"),
     ],
 )

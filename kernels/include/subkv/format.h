@@ -1,10 +1,10 @@
-// format.h: the numbers of the formats (converter/FORMAT.md), stated once. Kernels of every kind agree on those of the
-// row bit for bit; Python reads all of them through subkv_constants().
+// format.h: the constants of the formats (converter/FORMAT.md). All kernels use them and compute the same row bytes;
+// Python reads them through subkv_constants().
 #pragma once
 
 #include <cstdint>
 
-// Functions here run on GPUs, too. Static: ISA files include them, whose copy must not be the one that is linked.
+// These functions also run on GPUs. Static: ISA files include them, and the linker must not pick an ISA file's copy.
 #if defined(__CUDACC__)
 #    define SUBKV_EVERYWHERE static __host__ __device__ constexpr
 #else
@@ -17,7 +17,7 @@ namespace subkv {
 // rows
 //
 
-// 2^(i/8) rounded to f32. Literals, not exp2(): the scales must not depend on a libm.
+// 2^(i/8) rounded to f32. Literals, not exp2(): the scales must not depend on the math library.
 constexpr float EIGHTHS[8] = { 1.0f,        1.09050775f, 1.18920708f, 1.29683959f,
                                1.41421354f, 1.54221082f, 1.68179286f, 1.8340081f };
 
@@ -25,9 +25,9 @@ constexpr float EIGHTHS[8] = { 1.0f,        1.09050775f, 1.18920708f, 1.29683959
 constexpr int32_t  SCALE_ONE = 160;
 extern const float SCALES[256]; // by scale code
 
-// Scale codes tried by encode: the smallest one that clips nothing and this many below it (factor 2^(-10/8)).
+// Scale codes that encode tries: the smallest code without clipping and this many below it (factor 2^(-10/8)).
 constexpr int32_t SCALE_CANDIDATES_BELOW = 10;
-constexpr float   HALF_MAX               = 65504.0f; // coefficients of 16-bit bands saturate there
+constexpr float   HALF_MAX               = 65504.0f; // coefficients of 16-bit bands are clamped to +-HALF_MAX
 
 constexpr int     MAX_BANDS     = 8;                        // of a head
 constexpr int     MAX_HEAD_SIZE = 576;                      // d, a multiple of BAND_STEP
@@ -43,17 +43,17 @@ static constexpr bool is_width(int32_t bits) {
     return false;
 }
 
-// Codes of b bits are stored as one or two bit planes: of low_plane(b) bits, then of the rest.
+// Codes of b bits are stored as one or two bit planes: the low low_plane(b) bits, then the other bits.
 SUBKV_EVERYWHERE int32_t low_plane(int32_t bits) {
     return bits == 6 || bits == 5 ? 4 : bits == 3 ? 2 : bits;
 }
 
-// The widest band, and the fewest coefficients of such bands in a row, that a trellis codes (trellis.h).
+// A trellis codes bands of at most TRELLIS_BITS bits, if a row has TRELLIS_LEAST such coefficients or more (trellis.h).
 constexpr int32_t TRELLIS_BITS         = 6;
 constexpr int32_t TRELLIS_LEAST        = 24;
-constexpr int32_t TRELLIS_LEAST_LATENT = 64; // of a row of keys, whose lanes are paths of their own
+constexpr int32_t TRELLIS_LEAST_LATENT = 64; // for keys of latent layers, where every lane is a separate path
 
-// The code that would stand for 0, without a trellis: c = s * ratio * (u - half_range(b)).
+// The (fractional) code of 0 without a trellis: c = s * ratio * (u - half_range(b)).
 SUBKV_EVERYWHERE float half_range(int32_t bits) {
     return 0.5f * (float) ((1 << bits) - 1);
 }
@@ -72,6 +72,6 @@ constexpr int MAX_RECENT     = 65536;
 // caches
 //
 
-constexpr int32_t N_ROLLBACK = 16; // exact rows beyond n_recent that a cache keeps unless it is told
+constexpr int32_t N_ROLLBACK = 16; // default number of exact rows beyond n_recent
 
 } // namespace subkv

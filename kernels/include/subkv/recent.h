@@ -1,12 +1,14 @@
-// recent.h: rows of the recent part of the exact window, where it is not held in half precision (subkv.recent_bits).
+// recent.h: rows of the recent part of the exact window in integers (subkv.recent_bits = 10).
 //
-// A head's row x [d] less its mean mu is d integers of RECENT_BITS bits and one step:
+// A head's row x [d] minus its mean mu is stored as d integers of RECENT_BITS bits and one step:
 //
 //   y_j = clamp(x_j, +-65504) - mu_j,  step = half(max_j |y_j| / 511),  q_j = clamp(round(y_j / step), +-511)
 //   x^_j = half(clamp(mu_j + step q_j, +-65504))
 //
-// Rounding is to nearest even; a step that rounds to zero, or, in damaged bytes, is not finite, gives q = 0. All is computed in f32, in which step q_j is exact.
-// Bytes: step (IEEE half), then u_j = q_j + 512: u_j >> 2 at byte j, then u_j & 3 at byte j % (d/4), bits 2 * (j / (d/4)).
+// Rounding is to nearest even. A step that rounds to zero, or is not finite (damaged bytes), gives q = 0. All
+// arithmetic is f32, in which step q_j is exact.
+// Bytes: step (IEEE half), then u_j = q_j + 512: u_j >> 2 in byte j, then u_j & 3 in byte j % (d/4), bits 2 * (j /
+// (d/4)).
 #pragma once
 
 #include <cstdint>

@@ -1,16 +1,16 @@
-// tiles.h: how coded cells lie in the cache. 64 cells of one head and side are a *tile* of TILE * row_bytes bytes, the
-// same bits as 64 rows (ops.h) in an order that needs no permutation: a register loaded from it holds codes of many cells
-// at one place of their bytes, and one shift and one mask make them bytes. Rows are what files, states and Python exchange;
-// row_to_tile and tile_to_row turn one into the other.
+// tiles.h: the order of coded cells in the cache. 64 cells of one head and side are a *tile* of TILE * row_bytes bytes:
+// the same bits as 64 rows (ops.h), reordered for vector loads. A register loaded from a tile has codes of many cells
+// at the same bits of its bytes; one shift and one mask extract them, without a permutation. Files, states and Python
+// use rows; row_to_tile and tile_to_row convert between rows and tiles.
 //
 //   line 0                the scale code of cell c at byte c
 //   then octet by octet   8 coefficients of one band with b bits, bands in order: b lines of 64 bytes
 //
-// A line is LINE bytes. An octet stands for eight *registers* rho of 64 codes, a byte each. The code of coefficient j
+// A line is LINE bytes. An octet decodes to eight *registers* rho of 64 codes, one byte each. The code of coefficient j
 // (0..7) of the octet and cell c is at
-//   K: rho = 4*(j/4) + c/16, byte 4*(c%16) + j%4    a dword holds 4 coefficients of a cell: logits need no sum of lanes
-//   V: rho = c/8,            byte 8*j + c%8         a qword holds 8 cells of a coefficient: nor do sums of values
-// All codes of a register lie at the same bits of the same lines; tile_fields(b, rho) says which.
+//   K: rho = 4*(j/4) + c/16, byte 4*(c%16) + j%4    a dword has 4 coefficients of a cell: logits need no sum of lanes
+//   V: rho = c/8,            byte 8*j + c%8         a qword has 8 cells of a coefficient: sums of values neither
+// All codes of a register are at the same bits of the same lines; tile_fields(b, rho) returns these bits and lines.
 // A 16-bit band has 16 lines per octet: coefficient j of all cells as little-endian halves, cell c at byte 128*j + 2*c.
 #pragma once
 
@@ -33,7 +33,7 @@ struct TileFields {
     TileField field[3];
 };
 
-// Codes of 3, 5 and 6 bits straddle: most registers are whole in a line, the others are made of what these leave over.
+// For codes of 3, 5 and 6 bits most registers use one line; the others combine the unused bits of several lines.
 SUBKV_EVERYWHERE TileFields tile_fields(int32_t bits, int32_t rho) {
     const int32_t half = rho / 4, quarter = rho % 4;
     switch (bits) {

@@ -31,7 +31,7 @@ class Partial:
     """Softmax state of S splits: largest logit, sum of exp(logit - m), the same sum times value coefficients."""
 
     m: torch.Tensor
-    """F32 [S, n_stream, n_tok, H, G], -inf where nothing is seen."""
+    """F32 [S, n_stream, n_tok, H, G], -inf if all cells are masked."""
     z: torch.Tensor
     """F32 [S, n_stream, n_tok, H, G]"""
     acc: torch.Tensor
@@ -80,7 +80,7 @@ def _codes(base, at, seen, scales_ptr, table, j, R: tl.constexpr, ANY_HALF: tl.c
         stored = _settle(tl.where((kind == _HALF)[None, :], stored, 0.0))
     centred = _settle(level.to(tl.float16))  # 0 of padding, whose index and centre are 0
     if not ANY_HALF:
-        stored = centred  # nobody looks
+        stored = centred  # never read
     return s, centred, stored
 
 
@@ -189,7 +189,7 @@ def _attend(
             mask=live[:, None] & (cell < end)[None, :],
             other=float("-inf"),
         )
-        # what nobody sees can hold anything, and is not read
+        # masked cells may have any content and are not read
         seen = tl.max(bias, axis=0) > float("-inf")
         if tl.max(seen.to(tl.int32), axis=0) > 0:
             k_row = k_head + tl.cast(first, tl.int64) * k_stride

@@ -66,13 +66,13 @@ class Codecs:
     ratios: torch.Tensor
     """F32 [H, R]: ratio of the coefficient's band; 1 where nothing is quantized."""
     zeros: torch.Tensor
-    """F32 [H, R]: without a path, the code that stands for 0, (2^bits - 1)/2; 0 where nothing is quantized."""
+    """F32 [H, R]: without a path, the code of 0, (2^bits - 1)/2; 0 where nothing is quantized."""
     encode: torch.Tensor
     """F16 [H, R, d]: E, zero rows beyond the rank."""
     decode: torch.Tensor
     """F16 [H, R, d]: D, likewise."""
     subtracted: torch.Tensor | None
-    """F32 [H, R]: what coefficients are coded less of, E mean."""
+    """F32 [H, R]: E mean, subtracted from coefficients before coding."""
 
     @property
     def n_head(self) -> int:
@@ -97,7 +97,7 @@ class Codecs:
         subtracted: Sequence[npt.NDArray[np.float32]] | None = None,
         device: torch.device | str = "cpu",
     ) -> Codecs:
-        """Of every KV head: its bands, E and D [rank][d] and, where rows are coded less their mean, E mean [rank].
+        """For every KV head: its bands, E and D [rank][d] and, if a mean is subtracted from rows, E mean [rank].
 
         Raises ValueError where the bands are not those of FORMAT.md or do not fit the matrices.
         """

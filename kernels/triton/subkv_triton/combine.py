@@ -18,7 +18,7 @@ BLOCK_RANK = 32
 
 @dataclass
 class Exact:
-    """Keys and values in half precision, seen beside the coded cells. No column of bias may be open in both."""
+    """Keys and values in half precision, in addition to the coded cells. At most one of both biases may admit a key."""
 
     k: torch.Tensor
     """F16 [n_stream, n_keys, H, d of K]"""
@@ -138,7 +138,7 @@ def combine(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention output F32 [n_stream, n_tok, H, G, d of V]; zeros for a token that sees nothing.
+    """Attention output F32 [n_stream, n_tok, H, G, d of V]; zeros for a token without visible keys.
 
     slope F32 [H, G] and softcap: of the exact keys, as attend's; sinks F32 [H, G]: a logit without a value.
     """

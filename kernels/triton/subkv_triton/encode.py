@@ -100,7 +100,7 @@ def _choose(
     live = finite & (tl.max(size, axis=0) > 0)
     tl.store(bad_ptr + at, (~finite).to(tl.int32))
 
-    # k0: the smallest scale code that clips nothing
+    # k0: the smallest scale code without clipping
     full = tl.where(coded, tl.load(ratios + j) * tl.load(zeros + j), 1.0)
     reach = tl.max(tl.where(coded & live, tl.div_rn(size, full), 0.0), axis=0)
     every = tl.arange(0, 256)

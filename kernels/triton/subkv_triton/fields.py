@@ -1,4 +1,4 @@
-"""Rows by coefficient: which bits of which bytes hold a code. All that kernels in Python know of bands and bit planes.
+"""Rows by coefficient: the bits and bytes of each code. Python kernels need nothing else of bands and bit planes.
 
 The numbers are those of kernels/include/subkv/format.h, which Python cannot include; tests hold them to libsubkv's.
 This module needs numpy alone.
@@ -18,9 +18,9 @@ PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
 SCALE_ONE = 160
 """Scale code of a scale of 1: scales are 2^((code - SCALE_ONE)/8), 0 for code 0."""
 SCALE_CANDIDATES_BELOW = 10
-"""Scale codes tried below the smallest one that clips nothing."""
+"""Number of scale codes tried below the smallest one without clipping."""
 HALF_MAX = 65504.0
-"""Where coefficients that are stored as halves saturate."""
+"""Coefficients stored as halves are clamped to +- this."""
 
 # Paths through a trellis (kernels/include/subkv/trellis.h)
 PATH_LEAST = 24

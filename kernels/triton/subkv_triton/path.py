@@ -1,4 +1,4 @@
-"""Paths through a trellis: the codes of rows' bands of 2 to 6 bits (kernels/ref/trellis.cpp, whose costs these are).
+"""Paths through a trellis: the codes of rows' bands of 2 to 6 bits, with the costs of kernels/ref/trellis.cpp.
 
 A program takes BLOCK rows of one head along their path, first at all scales that are tried, then at the best of them
 with each of the four states as both of its ends, then back. State w is x_{t-1} + 2 x_{t-2}, of the codes' lowest bits.
@@ -152,7 +152,7 @@ def _find(
     least = tl.min(cost, axis=1)
     state = tl.min(tl.where(cost == least[:, None], end, 4), axis=1)
 
-    tl.debug_barrier()  # bits may be read by other threads than wrote them
+    tl.debug_barrier()  # threads may read bits that other threads wrote
     shift = 4 * state
     for i in range(length):
         t = length - 1 - i

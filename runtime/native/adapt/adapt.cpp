@@ -1,5 +1,5 @@
-// adapt.cpp: the adaptive coder of one head. Order of work on a block: code it with the chunk in use, let the sketch
-// see it, and only then, if the residual or the chunk's length asks for it, try the sketch's basis on the same block.
+// adapt.cpp: the adaptive coder of one head. Steps for a block: code it with the current chunk, add it to the sketch,
+// and then, if the residual or the chunk's length triggers it, try the sketch's basis on the same block.
 #include "adapt.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ bool Adapter::check(AdaptParams & p, int32_t rank, std::string & err) {
     if (!in("rank", p.rank, 0, rank)) {
         return false;
     }
-    // Oja's U of all n directions would be the whole space, which no rule turns
+    // Oja's U with all n directions would be the whole space, which no update rotates
     p.rank = p.rank != 0 ? p.rank : oja ? std::max(rank / 2, 1) : rank;
     p.rows = p.rows != 0 ? p.rows : oja ? p.rank : 2 * p.rank;
     if (!in("rows", p.rows, p.rank, oja ? p.rank : MAX_SKETCH_ROWS)) {
@@ -84,8 +84,8 @@ size_t Adapter::bytes_bases() const {
     return (size_t) n_chunks() * (n * n * sizeof(uint16_t) + (size_t) codec_.n_bands * sizeof(float));
 }
 
-// x [n][ldx] -> space_ [n][rank]: x' = E x - offset; a row that is not finite becomes NaN throughout, so that it is a
-// zero row in every basis and the sketch leaves it out. Returns the number of such rows.
+// x [n][ldx] -> space_ [n][rank]: x' = E x - offset; all elements of a non-finite row become NaN, so that it is a zero
+// row in every basis and the sketch skips it. Returns the number of such rows.
 int64_t Adapter::project(const float * x, int64_t ldx, int64_t n) {
     const int64_t rank  = codec_.rank;
     int64_t       n_bad = 0;
@@ -123,8 +123,8 @@ void Adapter::decode(const ChunkBasis * chunk, const uint8_t * tiles, int64_t st
 }
 
 // Codes the block of space_ under one basis into cells 0 .. n - 1 of `tiles` and returns its relative residual
-// ||x' - x^'|| / ||x'|| over the whole block; 0 for a block of zeros. The static basis goes from x to coefficients as
-// everywhere else, so that its codes are the same to the bit.
+// ||x' - x^'|| / ||x'|| over the whole block; 0 for a block of zeros. The static basis computes coefficients from x as
+// everywhere else, so its codes are bit-identical.
 double Adapter::encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const ChunkBasis * chunk,
                        std::vector<uint8_t> & tiles) {
     std::vector<int64_t> cells((size_t) n);
@@ -186,11 +186,11 @@ int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, const int64_t * 
     if (asked && !sketch_.empty() && sketch_count(sketch_.data()) >= params_.warm) {
         std::unique_ptr<ChunkBasis> next     = candidate();
         const double                rho_next = next ? code(next.get(), tried_) : INFINITY;
-        since_                               = 0; // counted anew, adopted or not
+        since_                               = 0; // restart the count, adopted or not
         if (rho > 0.0 && rho_next <= params_.gain * rho) {
             current_ = adopt(std::move(next), merge);
             if (complete()) {
-                std::vector<uint64_t>().swap(sketch_); // nobody will ask it again
+                std::vector<uint64_t>().swap(sketch_); // no longer needed
             }
             rho = rho_next;
             std::swap(stored_, tried_);
@@ -217,8 +217,8 @@ std::unique_ptr<ChunkBasis> Adapter::candidate() const {
     return make_chunk_basis(ops_, codec_, rows.data(), energy.data());
 }
 
-// Finds a slot for a new chunk. When all are taken, the oldest chunk gives way to the next younger one, which is the new
-// chunk itself if there is no other.
+// Finds a slot for a new chunk. If all are used, the next younger chunk replaces the oldest one; without another chunk
+// the new chunk replaces it.
 int32_t Adapter::adopt(std::unique_ptr<ChunkBasis> chunk, const Merge & merge) {
     chunk->opened = stats_.n_opened++;
     const auto vacant =
@@ -271,7 +271,7 @@ void Adapter::query(int32_t slot, const float * qt, float * out) const {
 void Adapter::lift(int32_t slot, const float * e, float * out) const {
     const ChunkBasis * chunk = this->chunk(slot);
     const int64_t      rank  = codec_.rank;
-    if (chunk == nullptr) { // D has the static gains in it
+    if (chunk == nullptr) { // D includes the static gains
         std::copy_n(e, rank, out);
         return;
     }

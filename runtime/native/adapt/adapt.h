@@ -1,20 +1,21 @@
-// adapt.h: bases that follow the text. `Adapter` codes the rows of one KV head, K or V, block by block, and opens a new
-// *chunk* with a basis of its own where the rows have left the one in use (papers/online-subspace-projection.md §5).
+// adapt.h: adaptation of bases to the text. `Adapter` codes the rows of one KV head, K or V, block by block, and opens
+// a new *chunk* with its own basis when the rows leave the current subspace (papers/online-subspace-projection.md §5).
 //
-// Everything happens in the space of the file's static coefficients, x' = E x - offset, n = codec.rank of them: the
-// file's metric makes an error cost the same in each, so plain norms mean what they should.
+// All computation is in the space of the file's static coefficients, x' = E x - offset, n = codec.rank: in the file's
+// metric an error costs the same in every coefficient, so plain norms measure the cost.
 //   store  c = R x', quantized with the head's own bands (cells keep their size) and the chunk's own ratios
-//   use    x^' = R^T g c^, g = 1/(1 - distortion of the band's width) undoes what its quantizer shrinks;
-//          x^ = D^T keep x^', keep = 1/g of the static bands, which D has in it already
+//   use    x^' = R^T g c^, g = 1/(1 - distortion of the band's width) compensates the quantizer's shrinkage;
+//          x^ = D^T keep x^', keep = 1/g of the static bands, because D already includes g
 // R [n][n] orthonormal, half: the sketch's directions by energy, mixed inside bands of up to 8 bits. Chunk 0 is the
-// static basis, R = I with the file's ratios; it is never given up, and costs nothing.
+// static basis, R = I with the file's ratios; it always exists and needs no memory.
 //
-// A block is coded with the chunk in use, or with the best of those alive (`reuse`); where its residual or the chunk's
-// length asks for it, the sketch's basis is tried on it, too, and opens a chunk if it gains enough. At J_max the oldest
-// chunk is coded anew in the basis of the next (`merge`), or that is it. converter/NOTES.md has what each is worth.
+// A block is coded with the current chunk, or with the best of all chunks (`reuse`). If its residual or the chunk's
+// length triggers it, the adapter also tries the sketch's basis on the block and opens a chunk if the gain is large
+// enough. At J_max the adapter recodes the oldest chunk in the basis of the next one (`merge`), or opens no more
+// chunks. converter/NOTES.md has the gain of each option.
 //
-// A block is known as a whole when it is coded, so what is decided about it may look at it, but at nothing later.
-// State and rows are a function of the rows and their positions alone.
+// Decisions about a block may use the complete block, but no later rows. State and rows depend only on the rows and
+// their positions.
 #pragma once
 
 #include "read_rows.h"
@@ -40,25 +41,25 @@ double quantizer_distortion(int32_t bits);
 
 struct AdaptParams {
     SketchKind kind;
-    int32_t    rank;   // r: directions taken from the sketch, the rest completes the basis; 0: n, half of it for OJA
-    int32_t    rows;   // l >= r (OJA: = r); 0: 2r (OJA: r)
-    float      decay;  // as of SketchParams
-    float      rate;   // as of SketchParams
-    int32_t    block;  // B: consecutive positions that are coded together
-    int32_t    length; // L: tokens after which a chunk is reconsidered; 0: never for its length
-    int32_t    warm;   // W: tokens that the sketch has seen before the first chunk is opened
-    int32_t    max_chunks; // J_max: adaptive chunks alive; 1: the basis is rotated in place (SubSpace-A)
-    float      tau;        // relative residual that triggers; >= 1: none does
-    float      gain;  // > 0: a new basis must bring the block's residual to this times what there is; large: always
-    int32_t    reuse; // 1: every block takes the best of the bases alive, the static one included; 0: the latest
-    int32_t    merge; // 1: at J_max the two oldest chunks become one; 0: no more open, the sketch is freed
+    int32_t    rank;       // r: directions from the sketch, the rest completes the basis; 0: n, half of it for OJA
+    int32_t    rows;       // l >= r (OJA: = r); 0: 2r (OJA: r)
+    float      decay;      // as of SketchParams
+    float      rate;       // as of SketchParams
+    int32_t    block;      // B: consecutive positions coded together
+    int32_t    length;     // L: tokens of a chunk that trigger a trial of a new basis; 0: never
+    int32_t    warm;       // W: tokens in the sketch before the first chunk opens
+    int32_t    max_chunks; // J_max: maximum adaptive chunks; 1: the basis is rotated in place (SubSpace-A)
+    float      tau;        // relative residual that triggers a trial; >= 1: never
+    float      gain;       // > 0: a new basis must reduce the block's residual to this fraction; large: always accepted
+    int32_t    reuse;      // 1: every block uses the best of all bases, the static one included; 0: the latest
+    int32_t    merge;      // 1: at J_max the two oldest chunks become one; 0: no more chunks open, the sketch is freed
 };
 
-// A basis and how it is used; the codec's matrices are the rotation.
+// A basis and its codec; the codec's matrices are the rotation.
 struct ChunkBasis {
     std::vector<uint16_t> rotation; // R [n][n] half, row-major
-    HeadCodec             codec;    // of x' [n] instead of x [d]: ops take it
-    int64_t               opened;   // how many chunks had been opened before it
+    HeadCodec             codec;    // for ops, with x' [n] instead of x [d]
+    int64_t               opened;   // number of chunks opened before it
 };
 
 struct AdaptStats {
@@ -72,24 +73,24 @@ struct AdaptStats {
 
 class Adapter final : public ChunkReader {
 public:
-    // Codes stored rows anew, in place: `cells` [n] of tiles, `stride` bytes apart, as of Ops::encode.
+    // Recodes stored rows in place: `cells` [n] of tiles, `stride` bytes apart, as in Ops::encode.
     using Recode = std::function<void(uint8_t * tiles, int64_t stride, int64_t n, const int64_t * cells)>;
-    // The chunk `from` gives way to `to` (the same slot when it is rotated in place). The host hands every row of `from`
-    // to `recode` once and from then on reads it as one of `to`.
+    // Chunk `to` replaces `from` (the same slot if it is rotated in place). The host passes every row of `from` to
+    // `recode` once and from then on reads it as a row of `to`.
     using Merge = std::function<void(int32_t from, int32_t to, const Recode & recode)>;
 
-    // What is wrong with parameters for heads of `rank` coefficients; true: nothing. Replaces zeros by defaults.
+    // Checks parameters for heads of `rank` coefficients; false: `err`. Replaces zeros by defaults.
     static bool check(AdaptParams & params, int32_t rank, std::string & err);
 
     // `params` passed check(). The codec and its matrices must outlive the adapter.
     Adapter(const Ops & ops, const HeadCodec & codec, const AdaptParams & params);
 
-    // Codes one block: x [n][ldx] f32 of consecutive positions into cells [n] of tiles, `stride` bytes apart, as of
-    // Ops::encode. Returns the slot of the chunk that all of them belong to. Blocks come in order of position.
+    // Codes one block: x [n][ldx] f32 of consecutive positions into cells [n] of tiles, `stride` bytes apart, as in
+    // Ops::encode. Returns the slot of their chunk. Call it in order of position.
     int32_t block(const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles, int64_t stride,
                   const Merge & merge);
 
-    // Codes rows with the chunk in use and learns nothing: what would be stored now.
+    // Codes rows with the current chunk and leaves the state unchanged.
     int32_t peek(const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles, int64_t stride);
 
     // Attention on a chunk's own coefficients c^, given those of the static basis: qt [n] = D q, as for any row.
@@ -108,12 +109,12 @@ public:
     float               residual() const { return residual_; } // of the latest block as stored
     const AdaptStats &  stats() const { return stats_; }
     const AdaptParams & params() const { return params_; }
-    size_t              bytes_bases() const; // of the chunks alive
+    size_t              bytes_bases() const; // of the chunks in use
     size_t              bytes_sketch() const { return sketch_.size() * sizeof(uint64_t); }
-    int64_t             sketch_rows(float * s) const; // subkv::sketch_rows; 0, too, when the sketch is freed
+    int64_t             sketch_rows(float * s) const; // subkv::sketch_rows; also 0 if the sketch is freed
 
     std::vector<uint8_t> save() const;
-    // Takes over a saved state of an adapter with the same codec and parameters. false: `err`, and nothing has changed.
+    // Restores a saved state of an adapter with the same codec and parameters. false: `err`, no change.
     bool restore(const uint8_t * bytes, size_t n, std::string & err);
 
 private:
@@ -127,7 +128,7 @@ private:
     void         recode(const ChunkBasis & from, const ChunkBasis & to, uint8_t * tiles, int64_t stride, int64_t n,
                         const int64_t * cells);
     SketchParams sketch_params() const;
-    bool         complete() const; // no chunk will ever be opened again
+    bool         complete() const; // true: no more chunks will open
 
     const Ops &       ops_;
     const HeadCodec & codec_;
@@ -146,17 +147,17 @@ private:
     std::vector<uint8_t> stored_, tried_; // tiles, cells as in the block
 };
 
-// The basis that a sketch asks for. rows [n][n] f64 orthonormal by energy [n] f64; `file`: the head's static codec.
+// The basis of a sketch. rows [n][n] f64 orthonormal by energy [n] f64; `file`: the head's static codec.
 std::unique_ptr<ChunkBasis> make_chunk_basis(const Ops & ops, const HeadCodec & file, const double * rows,
                                              const double * energy);
 
-// Adds what one adapter can tell; of residuals the largest counts.
+// Adds the statistics of one adapter; for residuals takes the maximum.
 void add_stats(const Adapter & adapter, subkv_adapt_stats & sum);
 
 // The C interface's parameters.
 AdaptParams adapt_params(const subkv_adapt_params & params);
 
-// Lets the codec point to the rotation and carry the file's bands, ratios as given [n_bands].
+// Sets the codec's matrices to the rotation, its bands to the file's, and its ratios to `ratio` [n_bands].
 void bind_chunk_codec(const HeadCodec & file, const float * ratio, ChunkBasis & chunk);
 
 } // namespace subkv

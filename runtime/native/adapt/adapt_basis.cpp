@@ -1,4 +1,5 @@
-// adapt_basis.cpp: a chunk's basis from the directions of a sketch, as subkv/plan/basis.py makes the static one.
+// adapt_basis.cpp: computes a chunk's basis from the directions of a sketch, as subkv/plan/basis.py does for the static
+// one.
 //   R [n][n] half: directions by energy, the rows of every band of up to MIX_MAX_BITS bits mixed by an orthonormal
 //                  matrix, after which all coefficients of the band have its mean energy
 //   ratio          of a band: rms of its coefficients times the best step of its width; the largest is 1
@@ -29,7 +30,7 @@ double mixing(int32_t n, int32_t i, int32_t j) {
 
 } // namespace
 
-// Those of subkv/plan/quantizer.py to 1e-9, which a test holds against these. A 16-bit coefficient has no step.
+// The constants of subkv/plan/quantizer.py to 1e-9; a test compares both. A 16-bit coefficient has no step.
 double quantizer_step(int32_t bits) {
     switch (bits) {
         case 2: return 0.9956867034216746;

@@ -1,4 +1,4 @@
-// adapt_replay.cpp: cells by position, blocks at multiples of B, chunk of every row kept up to date through merges.
+// adapt_replay.cpp: cells by position, blocks at multiples of B; merges update the chunk of every row.
 #include "adapt_replay.h"
 
 #include "read_rows.h"

@@ -1,5 +1,5 @@
-// adapt_replay.h: an Adapter with what it coded, as a cache of one head would hold them. The host of tests and of
-// the float32 evaluation; in the engine the cache takes its place.
+// adapt_replay.h: an Adapter and its coded rows, like a cache of one head. Used by tests and the float32 evaluation; in
+// the engine the cache has this role.
 #pragma once
 
 #include "adapt.h"
@@ -13,22 +13,22 @@ namespace subkv {
 
 class AdaptReplay {
 public:
-    // Keys or values of one KV head, positions from 0 on; those below n_sink are coded with the static basis and kept
-    // from the adapter. The layer must outlive the replay.
+    // Keys or values of one KV head, positions from 0 on; positions below n_sink use the static basis and do not reach
+    // the adapter. The layer must outlive the replay.
     AdaptReplay(const Ops & ops, const LayerCodec & layer, int32_t head, bool value, const AdaptParams & params,
                 int64_t n_sink);
 
-    // x [n][d] f32. Blocks are [jB, (j + 1)B), coded when their last position is there.
+    // x [n][d] f32. Blocks are [jB, (j + 1)B), coded when complete.
     void push(const float * x, int64_t n);
 
-    // x [size][d] as of read_rows, chunk_of, rho [size] of all rows so far, nullptr: not wanted. Pending ones in the
-    // basis in use.
+    // x [size][d] as in read_rows, chunk_of, rho [size] of all rows so far; nullptr: skip. Pending rows use the current
+    // basis.
     void read(float * x, int32_t * chunk_of, float * rho);
 
     int64_t         size() const { return (int64_t) slot_.size() + pending_size(); }
     const Adapter & adapter() const { return adapter_; }
 
-    // The coder's state, and where it stands: restored into an empty replay, positions go on where it was saved.
+    // The coder's state and position; an empty replay with the restored state continues at this position.
     std::vector<uint8_t> save() const;
     bool                 restore(const uint8_t * bytes, size_t n, std::string & err);
 
@@ -46,7 +46,7 @@ private:
     const HeadCodec &    codec_;
     Adapter              adapter_;
     int64_t              n_sink_;
-    int64_t              origin_ = 0; // position of the first row held here
+    int64_t              origin_ = 0; // position of the first stored row
     std::vector<uint8_t> tiles_;      // of cells [n], by position
     std::vector<int32_t> slot_;       // [n]
     std::vector<float>   rho_;        // [n]

@@ -1,5 +1,5 @@
-// adapt_state.cpp: an adapter's state as bytes, little-endian, and back.
-//   Head | sketch | per chunk alive, by slot: Entry, ratio [n_bands] f32, R [n][n] half
+// adapt_state.cpp: saves and restores an adapter's state as little-endian bytes.
+//   Head | sketch | per chunk in use, by slot: Entry, ratio [n_bands] f32, R [n][n] half
 #include "adapt.h"
 
 #include <algorithm>
@@ -38,13 +38,13 @@ bool take(const uint8_t *& bytes, size_t & left, void * out, size_t n) {
     if (n > left) {
         return false;
     }
-    std::copy_n(bytes, n, static_cast<uint8_t *>(out)); // `out` may be null where n is 0
+    std::copy_n(bytes, n, static_cast<uint8_t *>(out)); // `out` may be null if n is 0
     bytes += n;
     left -= n;
     return true;
 }
 
-// Counts that leave room to count on.
+// Upper limit of counts, far below overflow.
 bool plausible(std::initializer_list<int64_t> counts) {
     return std::all_of(counts.begin(), counts.end(),
                        [](int64_t count) { return count >= 0 && count < INT64_C(1) << 62; });

@@ -1,4 +1,4 @@
-// adapt_text.cpp: how bases follow the text, as users write it: `none`, `v`, `kv,length=512,gain=0.9`.
+// adapt_text.cpp: parses the options of adaptation: `none`, `v`, `kv,length=512,gain=0.9`.
 #include "chunked.h"
 #include "error.h"
 #include "layout_keys.h"
@@ -83,7 +83,7 @@ void set(subkv_adapt_params & params, const std::string & name, const std::strin
 
 } // namespace
 
-// The sides of the text, as of subkv_adapt_parse.
+// The sides of the text, as in subkv_adapt_parse.
 static int32_t parse(const std::string & text, subkv_adapt_params & given) {
     std::istringstream fields(text);
     std::string        field;
@@ -100,7 +100,7 @@ static int32_t parse(const std::string & text, subkv_adapt_params & given) {
         const size_t      equals = field.find('=');
         const std::string name   = field.substr(0, equals);
         set(given, name, equals == std::string::npos ? "" : field.substr(equals + 1));
-        // Only the defaults may switch a trigger off: a user who names one wants it.
+        // Only the defaults may disable a trigger: a user who sets a trigger needs it.
         if (name == "tau" && !(given.tau > 0.0f && given.tau < 1.0f)) {
             refuse("adapt: tau", "a relative residual between 0 and 1", number(given.tau));
         }
@@ -111,7 +111,7 @@ static int32_t parse(const std::string & text, subkv_adapt_params & given) {
     return sides;
 }
 
-// Names that `text` leaves out get their defaults. Throws Invalid.
+// Options missing in `text` get their defaults. Throws Invalid.
 static ChunkRequest parse_adapt(const std::string & text) {
     subkv_adapt_params params;
     const int32_t      sides = parse(text, params);

@@ -1,6 +1,6 @@
-// attend_chunks.h: attention over cells of several chunks, whose bases differ. Tiles with cells of one chunk are attended
-// in that chunk's coefficients, the others' cells left out, with a softmax state of its own; at the end the states become
-// one in the coefficients of the static basis (the blockwise softmax of papers/online-subspace-projection.md §6).
+// attend_chunks.h: attention over cells of several chunks with different bases. Every chunk has its own softmax state,
+// in its own coefficients, over the tiles with its cells; other chunks' cells are masked. At the end the states are
+// merged in the coefficients of the static basis (the blockwise softmax of papers/online-subspace-projection.md §6).
 #pragma once
 
 #include "chunked.h"
@@ -14,15 +14,16 @@ public:
     // One block of tokens, one segment of a stream's cells and one KV head.
     void begin(const ChunkedLayer & layer, uint32_t stream, int64_t head);
 
-    // As Ops::attend(args), but the cells' last bytes say which chunks they belong to. args.k, args.v, args.qt: static;
-    // args.n_cells: of whole tiles; k_chunks, v_chunks: those bytes of the first tile, not read if the side does not adapt.
+    // Like Ops::attend(args), with the chunk of every cell in its last bytes. args.k, args.v, args.qt: static;
+    // args.n_cells: whole tiles; k_chunks, v_chunks: the chunk bytes of the first tile, unused if the side does not
+    // adapt.
     void attend(const Ops & ops, const AttendArgs & args, const uint8_t * k_chunks, const uint8_t * v_chunks);
 
-    // Adds what chunks other than the static one have collected to args' state.
+    // Merges the states of all other chunks into args' state.
     void finish(const AttendArgs & args);
 
 private:
-    // Softmax state of the cells of one chunk: of values, n_rows rows.
+    // Softmax state of the cells of one chunk of values, n_rows rows.
     struct Sums {
         int32_t            slot;
         std::vector<float> m, z, acc;
@@ -39,7 +40,7 @@ private:
 
     const ChunkUnit *    k_unit_ = nullptr; // nullptr: the side does not adapt
     const ChunkUnit *    v_unit_ = nullptr;
-    size_t               n_sums_ = 0, n_queries_ = 0; // in use; the rest is kept for its memory
+    size_t               n_sums_ = 0, n_queries_ = 0; // in use; the vectors keep the memory of the rest
     std::vector<Sums>    sums_;
     std::vector<Queries> queries_;
     std::vector<int32_t> chunk_; // [n_cells]; scratch, as the next

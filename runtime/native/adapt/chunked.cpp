@@ -37,7 +37,7 @@ void ChunkedLayer::reset(uint32_t stream) {
             const HeadCodec & codec = (value ? codec_.v : codec_.k)[(size_t) head];
             AdaptParams       p     = request_.params;
             std::string       err;
-            if (!Adapter::check(p, codec.rank, err)) { // fills the defaults, which go with the head's rank
+            if (!Adapter::check(p, codec.rank, err)) { // sets the defaults, which depend on the head's rank
                 throw std::runtime_error(err + " (layer " + std::to_string(codec_.il) + ", head " +
                                          std::to_string(head) + ")");
             }
@@ -178,7 +178,7 @@ bool ChunkedBases::stats(int32_t il, int64_t head, bool value, subkv_adapt_stats
 }
 
 //
-// state: per unit coded i32, size u64, what Adapter::save gave
+// state: per unit coded i32, size u64, bytes of Adapter::save
 //
 
 void ChunkedBases::state_write(StateWriter & w, uint32_t stream) const {
@@ -193,7 +193,7 @@ void ChunkedBases::state_write(StateWriter & w, uint32_t stream) const {
 
 void ChunkedBases::state_read(StateReader & r, uint32_t stream) {
     constexpr uint64_t MOST  = UINT64_C(1) << 30; // of one head: no sketch and no 255 bases come near
-    constexpr uint64_t PIECE = 1 << 20;           // a size that somebody made asks for no memory beyond what is there
+    constexpr uint64_t PIECE = 1 << 20;           // a forged size must not allocate more than the state has
     reset(stream);
     int32_t whole = -1; // positions that the first head has coded
     try {

@@ -1,8 +1,8 @@
-// chunked.h: adaptive bases in the cache of a context: one Adapter (adapt.h) for every stream, layer, KV head and side
-// that adapts. A position is coded when it leaves the exact window, in blocks of consecutive positions that begin at
-// multiples of B: by then all rows of a block are known, and a tail that the window allows to remove has not been seen.
-// Each cell's row ends with the chunk slot of every head, one byte each (in a tile: 64 bytes, cell by cell), so that
-// copies and states of cells carry it.
+// chunked.h: adaptive bases in the cache of a context: one Adapter (adapt.h) for every stream, layer, KV head and
+// adapted side. A position is coded when it leaves the exact window, in blocks of consecutive positions that start at
+// multiples of B: then all rows of the block are known, and the adapter never sees a tail that can still be removed.
+// Each cell's row ends with the chunk slot of every head, one byte each (in a tile: 64 bytes, cell by cell), so copies
+// and states include it.
 #pragma once
 
 #include "adapt.h"
@@ -15,7 +15,7 @@
 
 namespace subkv {
 
-// What a context was asked for.
+// The requested adaptation of a context.
 struct ChunkRequest {
     bool        k      = false; // sides that adapt
     bool        v      = false;
@@ -24,9 +24,9 @@ struct ChunkRequest {
     bool any() const { return k || v; }
 };
 
-// What `params` ask for. Throws std::runtime_error, with the error set.
+// The request in `params`. Throws std::runtime_error, with the error set.
 ChunkRequest chunks_asked(const subkv_cache_params & params);
-// What the environment (automatic.h) asks for, or else the file. Throws Invalid.
+// The request in the environment (automatic.h), or else in the file. Throws Invalid.
 ChunkRequest chunks_of_environment(const Layout & layout);
 
 // One head and side within one stream.
@@ -43,8 +43,8 @@ public:
     // nullptr: this side does not adapt
     ChunkUnit *         unit(uint32_t stream, int64_t head, bool value) const;
     const ChunkReader * reader(uint32_t stream, int64_t head, bool value) const;
-    int32_t             coded(uint32_t stream, int64_t head, bool value) const; // of a side that adapts
-    // byte of a cell's row that holds the head's chunk
+    int32_t             coded(uint32_t stream, int64_t head, bool value) const; // for an adapted side
+    // offset of the head's chunk byte in a cell's row
     int64_t chunk_offset(int64_t head, bool value) const {
         return (int64_t) (value ? codec_.v_row_bytes : codec_.k_row_bytes) + head;
     }
@@ -63,10 +63,10 @@ private:
 
 class ChunkedBases {
 public:
-    // request passed check(). Throws std::runtime_error when a head cannot adapt.
+    // request passed check(). Throws std::runtime_error if a head cannot adapt.
     ChunkedBases(const Layout & layout, const ChunkRequest & request, uint32_t n_stream);
 
-    // Whether a context of this window, streams and places can adapt so, whatever its heads. Throws std::runtime_error.
+    // Checks the request against the context's window, streams and devices, without heads. Throws std::runtime_error.
     static void check(const ChunkRequest & request, const Layout & layout, int32_t n_recent, int32_t n_rollback,
                       const CacheDesc & desc);
 
@@ -78,12 +78,12 @@ public:
     void    copy(uint32_t src, uint32_t dst);
 
     struct Total {
-        size_t bytes    = 0; // bases and sketches as held now
-        size_t n_chunks = 0; // alive, all heads
+        size_t bytes    = 0; // bases and sketches, current size
+        size_t n_chunks = 0; // in use, all heads
     };
 
     Total total() const;
-    // Of a head and side, over the streams; false: it does not adapt.
+    // Adds the statistics of a head and side over all streams; false: it does not adapt.
     bool stats(int32_t il, int64_t head, bool value, subkv_adapt_stats & sum) const;
 
     void state_write(StateWriter & w, uint32_t stream) const;

@@ -1,5 +1,5 @@
-// node_blocks.cpp: coding of what leaves the exact window, on the sides whose bases adapt (chunked.h). Between encode
-// and attend.
+// node_blocks.cpp: codes the rows that leave the exact window, on adapted sides (chunked.h). Runs between encode and
+// attend.
 #include "chunked.h"
 #include "nodes.h"
 
@@ -13,14 +13,14 @@ namespace subkv {
 
 namespace {
 
-// Where the exact row of a position lies, and the cell it is coded into.
+// The exact row of a position, and the cell for its code.
 struct Held {
     int32_t          pos;
     int64_t          cell; // of the whole cache tensor
     const uint16_t * row;
 };
 
-// Rows of positions [from, end) of one stream's sequence, in order: those in the window, and the ubatch's own.
+// Rows of positions [from, end) of one stream's sequence, in order, from the window and from the ubatch.
 void gather(const LayerNodes & layer, const EncodeBlocksSources & in, int64_t t0, int64_t n_tps, int64_t first_cell,
             int32_t from, int32_t end, std::vector<Held> & out) {
     out.clear();
@@ -106,7 +106,7 @@ void encode_blocks_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                 }
             }
         };
-        for (size_t i = 0; i < held.size();) { // blocks without a position are none
+        for (size_t i = 0; i < held.size();) { // skips blocks without a position
             x.clear();
             cells.clear();
             for (const int32_t first = held[i].pos / block; i < held.size() && held[i].pos / block == first; ++i) {

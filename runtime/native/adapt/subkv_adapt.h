@@ -1,6 +1,5 @@
-// subkv_adapt.h: bases that follow the text, in C: how a text of options is read, what a context has learnt, and the
-// coder apart from a context. What programs need of it is in subkv.h: `adapt` of subkv_cache_params. Not installed, and
-// free to change.
+// subkv_adapt.h: the C interface of adaptation: parser of options, statistics of a context, and the coder without a
+// context. Programs only need `adapt` of subkv_cache_params in subkv.h. Not installed; it may change without notice.
 #pragma once
 
 #include "subkv.h"
@@ -13,7 +12,7 @@ extern "C" {
 // options
 //
 
-// adapt.h says what each number is.
+// adapt.h documents the fields.
 typedef struct subkv_adapt_params {
     int32_t kind;       // 0: running covariance, 1: frequent directions, 2: Oja's rule
     int32_t rank;       // r; 0: all of the head's coefficients, half of them for Oja's rule
@@ -30,7 +29,7 @@ typedef struct subkv_adapt_params {
     int32_t merge; // 0, 1
 } subkv_adapt_params;
 
-// Reads the text that subkv_cache_params takes. sides: whose bases follow the text, 0 none, 1 keys, 2 values, 3 both.
+// Parses the text of subkv_cache_params::adapt. sides: adapted sides, 0 none, 1 keys, 2 values, 3 both.
 SUBKV_API bool subkv_adapt_parse(const char * text, int32_t * sides, subkv_adapt_params * params);
 
 //
@@ -39,23 +38,23 @@ SUBKV_API bool subkv_adapt_parse(const char * text, int32_t * sides, subkv_adapt
 
 typedef struct subkv_adapt_stats {
     int64_t n_blocks;
-    int64_t n_chunks; // adaptive chunks alive
+    int64_t n_chunks; // adaptive chunks in use
     int64_t n_opened;
     int64_t n_refused;
     int64_t n_merged;
     int64_t n_recoded;
     int64_t n_nonfinite;
-    int64_t bytes_bases; // of the chunks alive
+    int64_t bytes_bases; // of the chunks in use
     int64_t bytes_sketch;
     double  residual; // relative, of the latest block as stored
 } subkv_adapt_stats;
 
-// Of one head and side, summed over the streams. false: the context has no adaptive bases there.
+// Statistics of one head and side, summed over the streams. false: this side does not adapt.
 SUBKV_API bool subkv_get_adapt_stats(struct llama_context * ctx, int32_t il, int32_t head_kv, bool value,
                                      subkv_adapt_stats * out);
 
-// S of a head's Frequent Directions sketch of a sequence: s [2l][rank] f32, returns the rows of it in use; 0: the sketch
-// is of another kind or freed, -1: the head's bases do not adapt, or n_out is too small.
+// Copies S of a head's Frequent Directions sketch in a sequence to s [2l][rank] f32 and returns its rows in use; 0: the
+// sketch is of another kind or freed, -1: the head does not adapt, or n_out is too small.
 SUBKV_API int64_t subkv_get_sketch_rows(struct llama_context * ctx, int32_t il, int32_t head_kv, bool value,
                                         int32_t seq, float * s, int64_t n_out);
 
@@ -63,17 +62,17 @@ SUBKV_API int64_t subkv_get_sketch_rows(struct llama_context * ctx, int32_t il, 
 // the coder, one head at a time
 //
 
-// Codes n rows x [n][d] of one KV head, keys (value = false) or values, as a cache would that drops nothing: positions 0,
-// 1, .., the layout's n_sink first ones with the static basis and unseen by the sketch. xhat [n][d]: as attention sees
-// them, mean and gamma of keys included; chunk_of [n]: slot of the row's chunk in the end; rho [n]: relative residual of
-// the row's block when it was coded. Rows of a block that is not complete come in the basis in use, rho 0; so do the
-// sinks, in the static one. Any of these and stats may be NULL.
+// Codes n rows x [n][d] of one KV head, keys (value = false) or values, like a cache that drops nothing: positions 0,
+// 1, ..; the layout's n_sink first positions use the static basis and do not enter the sketch. xhat [n][d]: rows as
+// attention reads them, with mean and gamma of keys; chunk_of [n]: final slot of the row's chunk; rho [n]: relative
+// residual of the row's block when it was coded. Rows of an incomplete block use the current basis, sinks the static
+// one, both with rho 0. Any of these outputs and stats may be NULL.
 SUBKV_API bool subkv_adapt_replay(const subkv_layout * layout, const subkv_adapt_params * params, int32_t il,
                                   int32_t head_kv, bool value, const float * x, int64_t n, float * xhat,
                                   int32_t * chunk_of, float * rho, subkv_adapt_stats * stats);
 
 //
-// sketches (kernels/include/subkv/sketch.h says what each number is)
+// sketches (kernels/include/subkv/sketch.h documents the fields)
 //
 
 typedef struct subkv_sketch_params {
@@ -85,11 +84,11 @@ typedef struct subkv_sketch_params {
 } subkv_sketch_params;
 
 typedef struct subkv_sketch subkv_sketch;
-SUBKV_API subkv_sketch *    subkv_sketch_new(const subkv_sketch_params * params); // NULL: last_error says why
+SUBKV_API subkv_sketch *    subkv_sketch_new(const subkv_sketch_params * params); // NULL: last_error has the reason
 SUBKV_API void              subkv_sketch_free(subkv_sketch * sketch);
-// x [n][d] f32; returns the number of rows left out, not finite.
+// x [n][d] f32; returns the number of skipped (non-finite) rows.
 SUBKV_API int64_t subkv_sketch_absorb(subkv_sketch * sketch, const float * x, int64_t n);
-// rows [r][d] f64, energy [r] f64; r at most d, and at most l where the kind has one.
+// rows [r][d] f64, energy [r] f64; r at most d, and at most l for kinds with l.
 SUBKV_API bool subkv_sketch_top(const subkv_sketch * sketch, int32_t r, double * rows, double * energy);
 
 #ifdef __cplusplus

@@ -1,4 +1,4 @@
-// subkv_adapt_test.h: what only tests call of the coder and its sketches. Not installed.
+// subkv_adapt_test.h: the C interface for tests of the coder and its sketches. Not installed.
 #pragma once
 
 #include "subkv_adapt.h"
@@ -7,13 +7,13 @@
 extern "C" {
 #endif
 
-// subkv_adapt_replay a few rows at a time: it is new, push, read, free. The layout must outlive it. NULL: last_error.
+// subkv_adapt_replay in steps: new, push, read, free. The layout must outlive it. NULL: last_error.
 typedef struct subkv_adapt subkv_adapt;
 SUBKV_API subkv_adapt *    subkv_adapt_new(const subkv_layout * layout, const subkv_adapt_params * params, int32_t il,
                                            int32_t head_kv, bool value);
 SUBKV_API void             subkv_adapt_free(subkv_adapt * adapt);
 SUBKV_API bool             subkv_adapt_push(subkv_adapt * adapt, const float * x, int64_t n); // x [n][d]
-// Everything pushed so far; chunk_of: now. Returns n.
+// All rows so far; chunk_of: current slots. Returns n.
 SUBKV_API int64_t subkv_adapt_read(subkv_adapt * adapt, float * xhat, int32_t * chunk_of, float * rho);
 // Adapter::query and ::lift of a chunk in use (0: the static basis), [rank] in and out.
 SUBKV_API bool subkv_adapt_query(const subkv_adapt * adapt, int32_t slot, const float * qt, float * out);
@@ -22,7 +22,7 @@ SUBKV_API bool subkv_adapt_lift(const subkv_adapt * adapt, int32_t slot, const f
 SUBKV_API int64_t subkv_adapt_save(const subkv_adapt * adapt, void * state, int64_t n);
 SUBKV_API bool    subkv_adapt_restore(subkv_adapt * adapt, const void * state, int64_t n);
 
-// Step and distortion of a band's quantizer on a unit Gaussian, as the C++ side has them; 0 and 1 for unknown widths.
+// Step and distortion of a band's quantizer on a unit Gaussian, from the C++ code; 0 and 1 for unknown widths.
 SUBKV_API void subkv_quantizer(int32_t bits, double * step, double * distortion);
 
 SUBKV_API int64_t subkv_sketch_bytes(const subkv_sketch * sketch);

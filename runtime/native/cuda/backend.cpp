@@ -12,7 +12,7 @@ int cuda_device(ggml_backend_buffer_type_t buft) {
         return -1;
     }
     ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(dev);
-    const auto         set = (Set) ggml_backend_reg_get_proc_address(reg, "ggml_backend_cuda_subkv_set"); // our patch
+    const auto set = (Set) ggml_backend_reg_get_proc_address(reg, "ggml_backend_cuda_subkv_set"); // from our patch
     if (!set) {
         return -1;
     }

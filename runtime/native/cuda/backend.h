@@ -1,14 +1,15 @@
-// backend.h: how a layer's nodes reach the CUDA backend, or the GPUs that tests/kernels/emulated registers in its place.
+// backend.h: passes a layer's nodes to the CUDA backend, or to the emulated GPUs of tests/kernels/emulated.
 #pragma once
 
 #include "../device.h"
 
 namespace subkv {
 
-// Number of the CUDA device that a type of buffer belongs to, after its backend has been told of our nodes; -1: none.
+// Number of the CUDA device of a type of buffer; registers our nodes with its backend first; -1: none.
 int cuda_device(ggml_backend_buffer_type_t buft);
 
-// Of the backend, for a custom node: does it run on that device, and launch it. nullptr, or what went wrong.
+// Callbacks of the backend for a custom node. supports: it runs on that device; compute: launches it and returns
+// nullptr, or an error message.
 bool         cuda_supports(const ggml_tensor * node, int device);
 const char * cuda_compute(ggml_tensor * node, void * stream);
 

@@ -1,6 +1,6 @@
 // device_cuda.cpp: tables of a coded layer in device memory, and the ops of kernels/cuda on a graph's tensors. Nodes
-// have the sources of the CPU's (node_sources.h), but attend projects the queries itself and reads the mask. Nothing
-// here waits for the device but the upload of the tables, and `wait`.
+// have the same sources as on the CPU (node_sources.h), except that attend projects the queries and reads the mask.
+// Only the upload of the tables and `wait` wait for the device.
 #include "../../../kernels/cuda/ops.h"
 #include "../error.h"
 #include "../nodes.h"
@@ -16,12 +16,12 @@ namespace subkv {
 
 namespace {
 
-// Arrays one after the other, to be copied to the device at once.
+// Contiguous arrays for one copy to the device.
 class Blob {
 public:
     // The array's offset in the blob.
     template <typename T> size_t add(const T * data, size_t n) {
-        const size_t at = (bytes_.size() + 31) / 32 * 32; // as matrices want it
+        const size_t at = (bytes_.size() + 31) / 32 * 32; // alignment of matrices
         bytes_.resize(at + n * sizeof(T));
         std::memcpy(bytes_.data() + at, data, n * sizeof(T));
         return at;
@@ -70,7 +70,7 @@ private:
     const char * store_window(ggml_tensor * dst, void * stream) const;
     const char * prompt_rows(ggml_tensor * dst, void * stream) const;
     const char * prompt_mask(ggml_tensor * dst, void * stream) const;
-    // what both read
+    // pointers that both read
     cuda::Prompt prompt(const ggml_tensor * dst, const ggml_tensor * tokens, const ggml_tensor * slots) const;
     // m, z, acc and scratch of attend's result
     void partial(cuda::Attend & a, const AttendShape & s, ggml_tensor * t) const;
@@ -95,7 +95,7 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
             { NodeKind::STORE_WINDOW, this }, { NodeKind::PROMPT_ROWS, this }, { NodeKind::PROMPT_MASK, this } } {
     const LayerCodec & codec = *layer.codec;
     Blob               blob;
-    // offsets of what pointers will point to, first of all: address 0 stands for "none"
+    // first set offsets in place of pointers; 0 means "none"
     const uint64_t nothing = 0;
     n_bad_at_              = blob.add(&nothing, 1);
     struct Side {
@@ -204,12 +204,13 @@ uint64_t CudaLayer::n_zero_rows() const {
 
 void CudaLayer::wait() const {
     if (const char * reason = cuda::wait(device_)) {
-        GGML_ABORT("subkv: layer %d: its device: %s", layer_.codec->il, reason); // as llama.cpp's backend does
+        GGML_ABORT("subkv: layer %d: its device: %s", layer_.codec->il, reason); // like llama.cpp's backend
     }
 }
 
 const char * CudaLayer::refusal(NodeKind kind, ggml_tensor * node) const {
-    return kind == NodeKind::COMBINE && node->ne[1] > 65535 ? "at most 65535 tokens in a batch" : nullptr; // a grid's y
+    // 65535: limit of a grid's y
+    return kind == NodeKind::COMBINE && node->ne[1] > 65535 ? "at most 65535 tokens in a batch" : nullptr;
 }
 
 cuda::Layer CudaLayer::layer(int64_t width) const {

@@ -4,7 +4,7 @@ namespace subkv {
 
 namespace {
 
-// A function of our patch.
+// Looks up a function of our patch.
 template <typename Function> Function function_of(ggml_backend_dev_t device, const char * name) {
     return (Function) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), name);
 }

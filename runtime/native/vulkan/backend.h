@@ -1,4 +1,4 @@
-// backend.h: how a layer's nodes reach the patched Vulkan backend.
+// backend.h: passes a layer's nodes to the patched Vulkan backend.
 #pragma once
 
 #include "../device.h"
@@ -6,20 +6,20 @@
 
 namespace subkv {
 
-// The Vulkan device that a type of buffer belongs to, after its backend has been told of our nodes; nullptr: none.
+// The Vulkan device of a type of buffer; registers our nodes with its backend first; nullptr: none.
 ggml_backend_dev_t vulkan_device(ggml_backend_buffer_type_t buft);
 
-// Bytes that a shader can reach of a tensor.
+// Maximum bytes of a tensor that a shader can address.
 size_t vulkan_max_range(ggml_backend_dev_t device);
 
-// Whether a shader may multiply four bytes at a time there, and that is fast.
+// true: the device has fast dot products of four bytes.
 bool vulkan_integer_dot(ggml_backend_dev_t device);
 
-// Until the device has done all that it was given.
+// Waits until the device has finished all work.
 void vulkan_wait(ggml_backend_dev_t device);
 
-// Of the backend, for a custom node: does it run on that device, and record its dispatches. nullptr, or what went
-// wrong.
+// Callbacks of the backend for a custom node. supports: it runs on that device; compute: records its dispatches and
+// returns nullptr, or an error message.
 bool         vulkan_supports(const ggml_tensor * node, ggml_backend_dev_t device);
 const char * vulkan_compute(ggml_tensor * node, vulkan::Run run, void * recorder);
 

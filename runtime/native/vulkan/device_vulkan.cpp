@@ -1,6 +1,6 @@
 // device_vulkan.cpp: tables of a coded layer in device memory, and the ops of kernels/vulkan on a graph's tensors.
-// Nodes have the sources of the CPU's (node_sources.h), but attend projects the queries itself and reads the mask.
-// Nothing here waits for the device but the upload of the tables, and `wait`.
+// Nodes have the same sources as on the CPU (node_sources.h), except that attend projects the queries and reads the
+// mask. Only the upload of the tables and `wait` wait for the device.
 #include "../../../kernels/vulkan/ops.h"
 #include "../error.h"
 #include "../nodes.h"
@@ -30,7 +30,7 @@ public:
     void     prepare() override;
     void *   userdata(NodeKind kind) override { return &nodes_[(int) kind]; }
     int64_t  scratch(int64_t n_rows) const override;
-    int64_t  n_at_once() const override { return 1024; } // Vulkan does not say; large cards
+    int64_t  n_at_once() const override { return 1024; } // unknown in Vulkan; suits large GPUs
     uint64_t n_zero_rows() const override;
     void     wait() const override { vulkan_wait(device_); }
     size_t   max_range() const override { return max_range_; }
