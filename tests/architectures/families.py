@@ -229,7 +229,7 @@ FLASH_ONLY = ("minimax-m3",)  # without flash attention llama.cpp lets all token
 NOT_BUILT = {
     "clip": "not a text model: llama.cpp uses this name for quantizing only",
     "gptj": "llama.cpp has the name, but no code for it",
-    "plm": "llama.cpp stops at its first token, because its cache does not accept the shape of the values",
+    "plm": "llama.cpp stops at its first token: its cache does not accept the shape of the values",
     "eagle3": "a draft head: it needs another model's hidden states",
     "dflash": "a draft head: it needs another model's hidden states",
     "gemma4-assistant": "a draft head: it needs another model's cache",
