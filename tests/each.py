@@ -20,37 +20,26 @@ import pytest
 def each(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test for every one of `values`; names: as parametrize has them. Several `each` give all combinations."""
     keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-    added = [dict(zip(keys, _values(value, len(keys)), strict=True)) for value in values]
+    added = [dict(zip(keys, value if len(keys) > 1 else (value,), strict=True)) for value in values]
     assert added, f"each({names!r}): expected values, found none"
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         body = getattr(test, "body", test)
         cases = [inner | outer for outer in added for inner in getattr(test, "cases", [{}])]
-        known = inspect.signature(body).parameters.values()
-        fixtures = [parameter for parameter in known if parameter.name not in cases[0]]
-        own = inspect.Parameter("subtests", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        shared = any(parameter.name == "subtests" for parameter in fixtures)
+        fixtures = [own for own in inspect.signature(body).parameters.values() if own.name not in cases[0]]
+        reports = inspect.Parameter("subtests", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
         @functools.wraps(body)
-        def run(**given: Any) -> None:
-            subtests = given["subtests"] if shared else given.pop("subtests")
+        def run(subtests: pytest.Subtests, **made: Any) -> None:
             for case in cases:
                 with subtests.test(**{key: _shown(value) for key, value in case.items()}):
-                    body(**given, **case)
+                    body(**made, **case)
 
-        run.__signature__ = inspect.Signature(fixtures if shared else [*fixtures, own])  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature([*fixtures, reports])  # type: ignore[attr-defined]
         run.body, run.cases = body, cases  # type: ignore[attr-defined]
         return run
 
     return decorate
-
-
-def _values(value: Any, n: int) -> Iterable[Any]:
-    """One case's values; pytest.param has no marks here."""
-    if isinstance(value, type(pytest.param())):
-        assert not value.marks
-        value = value.values if n > 1 else value.values[0]
-    return value if n > 1 else (value,)
 
 
 def _shown(value: Any) -> str:

@@ -9,15 +9,15 @@ import numpy as np
 import ops as o
 import tiles
 from cases import LENGTHS, ROWS, Case, Fenced, Rounded, make_case, pair, run
+from each import each
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sweep import sweep
 
 MIXED = layouts.MIXED
 
 
-@sweep("rows", ROWS)
-@sweep("n", LENGTHS)
+@each("rows", ROWS)
+@each("n", LENGTHS)
 def test_lengths_and_row_counts(table: o.Ops, n: int, rows: tuple[int, int]) -> None:
     k, v = pair(MIXED[0], MIXED[1])
     case, k_rows, v_rows = make_case(k, v, n, rows, seed=n)
@@ -26,8 +26,8 @@ def test_lengths_and_row_counts(table: o.Ops, n: int, rows: tuple[int, int]) -> 
     case.check(state, table.rounding)
 
 
-@sweep("layout", layouts.LAYOUTS)
-@sweep("rows", [(1, 3), (6, 3)])
+@each("layout", layouts.LAYOUTS)
+@each("rows", [(1, 3), (6, 3)])
 def test_every_layout(table: o.Ops, layout: o.Layout, rows: tuple[int, int]) -> None:
     for first, second in ((layout, MIXED[1]), (MIXED[3], layout)):
         k, v = pair(first, second)
@@ -84,8 +84,8 @@ def test_any_number_of_query_rows(table: o.Ops, layout: o.Layout, n: int, rows: 
     case.check(state, table.rounding)
 
 
-@sweep("rows", [(1, 3), (4, 4)])
-@sweep("softcap", [1.0, 30.0])
+@each("rows", [(1, 3), (4, 4)])
+@each("softcap", [1.0, 30.0])
 def test_softcap(table: o.Ops, rows: tuple[int, int], softcap: float) -> None:
     k, v = pair(MIXED[0], MIXED[2])
     case, k_rows, v_rows = make_case(k, v, 200, rows, 8, softcap)
@@ -95,9 +95,9 @@ def test_softcap(table: o.Ops, rows: tuple[int, int], softcap: float) -> None:
     case.check(state, table.rounding)
 
 
-@sweep("rows", ROWS)
-@sweep("softcap", [0.0, 8.0])
-@sweep("layout", [MIXED[0], MIXED[4]])
+@each("rows", ROWS)
+@each("softcap", [0.0, 8.0])
+@each("layout", [MIXED[0], MIXED[4]])
 def test_shift_is_added_before_the_cap(table: o.Ops, layout: o.Layout, softcap: float, rows: tuple[int, int]) -> None:
     k, v = pair(layout, MIXED[2])
     case, k_rows, v_rows = make_case(k, v, 150, rows, 21, softcap, shift=5.0)
@@ -113,8 +113,8 @@ def test_shift_is_added_before_the_cap(table: o.Ops, layout: o.Layout, softcap: 
     assert np.any(state.m != none.m)
 
 
-@sweep("rows", [(1, 3), (6, 3)])
-@sweep("layout", [MIXED[0], MIXED[4]])
+@each("rows", [(1, 3), (6, 3)])
+@each("layout", [MIXED[0], MIXED[4]])
 def test_nothing_visible_keeps_the_state(table: o.Ops, layout: o.Layout, rows: tuple[int, int]) -> None:
     k, v = pair(layout, layout)
     case, k_rows, v_rows = make_case(k, v, 150, rows, 6)
@@ -132,8 +132,8 @@ def test_nothing_visible_keeps_the_state(table: o.Ops, layout: o.Layout, rows: t
         assert np.array_equal(got.acc, want.acc)
 
 
-@sweep("rows", [(4, 3), (7, 2), (20, 1)])
-@sweep("layout", [MIXED[0], MIXED[4]])
+@each("rows", [(4, 3), (7, 2), (20, 1)])
+@each("layout", [MIXED[0], MIXED[4]])
 def test_tokens_of_several_sequences(table: o.Ops, layout: o.Layout, rows: tuple[int, int]) -> None:
     """Each token looks at tiles of its own, as sequences do that share a cache, and every fifth at none."""
     k, v = pair(layout, MIXED[2])
@@ -148,8 +148,8 @@ def test_tokens_of_several_sequences(table: o.Ops, layout: o.Layout, rows: tuple
     assert (np.isneginf(state.m) == asleep).all() and not state.acc[asleep, : v.rank].any()
 
 
-@sweep("rows", [(2, 3), (5, 3), (9, 4), (20, 1)])
-@sweep("layout", [MIXED[0], MIXED[4]])
+@each("rows", [(2, 3), (5, 3), (9, 4), (20, 1)])
+@each("layout", [MIXED[0], MIXED[4]])
 def test_other_rows_of_a_call_and_hidden_steps_change_no_bit(
     table: o.Ops, layout: o.Layout, rows: tuple[int, int]
 ) -> None:
@@ -177,14 +177,14 @@ def test_other_rows_of_a_call_and_hidden_steps_change_no_bit(
         assert np.array_equal(alone.acc, together.acc[own])
 
 
-@sweep("rows", [(1, 3), (6, 3), (1, 8)])
-@sweep("cuts", [(64,), (128,), (64, 128, 192, 256), (192,)])
+@each("rows", [(1, 3), (6, 3), (1, 8)])
+@each("cuts", [(64,), (128,), (64, 128, 192, 256), (192,)])
 def test_pieces_continue_the_state(table: o.Ops, rows: tuple[int, int], cuts: tuple[int, ...]) -> None:
     check_pieces(table, rows, cuts)
 
 
-@sweep("rows", [(1, 3), (6, 3)])
-@sweep("cuts", [(1,), (3, 70, 200), (128, 129), (63, 65), (40, 50)])
+@each("rows", [(1, 3), (6, 3)])
+@each("cuts", [(1,), (3, 70, 200), (128, 129), (63, 65), (40, 50)])
 def test_pieces_of_tiles_continue_the_state(table: o.Ops, rows: tuple[int, int], cuts: tuple[int, ...]) -> None:
     """A piece that begins inside a tile is that tile with the cells before it masked."""
     check_pieces(table, rows, cuts)
@@ -212,9 +212,9 @@ EXTREMES: list[o.Layout] = [
 ]
 
 
-@sweep("rows", [(1, 1), (1, 8), (5, 3)])
-@sweep("layout", EXTREMES)
-@sweep("codes", ["largest", "smallest", "signs"])
+@each("rows", [(1, 1), (1, 3), (1, 8), (5, 3)])
+@each("layout", EXTREMES)
+@each("codes", ["largest", "smallest", "signs"])
 def test_sums_do_not_overflow(table: o.Ops, layout: o.Layout, rows: tuple[int, int], codes: str) -> None:
     """Thousands of equal weights, and products that all have one sign, of the largest codes there are."""
     k, v = (o.make_head(layout, 576, np.random.default_rng(2), value=value) for value in (False, True))
@@ -256,9 +256,9 @@ def extreme_row(head: o.Head, codes: str) -> o.U8:
     return row
 
 
-@sweep("rows", [(1, 1), (1, 3), (1, 8), (9, 3)])
-@sweep("ascending", [False, True])
-@sweep("layout", [MIXED[0], MIXED[4], ((64, 8),)])
+@each("rows", [(1, 1), (1, 3), (1, 8), (9, 3)])
+@each("ascending", [False, True])
+@each("layout", [MIXED[0], MIXED[4], ((64, 8),)])
 def test_weights_of_very_different_size(table: o.Ops, layout: o.Layout, ascending: bool, rows: tuple[int, int]) -> None:
     """Logits over hundreds of units, scales of values over their whole range; the largest come first or last."""
     k, v = pair(layout, layout)
@@ -280,7 +280,7 @@ def test_weights_of_very_different_size(table: o.Ops, layout: o.Layout, ascendin
     case.check(state, table.rounding)
 
 
-@sweep("rows", [(1, 3), (6, 3)])
+@each("rows", [(1, 3), (6, 3)])
 def test_query_rows_are_independent(table: o.Ops, rows: tuple[int, int]) -> None:
     """A query row sees the same numbers, within rounding, whichever rows share the call."""
     k, v = pair(MIXED[0], MIXED[2])
@@ -300,9 +300,9 @@ def fenced_tiles(head: o.Head, rows: o.U8, extra: int = 0) -> tuple[Fenced, o.U8
     return fence, fence.tiles(laid_out.shape[1], laid_out.shape[1] - extra)
 
 
-@sweep("layout", layouts.LAYOUTS)
-@sweep("rows", [(1, 3), (6, 3)])
-@sweep("extra", [0, 128])
+@each("layout", layouts.LAYOUTS)
+@each("rows", [(1, 3), (6, 3)])
+@each("extra", [0, 128])
 def test_nothing_is_read_beyond_the_last_tile(
     table: o.Ops, layout: o.Layout, rows: tuple[int, int], extra: int
 ) -> None:

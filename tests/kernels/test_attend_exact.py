@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import ops as o
 from cases import LENGTHS, ROWS, Case, Fenced, make_bias
-from sweep import sweep
+from each import each
 
 SIZES = [(64, 64), (8, 8), (40, 24), (80, 128), (256, 256)]
 
@@ -27,15 +27,15 @@ def exact_case(
     return case, halves[0], halves[1]
 
 
-@sweep("n", LENGTHS)
-@sweep("rows", ROWS)
+@each("n", LENGTHS)
+@each("rows", ROWS)
 def test_exact_lengths(table: o.Ops, n: int, rows: tuple[int, int]) -> None:
     check_exact(table, n, rows, (64, 64), 0.0)
 
 
-@sweep("d", SIZES)
-@sweep("rows", [(1, 4), (7, 2)])
-@sweep("softcap", [0.0, 2.0])
+@each("d", SIZES)
+@each("rows", [(1, 4), (7, 2)])
+@each("softcap", [0.0, 2.0])
 def test_exact_sizes(table: o.Ops, rows: tuple[int, int], d: tuple[int, int], softcap: float) -> None:
     check_exact(table, 133, rows, d, softcap)
 
@@ -69,7 +69,7 @@ def test_exact_and_coded_states_merge(table: o.Ops) -> None:
         case.check(state)
 
 
-@sweep("rows", [(2, 3), (9, 4), (40, 1)])
+@each("rows", [(2, 3), (9, 4), (40, 1)])
 def test_other_rows_of_a_call_and_hidden_pages_change_no_bit(table: o.Ops, rows: tuple[int, int]) -> None:
     n, n_group = 330, rows[1]
     case, k, v = exact_case(n, rows, (64, 40), 5, 0.0)

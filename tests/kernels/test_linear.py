@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import ops as o
-from sweep import sweep
+from each import each
 
 SHAPES = [(8, 8), (16, 64), (64, 64), (24, 40), (128, 128), (72, 80), (256, 256), (5, 12)]
 
@@ -38,9 +38,9 @@ def random_matrix(rng: np.random.Generator, r: int, d: int, n_halves: int | None
     return Matrix(given, np.concatenate([m, step[:, None].astype(np.float64) * codes]), (m, codes, step))
 
 
-@sweep("n_halves", [None, 0, 8])
-@sweep(("r", "d"), SHAPES)
-@sweep("n", [0, 1, 2, 3, 17])
+@each("n_halves", [None, 0, 8])
+@each(("r", "d"), SHAPES)
+@each("n", [0, 1, 2, 3, 17])
 def test_project(table: o.Ops, r: int, d: int, n: int, n_halves: int | None) -> None:
     rng = np.random.default_rng(r + n)
     m = random_matrix(rng, r, d, n_halves)
@@ -54,8 +54,8 @@ def test_project(table: o.Ops, r: int, d: int, n: int, n_halves: int | None) -> 
     assert np.all(y[:, r:] == 7.0)
 
 
-@sweep("n_halves", [None, 0, 8])
-@sweep(("r", "d"), SHAPES)
+@each("n_halves", [None, 0, 8])
+@each(("r", "d"), SHAPES)
 def test_reconstruct(table: o.Ops, r: int, d: int, n_halves: int | None) -> None:
     rng = np.random.default_rng(r)
     m = random_matrix(rng, r, d, n_halves)
@@ -69,8 +69,8 @@ def test_reconstruct(table: o.Ops, r: int, d: int, n_halves: int | None) -> None
     assert out[d] == start[d]
 
 
-@sweep("d", [8, 24, 64, 80, 128, 256])
-@sweep("n", [0, 1, 63, 64, 65, 200])
+@each("d", [8, 24, 64, 80, 128, 256])
+@each("n", [0, 1, 63, 64, 65, 200])
 def test_moment(table: o.Ops, n: int, d: int) -> None:
     rng = np.random.default_rng(n + d)
     x = rng.standard_normal((n, d + 2)).astype(np.float32)

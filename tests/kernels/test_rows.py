@@ -7,12 +7,12 @@ import ctypes as ct
 import layouts
 import numpy as np
 import ops as o
+from each import each
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sweep import sweep
 
-SWEEP = sweep("layout", layouts.LAYOUTS)
-SIDES = sweep("value", [False, True])
+SWEEP = each("layout", layouts.LAYOUTS)
+SIDES = each("value", [False, True])
 
 
 def check_dequantize(table: o.Ops, head: o.Head, n: int, cells: list[int], extra: int, seed: int) -> None:
@@ -29,7 +29,7 @@ def check_dequantize(table: o.Ops, head: o.Head, n: int, cells: list[int], extra
 
 @SWEEP
 @SIDES
-@sweep("extra", [0, 5])
+@each("extra", [0, 5])
 def test_dequantize_follows_the_format(table: o.Ops, layout: o.Layout, value: bool, extra: int) -> None:
     rng = np.random.default_rng(extra)
     head = o.make_head(layout, layouts.head_size(layout), rng, value=value)
@@ -171,7 +171,7 @@ N_STORED = 12  # tokens, which lie in three tiles
 
 @SWEEP
 @SIDES
-@sweep("extra", [0, 7, 64])
+@each("extra", [0, 7, 64])
 def test_encode_stays_inside_its_cells(table: o.Ops, layout: o.Layout, value: bool, extra: int) -> None:
     rng = np.random.default_rng(3)
     head = o.make_head(layout, layouts.head_size(layout), rng, value=value)
@@ -204,7 +204,7 @@ def test_half_band_saturates(table: o.Ops) -> None:
     assert rows[0, 0] == o.SCALE_ONE
 
 
-@sweep("n", [0, 1, 7, 8, 9, 65536])
+@each("n", [0, 1, 7, 8, 9, 65536])
 def test_to_half_is_ieee(table: o.Ops, n: int) -> None:
     rng = np.random.default_rng(n)
     bits = rng.integers(0, 2**32, n, dtype=np.uint64).astype(np.uint32)

@@ -11,17 +11,17 @@ import layouts
 import numpy as np
 import ops as o
 import pytest
+from each import each
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ops import TILE
-from sweep import sweep
 from tiles import places
 
 SEEDS = st.integers(0, 2**32 - 1)
 ANY = given(layout=layouts.layouts(max_rank=256), value=st.booleans(), seed=SEEDS)
 EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NARROW = [((8, bits),) for bits in layouts.BITS]
-SIDES = sweep("value", [False, True])
+SIDES = each("value", [False, True])
 
 
 @pytest.fixture
@@ -37,16 +37,16 @@ def any_bytes(rng: np.random.Generator, *shape: int) -> o.U8:
     return rng.integers(0, 256, shape, np.uint8)
 
 
-@sweep("layout", [*NARROW, *layouts.LAYOUTS])
+@each("layout", [*NARROW, *layouts.LAYOUTS])
 @SIDES
 def test_every_bit_of_a_tile_is_one_of_a_row(layout: o.Layout, value: bool) -> None:
     at = places(layout, value)
     assert np.array_equal(np.sort(at, axis=None), np.arange(at.size))
 
 
+@each("narrow", [*NARROW, None])
 @EXAMPLES
 @ANY
-@sweep("narrow", [*NARROW, None])
 def test_a_row_becomes_a_cell_and_a_row(
     lib: ct.CDLL, narrow: o.Layout | None, layout: o.Layout, value: bool, seed: int
 ) -> None:
@@ -67,7 +67,7 @@ def test_a_row_becomes_a_cell_and_a_row(
     assert np.array_equal(tile, before)
 
 
-@sweep("layout", [*NARROW, *layouts.LAYOUTS])
+@each("layout", [*NARROW, *layouts.LAYOUTS])
 def test_values_that_are_the_beginning_of_keys(lib: ct.CDLL, layout: o.Layout) -> None:
     rng = np.random.default_rng(4)
     keys, values = any_head((*layout, (8, 5))[:8], False, rng), any_head(layout, True, rng)
@@ -78,9 +78,9 @@ def test_values_that_are_the_beginning_of_keys(lib: ct.CDLL, layout: o.Layout) -
     assert np.array_equal(found[:-1], expected[0]) and found[-1] == guard
 
 
+@each("narrow", [*NARROW, None])
 @EXAMPLES
 @ANY
-@sweep("narrow", [*NARROW, None])
 def test_gathered_cells_are_their_rows(
     lib: ct.CDLL, narrow: o.Layout | None, layout: o.Layout, value: bool, seed: int
 ) -> None:
@@ -205,10 +205,10 @@ def coded_by_numpy(layout: o.Layout, value: bool, latent: bool, n: int) -> Coded
     return Coded(c, clean, rows, of_clean, codec_numpy.decode(of_clean, layout, head.ratio, latent))
 
 
-@sweep("layout", layouts.LAYOUTS)
+@each("layout", layouts.LAYOUTS)
 @SIDES
-@sweep("latent", [False, True])
-@sweep("n", [0, 1, 64, 65, 200])
+@each("latent", [False, True])
+@each("n", [0, 1, 64, 65, 200])
 def test_rows_by_way_of_tiles(lib: ct.CDLL, table: o.Ops, layout: o.Layout, value: bool, latent: bool, n: int) -> None:
     """encode_rows and dequantize_rows of ops.h with any version's ops, on inputs that lie apart."""
     head = any_head(layout, value, np.random.default_rng(n), latent)

@@ -10,13 +10,15 @@ import itertools
 from typing import Any
 
 import cases
+import codec_numpy
 import layouts
 import numpy as np
 import ops as o
 import pytest
+from each import each
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sweep import sweep
+from trellis_numpy import Path
 
 # step of a unit Gaussian, its squared error, and that of the best quantizer of as many levels (Lloyd, Max)
 STEP = {2: 0.4098, 3: 0.2361, 4: 0.1200, 5: 0.0665, 6: 0.0343}
@@ -55,7 +57,7 @@ def decoded(lib: Any, head: o.Head, rows: o.U8) -> o.F32:
     return c[:-1]
 
 
-@sweep("bits", DISTORTION)
+@each("bits", DISTORTION)
 def test_levels(lib: Any, bits: int) -> None:
     """Ascending, odd about 0, and a byte each: products stay integers."""
     found = np.array([lib.subkv_trellis_level(bits, i) for i in range(2 ** (bits + 1))])
@@ -64,7 +66,7 @@ def test_levels(lib: Any, bits: int) -> None:
     assert found[0] >= -128 and found[-1] <= 127
 
 
-@sweep("layout", layouts.LAYOUTS)
+@each("layout", layouts.LAYOUTS)
 def test_rows_of_any_bytes_decode_by_the_definition(lib: Any, layout: o.Layout) -> None:
     """Damaged rows among them: every byte is a code, and every coefficient finite."""
     head = head_of(layout)
@@ -118,7 +120,7 @@ def test_no_path_is_better(lib: Any) -> None:
                 assert error(codes) >= least * (1 - 1e-5)
 
 
-@sweep("bits", DISTORTION)
+@each("bits", DISTORTION)
 def test_gaussians(lib: Any, bits: int) -> None:
     """The path alone is worth a fifth to a quarter of a bit; the search of the scale comes on top."""
     head = head_of(((64, bits),))
@@ -135,8 +137,8 @@ def test_gaussians(lib: Any, bits: int) -> None:
     assert n_bad == 0 and error / energy < 0.98 * DISTORTION[bits] < 0.85 * SCALAR[bits]
 
 
-@sweep("latent", [False, True])
-@sweep("layout", layouts.MIXED)
+@each("latent", [False, True])
+@each("layout", layouts.MIXED)
 def test_mixed_bands(lib: Any, layout: o.Layout, latent: bool) -> None:
     """On a path the error is smaller than that of the same bytes without; without one the bytes are the same."""
     head, plain = head_of(layout, latent=latent), head_of(layout)
@@ -161,13 +163,13 @@ def test_rows_that_cannot_be_coded(lib: Any) -> None:
 
 
 LATENT = [((128, 3),), ((64, 4), (128, 3), (64, 2)), ((8, 8), (16, 6), (72, 5), (480, 3)), ((8, 16), (64, 4))]
-PATHS = sweep("latent", [False, True])
-SIDES = sweep("value", [False, True])
+PATHS = each("latent", [False, True])
+SIDES = each("value", [False, True])
 
 
 @PATHS
 @SIDES
-@sweep("layout", [*LATENT, *layouts.MIXED])
+@each("layout", [*LATENT, *layouts.MIXED])
 def test_versions_write_the_same_bytes(table: o.Ops, ref: o.Ops, layout: o.Layout, value: bool, latent: bool) -> None:
     """Rows of all sizes, constant ones, and scales at both ends of their range."""
     rng = np.random.default_rng(len(layout))
@@ -184,9 +186,40 @@ def test_versions_write_the_same_bytes(table: o.Ops, ref: o.Ops, layout: o.Layou
     assert np.array_equal(rows, want)
 
 
+def test_of_equal_scales_the_smaller_is_taken(table: o.Ops) -> None:
+    """Rows of one direction, where the best scale changes from one code to the next: some have equal errors at both."""
+    layout = ((24, 3),)
+    head = head_of(layout)
+    head.codec.encode = o.Matrix()
+    path, scales = Path.of(layout, head.ratio, False), codec_numpy.scale_table()
+    assert path is not None
+    direction = np.random.default_rng(0).standard_normal(24).astype(np.float32)
+
+    def row(sizes: o.F64) -> o.F32:
+        return (sizes[:, None] * direction).astype(np.float32)
+
+    def scale_codes(c: o.F32) -> o.U8:
+        return codec_numpy.encode(c, layout, head.ratio)[:, 0]
+
+    low, high = 1.0, 1.2
+    first = scale_codes(row(np.array([low])))[0]
+    assert scale_codes(row(np.array([high])))[0] != first
+    while high - low > 1e-7:
+        middle = (low + high) / 2
+        low, high = (middle, high) if scale_codes(row(np.array([middle])))[0] == first else (low, middle)
+    c = row(np.linspace(low - 1e-5, high + 1e-5, 4000))
+    costs = np.array([path.free_cost(c, np.full(len(c), scales[first + i], np.float32)) for i in (0, 1)])
+    equal = costs[0] == costs[1]
+    assert np.any(equal)
+    rows = np.zeros((len(c), head.row_bytes), np.uint8)
+    assert o.encode(table, head, c, list(range(len(c))), rows) == 0
+    assert np.array_equal(rows, codec_numpy.encode(c, layout, head.ratio))
+    assert np.all(rows[equal, 0] == first)
+
+
 @PATHS
-@sweep("layout", LATENT)
-@sweep("rows", [(1, 1), (1, 4), (2, 8)])
+@each("layout", LATENT)
+@each("rows", [(1, 1), (1, 4), (2, 8)])
 def test_attend(table: o.Ops, layout: o.Layout, latent: bool, rows: tuple[int, int]) -> None:
     rng = np.random.default_rng(7)
     rank = sum(n for n, _ in layout)
@@ -197,7 +230,7 @@ def test_attend(table: o.Ops, layout: o.Layout, latent: bool, rows: tuple[int, i
     case.check(state, table.rounding)
 
 
-@sweep("n_bands", [1, 2, 3])
+@each("n_bands", [1, 2, 3])
 def test_values_of_a_latent_row_are_read_alone(n_bands: int) -> None:
     """Of rows whose lanes are paths of their own the first bands decode to the same numbers."""
     layout = ((64, 4), (128, 3), (64, 2))

@@ -56,23 +56,23 @@ def check_close(found: Any, want: Any, exact: Any) -> None:
 def test_every_kernel_of_triton(small: tuple[Any, Any]) -> None:
     """Two rows, one padded; a prompt in two parts, a token cropped and decoded again."""
     model, bases = small
-    n, pad = 6, 1
-    ids = torch.tensor([TOKENS[:n], [0] * pad + TOKENS[: n - pad]])
-    mask = torch.tensor([[1] * n, [0] * pad + [1] * (n - pad)])
-    found, want, cache = in_both(model, bases, ids, [n - 1, 1], mask)
-    exact = logits(model, None, ids[:1])
+    pad = 3
+    ids = torch.tensor([TOKENS[:10], [0] * pad + TOKENS[: 10 - pad]])
+    mask = torch.tensor([[1] * 10, [0] * pad + [1] * (10 - pad)])
+    found, want, cache = in_both(model, bases, ids[:, :8], [7, 1], mask[:, :8])
+    exact = logits(model, None, ids[:1, :8])
     check_close(found[:1], want[:1], exact)
-    check_close(found[1:, pad:], want[1:, pad:], logits(model, None, ids[1:, pad:]))
+    check_close(found[1:, pad:], want[1:, pad:], logits(model, None, ids[1:, pad:8]))
     assert cache.kv_stats().kernel == "triton"
     assert cache.kv_stats().n_zero_rows == 0
     cache.crop(-1)
-    again = logits(model, cache, ids[:, -1:], None, mask)
-    torch.testing.assert_close(again, found[:, -1:], atol=1e-5, rtol=0.0)
+    again = logits(model, cache, ids[:, 7:8], None, mask[:, :8])
+    torch.testing.assert_close(again, found[:, 7:], atol=1e-5, rtol=0.0)
     other = SubspaceCache(bases)
-    logits(model, other, ids, None, mask)
+    logits(model, other, ids[:, :8], None, mask[:, :8])
     for ours, theirs in zip(cache._coded, other._coded, strict=True):
         for name in ("rows_k", "rows_v"):
-            a, b = ours._tensors[name][:, : n - 1], theirs._tensors[name][:, : n - 1]
+            a, b = ours._tensors[name][:, :7], theirs._tensors[name][:, :7]
             assert float((a == b).float().mean()) > 0.97  # keys of later layers come from attention of another rounding
 
 
