@@ -3,8 +3,9 @@
     python tests/faults/try_faults.py [--only TEXT] [FOLDER]
 
 FOLDER: where the copy and its build go (default: a temporary one); kept, a second run compiles only what differs.
-Prints a line for each fault: `caught`, with the seconds and the first test that failed, or `MISSED`, and exits with 1
-if one was missed. Needs an environment in which the test command of the README works. Takes an hour or two.
+Prints a line for each fault: `caught`, with the seconds and the first test that failed, or `MISSED`; a fault that does
+not compile, which proves nothing, is missed, too. Exits with 1 if one was missed. Needs an environment in which the
+test command of the README works. Takes an hour or two.
 """
 
 from __future__ import annotations
@@ -62,12 +63,16 @@ def first_failure(copy: Path, tests: str) -> str:
     return failed[0].split(" - ")[0] if failed else f"pytest ended with {done.returncode}"
 
 
-def tried(copy: Path, fault: Fault, log: Path) -> str:
+def tried(copy: Path, fault: Fault, log: Path) -> tuple[bool, str]:
+    """Whether a test failed, and which."""
     path = copy / fault.file
     text = path.read_text("utf-8")
     path.write_text(text.replace(fault.before, fault.after), "utf-8")
     try:
-        return first_failure(copy, fault.tests) if not fault.native or build(copy, log) else "it does not compile"
+        if fault.native and not build(copy, log):
+            return False, "it does not compile"
+        failure = first_failure(copy, fault.tests)
+        return bool(failure), failure
     finally:
         path.write_text(text, "utf-8")
 
@@ -88,11 +93,9 @@ def main() -> None:
         if arguments.only not in fault.name and arguments.only not in fault.file:
             continue
         start = time.monotonic()
-        found = tried(copy, fault, log)
-        print(
-            f"{'caught' if found else 'MISSED'}  {time.monotonic() - start:5.0f} s  {fault.name}: {found}", flush=True
-        )
-        if not found:
+        caught, by = tried(copy, fault, log)
+        print(f"{'caught' if caught else 'MISSED'}  {time.monotonic() - start:5.0f} s  {fault.name}: {by}", flush=True)
+        if not caught:
             missed.append(fault.name)
     if missed:
         raise SystemExit(f"faults: {len(missed)} missed: {', '.join(missed)}")

@@ -280,6 +280,17 @@ def test_states_whose_bytes_changed_are_refused(coded_model: Callable[..., Path]
         assert llm.n_tokens == 40
 
 
+def test_a_state_of_more_tokens_than_the_context(coded_model: Callable[..., Path]) -> None:
+    with opened(coded_model(), n_ctx=512) as llm:
+        llm.eval(prompt(300))
+        state = llm.save_state()
+    with opened(coded_model(), n_ctx=256) as llm:
+        llm.eval(prompt(8))
+        with pytest.raises(StateError, match="^state: expected at most 256 tokens, found 300$"):
+            llm.load_state(state)
+        assert llm.n_tokens == 8
+
+
 def test_a_state_of_fewer_cells_than_tokens(coded_model: Callable[..., Path]) -> None:
     with opened(coded_model()) as llm:
         llm.eval(prompt(40))

@@ -91,6 +91,16 @@ def test_questions_about_a_document(cached: Callable[..., Llama]) -> None:
     assert n_third == len(third) - 512  # 48 tokens more are not worth a file
 
 
+def test_the_last_token_of_a_prompt_is_not_looked_up(cached: Callable[..., Llama], tiny_model: Models) -> None:
+    """It is evaluated for its logits, so an entry that has only this token is of no use."""
+    first, path = prompt(100), tiny_model("llama")
+    answer(cached(path), first)
+    lookup = cached(path).cache
+    assert lookup is not None
+    assert first[:2] in lookup
+    assert first[:1] not in lookup
+
+
 def test_where_prompts_part_is_remembered(cached: Callable[..., Llama]) -> None:
     shared = prompt(700)
     ends = [prompt(200, seed) for seed in (1, 2, 3)]

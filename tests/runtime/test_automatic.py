@@ -44,6 +44,8 @@ for name in sys.argv[1:]:
     params.n_ctx, params.n_batch, params.n_ubatch, params.n_threads = 512, 512, 512, 1
     if kind.isdigit():
         params.type_k = params.type_v = int(kind)
+    if kind[1:].isdigit() and kind[0] in "kv":
+        setattr(params, "type_" + kind[0], int(kind[1:]))
     ctx = C.llama_init_from_model(model, params)
     said = [text.strip() for level, text in lines if level >= 3 and ("subkv" in text or "SUBKV" in text)]
     kv = [text.split("size =")[1].strip() for _, text in lines if "cells" in text and "K (" in text]
@@ -241,6 +243,9 @@ def test_a_requested_type_is_kept(model: Path, bases: Path) -> None:
     stored(model)
     (found,) = run(f"{model}=8")
     assert found["log"] == ["subkv: ordinary q8_0 K/V cache: its type was requested; SUBKV=auto replaces f16"]
+    for side in "kv":
+        (found,) = run(f"{model}={side}8")
+        assert found["log"][0].endswith("its type was requested; SUBKV=auto replaces f16")
     (refused,) = run(f"{model}=8", subkv=str(bases))
     assert not refused["made"] and "f16 expected with a subkv cache" in refused["log"][0]
 
@@ -250,6 +255,7 @@ def test_a_requested_type_is_kept(model: Path, bases: Path) -> None:
     [
         ({"SUBKV_RECENT": "x"}, "SUBKV_RECENT: expected a number from 0 to 65536, found 'x'"),
         ({"SUBKV_RECENT": "-1"}, "SUBKV_RECENT: expected a number from 0 to 65536, found '-1'"),
+        ({"SUBKV_RECENT": "65537"}, "SUBKV_RECENT: expected a number from 0 to 65536, found '65537'"),
         ({"SUBKV_SINK": "99999999999999999999"}, "SUBKV_SINK: expected a number from 0 to 4096, found '9"),
         ({"SUBKV_ROLLBACK": "16 "}, "SUBKV_ROLLBACK: expected a number from 0 to 65536, found '16 '"),
         ({"SUBKV_ADAPT": "q"}, "SUBKV_ADAPT: adapt: expected k, v or kv, found 'q'"),

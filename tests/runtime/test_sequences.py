@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import engine
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from each import each
 from engine import C, Refused, agree, check_sequences_apart, distance, last_error, session
+from gguf import GGUFReader
 
 BANDS = [(8, 8), (8, 6), (16, 4)]
 WINDOW = (4, 16, 8)
@@ -48,11 +50,49 @@ def test_remove_a_tail_that_the_window_cannot_give_back_is_refused(
         assert agree(expected[:50], s.decode(tokens[:50]))
 
 
+@pytest.mark.parametrize("n", [60, 120])
+def test_a_tail_goes_just_as_long_as_its_exact_rows_are_there(
+    model: engine.Model, tokens: list[int], layout: Any, n: int
+) -> None:
+    """Codes are coarse: without one exact row the logits would not agree."""
+    n_removed = []
+    with session(model, layout, window=WINDOW) as s:
+        expected = s.decode(tokens[:n])
+        for length in range(1, 40):
+            s.clear()
+            s.decode(tokens[:n])
+            if s.rm(0, n - length):
+                n_removed.append(length)
+                assert agree(expected[n - length :], s.decode(tokens[n - length : n], n - length)), length
+    assert n_removed == list(range(1, len(n_removed) + 1))
+    assert len(n_removed) >= WINDOW[2]
+
+
 def test_any_tail_may_go_without_a_recent_window(model: engine.Model, tokens: list[int], layout: Any) -> None:
     with session(model, layout, window=(4, 0, 0)) as s:
         expected = s.decode(tokens[:120])
         assert s.rm(0, 30)
         assert agree(expected[30:], s.decode(tokens[30:120], 30))
+
+
+def test_a_token_that_is_not_finite_spoils_no_other(
+    tiny_model: Callable[..., Path], tokens: list[int], make_layout: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Its row in the window, of halves here, is that of zero codes; an f16 cache gives NaN from there on."""
+    path = tmp_path / "nan.gguf"
+    path.write_bytes(tiny_model("llama").read_bytes())
+    spoiled = max(tokens) + 1
+    table = next(tensor for tensor in GGUFReader(path, "r+").tensors if tensor.name == "token_embd.weight")
+    table.data[spoiled] = np.nan
+    table.data.flush()
+    model = engine.Model(path)
+    for layout in (None, make_layout(BANDS, BANDS)):
+        with session(model, layout, **({"window": WINDOW} if layout else {})) as s:
+            found = s.decode([*tokens[:50], spoiled, *tokens[51:60]], pieces=[48, *[1] * 12])
+        assert np.all(np.isfinite(found[:50]))
+        assert np.all(np.isnan(found[50]))
+        assert np.all(np.isfinite(found[51:])) == (layout is not None)
+    model.free()
 
 
 def test_clear_forgets_everything(model: engine.Model, tokens: list[int], layout: Any) -> None:
@@ -141,8 +181,9 @@ def test_a_copy_without_its_window_is_refused_at_the_next_decode(
     with session(model, layout, window=WINDOW, n_seq_max=2, unified=True, n_ctx=512) as s:
         s.decode(tokens[:120], 0, 0)
         s.cp(0, 1, 0, 60)
-        assert s.try_decode(tokens[60:61], 60, 1) != 0
-        assert "sequence 1" in last_error() and "position" in last_error()
+        for n in (1, 40):  # also if the exact window of the last token is complete
+            assert s.try_decode(tokens[60 : 60 + n], 60, 1) != 0
+            assert "sequence 1" in last_error() and "position" in last_error()
         assert s.try_decode(tokens[120:121], 120, 0) == 0
 
 

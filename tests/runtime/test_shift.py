@@ -57,6 +57,22 @@ def test_exact_codes_shift_as_the_f16_cache_does(
     model.free()
 
 
+def test_neighbours_move_by_different_distances(
+    model: engine.Model, tokens: list[int], make_layout: Callable[..., Any]
+) -> None:
+    """Two ranges of a tile, before any token sees them: as on an f16 cache."""
+    runs = []
+    for layout, options in ((None, {}), (None, {"flash_attn": 0}), (make_layout(), {"window": WINDOW})):
+        with session(model, layout, **options) as s:
+            s.decode(tokens[:60])
+            assert s.rm(0, 10, 16) and s.rm(0, 30, 34)
+            add(s, 0, 16, 30, -6)
+            add(s, 0, 34, -1, -10)
+            runs.append(s.decode(tokens[60:80], 50))
+    floor = max(distance(runs[0], runs[1]), 2e-3)
+    assert distance(runs[0], runs[2]) < 2 * floor
+
+
 def test_many_shifts_stay_near_the_f16_cache(
     model: engine.Model, tokens: list[int], make_layout: Callable[..., Any]
 ) -> None:
@@ -74,12 +90,12 @@ def test_many_shifts_stay_near_the_f16_cache(
     assert last < 8 * first, "errors of repeated shifts pile up"
 
 
-def test_there_and_back_again(model: engine.Model, tokens: list[int], tmp_path: Any) -> None:
+@pytest.mark.parametrize("mean", [0.0, 2.0])
+def test_there_and_back_again(model: engine.Model, tokens: list[int], tmp_path: Any, mean: float) -> None:
     """With a gamma that is not 1, which attention applies to what is stored."""
     shapes = [(il, 2, 32, 32) for il in range(C.llama_model_n_layer(model.handle))]
-    layout = engine.signed_permutations(
-        shapes, [(32, 16)], [(32, 16)], arch="llama", block_count=len(shapes), path=tmp_path / "g.gguf", gamma=0.5
-    )
+    kind: Any = {"arch": "llama", "block_count": len(shapes), "gamma": 0.5, "mean": mean}
+    layout = engine.signed_permutations(shapes, [(32, 16)], [(32, 16)], path=tmp_path / "g.gguf", **kind)
     with session(model, layout, window=WINDOW) as s:
         expected = s.decode(tokens[:130])
         s.clear()

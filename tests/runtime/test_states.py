@@ -13,7 +13,8 @@ import engine
 import numpy as np
 import pytest
 from engine import SUBKV, C, agree, last_error, observe_values, observed, session
-from forge import HEAD, forged, window_at
+from forge import FINGERPRINT, HEAD, MAGIC, body, forged, window_at, with_body
+from machine import partial_state, set_partial_state
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "format"))
 import codec_numpy
@@ -133,6 +134,47 @@ def test_a_head_is_of_its_state(model: engine.Model, tokens: list[int], layout: 
             damaged[byte] ^= 1 << byte % 8
             assert s.set_state(bytes(damaged), seq) == 0
         assert s.state(seq) == state
+
+
+@pytest.mark.parametrize("seq", [None, 0])
+def test_a_head_of_something_else_is_refused_whatever_its_checksum(
+    model: engine.Model, tokens: list[int], layout: Any, seq: int | None
+) -> None:
+    with session(model, layout, window=WINDOW) as s:
+        s.decode(tokens[:20])
+        state = s.state(seq)
+        fingerprint = state.index(MAGIC) + len(MAGIC)
+        window = fingerprint + FINGERPRINT  # n_sink, n_recent, n_rollback, number of sequences, sides, block, kinds
+        places = {
+            fingerprint: "layout fingerprint",
+            window - 1: "layout fingerprint",
+            window: "exact window n_sink",
+            window + 4: "exact window n_sink",
+            window + 8: "exact window n_sink",
+            window + 16: "bases that follow the text",
+            window + 20: "bases that follow the text",
+            window + 24: "exact rows held as here",
+        }
+        for at, sentence in places.items():
+            changed = bytearray(state)
+            changed[at] ^= 1
+            assert s.set_state(with_body(bytes(changed), body(state)), seq) == 0
+            assert sentence in last_error()
+        assert s.set_state(with_body(state, body(state)), seq) == len(state)
+
+
+def test_a_partial_state_from_before_a_shift_is_refused(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    """It has no cells, and these have moved since, after they had moved before."""
+    with session(model, layout, window=WINDOW) as s:
+        s.decode(tokens[:40])
+        C.llama_memory_seq_add(s.memory, 0, 10, -1, 5)
+        s.state()  # carries the shift out
+        partial = partial_state(s)
+        assert set_partial_state(s, partial) == len(partial)
+        C.llama_memory_seq_add(s.memory, 0, 10, -1, 3)
+        s.state()
+        assert set_partial_state(s, partial) == 0
+        assert "before or after a shift" in last_error()
 
 
 def test_a_failed_restore_leaves_the_neighbours_in_a_tile(model: engine.Model, tokens: list[int], layout: Any) -> None:
