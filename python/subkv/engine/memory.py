@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def require_memory(path: Path, choice: CacheChoice, params: Any, n_gpu_layers: i
     params: llama_context_params. model: llama.cpp's handle if the model is loaded already. There is no check if layers
     are on a GPU (its memory is not counted) or if $LLAMA_ARG_FIT is off.
     """
-    if os.environ.get(FIT, "").lower() in ("off", "0", "false") or (n_gpu_layers and C.llama_supports_gpu_offload()):
+    if _is_off() or (n_gpu_layers and C.llama_supports_gpu_offload()):
         return
     free = available_memory()
     numbers = _numbers_of_file(path) if model is None else _numbers_of_model(model)
@@ -96,14 +96,12 @@ def require_memory(path: Path, choice: CacheChoice, params: Any, n_gpu_layers: i
     total = sum(sizes.values())
     if total <= free:
         return
-    listed = " + ".join(f"{name} {size / MIB:.0f} MiB" for name, size in sizes.items() if size)
     rows = total - sizes["exact window"]
     fits = int(n_ctx * (1 - (total - free) / rows)) // 1024 * 1024 if rows else 0
     raise CacheError(
         "n_ctx",
         f"expected a context that fits in the {free / MIB:.0f} MiB of memory available, found {n_ctx} tokens "
-        f"with {choice.name}: {listed} = {total / MIB:.0f} MiB"
-        + (f"; about {fits} tokens would fit" if fits > 0 else ""),
+        f"with {choice.name}: {_sum(sizes)}" + (f"; about {fits} tokens would fit" if fits > 0 else ""),
     )
 
 
@@ -112,20 +110,27 @@ def require_beside(base: Gguf, choice: CacheChoice, params: Any, sizes: dict[str
 
     sizes: bytes by name, of weights that will be read into memory and of further memory. Otherwise as require_memory().
     """
-    if os.environ.get(FIT, "").lower() in ("off", "0", "false"):
+    if _is_off():
         return
     free = available_memory()
     if free is None or sum(sizes.values()) + _bound(_numbers(base.get), params.n_ctx, params.n_ubatch) <= free:
         return
     sizes = sizes | needed(base.path, choice, params, params.n_ctx)
-    total = sum(sizes.values())
-    if total > free:
-        listed = " + ".join(f"{name} {size / MIB:.0f} MiB" for name, size in sizes.items() if size)
+    if sum(sizes.values()) > free:
         raise SubkvError(
             "model",
-            f"expected a model that fits in the {free / MIB:.0f} MiB of memory available, found {listed} = "
-            f"{total / MIB:.0f} MiB",
+            f"expected a model that fits in the {free / MIB:.0f} MiB of memory available, found {_sum(sizes)}",
         )
+
+
+def _is_off() -> bool:
+    return os.environ.get(FIT, "").lower() in ("off", "0", "false")
+
+
+def _sum(sizes: Mapping[str, float]) -> str:
+    """`weights 5 MiB + cells 1 MiB = 6 MiB`."""
+    listed = " + ".join(f"{name} {size / MIB:.0f} MiB" for name, size in sizes.items() if size)
+    return f"{listed} = {sum(sizes.values()) / MIB:.0f} MiB"
 
 
 def _numbers(get: Callable[[str], Any]) -> dict[str, int]:
