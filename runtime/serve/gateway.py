@@ -161,7 +161,7 @@ def gateway(forward: Callable[[str, bytes], Response], keys: Sequence[str], max_
         try:
             body = await request.body()
         except ClientDisconnect:
-            return Response(status_code=499)  # the status that proxies log; nobody receives it
+            return Response(status_code=499)  # the client is gone; the status is for logs
         return forward(session(request.headers.raw, body, request.scope.get("query_string", b"")), body)
 
     return Starlette(

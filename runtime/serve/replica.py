@@ -182,7 +182,7 @@ def _folder() -> Path:
 
 
 def _remove_stale(parent: Path) -> None:
-    """Remove the folders of killed replicas, on whose sockets nobody listens."""
+    """Remove the folders of killed replicas: no process listens on their sockets."""
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
             probe.setblocking(False)

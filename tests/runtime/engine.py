@@ -6,6 +6,7 @@ import ctypes
 import functools
 import math
 import os
+import random
 import re
 import sys
 import tempfile
@@ -80,6 +81,11 @@ class Model:
 
     def free(self) -> None:
         C.llama_model_free(self.handle)
+
+    def random_tokens(self, n: int, seed: int) -> list[int]:
+        """Tokens of no meaning, without those that end a text."""
+        rng = random.Random(seed)
+        return [rng.randrange(10, self.n_vocab - 2) for _ in range(n)]
 
     def tokenize(self, text: str) -> list[int]:
         data = text.encode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +30,7 @@ def layout(make_layout: Callable[..., Any]) -> Any:
 @pytest.fixture(scope="module")
 def text(model: engine.Model) -> list[int]:
     """320 tokens of no meaning."""
-    rng = random.Random(11)
-    return [rng.randrange(10, model.n_vocab - 2) for _ in range(320)]
+    return model.random_tokens(320, seed=11)
 
 
 def head_stats(s: engine.Session, il: int = 0, head: int = 0, value: bool = True) -> HeadStats:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,7 @@ class Coded:
             )
             for kind, bands in (("banded", BANDS), ("exact", [(32, 16)]))
         )
-        rng = random.Random(7)
-        self.tokens = [rng.randrange(10, self.model.n_vocab - 2) for _ in range(200)]
+        self.tokens = self.model.random_tokens(200, seed=7)
 
     def session(self, **options: Any) -> Any:
         return session(self.model, self.layout, window=WINDOW, **options)

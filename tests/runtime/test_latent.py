@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,7 @@ def model(tiny_model: Callable[..., Path]) -> Iterator[engine.Model]:
 
 @pytest.fixture(scope="module")
 def tokens(model: engine.Model) -> list[int]:
-    rng = random.Random(3)
-    return [rng.randrange(10, model.n_vocab - 2) for _ in range(150)]
+    return model.random_tokens(150, seed=3)
 
 
 @pytest.fixture(scope="module")

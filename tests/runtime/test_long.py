@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +19,7 @@ OPTIONS: dict[str, Any] = {"n_ctx": 1536, "n_ubatch": 192}
 @pytest.fixture(scope="module")
 def text(model: engine.Model) -> list[int]:
     """1250 tokens of no meaning."""
-    rng = random.Random(13)
-    return [rng.randrange(10, model.n_vocab - 2) for _ in range(N)]
+    return model.random_tokens(N, seed=13)
 
 
 @pytest.fixture(scope="module")

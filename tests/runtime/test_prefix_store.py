@@ -247,8 +247,7 @@ def test_states_of_models(
     model = engine.Model(tiny_model(arch))
     layout = None if kind == "ordinary" else make_layout(BANDS, BANDS)
     adapt = ADAPT if kind == "adaptive" else None
-    rng = random.Random(3)
-    tokens = [rng.randrange(10, model.n_vocab - 2) for _ in range(2 * BLOCK + 50)]
+    tokens = model.random_tokens(2 * BLOCK + 50, seed=3)
     options = {"window": WINDOW, "n_ctx": 1024, "flash_attn": 1, "adapt": adapt}
     with session(model, layout, **options) as s:
         s.decode(tokens[:BLOCK])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,7 @@ def layout(model: engine.Model, tmp_path_factory: pytest.TempPathFactory) -> Any
 
 @pytest.fixture(scope="module")
 def tokens(model: engine.Model) -> list[int]:
-    rng = random.Random(11)
-    return [rng.randrange(10, model.n_vocab - 2) for _ in range(150)]
+    return model.random_tokens(150, seed=11)
 
 
 def test_owners_are_llama_cpp_s(tiny_model: Callable[..., Path]) -> None:

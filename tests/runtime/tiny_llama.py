@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,7 @@ def model(tiny_model: Callable[..., Path]) -> Iterator[engine.Model]:
 @pytest.fixture(scope="session")
 def tokens(model: engine.Model) -> list[int]:
     """200 tokens of no meaning."""
-    rng = random.Random(7)
-    return [rng.randrange(10, model.n_vocab - 2) for _ in range(200)]
+    return model.random_tokens(200, seed=7)
 
 
 @pytest.fixture(scope="session")
