@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
+# Outside the checkout, beside the package's own. mypy compares contents: its cache serves every checkout.
+CACHE = Path(os.environ["SUBKV_CACHE"]).with_name("subkv-tests")
 NUMPY = tuple(int(part) for part in version("numpy").split(".")[:2])
 CPP_FOLDERS = ("examples", "experiments", "runtime/native", "kernels", "tests")
 CPP_ENDINGS = ("*.h", "*.c", "*.cpp", "*.cu", "*.cuh")
@@ -36,7 +38,8 @@ def test_python(command: list[str], tmp_path: Path) -> None:
     if command[0] == "mypy" and NUMPY < (2, 4):
         pytest.skip(f"mypy: the types of numpy {version('numpy')} differ from those the code is checked with (2.4)")
     env_python = ["--python-executable", sys.executable] if command[0] == "mypy" else []
-    cache = ["--cache-dir", str(tmp_path)]
+    folder = CACHE / "mypy" if command[0] == "mypy" else tmp_path
+    cache = ["--cache-dir", str(folder)]
     done = subprocess.run(
         [tool(command[0]), *command[1:], *env_python, *cache], cwd=REPO, capture_output=True, text=True, check=False
     )

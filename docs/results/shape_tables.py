@@ -68,6 +68,7 @@ SHAPES = {  # file → name in numbers, what tables say of it
 OTHERS = ["llama-3.2-1b", "qwen3-0.6b", "llama-3.1-8b"]
 SIZES = {"llama-3.1-8b-whole": ("llama-3.1-8b", "--layers", "32", "--vocab", "128256")}  # others: research.shapes' own
 SMALL = ("--layers", "3", "--embd", "1024", "--ff", "256", "--vocab", "512")  # to try the programs
+QUICK = ("-n", "4", "-d", "64", "-r", "1")
 # Kinds of layers alternate. With experts a token reads few weights, so large depths are filled in minutes. Left out is
 # gemma-4-31b, which takes 11 minutes for 8000 tokens.
 WITH_EXPERTS = ["qwen3.6-35b-a3b", "gpt-oss-20b"]
@@ -84,14 +85,14 @@ def _measure(lab: Any, *words: str, shapes: Iterable[str] = OTHERS, flash: str =
         shape, *sizes = SIZES.get(name, (name,))
         small = SMALL[2:] if name in (*WITH_EXPERTS, "qwen3.6-27b") else SMALL  # one turn of kinds stays whole
         model = lab.shape(name, shape, *lab.pick(sizes, small))
-        for row in bench(lab, *words, "-fa", flash, model=model):
+        for row in bench(lab, *words, "-fa", lab.pick(flash, "on"), model=model):
             cache = RANDOM if row["cache"] == "subkv" else row["cache"]
             rows.append({**row, "cache": cache, "shape": name})
     return rows
 
 
 def decode(lab: Any) -> Rows:
-    size = lab.pick(("-n", "8", "-d", "64,2048,8000,32000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
+    size = lab.pick(("-n", "8", "-d", "64,2048,8000,32000", "-r", "3"), QUICK)
     return _measure(lab, "-ctk", "f16,q8_0,q4_0,subkv", "-p", "0", *size)
 
 
@@ -102,28 +103,28 @@ def hybrids(lab: Any) -> Rows:
     """
     rows = []
     for shapes, depths in ((WITH_EXPERTS, "64,8000,32000"), (WITHOUT, "64,8000")):
-        size = lab.pick(("-n", "8", "-d", depths, "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
+        size = lab.pick(("-n", "8", "-d", depths, "-r", "3"), QUICK)
         rows += _measure(lab, "-ctk", "f16,q8_0,subkv", "-p", "0", *size, shapes=shapes, flash="on")
     return rows
 
 
 def latent(lab: Any) -> Rows:
-    size = lab.pick(("-n", "8", "-d", "64,8000,32000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
+    size = lab.pick(("-n", "8", "-d", "64,8000,32000", "-r", "3"), QUICK)
     return _measure(lab, "-ctk", "f16,q8_0,subkv", "-p", "0", *size, shapes=["deepseek-v2-lite"])
 
 
 def prefill(lab: Any) -> Rows:
-    size = lab.pick(("-p", "512", "-d", "8000", "-r", "2"), ("-p", "32", "-d", "256", "-r", "2"))
+    size = lab.pick(("-p", "512", "-d", "8000", "-r", "2"), ("-p", "32", "-d", "64", "-r", "1"))
     return _measure(lab, "-ctk", "f16,subkv", "-n", "0", *size)
 
 
 def deep(lab: Any) -> Rows:
-    size = lab.pick(("-n", "8", "-d", "32000,128000", "-r", "3"), ("-n", "4", "-d", "64,256", "-r", "2"))
+    size = lab.pick(("-n", "8", "-d", "32000,128000", "-r", "3"), QUICK)
     return _measure(lab, "-ctk", "f16,subkv", "-p", "0", *size, shapes=[DEEP])
 
 
 def whole(lab: Any) -> Rows:
-    size = lab.pick(("-n", "8", "-d", "64,2048,8000,32000", "-r", "2"), ("-n", "4", "-d", "64,256", "-r", "2"))
+    size = lab.pick(("-n", "8", "-d", "64,2048,8000,32000", "-r", "2"), QUICK)
     return _measure(lab, "-ctk", "f16,subkv", "-p", "0", *size, shapes=["llama-3.1-8b-whole"])
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import engine
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 SCRIPT = Path(__file__).resolve().parents[2] / "models" / "train_gpt2.py"
 PROMPT = "It's 1,024 tokens — isn't it?\n\n  The class  statement, def f(x):\n\treturn x² # naïve 漢字\n" * 4
@@ -55,6 +56,17 @@ def trained(torch: Any, text: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder / "m.gguf", folder / "hf", summary
 
 
+@pytest.fixture(scope="module")
+def script(torch: Any) -> Any:
+    """The script as a module of this process."""
+    spec = importlib.util.spec_from_file_location("train_gpt2", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_gpt2"] = module  # where dataclasses look for a class's module
+    spec.loader.exec_module(module)
+    return module
+
+
 def logits_of(path: Path, tokens: list[int]) -> engine.Logits:
     model = engine.Model(path)
     with engine.session(model, n_ctx=512, type_k=F32, type_v=F32) as s:
@@ -86,15 +98,10 @@ def test_llama_cpp_and_transformers_read_what_was_trained(torch: Any, trained: t
     assert_same(torch, logits_of(gguf, tokens), AutoModelForCausalLM.from_pretrained(folder).eval(), tokens)
 
 
-def test_every_tensor_is_in_its_place(torch: Any, trained: tuple[Path, Path, str], tmp_path: Path) -> None:
+def test_every_tensor_is_in_its_place(torch: Any, script: Any, trained: tuple[Path, Path, str], tmp_path: Path) -> None:
     """Weights as after a long training: attention far from uniform, every bias and norm of its own."""
     from transformers import AutoTokenizer
 
-    spec = importlib.util.spec_from_file_location("train_gpt2", SCRIPT)
-    assert spec and spec.loader
-    script = importlib.util.module_from_spec(spec)
-    sys.modules["train_gpt2"] = script  # where dataclasses look for a class's module
-    spec.loader.exec_module(script)
     tokenizer = AutoTokenizer.from_pretrained(trained[1]).backend_tokenizer
     model = script.new_model(tokenizer.get_vocab_size()).eval()
     generator = torch.Generator().manual_seed(0)
@@ -107,7 +114,7 @@ def test_every_tensor_is_in_its_place(torch: Any, trained: tuple[Path, Path, str
     assert_same(torch, logits_of(tmp_path / "m.gguf", tokens), model, tokens)
 
 
-def test_refusals(torch: Any, text: Path, tmp_path: Path) -> None:
+def test_refusals(script: Any, text: Path, tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "mine").touch()
     short = tmp_path / "short.txt"
@@ -117,9 +124,10 @@ def test_refusals(torch: Any, text: Path, tmp_path: Path) -> None:
         (["-f", tmp_path / "none"], "-f: expected a text file"),
         (["-f", short], "-f: expected at least 1025 tokens in the training part"),
     ]:
-        error = run(*arguments, "-o", tmp_path / "m.gguf", ok=False)
-        assert error.startswith(expected)
-        assert len(error.splitlines()) == 1
+        done = CliRunner().invoke(script.main, [*map(str, arguments), "-o", str(tmp_path / "m.gguf")])
+        assert done.exit_code == 1
+        assert done.stderr.startswith(expected)
+        assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "m.gguf").exists()
 
 
