@@ -51,7 +51,7 @@ class Rounded:
         """Largest error [rows][rank] of acc for a rounding of 1."""
         seen = (weights > 0).any(axis=0)
         heaviest = weights.max(axis=1, initial=0.0) * (self.scale_v * seen).max(initial=0.0)
-        return 0.5 * heaviest[:, None] * ((weights > 0) @ self.values)
+        return 0.5 * heaviest[:, None] * ((weights > 0).astype(np.float64) @ self.values)
 
 
 @dataclass

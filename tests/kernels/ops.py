@@ -467,26 +467,21 @@ def attention(
     tolerances: the largest |q|.|k| sum of any visible cell [n_tok*G], sum exp * |v| [n_tok*G][d_v], and the weights exp
     [n_tok*G][n].
     """
-    rows, n, group = len(q), len(k), len(slope)
-    m, z, size = np.full(rows, -np.inf), np.zeros(rows), np.zeros(rows)
-    acc, weight_v = np.zeros((rows, v.shape[1])), np.zeros((rows, v.shape[1]))
-    weights = np.zeros((rows, n))
-    for r in range(rows):
-        b = bias[r // group, :n].astype(np.float64)
-        open_ = np.isfinite(b)
-        if not open_.any():
-            continue
-        common = 0.0 if shift is None else float(shift[r])
-        x = k[open_] @ q[r].astype(np.float64) + common
-        if softcap > 0:
-            x = softcap * np.tanh(x / softcap)
-        x = x + float(slope[r % group]) * b[open_]
-        size[r] = (np.abs(k[open_]) @ np.abs(q[r].astype(np.float64))).max() + np.abs(b[open_]).max() + softcap
-        size[r] += abs(common)
-        m[r] = np.float32(x.max())
-        e = np.exp(x - m[r])
-        z[r] = e.sum()
-        acc[r] = e @ v[open_]
-        weight_v[r] = e @ np.abs(v[open_])
-        weights[r, open_] = e
+    n, row = len(k), np.arange(len(q))
+    b = bias[row // len(slope), :n].astype(np.float64)
+    visible = np.isfinite(b)
+    live, used = visible.any(axis=1), visible.any(axis=0)
+    if not used.all():  # the other cells may hold anything
+        k, v = np.where(used[:, None], k, 0.0), np.where(used[:, None], v, 0.0)
+    b, queries = np.where(visible, b, 0.0), q.astype(np.float64)
+    common = np.zeros(len(q)) if shift is None else shift.astype(np.float64)
+    x = queries @ k.T + common[:, None]
+    if softcap > 0:
+        x = softcap * np.tanh(x / softcap)
+    x = np.where(visible, x + slope[row % len(slope), None] * b, -np.inf)
+    m = x.max(axis=1, initial=-np.inf).astype(np.float32).astype(np.float64)
+    weights = np.exp(x - np.where(live, m, 0.0)[:, None])
+    size = np.where(visible, np.abs(queries) @ np.abs(k).T, 0.0).max(axis=1, initial=0.0)
+    size += np.abs(b).max(axis=1, initial=0.0) + softcap + np.abs(common)
+    z, acc, weight_v = weights.sum(axis=1), weights @ v, weights @ np.abs(v)
     return m, z, acc, size, weight_v, weights
