@@ -76,7 +76,7 @@ ENTRANCES = {"chunked.h", "attend_chunks.h"}  # all that the rest of the engine 
 
 
 def test_cpp_rooms() -> None:
-    """Bases that follow the text have few entrances; headers of research and of tests are for C functions alone."""
+    """Few headers of adapt/ are used outside it; only the C API includes the headers of research and of tests."""
     native = REPO / "runtime/native"
     room = {path.name for path in (native / "adapt").glob("*.h")}
     for path in (p for p in CPP if native in p.parents and p.parent != native / "adapt"):

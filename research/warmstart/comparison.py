@@ -202,17 +202,17 @@ class Evaluation:
 
         Raises SubkvError where that is too little.
         """
-        seen: list[list[tuple[float, float, float]]] = [[] for _ in self.sides]
+        samples: list[list[tuple[float, float, float]]] = [[] for _ in self.sides]
         with self._in(cache) as run:
             for target in tracked("guard", self.targets, "prompt"):
                 tokens = self.tokens[target.id]
                 cold = run.cold.decode(tokens).log_p
-                for side, rows in zip(self.sides, seen, strict=True):
+                for side, rows in zip(self.sides, samples, strict=True):
                     for _, name, other in run.retrieved(side, target):
                         placed = side.stored(name, True, len(tokens))
                         kl = metrics.divergence(run.warm.decode(tokens, side.plan, placed).log_p, cold)
                         rows.append((side.similarity(target.id, name), run.check(side, target, placed, other), kl))
-        return [predictor.fit([row[:2] for row in rows], [row[2] for row in rows]) for rows in seen]
+        return [predictor.fit([row[:2] for row in rows], [row[2] for row in rows]) for rows in samples]
 
 
 class _Run:

@@ -294,11 +294,11 @@ class _Writer:
         reworded: Callable[[str, float], str],
     ) -> None:
         """Add one of every strength, unless no edit applied and it stands there already."""
-        seen = {base.text}
+        texts = {base.text}
         for i, strength in enumerate(STRENGTHS):
             text = reworded(wordings[1 + (number + i) % 3], strength)
-            if self.render(text) not in seen:
-                seen.add(self.render(text))
+            if self.render(text) not in texts:
+                texts.add(self.render(text))
                 more = {"number": i, "strength": strength, "answer": base.answer}
                 self._other(base, passage, "paraphrase", base.task, text, base.id, **more)
 

@@ -263,8 +263,8 @@ _ON_CPU = {
 _GPU = {
     "adaptive bases": Cell(
         "refused",
-        "adapt: layer 0 has its cache on the GPU, where bases cannot follow the text; keep it on the CPU (-ngl 0, or "
-        "offload_kqv off), or use static bases",
+        "adapt: layer 0 has its cache on the GPU, which does not support adaptive bases; keep it on the CPU (-ngl 0, "
+        "or offload_kqv off), or use static bases",
     ),
     "latent rows": _yes(f"{_RUNTIME}placement.py::test_latent_attention_on_the_gpu"),
     "context shift": _yes(f"{_RUNTIME}placement.py::test_positions_on_the_gpu_shift_as_on_the_cpu"),

@@ -1,7 +1,7 @@
 // state.cpp: states of a context, as llama_state_seq_set_data and llama_state_set_data take them.
 //
-// SUBKV_FUZZ_MODEL: a folder of model.gguf and its layout.gguf (tests/fuzz/state_models.py writes it). SUBKV_FUZZ_ADAPT=1:
-// its bases follow the text.
+// SUBKV_FUZZ_MODEL: a folder of model.gguf and its layout.gguf (tests/fuzz/state_models.py writes it).
+// SUBKV_FUZZ_ADAPT=1: use adaptive bases.
 #include "llama.h"
 #include "subkv.h"
 #include "targets.h"

@@ -186,7 +186,7 @@ def test_drafts_leave_one_checkpoint_and_those_that_are_due(
         assert [point.n_tokens for point in points.held] == [50, 100, 135, 140]
 
 
-def test_bases_that_follow_the_text_have_none(tiny_model: Models) -> None:
+def test_adaptive_bases_save_no_checkpoints(tiny_model: Models) -> None:
     with opened(tiny_model("lfm2"), kv_cache="subkv", adapt="v", n_ctx=512) as llm:
         llm.eval(prompt(60))
         llm.eval(prompt(40, seed=1))

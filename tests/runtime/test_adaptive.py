@@ -1,4 +1,4 @@
-"""Bases that follow the text, in the engine: the promises of a static cache hold for them, too."""
+"""Adaptive bases in the engine keep the guarantees of a cache with static bases."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_positions_of_mrope_cannot_shift(vision: Vision) -> None:
     assert may == ([False] * 2 if vision.mrope else [True] * 2)
 
 
-def test_bases_that_follow_the_text_refuse_what_they_cannot_code(vision: Vision) -> None:
+def test_adaptive_bases_refuse_images(vision: Vision) -> None:
     """A block is coded when it leaves the window: a token that sees later ones, or shares a position, has none then."""
     first, picture, second, *_ = vision.parts
     assert isinstance(picture, Picture)

@@ -125,7 +125,7 @@ def test_nodes_run_where_their_cache_lies(
     assert difference < 2e-2, difference
 
 
-def test_bases_that_follow_the_text_stay_off_the_gpu(
+def test_adaptive_bases_are_refused_on_the_gpu(
     tiny_model: Callable[..., Path], make_layout: Callable[..., Any]
 ) -> None:
     model = engine.Model(tiny_model("llama"))

@@ -134,7 +134,7 @@ def test_bad_requests(model: engine.Model, tokens: list[int], make_layout: Calla
             assert "positions from 0 on" in last_error()
         assert SUBKV.subkv_read_rows(s.ctx, 0, 0, False, 0, 0, N, *at) == 10
         assert SUBKV.subkv_get_sketch_rows(s.ctx, 0, 0, False, 0, x.ctypes.data, x.size) == -1
-        assert "whose bases adapt" in last_error()
+        assert "with adaptive bases" in last_error()
     with session(model, layout, window=WINDOW, adapt="v,block=16,kind=fd") as s:
         s.decode(tokens[:100])
         assert SUBKV.subkv_get_sketch_rows(s.ctx, 0, 0, True, 0, x.ctypes.data, 8) == -1

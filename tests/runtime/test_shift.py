@@ -188,12 +188,12 @@ def test_a_shared_cell_does_not_move(model: engine.Model, tokens: list[int], mak
             assert agree(expected[120:], s.decode(tokens[120:121], 120, seq))
 
 
-def test_bases_that_follow_the_text_do_not_shift(model: engine.Model, tokens: list[int], make_layout: Any) -> None:
+def test_adaptive_bases_refuse_a_shift(model: engine.Model, tokens: list[int], make_layout: Any) -> None:
     with session(model, make_layout(), window=(4, 32, 8), n_ctx=512, adapt="kv,block=16") as s:
         assert not C.llama_memory_can_shift(C.llama_get_memory(s.ctx))
         s.decode(tokens[:100])
         add(s, 0, 50, -1, 8)
-        assert "bases follow the text" in last_error()
+        assert "adaptive bases" in last_error()
 
 
 @contextmanager

@@ -151,8 +151,8 @@ def test_a_head_of_something_else_is_refused_whatever_its_checksum(
             window: "exact window n_sink",
             window + 4: "exact window n_sink",
             window + 8: "exact window n_sink",
-            window + 16: "bases that follow the text",
-            window + 20: "bases that follow the text",
+            window + 16: "adaptive bases",
+            window + 20: "adaptive bases",
             window + 24: "exact rows held as here",
         }
         for at, sentence in places.items():

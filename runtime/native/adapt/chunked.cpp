@@ -82,7 +82,7 @@ void ChunkedBases::check(const ChunkRequest & request, const Layout & layout, in
     }
     for (const LayerDesc & layer : desc.layers) {
         if (layout.layer(layer.il) && has_device_kernels(layer.buft)) {
-            fail("adapt: layer %d has its cache on %s, where bases cannot follow the text; keep it on the CPU "
+            fail("adapt: layer %d has its cache on %s, which does not support adaptive bases; keep it on the CPU "
                  "(-ngl 0, or offload_kqv off), or use static bases",
                  layer.il, ggml_backend_buft_name(layer.buft));
         }

@@ -89,8 +89,8 @@ def test_bases_follow_the_text() -> None:
         np.testing.assert_allclose(basis @ basis.T, np.eye(8), atol=1e-5)
     lost = [bounds.residual(x.astype(np.float64), basis) for basis in (start, found[0], found[-1])]
     assert lost[0] > 2.0 * lost[1] > 2.0 * lost[2], lost
-    own, latest = (oja.seen(x, found, 512, latest=latest) for latest in (False, True))
+    own, latest = (oja.reconstructed(x, found, 512, latest=latest) for latest in (False, True))
     np.testing.assert_array_equal(own[-oja.PERIOD :], latest[-oja.PERIOD :])
     last = x[-oja.PERIOD :].astype(np.float64)
     np.testing.assert_allclose(own[-oja.PERIOD :], last @ found[-1].T @ found[-1], atol=1e-5)
-    assert np.linalg.norm(x - own) <= np.linalg.norm(x - oja.seen(x, [start] * len(found), 512, latest=False))
+    assert np.linalg.norm(x - own) <= np.linalg.norm(x - oja.reconstructed(x, [start] * len(found), 512, latest=False))
