@@ -72,7 +72,7 @@ class Attempt(Trial):
         )
         return opened
 
-    def judged(self, found: float) -> Cell:
+    def compared(self, found: float) -> Cell:
         assert found < self.bound, (found, self.bound)
         return YES
 
@@ -81,7 +81,7 @@ class Attempt(Trial):
         with self.with_codes(**options) as s:
             found = s.decode(self.tokens, pieces=[70, *[1] * 5, 25])
             assert s.stats().n_layer_coded > 0
-        return self.judged(self.distance(self.expected, found))
+        return self.compared(self.distance(self.expected, found))
 
 
 def _following(a: Attempt) -> Cell:
@@ -110,7 +110,7 @@ def _shift(a: Attempt) -> Cell:
         if found is None:
             C.llama_memory_seq_add(s.memory, 0, KEEP, -1, 1)
             return Cell("refused", last_error())
-    return a.judged(a.distance(expected, found))
+    return a.compared(a.distance(expected, found))
 
 
 def _sequences(a: Attempt) -> Cell:
@@ -123,12 +123,12 @@ def _sequences(a: Attempt) -> Cell:
     found = a.sequences(a.with_codes, *wholes[0])
     if found >= a.bound and a.sequences(a.plain, *wholes[1]) >= a.bound:
         return AS_F16
-    return a.judged(found)
+    return a.compared(found)
 
 
 def _states(a: Attempt) -> Cell:
     rest = a.expected[N_PROMPT:]
-    return a.judged(max(a.distance(rest, a.restored(a.layout, seq)) for seq in (0, None)))
+    return a.compared(max(a.distance(rest, a.restored(a.layout, seq)) for seq in (0, None)))
 
 
 def _prefix(a: Attempt) -> Cell:
@@ -142,7 +142,7 @@ def _prefix(a: Attempt) -> Cell:
         assert found and found.prompt.tokens == prompt
         state = found.prompt.states[0]
         assert s.set_state(state, 0) == len(state), last_error()
-        return a.judged(a.distance(a.expected[N_PROMPT:], s.decode(a.tokens[N_PROMPT:], N_PROMPT)))
+        return a.compared(a.distance(a.expected[N_PROMPT:], s.decode(a.tokens[N_PROMPT:], N_PROMPT)))
 
 
 def _drafts(a: Attempt) -> Cell:
@@ -159,7 +159,7 @@ def _drafts(a: Attempt) -> Cell:
         return AS_F16
     with a.with_codes(n_rs_seq=N_DRAFT) as s:
         found = drafted(s)
-        return Cell("refused", last_error()) if found is None else a.judged(a.distance(expected, found))
+        return Cell("refused", last_error()) if found is None else a.compared(a.distance(expected, found))
 
 
 def _pictures(a: Attempt) -> Cell:
@@ -171,7 +171,7 @@ def _pictures(a: Attempt) -> Cell:
             rounded.append(vision.decode(s, vision.parts))
     a.bound = max(a.bound, *(2 * a.distance(rounded[0], other) for other in rounded[1:]))
     with vision.session(vision.exact, threads=1, **a.options) as s:
-        return a.judged(a.distance(rounded[0], vision.decode(s, vision.parts)))
+        return a.compared(a.distance(rounded[0], vision.decode(s, vision.parts)))
 
 
 FEATURES: dict[str, Callable[[Attempt], Cell]] = {

@@ -103,7 +103,7 @@ def written() -> dict[str, dict[str, Cell]]:
     """What the page says of kinds, by feature and kind."""
     head, _, text = PAGE.read_text("utf-8").partition("| by kind |")[2].partition("\n")
     sentences = {
-        n: " ".join(said.split()) for n, said in re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |\Z)", text, re.M | re.S)
+        n: " ".join(note.split()) for n, note in re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |\Z)", text, re.M | re.S)
     }
     kinds = [name.strip() for name in head.split("|")[:-1]]
     found: dict[str, dict[str, Cell]] = {}

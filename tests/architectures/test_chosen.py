@@ -105,12 +105,12 @@ def test_an_indexer_in_q8_0(sparse: tuple[virtual.Model, Any], monkeypatch: pyte
 
 def test_what_an_indexer_cannot_be_in(sparse: tuple[virtual.Model, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model, layout = sparse
-    for value, said in (("q4_0", "SUBKV_INDEXER: f16 or q8_0 expected, 'q4_0' found"), ("", ""), ("f16", "")):
+    for value, message in (("q4_0", "SUBKV_INDEXER: f16 or q8_0 expected, 'q4_0' found"), ("", ""), ("f16", "")):
         monkeypatch.setenv("SUBKV_INDEXER", value)
-        if not said:
+        if not message:
             with session(model, layout, window=WINDOW) as s:
                 s.decode([5, 6, 7])
             continue
         with pytest.raises(Refused):
             session(model, layout, window=WINDOW).__enter__()
-        assert said in "".join(LOG)
+        assert message in "".join(LOG)

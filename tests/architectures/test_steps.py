@@ -129,13 +129,15 @@ def test_one_command_goes_through_to_its_end(arch: str, tmp_path: Path, cache_ho
     """Calibration, sensitivities, correction and plan; what comes out is found without being named."""
     keys = WHOLE_BLOCKS | (WHOLE_ROWS if arch in mla.SUPPORTED else {})
     model = virtual.write(tmp_path / "model.gguf", arch, context_length=8192, **keys)
-    said = run(convert, model, "-c", 1024, "--chunks", 4, "-t", 1)
+    output = run(convert, model, "-c", 1024, "--chunks", 4, "-t", 1)
     # llama.cpp looks at a length of values that files of this one need not have, and that its rows have not
-    assert ("own cache types are not corrected: V cache type q4_0" in said) == (arch == "kimi-linear")
-    assert "no sensitivities" not in said and "predicted KLD: " in said
+    assert ("own cache types are not corrected: V cache type q4_0" in output) == (arch == "kimi-linear")
+    assert "no sensitivities" not in output and "predicted KLD: " in output
     # of rows of random weights that long the held-out ones are not like the others
     none = "4.5 by default, because no smaller budget is predicted to be as good as q8_0"
-    assert (none if arch == "kimi-linear" else "by default, the smallest whose predicted KLD is at most q8_0's") in said
+    assert (
+        none if arch == "kimi-linear" else "by default, the smallest whose predicted KLD is at most q8_0's"
+    ) in output
     found = choose_cache(model).layout
-    assert found is not None and f"wrote {found}" in said and found.is_relative_to(cache_home)
+    assert found is not None and f"wrote {found}" in output and found.is_relative_to(cache_home)
     assert len(metadata.read(found)["layers"]) == FAMILIES[arch]

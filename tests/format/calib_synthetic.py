@@ -114,8 +114,8 @@ class FakeSession:
                 continue
             for il in range(self.block_count):
                 for kind, row in zip("qkv", self.row(il, token, pos), strict=True):
-                    wanted = mode == ACCUMULATE or pos in (query_pos if kind == "q" else key_pos)
-                    if wanted:
+                    is_recorded = mode == ACCUMULATE or pos in (query_pos if kind == "q" else key_pos)
+                    if is_recorded:
                         self._rows.setdefault((il, kind if mode == ACCUMULATE else kind + "s"), []).append(row)
 
     def row(self, il: int, token: int, pos: int) -> tuple[F64, F64, F64]:

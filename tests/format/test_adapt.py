@@ -156,11 +156,11 @@ def test_rho_is_the_residual_of_the_coefficients(layout: ResearchLayout, head: i
     out = layout.replay(replace(EAGER, kind=kind, max_chunks=100), 0, head, value, x)
     basis = stored(head, value)
     space = basis.coefficients(x).astype(np.float64)
-    seen = out.seen.astype(np.float64)
+    decoded = out.seen.astype(np.float64)
     if not value:
-        seen = (seen - basis.mean.astype(np.float64)) / GAMMA
+        decoded = (decoded - basis.mean.astype(np.float64)) / GAMMA
     back = np.linalg.pinv(basis.decode.astype(np.float64) * gains(basis.bands)[:, None])
-    error = space - seen @ back
+    error = space - decoded @ back
     for first in range(0, 256, 32):
         part = slice(max(first, N_SINK), first + 32)
         assert len(set(out.rho[part])) == len(set(out.chunk_of[part])) == 1

@@ -142,8 +142,8 @@ def test_statistics_equal_numpy() -> None:
     np.testing.assert_allclose(layer.q1, np.mean(q, axis=(0, 2)), atol=1e-12)
     assert layer.qs.shape == (32, 4, 32)
     key_pos = plan_chunks(chunks, 4, 8)[0][held_out].key_pos
-    wanted = [session.row(1, chunks[held_out][p], p)[1] for p in key_pos if p != 40]
-    np.testing.assert_array_equal(layer.ks, np.array(wanted, dtype=np.float16))
+    expected_rows = [session.row(1, chunks[held_out][p], p)[1] for p in key_pos if p != 40]
+    np.testing.assert_array_equal(layer.ks, np.array(expected_rows, dtype=np.float16))
     assert any("NaN" in note for note in notes)
 
 

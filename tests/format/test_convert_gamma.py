@@ -74,8 +74,8 @@ def test_a_mean_that_is_taken_out_leaves_gamma_alone(bands: Bands) -> None:
     stored = store(fit_metric(moment, far.q2[0]), moment, bands, mean)
     around_zero = stored_basis(plain, 0, bands)
     for stats, basis, other in ((far, stored, around_zero),):
-        found, wanted = sampled_gamma(stats, 0, basis), sampled_gamma(plain, 0, other)
-        assert found == pytest.approx(wanted, rel=0.03)
+        found, expected = sampled_gamma(stats, 0, basis), sampled_gamma(plain, 0, other)
+        assert found == pytest.approx(expected, rel=0.03)
         bare, bare_plain = replace(stats, ks=stats.ks[:0], qs=stats.qs[:0]), replace(plain, qs=plain.qs[:0])
         assert gamma_of("calibrated", bare, 0, basis, moment)[0] == pytest.approx(
             gamma_of("calibrated", bare_plain, 0, other, plain.k2[0])[0], rel=0.01

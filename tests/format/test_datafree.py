@@ -68,7 +68,7 @@ def energies(base: Any, il: int = 0, span: int = SPAN) -> Energies:
     return found
 
 
-def turned(x: F64, position: F64, n_rot: int, neighbours: bool, base: float = 10000.0) -> F64:
+def rotated(x: F64, position: F64, n_rot: int, neighbours: bool, base: float = 10000.0) -> F64:
     """Rows [n, d] as RoPE turns them, written down from its definition."""
     half = n_rot // 2
     angle = position[:, None] * base ** (-2.0 * np.arange(half) / n_rot)
@@ -96,19 +96,19 @@ def test_energies_are_those_of_keys(tiny_model: Models, monkeypatch: pytest.Monk
             of_head = slice(head * shape.d_k, (head + 1) * shape.d_k)
             bias = base.tensor(f"blk.0.attn_{side}.bias", "").ravel()[of_head] if arch == "qwen2" else 0.0
             values = x @ base.tensor(f"blk.0.attn_{side}.weight", "")[of_head].T
-            return turned(values + bias, position, shape.d_k, arch == "llama")
+            return rotated(values + bias, position, shape.d_k, arch == "llama")
 
         for h in range(shape.n_head_kv):
             k = rows("k", h)
             np.testing.assert_allclose(found.mean[h], k.mean(0), atol=0.1)
             k -= found.mean[h]
-            told = found.k[h] + found.rest[h]
+            known_energy = found.k[h] + found.rest[h]
             q = np.concatenate([rows("q", h * shape.n_group + g) for g in range(shape.n_group)])
-            assert told.sum() == pytest.approx(np.sum(k**2) / len(k), rel=0.03)
+            assert known_energy.sum() == pytest.approx(np.sum(k**2) / len(k), rel=0.03)
             assert found.q[h].sum() == pytest.approx(np.sum(q**2) / len(q), rel=0.03)
             if arch == "llama":  # else biases come on top of what keys and queries share
                 both = np.sqrt(np.mean(k**2, 0) * np.mean(q**2, 0))
-                np.testing.assert_allclose(told / told.sum(), both / both.sum(), rtol=0.25)
+                np.testing.assert_allclose(known_energy / known_energy.sum(), both / both.sum(), rtol=0.25)
 
 
 def test_the_stream_is_found_where_weights_read_it(tiny_model: Models) -> None:
@@ -290,7 +290,7 @@ def test_large_key_biases_cost_little(tiny_model: Models, pairs: list[int]) -> N
             keys = x @ base.tensor("blk.0.attn_k.weight", "").T + model.tensors["blk.0.attn_k.bias"]
             lost.append(0.0)
             for h, head in enumerate(layer.heads):
-                k = turned(keys[:, d * h : d * h + d], position, d, False).astype(np.float32)
+                k = rotated(keys[:, d * h : d * h + d], position, d, False).astype(np.float32)
                 lost[-1] += float(np.mean((k - predict.reconstructed(k, head.k)) ** 2))
     assert lost[1] < 4.0 * lost[0]
 

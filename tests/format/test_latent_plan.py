@@ -81,13 +81,13 @@ def test_one_command_prepares(model: Path, cache_home: Path) -> None:
     assert 0.0 < ours < 0.5 * theirs
 
 
-def check_bytes(said: str, sidecar: Path, row: int) -> None:
+def check_bytes(table: str, sidecar: Path, row: int) -> None:
     """One row of 48 elements in each of two layers, which is what an f16 cache holds of a token, too."""
-    assert f"bytes per token: {row} (f16: {2 * 2 * 48})" in said
-    assert f" instead of {1000000 * 2 * 2 * 48 / 2**20:.1f} MiB in f16" in said
-    rows = [line.split() for line in said.splitlines() if line.split()[:1] in (["0"], ["1"])]
+    assert f"bytes per token: {row} (f16: {2 * 2 * 48})" in table
+    assert f" instead of {1000000 * 2 * 2 * 48 / 2**20:.1f} MiB in f16" in table
+    rows = [line.split() for line in table.splitlines() if line.split()[:1] in (["0"], ["1"])]
     assert sum(int(cells[5]) for cells in rows) == row and all(cells[3:5] == ["-", "-"] for cells in rows)
-    sentence = next(line for line in said.splitlines() if line.startswith("a context of"))
+    sentence = next(line for line in table.splitlines() if line.startswith("a context of"))
     shown = CliRunner().invoke(inspect, [str(sidecar)])
     assert shown.exit_code == 0 and f"bytes per token: {row} (f16: 192)" in shown.output
     assert sentence.partition(" MiB in f16")[0].partition("instead")[2] in shown.output

@@ -147,11 +147,11 @@ def test_fingerprint_follows_its_definition(name: str, tmp_path: Path) -> None:
 
 
 def test_fingerprint_binds_what_decodes_a_cell(tmp_path: Path) -> None:
-    seen = set()
+    fingerprints = set()
 
     def add(keys: writer.Keys) -> int:
-        seen.add(native.load(writer.write(tmp_path / "a.gguf", keys)).fingerprint)
-        return len(seen)
+        fingerprints.add(native.load(writer.write(tmp_path / "a.gguf", keys)).fingerprint)
+        return len(fingerprints)
 
     layers = writer.random_layers()
     assert add(writer.metadata(layers)) == 1

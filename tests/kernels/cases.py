@@ -42,15 +42,15 @@ class Rounded:
         bare = np.abs(values) * rounded_v / np.where(scale > 0, scale, 1.0)[:, None]
         return cls(ratio, units.sum(axis=1), scale, bare)
 
-    def logits(self, q: o.F32, seen: npt.NDArray[np.bool_]) -> o.F64:
+    def logits(self, q: o.F32, visible: npt.NDArray[np.bool_]) -> o.F64:
         """Largest error [rows] of a visible logit for a rounding of 1."""
         step = 0.5 if q.shape[1] <= 512 else 0.5 * 576 / 512
-        return step * np.abs(q * self.ratio_k).max(axis=1) * (seen * self.keys).max(axis=1, initial=0.0)
+        return step * np.abs(q * self.ratio_k).max(axis=1) * (visible * self.keys).max(axis=1, initial=0.0)
 
     def sums(self, weights: o.F64) -> o.F64:
         """Largest error [rows][rank] of acc for a rounding of 1."""
-        seen = (weights > 0).any(axis=0)
-        heaviest = weights.max(axis=1, initial=0.0) * (self.scale_v * seen).max(initial=0.0)
+        visible = (weights > 0).any(axis=0)
+        heaviest = weights.max(axis=1, initial=0.0) * (self.scale_v * visible).max(initial=0.0)
         return 0.5 * heaviest[:, None] * ((weights > 0) @ self.values)
 
 

@@ -166,11 +166,11 @@ def test_other_rows_of_a_call_and_hidden_steps_change_no_bit(
         own = slice(t * n_group, (t + 1) * n_group)
         first = 100 * (t % 5) // 256 * 256
         alone = o.State.start(n_group, v.rank)
-        seen = slice(first, n - 40 * (t % 4))
+        part = slice(first, n - 40 * (t % 4))
         bias = case.bias[t : t + 1, first:].copy()
         shift = case.shift[own].copy()
         o.attend(
-            table, k, v, k_rows[seen], v_rows[seen], case.q[own].copy(), bias, case.slope, 8.0, alone, shift, extra=64
+            table, k, v, k_rows[part], v_rows[part], case.q[own].copy(), bias, case.slope, 8.0, alone, shift, extra=64
         )
         assert np.array_equal(alone.m, together.m[own])
         assert np.array_equal(alone.z, together.z[own])
@@ -234,8 +234,8 @@ def test_sums_do_not_overflow(table: o.Ops, layout: o.Layout, rows: tuple[int, i
     state = o.State.start(n_rows, v.rank)
     run(table, k, v, case, k_rows, v_rows, state, extra=0)
     case.check(state, table.rounding)
-    seen = rng.random((rows[0], n)) < 0.5
-    case.bias[~seen] = -np.inf
+    visible = rng.random((rows[0], n)) < 0.5
+    case.bias[~visible] = -np.inf
     state = o.State.start(n_rows, v.rank)
     run(table, k, v, case, k_rows, v_rows, state, extra=0)
     case.check(state, table.rounding)
@@ -321,8 +321,8 @@ def test_nothing_is_read_beyond_the_last_tile(
     for head, fenced, x in ((k, k_tiles, case.k), (v, v_tiles, case.v)):
         out = np.empty((n, head.rank), np.float32)
         table.dequantize(head.ref(), o.ptr(fenced), fenced.strides[0], n, o.ptr(cells), o.ptr(out))
-        seen = ~np.isneginf(case.bias[:, :n]).all(axis=0)
-        assert np.all(np.abs(out - x)[seen] <= 2 * o.EPS * np.abs(x[seen]))
+        visible = ~np.isneginf(case.bias[:, :n]).all(axis=0)
+        assert np.all(np.abs(out - x)[visible] <= 2 * o.EPS * np.abs(x[visible]))
         inputs = np.random.default_rng(1).standard_normal((n, head.codec.d)).astype(np.float32)
         table.encode(head.ref(), o.ptr(inputs), head.codec.d, n, o.ptr(cells), o.ptr(fenced), fenced.strides[0])
         want = np.zeros((n, head.row_bytes), np.uint8)

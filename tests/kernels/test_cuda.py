@@ -309,9 +309,9 @@ def check_prompt(library: c.Library, name: str, shape: Shape) -> None:
                 gamma, mean = (1.0, None) if value else (float(call.heads.gamma[h]), call.heads.mean[h])
                 want = gamma * (coefficients @ basis) + (0 if mean is None else mean.astype(np.float64))
                 bound = np.abs(coefficients).max(axis=1) * np.abs(basis).sum(axis=0).max() * gamma
-                seen = np.arange(s.n_kv) != s.n_kv // 2
+                visible = np.arange(s.n_kv) != s.n_kv // 2
                 error = np.abs(got[stream, h, : s.n_kv].astype(np.float64) - want)
-                assert np.all(error[seen] <= HALF_ERROR * (bound[seen, None] + np.abs(want[seen])) + 1e-6)
+                assert np.all(error[visible] <= HALF_ERROR * (bound[visible, None] + np.abs(want[visible])) + 1e-6)
                 assert np.isfinite(got[stream, h]).all()
                 first = (n_head * value + h) * d
                 assert np.array_equal(got[stream, h, s.n_kv : first_fresh], held.window[slots, first : first + d])
@@ -325,8 +325,8 @@ def check_prompt(library: c.Library, name: str, shape: Shape) -> None:
             token = stream * s.n_tps + t
             pos = np.concatenate([held.slots[slots, 0], call.tokens[own, 0]])
             cell = np.concatenate([held.slots[slots, 1], call.tokens[own, 2]])
-            sees = (pos >= 0) & c.exact_positions(pos, int(call.tokens[token, 0]), N_SINK, N_RECENT)
-            exact[t, : len(pos)][sees] = call.mask[token, cell[sees]]
+            is_exact = (pos >= 0) & c.exact_positions(pos, int(call.tokens[token, 0]), N_SINK, N_RECENT)
+            exact[t, : len(pos)][is_exact] = call.mask[token, cell[is_exact]]
         assert np.array_equal(bias[:, s.n_kv :], exact)
         assert np.isfinite(exact).any()
 

@@ -17,7 +17,7 @@ import measure
 import table
 
 ROWS = table.read()
-asked = pytest.mark.skipif(not os.environ.get("SUBKV_GATES"), reason="compilers' figures: minutes, set SUBKV_GATES=1")
+gated = pytest.mark.skipif(not os.environ.get("SUBKV_GATES"), reason="compilers' figures: minutes, set SUBKV_GATES=1")
 
 
 def targets(group: str) -> list[str]:
@@ -37,7 +37,7 @@ def test_vulkan(tmp_path: Path) -> None:
         check("vulkan", target, {key: numbers for key, numbers in found.items() if key[1] == target})
 
 
-@asked
+@gated
 @pytest.mark.slow
 @pytest.mark.parametrize("target", targets("cuda"))
 def test_cuda(target: str, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_cuda(target: str, tmp_path: Path) -> None:
     check("cuda", target, measure.measure_cuda(tmp_path, [target]))
 
 
-@asked
+@gated
 @pytest.mark.slow
 @pytest.mark.parametrize("target", targets("triton"))
 def test_triton(target: str, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_override(tables: dict[str, o.Ops]) -> None:
 
 
 def test_unknown_override_is_refused(tables: dict[str, o.Ops]) -> None:
-    said = chosen("sse9")
-    assert said.startswith("error: ")
+    message = chosen("sse9")
+    assert message.startswith("error: ")
     for part in ("SUBKV_KERNEL", "sse9", *tables):
-        assert part in said
+        assert part in message

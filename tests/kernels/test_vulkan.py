@@ -150,7 +150,7 @@ def test_no_feature_is_asked_for(shader: Path) -> None:
         pytest.skip(reason)
     dot = shader.stem == "attend_dot"
     # Shader, which every device has; DotProductInput4x8BitPacked, DotProduct
-    assert v.asked_for(shader) == (([1, 6018, 6019], ["SPV_KHR_integer_dot_product"]) if dot else ([1], []))
+    assert v.requirements(shader) == (([1, 6018, 6019], ["SPV_KHR_integer_dot_product"]) if dot else ([1], []))
 
 
 def test_places_are_checked(opened: v.Library) -> None:
@@ -194,13 +194,13 @@ def test_what_the_script_times(
     monkeypatch.setattr(gpu_vulkan, "Workload", Kept)
     copy = gpu_vulkan.time_copy(library, 1)
     gpu_vulkan.time_shape(library, "4.3 bits", (2, n_tps, 1024), copy, 2)
-    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     shape = f"4.3 bits, 2 x {n_tps} tokens, 1024 cells"
     ops = [f"Vulkan {op}: {shape}" for op in ("project_queries", "attend", "combine", "encode")]
-    assert [line["step"] for line in said] == ["device", *ops]
-    assert all(len(line["samples_ms"]) == 2 and line["ms"] > 0 for line in said[1:])
-    assert said[2]["bytes"] == 2 * 1024 * (71 + 67)  # a row of keys, one of values
-    assert f"{said[2]['gbs']:.1f} GB/s of codes" in said[2]["result"]
+    assert [line["step"] for line in printed] == ["device", *ops]
+    assert all(len(line["samples_ms"]) == 2 and line["ms"] > 0 for line in printed[1:])
+    assert printed[2]["bytes"] == 2 * 1024 * (71 + 67)  # a row of keys, one of values
+    assert f"{printed[2]['gbs']:.1f} GB/s of codes" in printed[2]["result"]
     (work,) = made
     shape_out = (2 * n_tps, 2 * gpu_vulkan.D)
     size = 4 * shape_out[0] * shape_out[1]

@@ -116,7 +116,7 @@ def build(folder: Path) -> Path:
     return folder / "libvulkan_ops.so"
 
 
-def asked_for(shader: Path) -> tuple[list[int], list[str]]:
+def requirements(shader: Path) -> tuple[list[int], list[str]]:
     """Capabilities and extensions that its SPIR-V wants of a device."""
     done = subprocess.run(["glslc", *GLSLC_FLAGS, "-o", "-", str(shader)], capture_output=True, check=True)
     words = np.frombuffer(done.stdout, "<u4")

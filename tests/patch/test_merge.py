@@ -107,16 +107,16 @@ def test_a_conflict_stops_before_anything_is_written(
     fill(source, {"src/llama.cpp": b"one\nzwei\nthree\n"})
     command = ["prepare", "--pin", str(pin), "--tree", str(tmp_path / "tree"), "--source", str(source), "--merge"]
     assert s.main(command) == 1
-    told = capsys.readouterr().err
-    assert "1 that do not" in told
-    assert "row `llama.cpp.patch` | 1: src/llama.cpp: expected 'two', found 'zwei'" in told
+    logged = capsys.readouterr().err
+    assert "1 that do not" in logged
+    assert "row `llama.cpp.patch` | 1: src/llama.cpp: expected 'two', found 'zwei'" in logged
     assert not (tmp_path / "tree").exists()
     assert s.main(command[:5] + ["--merge"]) == 1
     assert "SUBKV_MERGE: expected -DSUBKV_LLAMA_CPP_SOURCE=DIR" in capsys.readouterr().err
 
 
 def test_the_dry_canary_names_what_does_not_merge(repo: Path, pristine: s.Tree, tmp_path: Path) -> None:
-    tree = fill(tmp_path / "other", {path: data for path, data in pristine.items() if s.wanted(path)})
+    tree = fill(tmp_path / "other", {path: data for path, data in pristine.items() if s.is_needed(path)})
     command = [sys.executable, str(repo / "cmake" / "canary.py"), "--dry", "--no-programs", str(tree)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -120,8 +120,8 @@ def test_libraries_are_found_beside_the_programs() -> None:
 
 
 def test_bench(demo_model: Path) -> None:
-    said = run(program("llama-bench"), "-t 1 -p 16 -n 4 -r 1 -o json", "-m", str(demo_model))
-    rows = json.loads(said)
+    printed = run(program("llama-bench"), "-t 1 -p 16 -n 4 -r 1 -o json", "-m", str(demo_model))
+    rows = json.loads(printed)
     assert [(row["n_prompt"], row["n_gen"]) for row in rows] == [(16, 0), (0, 4)]
     assert all(row["avg_ts"] > 0 for row in rows)
 
@@ -129,8 +129,8 @@ def test_bench(demo_model: Path) -> None:
 def test_perplexity(demo_model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(PROMPT)
-    said = run(program("llama-perplexity"), "-t 1 -c 32 --chunks 2", "-m", str(demo_model), "-f", str(text))
-    values = [float(value) for value in re.findall(r"\[\d\]([\d.]+),", said)]
+    printed = run(program("llama-perplexity"), "-t 1 -c 32 --chunks 2", "-m", str(demo_model), "-f", str(text))
+    values = [float(value) for value in re.findall(r"\[\d\]([\d.]+),", printed)]
     assert len(values) == 2
     assert all(1 < value < 100 for value in values)
 
@@ -214,10 +214,10 @@ def test_server_answers(repo: Path, server: str) -> None:
         f"{server}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request) as answer:
-        said = json.loads(answer.read())
-    assert said["usage"]["completion_tokens"] == 8
-    assert said["choices"][0]["message"]["content"].strip()
-    assert said["system_fingerprint"].endswith(f"-{version['commit']}")
+        printed = json.loads(answer.read())
+    assert printed["usage"]["completion_tokens"] == 8
+    assert printed["choices"][0]["message"]["content"].strip()
+    assert printed["system_fingerprint"].endswith(f"-{version['commit']}")
 
 
 def test_server_has_a_page_or_none(server: str) -> None:

@@ -107,7 +107,7 @@ class Server:
                 self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.env, preexec_fn=limited
             )
         for _ in range(N_STARTING):
-            found = re.search(r"listening on http://127\.0\.0\.1:(\d+)", self.said())
+            found = re.search(r"listening on http://127\.0\.0\.1:(\d+)", self.log_tail())
             if found:
                 self.address = ("127.0.0.1", int(found[1]))
                 if self.ask("GET", "/health").status == 200:
@@ -115,13 +115,13 @@ class Server:
             self.alive()
             time.sleep(0.1)
         self.__exit__()
-        raise Failed(f"it did not start: {self.said()}")
+        raise Failed(f"it did not start: {self.log_tail()}")
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
 
-    def said(self, n: int = 4000) -> str:
+    def log_tail(self, n: int = 4000) -> str:
         """The end of its log."""
         with self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - n))
@@ -130,7 +130,7 @@ class Server:
     def alive(self) -> None:
         """Raises Failed if the process has ended."""
         if self.process.poll() is not None:
-            raise Failed(f"llama-server ended with {self.process.returncode}: {self.said()}")
+            raise Failed(f"llama-server ended with {self.process.returncode}: {self.log_tail()}")
 
     def peak(self) -> int:
         """Bytes of memory at the highest so far."""

@@ -52,10 +52,10 @@ def assert_same(one: Any, other: Any, tie: float = 0.02) -> None:
             assert abs(step["logprob"] - others[i]["logprob"]) < tie, (i, step, others[i])
 
 
-def wait_until(what: str, seen: Callable[[], bool]) -> None:
+def wait_until(goal: str, condition: Callable[[], bool]) -> None:
     end = time.monotonic() + START
-    while not seen():
-        assert time.monotonic() < end, f"waited for: {what}"
+    while not condition():
+        assert time.monotonic() < end, f"waited for: {goal}"
         time.sleep(0.05)
 
 
@@ -102,16 +102,16 @@ class Server:
         found: list[int] = self.request("POST", "/tokenize", {"content": text})["tokens"]
         return found
 
-    def wait(self, what: str, path: str, seen: Any) -> Any:
+    def wait(self, goal: str, path: str, condition: Any) -> Any:
         """The answer of `path` once `seen(answer)`."""
         answer: Any = None
 
-        def asked() -> bool:
+        def is_met() -> bool:
             nonlocal answer
             answer = self.request("GET", path)
-            return bool(seen(answer))
+            return bool(condition(answer))
 
-        wait_until(what, asked)
+        wait_until(goal, is_met)
         return answer
 
     def stop(self) -> None:

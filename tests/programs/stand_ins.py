@@ -54,11 +54,11 @@ def with_words(path: Path, source: Path, marks: Sequence[str] = tiny_vision.MARK
             new = seeded(len(tokens) - len(known), known.shape[1], seed=i, std=float(known.std()))
             changed[name] = np.concatenate([known, new])
     if "output.weight" in changed:
-        says = [
+        is_allowed = [
             t == 1 and all("!" <= c <= "~" or c == "Ġ" for c in token) for t, token in zip(types, tokens, strict=True)
         ]
         changed["token_embd.weight"][:, 0] = 1.5
-        changed["output.weight"][:, 0] = np.where(says, 0, -30)
+        changed["output.weight"][:, 0] = np.where(is_allowed, 0, -30)
         for name, data in tensors.items():
             if name.endswith(("attn_norm.weight", "ffn_norm.weight", "attn_output.weight", "ffn_down.weight")):
                 data[0] = 0

@@ -95,7 +95,7 @@ def test_who_comes_in(headers: dict[str, str], most: int, status: int, n_read: i
             yield pieces[-1]
         await asyncio.Event().wait()
 
-    app = gateway(lambda key, asked: pytest.fail("it went on"), ["secret"], most, 0.2)
+    app = gateway(lambda key, payload: pytest.fail("it went on"), ["secret"], most, 0.2)
 
     async def work() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
@@ -107,10 +107,10 @@ def test_who_comes_in(headers: dict[str, str], most: int, status: int, n_read: i
 
 
 def test_what_comes_in() -> None:
-    went_on = []
+    forwarded = []
 
-    def forward(key: str, asked: bytes) -> Response:
-        went_on.append((key, asked))
+    def forward(key: str, payload: bytes) -> Response:
+        forwarded.append((key, payload))
         return Response(b"an answer")
 
     app = gateway(forward, ["secret"], *LIMITS)
@@ -122,7 +122,7 @@ def test_what_comes_in() -> None:
 
     assert [answer.content for answer in run(work)] == [b"an answer"] * 2
     key = session([(b"x-session-id", b"7"), (b"authorization", b"Bearer secret")], b"")
-    assert went_on == [(key, b"{}"), ("", b"")]
+    assert forwarded == [(key, b"{}"), ("", b"")]
 
 
 @each(
@@ -141,7 +141,7 @@ def test_what_comes_in() -> None:
 )
 def test_what_needs_no_key(method: str, path: str, status: int) -> None:
     """What llama-server gives without one: its page, /health and what browsers ask before a request."""
-    app = gateway(lambda key, asked: Response(b"an answer"), ["secret"], *LIMITS)
+    app = gateway(lambda key, payload: Response(b"an answer"), ["secret"], *LIMITS)
 
     async def work() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
@@ -168,12 +168,12 @@ def test_files_of_keys(tmp_path: Path, text: bytes, found: list[str] | None) -> 
 
 def test_tokens_that_wait() -> None:
     load = Load()
-    with load.waiting(bytes(4000)) as said, load.waiting(bytes(400)):
+    with load.waiting(bytes(4000)) as received, load.waiting(bytes(400)):
         for piece in (b"", b":\n\n"):  # a stream's comment says that the connection lives
-            said(piece)
+            received(piece)
             assert load.n_tokens == 1100
-        said(b"data: {}")
-        said(b"data: {}")
+        received(b"data: {}")
+        received(b"data: {}")
         assert load.n_tokens == 100
     assert load.n_tokens == 0
     with pytest.raises(KeyError), load.waiting(bytes(40)):
@@ -182,13 +182,13 @@ def test_tokens_that_wait() -> None:
 
 
 def test_replicas_for_tokens_and_requests() -> None:
-    def wanted(n_requests: float, **told: float) -> float:
-        metrics = {"queued_tokens": told} if told else None
+    def n_replicas(n_requests: float, **loads: float) -> float:
+        metrics = {"queued_tokens": loads} if loads else None
         return QueuedTokens(8000, 4)(SimpleNamespace(aggregated_metrics=metrics, total_num_requests=n_requests))[0]
 
-    assert wanted(0) == 0 and wanted(1) == 1 and wanted(4) == 1 and wanted(9) == 3
-    assert wanted(1, a=8000, b=100) == 2 and wanted(1, a=31_000, b=20_000) == 7
-    assert wanted(40, a=1) == 10
+    assert n_replicas(0) == 0 and n_replicas(1) == 1 and n_replicas(4) == 1 and n_replicas(9) == 3
+    assert n_replicas(1, a=8000, b=100) == 2 and n_replicas(1, a=31_000, b=20_000) == 7
+    assert n_replicas(40, a=1) == 10
 
 
 def test_the_example_names_what_there_is() -> None:

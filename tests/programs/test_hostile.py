@@ -178,8 +178,8 @@ def test_what_is_no_request(hasty: Kept, data: bytes) -> None:
         with contextlib.suppress(OSError):  # closed by the other side, in the middle of it
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
-        said = receive(sock, time.monotonic() + SECONDS)
-        assert not said or said.startswith(b"HTTP/1.1 4")
+        received = receive(sock, time.monotonic() + SECONDS)
+        assert not received or received.startswith(b"HTTP/1.1 4")
 
 
 def test_a_body_without_end_is_cut(hasty: Kept) -> None:
@@ -360,6 +360,6 @@ def test_pages_of_other_servers(locked: Kept) -> None:
         for method in ("OPTIONS", "GET"):
             headers = f"Origin: {origin}\r\nAuthorization: Bearer plain\r\n"
             with server.send(method, "/v1/models", headers=headers) as sock:
-                said = receive(sock, time.monotonic() + SECONDS).decode().lower()
-            found = said.partition("\r\n\r\n")[0].partition("access-control-allow-origin: ")[2].partition("\r\n")[0]
+                received = receive(sock, time.monotonic() + SECONDS).decode().lower()
+            found = received.partition("\r\n\r\n")[0].partition("access-control-allow-origin: ")[2].partition("\r\n")[0]
             assert found == (origin if allowed else ""), (method, origin)

@@ -70,12 +70,12 @@ def environment(subkv: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("files", [*PICTURES, *SOUNDS], indirect=True)
 def test_mtmd_cli(files: Files, tmp_path: Path) -> None:
-    flag, seen = ("--audio", tiny_vision.sound()) if files.hears else ("--image", tiny_vision.picture(200, 96, 64))
-    (tmp_path / "seen").write_bytes(seen)
-    command = [program("llama-mtmd-cli"), "-m", files.model, "--mmproj", files.projector, flag, tmp_path / "seen"]
+    flag, media = ("--audio", tiny_vision.sound()) if files.hears else ("--image", tiny_vision.picture(200, 96, 64))
+    (tmp_path / "media").write_bytes(media)
+    command = [program("llama-mtmd-cli"), "-m", files.model, "--mmproj", files.projector, flag, tmp_path / "media"]
     command += ["-p", "What is this quick brown fox", "-n", N, "--temp", 0, "-c", 1024, "-t", 1, "--offline"]
 
-    def said(subkv: str) -> str:
+    def generate(subkv: str) -> str:
         most = ""
         for _ in range(5):  # upstream's programs may end before all of their log is written (common/log.cpp says so)
             done = subprocess.run(
@@ -87,10 +87,10 @@ def test_mtmd_cli(files: Files, tmp_path: Path) -> None:
             most = max(most, done.stdout.decode("utf-8", "replace").strip(), key=len)
         return most
 
-    expected = said("off")
+    expected = generate("off")
     assert len(expected) >= N // 2
     # rounding decides between two words that are about as likely: the servers below tell how likely they are
-    assert len(os.path.commonprefix([expected, said(str(files.bases))])) >= 8
+    assert len(os.path.commonprefix([expected, generate(str(files.bases))])) >= 8
 
 
 #
@@ -102,8 +102,8 @@ def url(picture: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(picture).decode()
 
 
-def message(text: str, *seen: bytes) -> dict[str, Any]:
-    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url(picture)}} for picture in seen]
+def message(text: str, *media: bytes) -> dict[str, Any]:
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url(picture)}} for picture in media]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
@@ -117,10 +117,10 @@ class Answer:
 
 def ask(server: Server, *messages: dict[str, Any], n: int = N, **more: Any) -> Answer:
     body = {"messages": messages, "max_tokens": n, "temperature": 0, "logprobs": True, "top_logprobs": 2, **more}
-    said = server.request("POST", "/v1/chat/completions", body)
-    choice = said["choices"][0]
+    reply = server.request("POST", "/v1/chat/completions", body)
+    choice = reply["choices"][0]
     steps = choice["logprobs"]["content"]
-    return Answer(choice["message"]["content"], steps, said["timings"]["prompt_n"], choice["finish_reason"])
+    return Answer(choice["message"]["content"], steps, reply["timings"]["prompt_n"], choice["finish_reason"])
 
 
 def assert_same(one: Answer, other: Answer, tie: float = 0.02) -> None:
@@ -183,7 +183,7 @@ def test_image_url(serve: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("files", list(SOUNDS), indirect=True)
 def test_input_audio(serve: Callable[..., Any]) -> None:
-    def heard(pitch: float) -> list[dict[str, Any]]:
+    def transcribe(pitch: float) -> list[dict[str, Any]]:
         data = base64.b64encode(tiny_vision.sound(pitch)).decode()
         sound = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
         return [{"role": "user", "content": [sound, {"type": "text", "text": WORDS * 4}]}]
@@ -191,7 +191,7 @@ def test_input_audio(serve: Callable[..., Any]) -> None:
     answers = {}
     for coded in (False, True):
         with serve(coded=coded) as server:
-            answers[coded] = [ask(server, *heard(pitch)) for pitch in (440.0, 1300.0, 440.0)]
+            answers[coded] = [ask(server, *transcribe(pitch)) for pitch in (440.0, 1300.0, 440.0)]
     for expected, found in zip(answers[False], answers[True], strict=True):
         assert_same(expected, found)
     first, other, again = answers[True]
@@ -201,11 +201,11 @@ def test_input_audio(serve: Callable[..., Any]) -> None:
 
 def test_several_slots(serve: Callable[..., Any]) -> None:
     """Two conversations at once, with pictures at the same positions."""
-    asked = [story()[1], story(red=230)[1]]
+    requests = [story()[1], story(red=230)[1]]
     with serve() as server:
-        alone = [ask(server, *messages) for messages in asked]
+        alone = [ask(server, *messages) for messages in requests]
     with serve("-np", 2) as server, ThreadPoolExecutor(2) as pool:
-        together = list(pool.map(lambda messages: ask(server, *messages), asked))
+        together = list(pool.map(lambda messages: ask(server, *messages), requests))
     for one, other in zip(alone, together, strict=True):
         assert_same(one, other)
 

@@ -110,7 +110,7 @@ def server(coded_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     template = Path(__file__).with_name("tools.jinja")
     options = ("-np", "2", "-c", "1024", "--slot-save-path", f"{folder}/", "--chat-template-file", str(template))
     with Server(coded_model(), folder, *options, env={"SUBKV": "auto"}) as made:
-        assert CODED in made.said(1 << 20)
+        assert CODED in made.log_tail(1 << 20)
         yield made
 
 

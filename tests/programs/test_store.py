@@ -38,8 +38,8 @@ def serve(serve: Serve) -> Serve:
 
 def ask(server: Server, prompt: Sequence[int], n: int = 8, **options: Any) -> tuple[Tokens, int, int]:
     """The answer to a prompt, and how many of its tokens were restored or held, and evaluated."""
-    said = server.complete(list(prompt), n, **options)
-    return said["tokens"], said["timings"]["cache_n"], said["timings"]["prompt_n"]
+    reply = server.complete(list(prompt), n, **options)
+    return reply["tokens"], reply["timings"]["cache_n"], reply["timings"]["prompt_n"]
 
 
 def stored(store: Path, n: int = 1) -> None:
@@ -65,11 +65,11 @@ def at_work(server: Server, prompt: Sequence[int]) -> Iterator[None]:
         with contextlib.suppress(OSError, http.client.HTTPException, Refused):
             ask(server, prompt, 30000)
 
-    asking = threading.Thread(target=go_on)
-    asking.start()
+    thread = threading.Thread(target=go_on)
+    thread.start()
     server.wait("work", "/slots", lambda slots: slots[0]["is_processing"])
     yield
-    asking.join()
+    thread.join()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -86,7 +86,7 @@ class Talker:
     """One client: asks, and counts what is evaluated though it had been before."""
 
     seed: int = 0
-    seen: list[list[int]] = field(default_factory=list)
+    histories: list[list[int]] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def message(self, n: int) -> list[int]:
@@ -101,11 +101,11 @@ class Talker:
         answer = server.complete(prompt, N_ANSWER, message_delimiters=delimiters)
         evaluated, held = (answer["timings"][key] for key in ("prompt_n", "cache_n"))
         assert evaluated + held == len(prompt), answer["timings"]
-        known = max((common(prompt, text) for text in self.seen), default=0)
+        known = max((common(prompt, text) for text in self.histories), default=0)
         new = max(1, len(prompt) - known)  # of a text that is known whole the last token is evaluated
         self.rows.append({"step": step, "tokens": len(prompt), "new": new, "again": evaluated - new})
         text = prompt + answer["tokens"]
-        self.seen.append(text[:-1])  # the last token of an answer is never evaluated in it
+        self.histories.append(text[:-1])  # the last token of an answer is never evaluated in it
         return [*text, *server.tokens("<|im_end|>\n")]
 
 

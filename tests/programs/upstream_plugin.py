@@ -30,7 +30,7 @@ if os.environ.get("UPSTREAM_EXPECTED"):
 
 results: dict[str, dict[str, Any]] = {}
 current = ""
-asked: dict[str, int] = defaultdict(int)
+n_calls: dict[str, int] = defaultdict(int)
 
 
 def _entry() -> dict[str, Any]:
@@ -40,8 +40,8 @@ def _entry() -> dict[str, Any]:
 def _holds(found: Any, as_written: bool, is_text: bool = False) -> bool:
     """Whether a value is as the test says, or as in the run before."""
     line = sys._getframe(2).f_lineno
-    asked[f"{line}"] += 1
-    key = f"{line}.{asked[str(line)]}"
+    n_calls[f"{line}"] += 1
+    key = f"{line}.{n_calls[str(line)]}"
     try:
         found = json.loads(json.dumps(found))
     except (TypeError, ValueError):
@@ -91,7 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     global current
     current = item.nodeid
-    asked.clear()
+    n_calls.clear()
     _entry()
     return (yield)
 

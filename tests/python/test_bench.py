@@ -230,11 +230,11 @@ def test_copies_fill_as_evaluated_batches(coded_model: Models, cache: str, flash
     """As many cells at the same positions, in states of the same size; every copy lies in a cell of its own."""
     if (cache, flash_attn) == ("q8_0", "off"):
         pytest.skip("llama.cpp has no such cache")
-    asked = ContextOptions(2 * (504 + 8), n_batch=32, n_ubatch=32, n_threads=1, flash_attn=flash_attn, n_seq_max=3)
+    requested = ContextOptions(2 * (504 + 8), n_batch=32, n_ubatch=32, n_threads=1, flash_attn=flash_attn, n_seq_max=3)
     bar = tqdm(disable=True)
     with Model(coded_model()) as model:
         tokens, choice = bench.Tokens(model), parse_cache(cache, model.path).with_rollback(8)
-        with model.context(choice, asked) as evaluated, model.context(choice, asked) as copied:
+        with model.context(choice, requested) as evaluated, model.context(choice, requested) as copied:
             evaluated.can_repeat = False
             assert copied.can_repeat
             for context in (evaluated, copied):

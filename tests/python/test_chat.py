@@ -180,10 +180,10 @@ def test_an_answer_whose_question_was_shifted_out(tiny_model: Models, tmp_path: 
 
 
 def test_a_cache_that_cannot_shift_is_not_told_to(coded_model: Models) -> None:
-    said = "context_shift: expected a model and a cache whose positions can move"
+    error_start = "context_shift: expected a model and a cache whose positions can move"
     with (
         Llama(coded_model(), n_ctx=512, adapt="kv", n_recent=64, verbose=False) as llm,
-        pytest.raises(SubkvError, match=said),
+        pytest.raises(SubkvError, match=error_start),
     ):
         Conversation(llm, None, Sampling(), shift=True)
 
@@ -426,7 +426,7 @@ def test_a_single_turn_that_does_not_fit_fails(program: Program, coded_model: Mo
 def test_drafts_change_no_answer(coded_model: Models, n_draft: int) -> None:
     """Nor what a conversation holds when an answer ends within a draft, is regenerated, saved or shifted."""
 
-    def said(draft: Any) -> tuple[list[str], int]:
+    def generated(draft: Any) -> tuple[list[str], int]:
         options = {"n_ctx": 320, "n_batch": 64, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
         with Llama(coded_model(), draft_model=draft, **options) as llm:
             talk = Conversation(llm, None, Sampling(temp=0.7, seed=1), shift=True)
@@ -437,7 +437,7 @@ def test_drafts_change_no_answer(coded_model: Models, n_draft: int) -> None:
             turns += [ask(talk, "And now?", 120) for _ in range(2)]
             return [text for text, _ in turns], sum(turn.n_accepted for _, turn in turns)
 
-    plain, none = said(None)
-    drafted, n_accepted = said(PromptLookup(1, n_draft))
+    plain, none = generated(None)
+    drafted, n_accepted = generated(PromptLookup(1, n_draft))
     assert none == 0 < n_accepted
     assert drafted == plain

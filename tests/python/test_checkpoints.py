@@ -209,8 +209,8 @@ def test_drafts_of_a_hybrid(tiny_model: Models) -> None:
 
     text = prompt(40) * 2
 
-    def said(**options: Any) -> Any:
+    def replies(**options: Any) -> Any:
         with opened(tiny_model("lfm2"), kv_cache="subkv", **options) as llm:
             return llm.create_completion(text, max_tokens=12, temperature=0.0)["choices"][0]["text"]
 
-    assert said(draft_model=LlamaPromptLookupDecoding(num_pred_tokens=4)) == said()
+    assert replies(draft_model=LlamaPromptLookupDecoding(num_pred_tokens=4)) == replies()

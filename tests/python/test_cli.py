@@ -150,8 +150,8 @@ def test_cache_flags(flags: tuple[str | None, str | None], names: tuple[str, str
 
 @each("flags", [(None, None), ("auto", None), ("subkv", None), ("subkv", "subkv"), (None, "subkv")])
 def test_flags_of_coded_caches(flags: tuple[str | None, str | None], coded_model: Models) -> None:
-    asked = options.requested_cache(*flags, adapt="v", n_sink=3)
-    choice = choose_cache(coded_model(), asked)
+    request = options.requested_cache(*flags, adapt="v", n_sink=3)
+    choice = choose_cache(coded_model(), request)
     assert (choice.name, choice.adapt, choice.window.requested()) == ("subkv", "v", {"n_sink": 3})
 
 

@@ -127,23 +127,23 @@ def client(tmp_path: Path, model: Path) -> Callable[..., tuple[Any, str]]:
     return run
 
 
-def caches(said: str) -> list[str]:
+def caches(logged: str) -> list[str]:
     """The lines that say which cache a context got."""
-    return [line for line in said.splitlines() if line.startswith("subkv: ")]
+    return [line for line in logged.splitlines() if line.startswith("subkv: ")]
 
 
 def test_llama_cpp_alone(client: Callable[..., tuple[Any, str]], model: Path) -> None:
-    coded, said = client(PLAIN, "--prepare", model)
-    (line,) = caches(said)
+    coded, logged = client(PLAIN, "--prepare", model)
+    (line,) = caches(logged)
     assert line.startswith("subkv: coded K/V cache, ") and line.endswith(".weights.gguf")
     assert coded["fingerprint"]
-    quiet, said = client(PLAIN, "--prepare", model, arguments=("quiet",))
-    assert quiet == coded and caches(said) == [line]  # a warning, which llama_cpp does not hide
+    quiet, logged = client(PLAIN, "--prepare", model, arguments=("quiet",))
+    assert quiet == coded and caches(logged) == [line]  # a warning, which llama_cpp does not hide
 
 
 def test_llama_cpp_alone_without_bases(client: Callable[..., tuple[Any, str]]) -> None:
-    ordinary, said = client(PLAIN)
-    (line,) = caches(said)
+    ordinary, logged = client(PLAIN)
+    (line,) = caches(logged)
     assert line.startswith("subkv: ordinary f16 K/V cache: ")
     assert ordinary["fingerprint"] == ""
 
@@ -152,8 +152,8 @@ def test_llama_cpp_alone_without_bases(client: Callable[..., tuple[Any, str]]) -
 def test_clients(name: str, client: Callable[..., tuple[Any, str]], model: Path) -> None:
     packages, text, n_contexts = CLIENTS[name]
     need(*packages)
-    got, said = client(text, "--prepare", model)
-    lines = caches(said)
+    got, logged = client(text, "--prepare", model)
+    lines = caches(logged)
     assert len(lines) == n_contexts
     assert all(line.startswith("subkv: coded K/V cache, ") for line in lines)
     assert got and all(isinstance(answer, str) for answer in got)
@@ -170,8 +170,8 @@ def serving(model: Path, log: Path) -> Iterator[str]:
     """llama-cpp-python's own server; its address."""
     port = free_port()
     command = launched(sys.executable, "-m", "llama_cpp.server", "--model", model, "--n_ctx", 256, "--port", port)
-    with open(log, "w") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, env=environment())
+    with open(log, "w") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment())
     try:
         address = f"http://127.0.0.1:{port}"
         end = time.monotonic() + 120

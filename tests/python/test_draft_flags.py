@@ -50,12 +50,12 @@ def test_flags_are_drafts() -> None:
 
 def test_chat_says_how_many_were_right(coded_model: Models, tmp_path: Path) -> None:
     path = coded_model()
-    asked = ("-m", path, "-p", "and again " * 20, "-st", "-n", 24, "--temp", 0, "-c", 512, "-t", 1)
-    plain = run(chat.main, *asked)
-    drafted = run(chat.main, *asked, "-md", path)
+    options = ("-m", path, "-p", "and again " * 20, "-st", "-n", 24, "--temp", 0, "-c", 512, "-t", 1)
+    plain = run(chat.main, *options)
+    drafted = run(chat.main, *options, "-md", path)
     assert plain.exit_code == drafted.exit_code == 0, drafted.output
     assert drafted.stdout == plain.stdout
     assert " | Drafts: " in drafted.stderr
-    refused = run(chat.main, *asked, "-md", tmp_path / "missing.gguf")
+    refused = run(chat.main, *options, "-md", tmp_path / "missing.gguf")
     assert refused.exit_code == 1
     assert refused.stderr.splitlines()[-1].startswith("-md: ")

@@ -114,19 +114,19 @@ def test_a_path_is_a_draft_model(coded_model: Models, tiny_model: Models) -> Non
 def test_processors_see_no_drafts(coded_model: Models) -> None:
     """llama_cpp shows them the whole batch."""
 
-    def said(**options: Any) -> tuple[list[list[int]], list[int]]:
-        seen: list[list[int]] = []
+    def tokens_of(**options: Any) -> tuple[list[list[int]], list[int]]:
+        prompts: list[list[int]] = []
 
         def note(input_ids: Any, scores: Any) -> Any:
-            seen.append(input_ids.tolist())
+            prompts.append(input_ids.tolist())
             return scores
 
         with opened(coded_model(), **options) as llm:
             found = answer(llm, PROMPT, 30, logits_processor=llama_cpp.LogitsProcessorList([note]))
-        return seen, found
+        return prompts, found
 
-    plain = said()
-    assert said(draft_model=Replay(PROMPT + plain[1], 10, wrong=4)) == plain
+    plain = tokens_of()
+    assert tokens_of(draft_model=Replay(PROMPT + plain[1], 10, wrong=4)) == plain
 
 
 def test_sampling_is_that_without(coded_model: Models) -> None:

@@ -102,14 +102,14 @@ def test_embeddings(tiny_model: Models, coded_model: Models, pooling: int) -> No
     expected = [parent.embed(text, normalize=True) for text in texts]  # several at once: unpooled ones are mixed up
     parent.close()
     with opened(tiny_model("llama"), n_threads=1, flash_attn=True, **options) as ours:
-        for vector, wanted in zip(ours.embed(texts, normalize=True), expected, strict=True):
-            np.testing.assert_allclose(vector, wanted, atol=1e-4)
+        for vector, expected_vector in zip(ours.embed(texts, normalize=True), expected, strict=True):
+            np.testing.assert_allclose(vector, expected_vector, atol=1e-4)
     with opened(coded_model(), **options) as coded:
         got = coded.embed(texts, normalize=True)
         assert coded.kv_stats().bpe < 24  # one exact window, not one for each of 256 sequences
         assert coded.create_embedding(texts)["usage"]["prompt_tokens"] > len(texts)
-    for vector, wanted in zip(got, expected, strict=True):
-        np.testing.assert_allclose(vector, wanted, atol=0.15)  # coded past 16 tokens, at 8 bits
+    for vector, expected_vector in zip(got, expected, strict=True):
+        np.testing.assert_allclose(vector, expected_vector, atol=0.15)  # coded past 16 tokens, at 8 bits
 
 
 def test_embeddings_have_to_be_asked_for(coded_model: Models) -> None:

@@ -174,9 +174,9 @@ def test_an_object_nobody_names_is_freed(coded_model: Models, tmp_path: Path, mo
     try:
         llm = Llama(coded_model(), n_ctx=256, prompt_cache=tmp_path, verbose=False)
         llm.create_completion(prompt(20), max_tokens=4)
-        seen = weakref.ref(llm)
+        reference = weakref.ref(llm)
         del llm
-        assert seen() is None
+        assert reference() is None
         assert len(freed) == 1
     finally:
         gc.enable()

@@ -23,8 +23,8 @@ Models = Callable[..., Path]
 def test_unknown_keyword_arguments_are_named(tiny_model: Models) -> None:
     with pytest.raises(TypeError) as error:
         Llama(tiny_model("llama"), n_batches=5, kv_cahce="f16", zzz=1, kwargs=1)
-    said = "kv_cahce (did you mean kv_cache?), kwargs, n_batches (did you mean n_batch?), zzz"
-    assert str(error.value) == f"Llama: unknown keyword arguments: {said}"
+    names = "kv_cahce (did you mean kv_cache?), kwargs, n_batches (did you mean n_batch?), zzz"
+    assert str(error.value) == f"Llama: unknown keyword arguments: {names}"
 
 
 def test_arguments_of_older_versions_are_ignored(tiny_model: Models) -> None:
@@ -225,8 +225,8 @@ def test_a_full_context_turns_a_key_twice_at_most(room: int, n_recent: int) -> N
     """As the older half is forgotten; the one in the middle of an odd number is turned twice. Each turn codes anew."""
     turns = np.zeros(room, dtype=int)
     for _ in range(20):
-        gone = removable(room, n_recent)
-        turns = np.concatenate([turns[gone:] + 1, np.zeros(gone, dtype=int)])
+        n_removed = removable(room, n_recent)
+        turns = np.concatenate([turns[n_removed:] + 1, np.zeros(n_removed, dtype=int)])
         assert turns.max() == 1 + (turns[0] > 1) and (turns > 1).sum() <= room % 2
 
 

@@ -70,12 +70,12 @@ def check_sizes(path: Path, monkeypatch: pytest.MonkeyPatch, n_ctx: int, options
     with opened(path, **{"n_ctx": n_ctx} | options) as llm:
         expected = llm.kv_stats()
     monkeypatch.setattr(memory, "_bound", lambda *_: 1 << 60)
-    seen: list[dict[str, float]] = []
+    estimates: list[dict[str, float]] = []
     simulate = memory._simulate
-    monkeypatch.setattr(memory, "_simulate", lambda *arguments: seen.append(simulate(*arguments)) or seen[-1])
+    monkeypatch.setattr(memory, "_simulate", lambda *arguments: estimates.append(simulate(*arguments)) or estimates[-1])
     with opened(path, **{"n_ctx": n_ctx} | options):
         pass
-    (needed,) = seen
+    (needed,) = estimates
     assert needed["cells"] + needed["exact window"] == expected.bytes_kv
     assert needed["exact window"] == expected.bytes_window
     monkeypatch.setattr(memory, "available_memory", lambda: int(sum(needed.values())) - 1)

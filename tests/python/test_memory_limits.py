@@ -58,8 +58,8 @@ def test_a_context_under_a_tight_limit(coded_model: Callable[..., Path]) -> None
     assert done.returncode == 0, done.stderr[-3000:]
     found = [line.split("|") for line in done.stdout.splitlines()]
     assert len(found) == 22 and done.stderr == ""
-    for n_ctx, more, said in found:
-        assert said == "made" or said.startswith("n_ctx: expected "), (n_ctx, more, said)
-        assert n_ctx in said or said == "made"
-    made = [(n_ctx, int(more)) for n_ctx, more, said in found if said == "made"]
+    for n_ctx, more, outcome in found:
+        assert outcome == "made" or outcome.startswith("n_ctx: expected "), (n_ctx, more, outcome)
+        assert n_ctx in outcome or outcome == "made"
+    made = [(n_ctx, int(more)) for n_ctx, more, outcome in found if outcome == "made"]
     assert ("512", 1024) in made and ("131072", 1024) in made and min(more for _, more in made) > 192

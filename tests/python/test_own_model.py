@@ -82,16 +82,18 @@ def test_a_model_that_has_no_use_for_them(tiny_model: Models) -> None:
     )
     assert cache.startswith("KV cache: f16, ")
     assert "bases" not in "".join(rest)
-    asked = chat(tiny_model("mamba"), "-ctk", "subkv")
-    assert asked.exit_code == 1 and asked.stderr.startswith("-ctk: model mamba: subkv cannot hold its K/V cache")
+    refused = chat(tiny_model("mamba"), "-ctk", "subkv")
+    assert refused.exit_code == 1 and refused.stderr.startswith("-ctk: model mamba: subkv cannot hold its K/V cache")
 
 
 def test_a_model_that_the_engine_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = virtual.write(tmp_path / "model.gguf", "llama-embed")
     with open_coded(model, 0, CacheOptions(), SHORT, Llama) as llm:
         assert llm.cache_choice.name == "f16"
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("cache: f16; model llama-embed: subkv cannot hold its K/V cache because its attention does")
+    logged = capsys.readouterr().err.splitlines()[-1]
+    assert logged.startswith(
+        "cache: f16; model llama-embed: subkv cannot hold its K/V cache because its attention does"
+    )
     with pytest.raises(CacheError, match="cannot hold its K/V cache because"):
         open_coded(model, 0, CacheOptions(type_k="subkv", type_v="subkv"), SHORT, Llama)
 
@@ -106,13 +108,13 @@ def test_errors_about_anything_else_are_errors(tiny_model: Models, tmp_path: Pat
 
 
 def test_what_was_asked_by_name_stays(tiny_model: Models, coded_model: Models) -> None:
-    for model, asked in (
+    for model, choice in (
         (tiny_model(), CacheOptions("q8_0")),
         (tiny_model(), CacheOptions(type_k="f16")),
         (tiny_model(), CacheOptions(bases=coded_model())),
         (coded_model(), CacheOptions(window=Window(n_recent=16))),
     ):
-        assert with_weight_bases(model, asked) == (asked, "")
+        assert with_weight_bases(model, choice) == (choice, "")
 
 
 def test_other_programs_stay_with_f16(tiny_model: Models, cache_home: Path) -> None:

@@ -26,8 +26,8 @@ def test_conda() -> None:
     run = [
         line.replace("${{ llama_cpp_python }}", context["llama_cpp_python"]) for line in recipe["requirements"]["run"]
     ]
-    wanted = {f"python{PROJECT['requires-python']}", *PROJECT["dependencies"]}
-    assert {line.replace(" ", "") for line in run} == wanted
+    required = {f"python{PROJECT['requires-python']}", *PROJECT["dependencies"]}
+    assert {line.replace(" ", "") for line in run} == required
     commands = dict(line.split(" = ") for line in recipe["build"]["python"]["entry_points"])
     assert commands == PROJECT["scripts"]
     assert (PACKAGES / recipe["source"]["path"]).resolve() == ROOT

@@ -231,10 +231,10 @@ def test_a_model_that_cannot_be_predicted_is_tried_once(model: Path, monkeypatch
 
     monkeypatch.setattr(SensitivityTrials, "result", unpredictable)
     again = ", as an earlier run found"
-    for minutes, tries, said in (("1e-9", 1, ""), ("1e-9", 1, again), ("9", 2, ""), ("8", 2, again)):
+    for minutes, tries, message in (("1e-9", 1, ""), ("1e-9", 1, again), ("9", 2, ""), ("8", 2, again)):
         found = CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", minutes])
         assert found.exit_code == 0, found.output
-        assert re.search(rf"no sensitivities{said}.*: it says the same", found.stderr)
+        assert re.search(rf"no sensitivities{message}.*: it says the same", found.stderr)
         assert len(tried) == tries
     for tries in (3, 3):
         assert CliRunner().invoke(convert, [str(model), *SENSED]).exit_code == 0

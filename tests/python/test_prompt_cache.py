@@ -232,9 +232,9 @@ def test_damaged_entries_that_stay_are_not_used(
         monkeypatch.setattr(os, name, refused)
     with pytest.warns(UserWarning) as caught:
         assert answer(cached(), DOCUMENT)[1] == len(DOCUMENT)
-    told = [str(warning.message).split(": ", 1)[1].split(" ", 3)[:3] for warning in caught]
-    assert told[:-1] == [["skipped", "the", "damaged"]] * len(own_files(tmp_path / "cache"))
-    assert told[-1] == ["cannot", "write:", "Operation"]
+    messages = [str(warning.message).split(": ", 1)[1].split(" ", 3)[:3] for warning in caught]
+    assert messages[:-1] == [["skipped", "the", "damaged"]] * len(own_files(tmp_path / "cache"))
+    assert messages[-1] == ["cannot", "write:", "Operation"]
 
 
 def test_a_state_that_the_engine_refuses_is_dropped(cached: Callable[..., Llama], tmp_path: Path) -> None:

@@ -335,7 +335,7 @@ def test_sidecar_without_weights_is_no_model(model: Path, made: Path) -> None:
 
 
 def test_chat_names_what_is_in_use(stored: Path, model: Path) -> None:
-    for flags, name, told in (
+    for flags, name, message in (
         ([], "subkv", "bases: calibrated on "),
         (["--no-sidecar"], "subkv", "bases: from the weights, "),
         (["--no-sidecar", "-ctk", "f16"], "f16", ""),
@@ -345,7 +345,7 @@ def test_chat_names_what_is_in_use(stored: Path, model: Path) -> None:
         result = CliRunner().invoke(cli.main, arguments)
         assert result.exit_code == 0, result.output
         assert f"KV cache: {name}, " in result.stderr
-        assert (told in result.stderr) if told else ("bases" not in result.stderr)
+        assert (message in result.stderr) if message else ("bases" not in result.stderr)
 
 
 def test_bench_and_perplexity_find_it(stored: Path, model: Path, text_file: Path) -> None:

@@ -48,6 +48,6 @@ def test_libraries_are_found_and_signed(files: dict[str, Path]) -> None:
         assert constants.LC_CODE_SIGNATURE in commands, name
         minimum = int(commands[constants.LC_BUILD_VERSION].minos)
         assert (minimum >> 16, minimum >> 8 & 255) <= oldest, name
-        for _, _, wanted in header.walkRelocatables():
-            beside = wanted.startswith("@loader_path/") and wanted.rpartition("/")[2] in files
-            assert beside or wanted == "/usr/lib/libSystem.B.dylib", (name, wanted)
+        for _, _, dependency in header.walkRelocatables():
+            beside = dependency.startswith("@loader_path/") and dependency.rpartition("/")[2] in files
+            assert beside or dependency == "/usr/lib/libSystem.B.dylib", (name, dependency)

@@ -64,8 +64,8 @@ def test_coded_logits_are_the_engines(
         fit = Fit(base, stats, options)
         layers, _ = fit.code(fit.plan(3.0))
     r = reference(arch)
-    seen = r.tokenize(text.read_bytes())[:255]
-    r.match(stats, seen)
+    tokens = r.tokenize(text.read_bytes())[:255]
+    r.match(stats, tokens)
     exact = r.logits(TOKENS, 0)
     ours = r.coded_logits(TOKENS, 0, layer_coder(layers), 4, n_recent)
     theirs = engine_logits(model, f"subkv:{sidecar}")
@@ -92,9 +92,9 @@ def test_another_models_calibration_is_refused(
     reference: Callable[[str], Any], calibration: Callable[[str], Path], text: Path
 ) -> None:
     stats = read_calibration(calibration("qwen2"))
-    seen = reference("llama").tokenize(text.read_bytes())[:255]
+    tokens = reference("llama").tokenize(text.read_bytes())[:255]
     with pytest.raises(SubkvError, match=r"^calibration: expected a calibration of this model, found one of other"):
-        reference("llama").match(stats, seen)
+        reference("llama").match(stats, tokens)
 
 
 def test_missing_model_is_refused(reference: Callable[[str], Any], tmp_path: Path) -> None:

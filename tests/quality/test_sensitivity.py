@@ -108,8 +108,8 @@ def test_predicts_the_rounding_of_recent_rows(
     rounded = caches.recent_coder(ints)
     assert rounded is not None and caches.recent_coder(halves) is None
     exact = log_softmax(r.logits(chunk, 128))
-    seen = log_softmax(r.coded_logits(chunk, 128, lambda il, k, v: (k, v), N_SINK, N_RECENT, rounded))
-    found = float(np.mean(np.sum(np.exp(exact) * (exact - seen), axis=1)))
+    coded_rows = log_softmax(r.coded_logits(chunk, 128, lambda il, k, v: (k, v), N_SINK, N_RECENT, rounded))
+    found = float(np.mean(np.sum(np.exp(exact) * (exact - coded_rows), axis=1)))
     assert 0.3 < found / (predicted - without) < 3.0
 
 
@@ -145,10 +145,10 @@ def test_a_quality_that_nothing_reaches_leaves_the_usual_budget(
     """Held-out values of the first layer as the statistics have never seen them: of tokens not in their text."""
     stats = read_calibration(measured)
     first, d = stats.layers[0], stats.layers[0].shape.d_v
-    seen = np.diag([1.0] * (d // 2) + [0.0] * (d // 2))
+    half = np.diag([1.0] * (d // 2) + [0.0] * (d // 2))
     unseen = first.vs.copy()
     unseen[0, :, d // 2 :] = 30.0
-    layer = replace(first, v2=np.stack([s * seen for s in np.trace(first.v2, axis1=1, axis2=2)]) / d, vs=unseen)
+    layer = replace(first, v2=np.stack([s * half for s in np.trace(first.v2, axis1=1, axis2=2)]) / d, vs=unseen)
     path = tmp_path / "unseen.safetensors"
     write_calibration(path, replace(stats, layers=(layer, *stats.layers[1:])))
     result = run_convert(tiny_model("llama"), path, tmp_path, "--n-recent", str(N_RECENT), "--dry-run")

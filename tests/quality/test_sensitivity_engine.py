@@ -196,10 +196,10 @@ def test_measured_cells_enter_the_moments_once(
         again = SensitivityTrials(session, found, [chunk], N_RECENT, trials.measured, [other]).result()
     with Source(tiny_model("llama")) as source, Session(source, N_CTX, 1, stats.n_skip) as session:
         observe(session, [Chunk(chunk[:-SCORED])], progress=False)
-        seen = collect_layers(session)
+        collected = collect_layers(session)
     assert found.texts == (*stats.texts, other)
-    assert found.tokens == stats.tokens + seen[0].shape.tokens
-    for before, own, after, same in zip(stats.layers, seen, found.layers, again.layers, strict=True):
+    assert found.tokens == stats.tokens + collected[0].shape.tokens
+    for before, own, after, same in zip(stats.layers, collected, found.layers, again.layers, strict=True):
         share = before.shape.tokens / after.shape.tokens
         assert after.shape.tokens == before.shape.tokens + own.shape.tokens == same.shape.tokens
         for name in MOMENTS:

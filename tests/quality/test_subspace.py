@@ -78,8 +78,8 @@ def logits(model: Any, cache: Any, ids: Any = IDS, splits: list[int] | None = No
     for part in ids.split(splits or ids.shape[1], 1):
         high = done + part.shape[1]
         positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)[:, done:high]
-        seen = None if mask is None else mask[:, :high]
-        out.append(model(part, attention_mask=seen, position_ids=positions, past_key_values=cache).logits)
+        visible = None if mask is None else mask[:, :high]
+        out.append(model(part, attention_mask=visible, position_ids=positions, past_key_values=cache).logits)
         done = high
     return torch.cat(out, 1)
 

@@ -198,7 +198,7 @@ class Machine(RuleBasedStateMachine):
             able = removed
         if able and not removed and "sliding windows" in last_error():
             left = {i: [p for p in self.seqs[i].cells if not first <= p < last] for i in range(N_SEQ) if seq in (i, -1)}
-            assert any(self.slid_away(i, positions, max(positions, default=-1) + 1) for i, positions in left.items())
+            assert any(self.left_window(i, positions, max(positions, default=-1) + 1) for i, positions in left.items())
             return
         assert removed == able
         if able:
@@ -208,7 +208,7 @@ class Machine(RuleBasedStateMachine):
         if able and seq >= 0 and self.halves:
             self.decode_anew(seq, 3)
 
-    def slid_away(self, seq: int, positions: Iterable[int], end: int) -> bool:
+    def left_window(self, seq: int, positions: Iterable[int], end: int) -> bool:
         """The sliding half has lost one of these that the window of a token at `end` needs."""
         window = range(end + 1 - C.llama_model_n_swa(self.plain.model.handle), end)
         lost = range(C.llama_memory_seq_pos_min(self.coded.memory, seq))  # its pieces are others than the plain one's
@@ -234,7 +234,7 @@ class Machine(RuleBasedStateMachine):
             assert a.apart or b.apart
             return
         if "sliding windows" in last_error():
-            assert self.slid_away(src, copied, max((*copied, b.last())) + 1)
+            assert self.left_window(src, copied, max((*copied, b.last())) + 1)
             return
         assert not last_error()
         self.plain.cp(src, dst, p0, p1)
@@ -269,13 +269,13 @@ class Machine(RuleBasedStateMachine):
         if self.unified or self.recurrent:
             self.seqs = [held if i == seq else Held() for i, held in enumerate(self.seqs)]
 
-    @rule(seq=SEQ, gone=st.integers(0, 20), keep=st.integers(0, 12))
-    def discard(self, seq: int, gone: int, keep: int) -> None:
+    @rule(seq=SEQ, n_removed=st.integers(0, 20), keep=st.integers(0, 12))
+    def discard(self, seq: int, n_removed: int, keep: int) -> None:
         """What a full context does: some after the first are removed, the later ones move up."""
         before = len(self.seqs[seq].cells)
-        self.remove(seq, keep, keep + gone)
-        if gone and len(self.seqs[seq].cells) < before:
-            self.shift(seq, keep + gone, -gone)
+        self.remove(seq, keep, keep + n_removed)
+        if n_removed and len(self.seqs[seq].cells) < before:
+            self.shift(seq, keep + n_removed, -n_removed)
 
     @rule(seq=SEQ, p0=st.integers(0, N_MOST), by=st.integers(-5, 5).filter(bool))
     def shift(self, seq: int, p0: int, by: int) -> None:

@@ -186,8 +186,8 @@ def test_an_aborted_decode_leaves_no_recurrent_state(hybrid: Coded, n_rs_seq: in
         before = s.state(1)
         C.llama_set_abort_callback(s.ctx, stop, None)
         s.decode(tokens[90:94], 20, 0)
-        asked = calls[0]
-        for limit in (0, asked // 2, asked - 1):
+        requested = calls[0]
+        for limit in (0, requested // 2, requested - 1):
             calls[0] = 0
             assert s.try_decode(tokens[94:98], 24, 0) == 2
             assert last(s) == -1 and s.state(1) == before

@@ -113,13 +113,13 @@ def test_the_longest_useful_beginning(store: Store) -> None:
     short, long = begin[:300] + text(6, 100), begin + text(7, 100)
     assert store.put(prompt(short, n_removable=0))
     assert store.put(prompt(long, points=(120, 350), n_removable=0))
-    asked = [*begin, *text(8, 200)]
+    prompt_tokens = [*begin, *text(8, 200)]
     for n_removable, n_reached in ((-1, 400), (100, 400), (99, 350), (0, 350)):
-        found = store.get(asked, n_removable=n_removable)
+        found = store.get(prompt_tokens, n_removable=n_removable)
         assert found and found.reach == n_reached, n_removable
-    assert store.get(asked, n_held=350 - LEAST, n_removable=0)
-    assert store.get(asked, n_held=351 - LEAST, n_removable=0) is None
-    assert store.get(asked, n_removable=-1, n_max=399) is None
+    assert store.get(prompt_tokens, n_held=350 - LEAST, n_removable=0)
+    assert store.get(prompt_tokens, n_held=351 - LEAST, n_removable=0) is None
+    assert store.get(prompt_tokens, n_removable=-1, n_max=399) is None
     found = store.get([*short, 1], n_removable=16)
     assert found and found.prompt.tokens == short
 

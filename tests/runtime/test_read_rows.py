@@ -50,9 +50,9 @@ def test_rows_of_exact_codes_are_the_keys_and_values(
     for what, value in (("ks", False), ("vs", True)):
         rows = observe_values(obs, 1, what, (N, shape.n_head_kv, shape.d_k))
         for head in range(shape.n_head_kv):
-            seen, chunk = read(s, 1, head, value, shape.d_k)
+            decoded, chunk = read(s, 1, head, value, shape.d_k)
             assert (chunk == 0).all()
-            np.testing.assert_allclose(seen, rows[:, head], atol=1e-3 * np.abs(rows).max())
+            np.testing.assert_allclose(decoded, rows[:, head], atol=1e-3 * np.abs(rows).max())
     s.close()
     SUBKV.subkv_observer_free(obs)
 
@@ -66,7 +66,7 @@ def test_rows_of_adaptive_bases_are_those_of_the_coder_alone(
     shape = observed(obs, 0)
     rows = observe_values(obs, 0, "vs" if value else "ks", (N, shape.n_head_kv, shape.d_k))
     halves = np.ascontiguousarray(rows[:, 0].astype(np.float16).astype(np.float32))  # what the exact window keeps
-    seen, chunk = read(s, 0, 0, value, shape.d_k)
+    decoded, chunk = read(s, 0, 0, value, shape.d_k)
     expected, chunk_of = np.empty_like(halves), np.empty(N, np.int32)
     params = adapt.native_params(adapt.parse(EAGER)[1])
     assert SUBKV.subkv_adapt_replay(
@@ -75,8 +75,8 @@ def test_rows_of_adaptive_bases_are_those_of_the_coder_alone(
     coded = chunk >= 0
     assert np.array_equal(np.flatnonzero(coded), np.arange(4, 128))  # whole blocks that the window has let go
     assert np.array_equal(chunk[coded], chunk_of[coded]) and len(set(chunk[coded])) >= 3
-    np.testing.assert_array_equal(seen[coded], expected[coded])
-    assert not seen[~coded].any()
+    np.testing.assert_array_equal(decoded[coded], expected[coded])
+    assert not decoded[~coded].any()
     s.close()
     SUBKV.subkv_observer_free(obs)
 

@@ -21,10 +21,10 @@ def add(s: Any, seq: int, p0: int, p1: int, by: int) -> None:
     C.llama_memory_seq_add(C.llama_get_memory(s.ctx), seq, p0, p1, by)
 
 
-def discard(s: Any, gone: int = GONE, seq: int = 0) -> None:
+def discard(s: Any, n_removed: int = GONE, seq: int = 0) -> None:
     """What llama-server does with a full context."""
-    assert s.rm(seq, KEEP, KEEP + gone)
-    add(s, seq, KEEP + gone, -1, -gone)
+    assert s.rm(seq, KEEP, KEEP + n_removed)
+    add(s, seq, KEEP + n_removed, -1, -n_removed)
 
 
 def shifted(model: engine.Model, tokens: list[int], layout: Any, **options: Any) -> np.ndarray:
@@ -199,13 +199,13 @@ def test_adaptive_bases_refuse_a_shift(model: engine.Model, tokens: list[int], m
 @contextmanager
 def stopped(s: Any, first: int, times: int) -> Iterator[None]:
     """The computation is stopped when it asks for the first-th time, and so many times in all."""
-    asked = 0
+    n_calls = 0
 
     @C.ggml_abort_callback
     def stop(_: Any) -> bool:
-        nonlocal asked
-        asked += 1
-        return first <= asked < first + times
+        nonlocal n_calls
+        n_calls += 1
+        return first <= n_calls < first + times
 
     C.llama_set_abort_callback(s.ctx, stop, None)
     try:

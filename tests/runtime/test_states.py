@@ -70,8 +70,8 @@ def test_a_state_holds_the_rows_of_the_format(model: engine.Model, tokens: list[
                 rows.append(codec_numpy.encode(x[:, head] @ basis.T, bands, ratios))
             expected.append(np.concatenate(rows, axis=1))
     found = rows_in(state, N, [e.shape[1] for e in expected])
-    for tensor, (wanted, stored) in enumerate(zip(expected, found, strict=True)):
-        np.testing.assert_array_equal(stored, wanted, err_msg=f"tensor {tensor}")
+    for tensor, (original, stored) in enumerate(zip(expected, found, strict=True)):
+        np.testing.assert_array_equal(stored, original, err_msg=f"tensor {tensor}")
     SUBKV.subkv_observer_free(obs)
 
 

@@ -177,8 +177,8 @@ def test_libsubkv_links_no_vulkan() -> None:
 
 
 def test_the_device_is_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    said = run(graphs(BATCHES), tiny_model("llama"), tmp_path)
-    assert re.fullmatch(r"(Vulkan0 \(.+\)\n){2}", said)
+    output = run(graphs(BATCHES), tiny_model("llama"), tmp_path)
+    assert re.fullmatch(r"(Vulkan0 \(.+\)\n){2}", output)
 
 
 @pytest.mark.parametrize(
@@ -194,10 +194,10 @@ def test_the_device_is_named(tiny_model: Callable[..., Path], tmp_path: Path) ->
 def test_what_the_device_cannot_bind_is_refused(
     tiny_model: Callable[..., Path], tmp_path: Path, options: str, refusal: str
 ) -> None:
-    said = run(LARGE.replace("OPTIONS", options), tiny_model("llama"), tmp_path)
-    if said == "fine\n":
+    output = run(LARGE.replace("OPTIONS", options), tiny_model("llama"), tmp_path)
+    if output == "fine\n":
         pytest.skip("this device binds more than 128 MiB")
-    assert re.match(refusal, said), said
+    assert re.match(refusal, output), output
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def test_a_backend_or_a_memory_that_lacks_something_is_refused(
     tiny_model: Callable[..., Path], tmp_path: Path, what: str, refusal: str
 ) -> None:
     env = {"LD_PRELOAD": preload("refusals", tmp_path), "SUBKV_LIBRARY": str(_lib.lib_dir() / "libsubkv.so")}
-    said = run(LARGE.replace("OPTIONS", ""), tiny_model("llama"), tmp_path, SUBKV_REFUSE=what, **env)
-    assert re.match(refusal, said), said
+    output = run(LARGE.replace("OPTIONS", ""), tiny_model("llama"), tmp_path, SUBKV_REFUSE=what, **env)
+    assert re.match(refusal, output), output
 
 
 @pytest.mark.parametrize(
@@ -226,12 +226,12 @@ def test_a_backend_or_a_memory_that_lacks_something_is_refused(
 def test_without_a_device_layers_stay_on_the_cpu_and_it_is_said(
     tiny_model: Callable[..., Path], tmp_path: Path, variable: str, value: str | None
 ) -> None:
-    said = run(WITHOUT, tiny_model("llama"), tmp_path, **{variable: value})
-    if said.startswith("True"):
+    output = run(WITHOUT, tiny_model("llama"), tmp_path, **{variable: value})
+    if output.startswith("True"):
         pytest.skip("this machine has a GPU")
     assert re.fullmatch(
         r"-ngl 99: expected a GPU, found none \(the Vulkan backend sees none .*; all layers are on the CPU\nFalse 0\n",
-        said,
+        output,
     )
 
 

@@ -124,8 +124,8 @@ def test_every_library_is_in_the_wheel(tmp_path: Path) -> None:
     names = {path.name for path in files}
     assert {"libsubkv.dll", "libllama.dll", "ggml-cpu-haswell.dll", "llama-server.exe"} <= names
     for path in files:
-        wanted = set(wine.imports(path))
-        assert wanted <= names | SYSTEM, (path.name, wanted - names - SYSTEM)
+        imported = set(wine.imports(path))
+        assert imported <= names | SYSTEM, (path.name, imported - names - SYSTEM)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes()[:4] == b"\x7fELF"]
 
 

@@ -158,14 +158,14 @@ def measure_cuda(folder: Path, targets: list[str]) -> Figures:
             virtual = arch.replace("sm", "compute")
             run([nvcc, "-std=c++17", "-O3", *c.INCLUDE, "-ptx", f"-arch={virtual}", source, "-o", "k.ptx"], folder)
             entries = re.findall(r"\.entry (\w+)", (folder / "k.ptx").read_text())
-            wanted = {entry: names for entry in entries for part, names in ENTRIES.items() if part in entry}
-            if not wanted:
+            entries_of = {entry: names for entry in entries for part, names in ENTRIES.items() if part in entry}
+            if not entries_of:
                 continue
-            only = ",".join(f"-e,{entry}" for entry in wanted)
-            _, said = run([nvcc, "-cubin", f"-arch={arch}", f"-Xptxas=-v,{only}", "k.ptx", "-o", "k.cubin"], folder)
+            only = ",".join(f"-e,{entry}" for entry in entries_of)
+            _, output = run([nvcc, "-cubin", f"-arch={arch}", f"-Xptxas=-v,{only}", "k.ptx", "-o", "k.cubin"], folder)
             sizes = section_sizes((folder / "k.cubin").read_bytes())
-            for entry, names in wanted.items():
-                part = said[said.index(f"Function properties for {entry}") :]
+            for entry, names in entries_of.items():
+                part = output[output.index(f"Function properties for {entry}") :]
                 registers = int(re.findall(r"Used (\d+) registers", part)[0])
                 for name in names:
                     n = shared[CARDS[arch][2], name]

@@ -83,8 +83,8 @@ def goals(group: str, kernel: str, target: str) -> dict[str, int]:
 
 def row_of(group: str, kernel: str, target: str, value: dict[str, int]) -> Row:
     bound = {n: x + MARGIN[n] + math.floor(SHARE[n] * x) for n, x in value.items()}
-    wanted = goals(group, kernel, target)
-    return Row(value, bound, {n: x for n, x in wanted.items() if worse(n, value[n], x)})
+    requested = goals(group, kernel, target)
+    return Row(value, bound, {n: x for n, x in requested.items() if worse(n, value[n], x)})
 
 
 def broken(rows: dict[Key, Row], group: str, found: dict[tuple[str, str], dict[str, int]]) -> list[str]:
@@ -131,13 +131,13 @@ def table(rows: dict[Key, Row], group: str, kernels: list[str], across: bool) ->
 
 def unmet(rows: dict[Key, Row]) -> str:
     """A line per goal that is not reached."""
-    wanted: dict[tuple[str, str, int], list[int]] = {}
+    requested: dict[tuple[str, str, int], list[int]] = {}
     for (group, _, _), row in rows.items():
         for n, goal in row.goal.items():
-            wanted.setdefault((group, n, goal), []).append(row.value[n])
+            requested.setdefault((group, n, goal), []).append(row.value[n])
     names = {"cuda": "CUDA decode", "triton": "Triton"}
     text = "| not reached yet | limit | found | kernels and GPUs |\n|---|---|---|---|\n"
-    for (group, n, goal), found in wanted.items():
+    for (group, n, goal), found in requested.items():
         unit = {"registers": "registers", "spilled": "spilled bytes", "size": "bytes of code", "resident": "blocks"}[n]
         limit = "at least" if n == "resident" else "at most"
         of = sum(g == group and n in goals(g, k, t) for g, k, t in rows)

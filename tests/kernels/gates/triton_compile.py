@@ -79,10 +79,10 @@ def compiled(function: Any, constants: dict[str, Any], target: GPUTarget) -> dic
         ptx.flush()
         arch = sm_arch_from_capability(target.arch)
         command = [get_ptxas(target.arch).path, "-v", f"--gpu-name={arch}", ptx.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return {
-        "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
-        "spilled": int(re.findall(r"(\d+) bytes spill stores", said)[0]),
+        "registers": int(re.findall(r"Used (\d+) registers", output)[0]),
+        "spilled": int(re.findall(r"(\d+) bytes spill stores", output)[0]),
         "shared": shared,
     }
 

@@ -27,8 +27,8 @@ TEXT = "/v1/completions"
 
 def test_the_load_program(serve: Serve) -> None:
     with serve("-np", 2, "-c", 2048) as server:
-        asked = ["--url", f"http://127.0.0.1:{server.port}", "-r", "6", "-j", "3", "-n", "5"]
-        done = CliRunner().invoke(loading.main, [*asked, "--pid", str(server.process.pid)])
+        options = ["--url", f"http://127.0.0.1:{server.port}", "-r", "6", "-j", "3", "-n", "5"]
+        done = CliRunner().invoke(loading.main, [*options, "--pid", str(server.process.pid)])
     assert done.exit_code == 0, done.output
     cells = [cell.strip() for cell in done.stdout.splitlines()[-1].strip("|").split("|")]
     assert cells[:3] == ["6", "6", "0"]
@@ -68,9 +68,9 @@ def test_a_thousand_requests_at_once(serve: Serve) -> None:
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads a process's memory in /proc")
 def test_a_soak_of_seconds(serve: Serve, tmp_path: Path) -> None:
     with serve("-np", 2, "-c", 2048, "--metrics", "--slot-save-path", tmp_path) as server:
-        asked = ["--url", f"http://127.0.0.1:{server.port}", "--pid", str(server.process.pid)]
-        asked += ["--minutes", "0.05", "--every", "0.2", "-n", "4", "-j", "1", "-np", "2"]
-        done = CliRunner().invoke(soak.main, asked)
+        options = ["--url", f"http://127.0.0.1:{server.port}", "--pid", str(server.process.pid)]
+        options += ["--minutes", "0.05", "--every", "0.2", "-n", "4", "-j", "1", "-np", "2"]
+        done = CliRunner().invoke(soak.main, options)
     assert done.exit_code == 0, done.output
     assert "faults: none" in done.output
     for kind in ("short", "conversation", "gone", "slow", "slots", "monitor", "refused"):

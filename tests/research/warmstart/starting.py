@@ -85,19 +85,19 @@ def answer(start: WarmStart, tokens: list[int], n: int) -> list[int]:
     llm = start.llm
     sampler = llm._init_sampler(temp=0.0)
     held = llm.longest_token_prefix(llm._input_ids, tokens)
-    said = list(start.begin(tokens, held, sampler))[:n]
+    generated = list(start.begin(tokens, held, sampler))[:n]
     if start.decision.cause != "prefix":
         llm.reset()
         with start.reading(tokens):
             llm.eval(tokens)
-        llm.eval(said)
+        llm.eval(generated)
     else:
         llm.eval(tokens[held:])
-    while len(said) < n:
-        said.append(int(sampler.sample(llm._ctx, -1)))
-        if len(said) < n:
-            llm.eval(said[-1:])
-    return said
+    while len(generated) < n:
+        generated.append(int(sampler.sample(llm._ctx, -1)))
+        if len(generated) < n:
+            llm.eval(generated[-1:])
+    return generated
 
 
 def logits(llm: Llama) -> Any:

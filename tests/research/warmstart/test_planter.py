@@ -203,11 +203,11 @@ def test_an_observer_sees_what_was_planted(model: engine.Model, tokens: list[int
     with sampling(50) as obs, planted(model, observer=obs, **cache) as (s, planter):
         with planter.planting(rows):
             s.decode(DUMMIES[:50])
-        seen = sampled(obs)
+        read = sampled(obs)
     for il in range(len(rows)):
         for side in range(2):
-            assert np.array_equal(rows[il][side], seen[il][side][:40])
-            assert np.abs(seen[il][side][40:]).max() > 0
+            assert np.array_equal(rows[il][side], read[il][side][:40])
+            assert np.abs(read[il][side][40:]).max() > 0
 
 
 def test_one_planter_of_two_contexts(model: engine.Model, tokens: list[int]) -> None:

@@ -66,18 +66,18 @@ def test_absolute_positions(tiny_model: Models, tmp_path: Path) -> None:
 def test_a_head_start_goes_on_exactly(path: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     with warm(path[0], tmp_path, n_warm=2, **path[1]) as start:
         remember(start, A)
-        said = answer(start, B, 8)
+        generated = answer(start, B, 8)
         assert start.decision.error is None
         mark, sentences = start.report()
         assert mark.endswith(" similar, first 2 tokens") and not sentences
         held = start.llm.input_ids[: start.llm.n_tokens].tolist()
-        assert held == [*B, *said[:7]]
+        assert held == [*B, *generated[:7]]
         assert B in start.library  # read exactly, so it is remembered
-        assert cold(start.llm, [*B, *said[:2]], 6) == said[2:]
+        assert cold(start.llm, [*B, *generated[:2]], 6) == generated[2:]
         with opened(path[0], **path[1]) as (other, _):
-            other.eval([*B, *said[:7]])
+            other.eval([*B, *generated[:7]])
             start.llm.reset()
-            start.llm.eval([*B, *said[:7]])
+            start.llm.eval([*B, *generated[:7]])
             np.testing.assert_array_equal(logits(other), logits(start.llm))
 
 

@@ -147,13 +147,13 @@ def test_a_model_that_adds_its_positions_is_left_alone(tiny_model: Callable[...,
 def test_part_of_a_head_may_be_rotated() -> None:
     frame = Frame.read(Keys("stablelm", **{"rope.dimension_count": 8}))
     x = np.random.default_rng(0).standard_normal((5, 2, 32)).astype(np.float32)
-    turned = frame.rotate(x, np.array([0.0, 1.0, 2.5, 100.0, 7.25]))
-    np.testing.assert_array_equal(turned[..., 8:], x[..., 8:])
-    np.testing.assert_array_equal(turned[0], x[0])
-    assert np.abs(turned[1:, :, :8] - x[1:, :, :8]).max(axis=(1, 2)).min() > 0.1
+    shifted = frame.rotate(x, np.array([0.0, 1.0, 2.5, 100.0, 7.25]))
+    np.testing.assert_array_equal(shifted[..., 8:], x[..., 8:])
+    np.testing.assert_array_equal(shifted[0], x[0])
+    assert np.abs(shifted[1:, :, :8] - x[1:, :, :8]).max(axis=(1, 2)).min() > 0.1
     angle = 2.5 * 10000.0 ** (-2.0 * 1 / 8)  # of the second pair
     expected = x[2, 0, 1] * np.cos(angle) - x[2, 0, 5] * np.sin(angle)
-    assert turned[2, 0, 1] == pytest.approx(expected, abs=1e-6)
+    assert shifted[2, 0, 1] == pytest.approx(expected, abs=1e-6)
 
 
 @each(
@@ -258,8 +258,8 @@ def test_slots_are_adapted_projected_weighted_and_turned() -> None:
     layer, n = trained.layers[1], counts(n_tokens - 5, 5)
     for h in range(2):
         keys = layer.projector @ (summary.k[1][h] @ layer.a_k[h]) + np.log(n)[:, None] * layer.b_k[h]
-        turned = frame.rotate(keys[:, None], placed(plan, n_tokens)[0])[:, 0]
-        np.testing.assert_allclose(k[:, h], turned, rtol=1e-3, atol=1e-3)
+        shifted = frame.rotate(keys[:, None], placed(plan, n_tokens)[0])[:, 0]
+        np.testing.assert_allclose(k[:, h], shifted, rtol=1e-3, atol=1e-3)
         values = layer.projector @ (summary.v[1][h] @ layer.a_v[h] + layer.b_v[h])
         np.testing.assert_allclose(v[:, h], values, rtol=1e-3, atol=1e-3)
     static = trained.static()
