@@ -242,9 +242,9 @@ int32_t llama_subkv_n_keep(const llama_context * ctx, int32_t n_keep) {
 }
 
 bool llama_subkv_checkpoint(const llama_context * ctx, int32_t n_left, int32_t n_ubatch) {
-    const int32_t pieces = n_ubatch > 0 && n_left > 4 ? (n_left - 4) / n_ubatch : 0;
-    const bool    wanted = pieces > 0 && (pieces <= 4 || (pieces & (pieces - 1)) == 0);
-    return wanted && n_left == 4 + pieces * n_ubatch && llama_subkv::coded(ctx->get_memory());
+    const int32_t pieces   = n_ubatch > 0 && n_left > 4 ? (n_left - 4) / n_ubatch : 0;
+    const bool    is_count = pieces > 0 && (pieces <= 4 || (pieces & (pieces - 1)) == 0);
+    return is_count && n_left == 4 + pieces * n_ubatch && llama_subkv::coded(ctx->get_memory());
 }
 
 bool llama_subkv_is_coded(const llama_context * ctx) {

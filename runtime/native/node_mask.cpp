@@ -92,7 +92,7 @@ void chosen_mask_op(ggml_tensor * dst, int ith, int nth, void * /*userdata*/) {
 }
 
 //
-// chosen cells: dst I32 as build_chosen_cells says | ChosenCellsSources
+// chosen cells: dst I32, format as in build_chosen_cells | ChosenCellsSources
 //
 
 void chosen_cells_op(ggml_tensor * dst, int ith, int nth, void * userdata) {

@@ -1,7 +1,7 @@
 // nodes.cpp: the graph nodes of a coded layer. Per layer and run of the graph:
 //
 //   encode        k, v -> codes at their cells; also rounds k, v to half precision ("fresh" rows) and projects q
-//   mask          once for all layers, of few tokens: what attend adds to logits
+//   mask          once for all layers, if the batch has few tokens: the values that attend adds to logits
 //   encode_blocks only with adaptive bases: codes tokens that have left the exact window, in blocks (instead of encode)
 //   attend        query x coded cells -> partial (m, z, sum of value coefficients) per split of the cells
 //   combine       merges the splits, multiplies by D_v, adds the exact window (fresh and stored rows) and attention
@@ -52,9 +52,9 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
         constexpr int64_t LEAST = 2 * TILE; // cells of a split
         const int64_t     most  = (int64_t) (layer.device->max_range() / sizeof(float)) - scratch;
         const int64_t     each  = n_head * s.n_tokens * (2 + s.width);
-        const int64_t     wanted =
+        const int64_t     n_split =
             std::min({ layer.device->n_at_once() / (s.n_blocks * s.n_head_kv), s.n_kv / LEAST, most / each });
-        s.n_split = std::max<int64_t>(1, wanted);
+        s.n_split = std::max<int64_t>(1, n_split);
         s.split   = ((s.n_kv + s.n_split - 1) / s.n_split + TILE - 1) / TILE * TILE;
         s.n_split = (s.n_kv + s.split - 1) / s.split;
         s.n_parts = s.n_head_kv;

@@ -43,7 +43,7 @@ public:
     // The heads of all prompts with this identity.
     std::vector<std::shared_ptr<const PrefixHead>> heads(const std::string & identity);
 
-    struct Wanted {
+    struct PieceRead {
         std::string       name;
         uint64_t          size;
         uint8_t *         data; // destination: the spans `to` of it
@@ -51,7 +51,7 @@ public:
     };
 
     // Throws PrefixDamaged.
-    void read(const std::string & identity, const std::vector<Wanted> & wanted) const;
+    void read(const std::string & identity, const std::vector<PieceRead> & reads) const;
 
     void used(const PrefixHead & head) const; // marks it as used now
     void damaged(const std::string & name, const PrefixDamaged & why);

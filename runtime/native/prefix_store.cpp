@@ -88,16 +88,16 @@ Prefix assemble(const PrefixIndex & index, const PrefixHead & head) {
     Prefix prefix;
     prefix.identity = head.identity;
     prefix.tokens   = head.tokens;
-    std::vector<PrefixIndex::Wanted> wanted;
+    std::vector<PrefixIndex::PieceRead> reads;
     for (size_t i = 0; i < N_STATES; ++i) {
         const auto & refs  = head.states[i];
         auto &       state = prefix.states[i];
         state.resize((size_t) refs.size());
         for (uint64_t block = 0; block < refs.blocks.size(); ++block) {
-            wanted.push_back({ refs.blocks[block], refs.block_bytes(), state.data(), refs.of_block(block) });
+            reads.push_back({ refs.blocks[block], refs.block_bytes(), state.data(), refs.of_block(block) });
         }
         if (refs.rest.size > 0) {
-            wanted.push_back({ refs.rest.name, refs.rest.size, state.data(), refs.of_rest() });
+            reads.push_back({ refs.rest.name, refs.rest.size, state.data(), refs.of_rest() });
         }
     }
     for (const auto & refs : head.points) {
@@ -109,11 +109,11 @@ Prefix assemble(const PrefixIndex & index, const PrefixHead & head) {
             const auto & piece = refs.data[i];
             point.data[i].resize((size_t) piece.size);
             if (piece.size > 0) {
-                wanted.push_back({ piece.name, piece.size, point.data[i].data(), { { 0, piece.size } } });
+                reads.push_back({ piece.name, piece.size, point.data[i].data(), { { 0, piece.size } } });
             }
         }
     }
-    index.read(head.identity, wanted);
+    index.read(head.identity, reads);
     return prefix;
 }
 
@@ -216,7 +216,7 @@ std::unique_ptr<PrefixFound> PrefixStore::Core::find(const PrefixQuery & query) 
         std::lock_guard<std::mutex> lock(pace_mutex);
         per_byte = pace;
     }
-    const auto n_wanted = (int64_t) query.tokens.size() - 1; // the last token is evaluated for its logits
+    const auto n_usable = (int64_t) query.tokens.size() - 1; // the last token is evaluated for its logits
     struct Choice {
         double                            gain; // in tokens, or in seconds
         int64_t                           n;
@@ -227,7 +227,7 @@ std::unique_ptr<PrefixFound> PrefixStore::Core::find(const PrefixQuery & query) 
         if ((int64_t) head->tokens.size() > query.n_max || head->n_bytes() > max_bytes) {
             continue;
         }
-        const auto   n         = (int64_t) common_prefix(head->tokens, query.tokens.data(), (size_t) n_wanted);
+        const auto   n         = (int64_t) common_prefix(head->tokens, query.tokens.data(), (size_t) n_usable);
         const auto   n_reached = reach((int64_t) head->tokens.size(), n, head->points, query.n_removable);
         const auto   n_gained  = n_reached - query.n_held;
         const double cost      = query.seconds_per_token > 0 ? (double) head->n_bytes() * per_byte : 0;
