@@ -1,4 +1,4 @@
-"""What the architectures need beside the metadata that all of them get."""
+"""Metadata that single architectures need in addition to the common keys."""
 
 from __future__ import annotations
 

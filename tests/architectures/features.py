@@ -1,6 +1,6 @@
-"""What a coded cache can do, tried on a tiny model of each kind of architecture; the table of backends.
+"""Features of a coded cache on a tiny model of each kind of architecture, and the table of backends.
 
-try_feature("context shift", "plain", folder) says "yes", or why not, on this build's CPU or on its GPU.
+try_feature("context shift", "plain", folder) returns "yes" or the refusal, on this build's CPU or GPU.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ GPU_BOUND = 2e-2  # of products that round to halves, as in test_placement.py
 
 @dataclass(frozen=True)
 class Cell:
-    """mark: yes, refused, as f16 (f16 is refused or fails, too), none (there is no such thing) or not tried.
+    """mark: yes, refused, as f16 (f16 is refused or fails, too), none (the kind lacks the feature's subject) or not
+    tried.
 
-    text: of yes in the table of backends the test that shows it, of refused the program's sentence, of none and not
-    tried the reason.
+    text: for yes in the table of backends, the test that checks it; for refused, the program's message; for none and
+    not
+    tried, the reason.
     """
 
     mark: str
@@ -52,12 +54,12 @@ YES, AS_F16, NONE = Cell("yes"), Cell("as f16"), Cell("none")
 
 
 def sentence(text: str) -> str:
-    """A refusal without what differs between machines: devices and addresses."""
+    """The message of a refusal without machine-dependent parts: devices and addresses."""
     return re.sub(r"\b(CUDA|EMULATED|Vulkan)\d+\b", "the GPU", text.strip())
 
 
 class Attempt(Trial):
-    """A model of a kind, what an f16 cache makes of its tokens, and bases of full rank and 16 bits."""
+    """A model of a kind, the f16 cache's logits of its tokens, and bases of full rank and 16 bits."""
 
     def __init__(self, model: virtual.Model, folder: Path, on_gpu: bool) -> None:
         super().__init__(model)
@@ -189,13 +191,13 @@ FEATURES: dict[str, Callable[[Attempt], Cell]] = {
 
 
 def applies(feature: str, kind: str) -> bool:
-    """Whether a kind has what the feature is about."""
+    """Whether a kind has the subject of the feature."""
     of = {"latent rows": LATENT, "sparse selection": ("sparse",)}
     return kind in of.get(feature, tuple(KINDS))
 
 
 def _wide(kind: str) -> dict[str, Any]:
-    """Metadata of heads of N_WIDE elements, or of a latent of as many."""
+    """Metadata of heads of N_WIDE elements, or of a latent of N_WIDE elements."""
     if kind in LATENT:
         return {
             "attention.kv_lora_rank": N_WIDE,
@@ -208,7 +210,7 @@ def _wide(kind: str) -> dict[str, Any]:
 
 
 def try_feature(feature: str, kind: str, folder: Path, on_gpu: bool = False) -> Cell:
-    """What comes of it here. Raises AssertionError where it is neither refused nor right."""
+    """The result on this machine. Raises AssertionError if the feature is neither refused nor correct."""
     if not applies(feature, kind):
         return NONE
     keys = _wide(kind) if feature == "heads above 256" else {}
@@ -224,7 +226,7 @@ def try_feature(feature: str, kind: str, folder: Path, on_gpu: bool = False) -> 
 
 
 def backend() -> str:
-    """The column of the table that this build's GPU belongs to; empty: it has none."""
+    """The column of the table for this build's GPU; empty without a GPU."""
     if not C.llama_supports_gpu_offload():
         return ""
     return {b"cuda": "CUDA", b"vulkan": "Vulkan"}.get(SUBKV.subkv_device_kernel_name(), "")

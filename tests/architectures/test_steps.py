@@ -1,4 +1,6 @@
-"""What prepares and measures a model, on one architecture of every family: it works, or says why and what does."""
+"""Preparing and measuring a model of every architecture family: each step works, or names the reason and an
+alternative.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def prepared(
 
 
 def run(program: click.Command, *arguments: object, code: int = 0) -> str:
-    """What it says."""
+    """The command's output."""
     found = CliRunner().invoke(program, [str(a) for a in arguments])
     assert found.exit_code == code, found.output
     return found.output
@@ -99,7 +101,7 @@ def test_sensitivities(prepared: tuple[str, Path, Path, Path], text: Path, tmp_p
     run(convert, "--bases", out, "--sidecar", model, "-o", tmp_path / "sensed.gguf", "--kv-bits", 6)
 
 
-def test_evaluate_names_what_takes_the_model(
+def test_evaluate_names_the_command_for_this_model(
     prepared: tuple[str, Path, Path, Path], text: Path, tiny_model: Callable[..., Path]
 ) -> None:
     if not all(importlib.util.find_spec(name) for name in ("torch", "transformers", "accelerate")):
@@ -125,8 +127,8 @@ def test_a_converted_copy_is_the_model_to_stock(prepared: tuple[str, Path, Path,
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_one_command_goes_through_to_its_end(arch: str, tmp_path: Path, cache_home: Path) -> None:
-    """Calibration, sensitivities, correction and plan; what comes out is found without being named."""
+def test_one_command_prepares_a_model(arch: str, tmp_path: Path, cache_home: Path) -> None:
+    """Calibration, sensitivities, correction and plan; the resulting bases are found automatically."""
     keys = WHOLE_BLOCKS | (WHOLE_ROWS if arch in mla.SUPPORTED else {})
     model = virtual.write(tmp_path / "model.gguf", arch, context_length=8192, **keys)
     output = run(convert, model, "-c", 1024, "--chunks", 4, "-t", 1)

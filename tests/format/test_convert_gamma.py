@@ -64,8 +64,8 @@ def test_moment_gamma_agrees_with_many_samples(bands: Bands, aware: bool) -> Non
 
 
 @pytest.mark.parametrize("bands", [((32, 8),), ((32, 2),), ((16, 8),)])
-def test_a_mean_that_is_taken_out_leaves_gamma_alone(bands: Bands) -> None:
-    """Both estimates are of the centred part: far keys with their mean out give what the same keys around 0 give."""
+def test_subtracting_a_mean_does_not_change_gamma(bands: Bands) -> None:
+    """Estimates use the centred part: subtracting the mean of far keys gives the estimates of keys around 0."""
     plain = random_layer(0, seed=6)
     far = with_key_means(plain, 3.0)
     mean = stored_mean(far.k1[0])

@@ -32,7 +32,7 @@ def random(*shape: int, seed: int = 0) -> Any:
 
 
 def written_out(q: Any, k: Any, v: Any, visible: Any, how: Logits) -> Any:
-    """k, v [b, h, n, t, d]: as query n sees cell t; seen [b, n, t]. Returns [b, n, n_head, d]."""
+    """k, v [b, h, n, t, d]: cell t for query n; visible [b, n, t]. Returns [b, n, n_head, d]."""
     logits = how.scale * torch.einsum("bhgnd,bhntd->bhgnt", q.unflatten(1, (N_KV, GROUP)), k)
     if how.softcap is not None:
         logits = how.softcap * torch.tanh(logits / how.softcap)
@@ -60,7 +60,7 @@ def test_ordinary_layers(how: Logits, padded: bool) -> None:
 @each("n_recent", [0, 1, 13, 200])
 @each("n", [1, 40, T])
 def test_coded_layers(how: Logits, n_recent: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every query sees the first cells and its last ones exactly, all others as they are reconstructed."""
+    """Every query reads the first and the last cells exactly, and all others decoded."""
     monkeypatch.setattr(torch_attend, "TILE", 32)
     monkeypatch.setattr(torch_attend, "QUERIES", 16)
     out, want = coded(torch_attend.attend, how, n_recent, n, 0.1)
@@ -80,7 +80,7 @@ def test_coded_layers_through_triton(how: Logits, n_recent: int, n: int, monkeyp
 
 
 def coded(attend: Any, how: Logits, n_recent: int, n: int, size: float) -> tuple[Any, Any]:
-    """What `attend` makes of queries of this size, and what it should."""
+    """The output of `attend` for queries of this size, and the expected output."""
     heads = [heads_of(seed, [((16, 5), (16, 3)), ((24, 8),)]) for seed in (0, 1)]
     codec_k = RowCodec(heads[0], np.random.default_rng(0).permutation(D), [0.9, 1.1])
     codec_v = RowCodec(heads[1], np.arange(D), [1.0, 1.0])

@@ -1,4 +1,4 @@
-"""Inputs of the GPU ops' tests: attention of a shape over coded cells, and the exact rows beside them."""
+"""Inputs of the GPU ops' tests: attention of a shape over coded cells, and exact rows."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Call:
         return self.heads.slope[h * self.shape.group : (h + 1) * self.shape.group]
 
     def vectors(self, value: bool, stream: int, h: int) -> o.F64:
-        """Coefficients of a head's cells, zeros where nobody sees them."""
+        """Coefficients of a head's cells; zeros in cells that no token sees."""
         stored = value and not self.latent
         side = self.sides[stored]
         rows = self.rows[stored][stream].copy()

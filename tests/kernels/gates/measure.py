@@ -1,7 +1,7 @@
-"""Compilers' figures of our GPU kernels, without a GPU: RADV's, ptxas's, and Triton's.
+"""Compiler figures of the GPU kernels without a GPU: RADV's, ptxas's, and Triton's.
 
-Every measure_* gives {(kernel, target): numbers}. missing_* says why it cannot: a tool that is missing, or of another
-version than the recorded figures are of, with which bounds would mean nothing.
+Every measure_* returns {(kernel, target): numbers}. missing_* returns the reason if it cannot run: a tool is missing,
+or its version differs from that of the recorded figures, whose bounds would not apply.
 """
 
 from __future__ import annotations
