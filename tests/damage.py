@@ -1,6 +1,6 @@
 """Files with random damage or hostile contents, for tests of readers.
 
-SUBKV_FILES=100000 pytest tests/format tests/runtime tests/research/warmstart -k somebody
+SUBKV_FILES=100000 pytest tests/format tests/runtime tests/research/warmstart -k hostile
 """
 
 from __future__ import annotations

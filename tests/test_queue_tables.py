@@ -1,4 +1,4 @@
-"""The simulated queues of a cluster, against what is known of such queues."""
+"""The simulated queues of a cluster against known formulas of queueing theory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_machine_that_works(work: float, answer: float) -> None:
     assert all(request.arrived <= request.begun <= request.ended for request in done)
 
 
-def test_who_finds_no_place_goes_elsewhere_and_pays_for_it() -> None:
+def test_rejected_requests_cost_more_on_another_machine() -> None:
     machine = queues.Machine([1.0], 1.0, 0.5)
     done, used = queues.simulated(machine, 100, 100.0, 2, lambda user: [0, 1], 5_000.0)
     elsewhere = [request for request in done if request.elsewhere]
@@ -35,7 +35,7 @@ def test_who_finds_no_place_goes_elsewhere_and_pays_for_it() -> None:
 
 
 def test_slots_make_a_machine_faster() -> None:
-    """Up to the last of them; one alone is as slow as it is."""
+    """Every further slot adds throughput; a single request is not faster."""
     machine = queues.Machine([0.5, 1.0], 1.0, 0.0)
     done, _ = queues.simulated(machine, 10, 1e5, 1, lambda user: [0], 1e7)
     assert mean(request.ended - request.arrived for request in done) == pytest.approx(2.0, abs=0.01)

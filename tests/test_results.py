@@ -1,4 +1,4 @@
-"""What README.md and docs/ quote is what docs/results/make.py measured, what is compared at one commit."""
+"""Numbers in README.md and docs/ equal the results of docs/results/make.py; compared results are of one commit."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_unknown_names_are_refused(text: str, message: str) -> None:
         render.filled(text, TABLES, {"speed_decode": SPEED}, "")
 
 
-def test_page_says_what_was_left_out() -> None:
+def test_page_lists_omitted_results() -> None:
     gap = {**made_up("kernels", []), "skipped": ["kernel-bench is measured where a build folder is given (--build)"]}
     page = render.page(TABLES["kernels"], gap)
     assert "Skipped: kernel-bench is measured where a build folder is given (--build)." in page

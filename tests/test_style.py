@@ -21,7 +21,7 @@ CPP = sorted(p for d in CPP_FOLDERS for e in CPP_ENDINGS for p in (REPO / d).rgl
 
 
 def tool(name: str) -> str:
-    """The tool of this environment, not one that happens to be on the PATH."""
+    """The tool of this environment, not another one on the PATH."""
     found = shutil.which(name, path=sysconfig.get_path("scripts"))
     assert found, f"{name}: expected in {sysconfig.get_path('scripts')}, found none; pip install '.[test]'"
     return found

@@ -52,7 +52,7 @@ N_VOCAB = len(vocabulary()[0])
 
 @dataclass
 class Model:
-    """What an architecture's function fills: metadata keys and tensors, from its dimensions `dims`."""
+    """Filled by an architecture's function: metadata keys and tensors, from its dimensions `dims`."""
 
     arch: str
     seed: int
@@ -170,7 +170,7 @@ def qwen2vl(m: Model) -> None:
 
 
 def gemma2(m: Model) -> None:
-    """Every other layer attends a sliding window; attention logits are soft-capped."""
+    """Every other layer has a sliding window; attention logits are soft-capped."""
     m.keys |= {
         "attention.sliding_window": m.n_swa,
         "attn_logit_softcapping": float(m.softcap),

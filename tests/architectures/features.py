@@ -273,7 +273,7 @@ _GPU = {
     "sparse selection": _yes(f"{_HERE}features.py::test_on_this_backend"),
     "several sequences": _yes(_ON_CPU["several sequences"]),
     "states": _yes(f"{_RUNTIME}placement.py::test_a_state_moves_between_gpu_and_cpu"),
-    "prefix restore": _yes("tests/python/test_gpu.py::test_a_prompt_cache_of_halves_is_of_gpu_and_cpu_alike"),
+    "prefix restore": _yes("tests/python/test_gpu.py::test_gpu_and_cpu_share_prompt_caches_of_halves"),
     "heads above 256": _yes(f"{_RUNTIME}placement.py::test_heads_above_256_elements"),
     "drafts": _yes(f"{_RUNTIME}sequences.py::test_remove_a_tail_and_decode_again"),
     "pictures": _yes(f"{_HERE}features.py::test_on_this_backend"),

@@ -113,7 +113,7 @@ def damaged(tmp_path: Path) -> Callable[..., str]:
     return sentence
 
 
-def test_files_of_somebody(tmp_path: Path) -> None:
+def test_hostile_files(tmp_path: Path) -> None:
     """Refused with a sentence that can be printed, or read and written again as they were."""
     path = tmp_path / "c.safetensors"
     write_calibration(path, with_sensitivities(random_calibration(n_layer=1)))

@@ -115,7 +115,7 @@ def test_shift_is_added_before_the_cap(table: o.Ops, layout: o.Layout, softcap: 
 
 @each("rows", [(1, 3), (6, 3)])
 @each("layout", [MIXED[0], MIXED[4]])
-def test_nothing_visible_keeps_the_state(table: o.Ops, layout: o.Layout, rows: tuple[int, int]) -> None:
+def test_without_visible_cells_the_state_stays(table: o.Ops, layout: o.Layout, rows: tuple[int, int]) -> None:
     k, v = pair(layout, layout)
     case, k_rows, v_rows = make_case(k, v, 150, rows, 6)
     state = o.State.start(len(case.q), v.rank)
@@ -135,7 +135,7 @@ def test_nothing_visible_keeps_the_state(table: o.Ops, layout: o.Layout, rows: t
 @each("rows", [(4, 3), (7, 2), (20, 1)])
 @each("layout", [MIXED[0], MIXED[4]])
 def test_tokens_of_several_sequences(table: o.Ops, layout: o.Layout, rows: tuple[int, int]) -> None:
-    """Each token looks at tiles of its own, as sequences do that share a cache, and every fifth at none."""
+    """Each token sees different tiles, as sequences that share a cache do; every fifth token sees none."""
     k, v = pair(layout, MIXED[2])
     case, k_rows, v_rows = make_case(k, v, 600, rows, 17)
     tile = np.arange(600) // 64
@@ -294,7 +294,7 @@ def test_query_rows_are_independent(table: o.Ops, rows: tuple[int, int]) -> None
 
 
 def fenced_tiles(head: o.Head, rows: o.U8, extra: int = 0) -> tuple[Fenced, o.U8]:
-    """Tiles of these rows, the last one right before a fence; what holds them."""
+    """Tiles of these rows, the last one right before an inaccessible page; and their memory."""
     laid_out = o.to_tiles(head, rows, extra)
     fence = Fenced(laid_out.tobytes()[: laid_out.size - extra])
     return fence, fence.tiles(laid_out.shape[1], laid_out.shape[1] - extra)

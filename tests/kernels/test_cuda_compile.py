@@ -1,4 +1,4 @@
-"""kernels/cuda compiles without warnings for every architecture that this nvcc knows of those we name."""
+"""kernels/cuda compiles without warnings for every supported architecture that this nvcc knows."""
 
 from __future__ import annotations
 

@@ -58,10 +58,10 @@ def unpack(table: o.Ops, row: o.U8, mean: o.F32 | None, d: int) -> o.U16:
     seed=st.integers(0, 2**32 - 1),
 )
 @example(d=256, power=14, outliers=0, centred=True, seed=67108864)  # a mean beyond the largest half
-def test_bytes_and_halves_are_the_definition(
+def test_bytes_and_halves_match_the_definition(
     table: o.Ops, d: int, power: int, outliers: int, centred: bool, seed: int
 ) -> None:
-    """From rows whose step is no half to such as saturate, with outliers and means."""
+    """Rows range from steps below the smallest half to saturation, with outliers and means."""
     rng = np.random.default_rng(seed)
     x = (2.0**power * rng.standard_normal(d)).astype(np.float32)
     x[rng.integers(0, d, outliers)] *= 100

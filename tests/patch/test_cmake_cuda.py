@@ -1,4 +1,4 @@
-"""What cmake/cuda.cmake says of a build with -DGGML_CUDA=ON that cannot be."""
+"""Messages of cmake/cuda.cmake about builds with -DGGML_CUDA=ON that cannot work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(CMAKE is None, reason="no cmake on the PATH")
 
 
 def script(tmp_path: Path, code: str, *options: str, module: Path = MODULE) -> tuple[int, str]:
-    """Runs CMake code after the module -> exit status, and what it said with single spaces."""
+    """Runs CMake code after the module -> exit status, and its output with single spaces."""
     assert CMAKE is not None
     path = tmp_path / "script.cmake"
     path.write_text(f"cmake_minimum_required(VERSION 3.21)\ninclude({module.as_posix()})\n{code}\n")

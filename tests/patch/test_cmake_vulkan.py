@@ -1,4 +1,4 @@
-"""What cmake/vulkan.cmake says of a build with -DGGML_VULKAN=ON that cannot be."""
+"""Messages of cmake/vulkan.cmake about builds with -DGGML_VULKAN=ON that cannot work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPIRV = "the SPIR-V headers (Debian: spirv-headers)"
 
 
 def configure(tmp_path: Path, without: list[str]) -> tuple[int, str]:
-    """A build where only those are missing, the others files of these names -> exit status, and what it said."""
+    """Configures a build in which only these files are missing -> exit status, and its output."""
     there = {HEADERS: "include", LOADER: "libvulkan.so", GLSLC: "bin/glslc", SPIRV: "spirv"}
     names = {HEADERS: "Vulkan_INCLUDE_DIR", LOADER: "Vulkan_LIBRARY", GLSLC: "Vulkan_GLSLC_EXECUTABLE"}
     for path in ("include/vulkan/vulkan.h", "libvulkan.so", "bin/glslc", "spirv/SPIRV-HeadersConfig.cmake"):
@@ -40,7 +40,7 @@ def configure(tmp_path: Path, without: list[str]) -> tuple[int, str]:
 
 
 @each("without", [[HEADERS], [LOADER], [GLSLC], [SPIRV], [GLSLC, SPIRV]])
-def test_what_is_missing_is_named(tmp_path: Path, without: list[str]) -> None:
+def test_missing_parts_are_named(tmp_path: Path, without: list[str]) -> None:
     status, output = configure(tmp_path, without)
     assert status == 1
     expected = "GGML_VULKAN: expected Vulkan's headers and loader, glslc and the SPIR-V headers, did not find "

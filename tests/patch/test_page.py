@@ -36,7 +36,7 @@ Build = Callable[..., tuple[str, Path, list[str]]]
 
 @pytest.fixture
 def build(tmp_path: Path, pristine: s.Tree) -> Build:
-    """build(view=…, ci=…, build=…) runs the script; each is what npm's command does -> output, folder, npm's calls."""
+    """build(view=…, ci=…, build=…) runs the script, with the commands that npm runs -> output, folder, npm's calls."""
     tree = tmp_path / "tree"
     for path, data in pristine.items():
         if path in ("scripts/ui-assets.cmake", "tools/ui/ui.cpp.in", "tools/ui/ui.h.in"):

@@ -41,7 +41,7 @@ def environment() -> dict[str, str]:
 
 
 def run(path: Path, options: str, *arguments: str) -> str:
-    """What the program prints to standard output."""
+    """The program's standard output."""
     done = subprocess.run(
         [path, *options.split(), *arguments],
         env=environment(),
@@ -56,8 +56,8 @@ def run(path: Path, options: str, *arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs a compiler and ninja")
-def test_what_is_compiled(repo: Path, pristine: s.Tree, tmp_path: Path) -> None:
-    """Option off: nothing of the programs is there. On: the programs are compiled, and no other tool."""
+def test_programs_are_compiled_only_with_the_option(repo: Path, pristine: s.Tree, tmp_path: Path) -> None:
+    """Without the option no program exists; with it the programs are compiled, but no other tool."""
     if not all(map(shutil.which, ("cmake", "ninja", "c++"))):
         pytest.skip("needs cmake, ninja and a compiler on the PATH")
     folder = tmp_path / "source"
@@ -221,7 +221,7 @@ def test_server_answers(repo: Path, server: str) -> None:
 
 
 def test_server_has_a_page_or_none(server: str) -> None:
-    """Built with npm it is the page, and its licences lie there; without, there is nothing at all."""
+    """Built with npm it has the page and its licences; without npm it has neither."""
     licenses = _lib.lib_dir() / "llama.cpp" / "page-licenses.txt"
     request = urllib.request.Request(server, headers={"Accept-Encoding": "gzip"})
     try:

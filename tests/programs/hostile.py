@@ -41,14 +41,14 @@ class Answer:
 
 
 def binary() -> Path | None:
-    """llama-server beside our libraries, or in the folder of programs next to theirs; None if it is not built."""
+    """llama-server next to the libraries, or in the folder of programs next to theirs; None if it is not built."""
     folder = library.lib_dir()
     name = "llama-server.exe" if os.name == "nt" else "llama-server"
     return next((path for path in (folder / name, folder.parent / "bin" / name) if path.is_file()), None)
 
 
 def receive(sock: socket.socket, deadline: float) -> bytes:
-    """What comes until the other side closes the connection. Raises Failed at the deadline (time.monotonic())."""
+    """All bytes until the other side closes the connection. Raises Failed at the deadline (time.monotonic())."""
     pieces = []
     while True:
         left = deadline - time.monotonic()
@@ -84,7 +84,7 @@ def parse(data: bytes) -> Answer:
 
 
 class Server:
-    """llama-server in a process of its own on loopback; `with` waits until it is ready and ends it."""
+    """llama-server in a new process on loopback; `with` waits until it is ready and ends it."""
 
     def __init__(self, model: Path, folder: Path, *options: str, env: dict[str, str] | None = None) -> None:
         path = binary()
@@ -143,7 +143,7 @@ class Server:
         return socket.create_connection(self.address, timeout=seconds)
 
     def send(self, method: str, path: str, content: bytes = b"", headers: str = "") -> socket.socket:
-        """Sends a request; the connection it went through."""
+        """Sends a request; returns its connection."""
         sock = self.connect()
         head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{headers}"
         if method == "POST":
@@ -155,7 +155,7 @@ class Server:
     def ask(
         self, method: str, path: str, content: bytes | Any = b"", headers: str = "", seconds: float = SECONDS
     ) -> Answer:
-        """One request and its answer. content: bytes, or what JSON is made of. Raises Failed."""
+        """One request and its answer. content: bytes, or an object to send as JSON. Raises Failed."""
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         deadline = time.monotonic() + seconds
         try:

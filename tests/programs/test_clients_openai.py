@@ -1,4 +1,4 @@
-"""OpenAI's own client, and the other APIs that agents speak, against llama-server on coefficients."""
+"""OpenAI's client, and the other APIs that agents use, against llama-server with a coded cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALL = "<tool_call>"
 
 
 def parameters(name: str, *values: str) -> dict[str, Any]:
-    """A schema of one field with few values: what a model without sense writes soon ends."""
+    """A schema of one field with few values, so that a random model soon ends."""
     field = {"type": "string", "enum": values}
     return {"type": "object", "properties": {name: field}, "required": [name], "additionalProperties": False}
 
@@ -33,7 +33,7 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": p}} for n
 
 
 def is_call(name: str, arguments: str) -> bool:
-    """Whether these are a function of TOOLS and what its schema allows."""
+    """Whether these are a function of TOOLS and arguments that its schema allows."""
     schema = FUNCTIONS[name]
     (field,) = schema["properties"]
     found = json.loads(arguments)
@@ -226,7 +226,7 @@ def begins(server: Server) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def caller(serve_agent: Callable[..., Any], begins: dict[str, float]) -> Iterator[Server]:
-    """A server whose model calls wherever it can."""
+    """A server whose model calls a function whenever possible."""
     ((token, bias),) = begins.items()
     with serve_agent("--logit-bias", f"{token}+{bias}") as made:
         yield made
@@ -278,7 +278,7 @@ def test_no_tool_is_called(chat: Callable[..., Any]) -> None:
 
 
 def test_tool_history(call: Callable[..., Any], chat: Callable[..., Any], server: Server) -> None:
-    """The call and its result stand in the prompt, arguments as an object and not as the text of one."""
+    """The prompt contains the call and its result, and the arguments as an object, not as its text."""
     reply = call("required").choices[0].message
     (made,) = reply.tool_calls
     result = {"role": "tool", "tool_call_id": made.id, "content": "noon"}

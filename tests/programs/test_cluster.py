@@ -1,4 +1,4 @@
-"""Replicas on several nodes of one machine: who answers whom, and what the loss of a node or of the store costs."""
+"""Replicas on several nodes of one machine: routing of sessions, and the loss of a node or of the store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Tokens = list[int]
 
 
 class Front:
-    """The cluster's address, and what its nodes are called."""
+    """The cluster's address, and the names of its nodes."""
 
     def __init__(self, url: str, cluster: Any, nodes: dict[str, Any], folder: Path) -> None:
         self.client = httpx.Client(base_url=url, timeout=SECONDS, headers={"Authorization": f"Bearer {KEY}"})
@@ -57,7 +57,7 @@ class Front:
         }
 
     def complete(self, prompt: str | Tokens, session_id: str | None = None, n: int = 8) -> tuple[dict[str, Any], str]:
-        """The answer, and who gave it: REPLICA@NODE."""
+        """The answer, and the replica that gave it: REPLICA@NODE."""
         named = {} if session_id is None else {"x-session-id": session_id}
         answer = self.client.post("/completion", json=self._body(prompt, n), headers=named)
         assert answer.status_code == 200, answer.text
@@ -87,7 +87,7 @@ class Front:
             time.sleep(0.1)
 
     def entries(self) -> set[str]:
-        """What the store holds when nothing is added to it any more."""
+        """The store's entries, once no more are added."""
         found: list[set[str]] = [set()]
         while len(found) < 8 or any(names != found[-1] for names in found[-7:]):
             time.sleep(0.3)
@@ -180,7 +180,7 @@ def test_chats(front: Front) -> None:
     assert reply["type"] == "message" and reply["usage"]["output_tokens"] == 4
 
 
-def test_streams_and_who_leaves_them(front: Front) -> None:
+def test_streams_and_disconnects(front: Front) -> None:
     whole, _ = front.complete(TEXT, "stream", 24)
     with front.stream(TEXT, "stream", 24) as events:
         got = list(events)
@@ -191,8 +191,8 @@ def test_streams_and_who_leaves_them(front: Front) -> None:
     front.slots("stream", lambda slots: not any(slot["is_processing"] for slot in slots))
 
 
-def test_more_than_all_can_take(front: Front) -> None:
-    """Beyond the queue there is 503 with Retry-After; everybody else is answered."""
+def test_more_requests_than_the_queue_holds(front: Front) -> None:
+    """Requests beyond the queue get 503 with Retry-After; all others are answered."""
 
     def one(i: int) -> Any:
         body = front._body(TEXT, 200)
@@ -207,7 +207,7 @@ def test_more_than_all_can_take(front: Front) -> None:
 
 
 def test_a_server_is_killed(front: Front) -> None:
-    """A request that it has not answered is answered by another replica; Ray starts one in its place."""
+    """Another replica answers its pending request; Ray starts a new one."""
     before = front.sessions()
     killed = front.servers()[0]
     os.kill(killed, signal.SIGKILL)
@@ -221,7 +221,7 @@ def test_a_server_is_killed(front: Front) -> None:
 
 
 def test_a_node_is_lost(front: Front) -> None:
-    """Streams of others end as ever; the lost conversation goes on elsewhere, from what the store holds."""
+    """Other streams end normally; the lost conversation continues on another node, from the store."""
     (lost, lost_session), (kept, kept_session) = front.sessions().items()
     before = front.tokens(TEXT * 80)
     expected, _ = front.complete(TEXT * 2, kept_session, 2000)

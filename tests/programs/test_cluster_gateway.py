@@ -1,4 +1,4 @@
-"""What a cluster needs that is not Ray's: whose conversation a request is, who may come in, how many replicas."""
+"""The parts of a cluster that Ray does not provide: sessions of requests, API keys, number of replicas."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_name_wins() -> None:
     assert len(of(b"", (b"x-session-id", b"7" * 100_000))) == 32
 
 
-def test_a_stream_is_resumed_where_it_began() -> None:
+def test_a_stream_resumes_on_its_replica() -> None:
     """llama-server's page names a conversation in the header of its request, then in the query."""
     began = of({"messages": [FIRST]}, (b"X-Conversation-Id", b"7::model"))
     assert began == of(b"", query=b"conv_id=7%3A%3Amodel&from=100") != of(b"", query=b"conv_id=8")
@@ -62,7 +62,7 @@ def test_a_stream_is_resumed_where_it_began() -> None:
     "body",
     [b"", b"\xff\xfe", b"[" * 100_000, b"[1]", b"7", b"{}", b'{"messages": 3}', b'{"messages": []}', b'{"prompt": ""}'],
 )
-def test_what_is_no_conversation_goes_anywhere(body: bytes) -> None:
+def test_requests_without_a_conversation_have_no_session(body: bytes) -> None:
     assert of(body) == ""
 
 
@@ -85,8 +85,8 @@ def run(work: Callable[[], Any]) -> Any:
         ({"X-Api-Key": "secret"}, 100, 408, 3),
     ],
 )
-def test_who_comes_in(headers: dict[str, str], most: int, status: int, n_read: int) -> None:
-    """A stranger's body is not read, nobody's for longer than the limit, or further."""
+def test_limits_of_requests(headers: dict[str, str], most: int, status: int, n_read: int) -> None:
+    """Without a key the body is not read; with a key it is read up to the limits of time and size."""
     pieces = []
 
     async def slowly() -> AsyncIterator[bytes]:
@@ -106,7 +106,7 @@ def test_who_comes_in(headers: dict[str, str], most: int, status: int, n_read: i
     assert answer.json()["error"]["code"] == status
 
 
-def test_what_comes_in() -> None:
+def test_requests_are_forwarded() -> None:
     forwarded = []
 
     def forward(key: str, payload: bytes) -> Response:
@@ -139,8 +139,8 @@ def test_what_comes_in() -> None:
         ("GET", "/v1/stream?conv_id=a.js", 401),
     ],
 )
-def test_what_needs_no_key(method: str, path: str, status: int) -> None:
-    """What llama-server gives without one: its page, /health and what browsers ask before a request."""
+def test_routes_without_a_key(method: str, path: str, status: int) -> None:
+    """As in llama-server: the page, /health and preflight requests of browsers."""
     app = gateway(lambda key, payload: Response(b"an answer"), ["secret"], *LIMITS)
 
     async def work() -> httpx.Response:
@@ -191,7 +191,7 @@ def test_replicas_for_tokens_and_requests() -> None:
     assert n_replicas(40, a=1) == 10
 
 
-def test_the_example_names_what_there_is() -> None:
+def test_the_example_names_existing_options() -> None:
     pytest.importorskip("ray.serve")
     yaml = pytest.importorskip("yaml")
     from ray.serve.schema import ServeDeploySchema

@@ -1,4 +1,4 @@
-"""Prompts that are edited: llama-server says what a fresh one says, and evaluates few tokens again."""
+"""Edited prompts: llama-server answers like a fresh one, and evaluates few tokens again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SERVERS = {
 
 
 def story(tokens: list[int], edit: list[int]) -> dict[str, list[int]]:
-    """Prompts in the order in which they are asked for."""
+    """Prompts in the order of the requests."""
     return {
         "first": tokens[:1546],
         "edited in the middle": tokens[:1041] + edit,
@@ -40,7 +40,7 @@ def story(tokens: list[int], edit: list[int]) -> dict[str, list[int]]:
 
 
 def turns(text: str) -> list[list[dict[str, str]]]:
-    """A conversation that grows, an answer asked for again, a turn edited, back to the end."""
+    """A growing conversation, a regenerated answer, an edited turn, then the end again."""
     messages: list[dict[str, str]] = []
     requests = []
     for turn in range(5):
@@ -113,7 +113,7 @@ def test_a_long_prompt_edited_early(serve: Serve, text: str, cut: int) -> None:
 
 @pytest.mark.parametrize("n_swa", [16, 512])
 def test_edited_prompts_of_sliding_windows(tmp_path: Path, n_swa: int) -> None:
-    """A checkpoint has what a window of then needs and no more: prompts end at one, or a token before or after.
+    """A checkpoint holds exactly the window at its position: prompts end at a checkpoint, or one token before or after.
 
     n_swa: shorter than the prompts, or longer.
     """

@@ -1,4 +1,4 @@
-"""llama-perplexity and `subkv perplexity` say the same of the same cache, to the digits that they print."""
+"""llama-perplexity and `subkv perplexity` print the same results for the same cache."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ours(model: Path, text_file: Path, *arguments: Any) -> str:
 
 
 def number_of(output: str, name: str) -> str:
-    """The numbers behind a name, as they are printed."""
+    """The numbers after a name, as printed."""
     (line,) = [line for line in output.splitlines() if line.startswith(name)]
     return re.sub(r"\s+", " ", line[len(name) :].strip(" :"))
 
@@ -70,7 +70,7 @@ def test_divergence_is_the_same(model: Path, text_file: Path, tmp_path: Path, ba
 
 
 def test_bases_are_exchanged(model: Path, text_file: Path, tmp_path: Path) -> None:
-    """A base that one of them wrote is read by the other."""
+    """Each program reads the base file that the other one wrote."""
     ours(model, text_file, "-ctk", "f16", "--kl-divergence-base", tmp_path / "ours.bin")
     theirs(model, text_file, "off", "--kl-divergence-base", tmp_path / "theirs.bin")
     found = theirs(model, text_file, "auto", "--kl-divergence-base", tmp_path / "ours.bin", "--kl-divergence")

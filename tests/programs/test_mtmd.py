@@ -1,4 +1,4 @@
-"""llama-mtmd-cli and llama-server's image_url and input_audio on coefficients: what they say with f16."""
+"""llama-mtmd-cli and llama-server's image_url and input_audio on a coded cache answer as with f16."""
 
 from __future__ import annotations
 
@@ -151,9 +151,7 @@ WORDS = "the quick brown fox jumps over the lazy dog and "
 
 
 def story(*, red: int = 40) -> list[list[dict[str, Any]]]:
-    """A conversation with two pictures that grows, an answer asked for again, the last turn edited, the first picture
-    changed.
-    """
+    """A growing conversation with two images, a regenerated answer, the last turn edited, the first image changed."""
     turns = [message(WORDS * 4, tiny_vision.picture(red)), message("what is this", tiny_vision.picture(200, 96, 48))]
     answer = {"role": "assistant", "content": WORDS}
     first, second = turns[:1], [turns[0], answer, turns[1]]
@@ -163,7 +161,7 @@ def story(*, red: int = 40) -> list[list[dict[str, Any]]]:
 
 
 def test_image_url(serve: Callable[..., Any]) -> None:
-    """Every turn as on f16, and as when nothing is reused; a picture that changed is seen."""
+    """Every turn equals that of f16, and of a server that reuses nothing; a changed image is detected."""
     answers = {}
     for coded in (False, True):
         with serve(coded=coded) as server:
@@ -224,7 +222,7 @@ def test_a_slot_with_a_picture_is_saved_and_restored(serve: Callable[..., Any], 
 
 
 def test_prompts_with_pictures_are_not_stored(serve: Callable[..., Any], tmp_path: Path) -> None:
-    """Nor read: a prompt of text is, beside them."""
+    """Prompts with images are neither stored nor restored; prompts of text are."""
     store = tmp_path / "store"
     with serve(SUBKV_STORE=store) as server:
         expected = ask(server, *story()[1])
@@ -241,7 +239,7 @@ def test_prompts_with_pictures_are_not_stored(serve: Callable[..., Any], tmp_pat
 
 
 def test_a_full_context_does_not_shift(serve: Callable[..., Any]) -> None:
-    """llama.cpp shifts none beside a projector; the answer ends, and says so."""
+    """llama.cpp does not shift with a projector; the answer ends, and reports it."""
     for coded in (False, True):
         with serve("-c", 512, "--context-shift", coded=coded) as server:
             assert "shift" in server.log and "disabl" in server.log

@@ -1,4 +1,4 @@
-"""Drafts of a model's own layers (MTP) on a coded cache: llama-server says and drafts what it does with f16."""
+"""Drafts of a model's own layers (MTP) on a coded cache: the same answers and drafts as with f16."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def has_exited(pid: int) -> bool:
         return True
 
 
-def test_answers_come_through_a_private_socket(flags: list[str]) -> None:
+def test_answers_use_a_private_socket(flags: list[str]) -> None:
     async def work() -> None:
         async with running(flags) as server:
             folder = server._folder
@@ -135,7 +135,7 @@ def test_a_stream_is_passed_on_in_pieces(flags: list[str]) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["a stream", "an answer"])
-def test_who_leaves_frees_the_slot(flags: list[str], stream: bool) -> None:
+def test_a_disconnect_frees_the_slot(flags: list[str], stream: bool) -> None:
     async def work() -> None:
         async with running(flags) as server:
 
@@ -188,7 +188,7 @@ def test_a_long_name_of_the_temporary_folder(flags: list[str], tmp_path: Path, m
 def test_folders_of_replicas_that_were_killed(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are removed once nobody listens; those of others are not."""
+    """Removed when no process listens; folders of running replicas stay."""
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         monkeypatch.setattr("tempfile.tempdir", short)
         folders = [Path(short, f"subkv-{name}") for name in ("killed", "young", "at-work", "empty")]
@@ -286,7 +286,7 @@ def test_slots_are_stored_at_the_end(flags: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
 def test_a_server_ends_with_its_replica(flags: list[str]) -> None:
-    """Also with one that is killed, and can do nothing about it."""
+    """Even if the replica is killed."""
     path = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
     replica = subprocess.Popen(
         [sys.executable, "-c", OTHER, *flags], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}

@@ -47,8 +47,8 @@ def test_drafts_change_no_token(serve: Serve, text: str, words: Path, kind: str,
     assert sum(answer["timings"].get("draft_n", 0) for answer in drafted) > 0
 
 
-def test_more_drafts_than_can_be_taken_back(serve: Serve, text: str, model: Path, words: Path) -> None:
-    """24 drafts are more than the 16 tokens that a coded cache takes back: checkpoints do it."""
+def test_more_drafts_than_removable_tokens(serve: Serve, text: str, model: Path, words: Path) -> None:
+    """A coded cache can remove 16 tokens; 24 drafts use checkpoints."""
     arguments = ["-c", 1024, "-np", 1]
     with serve(*arguments) as server:
         plain = server.complete(text[:700], 48, n_probs=2)
@@ -167,10 +167,10 @@ def test_32_at_once(serve: Serve, text: str) -> None:
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("number", range(8))
-def test_the_end_of_a_server_at_work(serve: Serve, words: Path, number: int, stream: bool) -> None:
-    """SIGTERM ends it wherever it is, with 0; requests at work and those that wait are told.
+def test_sigterm_ends_a_busy_server(serve: Serve, words: Path, number: int, stream: bool) -> None:
+    """SIGTERM ends it at any time with 0; active and waiting requests get an error.
 
-    With a tiny model it is in the queue's locks for much of its time.
+    With a tiny model it holds the queue's locks much of the time.
     """
     answers: list[str] = []
 

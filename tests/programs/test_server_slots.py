@@ -95,7 +95,7 @@ def test_a_saved_slot_of_another_layout_is_refused(
             assert server.complete(text[:1500])["tokens"] == fresh["tokens"], name
 
 
-def test_prompts_in_memory_come_back(serve: Serve, text: str) -> None:
+def test_prompts_in_memory_are_restored(serve: Serve, text: str) -> None:
     found = {}
     for coded in (True, False):
         with serve("-c", 2048, "-np", 1, "--cache-ram", 64, coded=coded) as server:

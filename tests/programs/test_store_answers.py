@@ -1,4 +1,4 @@
-"""llama-server with a store of prompts: its answers are those of a server that evaluates everything."""
+"""llama-server with a store of prompts: its answers equal those of a server that evaluates everything."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ask(server: Server, prompt: str, **more: Any) -> Any:
 
 @pytest.mark.parametrize(("arch", "cache"), KINDS, ids=["-".join(kind) for kind in KINDS])
 def test_conversations_in_any_order(arch: str, cache: str, words_of: Callable[[str], Path], tmp_path: Path) -> None:
-    """On one slot: begun, continued, asked again, edited, lost to others, after restarts."""
+    """On one slot: new, continued, repeated, edited and evicted conversations, and restarts."""
     rng = random.Random(3)
     topics = [f"{SYSTEM}Tell me of number {i}, at length. " + f"It is {i}. " * 20 for i in range(3)]
     prompts = [*topics, *(f"{topic}And then? {SYSTEM[:90]}" for topic in topics), f"{SYSTEM}Another."]

@@ -1,4 +1,4 @@
-"""What llama-server tells of its cache: `kv_cache` in /props, lines of ours in /metrics."""
+"""llama-server's reports of its cache: `kv_cache` in /props, subkv's lines in /metrics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def metrics(server: Server) -> dict[str, float]:
 
 
 def test_a_coded_cache(serve: Serve) -> None:
-    """As the library's line in the log says, the exact window counted."""
+    """Equals the library's line in the log, including the exact window."""
     with serve("-c", N_CELLS, "-np", 1, "--metrics") as server:
         logged = re.search(r"coded K/V cache, ([\d.]+) bits per element, ([\d.]+) MiB", server.log)
         assert logged
@@ -109,7 +109,7 @@ def test_no_cache(serve: Serve, arch: str, tmp_path: Path) -> None:
 
 
 def test_a_server_that_sleeps(serve: Serve, text: str) -> None:
-    """Its cache is freed: no bytes; the type is still told."""
+    """Its cache is freed: 0 bytes; the type is still reported."""
     with serve("-c", N_CELLS, "-np", 1, "--metrics", "--sleep-idle-seconds", 1) as server:
         before, found = metrics(server), usage(server)
         server.wait("sleep", "/props", lambda props: props["is_sleeping"])

@@ -1,9 +1,9 @@
-"""How many tokens llama-server evaluates twice in a long conversation: coded cache and f16 side by side.
+"""Counts the tokens that llama-server evaluates twice in a long conversation, with a coded cache and with f16.
 
 python tests/programs/turns.py --depth 32000 -o json    (SUBKV_LIB_PATH names the libraries and the server)
 
-Ten turns, one of them edited, a branch, the way back, a restart. Models are seeded and tiny: what is evaluated depends
-on how a model's memory can be cut, thus on recurrent layers, sliding windows and heads, not on widths or weights.
+Ten turns, one of them edited, a branch, the way back, a restart. Models are seeded and tiny: the count depends on how
+a model's memory can be cut, thus on recurrent layers, sliding windows and heads, not on widths or weights.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ USER = (
 
 @dataclass
 class Talker:
-    """One client: asks, and counts what is evaluated though it had been before."""
+    """One client: sends prompts, and counts the tokens that are evaluated again."""
 
     seed: int = 0
     histories: list[list[int]] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def message(self, n: int) -> list[int]:
-        """n tokens of a user, other ones each time."""
+        """n tokens of a user, different in every call."""
         self.seed += 1
         return random.Random(self.seed).choices(LETTERS, k=n)
 
@@ -115,9 +115,9 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def write_model(folder: Path, shape: str, **other: Any) -> Path:
-    """A model of a shape, with bases of its weights where the library looks for them (XDG_CACHE_HOME).
+    """A model of a shape, with data-free bases where the library looks for them (XDG_CACHE_HOME).
 
-    other: metadata that differ from the shape's.
+    other: changes of the shape's metadata.
     """
     from subkv.engine.cache import CacheOptions, choose_cache
 
@@ -129,9 +129,9 @@ def write_model(folder: Path, shape: str, **other: Any) -> Path:
 
 @contextlib.contextmanager
 def served(model: Path, cache: str, folder: Path, depth: int, arguments: Sequence[Any]) -> Iterator[Server]:
-    """A server that remembers what an earlier one had: ours in a store, f16 in the file of its slot.
+    """A server with the memory of an earlier one: subkv's store, or for f16 the file of its slot.
 
-    One slot with room for twice the depth, because the conversation goes on behind it.
+    One slot with room for twice the depth, because the conversation continues beyond it.
     """
     more = {"SUBKV_STORE": str(folder / "store")} if cache == "subkv" else {}
     given = ("-c", 2 * depth, "-np", 1, "--no-warmup", "--slot-save-path", folder, *arguments)
@@ -146,7 +146,7 @@ def served(model: Path, cache: str, folder: Path, depth: int, arguments: Sequenc
 
 
 def measure(model: Path, cache: str, folder: Path, depth: int, arguments: Sequence[Any] = ()) -> list[dict[str, Any]]:
-    """What each step evaluates. depth: tokens of the ten turns."""
+    """Tokens evaluated in each step. depth: tokens of the ten turns."""
     folder.mkdir()
     client = Talker()
     n_message = depth // N_TURNS - N_ANSWER

@@ -1,8 +1,8 @@
-"""A pytest plugin beside upstream's tests of llama-server (upstream_source.py); their process loads it by `-p`.
+"""A pytest plugin next to upstream's tests of llama-server (upstream_source.py); their process loads it by `-p`.
 
-UPSTREAM_REPORT names the file for what each test came to, UPSTREAM_EXPECTED the report of the run that says which
-values and texts are expected; without it, a value that differs from the one written in a test is taken down, and holds.
-Another text than in that run is taken down, and holds: texts differ between f16 with and without flash attention, too.
+UPSTREAM_REPORT names the file for outcomes, UPSTREAM_EXPECTED the report of the run with the expected values and
+texts. Without it, a value that differs from the test is recorded and accepted. A text that differs from that run is
+recorded and accepted, because texts differ between f16 with and without flash attention, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _entry() -> dict[str, Any]:
 
 
 def _holds(found: Any, as_written: bool, is_text: bool = False) -> bool:
-    """Whether a value is as the test says, or as in the run before."""
+    """Whether a value equals that of the test or of the earlier run."""
     line = sys._getframe(2).f_lineno
     n_calls[f"{line}"] += 1
     key = f"{line}.{n_calls[str(line)]}"

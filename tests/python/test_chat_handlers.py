@@ -1,4 +1,4 @@
-"""subkv.Llama with the chat handlers of llama_cpp that read pictures, by the libmtmd beside our libraries."""
+"""subkv.Llama with llama_cpp's chat handlers for images, which use the libmtmd next to the libraries."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def reply_to(llm: subkv.Llama, red: int = 40, n: int = 24) -> str:
 
 
 def logits(llm: subkv.Llama) -> engine.Logits:
-    """What the prompt's last token says."""
+    """Logits of the prompt's last token."""
     return llm.scores[llm.n_tokens - 1 : llm.n_tokens].copy()
 
 
@@ -109,7 +109,7 @@ def test_longer_answers_and_text_between(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", ["beside recurrent state"], indirect=True)
-def test_text_behind_a_picture_goes_back_to_a_checkpoint(case: Case) -> None:
+def test_text_after_an_image_returns_to_a_checkpoint(case: Case) -> None:
     """Which there is behind every picture."""
     found = []
     for coded in (False, True):
@@ -122,8 +122,8 @@ def test_text_behind_a_picture_goes_back_to_a_checkpoint(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if "recurrent" not in name], indirect=True)
-def test_a_lost_picture_is_not_made_up(case: Case) -> None:
-    """A tail goes that cannot be taken back: behind the picture tokens are known, the picture's are not."""
+def test_a_lost_image_is_evaluated_again(case: Case) -> None:
+    """The tail cannot be removed: tokens after the image are known, the image's rows are not."""
     with case.open(n_rollback=4) as llm:
         expected = reply_to(llm)
         n = llm.n_tokens
@@ -134,8 +134,8 @@ def test_a_lost_picture_is_not_made_up(case: Case) -> None:
         assert reply_to(llm) == expected
 
 
-def test_a_prompt_does_not_begin_with_a_picture_that_it_lacks(case: Case) -> None:
-    """In the places of a picture there are tokens all the same: here those that are asked for."""
+def test_an_image_never_matches_tokens_of_a_prompt(case: Case) -> None:
+    """An image occupies token positions, here with the tokens of the prompt."""
     with case.open(logits_all=True) as llm:
         reply_to(llm, n=1)
         first, n = llm._pictures.tokens_before(llm.n_tokens), llm.n_tokens
@@ -150,7 +150,7 @@ def test_a_prompt_does_not_begin_with_a_picture_that_it_lacks(case: Case) -> Non
         assert llm.n_tokens == n
 
 
-def test_what_is_of_tokens_refuses_pictures(case: Case) -> None:
+def test_functions_of_tokens_refuse_images(case: Case) -> None:
     with case.open() as llm:
         expected = reply_to(llm)
         for refused in (llm.save_state, lambda: llm.discard(4, 4)):

@@ -1,4 +1,4 @@
-"""Recurrent state that goes back: what an edited, repeated or shared text evaluates, and that it answers as if new."""
+"""Checkpoints of recurrent state: the cost of an edited, repeated or shared text, and answers as in a new context."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_logits_after_going_back_are_those_of_the_text(llm: Llama) -> None:
 
 
 def test_ten_turns_of_chat(llm: Llama) -> None:
-    """Every answer is asked for twice; nothing but the new message and the answers is evaluated."""
+    """Every answer is generated twice; only the new message and answers are evaluated."""
     talk = Conversation(llm, "Be brief.", Sampling(temp=0.0, seed=1))
     n_held = 0
     for i in range(10):
@@ -103,8 +103,10 @@ def test_ten_turns_of_chat(llm: Llama) -> None:
 
 
 @pytest.mark.parametrize(("kept", "again"), [(True, 250), (False, 5330)])
-def test_what_ten_turns_evaluate(tiny_model: Models, monkeypatch: pytest.MonkeyPatch, kept: bool, again: int) -> None:
-    """Messages of about 70 tokens, answers of 24, each asked for twice; docs/limits.md quotes the sums."""
+def test_evaluated_tokens_of_ten_turns(
+    tiny_model: Models, monkeypatch: pytest.MonkeyPatch, kept: bool, again: int
+) -> None:
+    """Messages of about 70 tokens, answers of 24, each generated twice; docs/limits.md quotes the sums."""
     if not kept:
         monkeypatch.setattr(Checkpoints, "take", lambda self, n: None)
     evaluated = []
@@ -142,8 +144,8 @@ def test_recurrent_state_forgets_no_middle(llm: Llama) -> None:
     assert lengths == [1]
 
 
-def test_what_was_interrupted_is_not_relied_on(llm: Llama) -> None:
-    """A state was put back, the cells behind it were not removed yet."""
+def test_an_interrupted_restore_is_repaired(llm: Llama) -> None:
+    """A state was restored, but the cells after it were not removed yet."""
     llm.eval(prompt(60))
     llm.eval(prompt(40, seed=1))
     points = llm._ctx.checkpoints
@@ -155,7 +157,7 @@ def test_what_was_interrupted_is_not_relied_on(llm: Llama) -> None:
 
 
 def test_bytes_are_bounded(llm: Llama) -> None:
-    """What is dropped is what saves least."""
+    """Checkpoints that save the least evaluation are dropped first."""
     llm.eval(prompt(2))
     points = Checkpoints(llm.ctx)
     points.take(2)

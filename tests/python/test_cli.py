@@ -109,8 +109,8 @@ def test_inspect_refuses(tiny_model: Models, tmp_path: Path) -> None:
     assert result.exit_code == 1 and result.stderr.count("\n") == 1
 
 
-def test_inspect_says_what_a_model_would_use(tiny_model: Models, cache_home: Path, coded_model: Models) -> None:
-    """Bases that -ctk subkv would make, those that it has made, a calibrated sidecar in the store."""
+def test_inspect_names_the_bases_of_a_model(tiny_model: Models, cache_home: Path, coded_model: Models) -> None:
+    """Bases that -ctk subkv would derive, derived bases, a calibrated sidecar in the store."""
     model = tiny_model("llama")
     result = run("inspect", model)
     assert result.exit_code == 0, result.output

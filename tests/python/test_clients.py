@@ -1,6 +1,6 @@
-"""Programs on llama-cpp-python under `subkv run`, unchanged: each gets coefficients, and says so in one line.
+"""Unchanged programs on llama-cpp-python under `subkv run`: each gets a coded cache and logs it in one line.
 
-The packages are those of the extra `clients`; what is not installed is skipped.
+The packages are those of the extra `clients`; missing ones are skipped.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def model(tiny_model: Models, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(tmp_path: Path, model: Path) -> Callable[..., tuple[Any, str]]:
-    """client(text, *options): what the program printed, and stderr; options: those of `subkv run`."""
+    """client(text, *options): the program's output, and stderr; options: of `subkv run`."""
 
     def run(text: str, *options: Any, arguments: tuple[str, ...] = ()) -> tuple[Any, str]:
         script = tmp_path / "client.py"
@@ -128,7 +128,7 @@ def client(tmp_path: Path, model: Path) -> Callable[..., tuple[Any, str]]:
 
 
 def caches(logged: str) -> list[str]:
-    """The lines that say which cache a context got."""
+    """The log lines about the caches of contexts."""
     return [line for line in logged.splitlines() if line.startswith("subkv: ")]
 
 

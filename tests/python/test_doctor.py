@@ -1,4 +1,4 @@
-"""`subkv doctor`: what it says of this machine, what it calls broken, and what it removes of the cache folder."""
+"""`subkv doctor`: its report of the machine, the problems it finds, and the files it removes from the cache folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(*arguments: str, **more: Any) -> Result:
 
 
 def run_doctor(*arguments: str, **variables: str | None) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: libraries are loaded once."""
+    """Runs it in a new process, because libraries are loaded only once."""
     env = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
     env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-m", "runtime.doctor", *arguments]
@@ -61,7 +61,7 @@ def filled(cache_home: Path) -> Path:
     return folder
 
 
-def test_says_what_a_report_needs() -> None:
+def test_report_is_complete() -> None:
     done = run_doctor("-o", "json", SUBKV_KERNEL=None)
     found = json.loads(done.stdout)
     assert done.returncode == 0, found["broken"]
@@ -176,7 +176,7 @@ def test_clear_removes_files_of_ours_alone(filled: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no locks")
-def test_clear_leaves_what_is_in_use(filled: Path) -> None:
+def test_clear_keeps_files_in_use(filled: Path) -> None:
     writing = filled / f"sidecars/.name-{OTHER}.gguf.18.0123abcd.tmp"
     writing.write_bytes(b"half")
     with exclusive(filled / f"sidecars/{MODEL}.lock", "prepare it"):

@@ -21,7 +21,7 @@ def run(main: Any, *arguments: Any) -> Result:
 
 
 def drafts_of(*arguments: Any) -> Any:
-    """What the flags make, by a program that takes no others."""
+    """The drafts of a program that has only these flags."""
     made = []
 
     @click.command()
@@ -48,7 +48,7 @@ def test_flags_are_drafts() -> None:
         assert "-md: expected a model with --spec-type draft-simple and no other, found" in drafts_of(*wrong)
 
 
-def test_chat_says_how_many_were_right(coded_model: Models, tmp_path: Path) -> None:
+def test_chat_reports_accepted_drafts(coded_model: Models, tmp_path: Path) -> None:
     path = coded_model()
     options = ("-m", path, "-p", "and again " * 20, "-st", "-n", 24, "--temp", 0, "-c", 512, "-t", 1)
     plain = run(chat.main, *options)

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: which file is meant, what is downloaded, what is said where it cannot be."""
+"""Models of the Hugging Face hub: choice of the file, downloads, and messages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def a_hub() -> Iterator[hub.Hub]:
 
 @pytest.fixture
 def fetched(a_hub: hub.Hub, tmp_path: Path) -> Callable[..., Any]:
-    """fetched("me/model-GGUF", ("me/model-GGUF", "*F16*")): paths or reasons, and what was said on stderr."""
+    """fetched("me/model-GGUF", ("me/model-GGUF", "*F16*")): paths or errors, and stderr."""
 
     def run(*calls: Any, prelude: str = "", **env: str) -> tuple[list[str], str]:
         given = [(call, None, {}) if isinstance(call, str) else (*call, {})[:3] for call in calls]

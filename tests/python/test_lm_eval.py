@@ -41,7 +41,7 @@ def lm(coded_model: Callable[..., Path]) -> Any:
 
 
 def instance(*arguments: Any) -> Any:
-    """A request as lm_eval makes it."""
+    """A request in lm_eval's form."""
     return SimpleNamespace(args=arguments)
 
 
@@ -54,7 +54,7 @@ def logits_of(model: Path, tokens: list[int]) -> Any:
 
 
 def test_loglikelihood(lm: Any, coded_model: Callable[..., Path]) -> None:
-    """In any order, after other texts, and past a tail that cannot be removed: as from an empty cache."""
+    """In any order, after other texts, and past a tail that cannot be removed: the results of an empty cache."""
     pairs = [(LONG, " and then"), ("a cat", " ran over"), (LONG, " it sat"), ("", "the hills"), (LONG + "a", " mat")]
     found = lm.loglikelihood([instance(*pair) for pair in pairs], disable_tqdm=True)
     again = lm.loglikelihood([instance(*pair) for pair in reversed(pairs)], disable_tqdm=True)

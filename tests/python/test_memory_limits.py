@@ -1,4 +1,4 @@
-"""Memory that ends while a context is made: a sentence, and the process goes on."""
+"""Memory runs out while a context is created: an error is raised, and the process continues."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ for n_ctx in (512, 131072):
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
 def test_a_context_under_a_tight_limit(coded_model: Callable[..., Path]) -> None:
-    """RLIMIT_AS, for want of which llama.cpp would end the process."""
+    """RLIMIT_AS; without the check llama.cpp would end the process."""
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(coded_model())],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

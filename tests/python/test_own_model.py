@@ -1,4 +1,4 @@
-"""A model that nobody has prepared: `subkv chat` makes bases of its weights, or says why its cache is f16."""
+"""An unprepared model: `subkv chat` derives bases from its weights, or gives the reason for its f16 cache."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_ordinary_caches_make_none(tiny_model: Models, cache_home: Path, flags: 
     assert not cache_home.exists()
 
 
-def test_bases_of_an_earlier_budget_are_made_again(tiny_model: Models, cache_home: Path) -> None:
+def test_bases_of_another_budget_are_derived_again(tiny_model: Models, cache_home: Path) -> None:
     chat(tiny_model())
     (made,) = (cache_home / "subkv" / "sidecars").glob("*.weights.gguf")
     from subkv.plan.pipeline import Options
@@ -107,7 +107,7 @@ def test_errors_about_anything_else_are_errors(tiny_model: Models, tmp_path: Pat
     assert error.value.key == "model_path"
 
 
-def test_what_was_asked_by_name_stays(tiny_model: Models, coded_model: Models) -> None:
+def test_explicit_choices_stay(tiny_model: Models, coded_model: Models) -> None:
     for model, choice in (
         (tiny_model(), CacheOptions("q8_0")),
         (tiny_model(), CacheOptions(type_k="f16")),

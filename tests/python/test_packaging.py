@@ -1,4 +1,4 @@
-"""What a source archive and a wheel contain, and what they call themselves."""
+"""Contents and metadata of source archive and wheel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPO = Path(__file__).resolve().parents[2]
 LICENSES = ("LICENSE", "THIRD_PARTY.md")
 
 
-def test_what_needs_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_that_need_torch_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "subkv.torch.cache", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"SubspaceCache: expected package torch, .*: pip .*\[torch\]"):
@@ -52,7 +52,7 @@ def test_source_archive_is_the_repository(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_licences_are_declared() -> None:
-    """One file of ours, one of others' texts, in the wheel's metadata; the pinned source's own text is among them."""
+    """The wheel's metadata has one own licence file and one of third-party texts, including the pinned source's."""
     project = (REPO / "pyproject.toml").read_text("utf-8")
     assert re.search(r'^license = "MIT"$', project, re.M)
     assert re.search(rf"^license-files = {re.escape(json.dumps(LICENSES))}$", project, re.M)

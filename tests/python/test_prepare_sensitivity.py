@@ -112,8 +112,8 @@ def test_interrupted_sensitivities_go_on(model: Path, cache_home: Path, monkeypa
     assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
 
 
-def test_interrupted_corrections_go_on(model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once Ctrl-C is pressed while predictions are corrected: what is measured is kept, and not measured again."""
+def test_interrupted_corrections_resume(model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-C during the correction of predictions, measurements are kept and not repeated."""
     cost, attempt, pressed, tried = sensitivity_correction._cost, SensitivityTrials._try, [], []
 
     def pressing(*arguments: Any) -> float:

@@ -1,4 +1,4 @@
-"""`subkv run`: bases, environment, the program in its place; `subkv env`: the same variables, for others to read."""
+"""`subkv run`: bases, environment, and the program it replaces itself with; `subkv env`: prints the same variables."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def model(tiny_model: Models, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shows(tmp_path: Path) -> Path:
-    """A program with a name of llama.cpp's that prints what it was given, and exits with 7."""
+    """A program named like one of llama.cpp's. It prints its arguments and environment, and exits with 7."""
     return script(tmp_path / "llama-shows", SHOWS)
 
 
@@ -75,7 +75,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(*arguments: Any, stdin: str = "", **more: str) -> tuple[dict[str, Any], str]:
-    """What the program was given, and what `subkv run` said."""
+    """The program's arguments and environment, and `subkv run`'s stderr."""
     process = subprocess.Popen(
         command(*arguments),
         stdin=subprocess.PIPE,
@@ -93,7 +93,7 @@ def run(*arguments: Any, stdin: str = "", **more: str) -> tuple[dict[str, Any], 
 
 
 def refused(*arguments: Any, **more: str) -> str:
-    """The one sentence that `subkv run` says and no program runs."""
+    """The one-line error of `subkv run`; the program does not run."""
     done = subprocess.run(command(*arguments), capture_output=True, text=True, env=environment(**more), check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
     return done.stderr
@@ -104,7 +104,7 @@ def refused(*arguments: Any, **more: str) -> str:
 #
 
 
-def test_the_program_gets_what_was_given(model: Path, shows: Path) -> None:
+def test_the_program_gets_all_arguments(model: Path, shows: Path) -> None:
     given = ["-m", model, "", "a b", "--help", "--", "-c", "*", "ü"]
     shown, log = run(shows, *given, "-ctk", "subkv", stdin="a text\n", LLAMA_ARG_CACHE_TYPE_V="subkv", OTHER="as it is")
     assert shown["argv"] == [str(word) for word in given]
@@ -152,7 +152,7 @@ def test_programs_that_cannot_run(tmp_path: Path) -> None:
 #
 
 
-def test_bases_of_the_weights_are_made_where_the_library_finds_them(model: Path, shows: Path) -> None:
+def test_data_free_bases_are_stored_for_the_library(model: Path, shows: Path) -> None:
     shown, log = run(shows, "-m", model)
     (made,) = store.folder().iterdir()
     assert made.name.endswith(".weights.gguf")
@@ -327,7 +327,7 @@ NAMES = [
 
 
 @each("name", NAMES)
-def test_shells_read_what_env_prints(name: str, coded_model: Models, tmp_path: Path) -> None:
+def test_shells_read_the_output_of_env(name: str, coded_model: Models, tmp_path: Path) -> None:
     bases = tmp_path / name / "bases.gguf"
     bases.parent.mkdir()
     shutil.copy(coded_model(), bases)
@@ -349,7 +349,7 @@ def test_shells_read_what_env_prints(name: str, coded_model: Models, tmp_path: P
 
 
 def unit(line: str) -> str:
-    """What systemd takes from a line: C's escapes in quotes, %% for a percent sign."""
+    """Parses a line as systemd does: C escapes in quotes, %% for a percent sign."""
     assert line.startswith('Environment="') and line.endswith('"')
     inner, text = iter(line[len('Environment="') : -1]), ""
     for character in inner:

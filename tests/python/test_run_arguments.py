@@ -100,7 +100,7 @@ def test_types_that_do_not_go_together() -> None:
             found("llama-bench", *given)
 
 
-def test_what_is_no_cache_type_stays() -> None:
+def test_unknown_cache_types_stay() -> None:
     for given in (("-ctk", "subkv2"), ("-ctk", "f16,subkv"), ("-ctk",), ("-p", "-ctk=none")):
         parsed = found("llama-server", *given)
         assert parsed.arguments == given
@@ -141,7 +141,7 @@ def test_models_of_other_programs_are_files(tmp_path: Path) -> None:
         assert found("python", "--model", value).models == ()
 
 
-def test_where_models_come_from() -> None:
+def test_sources_of_models() -> None:
     assert found("llama-server", "-mu", "https://example.com/a.gguf").from_url
     assert found("llama-server", "-dr", "ai/a").from_url
     assert found("llama-server", "--models-dir", "models").folder == "models"
@@ -184,7 +184,7 @@ def executable(path: Path, text: str | bytes = "#!/bin/sh\n") -> Path:
     return path
 
 
-def test_upstreams_programs_beside_our_libraries_come_first(tmp_path: Path) -> None:
+def test_programs_next_to_the_libraries_come_first(tmp_path: Path) -> None:
     libraries, folder = tmp_path / "lib", tmp_path / "path"
     elsewhere = executable(folder / "llama-server")
     other = executable(folder / "tool")

@@ -1,4 +1,4 @@
-"""runtime.tasks: samples are what they say they are, answers are scored as generation would, results and refusals."""
+"""runtime.tasks: samples are valid, scores equal those of generation, results and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tasks(*arguments: Any) -> Result:
 
 
 @each("kind", kinds.MAKERS)
-def test_samples_are_seeded_fit_and_ask_what_is_there(kind: str) -> None:
+def test_samples_are_seeded_fit_and_have_their_answer(kind: str) -> None:
     task = kinds.parse(kind)
     sample = task.sample(3, 3000, len)
     assert sample == task.sample(3, 3000, len) != task.sample(4, 3000, len)
@@ -49,7 +49,7 @@ def test_samples_are_seeded_fit_and_ask_what_is_there(kind: str) -> None:
 
 
 def test_variables_are_followed() -> None:
-    """By an interpreter of its own."""
+    """Checked by an independent interpreter."""
     sample = kinds.parse("variables:3").sample(0, 2000, len)
     values: dict[str, str] = {}
     for step in sample.pieces[0].split("Let ")[1:]:
@@ -80,8 +80,8 @@ def test_answers_are_cut_at_tokens(tiny_model: Models) -> None:
         assert spelled == list(sample.pieces) and [part.is_answer for part in cut] == [False, True, False, True]
 
 
-def test_right_is_what_greedy_generation_says(tiny_model: Models) -> None:
-    """A model's own greedy continuation is right, another one is not; nll is that of the definition."""
+def test_right_equals_greedy_generation(tiny_model: Models) -> None:
+    """A model's greedy continuation is right, another one is not; nll follows the definition."""
     path = tiny_model("llama")
     with Model(str(path)) as model, model.context(parse_cache("f16", path), ContextOptions(64, n_threads=1)) as context:
         tokens = model.tokenize(b"the cat is on ")

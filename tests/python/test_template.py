@@ -1,4 +1,4 @@
-"""Chat templates: the model's, one that is given, llama.cpp's built-in ones, ChatML where there is none."""
+"""Chat templates: the model's, a given one, llama.cpp's built-in ones, and ChatML if the model has none."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_model_without_one(bare: Path, tiny_model: Models) -> None:
 
 @pytest.mark.parametrize("given", ["llama3", "gemma", OURS])
 def test_later_turns(tiny_model: Models, given: str) -> None:
-    """What follows an answer is found in what any template renders."""
+    """The text after an answer is located in the output of any template."""
     with Llama(tiny_model(), n_ctx=512, verbose=False) as llm:
         template = Template(llm.loaded_model, given)
         conversation = Conversation(llm, "be short", Sampling(temp=0.0), template=template)

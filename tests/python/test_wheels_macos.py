@@ -38,8 +38,9 @@ def test_everything_is_there(files: dict[str, Path]) -> None:
 
 
 def test_libraries_are_found_and_signed(files: dict[str, Path]) -> None:
-    """Each file runs on Apple's processors from the version in the wheel's name on, is signed, as macOS demands, and
-    asks only for libraries beside it and for macOS's own."""
+    """Each file runs on Apple's processors from the version in the wheel's name on, is signed, as macOS requires, and
+    depends only on libraries next to it and on macOS's own.
+    """
     oldest = tuple(map(int, WHEELS[0].stem.split("-macosx_")[1].split("_")[:2]))
     for name, path in files.items():
         (header,) = macho.MachO(str(path)).headers

@@ -43,7 +43,7 @@ def test_exact_logits_are_the_engines(
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])  # neighbouring rotary pairs, and pairs half a head apart
 @pytest.mark.parametrize("n_recent", [0, 16])
-def test_coded_logits_are_the_engines(
+def test_coded_logits_match_the_engine(
     arch: str,
     n_recent: int,
     reference: Callable[[str], Any],
@@ -52,7 +52,7 @@ def test_coded_logits_are_the_engines(
     text: Path,
     tmp_path: Path,
 ) -> None:
-    """Few bits, so that the codec's error is large against every other difference of the two implementations."""
+    """With few bits, so that the codec's error exceeds every other difference between the two implementations."""
     from converter.caches import layer_coder
 
     model, bases = tiny_model(arch), calibration(arch)

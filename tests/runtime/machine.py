@@ -1,10 +1,10 @@
 """Random programs over sequences: decode, remove, copy, keep, shift, states, on an ordinary f16 cache and a coded one.
 
 `Machine` runs every call on both and compares logits. The coded cache holds the same half-precision numbers (full rank,
-16-bit bands), so they may differ by rounding only. What a coded cache refuses follows from its window alone, and beside
-recurrent state from the position that this is of; `Held` models both: it has to refuse just that. How many tokens
-recurrent state goes back (n_rs_seq), or what layers of sliding windows still have, follows from more than that: what
-is carried out has to be right, and what is sure to be possible has to be carried out.
+16-bit bands), so they may differ by rounding only. `Held` predicts the refusals of the coded cache: they depend only on
+its window, and with recurrent state on that state's position. Two limits depend on more: the tokens by which recurrent
+state can be rolled back (n_rs_seq), and the rows of sliding-window layers. There a successful call must be correct, and
+a call that is certainly possible must succeed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ M_ROPE = (C.LLAMA_ROPE_TYPE_MROPE, C.LLAMA_ROPE_TYPE_IMROPE)
 
 
 def partial_state(s: engine.Session, seq: int = 0) -> bytes:
-    """What a sequence has beside its cells; empty: refused."""
+    """A sequence's state without its cells; empty: refused."""
     buf = (ctypes.c_uint8 * C.llama_state_seq_get_size_ext(s.ctx, seq, PARTIAL))()
     n = C.llama_state_seq_get_data_ext(s.ctx, buf, len(buf), seq, PARTIAL)
     return bytes(buf[:n])
@@ -46,8 +46,9 @@ def set_partial_state(s: engine.Session, data: bytes, seq: int = 0) -> int:
 
 
 class Machine(RuleBasedStateMachine):
-    """One program. bound: what two f16 caches that round otherwise differ by; recurrent: state beside the cells,
-    which goes back n_rs_seq tokens; sliding: layers of short windows beside coded ones.
+    """One program. bound: difference between two f16 caches with different rounding; recurrent: state besides the
+    cells,
+    which can be rolled back by n_rs_seq tokens; sliding: layers of short windows besides coded ones.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Machine(RuleBasedStateMachine):
         return found
 
     def noise(self, held: Held, tokens: list[int]) -> float:
-        """Twice what roundings of ordinary caches differ by on just these tokens, which some models make much of."""
+        """Twice the effect of ordinary caches' rounding on exactly these tokens, which some models amplify."""
         if not held.whole or sorted(held.cells) != list(range(len(held.cells))):
             return 0.0
         found = []
@@ -136,7 +137,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(n=st.lists(st.integers(0, 12), min_size=N_SEQ, max_size=N_SEQ), word=st.integers(0, 9))
     def decode_together(self, n: list[int], word: int) -> None:
-        """So many tokens of every sequence in one batch."""
+        """Decodes the same number of tokens of every sequence in one batch."""
         items = []
         for seq, held in enumerate(self.seqs):
             torn = self.recurrent and held.tail != held.last()
@@ -158,7 +159,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seq=SEQ, word=st.integers(0, 9))
     def decode_anew(self, seq: int, word: int) -> None:
-        """A token after what is there, and after the same text in another context."""
+        """Decodes a token after the sequence, and after the same text in another context."""
         held = self.seqs[seq]
         if not held.cells or not held.whole or len(held.cells) == N_MOST:
             return
@@ -271,7 +272,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seq=SEQ, n_removed=st.integers(0, 20), keep=st.integers(0, 12))
     def discard(self, seq: int, n_removed: int, keep: int) -> None:
-        """What a full context does: some after the first are removed, the later ones move up."""
+        """Simulates a full context: removes some tokens after the first ones, and moves the later ones up."""
         before = len(self.seqs[seq].cells)
         self.remove(seq, keep, keep + n_removed)
         if n_removed and len(self.seqs[seq].cells) < before:
@@ -343,7 +344,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seq=SEQ)
     def mark(self, seq: int) -> None:
-        """A checkpoint: the cells stay where they are, what is beside them is kept."""
+        """A checkpoint: the cells stay, and the state besides them is saved."""
         held = self.seqs[seq]
         if not held.cells or (self.recurrent and held.tail != held.last()):
             return
@@ -390,8 +391,9 @@ class Machine(RuleBasedStateMachine):
 
 
 def bound(model: engine.Model) -> float:
-    """Twice what an f16 cache's logits differ by between attention kernels and splits, as in test_exact.py, on that one
-    of six texts where they differ most.
+    """Twice the differences of an f16 cache's logits between attention kernels and splits, as in test_exact.py, on the
+    text
+    out of six with the largest differences.
     """
     n_word, most = min(200, model.n_vocab - 12), 0.0
     for text in range(6):
@@ -405,7 +407,7 @@ def bound(model: engine.Model) -> float:
 
 
 def run_programs(model: engine.Model, layout: Any, n: int, **options: Any) -> None:
-    """n random programs, the same ones every time; or SUBKV_PROGRAMS other ones. options: of Machine."""
+    """n random programs, the same in every run; or SUBKV_PROGRAMS new ones. options: of Machine."""
     most = bound(model)
     run_state_machine_as_test(
         lambda: Machine(model, layout, most, **options),

@@ -66,11 +66,14 @@ def test_bases_that_never_change_are_the_static_ones(
 
 
 @pytest.mark.parametrize("adapt", [EAGER, EAGER.replace("kv", "v"), FD])
-def test_any_split_of_the_prompt_gives_as_good_a_result(
+def test_splits_of_the_prompt_give_equal_quality(
     model: engine.Model, text: list[int], layout: Any, adapt: str, noise: float
 ) -> None:
-    """Threads do not matter at all. Splits change llama.cpp's keys by rounding, and eigenvectors of a random model that
-    has no preferred directions by much: codes then differ, by no more than codes do, at the same chunks."""
+    """The number of threads has no effect. Splits change llama.cpp's keys by rounding, which changes the eigenvectors
+    of a
+    random model a lot, because it has no preferred directions. Codes then differ, at the same chunks, within their
+    step.
+    """
     with session(model, layout, window=WINDOW, n_ctx=512, n_ubatch=256, adapt=adapt) as s:
         expected = s.decode(text)
         opened, blocks = head_stats(s).n_opened, head_stats(s).n_blocks
@@ -91,7 +94,7 @@ def test_any_split_of_the_prompt_gives_as_good_a_result(
 def test_exact_codes_in_any_chunks_equal_the_f16_cache(
     model: engine.Model, text: list[int], make_layout: Callable[..., Any], flash_attn: int
 ) -> None:
-    """Promise 2: chunks whose rotations lose nothing are the ordinary softmax. What is left is their half precision."""
+    """Guarantee 2: chunks with lossless rotations give the ordinary softmax, up to half precision."""
     with session(model, n_ctx=512, flash_attn=flash_attn) as s:
         expected = s.decode(text)
     with session(model, n_ctx=512, type_k=0, type_v=0) as s:
@@ -125,7 +128,7 @@ def test_remove_a_tail_and_decode_again(model: engine.Model, text: list[int], la
         assert agree(expected[:200], s.decode(text[:200]))
 
 
-def test_a_copied_sequence_goes_on_alike(model: engine.Model, text: list[int], layout: Any) -> None:
+def test_a_copied_sequence_continues_identically(model: engine.Model, text: list[int], layout: Any) -> None:
     with session(model, layout, window=WINDOW, n_ctx=512, adapt=MANY) as s:
         expected = s.decode(text[:240], pieces=[180, 60])
     with session(model, layout, window=WINDOW, n_seq_max=2, n_ctx=1024, adapt=MANY) as s:

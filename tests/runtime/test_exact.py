@@ -20,7 +20,7 @@ PIECES = [100, *[1] * 40, 60]
 
 @pytest.fixture(scope="module")
 def floor(model: engine.Model, tokens: list[int]) -> float:
-    """What stock differs from itself by rounding: flash attention on or off, one call or many."""
+    """Differences of stock from itself by rounding: flash attention on or off, one call or many."""
     with session(model, flash_attn=0) as s:
         one = s.decode(tokens)
     with session(model, flash_attn=0) as s:

@@ -1,4 +1,4 @@
-"""What goes wrong halfway: nothing is lost in silence, and the cache is usable afterwards."""
+"""Failures in the middle of an operation: every loss is reported, and the cache stays usable."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_an_aborted_decode_leaves_no_half_written_cells(model: engine.Model, tok
         assert agree(expected, s.decode(tokens[:150]))
 
 
-def test_a_state_cut_in_the_window_leaves_what_was_there(model: engine.Model, tokens: list[int], layout: Any) -> None:
+def test_a_state_truncated_in_the_window_changes_nothing(model: engine.Model, tokens: list[int], layout: Any) -> None:
     with session(model, layout, window=WINDOW) as s:
         state, other = two_states(s, tokens)
         assert s.set_state(state[:-1], 0) == 0

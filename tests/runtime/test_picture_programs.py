@@ -1,4 +1,4 @@
-"""Programs of random calls with pictures in them: an f16 cache and exact codes say the same after every call."""
+"""Random programs with images: an f16 cache and exact codes give the same results after every call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def vision(
 
 @pytest.fixture(scope="module")
 def bound(vision: Vision) -> float:
-    """Twice what f16 caches that round otherwise differ by, on that of three texts where they differ most."""
+    """Twice the differences of f16 caches with other rounding, on the text out of three with the largest differences."""
     found = 0.0
     for parts in (vision.parts, vision.others, [*vision.others, *vision.parts[1:]]):
         made = []
@@ -39,7 +39,7 @@ def bound(vision: Vision) -> float:
 
 @dataclass
 class Held:
-    """What a sequence has: where each part begins and which it is, and where the next one begins."""
+    """A sequence's contents: the position and kind of each part, and the next position."""
 
     parts: list[tuple[int, Part]] = field(default_factory=list)
     end: int = 0

@@ -35,7 +35,7 @@ class Tensor(ctypes.Structure):
 
 
 class Places:
-    """Collects the buffer type of what every node of coded layers writes: places[kind][il]."""
+    """Collects the buffer type of the result of every node of coded layers: places[kind][il]."""
 
     def __init__(self) -> None:
         self.found: dict[str, dict[int, str]] = {}
@@ -58,7 +58,7 @@ def on_gpu(place: str) -> bool:
 
 
 def gpus() -> list[str]:
-    """What the GPUs that llama.cpp sees are called; Mesa's on the CPU is one to it."""
+    """Names of the GPUs that llama.cpp lists; Mesa's CPU driver counts as one."""
     lib = engine.SUBKV
     lib.ggml_backend_dev_count.restype = ctypes.c_size_t
     lib.ggml_backend_dev_get.argtypes, lib.ggml_backend_dev_get.restype = [ctypes.c_size_t], ctypes.c_void_p
@@ -84,7 +84,7 @@ def gpus() -> list[str]:
         ("gpt-oss", -1, False),
     ],
 )
-def test_nodes_run_where_their_cache_lies(
+def test_nodes_run_on_the_device_of_their_cache(
     tiny_model: Callable[..., Path],
     tmp_path: Path,
     arch: str,

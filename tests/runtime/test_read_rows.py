@@ -1,4 +1,4 @@
-"""What a context tells about the rows it holds: those that attention reads, as the coder of one head makes them."""
+"""Functions that read a context's rows: the rows that attention reads, as the codec of a head decodes them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_rows_of_adaptive_bases_are_those_of_the_coder_alone(
 
 
 def test_output_of_attention(model: engine.Model, tokens: list[int], make_layout: Callable[..., Any]) -> None:
-    """Exact codes: what softmax over the exact rows gives."""
+    """Exact codes: the result equals softmax over the exact rows."""
     obs, s = watched(model, make_layout(), tokens)
     shape = observed(obs, 0)
     q = observe_values(obs, 0, "qs", (N, shape.n_head, shape.d_k))
@@ -109,7 +109,7 @@ def test_an_ordinary_cache_has_no_outputs(model: engine.Model, tokens: list[int]
     SUBKV.subkv_observer_free(obs)
 
 
-def test_soft_capping_is_told(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_soft_capping_is_reported(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     model = engine.Model(tiny_model("gemma2"))
     tokens = [10 + i * 7 % (model.n_vocab - 20) for i in range(N)]
     obs, s = watched(model, exact_layout(model, "gemma2", tmp_path / "layout.gguf"), tokens)

@@ -1,6 +1,6 @@
-"""Devices of another process: subkv's nodes are functions of this one, so they are refused.
+"""Devices of another process are refused, because subkv's nodes are functions of this process.
 
-No RPC server is needed: a copy of the CPU's device whose registry is called RPC is one as far as llama.cpp can tell.
+No RPC server is needed: llama.cpp takes a copy of the CPU device for remote if its registry is named RPC.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def add(s: Any, seq: int, p0: int, p1: int, by: int) -> None:
 
 
 def discard(s: Any, n_removed: int = GONE, seq: int = 0) -> None:
-    """What llama-server does with a full context."""
+    """Removes and shifts like llama-server with a full context."""
     assert s.rm(seq, KEEP, KEEP + n_removed)
     add(s, seq, KEEP + n_removed, -1, -n_removed)
 
@@ -40,7 +40,7 @@ def shifted(model: engine.Model, tokens: list[int], layout: Any, **options: Any)
 def test_exact_codes_shift_as_the_f16_cache_does(
     tiny_model: Callable[..., Any], tmp_path: Any, arch: str, window: tuple[int, int, int]
 ) -> None:
-    """gemma2: a sliding half shifts beside ours. Rounded to half once more on the way, as f16 rows are."""
+    """gemma2: a sliding half shifts next to the coded one. Rows are rounded to half once more, as with f16."""
     from test_variants import exact_layout
 
     model = engine.Model(tiny_model(arch))
@@ -76,7 +76,7 @@ def test_neighbours_move_by_different_distances(
 def test_many_shifts_stay_near_the_f16_cache(
     model: engine.Model, tokens: list[int], make_layout: Callable[..., Any]
 ) -> None:
-    """Every shift rounds a key anew: 8-bit codes, a cell is coded 11 times."""
+    """Every shift rounds keys again: with 8-bit codes, a cell is coded 11 times."""
     runs = []
     for layout, options in ((None, {}), (make_layout([(32, 8)], [(32, 8)]), {"window": WINDOW})):
         with session(model, layout, **options) as s:
@@ -92,7 +92,7 @@ def test_many_shifts_stay_near_the_f16_cache(
 
 @pytest.mark.parametrize("mean", [0.0, 2.0])
 def test_there_and_back_again(model: engine.Model, tokens: list[int], tmp_path: Any, mean: float) -> None:
-    """With a gamma that is not 1, which attention applies to what is stored."""
+    """With a gamma other than 1, which attention applies to stored keys."""
     shapes = [(il, 2, 32, 32) for il in range(C.llama_model_n_layer(model.handle))]
     kind: Any = {"arch": "llama", "block_count": len(shapes), "gamma": 0.5, "mean": mean}
     layout = engine.signed_permutations(shapes, [(32, 16)], [(32, 16)], path=tmp_path / "g.gguf", **kind)
@@ -198,7 +198,7 @@ def test_adaptive_bases_refuse_a_shift(model: engine.Model, tokens: list[int], m
 
 @contextmanager
 def stopped(s: Any, first: int, times: int) -> Iterator[None]:
-    """The computation is stopped when it asks for the first-th time, and so many times in all."""
+    """Aborts the computation at calls [first, first + times) of the abort callback."""
     n_calls = 0
 
     @C.ggml_abort_callback
@@ -214,8 +214,8 @@ def stopped(s: Any, first: int, times: int) -> Iterator[None]:
         C.llama_set_abort_callback(s.ctx, ctypes.cast(None, C.ggml_abort_callback), None)
 
 
-def test_a_shift_that_is_stopped_goes_on_where_it_was(model: engine.Model, tokens: list[int], make_layout: Any) -> None:
-    """Behind any of its nodes: no key is turned twice, and none is read before it has been."""
+def test_an_aborted_shift_resumes(model: engine.Model, tokens: list[int], make_layout: Any) -> None:
+    """Stopped after any of its nodes: no key is rotated twice, and none is read before its rotation."""
     layout, new = make_layout(BANDS, BANDS), tokens[LENGTH : LENGTH + 30]
     expected = shifted(model, tokens, layout, window=WINDOW)
     with session(model, layout, window=WINDOW, threads=1) as s:
@@ -236,8 +236,8 @@ def test_a_shift_that_is_stopped_goes_on_where_it_was(model: engine.Model, token
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2"])
-def test_ordinary_layers_turn_once(tiny_model: Callable[..., Any], tmp_path: Any, arch: str) -> None:
-    """Beside coded ones in the same cache, or in a sliding half: wherever a shift is stopped."""
+def test_ordinary_layers_are_rotated_once(tiny_model: Callable[..., Any], tmp_path: Any, arch: str) -> None:
+    """Next to coded layers in the same cache, or in a sliding half, wherever a shift is stopped."""
     from test_variants import shape_of
 
     model = engine.Model(tiny_model(arch))
@@ -277,7 +277,7 @@ def test_nothing_moves_while_a_shift_is_half_done(model: engine.Model, tokens: l
 def test_a_shift_of_a_long_text_needs_no_memory_for_its_keys(
     model: engine.Model, tokens: list[int], make_layout: Any
 ) -> None:
-    """In floats those of one layer are 32 MiB here."""
+    """As floats, the keys of one layer would take 32 MiB here."""
     with session(model, make_layout(BANDS, BANDS), window=WINDOW, n_ctx=131072, threads=1) as s:
         s.decode(tokens[:100])
         s.decode(tokens[:1], 100)

@@ -59,7 +59,7 @@ def library(folder: Path, name: str, source: str, *more: str | Path) -> None:
 
 
 def imports(binary: Path) -> dict[str, list[str]]:
-    """Names that a library or program takes of others, by their file names."""
+    """Names that a library or program imports, by the file names of the libraries."""
     import pefile  # not at the top: tests of a machine without it are skipped, not broken
 
     with pefile.PE(str(binary), fast_load=True) as pe:
@@ -69,7 +69,7 @@ def imports(binary: Path) -> dict[str, list[str]]:
 
 
 def imported(extension: Path) -> list[str]:
-    """Names that an extension takes of the library of maths."""
+    """Names that an extension imports from the maths library."""
     return [name for library, names in imports(extension).items() if library.startswith(MATHS) for name in names]
 
 
@@ -122,7 +122,7 @@ def mend_numpy(python: Path, packages: Path) -> None:
 
 
 def start(folder: Path, *command: str | Path, paths: Sequence[Path] = (), **more: str) -> subprocess.Popen[bytes]:
-    """A program of Windows in wine, with nothing of this environment but what is given; its output is one pipe."""
+    """Starts a Windows program in wine with only the given environment; stdout and stderr share one pipe."""
     environment = {
         **{name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ},
         "WINEPREFIX": str(folder / "wine"),

@@ -43,7 +43,7 @@ def run(command: list[str | Path], folder: Path, **environment: str) -> tuple[st
 
 
 def manifest() -> Path | None:
-    """RADV's, by which the loader takes no other driver."""
+    """RADV's loader manifest, with which the Vulkan loader uses no other driver."""
     return next(iter(sorted(Path("/usr/share/vulkan/icd.d").glob("radeon_icd*.json"))), None)
 
 

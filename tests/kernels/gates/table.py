@@ -1,7 +1,7 @@
-"""Recorded figures of our GPU kernels with bounds (figures.csv), and the tables that docs/gpu.md holds of them.
+"""Recorded figures of the GPU kernels with bounds (figures.csv), and their tables in docs/gpu.md.
 
-`python tests/kernels/gates/table.py` prints these. Arguments vulkan, cuda, triton: it measures the figures of these
-anew first, and writes the file and the page.
+`python tests/kernels/gates/table.py` prints the tables. With arguments vulkan, cuda or triton it first measures these
+figures again and writes the file and the page.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def row_of(group: str, kernel: str, target: str, value: dict[str, int]) -> Row:
 
 
 def broken(rows: dict[Key, Row], group: str, found: dict[tuple[str, str], dict[str, int]]) -> list[str]:
-    """What is worse than its bound, or has none."""
+    """Figures that exceed their bound or have no bound."""
     errors = []
     for (kernel, target), numbers in found.items():
         row = rows.get((group, kernel, target))

@@ -27,7 +27,7 @@ def head(seed: int, n: int, d: int, r: int) -> tuple[np.random.Generator, bounds
 @given(SEEDS, st.integers(1, 40), st.integers(2, 16), st.floats(0.2, 1.5), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_logit_and_output_bounds(seed: int, n: int, d: int, gamma: float, adversarial: bool) -> None:
-    """Also for a query that points along the largest residual, where the logit bound is tight but for other cells."""
+    """Also for a query along the largest residual, where the logit bound is tight except for other cells."""
     r, scale = 1 + seed % d, d**-0.5
     rng, k, basis, worst = head(seed, n, d, r)
     v = rng.standard_normal((n, d)) * 10.0 ** rng.uniform(-2.0, 2.0, (n, 1))

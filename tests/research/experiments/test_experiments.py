@@ -126,7 +126,7 @@ def test_subspaces_follow(results: dict[str, Any]) -> None:
     assert ahead <= behind
 
 
-def test_rotary_pairs_keep_more(results: dict[str, Any]) -> None:
+def test_rotary_pairs_retain_more_energy(results: dict[str, Any]) -> None:
     rows = {(row["text"], row["basis"], row["space"]): row["rank"] for row in results["rotary"]["rows"]}
     assert len(rows) == 2 * 2 * 3
     for text in ("words.txt", "digits.txt"):
@@ -177,7 +177,7 @@ def test_finished_experiments_are_reused(
     assert (tmp_path / "report.md").exists() and (tmp_path / "ranks.png").exists()
 
 
-def test_interruption_keeps_what_is_finished(
+def test_interruption_keeps_finished_results(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = cli.experiments()

@@ -1,4 +1,4 @@
-"""What the experiments on subspaces are made of, where the answer is known."""
+"""The functions of the subspace experiments, on data with known results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rotated(turn: Rotation, rows: Any) -> Any:
 
 
 def test_frames_undo_the_rotation(turn: Rotation) -> None:
-    """One vector at all positions is one direction before RoPE, and of the pairs; after it is not."""
+    """One vector at all positions has one direction before RoPE and in pair coordinates, but several after RoPE."""
     row = np.random.default_rng(0).standard_normal(D)
     keys = rotated(turn, np.tile(row, (N, 1)))
     spaces = rotary.frames(turn)
@@ -77,8 +77,8 @@ def test_salient_tokens_are_those_attended_to() -> None:
     assert found.min() >= oja.EXACT and found.max() < 96 and (np.diff(found) > 0).all()
 
 
-def test_bases_follow_the_text() -> None:
-    """A text in a subspace of its own: the rule finds it, from another one."""
+def test_bases_converge_to_the_subspace_of_the_text() -> None:
+    """The rule finds the subspace of a text from a start in another subspace."""
     rng = np.random.default_rng(4)
     frame = np.linalg.qr(rng.standard_normal((D, D)))[0]
     x = (rng.standard_normal((1024, 8)) @ frame[:8]).astype(np.float32)

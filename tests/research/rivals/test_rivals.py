@@ -1,4 +1,4 @@
-"""Other projects' codecs against what is known of the originals: published bits and distortions, worked examples."""
+"""Other projects' codecs against published bits and distortions of the originals, and worked examples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def distortion(x: F32, decoded: F32) -> float:
 
 
 def turning(d: int) -> Rotation:
-    """Neighbouring pairs, each at a frequency of its own."""
+    """Rotations of neighbouring pairs, each with a different frequency."""
     unitary, omega = np.zeros((d, d), dtype=np.complex128), np.zeros(d)
     for a in range(0, d, 2):
         unitary[a, a] = unitary[a + 1, a] = np.sqrt(0.5)
@@ -67,7 +67,7 @@ def test_bits_with_the_window() -> None:
 
 
 def test_grid_of_midpoints() -> None:
-    """Less squared error than the grid that rounds: its source says about 5%, with Gaussian rows it is 10%."""
+    """Less squared error than the rounding grid: the source says about 5%; on Gaussian rows it is 10%."""
     x = gaussian(4000, 64)
     y = x.reshape(-1, 32) @ mixing_matrix(32).astype(np.float32)
     largest = np.abs(y).max(1, keepdims=True)
@@ -78,7 +78,7 @@ def test_grid_of_midpoints() -> None:
 
 @pytest.mark.parametrize(("bits", "published"), [(2, 0.117), (3, 0.03), (4, 0.009)])
 def test_distortion_of_turboquant(bits: int, published: float) -> None:
-    """The paper's distortions of unit vectors, whatever these are."""
+    """The paper's distortions of any unit vectors."""
     x = gaussian(2000, 128) * np.linspace(0.01, 3.0, 128, dtype=np.float32)
     assert distortion(x, turboquant.round_trip_keys(x, bits)) == pytest.approx(published, rel=0.16)
 

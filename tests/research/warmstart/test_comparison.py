@@ -1,4 +1,4 @@
-"""The evaluation end to end on a tiny model: its files, and systems whose results are known beforehand."""
+"""The evaluation end to end on a tiny model: its files, and systems with known results."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def run(arguments: list[str], code: int = 0) -> str:
     return done.output
 
 
-def test_own_slots_for_all_tokens_are_the_cold_start(model: Path, files: dict[str, Path]) -> None:
-    """As many slots as tokens, the prompt's own: logits, answers and attention outputs are those of the cold start."""
+def test_one_slot_per_token_equals_the_cold_start(model: Path, files: dict[str, Path]) -> None:
+    """With one slot per token of the same prompt, logits, answers and attention outputs equal a cold start's."""
     prompt = prompts.read(files["prompts.jsonl"])[0]
     choice, options = choose_cache(model, CacheOptions("f16")), ContextOptions(96, n_threads=1)
     with Model(str(model)) as opened:
@@ -179,7 +179,7 @@ def test_files_of_the_report(evaluated: tuple[str, Path]) -> None:
 
 
 def test_coded_cache(coded_model: Callable[..., Path], files: dict[str, Path], tmp_path: Path) -> None:
-    """The converted copy of the model, whose weights are the same, in its coefficient cache."""
+    """The converted copy of the model, with the same weights, in its coded cache."""
     arguments = ["-m", str(coded_model()), "--warm-file", str(files["warm4"]), "-f", str(files["prompts.jsonl"])]
     run(["evaluate", *arguments, "-ctk", "subkv", "--targets", "1", "-t", "1", "-r", "0", "-o", str(tmp_path)])
     outcomes = [line for line in lines(tmp_path) if line["what"] == "outcome"]

@@ -1,4 +1,4 @@
-"""What warm starts are judged by, on distributions and outcomes that are known."""
+"""The criteria of warm starts, on known distributions and outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts made by rule: the same for a seed, never the same passage on both sides, answers where they should be."""
+"""Generated prompts: the same for a seed, no passage on both sides, answers at the right places."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_deterministic_and_split_by_passage(made: list[prompts.Prompt]) -> None:
     assert years["test"] and not years["test"] & years["train"]
 
 
-def test_neighbours_are_what_their_kind_says(made: list[prompts.Prompt]) -> None:
+def test_neighbours_match_their_kind(made: list[prompts.Prompt]) -> None:
     known = {p.id: p for p in made}
     counts: Counter[str] = Counter()
     for base in (p for p in made if p.neighbours):

@@ -51,7 +51,7 @@ def test_a_slot_for_every_token_is_the_exact_prompt(path: tuple[Path, dict[str, 
 
 
 def test_absolute_positions(tiny_model: Models, tmp_path: Path) -> None:
-    """The cells of the first tokens lie elsewhere; their rows are those of positions 0, 1, …"""
+    """The first tokens are in other cells; their rows are those of positions 0, 1, …"""
     with warm(tiny_model("gpt2"), tmp_path, Plan(T - 2 - 3, 2, 3)) as start:
         remember(start, A)
         expected = logits(start.llm)
@@ -63,7 +63,7 @@ def test_absolute_positions(tiny_model: Models, tmp_path: Path) -> None:
         assert np.abs(no_slots.logits(start.llm.n_vocab()) - expected).max() > 0.1 * np.abs(expected).max()
 
 
-def test_a_head_start_goes_on_exactly(path: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_head_start_continues_exactly(path: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     with warm(path[0], tmp_path, n_warm=2, **path[1]) as start:
         remember(start, A)
         generated = answer(start, B, 8)

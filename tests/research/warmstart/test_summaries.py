@@ -89,7 +89,7 @@ def test_prompts_and_plans_that_do_not_fit() -> None:
 
 
 class Keys:
-    """Metadata of a GGUF, made up."""
+    """Synthetic metadata of a GGUF."""
 
     path = Path("made-up.gguf")
 
@@ -177,8 +177,8 @@ def test_models_that_are_not_understood(base: Keys, message: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "gpt2"])
-def test_a_slot_for_every_token_is_the_exact_cache(arch: str, tiny_model: Callable[..., Path]) -> None:
-    """Untrained, with as many slots as pooled tokens: the rows that are planted are those of the prompt."""
+def test_one_slot_per_token_equals_the_exact_cache(arch: str, tiny_model: Callable[..., Path]) -> None:
+    """Untrained, with one slot per pooled token: the planted rows equal those of the prompt."""
     path, n = tiny_model(arch), 50
     plan, frame = Plan(n - 7, 3, 4), Frame.of(path)
     with capturing_file(path, n) as context:
@@ -276,7 +276,7 @@ def test_slots_are_adapted_projected_weighted_and_turned() -> None:
 #
 
 
-def test_the_file_comes_back(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+def test_the_file_round_trips(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     frame = Frame.of(tiny_model("llama"))
     trained = random_trained(Plan(5, 2, 3), frame)
     trained.save(tmp_path / "a.safetensors")
@@ -292,7 +292,7 @@ def test_the_file_comes_back(tmp_path: Path, tiny_model: Callable[..., Path]) ->
         np.testing.assert_array_equal(v, v2)
 
 
-def test_the_digest_is_of_what_a_library_holds() -> None:
+def test_the_digest_covers_the_contents_of_a_library() -> None:
     trained = random_trained(Plan(5, 2, 3), Frame.read(Keys()))
     assert replace(trained, guard={}, provenance={}).digest == trained.digest
     for changed in ({"identity": "1" * 64}, {"plan": Plan(5, 2, 4)}, {"embedding": "hidden"}, {"centre": np.zeros(8)}):

@@ -37,7 +37,7 @@ def run(model: Path, *arguments: Any) -> Result:
     return CliRunner().invoke(chat, [str(word) for word in [*common, *arguments]])
 
 
-def test_chat_marks_what_began_warm(model: Path, warm_file: Path, tmp_path: Path) -> None:
+def test_chat_marks_warm_answers(model: Path, warm_file: Path, tmp_path: Path) -> None:
     shelf = tmp_path / "library"
     flags = ["--warm-start", "on", "--warm-file", warm_file, "--warm-library", shelf, "--warm-threshold", "-1"]
     plain = run(model, "-p", FIRST)
