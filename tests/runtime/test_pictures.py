@@ -1,4 +1,4 @@
-"""Images in a coded cache: the guarantees of text also hold with images, with any positions and masks of their tokens."""
+"""Images in a coded cache: the guarantees of text also hold with images, whatever their positions and masks."""
 
 from __future__ import annotations
 

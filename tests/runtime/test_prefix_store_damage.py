@@ -392,7 +392,7 @@ def test_every_step_of_making_room(shim: Path, tmp_path: Path, how: str) -> None
 
 @pytest.mark.parametrize("error", [errno.EIO, 0], ids=["broken", "end"])
 def test_every_step_of_reading(shim: Path, tmp_path: Path, error: int) -> None:
-    """A step fails or reaches the end of the file: the prompt is missing or complete; no failure removes other files."""
+    """A step fails or reaches the end of the file: the prompt is missing or complete; other files stay."""
     codes = failing(READING, tmp_path, shim, error)
     assert codes[-1] == 3 and len(codes) > 10
 

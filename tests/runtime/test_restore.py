@@ -1,4 +1,4 @@
-"""Restoring a state: the data it replaces, and the states it refuses because of their cells, exact rows or positions."""
+"""Restoring a state: the data it replaces, and states refused because of their cells, exact rows or positions."""
 
 from __future__ import annotations
 
