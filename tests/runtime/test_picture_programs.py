@@ -26,8 +26,7 @@ def vision(
 
 @pytest.fixture(scope="module")
 def bound(vision: Vision) -> float:
-    """Twice the differences of f16 caches with other rounding, on the one of three texts with the largest differences.
-    """
+    """Twice the differences of f16 caches with other rounding, on the one of three texts with the largest differences."""
     found = 0.0
     for parts in (vision.parts, vision.others, [*vision.others, *vision.parts[1:]]):
         made = []
