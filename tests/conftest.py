@@ -34,7 +34,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return LoadFileScheduling(config, log)
 
 
-# No wheel holds research/. What is installed comes first.
+# No wheel contains research/. Installed packages take precedence.
 if str(REPO) not in sys.path:
     sys.path.append(str(REPO))
 

@@ -23,7 +23,7 @@ from tiny_shared import gemma3n, gemma4
 
 Array = npt.NDArray[np.float32]
 
-# Joins of byte-level BPE (Ġ is a space), most wanted first.
+# Merges of byte-level BPE (Ġ is a space), by descending priority.
 MERGES = "Ġ t|h e|Ġ a|i n|r e|Ġt he|o n|e r|Ġ s|a t|o u|i s|n d|e n|o r|e s|Ġa nd|in g|a l|i t|a n|Ġo f|Ġ o|e d"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
 TEMPLATE = (

@@ -54,7 +54,7 @@ def gemma3n(m: Any) -> None:
     m.norm("per_layer_proj_norm", per_layer)
     for blk in m.layers():
         m.norm(f"{blk}.attn_norm", n)
-        _attention(m, blk, m.head_size, True)  # the loader wants keys and values that nobody reads
+        _attention(m, blk, m.head_size, True)  # the loader requires keys and values that are never read
         m.norm(f"{blk}.ffn_norm", n)
         for name in ("post_attention_norm", "post_ffw_norm", "post_norm", "laurel_post_norm"):
             m.normal(f"{blk}.{name}.weight", (n,), 0.02, 0.2)  # many layers of full size would amplify all rounding

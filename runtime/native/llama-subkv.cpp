@@ -35,19 +35,19 @@ void llama_subkv_log(const std::string & line) {
 static std::atomic<bool> g_required{ false };
 
 void llama_subkv_require(void) {
-    const char * asked = std::getenv("SUBKV");
-    if (asked && std::strcmp(asked, "off") == 0) {
+    const char * setting = std::getenv("SUBKV");
+    if (setting && std::strcmp(setting, "off") == 0) {
         throw std::runtime_error("cache type subkv: SUBKV=auto, a file, or no SUBKV expected, SUBKV=off found");
     }
     g_required = true;
 }
 
 static subkv::cache_new_fn registered() {
-    const char * asked = std::getenv("SUBKV");
-    if (!asked || !*asked) {
-        asked = g_required ? "auto" : "off";
+    const char * setting = std::getenv("SUBKV");
+    if (!setting || !*setting) {
+        setting = g_required ? "auto" : "off";
     }
-    if (g_cache_new || std::strcmp(asked, "off") == 0) {
+    if (g_cache_new || std::strcmp(setting, "off") == 0) {
         return g_cache_new;
     }
     static std::mutex           mutex;
@@ -57,7 +57,7 @@ static subkv::cache_new_fn registered() {
         auto *      subkv_register = llama_subkv_find("subkv_register", why);
         if (!subkv_register) {
             throw std::runtime_error(
-                format("SUBKV=%s: libsubkv beside libllama expected, found none that loads: %s", asked, why.c_str()));
+                format("SUBKV=%s: libsubkv beside libllama expected, found none that loads: %s", setting, why.c_str()));
         }
         subkv_register();
     }

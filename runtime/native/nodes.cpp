@@ -206,15 +206,15 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     if (layer.device) {
         layer.device->prepare();
     }
-    ggml_tensor * q     = as_f32(ctx, b.q);
-    const auto &  codec = *layer.codec;
-    ggml_tensor * seen  = build_chosen_mask(b);
-    if (layer.device && n_masks(seen) > 1) {
+    ggml_tensor * q      = as_f32(ctx, b.q);
+    const auto &  codec  = *layer.codec;
+    ggml_tensor * chosen = build_chosen_mask(b);
+    if (layer.device && n_masks(chosen) > 1) {
         fail("this model's KV heads attend to cells of their own, or with a bias of their own: its cache on the CPU "
              "expected (-ngl 0, or offload_kqv off), a GPU found");
     }
-    ggml_tensor *     list    = build_chosen_cells(layer, b, seen);
-    ggml_tensor *     mask    = list ? nullptr : build_mask_node(layer, b, seen);
+    ggml_tensor *     list    = build_chosen_cells(layer, b, chosen);
+    ggml_tensor *     mask    = list ? nullptr : build_mask_node(layer, b, chosen);
     const AttendShape s       = attend_shape(layer, q, list ? list : b.k_view);
     const int64_t     width   = fresh_width(layer);
     ggml_tensor *     window  = layer.window_rows().tensor;
@@ -270,7 +270,7 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         in.queries       = queries ? queries : fresh;
         in.k_view        = b.k_view;
         in.v_view        = codec.latent ? b.k_view : b.v_view;
-        in.mask          = seen;
+        in.mask          = chosen;
         in.cell_pos      = inputs.cell_pos;
         in.tokens        = inputs.tokens;
         in.written       = rows.written;
@@ -281,7 +281,7 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         of.q              = q;
         of.fresh          = fresh;
         of.window         = window ? window : fresh;
-        of.mask           = seen;
+        of.mask           = chosen;
         of.tokens         = inputs.tokens;
         of.slots          = inputs.slots;
         of.cells          = list ? list : b.k_view;

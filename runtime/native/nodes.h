@@ -152,8 +152,8 @@ void fill_mask_row(const LayerNodes & layer, const MaskSources & in, int64_t h, 
                    float * bias, uint8_t * open);
 
 // I32 [n, n_tokens / streams, 1, streams]: the chosen cells whose codes a token sees, ascending, then -1; n is a
-// multiple of TILE. nullptr: reading all tiles with the mask `seen` is cheaper.
-ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * seen);
+// multiple of TILE. nullptr: reading all tiles under `mask` is cheaper.
+ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask);
 
 // b.mask with all cells hidden except the chosen ones; b.mask itself if no cells are chosen.
 ggml_tensor * build_chosen_mask(const AttnBuild & b);

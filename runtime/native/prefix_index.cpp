@@ -208,7 +208,7 @@ void PrefixIndex::damaged(const std::string & name, const PrefixDamaged & why) {
     known.erase(name);
 }
 
-PrefixIndex::Seen PrefixIndex::seen() const {
+PrefixIndex::Totals PrefixIndex::totals() const {
     std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
     std::lock_guard<std::mutex>  lock_seen(seen_mutex);
     if (lock) {

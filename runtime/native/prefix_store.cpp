@@ -138,7 +138,7 @@ public:
 
     std::unique_ptr<PrefixFound> find(const PrefixQuery & query);
     void                         run(); // body of the writer thread
-    void                         fails(std::atomic<bool> & told, const std::string & why, const char * then);
+    void                         fails(std::atomic<bool> & logged, const std::string & why, const char * then);
     bool                         room(uint64_t n_bytes) const; // in the queue; the caller has locked the mutex
 
     const uint64_t          max_bytes;
@@ -149,7 +149,7 @@ public:
     bool                    writing = false;
     bool                    ended   = false;
     std::atomic<bool>       unwritable{ false };
-    std::atomic<bool>       told_reading{ false };
+    std::atomic<bool>       read_failure_logged{ false };
     std::atomic<bool>       reading{ false };
     std::atomic<uint64_t>   n_hits{ 0 }, n_restored{ 0 }, n_written{ 0 }, n_dropped{ 0 }, n_failures{ 0 };
 
@@ -160,9 +160,9 @@ private:
     double     pace = 0; // seconds to read a byte
 };
 
-void PrefixStore::Core::fails(std::atomic<bool> & told, const std::string & why, const char * then) {
+void PrefixStore::Core::fails(std::atomic<bool> & logged, const std::string & why, const char * then) {
     ++n_failures;
-    if (!told.exchange(true)) {
+    if (!logged.exchange(true)) {
         llama_subkv_log("SUBKV_STORE: " + why + "; " + then);
     }
 }
@@ -247,7 +247,7 @@ std::unique_ptr<PrefixFound> PrefixStore::Core::find(const PrefixQuery & query) 
             index.damaged(choice.head->name(), e);
             continue;
         } catch (const std::runtime_error & e) { // a part of the disk fails: other prompts can be read
-            fails(told_reading, e.what(), "its prompt is evaluated");
+            fails(read_failure_logged, e.what(), "its prompt is evaluated");
             continue;
         }
         found->name      = choice.head->name();
@@ -322,7 +322,7 @@ std::unique_ptr<PrefixFound> PrefixStore::get(const PrefixQuery & query) {
             found = core->find(query);
         } catch (const std::bad_alloc &) { // optional work
         } catch (const std::exception & e) {
-            core->fails(core->told_reading, e.what(), "prompts are evaluated");
+            core->fails(core->read_failure_logged, e.what(), "prompts are evaluated");
         }
         core->reading = false;
         std::lock_guard<std::mutex> lock(answer->mutex);
@@ -354,9 +354,9 @@ bool PrefixStore::flush(double seconds) {
 }
 
 PrefixStats PrefixStore::stats() const {
-    const auto seen = core->index.seen();
-    return { seen.n_entries,  seen.n_bytes,    core->n_hits,   core->n_restored,
-             core->n_written, core->n_dropped, seen.n_damaged, core->n_failures };
+    const auto totals = core->index.totals();
+    return { totals.n_entries, totals.n_bytes,  core->n_hits,     core->n_restored,
+             core->n_written,  core->n_dropped, totals.n_damaged, core->n_failures };
 }
 
 } // namespace subkv

@@ -31,7 +31,7 @@ PICTURES = {"M-RoPE": "mrope", "sliding": "whole beside sliding windows"}  # oth
 LATENT = ("MLA", "sparse")
 N_WIDE = 320  # elements of a head, more than CUDA's decode kernel takes
 N_DRAFT = 6
-KEEP, GONE = 8, 40  # tokens that stay in front of what a shift discards, and these
+KEEP, GONE = 8, 40  # tokens before those that a shift discards, and discarded tokens
 FOLLOWING = "kv,block=16,length=32,warm=32,max_chunks=12,gain=100,reuse=0,merge=1"  # a basis every 32 tokens
 GPU_BOUND = 2e-2  # of products that round to halves, as in test_placement.py
 

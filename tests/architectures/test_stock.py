@@ -14,7 +14,7 @@ import virtual
 
 from subkv.native import library
 
-# want other keys, or tokens, than tests/tiny.py writes, or an encoder's run first
+# need other keys or tokens than those of tests/tiny.py, or an encoder's run first
 NO_FILE = {"apertus", "phi3", "chameleon", "qwen3tts", "t5"}
 STOCK = library.lib_dir() / "stock"
 RUN = """

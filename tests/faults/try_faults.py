@@ -22,7 +22,7 @@ from pathlib import Path
 from seeded import FAULTS, Fault
 
 REPO = Path(__file__).resolve().parents[2]
-LIMIT = 900  # seconds of one fault's tests: one that hangs is noticed
+LIMIT = 900  # seconds of one fault's tests; a hang counts as caught
 
 
 def copy_of_checkout(folder: Path) -> Path:

@@ -35,7 +35,7 @@ GAMMA = 1.125
 # head 0: every width and a truncation; head 1: full rank, a DCT-mixed band
 BANDS = [((8, 8), (8, 4), (8, 2)), ((8, 6), (24, 3))]
 STATIC = Adapt(length=0, tau=1.0)
-# the latest basis only, merged at the cap, whatever it brings
+# the latest basis only, merged at the cap for any gain
 EAGER = Adapt(length=64, warm=64, block=32, max_chunks=3, gain=1.0, reuse=0, merge=1)
 
 
@@ -179,7 +179,7 @@ def test_adapting_reduces_the_error_of_changing_rows(layout: ResearchLayout, kin
     out = layout.replay(params, 0, head, True, x)
     assert out.stats["n_opened"] >= 1
     assert np.isfinite(out.seen).all()
-    # head 0's static basis drops a quarter of the directions for good: what is left of x' counts, which rho measures
+    # head 0's static basis drops a quarter of the directions; rho measures the rest of x'
     assert out.rho[-256:].mean() < 0.9 * static.rho[-256:].mean()
     assert len(space) == 1024
 
@@ -227,7 +227,7 @@ def test_merges_keep_the_number_of_chunks(layout: ResearchLayout, max_chunks: in
     out = layout.replay(params, 0, 1, True, x)
     free = layout.replay(replace(params, max_chunks=100), 0, 1, True, x)
     s = out.stats
-    # what is opened depends on new rows alone
+    # opened chunks depend only on new rows
     assert s["n_opened"] == free.stats["n_opened"] > max_chunks + 1
     assert s["n_chunks"] == max_chunks
     assert s["n_merged"] == s["n_opened"] - max_chunks
@@ -239,7 +239,7 @@ def test_merges_keep_the_number_of_chunks(layout: ResearchLayout, max_chunks: in
     assert np.array_equal(out.seen[static], free.seen[static])
     last = free.chunk_of == free.chunk_of[-1]
     assert np.array_equal(out.seen[last], free.seen[last])
-    # every merge quantizes a row anew: 24 of 32 coefficients have 3 bits, of distortion 0.037
+    # every merge quantizes a row again: 24 of 32 coefficients have 3 bits, of distortion 0.037
     assert relative(free.seen, out.seen) < 0.06 * s["n_merged"]
     if max_chunks == 1:
         assert s["n_recoded"] >= (~static).sum() - last.sum()

@@ -238,7 +238,7 @@ def test_keys_are_coded_less_their_mean(run: Callable[..., Result], base: Path, 
         np.testing.assert_allclose(mean, calibration.layers[il].k1[0], rtol=1e-3, atol=1e-6)
         assert [head["centred"] for head in described["layers"][il]["k"]] == [True, True]
         assert all("centred" not in head for head in described["layers"][il]["v"])
-    # the window and the bases count as allocated: what is left of the total is what libsubkv says it holds
+    # window and bases count as allocated: the rest of the total equals libsubkv's report
     window = (16 * 4 + (10 + 16 / 32) * (128 + 16)) / 4096
     bases = found["subkv.bits_per_element"] - found["subkv.bits_per_element.rows"] - window
     assert bases * 4096 * 2 * 2 * (32 + 32) / 8 == pytest.approx(described["bytes_bases"], rel=1e-4)
@@ -448,7 +448,7 @@ def test_modules_are_commands(module: str) -> None:
 
 
 #
-# the default budget and what it says
+# the default budget and its message
 #
 
 

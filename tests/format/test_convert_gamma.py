@@ -32,7 +32,7 @@ def test_sampled_gamma_is_the_least_squares_factor(seed: int, bands: Bands, awar
     gamma = sampled_gamma(stats, head, stored)
     keys = stats.ks[:, head].astype(np.float64)
     c = (stats.ks[:, head].astype(np.float32) @ stored.encode.astype(np.float32).T).astype(np.float32)
-    decoder = stored.decode.astype(np.float64) * gains(bands)[:, None]  # what quantizers shrink is not undone
+    decoder = stored.decode.astype(np.float64) * gains(bands)[:, None]  # the shrinking of quantizers is not corrected
     decoded = round_trip(c, bands, stored.ratio) @ decoder
     queries = np.concatenate([stats.qs[:, 2], stats.qs[:, 3]]).astype(np.float64)  # the group of head 1
     exact, approximate = queries @ keys.T, queries @ decoded.T

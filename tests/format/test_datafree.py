@@ -106,7 +106,7 @@ def test_predicted_energies_match_keys(tiny_model: Models, monkeypatch: pytest.M
             q = np.concatenate([rows("q", h * shape.n_group + g) for g in range(shape.n_group)])
             assert known_energy.sum() == pytest.approx(np.sum(k**2) / len(k), rel=0.03)
             assert found.q[h].sum() == pytest.approx(np.sum(q**2) / len(q), rel=0.03)
-            if arch == "llama":  # else biases come on top of what keys and queries share
+            if arch == "llama":  # else biases are added to the common part of keys and queries
                 both = np.sqrt(np.mean(k**2, 0) * np.mean(q**2, 0))
                 np.testing.assert_allclose(known_energy / known_energy.sum(), both / both.sum(), rtol=0.25)
 
@@ -180,7 +180,7 @@ def test_fused_matrices_are_those_apart(tiny_model: Models) -> None:
 
 
 #
-# what is planned
+# plans
 #
 
 
@@ -296,7 +296,7 @@ def test_large_key_biases_cost_little(tiny_model: Models, pairs: list[int]) -> N
 
 
 #
-# what is written
+# files
 #
 
 

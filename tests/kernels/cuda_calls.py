@@ -69,7 +69,7 @@ class Call:
         if s.blind:
             mask[:, (s.n_kv - 1) // o.TILE * o.TILE :] = -np.inf
         for rows in self.rows:
-            rows[:, s.n_kv // 2] = 255  # never seen, whatever the bytes
+            rows[:, s.n_kv // 2] = 255  # masked, with any bytes
         self.mask = mask
         self.tokens = np.zeros((self.n_tok, 4), np.int32)
         self.tokens[:, 0] = np.where(in_picture, -1, self.pos)

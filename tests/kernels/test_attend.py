@@ -157,7 +157,7 @@ def test_other_rows_of_a_call_and_hidden_steps_change_no_bit(
     n, n_group = 700, rows[1]
     case, k_rows, v_rows = make_case(k, v, n, rows, 23, softcap=8.0, shift=2.0)
     assert case.shift is not None
-    for t in range(rows[0]):  # tokens whose cells begin and end in different steps, and hold different scales
+    for t in range(rows[0]):  # cells of the tokens begin and end in different steps, and have different scales
         case.bias[t, : 100 * (t % 5)] = -np.inf
         case.bias[t, n - 40 * (t % 4) : n] = -np.inf
     together = o.State.start(len(case.q), v.rank)

@@ -36,7 +36,7 @@ def test_instructions(name: str, tmp_path: Path) -> None:
     code = subprocess.run(["objdump", "-d", str(built)], check=True, capture_output=True, text=True).stdout
     assert [p.pattern for p in present if not p.search(code)] == []
     assert [match.group() for p in absent for match in p.finditer(code)] == []
-    # of what two files define, the linker keeps one copy: it could be the one for the newer processor
+    # the linker keeps one copy of a function in two files, possibly that for the newer processor
     symbols = subprocess.run(["nm", "-C", str(built)], check=True, capture_output=True, text=True).stdout
     assert re.findall(r"^\S+ [VWu] .*", symbols, re.MULTILINE) == []
 

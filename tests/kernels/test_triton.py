@@ -106,7 +106,7 @@ def check_attend(name: str, n_tok: int, group: int, n: int, n_split: int, softca
     k_rows, v_rows = (np.stack([side.random_rows(n, rng, 3) for _ in range(2)]) for side in sides)
     bias = rng.uniform(-2, 0, (2, n_tok, n)).astype(np.float32)
     hide(bias, rng)
-    k_rows[:, n // 2], v_rows[:, n // 2] = 255, 255  # never seen, whatever the bytes
+    k_rows[:, n // 2], v_rows[:, n // 2] = 255, 255  # masked, with any bytes
     qt = rng.standard_normal((2, n_tok, n_head, group, k.width)).astype(np.float32)
     slope = rng.uniform(0, 1.5, (n_head, group)).astype(np.float32)
     shift = (3 * rng.standard_normal(qt.shape[:-1])).astype(np.float32) if shifted else None

@@ -64,7 +64,7 @@ def opened(request: pytest.FixtureRequest, built: Path) -> v.Library:
     shutil.copy(built, path)
     try:
         return v.Library(path, True, request.param)
-    except RuntimeError:  # the layer is a package of its own
+    except RuntimeError:  # the layer is a separate package
         try:
             return v.Library(path, False, request.param)
         except RuntimeError as error:

@@ -16,7 +16,7 @@ Layout = tuple[tuple[int, int], ...]  # (n, bits) of every band
 
 TILE = LINE = 64
 PLANES = {8: [8], 6: [4, 2], 5: [4, 1], 4: [4], 3: [2, 1], 2: [2]}
-# An octet's lines: what the bits of their bytes are, lowest first. "rb" is bit b of a code of register r.
+# An octet's lines: the contents of their bytes' bits, lowest first. "rb" is bit b of a code of register r.
 LINES = {
     2: ["00 01 10 11 20 21 30 31", "40 41 50 51 60 61 70 71"],
     3: ["00 01 02 40 41 42 30 31", "10 11 12 50 51 52 70 71", "20 21 22 60 61 62 32 72"],

@@ -23,7 +23,7 @@ FILES = {
     "src/other.cpp": b"int other;\n",
     "vendor/hash/h.c": b"int v;\n",
 }
-# what only a build with SUBKV_PROGRAMS takes
+# files that only a build with SUBKV_PROGRAMS uses
 PROGRAMS = {
     "common/common.cpp": b"int common;\nint last;\n",
     "scripts/ui-assets.cmake": b"set(ui 1)\n",

@@ -148,7 +148,7 @@ class Server:
         head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{headers}"
         if method == "POST":
             head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
-        with contextlib.suppress(ConnectionError):  # refused before it was read; the answer says why
+        with contextlib.suppress(ConnectionError):  # refused before it was read; the answer has the reason
             sock.sendall(head.encode() + b"\r\n" + content)
         return sock
 
@@ -165,7 +165,7 @@ class Server:
             self.alive()
             raise Failed(f"no connection: {error}") from error
         except Failed:
-            time.sleep(0.5)  # a process that ends is still there when its connections are gone
+            time.sleep(0.5)  # a process may outlive its connections
             self.alive()
             raise
 

@@ -368,7 +368,7 @@ def test_embeddings(agent: Path, tmp_path: Path) -> None:
     arguments = ("-np", 1, "-c", 1024, "--embedding", "--pooling", "mean")
     with serving(agent, *arguments, subkv="auto", folder=tmp_path) as server:
         with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
-            found = client.embeddings.create(model="tiny", input=["one", "two three", "one"])  # base64, unless asked
+            found = client.embeddings.create(model="tiny", input=["one", "two three", "one"])  # base64 by default
         assert [entry.index for entry in found.data] == [0, 1, 2]
         first, second, third = (entry.embedding for entry in found.data)
         assert first == pytest.approx(third, abs=1e-5) and first != pytest.approx(second, abs=1e-2)

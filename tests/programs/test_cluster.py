@@ -167,7 +167,7 @@ def test_refusals_are_the_server_s(front: Front) -> None:
     assert front.client.post("/v1/completions", content=b" " * (10 << 20)).status_code == 413
     with httpx.Client(base_url=front.url) as stranger:
         refused = stranger.post("/v1/completions", json={"prompt": [1]})
-        assert refused.status_code == 401 and "x-replica" not in refused.headers  # nobody was asked
+        assert refused.status_code == 401 and "x-replica" not in refused.headers  # no replica was called
         assert stranger.get("/health").status_code == 200
 
 

@@ -81,7 +81,7 @@ def run(work: Callable[[], Any]) -> Any:
         ({}, 100, 401, 0),
         ({"Authorization": "Bearer wrong"}, 100, 401, 0),
         ({"X-Api-Key": "secret", "Content-Length": "101"}, 100, 413, 0),
-        ({"X-Api-Key": "secret"}, 15, 413, 2),  # its length is not told
+        ({"X-Api-Key": "secret"}, 15, 413, 2),  # without Content-Length
         ({"X-Api-Key": "secret"}, 100, 408, 3),
     ],
 )
@@ -169,7 +169,7 @@ def test_files_of_keys(tmp_path: Path, text: bytes, found: list[str] | None) -> 
 def test_tokens_that_wait() -> None:
     load = Load()
     with load.waiting(bytes(4000)) as received, load.waiting(bytes(400)):
-        for piece in (b"", b":\n\n"):  # a stream's comment says that the connection lives
+        for piece in (b"", b":\n\n"):  # a stream's comment keeps the connection alive
             received(piece)
             assert load.n_tokens == 1100
         received(b"data: {}")

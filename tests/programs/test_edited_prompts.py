@@ -108,7 +108,9 @@ def test_a_long_prompt_edited_early(serve: Serve, text: str, cut: int) -> None:
                 assert answer["tokens"] == fresh["tokens"]
     again = evaluated[True] - evaluated[False]
     print(f"edited at {cut} of 3900: evaluated beyond f16: {again}")
-    assert again <= max(BOUND, len(tokens) - cut)  # far from the end checkpoints are as far apart as it is away
+    assert again <= max(
+        BOUND, len(tokens) - cut
+    )  # the distance between checkpoints grows with the distance from the end
 
 
 @pytest.mark.parametrize("n_swa", [16, 512])

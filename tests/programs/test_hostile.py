@@ -310,7 +310,7 @@ def test_many_requests_at_once(hasty: Kept) -> None:
 
 
 #
-# who may ask
+# access
 #
 
 

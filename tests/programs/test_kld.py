@@ -35,7 +35,7 @@ def theirs(model: Path, text_file: Path, subkv: str, *arguments: Any) -> str:
             words, env={**env, "SUBKV": subkv}, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        # upstream's programs may end before all of their log is written (common/log.cpp says so)
+        # upstream's programs may end before their whole log is written (common/log.cpp)
         if "--kl-divergence" not in words or f"\n{NAMES[-1]}:" in done.stdout:
             break
     return done.stdout + done.stderr

@@ -77,7 +77,7 @@ def test_mtmd_cli(files: Files, tmp_path: Path) -> None:
 
     def generate(subkv: str) -> str:
         most = ""
-        for _ in range(5):  # upstream's programs may end before all of their log is written (common/log.cpp says so)
+        for _ in range(5):  # upstream's programs may end before their whole log is written (common/log.cpp)
             done = subprocess.run(
                 [str(word) for word in command], env=environment(subkv), capture_output=True, timeout=300, check=False
             )
@@ -174,7 +174,7 @@ def test_image_url(serve: Callable[..., Any]) -> None:
         assert_same(alone, found)
     assert other.text != answers[True][1].text
     evaluated, whole = ([answer.evaluated for answer in some] for some in (answers[True], fresh))
-    for turn in (1, 2):  # beyond what is new
+    for turn in (1, 2):  # besides the new tokens
         assert whole[turn - 1] + evaluated[turn] < whole[turn] + 20
     assert max(evaluated[3:]) < 40
 
@@ -211,13 +211,13 @@ def test_several_slots(serve: Callable[..., Any]) -> None:
 def test_a_slot_with_a_picture_is_saved_and_restored(serve: Callable[..., Any], files: Files, tmp_path: Path) -> None:
     with serve("--slot-save-path", tmp_path) as server:
         expected = ask(server, *story()[1])
-        ask(server, *story()[1], n=2)  # a file has no checkpoints: what can be taken back is short
+        ask(server, *story()[1], n=2)  # a file has no checkpoints, so only a short tail can be removed
         assert server.request("POST", "/slots/0?action=save", {"filename": "slot"})["n_saved"] > 150
     with serve("--slot-save-path", tmp_path) as server:
         server.request("POST", "/slots/0?action=restore", {"filename": "slot"})
         found = ask(server, *story()[1])
         assert_same(expected, found)
-        # what llama.cpp cannot shorten without a checkpoint is evaluated whole
+        # llama.cpp evaluates the whole prompt if it cannot shorten it without a checkpoint
         assert found.evaluated < 20 or files.model_type in ("gemma2", "qwen35")
 
 

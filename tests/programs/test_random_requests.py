@@ -80,7 +80,7 @@ TOOLS = st.lists(
                                                                    "input_schema": SCHEMAS}),
     max_size=2,
 )  # fmt: skip
-# what a field may hold if it is to get further than its type
+# values that pass the check of a field's type
 LIKELY: dict[str, Any] = {
     "prompt": TEXTS,
     "messages": MESSAGES,

@@ -100,7 +100,7 @@ def test_prompts_in_memory_are_restored(serve: Serve, text: str) -> None:
     for coded in (True, False):
         with serve("-c", 2048, "-np", 1, "--cache-ram", 64, coded=coded) as server:
             first = server.complete(text[:2500])
-            server.complete(text[20000:22500])  # the only slot goes on with another text
+            server.complete(text[20000:22500])  # the only slot continues with another text
             again = server.complete(text[:2500])
             assert again["tokens"] == first["tokens"]
             found[coded] = again["timings"]["prompt_n"]

@@ -15,7 +15,7 @@ from servers import CODED, ORDINARY, Server, assert_same, serving
 from subkv.engine.cache import CacheOptions, choose_cache
 
 SYSTEM = "You are a clerk who answers in few words and never lies about what was said before. " * 4
-# models and caches whose memory can be cut in different ways
+# models and caches that can remove different tails
 KINDS = [
     ("llama", "f16"),
     ("llama", "q8_0"),

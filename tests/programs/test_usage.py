@@ -158,5 +158,5 @@ def test_stored_prompts(serve: Serve, text: str, tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:-1] + b"\0\0")
     with serve(*options, SUBKV_STORE=store) as server:
         assert server.complete(text[:300])["timings"]["cache_n"] == 0
-        # counters are those of before while the folder is at work
+        # counters keep their last values while the store works
         wait_until("the damaged prompt", lambda: counted(server)["prompts_damaged_total"] == 1)

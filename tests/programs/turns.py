@@ -30,7 +30,7 @@ import tiny  # noqa: E402
 import virtual  # noqa: E402
 from servers import CODED, Server, serving  # noqa: E402
 
-N_TURNS, EDITED, BRANCHED = 10, 8, 5  # turns; the one that is edited; the one behind which another text goes on
+N_TURNS, EDITED, BRANCHED = 10, 8, 5  # turns; the edited one; the one after which another text continues
 N_ANSWER = 32
 CACHES = ("subkv", "f16")
 DELTA = {  # gated delta rule in three of four layers; heads and states as large as theirs
@@ -43,7 +43,7 @@ DELTA = {  # gated delta rule in three of four layers; heads and states as large
     "ssm.state_size": 128,
     "ssm.inner_size": 512,
 }
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # llama.cpp's architecture, and what it has of the model's shape
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # llama.cpp's architecture, and its part of the model's shape
     "Qwen3.6-35B-A3B": ("qwen35moe", DELTA | {"attention.head_count": 8, "attention.head_count_kv": 1}),
     "Qwen3.6-27B": ("qwen35", DELTA | {"attention.head_count": 6, "attention.head_count_kv": 1}),
     "Gemma-4": (
@@ -76,9 +76,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # llama.cpp's architecture, a
     ),
 }
 LETTERS = [tiny.vocabulary()[0].index(letter) for letter in "abcdefghijklmnopqrstuvwxyz"]
-USER = (
-    "<|im_start|>user\n"  # what the server takes for the beginning of a message; chats are told to it as templates do
-)
+USER = "<|im_start|>user\n"  # text at which the server detects the start of a message
 
 
 @dataclass

@@ -55,7 +55,7 @@ class Disk:
 
     def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **options: Any) -> Any:
-            if call.__name__ != "unlink" or self.dead:  # cleaning up is no step of its own
+            if call.__name__ != "unlink" or self.dead:  # cleaning up is not a separate step
                 self.step()
             return call(*args, **options)
 
@@ -173,6 +173,6 @@ def test_a_truncated_file_is_ignored(tmp_path: Path) -> None:
             with pytest.raises(SubkvError):
                 read(tmp_path / name)
             (tmp_path / name).write_bytes(whole[:size] + b"\0" * (len(whole) - size))
-            if name == "state":  # a calibration has no checksum of its own: numbers are checked, not bytes
+            if name == "state":  # a calibration has no checksum: its numbers are checked, not its bytes
                 with pytest.raises(SubkvError):
                     read(tmp_path / name)

@@ -64,10 +64,10 @@ def test_later_turns_evaluate_only_their_own_tokens(llm: Llama) -> None:
     held = conversation.tokens[:]
     assert first.n_prompt == conversation.answer_start
     _, second = ask(conversation, "Go on.")
-    assert conversation.tokens[: len(held)] == held  # the answer stays as it was generated
+    assert conversation.tokens[: len(held)] == held  # the generated answer stays unchanged
     added = llm.tokenize(b"<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n", False, True)
     assert conversation.tokens[len(held) : conversation.answer_start] == added
-    assert second.n_prompt <= len(added) + 1  # and the last token of the answer, which nobody had evaluated
+    assert second.n_prompt <= len(added) + 1  # and the last token of the answer, which was not evaluated before
     assert [m["role"] for m in conversation.messages] == ["user", "assistant"] * 2
 
 

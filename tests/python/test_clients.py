@@ -24,7 +24,7 @@ import pytest
 Models = Callable[..., Path]
 REPO = Path(__file__).resolve().parents[2]
 
-# llama_cpp alone knows nothing of coefficients: libsubkv, which it loads, is asked
+# llama_cpp does not report coded caches, so libsubkv, which it loads, is called
 PLAIN = """
 import ctypes, json, os, sys
 import llama_cpp

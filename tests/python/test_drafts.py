@@ -53,7 +53,7 @@ def ids(*tokens: int) -> Any:
 def test_a_lookup_drafts_the_earlier_continuation() -> None:
     lookup = PromptLookup(ngram=2, num_pred_tokens=3)
     assert lookup(ids(1, 2, 7, 1, 2, 8, 9, 5, 1, 2)).tolist() == [8, 9, 5]
-    assert lookup(ids(1, 2, 3, 1, 2, 3, 1, 2)).tolist() == [3, 1, 2]  # and goes on to where it stands now
+    assert lookup(ids(1, 2, 3, 1, 2, 3, 1, 2)).tolist() == [3, 1, 2]  # and continues to its present state
     assert lookup(ids(4, 4, 4)).tolist() == [4, 4, 4]
     assert PromptLookup(ngram=1, num_pred_tokens=5)(ids(1, 2, 1, 2)).tolist() == [1, 2, 1, 2, 1]
     for text in ((), (1,), (1, 2), (1, 2, 3, 9, 2), (2, 1, 3, 1)):

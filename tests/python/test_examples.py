@@ -25,7 +25,7 @@ from subkv.native.binding import C
 Models = Callable[..., Path]
 REPO = Path(__file__).resolve().parents[2]
 EXAMPLES = REPO / "examples"
-STORE_SECONDS = 30  # in which what a server's slots hold is written at its end
+STORE_SECONDS = 30  # the folder to which a server writes its slots at its end
 
 
 def run(*command: Any) -> subprocess.CompletedProcess[bytes]:
@@ -120,7 +120,7 @@ def generate(tmp_path_factory: pytest.TempPathFactory) -> Path:
         moved = folder / "moved"
         done = run("cmake", "--install", build, "--prefix", folder / "prefix")
         assert done.returncode == 0, done.stderr
-        (folder / "prefix").rename(moved)  # it must not matter where it lies
+        (folder / "prefix").rename(moved)  # the folder must not matter
         where = f"-DCMAKE_PREFIX_PATH={moved}"
     else:
         done = run(sys.executable, "-m", "runtime.cmake_dir")
@@ -172,7 +172,7 @@ def test_c_program_uses_the_environment(generate: Path, tiny_model: Models, monk
     done = run(generate, tiny_model(), "Hello")
     assert done.returncode == 1
     assert done.stderr.startswith(str(tiny_model()).encode() + b": expected a model with bases, found none; `subkv ")
-    assert choose_cache(tiny_model(), CacheOptions("subkv")).coded  # made of the weights and kept
+    assert choose_cache(tiny_model(), CacheOptions("subkv")).coded  # derived from the weights and stored
     done = run(generate, tiny_model(), "Hello")
     assert done.returncode == 0, done.stderr
     assert b"bits per element" in done.stdout

@@ -58,5 +58,5 @@ def test_gpu_and_cpu_share_prompt_caches_of_halves(
     for n_gpu_layers in (*layers, layers[0]):
         with opened(model, n_gpu_layers, n_ctx=1024, prompt_cache=tmp_path / "cache") as llm:
             found.append(answer(llm, prompt(300))[1])
-    # the second one has all but the last token from the first one's state, or an entry of its own: nothing is lost
+    # the second one restores all but the last token from the first one's entry, or writes its own
     assert found == [300, evaluated, 1]

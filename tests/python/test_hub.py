@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("huggingface_hub")
 
-# Every setting of huggingface_hub is read once, when it is imported: so in a process of its own.
+# huggingface_hub reads its settings at import, so each test uses a new process.
 PROGRAM = """
 import json, sys
 from subkv.base.errors import SubkvError

@@ -187,7 +187,7 @@ def test_a_state_of_another_cache_is_refused(tiny_model: Models, coded_model: Mo
 def test_going_back_gives_the_same_result_as_never_having_been_there(coded_model: Models, back: int) -> None:
     with opened(coded_model(), n_rollback=8) as llm:
         llm.eval(prompt(100))
-        llm.n_tokens -= back  # 70: beyond what can be removed, evaluated again
+        llm.n_tokens -= back  # 70: longer than a removable tail, so evaluated again
         got = last_logits(llm, [50, 60, 70])
     with opened(coded_model(), n_rollback=8) as fresh:
         fresh.eval(prompt(100 - back))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# Prints, for every limit, how many bytes beyond what there is were allowed and what came of it.
+# Prints, for every limit, the bytes allowed beyond those in use, and the result.
 LIMITED = """
 import resource, sys
 from pathlib import Path

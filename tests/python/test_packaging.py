@@ -74,7 +74,7 @@ def test_installed_files() -> None:
         pytest.skip("wheel: subkv is not installed, only on the path")
     if "subkv/__init__.py" not in files:
         pytest.skip("wheel: an editable install has no file list")
-    upstream = "subkv/lib/llama.cpp/"  # its converter and its licence, as they are
+    upstream = "subkv/lib/llama.cpp/"  # its converter and its licence, unchanged
     expected = {"runtime/chat/cli.py", "converter/cli.py", "subkv/py.typed", f"{upstream}LICENSE"}
     expected |= {"subkv/include/subkv.h", "subkv/include/llama.h", "subkv/cmake/subkvConfig.cmake"}
     expected |= {f"subkv-{subkv.__version__}.dist-info/licenses/{name}" for name in LICENSES}

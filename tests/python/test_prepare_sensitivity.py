@@ -242,5 +242,5 @@ def test_a_model_that_cannot_be_predicted_is_tried_once(model: Path, monkeypatch
 
 
 #
-# what is kept
+# kept progress
 #

@@ -75,7 +75,7 @@ def cached(coded_model: Models, tmp_path: Path) -> Iterator[Callable[..., Llama]
 
 
 #
-# what it saves
+# savings
 #
 
 
@@ -193,7 +193,7 @@ def test_refusals(cached: Callable[..., Llama], tmp_path: Path) -> None:
 
 
 #
-# what goes wrong
+# failures
 #
 
 
@@ -210,10 +210,10 @@ def test_damaged_entries_are_dropped(cached: Callable[..., Llama], tmp_path: Pat
         warnings.simplefilter("always")
         again, n_evaluated = answer(cached(), DOCUMENT)
     assert (again, n_evaluated) == (text, len(DOCUMENT))
-    # objects that other tests left behind may be collected here: their ResourceWarning is none of this
+    # objects of other tests may be collected here, with their ResourceWarning
     reports = [str(warning.message) for warning in caught if warning.category is UserWarning]
     assert [report for report in reports if "skipped the damaged entry" not in report] == []
-    for path in own_files(tmp_path / "cache"):  # stored anew
+    for path in own_files(tmp_path / "cache"):  # stored again
         assert named(path).name() == path.name
 
 

@@ -225,7 +225,7 @@ def test_models_that_are_refused(shows: Path, model: Path, tiny_model: Models, t
     assert "choose" not in log and "use an ordinary cache" not in log
     assert shown["env"]["SUBKV"] == "auto"
     assert refused(shows, "-m", mamba, "-ctk", "subkv").startswith("-ctk: ")
-    shutil.copy(model, store.sidecar_path(model))  # what is beside a model has to be its sidecar
+    shutil.copy(model, store.sidecar_path(model))  # the file next to a model must be its sidecar
     assert refused(shows, "-m", model).startswith(
         f"--bases: expected a sidecar of this version in {store.sidecar_path(model)}"
     )
@@ -391,7 +391,7 @@ def test_env_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         *(f"export {name}='{value}'" for name, value in mtmd_variable(lib_dir()).items()),
         "export SUBKV='auto'",
     ]
-    # what runs elsewhere has another cache folder, and its own library path
+    # on other systems there is another cache folder and library path
     result = env_of("-m", model, "--format", "docker")
     assert result.stdout.splitlines() == [
         f"LLAMA_CPP_LIB_PATH={lib_dir()}",

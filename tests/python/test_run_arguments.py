@@ -251,7 +251,7 @@ def test_programs_with_a_llama_cpp_of_their_own(tmp_path: Path) -> None:
     assert "contains its own llama.cpp" in at.value.reason and GET in at.value.reason
     check("tool", static)
     check("llama-server", b"#!/bin/sh\n")
-    check("llama-server", elf((3, b"/lib/ld-musl-x86_64.so.1\0")))  # its linker cannot be asked
+    check("llama-server", elf((3, b"/lib/ld-musl-x86_64.so.1\0")))  # its linker cannot be queried
 
 
 @pytest.mark.skipif(
@@ -283,7 +283,7 @@ def test_programs_that_load_another_libllama(tmp_path: Path) -> None:
     for name in ("llama-tool", "tool"):
         path = program(name)
         programs.check(name, path, ours.parent, search)
-        programs.check(name, path, ours.parent, {})  # it finds none, and says so itself
+        programs.check(name, path, ours.parent, {})  # the program finds none, and reports it
         path = program(name, "-Wl,--disable-new-dtags", f"-Wl,-rpath,{theirs.parent}")
         with pytest.raises(SubkvError, match=f"which loads libllama.so from {theirs}") as at:
             programs.check(name, path, ours.parent, search)

@@ -158,7 +158,7 @@ def test_names_are_for_people(model: Path, tmp_path: Path, cache_home: Path) -> 
 
 
 #
-# what is chosen
+# choice of bases
 #
 
 
@@ -326,7 +326,7 @@ def test_sidecar_of_something_else(
 
 def test_sidecar_without_weights_is_no_model(model: Path, made: Path) -> None:
     stamped(made, made.with_name("older.gguf"), **{CONTENT_KEY: ("str", "")})
-    assert choose_cache(model, CacheOptions(bases=made.with_name("older.gguf"))).name == "subkv"  # asked for by name
+    assert choose_cache(model, CacheOptions(bases=made.with_name("older.gguf"))).name == "subkv"  # explicit choices
 
 
 #

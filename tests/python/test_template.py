@@ -56,7 +56,7 @@ def test_rendered(tiny_model: Models) -> None:
         assert Template(model, "llama2").render(TALK).startswith("[INST]")
         assert Template(model, "zephyr").render(TALK).endswith("<|user|>\nagain, ж<|endoftext|>\n<|assistant|>\n")
         assert Template(model, OURS).render(TALK).endswith("[user] again, ж\n[assistant] ")
-        long = [{"role": "user", "content": "x" * 5000}] * 30  # vicuna says a role in more letters than it has
+        long = [{"role": "user", "content": "x" * 5000}] * 30  # vicuna's name of a role is longer than the role
         assert Template(model, "vicuna").render(long).count("x") == 150000
         for name in built_in():
             assert "again, ж" in Template(model, name).render(TALK)

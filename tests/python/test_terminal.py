@@ -40,7 +40,7 @@ def chat(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
         "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]),
         "PYTHONUTF8": "1",
         "TERM": "xterm",
-        "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody here answers where the cursor is
+        "PROMPT_TOOLKIT_NO_CPR": "1",  # this terminal does not report the cursor position
         "XDG_STATE_HOME": str(tmp_path / "state"),
     }
     simple = ["--simple-io"] if request.param == "plain" else []

@@ -71,7 +71,7 @@ def test_coded_logits_match_the_engine(
     theirs = engine_logits(model, f"subkv:{sidecar}")
     effect = np.sqrt(np.mean((ours - exact) ** 2))
     assert effect > 0.05
-    # f16 noise moves single codes by a step, so the largest difference says little
+    # f16 noise moves single codes by a step, so the largest difference is not informative
     assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.2 * effect
 
 

@@ -34,7 +34,7 @@ TOKENS = [10 + 7 * i % 200 for i in range(160)]
 IDS = torch.tensor([TOKENS])
 N_RECENT = 16
 OPTIONS = Options(kv_bits=3.0, window=Window(N_SINK, N_RECENT), bpe_context=100_000)
-# what transformers does not read from a GGUF, as in tests/tiny.py
+# settings that transformers does not read from a GGUF, as in tests/tiny.py
 CONFIG: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32, "attn_implementation": "eager"}
 }

@@ -55,7 +55,7 @@ def peak() -> Callable[[], int]:
         return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1])  # type: ignore[index]
 
     try:
-        marks.write_text("5")  # the peak begins anew
+        marks.write_text("5")  # resets the peak
     except OSError as e:
         pytest.skip(f"/proc/self/clear_refs: {e}")
     before = most()
@@ -152,7 +152,9 @@ class Session:
             raise Refused(last_error())
         self.memory = C.llama_get_memory(self.ctx)
         if C.llama_model_has_encoder(model.handle):
-            self._fill(C.llama_encode, SOURCE, 0, range(n_seq_max))  # what the decoder's tokens attend to besides
+            self._fill(
+                C.llama_encode, SOURCE, 0, range(n_seq_max)
+            )  # the encoder's output, to which the decoder attends
 
     def close(self) -> None:
         if self.ctx:

@@ -25,9 +25,9 @@ class Held:
     whole: bool = True  # every token saw all those before it, from position 0 on
     tail: int = -1  # position that recurrent state is of
     back: int = 0  # tokens that it certainly goes back
-    pending: bool = False  # it went back, and no token has come since
+    pending: bool = False  # it was rolled back, and no token decoded since
     apart: bool = False  # a checkpoint may have given it sliding cells beside those that others share
-    moves: Any = ()  # every shift, and those of what was copied here
+    moves: Any = ()  # all shifts, including those of copied cells
 
     def slot(self, pos: int) -> int:
         return pos if pos < N_SINK else N_SINK + (pos + self.origin) % (N_RECENT + N_ROLLBACK)

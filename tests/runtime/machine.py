@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 N_PROGRAMS, N_CALLS = (int(os.environ.get(f"SUBKV_{name}", n)) for name, n in (("PROGRAMS", "0"), ("CALLS", "20")))
-N_SEQ = 3  # and one that makes llama.cpp carry out its copies
+N_SEQ = 3  # and one that makes llama.cpp execute pending copies
 N_MOST = 110  # tokens of a sequence
 ADAPT = f"kv,block={BLOCK},length=16,warm=16,max_chunks=3,gain=100,reuse=0,merge=1"
 SEQ = st.integers(0, N_SEQ - 1)
@@ -69,7 +69,7 @@ class Machine(RuleBasedStateMachine):
         shared: dict[str, Any] = {"n_ubatch": 16, "threads": 1, "n_rs_seq": n_rs_seq}
         coded = shared | {"window": WINDOW, "adapt": ADAPT if adapt else None, "offload_kqv": not adapt}
         many: dict[str, Any] = {"n_seq_max": N_SEQ + 1, "unified": unified, "n_ctx": 512 if unified else 1024}
-        # in one piece where layers slide: llama.cpp's own loses what an earlier piece of a batch attends to
+        # in one piece with sliding layers: llama.cpp overwrites cells that an earlier piece of a batch needs
         self.plain = engine.Session(model, **shared | ({"n_ubatch": 64} if sliding else {}), **many)
         self.coded = engine.Session(model, layout, **coded, **many)
         self.fresh = engine.Session(model, layout, **coded)
@@ -130,7 +130,7 @@ class Machine(RuleBasedStateMachine):
     def decode_for_two(self, n: int, word: int) -> None:
         a, b = self.seqs[0], self.seqs[1]
         # cells of the first answer for both; llama.cpp splits no batch for two of one recurrent state, and takes none
-        # for two whose sliding cells begin elsewhere
+        # for two with different first sliding cells
         alone = self.recurrent or a.apart or b.apart
         if self.unified and not alone and a.cells == b.cells and len(a.cells) + n <= N_MOST:
             self.decoded(self.text(n, word), a.last() + 1, [0, 1])
@@ -166,7 +166,7 @@ class Machine(RuleBasedStateMachine):
         before, token = held.tokens(), self.text(1, word)
         found = self.decoded(token, len(before), [seq])
         self.fresh.clear()
-        if found is None:  # what was copied ends where the exact rows of the source are gone
+        if found is None:  # the copied part ends where exact rows of the source are lost
             return
         expected = self.fresh.decode([*before, *token])[-1:]
         # another half rounds by how a text is split
@@ -323,7 +323,7 @@ class Machine(RuleBasedStateMachine):
         if to is None:
             self.seqs = what
         else:
-            for p, (token, _) in what.cells.items():  # cells of its own
+            for p, (token, _) in what.cells.items():  # separate cells
                 self.n_cells += 1
                 what.cells[p] = token, self.n_cells
             self.seqs[seq] = what
@@ -376,7 +376,7 @@ class Machine(RuleBasedStateMachine):
         elif kept.cells == {p: cell for p, cell in held.cells.items() if p < first}:
             assert set_partial_state(self.coded, coded, seq) == len(coded), last_error()
             assert self.coded.rm(seq, first, -1), last_error()
-            if self.halves:  # else it is a whole one, of cells of its own
+            if self.halves:  # else a whole state with separate cells
                 assert set_partial_state(self.plain, plain, seq) == len(plain)
             assert self.plain.rm(seq, first, -1)
             self.seqs[seq] = copy.deepcopy(kept)

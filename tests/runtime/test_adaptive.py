@@ -15,7 +15,7 @@ from subkv.format.adapt import HeadStats
 
 BANDS = [(8, 8), (8, 6), (16, 4)]
 WINDOW = (4, 24, 8)
-# a new basis every 32 tokens, whatever it brings, so that many chunks are alive and merged
+# a new basis every 32 tokens for any gain, so that many chunks are in use and merged
 EAGER = "kv,block=16,length=32,warm=32,max_chunks=3,gain=100,reuse=0,merge=1"
 
 FD = "kv,block=16,length=32,warm=32,gain=1,max_chunks=4,kind=fd"

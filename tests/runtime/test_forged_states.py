@@ -106,7 +106,7 @@ def test_recurrent_state_is_checked_before_anything_changes(
         {4: -1},
         {8: 0},  # of no sequence
         {8: 3},
-        {12: 2},  # of one that is not there
+        {12: 2},  # of a missing one
         {12: -1},
         {24: 0},  # of the first cell's
     ],

@@ -16,7 +16,7 @@ from test_shift import add, discard
 from test_variants import exact_layout
 
 WINDOW = (4, 16, 8)
-NEXT = 10**9  # stands for the position of the second cell
+NEXT = 10**9  # placeholder for the position of the second cell
 
 
 class Gemma:

@@ -122,7 +122,7 @@ def test_a_tail_is_refused_without_a_snapshot(hybrid: Coded) -> None:
         s.cp(0, 1)
         assert not s.rm(1, 109) and not s.rm(0, 109)
         assert last(s, 0) == last(s, 1) == 109
-        s.state()  # which llama.cpp ends the process over where one of two had gone back
+        s.state()  # llama.cpp ends the process here if one of two sequences was rolled back
 
 
 def test_a_rolled_back_state_is_copied_only_after_its_next_token(hybrid: Coded) -> None:
@@ -437,7 +437,7 @@ def test_random_programs_equal_an_ordinary_cache(
     texts: list[list[int]] = [[] for _ in range(N_SEQ)]
     marks: dict[int, tuple[list[int], bytes, bytes]] = {}
     copied = False  # in another stream, since the last decode
-    pending: set[int] = set()  # sequences that went back, and no token has come since
+    pending: set[int] = set()  # sequences that were rolled back, without a token since
     options: dict[str, Any] = {"n_seq_max": N_SEQ, "unified": unified, "n_rs_seq": n_rs_seq, "n_ctx": 768}
     with (
         session(hybrid.model, hybrid.exact, window=WINDOW, **options) as coded,

@@ -26,7 +26,7 @@ def vision(
 
 @pytest.fixture(scope="module")
 def bound(vision: Vision) -> float:
-    """Twice the differences of f16 caches with other rounding, on the one of three texts with the largest differences."""
+    """Twice the differences of f16 caches with other rounding, on the text of three with the largest ones."""
     found = 0.0
     for parts in (vision.parts, vision.others, [*vision.others, *vision.parts[1:]]):
         made = []
@@ -43,7 +43,7 @@ class Held:
 
     parts: list[tuple[int, Part]] = field(default_factory=list)
     end: int = 0
-    newest: int = 0  # behind the last position that the window has seen
+    newest: int = 0  # after the last position of the window
 
     def copy(self) -> Held:
         return Held(list(self.parts), self.end, self.newest)
@@ -106,7 +106,7 @@ class Program:
         if at == 0:
             return self.forget(seq)
         done = self.coded.rm(seq, at)
-        if not done:  # a state, and a longer tail, leave sliding windows without what has slid away
+        if not done:  # a state, and a longer tail, leave sliding windows without their earlier rows
             slides = self.vision.slides and "sliding windows" in last_error()
             assert slides or held.newest - at > N_ROLLBACK
             assert last_error().startswith("seq_rm: ")
@@ -124,7 +124,7 @@ class Program:
         self.forget(to)
         for s in (self.stock, self.coded):
             s.cp(seq, to)
-        if not self.unified:  # llama.cpp carries out the copy; a state would hold what was there before
+        if not self.unified:  # llama.cpp executes the copy; a state would have the earlier contents
             self.stock.decode([10], 0, N_SEQ)
             assert self.stock.rm(N_SEQ, -1)
         self.held[to] = self.held[seq].copy()

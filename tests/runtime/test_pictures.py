@@ -65,7 +65,7 @@ def test_any_split_gives_the_same_result(vision: Vision) -> None:
         for pieces in ([16], [7], [64, 1, 1, 9]):
             s.clear()
             assert agree(expected, vision.decode(s, vision.parts, pieces=itertools.cycle(pieces))), pieces
-    n_ubatch = 64 if vision.whole else 16  # a picture whose tokens see each other is one ubatch
+    n_ubatch = 64 if vision.whole else 16  # an image whose tokens attend to each other is one ubatch
     with vision.session(vision.coarse, n_ubatch=n_ubatch, threads=3) as s:
         assert agree(expected, vision.decode(s, vision.parts))
 

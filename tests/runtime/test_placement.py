@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 N_LAYER = 4
 ALL = N_LAYER + 1  # and the output
 WINDOW = (4, 16, 4)
-KINDS = {"encode", "attend", "kqv_out", "store_window"}  # llama.cpp names what combine gives
+KINDS = {"encode", "attend", "kqv_out", "store_window"}  # llama.cpp names the result of combine
 
 
 class Tensor(ctypes.Structure):
@@ -50,7 +50,7 @@ class Places:
         kind, _, il = name.removeprefix("subkv_").partition("-")
         if ask and kind in KINDS:
             self.found.setdefault(kind, {})[int(il)] = self.place(Tensor.from_address(node).buffer).decode()
-        return not ask  # the value is not wanted; go on
+        return not ask  # the value is not needed; continue
 
 
 def on_gpu(place: str) -> bool:

@@ -253,7 +253,9 @@ def test_states_of_models(
     options = {"window": WINDOW, "n_ctx": 1024, "flash_attn": 1, "adapt": adapt}
     with session(model, layout, **options) as s:
         s.decode(tokens[:BLOCK])
-        points = [Point(BLOCK, 0, BLOCK - 1, (b"" if adapt else partial(s), b"", b""))]  # adaptive bases have none
+        points = [
+            Point(BLOCK, 0, BLOCK - 1, (b"" if adapt else partial(s), b"", b""))
+        ]  # adaptive bases have no such tail
         s.decode(tokens[BLOCK:], BLOCK)
         given = Prompt(tokens, (s.state(0), b""), points, n_removable=8)
         assert store.put(given)

@@ -65,7 +65,7 @@ def test_rows_of_adaptive_bases_are_those_of_the_coder_alone(
     obs, s = watched(model, layout, tokens, adapt=EAGER)
     shape = observed(obs, 0)
     rows = observe_values(obs, 0, "vs" if value else "ks", (N, shape.n_head_kv, shape.d_k))
-    halves = np.ascontiguousarray(rows[:, 0].astype(np.float16).astype(np.float32))  # what the exact window keeps
+    halves = np.ascontiguousarray(rows[:, 0].astype(np.float16).astype(np.float32))  # rows in the exact window
     decoded, chunk = read(s, 0, 0, value, shape.d_k)
     expected, chunk_of = np.empty_like(halves), np.empty(N, np.int32)
     params = adapt.native_params(adapt.parse(EAGER)[1])

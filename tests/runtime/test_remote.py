@@ -66,7 +66,7 @@ def test_devices_of_another_process(tiny_model: Callable[..., Path], remote: Any
     reason = r"its device CPU belongs to another process \(RPC\).*use an ordinary cache type"
     with pytest.raises(Refused, match=reason), session(model, layout):
         pass
-    with session(model) as ordinary:  # what llama.cpp runs there is its own affair
+    with session(model) as ordinary:  # nodes of llama.cpp may run there
         assert ordinary.decode([1, 2, 3]) is not None
     model.free()
     near.free()

@@ -43,7 +43,7 @@ def test_remove_a_tail_that_the_window_cannot_give_back_is_refused(
         s.decode(tokens[:120])
         assert not s.rm(0, 100)
         assert "seq_rm" in last_error() and "n_rollback" in last_error()
-        # nothing was removed: the sequence goes on as if never asked
+        # nothing was removed: the sequence continues unchanged
         assert agree(expected[120:], s.decode(tokens[120:121], 120))
         # the way out that the message names
         assert s.rm(0, -1)
@@ -228,7 +228,7 @@ def test_a_state_of_another_layout_is_refused(
         s.decode(tokens[:39])
         assert s.set_state(state) == 0
         assert "fingerprint" in last_error() and "expected" in last_error() and "found" in last_error()
-        # what was there is still there
+        # the earlier contents are unchanged
         assert agree(expected[39:], s.decode(tokens[39:40], 39))
     with session(model, layout, window=(4, 12, 8)) as s:
         assert s.set_state(state) == 0
@@ -276,7 +276,7 @@ def test_an_ordinary_type_is_expected_beside_bases(model: engine.Model, layout: 
 def test_a_token_of_two_sequences_needs_the_window_of_both(model: engine.Model, tokens: list[int], layout: Any) -> None:
     with session(model, layout, window=WINDOW, n_seq_max=3, unified=True, n_ctx=512) as s:
         s.decode(tokens[:120], 0, 0)
-        s.cp(0, 1, 0, 60)  # cells, of which the window has gone on
+        s.cp(0, 1, 0, 60)  # cells whose exact rows left the window
         s.decode(tokens[:60], 0, 2)
         before = s.state(2)
         assert s.try_decode(tokens[60:61], 60, [2, 1]) != 0

@@ -255,7 +255,7 @@ def test_ordinary_layers_are_rotated_once(tiny_model: Callable[..., Any], tmp_pa
             with stopped(s, n, 1):
                 C.llama_state_seq_get_size(s.ctx, 0)
             assert agree(expected, s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - GONE)), n
-            with stopped(s, 1, 1):  # as before: what is set aside comes back
+            with stopped(s, 1, 1):  # as before: pending shifts are restored
                 assert s.try_decode(tokens[:5], LENGTH - GONE + 30) == 2
     model.free()
 

@@ -187,7 +187,7 @@ def test_a_failed_restore_leaves_the_neighbours_in_a_tile(model: engine.Model, t
         assert "exact window" in last_error()
         assert C.llama_memory_seq_pos_max(s.memory, 1) == -1
         assert s.state(0) == other
-        # it has cells of its own again, in the gaps
+        # it has separate cells again, in the gaps
         assert s.set_state(state, 1) == len(state)
         assert s.state(1) == state
         assert s.state(0) == other

@@ -60,7 +60,7 @@ def test_supported_variant_equals_the_f16_cache(
         with session(model, flash_attn=flash) as s:
             stock.append(s.decode(tokens))
     expected = stock[flash_attn]
-    # what f16 itself differs by: between attention kernels, between splits, and from a cache of floats
+    # differences of f16 itself: between attention kernels, between splits, and from an f32 cache
     floor = distance(stock[0], stock[1])
     for options in ({"n_ubatch": 13, "flash_attn": flash_attn}, {"type_k": 0, "type_v": 0}):
         with session(model, **options) as s:

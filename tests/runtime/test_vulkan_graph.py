@@ -55,7 +55,7 @@ try:
 except Refused as error:
     print(error)
 """
-# what the programs say of -ngl 99, and where layers are then
+# the programs' messages about -ngl 99, and the devices of layers then
 WITHOUT = """
 import runtime.options as options
 options.note = print

@@ -31,7 +31,7 @@ PACKAGES = (
 )
 READY = "ready"  # a file of the folder once all of it is made
 MATHS, OURS = "api-ms-win-crt-math-l1-1-0", "xpi-ms-win-crt-math-l1-1-0"
-COMPLEX = {  # of C's functions of complex numbers: how one of them is made of MinGW's, for double and float
+COMPLEX = {  # C's functions of complex numbers, each built from MinGW's, for double and float
     ("ccos", "ccosh", "cexp", "csin", "csinh", "ctan", "ctanh"): "TYPE x_NAME(TYPE z) { z.c = NAME(z.c); return z; }",
     ("cabs", "carg", "cimag", "creal"): "REAL x_NAME(TYPE z) { return NAME(z.c); }",
     ("cpow",): "TYPE x_NAME(TYPE y, TYPE z) { z.c = NAME(y.c, z.c); return z; }",
@@ -82,7 +82,7 @@ def make_python(folder: Path) -> Path:
     zipfile.ZipFile(io.BytesIO(data)).extractall(folder)
     next(folder.glob("cp*/python.exe")).parent.rename(python)
     next(python.glob("*._pth")).unlink()  # so that PYTHONPATH counts
-    (python / "_wmi.pyd").unlink()  # asks the system for its version in a way that wine cannot answer
+    (python / "_wmi.pyd").unlink()  # queries the system's version with a call that wine does not support
     library(python, "bcryptprimitives", RANDOM)
     return python
 
@@ -132,7 +132,7 @@ def start(folder: Path, *command: str | Path, paths: Sequence[Path] = (), **more
         "PYTHONUTF8": "1",
         **more,
     }
-    # its Python wants neither a terminal of wine's nor a file that is none
+    # its Python works neither with a wine terminal nor with a non-file
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     started = subprocess.Popen(["wine", *map(str, command)], env=environment, **streams)  # type: ignore[call-overload]
     started.stdin.close()

@@ -112,7 +112,7 @@ def test_sides_count_bases_as_both_do(calibration: Callable[[str], Path], tiny_m
 
 def test_subspaces_follow(results: dict[str, Any]) -> None:
     errors = {(row["text"], row["name"]): row["error"] for row in results["domain"]["reconstruction"]}
-    # bases of what is near may beat the best one for all
+    # local bases may beat the best global one
     near = ("covariance of the last 256 tokens", "running covariance, 128 tokens ahead")
     for name in ("words.txt", "digits.txt"):
         others = [e for (text, basis), e in errors.items() if text == name and basis not in near]

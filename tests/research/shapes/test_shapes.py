@@ -117,7 +117,7 @@ def test_hybrid(tmp_path: Path) -> None:
     for kind in ("f16", "subkv"):
         with evaluated(model, bases, kind) as (llm, found):
             scores.append(found)
-            row = 2 * 64 if kind == "f16" else 1 + 33  # llama.cpp says hundredths of a MiB of the first
+            row = 2 * 64 if kind == "f16" else 1 + 33  # llama.cpp prints the first in hundredths of a MiB
             assert llm.kv_stats().bytes_per_token == pytest.approx(2 * 2 * row, rel=0.05 if kind == "f16" else 1e-9)
     assert 0.0 < np.abs(scores[0] - scores[1]).mean() < 0.3 * scores[0].std()
     refused = run("lfm2-350m", *SMALL, "--layers", 4, "-o", tmp_path / "other.gguf")

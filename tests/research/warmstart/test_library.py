@@ -113,7 +113,7 @@ def test_damaged_entries_are_reported_and_dropped(tmp_path: Path) -> None:
     path = tmp_path / entry.name
     data = path.read_bytes()
     state = len(data) - container.N_DIGEST - len(container.load(path).state)
-    for at in (0, 8, 12, 16, 24, 30, state // 2, state - 1):  # seen when the folder is read
+    for at in (0, 8, 12, 16, 24, 30, state // 2, state - 1):  # detected when the folder is read
         path.write_bytes(damaged(data, at))
         assert opened(tmp_path).entries() == []
         assert not path.exists()

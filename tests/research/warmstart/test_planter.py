@@ -101,7 +101,7 @@ def test_planted_rows_are_those_of_the_prompt(
     with planted(model, **cache) as (s, planter):
         with planter.planting(rows):
             assert agree(expected, s.decode([*DUMMIES, text[N]], pieces=pieces)[-1:])
-        # the planter is done: what comes next reads the cache
+        # the planter is done: later tokens read the cache
         following = s.decode(tokens[N + 1 : N + 9], N + 1)
     with session(model, **cache) as s:
         s.decode(text, pieces=pieces)
@@ -187,7 +187,7 @@ def test_other_sequences_stay_as_they_were(model: engine.Model, tokens: list[int
     for text in texts:
         with session(model, **cache) as s:
             alone.append(s.decode(text)[-4:])
-    for unified in (False,) if "adapt" in cache else (False, True):  # bases that adapt want a cache for each sequence
+    for unified in (False,) if "adapt" in cache else (False, True):  # adaptive bases need a cache for each sequence
         with planted(model, n_seq_max=2, unified=unified, n_ctx=512, **cache) as (s, planter):
             s.decode(texts[1][:-4], 0, 1)
             with planter.planting(rows):

@@ -47,7 +47,7 @@ def test_a_slot_for_every_token_is_the_exact_prompt(path: tuple[Path, dict[str, 
         assert decision.logits is not None
         bound = 0.02 if start.llm.cache_choice.name == "f16" else 0.1
         assert np.abs(decision.logits - expected).max() < bound * np.abs(expected).max()
-        assert start.llm.n_tokens == 0  # nobody may take these cells for the prompt's
+        assert start.llm.n_tokens == 0  # these cells must not be used for the prompt
 
 
 def test_absolute_positions(tiny_model: Models, tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_models_that_are_not_understood(base: Keys, message: str) -> None:
 
 
 #
-# summaries and what is made of them
+# summaries and derived rows
 #
 
 
