@@ -154,11 +154,11 @@ class Evaluation:
                     self.pairs[target.id] = listed
                     found.append(target)
             self.targets += found[: self.settings.targets]
-        wanted = f"{shortest} to {longest} tokens"
+        lengths = f"{shortest} to {longest} tokens"
         if not self.targets:
-            raise SubkvError("prompts", f"expected prompts of {wanted}, neighbours included, found {len(usable)} such")
+            raise SubkvError("prompts", f"expected prompts of {lengths}, neighbours included, found {len(usable)} such")
         if left := len(self.tokens) - len(usable):
-            options.note(f"-f: {left} of {len(self.tokens)} prompts are not {wanted} long; left out")
+            options.note(f"-f: {left} of {len(self.tokens)} prompts are not {lengths} long; left out")
         paired = [name for target in self.targets for _, name in self.pairs[target.id]]
         self.involved = list(dict.fromkeys([*(target.id for target in self.targets), *paired]))
 
@@ -368,8 +368,8 @@ class _Scorer:
         answers: dict[str, Any] = {"same_answer": own == self.short}
         if known is not None:
             head = own if found is self.cold else self.cold.greedy(N_LABELLED, first=found.first)
-            said = {"correct": own, "correct_head": head, "correct_cold": self.short}
-            answers |= {name: right(self.run.text(tokens), known) for name, tokens in said.items()}
+            texts = {"correct": own, "correct_head": head, "correct_cold": self.short}
+            answers |= {name: right(self.run.text(tokens), known) for name, tokens in texts.items()}
         return self.other(side, system, found.log_p, nll=nll, nll_cold=self.nll, **answers, **more)
 
     def other(self, side: Side, system: str, log_p: F64, **more: Any) -> Outcome:

@@ -31,7 +31,7 @@ PICTURES = {"M-RoPE": "mrope", "sliding": "whole beside sliding windows"}  # oth
 LATENT = ("MLA", "sparse")
 N_WIDE = 320  # elements of a head, more than CUDA's decode kernel takes
 N_DRAFT = 6
-KEEP, GONE = 8, 40  # tokens before those that a shift discards, and discarded tokens
+KEEP, N_DISCARD = 8, 40  # tokens before those that a shift discards, and discarded tokens
 FOLLOWING = "kv,block=16,length=32,warm=32,max_chunks=12,gain=100,reuse=0,merge=1"  # a basis every 32 tokens
 GPU_BOUND = 2e-2  # of products that round to halves, as in test_placement.py
 
@@ -98,10 +98,10 @@ def _rows(a: Attempt) -> Cell:
 def _shift(a: Attempt) -> Cell:
     def shifted(s: Session) -> engine.Logits | None:
         s.decode(a.tokens)
-        if not C.llama_memory_can_shift(s.memory) or not s.rm(0, KEEP, KEEP + GONE):
+        if not C.llama_memory_can_shift(s.memory) or not s.rm(0, KEEP, KEEP + N_DISCARD):
             return None
-        C.llama_memory_seq_add(s.memory, 0, KEEP + GONE, -1, -GONE)
-        return s.decode(a.others[:30], len(a.tokens) - GONE)
+        C.llama_memory_seq_add(s.memory, 0, KEEP + N_DISCARD, -1, -N_DISCARD)
+        return s.decode(a.others[:30], len(a.tokens) - N_DISCARD)
 
     with a.plain() as s:
         expected = shifted(s)

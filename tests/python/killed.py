@@ -114,8 +114,8 @@ if __name__ == "__main__":
     import subkv  # noqa: F401
 
     for line in sys.stdin:
-        asked, where, at = json.loads(line)
+        work, where, at = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            child(asked, Path(where), at)
+            child(work, Path(where), at)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)

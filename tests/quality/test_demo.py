@@ -111,7 +111,7 @@ def test_fewer_bytes_and_closer_to_f16_than_q4_0(demo_model: Path, text: Path, t
     assert by_type["subkv"]["mean_kld"] < by_type["q4_0"]["mean_kld"]
 
 
-KEPT, GONE, SHIFTS = 4, 32, 8
+N_KEEP, N_DISCARD, SHIFTS = 4, 32, 8
 
 
 def shifted(model: engine.Model, layout: Any, tokens: list[int], n: int) -> Any:
@@ -121,9 +121,9 @@ def shifted(model: engine.Model, layout: Any, tokens: list[int], n: int) -> Any:
         assert s.try_decode(tokens[:n], 0, logits=False) == 0
         for i in range(SHIFTS + 1):
             if i:
-                assert s.rm(0, KEPT, KEPT + GONE)
-                engine.C.llama_memory_seq_add(s.memory, 0, KEPT + GONE, -1, -GONE)
-            out.append(s.decode(tokens[n + GONE * i : n + GONE * (i + 1)], n))
+                assert s.rm(0, N_KEEP, N_KEEP + N_DISCARD)
+                engine.C.llama_memory_seq_add(s.memory, 0, N_KEEP + N_DISCARD, -1, -N_DISCARD)
+            out.append(s.decode(tokens[n + N_DISCARD * i : n + N_DISCARD * (i + 1)], n))
     return np.stack(out)
 
 

@@ -85,8 +85,8 @@ class Program:
         assert distance(expected, found) < self.bound
         self.compared += len(found)
         held.parts.append((held.end, part))
-        n_seen = 1 if isinstance(part, Picture) and self.vision.shared else self.vision.advance(part)
-        held.newest = max(held.newest, held.end + n_seen)
+        n_visible = 1 if isinstance(part, Picture) and self.vision.shared else self.vision.advance(part)
+        held.newest = max(held.newest, held.end + n_visible)
         held.end += self.vision.advance(part)
         return None
 

@@ -14,14 +14,14 @@ from engine import C, agree, distance, last_error, session
 
 BANDS = [(8, 8), (8, 6), (16, 4)]
 WINDOW = (4, 16, 8)
-KEEP, GONE, LENGTH = 8, 64, 150  # tokens at the start that stay, that are discarded after them, in all
+KEEP, N_DISCARD, LENGTH = 8, 64, 150  # tokens at the start that stay, that are discarded after them, in all
 
 
 def add(s: Any, seq: int, p0: int, p1: int, by: int) -> None:
     C.llama_memory_seq_add(C.llama_get_memory(s.ctx), seq, p0, p1, by)
 
 
-def discard(s: Any, n_removed: int = GONE, seq: int = 0) -> None:
+def discard(s: Any, n_removed: int = N_DISCARD, seq: int = 0) -> None:
     """Removes and shifts like llama-server with a full context."""
     assert s.rm(seq, KEEP, KEEP + n_removed)
     add(s, seq, KEEP + n_removed, -1, -n_removed)
@@ -32,7 +32,7 @@ def shifted(model: engine.Model, tokens: list[int], layout: Any, **options: Any)
     with session(model, layout, **options) as s:
         s.decode(tokens[:LENGTH])
         discard(s)
-        return s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - GONE)
+        return s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - N_DISCARD)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma2"])
@@ -120,7 +120,7 @@ def test_other_sequences_notice_nothing(
         s.decode(tokens[:LENGTH], 0, 0)
         discard(s)
         assert agree(expected[90:], s.decode(tokens[90:120], 90, 1))
-        assert agree(alone, s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - GONE, 0))
+        assert agree(alone, s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - N_DISCARD, 0))
 
 
 def test_a_state_taken_right_after_a_shift(model: engine.Model, tokens: list[int], make_layout: Any) -> None:
@@ -135,9 +135,9 @@ def test_a_state_taken_right_after_a_shift(model: engine.Model, tokens: list[int
         with session(model, layout, window=WINDOW) as s:
             s.decode(tokens[:33])  # elsewhere in the ring
             assert s.set_state(state, seq)
-            assert agree(expected, s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - GONE))
+            assert agree(expected, s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - N_DISCARD))
             discard(s, 16)
-            again = s.decode(tokens[:5], LENGTH - GONE + 30 - 16)
+            again = s.decode(tokens[:5], LENGTH - N_DISCARD + 30 - 16)
             assert np.isfinite(again).all()
 
 
@@ -150,7 +150,7 @@ def test_a_copy_of_a_shifted_sequence(model: engine.Model, tokens: list[int], ma
             discard(s)
             s.cp(0, 1)
             assert s.rm(0, -1)
-            assert agree(expected, s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - GONE, 1))
+            assert agree(expected, s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - N_DISCARD, 1))
 
 
 @pytest.mark.parametrize(
@@ -229,9 +229,9 @@ def test_an_aborted_shift_resumes(model: engine.Model, tokens: list[int], make_l
                 break
             assert last_error().startswith("shift: ")
             with stopped(s, 1, 10**9):
-                assert s.try_decode(new, LENGTH - GONE) == 1
+                assert s.try_decode(new, LENGTH - N_DISCARD) == 1
             assert last_error().startswith("shift: ")
-            assert agree(expected, s.decode(new, LENGTH - GONE)), n
+            assert agree(expected, s.decode(new, LENGTH - N_DISCARD)), n
         assert n > 4, "hardly anything was stopped: the test proves nothing"
 
 
@@ -254,9 +254,9 @@ def test_ordinary_layers_are_rotated_once(tiny_model: Callable[..., Any], tmp_pa
             discard(s)
             with stopped(s, n, 1):
                 C.llama_state_seq_get_size(s.ctx, 0)
-            assert agree(expected, s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - GONE)), n
+            assert agree(expected, s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - N_DISCARD)), n
             with stopped(s, 1, 1):  # as before: pending shifts are restored
-                assert s.try_decode(tokens[:5], LENGTH - GONE + 30) == 2
+                assert s.try_decode(tokens[:5], LENGTH - N_DISCARD + 30) == 2
     model.free()
 
 

@@ -83,10 +83,10 @@ def fetch(
     files, why_not = _listed(name, folders)
     where = f"the earlier download of {name} ({why_not})" if why_not else name
     chosen = _choose(files, where, quant) if pattern is None else _matching(files, where, pattern, "pattern")
-    wanted = [*_parts(files, chosen), *(_matching(files, where, each, "more") for each in more)]
+    requested = [*_parts(files, chosen), *(_matching(files, where, each, "more") for each in more)]
     if why_not:
         note(f"{repo}: {why_not}; using an earlier download of {chosen}")
-    return _download(name, wanted, folders, bool(why_not)) / chosen
+    return _download(name, requested, folders, bool(why_not)) / chosen
 
 
 def _listed(repo: str, folders: dict[str, Any]) -> tuple[list[str], str]:
@@ -160,9 +160,9 @@ def _choose(files: Sequence[str], where: str, quant: str) -> str:
     models = [file for file in files if _is_model(file)]
     if not models:
         raise SubkvError("hf_repo", f"expected GGUF files in {where}, found none")
-    for wanted in [quant] if quant else DEFAULT_QUANTS:
+    for candidate in [quant] if quant else DEFAULT_QUANTS:
         # unlike llama.cpp, do not match F16 in BF16
-        form = re.compile(rf"(?<![A-Za-z0-9]){re.escape(wanted)}[.-]", re.IGNORECASE)
+        form = re.compile(rf"(?<![A-Za-z0-9]){re.escape(candidate)}[.-]", re.IGNORECASE)
         for file in models:
             if form.search(file):
                 return file
