@@ -9,19 +9,18 @@ import os
 import re
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import state_models
 import writer
+from compiled import CXX, linked, objects
 
 from subkv.base.folders import package_folders
 from subkv.native.library import lib_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 CMAKE = (ROOT / "tests/fuzz/CMakeLists.txt").read_text()
-COMPILER = os.environ.get("CXX", "c++")
 N = 1000
 
 
@@ -34,8 +33,8 @@ def listed(pattern: str) -> list[str]:
 
 def built(folder: Path, program: str, sources: list[Path], libraries: list[str]) -> Path:
     """A program, built with the headers and libraries of the package or of a build tree."""
-    if shutil.which(COMPILER) is None:
-        pytest.skip(f"needs {COMPILER}")
+    if shutil.which(CXX) is None:
+        pytest.skip(f"needs {CXX}")
     tree = lib_dir().parent / "llama.cpp"
     folders = [*package_folders("include"), tree / "include", tree / "ggml/include"]
     includes = [f"-isystem{folder}" for folder in folders if folder.is_dir()]
@@ -43,15 +42,8 @@ def built(folder: Path, program: str, sources: list[Path], libraries: list[str])
         pytest.skip("needs the headers of ggml, which a folder of libraries alone does not have")
     flags = [*listed(r"SUBKV_FUZZ_OPTIONS ([^)]*)\)"), "-std=c++17", "-O1", "-g", *includes]
     flags += [f"-I{ROOT}/runtime/native", f"-I{ROOT}/runtime/native/adapt", f"-I{ROOT}/kernels/include"]
-    linked = [f"-L{lib_dir()}", f"-Wl,-rpath,{lib_dir()}", *(f"-l{name}" for name in libraries)]
-
-    def compile_to(target: str, *arguments: object) -> str:
-        subprocess.run([COMPILER, *flags, *map(str, arguments), "-o", target], cwd=folder, check=True)
-        return target
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda source: compile_to(f"{source.stem}.o", "-c", source), sources))
-    return folder / compile_to(program, *objects, *linked)
+    parts = [f"-L{lib_dir()}", f"-Wl,-rpath,{lib_dir()}", *(f"-l{name}" for name in libraries)]
+    return linked(folder / program, [*objects(sources, flags, folder), *parts], flags)
 
 
 def own(*names: str) -> list[Path]:

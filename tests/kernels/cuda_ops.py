@@ -14,6 +14,7 @@ import layers
 import numpy as np
 import numpy.typing as npt
 import ops as o
+from compiled import linked, objects
 
 ROOT = Path(__file__).resolve().parents[2]
 DECODE_GROUP, DECODE_HEAD = 8, 256
@@ -151,23 +152,15 @@ def build_emulated(folder: Path) -> Library:
     """Compiled for the CPU by c++; needs no CUDA."""
     emulated = ROOT / "tests/kernels/emulated"
     flags = ["-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    jobs = []
-    for source in [*SOURCES, *REF, emulated / "emulated.cpp"]:
-        command = ["c++", *flags, f"-I{emulated}", *INCLUDE, "-x", "c++", "-c", str(source), "-o", f"{source.name}.o"]
-        jobs.append(subprocess.Popen(command, cwd=folder))
-        if len(jobs) % (os.cpu_count() or 1) == 0:
-            assert [job.wait() for job in jobs] == [0] * len(jobs)
-    assert [job.wait() for job in jobs] == [0] * len(jobs)
-    objects = [str(path) for path in folder.glob("*.o")]
-    subprocess.run(["c++", "-shared", *objects, "-o", "libemulated.so"], cwd=folder, check=True)
-    return Library(folder / "libemulated.so", HostMemory)
+    sources = [*SOURCES, *REF, emulated / "emulated.cpp"]
+    built = objects(sources, [*flags, f"-I{emulated}", *INCLUDE, "-x", "c++"], folder)
+    return Library(linked(folder / "libemulated.so", built, ["-shared"]), HostMemory)
 
 
 def build_ref(folder: Path, name: str = "libref.so", *flags: str) -> Path:
     """Builds the reference kernels, which ops.py loads from SUBKV_TEST_LIB."""
-    command = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", *flags, *INCLUDE, *map(str, REF), "-o", name]
-    subprocess.run(command, cwd=folder, check=True)
-    return folder / name
+    built = objects(REF, ["-std=c++17", "-O2", "-fPIC", *flags, *INCLUDE], folder)
+    return linked(folder / name, built, ["-shared"])
 
 
 def nvcc() -> str | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import ops
 import pytest
+from compiled import objects
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
@@ -30,14 +31,13 @@ MISSING = [tool for tool in ("c++", "objdump", "nm") if shutil.which(tool) is No
 @pytest.mark.parametrize("name", FILES)
 def test_instructions(name: str, tmp_path: Path) -> None:
     flags, present, absent = FILES[name]
-    built = tmp_path / f"{name}.o"
-    command = ["c++", "-O2", "-std=c++17", f"-I{ROOT}/kernels/include", *BASE, *flags, "-c", "-o", str(built)]
-    subprocess.run([*command, str(ROOT / f"kernels/cpu/{name}.cpp")], check=True, capture_output=True)
-    code = subprocess.run(["objdump", "-d", str(built)], check=True, capture_output=True, text=True).stdout
+    options = ["-O2", "-std=c++17", f"-I{ROOT}/kernels/include", *BASE, *flags]
+    (built,) = objects([ROOT / f"kernels/cpu/{name}.cpp"], options, tmp_path)
+    code = subprocess.run(["objdump", "-d", built], check=True, capture_output=True, text=True).stdout
     assert [p.pattern for p in present if not p.search(code)] == []
     assert [match.group() for p in absent for match in p.finditer(code)] == []
     # the linker keeps one copy of a function in two files, possibly that for the newer processor
-    symbols = subprocess.run(["nm", "-C", str(built)], check=True, capture_output=True, text=True).stdout
+    symbols = subprocess.run(["nm", "-C", built], check=True, capture_output=True, text=True).stdout
     assert re.findall(r"^\S+ [VWu] .*", symbols, re.MULTILINE) == []
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from compiled import linked, objects
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["-O2", "-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{ROOT}/kernels/include"]
@@ -41,13 +42,10 @@ def needs(*tools: str) -> pytest.MarkDecorator:
 def checked(compiler: str, emulator: str, versions: Sequence[str], n: int, folder: Path) -> str:
     """The output of check.cpp after n rounds. versions: files of kernels/cpu that the processor can run."""
     sources = [*ROOT.glob("kernels/ref/*.cpp"), *ROOT.glob("kernels/cpu/*.cpp"), ROOT / "tests/kernels/check.cpp"]
-    for source in sources:
-        version = next((name for name in OPTIONS if source.stem.startswith(name)), None)
-        if version in (None, *versions):
-            options = OPTIONS.get(version or "", [])
-            subprocess.run([compiler, *FLAGS, *options, "-c", str(source)], cwd=folder, check=True)
-    objects = [path.name for path in folder.glob("*.o")]
-    subprocess.run([compiler, "-static", *objects, "-o", "check.exe"], cwd=folder, check=True)
+    version_of = {source: next((name for name in OPTIONS if source.stem.startswith(name)), "") for source in sources}
+    chosen = [source for source in sources if version_of[source] in ("", *versions)]
+    built = objects(chosen, lambda source: [*FLAGS, *OPTIONS.get(version_of[source], [])], folder, compiler)
+    linked(folder / "check.exe", built, ["-static"], compiler)
     environment = os.environ | {"WINEPREFIX": str(folder / "wine"), "WINEDEBUG": "-all"}
     done = subprocess.run(
         [*emulator.split(), "./check.exe", str(n)], cwd=folder, capture_output=True, text=True, env=environment

@@ -17,6 +17,7 @@ import cuda_ops as c
 import numpy as np
 import numpy.typing as npt
 import ops as o
+from compiled import linked, objects
 
 VULKAN = c.ROOT / "kernels/vulkan"
 HARNESS = c.ROOT / "tests/kernels/vulkan"
@@ -110,8 +111,7 @@ def build(folder: Path) -> Path:
         subprocess.run(command, check=True)
     sources = [*c.REF, *sorted(VULKAN.glob("*.cpp")), *sorted(HARNESS.glob("*.cpp"))]
     flags = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror", *c.INCLUDE, f"-I{folder}"]
-    command = ["c++", *flags, "-shared", "-o", "libvulkan_ops.so", *map(str, sources), "-lvulkan"]
-    subprocess.run(command, cwd=folder, check=True)
+    linked(folder / "libvulkan_ops.so", [*objects(sources, flags, folder), "-lvulkan"], ["-shared"])
     c.build_ref(folder, UNFUSED, "-ffp-contract=off", "-include", str(HARNESS / "unfused.h"))
     return folder / "libvulkan_ops.so"
 

@@ -1,0 +1,46 @@
+"""Compiles C++ for tests: several files in parallel, with ccache if installed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CXX = os.environ.get("CXX", "c++")
+# The compiler runs in the checkout, and ccache hashes paths relative to it, so other checkouts share the objects. The
+# environment is read when pytest starts, because each test has a separate cache folder.
+ENVIRONMENT = {**os.environ, "CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1"}
+
+
+def objects(
+    sources: Iterable[Path],
+    flags: Sequence[str] | Callable[[Path], Sequence[str]],
+    folder: Path,
+    compiler: str = CXX,
+) -> list[str]:
+    """Paths of the object files in `folder`, one per source, in the order of the sources.
+
+    flags: the same for all sources, or a function of the source. Raises subprocess.CalledProcessError.
+    """
+    ccache = shutil.which("ccache")
+
+    def compile_one(i: int, source: Path) -> str:
+        target = folder / f"{i}-{source.name}.o"  # two folders may have a file of one name
+        own = flags(source) if callable(flags) else flags
+        command = [compiler, *own, "-c", str(source), "-o", str(target)]
+        subprocess.run([ccache, *command] if ccache else command, cwd=ROOT, env=ENVIRONMENT, check=True)
+        return str(target)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compile_one, itertools.count(), sources))
+
+
+def linked(target: Path, parts: Sequence[str], flags: Sequence[str] = (), compiler: str = CXX) -> Path:
+    """`target`, linked from object files and libraries. Raises subprocess.CalledProcessError."""
+    subprocess.run([compiler, *flags, *parts, "-o", str(target)], check=True)
+    return target
