@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "kernels"), str(ROOT / "kernels" / "triton"), str(Path(__file__).parent)]
+TESTS = ROOT / "tests"
+sys.path[:0] = [str(path) for path in (TESTS / "kernels", TESTS, ROOT / "kernels" / "triton", Path(__file__).parent)]
 
 import cuda_ops as c  # noqa: E402
 import layers  # noqa: E402

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "kernels"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT / "tests" / "kernels"), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 import cuda_ops as c  # noqa: E402
 import layers  # noqa: E402
