@@ -46,12 +46,12 @@ sys.exit(0 if "Paris" in answer else f"expected Paris in the answer, found {answ
 
 def archive_of(version: str, folder: Path) -> Path:
     """The source archive of a release, from the cache or downloaded by pip; it has no pinned hash."""
-    wanted = {"package": "llama-cpp-python", "version": version}
-    name = source.archive_name(wanted)
+    requirement = {"package": "llama-cpp-python", "version": version}
+    name = source.archive_name(requirement)
     cached = source.cache_dir() / name
     if cached.is_file():
         return cached
-    loaded = source.pip_download(wanted, folder)
+    loaded = source.pip_download(requirement, folder)
     try:
         source.cache_dir().mkdir(parents=True, exist_ok=True)
         partial = cached.with_name(f"{name}.{os.getpid()}")

@@ -102,7 +102,7 @@ def of_programs(path: str) -> bool:
     return path in PROGRAM_FILES or (_below(path, PROGRAM_DIRS) and not _below(path, PROGRAM_SKIP))
 
 
-def wanted(path: str, programs: bool = False) -> bool:
+def is_needed(path: str, programs: bool = False) -> bool:
     """Whether the build uses this file of llama.cpp; with `programs`, a build with SUBKV_PROGRAMS."""
     if path in KEEP_FILES:
         return True
@@ -123,31 +123,31 @@ def tree_hash(tree: Tree) -> str:
 
 def _walk(root: Path, programs: bool) -> Iterator[str]:
     for name in KEEP_FILES + PROGRAM_FILES:
-        if wanted(name, programs) and (root / name).is_file():
+        if is_needed(name, programs) and (root / name).is_file():
             yield name
     tops = KEEP_DIRS + tuple(top for top in PROGRAM_DIRS if programs and not _below(top, KEEP_DIRS))
     for top in tops:
         for folder, _, names in os.walk(root / top):
             for name in names:
                 path = (Path(folder) / name).relative_to(root).as_posix()
-                if wanted(path, programs):
+                if is_needed(path, programs):
                     yield path
 
 
 def read_dir(root: Path, programs: bool = False) -> Tree:
-    """The wanted files of a llama.cpp folder."""
+    """The files of a llama.cpp folder that the build uses."""
     return {path: (root / path).read_bytes() for path in _walk(root, programs)}
 
 
 def read_sdist(archive: Path, programs: bool = False) -> Tree:
-    """The wanted files of vendor/llama.cpp in a llama-cpp-python source archive."""
+    """The files under vendor/llama.cpp of a llama-cpp-python archive that the build uses."""
     tree: Tree = {}
     with tarfile.open(archive, "r:gz") as tar:
         for member in tar:
             parts = member.name.split("/", 3)
             if len(parts) < 4 or parts[1:3] != ["vendor", "llama.cpp"] or not member.isfile():
                 continue
-            if not wanted(parts[3], programs):
+            if not is_needed(parts[3], programs):
                 continue
             stream = tar.extractfile(member)
             assert stream is not None
@@ -281,13 +281,13 @@ def fetch_archive(version: dict[str, str], fallback: Path) -> Path:
         if (folder / name).is_file():
             if file_hash(folder / name) == version["sha256"]:
                 return folder / name
-            say(f"{folder / name} does not have the pinned SHA-256: downloading it again")
+            log(f"{folder / name} does not have the pinned SHA-256: downloading it again")
     folder = cache_dir()
     if not _writable(folder):
-        say(f"cache {folder} is not writable: using {fallback}")
+        log(f"cache {folder} is not writable: using {fallback}")
         folder = fallback
         folder.mkdir(parents=True, exist_ok=True)
-    say(f"downloading {version['package']} {version['version']} (77 MB) into {folder}")
+    log(f"downloading {version['package']} {version['version']} (77 MB) into {folder}")
     with tempfile.TemporaryDirectory(prefix="download-", dir=folder) as tmp:
         archive = pip_download(version, Path(tmp))
         digest_of_file = file_hash(archive)
@@ -302,7 +302,7 @@ def fetch_archive(version: dict[str, str], fallback: Path) -> Path:
 #
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Print a status line in CMake's style."""
     print(f"-- llama.cpp: {text}", flush=True)
 
@@ -323,8 +323,8 @@ def read_stamp(root: Path) -> dict[str, str | None] | None:
     return stamp if isinstance(stamp, dict) else None
 
 
-def is_current(root: Path, want: str) -> bool:
-    """Whether `root` contains the tree with digest `want`.
+def is_current(root: Path, target_digest: str) -> bool:
+    """Whether `root` contains the tree with digest `target_digest`.
 
     Raises SourceError if files in it were changed, or if this program did not write it.
     """
@@ -341,17 +341,17 @@ def is_current(root: Path, want: str) -> bool:
             f"{root}: expected the tree as patched by digest {str(stamp.get('digest'))[:12]}, found edited files;"
             f" turn the edits into a patch and remove the folder"
         )
-    return stamp.get("digest") == want
+    return stamp.get("digest") == target_digest
 
 
-def write_tree(root: Path, tree: Tree, want: str) -> int:
+def write_tree(root: Path, tree: Tree, target_digest: str) -> int:
     """Make the files of `root` equal to `tree`; returns the number of files written or removed.
 
     Unchanged files are not written, so that a build tool sees only real changes. After an interrupt, the stamp makes
     the next run write again.
     """
     root.mkdir(parents=True, exist_ok=True)
-    _write(root / STAMP, json.dumps({"digest": want, "tree": None}).encode())
+    _write(root / STAMP, json.dumps({"digest": target_digest, "tree": None}).encode())
     changed = 0
     for path in list(_walk(root, programs=True)):
         if path not in tree:
@@ -362,7 +362,7 @@ def write_tree(root: Path, tree: Tree, want: str) -> int:
         if not target.is_file() or target.read_bytes() != data:
             _write(target, data)
             changed += 1
-    _write(root / STAMP, json.dumps({"digest": want, "tree": tree_hash(tree)}).encode())
+    _write(root / STAMP, json.dumps({"digest": target_digest, "tree": tree_hash(tree)}).encode())
     return changed
 
 
@@ -389,10 +389,10 @@ def prepare_merged(pin: Path, tree: Path, stock: Path | None, source: Path, prog
             f"SUBKV_MERGE: expected every hunk to merge onto {source}, found {len(conflicts)} that do not:\n"
             + "\n".join(f"  {conflict}" for conflict in conflicts)
         )
-    want = f"{digest(pin)} merged onto {other}" + (" programs" if programs else "")
-    if not is_current(tree, want):
-        changed = write_tree(tree, merged, want)
-        say(f"{len(diffs)} patches merged onto tree {other[:12]}, not the pin: {changed} files written")
+    target_digest = f"{digest(pin)} merged onto {other}" + (" programs" if programs else "")
+    if not is_current(tree, target_digest):
+        changed = write_tree(tree, merged, target_digest)
+        log(f"{len(diffs)} patches merged onto tree {other[:12]}, not the pin: {changed} files written")
     if stock and not is_current(stock, f"stock {other}"):
         write_tree(stock, {p: data for p, data in theirs.items() if p.split("/")[0] in STOCK_DIRS}, f"stock {other}")
 
@@ -400,21 +400,23 @@ def prepare_merged(pin: Path, tree: Path, stock: Path | None, source: Path, prog
 def prepare(pin: Path, tree: Path, stock: Path | None, source: Path | None, programs: bool = False) -> None:
     """Bring `tree` (patched) and `stock` (pristine src and include, optional) up to date."""
     version = read_version(pin)
-    want = digest(pin) + (" programs" if programs else "")
+    target_digest = digest(pin) + (" programs" if programs else "")
     diffs = applied_patches(pin, programs)
     clean = pristine_from_dir(source, pin, programs) if source else None
-    stock_want = "stock " + version["tree"]
-    todo = [root for root, name in ((tree, want), (stock, stock_want)) if root and not is_current(root, name)]
+    stock_digest = "stock " + version["tree"]
+    todo = [
+        root for root, name in ((tree, target_digest), (stock, stock_digest)) if root and not is_current(root, name)
+    ]
     if not todo:
-        say(f"{version['commit']} is up to date, patch digest {want[:12]}")
+        log(f"{version['commit']} is up to date, patch digest {target_digest[:12]}")
         return
     if clean is None:
         clean = pinned_tree(pin, tree.parent / "sdist", programs)
     if tree in todo:
-        changed = write_tree(tree, patched(clean, diffs), want)
-        say(f"{version['commit']} with {len(diffs)} patches, digest {want[:12]}: {changed} files written")
+        changed = write_tree(tree, patched(clean, diffs), target_digest)
+        log(f"{version['commit']} with {len(diffs)} patches, digest {target_digest[:12]}: {changed} files written")
     if stock and stock in todo:
-        write_tree(stock, {p: data for p, data in clean.items() if p.split("/")[0] in STOCK_DIRS}, stock_want)
+        write_tree(stock, {p: data for p, data in clean.items() if p.split("/")[0] in STOCK_DIRS}, stock_digest)
 
 
 def main(argv: list[str] | None = None) -> int:

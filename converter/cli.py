@@ -64,7 +64,7 @@ plan_options = group(
     click.option("--n-recent", type=int, default=N_RECENT, help="Last positions kept exact."),
     recent_bits_option,
     click.option("--bpe-context", type=int, help="Context of the bit count. [default: trained context, at most 8192]"),
-    click.option("--adapt", help="Let bases of k, v or kv follow the text by default: v,length=512. [default: no]"),
+    click.option("--adapt", help="Default adaptive bases of k, v or kv: v,length=512. [default: none]"),
 )
 
 

@@ -39,14 +39,14 @@ class Rows:
         return Rows(self.q[self.pos >= pos], self.pos[self.pos >= pos], self.k, self.v)
 
     @property
-    def seen(self) -> F32:
+    def mask(self) -> F32:
         """[T, n]: 0 for cells that a query may look at, −inf for others."""
         return np.where(np.arange(len(self.k)) <= self.pos[:, None], np.float32(0.0), np.float32(-np.inf))
 
 
-def weights(q: F32, k: F32, seen: F32, scale: float) -> F32:
-    """Softmax weights [T, n] of the queries [T, d] of one head. seen: Rows.seen."""
-    logits = np.float32(scale) * (q @ k.T) + seen
+def weights(q: F32, k: F32, mask: F32, scale: float) -> F32:
+    """Softmax weights [T, n] of the queries [T, d] of one head. mask: Rows.mask."""
+    logits = np.float32(scale) * (q @ k.T) + mask
     logits -= logits.max(axis=1, keepdims=True)
     np.exp(logits, out=logits)
     logits /= logits.sum(axis=1, keepdims=True)
@@ -73,7 +73,7 @@ def metrics(
     """
     d_k, d_v, group = shape.d_k, shape.d_v, shape.n_group
     sums = {side: np.zeros((shape.n_head_kv, *(2 * [d_k if side[0] == "k" else d_v]))) for side in SIDES}
-    seen, coded = rows.seen, slice(window.n_sink, None)
+    mask, coded = rows.mask, slice(window.n_sink, None)
     far = (np.arange(len(rows.k))[coded] <= rows.pos[:, None] - window.n_recent).astype(np.float32)
     for g in range(shape.n_head_kv):
         heads = range(g * group, (g + 1) * group)
@@ -81,7 +81,7 @@ def metrics(
         size = {"k": sizes(rows.k[coded, g] - rows.k[coded, g].mean(axis=0)), "v": sizes(v[coded])}
         if joint:
             size["v"] = size["k"]
-        read = [weights(rows.q[:, h], rows.k[:, g], seen, shape.scale) for h in heads]
+        read = [weights(rows.q[:, h], rows.k[:, g], mask, shape.scale) for h in heads]
         own = [v] * group if values is None else [v @ values[h].T for h in heads]
         out = [a @ u for a, u in zip(read, own, strict=True)]
         kinds = equal_rows(v[coded])
@@ -155,13 +155,13 @@ def _merged(read: F32, order: NDArray[np.intp], starts: NDArray[np.intp]) -> F32
 
 def energy(rows: Rows, shape: LayerShape, output: F32, error_k: F32 | None, error_v: F32 | None) -> float:
     """Mean over the queries of the squared norm that errors [n, n_head_kv, d] of the cells add to the stream; exact."""
-    seen = rows.seen
+    mask = rows.mask
     change = np.zeros((len(rows.q), output.shape[0]), dtype=np.float32)
     for h in range(shape.n_head):
         g = h // shape.n_group
         k, v = rows.k[:, g], rows.v[:, g]
-        exact = weights(rows.q[:, h], k, seen, shape.scale) @ v
-        read = weights(rows.q[:, h], k if error_k is None else k + error_k[:, g], seen, shape.scale)
+        exact = weights(rows.q[:, h], k, mask, shape.scale) @ v
+        read = weights(rows.q[:, h], k if error_k is None else k + error_k[:, g], mask, shape.scale)
         moved = read @ (v if error_v is None else v + error_v[:, g]) - exact
         change += moved @ output[:, h * shape.d_v : (h + 1) * shape.d_v].T
     return float(np.einsum("te,te->", change, change)) / len(rows.q)

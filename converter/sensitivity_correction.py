@@ -121,12 +121,12 @@ def _coded_cells(
     for layer in layers:
         il = layer.shape.il
         for side in "k" if layer.latent else "kv":
-            seen = chunk.view(il, side).astype(np.float32)
+            rows = chunk.view(il, side).astype(np.float32)
             for h, head in enumerate(layer.heads):
                 stored, gamma = (head.k, head.gamma) if side == "k" else (head.v, 1.0)
                 gamma = 1.0 if layer.latent else gamma  # which multiplies keys alone
-                seen[coded, h] = reconstructed(seen[coded, h], stored, gamma)
-            yield (il, side), seen
+                rows[coded, h] = reconstructed(rows[coded, h], stored, gamma)
+            yield (il, side), rows
 
 
 def compare(

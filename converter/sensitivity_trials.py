@@ -44,7 +44,7 @@ FIRST = 0.03  # energy of the very first trial's noise, relative to keys and val
 TINY = 1e-6  # the same of noise that is too small to matter
 LEAST_COST, MOST_COST = 0.25, 2.0  # times TARGET: a trial outside is repeated with other noise
 MOST_CHANGE = 100.0  # of its energy
-NEAR = 1.5  # times the wanted energy: texts differ by more, and computing the energy takes no trial
+NEAR = 1.5  # times the target energy: texts differ by more, and computing the energy takes no trial
 REPEATS = 2
 REPEATED = 1.4  # trials that one takes on average
 LEAST = 6  # trials made without any time limit: rounding, both sides of the first layer, and two more
@@ -77,7 +77,7 @@ def scope_of(n_bytes: int) -> Scope:
 
 def n_trials(n_layer: int, scope: Scope = FULL) -> int:
     """Length of SensitivityTrials.plan()."""
-    return len(_tried(n_layer, scope.layers)) + len(_floors(n_layer))
+    return len(_trial_sides(n_layer, scope.layers)) + len(_floors(n_layer))
 
 
 def _floors(n_layer: int) -> list[int]:
@@ -85,7 +85,7 @@ def _floors(n_layer: int) -> list[int]:
     return sorted({0, n_layer - 1})
 
 
-def _tried(n: int, further: int) -> list[tuple[int, str]]:
+def _trial_sides(n: int, further: int) -> list[tuple[int, str]]:
     """Layers and sides that are tried, best first: both sides of the first APART layers, and keys and values in turn of
     at most `further` others; the rest is derived from its neighbours."""
     others = sorted([i for i in _order(n) if i >= APART][:further])
@@ -119,13 +119,13 @@ class Noise:
         """Energy in the stream when all rows are replaced by random ones, per query."""
         return float(sum(np.sum(weights) for weights in self.weights))
 
-    def of(self, wanted: float) -> Callable[[int, Generator], F32]:
+    def of(self, target: float) -> Callable[[int, Generator], F32]:
         """Draws n rows of noise of this energy, [n, n_head_kv, d]; more than `most` is that, scaled."""
-        gain, low, high = max(np.sqrt(wanted / self.most), 1.0), 1e-30, 1e30
+        gain, low, high = max(np.sqrt(target / self.most), 1.0), 1e-30, 1e30
         for _ in range(200):
             theta = float(np.sqrt(low * high))
             reached = sum(float(np.sum(w / (1.0 + w / theta))) for w in self.weights)
-            low, high = (theta, high) if reached < wanted else (low, theta)
+            low, high = (theta, high) if reached < target else (low, theta)
 
         def draw(n: int, rng: Generator) -> F32:
             heads = [
@@ -173,7 +173,7 @@ class SensitivityTrials:
     def plan(self) -> list[tuple[int, int, str]]:
         """Chunk, index of the layer and side of every trial, best first within a chunk; side "" measures rounding."""
         n = len(self.calibration.layers)
-        trials = [(j % len(self.chunks), i, side) for j, (i, side) in enumerate(_tried(n, self.scope.layers))]
+        trials = [(j % len(self.chunks), i, side) for j, (i, side) in enumerate(_trial_sides(n, self.scope.layers))]
         floors = [(0, i, "") for i in _floors(n)]
         return floors + sorted(trials, key=lambda trial: trial[0])
 
@@ -325,9 +325,9 @@ class SensitivityTrials:
         exact = chunk.view(shape.il, side).astype(np.float32)
         most = noise.most if side == "k" or self.latent else np.inf  # attention is linear in its values
 
-        def noisy(wanted: float) -> tuple[F32, float]:
+        def noisy(target: float) -> tuple[F32, float]:
             """The cells, and the energy that their noise adds to the stream."""
-            cells = self._noisy(chunk, i, side, noise.of(min(wanted, most)), c)
+            cells = self._noisy(chunk, i, side, noise.of(min(target, most)), c)
             errors = {one: np.zeros_like(getattr(rows, one)) for one in ("kv" if self.latent else side)}
             for error in errors.values():  # of latent rows: a value's elements are the first of its key's
                 n = min(error.shape[-1], exact.shape[-1])
@@ -335,19 +335,19 @@ class SensitivityTrials:
             return cells, energy(rows, shape, output, errors.get("k"), errors.get("v"))
 
         guess, n_tried = self._guess(c, i, side), 0
-        wanted = FIRST * noise.most if guess is None else 2.0 * TARGET / guess
-        cells, added = noisy(wanted)
-        if i >= APART and guess is not None and added > 0.0 and not 1.0 / NEAR < added / wanted < NEAR:
-            wanted *= wanted / added
-            cells, added = noisy(wanted)
+        target = FIRST * noise.most if guess is None else 2.0 * TARGET / guess
+        cells, added = noisy(target)
+        if i >= APART and guess is not None and added > 0.0 and not 1.0 / NEAR < added / target < NEAR:
+            target *= target / added
+            cells, added = noisy(target)
         while True:
             n_tried += 1
             kld = chunk.kld((shape.il, side), cells, SCORED)
-            done = LEAST_COST * TARGET < kld < MOST_COST * TARGET or (kld < TARGET and wanted >= most)
+            done = LEAST_COST * TARGET < kld < MOST_COST * TARGET or (kld < TARGET and target >= most)
             if done or n_tried > REPEATS:
                 break
-            wanted *= min(TARGET / max(kld, TARGET / MOST_CHANGE), MOST_CHANGE)
-            cells, added = noisy(wanted)
+            target *= min(TARGET / max(kld, TARGET / MOST_CHANGE), MOST_CHANGE)
+            cells, added = noisy(target)
         self.measured.trials.append(Trial(c, i, side, kld, added))
         return n_tried
 

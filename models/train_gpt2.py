@@ -211,8 +211,8 @@ def tensors(model: GPT2LMHeadModel) -> dict[str, np.ndarray[Any, np.dtype[np.flo
     for name, weight in model.transformer.named_parameters():
         module, _, kind = name.rpartition(".")
         # transformers stores GPT-2's matrices [n_in, n_out], but embeddings as GGUF does
-        turned = weight.T if weight.ndim > 1 and module.startswith("h.") else weight
-        out[f"{names[module]}.{kind}"] = np.ascontiguousarray(turned.detach().float().numpy())
+        transposed = weight.T if weight.ndim > 1 and module.startswith("h.") else weight
+        out[f"{names[module]}.{kind}"] = np.ascontiguousarray(transposed.detach().float().numpy())
     return out
 
 

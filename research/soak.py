@@ -74,15 +74,17 @@ class Soak:
 
     async def conversation(self, i: int) -> None:
         """Turns on the same beginning, so that prefixes are found and restored; every conversation is another one."""
-        said = [{"role": "user", "content": f"Conversation {i}. " + "Some more of the story. " * random.randint(1, 40)}]
+        messages = [
+            {"role": "user", "content": f"Conversation {i}. " + "Some more of the story. " * random.randint(1, 40)}
+        ]
         for turn in range(4):
-            reply = await self.ask("conversation", "/v1/chat/completions", self.chat(said))
+            reply = await self.ask("conversation", "/v1/chat/completions", self.chat(messages))
             if reply.status != 200:
                 return
             answer = json.loads(reply.body)["choices"][0]["message"]["content"] or "."
-            said += [{"role": "assistant", "content": answer}, {"role": "user", "content": f"And then, {turn}?"}]
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": f"And then, {turn}?"}]
 
-    async def gone(self, i: int) -> None:
+    async def disconnecting(self, i: int) -> None:
         """Leaves in the middle of an answer, or before it."""
         await self.stream("gone", i, n_pieces=random.randint(0, 3), pause=0.0)
 
@@ -143,7 +145,7 @@ class Soak:
                 bar.update(int(every))
 
     async def run(self, pid: int, every: float, n_each: int) -> None:
-        clients = [self.short, self.conversation, self.gone, self.slow]
+        clients = [self.short, self.conversation, self.disconnecting, self.slow]
         tasks = [self.again(client, k, n_each) for client in clients for k in range(n_each)]
         if self.n_slots:
             tasks.append(self.again(self.slots, 0, 1))

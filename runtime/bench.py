@@ -6,8 +6,8 @@ All caches run in one process and alternate within every repetition, so that a b
 Each context is filled to a depth once, and its tail is removed after each repetition.
 
 To fill quickly, batches are evaluated separately, joined to one sequence, and then copied until the depth is reached.
-(With bases that follow the text, sliding windows or recurrent layers, cells cannot be copied, and all batches are
-evaluated.) The cells hold other numbers than a real text would. Times do not depend on these numbers.
+(With adaptive bases, sliding windows or recurrent layers, cells cannot be copied, and all batches are evaluated.) The
+cells hold other numbers than a real text would. Times do not depend on these numbers.
 """
 
 from __future__ import annotations
@@ -152,10 +152,10 @@ def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int, bar: Any) 
 
     If cells can be copied, only the first two batches are decoded. The copies leave out the first batch, which holds
     the sinks. The last cell is always decoded; before that, the keys of copies are rotated to their positions.
-    If bases follow the text, batches are decoded in the sequence itself, because sequences do not share cells then.
+    With adaptive bases, batches are decoded in the sequence itself, because sequences do not share cells then.
     """
     context = config.context
-    separate = context.choice.follows_text  # sequences do not share cells
+    separate = context.choice.is_adaptive  # sequences do not share cells
     first = max(context.n_batch, context.stats.n_sink)
     while config.depth < depth:
         missing = depth - config.depth
@@ -442,7 +442,7 @@ def open_configs(
     for spec, fa in itertools.product(caches.specs, caches.flash):
         # coded cells can be removed only while their exact rows are kept
         choice = parse_cache(spec, model.path, caches.requested).with_rollback(tests.longest)
-        n_seq = tests.parallel + (not choice.follows_text)  # the last one is for fill()
+        n_seq = tests.parallel + (not choice.is_adaptive)  # the last one is for fill()
         try:
             made = model.context(choice, dataclasses.replace(context, flash_attn=fa, n_seq_max=n_seq))
         except CacheError as error:

@@ -1,4 +1,4 @@
-"""C++ that a test compiles: several files at once, by ccache where it is installed."""
+"""Compiles C++ for tests: several files in parallel, with ccache if installed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CXX = os.environ.get("CXX", "c++")
-# The compiler runs in the checkout, and ccache hashes paths relative to it: another checkout finds the objects. As the
-# environment is when pytest starts: a test has a cache folder of its own.
+# The compiler runs in the checkout, and ccache hashes paths relative to it, so other checkouts share the objects. The
+# environment is read when pytest starts, because each test has a separate cache folder.
 ENVIRONMENT = {**os.environ, "CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1"}
 
 

@@ -27,14 +27,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`pytest -n auto`: workers take whole files, whose fixtures are made once, in the order of their names."""
+    """`pytest -n auto`: workers take complete files in alphabetical order, so that fixtures are built once per file."""
     from xdist.scheduler import LoadFileScheduling
 
     config.option.loadscopereorder = False  # by the number of tests: files of few long ones would come last
     return LoadFileScheduling(config, log)
 
 
-# No wheel holds research/. What is installed comes first.
+# No wheel contains research/. Installed packages take precedence.
 if str(REPO) not in sys.path:
     sys.path.append(str(REPO))
 
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def cache_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own, not made yet: sidecars of the user or of other tests would be found there."""
+    """A cache folder for the test, not created yet, so that it contains no sidecars of the user or of other tests."""
     path = tmp_path_factory.getbasetemp() / "cache" / next(_numbers)
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))
     return path
@@ -115,7 +115,7 @@ def demo_model() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_text() -> Callable[[str], Path]:
-    """Finds a text in ../shared/data beside the checkout; skips where that folder is missing."""
+    """Finds a text in ../shared/data next to the checkout; skips if that folder is missing."""
 
     def find(name: str) -> Path:
         path = REPO.parent / "shared" / "data" / name

@@ -1,6 +1,6 @@
-"""Files that were damaged at random, or made by somebody who means harm: what readers are tested with.
+"""Files with random damage or hostile contents, for tests of readers.
 
-SUBKV_FILES=100000 pytest tests/format tests/runtime tests/research/warmstart -k somebody
+SUBKV_FILES=100000 pytest tests/format tests/runtime tests/research/warmstart -k hostile
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ JSON = st.recursive(
 
 @st.composite
 def damaged(draw: st.DrawFn, data: bytes) -> bytes:
-    """A bit turned, the end cut off, a part put in again or left out, or other bytes instead of some."""
+    """One bit flipped, the end cut off, a part repeated or omitted, or some bytes replaced."""
     at, n = draw(st.integers(0, len(data) - 1)), draw(st.integers(1, 64))
     what = draw(st.sampled_from(["bit", "cut", "again", "out", "other"]))
     if what == "bit":
@@ -64,7 +64,7 @@ def changed(draw: st.DrawFn, value: Any) -> Any:
 
 @st.composite
 def safetensors(draw: st.DrawFn, data: bytes) -> bytes:
-    """A file with other bytes, or another header, or another text of its metadata, which may be JSON again."""
+    """A file with other bytes, another header, or other metadata text, which may be valid JSON."""
     where = draw(st.sampled_from(["bytes", "header", "metadata", "inside", "inside"]))
     if where == "bytes":
         return draw(damaged(data))

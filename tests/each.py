@@ -1,10 +1,10 @@
-"""Cases inside one test: what `pytest.mark.parametrize` writes as many items, where each takes milliseconds.
+"""Several cases in one test, for cases that take milliseconds; `pytest.mark.parametrize` makes an item of each.
 
     @each("bits", [2, 3, 4])
     def test_codes(bits): ...
 
-All cases run, whatever the others do; one that fails is reported by its values (pytest's subtests). Fixtures are made
-once for all of them: a test that needs its own, or whose cases take seconds, stays parametrized.
+All cases run, even after a failure; the report shows the values of a failed case (pytest's subtests). All cases share
+the fixtures: use parametrize if a case needs new fixtures or takes seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def each(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callabl
 
 
 def _shown(value: Any) -> str:
-    """A case's value in the report: its name if it has one, else its first 60 characters."""
+    """A case's value in the report: its name if present, else its first 60 characters."""
     name = getattr(value, "__name__", None) or getattr(value, "name", None)
     text = name if isinstance(name, str) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""A small Hugging Face hub on loopback, for tests: lists and serves files of repositories as the real one does."""
+"""A small Hugging Face hub on loopback for tests: it lists and serves files of repositories like the real one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """repos: name -> file -> contents, as a path or bytes. gated: names that nobody may read.
+    """repos: name -> file -> contents, as a path or bytes. gated: names without access.
 
     broken: files whose transfer ends after half of their bytes; requests: "METHOD path" of all so far.
     """

@@ -1,4 +1,4 @@
-"""A tiny model with bases, made by the commands themselves, and a way to run the programs."""
+"""A tiny model with bases from the real commands, and a function that runs the programs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def coded_model(
 
 @pytest.fixture
 def program() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """program("runtime.chat", "-m", path, stdin=…): run it as a user would, in a process of its own."""
+    """program("runtime.chat", "-m", path, stdin=…): runs it as a user would, in a new process."""
 
     def run(module: str, *arguments: Any, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])

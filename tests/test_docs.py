@@ -100,7 +100,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def shown(page: Path) -> Iterator[list[str]]:
-    """Commands of a page: of its shell blocks, and what stands alone in backticks."""
+    """Commands of a page: those in shell blocks, and those alone in backticks."""
     text = page.read_text("utf-8")
     for language, block in FENCE.findall(text):
         if language == "sh":
@@ -112,7 +112,7 @@ def shown(page: Path) -> Iterator[list[str]]:
 
 
 def program(module: str) -> click.Command | None:
-    """The click command behind `python -m module`; None where it has none, or an extra of it is not installed."""
+    """The click command of `python -m module`; None if it has none, or one of its extras is not installed."""
     for candidate in (module, f"{module}.program", f"{module}.cli"):
         try:
             if not importlib.util.find_spec(candidate):
@@ -148,7 +148,7 @@ def server_flags() -> frozenset[str]:
 
 
 def wrong(command: click.Command | None, words: list[str]) -> list[str]:
-    """What of the words after a command it does not have: commands of a group, and flags."""
+    """Words after a command that it does not accept: unknown subcommands and flags."""
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         context = click.Context(command)
         if (inner := command.get_command(context, words[0])) is None:
@@ -167,7 +167,7 @@ def wrong(command: click.Command | None, words: list[str]) -> list[str]:
 
 
 def unknown(words: list[str]) -> list[str]:
-    """What does not exist of one command. Programs of others are not looked at."""
+    """Unknown parts of one command. Other projects' programs are not checked."""
     match words:
         case ["subkv", *rest]:
             return wrong(subkv, rest)
@@ -238,7 +238,7 @@ def test_paths_exist(page: Path) -> None:
 
 
 def one_line(line: str) -> bool:
-    """What cannot be broken: a row of a table, a picture or a link alone, README's two commands."""
+    """Lines that cannot be wrapped: rows of tables, lone images or links, README's two commands."""
     return line.startswith(("|", "  |")) or " " not in line.strip() or "CMAKE_ARGS=" in line
 
 
@@ -254,7 +254,7 @@ def test_readme_is_short() -> None:
 
 @each("page", GUIDES)
 def test_marks(page: Path) -> None:
-    """Places of generated numbers: blocks open and close in turn; no other comment begins a line of a paragraph."""
+    """Marks of generated numbers: blocks open and close alternately; no other comment begins a line of a paragraph."""
     lines = page.read_text("utf-8").splitlines()
     marks = [match[1] for line in lines if (match := MARK.match(line))]
     assert all(mark.startswith("results: ") == (i % 2 == 0) for i, mark in enumerate(marks)) and len(marks) % 2 == 0

@@ -1,4 +1,4 @@
-"""The simulated queues of a cluster, against what is known of such queues."""
+"""The simulated queues of a cluster against known formulas of queueing theory."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def test_a_machine_that_works(work: float, answer: float) -> None:
     machine = queues.Machine([1.0] * 1000, work, 0.0)
     done, used = queues.simulated(machine, 100, 200.0, 1, lambda user: [0], 20_000.0)
     assert used[0] == pytest.approx(0.5 * work, rel=0.05)
-    assert mean(request.ended - request.asked for request in done) == pytest.approx(answer, rel=0.15)
-    assert all(request.asked <= request.begun <= request.ended for request in done)
+    assert mean(request.ended - request.arrived for request in done) == pytest.approx(answer, rel=0.15)
+    assert all(request.arrived <= request.begun <= request.ended for request in done)
 
 
-def test_who_finds_no_place_goes_elsewhere_and_pays_for_it() -> None:
+def test_rejected_requests_cost_more_on_another_machine() -> None:
     machine = queues.Machine([1.0], 1.0, 0.5)
     done, used = queues.simulated(machine, 100, 100.0, 2, lambda user: [0, 1], 5_000.0)
     elsewhere = [request for request in done if request.elsewhere]
     assert 0.05 < len(elsewhere) / len(done) < 0.6 and used[0] > used[1] > 0
     assert {request.work for request in elsewhere} == {1.0, 1.5}
     alone, _ = queues.simulated(machine, 100, 1e5, 2, lambda user: [0, 1], 1e6)
-    assert mean(request.ended - request.asked for request in alone) == pytest.approx(1.0, abs=0.01)
+    assert mean(request.ended - request.arrived for request in alone) == pytest.approx(1.0, abs=0.01)
 
 
 def test_slots_make_a_machine_faster() -> None:
-    """Up to the last of them; one alone is as slow as it is."""
+    """Every further slot adds throughput; a single request is not faster."""
     machine = queues.Machine([0.5, 1.0], 1.0, 0.0)
     done, _ = queues.simulated(machine, 10, 1e5, 1, lambda user: [0], 1e7)
-    assert mean(request.ended - request.asked for request in done) == pytest.approx(2.0, abs=0.01)
+    assert mean(request.ended - request.arrived for request in done) == pytest.approx(2.0, abs=0.01)

@@ -1,4 +1,4 @@
-"""What README.md and docs/ quote is what docs/results/make.py measured, what is compared at one commit."""
+"""Numbers in README.md and docs/ equal the results of docs/results/make.py; compared results are of one commit."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_document_quotes_the_results(document: Path) -> None:
 #
 
 
-def made_up(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def synthetic(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     machine = {"cpu": "CPU", "cores": 2, "kernel": "ref", "memory_gib": 1.0, "read_bandwidth_gbs": 10.0}
     return {
         "name": name,
@@ -96,7 +96,7 @@ def speed(cache: str, depth: int, tokens: float) -> dict[str, Any]:
     return {"cache": cache, **test, "median_ts": tokens, "stddev_ts": 1.0, "kv_bytes_per_token": 100}
 
 
-SPEED = made_up(
+SPEED = synthetic(
     "speed_decode",
     [speed("f16", 64, 50.0), speed("subkv", 64, 100.0), speed("f16", 8000, 20.0), speed("subkv", 8000, 60.0)],
 )
@@ -158,7 +158,7 @@ def test_shapes_are_measured(name: str, shapes: set[str], tmp_path: Path) -> Non
     assert {row["shape"] for row in rows} == shapes
     assert {"f16", "subkv random"} <= {row["cache"] for row in rows}
     assert sum(command.startswith("python -m research.shapes") for command in lab.commands) == len(shapes)
-    page = render.page(TABLES[name], {**made_up(name, rows), "commands": lab.commands})
+    page = render.page(TABLES[name], {**synthetic(name, rows), "commands": lab.commands})
     assert page.count("| cache, tokens/s |") == len(shapes)
 
 
@@ -175,8 +175,8 @@ def test_unknown_names_are_refused(text: str, message: str) -> None:
         render.filled(text, TABLES, {"speed_decode": SPEED}, "")
 
 
-def test_page_says_what_was_left_out() -> None:
-    gap = {**made_up("kernels", []), "skipped": ["kernel-bench is measured where a build folder is given (--build)"]}
+def test_page_lists_omitted_results() -> None:
+    gap = {**synthetic("kernels", []), "skipped": ["kernel-bench is measured where a build folder is given (--build)"]}
     page = render.page(TABLES["kernels"], gap)
     assert "Skipped: kernel-bench is measured where a build folder is given (--build)." in page
     assert "```sh\nsubkv bench" in page and " \\\n    --longest-option" in page

@@ -23,7 +23,7 @@ CPP = sorted(p for d in CPP_FOLDERS for e in CPP_ENDINGS for p in (REPO / d).rgl
 
 
 def tool(name: str) -> str:
-    """The tool of this environment, not one that happens to be on the PATH."""
+    """The tool of this environment, not another one on the PATH."""
     found = shutil.which(name, path=sysconfig.get_path("scripts"))
     assert found, f"{name}: expected in {sysconfig.get_path('scripts')}, found none; pip install '.[test]'"
     return found
@@ -79,7 +79,7 @@ ENTRANCES = {"chunked.h", "attend_chunks.h"}  # all that the rest of the engine 
 
 
 def test_cpp_rooms() -> None:
-    """Bases that follow the text have few entrances; headers of research and of tests are for C functions alone."""
+    """Few headers of adapt/ are used outside it; only the C API includes the headers of research and of tests."""
     native = REPO / "runtime/native"
     room = {path.name for path in (native / "adapt").glob("*.h")}
     for path in (p for p in CPP if native in p.parents and p.parent != native / "adapt"):

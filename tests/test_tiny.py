@@ -1,4 +1,4 @@
-"""The tiny models keep the promises that other tests build on: they load, decode, and look far back."""
+"""The tiny models have the properties that other tests assume: they load, decode, and attend to far tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosted CI: its steps are scripts of the repository, and the workflows are what GitHub's own checks accept."""
+"""Hosted CI: its steps are scripts of the repository, and GitHub's own checks accept the workflows."""
 
 from __future__ import annotations
 

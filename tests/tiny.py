@@ -23,7 +23,7 @@ from tiny_shared import gemma3n, gemma4
 
 Array = npt.NDArray[np.float32]
 
-# Joins of byte-level BPE (Ġ is a space), most wanted first.
+# Merges of byte-level BPE (Ġ is a space), by descending priority.
 MERGES = "Ġ t|h e|Ġ a|i n|r e|Ġt he|o n|e r|Ġ s|a t|o u|i s|n d|e n|o r|e s|Ġa nd|in g|a l|i t|a n|Ġo f|Ġ o|e d"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
 TEMPLATE = (
@@ -52,7 +52,7 @@ N_VOCAB = len(vocabulary()[0])
 
 @dataclass
 class Model:
-    """What an architecture's function fills: metadata keys and tensors, from its dimensions `dims`."""
+    """Filled by an architecture's function: metadata keys and tensors, from its dimensions `dims`."""
 
     arch: str
     seed: int
@@ -170,7 +170,7 @@ def qwen2vl(m: Model) -> None:
 
 
 def gemma2(m: Model) -> None:
-    """Every other layer attends a sliding window; attention logits are soft-capped."""
+    """Every other layer has a sliding window; attention logits are soft-capped."""
     m.keys |= {
         "attention.sliding_window": m.n_swa,
         "attn_logit_softcapping": float(m.softcap),

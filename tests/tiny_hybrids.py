@@ -1,4 +1,4 @@
-"""Tiny models of tiny.py with recurrent layers, alone or beside attention."""
+"""Tiny models of tiny.py with recurrent layers, alone or with attention layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def mamba(m: Any) -> None:
-    """Recurrent: no K/V cache at all."""
+    """Recurrent, without a K/V cache."""
     n, inner, state, rank = m.n_embd, 2 * m.n_embd, 8, 8
     m.keys |= {
         "ssm.conv_kernel": 4,

@@ -1,4 +1,4 @@
-"""Tiny models of tiny.py whose later layers have no K and V rows of their own: they read those of earlier layers."""
+"""Tiny models of tiny.py whose later layers read the K and V rows of earlier layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _attention(m: Any, blk: str, d: int, owns_rows: bool) -> None:
 
 
 def gemma4(m: Any) -> None:
-    """Every other layer attends a sliding window, with smaller heads; the last n_shared layers read others' rows."""
+    """Every other layer has a sliding window and smaller heads; the last n_shared layers read others' rows."""
     m.keys |= {
         "attention.sliding_window": m.n_swa,
         "attention.sliding_window_pattern": [il % 2 == 0 for il in range(m.n_layer)],
@@ -42,7 +42,7 @@ def gemma4(m: Any) -> None:
 
 
 def gemma3n(m: Any) -> None:
-    """Layers from 20 on read the rows of 18 and 19; four streams beside each other, and embeddings of every layer."""
+    """Layers from 20 on read the rows of 18 and 19; four parallel streams, and embeddings of every layer."""
     n, n_altup, rank, per_layer = m.n_embd, 4, 64, 256  # the last three: not in a file's metadata
     m.keys |= {"attention.sliding_window": m.n_swa, "final_logit_softcapping": 30.0}
     m.embedding(std=1 / np.sqrt(n), output=False)
@@ -54,7 +54,7 @@ def gemma3n(m: Any) -> None:
     m.norm("per_layer_proj_norm", per_layer)
     for blk in m.layers():
         m.norm(f"{blk}.attn_norm", n)
-        _attention(m, blk, m.head_size, True)  # the loader wants keys and values that nobody reads
+        _attention(m, blk, m.head_size, True)  # the loader requires keys and values that are never read
         m.norm(f"{blk}.ffn_norm", n)
         for name in ("post_attention_norm", "post_ffw_norm", "post_norm", "laurel_post_norm"):
             m.normal(f"{blk}.{name}.weight", (n,), 0.02, 0.2)  # many layers of full size would amplify all rounding

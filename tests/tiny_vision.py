@@ -34,7 +34,7 @@ def seeded(*shape: int, seed: int = 0, std: float = 1.0) -> np.ndarray:
 
 
 def build(path: Path, kind: str, n_embd: int) -> Path:
-    """Writes a vision tower of two layers, whose output are tokens of `n_embd` numbers."""
+    """Writes a vision tower of two layers with output tokens of `n_embd` numbers."""
     size, merge = KINDS[kind]
     keys: dict[str, Any] = {"image_size": size, "patch_size": PATCH, "projector.scale_factor": merge}
     keys |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}

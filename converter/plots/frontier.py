@@ -62,8 +62,8 @@ def frontier_figure(results: Sequence[dict[str, Any]]) -> Any:
         frameon=False,
     )
     figure.draw_without_rendering()  # settles the axes, so that labels can be placed in pixels
-    for axis, wanted in zip(figure.axes, texts, strict=True):
-        labels.place(figure, axis, wanted)
+    for axis, axis_texts in zip(figure.axes, texts, strict=True):
+        labels.place(figure, axis, axis_texts)
     return figure
 
 

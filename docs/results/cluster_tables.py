@@ -22,14 +22,14 @@ def cluster_load(lab: Any) -> Rows:
         return []
     bases = lab.sidecar("4.5")
     lab.text("argparse.py")
-    said = lab.read("argparse.py")
+    source = lab.read("argparse.py")
     rows = []
     for name, replicas, slots, threads in LAYOUTS:
         flags = ("-m", "M.gguf", "--bases", bases, "-c", str(4096 * slots), "-np", str(slots), "-t", str(threads))
         serve, port = (("subkv", "serve", *flags), None) if not replicas else _config(lab, flags, replicas, threads)
         with lab.server(*serve, port=port) as server:
             client = Client(server.port)
-            tokens = client.tokens(said)
+            tokens = client.tokens(source)
             n = lab.pick(2000, 500)
             read = [n / client.seconds(tokens[i : i + n])[0] for i in range(lab.pick(3, 1))]
             load = ("-r", lab.pick("12", "4"), "-j", "2", "-n", "64")

@@ -357,7 +357,7 @@ def measure_all(
     head, dirty = commit()
     there = results(output) if resume else {}
     good = {n for n, r in there.items() if r["commit"] == head and not (r["dirty"] or r["skipped"])}
-    wanted = [TABLES[name] for name in TABLES if name in names and name not in good]
+    pending = [TABLES[name] for name in TABLES if name in names and name not in good]
     failed = []
     with tempfile.TemporaryDirectory(prefix="results-") as scratch:
         folder = Path(scratch)
@@ -365,7 +365,7 @@ def measure_all(
         (folder / "calib.safetensors").symlink_to(CALIBRATION)
         lab = Lab(folder, output, text_folder.resolve(), build.resolve() if build else None, quick)
         shared = {"commit": head, "dirty": dirty, "quick": quick, "machine": machine(lab), "versions": versions()}
-        for table in wanted:
+        for table in pending:
             click.echo(f"{table.name}, about {lab.pick(table.minutes, 0.5):g} minutes", err=True)
             try:
                 result = measured(table, lab, shared)

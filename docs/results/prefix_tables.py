@@ -29,8 +29,8 @@ class Client:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         return json.loads(connection.getresponse().read())
 
-    def tokens(self, said: str) -> list[int]:
-        found: list[int] = self._ask("/tokenize", {"content": said})["tokens"]
+    def tokens(self, source: str) -> list[int]:
+        found: list[int] = self._ask("/tokenize", {"content": source})["tokens"]
         return found
 
     def seconds(self, tokens: Sequence[int]) -> tuple[float, int]:
@@ -70,7 +70,7 @@ def server_prefixes(lab: Any) -> Rows:
     n_prefix, n_system, n_talks = lab.pick((N_PREFIX, N_SYSTEM, N_TALKS), (1200, 600, 3))
     bases = ("--bases", lab.sidecar("4.5"))
     lab.text("argparse.py")
-    said = lab.read("argparse.py")
+    source = lab.read("argparse.py")
     rows = []
     for i, (name, cache) in enumerate(CACHES.items()):
         serve = ("subkv", "serve", "-m", "M.gguf", *(cache or bases), "-c", "8192", "-np", "1", "-t", "2")
@@ -78,7 +78,7 @@ def server_prefixes(lab: Any) -> Rows:
         (lab.folder / "slots").mkdir(exist_ok=True)
         with lab.server(*serve, "--store", stored.name, "--slot-save-path", "slots") as server:
             client = Client(server.port)
-            tokens = client.tokens(said)
+            tokens = client.tokens(source)
             prompt, other = tokens[:n_prefix], tokens[n_prefix : n_prefix + 300]
             evaluated, _ = client.seconds(prompt)
             saved = client.slot("save", {"filename": "slot"})
@@ -125,7 +125,7 @@ def server_handover(lab: Any) -> Rows:
     n_prefix, n_turn = lab.pick((N_PREFIX, N_OWN), (1200, 100))
     bases = ("--bases", lab.sidecar("4.5"))
     lab.text("argparse.py")
-    said = lab.read("argparse.py")
+    source = lab.read("argparse.py")
     rows = []
     for i, name in enumerate(("coefficients, 4.5 bits", "f16")):
         folder = lab.folder / f"store{i}"
@@ -133,7 +133,7 @@ def server_handover(lab: Any) -> Rows:
         serve = (*serve, "--store", folder.name)
         with lab.server(*serve) as server:
             client = Client(server.port)
-            tokens = client.tokens(said)
+            tokens = client.tokens(source)
             evaluated, _ = client.seconds(tokens[:n_prefix])
         moved = _bytes(folder)
         names = {path.name for path in folder.iterdir()}

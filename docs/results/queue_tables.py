@@ -83,7 +83,7 @@ class Replica:
 class Request:
     number: int
     user: int
-    asked: float
+    arrived: float
     work: float = 0.0
     begun: float = 0.0
     ended: float = 0.0
@@ -119,11 +119,11 @@ def simulated(
             yield Request(number, chance.randrange(n_users), now)
 
     def place(request: Request, now: float) -> int | None:
-        wanted = places.setdefault(request.user, ranked(request.user))
-        for i in wanted:
+        preferred = places.setdefault(request.user, ranked(request.user))
+        for i in preferred:
             if replicas[i].n < 2 * len(machine.rates):
                 request.work = machine.work + (machine.takes if holder.get(request.user, i) != i else 0.0)
-                request.elsewhere = i != wanted[0]
+                request.elsewhere = i != preferred[0]
                 holder[request.user] = i
                 replicas[i].go_on(now)
                 replicas[i].waiting.append(request)
@@ -133,12 +133,12 @@ def simulated(
 
     turns = coming()
     if first := next(turns, None):
-        put(first.asked, first)
+        put(first.arrived, first)
     while events:
         now, stamp, what = heapq.heappop(events)
         if isinstance(what, Request):
-            if what.asked == now and (following := next(turns, None)):
-                put(following.asked, following)
+            if what.arrived == now and (following := next(turns, None)):
+                put(following.arrived, following)
             found = place(what, now)
             if found is None:
                 continue
@@ -184,12 +184,12 @@ def cluster_queues(lab: Any) -> Rows:
         per_machine = round(share * EVERY / machine.work)
         n_replicas = round(n_users / per_machine)
         chosen = ring(n_replicas)
-        asked, used = simulated(
+        arrived, used = simulated(
             machine, n_users, EVERY, n_replicas, lambda user, chosen=chosen: chosen(f"session {user}"), seconds
         )
-        asked = [request for request in asked if request.asked > seconds / 10]  # the first find everything empty
-        slots = [request.begun - request.asked for request in asked]
-        answers = [request.ended - request.asked for request in asked]
+        arrived = [request for request in arrived if request.arrived > seconds / 10]  # the first find everything empty
+        slots = [request.begun - request.arrived for request in arrived]
+        answers = [request.ended - request.arrived for request in arrived]
         users = [0] * n_replicas
         for user in range(n_users):
             users[chosen(f"session {user}")[0]] += 1
@@ -201,10 +201,10 @@ def cluster_queues(lab: Any) -> Rows:
                 "fullest": max(users) * n_replicas / n_users,
                 "used": mean(used),
                 "fullest used": max(used),
-                "elsewhere": mean(request.elsewhere for request in asked),
+                "elsewhere": mean(request.elsewhere for request in arrived),
                 **{f"slot p{p} s": quantiles(slots, n=100)[p - 1] for p in (50, 99)},
                 **{f"answer p{p} s": quantiles(answers, n=100)[p - 1] for p in (50, 99)},
-                "requests": len(asked),
+                "requests": len(arrived),
                 "work s": machine.work,
                 "alone s": machine.work / machine.rates[0],
             }

@@ -8,7 +8,7 @@ namespace subkv::backend {
 
 namespace {
 
-// Rows whose products do not depend on the other thread: cells of a split, whole steps of the kernels.
+// Cells per split: whole steps of the kernels, so that splits of different threads are independent.
 constexpr int64_t SPLIT = 4 * STEP;
 constexpr int64_t BLOCK = 32; // tokens attended in one call
 

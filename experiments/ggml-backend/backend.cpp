@@ -49,7 +49,7 @@ bool asks_for_weights(const ggml_tensor * op) {
 }
 
 bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
-    if (op->op == GGML_OP_SET_ROWS && op->view_src && coded(op).value) { // asked when a context is made, before states
+    if (op->op == GGML_OP_SET_ROWS && op->view_src && coded(op).value) { // called when a context is created
         by_elements(op->view_src, op->ne[0] == 1);
     }
     return !asks_for_weights(op) && ggml_backend_dev_supports_op(cpu_device(), op);

@@ -1,7 +1,7 @@
 // backend.h: the parts of libggml-subkv, a prototype: a ggml backend whose buffers hold K/V as coefficients.
-//   backend.cpp  registration, the device, which operations and buffers it takes
+//   backend.cpp  registration, the device, its operations and buffers
 //   buffer.cpp   the buffer type: compact cache tensors, states, copies
-//   window.cpp   the exact window, which lies behind the tiles of a cache tensor
+//   window.cpp   the exact window, stored after the tiles of a cache tensor
 //   compute.cpp  graphs: the CPU's, with the nodes that touch coded tensors replaced
 //   attend.cpp   attention: splits of coded cells and the exact keys, then their sum
 #pragma once
@@ -14,12 +14,12 @@
 
 namespace subkv::backend {
 
-constexpr int64_t ROLLBACK = 16; // writes that may be taken back without a hole in the window
+constexpr int64_t ROLLBACK = 16; // the last writes, which can be removed without a gap in the window
 
 ggml_backend_buffer_type_t buffer_type(); // of the only device
 ggml_backend_dev_t         device();
 ggml_backend_dev_t         cpu_device();
-const Layout *             layout(); // nullptr: SUBKV is not set, cache tensors stay as they are
+const Layout *             layout(); // nullptr: SUBKV is not set, cache tensors stay unchanged
 
 // A cache tensor, or a view of one, that is held as tiles; codec: nullptr for every other tensor.
 struct Coded {
@@ -68,7 +68,7 @@ struct Fresh {
     std::vector<int64_t>  cells;
 };
 
-// A node that stores n rows; with flash attention off those of V come element by element.
+// A node that stores n rows. Without flash attention it stores V element by element.
 struct Store {
     const ggml_tensor * op;
     Coded               c;
@@ -89,7 +89,7 @@ struct Store {
 void encode_op(ggml_tensor * dst, int ith, int nth, void * store);
 void commit_op(ggml_tensor * dst, int ith, int nth, void * store);
 
-// The exact keys of a layer, newest first, sinks last; what a token may see of them.
+// The exact keys of a layer, newest first, sinks last, and their bias for every token.
 struct Exact {
     struct Key {
         int64_t          cell; // within the stream
@@ -98,11 +98,11 @@ struct Exact {
     };
 
     std::vector<std::vector<Key>>   keys; // [n_stream]
-    std::vector<std::vector<float>> bias; // [n_stream] [n_tokens][keys], -INFINITY: attended as coded, or not seen
+    std::vector<std::vector<float>> bias; // [n_stream] [n_tokens][keys], -INFINITY: coded or masked
 };
 
-// One FLASH_ATTN_EXT, or the nodes that stand for it with flash attention off: q F32 [d, n_tokens, n_head, n_stream],
-// mask F16 or F32 [n_kv, n_tokens, 1, n_stream].
+// One FLASH_ATTN_EXT, or the equivalent nodes without flash attention: q F32 [d, n_tokens, n_head, n_stream], mask F16
+// or F32 [n_kv, n_tokens, 1, n_stream].
 struct Attention {
     const ggml_tensor *q, *mask, *sinks;
     Coded              k, v;

@@ -221,7 +221,7 @@ Coded coded(const ggml_tensor * t) {
         return {};
     }
     const Coded c = { codec, value, root };
-    // ggml takes no allocation that is larger than the tensor: a cache of few cells stays as it is
+    // ggml allocates at most the size of the tensor, so a cache of few cells stays uncoded
     return (size_t) c.all_tile_bytes() + Window::bytes(c) <= ggml_nbytes(root) ? c : Coded();
 }
 

@@ -43,7 +43,7 @@ void encode_op(ggml_tensor *, int ith, int nth, void * userdata) {
 namespace {
 
 // ROPE on the keys of all cells (context shift): src 0 a view of the cache, 1 by how many positions, I32 [n_cells].
-// The keys that move are decoded, turned by the CPU's own node, and coded again.
+// The keys that move are decoded, rotated by the CPU backend's node, and coded again.
 struct Turn {
     const ggml_tensor * op;
     Coded               c;

@@ -1,5 +1,5 @@
-// window.cpp: the exact window by order of writes. A backend is told cells, not positions: in one sequence that only
-// grows the cells written last are those of its last tokens, and the first cells of a stream those of its first.
+// window.cpp: the exact window by order of writes. A backend receives cells, not positions. If one sequence only grows,
+// the cells written last belong to its last tokens, and the first cells of a stream to its first tokens.
 #include "backend.h"
 
 #include <algorithm>

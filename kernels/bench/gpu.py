@@ -30,7 +30,7 @@ from typing import Any
 
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "kernels"), str(BENCH)]
+sys.path[:0] = [str(ROOT / "tests" / "kernels"), str(ROOT / "tests"), str(BENCH)]
 
 import cuda_ops as c  # noqa: E402
 import vulkan_ops as v  # noqa: E402

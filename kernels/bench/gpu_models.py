@@ -29,7 +29,7 @@ sys.path += [str(ROOT / "python"), str(ROOT)]  # after an installed package: it 
 import tiny  # noqa: E402
 import writer  # noqa: E402
 from gpu_ops import BANDS  # noqa: E402
-from gpu_report import failed, say  # noqa: E402
+from gpu_report import emit, failed  # noqa: E402
 
 SHAPE_8B = {
     "n_layer": 32,
@@ -94,10 +94,10 @@ def contexts(model: Path, bases: Path, budget: int) -> Iterator[tuple[str, dict[
         yield name, {"n_ctx": n_ctx, **(sizes(n_ctx) if n_ctx else fixed)}
 
 
-def say_contexts(model: Path, bases: Path, gib: float) -> None:
+def emit_contexts(model: Path, bases: Path, gib: float) -> None:
     for name, found in contexts(model, bases, int(gib * 2**30)):
         parts = ", ".join(f"{kind} {size / 2**20:.0f} MiB" for kind, size in found.items() if kind != "n_ctx" and size)
-        say(f"longest context in {gib:g} GiB: {name}", f"{found['n_ctx']} tokens ({parts})", **found)
+        emit(f"longest context in {gib:g} GiB: {name}", f"{found['n_ctx']} tokens ({parts})", **found)
 
 
 def engine_folder() -> Path:
@@ -125,7 +125,7 @@ def bench(model: Path, bases: Path, depth: int, repetitions: int, n_gpu_layers: 
             ratio = f", {o['median_ts'] / best:.2f} times the best ordinary cache" if o["type_k"] == "subkv" else ""
             numbers = {k: v for k, v in o.items() if k not in ("test", "model_filename")}
             result = f"{o['median_ts']:.2f} tokens/s, {o['kv_bytes_per_token']} bytes per token, {o['kernel']}{ratio}"
-            say(f"whole model, {test}: {o['type_k']}", result, **numbers)
+            emit(f"whole model, {test}: {o['type_k']}", result, **numbers)
 
 
 def main() -> int:
@@ -146,10 +146,10 @@ def main() -> int:
     try:
         engine = engine_folder()
     except ImportError as error:
-        say(what, f"skipped: {error}")
+        emit(what, f"skipped: {error}")
         return 0
     if on_gpu and not list(engine.glob("*ggml-cuda*")):
-        say(what, f"skipped: the engine in {engine} was built without CUDA; --engine builds one")
+        emit(what, f"skipped: the engine in {engine} was built without CUDA; --engine builds one")
         return 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
@@ -160,7 +160,7 @@ def main() -> int:
             if not bases.exists():
                 make_model(folder, **SHAPE_8B)
         if given.part == "contexts":
-            say_contexts(model, bases, given.memory)
+            emit_contexts(model, bases, given.memory)
             return 0
         ok = True
         for depth in given.depth.split(","):
@@ -168,7 +168,7 @@ def main() -> int:
                 bench(model, bases, int(depth), given.repetitions, given.ngl)
             except Exception as error:
                 ok = False
-                say(f"whole model at depth {depth}", failed(error))
+                emit(f"whole model at depth {depth}", failed(error))
     return 0 if ok else 1
 
 

@@ -3,7 +3,7 @@
     python kernels/bench/gpu_ops.py --bands "4.3 bits" --batch 1,16 --cells 131072 [--library libnative.so] [--prefill]
 
 All calls of a shape take turns, so their ratios hold on a busy machine too; the device's cache is cold. Random cells
-of a layer for every sequence; times say nothing about what is in them.
+of a layer for every sequence; times emit nothing about what is in them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "kernels"), str(ROOT / "kernels" / "triton"), str(Path(__file__).parent)]
+TESTS = ROOT / "tests"
+sys.path[:0] = [str(path) for path in (TESTS / "kernels", TESTS, ROOT / "kernels" / "triton", Path(__file__).parent)]
 
 import cuda_ops as c  # noqa: E402
 import layers  # noqa: E402
 import numpy as np  # noqa: E402
-from gpu_report import failed, interleaved_ms, missing, say  # noqa: E402
+from gpu_report import emit, failed, interleaved_ms, missing  # noqa: E402
 
 # The shape of an 8B Llama: 8 KV heads of 128, groups of 4. Mixed bands take 71 + 67 bytes per cell and head.
 N_HEAD, GROUP, D = 8, 4, 128
@@ -188,7 +189,7 @@ def report(times: dict[str, list[float] | str], what: str, work: Workload | None
     base = medians.get(BASELINE)
     for name, found in times.items():
         if isinstance(found, str):
-            say(f"{name}: {what}", found)
+            emit(f"{name}: {what}", found)
             continue
         ms = medians[name]
         numbers: dict[str, Any] = {"ms": ms, "samples_ms": found}
@@ -203,7 +204,7 @@ def report(times: dict[str, list[float] | str], what: str, work: Workload | None
         if base is not None and "attend" in name:
             numbers["speed_of_sdpa"] = base / ms
             result += f", {base / ms:.2f} times the speed of {BASELINE}"
-        say(f"{name}: {what}", result, **numbers)
+        emit(f"{name}: {what}", result, **numbers)
 
 
 def time_shape(library: c.Library | None, name: str, shape: tuple[int, int, int], copy_gbs: float, n: int) -> None:
@@ -222,7 +223,7 @@ def time_shape(library: c.Library | None, name: str, shape: tuple[int, int, int]
             calls |= triton.calls()
             encoding["Triton encode"] = triton.encode
         except Exception as error:
-            say(f"Triton: {what}", failed(error))
+            emit(f"Triton: {what}", failed(error))
     report(interleaved_ms(calls, n), what, work, copy_gbs)
     if encoding:  # last: it changes rows
         report(interleaved_ms(encoding, n), f"{name}, {shape[0]} x {shape[1]} tokens", None, copy_gbs)
@@ -246,7 +247,7 @@ def main() -> int:
             time_shape(library, given.bands, shape, given.copy, given.repetitions)
         except Exception as error:
             ok = False
-            say(f"{given.bands}, {shape}", failed(error))
+            emit(f"{given.bands}, {shape}", failed(error))
     return 0 if ok else 1
 
 

@@ -41,7 +41,10 @@ class Report:
         self.add(step, result, seconds=round(time.monotonic() - start, 1), **numbers)
 
     def follow(self, part: str, command: list[str], limit: float, **settings: Any) -> None:
-        """A part of this script in a process of its own, which a crash or `limit` seconds end: its say()s are added."""
+        """Run a part of this script in its own process until it exits, crashes or takes `limit` seconds.
+
+        Lines that it prints with emit() are added.
+        """
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", **settings
         )
@@ -51,8 +54,8 @@ class Report:
         assert child.stdout is not None
         for line in child.stdout:
             try:
-                said = json.loads(line)
-                self.add(said.pop("step"), said.pop("result"), **said)
+                record = json.loads(line)
+                self.add(record.pop("step"), record.pop("result"), **record)
             except (ValueError, AttributeError, KeyError):
                 rest.append(line.strip()[:300])
         code = child.wait()
@@ -63,7 +66,7 @@ class Report:
             self.add(part, f"FAILED: {why}: {' | '.join(rest)}")
 
 
-def say(step: str, result: str, **numbers: Any) -> None:
+def emit(step: str, result: str, **numbers: Any) -> None:
     """A result of a part, for Report.follow."""
     print(json.dumps({"step": step, "result": result, **numbers}), flush=True)
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "kernels"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT / "tests" / "kernels"), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 import cuda_ops as c  # noqa: E402
 import layers  # noqa: E402
 import numpy as np  # noqa: E402
 import vulkan_ops as v  # noqa: E402
 from gpu_ops import BANDS, GROUP, N_HEAD, N_RECENT, N_ROLLBACK, N_SINK, PREFILL, PREFILL_CELLS, D  # noqa: E402
-from gpu_report import failed, say  # noqa: E402
+from gpu_report import emit, failed  # noqa: E402
 
 SLOTS = N_SINK + N_RECENT + N_ROLLBACK
 MADE = 1024  # cells that differ
@@ -93,7 +93,7 @@ def time_copy(library: v.Library, n: int) -> float:
     size = min(library.max_range, 1 << 30)
     ms = statistics.median(library.time("copy", ct.c_size_t(size), n))
     gbs = 2 * size / ms / 1e6
-    say("device", f"{library.device}: copy {gbs:.0f} GB/s", copy_gbs=gbs, max_range=library.max_range)
+    emit("device", f"{library.device}: copy {gbs:.0f} GB/s", copy_gbs=gbs, max_range=library.max_range)
     return gbs
 
 
@@ -118,7 +118,7 @@ def time_shape(library: v.Library, name: str, shape: tuple[int, int, int], copy_
                 f" with project, {numbers['gbs']:.1f} GB/s of codes, {100 * numbers['gbs'] / copy_gbs:.0f}% of the copy"
             )
             result += f"; with combine {numbers['of_f16']:.2f} times the speed at which the copy reads an f16 cache"
-        say(f"Vulkan {op}: {what}", result, **numbers)
+        emit(f"Vulkan {op}: {what}", result, **numbers)
 
 
 def main() -> int:
@@ -138,10 +138,10 @@ def main() -> int:
         try:
             time_shape(library, given.bands, shape, copy, given.repetitions)
         except ValueError as error:
-            say(f"Vulkan: {given.bands}, {shape}", f"skipped: {error}")
+            emit(f"Vulkan: {given.bands}, {shape}", f"skipped: {error}")
         except Exception as error:
             ok = False
-            say(f"Vulkan: {given.bands}, {shape}", failed(error))
+            emit(f"Vulkan: {given.bands}, {shape}", failed(error))
     return 0 if ok else 1
 
 

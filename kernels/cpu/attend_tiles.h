@@ -61,8 +61,8 @@ static float finish_logits(const Step & step, const Row & row, const float * bia
     return Isa::largest(top);
 }
 
-// Logits become integer weights, relative to the step's own top logit, so that they wait for nothing else; m, z, shrink,
-// share, unit and weights of the row follow. KEEP: the weights themselves are needed, too.
+// Converts logits to integer weights relative to the step's largest logit, and updates m, z, shrink, share, unit and
+// weights of the row. Earlier steps do not affect the weights. KEEP: also keep the weights as floats.
 template <typename Isa, bool KEEP> static void weigh(Step & step, int i, float top, Row & row) {
     const auto base    = Isa::set(top);
     const auto inverse = Isa::set(step.largest_v > 0.0f ? LARGEST / step.largest_v : 0.0f);
@@ -183,7 +183,7 @@ static void attend_block(const Call & call, const Opened<Isa> & opened, Step & s
     Values<Isa>        values = { {}, awake, 0, step, 0, nullptr, nullptr, 0 };
     for (int t = 0; awake >> t != 0; ++t) {
         if ((awake >> t & 1) == 0) {
-            continue; // logits are left as they are: bias hides them
+            continue; // the logits are not used: bias hides them
         }
         values.at[t]    = opened.v[t];
         float *   logit = step.logit[0] + t * TILE;
@@ -219,7 +219,8 @@ static void attend_block(const Call & call, const Opened<Isa> & opened, Step & s
     }
 }
 
-// awake[t]: tiles of the step with visible cells of token t; seen: visible cells of each tile. Returns all such tiles.
+// awake[t]: bits of the step's tiles with visible cells of token t; seen: visible cells of each tile. Returns the union
+// of awake.
 template <typename Isa>
 static uint32_t find_awake(const AttendArgs & a, int64_t cell, int32_t n, uint8_t * awake, uint64_t * seen) {
     uint32_t all = 0;
@@ -260,7 +261,7 @@ template <typename Isa> static void attend_step(const Call & call, Step & step, 
     read_halves<Isa>(call.v_halves, v_tiles, a.v_stride, seen, n_tiles);
     Opened<Isa> opened;
     open_step(call, cell, all, opened);
-    // tokens of several sequences look at tiles of their own: a block's rows look at the same ones
+    // tokens of different sequences see different tiles; all rows of a block see the same tiles
     const int64_t n_rows = n_rows_of(a);
     for (int64_t index = 0, end = 0; index < n_rows; index = end) {
         const uint32_t some = awake[index / a.n_group];

@@ -51,7 +51,7 @@ static float largest_of(const float * x, int32_t n) {
     return horizontal_max(largest);
 }
 
-// A cell's codes, its scale code known, where they are no path; 16-bit bands have halves instead.
+// The codes of a cell that are not on a path, for its scale code; 16-bit bands have halves instead.
 static void quantize_bands(const HeadCodec & codec, const float * c, cpu::Cell & cell) {
     const float s = SCALES[cell.scale];
     for (int32_t i = 0; i < codec.n_bands; ++i) {

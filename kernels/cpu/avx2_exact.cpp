@@ -190,7 +190,7 @@ struct Page {
 
 } // namespace
 
-// seen[c]: some query sees key first + c. Returns whether any is seen.
+// seen[c]: whether any query sees key first + c. Returns whether any key is visible.
 static bool read_bias(const ExactArgs & a, Page & page, bool * seen) {
     const __m256 minus_inf     = _mm256_set1_ps(NEG_INF);
     __m256       any[PAGE / 8] = {};

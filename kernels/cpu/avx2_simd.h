@@ -1,5 +1,5 @@
-// avx2_simd.h: small pieces shared by the AVX2 files. Everything is static: a copy compiled with AVX2 flags must never
-// be the one that other files link against. For the same reason these files use no standard library templates.
+// avx2_simd.h: helpers shared by the AVX2 files. Everything is static, and these files use no standard library
+// templates: the linker must never use code compiled with AVX2 flags in other files.
 #pragma once
 
 #include "../ref/rows.h"

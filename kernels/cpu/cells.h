@@ -144,7 +144,7 @@ template <int BITS> static inline void get_values(const uint8_t * octet, int32_t
     }
 }
 
-// CALL with a band's width as a constant; nothing for other widths.
+// Runs CALL with a band's width as a constant. Other widths do nothing.
 #define SUBKV_BY_PATH_BITS(bits, CALL)                                                                                 \
     switch (bits) {                                                                                                    \
         case 2: CALL(2); break;                                                                                        \

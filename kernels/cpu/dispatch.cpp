@@ -87,21 +87,21 @@ struct Choice {
         }
 #endif
         chosen = available[n - 1];
-        if (const char * wanted = std::getenv("SUBKV_KERNEL")) {
-            choose(wanted);
+        if (const char * name = std::getenv("SUBKV_KERNEL")) {
+            choose(name);
         }
     }
 
-    void choose(const char * wanted) {
+    void choose(const char * name) {
         std::string names;
         for (const Ops * const * version = available; *version != nullptr; ++version) {
-            if (std::strcmp((*version)->name, wanted) == 0) {
+            if (std::strcmp((*version)->name, name) == 0) {
                 chosen = *version;
                 return;
             }
             names += (names.empty() ? "" : ", ") + std::string((*version)->name);
         }
-        error = "SUBKV_KERNEL: expected one of " + names + " on this processor, found '" + wanted + "'";
+        error = "SUBKV_KERNEL: expected one of " + names + " on this processor, found '" + name + "'";
     }
 };
 

@@ -29,7 +29,7 @@ static inline void find_halves(const HeadCodec & codec, Halves & halves) {
     }
 }
 
-// Zeros for zero rows, and for cells not in `seen`, which may be NaN.
+// Stores zeros for zero rows and for cells not in `seen`, whose bytes may be NaN.
 template <typename Isa>
 static void read_halves(const Halves & halves, const uint8_t * tile, int64_t stride, const uint64_t * seen,
                         int32_t n_tiles) {

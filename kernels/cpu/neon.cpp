@@ -173,7 +173,7 @@ void attend_exact(const ExactArgs & a) {
 
 namespace subkv {
 
-// dequantize serves tests and tools, moment is vectorized by the compiler as it stands
+// dequantize is the reference's, because only tests and tools call it; the compiler vectorizes moment's reference
 const Ops ops_neon = { "neon",
                        neon::encode,
                        ref::dequantize,

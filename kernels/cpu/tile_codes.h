@@ -11,8 +11,8 @@
 //   ends(one, two)        the low bits of the last code and of the one before it, in begin()'s format
 //   begin(ends)           Before of a register
 //   level<BITS>(code, before)  levels plus 128; before follows
-//   raise_keys(x, other)  moves the bytes of a dword up by one, the first one comes from other's last
-//   raise_values(x, below)  moves qwords up by one, the first one comes from the last of below
+//   raise_keys(x, other)    shifts the bytes of each dword up by one; the first byte is other's last one
+//   raise_values(x, below)  shifts the qwords up by one; the first qword is below's last one
 #pragma once
 
 #include "cells.h"
@@ -22,7 +22,7 @@ namespace subkv::cpu {
 
 constexpr int32_t BYTE_MIDDLE = 128; // half a step above the byte of 0
 
-// Register RHO of an octet, W dwords of it that begin at the pointer: a code at bit AT of each byte. EXACT: and nothing else.
+// Register RHO of an octet, W of its dwords from the pointer on: a code at bit AT of each byte. EXACT: other bits are 0.
 template <typename Isa, int BITS, int RHO, int AT, bool EXACT> static inline typename Isa::I
 codes_of(const uint8_t * octet) {
     constexpr TileFields f = tile_fields(BITS, RHO);
@@ -157,8 +157,8 @@ template <typename Isa> static void begin_path(const HeadCodec & codec, const ui
     }
 }
 
-// Registers QUARTER and QUARTER + 4 of a band's octets, which often share a line: what is known of the codes before them
-// stays in registers.
+// Registers QUARTER and QUARTER + 4 of a band's octets, which often share a line. The bits of their preceding codes stay
+// in registers.
 template <typename Isa, int BITS, int QUARTER = 0>
 static void path_band(const uint8_t * from, int32_t n, int64_t ahead, Path8<Isa> & path, uint8_t * out) {
     if constexpr (QUARTER < 4) {

@@ -10,7 +10,7 @@
 namespace subkv::cpu {
 
 constexpr int STEP_TILES = STEP / TILE;
-constexpr int BLOCK      = 12; // query rows whose logits are in memory together: blocks of 1 to 4 divide it
+constexpr int BLOCK      = 12; // query rows whose logits are in memory together; a multiple of 1 to 4
 constexpr int AHEAD      = 4;  // tiles of prefetching
 static_assert(STEP == HALVES_STRIDE, "halves.h");
 constexpr float LARGEST   = 32639.0f; // 127 * 256 + 127: high and low byte are signed
@@ -24,7 +24,7 @@ struct Row {
     float   half;  // the rest of it
     float   shift, slope;
     float   m, z;
-    float   shrink;  // of the sums so far, at the step at hand
+    float   shrink;  // factor of the earlier sums at this step
     float   share;   // of the step's weights, which are relative to its own top logit
     float   unit;    // of the step's integer weights
     int32_t weights; // their sum
@@ -36,9 +36,9 @@ struct alignas(64) Step {
     float   logit[BLOCK][STEP]; // integer products, then logits, then weights
     int8_t  first[BLOCK][STEP]; // the weights' bytes or words for the two products
     int8_t  second[BLOCK][STEP];
-    float   bias[STEP];   // of a row whose own ends within the step
+    float   bias[STEP];   // copy of a row's bias that ends within the step
     float   common[STEP]; // of a row's logits, where 16-bit bands add to the shift
-    float   largest_v;    // of scale_v where the token at hand looks
+    float   largest_v;    // of scale_v in the tiles that the current token sees
     int32_t n;            // cells
     int32_t n_pad;        // whole tiles
 };
@@ -120,7 +120,7 @@ template <typename Isa> struct Keys {
     int64_t            ahead;
 };
 
-// Products of ROWS query rows with a tile, to logit: rows STEP apart. DIRECT: from the tile as it is.
+// Products of ROWS query rows with a tile, to logit: rows STEP apart. DIRECT: reads codes from the tile.
 template <typename Isa, bool DIRECT, int ROWS, int FIRST = 0>
 static void dots(const Call & call, const Keys<Isa> & keys, int64_t row, float * logit) {
     if constexpr (FIRST < TILE / Isa::W) {
@@ -285,7 +285,7 @@ static void sum_band(const Values<Isa> & v, int64_t offset, int32_t first, int32
     }
 }
 
-// The same of all bands. paths: of the step's tiles, where values come from tiles as they are
+// The same of all bands. paths: of the step's tiles, for values that are read from the tiles
 template <typename Isa, bool DIRECT, int ROWS>
 static void values(const Call & call, const Values<Isa> & v, const Path8<Isa> * paths) {
     if constexpr (DIRECT) {

@@ -31,7 +31,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
     const int         step  = job.tiles * TILE; // cells
     const int         warp  = (int) threadIdx.x / WARP;
     const int         lane  = (int) threadIdx.x % WARP;
-    const int mine   = lane / 16 * TILE + 16 * warp + lane % 16; // of the cells at hand, the one whose mask it reads
+    const int mine   = lane / 16 * TILE + 16 * warp + lane % 16; // the cell of the step whose mask the thread reads
     const int octet  = warp * (v.rank / 8) / WARPS;              // the first one of values of this warp
     const int end    = (warp + 1) * (v.rank / 8) / WARPS;
     const int k_next = job.tiles == MOST_TILES ? job.k_bytes : 0; // to the second tile
@@ -100,7 +100,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
         if (mine < step && c0 + mine < cells) {
             const int32_t key = *position;
             bias              = is_exact(a, key, query) ? -INFINITY : mask_value(a, masked);
-            // of the value, which may still be on its way to shared memory
+            // the value's scale; its copy to shared memory may still be pending
             scale = row_scale(*v_scale);
         }
         scale = bias == -INFINITY ? 0.0f : scale;

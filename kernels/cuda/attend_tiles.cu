@@ -21,7 +21,7 @@ using Sum      = wmma::fragment<wmma::accumulator, SIDE, SIDE, SIDE, float>;
 
 struct Tiles {
     Attend a;
-    int    rows, cells; // of query rows, and of cells; multiples of SIDE, of which TILE is one
+    int    rows, cells; // query rows and cells of a tile; multiples of SIDE, as TILE is
 };
 
 struct Shared {
@@ -67,8 +67,8 @@ struct Shared {
     }
 };
 
-// Fills the scales of cells c0 to c0 + n of a tile. Returns a bound of the coefficients of those that are seen: scale times
-// the largest band's reach, and halves as they are.
+// Fills the scales of cells [c0, c0 + n) of a tile. Returns a bound of the coefficients of visible cells: scale times the
+// largest band's reach, or the largest half.
 __device__ float tile_bound(const HeadCodec & codec, const Shared & s, const uint8_t * tile, int c0, int n, int cells) {
     const float reach = reach_of(codec);
     float       bound = 1e-30f;

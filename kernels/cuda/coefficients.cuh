@@ -26,7 +26,7 @@ __device__ inline float reach_of(const HeadCodec & codec) {
     return reach;
 }
 
-// Of a cell's 16-bit bands, whose coefficients are halves as they are; 0 without such bands.
+// The largest coefficient of a cell's 16-bit bands, which are stored as halves; 0 without such bands.
 __device__ inline float largest_half(const HeadCodec & codec, const uint8_t * tile, int c) {
     float largest = 0.0f;
     for (int i = 0; i < codec.n_bands; ++i) {

@@ -172,8 +172,8 @@ __device__ void begin_lane(float (&cost)[STATES]) {
     cost[1] = cost[2] = cost[3] = INFINITY;
 }
 
-// The scale code, the same in all threads: near `middle`, the one that is best without a trellis. Places are prepared by
-// all threads, THREADS / TRELLIS_TRIED at a time, then a thread per scale takes the steps.
+// The scale code, the same in all threads, near `middle`, which is the best one without a trellis. All threads prepare
+// places, THREADS / TRELLIS_TRIED at a time; then one thread per scale takes the steps.
 template <bool LANES>
 __device__ int choose_path_scale(const Search & search, const HeadCodec & codec, int middle) {
     constexpr int AT_ONCE = THREADS / TRELLIS_TRIED;

@@ -106,7 +106,7 @@ struct Levels {
     uint64_t table[2]; // up to 4 bits: bytes of the codes with choice 0 before; of 2 bits, of codes and choices
     uint32_t choices;  // NIBBLES on a path, else 0
     uint32_t flip;     // byte 1: xor mask for a byte with choice 1 before, up to 4 bits
-    int      zero;     // a byte stands for byte - zero / 2 steps
+    int      zero;     // a byte means byte - zero / 2 steps
 };
 
 constexpr int LEVEL_ZERO = 64; // the byte of level 0, up to 4 bits: look-ups have no sign
@@ -121,7 +121,7 @@ __host__ __device__ constexpr uint64_t level_table(int bits, int first, bool on_
     return table;
 }
 
-// Twice the byte that stands for 0: bytes are signed.
+// Twice the byte of the value 0; bytes are signed.
 __host__ __device__ constexpr int level_zero(int bits, bool on_path) {
     return bits == 8 || (on_path && bits > 4) ? -1 : on_path ? 2 * LEVEL_ZERO - 1 : (1 << bits) - 1;
 }
@@ -134,7 +134,7 @@ __host__ __device__ constexpr Levels levels_of(int bits, bool on_path) {
              level_zero(bits, on_path) };
 }
 
-// By bits, without a path and on one: in memory, since compilers make constants anew in every loop.
+// By bits, without and with a path. In memory, because compilers rebuild constants in every loop.
 static __constant__ Levels LEVELS[][2] = {
     { levels_of(2, false), levels_of(2, true) },  { levels_of(3, false), levels_of(3, true) },
     { levels_of(4, false), levels_of(4, true) },  { levels_of(5, false), levels_of(5, true) },

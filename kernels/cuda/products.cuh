@@ -11,7 +11,7 @@
 
 namespace subkv::cuda {
 
-// Of 16 rows: `sum` and `left` of rows l / 4 come first, then those of rows 8 + l / 4. right: signed.
+// For 16 rows: `sum` and `left` hold rows l / 4 first, then rows 8 + l / 4. right: signed.
 __device__ inline void add_product_16(int (&sum)[4], uint32_t left, uint32_t left_8, uint32_t right) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"

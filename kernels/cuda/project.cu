@@ -34,7 +34,7 @@ __global__ void project_kernel(Attend a) {
     if (i < codec.rank) {
         project_row(a, codec.decode.halves + (int64_t) i * codec.d, q, l.scale * l.gamma[h],
                     a.qt + (h * n_rows + row) * l.width_k + i, l.width_k);
-    } else if (i == l.width_k) { // not times gamma: the mean is added back as it is
+    } else if (i == l.width_k) { // not times gamma, since the mean is added back unscaled
         float * shift = a.shift + h * n_rows + row;
         if (l.mean[h] != nullptr) {
             project_row(a, l.mean[h], q, l.scale, shift, 1);

@@ -24,7 +24,7 @@ struct Octets {
     Octet *   octet;
     uint8_t * path;
     int       n, n_path;
-    bool      lanes; // PATH_LANES: no choices come before place 0
+    bool      lanes; // PATH_LANES: place 0 has no preceding choices
 
     // Room for a head of `rank` coefficients.
     __host__ __device__ static Octets take(Carve & shared, int rank) {
@@ -58,7 +58,7 @@ __device__ inline void fill_octets(const HeadCodec & codec, Octets & octets) {
     }
 }
 
-// A byte of read_bytes stands for byte - zero / 2 steps.
+// A byte of read_bytes means byte - zero / 2 steps.
 __device__ inline int zero_of(const Octet & octet) {
     return octet.place != NO_PLACE ? 255 : (1 << octet.bits) - 1;
 }

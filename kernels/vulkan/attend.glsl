@@ -10,7 +10,7 @@
 
 layout(local_size_x = 64) in; // TILE
 
-layout(constant_id = 0) const uint ROWS         = 8; // at most 8: `tops` is found by as many threads of 8 cells each
+layout(constant_id = 0) const uint ROWS         = 8; // at most 8: ROWS threads compute `tops`, 8 cells each
 layout(constant_id = 1) const uint COEFFICIENTS = 2;
 const uint N_ACC = ROWS * COEFFICIENTS; // a name: to glslc two products are two sizes
 

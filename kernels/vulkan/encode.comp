@@ -211,8 +211,8 @@ vec4 begin_lane(vec4 cost) {
     return vec4(min(min(cost.x, cost.y), min(cost.z, cost.w)), INFINITY, INFINITY, INFINITY);
 }
 
-// The scale code, the same in all threads: near `middle`, the one that is best without a trellis. Places are prepared
-// by all threads, THREADS / TRELLIS_TRIED at a time, then a thread per scale takes the steps.
+// The scale code, the same in all threads, near `middle`, which is the best one without a trellis. All threads prepare
+// places, THREADS / TRELLIS_TRIED at a time; then one thread per scale takes the steps.
 uint choose_path_scale(Head head, uint middle) {
     const uint AT_ONCE = THREADS / TRELLIS_TRIED;
     const uint me = gl_LocalInvocationID.x, n = head.n_path * LANES;
@@ -256,8 +256,8 @@ uint choose_path_scale(Head head, uint middle) {
     return best;
 }
 
-// The path of least cost at scale s: its codes. A thread per state that a closed path may begin and end in; of lanes the
-// first thread alone counts.
+// Stores the codes of the path of least cost at scale s. One thread per state in which a closed path may begin and end;
+// with lanes, only the first thread's path is used.
 void find_path(Head head, float s) {
     const uint me = gl_LocalInvocationID.x, n = head.n_path * LANES, WORDS = MAX_HEAD_SIZE / LANES;
     vec4       cost = mix(vec4(INFINITY), vec4(0.0), equal(uvec4(0, 1, 2, 3), uvec4(me)));

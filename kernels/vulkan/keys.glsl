@@ -13,8 +13,8 @@ uint read_k(uint at, uint bits, uint rho) {
     return codes;
 }
 
-// Dot products of the key of cell c of the tile at word `tile` with n query rows from `first` on; behind the last one again
-// with that, whose cells are hidden.
+// Dot products of the key of cell c of the tile at word `tile` with n query rows from `first` on. Elements of `dot` past
+// n_rows repeat the last row; their cells are hidden.
 void dots(uint h, uint tile, uint c, uint first, uint n_rows, out float dot[ROWS]) {
     const uint width = tables[WIDTH_K];
     float      halves[ROWS];

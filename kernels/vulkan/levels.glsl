@@ -8,7 +8,7 @@ struct Term {
 };
 
 Term term_of(uint bits, uint rho, uint i) {
-    const Field f = field_of(bits, rho, i); // where there is none, its width is 0
+    const Field f = field_of(bits, rho, i); // a missing field has width 0
     return Term(f.line * LINE_WORDS, f.shift - f.from, ONES * ((1u << f.width) - 1u) << f.from);
 }
 

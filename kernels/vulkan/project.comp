@@ -24,7 +24,7 @@ void main() {
     const Head head  = head_of(0, h);
     const uint group = tables[N_GROUP], width = tables[WIDTH_K];
     const uint row   = (h * p.n_tokens + token) * group;
-    const bool shift = i == width; // not times gamma: the mean is added back as it is
+    const bool shift = i == width; // not times gamma, since the mean is added back unscaled
     const uint matrix = shift ? head.mean : i < head.rank ? head.decode + i * (head.d / 2) : 0;
     for (uint g = 0; g < group; ++g) {
         const uint at    = p.q_at + (h * group + g) * p.q_head + token * p.q_token;

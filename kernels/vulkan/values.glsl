@@ -2,7 +2,7 @@
 
 shared float logits[ROWS * TILE];
 shared float weights[ROWS * TILE]; // times the scale of the value
-shared float plain[ROWS * TILE];   // of halves, which have none; 0 in zero rows
+shared float plain[ROWS * TILE];   // weights of halves, which have no scale; 0 in zero rows
 
 void put(uint i, float x) {
     logits[i] = x;

@@ -1,6 +1,6 @@
 // values_dot.glsl: sums of values of a tile by integer dot products. A thread takes 8 cells, one register (tables.glsl) and
-// one of its coefficients, of octet after octet, so that what a code's level depends on stays in its registers; sums of
-// threads are added up in shared memory, and become floats once per tile.
+// one of its coefficients, octet after octet, so that the preceding codes of a path stay in its registers. Sums of
+// threads are added in shared memory and become floats once per tile.
 
 const float WEIGHT_STEP = 1.0 / 65535.0;
 
@@ -71,7 +71,7 @@ uvec2 v_choices_before(Head head, uint tile, uint j, uint rho, uint x) {
 
 // Adds the products of this thread's 8 cells to the sums of all coefficients.
 void multiply_values(uint h, uint tile, uint me) {
-    const bool HELD = ROWS <= 4; // weights, in registers; else they are read anew
+    const bool HELD = ROWS <= 4; // weights stay in registers; else every use reads them
     const Head head = head_of(1, h);
     const uint j = me % 8, rho = me / 8;
     uvec2      w[ROWS * 2];

@@ -94,14 +94,14 @@ def logits(
             if coded is not None:
                 query, key = torch.arange(low, high)[:, None], torch.arange(n)[None]
                 exact = (key < n_sink) | (key > query - n_recent)
-                k_seen, v_seen = (x[0].repeat_interleave(group, 0) for x in coded)
-                scores = torch.where(exact, scores, rows @ k_seen.transpose(1, 2))
+                k_each, v_each = (x[0].repeat_interleave(group, 0) for x in coded)
+                scores = torch.where(exact, scores, rows @ k_each.transpose(1, 2))
             scores = scores.masked_fill(~kept[:, low - first : high - first], -torch.inf)
             weights = torch.softmax(scores, -1)
             if coded is None:
                 out = weights @ v_all
             else:
-                out = (weights * exact) @ v_all + (weights * ~exact) @ v_seen
+                out = (weights * exact) @ v_all + (weights * ~exact) @ v_each
             pieces.append(out.transpose(0, 1)[None])
         return torch.cat(pieces, 1)
 

@@ -35,11 +35,11 @@ PREDICTED = (
 
 def _projected(x: F64, pieces: Sequence[slice], bases: Sequence[F64]) -> tuple[F64, float]:
     """Rows x [n, d] behind the projector of their piece, and the largest ‖X_j(I − P_j)‖. Rows in no piece are exact."""
-    seen, residuals = x.copy(), []
+    projected, residuals = x.copy(), []
     for piece, basis in zip(pieces, bases, strict=True):
-        seen[piece] = x[piece] @ basis.T @ basis
+        projected[piece] = x[piece] @ basis.T @ basis
         residuals.append(bounds.residual(x[piece], basis))
-    return seen, bounds.chunked(residuals)
+    return projected, bounds.chunked(residuals)
 
 
 def _streamed(x: F32, first: F64, pieces: Sequence[slice], r: int) -> list[F64]:
@@ -81,9 +81,9 @@ def _head(stats: LayerStats, h: int, q: F32, k: F32, v: F32, n_sink: int, r: int
     }
     lines = []
     for mode, (pieces, bases_k, bases_v) in modes.items():
-        k_seen, residual_k = _projected(rows_k, pieces, bases_k)
-        v_seen, residual_v = _projected(rows_v, pieces, bases_v)
-        found = bounds.compare(shape.scale, queries, position, rows_k, rows_v, k_seen, v_seen)
+        k_coded, residual_k = _projected(rows_k, pieces, bases_k)
+        v_coded, residual_v = _projected(rows_v, pieces, bases_v)
+        found = bounds.compare(shape.scale, queries, position, rows_k, rows_v, k_coded, v_coded)
         logit_bound = np.array([bounds.logit_bound(shape.scale, 1.0, x, residual_k, 0.0) for x in norm_q])
         output_bound = np.array([bounds.output_bound(x, largest, residual_v) for x in logit_bound])
         lines.append(
@@ -103,9 +103,9 @@ def _head(stats: LayerStats, h: int, q: F32, k: F32, v: F32, n_sink: int, r: int
         )
     # γ = √(r/d), one projector: the paper's bound as printed, and the one that holds
     gamma = sqrt_gamma(r, d)
-    seen, residual_k = _projected(rows_k, whole, [static[0]])
-    seen[whole[0]] *= gamma
-    logit = bounds.compare(shape.scale, queries, position, rows_k, rows_v, seen, rows_v).logit
+    projected, residual_k = _projected(rows_k, whole, [static[0]])
+    projected[whole[0]] *= gamma
+    logit = bounds.compare(shape.scale, queries, position, rows_k, rows_v, projected, rows_v).logit
     kept = bounds.kept(tail_k, static[0])
     printed = np.array([bounds.paper_logit_bound(shape.scale, gamma, x, residual_k) for x in norm_q])
     true = np.array([bounds.logit_bound(shape.scale, gamma, x, residual_k, kept) for x in norm_q])

@@ -54,25 +54,25 @@ def attention_weights(logits: NDArray[Any], at: NDArray[np.integer]) -> NDArray[
 
 @dataclass(frozen=True)
 class Errors:
-    """Of m queries. logit [m] ‖l − l̂‖∞, weight [m] ‖a − â‖₁, output [m] ‖o − ô‖; seen [m, d_v]: ô."""
+    """Of m queries. logit [m] ‖l − l̂‖∞, weight [m] ‖a − â‖₁, output [m] ‖o − ô‖; coded_output [m, d_v]: ô."""
 
     logit: F64
     weight: F64
     output: F64
-    seen: F64
+    coded_output: F64
 
 
-def compare(scale: float, q: F64, at: NDArray[np.intp], k: F64, v: F64, k_seen: F64, v_seen: F64) -> Errors:
-    """Attention over what is seen of keys and values, k̂, v̂, against k and v [n, d]; q [m, d] at positions at [m]."""
+def compare(scale: float, q: F64, at: NDArray[np.intp], k: F64, v: F64, k_coded: F64, v_coded: F64) -> Errors:
+    """Errors of attention on coded keys and values k̂, v̂ against exact k and v [n, d]; q [m, d] at positions at [m]."""
     later = np.arange(len(k))[None, :] > at[:, None]
-    exact, coded = scale * q @ k.T, scale * q @ k_seen.T
-    a, a_seen = (attention_weights(logits, at) for logits in (exact, coded))
-    seen = a_seen @ v_seen
+    exact, coded = scale * q @ k.T, scale * q @ k_coded.T
+    a, a_coded = (attention_weights(logits, at) for logits in (exact, coded))
+    coded_output = a_coded @ v_coded
     return Errors(
         logit=np.where(later, 0.0, np.abs(exact - coded)).max(axis=1),
-        weight=np.abs(a - a_seen).sum(axis=1),
-        output=np.linalg.norm(a @ v - seen, axis=1),
-        seen=seen,
+        weight=np.abs(a - a_coded).sum(axis=1),
+        output=np.linalg.norm(a @ v - coded_output, axis=1),
+        coded_output=coded_output,
     )
 
 

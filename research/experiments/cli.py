@@ -255,23 +255,23 @@ def main(
             "format": FORMAT,
         }
         results = Results(output, settings)
-        wanted = [name for name in names if name not in results.found]
+        pending = [name for name in names if name not in results.found]
         if results.found:
             options.note(f"reused: {', '.join(results.found)}")
-        if wanted:
+        if pending:
             reference = Reference(model, default_threads(n_threads))
             check_shapes(reference, calibration)
             check_length(reference, corpus.n_ctx)
             texts = _texts(reference, corpus, read)
             reference.match(calibration, texts[0].chunks[0])
-            asked = Options(window=window, bpe_context=budget.bpe_context)
+            plan_options = Options(window=window, bpe_context=budget.bpe_context)
             threads = default_threads(n_threads)
-            lab = Lab(base, calibration, reference, texts, asked, budget.kv_bits, corpus.n_ctx, threads, stack)
+            lab = Lab(base, calibration, reference, texts, plan_options, budget.kv_bits, corpus.n_ctx, threads, stack)
             for note in lab.fit().notes:
                 options.note(sentence(note))
             lab.fit().plan(budget.kv_bits)  # refuses a budget that cannot be had
-            for i, name in enumerate(wanted):
-                options.note(f"{name} ({i + 1} of {len(wanted)})")
+            for i, name in enumerate(pending):
+                options.note(f"{name} ({i + 1} of {len(pending)})")
                 start = time.monotonic()
                 found = experiments()[name](lab)
                 results.add(name, {"seconds": time.monotonic() - start, **found})

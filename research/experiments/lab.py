@@ -76,7 +76,7 @@ class Lab:
         return coded_cache(self.fit(), bits, sides, name or f"static {bits:.4g}")
 
     def adaptive(self, text: str, name: str | None = None) -> Cache:
-        """The layout at kv_bits with bases that follow the text; `text` as of --adapt."""
+        """The layout at kv_bits with adaptive bases; `text` is a value of --adapt."""
         cache = adaptive_cache(self.fit(), self.base, self.kv_bits, "kv", text, self.stack)
         return dataclasses.replace(cache, name=name or f"adaptive {text}")
 

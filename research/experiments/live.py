@@ -72,7 +72,7 @@ class Tracker:
     def __init__(
         self, context: Context, observer: Observer, layout: ResearchLayout, adapting: tuple[str, Adapt] | None
     ) -> None:
-        """adapting: sides and how they follow the text, None if none does."""
+        """adapting: sides with adaptive bases and their settings; None if all bases are static."""
         self._context, self._observer, self._layout = context, observer, layout
         self._sides: str = adapting[0] if adapting else ""
         self._adapt = adapting[1] if adapting else None
@@ -114,10 +114,10 @@ class Tracker:
         coded = (at >= stats.n_sink) & (at <= position - stats.n_recent)
         if not coded.any():
             return None
-        k_seen, k_chunk = self._rows(layer, head, False, k, coded)
-        v_seen, v_chunk = self._rows(layer, head, True, v, coded)
-        found = bounds.compare(layer.scale, q, np.full(len(q), position), k, v, k_seen, v_seen)
-        residual_k, residual_v = _residual(k - k_seen, k_chunk), _residual(v - v_seen, v_chunk)
+        k_coded, k_chunk = self._rows(layer, head, False, k, coded)
+        v_coded, v_chunk = self._rows(layer, head, True, v, coded)
+        found = bounds.compare(layer.scale, q, np.full(len(q), position), k, v, k_coded, v_coded)
+        residual_k, residual_v = _residual(k - k_coded, k_chunk), _residual(v - v_coded, v_chunk)
         logit = np.array([bounds.logit_bound(layer.scale, 1.0, x, residual_k, 0.0) for x in np.linalg.norm(q, axis=1)])
         weight = np.array([bounds.softmax_bound(x) for x in logit])
         largest = float(np.linalg.norm(v, axis=1).max())
@@ -148,22 +148,22 @@ class Tracker:
             "output_error": float(found.output.max()),
             "output_bound": float(output.max()),
             "output_step": float(output_step.max()),
-            "kernel_error": float(np.linalg.norm(o - found.seen, axis=1).max()),
+            "kernel_error": float(np.linalg.norm(o - found.coded_output, axis=1).max()),
             **sketches,
             "violations": broken + sum(int(np.sum(error > bound * bounds.SLACK)) for error, bound in pairs),
         }
 
     def _rows(self, layer: ObservedLayer, head: int, value: bool, x: F64, coded: Any) -> tuple[F64, Any]:
-        """What attention sees of rows x [n, d], stored ones where `coded` [n]; the chunk of each, −1 if not stored."""
-        seen, chunk = np.empty(x.shape, np.float32), np.empty(len(x), np.int32)
+        """Rows as attention reads them, decoded where `coded` [n], else x [n, d]; chunk of each row, −1 if exact."""
+        decoded, chunk = np.empty(x.shape, np.float32), np.empty(len(x), np.int32)
         n = declare(load(), SIGNATURES).subkv_read_rows(
-            self._context.handle, layer.il, head, value, 0, 0, len(x), seen.ctypes.data, chunk.ctypes.data
+            self._context.handle, layer.il, head, value, 0, 0, len(x), decoded.ctypes.data, chunk.ctypes.data
         )
         if n < 0:
             raise CacheError("kv_cache", last_error())
         if (chunk[coded] < 0).any():
             raise CacheError("kv_cache", f"expected rows of all positions past the window, found {n} of {coded.sum()}")
-        return np.where(coded[:, None], seen, x), chunk
+        return np.where(coded[:, None], decoded, x), chunk
 
     def _sketch(self, layer: ObservedLayer, head: int, side: str, x: F64) -> tuple[float, float, float] | None:
         """‖AᵀA − SᵀS‖ of the head's sketch of rows x, its bound, and what rounding may add; None without a sketch.
@@ -265,7 +265,7 @@ def measure(model: Model, choice: CacheChoice, tokens: I32, every: int, n_thread
             options.note(cache_line(context.stats))
             options.note(f"exact copies of keys and values: {2 * context.stats.bytes_f16 / MIB:.1f} MiB")
             observer.mode(SAMPLE, range(n), [end - 1 for end in ends])
-            how = adaptive.parse(choice.adapt) if choice.follows_text and choice.adapt else None
+            how = adaptive.parse(choice.adapt) if choice.is_adaptive and choice.adapt else None
             tracker = Tracker(context, observer, layout, how)
             lines: Rows = []
             for start, end in zip([0, *ends], ends, strict=False):

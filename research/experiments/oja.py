@@ -77,7 +77,7 @@ def _aligned(basis: F64, before: F64) -> F64:
     return out
 
 
-def seen(x: F32, bases: Sequence[F64], prompt: int, latest: bool) -> F32:
+def reconstructed(x: F32, bases: Sequence[F64], prompt: int, latest: bool) -> F32:
     """Rows x [n, d] projected on the bases of their pieces, and put together again with these or with the latest."""
     pieces = np.split(x.astype(np.float64), range(prompt, len(x), PERIOD))
     back = [bases[-1]] * len(bases) if latest else bases
@@ -138,10 +138,10 @@ def _variants(x: F32, basis: F64, chosen: Indices, prompt: int) -> dict[str, F32
     bases = bases_of(x, chosen, prompt, basis)
     every = bases_of(x, np.arange(EXACT, prompt), prompt, basis)
     return {
-        STATIC: seen(x, [basis] * len(bases), prompt, latest=False),
-        OWN: seen(x, bases, prompt, latest=False),
-        LATEST: seen(x, bases, prompt, latest=True),
-        ALL: seen(x, every, prompt, latest=False),
+        STATIC: reconstructed(x, [basis] * len(bases), prompt, latest=False),
+        OWN: reconstructed(x, bases, prompt, latest=False),
+        LATEST: reconstructed(x, bases, prompt, latest=True),
+        ALL: reconstructed(x, every, prompt, latest=False),
     }
 
 
@@ -159,7 +159,7 @@ def _caches(lab: Lab, r: int, learned: dict[tuple[int, int], Indices]) -> list[C
                 if name == STATIC:
                     out.append((one @ basis.T @ basis).astype(np.float32))
                 else:
-                    out.append(seen(one, bases_of(one, learned[il, h], prompt, basis), prompt, name == LATEST))
+                    out.append(reconstructed(one, bases_of(one, learned[il, h], prompt, basis), prompt, name == LATEST))
             return np.stack(out)
 
         return lambda il, k, v: (see(il, k, stats[il].k2), see(il, v, stats[il].v2))

@@ -45,11 +45,11 @@ def _bases(v: F32, moment: bounds.F64, r: int) -> dict[str, Any]:
     best = bounds.top(v.astype(np.float64).T @ v, r)
 
     def streamed(kind: str, rows: int, ahead: int = 0) -> Any:
-        sketch, seen = Sketch(kind, d, rows), [0]
+        sketch, n_absorbed = Sketch(kind, d, rows), [0]
 
         def after(n: int) -> bounds.F64:
-            sketch.absorb(v[seen[0] : n + ahead])
-            seen[0] = n + ahead
+            sketch.absorb(v[n_absorbed[0] : n + ahead])
+            n_absorbed[0] = n + ahead
             return sketch.top(r)
 
         return after
@@ -101,16 +101,16 @@ def _reconstruction_of(lab: Lab, text: Text, r: int) -> dict[str, float]:
 def _residuals(lab: Lab) -> dict[tuple[int, int], F32]:
     """(il, head) -> static relative residuals of the blocks of values, in-domain text."""
     where, layers = lab.coded()
-    seen: dict[tuple[int, int], F32] = {}
+    residuals: dict[tuple[int, int], F32] = {}
     coded = {layer.shape.il: layer for layer in layers}
 
     def visitor(il: int, q: F32, k: F32, v: F32) -> None:
         for h, x in enumerate(v if il in coded else ()):
             rho = where.replay(Adapt(length=0), il, h, True, x).rho
-            seen[il, h] = rho[rho > 0.0]
+            residuals[il, h] = rho[rho > 0.0]
 
     lab.visit(lab.texts[0].chunks[0], visitor)
-    return seen
+    return residuals
 
 
 def _percentile(rho: F32, percent: int) -> float:

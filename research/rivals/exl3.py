@@ -24,14 +24,14 @@ def round_trip(x: F32, bits: int) -> F32:
     largest = np.abs(y).max(axis=1, keepdims=True) + np.float32(1e-10)
     steps = np.float32(2 ** (bits - 1))
     codes = np.clip(np.floor((y / largest + 1) * steps), 0, 2**bits - 1)
-    seen: F32 = (((codes + np.float32(0.5)) / steps - 1) * half(largest)) @ matrix
-    return seen.reshape(x.shape)
+    decoded: F32 = (((codes + np.float32(0.5)) / steps - 1) * half(largest)) @ matrix
+    return decoded.reshape(x.shape)
 
 
 def make(known: Knowledge, bits_k: int, bits_v: int) -> Rival:
     known.blocks(BLOCK)
 
-    def seen(il: int, k: F32, v: F32, first: int) -> tuple[F32, F32]:
+    def quantize(il: int, k: F32, v: F32, first: int) -> tuple[F32, F32]:
         return round_trip(k, bits_k), round_trip(v, bits_v)
 
-    return Rival(seen, (bits_k + bits_v) / 2 + 16 / BLOCK)
+    return Rival(quantize, (bits_k + bits_v) / 2 + 16 / BLOCK)

@@ -33,7 +33,7 @@ def round_trip_values(v: F32, bits: int) -> F32:
 def make(known: Knowledge, bits_k: int, bits_v: int) -> Rival:
     known.blocks(GROUP)
 
-    def seen(il: int, k: F32, v: F32, first: int) -> tuple[F32, F32]:
+    def quantize(il: int, k: F32, v: F32, first: int) -> tuple[F32, F32]:
         return round_trip_keys(k, bits_k), round_trip_values(v, bits_v)
 
-    return Rival(seen, (bits_k + bits_v) / 2 + 32 / GROUP, tile=GROUP, n_recent=RESIDUAL)
+    return Rival(quantize, (bits_k + bits_v) / 2 + 32 / GROUP, tile=GROUP, n_recent=RESIDUAL)

@@ -49,8 +49,8 @@ def round_trip_tiles(x: F32, bits: int) -> F32:
     """Tiles x [n, rows, columns] as stored."""
     columns, rows = scales(x)
     columns = half(columns)
-    seen: F32 = rows * min_max(x / columns / rows, bits, axis=2) * columns
-    return seen
+    decoded: F32 = rows * min_max(x / columns / rows, bits, axis=2) * columns
+    return decoded
 
 
 def round_trip(x: F32, bits: int, keys: bool) -> F32:
@@ -66,8 +66,8 @@ def round_trip(x: F32, bits: int, keys: bool) -> F32:
 def make(known: Knowledge, bits_k: int, bits_v: int) -> Rival:
     d = known.power_of_two()
 
-    def seen(il: int, k: F32, v: F32, first: int) -> tuple[F32, F32]:
+    def quantize(il: int, k: F32, v: F32, first: int) -> tuple[F32, F32]:
         return round_trip(k, bits_k, True), round_trip(v, bits_v, False)
 
     side_k, side_v = 32 / TILE + 16 / d, 32 / d + 16 / TILE
-    return Rival(seen, (bits_k + side_k + bits_v + side_v) / 2, tile=TILE, n_sink=TILE, n_recent=TILE)
+    return Rival(quantize, (bits_k + side_k + bits_v + side_v) / 2, tile=TILE, n_sink=TILE, n_recent=TILE)

@@ -101,7 +101,7 @@ def make(known: Knowledge, bits_k: int, bits_v: int) -> Rival:
     def apart(x: F32) -> F32:
         return x.reshape(-1, heads, d).swapaxes(0, 1)
 
-    def seen(il: int, k: F32, v: F32, first: int) -> tuple[F32, F32]:
+    def quantize(il: int, k: F32, v: F32, first: int) -> tuple[F32, F32]:
         weight_k = np.einsum("hii->hi", known.cost_k[il]) @ averaged.T
         weight_v = np.einsum("hii->hi", known.cost_v[il])
         keys = round_trip_channels(joined(unrotated(k, rotation, first)), weight_k.ravel(), bits_k)
@@ -111,4 +111,4 @@ def make(known: Knowledge, bits_k: int, bits_v: int) -> Rival:
     row_k = bits_k + BITS_OF_OUTLIER * 2 * OUTSIDE
     row_v = bits_v + (BITS_OF_OUTLIER * outliers_of_token(channels) + 32) / channels
     tables = 16 * (2 * channels + 2**bits_k + 2**bits_v) / (2 * channels)  # of a layer: thresholds, centroids
-    return Rival(seen, (row_k + row_v) / 2, tables, n_sink=1)
+    return Rival(quantize, (row_k + row_v) / 2, tables, n_sink=1)

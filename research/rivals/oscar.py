@@ -37,7 +37,7 @@ def _round_trip(x: F32, rotation: F32, bits: int, clip: float) -> F32:
 def make(known: Knowledge, bits_k: int, bits_v: int) -> Rival:
     d = known.power_of_two()
 
-    def seen(il: int, k: F32, v: F32, first: int) -> tuple[F32, F32]:
+    def quantize(il: int, k: F32, v: F32, first: int) -> tuple[F32, F32]:
         keys, values = [], []
         for key, value, queries in zip(k, v, known.queries[il], strict=True):
             weight = np.einsum("ni,ij,nj->n", key, queries, key)
@@ -47,4 +47,4 @@ def make(known: Knowledge, bits_k: int, bits_v: int) -> Rival:
         return np.stack(keys), np.stack(values)
 
     # a rotation of d x d halves per head and side: 16 d bits per element of a token, in every layer
-    return Rival(seen, (bits_k + bits_v) / 2 + 32 / d, 16.0 * d, n_sink=SINKS, n_recent=RECENT)
+    return Rival(quantize, (bits_k + bits_v) / 2 + 32 / d, 16.0 * d, n_sink=SINKS, n_recent=RECENT)

@@ -72,10 +72,10 @@ def knowledge(fit: Fit, base: Base) -> Knowledge:
 
 
 def _rotated(kind: str) -> Rival:
-    def seen(il: int, k: F32, v: F32, first: int) -> tuple[F32, F32]:
+    def quantize(il: int, k: F32, v: F32, first: int) -> tuple[F32, F32]:
         return stock.round_trip(kind, k, keys=True), stock.round_trip(kind, v, keys=False)
 
-    return Rival(seen, stock.BITS[kind])
+    return Rival(quantize, stock.BITS[kind])
 
 
 def rival(spec: Spec, known: Knowledge) -> Rival:
@@ -89,15 +89,15 @@ def rival(spec: Spec, known: Knowledge) -> Rival:
 def coder(codec: Rival, n_sink: int, sides: str) -> Coder:
     """What attention sees with n_sink exact tokens before the first coded one."""
 
-    def seen(il: int, k: F32, v: F32) -> tuple[F32, F32]:
-        seen_k, seen_v = codec.seen(il, k[:, n_sink:], v[:, n_sink:], n_sink)
+    def quantize(il: int, k: F32, v: F32) -> tuple[F32, F32]:
+        read_k, read_v = codec.round_trip(il, k[:, n_sink:], v[:, n_sink:], n_sink)
         if "k" in sides:
-            k = np.concatenate([k[:, :n_sink], seen_k], axis=1)
+            k = np.concatenate([k[:, :n_sink], read_k], axis=1)
         if "v" in sides:
-            v = np.concatenate([v[:, :n_sink], seen_v], axis=1)
+            v = np.concatenate([v[:, :n_sink], read_v], axis=1)
         return k, v
 
-    return seen
+    return quantize
 
 
 def check_window(codecs: Sequence[Spec], rivals: Sequence[Rival], n_recent: int) -> None:

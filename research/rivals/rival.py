@@ -11,7 +11,7 @@ from subkv.format.arrays import F32, F64
 from subkv.plan.positions import Rotation
 
 
-class Seen(Protocol):
+class RoundTrip(Protocol):
     """What attention reads instead of keys and values.
 
     (il, k, v, first): k, v [n_head_kv, n, d] of positions first … first + n − 1. Rows of a last tile that is not whole
@@ -30,7 +30,7 @@ class Rival:
     original.
     """
 
-    seen: Seen
+    round_trip: RoundTrip
     row_bits: float
     table_bits: float = 0.0
     tile: int = 1

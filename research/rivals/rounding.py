@@ -20,11 +20,11 @@ def min_max(x: F32, bits: int, axis: int) -> F32:
     low, levels = half(x.min(axis, keepdims=True)), 2**bits - 1
     scale = half((x.max(axis, keepdims=True) - low) / np.float32(levels))
     codes = np.rint(np.divide(x - low, scale, out=np.zeros_like(x), where=scale > 0))
-    seen: F32 = np.clip(codes, 0, levels) * scale + low
-    return seen
+    decoded: F32 = np.clip(codes, 0, levels) * scale + low
+    return decoded
 
 
 def nearest(x: F32, centroids: F32) -> F32:
     """The nearest of ascending centroids [m] for every element."""
-    seen: F32 = centroids[np.searchsorted(0.5 * (centroids[1:] + centroids[:-1]), x)]
-    return seen
+    decoded: F32 = centroids[np.searchsorted(0.5 * (centroids[1:] + centroids[:-1]), x)]
+    return decoded

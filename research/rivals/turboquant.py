@@ -46,14 +46,14 @@ def round_trip_keys(k: F32, bits: int) -> F32:
     norm = np.linalg.norm(k, axis=-1, keepdims=True)
     unit = np.divide(k, norm, out=np.zeros_like(k), where=norm > 0)
     y = nearest(unit @ matrix * np.float32(math.sqrt(d)), centroids(bits))
-    seen: F32 = half(norm) * (y / np.linalg.norm(y, axis=-1, keepdims=True)) @ matrix
-    return seen
+    decoded: F32 = half(norm) * (y / np.linalg.norm(y, axis=-1, keepdims=True)) @ matrix
+    return decoded
 
 
 def make(known: Knowledge, bits_k: int, bits_v: int) -> Rival:
     d = known.power_of_two()
 
-    def seen(il: int, k: F32, v: F32, first: int) -> tuple[F32, F32]:
+    def quantize(il: int, k: F32, v: F32, first: int) -> tuple[F32, F32]:
         return round_trip_keys(k, bits_k), min_max(v, bits_v, -1)
 
-    return Rival(seen, (bits_k + 16 / d + bits_v + 32 / d) / 2)
+    return Rival(quantize, (bits_k + 16 / d + bits_v + 32 / d) / 2)

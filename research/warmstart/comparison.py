@@ -154,11 +154,11 @@ class Evaluation:
                     self.pairs[target.id] = listed
                     found.append(target)
             self.targets += found[: self.settings.targets]
-        wanted = f"{shortest} to {longest} tokens"
+        lengths = f"{shortest} to {longest} tokens"
         if not self.targets:
-            raise SubkvError("prompts", f"expected prompts of {wanted}, neighbours included, found {len(usable)} such")
+            raise SubkvError("prompts", f"expected prompts of {lengths}, neighbours included, found {len(usable)} such")
         if left := len(self.tokens) - len(usable):
-            options.note(f"-f: {left} of {len(self.tokens)} prompts are not {wanted} long; left out")
+            options.note(f"-f: {left} of {len(self.tokens)} prompts are not {lengths} long; left out")
         paired = [name for target in self.targets for _, name in self.pairs[target.id]]
         self.involved = list(dict.fromkeys([*(target.id for target in self.targets), *paired]))
 
@@ -202,17 +202,17 @@ class Evaluation:
 
         Raises SubkvError where that is too little.
         """
-        seen: list[list[tuple[float, float, float]]] = [[] for _ in self.sides]
+        samples: list[list[tuple[float, float, float]]] = [[] for _ in self.sides]
         with self._in(cache) as run:
             for target in tracked("guard", self.targets, "prompt"):
                 tokens = self.tokens[target.id]
                 cold = run.cold.decode(tokens).log_p
-                for side, rows in zip(self.sides, seen, strict=True):
+                for side, rows in zip(self.sides, samples, strict=True):
                     for _, name, other in run.retrieved(side, target):
                         placed = side.stored(name, True, len(tokens))
                         kl = metrics.divergence(run.warm.decode(tokens, side.plan, placed).log_p, cold)
                         rows.append((side.similarity(target.id, name), run.check(side, target, placed, other), kl))
-        return [predictor.fit([row[:2] for row in rows], [row[2] for row in rows]) for rows in seen]
+        return [predictor.fit([row[:2] for row in rows], [row[2] for row in rows]) for rows in samples]
 
 
 class _Run:
@@ -368,8 +368,8 @@ class _Scorer:
         answers: dict[str, Any] = {"same_answer": own == self.short}
         if known is not None:
             head = own if found is self.cold else self.cold.greedy(N_LABELLED, first=found.first)
-            said = {"correct": own, "correct_head": head, "correct_cold": self.short}
-            answers |= {name: right(self.run.text(tokens), known) for name, tokens in said.items()}
+            texts = {"correct": own, "correct_head": head, "correct_cold": self.short}
+            answers |= {name: right(self.run.text(tokens), known) for name, tokens in texts.items()}
         return self.other(side, system, found.log_p, nll=nll, nll_cold=self.nll, **answers, **more)
 
     def other(self, side: Side, system: str, log_p: F64, **more: Any) -> Outcome:

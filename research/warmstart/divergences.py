@@ -215,15 +215,15 @@ def risk_coverage(outcomes: Sequence[Outcome], limit: float) -> dict[str, Any]:
 
     curve: for every prompt, in the order of the predicted KL, [share of prompts so far, their mean KL].
     """
-    judged = sorted((o for o in outcomes if o.predicted_kl is not None), key=lambda o: float(o.predicted_kl or 0.0))
-    passed = [o for o in judged if float(o.predicted_kl or 0.0) <= limit]
+    predicted = sorted((o for o in outcomes if o.predicted_kl is not None), key=lambda o: float(o.predicted_kl or 0.0))
+    passed = [o for o in predicted if float(o.predicted_kl or 0.0) <= limit]
     kl, error, n = mean(o.kl for o in passed)
-    so_far = np.cumsum([o.kl for o in judged]) / np.arange(1, len(judged) + 1)
+    so_far = np.cumsum([o.kl for o in predicted]) / np.arange(1, len(predicted) + 1)
     return {
-        "n": len(judged),
-        "coverage": n / len(judged) if judged else None,
+        "n": len(predicted),
+        "coverage": n / len(predicted) if predicted else None,
         "kl": kl if n else None,
         "kl_stderr": error if n else None,
-        "kl_all": mean(o.kl for o in judged)[0] if judged else None,
-        "curve": [[(i + 1) / len(judged), float(risk)] for i, risk in enumerate(so_far)],
+        "kl_all": mean(o.kl for o in predicted)[0] if predicted else None,
+        "curve": [[(i + 1) / len(predicted), float(risk)] for i, risk in enumerate(so_far)],
     }

@@ -33,7 +33,7 @@ N_SINKS_KEPT = 16  # beginnings of prompts whose rows are kept
 @dataclass(frozen=True, eq=False)
 class Rows:
     """What the model computed for T tokens, by layer, keys rotated: k [T, n_head_kv, d_k], v [T, n_head_kv, d_v], and
-    q [n, n_head, d_k] of the tokens whose queries were wanted. scale: what the layer multiplies q·k with."""
+    q [n, n_head, d_k] of the tokens whose queries were expected. scale: what the layer multiplies q·k with."""
 
     k: list[F32]
     v: list[F32]
@@ -129,8 +129,8 @@ class Planting:
         with self.recording(range(begin, begin + len(rows[0][0]))):
             yield
             found = self.rows()
-        for il, (wanted, seen) in enumerate(zip(rows, zip(found.k, found.v, strict=True), strict=True)):
-            if not all(np.array_equal(w.astype(np.float32), s) for w, s in zip(wanted, seen, strict=True)):
+        for il, (expected, read) in enumerate(zip(rows, zip(found.k, found.v, strict=True), strict=True)):
+            if not all(np.array_equal(w.astype(np.float32), s) for w, s in zip(expected, read, strict=True)):
                 raise SubkvError("model", f"layer {il}: expected the planted rows in its cache, found others")
         self._is_checked = True
 

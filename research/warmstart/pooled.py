@@ -40,8 +40,8 @@ class Plan:
         more than `most` tokens."""
         least = self.shortest
         if n_tokens < least or (most is not None and n_tokens > most):
-            wanted = f"at least {least} tokens ({self})" if most is None else f"{least} ({self}) to {most} tokens"
-            raise SubkvError("prompt", f"expected {wanted}, found {n_tokens}")
+            expected = f"at least {least} tokens ({self})" if most is None else f"{least} ({self}) to {most} tokens"
+            raise SubkvError("prompt", f"expected {expected}, found {n_tokens}")
         return self.n_sink, n_tokens - self.n_last
 
 

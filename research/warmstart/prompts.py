@@ -125,25 +125,25 @@ def passages(text: str, words: Sequence[int], n: int, test_share: float, seed: i
     n_test = round(test_share * len(pool))
     found: list[Passage] = []
     parts = ((TEST, pool[:n_test], round(n * test_share)), (TRAIN, pool[n_test:], n - round(n * test_share)))
-    for split, articles_of, wanted in parts:
+    for split, articles_of, expected in parts:
         rest = [list(article) for article in articles_of]
         for size in sorted(words, reverse=True):  # long ones first: few articles have room for them
-            own = list(_cut(rest, size, wanted))
-            if len(own) < wanted:
+            own = list(_cut(rest, size, expected))
+            if len(own) < expected:
                 raise SubkvError(
-                    "text", f"expected text for {wanted} passages of {size} words ({split}), found {len(own)}"
+                    "text", f"expected text for {expected} passages of {size} words ({split}), found {len(own)}"
                 )
             found += [Passage(f"{split}-{size}-{i}", split, size, tuple(part)) for i, part in enumerate(own)]
     return sorted(found, key=lambda p: (p.split, words.index(p.words), int(p.id.rpartition("-")[2])))
 
 
-def _cut(rest: list[list[str]], size: int, wanted: int) -> Iterator[list[str]]:
-    """Up to `wanted` passages of `size` words from the articles in turn; what they take is gone."""
+def _cut(rest: list[list[str]], size: int, n_passages: int) -> Iterator[list[str]]:
+    """Up to `n_passages` passages of `size` words from the articles in turn; removes them from `rest`."""
     taken = True
-    while wanted and taken:
+    while n_passages and taken:
         taken = False
         for article in rest:
-            if not wanted:
+            if not n_passages:
                 return
             n_words, n = 0, 0
             while n < len(article) and n_words < size:
@@ -153,7 +153,7 @@ def _cut(rest: list[list[str]], size: int, wanted: int) -> Iterator[list[str]]:
                 continue
             yield article[:n]
             del article[:n]
-            taken, wanted = True, wanted - 1
+            taken, n_passages = True, n_passages - 1
 
 
 #
@@ -209,9 +209,9 @@ def _has_number(sentence: str) -> str:
     return "yes" if re.search(r"\d", sentence) else "no"
 
 
-def _few_shot(wording: str, shown: Sequence[str], asked: str) -> str:
+def _few_shot(wording: str, shown: Sequence[str], question: str) -> str:
     lines = [f"Sentence: {s}\nAnswer: {_has_number(s)}" for s in shown]
-    return "\n\n".join([wording, *lines, f"Sentence: {asked}\nAnswer:"])
+    return "\n\n".join([wording, *lines, f"Sentence: {question}\nAnswer:"])
 
 
 def _about(wording: str, sentences: Sequence[str], cloze: str | None = None) -> str:
@@ -273,14 +273,14 @@ class _Writer:
         self._rng(passage.id, "examples").shuffle(sentences)
         if len(sentences) < FEW:
             return None
-        *shown, asked, other = sentences
-        name, text = f"{passage.id}/number", _few_shot(wordings[0], shown, asked)
-        base = self._add(passage, "base", name, "number", text, answer=_has_number(asked))
+        *shown, question, other = sentences
+        name, text = f"{passage.id}/number", _few_shot(wordings[0], shown, question)
+        base = self._add(passage, "base", name, "number", text, answer=_has_number(question))
         text = _few_shot(wordings[0], shown, other)
         self._other(base, passage, "format", "number", text, f"{base.id}/other", answer=_has_number(other))
 
         def reworded(wording: str, strength: float) -> str:
-            return _few_shot(wording, reword(shown, strength, self._rng(base.id, strength)), asked)
+            return _few_shot(wording, reword(shown, strength, self._rng(base.id, strength)), question)
 
         self._paraphrases(base, passage, wordings, number, reworded)
         return base
@@ -294,11 +294,11 @@ class _Writer:
         reworded: Callable[[str, float], str],
     ) -> None:
         """Add one of every strength, unless no edit applied and it stands there already."""
-        seen = {base.text}
+        texts = {base.text}
         for i, strength in enumerate(STRENGTHS):
             text = reworded(wordings[1 + (number + i) % 3], strength)
-            if self.render(text) not in seen:
-                seen.add(self.render(text))
+            if self.render(text) not in texts:
+                texts.add(self.render(text))
                 more = {"number": i, "strength": strength, "answer": base.answer}
                 self._other(base, passage, "paraphrase", base.task, text, base.id, **more)
 
@@ -381,9 +381,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
 def _prompt(where: str, line: str) -> Prompt:
     """One line. Raises SubkvError about `path`; where: which line."""
 
-    def expect(fits: bool, wanted: str, found: str) -> None:
+    def expect(fits: bool, expected: str, found: str) -> None:
         if not fits:
-            raise SubkvError("path", f"expected {wanted}, found {found}")
+            raise SubkvError("path", f"expected {expected}, found {found}")
 
     try:
         given = json.loads(line)
@@ -394,8 +394,8 @@ def _prompt(where: str, line: str) -> Prompt:
         expect(name in given, f"{name!r} in {where}", "none")
     for name, value in given.items():
         expect(name in _TYPES, f"one of {', '.join(_TYPES)} in {where}", repr(name))
-        wanted = " or ".join(kind.__name__ for kind in _TYPES[name])
-        expect(isinstance(value, _TYPES[name]), f"{name} as {wanted} in {where}", type(value).__name__)
+        expected = " or ".join(kind.__name__ for kind in _TYPES[name])
+        expect(isinstance(value, _TYPES[name]), f"{name} as {expected} in {where}", type(value).__name__)
     for kind, names in given.get("neighbours", {}).items():
         fits = isinstance(names, list) and all(isinstance(name, str) for name in names)
         expect(fits, f"ids of neighbours of kind {kind} in {where}", "something else")

@@ -121,14 +121,14 @@ def latency(latencies: Sequence[Latency], words: dict[str, int]) -> str:
 
 def guard(outcomes: Sequence[Outcome]) -> str:
     """What `auto` would have started warm, at the paper's limit and at looser ones."""
-    judged = _judged(outcomes)
-    if not any(o.predicted_kl is not None for o in judged):
+    compared = _compared(outcomes)
+    if not any(o.predicted_kl is not None for o in compared):
         return "No guard is fitted: `auto` never starts warm."
     limits = (metrics.MEAN_KL, 0.2, 0.5, 1.0)
-    return grid([{"limit": limit, **metrics.risk_coverage(judged, limit)} for limit in limits], GUARD)
+    return grid([{"limit": limit, **metrics.risk_coverage(compared, limit)} for limit in limits], GUARD)
 
 
-def _judged(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def _compared(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [o for o in outcomes if o.kind in metrics.FOUND and o.system == metrics.METHOD]
 
 
@@ -242,7 +242,7 @@ def _latency_figure(latencies: Sequence[Latency]) -> Any:
 def _guard_figure(outcomes: Sequence[Outcome]) -> Any:
     labels = {"xlabel": "share of prompts started warm, surest first", "ylabel": "their mean KL(warm‖cold) [nats]"}
     figure, axis = axes(7.5, 4.2, **labels)
-    for m, own in grouped(_judged(outcomes), lambda o: o.n_slots).items():
+    for m, own in grouped(_compared(outcomes), lambda o: o.n_slots).items():
         curve = metrics.risk_coverage(own, metrics.MEAN_KL)["curve"]
         axis.plot([x for x, _ in curve], [y for _, y in curve], label=f"m = {m}")
     axis.axhline(metrics.MEAN_KL, color="tab:red", linestyle="--", linewidth=1)
@@ -252,16 +252,16 @@ def _guard_figure(outcomes: Sequence[Outcome]) -> Any:
 
 def draw(outcomes: Sequence[Outcome], latencies: Sequence[Latency], folder: Path) -> list[str]:
     """Write the pictures of one cache's results; their file names. Raises SubkvError without matplotlib."""
-    wanted: dict[str, Callable[[], Any]] = {"similarity.png": lambda: _similarity_figure(outcomes)}
+    figures: dict[str, Callable[[], Any]] = {"similarity.png": lambda: _similarity_figure(outcomes)}
     if any(o.cosines for o in outcomes):
-        wanted["layers.png"] = lambda: _layers_figure(outcomes)
+        figures["layers.png"] = lambda: _layers_figure(outcomes)
     if latencies:
-        wanted["latency.png"] = lambda: _latency_figure(latencies)
+        figures["latency.png"] = lambda: _latency_figure(latencies)
     if any(o.predicted_kl is not None for o in outcomes):
-        wanted["guard.png"] = lambda: _guard_figure(outcomes)
-    for name, figure in wanted.items():
+        figures["guard.png"] = lambda: _guard_figure(outcomes)
+    for name, figure in figures.items():
         plots.write_figure(figure(), folder / name)
-    return list(wanted)
+    return list(figures)
 
 
 def write(folder: Path, about: Row, outcomes: Sequence[Outcome], latencies: Sequence[Latency]) -> None:

@@ -86,7 +86,7 @@ class WarmStart:
         self.mode, self.threshold, self.max_kl, self.n_warm = mode, threshold, max_kl, n_warm
         self.n_cells = trained.plan.shortest
         self.decision, self.problem = Decision(), ""
-        self._n_said = 0
+        self._n_emitted = 0
         self._embed = embedder(trained.embedding, llm.loaded_model, llm.n_threads)
         self._embedded: tuple[tuple[int, ...], F32] | None = None
         planting.bind(llm.ctx, llm._batch.batch, llm.cache_choice.coded)
@@ -98,7 +98,7 @@ class WarmStart:
     def begin(self, prompt: Sequence[int], n_held: int, sampler: Any) -> Iterator[int]:
         """The first n_warm tokens of an answer, none for a cold start. n_held: tokens of the prompt that are in exact
         cells; half of it or more are better than a warm start. sampler: a chain of llama_cpp, which accepts them."""
-        self.problem, self._n_said = "", 0
+        self.problem, self._n_emitted = "", 0
         if 2 * n_held >= max(len(prompt), 1):
             held = f"{n_held} of {len(prompt)} tokens are in the cache already"
             self.decision = Decision(SubkvError(PREFIX, held))
@@ -112,7 +112,7 @@ class WarmStart:
     def _head(self, n_prompt: int, sampler: Any) -> Iterator[int]:
         for i in range(self.n_warm):
             token = int(sampler.sample(self.llm._ctx, -1))
-            self._n_said += 1
+            self._n_emitted += 1
             yield token
             if i + 1 < self.n_warm:
                 self.planting.follow([token], n_prompt + i)
@@ -130,16 +130,16 @@ class WarmStart:
             try:
                 self._remember(tokens)
             except SubkvError as error:
-                self.problem = _said(error)
+                self.problem = _sentence(error)
 
     def report(self) -> tuple[str, list[str]]:
         """For the user: a mark for the status line, "" for none, and sentences about what went otherwise."""
         mark, sentences, error = "", [], self.decision.error
         if error is None:
-            head = "first token" if self._n_said == 1 else f"first {self._n_said} tokens"
+            head = "first token" if self._n_emitted == 1 else f"first {self._n_emitted} tokens"
             mark = f"warm start: {self.decision.similarity:.2f} similar, {head}"
         elif error.key != PREFIX:
-            sentences.append(f"warm start: cold; {_said(error)}")
+            sentences.append(f"warm start: cold; {_sentence(error)}")
         if self.problem:
             sentences.append(f"warm start: {self.problem}")
         return mark, sentences
@@ -222,6 +222,6 @@ class WarmStart:
             self.library.add(tokens, self._embedding(tokens), summary)
 
 
-def _said(error: SubkvError) -> str:
+def _sentence(error: SubkvError) -> str:
     """An error as the chat tells it: its flag has to do with the library alone, `prompt` is no -p."""
     return sentence(error) if error.key == "warm_library" else str(error)

@@ -238,8 +238,8 @@ def _take(tensors: dict[str, NDArray[Any]], name: str, shape: tuple[int, ...] | 
     tensor = tensors.pop(name)
     fits = tensor.ndim == 1 if shape is None else tensor.shape == shape
     if tensor.dtype != np.float32 or not fits or not tensor.size:
-        wanted = "[n]" if shape is None else list(shape)
-        raise SubkvError(name, f"expected float32 {wanted}, found {tensor.dtype} {list(tensor.shape)}")
+        expected = "[n]" if shape is None else list(shape)
+        raise SubkvError(name, f"expected float32 {expected}, found {tensor.dtype} {list(tensor.shape)}")
     if not np.isfinite(tensor).all():
         raise SubkvError(name, "expected finite values, found NaN or infinity")
     return tensor
@@ -261,10 +261,10 @@ class _Header:
             raise SubkvError(PREFIX + key, "expected this metadata string, found none")
         return self.metadata[PREFIX + key]
 
-    def matching(self, key: str, pattern: str, wanted: str) -> str:
+    def matching(self, key: str, pattern: str, expected: str) -> str:
         text = self.text(key)
         if not re.fullmatch(pattern, text):
-            raise SubkvError(PREFIX + key, f"expected {wanted}, found {text[:80]!r}")
+            raise SubkvError(PREFIX + key, f"expected {expected}, found {text[:80]!r}")
         return text
 
     def plan(self) -> Plan:
@@ -273,11 +273,11 @@ class _Header:
         with concerning(**{name: PREFIX + name for name in names}):
             return Plan(*sizes)
 
-    def _json(self, key: str, fits: Callable[[Any], bool], wanted: str) -> Any:
+    def _json(self, key: str, fits: Callable[[Any], bool], expected: str) -> Any:
         text = self.text(key)
         value = parsed(PREFIX + key, text, "JSON")
         if not fits(value):
-            raise SubkvError(PREFIX + key, f"expected {wanted}, found {text[:80]!r}")
+            raise SubkvError(PREFIX + key, f"expected {expected}, found {text[:80]!r}")
         return value
 
     def members(self, key: str, fits: Callable[[Any], bool], what: str) -> dict[str, Any]:

@@ -91,11 +91,11 @@ def _versions(broken: list[str]) -> dict[str, str | None]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    wanted = pinned()
-    if wanted and versions["llama-cpp-python"] not in (wanted, None):
+    required = pinned()
+    if required and versions["llama-cpp-python"] not in (required, None):
         broken.append(
-            f"llama-cpp-python: expected {wanted}, found {versions['llama-cpp-python']}; "
-            f"pip install llama-cpp-python=={wanted}"
+            f"llama-cpp-python: expected {required}, found {versions['llama-cpp-python']}; "
+            f"pip install llama-cpp-python=={required}"
         )
     if importlib.util.find_spec("llama_cpp") is None:
         broken.append("llama-cpp-python: expected the package llama_cpp, found none; install subkv again")

@@ -123,8 +123,8 @@ void report(const CacheDesc & desc, const Cache & cache, const std::string & fil
     llama_subkv_log(line + file);
 }
 
-std::shared_ptr<CacheHook> cache_asked(const CacheDesc & desc, const std::string & asked) {
-    const bool by_name  = asked != "auto";
+std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::string & setting) {
+    const bool by_name  = setting != "auto";
     const bool required = desc.required && !cache_made;
     const bool second   = by_name && (cache_made || desc.no_alloc);
     if (!desc.none.empty()) {
@@ -137,7 +137,7 @@ std::shared_ptr<CacheHook> cache_asked(const CacheDesc & desc, const std::string
         }
         return nullptr;
     }
-    const std::string file = by_name ? asked : found_for(desc.model_path);
+    const std::string file = by_name ? setting : found_for(desc.model_path);
     if (file.empty()) {
         const std::string model = desc.model_path.empty() ? "MODEL" : desc.model_path;
         const std::string why   = "no bases for this model; `subkv convert " + model + "` derives them";
@@ -175,14 +175,14 @@ std::shared_ptr<CacheHook> cache_asked(const CacheDesc & desc, const std::string
 } // namespace
 
 std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc) {
-    const char * value = set_variable("SUBKV");
-    const char * asked = value ? value : desc.required ? "auto" : "off";
-    if (std::strcmp(asked, "off") == 0) {
+    const char * value   = set_variable("SUBKV");
+    const char * setting = value ? value : desc.required ? "auto" : "off";
+    if (std::strcmp(setting, "off") == 0) {
         return nullptr;
     }
     std::string why;
     try {
-        return cache_asked(desc, asked);
+        return requested_cache(desc, setting);
     } catch (const Invalid & e) {
         why = e.why;
     } catch (const std::exception & e) {
@@ -191,7 +191,7 @@ std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc) {
     if (!value) {
         fail("-ctk subkv: %s; -ctk f16 runs with an ordinary cache", why.c_str());
     }
-    fail("SUBKV=%s: %s; SUBKV=off runs with an ordinary cache", asked, why.c_str());
+    fail("SUBKV=%s: %s; SUBKV=off runs with an ordinary cache", setting, why.c_str());
 }
 
 } // namespace subkv

@@ -250,7 +250,7 @@ bool Cache::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & c
         const int32_t left  = cells.max_pos_outside(s, p0, p1);
         const int32_t coded = chunked_->coded(cells.stream_of(s));
         if (left >= 0 && left + 1 < coded) {
-            set_error("seq_rm: removing positions [%d, %d) of sequence %d would leave bases that followed them: "
+            set_error("seq_rm: removing positions [%d, %d) of sequence %d would leave adaptive bases fitted to them: "
                       "positions below %d are coded; remove the whole sequence and decode it again",
                       p0, p1, s, coded);
             return false;
@@ -322,15 +322,15 @@ bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cell
     }
     if (chunked_ && !causal()) {
         set_error(
-            "decode: a causal mask expected, since bases that follow the text code a token when it leaves the exact "
-            "window, and one that lets tokens see later ones found (some models see pictures so); use static bases");
+            "decode: adaptive bases need a causal mask, because they code a token when it leaves the exact window; "
+            "this mask lets tokens attend to later ones (some models use such masks for images); use static bases");
         return false;
     }
     std::map<int32_t, int32_t> begin; // smallest position by sequence
     for (const auto & token : tokens) {
         if (chunked_ && token.in_picture) {
-            set_error("decode: one token per position expected, since bases that follow the text code a token when it "
-                      "leaves the exact window, and a picture whose tokens share position %d found; use static bases",
+            set_error("decode: adaptive bases need one token per position, because they code a token when it leaves "
+                      "the exact window; tokens of an image share position %d; use static bases",
                       token.pos);
             return false;
         }
@@ -361,9 +361,8 @@ bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cell
 bool Cache::add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) {
     clear_error(); // callers of void functions read the result from it
     if (chunked_) {
-        set_error("seq_add: positions in this subkv cache cannot be shifted because its bases follow the text by "
-                  "position; remove the sequence and decode it again with new positions, or use an ordinary cache type "
-                  "(-ctk f16)");
+        set_error("seq_add: positions in a subkv cache with adaptive bases cannot be shifted; remove the sequence and "
+                  "decode it again with new positions, or use an ordinary cache type (-ctk f16)");
         return false;
     }
     const auto shifted = [](const auto & nodes) { return nodes && nodes->shifted; };

@@ -66,8 +66,7 @@ std::vector<uint64_t> Cache::read_head(StateReader & r, int32_t seq, bool partia
     StateWindow found;
     r.read(&found, sizeof(found));
     if (want.sides != found.sides || want.block != found.block) {
-        fail("state: bases that follow the text on sides %d (1 K, 2 V) in blocks of %d expected, %d in blocks of %d "
-             "found",
+        fail("state: adaptive bases on sides %d (1 K, 2 V) in blocks of %d expected, %d in blocks of %d found",
              want.sides, want.block, found.sides, found.block);
     }
     if (want.kinds != found.kinds) {
@@ -112,7 +111,7 @@ void Cache::read_window(StateReader & r, int32_t seq, const std::vector<uint64_t
             const int32_t coded = chunked_->coded(stream);
             if (coded > n_pos) {
                 chunked_->reset(stream);
-                fail("state: bases that follow at most %d positions expected, %d found", n_pos, coded);
+                fail("state: adaptive bases of at most %d coded positions expected, %d found", n_pos, coded);
             }
         }
     } catch (const std::exception & e) {

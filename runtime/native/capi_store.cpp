@@ -102,15 +102,15 @@ extern "C" subkv_store_found * subkv_store_get(subkv_store * store, const uint8_
                                                const subkv_store_query * query) {
     clear_error();
     return guarded("SUBKV_STORE", (subkv_store_found *) nullptr, [&]() -> subkv_store_found * {
-        PrefixQuery asked;
-        asked.identity          = digits_of(identity);
-        asked.tokens            = { query->tokens, query->tokens + std::max<int64_t>(0, query->n_tokens) };
-        asked.n_held            = query->n_held;
-        asked.n_max             = query->n_max;
-        asked.n_removable       = query->n_removable;
-        asked.seconds_per_token = query->seconds_per_token;
-        asked.seconds           = query->seconds;
-        auto found              = store->store.get(asked);
+        PrefixQuery prefix_query;
+        prefix_query.identity          = digits_of(identity);
+        prefix_query.tokens            = { query->tokens, query->tokens + std::max<int64_t>(0, query->n_tokens) };
+        prefix_query.n_held            = query->n_held;
+        prefix_query.n_max             = query->n_max;
+        prefix_query.n_removable       = query->n_removable;
+        prefix_query.seconds_per_token = query->seconds_per_token;
+        prefix_query.seconds           = query->seconds;
+        auto found                     = store->store.get(prefix_query);
         if (!found) {
             return nullptr;
         }
@@ -125,7 +125,7 @@ extern "C" subkv_store_found * subkv_store_get(subkv_store * store, const uint8_
         const auto & prefix = out->found->prefix;
         out->prompt         = {
             prefix.tokens.data(), (int64_t) prefix.tokens.size(), { shown(prefix.states[0]), shown(prefix.states[1]) },
-            out->points.data(),   (int64_t) out->points.size(),   asked.n_removable
+            out->points.data(),   (int64_t) out->points.size(),   prefix_query.n_removable
         };
         return out.release();
     });

@@ -80,12 +80,12 @@ bool llama_subkv::is_index(const llama_kv_cache & kv) {
 }
 
 ggml_type llama_subkv::index_type(const llama_kv_cache & kv, ggml_type type) {
-    const char * asked = std::getenv("SUBKV_INDEXER");
-    if (!asked || !*asked || std::strcmp(asked, "f16") == 0) {
+    const char * name = std::getenv("SUBKV_INDEXER");
+    if (!name || !*name || std::strcmp(name, "f16") == 0) {
         return type;
     }
-    if (std::strcmp(asked, "q8_0") != 0) {
-        throw std::runtime_error(format("SUBKV_INDEXER: f16 or q8_0 expected, '%.60s' found", asked));
+    if (std::strcmp(name, "q8_0") != 0) {
+        throw std::runtime_error(format("SUBKV_INDEXER: f16 or q8_0 expected, '%.60s' found", name));
     }
     const auto size = (int64_t) kv.model.hparams.indexer_head_size;
     if (size % ggml_blck_size(GGML_TYPE_Q8_0) != 0) {

@@ -46,7 +46,7 @@ bool llama_subkv::may_remove(const llama_kv_cache & kv, const llama_memory_recur
 bool llama_subkv::may_remove(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id seq, llama_pos p0,
                              llama_pos p1) {
     if (!coded(base) || seq >= (llama_seq_id) base.n_seq_max) {
-        return true; // of no sequence, llama.cpp says so
+        return true; // llama.cpp reports an invalid sequence
     }
     const auto [first, last] = positions(p0, p1);
     const llama_seq_id begin = seq < 0 ? 0 : seq, end = seq < 0 ? (llama_seq_id) base.n_seq_max : seq + 1;
@@ -120,7 +120,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & s
     const auto & streams = base.seq_to_stream;
     if (!coded(base) || (size_t) std::max(src, dst) >= streams.size() || std::min(src, dst) < 0 || src == dst ||
         streams[src] != streams[dst]) {
-        return true; // between streams llama.cpp copies everything; of no sequence, it says so
+        return true; // llama.cpp copies everything between streams, and reports an invalid sequence
     }
     const auto [first, last] = positions(p0, p1);
     // after a checkpoint one sequence may have own cells there, while both share coded cells

@@ -100,7 +100,7 @@ void put(const Slot & slot, const server_prompt_data & data, llama_context * ctx
         held.push_back(&point);
     }
     const auto & task = slot.task ? slot.task : slot.task_prev;
-    while (held.size() > N_STORED) { // choose here: the store does not know where messages start
+    while (held.size() > N_STORED) { // chosen here, because the store has no message boundaries
         const auto spans = task ? task->params.message_spans : common_chat_msg_spans{};
         held.erase(held.begin() + (std::ptrdiff_t) cheapest(held, spans, (int64_t) tokens.size(), NO_TASK));
     }
@@ -165,9 +165,9 @@ template <typename Slots> void put_all(const Slots & slots, llama_context * ctx,
     llama_subkv_usage_set(nullptr);
 }
 
-// Number of tokens of `wanted` that need no evaluation in a slot with `prompt`.
-inline int64_t reach(const server_prompt & prompt, const server_tokens & wanted, int64_t n_removable) {
-    const auto n = (int64_t) prompt.tokens.get_common_prefix(wanted);
+// Number of tokens of `requested` that need no evaluation in a slot with `prompt`.
+inline int64_t reach(const server_prompt & prompt, const server_tokens & requested, int64_t n_removable) {
+    const auto n = (int64_t) prompt.tokens.get_common_prefix(requested);
     if (n_removable < 0 || (int64_t) prompt.tokens.size() - n <= n_removable) {
         return n;
     }
@@ -180,18 +180,19 @@ inline int64_t reach(const server_prompt & prompt, const server_tokens & wanted,
 
 // Restores a stored prompt in slot `seq` if it saves more evaluation than the slot's prompt and than `other` (a prompt
 // of the cache in memory, or nullptr). false: the slot is unchanged, or empty.
-inline bool load(server_prompt & prompt, const server_prompt * other, const server_tokens & wanted, llama_context * ctx,
-                 llama_context * draft, int seq) {
+inline bool load(server_prompt & prompt, const server_prompt * other, const server_tokens & requested,
+                 llama_context * ctx, llama_context * draft, int seq) {
     if (!llama_subkv_store_on()) {
         return false;
     }
-    const llama_tokens tokens = wanted.get_text_tokens();
-    if (tokens.size() != wanted.size()) {
+    const llama_tokens tokens = requested.get_text_tokens();
+    if (tokens.size() != requested.size()) {
         return false;
     }
     const int64_t n_removable = llama_subkv_store_removable(ctx);
-    const int64_t n_held = std::max(reach(prompt, wanted, n_removable), other ? reach(*other, wanted, n_removable) : 0);
-    auto *        found  = llama_subkv_store_get(ctx, draft, seq, tokens.data(), (int64_t) tokens.size(), n_held);
+    const int64_t n_held =
+        std::max(reach(prompt, requested, n_removable), other ? reach(*other, requested, n_removable) : 0);
+    auto * found = llama_subkv_store_get(ctx, draft, seq, tokens.data(), (int64_t) tokens.size(), n_held);
     if (!found) {
         return false;
     }
@@ -203,7 +204,7 @@ inline bool load(server_prompt & prompt, const server_prompt * other, const serv
     const bool done = set(ctx, stored.state[0]) && set(draft, stored.state[1]);
     prompt.clear();
     if (done) {
-        prompt.tokens = server_tokens(llama_tokens(stored.tokens, stored.tokens + stored.n_tokens), wanted.has_mtmd);
+        prompt.tokens = server_tokens(llama_tokens(stored.tokens, stored.tokens + stored.n_tokens), requested.has_mtmd);
         for (int64_t i = 0; i < stored.n_points; ++i) {
             const auto & point = stored.points[i];
             const auto   bytes = [&](int j) {

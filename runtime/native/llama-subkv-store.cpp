@@ -238,7 +238,7 @@ bool states_of(llama_context * ctx, llama_context * draft, llama_seq_id seq, sub
             }
         }
         return true;
-    } catch (const std::bad_alloc &) { // nothing of it is needed
+    } catch (const std::bad_alloc &) { // the copy is optional
         return false;
     }
 }

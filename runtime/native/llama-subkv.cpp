@@ -35,19 +35,19 @@ void llama_subkv_log(const std::string & line) {
 static std::atomic<bool> g_required{ false };
 
 void llama_subkv_require(void) {
-    const char * asked = std::getenv("SUBKV");
-    if (asked && std::strcmp(asked, "off") == 0) {
+    const char * setting = std::getenv("SUBKV");
+    if (setting && std::strcmp(setting, "off") == 0) {
         throw std::runtime_error("cache type subkv: SUBKV=auto, a file, or no SUBKV expected, SUBKV=off found");
     }
     g_required = true;
 }
 
 static subkv::cache_new_fn registered() {
-    const char * asked = std::getenv("SUBKV");
-    if (!asked || !*asked) {
-        asked = g_required ? "auto" : "off";
+    const char * setting = std::getenv("SUBKV");
+    if (!setting || !*setting) {
+        setting = g_required ? "auto" : "off";
     }
-    if (g_cache_new || std::strcmp(asked, "off") == 0) {
+    if (g_cache_new || std::strcmp(setting, "off") == 0) {
         return g_cache_new;
     }
     static std::mutex           mutex;
@@ -57,7 +57,7 @@ static subkv::cache_new_fn registered() {
         auto *      subkv_register = llama_subkv_find("subkv_register", why);
         if (!subkv_register) {
             throw std::runtime_error(
-                format("SUBKV=%s: libsubkv beside libllama expected, found none that loads: %s", asked, why.c_str()));
+                format("SUBKV=%s: libsubkv beside libllama expected, found none that loads: %s", setting, why.c_str()));
         }
         subkv_register();
     }
@@ -242,9 +242,9 @@ int32_t llama_subkv_n_keep(const llama_context * ctx, int32_t n_keep) {
 }
 
 bool llama_subkv_checkpoint(const llama_context * ctx, int32_t n_left, int32_t n_ubatch) {
-    const int32_t pieces = n_ubatch > 0 && n_left > 4 ? (n_left - 4) / n_ubatch : 0;
-    const bool    wanted = pieces > 0 && (pieces <= 4 || (pieces & (pieces - 1)) == 0);
-    return wanted && n_left == 4 + pieces * n_ubatch && llama_subkv::coded(ctx->get_memory());
+    const int32_t pieces   = n_ubatch > 0 && n_left > 4 ? (n_left - 4) / n_ubatch : 0;
+    const bool    is_count = pieces > 0 && (pieces <= 4 || (pieces & (pieces - 1)) == 0);
+    return is_count && n_left == 4 + pieces * n_ubatch && llama_subkv::coded(ctx->get_memory());
 }
 
 bool llama_subkv_is_coded(const llama_context * ctx) {

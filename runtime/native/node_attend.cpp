@@ -108,7 +108,7 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     float * z   = m + s.n_rows;
     float * acc = z + s.n_rows;
 
-    const MaskSources      seen = { in.mask, in.cell_pos, in.tokens };
+    const MaskSources      sources = { in.mask, in.cell_pos, in.tokens };
     const ProjectedQueries queries(layer, in.queries->data, s.n_tokens);
     const int64_t          n_units = s.n_blocks * s.n_parts * s.n_split;
     constexpr int64_t      TILES   = SEGMENT / TILE;
@@ -194,8 +194,8 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                             const int32_t * cells = (const int32_t *) listed->data + t0 * s.n_kv + c0;
                             fill_listed_row(in.mask, cells, h, t0, n_tiles * TILE, mask.bias, row_open);
                         } else if (!shared) {
-                            fill_mask_row(layer, seen, h, t0 + t, c0, n_tiles * TILE, mask.bias + t * mask.bias_stride,
-                                          row_open);
+                            fill_mask_row(layer, sources, h, t0 + t, c0, n_tiles * TILE,
+                                          mask.bias + t * mask.bias_stride, row_open);
                         }
                         std::transform(row_open, row_open + n_tiles, open, open, std::bit_or<uint8_t>());
                     }

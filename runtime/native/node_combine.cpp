@@ -80,11 +80,11 @@ void gather_exact(const LayerNodes & layer, const CombineSources & in, const Att
     };
     const int64_t stream = t0 / s.n_tps;
     for (int64_t j = stream * s.n_tps; layer.window->n_slots() > 0 && j < (stream + 1) * s.n_tps; ++j) {
-        bool seen = false;
-        for (int64_t t = t0; may_see(tokens[j].pos) && !seen && t < t0 + n_tok; ++t) {
-            seen = sees(t, j);
+        bool visible = false;
+        for (int64_t t = t0; may_see(tokens[j].pos) && !visible && t < t0 + n_tok; ++t) {
+            visible = sees(t, j);
         }
-        if (seen) {
+        if (visible) {
             add(tokens[j].pos, tokens[j].cell, (const char *) in.fresh->data + j * (int64_t) in.fresh->nb[1], false);
         }
     }

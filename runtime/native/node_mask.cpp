@@ -92,7 +92,7 @@ void chosen_mask_op(ggml_tensor * dst, int ith, int nth, void * /*userdata*/) {
 }
 
 //
-// chosen cells: dst I32 as build_chosen_cells says | ChosenCellsSources
+// chosen cells: dst I32, format as in build_chosen_cells | ChosenCellsSources
 //
 
 void chosen_cells_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
@@ -149,8 +149,8 @@ ggml_tensor * build_chosen_mask(const AttnBuild & b) {
     return b.inputs->chosen_mask;
 }
 
-ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * seen) {
-    if (!b.chosen || layer.device || layer.chunked || n_masks(seen) > 1) {
+ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask) {
+    if (!b.chosen || layer.device || layer.chunked || n_masks(mask) > 1) {
         return nullptr;
     }
     // cost: of a cell in a list, in eighths of its cost when all cells are read (kernels/NOTES.md). With tiles, it is
@@ -161,13 +161,13 @@ ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_t
     const bool    prompt   = n_tokens > FEW_TOKENS;
     const int64_t cost     = layer.by_rows ? 9 + (prompt ? 160 / n_group : 0) : 16 + 2000 / n_group;
     const int64_t n        = (b.chosen->ne[0] + TILE - 1) / TILE * TILE;
-    if (cost * n > 8 * seen->ne[0] || (prompt && n_group < 64)) {
+    if (cost * n > 8 * mask->ne[0] || (prompt && n_group < 64)) {
         return nullptr;
     }
     if (!b.inputs->chosen_cells) {
-        const ChosenCellsSources in = { seen, b.chosen, b.inputs->cell_pos, b.inputs->tokens };
+        const ChosenCellsSources in = { mask, b.chosen, b.inputs->cell_pos, b.inputs->tokens };
         b.inputs->chosen_cells =
-            new_node(b.ctx, GGML_TYPE_I32, { n, seen->ne[1], 1, seen->ne[3] }, in, chosen_cells_op, &layer);
+            new_node(b.ctx, GGML_TYPE_I32, { n, mask->ne[1], 1, mask->ne[3] }, in, chosen_cells_op, &layer);
         ggml_set_name(b.inputs->chosen_cells, "subkv_chosen_cells");
     }
     return b.inputs->chosen_cells;

@@ -18,7 +18,7 @@ namespace subkv {
 
 struct EncodeSources {
     ggml_tensor * k;
-    ggml_tensor * v; // of a latent layer k; the following pairs likewise
+    ggml_tensor * v; // k in a latent layer; the same holds for the following pairs
     ggml_tensor * k_cache;
     ggml_tensor * v_cache;
     ggml_tensor * k_idxs;

@@ -1,9 +1,8 @@
 // nodes.cpp: the graph nodes of a coded layer. Per layer and run of the graph:
 //
 //   encode        k, v -> codes at their cells; also rounds k, v to half precision ("fresh" rows) and projects q
-//   mask          once for all layers, of few tokens: what attend adds to logits
-//   encode_blocks only if bases follow the text: codes tokens that have left the exact window, in blocks (instead of
-//                 encode)
+//   mask          once for all layers, if the batch has few tokens: the values that attend adds to logits
+//   encode_blocks only with adaptive bases: codes tokens that have left the exact window, in blocks (instead of encode)
 //   attend        query x coded cells -> partial (m, z, sum of value coefficients) per split of the cells
 //   combine       merges the splits, multiplies by D_v, adds the exact window (fresh and stored rows) and attention
 //                 sinks, normalises
@@ -53,9 +52,9 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
         constexpr int64_t LEAST = 2 * TILE; // cells of a split
         const int64_t     most  = (int64_t) (layer.device->max_range() / sizeof(float)) - scratch;
         const int64_t     each  = n_head * s.n_tokens * (2 + s.width);
-        const int64_t     wanted =
+        const int64_t     n_split =
             std::min({ layer.device->n_at_once() / (s.n_blocks * s.n_head_kv), s.n_kv / LEAST, most / each });
-        s.n_split = std::max<int64_t>(1, wanted);
+        s.n_split = std::max<int64_t>(1, n_split);
         s.split   = ((s.n_kv + s.n_split - 1) / s.n_split + TILE - 1) / TILE * TILE;
         s.n_split = (s.n_kv + s.split - 1) / s.split;
         s.n_parts = s.n_head_kv;
@@ -207,15 +206,15 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     if (layer.device) {
         layer.device->prepare();
     }
-    ggml_tensor * q     = as_f32(ctx, b.q);
-    const auto &  codec = *layer.codec;
-    ggml_tensor * seen  = build_chosen_mask(b);
-    if (layer.device && n_masks(seen) > 1) {
+    ggml_tensor * q      = as_f32(ctx, b.q);
+    const auto &  codec  = *layer.codec;
+    ggml_tensor * chosen = build_chosen_mask(b);
+    if (layer.device && n_masks(chosen) > 1) {
         fail("this model's KV heads attend to cells of their own, or with a bias of their own: its cache on the CPU "
              "expected (-ngl 0, or offload_kqv off), a GPU found");
     }
-    ggml_tensor *     list    = build_chosen_cells(layer, b, seen);
-    ggml_tensor *     mask    = list ? nullptr : build_mask_node(layer, b, seen);
+    ggml_tensor *     list    = build_chosen_cells(layer, b, chosen);
+    ggml_tensor *     mask    = list ? nullptr : build_mask_node(layer, b, chosen);
     const AttendShape s       = attend_shape(layer, q, list ? list : b.k_view);
     const int64_t     width   = fresh_width(layer);
     ggml_tensor *     window  = layer.window_rows().tensor;
@@ -271,7 +270,7 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         in.queries       = queries ? queries : fresh;
         in.k_view        = b.k_view;
         in.v_view        = codec.latent ? b.k_view : b.v_view;
-        in.mask          = seen;
+        in.mask          = chosen;
         in.cell_pos      = inputs.cell_pos;
         in.tokens        = inputs.tokens;
         in.written       = rows.written;
@@ -282,7 +281,7 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         of.q              = q;
         of.fresh          = fresh;
         of.window         = window ? window : fresh;
-        of.mask           = seen;
+        of.mask           = chosen;
         of.tokens         = inputs.tokens;
         of.slots          = inputs.slots;
         of.cells          = list ? list : b.k_view;

@@ -13,12 +13,11 @@
 
 namespace subkv {
 
-// Cells of a segment. A segment is attended in one call, with a softmax state of its own, and a token's segments are
-// merged in order. So on a CPU with static bases a token's result is the same to the bit for any batches and any number
-// of threads.
+// Cells of a segment. One call attends to a segment with a separate softmax state, and a token's segments are merged in
+// order. So on a CPU with static bases a token's result is bit-identical for any batches and any number of threads.
 constexpr int64_t SEGMENT = 4 * STEP;
 
-// Up to so many tokens a mask node, which all layers share, pays. For more tokens it would be as large as the mask.
+// Up to this many tokens, a mask node shared by all layers saves time. For more tokens it would be as large as the mask.
 constexpr int64_t FEW_TOKENS = 16;
 
 // How attend divides its work. It follows from shapes only.
@@ -109,7 +108,7 @@ int64_t query_width(const LayerNodes & layer); // floats: the largest rank of ke
 // slope [n] of query heads first_head .. first_head + n - 1; 1 without ALiBi
 void alibi_slopes(const LayerNodes & layer, int64_t first_head, int64_t n, float * slope);
 
-// Stores the slopes of all query heads at an offset in bytes, unless they are there. known: their bias, updated here.
+// Stores the slopes of all query heads at an offset in bytes. Does nothing if `known` equals their bias; updates `known`.
 void store_slopes(const LayerNodes & layer, ggml_tensor * memory, size_t at, float & known);
 
 // Grows thread-local scratch. The contents are undefined.
@@ -120,7 +119,8 @@ template <typename T> T * scratch(std::vector<T> & v, int64_t n) {
     return v.data();
 }
 
-// What attend adds to logits, a row per token: mask values, and -INFINITY at exact positions, which combine adds.
+// The values that attend adds to logits, a row per token: mask values, and -INFINITY at exact positions, which combine
+// attends to.
 struct MaskRows {
     float *   bias; // [n_kv]
     uint8_t * open; // [n_kv / TILE]: does the token see any cell of the tile?
@@ -152,8 +152,8 @@ void fill_mask_row(const LayerNodes & layer, const MaskSources & in, int64_t h, 
                    float * bias, uint8_t * open);
 
 // I32 [n, n_tokens / streams, 1, streams]: the chosen cells whose codes a token sees, ascending, then -1; n is a
-// multiple of TILE. nullptr: to read all tiles with the mask `seen` is cheaper.
-ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * seen);
+// multiple of TILE. nullptr: reading all tiles under `mask` is cheaper.
+ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask);
 
 // b.mask with all cells hidden except the chosen ones; b.mask itself if no cells are chosen.
 ggml_tensor * build_chosen_mask(const AttnBuild & b);

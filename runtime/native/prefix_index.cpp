@@ -145,15 +145,15 @@ std::vector<std::shared_ptr<const PrefixHead>> PrefixIndex::heads(const std::str
     return found;
 }
 
-void PrefixIndex::read(const std::string & identity, const std::vector<Wanted> & wanted) const {
+void PrefixIndex::read(const std::string & identity, const std::vector<PieceRead> & reads) const {
     std::atomic<size_t>      next{ 0 };
     std::mutex               first;
     std::exception_ptr       error;
     std::vector<std::string> damaged;
     const auto               work = [&] {
         try {
-            for (size_t i = next++; i < wanted.size(); i = next++) {
-                const Wanted &                 piece = wanted[i];
+            for (size_t i = next++; i < reads.size(); i = next++) {
+                const PieceRead &              piece = reads[i];
                 std::vector<StoreFolder::Room> rooms;
                 std::vector<Bytes>             bytes;
                 for (const Span & span : piece.to) {
@@ -166,13 +166,13 @@ void PrefixIndex::read(const std::string & identity, const std::vector<Wanted> &
                 }
             }
         } catch (...) {
-            next = wanted.size();
+            next = reads.size();
             std::lock_guard<std::mutex> lock(first);
             error = error ? error : std::current_exception();
         }
     };
     std::vector<std::thread> threads;
-    const size_t n = std::min({ N_READERS, (size_t) std::max(1u, std::thread::hardware_concurrency()), wanted.size() });
+    const size_t n = std::min({ N_READERS, (size_t) std::max(1u, std::thread::hardware_concurrency()), reads.size() });
     try {
         for (size_t i = 1; i < n; ++i) {
             threads.emplace_back(work);
@@ -208,7 +208,7 @@ void PrefixIndex::damaged(const std::string & name, const PrefixDamaged & why) {
     known.erase(name);
 }
 
-PrefixIndex::Seen PrefixIndex::seen() const {
+PrefixIndex::Totals PrefixIndex::totals() const {
     std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
     std::lock_guard<std::mutex>  lock_seen(seen_mutex);
     if (lock) {

@@ -43,7 +43,7 @@ public:
     // The heads of all prompts with this identity.
     std::vector<std::shared_ptr<const PrefixHead>> heads(const std::string & identity);
 
-    struct Wanted {
+    struct PieceRead {
         std::string       name;
         uint64_t          size;
         uint8_t *         data; // destination: the spans `to` of it
@@ -51,16 +51,16 @@ public:
     };
 
     // Throws PrefixDamaged.
-    void read(const std::string & identity, const std::vector<Wanted> & wanted) const;
+    void read(const std::string & identity, const std::vector<PieceRead> & reads) const;
 
     void used(const PrefixHead & head) const; // marks it as used now
     void damaged(const std::string & name, const PrefixDamaged & why);
 
-    struct Seen {
+    struct Totals {
         uint64_t n_entries, n_bytes, n_damaged;
     };
 
-    Seen seen() const; // never waits for the disk
+    Totals totals() const; // never waits for the disk
 
 private:
     using Files = std::map<std::string, StoredFile>;
@@ -78,7 +78,7 @@ private:
     const StoreFolder                                        folder;
     const uint64_t                                           max_bytes;
     mutable std::mutex                                       seen_mutex; // guards last_seen; locked after `mutex`
-    mutable Seen                                             last_seen = {};
+    mutable Totals                                           last_seen = {};
     mutable std::mutex                                       mutex;   // guards the members below
     std::map<std::string, std::shared_ptr<const PrefixHead>> known;   // by name
     std::set<std::string>                                    refused; // names of unusable files, never read again

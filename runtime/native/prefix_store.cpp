@@ -88,16 +88,16 @@ Prefix assemble(const PrefixIndex & index, const PrefixHead & head) {
     Prefix prefix;
     prefix.identity = head.identity;
     prefix.tokens   = head.tokens;
-    std::vector<PrefixIndex::Wanted> wanted;
+    std::vector<PrefixIndex::PieceRead> reads;
     for (size_t i = 0; i < N_STATES; ++i) {
         const auto & refs  = head.states[i];
         auto &       state = prefix.states[i];
         state.resize((size_t) refs.size());
         for (uint64_t block = 0; block < refs.blocks.size(); ++block) {
-            wanted.push_back({ refs.blocks[block], refs.block_bytes(), state.data(), refs.of_block(block) });
+            reads.push_back({ refs.blocks[block], refs.block_bytes(), state.data(), refs.of_block(block) });
         }
         if (refs.rest.size > 0) {
-            wanted.push_back({ refs.rest.name, refs.rest.size, state.data(), refs.of_rest() });
+            reads.push_back({ refs.rest.name, refs.rest.size, state.data(), refs.of_rest() });
         }
     }
     for (const auto & refs : head.points) {
@@ -109,11 +109,11 @@ Prefix assemble(const PrefixIndex & index, const PrefixHead & head) {
             const auto & piece = refs.data[i];
             point.data[i].resize((size_t) piece.size);
             if (piece.size > 0) {
-                wanted.push_back({ piece.name, piece.size, point.data[i].data(), { { 0, piece.size } } });
+                reads.push_back({ piece.name, piece.size, point.data[i].data(), { { 0, piece.size } } });
             }
         }
     }
-    index.read(head.identity, wanted);
+    index.read(head.identity, reads);
     return prefix;
 }
 
@@ -138,7 +138,7 @@ public:
 
     std::unique_ptr<PrefixFound> find(const PrefixQuery & query);
     void                         run(); // body of the writer thread
-    void                         fails(std::atomic<bool> & told, const std::string & why, const char * then);
+    void                         fails(std::atomic<bool> & logged, const std::string & why, const char * then);
     bool                         room(uint64_t n_bytes) const; // in the queue; the caller has locked the mutex
 
     const uint64_t          max_bytes;
@@ -149,7 +149,7 @@ public:
     bool                    writing = false;
     bool                    ended   = false;
     std::atomic<bool>       unwritable{ false };
-    std::atomic<bool>       told_reading{ false };
+    std::atomic<bool>       read_failure_logged{ false };
     std::atomic<bool>       reading{ false };
     std::atomic<uint64_t>   n_hits{ 0 }, n_restored{ 0 }, n_written{ 0 }, n_dropped{ 0 }, n_failures{ 0 };
 
@@ -160,9 +160,9 @@ private:
     double     pace = 0; // seconds to read a byte
 };
 
-void PrefixStore::Core::fails(std::atomic<bool> & told, const std::string & why, const char * then) {
+void PrefixStore::Core::fails(std::atomic<bool> & logged, const std::string & why, const char * then) {
     ++n_failures;
-    if (!told.exchange(true)) {
+    if (!logged.exchange(true)) {
         llama_subkv_log("SUBKV_STORE: " + why + "; " + then);
     }
 }
@@ -216,7 +216,7 @@ std::unique_ptr<PrefixFound> PrefixStore::Core::find(const PrefixQuery & query) 
         std::lock_guard<std::mutex> lock(pace_mutex);
         per_byte = pace;
     }
-    const auto n_wanted = (int64_t) query.tokens.size() - 1; // the last token is evaluated for its logits
+    const auto n_usable = (int64_t) query.tokens.size() - 1; // the last token is evaluated for its logits
     struct Choice {
         double                            gain; // in tokens, or in seconds
         int64_t                           n;
@@ -227,7 +227,7 @@ std::unique_ptr<PrefixFound> PrefixStore::Core::find(const PrefixQuery & query) 
         if ((int64_t) head->tokens.size() > query.n_max || head->n_bytes() > max_bytes) {
             continue;
         }
-        const auto   n         = (int64_t) common_prefix(head->tokens, query.tokens.data(), (size_t) n_wanted);
+        const auto   n         = (int64_t) common_prefix(head->tokens, query.tokens.data(), (size_t) n_usable);
         const auto   n_reached = reach((int64_t) head->tokens.size(), n, head->points, query.n_removable);
         const auto   n_gained  = n_reached - query.n_held;
         const double cost      = query.seconds_per_token > 0 ? (double) head->n_bytes() * per_byte : 0;
@@ -247,7 +247,7 @@ std::unique_ptr<PrefixFound> PrefixStore::Core::find(const PrefixQuery & query) 
             index.damaged(choice.head->name(), e);
             continue;
         } catch (const std::runtime_error & e) { // a part of the disk fails: other prompts can be read
-            fails(told_reading, e.what(), "its prompt is evaluated");
+            fails(read_failure_logged, e.what(), "its prompt is evaluated");
             continue;
         }
         found->name      = choice.head->name();
@@ -322,7 +322,7 @@ std::unique_ptr<PrefixFound> PrefixStore::get(const PrefixQuery & query) {
             found = core->find(query);
         } catch (const std::bad_alloc &) { // optional work
         } catch (const std::exception & e) {
-            core->fails(core->told_reading, e.what(), "prompts are evaluated");
+            core->fails(core->read_failure_logged, e.what(), "prompts are evaluated");
         }
         core->reading = false;
         std::lock_guard<std::mutex> lock(answer->mutex);
@@ -354,9 +354,9 @@ bool PrefixStore::flush(double seconds) {
 }
 
 PrefixStats PrefixStore::stats() const {
-    const auto seen = core->index.seen();
-    return { seen.n_entries,  seen.n_bytes,    core->n_hits,   core->n_restored,
-             core->n_written, core->n_dropped, seen.n_damaged, core->n_failures };
+    const auto totals = core->index.totals();
+    return { totals.n_entries, totals.n_bytes,  core->n_hits,     core->n_restored,
+             core->n_written,  core->n_dropped, totals.n_damaged, core->n_failures };
 }
 
 } // namespace subkv

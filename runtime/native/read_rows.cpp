@@ -64,7 +64,7 @@ int64_t Cache::read(const CellReader & cells, const ggml_tensor * t, int32_t il,
     }
     std::vector<int64_t> cell(held.size());
     std::vector<int32_t> slot(held.size(), 0);
-    std::vector<float>   seen(held.size() * (size_t) codec.d);
+    std::vector<float>   decoded(held.size() * (size_t) codec.d);
     for (size_t i = 0; i < held.size(); ++i) {
         cell[i] = held[i].cell;
     }
@@ -94,7 +94,7 @@ int64_t Cache::read(const CellReader & cells, const ggml_tensor * t, int32_t il,
     }
     const auto read_held = [&](const uint8_t * from, int64_t apart, const int64_t * at) {
         read_rows(ops(), *layer.codec, head, value, chunks, slot.data(), from, apart, (int64_t) held.size(), at,
-                  seen.data());
+                  decoded.data());
     };
     if (layer.by_rows) {
         const CellTiles made(layer.codec->head(head, false), tiles, stride, (int64_t) held.size(), cell.data());
@@ -107,7 +107,7 @@ int64_t Cache::read(const CellReader & cells, const ggml_tensor * t, int32_t il,
     for (size_t i = 0; i < held.size(); ++i) {
         const int64_t at = held[i].pos - first;
         chunk_of[at]     = slot[i];
-        std::copy_n(seen.data() + i * (size_t) codec.d, codec.d, x + at * codec.d);
+        std::copy_n(decoded.data() + i * (size_t) codec.d, codec.d, x + at * codec.d);
     }
     return (int64_t) held.size();
 }

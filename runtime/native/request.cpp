@@ -6,7 +6,7 @@ namespace subkv {
 
 CacheRequest::CacheRequest(std::shared_ptr<const Layout> layout, const subkv_cache_params & params) :
     layout(std::move(layout)), n_sink(params.n_sink), n_recent(params.n_recent), n_rollback(params.n_rollback),
-    chunks(chunks_asked(params)) {
+    chunks(requested_chunks(params)) {
     if (n_sink > MAX_SINK || n_recent > MAX_RECENT || n_rollback > MAX_RECENT) {
         fail("n_sink, n_recent, n_rollback: at most %d, %d, %d expected, %d, %d, %d found", MAX_SINK, MAX_RECENT,
              MAX_RECENT, n_sink, n_recent, n_rollback);

@@ -246,11 +246,11 @@ def tools(rng: random.Random, size: int, hard: int) -> Sample:
     """A shop's orders, and tool calls about them; order numbers have `hard` digits."""
     numbers = distinct(lambda: digits(rng, hard), size + CALLS + 1, 9 * 10 ** (hard - 1))
     orders = [(number, rng.choice(NOUNS), rng.choice(CITIES), rng.randint(2, 9)) for number in numbers]
-    lines = [f"Order {number}: {n} {thing}s, to {city}." for number, thing, city, n in orders]
+    lines = [f"Order {number}: {n} {item}s, to {city}." for number, item, city, n in orders]
     requests = []
-    for number, thing, city, n in rng.sample(orders, CALLS + 1):
+    for number, item, city, n in rng.sample(orders, CALLS + 1):
         tool = rng.choice(TOOLS)
-        call = {"name": tool, "arguments": {"order": number, "item": thing, "quantity": n, "city": city}}
+        call = {"name": tool, "arguments": {"order": number, "item": item, "quantity": n, "city": city}}
         requests.append((f"Request: {tool} order {number}.\nCall:\n", json.dumps(call)))
     (question, answer), *rest = requests
     text = "\n".join(lines)

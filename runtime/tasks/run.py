@@ -173,9 +173,9 @@ def score_calls(model: Model, contexts: Sequence[Context], sample: Sample, schem
     return outcomes
 
 
-def _same_json(text: bytes, wanted: str) -> bool:
+def _same_json(text: bytes, expected: str) -> bool:
     try:
-        return bool(json.loads(text) == json.loads(wanted))
+        return bool(json.loads(text) == json.loads(expected))
     except ValueError:
         return False
 

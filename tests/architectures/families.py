@@ -1,4 +1,4 @@
-"""What the architectures need beside the metadata that all of them get."""
+"""Metadata that single architectures need in addition to the common keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 N_VOCAB = 96
 HEAD = 32
 
-# Keys without the architecture's prefix. The loader ignores what an architecture does not know.
+# Keys without the architecture's prefix. The loader ignores unknown keys.
 DEFAULTS: dict[str, Any] = {
     "vocab_size": N_VOCAB,
     "context_length": 512,
@@ -74,7 +74,9 @@ MLA: dict[str, Any] = {
     "rope.dimension_count": 16,
     "rope.dimension_sections": [3, 3, 2, 0],
 }
-NO_VALUE_LENGTH: dict[str, Any] = {"attention.value_length": 24}  # files of these have none, or another's
+NO_VALUE_LENGTH: dict[str, Any] = {
+    "attention.value_length": 24
+}  # files of these have no vocabulary, or another architecture's
 INDEXER: dict[str, Any] = {
     "attention.indexer.head_count": 16,  # of few all may be below zero, and ties for a place are broken by cell
     "attention.indexer.key_length": 64,
@@ -130,7 +132,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "step35": EXPERTS | SWA | {"attention.head_count": [2, 4]},
     "spark2_5": EXPERTS | SWA,
     "granite_swa": SWA,
-    "gemma3n": {"block_count": 22, "embedding_length": 64},  # from the 20th on layers have no K/V of their own
+    "gemma3n": {"block_count": 22, "embedding_length": 64},  # layers from the 20th on read the K/V of earlier ones
     "gemma4": {
         "block_count": 4,
         "attention.sliding_window_pattern": [True, False, True, False],
@@ -188,7 +190,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention.key_length_mla_swa": HEAD + 16,
         "attention.value_length_mla_swa": HEAD,
         "rope.freq_base_swa": 10000.0,
-        "attention.indexer.types": [False, True],  # the sliding layer has none
+        "attention.indexer.types": [False, True],  # the sliding layer lacks it
         "attention.indexer.top_k": 36,
     },
     "hy_v4": EXPERTS | MLA | INDEXER | HYPER | {"swiglu_clamp_exp": 7.0},

@@ -1,6 +1,6 @@
-"""What a coded cache can do, tried on a tiny model of each kind of architecture; the table of backends.
+"""Features of a coded cache on a tiny model of each kind of architecture, and the table of backends.
 
-try_feature("context shift", "plain", folder) says "yes", or why not, on this build's CPU or on its GPU.
+try_feature("context shift", "plain", folder) returns "yes" or the refusal, on this build's CPU or GPU.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ PICTURES = {"M-RoPE": "mrope", "sliding": "whole beside sliding windows"}  # oth
 LATENT = ("MLA", "sparse")
 N_WIDE = 320  # elements of a head, more than CUDA's decode kernel takes
 N_DRAFT = 6
-KEEP, GONE = 8, 40  # tokens that stay in front of what a shift discards, and these
+KEEP, N_DISCARD = 8, 40  # tokens before those that a shift discards, and discarded tokens
 FOLLOWING = "kv,block=16,length=32,warm=32,max_chunks=12,gain=100,reuse=0,merge=1"  # a basis every 32 tokens
 GPU_BOUND = 2e-2  # of products that round to halves, as in test_placement.py
 
 
 @dataclass(frozen=True)
 class Cell:
-    """mark: yes, refused, as f16 (f16 is refused or fails, too), none (there is no such thing) or not tried.
+    """mark: yes, refused, as f16 (f16 is refused or fails, too), none (the kind lacks the feature's subject) or not
+    tried.
 
-    text: of yes in the table of backends the test that shows it, of refused the program's sentence, of none and not
-    tried the reason.
+    text: for yes in the table of backends, the test that checks it; for refused, the program's message; for none and
+    not
+    tried, the reason.
     """
 
     mark: str
@@ -52,12 +54,12 @@ YES, AS_F16, NONE = Cell("yes"), Cell("as f16"), Cell("none")
 
 
 def sentence(text: str) -> str:
-    """A refusal without what differs between machines: devices and addresses."""
+    """The message of a refusal without machine-dependent parts: devices and addresses."""
     return re.sub(r"\b(CUDA|EMULATED|Vulkan)\d+\b", "the GPU", text.strip())
 
 
 class Attempt(Trial):
-    """A model of a kind, what an f16 cache makes of its tokens, and bases of full rank and 16 bits."""
+    """A model of a kind, the f16 cache's logits of its tokens, and bases of full rank and 16 bits."""
 
     def __init__(self, model: virtual.Model, folder: Path, on_gpu: bool) -> None:
         super().__init__(model)
@@ -72,7 +74,7 @@ class Attempt(Trial):
         )
         return opened
 
-    def judged(self, found: float) -> Cell:
+    def compared(self, found: float) -> Cell:
         assert found < self.bound, (found, self.bound)
         return YES
 
@@ -81,7 +83,7 @@ class Attempt(Trial):
         with self.with_codes(**options) as s:
             found = s.decode(self.tokens, pieces=[70, *[1] * 5, 25])
             assert s.stats().n_layer_coded > 0
-        return self.judged(self.distance(self.expected, found))
+        return self.compared(self.distance(self.expected, found))
 
 
 def _following(a: Attempt) -> Cell:
@@ -96,10 +98,10 @@ def _rows(a: Attempt) -> Cell:
 def _shift(a: Attempt) -> Cell:
     def shifted(s: Session) -> engine.Logits | None:
         s.decode(a.tokens)
-        if not C.llama_memory_can_shift(s.memory) or not s.rm(0, KEEP, KEEP + GONE):
+        if not C.llama_memory_can_shift(s.memory) or not s.rm(0, KEEP, KEEP + N_DISCARD):
             return None
-        C.llama_memory_seq_add(s.memory, 0, KEEP + GONE, -1, -GONE)
-        return s.decode(a.others[:30], len(a.tokens) - GONE)
+        C.llama_memory_seq_add(s.memory, 0, KEEP + N_DISCARD, -1, -N_DISCARD)
+        return s.decode(a.others[:30], len(a.tokens) - N_DISCARD)
 
     with a.plain() as s:
         expected = shifted(s)
@@ -110,7 +112,7 @@ def _shift(a: Attempt) -> Cell:
         if found is None:
             C.llama_memory_seq_add(s.memory, 0, KEEP, -1, 1)
             return Cell("refused", last_error())
-    return a.judged(a.distance(expected, found))
+    return a.compared(a.distance(expected, found))
 
 
 def _sequences(a: Attempt) -> Cell:
@@ -123,12 +125,12 @@ def _sequences(a: Attempt) -> Cell:
     found = a.sequences(a.with_codes, *wholes[0])
     if found >= a.bound and a.sequences(a.plain, *wholes[1]) >= a.bound:
         return AS_F16
-    return a.judged(found)
+    return a.compared(found)
 
 
 def _states(a: Attempt) -> Cell:
     rest = a.expected[N_PROMPT:]
-    return a.judged(max(a.distance(rest, a.restored(a.layout, seq)) for seq in (0, None)))
+    return a.compared(max(a.distance(rest, a.restored(a.layout, seq)) for seq in (0, None)))
 
 
 def _prefix(a: Attempt) -> Cell:
@@ -142,7 +144,7 @@ def _prefix(a: Attempt) -> Cell:
         assert found and found.prompt.tokens == prompt
         state = found.prompt.states[0]
         assert s.set_state(state, 0) == len(state), last_error()
-        return a.judged(a.distance(a.expected[N_PROMPT:], s.decode(a.tokens[N_PROMPT:], N_PROMPT)))
+        return a.compared(a.distance(a.expected[N_PROMPT:], s.decode(a.tokens[N_PROMPT:], N_PROMPT)))
 
 
 def _drafts(a: Attempt) -> Cell:
@@ -159,7 +161,7 @@ def _drafts(a: Attempt) -> Cell:
         return AS_F16
     with a.with_codes(n_rs_seq=N_DRAFT) as s:
         found = drafted(s)
-        return Cell("refused", last_error()) if found is None else a.judged(a.distance(expected, found))
+        return Cell("refused", last_error()) if found is None else a.compared(a.distance(expected, found))
 
 
 def _pictures(a: Attempt) -> Cell:
@@ -171,7 +173,7 @@ def _pictures(a: Attempt) -> Cell:
             rounded.append(vision.decode(s, vision.parts))
     a.bound = max(a.bound, *(2 * a.distance(rounded[0], other) for other in rounded[1:]))
     with vision.session(vision.exact, threads=1, **a.options) as s:
-        return a.judged(a.distance(rounded[0], vision.decode(s, vision.parts)))
+        return a.compared(a.distance(rounded[0], vision.decode(s, vision.parts)))
 
 
 FEATURES: dict[str, Callable[[Attempt], Cell]] = {
@@ -189,13 +191,13 @@ FEATURES: dict[str, Callable[[Attempt], Cell]] = {
 
 
 def applies(feature: str, kind: str) -> bool:
-    """Whether a kind has what the feature is about."""
+    """Whether a kind has the subject of the feature."""
     of = {"latent rows": LATENT, "sparse selection": ("sparse",)}
     return kind in of.get(feature, tuple(KINDS))
 
 
 def _wide(kind: str) -> dict[str, Any]:
-    """Metadata of heads of N_WIDE elements, or of a latent of as many."""
+    """Metadata of heads of N_WIDE elements, or of a latent of N_WIDE elements."""
     if kind in LATENT:
         return {
             "attention.kv_lora_rank": N_WIDE,
@@ -208,7 +210,7 @@ def _wide(kind: str) -> dict[str, Any]:
 
 
 def try_feature(feature: str, kind: str, folder: Path, on_gpu: bool = False) -> Cell:
-    """What comes of it here. Raises AssertionError where it is neither refused nor right."""
+    """The result on this machine. Raises AssertionError if the feature is neither refused nor correct."""
     if not applies(feature, kind):
         return NONE
     keys = _wide(kind) if feature == "heads above 256" else {}
@@ -224,7 +226,7 @@ def try_feature(feature: str, kind: str, folder: Path, on_gpu: bool = False) -> 
 
 
 def backend() -> str:
-    """The column of the table that this build's GPU belongs to; empty: it has none."""
+    """The column of the table for this build's GPU; empty without a GPU."""
     if not C.llama_supports_gpu_offload():
         return ""
     return {b"cuda": "CUDA", b"vulkan": "Vulkan"}.get(SUBKV.subkv_device_kernel_name(), "")
@@ -263,15 +265,15 @@ _ON_CPU = {
 _GPU = {
     "adaptive bases": Cell(
         "refused",
-        "adapt: layer 0 has its cache on the GPU, where bases cannot follow the text; keep it on the CPU (-ngl 0, or "
-        "offload_kqv off), or use static bases",
+        "adapt: layer 0 has its cache on the GPU, which does not support adaptive bases; keep it on the CPU (-ngl 0, "
+        "or offload_kqv off), or use static bases",
     ),
     "latent rows": _yes(f"{_RUNTIME}placement.py::test_latent_attention_on_the_gpu"),
     "context shift": _yes(f"{_RUNTIME}placement.py::test_positions_on_the_gpu_shift_as_on_the_cpu"),
     "sparse selection": _yes(f"{_HERE}features.py::test_on_this_backend"),
     "several sequences": _yes(_ON_CPU["several sequences"]),
     "states": _yes(f"{_RUNTIME}placement.py::test_a_state_moves_between_gpu_and_cpu"),
-    "prefix restore": _yes("tests/python/test_gpu.py::test_a_prompt_cache_of_halves_is_of_gpu_and_cpu_alike"),
+    "prefix restore": _yes("tests/python/test_gpu.py::test_gpu_and_cpu_share_prompt_caches_of_halves"),
     "heads above 256": _yes(f"{_RUNTIME}placement.py::test_heads_above_256_elements"),
     "drafts": _yes(f"{_RUNTIME}sequences.py::test_remove_a_tail_and_decode_again"),
     "pictures": _yes(f"{_HERE}features.py::test_on_this_backend"),

@@ -1,6 +1,6 @@
 """docs/features.md: features by backends and by kinds of architecture.
 
-python tests/architectures/features_page.py    writes it anew (SUBKV_LIB_PATH names the libraries of a CPU build)
+python tests/architectures/features_page.py    rewrites it (SUBKV_LIB_PATH names the libraries of a CPU build)
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def table(title: str, columns: Iterable[str], cell: Callable[[str, str], Cell]) 
 
 
 def page(kinds: dict[str, dict[str, Cell]]) -> str:
-    """The whole page. kinds: what was found, by feature and kind."""
+    """The complete page. kinds: results by feature and kind."""
     models = ", ".join(f"`{arch}`" for arch in KINDS.values())
     return (
         HEAD
@@ -100,10 +100,10 @@ def page(kinds: dict[str, dict[str, Cell]]) -> str:
 
 
 def written() -> dict[str, dict[str, Cell]]:
-    """What the page says of kinds, by feature and kind."""
+    """The page's statements about kinds, by feature and kind."""
     head, _, text = PAGE.read_text("utf-8").partition("| by kind |")[2].partition("\n")
     sentences = {
-        n: " ".join(said.split()) for n, said in re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |\Z)", text, re.M | re.S)
+        n: " ".join(note.split()) for n, note in re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |\Z)", text, re.M | re.S)
     }
     kinds = [name.strip() for name in head.split("|")[:-1]]
     found: dict[str, dict[str, Cell]] = {}

@@ -1,4 +1,4 @@
-"""What the engine promises of one architecture, tried on a tiny model of it."""
+"""The engine's guarantees, checked for one architecture on a tiny model."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PROMISES = ("equals f16", "splits", "rollback", "state", "sequences")
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of an architecture.
+    """The result for one architecture.
 
-    status: one of supported, refused, no cache (llama.cpp builds no K/V cache for it) and not built; the reason is of
-    the others. The rest is of supported ones.
-    floor: the distance of logits that f16's own roundings make: flash attention or not, an f16 or an f32 cache.
-    reach: distance of the last logits when an early token is another; coarse: of all logits when codes are of 3 bits.
-    distances: by promise; NaN where the f16 cache refuses, or fails at, it, too.
+    status: supported, refused, no cache (llama.cpp builds no K/V cache for it) or not built; reason: of the last three.
+    The other fields are of supported ones.
+    floor: distance of logits caused by f16 rounding: flash attention or not, an f16 or an f32 cache.
+    reach: distance of the last logits after a change of an early token; coarse: of all logits with codes of 3 bits.
+    distances: by guarantee; NaN where the f16 cache refuses or fails, too.
     """
 
     status: str
@@ -44,7 +44,7 @@ class Finding:
 
 
 class Trial:
-    """One model, and what an f16 cache makes of its tokens."""
+    """One model, and the f16 cache's logits of its tokens."""
 
     def __init__(self, model: virtual.Model) -> None:
         self.model = model
@@ -111,7 +111,7 @@ class Trial:
         }
 
     def rolled_back(self, s: Session) -> Logits | None:
-        """Logits after the prompt, with other tokens decoded and removed between; None where that is refused."""
+        """Logits after the prompt, with other tokens decoded and removed in between; None if that is refused."""
         s.clear()
         s.decode(self.tokens[:N_PROMPT])
         s.decode(self.others[:N_JUNK], pos=N_PROMPT)
@@ -127,12 +127,12 @@ class Trial:
             return s.decode(self.tokens[N_PROMPT:], pos=N_PROMPT)
 
     def sequences(self, opened: Callable[..., Any], whole: Logits, other: Logits) -> float:
-        """Distance that company makes; `opened` gives sessions that alone find `whole` and `other`."""
+        """Distance caused by other sequences in the batch; sessions of `opened` compute `whole` and `other` alone."""
         ways = (True,) if C.llama_model_has_encoder(self.model.handle) else (False, True)  # llama.cpp ends the process
         return max(self._sequences(opened, whole, other, unified) for unified in ways)
 
     def _sequences(self, opened: Callable[..., Any], whole: Logits, other: Logits, unified: bool) -> float:
-        """Two sequences in the same batches, then one that goes on beside its copy."""
+        """Two sequences in the same batches, then one that continues next to its copy."""
         with opened(n_seq_max=2, unified=unified, n_ctx=512) as s:
             both = [(t, i, seq) for seq, text in enumerate((self.tokens, self.others)) for i, t in enumerate(text)]
             prompts = s.decode_batch([item for item in both if item[1] < N_PROMPT])
@@ -149,9 +149,9 @@ class Trial:
 
 
 def bases(model: virtual.Model, folder: Path, bits: int) -> Any:
-    """Bases of full rank for every layer that an observer sees; of any shape where it sees none.
+    """Bases of full rank for every layer that an observer reports; of any shape if it reports none.
 
-    Of latent attention, for which a model's layers are all alike, they have two blocks.
+    For latent attention, where all layers of a model are equal, they have two blocks.
     """
     d_k, d_v = (int(model.keys.get(f"attention.{name}", 0)) for name in ("key_length", "kv_lora_rank"))
     if "attention.key_length_mla" in model.keys and d_k >= d_v:

@@ -1,6 +1,6 @@
-"""docs/architectures.md: what every architecture of the pinned llama.cpp does with a coded cache.
+"""docs/architectures.md: support of a coded cache for every architecture of the pinned llama.cpp.
 
-python tests/architectures/report.py    writes it anew (SUBKV_LIB_PATH names the libraries)
+python tests/architectures/report.py    rewrites it (SUBKV_LIB_PATH names the libraries)
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def row(arch: str, found: Finding) -> str:
 
 
 def summary(rows: Iterable[str]) -> str:
-    """How many of those with a K/V cache are supported, as a sentence."""
+    """A sentence with the number of supported architectures among those with a K/V cache."""
     status = [line.split(" | ")[1] for line in rows]
     n, refused = status.count("supported"), status.count("refused")
     return (

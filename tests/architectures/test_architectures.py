@@ -1,4 +1,4 @@
-"""Every architecture of the pinned llama.cpp keeps the promises or is refused, as docs/architectures.md says."""
+"""Every architecture of the pinned llama.cpp keeps the guarantees or is refused, as docs/architectures.md lists."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = report.written()
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_keeps_its_promises(arch: str, tmp_path: Path) -> None:
+def test_architecture_matches_the_page(arch: str, tmp_path: Path) -> None:
     found = examine(arch, tmp_path)
     assert report.row(arch, found) in ROWS, "python tests/architectures/report.py writes the page anew"
     if found.status == "refused":
@@ -52,7 +52,7 @@ def test_page_is_up_to_date() -> None:
 
 
 def test_layers_that_only_predict_further_tokens_are_counted(tmp_path: Path) -> None:
-    """They stand in the file's number of layers and not in llama.cpp's; a calibration is of the file."""
+    """Their layers count in the file but not in llama.cpp; a calibration describes the file."""
     prepare(virtual.write(tmp_path / "model.gguf", "mimo2", context_length=8192), tmp_path)
 
 

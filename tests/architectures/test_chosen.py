@@ -78,7 +78,7 @@ def choices(model: virtual.Model, layout: Any, tokens: list[int]) -> dict[bytes,
 
 @pytest.fixture
 def sparse(tmp_path: Path) -> Iterator[tuple[virtual.Model, Any]]:
-    """A model whose sizes are multiples of 32, and 16-bit bases for it."""
+    """A model with sizes in multiples of 32, and 16-bit bases for it."""
     keys = {"attention.key_length": 96, "rope.dimension_count": 32, "attention.key_length_mla": HEAD + 32}
     with virtual.model("deepseek32", **keys | {"attention.indexer.top_k": 64}) as model:
         layout = bases(model, tmp_path, 16)
@@ -87,7 +87,7 @@ def sparse(tmp_path: Path) -> Iterator[tuple[virtual.Model, Any]]:
 
 
 def test_an_indexer_in_q8_0(sparse: tuple[virtual.Model, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes half of the memory, chooses nearly the same cells, and states do not mix with those of f16."""
+    """q8_0 halves the memory and chooses nearly the same cells; its states do not mix with those of f16."""
     model, layout = sparse
     tokens = np.random.default_rng(3).integers(2, model.n_vocab, 800).tolist()
     plain = choices(model, layout, tokens)
@@ -103,14 +103,16 @@ def test_an_indexer_in_q8_0(sparse: tuple[virtual.Model, Any], monkeypatch: pyte
         assert 32 * s.stats().bytes_stock == 17 * size > 0
 
 
-def test_what_an_indexer_cannot_be_in(sparse: tuple[virtual.Model, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_indexer_types_are_refused(
+    sparse: tuple[virtual.Model, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, layout = sparse
-    for value, said in (("q4_0", "SUBKV_INDEXER: f16 or q8_0 expected, 'q4_0' found"), ("", ""), ("f16", "")):
+    for value, message in (("q4_0", "SUBKV_INDEXER: f16 or q8_0 expected, 'q4_0' found"), ("", ""), ("f16", "")):
         monkeypatch.setenv("SUBKV_INDEXER", value)
-        if not said:
+        if not message:
             with session(model, layout, window=WINDOW) as s:
                 s.decode([5, 6, 7])
             continue
         with pytest.raises(Refused):
             session(model, layout, window=WINDOW).__enter__()
-        assert said in "".join(LOG)
+        assert message in "".join(LOG)

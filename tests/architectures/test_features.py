@@ -1,4 +1,4 @@
-"""Features by kinds of architecture and by backends are what docs/features.md says."""
+"""docs/features.md lists the actual features by kinds of architecture and by backends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_page_is_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_what_is_named_exists(name: str) -> None:
+def test_named_tests_exist(name: str) -> None:
     assert list(TABLE[name]) == list(FEATURES)
     for cell in TABLE[name].values():
         assert cell.text or cell.mark == "not tried"
@@ -57,7 +57,7 @@ def test_on_this_backend(feature: str, tmp_path: Path) -> None:
 
 
 def test_pytorch() -> None:
-    """What is only logged is asserted by the tests of the cache for transformers."""
+    """Only checks the log; the tests of the transformers cache check the numbers."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from subkv import SubspaceCache

@@ -1,4 +1,4 @@
-"""Pictures of every architecture with M-RoPE that llama.cpp builds: exact codes say what f16 says."""
+"""Images on every architecture with M-RoPE that llama.cpp builds: exact codes give the results of f16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random programs (tests/runtime/machine.py) on an architecture of each family that keeps cells in a way of its own.
+"""Random programs (tests/runtime/machine.py) on one architecture of each family with a special cell layout.
 
 SUBKV_PROGRAMS=1000 pytest tests/architectures/test_programs.py -k gemma4
 """
@@ -42,8 +42,8 @@ def test_programs(arch: str, unified: bool, tmp_path: Path) -> None:
         run_programs(model, bases(model, tmp_path, 16), 4, unified=unified, **FAMILIES[arch])
 
 
-def test_a_refused_checkpoint_takes_the_indexer_along(tmp_path: Path) -> None:
-    """A checkpoint whose exact rows are gone leaves the sequence empty in every part, not only in the coded cells."""
+def test_a_refused_checkpoint_empties_the_indexer(tmp_path: Path) -> None:
+    """A checkpoint whose exact rows are lost empties the sequence in every part, not only in the coded cells."""
     with virtual.model("deepseek32") as model:
         program = Machine(model, bases(model, tmp_path, 16), 1.0, unified=False)
         program.decode_together(n=[1, 2, 0], word=0)
@@ -53,8 +53,8 @@ def test_a_refused_checkpoint_takes_the_indexer_along(tmp_path: Path) -> None:
         program.teardown()
 
 
-def test_a_refused_copy_leaves_the_indexer_alone(tmp_path: Path) -> None:
-    """What recurrent state refuses is refused for every part."""
+def test_a_refused_copy_leaves_the_indexer_unchanged(tmp_path: Path) -> None:
+    """A copy that recurrent state refuses changes no part."""
     with virtual.model("qwen4exp") as model:
         program = Machine(model, bases(model, tmp_path, 16), 1.0, unified=True, recurrent=True)
         program.decode(seq=0, pieces=[13], word=1, start=0)

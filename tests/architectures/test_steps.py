@@ -1,4 +1,6 @@
-"""What prepares and measures a model, on one architecture of every family: it works, or says why and what does."""
+"""Preparing and measuring a model of every architecture family: each step works, or names the reason and an
+alternative.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def prepared(
 
 
 def run(program: click.Command, *arguments: object, code: int = 0) -> str:
-    """What it says."""
+    """The command's output."""
     found = CliRunner().invoke(program, [str(a) for a in arguments])
     assert found.exit_code == code, found.output
     return found.output
@@ -99,7 +101,7 @@ def test_sensitivities(prepared: tuple[str, Path, Path, Path], text: Path, tmp_p
     run(convert, "--bases", out, "--sidecar", model, "-o", tmp_path / "sensed.gguf", "--kv-bits", 6)
 
 
-def test_evaluate_names_what_takes_the_model(
+def test_evaluate_names_the_command_for_this_model(
     prepared: tuple[str, Path, Path, Path], text: Path, tiny_model: Callable[..., Path]
 ) -> None:
     if not all(importlib.util.find_spec(name) for name in ("torch", "transformers", "accelerate")):
@@ -125,17 +127,19 @@ def test_a_converted_copy_is_the_model_to_stock(prepared: tuple[str, Path, Path,
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_one_command_goes_through_to_its_end(arch: str, tmp_path: Path, cache_home: Path) -> None:
-    """Calibration, sensitivities, correction and plan; what comes out is found without being named."""
+def test_one_command_prepares_a_model(arch: str, tmp_path: Path, cache_home: Path) -> None:
+    """Calibration, sensitivities, correction and plan; the resulting bases are found automatically."""
     keys = WHOLE_BLOCKS | (WHOLE_ROWS if arch in mla.SUPPORTED else {})
     model = virtual.write(tmp_path / "model.gguf", arch, context_length=8192, **keys)
-    said = run(convert, model, "-c", 1024, "--chunks", 4, "-t", 1)
+    output = run(convert, model, "-c", 1024, "--chunks", 4, "-t", 1)
     # llama.cpp looks at a length of values that files of this one need not have, and that its rows have not
-    assert ("own cache types are not corrected: V cache type q4_0" in said) == (arch == "kimi-linear")
-    assert "no sensitivities" not in said and "predicted KLD: " in said
+    assert ("own cache types are not corrected: V cache type q4_0" in output) == (arch == "kimi-linear")
+    assert "no sensitivities" not in output and "predicted KLD: " in output
     # of rows of random weights that long the held-out ones are not like the others
     none = "4.5 by default, because no smaller budget is predicted to be as good as q8_0"
-    assert (none if arch == "kimi-linear" else "by default, the smallest whose predicted KLD is at most q8_0's") in said
+    assert (
+        none if arch == "kimi-linear" else "by default, the smallest whose predicted KLD is at most q8_0's"
+    ) in output
     found = choose_cache(model).layout
-    assert found is not None and f"wrote {found}" in said and found.is_relative_to(cache_home)
+    assert found is not None and f"wrote {found}" in output and found.is_relative_to(cache_home)
     assert len(metadata.read(found)["layers"]) == FAMILIES[arch]

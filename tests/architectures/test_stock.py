@@ -1,4 +1,4 @@
-"""Promise 1 for every architecture: without a coded cache the patched llama.cpp computes what the stock one does."""
+"""Guarantee 1 for every architecture: without a coded cache the patched llama.cpp computes the stock results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import virtual
 
 from subkv.native import library
 
-# want other keys, or tokens, than tests/tiny.py writes, or an encoder's run first
+# need other keys or tokens than those of tests/tiny.py, or an encoder's run first
 NO_FILE = {"apertus", "phi3", "chameleon", "qwen3tts", "t5"}
 STOCK = library.lib_dir() / "stock"
 RUN = """
@@ -60,7 +60,7 @@ print(json.dumps(found))
 
 
 def digests(libraries: Path, models: Path) -> dict[str, str]:
-    """SHA-256 of logits and of a state by architecture and type of K, in a process of its own."""
+    """SHA-256 of logits and of a state by architecture and type of K, computed in a new process."""
     env = {**os.environ, "LLAMA_CPP_LIB_PATH": str(libraries)}
     env["LD_LIBRARY_PATH"] = str(library.lib_dir())  # the stock libllama uses the same ggml
     command = [sys.executable, "-c", RUN, str(models)]

@@ -1,10 +1,10 @@
-"""Tiny seeded models of any architecture, made in memory: llama.cpp itself says which tensors it wants.
+"""Tiny seeded models of any architecture in memory; llama.cpp itself names the tensors.
 
     with model("gemma2") as m: …        # an engine.Model without a file
 
-Metadata are one dictionary for all (DEFAULTS; FAMILIES says what differs): the loader ignores the keys that an
-architecture does not know. `llama_model_init_from_user` then creates every tensor of the architecture, optional ones
-included, and asks for the values of each.
+One dictionary holds the metadata of all architectures (DEFAULTS; FAMILIES has the differences): the loader ignores
+keys that an architecture does not read. `llama_model_init_from_user` then creates every tensor of the architecture,
+optional ones included, and requests the values of each.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _metadata(arch: str, keys: dict[str, Any]) -> Any:
 
 
 class Model(engine.Model):
-    """A model of an architecture; `shapes` are those of its tensors in numpy order, by name."""
+    """A model of an architecture; `shapes`: of its tensors in numpy order, by name."""
 
     def __init__(self, arch: str, seed: int = 0, n_gpu_layers: int = 0, **keys: Any) -> None:
         self.arch = arch
@@ -137,8 +137,8 @@ class Model(engine.Model):
 def write(path: Path, arch: str, seed: int = 0, drafting: bool = False, **keys: Any) -> Path:
     """The same model as a file, with the vocabulary of tests/tiny.py; returns its path.
 
-    Layers that only predict further tokens are left out unless drafting, as files may do: of their tensors llama.cpp
-    takes some.
+    Unless drafting, the file omits layers that only predict further tokens, although llama.cpp counts some of their
+    tensors.
     """
     with model(arch, seed, **keys, vocab_size=tiny.N_VOCAB) as m:
         n_layer = m.keys["block_count"] - m.keys.get("nextn_predict_layers", 0)

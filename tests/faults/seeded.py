@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """before: text that is once in the file; after: takes its place; tests: paths that are to fail then."""
+    """before: text that occurs once in the file; after: its replacement; tests: paths of tests that must fail then."""
 
     name: str
     file: str

@@ -1,4 +1,4 @@
-"""The list of seeded faults is one of this checkout; whether tests notice them takes an hour (try_faults.py)."""
+"""The list of seeded faults matches this checkout. try_faults.py runs the tests on each fault, which takes an hour."""
 
 from __future__ import annotations
 

@@ -22,11 +22,11 @@ from pathlib import Path
 from seeded import FAULTS, Fault
 
 REPO = Path(__file__).resolve().parents[2]
-LIMIT = 900  # seconds of one fault's tests: one that hangs is noticed
+LIMIT = 900  # seconds of one fault's tests; a hang counts as caught
 
 
 def copy_of_checkout(folder: Path) -> Path:
-    """Tracked files as they are here; files that did not change keep their times."""
+    """Copies the tracked files; unchanged files keep their modification times."""
     copy = folder / "checkout"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, capture_output=True, check=True).stdout
     for name in listed.decode().split("\0"):
@@ -49,7 +49,7 @@ def build(copy: Path, log: Path) -> bool:
 
 
 def first_failure(copy: Path, tests: str) -> str:
-    """What failed first; empty: nothing did."""
+    """The first failed test; empty if none failed."""
     paths = [str(copy), str(copy / "python"), str(copy / "kernels" / "triton")]
     env = {**os.environ, "SUBKV_LIB_PATH": str(copy / "build" / "bin"), "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]

@@ -45,7 +45,7 @@ def random_layer(il: int, seed: int, samples: int = 32, **shape: Any) -> LayerSt
 
 
 def with_key_means(layer: LayerStats, size: float) -> LayerStats:
-    """The same keys around means whose elements are of this size."""
+    """The same keys around means with elements of this size."""
     rng = np.random.default_rng([layer.shape.il, 77])
     mean = size * rng.standard_normal(layer.k1.shape)
     k2 = layer.k2 + mean[:, :, None] * mean[:, None, :]
@@ -71,7 +71,7 @@ def random_calibration(n_layer: int = 2, seed: int = 0, samples: int = 32, **ove
 
 
 class FakeSession:
-    """An engine made of numpy: queries, keys and values are fixed functions of token, position, layer and head.
+    """An engine in numpy: queries, keys and values are fixed functions of token, position, layer and head.
 
     Every byte of text is a token. nonfinite: positions whose rows count as NaN. Records the decoded batches.
     """
@@ -114,8 +114,8 @@ class FakeSession:
                 continue
             for il in range(self.block_count):
                 for kind, row in zip("qkv", self.row(il, token, pos), strict=True):
-                    wanted = mode == ACCUMULATE or pos in (query_pos if kind == "q" else key_pos)
-                    if wanted:
+                    is_recorded = mode == ACCUMULATE or pos in (query_pos if kind == "q" else key_pos)
+                    if is_recorded:
                         self._rows.setdefault((il, kind if mode == ACCUMULATE else kind + "s"), []).append(row)
 
     def row(self, il: int, token: int, pos: int) -> tuple[F64, F64, F64]:

@@ -1,8 +1,8 @@
-"""The independent definition of rows, in numpy: what FORMAT.md §3 says, and what every kernel is held to.
+"""The independent definition of rows in numpy, after FORMAT.md §3. All kernels are compared with it.
 
-The bytes are a function of the float32 coefficients alone; fused multiply-adds of the reference are done in float64
-here, which differs from them only by double rounding (about once in 2^29 operations). Paths through
-a trellis: trellis_numpy.py.
+The bytes are a function of the float32 coefficients alone. Fused multiply-adds of the reference are computed in
+float64 here, which differs only by double rounding (about once in 2^29 operations). trellis_numpy.py has the paths
+through a trellis.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _choose_scales(c: F32, bands: Bands, ratio: Sequence[np.float32]) -> NDArray
 def _choose_path_scales(
     path: Path, c: F32, bands: Bands, ratio: Sequence[np.float32], middle: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Scale code of every row [n]: least error among four about those of _choose_scales, the smaller of equal ones."""
+    """Scale code of every row [n]: the least error of four near _choose_scales', the smallest of equal ones."""
     best, least = middle.copy(), np.full(len(c), np.inf, dtype=np.float32)
     for k in (middle + offset for offset in range(-BELOW, TRIED - BELOW)):
         tried = np.clip(k, 1, 255)

@@ -35,12 +35,12 @@ GAMMA = 1.125
 # head 0: every width and a truncation; head 1: full rank, a DCT-mixed band
 BANDS = [((8, 8), (8, 4), (8, 2)), ((8, 6), (24, 3))]
 STATIC = Adapt(length=0, tau=1.0)
-# the latest basis only, merged at the cap, whatever it brings
+# the latest basis only, merged at the cap for any gain
 EAGER = Adapt(length=64, warm=64, block=32, max_chunks=3, gain=1.0, reuse=0, merge=1)
 
 
 def stored(head: int, value: bool) -> StoredBasis:
-    """A basis like those of the converter, around a mean for keys."""
+    """A basis like the converter's, with a mean for keys."""
     rng = np.random.default_rng([head, value])
     moment, metric = random_moment(rng, D, 5.0), random_moment(rng, D, 2.0)
     mean = None if value else rng.standard_normal(D).astype(np.float16)
@@ -48,7 +48,7 @@ def stored(head: int, value: bool) -> StoredBasis:
 
 
 def rows(seed: int, head: int, value: bool, n: int, drift: int | None = None) -> F32:
-    """Rows as the basis expects them; from position `drift` on, of another distribution."""
+    """Rows with the distribution of the basis; from position `drift` on, with another distribution."""
     rng = np.random.default_rng([head, value])
     moment, _ = random_moment(rng, D, 5.0), random_moment(rng, D, 2.0)
     other = random_moment(np.random.default_rng([seed, 99]), D, 8.0)
@@ -151,16 +151,16 @@ def test_static_equals_the_codec(layout: ResearchLayout, head: int, value: bool)
 @each("value", [False, True])
 @each("head", [0, 1])
 def test_rho_is_the_residual_of_the_coefficients(layout: ResearchLayout, head: int, value: bool, kind: str) -> None:
-    """‖x' − x̂'‖ / ‖x'‖ over the block, x̂' from what attention sees: x̂ = Dᵀ keep x̂', D being of full row rank."""
+    """‖x' − x̂'‖ / ‖x'‖ over the block, x̂' from the decoded rows: x̂ = Dᵀ keep x̂', where D has full row rank."""
     x = rows(2, head, value, 256, drift=96)
     out = layout.replay(replace(EAGER, kind=kind, max_chunks=100), 0, head, value, x)
     basis = stored(head, value)
     space = basis.coefficients(x).astype(np.float64)
-    seen = out.seen.astype(np.float64)
+    decoded = out.seen.astype(np.float64)
     if not value:
-        seen = (seen - basis.mean.astype(np.float64)) / GAMMA
+        decoded = (decoded - basis.mean.astype(np.float64)) / GAMMA
     back = np.linalg.pinv(basis.decode.astype(np.float64) * gains(basis.bands)[:, None])
-    error = space - seen @ back
+    error = space - decoded @ back
     for first in range(0, 256, 32):
         part = slice(max(first, N_SINK), first + 32)
         assert len(set(out.rho[part])) == len(set(out.chunk_of[part])) == 1
@@ -171,7 +171,7 @@ def test_rho_is_the_residual_of_the_coefficients(layout: ResearchLayout, head: i
 
 @pytest.mark.parametrize("kind", ["covariance", "fd"])
 @pytest.mark.parametrize("head", [0, 1])
-def test_adapting_pays_where_the_rows_change(layout: ResearchLayout, kind: str, head: int) -> None:
+def test_adapting_reduces_the_error_of_changing_rows(layout: ResearchLayout, kind: str, head: int) -> None:
     x = rows(3, head, True, 1024, drift=256)
     space = stored(head, True).coefficients(x)
     params = replace(EAGER, kind=kind, decay=0.99)
@@ -179,12 +179,12 @@ def test_adapting_pays_where_the_rows_change(layout: ResearchLayout, kind: str, 
     out = layout.replay(params, 0, head, True, x)
     assert out.stats["n_opened"] >= 1
     assert np.isfinite(out.seen).all()
-    # head 0's static basis drops a quarter of the directions for good: what is left of x' counts, which rho measures
+    # head 0's static basis drops a quarter of the directions; rho measures the rest of x'
     assert out.rho[-256:].mean() < 0.9 * static.rho[-256:].mean()
     assert len(space) == 1024
 
 
-def test_rows_do_not_depend_on_what_comes_later(layout: ResearchLayout) -> None:
+def test_rows_do_not_depend_on_later_rows(layout: ResearchLayout) -> None:
     x = rows(4, 1, True, 640, drift=200)
     params = replace(EAGER, max_chunks=100)
     whole = layout.replay(params, 0, 1, True, x)
@@ -215,7 +215,7 @@ _LAYOUT: list[ResearchLayout] = []
 
 @pytest.fixture(scope="module", autouse=True)
 def _keep(layout: ResearchLayout) -> None:
-    """hypothesis does not take fixtures of a narrower scope than its function's: the layout by way of a global."""
+    """Stores the layout in a global, because hypothesis rejects fixtures of a narrower scope."""
     _LAYOUT[:] = [layout]
 
 
@@ -227,7 +227,7 @@ def test_merges_keep_the_number_of_chunks(layout: ResearchLayout, max_chunks: in
     out = layout.replay(params, 0, 1, True, x)
     free = layout.replay(replace(params, max_chunks=100), 0, 1, True, x)
     s = out.stats
-    # what is opened depends on new rows alone
+    # opened chunks depend only on new rows
     assert s["n_opened"] == free.stats["n_opened"] > max_chunks + 1
     assert s["n_chunks"] == max_chunks
     assert s["n_merged"] == s["n_opened"] - max_chunks
@@ -239,7 +239,7 @@ def test_merges_keep_the_number_of_chunks(layout: ResearchLayout, max_chunks: in
     assert np.array_equal(out.seen[static], free.seen[static])
     last = free.chunk_of == free.chunk_of[-1]
     assert np.array_equal(out.seen[last], free.seen[last])
-    # every merge quantizes a row anew: 24 of 32 coefficients have 3 bits, of distortion 0.037
+    # every merge quantizes a row again: 24 of 32 coefficients have 3 bits, of distortion 0.037
     assert relative(free.seen, out.seen) < 0.06 * s["n_merged"]
     if max_chunks == 1:
         assert s["n_recoded"] >= (~static).sum() - last.sum()
@@ -262,7 +262,7 @@ def test_without_merges_the_first_bases_stay(layout: ResearchLayout) -> None:
 
 @pytest.mark.parametrize("value", [False, True])
 def test_reuse_takes_the_best_of_the_bases(layout: ResearchLayout, value: bool) -> None:
-    """A text that comes back to what the static basis was made for; no block is worse off than under that basis."""
+    """The text returns to the distribution of the static basis; no block is worse than with that basis."""
     x = rows(13, 1, value, 1200, drift=300)
     x[700:] = rows(14, 1, value, 500)
     params = replace(EAGER, merge=0, max_chunks=2, decay=0.98)
@@ -296,8 +296,8 @@ def test_residuals_trigger(layout: ResearchLayout) -> None:
 
 
 @pytest.mark.parametrize("head", [0, 1])
-def test_queries_see_what_lifting_gives(layout: ResearchLayout, head: int) -> None:
-    """q̃(chunk) · c = q̃ · lift(c) for every basis in use: logits on coefficients are those of the vectors."""
+def test_logits_equal_those_of_lifted_vectors(layout: ResearchLayout, head: int) -> None:
+    """q̃(chunk) · c = q̃ · lift(c) for every basis in use: logits on coefficients equal those on vectors."""
     rank = sum(n for n, _ in BANDS[head])
     stream = Stream(layout, EAGER, head, True)
     stream.push(rows(15, head, True, 500, drift=100))
@@ -332,7 +332,7 @@ def test_nothing_but_zeros(layout: ResearchLayout) -> None:
 
 @each(("reuse", "max_chunks"), [(0, 100), (1, 100), (1, 1)])
 @each("kind", ["covariance", "fd", "oja"])
-def test_a_restored_state_goes_on_alike(layout: ResearchLayout, kind: str, reuse: int, max_chunks: int) -> None:
+def test_a_restored_state_continues_identically(layout: ResearchLayout, kind: str, reuse: int, max_chunks: int) -> None:
     x = rows(10, 0, True, 700, drift=200)
     params = replace(EAGER, kind=kind, max_chunks=max_chunks, decay=0.99, reuse=reuse, merge=0)  # merges need rows
     one = Stream(layout, params, 0, True)

@@ -167,7 +167,7 @@ def test_stored_shapes_ratio_and_full_rank_inverse(seed: int, band: tuple[int, i
 @given(SEEDS)
 @settings(max_examples=20, deadline=None)
 def test_quantized_error_is_near_the_plan(seed: int) -> None:
-    """Gaussian rows through the codec: metric error within 1.5 times what the planner expects of the bands."""
+    """Gaussian rows through the codec: the metric error is within 1.5 times the planner's estimate for the bands."""
     rng = np.random.default_rng(seed)
     d, bands = 64, ((8, 8), (16, 5), (24, 4), (16, 2))
     moment, metric = random_moment(rng, d, decay=5.0), random_moment(rng, d)

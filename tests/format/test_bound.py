@@ -16,7 +16,7 @@ def test_equal_coefficients() -> None:
 
 
 def test_water_filling() -> None:
-    """Any level θ is recovered: coefficients below it are not coded at all."""
+    """Any level θ is recovered; coefficients below it are not coded."""
     importance = np.random.default_rng(0).exponential(1.0, 200)
     for level in (0.01, 0.3, 2.0):
         bits = 0.5 * np.log2(np.maximum(importance / level, 1.0)).mean()

@@ -26,7 +26,7 @@ class Tagged:
 
 
 class Recorder:
-    """A tokenizer of bytes that remembers whether control tokens were asked for."""
+    """A tokenizer of bytes that records whether control tokens were enabled."""
 
     bos = None
 
@@ -58,7 +58,7 @@ def test_no_piece_is_there_twice() -> None:
             assert data.count(whole) == 1, (path.name, whole[:40])
 
 
-def test_the_first_blocks_are_of_different_kinds_and_what_is_held_out_of_all() -> None:
+def test_first_blocks_differ_in_kind_and_held_out_blocks_are_mixed() -> None:
     kinds = [re.sub(r"built-in \d+-(.*)\.txt", r"\1", text.source.name) for text in builtin.read()]
     assert len(set(kinds[:HELD_OUT])) == HELD_OUT
     assert {kinds[i] for i in range(HELD_OUT - 1, len(kinds), HELD_OUT)} == {"mixed"}
@@ -97,9 +97,9 @@ def test_only_chat_may_hold_control_tokens() -> None:
     assert [i for i, special in enumerate(tokenizer.special, 1) if special] == [3, 8, 13, 16]
 
 
-def test_held_out_texts_are_of_their_own() -> None:
-    """No line of some length stands in a calibration text, and the names are kinds."""
-    seen = "".join(text.data.decode() for text in builtin.read())
+def test_held_out_texts_share_no_lines_with_calibration() -> None:
+    """No line of more than 30 characters occurs in a calibration text, and the names are kinds."""
+    joined = "".join(text.data.decode() for text in builtin.read())
     texts = builtin.held_out()
     assert [text.source.name for text in texts] == [
         *("chat", "chinese", "code", "data", "german", "mathematics", "russian"),
@@ -107,7 +107,7 @@ def test_held_out_texts_are_of_their_own() -> None:
     for text in texts:
         data = text.data.decode()
         assert 3000 < len(text.data) < 20000 and not set(data) & set("\f\r\0\ufffd"), text.source.name
-        shared = [line for line in data.splitlines() if len(line.strip()) > 30 and line.strip() in seen]
+        shared = [line for line in data.splitlines() if len(line.strip()) > 30 and line.strip() in joined]
         assert not shared, (text.source.name, shared)
     assert "User: " in texts[0].data.decode() and texts[0].special
 

@@ -113,7 +113,7 @@ def damaged(tmp_path: Path) -> Callable[..., str]:
     return sentence
 
 
-def test_files_of_somebody(tmp_path: Path) -> None:
+def test_hostile_files(tmp_path: Path) -> None:
     """Refused with a sentence that can be printed, or read and written again as they were."""
     path = tmp_path / "c.safetensors"
     write_calibration(path, with_sensitivities(random_calibration(n_layer=1)))
@@ -332,7 +332,7 @@ def test_thinning_spreads() -> None:
 
 
 def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    """A file size limit stands for a full disk: write() fails in the same way."""
+    """A file size limit replaces a full disk: write() fails in the same way."""
     path = tmp_path / "c.safetensors"
     path.write_bytes(b"earlier")
     resource = pytest.importorskip("resource")  # not on Windows
@@ -417,7 +417,7 @@ def test_bad_sensitivity_headers(change: dict[str, Any], sentence: str, tmp_path
         read_calibration(tmp_path / "c.safetensors")
 
 
-def test_sensitivities_come_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_incomplete_sensitivities_are_rejected(tmp_path: Path) -> None:
     good = with_sensitivities(random_calibration())
     broken = replace(good, layers=(good.layers[0], replace(good.layers[1], sensitivity=None)))
     write_calibration(tmp_path / "c.safetensors", broken)

@@ -1,4 +1,4 @@
-"""Calibration: cutting text, what is held out, statistics against numpy, the command and its refusals."""
+"""Calibration: cutting of text, held-out chunks, statistics against numpy, the command and its errors."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def test_statistics_equal_numpy() -> None:
     np.testing.assert_allclose(layer.q1, np.mean(q, axis=(0, 2)), atol=1e-12)
     assert layer.qs.shape == (32, 4, 32)
     key_pos = plan_chunks(chunks, 4, 8)[0][held_out].key_pos
-    wanted = [session.row(1, chunks[held_out][p], p)[1] for p in key_pos if p != 40]
-    np.testing.assert_array_equal(layer.ks, np.array(wanted, dtype=np.float16))
+    expected_rows = [session.row(1, chunks[held_out][p], p)[1] for p in key_pos if p != 40]
+    np.testing.assert_array_equal(layer.ks, np.array(expected_rows, dtype=np.float16))
     assert any("NaN" in note for note in notes)
 
 
@@ -280,7 +280,7 @@ def test_results_do_not_depend_on_threads(run: Callable[..., Result], tmp_path: 
         np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
 
 
-def test_one_chunk_is_enough_and_said(run: Callable[..., Result], tmp_path: Path) -> None:
+def test_one_chunk_is_enough_and_noted(run: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_bytes(text_bytes(90))
     result = run(file="short.txt")
     assert result.exit_code == 0, result.output
@@ -364,7 +364,7 @@ def test_chunks_beyond_learned_positions(tiny_model: Callable[..., Path], tmp_pa
     assert result.stderr.splitlines()[-1] == "-c: expected at most the 512 positions that the model has, found 1024"
 
 
-def test_calibrations_are_not_overwritten_unasked(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_calibrations_are_overwritten_only_on_request(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(text_bytes(500))
     (tmp_path / "o").write_bytes(b"earlier")
     given = ["-m", str(tiny_model("llama")), "-f", str(tmp_path / "a.txt"), "-o", str(tmp_path / "o"), "-c", "128"]

@@ -1,4 +1,4 @@
-"""Constants and rows through the C interface: what Python reads of kernels/include/subkv/format.h, and the ops."""
+"""Constants and rows through the C interface: Python's view of kernels/include/subkv/format.h, and the ops."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_keys_are_those_of_the_format(run: Callable[..., Result], base: Path, tm
     assert 0.98 * 6 <= counted.total <= 6
 
 
-def test_files_are_not_overwritten_unasked(base: Path, tmp_path: Path) -> None:
+def test_files_are_overwritten_only_on_request(base: Path, tmp_path: Path) -> None:
     bases, target = tmp_path / "calib.safetensors", base.with_name("m.subkv.gguf")
     write_calibration(bases, random_calibration())
     target.write_bytes(b"earlier")
@@ -143,7 +143,7 @@ def test_files_are_not_overwritten_unasked(base: Path, tmp_path: Path) -> None:
     assert target.read_bytes() != b"earlier"
 
 
-def test_libsubkv_reads_what_was_written(run: Callable[..., Result], base: Path) -> None:
+def test_libsubkv_reads_the_written_file(run: Callable[..., Result], base: Path) -> None:
     result = run()
     described = read(base.with_name("m.subkv.gguf"))
     stored = json.loads(fields(base.with_name("m.subkv.gguf"))["subkv.layout"])
@@ -238,7 +238,7 @@ def test_keys_are_coded_less_their_mean(run: Callable[..., Result], base: Path, 
         np.testing.assert_allclose(mean, calibration.layers[il].k1[0], rtol=1e-3, atol=1e-6)
         assert [head["centred"] for head in described["layers"][il]["k"]] == [True, True]
         assert all("centred" not in head for head in described["layers"][il]["v"])
-    # the window and the bases count as allocated: what is left of the total is what libsubkv says it holds
+    # window and bases count as allocated: the rest of the total equals libsubkv's report
     window = (16 * 4 + (10 + 16 / 32) * (128 + 16)) / 4096
     bases = found["subkv.bits_per_element"] - found["subkv.bits_per_element.rows"] - window
     assert bases * 4096 * 2 * 2 * (32 + 32) / 8 == pytest.approx(described["bytes_bases"], rel=1e-4)
@@ -385,7 +385,7 @@ def test_converted_models_are_not_converted_again(run: Callable[..., Result], ba
 
 
 def test_missing_output_weight_is_named(run: Callable[..., Result], base: Path) -> None:
-    """A model whose output projection has another name: output-aware is refused, pca works."""
+    """The output projection has another name: output-aware is refused, pca works."""
     renamed = base.read_bytes().replace(b"blk.1.attn_output.weight", b"blk.1.attn_outpuu.weight")
     base.write_bytes(renamed)
     refused(run(), "blk.1.attn_output.weight: expected this tensor in ")
@@ -415,7 +415,7 @@ def test_a_mean_that_no_keys_can_have_is_refused(run: Callable[..., Result]) -> 
 
 
 def test_full_disk_leaves_the_earlier_file(run: Callable[..., Result], base: Path, tmp_path: Path) -> None:
-    """A file size limit stands for a full disk; it strikes in the middle of the tensor data."""
+    """A file size limit replaces a full disk; it is reached within the tensor data."""
     target = base.with_name("m.subkv.gguf")
     target.write_bytes(b"earlier")
     write_calibration(tmp_path / "calib.safetensors", random_calibration())
@@ -448,7 +448,7 @@ def test_modules_are_commands(module: str) -> None:
 
 
 #
-# the default budget and what it says
+# the default budget and its message
 #
 
 
@@ -460,14 +460,14 @@ def bare(base: Path, folder: Path, calibration: Calibration, *args: str) -> Resu
 
 
 def test_default_budget_equals_q8_0_by_estimate(base: Path, tmp_path: Path) -> None:
-    """Without sensitivities the structural metrics stand in: still the smallest that equals q8_0."""
+    """Without sensitivities, structural metrics replace them: the budget is still the smallest that equals q8_0."""
     result = bare(base, tmp_path, random_calibration())
     assert result.exit_code == 0, result.output
     assert "by default, the smallest whose estimated attention error is at most q8_0's" in result.stderr
     assert "predicted KLD" not in result.stdout
 
 
-def test_default_budget_without_samples_says_so(base: Path, tmp_path: Path) -> None:
+def test_default_budget_without_samples_is_noted(base: Path, tmp_path: Path) -> None:
     result = bare(base, tmp_path, random_calibration(samples=0))
     assert result.exit_code == 0, result.output
     assert "--kv-bits: 4.5 by default, because q8_0's quality cannot be predicted" in result.stderr

@@ -103,7 +103,7 @@ def test_codes_survive_packing(seed: int, bands: Bands) -> None:
         first += n
 
 
-def test_planes_are_laid_out_as_the_contract_says() -> None:
+def test_planes_have_the_layout_of_the_format() -> None:
     """5 bits: a 4-bit plane then a 1-bit plane; coefficient j of an m-byte plane is in byte j % m at bit w·(j / m)."""
     bands: Bands = ((16, 5),)
     codes = np.arange(16) * 2 + 1  # 1, 3, … 31

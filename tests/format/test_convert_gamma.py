@@ -32,7 +32,7 @@ def test_sampled_gamma_is_the_least_squares_factor(seed: int, bands: Bands, awar
     gamma = sampled_gamma(stats, head, stored)
     keys = stats.ks[:, head].astype(np.float64)
     c = (stats.ks[:, head].astype(np.float32) @ stored.encode.astype(np.float32).T).astype(np.float32)
-    decoder = stored.decode.astype(np.float64) * gains(bands)[:, None]  # what quantizers shrink is not undone
+    decoder = stored.decode.astype(np.float64) * gains(bands)[:, None]  # the shrinking of quantizers is not corrected
     decoded = round_trip(c, bands, stored.ratio) @ decoder
     queries = np.concatenate([stats.qs[:, 2], stats.qs[:, 3]]).astype(np.float64)  # the group of head 1
     exact, approximate = queries @ keys.T, queries @ decoded.T
@@ -64,8 +64,8 @@ def test_moment_gamma_agrees_with_many_samples(bands: Bands, aware: bool) -> Non
 
 
 @pytest.mark.parametrize("bands", [((32, 8),), ((32, 2),), ((16, 8),)])
-def test_a_mean_that_is_taken_out_leaves_gamma_alone(bands: Bands) -> None:
-    """Both estimates are of the centred part: far keys with their mean out give what the same keys around 0 give."""
+def test_subtracting_a_mean_does_not_change_gamma(bands: Bands) -> None:
+    """Estimates use the centred part: subtracting the mean of far keys gives the estimates of keys around 0."""
     plain = random_layer(0, seed=6)
     far = with_key_means(plain, 3.0)
     mean = stored_mean(far.k1[0])
@@ -74,8 +74,8 @@ def test_a_mean_that_is_taken_out_leaves_gamma_alone(bands: Bands) -> None:
     stored = store(fit_metric(moment, far.q2[0]), moment, bands, mean)
     around_zero = stored_basis(plain, 0, bands)
     for stats, basis, other in ((far, stored, around_zero),):
-        found, wanted = sampled_gamma(stats, 0, basis), sampled_gamma(plain, 0, other)
-        assert found == pytest.approx(wanted, rel=0.03)
+        found, expected = sampled_gamma(stats, 0, basis), sampled_gamma(plain, 0, other)
+        assert found == pytest.approx(expected, rel=0.03)
         bare, bare_plain = replace(stats, ks=stats.ks[:0], qs=stats.qs[:0]), replace(plain, qs=plain.qs[:0])
         assert gamma_of("calibrated", bare, 0, basis, moment)[0] == pytest.approx(
             gamma_of("calibrated", bare_plain, 0, other, plain.k2[0])[0], rel=0.01

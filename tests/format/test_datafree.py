@@ -31,7 +31,7 @@ SHIFT = 600.0  # norm of a bias, as Qwen2's largest
 
 
 class Changed:
-    """A model some of whose tensors and keys are others; None: it has no such tensor. A subkv.native.gguf.Base."""
+    """A model with some tensors and keys replaced; None: the tensor is missing. A subkv.native.gguf.Base."""
 
     def __init__(self, base: Gguf, tensors: dict[str, Any] | None = None, **values: Any) -> None:
         self.base, self.tensors, self.values, self.path = base, tensors or {}, values, base.path
@@ -68,7 +68,7 @@ def energies(base: Any, il: int = 0, span: int = SPAN) -> Energies:
     return found
 
 
-def turned(x: F64, position: F64, n_rot: int, neighbours: bool, base: float = 10000.0) -> F64:
+def rotated(x: F64, position: F64, n_rot: int, neighbours: bool, base: float = 10000.0) -> F64:
     """Rows [n, d] as RoPE turns them, written down from its definition."""
     half = n_rot // 2
     angle = position[:, None] * base ** (-2.0 * np.arange(half) / n_rot)
@@ -81,8 +81,8 @@ def turned(x: F64, position: F64, n_rot: int, neighbours: bool, base: float = 10
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])  # neighbours without biases, halves with them
-def test_energies_are_those_of_keys(tiny_model: Models, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
-    """Keys and queries of a white stream, turned at random positions, have the means and energies that are told."""
+def test_predicted_energies_match_keys(tiny_model: Models, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """Keys and queries of a white stream, rotated at random positions, have the predicted means and energies."""
     monkeypatch.setattr(weights, "WHITE", 1.0)
     rng = np.random.default_rng(0)
     with Gguf(tiny_model(arch)) as base:
@@ -96,23 +96,23 @@ def test_energies_are_those_of_keys(tiny_model: Models, monkeypatch: pytest.Monk
             of_head = slice(head * shape.d_k, (head + 1) * shape.d_k)
             bias = base.tensor(f"blk.0.attn_{side}.bias", "").ravel()[of_head] if arch == "qwen2" else 0.0
             values = x @ base.tensor(f"blk.0.attn_{side}.weight", "")[of_head].T
-            return turned(values + bias, position, shape.d_k, arch == "llama")
+            return rotated(values + bias, position, shape.d_k, arch == "llama")
 
         for h in range(shape.n_head_kv):
             k = rows("k", h)
             np.testing.assert_allclose(found.mean[h], k.mean(0), atol=0.1)
             k -= found.mean[h]
-            told = found.k[h] + found.rest[h]
+            known_energy = found.k[h] + found.rest[h]
             q = np.concatenate([rows("q", h * shape.n_group + g) for g in range(shape.n_group)])
-            assert told.sum() == pytest.approx(np.sum(k**2) / len(k), rel=0.03)
+            assert known_energy.sum() == pytest.approx(np.sum(k**2) / len(k), rel=0.03)
             assert found.q[h].sum() == pytest.approx(np.sum(q**2) / len(q), rel=0.03)
-            if arch == "llama":  # else biases come on top of what keys and queries share
+            if arch == "llama":  # else biases are added to the common part of keys and queries
                 both = np.sqrt(np.mean(k**2, 0) * np.mean(q**2, 0))
-                np.testing.assert_allclose(told / told.sum(), both / both.sum(), rtol=0.25)
+                np.testing.assert_allclose(known_energy / known_energy.sum(), both / both.sum(), rtol=0.25)
 
 
-def test_the_stream_is_found_where_weights_read_it(tiny_model: Models) -> None:
-    """Matrices that are large in a few directions of the stream: these get what is not white."""
+def test_stream_energy_follows_large_weights(tiny_model: Models) -> None:
+    """Directions in which the matrices are large get the energy of the stream that is not white."""
     rng = np.random.default_rng(1)
     with Gguf(tiny_model("llama")) as base:
         n = int(base.get("llama.embedding_length"))
@@ -147,8 +147,8 @@ def test_partial_rotation(tiny_model: Models) -> None:
     assert partner.tolist() == [4, 5, 6, 7, 0, 1, 2, 3, *range(8, 32)]
 
 
-def test_norms_of_heads_take_the_size_away(tiny_model: Models) -> None:
-    """Qwen3: keys are normalized and weighted behind their projection, whatever its size."""
+def test_head_norms_cancel_the_scale_of_the_projection(tiny_model: Models) -> None:
+    """Qwen3 normalizes and weights keys after their projection, so the projection's size does not matter."""
     rng = np.random.default_rng(2)
     weight = rng.uniform(0.5, 2.0, 32)
     with Gguf(tiny_model("qwen2")) as base:
@@ -180,7 +180,7 @@ def test_fused_matrices_are_those_apart(tiny_model: Models) -> None:
 
 
 #
-# what is planned
+# plans
 #
 
 
@@ -218,10 +218,10 @@ def test_any_model_gets_bases(tiny_model: Models, arch: str) -> None:
     ("arch", "dims"),
     [("llama", {}), ("llama", {"head_size": 56}), ("qwen2", {"head_size": 80}), ("gemma4", {}), ("deepseek2", {})],
 )
-def test_bases_count_as_they_are_held(
+def test_bytes_of_bases_match_libsubkv(
     tiny_model: Models, tmp_path: Path, arch: str, dims: dict[str, Any], kv_bits: float
 ) -> None:
-    """In bytes: libsubkv says so of what it has read."""
+    """In bytes, as libsubkv reports them after loading."""
     context = 1 << 20
     result = datafree.sidecar(tiny_model(arch, **dims), tmp_path / "out.gguf", options(kv_bits))
     elements = sum(layer.shape.n_head_kv * layer.shape.d_k for layer in result.layers)
@@ -256,8 +256,8 @@ def test_weights_of_zeros(tiny_model: Models, side: str) -> None:
     assert not result.notes
 
 
-def test_a_budget_ends_alike_in_all_heads(tiny_model: Models) -> None:
-    """No head is known to matter more: the narrowest and the widest differ by one group, or where its pairs do."""
+def test_all_heads_get_equal_budgets(tiny_model: Models) -> None:
+    """No head is known to matter more: the narrowest and the widest differ by at most one group of bits."""
     result = datafree.bases_from_weights(tiny_model("llama", n_layer=4), options(5.0))
     bits = [sum(n * b for n, b in head.v.bands) for layer in result.layers for head in layer.heads]
     assert max(bits) - min(bits) <= 8
@@ -290,17 +290,17 @@ def test_large_key_biases_cost_little(tiny_model: Models, pairs: list[int]) -> N
             keys = x @ base.tensor("blk.0.attn_k.weight", "").T + model.tensors["blk.0.attn_k.bias"]
             lost.append(0.0)
             for h, head in enumerate(layer.heads):
-                k = turned(keys[:, d * h : d * h + d], position, d, False).astype(np.float32)
+                k = rotated(keys[:, d * h : d * h + d], position, d, False).astype(np.float32)
                 lost[-1] += float(np.mean((k - predict.reconstructed(k, head.k)) ** 2))
     assert lost[1] < 4.0 * lost[0]
 
 
 #
-# what is written
+# files
 #
 
 
-def test_sidecar_says_where_it_comes_from(tiny_model: Models, tmp_path: Path) -> None:
+def test_sidecar_names_its_origin(tiny_model: Models, tmp_path: Path) -> None:
     first, second = tmp_path / "a.gguf", tmp_path / "b.gguf"
     result = datafree.sidecar(tiny_model("llama"), first)
     datafree.sidecar(tiny_model("llama"), second)
@@ -347,7 +347,7 @@ def test_refused_models(tiny_model: Models, tmp_path: Path) -> None:
 
 
 def test_latent_attention(tiny_model: Models, tmp_path: Path) -> None:
-    """One row per token, whose first bands are the latent's alone; read back as written."""
+    """One row per token, whose first bands cover only the latent; the file reads back unchanged."""
     result = datafree.sidecar(tiny_model("deepseek2"), tmp_path / "out.gguf", options(5.0))
     described = metadata.read(tmp_path / "out.gguf")
     assert described["version"] == 4

@@ -62,7 +62,7 @@ def base(model: Path) -> Iterator[Gguf]:
 
 
 def test_one_command_prepares(model: Path, cache_home: Path) -> None:
-    """The sidecar comes out, is found without being named, and costs less than bases of the weights alone."""
+    """The command writes the sidecar, which is found automatically and costs less than data-free bases."""
     arguments = ["-c", "128", "--chunks", "6", "-t", "1", "--n-recent", "16", "--minutes", "0", *BITS]
     result = CliRunner().invoke(convert, [str(model), *arguments])
     assert result.exit_code == 0, result.output
@@ -81,19 +81,19 @@ def test_one_command_prepares(model: Path, cache_home: Path) -> None:
     assert 0.0 < ours < 0.5 * theirs
 
 
-def check_bytes(said: str, sidecar: Path, row: int) -> None:
-    """One row of 48 elements in each of two layers, which is what an f16 cache holds of a token, too."""
-    assert f"bytes per token: {row} (f16: {2 * 2 * 48})" in said
-    assert f" instead of {1000000 * 2 * 2 * 48 / 2**20:.1f} MiB in f16" in said
-    rows = [line.split() for line in said.splitlines() if line.split()[:1] in (["0"], ["1"])]
+def check_bytes(table: str, sidecar: Path, row: int) -> None:
+    """Both layers have one row of 48 elements per token, as with an f16 cache."""
+    assert f"bytes per token: {row} (f16: {2 * 2 * 48})" in table
+    assert f" instead of {1000000 * 2 * 2 * 48 / 2**20:.1f} MiB in f16" in table
+    rows = [line.split() for line in table.splitlines() if line.split()[:1] in (["0"], ["1"])]
     assert sum(int(cells[5]) for cells in rows) == row and all(cells[3:5] == ["-", "-"] for cells in rows)
-    sentence = next(line for line in said.splitlines() if line.startswith("a context of"))
+    sentence = next(line for line in table.splitlines() if line.startswith("a context of"))
     shown = CliRunner().invoke(inspect, [str(sidecar)])
     assert shown.exit_code == 0 and f"bytes per token: {row} (f16: 192)" in shown.output
     assert sentence.partition(" MiB in f16")[0].partition("instead")[2] in shown.output
 
 
-def test_bits_follow_what_matters(base: Gguf, calibration: Calibration) -> None:
+def test_important_coefficients_get_more_bits(base: Gguf, calibration: Calibration) -> None:
     """The first coefficients of a decaying latent get more bits; a full-rank basis loses nothing but codes."""
     fit = Fit(base, calibration, Options(window=WINDOW, bpe_context=1000000))
     layers, _ = fit.code(fit.plan(4.0))
@@ -110,8 +110,10 @@ def test_bits_follow_what_matters(base: Gguf, calibration: Calibration) -> None:
         np.testing.assert_allclose(predict.reconstructed(x[:, :32], layer.heads[0].v), x[:, :32], atol=0.02)
 
 
-def test_what_outweighs_a_row_stands_apart(base: Gguf, calibration: Calibration) -> None:
-    """A direction of 10^6 times the energy, as a latent's mean has, in a band of 8 bits would set the others' step."""
+def test_a_dominant_direction_gets_a_16_bit_band(base: Gguf, calibration: Calibration) -> None:
+    """A direction with 10^6 times the energy, such as a latent's mean, would set the step of all others in an 8-bit
+    band.
+    """
     stats = calibration.layers[0]
     moment = stats.k2.copy()
     moment[0, 5, 5] += 1e6 * np.trace(moment[0])
@@ -135,7 +137,7 @@ def test_no_row_has_more_bands_than_fit() -> None:
 
 
 def test_predictions_price_one_row_twice(base: Gguf, calibration: Calibration) -> None:
-    """An error in the latent costs what it does as a key and as a value; stock types are not rotated."""
+    """An error in the latent counts as a key and as a value; stock types are not rotated."""
     fit = Fit(base, calibration, Options(window=WINDOW, bpe_context=1000000))
     errors = [fit.error(fit.code(fit.plan(bits))[0]) for bits in (3.0, 4.0, 6.0)]
     assert errors[0] > 2 * errors[1] > 4 * errors[2] > 0
@@ -174,8 +176,8 @@ def test_metrics_are_those_of_the_product_of_both_weights(base: Gguf, calibratio
         np.testing.assert_allclose(found[side], matrix, rtol=1e-3, atol=1e-4 * np.abs(matrix).max())
 
 
-def test_a_row_costs_alike_in_all_coefficients(base: Gguf, calibration: Calibration) -> None:
-    """As its one scale is the one of least squared error."""
+def test_all_coefficients_of_a_row_cost_the_same(base: Gguf, calibration: Calibration) -> None:
+    """Because a row has one scale, which minimizes the squared error."""
     joint = Fit(base, calibration, Options(window=WINDOW, bpe_context=1000000)).layers[0]
     assert isinstance(joint, latent.Fitted)
     prices = []
@@ -185,8 +187,8 @@ def test_a_row_costs_alike_in_all_coefficients(base: Gguf, calibration: Calibrat
     np.testing.assert_allclose(prices, np.median(prices), rtol=0.1)
 
 
-def test_what_nothing_reads_is_worth_nothing(base: Gguf, calibration: Calibration) -> None:
-    """Directions of a latent that no head looks at: not a coefficient's worth of bits, whatever they hold."""
+def test_unread_directions_get_no_bits(base: Gguf, calibration: Calibration) -> None:
+    """Directions of a latent that no head reads get no bits, whatever their energy."""
     fit = Fit(base, calibration, Options(window=WINDOW, bpe_context=1000000))
     cost, read = fit.layers[0].cost, np.arange(32) >= 8
     blind = replace(cost, k=cost.k.copy(), v=cost.v * read * read[:, None])
@@ -224,8 +226,8 @@ def test_noise_in_a_row_moves_keys_and_values(model: Path, base: Gguf, calibrati
         assert chunk.kld((il, "k"), chunk.view(il, "k").astype(np.float32) + error[: chunk.start]) > 1e-4
 
 
-def test_positions_turn_what_is_behind_the_latent(model: Path, base: Gguf) -> None:
-    """A key 100 positions later is the same key, rotated as the calibration is spread."""
+def test_positions_rotate_the_part_after_the_latent(model: Path, base: Gguf) -> None:
+    """A key 100 positions later is the same key, rotated like the calibration's keys."""
     tokens = [int(t) for t in np.random.default_rng(6).integers(40, 130, 8)]
     turn = rotation(base, 48)
     assert turn is not None and not turn.omega[:32].any() and turn.omega[32:].all()

@@ -169,8 +169,8 @@ def test_ranks_that_do_not_fit_are_refused() -> None:
             check_rank(bad, 64, 0)
 
 
-def test_what_a_smaller_window_leaves() -> None:
-    """All of the readings of near cells without a window, none with the measured one, few with half of it."""
+def test_near_share_of_a_smaller_window() -> None:
+    """The share of near cells: all without a window, none with the measured window, few with half of it."""
     shares = [near_share(n, 128) for n in (0, 1, 8, 32, 64, 127, 128, 500)]
     assert shares[0] == 1.0 and shares[-2:] == [0.0, 0.0]
     assert shares == sorted(shares, reverse=True)
@@ -185,7 +185,7 @@ def test_what_a_smaller_window_leaves() -> None:
     usual=st.floats(1.01, 4.0),
 )
 def test_the_first_step_within_a_target(falls: list[float], target: float, first: int, usual: float) -> None:
-    """Whatever errors do between steps, down to 0 and up to infinity, and in few looks."""
+    """For any decreasing errors, zeros and infinities included, and with few evaluations."""
     errors = list(np.exp(100.0 - np.cumsum(falls))) if falls else []
     errors[: len(errors) // 10] = [math.inf] * (len(errors) // 10)
     errors[len(errors) - len(errors) // 10 :] = [0.0] * (len(errors) // 10)
@@ -201,8 +201,8 @@ def test_the_first_step_within_a_target(falls: list[float], target: float, first
     assert len(set(looked)) == len(looked) <= 3 * len(errors).bit_length()
 
 
-def test_a_usual_fall_needs_few_looks() -> None:
-    """As the default budget looks for: four times less with every bit, in steps of a twentieth."""
+def test_a_usual_decrease_needs_few_evaluations() -> None:
+    """As in the search for the default budget: errors fall to a quarter per bit, in steps of a twentieth."""
     looked = []
 
     def error(step: int) -> float:
@@ -214,5 +214,5 @@ def test_a_usual_fall_needs_few_looks() -> None:
     assert step is not None and error(step) <= 0.002 < error(step - 1)
 
 
-def test_a_search_ends_where_errors_cannot_be_told() -> None:
+def test_a_search_ends_without_error_estimates() -> None:
     assert first_within(1.0, 0, 9, 2.0, lambda _step: None) is None

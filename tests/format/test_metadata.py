@@ -47,7 +47,7 @@ def nearly_in_bytes(row: int) -> list[Layer]:
 
 
 def steps() -> list[Layer]:
-    """From the smallest half to one that takes all bits; entries have other whole multiples in common, too."""
+    """Rows in multiples of halves, from the smallest to one that uses all bits; some have further common multiples."""
     layers = writer.random_layers(1, 1, 16, 16, [(16, 4)], [(8, 4)], kind="bytes")
     multiples = np.array([[64, 32], [90, 45], [100, 1], [120, 60], [126, 21], [127, 127], [105, 35], [96, 72]])
     half_steps = 2.0**-24 * np.array([1, 3]), np.array([1023 * 2.0**-10, 2047 * 2.0**-5])
@@ -58,7 +58,7 @@ def steps() -> list[Layer]:
 
 
 def mixed() -> list[Layer]:
-    """Two layers whose heads differ in rank and bands."""
+    """Two layers with heads of different ranks and bands."""
     rng = np.random.default_rng(5)
     bands: list[Bands] = [[(8, 8)], [(16, 6), (8, 3)], [(64, 4)], [(8, 16), (24, 5), (32, 2)]]
     sides = [[[writer.head(rng, 64, b) for b in order] for order in (bands, bands[::-1])] for _ in range(2)]
@@ -146,12 +146,12 @@ def test_fingerprint_follows_its_definition(name: str, tmp_path: Path) -> None:
     assert layout.fingerprint == fingerprint(keys, layers)
 
 
-def test_fingerprint_binds_what_decodes_a_cell(tmp_path: Path) -> None:
-    seen = set()
+def test_fingerprint_covers_all_decoding_data(tmp_path: Path) -> None:
+    fingerprints = set()
 
     def add(keys: writer.Keys) -> int:
-        seen.add(native.load(writer.write(tmp_path / "a.gguf", keys)).fingerprint)
-        return len(seen)
+        fingerprints.add(native.load(writer.write(tmp_path / "a.gguf", keys)).fingerprint)
+        return len(fingerprints)
 
     layers = writer.random_layers()
     assert add(writer.metadata(layers)) == 1

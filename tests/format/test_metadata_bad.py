@@ -47,7 +47,7 @@ def refusal(path: Path) -> str:
 
 
 def refusal_of(tmp_path: Path, **changed: tuple[T, Any]) -> str:
-    """The same for a valid file with some keys changed; double underscores stand for dots."""
+    """The message about a valid file with some keys changed; double underscores replace dots."""
     keys = KEYS | {name.replace("__", "."): value for name, value in changed.items()}
     return refusal(writer.write(tmp_path / "a.gguf", keys))
 

@@ -71,9 +71,9 @@ def test_pairs_of_a_fourth_position_do_not_turn_in_text(
         own = base.get
         known = {"general.architecture": arch, f"{arch}.rope.dimension_sections": sections}
         monkeypatch.setattr(base, "get", lambda key: known.get(key) or own(key))
-        turned = pairs(base, 32)
-    assert turned is not None
-    assert np.flatnonzero(turned.omega[16:] == 0.0).tolist() == still
+        rotated = pairs(base, 32)
+    assert rotated is not None
+    assert np.flatnonzero(rotated.omega[16:] == 0.0).tolist() == still
 
 
 def test_a_calibration_of_the_trained_context_stays(tiny_model: Callable[..., Path]) -> None:

@@ -1,4 +1,4 @@
-"""Calibrations that are interrupted: the sums of two runs are those of one, wherever the first was cut."""
+"""Interrupted calibrations: the sums of two runs equal those of one, wherever the first run ended."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def same(found: Calibration, expected: Calibration) -> None:
             np.testing.assert_allclose(getattr(a, name), getattr(b, name), rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_where_runs_may_be_cut() -> None:
+def test_positions_of_cuts() -> None:
     chunks, _ = plan_chunks([(1,) * N_CTX] * 5, 4, 2)  # every second one is sampled
     assert [cut for *_, cut in plan_batches(chunks)] == [False, True, True, False, True, True, True, False, True, True]
     chunks, _ = plan_chunks([(1,) * N_CTX] * 2, 4, 2)
@@ -74,7 +74,7 @@ def test_two_runs_are_one() -> None:
         assert again <= 1, "of what was done, only the start of its chunk is decoded again"
 
 
-def test_sums_of_another_file_are_not_gone_on_from() -> None:
+def test_sums_of_another_file_are_not_resumed() -> None:
     whole, expected = run()
     first = Cut(4)
     with pytest.raises(KeyboardInterrupt):
@@ -86,7 +86,7 @@ def test_sums_of_another_file_are_not_gone_on_from() -> None:
     assert len(session.batches) == len(whole.batches)
 
 
-def test_interrupts_write_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupts_save_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decode = FakeSession.decode
     presses = iter([False] * 4 + [True])
 
@@ -110,7 +110,7 @@ def test_interrupts_write_what_is_done(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(tmp_path.iterdir())
 
 
-def test_checkpoints_come_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_written_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "EVERY", 0.0)
     with Checkpoints(tmp_path / "c") as checkpoints:
         run(checkpoints)

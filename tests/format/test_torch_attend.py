@@ -31,12 +31,12 @@ def random(*shape: int, seed: int = 0) -> Any:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def written_out(q: Any, k: Any, v: Any, seen: Any, how: Logits) -> Any:
-    """k, v [b, h, n, t, d]: as query n sees cell t; seen [b, n, t]. Returns [b, n, n_head, d]."""
+def written_out(q: Any, k: Any, v: Any, visible: Any, how: Logits) -> Any:
+    """k, v [b, h, n, t, d]: cell t for query n; visible [b, n, t]. Returns [b, n, n_head, d]."""
     logits = how.scale * torch.einsum("bhgnd,bhntd->bhgnt", q.unflatten(1, (N_KV, GROUP)), k)
     if how.softcap is not None:
         logits = how.softcap * torch.tanh(logits / how.softcap)
-    logits = logits.masked_fill(~seen[:, None, None], -torch.inf)
+    logits = logits.masked_fill(~visible[:, None, None], -torch.inf)
     if how.sinks is not None:
         extra = how.sinks.view(1, N_KV, GROUP, 1, 1).expand(*logits.shape[:-1], 1)
         logits = torch.cat([logits, extra], -1)
@@ -49,18 +49,18 @@ def written_out(q: Any, k: Any, v: Any, seen: Any, how: Logits) -> Any:
 def test_ordinary_layers(how: Logits, padded: bool) -> None:
     n = 20
     q, k, v = random(2, N_KV * GROUP, n, D), random(2, N_KV, T, D, seed=1), random(2, N_KV, T, D, seed=2)
-    seen = (torch.arange(T) <= torch.arange(T - n, T)[:, None]).repeat(2, 1, 1)
-    seen[0, :, : 75 * padded] = False  # the first queries of row 0 see nothing then
-    as_seen = (x[:, :, None].expand(-1, -1, n, -1, -1) for x in (k, v))
-    want = written_out(q, *as_seen, seen, how)
-    torch.testing.assert_close(attend_exact(q, k, v, seen if padded else None, how), want, atol=1e-5, rtol=1e-5)
+    visible = (torch.arange(T) <= torch.arange(T - n, T)[:, None]).repeat(2, 1, 1)
+    visible[0, :, : 75 * padded] = False  # the first queries of row 0 see nothing then
+    per_query = (x[:, :, None].expand(-1, -1, n, -1, -1) for x in (k, v))
+    want = written_out(q, *per_query, visible, how)
+    torch.testing.assert_close(attend_exact(q, k, v, visible if padded else None, how), want, atol=1e-5, rtol=1e-5)
 
 
 @each("how", HOW)
 @each("n_recent", [0, 1, 13, 200])
 @each("n", [1, 40, T])
 def test_coded_layers(how: Logits, n_recent: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every query sees the first cells and its last ones exactly, all others as they are reconstructed."""
+    """Every query reads the first and the last cells exactly, and all others decoded."""
     monkeypatch.setattr(torch_attend, "TILE", 32)
     monkeypatch.setattr(torch_attend, "QUERIES", 16)
     out, want = coded(torch_attend.attend, how, n_recent, n, 0.1)
@@ -80,7 +80,7 @@ def test_coded_layers_through_triton(how: Logits, n_recent: int, n: int, monkeyp
 
 
 def coded(attend: Any, how: Logits, n_recent: int, n: int, size: float) -> tuple[Any, Any]:
-    """What `attend` makes of queries of this size, and what it should."""
+    """The output of `attend` for queries of this size, and the expected output."""
     heads = [heads_of(seed, [((16, 5), (16, 3)), ((24, 8),)]) for seed in (0, 1)]
     codec_k = RowCodec(heads[0], np.random.default_rng(0).permutation(D), [0.9, 1.1])
     codec_v = RowCodec(heads[1], np.arange(D), [1.0, 1.0])
@@ -92,10 +92,10 @@ def coded(attend: Any, how: Logits, n_recent: int, n: int, size: float) -> tuple
     held = min(T, n + n_recent)
     cells = Cells(codec_k, codec_v, *rows, *sinks, k[:, :, T - held :], v[:, :, T - held :], start, T, n_recent)
     i, j = torch.arange(T - n, T)[:, None], torch.arange(T)
-    seen = (j <= i) & (j >= start[:, None, None])
+    visible = (j <= i) & (j >= start[:, None, None])
     exact = ((j > i - n_recent) | (j < (start + n_sink)[:, None, None]))[:, None, :, :, None]
     k_hat = codec_k.gamma[:, None, None] * (codec_k.decode(rows[0]) @ codec_k.decode_basis) + codec_k.mean[:, None]
     v_hat = codec_v.decode(rows[1]) @ codec_v.decode_basis
-    as_seen = (torch.where(exact, a[:, :, None], b[:, :, None]) for a, b in ((k, k_hat), (v, v_hat)))
-    want = written_out(q, *as_seen, seen, how)
-    return attend(q, cells, seen, how), want
+    per_query = (torch.where(exact, a[:, :, None], b[:, :, None]) for a, b in ((k, k_hat), (v, v_hat)))
+    want = written_out(q, *per_query, visible, how)
+    return attend(q, cells, visible, how), want

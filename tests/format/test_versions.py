@@ -51,8 +51,8 @@ def test_doctor_tells_the_readers_versions() -> None:
 
 def test_the_page_has_the_same_table() -> None:
     rows = [line.split("|") for line in (REPO / "docs/format.md").read_text().splitlines() if line.startswith("| ")]
-    told = {row[1].strip(): row[3].strip() for row in rows if len(row) > 5}
-    assert {name: told.get(name) for name in FORMATS} == {
+    reported = {row[1].strip(): row[3].strip() for row in rows if len(row) > 5}
+    assert {name: reported.get(name) for name in FORMATS} == {
         name: ", ".join(map(str, kind.versions)) for name, kind in FORMATS.items()
     }
 

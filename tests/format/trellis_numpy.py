@@ -130,7 +130,9 @@ class Path:
         return out
 
     def decode(self, codes: U8, scale: F32, c: F32) -> None:
-        """Coefficients of the path to c [n, rank], from codes [n, rank] and scales [n]; others stay."""
+        """Writes the coefficients of the path to c [n, rank], from codes [n, rank] and scales [n]; others stay
+        unchanged.
+        """
         since = 0
         for t, (j, bits, step, first) in enumerate(self.places):
             since = 0 if first else since + 1

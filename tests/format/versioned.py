@@ -1,5 +1,5 @@
-"""Files of every format version, in tests/format/versions: `python tests/format/versioned.py` makes
-those of today's versions that are not there yet. A file that is there is never made anew: it is of a released version.
+"""Files of every format version, in tests/format/versions. `python tests/format/versioned.py` writes the missing files
+of today's versions. It never rewrites a file, because it belongs to a released version.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Head:
         return 1 + sum(n * bits // 8 for n, bits in self.bands)
 
     def held_bytes(self, key: bool) -> int:
-        """What the native reader holds of it: E, D, and of a key head with a mean that mean and an offset."""
+        """Bytes in the native reader: E, D, and the mean and an offset of a key head with a mean."""
         centred = key and self.mean is not None and bool(self.mean.any())
         bases = matrix_bytes(self.encode) + matrix_bytes(self.decode)
         return bases + (2 * self.encode.shape[1] + 4 * self.rank) * centred
@@ -99,7 +99,7 @@ def in_bytes(row: npt.NDArray[np.float16]) -> bool:
 
 
 def matrix_bytes(matrix: npt.NDArray[np.float16]) -> int:
-    """What the native reader holds of E or D [r, d]: halves, but of its last groups of 8 rows that allow it bytes."""
+    """Bytes in the native reader of E or D [r, d]: halves; its last groups of 8 rows use bytes where possible."""
     first = max((i + 1 for i, row in enumerate(matrix) if not in_bytes(row)), default=0)
     first = -(-first // 8) * 8
     return 2 * matrix[:first].size + matrix[first:].size + 2 * len(matrix[first:])

@@ -1,4 +1,4 @@
-// libfuzzer.cpp: one target as libFuzzer wants it. -DFUZZ_TARGET="name"
+// libfuzzer.cpp: the entry point of libFuzzer for one target. -DFUZZ_TARGET="name"
 #include "targets.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t n) {

@@ -1,7 +1,7 @@
 // state.cpp: states of a context, as llama_state_seq_set_data and llama_state_set_data take them.
 //
-// SUBKV_FUZZ_MODEL: a folder of model.gguf and its layout.gguf (tests/fuzz/state_models.py writes it). SUBKV_FUZZ_ADAPT=1:
-// its bases follow the text.
+// SUBKV_FUZZ_MODEL: a folder of model.gguf and its layout.gguf (tests/fuzz/state_models.py writes it).
+// SUBKV_FUZZ_ADAPT=1: use adaptive bases.
 #include "llama.h"
 #include "subkv.h"
 #include "targets.h"
@@ -133,8 +133,8 @@ public:
 
     int32_t last(int32_t seq) const { return llama_memory_seq_pos_max(memory, seq); }
 
-    // The two texts, whatever was there before. Where that was `changed`, what is decoded next must be what it was the
-    // first time; a state that is refused may empty sequences and nothing else.
+    // Restores the two texts. If the earlier input `changed` a sequence, decoding must give the first results again. A
+    // refused state may only leave its sequences unchanged or empty.
     void begin() {
         if (!changed) {
             if (last(0) != N_TOKENS - 1 || last(1) != N_OTHER - 1) {
@@ -180,7 +180,7 @@ public:
         return out;
     }
 
-    // The input whose forged state is the valid one.
+    // The input that forge() turns into the valid state.
     Bytes parts(int kind) const {
         const Bytes & state  = valid[kind];
         const auto    magic  = std::search(state.begin(), state.end(), MAGIC, MAGIC + 8);
@@ -231,7 +231,7 @@ void run_state(const uint8_t * data, size_t n) {
     const int   kind = data[0] & (PARTIAL | WHOLE);
     const Bytes rest(data + 1, data + n);
     if (data[0] == (WHOLE | AS_IT_IS) && value_at<uint32_t>(rest, 0) > rest.size()) {
-        return; // llama.cpp asks for the memory of an architecture's name before it looks whether there is one
+        return; // llama.cpp allocates the memory of an architecture's name before it checks the size
     }
     e.begin();
     const bool taken = e.restore(kind, data[0] & AS_IT_IS ? rest : e.forge(kind, rest));
@@ -245,7 +245,7 @@ void run_state(const uint8_t * data, size_t n) {
         const Bytes again = e.save(kind);
         EXPECT(e.restore(kind, again) && e.save(kind) == again);
     }
-    // decoding takes ten times as long as refusing: some of what was refused is checked so
+    // decoding takes ten times as long as a refusal, so only one refused state in 16 is checked
     e.changed = taken || checksum(rest) % 16 == 0;
     for (int32_t seq = 0; e.changed && seq < 2; ++seq) {
         e.decode(seq, e.last(seq) + 1, 1);

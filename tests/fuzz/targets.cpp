@@ -1,4 +1,4 @@
-// targets.cpp: readers of what somebody else wrote: layouts, files, and the parts of a state that are ours.
+// targets.cpp: readers of untrusted input: layouts, files, and subkv's parts of a state.
 #include "targets.h"
 
 #include "base64.h"
@@ -16,7 +16,7 @@
 
 namespace subkv {
 
-// Of the kernels only the reference is built in, none for GPUs, and nothing of the C interface, which has add_stats.
+// This build has only the reference kernels, no GPU kernels, and not the C interface that defines add_stats.
 const Ops & ops() {
     return ops_ref();
 }
@@ -52,7 +52,7 @@ void run_layout(const uint8_t * data, size_t n) {
         EXPECT(!err.empty());
         return;
     }
-    // the canonical form says the same
+    // the canonical form parses to the same layout
     const std::string      canonical = canonical_layout(layers);
     std::vector<LayerSpec> again;
     EXPECT(parse_layout(canonical, data[0], again, err) && canonical_layout(again) == canonical);
@@ -206,7 +206,7 @@ void run_window(const uint8_t * data, size_t n) {
     } catch (const std::runtime_error &) {
         return;
     }
-    // what it has taken over it can use
+    // a restored window is usable
     const int32_t seq = 0;
     window->ready({ { N_CELLS, 1, &seq, 0, N_CELLS } }, cells);
     window->can_remove(0, N_CELLS - 3, N_CELLS, cells);

@@ -1,4 +1,4 @@
-// targets.h: what is fuzzed. A target takes any bytes, and must neither crash nor keep what it refused.
+// targets.h: the fuzz targets. A target takes any bytes. It must not crash, and must not keep data that it refused.
 #pragma once
 
 #include <cstddef>
@@ -21,10 +21,10 @@ using Bytes = std::vector<uint8_t>;
 struct Target {
     const char * name;
     void (*run)(const uint8_t * data, size_t n);
-    std::vector<Bytes> (*seeds)(); // what it accepts, to begin with
+    std::vector<Bytes> (*seeds)(); // valid inputs to start from
 };
 
-// of targets.cpp or of state.cpp, one of which a program has
+// of targets.cpp or state.cpp: a program links one of them
 extern const Target TARGETS[];
 extern const size_t N_TARGETS;
 

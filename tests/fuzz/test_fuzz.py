@@ -1,6 +1,6 @@
-"""Every target of targets.cpp and state.cpp on mutations of what it accepts, under AddressSanitizer and UBSan.
+"""Every target of targets.cpp and state.cpp on mutations of valid inputs, under AddressSanitizer and UBSan.
 
-The engine that state.cpp drives is the package's own: it has sanitizers where the build has them.
+state.cpp uses the package's engine, which has sanitizers only in a sanitizer build.
 """
 
 from __future__ import annotations

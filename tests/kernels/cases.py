@@ -1,8 +1,8 @@
-"""Cases of attend and attend_exact, their answers in double and how far a version may be from them.
+"""Cases of attend and attend_exact, expected results in double, and tolerances.
 
 Tolerance of a logit: 16 eps (sum |q_j||k_j| + |bias| + softcap); of z and acc: that, plus 16 eps, times their
-magnitude (sum of weights, sum of weight * |v|). Versions with integer products also round queries and weights, by their
-table's `rounding`: errors of half that step, times what they are multiplied with (Rounded).
+magnitude (sum of weights, sum of weight * |v|). Versions with integer products also round queries and weights, by
+their table's `rounding`: errors of half that step, times the other factor (Rounded).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ROWS = [(1, 1), (1, 3), (1, 8), (2, 3), (3, 5), (5, 1), (1, 16), (17, 3), (8, 8)
 
 @dataclass
 class Rounded:
-    """Coded cells as an integer product sees them: centred codes without scale, and what goes into the other factor.
+    """Coded cells in integer products: centred codes without scale; the other factor includes the scale.
 
-    16-bit bands are not part of it.
+    16-bit bands are excluded.
     """
 
     ratio_k: o.F64  # [rank], of the queries' coefficients
@@ -42,15 +42,15 @@ class Rounded:
         bare = np.abs(values) * rounded_v / np.where(scale > 0, scale, 1.0)[:, None]
         return cls(ratio, units.sum(axis=1), scale, bare)
 
-    def logits(self, q: o.F32, seen: npt.NDArray[np.bool_]) -> o.F64:
+    def logits(self, q: o.F32, visible: npt.NDArray[np.bool_]) -> o.F64:
         """Largest error [rows] of a visible logit for a rounding of 1."""
         step = 0.5 if q.shape[1] <= 512 else 0.5 * 576 / 512
-        return step * np.abs(q * self.ratio_k).max(axis=1) * (seen * self.keys).max(axis=1, initial=0.0)
+        return step * np.abs(q * self.ratio_k).max(axis=1) * (visible * self.keys).max(axis=1, initial=0.0)
 
     def sums(self, weights: o.F64) -> o.F64:
         """Largest error [rows][rank] of acc for a rounding of 1."""
-        seen = (weights > 0).any(axis=0)
-        heaviest = weights.max(axis=1, initial=0.0) * (self.scale_v * seen).max(initial=0.0)
+        visible = (weights > 0).any(axis=0)
+        heaviest = weights.max(axis=1, initial=0.0) * (self.scale_v * visible).max(initial=0.0)
         return 0.5 * heaviest[:, None] * ((weights > 0).astype(np.float64) @ self.values)
 
 
@@ -68,7 +68,7 @@ class Case:
     rounded: Rounded | None = None  # of coded cells
 
     def check(self, state: o.State, rounding: float = 0.0) -> None:
-        """rounding: of the table that made the state."""
+        """rounding: of the table that computed the state."""
         m, z, acc, size, weight_v, weights = o.attention(
             self.q, self.k, self.v, self.bias, self.slope, self.softcap, self.shift
         )
@@ -94,7 +94,7 @@ class Case:
 
 
 def make_bias(n_tok: int, n: int, rng: np.random.Generator, extra: int) -> o.F32:
-    """Causal-looking mask with random holes; the columns beyond n are NaN: nobody may read them."""
+    """Causal-like mask with random holes; columns from n on are NaN, because no kernel may read them."""
     bias = rng.uniform(-2, 0, (n_tok, n + extra)).astype(np.float32)
     bias[:, :n][rng.random((n_tok, n)) < 0.2] = -np.inf
     for t in range(n_tok):

@@ -1,6 +1,6 @@
-// check.cpp: every version on this processor against the reference, on random layouts. For processors and systems that the
-// Python tests do not reach: test_elsewhere.py builds it for others and runs it in emulators. Prints what it did; exits
-// with 1 at the first failure.
+// check.cpp: compares every version that this processor can run with the reference, on random layouts. It serves
+// processors and systems without Python: test_elsewhere.py builds it for them and runs it in emulators. It prints the
+// number of checks and exits with 1 at the first failure.
 #include "subkv/ops.h"
 #include "subkv/recent.h"
 #include "subkv/trellis.h"
@@ -84,7 +84,7 @@ struct Head {
     }
 };
 
-// Pages of memory the last of which may not be touched; nullptr: there are none.
+// Pages of memory, the last of which must not be accessed; nullptr: no memory.
 uint8_t * fenced(size_t size, size_t page) {
 #ifdef _WIN32
     DWORD  before;

@@ -1,4 +1,4 @@
-"""Inputs of the GPU ops' tests: attention of a shape over coded cells, and the exact rows beside them."""
+"""Inputs of the GPU ops' tests: attention of a shape over coded cells, and exact rows."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Call:
         if s.blind:
             mask[:, (s.n_kv - 1) // o.TILE * o.TILE :] = -np.inf
         for rows in self.rows:
-            rows[:, s.n_kv // 2] = 255  # never seen, whatever the bytes
+            rows[:, s.n_kv // 2] = 255  # masked, with any bytes
         self.mask = mask
         self.tokens = np.zeros((self.n_tok, 4), np.int32)
         self.tokens[:, 0] = np.where(in_picture, -1, self.pos)
@@ -137,7 +137,7 @@ class Call:
         return self.heads.slope[h * self.shape.group : (h + 1) * self.shape.group]
 
     def vectors(self, value: bool, stream: int, h: int) -> o.F64:
-        """Coefficients of a head's cells, zeros where nobody sees them."""
+        """Coefficients of a head's cells; zeros in cells that no token sees."""
         stored = value and not self.latent
         side = self.sides[stored]
         rows = self.rows[stored][stream].copy()

@@ -116,9 +116,9 @@ class Library:
         return o.Ops.from_address(self.lib.subkv_ops_table(0))
 
     def rounding(self, decodes: bool, latent: bool, width: int) -> str | None:
-        """To what attend rounds queries and weights: "bytes" (two each) or "halves"; None: it does not.
+        """The form to which attend rounds queries and weights: "bytes" (two each) or "halves"; None: no rounding.
 
-        decodes: CUDA's decode kernel takes the call. width: coefficients of the largest head.
+        decodes: CUDA's decode kernel runs the call. width: coefficients of the largest head.
         """
         return "bytes" if decodes else "halves"
 
@@ -158,7 +158,7 @@ def build_emulated(folder: Path) -> Library:
 
 
 def build_ref(folder: Path, name: str = "libref.so", *flags: str) -> Path:
-    """The reference alone, as ops.py takes it from SUBKV_TEST_LIB."""
+    """Builds the reference kernels, which ops.py loads from SUBKV_TEST_LIB."""
     built = objects(REF, ["-std=c++17", "-O2", "-fPIC", *flags, *INCLUDE], folder)
     return linked(folder / name, built, ["-shared"])
 

@@ -1,4 +1,4 @@
-"""Layers of several KV heads whose bands differ, as in planned layouts: a cell's row holds those of all heads."""
+"""Layers of several KV heads with different bands, as in planned layouts: a cell's row holds those of all heads."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Side:
     def to_tiles(self, rows: o.U8) -> o.U8:
         """Tiles of all heads [n_tiles][TILE * (row_bytes + extra)] of rows [n][row_bytes + extra].
 
-        Cells beyond n and what belongs to no head hold anything.
+        Cells beyond n and bytes of no head are random.
         """
         shape = (-(-len(rows) // o.TILE), o.TILE * rows.shape[1])
         out = np.random.default_rng(len(rows)).integers(0, 256, shape, np.uint8)

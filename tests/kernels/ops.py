@@ -1,6 +1,6 @@
 """ctypes mirror of kernels/include/subkv/ops.h and independent numpy definitions of rows and attention.
 
-Cases are made of rows, [n][row_bytes] and perhaps more; what calls an op lays them out as tiles (tiles.py).
+Cases consist of rows, [n][>= row_bytes]; the functions that call an op convert them to tiles (tiles.py).
 """
 
 from __future__ import annotations
@@ -227,7 +227,8 @@ def make_head(
 ) -> Head:
     """Random basis and ratios; with `orthonormal`, E is the first rows of the identity (coefficients = inputs).
 
-    subtracted: the codec's offset [rank]. value: the side. latent: of a latent layer, every lane a path of its own.
+    subtracted: the codec's offset [rank]. value: the side. latent: of a latent layer, where every lane is a separate
+    path.
     """
     rank = sum(n for n, _ in layout)
     assert rank <= d
@@ -310,7 +311,7 @@ def random_rows(head: Head, n: int, rng: np.random.Generator) -> U8:
 def to_tiles(head: Head, rows: U8, extra: int = 0) -> U8:
     """Tiles [n_tiles][TILE * row_bytes + extra] of rows [n][>= row_bytes].
 
-    Cells beyond n and the bytes between tiles, where other heads' would lie, hold anything.
+    Cells beyond n and the bytes between tiles, which may belong to other heads, are random.
     """
     n_tiles = -(-len(rows) // TILE)
     anything = np.random.default_rng(len(rows))
@@ -327,9 +328,9 @@ def to_rows(head: Head, laid_out: U8) -> U8:
 
 
 def encode(ops: Ops, head: Head, x: F32, cells: list[int], rows: U8, ldx: int | None = None, extra: int = 0) -> int:
-    """x [n][ldx] into rows [> max(cells)][>= row_bytes] by way of tiles, `extra` bytes apart -> rows not finite.
+    """x [n][ldx] into rows [> max(cells)][>= row_bytes] through tiles that are `extra` bytes apart -> rows not finite.
 
-    Nothing but those cells changes.
+    Other cells stay unchanged.
     """
     laid_out = to_tiles(head, rows, extra)
     before = laid_out.copy()
@@ -377,7 +378,7 @@ def attend(
 ) -> None:
     """q [n_tok*n_group][rank]; shift [n_tok*n_group]; bias [n_tok][>= n_cells]; rows [n_cells][>= row_bytes].
 
-    Updates state. extra: bytes between tiles of keys, twice as many between those of values.
+    Updates state. extra: bytes between tiles of keys; twice that between tiles of values.
     """
     laid_out = to_tiles(k, k_rows, extra), to_tiles(v, v_rows, 2 * extra)
     attend_tiles(ops, k, v, *laid_out, len(k_rows), q, bias, slope, softcap, state, shift)

@@ -1,8 +1,8 @@
-"""Executes a kernel of PTX on a CPU, as nvcc makes it, and counts its instructions: those that attend_decode has.
+"""Executes a PTX kernel from nvcc on a CPU and counts its instructions. It implements those of attend_decode.
 
-A warp's registers are arrays of 32 numbers. Of lanes at different places those furthest back go first. Global memory
-is the process's own, shared memory an array; copies to it arrive at once. Products of tensor cores have the fragments
-of the PTX ISA (mma m8n8k16, m16n8k16 and m16n8k32 of bytes).
+A warp's registers are arrays of 32 numbers. If lanes diverge, those at the earliest instruction run first. Global
+memory is the process's memory, and shared memory is an array; copies to it complete immediately. Tensor core products
+use the fragments of the PTX ISA (mma m8n8k16, m16n8k16 and m16n8k32 of bytes).
 """
 
 from __future__ import annotations

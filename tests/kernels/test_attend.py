@@ -115,7 +115,7 @@ def test_shift_is_added_before_the_cap(table: o.Ops, layout: o.Layout, softcap: 
 
 @each("rows", [(1, 3), (6, 3)])
 @each("layout", [MIXED[0], MIXED[4]])
-def test_nothing_visible_keeps_the_state(table: o.Ops, layout: o.Layout, rows: tuple[int, int]) -> None:
+def test_without_visible_cells_the_state_stays(table: o.Ops, layout: o.Layout, rows: tuple[int, int]) -> None:
     k, v = pair(layout, layout)
     case, k_rows, v_rows = make_case(k, v, 150, rows, 6)
     state = o.State.start(len(case.q), v.rank)
@@ -135,7 +135,7 @@ def test_nothing_visible_keeps_the_state(table: o.Ops, layout: o.Layout, rows: t
 @each("rows", [(4, 3), (7, 2), (20, 1)])
 @each("layout", [MIXED[0], MIXED[4]])
 def test_tokens_of_several_sequences(table: o.Ops, layout: o.Layout, rows: tuple[int, int]) -> None:
-    """Each token looks at tiles of its own, as sequences do that share a cache, and every fifth at none."""
+    """Each token sees different tiles, as sequences that share a cache do; every fifth token sees none."""
     k, v = pair(layout, MIXED[2])
     case, k_rows, v_rows = make_case(k, v, 600, rows, 17)
     tile = np.arange(600) // 64
@@ -157,7 +157,7 @@ def test_other_rows_of_a_call_and_hidden_steps_change_no_bit(
     n, n_group = 700, rows[1]
     case, k_rows, v_rows = make_case(k, v, n, rows, 23, softcap=8.0, shift=2.0)
     assert case.shift is not None
-    for t in range(rows[0]):  # tokens whose cells begin and end in different steps, and hold different scales
+    for t in range(rows[0]):  # cells of the tokens begin and end in different steps, and have different scales
         case.bias[t, : 100 * (t % 5)] = -np.inf
         case.bias[t, n - 40 * (t % 4) : n] = -np.inf
     together = o.State.start(len(case.q), v.rank)
@@ -166,11 +166,11 @@ def test_other_rows_of_a_call_and_hidden_steps_change_no_bit(
         own = slice(t * n_group, (t + 1) * n_group)
         first = 100 * (t % 5) // 256 * 256
         alone = o.State.start(n_group, v.rank)
-        seen = slice(first, n - 40 * (t % 4))
+        part = slice(first, n - 40 * (t % 4))
         bias = case.bias[t : t + 1, first:].copy()
         shift = case.shift[own].copy()
         o.attend(
-            table, k, v, k_rows[seen], v_rows[seen], case.q[own].copy(), bias, case.slope, 8.0, alone, shift, extra=64
+            table, k, v, k_rows[part], v_rows[part], case.q[own].copy(), bias, case.slope, 8.0, alone, shift, extra=64
         )
         assert np.array_equal(alone.m, together.m[own])
         assert np.array_equal(alone.z, together.z[own])
@@ -234,8 +234,8 @@ def test_sums_do_not_overflow(table: o.Ops, layout: o.Layout, rows: tuple[int, i
     state = o.State.start(n_rows, v.rank)
     run(table, k, v, case, k_rows, v_rows, state, extra=0)
     case.check(state, table.rounding)
-    seen = rng.random((rows[0], n)) < 0.5
-    case.bias[~seen] = -np.inf
+    visible = rng.random((rows[0], n)) < 0.5
+    case.bias[~visible] = -np.inf
     state = o.State.start(n_rows, v.rank)
     run(table, k, v, case, k_rows, v_rows, state, extra=0)
     case.check(state, table.rounding)
@@ -294,7 +294,7 @@ def test_query_rows_are_independent(table: o.Ops, rows: tuple[int, int]) -> None
 
 
 def fenced_tiles(head: o.Head, rows: o.U8, extra: int = 0) -> tuple[Fenced, o.U8]:
-    """Tiles of these rows, the last one right before a fence; what holds them."""
+    """Tiles of these rows, the last one right before an inaccessible page; and their memory."""
     laid_out = o.to_tiles(head, rows, extra)
     fence = Fenced(laid_out.tobytes()[: laid_out.size - extra])
     return fence, fence.tiles(laid_out.shape[1], laid_out.shape[1] - extra)
@@ -321,8 +321,8 @@ def test_nothing_is_read_beyond_the_last_tile(
     for head, fenced, x in ((k, k_tiles, case.k), (v, v_tiles, case.v)):
         out = np.empty((n, head.rank), np.float32)
         table.dequantize(head.ref(), o.ptr(fenced), fenced.strides[0], n, o.ptr(cells), o.ptr(out))
-        seen = ~np.isneginf(case.bias[:, :n]).all(axis=0)
-        assert np.all(np.abs(out - x)[seen] <= 2 * o.EPS * np.abs(x[seen]))
+        visible = ~np.isneginf(case.bias[:, :n]).all(axis=0)
+        assert np.all(np.abs(out - x)[visible] <= 2 * o.EPS * np.abs(x[visible]))
         inputs = np.random.default_rng(1).standard_normal((n, head.codec.d)).astype(np.float32)
         table.encode(head.ref(), o.ptr(inputs), head.codec.d, n, o.ptr(cells), o.ptr(fenced), fenced.strides[0])
         want = np.zeros((n, head.row_bytes), np.uint8)

@@ -1,6 +1,6 @@
-"""The AVX-512 files use the instructions that dispatch.cpp asks the processor for, and no others; it asks right.
+"""The AVX-512 files use only the instructions for which dispatch.cpp tests the processor, and the test is right.
 
-Their code shares headers, and one of them has inline assembly, which no compiler flag guards.
+Their code shares headers, and one file has inline assembly, which compiler flags do not check.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def test_instructions(name: str, tmp_path: Path) -> None:
     code = subprocess.run(["objdump", "-d", built], check=True, capture_output=True, text=True).stdout
     assert [p.pattern for p in present if not p.search(code)] == []
     assert [match.group() for p in absent for match in p.finditer(code)] == []
-    # of what two files define, the linker keeps one copy: it could be the one for the newer processor
+    # the linker keeps one copy of a function in two files, possibly that for the newer processor
     symbols = subprocess.run(["nm", "-C", built], check=True, capture_output=True, text=True).stdout
     assert re.findall(r"^\S+ [VWu] .*", symbols, re.MULTILINE) == []
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(), reason="needs Linux, x86-64")
 @pytest.mark.skipif(not ops.library_name(), reason="needs libsubkv")
-def test_versions_are_what_the_processor_has() -> None:
-    """Against Linux, which counts the registers that it saves, too."""
+def test_versions_match_the_processor() -> None:
+    """Compared with Linux, whose flags include the registers that the kernel saves."""
     flags = set(re.findall(r"\S+", Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n")[0]))
     avx2 = {"avx2", "fma", "f16c"}
     avx512 = avx2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}

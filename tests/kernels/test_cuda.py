@@ -1,7 +1,7 @@
-"""The CUDA ops against the reference: compiled for the CPU always, and for the GPU where there are one and nvcc.
+"""The CUDA ops against the reference: always compiled for the CPU, and for the GPU if this machine has one and nvcc.
 
-Tolerances are those that kernels/cuda/ops.h states: queries rounded to QUERY_STEP and weights to WEIGHT_STEP in the
-decode kernel; queries, coefficients and weights rounded to halves in the tile kernel.
+Tolerances as in kernels/cuda/ops.h: queries rounded to QUERY_STEP and weights to WEIGHT_STEP in the decode kernel;
+queries, coefficients and weights rounded to halves in the tile kernel.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def test_prompt_layouts(library: c.Library, name: str) -> None:
 
 
 def check_prompt(library: c.Library, name: str, shape: Shape) -> None:
-    """Rows are what codes stand for, in double, and the exact ones; masks open each key of a token once."""
+    """Rows equal the decoded rows in double, or the exact rows; masks show each key to a token once."""
     call = Call(library, name, shape)
     held = Exact(call)
     s, memory = shape, call.memory
@@ -309,9 +309,9 @@ def check_prompt(library: c.Library, name: str, shape: Shape) -> None:
                 gamma, mean = (1.0, None) if value else (float(call.heads.gamma[h]), call.heads.mean[h])
                 want = gamma * (coefficients @ basis) + (0 if mean is None else mean.astype(np.float64))
                 bound = np.abs(coefficients).max(axis=1) * np.abs(basis).sum(axis=0).max() * gamma
-                seen = np.arange(s.n_kv) != s.n_kv // 2
+                visible = np.arange(s.n_kv) != s.n_kv // 2
                 error = np.abs(got[stream, h, : s.n_kv].astype(np.float64) - want)
-                assert np.all(error[seen] <= HALF_ERROR * (bound[seen, None] + np.abs(want[seen])) + 1e-6)
+                assert np.all(error[visible] <= HALF_ERROR * (bound[visible, None] + np.abs(want[visible])) + 1e-6)
                 assert np.isfinite(got[stream, h]).all()
                 first = (n_head * value + h) * d
                 assert np.array_equal(got[stream, h, s.n_kv : first_fresh], held.window[slots, first : first + d])
@@ -325,13 +325,13 @@ def check_prompt(library: c.Library, name: str, shape: Shape) -> None:
             token = stream * s.n_tps + t
             pos = np.concatenate([held.slots[slots, 0], call.tokens[own, 0]])
             cell = np.concatenate([held.slots[slots, 1], call.tokens[own, 2]])
-            sees = (pos >= 0) & c.exact_positions(pos, int(call.tokens[token, 0]), N_SINK, N_RECENT)
-            exact[t, : len(pos)][sees] = call.mask[token, cell[sees]]
+            is_exact = (pos >= 0) & c.exact_positions(pos, int(call.tokens[token, 0]), N_SINK, N_RECENT)
+            exact[t, : len(pos)][is_exact] = call.mask[token, cell[is_exact]]
         assert np.array_equal(bias[:, s.n_kv :], exact)
         assert np.isfinite(exact).any()
 
 
-def test_a_window_stores_what_its_slots_name(library: c.Library) -> None:
+def test_a_window_stores_the_rows_of_its_slots(library: c.Library) -> None:
     rng = np.random.default_rng(0)
     memory = library.memory()
     window, fresh = (rng.integers(0, 2**16, shape).astype(np.uint16) for shape in ((5, 300), (3, 300)))
@@ -347,7 +347,7 @@ def test_a_window_stores_what_its_slots_name(library: c.Library) -> None:
 
 
 @pytest.mark.parametrize("n_tps", [1, 8])
-def test_what_the_script_times(library: c.Library, n_tps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_the_timing_script(library: c.Library, n_tps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call of kernels/bench/gpu_ops.py, on a small workload: the whole of attention is finite numbers."""
     torch = pytest.importorskip("torch")
     monkeypatch.syspath_prepend(str(c.ROOT / "kernels" / "bench"))

@@ -40,7 +40,7 @@ def needs(*tools: str) -> pytest.MarkDecorator:
 
 
 def checked(compiler: str, emulator: str, versions: Sequence[str], n: int, folder: Path) -> str:
-    """What check.cpp prints after n rounds. versions: files of kernels/cpu that the processor can run."""
+    """The output of check.cpp after n rounds. versions: files of kernels/cpu that the processor can run."""
     sources = [*ROOT.glob("kernels/ref/*.cpp"), *ROOT.glob("kernels/cpu/*.cpp"), ROOT / "tests/kernels/check.cpp"]
     version_of = {source: next((name for name in OPTIONS if source.stem.startswith(name)), "") for source in sources}
     chosen = [source for source in sources if version_of[source] in ("", *versions)]
@@ -70,7 +70,7 @@ def test_windows(tmp_path: Path) -> None:
 @needs("c++")
 @pytest.mark.skipif("avx512_vnni" not in CPU, reason="needs a processor with AVX-512 VNNI")
 def test_avx_vnni(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its instruction in the form that AVX-512 has, which gives the same integers, where there is no other."""
+    """On processors with AVX-512 VNNI only, its form of the instruction gives the same integers."""
     define = ["-DSUBKV_EVEX_VNNI"]
     monkeypatch.setitem(OPTIONS, "avx2_vnni", [*AVX2, "-mavx512vnni", "-mavx512vl", *define])
     monkeypatch.setitem(OPTIONS, "dispatch", define)
@@ -91,7 +91,7 @@ def test_macos_compiles(tmp_path: Path) -> None:
 
 @needs("x86_64-w64-mingw32-g++-posix", "x86_64-w64-mingw32-objdump")
 def test_windows_interface(tmp_path: Path) -> None:
-    """A library exports the interface alone, and the sizes of things can be said in its sentences."""
+    """A library exports only the interface, and error messages format sizes correctly."""
     compiler, native = "x86_64-w64-mingw32-g++-posix", ROOT / "runtime/native"
     (tmp_path / "says.cpp").write_text('#include "error.h"\nvoid says() { subkv::set_error("%zu", sizeof(int)); }\n')
     sources = ["says.cpp", f"{native}/error.cpp"]

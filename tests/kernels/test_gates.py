@@ -1,4 +1,4 @@
-"""Compilers' figures of our GPU kernels stay within the bounds of gates/figures.csv; no GPU is needed.
+"""Compiler figures of the GPU kernels stay within the bounds of gates/figures.csv; no GPU is needed.
 
 RADV takes seconds. ptxas and Triton take minutes: they run with SUBKV_GATES=1.
 """
@@ -17,7 +17,7 @@ import measure
 import table
 
 ROWS = table.read()
-asked = pytest.mark.skipif(not os.environ.get("SUBKV_GATES"), reason="compilers' figures: minutes, set SUBKV_GATES=1")
+gated = pytest.mark.skipif(not os.environ.get("SUBKV_GATES"), reason="compilers' figures: minutes, set SUBKV_GATES=1")
 
 
 def targets(group: str) -> list[str]:
@@ -37,7 +37,7 @@ def test_vulkan(tmp_path: Path) -> None:
         check("vulkan", target, {key: numbers for key, numbers in found.items() if key[1] == target})
 
 
-@asked
+@gated
 @pytest.mark.slow
 @pytest.mark.parametrize("target", targets("cuda"))
 def test_cuda(target: str, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_cuda(target: str, tmp_path: Path) -> None:
     check("cuda", target, measure.measure_cuda(tmp_path, [target]))
 
 
-@asked
+@gated
 @pytest.mark.slow
 @pytest.mark.parametrize("target", targets("triton"))
 def test_triton(target: str, tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_triton(target: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", table.NUMBERS)
-def test_a_figure_beyond_its_bound_is_found(number: str) -> None:
+def test_a_figure_beyond_its_bound_fails(number: str) -> None:
     key, row = next((key, row) for key, row in ROWS.items() if key[0] == "cuda")
     step = -1 if number == "resident" else 1
     figures = {key[1:]: {**row.value, number: row.bound[number]}}

@@ -1,4 +1,4 @@
-"""kernels/bench/gpu.py: what it keeps when a step fails, what it says without a GPU; its parts for whole models."""
+"""kernels/bench/gpu.py: results after a failed step, messages without a GPU, and the parts for whole models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_results_are_kept_when_a_step_fails(script: Any, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [tmp_path / "out.json"]
 
 
-def test_without_a_gpu_it_says_what_was_skipped(
+def test_without_a_gpu_skipped_steps_are_listed(
     script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran = []
@@ -64,7 +64,7 @@ def test_without_a_gpu_it_says_what_was_skipped(
         assert text in out
 
 
-def test_vulkan_without_its_packages_says_which(
+def test_missing_vulkan_packages_are_named(
     script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran = []
@@ -83,11 +83,11 @@ def test_cells_that_no_workload_has_are_refused() -> None:
     assert "--cells: a positive multiple of 1024 expected, 1000 found" in done.stderr
 
 
-def test_a_part_that_crashes_or_hangs_keeps_what_it_said(script: Any, tmp_path: Path) -> None:
+def test_a_part_that_crashes_or_hangs_keeps_its_results(script: Any, tmp_path: Path) -> None:
     report = script.Report(tmp_path / "out.json")
-    said = "import json, os, time; print(json.dumps({'step': 'a', 'result': 'fine', 'ms': 2}), flush=True); "
-    report.follow("crash", [sys.executable, "-c", said + "print('why', flush=True); os.abort()"], 60)
-    report.follow("hang", [sys.executable, "-c", said + "time.sleep(600)"], 2)
+    printed = "import json, os, time; print(json.dumps({'step': 'a', 'result': 'fine', 'ms': 2}), flush=True); "
+    report.follow("crash", [sys.executable, "-c", printed + "print('why', flush=True); os.abort()"], 60)
+    report.follow("hang", [sys.executable, "-c", printed + "time.sleep(600)"], 2)
     assert [(s["step"], s["result"]) for s in report.steps] == [
         ("a", "fine"),
         ("crash", "FAILED: exit status -6: why"),
@@ -111,7 +111,7 @@ def test_times_of_ops_are_ratios_to_the_baseline(script: Any, capsys: pytest.Cap
 
 @pytest.fixture
 def small(script: Any, tmp_path: Path) -> tuple[Path, Path]:
-    """A model and its bases as the script makes them, of a small shape."""
+    """A small model and its bases, built like the script's."""
     import gpu_models
 
     try:
@@ -146,11 +146,11 @@ def test_whole_models_are_timed(small: tuple[Path, Path], capsys: pytest.Capture
     import gpu_models
 
     gpu_models.bench(*small, depth=64, repetitions=1, n_gpu_layers=0, n_gen=2)
-    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     tests = ("pp512 @ d64", "tg2 @ d64")
     steps = [f"whole model, {test}: {cache}" for test in tests for cache in ("f16", "q8_0", "subkv")]
-    assert [one["step"] for one in said] == steps
-    assert "times the best ordinary cache" in said[-1]["result"]
-    assert said[-1]["kv_bytes_per_token"] == 2 * (71 + 67)
+    assert [one["step"] for one in printed] == steps
+    assert "times the best ordinary cache" in printed[-1]["result"]
+    assert printed[-1]["kv_bytes_per_token"] == 2 * (71 + 67)
     with pytest.raises(RuntimeError, match="--bases: expected subkv"):
         gpu_models.bench(small[0], small[0], 64, 1, 0)

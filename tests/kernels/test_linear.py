@@ -19,7 +19,7 @@ SHAPES = [(8, 8), (16, 64), (64, 64), (24, 40), (128, 128), (72, 80), (256, 256)
 
 @dataclass
 class Matrix:
-    """What an op is given, its entries in double, and the arrays that both are made of."""
+    """An op's argument, its entries in double, and the underlying arrays."""
 
     given: o.Matrix
     entries: npt.NDArray[np.float64]
@@ -27,7 +27,7 @@ class Matrix:
 
 
 def random_matrix(rng: np.random.Generator, r: int, d: int, n_halves: int | None) -> Matrix:
-    """n_halves: rows before those in bytes; None: all."""
+    """n_halves: rows before the byte rows; None: all rows."""
     first = r if n_halves is None else min(n_halves, r // 8 * 8)
     m = rng.standard_normal((first, d)).astype(np.float16)
     if n_halves is None:
@@ -114,7 +114,7 @@ def test_override(tables: dict[str, o.Ops]) -> None:
 
 
 def test_unknown_override_is_refused(tables: dict[str, o.Ops]) -> None:
-    said = chosen("sse9")
-    assert said.startswith("error: ")
+    message = chosen("sse9")
+    assert message.startswith("error: ")
     for part in ("SUBKV_KERNEL", "sse9", *tables):
-        assert part in said
+        assert part in message

@@ -1,4 +1,4 @@
-"""The decode kernel as nvcc compiles it, an instruction at a time: other code for sm_75 than from sm_80 on."""
+"""The decode kernel as nvcc compiles it, one instruction at a time; sm_75 has other code than sm_80 and later."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_layouts(emulated: c.Library, module: str, bands: o.Layout, monkeypatch:
 
 
 def test_instructions_of_a_code(emulated: c.Library, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a thread, of PTX, in steady state: kernels/NOTES.md has them of assembly. Three times as many before."""
+    """PTX instructions per thread and code in steady state; kernels/NOTES.md lists those of the machine code."""
     monkeypatch.setitem(layers.LAYERS, "sized", ([PLANNED[0]], [PLANNED[1]]))
     executed = []
     for n_kv in (256, 512):

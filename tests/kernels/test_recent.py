@@ -58,10 +58,10 @@ def unpack(table: o.Ops, row: o.U8, mean: o.F32 | None, d: int) -> o.U16:
     seed=st.integers(0, 2**32 - 1),
 )
 @example(d=256, power=14, outliers=0, centred=True, seed=67108864)  # a mean beyond the largest half
-def test_bytes_and_halves_are_the_definition(
+def test_bytes_and_halves_match_the_definition(
     table: o.Ops, d: int, power: int, outliers: int, centred: bool, seed: int
 ) -> None:
-    """From rows whose step is no half to such as saturate, with outliers and means."""
+    """Rows range from steps below the smallest half to saturation, with outliers and means."""
     rng = np.random.default_rng(seed)
     x = (2.0**power * rng.standard_normal(d)).astype(np.float32)
     x[rng.integers(0, d, outliers)] *= 100
@@ -73,11 +73,11 @@ def test_bytes_and_halves_are_the_definition(
     row, finite = pack(table, x, mean)
     assert finite
     assert row.tolist() == packed(x, mean).tolist()
-    seen = unpack(table, row, mean, d)
-    assert seen.tolist() == unpacked(row, mean).tolist()
+    restored = unpack(table, row, mean, d)
+    assert restored.tolist() == unpacked(row, mean).tolist()
     step = float(row[:2].view(np.float16)[0])
     within = np.clip(x, -65504, 65504).astype(np.float64)
-    error = np.abs(seen.view(np.float16).astype(np.float64) - within)
+    error = np.abs(restored.view(np.float16).astype(np.float64) - within)
     assert np.all(error <= 0.5 * step + np.abs(within) * 2.0**-10 + 2.0**-15)
 
 
@@ -98,12 +98,12 @@ def test_rows_of_any_bytes_are_finite(table: o.Ops) -> None:
     for i in range(200):
         row = rng.integers(0, 256, recent_bytes(64), dtype=np.uint8)
         row[1] |= 0x7C * (i % 4 == 0)
-        seen = unpack(table, row, None, 64)
-        assert np.all(np.isfinite(seen.view(np.float16)))
+        restored = unpack(table, row, None, 64)
+        assert np.all(np.isfinite(restored.view(np.float16)))
         if np.isfinite(row[:2].view(np.float16)[0]):
-            assert seen.tolist() == unpacked(row, None).tolist()
+            assert restored.tolist() == unpacked(row, None).tolist()
         else:
-            assert not seen.any()
+            assert not restored.any()
 
 
 def test_the_laboratory_sees_the_same(table: o.Ops) -> None:
@@ -113,5 +113,5 @@ def test_the_laboratory_sees_the_same(table: o.Ops) -> None:
     x = (rng.standard_normal((20, 64)) * 2.0 ** rng.integers(-30, 18, (20, 1))).astype(np.float32)
     x[3], mean = 0.0, rng.standard_normal(64).astype(np.float16)
     rows = [pack(table, one, mean.astype(np.float32))[0] for one in x]
-    seen = [unpack(table, row, mean.astype(np.float32), 64).view(np.float16) for row in rows]
-    assert np.array_equal(rounded(x, mean), np.array(seen).astype(np.float32))
+    restored = [unpack(table, row, mean.astype(np.float32), 64).view(np.float16) for row in rows]
+    assert np.array_equal(rounded(x, mean), np.array(restored).astype(np.float32))

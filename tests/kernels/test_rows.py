@@ -16,7 +16,7 @@ SIDES = each("value", [False, True])
 
 
 def check_dequantize(table: o.Ops, head: o.Head, n: int, cells: list[int], extra: int, seed: int) -> None:
-    """Of n cells those at `cells`."""
+    """Compares the cells at `cells` out of n."""
     rows = o.random_rows(head, n, np.random.default_rng(seed))
     laid_out, index = o.to_tiles(head, rows, extra), np.array(cells, np.int64)
     got = np.full((len(cells) + 1, head.rank), 7.0, np.float32)

@@ -1,4 +1,4 @@
-"""Sketches (kernels/include/subkv/sketch.h): the eigen-solver, and what every kind promises of a stream of rows."""
+"""Sketches (kernels/include/subkv/sketch.h): the eigen-solver, and guarantees of every kind for a stream of rows."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_eigen_refuses() -> None:
 
 
 def stream(seed: int, n: int, d: int) -> F32:
-    """Rows whose spectrum decays and whose subspace drifts, a few of them far out."""
+    """Rows whose spectrum decays and whose subspace drifts, with a few outliers."""
     rng = np.random.default_rng(seed)
     q, _ = np.linalg.qr(rng.standard_normal((d, d)))
     x = rng.standard_normal((n, d)) * np.exp(-rng.uniform(0.0, 0.3) * np.arange(d))
@@ -154,7 +154,7 @@ def test_top_is_that_of_the_weighted_covariance(kind: int, decay: float) -> None
 @given(SEEDS, st.sampled_from(KINDS), st.integers(1, 20), st.integers(0, 80))
 @settings(max_examples=60, deadline=None)
 def test_top_is_orthonormal_and_accounts_for_all_energy(seed: int, kind: int, rows: int, n: int) -> None:
-    """Also for streams that fill fewer directions than asked for, and for none."""
+    """Also for streams with fewer directions than requested, and for empty streams."""
     d = 20
     x = stream(seed, n, d)
     x[:, 5:] = 0.0

@@ -1,4 +1,4 @@
-"""Tiles: what the library's functions make of rows, against numpy's table of where bits lie (tiles.py)."""
+"""Tiles: the library's conversions of rows, against numpy's table of bit positions (tiles.py)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_bit_of_a_tile_is_one_of_a_row(layout: o.Layout, value: bool) -> N
 def test_a_row_becomes_a_cell_and_a_row(
     lib: ct.CDLL, narrow: o.Layout | None, layout: o.Layout, value: bool, seed: int
 ) -> None:
-    """Bit by bit as numpy moves them; other cells stay."""
+    """Every bit is at the position that numpy computes; other cells stay unchanged."""
     rng = np.random.default_rng(seed)
     head = any_head(narrow or layout, value, rng)
     tile, row, cell = any_bytes(rng, TILE * head.row_bytes), any_bytes(rng, head.row_bytes), int(rng.integers(TILE))
@@ -186,7 +186,7 @@ def test_encode_writes_the_rows_of_the_format(
 
 @dataclass(frozen=True)
 class Coded:
-    """Coefficients [n][rank] and what numpy makes of them; `clean`: zeros in rows that are not finite."""
+    """Coefficients [n][rank] and numpy's codes of them; `clean`: zeros in rows that are not finite."""
 
     c: o.F32
     clean: o.F32

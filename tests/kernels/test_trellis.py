@@ -1,4 +1,4 @@
-"""Rows coded by a trellis (kernels/ref/trellis.cpp) against numpy, brute force and what such codes must be.
+"""Rows coded by a trellis (kernels/ref/trellis.cpp) against numpy, brute force and required properties.
 
 Versions: test_rows.py.
 """
@@ -78,7 +78,7 @@ def test_rows_of_any_bytes_decode_by_the_definition(lib: Any, layout: o.Layout) 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layout=layouts.layouts(), seed=st.integers(0, 2**32 - 1))
-def test_every_path_is_found_again(lib: Any, layout: o.Layout, seed: int) -> None:
+def test_every_path_is_recovered(lib: Any, layout: o.Layout, seed: int) -> None:
     """Any codes are a path of no error: coefficients that are exact at some scale are found without one."""
     rng = np.random.default_rng(seed)
     head = head_of(layout, seed % 1000)
@@ -96,7 +96,7 @@ def test_every_path_is_found_again(lib: Any, layout: o.Layout, seed: int) -> Non
 
 
 def test_no_path_is_better(lib: Any) -> None:
-    """Of four free places all codes are tried, the others at their exact levels."""
+    """Tries all codes of four free places; the others have exact levels."""
     layout = ((24, 2),)
     head = head_of(layout)
     rng = np.random.default_rng(5)
@@ -231,8 +231,8 @@ def test_attend(table: o.Ops, layout: o.Layout, latent: bool, rows: tuple[int, i
 
 
 @each("n_bands", [1, 2, 3])
-def test_values_of_a_latent_row_are_read_alone(n_bands: int) -> None:
-    """Of rows whose lanes are paths of their own the first bands decode to the same numbers."""
+def test_values_of_a_latent_row_decode_separately(n_bands: int) -> None:
+    """In rows whose lanes are separate paths, decoding only the first bands gives the same numbers."""
     layout = ((64, 4), (128, 3), (64, 2))
     keys = head_of(layout, latent=True)
     values = o.make_head(layout[:n_bands], 256, np.random.default_rng(0), value=True, latent=True)

@@ -1,7 +1,7 @@
-"""Triton's encode, attend and combine against the reference: on a GPU where there is one, else in Triton's interpreter.
+"""Triton's encode, attend and combine against the reference: on a GPU if present, else in Triton's interpreter.
 
-Tolerances follow from what is rounded to halves: queries times ratios (2^-11 of each, 2^-25 of a row's largest) and
-weights times scales (the same).
+Tolerances follow from rounding to halves: queries times ratios (2^-11 of each, 2^-25 of a row's largest) and weights
+times scales (the same).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_attend_in_the_shapes_of_every_gpu(
 
 
 def hide(bias: o.F32, rng: np.random.Generator) -> None:
-    """Random holes, a causal edge, and a cell that nobody sees."""
+    """Random holes, a causal edge, and a cell that no token sees."""
     bias[rng.random(bias.shape) < 0.2] = -np.inf
     n_tok, n = bias.shape[-2:]
     for t in range(n_tok):
@@ -106,7 +106,7 @@ def check_attend(name: str, n_tok: int, group: int, n: int, n_split: int, softca
     k_rows, v_rows = (np.stack([side.random_rows(n, rng, 3) for _ in range(2)]) for side in sides)
     bias = rng.uniform(-2, 0, (2, n_tok, n)).astype(np.float32)
     hide(bias, rng)
-    k_rows[:, n // 2], v_rows[:, n // 2] = 255, 255  # never seen, whatever the bytes
+    k_rows[:, n // 2], v_rows[:, n // 2] = 255, 255  # masked, with any bytes
     qt = rng.standard_normal((2, n_tok, n_head, group, k.width)).astype(np.float32)
     slope = rng.uniform(0, 1.5, (n_head, group)).astype(np.float32)
     shift = (3 * rng.standard_normal(qt.shape[:-1])).astype(np.float32) if shifted else None

@@ -1,7 +1,7 @@
 """The Vulkan ops against the reference, by the tests of the CUDA ops; without integer dot products with bounds of f32.
 
-On lavapipe where this machine has no GPU: what that proves is data flow, indexing and arithmetic, and with the
-validation layer barriers; not speed, nor what other compilers make of the shaders.
+Without a GPU the tests run on lavapipe. They then check data flow, indexing and arithmetic, and with the validation
+layer barriers, but not speed or other compilers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import vulkan_ops as v
 from cuda_calls import Call, Shape
 from each import each
 from test_cuda import (
-    test_a_window_stores_what_its_slots_name,
+    test_a_window_stores_the_rows_of_its_slots,
     test_attend_latent,
     test_attend_layouts,
     test_attend_shapes,
@@ -36,7 +36,7 @@ from test_cuda import (
 )
 
 __all__ = [
-    "test_a_window_stores_what_its_slots_name",
+    "test_a_window_stores_the_rows_of_its_slots",
     "test_attend_latent",
     "test_attend_layouts",
     "test_attend_shapes",
@@ -64,7 +64,7 @@ def opened(request: pytest.FixtureRequest, built: Path) -> v.Library:
     shutil.copy(built, path)
     try:
         return v.Library(path, True, request.param)
-    except RuntimeError:  # the layer is a package of its own
+    except RuntimeError:  # the layer is a separate package
         try:
             return v.Library(path, False, request.param)
         except RuntimeError as error:
@@ -73,7 +73,7 @@ def opened(request: pytest.FixtureRequest, built: Path) -> v.Library:
 
 @pytest.fixture
 def library(opened: v.Library) -> Iterator[v.Library]:
-    """Whose validation layer has nothing to say."""
+    """The device, checked at the end for messages of the validation layer."""
     yield opened
     assert opened.messages()[0] == 0, opened.messages()[1]
 
@@ -86,7 +86,7 @@ LARGE = {
 
 @pytest.fixture(params=LARGE)
 def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Heads larger than CUDA's decode kernel takes."""
+    """Heads that are too large for CUDA's decode kernel."""
     monkeypatch.setitem(layers.LAYERS, request.param, LARGE[request.param])
     return str(request.param)
 
@@ -125,8 +125,8 @@ def test_combine_large_heads(library: v.Library, monkeypatch: pytest.MonkeyPatch
     t.check_combine(library, "planned", Shape(n_tps=3, group=2, n_kv=100), True)
 
 
-def test_a_lost_barrier_is_found(opened: v.Library) -> None:
-    """attend reads what its first dispatch, projecting queries, writes."""
+def test_a_missing_barrier_is_reported(opened: v.Library) -> None:
+    """attend reads the result of its first dispatch, the projected queries."""
     if not opened.validates:
         pytest.skip("no validation layer (Debian: vulkan-validationlayers)")
     call = Call(opened, "planned", Shape())
@@ -143,14 +143,15 @@ def test_a_lost_barrier_is_found(opened: v.Library) -> None:
 
 
 @each("shader", v.SHADERS)
-def test_no_feature_is_asked_for(shader: Path) -> None:
-    """Neither subgroups of any width nor halves or small integers: devices with them and without run the same
-    instructions. Integer dot products are asked for by one shader, which has a plain one beside it."""
+def test_shaders_need_no_optional_feature(shader: Path) -> None:
+    """The shaders need no subgroup width, halves or small integers, so all devices run the same instructions. Only one
+    shader uses integer dot products, and it has a variant without them.
+    """
     if reason := v.missing():
         pytest.skip(reason)
     dot = shader.stem == "attend_dot"
     # Shader, which every device has; DotProductInput4x8BitPacked, DotProduct
-    assert v.asked_for(shader) == (([1, 6018, 6019], ["SPV_KHR_integer_dot_product"]) if dot else ([1], []))
+    assert v.requirements(shader) == (([1, 6018, 6019], ["SPV_KHR_integer_dot_product"]) if dot else ([1], []))
 
 
 def test_places_are_checked(opened: v.Library) -> None:
@@ -175,7 +176,7 @@ def test_more_workgroups_than_every_device_has_are_refused(opened: v.Library) ->
 
 
 @pytest.mark.parametrize("n_tps", [1, 8])
-def test_what_the_script_times(
+def test_calls_of_the_timing_script(
     library: v.Library, n_tps: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """kernels/bench/gpu_vulkan.py on a small workload: a line for the copy and every op, of attention in numbers."""
@@ -194,13 +195,13 @@ def test_what_the_script_times(
     monkeypatch.setattr(gpu_vulkan, "Workload", Kept)
     copy = gpu_vulkan.time_copy(library, 1)
     gpu_vulkan.time_shape(library, "4.3 bits", (2, n_tps, 1024), copy, 2)
-    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     shape = f"4.3 bits, 2 x {n_tps} tokens, 1024 cells"
     ops = [f"Vulkan {op}: {shape}" for op in ("project_queries", "attend", "combine", "encode")]
-    assert [line["step"] for line in said] == ["device", *ops]
-    assert all(len(line["samples_ms"]) == 2 and line["ms"] > 0 for line in said[1:])
-    assert said[2]["bytes"] == 2 * 1024 * (71 + 67)  # a row of keys, one of values
-    assert f"{said[2]['gbs']:.1f} GB/s of codes" in said[2]["result"]
+    assert [line["step"] for line in printed] == ["device", *ops]
+    assert all(len(line["samples_ms"]) == 2 and line["ms"] > 0 for line in printed[1:])
+    assert printed[2]["bytes"] == 2 * 1024 * (71 + 67)  # a row of keys, one of values
+    assert f"{printed[2]['gbs']:.1f} GB/s of codes" in printed[2]["result"]
     (work,) = made
     shape_out = (2 * n_tps, 2 * gpu_vulkan.D)
     size = 4 * shape_out[0] * shape_out[1]

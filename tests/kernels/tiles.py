@@ -1,6 +1,6 @@
-"""Rows and tiles as tables of where each bit lies (ops.h and tiles.h): numpy moves rows' bits into tiles and back.
+"""Tables of bit positions in rows and tiles (ops.h and tiles.h): numpy moves bits of rows into tiles and back.
 
-A tile is TILE rows of the same head in another order of bits. Nothing here computes with codes.
+A tile has TILE rows of one head in another order of bits. This file computes nothing with codes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Layout = tuple[tuple[int, int], ...]  # (n, bits) of every band
 
 TILE = LINE = 64
 PLANES = {8: [8], 6: [4, 2], 5: [4, 1], 4: [4], 3: [2, 1], 2: [2]}
-# An octet's lines: what the bits of their bytes are, lowest first. "rb" is bit b of a code of register r.
+# An octet's lines: the contents of their bytes' bits, lowest first. "rb" is bit b of a code of register r.
 LINES = {
     2: ["00 01 10 11 20 21 30 31", "40 41 50 51 60 61 70 71"],
     3: ["00 01 02 40 41 42 30 31", "10 11 12 50 51 52 70 71", "20 21 22 60 61 62 32 72"],
@@ -46,7 +46,7 @@ def row_bytes(layout: Layout) -> int:
 
 @functools.cache
 def band_in_row(n: int, bits: int) -> I64:
-    """[n][bits]: where bit b of the code of coefficient j lies in the band's bytes of a row."""
+    """[n][bits]: position of bit b of the code of coefficient j in the band's bytes of a row."""
     if bits == 16:
         return np.arange(n * bits).reshape(n, bits)
     out = np.empty((n, bits), np.int64)
@@ -61,7 +61,7 @@ def band_in_row(n: int, bits: int) -> I64:
 
 @functools.cache
 def octet_in_tile(bits: int, value: bool) -> I64:
-    """[TILE][8][bits]: where bit b of the code of coefficient j and cell c lies in the octet's lines."""
+    """[TILE][8][bits]: position of bit b of the code of coefficient j and cell c in the octet's lines."""
     if bits == 16:
         c, j, b = np.ogrid[:TILE, :8, :16]
         return 8 * (128 * j + 2 * c) + b
@@ -80,7 +80,7 @@ def octet_in_tile(bits: int, value: bool) -> I64:
 
 @functools.lru_cache(64)
 def places(layout: Layout, value: bool) -> I64:
-    """[TILE][8 * row_bytes]: where a bit of the row of a cell lies in the tile."""
+    """[TILE][8 * row_bytes]: position in the tile of a bit of a cell's row."""
     out = np.full((TILE, 8 * row_bytes(layout)), -1)
     out[:, :8] = 8 * np.arange(TILE)[:, None] + np.arange(8)  # scale codes
     at = 1

@@ -1,6 +1,6 @@
 """The Vulkan ops through ctypes: kernels/vulkan compiled by glslc, run on this machine's first Vulkan device.
 
-That is usually Mesa's lavapipe, on the CPU. Its buffers are memory that the host sees, too, and addresses are those.
+That is usually Mesa's lavapipe on the CPU. The host can access its buffers, and addresses here are host addresses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GLSLC_FLAGS = ["-O", "--target-env=vulkan1.1", "-Werror"]
 
 
 def missing() -> str | None:
-    """What the tests need and this machine lacks."""
+    """The requirement of the tests that this machine lacks."""
     if shutil.which("glslc") is None:
         return "no glslc: shaders are not compiled"
     source = "#include <vulkan/vulkan.h>\nint main() { return vkEnumeratePhysicalDevices(nullptr, nullptr, nullptr); }"
@@ -116,8 +116,8 @@ def build(folder: Path) -> Path:
     return folder / "libvulkan_ops.so"
 
 
-def asked_for(shader: Path) -> tuple[list[int], list[str]]:
-    """Capabilities and extensions that its SPIR-V wants of a device."""
+def requirements(shader: Path) -> tuple[list[int], list[str]]:
+    """Capabilities and extensions that a shader's SPIR-V requires."""
     done = subprocess.run(["glslc", *GLSLC_FLAGS, "-o", "-", str(shader)], capture_output=True, check=True)
     words = np.frombuffer(done.stdout, "<u4")
     capabilities: list[int] = []

@@ -30,5 +30,5 @@ def pristine() -> s.Tree:
     assert s.file_hash(archive) == version["sha256"]
     tree = s.read_sdist(archive, programs=True)
     assert s.tree_hash(tree) == version["programs"]
-    assert s.tree_hash({path: data for path, data in tree.items() if s.wanted(path)}) == version["tree"]
+    assert s.tree_hash({path: data for path, data in tree.items() if s.is_needed(path)}) == version["tree"]
     return tree

@@ -1,4 +1,4 @@
-"""`-ctk subkv` of llama.cpp's own programs, which nobody prepares anything for, and the memory that they report."""
+"""`-ctk subkv` of llama.cpp's programs without any preparation, and the memory that they report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cmake/vulkan.cmake says of a build with -DGGML_VULKAN=ON that cannot be."""
+"""Messages of cmake/vulkan.cmake about builds with -DGGML_VULKAN=ON that cannot work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPIRV = "the SPIR-V headers (Debian: spirv-headers)"
 
 
 def configure(tmp_path: Path, without: list[str]) -> tuple[int, str]:
-    """A build where only those are missing, the others files of these names -> exit status, and what it said."""
+    """Configures a build in which only these files are missing -> exit status, and its output."""
     there = {HEADERS: "include", LOADER: "libvulkan.so", GLSLC: "bin/glslc", SPIRV: "spirv"}
     names = {HEADERS: "Vulkan_INCLUDE_DIR", LOADER: "Vulkan_LIBRARY", GLSLC: "Vulkan_GLSLC_EXECUTABLE"}
     for path in ("include/vulkan/vulkan.h", "libvulkan.so", "bin/glslc", "spirv/SPIRV-HeadersConfig.cmake"):
@@ -40,11 +40,11 @@ def configure(tmp_path: Path, without: list[str]) -> tuple[int, str]:
 
 
 @each("without", [[HEADERS], [LOADER], [GLSLC], [SPIRV], [GLSLC, SPIRV]])
-def test_what_is_missing_is_named(tmp_path: Path, without: list[str]) -> None:
-    status, said = configure(tmp_path, without)
+def test_missing_parts_are_named(tmp_path: Path, without: list[str]) -> None:
+    status, output = configure(tmp_path, without)
     assert status == 1
     expected = "GGML_VULKAN: expected Vulkan's headers and loader, glslc and the SPIR-V headers, did not find "
-    assert f"{expected}{', '.join(without)} Call Stack" in said, said
+    assert f"{expected}{', '.join(without)} Call Stack" in output, output
 
 
 def test_nothing_is_missing(tmp_path: Path) -> None:
@@ -53,9 +53,9 @@ def test_nothing_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", ["GGML_CUDA", "SUBKV_EMULATE_CUDA"])
 def test_one_kind_of_gpu(tmp_path: Path, other: str) -> None:
-    status, said = script(tmp_path, "", "-DGGML_VULKAN=ON", f"-D{other}=ON", module=VULKAN)
+    status, output = script(tmp_path, "", "-DGGML_VULKAN=ON", f"-D{other}=ON", module=VULKAN)
     assert status == 1
-    assert "GGML_VULKAN: expected a build for one kind of GPU, found GGML_CUDA or SUBKV_EMULATE_CUDA, too" in said
+    assert "GGML_VULKAN: expected a build for one kind of GPU, found GGML_CUDA or SUBKV_EMULATE_CUDA, too" in output
 
 
 def test_nothing_is_expected_of_a_build_without_vulkan(tmp_path: Path) -> None:

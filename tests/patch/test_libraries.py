@@ -50,7 +50,7 @@ def header(name: str) -> str:
 
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs `code` in a new interpreter whose environment says nothing about llama_cpp unless `env` does."""
+    """Runs `code` in a new interpreter without variables for llama_cpp, except those in `env`."""
     base = {k: v for k, v in os.environ.items() if k != _lib.LIB_PATH}
     return subprocess.run([sys.executable, "-c", code], env=base | env, capture_output=True, text=True, check=False)
 
@@ -86,7 +86,7 @@ def test_llama_cpp_may_be_imported_before_the_class_is_used() -> None:
     assert done.stdout.split() == ["True"], done.stderr
 
 
-def test_import_goes_well_without_libraries(tmp_path: Path) -> None:
+def test_import_works_without_libraries(tmp_path: Path) -> None:
     done = run("import os, subkv; print('LLAMA_CPP_LIB_PATH' in os.environ)", SUBKV_LIB_PATH=str(tmp_path))
     assert (done.stdout.split(), done.stderr) == (["False"], "")
     folder = str(_lib.lib_dir())  # named after the import, in place of the installed ones
@@ -95,13 +95,13 @@ def test_import_goes_well_without_libraries(tmp_path: Path) -> None:
     assert done.stdout.strip() == folder, done.stderr
 
 
-def test_import_leaves_what_the_user_has_set(tmp_path: Path) -> None:
+def test_import_keeps_the_users_variables(tmp_path: Path) -> None:
     done = run("import os, subkv; print(os.environ['LLAMA_CPP_LIB_PATH'])", LLAMA_CPP_LIB_PATH=str(tmp_path))
     assert done.stdout.strip() == str(tmp_path)
 
 
 def test_one_libllama() -> None:
-    """What the process has mapped, by name: one libllama, one of every ggml library, all from one folder."""
+    """The process maps one libllama and one of every ggml library, all from one folder."""
     if not Path("/proc/self/maps").exists():
         pytest.skip("needs /proc/self/maps")
     done = run(LOAD + "; print(_lib.lib_dir()); print(open('/proc/self/maps').read())")
@@ -118,7 +118,7 @@ def test_other_libllama_is_refused(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1].startswith("ImportError: LLAMA_CPP_LIB_PATH: expected ")
 
 
-def test_llama_cpp_bound_elsewhere_is_refused() -> None:
+def test_other_libraries_of_llama_cpp_are_refused() -> None:
     stock = _lib.lib_dir() / "stock"
     if not stock.is_dir():
         pytest.skip("stock library: not built (SUBKV_STOCK=ON)")
@@ -148,7 +148,7 @@ def test_missing_library_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_missing_driver_is_named(tmp_path: Path, needed: str, sentence: str) -> None:
-    """As a build for GPUs on a machine without their driver."""
+    """As in a build for GPUs on a machine without their driver."""
     shutil.copy(_lib.lib_dir() / "libsubkv.so", tmp_path)
     build = ["cc", "-shared", "-x", "c", "/dev/null", "-x", "none", "-Wl,--no-as-needed"]
     subprocess.run([*build, f"-Wl,-soname,{needed}", "-o", "needed.so"], cwd=tmp_path, check=True)
@@ -161,7 +161,7 @@ def test_missing_driver_is_named(tmp_path: Path, needed: str, sentence: str) -> 
 
 @pytest.mark.skipif(not shutil.which("objdump"), reason="needs objdump")
 def test_glibc_2_34_is_enough() -> None:
-    """Built on Debian 12 they load on RHEL 9: nothing of ours asks for more than what ggml takes of glibc."""
+    """Libraries built on Debian 12 load on RHEL 9, because subkv needs no newer glibc symbols than ggml."""
     name, version = platform.libc_ver()
     if name != "glibc" or tuple(map(int, version.split("."))) > (2, 36):
         pytest.skip(f"glibc: what is built on {name} {version} is not for older ones")
@@ -190,7 +190,7 @@ def test_llama_cpps_converter_is_installed_with_its_licence() -> None:
 
 
 def test_no_links_and_no_versions() -> None:
-    """A wheel stores a link as a second copy, and llama_cpp opens the plain name."""
+    """A wheel stores a symbolic link as a second copy, and llama_cpp opens the plain name."""
     names = sorted(p.name for p in _lib.lib_dir().iterdir() if p.is_file())
     assert all(re.fullmatch(r"lib[\w-]+\.(so|dylib)|llama-[a-z-]+", name) for name in names), names
     assert not any(p.is_symlink() for p in _lib.lib_dir().iterdir())

@@ -1,4 +1,4 @@
-"""How the build takes, checks and patches the llama.cpp source, on a small tree with its own pin."""
+"""How the build gets, checks and patches the llama.cpp source, on a small tree with its own pin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES = {
     "src/other.cpp": b"int other;\n",
     "vendor/hash/h.c": b"int v;\n",
 }
-# what only a build with SUBKV_PROGRAMS takes
+# files that only a build with SUBKV_PROGRAMS uses
 PROGRAMS = {
     "common/common.cpp": b"int common;\nint last;\n",
     "scripts/ui-assets.cmake": b"set(ui 1)\n",
@@ -112,7 +112,7 @@ def snapshot(root: Path) -> dict[str, tuple[bytes, int]]:
 
 
 @pytest.mark.parametrize("from_dir", [False, True])
-def test_takes_what_is_wanted_and_patches_it(prepare: Prepare, source: Path, tmp_path: Path, from_dir: bool) -> None:
+def test_copies_needed_files_and_patches_them(prepare: Prepare, source: Path, tmp_path: Path, from_dir: bool) -> None:
     before = snapshot(source)
     tree = prepare(source if from_dir else None, tmp_path / "stock")
     assert s.read_dir(tree) == FILES | {"src/llama.cpp": PATCHED}
@@ -124,8 +124,10 @@ def test_takes_what_is_wanted_and_patches_it(prepare: Prepare, source: Path, tmp
 
 
 @pytest.mark.parametrize("from_dir", [False, True])
-def test_programs_come_and_go(prepare: Prepare, pin: Path, source: Path, tmp_path: Path, from_dir: bool) -> None:
-    """A plain build has none of the programs' files and none of their patches, also after one that had them."""
+def test_files_of_programs_follow_the_option(
+    prepare: Prepare, pin: Path, source: Path, tmp_path: Path, from_dir: bool
+) -> None:
+    """A plain build has none of the programs' files and patches, even after a build with programs."""
     (pin / "patches" / "common.cpp.patch").write_bytes(COMMON_PATCH)
     given = source if from_dir else None
     plain = FILES | {"src/llama.cpp": PATCHED}
@@ -337,7 +339,7 @@ def test_unwritable_cache_falls_back_to_the_build_folder(
     assert (tmp_path / "sdist" / archive.name).read_bytes() == good
 
 
-def test_pip_is_asked_for_the_pin_and_its_words_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_downloads_the_pin_and_errors_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("PIP_"):
             monkeypatch.delenv(name)

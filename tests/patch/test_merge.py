@@ -1,4 +1,4 @@
-"""Patches on another version of llama.cpp: three-way, hunk by hunk, and only where it is asked for."""
+"""Patches on another version of llama.cpp: three-way merge, hunk by hunk, only on request."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def test_a_hunk_of_another_file_is_refused() -> None:
         m.spliced(BASE.replace(b"line 16\n", b"x\n"), DIFF.hunks)
 
 
-def test_without_git_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_git_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(DiffError, match="needs git"):
         m.merge_file(BASE, BASE, BASE)
 
 
-def test_another_version_only_where_it_is_asked_for(pin: Path, source: Path, tmp_path: Path) -> None:
+def test_another_version_only_on_request(pin: Path, source: Path, tmp_path: Path) -> None:
     moved = b"zero\nzero\n" + FILES["src/llama.cpp"]
     fill(source, {"src/llama.cpp": moved, "src/new.cpp": b"int n;\n"})
     with pytest.raises(s.SourceError, match="SUBKV_MERGE=ON"):
@@ -93,7 +93,7 @@ def test_another_version_only_where_it_is_asked_for(pin: Path, source: Path, tmp
     assert times == {path: path.stat().st_mtime_ns for path in (tmp_path / "tree").rglob("*")}
 
 
-def test_the_pin_merges_to_what_is_applied_strictly(pin: Path, source: Path, tmp_path: Path) -> None:
+def test_merging_onto_the_pin_equals_strict_patching(pin: Path, source: Path, tmp_path: Path) -> None:
     s.prepare(pin, tmp_path / "strict", None, source, programs=True)
     s.prepare_merged(pin, tmp_path / "merged", None, source, programs=True)
     strict = s.read_dir(tmp_path / "strict", programs=True)
@@ -107,16 +107,16 @@ def test_a_conflict_stops_before_anything_is_written(
     fill(source, {"src/llama.cpp": b"one\nzwei\nthree\n"})
     command = ["prepare", "--pin", str(pin), "--tree", str(tmp_path / "tree"), "--source", str(source), "--merge"]
     assert s.main(command) == 1
-    told = capsys.readouterr().err
-    assert "1 that do not" in told
-    assert "row `llama.cpp.patch` | 1: src/llama.cpp: expected 'two', found 'zwei'" in told
+    logged = capsys.readouterr().err
+    assert "1 that do not" in logged
+    assert "row `llama.cpp.patch` | 1: src/llama.cpp: expected 'two', found 'zwei'" in logged
     assert not (tmp_path / "tree").exists()
     assert s.main(command[:5] + ["--merge"]) == 1
     assert "SUBKV_MERGE: expected -DSUBKV_LLAMA_CPP_SOURCE=DIR" in capsys.readouterr().err
 
 
-def test_the_dry_canary_names_what_does_not_merge(repo: Path, pristine: s.Tree, tmp_path: Path) -> None:
-    tree = fill(tmp_path / "other", {path: data for path, data in pristine.items() if s.wanted(path)})
+def test_the_dry_canary_names_conflicts(repo: Path, pristine: s.Tree, tmp_path: Path) -> None:
+    tree = fill(tmp_path / "other", {path: data for path, data in pristine.items() if s.is_needed(path)})
     command = [sys.executable, str(repo / "cmake" / "canary.py"), "--dry", "--no-programs", str(tree)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -36,7 +36,7 @@ Build = Callable[..., tuple[str, Path, list[str]]]
 
 @pytest.fixture
 def build(tmp_path: Path, pristine: s.Tree) -> Build:
-    """build(view=…, ci=…, build=…) runs the script; each is what npm's command does -> output, folder, npm's calls."""
+    """build(view=…, ci=…, build=…) runs the script, with the commands that npm runs -> output, folder, npm's calls."""
     tree = tmp_path / "tree"
     for path, data in pristine.items():
         if path in ("scripts/ui-assets.cmake", "tools/ui/ui.cpp.in", "tools/ui/ui.h.in"):
@@ -69,8 +69,8 @@ def has_page(page: Path) -> bool:
 
 
 def test_page_and_its_licences(build: Build) -> None:
-    said, page, calls = build()
-    assert said == ""
+    logged, page, calls = build()
+    assert logged == ""
     assert has_page(page)
     assert [call.split()[0] for call in calls] == ["view", "ci", "run"]
     assert "--ignore-scripts" in calls[1] and "--prefer-offline" in calls[1]
@@ -92,8 +92,8 @@ def test_page_and_its_licences(build: Build) -> None:
 )
 def test_failing_npm_leaves_the_page_out(build: Build, failing: dict[str, str], command: str) -> None:
     assert has_page(build()[1])
-    said, page, _ = build(**failing)
-    assert said == (
+    logged, page, _ = build(**failing)
+    assert logged == (
         f"-- llama-server gets no page: {command} failed, see {page}/npm.log; delete {page}/ui.cpp to try again\n"
     )
     assert not has_page(page)
@@ -103,13 +103,13 @@ def test_failing_npm_leaves_the_page_out(build: Build, failing: dict[str, str], 
 
 
 def test_without_a_network_npm_looks_into_its_cache(build: Build) -> None:
-    said, page, calls = build(view="\nexit 1")
-    assert said == ""
+    logged, page, calls = build(view="\nexit 1")
+    assert logged == ""
     assert has_page(page)
     assert "--offline" in calls[1].split()
 
 
 def test_no_npm(build: Build) -> None:
-    said, page, calls = build(npm=False)
-    assert (said, calls) == ("", [])
+    logged, page, calls = build(npm=False)
+    assert (logged, calls) == ("", [])
     assert not has_page(page)

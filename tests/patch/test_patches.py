@@ -16,7 +16,7 @@ def pin(repo: Path) -> Path:
     return repo / "runtime" / "llama.cpp"
 
 
-def test_patches_apply_and_come_off(pin: Path, pristine: s.Tree) -> None:
+def test_patches_apply_and_revert(pin: Path, pristine: s.Tree) -> None:
     diffs = s.read_patches(pin)
     patched = s.patched(pristine, diffs)
     assert {p for p in patched if patched[p] != pristine[p]} == {d.path for d in diffs}
@@ -40,7 +40,7 @@ def test_readme_lists_exactly_the_hunks(pin: Path) -> None:
 
 
 def test_a_backend_gets_few_lines(pin: Path) -> None:
-    """What a GPU needs lives in runtime/native; its backend hands over."""
+    """runtime/native has the GPU code; the patched backend only calls it."""
     for name in ("ggml-cuda.cu.patch", "ggml-vulkan.cpp.patch"):
         patch = (pin / "patches" / name).read_text(encoding="utf-8").splitlines()
         assert sum(line.startswith("+") and not line.startswith("+++") for line in patch) <= 90, name

@@ -1,4 +1,4 @@
-"""The strict diff applier against diffs made by difflib, and against everything it has to refuse."""
+"""The strict diff applier against diffs of difflib, and against all invalid input that it must refuse."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def environment() -> dict[str, str]:
 
 
 def run(path: Path, options: str, *arguments: str) -> str:
-    """What the program prints to standard output."""
+    """The program's standard output."""
     done = subprocess.run(
         [path, *options.split(), *arguments],
         env=environment(),
@@ -56,8 +56,8 @@ def run(path: Path, options: str, *arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs a compiler and ninja")
-def test_what_is_compiled(repo: Path, pristine: s.Tree, tmp_path: Path) -> None:
-    """Option off: nothing of the programs is there. On: the programs are compiled, and no other tool."""
+def test_programs_are_compiled_only_with_the_option(repo: Path, pristine: s.Tree, tmp_path: Path) -> None:
+    """Without the option no program exists; with it the programs are compiled, but no other tool."""
     if not all(map(shutil.which, ("cmake", "ninja", "c++"))):
         pytest.skip("needs cmake, ninja and a compiler on the PATH")
     folder = tmp_path / "source"
@@ -120,8 +120,8 @@ def test_libraries_are_found_beside_the_programs() -> None:
 
 
 def test_bench(demo_model: Path) -> None:
-    said = run(program("llama-bench"), "-t 1 -p 16 -n 4 -r 1 -o json", "-m", str(demo_model))
-    rows = json.loads(said)
+    printed = run(program("llama-bench"), "-t 1 -p 16 -n 4 -r 1 -o json", "-m", str(demo_model))
+    rows = json.loads(printed)
     assert [(row["n_prompt"], row["n_gen"]) for row in rows] == [(16, 0), (0, 4)]
     assert all(row["avg_ts"] > 0 for row in rows)
 
@@ -129,8 +129,8 @@ def test_bench(demo_model: Path) -> None:
 def test_perplexity(demo_model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(PROMPT)
-    said = run(program("llama-perplexity"), "-t 1 -c 32 --chunks 2", "-m", str(demo_model), "-f", str(text))
-    values = [float(value) for value in re.findall(r"\[\d\]([\d.]+),", said)]
+    printed = run(program("llama-perplexity"), "-t 1 -c 32 --chunks 2", "-m", str(demo_model), "-f", str(text))
+    values = [float(value) for value in re.findall(r"\[\d\]([\d.]+),", printed)]
     assert len(values) == 2
     assert all(1 < value < 100 for value in values)
 
@@ -214,14 +214,14 @@ def test_server_answers(repo: Path, server: str) -> None:
         f"{server}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request) as answer:
-        said = json.loads(answer.read())
-    assert said["usage"]["completion_tokens"] == 8
-    assert said["choices"][0]["message"]["content"].strip()
-    assert said["system_fingerprint"].endswith(f"-{version['commit']}")
+        printed = json.loads(answer.read())
+    assert printed["usage"]["completion_tokens"] == 8
+    assert printed["choices"][0]["message"]["content"].strip()
+    assert printed["system_fingerprint"].endswith(f"-{version['commit']}")
 
 
 def test_server_has_a_page_or_none(server: str) -> None:
-    """Built with npm it is the page, and its licences lie there; without, there is nothing at all."""
+    """Built with npm it has the page and its licences; without npm it has neither."""
     licenses = _lib.lib_dir() / "llama.cpp" / "page-licenses.txt"
     request = urllib.request.Request(server, headers={"Accept-Encoding": "gzip"})
     try:

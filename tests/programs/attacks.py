@@ -1,4 +1,4 @@
-"""Requests that nobody sends by accident: what each of them asks for, and how it may end."""
+"""Hostile requests: their contents and the permitted results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEEP = b"[" * 1_000_000 + b"]" * 1_000_000
 
 @dataclass(frozen=True)
 class Attack:
-    """A request: its route, what makes its body, and the statuses that it may end with."""
+    """A request: its route, a function that makes its body, and the permitted statuses."""
 
     name: str
     path: str
@@ -29,7 +29,7 @@ class Attack:
 
 
 def native(name: str, statuses: frozenset[int] = REFUSED, slow: bool = False, **fields: Any) -> Attack:
-    """A completion with these fields; a function is called when the attack is made."""
+    """A completion with these fields; functions are called when the attack is made."""
 
     def content() -> bytes:
         made = {key: value() if callable(value) else value for key, value in fields.items()}
@@ -45,7 +45,7 @@ def grammar(
 
 
 def schema(name: str, value: Any, statuses: frozenset[int] = REFUSED, slow: bool = False) -> Attack:
-    """A chat whose answer is to follow a JSON schema; a function is called when the attack is made."""
+    """A chat whose answer must follow a JSON schema; functions are called when the attack is made."""
 
     def content() -> bytes:
         form = {"type": "json_schema", "json_schema": {"schema": value() if callable(value) else value}}
@@ -56,7 +56,7 @@ def schema(name: str, value: Any, statuses: frozenset[int] = REFUSED, slow: bool
 
 
 def chat(name: str, statuses: frozenset[int] = EITHER, /, **fields: Any) -> Attack:
-    """A chat with these fields; a function is called when the attack is made."""
+    """A chat with these fields; functions are called when the attack is made."""
 
     def content() -> bytes:
         made = {key: value() if callable(value) else value for key, value in fields.items()}

@@ -41,14 +41,14 @@ class Answer:
 
 
 def binary() -> Path | None:
-    """llama-server beside our libraries, or in the folder of programs next to theirs; None if it is not built."""
+    """llama-server next to the libraries, or in the folder of programs next to theirs; None if it is not built."""
     folder = library.lib_dir()
     name = "llama-server.exe" if os.name == "nt" else "llama-server"
     return next((path for path in (folder / name, folder.parent / "bin" / name) if path.is_file()), None)
 
 
 def receive(sock: socket.socket, deadline: float) -> bytes:
-    """What comes until the other side closes the connection. Raises Failed at the deadline (time.monotonic())."""
+    """All bytes until the other side closes the connection. Raises Failed at the deadline (time.monotonic())."""
     pieces = []
     while True:
         left = deadline - time.monotonic()
@@ -84,7 +84,7 @@ def parse(data: bytes) -> Answer:
 
 
 class Server:
-    """llama-server in a process of its own on loopback; `with` waits until it is ready and ends it."""
+    """llama-server in a new process on loopback; `with` waits until it is ready and ends it."""
 
     def __init__(self, model: Path, folder: Path, *options: str, env: dict[str, str] | None = None) -> None:
         path = binary()
@@ -107,7 +107,7 @@ class Server:
                 self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.env, preexec_fn=limited
             )
         for _ in range(N_STARTING):
-            found = re.search(r"listening on http://127\.0\.0\.1:(\d+)", self.said())
+            found = re.search(r"listening on http://127\.0\.0\.1:(\d+)", self.log_tail())
             if found:
                 self.address = ("127.0.0.1", int(found[1]))
                 if self.ask("GET", "/health").status == 200:
@@ -115,13 +115,13 @@ class Server:
             self.alive()
             time.sleep(0.1)
         self.__exit__()
-        raise Failed(f"it did not start: {self.said()}")
+        raise Failed(f"it did not start: {self.log_tail()}")
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
 
-    def said(self, n: int = 4000) -> str:
+    def log_tail(self, n: int = 4000) -> str:
         """The end of its log."""
         with self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - n))
@@ -130,7 +130,7 @@ class Server:
     def alive(self) -> None:
         """Raises Failed if the process has ended."""
         if self.process.poll() is not None:
-            raise Failed(f"llama-server ended with {self.process.returncode}: {self.said()}")
+            raise Failed(f"llama-server ended with {self.process.returncode}: {self.log_tail()}")
 
     def peak(self) -> int:
         """Bytes of memory at the highest so far."""
@@ -143,19 +143,19 @@ class Server:
         return socket.create_connection(self.address, timeout=seconds)
 
     def send(self, method: str, path: str, content: bytes = b"", headers: str = "") -> socket.socket:
-        """Sends a request; the connection it went through."""
+        """Sends a request; returns its connection."""
         sock = self.connect()
         head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{headers}"
         if method == "POST":
             head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
-        with contextlib.suppress(ConnectionError):  # refused before it was read; the answer says why
+        with contextlib.suppress(ConnectionError):  # refused before it was read; the answer has the reason
             sock.sendall(head.encode() + b"\r\n" + content)
         return sock
 
     def ask(
         self, method: str, path: str, content: bytes | Any = b"", headers: str = "", seconds: float = SECONDS
     ) -> Answer:
-        """One request and its answer. content: bytes, or what JSON is made of. Raises Failed."""
+        """One request and its answer. content: bytes, or an object to send as JSON. Raises Failed."""
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         deadline = time.monotonic() + seconds
         try:
@@ -165,7 +165,7 @@ class Server:
             self.alive()
             raise Failed(f"no connection: {error}") from error
         except Failed:
-            time.sleep(0.5)  # a process that ends is still there when its connections are gone
+            time.sleep(0.5)  # a process may outlive its connections
             self.alive()
             raise
 

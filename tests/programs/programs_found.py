@@ -11,7 +11,7 @@ from subkv.native.library import lib_dir
 
 
 def program(name: str) -> Path:
-    """The program; skips where the build has none (SUBKV_PROGRAMS)."""
+    """The program's path; skips if the build does not have it (SUBKV_PROGRAMS)."""
     file = f"{name}.exe" if sys.platform == "win32" else name
     for folder in (lib_dir(), lib_dir().parent / "bin"):
         if (folder / file).is_file():

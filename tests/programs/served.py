@@ -1,4 +1,4 @@
-"""Fixtures: a model whose texts are words, and llama-server on it."""
+"""Fixtures: a model whose output consists of words, and llama-server on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CODED_SUBKV, F16 = "auto", "off"
 
 @pytest.fixture(scope="session")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose greedy texts are words and do not end."""
+    """A tiny model whose greedy texts consist of words and do not end."""
     folder = tmp_path_factory.mktemp("words")
     return stand_ins.with_words(folder / "words.gguf", tiny.build(folder / "tiny.gguf"))
 

@@ -1,4 +1,4 @@
-"""llama-server of this build in a process of its own, on loopback."""
+"""llama-server of this build in a new process on loopback."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def free_port() -> int:
 
 
 class Refused(Exception):
-    """An answer other than 200."""
+    """An answer with a status other than 200."""
 
     def __init__(self, status: int, body: Any) -> None:
         super().__init__(f"{status}: {body}")
@@ -37,10 +37,10 @@ class Refused(Exception):
 
 
 def assert_same(one: Any, other: Any, tie: float = 0.02) -> None:
-    """Two answers are the same, up to where two tokens are about equally probable in `one`, asked for with n_probs=2.
+    """Two answers are equal up to the first token where `one` has two nearly equal probabilities; both need n_probs=2.
 
-    Other sequences in a batch and between the cells of a unified cache change the order of sums; f16 differs as much.
-    Probabilities are compared where `other` has them, too (a token that was drafted has none).
+    Other sequences in a batch and between the cells of a unified cache change the order of sums, with f16 just as much.
+    Probabilities are compared if `other` has them (a drafted token has none).
     """
     others = other.get("completion_probabilities", [])
     for i, (step, token) in enumerate(zip(one["completion_probabilities"], other["tokens"], strict=True)):
@@ -52,10 +52,10 @@ def assert_same(one: Any, other: Any, tie: float = 0.02) -> None:
             assert abs(step["logprob"] - others[i]["logprob"]) < tie, (i, step, others[i])
 
 
-def wait_until(what: str, seen: Callable[[], bool]) -> None:
+def wait_until(goal: str, condition: Callable[[], bool]) -> None:
     end = time.monotonic() + START
-    while not seen():
-        assert time.monotonic() < end, f"waited for: {what}"
+    while not condition():
+        assert time.monotonic() < end, f"waited for: {goal}"
         time.sleep(0.05)
 
 
@@ -94,7 +94,7 @@ class Server:
         return self.request("POST", "/completion", body)
 
     def together(self, bodies: Sequence[dict[str, Any]]) -> list[Any]:
-        """Completions that are asked for at once."""
+        """Completions that are requested at the same time."""
         with ThreadPoolExecutor(len(bodies)) as pool:
             return list(pool.map(lambda body: self.complete(**body), bodies))
 
@@ -102,16 +102,16 @@ class Server:
         found: list[int] = self.request("POST", "/tokenize", {"content": text})["tokens"]
         return found
 
-    def wait(self, what: str, path: str, seen: Any) -> Any:
-        """The answer of `path` once `seen(answer)`."""
+    def wait(self, goal: str, path: str, condition: Any) -> Any:
+        """The answer of `path` once `condition(answer)` is true."""
         answer: Any = None
 
-        def asked() -> bool:
+        def is_met() -> bool:
             nonlocal answer
             answer = self.request("GET", path)
-            return bool(seen(answer))
+            return bool(condition(answer))
 
-        wait_until(what, asked)
+        wait_until(goal, is_met)
         return answer
 
     def stop(self) -> None:
@@ -131,7 +131,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(model: Path | None, *arguments: Any, subkv: str, folder: Path, **more: str) -> Iterator[Server]:
-    """A server of a model with these arguments. subkv: the variable; more: other variables. It must end with 0."""
+    """A server of a model with these arguments. subkv: the variable; more: other variables. It must exit with 0."""
     port = free_port()
     log = folder / f"server-{port}.log"
     given = ["-m", model] if model else []

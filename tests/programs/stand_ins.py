@@ -1,4 +1,4 @@
-"""Small files in the places of those that upstream's tests of llama-server download."""
+"""Small replacements for the files that upstream's tests of llama-server download."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS += " Ġdolor Ġut Ġconsectetur Ġexercitation Ġullamco Ġmagna"
 
 
 def vocabulary(marks: Sequence[str] = tiny_vision.MARKS) -> tuple[list[str], list[str], list[int]]:
-    """Tokens, merges and types: those of tests/tiny.py, WORDS and the beginnings of them, marks."""
+    """Tokens, merges and types: those of tests/tiny.py, WORDS and their prefixes, and punctuation."""
     tokens, merges = (list(names) for names in tiny.vocabulary())
     types = [3 if token in tiny.SPECIAL else 1 for token in tokens]
     for word in WORDS.split():
@@ -40,9 +40,9 @@ def vocabulary(marks: Sequence[str] = tiny_vision.MARKS) -> tuple[list[str], lis
 
 
 def with_words(path: Path, source: Path, marks: Sequence[str] = tiny_vision.MARKS, **more: Any) -> Path:
-    """A tiny model of tests/tiny.py with `vocabulary`, which never ends a text or leaves ASCII by itself.
+    """A tiny model of tests/tiny.py with `vocabulary`, whose output does not end and stays in ASCII.
 
-    One dimension of the embeddings is the same in every token and passes by every layer: its column of the output
+    One dimension of the embeddings is the same in every token and bypasses every layer, so its column of the output
     matrix is a bias. more: other keys.
     """
     tokens, merges, types = vocabulary(marks)
@@ -54,11 +54,11 @@ def with_words(path: Path, source: Path, marks: Sequence[str] = tiny_vision.MARK
             new = seeded(len(tokens) - len(known), known.shape[1], seed=i, std=float(known.std()))
             changed[name] = np.concatenate([known, new])
     if "output.weight" in changed:
-        says = [
+        is_allowed = [
             t == 1 and all("!" <= c <= "~" or c == "Ġ" for c in token) for t, token in zip(types, tokens, strict=True)
         ]
         changed["token_embd.weight"][:, 0] = 1.5
-        changed["output.weight"][:, 0] = np.where(says, 0, -30)
+        changed["output.weight"][:, 0] = np.where(is_allowed, 0, -30)
         for name, data in tensors.items():
             if name.endswith(("attn_norm.weight", "ffn_norm.weight", "attn_output.weight", "ffn_down.weight")):
                 data[0] = 0
@@ -68,7 +68,7 @@ def with_words(path: Path, source: Path, marks: Sequence[str] = tiny_vision.MARK
 
 
 def copied(path: Path, source: Path, keys: Mapping[str, Any], tensors: Mapping[str, Any] | None = None) -> Path:
-    """A copy of a GGUF with other keys and other or more tensors."""
+    """A copy of a GGUF with changed keys, and changed or added tensors."""
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(path, architecture)
@@ -122,7 +122,7 @@ def reranker(path: Path, source: Path) -> Path:
 
 
 def hub_cache(root: Path, model: Path) -> None:
-    """The cache folder of a hub with what upstream's presets name. model: the one in the place of their text models."""
+    """The cache folder of a hub with the files of upstream's presets. model: the replacement of their text models."""
     made = root / "made"
     made.mkdir(parents=True)
     letters = tiny.build(made / "letters.gguf", "bert", n_ctx_train=1024)

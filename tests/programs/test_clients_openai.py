@@ -1,4 +1,4 @@
-"""OpenAI's own client, and the other APIs that agents speak, against llama-server on coefficients."""
+"""OpenAI's client, and the other APIs that agents use, against llama-server with a coded cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALL = "<tool_call>"
 
 
 def parameters(name: str, *values: str) -> dict[str, Any]:
-    """A schema of one field with few values: what a model without sense writes soon ends."""
+    """A schema of one field with few values, so that a random model soon ends."""
     field = {"type": "string", "enum": values}
     return {"type": "object", "properties": {name: field}, "required": [name], "additionalProperties": False}
 
@@ -33,7 +33,7 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": p}} for n
 
 
 def is_call(name: str, arguments: str) -> bool:
-    """Whether these are a function of TOOLS and what its schema allows."""
+    """Whether these are a function of TOOLS and arguments that its schema allows."""
     schema = FUNCTIONS[name]
     (field,) = schema["properties"]
     found = json.loads(arguments)
@@ -226,7 +226,7 @@ def begins(server: Server) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def caller(serve_agent: Callable[..., Any], begins: dict[str, float]) -> Iterator[Server]:
-    """A server whose model calls wherever it can."""
+    """A server whose model calls a function whenever possible."""
     ((token, bias),) = begins.items()
     with serve_agent("--logit-bias", f"{token}+{bias}") as made:
         yield made
@@ -278,11 +278,11 @@ def test_no_tool_is_called(chat: Callable[..., Any]) -> None:
 
 
 def test_tool_history(call: Callable[..., Any], chat: Callable[..., Any], server: Server) -> None:
-    """The call and its result stand in the prompt, arguments as an object and not as the text of one."""
-    said = call("required").choices[0].message
-    (made,) = said.tool_calls
+    """The prompt contains the call and its result, and the arguments as an object, not as its text."""
+    reply = call("required").choices[0].message
+    (made,) = reply.tool_calls
     result = {"role": "tool", "tool_call_id": made.id, "content": "noon"}
-    messages = [*MESSAGES, said.model_dump(exclude_none=True), result]
+    messages = [*MESSAGES, reply.model_dump(exclude_none=True), result]
     prompt = server.request("POST", "/apply-template", {"messages": messages, "tools": TOOLS})["prompt"]
     arguments = json.dumps(json.loads(made.function.arguments))
     assert f"{CALL}{made.function.name}\n{arguments}\n</tool_call>" in prompt
@@ -298,16 +298,16 @@ def test_tool_history(call: Callable[..., Any], chat: Callable[..., Any], server
 
 
 def test_responses(client: Any, caller: Server) -> None:
-    asked = {"model": "tiny", "input": "Say something.", "max_output_tokens": 12, "temperature": 0}
-    answer = client.responses.create(**asked)
+    body = {"model": "tiny", "input": "Say something.", "max_output_tokens": 12, "temperature": 0}
+    answer = client.responses.create(**body)
     assert answer.output_text and answer.usage.output_tokens == 12
-    events = list(client.responses.create(**asked, stream=True))
+    events = list(client.responses.create(**body, stream=True))
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == answer.output_text
     assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
     tools = [{"type": "function", "name": name, "parameters": p} for name, p in FUNCTIONS.items()]
     with openai.OpenAI(base_url=f"http://127.0.0.1:{caller.port}/v1", api_key="none") as calling:
-        answer = calling.responses.create(**{**asked, "max_output_tokens": 200}, tools=tools, tool_choice="required")
+        answer = calling.responses.create(**{**body, "max_output_tokens": 200}, tools=tools, tool_choice="required")
     (call,) = [item for item in answer.output if item.type == "function_call"]
     assert is_call(call.name, call.arguments)
     after = [
@@ -315,7 +315,7 @@ def test_responses(client: Any, caller: Server) -> None:
         {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": call.arguments},
         {"type": "function_call_output", "call_id": call.call_id, "output": "noon"},
     ]
-    answer = client.responses.create(**{**asked, "input": after}, tools=tools)
+    answer = client.responses.create(**{**body, "input": after}, tools=tools)
     assert answer.usage.output_tokens > 0
 
 
@@ -348,8 +348,8 @@ def _events(text: str) -> list[dict[str, Any]]:
 
 
 def test_tools_of_messages(server: Server, caller: Server) -> None:
-    asked = {**ANTHROPIC, "max_tokens": 200, "tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "any"}}
-    answer = caller.request("POST", "/v1/messages", asked)
+    body = {**ANTHROPIC, "max_tokens": 200, "tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "any"}}
+    answer = caller.request("POST", "/v1/messages", body)
     assert answer["stop_reason"] == "tool_use"
     (use,) = [block for block in answer["content"] if block["type"] == "tool_use"]
     assert is_call(use["name"], json.dumps(use["input"]))
@@ -357,7 +357,7 @@ def test_tools_of_messages(server: Server, caller: Server) -> None:
     history = [*MESSAGES, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
     after = server.request("POST", "/v1/messages", {**ANTHROPIC, "messages": history, "tools": ANTHROPIC_TOOLS})
     assert after["usage"]["output_tokens"] > 0
-    events = _events(caller.request("POST", "/v1/messages", {**asked, "stream": True}))
+    events = _events(caller.request("POST", "/v1/messages", {**body, "stream": True}))
     started = [event["content_block"] for event in events if event["type"] == "content_block_start"]
     (use,) = [block for block in started if block["type"] == "tool_use"]
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
@@ -368,7 +368,7 @@ def test_embeddings(agent: Path, tmp_path: Path) -> None:
     arguments = ("-np", 1, "-c", 1024, "--embedding", "--pooling", "mean")
     with serving(agent, *arguments, subkv="auto", folder=tmp_path) as server:
         with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
-            found = client.embeddings.create(model="tiny", input=["one", "two three", "one"])  # base64, unless asked
+            found = client.embeddings.create(model="tiny", input=["one", "two three", "one"])  # base64 by default
         assert [entry.index for entry in found.data] == [0, 1, 2]
         first, second, third = (entry.embedding for entry in found.data)
         assert first == pytest.approx(third, abs=1e-5) and first != pytest.approx(second, abs=1e-2)

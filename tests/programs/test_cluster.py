@@ -1,4 +1,4 @@
-"""Replicas on several nodes of one machine: who answers whom, and what the loss of a node or of the store costs."""
+"""Replicas on several nodes of one machine: routing of sessions, and the loss of a node or of the store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Tokens = list[int]
 
 
 class Front:
-    """The cluster's address, and what its nodes are called."""
+    """The cluster's address, and the names of its nodes."""
 
     def __init__(self, url: str, cluster: Any, nodes: dict[str, Any], folder: Path) -> None:
         self.client = httpx.Client(base_url=url, timeout=SECONDS, headers={"Authorization": f"Bearer {KEY}"})
@@ -56,38 +56,38 @@ class Front:
             **more,
         }
 
-    def ask(self, prompt: str | Tokens, who: str | None = None, n: int = 8) -> tuple[dict[str, Any], str]:
-        """The answer, and who gave it: REPLICA@NODE."""
-        named = {} if who is None else {"x-session-id": who}
+    def complete(self, prompt: str | Tokens, session_id: str | None = None, n: int = 8) -> tuple[dict[str, Any], str]:
+        """The answer, and the replica that gave it: REPLICA@NODE."""
+        named = {} if session_id is None else {"x-session-id": session_id}
         answer = self.client.post("/completion", json=self._body(prompt, n), headers=named)
         assert answer.status_code == 200, answer.text
         return answer.json(), answer.headers["x-replica"]
 
     @contextlib.contextmanager
-    def stream(self, prompt: str | Tokens, who: str, n: int) -> Iterator[Iterator[Any]]:
+    def stream(self, prompt: str | Tokens, session_id: str, n: int) -> Iterator[Iterator[Any]]:
         """The events of a stream."""
         body = self._body(prompt, n, stream=True)
-        with self.client.stream("POST", "/completion", json=body, headers={"x-session-id": who}) as answer:
+        with self.client.stream("POST", "/completion", json=body, headers={"x-session-id": session_id}) as answer:
             assert answer.status_code == 200
             assert answer.headers["content-type"] == "text/event-stream" and "x-replica" in answer.headers
             yield (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
 
-    def of_each(self) -> dict[str, str]:
+    def sessions(self) -> dict[str, str]:
         """By replica: a session that it answers."""
         found: dict[str, str] = {}
         for i in range(64):
-            found.setdefault(self.ask("x", f"session {i}", 1)[1], f"session {i}")
+            found.setdefault(self.complete("x", f"session {i}", 1)[1], f"session {i}")
         return found
 
-    def slots(self, who: str, seen: Callable[[list[dict[str, Any]]], bool]) -> None:
+    def slots(self, session_id: str, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
         """Wait until the slots of a replica are as they should be."""
         end = time.monotonic() + SECONDS
-        while not seen(slots := self.client.get("/slots", headers={"x-session-id": who}).json()):
+        while not condition(slots := self.client.get("/slots", headers={"x-session-id": session_id}).json()):
             assert time.monotonic() < end, slots
             time.sleep(0.1)
 
     def entries(self) -> set[str]:
-        """What the store holds when nothing is added to it any more."""
+        """The store's entries, once no more are added."""
         found: list[set[str]] = [set()]
         while len(found) < 8 or any(names != found[-1] for names in found[-7:]):
             time.sleep(0.3)
@@ -153,11 +153,11 @@ def front(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fro
 
 def test_a_conversation_has_one_replica(front: Front) -> None:
     assert front.client.get("/health").json() == {"status": "ok"}
-    assert len(front.of_each()) == len(front.servers()) == 2
+    assert len(front.sessions()) == len(front.servers()) == 2
     for i in range(4):
-        assert len({front.ask(TEXT * j, f"same {i}", 1)[1] for j in range(1, 4)}) == 1
+        assert len({front.complete(TEXT * j, f"same {i}", 1)[1] for j in range(1, 4)}) == 1
         opening = f"Conversation {i}. " + TEXT * 10
-        assert len({front.ask(opening + "more " * j, None, 1)[1] for j in range(3)}) == 1
+        assert len({front.complete(opening + "more " * j, None, 1)[1] for j in range(3)}) == 1
 
 
 def test_refusals_are_the_server_s(front: Front) -> None:
@@ -167,21 +167,21 @@ def test_refusals_are_the_server_s(front: Front) -> None:
     assert front.client.post("/v1/completions", content=b" " * (10 << 20)).status_code == 413
     with httpx.Client(base_url=front.url) as stranger:
         refused = stranger.post("/v1/completions", json={"prompt": [1]})
-        assert refused.status_code == 401 and "x-replica" not in refused.headers  # nobody was asked
+        assert refused.status_code == 401 and "x-replica" not in refused.headers  # no replica was called
         assert stranger.get("/health").status_code == 200
 
 
 def test_chats(front: Front) -> None:
     """By the routes of OpenAI and of Anthropic."""
     talk = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-    said = front.client.post("/v1/chat/completions", json=talk).json()
-    assert said["choices"][0]["message"]["role"] == "assistant" and said["usage"]["completion_tokens"] == 4
-    said = front.client.post("/v1/messages", json=talk).json()
-    assert said["type"] == "message" and said["usage"]["output_tokens"] == 4
+    reply = front.client.post("/v1/chat/completions", json=talk).json()
+    assert reply["choices"][0]["message"]["role"] == "assistant" and reply["usage"]["completion_tokens"] == 4
+    reply = front.client.post("/v1/messages", json=talk).json()
+    assert reply["type"] == "message" and reply["usage"]["output_tokens"] == 4
 
 
-def test_streams_and_who_leaves_them(front: Front) -> None:
-    whole, _ = front.ask(TEXT, "stream", 24)
+def test_streams_and_disconnects(front: Front) -> None:
+    whole, _ = front.complete(TEXT, "stream", 24)
     with front.stream(TEXT, "stream", 24) as events:
         got = list(events)
     assert got[-1]["stop"] and "".join(event["content"] for event in got) == whole["content"]
@@ -191,8 +191,8 @@ def test_streams_and_who_leaves_them(front: Front) -> None:
     front.slots("stream", lambda slots: not any(slot["is_processing"] for slot in slots))
 
 
-def test_more_than_all_can_take(front: Front) -> None:
-    """Beyond the queue there is 503 with Retry-After; everybody else is answered."""
+def test_more_requests_than_the_queue_holds(front: Front) -> None:
+    """Requests beyond the queue get 503 with Retry-After; all others are answered."""
 
     def one(i: int) -> Any:
         body = front._body(TEXT, 200)
@@ -207,37 +207,37 @@ def test_more_than_all_can_take(front: Front) -> None:
 
 
 def test_a_server_is_killed(front: Front) -> None:
-    """A request that it has not answered is answered by another replica; Ray starts one in its place."""
-    before = front.of_each()
+    """Another replica answers its pending request; Ray starts a new one."""
+    before = front.sessions()
     killed = front.servers()[0]
     os.kill(killed, signal.SIGKILL)
-    for who in before.values():
-        assert front.ask(TEXT, who, 4)[0]["tokens_predicted"] == 4
+    for session_id in before.values():
+        assert front.complete(TEXT, session_id, 4)[0]["tokens_predicted"] == 4
     end = time.monotonic() + 2 * SECONDS
-    while len(front.servers()) < 2 or len(front.of_each()) < 2:
+    while len(front.servers()) < 2 or len(front.sessions()) < 2:
         assert time.monotonic() < end
         time.sleep(0.2)
-    assert killed not in front.servers() and set(before) != set(front.of_each())
+    assert killed not in front.servers() and set(before) != set(front.sessions())
 
 
 def test_a_node_is_lost(front: Front) -> None:
-    """Streams of others end as ever; the lost conversation goes on elsewhere, from what the store holds."""
-    (lost, who_lost), (kept, who_kept) = front.of_each().items()
+    """Other streams end normally; the lost conversation continues on another node, from the store."""
+    (lost, lost_session), (kept, kept_session) = front.sessions().items()
     before = front.tokens(TEXT * 80)
-    expected, _ = front.ask(TEXT * 2, who_kept, 2000)
+    expected, _ = front.complete(TEXT * 2, kept_session, 2000)
     entries = front.entries()
-    first, at = front.ask(before, who_lost, 8)
+    first, at = front.complete(before, lost_session, 8)
     assert at == lost and front.entries() - entries
     turn = before + first["tokens"] + front.tokens(" Go on.")
-    results: dict[str, list[Any]] = {who_kept: [], who_lost: []}
+    results: dict[str, list[Any]] = {kept_session: [], lost_session: []}
 
-    def follow(who: str, prompt: str | Tokens) -> None:
-        with contextlib.suppress(httpx.HTTPError), front.stream(prompt, who, 2000) as events:
+    def follow(session_id: str, prompt: str | Tokens) -> None:
+        with contextlib.suppress(httpx.HTTPError), front.stream(prompt, session_id, 2000) as events:
             for event in events:
-                results[who].append(event)
+                results[session_id].append(event)
 
-    asked: list[tuple[str, str | Tokens]] = [(who_kept, TEXT * 2), (who_lost, turn)]
-    threads = [threading.Thread(target=follow, args=given) for given in asked]
+    prompts: list[tuple[str, str | Tokens]] = [(kept_session, TEXT * 2), (lost_session, turn)]
+    threads = [threading.Thread(target=follow, args=given) for given in prompts]
     for thread in threads:
         thread.start()
     end = time.monotonic() + SECONDS
@@ -247,30 +247,30 @@ def test_a_node_is_lost(front: Front) -> None:
     front.cluster.remove_node(front.nodes[lost.partition("@")[2]], allow_graceful=False)
     for thread in threads:
         thread.join()
-    assert results[who_kept][-1]["stop"]
-    assert "".join(event["content"] for event in results[who_kept]) == expected["content"]
-    told = results[who_lost][-1]
-    assert told.get("error", {}).get("code", 503) == 503 and not told.get("stop")
+    assert results[kept_session][-1]["stop"]
+    assert "".join(event["content"] for event in results[kept_session]) == expected["content"]
+    last = results[lost_session][-1]
+    assert last.get("error", {}).get("code", 503) == 503 and not last.get("stop")
 
-    again, at = front.ask(turn, who_lost, 8)
+    again, at = front.complete(turn, lost_session, 8)
     assert at == kept
-    begun = [token for event in results[who_lost] if "tokens" in event for token in event["tokens"]]
+    begun = [token for event in results[lost_session] if "tokens" in event for token in event["tokens"]]
     assert again["tokens"] == begun[:8]
     assert again["timings"]["cache_n"] >= len(before)  # all that was stored
-    alone = front.ask([turn[0] + 1, *turn[1:]], who_lost, 8)[0]
+    alone = front.complete([turn[0] + 1, *turn[1:]], lost_session, 8)[0]
     assert alone["timings"]["cache_n"] == 0
 
 
 def test_the_store_is_down(front: Front) -> None:
     """Lost slots are evaluated again, and the answers are the same."""
     prompt = "Once more: " + TEXT * 60
-    expected, _ = front.ask(prompt, "down", 16)
+    expected, _ = front.complete(prompt, "down", 16)
     front.entries()
     front.folder.rename(front.folder.with_name("gone"))
     front.folder.write_bytes(b"no folder")
     for i in range(3):
-        front.ask(f"{i} takes the slots of others. " + TEXT * 20, "down", 4)
-    again, _ = front.ask(prompt, "down", 16)
+        front.complete(f"{i} takes the slots of others. " + TEXT * 20, "down", 4)
+    again, _ = front.complete(prompt, "down", 16)
     assert again["tokens"] == expected["tokens"]
 
 

@@ -1,4 +1,4 @@
-"""What a cluster needs that is not Ray's: whose conversation a request is, who may come in, how many replicas."""
+"""The parts of a cluster that Ray does not provide: sessions of requests, API keys, number of replicas."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_name_wins() -> None:
     assert len(of(b"", (b"x-session-id", b"7" * 100_000))) == 32
 
 
-def test_a_stream_is_resumed_where_it_began() -> None:
+def test_a_stream_resumes_on_its_replica() -> None:
     """llama-server's page names a conversation in the header of its request, then in the query."""
     began = of({"messages": [FIRST]}, (b"X-Conversation-Id", b"7::model"))
     assert began == of(b"", query=b"conv_id=7%3A%3Amodel&from=100") != of(b"", query=b"conv_id=8")
@@ -62,7 +62,7 @@ def test_a_stream_is_resumed_where_it_began() -> None:
     "body",
     [b"", b"\xff\xfe", b"[" * 100_000, b"[1]", b"7", b"{}", b'{"messages": 3}', b'{"messages": []}', b'{"prompt": ""}'],
 )
-def test_what_is_no_conversation_goes_anywhere(body: bytes) -> None:
+def test_requests_without_a_conversation_have_no_session(body: bytes) -> None:
     assert of(body) == ""
 
 
@@ -81,12 +81,12 @@ def run(work: Callable[[], Any]) -> Any:
         ({}, 100, 401, 0),
         ({"Authorization": "Bearer wrong"}, 100, 401, 0),
         ({"X-Api-Key": "secret", "Content-Length": "101"}, 100, 413, 0),
-        ({"X-Api-Key": "secret"}, 15, 413, 2),  # its length is not told
+        ({"X-Api-Key": "secret"}, 15, 413, 2),  # without Content-Length
         ({"X-Api-Key": "secret"}, 100, 408, 3),
     ],
 )
-def test_who_comes_in(headers: dict[str, str], most: int, status: int, n_read: int) -> None:
-    """A stranger's body is not read, nobody's for longer than the limit, or further."""
+def test_limits_of_requests(headers: dict[str, str], most: int, status: int, n_read: int) -> None:
+    """Without a key the body is not read; with a key it is read up to the limits of time and size."""
     pieces = []
 
     async def slowly() -> AsyncIterator[bytes]:
@@ -95,7 +95,7 @@ def test_who_comes_in(headers: dict[str, str], most: int, status: int, n_read: i
             yield pieces[-1]
         await asyncio.Event().wait()
 
-    app = gateway(lambda key, asked: pytest.fail("it went on"), ["secret"], most, 0.2)
+    app = gateway(lambda key, payload: pytest.fail("it went on"), ["secret"], most, 0.2)
 
     async def work() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
@@ -106,11 +106,11 @@ def test_who_comes_in(headers: dict[str, str], most: int, status: int, n_read: i
     assert answer.json()["error"]["code"] == status
 
 
-def test_what_comes_in() -> None:
-    went_on = []
+def test_requests_are_forwarded() -> None:
+    forwarded = []
 
-    def forward(key: str, asked: bytes) -> Response:
-        went_on.append((key, asked))
+    def forward(key: str, payload: bytes) -> Response:
+        forwarded.append((key, payload))
         return Response(b"an answer")
 
     app = gateway(forward, ["secret"], *LIMITS)
@@ -122,7 +122,7 @@ def test_what_comes_in() -> None:
 
     assert [answer.content for answer in run(work)] == [b"an answer"] * 2
     key = session([(b"x-session-id", b"7"), (b"authorization", b"Bearer secret")], b"")
-    assert went_on == [(key, b"{}"), ("", b"")]
+    assert forwarded == [(key, b"{}"), ("", b"")]
 
 
 @each(
@@ -139,9 +139,9 @@ def test_what_comes_in() -> None:
         ("GET", "/v1/stream?conv_id=a.js", 401),
     ],
 )
-def test_what_needs_no_key(method: str, path: str, status: int) -> None:
-    """What llama-server gives without one: its page, /health and what browsers ask before a request."""
-    app = gateway(lambda key, asked: Response(b"an answer"), ["secret"], *LIMITS)
+def test_routes_without_a_key(method: str, path: str, status: int) -> None:
+    """As in llama-server: the page, /health and preflight requests of browsers."""
+    app = gateway(lambda key, payload: Response(b"an answer"), ["secret"], *LIMITS)
 
     async def work() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
@@ -168,12 +168,12 @@ def test_files_of_keys(tmp_path: Path, text: bytes, found: list[str] | None) -> 
 
 def test_tokens_that_wait() -> None:
     load = Load()
-    with load.waiting(bytes(4000)) as said, load.waiting(bytes(400)):
-        for piece in (b"", b":\n\n"):  # a stream's comment says that the connection lives
-            said(piece)
+    with load.waiting(bytes(4000)) as received, load.waiting(bytes(400)):
+        for piece in (b"", b":\n\n"):  # a stream's comment keeps the connection alive
+            received(piece)
             assert load.n_tokens == 1100
-        said(b"data: {}")
-        said(b"data: {}")
+        received(b"data: {}")
+        received(b"data: {}")
         assert load.n_tokens == 100
     assert load.n_tokens == 0
     with pytest.raises(KeyError), load.waiting(bytes(40)):
@@ -182,16 +182,16 @@ def test_tokens_that_wait() -> None:
 
 
 def test_replicas_for_tokens_and_requests() -> None:
-    def wanted(n_requests: float, **told: float) -> float:
-        metrics = {"queued_tokens": told} if told else None
+    def n_replicas(n_requests: float, **loads: float) -> float:
+        metrics = {"queued_tokens": loads} if loads else None
         return QueuedTokens(8000, 4)(SimpleNamespace(aggregated_metrics=metrics, total_num_requests=n_requests))[0]
 
-    assert wanted(0) == 0 and wanted(1) == 1 and wanted(4) == 1 and wanted(9) == 3
-    assert wanted(1, a=8000, b=100) == 2 and wanted(1, a=31_000, b=20_000) == 7
-    assert wanted(40, a=1) == 10
+    assert n_replicas(0) == 0 and n_replicas(1) == 1 and n_replicas(4) == 1 and n_replicas(9) == 3
+    assert n_replicas(1, a=8000, b=100) == 2 and n_replicas(1, a=31_000, b=20_000) == 7
+    assert n_replicas(40, a=1) == 10
 
 
-def test_the_example_names_what_there_is() -> None:
+def test_the_example_names_existing_options() -> None:
     pytest.importorskip("ray.serve")
     yaml = pytest.importorskip("yaml")
     from ray.serve.schema import ServeDeploySchema

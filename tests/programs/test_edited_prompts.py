@@ -1,4 +1,4 @@
-"""Prompts that are edited: llama-server says what a fresh one says, and evaluates few tokens again."""
+"""Edited prompts: llama-server answers like a fresh one, and evaluates few tokens again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SERVERS = {
 
 
 def story(tokens: list[int], edit: list[int]) -> dict[str, list[int]]:
-    """Prompts in the order in which they are asked for."""
+    """Prompts in the order of the requests."""
     return {
         "first": tokens[:1546],
         "edited in the middle": tokens[:1041] + edit,
@@ -40,16 +40,16 @@ def story(tokens: list[int], edit: list[int]) -> dict[str, list[int]]:
 
 
 def turns(text: str) -> list[list[dict[str, str]]]:
-    """A conversation that grows, an answer asked for again, a turn edited, back to the end."""
+    """A growing conversation, a regenerated answer, an edited turn, then the end again."""
     messages: list[dict[str, str]] = []
-    asked = []
+    requests = []
     for turn in range(5):
         messages.append({"role": "user", "content": text[1000 * turn : 1000 * turn + 250]})
-        asked.append(list(messages))
+        requests.append(list(messages))
         messages.append({"role": "assistant", "content": text[1000 * turn + 300 : 1000 * turn + 400]})
-    regenerated = asked[-1]
-    edited = [*asked[2][:-1], {"role": "user", "content": text[9000:9250]}]
-    return [*asked, regenerated, edited, asked[-1]]
+    regenerated = requests[-1]
+    edited = [*requests[2][:-1], {"role": "user", "content": text[9000:9250]}]
+    return [*requests, regenerated, edited, requests[-1]]
 
 
 @pytest.mark.parametrize("arguments", SERVERS.values(), ids=SERVERS)
@@ -73,18 +73,18 @@ def test_edited_prompts(serve: Serve, text: str, arguments: list[Any]) -> None:
 def test_edited_conversations(serve: Serve, text: str, arguments: list[Any]) -> None:
     evaluated: dict[bool, list[int]] = {}
     for coded in (True, False):
-        said = []
+        replies = []
         evaluated[coded] = []
         with serve(*arguments, coded=coded) as server:
             for messages in turns(text):
                 answer = server.request("POST", "/v1/chat/completions", chat(messages))
-                said.append(answer["choices"][0]["message"]["content"])
+                replies.append(answer["choices"][0]["message"]["content"])
                 evaluated[coded].append(answer["timings"]["prompt_n"])
         if coded:
             with serve("-np", 1, "-c", 2560) as server:
                 for i, messages in enumerate(turns(text)):
                     fresh = server.request("POST", "/v1/chat/completions", {**chat(messages), "cache_prompt": False})
-                    assert said[i] == fresh["choices"][0]["message"]["content"], i
+                    assert replies[i] == fresh["choices"][0]["message"]["content"], i
     again = [a - b for a, b in zip(evaluated[True], evaluated[False], strict=True)]
     print("evaluated:", evaluated[True], "beyond f16:", again)
     assert max(again) <= BOUND, again
@@ -108,12 +108,14 @@ def test_a_long_prompt_edited_early(serve: Serve, text: str, cut: int) -> None:
                 assert answer["tokens"] == fresh["tokens"]
     again = evaluated[True] - evaluated[False]
     print(f"edited at {cut} of 3900: evaluated beyond f16: {again}")
-    assert again <= max(BOUND, len(tokens) - cut)  # far from the end checkpoints are as far apart as it is away
+    assert again <= max(
+        BOUND, len(tokens) - cut
+    )  # the distance between checkpoints grows with the distance from the end
 
 
 @pytest.mark.parametrize("n_swa", [16, 512])
 def test_edited_prompts_of_sliding_windows(tmp_path: Path, n_swa: int) -> None:
-    """A checkpoint has what a window of then needs and no more: prompts end at one, or a token before or after.
+    """A checkpoint holds exactly the window at its position: prompts end at a checkpoint, or one token before or after.
 
     n_swa: shorter than the prompts, or longer.
     """

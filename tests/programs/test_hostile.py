@@ -1,4 +1,4 @@
-"""Nobody stops llama-server: whatever one client sends, it is answered or refused in time, and the others go on."""
+"""No client can stop llama-server: every request is answered or refused in time, and other clients are served."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = {"prompt": "the", "n_predict": 2, "temperature": 0, "ignore_eos": True}
 
 
 class Kept:
-    """A server that several attacks share; another one takes its place where one of them breaks it."""
+    """A server shared by several attacks; a new one starts after an attack that breaks it."""
 
     def __init__(self, start: Callable[[], Server]) -> None:
         self.start = start
@@ -123,7 +123,7 @@ def test_a_grammar_within_the_limits_is_followed(kept: Kept) -> None:
             assert not text.strip("abz0123456789")
 
 
-def test_the_server_says_why(kept: Kept) -> None:
+def test_refusals_name_the_reason(kept: Kept) -> None:
     with unharmed(kept) as server:
         for body, sentence in (
             ({"grammar": "root ::= " + "x? " * 200 + '"z"\nx ::= "a"?'}, "the grammar is too ambiguous or too large"),
@@ -172,14 +172,14 @@ def hasty(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
         b"GET /health HTTP/1.1\r\nRange: bytes=" + b",".join([b"0-1"] * 2000) + b"\r\n\r\n",
     ],
 )  # fmt: skip
-def test_what_is_no_request(hasty: Kept, data: bytes) -> None:
+def test_invalid_requests(hasty: Kept, data: bytes) -> None:
     """Refused, or the connection is closed; in time."""
     with unharmed(hasty) as server, server.connect() as sock:
         with contextlib.suppress(OSError):  # closed by the other side, in the middle of it
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
-        said = receive(sock, time.monotonic() + SECONDS)
-        assert not said or said.startswith(b"HTTP/1.1 4")
+        received = receive(sock, time.monotonic() + SECONDS)
+        assert not received or received.startswith(b"HTTP/1.1 4")
 
 
 def test_a_body_without_end_is_cut(hasty: Kept) -> None:
@@ -191,8 +191,8 @@ def test_a_body_without_end_is_cut(hasty: Kept) -> None:
 
 
 @pytest.mark.parametrize("first", [b"", HEAD, BODY], ids=["silent", "head", "body"])
-def test_connections_that_do_not_go_on(hasty: Kept, first: bytes) -> None:
-    """Five hundred at once: who asks behind them is answered when they are given up."""
+def test_idle_connections(hasty: Kept, first: bytes) -> None:
+    """Five hundred idle connections: a client behind them is answered when they time out."""
     with unharmed(hasty) as server, contextlib.ExitStack() as stack:
         for _ in range(500):
             stack.enter_context(server.connect()).sendall(first)
@@ -201,7 +201,9 @@ def test_connections_that_do_not_go_on(hasty: Kept, first: bytes) -> None:
 
 @pytest.mark.parametrize("first", [HEAD, BODY], ids=["head", "body"])
 def test_clients_that_send_a_byte_at_a_time(hasty: Kept, first: bytes) -> None:
-    """Each byte comes before the server would give up. Two hundred at once: each gets a thread, and so do others."""
+    """Each byte arrives before the timeout. With two hundred such clients, each has a thread, and other clients are
+    served.
+    """
     ended = threading.Event()
 
     def drip(socks: list[socket.socket]) -> None:
@@ -224,7 +226,7 @@ def test_clients_that_send_a_byte_at_a_time(hasty: Kept, first: bytes) -> None:
 
 
 def test_connections_that_stay_after_an_answer(hasty: Kept) -> None:
-    """Two hundred, each answered while those before it are open."""
+    """Two hundred, each answered while the earlier ones stay open."""
     with unharmed(hasty) as server, contextlib.ExitStack() as stack:
         for _ in range(200):
             sock = stack.enter_context(server.connect())
@@ -251,7 +253,7 @@ def test_a_thousand_connections_and_no_option(kept: Kept, firsts: list[bytes]) -
 
 
 def test_clients_that_never_read_lose_their_slots(hasty: Kept) -> None:
-    """Two endless answers on two slots, which nobody reads."""
+    """Two endless answers on two slots, which the clients do not read."""
     endless = {"prompt": "x", "n_predict": -1, "stream": True, "ignore_eos": True, "n_probs": 100}
     data = json.dumps(endless).encode()
     with unharmed(hasty) as server, contextlib.ExitStack() as stack:
@@ -292,7 +294,7 @@ def test_clients_that_leave_while_their_prompts_are_read(kept: Kept, stream: boo
 
 
 def test_many_requests_at_once(hasty: Kept) -> None:
-    """A hundred on two slots: each is answered, and as it is alone."""
+    """A hundred requests on two slots: each gets the answer that it gets alone."""
     with unharmed(hasty) as server:
         bodies = [{"prompt": f"{i % 5} {i % 5}", "n_predict": 3, "temperature": 0} for i in range(100)]
         alone = [json.loads(server.ask("POST", "/completion", body).body)["content"] for body in bodies[:5]]
@@ -308,7 +310,7 @@ def test_many_requests_at_once(hasty: Kept) -> None:
 
 
 #
-# who may ask
+# access
 #
 
 
@@ -360,6 +362,6 @@ def test_pages_of_other_servers(locked: Kept) -> None:
         for method in ("OPTIONS", "GET"):
             headers = f"Origin: {origin}\r\nAuthorization: Bearer plain\r\n"
             with server.send(method, "/v1/models", headers=headers) as sock:
-                said = receive(sock, time.monotonic() + SECONDS).decode().lower()
-            found = said.partition("\r\n\r\n")[0].partition("access-control-allow-origin: ")[2].partition("\r\n")[0]
+                received = receive(sock, time.monotonic() + SECONDS).decode().lower()
+            found = received.partition("\r\n\r\n")[0].partition("access-control-allow-origin: ")[2].partition("\r\n")[0]
             assert found == (origin if allowed else ""), (method, origin)

@@ -70,8 +70,8 @@ def local(request: pytest.FixtureRequest, words: Path, tmp_path_factory: pytest.
 
 
 @each("host", HERE)
-def test_this_machine_is_answered(local: Server, host: str) -> None:
-    """Whatever the port: by name, by any loopback address; its own pages, and those of other local servers."""
+def test_names_of_this_machine_are_accepted(local: Server, host: str) -> None:
+    """With any port: by name, by any loopback address; for the server's pages and those of other local servers."""
     assert ask(local, "GET", "/health", Host=host)[0] == 200
     for scheme in ("http", "https", "tauri"):
         assert ask(local, "POST", "/tokenize", Host=host, Origin=f"{scheme}://{host}")[0] == 200
@@ -86,8 +86,8 @@ def test_other_names_are_refused(local: Server, host: str) -> None:
 
 
 @each("origin", [*(f"https://{host}" for host in ELSEWHERE), "null", "file://", "chrome-extension://x"])
-def test_pages_of_others_are_refused(local: Server, origin: str) -> None:
-    """Also what browsers ask before, without a word that would let the page read the answer."""
+def test_foreign_pages_are_refused(local: Server, origin: str) -> None:
+    """Preflight requests, too; no header lets the page read the answer."""
     for method in ("POST", "OPTIONS", "GET"):
         status, answer, headers = ask(local, method, "/tokenize", Origin=origin)
         assert refusal(status, answer).startswith("Origin: ")
@@ -107,7 +107,7 @@ def test_no_host_at_all(local: Server) -> None:
 
 
 def test_a_refused_body_is_no_request(local: Server) -> None:
-    """What a page of others sends is not read as a request of its own, which would name this machine."""
+    """The body of a refused request is not parsed as another request, which could name this machine."""
     inner = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\n"
     head += f"Content-Length: {len(inner)}\r\n\r\n"

@@ -1,4 +1,4 @@
-"""llama-perplexity and `subkv perplexity` say the same of the same cache, to the digits that they print."""
+"""llama-perplexity and `subkv perplexity` print the same results for the same cache."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def theirs(model: Path, text_file: Path, subkv: str, *arguments: Any) -> str:
             words, env={**env, "SUBKV": subkv}, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        # upstream's programs may end before all of their log is written (common/log.cpp says so)
+        # upstream's programs may end before their whole log is written (common/log.cpp)
         if "--kl-divergence" not in words or f"\n{NAMES[-1]}:" in done.stdout:
             break
     return done.stdout + done.stderr
@@ -48,8 +48,8 @@ def ours(model: Path, text_file: Path, *arguments: Any) -> str:
     return result.output
 
 
-def said(output: str, name: str) -> str:
-    """The numbers behind a name, as they are printed."""
+def number_of(output: str, name: str) -> str:
+    """The numbers after a name, as printed."""
     (line,) = [line for line in output.splitlines() if line.startswith(name)]
     return re.sub(r"\s+", " ", line[len(name) :].strip(" :"))
 
@@ -62,18 +62,18 @@ def test_divergence_is_the_same(model: Path, text_file: Path, tmp_path: Path, ba
     assert "subkv: coded K/V cache" in found and "subkv: coded" not in written
     mine = ours(model, text_file, "--kl-divergence-base", base, "--kl-divergence", "-ctk", "subkv")
     # the same perplexity of the base in another order of sums; it has seven digits
-    assert float(said(found, NAMES[0]).split()[0]) == pytest.approx(float(said(mine, NAMES[0])), rel=1e-7)
+    assert float(number_of(found, NAMES[0]).split()[0]) == pytest.approx(float(number_of(mine, NAMES[0])), rel=1e-7)
     for name in NAMES[1:]:  # these, too, may have another last digit
-        theirs_and_mine = ([float(x) for x in re.findall(r"-?[0-9.]+", said(out, name))] for out in (found, mine))
+        theirs_and_mine = ([float(x) for x in re.findall(r"-?[0-9.]+", number_of(out, name))] for out in (found, mine))
         assert next(theirs_and_mine) == pytest.approx(next(theirs_and_mine), rel=2e-6, abs=1e-6), name
-    assert float(said(found, "Mean    KLD").split()[0]) > 0
+    assert float(number_of(found, "Mean    KLD").split()[0]) > 0
 
 
 def test_bases_are_exchanged(model: Path, text_file: Path, tmp_path: Path) -> None:
-    """A base that one of them wrote is read by the other."""
+    """Each program reads the base file that the other one wrote."""
     ours(model, text_file, "-ctk", "f16", "--kl-divergence-base", tmp_path / "ours.bin")
     theirs(model, text_file, "off", "--kl-divergence-base", tmp_path / "theirs.bin")
     found = theirs(model, text_file, "auto", "--kl-divergence-base", tmp_path / "ours.bin", "--kl-divergence")
     mine = ours(model, text_file, "--kl-divergence-base", tmp_path / "theirs.bin", "--kl-divergence", "-ctk", "subkv")
     for name in NAMES[2:]:
-        assert said(found, name) == said(mine, name), name
+        assert number_of(found, name) == number_of(mine, name), name

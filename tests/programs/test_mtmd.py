@@ -1,4 +1,4 @@
-"""llama-mtmd-cli and llama-server's image_url and input_audio on coefficients: what they say with f16."""
+"""llama-mtmd-cli and llama-server's image_url and input_audio on a coded cache answer as with f16."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def environment(subkv: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("files", [*PICTURES, *SOUNDS], indirect=True)
 def test_mtmd_cli(files: Files, tmp_path: Path) -> None:
-    flag, seen = ("--audio", tiny_vision.sound()) if files.hears else ("--image", tiny_vision.picture(200, 96, 64))
-    (tmp_path / "seen").write_bytes(seen)
-    command = [program("llama-mtmd-cli"), "-m", files.model, "--mmproj", files.projector, flag, tmp_path / "seen"]
+    flag, media = ("--audio", tiny_vision.sound()) if files.hears else ("--image", tiny_vision.picture(200, 96, 64))
+    (tmp_path / "media").write_bytes(media)
+    command = [program("llama-mtmd-cli"), "-m", files.model, "--mmproj", files.projector, flag, tmp_path / "media"]
     command += ["-p", "What is this quick brown fox", "-n", N, "--temp", 0, "-c", 1024, "-t", 1, "--offline"]
 
-    def said(subkv: str) -> str:
+    def generate(subkv: str) -> str:
         most = ""
-        for _ in range(5):  # upstream's programs may end before all of their log is written (common/log.cpp says so)
+        for _ in range(5):  # upstream's programs may end before their whole log is written (common/log.cpp)
             done = subprocess.run(
                 [str(word) for word in command], env=environment(subkv), capture_output=True, timeout=300, check=False
             )
@@ -87,10 +87,10 @@ def test_mtmd_cli(files: Files, tmp_path: Path) -> None:
             most = max(most, done.stdout.decode("utf-8", "replace").strip(), key=len)
         return most
 
-    expected = said("off")
+    expected = generate("off")
     assert len(expected) >= N // 2
     # rounding decides between two words that are about as likely: the servers below tell how likely they are
-    assert len(os.path.commonprefix([expected, said(str(files.bases))])) >= 8
+    assert len(os.path.commonprefix([expected, generate(str(files.bases))])) >= 8
 
 
 #
@@ -102,8 +102,8 @@ def url(picture: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(picture).decode()
 
 
-def message(text: str, *seen: bytes) -> dict[str, Any]:
-    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url(picture)}} for picture in seen]
+def message(text: str, *media: bytes) -> dict[str, Any]:
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url(picture)}} for picture in media]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
@@ -117,10 +117,10 @@ class Answer:
 
 def ask(server: Server, *messages: dict[str, Any], n: int = N, **more: Any) -> Answer:
     body = {"messages": messages, "max_tokens": n, "temperature": 0, "logprobs": True, "top_logprobs": 2, **more}
-    said = server.request("POST", "/v1/chat/completions", body)
-    choice = said["choices"][0]
+    reply = server.request("POST", "/v1/chat/completions", body)
+    choice = reply["choices"][0]
     steps = choice["logprobs"]["content"]
-    return Answer(choice["message"]["content"], steps, said["timings"]["prompt_n"], choice["finish_reason"])
+    return Answer(choice["message"]["content"], steps, reply["timings"]["prompt_n"], choice["finish_reason"])
 
 
 def assert_same(one: Answer, other: Answer, tie: float = 0.02) -> None:
@@ -151,9 +151,7 @@ WORDS = "the quick brown fox jumps over the lazy dog and "
 
 
 def story(*, red: int = 40) -> list[list[dict[str, Any]]]:
-    """A conversation with two pictures that grows, an answer asked for again, the last turn edited, the first picture
-    changed.
-    """
+    """A growing conversation with two images, a regenerated answer, the last turn edited, the first image changed."""
     turns = [message(WORDS * 4, tiny_vision.picture(red)), message("what is this", tiny_vision.picture(200, 96, 48))]
     answer = {"role": "assistant", "content": WORDS}
     first, second = turns[:1], [turns[0], answer, turns[1]]
@@ -163,7 +161,7 @@ def story(*, red: int = 40) -> list[list[dict[str, Any]]]:
 
 
 def test_image_url(serve: Callable[..., Any]) -> None:
-    """Every turn as on f16, and as when nothing is reused; a picture that changed is seen."""
+    """Every turn equals that of f16, and of a server that reuses nothing; a changed image is detected."""
     answers = {}
     for coded in (False, True):
         with serve(coded=coded) as server:
@@ -176,14 +174,14 @@ def test_image_url(serve: Callable[..., Any]) -> None:
         assert_same(alone, found)
     assert other.text != answers[True][1].text
     evaluated, whole = ([answer.evaluated for answer in some] for some in (answers[True], fresh))
-    for turn in (1, 2):  # beyond what is new
+    for turn in (1, 2):  # besides the new tokens
         assert whole[turn - 1] + evaluated[turn] < whole[turn] + 20
     assert max(evaluated[3:]) < 40
 
 
 @pytest.mark.parametrize("files", list(SOUNDS), indirect=True)
 def test_input_audio(serve: Callable[..., Any]) -> None:
-    def heard(pitch: float) -> list[dict[str, Any]]:
+    def transcribe(pitch: float) -> list[dict[str, Any]]:
         data = base64.b64encode(tiny_vision.sound(pitch)).decode()
         sound = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
         return [{"role": "user", "content": [sound, {"type": "text", "text": WORDS * 4}]}]
@@ -191,7 +189,7 @@ def test_input_audio(serve: Callable[..., Any]) -> None:
     answers = {}
     for coded in (False, True):
         with serve(coded=coded) as server:
-            answers[coded] = [ask(server, *heard(pitch)) for pitch in (440.0, 1300.0, 440.0)]
+            answers[coded] = [ask(server, *transcribe(pitch)) for pitch in (440.0, 1300.0, 440.0)]
     for expected, found in zip(answers[False], answers[True], strict=True):
         assert_same(expected, found)
     first, other, again = answers[True]
@@ -201,11 +199,11 @@ def test_input_audio(serve: Callable[..., Any]) -> None:
 
 def test_several_slots(serve: Callable[..., Any]) -> None:
     """Two conversations at once, with pictures at the same positions."""
-    asked = [story()[1], story(red=230)[1]]
+    requests = [story()[1], story(red=230)[1]]
     with serve() as server:
-        alone = [ask(server, *messages) for messages in asked]
+        alone = [ask(server, *messages) for messages in requests]
     with serve("-np", 2) as server, ThreadPoolExecutor(2) as pool:
-        together = list(pool.map(lambda messages: ask(server, *messages), asked))
+        together = list(pool.map(lambda messages: ask(server, *messages), requests))
     for one, other in zip(alone, together, strict=True):
         assert_same(one, other)
 
@@ -213,18 +211,18 @@ def test_several_slots(serve: Callable[..., Any]) -> None:
 def test_a_slot_with_a_picture_is_saved_and_restored(serve: Callable[..., Any], files: Files, tmp_path: Path) -> None:
     with serve("--slot-save-path", tmp_path) as server:
         expected = ask(server, *story()[1])
-        ask(server, *story()[1], n=2)  # a file has no checkpoints: what can be taken back is short
+        ask(server, *story()[1], n=2)  # a file has no checkpoints, so only a short tail can be removed
         assert server.request("POST", "/slots/0?action=save", {"filename": "slot"})["n_saved"] > 150
     with serve("--slot-save-path", tmp_path) as server:
         server.request("POST", "/slots/0?action=restore", {"filename": "slot"})
         found = ask(server, *story()[1])
         assert_same(expected, found)
-        # what llama.cpp cannot shorten without a checkpoint is evaluated whole
+        # llama.cpp evaluates the whole prompt if it cannot shorten it without a checkpoint
         assert found.evaluated < 20 or files.model_type in ("gemma2", "qwen35")
 
 
 def test_prompts_with_pictures_are_not_stored(serve: Callable[..., Any], tmp_path: Path) -> None:
-    """Nor read: a prompt of text is, beside them."""
+    """Prompts with images are neither stored nor restored; prompts of text are."""
     store = tmp_path / "store"
     with serve(SUBKV_STORE=store) as server:
         expected = ask(server, *story()[1])
@@ -241,7 +239,7 @@ def test_prompts_with_pictures_are_not_stored(serve: Callable[..., Any], tmp_pat
 
 
 def test_a_full_context_does_not_shift(serve: Callable[..., Any]) -> None:
-    """llama.cpp shifts none beside a projector; the answer ends, and says so."""
+    """llama.cpp does not shift with a projector; the answer ends, and reports it."""
     for coded in (False, True):
         with serve("-c", 512, "--context-shift", coded=coded) as server:
             assert "shift" in server.log and "disabl" in server.log

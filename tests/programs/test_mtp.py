@@ -1,4 +1,4 @@
-"""Drafts of a model's own layers (MTP) on a coded cache: llama-server says and drafts what it does with f16."""
+"""Drafts of a model's own layers (MTP) on a coded cache: the same answers and drafts as with f16."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from subkv.plan.pipeline import Options
 
 KINDS = {  # whether the drafting layer's rows are coded, too
     "hy_v3": True,  # plain attention
-    "qwen35": True,  # beside recurrent layers, whose state goes back with a refused draft
+    "qwen35": True,  # with recurrent layers, whose state is rolled back after a rejected draft
     "deepseek2": False,  # latent attention
     "deepseek32": False,  # over chosen cells
 }

@@ -1,4 +1,4 @@
-"""Requests that nobody would send, at random, to every route of llama-server: answered or refused, and others go on."""
+"""Random requests to every route of llama-server: each is answered or refused, and other clients are served."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ TOOLS = st.lists(
                                                                    "input_schema": SCHEMAS}),
     max_size=2,
 )  # fmt: skip
-# what a field may hold if it is to get further than its type
+# values that pass the check of a field's type
 LIKELY: dict[str, Any] = {
     "prompt": TEXTS,
     "messages": MESSAGES,
@@ -110,13 +110,13 @@ def server(coded_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     template = Path(__file__).with_name("tools.jinja")
     options = ("-np", "2", "-c", "1024", "--slot-save-path", f"{folder}/", "--chat-template-file", str(template))
     with Server(coded_model(), folder, *options, env={"SUBKV": "auto"}) as made:
-        assert CODED in made.said(1 << 20)
+        assert CODED in made.log_tail(1 << 20)
         yield made
 
 
 @st.composite
 def requests(draw: Any) -> tuple[str, Any]:
-    """A route, and a body of some of its fields; most of what they hold is of their kind."""
+    """A route, and a body of some of its fields, most of them with valid types."""
     path = draw(st.sampled_from(sorted(ROUTES)))
     if not draw(st.integers(0, 15)):
         return path, draw(VALUES)
@@ -127,7 +127,7 @@ def requests(draw: Any) -> tuple[str, Any]:
 
 
 def test_any_request(server: Server) -> None:
-    """SUBKV_REQUESTS: others than those of every run, and as many."""
+    """SUBKV_REQUESTS: number of further requests that differ in every run."""
 
     @settings(
         max_examples=N_REQUESTS or 300,

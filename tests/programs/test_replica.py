@@ -72,7 +72,7 @@ def completion(n: int, prompt: Any = "One, two, three", **more: Any) -> Request:
     return Request("POST", b"/completion", [(b"Content-Type", b"application/json")], json.dumps(body).encode())
 
 
-async def asked(server: LlamaServer, request: Request) -> tuple[int, Any]:
+async def complete(server: LlamaServer, request: Request) -> tuple[int, Any]:
     """Status and JSON of an answer."""
     messages = [message async for message in server.answer(request)]
     assert [message["type"] for message in messages[1:]] == ["http.response.body"] * (len(messages) - 1)
@@ -80,36 +80,36 @@ async def asked(server: LlamaServer, request: Request) -> tuple[int, Any]:
     return messages[0]["status"], json.loads(b"".join(message["body"] for message in messages[1:]))
 
 
-async def until(seen: Callable[[], Awaitable[bool]]) -> None:
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     end = time.monotonic() + SECONDS
-    while not await seen():
+    while not await condition():
         assert time.monotonic() < end
         await asyncio.sleep(0.05)
 
 
-def gone(pid: int) -> bool:
+def has_exited(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
 
 
-def test_answers_come_through_a_private_socket(flags: list[str]) -> None:
+def test_answers_use_a_private_socket(flags: list[str]) -> None:
     async def work() -> None:
         async with running(flags) as server:
             folder = server._folder
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
             (path,) = folder.iterdir()
             assert path.is_socket() and len(str(path)) <= MAX_SOCKET_NAME
-            health = await asked(server, Request("GET", b"/health?a=%20b", [(b"Host", b"elsewhere")], b""))
+            health = await complete(server, Request("GET", b"/health?a=%20b", [(b"Host", b"elsewhere")], b""))
             assert health == (200, {"status": "ok"})
-            status, answer = await asked(server, completion(8))
+            status, answer = await complete(server, completion(8))
             assert status == 200 and answer["tokens_predicted"] == 8
-            status, answer = await asked(server, completion(8, temperature="hot"))
+            status, answer = await complete(server, completion(8, temperature="hot"))
             assert status == 400 and answer["error"]["type"] == "invalid_request_error"
-            assert (await asked(server, Request("GET", b"/nothing", [], b"")))[0] == 404
-            heard = [message async for message in server.answer(Request("HEAD", b"/health", [], b""))]
-            assert heard[0]["status"] == 200 and not heard[-1]["body"]
+            assert (await complete(server, Request("GET", b"/nothing", [], b"")))[0] == 404
+            parts = [message async for message in server.answer(Request("HEAD", b"/health", [], b""))]
+            assert parts[0]["status"] == 200 and not parts[-1]["body"]
         assert not folder.exists() and server.process.returncode == 0
 
     run(work())
@@ -125,7 +125,7 @@ def test_a_stream_is_passed_on_in_pieces(flags: list[str]) -> None:
             assert (b"content-type", b"text/event-stream") in start["headers"]
             assert b"transfer-encoding" not in dict(start["headers"])
             first = (await anext(messages))["body"]
-            _, slots = await asked(server, Request("GET", b"/slots", [], b""))
+            _, slots = await complete(server, Request("GET", b"/slots", [], b""))
             assert slots[0]["is_processing"]
             text = first + b"".join([message["body"] async for message in messages])
             last = json.loads(text.strip().split(b"\n\n")[-1].removeprefix(b"data: "))
@@ -135,12 +135,12 @@ def test_a_stream_is_passed_on_in_pieces(flags: list[str]) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["a stream", "an answer"])
-def test_who_leaves_frees_the_slot(flags: list[str], stream: bool) -> None:
+def test_a_disconnect_frees_the_slot(flags: list[str], stream: bool) -> None:
     async def work() -> None:
         async with running(flags) as server:
 
             async def busy() -> bool:
-                return bool((await asked(server, Request("GET", b"/slots", [], b"")))[1][0]["is_processing"])
+                return bool((await complete(server, Request("GET", b"/slots", [], b"")))[1][0]["is_processing"])
 
             async def idle() -> bool:
                 return not await busy()
@@ -179,7 +179,7 @@ def test_a_long_name_of_the_temporary_folder(flags: list[str], tmp_path: Path, m
 
     async def work() -> None:
         async with running(flags) as server:
-            assert (await asked(server, completion(1)))[0] == 200
+            assert (await complete(server, completion(1)))[0] == 200
 
     run(work())
     assert not list(folder.iterdir())
@@ -188,7 +188,7 @@ def test_a_long_name_of_the_temporary_folder(flags: list[str], tmp_path: Path, m
 def test_folders_of_replicas_that_were_killed(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are removed once nobody listens; those of others are not."""
+    """Removed when no process listens; folders of running replicas stay."""
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         monkeypatch.setattr("tempfile.tempdir", short)
         folders = [Path(short, f"subkv-{name}") for name in ("killed", "young", "at-work", "empty")]
@@ -219,7 +219,7 @@ def test_keys_and_addresses_of_the_environment_are_not_the_server_s(
 
     async def work() -> None:
         async with running(flags) as server:
-            assert (await asked(server, completion(1)))[0] == 200
+            assert (await complete(server, completion(1)))[0] == 200
 
     run(work())
 
@@ -277,7 +277,7 @@ def test_slots_are_stored_at_the_end(flags: list[str], tmp_path: Path) -> None:
 
     async def turn() -> Any:
         async with running([*flags, "--store", str(tmp_path / "store")]) as server:
-            return (await asked(server, completion(8, tokens, return_tokens=True)))[1]
+            return (await complete(server, completion(8, tokens, return_tokens=True)))[1]
 
     first, again = run(turn()), run(turn())
     assert first["timings"]["cache_n"] == 0 and again["timings"]["cache_n"] >= 400
@@ -286,7 +286,7 @@ def test_slots_are_stored_at_the_end(flags: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
 def test_a_server_ends_with_its_replica(flags: list[str]) -> None:
-    """Also with one that is killed, and can do nothing about it."""
+    """Even if the replica is killed."""
     path = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
     replica = subprocess.Popen(
         [sys.executable, "-c", OTHER, *flags], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
@@ -294,12 +294,12 @@ def test_a_server_ends_with_its_replica(flags: list[str]) -> None:
     try:
         assert replica.stdout is not None
         pid = int(replica.stdout.readline())
-        assert not gone(pid)
+        assert not has_exited(pid)
     finally:
         replica.kill()
         replica.wait()
 
     async def ended() -> bool:
-        return gone(pid)
+        return has_exited(pid)
 
     run(until(ended))

@@ -32,14 +32,14 @@ DRAFTS = {
 @pytest.mark.parametrize("slots", [1, 2])
 def test_drafts_change_no_token(serve: Serve, text: str, words: Path, kind: str, slots: int) -> None:
     arguments: list[Any] = ["-c", 1024 * slots, "-np", slots]
-    asked = [{"prompt": prompt, "n": 64} for prompt in ((text[:150] + "\n") * 4, text[:700])]
+    bodies = [{"prompt": prompt, "n": 64} for prompt in ((text[:150] + "\n") * 4, text[:700])]
     with serve(*arguments) as server:
-        plain = [server.complete(**body, n_probs=2) for body in asked]
+        plain = [server.complete(**body, n_probs=2) for body in bodies]
     drafts = [*arguments, "--spec-type", kind, *DRAFTS[kind]]
     if kind == "draft-simple":
         drafts += ["--model-draft", words]
     with serve(*drafts) as server:
-        drafted = server.together(asked) if slots > 1 else [server.complete(**body) for body in asked]
+        drafted = server.together(bodies) if slots > 1 else [server.complete(**body) for body in bodies]
         if kind == "draft-simple":  # its model has no bases here
             assert CODED in server.log and ORDINARY in server.log
     for one, other in zip(plain, drafted, strict=True):
@@ -47,8 +47,8 @@ def test_drafts_change_no_token(serve: Serve, text: str, words: Path, kind: str,
     assert sum(answer["timings"].get("draft_n", 0) for answer in drafted) > 0
 
 
-def test_more_drafts_than_can_be_taken_back(serve: Serve, text: str, model: Path, words: Path) -> None:
-    """24 drafts are more than the 16 tokens that a coded cache takes back: checkpoints do it."""
+def test_more_drafts_than_removable_tokens(serve: Serve, text: str, model: Path, words: Path) -> None:
+    """A coded cache can remove 16 tokens; 24 drafts use checkpoints."""
     arguments = ["-c", 1024, "-np", 1]
     with serve(*arguments) as server:
         plain = server.complete(text[:700], 48, n_probs=2)
@@ -69,8 +69,8 @@ def test_adapters(serve: Serve, text: str, words: Path, tmp_path: Path) -> None:
         plain = server.complete(text[:600], n_probs=2, cache_prompt=False)
     with serve("-c", 4096, "-np", 4, "--lora", adapter) as server:
         same = {"prompt": text[:600], "n_probs": 2, "cache_prompt": False}
-        asked = [{**same, "lora": [{"id": 0, "scale": scale}]} for scale in (0, 1, 0, 1)]
-        none, whole, none_again, whole_again = server.together(asked)
+        bodies = [{**same, "lora": [{"id": 0, "scale": scale}]} for scale in (0, 1, 0, 1)]
+        none, whole, none_again, whole_again = server.together(bodies)
         server.request("POST", "/lora-adapters", [{"id": 0, "scale": 1}])
         for all_ in (whole_again, server.complete(**same)):
             assert_same(whole, all_)
@@ -158,19 +158,19 @@ def test_clients_that_leave(serve: Serve, text: str) -> None:
 def test_32_at_once(serve: Serve, text: str) -> None:
     prompts = [text[700 * i : 700 * i + 200 + 20 * (i % 7)] for i in range(32)]
     with serve("-c", 4096, "-np", 4) as server:
-        asked = [{"prompt": prompt, "n": 12, "n_probs": 2} for prompt in prompts]
-        answers = server.together(asked)
-        for body, answer in zip(asked, answers, strict=True):
+        bodies = [{"prompt": prompt, "n": 12, "n_probs": 2} for prompt in prompts]
+        answers = server.together(bodies)
+        for body, answer in zip(bodies, answers, strict=True):
             assert_same(answer, server.complete(**body, cache_prompt=False))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("number", range(8))
-def test_the_end_of_a_server_at_work(serve: Serve, words: Path, number: int, stream: bool) -> None:
-    """SIGTERM ends it wherever it is, with 0; requests at work and those that wait are told.
+def test_sigterm_ends_a_busy_server(serve: Serve, words: Path, number: int, stream: bool) -> None:
+    """SIGTERM ends it at any time with 0; active and waiting requests get an error.
 
-    With a tiny model it is in the queue's locks for much of its time.
+    With a tiny model it holds the queue's locks much of the time.
     """
     answers: list[str] = []
 
@@ -182,14 +182,14 @@ def test_the_end_of_a_server_at_work(serve: Serve, words: Path, number: int, str
             answers.append(str(refused.body))
 
     with serve("-c", 32768, "-np", 1, model=words, coded=False) as server:
-        asking = [threading.Thread(target=ask, args=[server]) for _ in range(2)]
-        for thread in asking:
+        threads = [threading.Thread(target=ask, args=[server]) for _ in range(2)]
+        for thread in threads:
             thread.start()
         server.wait("work", "/slots", lambda slots: slots[0]["is_processing"])
         for _ in range(number):
             server.request("GET", "/slots")
         server.stop()
-        for thread in asking:
+        for thread in threads:
             thread.join()
     assert [answer.count("the server is shutting down") for answer in answers] == [1, 1]
 

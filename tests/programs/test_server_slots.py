@@ -31,9 +31,9 @@ def test_a_slot_is_chosen(serve: Serve, text: str) -> None:
 def test_slots_do_not_see_each_other(serve: Serve, text: str, unified: str) -> None:
     prompts = [text[1000 * i : 1000 * i + 300 + 100 * i] for i in range(8)]
     with serve("-c", 4096, "-np", 4, unified, "--cache-ram", 0) as server:
-        asked = [{"prompt": prompt, "n": 24, "cache_prompt": False, "n_probs": 2} for prompt in prompts]
-        together = server.together(asked)
-        alone = [server.complete(**body) for body in asked]
+        bodies = [{"prompt": prompt, "n": 24, "cache_prompt": False, "n_probs": 2} for prompt in prompts]
+        together = server.together(bodies)
+        alone = [server.complete(**body) for body in bodies]
     for one, other in zip(together, alone, strict=True):
         assert_same(one, other)
     assert len({answer["id_slot"] for answer in together}) == 4
@@ -44,11 +44,11 @@ def test_probabilities_are_those_of_one_slot(serve: Serve, text: str) -> None:
         steps = answer["completion_probabilities"]
         return [(top["id"], top["logprob"]) for step in steps for top in step["top_logprobs"]]
 
-    asked = {"prompt": text[:900], "n": 8, "n_probs": 5, "cache_prompt": False}
+    body = {"prompt": text[:900], "n": 8, "n_probs": 5, "cache_prompt": False}
     with serve("-c", 1024, "-np", 1) as server:
-        alone = found(server.complete(**asked))
+        alone = found(server.complete(**body))
     with serve("-c", 4096, "-np", 4) as server:
-        for answer in server.together([asked] * 4):
+        for answer in server.together([body] * 4):
             assert [token for token, _ in found(answer)] == [token for token, _ in alone]
             assert [p for _, p in found(answer)] == pytest.approx([p for _, p in alone], abs=1e-4)
 
@@ -95,12 +95,12 @@ def test_a_saved_slot_of_another_layout_is_refused(
             assert server.complete(text[:1500])["tokens"] == fresh["tokens"], name
 
 
-def test_prompts_in_memory_come_back(serve: Serve, text: str) -> None:
+def test_prompts_in_memory_are_restored(serve: Serve, text: str) -> None:
     found = {}
     for coded in (True, False):
         with serve("-c", 2048, "-np", 1, "--cache-ram", 64, coded=coded) as server:
             first = server.complete(text[:2500])
-            server.complete(text[20000:22500])  # the only slot goes on with another text
+            server.complete(text[20000:22500])  # the only slot continues with another text
             again = server.complete(text[:2500])
             assert again["tokens"] == first["tokens"]
             found[coded] = again["timings"]["prompt_n"]

@@ -27,7 +27,7 @@ Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 
 @pytest.fixture
 def serve(serve: Serve) -> Serve:
-    """The same with small batches and, unless told otherwise, one slot; kind: one of KINDS."""
+    """The same with small batches and by default one slot; kind: one of KINDS."""
 
     def start(*arguments: Any, kind: str = "coded", **options: Any) -> contextlib.AbstractContextManager[Server]:
         given = arguments or ("-np", 1)
@@ -38,8 +38,8 @@ def serve(serve: Serve) -> Serve:
 
 def ask(server: Server, prompt: Sequence[int], n: int = 8, **options: Any) -> tuple[Tokens, int, int]:
     """The answer to a prompt, and how many of its tokens were restored or held, and evaluated."""
-    said = server.complete(list(prompt), n, **options)
-    return said["tokens"], said["timings"]["cache_n"], said["timings"]["prompt_n"]
+    reply = server.complete(list(prompt), n, **options)
+    return reply["tokens"], reply["timings"]["cache_n"], reply["timings"]["prompt_n"]
 
 
 def stored(store: Path, n: int = 1) -> None:
@@ -65,11 +65,11 @@ def at_work(server: Server, prompt: Sequence[int]) -> Iterator[None]:
         with contextlib.suppress(OSError, http.client.HTTPException, Refused):
             ask(server, prompt, 30000)
 
-    asking = threading.Thread(target=go_on)
-    asking.start()
+    thread = threading.Thread(target=go_on)
+    thread.start()
     server.wait("work", "/slots", lambda slots: slots[0]["is_processing"])
     yield
-    asking.join()
+    thread.join()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,7 +93,7 @@ def test_a_restart_gets_a_prompt_back(serve: Serve, store: Path, kind: str) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_edited_prompt_after_a_restart(serve: Serve, store: Path, kind: str) -> None:
-    """Checkpoints were stored, too: a coded cache goes back to one, an ordinary one to where texts part."""
+    """Checkpoints are stored: a coded cache returns to one, an ordinary cache to the end of the common prefix."""
     prompt = text(3)
     edited = [*prompt[: N - 40], *text(4, 60)]
     with serve(kind=kind) as server:
@@ -107,7 +107,7 @@ def test_an_edited_prompt_after_a_restart(serve: Serve, store: Path, kind: str) 
 
 
 def test_servers_share_a_folder(serve: Serve, store: Path) -> None:
-    """At the same time: a prompt that one has given up is found by the other, which was there before."""
+    """At the same time: one server finds a prompt that the other has stored."""
     prompt = text(5)
     with serve(SUBKV_STORE=store) as one, serve(SUBKV_STORE=store) as other:
         expected, _, _ = ask(one, prompt)
@@ -118,8 +118,8 @@ def test_servers_share_a_folder(serve: Serve, store: Path) -> None:
         assert answer == expected
 
 
-def test_conversations_that_begin_alike(serve: Serve, store: Path) -> None:
-    """They take one slot from each other, which would keep the last one only: all of them come back."""
+def test_conversations_with_a_common_prefix(serve: Serve, store: Path) -> None:
+    """They evict each other from one slot; the store restores all of them."""
     begin = text(90, 1000)
     prompts = [begin + text(91 + i, 200) for i in range(4)]
     with serve(SUBKV_STORE=store) as server:
@@ -134,7 +134,7 @@ def test_conversations_that_begin_alike(serve: Serve, store: Path) -> None:
 
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "apart"])
 def test_several_slots(serve: Serve, store: Path, unified: bool) -> None:
-    """All of them are kept at the end, whatever slot finds them; of another number of slots where these share cells."""
+    """All slots are stored at the end; any slot restores them, and if cells are shared, any number of slots."""
     cells = ["--kv-unified"] if unified else ["--no-kv-unified"]
     prompts = [text(10 + i) for i in range(4)]
     with serve("-np", 4, "-c", 8192, *cells, SUBKV_STORE=store) as server:
@@ -146,8 +146,8 @@ def test_several_slots(serve: Serve, store: Path, unified: bool) -> None:
             assert again == answer
 
 
-def test_another_cache_finds_nothing(serve: Serve, store: Path) -> None:
-    """Of another window, of ordinary cells, of other metadata."""
+def test_another_cache_restores_nothing(serve: Serve, store: Path) -> None:
+    """Another window, an ordinary cache, or other metadata."""
     prompt = text(20)
     with serve(SUBKV_STORE=store) as server:
         expected, _, _ = ask(server, prompt)
@@ -205,15 +205,15 @@ def test_a_store_that_cannot_be_used(serve: Serve, store: Path, variables: dict[
 
 
 def test_a_store_that_is_full(serve: Serve, store: Path) -> None:
-    """Files stay below the bound; what does not fit is evaluated."""
+    """Files stay below the limit; prompts beyond it are evaluated."""
     with serve(SUBKV_STORE=store, SUBKV_STORE_MIB=1) as server:
         for seed in range(50, 56):
             assert len(ask(server, text(seed))[0]) == 8
     assert sum(path.stat().st_size for path in store.iterdir()) <= 1 << 20
 
 
-def test_the_end_of_a_server_at_work(serve: Serve, store: Path) -> None:
-    """SIGTERM in the middle of an answer: what was evaluated until then is kept."""
+def test_sigterm_stores_the_current_turn(serve: Serve, store: Path) -> None:
+    """SIGTERM during an answer: the tokens evaluated so far are stored."""
     prompt = text(60)
     with serve(kind="ordinary") as server:
         answer = ask(server, prompt, 300)[0]
@@ -225,7 +225,7 @@ def test_the_end_of_a_server_at_work(serve: Serve, store: Path) -> None:
 
 
 def test_a_server_that_sleeps(serve: Serve, store: Path) -> None:
-    """Its context is freed meanwhile; what slots held comes back from the folder."""
+    """Its context is freed; the store restores its slots."""
     prompt = text(65)
     with serve("-np", 1, "--sleep-idle-seconds", 1, SUBKV_STORE=store) as server:
         expected, _, _ = ask(server, prompt)
@@ -236,7 +236,7 @@ def test_a_server_that_sleeps(serve: Serve, store: Path) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
 def test_without_a_store(serve: Serve, store: Path) -> None:
-    """Nothing is written, nothing said; without coefficients libsubkv is not even loaded."""
+    """Nothing is written or logged; without a coded cache libsubkv is not loaded."""
     with serve(kind="ordinary") as server:
         ask(server, text(70))
         assert "libsubkv" not in Path(f"/proc/{server.process.pid}/maps").read_text()
@@ -265,8 +265,8 @@ def test_no_prompt_of_an_adapter(serve: Serve, store: Path, words: Path, tmp_pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_server_loses_the_turn_at_work(serve: Serve, store: Path, kind: str) -> None:
-    """What a slot holds is stored when it has answered: by kill -9 in the next turn that turn is lost, and no more."""
+def test_a_killed_server_loses_only_the_current_turn(serve: Serve, store: Path, kind: str) -> None:
+    """A slot is stored after its answer, so kill -9 in the next turn loses only that turn."""
     prompt, more = text(100), text(101, 40)
     with serve(kind=kind) as server:
         answer = ask(server, prompt)[0]
@@ -285,7 +285,7 @@ def test_a_killed_server_loses_the_turn_at_work(serve: Serve, store: Path, kind:
 
 @pytest.mark.parametrize("slots", [2, 3])
 def test_every_idle_slot_is_stored(serve: Serve, store: Path, slots: int) -> None:
-    """One after the other, also where all of them have answered at once."""
+    """One after the other, even if all of them answered at the same time."""
     prompts = [text(110 + i) for i in range(slots)]
     with serve("-np", slots, "-c", 1024 * slots, SUBKV_STORE=store) as server:
         answers = server.together([{"prompt": p, "n": 8, "id_slot": i} for i, p in enumerate(prompts)])
@@ -299,7 +299,7 @@ def test_every_idle_slot_is_stored(serve: Serve, store: Path, slots: int) -> Non
 
 
 def test_nothing_is_stored_twice(serve: Serve, store: Path) -> None:
-    """Not when the same is asked again, nor when nothing is, nor what is shorter than 32 tokens, nor at the end."""
+    """A repeated prompt, an idle server, fewer than 32 new tokens, and the end of the server store nothing."""
     prompt, short = text(120), text(121, 20)
     with serve("-np", 2, "-c", 4096, SUBKV_STORE=store) as server:
         expected = ask(server, prompt, id_slot=0)[0]
@@ -314,8 +314,8 @@ def test_nothing_is_stored_twice(serve: Serve, store: Path) -> None:
     assert len(list(store.glob("*.prefix"))) == 1
 
 
-def test_what_takes_long_waits(serve: Serve, store: Path) -> None:
-    """A turn of a few tokens after thousands is stored when the server has rested, which no request tells it."""
+def test_a_large_prompt_is_stored_after_an_idle_time(serve: Serve, store: Path) -> None:
+    """A turn of a few tokens after thousands is stored only after an idle time, without a request."""
     prompt = text(130, 4000)
     with serve("-np", 1, "-c", 8192, SUBKV_STORE=store) as server:
         answer = ask(server, prompt, 1)[0]
@@ -330,8 +330,8 @@ def test_what_takes_long_waits(serve: Serve, store: Path) -> None:
     assert (again, n_restored) == (expected, len(more) - 1)
 
 
-def test_embeddings_are_no_conversations(serve: Serve, store: Path) -> None:
-    """What was evaluated for a vector is not stored while the server is idle."""
+def test_embeddings_are_not_stored(serve: Serve, store: Path) -> None:
+    """Tokens evaluated for an embedding are not stored."""
     with serve("-np", 1, "--embeddings", "--pooling", "last", SUBKV_STORE=store) as server:
         for seed in (140, 141):
             server.request("POST", "/v1/embeddings", {"input": text(seed, 100)})

@@ -1,4 +1,4 @@
-"""llama-server with a store of prompts: its answers are those of a server that evaluates everything."""
+"""llama-server with a store of prompts: its answers equal those of a server that evaluates everything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from servers import CODED, ORDINARY, Server, assert_same, serving
 from subkv.engine.cache import CacheOptions, choose_cache
 
 SYSTEM = "You are a clerk who answers in few words and never lies about what was said before. " * 4
-# models and caches whose memory can be cut in different ways
+# models and caches that can remove different tails
 KINDS = [
     ("llama", "f16"),
     ("llama", "q8_0"),
@@ -47,7 +47,7 @@ def ask(server: Server, prompt: str, **more: Any) -> Any:
 
 @pytest.mark.parametrize(("arch", "cache"), KINDS, ids=["-".join(kind) for kind in KINDS])
 def test_conversations_in_any_order(arch: str, cache: str, words_of: Callable[[str], Path], tmp_path: Path) -> None:
-    """On one slot: begun, continued, asked again, edited, lost to others, after restarts."""
+    """On one slot: new, continued, repeated, edited and evicted conversations, and restarts."""
     rng = random.Random(3)
     topics = [f"{SYSTEM}Tell me of number {i}, at length. " + f"It is {i}. " * 20 for i in range(3)]
     prompts = [*topics, *(f"{topic}And then? {SYSTEM[:90]}" for topic in topics), f"{SYSTEM}Another."]

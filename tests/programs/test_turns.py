@@ -1,4 +1,4 @@
-"""Long conversations: llama-server evaluates few tokens twice, whatever a model's memory can be cut like."""
+"""Long conversations: llama-server evaluates few tokens twice on any kind of model memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BATCHES, WINDOW = ("-b", 64, "-ub", 16), {"attention.sliding_window": 64}
 
 @pytest.fixture(scope="module", params=turns.SHAPES)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each step of a shape evaluates, by cache."""
+    """Tokens evaluated in each step of a shape, by cache."""
     program("llama-server")
     folder = tmp_path_factory.mktemp("turns")
     with pytest.MonkeyPatch.context() as patch:
@@ -36,10 +36,10 @@ def test_no_more_than_with_f16(found: dict[str, list[dict[str, Any]]]) -> None:
     assert again["subkv"] <= again["f16"], again
 
 
-def test_what_begins_alike() -> None:
+def test_length_of_common_prefixes() -> None:
     assert [turns.common([1, 2, 3], text) for text in ([], [1], [1, 2, 4], [1, 2, 3, 4], [2])] == [0, 1, 2, 3, 0]
 
 
-def test_a_message_never_comes_twice() -> None:
+def test_messages_differ() -> None:
     client = turns.Talker()
     assert client.message(40) != client.message(40)

@@ -1,4 +1,4 @@
-"""What llama-server tells of its cache: `kv_cache` in /props, lines of ours in /metrics."""
+"""llama-server's reports of its cache: `kv_cache` in /props, subkv's lines in /metrics."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def metrics(server: Server) -> dict[str, float]:
 
 
 def test_a_coded_cache(serve: Serve) -> None:
-    """As the library's line in the log says, the exact window counted."""
+    """Equals the library's line in the log, including the exact window."""
     with serve("-c", N_CELLS, "-np", 1, "--metrics") as server:
-        said = re.search(r"coded K/V cache, ([\d.]+) bits per element, ([\d.]+) MiB", server.log)
-        assert said
+        logged = re.search(r"coded K/V cache, ([\d.]+) bits per element, ([\d.]+) MiB", server.log)
+        assert logged
         found = usage(server)
         assert (found["type"], found["kernel"], found["n_cells"]) == (
             "subkv",
@@ -50,9 +50,9 @@ def test_a_coded_cache(serve: Serve) -> None:
             N_CELLS,
         )
         assert found["bytes_f16"] == 2 * ELEMENTS * N_CELLS
-        assert found["bits"] == pytest.approx(float(said[1]), abs=0.01)
+        assert found["bits"] == pytest.approx(float(logged[1]), abs=0.01)
         assert found["bits"] == pytest.approx(8 * found["bytes"] / ELEMENTS / N_CELLS)
-        assert found["bytes"] / MIB == pytest.approx(float(said[2]), abs=0.06)
+        assert found["bytes"] / MIB == pytest.approx(float(logged[2]), abs=0.06)
         assert metrics(server) == {
             "kv_bytes": found["bytes"],
             "kv_f16_bytes": found["bytes_f16"],
@@ -109,7 +109,7 @@ def test_no_cache(serve: Serve, arch: str, tmp_path: Path) -> None:
 
 
 def test_a_server_that_sleeps(serve: Serve, text: str) -> None:
-    """Its cache is freed: no bytes; the type is still told."""
+    """Its cache is freed: 0 bytes; the type is still reported."""
     with serve("-c", N_CELLS, "-np", 1, "--metrics", "--sleep-idle-seconds", 1) as server:
         before, found = metrics(server), usage(server)
         server.wait("sleep", "/props", lambda props: props["is_sleeping"])
@@ -121,7 +121,7 @@ def test_a_server_that_sleeps(serve: Serve, text: str) -> None:
 
 def test_stored_prompts(serve: Serve, text: str, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    asked = ["-c", N_CELLS, "-np", 1, "--metrics"]
+    options = ["-c", N_CELLS, "-np", 1, "--metrics"]
 
     def counted(server: Server) -> dict[str, int]:
         found = metrics(server)
@@ -140,7 +140,7 @@ def test_stored_prompts(serve: Serve, text: str, tmp_path: Path) -> None:
         ),
         0,
     )
-    with serve(*asked, SUBKV_STORE=store) as server:
+    with serve(*options, SUBKV_STORE=store) as server:
         assert counted(server) == none
         answer = server.complete(text[:300])
         wait_until("a stored prompt", lambda: counted(server)["prompts_written_total"] == 1)
@@ -148,7 +148,7 @@ def test_stored_prompts(serve: Serve, text: str, tmp_path: Path) -> None:
         assert server.complete(text[:300])["tokens"] == answer["tokens"]
         n_bytes = sum(path.stat().st_size for path in store.iterdir())
         assert counted(server) == none | {"prompts_written_total": 1, "entries": 1, "bytes": n_bytes}
-    with serve(*asked, SUBKV_STORE=store) as server:
+    with serve(*options, SUBKV_STORE=store) as server:
         n_cached = server.complete(text[:300])["timings"]["cache_n"]
         found = counted(server)
         assert found["hits_total"] == found["entries"] == 1
@@ -156,7 +156,7 @@ def test_stored_prompts(serve: Serve, text: str, tmp_path: Path) -> None:
         assert found["prompts_damaged_total"] == found["failures_total"] == 0
     for path in store.glob("*.piece"):
         path.write_bytes(path.read_bytes()[:-1] + b"\0\0")
-    with serve(*asked, SUBKV_STORE=store) as server:
+    with serve(*options, SUBKV_STORE=store) as server:
         assert server.complete(text[:300])["timings"]["cache_n"] == 0
-        # counters are those of before while the folder is at work
+        # counters keep their last values while the store works
         wait_until("the damaged prompt", lambda: counted(server)["prompts_damaged_total"] == 1)

@@ -1,9 +1,9 @@
-"""How many tokens llama-server evaluates twice in a long conversation: coded cache and f16 side by side.
+"""Counts the tokens that llama-server evaluates twice in a long conversation, with a coded cache and with f16.
 
 python tests/programs/turns.py --depth 32000 -o json    (SUBKV_LIB_PATH names the libraries and the server)
 
-Ten turns, one of them edited, a branch, the way back, a restart. Models are seeded and tiny: what is evaluated depends
-on how a model's memory can be cut, thus on recurrent layers, sliding windows and heads, not on widths or weights.
+Ten turns, one of them edited, a branch, the way back, a restart. Models are seeded and tiny: the count depends on how
+a model's memory can be cut, thus on recurrent layers, sliding windows and heads, not on widths or weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import tiny  # noqa: E402
 import virtual  # noqa: E402
 from servers import CODED, Server, serving  # noqa: E402
 
-N_TURNS, EDITED, BRANCHED = 10, 8, 5  # turns; the one that is edited; the one behind which another text goes on
+N_TURNS, EDITED, BRANCHED = 10, 8, 5  # turns; the edited one; the one after which another text continues
 N_ANSWER = 32
 CACHES = ("subkv", "f16")
 DELTA = {  # gated delta rule in three of four layers; heads and states as large as theirs
@@ -43,7 +43,7 @@ DELTA = {  # gated delta rule in three of four layers; heads and states as large
     "ssm.state_size": 128,
     "ssm.inner_size": 512,
 }
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # llama.cpp's architecture, and what it has of the model's shape
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # llama.cpp's architecture, and its part of the model's shape
     "Qwen3.6-35B-A3B": ("qwen35moe", DELTA | {"attention.head_count": 8, "attention.head_count_kv": 1}),
     "Qwen3.6-27B": ("qwen35", DELTA | {"attention.head_count": 6, "attention.head_count_kv": 1}),
     "Gemma-4": (
@@ -76,21 +76,19 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # llama.cpp's architecture, a
     ),
 }
 LETTERS = [tiny.vocabulary()[0].index(letter) for letter in "abcdefghijklmnopqrstuvwxyz"]
-USER = (
-    "<|im_start|>user\n"  # what the server takes for the beginning of a message; chats are told to it as templates do
-)
+USER = "<|im_start|>user\n"  # text at which the server detects the start of a message
 
 
 @dataclass
 class Talker:
-    """One client: asks, and counts what is evaluated though it had been before."""
+    """One client: sends prompts, and counts the tokens that are evaluated again."""
 
     seed: int = 0
-    seen: list[list[int]] = field(default_factory=list)
+    histories: list[list[int]] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def message(self, n: int) -> list[int]:
-        """n tokens of a user, other ones each time."""
+        """n tokens of a user, different in every call."""
         self.seed += 1
         return random.Random(self.seed).choices(LETTERS, k=n)
 
@@ -101,11 +99,11 @@ class Talker:
         answer = server.complete(prompt, N_ANSWER, message_delimiters=delimiters)
         evaluated, held = (answer["timings"][key] for key in ("prompt_n", "cache_n"))
         assert evaluated + held == len(prompt), answer["timings"]
-        known = max((common(prompt, text) for text in self.seen), default=0)
+        known = max((common(prompt, text) for text in self.histories), default=0)
         new = max(1, len(prompt) - known)  # of a text that is known whole the last token is evaluated
         self.rows.append({"step": step, "tokens": len(prompt), "new": new, "again": evaluated - new})
         text = prompt + answer["tokens"]
-        self.seen.append(text[:-1])  # the last token of an answer is never evaluated in it
+        self.histories.append(text[:-1])  # the last token of an answer is never evaluated in it
         return [*text, *server.tokens("<|im_end|>\n")]
 
 
@@ -115,9 +113,9 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def write_model(folder: Path, shape: str, **other: Any) -> Path:
-    """A model of a shape, with bases of its weights where the library looks for them (XDG_CACHE_HOME).
+    """A model of a shape, with data-free bases where the library looks for them (XDG_CACHE_HOME).
 
-    other: metadata that differ from the shape's.
+    other: changes of the shape's metadata.
     """
     from subkv.engine.cache import CacheOptions, choose_cache
 
@@ -129,9 +127,9 @@ def write_model(folder: Path, shape: str, **other: Any) -> Path:
 
 @contextlib.contextmanager
 def served(model: Path, cache: str, folder: Path, depth: int, arguments: Sequence[Any]) -> Iterator[Server]:
-    """A server that remembers what an earlier one had: ours in a store, f16 in the file of its slot.
+    """A server with the memory of an earlier one: subkv's store, or for f16 the file of its slot.
 
-    One slot with room for twice the depth, because the conversation goes on behind it.
+    One slot with room for twice the depth, because the conversation continues beyond it.
     """
     more = {"SUBKV_STORE": str(folder / "store")} if cache == "subkv" else {}
     given = ("-c", 2 * depth, "-np", 1, "--no-warmup", "--slot-save-path", folder, *arguments)
@@ -146,7 +144,7 @@ def served(model: Path, cache: str, folder: Path, depth: int, arguments: Sequenc
 
 
 def measure(model: Path, cache: str, folder: Path, depth: int, arguments: Sequence[Any] = ()) -> list[dict[str, Any]]:
-    """What each step evaluates. depth: tokens of the ten turns."""
+    """Tokens evaluated in each step. depth: tokens of the ten turns."""
     folder.mkdir()
     client = Talker()
     n_message = depth // N_TURNS - N_ANSWER

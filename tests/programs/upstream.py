@@ -70,7 +70,7 @@ def pictures() -> Iterator[str]:
 
 @dataclass
 class Upstream:
-    """Upstream's tests in a folder of their own, with files in the places of those they name."""
+    """Upstream's tests in a separate folder, with replacements for the files that they name."""
 
     server: Path
     folder: Path
@@ -80,7 +80,7 @@ class Upstream:
     @classmethod
     @contextlib.contextmanager
     def prepared(cls, server: Path, model: Path, home: Path) -> Iterator[Upstream]:
-        """server: llama-server; model: in the place of the text models. The bases of all models are made."""
+        """server: llama-server; model: the replacement of the text models. Derives bases of all models."""
         with pictures() as images:
             folder = upstream_source.extract(home / "llama.cpp", images)
             stand_ins.hub_cache(home / "hub", model)
@@ -93,7 +93,7 @@ class Upstream:
             yield suite
 
     def run(self, name: str, subkv: str, tests: Iterable[str], expected: str = "", **more: str) -> Results:
-        """What each test came to. name: of this run's files; subkv: the variable; expected: the run before.
+        """The outcome of each test. name: of this run's files; subkv: the variable; expected: the earlier run.
 
         more: other variables.
         """
@@ -126,7 +126,7 @@ class Upstream:
 
 
 def counts(results: Results) -> Counter[str]:
-    """How many tests came to each outcome; `as in the run` passed with values that are not those of the test."""
+    """Number of tests by outcome; `as in the run`: passed with values that differ from those in the test."""
     found: Counter[str] = Counter()
     for entry in results.values():
         as_written = all(value[1] for value in entry["values"].values())
@@ -140,7 +140,7 @@ def lost(before: Results, after: Results) -> list[str]:
 
 
 def other_texts(results: Results) -> tuple[int, int]:
-    """How many texts and values are not those of the run before, and of how many."""
+    """Number of texts and values that differ from the earlier run, and their total."""
     return sum(len(entry["other"]) for entry in results.values()), sum(len(e["values"]) for e in results.values())
 
 

@@ -1,8 +1,8 @@
-"""A pytest plugin beside upstream's tests of llama-server (upstream_source.py); their process loads it by `-p`.
+"""A pytest plugin next to upstream's tests of llama-server (upstream_source.py); their process loads it by `-p`.
 
-UPSTREAM_REPORT names the file for what each test came to, UPSTREAM_EXPECTED the report of the run that says which
-values and texts are expected; without it, a value that differs from the one written in a test is taken down, and holds.
-Another text than in that run is taken down, and holds: texts differ between f16 with and without flash attention, too.
+UPSTREAM_REPORT names the file for outcomes, UPSTREAM_EXPECTED the report of the run with the expected values and
+texts. Without it, a value that differs from the test is recorded and accepted. A text that differs from that run is
+recorded and accepted, because texts differ between f16 with and without flash attention, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if os.environ.get("UPSTREAM_EXPECTED"):
 
 results: dict[str, dict[str, Any]] = {}
 current = ""
-asked: dict[str, int] = defaultdict(int)
+n_calls: dict[str, int] = defaultdict(int)
 
 
 def _entry() -> dict[str, Any]:
@@ -38,10 +38,10 @@ def _entry() -> dict[str, Any]:
 
 
 def _holds(found: Any, as_written: bool, is_text: bool = False) -> bool:
-    """Whether a value is as the test says, or as in the run before."""
+    """Whether a value equals that of the test or of the earlier run."""
     line = sys._getframe(2).f_lineno
-    asked[f"{line}"] += 1
-    key = f"{line}.{asked[str(line)]}"
+    n_calls[f"{line}"] += 1
+    key = f"{line}.{n_calls[str(line)]}"
     try:
         found = json.loads(json.dumps(found))
     except (TypeError, ValueError):
@@ -91,7 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     global current
     current = item.nodeid
-    asked.clear()
+    n_calls.clear()
     _entry()
     return (yield)
 

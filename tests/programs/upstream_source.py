@@ -1,7 +1,7 @@
-"""Upstream's tests of llama-server: read from the pinned source archive, and made ready for another model.
+"""Upstream's tests of llama-server: read from the pinned source archive, and adapted to another model.
 
-They name files on a hub, and the texts and counts of those models. The files get stand-ins (stand_ins.py); a value that
-an assertion names is compared by `expects` (upstream_plugin.py), which knows the values of an earlier run.
+They name files on a hub, and texts and counts of those models. stand_ins.py replaces the files; `expects`
+(upstream_plugin.py), which has the values of an earlier run, compares the values in assertions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HUB = "https://huggingface.co/"
 
 
 def archive() -> Path:
-    """The pinned source archive that the build fetched; skips where there is none."""
+    """The pinned source archive that the build fetched; skips if it is missing."""
     version = source.read_version(REPO / "runtime" / "llama.cpp")
     name = source.archive_name(version)
     for folder in (source.cache_dir(), *sorted((REPO / "build").glob("*/sdist"))):
@@ -54,7 +54,7 @@ def extract(root: Path, images: str) -> Path:
 def relaxed(text: str) -> str:
     """`assert found == given` becomes `assert expects(found, given)` where `given` is a constant or a parameter.
 
-    Assertions of a status stay, and those that compare two things that the server said.
+    Assertions of a status stay, and those that compare two values from the server.
     """
     tree = ast.parse(text)
     edits = []

@@ -1,4 +1,4 @@
-"""A program of test_lifetime.py and test_wheels.py: `python forked.py MODEL` forks after it has computed."""
+"""A program of test_lifetime.py and test_wheels.py: `python forked.py MODEL` computes, then forks."""
 
 import multiprocessing
 import os

@@ -1,10 +1,10 @@
-"""Work that is killed (SIGKILL) at its n-th step of writing, in children of a process that has everything imported.
+"""Kills a process (SIGKILL) at its n-th step of writing, in forks of a process that has imported everything.
 
-    python killed.py         reads lines [work, folder, n] as JSON; answers each with the child's status: -9, or 0 when
+    python killed.py         reads lines [work, folder, n] as JSON; answers each with the child's status: -9, or 0 if
                              there was no n-th step
 
-Steps are what changes a folder: files that are opened for writing, pieces that are written (half of the one at which
-the process dies), synced, renamed and removed.
+Steps change a folder: opening a file for writing, writing a piece (half of it at the step of the kill), syncing,
+renaming and removing.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def prompt_cache(folder: Path) -> None:
 
 
 def convert(folder: Path) -> None:
-    """Calibrates, measures, plans, writes; what is done is kept in the store."""
+    """Calibrates, measures, plans, writes; progress is kept in the store."""
     from converter.cli import main
 
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
@@ -114,8 +114,8 @@ if __name__ == "__main__":
     import subkv  # noqa: F401
 
     for line in sys.stdin:
-        asked, where, at = json.loads(line)
+        work, where, at = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            child(asked, Path(where), at)
+            child(work, Path(where), at)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)

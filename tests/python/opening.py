@@ -1,4 +1,4 @@
-"""What the tests of subkv.Llama share."""
+"""Helpers of the tests of subkv.Llama."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def opened(path: Path, **options: Any) -> Iterator[Llama]:
 
 
 def last_logits(llm: Llama, tokens: list[int]) -> npt.NDArray[np.float32]:
-    """Logits after evaluating `tokens` behind what the context holds."""
+    """Logits after evaluating `tokens` after the context's tokens."""
     llm.eval(tokens)
     return np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), (llm.n_vocab(),)).copy()
 

@@ -1,4 +1,4 @@
-"""What the tests of `convert MODEL` share."""
+"""Helpers of the tests of `convert MODEL`."""
 
 from __future__ import annotations
 

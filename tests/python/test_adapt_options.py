@@ -1,4 +1,4 @@
-"""--adapt and its relatives: what a user may write, and that every way to a context leads there."""
+"""--adapt and related options: valid and invalid values, and the same effect in every program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from subkv.base.errors import SubkvError
 from subkv.format.adapt import Adapt, parse
 
 
-def test_what_is_written_is_what_is_asked_for() -> None:
+def test_parsed_values() -> None:
     assert parse("v") == ("v", Adapt())
     assert parse("kv,length=256,gain=0.5,kind=fd") == ("kv", Adapt(length=256, gain=0.5, kind="fd"))
 
@@ -64,7 +64,7 @@ def test_llama_follows_the_text(coded_model: Callable[..., Path]) -> None:
     assert found > 0 and n_bytes > 0
 
 
-def test_the_file_may_ask_for_it_and_the_user_has_the_last_word(coded_model: Callable[..., Path]) -> None:
+def test_an_option_overrides_the_files_default(coded_model: Callable[..., Path]) -> None:
     path = coded_model("--n-recent", "32", "--kv-bits", "8", "--adapt", ADAPT)
     assert chunks(path)[0] > 0
     assert chunks(path, adapt="none") == (0, 0)

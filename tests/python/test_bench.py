@@ -90,7 +90,7 @@ def test_parallel_sequences(tiny_model: Models, coded_model: Models) -> None:
 
 
 @pytest.mark.parametrize("arch", ["lfm2", "qwen35", "mamba"])
-def test_recurrent_state_goes_back(tiny_model: Models, arch: str) -> None:
+def test_recurrent_state_is_restored(tiny_model: Models, arch: str) -> None:
     """After a repetition a context is as before it, and every repetition of a hybrid begins at its depth."""
     path, caches = tiny_model(arch), "f16" if arch == "mamba" else "f16,subkv"  # bases of the weights alone
     result = run("-m", path, "-p", "8", "-n", "3", "-d", "20,200", "-ctk", caches, "-r", 2, "-t", 1, "-np", 2)
@@ -188,7 +188,7 @@ def stopped_at(n: int, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) 
 
 @each("form", ["md", "csv", "json"])
 @each(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_bench_that_is_stopped_shows_what_it_has(
+def test_an_interrupted_bench_shows_its_results(
     tiny_model: Models, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int, form: str
 ) -> None:
     """In the second repetition at the second depth: f16 has one more sample there than q8_0."""
@@ -215,7 +215,7 @@ def test_a_bench_that_is_stopped_shows_what_it_has(
 
 
 @pytest.mark.parametrize(("form", "printed"), [("md", ""), ("csv", ""), ("json", "[]\n")])
-def test_a_bench_that_is_stopped_before_it_has_anything(
+def test_a_bench_interrupted_before_any_result(
     tiny_model: Models, monkeypatch: pytest.MonkeyPatch, form: str, printed: str
 ) -> None:
     stopped_at(1, signal.SIGTERM, monkeypatch)
@@ -227,14 +227,14 @@ def test_a_bench_that_is_stopped_before_it_has_anything(
 @each("flash_attn", ["on", "off"])
 @each("cache", ["f16", "q8_0", "subkv"])
 def test_copies_fill_as_evaluated_batches(coded_model: Models, cache: str, flash_attn: str) -> None:
-    """As many cells at the same positions, in states of the same size; every copy lies in a cell of its own."""
+    """The same number of cells at the same positions, and states of the same size; every copy has a separate cell."""
     if (cache, flash_attn) == ("q8_0", "off"):
         pytest.skip("llama.cpp has no such cache")
-    asked = ContextOptions(2 * (504 + 8), n_batch=32, n_ubatch=32, n_threads=1, flash_attn=flash_attn, n_seq_max=3)
+    requested = ContextOptions(2 * (504 + 8), n_batch=32, n_ubatch=32, n_threads=1, flash_attn=flash_attn, n_seq_max=3)
     bar = tqdm(disable=True)
     with Model(coded_model()) as model:
         tokens, choice = bench.Tokens(model), parse_cache(cache, model.path).with_rollback(8)
-        with model.context(choice, asked) as evaluated, model.context(choice, asked) as copied:
+        with model.context(choice, requested) as evaluated, model.context(choice, requested) as copied:
             evaluated.can_repeat = False
             assert copied.can_repeat
             for context in (evaluated, copied):

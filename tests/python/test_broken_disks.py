@@ -55,7 +55,7 @@ class Disk:
 
     def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **options: Any) -> Any:
-            if call.__name__ != "unlink" or self.dead:  # cleaning up is no step of its own
+            if call.__name__ != "unlink" or self.dead:  # cleaning up is not a separate step
                 self.step()
             return call(*args, **options)
 
@@ -69,7 +69,7 @@ class Disk:
 
 
 class Raw(io.FileIO):
-    """Writes half of what it is given at the step where the disk breaks, and says so where that is not all."""
+    """At the step of the failure, writes half of its data and reports the number of bytes."""
 
     def __init__(self, path: Path, disk: Disk) -> None:
         self.disk = disk
@@ -117,7 +117,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def versions(folder: Path, write: Write) -> list[dict[str, bytes]]:
-    """What the folder holds after each; version 1 last."""
+    """The folder's contents after each version; version 1 last."""
     found = []
     for version in (0, 1):
         write(folder, version)
@@ -160,8 +160,8 @@ def test_the_old_file_or_the_new_one(write: Write, kind: str, tmp_path: Path, mo
     assert n_failed > 3, "nothing broke: the test proves nothing"
 
 
-def test_half_a_file_is_none(tmp_path: Path) -> None:
-    """Cut anywhere, under its own name: as after a power failure on a disk that lies."""
+def test_a_truncated_file_is_ignored(tmp_path: Path) -> None:
+    """A file cut anywhere under its final name, as after a power failure on a disk that reports writes too early."""
     for write, name, read in (
         (write_state, "state", lambda path: container.read(path, "a test")),
         (write_calib, "calib", read_calibration),
@@ -173,6 +173,6 @@ def test_half_a_file_is_none(tmp_path: Path) -> None:
             with pytest.raises(SubkvError):
                 read(tmp_path / name)
             (tmp_path / name).write_bytes(whole[:size] + b"\0" * (len(whole) - size))
-            if name == "state":  # a calibration has no checksum of its own: numbers are checked, not bytes
+            if name == "state":  # a calibration has no checksum: its numbers are checked, not its bytes
                 with pytest.raises(SubkvError):
                     read(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Reads that fail or end early, at every piece of what is read: a sentence, and what can be read still is."""
+"""Reads that fail or end early at every piece: each gives a message, and the remaining files stay readable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from subkv.engine.entries import Folder
 
 
 class Raw(io.FileIO):
-    """The n-th read of a file fails, or finds its end; each gives 40 bytes at most, as a slow disk may."""
+    """The n-th read of a file fails or returns the end of the file; every read returns at most 40 bytes, like a slow
+    disk.
+    """
 
     left, kind = 0, ""
 

@@ -1,4 +1,4 @@
-"""runtime.chat: through a pipe as a user would, and the conversation that keeps its history in cells."""
+"""runtime.chat through a pipe, and conversations whose history is in the cache."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_later_turns_evaluate_only_their_own_tokens(llm: Llama) -> None:
     held = conversation.tokens[:]
     assert first.n_prompt == conversation.answer_start
     _, second = ask(conversation, "Go on.")
-    assert conversation.tokens[: len(held)] == held  # the answer stays as it was generated
+    assert conversation.tokens[: len(held)] == held  # the generated answer stays unchanged
     added = llm.tokenize(b"<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n", False, True)
     assert conversation.tokens[len(held) : conversation.answer_start] == added
-    assert second.n_prompt <= len(added) + 1  # and the last token of the answer, which nobody had evaluated
+    assert second.n_prompt <= len(added) + 1  # and the last token of the answer, which was not evaluated before
     assert [m["role"] for m in conversation.messages] == ["user", "assistant"] * 2
 
 
-def test_cells_hold_what_the_tokens_say(llm: Llama) -> None:
+def test_cells_match_the_tokens(llm: Llama) -> None:
     conversation = talk(llm)
     for text in ("Hello there.", "What is your name?", "Why?"):
         ask(conversation, text)
@@ -86,7 +86,7 @@ def test_cells_hold_what_the_tokens_say(llm: Llama) -> None:
     np.testing.assert_allclose(got, expected, atol=5e-3 * float(np.abs(expected).max()))
 
 
-def test_stop_keeps_what_was_said(llm: Llama) -> None:
+def test_stop_keeps_the_answer_so_far(llm: Llama) -> None:
     conversation = talk(llm)
     turn = Turn()
     pieces: list[str] = []
@@ -119,7 +119,7 @@ def test_an_abandoned_answer_undoes_the_turn(llm: Llama) -> None:
     assert (conversation.tokens, conversation.messages) == ([], [])
 
 
-def test_a_full_context_is_said_and_survived(coded_model: Models) -> None:
+def test_a_full_context_is_reported_and_survived(coded_model: Models) -> None:
     with Llama(coded_model(), n_ctx=256, n_batch=64, verbose=False) as llm:
         conversation = talk(llm)
         with pytest.raises(
@@ -139,7 +139,7 @@ def test_a_full_context_is_said_and_survived(coded_model: Models) -> None:
 
 
 @pytest.mark.parametrize("coded", [True, False])
-def test_a_full_context_shifts_if_it_is_told_to(coded_model: Models, tiny_model: Models, coded: bool) -> None:
+def test_a_full_context_shifts_with_the_option(coded_model: Models, tiny_model: Models, coded: bool) -> None:
     path = coded_model() if coded else tiny_model("llama")
     with Llama(path, n_ctx=256, n_batch=64, verbose=False) as llm:
         conversation = Conversation(llm, "Be brief.", Sampling(temp=0.0, seed=1), shift=True)
@@ -164,7 +164,7 @@ def test_a_full_context_shifts_if_it_is_told_to(coded_model: Models, tiny_model:
         assert ask(conversation, "Still there?")[1].n_answer > 0
 
 
-def test_an_answer_whose_question_was_shifted_out(tiny_model: Models, tmp_path: Path) -> None:
+def test_an_answer_after_its_question_was_removed(tiny_model: Models, tmp_path: Path) -> None:
     with Llama(tiny_model("llama"), n_ctx=256, n_batch=64, verbose=False) as llm:
         conversation = Conversation(llm, None, Sampling(temp=0.0, seed=1), shift=True)
         while conversation.answer_start >= 0:
@@ -179,11 +179,11 @@ def test_an_answer_whose_question_was_shifted_out(tiny_model: Models, tmp_path: 
         assert (conversation.tokens, conversation.answer_start) == (tokens, -1)
 
 
-def test_a_cache_that_cannot_shift_is_not_told_to(coded_model: Models) -> None:
-    said = "context_shift: expected a model and a cache whose positions can move"
+def test_context_shift_is_refused_if_the_cache_cannot_shift(coded_model: Models) -> None:
+    error_start = "context_shift: expected a model and a cache whose positions can move"
     with (
         Llama(coded_model(), n_ctx=512, adapt="kv", n_recent=64, verbose=False) as llm,
-        pytest.raises(SubkvError, match=said),
+        pytest.raises(SubkvError, match=error_start),
     ):
         Conversation(llm, None, Sampling(), shift=True)
 
@@ -369,7 +369,7 @@ def test_piped_conversation(program: Program, coded_model: Models, tmp_path: Pat
     assert other.stdout == ""
 
 
-def test_a_full_context_ends_the_answer_and_refuses_what_does_not_fit(
+def test_a_full_context_ends_the_answer_and_refuses_longer_messages(
     program: Program, coded_model: Models, tmp_path: Path
 ) -> None:
     (tmp_path / "long").write_text("many words " * 100)
@@ -424,9 +424,9 @@ def test_a_single_turn_that_does_not_fit_fails(program: Program, coded_model: Mo
 
 @pytest.mark.parametrize("n_draft", [3, 40])
 def test_drafts_change_no_answer(coded_model: Models, n_draft: int) -> None:
-    """Nor what a conversation holds when an answer ends within a draft, is regenerated, saved or shifted."""
+    """Also if an answer ends within a draft, or is regenerated, saved or shifted."""
 
-    def said(draft: Any) -> tuple[list[str], int]:
+    def generated(draft: Any) -> tuple[list[str], int]:
         options = {"n_ctx": 320, "n_batch": 64, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
         with Llama(coded_model(), draft_model=draft, **options) as llm:
             talk = Conversation(llm, None, Sampling(temp=0.7, seed=1), shift=True)
@@ -437,7 +437,7 @@ def test_drafts_change_no_answer(coded_model: Models, n_draft: int) -> None:
             turns += [ask(talk, "And now?", 120) for _ in range(2)]
             return [text for text, _ in turns], sum(turn.n_accepted for _, turn in turns)
 
-    plain, none = said(None)
-    drafted, n_accepted = said(PromptLookup(1, n_draft))
+    plain, none = generated(None)
+    drafted, n_accepted = generated(PromptLookup(1, n_draft))
     assert none == 0 < n_accepted
     assert drafted == plain

@@ -1,4 +1,4 @@
-"""subkv.Llama with the chat handlers of llama_cpp that read pictures, by the libmtmd beside our libraries."""
+"""subkv.Llama with llama_cpp's chat handlers for images, which use the libmtmd next to the libraries."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(handler, path, tiny_vision.build(folder / "mmproj.gguf", projector, n_embd), folder / "bases.gguf")
 
 
-def asked(llm: subkv.Llama, red: int = 40, n: int = 24) -> str:
+def reply_to(llm: subkv.Llama, red: int = 40, n: int = 24) -> str:
     url = "data:image/png;base64," + base64.b64encode(tiny_vision.picture(red, 96, 64)).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is this? " * 8}]
-    said: Any = llm.create_chat_completion([{"role": "user", "content": content}], max_tokens=n, temperature=0)
-    return str(said["choices"][0]["message"]["content"])
+    reply: Any = llm.create_chat_completion([{"role": "user", "content": content}], max_tokens=n, temperature=0)
+    return str(reply["choices"][0]["message"]["content"])
 
 
 def logits(llm: subkv.Llama) -> engine.Logits:
-    """What the prompt's last token says."""
+    """Logits of the prompt's last token."""
     return llm.scores[llm.n_tokens - 1 : llm.n_tokens].copy()
 
 
@@ -92,7 +92,7 @@ def test_answers_are_those_on_f16(case: Case) -> None:
     for coded in (False, True):
         with case.open(coded, logits_all=True) as llm:
             assert (llm.kv_stats().fingerprint is not None) == coded
-            found[coded] = [(asked(llm, red, n=1), logits(llm))[1] for red in (40, 230, 40)]
+            found[coded] = [(reply_to(llm, red, n=1), logits(llm))[1] for red in (40, 230, 40)]
     for expected, logits_found in zip(found[False], found[True], strict=True):
         assert engine.distance(expected, logits_found) < 0.02
     first, other, again = found[True]
@@ -102,19 +102,19 @@ def test_answers_are_those_on_f16(case: Case) -> None:
 
 def test_longer_answers_and_text_between(case: Case) -> None:
     with case.open() as llm:
-        expected = asked(llm)
+        expected = reply_to(llm)
         text = llm("The quick brown fox", max_tokens=8, temperature=0)["choices"][0]["text"]
-        assert asked(llm) == expected
+        assert reply_to(llm) == expected
         assert llm("The quick brown fox", max_tokens=8, temperature=0)["choices"][0]["text"] == text
 
 
 @pytest.mark.parametrize("case", ["beside recurrent state"], indirect=True)
-def test_text_behind_a_picture_goes_back_to_a_checkpoint(case: Case) -> None:
+def test_text_after_an_image_returns_to_a_checkpoint(case: Case) -> None:
     """Which there is behind every picture."""
     found = []
     for coded in (False, True):
         with case.open(coded, logits_all=True) as llm:
-            asked(llm)
+            reply_to(llm)
             llm.n_tokens -= 40
             llm.eval([70])
             found.append(logits(llm))
@@ -122,22 +122,22 @@ def test_text_behind_a_picture_goes_back_to_a_checkpoint(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if "recurrent" not in name], indirect=True)
-def test_a_lost_picture_is_not_made_up(case: Case) -> None:
-    """A tail goes that cannot be taken back: behind the picture tokens are known, the picture's are not."""
+def test_a_lost_image_is_evaluated_again(case: Case) -> None:
+    """The tail cannot be removed: tokens after the image are known, the image's rows are not."""
     with case.open(n_rollback=4) as llm:
-        expected = asked(llm)
+        expected = reply_to(llm)
         n = llm.n_tokens
         llm.n_tokens = n - 20
         with pytest.raises(CacheError, match="pictures: the cells of a picture were removed"):
             llm.eval([70])
         assert llm.n_tokens == 0
-        assert asked(llm) == expected
+        assert reply_to(llm) == expected
 
 
-def test_a_prompt_does_not_begin_with_a_picture_that_it_lacks(case: Case) -> None:
-    """In the places of a picture there are tokens all the same: here those that are asked for."""
+def test_an_image_never_matches_tokens_of_a_prompt(case: Case) -> None:
+    """An image occupies token positions, here with the tokens of the prompt."""
     with case.open(logits_all=True) as llm:
-        asked(llm, n=1)
+        reply_to(llm, n=1)
         first, n = llm._pictures.tokens_before(llm.n_tokens), llm.n_tokens
         assert 0 < first < n - 1
         tokens = [*llm.input_ids[: n - 1].tolist(), 70]
@@ -146,20 +146,20 @@ def test_a_prompt_does_not_begin_with_a_picture_that_it_lacks(case: Case) -> Non
     with case.open(logits_all=True) as llm:
         next(llm.generate(tokens, temp=0.0))
         assert engine.distance(logits(llm), found) < 0.02
-        asked(llm, n=1)
+        reply_to(llm, n=1)
         assert llm.n_tokens == n
 
 
-def test_what_is_of_tokens_refuses_pictures(case: Case) -> None:
+def test_functions_of_tokens_refuse_images(case: Case) -> None:
     with case.open() as llm:
-        expected = asked(llm)
+        expected = reply_to(llm)
         for refused in (llm.save_state, lambda: llm.discard(4, 4)):
             with pytest.raises(CacheError, match="no picture in the context"):
                 refused()
         llm.set_cache(LlamaRAMCache())
         with pytest.raises(CacheError, match="cache: expected no picture in the context with a prompt cache"):
-            asked(llm)
+            reply_to(llm)
         llm.reset()
         assert llm("The quick brown fox", max_tokens=8)["choices"][0]["text"]
         llm.set_cache(None)
-        assert asked(llm) == expected
+        assert reply_to(llm) == expected

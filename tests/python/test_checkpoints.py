@@ -1,4 +1,4 @@
-"""Recurrent state that goes back: what an edited, repeated or shared text evaluates, and that it answers as if new."""
+"""Checkpoints of recurrent state: the cost of an edited, repeated or shared text, and answers as in a new context."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_logits_after_going_back_are_those_of_the_text(llm: Llama) -> None:
 
 
 def test_ten_turns_of_chat(llm: Llama) -> None:
-    """Every answer is asked for twice; nothing but the new message and the answers is evaluated."""
+    """Every answer is generated twice; only the new message and answers are evaluated."""
     talk = Conversation(llm, "Be brief.", Sampling(temp=0.0, seed=1))
     n_held = 0
     for i in range(10):
@@ -103,8 +103,10 @@ def test_ten_turns_of_chat(llm: Llama) -> None:
 
 
 @pytest.mark.parametrize(("kept", "again"), [(True, 250), (False, 5330)])
-def test_what_ten_turns_evaluate(tiny_model: Models, monkeypatch: pytest.MonkeyPatch, kept: bool, again: int) -> None:
-    """Messages of about 70 tokens, answers of 24, each asked for twice; docs/limits.md quotes the sums."""
+def test_evaluated_tokens_of_ten_turns(
+    tiny_model: Models, monkeypatch: pytest.MonkeyPatch, kept: bool, again: int
+) -> None:
+    """Messages of about 70 tokens, answers of 24, each generated twice; docs/limits.md quotes the sums."""
     if not kept:
         monkeypatch.setattr(Checkpoints, "take", lambda self, n: None)
     evaluated = []
@@ -142,8 +144,8 @@ def test_recurrent_state_forgets_no_middle(llm: Llama) -> None:
     assert lengths == [1]
 
 
-def test_what_was_interrupted_is_not_relied_on(llm: Llama) -> None:
-    """A state was put back, the cells behind it were not removed yet."""
+def test_an_interrupted_restore_is_repaired(llm: Llama) -> None:
+    """A state was restored, but the cells after it were not removed yet."""
     llm.eval(prompt(60))
     llm.eval(prompt(40, seed=1))
     points = llm._ctx.checkpoints
@@ -155,7 +157,7 @@ def test_what_was_interrupted_is_not_relied_on(llm: Llama) -> None:
 
 
 def test_bytes_are_bounded(llm: Llama) -> None:
-    """What is dropped is what saves least."""
+    """Checkpoints that save the least evaluation are dropped first."""
     llm.eval(prompt(2))
     points = Checkpoints(llm.ctx)
     points.take(2)
@@ -186,7 +188,7 @@ def test_drafts_leave_one_checkpoint_and_those_that_are_due(
         assert [point.n_tokens for point in points.held] == [50, 100, 135, 140]
 
 
-def test_bases_that_follow_the_text_have_none(tiny_model: Models) -> None:
+def test_adaptive_bases_save_no_checkpoints(tiny_model: Models) -> None:
     with opened(tiny_model("lfm2"), kv_cache="subkv", adapt="v", n_ctx=512) as llm:
         llm.eval(prompt(60))
         llm.eval(prompt(40, seed=1))
@@ -209,8 +211,8 @@ def test_drafts_of_a_hybrid(tiny_model: Models) -> None:
 
     text = prompt(40) * 2
 
-    def said(**options: Any) -> Any:
+    def replies(**options: Any) -> Any:
         with opened(tiny_model("lfm2"), kv_cache="subkv", **options) as llm:
             return llm.create_completion(text, max_tokens=12, temperature=0.0)["choices"][0]["text"]
 
-    assert said(draft_model=LlamaPromptLookupDecoding(num_pred_tokens=4)) == said()
+    assert replies(draft_model=LlamaPromptLookupDecoding(num_pred_tokens=4)) == replies()

@@ -109,8 +109,8 @@ def test_inspect_refuses(tiny_model: Models, tmp_path: Path) -> None:
     assert result.exit_code == 1 and result.stderr.count("\n") == 1
 
 
-def test_inspect_says_what_a_model_would_use(tiny_model: Models, cache_home: Path, coded_model: Models) -> None:
-    """Bases that -ctk subkv would make, those that it has made, a calibrated sidecar in the store."""
+def test_inspect_names_the_bases_of_a_model(tiny_model: Models, cache_home: Path, coded_model: Models) -> None:
+    """Bases that -ctk subkv would derive, derived bases, a calibrated sidecar in the store."""
     model = tiny_model("llama")
     result = run("inspect", model)
     assert result.exit_code == 0, result.output
@@ -150,8 +150,8 @@ def test_cache_flags(flags: tuple[str | None, str | None], names: tuple[str, str
 
 @each("flags", [(None, None), ("auto", None), ("subkv", None), ("subkv", "subkv"), (None, "subkv")])
 def test_flags_of_coded_caches(flags: tuple[str | None, str | None], coded_model: Models) -> None:
-    asked = options.requested_cache(*flags, adapt="v", n_sink=3)
-    choice = choose_cache(coded_model(), asked)
+    request = options.requested_cache(*flags, adapt="v", n_sink=3)
+    choice = choose_cache(coded_model(), request)
     assert (choice.name, choice.adapt, choice.window.requested()) == ("subkv", "v", {"n_sink": 3})
 
 

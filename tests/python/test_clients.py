@@ -1,6 +1,6 @@
-"""Programs on llama-cpp-python under `subkv run`, unchanged: each gets coefficients, and says so in one line.
+"""Unchanged programs on llama-cpp-python under `subkv run`: each gets a coded cache and logs it in one line.
 
-The packages are those of the extra `clients`; what is not installed is skipped.
+The packages are those of the extra `clients`; missing ones are skipped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 Models = Callable[..., Path]
 REPO = Path(__file__).resolve().parents[2]
 
-# llama_cpp alone knows nothing of coefficients: libsubkv, which it loads, is asked
+# llama_cpp does not report coded caches, so libsubkv, which it loads, is called
 PLAIN = """
 import ctypes, json, os, sys
 import llama_cpp
@@ -114,7 +114,7 @@ def model(tiny_model: Models, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(tmp_path: Path, model: Path) -> Callable[..., tuple[Any, str]]:
-    """client(text, *options): what the program printed, and stderr; options: those of `subkv run`."""
+    """client(text, *options): the program's output, and stderr; options: of `subkv run`."""
 
     def run(text: str, *options: Any, arguments: tuple[str, ...] = ()) -> tuple[Any, str]:
         script = tmp_path / "client.py"
@@ -127,23 +127,23 @@ def client(tmp_path: Path, model: Path) -> Callable[..., tuple[Any, str]]:
     return run
 
 
-def caches(said: str) -> list[str]:
-    """The lines that say which cache a context got."""
-    return [line for line in said.splitlines() if line.startswith("subkv: ")]
+def caches(logged: str) -> list[str]:
+    """The log lines about the caches of contexts."""
+    return [line for line in logged.splitlines() if line.startswith("subkv: ")]
 
 
 def test_llama_cpp_alone(client: Callable[..., tuple[Any, str]], model: Path) -> None:
-    coded, said = client(PLAIN, "--prepare", model)
-    (line,) = caches(said)
+    coded, logged = client(PLAIN, "--prepare", model)
+    (line,) = caches(logged)
     assert line.startswith("subkv: coded K/V cache, ") and line.endswith(".weights.gguf")
     assert coded["fingerprint"]
-    quiet, said = client(PLAIN, "--prepare", model, arguments=("quiet",))
-    assert quiet == coded and caches(said) == [line]  # a warning, which llama_cpp does not hide
+    quiet, logged = client(PLAIN, "--prepare", model, arguments=("quiet",))
+    assert quiet == coded and caches(logged) == [line]  # a warning, which llama_cpp does not hide
 
 
 def test_llama_cpp_alone_without_bases(client: Callable[..., tuple[Any, str]]) -> None:
-    ordinary, said = client(PLAIN)
-    (line,) = caches(said)
+    ordinary, logged = client(PLAIN)
+    (line,) = caches(logged)
     assert line.startswith("subkv: ordinary f16 K/V cache: ")
     assert ordinary["fingerprint"] == ""
 
@@ -152,8 +152,8 @@ def test_llama_cpp_alone_without_bases(client: Callable[..., tuple[Any, str]]) -
 def test_clients(name: str, client: Callable[..., tuple[Any, str]], model: Path) -> None:
     packages, text, n_contexts = CLIENTS[name]
     need(*packages)
-    got, said = client(text, "--prepare", model)
-    lines = caches(said)
+    got, logged = client(text, "--prepare", model)
+    lines = caches(logged)
     assert len(lines) == n_contexts
     assert all(line.startswith("subkv: coded K/V cache, ") for line in lines)
     assert got and all(isinstance(answer, str) for answer in got)
@@ -170,8 +170,8 @@ def serving(model: Path, log: Path) -> Iterator[str]:
     """llama-cpp-python's own server; its address."""
     port = free_port()
     command = launched(sys.executable, "-m", "llama_cpp.server", "--model", model, "--n_ctx", 256, "--port", port)
-    with open(log, "w") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, env=environment())
+    with open(log, "w") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment())
     try:
         address = f"http://127.0.0.1:{port}"
         end = time.monotonic() + 120

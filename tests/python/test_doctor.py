@@ -1,4 +1,4 @@
-"""`subkv doctor`: what it says of this machine, what it calls broken, and what it removes of the cache folder."""
+"""`subkv doctor`: its report of the machine, the problems it finds, and the files it removes from the cache folder."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def run(*arguments: str, **more: Any) -> Result:
     return CliRunner().invoke(cli.main, ["doctor", *arguments], prog_name="subkv", **more)
 
 
-def asked(*arguments: str, **variables: str | None) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: libraries are loaded once."""
+def run_doctor(*arguments: str, **variables: str | None) -> subprocess.CompletedProcess[str]:
+    """Runs it in a new process, because libraries are loaded only once."""
     env = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
     env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-m", "runtime.doctor", *arguments]
@@ -61,8 +61,8 @@ def filled(cache_home: Path) -> Path:
     return folder
 
 
-def test_says_what_a_report_needs() -> None:
-    done = asked("-o", "json", SUBKV_KERNEL=None)
+def test_report_is_complete() -> None:
+    done = run_doctor("-o", "json", SUBKV_KERNEL=None)
     found = json.loads(done.stdout)
     assert done.returncode == 0, found["broken"]
     assert found["versions"]["subkv"] == __version__
@@ -75,14 +75,14 @@ def test_says_what_a_report_needs() -> None:
     assert all(device["kind"] != "cpu" for device in found["devices"])
     assert found["memory"]["bytes_available"] > 0
     assert found["formats"]["model"]["reads"] == [4]
-    text = asked(SUBKV_KERNEL=None)
+    text = run_doctor(SUBKV_KERNEL=None)
     assert text.returncode == 0 and text.stdout.endswith("all is well\n")
     for value in (__version__, found["versions"]["llama.cpp"], found["processor"]["name"]):
         assert value in text.stdout
 
 
 def test_an_unknown_kernel_is_broken() -> None:
-    done = asked(SUBKV_KERNEL="fast")
+    done = run_doctor(SUBKV_KERNEL="fast")
     assert done.returncode == 1
     assert done.stdout.splitlines()[-2] == "broken"
     assert re.fullmatch(
@@ -92,7 +92,7 @@ def test_an_unknown_kernel_is_broken() -> None:
 
 
 def test_missing_libraries_are_broken_once(tmp_path: Path) -> None:
-    done = asked("-o", "json", SUBKV_LIB_PATH=str(tmp_path), LLAMA_CPP_LIB_PATH=None)
+    done = run_doctor("-o", "json", SUBKV_LIB_PATH=str(tmp_path), LLAMA_CPP_LIB_PATH=None)
     assert done.returncode == 1
     found = json.loads(done.stdout)
     assert len(found["broken"]) == 1 and found["broken"][0].startswith("SUBKV_LIB_PATH: expected libsubkv")
@@ -105,7 +105,7 @@ def test_one_missing_library_is_named(tmp_path: Path) -> None:
     for path in lib_dir().iterdir():
         if not path.name.startswith("libllama."):
             (tmp_path / path.name).symlink_to(path)
-    done = asked("-o", "json", SUBKV_LIB_PATH=str(tmp_path), LLAMA_CPP_LIB_PATH=None)
+    done = run_doctor("-o", "json", SUBKV_LIB_PATH=str(tmp_path), LLAMA_CPP_LIB_PATH=None)
     assert done.returncode == 1
     broken = json.loads(done.stdout)["broken"]
     assert f"libllama{report.SUFFIX}: expected it in {tmp_path}, found none; install subkv again" in broken
@@ -176,7 +176,7 @@ def test_clear_removes_files_of_ours_alone(filled: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no locks")
-def test_clear_leaves_what_is_in_use(filled: Path) -> None:
+def test_clear_keeps_files_in_use(filled: Path) -> None:
     writing = filled / f"sidecars/.name-{OTHER}.gguf.18.0123abcd.tmp"
     writing.write_bytes(b"half")
     with exclusive(filled / f"sidecars/{MODEL}.lock", "prepare it"):

@@ -21,7 +21,7 @@ def run(main: Any, *arguments: Any) -> Result:
 
 
 def drafts_of(*arguments: Any) -> Any:
-    """What the flags make, by a program that takes no others."""
+    """The drafts of a program that has only these flags."""
     made = []
 
     @click.command()
@@ -48,14 +48,14 @@ def test_flags_are_drafts() -> None:
         assert "-md: expected a model with --spec-type draft-simple and no other, found" in drafts_of(*wrong)
 
 
-def test_chat_says_how_many_were_right(coded_model: Models, tmp_path: Path) -> None:
+def test_chat_reports_accepted_drafts(coded_model: Models, tmp_path: Path) -> None:
     path = coded_model()
-    asked = ("-m", path, "-p", "and again " * 20, "-st", "-n", 24, "--temp", 0, "-c", 512, "-t", 1)
-    plain = run(chat.main, *asked)
-    drafted = run(chat.main, *asked, "-md", path)
+    options = ("-m", path, "-p", "and again " * 20, "-st", "-n", 24, "--temp", 0, "-c", 512, "-t", 1)
+    plain = run(chat.main, *options)
+    drafted = run(chat.main, *options, "-md", path)
     assert plain.exit_code == drafted.exit_code == 0, drafted.output
     assert drafted.stdout == plain.stdout
     assert " | Drafts: " in drafted.stderr
-    refused = run(chat.main, *asked, "-md", tmp_path / "missing.gguf")
+    refused = run(chat.main, *options, "-md", tmp_path / "missing.gguf")
     assert refused.exit_code == 1
     assert refused.stderr.splitlines()[-1].startswith("-md: ")

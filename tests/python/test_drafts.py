@@ -30,7 +30,7 @@ PROMPT = prompt(20) * 5
 
 
 class Replay(LlamaDraftModel):
-    """Drafts what an answer is known to be, every `wrong`-th token another."""
+    """Drafts the known answer with every `wrong`-th token replaced."""
 
     def __init__(self, text: list[int], num_pred_tokens: int, wrong: int) -> None:
         self.text, self.num_pred_tokens, self.wrong = text, num_pred_tokens, wrong
@@ -50,10 +50,10 @@ def ids(*tokens: int) -> Any:
     return np.array(tokens, np.intc)
 
 
-def test_a_lookup_guesses_what_followed_last_time() -> None:
+def test_a_lookup_drafts_the_earlier_continuation() -> None:
     lookup = PromptLookup(ngram=2, num_pred_tokens=3)
     assert lookup(ids(1, 2, 7, 1, 2, 8, 9, 5, 1, 2)).tolist() == [8, 9, 5]
-    assert lookup(ids(1, 2, 3, 1, 2, 3, 1, 2)).tolist() == [3, 1, 2]  # and goes on to where it stands now
+    assert lookup(ids(1, 2, 3, 1, 2, 3, 1, 2)).tolist() == [3, 1, 2]  # and continues to its present state
     assert lookup(ids(4, 4, 4)).tolist() == [4, 4, 4]
     assert PromptLookup(ngram=1, num_pred_tokens=5)(ids(1, 2, 1, 2)).tolist() == [1, 2, 1, 2, 1]
     for text in ((), (1,), (1, 2), (1, 2, 3, 9, 2), (2, 1, 3, 1)):
@@ -114,19 +114,19 @@ def test_a_path_is_a_draft_model(coded_model: Models, tiny_model: Models) -> Non
 def test_processors_see_no_drafts(coded_model: Models) -> None:
     """llama_cpp shows them the whole batch."""
 
-    def said(**options: Any) -> tuple[list[list[int]], list[int]]:
-        seen: list[list[int]] = []
+    def tokens_of(**options: Any) -> tuple[list[list[int]], list[int]]:
+        prompts: list[list[int]] = []
 
         def note(input_ids: Any, scores: Any) -> Any:
-            seen.append(input_ids.tolist())
+            prompts.append(input_ids.tolist())
             return scores
 
         with opened(coded_model(), **options) as llm:
             found = answer(llm, PROMPT, 30, logits_processor=llama_cpp.LogitsProcessorList([note]))
-        return seen, found
+        return prompts, found
 
-    plain = said()
-    assert said(draft_model=Replay(PROMPT + plain[1], 10, wrong=4)) == plain
+    plain = tokens_of()
+    assert tokens_of(draft_model=Replay(PROMPT + plain[1], 10, wrong=4)) == plain
 
 
 def test_sampling_is_that_without(coded_model: Models) -> None:
@@ -141,8 +141,8 @@ def test_sampling_is_that_without(coded_model: Models) -> None:
 
 
 @pytest.mark.parametrize("arch", ["lfm2", "mamba"])
-def test_recurrent_state_goes_back(tiny_model: Models, arch: str) -> None:
-    """From the checkpoint before the draft: what is evaluated again is never more than the draft."""
+def test_recurrent_state_is_restored(tiny_model: Models, arch: str) -> None:
+    """Restored from the checkpoint before the draft: at most the draft is evaluated again."""
     path, options = tiny_model(arch), {"kv_cache": "subkv" if arch == "lfm2" else "f16"}
     with opened(path, **options) as llm:
         plain = answer(llm, PROMPT, 40)
@@ -157,7 +157,7 @@ def test_recurrent_state_goes_back(tiny_model: Models, arch: str) -> None:
             assert max(generated) <= 2 * (1 + draft.num_pred_tokens)
 
 
-def test_what_is_refused(coded_model: Models, tiny_model: Models, tmp_path: Path) -> None:
+def test_refusals(coded_model: Models, tiny_model: Models, tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     other.write_bytes(tiny_model("llama").read_bytes().replace(b"<|pad|>", b"<|pid|>"))
     with pytest.raises(SubkvError, match=r"draft_model: .* whose token \d+ is b'<\|pad\|>', found b'<\|pid\|>' in .*"):
@@ -176,8 +176,8 @@ def test_what_is_refused(coded_model: Models, tiny_model: Models, tmp_path: Path
         Llama(tiny_model("lfm2"), n_ctx=N_CTX, kv_cache="subkv", adapt="v", draft_model=PromptLookup(), verbose=False)
 
 
-def test_nonsense_is_no_draft(coded_model: Models) -> None:
-    """Too long, of no tokens, of other types: none of it reaches llama.cpp."""
+def test_invalid_drafts_are_ignored(coded_model: Models) -> None:
+    """Drafts that are too long, or have invalid tokens or types, do not reach llama.cpp."""
 
     class Nonsense(LlamaDraftModel):
         num_pred_tokens = 4
@@ -195,7 +195,7 @@ def test_nonsense_is_no_draft(coded_model: Models) -> None:
 
 @pytest.mark.parametrize("cache", ["subkv", "f16"])
 def test_the_demo_model_copies_code(demo_model: Path, cache: str) -> None:
-    """Most drafts are right, and every token is the best one, within rounding, for what precedes it."""
+    """Most drafts are accepted, and every token is the most probable one within rounding."""
     text = inspect.getsource(itertools_recipe) * 2
     with opened(demo_model, kv_cache=cache, n_ctx=512, draft_model=PromptLookup(3, 40)) as llm:
         tokens = llm.tokenize(text.encode())
@@ -219,7 +219,7 @@ def itertools_recipe(values: list[int], size: int) -> list[list[int]]:
 
 
 class Endless(LlamaDraftModel):
-    """Drafts more than any batch holds, and does not say how long its drafts are."""
+    """Drafts more tokens than any batch holds, and does not report the length of its drafts."""
 
     def __call__(self, input_ids: Any, /, **_: Any) -> Any:
         return np.resize(input_ids, 5000)
@@ -234,7 +234,7 @@ def test_a_draft_is_cut_to_a_batch(coded_model: Models) -> None:
         assert 0 < llm.draft_stats().n_drafted <= 63 * llm.draft_stats().n_drafts
 
 
-def test_what_cannot_draft_leaves_what_did(coded_model: Models, tiny_model: Models) -> None:
+def test_a_refused_draft_model_keeps_the_earlier_one(coded_model: Models, tiny_model: Models) -> None:
     path = coded_model()
     with opened(path, n_batch=64, draft_model=DraftModel(path, 4)) as llm:
         before = llm.draft_model
@@ -252,7 +252,7 @@ def test_what_cannot_draft_leaves_what_did(coded_model: Models, tiny_model: Mode
             llm.draft_model = PromptLookup(2, 50)
 
 
-def test_nobody_closes_a_llama_whose_draft_model_is_at_work(coded_model: Models) -> None:
+def test_a_llama_stays_open_while_it_drafts(coded_model: Models) -> None:
     path = coded_model()
     with opened(path) as llm, ThreadPoolExecutor(1) as pool:
         plain = answer(llm, PROMPT, 8)

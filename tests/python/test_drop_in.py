@@ -1,4 +1,4 @@
-"""subkv.Llama does what llama_cpp.Llama does, on the same cache in the same words."""
+"""subkv.Llama behaves like llama_cpp.Llama on the same cache, with the same arguments and results."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ CALLS: dict[str, Callable[[llama_cpp.Llama], Any]] = {
 
 
 def plain(answer: Any) -> Any:
-    """An answer without what differs from call to call: identifiers and the time."""
+    """An answer without the parts that differ between calls: identifiers and the time."""
     if isinstance(answer, dict):
         return {key: plain(value) for key, value in answer.items() if key not in ("id", "created")}
     return [plain(item) for item in answer] if isinstance(answer, list) else answer
@@ -102,24 +102,24 @@ def test_embeddings(tiny_model: Models, coded_model: Models, pooling: int) -> No
     expected = [parent.embed(text, normalize=True) for text in texts]  # several at once: unpooled ones are mixed up
     parent.close()
     with opened(tiny_model("llama"), n_threads=1, flash_attn=True, **options) as ours:
-        for vector, wanted in zip(ours.embed(texts, normalize=True), expected, strict=True):
-            np.testing.assert_allclose(vector, wanted, atol=1e-4)
+        for vector, expected_vector in zip(ours.embed(texts, normalize=True), expected, strict=True):
+            np.testing.assert_allclose(vector, expected_vector, atol=1e-4)
     with opened(coded_model(), **options) as coded:
         got = coded.embed(texts, normalize=True)
         assert coded.kv_stats().bpe < 24  # one exact window, not one for each of 256 sequences
         assert coded.create_embedding(texts)["usage"]["prompt_tokens"] > len(texts)
-    for vector, wanted in zip(got, expected, strict=True):
-        np.testing.assert_allclose(vector, wanted, atol=0.15)  # coded past 16 tokens, at 8 bits
+    for vector, expected_vector in zip(got, expected, strict=True):
+        np.testing.assert_allclose(vector, expected_vector, atol=0.15)  # coded past 16 tokens, at 8 bits
 
 
-def test_embeddings_have_to_be_asked_for(coded_model: Models) -> None:
+def test_embeddings_need_the_option(coded_model: Models) -> None:
     with opened(coded_model()) as llm, pytest.raises(RuntimeError, match="embedding=True"):
         llm.embed("hello")
 
 
 @pytest.mark.parametrize("n_draft", [4, 40])
 def test_a_draft_model_changes_speed_only(coded_model: Models, n_draft: int) -> None:
-    """Rejected drafts leave no trace: every token is the best one, within rounding, for what precedes it."""
+    """Rejected drafts have no effect: every token is the most probable one within rounding."""
     tokens = prompt(20) * 5
     with opened(coded_model(), draft_model=LlamaPromptLookupDecoding(num_pred_tokens=n_draft)) as llm:
         decoded: list[int] = []

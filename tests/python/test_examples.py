@@ -1,4 +1,4 @@
-"""The programs in examples/, run as their first lines say."""
+"""The programs in examples/, run with the commands in their first lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from subkv.native.binding import C
 Models = Callable[..., Path]
 REPO = Path(__file__).resolve().parents[2]
 EXAMPLES = REPO / "examples"
-STORE_SECONDS = 30  # in which what a server's slots hold is written at its end
+STORE_SECONDS = 30  # the folder to which a server writes its slots at its end
 
 
 def run(*command: Any) -> subprocess.CompletedProcess[bytes]:
@@ -52,7 +52,7 @@ def test_embed(coded_model: Models) -> None:
 
 
 @pytest.mark.parametrize("name", ["embed.py", "serve_and_call.py", "summarise.py"])
-def test_examples_say_what_they_miss(name: str) -> None:
+def test_examples_name_missing_arguments(name: str) -> None:
     if name == "serve_and_call.py":
         pytest.importorskip("openai", reason="extra test")
     done = example(name)
@@ -72,7 +72,7 @@ def test_summarise(coded_model: Models, tmp_path: Path) -> None:
 
 
 def llama_server() -> Path:
-    """The program of this build; skips where there is none."""
+    """The program of this build; skips if it is missing."""
     try:
         return programs.find("llama-server", paths.lib_dir(), "")
     except SubkvError:
@@ -120,7 +120,7 @@ def generate(tmp_path_factory: pytest.TempPathFactory) -> Path:
         moved = folder / "moved"
         done = run("cmake", "--install", build, "--prefix", folder / "prefix")
         assert done.returncode == 0, done.stderr
-        (folder / "prefix").rename(moved)  # it must not matter where it lies
+        (folder / "prefix").rename(moved)  # the folder must not matter
         where = f"-DCMAKE_PREFIX_PATH={moved}"
     else:
         done = run(sys.executable, "-m", "runtime.cmake_dir")
@@ -136,7 +136,7 @@ def generate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "build" / "generate"
 
 
-def test_c_program_says_what_python_says(generate: Path, coded_model: Models) -> None:
+def test_c_program_prints_the_text_of_python(generate: Path, coded_model: Models) -> None:
     prompt = "the cat and the hat"
     done = run(generate, coded_model(), prompt)
     assert done.returncode == 0, done.stderr
@@ -167,14 +167,12 @@ def test_c_program_refuses(generate: Path, coded_model: Models, tiny_model: Mode
         assert done.stderr.startswith(message)
 
 
-def test_c_program_takes_what_the_environment_finds(
-    generate: Path, tiny_model: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_c_program_uses_the_environment(generate: Path, tiny_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUBKV", "auto")
     done = run(generate, tiny_model(), "Hello")
     assert done.returncode == 1
     assert done.stderr.startswith(str(tiny_model()).encode() + b": expected a model with bases, found none; `subkv ")
-    assert choose_cache(tiny_model(), CacheOptions("subkv")).coded  # made of the weights and kept
+    assert choose_cache(tiny_model(), CacheOptions("subkv")).coded  # derived from the weights and stored
     done = run(generate, tiny_model(), "Hello")
     assert done.returncode == 0, done.stderr
     assert b"bits per element" in done.stdout

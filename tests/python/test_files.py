@@ -1,4 +1,4 @@
-"""Files: what is none, what was left behind, what claims to be larger than it may be."""
+"""Files: non-files, leftovers of killed processes, and files with too large sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
         container.read(tmp_path / "pipe", "a test")
 
 
-def test_what_killed_processes_left_of_a_file(tmp_path: Path) -> None:
+def test_leftover_files_of_killed_processes(tmp_path: Path) -> None:
     stale = [left_behind(tmp_path, name) for name in (".night.1234.0123abcd.tmp", ".night.1234.tmp")]
     kept = [
         left_behind(tmp_path, ".night.77.0123abcd.tmp", old=False),  # may still be written
@@ -52,7 +52,7 @@ def test_what_killed_processes_left_of_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "night").read_bytes() == b"whole"
 
 
-def test_what_killed_processes_left_of_an_entry(tmp_path: Path) -> None:
+def test_leftover_entries_of_killed_processes(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.write(Entry(b"i" * 32, np.arange(3, dtype=np.int32), b"state"))
     (name,) = os.listdir(tmp_path)
@@ -75,7 +75,7 @@ def test_a_pipe_among_entries(tmp_path: Path) -> None:
 
 
 def test_sizes_that_no_disk_holds(tmp_path: Path) -> None:
-    """A file may have holes: what it claims is checked before it is read."""
+    """A sparse file may claim any size, so the size is checked before the file is read."""
     path = tmp_path / "large"
     whole = container.Container({}, np.zeros(1, np.int32), b"x" * 100)
     container.write(path, whole)

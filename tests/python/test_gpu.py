@@ -1,4 +1,4 @@
-"""Programs and Llama with all layers on a GPU: what they say of it, and what a GPU's run leaves to the CPU's."""
+"""Programs and Llama with all layers on a GPU: their reports, and states that a later CPU run restores."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_perplexity_is_the_cpus(coded_model: Models, text_file: Path) -> None:
 
 @pytest.mark.parametrize("layers", [(-1, 0), (0, -1)])
 @pytest.mark.parametrize(("recent_bits", "evaluated"), [(16, 1), (10, 300)])
-def test_a_prompt_cache_of_halves_is_of_gpu_and_cpu_alike(
+def test_gpu_and_cpu_share_prompt_caches_of_halves(
     coded_model: Models, tmp_path: Path, layers: tuple[int, int], recent_bits: int, evaluated: int
 ) -> None:
     model = coded_model("--codec", "int8", "--n-recent", "16", "--recent-bits", str(recent_bits))
@@ -58,5 +58,5 @@ def test_a_prompt_cache_of_halves_is_of_gpu_and_cpu_alike(
     for n_gpu_layers in (*layers, layers[0]):
         with opened(model, n_gpu_layers, n_ctx=1024, prompt_cache=tmp_path / "cache") as llm:
             found.append(answer(llm, prompt(300))[1])
-    # the second one has all but the last token from the first one's state, or an entry of its own: nothing is lost
+    # the second one restores all but the last token from the first one's entry, or writes its own
     assert found == [300, evaluated, 1]

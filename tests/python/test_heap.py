@@ -1,4 +1,4 @@
-"""Memory that was freed goes back to the system."""
+"""Freed memory is returned to the system."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print(mallinfo2().fordblks >> 20)
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 or later")
 @pytest.mark.parametrize("how", ["kept", "returned"])
 def test_large_blocks_are_returned(how: str) -> None:
-    """kept: what glibc does by itself, without which the other would show nothing."""
+    """kept: glibc's default, to show that the test can fail."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, how], env=environment, capture_output=True, text=True, check=True, timeout=60

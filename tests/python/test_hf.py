@@ -78,8 +78,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def complete(folder: Path) -> Path:
-    """The folder with a tokenizer: SentencePiece's, since llama.cpp's converter takes byte-level BPE only with the
-    vocabularies that it knows."""
+    """The folder with a SentencePiece tokenizer, since llama.cpp's converter accepts byte-level BPE only with known
+    vocabularies.
+    """
     for package in ("torch", "transformers", "sentencepiece"):
         pytest.importorskip(package, reason="extra torch")
     import sentencepiece
@@ -218,7 +219,7 @@ def test_missing_packages_name_the_extra(folder: Path, calibration: Path, monkey
     assert result.stderr.strip().endswith("pip install '.[torch]' in the clone of subkv")
 
 
-def test_disk_space_is_told_with_the_arithmetic(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_disk_space_is_reported_with_sizes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * hf.MIB))
     n = 1 << 20  # weights: 2 MiB of 16 bits, 0.75 of Q4
     assert hf.count_weights(folder) == sum(value.size for value in weights().values())

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: which file is meant, what is downloaded, what is said where it cannot be."""
+"""Models of the Hugging Face hub: choice of the file, downloads, and messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("huggingface_hub")
 
-# Every setting of huggingface_hub is read once, when it is imported: so in a process of its own.
+# huggingface_hub reads its settings at import, so each test uses a new process.
 PROGRAM = """
 import json, sys
 from subkv.base.errors import SubkvError
@@ -51,7 +51,7 @@ def a_hub() -> Iterator[hub.Hub]:
 
 @pytest.fixture
 def fetched(a_hub: hub.Hub, tmp_path: Path) -> Callable[..., Any]:
-    """fetched("me/model-GGUF", ("me/model-GGUF", "*F16*")): paths or reasons, and what was said on stderr."""
+    """fetched("me/model-GGUF", ("me/model-GGUF", "*F16*")): paths or errors, and stderr."""
 
     def run(*calls: Any, prelude: str = "", **env: str) -> tuple[list[str], str]:
         given = [(call, None, {}) if isinstance(call, str) else (*call, {})[:3] for call in calls]
@@ -73,7 +73,7 @@ def test_quants(a_hub: hub.Hub, fetched: Callable[..., Any]) -> None:
     repo = "me/model-GGUF"
     a_hub.repos["me/Q4"] = {"a-F32.gguf": b"32", "b.q4_k_m.gguf": b"4", "c-Q8_0.gguf": b"8"}
     a_hub.repos["me/other"] = {"b-Q2_K.gguf": b"2", "a-IQ4_NL.gguf": b"4", "mtp-a-Q4_K_M.gguf": b"5"}
-    found, said = fetched(repo, f"{repo}:bf16", f"{repo}:F16", f"{repo}:Q6_K", "me/Q4", "me/other", HF_TOKEN="hf_abc")
+    found, log = fetched(repo, f"{repo}:bf16", f"{repo}:F16", f"{repo}:Q6_K", "me/Q4", "me/other", HF_TOKEN="hf_abc")
     names = ["Q8_0", "BF16", "F16", "Q6_K-00001-of-00003"]
     assert [Path(path).name for path in found[:4]] == [f"model-{name}.gguf" for name in names]
     assert [Path(path).name for path in found[4:]] == ["b.q4_k_m.gguf", "a-IQ4_NL.gguf"]
@@ -81,7 +81,7 @@ def test_quants(a_hub: hub.Hub, fetched: Callable[..., Any]) -> None:
     folder = Path(found[3]).parent
     assert sorted(path.name[-19:] for path in folder.iterdir()) == [f"-0000{i}-of-00003.gguf"[-19:] for i in (1, 2, 3)]
     assert "Bearer hf_abc" in a_hub.tokens
-    assert "Fetching" not in said  # no bars where there is no terminal
+    assert "Fetching" not in log  # no bars where there is no terminal
 
 
 def test_patterns(fetched: Callable[..., Any], tmp_path: Path) -> None:
@@ -127,15 +127,15 @@ def test_refusals(a_hub: hub.Hub, fetched: Callable[..., Any], tmp_path: Path) -
     assert [reason[: len(start)] for reason, start in zip(found, starts, strict=True)] == starts
 
 
-@pytest.mark.parametrize("away", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}], ids=str)
-def test_without_the_hub(a_hub: hub.Hub, fetched: Callable[..., Any], away: dict[str, str]) -> None:
+@pytest.mark.parametrize("offline", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}], ids=str)
+def test_without_the_hub(a_hub: hub.Hub, fetched: Callable[..., Any], offline: dict[str, str]) -> None:
     repo = "me/model-GGUF"
     fetched(f"{repo}:Q8_0", f"{repo}:F16")
     a_hub.requests.clear()
-    found, said = fetched(f"{repo}:F16", f"{repo}:Q6_K", "me/never", **away)
+    found, log = fetched(f"{repo}:F16", f"{repo}:Q6_K", "me/never", **offline)
     assert Path(found[0]).read_bytes() == b"f16"
-    why = "HF_HUB_OFFLINE is set" if "HF_HUB_OFFLINE" in away else "the hub cannot be reached ("
-    assert said.startswith(f"{repo}:F16: {why}") and said.endswith("; using an earlier download of model-F16.gguf\n")
+    why = "HF_HUB_OFFLINE is set" if "HF_HUB_OFFLINE" in offline else "the hub cannot be reached ("
+    assert log.startswith(f"{repo}:F16: {why}") and log.endswith("; using an earlier download of model-F16.gguf\n")
     assert found[1].startswith(f"expected quant Q6_K in the earlier download of {repo} ({why}")
     assert found[1].endswith("found F16, Q8_0")
     assert found[2].startswith(f"cannot list me/never: {why}")

@@ -1,6 +1,6 @@
-"""kill -9 at every step of everything that is written: what is there under its name is whole, and nothing else is lost.
+"""kill -9 at every step of every write: a file under its final name is complete, and nothing else is lost.
 
-Whoever was killed goes on where it was, and ends where it would have ended.
+A killed command resumes, and gives the same result.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def run() -> Iterator[subprocess.Popen[str]]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Files by path; none of those that are not whole yet and say so, nor locks."""
+    """Files by path, without partial files and locks."""
     found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     temporary = [name for name, path in found.items() if TEMPORARY.fullmatch(path.name)]
     return {name: found[name].read_bytes() for name in found if name not in temporary and not name.endswith(".lock")}
@@ -92,7 +92,7 @@ def begin(folder: Path, model: Path) -> Path:
 
 @pytest.mark.parametrize("work", ["state", "prompt_cache"])
 def test_small_files(kill: Kill, work: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """Killed at every step, in a folder of its own each."""
+    """Killed at every step, each in a separate folder."""
     model = tiny_model("llama")
     whole = begin(tmp_path / "whole", model)
     assert kill(work, whole, 0) == 0

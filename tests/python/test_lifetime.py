@@ -41,7 +41,7 @@ def test_two_layouts_in_turn(coded_model: Models) -> None:
 
 
 def test_one_object_in_two_threads(coded_model: Models) -> None:
-    """llama.cpp's context is one thread's: a second one is told so, whatever it wants."""
+    """llama.cpp's context belongs to one thread: every call from a second one is refused."""
     with opened(coded_model()) as llm:
         last_logits(llm, prompt(20))
         state = llm.save_state()
@@ -168,15 +168,15 @@ def freed_contexts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return freed
 
 
-def test_an_object_nobody_names_is_freed(coded_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreferenced_object_is_freed(coded_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     freed = freed_contexts(monkeypatch)
     gc.disable()  # by counting alone
     try:
         llm = Llama(coded_model(), n_ctx=256, prompt_cache=tmp_path, verbose=False)
         llm.create_completion(prompt(20), max_tokens=4)
-        seen = weakref.ref(llm)
+        reference = weakref.ref(llm)
         del llm
-        assert seen() is None
+        assert reference() is None
         assert len(freed) == 1
     finally:
         gc.enable()

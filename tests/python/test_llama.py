@@ -1,4 +1,4 @@
-"""subkv.Llama: choice of the cache, its sizes, states, and what it refuses."""
+"""subkv.Llama: choice of the cache, its sizes, states, and errors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Models = Callable[..., Path]
 def test_unknown_keyword_arguments_are_named(tiny_model: Models) -> None:
     with pytest.raises(TypeError) as error:
         Llama(tiny_model("llama"), n_batches=5, kv_cahce="f16", zzz=1, kwargs=1)
-    said = "kv_cahce (did you mean kv_cache?), kwargs, n_batches (did you mean n_batch?), zzz"
-    assert str(error.value) == f"Llama: unknown keyword arguments: {said}"
+    names = "kv_cahce (did you mean kv_cache?), kwargs, n_batches (did you mean n_batch?), zzz"
+    assert str(error.value) == f"Llama: unknown keyword arguments: {names}"
 
 
 def test_arguments_of_older_versions_are_ignored(tiny_model: Models) -> None:
@@ -44,7 +44,7 @@ def test_arguments_of_older_versions_are_ignored(tiny_model: Models) -> None:
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
-def test_stock_types_report_what_they_allocate(tiny_model: Models, kind: str) -> None:
+def test_stock_types_report_their_allocation(tiny_model: Models, kind: str) -> None:
     with opened(tiny_model("llama"), kv_cache=kind) as llm:
         stats = llm.kv_stats()
         meta = {key.removeprefix("llama."): value for key, value in llm.metadata.items()}
@@ -187,7 +187,7 @@ def test_a_state_of_another_cache_is_refused(tiny_model: Models, coded_model: Mo
 def test_going_back_gives_the_same_result_as_never_having_been_there(coded_model: Models, back: int) -> None:
     with opened(coded_model(), n_rollback=8) as llm:
         llm.eval(prompt(100))
-        llm.n_tokens -= back  # 70: beyond what can be removed, evaluated again
+        llm.n_tokens -= back  # 70: longer than a removable tail, so evaluated again
         got = last_logits(llm, [50, 60, 70])
     with opened(coded_model(), n_rollback=8) as fresh:
         fresh.eval(prompt(100 - back))
@@ -221,12 +221,12 @@ def test_shift(tiny_model: Models, coded_model: Models) -> None:
 
 @each("room", [256, 257, 4092])
 @each("n_recent", [0, 128])
-def test_a_full_context_turns_a_key_twice_at_most(room: int, n_recent: int) -> None:
-    """As the older half is forgotten; the one in the middle of an odd number is turned twice. Each turn codes anew."""
+def test_a_full_context_rotates_a_key_at_most_twice(room: int, n_recent: int) -> None:
+    """The older half is removed; if the number is odd, the middle key is rotated twice. Each rotation recodes a key."""
     turns = np.zeros(room, dtype=int)
     for _ in range(20):
-        gone = removable(room, n_recent)
-        turns = np.concatenate([turns[gone:] + 1, np.zeros(gone, dtype=int)])
+        n_removed = removable(room, n_recent)
+        turns = np.concatenate([turns[n_removed:] + 1, np.zeros(n_removed, dtype=int)])
         assert turns.max() == 1 + (turns[0] > 1) and (turns > 1).sum() <= room % 2
 
 
@@ -260,7 +260,7 @@ def test_verbose_prints_one_line_about_the_cache(coded_model: Models, capfd: pyt
 
 
 def test_states_whose_bytes_changed_are_refused(coded_model: Callable[..., Path]) -> None:
-    """llama.cpp would take most of them for another text's keys."""
+    """llama.cpp would accept most of them, with wrong keys."""
     with opened(coded_model()) as llm:
         llm.eval(prompt(40))
         state = llm.save_state()

@@ -40,8 +40,8 @@ def lm(coded_model: Callable[..., Path]) -> Any:
     return SubkvLM(model=str(coded_model()), n_ctx=256, threads=1)
 
 
-def asked(*arguments: Any) -> Any:
-    """A request as lm_eval makes it."""
+def instance(*arguments: Any) -> Any:
+    """A request in lm_eval's form."""
     return SimpleNamespace(args=arguments)
 
 
@@ -54,10 +54,10 @@ def logits_of(model: Path, tokens: list[int]) -> Any:
 
 
 def test_loglikelihood(lm: Any, coded_model: Callable[..., Path]) -> None:
-    """In any order, after other texts, and past a tail that cannot be removed: as from an empty cache."""
+    """In any order, after other texts, and past a tail that cannot be removed: the results of an empty cache."""
     pairs = [(LONG, " and then"), ("a cat", " ran over"), (LONG, " it sat"), ("", "the hills"), (LONG + "a", " mat")]
-    found = lm.loglikelihood([asked(*pair) for pair in pairs], disable_tqdm=True)
-    again = lm.loglikelihood([asked(*pair) for pair in reversed(pairs)], disable_tqdm=True)
+    found = lm.loglikelihood([instance(*pair) for pair in pairs], disable_tqdm=True)
+    again = lm.loglikelihood([instance(*pair) for pair in reversed(pairs)], disable_tqdm=True)
     np.testing.assert_allclose([nll for nll, _ in found], [nll for nll, _ in reversed(again)], atol=1e-3)
     for (context, continuation), (nll, greedy) in zip(pairs, found, strict=True):
         start = lm.tok_encode(context) if context else [lm.prefix_token_id]
@@ -73,28 +73,28 @@ def test_rolling_scores_every_token_once(lm: Any, coded_model: Callable[..., Pat
     tokens = lm.tok_encode(LONG)
     rows = logits_of(coded_model(), [lm.prefix_token_id, *tokens])[:-1]
     want = log_softmax(rows)[np.arange(len(tokens)), tokens].sum()
-    (found,) = lm.loglikelihood_rolling([asked(LONG)], disable_tqdm=True)
+    (found,) = lm.loglikelihood_rolling([instance(LONG)], disable_tqdm=True)
     assert found == pytest.approx(want, rel=1e-3)
-    (longer,) = lm.loglikelihood_rolling([asked(3 * LONG)], disable_tqdm=True)  # in windows
+    (longer,) = lm.loglikelihood_rolling([instance(3 * LONG)], disable_tqdm=True)  # in windows
     assert longer < found
 
 
 def test_answers_are_greedy_and_end_at_a_stop(lm: Any) -> None:
     long, short = ({"max_gen_toks": n, "until": []} for n in (12, 5))
-    (text,) = lm.generate_until([asked(LONG, long)], disable_tqdm=True)
+    (text,) = lm.generate_until([instance(LONG, long)], disable_tqdm=True)
     tokens = lm.tok_encode(LONG)
-    (first,) = lm.generate_until([asked(LONG, short)], disable_tqdm=True)
+    (first,) = lm.generate_until([instance(LONG, short)], disable_tqdm=True)
     assert text.startswith(first)
     assert first.startswith(
         lm._model.piece(int(lm._logits(tokens, len(tokens) - 1)[0].argmax())).decode("utf-8", "replace")
     )
     stop = text[3:5]
-    (cut,) = lm.generate_until([asked(LONG, long | {"until": [stop]})], disable_tqdm=True)
+    (cut,) = lm.generate_until([instance(LONG, long | {"until": [stop]})], disable_tqdm=True)
     assert cut == text[: text.index(stop)]
     with pytest.raises(CacheError, match="gen_kwargs: expected greedy generation"):
-        lm.generate_until([asked(LONG, long | {"temperature": 0.7})], disable_tqdm=True)
+        lm.generate_until([instance(LONG, long | {"temperature": 0.7})], disable_tqdm=True)
     with pytest.raises(CacheError, match="n_ctx: expected more than the 256 tokens of an answer, found 256"):
-        lm.generate_until([asked(LONG, {"max_gen_toks": 256})], disable_tqdm=True)
+        lm.generate_until([instance(LONG, {"max_gen_toks": 256})], disable_tqdm=True)
 
 
 def test_chats_use_the_models_template(lm: Any) -> None:
@@ -129,7 +129,7 @@ def test_a_local_task_runs(lm: Any, tmp_path: Path) -> None:
     tasks = TaskManager(include_path=str(tmp_path), include_defaults=False)
     found = lm_eval.simple_evaluate(lm, tasks=[f"local_{name}" for name in TASKS], task_manager=tasks)["results"]
     assert 0.0 <= found["local_choice"]["acc,none"] <= 1.0
-    (whole,) = zip(*[lm.loglikelihood_rolling([asked(row["text"])]) for row in rows], strict=True)
+    (whole,) = zip(*[lm.loglikelihood_rolling([instance(row["text"])]) for row in rows], strict=True)
     bits = -sum(whole) / math.log(2.0) / sum(len(row["text"]) for row in rows)
     assert found["local_rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-3)
     assert found["local_answer"]["exact_match,none"] == 0.0

@@ -1,4 +1,4 @@
-"""Contexts that do not fit are refused with the arithmetic, and no others."""
+"""Contexts that do not fit are refused with the sizes, and no other contexts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_programs_name_the_flag(coded_model: Models, program: Callable[..., Any]
 
 
 @pytest.mark.parametrize("arch", sorted(tiny.ARCHS))
-def test_what_it_says_is_what_is_allocated(tiny_model: Models, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+def test_estimate_equals_the_allocation(tiny_model: Models, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     """Of every architecture llama.cpp's simulation and the real context agree."""
     check_sizes(tiny_model(arch), monkeypatch, 512, {})
 
@@ -66,16 +66,16 @@ def test_coded_sizes(coded_model: Models, monkeypatch: pytest.MonkeyPatch, optio
 
 
 def check_sizes(path: Path, monkeypatch: pytest.MonkeyPatch, n_ctx: int, options: dict[str, Any]) -> None:
-    """Refused with one byte less than the real context takes, made with as much."""
+    """Refused with one byte less than the real context needs; accepted with exactly as much."""
     with opened(path, **{"n_ctx": n_ctx} | options) as llm:
         expected = llm.kv_stats()
     monkeypatch.setattr(memory, "_bound", lambda *_: 1 << 60)
-    seen: list[dict[str, float]] = []
+    estimates: list[dict[str, float]] = []
     simulate = memory._simulate
-    monkeypatch.setattr(memory, "_simulate", lambda *arguments: seen.append(simulate(*arguments)) or seen[-1])
+    monkeypatch.setattr(memory, "_simulate", lambda *arguments: estimates.append(simulate(*arguments)) or estimates[-1])
     with opened(path, **{"n_ctx": n_ctx} | options):
         pass
-    (needed,) = seen
+    (needed,) = estimates
     assert needed["cells"] + needed["exact window"] == expected.bytes_kv
     assert needed["exact window"] == expected.bytes_window
     monkeypatch.setattr(memory, "available_memory", lambda: int(sum(needed.values())) - 1)
@@ -111,7 +111,7 @@ def test_switched_off_and_unknown(coded_model: Models, monkeypatch: pytest.Monke
     memory.require_memory(path, choice, params)
 
 
-def test_a_bound_that_fits_asks_nobody(coded_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_bound_skips_the_simulation(coded_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 1 << 40)
     monkeypatch.setattr(memory, "_simulate", lambda *_: pytest.fail("simulated"))
     with opened(coded_model()):
@@ -165,7 +165,7 @@ def test_available_memory(limited: Callable[..., int | None]) -> None:
 
 
 def test_limits_of_the_process(limited: Callable[..., int | None], tmp_path: Path) -> None:
-    """ulimit -v and -d, beside what this process has and what small pieces may take."""
+    """ulimit -v and -d, minus the process's memory and a reserve for small allocations."""
     own = tmp_path / "proc/self"
     (own / "status").write_text("VmPeak:\t 900 kB\nVmSize:\t 800 kB\nVmData:\t 300 kB\n")
     for space, data, expected in (("unlimited", "unlimited", 4100 << 10), ("3000000", "unlimited", 3000000 - 819200)):

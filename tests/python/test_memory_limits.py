@@ -1,4 +1,4 @@
-"""Memory that ends while a context is made: a sentence, and the process goes on."""
+"""Memory runs out while a context is created: an error is raised, and the process continues."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# Prints, for every limit, how many bytes beyond what there is were allowed and what came of it.
+# Prints, for every limit, the bytes allowed beyond those in use, and the result.
 LIMITED = """
 import resource, sys
 from pathlib import Path
@@ -46,7 +46,7 @@ for n_ctx in (512, 131072):
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
 def test_a_context_under_a_tight_limit(coded_model: Callable[..., Path]) -> None:
-    """RLIMIT_AS, for want of which llama.cpp would end the process."""
+    """RLIMIT_AS; without the check llama.cpp would end the process."""
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(coded_model())],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -58,8 +58,8 @@ def test_a_context_under_a_tight_limit(coded_model: Callable[..., Path]) -> None
     assert done.returncode == 0, done.stderr[-3000:]
     found = [line.split("|") for line in done.stdout.splitlines()]
     assert len(found) == 22 and done.stderr == ""
-    for n_ctx, more, said in found:
-        assert said == "made" or said.startswith("n_ctx: expected "), (n_ctx, more, said)
-        assert n_ctx in said or said == "made"
-    made = [(n_ctx, int(more)) for n_ctx, more, said in found if said == "made"]
+    for n_ctx, more, outcome in found:
+        assert outcome == "made" or outcome.startswith("n_ctx: expected "), (n_ctx, more, outcome)
+        assert n_ctx in outcome or outcome == "made"
+    made = [(n_ctx, int(more)) for n_ctx, more, outcome in found if outcome == "made"]
     assert ("512", 1024) in made and ("131072", 1024) in made and min(more for _, more in made) > 192

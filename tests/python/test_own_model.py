@@ -1,4 +1,4 @@
-"""A model that nobody has prepared: `subkv chat` makes bases of its weights, or says why its cache is f16."""
+"""An unprepared model: `subkv chat` derives bases from its weights, or gives the reason for its f16 cache."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_ordinary_caches_make_none(tiny_model: Models, cache_home: Path, flags: 
     assert not cache_home.exists()
 
 
-def test_bases_of_an_earlier_budget_are_made_again(tiny_model: Models, cache_home: Path) -> None:
+def test_bases_of_another_budget_are_derived_again(tiny_model: Models, cache_home: Path) -> None:
     chat(tiny_model())
     (made,) = (cache_home / "subkv" / "sidecars").glob("*.weights.gguf")
     from subkv.plan.pipeline import Options
@@ -82,16 +82,18 @@ def test_a_model_that_has_no_use_for_them(tiny_model: Models) -> None:
     )
     assert cache.startswith("KV cache: f16, ")
     assert "bases" not in "".join(rest)
-    asked = chat(tiny_model("mamba"), "-ctk", "subkv")
-    assert asked.exit_code == 1 and asked.stderr.startswith("-ctk: model mamba: subkv cannot hold its K/V cache")
+    refused = chat(tiny_model("mamba"), "-ctk", "subkv")
+    assert refused.exit_code == 1 and refused.stderr.startswith("-ctk: model mamba: subkv cannot hold its K/V cache")
 
 
 def test_a_model_that_the_engine_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = virtual.write(tmp_path / "model.gguf", "llama-embed")
     with open_coded(model, 0, CacheOptions(), SHORT, Llama) as llm:
         assert llm.cache_choice.name == "f16"
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("cache: f16; model llama-embed: subkv cannot hold its K/V cache because its attention does")
+    logged = capsys.readouterr().err.splitlines()[-1]
+    assert logged.startswith(
+        "cache: f16; model llama-embed: subkv cannot hold its K/V cache because its attention does"
+    )
     with pytest.raises(CacheError, match="cannot hold its K/V cache because"):
         open_coded(model, 0, CacheOptions(type_k="subkv", type_v="subkv"), SHORT, Llama)
 
@@ -105,14 +107,14 @@ def test_errors_about_anything_else_are_errors(tiny_model: Models, tmp_path: Pat
     assert error.value.key == "model_path"
 
 
-def test_what_was_asked_by_name_stays(tiny_model: Models, coded_model: Models) -> None:
-    for model, asked in (
+def test_explicit_choices_stay(tiny_model: Models, coded_model: Models) -> None:
+    for model, choice in (
         (tiny_model(), CacheOptions("q8_0")),
         (tiny_model(), CacheOptions(type_k="f16")),
         (tiny_model(), CacheOptions(bases=coded_model())),
         (coded_model(), CacheOptions(window=Window(n_recent=16))),
     ):
-        assert with_weight_bases(model, asked) == (asked, "")
+        assert with_weight_bases(model, choice) == (choice, "")
 
 
 def test_other_programs_stay_with_f16(tiny_model: Models, cache_home: Path) -> None:

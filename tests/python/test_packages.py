@@ -26,8 +26,8 @@ def test_conda() -> None:
     run = [
         line.replace("${{ llama_cpp_python }}", context["llama_cpp_python"]) for line in recipe["requirements"]["run"]
     ]
-    wanted = {f"python{PROJECT['requires-python']}", *PROJECT["dependencies"]}
-    assert {line.replace(" ", "") for line in run} == wanted
+    required = {f"python{PROJECT['requires-python']}", *PROJECT["dependencies"]}
+    assert {line.replace(" ", "") for line in run} == required
     commands = dict(line.split(" = ") for line in recipe["build"]["python"]["entry_points"])
     assert commands == PROJECT["scripts"]
     assert (PACKAGES / recipe["source"]["path"]).resolve() == ROOT
@@ -44,7 +44,7 @@ def test_homebrew() -> None:
 
 
 def test_options_exist() -> None:
-    """CMake ignores an option that nobody declares."""
+    """CMake ignores undeclared options."""
     declared = "\n".join(
         path.read_text("utf-8") for path in [ROOT / "CMakeLists.txt", *(ROOT / "cmake").glob("*")] if path.is_file()
     )
@@ -54,7 +54,7 @@ def test_options_exist() -> None:
 
 
 def test_image() -> None:
-    """It takes wheels of the folder alone, and runs a command of ours, as a user without rights."""
+    """It installs only wheels of the folder, and runs a command of the package as an unprivileged user."""
     lines = (PACKAGES / "Containerfile").read_text("utf-8").splitlines()
     (entry,) = (line for line in lines if line.startswith("ENTRYPOINT"))
     assert '"/opt/subkv/bin/subkv", "run", "llama-server"' in entry

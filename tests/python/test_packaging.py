@@ -1,4 +1,4 @@
-"""What a source archive and a wheel contain, and what they call themselves."""
+"""Contents and metadata of source archive and wheel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPO = Path(__file__).resolve().parents[2]
 LICENSES = ("LICENSE", "THIRD_PARTY.md")
 
 
-def test_what_needs_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_that_need_torch_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "subkv.torch.cache", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"SubspaceCache: expected package torch, .*: pip .*\[torch\]"):
@@ -52,7 +52,7 @@ def test_source_archive_is_the_repository(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_licences_are_declared() -> None:
-    """One file of ours, one of others' texts, in the wheel's metadata; the pinned source's own text is among them."""
+    """The wheel's metadata has one own licence file and one of third-party texts, including the pinned source's."""
     project = (REPO / "pyproject.toml").read_text("utf-8")
     assert re.search(r'^license = "MIT"$', project, re.M)
     assert re.search(rf"^license-files = {re.escape(json.dumps(LICENSES))}$", project, re.M)
@@ -74,7 +74,7 @@ def test_installed_files() -> None:
         pytest.skip("wheel: subkv is not installed, only on the path")
     if "subkv/__init__.py" not in files:
         pytest.skip("wheel: an editable install has no file list")
-    upstream = "subkv/lib/llama.cpp/"  # its converter and its licence, as they are
+    upstream = "subkv/lib/llama.cpp/"  # its converter and its licence, unchanged
     expected = {"runtime/chat/cli.py", "converter/cli.py", "subkv/py.typed", f"{upstream}LICENSE"}
     expected |= {"subkv/include/subkv.h", "subkv/include/llama.h", "subkv/cmake/subkvConfig.cmake"}
     expected |= {f"subkv-{subkv.__version__}.dist-info/licenses/{name}" for name in LICENSES}

@@ -90,7 +90,7 @@ def test_compare_prints_a_table(tiny_model: Models, text_file: Path) -> None:
     assert [line.split("|")[1].strip() for line in lines] == ["cache", "---", "f16", "q8_0"]
 
 
-def test_a_base_file_gives_what_the_direct_comparison_gives(
+def test_a_base_file_equals_the_direct_comparison(
     tiny_model: Models, coded_model: Models, text_file: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "base.kld"

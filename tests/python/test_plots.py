@@ -1,4 +1,4 @@
-"""Pictures: what is in them, their files, and what is refused."""
+"""Plots: their contents, their files, and errors."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_frontier_shows_every_result(drawn: None) -> None:
 
 
 def test_frontier_shows_other_codecs_and_the_bound(drawn: None) -> None:
-    """Codecs with their own window and with ours are told apart; the bound lies left of our points."""
+    """Codecs with their own window and with subkv's are distinct; the bound is left of subkv's points."""
     ours = [row("subkv 3", 3.0, 0.004, bound_bpe=2.0), row("subkv 4", 4.0, 0.001, bound_bpe=2.9)]
     other = [row("kvarn:4/2", 4.1, 0.01), row("kvarn:4/2 + window", 3.9, 0.02), row("rotated-q4_0", 4.5, 0.03)]
     (axis,) = frontier_figure([*EVALUATED, *ours, *other, row("subkv 6", 6.0, 0.0002, bound_bpe=None)]).axes
@@ -141,7 +141,7 @@ def test_frontier_labels_do_not_overlap(drawn: None) -> None:
         assert not any(box.overlaps(other) for other in boxes[:i])
 
 
-def test_frontier_leaves_out_what_a_log_axis_cannot_show(drawn: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_frontier_omits_values_without_a_logarithm(drawn: None, capsys: pytest.CaptureFixture[str]) -> None:
     (axis,) = frontier_figure([*EVALUATED, row("same", 16.0, 0.0)]).axes
     assert "same" not in texts(axis)
     assert capsys.readouterr().err == "plot: same: a KLD of 0 has no place on a log axis; left out\n"
@@ -252,7 +252,7 @@ def test_usage(tmp_path: Path) -> None:
 #
 
 
-def test_layer_costs_are_what_one_percent_of_error_costs() -> None:
+def test_layer_costs_equal_the_mean_cost_of_one_percent_errors() -> None:
     """E ½ eᵀ S e over errors drawn with a hundredth of the data's standard deviation."""
     calibration = sensitive(2)
     stats = calibration.layers[1]

@@ -1,4 +1,4 @@
-"""`convert MODEL` alone: what it keeps, what programs find, resuming after an interrupt, and every refusal."""
+"""`convert MODEL` without options: its files, bases that programs find, resuming after an interrupt, and all errors."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_no_home(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_full_store(model: Path, cache_home: Path) -> None:
-    """A file size limit stands for a full disk."""
+    """A file size limit replaces a full disk."""
     resource = pytest.importorskip("resource")  # not on Windows
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
@@ -312,7 +312,7 @@ def test_locks_end_with_their_block(tmp_path: Path) -> None:
                 pass
 
 
-def test_an_estimate_comes_first(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_is_printed_first(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "speed", lambda self: 1.0)
     result = run(model)
     assert "calibrating on 512 tokens takes about 9 minutes, at 1 tokens per second" in result.stderr

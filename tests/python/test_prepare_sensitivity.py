@@ -112,8 +112,8 @@ def test_interrupted_sensitivities_go_on(model: Path, cache_home: Path, monkeypa
     assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
 
 
-def test_interrupted_corrections_go_on(model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once Ctrl-C is pressed while predictions are corrected: what is measured is kept, and not measured again."""
+def test_interrupted_corrections_resume(model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-C during the correction of predictions, measurements are kept and not repeated."""
     cost, attempt, pressed, tried = sensitivity_correction._cost, SensitivityTrials._try, [], []
 
     def pressing(*arguments: Any) -> float:
@@ -231,10 +231,10 @@ def test_a_model_that_cannot_be_predicted_is_tried_once(model: Path, monkeypatch
 
     monkeypatch.setattr(SensitivityTrials, "result", unpredictable)
     again = ", as an earlier run found"
-    for minutes, tries, said in (("1e-9", 1, ""), ("1e-9", 1, again), ("9", 2, ""), ("8", 2, again)):
+    for minutes, tries, message in (("1e-9", 1, ""), ("1e-9", 1, again), ("9", 2, ""), ("8", 2, again)):
         found = CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", minutes])
         assert found.exit_code == 0, found.output
-        assert re.search(rf"no sensitivities{said}.*: it says the same", found.stderr)
+        assert re.search(rf"no sensitivities{message}.*: it says the same", found.stderr)
         assert len(tried) == tries
     for tries in (3, 3):
         assert CliRunner().invoke(convert, [str(model), *SENSED]).exit_code == 0
@@ -242,5 +242,5 @@ def test_a_model_that_cannot_be_predicted_is_tried_once(model: Path, monkeypatch
 
 
 #
-# what is kept
+# kept progress
 #

@@ -1,4 +1,4 @@
-"""Progress bars: only on a terminal, only for what takes long; loading can be stopped."""
+"""Progress bars: only on a terminal, only for long work; loading can be stopped."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Models = Callable[..., Path]
 
 
 class Terminal(io.StringIO):
-    """A stderr that says it is a terminal."""
+    """A stderr that reports itself as a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """stderr as a terminal on which bars appear at once; no fixture, since pytest sets stderr again after the setup."""
+    """stderr as a terminal on which bars appear at once; no fixture, since pytest replaces stderr after the setup."""
     stderr = Terminal()
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(progress, "DELAY", 0.0)
@@ -93,7 +93,7 @@ def test_loading_shows_and_can_be_stopped(way: str, tiny_model: Models, monkeypa
     assert len(moved) == 1  # llama.cpp stopped at once
 
 
-def test_the_class_is_silent_unless_asked(tiny_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_class_shows_bars_only_on_request(tiny_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch)
     with Llama(tiny_model("llama"), n_ctx=64, verbose=False):
         pass

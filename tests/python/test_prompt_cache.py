@@ -1,4 +1,4 @@
-"""The prompt cache on disk: what is found, what is stored, and what goes wrong around it."""
+"""The prompt cache on disk: lookups, stored entries, and failures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def answer(llm: Llama, tokens: list[int], n: int = 8) -> tuple[Any, int]:
 
 
 def named(path: Path) -> Entry:
-    """The entry in a file, whatever the file is called."""
+    """The entry in a file of any name."""
     found = load(path)
     return Entry(bytes.fromhex(found.head["identity"]), found.tokens, found.state)
 
@@ -75,7 +75,7 @@ def cached(coded_model: Models, tmp_path: Path) -> Iterator[Callable[..., Llama]
 
 
 #
-# what it saves
+# savings
 #
 
 
@@ -92,7 +92,7 @@ def test_questions_about_a_document(cached: Callable[..., Llama]) -> None:
 
 
 def test_the_last_token_of_a_prompt_is_not_looked_up(cached: Callable[..., Llama], tiny_model: Models) -> None:
-    """It is evaluated for its logits, so an entry that has only this token is of no use."""
+    """It is always evaluated for its logits, so an entry with only this token is useless."""
     first, path = prompt(100), tiny_model("llama")
     answer(cached(path), first)
     lookup = cached(path).cache
@@ -101,14 +101,14 @@ def test_the_last_token_of_a_prompt_is_not_looked_up(cached: Callable[..., Llama
     assert first[:1] not in lookup
 
 
-def test_where_prompts_part_is_remembered(cached: Callable[..., Llama]) -> None:
+def test_the_end_of_a_common_prefix_is_stored(cached: Callable[..., Llama]) -> None:
     shared = prompt(700)
     ends = [prompt(200, seed) for seed in (1, 2, 3)]
     counts = [answer(cached(), shared + end)[1] for end in ends]
     assert counts == [900, 900 - 512, 200]
 
 
-def test_a_context_that_goes_on_uses_it_too(cached: Callable[..., Llama]) -> None:
+def test_a_context_with_tokens_uses_it_too(cached: Callable[..., Llama]) -> None:
     """Its own cells share more with the prompt than the entry does, but their tail cannot be removed."""
     llm = cached()
     counts = [answer(llm, DOCUMENT + question, n=40)[1] for question in QUESTIONS]
@@ -126,7 +126,7 @@ def test_a_conversation_continues_after_a_restart(cached: Callable[..., Llama]) 
 
 
 def test_ordinary_cells_need_no_checkpoints(cached: Callable[..., Llama], tiny_model: Models, tmp_path: Path) -> None:
-    """Any tail can be removed, so one entry serves all that begin like it; a longer one replaces it."""
+    """Any tail can be removed, so one entry serves all prompts with its prefix; a longer one replaces it."""
     path = tiny_model("llama")
     first, second, _ = (DOCUMENT + question for question in QUESTIONS)
     answer(cached(path), first)
@@ -193,7 +193,7 @@ def test_refusals(cached: Callable[..., Llama], tmp_path: Path) -> None:
 
 
 #
-# what goes wrong
+# failures
 #
 
 
@@ -210,10 +210,10 @@ def test_damaged_entries_are_dropped(cached: Callable[..., Llama], tmp_path: Pat
         warnings.simplefilter("always")
         again, n_evaluated = answer(cached(), DOCUMENT)
     assert (again, n_evaluated) == (text, len(DOCUMENT))
-    # objects that other tests left behind may be collected here: their ResourceWarning is none of this
+    # objects of other tests may be collected here, with their ResourceWarning
     reports = [str(warning.message) for warning in caught if warning.category is UserWarning]
     assert [report for report in reports if "skipped the damaged entry" not in report] == []
-    for path in own_files(tmp_path / "cache"):  # stored anew
+    for path in own_files(tmp_path / "cache"):  # stored again
         assert named(path).name() == path.name
 
 
@@ -232,9 +232,9 @@ def test_damaged_entries_that_stay_are_not_used(
         monkeypatch.setattr(os, name, refused)
     with pytest.warns(UserWarning) as caught:
         assert answer(cached(), DOCUMENT)[1] == len(DOCUMENT)
-    told = [str(warning.message).split(": ", 1)[1].split(" ", 3)[:3] for warning in caught]
-    assert told[:-1] == [["skipped", "the", "damaged"]] * len(own_files(tmp_path / "cache"))
-    assert told[-1] == ["cannot", "write:", "Operation"]
+    messages = [str(warning.message).split(": ", 1)[1].split(" ", 3)[:3] for warning in caught]
+    assert messages[:-1] == [["skipped", "the", "damaged"]] * len(own_files(tmp_path / "cache"))
+    assert messages[-1] == ["cannot", "write:", "Operation"]
 
 
 def test_a_state_that_the_engine_refuses_is_dropped(cached: Callable[..., Llama], tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_full_disk_is_one_warning(cached: Callable[..., Llama], tmp_path: Path
         assert answer(plain, DOCUMENT + question)[0] == text
 
 
-def test_a_folder_that_cannot_be_made_is_one_warning(cached: Callable[..., Llama], tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_one_warning(cached: Callable[..., Llama], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     llm = cached(prompt_cache=tmp_path / "file" / "cache")
     with pytest.warns(UserWarning, match="prompt cache") as caught:
@@ -312,7 +312,7 @@ def test_a_read_only_folder(cached: Callable[..., Llama], tmp_path: Path) -> Non
         folder.chmod(0o700)
 
 
-def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
+def test_the_least_recently_used_is_removed_first(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     entries = [Entry(b"i" * 32, np.array(prompt(10, seed), np.int32), bytes(1000)) for seed in range(4)]
     size = sum(map(len, entries[0].container().pieces()))
@@ -338,7 +338,7 @@ HEADS = st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.text
 
 
 @given(HEADS, TOKENS, st.binary(max_size=200))
-def test_containers_come_back(head: dict[str, Any], tokens: Any, state: bytes) -> None:
+def test_containers_round_trip(head: dict[str, Any], tokens: Any, state: bytes) -> None:
     data = b"".join(Container(head, tokens, state).pieces())
     back = read_whole(io.BytesIO(data))
     assert (back.head, back.tokens.tolist(), back.state) == (head, tokens.tolist(), state)
@@ -358,7 +358,7 @@ def test_every_damage_is_noticed(tokens: Any, state: bytes, data: st.DataObject)
 
 
 def test_a_container_that_is_none(tmp_path: Path) -> None:
-    """A state of an earlier version is a ZIP: refused, as any other file."""
+    """A state of an earlier version is a ZIP file; it is refused like any other invalid file."""
     (tmp_path / "old").write_bytes(b"PK\x03\x04" + bytes(60))
     with pytest.raises(StateError, match=r"path: expected a file written by /save, found another format in .*b'PK"):
         read(tmp_path / "old", "/save")

@@ -1,4 +1,4 @@
-"""`subkv run`: bases, environment, the program in its place; `subkv env`: the same variables, for others to read."""
+"""`subkv run`: bases, environment, and the program it replaces itself with; `subkv env`: prints the same variables."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def model(tiny_model: Models, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shows(tmp_path: Path) -> Path:
-    """A program with a name of llama.cpp's that prints what it was given, and exits with 7."""
+    """A program named like one of llama.cpp's. It prints its arguments and environment, and exits with 7."""
     return script(tmp_path / "llama-shows", SHOWS)
 
 
@@ -75,7 +75,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(*arguments: Any, stdin: str = "", **more: str) -> tuple[dict[str, Any], str]:
-    """What the program was given, and what `subkv run` said."""
+    """The program's arguments and environment, and `subkv run`'s stderr."""
     process = subprocess.Popen(
         command(*arguments),
         stdin=subprocess.PIPE,
@@ -84,16 +84,16 @@ def run(*arguments: Any, stdin: str = "", **more: str) -> tuple[dict[str, Any], 
         text=True,
         env=environment(**more),
     )
-    out, said = process.communicate(stdin, timeout=120)
-    assert process.returncode == 7, said
+    out, log = process.communicate(stdin, timeout=120)
+    assert process.returncode == 7, log
     shown: dict[str, Any] = json.loads(out)
     if sys.platform != "win32":
         assert shown["pid"] == process.pid  # in its place
-    return shown, said
+    return shown, log
 
 
 def refused(*arguments: Any, **more: str) -> str:
-    """The one sentence that `subkv run` says and no program runs."""
+    """The one-line error of `subkv run`; the program does not run."""
     done = subprocess.run(command(*arguments), capture_output=True, text=True, env=environment(**more), check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
     return done.stderr
@@ -104,15 +104,13 @@ def refused(*arguments: Any, **more: str) -> str:
 #
 
 
-def test_the_program_gets_what_was_given(model: Path, shows: Path) -> None:
+def test_the_program_gets_all_arguments(model: Path, shows: Path) -> None:
     given = ["-m", model, "", "a b", "--help", "--", "-c", "*", "ü"]
-    shown, said = run(
-        shows, *given, "-ctk", "subkv", stdin="a text\n", LLAMA_ARG_CACHE_TYPE_V="subkv", OTHER="as it is"
-    )
+    shown, log = run(shows, *given, "-ctk", "subkv", stdin="a text\n", LLAMA_ARG_CACHE_TYPE_V="subkv", OTHER="as it is")
     assert shown["argv"] == [str(word) for word in given]
     assert shown["stdin"] == "a text\n"
     assert "LLAMA_ARG_CACHE_TYPE_V" not in shown["env"] and shown["env"]["OTHER"] == "as it is"
-    assert said.count("\n") == 1
+    assert log.count("\n") == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals: Windows has others")
@@ -154,11 +152,11 @@ def test_programs_that_cannot_run(tmp_path: Path) -> None:
 #
 
 
-def test_bases_of_the_weights_are_made_where_the_library_finds_them(model: Path, shows: Path) -> None:
-    shown, said = run(shows, "-m", model)
+def test_data_free_bases_are_stored_for_the_library(model: Path, shows: Path) -> None:
+    shown, log = run(shows, "-m", model)
     (made,) = store.folder().iterdir()
     assert made.name.endswith(".weights.gguf")
-    assert said.startswith("bases: from the weights, ") and "bits per element" in said
+    assert log.startswith("bases: from the weights, ") and "bits per element" in log
     assert shown["env"]["SUBKV"] == "auto"
     before = made.stat().st_mtime_ns
     shown, _ = run(shows, "-m", model, "-ctk", "subkv")  # requested by name: this file, or no context
@@ -178,13 +176,13 @@ def test_libraries_are_found(shows: Path) -> None:
 
 def test_a_model_and_a_file_with_bases(shows: Path, coded_model: Models, model: Path, tmp_path: Path) -> None:
     coded = coded_model()
-    shown, said = run(shows, "-m", coded)
+    shown, log = run(shows, "-m", coded)
     assert shown["env"]["SUBKV"] == "auto"
-    assert said.startswith(f"bases: of {coded}, ") and "bits per element at" in said
-    shown, said = run("--bases", coded, shows, "-m", model)
+    assert log.startswith(f"bases: of {coded}, ") and "bits per element at" in log
+    shown, log = run("--bases", coded, shows, "-m", model)
     assert shown["env"]["SUBKV"] == str(coded)
     assert not store.folder().exists()
-    shown, said = run("--bases", os.path.relpath(coded), shows)
+    shown, log = run("--bases", os.path.relpath(coded), shows)
     assert shown["env"]["SUBKV"] == str(coded)
     assert (
         refused("--bases", model, shows)
@@ -194,12 +192,12 @@ def test_a_model_and_a_file_with_bases(shows: Path, coded_model: Models, model: 
 
 
 def test_an_ordinary_cache(shows: Path, model: Path) -> None:
-    shown, said = run(shows, "-m", model, "-ctk", "q8_0", "-ctv", "q4_0")
+    shown, log = run(shows, "-m", model, "-ctk", "q8_0", "-ctv", "q4_0")
     assert shown["env"]["SUBKV"] == "off" and shown["argv"][2:] == ["-ctk", "q8_0", "-ctv", "q4_0"]
-    assert said == "KV cache: q8_0/q4_0, from the arguments\n"
+    assert log == "KV cache: q8_0/q4_0, from the arguments\n"
     assert not store.folder().exists()
-    said = refused("--n-recent", 64, shows, "-ctk", "q8_0")
-    assert said == "--n-recent: expected a coefficient cache (-ctk subkv), found q8_0\n"
+    log = refused("--n-recent", 64, shows, "-ctk", "q8_0")
+    assert log == "--n-recent: expected a coefficient cache (-ctk subkv), found q8_0\n"
     assert refused("--adapt", "v", shows, "-ctv", "q8_0").startswith("--adapt: expected a coefficient cache")
     assert refused(shows, "-ctk", "subkv", "-ctv", "f16") == (
         "-ctv: expected the same cache for K and V with 'subkv', found 'f16'\n"
@@ -222,12 +220,12 @@ def test_window_and_adaptation(shows: Path) -> None:
 def test_models_that_are_refused(shows: Path, model: Path, tiny_model: Models, tmp_path: Path) -> None:
     assert refused(shows, "-m", tmp_path / "none.gguf").startswith("-m: expected a GGUF file, found no file")
     mamba = tiny_model("mamba")
-    shown, said = run(shows, "-m", mamba)
-    assert said.startswith(f"KV cache: f16, because bases cannot be derived for {mamba}: ") and said.count("\n") == 1
-    assert "choose" not in said and "use an ordinary cache" not in said
+    shown, log = run(shows, "-m", mamba)
+    assert log.startswith(f"KV cache: f16, because bases cannot be derived for {mamba}: ") and log.count("\n") == 1
+    assert "choose" not in log and "use an ordinary cache" not in log
     assert shown["env"]["SUBKV"] == "auto"
     assert refused(shows, "-m", mamba, "-ctk", "subkv").startswith("-ctk: ")
-    shutil.copy(model, store.sidecar_path(model))  # what is beside a model has to be its sidecar
+    shutil.copy(model, store.sidecar_path(model))  # the file next to a model must be its sidecar
     assert refused(shows, "-m", model).startswith(
         f"--bases: expected a sidecar of this version in {store.sidecar_path(model)}"
     )
@@ -237,8 +235,8 @@ def test_models_that_are_refused(shows: Path, model: Path, tiny_model: Models, t
 def test_a_cache_folder_that_cannot_be_written(shows: Path, model: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    said = refused(shows, "-m", model, XDG_CACHE_HOME=str(blocked))
-    assert said.startswith(f"XDG_CACHE_HOME: expected a folder that can store the bases of {model}, found {blocked}")
+    log = refused(shows, "-m", model, XDG_CACHE_HOME=str(blocked))
+    assert log.startswith(f"XDG_CACHE_HOME: expected a folder that can store the bases of {model}, found {blocked}")
 
 
 def test_a_program_without_a_model(shows: Path) -> None:
@@ -247,12 +245,10 @@ def test_a_program_without_a_model(shows: Path) -> None:
         (["--models-dir", "models"], "chooses models itself; `subkv run --prepare DIR "),
         (["-mu", "https://example.com/a.gguf"], "the program downloads its model; `subkv run --prepare FILE "),
     ):
-        shown, said = run(shows, *given)
+        shown, log = run(shows, *given)
         assert shown["env"]["SUBKV"] == "auto" and shown["argv"] == given
-        assert (
-            said.startswith("KV cache: subkv for every model that has bases, f16 for others, because ") and why in said
-        )
-        assert said.count("\n") == 1
+        assert log.startswith("KV cache: subkv for every model that has bases, f16 for others, because ") and why in log
+        assert log.count("\n") == 1
 
 
 def test_a_folder_of_models_is_prepared(shows: Path, tiny_model: Models, model: Path, tmp_path: Path) -> None:
@@ -265,14 +261,14 @@ def test_a_folder_of_models_is_prepared(shows: Path, tiny_model: Models, model: 
         (folder / name).write_bytes(b"GGUF")
     (folder / "damaged.gguf").write_bytes(b"GGUF and nothing else")
     os.rename(folder / "a.subkv-sidecar.gguf", folder / "x.subkv-sidecar.gguf")
-    shown, said = run("--prepare", folder, shows, "--models-dir", folder)
-    lines = said.splitlines()
+    shown, log = run("--prepare", folder, shows, "--models-dir", folder)
+    lines = log.splitlines()
     assert [line.split(":")[0] for line in lines[:-1]] == ["a.gguf", "c.gguf", "damaged.gguf", "b.gguf"]
     assert [line.split(": ")[1] for line in lines[:-1]] == ["bases", "KV cache", lines[2].split(": ")[1], "bases"]
     assert len([path for path in store.folder().iterdir() if path.name.endswith(".weights.gguf")]) == 2
     assert shown["env"]["SUBKV"] == "auto"
-    _, said = run("--prepare", model, shows)
-    assert said.startswith("m.gguf: bases: from the weights") and "--prepare" not in said
+    _, log = run("--prepare", model, shows)
+    assert log.startswith("m.gguf: bases: from the weights") and "--prepare" not in log
     assert refused("--prepare", folder / "damaged.gguf", shows).startswith("--prepare: ")
     (tmp_path / "empty").mkdir()
     assert refused("--prepare", tmp_path / "empty", shows).startswith("--prepare: expected a folder with models (GGUF)")
@@ -281,8 +277,8 @@ def test_a_folder_of_models_is_prepared(shows: Path, tiny_model: Models, model: 
 def test_several_models_of_llama_bench(model: Path, tiny_model: Models, tmp_path: Path) -> None:
     bench = script(tmp_path / "llama-bench", SHOWS)
     other = tiny_model("qwen2")
-    shown, said = run(bench, "-m", f"{model},{other}", "-ctk", "subkv")
-    assert [line.split(": ")[:2] for line in said.splitlines()] == [[model.name, "bases"], [other.name, "bases"]]
+    shown, log = run(bench, "-m", f"{model},{other}", "-ctk", "subkv")
+    assert [line.split(": ")[:2] for line in log.splitlines()] == [[model.name, "bases"], [other.name, "bases"]]
     assert shown["env"]["SUBKV"] == "auto" and shown["argv"] == ["-m", f"{model},{other}"]
 
 
@@ -290,8 +286,8 @@ def test_a_split_model_is_its_first_file(tiny_model: Models, shows: Path, tmp_pa
     import tiny
 
     first = tiny.build(tmp_path / "s.gguf", split_tensors=8)
-    shown, said = run(shows, "-m", first)
-    assert said.startswith("bases: from the weights")
+    shown, log = run(shows, "-m", first)
+    assert log.startswith("bases: from the weights")
     later = sorted(tmp_path.glob("s-*.gguf"))[1]
     assert refused(shows, "-m", later).startswith("-m: expected the first file of a split model")
 
@@ -300,8 +296,8 @@ def test_a_model_of_the_hub(model: Path, shows: Path, tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub", reason="hub: package huggingface_hub is not installed")
     with hub.serving({"me/a": {"a-Q4_0.gguf": model, "a-Q8_0.gguf": b"GGUF"}}) as served:
         where = {"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "hub")}
-        shown, said = run(shows, "-hf", "me/a:Q4_0", "-c", 64, **where)
-        assert said.splitlines()[-1].startswith("bases: from the weights")
+        shown, log = run(shows, "-hf", "me/a:Q4_0", "-c", 64, **where)
+        assert log.splitlines()[-1].startswith("bases: from the weights")
         flag, path, *rest = shown["argv"]
         assert flag == "-m" and Path(path).read_bytes() == model.read_bytes() and rest == ["-c", "64"]
         assert "-hf: expected quant Q2_K in me/a" in refused(shows, "-hf", "me/a:Q2_K", **where)
@@ -331,7 +327,7 @@ NAMES = [
 
 
 @each("name", NAMES)
-def test_shells_read_what_env_prints(name: str, coded_model: Models, tmp_path: Path) -> None:
+def test_shells_read_the_output_of_env(name: str, coded_model: Models, tmp_path: Path) -> None:
     bases = tmp_path / name / "bases.gguf"
     bases.parent.mkdir()
     shutil.copy(coded_model(), bases)
@@ -353,7 +349,7 @@ def test_shells_read_what_env_prints(name: str, coded_model: Models, tmp_path: P
 
 
 def unit(line: str) -> str:
-    """What systemd takes from a line: C's escapes in quotes, %% for a percent sign."""
+    """Parses a line as systemd does: C escapes in quotes, %% for a percent sign."""
     assert line.startswith('Environment="') and line.endswith('"')
     inner, text = iter(line[len('Environment="') : -1]), ""
     for character in inner:
@@ -395,7 +391,7 @@ def test_env_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         *(f"export {name}='{value}'" for name, value in mtmd_variable(lib_dir()).items()),
         "export SUBKV='auto'",
     ]
-    # what runs elsewhere has another cache folder, and its own library path
+    # on other systems there is another cache folder and library path
     result = env_of("-m", model, "--format", "docker")
     assert result.stdout.splitlines() == [
         f"LLAMA_CPP_LIB_PATH={lib_dir()}",

@@ -100,7 +100,7 @@ def test_types_that_do_not_go_together() -> None:
             found("llama-bench", *given)
 
 
-def test_what_is_no_cache_type_stays() -> None:
+def test_unknown_cache_types_stay() -> None:
     for given in (("-ctk", "subkv2"), ("-ctk", "f16,subkv"), ("-ctk",), ("-p", "-ctk=none")):
         parsed = found("llama-server", *given)
         assert parsed.arguments == given
@@ -141,7 +141,7 @@ def test_models_of_other_programs_are_files(tmp_path: Path) -> None:
         assert found("python", "--model", value).models == ()
 
 
-def test_where_models_come_from() -> None:
+def test_sources_of_models() -> None:
     assert found("llama-server", "-mu", "https://example.com/a.gguf").from_url
     assert found("llama-server", "-dr", "ai/a").from_url
     assert found("llama-server", "--models-dir", "models").folder == "models"
@@ -184,7 +184,7 @@ def executable(path: Path, text: str | bytes = "#!/bin/sh\n") -> Path:
     return path
 
 
-def test_upstreams_programs_beside_our_libraries_come_first(tmp_path: Path) -> None:
+def test_programs_next_to_the_libraries_come_first(tmp_path: Path) -> None:
     libraries, folder = tmp_path / "lib", tmp_path / "path"
     elsewhere = executable(folder / "llama-server")
     other = executable(folder / "tool")
@@ -251,7 +251,7 @@ def test_programs_with_a_llama_cpp_of_their_own(tmp_path: Path) -> None:
     assert "contains its own llama.cpp" in at.value.reason and GET in at.value.reason
     check("tool", static)
     check("llama-server", b"#!/bin/sh\n")
-    check("llama-server", elf((3, b"/lib/ld-musl-x86_64.so.1\0")))  # its linker cannot be asked
+    check("llama-server", elf((3, b"/lib/ld-musl-x86_64.so.1\0")))  # its linker cannot be queried
 
 
 @pytest.mark.skipif(
@@ -283,7 +283,7 @@ def test_programs_that_load_another_libllama(tmp_path: Path) -> None:
     for name in ("llama-tool", "tool"):
         path = program(name)
         programs.check(name, path, ours.parent, search)
-        programs.check(name, path, ours.parent, {})  # it finds none, and says so itself
+        programs.check(name, path, ours.parent, {})  # the program finds none, and reports it
         path = program(name, "-Wl,--disable-new-dtags", f"-Wl,-rpath,{theirs.parent}")
         with pytest.raises(SubkvError, match=f"which loads libllama.so from {theirs}") as at:
             programs.check(name, path, ours.parent, search)

@@ -109,7 +109,7 @@ def test_names_of_a_server_on_this_machine(bases: str, given: list[str], names: 
 
 
 @pytest.mark.parametrize("answer", ["-h", "--version", "--list-devices"])
-def test_what_needs_no_model(answer: str) -> None:
+def test_options_that_need_no_model(answer: str) -> None:
     assert serve_start([answer]).arguments == ["llama-server", answer]
 
 

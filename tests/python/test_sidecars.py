@@ -1,4 +1,4 @@
-"""Sidecars that are found by themselves: content of models, the store, what `auto` and `subkv` choose, refusals."""
+"""Sidecars that are found automatically: hashes of models, the store, the choices `auto` and `subkv`, errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def stored(model: Path, made: Path) -> Path:
 
 @pytest.fixture
 def of_weights(made: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Bases made of weights are `made`; which files were written."""
+    """Replaces data-free bases by `made`; records the written files."""
     written = []
 
     def sidecar(model: Path, output: Path, options: Any = None) -> None:
@@ -105,8 +105,8 @@ def test_other_models_have_another(model: Path, tiny_model: Models, tmp_path: Pa
     assert len(set(contents)) == len(contents)
 
 
-def test_content_is_as_format_md_says(tmp_path: Path) -> None:
-    """An independent reader of tensors and samples; the metadata are ggml's own, as this file has no other keys."""
+def test_content_hash_matches_the_format(tmp_path: Path) -> None:
+    """An independent reader of tensors and samples; the file has no keys beyond ggml's."""
     path = tiny.build(tmp_path / "m.gguf", "llama", n_embd=256, n_ff=512)
     with Gguf(path) as opened:
         table = [opened.data_offset, opened.metadata_with({})]
@@ -158,7 +158,7 @@ def test_names_are_for_people(model: Path, tmp_path: Path, cache_home: Path) -> 
 
 
 #
-# what is chosen
+# choice of bases
 #
 
 
@@ -175,7 +175,7 @@ def test_auto_takes_the_stored_one(stored: Path, model: Path) -> None:
     assert parse_cache("subkv", renamed).layout == parse_cache("auto", renamed).layout == stored
 
 
-def test_what_comes_before_it(stored: Path, model: Path, made: Path, coded_model: Models) -> None:
+def test_choices_with_precedence_over_the_store(stored: Path, model: Path, made: Path, coded_model: Models) -> None:
     assert choose_cache(model, CacheOptions(bases=made)).layout == made
     assert choose_cache(model, CacheOptions("q8_0")).name == "q8_0"
     assert choose_cache(coded_model()).layout == coded_model()
@@ -237,7 +237,7 @@ def test_bases_of_weights(model: Path, of_weights: list[Path], cache_home: Path)
     assert len(of_weights) == 2
 
 
-def test_a_calibrated_one_comes_first(model: Path, made: Path, of_weights: list[Path]) -> None:
+def test_calibrated_bases_take_precedence(model: Path, made: Path, of_weights: list[Path]) -> None:
     choose_cache(model, CacheOptions("subkv"))
     stored = put(made, model)
     assert choose_cache(model, CacheOptions("subkv")).layout == stored
@@ -326,7 +326,7 @@ def test_sidecar_of_something_else(
 
 def test_sidecar_without_weights_is_no_model(model: Path, made: Path) -> None:
     stamped(made, made.with_name("older.gguf"), **{CONTENT_KEY: ("str", "")})
-    assert choose_cache(model, CacheOptions(bases=made.with_name("older.gguf"))).name == "subkv"  # asked for by name
+    assert choose_cache(model, CacheOptions(bases=made.with_name("older.gguf"))).name == "subkv"  # explicit choices
 
 
 #
@@ -334,8 +334,8 @@ def test_sidecar_without_weights_is_no_model(model: Path, made: Path) -> None:
 #
 
 
-def test_chat_names_what_is_in_use(stored: Path, model: Path) -> None:
-    for flags, name, told in (
+def test_chat_names_the_bases_in_use(stored: Path, model: Path) -> None:
+    for flags, name, message in (
         ([], "subkv", "bases: calibrated on "),
         (["--no-sidecar"], "subkv", "bases: from the weights, "),
         (["--no-sidecar", "-ctk", "f16"], "f16", ""),
@@ -345,7 +345,7 @@ def test_chat_names_what_is_in_use(stored: Path, model: Path) -> None:
         result = CliRunner().invoke(cli.main, arguments)
         assert result.exit_code == 0, result.output
         assert f"KV cache: {name}, " in result.stderr
-        assert (told in result.stderr) if told else ("bases" not in result.stderr)
+        assert (message in result.stderr) if message else ("bases" not in result.stderr)
 
 
 def test_bench_and_perplexity_find_it(stored: Path, model: Path, text_file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Split models: calibrated, converted by sidecar and run as the whole model is; every way to name them wrongly."""
+"""Split models: calibrated, converted by sidecar and run like the whole model; every wrong file name."""
 
 from __future__ import annotations
 

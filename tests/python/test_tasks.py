@@ -1,4 +1,4 @@
-"""runtime.tasks: samples are what they say they are, answers are scored as generation would, results and refusals."""
+"""runtime.tasks: samples are valid, scores equal those of generation, results and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tasks(*arguments: Any) -> Result:
 
 
 @each("kind", kinds.MAKERS)
-def test_samples_are_seeded_fit_and_ask_what_is_there(kind: str) -> None:
+def test_samples_are_seeded_fit_and_have_their_answer(kind: str) -> None:
     task = kinds.parse(kind)
     sample = task.sample(3, 3000, len)
     assert sample == task.sample(3, 3000, len) != task.sample(4, 3000, len)
@@ -49,7 +49,7 @@ def test_samples_are_seeded_fit_and_ask_what_is_there(kind: str) -> None:
 
 
 def test_variables_are_followed() -> None:
-    """By an interpreter of its own."""
+    """Checked by an independent interpreter."""
     sample = kinds.parse("variables:3").sample(0, 2000, len)
     values: dict[str, str] = {}
     for step in sample.pieces[0].split("Let ")[1:]:
@@ -80,19 +80,19 @@ def test_answers_are_cut_at_tokens(tiny_model: Models) -> None:
         assert spelled == list(sample.pieces) and [part.is_answer for part in cut] == [False, True, False, True]
 
 
-def test_right_is_what_greedy_generation_says(tiny_model: Models) -> None:
-    """A model's own greedy continuation is right, another one is not; nll is that of the definition."""
+def test_right_equals_greedy_generation(tiny_model: Models) -> None:
+    """A model's greedy continuation is right, another one is not; nll follows the definition."""
     path = tiny_model("llama")
     with Model(str(path)) as model, model.context(parse_cache("f16", path), ContextOptions(64, n_threads=1)) as context:
         tokens = model.tokenize(b"the cat is on ")
-        reader, said = run.Reader(context), []
+        reader, greedy = run.Reader(context), []
         row = reader.read(tokens, len(tokens) - 1)[0]
         for _ in range(4):
-            said.append(int(row.argmax()))
-            row = reader.read(np.array(said[-1:], np.int32), 0)[0]
-        good = run.score_answers(context, [run.Part(tokens, False), run.Part(np.array(said, np.int32), True)])
-        said[2] = (said[2] + 1) % 256
-        bad = run.score_answers(context, [run.Part(tokens, False), run.Part(np.array(said, np.int32), True)])
+            greedy.append(int(row.argmax()))
+            row = reader.read(np.array(greedy[-1:], np.int32), 0)[0]
+        good = run.score_answers(context, [run.Part(tokens, False), run.Part(np.array(greedy, np.int32), True)])
+        greedy[2] = (greedy[2] + 1) % 256
+        bad = run.score_answers(context, [run.Part(tokens, False), run.Part(np.array(greedy, np.int32), True)])
     assert good.right == [True] and bad.right == [False]
     assert good.nll is not None and bad.nll is not None and 0 < good.nll < bad.nll
 
@@ -107,7 +107,7 @@ def test_a_json_under_a_schema_is_the_same_under_the_same_cache(tiny_model: Mode
             model.context(parse_cache("q4_0", path), options) as q4,
         ):
             base, same, other = run.score_calls(model, [one, two, q4], sample, schema)
-        texts = [b"".join(map(model.piece, said)).decode() for said in base.predicted]
+        texts = [b"".join(map(model.piece, greedy)).decode() for greedy in base.predicted]
     assert same.predicted == base.predicted and same.right == base.right
     for text, answer, right in zip(texts, ("x", "y"), base.right, strict=True):
         assert json.loads(text)["a"] in ("x", "y") and right == (json.loads(text)["a"] == answer)

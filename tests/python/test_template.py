@@ -1,4 +1,4 @@
-"""Chat templates: the model's, one that is given, llama.cpp's built-in ones, ChatML where there is none."""
+"""Chat templates: the model's, a given one, llama.cpp's built-in ones, and ChatML if the model has none."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_rendered(tiny_model: Models) -> None:
         assert Template(model, "llama2").render(TALK).startswith("[INST]")
         assert Template(model, "zephyr").render(TALK).endswith("<|user|>\nagain, ж<|endoftext|>\n<|assistant|>\n")
         assert Template(model, OURS).render(TALK).endswith("[user] again, ж\n[assistant] ")
-        long = [{"role": "user", "content": "x" * 5000}] * 30  # vicuna says a role in more letters than it has
+        long = [{"role": "user", "content": "x" * 5000}] * 30  # vicuna's name of a role is longer than the role
         assert Template(model, "vicuna").render(long).count("x") == 150000
         for name in built_in():
             assert "again, ж" in Template(model, name).render(TALK)
@@ -79,29 +79,29 @@ def test_a_model_without_one(bare: Path, tiny_model: Models) -> None:
     with Model(bare) as model:
         with pytest.raises(SubkvError, match="expected a chat template in the model's metadata, found none"):
             Template(model)
-        template, told = for_chat(model, None)
+        template, message = for_chat(model, None)
         assert template.render(TALK) == CHATML
-        assert told == "chat template: the model has none, using ChatML; --chat-template selects another"
+        assert message == "chat template: the model has none, using ChatML; --chat-template selects another"
         assert for_chat(model, "gemma")[1] == ""
     with Model(tiny_model()) as model:
-        template, told = for_chat(model, None)
-        assert (template.name, told) == (None, "")
+        template, message = for_chat(model, None)
+        assert (template.name, message) == (None, "")
 
 
 @pytest.mark.parametrize("given", ["llama3", "gemma", OURS])
 def test_later_turns(tiny_model: Models, given: str) -> None:
-    """What follows an answer is found in what any template renders."""
+    """The text after an answer is located in the output of any template."""
     with Llama(tiny_model(), n_ctx=512, verbose=False) as llm:
         template = Template(llm.loaded_model, given)
         conversation = Conversation(llm, "be short", Sampling(temp=0.0), template=template)
         for text in ("Hello.", "Why?"):
             "".join(conversation.ask(text, 4, lambda: False, Turn()))
         rendered = template.render([*conversation.messages[:-1]])
-        said = b"".join(llm.loaded_model.piece(token, special=True) for token in conversation.tokens).decode(
+        shown = b"".join(llm.loaded_model.piece(token, special=True) for token in conversation.tokens).decode(
             "utf-8", "replace"
         )
-        assert rendered.split("Why?")[1] in said
-        assert said.count("Hello.") == said.count("Why?") == 1
+        assert rendered.split("Why?")[1] in shown
+        assert shown.count("Hello.") == shown.count("Why?") == 1
 
 
 def test_chat(bare: Path, tiny_model: Models, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_chat(bare: Path, tiny_model: Models, tmp_path: Path) -> None:
 
 def test_chat_refuses(bare: Path, tmp_path: Path) -> None:
     (tmp_path / "latin.jinja").write_bytes(b"{{ '\xff' }}")
-    for flags, code, said in (
+    for flags, code, message in (
         (("--chat-template", "nonsense"), 1, "--chat-template: expected a Jinja template or one of "),
         (("--chat-template", "{{ x"), 1, "--chat-template: invalid Jinja template"),
         (("--chat-template-file", tmp_path / "none"), 1, "--chat-template-file: cannot read "),
@@ -131,6 +131,6 @@ def test_chat_refuses(bare: Path, tmp_path: Path) -> None:
     ):
         result = chat(bare, *flags)
         assert result.exit_code == code
-        assert result.stderr.splitlines()[-1].startswith(said)
+        assert result.stderr.splitlines()[-1].startswith(message)
     both = chat(bare, "--chat-template", "chatml", "--chat-template-file", tmp_path / "none")
     assert both.exit_code == 2 and "expected either it or --chat-template-file, found both" in both.stderr

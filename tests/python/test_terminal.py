@@ -1,4 +1,4 @@
-"""What the chat reads from: the editor and the plain terminal in a pseudo-terminal, and the parts of both."""
+"""The chat's input: the editor and the plain terminal in a pseudo-terminal, and their parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ READY = r"\[ Prompt: .*\]"
 
 
 def pasted(text: str) -> str:
-    """What a terminal sends for a text from the clipboard."""
+    """The bytes that a terminal sends for a pasted text."""
     return f"\x1b[200~{text}\x1b[201~"
 
 
@@ -40,7 +40,7 @@ def chat(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
         "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]),
         "PYTHONUTF8": "1",
         "TERM": "xterm",
-        "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody here answers where the cursor is
+        "PROMPT_TOOLKIT_NO_CPR": "1",  # this terminal does not report the cursor position
         "XDG_STATE_HOME": str(tmp_path / "state"),
     }
     simple = ["--simple-io"] if request.param == "plain" else []
@@ -62,7 +62,7 @@ def chat(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
 
 
 def messages(path: Path) -> list[str]:
-    """What the user said in a conversation written by /save."""
+    """The user's messages in a conversation written by /save."""
     saved = container.read(path, "/save").head["messages"]
     return [message["content"] for message in saved if message["role"] == "user"]
 
@@ -140,7 +140,7 @@ def test_ctrl_c_stops_the_turn_and_twice_the_program(
     assert child.wait() == 0
 
 
-def test_a_history_that_cannot_be_written_is_said(
+def test_a_history_that_cannot_be_written_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()

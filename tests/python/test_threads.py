@@ -1,4 +1,4 @@
-"""How many threads numpy's BLAS has, inside the blocks that want one and after them."""
+"""The number of threads of numpy's BLAS, inside and after blocks that limit it to one."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ print([line.split()[-1] for line in open("/proc/self/maps") if "/libggml-cpu" in
 
 
 def _run(*command: str | Path, home: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a program that finds no compiler, no other package and no library of this build."""
+    """Runs a program without access to a compiler, other packages or libraries of this build."""
     env = {"PATH": str(home / "venv" / "bin"), "HOME": str(home), "LANG": "C.UTF-8"}
     done = subprocess.run([*map(str, command)], env=env, cwd=home, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -78,14 +78,14 @@ def test_llama_server(home: Path) -> None:
 
 
 def test_fork(home: Path) -> None:
-    """ggml's CPU backend is loaded with a model, and its OpenMP library has a name of its own."""
+    """ggml's CPU backend is loaded with a model, and its OpenMP library has a unique name."""
     model = _run(home / "venv" / "bin" / "python", "-c", DEMO, home=home).stdout.strip()
     forked = _run(home / "venv" / "bin" / "python", FORKED, model, home=home)
     assert (forked.stdout, forked.stderr) == ("done\n", "")
 
 
 def test_glibc() -> None:
-    """The name says what the libraries need: no more than systems of 2021 have."""
+    """The libraries need at most the glibc version in the wheel's name, which systems of 2021 have."""
     (wheel,) = Path(str(FOLDER)).glob(WHEEL)
     found = re.fullmatch(r"subkv-.*-py3-none-manylinux_2_(\d+)_\w+\.whl", wheel.name)
     assert found and int(found[1]) <= 34, wheel.name

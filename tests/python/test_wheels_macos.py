@@ -38,8 +38,9 @@ def test_everything_is_there(files: dict[str, Path]) -> None:
 
 
 def test_libraries_are_found_and_signed(files: dict[str, Path]) -> None:
-    """Each file runs on Apple's processors from the version in the wheel's name on, is signed, as macOS demands, and
-    asks only for libraries beside it and for macOS's own."""
+    """Each file runs on Apple's processors from the version in the wheel's name on, is signed, as macOS requires, and
+    depends only on libraries next to it and on macOS's own.
+    """
     oldest = tuple(map(int, WHEELS[0].stem.split("-macosx_")[1].split("_")[:2]))
     for name, path in files.items():
         (header,) = macho.MachO(str(path)).headers
@@ -48,6 +49,6 @@ def test_libraries_are_found_and_signed(files: dict[str, Path]) -> None:
         assert constants.LC_CODE_SIGNATURE in commands, name
         minimum = int(commands[constants.LC_BUILD_VERSION].minos)
         assert (minimum >> 16, minimum >> 8 & 255) <= oldest, name
-        for _, _, wanted in header.walkRelocatables():
-            beside = wanted.startswith("@loader_path/") and wanted.rpartition("/")[2] in files
-            assert beside or wanted == "/usr/lib/libSystem.B.dylib", (name, wanted)
+        for _, _, dependency in header.walkRelocatables():
+            beside = dependency.startswith("@loader_path/") and dependency.rpartition("/")[2] in files
+            assert beside or dependency == "/usr/lib/libSystem.B.dylib", (name, dependency)

@@ -1,4 +1,4 @@
-"""What Windows' Python has not: programs do without it, and say so where they cannot (docs/limits.md)."""
+"""Features that Python lacks on Windows: programs work without them, or report it (docs/limits.md)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ for module, names in {MEMBERS}.items():
 
 
 def run_without(*lines: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program where Python has only what it has on Windows."""
+    """Runs a program in a Python reduced to its features on Windows."""
     program = "\n".join([WITHOUT, *lines])
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPO)
 
@@ -52,17 +52,15 @@ def test_every_program_imports() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_lock_where_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locks_without_fcntl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fcntl", None)
     with exclusive(tmp_path / "lock", "work"), exclusive(tmp_path / "lock", "work"):
         pass
 
 
 @pytest.mark.parametrize("platform", ["win32", "linux"])
-def test_a_file_that_others_read_is_replaced_when_they_are_done(
-    platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As Windows says it, for the first two times; elsewhere nobody is waited for."""
+def test_a_file_in_use_is_replaced_later(platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two attempts raise Windows' error; other systems do not wait."""
     replace, n_calls = os.replace, 0
 
     def refused(source: Path, target: Path) -> None:

@@ -1,6 +1,6 @@
-"""The demo model with its shipped calibration: promises 3 and 4, and quality against stock at fewer bytes.
+"""The demo model with its shipped calibration: guarantees 3 and 4, and quality against stock at fewer bytes.
 
-The text is one that every CPython carries, so these tests need nothing but the demo extra.
+The text is part of every CPython, so these tests need only the demo extra.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def convert(model: Path, path: Path, *options: str) -> Path:
-    """A sidecar made as a user would make it."""
+    """A sidecar from the user's command."""
     command = ["-m", "converter", "--bases", str(CALIBRATION), str(model), "--sidecar", "-o", str(path), *options]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -55,7 +55,7 @@ def model(demo_model: Path) -> Iterator[engine.Model]:
 
 
 def last_logits(s: engine.Session, tokens: list[int], pieces: list[int]) -> engine.Logits:
-    """Logits [8, n_vocab] of the last tokens, which a piece of their own or several end with."""
+    """Logits [8, n_vocab] of the last tokens, which are one or several pieces of the batch."""
     at = 0
     while len(tokens) - at > 8:
         assert s.try_decode(tokens[at : at + pieces[0]], at, logits=False) == 0
@@ -67,8 +67,9 @@ def last_logits(s: engine.Session, tokens: list[int], pieces: list[int]) -> engi
 def test_no_split_tail_or_state_changes_a_bit(model: engine.Model, bases: Path, text: Path, flash_attn: int) -> None:
     """In batches of any size, by any number of threads, in one segment of cells or several: the same logits.
 
-    llama.cpp's own cache cannot say that: its attention sums in another order for one token and for many. Products of
-    this model's weights do not depend on the batch.
+    The test compares with the coded cache itself: llama.cpp's ordinary attention sums in another order for one token
+    than
+    for many. Products of this model's weights do not depend on the batch.
     """
     layout = engine.SUBKV.subkv_layout_load(str(bases).encode())
     tokens = model.tokenize(text.read_text())[:1300]
@@ -110,24 +111,24 @@ def test_fewer_bytes_and_closer_to_f16_than_q4_0(demo_model: Path, text: Path, t
     assert by_type["subkv"]["mean_kld"] < by_type["q4_0"]["mean_kld"]
 
 
-KEPT, GONE, SHIFTS = 4, 32, 8
+N_KEEP, N_DISCARD, SHIFTS = 4, 32, 8
 
 
 def shifted(model: engine.Model, layout: Any, tokens: list[int], n: int) -> Any:
-    """Logits of GONE tokens behind n others, and after every one of SHIFTS shifts that make room for as many more."""
+    """Logits of GONE tokens after n others, and after every one of SHIFTS shifts that each remove GONE tokens."""
     out = []
     with session(model, layout, n_ctx=512, n_ubatch=512, threads=1) as s:
         assert s.try_decode(tokens[:n], 0, logits=False) == 0
         for i in range(SHIFTS + 1):
             if i:
-                assert s.rm(0, KEPT, KEPT + GONE)
-                engine.C.llama_memory_seq_add(s.memory, 0, KEPT + GONE, -1, -GONE)
-            out.append(s.decode(tokens[n + GONE * i : n + GONE * (i + 1)], n))
+                assert s.rm(0, N_KEEP, N_KEEP + N_DISCARD)
+                engine.C.llama_memory_seq_add(s.memory, 0, N_KEEP + N_DISCARD, -1, -N_DISCARD)
+            out.append(s.decode(tokens[n + N_DISCARD * i : n + N_DISCARD * (i + 1)], n))
     return np.stack(out)
 
 
-def test_what_repeated_shifts_cost(model: engine.Model, demo_model: Path, text: Path, tmp_path: Path) -> None:
-    """Every shift codes the older keys once more, which costs about as much again. NOTES.md has more of them."""
+def test_cost_of_repeated_shifts(model: engine.Model, demo_model: Path, text: Path, tmp_path: Path) -> None:
+    """Every shift recodes the older keys, which costs about the same each time. NOTES.md has more results."""
     layout = engine.SUBKV.subkv_layout_load(str(convert(demo_model, tmp_path / "b.gguf", "--kv-bits", "4.5")).encode())
     tokens = model.tokenize(text.read_text())
     exact, coded = (shifted(model, cache, tokens, 416) for cache in (None, layout))

@@ -43,7 +43,7 @@ def test_exact_logits_are_the_engines(
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])  # neighbouring rotary pairs, and pairs half a head apart
 @pytest.mark.parametrize("n_recent", [0, 16])
-def test_coded_logits_are_the_engines(
+def test_coded_logits_match_the_engine(
     arch: str,
     n_recent: int,
     reference: Callable[[str], Any],
@@ -52,7 +52,7 @@ def test_coded_logits_are_the_engines(
     text: Path,
     tmp_path: Path,
 ) -> None:
-    """Few bits, so that the codec's error is large against every other difference of the two implementations."""
+    """With few bits, so that the codec's error exceeds every other difference between the two implementations."""
     from converter.caches import layer_coder
 
     model, bases = tiny_model(arch), calibration(arch)
@@ -64,14 +64,14 @@ def test_coded_logits_are_the_engines(
         fit = Fit(base, stats, options)
         layers, _ = fit.code(fit.plan(3.0))
     r = reference(arch)
-    seen = r.tokenize(text.read_bytes())[:255]
-    r.match(stats, seen)
+    tokens = r.tokenize(text.read_bytes())[:255]
+    r.match(stats, tokens)
     exact = r.logits(TOKENS, 0)
     ours = r.coded_logits(TOKENS, 0, layer_coder(layers), 4, n_recent)
     theirs = engine_logits(model, f"subkv:{sidecar}")
     effect = np.sqrt(np.mean((ours - exact) ** 2))
     assert effect > 0.05
-    # f16 noise moves single codes by a step, so the largest difference says little
+    # f16 noise moves single codes by a step, so the largest difference is not informative
     assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.2 * effect
 
 
@@ -92,9 +92,9 @@ def test_another_models_calibration_is_refused(
     reference: Callable[[str], Any], calibration: Callable[[str], Path], text: Path
 ) -> None:
     stats = read_calibration(calibration("qwen2"))
-    seen = reference("llama").tokenize(text.read_bytes())[:255]
+    tokens = reference("llama").tokenize(text.read_bytes())[:255]
     with pytest.raises(SubkvError, match=r"^calibration: expected a calibration of this model, found one of other"):
-        reference("llama").match(stats, seen)
+        reference("llama").match(stats, tokens)
 
 
 def test_missing_model_is_refused(reference: Callable[[str], Any], tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def fit_of(model: Path, calibration: Calibration, **options: Any) -> Fit:
 def test_measured_bases_beat_structural_ones(
     measured: Path, reference: Callable[[str], Any], tiny_model: Callable[..., Path], text: Path
 ) -> None:
-    """At equal bits: kld-aware bases and bits give less KLD than those of a calibration without sensitivities."""
+    """At equal bits, kld-aware bases and bits give less KLD than a calibration without sensitivities."""
     r = reference("llama")
     stats = read_calibration(measured)
     blind = replace(stats, sensitivity=None, layers=tuple(replace(layer, sensitivity=None) for layer in stats.layers))
@@ -93,7 +93,7 @@ def test_measured_bases_beat_structural_ones(
 def test_predicts_the_rounding_of_recent_rows(
     measured: Path, reference: Callable[[str], Any], tiny_model: Callable[..., Path], text: Path
 ) -> None:
-    """Recent rows as integers, all others exact: the KLD that they cause, and no part of it where rows are halves."""
+    """Recent rows as integers, all others exact: predicts their KLD, and 0 if recent rows are halves."""
     r, stats = reference("llama"), read_calibration(measured)
     chunk = r.tokenize(text.read_bytes())[-256:]
     r.match(stats, chunk)
@@ -108,13 +108,13 @@ def test_predicts_the_rounding_of_recent_rows(
     rounded = caches.recent_coder(ints)
     assert rounded is not None and caches.recent_coder(halves) is None
     exact = log_softmax(r.logits(chunk, 128))
-    seen = log_softmax(r.coded_logits(chunk, 128, lambda il, k, v: (k, v), N_SINK, N_RECENT, rounded))
-    found = float(np.mean(np.sum(np.exp(exact) * (exact - seen), axis=1)))
+    coded_rows = log_softmax(r.coded_logits(chunk, 128, lambda il, k, v: (k, v), N_SINK, N_RECENT, rounded))
+    found = float(np.mean(np.sum(np.exp(exact) * (exact - coded_rows), axis=1)))
     assert 0.3 < found / (predicted - without) < 3.0
 
 
 def test_default_budget_equals_q8_0(measured: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """`convert` without a budget: the smallest whose predicted KLD is at most q8_0's, said in a sentence."""
+    """`convert` without a budget chooses the smallest whose predicted KLD is at most q8_0's, and prints that."""
     fit = fit_of(tiny_model("llama"), read_calibration(measured))
     target = fit.stock_error("q8_0")
     budget = fit.budget_like("q8_0")
@@ -133,22 +133,22 @@ def run_convert(model: Path, bases: Path, folder: Path, *arguments: str) -> Resu
 
 
 def test_an_unreachable_default_is_refused(measured: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """Ranks too low for q8_0's quality at any budget: no budget is made up."""
+    """The ranks are too low for q8_0's quality at any budget, so the command is refused."""
     result = run_convert(tiny_model("llama"), measured, tmp_path, "--rank-k", "8", "--rank-v", "8")
     assert result.exit_code == 1
     assert "--kv-bits: expected a budget, because none reaches the quality of q8_0 with these ranks" in result.output
 
 
-def test_a_quality_that_nothing_reaches_leaves_the_usual_budget(
+def test_an_unreachable_quality_keeps_the_usual_budget(
     measured: Path, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Held-out values of the first layer as the statistics have never seen them: of tokens not in their text."""
+    """Held-out values of the first layer are unlike the statistics: they have energy in new directions."""
     stats = read_calibration(measured)
     first, d = stats.layers[0], stats.layers[0].shape.d_v
-    seen = np.diag([1.0] * (d // 2) + [0.0] * (d // 2))
+    half = np.diag([1.0] * (d // 2) + [0.0] * (d // 2))
     unseen = first.vs.copy()
     unseen[0, :, d // 2 :] = 30.0
-    layer = replace(first, v2=np.stack([s * seen for s in np.trace(first.v2, axis1=1, axis2=2)]) / d, vs=unseen)
+    layer = replace(first, v2=np.stack([s * half for s in np.trace(first.v2, axis1=1, axis2=2)]) / d, vs=unseen)
     path = tmp_path / "unseen.safetensors"
     write_calibration(path, replace(stats, layers=(layer, *stats.layers[1:])))
     result = run_convert(tiny_model("llama"), path, tmp_path, "--n-recent", str(N_RECENT), "--dry-run")
@@ -202,7 +202,7 @@ def test_written_file_names_the_bases(measured: Path, tiny_model: Callable[..., 
     assert (layout["basis_k"], layout["basis_v"]) == ("kld-aware", "kld-aware")
 
 
-def test_a_smaller_window_than_the_bases_were_made_for_is_refused(
+def test_a_smaller_window_than_the_planned_one_is_refused(
     measured: Path, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Inside the window such bases may be anything, so running without it would be silently wrong."""
@@ -250,7 +250,7 @@ def test_evaluate_command(
 def test_evaluate_adaptive_bases(
     measured: Path, tiny_model: Callable[..., Path], text: Path, reference: Callable[[str], Any]
 ) -> None:
-    """A coder that never adapts is the static one; one that does costs the bytes of its bases and sketches."""
+    """A coder that never adapts equals the static one; one that adapts pays for its bases and sketches."""
     reference("llama")
     arguments = [*evaluating(tiny_model, measured, text, 256, chunks=2), "-t", "1"]
     arguments += ["--n-recent", str(N_RECENT), "--kv-bits", "4", "--stock", "q4_0", "--bpe-context", "1024"]

@@ -49,9 +49,9 @@ def sizes_of(rows: residual.Rows, side: str) -> Any:
 @pytest.mark.parametrize("n_recent", [0, 20])
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_metrics_are_the_energy_of_small_errors(side: str, n_recent: int) -> None:
-    """tr(M C) against what errors in the cells outside the window do, as large as their rows, one KV head at a time.
+    """Compares tr(M C) with the effect of errors in the cells outside the window, one KV head at a time.
 
-    A window moves with its query, so each is compared alone.
+    The window moves with the query, so each query is compared separately.
     """
     rng = np.random.default_rng(1)
     rows, output = some_rows(rng), rng.standard_normal((24, 32)).astype(np.float32)
@@ -131,7 +131,7 @@ def sensed(
     return path
 
 
-def test_predicts_what_a_layout_costs_in_the_engine(
+def test_predicts_the_cost_of_a_layout_in_the_engine(
     sensed: Path, tiny_model: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
     found = read_calibration(sensed)
@@ -158,10 +158,10 @@ def trials_of(session: Session, calibration: Calibration, text: Path, found: Mea
     return SensitivityTrials(session, calibration, chunks, N_RECENT, found)
 
 
-def test_goes_on_where_it_was_stopped(
+def test_resumes_after_any_step(
     calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path
 ) -> None:
-    """After any number of steps: saved, read again and finished it is what it would have been without a stop."""
+    """Saved after any number of steps, read and finished, the result equals that of an uninterrupted run."""
     stats = read_calibration(calibration("llama"))
     with Source(tiny_model("llama")) as source, Session(source, N_CTX, 1, stats.n_skip) as session:
         whole = trials_of(session, stats, text, None)
@@ -184,7 +184,7 @@ def test_goes_on_where_it_was_stopped(
 def test_measured_cells_enter_the_moments_once(
     calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path
 ) -> None:
-    """As if the observer had seen them; a calibration that names their text has them already."""
+    """As if the observer had recorded them; a calibration that names their text includes them already."""
     stats = read_calibration(calibration("llama"))
     other = TextSource("other", "1" * 64, 1)
     with Source(tiny_model("llama")) as source, Session(source, N_CTX, 1, stats.n_skip) as session:
@@ -196,10 +196,10 @@ def test_measured_cells_enter_the_moments_once(
         again = SensitivityTrials(session, found, [chunk], N_RECENT, trials.measured, [other]).result()
     with Source(tiny_model("llama")) as source, Session(source, N_CTX, 1, stats.n_skip) as session:
         observe(session, [Chunk(chunk[:-SCORED])], progress=False)
-        seen = collect_layers(session)
+        collected = collect_layers(session)
     assert found.texts == (*stats.texts, other)
-    assert found.tokens == stats.tokens + seen[0].shape.tokens
-    for before, own, after, same in zip(stats.layers, seen, found.layers, again.layers, strict=True):
+    assert found.tokens == stats.tokens + collected[0].shape.tokens
+    for before, own, after, same in zip(stats.layers, collected, found.layers, again.layers, strict=True):
         share = before.shape.tokens / after.shape.tokens
         assert after.shape.tokens == before.shape.tokens + own.shape.tokens == same.shape.tokens
         for name in MOMENTS:
@@ -212,7 +212,7 @@ def test_measured_cells_enter_the_moments_once(
 def test_texts_measured_later_enter_the_moments_too(
     calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path
 ) -> None:
-    """A run that ends for lack of time writes what it has; the one that goes on from there adds the other texts."""
+    """A run that ends early for lack of time writes its results; the run that resumes adds the other texts."""
     stats = read_calibration(calibration("llama"))
     sources = [TextSource(name, name * 64, 1) for name in "012"]
     with Source(tiny_model("llama")) as source, Session(source, N_CTX, 1, stats.n_skip) as session:
@@ -246,9 +246,9 @@ def test_texts_measured_later_enter_the_moments_too(
 def test_longer_texts_scale_the_matrices(
     calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path
 ) -> None:
-    """By a number for each layer and side, as their last queries read more cells than the other chunks have.
+    """One factor per layer and side, because their last queries read more cells than those of other chunks.
 
-    Random weights read them about evenly, so that errors in values cancel more as their number grows.
+    Random weights read cells about evenly, so errors in values cancel more with more cells.
     """
     stats = read_calibration(calibration("llama"))
     with Source(tiny_model("llama")) as source, Session(source, 3 * N_CTX, 1, stats.n_skip) as session:
@@ -335,7 +335,7 @@ def test_layers_are_evened_with_their_neighbours() -> None:
 def test_little_time_gives_fewer_trials(
     calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path
 ) -> None:
-    """What is kept after every step grows, and ends before the plan does; every layer has its matrices all the same."""
+    """The state kept after every step grows, and ends before the plan does; every layer still gets its matrices."""
     stats = read_calibration(calibration("llama"))
     kept: list[int] = []
 
@@ -358,7 +358,7 @@ def test_time_is_left_for_longer_chunks_and_the_correction(
     text: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a clock that ticks once a token: what there is time for is over in time, and trials give way first."""
+    """With a clock that ticks once per token, the scheduled work ends in time, and trials are dropped first."""
     stats, now = read_calibration(calibration("llama")), [0]
 
     def ticking(name: str) -> None:
@@ -406,8 +406,8 @@ def test_factors_are_filled_in_between_layers() -> None:
     assert found["v"][7] == pytest.approx(found["v"][6], rel=0.5)
 
 
-def test_what_texts_make_of_noise_is_told_from_what_layers_do() -> None:
-    """Three texts that are 4 times apart, and layers of which each is tried on one of them."""
+def test_factors_of_texts_are_separated_from_those_of_layers() -> None:
+    """Three texts whose noise differs by factors of 4; each layer is measured on one of them."""
     own = {(i, side): float(np.exp(-0.1 * i - 0.3 * (side == "v"))) for i in range(12) for side in "kv"}
     tried = {(j % 3, *at): factor * 4.0 ** (j % 3) for j, (at, factor) in enumerate(own.items())}
     found, texts = smoothed(tried, 12)
@@ -418,7 +418,7 @@ def test_what_texts_make_of_noise_is_told_from_what_layers_do() -> None:
         assert found[side][i] == pytest.approx(scale * factor, rel=0.3)
 
 
-def test_says_that_nothing_can_be_predicted() -> None:
+def test_unpredictable_models_are_reported() -> None:
     with pytest.raises(SubkvError, match="the same with noise in it, as with random weights: nothing can be predicted"):
         smoothed({}, 2)
 

@@ -34,14 +34,14 @@ TOKENS = [10 + 7 * i % 200 for i in range(160)]
 IDS = torch.tensor([TOKENS])
 N_RECENT = 16
 OPTIONS = Options(kv_bits=3.0, window=Window(N_SINK, N_RECENT), bpe_context=100_000)
-# what transformers does not read from a GGUF, as in tests/tiny.py
+# settings that transformers does not read from a GGUF, as in tests/tiny.py
 CONFIG: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32, "attn_implementation": "eager"}
 }
 
 
 def load(path: Path, arch: str, **kwargs: Any) -> Any:
-    """A model of its own: from_file changes the model it is given."""
+    """A new model, because from_file changes its model."""
     kwargs = {"dtype": torch.float32, **CONFIG.get(arch, {}), **kwargs}
     return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **kwargs).eval()
 
@@ -50,7 +50,7 @@ def load(path: Path, arch: str, **kwargs: Any) -> Any:
 def made(
     tiny_model: Callable[..., Path], calibration: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[Any, SubspaceCache, Path]]:
-    """made(arch): a model with our attention, an empty cache for it, the sidecar."""
+    """made(arch): a model with subkv's attention, an empty cache for it, the sidecar."""
     pytest.importorskip("accelerate")
     folder, built = tmp_path_factory.mktemp("sidecars"), {}
 
@@ -78,8 +78,8 @@ def logits(model: Any, cache: Any, ids: Any = IDS, splits: list[int] | None = No
     for part in ids.split(splits or ids.shape[1], 1):
         high = done + part.shape[1]
         positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)[:, done:high]
-        seen = None if mask is None else mask[:, :high]
-        out.append(model(part, attention_mask=seen, position_ids=positions, past_key_values=cache).logits)
+        visible = None if mask is None else mask[:, :high]
+        out.append(model(part, attention_mask=visible, position_ids=positions, past_key_values=cache).logits)
         done = high
     return torch.cat(out, 1)
 
@@ -113,11 +113,12 @@ def test_logits_are_the_references(
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma2"])  # gemma2: sliding windows, soft-capped logits
-def test_logits_are_the_engines(
+def test_logits_match_the_engine(
     arch: str, made: Callable[[str], tuple[Any, SubspaceCache, Path]], tiny_model: Callable[..., Path]
 ) -> None:
-    """Within a fifth of what the codec changes: the engine's other layers and its window are half precision, and a path
-    changes in more places than the coefficient that moved."""
+    """Within a fifth of the codec's effect: the engine's other layers and window are half precision, and a path changes
+    in more places than the changed coefficient.
+    """
     model, cache, sidecar = made(arch)
     with Model(str(tiny_model(arch))) as m:
         choice = parse_cache(f"subkv:{sidecar}", m.path)
@@ -133,7 +134,7 @@ def test_logits_are_the_engines(
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2"])
-def test_other_caches_compute_what_they_did(
+def test_other_caches_are_unchanged(
     arch: str, made: Callable[[str], tuple[Any, SubspaceCache, Path]], tiny_model: Callable[..., Path]
 ) -> None:
     want = logits(load(tiny_model(arch), arch), None)
@@ -151,8 +152,8 @@ def test_splits_do_not_show(splits: list[int], llama: tuple[Any, SubspaceCache])
 
 
 @pytest.mark.parametrize("splits", [[160], [10, 12, 1, 137]])
-def test_left_padding_does_not_show(splits: list[int], llama: tuple[Any, SubspaceCache]) -> None:
-    """A row that is all padding in the first part, a row whose sinks come in two parts, and one without padding."""
+def test_left_padding_has_no_effect(splits: list[int], llama: tuple[Any, SubspaceCache]) -> None:
+    """A row that is all padding in the first part, a row whose sinks arrive in two parts, and one without padding."""
     model, cache = llama
     pads = (13, 8, 0)
     ids = torch.tensor([[0] * pad + TOKENS[: 160 - pad] for pad in pads])
@@ -191,7 +192,7 @@ def test_rows_of_a_batch_can_be_moved(llama: tuple[Any, SubspaceCache]) -> None:
     torch.testing.assert_close(got, whole[[1, 0, 0], 100:], atol=1e-4, rtol=0.0)
 
 
-def test_a_copy_goes_its_own_way(llama: tuple[Any, SubspaceCache]) -> None:
+def test_a_copy_is_independent(llama: tuple[Any, SubspaceCache]) -> None:
     model, cache = llama
     whole = logits(model, SubspaceCache(cache.bases))
     logits(model, cache, IDS[:, :100])
@@ -359,8 +360,8 @@ def test_import_needs_no_torch_and_changes_nothing() -> None:
 
 
 @pytest.mark.quality
-def test_the_demo_model_is_the_engines(demo_model: Path, tmp_path: Path) -> None:
-    """Within twice the noise floor: what the engine's quantized activations change without any codec."""
+def test_the_demo_model_matches_the_engine(demo_model: Path, tmp_path: Path) -> None:
+    """Within twice the noise floor, which is the effect of the engine's quantized activations without any codec."""
     calibration = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m-instruct.calib.safetensors"
     sidecar, n = tmp_path / "bases.gguf", 192
     convert_file(demo_model, calibration, sidecar, Options(kv_bits=4.25), sidecar=True)

@@ -1,4 +1,4 @@
-"""SubspaceCache on families of models beside plain decoders: it holds what it can, or says what it cannot."""
+"""SubspaceCache on model families other than plain decoders: it codes supported layers, or names the obstacle."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def make(name: str, config: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_attention_layers_are_coded(name: str) -> None:
-    """Beside recurrent layers, whose own cache stays what it is; 8 bits in pieces against no cache."""
+    """Recurrent layers keep their own cache; compares 8 bits in pieces with no cache."""
     n_coded, config = TAKEN[name]
     model = make(name, config)
     cache = SubspaceCache.from_model(model, kv_bits=15.0)

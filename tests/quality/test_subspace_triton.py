@@ -1,7 +1,7 @@
-"""SubspaceCache through Triton against itself in torch: prompts, decoding, padding, cropping; which kernels it takes.
+"""SubspaceCache through Triton against itself in torch: prompts, decoding, padding, cropping; choice of kernels.
 
-On a machine without a GPU the kernels are interpreted, at a tenth of a second per encoded row of a head: most tests
-here encode in torch.
+Without a GPU the kernels are interpreted, which takes a tenth of a second per encoded row of a head, so most tests here
+encode in torch.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def test_a_row_with_nan_is_a_zero_row(small: tuple[Any, Any]) -> None:
     assert layer.n_zero_rows == 2  # as key and as value
 
 
-def test_which_kernels(small: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_of_kernels(small: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     cache = SubspaceCache(small[1])
     assert cache.kv_stats().kernel == "none yet"
     logits(small[0], cache, IDS[:, :3])

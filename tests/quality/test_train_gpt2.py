@@ -1,4 +1,4 @@
-"""models/train_gpt2.py: what it exports is the model that torch has, for llama.cpp and for transformers."""
+"""models/train_gpt2.py: the exported model equals torch's, for llama.cpp and for transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ F32 = 0  # ggml's number of the type, for an exact cache
 
 
 def run(*arguments: Any, blocked: str = "", ok: bool = True) -> str:
-    """Runs the script in a process of its own, without the module `blocked`. Returns stdout, of a failure stderr."""
+    """Runs the script in a new process, without the module `blocked`. Returns stdout, or stderr of a failure."""
     code = f"import sys, runpy\nif {blocked!r}: sys.modules[{blocked!r}] = None\n"
     code += f"sys.argv[0] = {str(SCRIPT)!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
     command = [sys.executable, "-c", code, *map(str, arguments)]
@@ -84,7 +84,7 @@ def assert_same(torch: Any, ours: engine.Logits, model: Any, tokens: list[int]) 
     assert np.abs(ours - theirs).max() < 2e-2 * theirs.std()
 
 
-def test_llama_cpp_and_transformers_read_what_was_trained(torch: Any, trained: tuple[Path, Path, str]) -> None:
+def test_llama_cpp_and_transformers_read_the_trained_model(torch: Any, trained: tuple[Path, Path, str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     gguf, folder, summary = trained
@@ -99,7 +99,7 @@ def test_llama_cpp_and_transformers_read_what_was_trained(torch: Any, trained: t
 
 
 def test_every_tensor_is_in_its_place(torch: Any, script: Any, trained: tuple[Path, Path, str], tmp_path: Path) -> None:
-    """Weights as after a long training: attention far from uniform, every bias and norm of its own."""
+    """Weights as after a long training: attention is far from uniform, and every bias and norm is different."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(trained[1]).backend_tokenizer
@@ -132,7 +132,7 @@ def test_refusals(script: Any, text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["torch", "tokenizers", "transformers"])
-def test_says_what_it_needs(missing: str) -> None:
+def test_missing_packages_are_named(missing: str) -> None:
     error = run("-h", blocked=missing, ok=False)
     assert error.startswith("train_gpt2: expected torch, transformers and tokenizers")
     assert "pip install '.[torch]'" in error

@@ -48,14 +48,14 @@ C.llama_log_set(_collect, None)
 
 
 def peak() -> Callable[[], int]:
-    """From now on: bytes by which the most memory that is resident has risen. Skips the test where nobody tells."""
+    """From now on: the increase of peak resident memory in bytes. Skips the test on systems that do not report it."""
     status, marks = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
     def most() -> int:
         return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1])  # type: ignore[index]
 
     try:
-        marks.write_text("5")  # the peak begins anew
+        marks.write_text("5")  # resets the peak
     except OSError as e:
         pytest.skip(f"/proc/self/clear_refs: {e}")
     before = most()
@@ -68,7 +68,7 @@ def last_error() -> str:
 
 
 class Model:
-    """A loaded GGUF, on all GPUs there are unless n_gpu_layers says otherwise."""
+    """A loaded GGUF, on all GPUs unless n_gpu_layers says otherwise."""
 
     def __init__(self, path: Path, n_gpu_layers: int = -1) -> None:
         self.path = path
@@ -83,7 +83,7 @@ class Model:
         C.llama_model_free(self.handle)
 
     def random_tokens(self, n: int, seed: int) -> list[int]:
-        """Tokens of no meaning, without those that end a text."""
+        """Random tokens, without those that end a text."""
         rng = random.Random(seed)
         return [rng.randrange(10, self.n_vocab - 2) for _ in range(n)]
 
@@ -152,7 +152,9 @@ class Session:
             raise Refused(last_error())
         self.memory = C.llama_get_memory(self.ctx)
         if C.llama_model_has_encoder(model.handle):
-            self._fill(C.llama_encode, SOURCE, 0, range(n_seq_max))  # what the decoder's tokens attend to besides
+            self._fill(
+                C.llama_encode, SOURCE, 0, range(n_seq_max)
+            )  # the encoder's output, to which the decoder attends
 
     def close(self) -> None:
         if self.ctx:
@@ -250,7 +252,7 @@ def session(model: Model, layout: Any = None, **options: Any) -> Iterator[Sessio
 
 
 def two_states(s: Session, tokens: Sequence[int]) -> tuple[bytes, bytes]:
-    """States of sequence 0 with two texts; it goes on with the second."""
+    """States of sequence 0 with two texts; the second one stays in the sequence."""
     s.decode(tokens[:60])
     first = s.state(0)
     s.clear()
@@ -293,9 +295,9 @@ def signed_permutations(
     """A layout whose bases are exact in half precision: coefficients are permuted, sign-flipped elements.
 
     shape: (il, n_head_kv, d_k, d_v) of every coded layer. With 16-bit bands of full rank the coded path then holds
-    the same half-precision numbers as an f16 cache. mean: size of the means that keys are coded less of; the same
-    numbers then, up to rounding to half. scale: of the coefficients; other than powers of two make them round.
-    gamma: of keys. Returns the loaded layout handle.
+    the same half-precision numbers as an f16 cache. mean: size of the means that are subtracted from coded keys; the
+    numbers are then equal up to rounding to half. scale: of the coefficients; values other than powers of two cause
+    rounding. gamma: of keys. Returns the loaded layout handle.
     """
     rng = np.random.default_rng(seed)
     centre = np.random.default_rng([seed, 1])
@@ -361,9 +363,9 @@ def nearly_all(found: Logits) -> float:
 def agree(a: Logits, b: Logits, flips: tuple[float, float] | None = None) -> bool:
     """Two runs of the coded path that may differ in the order of float sums only.
 
-    Nearly every token's logits then differ by less than AGREEMENT of their spread (measured: 1e-6 to 1e-4). Where a
-    coefficient lies on a rounding border its code flips, and the few tokens that attend to it differ by up to its step
-    (measured: 1e-2). flips: what both may be instead, see flips().
+    Nearly every token's logits then differ by less than AGREEMENT of their spread (measured: 1e-6 to 1e-4). If a
+    coefficient is near a rounding border its code flips, and the few tokens that attend to it differ by up to its step
+    (measured: 1e-2). flips: allowed differences instead of these, see flips().
     """
     found = differences(a, b)
     most, any_ = flips or flips_here()
@@ -371,12 +373,12 @@ def agree(a: Logits, b: Logits, flips: tuple[float, float] | None = None) -> boo
 
 
 def flips(moved: Logits, coding: Logits) -> tuple[float, float]:
-    """What coded logits of nearly all tokens, and of any, may differ by where rounding moves every coefficient.
+    """Allowed differences of coded logits, of nearly all tokens and of any, if rounding moves every coefficient.
 
     A coefficient that moves by x crosses a border of its code with the probability x / step, and its code then moves
-    by the step: in the mean square by x * step. So logits move by the geometric mean of what rounding moves without
-    codes, and of what coding changes (measured on lavapipe: 0.5 to 1.3 times that, any token's up to 2.9 times).
-    moved: differences() of two such runs of a cache that codes nothing; coding: of that cache from the coded one.
+    by the step: in the mean square by x * step. So logits move by the geometric mean of the effect of rounding without
+    codes and the effect of coding (measured on lavapipe: 0.5 to 1.3 times that, any token's up to 2.9 times).
+    moved: differences() of two such runs of an uncoded cache; coding: of that cache from the coded one.
     """
     return 2 * math.sqrt(nearly_all(moved) * nearly_all(coding)), 4 * math.sqrt(float(moved.max() * coding.max()))
 
@@ -405,7 +407,7 @@ def flips_here() -> tuple[float, float]:
 
 
 def observed(obs: Any, il: int) -> _lib.Observed:
-    """What an observer knows about a layer."""
+    """An observer's statistics of a layer."""
     out = _lib.Observed()
     assert SUBKV.subkv_observer_layer(obs, il, out)
     return out

@@ -120,7 +120,7 @@ extern "C" ssize_t read(int file, void * data, size_t size) {
     return next(file, data, size < g_most ? size : g_most.load());
 }
 
-// It is closed, and what was written is lost: disks of a network say so now.
+// The file is closed and its data is lost: network disks report this here.
 extern "C" int close(int file) {
     static const auto next = real<int (*)(int)>("close");
     const bool        lost = file == g_file && file >= 0 && fails();

@@ -1,4 +1,5 @@
-// failing_new.cpp: the n-th `operator new` of the thread that asked for it fails. Preloaded by test_allocations.py.
+// failing_new.cpp: the n-th `operator new` of the thread that requested the fault fails. Preloaded by
+// test_allocations.py.
 #include <atomic>
 #include <cstdlib>
 #include <new>

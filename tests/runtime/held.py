@@ -1,4 +1,6 @@
-"""What a sequence has, by a model of its exact window and adaptive bases: what a coded cache must take and refuse."""
+"""A model of a sequence's contents, exact window and adaptive bases: the calls that a coded cache must accept or
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ BLOCK = 8
 
 @dataclass
 class Held:
-    """What a sequence has: its tokens by position, the exact rows in its window, and how far adaptive bases coded."""
+    """A sequence's contents: its tokens by position, the exact rows in its window, and the range that adaptive bases
+    coded.
+    """
 
     cells: dict[int, tuple[int, int]] = field(default_factory=dict)  # token and number of the cell, by position
     rows: dict[int, int] = field(default_factory=dict)  # position, by slot of the window
@@ -21,9 +25,9 @@ class Held:
     whole: bool = True  # every token saw all those before it, from position 0 on
     tail: int = -1  # position that recurrent state is of
     back: int = 0  # tokens that it certainly goes back
-    pending: bool = False  # it went back, and no token has come since
+    pending: bool = False  # it was rolled back, and no token decoded since
     apart: bool = False  # a checkpoint may have given it sliding cells beside those that others share
-    moves: Any = ()  # every shift, and those of what was copied here
+    moves: Any = ()  # all shifts, including those of copied cells
 
     def slot(self, pos: int) -> int:
         return pos if pos < N_SINK else N_SINK + (pos + self.origin) % (N_RECENT + N_ROLLBACK)
@@ -32,7 +36,7 @@ class Held:
         return max(self.cells, default=-1)
 
     def holds(self, positions: Iterable[int]) -> bool:
-        """The exact rows of those of its cells."""
+        """Whether the exact rows of these positions, as far as they have cells, are in the window."""
         return all(self.rows.get(self.slot(p)) == p for p in positions if p in self.cells)
 
     def can_decode(self, pos: int, adapts: bool) -> bool:

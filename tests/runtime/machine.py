@@ -1,10 +1,10 @@
 """Random programs over sequences: decode, remove, copy, keep, shift, states, on an ordinary f16 cache and a coded one.
 
 `Machine` runs every call on both and compares logits. The coded cache holds the same half-precision numbers (full rank,
-16-bit bands), so they may differ by rounding only. What a coded cache refuses follows from its window alone, and beside
-recurrent state from the position that this is of; `Held` models both: it has to refuse just that. How many tokens
-recurrent state goes back (n_rs_seq), or what layers of sliding windows still have, follows from more than that: what
-is carried out has to be right, and what is sure to be possible has to be carried out.
+16-bit bands), so they may differ by rounding only. `Held` predicts the refusals of the coded cache: they depend only on
+its window, and with recurrent state on that state's position. Two limits depend on more: the tokens by which recurrent
+state can be rolled back (n_rs_seq), and the rows of sliding-window layers. There a successful call must be correct, and
+a call that is certainly possible must succeed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 N_PROGRAMS, N_CALLS = (int(os.environ.get(f"SUBKV_{name}", n)) for name, n in (("PROGRAMS", "0"), ("CALLS", "20")))
-N_SEQ = 3  # and one that makes llama.cpp carry out its copies
+N_SEQ = 3  # and one that makes llama.cpp execute pending copies
 N_MOST = 110  # tokens of a sequence
 ADAPT = f"kv,block={BLOCK},length=16,warm=16,max_chunks=3,gain=100,reuse=0,merge=1"
 SEQ = st.integers(0, N_SEQ - 1)
@@ -33,7 +33,7 @@ M_ROPE = (C.LLAMA_ROPE_TYPE_MROPE, C.LLAMA_ROPE_TYPE_IMROPE)
 
 
 def partial_state(s: engine.Session, seq: int = 0) -> bytes:
-    """What a sequence has beside its cells; empty: refused."""
+    """A sequence's state without its cells; empty: refused."""
     buf = (ctypes.c_uint8 * C.llama_state_seq_get_size_ext(s.ctx, seq, PARTIAL))()
     n = C.llama_state_seq_get_data_ext(s.ctx, buf, len(buf), seq, PARTIAL)
     return bytes(buf[:n])
@@ -46,8 +46,9 @@ def set_partial_state(s: engine.Session, data: bytes, seq: int = 0) -> int:
 
 
 class Machine(RuleBasedStateMachine):
-    """One program. bound: what two f16 caches that round otherwise differ by; recurrent: state beside the cells,
-    which goes back n_rs_seq tokens; sliding: layers of short windows beside coded ones.
+    """One program. bound: difference between two f16 caches with different rounding; recurrent: state besides the
+    cells,
+    which can be rolled back by n_rs_seq tokens; sliding: layers of short windows besides coded ones.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Machine(RuleBasedStateMachine):
         shared: dict[str, Any] = {"n_ubatch": 16, "threads": 1, "n_rs_seq": n_rs_seq}
         coded = shared | {"window": WINDOW, "adapt": ADAPT if adapt else None, "offload_kqv": not adapt}
         many: dict[str, Any] = {"n_seq_max": N_SEQ + 1, "unified": unified, "n_ctx": 512 if unified else 1024}
-        # in one piece where layers slide: llama.cpp's own loses what an earlier piece of a batch attends to
+        # in one piece with sliding layers: llama.cpp overwrites cells that an earlier piece of a batch needs
         self.plain = engine.Session(model, **shared | ({"n_ubatch": 64} if sliding else {}), **many)
         self.coded = engine.Session(model, layout, **coded, **many)
         self.fresh = engine.Session(model, layout, **coded)
@@ -106,7 +107,7 @@ class Machine(RuleBasedStateMachine):
         return found
 
     def noise(self, held: Held, tokens: list[int]) -> float:
-        """Twice what roundings of ordinary caches differ by on just these tokens, which some models make much of."""
+        """Twice the effect of ordinary caches' rounding on exactly these tokens, which some models amplify."""
         if not held.whole or sorted(held.cells) != list(range(len(held.cells))):
             return 0.0
         found = []
@@ -129,14 +130,14 @@ class Machine(RuleBasedStateMachine):
     def decode_for_two(self, n: int, word: int) -> None:
         a, b = self.seqs[0], self.seqs[1]
         # cells of the first answer for both; llama.cpp splits no batch for two of one recurrent state, and takes none
-        # for two whose sliding cells begin elsewhere
+        # for two with different first sliding cells
         alone = self.recurrent or a.apart or b.apart
         if self.unified and not alone and a.cells == b.cells and len(a.cells) + n <= N_MOST:
             self.decoded(self.text(n, word), a.last() + 1, [0, 1])
 
     @rule(n=st.lists(st.integers(0, 12), min_size=N_SEQ, max_size=N_SEQ), word=st.integers(0, 9))
     def decode_together(self, n: list[int], word: int) -> None:
-        """So many tokens of every sequence in one batch."""
+        """Decodes the same number of tokens of every sequence in one batch."""
         items = []
         for seq, held in enumerate(self.seqs):
             torn = self.recurrent and held.tail != held.last()
@@ -158,14 +159,14 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seq=SEQ, word=st.integers(0, 9))
     def decode_anew(self, seq: int, word: int) -> None:
-        """A token after what is there, and after the same text in another context."""
+        """Decodes a token after the sequence, and after the same text in another context."""
         held = self.seqs[seq]
         if not held.cells or not held.whole or len(held.cells) == N_MOST:
             return
         before, token = held.tokens(), self.text(1, word)
         found = self.decoded(token, len(before), [seq])
         self.fresh.clear()
-        if found is None:  # what was copied ends where the exact rows of the source are gone
+        if found is None:  # the copied part ends where exact rows of the source are lost
             return
         expected = self.fresh.decode([*before, *token])[-1:]
         # another half rounds by how a text is split
@@ -198,7 +199,7 @@ class Machine(RuleBasedStateMachine):
             able = removed
         if able and not removed and "sliding windows" in last_error():
             left = {i: [p for p in self.seqs[i].cells if not first <= p < last] for i in range(N_SEQ) if seq in (i, -1)}
-            assert any(self.slid_away(i, positions, max(positions, default=-1) + 1) for i, positions in left.items())
+            assert any(self.left_window(i, positions, max(positions, default=-1) + 1) for i, positions in left.items())
             return
         assert removed == able
         if able:
@@ -208,7 +209,7 @@ class Machine(RuleBasedStateMachine):
         if able and seq >= 0 and self.halves:
             self.decode_anew(seq, 3)
 
-    def slid_away(self, seq: int, positions: Iterable[int], end: int) -> bool:
+    def left_window(self, seq: int, positions: Iterable[int], end: int) -> bool:
         """The sliding half has lost one of these that the window of a token at `end` needs."""
         window = range(end + 1 - C.llama_model_n_swa(self.plain.model.handle), end)
         lost = range(C.llama_memory_seq_pos_min(self.coded.memory, seq))  # its pieces are others than the plain one's
@@ -234,7 +235,7 @@ class Machine(RuleBasedStateMachine):
             assert a.apart or b.apart
             return
         if "sliding windows" in last_error():
-            assert self.slid_away(src, copied, max((*copied, b.last())) + 1)
+            assert self.left_window(src, copied, max((*copied, b.last())) + 1)
             return
         assert not last_error()
         self.plain.cp(src, dst, p0, p1)
@@ -269,13 +270,13 @@ class Machine(RuleBasedStateMachine):
         if self.unified or self.recurrent:
             self.seqs = [held if i == seq else Held() for i, held in enumerate(self.seqs)]
 
-    @rule(seq=SEQ, gone=st.integers(0, 20), keep=st.integers(0, 12))
-    def discard(self, seq: int, gone: int, keep: int) -> None:
-        """What a full context does: some after the first are removed, the later ones move up."""
+    @rule(seq=SEQ, n_removed=st.integers(0, 20), keep=st.integers(0, 12))
+    def discard(self, seq: int, n_removed: int, keep: int) -> None:
+        """Simulates a full context: removes some tokens after the first ones, and moves the later ones up."""
         before = len(self.seqs[seq].cells)
-        self.remove(seq, keep, keep + gone)
-        if gone and len(self.seqs[seq].cells) < before:
-            self.shift(seq, keep + gone, -gone)
+        self.remove(seq, keep, keep + n_removed)
+        if n_removed and len(self.seqs[seq].cells) < before:
+            self.shift(seq, keep + n_removed, -n_removed)
 
     @rule(seq=SEQ, p0=st.integers(0, N_MOST), by=st.integers(-5, 5).filter(bool))
     def shift(self, seq: int, p0: int, by: int) -> None:
@@ -322,7 +323,7 @@ class Machine(RuleBasedStateMachine):
         if to is None:
             self.seqs = what
         else:
-            for p, (token, _) in what.cells.items():  # cells of its own
+            for p, (token, _) in what.cells.items():  # separate cells
                 self.n_cells += 1
                 what.cells[p] = token, self.n_cells
             self.seqs[seq] = what
@@ -343,7 +344,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seq=SEQ)
     def mark(self, seq: int) -> None:
-        """A checkpoint: the cells stay where they are, what is beside them is kept."""
+        """A checkpoint: the cells stay, and the state besides them is saved."""
         held = self.seqs[seq]
         if not held.cells or (self.recurrent and held.tail != held.last()):
             return
@@ -375,7 +376,7 @@ class Machine(RuleBasedStateMachine):
         elif kept.cells == {p: cell for p, cell in held.cells.items() if p < first}:
             assert set_partial_state(self.coded, coded, seq) == len(coded), last_error()
             assert self.coded.rm(seq, first, -1), last_error()
-            if self.halves:  # else it is a whole one, of cells of its own
+            if self.halves:  # else a whole state with separate cells
                 assert set_partial_state(self.plain, plain, seq) == len(plain)
             assert self.plain.rm(seq, first, -1)
             self.seqs[seq] = copy.deepcopy(kept)
@@ -390,8 +391,9 @@ class Machine(RuleBasedStateMachine):
 
 
 def bound(model: engine.Model) -> float:
-    """Twice what an f16 cache's logits differ by between attention kernels and splits, as in test_exact.py, on that one
-    of six texts where they differ most.
+    """Twice the differences of an f16 cache's logits between attention kernels and splits, as in test_exact.py, on the
+    text
+    out of six with the largest differences.
     """
     n_word, most = min(200, model.n_vocab - 12), 0.0
     for text in range(6):
@@ -405,7 +407,7 @@ def bound(model: engine.Model) -> float:
 
 
 def run_programs(model: engine.Model, layout: Any, n: int, **options: Any) -> None:
-    """n random programs, the same ones every time; or SUBKV_PROGRAMS other ones. options: of Machine."""
+    """n random programs, the same in every run; or SUBKV_PROGRAMS new ones. options: of Machine."""
     most = bound(model)
     run_state_machine_as_test(
         lambda: Machine(model, layout, most, **options),

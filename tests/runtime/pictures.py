@@ -51,7 +51,7 @@ def exact_bases(model: engine.Model, path: Path, bits: Sequence[int] = (16,)) ->
 
 
 class Vision:
-    """A tiny model that takes pictures, layouts of full rank for it, of 16 bits and of fewer, and a prompt."""
+    """A tiny model for images, layouts of full rank for it with 16 and with fewer bits, and a prompt."""
 
     @classmethod
     def of_file(cls, kind: str, path: Path, folder: Path) -> Vision:
@@ -87,7 +87,7 @@ class Vision:
         return max(part.nx, part.ny) if self.shared else part.nx * part.ny
 
     def positions(self, part: Picture, at: int) -> npt.NDArray[np.int32]:
-        """Of its tokens, one after the other: [1 or 4, n]."""
+        """Positions of its consecutive tokens: [1 or 4, n]."""
         i = np.arange(part.nx * part.ny, dtype=np.int32)
         if not self.shared:
             return np.stack([at + i] * (4 if self.mrope else 1))

@@ -124,7 +124,7 @@ class Store:
         LIB.subkv_store_close(self.handle)
 
     def room(self, n_bytes: int) -> int:
-        """1: a prompt of so many bytes is taken, 0: not now, -1: never."""
+        """1: a prompt of this many bytes is accepted, 0: not now, -1: never."""
         found: int = LIB.subkv_store_room(self.handle, n_bytes)
         return found
 
@@ -155,7 +155,7 @@ class Store:
         seconds_per_token: float = 0.0,
         refused: bool = False,
     ) -> Found | None:
-        """refused: the cache does not take what is found."""
+        """refused: the cache rejects the result."""
         listed = (_i32 * len(tokens))(*tokens)
         query = QueryStruct(listed, len(tokens), n_held, n_max, n_removable, seconds_per_token, 60.0)
         found = LIB.subkv_store_get(self.handle, identity, ctypes.byref(query))
@@ -196,7 +196,7 @@ def text(seed: int, n: int) -> list[int]:
 
 
 def state(tokens: Sequence[int], n_layer: int = 2, row: int = 40, tail: bytes = b"window") -> bytes:
-    """As llama.cpp writes one: rows are a function of the tokens up to theirs, as those of a model are."""
+    """A state in llama.cpp's format: like a model's, rows are a function of the tokens up to theirs."""
     n = len(tokens)
     out = [
         b"head",
@@ -222,7 +222,7 @@ def prompt(tokens: list[int], points: Sequence[int] = (), **options: int) -> Pro
 
 
 def forged(body: bytes) -> bytes:
-    """A head whose checksum fits."""
+    """A head with a valid checksum."""
     return b"subkvPX1" + hashlib.sha256(body).hexdigest().encode() + body
 
 

@@ -1,4 +1,4 @@
-"""Bases that follow the text, in the engine: the promises of a static cache hold for them, too."""
+"""Adaptive bases in the engine keep the guarantees of a cache with static bases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from subkv.format.adapt import HeadStats
 
 BANDS = [(8, 8), (8, 6), (16, 4)]
 WINDOW = (4, 24, 8)
-# a new basis every 32 tokens, whatever it brings, so that many chunks are alive and merged
+# a new basis every 32 tokens for any gain, so that many chunks are in use and merged
 EAGER = "kv,block=16,length=32,warm=32,max_chunks=3,gain=100,reuse=0,merge=1"
 
 FD = "kv,block=16,length=32,warm=32,gain=1,max_chunks=4,kind=fd"
@@ -66,11 +66,14 @@ def test_bases_that_never_change_are_the_static_ones(
 
 
 @pytest.mark.parametrize("adapt", [EAGER, EAGER.replace("kv", "v"), FD])
-def test_any_split_of_the_prompt_gives_as_good_a_result(
+def test_splits_of_the_prompt_give_equal_quality(
     model: engine.Model, text: list[int], layout: Any, adapt: str, noise: float
 ) -> None:
-    """Threads do not matter at all. Splits change llama.cpp's keys by rounding, and eigenvectors of a random model that
-    has no preferred directions by much: codes then differ, by no more than codes do, at the same chunks."""
+    """The number of threads has no effect. Splits change llama.cpp's keys by rounding, which changes the eigenvectors
+    of a
+    random model a lot, because it has no preferred directions. Codes then differ, at the same chunks, within their
+    step.
+    """
     with session(model, layout, window=WINDOW, n_ctx=512, n_ubatch=256, adapt=adapt) as s:
         expected = s.decode(text)
         opened, blocks = head_stats(s).n_opened, head_stats(s).n_blocks
@@ -91,7 +94,7 @@ def test_any_split_of_the_prompt_gives_as_good_a_result(
 def test_exact_codes_in_any_chunks_equal_the_f16_cache(
     model: engine.Model, text: list[int], make_layout: Callable[..., Any], flash_attn: int
 ) -> None:
-    """Promise 2: chunks whose rotations lose nothing are the ordinary softmax. What is left is their half precision."""
+    """Guarantee 2: chunks with lossless rotations give the ordinary softmax, up to half precision."""
     with session(model, n_ctx=512, flash_attn=flash_attn) as s:
         expected = s.decode(text)
     with session(model, n_ctx=512, type_k=0, type_v=0) as s:
@@ -125,7 +128,7 @@ def test_remove_a_tail_and_decode_again(model: engine.Model, text: list[int], la
         assert agree(expected[:200], s.decode(text[:200]))
 
 
-def test_a_copied_sequence_goes_on_alike(model: engine.Model, text: list[int], layout: Any) -> None:
+def test_a_copied_sequence_continues_identically(model: engine.Model, text: list[int], layout: Any) -> None:
     with session(model, layout, window=WINDOW, n_ctx=512, adapt=MANY) as s:
         expected = s.decode(text[:240], pieces=[180, 60])
     with session(model, layout, window=WINDOW, n_seq_max=2, n_ctx=1024, adapt=MANY) as s:

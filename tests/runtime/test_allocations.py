@@ -1,4 +1,4 @@
-"""Any one allocation of C++ that fails while a context is made or a state read: refused, and nothing leaks."""
+"""One C++ allocation fails while a context is created or a state is read: the call is refused, and nothing leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized weights on processors with AMX, where other code on the thread has released the tiles."""
+"""Quantized weights on processors with AMX, after other code on the thread has released the tiles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @pytest.fixture
 def release(tmp_path: Path) -> ctypes.CDLL:
-    """A function that does what other libraries do at the end of their own products."""
+    """A function that releases the tiles, as other libraries do after their products."""
     if not CPUINFO.is_file() or "amx_int8" not in CPUINFO.read_text():
         pytest.skip("AMX: this processor has none")
     compiler = shutil.which("cc")

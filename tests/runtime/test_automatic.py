@@ -1,4 +1,4 @@
-"""Caches that the environment asks for, in processes that know llama_cpp and nothing of subkv."""
+"""Caches chosen by the environment, in processes that import llama_cpp but not subkv."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def run(*models: Path | str, subkv: str | None = "auto", **variables: str) -> li
 
 @pytest.fixture
 def model(tiny_model: Models, tmp_path: Path) -> Path:
-    """A copy of the tiny llama in a folder of its own."""
+    """A copy of the tiny llama in a separate folder."""
     return Path(shutil.copy(tiny_model(), tmp_path / "m.gguf"))
 
 
@@ -128,7 +128,7 @@ def test_off_is_ordinary(model: Path) -> None:
     assert unset["log"] == [] and "(f16)" in unset["kv"] and unset["n_rs_seq"] == unset["pos_min"] == 0
 
 
-def test_auto_without_bases_is_ordinary_and_says_so(model: Path) -> None:
+def test_auto_without_bases_is_ordinary_and_logged(model: Path) -> None:
     (found,) = run(model)
     assert found["log"] == [
         f"subkv: ordinary f16 K/V cache: no bases for this model; `subkv convert {model}` derives them"
@@ -136,8 +136,8 @@ def test_auto_without_bases_is_ordinary_and_says_so(model: Path) -> None:
     assert found["logits"] == run(model, subkv=None)[0]["logits"]
 
 
-def test_where_auto_looks(model: Path) -> None:
-    """Each place comes before the one that was there already; the windows tell them apart."""
+def test_places_searched_by_auto(model: Path) -> None:
+    """Each place takes precedence over the earlier ones; their windows differ."""
     for n_recent, place in enumerate(["weights", "store", "beside"], 8):
         path = {
             "weights": lambda n: stored(model, ".weights.gguf", n_recent=n),
@@ -151,7 +151,7 @@ def test_where_auto_looks(model: Path) -> None:
         assert found == {**run(model, subkv=str(path))[0]}
 
 
-def test_own_keys_come_first(model: Path, bases: Path) -> None:
+def test_own_keys_take_precedence(model: Path, bases: Path) -> None:
     sidecar(store.sidecar_path(model), model)
     kinds = {4: "u32", 10: "u64", 6: "f32", 8: "str"}
     fields = [field for field in GGUFReader(bases).fields.values() if field.name.startswith("subkv.")]
@@ -170,7 +170,7 @@ def test_split_models_find_their_bases(tiny_model: Models) -> None:
 
 
 def test_explicit_attach_gives_the_same_numbers(model: Path, bases: Path) -> None:
-    """And what is attached, or asked to be ordinary, wins over the environment."""
+    """An attached layout, or an explicit ordinary cache, takes precedence over the environment."""
     program = PROGRAM.replace(
         "    ctx = C.llama_init",
         "    from subkv.engine.cache import CacheChoice, attached\n"
@@ -203,7 +203,7 @@ def test_dry_runs_see_coded_sizes(model: Path, bases: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["gemma2", "qwen2"])
-def test_other_models_beside_it_stay_ordinary(other: str, model: Path, bases: Path, tiny_model: Models) -> None:
+def test_other_models_stay_ordinary(other: str, model: Path, bases: Path, tiny_model: Models) -> None:
     stored(model)
     draft = tiny_model(other)
     for value in ("auto", str(bases)):
@@ -222,8 +222,8 @@ NONE = {
 
 
 @pytest.mark.parametrize("arch", NONE)
-def test_models_without_a_cache_say_so(arch: str, model: Path, bases: Path, tiny_model: Models) -> None:
-    """One line with `auto`, beside another model, too; no context where a file was named for it; silence otherwise."""
+def test_models_without_a_cache_are_reported(arch: str, model: Path, bases: Path, tiny_model: Models) -> None:
+    """`auto` logs one line, also with another model; a named file refuses the context; otherwise nothing is logged."""
     stored(model)
     path = tiny_model(arch)
     made = f"{path}=made"
@@ -297,7 +297,7 @@ def test_sidecars_of_other_models_are_refused(content: str, model: Path) -> None
     assert not found["made"] and "expected a sidecar of this model" in found["log"][0]
 
 
-def test_the_window_is_what_the_variables_say(model: Path, bases: Path) -> None:
+def test_the_window_follows_the_variables(model: Path, bases: Path) -> None:
     usual, longer = (run(model, subkv=str(bases), **v)[0] for v in ({}, {"SUBKV_ROLLBACK": "40"}))
     assert (usual["n_rs_seq"], usual["pos_min"]) == (16, 40 - 1 - 16 - 1)
     assert (longer["n_rs_seq"], longer["pos_min"]) == (40, 0)

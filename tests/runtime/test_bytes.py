@@ -35,7 +35,7 @@ def test_bytes(
         assert stats.bytes_f16 == 768 * n_layer * n_head_kv * 64 * 2
         assert stats.bytes_stock == 0
         assert stats.bpe == pytest.approx(8 * (stats.bytes_codes + stats.bytes_window) / (stats.bytes_f16 / 2))
-        # what llama.cpp says it allocated for the whole state agrees: codes are its own tensors
+        # llama.cpp's report of its allocation agrees: codes are its own tensors
         assert (stats.n_sink, stats.n_recent, stats.n_rollback, stats.n_layer_coded) == (4, 16, 8, n_layer)
 
 

@@ -20,7 +20,7 @@ PIECES = [100, *[1] * 40, 60]
 
 @pytest.fixture(scope="module")
 def floor(model: engine.Model, tokens: list[int]) -> float:
-    """What stock differs from itself by rounding: flash attention on or off, one call or many."""
+    """Differences of stock from itself by rounding: flash attention on or off, one call or many."""
     with session(model, flash_attn=0) as s:
         one = s.decode(tokens)
     with session(model, flash_attn=0) as s:
@@ -82,7 +82,9 @@ def check_runs(
         with session(model, layout, window=window, n_ubatch=n_ubatch, threads=threads) as s:
             found = s.decode(tokens, pieces=pieces)
         flips = None
-        if C.llama_supports_gpu_offload():  # whose products round otherwise for one token and for many, as ours may
+        if (
+            C.llama_supports_gpu_offload()
+        ):  # whose products, like the GPU kernels', may round differently for one token and for many
             several = tuple(pieces) if pieces else None
             moved = [differences(uncoded(e, 256, None), uncoded(e, n_ubatch, several)) for e in (False, True)]
             flips = engine.flips(np.maximum(*moved), differences(uncoded(False, 256, None), expected))

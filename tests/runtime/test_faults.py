@@ -1,4 +1,4 @@
-"""What goes wrong halfway: nothing is lost in silence, and the cache is usable afterwards."""
+"""Failures in the middle of an operation: every loss is reported, and the cache stays usable."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_an_aborted_decode_leaves_no_half_written_cells(model: engine.Model, tok
             calls[0] += 1
             return calls[0] > limit
 
-        # how many times one ubatch asks
+        # calls of the callback in one ubatch
         limit = 10**9
         C.llama_set_abort_callback(s.ctx, stop_in_second_ubatch, None)
         s.decode(tokens[:64])
@@ -94,13 +94,13 @@ def test_an_aborted_decode_leaves_no_half_written_cells(model: engine.Model, tok
         s.clear()
         assert s.try_decode(tokens[:150], 0) == 2
         C.llama_set_abort_callback(s.ctx, ctypes.cast(None, C.ggml_abort_callback), None)
-        # a caller who ignores the failure is told at the next decode, not misled
+        # if a caller ignores the failure, the next decode reports it
         assert s.try_decode(tokens[128:150], 128) != 0 or C.llama_memory_seq_pos_min(s.memory, 0) == 128
         s.clear()
         assert agree(expected, s.decode(tokens[:150]))
 
 
-def test_a_state_cut_in_the_window_leaves_what_was_there(model: engine.Model, tokens: list[int], layout: Any) -> None:
+def test_a_state_truncated_in_the_window_changes_nothing(model: engine.Model, tokens: list[int], layout: Any) -> None:
     with session(model, layout, window=WINDOW) as s:
         state, other = two_states(s, tokens)
         assert s.set_state(state[:-1], 0) == 0

@@ -1,6 +1,6 @@
-"""States that somebody made, with checksums that fit: refused, or taken over; what is decoded then ends no process.
+"""Forged states with valid checksums: refused or restored, and decoding after that does not crash.
 
-Run on libraries with sanitizers (docs/development.md) it also tells what was read or written outside its bounds.
+With sanitizer builds (docs/development.md) the tests also find accesses out of bounds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ODD = [0, 1, -1, 2, 3, 4, 7, 24, 28, 59, 60, 64, 127, 255, 256, 2**16, 2**24, 2*
 
 @st.composite
 def numbers(draw: st.DrawFn, data: bytes) -> bytes:
-    """Other integers at the offsets of some."""
+    """Replaces integers at some offsets."""
     changed = bytearray(data)
     for _ in range(draw(st.integers(1, 3))):
         at = 4 * draw(st.integers(0, len(data) // 4 - 1) | st.integers(0, min(63, len(data) // 4 - 1)))
@@ -37,7 +37,7 @@ def numbers(draw: st.DrawFn, data: bytes) -> bytes:
 
 @each("partial", [False, True])
 @each("arch", ["llama", "adaptive", "gemma2", "lfm2"])
-def test_states_of_somebody(tiny_model: Callable[..., Path], tmp_path: Path, arch: str, partial: bool) -> None:
+def test_hostile_states(tiny_model: Callable[..., Path], tmp_path: Path, arch: str, partial: bool) -> None:
     """gemma2 has a sliding half, lfm2 recurrent state."""
     adaptive = arch == "adaptive"
     if adaptive and partial:
@@ -106,7 +106,7 @@ def test_recurrent_state_is_checked_before_anything_changes(
         {4: -1},
         {8: 0},  # of no sequence
         {8: 3},
-        {12: 2},  # of one that is not there
+        {12: 2},  # of a missing one
         {12: -1},
         {24: 0},  # of the first cell's
     ],

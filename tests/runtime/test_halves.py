@@ -1,4 +1,4 @@
-"""Models with a sliding half beside the coded one: a state is both or neither, and positions are those of both."""
+"""Models with a sliding half next to the coded one: a state has both halves or neither, and both share positions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from test_shift import add, discard
 from test_variants import exact_layout
 
 WINDOW = (4, 16, 8)
-NEXT = 10**9  # stands for the position of the second cell
+NEXT = 10**9  # placeholder for the position of the second cell
 
 
 class Gemma:
-    """A tiny model whose every other layer slides, and exact codes of the others."""
+    """A tiny model in which every other layer has a sliding window, and exact codes of the other layers."""
 
     def __init__(self, path: Path, layout: Path) -> None:
         self.model = engine.Model(path)
@@ -38,8 +38,8 @@ def gemma(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     made.model.free()
 
 
-def test_a_tail_is_refused_where_the_window_before_it_is_lost(gemma: Gemma) -> None:
-    """The token of another sequence takes a cell of the sliding half that has just left the window."""
+def test_a_tail_is_refused_if_its_window_is_lost(gemma: Gemma) -> None:
+    """Another sequence's token takes the cell of the sliding half that has just left the window."""
     tokens = gemma.tokens
     with gemma.session() as s:
         expected = s.decode(tokens[:20])
@@ -57,7 +57,7 @@ def test_a_tail_is_refused_where_the_window_before_it_is_lost(gemma: Gemma) -> N
             assert distance(expected[15 + lost :], found) < 0.02
 
 
-def test_a_part_is_not_copied_where_the_window_before_its_end_is_lost(gemma: Gemma) -> None:
+def test_a_part_is_not_copied_if_its_window_is_lost(gemma: Gemma) -> None:
     tokens = gemma.tokens
     with gemma.session() as s:
         expected = s.decode(tokens[:20])
@@ -79,8 +79,9 @@ def test_a_part_is_not_copied_where_the_window_before_its_end_is_lost(gemma: Gem
 
 
 def test_two_tokens_at_one_position_of_the_sliding_half_are_refused(gemma: Gemma) -> None:
-    """A checkpoint gives a sequence sliding cells of its own, beside coded ones that it shares: a copy would have both
-    of each, and attend to both.
+    """After a checkpoint a sequence has separate sliding cells and shares coded cells; a copy would have both, and
+    attend to
+    both.
     """
     tokens = gemma.tokens
     with gemma.session() as s:
@@ -184,7 +185,7 @@ def test_a_state_that_finds_no_room_empties_both_halves(gemma: Gemma) -> None:
 
 
 def test_a_partial_state_from_before_a_shift(gemma: Gemma) -> None:
-    """Its rows are those of other positions; a whole state brings the old ones back, and fits it again."""
+    """Its rows have old positions; a whole state restores these positions, and the partial state fits again."""
     tokens = gemma.tokens
     with gemma.session(n_seq_max=2, unified=True, n_ctx=512) as s:
         s.decode(tokens[:100])
@@ -210,7 +211,7 @@ def test_a_partial_state_from_before_a_shift(gemma: Gemma) -> None:
         assert set_partial_state(s, late) == len(late)
 
 
-def test_a_partial_state_goes_back_behind_a_shift(gemma: Gemma) -> None:
+def test_a_partial_state_restores_a_state_after_a_shift(gemma: Gemma) -> None:
     """Taken and restored at the same positions."""
     tokens = gemma.tokens
     with gemma.session() as s:

@@ -1,4 +1,4 @@
-"""Promise 1: without a registered hook, and in ordinary contexts beside one, logits are stock's bit for bit."""
+"""Guarantee 1: without a registered hook, and in ordinary contexts next to one, logits are bit-identical to stock's."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ print(json.dumps(out))
 
 
 def digests(mode: str, folder: Path, model: Path) -> dict[str, str]:
-    """SHA-256 of logits and sequence states by flash attention setting and cache type, in a process of its own."""
+    """SHA-256 of logits and sequence states by flash attention setting and cache type, computed in a new process."""
     env = {**os.environ, "LLAMA_CPP_LIB_PATH": str(folder)}
     env["LD_LIBRARY_PATH"] = str(_lib.lib_dir())  # stock libllama uses the same ggml
     done = subprocess.run(
@@ -96,8 +96,8 @@ def test_bit_identical_to_stock(arch: str, tiny_model: Callable[..., Path], requ
         assert stock == digests("patched-used", _lib.lib_dir(), model)
 
 
-def test_a_converted_model_is_the_base_model_to_stock(demo_model: Path, tmp_path: Path) -> None:
-    """Promise 5: stock llama.cpp loads the converted file and computes what it computes from the base file."""
+def test_stock_computes_a_converted_model_like_the_base_model(demo_model: Path, tmp_path: Path) -> None:
+    """Guarantee 5: stock llama.cpp loads the converted file, and computes the results of the base file."""
     if not STOCK.is_dir():
         pytest.skip(f"stock libllama: {STOCK} is missing (build with -DSUBKV_STOCK=ON)")
     converted = tmp_path / "converted.gguf"

@@ -1,4 +1,4 @@
-"""Recurrent state beside coded cells: both halves go on together, go back together, or refuse before either changes."""
+"""Recurrent state besides coded cells: both continue together, are rolled back together, or refuse without a change."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_removal_that_the_window_refuses_leaves_the_recurrent_state(hybrid: Co
         assert agree(expected[100:], s.decode(tokens[100:101], 100))
 
 
-def test_a_short_tail_goes_where_snapshots_of_the_recurrent_state_are_kept(hybrid: Coded) -> None:
+def test_a_short_tail_can_be_removed_with_snapshots(hybrid: Coded) -> None:
     tokens = hybrid.tokens
     with hybrid.session() as s:
         expected = s.decode(tokens[:120])
@@ -103,8 +103,10 @@ def test_a_short_tail_goes_where_snapshots_of_the_recurrent_state_are_kept(hybri
         assert agree(expected[100:], s.decode(tokens[100:120], 100, pieces=[8, 12]))
 
 
-def test_a_tail_is_refused_where_no_snapshot_is_of_its_beginning(hybrid: Coded) -> None:
-    """llama.cpp has those of the last batch alone, and takes older ones for them; or of a state that is another's."""
+def test_a_tail_is_refused_without_a_snapshot(hybrid: Coded) -> None:
+    """llama.cpp keeps only snapshots of the last batch and would use them for older positions, or those of another
+    state.
+    """
     tokens = hybrid.tokens
     with hybrid.session() as s:
         expected = s.decode(tokens[:110])
@@ -120,11 +122,11 @@ def test_a_tail_is_refused_where_no_snapshot_is_of_its_beginning(hybrid: Coded) 
         s.cp(0, 1)
         assert not s.rm(1, 109) and not s.rm(0, 109)
         assert last(s, 0) == last(s, 1) == 109
-        s.state()  # which llama.cpp ends the process over where one of two had gone back
+        s.state()  # llama.cpp ends the process here if one of two sequences was rolled back
 
 
-def test_a_state_that_went_back_is_not_copied_before_its_next_token(hybrid: Coded) -> None:
-    """llama.cpp's copy would be of the tokens that are gone."""
+def test_a_rolled_back_state_is_copied_only_after_its_next_token(hybrid: Coded) -> None:
+    """llama.cpp's copy would include the removed tokens."""
     tokens = hybrid.tokens
     with hybrid.session() as s:
         expected = s.decode(tokens[:110])
@@ -140,8 +142,8 @@ def test_a_state_that_went_back_is_not_copied_before_its_next_token(hybrid: Code
 
 
 @pytest.mark.parametrize("n", [100, 60])
-def test_snapshots_are_of_one_state(hybrid: Coded, n: int) -> None:
-    """A copy in the place of a sequence of n tokens that had some has none; it may end where that did."""
+def test_snapshots_belong_to_one_state(hybrid: Coded, n: int) -> None:
+    """A copy that replaces a sequence with snapshots has none, even if it ends at the same position."""
     tokens = hybrid.tokens
     with hybrid.session() as s:
         expected = s.decode(tokens[:110])
@@ -156,8 +158,8 @@ def test_snapshots_are_of_one_state(hybrid: Coded, n: int) -> None:
         assert agree(expected[100:], s.decode(tokens[100:110], 100, 0))
 
 
-def test_a_snapshot_that_was_chosen_goes_with_all_positions(hybrid: Coded) -> None:
-    """However their end is told. llama.cpp forgets it for an open one alone."""
+def test_removing_all_positions_drops_the_snapshot(hybrid: Coded) -> None:
+    """With any form of the range's end; llama.cpp drops the snapshot only for an open range."""
     tokens = hybrid.tokens
     with hybrid.session() as s:
         expected = s.decode(tokens[50:90])
@@ -169,7 +171,7 @@ def test_a_snapshot_that_was_chosen_goes_with_all_positions(hybrid: Coded) -> No
 
 @pytest.mark.parametrize("n_rs_seq", [0, 6])
 def test_an_aborted_decode_leaves_no_recurrent_state(hybrid: Coded, n_rs_seq: int) -> None:
-    """Of its own ubatch or of half of it, nor snapshots: the sequence is empty, others are as they were."""
+    """The sequence is empty, without partial state or snapshots; other sequences are unchanged."""
     tokens = hybrid.tokens
     calls, limit = [0], 10**9
 
@@ -186,8 +188,8 @@ def test_an_aborted_decode_leaves_no_recurrent_state(hybrid: Coded, n_rs_seq: in
         before = s.state(1)
         C.llama_set_abort_callback(s.ctx, stop, None)
         s.decode(tokens[90:94], 20, 0)
-        asked = calls[0]
-        for limit in (0, asked // 2, asked - 1):
+        requested = calls[0]
+        for limit in (0, requested // 2, requested - 1):
             calls[0] = 0
             assert s.try_decode(tokens[94:98], 24, 0) == 2
             assert last(s) == -1 and s.state(1) == before
@@ -237,8 +239,8 @@ def test_copy_a_sequence(hybrid: Coded, unified: bool) -> None:
         assert agree(expected[110:], s.decode(tokens[110:120], 110, 1))
 
 
-def test_a_part_of_a_sequence_has_no_recurrent_state_of_its_own(hybrid: Coded) -> None:
-    """llama.cpp copies the state of the last position, whatever the range is."""
+def test_a_part_of_a_sequence_is_not_copied(hybrid: Coded) -> None:
+    """llama.cpp copies the state of the last position for any range."""
     tokens = hybrid.tokens
     with hybrid.session(n_seq_max=2, unified=True, n_ctx=512) as s:
         expected = s.decode(tokens[:31])
@@ -255,7 +257,7 @@ def test_a_part_of_a_sequence_has_no_recurrent_state_of_its_own(hybrid: Coded) -
         assert agree(expected[30:], s.decode(tokens[30:31], 30, 0))
 
 
-def test_a_copy_onto_more_than_it_holds_leaves_the_recurrent_state(hybrid: Coded) -> None:
+def test_a_copy_onto_a_longer_sequence_keeps_the_recurrent_state(hybrid: Coded) -> None:
     """The cells of both would end where the copied state does not."""
     tokens = hybrid.tokens
     with hybrid.session() as s:
@@ -281,7 +283,7 @@ def test_a_copy_onto_more_than_it_holds_leaves_the_recurrent_state(hybrid: Coded
 
 
 def test_a_copy_that_the_cells_refuse_copies_no_recurrent_state(hybrid: Coded) -> None:
-    """Onto positions where the other sequence has its own, of another text and as many."""
+    """Onto positions where the other sequence has the same number of tokens of another text."""
     tokens = hybrid.tokens
     with hybrid.session() as s:
         expected = s.decode(tokens[50:81])
@@ -343,7 +345,7 @@ def test_a_truncated_state_leaves_no_half_behind(hybrid: Coded, seq: int | None,
         assert agree(expected, s.decode(tokens[:60]))
 
 
-def test_a_state_of_a_sequence_goes_into_another(hybrid: Coded) -> None:
+def test_a_state_is_restored_in_another_sequence(hybrid: Coded) -> None:
     tokens = hybrid.tokens
     with hybrid.session() as s:
         expected = s.decode(tokens[:110])
@@ -356,8 +358,8 @@ def test_a_state_of_a_sequence_goes_into_another(hybrid: Coded) -> None:
         assert agree(expected[90:], s.decode(tokens[90:110], 90, 1))
 
 
-def test_a_partial_state_takes_both_halves_back(hybrid: Coded) -> None:
-    """Beyond what the window could roll back: the cells stay, recurrent state and exact rows come from the state."""
+def test_a_partial_state_rolls_both_halves_back(hybrid: Coded) -> None:
+    """Beyond the window's rollback: the cells stay, recurrent state and exact rows are restored from the state."""
     tokens = hybrid.tokens
     with hybrid.session() as s:
         expected = s.decode(tokens[:140])
@@ -428,14 +430,14 @@ STEPS = st.one_of(
 @given(program=st.lists(STEPS, min_size=4, max_size=14), unified=st.booleans(), n_rs_seq=st.sampled_from([0, 6]))
 @example(program=[("decode", 0, 1), ("copy", 0, 1), ("move", 1, 0)], unified=False, n_rs_seq=0)
 @example(program=[("decode", 2, 2), ("remove", 2, 1), ("copy", 2, 0), ("copy", 2, 1)], unified=False, n_rs_seq=6)
-def test_any_program_is_as_on_an_ordinary_cache(
+def test_random_programs_equal_an_ordinary_cache(
     hybrid: Coded, program: list[tuple[str, int, int]], unified: bool, n_rs_seq: int
 ) -> None:
-    """Exact codes beside f16: what the coded cache carries out the other does, too, and both say the same."""
+    """Exact codes against f16: calls that succeed on the coded cache also succeed on f16, with the same results."""
     texts: list[list[int]] = [[] for _ in range(N_SEQ)]
     marks: dict[int, tuple[list[int], bytes, bytes]] = {}
     copied = False  # in another stream, since the last decode
-    pending: set[int] = set()  # sequences that went back, and no token has come since
+    pending: set[int] = set()  # sequences that were rolled back, without a token since
     options: dict[str, Any] = {"n_seq_max": N_SEQ, "unified": unified, "n_rs_seq": n_rs_seq, "n_ctx": 768}
     with (
         session(hybrid.model, hybrid.exact, window=WINDOW, **options) as coded,

@@ -1,4 +1,4 @@
-"""Latent attention (MLA): one coded row per token, whose first coefficients are the values, too."""
+"""Latent attention (MLA): one coded row per token, whose first coefficients are also the values."""
 
 from __future__ import annotations
 

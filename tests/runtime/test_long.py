@@ -31,7 +31,7 @@ def exact(model: engine.Model, text: list[int]) -> engine.Logits:
 
 @pytest.fixture(scope="module")
 def bound(model: engine.Model, text: list[int], exact: engine.Logits) -> float:
-    """What the rounding of the f16 cache is worth, several times."""
+    """Several times the effect of the f16 cache's rounding."""
     with session(model, type_k=0, type_v=0, **OPTIONS) as s:
         return 8 * distance(exact, s.decode(text)[-TAIL:])
 
@@ -59,7 +59,7 @@ def test_exact_codes_equal_the_f16_cache_with_any_number_of_threads(
 def test_cells_of_two_sequences_in_every_tile(
     model: engine.Model, text: list[int], make_layout: Callable[..., Any], exact: engine.Logits, bound: float
 ) -> None:
-    """Runs of 7 cells, and tiles that one of them does not see at all."""
+    """Runs of 7 cells, and tiles that one sequence does not see."""
     runs = [(0, 200), (1, 150), *[(0, 7), (1, 5)] * 60, (1, 200), (0, N - 200 - 7 * 60 - 25)]
     at = [0, 0]
     with session(

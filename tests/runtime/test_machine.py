@@ -1,4 +1,4 @@
-"""Promise 4 as random programs, see machine.py. A campaign of more, and other ones in every run:
+"""Guarantee 4 in random programs, see machine.py. More programs, new ones in every run:
 
 SUBKV_PROGRAMS=100000 pytest tests/runtime/test_machine.py tests/architectures/test_programs.py
 """
@@ -33,8 +33,9 @@ from test_variants import exact_layout
     ],
 )
 def test_programs(tiny_model: Callable[..., Path], tmp_path: Path, arch: str, n: int, options: dict[str, Any]) -> None:
-    """gemma2: a sliding half beside the coded one; lfm2 and qwen35: recurrent state, of which llama.cpp has no sliding
-    kind with layers that can be coded.
+    """gemma2: a sliding half next to the coded one; lfm2 and qwen35: recurrent state. llama.cpp has no recurrent models
+    with
+    sliding windows whose other layers can be coded.
     """
     model = engine.Model(tiny_model(arch))
     recent_bits = options.get("recent_bits", 16)

@@ -1,4 +1,4 @@
-"""M-RoPE, whose text has one position per token: text. Pictures: test_pictures.py."""
+"""M-RoPE with text, which has one position per token. Images: test_pictures.py."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def vision(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     coded.model.free()
 
 
-def test_text_may_leave_positions_out(vision: Coded) -> None:
-    """As it does behind a picture: positions go on after the picture's height."""
+def test_text_may_skip_positions(vision: Coded) -> None:
+    """As after an image: the next position is the image's height further."""
     tokens = vision.tokens
     with vision.session() as s:
         s.decode(tokens[:40])

@@ -74,7 +74,7 @@ def test_observing_changes_nothing(model: engine.Model, tokens: list[int]) -> No
 
 
 def test_latent_rows(tiny_model) -> None:  # type: ignore[no-untyped-def]
-    """Values are the first elements of keys; queries are those that read the latent."""
+    """Values are the first elements of keys; queries are those applied to the latent."""
     model = engine.Model(tiny_model("deepseek2"))
     obs = SUBKV.subkv_observer_new(4)
     SUBKV.subkv_observer_mode(obs, 1, None, 0, None, 0)

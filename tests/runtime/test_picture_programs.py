@@ -1,4 +1,4 @@
-"""Programs of random calls with pictures in them: an f16 cache and exact codes say the same after every call."""
+"""Random programs with images: an f16 cache and exact codes give the same results after every call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def vision(
 
 @pytest.fixture(scope="module")
 def bound(vision: Vision) -> float:
-    """Twice what f16 caches that round otherwise differ by, on that of three texts where they differ most."""
+    """Twice the differences of f16 caches with other rounding, on the text of three with the largest ones."""
     found = 0.0
     for parts in (vision.parts, vision.others, [*vision.others, *vision.parts[1:]]):
         made = []
@@ -39,11 +39,11 @@ def bound(vision: Vision) -> float:
 
 @dataclass
 class Held:
-    """What a sequence has: where each part begins and which it is, and where the next one begins."""
+    """A sequence's contents: the position and kind of each part, and the next position."""
 
     parts: list[tuple[int, Part]] = field(default_factory=list)
     end: int = 0
-    newest: int = 0  # behind the last position that the window has seen
+    newest: int = 0  # after the last position of the window
 
     def copy(self) -> Held:
         return Held(list(self.parts), self.end, self.newest)
@@ -85,8 +85,8 @@ class Program:
         assert distance(expected, found) < self.bound
         self.compared += len(found)
         held.parts.append((held.end, part))
-        n_seen = 1 if isinstance(part, Picture) and self.vision.shared else self.vision.advance(part)
-        held.newest = max(held.newest, held.end + n_seen)
+        n_visible = 1 if isinstance(part, Picture) and self.vision.shared else self.vision.advance(part)
+        held.newest = max(held.newest, held.end + n_visible)
         held.end += self.vision.advance(part)
         return None
 
@@ -106,7 +106,7 @@ class Program:
         if at == 0:
             return self.forget(seq)
         done = self.coded.rm(seq, at)
-        if not done:  # a state, and a longer tail, leave sliding windows without what has slid away
+        if not done:  # a state, and a longer tail, leave sliding windows without their earlier rows
             slides = self.vision.slides and "sliding windows" in last_error()
             assert slides or held.newest - at > N_ROLLBACK
             assert last_error().startswith("seq_rm: ")
@@ -124,7 +124,7 @@ class Program:
         self.forget(to)
         for s in (self.stock, self.coded):
             s.cp(seq, to)
-        if not self.unified:  # llama.cpp carries out the copy; a state would hold what was there before
+        if not self.unified:  # llama.cpp executes the copy; a state would have the earlier contents
             self.stock.decode([10], 0, N_SEQ)
             assert self.stock.rm(N_SEQ, -1)
         self.held[to] = self.held[seq].copy()

@@ -1,4 +1,4 @@
-"""Pictures in a coded cache: what is promised of text holds with them, however their tokens are placed and seen."""
+"""Images in a coded cache: the guarantees of text also hold with images, whatever their positions and masks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def vision(
 
 @pytest.fixture(scope="module")
 def floor(vision: Vision) -> float:
-    """What an f16 cache differs from itself by rounding."""
+    """Differences of an f16 cache from itself by rounding."""
     found = []
     for options in ({"flash_attn": 0}, {"flash_attn": 1}, {"type_k": 0, "type_v": 0}):
         with vision.session(**options) as s:
@@ -65,14 +65,14 @@ def test_any_split_gives_the_same_result(vision: Vision) -> None:
         for pieces in ([16], [7], [64, 1, 1, 9]):
             s.clear()
             assert agree(expected, vision.decode(s, vision.parts, pieces=itertools.cycle(pieces))), pieces
-    n_ubatch = 64 if vision.whole else 16  # a picture whose tokens see each other is one ubatch
+    n_ubatch = 64 if vision.whole else 16  # an image whose tokens attend to each other is one ubatch
     with vision.session(vision.coarse, n_ubatch=n_ubatch, threads=3) as s:
         assert agree(expected, vision.decode(s, vision.parts))
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_tail_goes_back(vision: Vision, exact: bool, floor: float) -> None:
-    """Text behind a picture, and a picture, which goes whole. As on f16 where codes are exact."""
+def test_a_tail_can_be_removed(vision: Vision, exact: bool, floor: float) -> None:
+    """Text after an image, and a whole image, can be removed. With exact codes the results equal those of f16."""
     *before, last = vision.parts
     at = vision.end(before)
     junk = [[t ^ 1 for t in last[:6]]], [vision.picture(2, 2, seed=3)]
@@ -95,7 +95,7 @@ def test_a_tail_goes_back(vision: Vision, exact: bool, floor: float) -> None:
             assert not exact or distance(found[1], found[0]) < 2 * floor
 
 
-def test_what_the_window_lost_is_not_taken_back(vision: Vision) -> None:
+def test_tails_beyond_the_window_are_refused(vision: Vision) -> None:
     with vision.session(vision.coarse) as s:
         vision.decode(s, vision.parts)
         before = s.state(0)
@@ -135,7 +135,7 @@ def test_states(vision: Vision) -> None:
 
 @pytest.mark.parametrize("unified", [True, False])
 def test_sequences(vision: Vision, unified: bool, floor: float) -> None:
-    """Two texts with pictures at the same positions, the copy of one, and a sequence that becomes the other."""
+    """Two texts with images at the same positions, a copy of one, and a sequence replaced by the other."""
     alone = []
     for parts in (vision.parts, vision.others):
         with vision.session(vision.exact) as s:
@@ -173,14 +173,14 @@ def test_a_second_picture_at_the_same_positions_is_refused(vision: Vision) -> No
 
 
 def test_positions_of_mrope_cannot_shift(vision: Vision) -> None:
-    """Nor those of hybrids. Others shift as they do on f16: their pictures have a position for each token."""
+    """Nor those of hybrids. Other models shift as with f16: their images have one position per token."""
     with vision.session(vision.coarse) as s, vision.session() as stock:
         may = [bool(C.llama_memory_can_shift(each.memory)) for each in (s, stock)]
     assert may == ([False] * 2 if vision.mrope else [True] * 2)
 
 
-def test_bases_that_follow_the_text_refuse_what_they_cannot_code(vision: Vision) -> None:
-    """A block is coded when it leaves the window: a token that sees later ones, or shares a position, has none then."""
+def test_adaptive_bases_refuse_images(vision: Vision) -> None:
+    """A block is coded when it leaves the window, so tokens must not see later ones or share positions."""
     first, picture, second, *_ = vision.parts
     assert isinstance(picture, Picture)
     with vision.session(vision.coarse, window=(4, 32, 8), adapt="kv,block=16,warm=1000000") as s:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 N_LAYER = 4
 ALL = N_LAYER + 1  # and the output
 WINDOW = (4, 16, 4)
-KINDS = {"encode", "attend", "kqv_out", "store_window"}  # llama.cpp names what combine gives
+KINDS = {"encode", "attend", "kqv_out", "store_window"}  # llama.cpp names the result of combine
 
 
 class Tensor(ctypes.Structure):
@@ -35,7 +35,7 @@ class Tensor(ctypes.Structure):
 
 
 class Places:
-    """Collects the buffer type of what every node of coded layers writes: places[kind][il]."""
+    """Collects the buffer type of the result of every node of coded layers: places[kind][il]."""
 
     def __init__(self) -> None:
         self.found: dict[str, dict[int, str]] = {}
@@ -50,7 +50,7 @@ class Places:
         kind, _, il = name.removeprefix("subkv_").partition("-")
         if ask and kind in KINDS:
             self.found.setdefault(kind, {})[int(il)] = self.place(Tensor.from_address(node).buffer).decode()
-        return not ask  # the value is not wanted; go on
+        return not ask  # the value is not needed; continue
 
 
 def on_gpu(place: str) -> bool:
@@ -58,7 +58,7 @@ def on_gpu(place: str) -> bool:
 
 
 def gpus() -> list[str]:
-    """What the GPUs that llama.cpp sees are called; Mesa's on the CPU is one to it."""
+    """Names of the GPUs that llama.cpp lists; Mesa's CPU driver counts as one."""
     lib = engine.SUBKV
     lib.ggml_backend_dev_count.restype = ctypes.c_size_t
     lib.ggml_backend_dev_get.argtypes, lib.ggml_backend_dev_get.restype = [ctypes.c_size_t], ctypes.c_void_p
@@ -84,7 +84,7 @@ def gpus() -> list[str]:
         ("gpt-oss", -1, False),
     ],
 )
-def test_nodes_run_where_their_cache_lies(
+def test_nodes_run_on_the_device_of_their_cache(
     tiny_model: Callable[..., Path],
     tmp_path: Path,
     arch: str,
@@ -125,7 +125,7 @@ def test_nodes_run_where_their_cache_lies(
     assert difference < 2e-2, difference
 
 
-def test_bases_that_follow_the_text_stay_off_the_gpu(
+def test_adaptive_bases_are_refused_on_the_gpu(
     tiny_model: Callable[..., Path], make_layout: Callable[..., Any]
 ) -> None:
     model = engine.Model(tiny_model("llama"))

@@ -1,4 +1,4 @@
-"""The store of evaluated prompts: what is put is found again, shared, bounded, and never wrong."""
+"""The store of evaluated prompts: stored prompts are found and shared, the size is limited, and results are correct."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opening
 
 
-def test_what_is_put_is_found(store: Store) -> None:
+def test_stored_prompts_are_found(store: Store) -> None:
     """By the process that put it and by another one, byte for byte, checkpoints in order."""
     tokens = text(0, 3 * BLOCK + 17)
     given = prompt(tokens, points=(200, 400, 700))
@@ -69,7 +69,7 @@ def test_lengths(store: Store, n: int) -> None:
 
 
 def test_states_of_any_bytes(store: Store) -> None:
-    """A state in which no rows are found, an empty one, one that only begins as a state does."""
+    """A state without recognizable rows, an empty one, and one that only begins like a state."""
     rng = random.Random(2)
     for i, data in enumerate((b"", rng.randbytes(1), rng.randbytes(100_000), state(text(9, 400))[:4000])):
         tokens = text(10 + i, 400)
@@ -80,7 +80,9 @@ def test_states_of_any_bytes(store: Store) -> None:
 
 
 def test_equal_beginnings_share_their_blocks(store: Store) -> None:
-    """Ten conversations that begin alike take a third of what they would; a draft model's states share theirs."""
+    """Ten conversations with a common prefix take a third of their separate sizes; a draft model's states are shared,
+    too.
+    """
     begin = text(3, 20 * BLOCK)
     sizes = []
     for i in range(10):
@@ -108,24 +110,24 @@ def test_identities_are_apart(store: Store) -> None:
 
 
 def test_the_longest_useful_beginning(store: Store) -> None:
-    """What the cache can go back to counts, not what texts have in common."""
+    """The usable length depends on the positions to which the cache can return, not on the common prefix."""
     begin = text(5, 400)
     short, long = begin[:300] + text(6, 100), begin + text(7, 100)
     assert store.put(prompt(short, n_removable=0))
     assert store.put(prompt(long, points=(120, 350), n_removable=0))
-    asked = [*begin, *text(8, 200)]
+    prompt_tokens = [*begin, *text(8, 200)]
     for n_removable, n_reached in ((-1, 400), (100, 400), (99, 350), (0, 350)):
-        found = store.get(asked, n_removable=n_removable)
+        found = store.get(prompt_tokens, n_removable=n_removable)
         assert found and found.reach == n_reached, n_removable
-    assert store.get(asked, n_held=350 - LEAST, n_removable=0)
-    assert store.get(asked, n_held=351 - LEAST, n_removable=0) is None
-    assert store.get(asked, n_removable=-1, n_max=399) is None
+    assert store.get(prompt_tokens, n_held=350 - LEAST, n_removable=0)
+    assert store.get(prompt_tokens, n_held=351 - LEAST, n_removable=0) is None
+    assert store.get(prompt_tokens, n_removable=-1, n_max=399) is None
     found = store.get([*short, 1], n_removable=16)
     assert found and found.prompt.tokens == short
 
 
-def test_slow_disks_are_not_asked(store: Store) -> None:
-    """Once it is known how long reading takes: a token that is evaluated faster is evaluated."""
+def test_slow_disks_are_not_read(store: Store) -> None:
+    """After reads have been timed, tokens that evaluate faster than they load are evaluated."""
     tokens = text(11, 2 * BLOCK)
     assert store.put(prompt(tokens))
     assert store.get([*tokens, 1], seconds_per_token=1e-12)  # not known yet
@@ -135,7 +137,7 @@ def test_slow_disks_are_not_asked(store: Store) -> None:
 
 
 def test_the_same_prompt_and_its_beginnings(store: Store) -> None:
-    """Written once; a longer one replaces those that it serves as well for, and serves them."""
+    """Written once; a longer prompt replaces its prefixes if it serves them equally well."""
     tokens = text(12, 3 * BLOCK)
     for _ in range(2):
         assert store.put(prompt(tokens[:BLOCK]))
@@ -162,7 +164,7 @@ def test_the_same_prompt_and_its_beginnings(store: Store) -> None:
     ],
 )
 def test_checkpoints_are_thinned(store: Store, points: list[int], n_removable: int, kept: list[int]) -> None:
-    """Those stay without which most would be evaluated again, the last one always; nonsense is left out."""
+    """Checkpoints that save the most evaluation stay, and always the last one; invalid ones are dropped."""
     tokens = text(13, 1200)
     given = prompt(tokens, points, n_removable=n_removable)
     given.points.extend([Point(1201), Point(-1)])
@@ -171,7 +173,7 @@ def test_checkpoints_are_thinned(store: Store, points: list[int], n_removable: i
     assert found and [point.n_tokens for point in found.prompt.points] == kept
 
 
-def test_a_refused_prompt_is_not_found_again(store: Store) -> None:
+def test_a_refused_prompt_is_skipped(store: Store) -> None:
     tokens = text(14, 100)
     assert store.put(prompt(tokens))
     assert store.get([*tokens, 1], refused=True)
@@ -180,8 +182,8 @@ def test_a_refused_prompt_is_not_found_again(store: Store) -> None:
     assert store.get([*tokens, 1])
 
 
-def test_damaged_pieces_are_made_again(store: Store) -> None:
-    """All of them at once, also when the head that named them is gone."""
+def test_damaged_pieces_are_replaced(store: Store) -> None:
+    """All pieces of a prompt, even if its head is lost."""
     tokens = text(16, 600)
     given = prompt(tokens)
     for with_head in (True, False):
@@ -243,7 +245,7 @@ ADAPT = "kv,block=8,length=16,warm=16,max_chunks=3,gain=100,reuse=0,merge=1"
 def test_states_of_models(
     tiny_model: Callable[..., Path], make_layout: Callable[..., Any], store: Store, arch: str, kind: str
 ) -> None:
-    """A context that takes what was stored goes on as the one that left it; blocks of rows are shared."""
+    """A context that restores a stored prompt continues like the one that stored it; blocks of rows are shared."""
     model = engine.Model(tiny_model(arch))
     layout = None if kind == "ordinary" else make_layout(BANDS, BANDS)
     adapt = ADAPT if kind == "adaptive" else None
@@ -251,7 +253,9 @@ def test_states_of_models(
     options = {"window": WINDOW, "n_ctx": 1024, "flash_attn": 1, "adapt": adapt}
     with session(model, layout, **options) as s:
         s.decode(tokens[:BLOCK])
-        points = [Point(BLOCK, 0, BLOCK - 1, (b"" if adapt else partial(s), b"", b""))]  # adaptive bases have none
+        points = [
+            Point(BLOCK, 0, BLOCK - 1, (b"" if adapt else partial(s), b"", b""))
+        ]  # adaptive bases have no such tail
         s.decode(tokens[BLOCK:], BLOCK)
         given = Prompt(tokens, (s.state(0), b""), points, n_removable=8)
         assert store.put(given)
@@ -271,8 +275,8 @@ def test_states_of_models(
 #
 
 
-def test_the_least_useful_goes(tmp_path: Path) -> None:
-    """Oldest use first where size and length are equal; pieces that others name stay."""
+def test_the_least_useful_is_removed_first(tmp_path: Path) -> None:
+    """The least recently used is removed first if size and length are equal; shared pieces stay."""
     one = prompt(text(50, BLOCK + 40))
     n = len(one.states[0]) + len(one.states[1])
     with opened(tmp_path / "store", 4 * n) as store:
@@ -290,8 +294,8 @@ def test_the_least_useful_goes(tmp_path: Path) -> None:
         assert held[-1] and not held[1] and 2 <= sum(held) < 6
 
 
-def test_turns_leave_nothing_behind(tmp_path: Path) -> None:
-    """What a turn alone had goes when the next one has been stored, and a minute has passed in which it may be read."""
+def test_pieces_of_earlier_turns_are_removed(tmp_path: Path) -> None:
+    """Pieces of one turn only are removed a minute after the next turn is stored, when no reader can need them."""
     with opened(tmp_path / "store") as store:
         tokens = text(55, 3 * BLOCK + 10)
         names = []
@@ -337,8 +341,8 @@ def test_many_prompts(tmp_path: Path) -> None:
         assert store.get([*text(2, 40), 1])
 
 
-def test_what_killed_processes_left(tmp_path: Path) -> None:
-    """Older than an hour it goes; younger it may be at work."""
+def test_leftover_files_of_killed_processes(tmp_path: Path) -> None:
+    """Files older than an hour are removed; younger ones may be in use."""
     with opened(tmp_path / "store") as store:
         store.put(prompt(text(70, 40)))
         names = [f".{'0' * 64}.piece.1.0123456789abcdef.tmp", f"{'1' * 64}.piece"]

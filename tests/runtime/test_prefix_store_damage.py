@@ -58,7 +58,7 @@ WAYS = ["bit", "cut", "longer", "zeros", "gone", "link", "pipe", "folder"]
 @pytest.mark.parametrize("ending", [".piece", ".prefix"])
 @pytest.mark.parametrize("how", WAYS)
 def test_damaged_files(tmp_path: Path, how: str, ending: str) -> None:
-    """Of every file of a prompt in turn: not found, others are, and it can be put again."""
+    """Of every file of a prompt in turn: the prompt is not found, others are, and it can be stored again."""
     tokens, others = text(20, BLOCK + 40), text(21, 60)
     given = prompt(tokens, points=(50,))
     with opened(tmp_path / "whole") as store:
@@ -125,7 +125,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_heads(store: Store, name: str) -> None:
-    """Checksums that fit: refused before anything is allocated, and gone afterwards; others are found."""
+    """With valid checksums: refused before any allocation, and removed; other prompts are found."""
     others = text(31, 60)
     store.put(prompt(others))
     path = store.folder / head_name(IDENTITY, TOKENS)
@@ -156,7 +156,7 @@ def test_random_heads(store: Store) -> None:
 
 
 def test_a_file_with_holes(store: Store) -> None:
-    """A piece of terabytes that takes no room on the disk: not read."""
+    """A sparse piece of terabytes is not read."""
     body = BEGIN + struct.pack("<IIQ", 0, 0, 1 << 40) + NAME + NOTHING + struct.pack("<I", 0)
     store.put(prompt(text(35, 60)))
     path = store.folder / head_name(IDENTITY, TOKENS)
@@ -170,7 +170,7 @@ def test_a_file_with_holes(store: Store) -> None:
 
 
 def test_files_of_others_stay(tmp_path: Path) -> None:
-    """Whatever has no name of ours, also when there is no room."""
+    """Files with foreign names are never removed, even if the folder is full."""
     folder = tmp_path / "store"
     folder.mkdir()
     names = ["letter.txt", "a.prefix", f"{'0' * 64}.rows", f"{'g' * 64}.piece", ".x.1.0123456789abcdef.tmp"]
@@ -215,7 +215,7 @@ def program(text: str, *arguments: object, preload: Path | None = None) -> subpr
 
 
 def test_two_processes_at_once(tmp_path: Path) -> None:
-    """They write, read and make room in one folder; whatever is found is whole."""
+    """They write, read and remove prompts in one folder; every prompt found is complete."""
     folder = tmp_path / "store"
     writers = [program(WRITER, folder, 20 * i, 25) for i in range(2)]
     for writer in writers:
@@ -330,7 +330,7 @@ for name, most in (("whole", 1 << 30), ("bits", 7)):
 
 
 def failing(program_text: str, folder: Path, shim: Path, error: int = 0, *more: object) -> list[int]:
-    """What became of the work at each step: -9 killed, 0 it went on; 3 where there was no such step."""
+    """The exit status at each step: -9 killed, 0 continued; 3 if there was no such step."""
     process = program(FAILING + program_text, folder, error, *more, preload=shim)
     printed, errors = process.communicate()
     codes = list(map(int, printed.split()))
@@ -369,7 +369,7 @@ def test_every_step_of_writing(shim: Path, tmp_path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["killed", "broken"])
 def test_every_step_of_making_room(shim: Path, tmp_path: Path, how: str) -> None:
-    """Three prompts fit; removing the first ones for others breaks off: what is found is whole, and bounds hold."""
+    """Three prompts fit; removing the first ones is interrupted: prompts found are complete, and limits hold."""
     given = [prompt(text(100 + i, 300)) for i in range(5)]
     with opened(tmp_path / "three") as store:
         for one in given[:3]:
@@ -392,13 +392,13 @@ def test_every_step_of_making_room(shim: Path, tmp_path: Path, how: str) -> None
 
 @pytest.mark.parametrize("error", [errno.EIO, 0], ids=["broken", "end"])
 def test_every_step_of_reading(shim: Path, tmp_path: Path, error: int) -> None:
-    """It fails, or finds an end: not found, or whole; others are found, and no file is lost by a failure."""
+    """A step fails or reaches the end of the file: the prompt is missing or complete; other files stay."""
     codes = failing(READING, tmp_path, shim, error)
     assert codes[-1] == 3 and len(codes) > 10
 
 
-def test_files_that_are_written_and_read_in_bits(shim: Path, tmp_path: Path) -> None:
-    """Disks may take and give less than they are asked for."""
+def test_short_writes_and_reads(shim: Path, tmp_path: Path) -> None:
+    """Disks may write and read fewer bytes than requested."""
     assert failing(IN_BITS, tmp_path, shim) == []
     whole, bits = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("whole", "bits"))
     assert whole == bits
@@ -420,7 +420,7 @@ def test_a_folder_that_is_read_only(store: Store) -> None:
 
 
 def test_a_folder_that_is_removed(store: Store) -> None:
-    """By whoever cleans up: nothing is found, and it is made again."""
+    """By another program: nothing is found, and the folder is created again."""
     tokens = text(97, 100)
     store.put(prompt(tokens))
     shutil.rmtree(store.folder)
@@ -430,8 +430,8 @@ def test_a_folder_that_is_removed(store: Store) -> None:
     assert store.stats.failures == 0
 
 
-def test_what_another_process_puts_is_found(store: Store) -> None:
-    """At once: nobody waits for a time to pass, and heads are read once."""
+def test_prompts_of_another_process_are_found(store: Store) -> None:
+    """Immediately, without a waiting time, and heads are read once."""
     with opened(store.folder) as other:
         for i in range(20):
             tokens = text(200 + i, 50)

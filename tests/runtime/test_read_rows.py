@@ -1,4 +1,4 @@
-"""What a context tells about the rows it holds: those that attention reads, as the coder of one head makes them."""
+"""Functions that read a context's rows: the rows that attention reads, as the codec of a head decodes them."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def test_rows_of_exact_codes_are_the_keys_and_values(
     for what, value in (("ks", False), ("vs", True)):
         rows = observe_values(obs, 1, what, (N, shape.n_head_kv, shape.d_k))
         for head in range(shape.n_head_kv):
-            seen, chunk = read(s, 1, head, value, shape.d_k)
+            decoded, chunk = read(s, 1, head, value, shape.d_k)
             assert (chunk == 0).all()
-            np.testing.assert_allclose(seen, rows[:, head], atol=1e-3 * np.abs(rows).max())
+            np.testing.assert_allclose(decoded, rows[:, head], atol=1e-3 * np.abs(rows).max())
     s.close()
     SUBKV.subkv_observer_free(obs)
 
@@ -65,8 +65,8 @@ def test_rows_of_adaptive_bases_are_those_of_the_coder_alone(
     obs, s = watched(model, layout, tokens, adapt=EAGER)
     shape = observed(obs, 0)
     rows = observe_values(obs, 0, "vs" if value else "ks", (N, shape.n_head_kv, shape.d_k))
-    halves = np.ascontiguousarray(rows[:, 0].astype(np.float16).astype(np.float32))  # what the exact window keeps
-    seen, chunk = read(s, 0, 0, value, shape.d_k)
+    halves = np.ascontiguousarray(rows[:, 0].astype(np.float16).astype(np.float32))  # rows in the exact window
+    decoded, chunk = read(s, 0, 0, value, shape.d_k)
     expected, chunk_of = np.empty_like(halves), np.empty(N, np.int32)
     params = adapt.native_params(adapt.parse(EAGER)[1])
     assert SUBKV.subkv_adapt_replay(
@@ -75,14 +75,14 @@ def test_rows_of_adaptive_bases_are_those_of_the_coder_alone(
     coded = chunk >= 0
     assert np.array_equal(np.flatnonzero(coded), np.arange(4, 128))  # whole blocks that the window has let go
     assert np.array_equal(chunk[coded], chunk_of[coded]) and len(set(chunk[coded])) >= 3
-    np.testing.assert_array_equal(seen[coded], expected[coded])
-    assert not seen[~coded].any()
+    np.testing.assert_array_equal(decoded[coded], expected[coded])
+    assert not decoded[~coded].any()
     s.close()
     SUBKV.subkv_observer_free(obs)
 
 
 def test_output_of_attention(model: engine.Model, tokens: list[int], make_layout: Callable[..., Any]) -> None:
-    """Exact codes: what softmax over the exact rows gives."""
+    """Exact codes: the result equals softmax over the exact rows."""
     obs, s = watched(model, make_layout(), tokens)
     shape = observed(obs, 0)
     q = observe_values(obs, 0, "qs", (N, shape.n_head, shape.d_k))
@@ -109,7 +109,7 @@ def test_an_ordinary_cache_has_no_outputs(model: engine.Model, tokens: list[int]
     SUBKV.subkv_observer_free(obs)
 
 
-def test_soft_capping_is_told(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_soft_capping_is_reported(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     model = engine.Model(tiny_model("gemma2"))
     tokens = [10 + i * 7 % (model.n_vocab - 20) for i in range(N)]
     obs, s = watched(model, exact_layout(model, "gemma2", tmp_path / "layout.gguf"), tokens)
@@ -134,7 +134,7 @@ def test_bad_requests(model: engine.Model, tokens: list[int], make_layout: Calla
             assert "positions from 0 on" in last_error()
         assert SUBKV.subkv_read_rows(s.ctx, 0, 0, False, 0, 0, N, *at) == 10
         assert SUBKV.subkv_get_sketch_rows(s.ctx, 0, 0, False, 0, x.ctypes.data, x.size) == -1
-        assert "whose bases adapt" in last_error()
+        assert "with adaptive bases" in last_error()
     with session(model, layout, window=WINDOW, adapt="v,block=16,kind=fd") as s:
         s.decode(tokens[:100])
         assert SUBKV.subkv_get_sketch_rows(s.ctx, 0, 0, True, 0, x.ctypes.data, 8) == -1

@@ -1,4 +1,4 @@
-"""An exact window of integers (subkv.recent_bits 10): what it promises, and where rows stay halves."""
+"""An exact window of integers (subkv.recent_bits 10): its guarantees, and cases in which rows stay halves."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Make = Callable[..., Any]
 
 
 @pytest.mark.parametrize("mean", [0.0, 2.0])
-def test_it_is_nearly_the_f16_cache(model: engine.Model, tokens: list[int], make_layout: Make, mean: float) -> None:
-    """Codes are exact here: what differs are recent rows, by half a step of 1/511 of a row's largest element."""
+def test_results_are_near_the_f16_cache(model: engine.Model, tokens: list[int], make_layout: Make, mean: float) -> None:
+    """Codes are exact here, so only recent rows differ, by half a step of 1/511 of a row's largest element."""
     with session(model) as s:
         f16 = s.decode(tokens)
     with session(model, make_layout(recent_bits=10, mean=mean), window=(4, 16, 0)) as s:
@@ -37,7 +37,7 @@ def test_sinks_are_halves(model: engine.Model, tokens: list[int], make_layout: M
 
 
 def test_a_rotated_row_is_rounded_once_more(model: engine.Model, tokens: list[int], make_layout: Make) -> None:
-    """A context shift of integers is as near to that of halves as the rows are."""
+    """A context shift of integer rows deviates from that of halves only as much as the rows do."""
     found = []
     for bits in (16, 10):
         with session(model, make_layout(recent_bits=bits), window=(4, 64, 8)) as s:

@@ -1,6 +1,6 @@
-"""Devices of another process: subkv's nodes are functions of this one, so they are refused.
+"""Devices of another process are refused, because subkv's nodes are functions of this process.
 
-No RPC server is needed: a copy of the CPU's device whose registry is called RPC is one as far as llama.cpp can tell.
+No RPC server is needed: llama.cpp takes a copy of the CPU device for remote if its registry is named RPC.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_devices_of_another_process(tiny_model: Callable[..., Path], remote: Any
     reason = r"its device CPU belongs to another process \(RPC\).*use an ordinary cache type"
     with pytest.raises(Refused, match=reason), session(model, layout):
         pass
-    with session(model) as ordinary:  # what llama.cpp runs there is its own affair
+    with session(model) as ordinary:  # nodes of llama.cpp may run there
         assert ordinary.decode([1, 2, 3]) is not None
     model.free()
     near.free()

@@ -1,4 +1,4 @@
-"""What a coded context reports to programs of llama.cpp that ask how far a sequence can be cut back."""
+"""Reports of a coded context to programs of llama.cpp: how much of a sequence's tail can be removed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def test_an_ordinary_context_reports_as_upstream_does(model: engine.Model, token
 
 
 @pytest.mark.parametrize("n_rollback", [0, 1, 16, 40])
-def test_pos_min_is_the_last_that_must_stay(
+def test_pos_min_is_the_last_position_that_must_stay(
     n_rollback: int, model: engine.Model, make_layout: Callable[..., Any], tokens: Sequence[int]
 ) -> None:
-    """Every tail above it can be removed, the next one cannot; what is decoded then is as never before."""
+    """Every tail after it can be removed, a longer one cannot; decoding then continues as if never decoded."""
     with session(model, make_layout(), window=(4, N_RECENT, n_rollback)) as s:
         for n in (1, 4, 5, 12, 13, 30, 70, 150):
             s.clear()
@@ -45,7 +45,7 @@ def test_pos_min_is_the_last_that_must_stay(
                 assert engine.agree(fresh, again[-1:])
 
 
-def test_a_cut_sequence_reports_what_is_left(
+def test_a_truncated_sequence_reports_its_rest(
     model: engine.Model, make_layout: Callable[..., Any], tokens: Sequence[int]
 ) -> None:
     with session(model, make_layout()) as s:
@@ -66,7 +66,7 @@ def test_a_copied_sequence_reports_as_its_source(
         assert reports(s, 1) == reports(s, 0) and reports(s, 0)[0] > 0
 
 
-def test_adaptive_bases_go_back_to_what_they_coded(
+def test_adaptive_bases_keep_coded_positions(
     model: engine.Model, make_layout: Callable[..., Any], tokens: Sequence[int]
 ) -> None:
     options = {"window": (4, 64, 16), "adapt": "v,block=16,warm=16,length=32"}

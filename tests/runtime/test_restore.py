@@ -1,4 +1,4 @@
-"""What a restore replaces, and what it refuses: whose cells, whose exact rows, whose positions."""
+"""Restoring a state: the data it replaces, and states refused because of their cells, exact rows or positions."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_others_leave_with_their_exact_rows(model: engine.Model, tokens: lis
 
 
 def test_sequences_of_other_streams_stay(model: engine.Model, tokens: list[int], layout: Any) -> None:
-    """llama.cpp's seq_keep takes from the stream of the sequence alone."""
+    """llama.cpp's seq_keep removes only from the sequence's stream."""
     with session(model, layout, **SEPARATE) as s:
         s.decode(tokens[:60])
         s.decode(tokens[60:150], seq=1)
@@ -104,7 +104,7 @@ def test_a_copy_is_in_a_state_at_once(model: engine.Model, tokens: list[int], la
         assert agree(expected[90:], s.decode(tokens[90:110], 90, 1))
 
 
-def test_a_copy_is_not_of_what_is_restored_later(model: engine.Model, tokens: list[int], layout: Any) -> None:
+def test_a_copy_is_independent_of_later_restores(model: engine.Model, tokens: list[int], layout: Any) -> None:
     with session(model, layout, window=WINDOW) as s:
         expected = s.decode(tokens[:110])
     with session(model, layout, **SEPARATE) as s:
@@ -169,7 +169,7 @@ def test_forged_cells_are_refused_before_anything_is_touched(
 
 
 def test_exact_rows_belong_to_cells(model: engine.Model, tokens: list[int], layout: Any) -> None:
-    """Those of a text that is not the state's: 30 tokens, a row of position 40."""
+    """Exact rows of another text: 30 tokens, but a row of position 40."""
     with session(model, layout, window=WINDOW) as s:
         s.decode(tokens[:30])
         state = s.state(0)
@@ -185,7 +185,7 @@ def test_exact_rows_belong_to_cells(model: engine.Model, tokens: list[int], layo
 def test_adaptive_bases_belong_to_cells(
     model: engine.Model, tokens: list[int], layout: Any, units: int, expected: str
 ) -> None:
-    """What was coded, of one head or of all, is not what the cells say."""
+    """The coded range, of one head or of all, does not match the cells."""
     n_units = 2 * C.llama_model_n_layer(model.handle) * C.llama_model_n_head_kv(model.handle)
     with session(model, layout, window=WINDOW, adapt=ADAPT, offload_kqv=False) as s:
         s.decode(tokens[:60])

@@ -43,7 +43,7 @@ def test_remove_a_tail_that_the_window_cannot_give_back_is_refused(
         s.decode(tokens[:120])
         assert not s.rm(0, 100)
         assert "seq_rm" in last_error() and "n_rollback" in last_error()
-        # nothing was removed: the sequence goes on as if never asked
+        # nothing was removed: the sequence continues unchanged
         assert agree(expected[120:], s.decode(tokens[120:121], 120))
         # the way out that the message names
         assert s.rm(0, -1)
@@ -51,7 +51,7 @@ def test_remove_a_tail_that_the_window_cannot_give_back_is_refused(
 
 
 @pytest.mark.parametrize("n", [60, 120])
-def test_a_tail_goes_just_as_long_as_its_exact_rows_are_there(
+def test_a_tail_can_be_removed_while_its_exact_rows_remain(
     model: engine.Model, tokens: list[int], layout: Any, n: int
 ) -> None:
     """Codes are coarse: without one exact row the logits would not agree."""
@@ -140,10 +140,10 @@ def test_a_sequence_takes_over_cells_beside_its_own(
     assert distance(found[0], found[1]) < 1e-2
 
 
-def test_rows_of_a_removed_tail_are_not_taken_for_copied_ones(
+def test_rows_of_a_removed_tail_are_not_reused_after_a_copy(
     model: engine.Model, tokens: list[int], layout: Any
 ) -> None:
-    """Sequence 0 held rows of positions that sequence 1, whose window has moved on, cannot give."""
+    """Sequence 0 had rows of positions that sequence 1 no longer has, because its window has moved on."""
     with session(model, layout, window=WINDOW, n_seq_max=2, unified=True) as s:
         s.decode(tokens[:60])
         assert s.rm(0, 52)
@@ -154,7 +154,7 @@ def test_rows_of_a_removed_tail_are_not_taken_for_copied_ones(
 
 
 def test_neighbours_in_a_batch_change_no_window(model: engine.Model, tokens: list[int], layout: Any) -> None:
-    """Two sequences at the same positions in one call, in one cache: each as without the other."""
+    """Two sequences at the same positions in one call and one cache: each decodes as it does alone."""
     other = [t ^ 1 for t in tokens]
     with session(model, layout, window=WINDOW, n_seq_max=2, unified=True, n_ctx=512) as s:
         together = [
@@ -228,7 +228,7 @@ def test_a_state_of_another_layout_is_refused(
         s.decode(tokens[:39])
         assert s.set_state(state) == 0
         assert "fingerprint" in last_error() and "expected" in last_error() and "found" in last_error()
-        # what was there is still there
+        # the earlier contents are unchanged
         assert agree(expected[39:], s.decode(tokens[39:40], 39))
     with session(model, layout, window=(4, 12, 8)) as s:
         assert s.set_state(state) == 0
@@ -276,7 +276,7 @@ def test_an_ordinary_type_is_expected_beside_bases(model: engine.Model, layout: 
 def test_a_token_of_two_sequences_needs_the_window_of_both(model: engine.Model, tokens: list[int], layout: Any) -> None:
     with session(model, layout, window=WINDOW, n_seq_max=3, unified=True, n_ctx=512) as s:
         s.decode(tokens[:120], 0, 0)
-        s.cp(0, 1, 0, 60)  # cells, of which the window has gone on
+        s.cp(0, 1, 0, 60)  # cells whose exact rows left the window
         s.decode(tokens[:60], 0, 2)
         before = s.state(2)
         assert s.try_decode(tokens[60:61], 60, [2, 1]) != 0

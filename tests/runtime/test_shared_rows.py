@@ -45,8 +45,8 @@ def tokens(model: engine.Model) -> list[int]:
     return model.random_tokens(150, seed=11)
 
 
-def test_owners_are_llama_cpp_s(tiny_model: Callable[..., Path]) -> None:
-    """The layers that an observer sees are those with rows of their own."""
+def test_owners_match_llama_cpp(tiny_model: Callable[..., Path]) -> None:
+    """An observer reports exactly the layers that store rows."""
     for arch, n_layer in (("gemma4", 8), ("gemma3n", 25), ("gemma2", 4)):
         m = engine.Model(tiny_model(arch))
         own = [il for il, *_ in shape_of(m)]
@@ -104,7 +104,7 @@ def test_removed_copied_and_restored(model: engine.Model, layout: Any, tokens: l
 
 
 def test_queries_of_all_readers_count(model: engine.Model, tokens: list[int]) -> None:
-    """Moments are means over the queries of three layers; samples are of the layer that has the rows."""
+    """Moments are means over the queries of three layers; samples belong to the layer that stores the rows."""
     everywhere = np.arange(60, dtype=np.int32)
     pointer = everywhere.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
     obs = SUBKV.subkv_observer_new(0)

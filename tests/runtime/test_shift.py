@@ -14,17 +14,17 @@ from engine import C, agree, distance, last_error, session
 
 BANDS = [(8, 8), (8, 6), (16, 4)]
 WINDOW = (4, 16, 8)
-KEEP, GONE, LENGTH = 8, 64, 150  # tokens at the start that stay, that are discarded after them, in all
+KEEP, N_DISCARD, LENGTH = 8, 64, 150  # tokens at the start that stay, that are discarded after them, in all
 
 
 def add(s: Any, seq: int, p0: int, p1: int, by: int) -> None:
     C.llama_memory_seq_add(C.llama_get_memory(s.ctx), seq, p0, p1, by)
 
 
-def discard(s: Any, gone: int = GONE, seq: int = 0) -> None:
-    """What llama-server does with a full context."""
-    assert s.rm(seq, KEEP, KEEP + gone)
-    add(s, seq, KEEP + gone, -1, -gone)
+def discard(s: Any, n_removed: int = N_DISCARD, seq: int = 0) -> None:
+    """Removes and shifts like llama-server with a full context."""
+    assert s.rm(seq, KEEP, KEEP + n_removed)
+    add(s, seq, KEEP + n_removed, -1, -n_removed)
 
 
 def shifted(model: engine.Model, tokens: list[int], layout: Any, **options: Any) -> np.ndarray:
@@ -32,7 +32,7 @@ def shifted(model: engine.Model, tokens: list[int], layout: Any, **options: Any)
     with session(model, layout, **options) as s:
         s.decode(tokens[:LENGTH])
         discard(s)
-        return s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - GONE)
+        return s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - N_DISCARD)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma2"])
@@ -40,7 +40,7 @@ def shifted(model: engine.Model, tokens: list[int], layout: Any, **options: Any)
 def test_exact_codes_shift_as_the_f16_cache_does(
     tiny_model: Callable[..., Any], tmp_path: Any, arch: str, window: tuple[int, int, int]
 ) -> None:
-    """gemma2: a sliding half shifts beside ours. Rounded to half once more on the way, as f16 rows are."""
+    """gemma2: a sliding half shifts next to the coded one. Rows are rounded to half once more, as with f16."""
     from test_variants import exact_layout
 
     model = engine.Model(tiny_model(arch))
@@ -76,7 +76,7 @@ def test_neighbours_move_by_different_distances(
 def test_many_shifts_stay_near_the_f16_cache(
     model: engine.Model, tokens: list[int], make_layout: Callable[..., Any]
 ) -> None:
-    """Every shift rounds a key anew: 8-bit codes, a cell is coded 11 times."""
+    """Every shift rounds keys again: with 8-bit codes, a cell is coded 11 times."""
     runs = []
     for layout, options in ((None, {}), (make_layout([(32, 8)], [(32, 8)]), {"window": WINDOW})):
         with session(model, layout, **options) as s:
@@ -92,7 +92,7 @@ def test_many_shifts_stay_near_the_f16_cache(
 
 @pytest.mark.parametrize("mean", [0.0, 2.0])
 def test_there_and_back_again(model: engine.Model, tokens: list[int], tmp_path: Any, mean: float) -> None:
-    """With a gamma that is not 1, which attention applies to what is stored."""
+    """With a gamma other than 1, which attention applies to stored keys."""
     shapes = [(il, 2, 32, 32) for il in range(C.llama_model_n_layer(model.handle))]
     kind: Any = {"arch": "llama", "block_count": len(shapes), "gamma": 0.5, "mean": mean}
     layout = engine.signed_permutations(shapes, [(32, 16)], [(32, 16)], path=tmp_path / "g.gguf", **kind)
@@ -120,7 +120,7 @@ def test_other_sequences_notice_nothing(
         s.decode(tokens[:LENGTH], 0, 0)
         discard(s)
         assert agree(expected[90:], s.decode(tokens[90:120], 90, 1))
-        assert agree(alone, s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - GONE, 0))
+        assert agree(alone, s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - N_DISCARD, 0))
 
 
 def test_a_state_taken_right_after_a_shift(model: engine.Model, tokens: list[int], make_layout: Any) -> None:
@@ -135,9 +135,9 @@ def test_a_state_taken_right_after_a_shift(model: engine.Model, tokens: list[int
         with session(model, layout, window=WINDOW) as s:
             s.decode(tokens[:33])  # elsewhere in the ring
             assert s.set_state(state, seq)
-            assert agree(expected, s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - GONE))
+            assert agree(expected, s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - N_DISCARD))
             discard(s, 16)
-            again = s.decode(tokens[:5], LENGTH - GONE + 30 - 16)
+            again = s.decode(tokens[:5], LENGTH - N_DISCARD + 30 - 16)
             assert np.isfinite(again).all()
 
 
@@ -150,7 +150,7 @@ def test_a_copy_of_a_shifted_sequence(model: engine.Model, tokens: list[int], ma
             discard(s)
             s.cp(0, 1)
             assert s.rm(0, -1)
-            assert agree(expected, s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - GONE, 1))
+            assert agree(expected, s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - N_DISCARD, 1))
 
 
 @pytest.mark.parametrize(
@@ -188,24 +188,24 @@ def test_a_shared_cell_does_not_move(model: engine.Model, tokens: list[int], mak
             assert agree(expected[120:], s.decode(tokens[120:121], 120, seq))
 
 
-def test_bases_that_follow_the_text_do_not_shift(model: engine.Model, tokens: list[int], make_layout: Any) -> None:
+def test_adaptive_bases_refuse_a_shift(model: engine.Model, tokens: list[int], make_layout: Any) -> None:
     with session(model, make_layout(), window=(4, 32, 8), n_ctx=512, adapt="kv,block=16") as s:
         assert not C.llama_memory_can_shift(C.llama_get_memory(s.ctx))
         s.decode(tokens[:100])
         add(s, 0, 50, -1, 8)
-        assert "bases follow the text" in last_error()
+        assert "adaptive bases" in last_error()
 
 
 @contextmanager
 def stopped(s: Any, first: int, times: int) -> Iterator[None]:
-    """The computation is stopped when it asks for the first-th time, and so many times in all."""
-    asked = 0
+    """Aborts the computation at calls [first, first + times) of the abort callback."""
+    n_calls = 0
 
     @C.ggml_abort_callback
     def stop(_: Any) -> bool:
-        nonlocal asked
-        asked += 1
-        return first <= asked < first + times
+        nonlocal n_calls
+        n_calls += 1
+        return first <= n_calls < first + times
 
     C.llama_set_abort_callback(s.ctx, stop, None)
     try:
@@ -214,8 +214,8 @@ def stopped(s: Any, first: int, times: int) -> Iterator[None]:
         C.llama_set_abort_callback(s.ctx, ctypes.cast(None, C.ggml_abort_callback), None)
 
 
-def test_a_shift_that_is_stopped_goes_on_where_it_was(model: engine.Model, tokens: list[int], make_layout: Any) -> None:
-    """Behind any of its nodes: no key is turned twice, and none is read before it has been."""
+def test_an_aborted_shift_resumes(model: engine.Model, tokens: list[int], make_layout: Any) -> None:
+    """Stopped after any of its nodes: no key is rotated twice, and none is read before its rotation."""
     layout, new = make_layout(BANDS, BANDS), tokens[LENGTH : LENGTH + 30]
     expected = shifted(model, tokens, layout, window=WINDOW)
     with session(model, layout, window=WINDOW, threads=1) as s:
@@ -229,15 +229,15 @@ def test_a_shift_that_is_stopped_goes_on_where_it_was(model: engine.Model, token
                 break
             assert last_error().startswith("shift: ")
             with stopped(s, 1, 10**9):
-                assert s.try_decode(new, LENGTH - GONE) == 1
+                assert s.try_decode(new, LENGTH - N_DISCARD) == 1
             assert last_error().startswith("shift: ")
-            assert agree(expected, s.decode(new, LENGTH - GONE)), n
+            assert agree(expected, s.decode(new, LENGTH - N_DISCARD)), n
         assert n > 4, "hardly anything was stopped: the test proves nothing"
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2"])
-def test_ordinary_layers_turn_once(tiny_model: Callable[..., Any], tmp_path: Any, arch: str) -> None:
-    """Beside coded ones in the same cache, or in a sliding half: wherever a shift is stopped."""
+def test_ordinary_layers_are_rotated_once(tiny_model: Callable[..., Any], tmp_path: Any, arch: str) -> None:
+    """Next to coded layers in the same cache, or in a sliding half, wherever a shift is stopped."""
     from test_variants import shape_of
 
     model = engine.Model(tiny_model(arch))
@@ -254,9 +254,9 @@ def test_ordinary_layers_turn_once(tiny_model: Callable[..., Any], tmp_path: Any
             discard(s)
             with stopped(s, n, 1):
                 C.llama_state_seq_get_size(s.ctx, 0)
-            assert agree(expected, s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - GONE)), n
-            with stopped(s, 1, 1):  # as before: what is set aside comes back
-                assert s.try_decode(tokens[:5], LENGTH - GONE + 30) == 2
+            assert agree(expected, s.decode(tokens[LENGTH : LENGTH + 30], LENGTH - N_DISCARD)), n
+            with stopped(s, 1, 1):  # as before: pending shifts are restored
+                assert s.try_decode(tokens[:5], LENGTH - N_DISCARD + 30) == 2
     model.free()
 
 
@@ -277,7 +277,7 @@ def test_nothing_moves_while_a_shift_is_half_done(model: engine.Model, tokens: l
 def test_a_shift_of_a_long_text_needs_no_memory_for_its_keys(
     model: engine.Model, tokens: list[int], make_layout: Any
 ) -> None:
-    """In floats those of one layer are 32 MiB here."""
+    """As floats, the keys of one layer would take 32 MiB here."""
     with session(model, make_layout(BANDS, BANDS), window=WINDOW, n_ctx=131072, threads=1) as s:
         s.decode(tokens[:100])
         s.decode(tokens[:1], 100)

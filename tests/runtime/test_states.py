@@ -1,4 +1,4 @@
-"""States hold rows (FORMAT.md §3), however cells lie in memory, and touch the cells of their own sequence only."""
+"""States contain rows (FORMAT.md §3) independent of the cells' layout, and restore only the cells of their sequence."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_a_state_holds_the_rows_of_the_format(model: engine.Model, tokens: list[
                 rows.append(codec_numpy.encode(x[:, head] @ basis.T, bands, ratios))
             expected.append(np.concatenate(rows, axis=1))
     found = rows_in(state, N, [e.shape[1] for e in expected])
-    for tensor, (wanted, stored) in enumerate(zip(expected, found, strict=True)):
-        np.testing.assert_array_equal(stored, wanted, err_msg=f"tensor {tensor}")
+    for tensor, (original, stored) in enumerate(zip(expected, found, strict=True)):
+        np.testing.assert_array_equal(stored, original, err_msg=f"tensor {tensor}")
     SUBKV.subkv_observer_free(obs)
 
 
@@ -94,7 +94,7 @@ def test_a_restored_state_is_the_state(model: engine.Model, tokens: list[int], l
 def test_rows_of_a_removed_text_are_in_no_later_state(
     model: engine.Model, tokens: list[int], layout: Any, how: str, unified: bool
 ) -> None:
-    """Exact rows of a text must not leave with a state of the next one; the other sequence keeps its own."""
+    """A state must not contain exact rows of an earlier text; the other sequence keeps its rows."""
     with session(model, layout, window=WINDOW, n_seq_max=2, unified=unified, n_ctx=512) as s:
         fresh = s.state(0)
         s.decode(tokens[:30], seq=1)
@@ -114,7 +114,7 @@ def test_rows_of_a_removed_text_are_in_no_later_state(
 
 
 def interleaved(s: engine.Session, tokens: list[int], n: int) -> None:
-    """Two sequences whose cells alternate, three of the first, two of the second."""
+    """Two sequences with alternating cells, three of the first, two of the second."""
     at = [0, 0]
     while min(at) < n:
         for seq, count in ((0, 3), (1, 2)):
@@ -123,8 +123,8 @@ def interleaved(s: engine.Session, tokens: list[int], n: int) -> None:
 
 
 @pytest.mark.parametrize("seq", [None, 0])
-def test_a_head_is_of_its_state(model: engine.Model, tokens: list[int], layout: Any, seq: int | None) -> None:
-    """Any of its bits; those of how positions were moved mean nothing to whoever reads the cells."""
+def test_a_head_matches_its_state(model: engine.Model, tokens: list[int], layout: Any, seq: int | None) -> None:
+    """Changes every bit; bits of earlier shifts do not matter to a reader of cells."""
     with session(model, layout, window=WINDOW) as s:
         s.decode(tokens[:20])
         state = s.state(seq)
@@ -137,7 +137,7 @@ def test_a_head_is_of_its_state(model: engine.Model, tokens: list[int], layout: 
 
 
 @pytest.mark.parametrize("seq", [None, 0])
-def test_a_head_of_something_else_is_refused_whatever_its_checksum(
+def test_a_wrong_head_with_a_valid_checksum_is_refused(
     model: engine.Model, tokens: list[int], layout: Any, seq: int | None
 ) -> None:
     with session(model, layout, window=WINDOW) as s:
@@ -151,8 +151,8 @@ def test_a_head_of_something_else_is_refused_whatever_its_checksum(
             window: "exact window n_sink",
             window + 4: "exact window n_sink",
             window + 8: "exact window n_sink",
-            window + 16: "bases that follow the text",
-            window + 20: "bases that follow the text",
+            window + 16: "adaptive bases",
+            window + 20: "adaptive bases",
             window + 24: "exact rows held as here",
         }
         for at, sentence in places.items():
@@ -164,7 +164,7 @@ def test_a_head_of_something_else_is_refused_whatever_its_checksum(
 
 
 def test_a_partial_state_from_before_a_shift_is_refused(model: engine.Model, tokens: list[int], layout: Any) -> None:
-    """It has no cells, and these have moved since, after they had moved before."""
+    """It contains no cells, and the cells were shifted before and after it was saved."""
     with session(model, layout, window=WINDOW) as s:
         s.decode(tokens[:40])
         C.llama_memory_seq_add(s.memory, 0, 10, -1, 5)
@@ -187,13 +187,13 @@ def test_a_failed_restore_leaves_the_neighbours_in_a_tile(model: engine.Model, t
         assert "exact window" in last_error()
         assert C.llama_memory_seq_pos_max(s.memory, 1) == -1
         assert s.state(0) == other
-        # it has cells of its own again, in the gaps
+        # it has separate cells again, in the gaps
         assert s.set_state(state, 1) == len(state)
         assert s.state(1) == state
         assert s.state(0) == other
 
 
-def test_a_state_goes_into_other_cells(model: engine.Model, tokens: list[int], layout: Any) -> None:
+def test_a_state_is_restored_in_other_cells(model: engine.Model, tokens: list[int], layout: Any) -> None:
     with session(model, layout, window=WINDOW) as s:
         expected = s.decode(tokens[:110])
         s.clear()

@@ -14,7 +14,7 @@ from engine import C, Refused, distance, session
 
 
 def shape_of(model: engine.Model) -> list[tuple[int, int, int, int]]:
-    """Layers as an observer sees them: only those with an ordinary full-attention cache."""
+    """Layers that an observer reports: only those with an ordinary full-attention cache."""
     obs = engine.SUBKV.subkv_observer_new(0)
     shapes = []
     with session(model, observer=obs) as s:
@@ -60,7 +60,7 @@ def test_supported_variant_equals_the_f16_cache(
         with session(model, flash_attn=flash) as s:
             stock.append(s.decode(tokens))
     expected = stock[flash_attn]
-    # what f16 itself differs by: between attention kernels, between splits, and from a cache of floats
+    # differences of f16 itself: between attention kernels, between splits, and from an f32 cache
     floor = distance(stock[0], stock[1])
     for options in ({"n_ubatch": 13, "flash_attn": flash_attn}, {"type_k": 0, "type_v": 0}):
         with session(model, **options) as s:
@@ -80,9 +80,10 @@ def test_supported_variant_equals_the_f16_cache(
 def test_keys_less_a_mean_equal_the_f16_cache(
     tiny_model: Callable[..., Path], tmp_path: Path, arch: str, window: tuple[int, int, int]
 ) -> None:
-    """Coded and exact keys agree, under key biases, a softcap and ALiBi: half codes of k − μ, and μ added back.
+    """Coded and exact keys agree with key biases, a softcap and ALiBi: half codes of k − μ, and μ added back.
 
-    k − μ rounds elsewhere than k, so the bound is what rounding to half does: the distance of an f16 from an f32 cache.
+    k − μ rounds differently from k, so the bound is the effect of rounding to half: the distance of an f16 from an f32
+    cache.
     """
     model = engine.Model(tiny_model(arch))
     rng = random.Random(5)
@@ -120,7 +121,7 @@ def test_refused_with_the_reason_and_the_way_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ["mamba", "bert"])
-def test_a_model_without_a_kv_cache_leaves_the_context_ordinary_and_says_so(
+def test_a_model_without_a_kv_cache_keeps_the_context_ordinary(
     tiny_model: Callable[..., Path], tmp_path: Path, arch: str
 ) -> None:
     """libllama builds no K/V cache here; subkv_context_fingerprint tells, and the request must not linger."""
@@ -163,7 +164,7 @@ def test_bases_of_another_model(model: engine.Model, tmp_path: Path, change: dic
 
 @pytest.mark.parametrize("arch", ["lfm2", "qwen35"])
 def test_bases_of_another_hybrids_layers(tiny_model: Callable[..., Path], tmp_path: Path, arch: str) -> None:
-    """One of them attends here, too, the other is recurrent."""
+    """Of the two layers, one has attention in this model, too; the other is recurrent."""
     path = tiny_model(arch)
     model, shapes = engine.Model(path), [(0, 1, 32, 32), (1, 1, 32, 32)]
     name, n_layer = engine.architecture(path), C.llama_model_n_layer(model.handle)

@@ -1,8 +1,8 @@
-"""Whole graphs on llama.cpp's Vulkan backend: the barriers between its nodes and ours, and what is said where there is
-no device, or one that is too small.
+"""Whole graphs on llama.cpp's Vulkan backend: barriers between its nodes and subkv's, and messages without a device or
+with a device that is too small.
 
-Needs a build with -DGGML_VULKAN=ON, and a Vulkan device; lavapipe will do. Every test is a process of its own: what
-Vulkan sees is decided by the environment.
+Needs a build with -DGGML_VULKAN=ON and a Vulkan device, such as lavapipe. Every test is a separate process, because
+the environment chooses the devices.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ try:
 except Refused as error:
     print(error)
 """
-# what the programs say of -ngl 99, and where layers are then
+# the programs' messages about -ngl 99, and the devices of layers then
 WITHOUT = """
 import runtime.options as options
 options.note = print
@@ -66,7 +66,7 @@ with session(model, layout) as s:
 
 
 def python(*args: str, **env: str | None) -> subprocess.CompletedProcess[str]:
-    """A process in which llama.cpp sees the first Vulkan device, unless env (None: unset) says otherwise."""
+    """Runs a process in which llama.cpp uses the first Vulkan device; env: changes of the environment (None: unset)."""
     path = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     given = {**os.environ, "GGML_VK_VISIBLE_DEVICES": "0", "PYTHONPATH": path, **env}
     here = {name: value for name, value in given.items() if value is not None}
@@ -78,19 +78,19 @@ def start(code: str, model: Path, tmp_path: Path, **env: str | None) -> subproce
 
 
 def run(code: str, model: Path, tmp_path: Path, **env: str | None) -> str:
-    """What a process of start() said, which went well."""
+    """The output of a process of start() that succeeded."""
     done = start(code, model, tmp_path, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def graphs(pieces: list[int]) -> str:
-    """GRAPHS of a text in so many tokens at a time."""
+    """GRAPHS for a text in batches of these sizes."""
     return GRAPHS.replace("PIECES", str(pieces)).replace("tokens, ", f"tokens[:{sum(pieces)}], ")
 
 
 def preload(name: str, tmp_path: Path) -> str:
-    """A library that stands between llama.cpp's backend and Vulkan, from its source in vulkan/."""
+    """Compiles a library of vulkan/ that is loaded between llama.cpp's backend and Vulkan."""
     library = tmp_path / f"{name}.so"
     build = ["c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(library), str(HERE / f"vulkan/{name}.cpp")]
     subprocess.run([*build, "-ldl"], check=True)
@@ -98,7 +98,7 @@ def preload(name: str, tmp_path: Path) -> str:
 
 
 def ours(tmp_path: Path) -> dict[str, str]:
-    """Environment in which barriers of our dispatches are the only ones that matter (vulkan/barriers.cpp)."""
+    """The environment in which only barriers of subkv's dispatches are checked (vulkan/barriers.cpp)."""
     return {"LD_PRELOAD": preload("barriers", tmp_path), "SUBKV_LIBRARY": str(_lib.lib_dir() / "libsubkv.so")}
 
 
@@ -133,7 +133,7 @@ def hazards(tmp_path: Path) -> Callable[..., list[str]]:
 
 @pytest.fixture
 def decode(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Any]:
-    """Of so many tokens at a time, for hazards()."""
+    """Decodes batches of this many tokens, for hazards()."""
     return lambda pieces: partial(run, graphs(pieces), tiny_model("llama"), tmp_path)
 
 
@@ -148,10 +148,10 @@ def test_a_graph_of_batches_has_no_hazards_of_ours(
     assert hazards(decode(BATCHES), **ours(tmp_path)) == []
 
 
-def test_lost_barriers_of_a_graph_are_found(
+def test_missing_barriers_of_a_graph_are_reported(
     hazards: Callable[..., list[str]], decode: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Those behind our dispatches, taken away between the backend and Vulkan."""
+    """The preloaded library removes the barriers after subkv's dispatches."""
     assert "SYNC-HAZARD-READ-AFTER-WRITE" in hazards(decode(BATCHES), **ours(tmp_path), SUBKV_LOSE="1")
 
 
@@ -177,8 +177,8 @@ def test_libsubkv_links_no_vulkan() -> None:
 
 
 def test_the_device_is_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    said = run(graphs(BATCHES), tiny_model("llama"), tmp_path)
-    assert re.fullmatch(r"(Vulkan0 \(.+\)\n){2}", said)
+    output = run(graphs(BATCHES), tiny_model("llama"), tmp_path)
+    assert re.fullmatch(r"(Vulkan0 \(.+\)\n){2}", output)
 
 
 @pytest.mark.parametrize(
@@ -191,13 +191,13 @@ def test_the_device_is_named(tiny_model: Callable[..., Path], tmp_path: Path) ->
     ],
     ids=["batch", "context"],
 )
-def test_what_the_device_cannot_bind_is_refused(
+def test_tensors_that_the_device_cannot_bind_are_refused(
     tiny_model: Callable[..., Path], tmp_path: Path, options: str, refusal: str
 ) -> None:
-    said = run(LARGE.replace("OPTIONS", options), tiny_model("llama"), tmp_path)
-    if said == "fine\n":
+    output = run(LARGE.replace("OPTIONS", options), tiny_model("llama"), tmp_path)
+    if output == "fine\n":
         pytest.skip("this device binds more than 128 MiB")
-    assert re.match(refusal, said), said
+    assert re.match(refusal, output), output
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def test_a_backend_or_a_memory_that_lacks_something_is_refused(
     tiny_model: Callable[..., Path], tmp_path: Path, what: str, refusal: str
 ) -> None:
     env = {"LD_PRELOAD": preload("refusals", tmp_path), "SUBKV_LIBRARY": str(_lib.lib_dir() / "libsubkv.so")}
-    said = run(LARGE.replace("OPTIONS", ""), tiny_model("llama"), tmp_path, SUBKV_REFUSE=what, **env)
-    assert re.match(refusal, said), said
+    output = run(LARGE.replace("OPTIONS", ""), tiny_model("llama"), tmp_path, SUBKV_REFUSE=what, **env)
+    assert re.match(refusal, output), output
 
 
 @pytest.mark.parametrize(
@@ -223,15 +223,15 @@ def test_a_backend_or_a_memory_that_lacks_something_is_refused(
         ("GGML_VK_VISIBLE_DEVICES", None),  # lavapipe, which is a CPU
     ],
 )
-def test_without_a_device_layers_stay_on_the_cpu_and_it_is_said(
+def test_without_a_device_layers_stay_on_the_cpu_with_a_message(
     tiny_model: Callable[..., Path], tmp_path: Path, variable: str, value: str | None
 ) -> None:
-    said = run(WITHOUT, tiny_model("llama"), tmp_path, **{variable: value})
-    if said.startswith("True"):
+    output = run(WITHOUT, tiny_model("llama"), tmp_path, **{variable: value})
+    if output.startswith("True"):
         pytest.skip("this machine has a GPU")
     assert re.fullmatch(
         r"-ngl 99: expected a GPU, found none \(the Vulkan backend sees none .*; all layers are on the CPU\nFalse 0\n",
-        said,
+        output,
     )
 
 
@@ -241,7 +241,7 @@ def test_without_a_device_layers_stay_on_the_cpu_and_it_is_said(
 def test_a_device_without_16_bit_storage_is_named(
     tiny_model: Callable[..., Path], tmp_path: Path, env: dict[str, str | None]
 ) -> None:
-    """llama.cpp prefers others; where there is none, or GGML_VK_VISIBLE_DEVICES names it, the process ends."""
+    """llama.cpp prefers other devices; if there are none, or GGML_VK_VISIBLE_DEVICES names it, the process ends."""
     done = start(WITHOUT, tiny_model("llama"), tmp_path, LD_PRELOAD=preload("no_16bit_storage", tmp_path), **env)
     assert done.returncode != 0
     assert done.stdout == ""

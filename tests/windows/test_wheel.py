@@ -64,7 +64,7 @@ def _run(home: Path, *command: str | Path, code: int = 0, paths: Sequence[Path] 
 
 
 def test_chat(home: Path) -> None:
-    """By the program that pip made, on the demo model, which the package converts first."""
+    """With the program that pip installed, on the demo model, which the package converts first."""
     answer = _run(home, home / SUBKV, "chat", *QUESTION)
     assert "Étoile" in answer and "KV cache: subkv" in answer  # as on Linux
 
@@ -76,7 +76,7 @@ def test_doctor(home: Path) -> None:
 
 
 def test_pictures(home: Path) -> None:
-    """llama_cpp takes the libmtmd that is in the wheel."""
+    """llama_cpp uses the libmtmd of the wheel."""
     program = "import subkv.native.library as l; l.load(); import llama_cpp.mtmd_cpp as m; print(m._libmtmd._name)"
     name = _run(home, home / PYTHON, "-c", program).strip()
     assert name.endswith("\\subkv\\lib\\libmtmd.dll"), name
@@ -116,7 +116,7 @@ def test_llama_server(home: Path) -> None:
 
 
 def test_every_library_is_in_the_wheel(tmp_path: Path) -> None:
-    """Whatever a library or program asks for is beside it, or part of Windows; nothing is of the building machine."""
+    """Every dependency of a library or program is in the same folder or part of Windows."""
     with zipfile.ZipFile(WHEELS[0]) as archive:
         archive.extractall(tmp_path)
     folder = tmp_path / "subkv" / "lib"
@@ -124,8 +124,8 @@ def test_every_library_is_in_the_wheel(tmp_path: Path) -> None:
     names = {path.name for path in files}
     assert {"libsubkv.dll", "libllama.dll", "ggml-cpu-haswell.dll", "llama-server.exe"} <= names
     for path in files:
-        wanted = set(wine.imports(path))
-        assert wanted <= names | SYSTEM, (path.name, wanted - names - SYSTEM)
+        imported = set(wine.imports(path))
+        assert imported <= names | SYSTEM, (path.name, imported - names - SYSTEM)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes()[:4] == b"\x7fELF"]
 
 

@@ -31,7 +31,7 @@ PACKAGES = (
 )
 READY = "ready"  # a file of the folder once all of it is made
 MATHS, OURS = "api-ms-win-crt-math-l1-1-0", "xpi-ms-win-crt-math-l1-1-0"
-COMPLEX = {  # of C's functions of complex numbers: how one of them is made of MinGW's, for double and float
+COMPLEX = {  # C's functions of complex numbers, each built from MinGW's, for double and float
     ("ccos", "ccosh", "cexp", "csin", "csinh", "ctan", "ctanh"): "TYPE x_NAME(TYPE z) { z.c = NAME(z.c); return z; }",
     ("cabs", "carg", "cimag", "creal"): "REAL x_NAME(TYPE z) { return NAME(z.c); }",
     ("cpow",): "TYPE x_NAME(TYPE y, TYPE z) { z.c = NAME(y.c, z.c); return z; }",
@@ -59,7 +59,7 @@ def library(folder: Path, name: str, source: str, *more: str | Path) -> None:
 
 
 def imports(binary: Path) -> dict[str, list[str]]:
-    """Names that a library or program takes of others, by their file names."""
+    """Names that a library or program imports, by the file names of the libraries."""
     import pefile  # not at the top: tests of a machine without it are skipped, not broken
 
     with pefile.PE(str(binary), fast_load=True) as pe:
@@ -69,7 +69,7 @@ def imports(binary: Path) -> dict[str, list[str]]:
 
 
 def imported(extension: Path) -> list[str]:
-    """Names that an extension takes of the library of maths."""
+    """Names that an extension imports from the maths library."""
     return [name for library, names in imports(extension).items() if library.startswith(MATHS) for name in names]
 
 
@@ -82,7 +82,7 @@ def make_python(folder: Path) -> Path:
     zipfile.ZipFile(io.BytesIO(data)).extractall(folder)
     next(folder.glob("cp*/python.exe")).parent.rename(python)
     next(python.glob("*._pth")).unlink()  # so that PYTHONPATH counts
-    (python / "_wmi.pyd").unlink()  # asks the system for its version in a way that wine cannot answer
+    (python / "_wmi.pyd").unlink()  # queries the system's version with a call that wine does not support
     library(python, "bcryptprimitives", RANDOM)
     return python
 
@@ -122,7 +122,7 @@ def mend_numpy(python: Path, packages: Path) -> None:
 
 
 def start(folder: Path, *command: str | Path, paths: Sequence[Path] = (), **more: str) -> subprocess.Popen[bytes]:
-    """A program of Windows in wine, with nothing of this environment but what is given; its output is one pipe."""
+    """Starts a Windows program in wine with only the given environment; stdout and stderr share one pipe."""
     environment = {
         **{name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ},
         "WINEPREFIX": str(folder / "wine"),
@@ -132,7 +132,7 @@ def start(folder: Path, *command: str | Path, paths: Sequence[Path] = (), **more
         "PYTHONUTF8": "1",
         **more,
     }
-    # its Python wants neither a terminal of wine's nor a file that is none
+    # its Python works neither with a wine terminal nor with a non-file
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     started = subprocess.Popen(["wine", *map(str, command)], env=environment, **streams)  # type: ignore[call-overload]
     started.stdin.close()

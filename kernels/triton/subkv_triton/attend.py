@@ -39,12 +39,12 @@ class Partial:
 
 
 @triton.jit
-def _part(base, at, seen, entry):
+def _part(base, at, visible, entry):
     """A part of indices, i32 [C, R]; entry: pointers [R] to its words."""
     word = tl.load(entry)
     bits = word >> _BITS
     here = at[:, None] + (word & _AT)[None, :]
-    byte = tl.load(base + here, mask=seen[:, None] & (bits > 0)[None, :], other=0).to(tl.int32)
+    byte = tl.load(base + here, mask=visible[:, None] & (bits > 0)[None, :], other=0).to(tl.int32)
     return ((byte >> ((word >> _FROM) & 7)[None, :]) & bits[None, :]) << ((word >> _TO) & 15)[None, :]
 
 
@@ -59,13 +59,13 @@ def _settle(x):
 
 
 @triton.jit
-def _codes(base, at, seen, scales_ptr, table, j, R: tl.constexpr, ANY_HALF: tl.constexpr, ANY_PATH: tl.constexpr):
+def _codes(base, at, visible, scales_ptr, table, j, R: tl.constexpr, ANY_HALF: tl.constexpr, ANY_PATH: tl.constexpr):
     """A head's rows at bytes at [C] from base -> scales f32 [C]; values in steps and stored halves, f16 [C, R]."""
-    s = tl.load(scales_ptr + tl.load(base + at, mask=seen, other=0).to(tl.int32))
-    index = _part(base, at, seen, table + _LOW * R + j) | _part(base, at, seen, table + _HIGH * R + j)
+    s = tl.load(scales_ptr + tl.load(base + at, mask=visible, other=0).to(tl.int32))
+    index = _part(base, at, visible, table + _LOW * R + j) | _part(base, at, visible, table + _HIGH * R + j)
     levels = tl.load(table + _LEVELS * R + j)
     if ANY_PATH:
-        index ^= _part(base, at, seen, table + _ONE * R + j) ^ _part(base, at, seen, table + _TWO * R + j)
+        index ^= _part(base, at, visible, table + _ONE * R + j) ^ _part(base, at, visible, table + _TWO * R + j)
     level = 2 * index - (levels & 255)[None, :]  # in halves of a step
     if ANY_PATH:
         size = tl.abs(level)
@@ -93,7 +93,7 @@ def _halves(x):
 
 @triton.jit
 def soften(logit, bias, slope, softcap, m, z, HAS_CAP: tl.constexpr):
-    """A step of the online softmax over C keys: logit, bias [M, C], -inf: not seen; slope, m, z [M].
+    """A step of the online softmax over C keys: logit, bias [M, C], -inf: not visible; slope, m, z [M].
 
     -> weights [M, C], what earlier sums shrink by, m, z.
     """
@@ -190,10 +190,10 @@ def _attend(
             other=float("-inf"),
         )
         # masked cells may have any content and are not read
-        seen = tl.max(bias, axis=0) > float("-inf")
-        if tl.max(seen.to(tl.int32), axis=0) > 0:
+        visible = tl.max(bias, axis=0) > float("-inf")
+        if tl.max(visible.to(tl.int32), axis=0) > 0:
             k_row = k_head + tl.cast(first, tl.int64) * k_stride
-            s, codes, halves = _codes(k_row, of_block * k_stride, seen, scales_ptr, k_table, jk, RK, K_HALF, K_PATH)
+            s, codes, halves = _codes(k_row, of_block * k_stride, visible, scales_ptr, k_table, jk, RK, K_HALF, K_PATH)
             logit = tl.dot(q_coded, tl.trans(codes)) * (top[:, None] * s[None, :])
             if K_HALF:
                 dot = tl.dot(q_half, tl.trans(halves)) * top_half[:, None]
@@ -203,7 +203,7 @@ def _attend(
             p, keep, m, z = soften(logit, bias, slope, softcap, m, z, HAS_CAP)
 
             v_row = v_head + tl.cast(first, tl.int64) * v_stride
-            s, codes, halves = _codes(v_row, of_block * v_stride, seen, scales_ptr, v_table, jv, RV, V_HALF, V_PATH)
+            s, codes, halves = _codes(v_row, of_block * v_stride, visible, scales_ptr, v_table, jv, RV, V_HALF, V_PATH)
             largest = tl.maximum(tl.max(s, axis=0), 1e-30)
             weight = (p * (s / largest)[None, :]).to(tl.float16)
             acc = acc * keep[:, None] + tl.dot(weight, codes) * largest
@@ -225,10 +225,10 @@ def project_queries(k: Codecs, q: torch.Tensor, scale: torch.Tensor) -> torch.Te
 
 def default_splits(n_programs: int, n_cells: int, device: torch.device) -> int:
     """Splits that give every multiprocessor some programs, of at least 256 cells each."""
-    wanted = 1
+    n_parts = 1
     if device.type == "cuda":
-        wanted = 4 * torch.cuda.get_device_properties(device).multi_processor_count // max(1, n_programs)
-    return max(1, min(wanted, 64, triton.cdiv(n_cells, 256)))
+        n_parts = 4 * torch.cuda.get_device_properties(device).multi_processor_count // max(1, n_programs)
+    return max(1, min(n_parts, 64, triton.cdiv(n_cells, 256)))
 
 
 def attend(

@@ -107,16 +107,16 @@ def _combine(
             mask=live[:, None] & (key < n_keys)[None, :],
             other=float("-inf"),
         )
-        seen = tl.max(bias, axis=0) > float("-inf")
+        shown = tl.max(bias, axis=0) > float("-inf")
         at_key = (stream * n_keys + key) * n_head + head
         logit = tl.zeros((M, C), tl.float32)
         for part in range(0, DK, D):  # of whole queries, operands of tl.dot take most registers of some GPUs
             j = part + jk
             q = tl.load(q_ptr + at[:, None] * d_k + j[None, :], mask=live[:, None] & (j < d_k)[None, :], other=0.0)
-            k = tl.load(k_ptr + at_key[:, None] * d_k + j[None, :], mask=seen[:, None] & (j < d_k)[None, :], other=0.0)
+            k = tl.load(k_ptr + at_key[:, None] * d_k + j[None, :], mask=shown[:, None] & (j < d_k)[None, :], other=0.0)
             logit += _dot(q, tl.trans(k))
         p, keep, m, z = soften(logit, bias, slope, softcap, m, z, HAS_CAP)
-        v = tl.load(v_ptr + at_key[:, None] * d_v + jv[None, :], mask=seen[:, None] & (jv < d_v)[None, :], other=0.0)
+        v = tl.load(v_ptr + at_key[:, None] * d_v + jv[None, :], mask=shown[:, None] & (jv < d_v)[None, :], other=0.0)
         o = o * keep[:, None] + _dot(p, v)
 
     w = tl.where(z > 0, 1.0, 0.0)

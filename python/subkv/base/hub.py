@@ -79,17 +79,17 @@ def fetch(
         raise SubkvError("pattern", f"expected a pattern or the quant of {repo}, found both")
     if importlib.util.find_spec("huggingface_hub") is None:
         raise SubkvError("hf_repo", f"expected package huggingface_hub, found none: {install('hub')}")
-    kept = {"cache_dir": cache_dir, "local_dir": local_dir}
-    files, why_not = _listed(name, kept)
+    folders = {"cache_dir": cache_dir, "local_dir": local_dir}
+    files, why_not = _listed(name, folders)
     where = f"the earlier download of {name} ({why_not})" if why_not else name
     chosen = _choose(files, where, quant) if pattern is None else _matching(files, where, pattern, "pattern")
-    wanted = [*_parts(files, chosen), *(_matching(files, where, each, "more") for each in more)]
+    requested = [*_parts(files, chosen), *(_matching(files, where, each, "more") for each in more)]
     if why_not:
         note(f"{repo}: {why_not}; using an earlier download of {chosen}")
-    return _download(name, wanted, kept, bool(why_not)) / chosen
+    return _download(name, requested, folders, bool(why_not)) / chosen
 
 
-def _listed(repo: str, kept: dict[str, Any]) -> tuple[list[str], str]:
+def _listed(repo: str, folders: dict[str, Any]) -> tuple[list[str], str]:
     """Names of the files of a repository, and the reason why only local ones are listed ("": the hub listed them)."""
     from huggingface_hub import HfApi  # an extra
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
@@ -113,13 +113,13 @@ def _listed(repo: str, kept: dict[str, Any]) -> tuple[list[str], str]:
     except Exception as error:  # of the HTTP library, which differs between versions of huggingface_hub
         why = f"the hub cannot be reached ({_first_line(error)})"
     try:
-        folder = _snapshot(repo, [], kept, offline=True)
+        folder = _snapshot(repo, [], folders, offline=True)
     except OSError as error:
         raise SubkvError("hf_repo", f"cannot list {repo}: {why}, and there is no earlier download") from error
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()), why
 
 
-def _snapshot(repo: str, files: Iterable[str], kept: dict[str, Any], offline: bool) -> Path:
+def _snapshot(repo: str, files: Iterable[str], folders: dict[str, Any], offline: bool) -> Path:
     """Download files of a repository; returns its folder. Raises as huggingface_hub."""
     from huggingface_hub import snapshot_download  # an extra
     from huggingface_hub.utils import tqdm
@@ -132,12 +132,12 @@ def _snapshot(repo: str, files: Iterable[str], kept: dict[str, Any], offline: bo
             super().__init__(*args, **kwargs)
 
     names = [glob.escape(file) for file in files]
-    return Path(snapshot_download(repo, allow_patterns=names, local_files_only=offline, tqdm_class=Bar, **kept))
+    return Path(snapshot_download(repo, allow_patterns=names, local_files_only=offline, tqdm_class=Bar, **folders))
 
 
-def _download(repo: str, files: Sequence[str], kept: dict[str, Any], offline: bool) -> Path:
+def _download(repo: str, files: Sequence[str], folders: dict[str, Any], offline: bool) -> Path:
     try:
-        folder = _snapshot(repo, files, kept, offline)
+        folder = _snapshot(repo, files, folders, offline)
     except Exception as error:  # of the HTTP library or the disk
         raise SubkvError("hf_repo", f"cannot download {files[0]} of {repo}: {_first_line(error)}") from error
     for file in files:
@@ -160,9 +160,9 @@ def _choose(files: Sequence[str], where: str, quant: str) -> str:
     models = [file for file in files if _is_model(file)]
     if not models:
         raise SubkvError("hf_repo", f"expected GGUF files in {where}, found none")
-    for wanted in [quant] if quant else DEFAULT_QUANTS:
+    for candidate in [quant] if quant else DEFAULT_QUANTS:
         # unlike llama.cpp, do not match F16 in BF16
-        form = re.compile(rf"(?<![A-Za-z0-9]){re.escape(wanted)}[.-]", re.IGNORECASE)
+        form = re.compile(rf"(?<![A-Za-z0-9]){re.escape(candidate)}[.-]", re.IGNORECASE)
         for file in models:
             if form.search(file):
                 return file

@@ -79,7 +79,7 @@ class CacheChoice:
         return self.layout is not None
 
     @property
-    def follows_text(self) -> bool:
+    def is_adaptive(self) -> bool:
         """Whether the bases are adaptive; then sequences cannot share cells."""
         return self.adapt not in (None, adaptive.NONE)
 

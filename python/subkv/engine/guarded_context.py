@@ -80,8 +80,8 @@ class GuardedContext(internals.LlamaContext):
         if not C.llama_memory_can_shift(self.memory):
             raise CacheError(
                 "kv_cache_seq_shift",
-                "expected a cache whose positions can move, found one on a GPU, with bases that follow the text, or of "
-                "a model whose positions are not plain numbers; evaluate the tokens again or use kv_cache='f16'",
+                "expected a cache whose positions can move, found one on a GPU, with adaptive bases, or of a model "
+                "whose positions are not plain numbers; evaluate the tokens again or use kv_cache='f16'",
             )
         with self.exclusive():
             if shift == 0:  # llama.cpp does not call the coded cache then

@@ -203,7 +203,7 @@ class Llama(llama_cpp.Llama):
         if model is None:
             self._close_drafts()
             return
-        if self._ctx.checkpoints is not None and self._choice.follows_text:
+        if self._ctx.checkpoints is not None and self._choice.is_adaptive:
             raise CacheError(
                 "draft_model", "expected a context that can go back, found recurrent state with adaptive bases"
             )

@@ -19,7 +19,7 @@ def require(llm: llama_cpp.Llama, key: str) -> None:
         raise SubkvError(
             key,
             "expected a model and a cache whose positions can move, found others (recurrent state, positions of "
-            "several numbers, or bases that follow the text); omit it",
+            "several numbers, or adaptive bases); omit it",
         )
 
 

@@ -1,7 +1,7 @@
 """Saves and restores contexts, and computes the identity to which a state is bound.
 
-A state consists of the tokens and llama.cpp's data (cells and, of a coded cache, exact window and bases that follow the
-text). It takes `kv_stats().bytes_per_token` and some 20 bytes for each used cell, and `bytes_window`. It contains
+A state consists of the tokens and llama.cpp's data (cells; of a coded cache also the exact window and adaptive
+bases). It takes `kv_stats().bytes_per_token` and some 20 bytes for each used cell, and `bytes_window`. It contains
 llama_cpp's logits only with logits_all.
 """
 

@@ -29,8 +29,8 @@ class KVStats:
     bytes_window: int = 0
     bytes_stock: int = 0
     bytes_bases: int = 0
-    bytes_chunks: int = 0  # bases that follow the text, and their sketches
-    n_chunks: int = 0  # such bases of all heads
+    bytes_chunks: int = 0  # adaptive bases and their sketches
+    n_chunks: int = 0  # adaptive bases of all heads
     n_layer_coded: int = 0
     n_zero_rows: int = 0
     n_sink: int = 0

@@ -197,13 +197,13 @@ def canonical(blob: bytes) -> tuple[bytes, memoryview]:
     return len(text).to_bytes(8, "little") + text, memoryview(blob)[end:]
 
 
-def parsed(key: str, text: str, wanted: str) -> Any:
+def parsed(key: str, text: str, form: str) -> Any:
     """Parse JSON in a file's metadata. Raises SubkvError about `key` if it is invalid JSON or Unicode."""
     try:
         value = json.loads(text)
         json.dumps(value, ensure_ascii=False).encode()  # rejects escaped lone surrogates
     except (ValueError, RecursionError) as error:
-        raise SubkvError(key, f"expected {wanted}, found text that does not parse ({error})") from error
+        raise SubkvError(key, f"expected {form}, found text that does not parse ({error})") from error
     return value
 
 
@@ -361,8 +361,8 @@ def _read_layer(tensors: dict[str, NDArray[Any]], shape: LayerShape, sensitive: 
             n is None or n == m for n, m in zip(expected, tensor.shape, strict=True)
         )
         if tensor.dtype != dtype or not fits:
-            wanted = ", ".join("n" if n is None else str(n) for n in expected)
-            raise SubkvError(name, f"expected {np.dtype(dtype)} [{wanted}], found {tensor.dtype} {list(tensor.shape)}")
+            dims = ", ".join("n" if n is None else str(n) for n in expected)
+            raise SubkvError(name, f"expected {np.dtype(dtype)} [{dims}], found {tensor.dtype} {list(tensor.shape)}")
         if not np.isfinite(tensor).all():
             raise SubkvError(name, "expected finite values, found NaN or infinity")
         return tensor

@@ -181,9 +181,10 @@ int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, const int64_t * 
         sketch_absorb(sketch_params(), sketch_.data(), space_.data(), rank, n);
     }
     ++stats_.n_blocks;
-    const bool asked = (params_.tau < 1.0f && rho > params_.tau) || (params_.length > 0 && since_ >= params_.length);
-    current_         = best;
-    if (asked && !sketch_.empty() && sketch_count(sketch_.data()) >= params_.warm) {
+    const bool triggered =
+        (params_.tau < 1.0f && rho > params_.tau) || (params_.length > 0 && since_ >= params_.length);
+    current_ = best;
+    if (triggered && !sketch_.empty() && sketch_count(sketch_.data()) >= params_.warm) {
         std::unique_ptr<ChunkBasis> next     = candidate();
         const double                rho_next = next ? code(next.get(), tried_) : INFINITY;
         since_                               = 0; // restart the count, adopted or not

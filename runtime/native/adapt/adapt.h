@@ -11,8 +11,8 @@
 //
 // A block is coded with the current chunk, or with the best of all chunks (`reuse`). If its residual or the chunk's
 // length triggers it, the adapter also tries the sketch's basis on the block and opens a chunk if the gain is large
-// enough. At J_max the adapter recodes the oldest chunk in the basis of the next one (`merge`), or opens no more
-// chunks. converter/NOTES.md has the gain of each option.
+// enough. When J_max chunks are open, the adapter recodes the oldest chunk in the basis of the next one (`merge`), or
+// opens no further chunks. converter/NOTES.md lists the gain of each option.
 //
 // Decisions about a block may use the complete block, but no later rows. State and rows depend only on the rows and
 // their positions.
@@ -67,7 +67,7 @@ struct AdaptStats {
     int64_t n_opened    = 0;
     int64_t n_refused   = 0; // candidates that did not gain enough
     int64_t n_merged    = 0;
-    int64_t n_recoded   = 0; // rows coded anew by merges
+    int64_t n_recoded   = 0; // rows recoded by merges
     int64_t n_nonfinite = 0; // rows stored as zero rows
 };
 

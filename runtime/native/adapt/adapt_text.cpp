@@ -118,7 +118,7 @@ static ChunkRequest parse_adapt(const std::string & text) {
     return { (sides & 1) != 0, (sides & 2) != 0, adapt_params(params) };
 }
 
-ChunkRequest chunks_asked(const subkv_cache_params & params) {
+ChunkRequest requested_chunks(const subkv_cache_params & params) {
     try {
         return params.adapt ? parse_adapt(params.adapt) : ChunkRequest();
     } catch (const Invalid & e) {
@@ -127,13 +127,13 @@ ChunkRequest chunks_asked(const subkv_cache_params & params) {
 }
 
 ChunkRequest chunks_of_environment(const Layout & layout) {
-    const char *      set  = std::getenv("SUBKV_ADAPT");
-    const bool        told = set && *set;
-    const std::string text = told ? set : layout.adapt;
+    const char *      set     = std::getenv("SUBKV_ADAPT");
+    const bool        by_user = set && *set;
+    const std::string text    = by_user ? set : layout.adapt;
     try {
         return text.empty() ? ChunkRequest() : parse_adapt(text);
     } catch (const Invalid & e) {
-        throw Invalid{ (told ? "SUBKV_ADAPT: " : "subkv.adapt: ") + e.why };
+        throw Invalid{ (by_user ? "SUBKV_ADAPT: " : "subkv.adapt: ") + e.why };
     }
 }
 

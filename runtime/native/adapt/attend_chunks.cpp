@@ -74,14 +74,14 @@ void ChunkedAttention::attend(const Ops & ops, const AttendArgs & args, const ui
                       CLOSED;
     }
     for (int64_t c = 0; c < args.n_cells; ++c) {
-        const int32_t wanted = chunk_[(size_t) c];
-        if (wanted < 0) {
+        const int32_t current = chunk_[(size_t) c];
+        if (current < 0) {
             continue;
         }
         const auto tile = [&](int64_t at) { return chunk_.begin() + std::min(at, args.n_cells); };
         const auto from = c / TILE * TILE;
         auto       end  = from + TILE;
-        while (std::find(tile(end), tile(end + TILE), wanted) != tile(end + TILE)) {
+        while (std::find(tile(end), tile(end + TILE), current) != tile(end + TILE)) {
             end += TILE;
         }
         AttendArgs run = args;
@@ -89,18 +89,18 @@ void ChunkedAttention::attend(const Ops & ops, const AttendArgs & args, const ui
         run.v_tiles += from / TILE * args.v_stride;
         run.bias += from;
         run.n_cells = end - from;
-        if (std::any_of(tile(from), tile(end), [&](int32_t other) { return other != wanted && other != CLOSED; })) {
+        if (std::any_of(tile(from), tile(end), [&](int32_t other) { return other != current && other != CLOSED; })) {
             bias_.assign((size_t) (args.n_tok * run.n_cells), -INFINITY);
             for (int64_t i = 0; i < args.n_tok * run.n_cells; ++i) {
                 const int64_t at = i % run.n_cells;
-                if (chunk_[(size_t) (from + at)] == wanted) {
+                if (chunk_[(size_t) (from + at)] == current) {
                     bias_[(size_t) i] = run.bias[i / run.n_cells * args.bias_stride + at];
                 }
             }
             run.bias        = bias_.data();
             run.bias_stride = run.n_cells;
         }
-        const int32_t k_slot = wanted / SLOTS, v_slot = wanted % SLOTS;
+        const int32_t k_slot = current / SLOTS, v_slot = current % SLOTS;
         if (k_slot > 0) {
             run.k  = &k_unit_->adapter.chunk(k_slot)->codec;
             run.qt = queries(args, k_slot);
@@ -114,7 +114,7 @@ void ChunkedAttention::attend(const Ops & ops, const AttendArgs & args, const ui
             run.acc_stride = args.v->rank;
         }
         ops.attend(run);
-        std::replace(tile(from), tile(end), wanted, DONE);
+        std::replace(tile(from), tile(end), current, DONE);
     }
 }
 

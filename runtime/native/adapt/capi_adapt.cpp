@@ -159,7 +159,7 @@ bool subkv_get_adapt_stats(llama_context * ctx, int32_t il, int32_t head_kv, boo
     subkv_adapt_stats  sum   = {};
     if (!layer || !cache->chunked() || head_kv < 0 || head_kv >= layer->n_head_kv ||
         !cache->chunked()->stats(il, head_kv, value, sum)) {
-        set_error("context: a head whose bases adapt expected, layer %d, head %d, %s found", il, head_kv,
+        set_error("context: a head with adaptive bases expected, layer %d, head %d, %s found", il, head_kv,
                   value ? "values" : "keys");
         return false;
     }
@@ -177,7 +177,7 @@ int64_t subkv_get_sketch_rows(llama_context * ctx, int32_t il, int32_t head_kv, 
     const ChunkUnit * unit =
         cache->chunked() ? cache->chunked()->layer(il)->unit((uint32_t) seq, head_kv, value) : nullptr;
     if (!unit) {
-        set_error("context: a head whose bases adapt expected, layer %d, head %d, %s found", il, head_kv,
+        set_error("context: a head with adaptive bases expected, layer %d, head %d, %s found", il, head_kv,
                   value ? "values" : "keys");
         return -1;
     }

@@ -82,7 +82,7 @@ void ChunkedBases::check(const ChunkRequest & request, const Layout & layout, in
     }
     for (const LayerDesc & layer : desc.layers) {
         if (layout.layer(layer.il) && has_device_kernels(layer.buft)) {
-            fail("adapt: layer %d has its cache on %s, where bases cannot follow the text; keep it on the CPU "
+            fail("adapt: layer %d has its cache on %s, which does not support adaptive bases; keep it on the CPU "
                  "(-ngl 0, or offload_kqv off), or use static bases",
                  layer.il, ggml_backend_buft_name(layer.buft));
         }
@@ -192,7 +192,7 @@ void ChunkedBases::state_write(StateWriter & w, uint32_t stream) const {
 }
 
 void ChunkedBases::state_read(StateReader & r, uint32_t stream) {
-    constexpr uint64_t MOST  = UINT64_C(1) << 30; // of one head: no sketch and no 255 bases come near
+    constexpr uint64_t MOST  = UINT64_C(1) << 30; // of one head: far more than a sketch and 255 bases need
     constexpr uint64_t PIECE = 1 << 20;           // a forged size must not allocate more than the state has
     reset(stream);
     int32_t whole = -1; // positions that the first head has coded

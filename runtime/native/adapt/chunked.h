@@ -25,7 +25,7 @@ struct ChunkRequest {
 };
 
 // The request in `params`. Throws std::runtime_error, with the error set.
-ChunkRequest chunks_asked(const subkv_cache_params & params);
+ChunkRequest requested_chunks(const subkv_cache_params & params);
 // The request in the environment (automatic.h), or else in the file. Throws Invalid.
 ChunkRequest chunks_of_environment(const Layout & layout);
 

@@ -1,5 +1,5 @@
-// cuda_runtime.h: as much of CUDA as kernels/cuda uses, for a CPU. The threads of a block are fibers that change places
-// at barriers only, so that what a kernel computes is the same in every run. Device memory is memory.
+// cuda_runtime.h: the part of CUDA that kernels/cuda uses, on a CPU. The threads of a block are fibers that switch only
+// at barriers, so results are the same in every run. Device memory is host memory.
 #pragma once
 
 #include <cmath>
@@ -25,7 +25,7 @@ namespace emulated {
 
 extern dim3 thread_index, block_index;
 
-// Launches are counted as they would be on a device, and run nothing (emulated_only_count).
+// true: launches are counted as on a device, but do not run (emulated_only_count).
 extern bool   only_count;
 extern size_t last_shared; // dynamic shared memory of the last launch's block
 

@@ -85,7 +85,7 @@ void wait(Barrier & b, bool vote) {
     }
 }
 
-// A thread that has ended is waited for by nobody.
+// A thread that has ended no longer counts for the barrier.
 void leave(Barrier & b) {
     if (--b.n > 0 && b.arrived == b.n) {
         release(b);
@@ -125,7 +125,7 @@ void run_block(unsigned n_threads, void (*f)(void *), void * data) {
     warps.assign((n_threads + 31) / 32, Barrier{});
     exchange.assign(n_threads, 0);
     factors.assign(n_threads, Factors{});
-    // what a kernel reads before it writes shows
+    // NaN in all floats, so that a read before a write changes the result
     std::memset(subkv::cuda::block_memory, 0xFF, sizeof(subkv::cuda::block_memory));
     for (unsigned i = 0; i < n_threads; ++i) {
         ++warps[i / 32].n;

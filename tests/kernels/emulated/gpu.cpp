@@ -1,7 +1,7 @@
 // gpu.cpp: two GPUs for ggml's registry (cmake -DSUBKV_EMULATE_CUDA=ON), so that llama.cpp splits a model, its scheduler
-// places nodes and copies inputs as with the CUDA backend. They know of our nodes what the patched backend knows, and run
-// kernels/cuda for them; everything else the CPU backend computes. Their memory can only be touched while they work:
-// whoever takes it for the host's crashes.
+// places nodes and copies inputs as with the CUDA backend. Like the patched backend, they run kernels/cuda for subkv's
+// nodes; the CPU backend computes all other nodes. Their memory is accessible only while they compute, so host code that
+// accesses it crashes.
 #include "ggml-backend-impl.h"
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
@@ -243,7 +243,7 @@ ggml_backend_buffer_type_t device_buft(ggml_backend_dev_t dev) {
     return &gpu_of(dev).buft;
 }
 
-// As the CUDA backend: sources of another GPU, custom nodes that nobody claims, and those of another GPU are refused.
+// Like the CUDA backend, refuses sources of another GPU, custom nodes that no one has claimed, and those of another GPU.
 bool device_supports(ggml_backend_dev_t dev, const ggml_tensor * op) {
     const Gpu & gpu = gpu_of(dev);
     for (const ggml_tensor * src : op->src) {

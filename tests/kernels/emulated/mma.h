@@ -25,7 +25,7 @@ template <typename Use, int M, int N, int K, typename T, typename Order = row_ma
     float                x[num_elements];
 };
 
-// What load_matrix_sync and store_matrix_sync ask for: addresses that are multiples of 32 bytes, rows of 16.
+// load_matrix_sync and store_matrix_sync require addresses in multiples of 32 bytes, and rows in multiples of 16.
 template <typename T> void check_address(const T * p, unsigned ld) {
     if ((uintptr_t) p % 32 != 0 || ld * sizeof(T) % 16 != 0) {
         std::abort();

@@ -1,7 +1,7 @@
-"""Compilers' figures of our GPU kernels, without a GPU: RADV's, ptxas's, and Triton's.
+"""Compiler figures of the GPU kernels without a GPU: RADV's, ptxas's, and Triton's.
 
-Every measure_* gives {(kernel, target): numbers}. missing_* says why it cannot: a tool that is missing, or of another
-version than the recorded figures are of, with which bounds would mean nothing.
+Every measure_* returns {(kernel, target): numbers}. missing_* returns the reason if it cannot run: a tool is missing,
+or its version differs from that of the recorded figures, whose bounds would not apply.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(command: list[str | Path], folder: Path, **environment: str) -> tuple[st
 
 
 def manifest() -> Path | None:
-    """RADV's, by which the loader takes no other driver."""
+    """RADV's loader manifest, with which the Vulkan loader uses no other driver."""
     return next(iter(sorted(Path("/usr/share/vulkan/icd.d").glob("radeon_icd*.json"))), None)
 
 
@@ -158,14 +158,14 @@ def measure_cuda(folder: Path, targets: list[str]) -> Figures:
             virtual = arch.replace("sm", "compute")
             run([nvcc, "-std=c++17", "-O3", *c.INCLUDE, "-ptx", f"-arch={virtual}", source, "-o", "k.ptx"], folder)
             entries = re.findall(r"\.entry (\w+)", (folder / "k.ptx").read_text())
-            wanted = {entry: names for entry in entries for part, names in ENTRIES.items() if part in entry}
-            if not wanted:
+            entries_of = {entry: names for entry in entries for part, names in ENTRIES.items() if part in entry}
+            if not entries_of:
                 continue
-            only = ",".join(f"-e,{entry}" for entry in wanted)
-            _, said = run([nvcc, "-cubin", f"-arch={arch}", f"-Xptxas=-v,{only}", "k.ptx", "-o", "k.cubin"], folder)
+            only = ",".join(f"-e,{entry}" for entry in entries_of)
+            _, output = run([nvcc, "-cubin", f"-arch={arch}", f"-Xptxas=-v,{only}", "k.ptx", "-o", "k.cubin"], folder)
             sizes = section_sizes((folder / "k.cubin").read_bytes())
-            for entry, names in wanted.items():
-                part = said[said.index(f"Function properties for {entry}") :]
+            for entry, names in entries_of.items():
+                part = output[output.index(f"Function properties for {entry}") :]
                 registers = int(re.findall(r"Used (\d+) registers", part)[0])
                 for name in names:
                     n = shared[CARDS[arch][2], name]

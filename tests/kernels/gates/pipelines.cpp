@@ -1,7 +1,7 @@
-// pipelines.cpp: statistics that a Vulkan driver's compiler gives of the pipelines that the ops make.
+// pipelines.cpp: the Vulkan driver's compiler statistics of the ops' pipelines.
 //
 // One line per pipeline: name, then statistics as name=value, separated by tabs. The device is the first one that is not
-// a CPU; RADV_FORCE_FAMILY makes Mesa's RADV offer a card that is not there.
+// a CPU; with RADV_FORCE_FAMILY, Mesa's RADV offers a card that is not installed.
 #include "../../../kernels/vulkan/ops.h"
 
 #include <vulkan/vulkan.h>
@@ -137,7 +137,7 @@ private:
     VkDevice device_ = nullptr;
 };
 
-// Pipelines that have been asked for, under the name of the first op that did.
+// The requested pipelines, each under the name of the first op that uses it.
 using Pipelines = std::map<std::string, Dispatch>;
 
 struct Recorder {

@@ -1,5 +1,5 @@
-// shared.cpp: the shared memory that kernels/cuda's launches ask for, from the emulation's count: lines of a device's
-// most for a block, the kernel's name, and bytes, separated by tabs. Heads have full ranks, at 4.3 bits an element.
+// shared.cpp: the shared memory of kernels/cuda's launches, counted by the emulation. Each line has a device's limit per
+// block, the kernel's name, and bytes, separated by tabs. Heads have full ranks, at 4.3 bits per element.
 #include "../../../kernels/cuda/ops.h"
 
 #include <cstdio>

@@ -1,7 +1,7 @@
-"""Recorded figures of our GPU kernels with bounds (figures.csv), and the tables that docs/gpu.md holds of them.
+"""Recorded figures of the GPU kernels with bounds (figures.csv), and their tables in docs/gpu.md.
 
-`python tests/kernels/gates/table.py` prints these. Arguments vulkan, cuda, triton: it measures the figures of these
-anew first, and writes the file and the page.
+`python tests/kernels/gates/table.py` prints the tables. With arguments vulkan, cuda or triton it first measures these
+figures again and writes the file and the page.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ def goals(group: str, kernel: str, target: str) -> dict[str, int]:
 
 def row_of(group: str, kernel: str, target: str, value: dict[str, int]) -> Row:
     bound = {n: x + MARGIN[n] + math.floor(SHARE[n] * x) for n, x in value.items()}
-    wanted = goals(group, kernel, target)
-    return Row(value, bound, {n: x for n, x in wanted.items() if worse(n, value[n], x)})
+    requested = goals(group, kernel, target)
+    return Row(value, bound, {n: x for n, x in requested.items() if worse(n, value[n], x)})
 
 
 def broken(rows: dict[Key, Row], group: str, found: dict[tuple[str, str], dict[str, int]]) -> list[str]:
-    """What is worse than its bound, or has none."""
+    """Figures that exceed their bound or have no bound."""
     errors = []
     for (kernel, target), numbers in found.items():
         row = rows.get((group, kernel, target))
@@ -131,13 +131,13 @@ def table(rows: dict[Key, Row], group: str, kernels: list[str], across: bool) ->
 
 def unmet(rows: dict[Key, Row]) -> str:
     """A line per goal that is not reached."""
-    wanted: dict[tuple[str, str, int], list[int]] = {}
+    requested: dict[tuple[str, str, int], list[int]] = {}
     for (group, _, _), row in rows.items():
         for n, goal in row.goal.items():
-            wanted.setdefault((group, n, goal), []).append(row.value[n])
+            requested.setdefault((group, n, goal), []).append(row.value[n])
     names = {"cuda": "CUDA decode", "triton": "Triton"}
     text = "| not reached yet | limit | found | kernels and GPUs |\n|---|---|---|---|\n"
-    for (group, n, goal), found in wanted.items():
+    for (group, n, goal), found in requested.items():
         unit = {"registers": "registers", "spilled": "spilled bytes", "size": "bytes of code", "resident": "blocks"}[n]
         limit = "at least" if n == "resident" else "at most"
         of = sum(g == group and n in goals(g, k, t) for g, k, t in rows)

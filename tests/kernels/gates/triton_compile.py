@@ -1,6 +1,6 @@
-"""Triton's kernels compiled for GPUs that are not there; prints a line of JSON per kernel and target.
+"""Compiles Triton's kernels for GPUs that this machine lacks; prints a line of JSON per kernel and target.
 
-A program of its own: tests interpret the kernels, and Triton decides that when it is imported. Arguments: targets.
+A separate program, because tests interpret the kernels and Triton decides that at import. Arguments: targets.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TYPES = {
 
 
 def kernels(target: GPUTarget) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """(name, function, constants) as the package launches them, for heads of full rank without 16-bit bands."""
+    """(name, function, constants) of the package's launches, for heads of full rank without 16-bit bands."""
     plain = {"K_HALF": False, "V_HALF": False, "HAS_SHIFT": False, "HAS_CAP": False, "K_PATH": True, "V_PATH": True}
     for d, group, kind in ((64, 3, "G 3"), (128, 4, "G 4"), (128, 8, "G 8"), (64, 3, "prompt"), (128, 4, "prompt")):
         shapes = launch.shapes_of(target.backend, target.arch, d, False)
@@ -79,10 +79,10 @@ def compiled(function: Any, constants: dict[str, Any], target: GPUTarget) -> dic
         ptx.flush()
         arch = sm_arch_from_capability(target.arch)
         command = [get_ptxas(target.arch).path, "-v", f"--gpu-name={arch}", ptx.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return {
-        "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
-        "spilled": int(re.findall(r"(\d+) bytes spill stores", said)[0]),
+        "registers": int(re.findall(r"Used (\d+) registers", output)[0]),
+        "spilled": int(re.findall(r"(\d+) bytes spill stores", output)[0]),
         "shared": shared,
     }
 

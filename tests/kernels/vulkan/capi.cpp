@@ -147,7 +147,7 @@ vulkan::Attend attend_of(const cuda::Attend & a, Layer & layer, Partial & partia
     return b;
 }
 
-// Runs what `record` records. nullptr, or what went wrong.
+// Runs the commands that `record` records. Returns nullptr or the error.
 template <typename Record> const char * submit(Record record) {
     try {
         for (size_t i = 0; i < std::max<size_t>(1, times.size()); ++i) {

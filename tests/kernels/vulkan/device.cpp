@@ -126,13 +126,13 @@ Device::Device(bool validate, bool integer_dot) {
     VkPhysicalDeviceMemoryProperties memory;
     vkGetPhysicalDeviceMemoryProperties(physical_, &memory);
     // the device's own where the host sees all of it: times are to be those of its memory
-    const VkMemoryPropertyFlags wanted = VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT | VK_MEMORY_PROPERTY_HOST_COHERENT_BIT;
-    memory_type_                       = UINT32_MAX;
+    const VkMemoryPropertyFlags required = VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT | VK_MEMORY_PROPERTY_HOST_COHERENT_BIT;
+    memory_type_                         = UINT32_MAX;
     for (uint32_t i = 0; i < memory.memoryTypeCount; ++i) {
         const VkMemoryType & type  = memory.memoryTypes[i];
         const bool           local = (type.propertyFlags & VK_MEMORY_PROPERTY_DEVICE_LOCAL_BIT) != 0 &&
                                      memory.memoryHeaps[type.heapIndex].size > 1ull << 30;
-        if ((type.propertyFlags & wanted) == wanted && (local || memory_type_ == UINT32_MAX)) {
+        if ((type.propertyFlags & required) == required && (local || memory_type_ == UINT32_MAX)) {
             memory_type_ = i;
             if (local) {
                 break;

@@ -31,7 +31,7 @@ public:
     const std::string & name() const { return name_; }
     uint32_t            max_range() const { return max_range_; } // bytes that a shader can reach of a buffer
 
-    // Memory of a buffer of its own, `before` bytes behind its beginning; filled with 0xAA.
+    // Memory of a new buffer, `before` bytes after its start; filled with 0xAA.
     void * allocate(size_t size, size_t before);
     void   free(void * data);
 
@@ -41,10 +41,10 @@ public:
     void         begin();
     const char * record(const subkv::vulkan::Dispatch & dispatch); // buffers: Allocation
     const char * copy(const void * from, const void * to, size_t size);
-    const char * finish();  // runs what was recorded
-    void         abandon(); // what was recorded
+    const char * finish();  // runs the recorded commands
+    void         abandon(); // drops them
 
-    // What is recorded after begin() and start_timer() is timed up to stop_timer(), with cold caches; milliseconds.
+    // Time of the commands recorded between start_timer() and stop_timer(), with cold caches; milliseconds.
     void   start_timer();
     void   stop_timer();
     double elapsed() const;
@@ -67,7 +67,7 @@ private:
     std::string      name_;
     uint32_t         max_range_;
     double           period_;             // ns of a tick of the device's clock
-    void *           junk_     = nullptr; // what is written before a timed run
+    void *           junk_     = nullptr; // written before a timed run to evict the caches
     VkQueryPool      timer_    = VK_NULL_HANDLE;
     VkInstance       instance_ = VK_NULL_HANDLE;
     VkPhysicalDevice physical_ = VK_NULL_HANDLE;

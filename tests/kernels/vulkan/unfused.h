@@ -1,5 +1,5 @@
-// unfused.h: included before the reference's sources, std::fma as devices have it that do not fuse (lavapipe). Both are
-// within what Vulkan allows; where two paths of a row cost almost the same, the other may be found.
+// unfused.h: included before the reference's sources. It defines std::fma like devices without fused operations
+// (lavapipe). Vulkan allows both. If two paths of a row cost almost the same, the choice may differ.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-"""The tracker of errors: what it measures on the tiny model lies within the bounds, and vanishes with exact codes."""
+"""The tracker of errors on the tiny model: measured errors are within the bounds, and vanish with exact codes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_errors_lie_within_their_bounds(
 def test_exact_codes_have_no_errors(
     measure: Callable[..., Result], coded_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """16-bit coefficients: what half precision leaves."""
+    """16-bit coefficients: only the rounding to halves remains."""
     bases = coded_model("--n-recent", str(N_RECENT), "--kv-bits", "16", "--bpe-context", "1000000")
     assert measure(bases).exit_code == 0
     for line in lines(tmp_path):
@@ -79,7 +79,9 @@ def test_exact_codes_have_no_errors(
         assert line["output_error"] < 1e-3 * line["output_bound"] / line["weight_bound"] + 0.01
 
 
-def test_as_the_file_says(measure: Callable[..., Result], coded_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_adaptive_default_of_the_file(
+    measure: Callable[..., Result], coded_model: Callable[..., Path], tmp_path: Path
+) -> None:
     assert measure(coded_model(*CONVERT, "--adapt", FD)).exit_code == 0
     assert lines(tmp_path)[0]["epsilon_v"] is not None
     assert measure(coded_model(*CONVERT, "--adapt", FD), "--adapt", "none").exit_code == 0

@@ -17,7 +17,9 @@ from research import evaluate
 def test_evaluate_codecs(
     measured: Path, tiny_model: Callable[..., Path], text: Path, reference: Callable[[str], Any]
 ) -> None:
-    """Other projects' codecs stand beside ours, with two windows; llama.cpp's type under another name is the same."""
+    """The table lists other projects' codecs with two windows; llama.cpp's type under another name gives the same
+    result.
+    """
     reference("llama")
     arguments = evaluating(tiny_model, measured, text, 256)
     arguments += ["--n-recent", "32", "--kv-bits", "", "--stock", "q4_0", "-t", "1", "--bpe-context", "1024"]

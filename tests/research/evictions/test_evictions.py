@@ -1,4 +1,4 @@
-"""Eviction policies: what they keep of a text of random keys, and their rules on made-up ones."""
+"""Eviction policies: kept keys of a text of random keys, and their rules on synthetic attention."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_within_the_budget(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["streaming", "h2o", "snapkv"])
-def test_what_is_gone_stays_gone(name: str) -> None:
+def test_evicted_keys_stay_evicted(name: str) -> None:
     kept = POLICIES[name][0](request())
     for i in range(1, N - FIRST):
         assert not (kept[:, i, : FIRST + i] & ~kept[:, i - 1, : FIRST + i]).any()

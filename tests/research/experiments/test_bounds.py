@@ -27,14 +27,14 @@ def head(seed: int, n: int, d: int, r: int) -> tuple[np.random.Generator, bounds
 @given(SEEDS, st.integers(1, 40), st.integers(2, 16), st.floats(0.2, 1.5), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_logit_and_output_bounds(seed: int, n: int, d: int, gamma: float, adversarial: bool) -> None:
-    """Also for a query that points along the largest residual, where the logit bound is tight but for other cells."""
+    """Also for a query along the largest residual, where the logit bound is tight except for other cells."""
     r, scale = 1 + seed % d, d**-0.5
     rng, k, basis, worst = head(seed, n, d, r)
     v = rng.standard_normal((n, d)) * 10.0 ** rng.uniform(-2.0, 2.0, (n, 1))
     basis_v = np.linalg.qr(rng.standard_normal((d, d)))[0][:, :r].T
     q = worst if adversarial else rng.standard_normal(d) * 10.0 ** rng.uniform(-2.0, 1.0)
-    exact, seen = scale * k @ q, scale * gamma * (k @ basis.T) @ (basis @ q)
-    error = float(np.abs(exact - seen).max())
+    exact, coded = scale * k @ q, scale * gamma * (k @ basis.T) @ (basis @ q)
+    error = float(np.abs(exact - coded).max())
     residual_k, residual_v = bounds.residual(k, basis), bounds.residual(v, basis_v)
     norm_q = float(np.linalg.norm(q))
     bound = bounds.logit_bound(scale, gamma, norm_q, residual_k, bounds.kept(k, basis))
@@ -43,7 +43,7 @@ def test_logit_and_output_bounds(seed: int, n: int, d: int, gamma: float, advers
     assert bounds.paper_logit_bound(scale, 1.0, norm_q, residual_k) == pytest.approx(
         bounds.logit_bound(scale, 1.0, norm_q, residual_k, 1.0)
     )
-    a, b = bounds.softmax(exact), bounds.softmax(seen)
+    a, b = bounds.softmax(exact), bounds.softmax(coded)
     assert np.abs(a - b).sum() <= bounds.softmax_bound(error) * ROUNDING + 1e-9
     difference = np.linalg.norm(a @ v - b @ v @ basis_v.T @ basis_v)
     largest = float(np.linalg.norm(v, axis=1).max())
@@ -83,18 +83,18 @@ def test_bounds_over_chunks(seed: int, n_chunks: int, d: int) -> None:
     v = rng.standard_normal((30, d))
     q = rng.standard_normal(d)
     cuts = np.sort(rng.integers(0, 31, n_chunks - 1))
-    k_seen, v_seen, worst_k, worst_v = [], [], [], []
+    k_coded, v_coded, worst_k, worst_v = [], [], [], []
     for part in np.split(np.arange(30), cuts):
         b = np.linalg.qr(rng.standard_normal((d, d)))[0][:, : 1 + int(rng.integers(d))].T
-        k_seen.append(k[part] @ b.T @ b)
-        v_seen.append(v[part] @ b.T @ b)
+        k_coded.append(k[part] @ b.T @ b)
+        v_coded.append(v[part] @ b.T @ b)
         worst_k.append(bounds.residual(k[part], b))
         worst_v.append(bounds.residual(v[part], b))
-    exact, seen = k @ q, np.concatenate(k_seen) @ q
-    error = float(np.abs(exact - seen).max())
+    exact, coded = k @ q, np.concatenate(k_coded) @ q
+    error = float(np.abs(exact - coded).max())
     norm_q = float(np.linalg.norm(q))
     assert error <= bounds.logit_bound(1.0, 1.0, norm_q, bounds.chunked(worst_k), 0.0) * ROUNDING + 1e-9
-    difference = np.linalg.norm(bounds.softmax(exact) @ v - bounds.softmax(seen) @ np.concatenate(v_seen))
+    difference = np.linalg.norm(bounds.softmax(exact) @ v - bounds.softmax(coded) @ np.concatenate(v_coded))
     largest = float(np.linalg.norm(v, axis=1).max())
     assert difference <= bounds.output_bound(error, largest, bounds.chunked(worst_v)) * ROUNDING + 1e-9
 

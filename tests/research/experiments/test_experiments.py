@@ -112,7 +112,7 @@ def test_sides_count_bases_as_both_do(calibration: Callable[[str], Path], tiny_m
 
 def test_subspaces_follow(results: dict[str, Any]) -> None:
     errors = {(row["text"], row["name"]): row["error"] for row in results["domain"]["reconstruction"]}
-    # bases of what is near may beat the best one for all
+    # local bases may beat the best global one
     near = ("covariance of the last 256 tokens", "running covariance, 128 tokens ahead")
     for name in ("words.txt", "digits.txt"):
         others = [e for (text, basis), e in errors.items() if text == name and basis not in near]
@@ -126,7 +126,7 @@ def test_subspaces_follow(results: dict[str, Any]) -> None:
     assert ahead <= behind
 
 
-def test_rotary_pairs_keep_more(results: dict[str, Any]) -> None:
+def test_rotary_pairs_retain_more_energy(results: dict[str, Any]) -> None:
     rows = {(row["text"], row["basis"], row["space"]): row["rank"] for row in results["rotary"]["rows"]}
     assert len(rows) == 2 * 2 * 3
     for text in ("words.txt", "digits.txt"):
@@ -177,7 +177,7 @@ def test_finished_experiments_are_reused(
     assert (tmp_path / "report.md").exists() and (tmp_path / "ranks.png").exists()
 
 
-def test_interruption_keeps_what_is_finished(
+def test_interruption_keeps_finished_results(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = cli.experiments()

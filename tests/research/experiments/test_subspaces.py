@@ -1,4 +1,4 @@
-"""What the experiments on subspaces are made of, where the answer is known."""
+"""The functions of the subspace experiments, on data with known results."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def turn(tiny_model: Callable[..., Path]) -> Rotation:
     return found
 
 
-def turned(turn: Rotation, rows: Any) -> Any:
+def rotated(turn: Rotation, rows: Any) -> Any:
     """Rows [n, d] as RoPE turns them at positions 0, 1, …"""
     phase = np.exp(1j * np.arange(len(rows))[:, None] * turn.omega)
     return (((rows @ turn.unitary.T) * phase) @ turn.unitary.conj()).real.astype(np.float32)
 
 
 def test_frames_undo_the_rotation(turn: Rotation) -> None:
-    """One vector at all positions is one direction before RoPE, and of the pairs; after it is not."""
+    """One vector at all positions has one direction before RoPE and in pair coordinates, but several after RoPE."""
     row = np.random.default_rng(0).standard_normal(D)
-    keys = turned(turn, np.tile(row, (N, 1)))
+    keys = rotated(turn, np.tile(row, (N, 1)))
     spaces = rotary.frames(turn)
     np.testing.assert_allclose(spaces[rotary.BEFORE](keys), np.tile(row, (N, 1)), atol=1e-4)
     energy = float(np.sum(keys.astype(np.float64) ** 2))
@@ -47,7 +47,7 @@ def test_frames_undo_the_rotation(turn: Rotation) -> None:
 @pytest.mark.parametrize("name", [rotary.AFTER, rotary.PAIRS, rotary.BEFORE])
 def test_bases_of_a_moment(turn: Rotation, name: str) -> None:
     rng = np.random.default_rng(1)
-    x = rotary.frames(turn)[name](turned(turn, rng.standard_normal((N, D)) * np.exp(-np.arange(D) / 8.0)))
+    x = rotary.frames(turn)[name](rotated(turn, rng.standard_normal((N, D)) * np.exp(-np.arange(D) / 8.0)))
     basis, energy = rotary.directions(rotary.moment(x))
     np.testing.assert_allclose(basis.conj().T @ basis, np.eye(len(basis)), atol=1e-9)
     np.testing.assert_allclose(np.sum(np.abs(x @ basis) ** 2, axis=0), energy, rtol=1e-9)
@@ -70,15 +70,15 @@ def test_water_fills(bits: float) -> None:
 def test_salient_tokens_are_those_attended_to() -> None:
     rng = np.random.default_rng(3)
     k = rng.standard_normal((N, D)).astype(np.float32)
-    wanted = np.array([40, 47, 63])
-    q = np.tile(k[wanted].sum(axis=0), (2, N, 1)).astype(np.float32)
+    expected = np.array([40, 47, 63])
+    q = np.tile(k[expected].sum(axis=0), (2, N, 1)).astype(np.float32)
     found = oja.salient(1.0, q, k, prompt=96)
-    assert len(found) == 16 and set(wanted) <= set(found)
+    assert len(found) == 16 and set(expected) <= set(found)
     assert found.min() >= oja.EXACT and found.max() < 96 and (np.diff(found) > 0).all()
 
 
-def test_bases_follow_the_text() -> None:
-    """A text in a subspace of its own: the rule finds it, from another one."""
+def test_bases_converge_to_the_subspace_of_the_text() -> None:
+    """The rule finds the subspace of a text from a start in another subspace."""
     rng = np.random.default_rng(4)
     frame = np.linalg.qr(rng.standard_normal((D, D)))[0]
     x = (rng.standard_normal((1024, 8)) @ frame[:8]).astype(np.float32)
@@ -89,8 +89,8 @@ def test_bases_follow_the_text() -> None:
         np.testing.assert_allclose(basis @ basis.T, np.eye(8), atol=1e-5)
     lost = [bounds.residual(x.astype(np.float64), basis) for basis in (start, found[0], found[-1])]
     assert lost[0] > 2.0 * lost[1] > 2.0 * lost[2], lost
-    own, latest = (oja.seen(x, found, 512, latest=latest) for latest in (False, True))
+    own, latest = (oja.reconstructed(x, found, 512, latest=latest) for latest in (False, True))
     np.testing.assert_array_equal(own[-oja.PERIOD :], latest[-oja.PERIOD :])
     last = x[-oja.PERIOD :].astype(np.float64)
     np.testing.assert_allclose(own[-oja.PERIOD :], last @ found[-1].T @ found[-1], atol=1e-5)
-    assert np.linalg.norm(x - own) <= np.linalg.norm(x - oja.seen(x, [start] * len(found), 512, latest=False))
+    assert np.linalg.norm(x - own) <= np.linalg.norm(x - oja.reconstructed(x, [start] * len(found), 512, latest=False))

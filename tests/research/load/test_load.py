@@ -1,4 +1,4 @@
-"""research.load and soak on llama-server: what they count, time and see."""
+"""research.load and soak on llama-server: counts, times and measurements."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ TEXT = "/v1/completions"
 
 def test_the_load_program(serve: Serve) -> None:
     with serve("-np", 2, "-c", 2048) as server:
-        asked = ["--url", f"http://127.0.0.1:{server.port}", "-r", "6", "-j", "3", "-n", "5"]
-        done = CliRunner().invoke(loading.main, [*asked, "--pid", str(server.process.pid)])
+        options = ["--url", f"http://127.0.0.1:{server.port}", "-r", "6", "-j", "3", "-n", "5"]
+        done = CliRunner().invoke(loading.main, [*options, "--pid", str(server.process.pid)])
     assert done.exit_code == 0, done.output
     cells = [cell.strip() for cell in done.stdout.splitlines()[-1].strip("|").split("|")]
     assert cells[:3] == ["6", "6", "0"]
@@ -36,7 +36,7 @@ def test_the_load_program(serve: Serve) -> None:
     assert re.fullmatch(r"[1-9]\d* → [1-9]\d*", cells[7])
 
 
-def test_the_load_program_shows_how_far_it_is(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_program_shows_progress(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", screen)
@@ -50,7 +50,7 @@ def test_the_load_program_shows_how_far_it_is(serve: Serve, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_a_thousand_requests_at_once(serve: Serve) -> None:
-    """On four slots: each is answered, and as it is alone."""
+    """On four slots: each gets the answer that it gets alone."""
     prompts = [f"{word} {word}" for word in ("one", "two", "three", "four", "five")]
 
     def body(prompt: str) -> dict[str, Any]:
@@ -68,9 +68,9 @@ def test_a_thousand_requests_at_once(serve: Serve) -> None:
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads a process's memory in /proc")
 def test_a_soak_of_seconds(serve: Serve, tmp_path: Path) -> None:
     with serve("-np", 2, "-c", 2048, "--metrics", "--slot-save-path", tmp_path) as server:
-        asked = ["--url", f"http://127.0.0.1:{server.port}", "--pid", str(server.process.pid)]
-        asked += ["--minutes", "0.05", "--every", "0.2", "-n", "4", "-j", "1", "-np", "2"]
-        done = CliRunner().invoke(soak.main, asked)
+        options = ["--url", f"http://127.0.0.1:{server.port}", "--pid", str(server.process.pid)]
+        options += ["--minutes", "0.05", "--every", "0.2", "-n", "4", "-j", "1", "-np", "2"]
+        done = CliRunner().invoke(soak.main, options)
     assert done.exit_code == 0, done.output
     assert "faults: none" in done.output
     for kind in ("short", "conversation", "gone", "slow", "slots", "monitor", "refused"):
@@ -79,7 +79,7 @@ def test_a_soak_of_seconds(serve: Serve, tmp_path: Path) -> None:
         assert re.search(rf"^\| {name} \| [1-9]", done.output, re.MULTILINE), done.output
 
 
-def test_what_a_soak_sees() -> None:
+def test_growth_of_a_soak() -> None:
     samples = [(360.0 * k, 100.0 + k, 20, 5) for k in range(11)]  # an hour
     assert [tuple(round(x, 6) for x in column) for column in soak.growth(samples)] == [
         (103.0, 110.0, 10.0),
@@ -90,7 +90,7 @@ def test_what_a_soak_sees() -> None:
     assert soak.quarters(replies, 100.0) == [(22, 1.0, 1.0), (23, 2.0, 2.0)]
 
 
-def test_what_is_no_whole_answer() -> None:
+def test_incomplete_answers_are_counted() -> None:
     chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n"
     counted = b"HTTP/1.1 503 No\r\nContent-Length: 3\r\n\r\nabc"
     assert parsed(chunked) == (200, b"ab") and parsed(counted) == (503, b"abc")

@@ -1,4 +1,4 @@
-"""Other projects' codecs against what is known of the originals: published bits and distortions, worked examples."""
+"""Other projects' codecs against published bits and distortions of the originals, and worked examples."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def gaussian(*shape: int, seed: int = 0) -> F32:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def distortion(x: F32, seen: F32) -> float:
-    return float(np.sum((x - seen) ** 2) / np.sum(x**2))
+def distortion(x: F32, decoded: F32) -> float:
+    return float(np.sum((x - decoded) ** 2) / np.sum(x**2))
 
 
 def turning(d: int) -> Rotation:
-    """Neighbouring pairs, each at a frequency of its own."""
+    """Rotations of neighbouring pairs, each with a different frequency."""
     unitary, omega = np.zeros((d, d), dtype=np.complex128), np.zeros(d)
     for a in range(0, d, 2):
         unitary[a, a] = unitary[a + 1, a] = np.sqrt(0.5)
@@ -67,7 +67,7 @@ def test_bits_with_the_window() -> None:
 
 
 def test_grid_of_midpoints() -> None:
-    """Less squared error than the grid that rounds: its source says about 5%, with Gaussian rows it is 10%."""
+    """Less squared error than the rounding grid: the source says about 5%; on Gaussian rows it is 10%."""
     x = gaussian(4000, 64)
     y = x.reshape(-1, 32) @ mixing_matrix(32).astype(np.float32)
     largest = np.abs(y).max(1, keepdims=True)
@@ -78,7 +78,7 @@ def test_grid_of_midpoints() -> None:
 
 @pytest.mark.parametrize(("bits", "published"), [(2, 0.117), (3, 0.03), (4, 0.009)])
 def test_distortion_of_turboquant(bits: int, published: float) -> None:
-    """The paper's distortions of unit vectors, whatever these are."""
+    """The paper's distortions of any unit vectors."""
     x = gaussian(2000, 128) * np.linspace(0.01, 3.0, 128, dtype=np.float32)
     assert distortion(x, turboquant.round_trip_keys(x, bits)) == pytest.approx(published, rel=0.16)
 
@@ -86,8 +86,8 @@ def test_distortion_of_turboquant(bits: int, published: float) -> None:
 def test_turboquant_keeps_norms_and_zeros() -> None:
     x = gaussian(50, 64)
     x[7] = 0
-    seen = turboquant.round_trip_keys(x, 3)
-    np.testing.assert_allclose(np.linalg.norm(seen, axis=1), np.linalg.norm(x, axis=1), rtol=1e-3)
+    decoded = turboquant.round_trip_keys(x, 3)
+    np.testing.assert_allclose(np.linalg.norm(decoded, axis=1), np.linalg.norm(x, axis=1), rtol=1e-3)
 
 
 def test_groups_of_kivi() -> None:
@@ -111,9 +111,9 @@ def test_kvarn_undoes_scales_of_rows_and_columns() -> None:
     columns = np.exp(rng.normal(0, 1.0, (4, 1, 64))).astype(np.float32)
     rows = np.exp(rng.normal(0, 1.0, (4, 128, 1))).astype(np.float32)
 
-    def relative(seen: F32) -> float:
+    def relative(decoded: F32) -> float:
         """Errors and values in units of the scales."""
-        return distortion(x, seen / rows / columns)
+        return distortion(x, decoded / rows / columns)
 
     plain = relative(rows * columns * min_max(x, 4, 2))
     assert relative(kvarn.round_trip_tiles(x * rows * columns, 4)) < 1.3 * plain
@@ -123,7 +123,7 @@ def test_kvarn_undoes_scales_of_rows_and_columns() -> None:
 def test_clipping_of_oscar() -> None:
     """4 levels between minimum and maximum waste range on Gaussian rows; clipping wins some of it back."""
     x, y = gaussian(1, 2000, 64), gaussian(1, 2000, 64, seed=1)
-    keys, values = made("oscar:2", known(1, 64)).seen(0, x, y, 0)
+    keys, values = made("oscar:2", known(1, 64)).round_trip(0, x, y, 0)
     plain = distortion(x, min_max(x, 2, -1))
     assert distortion(x, keys) < 0.9 * plain and distortion(y, values) < 0.9 * plain
 
@@ -140,21 +140,21 @@ def test_kvquant_before_rope() -> None:
     """A key that positions alone turn is one constant per channel before RoPE, so it costs nothing to quantize."""
     turn = turning(64)
     constant = np.broadcast_to(gaussian(2, 1, 64), (2, 300, 64)).astype(np.float32)
-    turned = kvquant.unrotated(constant, turn, 4, back=False)
-    np.testing.assert_allclose(kvquant.unrotated(turned, turn, 4), constant, atol=1e-5)
-    assert np.abs(turned - constant).max() > 0.5
-    keys, _ = made("kvquant:2", known(2, 64, turn)).seen(0, turned, constant, 4)
-    np.testing.assert_allclose(keys, turned, atol=2e-3)
+    rotated = kvquant.unrotated(constant, turn, 4, back=False)
+    np.testing.assert_allclose(kvquant.unrotated(rotated, turn, 4), constant, atol=1e-5)
+    assert np.abs(rotated - constant).max() > 0.5
+    keys, _ = made("kvquant:2", known(2, 64, turn)).round_trip(0, rotated, constant, 4)
+    np.testing.assert_allclose(keys, rotated, atol=2e-3)
 
 
 def test_kvquant_keeps_outliers() -> None:
     """1% are exact, the rest is close to the best quantizer of a Gaussian, which has 0.0095 at 4 bits."""
     x = gaussian(4000, 192)
     x[::200] *= 50
-    for seen in (kvquant.round_trip_channels(x, np.ones(192), 4), kvquant.round_trip_tokens(x, np.ones(192), 4)):
-        exact = seen == x
+    for decoded in (kvquant.round_trip_channels(x, np.ones(192), 4), kvquant.round_trip_tokens(x, np.ones(192), 4)):
+        exact = decoded == x
         assert 0.009 < exact.mean() < 0.012
-        assert np.mean((x - seen)[np.abs(x) < 4] ** 2) < 0.02
+        assert np.mean((x - decoded)[np.abs(x) < 4] ** 2) < 0.02
     assert kvquant.outliers_of_token(192) == 2
 
 
@@ -162,16 +162,16 @@ def test_rows_of_other_codecs_start_behind_the_sinks() -> None:
     x = gaussian(2, 200, 128)
     for sides in ("kv", "k", "v"):
         k, v = registry.coder(made("kvarn:2", known()), 5, sides)(0, x, x)
-        for side, seen in (("k", k), ("v", v)):
-            assert seen.shape == x.shape
-            np.testing.assert_array_equal(seen[:, :5], x[:, :5])
-            np.testing.assert_array_equal(seen[:, 133:], x[:, 133:])
-            assert (np.abs(seen - x)[:, 5:133].max() > 0) == (side in sides)
+        for side, decoded in (("k", k), ("v", v)):
+            assert decoded.shape == x.shape
+            np.testing.assert_array_equal(decoded[:, :5], x[:, :5])
+            np.testing.assert_array_equal(decoded[:, 133:], x[:, 133:])
+            assert (np.abs(decoded - x)[:, 5:133].max() > 0) == (side in sides)
 
 
 def test_stock_type_by_another_name() -> None:
     x = gaussian(2, 20, 128)
-    k, v = made("rotated-q4_0", known()).seen(0, x, x, 0)
+    k, v = made("rotated-q4_0", known()).round_trip(0, x, x, 0)
     np.testing.assert_array_equal(k, stock.round_trip("q4_0", x, True))
     np.testing.assert_array_equal(v, stock.round_trip("q4_0", x, False))
 

@@ -1,4 +1,4 @@
-"""research.shapes: models and bases of a shape load and run, have the sizes asked for, and say what they are."""
+"""research.shapes: models and bases of a shape load and run, and have the requested sizes and metadata."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def written(folder: Path, *arguments: Any) -> tuple[Path, Path]:
 
 @contextlib.contextmanager
 def evaluated(model: Path, bases: Path, kind: str) -> Iterator[tuple[Llama, Any]]:
-    """A model that has read tokens beyond the exact window, and its logits, which are of a sound spread."""
+    """A model that has evaluated tokens beyond the exact window, and its logits, which have a plausible spread."""
     tokens = [1 + i % 255 for i in range(N_CTX - 16)]
     llm = Llama(model, bases=bases, kv_cache=kind, n_ctx=N_CTX, n_threads=1, logits_all=True, verbose=False)
     llm.eval(tokens)
@@ -51,7 +51,7 @@ def evaluated(model: Path, bases: Path, kind: str) -> Iterator[tuple[Llama, Any]
 
 @each("name", list(shapes.SHAPES))
 def test_side_costs_vanish_in_long_contexts(name: str) -> None:
-    """Exact window and bases at 128k tokens; a layer of latent attention has a single row beside its bases."""
+    """Exact window and bases at 128k tokens; a layer of latent attention has one row per token besides its bases."""
     shape = shapes.SHAPES[name]
     most = 0.2 if shape.latent else 0.05 * max(1.0, shape.head_size / 128)  # a basis has its square
     counted = budget.account(*shapes.planned(shape), budget.Overhead(131072, DEFAULT))
@@ -117,7 +117,7 @@ def test_hybrid(tmp_path: Path) -> None:
     for kind in ("f16", "subkv"):
         with evaluated(model, bases, kind) as (llm, found):
             scores.append(found)
-            row = 2 * 64 if kind == "f16" else 1 + 33  # llama.cpp says hundredths of a MiB of the first
+            row = 2 * 64 if kind == "f16" else 1 + 33  # llama.cpp prints the first in hundredths of a MiB
             assert llm.kv_stats().bytes_per_token == pytest.approx(2 * 2 * row, rel=0.05 if kind == "f16" else 1e-9)
     assert 0.0 < np.abs(scores[0] - scores[1]).mean() < 0.3 * scores[0].std()
     refused = run("lfm2-350m", *SMALL, "--layers", 4, "-o", tmp_path / "other.gguf")
@@ -136,7 +136,7 @@ def test_hybrid(tmp_path: Path) -> None:
     ],
 )
 def test_layers_of_two_kinds(tmp_path: Path, name: str, options: tuple[Any, ...], row_f16: int, row: int) -> None:
-    """Layers that attend to all cells are coded, recurrent ones have no rows, those of sliding windows stay f16."""
+    """Full-attention layers are coded, recurrent layers have no rows, and layers of sliding windows stay f16."""
     model, bases = tmp_path / "m.gguf", tmp_path / "m.subkv-sidecar.gguf"
     whole = shapes.SHAPES[name]
     result = run(name, *SMALL, "--head-size", 64, "--layers", whole.layers, *options, "-o", model)
@@ -160,7 +160,7 @@ def test_layers_of_two_kinds(tmp_path: Path, name: str, options: tuple[Any, ...]
 
 @each("name", list(shapes.SHAPES))
 def test_values_of_tensors(tmp_path: Path, name: str) -> None:
-    """Matrices are of the type asked for, all others float32 with one value."""
+    """Matrices have the requested type; all other tensors are float32 with one value."""
     model = tmp_path / "m.gguf"
     small = [*SMALL, "--embd", 256, "--head-size", 64, "--layers", min(shapes.SHAPES[name].layers, 6)]
     assert run(name, *small, "--kv-heads", 1, "-o", model).exit_code == 0
@@ -243,7 +243,7 @@ def test_bad_input_is_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wrong_usage_is_told() -> None:
+def test_wrong_usage_is_reported() -> None:
     assert run("gpt-5", "-o", "m.gguf").exit_code == 2
     assert run("qwen3-0.6b").exit_code == 2
     assert run("qwen3-0.6b", "-o", "m.gguf", "--vocab", 257).exit_code == 2

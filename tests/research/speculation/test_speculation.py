@@ -1,4 +1,4 @@
-"""research.speculation: what drafts gain, as a table."""
+"""research.speculation: the gain of drafts, as a table."""
 
 from __future__ import annotations
 

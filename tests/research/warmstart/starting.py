@@ -1,4 +1,4 @@
-"""What the tests of warm starts share: models opened for them, and untrained adapters."""
+"""Helpers of the tests of warm starts: models and untrained adapters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def no_maps(shape: HeadShape, n_slots: int) -> LayerMaps:
 def trained_without(
     identity: str, plan: Plan, shapes: list[HeadShape], frame: Frame, centre: Any, **more: Any
 ) -> Trained:
-    """Slots are pooled tokens as they are: where every token has a slot of its own, the exact cache."""
+    """Slots are the pooled tokens unchanged: with one slot per token they equal the exact cache."""
     layers = tuple(no_maps(shape, plan.n_slots) for shape in shapes)
     return Trained(identity, plan, layers, frame, "tokens", centre, **more)
 
@@ -81,23 +81,23 @@ def remember(start: WarmStart, tokens: list[int]) -> None:
 
 
 def answer(start: WarmStart, tokens: list[int], n: int) -> list[int]:
-    """A greedy answer as a conversation makes it: warm tokens if there are any, then exact ones."""
+    """A greedy answer like a conversation's: warm tokens if available, then exact ones."""
     llm = start.llm
     sampler = llm._init_sampler(temp=0.0)
     held = llm.longest_token_prefix(llm._input_ids, tokens)
-    said = list(start.begin(tokens, held, sampler))[:n]
+    generated = list(start.begin(tokens, held, sampler))[:n]
     if start.decision.cause != "prefix":
         llm.reset()
         with start.reading(tokens):
             llm.eval(tokens)
-        llm.eval(said)
+        llm.eval(generated)
     else:
         llm.eval(tokens[held:])
-    while len(said) < n:
-        said.append(int(sampler.sample(llm._ctx, -1)))
-        if len(said) < n:
-            llm.eval(said[-1:])
-    return said
+    while len(generated) < n:
+        generated.append(int(sampler.sample(llm._ctx, -1)))
+        if len(generated) < n:
+            llm.eval(generated[-1:])
+    return generated
 
 
 def logits(llm: Llama) -> Any:

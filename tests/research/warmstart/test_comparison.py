@@ -1,4 +1,4 @@
-"""The evaluation end to end on a tiny model: its files, and systems whose results are known beforehand."""
+"""The evaluation end to end on a tiny model: its files, and systems with known results."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def run(arguments: list[str], code: int = 0) -> str:
     return done.output
 
 
-def test_own_slots_for_all_tokens_are_the_cold_start(model: Path, files: dict[str, Path]) -> None:
-    """As many slots as tokens, the prompt's own: logits, answers and attention outputs are those of the cold start."""
+def test_one_slot_per_token_equals_the_cold_start(model: Path, files: dict[str, Path]) -> None:
+    """With one slot per token of the same prompt, logits, answers and attention outputs equal a cold start's."""
     prompt = prompts.read(files["prompts.jsonl"])[0]
     choice, options = choose_cache(model, CacheOptions("f16")), ContextOptions(96, n_threads=1)
     with Model(str(model)) as opened:
@@ -152,11 +152,11 @@ def test_outcomes(evaluated: tuple[str, Path], model: Path, files: dict[str, Pat
     assert all(line["neighbour"] != line["target"] for line in outcomes)
     others = [line for line in outcomes if line["kind"] == metrics.UNRELATED]
     assert all(known[line["neighbour"]].group != known[line["target"]].group for line in others)
-    judged = [line for line in outcomes if line["self_check"] is not None]
-    assert {(line["system"], line["kind"]) for line in judged} == {(metrics.METHOD, kind) for kind in metrics.FOUND}
+    checked = [line for line in outcomes if line["self_check"] is not None]
+    assert {(line["system"], line["kind"]) for line in checked} == {(metrics.METHOD, kind) for kind in metrics.FOUND}
     with Model(model) as opened:
         coefficients = Trained.load(files["warm4"], opened).guard
-    for line in judged:  # the guard of 8 slots was not fitted
+    for line in checked:  # the guard of 8 slots was not fitted
         expected = (
             predictor.predict(coefficients, line["similarity"], line["self_check"]) if line["n_slots"] == 4 else None
         )
@@ -169,8 +169,8 @@ def test_files_of_the_report(evaluated: tuple[str, Path]) -> None:
     assert times and all(set(line["steps"]) == {"embed", "retrieve", "project", "decode"} for line in times)
     assert all(0 < sum(line["steps"].values()) <= 1.5 * line["warm"] for line in times)
     text_of = (folder / "report.md").read_text(encoding="utf-8")
-    for wanted in ("# Warm start: evaluation", "## Criteria", "## f16, m = 4", "## f16, m = 8", metrics.METHOD):
-        assert wanted in text_of
+    for needle in ("# Warm start: evaluation", "## Criteria", "## f16, m = 4", "## f16, m = 8", metrics.METHOD):
+        assert needle in text_of
     assert text_of.count("No guard is fitted") == text_of.count("| predicted KL at most |") == 1
     criteria = [line for line in output.splitlines() if line.startswith("  ") and ": " in line]
     assert all(any(f": {answer} (" in line for answer in ("met", "not met", "not measured"))
@@ -179,7 +179,7 @@ def test_files_of_the_report(evaluated: tuple[str, Path]) -> None:
 
 
 def test_coded_cache(coded_model: Callable[..., Path], files: dict[str, Path], tmp_path: Path) -> None:
-    """The converted copy of the model, whose weights are the same, in its coefficient cache."""
+    """The converted copy of the model, with the same weights, in its coded cache."""
     arguments = ["-m", str(coded_model()), "--warm-file", str(files["warm4"]), "-f", str(files["prompts.jsonl"])]
     run(["evaluate", *arguments, "-ctk", "subkv", "--targets", "1", "-t", "1", "-r", "0", "-o", str(tmp_path)])
     outcomes = [line for line in lines(tmp_path) if line["what"] == "outcome"]
@@ -202,7 +202,7 @@ def test_build_and_list(model: Path, files: dict[str, Path], tmp_path: Path) -> 
 def test_bad_input(model: Path, files: dict[str, Path], tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     common = ["-m", str(model), "-f", str(files["prompts.jsonl"]), "-o", str(tmp_path / "out")]
     warm = ["--warm-file", str(files["warm4"])]
-    for arguments, wanted in (
+    for arguments, needle in (
         ([*common, "--warm-file", str(tmp_path / "none")], "--warm-file: expected a file of"),
         ([*common, *warm, *warm], "--warm-file: expected files of different numbers of slots, found [4, 4]"),
         ([*common[:2], "-f", str(files["text"]), *common[4:], *warm], "-f: expected a JSON object in line 1"),
@@ -210,7 +210,7 @@ def test_bad_input(model: Path, files: dict[str, Path], tmp_path: Path, tiny_mod
         ([*common, *warm, "-ctk", "q9"], "-ctk: expected one of"),
     ):
         output = run(["evaluate", *arguments], code=1)
-        assert output.startswith(wanted) and len(output.splitlines()) == 1, output
+        assert output.startswith(needle) and len(output.splitlines()) == 1, output
     (tmp_path / "train.jsonl").write_text('{"id": "a", "group": "a", "kind": "base", "text": "x", "split": "train"}\n')
     output = run(["evaluate", *common[:2], "-f", str(tmp_path / "train.jsonl"), *common[4:], *warm], code=1)
     assert output == "-f: expected prompts to test on, with neighbours, found none\n"

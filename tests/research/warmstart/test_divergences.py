@@ -1,4 +1,4 @@
-"""What warm starts are judged by, on distributions and outcomes that are known."""
+"""The criteria of warm starts, on known distributions and outcomes."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def test_cosine() -> None:
 
 
 @each(
-    ("similarity", "wanted"),
+    ("similarity", "expected"),
     [(-0.3, "-1 to 0"), (0.0, "0 to 0.5"), (0.8999, "0.8 to 0.9"), (0.9, "0.9 to 0.95"), (1.0, "0.99 to 1")],
 )
-def test_bins(similarity: float, wanted: str) -> None:
-    assert metrics.similarity_bin(similarity) == wanted
+def test_bins(similarity: float, expected: str) -> None:
+    assert metrics.similarity_bin(similarity) == expected
 
 
 def test_summary_of_outcomes() -> None:

@@ -1,4 +1,4 @@
-"""The library of summaries: found again, bounded, never half written, never another model's."""
+"""The library of summaries: lookups, limits, complete files, and no mixing of models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def summary(seed: int = 0) -> Slots:
 
 
 def opened(folder: Path, **more: Any) -> Library:
-    """more: capacity, or what is another trained file's."""
+    """more: capacity, or settings of another trained file."""
     limit = {"capacity": more.pop("capacity")} if "capacity" in more else {}
     return Library(folder, dataclasses.replace(TRAINED, **more), **limit)
 
@@ -47,7 +47,7 @@ def vector(*values: float) -> Any:
     return CENTRE + np.array([*values, *[0.0] * (N - len(values))], np.float32)
 
 
-def test_what_was_added_is_found(tmp_path: Path) -> None:
+def test_added_entries_are_found(tmp_path: Path) -> None:
     library = opened(tmp_path / "new")
     assert library.nearest(vector(1), 3) == []
     made = [library.add([1, 2, 3, i], vector(1, i), summary(i)) for i in range(4)]
@@ -106,14 +106,14 @@ def damaged(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :]
 
 
-def test_damage_is_told_and_dropped(tmp_path: Path) -> None:
+def test_damaged_entries_are_reported_and_dropped(tmp_path: Path) -> None:
     tokens = list(range(5))
     library = opened(tmp_path)
     entry = library.add(tokens, vector(1), summary())
     path = tmp_path / entry.name
     data = path.read_bytes()
     state = len(data) - container.N_DIGEST - len(container.load(path).state)
-    for at in (0, 8, 12, 16, 24, 30, state // 2, state - 1):  # seen when the folder is read
+    for at in (0, 8, 12, 16, 24, 30, state // 2, state - 1):  # detected when the folder is read
         path.write_bytes(damaged(data, at))
         assert opened(tmp_path).entries() == []
         assert not path.exists()
@@ -161,8 +161,8 @@ def test_heads_that_lie(tmp_path: Path) -> None:
         assert not (tmp_path / entry.name).exists()
 
 
-def test_entries_of_somebody(tmp_path: Path) -> None:
-    """Any bytes, or heads of any kind whose checksums fit: dropped, or a summary of numbers."""
+def test_hostile_entries(tmp_path: Path) -> None:
+    """Random bytes, or any heads with valid checksums: dropped, or read as a summary with numbers."""
     library = opened(tmp_path)
     entry = library.add([1, 2], vector(1), summary())
     path = tmp_path / entry.name
@@ -219,8 +219,8 @@ while True:
 """
 
 
-def test_readers_beside_a_writer_that_is_killed(tmp_path: Path) -> None:
-    """Whatever a reader finds is whole, while entries come and go, and after kill -9."""
+def test_readers_with_a_writer_that_is_killed(tmp_path: Path) -> None:
+    """Readers only find complete entries, while entries are added and removed, and after kill -9."""
     folder = tmp_path / "library"
     script = WRITER.format(tests=str(HERE), capacity=40_000)
     writers = [

@@ -1,4 +1,4 @@
-"""Planted rows: a cache holds them as if the tokens at their positions had made them."""
+"""Planted rows: a cache holds them as if the tokens at their positions had computed them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sampling(n: int, first: int = 0) -> Iterator[Any]:
 
 
 def sampled(obs: Any) -> Rows:
-    """What it has."""
+    """The observer's samples."""
     rows: Rows = []
     for il in range(SUBKV.subkv_observer_n_layer(obs)):
         s = observed(obs, il)
@@ -76,7 +76,7 @@ def rows_of(
 
 @contextmanager
 def planted(model: engine.Model, **options: Any) -> Iterator[tuple[engine.Session, Planter]]:
-    """A Session that shows a planter what it computes."""
+    """A Session whose computations a planter observes."""
     planter = Planter()
     with planter.attach():
         s = engine.Session(model, **options)
@@ -101,7 +101,7 @@ def test_planted_rows_are_those_of_the_prompt(
     with planted(model, **cache) as (s, planter):
         with planter.planting(rows):
             assert agree(expected, s.decode([*DUMMIES, text[N]], pieces=pieces)[-1:])
-        # the planter is done: what comes next reads the cache
+        # the planter is done: later tokens read the cache
         following = s.decode(tokens[N + 1 : N + 9], N + 1)
     with session(model, **cache) as s:
         s.decode(text, pieces=pieces)
@@ -187,7 +187,7 @@ def test_other_sequences_stay_as_they_were(model: engine.Model, tokens: list[int
     for text in texts:
         with session(model, **cache) as s:
             alone.append(s.decode(text)[-4:])
-    for unified in (False,) if "adapt" in cache else (False, True):  # bases that adapt want a cache for each sequence
+    for unified in (False,) if "adapt" in cache else (False, True):  # adaptive bases need a cache for each sequence
         with planted(model, n_seq_max=2, unified=unified, n_ctx=512, **cache) as (s, planter):
             s.decode(texts[1][:-4], 0, 1)
             with planter.planting(rows):
@@ -198,16 +198,16 @@ def test_other_sequences_stay_as_they_were(model: engine.Model, tokens: list[int
                     assert agree(alone[seq][-i][None], found[seq][None])
 
 
-def test_an_observer_sees_what_was_planted(model: engine.Model, tokens: list[int], cache: dict[str, Any]) -> None:
+def test_an_observer_records_planted_rows(model: engine.Model, tokens: list[int], cache: dict[str, Any]) -> None:
     rows = rows_of(model, tokens[:40], **cache)
     with sampling(50) as obs, planted(model, observer=obs, **cache) as (s, planter):
         with planter.planting(rows):
             s.decode(DUMMIES[:50])
-        seen = sampled(obs)
+        read = sampled(obs)
     for il in range(len(rows)):
         for side in range(2):
-            assert np.array_equal(rows[il][side], seen[il][side][:40])
-            assert np.abs(seen[il][side][40:]).max() > 0
+            assert np.array_equal(rows[il][side], read[il][side][:40])
+            assert np.abs(read[il][side][40:]).max() > 0
 
 
 def test_one_planter_of_two_contexts(model: engine.Model, tokens: list[int]) -> None:
@@ -283,10 +283,10 @@ def test_bad_rows() -> None:
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_values_beyond_halves_reach_nobody_who_does_not_see_them(
+def test_values_beyond_halves_do_not_affect_earlier_tokens(
     model: engine.Model, tokens: list[int], make_layout: Callable[..., Any], side: int
 ) -> None:
-    """An infinity in the exact window is one times zero for the tokens before it; keys (0) and values (1)."""
+    """Infinity times zero is NaN, so infinities must not reach earlier tokens; keys (0) and values (1)."""
     cache: dict[str, Any] = {"layout": make_layout(BANDS, BANDS), "window": (4, 32, 0)}
     rows = rows_of(model, tokens[:20], **cache)
     with planted(model, **cache) as (s, planter), planter.planting(rows):

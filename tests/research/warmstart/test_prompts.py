@@ -1,4 +1,4 @@
-"""Prompts made by rule: the same for a seed, never the same passage on both sides, answers where they should be."""
+"""Generated prompts: the same for a seed, no passage on both sides, answers at the right places."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def test_deterministic_and_split_by_passage(made: list[prompts.Prompt]) -> None:
     assert years["test"] and not years["test"] & years["train"]
 
 
-def test_neighbours_are_what_their_kind_says(made: list[prompts.Prompt]) -> None:
+def test_neighbours_match_their_kind(made: list[prompts.Prompt]) -> None:
     known = {p.id: p for p in made}
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for base in (p for p in made if p.neighbours):
         for kind, names in base.neighbours.items():
             for other in (known[name] for name in names):
-                seen[kind] += 1
+                counts[kind] += 1
                 assert other.split == base.split and other.words == base.words and other.text != base.text
                 assert (other.passage == base.passage) == (kind not in ("template", "random"))
                 assert (other.task == base.task) == (kind not in ("question", "random"))
                 assert (other.group == base.group) == (kind == "paraphrase")
                 if kind == "paraphrase":
                     assert other.answer == base.answer
-    assert set(seen) == set(prompts.KINDS)
+    assert set(counts) == set(prompts.KINDS)
 
 
 def test_answers_follow_from_the_prompt(made: list[prompts.Prompt]) -> None:
@@ -115,7 +115,7 @@ def test_file_round_trip_and_errors(tmp_path: Path, made: list[prompts.Prompt]) 
     path.write_text(prompts.dumps(strange), encoding="utf-8")
     assert prompts.read(path) == strange
     good = {"id": "a", "group": "a", "kind": "base", "text": "x"}
-    for line, wanted in (
+    for line, message in (
         ("", "expected prompts, one JSON object a line, found none"),
         ("{", "expected a JSON object in line 1 of prompts.jsonl, found text that does not parse"),
         ("[" * 100000, "expected a JSON object in line 1 of prompts.jsonl, found text that does not parse"),
@@ -128,7 +128,7 @@ def test_file_round_trip_and_errors(tmp_path: Path, made: list[prompts.Prompt]) 
         (f"{json.dumps(good)}\n{json.dumps(good)}", "found 'a' again in line 2"),
     ):
         path.write_text(line, encoding="utf-8")
-        with pytest.raises(SubkvError, match=f"^path: .*{re.escape(wanted)}"):
+        with pytest.raises(SubkvError, match=f"^path: .*{re.escape(message)}"):
             prompts.read(path)
     with pytest.raises(SubkvError, match="^path: cannot read"):
         prompts.read(tmp_path / "none.jsonl")

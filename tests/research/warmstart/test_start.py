@@ -47,11 +47,11 @@ def test_a_slot_for_every_token_is_the_exact_prompt(path: tuple[Path, dict[str, 
         assert decision.logits is not None
         bound = 0.02 if start.llm.cache_choice.name == "f16" else 0.1
         assert np.abs(decision.logits - expected).max() < bound * np.abs(expected).max()
-        assert start.llm.n_tokens == 0  # nobody may take these cells for the prompt's
+        assert start.llm.n_tokens == 0  # these cells must not be used for the prompt
 
 
 def test_absolute_positions(tiny_model: Models, tmp_path: Path) -> None:
-    """The cells of the first tokens lie elsewhere; their rows are those of positions 0, 1, …"""
+    """The first tokens are in other cells; their rows are those of positions 0, 1, …"""
     with warm(tiny_model("gpt2"), tmp_path, Plan(T - 2 - 3, 2, 3)) as start:
         remember(start, A)
         expected = logits(start.llm)
@@ -63,21 +63,21 @@ def test_absolute_positions(tiny_model: Models, tmp_path: Path) -> None:
         assert np.abs(no_slots.logits(start.llm.n_vocab()) - expected).max() > 0.1 * np.abs(expected).max()
 
 
-def test_a_head_start_goes_on_exactly(path: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_head_start_continues_exactly(path: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     with warm(path[0], tmp_path, n_warm=2, **path[1]) as start:
         remember(start, A)
-        said = answer(start, B, 8)
+        generated = answer(start, B, 8)
         assert start.decision.error is None
         mark, sentences = start.report()
         assert mark.endswith(" similar, first 2 tokens") and not sentences
         held = start.llm.input_ids[: start.llm.n_tokens].tolist()
-        assert held == [*B, *said[:7]]
+        assert held == [*B, *generated[:7]]
         assert B in start.library  # read exactly, so it is remembered
-        assert cold(start.llm, [*B, *said[:2]], 6) == said[2:]
+        assert cold(start.llm, [*B, *generated[:2]], 6) == generated[2:]
         with opened(path[0], **path[1]) as (other, _):
-            other.eval([*B, *said[:7]])
+            other.eval([*B, *generated[:7]])
             start.llm.reset()
-            start.llm.eval([*B, *said[:7]])
+            start.llm.eval([*B, *generated[:7]])
             np.testing.assert_array_equal(logits(other), logits(start.llm))
 
 

@@ -89,7 +89,7 @@ def test_prompts_and_plans_that_do_not_fit() -> None:
 
 
 class Keys:
-    """Metadata of a GGUF, made up."""
+    """Synthetic metadata of a GGUF."""
 
     path = Path("made-up.gguf")
 
@@ -147,13 +147,13 @@ def test_a_model_that_adds_its_positions_is_left_alone(tiny_model: Callable[...,
 def test_part_of_a_head_may_be_rotated() -> None:
     frame = Frame.read(Keys("stablelm", **{"rope.dimension_count": 8}))
     x = np.random.default_rng(0).standard_normal((5, 2, 32)).astype(np.float32)
-    turned = frame.rotate(x, np.array([0.0, 1.0, 2.5, 100.0, 7.25]))
-    np.testing.assert_array_equal(turned[..., 8:], x[..., 8:])
-    np.testing.assert_array_equal(turned[0], x[0])
-    assert np.abs(turned[1:, :, :8] - x[1:, :, :8]).max(axis=(1, 2)).min() > 0.1
+    shifted = frame.rotate(x, np.array([0.0, 1.0, 2.5, 100.0, 7.25]))
+    np.testing.assert_array_equal(shifted[..., 8:], x[..., 8:])
+    np.testing.assert_array_equal(shifted[0], x[0])
+    assert np.abs(shifted[1:, :, :8] - x[1:, :, :8]).max(axis=(1, 2)).min() > 0.1
     angle = 2.5 * 10000.0 ** (-2.0 * 1 / 8)  # of the second pair
     expected = x[2, 0, 1] * np.cos(angle) - x[2, 0, 5] * np.sin(angle)
-    assert turned[2, 0, 1] == pytest.approx(expected, abs=1e-6)
+    assert shifted[2, 0, 1] == pytest.approx(expected, abs=1e-6)
 
 
 @each(
@@ -172,13 +172,13 @@ def test_models_that_are_not_understood(base: Keys, message: str) -> None:
 
 
 #
-# summaries and what is made of them
+# summaries and derived rows
 #
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "gpt2"])
-def test_a_slot_for_every_token_is_the_exact_cache(arch: str, tiny_model: Callable[..., Path]) -> None:
-    """Untrained, with as many slots as pooled tokens: the rows that are planted are those of the prompt."""
+def test_one_slot_per_token_equals_the_exact_cache(arch: str, tiny_model: Callable[..., Path]) -> None:
+    """Untrained, with one slot per pooled token: the planted rows equal those of the prompt."""
     path, n = tiny_model(arch), 50
     plan, frame = Plan(n - 7, 3, 4), Frame.of(path)
     with capturing_file(path, n) as context:
@@ -258,8 +258,8 @@ def test_slots_are_adapted_projected_weighted_and_turned() -> None:
     layer, n = trained.layers[1], counts(n_tokens - 5, 5)
     for h in range(2):
         keys = layer.projector @ (summary.k[1][h] @ layer.a_k[h]) + np.log(n)[:, None] * layer.b_k[h]
-        turned = frame.rotate(keys[:, None], placed(plan, n_tokens)[0])[:, 0]
-        np.testing.assert_allclose(k[:, h], turned, rtol=1e-3, atol=1e-3)
+        shifted = frame.rotate(keys[:, None], placed(plan, n_tokens)[0])[:, 0]
+        np.testing.assert_allclose(k[:, h], shifted, rtol=1e-3, atol=1e-3)
         values = layer.projector @ (summary.v[1][h] @ layer.a_v[h] + layer.b_v[h])
         np.testing.assert_allclose(v[:, h], values, rtol=1e-3, atol=1e-3)
     static = trained.static()
@@ -276,7 +276,7 @@ def test_slots_are_adapted_projected_weighted_and_turned() -> None:
 #
 
 
-def test_the_file_comes_back(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+def test_the_file_round_trips(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     frame = Frame.of(tiny_model("llama"))
     trained = random_trained(Plan(5, 2, 3), frame)
     trained.save(tmp_path / "a.safetensors")
@@ -292,7 +292,7 @@ def test_the_file_comes_back(tmp_path: Path, tiny_model: Callable[..., Path]) ->
         np.testing.assert_array_equal(v, v2)
 
 
-def test_the_digest_is_of_what_a_library_holds() -> None:
+def test_the_digest_covers_the_contents_of_a_library() -> None:
     trained = random_trained(Plan(5, 2, 3), Frame.read(Keys()))
     assert replace(trained, guard={}, provenance={}).digest == trained.digest
     for changed in ({"identity": "1" * 64}, {"plan": Plan(5, 2, 4)}, {"embedding": "hidden"}, {"centre": np.zeros(8)}):

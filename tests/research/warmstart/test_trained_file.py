@@ -54,7 +54,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damaged(whole: Path, path: Path, damage: Damage) -> str:
-    """The sentence about a file whose tensors and metadata (keys without prefix) `damage` has changed."""
+    """The error message about a file whose tensors and metadata (keys without prefix) `damage` has changed."""
     with safe_open(whole, framework="numpy") as handle:
         tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
         metadata = {key.removeprefix(PREFIX): value for key, value in handle.metadata().items()}
@@ -65,14 +65,14 @@ def damaged(whole: Path, path: Path, damage: Damage) -> str:
     return str(caught.value)
 
 
-def test_the_file_holds_what_the_format_says(whole: Path) -> None:
+def test_the_file_follows_the_format(whole: Path) -> None:
     with safe_open(whole, framework="numpy") as handle:
         assert {name: list(handle.get_tensor(name).shape) for name in handle.keys()} == TENSORS  # noqa: SIM118
         assert set(handle.metadata()) == {PREFIX + key for key in KEYS}
     assert read(whole, FRAME).layers[1].shape == HeadShape(2, 8, 4)
 
 
-def test_files_of_somebody(whole: Path, tmp_path: Path) -> None:
+def test_hostile_files(whole: Path, tmp_path: Path) -> None:
     """Refused with a sentence that can be printed, or read and written again as they were."""
     path, n_read = tmp_path / "warm.safetensors", 0
 

@@ -1,4 +1,4 @@
-"""Training for warm starts: the closed form, what gradients gain, the command and its refusals."""
+"""Training for warm starts: the closed form, the gain of gradient steps, the command and its errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write(path: Path, found: Sequence[dict[str, Any]]) -> Path:
 
 @pytest.mark.parametrize("ridge", [1e-6, 1e-2, 10.0])
 def test_the_projector_is_the_ridge_regression(ridge: float) -> None:
-    """Least squares over all ordered pairs, with the penalty as rows of its own."""
+    """Equals least squares over all ordered pairs, with the penalty as additional rows."""
     rng = np.random.default_rng(0)
     n, h, m, d_k, d_v = 7, 2, 4, 6, 3
     keys, values = rng.standard_normal((n, h, m, d_k)) * 30, rng.standard_normal((n, h, m, d_v))
@@ -85,7 +85,7 @@ def test_the_projector_without_evidence_changes_nothing() -> None:
 
 
 def test_the_projector_finds_a_known_map() -> None:
-    """Slots of a second prompt that are those of the first in another order, and the other way round."""
+    """The second prompt's slots are those of the first in another order, and vice versa."""
     rng = np.random.default_rng(2)
     keys = rng.standard_normal((40, 2, 4, 16))
     keys[1::2] = keys[::2, :, ::-1]  # an involution: the same map both ways
@@ -129,7 +129,7 @@ def collected(tiny_model: Callable[..., Path]) -> Callable[[Plan], tuple[LayerRo
     return rows
 
 
-def test_training_helps_prompts_that_it_has_not_seen(collected: Callable[..., Any]) -> None:
+def test_training_helps_held_out_prompts(collected: Callable[..., Any]) -> None:
     rows, places, frame = collected(Plan(6, 2, 4))
     arguments = (rows, places, frame.pairs, GROUPS, range(TRAIN), range(TRAIN, N))
     maps, losses = train_layer(*arguments, Settings(epochs=6, lr=1e-2))

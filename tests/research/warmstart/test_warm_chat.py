@@ -37,7 +37,7 @@ def run(model: Path, *arguments: Any) -> Result:
     return CliRunner().invoke(chat, [str(word) for word in [*common, *arguments]])
 
 
-def test_chat_marks_what_began_warm(model: Path, warm_file: Path, tmp_path: Path) -> None:
+def test_chat_marks_warm_answers(model: Path, warm_file: Path, tmp_path: Path) -> None:
     shelf = tmp_path / "library"
     flags = ["--warm-start", "on", "--warm-file", warm_file, "--warm-library", shelf, "--warm-threshold", "-1"]
     plain = run(model, "-p", FIRST)
@@ -82,7 +82,7 @@ def test_conversations_go_on_exactly(model: Path, tmp_path: Path) -> None:
         conversation.save(tmp_path / "saved")
         assert cold(start.llm, tokens[: begin + 1], len(tokens) - begin - 1) == tokens[begin + 1 :]
         conversation.load(tmp_path / "saved")
-        # stopped while the prompt is read behind the first token: what was said is kept, and nothing warm is
+        # stopped after the first token, while the prompt is evaluated: the answer is kept, warm rows are not
         other = talk(start)
         calls = iter(range(9))
         _, stopped = ask(other, "Why is the sky blue at noon, and red later?", stop=lambda: next(calls) >= 1)

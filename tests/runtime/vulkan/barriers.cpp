@@ -1,7 +1,7 @@
-// barriers.cpp: preloaded, it leaves the barriers around dispatches of libsubkv's shaders the only ones that matter: the
-// backend's dispatches get one between them, because its matrix products bind all that follows their result, which the
-// validation layer takes for written. SUBKV_LIBRARY: the file whose SPIR-V ours are. With SUBKV_LOSE those behind our
-// dispatches are taken away, to show that the layer finds them missing.
+// barriers.cpp: preloaded, it restricts the validation layer's checks to the barriers around dispatches of libsubkv's
+// shaders. It adds a barrier between the backend's dispatches, because their matrix products bind all memory after their
+// result and the layer assumes that they write it. SUBKV_LIBRARY: the library that contains the SPIR-V of these shaders.
+// SUBKV_LOSE removes the barriers after their dispatches, to show that the layer reports missing barriers.
 #include <vulkan/vulkan.h>
 
 #include <dlfcn.h>
@@ -97,10 +97,10 @@ void VKAPI_CALL our_barrier(VkCommandBuffer buffer, VkPipelineStageFlags from, V
 
 PFN_vkVoidFunction VKAPI_CALL our_get_device(VkDevice device, const char * name);
 
-// `found` or ours of that name, which then calls it.
+// This file's function of that name, which calls `found`; else `found`.
 PFN_vkVoidFunction ours(const char * name, PFN_vkVoidFunction found) {
-    const auto take = [&](const char * wanted, auto & next, auto * function) {
-        if (std::strcmp(name, wanted) == 0 && found) {
+    const auto take = [&](const char * hooked, auto & next, auto * function) {
+        if (std::strcmp(name, hooked) == 0 && found) {
             next  = (std::remove_reference_t<decltype(next)>) found;
             found = (PFN_vkVoidFunction) function;
         }

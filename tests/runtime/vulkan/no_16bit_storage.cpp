@@ -1,5 +1,5 @@
-// no_16bit_storage.cpp: preloaded, it makes a device one without 16-bit storage; with SUBKV_CARD a graphics card, whatever
-// it is.
+// no_16bit_storage.cpp: preloaded, it hides a device's 16-bit storage. With SUBKV_CARD it also reports the device as a
+// discrete graphics card.
 #include <vulkan/vulkan.h>
 
 #include <dlfcn.h>

@@ -1,5 +1,5 @@
-// refusals.cpp: preloaded, it makes a backend one without our patch (SUBKV_REFUSE=patch), or its memory too small for a
-// layer's bases (SUBKV_REFUSE=bases). SUBKV_LIBRARY: libsubkv, whose dependencies the functions are taken from.
+// refusals.cpp: preloaded, it hides our patch of a backend (SUBKV_REFUSE=patch), or makes its memory too small for a
+// layer's bases (SUBKV_REFUSE=bases). SUBKV_LIBRARY: libsubkv; its dependencies supply the functions.
 #include <dlfcn.h>
 
 #include <cstdlib>
