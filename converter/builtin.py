@@ -11,8 +11,6 @@ on these alone, so they consist of short pieces of every kind.
 
 The texts are our own, under the MIT licence, except passages in the public domain everywhere: of Shakespeare, Bacon,
 Austen, Melville, Lincoln, Darwin, Kant, Goethe, Eichendorff, La Fontaine, Cervantes, Tolstoy, Confucius and Li Bai.
-
-texts/held-out/ is for evaluation: texts of seven kinds, 1000 to 2800 tokens each, that no calibration reads.
 """
 
 from __future__ import annotations
@@ -40,15 +38,11 @@ def read(template: Template | None = None) -> list[Text]:
     template: the model's, which renders chat turns; without one, or where it rejects a conversation, turns are plain
     text.
     """
-    return [_text(path, f"built-in {path.name}", template) for path in sorted(FOLDER.glob("*.txt"))]
+    return [read_file(path, f"built-in {path.name}", template) for path in sorted(FOLDER.glob("*.txt"))]
 
 
-def held_out(template: Template | None = None) -> list[Text]:
-    """Texts to evaluate on, named by their kinds. template: as in read()."""
-    return [_text(path, path.stem, template) for path in sorted((FOLDER / "held-out").glob("*.txt"))]
-
-
-def _text(path: Path, name: str, template: Template | None) -> Text:
+def read_file(path: Path, name: str, template: Template | None = None) -> Text:
+    """One text, named for provenance. Pieces end with a form feed; template: as in read()."""
     pieces = path.read_text("utf-8").split("\f\n")
     chat = any(_TURN.match(piece) for piece in pieces)
     data = "\n".join(render(template, piece) if _TURN.match(piece) else piece for piece in pieces).encode()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def options_from_flags(n_sink: int, n_recent: int, recent_bits: int | None, **methods: Any) -> Options:
-    """Options from the flags of `convert` and `evaluate`. methods: fields of Options. Raises for contradictions."""
+    """Options from flags, as `convert` has them. methods: fields of Options. Raises SubkvError for contradictions."""
     from subkv.format.adapt import parse  # numpy and the native libraries: not for a --help
     from subkv.plan.pipeline import Options
 

@@ -1,12 +1,12 @@
-"""Caches of other projects, for the table of converter.evaluate: their codecs, and policies that evict cells."""
+"""Caches of other projects, for the table of research.evaluate: their codecs, and policies that evict cells."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
 
-from converter.caches import Cache, coded, layer_coder, recent_coder
 from research.evictions import keeping
+from research.float32.caches import Cache, coded, layer_coder, recent_coder
 from research.rivals import registry
 from subkv.native.gguf import Gguf
 from subkv.plan.pipeline import Fit

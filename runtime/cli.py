@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from subkv.base.command import Moved
+
 # command -> (module of its main, line of help); modules are imported when their command runs
 COMMANDS = {
     "chat": ("runtime.chat.cli", "chat with a model"),
@@ -23,18 +25,24 @@ COMMANDS = {
 LAB = {
     "calibrate": ("converter.calibrate", "collect statistics of a model on text"),
     "sensitivity": ("converter.sensitivity", "add measured sensitivities to a calibration"),
-    "evaluate": ("converter.evaluate", "measure the KL divergence of layouts in float32"),
     "tasks": ("runtime.tasks.cli", "score retrieval, recall and tool calls under several caches"),
     "plot": ("runtime.plot", "draw saved results: bits against KL divergence"),
 }
 
+# former command -> the present one
+RESEARCH = {"evaluate": "`python -m research.evaluate`, in a checkout of the repository"}
+MOVED = {name: f"`subkv lab {name}`" for name in LAB} | RESEARCH
+
 
 class Group(click.Group):
-    """Imports a command's module when the command runs, which keeps `--help` fast."""
+    """Imports a command's module when the command runs, which keeps `--help` fast.
 
-    def __init__(self, *args: Any, modules: dict[str, tuple[str, str]], **kwargs: Any) -> None:
+    moved: names of former commands; each exits with a sentence that contains the present one.
+    """
+
+    def __init__(self, *args: Any, modules: dict[str, tuple[str, str]], moved: dict[str, str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.modules = modules
+        self.modules, self.moved = modules, moved
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.modules, *super().list_commands(ctx)]
@@ -45,6 +53,13 @@ class Group(click.Group):
         command: click.Command = importlib.import_module(self.modules[cmd_name][0]).main
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] in self.moved and not ctx.resilient_parsing:
+            raise Moved(f"{ctx.command_path} {args[0]}: unknown command; it is now {self.moved[args[0]]}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         lines = [(name, line) for name, (_, line) in self.modules.items()]
         lines += [(name, command.short_help or "") for name, command in self.commands.items()]
@@ -52,35 +67,21 @@ class Group(click.Group):
             formatter.write_dl(lines)
 
 
-class _Moved(click.ClickException):
-    """An old name of a command: one sentence with the new one."""
-
-    exit_code = 2
-
-    def show(self, file: Any = None) -> None:
-        click.echo(self.format_message(), file=file, err=True)
-
-
-class _Main(Group):
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] in LAB and not ctx.resilient_parsing:
-            raise _Moved(f"subkv {args[0]}: unknown command; it is now `subkv lab {args[0]}`")
-        return super().resolve_command(ctx, args)
-
-
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
-@click.command(cls=_Main, modules=COMMANDS, context_settings=SETTINGS)
+@click.command(cls=Group, modules=COMMANDS, moved=MOVED, context_settings=SETTINGS)
 @click.version_option(package_name="subkv")
 def main() -> None:
     """llama.cpp with a KV cache of calibrated, quantized coefficients."""
 
 
 @main.command(
-    cls=Group, modules=LAB, context_settings=SETTINGS, short_help="experiments: calibrate, sensitivity, evaluate, …"
+    cls=Group,
+    modules=LAB,
+    moved=RESEARCH,
+    context_settings=SETTINGS,
+    short_help="experiments: calibrate, sensitivity, tasks, plot",
 )
 def lab() -> None:
     """Commands for experiments with calibrations and caches."""

@@ -1,6 +1,6 @@
 """Plots: bits against KLD, and per-layer sensitivities. Needs the extra `plot`.
 
-subkv lab plot RESULTS.json… -o frontier.png     from `subkv lab evaluate` and `subkv perplexity --compare`
+subkv lab plot RESULTS.json… -o frontier.png     from `python -m research.evaluate` and `subkv perplexity --compare`
 subkv lab plot calib.safetensors -o layers.png   a calibration with sensitivities
 """
 
@@ -43,7 +43,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     if not isinstance(rows, list):
         raise SubkvError(
             "path",
-            f"expected a JSON list as converter.evaluate and runtime.perplexity --compare print it, "
+            f"expected a JSON list as research.evaluate and runtime.perplexity --compare print it, "
             f"found {type(rows).__name__} in {path}",
         )
     for i, row in enumerate(rows):
@@ -62,7 +62,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 @click.argument("files", metavar="RESULTS.json…", type=options.PATH, nargs=-1, required=True)
 @click.option("-o", "--output", "plot", type=options.PATH, required=True, metavar="FILE.png", help="file to write")
 def main(files: tuple[Path, ...], plot: Path) -> None:
-    """Draw bits against KLD from results that converter.evaluate and runtime.perplexity --compare printed with -o json,
+    """Draw bits against KLD from results that research.evaluate and runtime.perplexity --compare printed with -o json,
     or the sensitivities of the layers from one calibration (calib.safetensors)."""
     calibrations = [path for path in files if path.suffix == ".safetensors"]
     if calibrations and len(files) > 1:

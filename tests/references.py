@@ -29,7 +29,7 @@ def reference(tiny_model: Callable[..., Path]) -> Callable[[str], Any]:
     for package in ("torch", "transformers", "accelerate"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"float32 reference: package {package} is not installed (pip install '.[torch]')")
-    from converter.reference import Reference
+    from research.float32.reference import Reference
 
     made: dict[str, Reference] = {}
 
@@ -74,14 +74,13 @@ def measured(
     """The tiny llama's calibration with sensitivities of 12 chunks."""
     from click.testing import CliRunner
 
-    from converter import sensitivity
+    from research import fisher
 
     reference("llama")
     path = tmp_path_factory.mktemp("measured") / "calib.safetensors"
     arguments = ["-m", str(tiny_model("llama")), "--bases", str(calibration("llama")), "-f", str(text), "-o", str(path)]
-    arguments += ["--method", "fisher"]
     result = CliRunner().invoke(
-        sensitivity.main, [*arguments, "-c", "256", "--chunks", "12", "--n-recent", str(N_RECENT), "-t", "1"]
+        fisher.main, [*arguments, "-c", "256", "--chunks", "12", "--n-recent", str(N_RECENT), "-t", "1"]
     )
     assert result.exit_code == 0, result.output
     return path

@@ -33,6 +33,7 @@ RESEARCH = (
     "research.evaluate",
     "research.experiments.cli",
     "research.experiments.tracker",
+    "research.fisher",
     "research.load",
     "research.soak",
     "research.speculation",

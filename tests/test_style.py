@@ -47,7 +47,7 @@ def test_python(command: list[str], tmp_path: Path) -> None:
 
 
 def test_imports() -> None:
-    """The contracts of pyproject.toml: floors, rooms, research apart, no circle."""
+    """The contracts of pyproject.toml: floors, rooms, research apart, no PyTorch in programs, no circle."""
     paths = os.pathsep.join(str(REPO / folder) for folder in ("python", "", "kernels/triton"))
     env = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run(

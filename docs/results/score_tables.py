@@ -8,7 +8,7 @@ from typing import Any
 from render import Column, Numbers, Row, Rows, grid, label, plain
 
 WIKI, NOVEL, CODE = "wikitext2.test.txt", "sherlock.txt", "argparse.py"
-EVALUATE = ("subkv", "lab", "evaluate", "-m", "M.gguf", "--bases", "calib.safetensors", "-o", "json")
+EVALUATE = ("python", "-m", "research.evaluate", "-m", "M.gguf", "--bases", "calib.safetensors", "-o", "json")
 PERPLEXITY = ("subkv", "perplexity", "-m", "M.gguf", "-f", WIKI, "-o", "json")
 
 
@@ -116,7 +116,7 @@ def rivals(lab: Any) -> Rows:
     bits, codecs = lab.pick(("2.5,3,3.5,4.25,5", codecs), ("4.25", "kvarn:4/2,exl3:3"))
     texts = [f"-f{text}" for text in lab.texts(WIKI, NOVEL, CODE)]
     chosen = ("--kv-bits", bits, "--stock", "q4_0", "--codecs", codecs, "--bpe-context", "8192", *size)
-    rows: Rows = lab.json("python", "-m", "research.evaluate", *EVALUATE[2:], *texts, *chosen, "--plot", "rivals.png")
+    rows: Rows = lab.json(*EVALUATE, *texts, *chosen, "--plot", "rivals.png")
     lab.keep("rivals.png")
     return rows
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from converter.reference import Coder, Reference, attend
 from research.evictions import h2o, quest, snapkv, streaming
 from research.evictions.policy import Policy, Request
+from research.float32.reference import Coder, Reference, attend
 from subkv.base.errors import SubkvError
 from subkv.format.arrays import F32
 

@@ -28,8 +28,8 @@ from subkv.format.window import N_RECENT, N_SINK, Window
 # what runs is imported by the command: numpy, torch and the native libraries are not for a --help
 if TYPE_CHECKING:
     from converter.corpus import Text as Read
-    from converter.reference import Reference
     from research.experiments.lab import Lab, Text
+    from research.float32.reference import Reference
 
 MIN_TOKENS = 256  # the last quarter of a chunk still has a few blocks of the adaptive coder
 FORMAT = 2  # of results.json; raised when an experiment's results change, so that older ones are not reused
@@ -229,9 +229,9 @@ def main(
 ) -> None:
     """Run the papers' experiments and answer their falsifiers."""
     from converter.corpus import read_text
-    from converter.reference import Reference, check_length, check_shapes
     from research.experiments.lab import Lab
     from research.experiments.verdicts import verdicts
+    from research.float32.reference import Reference, check_length, check_shapes
     from subkv.format.calibration import read_calibration
     from subkv.native.gguf import Gguf, sha256
     from subkv.plan.pipeline import Options

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from converter.adaptive import ResearchLayout, loaded
-from converter.caches import Cache, adaptive_cache, coded_cache, layer_coder, result, run
-from converter.reference import Reference, attend
 from converter.scoring import F64, score
 from research.experiments.grids import Rows
+from research.float32.adaptive import ResearchLayout, loaded
+from research.float32.caches import Cache, adaptive_cache, coded_cache, layer_coder, result, run
+from research.float32.reference import Reference, attend
 from subkv.base.progress import tracked
 from subkv.format.bases import Bands, CodedLayer
 from subkv.format.calibration import Calibration
@@ -88,7 +88,7 @@ class Lab:
         return Cache(name, layer_coder(layers), counted.total, counted.rows, fit.settings.window.n_sink, n_recent)
 
     def measure(self, caches: Sequence[Cache], text: Text) -> Rows:
-        """Rows as of converter.evaluate, one per cache. The caches keep the scores of this text."""
+        """Rows as of research.evaluate, one per cache. The caches keep the scores of this text."""
         for cache in caches:
             cache.clear()
         run(self.reference, caches, text.chunks, self.n_threads, self.progress)

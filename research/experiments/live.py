@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from converter.adaptive import ResearchLayout
 from converter.plots import figure as plots
 from converter.scoring import I32
 from research.experiments import bounds
 from research.experiments.bounds import F64
 from research.experiments.grids import Column, Rows, framed, grid, grouped
+from research.float32.adaptive import ResearchLayout
 from runtime import options
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import MIB, CacheChoice, also_attach

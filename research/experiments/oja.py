@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from converter.caches import Cache
-from converter.reference import Coder
 from research.experiments import bounds
 from research.experiments.bounds import F64
 from research.experiments.grids import Rows
 from research.experiments.lab import Lab, Text
 from research.experiments.sketch import Sketch
+from research.float32.caches import Cache
+from research.float32.reference import Coder
 from subkv.format.calibration import LayerStats
 from subkv.format.codec import F32
 from subkv.format.window import Window

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from converter.caches import Cache
 from research.experiments.grids import Rows
 from research.experiments.lab import GROUP, Lab, Text, paired
+from research.float32.caches import Cache
 from subkv.format.bases import Bands
 from subkv.plan import budget as layout
 from subkv.plan.pipeline import Fit

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from converter import tables
 from research.experiments import verdicts
 from research.experiments.grids import Column, Row, grid, heading
+from research.float32 import tables
 
 Found = dict[str, Any]  # what an experiment returned
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from converter.adaptive import AdaptiveCoder
 from research.experiments import bounds, verdicts
 from research.experiments.grids import Rows
 from research.experiments.lab import Lab, Text
 from research.experiments.sketch import Sketch
+from research.float32.adaptive import AdaptiveCoder
 from subkv.base.progress import progress_bar
 from subkv.format.adapt import Adapt, parse
 from subkv.format.codec import F32, rank

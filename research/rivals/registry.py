@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from converter.reference import Coder
+from research.float32.reference import Coder
 from research.rivals import exl3, kivi, kvarn, kvquant, oscar, turboquant
 from research.rivals.rival import Knowledge, Make, Rival
 from subkv.base.errors import SubkvError

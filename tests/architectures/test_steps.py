@@ -20,8 +20,8 @@ from test_stock import STOCK, digests
 
 from converter.calibrate import main as calibrate
 from converter.cli import main as convert
-from converter.evaluate import main as evaluate
 from converter.sensitivity import main as sensitivity
+from research.evaluate import main as evaluate
 from runtime.inspect import main as inspect
 from runtime.perplexity import main as perplexity
 from subkv.engine.cache import choose_cache

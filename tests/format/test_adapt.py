@@ -19,7 +19,7 @@ from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converter.adaptive import Replayed, ResearchLayout
+from research.float32.adaptive import Replayed, ResearchLayout
 from subkv.base.errors import SubkvError
 from subkv.format.adapt import Adapt, native_params
 from subkv.format.bases import StoredBasis

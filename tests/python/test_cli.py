@@ -50,6 +50,16 @@ def test_old_names_of_lab_commands(name: str) -> None:
         assert result.stderr == f"subkv {name}: unknown command; it is now `subkv lab {name}`\n"
 
 
+@pytest.mark.parametrize("group", [[], ["lab"]])
+def test_evaluate_is_a_program_of_research(group: list[str]) -> None:
+    for arguments in ([], ["--help"], ["-m", "model.gguf"]):
+        result = run(*group, "evaluate", *arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        name = " ".join(["subkv", *group, "evaluate"])
+        present = "`python -m research.evaluate`, in a checkout of the repository"
+        assert result.stderr == f"{name}: unknown command; it is now {present}\n"
+
+
 @pytest.mark.parametrize("name", ["frobnicate", "experiments", "errors", "warmstart"])
 def test_unknown_command(name: str) -> None:
     result = run(name)

@@ -178,7 +178,7 @@ def test_command_writes_a_picture_of_all_files(drawn: None, tmp_path: Path, name
         (None, "RESULTS.json: cannot read PATH: No such file or directory"),
         ("| a | table |", "RESULTS.json: expected JSON, found text that does not parse in PATH ("),
         ("[" * 100000, "RESULTS.json: expected JSON, found text that does not parse in PATH ("),
-        ("{}", "RESULTS.json: expected a JSON list as converter.evaluate and runtime.perplexity --compare print it, "),
+        ("{}", "RESULTS.json: expected a JSON list as research.evaluate and runtime.perplexity --compare print it, "),
         ("[3]", "RESULTS.json: expected objects, found 3 as row 0 of PATH"),
         ('[{"bpe": 1}]', "RESULTS.json: expected a string as name of row 0 of PATH, found none"),
         ('[{"name": "a", "bpe": "x"}]', 'RESULTS.json: expected a number as bpe of row 0 of PATH, found "x"'),

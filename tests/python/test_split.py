@@ -16,7 +16,7 @@ from gguf import GGUFReader, GGUFWriter
 from converter.calibrate import main as calibrate
 from converter.cli import default_output
 from converter.cli import main as convert
-from converter.reference import Reference
+from research.float32.reference import Reference
 from subkv.base.errors import CacheError, ModelFileError, SubkvError
 from subkv.engine.cache import check_model_file
 from subkv.engine.llama import Llama

@@ -42,7 +42,16 @@ def run_without(*lines: str) -> subprocess.CompletedProcess[str]:
 
 RESEARCH = [
     f"research.{name}"
-    for name in ("evaluate", "experiments.cli", "experiments.tracker", "load", "soak", "speculation", "warmstart.cli")
+    for name in (
+        "evaluate",
+        "experiments.cli",
+        "experiments.tracker",
+        "fisher",
+        "load",
+        "soak",
+        "speculation",
+        "warmstart.cli",
+    )
 ]
 
 

@@ -1,8 +1,7 @@
-"""Sensitivities predict the KLD that small errors cause, and everything that is built on them."""
+"""Everything that is built on sensitivities: bases, predictions, the default budget."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,58 +11,17 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from each import each
-from references import N_RECENT, evaluating
+from references import N_RECENT
 
-from converter import caches, evaluate, sensitivity
+from converter import sensitivity
 from converter.cli import main as convert
 from converter.corpus import cut, read_text
 from converter.scoring import log_softmax
+from research.float32 import caches
 from subkv.format.calibration import Calibration, read_calibration, write_calibration
 from subkv.format.window import N_SINK, Window
 from subkv.native.gguf import Gguf
 from subkv.plan.pipeline import Fit, Options
-
-
-@pytest.mark.parametrize("side", ["k", "v"])
-@pytest.mark.parametrize("n_recent", [0, N_RECENT])
-def test_predicts_the_kld_of_small_noise(
-    side: str, n_recent: int, measured: Path, reference: Callable[[str], Any], text: Path
-) -> None:
-    """Independent noise on every coded key (or value) of one head of each layer: ½ tr(S C) against the KLD caused."""
-    r = reference("llama")
-    stats = read_calibration(measured)
-    chunk = r.tokenize(text.read_bytes())[-256:]
-    r.match(stats, chunk)
-    exact = log_softmax(r.logits(chunk, 128))
-    for il in range(2):
-        rng = np.random.default_rng(il)
-        field = side if n_recent else f"{side}0"
-        metric = getattr(stats.layers[il].sensitivity, field)[1]
-        sigma = np.sqrt(0.02 / np.trace(metric))  # ½ tr = 0.01 nats
-
-        def noisy(layer: int, k: Any, v: Any, il: int = il, sigma: float = sigma, rng: Any = rng) -> Any:
-            x = (k if side == "k" else v).copy()
-            if layer == il:
-                x[1] += sigma * rng.standard_normal(x[1].shape).astype(np.float32)
-            return (x, v) if side == "k" else (k, x)
-
-        found = []
-        for _ in range(4):
-            disturbed = log_softmax(r.coded_logits(chunk, 128, noisy, stats.n_skip, n_recent))
-            found.append(float(np.mean(np.sum(np.exp(exact) * (exact - disturbed), axis=1))))
-        # one gradient per cell, another text and a finite error: agreement within a factor
-        assert 0.5 < np.mean(found) / 0.01 < 2.0, (side, il, found)
-
-
-def test_values_beyond_the_window_matter_less(measured: Path) -> None:
-    stats = read_calibration(measured)
-    assert stats.sensitivity is not None and stats.sensitivity.method == "fisher"
-    assert stats.sensitivity.n_recent == N_RECENT
-    assert stats.sensitivity.tokens == 12 * 128
-    assert 0.3 < stats.sensitivity.correction < 4.0 and 0.3 < stats.sensitivity.correction0 < 4.0
-    near = sum(np.trace(layer.sensitivity.v0.sum(axis=0)) for layer in stats.layers if layer.sensitivity)
-    far = sum(np.trace(layer.sensitivity.v.sum(axis=0)) for layer in stats.layers if layer.sensitivity)
-    assert 0.0 < far < near
 
 
 def fit_of(model: Path, calibration: Calibration, **options: Any) -> Fit:
@@ -164,7 +122,6 @@ def test_a_window_that_was_not_measured_is_noted(
     assert "--n-recent: expected at least 16, for which sensitivities were measured, found 8" in result.output
 
 
-@each("method", ["engine", "fisher"])
 @each(
     ("arguments", "sentence"),
     [
@@ -176,17 +133,12 @@ def test_a_window_that_was_not_measured_is_noted(
 def test_sensitivity_refuses(
     arguments: list[str],
     sentence: str,
-    method: str,
     calibration: Callable[[str], Path],
     tiny_model: Callable[..., Path],
     text: Path,
     tmp_path: Path,
-    request: pytest.FixtureRequest,
 ) -> None:
-    if method == "fisher":
-        request.getfixturevalue("reference")("llama")
     given = ["-m", str(tiny_model("llama")), "--bases", str(calibration("llama")), "-f", str(text), "-t", "1"]
-    given += ["--method", method]
     result = CliRunner().invoke(sensitivity.main, [*given, "-o", str(tmp_path / "o.safetensors"), *arguments])
     assert result.exit_code == 1
     assert sentence in result.output
@@ -227,82 +179,3 @@ def test_kld_aware_needs_sensitivities(
     assert result.exit_code == 1
     assert "--basis-k: kld-aware expects a calibration with sensitivities, found none" in result.output
     assert not (tmp_path / "o.gguf").exists()
-
-
-def test_evaluate_command(
-    measured: Path, tiny_model: Callable[..., Path], text: Path, reference: Callable[[str], Any]
-) -> None:
-    reference("llama")
-    arguments = evaluating(tiny_model, measured, text, 256)
-    arguments += ["--n-recent", str(N_RECENT), "--kv-bits", "4,6", "--stock", "q8_0,q4_0", "-t", "1"]
-    result = CliRunner().invoke(evaluate.main, [*arguments, "-o", "json"])
-    assert result.exit_code == 0, result.output
-    rows = {row["name"]: row for row in json.loads(result.stdout)}
-    assert list(rows) == ["subkv 4", "subkv 6", "q8_0", "q8_0 + window", "q4_0", "q4_0 + window"]
-    assert rows["subkv 6"]["mean_kld"] < rows["subkv 4"]["mean_kld"]
-    assert rows["q4_0 + window"]["mean_kld"] < rows["q4_0"]["mean_kld"]
-    assert rows["q4_0"]["bpe"] == 4.5 and rows["q4_0 + window"]["bpe"] > 4.5
-    assert abs(rows["subkv 6"]["bpe"] - 6.0) < 0.2
-    table = CliRunner().invoke(evaluate.main, arguments)
-    assert table.exit_code == 0 and "| words.txt | subkv 4 |" in table.output
-
-
-def test_evaluate_adaptive_bases(
-    measured: Path, tiny_model: Callable[..., Path], text: Path, reference: Callable[[str], Any]
-) -> None:
-    """A coder that never adapts equals the static one; one that adapts pays for its bases and sketches."""
-    reference("llama")
-    arguments = [*evaluating(tiny_model, measured, text, 256, chunks=2), "-t", "1"]
-    arguments += ["--n-recent", str(N_RECENT), "--kv-bits", "4", "--stock", "q4_0", "--bpe-context", "1024"]
-    arguments += [
-        "--adapt",
-        "kv,warm=1000000",
-        "--adapt",
-        "v,length=32,warm=32,gain=1",
-        "--adapt",
-        "k,warm=1000000,kind=oja",
-    ]
-    result = CliRunner().invoke(evaluate.main, [*arguments, "-o", "json"])
-    assert result.exit_code == 0, result.output
-    static, never, values, oja, *_ = rows = json.loads(result.stdout)
-    assert [row["name"] for row in rows[:2]] == ["subkv 4", "subkv 4 adapt kv,warm=1000000"]
-    assert never["mean_kld"] == pytest.approx(static["mean_kld"], rel=0.02)
-    assert static["chunks_opened"] is None and static["bpe_adapt"] == 0.0
-    assert never["chunks_opened"] == oja["chunks_opened"] == 0.0
-    assert values["chunks_opened"] > 0.0 and values["mean_kld"] < 1.1 * static["mean_kld"]
-    assert values["bpe"] == pytest.approx(static["bpe"] + values["bpe_adapt"], abs=2e-4)
-    # sketches alone: a triangle of at most 32 x 33 / 2 numbers, f32, and 40 bytes, per 32 elements of 1024 tokens
-    assert 0.0 < never["bpe_adapt"] <= 8 * (40 + 4 * 32 * 33 / 2) / (32 * 1024) + 1e-4
-    table = CliRunner().invoke(evaluate.main, arguments)
-    assert table.exit_code == 0 and " opened | refused | merged |" in table.output
-
-
-@each(
-    ("arguments", "sentence"),
-    [
-        (["--kv-bits", "x"], "expected numbers separated by commas, found 'x'"),
-        (["--stock", "q3_9"], "expected types out of f16, q8_0"),
-        (["-c", "100000"], "-c: expected at most the trained 4096 tokens, found 100000"),
-        (["-f", "no.txt"], "-f: expected a text file, found no file at no.txt"),
-        (["--bpe-context", "0"], "0 is not in the range"),
-        (["--kv-bits", "", "--stock", ""], "--kv-bits: expected a budget or --stock types to evaluate, found none"),
-        (["--kv-bits", "0.2"], "--kv-bits: expected "),
-        (["--adapt", "q"], "--adapt: expected k, v or kv, found 'q'"),
-        (["--adapt", "v,size=3"], "--adapt: expected one of kind, rank, rows, "),
-        (["--adapt", "v,gain=x"], "--adapt: gain: expected a number, found 'x'"),
-        (["--adapt", "v,gain=0", "-c", "256"], "gain: expected a factor above 0, found 0"),
-    ],
-)
-def test_evaluate_refuses(
-    arguments: list[str],
-    sentence: str,
-    measured: Path,
-    tiny_model: Callable[..., Path],
-    text: Path,
-    reference: Callable[[str], Any],
-) -> None:
-    reference("llama")
-    given = ["-m", str(tiny_model("llama")), "--bases", str(measured), "-f", str(text), "-t", "1", *arguments]
-    result = CliRunner().invoke(evaluate.main, given)
-    assert result.exit_code in (1, 2)
-    assert sentence in result.output

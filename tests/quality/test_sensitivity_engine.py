@@ -423,8 +423,15 @@ def test_unpredictable_models_are_reported() -> None:
         smoothed({}, 2)
 
 
-def test_folders_are_for_the_other_method(calibration: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
+def test_folders_are_for_research_fisher(calibration: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
     arguments = ["-m", str(tmp_path), "--bases", str(calibration("llama")), "-f", str(text), "-c", "256"]
     result = CliRunner().invoke(sensitivity.main, [*arguments, "-o", str(tmp_path / "o.safetensors")])
     assert result.exit_code == 1
-    assert "-m: expected a GGUF for method engine, found a folder: --method fisher takes it" in result.output
+    assert "-m: expected a GGUF, found a folder; `python -m research.fisher`, in a checkout" in result.output
+
+
+@pytest.mark.parametrize("method", ["engine", "fisher"])
+def test_method_is_no_option_any_more(method: str) -> None:
+    result = CliRunner().invoke(sensitivity.main, ["-m", "model.gguf", "--method", method])
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith("--method: unknown option; ") and "`python -m research.fisher`" in result.stderr

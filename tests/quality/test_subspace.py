@@ -97,8 +97,8 @@ def test_logits_are_the_references(
     tiny_model: Callable[..., Path],
     text: Path,
 ) -> None:
-    """The codec of converter.caches, where every vector is reconstructed, against attention on coefficients."""
-    from converter.caches import layer_coder
+    """The codec of research.float32.caches, where every vector is reconstructed, against attention on coefficients."""
+    from research.float32.caches import layer_coder
 
     model, cache, _ = made(arch)
     stats = read_calibration(calibration(arch))

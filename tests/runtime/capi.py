@@ -47,16 +47,16 @@ ADAPT_TEST: Signatures = {  # of adapt/subkv_adapt_test.h
 
 def research() -> Signatures:
     """subkv_research.h, declared by the programs that call it."""
-    from converter import adaptive
     from research.experiments import live
+    from research.float32 import adaptive
 
     return {**live.SIGNATURES, **adaptive.PROJECT}
 
 
 def adapt() -> Signatures:
     """adapt/subkv_adapt.h, declared by the modules that call it."""
-    from converter import adaptive
     from research.experiments import live, sketch
+    from research.float32 import adaptive
     from subkv.format.adapt import SIGNATURES
 
     return {**SIGNATURES, **live.SKETCH, **adaptive.REPLAY, **sketch.SIGNATURES}

@@ -53,7 +53,7 @@ def test_coded_logits_match_the_engine(
     tmp_path: Path,
 ) -> None:
     """With few bits, so that the codec's error exceeds every other difference between the two implementations."""
-    from converter.caches import layer_coder
+    from research.float32.caches import layer_coder
 
     model, bases = tiny_model(arch), calibration(arch)
     options = Options(kv_bits=3.0, window=Window(N_SINK, n_recent), bpe_context=100_000)
@@ -98,7 +98,7 @@ def test_another_models_calibration_is_refused(
 
 
 def test_missing_model_is_refused(reference: Callable[[str], Any], tmp_path: Path) -> None:
-    from converter.reference import Reference
+    from research.float32.reference import Reference
 
     with pytest.raises(SubkvError, match="^model: expected a GGUF or a Hugging Face folder, found nothing at"):
         Reference(tmp_path / "none.gguf", 1)
@@ -109,7 +109,7 @@ def test_missing_model_is_refused(reference: Callable[[str], Any], tmp_path: Pat
 
 def test_attention_of_another_kind_is_refused(reference: Callable[[str], Any], tiny_model: Callable[..., Path]) -> None:
     """Soft-capped logits, and ALiBi in attention of the model's own: one sentence, no traceback."""
-    from converter.reference import Reference
+    from research.float32.reference import Reference
 
     reference("llama")
     for arch in ("gemma2", "bloom"):

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from converter.caches import Cache, coded_cache, run, stock_coder
-from converter.reference import Reference, attend
+from research.float32.caches import Cache, coded_cache, run, stock_coder
+from research.float32.reference import Reference, attend
 from subkv.base.progress import progress_bar
 from subkv.format.arrays import F64
 from subkv.format.calibration import Calibration, LayerSensitivity, Sensitivity

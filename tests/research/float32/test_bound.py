@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from converter.bound import _spectrum, rate
+from research.float32.bound import _spectrum, rate
 from subkv.plan.quantizer import distortion
 
 

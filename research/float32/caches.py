@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from converter.adaptive import AdaptiveCoder, coded_sides, loaded
-from converter.bound import bound_bits
-from converter.reference import Coder, Reference
 from converter.scoring import Scores, score
+from research.float32.adaptive import AdaptiveCoder, coded_sides, loaded
+from research.float32.bound import bound_bits
+from research.float32.reference import Coder, Reference
 from subkv.base.progress import progress_bar
 from subkv.format.adapt import parse
 from subkv.format.arrays import F16, F32

@@ -1,0 +1,94 @@
+"""The table of `python -m research.evaluate`: our rows, llama.cpp's types, bases that follow the text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from each import each
+from references import N_RECENT, evaluating
+
+from research import evaluate
+
+
+def test_evaluate_command(
+    measured: Path, tiny_model: Callable[..., Path], text: Path, reference: Callable[[str], Any]
+) -> None:
+    reference("llama")
+    arguments = evaluating(tiny_model, measured, text, 256)
+    arguments += ["--n-recent", str(N_RECENT), "--kv-bits", "4,6", "--stock", "q8_0,q4_0", "-t", "1"]
+    result = CliRunner().invoke(evaluate.main, [*arguments, "-o", "json"])
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in json.loads(result.stdout)}
+    assert list(rows) == ["subkv 4", "subkv 6", "q8_0", "q8_0 + window", "q4_0", "q4_0 + window"]
+    assert rows["subkv 6"]["mean_kld"] < rows["subkv 4"]["mean_kld"]
+    assert rows["q4_0 + window"]["mean_kld"] < rows["q4_0"]["mean_kld"]
+    assert rows["q4_0"]["bpe"] == 4.5 and rows["q4_0 + window"]["bpe"] > 4.5
+    assert abs(rows["subkv 6"]["bpe"] - 6.0) < 0.2
+    table = CliRunner().invoke(evaluate.main, arguments)
+    assert table.exit_code == 0 and "| words.txt | subkv 4 |" in table.output
+
+
+def test_evaluate_adaptive_bases(
+    measured: Path, tiny_model: Callable[..., Path], text: Path, reference: Callable[[str], Any]
+) -> None:
+    """A coder that never adapts is the static one; one that does costs the bytes of its bases and sketches."""
+    reference("llama")
+    arguments = [*evaluating(tiny_model, measured, text, 256, chunks=2), "-t", "1"]
+    arguments += ["--n-recent", str(N_RECENT), "--kv-bits", "4", "--stock", "q4_0", "--bpe-context", "1024"]
+    arguments += [
+        "--adapt",
+        "kv,warm=1000000",
+        "--adapt",
+        "v,length=32,warm=32,gain=1",
+        "--adapt",
+        "k,warm=1000000,kind=oja",
+    ]
+    result = CliRunner().invoke(evaluate.main, [*arguments, "-o", "json"])
+    assert result.exit_code == 0, result.output
+    static, never, values, oja, *_ = rows = json.loads(result.stdout)
+    assert [row["name"] for row in rows[:2]] == ["subkv 4", "subkv 4 adapt kv,warm=1000000"]
+    assert never["mean_kld"] == pytest.approx(static["mean_kld"], rel=0.02)
+    assert static["chunks_opened"] is None and static["bpe_adapt"] == 0.0
+    assert never["chunks_opened"] == oja["chunks_opened"] == 0.0
+    assert values["chunks_opened"] > 0.0 and values["mean_kld"] < 1.1 * static["mean_kld"]
+    assert values["bpe"] == pytest.approx(static["bpe"] + values["bpe_adapt"], abs=2e-4)
+    # sketches alone: a triangle of at most 32 x 33 / 2 numbers, f32, and 40 bytes, per 32 elements of 1024 tokens
+    assert 0.0 < never["bpe_adapt"] <= 8 * (40 + 4 * 32 * 33 / 2) / (32 * 1024) + 1e-4
+    table = CliRunner().invoke(evaluate.main, arguments)
+    assert table.exit_code == 0 and " opened | refused | merged |" in table.output
+
+
+@each(
+    ("arguments", "sentence"),
+    [
+        (["--kv-bits", "x"], "expected numbers separated by commas, found 'x'"),
+        (["--stock", "q3_9"], "expected types out of f16, q8_0"),
+        (["-c", "100000"], "-c: expected at most the trained 4096 tokens, found 100000"),
+        (["-f", "no.txt"], "-f: expected a text file, found no file at no.txt"),
+        (["--bpe-context", "0"], "0 is not in the range"),
+        (["--kv-bits", "", "--stock", ""], "--kv-bits: expected a budget or --stock types to evaluate, found none"),
+        (["--kv-bits", "0.2"], "--kv-bits: expected "),
+        (["--adapt", "q"], "--adapt: expected k, v or kv, found 'q'"),
+        (["--adapt", "v,size=3"], "--adapt: expected one of kind, rank, rows, "),
+        (["--adapt", "v,gain=x"], "--adapt: gain: expected a number, found 'x'"),
+        (["--adapt", "v,gain=0", "-c", "256"], "gain: expected a factor above 0, found 0"),
+    ],
+)
+def test_evaluate_refuses(
+    arguments: list[str],
+    sentence: str,
+    measured: Path,
+    tiny_model: Callable[..., Path],
+    text: Path,
+    reference: Callable[[str], Any],
+) -> None:
+    reference("llama")
+    given = ["-m", str(tiny_model("llama")), "--bases", str(measured), "-f", str(text), "-t", "1", *arguments]
+    result = CliRunner().invoke(evaluate.main, given)
+    assert result.exit_code in (1, 2)
+    assert sentence in result.output
