@@ -36,7 +36,7 @@ def test_evaluate_command(
 def test_evaluate_adaptive_bases(
     measured: Path, tiny_model: Callable[..., Path], text: Path, reference: Callable[[str], Any]
 ) -> None:
-    """A coder that never adapts is the static one; one that does costs the bytes of its bases and sketches."""
+    """A coder that never adapts equals the static one; one that adapts pays for its bases and sketches."""
     reference("llama")
     arguments = [*evaluating(tiny_model, measured, text, 256, chunks=2), "-t", "1"]
     arguments += ["--n-recent", str(N_RECENT), "--kv-bits", "4", "--stock", "q4_0", "--bpe-context", "1024"]

@@ -6,9 +6,9 @@ from converter import builtin
 from research.float32 import held_out, tables
 
 
-def test_held_out_texts_are_of_their_own() -> None:
-    """No line of some length stands in a calibration text, and the names are kinds."""
-    seen = "".join(text.data.decode() for text in builtin.read())
+def test_held_out_texts_share_no_lines_with_calibration() -> None:
+    """No line of more than 30 characters occurs in a calibration text, and the names are kinds."""
+    joined = "".join(text.data.decode() for text in builtin.read())
     texts = held_out.read()
     assert [text.source.name for text in texts] == [
         *("chat", "chinese", "code", "data", "german", "mathematics", "russian"),
@@ -16,7 +16,7 @@ def test_held_out_texts_are_of_their_own() -> None:
     for text in texts:
         data = text.data.decode()
         assert 3000 < len(text.data) < 20000 and not set(data) & set("\f\r\0\ufffd"), text.source.name
-        shared = [line for line in data.splitlines() if len(line.strip()) > 30 and line.strip() in seen]
+        shared = [line for line in data.splitlines() if len(line.strip()) > 30 and line.strip() in joined]
         assert not shared, (text.source.name, shared)
     assert "User: " in texts[0].data.decode() and texts[0].special
 
