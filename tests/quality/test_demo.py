@@ -68,8 +68,7 @@ def test_no_split_tail_or_state_changes_a_bit(model: engine.Model, bases: Path, 
     """In batches of any size, by any number of threads, in one segment of cells or several: the same logits.
 
     The test compares with the coded cache itself: llama.cpp's ordinary attention sums in another order for one token
-    than
-    for many. Products of this model's weights do not depend on the batch.
+    than for many. Products of this model's weights do not depend on the batch.
     """
     layout = engine.SUBKV.subkv_layout_load(str(bases).encode())
     tokens = model.tokenize(text.read_text())[:1300]

@@ -181,7 +181,7 @@ def test_exact_rows_belong_to_cells(model: engine.Model, tokens: list[int], layo
         assert s.state(0) != state
 
 
-@pytest.mark.parametrize(("units", "expected"), [(1, "whole blocks"), (0, "at most 60 positions")])
+@pytest.mark.parametrize(("units", "expected"), [(1, "whole blocks"), (0, "at most 60 coded positions")])
 def test_adaptive_bases_belong_to_cells(
     model: engine.Model, tokens: list[int], layout: Any, units: int, expected: str
 ) -> None:
