@@ -217,6 +217,8 @@ EXTREMES: list[o.Layout] = [
 @each("codes", ["largest", "smallest", "signs"])
 def test_sums_do_not_overflow(table: o.Ops, layout: o.Layout, rows: tuple[int, int], codes: str) -> None:
     """Thousands of equal weights, and products that all have one sign, of the largest codes there are."""
+    if table.rounding == 0 and rows != (1, 3):
+        return  # in float, as the reference, the sums of a row do not depend on the other rows
     k, v = (o.make_head(layout, 576, np.random.default_rng(2), value=value) for value in (False, True))
     n, n_rows = 2113, rows[0] * rows[1]
     rng = np.random.default_rng(3)

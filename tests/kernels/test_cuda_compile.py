@@ -13,6 +13,7 @@ from pathlib import Path
 
 import cuda_ops as c
 import pytest
+from compiled import objects
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
 TENSOR_CORES = "sm_80"  # with halves to m16n8k16, the number that sources compare with
@@ -31,21 +32,8 @@ def test_compiles(source: Path, tmp_path: Path) -> None:
     assert known, f"{NVCC}: one of {', '.join(ARCHITECTURES)} expected, {', '.join(listed)} found"
     codes = [f"-gencode=arch={arch.replace('sm_', 'compute_')},code={arch}" for arch in known]
     # without optimisation, which takes ten times as long
-    command = [
-        NVCC,
-        *c.NVCC_FLAGS,
-        "-O0",
-        "-Xcicc=-O0",
-        "-Xptxas=-O0",
-        *codes,
-        "--threads=0",
-        "-c",
-        str(source),
-        "-o",
-        "out.o",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    flags = [*c.NVCC_FLAGS, "-O0", "-Xcicc=-O0", "-Xptxas=-O0", *codes, "--threads=0"]
+    assert objects([source], flags, tmp_path, NVCC)
 
 
 def test_conditions_are_known() -> None:

@@ -98,7 +98,7 @@ def close(a: engine.Logits, b: engine.Logits) -> bool:
 def test_fewer_bytes_and_closer_to_f16_than_q4_0(demo_model: Path, text: Path, tmp_path: Path) -> None:
     bare = convert(demo_model, tmp_path / "bare.gguf", "--kv-bits", "4", "--n-recent", "0")
     command = [
-        *("-m", "runtime.perplexity", "-m", str(demo_model), "-f", str(text), "-c", "1024", "--chunks", "1"),
+        *("-m", "runtime.perplexity", "-m", str(demo_model), "-f", str(text), "-c", "512", "--chunks", "1"),
         *("--compare", f"f16,q4_0,subkv:{bare}", "-o", "json"),
     ]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
@@ -106,7 +106,7 @@ def test_fewer_bytes_and_closer_to_f16_than_q4_0(demo_model: Path, text: Path, t
     rows: list[dict[str, Any]] = json.loads(done.stdout)
     by_type = {row["type_k"]: row for row in rows}
     assert by_type["subkv"]["bpe"] < by_type["q4_0"]["bpe"]
-    # no recent window here: the codes alone, on technical text, calibrated on prose. Measured: 0.044 against 0.063
+    # no recent window here: the codes alone, on technical text, calibrated on prose. Measured: 0.019 against 0.060
     assert by_type["subkv"]["mean_kld"] < by_type["q4_0"]["mean_kld"]
 
 
