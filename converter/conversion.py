@@ -1,10 +1,10 @@
-"""`convert` in one direction. Every stage gets what the one before it made:
+"""`convert` in one direction. Each stage takes the result of the stage before it:
 
     MODEL ─▶ Source ─▶ statistics ─▶ sensitivities ─▶ plan ─▶ file
 
 1. hf.py makes a GGUF of a Hugging Face folder. source.py opens the GGUF, once for all stages.
 2. statistics_stage.py runs it on text: second moments of queries, keys and values.
-3. sensitivity_stage.py measures what errors in the cache cost. sensitivity_trials.py makes the trials, and
+3. sensitivity_stage.py measures the cost of errors in the cache. sensitivity_trials.py makes the trials, and
    sensitivity_correction.py compares their prediction with the cost of a layout, which it plans for that.
 4. subkv.plan.pipeline plans: bases, and bits within the budget.
 5. subkv.native.gguf writes a copy of the model or a sidecar.
@@ -38,7 +38,7 @@ from subkv.plan.pipeline import Options, Result, check_plain
 
 @dataclass(frozen=True)
 class Conversion:
-    """What to do.
+    """The inputs of one conversion.
 
     model: a GGUF or a Hugging Face folder. bases: a calibration; None: one is made, by `request`. output: None: the
     model's sidecar in the store. sidecar: write the bases without the weights. outtype, quantize: of a folder's

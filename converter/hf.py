@@ -39,7 +39,7 @@ def converter_path() -> Path:
 def count_weights(folder: Path) -> int:
     """Numbers in the weight files of a Hugging Face folder; of PyTorch's own format an upper bound.
 
-    Raises SubkvError for what is not such a folder: no config.json, no weights, a damaged file.
+    Raises SubkvError for another kind of folder: no config.json, no weights, a damaged file.
     """
     if not (folder / "config.json").is_file():
         raise SubkvError("model", f"expected a Hugging Face folder with config.json, found none in {folder}")

@@ -1,4 +1,4 @@
-"""What the trials of sensitivities measure, as saved and resumed, and the factors of all layers derived from it."""
+"""Results of the trials of sensitivities, saved and resumed, and the factors of all layers derived from them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Measurements:
 
     @classmethod
     def restored(cls, arrays: Mapping[str, NDArray[Any]], calibration: Calibration) -> Measurements:
-        """From what arrays() returned, with the same calibration. Raises what numpy does for anything else."""
+        """The measurements whose arrays() these are, with the same calibration. Raises numpy's errors for others."""
         own = cls.empty(calibration)
         own.queries, own.cells = (int(n) for n in arrays["counts"])
         own.done, own.entered = ([int(chunk) for chunk in arrays[name]] for name in ("done", "entered"))

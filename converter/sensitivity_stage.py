@@ -266,8 +266,7 @@ def _write(
 
 @contextlib.contextmanager
 def _opened(checkpoint: Path) -> Iterator[Mapping[str, NDArray[Any]]]:
-    """The file that _write() wrote. Raises ValueError for that of another version, and what numpy does for a damaged
-    one."""
+    """The arrays that _write() wrote. Raises ValueError if the version differs, numpy's errors if they are damaged."""
     with np.load(checkpoint, allow_pickle=False) as arrays:
         version = int(arrays["version"]) if "version" in arrays else "none"
         if version != VERSION:

@@ -1,9 +1,10 @@
 """Trials of sensitivities in the engine: errors are followed to the residual stream by arithmetic, and beyond by noise.
 
-An error in a cached key or value adds to the residual stream what residual.py computes from queries, keys and values
-alone. That gives a head's matrix except for the factor from the stream's energy to nats. The factor is measured: a
-trial puts noise into the cells of one layer's keys or values in a saved state, and takes the KLD of the tokens decoded
-after it. The state is restored for every trial, so a trial decodes SCORED tokens and not the text before them.
+residual.py computes, from queries, keys and values alone, the vector that an error in a cached key or value adds to the
+residual stream. That gives a head's matrix except for the factor from the stream's energy to nats. The factor is
+measured: a trial puts noise into the cells of one layer's keys or values in a saved state, and takes the KLD of the
+tokens decoded after it. The state is restored for every trial, so a trial decodes SCORED tokens and not the text before
+them.
 
 Many short texts show more directions than a few long ones. But how much is read from beyond the exact window depends on
 the number of cells there: on average over many cells errors cancel, and a cell far back is read only if it exists.
@@ -401,7 +402,7 @@ class SensitivityTrials:
 
 
 def _energies(metric: Mapping[str, F64], stats: LayerStats) -> F64:
-    """What errors as large as keys and values add to the stream, for each of SIDES. metric: residual.metrics()."""
+    """Energies [len(SIDES)] that errors as large as keys and values add to the stream. metric: residual.metrics()."""
     return np.array([np.sum(metric[side] * _covariance(stats, side[0])) for side in SIDES])
 
 

@@ -98,7 +98,7 @@ class Session:
 
     @property
     def template(self) -> Template | None:
-        """The model's chat template; None where it has none, or one that cannot be read."""
+        """The model's chat template; None if it is missing or cannot be read."""
         try:
             return Template(self.model)
         except (SubkvError, jinja2.TemplateError):
@@ -134,7 +134,7 @@ class Session:
         return saved
 
     def restore(self, saved: bytearray) -> None:
-        """Restore what cells() returned, with any changes made to its bytes since."""
+        """Restore a state from cells(), whose bytes the caller may have changed."""
         size = len(saved)
         with captured_log(forward=False) as log:
             read = C.llama_state_seq_set_data(self._context.handle, (ctypes.c_uint8 * size).from_buffer(saved), size, 0)

@@ -20,8 +20,8 @@ class Source:
     """An open GGUF; a context manager.
 
     gguf: metadata and tensors. files, n_bytes: all files of a split model. arch, n_layer, n_ctx_train: from the
-    metadata, None where it has none. head_size: of keys, 0: unknown. can_spread: whether statistics of short chunks
-    hold at all positions. Raises ModelFileError about `model` for what is not a whole GGUF.
+    metadata; None if missing. head_size: of keys, 0: unknown. can_spread: whether statistics of short chunks
+    hold at all positions. Raises ModelFileError about `model` if the file is not a whole GGUF.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What layers cost and carry: sensitivities and spectra of a calibration, bits of a layout. Extra `plot`."""
+"""Costs and energies of layers: sensitivities and spectra of a calibration, bits of a layout. Extra `plot`."""
 
 from __future__ import annotations
 

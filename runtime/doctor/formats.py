@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Format:
-    """versions: ascending, the last one is written. otherwise: what happens to files of other versions."""
+    """versions: ascending, the last one is written. otherwise: the effect on files of other versions."""
 
     files: str
     versions: tuple[int, ...]

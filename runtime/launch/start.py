@@ -1,4 +1,4 @@
-"""Prepares what `subkv run` and `subkv serve` start: a program's file, arguments and environment."""
+"""Prepares a start of `subkv run` or `subkv serve`: the program's file, arguments and environment."""
 
 from __future__ import annotations
 

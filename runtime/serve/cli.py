@@ -120,7 +120,7 @@ def flags_context(arguments: Sequence[str]) -> click.Context:
 
 
 def serve_start(arguments: Sequence[str]) -> Start:
-    """What `subkv serve` would start for this command line. Raises click.ClickException."""
+    """The start of `subkv serve` with this command line, not carried out. Raises click.ClickException."""
     made: Start = _flags.main(list(arguments), prog_name="flags", standalone_mode=False)
     return made
 

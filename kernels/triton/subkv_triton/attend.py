@@ -95,7 +95,7 @@ def _halves(x):
 def soften(logit, bias, slope, softcap, m, z, HAS_CAP: tl.constexpr):
     """A step of the online softmax over C keys: logit, bias [M, C], -inf: not visible; slope, m, z [M].
 
-    -> weights [M, C], what earlier sums shrink by, m, z.
+    -> weights [M, C], the factor on earlier sums, m, z.
     """
     if HAS_CAP:
         logit = softcap * (1.0 - 2.0 / (tl.exp(2.0 * logit / softcap) + 1.0))  # tanh
@@ -248,7 +248,7 @@ def attend(
 
     k_rows, v_rows U8 [n_stream, n_cells, >= row_bytes], bytes next to each other; qt F32 [n_stream, n_tok, H, G,
     R of K], projected queries with gamma and softmax scale in; bias F32 [n_stream, n_tok, n_cells]; shift F32
-    [n_stream, n_tok, H, G], what a query has in common with all cells (None: 0); slope F32 [H, G] (None: 1); softcap 0:
+    [n_stream, n_tok, H, G], the part of a logit common to all cells (None: 0); slope F32 [H, G] (None: 1); softcap 0:
     none; n_split: splits of the cells (None: as suits the device). Contiguous tensors of one device. Raises ValueError
     where the shapes disagree.
     """

@@ -83,7 +83,7 @@ def _choose(
 ):
     """Scale code of one row: token program_id(0), head program_id(1). c [n, H, R], chosen, bad [n, H]; 0: a zero row.
 
-    others [n, H, PATH_TRIED]: squared errors of what is not on a path, at the scale codes that are tried for one.
+    others [n, H, PATH_TRIED]: squared errors of coefficients outside paths, at the scale codes that are tried for one.
     """
     token, head, n_head = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     at = token.to(tl.int64) * n_head + head
@@ -145,7 +145,7 @@ def _pack(
     B: tl.constexpr,
     ANY_PATH: tl.constexpr,
 ):
-    """The bytes of one row, as _choose. codes U8 [n, H, R]: of what is on a path; B >= n_bytes bytes are packed."""
+    """The bytes of one row, as _choose. codes U8 [n, H, R]: of paths; B >= n_bytes bytes are packed."""
     token, head, n_head = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     at = token.to(tl.int64) * n_head + head
     c_row = c_ptr + at * R

@@ -176,7 +176,7 @@ def find_paths(
     """Codes U8 [n, H, R] of coefficients c [n, H, R] on their paths; anything elsewhere.
 
     chosen I32 [n, H]: scale codes that are best without a path, which become those of the paths; 0: left alone. others
-    F32 [n, H, PATH_TRIED]: squared errors of what is not on a path at the codes tried.
+    F32 [n, H, PATH_TRIED]: squared errors of coefficients outside paths at the codes tried.
     """
     n, n_head, width = c.shape
     codes = torch.empty((n, n_head, width), dtype=torch.uint8, device=c.device)

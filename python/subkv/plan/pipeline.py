@@ -73,7 +73,7 @@ class Options:
     adapt: str | None = None
 
     def settings(self, basis_k: str, basis_v: str, gamma: str, window: Window) -> Settings:
-        """What of them the file records, with these choices."""
+        """The settings that the file records: these choices, and the options that apply to them."""
         return Settings(self.codec, basis_k, basis_v, gamma, window, self.adapt)
 
 

@@ -66,7 +66,7 @@ def choose(device: torch.device, name: str | None = None) -> Kernels:
 
 
 def _lacking(device: torch.device) -> tuple[str, str] | None:
-    """The missing requirement of Triton's kernels, and what is present instead; None if they run."""
+    """The missing requirement of Triton's kernels, and the present state; None if they run."""
     if importlib.util.find_spec("triton") is None:
         return "package triton", "none"
     if device.type != "cuda":
