@@ -61,27 +61,3 @@ def test_evaluate_evictions(
         stored = {"streaming": 8.0, "h2o": 8.0 + 0.5 * 32 / 64, "snapkv": 8.0, "quest": 17.0}[name]
         assert half["bpe"] == pytest.approx(stored)
         assert coded["bpe"] == pytest.approx(ours["bpe"] + {"h2o": 32 / 64, "quest": 1.0}.get(name, 0.0), abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--evictions", "h2o"], "--evictions': expected policies out of streaming, h2o, snapkv, quest with the"),
-        (["--evictions", "h2o:10", "-c", "256"], "--evictions: expected at least 256 kept tokens, found 25 of 256"),
-        (["--codecs", "exl4:4"], "--codecs': expected codecs out of exl3:2…8, turboquant:2…8, kivi:2…8"),
-        (["--codecs", "kivi:2", "--n-recent", "16"], "--n-recent: expected at least the 32 tokens that kivi:2 codes"),
-    ],
-)
-def test_evaluate_refuses(
-    arguments: list[str],
-    sentence: str,
-    measured: Path,
-    tiny_model: Callable[..., Path],
-    text: Path,
-    reference: Callable[[str], Any],
-) -> None:
-    reference("llama")
-    given = ["-m", str(tiny_model("llama")), "--bases", str(measured), "-f", str(text), "-t", "1", *arguments]
-    result = CliRunner().invoke(evaluate.main, given)
-    assert result.exit_code in (1, 2)
-    assert sentence in result.output

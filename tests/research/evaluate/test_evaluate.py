@@ -77,6 +77,10 @@ def test_evaluate_adaptive_bases(
         (["--adapt", "v,size=3"], "--adapt: expected one of kind, rank, rows, "),
         (["--adapt", "v,gain=x"], "--adapt: gain: expected a number, found 'x'"),
         (["--adapt", "v,gain=0", "-c", "256"], "gain: expected a factor above 0, found 0"),
+        (["--evictions", "h2o"], "--evictions': expected policies out of streaming, h2o, snapkv, quest with the"),
+        (["--evictions", "h2o:10", "-c", "256"], "--evictions: expected at least 256 kept tokens, found 25 of 256"),
+        (["--codecs", "exl4:4"], "--codecs': expected codecs out of exl3:2…8, turboquant:2…8, kivi:2…8"),
+        (["--codecs", "kivi:2", "--n-recent", "16"], "--n-recent: expected at least the 32 tokens that kivi:2 codes"),
     ],
 )
 def test_evaluate_refuses(
