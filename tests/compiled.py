@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 CXX = os.environ.get("CXX", "c++")
 # The compiler runs in the checkout, and ccache hashes paths relative to it, so other checkouts share the objects. The
@@ -44,3 +46,11 @@ def linked(target: Path, parts: Sequence[str], flags: Sequence[str] = (), compil
     """`target`, linked from object files and libraries. Raises subprocess.CalledProcessError."""
     subprocess.run([compiler, *flags, *parts, "-o", str(target)], check=True)
     return target
+
+
+def preloaded(source: Path, folder: Path) -> str:
+    """Path of a library for LD_PRELOAD, compiled from one file; skips without a compiler."""
+    if shutil.which(CXX) is None:
+        pytest.skip(f"needs {CXX}")
+    built = objects([source], ["-std=c++17", "-O1", "-fPIC"], folder)
+    return str(linked(folder / f"{source.stem}.so", [*built, "-ldl"], ["-shared"]))

@@ -86,6 +86,27 @@ def measured(
     return path
 
 
+# Arguments about a text that the commands for sensitivities refuse, and their sentence.
+REFUSED_TEXTS = [
+    (["-c", "100000"], "-c: expected at most the trained 4096 tokens, found 100000"),
+    (["-c", "128"], "-c: expected more than the exact window of 128 tokens, found 128"),
+    (["-f", "no.txt"], "-f: expected a text file, found no file at no.txt"),
+]
+
+
+def check_refused_text(
+    command: Any, model: Path, bases: Path, text: Path, output: Path, arguments: list[str], sentence: str
+) -> None:
+    """The command exits with 1 and this sentence, and writes no output."""
+    from click.testing import CliRunner
+
+    given = ["-m", str(model), "--bases", str(bases), "-f", str(text), "-t", "1", "-o", str(output), *arguments]
+    result = CliRunner().invoke(command, given)
+    assert result.exit_code == 1
+    assert sentence in result.output
+    assert not output.exists()
+
+
 def evaluating(tiny_model: Callable[..., Path], bases: Path, text: Path, n_ctx: int, chunks: int = 1) -> list[str]:
     """Arguments of the evaluations that all their tests share."""
     files = ["-m", str(tiny_model("llama")), "--bases", str(bases), "-f", str(text)]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from each import each
-from references import N_RECENT
+from references import N_RECENT, REFUSED_TEXTS, check_refused_text
 
 from converter import sensitivity
 from converter.cli import main as convert
@@ -122,14 +122,7 @@ def test_a_window_that_was_not_measured_is_noted(
     assert "--n-recent: expected at least 16, for which sensitivities were measured, found 8" in result.output
 
 
-@each(
-    ("arguments", "sentence"),
-    [
-        (["-c", "100000"], "-c: expected at most the trained 4096 tokens, found 100000"),
-        (["-c", "128"], "-c: expected more than the exact window of 128 tokens, found 128"),
-        (["-f", "no.txt"], "-f: expected a text file, found no file at no.txt"),
-    ],
-)
+@each(("arguments", "sentence"), REFUSED_TEXTS)
 def test_sensitivity_refuses(
     arguments: list[str],
     sentence: str,
@@ -138,11 +131,8 @@ def test_sensitivity_refuses(
     text: Path,
     tmp_path: Path,
 ) -> None:
-    given = ["-m", str(tiny_model("llama")), "--bases", str(calibration("llama")), "-f", str(text), "-t", "1"]
-    result = CliRunner().invoke(sensitivity.main, [*given, "-o", str(tmp_path / "o.safetensors"), *arguments])
-    assert result.exit_code == 1
-    assert sentence in result.output
-    assert not (tmp_path / "o.safetensors").exists()
+    output = tmp_path / "o.safetensors"
+    check_refused_text(sensitivity.main, tiny_model("llama"), calibration("llama"), text, output, arguments, sentence)
 
 
 def test_written_file_names_the_bases(measured: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:

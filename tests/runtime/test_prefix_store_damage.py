@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from compiled import preloaded
 from stores import BLOCK, IDENTITY, Store, forged, head_name, opened, prompt, size, text, tokens_of
-
-COMPILER = os.environ.get("CXX", "c++")
 
 
 @pytest.fixture
@@ -340,12 +339,9 @@ def failing(program_text: str, folder: Path, shim: Path, error: int = 0, *more: 
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not sys.platform.startswith("linux") or shutil.which(COMPILER) is None:
-        pytest.skip(f"needs LD_PRELOAD and {COMPILER}")
-    path = tmp_path_factory.mktemp("shim") / "failing_files.so"
-    source = Path(__file__).with_name("failing_files.cpp")
-    subprocess.run([COMPILER, "-std=c++17", "-O1", "-fPIC", "-shared", source, "-o", path, "-ldl"], check=True)
-    return path
+    if not sys.platform.startswith("linux"):
+        pytest.skip("needs LD_PRELOAD")
+    return Path(preloaded(Path(__file__).with_name("failing_files.cpp"), tmp_path_factory.mktemp("shim")))
 
 
 BROKEN = {"killed": 0, "broken": errno.EIO, "full": errno.ENOSPC, "read-only": errno.EROFS}

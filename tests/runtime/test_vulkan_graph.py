@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compiled import preloaded
 
 from subkv.native import library as _lib
 
@@ -91,10 +92,7 @@ def graphs(pieces: list[int]) -> str:
 
 def preload(name: str, tmp_path: Path) -> str:
     """Compiles a library of vulkan/ that is loaded between llama.cpp's backend and Vulkan."""
-    library = tmp_path / f"{name}.so"
-    build = ["c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(library), str(HERE / f"vulkan/{name}.cpp")]
-    subprocess.run([*build, "-ldl"], check=True)
-    return str(library)
+    return preloaded(HERE / f"vulkan/{name}.cpp", tmp_path)
 
 
 def ours(tmp_path: Path) -> dict[str, str]:

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from each import each
-from references import N_RECENT
+from references import N_RECENT, REFUSED_TEXTS, check_refused_text
 
 from converter.scoring import log_softmax
 from research import fisher
@@ -59,14 +58,7 @@ def test_values_beyond_the_window_matter_less(measured: Path) -> None:
     assert 0.0 < far < near
 
 
-@each(
-    ("arguments", "sentence"),
-    [
-        (["-c", "100000"], "-c: expected at most the trained 4096 tokens, found 100000"),
-        (["-c", "128"], "-c: expected more than the exact window of 128 tokens, found 128"),
-        (["-f", "no.txt"], "-f: expected a text file, found no file at no.txt"),
-    ],
-)
+@each(("arguments", "sentence"), REFUSED_TEXTS)
 def test_fisher_refuses(
     arguments: list[str],
     sentence: str,
@@ -77,8 +69,5 @@ def test_fisher_refuses(
     reference: Callable[[str], Any],
 ) -> None:
     reference("llama")
-    given = ["-m", str(tiny_model("llama")), "--bases", str(calibration("llama")), "-f", str(text), "-t", "1"]
-    result = CliRunner().invoke(fisher.main, [*given, "-o", str(tmp_path / "o.safetensors"), *arguments])
-    assert result.exit_code == 1
-    assert sentence in result.output
-    assert not (tmp_path / "o.safetensors").exists()
+    output = tmp_path / "o.safetensors"
+    check_refused_text(fisher.main, tiny_model("llama"), calibration("llama"), text, output, arguments, sentence)
