@@ -9,7 +9,7 @@ Chunks of n_ctx tokens, each from an empty cache; the second half of each is sco
 keys and values, under runtime.perplexity's names. The table has llama.cpp's cache types twice: without and with the
 exact window of our rows ("+ window"). --codecs adds other projects' codecs (research/rivals), each with its own window
 and with ours. --evictions adds policies that keep a share of the tokens (research/evictions), in f16 or in our cells.
---adapt adds our rows with bases that follow the text. Extra `torch`.
+--adapt adds our rows with adaptive bases. Extra `torch`.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Rows:
         "--adapt",
         multiple=True,
         metavar="SIDES[,NAME=VALUE...]",
-        help="Another row per budget whose bases of k, v or kv follow the text: v or v,length=512,max_chunks=1.",
+        help="Another row per budget with adaptive bases for k, v or kv: v or v,length=512,max_chunks=1.",
     ),
 )
 @group(

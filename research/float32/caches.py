@@ -33,7 +33,7 @@ class Cache:
 
     logits: of a chunk from its position on, where attention over the cells takes more than a coder.
     bound: bits per element at which the rate-distortion bound has the predicted KLD (bound.py).
-    adaptive: the coder, if its bases follow the text; result() then counts their bits at `context` tokens.
+    adaptive: the coder of adaptive bases; result() then counts their bits at `context` tokens.
     """
 
     name: str

@@ -391,7 +391,7 @@ def test_env_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         *(f"export {name}='{value}'" for name, value in mtmd_variable(lib_dir()).items()),
         "export SUBKV='auto'",
     ]
-    # on other systems there is another cache folder and library path
+    # a container has another cache folder and library path
     result = env_of("-m", model, "--format", "docker")
     assert result.stdout.splitlines() == [
         f"LLAMA_CPP_LIB_PATH={lib_dir()}",

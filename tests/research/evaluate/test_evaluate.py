@@ -1,4 +1,4 @@
-"""The table of `python -m research.evaluate`: our rows, llama.cpp's types, bases that follow the text."""
+"""The table of `python -m research.evaluate`: our rows, llama.cpp's types, adaptive bases."""
 
 from __future__ import annotations
 
