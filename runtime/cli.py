@@ -25,12 +25,11 @@ COMMANDS = {
 LAB = {
     "calibrate": ("converter.calibrate", "collect statistics of a model on text"),
     "sensitivity": ("converter.sensitivity", "add measured sensitivities to a calibration"),
-    "tasks": ("runtime.tasks.cli", "score retrieval, recall and tool calls under several caches"),
     "plot": ("runtime.plot", "draw saved results: bits against KL divergence"),
 }
 
 # former command -> the present one
-RESEARCH = {"evaluate": "`python -m research.evaluate`, in a checkout of the repository"}
+RESEARCH = {name: f"`python -m research.{name}`, in a checkout of the repository" for name in ("evaluate", "tasks")}
 MOVED = {name: f"`subkv lab {name}`" for name in LAB} | RESEARCH
 
 
@@ -81,7 +80,7 @@ def main() -> None:
     modules=LAB,
     moved=RESEARCH,
     context_settings=SETTINGS,
-    short_help="experiments: calibrate, sensitivity, tasks, plot",
+    short_help="experiments: calibrate, sensitivity, plot",
 )
 def lab() -> None:
     """Commands for experiments with calibrations and caches."""

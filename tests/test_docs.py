@@ -37,6 +37,7 @@ RESEARCH = (
     "research.load",
     "research.soak",
     "research.speculation",
+    "research.tasks.cli",
     "research.warmstart.chat",
 )
 HELP = {"-h", "--help", "--version"}

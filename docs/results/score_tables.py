@@ -177,7 +177,7 @@ def tasks(lab: Any) -> Rows:
     caches += [f"subkv:{lab.sidecar(bits)}" for bits in lab.pick(("2.5", "3", "4.25"), ("4.25",))]
     kinds, samples = lab.pick((TASKS, "4"), ("recall", "1"))
     chosen = ("--compare", ",".join(caches), "--tasks", kinds, "-c", "1024", "--samples", samples, "-t", "2")
-    rows: Rows = lab.json("subkv", "lab", "tasks", "-m", "M.gguf", *chosen, "-o", "json")
+    rows: Rows = lab.json("python", "-m", "research.tasks", "-m", "M.gguf", *chosen, "-o", "json")
     return rows
 
 

@@ -345,7 +345,7 @@ ORDER = (  # what matters most comes first
         "tasks",
         "Tasks",
         f"{MODEL}; texts of 1024 tokens made by "
-        "`runtime.tasks`, in the engine. f16: right answers and their standard error over texts; the others: what has "
+        "`research.tasks`, in the engine. f16: right answers and their standard error over texts; the others: what has "
         "changed against f16 on the same texts, in points; tools: f16's right calls, the others' share of calls that "
         "are f16's; −ln p: change per token of the right answers, nats, mean of the tasks.",
         10,

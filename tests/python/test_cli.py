@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from subkv.format import store
 from subkv.native.gguf import check_model_file
 
 Models = Callable[..., Path]
+REPO = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments: Any) -> Result:
@@ -50,14 +53,21 @@ def test_old_names_of_lab_commands(name: str) -> None:
         assert result.stderr == f"subkv {name}: unknown command; it is now `subkv lab {name}`\n"
 
 
+@pytest.mark.parametrize("command", cli.RESEARCH)
 @pytest.mark.parametrize("group", [[], ["lab"]])
-def test_evaluate_is_a_program_of_research(group: list[str]) -> None:
+def test_old_names_of_research_programs(group: list[str], command: str) -> None:
     for arguments in ([], ["--help"], ["-m", "model.gguf"]):
-        result = run(*group, "evaluate", *arguments)
+        result = run(*group, command, *arguments)
         assert (result.exit_code, result.stdout) == (2, "")
-        name = " ".join(["subkv", *group, "evaluate"])
-        present = "`python -m research.evaluate`, in a checkout of the repository"
+        name = " ".join(["subkv", *group, command])
+        present = f"`python -m research.{command}`, in a checkout of the repository"
         assert result.stderr == f"{name}: unknown command; it is now {present}\n"
+
+
+def test_old_module_of_tasks() -> None:
+    done = subprocess.run([sys.executable, "-m", "runtime.tasks", "--help"], capture_output=True, text=True, cwd=REPO)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"subkv lab tasks: unknown command; it is now {cli.RESEARCH['tasks']}\n"
 
 
 @pytest.mark.parametrize("name", ["frobnicate", "experiments", "errors", "warmstart"])

@@ -50,6 +50,7 @@ RESEARCH = [
         "load",
         "soak",
         "speculation",
+        "tasks.cli",
         "warmstart.cli",
     )
 ]

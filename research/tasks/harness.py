@@ -1,4 +1,4 @@
-"""Writes the samples as tasks for lm-evaluation-harness, which runs them on any model (ours: runtime.lm_eval)."""
+"""Writes the samples as tasks of lm-evaluation-harness, which runs them on any model (ours by runtime.lm_eval)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from runtime.tasks.kinds import Sample, Task
-from runtime.tasks.run import counter
+from research.tasks.kinds import Sample, Task
+from research.tasks.run import counter
 from subkv.base.errors import SubkvError
 from subkv.base.files import atomic_file
 from subkv.engine.model import Model
@@ -20,7 +20,7 @@ dataset_kwargs:
     test: {data}
 test_split: test
 output_type: loglikelihood
-doc_to_text: "{{{{given}}}}"
+doc_to_text: "{{{{text}}}}"
 doc_to_target: "{{{{answer}}}}"
 target_delimiter: ""
 metric_list:
@@ -29,7 +29,7 @@ metric_list:
 
 
 def questions_and_answers(sample: Sample) -> Iterator[tuple[str, str]]:
-    """(text before, right answer) of every question, so that the harness's `acc` equals our share of right answers."""
+    """(text before, right answer) of every question: then the harness's `acc` equals our share of right answers."""
     for i in range(1, len(sample.pieces), 2):
         yield "".join(sample.pieces[:i]), sample.pieces[i]
 
@@ -37,18 +37,21 @@ def questions_and_answers(sample: Sample) -> Iterator[tuple[str, str]]:
 def write(
     folder: Path, model: Model, tasks: Sequence[Task], lengths: Sequence[int], samples: int, seed: int
 ) -> list[Path]:
-    """Write a task subkv_KIND_HARD_LENGTH for each kind and length in tokens. Raises SubkvError."""
+    """Write a task subkv_KIND_DIFFICULTY_LENGTH for each task and length in tokens. Returns its files.
+
+    Raises SubkvError.
+    """
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for length in lengths:
             for task in tasks:
-                name = f"subkv_{task.kind}_{task.hard}_{length}"
+                name = f"subkv_{task.kind}_{task.difficulty}_{length}"
                 data = folder.resolve() / f"{name}.jsonl"
                 with atomic_file(data) as file:
                     for i in range(samples):
-                        for given, answer in questions_and_answers(task.sample(seed + i, length, counter(model))):
-                            file.write(json.dumps({"given": given, "answer": answer}).encode() + b"\n")
+                        for text, answer in questions_and_answers(task.sample(seed + i, length, counter(model))):
+                            file.write(json.dumps({"text": text, "answer": answer}).encode() + b"\n")
                 with atomic_file(data.with_suffix(".yaml")) as file:
                     file.write(TASK.format(name=name, data=json.dumps(str(data))).encode())
                 written.append(data.with_suffix(".yaml"))

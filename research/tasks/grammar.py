@@ -1,4 +1,4 @@
-"""The grammar of a JSON schema: which tokens may follow in a text that fits the schema."""
+"""The grammar of a JSON schema: the tokens that may come next in a text that fits the schema."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from subkv.native.binding import C, internals
 # isort: split
 from llama_cpp.llama_grammar import json_schema_to_gbnf
 
-Allowed = npt.NDArray[np.bool_]  # [n_vocab]
-
 
 class Grammar:
-    """llama.cpp's grammar of a schema, with its state at the end of a text; `with` frees it. Raises ValueError."""
+    """llama.cpp's grammar of a schema, and its state after the accepted tokens. `with` frees it. Raises ValueError."""
 
     def __init__(self, vocab: Any, schema: dict[str, Any]) -> None:
         text = json_schema_to_gbnf(json.dumps(schema))
@@ -28,11 +26,11 @@ class Grammar:
         self._row = internals.LlamaTokenDataArray(n_vocab=C.llama_vocab_n_tokens(vocab))
         self._zeros = np.zeros(self._row.n_vocab, np.float32)
 
-    def allowed(self) -> Allowed:
-        """For each token, whether it may come next."""
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """For each token, whether it may come next: [n_vocab]."""
         self._row.copy_logits(self._zeros)
         C.llama_sampler_apply(self._sampler, ctypes.byref(self._row.candidates))
-        allowed: Allowed = self._row.candidates_data.logit == 0
+        allowed: npt.NDArray[np.bool_] = self._row.candidates_data.logit == 0
         return allowed
 
     def admits(self, token: int) -> bool:

@@ -1,4 +1,4 @@
-"""Runs samples under several caches in one process and scores each answer."""
+"""Runs samples under several caches in one process, and scores each answer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from converter.scoring import log_softmax
-from runtime.tasks.grammar import Grammar
-from runtime.tasks.kinds import SPARE, Sample, Task
+from research.tasks.grammar import Grammar
+from research.tasks.kinds import SPARE, Sample, Task
 from subkv.base.errors import SubkvError
 from subkv.base.progress import note, progress_bar
 from subkv.engine.context import Context, Logits
@@ -25,7 +25,7 @@ Row = npt.NDArray[np.float32]  # logits [n_vocab]
 
 @dataclass(frozen=True)
 class Cache:
-    """A named cache. open_context: makes a context of so many tokens."""
+    """A named cache. open_context(n_ctx) opens a context with it."""
 
     name: str
     open_context: Callable[[int], Context]
@@ -33,7 +33,7 @@ class Cache:
 
 @dataclass
 class Outcome:
-    """Answers of one sample under one cache. predicted: the model's own tokens for each answer."""
+    """Scores of one sample under one cache. right, predicted: per answer, the latter the model's own tokens."""
 
     right: list[bool] = field(default_factory=list)
     predicted: list[tuple[int, ...]] = field(default_factory=list)
@@ -117,7 +117,7 @@ def score_answers(context: Context, cut: Sequence[Part]) -> Outcome:
 
 
 #
-# JSON under a schema: the first cache generates it; for the others, count the same tokens
+# JSON under a schema: the first cache generates it, the others read it
 #
 
 
@@ -127,11 +127,11 @@ def best_allowed(grammar: Grammar, row: Row) -> int:
     return token if grammar.admits(token) else int(np.where(grammar.allowed(), row, -np.inf).argmax())
 
 
-def generate_json(model: Model, reader: Reader, row: Row, schema: dict[str, Any], most: int) -> list[int]:
-    """Greedy tokens of a JSON that fits the schema, at most `most`; row: logits of the first."""
+def generate_json(model: Model, reader: Reader, row: Row, schema: dict[str, Any], max_tokens: int) -> list[int]:
+    """Greedy tokens of a JSON that fits the schema. row: logits of the first token."""
     generated: list[int] = []
     with Grammar(model.vocab, schema) as grammar:
-        while len(generated) < most:
+        while len(generated) < max_tokens:
             token = best_allowed(grammar, row)
             if model.is_end(token):
                 break
@@ -156,14 +156,15 @@ def follow_json(model: Model, rows: Logits, generated: list[int], schema: dict[s
 def score_calls(model: Model, contexts: Sequence[Context], sample: Sample, schema: dict[str, Any]) -> list[Outcome]:
     """Score the JSON of a sample: the first cache generates it, and the others are compared token by token.
 
-    right: whether it equals the expected JSON; for the other caches, whether theirs is the same as the first's and that
-    one is right, because a JSON that differs is not completed. The generated JSON stays in the text.
+    right: the JSON equals the expected one. A JSON of another cache that differs from the first's is not completed, so
+    it counts as wrong. The generated JSON stays in the text.
     """
     readers, outcomes = [Reader(context) for context in contexts], [Outcome() for _ in contexts]
-    for i, (given, answer) in enumerate(zip(sample.pieces[::2], sample.pieces[1::2], strict=True)):
-        tokens = model.tokenize(given.encode(), special=i == 0)
-        most = len(model.tokenize(answer.encode(), special=False)) + SPARE
-        generated = generate_json(model, readers[0], readers[0].read(tokens, len(tokens) - 1)[0], schema, most)
+    for i, (text, answer) in enumerate(zip(sample.pieces[::2], sample.pieces[1::2], strict=True)):
+        tokens = model.tokenize(text.encode(), special=i == 0)
+        max_tokens = len(model.tokenize(answer.encode(), special=False)) + SPARE
+        row = readers[0].read(tokens, len(tokens) - 1)[0]
+        generated = generate_json(model, readers[0], row, schema, max_tokens)
         outcomes[0].predicted.append(tuple(generated))
         outcomes[0].right.append(_same_json(b"".join(map(model.piece, generated)), answer))
         for reader, outcome in zip(readers[1:], outcomes[1:], strict=True):
@@ -232,14 +233,13 @@ def under_each(model: Model, contexts: Sequence[Context], sample: Sample) -> lis
 
 def scores(outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> dict[str, Any]:
     """Shares of answers with standard errors over samples, and the changes from the first cache, paired by sample."""
-    right = np.array([np.mean(outcome.right) for outcome in outcomes])
-    before = np.array([np.mean(outcome.right) for outcome in base])
+    right, base_right = (np.array([np.mean(o.right) for o in group]) for group in (outcomes, base))
     pairs = [zip(a.predicted, b.predicted, strict=True) for a, b in zip(outcomes, base, strict=True)]
-    same = np.array([np.mean([mine == its for mine, its in pair]) for pair in pairs])
-    columns = {"right": right, "change": right - before, "same": same}
-    nll, exact = (np.array([o.nll for o in some if o.nll is not None]) for some in (outcomes, base))
+    same = np.array([np.mean([own == of_base for own, of_base in pair]) for pair in pairs])
+    columns = {"right": right, "change": right - base_right, "same": same}
+    nll, base_nll = (np.array([o.nll for o in group if o.nll is not None]) for group in (outcomes, base))
     if len(nll):
-        columns |= {"nll": nll, "nll_change": nll - exact}
+        columns |= {"nll": nll, "nll_change": nll - base_nll}
     numbers: dict[str, Any] = {"samples": len(outcomes), "answers": sum(len(outcome.right) for outcome in outcomes)}
     for name, values in columns.items():
         numbers[name], numbers[f"{name}_stderr"] = mean(values)

@@ -1,4 +1,4 @@
-"""runtime.tasks: samples are valid, scores equal those of generation, results and errors."""
+"""research.tasks: samples are valid, scores equal those of generation, results and errors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from click.testing import CliRunner, Result
 from each import each
 
-from runtime.tasks import kinds, run
-from runtime.tasks.cli import main, table
-from runtime.tasks.harness import questions_and_answers
+from research.tasks import kinds, run
+from research.tasks.cli import main, table
+from research.tasks.harness import questions_and_answers
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import parse_cache
 from subkv.engine.context import ContextOptions
