@@ -1,7 +1,4 @@
-"""Text to calib.safetensors: run a GGUF on text and keep the second moments of queries, keys and values.
-
-CLI: python -m converter.calibrate. The work is in statistics_stage.py.
-"""
+"""`python -m converter.calibrate`: runs a GGUF on text and writes its statistics (statistics_stage.py) to a file."""
 
 from __future__ import annotations
 

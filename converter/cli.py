@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def options_from_flags(n_sink: int, n_recent: int, recent_bits: int | None, **methods: Any) -> Options:
-    """Options from flags, as `convert` has them. methods: fields of Options. Raises SubkvError for contradictions."""
+    """Options from the flags of `convert`. methods: fields of Options. Raises SubkvError or click.UsageError."""
     from subkv.format.adapt import parse  # numpy and the native libraries: not for a --help
     from subkv.plan.pipeline import Options
 
@@ -124,7 +124,7 @@ def main(
     MODEL is a GGUF, its name on the Hugging Face hub (-hf) or, with the extra torch, a Hugging Face folder, which is
     converted to a GGUF first.
     """
-    # here, so that --help loads neither numpy nor the native libraries
+    # numpy and the native libraries: not for a --help
     from converter.conversion import Conversion
     from converter.stored_calibration import CalibrationRequest
     from subkv.engine.memory import available_memory
@@ -161,8 +161,8 @@ def main(
         key = "files" if note.key == "calibration" and bases is None else note.key
         click.echo(sentence(SubkvError(key, note.reason)), err=True)
     if dry_run:
-        kept = "" if bases is not None else "; the calibration is kept for the next run"
-        click.echo(f"dry run: no bases were written{kept}")
+        stored = "" if bases is not None else "; the calibration is kept for the next run"
+        click.echo(f"dry run: no bases were written{stored}")
     else:
         click.echo(f"wrote {path}")
         if target is None:
@@ -170,7 +170,7 @@ def main(
 
 
 def default_output(model: Path, sidecar: bool = False, quantize: str | None = None) -> Path:
-    """M.gguf -> M.subkv.gguf, or M.subkv-sidecar.gguf; M-00001-of-00002.gguf as M.gguf; folder M -> M.subkv.gguf."""
+    """M.subkv.gguf or M.subkv-sidecar.gguf for M.gguf, M-00001-of-00002.gguf or a folder M."""
     if model.is_dir():
         folder = model.resolve()
         return folder.with_name(f"{folder.name}{f'-{quantize}' if quantize else ''}.subkv.gguf")

@@ -2,10 +2,10 @@
 
     MODEL ─▶ Source ─▶ statistics ─▶ sensitivities ─▶ plan ─▶ file
 
-1. hf.py makes a GGUF of a Hugging Face folder. source.py opens the GGUF, once for all stages.
-2. statistics_stage.py runs it on text: second moments of queries, keys and values.
-3. sensitivity_stage.py measures the cost of errors in the cache. sensitivity_trials.py makes the trials, and
-   sensitivity_correction.py compares their prediction with the cost of a layout, which it plans for that.
+1. hf.py converts a Hugging Face folder to a GGUF. source.py opens the GGUF, once for all stages.
+2. statistics_stage.py runs the model on text and sums the second moments of queries, keys and values.
+3. sensitivity_stage.py measures the cost of errors in the cache. sensitivity_trials.py makes the trials.
+   sensitivity_correction.py plans a trial layout, measures its cost and corrects the predictions.
 4. subkv.plan.pipeline plans: bases, and bits within the budget.
 5. subkv.native.gguf writes a copy of the model or a sidecar.
 
@@ -40,7 +40,7 @@ from subkv.plan.pipeline import Options, Result, check_plain
 class Conversion:
     """The inputs of one conversion.
 
-    model: a GGUF or a Hugging Face folder. bases: a calibration; None: one is made, by `request`. output: None: the
+    model: a GGUF or a Hugging Face folder. bases: a calibration; None: calibrate as `request` says. output None: the
     model's sidecar in the store. sidecar: write the bases without the weights. outtype, quantize: of a folder's
     weights; None: auto, not quantized. dry_run: write only the calibration.
     """
@@ -63,7 +63,7 @@ class Conversion:
     def run(self) -> tuple[Result, Path, int]:
         """The plan, the path of the file with the bases, and the bytes of the model's weights.
 
-        Reports every step of a folder on stderr. The GGUF of a folder is removed at the end. Raises SubkvError.
+        For a folder, every step is logged to stderr, and its GGUF is removed at the end. Raises SubkvError.
         """
         if self.output is not None and self.bases is None:
             check_not_input(self.output, (("-f", path) for path in self.request.corpus.files))
@@ -72,7 +72,7 @@ class Conversion:
             announce = self._steps()
             path = self._folder_as_gguf(opened, announce) if self.model.is_dir() else self._checked_gguf()
             source = opened.enter_context(Source(path))
-            self._check(source)  # before the long run
+            self._check(source)  # errors are reported before the long run
             bases = self.bases or opened.enter_context(calibrated(source, self.request))
             announce("bases and layout")
             output = self.output or source.entry.sidecar
@@ -81,7 +81,7 @@ class Conversion:
             return result, output, source.n_bytes
 
     def _steps(self) -> Callable[[str], None]:
-        """Reports the steps of a folder with their numbers; for a GGUF it reports none."""
+        """A function that logs the steps of a folder with their numbers; for a GGUF it does nothing."""
         if not self.model.is_dir():
             return lambda step: None
         done, total = itertools.count(1), 2 + (self.quantize is not None) + (self.bases is None)
@@ -94,8 +94,8 @@ class Conversion:
         return self.model
 
     def _folder_as_gguf(self, opened: contextlib.ExitStack, announce: Callable[[str], None]) -> Path:
-        """In a temporary folder beside the output, which `opened` removes."""
-        assert self.output is not None  # there is no other GGUF that bases could go with
+        """Convert the folder to a GGUF in a temporary folder beside the output, which `opened` removes."""
+        assert self.output is not None  # the command line sets it, because bases need a GGUF
         texts, outtype = self.request.texts(), self.outtype or "auto"
         check_writable(self.output)
         hf.check(self.model, outtype, self.quantize, self.output, self.copies)
@@ -128,9 +128,9 @@ def convert_file(
 def convert_source(
     source: Source, bases: Path, output: Path | None, options: Options, sidecar: bool = False, progress: bool = False
 ) -> Result:
-    """Plan with the calibration `bases`, and write; output None: only plan. progress: bars.
+    """Plan with the calibration `bases`, and write the output; None: only plan. progress: show bars.
 
-    Raises SubkvError; then no file was written.
+    Raises SubkvError, and then writes no file.
     """
     calibration = read_calibration(bases)
     if output is not None:

@@ -1,7 +1,7 @@
-"""Texts and their chunks of tokens, on which calibration, sensitivities and evaluation run a model.
+"""Texts and their chunks of tokens, for calibration, sensitivities and evaluation.
 
-runtime.perplexity cuts differently, as llama-perplexity does, so that their numbers can be compared: any bytes without
-the last newline, tokenized at once, at least two chunks without gaps, the first token of each replaced by BOS.
+runtime.perplexity cuts texts as llama-perplexity does, so that their numbers can be compared: it tokenizes all bytes
+except the last newline at once, cuts at least two chunks without gaps, and replaces the first token of each by BOS.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 MIN_TOKENS = 64  # of the shortest chunk
 PIECE = 1 << 18  # bytes of text tokenized at once
 HELD_OUT = 8  # calibration holds out every 8th chunk
-INTERRUPTED = "interrupted: nothing was written"  # by programs that write one file, on Ctrl-C
+INTERRUPTED = "interrupted: nothing was written"  # message of programs that write one file
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text to run a model on. source: provenance for the file. special: it contains names of control tokens."""
+    """A text. source: its provenance, for the calibration's file. special: it contains names of control tokens."""
 
     source: TextSource
     data: bytes
@@ -41,14 +41,14 @@ class Tokenizer(Protocol):
 
     @property
     def bos(self) -> int | None:
-        """Token put before every chunk, None when the model adds none."""
+        """The token in front of every chunk; None: the model adds none."""
 
     def tokenize(self, text: bytes, special: bool = False) -> list[int]:
-        """Tokens of UTF-8 text, without a BOS token. special: names of control tokens in it are those tokens."""
+        """Tokens of UTF-8 text, without BOS. special: names of control tokens become these tokens."""
 
 
 def read_text(path: Path) -> Text:
-    """Raises SubkvError about `files` for a missing or unreadable file and for bytes that are not UTF-8."""
+    """Raises SubkvError about `files` if a file is missing, cannot be read, or is not UTF-8."""
     from subkv.format.calibration import TextSource  # numpy: not for a --help
 
     try:
@@ -68,7 +68,7 @@ def read_text(path: Path) -> Text:
 
 
 def tokenize(tokenizer: Tokenizer, text: Text, limit: int | None) -> list[int]:
-    """Tokens of a text, at least `limit` if it has as many. Long texts are tokenized in pieces that end with a line."""
+    """Tokens of a text, at least `limit` if it has so many. Long texts are tokenized in pieces that end with a line."""
     tokens: list[int] = []
     data = text.data
     start = 0
@@ -84,9 +84,9 @@ def cut(
 ) -> list[tuple[int, ...]]:
     """At most `chunks` chunks of n_ctx tokens, an equal share from the start of every text, text after text.
 
-    The first token is BOS where the model adds one. The rest of a text that does not fill a chunk is left out. A text
-    shorter than a chunk is refused if `whole`, else it gives one short chunk if it has MIN_TOKENS tokens.
-    Raises SubkvError about `files` for a text that is too short, about `chunks` for a limit that leaves a text out.
+    The first token is BOS if the model adds one. Tokens at the end of a text that do not fill a chunk are left out. A
+    text shorter than a chunk becomes one short chunk of at least MIN_TOKENS tokens; whole: it is an error.
+    Raises SubkvError about `files` for a text that is too short, about `chunks` for fewer chunks than texts.
     """
     if chunks is not None and chunks < len(texts):
         raise SubkvError("chunks", f"expected at least one for each of the {len(texts)} texts, found {chunks}")
@@ -94,7 +94,7 @@ def cut(
     step = n_ctx - len(start)
     out: list[tuple[int, ...]] = []
     for i, text in enumerate(texts):
-        # an equal share of what is left, so that a short text's unused share goes to the later ones
+        # an equal share of the remaining chunks: later texts get the unused share of a short one
         quota = None if chunks is None else -(-(chunks - len(out)) // (len(texts) - i))
         tokens = tokenize(tokenizer, text, None if quota is None else quota * step)
         if len(tokens) < (step if whole else min(MIN_TOKENS, n_ctx) - len(start)):
@@ -121,12 +121,12 @@ def bases_option(text: str = "Calibration file (calib.safetensors).") -> Callabl
     return click.option("--bases", required=True, type=PATH, help=text)
 
 
-yes_option = click.option("-y", "--yes", is_flag=True, help="Overwrite a file that exists.")
+yes_option = click.option("-y", "--yes", is_flag=True, help="Overwrite an existing file.")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts and how to run a model on them. n_ctx: tokens per chunk; chunks None: all; threads None: all."""
+    """Texts, cut into at most `chunks` chunks of n_ctx tokens (None: all), and threads to run a model (None: all)."""
 
     files: tuple[Path, ...]
     n_ctx: int
@@ -134,7 +134,7 @@ class Corpus:
     threads: int | None
 
     def read(self) -> list[Text]:
-        """Raises SubkvError as read_text does."""
+        """Raises SubkvError as read_text()."""
         return [read_text(path) for path in self.files]
 
     @property

@@ -1,4 +1,4 @@
-"""A chunk of text decoded in the engine: its cells saved, changed, restored, and scored on the tokens after them."""
+"""A chunk of text, decoded once. Its cells are then changed, and the tokens after them are scored again."""
 
 from __future__ import annotations
 
@@ -18,48 +18,40 @@ from subkv.engine.observer import PAUSE, SAMPLE, UBATCH, ObservedLayer
 from subkv.format.arrays import F16, F32
 
 SCORED = 64  # tokens at the end of a chunk on which trials are scored
-QUERIES = 128  # of a chunk, spread over the second half of the tokens before those
+QUERIES = 128  # sampled per chunk, spread over the second half of the tokens before the scored ones
 
 
 def ignore(n: int) -> None:
-    """Default of `on_decoded`, which is called with the number of tokens decoded."""
+    """The default of `on_decoded`, which is called with the number of decoded tokens."""
 
 
 class Unpredictable(SubkvError):
-    """A property of the model: another attempt would end the same."""
+    """Sensitivities cannot be measured because of a property of the model, so a retry is useless."""
 
 
 class Spill:
-    """Bytes and an array of float32 that are needed again much later: in a file without a name, removed with this
-    object; without a folder in memory."""
+    """Bytes and an array of float32 in a temporary file, which is removed with this object."""
 
     def __init__(self, folder: Path | None, raw: bytearray, array: F32) -> None:
-        """Raises SubkvError about `output` where `folder` is full."""
-        self._kept: tuple[bytearray, F32] | None = None
+        """folder None: the system's for temporary files. Raises SubkvError about `output` if `folder` is full."""
         self._size, self._shape = len(raw), array.shape
-        if folder is None:
-            self._kept = raw, array
-            return
         try:
             self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  for as long as this object
             self._file.write(raw)
             self._file.write(np.ascontiguousarray(array).data)
             self._file.flush()
         except OSError as error:
-            raise SubkvError("output", f"cannot write to {folder}: {error.strerror or error}") from error
+            where = folder or tempfile.gettempdir()
+            raise SubkvError("output", f"cannot write to {where}: {error.strerror or error}") from error
 
     def raw(self) -> bytearray:
         """The bytes, read from the file at every call."""
-        if self._kept is not None:
-            return self._kept[0]
         raw = bytearray(self._size)
         self._read(raw, 0)
         return raw
 
     def array(self) -> F32:
         """The array, read from the file at every call."""
-        if self._kept is not None:
-            return self._kept[1]
         array = np.empty(self._shape, dtype=np.float32)
         self._read(array.data.cast("B"), self._size)
         return array
@@ -70,7 +62,7 @@ class Spill:
 
 
 class DecodedChunk:
-    """A chunk in the engine: its cells, rows of every layer and the exact distributions of the scored tokens."""
+    """A decoded chunk: its cells, rows of every layer, and the exact logits of the scored tokens, which come last."""
 
     def __init__(
         self,
@@ -81,15 +73,15 @@ class DecodedChunk:
         further: Sequence[int] = (),
         on_decoded: Callable[[int], None] = ignore,
     ) -> None:
-        """latent: values are the first elements of keys, and have no rows. further: positions to sample queries at.
+        """latent: values are the first elements of keys, and have no rows. further: positions of more sampled queries.
 
-        on_decoded: may raise to stop.
+        on_decoded: may raise to stop. Raises Unpredictable if the saved state has another layout.
         """
         self.session, self.latent = session, latent
         self.scored, self.start = list(tokens[-n_scored:]), len(tokens) - n_scored
         sampled = sorted({*spread(self.start // 2, self.start, QUERIES), *further})
         after = range(self.start, len(tokens))
-        marks = (0, self.start - 1)  # rows that locate the others in the state
+        marks = (0, self.start - 1)  # rows by which _locate() finds the cells in the state
         session.forget()
         session.mode(SAMPLE, (*marks, *after), (*sampled, *after))
         session.clear()
@@ -129,7 +121,8 @@ class DecodedChunk:
         self._saved = self._exact = None
 
     def _locate(self) -> dict[tuple[int, str], tuple[int, F32]]:
-        """Offset in the state of every layer's keys and values, and the scored tokens' own [n, n_head_kv, d]."""
+        """By (il, side): the offset of a layer's keys or values in the state, and the rows [n, n_head_kv, d] of the
+        scored tokens."""
         places, start = {}, 0
         for side in "k" if self.latent else "kv":
             for layer in self.layers:
@@ -150,7 +143,7 @@ class DecodedChunk:
         return next(layer for layer in self.layers if layer.il == il)
 
     def view(self, il: int, side: str) -> F16:
-        """The cells' keys or values inside the state, [start, n_head_kv, d], writable."""
+        """A writable view of a layer's keys or values in the state: [start, n_head_kv, d]."""
         if self.latent and side == "v":
             return self.view(il, "k")[..., : self._layer(il).d_v]
         begin, rows = self.at[il, side]
@@ -158,7 +151,8 @@ class DecodedChunk:
         return np.frombuffer(self.saved, np.float16, int(np.prod(shape)), begin).reshape(shape)
 
     def rows(self, il: int, scored: bool) -> Rows:
-        """Of a layer: the cells before the scored tokens and the queries sampled there, or all cells and the scored."""
+        """Rows of a layer: the sampled queries and the cells before the scored tokens; scored: those tokens' queries,
+        and all cells."""
         layer = self._layer(il)
         q = self.session.get(layer, "qs").astype(np.float32)
         k, v = (self.view(il, side).astype(np.float32) for side in "kv")
@@ -169,7 +163,7 @@ class DecodedChunk:
         return Rows(q[self.n_sampled :], self.pos[self.n_sampled :], k, v)
 
     def kld(self, at: tuple[int, str], cells: F32, n: int | None = None) -> float:
-        """Mean KLD of the first n of the scored tokens with other cells [start, n_head_kv, d] of a layer's side."""
+        """Mean KLD of the first n scored tokens, nats, with other cells [start, n_head_kv, d] for a layer's side."""
         exact = self.view(*at).copy()
         try:
             return self._kld([(at, cells)], n)
@@ -177,7 +171,7 @@ class DecodedChunk:
             self.view(*at)[:] = exact
 
     def final_kld(self, cells: Iterable[tuple[tuple[int, str], F32]]) -> float:
-        """As kld(), with other cells of many layers. They overwrite the state, which is discarded: the last call."""
+        """As kld(), with other cells for many layers. It overwrites the state, so this must be the last call."""
         try:
             return self._kld(cells, None)
         finally:
@@ -187,7 +181,7 @@ class DecodedChunk:
         for at, other in cells:
             self.view(*at)[:] = other.astype(np.float16)
         self.session.restore(self.saved)
-        if self._spill is not None:  # free the memory for the context
+        if self._spill is not None:  # it can be read again, so free the memory while the context decodes
             self._saved = None
         scored = self.scored[:n]
         logits = self.session.logits(scored, self.start)
@@ -198,8 +192,8 @@ class DecodedChunk:
 
 
 def _find_pair(raw: bytearray, first: bytes, last: bytes, distance: int, start: int) -> int:
-    """Where `first` is with `last` `distance` bytes behind it, from `start` on or else anywhere; −1: nowhere. A single
-    row is not enough: in the first layer equal tokens have equal values."""
+    """The offset of `first` with `last` `distance` bytes after it: from `start` on, else anywhere; −1: nowhere. One row
+    is not enough, because equal tokens have equal values in the first layer."""
     for begin in (start, 0):
         at = raw.find(first, begin)
         while at >= 0:

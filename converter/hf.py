@@ -1,7 +1,7 @@
-"""A Hugging Face folder to a GGUF, by llama.cpp's own converter and quantizer; disk space is checked first.
+"""Converts a Hugging Face folder to a GGUF with llama.cpp's converter and quantizer, after a check of the disk space.
 
-The converter is the pinned llama.cpp's convert_hf_to_gguf.py, which the build copies beside the libraries, with the
-gguf package that it needs. Both run as separate processes. Nothing is downloaded. Extra `torch`.
+The converter is the pinned llama.cpp's convert_hf_to_gguf.py. The build copies it beside the libraries, with the gguf
+package that it needs. Both programs run as separate processes. Nothing is downloaded. Extra `torch`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from subkv.native import library
 
 OUTTYPES = {"auto": 2.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "q8_0": 1.0625}  # bytes per weight
 MIB = 1 << 20
-# the converter's tqdm in percent; the quantizer's [tensor/tensors]
+# progress lines: the converter's in percent, the quantizer's as [tensor/tensors]
 _POSITION = re.compile(r"^Writing: +(\d+)%|^\[ *(\d+)/ *(\d+)\]")
 _REASON = re.compile(r"^(?:ERROR:[\w.-]+:|llama_model_quantize: )(.+)|^((?:\w+\.)*\w+(?:Error|Exception): .+)")
 
 
 def converter_path() -> Path:
-    """llama.cpp's converter in the folder of the libraries. Raises SubkvError when it is missing."""
-    library.load()  # names missing libraries
+    """llama.cpp's converter in the folder of the libraries. Raises SubkvError if it is missing."""
+    library.load()  # reports missing libraries
     path = library.lib_dir() / "llama.cpp" / "convert_hf_to_gguf.py"
     if not path.is_file():
         raise SubkvError("model", f"expected llama.cpp's converter at {path}, found none; build or install subkv again")
@@ -37,9 +37,9 @@ def converter_path() -> Path:
 
 
 def count_weights(folder: Path) -> int:
-    """Numbers in the weight files of a Hugging Face folder; of PyTorch's own format an upper bound.
+    """Number of weights in a Hugging Face folder; for files of PyTorch's own format, an upper bound.
 
-    Raises SubkvError for another kind of folder: no config.json, no weights, a damaged file.
+    Raises SubkvError if config.json or weights are missing, or a file is damaged.
     """
     if not (folder / "config.json").is_file():
         raise SubkvError("model", f"expected a Hugging Face folder with config.json, found none in {folder}")
@@ -61,20 +61,20 @@ def _count_safetensors(path: Path) -> int:
 
 
 def check_space(output: Path, n_weights: int, outtype: str, quantize: str | None, copy: bool) -> None:
-    """Refuse a disk on which the files that exist at one time do not fit. Raises SubkvError with the sum.
+    """Raises SubkvError if the files that exist at the same time do not fit on the disk.
 
     The files are in the folder of `output`. copy: `output` will be a copy of the last GGUF.
     """
     folder = output.parent
     whole = last = (f"as {outtype}", OUTTYPES[outtype] * n_weights)
-    moments = []
+    stages = []
     if quantize is not None:
         # a mixture of types is named by its most frequent one; embeddings and some layers get more
         bits = int(re.findall(r"\d", quantize)[0]) + 2
         last = (f"as {quantize}", bits / 8 * n_weights)
-        moments.append([whole, last])
-    moments.append([last, ("with bases", last[1])] if copy else [last])
-    at_once = max(moments, key=lambda files: sum(size for _, size in files))
+        stages.append([whole, last])
+    stages.append([last, ("with bases", last[1])] if copy else [last])
+    at_once = max(stages, key=lambda files: sum(size for _, size in files))
     needed = sum(size for _, size in at_once)
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -86,18 +86,11 @@ def check_space(output: Path, n_weights: int, outtype: str, quantize: str | None
         )
 
 
-def check_packages(folder: Path) -> None:
-    """Raises SubkvError when a package that llama.cpp's converter imports for this folder is missing."""
-    names = ["torch", "transformers"]
-    if (folder / "tokenizer.model").is_file():
-        names.append("sentencepiece")
-    need_packages("torch", names)
-
-
 def check(folder: Path, outtype: str, quantize: str | None, output: Path, copy: bool) -> None:
-    """Refuse everything about a folder that can be refused before the long run. copy: as check_space()."""
+    """Detect errors before the long run: in the folder, packages, libraries, disk space. copy: as in check_space()."""
     n_weights = count_weights(folder)
-    check_packages(folder)
+    sentencepiece = ["sentencepiece"] if (folder / "tokenizer.model").is_file() else []
+    need_packages("torch", ["torch", "transformers", *sentencepiece])
     converter_path()
     if quantize is not None and OUTTYPES[outtype] < 2:
         raise SubkvError("quantize", f"expected weights of 16 or 32 bits to quantize, found --outtype {outtype}")
@@ -107,10 +100,14 @@ def check(folder: Path, outtype: str, quantize: str | None, output: Path, copy: 
 def convert(
     folder: Path, outtype: str, quantize: str | None, n_threads: int, work: Path, announce: Callable[[str], None]
 ) -> Path:
-    """The folder's GGUF in the folder `work`; of two, only the last stays on the disk. announce: called per step."""
+    """Write the folder's GGUF into the folder `work`. announce: called before each step.
+
+    Raises SubkvError with the reason of llama.cpp's programs.
+    """
     announce(f"llama.cpp's converter: {folder} to a GGUF, {outtype}")
     whole = work / "model.gguf"
-    to_gguf(folder, outtype, whole)
+    command = [sys.executable, str(converter_path()), str(folder), "--outfile", str(whole), "--outtype", outtype]
+    _run(command, f"converting {folder.name}", "model", f"llama.cpp's converter refuses {folder}")
     if quantize is None:
         return whole
     announce(f"llama.cpp's quantizer: {quantize}")
@@ -120,25 +117,19 @@ def convert(
     return quantized
 
 
-def to_gguf(folder: Path, outtype: str, target: Path) -> None:
-    """Run llama.cpp's converter. Raises SubkvError with the converter's own reason."""
-    command = [sys.executable, str(converter_path()), str(folder), "--outfile", str(target), "--outtype", outtype]
-    _run(command, f"converting {folder.name}", "model", f"llama.cpp's converter refuses {folder}")
-
-
 def to_quantized(source: Path, quantize: str, n_threads: int, target: Path) -> None:
-    """Run llama.cpp's quantizer. Raises SubkvError with its own reason."""
+    """Run llama.cpp's quantizer. Raises SubkvError with its reason."""
     command = [sys.executable, "-m", "converter.quantize", str(source), str(target), quantize, str(n_threads)]
     _run(command, f"quantizing to {quantize}", "quantize", f"llama.cpp's quantizer refuses {quantize}")
 
 
 def _run(command: Sequence[str], step: str, key: str, refused: str) -> None:
-    """Run a program that reports its progress on stderr, behind a progress bar; an exception here ends it.
+    """Run a program and show the progress that it reports on stderr. An exception here, as by Ctrl-C, ends it.
 
-    Raises SubkvError about `key`, with `refused` and the program's reason, when it fails.
+    Raises SubkvError about `key`, with `refused` and the program's reason, if it fails.
     """
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    lines: deque[str] = deque(maxlen=200)  # searched for its reason
+    lines: deque[str] = deque(maxlen=200)  # in which the reason of a failure is searched
     process = subprocess.Popen(
         command,
         env=os.environ | offline,
@@ -151,7 +142,7 @@ def _run(command: Sequence[str], step: str, key: str, refused: str) -> None:
     with process, progress_bar(step, 100, "%") as bar:
         try:
             assert process.stderr is not None
-            for line in process.stderr:  # \r ends a line, too
+            for line in process.stderr:  # \r also ends a line
                 lines.append(line.rstrip())
                 if position := _POSITION.match(line):
                     percent, i, n = position.groups()

@@ -1,7 +1,7 @@
 """llama.cpp's quantizer as a program: python -m converter.quantize SOURCE TARGET TYPE N_THREADS
 
-A separate program, run by converter.hf, because the function cannot be stopped: Ctrl-C ends the process. llama.cpp's
-log, with a line for every tensor, goes to stderr.
+converter.hf runs it as a separate process, because the function cannot be interrupted, and Ctrl-C ends a process.
+llama.cpp's log, with a line for every tensor, goes to stderr.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ctypes
 import signal
 import sys
 
-# llama-quantize's names of the types that need only weights; the others need activations' statistics or experts
+# llama-quantize's names of the types that need only weights; others need statistics of activations, or experts
 TYPES = (
     *("Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS"),
     *("Q3_K_L", "Q3_K_M", "Q3_K_S", "IQ3_M", "IQ3_S", "Q2_K", "Q2_0", "TQ2_0", "TQ1_0", "Q1_0"),
@@ -22,7 +22,7 @@ def main(source: str, target: str, kind: str, n_threads: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler in Python would wait for the C function to return
     from subkv.native.binding import C  # the native libraries: a --help lists TYPES without them
 
-    C.llama_log_set(C.llama_log_callback(0), ctypes.c_void_p(0))  # back to llama.cpp's own: stderr
+    C.llama_log_set(C.llama_log_callback(0), ctypes.c_void_p(0))  # llama.cpp's default: stderr
     params = C.llama_model_quantize_default_params()
     params.ftype = getattr(C, f"LLAMA_FTYPE_MOSTLY_{kind}")
     params.nthread = int(n_threads)

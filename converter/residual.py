@@ -1,7 +1,7 @@
 """The effect of errors in cached keys and values on the residual stream: exact attention over one text, in numpy.
 
-A query with weights α over the cells reads o = Σ α_i v_i. Errors ε_i of values and κ_i of keys add, to first order,
-Σ α_i ε_i and Σ α_i s (q·κ_i)(v_i − o) to it, and W_o times that to the stream. Heads of a group read the same cells.
+A query with softmax weights α_i over the cells reads o = Σ α_i v_i. To first order, errors ε_i of values add Σ α_i ε_i
+to o, and errors κ_i of keys add Σ α_i s (q·κ_i)(v_i − o). W_o maps both to the stream. Heads of a group share cells.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class Rows:
     v: F32
 
     def until(self, pos: int) -> Rows:
-        """Queries before a position, and the cells that they see."""
+        """Queries before a position, and the cells that they attend to."""
         near = self.pos < pos
         return Rows(self.q[near], self.pos[near], self.k[:pos], self.v[:pos])
 
     def beyond(self, pos: int) -> Rows:
-        """The other queries, and all cells."""
+        """Queries from a position on, and all cells."""
         return Rows(self.q[self.pos >= pos], self.pos[self.pos >= pos], self.k, self.v)
 
     @property
     def mask(self) -> F32:
-        """[T, n]: 0 for cells that a query may look at, −inf for others."""
+        """[T, n]: 0 for cells that a query attends to, −inf for others."""
         return np.where(np.arange(len(self.k)) <= self.pos[:, None], np.float32(0.0), np.float32(-np.inf))
 
 
@@ -54,7 +54,7 @@ def weights(q: F32, k: F32, mask: F32, scale: float) -> F32:
 
 
 def gram_of(output: F32, n_head: int) -> Gram:
-    """Of W_o [n_embd, n_head·d]."""
+    """The Gram of W_o [n_embd, n_head·d]."""
     heads = np.split(output, n_head, axis=1)
     return lambda i, j: heads[i].T @ heads[j]
 
@@ -62,14 +62,15 @@ def gram_of(output: F32, n_head: int) -> Gram:
 def metrics(
     rows: Rows, shape: LayerShape, gram: Gram, window: Window, values: F32 | None = None, joint: bool = False
 ) -> dict[str, F64]:
-    """Per KV head the matrices M with which errors of covariance C in every coded cell add tr(M C) to the squared norm
-    of the stream, summed over the queries; [n_head_kv, d, d] for each of SIDES. Every row has quantization steps of its
-    own, so errors grow with sizes(), C on average. Errors of different cells are independent, except that equal tokens
-    of the first layer, detected by their equal values, have equal errors in values, and in keys up to their rotation.
+    """Matrices M per KV head, [n_head_kv, d, d] for each of SIDES: errors of covariance C in every coded cell add
+    tr(M C) to the squared norm of the stream, summed over the queries.
 
-    gram: W_o,hᵀ W_o,h' of two heads of a group. values: [n_head, d, d_v], by which heads multiply a row before they
-    read it; None: they read the row itself. k, v count errors in cells outside the exact window, k0, v0 in all except
-    the sinks. joint: a value is a part of its key's row, with the same steps.
+    k, v count errors in cells outside the exact window; k0, v0 in all cells except the sinks. Every row has its own
+    quantization steps, so a row's error is proportional to its norm; C is the mean. Errors of different cells are
+    independent, with one exception: equal tokens of the first layer, recognised by equal values, have equal errors.
+
+    gram: W_o,hᵀ W_o,h' of two heads of a group. values: [n_head, d, d_v], by which heads multiply a row to get its
+    value; None: the row is the value. joint: a value is a part of its key's row, with the same steps.
     """
     d_k, d_v, group = shape.d_k, shape.d_v, shape.n_group
     sums = {side: np.zeros((shape.n_head_kv, *(2 * [d_k if side[0] == "k" else d_v]))) for side in SIDES}
@@ -88,11 +89,11 @@ def metrics(
         first = slice(None) if kinds is None else kinds[0][kinds[1]]
         own = [u[coded][first] for u in own]
         parts, shared = {}, {}
-        for window_less, near in (("", far), ("0", None)):
-            of_v = parts[window_less] = _coded_parts(read, coded, size["k"], near, kinds)
+        for suffix, near in (("", far), ("0", None)):
+            of_v = parts[suffix] = _coded_parts(read, coded, size["k"], near, kinds)
             if not joint:
                 of_v = _coded_parts(read, coded, size["v"], near, kinds)
-            shared[window_less] = [[float(np.vdot(a, b)) for b in of_v[i:]] for i, a in enumerate(of_v)]
+            shared[suffix] = [[float(np.vdot(a, b)) for b in of_v[i:]] for i, a in enumerate(of_v)]
         for i, hi in enumerate(heads):
             for j, hj in enumerate(heads):
                 if j < i:
@@ -100,28 +101,28 @@ def metrics(
                 metric = gram(hi, hj)
                 norms = np.einsum("nd,nd->n", own[i] @ metric, own[j])
                 both_read = metric if values is None else values[hi].T @ (metric @ values[hj])
-                for window_less in ("", "0"):
-                    w = parts[window_less][i] * parts[window_less][j]
+                for suffix in ("", "0"):
+                    w = parts[suffix][i] * parts[suffix][j]
                     # Σ w (v_i − o_i)ᵀ A (v_j − o_j) for every query
                     mean, total = w @ own[i], w.sum(axis=1)
                     cost = w @ norms - np.einsum("td,td->t", mean @ metric, out[j])
                     cost -= np.einsum("td,td->t", out[i] @ metric, mean if values is None else w @ own[j])
                     cost += total * np.einsum("td,td->t", out[i] @ metric, out[j])
                     k = np.float32(shape.scale**2) * (rows.q[:, hi] * cost[:, None]).T @ rows.q[:, hj]
-                    for side, part in (("k", k), ("v", both_read * shared[window_less][i][j - i])):
-                        sums[side + window_less][g] += part if i == j else part + part.T
+                    for side, part in (("k", k), ("v", both_read * shared[suffix][i][j - i])):
+                        sums[side + suffix][g] += part if i == j else part + part.T
     return sums
 
 
 def sizes(rows: F32) -> F32:
-    """[n] norms of rows [n, d], their mean square 1."""
+    """Norms [n] of rows [n, d], scaled to a mean square of 1."""
     squares = np.einsum("nd,nd->n", rows, rows)
     norms: F32 = np.sqrt(squares / max(float(squares.mean()), float(np.finfo(np.float32).tiny)))
     return norms
 
 
 def equal_rows(v: F32) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
-    """An order of the rows in which equal ones are neighbours, and the start of each kind; None: no two are equal."""
+    """An order of the rows in which equal rows are adjacent, and the start of each group; None: no two are equal."""
     _, kind = np.unique(v, axis=0, return_inverse=True)
     kind = kind.reshape(-1)
     order = np.argsort(kind, kind="stable")
@@ -136,8 +137,8 @@ def _coded_parts(
     near: F32 | None,
     kinds: tuple[NDArray[np.intp], NDArray[np.intp]] | None,
 ) -> list[F32]:
-    """Weights of errors in the coded cells, from the softmax weights [T, n] of every head. size: of the cells;
-    near: 1 for those that count, None: all do; kinds: equal_rows()."""
+    """Weights of errors in the coded cells, per head. read: softmax weights [T, n]; size: of the cells; near [T, n]: 1
+    for cells that count, None: all do; kinds: of equal_rows()."""
     out = []
     for a in read:
         part = a[:, coded] * size
@@ -148,13 +149,13 @@ def _coded_parts(
 
 
 def _merged(read: F32, order: NDArray[np.intp], starts: NDArray[np.intp]) -> F32:
-    """Weights [T, n] summed over equal cells, [T, kinds]."""
+    """Weights [T, n], summed over equal cells: [T, kinds]."""
     merged: F32 = np.add.reduceat(read[:, order], starts, axis=1)
     return merged
 
 
 def energy(rows: Rows, shape: LayerShape, output: F32, error_k: F32 | None, error_v: F32 | None) -> float:
-    """Mean over the queries of the squared norm that errors [n, n_head_kv, d] of the cells add to the stream; exact."""
+    """The squared norm that errors [n, n_head_kv, d] of the cells add to the stream, mean over the queries; exact."""
     mask = rows.mask
     change = np.zeros((len(rows.q), output.shape[0]), dtype=np.float32)
     for h in range(shape.n_head):

@@ -1,18 +1,16 @@
-"""Work that can be interrupted: a calibration's partial sums on disk, from which a later run resumes."""
+"""Interrupted calibrations: partial sums on disk, from which a later run resumes."""
 
 from __future__ import annotations
 
 import contextlib
 import glob
-import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
 from subkv.base.errors import SubkvError
 from subkv.base.files import remove
+from subkv.base.interrupts import Interrupt
 from subkv.base.progress import note
 from subkv.format.calibration import Calibration, read_calibration, write_calibration
 
@@ -20,54 +18,13 @@ SAVED = "progress is saved; run the same command again to resume"
 EVERY = 20.0  # seconds between checkpoints; writing one takes well below a second
 
 
-class Interrupt:
-    """The first Ctrl-C inside the block only sets `pressed` and is reported; the second one raises KeyboardInterrupt.
-
-    For work that saves its progress first. Only the main thread gets signals; in others this does nothing.
-    """
-
-    def __init__(self) -> None:
-        self.pressed = False
-        self._before: Any = None
-
-    def __enter__(self) -> Interrupt:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._press)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _press(self, number: int, frame: Any) -> None:
-        if self.pressed:
-            raise KeyboardInterrupt
-        self.pressed = True
-        note("stopping after the current tokens; Ctrl-C again stops at once")
-
-
-class CheckpointStore(Protocol):
-    """Where the statistics stage saves its progress."""
-
-    def load(self, total: int) -> tuple[int, Calibration | None]:
-        """How many of `total` batches are done, and their sums."""
-
-    def reached(self, done: int, sums: Callable[[], Calibration] | None) -> None:
-        """So many batches are done; sums None: no run can resume here. May raise KeyboardInterrupt."""
-
-
-class NoCheckpoints:
-    """Saves nothing."""
-
-    def load(self, total: int) -> tuple[int, Calibration | None]:
-        return 0, None
-
-    def reached(self, done: int, sums: Callable[[], Calibration] | None) -> None:
-        pass
+def interrupt() -> Interrupt:
+    """For work that saves its progress at Ctrl-C."""
+    return Interrupt(lambda: note("stopping after the current tokens; Ctrl-C again stops at once"))
 
 
 class Checkpoints:
-    """Partial sums as files NAME.DONE-of-TOTAL.part: each is a calibration, complete or absent; the last one counts.
+    """The statistics stage's progress, as files NAME.DONE-of-TOTAL.part: each is a whole calibration; the last counts.
 
     From load() to the end of the block, Ctrl-C waits for the current batch, saves the sums and raises
     KeyboardInterrupt. A second Ctrl-C raises it at once.
@@ -91,8 +48,9 @@ class Checkpoints:
         return sorted(self._name.parent.glob(f"{glob.escape(self._name.name)}.*.part"))
 
     def load(self, total: int) -> tuple[int, Calibration | None]:
+        """How many of `total` batches an earlier run has done, and their sums."""
         self._total = total
-        self._interrupt = self._interrupts.enter_context(Interrupt())
+        self._interrupt = self._interrupts.enter_context(interrupt())
         for path in reversed(self._files()):
             done = int(path.name.split(".")[-2].partition("-")[0])
             if path != self._path(done, total):
@@ -104,6 +62,7 @@ class Checkpoints:
         return 0, None
 
     def reached(self, done: int, sums: Callable[[], Calibration] | None) -> None:
+        """Call it after every batch. sums None: no run can resume here. Raises KeyboardInterrupt after Ctrl-C."""
         stop = self._interrupt.pressed
         if sums is not None and (stop or time.monotonic() - self._written > EVERY):
             write_calibration(self._path(done, self._total), sums())

@@ -23,13 +23,13 @@ from subkv.format.arrays import F32, F64
 I32 = npt.NDArray[np.int32]
 U16 = npt.NDArray[np.uint16]
 
-# members of a summary that need a base
+# members of a summary that compare with a base
 AGAINST_BASE = (
     *("ppl_base", "ppl_ratio", "ppl_ratio_stderr", "delta_percent"),
     *("mean_kld", "mean_kld_stderr", "median_kld", "kld_999", "max_kld"),
     *("same_top", "same_top_stderr"),
 )
-ROWS = 16  # rows per piece of work: 16 x 49152 float64 stay in the processor's cache hierarchy
+ROWS = 16  # rows per piece of work: 16 x 49152 float64 fit into the processor's caches
 
 
 def log_softmax(logits: F32) -> F64:
@@ -51,7 +51,7 @@ def mean_kld(exact: F32, other: F32) -> float:
 
 @dataclasses.dataclass
 class Scores:
-    """Per-token results of one cache over everything scored so far; the base's columns are empty without a base."""
+    """Per-token results of one cache so far; columns that compare with a base are empty without one."""
 
     nll: list[F64] = dataclasses.field(default_factory=list)
     nll_base: list[F64] = dataclasses.field(default_factory=list)
@@ -63,7 +63,7 @@ class Scores:
             column += getattr(part, name)
 
     def summary(self) -> dict[str, Any]:
-        """Numbers under the names of the JSON output; None where there is no base."""
+        """Numbers under the names of the JSON output; without a base those of AGAINST_BASE are None."""
         nll = np.concatenate(self.nll)
         ppl, stderr = perplexity(nll)
         out: dict[str, Any] = {"ppl": ppl, "ppl_stderr": stderr, "n_scored": len(nll)}
@@ -93,8 +93,8 @@ def perplexity(nll: F64) -> tuple[float, float]:
 def score(logits: F32, targets: I32, base: npt.NDArray[Any] | None, pool: ThreadPoolExecutor, n_threads: int) -> Scores:
     """Score rows of logits [n, n_vocab] f32 against the tokens that follow, targets [n].
 
-    base: the base cache's logits of the same rows, or rows of a base file; without it only nll is filled. As in
-    llama-perplexity a file's ln p ≤ −16 add nothing to the KLD.
+    base: the base cache's logits of the same rows, or rows of a base file; None: only nll is computed. As in
+    llama-perplexity, tokens with ln p ≤ −16 in a file add nothing to the KLD.
     """
 
     def piece(rows: slice) -> Scores:
@@ -148,7 +148,7 @@ def encode_rows(logits: F32) -> U16:
 
 
 def decode_rows(rows: U16, n_vocab: int) -> F32:
-    """Log-probabilities [n, n_vocab] f32 of rows of the base file."""
+    """Log-probabilities [n, n_vocab] f32 from rows of the base file."""
     head = np.ascontiguousarray(rows[:, :4]).view("<f4")
     log_p: F32 = head[:, :1] * rows[:, 4 : 4 + n_vocab].astype(np.float32) + head[:, 1:2]
     return log_p
@@ -191,7 +191,7 @@ class BaseReader:
 
 
 def write_rows(file: BinaryIO, logits: F32) -> None:
-    """Logits [n, n_vocab] f32 in a base file, behind the header and earlier rows."""
+    """Append logits [n, n_vocab] f32 to a base file."""
     for i in range(0, len(logits), ROWS):
         file.write(encode_rows(logits[i : i + ROWS]).astype("<u2").tobytes())
 

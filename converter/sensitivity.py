@@ -1,9 +1,9 @@
-"""Measure the effect of errors in the cache on a model's next-token distributions, and add it to a calibration.
+"""Measures the effect of cache errors on a model's next-token distributions, and adds it to a calibration.
 
     python -m converter.sensitivity -m M.gguf --bases calib.safetensors -f TEXT -o calib.safetensors
 
-Method and units: sensitivity_trials.py. With the result, `convert` chooses bases and bits by their effect on the output
-(kld-aware) and predicts the KLD of a layout. research/fisher.py measures the same by backpropagation.
+sensitivity_trials.py describes the method. With sensitivities, `convert` chooses bases and bits by their effect on the
+output (kld-aware) and predicts a layout's KLD. research/fisher.py measures the same by backpropagation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from subkv.format.calibration import Calibration
 
 CHUNKS = 3
-HELD_BACK = 2  # further chunks, on which predictions are corrected
+HELD_BACK = 2  # additional chunks, on which predictions are corrected
 MOVED = "`python -m research.fisher`, in a checkout of the repository"
 
 
@@ -78,7 +78,7 @@ def main(model: Path, bases: Path, corpus: Corpus, output: Path, minutes: float 
 
 
 def read_inputs(bases: Path, corpus: Corpus, output: Path, n_recent: int) -> tuple[Calibration, list[Text]]:
-    """The calibration and the texts. Raises SubkvError about them, about `output`, and about chunks in the window."""
+    """The calibration and the texts. Raises SubkvError about them, about `output`, and if chunks fit in the window."""
     from subkv.format.calibration import read_calibration  # numpy: not for a --help
 
     calibration, texts = read_calibration(bases), corpus.read()
@@ -89,7 +89,7 @@ def read_inputs(bases: Path, corpus: Corpus, output: Path, n_recent: int) -> tup
 
 
 def check_number(pieces: Sequence[Any], corpus: Corpus, too_few: int) -> None:
-    """Raises SubkvError about `files` where their chunks are at most `too_few`."""
+    """Raises SubkvError about `files` unless there are more than `too_few` chunks."""
     if len(pieces) <= too_few:
         raise SubkvError("files", f"expected more than {too_few} chunks of {corpus.n_ctx} tokens, found {len(pieces)}")
 

@@ -1,4 +1,4 @@
-"""Results of the trials of sensitivities, saved and resumed, and the factors of all layers derived from them."""
+"""Measurements of the sensitivity stage: saved, resumed, and smoothed to factors of all layers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from converter.residual import SIDES
 from subkv.format.arrays import F32, F64
 from subkv.format.calibration import Calibration, LayerStats, TextSource
 
-AUDIBLE = 1.5  # times the cost of rounding: a trial that costs less shows nothing
+AUDIBLE = 1.5  # times the cost of rounding: trials that cost less are ignored
 NEGLIGIBLE = 1e-3  # nats: a smaller effect cannot be measured
 UNPREDICTABLE = (
     "expected a model whose next tokens depend on its cache, found one that predicts the same with noise in it, as "
     "with random weights: nothing can be predicted"
 )
-MOMENTS = ("k2", "v2", "k1", "v1")  # members of LayerStats to which the measured cells are added
+MOMENTS = ("k2", "v2", "k1", "v1")  # members of LayerStats that get the cells of the chunks
 
 VERSION = 1  # of saved Measurements; increase it when metrics, noise or chunks change
 
-# Standard deviations of logarithms: of a trial, between texts, layers, the first three, and a layer's sides
+# Standard deviations of logarithms of factors: of one trial, between texts, between neighbouring layers, between the
+# first three layers, between a layer's keys and values
 SD_TRIAL, SD_TEXTS, SD_LAYERS, SD_FIRST, SD_SIDES = 0.3, 0.5, 0.5, 4.0, 0.6
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Noise in one layer's side ("k" or "v"): its cost in nats of KLD per scored token, and energy, the exact squared
-    norm that it adds to the residual stream. Side "": noise that is too small to matter."""
+    """Noise in one layer's side ("k" or "v"; "": noise that measures rounding). kld: its cost, nats per scored token.
+    energy: the squared norm that it adds to the residual stream."""
 
     chunk: int
     index: int
@@ -42,12 +43,12 @@ class Trial:
 
 @dataclass
 class Measurements:
-    """All measurements so far. sums: per layer residual.metrics(), over `queries` queries of the chunks `done`.
+    """All measurements so far.
 
-    moments: per layer sums over `cells` cells, named as the members of LayerStats, of the chunks `done` without those
-    `entered`, whose cells are in the calibration already. stretches: per longer chunk, logarithms [layers, SIDES] of
-    the energy that errors in cells add far into it over the energy that they add near its beginning. Matrices are
-    float32, as in the calibration's file: 100 MB less for an 8B model.
+    sums: per layer, residual.metrics() summed over `queries` queries of the chunks `done`. moments: per layer, sums
+    over `cells` cells, named as in LayerStats, of the chunks `done` except those `entered`, whose cells the calibration
+    already has. stretches: per longer chunk, logarithms [layers, SIDES] of the energy of errors at its end over that at
+    its beginning. Matrices are float32, as in the calibration's file: this saves 100 MB for an 8B model.
     """
 
     sums: list[dict[str, F32]]
@@ -68,7 +69,7 @@ class Measurements:
         return cls(sums, moments)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Everything, to be saved."""
+        """Everything as arrays, for a file."""
         numbers = [(t.chunk, t.index, " kv".index(t.side or " "), t.kld, t.energy) for t in self.trials]
         lists = {name: np.array(getattr(self, name), dtype=np.int64) for name in ("done", "entered")}
         lists["counts"] = np.array([self.queries, self.cells])
@@ -79,7 +80,7 @@ class Measurements:
 
     @classmethod
     def restored(cls, arrays: Mapping[str, NDArray[Any]], calibration: Calibration) -> Measurements:
-        """The measurements whose arrays() these are, with the same calibration. Raises numpy's errors for others."""
+        """The inverse of arrays(), for the same calibration. Raises ValueError or numpy's errors for another one."""
         own = cls.empty(calibration)
         own.queries, own.cells = (int(n) for n in arrays["counts"])
         own.done, own.entered = ([int(chunk) for chunk in arrays[name]] for name in ("done", "entered"))
@@ -98,14 +99,14 @@ class Measurements:
         return own
 
     def forget_entered(self, calibration: Calibration, texts: Sequence[TextSource]) -> None:
-        """Forget the moments of those of the chunks' texts that the calibration names: it has their cells already.
+        """Drop the moments if the calibration already names texts of the chunks, and so has their cells.
 
-        Raises ValueError for a calibration that names fewer than an earlier one.
+        Raises ValueError if the calibration lacks a text that an earlier one named.
         """
         named = [chunk for chunk, text in enumerate(texts) if text in calibration.texts]
         if not set(named) >= set(self.entered):
             raise ValueError(f"expected a calibration with the cells of {len(self.entered)} texts, found {len(named)}")
-        if named != self.entered:  # all measured texts are: they were written with the result
+        if named != self.entered:  # the result was written, with the cells of all measured texts
             self.entered, self.cells = named, 0
             for moments in self.moments:
                 for part in moments.values():
@@ -113,18 +114,18 @@ class Measurements:
 
     @property
     def floor(self) -> float:
-        """Cost of rounding alone, nats per token."""
+        """The cost of rounding alone, nats per token."""
         return max((t.kld for t in self.trials if not t.side), default=0.0)
 
     def factors(self) -> dict[tuple[int, int, str], float]:
-        """Nats per half the energy, by chunk, layer and side, of the trials that are AUDIBLE."""
+        """Nats per half the energy, by (chunk, layer, side), of trials that cost AUDIBLE times the rounding."""
         floors = {t.index: t.kld for t in self.trials if not t.side}
-        known = {}
+        factors = {}
         for t in self.trials:
             floor = float(np.interp(t.index, sorted(floors), [floors[i] for i in sorted(floors)])) if floors else 0.0
             if t.side and t.kld > max(AUDIBLE * floor, NEGLIGIBLE) and t.energy > 0.0:
-                known[t.chunk, t.index, t.side] = 2.0 * (t.kld - floor) / t.energy
-        return known
+                factors[t.chunk, t.index, t.side] = 2.0 * (t.kld - floor) / t.energy
+        return factors
 
 
 def _size(layer: LayerStats, side: str) -> tuple[int, ...]:
@@ -133,11 +134,11 @@ def _size(layer: LayerStats, side: str) -> tuple[int, ...]:
 
 
 def smoothed(factors: Mapping[tuple[int, int, str], float], n_layer: int) -> tuple[dict[str, F64], dict[int, float]]:
-    """Factors of all layers, per side [n_layer], and of the texts, by chunk, from those of the trials, which are
-    products of both: noise costs little in a text whose next tokens are certain.
+    """Factors of all layers, per side [n_layer], and factors of the texts, by chunk. factors: of the trials.
 
-    Their logarithms change little from one layer to the next, except in the first two, and between a layer's keys and
-    values. Raises Unpredictable where none is known.
+    A trial's factor is the product of a layer's and a text's: noise costs little in a text whose next tokens are
+    certain. Logarithms are fitted by least squares. They differ little between neighbouring layers (except the first),
+    and between a layer's keys and values. Raises Unpredictable without any factor.
     """
     if not factors:
         raise Unpredictable("model", UNPREDICTABLE)
@@ -146,7 +147,7 @@ def smoothed(factors: Mapping[tuple[int, int, str], float], n_layer: int) -> tup
     normal, right = np.zeros((n, n)), np.zeros(n)
 
     def expect(value: float, sd: float, plus: Sequence[int], minus: int | None = None) -> None:
-        """Adds an expected value of the sum of some logarithms, minus another one."""
+        """Add an equation: the sum of the logarithms `plus`, less the one of `minus`, is value ± sd."""
         row = np.zeros(n)
         row[list(plus)] = 1.0
         if minus is not None:
@@ -168,8 +169,8 @@ def smoothed(factors: Mapping[tuple[int, int, str], float], n_layer: int) -> tup
 
 
 def evened(logs: F64) -> F64:
-    """Means [layers, …] with a layer's neighbours, which have half its weight, because two texts are few for one layer.
-    The first layer is unchanged."""
+    """Means [layers, …] of each layer and its neighbours, which have half its weight: two texts are few for one layer.
+    The first layer stays as it is."""
     others = np.concatenate([logs[1:2], logs[1:], logs[-1:]])
     means = logs.copy()
     means[1:] = (others[:-2] + 2.0 * others[1:-1] + others[2:]) / 4.0

@@ -1,7 +1,7 @@
-"""The sensitivity stage: trials, then the correction of their predictions; on which text, for how long, resumed.
+"""The sensitivity stage: its texts, its time limit, its saved progress.
 
-sensitivity_trials.py makes the trials; sensitivity_correction.py corrects. An interrupted run, or one that ran out of
-time, saves its measurements, and a later run resumes from them.
+sensitivity_trials.py measures; sensitivity_correction.py corrects the predictions. A run that was interrupted, or that
+reached its limit, saves its measurements, and a later run resumes from them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from converter import builtin
 from converter.corpus import Text, cut
 from converter.decoded_chunk import SCORED, Unpredictable
-from converter.resume import EVERY, SAVED, Interrupt
+from converter.resume import EVERY, SAVED, interrupt
 from converter.sensitivity_correction import PLANNED, corrected, tokens_to_correct
 from converter.sensitivity_measurements import VERSION, Measurements
 from converter.sensitivity_trials import CORRECTING, FULL, REPEATED, Scope, SensitivityTrials, n_trials
@@ -28,17 +28,18 @@ from converter.session import Session
 from converter.source import Source
 from subkv.base.errors import SubkvError
 from subkv.base.files import atomic_file
+from subkv.base.interrupts import Interrupt
 from subkv.base.progress import duration, expect, note, progress_bar
 from subkv.format.calibration import Calibration, TextSource
 
-SHORT = 512  # tokens of most of builtin.MEASURED: many kinds, rather than long ones
-CHUNKS, LONG = 5, 1088  # of other text, and tokens of each: n_measured of them are measured
+SHORT = 512  # tokens of most built-in chunks: many kinds of text matter more than long ones
+CHUNKS, LONG = 5, 1088  # chunks of the user's text, and tokens of each
 
 
 @dataclass(frozen=True)
 class SensitivityRequest:
-    """texts None: the built-in ones. n_ctx: most tokens of a chunk. n_recent: of the exact window. minutes None: no
-    limit. checkpoint: file of interrupted work. short: as in CalibrationRequest. scope: for the model."""
+    """texts None: the built-in ones. n_ctx: maximum tokens of a chunk. n_recent: of the exact window. minutes None: no
+    limit. checkpoint: file of incomplete measurements. short: as in CalibrationRequest. scope: of the model's size."""
 
     texts: Sequence[Text] | None
     n_ctx: int
@@ -51,7 +52,7 @@ class SensitivityRequest:
 
     @property
     def lengths(self) -> list[int]:
-        """Most tokens of every chunk."""
+        """Maximum tokens of every chunk."""
         least = 2 * self.n_recent + 4 * SCORED
         short, long, far = (min(max(n, least), self.n_ctx) for n in (SHORT, LONG, self.scope.far))
         if self.texts is not None:
@@ -64,9 +65,9 @@ class SensitivityRequest:
 def with_sensitivities(
     source: Source, calibration: Calibration, request: SensitivityRequest
 ) -> tuple[Calibration, bool]:
-    """The calibration with sensitivities, and whether there was time for all; incomplete measurements are saved.
+    """The calibration with sensitivities, and whether they are complete; incomplete measurements are saved.
 
-    Raises SubkvError where they cannot be measured, and KeyboardInterrupt after the measurements so far were saved.
+    Raises SubkvError if they cannot be measured, and KeyboardInterrupt after it has saved the measurements so far.
     """
     with Session(source, max(request.lengths), request.n_threads, calibration.n_skip) as session:
         chunks, texts = _chunks(session, request)
@@ -75,8 +76,8 @@ def with_sensitivities(
         measurements = _saved(request.checkpoint, calibration, texts_measured, lengths)
         measurements = measurements or Measurements.empty(calibration)
         _announce(session, request, len(calibration.layers), measurements)
-        with Interrupt() as interrupt:
-            save = Saver(request.checkpoint, interrupt, lengths)
+        with interrupt() as ctrl_c:
+            save = Saver(request.checkpoint, ctrl_c, lengths)
             try:
                 result = measure_sensitivities(
                     session,
@@ -93,7 +94,7 @@ def with_sensitivities(
                     scope=request.scope,
                 )
             except SubkvError as error:
-                if interrupt.pressed:
+                if ctrl_c.pressed:
                     save(measurements)
                 if isinstance(error, Unpredictable):
                     minutes = math.inf if request.minutes is None else request.minutes
@@ -127,11 +128,12 @@ def measure_sensitivities(
     If some chunks are more than twice as long as the others, all are measured, and predictions are corrected on the
     longer ones.
 
-    session: with room for a chunk. minutes: limit for all of it; trials beyond LEAST that exceed it are left out, and
-    their layers get the factors of their neighbours. measurements: of an earlier run. save: called whenever tokens were
-    decoded; may raise KeyboardInterrupt. texts, folder, scope: as in SensitivityTrials. Raises SubkvError: about
-    `n_ctx` for chunks that are too short, about `output` where `folder` is full, Unpredictable where nothing can be
-    predicted.
+    session: with room for a chunk. minutes: limit for everything. Trials after the first LEAST are left out at the
+    limit; their layers then get the factors of their neighbours. measurements: of an earlier run. save: called whenever
+    tokens were decoded; may raise KeyboardInterrupt. texts, folder, scope: as in SensitivityTrials.
+
+    Raises SubkvError: about `n_ctx` if chunks are too short, about `output` if `folder` is full; Unpredictable if noise
+    in the cache does not change the model's output.
     """
     start, n_ctx = time.monotonic(), min(map(len, chunks))
     least = n_recent + calibration.n_skip + 4 * SCORED
@@ -150,7 +152,7 @@ def measure_sensitivities(
 
         def too_late(tokens: int) -> bool:
             if minutes is None or not spent:
-                return False  # the speed is unknown before anything is decoded
+                return False  # the speed is unknown until tokens were decoded
             left = tokens + tokens_to_correct(lengths[n:], lengths)
             passed = time.monotonic() - start
             needed = passed * (1.0 + left / spent) + len(calibration.layers) / PLANNED
@@ -165,8 +167,8 @@ def measure_sensitivities(
 
 
 def n_measured(lengths: Sequence[int]) -> int:
-    """How many of chunks of such lengths are measured, from the first on: all where longer ones correct predictions,
-    else all but two, or all but one of few."""
+    """How many of the chunks are measured, from the first on. The others correct predictions: none if there are longer
+    chunks, which then do both; else two, or one of at most three."""
     if max(lengths) - CORRECTING >= 2 * (min(lengths) - SCORED):
         return len(lengths)
     return len(lengths) - 2 if len(lengths) > 3 else len(lengths) - 1
@@ -175,19 +177,16 @@ def n_measured(lengths: Sequence[int]) -> int:
 def tokens_to_decode(
     lengths: Sequence[int], n_layer: int, measurements: Measurements | None = None, scope: Scope = FULL
 ) -> int:
-    """Tokens that measure_sensitivities() decodes on chunks of such lengths. measurements: of an earlier run."""
+    """Tokens that measure_sensitivities() decodes on chunks of these lengths. measurements: of an earlier run."""
     done, n = measurements.done if measurements else [], n_measured(lengths)
-    again = max(lengths) if n == len(lengths) else 0  # longer chunks also correct predictions
-    chunks = sum(length for c, length in enumerate(lengths[:n]) if c not in done or length == again)
+    decoded_again = max(lengths) if n == len(lengths) else 0  # longer chunks also correct predictions
+    chunks = sum(length for c, length in enumerate(lengths[:n]) if c not in done or length == decoded_again)
     trials = n_trials(n_layer, scope) - (len(measurements.trials) if measurements else 0)
     return chunks + int(REPEATED * trials) * SCORED + tokens_to_correct(lengths[n:], lengths)
 
 
 def _chunks(session: Session, request: SensitivityRequest) -> tuple[list[tuple[int, ...]], list[TextSource]]:
-    """Chunks to measure, then those of other text; and the texts of chunks whose cells the statistics do not have.
-
-    Raises SubkvError about `files`.
-    """
+    """The chunks; and the texts of chunks whose cells are to enter the statistics. Raises SubkvError about `files`."""
     if request.texts is not None:
         long = request.lengths[0]
         chunks = cut(session, request.texts, long, len(request.lengths))
@@ -207,7 +206,7 @@ def _chunks(session: Session, request: SensitivityRequest) -> tuple[list[tuple[i
 def expected_seconds(
     request: SensitivityRequest, n_layer: int, speed: float, measurements: Measurements | None = None
 ) -> float:
-    """Duration of with_sensitivities() after `measurements`, at `speed` tokens per second. Also sets the bar's time."""
+    """Duration of with_sensitivities() after `measurements`, at `speed` tokens per second. Tells the bar, too."""
     tokens = tokens_to_decode(request.lengths, n_layer, measurements, request.scope)
     limit = 60 * request.minutes if request.minutes is not None else math.inf
     seconds = min(tokens / speed + n_layer / PLANNED, limit)
@@ -216,7 +215,7 @@ def expected_seconds(
 
 
 def _announce(session: Session, request: SensitivityRequest, n_layer: int, measurements: Measurements) -> None:
-    """Reports how long the run will take, unless that is a moment."""
+    """Report how long the run takes, if more than 10 seconds."""
     trials = len(measurements.trials)
     seconds = expected_seconds(request, n_layer, session.speed(), measurements)
     if trials:
@@ -231,14 +230,14 @@ def _announce(session: Session, request: SensitivityRequest, n_layer: int, measu
 
 
 class Saver:
-    """Called as tokens are decoded: saves the measurements from time to time, and when the user wants to stop."""
+    """Called as tokens are decoded: saves the measurements every EVERY seconds and at Ctrl-C."""
 
-    def __init__(self, path: Path, interrupt: Interrupt, lengths: Sequence[int]) -> None:
-        self._path, self._interrupt, self._lengths = path, interrupt, lengths
+    def __init__(self, path: Path, ctrl_c: Interrupt, lengths: Sequence[int]) -> None:
+        self._path, self._ctrl_c, self._lengths = path, ctrl_c, lengths
         self._written = time.monotonic()
 
     def __call__(self, measurements: Measurements) -> None:
-        stop = self._interrupt.pressed
+        stop = self._ctrl_c.pressed
         if stop or time.monotonic() - self._written > EVERY:
             try:
                 _write(self._path, measurements, self._lengths)
@@ -256,8 +255,8 @@ class Saver:
 def _write(
     path: Path, measurements: Measurements, lengths: Sequence[int], minutes: float = 0.0, refused: str = ""
 ) -> None:
-    """lengths: of the chunks. minutes: the limit of a run that reached it; 0: interrupted. refused: why there can be no
-    sensitivities."""
+    """lengths: of the chunks. minutes: the limit that the run reached; 0: interrupted. refused: the reason why
+    sensitivities cannot be measured, if that is so."""
     with atomic_file(path) as handle:
         values = {"minutes": minutes, "refused": refused, "lengths": lengths, "version": VERSION}
         arrays = {name: np.array(value) for name, value in values.items()}
@@ -295,21 +294,21 @@ def _saved(
 
 
 def minutes_spent(checkpoint: Path) -> float | None:
-    """The limit that was too short for all sensitivities; 0: of an interrupted run; None: all are measured."""
+    """The limit that an earlier run reached, 0 if it was interrupted; None if all sensitivities are measured."""
     try:
         with _opened(checkpoint) as arrays:
             return float(arrays["minutes"])
     except FileNotFoundError:
         return None
-    except Exception:  # damaged, or of another version: as in _saved, which reports it
+    except Exception:  # damaged, or of another version; _saved() reports it
         return 0.0
 
 
 def known_refusal(checkpoint: Path, minutes: float | None) -> str:
-    """Why an earlier run with at least this limit found that there can be no sensitivities; empty: none found that."""
+    """The reason why an earlier run with at least this limit could not measure sensitivities; "" if there is none."""
     try:
         with _opened(checkpoint) as arrays:
             enough = (math.inf if minutes is None else minutes) <= float(arrays["minutes"])
             return str(arrays["refused"]) if enough else ""
-    except Exception:  # no such file, or one that cannot be resumed: as in minutes_spent
+    except Exception:  # no such file, or one that cannot be resumed
         return ""

@@ -1,15 +1,16 @@
-"""Trials of sensitivities in the engine: errors are followed to the residual stream by arithmetic, and beyond by noise.
+"""Sensitivities, measured by trials in the engine.
 
-residual.py computes, from queries, keys and values alone, the vector that an error in a cached key or value adds to the
-residual stream. That gives a head's matrix except for the factor from the stream's energy to nats. The factor is
-measured: a trial puts noise into the cells of one layer's keys or values in a saved state, and takes the KLD of the
-tokens decoded after it. The state is restored for every trial, so a trial decodes SCORED tokens and not the text before
-them.
+A head's sensitivity is a matrix: the cost, in nats of KLD, of an error in its keys or values. Two steps compute it:
 
-Many short texts show more directions than a few long ones. But how much is read from beyond the exact window depends on
-the number of cells there: on average over many cells errors cancel, and a cell far back is read only if it exists.
-So some chunks are longer. Their beginnings are measured as the other chunks are, and the matrices of every layer are
-scaled by the energy far into them over the energy near their beginning.
+1. residual.py computes the vector that an error in a cached key or value adds to the residual stream. It needs only
+   queries, keys and values. This gives the matrix, up to the factor from the stream's energy to nats.
+2. A trial measures that factor. It adds noise to one layer's keys or values in a saved state and measures the KLD of
+   the SCORED tokens decoded after it. The state is restored for every trial, so a trial does not decode the text again.
+
+Many short texts show more directions than a few long ones. But the weight of cells beyond the exact window depends on
+their number: errors of many cells cancel, and only a long text has distant cells. So some chunks are longer. Their
+beginnings are measured like the other chunks. Then the matrices of every layer are scaled by the energy at the end of
+longer chunks over the energy at their beginning.
 """
 
 from __future__ import annotations
@@ -40,39 +41,38 @@ from subkv.format.window import Window
 from subkv.plan import mla
 from subkv.plan.costs import output_grams, output_weights
 
-TARGET = 0.03  # nats per token that a trial's noise should cost: above rounding, small enough to be quadratic
-FIRST = 0.03  # energy of the very first trial's noise, relative to keys and values replaced by random ones
-TINY = 1e-6  # the same of noise that is too small to matter
+TARGET = 0.03  # nats per token, the intended cost of a trial: above rounding, small enough to be quadratic
+FIRST = 0.03  # energy of the first trial's noise, relative to keys and values replaced by random ones
+TINY = 1e-6  # the same for noise that has no effect beyond rounding
 LEAST_COST, MOST_COST = 0.25, 2.0  # times TARGET: a trial outside is repeated with other noise
-MOST_CHANGE = 100.0  # of its energy
-NEAR = 1.5  # times the target energy: texts differ by more, and computing the energy takes no trial
+MOST_CHANGE = 100.0  # maximum factor between the energies of a trial and its repetition
+NEAR = 1.5  # accepted ratio of a trial's energy to the intended one; otherwise the noise is scaled before the trial
 REPEATS = 2
-REPEATED = 1.4  # trials that one takes on average
-LEAST = 6  # trials made without any time limit: rounding, both sides of the first layer, and two more
-GRAMS = 1 << 30  # bytes: 270 MB of an 8B model, some GB of those whose groups have 64 heads
-CORRECTING = 128  # tokens that are scored for a correction, after the cells of a longer text
-MOST_STRETCH = 2.0  # logarithm, of a layer that reads next to nothing in one of two places: four standard deviations
-APART = 3  # layers at the start whose factors differ from all others
+REPEATED = 1.4  # mean number of attempts per trial
+LEAST = 6  # trials made under any time limit: rounding, both sides of the first layer, and two more
+GRAMS = 1 << 30  # bytes of stored matrices: 270 MB for an 8B model, some GB for groups of 64 heads
+CORRECTING = 128  # tokens scored for a correction, at the end of a longer text
+MOST_STRETCH = 2.0  # limit for logarithms of a layer's energy ratio: four standard deviations
+APART = 3  # first layers, whose factors differ from all others
 
 
 @dataclass(frozen=True)
 class Scope:
-    """How much is decoded. far: tokens of each of builtin.LONGER, since reads from far back need a longer text. layers:
-    tried beyond the first ones. statistics: whether the statistics stage has enough tokens for large heads without
-    those that sensitivities add."""
+    """How much is decoded. far: tokens of each longer chunk. layers: trials beyond the first APART layers.
+    long_statistics: the statistics stage reads enough tokens for large heads, without those that sensitivities add."""
 
     far: int = 2048
     layers: int = 24
-    statistics: bool = True
+    long_statistics: bool = True
 
 
 FULL = Scope()
-REDUCED = Scope(far=1536, layers=12, statistics=False)
+REDUCED = Scope(far=1536, layers=12, long_statistics=False)
 LARGE = 1 << 30  # bytes of weights
 
 
 def scope_of(n_bytes: int) -> Scope:
-    """For weights of this size: large models take longest per token. converter/NOTES.md has the cost of REDUCED."""
+    """REDUCED for large weights, which take longest per token. converter/NOTES.md has its effect on quality."""
     return REDUCED if n_bytes > LARGE else FULL
 
 
@@ -87,8 +87,8 @@ def _floors(n_layer: int) -> list[int]:
 
 
 def _trial_sides(n: int, further: int) -> list[tuple[int, str]]:
-    """Layers and sides that are tried, best first: both sides of the first APART layers, and keys and values in turn of
-    at most `further` others; the rest is derived from its neighbours."""
+    """Layers and sides to try, most informative first: both sides of the first APART layers, and of at most `further`
+    other layers keys and values in turn. All other factors are derived from neighbours."""
     others = sorted([i for i in _order(n) if i >= APART][:further])
     side = {i: "kv"[j % 2] for j, i in enumerate(others)}
     return [(i, s) for i in _order(n) for s in (side.get(i, "") if i >= APART else "kv")]
@@ -102,8 +102,8 @@ def _covariance(stats: LayerStats, side: str) -> F64:
 
 
 class Noise:
-    """Errors of one layer's side that cost the same in every direction, as those of a planned quantizer: covariance
-    (Σ⁻¹ + M/θ)⁻¹ for rows of covariance Σ and metric M; θ sets the cost."""
+    """Random errors of one layer's keys or values with the covariance of a planned quantizer's errors, (Σ⁻¹ + M/θ)⁻¹:
+    Σ is the covariance of the rows, M the metric; θ sets the cost, which is equal in all directions."""
 
     def __init__(self, covariance: F64, metric: F64) -> None:
         """Both [n_head_kv, d, d]; metric per query."""
@@ -117,11 +117,11 @@ class Noise:
 
     @property
     def most(self) -> float:
-        """Energy in the stream when all rows are replaced by random ones, per query."""
+        """Energy in the stream if all rows are replaced by random ones, per query."""
         return float(sum(np.sum(weights) for weights in self.weights))
 
     def of(self, target: float) -> Callable[[int, Generator], F32]:
-        """Draws n rows of noise of this energy, [n, n_head_kv, d]; more than `most` is that, scaled."""
+        """A function that draws n rows of noise with this energy: [n, n_head_kv, d]. Beyond `most` it is scaled."""
         gain, low, high = max(np.sqrt(target / self.most), 1.0), 1e-30, 1e30
         for _ in range(200):
             theta = float(np.sqrt(low * high))
@@ -130,8 +130,8 @@ class Noise:
 
         def draw(n: int, rng: Generator) -> F32:
             heads = [
-                (rng.standard_normal((n, len(w))) / np.sqrt(1.0 + w / theta)) @ to
-                for w, to in zip(self.weights, self.maps, strict=True)
+                (rng.standard_normal((n, len(w))) / np.sqrt(1.0 + w / theta)) @ to_row
+                for w, to_row in zip(self.weights, self.maps, strict=True)
             ]
             return (gain * np.stack(heads, axis=1)).astype(np.float32)
 
@@ -156,9 +156,9 @@ class SensitivityTrials:
         folder: Path | None = None,
         scope: Scope = FULL,
     ) -> None:
-        """chunks: of more than n_recent + 2 SCORED + n_skip tokens. measured: by an earlier run. texts: one per chunk
-        if the chunks are to enter the moments; the calibration has the cells of those that it names. on_decoded: called
-        as tokens are decoded. folder: for data that is needed again; None: it stays in memory. scope: layers to try.
+        """chunks: of more than n_recent + 2 SCORED + n_skip tokens. measured: by an earlier run. texts: one per chunk,
+        if the chunks are to enter the calibration's moments, unless it names them already. on_decoded: called as tokens
+        are decoded. folder: for temporary files; None: the system's. scope: layers to try.
         """
         self.folder, self.scope = folder, scope
         self.session, self.base, self.calibration, self.chunks = session, session.source.gguf, calibration, chunks
@@ -167,12 +167,12 @@ class SensitivityTrials:
         self.measured = measured or Measurements.empty(calibration)
         self.measured.forget_entered(calibration, texts)
         self.on_decoded = on_decoded
-        self.near = min(map(len, chunks)) - SCORED  # cells that every chunk has
+        self.near = min(map(len, chunks)) - SCORED  # cells before the scored tokens of the shortest chunk
         self._grams: dict[int, Spill] = {}
-        self.kept: dict[int, DecodedChunk] = {}  # longer chunks, and the latest
+        self.decoded_chunks: dict[int, DecodedChunk] = {}  # the longer ones and the latest
 
     def plan(self) -> list[tuple[int, int, str]]:
-        """Chunk, index of the layer and side of every trial, best first within a chunk; side "" measures rounding."""
+        """(chunk, index of the layer, side) of every trial; side "": measures rounding."""
         n = len(self.calibration.layers)
         trials = [(j % len(self.chunks), i, side) for j, (i, side) in enumerate(_trial_sides(n, self.scope.layers))]
         floors = [(0, i, "") for i in _floors(n)]
@@ -180,7 +180,7 @@ class SensitivityTrials:
 
     @property
     def tokens(self) -> int:
-        """Tokens that all steps decode, if no trial is repeated."""
+        """Tokens that steps() decodes if no trial is repeated."""
         return sum(map(len, self.chunks)) + SCORED * len(self.plan())
 
     @property
@@ -189,49 +189,53 @@ class SensitivityTrials:
         return [c for c, tokens in enumerate(self.chunks) if (len(tokens) - CORRECTING) // 2 >= self.near]
 
     def steps(self, too_late: Callable[[int], bool] = lambda tokens: False) -> Iterator[int]:
-        """Yields after every step the tokens that it decoded; `measured` can be saved between any two.
+        """Yields, after every step, the number of tokens that it decoded. `measured` can be saved between steps.
 
-        too_late: whether that number of further tokens exceeds the time; called after LEAST trials. Longer chunks are
-        worth more than further trials, so time is reserved for them.
+        too_late(n): whether n further tokens exceed the time limit; called after LEAST trials. Longer chunks matter
+        more than further trials, so time is reserved for them.
         """
         tried = {(t.chunk, t.index, t.side) for t in self.measured.trials}
         for c, tokens in enumerate(self.chunks):
-            left = [(i, side) for chunk, i, side in self.plan() if chunk == c and (c, i, side) not in tried]
-            if not left and c in self.measured.done:
+            trials = [(i, side) for chunk, i, side in self.plan() if chunk == c and (c, i, side) not in tried]
+            if not trials and c in self.measured.done:
                 continue
-            ahead = sum(len(self.chunks[other]) for other in self.longer if other > c)
-            if self._enough and too_late(len(tokens) + ahead):
+            reserved = sum(len(self.chunks[other]) for other in self.longer if other > c)
+            if self._enough and too_late(len(tokens) + reserved):
                 continue
             chunk = self.decoded(c)
             yield len(tokens)
-            for i, side in left:
-                if self._enough and too_late((1 + REPEATS) * SCORED + ahead):
+            for i, side in trials:
+                if self._enough and too_late((1 + REPEATS) * SCORED + reserved):
                     break
-                n_tried = self._try(chunk, c, i, side) if side else self._floor(chunk, c, i)
-                self.on_decoded(SCORED * n_tried)
-                yield SCORED * n_tried
-            del chunk  # its memory is free while the next one is decoded
+                n_attempts = 1
+                if side:
+                    n_attempts = self._try(chunk, c, i, side)
+                else:
+                    self.measured.trials.append(Trial(c, i, "", self.rounding(chunk, c, i), 0.0))
+                self.on_decoded(SCORED * n_attempts)
+                yield SCORED * n_attempts
+            del chunk  # frees its memory before the next one is decoded
 
     @property
     def _enough(self) -> bool:
         return len(self.measured.trials) >= LEAST
 
     def decoded(self, c: int) -> DecodedChunk:
-        """A chunk, which enters the matrices if it has not yet. Only the rows of the latest one can be read."""
-        self.kept = {other: chunk for other, chunk in self.kept.items() if other in self.longer}
-        for earlier in self.kept.values():
-            earlier.spill(self.folder)
+        """Decode a chunk, and add it to the matrices unless they have it. rows() of earlier chunks are lost."""
+        self.decoded_chunks = {other: chunk for other, chunk in self.decoded_chunks.items() if other in self.longer}
+        for longer_chunk in self.decoded_chunks.values():
+            longer_chunk.spill(self.folder)
         longer = c in self.longer
         beginning = spread(self.near // 2, self.near, QUERIES) if longer else ()
         n_scored = CORRECTING if longer else SCORED
         chunk = DecodedChunk(self.session, self.chunks[c], n_scored, self.latent, beginning, self.on_decoded)
         if c not in self.measured.done:
             self._accumulate(c, chunk)
-        self.kept[c] = chunk
+        self.decoded_chunks[c] = chunk
         return chunk
 
     def _accumulate(self, c: int, chunk: DecodedChunk) -> None:
-        """Errors in the first `near` cells count, in longer chunks as in others."""
+        """Add a chunk's first `near` cells to the matrices; of a longer chunk, also compute the energy ratios."""
         stretch = np.zeros((len(self.calibration.layers), len(SIDES)))
         for stats, sums, logs in zip(self.calibration.layers, self.measured.sums, stretch, strict=True):
             rows = chunk.rows(stats.shape.il, False)
@@ -253,7 +257,7 @@ class SensitivityTrials:
         self.measured.done.append(c)
 
     def _metrics(self, shape: LayerShape) -> Callable[[Rows], dict[str, F64]]:
-        """residual.metrics() of any rows of a layer, whose weights are read once."""
+        """residual.metrics() for rows of a layer; the weights are read once."""
         if self.latent:
             output, values = mla.read_weights(self.base, shape)
             gram = gram_of(output, shape.n_head)
@@ -263,7 +267,7 @@ class SensitivityTrials:
         return lambda rows: metrics(rows, shape, lambda i, j: blocks[i // n, i % n, :, j % n], self.window)
 
     def _output_grams(self, shape: LayerShape) -> F32:
-        """output_grams() of a layer. Every chunk needs them; those of the first layers are kept, up to GRAMS bytes."""
+        """output_grams() of a layer. Every chunk needs them; the first layers' are stored, up to GRAMS bytes."""
         if shape.il in self._grams:
             return self._grams[shape.il].array()
         grams = output_grams(self.base, shape)
@@ -272,7 +276,8 @@ class SensitivityTrials:
         return grams
 
     def _add_moments(self, chunk: DecodedChunk) -> None:
-        """The cells of every text have the same weight: kinds of text differ more than parts of one text."""
+        """Add a chunk's cells to the moments. Every text has the same weight, because kinds of text differ more than
+        the parts of one text."""
         n = chunk.start - self.window.n_sink
         weight = (self.near - self.window.n_sink) / n
         for stats, moments in zip(self.calibration.layers, self.measured.moments, strict=True):
@@ -285,15 +290,15 @@ class SensitivityTrials:
     def _noise(self, i: int, side: str) -> Noise:
         covariance = _covariance(self.calibration.layers[i], side)
         metric = self.measured.sums[i][f"{side}0"].astype(np.float64)
-        if self.latent:  # an error in a value is one in its key, too
+        if self.latent:  # a value is a part of its key, so an error changes both
             d = self.calibration.layers[i].shape.d_v
             metric[:, :d, :d] += self.measured.sums[i]["v0" if side == "k" else "k0"][:, :d, :d]
         return Noise(covariance, metric / self.measured.queries)
 
     def _noisy(self, chunk: DecodedChunk, i: int, side: str, draw: Callable[[int, Generator], F32], seed: int) -> F32:
-        """The cells before the scored tokens, noise in all but the sinks, as f16 holds it: [start, n_head_kv, d].
+        """The cells before the scored tokens, with noise except in the sinks, rounded to f16: [start, n_head_kv, d].
 
-        Equal tokens of the first layer get equal noise, because their codes are equal.
+        Equal tokens in the first layer get equal noise, because their codes are equal.
         """
         il, coded = self.calibration.layers[i].shape.il, slice(self.window.n_sink, None)
         cells = chunk.view(il, side).astype(np.float32)
@@ -301,69 +306,63 @@ class SensitivityTrials:
         noise = draw(len(values), np.random.default_rng([seed, i]))
         if (kinds := equal_rows(values.reshape(len(values), -1))) is not None:
             order, starts = kinds
-            of = np.repeat(order[starts], np.diff(starts, append=len(order)))
-            noise[order] = noise[of]
+            noise[order] = noise[np.repeat(order[starts], np.diff(starts, append=len(order)))]
         cells[coded] += noise
         noisy: F32 = cells.astype(np.float16).astype(np.float32)
         return noisy
 
     def rounding(self, chunk: DecodedChunk, c: int, i: int) -> float:
-        """Cost of rounding alone on SCORED tokens: noise too small to matter."""
+        """The cost of rounding alone, nats per token: a trial with noise of energy TINY."""
         noise = self._noise(i, "v")
         cells = self._noisy(chunk, i, "v", noise.of(TINY * noise.most), c)
         return chunk.kld((self.calibration.layers[i].shape.il, "v"), cells, SCORED)
 
-    def _floor(self, chunk: DecodedChunk, c: int, i: int) -> int:
-        """Measures rounding. Returns the number of trials, 1."""
-        self.measured.trials.append(Trial(c, i, "", self.rounding(chunk, c, i), 0.0))
-        return 1
-
     def _try(self, chunk: DecodedChunk, c: int, i: int, side: str) -> int:
-        """Measures noise. Returns the number of trials, with those that were repeated."""
+        """Measure the cost of noise in one layer's side. Returns the number of attempts."""
         shape = self.calibration.layers[i].shape
         noise, output = self._noise(i, side), output_weights(self.base, shape)
         rows = chunk.rows(shape.il, True).until(chunk.start + SCORED)
         exact = chunk.view(shape.il, side).astype(np.float32)
-        most = noise.most if side == "k" or self.latent else np.inf  # attention is linear in its values
+        max_energy = noise.most if side == "k" or self.latent else np.inf  # attention is linear in its values
 
         def noisy(target: float) -> tuple[F32, float]:
-            """The cells, and the energy that their noise adds to the stream."""
-            cells = self._noisy(chunk, i, side, noise.of(min(target, most)), c)
-            errors = {one: np.zeros_like(getattr(rows, one)) for one in ("kv" if self.latent else side)}
-            for error in errors.values():  # of latent rows: a value's elements are the first of its key's
+            """The cells with noise of about this energy, and its exact energy in the stream."""
+            cells = self._noisy(chunk, i, side, noise.of(min(target, max_energy)), c)
+            errors = {name: np.zeros_like(getattr(rows, name)) for name in ("kv" if self.latent else side)}
+            for error in errors.values():  # a latent value is the first elements of its key
                 n = min(error.shape[-1], exact.shape[-1])
                 error[: chunk.start, :, :n] = (cells - exact)[..., :n]
             return cells, energy(rows, shape, output, errors.get("k"), errors.get("v"))
 
-        guess, n_tried = self._guess(c, i, side), 0
+        guess, n_attempts = self._guess(c, i, side), 0
         target = FIRST * noise.most if guess is None else 2.0 * TARGET / guess
         cells, added = noisy(target)
         if i >= APART and guess is not None and added > 0.0 and not 1.0 / NEAR < added / target < NEAR:
             target *= target / added
             cells, added = noisy(target)
         while True:
-            n_tried += 1
+            n_attempts += 1
             kld = chunk.kld((shape.il, side), cells, SCORED)
-            done = LEAST_COST * TARGET < kld < MOST_COST * TARGET or (kld < TARGET and target >= most)
-            if done or n_tried > REPEATS:
+            in_range = LEAST_COST * TARGET < kld < MOST_COST * TARGET or (kld < TARGET and target >= max_energy)
+            if in_range or n_attempts > REPEATS:
                 break
             target *= min(TARGET / max(kld, TARGET / MOST_CHANGE), MOST_CHANGE)
             cells, added = noisy(target)
         self.measured.trials.append(Trial(c, i, side, kld, added))
-        return n_tried
+        return n_attempts
 
     def _guess(self, c: int, i: int, side: str) -> float | None:
-        """Expected nats per half the energy, from the other trials."""
-        known = self.measured.factors()
-        if not known:
+        """The factor (nats per half the energy) that the other trials predict; None without any."""
+        measured = self.measured.factors()
+        if not measured:
             return None
-        factors, texts = smoothed(known, len(self.calibration.layers))
+        factors, texts = smoothed(measured, len(self.calibration.layers))
         return float(factors[side][i]) * texts.get(c, 1.0)
 
     def result(self) -> Calibration:
-        """The calibration with its sensitivities; predictions are not corrected yet.
+        """The calibration with sensitivities, before the correction of predictions.
 
-        Raises Unpredictable where no noise in the cache changes the model's predictions.
+        Raises Unpredictable if noise in the cache does not change the model's output.
         """
         factors, _ = smoothed(self.measured.factors(), len(self.calibration.layers))
         lost = sum(0.5 * factors[s][i] * self._noise(i, s).most for s in "kv" for i in range(len(factors[s])))
@@ -385,7 +384,7 @@ class SensitivityTrials:
         return replace(moments, layers=tuple(layers), sensitivity=sensitivity, sha256="")
 
     def _moments(self) -> Calibration:
-        """The calibration with the measured cells in its moments: more kinds of text at no cost."""
+        """The calibration with the cells of the chunks in its moments, which adds kinds of text at no cost."""
         n, layers = self.measured.cells, []
         new = sorted(set(self.measured.done) - set(self.measured.entered))
         if not self.texts or not n:
@@ -402,12 +401,12 @@ class SensitivityTrials:
 
 
 def _energies(metric: Mapping[str, F64], stats: LayerStats) -> F64:
-    """Energies [len(SIDES)] that errors as large as keys and values add to the stream. metric: residual.metrics()."""
+    """Energies [len(SIDES)] in the stream of errors as large as keys and values. metric: of residual.metrics()."""
     return np.array([np.sum(metric[side] * _covariance(stats, side[0])) for side in SIDES])
 
 
 def _order(n: int) -> list[int]:
-    """All of n layers, so that any first few are spread over the depth: both ends, then the middle of every gap."""
+    """All n layers: both ends, then the middle of every gap, so that the first few are spread over the depth."""
     order, gaps = [0, n - 1] if n > 1 else [0], [(0, n - 1)]
     while gaps:
         low, high = gaps.pop(0)

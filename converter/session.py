@@ -1,4 +1,4 @@
-"""A context on a Source with an observer attached: tokens in; statistics, samples, logits and cells out."""
+"""A context with an observer: it decodes tokens and returns statistics, samples, logits and cells."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PROBE, WARM = 32, 1.0  # tokens, seconds
 
 
 class Session:
-    """The engine as statistics and sensitivities use it (tests have one in numpy); a context manager.
+    """The engine of statistics and sensitivities (tests replace it by numpy); a context manager.
 
-    source: whose weights it loads unless another session has; they stay loaded. model: the weights. mode, layers, get,
-    forget: the observer's. Raises SubkvError about `model` when it cannot be run.
+    It loads the weights of `source`, unless an earlier session has; they stay loaded. model: the weights. mode, layers,
+    get, forget: the observer's. Raises SubkvError about `model` if the model cannot run.
     """
 
     def __init__(self, source: Source, n_ctx: int, n_threads: int, n_skip: int) -> None:
@@ -42,7 +42,7 @@ class Session:
             self._context = self._new_context()
             opened.callback(lambda: self._context.close())
             model = self.model
-            # llama.cpp's own count of layers leaves out those that only predict further tokens
+            # from the metadata: llama.cpp's count leaves out layers that only predict further tokens
             self.arch, self.block_count = model.arch, int(source.n_layer or 0)
             self.name = model.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
             self.bos = model.bos if model.add_bos else None
@@ -51,7 +51,7 @@ class Session:
             self._opened = opened.pop_all()
 
     def _new_context(self) -> Context:
-        """An empty context, observed."""
+        """An empty context with the observer."""
         try:
             with also_attach(self._observer.attach):
                 return self.model.context(ORDINARY, self._options)
@@ -63,7 +63,7 @@ class Session:
 
     @contextlib.contextmanager
     def without_context(self) -> Iterator[None]:
-        """The context's memory is free inside the block; an empty one follows it. Samples are dropped."""
+        """Frees the context's memory inside the block; an empty context follows it. Samples are dropped."""
         self.forget()
         self._context.close()
         yield
@@ -84,9 +84,9 @@ class Session:
         return tokens
 
     def speed(self) -> float:
-        """Tokens per second, measured on a few; the cache is empty afterwards, and the statistics are as before."""
+        """Measured tokens per second. It clears the cache and leaves the statistics as they are."""
         self.mode(PAUSE)
-        for _ in range(2):  # the first time warms up, which does not matter for a slow model
+        for _ in range(2):  # the first run is for warming up; a slow model does without the second
             start = time.monotonic()
             self.clear()
             self.decode([self.bos or 0] * PROBE, 0)
@@ -105,7 +105,7 @@ class Session:
             return None
 
     def clear(self) -> None:
-        """Forget all decoded tokens."""
+        """Remove all decoded tokens from the cache."""
         self._context.clear()
 
     def decode(self, tokens: Sequence[int], first_pos: int) -> None:

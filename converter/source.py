@@ -64,8 +64,8 @@ class Source:
     def weights(self, params: Any) -> Model:
         """The loaded weights. The first call reads them into memory; unload() frees them.
 
-        params: llama_context_params of the context that the caller will make. Raises SubkvError about `model` where
-        weights, statistics and that context do not fit in memory together, and for a model that is not decoder-only.
+        params: llama_context_params of the context that the caller will open. Raises SubkvError about `model` if
+        weights, statistics and that context together exceed the memory, or if the model has an encoder.
         """
         sizes = {} if self._model else {"weights": float(self.n_bytes)}
         require_beside(self.gguf, ORDINARY, params, {**sizes, "statistics": self._statistics()})
@@ -83,14 +83,14 @@ class Source:
             self._model = None
 
     def check_positions(self, n_ctx: int) -> None:
-        """Refuse chunks beyond the positions that a model has learned, where llama.cpp would end the process."""
+        """Reject chunks beyond a model's learned positions, at which llama.cpp would end the process."""
         if self.gguf.has_tensor("position_embd.weight") and self.n_ctx_train and n_ctx > self.n_ctx_train:
             raise SubkvError(
                 "n_ctx", f"expected at most the {self.n_ctx_train} positions that the model has, found {n_ctx}"
             )
 
     def _statistics(self) -> float:
-        """Bytes of second moments in the observer and in the calibration; a guess where heads differ by layer."""
+        """Bytes of second moments in the observer and in the calibration; an estimate if heads differ by layer."""
         n_embd, n_head = (self._number(key) for key in ("embedding_length", "attention.head_count"))
         if not (self.n_layer and n_embd and n_head):
             return 0.0

@@ -1,7 +1,6 @@
 """Statistics of a model on text: second moments of queries, keys and values, and sampled rows.
 
-Every HELD_OUT-th chunk is held out: instead of entering the moments it gives a few sampled rows, on which gamma is
-calibrated.
+Every HELD_OUT-th chunk is held out: it does not enter the moments. Rows are sampled from it, to calibrate gamma.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 
 from converter import builtin
 from converter.corpus import HELD_OUT, Corpus, Text, cut
-from converter.resume import CheckpointStore, NoCheckpoints
+from converter.resume import Checkpoints
 from converter.session import Session
 from converter.source import Source
 from subkv.base.errors import SubkvError, concerning
@@ -33,12 +32,12 @@ from subkv.format.calibration import (
 )
 from subkv.format.metadata import generator
 
-MAX_SAMPLED_CHUNKS = 8  # held-out chunks that give samples; further ones enter the moments
+MAX_SAMPLED_CHUNKS = 8  # more held-out chunks enter the moments
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens decoded from an empty cache. Empty key_pos: enters the moments; else only these rows are sampled."""
+    """Tokens decoded from an empty cache. They enter the moments; with key_pos, only these positions are sampled."""
 
     tokens: tuple[int, ...]
     key_pos: tuple[int, ...] = ()
@@ -51,17 +50,17 @@ def spread(low: int, high: int, n: int) -> tuple[int, ...]:
 
 
 def plan_chunks(token_chunks: Sequence[tuple[int, ...]], n_skip: int, held_out: int) -> tuple[list[Chunk], str | None]:
-    """Assign chunks to moments or samples. Returns the chunks in the order to run and a note for the user, if any.
+    """Assign chunks to moments or samples. Returns the chunks in the order to run, and a note for the user or None.
 
-    held_out: one of `held_out` chunks is held out, 0: none. A single chunk is run twice: for the moments, then for the
+    held_out: every held_out-th chunk is held out, 0: none. A single chunk runs twice: for the moments, then for the
     samples.
     """
     n = len(token_chunks)
     if held_out == 0:
         return [Chunk(tokens) for tokens in token_chunks], "note: nothing held out; gamma will come from the moments"
-    chosen = list(range(held_out - 1, n, held_out)) or [n - 1]
-    chosen = [chosen[i] for i in spread(0, len(chosen), MAX_SAMPLED_CHUNKS)]
-    rows = -(-MAX_SAMPLES // len(chosen))
+    candidates = list(range(held_out - 1, n, held_out)) or [n - 1]
+    sampled_chunks = [candidates[i] for i in spread(0, len(candidates), MAX_SAMPLED_CHUNKS)]
+    rows = -(-MAX_SAMPLES // len(sampled_chunks))
 
     def sampled(tokens: tuple[int, ...]) -> Chunk:
         middle = max(len(tokens) // 2, n_skip + 1)
@@ -70,22 +69,22 @@ def plan_chunks(token_chunks: Sequence[tuple[int, ...]], n_skip: int, held_out: 
     if n == 1:
         note = "note: only one chunk of text; gamma is calibrated on text that is also in the moments"
         return [Chunk(token_chunks[0]), sampled(token_chunks[0])], note
-    return [sampled(tokens) if i in chosen else Chunk(tokens) for i, tokens in enumerate(token_chunks)], None
+    return [sampled(tokens) if i in sampled_chunks else Chunk(tokens) for i, tokens in enumerate(token_chunks)], None
 
 
 def plan_batches(chunks: Sequence[Chunk]) -> list[tuple[int, int, bool]]:
-    """Chunk and first token of every batch, in order, and whether the run may be cut before it.
+    """(chunk, first token, whether a run can resume before it) of every batch, in order.
 
-    It is never cut inside a sampled chunk, whose keys and queries belong together, nor where one part would have no
-    moments.
+    No run resumes inside a sampled chunk, whose keys and queries belong together, nor where the part before or after
+    has no moments.
     """
     summed = [i for i, chunk in enumerate(chunks) if not chunk.key_pos]
     batches = []
     for i, chunk in enumerate(chunks):
         for start in range(0, len(chunk.tokens), UBATCH):
-            whole = start == 0 or not chunk.key_pos
+            inside_samples = start > 0 and bool(chunk.key_pos)
             moments = bool(summed) and (i, start) > (summed[0], 0) and i <= summed[-1]
-            batches.append((i, start, whole and moments))
+            batches.append((i, start, moments and not inside_samples))
     return batches
 
 
@@ -94,12 +93,11 @@ def observe(
     chunks: Sequence[Chunk],
     progress: bool,
     first: int = 0,
-    after: Callable[[int, bool], None] = lambda done, cut: None,
+    after: Callable[[int, bool], None] = lambda done, can_resume: None,
 ) -> None:
-    """Decode all chunks, each from an empty cache. progress: a bar.
+    """Decode all chunks, each from an empty cache. progress: show a bar.
 
-    first: batches that an earlier run has done, as plan_batches counts. after(done, cut) is called after each; cut:
-    another run can resume there.
+    first: batches of plan_batches() that an earlier run has done. after(done, can_resume) is called after each batch.
     """
     total = sum(len(chunk.tokens) for chunk in chunks)
     batches, moments = plan_batches(chunks), False
@@ -117,13 +115,13 @@ def observe(
             batch = chunk.tokens[start : start + UBATCH]
             session.decode(batch, start)
             bar.update(len(batch))
-            moments = moments or not chunk.key_pos  # of this run: sums without any could not be merged
+            moments = moments or not chunk.key_pos  # a file needs moments of this run
             after(n, moments and n < len(batches) and batches[n][2])
         session.mode(PAUSE)
 
 
 def collect_layers(session: Session) -> tuple[LayerStats, ...]:
-    """All observed layers. Raises SubkvError when there is nothing to code, or a layer cannot be coded."""
+    """Statistics of all observed layers. Raises SubkvError if there are none, or one of them cannot be coded."""
     layers = session.layers()
     if not layers:
         raise SubkvError(
@@ -163,22 +161,21 @@ def statistics_of(
     held_out: int = HELD_OUT,
     model_sha256: str = "0" * 64,
     progress: bool = False,
-    checkpoints: CheckpointStore | None = None,
+    checkpoints: Checkpoints | None = None,
     announce: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Calibration, list[str]]:
-    """Run the texts. Returns the statistics, without the first n_sink positions of chunks, and notes for the user.
+    """Run the texts. Returns the statistics, without the first n_sink positions of each chunk, and notes for the user.
 
-    checkpoints: partial sums, those of an earlier run included. announce: called before the run with the tokens that
-    are done and all tokens.
+    checkpoints: where partial sums are saved, and those of an earlier run. announce(done, total): called before the
+    run, with numbers of tokens.
     """
-    checkpoints = checkpoints or NoCheckpoints()
     token_chunks = cut(session, texts, n_ctx, chunks, whole=False)
     shortest = min(len(tokens) for tokens in token_chunks)
     if n_sink > shortest - 2:
         raise SubkvError("n_sink", f"expected at most {shortest - 2} (shortest chunk less two), found {n_sink}")
     planned, remark = plan_chunks(token_chunks, n_sink, held_out)
     batches = plan_batches(planned)
-    first, earlier = checkpoints.load(len(batches))
+    first, earlier = checkpoints.load(len(batches)) if checkpoints else (0, None)
     if earlier and earlier.model_sha256 != model_sha256:
         note("note: the progress of an earlier run is of a file with other bytes; starting over")
         first, earlier = 0, None
@@ -201,7 +198,11 @@ def statistics_of(
         )
         return merge(earlier, own) if earlier else own
 
-    observe(session, planned, progress, first, lambda done, cut: checkpoints.reached(done, sums if cut else None))
+    def after(done: int, can_resume: bool) -> None:
+        if checkpoints:
+            checkpoints.reached(done, sums if can_resume else None)
+
+    observe(session, planned, progress, first, after)
     calibration = sums()
     notes = [remark] if remark else []
     bad = sum(layer.n_nonfinite for layer in session.layers())
@@ -211,14 +212,14 @@ def statistics_of(
 
 
 def _announce(session: Session, later: Callable[[float], float], done: int, total: int) -> None:
-    """Reports how long the run will take, unless that is a moment. later: as collect_statistics."""
+    """Report how long the run takes, if more than 10 seconds. later: as in collect_statistics()."""
     speed = session.speed()
-    seconds, rest = (total - done) / speed, later(speed)
+    seconds, seconds_later = (total - done) / speed, later(speed)
     expect("calibrate", seconds)
     if done:
         note(f"resuming after {done} of {total} tokens")
     if seconds > 10:
-        after = f", sensitivities {duration(rest)} more" if rest else ""
+        after = f", sensitivities {duration(seconds_later)} more" if seconds_later else ""
         note(f"calibrating on {total - done} tokens takes {duration(seconds)}, at {speed:.0f} tokens per second{after}")
 
 
@@ -229,15 +230,15 @@ def collect_statistics(
     n_sink: int,
     held_out: int = HELD_OUT,
     earlier: Calibration | None = None,
-    checkpoints: CheckpointStore | None = None,
+    checkpoints: Checkpoints | None = None,
     later: Callable[[float], float] = lambda speed: 0.0,
     separate: bool = False,
 ) -> tuple[Calibration, list[str]]:
-    """statistics_of() a GGUF on `texts`, at most corpus.chunks, with progress bars; reports how long it will take.
+    """statistics_of() a GGUF on at most corpus.chunks chunks of `texts`, with progress bars and an expected time.
 
-    texts None: those of builtin.py, a chunk of each; separate: without those that sensitivities are measured on.
-    earlier: a calibration of the same model, to which the texts are added. later: seconds of the stages after this one,
-    by the tokens per second.
+    texts None: the built-in ones, a chunk of each; separate: without those on which sensitivities are measured.
+    earlier: a calibration of the same model, to which the texts are added. later(speed): seconds of the stages after
+    this one at `speed` tokens per second.
     """
     digest = source.sha256()
     with Session(source, corpus.n_ctx, corpus.n_threads, n_sink) as session:

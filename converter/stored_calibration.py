@@ -1,7 +1,7 @@
-"""The calibration of a model in the store: statistics, then sensitivities, each made unless it is there.
+"""The calibration of a model in the store: statistics, then sensitivities; each is measured unless it is stored.
 
-Finished work is kept under the model's content and the settings: the same command resumes an interrupted run, and a
-later one with another budget plans again in seconds.
+The file's name is a hash of the model and the settings. So the same command resumes an interrupted run, and a later
+command with another budget plans again in seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from subkv.format.calibration import Calibration, read_calibration, write_calibr
 from subkv.format.metadata import generator
 from subkv.plan.pipeline import TOKENS_PER_RANK
 
-HASHED = 1e9  # bytes per second: a first guess, which the bar corrects as it goes
+HASHED = 1e9  # bytes per second: the progress bar's first estimate
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class CalibrationRequest:
 
     n_recent: of the exact window. minutes: limit for sensitivities; 0: no sensitivities; None: no limit.
     short: chunks of the built-in texts may be shorter than requested, because statistics hold at all positions.
-    head_size: for which chunks must be long enough all the same; 0: unknown, or sensitivities will add tokens.
+    head_size: short chunks still have enough tokens for heads of this size; 0: no such minimum.
     """
 
     corpus: Corpus
@@ -57,17 +57,17 @@ class CalibrationRequest:
     head_size: int = 0
 
     def texts(self) -> list[Text] | None:
-        """None: the built-in ones. Raises SubkvError as read_text does."""
+        """The given texts; None: the built-in ones. Raises SubkvError as read_text()."""
         return self.corpus.read() or None
 
     @property
     def separate(self) -> bool:
-        """Whether statistics leave out the texts of sensitivities, whose cells enter them in that stage."""
+        """Whether statistics leave out the texts of sensitivities, whose cells are added by that stage."""
         return self.short and self.minutes != 0 and not self.corpus.files and self.corpus.chunks is None
 
     @property
     def observed(self) -> Corpus:
-        """Text of the statistics: as requested, or blocks of the built-in texts, builtin.TOKENS if `separate`."""
+        """The text of the statistics: as requested, else blocks of the built-in texts."""
         if self.corpus.files or self.corpus.chunks is not None:
             return self.corpus
         if not self.separate:
@@ -78,7 +78,7 @@ class CalibrationRequest:
         return replace(self.corpus, n_ctx=n_ctx, chunks=max(builtin.TOKENS // n_ctx, builtin.BLOCKS))
 
     def key(self, texts: list[Text] | None) -> str:
-        """Differs between any two requests with different statistics; model and chat template are not in it."""
+        """A hash of everything that statistics depend on, except the model and its chat template."""
         observed = self.observed
         corpus = [self.corpus.n_ctx, observed.n_ctx, observed.chunks]
         digest = hashlib.sha256(repr([generator(), *corpus, self.separate, self.n_sink, HELD_OUT]).encode())
@@ -90,14 +90,13 @@ class CalibrationRequest:
 
 @contextlib.contextmanager
 def calibrated(source: Source, request: CalibrationRequest) -> Iterator[Path]:
-    """The calibration's file, complete as far as the request allows. No other process calibrates the model until the
-    block ends.
+    """The calibration's file, complete as far as the request allows.
 
-    One bar for all of it and for the block. Raises SubkvError.
+    Until the block ends no other process calibrates the model, and one bar shows the progress. Raises SubkvError.
     """
     scope = scope_of(source.n_bytes)
-    size = source.head_size if scope.statistics else 0
-    request = replace(request, short=source.can_spread, head_size=size)
+    head_size = source.head_size if scope.long_statistics else 0
+    request = replace(request, short=source.can_spread, head_size=head_size)
     if source.n_ctx_train and request.corpus.n_ctx > source.n_ctx_train:
         note(f"chunks of {source.n_ctx_train} tokens (trained context) instead of {request.corpus.n_ctx}")
         request = replace(request, corpus=replace(request.corpus, n_ctx=source.n_ctx_train))
@@ -122,7 +121,7 @@ def calibrated(source: Source, request: CalibrationRequest) -> Iterator[Path]:
                 scope,
             )
             later = functools.partial(expected_seconds, sensitivities, n_layer)
-            statistics = _finished(path, source) or _with_statistics(source, request, texts, path, later)
+            statistics = _stored(path, source) or _measured(source, request, texts, path, later)
             checkpoint = _add_sensitivities(source, sensitivities, statistics, path)
             del statistics
             source.unload()
@@ -131,14 +130,14 @@ def calibrated(source: Source, request: CalibrationRequest) -> Iterator[Path]:
 
 
 def _checkpoint(path: Path, n_recent: int) -> Path:
-    """File of the sensitivities with this exact window while they are not complete."""
+    """File of incomplete sensitivities with this exact window."""
     return path.with_name(f"{path.name}.{n_recent}.sensing.npz")
 
 
-def _finished(path: Path, source: Source) -> Calibration | None:
-    """The calibration of an earlier run; None for a damaged one, and for one of a file with other bytes.
+def _stored(path: Path, source: Source) -> Calibration | None:
+    """The calibration of an earlier run; None if there is none, it is damaged, or the model has other bytes.
 
-    The model's name in the store is a digest of samples, so the hash of all bytes is compared here.
+    The store identifies models by a hash of samples, so the hash of all bytes is compared here.
     """
     if not path.exists():
         return None
@@ -155,12 +154,12 @@ def _finished(path: Path, source: Source) -> Calibration | None:
     return calibration
 
 
-def _with_statistics(
+def _measured(
     source: Source, request: CalibrationRequest, texts: list[Text] | None, path: Path, later: Callable[[float], float]
 ) -> Calibration:
-    """Statistics of the model, written to `path`. later: as collect_statistics."""
-    for other in path.parent.glob(f"{path.name}.*.sensing.npz"):  # of other statistics
-        remove(other)
+    """Measure statistics and write them to `path`. later: as in collect_statistics()."""
+    for outdated in path.parent.glob(f"{path.name}.*.sensing.npz"):  # of other statistics
+        remove(outdated)
     with concerning(output="XDG_CACHE_HOME"), Checkpoints(path) as checkpoints:
         statistics, notes = collect_statistics(
             source,
@@ -180,13 +179,13 @@ def _with_statistics(
 
 
 def _add_sensitivities(source: Source, request: SensitivityRequest, calibration: Calibration, path: Path) -> Path:
-    """Add sensitivities to `path` unless it has them for this window, or there is no time for more of them.
+    """Add sensitivities to `path`, unless it has them for this window or an earlier run used the same time limit.
 
-    Where they cannot be measured a note says why. Returns the file of those that are not complete.
+    If they cannot be measured, the reason is logged. Returns the file of incomplete ones.
     """
-    known = calibration.sensitivity
-    if known is not None and known.n_recent <= request.n_recent:
-        request = replace(request, n_recent=known.n_recent, checkpoint=_checkpoint(path, known.n_recent))
+    stored = calibration.sensitivity
+    if stored is not None and stored.n_recent <= request.n_recent:
+        request = replace(request, n_recent=stored.n_recent, checkpoint=_checkpoint(path, stored.n_recent))
         spent = minutes_spent(request.checkpoint)
         if spent is None:
             return request.checkpoint
@@ -195,7 +194,7 @@ def _add_sensitivities(source: Source, request: SensitivityRequest, calibration:
             return request.checkpoint
     if request.minutes == 0:
         return request.checkpoint
-    further = "further " if known else ""
+    further = "further " if stored else ""
     if reason := known_refusal(request.checkpoint, request.minutes):
         note(f"no {further}sensitivities, as an earlier run found: {reason}")
         return request.checkpoint
@@ -212,7 +211,7 @@ def _add_sensitivities(source: Source, request: SensitivityRequest, calibration:
 
 
 def _remove_others(entry: store.Entry, needed: set[Path]) -> None:
-    """Remove calibrations of this model with other settings, whole or not: one is kept."""
+    """Remove this model's calibrations with other settings, complete or not."""
     for other in store.folder().glob(entry.work(".*.calib.safetensors*").name):
         if other not in needed:
             remove(other)

@@ -10,20 +10,21 @@ if TYPE_CHECKING:
     from subkv.plan.pipeline import Result
 
 MIB = 1 << 20
-MOST_ROWS, ENDS = 12, 4  # rows of a table on one screen; of a longer one, at each end
+MOST_ROWS, ENDS = 12, 4  # maximum rows of a whole table; rows shown at each end of a longer one
 
 
 def span(values: Sequence[int]) -> str:
+    """The only value, or "first-last"."""
     return str(values[0]) if min(values) == max(values) else f"{min(values)}-{max(values)}"
 
 
 def mean_bits(row_bytes: Sequence[int], d: int) -> float:
-    """Stored bits of heads' rows per element of the full heads, scales included."""
+    """Stored bits per element of the heads' full rows of d elements, scales included. row_bytes: per head."""
     return 8 * sum(row_bytes) / (len(row_bytes) * d)
 
 
 def shortened(rows: Sequence[str], verbose: bool) -> Iterator[str]:
-    """The rows of a table, or the first and last where they would fill a screen."""
+    """The rows of a table; the first and the last ones if there are more than MOST_ROWS and not `verbose`."""
     if verbose or len(rows) <= MOST_ROWS:
         yield from rows
         return
@@ -41,7 +42,7 @@ def layout(result: Result, verbose: bool = True) -> Iterator[str]:
     for layer in result.layers:
         sides, total = "", 0
         for side, d in (("k", layer.shape.d_k), ("v", layer.shape.d_v)):
-            if side == "v" and layer.latent:  # a part of its keys
+            if side == "v" and layer.latent:  # values are a part of the keys
                 sides += f" {'-':>8} {'-':>7}"
                 continue
             stored = [getattr(head, side) for head in layer.heads]
@@ -62,7 +63,7 @@ def layout(result: Result, verbose: bool = True) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of the coded layers: rows of one token, the same in f16, bases, the exact window of one sequence."""
+    """Bytes of the coded layers: row and f16 per token, bases in all, the exact window per sequence."""
 
     row: int
     f16: int
@@ -78,7 +79,7 @@ class Cost:
 
     @classmethod
     def of_layout(cls, layout: Mapping[str, Any]) -> Cost:
-        """Of a file's layout, FORMAT.md §5."""
+        """The cost of a file's layout (FORMAT.md §5)."""
         from subkv.format.window import Window
 
         window = Window(layout["n_sink"], layout["n_recent"], recent_bits=layout["recent_bits"]).with_defaults()
@@ -87,7 +88,7 @@ class Cost:
         return cls(layout["bytes_per_token"], 2 * elements(layout), layout["bytes_bases"], bits // 8)
 
     def bytes(self, n_ctx: int) -> int:
-        """Of a context with one sequence."""
+        """Bytes of a context with one sequence."""
         return n_ctx * self.row + self.fixed
 
     @property
@@ -95,12 +96,12 @@ class Cost:
         return self.window + self.bases
 
     def longest(self, n_bytes: int) -> tuple[int, int]:
-        """Tokens that fit into so much memory, coded and in f16."""
+        """Tokens that fit into n_bytes: coded, and in f16."""
         return max(n_bytes - self.fixed, 0) // self.row, max(n_bytes, 0) // self.f16
 
 
 def elements(layout: Mapping[str, Any]) -> int:
-    """K/V elements of one token in the coded layers of a file's layout, FORMAT.md §5; latent layers have no V."""
+    """K/V elements per token in the coded layers of a file's layout (FORMAT.md §5); latent layers have no V."""
     return sum(layer["n_head_kv"] * (layer["d_k"] + bool(layer["v"]) * layer["d_v"]) for layer in layout["layers"])
 
 

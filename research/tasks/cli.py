@@ -11,7 +11,6 @@ is sampled. Errors are standard errors over samples. A change is the difference 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from subkv.base.errors import SubkvError, concerning
 from subkv.base.threads import default_threads
 
 if TYPE_CHECKING:
-    from subkv.engine.context import Context, ContextOptions
+    from subkv.engine.context import ContextOptions
 
 MIN_LENGTH = 64  # tokens
 
@@ -128,10 +127,6 @@ def main(
         with concerning(kv_cache="compare"):
             choices = {name: parse_cache(name, opened.path) for name in compare}
 
-        def open_context(name: str, length: int) -> Context:
-            return opened.context(choices[name], dataclasses.replace(context, n_ctx=length))
-
         with concerning(length="lengths"):
-            caches = [run.Cache(name, functools.partial(open_context, name)) for name in choices]
-            results = run.run(opened, caches, tasks, lengths, samples, seed)
+            results = run.run(opened, choices, context, tasks, lengths, samples, seed)
     click.echo(json.dumps(results, indent=2) if form == "json" else table(results))

@@ -212,26 +212,16 @@ def tools(rng: random.Random, size: int, difficulty: int) -> Sample:
     return Sample(sample.pieces, SCHEMA)
 
 
-MAKERS: dict[str, tuple[Make, int]] = {
-    "needle": (needle, 6),
-    "needles": (needles, 8),
-    "recall": (recall, 3),
-    "variables": (variables, 1),
-    "copy": (copy, 1),
-    "count": (count, 4),
-    "induction": (induction, 3),
-    "tools": (tools, 5),
-}
-# lowest and highest difficulty of each kind, limited by the number of distinct names
-RANGES = {
-    "needle": (2, 18),
-    "needles": (1, len(CITIES)),
-    "recall": (3, 18),
-    "variables": (1, 16),
-    "copy": (1, 16),
-    "count": (2, 99),
-    "induction": (1, 64),
-    "tools": (4, 18),
+# kind -> (function, default difficulty, lowest and highest difficulty, limited by the number of distinct names)
+MAKERS: dict[str, tuple[Make, int, int, int]] = {
+    "needle": (needle, 6, 2, 18),
+    "needles": (needles, 8, 1, len(CITIES)),
+    "recall": (recall, 3, 3, 18),
+    "variables": (variables, 1, 1, 16),
+    "copy": (copy, 1, 1, 16),
+    "count": (count, 4, 2, 99),
+    "induction": (induction, 3, 1, 64),
+    "tools": (tools, 5, 4, 18),
 }
 
 
@@ -279,8 +269,7 @@ def parse(spec: str) -> Task:
     kind, colon, number = spec.partition(":")
     if kind not in MAKERS:
         raise SubkvError("tasks", f"unknown task {kind!r}; expected one of {', '.join(MAKERS)}")
-    difficulty = MAKERS[kind][1]
-    low, high = RANGES[kind]
+    _, difficulty, low, high = MAKERS[kind]
     if colon:
         if not (number.isascii() and number.isdigit() and low <= int(number[:9]) <= high):
             raise SubkvError("tasks", f"{kind}: expected a number from {low} to {high}; found {number!r}")

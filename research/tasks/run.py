@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,19 +16,12 @@ from research.tasks.grammar import Grammar
 from research.tasks.kinds import SPARE, Sample, Task
 from subkv.base.errors import SubkvError
 from subkv.base.progress import note, progress_bar
-from subkv.engine.context import Context, Logits
+from subkv.engine.cache import CacheChoice
+from subkv.engine.context import Context, ContextOptions, Logits
 from subkv.engine.model import Model
 
 Tokens = npt.NDArray[np.int32]
 Row = npt.NDArray[np.float32]  # logits [n_vocab]
-
-
-@dataclass(frozen=True)
-class Cache:
-    """A named cache. open_context(n_ctx) opens a context with it."""
-
-    name: str
-    open_context: Callable[[int], Context]
 
 
 @dataclass
@@ -187,15 +180,22 @@ def _same_json(text: bytes, expected: str) -> bool:
 
 
 def run(
-    model: Model, caches: Sequence[Cache], tasks: Sequence[Task], lengths: Sequence[int], samples: int, seed: int
+    model: Model,
+    caches: Mapping[str, CacheChoice],
+    options: ContextOptions,
+    tasks: Sequence[Task],
+    lengths: Sequence[int],
+    samples: int,
+    seed: int,
 ) -> list[dict[str, Any]]:
-    """Run every task at every length under every cache; one result each. Raises SubkvError."""
+    """Run every task at every length under every cache; a result for each. Raises SubkvError."""
     results = []
     n_tokens = sum(lengths) * samples * len(tasks) * len(caches)
     with progress_bar("tasks", n_tokens, "tok") as bar:
         for length in lengths:
             with contextlib.ExitStack() as opened:
-                contexts = [opened.enter_context(cache.open_context(length)) for cache in caches]
+                sized = replace(options, n_ctx=length)
+                contexts = [opened.enter_context(model.context(choice, sized)) for choice in caches.values()]
                 for task in tasks:
                     outcomes: list[list[Outcome]] = [[] for _ in caches]
                     for i in range(samples):
@@ -203,10 +203,10 @@ def run(
                         for of_cache, outcome in zip(outcomes, under_each(model, contexts, sample), strict=True):
                             of_cache.append(outcome)
                         bar.update(length * len(caches))
-                    for cache, context, of_cache in zip(caches, contexts, outcomes, strict=True):
+                    for name, context, of_cache in zip(caches, contexts, outcomes, strict=True):
                         results.append(
                             {
-                                "name": cache.name,
+                                "name": name,
                                 "task": task.name,
                                 "length": length,
                                 **scores(of_cache, outcomes[0]),

@@ -20,11 +20,12 @@ import click
 
 from runtime import options
 from runtime.chat.completer import Completer
-from runtime.chat.terminal import Interrupts, open_input
+from runtime.chat.terminal import open_input
 from runtime.options import Drafts
 from subkv.base.command import command, group, sentence, stack
 from subkv.base.errors import SubkvError
 from subkv.base.hub import hf_option, model_given
+from subkv.base.interrupts import Interrupt
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -63,7 +64,6 @@ class Chat:
         self.conversation = conversation
         self.n_predict = n_predict
         self.read_text = ""
-        self.interrupts = Interrupts()
         self.commands: dict[str, Callable[[str], None]] = {
             "/regen": self.regenerate,
             "/clear": self.clear,
@@ -132,8 +132,8 @@ class Chat:
         from runtime.chat.conversation import MORE_ROOM, Turn  # numpy and the native libraries: not for a --help
 
         turn = Turn()
-        with self.interrupts.watch():
-            for piece in answer(self.n_predict, self.interrupts.stop, turn):
+        with Interrupt() as interrupt:
+            for piece in answer(self.n_predict, lambda: interrupt.pressed, turn):
                 print(piece, end="", flush=True)
         print(flush=True)
         conversation = self.conversation

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,35 +18,6 @@ from runtime import options
 from runtime.chat.completer import MORE, PROMPT, Completer
 from subkv.base import folders
 from subkv.base.errors import SubkvError
-
-
-class Interrupts:
-    """Ctrl-C during an answer: the first stops the answer, a second one raises KeyboardInterrupt."""
-
-    def __init__(self) -> None:
-        self.pressed = False
-
-    def stop(self) -> bool:
-        return self.pressed
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        self.pressed = False
-
-        def handler(_number: int, _frame: Any) -> None:
-            if self.pressed:
-                raise KeyboardInterrupt
-            self.pressed = True
-
-        try:
-            previous = signal.signal(signal.SIGINT, handler)
-        except ValueError:  # not the main thread, which alone gets Ctrl-C
-            yield
-            return
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, previous)
 
 
 class Input(Protocol):

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ class Cut:
             raise KeyboardInterrupt
 
 
-def run(checkpoints: resume.CheckpointStore | None = None) -> tuple[FakeSession, Calibration]:
+def run(checkpoints: Any = None) -> tuple[FakeSession, Calibration]:
     session = FakeSession()
     return session, statistics_of(session, [text(5 * (N_CTX - 1))], N_CTX, 4, held_out=2, checkpoints=checkpoints)[0]
 

@@ -14,9 +14,9 @@ import pytest
 from each import each
 
 from runtime.chat.conversation import ContextFullError, Conversation, Sampling, Turn
-from runtime.chat.terminal import Interrupts
 from subkv import PromptLookup
 from subkv.base.errors import StateError, SubkvError
+from subkv.base.interrupts import Interrupt
 from subkv.engine.llama import Llama
 from subkv.engine.template import Template, TemplateError
 
@@ -294,15 +294,17 @@ def test_templates_that_refuse(monkeypatch: pytest.MonkeyPatch, llm: Llama) -> N
 
 
 def test_ctrl_c_asks_once_and_insists_twice() -> None:
-    interrupts = Interrupts()
-    with interrupts.watch():
-        assert not interrupts.stop()
+    pressed = []
+    interrupt = Interrupt(lambda: pressed.append(1))
+    with interrupt:
+        assert not interrupt.pressed
         signal.raise_signal(signal.SIGINT)
-        assert interrupts.stop()
+        assert interrupt.pressed
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    with interrupts.watch():
-        assert not interrupts.stop()
+    with interrupt:
+        assert not interrupt.pressed
+    assert pressed == [1]
 
 
 #

@@ -237,11 +237,11 @@ def test_missing_disk_space_is_reported_with_sizes(folder: Path, monkeypatch: py
 
 
 def test_interrupts_leave_nothing(folder: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(source: Path, outtype: str, target: Path) -> None:
-        target.write_bytes(b"half")
+    def interrupted(command: list[str], *_: str) -> None:
+        Path(command[command.index("--outfile") + 1]).write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hf, "to_gguf", interrupted)
+    monkeypatch.setattr(hf, "_run", interrupted)
     monkeypatch.setattr(hf, "need_packages", lambda extra, names: None)
     result = run(folder, "--bases", calibration)
     assert result.exit_code == 130

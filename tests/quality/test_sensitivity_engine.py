@@ -258,7 +258,7 @@ def test_longer_texts_scale_the_matrices(
         for _ in trials.steps():
             pass
         assert trials.measured.cells == 2 * (N_CTX - SCORED - stats.n_skip), "both texts count alike"
-        assert list(trials.kept) == [1]
+        assert list(trials.decoded_chunks) == [1]
         scaled = trials.result()
         again = Measurements.restored(trials.measured.arrays(), stats)
         assert np.array_equal(again.stretches.pop(1), trials.measured.stretches[1])
