@@ -77,7 +77,7 @@ class Conversion:
             announce("bases and layout")
             output = self.output or source.entry.sidecar
             sidecar = self.sidecar or self.output is None
-            result = convert_source(source, bases, None if self.dry_run else output, self.options, sidecar, True)
+            result = convert_source(source, bases, None if self.dry_run else output, self.options, sidecar)
             return result, output, source.n_bytes
 
     def _steps(self) -> Callable[[str], None]:
@@ -117,29 +117,23 @@ class Conversion:
             )
 
 
-def convert_file(
-    model: Path, bases: Path, output: Path | None, options: Options, sidecar: bool = False, progress: bool = False
-) -> Result:
+def convert_file(model: Path, bases: Path, output: Path | None, options: Options, sidecar: bool = False) -> Result:
     """convert_source() of a GGUF."""
     with Source(model) as source:
-        return convert_source(source, bases, output, options, sidecar, progress)
+        return convert_source(source, bases, output, options, sidecar)
 
 
-def convert_source(
-    source: Source, bases: Path, output: Path | None, options: Options, sidecar: bool = False, progress: bool = False
-) -> Result:
-    """Plan with the calibration `bases`, and write the output; None: only plan. progress: show bars.
-
-    Raises SubkvError, and then writes no file.
-    """
+def convert_source(source: Source, bases: Path, output: Path | None, options: Options, sidecar: bool) -> Result:
+    """Plan with the calibration `bases`, and write the output; None: only plan. Raises SubkvError, and then writes no
+    file."""
     calibration = read_calibration(bases)
     if output is not None:
         check_not_input(output, [*(("the model", file) for file in source.files), ("--bases", bases)])
         check_writable(output)
-    result = pipeline.convert(source.gguf, calibration, options, progress)
+    result = pipeline.convert(source.gguf, calibration, options, progress=True)
     if output is not None:
         values = metadata.keys(result.layers, calibration, result.settings, result.counted, result.compared)
         if sidecar:  # a copy is hashed as it is written
-            values[SHA256_KEY] = ("str", source.sha256(progress))
-        (write_sidecar if sidecar else write_copy)(source.gguf, output, values, progress)
+            values[SHA256_KEY] = ("str", source.sha256)
+        (write_sidecar if sidecar else write_copy)(source.gguf, output, values, progress=True)
     return result

@@ -83,7 +83,7 @@ def metrics(
         if joint:
             size["v"] = size["k"]
         read = [weights(rows.q[:, h], rows.k[:, g], mask, shape.scale) for h in heads]
-        own = [v] * group if values is None else [v @ values[h].T for h in heads]
+        own = [v] * group if values is None else [v @ values[h].T for h in heads]  # values as the heads read them
         out = [a @ u for a, u in zip(read, own, strict=True)]
         kinds = equal_rows(v[coded])
         first = slice(None) if kinds is None else kinds[0][kinds[1]]

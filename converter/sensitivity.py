@@ -71,9 +71,7 @@ def main(model: Path, bases: Path, corpus: Corpus, output: Path, minutes: float 
         with Session(source, corpus.n_ctx, corpus.n_threads, calibration.n_skip) as session:
             pieces = cut(session, texts, corpus.n_ctx, chunks)
             check_number(pieces, corpus, 1)
-            result = measure_sensitivities(
-                session, calibration, pieces, n_recent, corpus.n_threads, minutes, progress=True
-            )
+            result = measure_sensitivities(session, calibration, pieces, n_recent, corpus.n_threads, minutes)
     write_result(output, result)
 
 

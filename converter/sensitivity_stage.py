@@ -88,7 +88,6 @@ def with_sensitivities(
                     request.minutes,
                     measurements,
                     save,
-                    progress=True,
                     texts=texts,
                     folder=request.checkpoint.parent,
                     scope=request.scope,
@@ -118,7 +117,6 @@ def measure_sensitivities(
     minutes: float | None = None,
     measurements: Measurements | None = None,
     save: Callable[[Measurements], None] = lambda measurements: None,
-    progress: bool = False,
     texts: Sequence[TextSource] = (),
     folder: Path | None = None,
     scope: Scope = FULL,
@@ -142,7 +140,7 @@ def measure_sensitivities(
     lengths = [len(chunk) for chunk in chunks]
     n = n_measured(lengths)
     total, spent = tokens_to_decode(lengths, len(calibration.layers), measurements, scope), 0
-    with progress_bar("sensitivities", total, "tok", progress) as bar:
+    with progress_bar("sensitivities", total, "tok") as bar:
 
         def on_decoded(tokens: int) -> None:
             nonlocal spent
@@ -293,22 +291,13 @@ def _saved(
         return None
 
 
-def minutes_spent(checkpoint: Path) -> float | None:
-    """The limit that an earlier run reached, 0 if it was interrupted; None if all sensitivities are measured."""
+def outcome(checkpoint: Path) -> tuple[float, str] | None:
+    """The end of an earlier run: the time limit in minutes that it reached, 0 if it was interrupted; and the reason why
+    sensitivities cannot be measured, else "". None: no file, because none ran or all sensitivities are measured."""
     try:
         with _opened(checkpoint) as arrays:
-            return float(arrays["minutes"])
+            return float(arrays["minutes"]), str(arrays["refused"])
     except FileNotFoundError:
         return None
     except Exception:  # damaged, or of another version; _saved() reports it
-        return 0.0
-
-
-def known_refusal(checkpoint: Path, minutes: float | None) -> str:
-    """The reason why an earlier run with at least this limit could not measure sensitivities; "" if there is none."""
-    try:
-        with _opened(checkpoint) as arrays:
-            enough = (math.inf if minutes is None else minutes) <= float(arrays["minutes"])
-            return str(arrays["refused"]) if enough else ""
-    except Exception:  # no such file, or one that cannot be resumed
-        return ""
+        return 0.0, ""

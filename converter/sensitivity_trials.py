@@ -179,11 +179,6 @@ class SensitivityTrials:
         return floors + sorted(trials, key=lambda trial: trial[0])
 
     @property
-    def tokens(self) -> int:
-        """Tokens that steps() decodes if no trial is repeated."""
-        return sum(map(len, self.chunks)) + SCORED * len(self.plan())
-
-    @property
     def longer(self) -> list[int]:
         """Chunks whose second half begins after the last query of the shortest chunk."""
         return [c for c, tokens in enumerate(self.chunks) if (len(tokens) - CORRECTING) // 2 >= self.near]

@@ -31,7 +31,6 @@ class Source:
         self.n_layer, self.n_ctx_train = (self._number(key) for key in ("block_count", "context_length"))
         self.head_size, self.can_spread = positions.head_size(self.gguf) or 0, positions.can_spread(self.gguf)
         self._model: Model | None = None
-        self._sha256 = ""
 
     def _number(self, key: str) -> int | None:
         value = self.gguf.get(f"{self.arch}.{key}")
@@ -52,10 +51,10 @@ class Source:
         """The model's files in the store. Raises ModelFileError about `model`."""
         return store.entry(self.gguf)
 
-    def sha256(self, progress: bool = True) -> str:
-        """Hex SHA-256 of all files, computed by the first call. progress: a bar. Raises SubkvError about `model`."""
-        self._sha256 = self._sha256 or sha256(self.files, progress)
-        return self._sha256
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Hex SHA-256 of all files, computed once. Raises SubkvError about `model`."""
+        return sha256(self.files, progress=True)
 
     #
     # weights

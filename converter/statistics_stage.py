@@ -91,17 +91,16 @@ def plan_batches(chunks: Sequence[Chunk]) -> list[tuple[int, int, bool]]:
 def observe(
     session: Session,
     chunks: Sequence[Chunk],
-    progress: bool,
     first: int = 0,
     after: Callable[[int, bool], None] = lambda done, can_resume: None,
 ) -> None:
-    """Decode all chunks, each from an empty cache. progress: show a bar.
+    """Decode all chunks, each from an empty cache.
 
     first: batches of plan_batches() that an earlier run has done. after(done, can_resume) is called after each batch.
     """
     total = sum(len(chunk.tokens) for chunk in chunks)
     batches, moments = plan_batches(chunks), False
-    with progress_bar("calibrate", total, "tok", progress) as bar:
+    with progress_bar("calibrate", total, "tok") as bar:
         for n, (i, start, _) in enumerate(batches[first:], first + 1):
             chunk = chunks[i]
             if start == 0 or n == first + 1:
@@ -160,7 +159,6 @@ def statistics_of(
     chunks: int | None = None,
     held_out: int = HELD_OUT,
     model_sha256: str = "0" * 64,
-    progress: bool = False,
     checkpoints: Checkpoints | None = None,
     announce: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Calibration, list[str]]:
@@ -202,7 +200,7 @@ def statistics_of(
         if checkpoints:
             checkpoints.reached(done, sums if can_resume else None)
 
-    observe(session, planned, progress, first, after)
+    observe(session, planned, first, after)
     calibration = sums()
     notes = [remark] if remark else []
     bad = sum(layer.n_nonfinite for layer in session.layers())
@@ -240,7 +238,7 @@ def collect_statistics(
     earlier: a calibration of the same model, to which the texts are added. later(speed): seconds of the stages after
     this one at `speed` tokens per second.
     """
-    digest = source.sha256()
+    digest = source.sha256
     with Session(source, corpus.n_ctx, corpus.n_threads, n_sink) as session:
         if texts is None:
             blocks = builtin.read(session.template)
@@ -256,7 +254,6 @@ def collect_statistics(
             corpus.chunks,
             held_out,
             digest,
-            progress=True,
             checkpoints=checkpoints,
             announce=functools.partial(_announce, session, later),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,8 +22,7 @@ from converter.sensitivity_correction import PLANNED
 from converter.sensitivity_stage import (
     SensitivityRequest,
     expected_seconds,
-    known_refusal,
-    minutes_spent,
+    outcome,
     with_sensitivities,
 )
 from converter.sensitivity_trials import scope_of
@@ -146,7 +146,7 @@ def _stored(path: Path, source: Source) -> Calibration | None:
     except SubkvError as error:
         note(f"note: {path} cannot be used ({error}); calibrating again")
         return None
-    if source.sha256() != calibration.model_sha256:
+    if source.sha256 != calibration.model_sha256:
         note(f"note: {path} is of a file with other bytes than {source.path}; calibrating again")
         return None
     day = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
@@ -184,20 +184,24 @@ def _add_sensitivities(source: Source, request: SensitivityRequest, calibration:
     If they cannot be measured, the reason is logged. Returns the file of incomplete ones.
     """
     stored = calibration.sensitivity
-    if stored is not None and stored.n_recent <= request.n_recent:
+    is_stored = stored is not None and stored.n_recent <= request.n_recent
+    if stored is not None and is_stored:
         request = replace(request, n_recent=stored.n_recent, checkpoint=_checkpoint(path, stored.n_recent))
-        spent = minutes_spent(request.checkpoint)
-        if spent is None:
+    earlier = outcome(request.checkpoint)
+    if is_stored:
+        if earlier is None:
             return request.checkpoint
-        if request.minutes is not None and request.minutes <= spent:
+        if request.minutes is not None and request.minutes <= earlier[0]:
             note("using the sensitivities that an earlier run had time for; a larger --minutes continues them")
             return request.checkpoint
     if request.minutes == 0:
         return request.checkpoint
     further = "further " if stored else ""
-    if reason := known_refusal(request.checkpoint, request.minutes):
-        note(f"no {further}sensitivities, as an earlier run found: {reason}")
-        return request.checkpoint
+    if earlier is not None:
+        minutes, reason = earlier
+        if reason and (math.inf if request.minutes is None else request.minutes) <= minutes:
+            note(f"no {further}sensitivities, as an earlier run found: {reason}")
+            return request.checkpoint
     try:
         result, complete = with_sensitivities(source, calibration, request)
     except SubkvError as error:

@@ -1,1 +1,1 @@
-"""Programs on top of subkv.Llama: chat, perplexity, bench, inspect. Contracts: README, flags named as in llama.cpp."""
+"""The programs of the `subkv` command (cli.py). Flags are named as in llama.cpp."""

@@ -1,13 +1,13 @@
-"""Speed of prompt processing and generation at several depths under different KV caches, in llama-bench's columns.
+"""Speed of prompt processing and generation at several depths with different KV caches, in llama-bench's columns.
 
     python -m runtime.bench -m M.gguf -p 512 -n 32 -d 0,4096 -ctk f16,q8_0,subkv -fa auto,off -t 2 -r 5
 
 All caches run in one process and alternate within every repetition, so that a busy machine slows all of them equally.
 Each context is filled to a depth once, and its tail is removed after each repetition.
 
-To fill quickly, batches are evaluated separately, joined to one sequence, and then copied until the depth is reached.
-(With adaptive bases, sliding windows or recurrent layers, cells cannot be copied, and all batches are evaluated.) The
-cells hold other numbers than a real text would. Times do not depend on these numbers.
+To fill a context quickly, two batches are evaluated and their cells are copied until the depth is reached. (Cells
+cannot be copied with adaptive bases, sliding windows or recurrent layers; then all batches are evaluated.) So the cells
+hold other numbers than those of a real text, but times do not depend on these numbers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WARM_UP = 2  # tokens
 
 @dataclasses.dataclass(frozen=True)
 class Tests:
-    """The tests: lengths in tokens (0: none), depths in cells; parallel: sequences that generate together."""
+    """The tests. prompts, gens: lengths in tokens, 0: none. depths: in cells. parallel: sequences that generate."""
 
     prompts: list[int]
     gens: list[int]
@@ -73,7 +73,7 @@ class Tests:
 
 @dataclasses.dataclass(frozen=True)
 class Caches:
-    """The caches and flash attention settings. specs: for parse_cache(); requested: options of coded caches."""
+    """Caches and flash attention settings to combine. specs: for parse_cache(); requested: options of coded caches."""
 
     specs: list[str]
     flash: list[str]
@@ -131,7 +131,7 @@ class Tokens:
 
 
 def prompt(context: Context, tokens: Tokens, pos: int, n: int) -> None:
-    """Evaluate n tokens from position pos in batches; logits of the last one of each batch, as llama-bench."""
+    """Evaluate n tokens from position pos in batches, with logits of each batch's last token, as llama-bench does."""
     for start in range(0, n, context.n_batch):
         part = tokens.take(min(context.n_batch, n - start))
         if pos + start == 0 and tokens.model.add_bos:
@@ -237,15 +237,15 @@ def measure(configs: list[Config], tokens: Tokens, tests: Tests, done: list[Meas
                     bar.update(1)
 
 
-def read_bandwidth(n_threads: int, mib: int = 512, repetitions: int = 5) -> float:
-    """Read bandwidth in GB/s: n_threads sum a large float32 array, best of a few passes."""
+def read_bandwidth(n_threads: int) -> float:
+    """Read bandwidth in GB/s: n_threads sum 512 MiB of float32, best of 5 passes."""
     import numpy as np
 
-    data = np.ones(mib * 2**20 // 4, dtype=np.float32)
+    data = np.ones(2**27, dtype=np.float32)
     parts = np.array_split(data, n_threads)
     best = float("inf")
     with ThreadPoolExecutor(n_threads) as pool:
-        for _ in range(repetitions):
+        for _ in range(5):
             start = time.perf_counter()
             list(pool.map(np.sum, parts))
             best = min(best, time.perf_counter() - start)
@@ -444,16 +444,16 @@ def open_configs(
         choice = parse_cache(spec, model.path, caches.requested).with_rollback(tests.longest)
         n_seq = tests.parallel + (not choice.is_adaptive)  # the last one is for fill()
         try:
-            made = model.context(choice, dataclasses.replace(context, flash_attn=fa, n_seq_max=n_seq))
+            opened = model.context(choice, dataclasses.replace(context, flash_attn=fa, n_seq_max=n_seq))
         except CacheError as error:
             if error.key == "flash_attn" and len(caches.flash) > 1:
                 options.note(f"{spec} -fa {fa}: skipped, {error.reason}")
                 continue
             raise
-        cleanup.callback(made.close)
+        cleanup.callback(opened.close)
         name = spec if choice.coded and (":" in spec or "+" in spec) else choice.name
-        options.note_cache(made.stats, choice, f"{spec} -fa {fa}")
-        configs.append(Config(name if len(caches.flash) == 1 else f"{name} fa={fa}", made, fa))
+        options.note_cache(opened.stats, choice, f"{spec} -fa {fa}")
+        configs.append(Config(name if len(caches.flash) == 1 else f"{name} fa={fa}", opened, fa))
     if not configs:
         raise SubkvError("type_k", "expected a cache that runs with the given -fa, found none")
     return configs

@@ -72,7 +72,7 @@ def converted() -> Path:
     except OSError as error:
         raise SubkvError("XDG_CACHE_HOME", f"cannot create {folder}: {error.strerror}") from error
     click.echo(f"first use: converting the demo model into {target}", err=True)
-    convert_file(model, calibration, target, Options(), progress=True)
+    convert_file(model, calibration, target, Options())
     for path in folder.glob(f"{NAME}-*.subkv.gguf"):
         if path != target:
             path.unlink(missing_ok=True)

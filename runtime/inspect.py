@@ -15,6 +15,7 @@ from subkv.base.errors import concerning
 
 
 def layer_table(layout: dict[str, Any]) -> list[str]:
+    """One line per layer: heads, ranks, bits per element, bytes per token."""
     lines = [
         f"{'layer':>5} {'heads':>5} {'d K/V':>9} {'rank K':>7} {'bits K':>6} "
         f"{'rank V':>7} {'bits V':>6} {'bytes/token':>11}"
@@ -24,7 +25,7 @@ def layer_table(layout: dict[str, Any]) -> list[str]:
         size = f"{layer['d_k']}/{layer['d_v']}"
         ranks, bits = [span([head["rank"] for head in side]) if side else "-" for side in (k, v)], ["-", "-"]
         for i, (side, d) in enumerate(((k, "d_k"), (v, "d_v"))):
-            if side:  # a latent layer stores its values in its keys
+            if side:  # a latent layer has no V, because its values are a part of its keys
                 bits[i] = f"{mean_bits([head['row_bytes'] for head in side], layer[d]):.2f}"
         lines.append(
             f"{layer['il']:>5} {layer['n_head_kv']:>5} {size:>9} {ranks[0]:>7} {bits[0]:>6} "
@@ -103,8 +104,8 @@ def main(
             sidecar, stored = preview(path)
             options.note(sidecar.note)
             path = sidecar.path
-        with Layout(path) as read:
-            layout = read.description
+        with Layout(path) as opened:
+            layout = opened.description
     if bases is not None and plot is None:
         raise click.UsageError("--bases: expected --plot FILE.png with it, found none")
     if plot is not None:
@@ -121,8 +122,8 @@ def main(
     click.echo(head)
     for line in (*shortened(rows, verbose or bands), *summary(layout)):
         click.echo(line)
-    with Gguf(model) as opened:
-        weights = opened.n_bytes if opened.n_tensors else 0
+    with Gguf(model) as gguf:
+        weights = gguf.n_bytes if gguf.n_tensors else 0
     cost, predicted = Cost.of_layout(layout), metadata.read_predicted(path)
     for line in sentences(cost, n_ctx or layout["bpe_context"], predicted, weights, available_memory()):
         click.echo(line)

@@ -103,8 +103,9 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
 
     def _logits(self, tokens: Sequence[int], first: int) -> Logits:
         """Logits [len(tokens) − first, n_vocab] from position `first` on; the context then holds all tokens."""
-        same = next((i for i, (a, b) in enumerate(zip(self._held, tokens, strict=False)) if a != b), len(self._held))
-        keep = min(same, first, len(tokens))
+        held = self._held
+        n_common = next((i for i, (a, b) in enumerate(zip(held, tokens, strict=False)) if a != b), len(held))
+        keep = min(n_common, first, len(tokens))
         try:
             self._context.drop_tail(keep)
         except CacheError:  # it would have to remove more than N_ROLLBACK tokens
@@ -156,15 +157,15 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
         answers = [""] * len(requests)
         order = sorted(range(len(requests)), key=lambda i: prompts[i])
         for i in tqdm(order, desc="generate", disable=disable_tqdm):
-            how = normalize_gen_kwargs(requests[i].args[1], MAX_NEW)
-            if how["do_sample"]:
+            settings = normalize_gen_kwargs(requests[i].args[1], MAX_NEW)
+            if settings["do_sample"]:
                 raise CacheError("gen_kwargs", "expected greedy generation (do_sample=False), found sampling")
-            n_new = how["max_gen_toks"]
+            n_new = settings["max_gen_toks"]
             if not 0 < n_new < self._n_ctx:
                 raise CacheError(
                     "--model_args n_ctx", f"expected more than the {n_new} tokens of an answer, found {self._n_ctx}"
                 )
-            answers[i] = self._generate(prompts[i][n_new - self._n_ctx :], n_new, [s for s in how["until"] if s])
+            answers[i] = self._generate(prompts[i][n_new - self._n_ctx :], n_new, [s for s in settings["until"] if s])
             self.cache_hook.add_partial("generate_until", requests[i].args, answers[i])
         return answers
 

@@ -23,16 +23,16 @@ def open_coded(
     """As open_llama, but `auto` means a coded cache, with bases derived from the weights if there are no others."""
     with concerning(model="model_path"):
         check_model_file(model)
-    chosen, why_not = with_weight_bases(model, cache)
+    chosen, reason = with_weight_bases(model, cache)
     try:
         llm = open_llama(model, n_gpu_layers, chosen, context, kind, **more)
     except CacheError as error:
-        if why_not or chosen is cache or error.key != "kv_cache":
+        if reason or chosen is cache or error.key != "kv_cache":
             raise
-        chosen, why_not = f16_fallback(cache, error)  # the engine does not support the architecture
+        chosen, reason = f16_fallback(cache, error)  # the engine does not support the architecture
         llm = open_llama(model, n_gpu_layers, chosen, context, kind, **more)
-    if why_not:
-        note(why_not)
+    if reason:
+        note(reason)
     return llm
 
 

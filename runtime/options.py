@@ -1,4 +1,4 @@
-"""Options that several programs share, named as in llama.cpp; groups of them build the library's dataclasses."""
+"""Options that programs share, named as in llama.cpp. Groups of them build the library's dataclasses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ Option = Callable[..., Any]
 
 PATH = click.Path(path_type=Path)
 FLASH = {"on": "on", "off": "off", "auto": "auto", "1": "on", "0": "off", "-1": "auto"}
-N_BATCH, N_UBATCH = 2048, 512
 
 
 class IntList(click.ParamType):  # type: ignore[type-arg]
@@ -49,42 +48,26 @@ def split_commas(_context: click.Context, _parameter: click.Parameter, value: st
     return [item.strip() for item in value.split(",")] if value else []
 
 
+def llama_option(names: str, variable: str, text: str, **more: Any) -> Option:
+    """An option of llama.cpp's programs. names: separated by spaces; variable: without LLAMA_ARG_; text: its help."""
+    return click.option(*names.split(), envvar=f"LLAMA_ARG_{variable}", help=text, **more)
+
+
+POSITIVE, NATURAL, SHARE = click.IntRange(min=1), click.IntRange(min=0), click.FloatRange(0, 1)
+
+
 def model_option(required: bool, text: str = "model file (GGUF)") -> Option:
-    return click.option("-m", "--model", required=required, envvar="LLAMA_ARG_MODEL", metavar="FILE", help=text)
+    return llama_option("-m --model", "MODEL", text, required=required, metavar="FILE")
 
 
 def context_option(default: int | None, text: str = "context size in tokens, 0: the trained context") -> Option:
-    return click.option(
-        "-c", "--ctx-size", "n_ctx", type=click.IntRange(min=0), default=default, envvar="LLAMA_ARG_CTX_SIZE", help=text
-    )
+    return llama_option("-c --ctx-size n_ctx", "CTX_SIZE", text, type=NATURAL, default=default)
 
 
-def predict_option(text: str) -> Option:
-    return click.option(
-        "-n", "--predict", "--n-predict", "n_predict", type=int, default=-1, envvar="LLAMA_ARG_N_PREDICT", help=text
-    )
-
-
-threads_option = click.option(
-    "-t", "--threads", "n_threads", type=int, envvar="LLAMA_ARG_THREADS", help="threads [default: all processors]"
+threads_option = llama_option("-t --threads n_threads", "THREADS", "threads [default: all processors]", type=int)
+gpu_option = llama_option(
+    "-ngl --gpu-layers --n-gpu-layers n_gpu_layers", "N_GPU_LAYERS", "layers on the GPU, -1: all", type=int, default=0
 )
-gpu_option = click.option(
-    "-ngl",
-    "--gpu-layers",
-    "--n-gpu-layers",
-    "n_gpu_layers",
-    type=int,
-    default=0,
-    envvar="LLAMA_ARG_N_GPU_LAYERS",
-    help="layers on the GPU, -1: all",
-)
-
-
-def shift_option(text: str) -> Callable[[Any], Any]:
-    """llama-server's --context-shift; text: its help."""
-    return click.option(
-        "--context-shift/--no-context-shift", default=False, envvar="LLAMA_ARG_CONTEXT_SHIFT", help=text
-    )
 
 
 @dataclass(frozen=True)
@@ -104,8 +87,8 @@ class Drafts:
         """For Llama's draft_model. Raises click.UsageError for flags that do not go together."""
         kind = self.spec_type or ("none" if self.draft_model is None else "draft-simple")
         if (kind == "draft-simple") != (self.draft_model is not None):
-            given = "none" if self.draft_model is None else f"--spec-type {kind}"
-            raise click.UsageError(f"-md: expected a model with --spec-type draft-simple and no other, found {given}")
+            value = "none" if self.draft_model is None else f"--spec-type {kind}"
+            raise click.UsageError(f"-md: expected a model with --spec-type draft-simple and no other, found {value}")
         # numpy and the native libraries: not for a --help
         from subkv.engine.drafts import DraftModel, PromptLookup
 
@@ -119,106 +102,73 @@ class Drafts:
 draft_options = group(
     "drafts",
     Drafts,
-    click.option(
+    llama_option(
         "--spec-type",
+        "SPEC_TYPE",
+        "draft tokens and verify them together: from repetitions in the text, or with the model of -md",
         type=click.Choice(["none", "ngram-simple", "draft-simple"]),
-        envvar="LLAMA_ARG_SPEC_TYPE",
-        help="draft tokens and verify them together: from repetitions in the text, or with the model of -md",
     ),
-    click.option(
-        "-md",
-        "--spec-draft-model",
-        "--model-draft",
-        "draft_model",
+    llama_option(
+        "-md --spec-draft-model --model-draft draft_model",
+        "SPEC_DRAFT_MODEL",
+        "draft model: a smaller model with the same vocabulary",
         type=PATH,
-        envvar="LLAMA_ARG_SPEC_DRAFT_MODEL",
         metavar="FILE",
-        help="draft model: a smaller model with the same vocabulary",
     ),
-    click.option(
-        "--spec-draft-n-max",
-        "--draft-max",
-        "n_draft",
-        type=click.IntRange(min=1),
+    llama_option(
+        "--spec-draft-n-max --draft-max n_draft",
+        "SPEC_DRAFT_N_MAX",
+        "maximum tokens per draft of -md",
+        type=POSITIVE,
         default=3,
-        envvar="LLAMA_ARG_SPEC_DRAFT_N_MAX",
-        help="maximum tokens per draft of -md",
     ),
-    click.option(
-        "--spec-draft-n-min",
-        "--draft-min",
-        "n_draft_min",
-        type=click.IntRange(min=0),
+    llama_option(
+        "--spec-draft-n-min --draft-min n_draft_min",
+        "SPEC_DRAFT_N_MIN",
+        "minimum tokens per draft; shorter drafts are dropped",
+        type=NATURAL,
         default=0,
-        envvar="LLAMA_ARG_SPEC_DRAFT_N_MIN",
-        help="minimum tokens per draft; shorter drafts are dropped",
     ),
-    click.option(
-        "--spec-draft-p-min",
-        "--draft-p-min",
-        "p_min",
-        type=click.FloatRange(0, 1),
+    llama_option(
+        "--spec-draft-p-min --draft-p-min p_min",
+        "SPEC_DRAFT_P_MIN",
+        "minimum probability of a drafted token under -md",
+        type=SHARE,
         default=0.0,
-        envvar="LLAMA_ARG_SPEC_DRAFT_P_MIN",
-        help="minimum probability of a drafted token under -md",
     ),
     click.option(
         "-ctkd", "--spec-draft-type-k", "draft_cache", default="f16", metavar="TYPE", help="KV cache of -md, K and V"
     ),
     click.option(
-        "--spec-ngram-simple-size-n",
-        "ngram",
-        type=click.IntRange(min=1),
-        default=12,
-        help="ngram-simple: tokens that must match",
+        "--spec-ngram-simple-size-n", "ngram", type=POSITIVE, default=12, help="ngram-simple: tokens that must match"
     ),
     click.option(
-        "--spec-ngram-simple-size-m",
-        "mgram",
-        type=click.IntRange(min=1),
-        default=48,
-        help="ngram-simple: tokens per draft",
+        "--spec-ngram-simple-size-m", "mgram", type=POSITIVE, default=48, help="ngram-simple: tokens per draft"
     ),
 )
-flash_option = click.option(
-    "-fa",
-    "--flash-attn",
-    "flash_attn",
+flash_option = llama_option(
+    "-fa --flash-attn flash_attn",
+    "FLASH_ATTN",
+    "flash attention",
     type=click.Choice(list(FLASH)),
     default="auto",
-    envvar="LLAMA_ARG_FLASH_ATTN",
     callback=lambda _context, _parameter, value: FLASH[value],
-    help="flash attention",
 )
 
 
-def batch_options(n_batch: int = N_BATCH, n_ubatch: int = N_UBATCH) -> Option:
+def batch_options(n_batch: int = 2048, n_ubatch: int = 512) -> Option:
     return stack(
-        click.option(
-            "-b",
-            "--batch-size",
-            "n_batch",
-            type=click.IntRange(min=1),
-            default=n_batch,
-            envvar="LLAMA_ARG_BATCH",
-            help="tokens per decode call",
-        ),
-        click.option(
-            "-ub",
-            "--ubatch-size",
-            "n_ubatch",
-            type=click.IntRange(min=1),
-            default=n_ubatch,
-            envvar="LLAMA_ARG_UBATCH",
-            help="tokens computed at once",
+        llama_option("-b --batch-size n_batch", "BATCH", "tokens per decode call", type=POSITIVE, default=n_batch),
+        llama_option(
+            "-ub --ubatch-size n_ubatch", "UBATCH", "tokens computed at once", type=POSITIVE, default=n_ubatch
         ),
     )
 
 
-def _context(n_ctx: int | None = None, **given: Any) -> ContextOptions:
+def _context(n_ctx: int | None = None, **more: Any) -> ContextOptions:
     from subkv.engine.context import ContextOptions  # numpy and the native libraries: not for a --help
 
-    return ContextOptions(n_ctx or 0, **given)
+    return ContextOptions(n_ctx or 0, **more)
 
 
 def context_options(*options: Option) -> Option:
@@ -231,11 +181,11 @@ def context_options(*options: Option) -> Option:
 #
 
 rollback_option = click.option(
-    "--n-rollback", type=click.IntRange(min=0), help="exact tokens kept so that they can be removed again [default: 16]"
+    "--n-rollback", type=NATURAL, help="exact tokens kept so that they can be removed again [default: 16]"
 )
 window_options = stack(
-    click.option("--n-sink", type=click.IntRange(min=0), help="first tokens kept exact [default: from the file]"),
-    click.option("--n-recent", type=click.IntRange(min=0), help="last tokens kept exact [default: from the file]"),
+    click.option("--n-sink", type=NATURAL, help="first tokens kept exact [default: from the file]"),
+    click.option("--n-recent", type=NATURAL, help="last tokens kept exact [default: from the file]"),
     click.option(
         "--adapt",
         metavar="SIDES[,NAME=VALUE…]",
@@ -255,9 +205,8 @@ def requested_cache(
     """The cache that the flags request. -ctk alone sets both K and V, -ctv alone leaves K at f16."""
     from subkv.engine.cache import CacheOptions  # native libraries: not for a --help
 
-    window_request = Window.of(**window)
     return CacheOptions(
-        type_k=type_k, type_v=type_v or type_k, bases=bases, window=window_request, adapt=adapt, sidecar=sidecar
+        type_k=type_k, type_v=type_v or type_k, bases=bases, window=Window.of(**window), adapt=adapt, sidecar=sidecar
     )
 
 
@@ -266,23 +215,14 @@ def cache_options(*more: Option) -> Option:
     return group(
         "cache",
         requested_cache,
-        click.option(
-            "-ctk",
-            "--cache-type-k",
-            "type_k",
-            envvar="LLAMA_ARG_CACHE_TYPE_K",
+        llama_option(
+            "-ctk --cache-type-k type_k",
+            "CACHE_TYPE_K",
+            "KV cache: subkv, f16, q8_0, q4_0, …; auto: subkv if the model file, its sidecar or --bases contains bases "
+            "[default: auto]",
             metavar="TYPE",
-            help="KV cache: subkv, f16, q8_0, q4_0, …; auto: subkv when the model file, its sidecar or --bases carries "
-            "bases [default: auto]",
         ),
-        click.option(
-            "-ctv",
-            "--cache-type-v",
-            "type_v",
-            envvar="LLAMA_ARG_CACHE_TYPE_V",
-            metavar="TYPE",
-            help="the same for V [default: as -ctk]",
-        ),
+        llama_option("-ctv --cache-type-v type_v", "CACHE_TYPE_V", "the same for V [default: as -ctk]", metavar="TYPE"),
         click.option("--bases", type=PATH, metavar="FILE", help="bases for -m: a sidecar or a converted model"),
         click.option(
             "--no-sidecar",
@@ -297,38 +237,36 @@ def cache_options(*more: Option) -> Option:
     )
 
 
+def read_utf8(path: Path, key: str) -> str:
+    """The text of a file. Raises SubkvError about `key`."""
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise SubkvError(key, f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        reason = f"expected UTF-8 text, found an invalid byte at {error.start} of {path}"
+        raise SubkvError(key, reason) from error
+
+
 def read_template(chat_template: str | None, chat_template_file: Path | None) -> str | None:
     """A Jinja template or the name of one; None: the model's own. Raises SubkvError about the file."""
     if chat_template_file is None:
         return chat_template
     if chat_template is not None:
         raise click.UsageError("--chat-template: expected either it or --chat-template-file, found both")
-    try:
-        return chat_template_file.read_text("utf-8")
-    except OSError as error:
-        reason = f"cannot read {chat_template_file}: {error.strerror or error}"
-        raise SubkvError("chat_template_file", reason) from error
-    except UnicodeDecodeError as error:
-        reason = f"expected UTF-8 text, found an invalid byte at {error.start} of {chat_template_file}"
-        raise SubkvError("chat_template_file", reason) from error
+    return read_utf8(chat_template_file, "chat_template_file")
 
 
 template_options = group(
     "template",
     read_template,
-    click.option(
+    llama_option(
         "--chat-template",
-        envvar="LLAMA_ARG_CHAT_TEMPLATE",
+        "CHAT_TEMPLATE",
+        "Jinja template, or a template name of llama.cpp [default: the model's own, else chatml]",
         metavar="NAME|JINJA",
-        help="Jinja template, or a template name of llama.cpp [default: the model's own, else chatml]",
     ),
-    click.option(
-        "--chat-template-file",
-        type=PATH,
-        envvar="LLAMA_ARG_CHAT_TEMPLATE_FILE",
-        metavar="FILE",
-        help="file with a Jinja template",
-    ),
+    llama_option("--chat-template-file", "CHAT_TEMPLATE_FILE", "file with a Jinja template", type=PATH, metavar="FILE"),
 )
 
 
@@ -363,8 +301,8 @@ def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:
 
 
 def gpu_layers(n: int) -> int:
-    """Return -ngl unchanged; log a reason if no GPU can take the layers, because llama.cpp does not."""
-    from subkv.native import library as _lib  # native libraries: not for a --help
+    """Return -ngl unchanged. If no GPU can take the layers, log the reason, because llama.cpp does not."""
+    from subkv.native import library  # native libraries: not for a --help
     from subkv.native.binding import C
 
     if n and not C.llama_supports_gpu_offload():
@@ -373,9 +311,7 @@ def gpu_layers(n: int) -> int:
             "vulkan": "the Vulkan backend sees none with a driver and 16-bit storage; it ignores devices that are CPUs "
             "unless GGML_VK_VISIBLE_DEVICES=0 names one",
         }
-        reasons_of_build = [
-            why for name, why in reasons.items() if (_lib.lib_dir() / f"libggml-{name}{_lib.SUFFIX}").is_file()
-        ]
-        why = reasons_of_build[0] if reasons_of_build else "this build has no GPU backend"
-        note(f"-ngl {n}: expected a GPU, found none ({why}); all layers are on the CPU")
+        built = [name for name in reasons if (library.lib_dir() / f"libggml-{name}{library.SUFFIX}").is_file()]
+        reason = reasons[built[0]] if built else "this build has no GPU backend"
+        note(f"-ngl {n}: expected a GPU, found none ({reason}); all layers are on the CPU")
     return n

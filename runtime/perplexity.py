@@ -1,9 +1,9 @@
-"""Perplexity and KLD of a model under different KV caches, with llama-perplexity's method and option names.
+"""Perplexity and KLD of a model with different KV caches, by llama-perplexity's method and option names.
 
     python -m runtime.perplexity -m M.gguf -f TEXT -c 2048 --chunks 4 [-ctk T]
     python -m runtime.perplexity -m M.gguf -f TEXT -c 2048 --chunks 4 --compare f16,q8_0,q4_0,subkv [--plot FILE.png]
-    … --kl-divergence-base F        writes the base's logits (f16 cache unless -ctk says otherwise)
-    … --kl-divergence-base F --kl-divergence -ctk T
+    … --kl-divergence-base F                           writes the base's logits, of an f16 cache without -ctk
+    … --kl-divergence-base F --kl-divergence -ctk T    compares with them
 
 The text is split into chunks of n_ctx tokens. Each chunk is evaluated in an empty context, with BOS as its first token
 if the model expects one, and its second half is scored.
@@ -37,7 +37,7 @@ MIN_CTX = 8  # tokens
 
 @dataclasses.dataclass
 class Scored:
-    """Tokens to score in chunks of n_ctx. text: file name, None with a base file; reader: the base's rows."""
+    """Tokens to score in chunks of n_ctx. text: file name, None for a base file; reader: the base file."""
 
     tokens: I32
     n_ctx: int
@@ -48,7 +48,7 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The tokens to score: those of a text, or with kl_divergence those of a file of base logits.
+    """Flags that choose the tokens to score: of a text, or with kl_divergence of a file with base logits.
 
     chunks: maximum, if positive. kl_divergence_base: the file of base logits to read or to write.
     """
@@ -137,9 +137,9 @@ class Run:
 
 
 def evaluate(model: Model, runs: list[Run], scored: Scored, n_threads: int, writer: BinaryIO | None = None) -> None:
-    """Evaluate the same chunks under every cache, batch by batch. The base is the reader's file, or else the first run.
+    """Evaluate the same chunks with every cache, batch by batch. The base is the base file, else the first run.
 
-    Only one batch of base logits is in memory. writer: base file to write, with the rows of the only run.
+    Only one batch of base logits is in memory. writer: the base file to write; then there is one run.
     """
     import numpy as np  # not for a --help
 
@@ -339,10 +339,10 @@ def open_runs(
         specs = [(choice.name, choice, flash)]
     runs = []
     for name, choice, fa in specs:
-        made = model.context(choice, dataclasses.replace(context, flash_attn=fa))
-        cleanup.callback(made.close)
-        options.note_cache(made.stats, choice, name if comparison.compare else "")
-        runs.append(Run(name, made, fa, Scores()))
+        opened = model.context(choice, dataclasses.replace(context, flash_attn=fa))
+        cleanup.callback(opened.close)
+        options.note_cache(opened.stats, choice, name if comparison.compare else "")
+        runs.append(Run(name, opened, fa, Scores()))
     return runs
 
 

@@ -53,8 +53,8 @@ def read_results(path: Path) -> list[dict[str, Any]]:
             value = row.get(key)
             good = type(value) in kinds and (type(value) is not float or math.isfinite(value))
             if not good or (key == "mean_kld" and key not in row):
-                found = json.dumps(value)[:40] if key in row else "none"
-                raise SubkvError("path", f"expected {expected} as {key} of row {i} of {path}, found {found}")
+                shown = json.dumps(value)[:40] if key in row else "none"
+                raise SubkvError("path", f"expected {expected} as {key} of row {i} of {path}, found {shown}")
     return rows
 
 

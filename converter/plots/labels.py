@@ -15,10 +15,10 @@ SPOTS = [(1, 0), (0.8, 0.8), (0.8, -0.8), (-1, 0), (-0.8, 0.8), (-0.8, -0.8), (0
 def place(figure: Any, axis: Any, labels: Iterable[tuple[float, float, str, str]]) -> None:
     """Write every label beside its point where it covers the fewest points, lines and other labels."""
     pad = 4 * figure.dpi / 72
-    taken = [box for line in axis.get_lines() for box in _along(axis, line.get_xydata(), line)]
+    occupied = [box for line in axis.get_lines() for box in _along(axis, line.get_xydata(), line)]
     for bars in axis.containers:
         for segments in bars[2]:
-            taken += [box for segment in segments.get_segments() for box in _along(axis, segment)]
+            occupied += [box for segment in segments.get_segments() for box in _along(axis, segment)]
     frame = axis.get_window_extent()
     for x, y, text, color in labels:
         label = axis.annotate(text, (x, y), (0, 0), textcoords="offset points", fontsize=8.5, color=color, zorder=5)
@@ -28,8 +28,8 @@ def place(figure: Any, axis: Any, labels: Iterable[tuple[float, float, str, str]
             box = _moved(label, reach, spot)
             area = (box[2] - box[0]) * (box[3] - box[1])
             outside = area - _overlap(box, np.array([frame.extents]))
-            costs[reach, spot] = _overlap(box, np.array(taken)) + 10 * outside + 0.02 * reach * pad
-        taken.append(tuple(_moved(label, *min(costs, key=costs.__getitem__))))
+            costs[reach, spot] = _overlap(box, np.array(occupied)) + 10 * outside + 0.02 * reach * pad
+        occupied.append(tuple(_moved(label, *min(costs, key=costs.__getitem__))))
 
 
 def _moved(label: Any, reach: int, spot: tuple[float, float]) -> Any:

@@ -13,10 +13,10 @@ RELATIVE_ERROR = 1e-4  # ‖e‖²/‖x‖² of a one percent error
 
 
 def layer_costs(calibration: Any) -> dict[str, Any]:
-    """Nats of KLD that one percent of error in the keys (values) of one head costs: k, v [layers, heads] float64.
+    """The cost of a one percent error in one head's keys or values, nats of KLD: k, v [layers, heads] float64.
 
-    The error has covariance 1e-4 Σ, Σ the second moment of the data, so ½ tr(S Σ) 1e-4 with the sensitivity S; it
-    counts beyond the exact window the sensitivities were measured with. NaN where a layer has fewer heads than another.
+    It is ½ tr(S Σ) 1e-4 for sensitivity S and second moment Σ, since the error has covariance 1e-4 Σ. Only cells beyond
+    the exact window of the sensitivities count. NaN if a layer has fewer heads than another.
     """
     heads = max(stats.shape.n_head_kv for stats in calibration.layers)
     costs = {}
@@ -88,7 +88,7 @@ def _heat_maps(figure: Any, axes: Any, calibration: Any, costs: dict[str, Any]) 
 
 
 def bit_map(layout: dict[str, Any], side: str) -> Any:
-    """[heads of all layers, d] float: bits of every coefficient, 0 for dropped ones."""
+    """Bits of every coefficient, 0 for dropped ones: [heads of all layers, d] float64."""
     d = max(layer[f"d_{side}"] for layer in layout["layers"])
     rows = []
     for layer in layout["layers"]:
@@ -101,10 +101,10 @@ def bit_map(layout: dict[str, Any], side: str) -> Any:
 
 
 def spectra(calibration: Any) -> dict[str, Any]:
-    """Eigenvalues per head, descending: k, v [heads of all layers, d] float64, zeros behind those of smaller heads.
+    """Eigenvalues per head, descending: k, v [heads of all layers, d] float64, with zeros after those of smaller heads.
 
-    With sensitivities of ½ S Σ: nats of KLD that dropping the coefficient costs. Without, as shares of the largest: K
-    query-aware (of Σ_q Σ_k), V raw.
+    With sensitivities: of ½ S Σ, the cost of dropping the coefficient, nats of KLD. Without: of Σ_q Σ_k for keys and of
+    Σ_v for values, divided by the largest.
     """
     measured = calibration.sensitivity is not None
 
@@ -118,16 +118,16 @@ def spectra(calibration: Any) -> dict[str, Any]:
             return 0.5 * np.linalg.eigvals(getattr(stats.sensitivity, side) @ moment)
         return np.linalg.eigvals(stats.q2 @ moment) if side == "k" else np.linalg.eigvalsh(moment)
 
-    found = {}
+    by_side = {}
     for side in "kv":
         tables = [descending(eigenvalues(stats, side)) for stats in calibration.layers]
         width = max(table.shape[1] for table in tables)
-        found[side] = np.concatenate([np.pad(table, ((0, 0), (0, width - table.shape[1]))) for table in tables])
-    return found
+        by_side[side] = np.concatenate([np.pad(table, ((0, 0), (0, width - table.shape[1]))) for table in tables])
+    return by_side
 
 
 def layout_figure(layout: dict[str, Any], calibration: Any) -> Any:
-    """Bits per head and coefficient; with a calibration its spectra below, and its sensitivities where it has any."""
+    """Bits per head and coefficient; with a calibration also its spectra, and its sensitivities if it has any."""
     measured = calibration is not None and calibration.sensitivity is not None
     heights = [5.0] + [5.0] * (calibration is not None) + [3.0] * measured
     figure = new_figure(11, sum(heights))

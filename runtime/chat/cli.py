@@ -21,7 +21,7 @@ import click
 from runtime import options
 from runtime.chat.completer import Completer
 from runtime.chat.terminal import open_input
-from runtime.options import Drafts
+from runtime.options import SHARE, Drafts, llama_option
 from subkv.base.command import command, group, sentence, stack
 from subkv.base.errors import SubkvError
 from subkv.base.hub import hf_option, model_given
@@ -75,7 +75,7 @@ class Chat:
         }
 
     def loop(self, simple: bool) -> None:
-        """Until /exit or the end of the input; simple: as in open_input."""
+        """Handle messages until /exit or the end of the input. simple: as in open_input()."""
         source = open_input(Completer([*self.commands, *LEAVE], WITH_FILE), simple)
         if source.interactive:
             options.note("/help lists the commands")
@@ -164,14 +164,7 @@ class Chat:
 
     def read(self, name: str) -> None:
         path = named_file("/read", name)
-        try:
-            text = self.with_read_text(path.read_text("utf-8"))
-        except OSError as error:
-            raise SubkvError("/read", f"cannot read {path}: {error.strerror or error}") from error
-        except UnicodeDecodeError as error:
-            raise SubkvError(
-                "/read", f"expected UTF-8 text, found an invalid byte at {error.start} of {path}"
-            ) from error
+        text = self.with_read_text(options.read_utf8(path, "/read"))
         n_tokens = len(self.conversation.tokenize(text))
         self.conversation.check_room("/read", "the text", n_tokens)
         self.read_text = text
@@ -262,50 +255,22 @@ input_options = group(
 )
 
 
-def _sampling(**given: Any) -> Sampling:
+def _sampling(temp: float, **more: Any) -> Sampling:
     from runtime.chat.conversation import Sampling  # numpy and the native libraries: not for a --help
 
-    if given["temp"] < 0:
-        raise click.UsageError(f"--temp: expected 0 or more, found {given['temp']}")
-    return Sampling(**given)
+    if temp < 0:
+        raise click.UsageError(f"--temp: expected 0 or more, found {temp}")
+    return Sampling(temp, **more)
 
 
 sampling_options = group(
     "sampling",
     _sampling,
-    click.option(
-        "--temp",
-        "--temperature",
-        "temp",
-        type=float,
-        default=0.8,
-        envvar="LLAMA_ARG_TEMPERATURE",
-        help="temperature, 0: greedy",
-    ),
-    click.option(
-        "--top-k", type=int, default=40, envvar="LLAMA_ARG_TOP_K", help="sample among the k most likely, 0: all"
-    ),
-    click.option(
-        "--top-p",
-        type=click.FloatRange(0, 1),
-        default=0.95,
-        envvar="LLAMA_ARG_TOP_P",
-        help="sample among this probability mass",
-    ),
-    click.option(
-        "--min-p",
-        type=click.FloatRange(0, 1),
-        default=0.05,
-        envvar="LLAMA_ARG_MIN_P",
-        help="minimum probability relative to the most likely token",
-    ),
-    click.option(
-        "--repeat-penalty",
-        type=float,
-        default=1.0,
-        envvar="LLAMA_ARG_REPEAT_PENALTY",
-        help="penalty on repeated tokens, 1: none",
-    ),
+    llama_option("--temp --temperature temp", "TEMPERATURE", "temperature, 0: greedy", type=float, default=0.8),
+    llama_option("--top-k", "TOP_K", "sample among the k most likely tokens, 0: all", type=int, default=40),
+    llama_option("--top-p", "TOP_P", "sample among tokens with this total probability", type=SHARE, default=0.95),
+    llama_option("--min-p", "MIN_P", "minimum probability relative to the most likely token", type=SHARE, default=0.05),
+    llama_option("--repeat-penalty", "REPEAT_PENALTY", "penalty on repeated tokens, 1: none", type=float, default=1.0),
     click.option("-s", "--seed", type=int, default=-1, help="random seed, -1: random"),
 )
 
@@ -315,7 +280,13 @@ chat_options = stack(
     hf_option,
     input_options,
     options.template_options,
-    options.predict_option("maximum tokens per answer, -1: no limit"),
+    llama_option(
+        "-n --predict --n-predict n_predict",
+        "N_PREDICT",
+        "maximum tokens per answer, -1: no limit",
+        type=int,
+        default=-1,
+    ),
     options.cache_options(options.rollback_option),
     sampling_options,
     options.context_options(
@@ -323,8 +294,11 @@ chat_options = stack(
     ),
     options.gpu_option,
     options.draft_options,
-    options.shift_option(
-        "a full context drops half of the tokens after the system message, instead of ending the answer"
+    llama_option(
+        "--context-shift/--no-context-shift",
+        "CONTEXT_SHIFT",
+        "a full context drops half of the tokens after the system message, instead of ending the answer",
+        default=False,
     ),
 )
 

@@ -319,10 +319,7 @@ class Conversation:
             drafted = llm.draft(self.tokens)
             turn.n_drafted += len(drafted)
             llm.eval([token, *drafted])
-            row, llm.n_tokens = (
-                -1 - len(drafted),
-                llm.n_tokens - len(drafted),
-            )  # until they are chosen
+            row, llm.n_tokens = -1 - len(drafted), llm.n_tokens - len(drafted)  # drafts count when they are chosen
 
     #
     # files

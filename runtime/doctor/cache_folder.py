@@ -23,10 +23,7 @@ KINDS = {
         "of convert; it starts anew",
         r"sidecars/(?P<model>[0-9a-f]{12})\..*\.(part|sensing\.npz)|(sidecars/)?\..+\.tmp",
     ),
-    "calibrations": (
-        "convert measures again",
-        r"sidecars/(?P<model>[0-9a-f]{12})\.[0-9a-f]+\.calib\.safetensors",
-    ),
+    "calibrations": ("convert measures again", r"sidecars/(?P<model>[0-9a-f]{12})\.[0-9a-f]+\.calib\.safetensors"),
     "models": ("the demo model, converted; made again in seconds", r"smollm2-135m-instruct-[0-9a-f]{16}\.subkv\.gguf"),
     "sources": ("llama.cpp's, for a build; downloaded again", r"llama_cpp_python-[\w.]+\.tar\.gz"),
 }

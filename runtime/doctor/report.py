@@ -23,10 +23,7 @@ from subkv.base.version import __version__
 from subkv.native.paths import LIB_PATH, SUBKV_LIB_PATH, SUFFIX, lib_dir, own_library_path
 
 REPO = Path(__file__).resolve().parent.parent.parent
-OURS = {
-    *READ,
-    *("SUBKV_STORE", "SUBKV_STORE_MIB", "SUBKV_INDEXER", "SUBKV_KERNEL", "SUBKV_CACHE", SUBKV_LIB_PATH),
-}
+OURS = {*READ, *("SUBKV_STORE", "SUBKV_STORE_MIB", "SUBKV_INDEXER", "SUBKV_KERNEL", "SUBKV_CACHE", SUBKV_LIB_PATH)}
 OTHERS = (
     rf"{LIB_PATH}|XDG_(CACHE|STATE)_HOME|HF_\w+|(DY)?LD_(LIBRARY_PATH|PRELOAD)|OMP_\w+|(LLAMA|GGML|CUDA|VK|MESA|LP)_\w+"
 )
@@ -43,17 +40,14 @@ LIMITS = {
 def report() -> tuple[dict[str, Any], list[str]]:
     """The facts, and one sentence for each problem. The home folder is `~` in both."""
     broken: list[str] = []
-    facts: dict[str, Any] = {
-        "versions": _versions(broken),
-        "libraries": _libraries(broken),
-    }
+    facts: dict[str, Any] = {"versions": _versions(broken), "libraries": _libraries(broken)}
     native = probe()
     for key in ("error", "kernel_error"):
-        if why := native.pop(key, None):
-            broken += [] if why in broken else [why]
-    version = facts["versions"]
-    version["llama.cpp"] = native.pop("llama_cpp_commit", None)
-    version["ggml"] = native.pop("ggml", None)
+        if reason := native.pop(key, None):
+            broken += [] if reason in broken else [reason]
+    versions = facts["versions"]
+    versions["llama.cpp"] = native.pop("llama_cpp_commit", None)
+    versions["ggml"] = native.pop("ggml", None)
     available = native.pop("bytes_available", None)
     facts["processor"] = _processor(native)
     facts["devices"] = [device for device in native.get("devices", []) if device["kind"] != "cpu"]
@@ -63,7 +57,7 @@ def report() -> tuple[dict[str, Any], list[str]]:
     facts["environment"] = environment()
     facts["cache"] = _cache(broken)
     facts["formats"] = {
-        name: {"files": kind.files, "reads": list(kind.versions), "writes": _writes(name, kind.versions)}
+        name: {"files": kind.files, "reads": list(kind.versions), "writes": [kind.versions[-1]]}
         for name, kind in FORMATS.items()
     }
     facts["broken"] = broken
@@ -77,11 +71,6 @@ def hide_home(text: str) -> str:
         if len(home) > 1:
             text = re.sub(rf"(?<![\w/]){re.escape(home)}(?![\w.-])", "~", text)
     return text
-
-
-def _writes(name: str, versions: tuple[int, ...]) -> list[int]:
-    """Versions that are written. A model without latent layers gets the oldest version that can hold it."""
-    return list(versions) if name == "model" else [versions[-1]]
 
 
 def _versions(broken: list[str]) -> dict[str, str | None]:

@@ -15,38 +15,19 @@ from subkv.base.files import open_regular
 
 MODEL, REPO, REPO_FILE, FROM_URL, FOLDER = "model", "repo", "repo_file", "from_url", "folder"
 TYPE_K, TYPE_V = "type_k", "type_v"
-# kind of value of each flag and of each environment variable
-FLAGS = {
-    "-m": MODEL,
-    "--model": MODEL,
-    "-hf": REPO,
-    "-hfr": REPO,
-    "--hf-repo": REPO,
-    "-hff": REPO_FILE,
-    "--hf-file": REPO_FILE,
-    "-mu": FROM_URL,
-    "--model-url": FROM_URL,
-    "-dr": FROM_URL,
-    "--docker-repo": FROM_URL,
-    "--models-dir": FOLDER,
-    "--models-preset": FOLDER,
-    "-ctk": TYPE_K,
-    "--cache-type-k": TYPE_K,
-    "-ctv": TYPE_V,
-    "--cache-type-v": TYPE_V,
+# kind of value -> its flags, its environment variables without LLAMA_ARG_
+_KINDS = {
+    MODEL: ("-m --model", "MODEL"),
+    REPO: ("-hf -hfr --hf-repo", "HF_REPO"),
+    REPO_FILE: ("-hff --hf-file", "HF_FILE"),
+    FROM_URL: ("-mu --model-url -dr --docker-repo", "MODEL_URL DOCKER_REPO"),
+    FOLDER: ("--models-dir --models-preset", "MODELS_DIR MODELS_PRESET"),
+    TYPE_K: ("-ctk --cache-type-k", "CACHE_TYPE_K"),
+    TYPE_V: ("-ctv --cache-type-v", "CACHE_TYPE_V"),
 }
-VARIABLES = {
-    "LLAMA_ARG_MODEL": MODEL,
-    "LLAMA_ARG_HF_REPO": REPO,
-    "LLAMA_ARG_HF_FILE": REPO_FILE,
-    "LLAMA_ARG_MODEL_URL": FROM_URL,
-    "LLAMA_ARG_DOCKER_REPO": FROM_URL,
-    "LLAMA_ARG_MODELS_DIR": FOLDER,
-    "LLAMA_ARG_MODELS_PRESET": FOLDER,
-    "LLAMA_ARG_CACHE_TYPE_K": TYPE_K,
-    "LLAMA_ARG_CACHE_TYPE_V": TYPE_V,
-}
-OURS = ("subkv", "auto")  # cache types that upstream's parsers refuse
+FLAGS = {flag: kind for kind, (flags, _) in _KINDS.items() for flag in flags.split()}
+VARIABLES = {f"LLAMA_ARG_{name}": kind for kind, (_, names) in _KINDS.items() for name in names.split()}
+OURS = ("subkv", "auto")  # our cache types, which llama.cpp's parsers reject
 MAGIC = b"GGUF"
 
 
@@ -128,8 +109,8 @@ def _one_type(key: str, values: Sequence[str], stock: Collection[str], takes_lis
     known = [types for types in named if set(types) <= {*OURS, *stock}]
     in_effect = sum(known, []) if takes_lists else (known or [[]])[-1]
     if len(set(in_effect)) > 1 and not set(in_effect).isdisjoint(OURS):
-        found = ",".join(in_effect)
-        raise CacheError(key, f"expected subkv alone, since a process has coded or ordinary caches, found {found}")
+        reason = "expected subkv alone, since a process has coded or ordinary caches"
+        raise CacheError(key, f"{reason}, found {','.join(in_effect)}")
     return in_effect[0] if in_effect else None
 
 
@@ -146,10 +127,10 @@ def read(
     flags = list(_flags(arguments))
 
     def values(kind: str) -> list[str]:
-        given = [flag.value for flag in flags if flag.kind == kind]
-        if not given and (is_llama_cpp or kind in (TYPE_K, TYPE_V)):
-            given = [environment[name] for name, what in VARIABLES.items() if what == kind and environment.get(name)]
-        return given
+        named = [flag.value for flag in flags if flag.kind == kind]
+        if not named and (is_llama_cpp or kind in (TYPE_K, TYPE_V)):
+            named = [environment[name] for name, of in VARIABLES.items() if of == kind and environment.get(name)]
+        return named
 
     type_k, type_v = (_one_type(kind, values(kind), stock, takes_lists) for kind in (TYPE_K, TYPE_V))
     if None not in (type_k, type_v) and type_k != type_v and {type_k, type_v} & set(OURS):
@@ -157,7 +138,7 @@ def read(
     models, repos = values(MODEL), values(REPO) if is_llama_cpp else []
     from_url = is_llama_cpp and bool(values(FROM_URL))
     if takes_lists:
-        models, repos = ([one for value in found for one in value.split(",")] for found in (models, repos))
+        models, repos = ([name for value in lists for name in value.split(",")] for lists in (models, repos))
     elif is_llama_cpp:
         models, repos = models[-1:], repos[-1:]
         if from_url or repos:  # -m is the target of the download
@@ -166,17 +147,17 @@ def read(
         models = [value for value in models if is_gguf(Path(value))]
     ours = type_k in OURS or type_v in OURS
     dropped = {*OURS, *stock} if ours else set(OURS)
-    rest, kept = list(arguments), dict(environment)
+    rest, variables = list(arguments), dict(environment)
     for flag in reversed(flags):
         if flag.kind in (TYPE_K, TYPE_V) and set(flag.value.split(",")) <= dropped:
             del rest[flag.index : flag.index + flag.n]
     for name, kind in VARIABLES.items():
-        if kind in (TYPE_K, TYPE_V) and kept.get(name) in dropped:
-            del kept[name]
+        if kind in (TYPE_K, TYPE_V) and variables.get(name) in dropped:
+            del variables[name]
     files, folders = values(REPO_FILE), values(FOLDER)
     return ProgramArguments(
         tuple(rest),
-        kept,
+        variables,
         tuple(Path(model) for model in models if model),
         tuple(repo for repo in repos if repo),
         files[-1] if files else None,

@@ -31,13 +31,13 @@ def _no_model_note(program: str, read: ProgramArguments, others: bool) -> str:
     """A line for arguments that name no model file. others: bases of other models were derived."""
     program = program_name(program)
     if read.from_url:
-        why, what = "the program downloads its model", "FILE"
+        reason, path = "the program downloads its model", "FILE"
     elif read.folder is not None:
-        why, what = f"{program} chooses models itself", "DIR"
+        reason, path = f"{program} chooses models itself", "DIR"
     else:
-        why, what = "the arguments name no model", "FILE"
+        reason, path = "the arguments name no model", "FILE"
     line = "KV cache: subkv for every model that has bases, f16 for others"
-    return line if others else f"{line}, because {why}; `subkv run --prepare {what} {program} …` derives bases first"
+    return line if others else f"{line}, because {reason}; `subkv run --prepare {path} {program} …` derives bases first"
 
 
 def _prepare_others(paths: Sequence[Path]) -> None:

@@ -57,13 +57,9 @@ class CacheRequest:
         return [*(name for name, value in named.items() if value is not None), *self.window.requested()]
 
 
-def _request(bases: Path | None, adapt: str | None, **window: int | None) -> CacheRequest:
-    return CacheRequest(bases, Window.of(**window), adapt)
-
-
 request_options = group(
     "request",
-    _request,
+    lambda bases, adapt, **window: CacheRequest(bases, Window.of(**window), adapt),
     click.option("--bases", type=options.PATH, metavar="FILE", help="bases: a sidecar or a converted model"),
     options.window_options,
     options.rollback_option,

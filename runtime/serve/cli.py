@@ -22,7 +22,7 @@ from subkv.base.errors import SubkvError
 SERVER = "llama-server"
 # options of llama-server that print something and exit
 ANSWERS = {"-h", "--usage", "--version", "--license", "--list-devices", "-cl", "--cache-list", "--completion-bash"}
-# with these, models have no K/V cache, or do not read it again
+# with these options, models have no K/V cache, or read it only once
 EMBEDS = {"--embedding", "--embeddings", "--rerank", "--reranking"}
 
 
@@ -70,7 +70,7 @@ store_options = group(
 
 
 def _cache(read: ProgramArguments, arguments: Sequence[str]) -> list[str]:
-    """-ctk subkv, unless the arguments choose a cache or llama-server chooses the model."""
+    """-ctk subkv, unless the arguments choose a cache, several models (a folder) or embeddings."""
     chosen = read.type_k is not None or read.type_v is not None
     return [] if chosen or read.folder is not None or EMBEDS.intersection(arguments) else ["-ctk", "subkv"]
 
@@ -121,8 +121,8 @@ def flags_context(arguments: Sequence[str]) -> click.Context:
 
 def serve_start(arguments: Sequence[str]) -> Start:
     """The start of `subkv serve` with this command line, not carried out. Raises click.ClickException."""
-    made: Start = _flags.main(list(arguments), prog_name="flags", standalone_mode=False)
-    return made
+    result: Start = _flags.main(list(arguments), prog_name="flags", standalone_mode=False)
+    return result
 
 
 if __name__ == "__main__":

@@ -108,11 +108,11 @@ class Arguments:
         return self._actor(self.ingress_resource, num_cpus=0)
 
     @staticmethod
-    def of(given: dict[str, Any]) -> Arguments:
-        """From a config file, or from `serve run`, whose values are strings. Raises SubkvError."""
+    def of(raw: dict[str, Any]) -> Arguments:
+        """The arguments of a config file, or of `serve run`, whose values are strings. Raises SubkvError."""
         defaults = {field.name: field.default for field in dataclasses.fields(Arguments)}
         values: dict[str, Any] = {}
-        for name, value in given.items():
+        for name, value in raw.items():
             if name not in defaults:
                 raise SubkvError(name, f"unknown argument; expected one of {', '.join(defaults)}")
             default = defaults[name]
@@ -132,11 +132,11 @@ class Arguments:
     def n_slots(self) -> int:
         """Slots of each replica. Raises SubkvError."""
         flags = self.flag_list()
-        given = [value for flag, value in zip(flags, flags[1:], strict=False) if flag in PARALLEL]
+        values = [value for flag, value in zip(flags, flags[1:], strict=False) if flag in PARALLEL]
         try:
-            n = int(given[-1]) if given else -1
+            n = int(values[-1]) if values else -1
         except ValueError:
-            raise SubkvError("flags", f"-np: expected a number, found {given[-1]!r:.80}") from None
+            raise SubkvError("flags", f"-np: expected a number, found {values[-1]!r:.80}") from None
         return n if n > 0 else N_SLOTS
 
 

@@ -140,9 +140,9 @@ class Guard:
         if not self.keys:
             return
         raw = dict(headers.raw)
-        given = raw.get(b"authorization") or raw.get(b"x-api-key") or b""
-        given = BEARER.sub(b"", given, count=1) if BEARER.match(given) else given
-        equal = [hmac.compare_digest(given, key) for key in self.keys]  # compare with all keys: constant time
+        value = raw.get(b"authorization") or raw.get(b"x-api-key") or b""
+        value = BEARER.sub(b"", value, count=1) if BEARER.match(value) else value
+        equal = [hmac.compare_digest(value, key) for key in self.keys]  # compare with all keys: constant time
         if not any(equal):
             raise ApiError(401, "expected an API key of this server (Authorization: Bearer KEY), found none or another")
 

@@ -80,8 +80,8 @@ class LlamaServer:
         folder = _folder()
         server = None
         try:
-            given = [*flags, "--host", str(_socket(folder)), "--metrics"]
-            start = await asyncio.to_thread(serve_start, given)  # may derive bases
+            arguments = [*flags, "--host", str(_socket(folder)), "--metrics"]
+            start = await asyncio.to_thread(serve_start, arguments)  # may derive bases
             server = LlamaServer(await _run(start), folder, stall)
             await server._ready()
         except BaseException:
@@ -114,19 +114,19 @@ class LlamaServer:
         headers = [(name, value) for name, value in request.headers if name.lower() not in REQUEST]
         url = httpx.URL(scheme="http", host="localhost", raw_path=request.target)
         headers.append((b"connection", b"close"))
-        sent = httpx.Request(request.method, url, headers=headers, content=request.body)
+        forwarded = httpx.Request(request.method, url, headers=headers, content=request.body)
         try:
-            response = await self._client.send(sent, stream=True)
+            response = await self._client.send(forwarded, stream=True)
             try:
-                kept = [(name.lower(), value) for name, value in response.headers.raw if name.lower() not in HOP]
-                yield {"type": "http.response.start", "status": response.status_code, "headers": kept}
+                headers = [(name.lower(), value) for name, value in response.headers.raw if name.lower() not in HOP]
+                yield {"type": "http.response.start", "status": response.status_code, "headers": headers}
                 async for piece in response.aiter_raw():
                     yield {"type": "http.response.body", "body": piece, "more_body": True}
                 yield {"type": "http.response.body", "body": b"", "more_body": False}
             finally:
                 await response.aclose()
         except httpx.TransportError:
-            with contextlib.suppress(asyncio.TimeoutError):  # so that tasks that wait for its end run first
+            with contextlib.suppress(asyncio.TimeoutError):  # tasks that wait for the process's end run first
                 await asyncio.wait_for(self.process.wait(), LOST)
             raise
 

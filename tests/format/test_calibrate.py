@@ -149,7 +149,7 @@ def test_statistics_equal_numpy() -> None:
 
 def test_batches_are_bounded_and_modes_follow_the_plan() -> None:
     session = FakeSession()
-    observe(session, [Chunk((1,) * 1300), Chunk((2,) * 600, (10, 20), (400,))], progress=False)
+    observe(session, [Chunk((1,) * 1300), Chunk((2,) * 600, (10, 20), (400,))])
     assert session.batches == [(0, 512), (512, 512), (1024, 276), (0, 512), (512, 88)]
     assert session.modes == [ACCUMULATE, SAMPLE, PAUSE]
 
