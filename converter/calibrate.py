@@ -16,15 +16,19 @@ from subkv.format.window import MAX_SINK, N_SINK
 @command("calibrate", interrupted=INTERRUPTED)
 @model_option()
 @corpus_options()
-@click.option("-o", "--output", required=True, type=PATH, help="calib.safetensors to write.")
+@click.option(
+    "-o", "--output", required=True, type=PATH, metavar="FILE", help="calibration to write (calib.safetensors)"
+)
 @yes_option
-@click.option("--in-file", type=PATH, help="Earlier calibration of the same model to add to.")
-@click.option("--n-sink", default=N_SINK, type=click.IntRange(0, MAX_SINK), help="Positions left out per chunk.")
-@click.option("--held-out", default=HELD_OUT, type=click.IntRange(0), help="Hold out every N-th chunk, 0: none.")
+@click.option("--in-file", type=PATH, metavar="FILE", help="earlier calibration of the same model to add to")
+@click.option(
+    "--n-sink", default=N_SINK, type=click.IntRange(0, MAX_SINK), help="first positions of a chunk to leave out"
+)
+@click.option("--held-out", default=HELD_OUT, type=click.IntRange(0), help="hold out every N-th chunk, 0: none")
 def main(
     model: Path, corpus: Corpus, output: Path, yes: bool, in_file: Path | None, n_sink: int, held_out: int
 ) -> None:
-    """Collect the statistics of MODEL on text, for `convert --bases`."""
+    """Collect the statistics of a model on text, for `subkv convert --bases`."""
     # numpy and the native libraries: not for a --help
     from converter.source import Source
     from converter.statistics_stage import collect_statistics

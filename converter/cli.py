@@ -42,64 +42,76 @@ recent_bits_option = click.option(
     "--recent-bits",
     type=click.Choice([str(RECENT_BITS), "16"]),
     callback=lambda _context, _option, value: value and int(value),
-    help="Bits per element of the last positions; 16: f16. [default: 10; 16 for budgets of 6.5 or more]",
+    help="bits per element of the last positions; 16: f16 [default: 10; 16 for budgets of 6.5 or more]",
 )
 
 plan_options = group(
     "options",
     options_from_flags,
-    click.option("--kv-bits", type=float, help="Bits per K/V element, everything counted. [default: as good as q8_0]"),
-    click.option("--codec", type=click.Choice(["banded", "int8"]), default="banded"),
-    click.option("--rank-k", type=int, help="Maximum K coefficients per head. [default: the head size]"),
-    click.option("--rank-v", type=int, help="Maximum V coefficients per head. [default: the head size]"),
+    click.option("--kv-bits", type=float, help="bits per K/V element, everything counted [default: as good as q8_0]"),
+    click.option("--codec", type=click.Choice(["banded", "int8"]), default="banded", help="bits by budget, or 8 each"),
+    click.option("--rank-k", type=int, help="maximum K coefficients per head [default: the head size]"),
+    click.option("--rank-v", type=int, help="maximum V coefficients per head [default: the head size]"),
     click.option(
-        "--basis-k", type=click.Choice(BASES_K), help=f"[default: {BASES_K[2]} with sensitivities, else {BASES_K[1]}]"
+        "--basis-k",
+        type=click.Choice(BASES_K),
+        help=f"bases of keys [default: {BASES_K[2]} with sensitivities, else {BASES_K[1]}]",
     ),
     click.option(
-        "--basis-v", type=click.Choice(BASES_V), help=f"[default: {BASES_V[2]} with sensitivities, else {BASES_V[1]}]"
+        "--basis-v",
+        type=click.Choice(BASES_V),
+        help=f"bases of values [default: {BASES_V[2]} with sensitivities, else {BASES_V[1]}]",
     ),
-    click.option("--gamma", type=click.Choice(GAMMAS), default="calibrated"),
-    click.option("--center-k/--no-center-k", default=True, help="Subtract the keys' mean; needs sinks."),
-    click.option("--n-sink", type=int, default=N_SINK, help="First positions kept exact."),
-    click.option("--n-recent", type=int, default=N_RECENT, help="Last positions kept exact."),
+    click.option("--gamma", type=click.Choice(GAMMAS), default="calibrated", help="source of each head's logit factor"),
+    click.option("--center-k/--no-center-k", default=True, help="subtract the keys' mean; needs --n-sink"),
+    click.option("--n-sink", type=int, default=N_SINK, help="first positions kept exact"),
+    click.option("--n-recent", type=int, default=N_RECENT, help="last positions kept exact"),
     recent_bits_option,
-    click.option("--bpe-context", type=int, help="Context of the bit count. [default: trained context, at most 8192]"),
-    click.option("--adapt", help="Default adaptive bases of k, v or kv: v,length=512. [default: none]"),
+    click.option("--bpe-context", type=int, help="context of the bit count [default: trained context, at most 8192]"),
+    click.option(
+        "--adapt",
+        metavar="SIDES[,NAME=VALUE…]",
+        help="adaptive bases by default for k, v or kv: v or v,length=512 [default: none]",
+    ),
 )
 
 
 @command("convert", interrupted="interrupted: no bases were written")
 @click.argument("model", type=PATH, required=False)
 @hf_option
-@click.option("--bases", type=PATH, help="Calibration file (calib.safetensors) instead of calibrating here.")
+@click.option("--bases", type=PATH, metavar="FILE", help="calibration (calib.safetensors) to use, instead of a new one")
 @corpus_options(
-    "UTF-8 text to calibrate on. [default: built-in texts]",
-    "Maximum chunks, distributed over the texts. [default: all; of the built-in texts 8 or more]",
+    "UTF-8 text to calibrate on; may be repeated [default: built-in texts]",
+    "maximum chunks, distributed over the texts [default: all; of the built-in texts 8 or more]",
     required=False,
 )
 @click.option(
     "--minutes",
     type=click.FloatRange(min=0),
-    help="Time limit for sensitivities; 0: none. A later run with a larger limit resumes. [default: no limit]",
+    help="time limit for sensitivities; 0: none; a later run with a larger limit resumes [default: no limit]",
 )
 @click.option(
-    "--outtype", type=click.Choice(list(hf.OUTTYPES)), help="Weights of the GGUF for a folder. [default: auto, 16 bits]"
+    "--outtype", type=click.Choice(list(hf.OUTTYPES)), help="weights of a folder's GGUF [default: auto, 16 bits]"
 )
 @click.option(
     "--quantize",
     type=click.Choice(TYPES, case_sensitive=False),
     metavar="TYPE",
-    help=f"Quantize a folder's weights with llama.cpp: {', '.join(TYPES)}.",
+    help=f"quantize a folder's weights with llama.cpp: {', '.join(TYPES)}",
 )
 @click.option(
-    "-o", "--output", type=PATH, help="Copy of the model to write, with bases; with --sidecar only the bases."
+    "-o",
+    "--output",
+    type=PATH,
+    metavar="FILE",
+    help="copy of the model to write, with bases; with --sidecar only the bases",
 )
-@click.option("--embed", is_flag=True, help="Write the copy as MODEL.subkv.gguf; the default with --bases.")
-@click.option("--sidecar", is_flag=True, help="Write the sidecar beside the model: MODEL.subkv-sidecar.gguf.")
+@click.option("--embed", is_flag=True, help="write the copy as MODEL.subkv.gguf; the default with --bases")
+@click.option("--sidecar", is_flag=True, help="write the sidecar beside the model: MODEL.subkv-sidecar.gguf")
 @yes_option
 @plan_options
-@click.option("--dry-run", is_flag=True, help="Report size and quality; write no bases.")
-@click.option("-v", "--verbose", is_flag=True, help="List all layers.")
+@click.option("--dry-run", is_flag=True, help="report size and quality; write no bases")
+@click.option("-v", "--verbose", is_flag=True, help="all layers")
 def main(
     model: Path | None,
     hf_repo: str | None,

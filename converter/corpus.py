@@ -113,15 +113,15 @@ def cut(
 PATH = click.Path(path_type=Path)
 
 
-def model_option(text: str = "GGUF model.") -> Callable[..., Any]:
-    return click.option("-m", "--model", required=True, type=PATH, help=text)
+def model_option(text: str = "model file (GGUF)") -> Callable[..., Any]:
+    return click.option("-m", "--model", required=True, type=PATH, metavar="FILE", help=text)
 
 
-def bases_option(text: str = "Calibration file (calib.safetensors).") -> Callable[..., Any]:
-    return click.option("--bases", required=True, type=PATH, help=text)
+def bases_option(text: str = "calibration (calib.safetensors)") -> Callable[..., Any]:
+    return click.option("--bases", required=True, type=PATH, metavar="FILE", help=text)
 
 
-yes_option = click.option("-y", "--yes", is_flag=True, help="Overwrite an existing file.")
+yes_option = click.option("-y", "--yes", is_flag=True, help="overwrite an existing file")
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class Corpus:
 
 
 def corpus_options(
-    text: str = "UTF-8 text to calibrate on.",
-    chunks: str = "Maximum chunks, distributed over the texts. [default: all]",
+    text: str = "UTF-8 text to calibrate on; may be repeated",
+    chunks: str = "maximum chunks, distributed over the texts [default: all]",
     n_chunks: int | None = None,
     required: bool = True,
 ) -> Callable[..., Any]:
@@ -152,10 +152,10 @@ def corpus_options(
     return group(
         "corpus",
         Corpus,
-        click.option("-f", "--file", "files", required=required, multiple=True, type=PATH, help=text),
+        click.option("-f", "--file", "files", required=required, multiple=True, type=PATH, metavar="FILE", help=text),
         click.option(
-            "-c", "--ctx-size", "n_ctx", default=2048, type=click.IntRange(MIN_TOKENS), help="Tokens per chunk."
+            "-c", "--ctx-size", "n_ctx", default=2048, type=click.IntRange(MIN_TOKENS), help="tokens per chunk"
         ),
         click.option("--chunks", default=n_chunks, type=click.IntRange(1), help=chunks),
-        click.option("-t", "--threads", type=click.IntRange(1), help="[default: all processors]"),
+        click.option("-t", "--threads", type=click.IntRange(1), help="threads [default: all processors]"),
     )

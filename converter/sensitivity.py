@@ -33,22 +33,24 @@ def _moved(context: click.Context, parameter: click.Parameter, method: str | Non
         raise Moved(f"--method: unknown option; engine is the only method, and fisher is now {MOVED}")
 
 
-output_option = click.option("-o", "--output", required=True, type=PATH, help="May be the same as --bases.")
+output_option = click.option(
+    "-o", "--output", required=True, type=PATH, metavar="FILE", help="calibration to write; may be that of --bases"
+)
 n_recent_option = click.option(
     "--n-recent",
     default=N_RECENT,
     type=click.IntRange(0, MAX_RECENT),
-    help="Exact window of the later conversion, or a smaller one.",
+    help="exact window of the later conversion, or a smaller one",
 )
 
 
 @command("sensitivity", interrupted=INTERRUPTED)
 @model_option()
-@bases_option("Calibration of the model to add to.")
-@corpus_options("UTF-8 text.", f"Maximum chunks. [default: {CHUNKS}]")
+@bases_option("calibration of the model to add to")
+@corpus_options("UTF-8 text; may be repeated", f"maximum chunks [default: {CHUNKS}]")
 @output_option
 @click.option("--method", hidden=True, expose_value=False, callback=_moved)
-@click.option("--minutes", type=click.FloatRange(0.0, min_open=True), help="Time limit. [default: none]")
+@click.option("--minutes", type=click.FloatRange(0.0, min_open=True), help="time limit [default: none]")
 @n_recent_option
 def main(model: Path, bases: Path, corpus: Corpus, output: Path, minutes: float | None, n_recent: int) -> None:
     """Add measured sensitivities to a calibration."""

@@ -64,9 +64,9 @@ def corrected(trials: SensitivityTrials, others: Sequence[Sequence[int]], n_thre
     calibration = trials.result()
     chunks = [_decoded(trials, tokens) for tokens in others]
     if not others:
-        chunks = [trials.decoded_chunks.get(c) or trials.decoded(c) for c in trials.longer if c in trials.measured.done]
+        chunks = [trials.decoded_chunks.get(c) or trials.decode(c) for c in trials.longer if c in trials.measured.done]
     if not chunks:
-        chunks = [*trials.decoded_chunks.values()][-1:] or [trials.decoded(0)]
+        chunks = [*trials.decoded_chunks.values()][-1:] or [trials.decode(0)]
     trials.decoded_chunks.clear()
     assert calibration.sensitivity is not None
     with trials.session.without_context():

@@ -204,7 +204,7 @@ def _chunks(session: Session, request: SensitivityRequest) -> tuple[list[tuple[i
 def expected_seconds(
     request: SensitivityRequest, n_layer: int, speed: float, measurements: Measurements | None = None
 ) -> float:
-    """Duration of with_sensitivities() after `measurements`, at `speed` tokens per second. Tells the bar, too."""
+    """Duration of with_sensitivities() after `measurements` at `speed` tokens per second. Also sets the bar's time."""
     tokens = tokens_to_decode(request.lengths, n_layer, measurements, request.scope)
     limit = 60 * request.minutes if request.minutes is not None else math.inf
     seconds = min(tokens / speed + n_layer / PLANNED, limit)

@@ -180,7 +180,7 @@ class SensitivityTrials:
 
     @property
     def longer(self) -> list[int]:
-        """Chunks whose second half begins after the last query of the shortest chunk."""
+        """Indices of the chunks so long that their sampled queries come after all cells of the shortest chunk."""
         return [c for c, tokens in enumerate(self.chunks) if (len(tokens) - CORRECTING) // 2 >= self.near]
 
     def steps(self, too_late: Callable[[int], bool] = lambda tokens: False) -> Iterator[int]:
@@ -197,7 +197,7 @@ class SensitivityTrials:
             reserved = sum(len(self.chunks[other]) for other in self.longer if other > c)
             if self._enough and too_late(len(tokens) + reserved):
                 continue
-            chunk = self.decoded(c)
+            chunk = self.decode(c)
             yield len(tokens)
             for i, side in trials:
                 if self._enough and too_late((1 + REPEATS) * SCORED + reserved):
@@ -215,7 +215,7 @@ class SensitivityTrials:
     def _enough(self) -> bool:
         return len(self.measured.trials) >= LEAST
 
-    def decoded(self, c: int) -> DecodedChunk:
+    def decode(self, c: int) -> DecodedChunk:
         """Decode a chunk, and add it to the matrices unless they have it. rows() of earlier chunks are lost."""
         self.decoded_chunks = {other: chunk for other, chunk in self.decoded_chunks.items() if other in self.longer}
         for longer_chunk in self.decoded_chunks.values():

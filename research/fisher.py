@@ -21,9 +21,9 @@ HELD_BACK = 2  # further chunks, on which predictions are corrected
 
 
 @command("fisher", interrupted=INTERRUPTED)
-@model_option("GGUF model or Hugging Face folder.")
-@bases_option("Calibration of the model to add to.")
-@corpus_options("UTF-8 text.", f"Maximum chunks. [default: {CHUNKS}]")
+@model_option("model file (GGUF) or Hugging Face folder")
+@bases_option("calibration of the model to add to")
+@corpus_options("UTF-8 text; may be repeated", f"maximum chunks [default: {CHUNKS}]")
 @output_option
 @n_recent_option
 def main(model: Path, bases: Path, corpus: Corpus, output: Path, n_recent: int) -> None:

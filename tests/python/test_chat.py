@@ -293,7 +293,7 @@ def test_templates_that_refuse(monkeypatch: pytest.MonkeyPatch, llm: Llama) -> N
         Template(llm.loaded_model)
 
 
-def test_ctrl_c_asks_once_and_insists_twice() -> None:
+def test_only_the_second_ctrl_c_raises() -> None:
     pressed = []
     interrupt = Interrupt(lambda: pressed.append(1))
     with interrupt:

@@ -281,7 +281,7 @@ def test_beginnings_of_longer_chunks_are_measured_as_others_are(
         longer = cut(session, [read_text(text)], 3 * N_CTX, 1)[0]
         for chunks in ([longer[:N_CTX]], [longer[:N_CTX], longer]):
             trials = SensitivityTrials(session, stats, chunks, N_RECENT)
-            trials.decoded(len(chunks) - 1)
+            trials.decode(len(chunks) - 1)
             found.append(trials.measured)
     one, other = found
     assert one.queries == other.queries
@@ -302,7 +302,7 @@ def test_longer_chunks_wait_in_a_file(
             for _ in trials.steps():
                 pass
             found.append(sensitivity_correction.corrected(trials, [], 1).sensitivity)
-        chunk, at = trials.decoded(1), (stats.layers[0].shape.il, "v")
+        chunk, at = trials.decode(1), (stats.layers[0].shape.il, "v")
         noisy = 1.5 * chunk.view(*at).astype(np.float32)
         with pytest.raises(SubkvError, match="cannot write to .*: No such file"):
             chunk.spill(tmp_path / "none")
