@@ -138,7 +138,7 @@ def main(
     """
     # numpy and the native libraries: not for a --help
     from converter.conversion import Conversion
-    from converter.stored_calibration import CalibrationRequest
+    from converter.request import CalibrationRequest
     from subkv.engine.memory import available_memory
 
     if bases is not None and corpus.files:

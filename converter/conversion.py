@@ -25,8 +25,9 @@ from pathlib import Path
 import click
 
 from converter import hf
+from converter.request import CalibrationRequest
 from converter.source import Source
-from converter.stored_calibration import CalibrationRequest, calibrated
+from converter.stored_calibration import calibrated
 from subkv.base.errors import SubkvError
 from subkv.base.files import check_not_input, check_writable
 from subkv.format import metadata

@@ -10,7 +10,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from converter import builtin
 from converter.corpus import Text, cut
 from converter.decoded_chunk import SCORED, Unpredictable
+from converter.request import CalibrationRequest
 from converter.resume import EVERY, SAVED, interrupt
 from converter.sensitivity_correction import PLANNED, corrected, tokens_to_correct
 from converter.sensitivity_measurements import VERSION, Measurements
@@ -32,64 +32,40 @@ from subkv.base.interrupts import Interrupt
 from subkv.base.progress import duration, expect, note, progress_bar
 from subkv.format.calibration import Calibration, TextSource
 
-SHORT = 512  # tokens of most built-in chunks: many kinds of text matter more than long ones
-CHUNKS, LONG = 5, 1088  # chunks of the user's text, and tokens of each
-
-
-@dataclass(frozen=True)
-class SensitivityRequest:
-    """texts None: the built-in ones. n_ctx: maximum tokens of a chunk. n_recent: of the exact window. minutes None: no
-    limit. checkpoint: file of incomplete measurements. short: as in CalibrationRequest. scope: of the model's size."""
-
-    texts: Sequence[Text] | None
-    n_ctx: int
-    n_threads: int
-    n_recent: int
-    minutes: float | None
-    checkpoint: Path
-    short: bool = True
-    scope: Scope = FULL
-
-    @property
-    def lengths(self) -> list[int]:
-        """Maximum tokens of every chunk."""
-        least = 2 * self.n_recent + 4 * SCORED
-        short, long, far = (min(max(n, least), self.n_ctx) for n in (SHORT, LONG, self.scope.far))
-        if self.texts is not None:
-            return [long] * max(CHUNKS, len(self.texts))
-        if not self.short:
-            return [long] * builtin.MEASURED
-        return [short] * (builtin.MEASURED - len(builtin.LONGER)) + [far] * len(builtin.LONGER)
-
 
 def with_sensitivities(
-    source: Source, calibration: Calibration, request: SensitivityRequest
+    source: Source,
+    calibration: Calibration,
+    request: CalibrationRequest,
+    texts: Sequence[Text] | None,
+    checkpoint: Path,
 ) -> tuple[Calibration, bool]:
     """The calibration with sensitivities, and whether they are complete; incomplete measurements are saved.
 
-    Raises SubkvError if they cannot be measured, and KeyboardInterrupt after it has saved the measurements so far.
+    texts: of request.texts(). checkpoint: file of incomplete measurements. Raises SubkvError if sensitivities cannot be
+    measured, and KeyboardInterrupt after it has saved the measurements so far.
     """
-    with Session(source, max(request.lengths), request.n_threads, calibration.n_skip) as session:
-        chunks, texts = _chunks(session, request)
+    n_threads = request.corpus.n_threads
+    with Session(source, max(request.lengths), n_threads, calibration.n_skip) as session:
+        chunks, sources = _chunks(session, request, texts)
         lengths = [len(chunk) for chunk in chunks]
-        texts_measured = texts[: n_measured(lengths)]
-        measurements = _saved(request.checkpoint, calibration, texts_measured, lengths)
+        measurements = _saved(checkpoint, calibration, sources[: n_measured(lengths)], lengths)
         measurements = measurements or Measurements.empty(calibration)
         _announce(session, request, len(calibration.layers), measurements)
         with interrupt() as ctrl_c:
-            save = Saver(request.checkpoint, ctrl_c, lengths)
+            save = Saver(checkpoint, ctrl_c, lengths)
             try:
                 result = measure_sensitivities(
                     session,
                     calibration,
                     chunks,
                     request.n_recent,
-                    request.n_threads,
+                    n_threads,
                     request.minutes,
                     measurements,
                     save,
-                    texts=texts,
-                    folder=request.checkpoint.parent,
+                    texts=sources,
+                    folder=checkpoint.parent,
                     scope=request.scope,
                 )
             except SubkvError as error:
@@ -97,13 +73,13 @@ def with_sensitivities(
                     save(measurements)
                 if isinstance(error, Unpredictable):
                     minutes = math.inf if request.minutes is None else request.minutes
-                    _write(request.checkpoint, measurements, lengths, minutes, error.reason)
+                    _write(checkpoint, measurements, lengths, minutes, error.reason)
                 raise
             save(measurements)
         n = n_trials(len(calibration.layers), request.scope)
         complete = len(measurements.trials) >= n and len(measurements.done) >= n_measured(lengths)
         if not complete:
-            _write(request.checkpoint, measurements, lengths, request.minutes or 0.0)
+            _write(checkpoint, measurements, lengths, request.minutes or 0.0)
             note(f"there was time for {len(measurements.trials)} of {n} sensitivities")
         return result, complete
 
@@ -183,26 +159,28 @@ def tokens_to_decode(
     return chunks + int(REPEATED * trials) * SCORED + tokens_to_correct(lengths[n:], lengths)
 
 
-def _chunks(session: Session, request: SensitivityRequest) -> tuple[list[tuple[int, ...]], list[TextSource]]:
+def _chunks(
+    session: Session, request: CalibrationRequest, texts: Sequence[Text] | None
+) -> tuple[list[tuple[int, ...]], list[TextSource]]:
     """The chunks; and the texts of chunks whose cells are to enter the statistics. Raises SubkvError about `files`."""
-    if request.texts is not None:
-        long = request.lengths[0]
-        chunks = cut(session, request.texts, long, len(request.lengths))
+    lengths = request.lengths
+    if texts is not None:
+        chunks = cut(session, texts, lengths[0], len(lengths))
         if len(chunks) < 2:
-            raise SubkvError("files", f"they need at least 2 chunks of {long} tokens, found 1")
+            raise SubkvError("files", f"they need at least 2 chunks of {lengths[0]} tokens, found 1")
         return chunks, []
     blocks = builtin.read(session.template)
     order = sorted(range(builtin.MEASURED), key=lambda i: i in builtin.LONGER)
     chunks = [
         chunk
-        for i, n in zip(order, request.lengths, strict=True)
+        for i, n in zip(order, lengths, strict=True)
         for chunk in cut(session, [blocks[i]], n, 1, whole=i not in builtin.LONGER)
     ]
     return chunks, [blocks[i].source for i in order] if request.short else []
 
 
 def expected_seconds(
-    request: SensitivityRequest, n_layer: int, speed: float, measurements: Measurements | None = None
+    request: CalibrationRequest, n_layer: int, speed: float, measurements: Measurements | None = None
 ) -> float:
     """Duration of with_sensitivities() after `measurements` at `speed` tokens per second. Also sets the bar's time."""
     tokens = tokens_to_decode(request.lengths, n_layer, measurements, request.scope)
@@ -212,7 +190,7 @@ def expected_seconds(
     return seconds
 
 
-def _announce(session: Session, request: SensitivityRequest, n_layer: int, measurements: Measurements) -> None:
+def _announce(session: Session, request: CalibrationRequest, n_layer: int, measurements: Measurements) -> None:
     """Report how long the run takes, if more than 10 seconds."""
     trials = len(measurements.trials)
     seconds = expected_seconds(request, n_layer, session.speed(), measurements)

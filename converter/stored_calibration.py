@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from converter import builtin
-from converter.corpus import HELD_OUT, Corpus, Text
+from converter.corpus import Text
+from converter.request import CalibrationRequest
 from converter.resume import Checkpoints
 from converter.sensitivity_correction import PLANNED
-from converter.sensitivity_stage import (
-    SensitivityRequest,
-    expected_seconds,
-    outcome,
-    with_sensitivities,
-)
+from converter.sensitivity_stage import expected_seconds, outcome, with_sensitivities
 from converter.sensitivity_trials import scope_of
 from converter.source import Source
 from converter.statistics_stage import collect_statistics
@@ -34,58 +28,8 @@ from subkv.base.locks import exclusive
 from subkv.base.progress import note, overall
 from subkv.format import store
 from subkv.format.calibration import Calibration, read_calibration, write_calibration
-from subkv.format.metadata import generator
-from subkv.plan.pipeline import TOKENS_PER_RANK
 
 HASHED = 1e9  # bytes per second: the progress bar's first estimate
-
-
-@dataclass(frozen=True)
-class CalibrationRequest:
-    """How to calibrate. corpus without files: the built-in texts. n_sink: positions left out at the start of a chunk.
-
-    n_recent: of the exact window. minutes: limit for sensitivities; 0: no sensitivities; None: no limit.
-    short: chunks of the built-in texts may be shorter than requested, because statistics hold at all positions.
-    head_size: short chunks still have enough tokens for heads of this size; 0: no such minimum.
-    """
-
-    corpus: Corpus
-    n_sink: int
-    n_recent: int
-    minutes: float | None = None
-    short: bool = True
-    head_size: int = 0
-
-    def texts(self) -> list[Text] | None:
-        """The given texts; None: the built-in ones. Raises SubkvError as read_text()."""
-        return self.corpus.read() or None
-
-    @property
-    def separate(self) -> bool:
-        """Whether statistics leave out the texts of sensitivities, whose cells are added by that stage."""
-        return self.short and self.minutes != 0 and not self.corpus.files and self.corpus.chunks is None
-
-    @property
-    def observed(self) -> Corpus:
-        """The text of the statistics: as requested, else blocks of the built-in texts."""
-        if self.corpus.files or self.corpus.chunks is not None:
-            return self.corpus
-        if not self.separate:
-            return replace(self.corpus, chunks=max(builtin.TOKENS // self.corpus.n_ctx, builtin.BLOCKS))
-        # one block is held out, and each block loses its first n_sink positions
-        least = TOKENS_PER_RANK * self.head_size // (builtin.BLOCKS - 1) + self.n_sink + 1
-        n_ctx = min(max(builtin.TOKENS // builtin.BLOCKS, least), self.corpus.n_ctx)
-        return replace(self.corpus, n_ctx=n_ctx, chunks=max(builtin.TOKENS // n_ctx, builtin.BLOCKS))
-
-    def key(self, texts: list[Text] | None) -> str:
-        """A hash of everything that statistics depend on, except the model and its chat template."""
-        observed = self.observed
-        corpus = [self.corpus.n_ctx, observed.n_ctx, observed.chunks]
-        digest = hashlib.sha256(repr([generator(), *corpus, self.separate, self.n_sink, HELD_OUT]).encode())
-        for text in texts or builtin.read():
-            digest.update(repr((text.source.name, len(text.data), text.special)).encode())
-            digest.update(text.data)
-        return digest.hexdigest()[:8]
 
 
 @contextlib.contextmanager
@@ -96,7 +40,7 @@ def calibrated(source: Source, request: CalibrationRequest) -> Iterator[Path]:
     """
     scope = scope_of(source.n_bytes)
     head_size = source.head_size if scope.long_statistics else 0
-    request = replace(request, short=source.can_spread, head_size=head_size)
+    request = replace(request, short=source.can_spread, head_size=head_size, scope=scope)
     if source.n_ctx_train and request.corpus.n_ctx > source.n_ctx_train:
         note(f"chunks of {source.n_ctx_train} tokens (trained context) instead of {request.corpus.n_ctx}")
         request = replace(request, corpus=replace(request.corpus, n_ctx=source.n_ctx_train))
@@ -109,20 +53,9 @@ def calibrated(source: Source, request: CalibrationRequest) -> Iterator[Path]:
         n_layer, reading = source.n_layer or 1, source.n_bytes / HASHED
         with overall({"loading": reading, "hashing": reading, "bases": n_layer / PLANNED}):
             remove_stale(store.folder())
-            corpus, checkpoint = request.corpus, _checkpoint(path, request.n_recent)
-            sensitivities = SensitivityRequest(
-                texts,
-                corpus.n_ctx,
-                corpus.n_threads,
-                request.n_recent,
-                request.minutes,
-                checkpoint,
-                request.short,
-                scope,
-            )
-            later = functools.partial(expected_seconds, sensitivities, n_layer)
+            later = functools.partial(expected_seconds, request, n_layer)
             statistics = _stored(path, source) or _measured(source, request, texts, path, later)
-            checkpoint = _add_sensitivities(source, sensitivities, statistics, path)
+            checkpoint = _add_sensitivities(source, request, texts, statistics, path)
             del statistics
             source.unload()
             _remove_others(entry, {path, checkpoint})
@@ -178,7 +111,9 @@ def _measured(
     return statistics
 
 
-def _add_sensitivities(source: Source, request: SensitivityRequest, calibration: Calibration, path: Path) -> Path:
+def _add_sensitivities(
+    source: Source, request: CalibrationRequest, texts: list[Text] | None, calibration: Calibration, path: Path
+) -> Path:
     """Add sensitivities to `path`, unless it has them for this window or an earlier run used the same time limit.
 
     If they cannot be measured, the reason is logged. Returns the file of incomplete ones.
@@ -186,32 +121,33 @@ def _add_sensitivities(source: Source, request: SensitivityRequest, calibration:
     stored = calibration.sensitivity
     is_stored = stored is not None and stored.n_recent <= request.n_recent
     if stored is not None and is_stored:
-        request = replace(request, n_recent=stored.n_recent, checkpoint=_checkpoint(path, stored.n_recent))
-    earlier = outcome(request.checkpoint)
+        request = replace(request, n_recent=stored.n_recent)
+    checkpoint = _checkpoint(path, request.n_recent)
+    earlier = outcome(checkpoint)
     if is_stored:
         if earlier is None:
-            return request.checkpoint
+            return checkpoint
         if request.minutes is not None and request.minutes <= earlier[0]:
             note("using the sensitivities that an earlier run had time for; a larger --minutes continues them")
-            return request.checkpoint
+            return checkpoint
     if request.minutes == 0:
-        return request.checkpoint
+        return checkpoint
     further = "further " if stored else ""
     if earlier is not None:
         minutes, reason = earlier
         if reason and (math.inf if request.minutes is None else request.minutes) <= minutes:
             note(f"no {further}sensitivities, as an earlier run found: {reason}")
-            return request.checkpoint
+            return checkpoint
     try:
-        result, complete = with_sensitivities(source, calibration, request)
+        result, complete = with_sensitivities(source, calibration, request, texts, checkpoint)
     except SubkvError as error:
         note(f"no {further}sensitivities: {error.reason}")
-        return request.checkpoint
+        return checkpoint
     with concerning(output="XDG_CACHE_HOME"):
         write_calibration(path, result)
     if complete:
-        remove(request.checkpoint)
-    return request.checkpoint
+        remove(checkpoint)
+    return checkpoint
 
 
 def _remove_others(entry: store.Entry, needed: set[Path]) -> None:

@@ -21,11 +21,10 @@ import subkv
 from converter import builtin, resume
 from converter.cli import main as convert
 from converter.corpus import Corpus, Text
+from converter.request import CalibrationRequest
 from converter.resume import SAVED
-from converter.sensitivity_stage import SensitivityRequest
 from converter.sensitivity_trials import FULL, REDUCED, Scope
 from converter.session import Session
-from converter.stored_calibration import CalibrationRequest
 from runtime import cli
 from subkv.base.errors import SubkvError
 from subkv.base.locks import exclusive
@@ -352,15 +351,15 @@ def test_every_kind_of_text_is_taken() -> None:
 
 def test_chunks_for_sensitivities_hold_the_exact_window() -> None:
     def lengths(
-        n_recent: int, n_ctx: int = 2048, texts: list[Text] | None = None, short: bool = True, scope: Scope = FULL
+        n_recent: int, n_ctx: int = 2048, files: tuple[Path, ...] = (), short: bool = True, scope: Scope = FULL
     ) -> list[int]:
-        return SensitivityRequest(texts, n_ctx, 1, n_recent, None, Path(), short, scope).lengths
+        return CalibrationRequest(Corpus(files, n_ctx, None, 1), 4, n_recent, short=short, scope=scope).lengths
 
     assert lengths(128) == [512] * 5 + [2048] * 2
     assert lengths(128, scope=REDUCED) == [512] * 5 + [REDUCED.far] * 2
     assert lengths(400) == [1056] * 5 + [2048] * 2
     assert lengths(128, short=False) == [1088] * 7 and set(lengths(128, 320)) == {320}
-    assert lengths(128, texts=[Text(TextSource("a", "0" * 64, 0), b"")]) == [1088] * 5
+    assert lengths(128, files=(Path("a.txt"),)) == [1088] * 5
 
 
 def test_settings_have_keys_of_their_own() -> None:
