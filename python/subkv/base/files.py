@@ -18,10 +18,10 @@ from subkv.base.errors import SubkvError
 
 T = TypeVar("T")
 
-# names of temporary files of replacing(), with or without the random part (older versions)
-TEMPORARY = re.compile(r"\.(?P<name>.+?)\.\d+(\.[0-9a-f]{8})?\.tmp", re.DOTALL)
+# names of temporary files of replacing()
+TEMPORARY = re.compile(r"\.(?P<name>.+?)\.\d+\.[0-9a-f]{8}\.tmp", re.DOTALL)
 BUSY_SECONDS = 2.0
-STALE_SECONDS = 3600.0  # older temporary files are left-overs
+STALE_SECONDS = 3600.0  # older temporary files are of killed processes
 
 
 def _reason(error: OSError) -> str:
@@ -54,9 +54,9 @@ def check_new(path: Path, overwrite: bool) -> None:
 
 def check_not_input(path: Path, inputs: Iterable[tuple[str, Path]]) -> None:
     """Reject an output path that is also an input; each input has a name for the message. Raises SubkvError."""
-    for other, given in inputs:
-        if path.exists() and given.exists() and os.path.samefile(path, given):
-            raise SubkvError("output", f"expected another file than {other}, found {path}")
+    for name, file in inputs:
+        if path.exists() and file.exists() and os.path.samefile(path, file):
+            raise SubkvError("output", f"expected another file than {name}, found {path}")
 
 
 def _temporary_name(path: Path) -> Path:

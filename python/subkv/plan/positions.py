@@ -22,59 +22,35 @@ from subkv.plan import mla
 
 C128 = NDArray[np.complex128]
 
-# architectures by the place of rotary pairs in llama.cpp: neighbours, or half of the rotated dimensions apart
+# Architectures by the place of rotary pairs in llama.cpp: neighbours, or half of the rotated dimensions apart.
 NEIGHBOURS = ("llama",)
-# M-RoPE: a token has positions in time, height and width, equal in text; pairs use them in sections or interleaved
+# M-RoPE: a token has positions in time, height and width, equal in text; pairs use them in sections or interleaved.
 SECTIONS = ("qwen2vl",)
 INTERLEAVED = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
 HALVES = (
     *("qwen2", "qwen3", "gemma", "stablelm", "phi2", "gptneox", "starcoder2", "lfm2", "lfm2moe", "qwen3next"),
     *(*SECTIONS, *INTERLEAVED),
 )
-# learned positions are added to the embeddings; queries and keys are not rotated
+# Learned positions are added to the embeddings; queries and keys are not rotated.
 ABSOLUTE = ("gpt2",)
-# more architectures for partners(): some of their layers may rotate at other frequencies or not at all
+UNROTATED = (*ABSOLUTE, "bloom", "jais", "mpt", "refact")
+# Further architectures for partners(): some of their layers may rotate at other frequencies or not at all.
 ALSO_NEIGHBOURS = (
-    *("arcee", "arctic", "baichuan", "bailingmoe", "chameleon", "chatglm", "cohere2", "cohere2moe", "command-r"),
-    *("deci", "deepseek", "ernie4_5", "ernie4_5-moe", "granite", "granitemoe", "internlm2", "llada", "llama4"),
-    *("maincoder", "minicpm", "mistral3", "nanbeige", "olmo", "plm", "smollm3", "starcoder", "xverse"),
-)
+    "arcee", "arctic", "baichuan", "bailingmoe", "chameleon", "chatglm", "cohere2", "cohere2moe", "command-r",
+    "deci", "deepseek", "ernie4_5", "ernie4_5-moe", "granite", "granitemoe", "internlm2", "llada", "llama4",
+    "maincoder", "minicpm", "mistral3", "nanbeige", "olmo", "plm", "smollm3", "starcoder", "xverse",
+)  # fmt: skip
 ALSO_HALVES = (
-    *("afmoe", "apertus", "bailingmoe2", "bitnet", "codeshell", "dbrx", "dots1", "dream", "exaone", "exaone-moe"),
-    *(
-        "exaone4",
-        "falcon",
-        "gemma2",
-        "gemma3",
-        "gemma3n",
-        "gemma4",
-        "gpt-oss",
-        "grok",
-        "grovemoe",
-        "hunyuan-dense",
-        "hunyuan-moe",
-    ),
-    *(
-        "jais2",
-        "llada-moe",
-        "mellum",
-        "mimo2",
-        "minicpm3",
-        "minimax-m2",
-        "minimax-m3",
-        "nemotron",
-        "olmo2",
-        "olmoe",
-        "openelm",
-    ),
-    *("orion", "pangu-embedded", "phi3", "phimoe", "plamo", "plamo3", "qwen", "qwen2moe", "qwen3moe", "rnd1"),
-    *("qwen4exp", "seed_oss", "smallthinker"),
-)
-# latent attention: the part after the latent is rotated in neighbours, or not at all
+    "afmoe", "apertus", "bailingmoe2", "bitnet", "codeshell", "dbrx", "dots1", "dream", "exaone", "exaone-moe",
+    "exaone4", "falcon", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt-oss", "grok", "grovemoe", "hunyuan-dense",
+    "hunyuan-moe", "jais2", "llada-moe", "mellum", "mimo2", "minicpm3", "minimax-m2", "minimax-m3", "nemotron",
+    "olmo2", "olmoe", "openelm", "orion", "pangu-embedded", "phi3", "phimoe", "plamo", "plamo3", "qwen", "qwen2moe",
+    "qwen3moe", "rnd1", "qwen4exp", "seed_oss", "smallthinker",
+)  # fmt: skip
+# Latent attention: the elements after the latent are rotated in neighbours, or not at all.
 ROTATED_LATENT = ("deepseek2", "deepseek32", "glm-dsa", "hy_v4", "dots3note")
 UNROTATED_LATENT = ("kimi-linear", "kimi-k3", "glm5-next")
-UNROTATED = (*ABSOLUTE, "bloom", "jais", "mpt", "refact")
-# architectures whose keys have the same order in transformers and llama.cpp
+# Architectures whose keys have the same order in transformers and llama.cpp.
 SAME_ORDER = (*HALVES, *ABSOLUTE, "gemma2", "gemma3", "gpt-oss", "olmo2", "phi3", "qwen2moe", "qwen3moe")
 
 
