@@ -57,8 +57,7 @@ def moment_gamma(key_moment: F64, query_moment: F64, stored: StoredBasis) -> flo
 
 def _least_squares_decoder(stored: StoredBasis) -> F64:
     """D [r, d] before division by the quantizers' gains."""
-    decoder: F64 = stored.decode.astype(np.float64) * gains(stored.bands)[:, None]
-    return decoder
+    return np.asarray(stored.decode.astype(np.float64) * gains(stored.bands)[:, None])
 
 
 def _ratio(cross: float, power: float) -> float | None:
@@ -69,10 +68,10 @@ def _ratio(cross: float, power: float) -> float | None:
 
 
 def gamma_of(method: str, stats: LayerStats, head: int, stored: StoredBasis, key_moment: F64) -> tuple[float, str]:
-    """gamma of one head and its source: `samples`, `moments`, `formula`, or `none` (no information: 1).
+    """gamma of one head and its source: `samples`, `moments`, `formula`, or `none` (gamma is 1).
 
-    key_moment: [d, d], of the keys minus the stored mean.
-    method: one of GAMMAS; calibrated uses the samples, or else the moments.
+    method: one of GAMMAS; calibrated uses the samples, or else the moments. key_moment: [d, d], of the keys minus the
+    stored mean.
     """
     rank, d = stored.encode.shape
     if method == "sqrt":

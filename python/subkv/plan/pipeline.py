@@ -22,7 +22,7 @@ from subkv.format.metadata import Account, Settings
 from subkv.format.window import DEFAULT, RECENT_BITS, Window
 from subkv.native.gguf import Base
 from subkv.plan import budget, latent, mla, predict, stock
-from subkv.plan.basis import N_HALVES, FullBasis, centred_moment, store, stored_mean
+from subkv.plan.basis import N_HALVES, FullBasis, centred_moment, half, store
 from subkv.plan.budget import Head, Overhead
 from subkv.plan.costs import LayerCost, fit_heads, layer_cost, near_cost, near_share, resolve_bases, value_metrics
 from subkv.plan.gamma import gamma_of
@@ -37,16 +37,16 @@ BUDGET_STEP = 0.05  # default budgets are multiples of it
 
 # D is stored in bytes if that saves at least NARROW_FROM bits per element at NARROW_AT bits in rows, and 4 times as
 # many for every further bit, because all cells share D's error. SmolLM2-135M, KLD at 8192 tokens before the 0.05 saved
-# bits are spent: +2% at 3.0 bits, +6% at 4.25. Spent on rows, they are worth 8%.
+# bits are spent: +2% at 3.0 bits, +6% at 4.25. Spent on rows, they reduce it by 8%.
 NARROW_FROM, NARROW_AT = 0.05, 4.0
 
 # Budget from which recent rows are halves. SmolLM2-135M: recent rows as integers of 10 bits cause a KLD of 0.00002, the
 # rest of the cache 0.00013 at a budget of 5.25 and 0.00004 at 6.5.
 HALVES_FROM = 6.5
 
-# The error of a stock type is no measure of quality if it exceeds this share of the cost of replacing all keys and
-# values by their means: its steps then follow a constant part (random weights, large biases). q8_0: 2e-5 on SmolLM2,
-# with and without sensitivities; 0.016 on random Q4_0 weights, whose rows are nearly constant.
+# The error of a stock type does not measure quality if it exceeds this share of the cost of replacing all keys and
+# values by their means: a constant part (random weights, large biases) then determines its steps. q8_0: 2e-5 on
+# SmolLM2, with and without sensitivities; 0.016 on random Q4_0 weights, whose rows are nearly constant.
 MEANINGLESS = 1e-3
 
 
@@ -214,7 +214,7 @@ class Fit:
         window = options.window.with_defaults(recent_bits=recent_bits(options, self.latent))
         self.settings = options.settings(basis_k, basis_v, options.gamma, window)
         self.notes: list[SubkvError] = []
-        # sinks get much attention, and their keys are far from the mean of the others, so they need exact rows
+        # sinks attract much attention, and their keys are far from the mean of the others, so they need exact rows
         center_k = options.center_k and window.n_sink > 0 and not self.latent  # values are not centred
         if options.center_k and not self.latent and not center_k:
             reason = "off, because centring needs exact sinks, found --n-sink 0; --no-center-k omits this note"
@@ -299,7 +299,7 @@ class Fit:
                 layers.append(CodedLayer(stats.shape, (head,), latent=True))
                 continue
             for h in range(stats.shape.n_head_kv):
-                of_k, of_v = ((next(bands), next(heads).more > 0) for _ in "kv")
+                of_k, of_v = ((next(bands), next(heads).more_bits > 0) for _ in "kv")
                 head, source = _code_head(stats, fit, h, of_k, of_v, self.settings.gamma)
                 sources[source] += 1
                 coded.append(head)
@@ -406,8 +406,8 @@ def convert(base: Base, calibration: Calibration, options: Options, progress: bo
                 f"calibrated ones; a longer or more varied text (-f) may help"
             )
         else:
-            what = "predicted KLD" if calibration.sensitivity else "estimated attention error"
-            reason = f"the smallest whose {what} is at most {TARGET}'s"
+            error = "predicted KLD" if calibration.sensitivity else "estimated attention error"
+            reason = f"the smallest whose {error} is at most {TARGET}'s"
         notes.append(SubkvError("kv_bits", f"{kv_bits:g} by default, {reason}"))
     plan, narrow = fit.plan(kv_bits or 0.0), fit.narrow(kv_bits or 0.0)
     layers, sources = fit.code(plan, narrow)
@@ -434,7 +434,7 @@ def _token_notes(fit: Fit) -> list[SubkvError]:
 
 @contextlib.contextmanager
 def _of_head(il: int, head: int) -> Iterator[None]:
-    """Adds the head to errors about its statistics."""
+    """Prefixes errors about a head's statistics with the head."""
     try:
         yield
     except SubkvError as error:
@@ -450,7 +450,7 @@ def _centre(stats: LayerStats, center_k: bool) -> tuple[F16, F64]:
     means, moments = [], []
     for h in range(stats.shape.n_head_kv):
         with _of_head(stats.shape.il, h):
-            means.append(stored_mean(stats.k1[h]))
+            means.append(half(stats.k1[h], "mean"))
             moments.append(centred_moment(stats.k2[h], stats.k1[h], means[h]))
     return np.stack(means), np.stack(moments)
 
@@ -458,15 +458,15 @@ def _centre(stats: LayerStats, center_k: bool) -> tuple[F16, F64]:
 def _head(basis: FullBasis, rank: int, centred: bool = False) -> Head:
     """A basis for the planner, with at most `rank` coefficients."""
     d = len(basis.importance)
-    return Head(d, basis.importance[:rank], centred, budget.held_bits(d, basis.fits_bytes))
+    return Head(d, basis.importance[:rank], centred, budget.coefficient_bits(d, basis.fits_bytes))
 
 
 def _narrowed(head: Head) -> Head:
     """The head with D in bytes after its first rows, if E is in bytes."""
-    saved = budget.decode_bits(head.d) - budget.decode_bits(head.d, in_bytes=True)
-    if head.held != budget.held_bits(head.d):
+    if head.basis_bits != budget.coefficient_bits(head.d):
         return head
-    return replace(head, held=head.held - saved, more=saved * N_HALVES)
+    narrow = budget.coefficient_bits(head.d, decode_in_bytes=True)
+    return replace(head, basis_bits=narrow, more_bits=N_HALVES * (head.basis_bits - narrow))
 
 
 def _cost_of_means(stats: LayerStats, cost: LayerCost) -> float:
@@ -479,7 +479,7 @@ def _cost_of_means(stats: LayerStats, cost: LayerCost) -> float:
 def _code_head(
     stats: LayerStats, fit: _Fitted, h: int, of_k: tuple[Bands, bool], of_v: tuple[Bands, bool], method: str
 ) -> tuple[CodedHead, str]:
-    """Code one head. of_k, of_v: bands, and whether D is in bytes."""
+    """Code one head; returns it and the source of gamma. of_k, of_v: bands, and whether D is in bytes."""
     with _of_head(stats.shape.il, h):
         k = store(fit.k[h], fit.k2[h], of_k[0], fit.mean[h], narrow=of_k[1])
         v = store(fit.v[h], stats.v2[h], of_v[0], narrow=of_v[1])

@@ -1,10 +1,10 @@
 """Spreads the statistics of short chunks over all positions of the trained context.
 
 Rotary attention depends only on relative positions: the same text `o` positions later gives the same output, with keys
-and queries rotated by o. So the statistics of a chunk at positions [0, n_ctx) hold at every offset after rotation.
-The average over offsets up to the trained context is exact for the calibrated text. It is necessary, because keys at
-other positions have directions for which the bases would have no bits: SmolLM2-135M, calibrated at 2048 tokens, 5 bits
-per element, has a KLD of 0.2 at 8192 tokens without it.
+and queries rotated by o. So the rotated statistics of a chunk at positions [0, n_ctx) hold at every offset. Their
+average over offsets up to the trained context is exact for the calibrated text. Without it, the bases have no bits for
+some directions of keys at other positions: SmolLM2-135M, calibrated at 2048 tokens, has a KLD of 0.2 at 8192 tokens
+with 5 bits per element.
 """
 
 from __future__ import annotations
@@ -86,13 +86,12 @@ class Rotation:
         """Mean of R_o M R_oᵀ over offsets o in [0, span], moments [n, d, d]."""
         rotated = self.unitary @ moments @ self.unitary.conj().T
         mean = _mean_phase(self.omega[:, None] - self.omega[None, :], span)
-        out: F64 = (self.unitary.conj().T @ (rotated * mean) @ self.unitary).real
-        return 0.5 * (out + out.transpose(0, 2, 1))
+        averaged: F64 = (self.unitary.conj().T @ (rotated * mean) @ self.unitary).real
+        return 0.5 * (averaged + averaged.transpose(0, 2, 1))
 
     def vector(self, means: F64, span: float) -> F64:
         """Mean of R_o x over offsets, means [n, d]."""
-        out: F64 = ((means @ self.unitary.T) * _mean_phase(self.omega, span) @ self.unitary.conj()).real
-        return out
+        return np.asarray(((means @ self.unitary.T) * _mean_phase(self.omega, span) @ self.unitary.conj()).real)
 
     def rows(self, rows: F16, span: float) -> F16:
         """Sampled rows [n, heads, d], each rotated by its own offset; offsets are evenly spread."""
@@ -103,17 +102,15 @@ class Rotation:
 
 def _mean_phase(omega: F64, span: float) -> C128:
     """Mean of exp(i·omega·o) over o in [0, span]."""
-    x = omega * span
-    small = np.abs(x) < 1e-9
-    safe = np.where(small, 1.0, x)
-    return np.where(small, 1.0, (np.exp(1j * safe) - 1.0) / (1j * safe))
+    middle = omega * span / 2
+    return np.asarray(np.exp(1j * middle) * np.sinc(middle / np.pi))
 
 
 @dataclass(frozen=True)
 class Pairs:
     """Rotation in real coordinates: position p maps x to x·cos(omega·p) + x[partner]·sin(omega·p).
 
-    partner: [d]; omega: [d] radians per position, 0 where a coordinate is not rotated.
+    partner: [d]; omega: [d] radians per position, 0 for coordinates that are not rotated.
     """
 
     partner: NDArray[np.int64]
@@ -126,7 +123,7 @@ class Pairs:
 
 
 def pairs(base: Base, d: int) -> Pairs | None:
-    """The rotary pairs of keys of size d; None if their kind is unknown."""
+    """The rotary pairs of keys of size d; None if the model's kind of rotation is unknown."""
     arch, latent = base.get("general.architecture"), mla.is_latent(base)
     if latent and arch in UNROTATED_LATENT:
         return Pairs.none(d)
@@ -143,12 +140,12 @@ def pairs(base: Base, d: int) -> Pairs | None:
     sections = base.get(f"{arch}.rope.dimension_sections")
     if arch in SECTIONS + INTERLEAVED and isinstance(sections, list) and len(sections) == 4:
         theta[_unrotated_pairs(sections, half, arch in INTERLEAVED)] = 0.0
-    out = Pairs.none(d)
+    rotary = Pairs.none(d)
     first = (d - n_rot if latent else 0) + (2 * np.arange(half) if neighbours else np.arange(half))
     second = first + (1 if neighbours else half)
-    out.partner[first], out.partner[second] = second, first
-    out.omega[first], out.omega[second] = -theta, theta
-    return out
+    rotary.partner[first], rotary.partner[second] = second, first
+    rotary.omega[first], rotary.omega[second] = -theta, theta
+    return rotary
 
 
 def _unrotated_pairs(sections: list[int], half: int, interleaved: bool) -> NDArray[np.bool_]:
@@ -165,9 +162,9 @@ def partners(base: Base, d: int) -> NDArray[np.int64] | None:
     Supports more models than pairs(), because it needs no frequencies.
     """
     arch = base.get("general.architecture")
-    out = np.arange(d)
+    partner = np.arange(d)
     if arch in UNROTATED:
-        return out
+        return partner
     n_rot = base.get(f"{arch}.rope.dimension_count") or d
     if isinstance(n_rot, int) and n_rot > d:  # heads with sliding windows may be smaller
         n_rot = base.get(f"{arch}.rope.dimension_count_swa")
@@ -175,8 +172,8 @@ def partners(base: Base, d: int) -> NDArray[np.int64] | None:
     known = neighbours or arch in HALVES + ALSO_HALVES
     if not known or not isinstance(n_rot, int) or n_rot > d or n_rot % 2:
         return None
-    out[:n_rot] = out[:n_rot] ^ 1 if neighbours else np.roll(out[:n_rot], n_rot // 2)
-    return out
+    partner[:n_rot] = partner[:n_rot] ^ 1 if neighbours else np.roll(partner[:n_rot], n_rot // 2)
+    return partner
 
 
 def rotation(base: Base, d: int) -> Rotation | None:
@@ -213,7 +210,9 @@ def can_spread(base: Base) -> bool:
 def spread(base: Base, calibration: Calibration) -> tuple[Calibration, SubkvError | None]:
     """The calibration spread over all trained positions, and a remark if that is needed but not supported."""
     trained = base.get(f"{base.get('general.architecture')}.context_length")
-    shortest = min(calibration.n_ctx, calibration.sensitivity.n_ctx if calibration.sensitivity else calibration.n_ctx)
+    n_ctx, sensitivity = calibration.n_ctx, calibration.sensitivity
+    n_ctx_sensitivity = sensitivity.n_ctx if sensitivity else n_ctx
+    shortest = min(n_ctx, n_ctx_sensitivity)
     if trained is None or shortest >= trained:
         return calibration, None
     rotations = {}
@@ -226,18 +225,15 @@ def spread(base: Base, calibration: Calibration) -> tuple[Calibration, SubkvErro
                 f"is unknown; calibrate with -c {trained}",
             )
         rotations[d] = of_size
-    span = float(max(trained - calibration.n_ctx, 0))
-    of_sensitivity = float(max(trained - calibration.sensitivity.n_ctx, 0)) if calibration.sensitivity else 0.0
-    layers = tuple(
-        _spread_layer(layer, rotations[layer.shape.d_k], span, of_sensitivity) for layer in calibration.layers
-    )
+    spans = [float(max(trained - n, 0)) for n in (n_ctx, n_ctx_sensitivity)]
+    layers = tuple(_spread_layer(layer, rotations[layer.shape.d_k], *spans) for layer in calibration.layers)
     return replace(calibration, layers=layers), None
 
 
-def _spread_layer(layer: LayerStats, rotate: Rotation, span: float, of_sensitivity: float) -> LayerStats:
+def _spread_layer(layer: LayerStats, rotate: Rotation, span: float, span_sensitivity: float) -> LayerStats:
     measured = layer.sensitivity
     if measured is not None:
-        k, k0 = (rotate.matrix(matrices, of_sensitivity) for matrices in (measured.k, measured.k0))
+        k, k0 = (rotate.matrix(matrices, span_sensitivity) for matrices in (measured.k, measured.k0))
         measured = replace(measured, k=k, k0=k0)
     return replace(
         layer,
