@@ -24,10 +24,6 @@ BUSY_SECONDS = 2.0
 STALE_SECONDS = 3600.0  # older temporary files are of killed processes
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
 def check_writable(path: Path) -> None:
     """Reject an output path that cannot be written, before a long run starts.
 
@@ -43,7 +39,7 @@ def check_writable(path: Path) -> None:
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(13, "the existing file is read-only")
     except OSError as error:
-        raise SubkvError("output", f"cannot write {path}: {_reason(error)}") from error
+        raise SubkvError("output", f"cannot write {path}: {error.strerror or error}") from error
 
 
 def check_new(path: Path, overwrite: bool) -> None:
@@ -147,7 +143,7 @@ def atomic_file(path: Path, kind: type[SubkvError] = SubkvError) -> Iterator[Bin
         with replacing(path) as handle:
             yield handle
     except OSError as error:
-        raise kind("output", f"cannot write {path}: {_reason(error)}; no file was left behind") from error
+        raise kind("output", f"cannot write {path}: {error.strerror or error}; no file was left behind") from error
 
 
 def _sync_folder(folder: Path) -> None:

@@ -75,7 +75,7 @@ class Context:
         params.flash_attn_type = flash_attention(options.flash_attn, choice)
         params.type_k, params.type_v = choice.type_k, choice.type_v
         params.no_perf = True
-        require_memory(path, choice, params, n_gpu_layers)
+        require_memory(path, choice, params, n_gpu_layers, model)
         with captured_log(forward=False) as log, attached(choice):
             self.handle = C.llama_init_from_model(model, params)
             if not self.handle:

@@ -77,17 +77,16 @@ def _fields(text: str) -> dict[str, int]:
     return {parts[0]: int(parts[1]) for parts in words if len(parts) > 1 and parts[1].isdigit()}
 
 
-def require_memory(path: Path, choice: CacheChoice, params: Any, n_gpu_layers: int = 0) -> None:
+def require_memory(path: Path, choice: CacheChoice, params: Any, n_gpu_layers: int = 0, model: Any = None) -> None:
     """Reject a context that does not fit. Raises CacheError with the sizes.
 
-    path: of the model; params: llama_context_params. There is no check if layers are on a GPU (its memory is not
-    counted) or if $LLAMA_ARG_FIT is off.
+    path: of the model; model: llama.cpp's handle if it is loaded already; params: llama_context_params. There is no
+    check if layers are on a GPU (its memory is not counted) or if $LLAMA_ARG_FIT is off.
     """
     if _is_off() or (n_gpu_layers and C.llama_supports_gpu_offload()):
         return
     free = available_memory()
-    with Gguf(path, split=False) as file:
-        numbers = _numbers(file)
+    numbers = _numbers_of_file(path) if model is None else _numbers_of_model(model)
     n_ctx = params.n_ctx or numbers.get("context_length", 0)
     if free is None or _bound(numbers, n_ctx, params.n_ubatch) <= free:
         return
@@ -155,6 +154,19 @@ def _numbers(model: Gguf) -> dict[str, int]:
     arch = model.get("general.architecture")
     values = {name: model.get(f"{arch}.{name}") for name in ("block_count", "embedding_length", "context_length")}
     return {name: value for name, value in values.items() if isinstance(value, int)}
+
+
+def _numbers_of_file(path: Path) -> dict[str, int]:
+    with Gguf(path, split=False) as file:
+        return _numbers(file)
+
+
+def _numbers_of_model(handle: Any) -> dict[str, int]:
+    return {
+        "block_count": C.llama_model_n_layer(handle),
+        "embedding_length": C.llama_model_n_embd(handle),
+        "context_length": C.llama_model_n_ctx_train(handle),
+    }
 
 
 def _bound(numbers: dict[str, int], n_ctx: int, n_ubatch: int) -> int:
