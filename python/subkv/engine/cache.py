@@ -90,7 +90,9 @@ class CacheChoice:
 
     def with_rollback(self, n_rollback: int) -> CacheChoice:
         """This choice with n_rollback exact rows beyond n_recent; an ordinary cache is unchanged."""
-        return dataclasses.replace(self, window=self.window.with_rollback(n_rollback)) if self.coded else self
+        if not self.coded:
+            return self
+        return dataclasses.replace(self, window=dataclasses.replace(self.window, n_rollback=n_rollback))
 
 
 #

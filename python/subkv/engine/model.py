@@ -151,10 +151,9 @@ class Model:
         return Context(self.path, self.handle, self.n_vocab, self.n_gpu_layers, choice, options)
 
     def files(self) -> Sequence[Path]:
-        """All files of the model."""
-        count = int(self.meta("split.count") or 0)
+        """All files of the model, in order."""
+        count = int(self.meta("split.count") or 1)
         if count < 2:
             return [self.path]
-        ending = f"-00001-of-{count:05d}.gguf"  # llama.cpp loads a split model by its first file
-        name = self.path.name.removesuffix(ending)
-        return [self.path.with_name(f"{name}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+        name, _, ending = self.path.name.rpartition("-00001-of-")  # llama.cpp loads a split model by its first file
+        return [self.path.with_name(f"{name}-{i + 1:05d}-of-{ending}") for i in range(count)]

@@ -44,11 +44,6 @@ class LayerShape:
     def n_group(self) -> int:
         return self.n_head // self.n_head_kv
 
-    @property
-    def elements(self) -> int:
-        """K and V elements of one token."""
-        return self.n_head_kv * (self.d_k + self.d_v)
-
 
 @dataclass(frozen=True)
 class LayerSensitivity:
@@ -387,11 +382,10 @@ def _read_layer(tensors: dict[str, NDArray[Any]], shape: LayerShape, sensitive: 
     return LayerStats(shape=shape, **stats)
 
 
-def thin(rows: F16, limit: int = MAX_SAMPLES) -> F16:
-    """At most `limit` of the rows, evenly spread."""
-    if len(rows) <= limit:
-        return rows
-    return rows[np.linspace(0, len(rows) - 1, limit).round().astype(np.int64)]
+def thin(rows: F16) -> F16:
+    """At most MAX_SAMPLES of the rows, evenly spread."""
+    n = min(len(rows), MAX_SAMPLES)
+    return rows[np.linspace(0, len(rows) - 1, n).round().astype(np.int64)]
 
 
 def check_mergeable(earlier: Calibration, arch: str, name: str, block_count: int, n_skip: int) -> None:

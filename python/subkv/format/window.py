@@ -42,9 +42,6 @@ class Window:
         """The requested numbers by name."""
         return {name: n for name, n in vars(self).items() if n != AS_FILE}
 
-    def with_rollback(self, n_rollback: int) -> Window:
-        return replace(self, n_rollback=n_rollback)
-
     def check(self) -> None:
         """Raises SubkvError if a number exceeds the limits of the file format."""
         for name, n, n_max in (("n_recent", self.n_recent, MAX_RECENT), ("n_sink", self.n_sink, MAX_SINK)):

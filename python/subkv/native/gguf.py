@@ -121,7 +121,10 @@ class Base(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """A tensor in its file; valid after the Gguf is closed. raw: [ne1, bytes of a row]; kind: ggml type; n: ne0."""
+    """A tensor in its file; valid after the Gguf is closed.
+
+    raw: [ne1, bytes of a row]; kind: ggml type; n: ne0; why: end of error messages.
+    """
 
     name: str
     raw: NDArray[np.uint8]

@@ -179,7 +179,7 @@ def band_steps(bands: Bands, variance: F64) -> tuple[F64, list[bool]]:
 def store(basis: FullBasis, moment: F64, bands: Bands, mean: F16 | None = None, narrow: bool = False) -> StoredBasis:
     """The stored basis of the coefficients that `bands` have: mixes them, rounds E (to bytes if possible), computes D.
 
-    narrow: also round the rows of D after the first N_HALVES to bytes.
+    narrow: also round the rows of D after the first N_HALVES to bytes, if E is in bytes.
 
     At full rank, D is the inverse of the rounded E. At lower rank it is the linear decoder with the smallest expected
     error, D = (E Σ Eᵀ)⁻¹ E Σ, which does not depend on the metric. moment: [d, d] second moment Σ of the data minus
@@ -201,7 +201,7 @@ def store(basis: FullBasis, moment: F64, bands: Bands, mean: F16 | None = None, 
         sigma = _ridged(moment, MOMENT_RIDGE) if np.trace(moment) > 0.0 else np.eye(d)
         decode = np.linalg.solve(exact @ sigma @ exact.T, exact @ sigma)
     decode = decode / gains(bands)[:, None]
-    if narrow:
+    if narrow and basis.fits_bytes:
         decode[N_HALVES:] = shaped_bytes(decode[N_HALVES:], basis.encode.T @ basis.encode)
     mean = np.zeros(d, dtype=np.float16) if mean is None else mean
     return StoredBasis(bands, rounded, half(decode, "D"), steps.astype(np.float32), mean)

@@ -26,7 +26,7 @@ from subkv.plan.shared import readers
 SHRINKAGE = 0.2
 
 # Weight of K relative to V without sensitivities. To first order, a logit error δ and a value error ε change the output
-# of attention by Σ α² (δ²·E‖W(v − o)‖² + E‖W ε‖²), which gives weight 1 in units of the layer's centred value energy.
+# of attention by Σ α² (δ²·E‖W(v − o)‖² + E‖W ε‖²), so the weight is 1 in units of the layer's centred value energy.
 # But keys with much attention have values close to the output o, so the weight of K is smaller. Measured on
 # SmolLM2-135M at 3.2 bits per element (WikiText-2 test, 2 x 1024 tokens, KLD to f16): 0.033 at weight 2, 0.025 at 1,
 # 0.022 at 0.5 and 0.35.

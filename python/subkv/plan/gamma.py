@@ -40,10 +40,10 @@ def sampled_gamma(stats: LayerStats, head: int, stored: StoredBasis) -> float | 
 
 
 def moment_gamma(key_moment: F64, query_moment: F64, stored: StoredBasis) -> float | None:
-    """The same from second moments, assuming independent keys and queries and Gaussian coefficients.
+    """Least squares from second moments [d, d], assuming independent keys and queries and Gaussian coefficients.
 
     The best uniform quantizer of relative distortion δ acts like the gain 1 − δ and independent noise of variance
-    δ(1 − δ)·E c². Returns None as above. moments: [d, d], key_moment of the keys minus the stored mean.
+    δ(1 − δ)·E c². key_moment: of the keys minus the stored mean. Returns None as sampled_gamma().
     """
     encode, decode = stored.encode.astype(np.float64), _least_squares_decoder(stored)
     gain = gains(stored.bands)

@@ -58,9 +58,9 @@ def layout_error(calibration: Calibration, costs: Sequence[LayerCost], layers: S
 
 
 def recent_error(calibration: Calibration, costs: Sequence[LayerCost], means: Sequence[F16]) -> float | None:
-    """The same for recent rows as integers (FORMAT.md §3.2).
+    """Cost per token of recent rows as integers (FORMAT.md §3.2); None without samples.
 
-    costs: near_cost(). means: [n_head_kv, d_k] per layer, subtracted from keys.
+    costs: near_cost() of every layer. means: [n_head_kv, d_k] per layer, subtracted from keys.
     """
 
     def stored(i: int, h: int, side: str, x: F32) -> F32:
@@ -70,7 +70,7 @@ def recent_error(calibration: Calibration, costs: Sequence[LayerCost], means: Se
 
 
 def stock_error(calibration: Calibration, costs: Sequence[LayerCost], kind: str, latent: bool = False) -> float | None:
-    """The same for one of llama.cpp's types; None also if llama.cpp cannot quantize a layer's head size.
+    """Cost per token of a cache type of llama.cpp; None without samples, or if a layer's head size does not fit it.
 
     latent: the model's values are the first elements of its keys.
     """

@@ -132,7 +132,7 @@ class Weights:
             return sum(products, np.zeros_like(columns))
 
         for _ in range(ROUNDS):
-            basis = _orthonormal(gram_product(basis))
+            basis = np.linalg.qr(gram_product(basis))[0]
         gram = basis.T @ gram_product(basis)
         values, vectors = np.linalg.eigh(gram.astype(np.float64))
         weight = np.maximum(values, 0.0) ** POWER
@@ -202,12 +202,6 @@ class Weights:
             return means
         rotate = rotation(self._base, means.shape[1])
         return None if rotate is None else rotate.vector(means, span)
-
-
-def _orthonormal(x: F32) -> F32:
-    """Orthonormal columns of the same span [n, m], for small m; numpy's QR takes seconds."""
-    values, vectors = np.linalg.eigh((x.T @ x).astype(np.float64))
-    return np.asarray(x @ (vectors / np.sqrt(np.maximum(values, 1e-12 * values[-1] + 1e-300))).astype(np.float32))
 
 
 def _pair_mean(squares: F64, partner: NDArray[np.int64]) -> F64:

@@ -123,7 +123,7 @@ class RowCodec:
         return torch.cat([self._encode(piece) for piece in c.split(step, 1)], 1)
 
     def _encode(self, c: Tensor) -> Tensor:
-        """The same for [batch, n, n_head_kv, rank]."""
+        """Rows of coefficients [batch, n, n_head_kv, rank]."""
         live = c.isfinite().all(-1) & (c != 0).any(-1)
         clean = torch.where(live[..., None], c, 1.0)
         chosen = self._choose_scales(clean)
@@ -156,7 +156,7 @@ class RowCodec:
         return torch.where(coded.any(-1), chosen, SCALE_ONE)
 
     def _choose_path_scales(self, paths: Paths, c: Tensor, middle: Tensor) -> Tensor:
-        """The same for rows with a path; others keep `middle`."""
+        """Scale codes of rows with a path; `middle`, the result of _choose_scales(), for others."""
         k = middle[..., None] + torch.arange(-PATH_BELOW, PATH_TRIED - PATH_BELOW, device=c.device)
         valid = k.clamp(1, 255)
         cost = paths.free_cost(c, self._scales[valid])
