@@ -164,8 +164,8 @@ def _with_equal_cost(parts: list[FullBasis]) -> list[FullBasis]:
 
 
 def _sorted(part: FullBasis) -> FullBasis:
-    """Sort by descending importance. It has no ridge: with one, directions of a latent that no layer reads would have a
-    few bits, and thus determine the row's scale.
+    """Sort by descending importance, which is free of ridges. With a ridge, directions of a latent that no layer reads
+    would have a few bits, and thus determine the row's scale.
     """
     order = np.argsort(-part.importance, kind="stable")
     return FullBasis(part.encode[order], part.decode[order], part.variance[order], part.importance[order])

@@ -20,8 +20,6 @@ from subkv.format.calibration import Calibration, LayerStats
 from subkv.native.gguf import Base
 from subkv.plan import mla
 
-C128 = NDArray[np.complex128]
-
 # Architectures by the place of rotary pairs in llama.cpp: neighbours, or half of the rotated dimensions apart.
 NEIGHBOURS = ("llama",)
 # M-RoPE: a token has positions in time, height and width, equal in text; pairs use them in sections or interleaved.
@@ -76,39 +74,8 @@ def transformers_order(arch: str, d: int) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """unitary: [d, d] to complex coordinates in which position p multiplies by exp(i·omega·p). omega: [d]."""
-
-    unitary: C128
-    omega: F64
-
-    def matrix(self, moments: F64, span: float) -> F64:
-        """Mean of R_o M R_oᵀ over offsets o in [0, span], moments [n, d, d]."""
-        rotated = self.unitary @ moments @ self.unitary.conj().T
-        mean = _mean_phase(self.omega[:, None] - self.omega[None, :], span)
-        averaged: F64 = (self.unitary.conj().T @ (rotated * mean) @ self.unitary).real
-        return 0.5 * (averaged + averaged.transpose(0, 2, 1))
-
-    def vector(self, means: F64, span: float) -> F64:
-        """Mean of R_o x over offsets, means [n, d]."""
-        return np.asarray(((means @ self.unitary.T) * _mean_phase(self.omega, span) @ self.unitary.conj()).real)
-
-    def rows(self, rows: F16, span: float) -> F16:
-        """Sampled rows [n, heads, d], each rotated by its own offset; offsets are evenly spread."""
-        offset = span * (np.arange(len(rows)) + 0.5) / max(len(rows), 1)
-        phase = np.exp(1j * self.omega[None, None, :] * offset[:, None, None])
-        return ((rows.astype(np.float64) @ self.unitary.T) * phase @ self.unitary.conj()).real.astype(np.float16)
-
-
-def _mean_phase(omega: F64, span: float) -> C128:
-    """Mean of exp(i·omega·o) over o in [0, span]."""
-    middle = omega * span / 2
-    return np.asarray(np.exp(1j * middle) * np.sinc(middle / np.pi))
-
-
-@dataclass(frozen=True)
 class Pairs:
-    """Rotation in real coordinates: position p maps x to x·cos(omega·p) + x[partner]·sin(omega·p).
+    """A rotation R_p by position p: maps x to x·cos(omega·p) + x[partner]·sin(omega·p).
 
     partner: [d]; omega: [d] radians per position, 0 for coordinates that are not rotated.
     """
@@ -120,6 +87,37 @@ class Pairs:
     def none(cls, d: int) -> Pairs:
         """Pairs for keys without rotation."""
         return cls(np.arange(d), np.zeros(d))
+
+    def rotate(self, x: NDArray[np.floating], position: NDArray[np.floating | np.integer] | float) -> F64:
+        """R_p x of rows x [..., d] float64; position: p of the rows, broadcast to [...]."""
+        angle = np.multiply.outer(np.asarray(position, dtype=np.float64), self.omega)
+        return np.asarray(x * np.cos(angle) + x[..., self.partner] * np.sin(angle))
+
+    def matrix(self, moments: F64, span: float) -> F64:
+        """Mean of R_o M R_oᵀ over offsets o in [0, span], symmetric moments [n, d, d]."""
+        cos_d, sin_d = _mean_cos_sin(self.omega[:, None] - self.omega[None, :], span)
+        cos_s, sin_s = _mean_cos_sin(self.omega[:, None] + self.omega[None, :], span)
+        rows, columns = moments[:, self.partner], moments[:, :, self.partner]  # at the partners of row and column
+        mean = (cos_d + cos_s) * moments + (cos_d - cos_s) * rows[:, :, self.partner]
+        mean += (sin_s + sin_d) * rows + (sin_s - sin_d) * columns
+        return 0.25 * (mean + mean.transpose(0, 2, 1))
+
+    def vector(self, means: F64, span: float) -> F64:
+        """Mean of R_o x over offsets o in [0, span], means [n, d]."""
+        cos, sin = _mean_cos_sin(self.omega, span)
+        return means * cos + means[:, self.partner] * sin
+
+    def rows(self, rows: F16, span: float) -> F16:
+        """Sampled rows [n, heads, d], each rotated by its own offset; offsets are evenly spread."""
+        offset = span * (np.arange(len(rows)) + 0.5) / max(len(rows), 1)
+        return self.rotate(rows.astype(np.float64), offset[:, None]).astype(np.float16)
+
+
+def _mean_cos_sin(omega: F64, span: float) -> tuple[F64, F64]:
+    """Means of cos(omega·o) and sin(omega·o) over o in [0, span]."""
+    middle = omega * span / 2
+    scale = np.sinc(middle / np.pi)
+    return np.cos(middle) * scale, np.sin(middle) * scale
 
 
 def pairs(base: Base, d: int) -> Pairs | None:
@@ -176,21 +174,6 @@ def partners(base: Base, d: int) -> NDArray[np.int64] | None:
     return partner
 
 
-def rotation(base: Base, d: int) -> Rotation | None:
-    """The model's rotation of keys of size d; None as pairs()."""
-    rotary = pairs(base, d)
-    if rotary is None:
-        return None
-    unitary, omega = np.eye(d, dtype=np.complex128), np.zeros(d)
-    for a in np.flatnonzero(rotary.omega < 0):
-        b = rotary.partner[a]
-        unitary[[a, b]] = 0.0
-        unitary[a, a] = unitary[b, a] = np.sqrt(0.5)
-        unitary[a, b], unitary[b, b] = 1j * np.sqrt(0.5), -1j * np.sqrt(0.5)
-        omega[a], omega[b] = rotary.omega[b], rotary.omega[a]
-    return Rotation(unitary, omega)
-
-
 def head_size(base: Base) -> int | None:
     """Head size of keys from the metadata; None if it is not the same in all layers."""
     arch = base.get("general.architecture")
@@ -217,31 +200,31 @@ def spread(base: Base, calibration: Calibration) -> tuple[Calibration, SubkvErro
         return calibration, None
     rotations = {}
     for d in {layer.shape.d_k for layer in calibration.layers}:
-        of_size = rotation(base, d)
-        if of_size is None:
+        rotary = pairs(base, d)
+        if rotary is None:
             return calibration, SubkvError(
                 "calibration",
                 f"expected a calibration at the trained context of {trained} tokens, found {shortest}: quality beyond "
                 f"is unknown; calibrate with -c {trained}",
             )
-        rotations[d] = of_size
+        rotations[d] = rotary
     spans = [float(max(trained - n, 0)) for n in (n_ctx, n_ctx_sensitivity)]
     layers = tuple(_spread_layer(layer, rotations[layer.shape.d_k], *spans) for layer in calibration.layers)
     return replace(calibration, layers=layers), None
 
 
-def _spread_layer(layer: LayerStats, rotate: Rotation, span: float, span_sensitivity: float) -> LayerStats:
+def _spread_layer(layer: LayerStats, rotary: Pairs, span: float, span_sensitivity: float) -> LayerStats:
     measured = layer.sensitivity
     if measured is not None:
-        k, k0 = (rotate.matrix(matrices, span_sensitivity) for matrices in (measured.k, measured.k0))
+        k, k0 = (rotary.matrix(matrices, span_sensitivity) for matrices in (measured.k, measured.k0))
         measured = replace(measured, k=k, k0=k0)
     return replace(
         layer,
-        k2=rotate.matrix(layer.k2, span),
-        q2=rotate.matrix(layer.q2, span),
-        k1=rotate.vector(layer.k1, span),
-        q1=rotate.vector(layer.q1, span),
-        ks=rotate.rows(layer.ks, span),
-        qs=rotate.rows(layer.qs, span),
+        k2=rotary.matrix(layer.k2, span),
+        q2=rotary.matrix(layer.q2, span),
+        k1=rotary.vector(layer.k1, span),
+        q1=rotary.vector(layer.q1, span),
+        ks=rotary.rows(layer.ks, span),
+        qs=rotary.rows(layer.qs, span),
         sensitivity=measured,
     )

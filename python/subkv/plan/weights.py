@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from subkv.format.arrays import F32, F64
 from subkv.format.calibration import LayerShape
 from subkv.native.gguf import Base, Rows
-from subkv.plan.positions import UNROTATED, partners, rotation
+from subkv.plan.positions import UNROTATED, pairs, partners
 
 DIRECTIONS = 16  # of the residual stream
 POWER = 4  # of the Gram matrix
@@ -200,8 +200,8 @@ class Weights:
         """Means [n, d] averaged over all positions in [0, span]; None if their rotation is unknown."""
         if self._unrotated or not means.any():
             return means
-        rotate = rotation(self._base, means.shape[1])
-        return None if rotate is None else rotate.vector(means, span)
+        rotary = pairs(self._base, means.shape[1])
+        return None if rotary is None else rotary.vector(means, span)
 
 
 def _pair_mean(squares: F64, partner: NDArray[np.int64]) -> F64:

@@ -71,7 +71,7 @@ class _Softmax:
             logits = self.params.softcap * torch.tanh(logits / self.params.softcap)
         logits = logits.masked_fill(~visible[:, None, None], -torch.inf)
         top = torch.maximum(self.top[..., at], logits.amax(-1))
-        shift = torch.where(top.isinf(), 0.0, top)  # 0 for a query that has seen no cell
+        shift = torch.where(top.isinf(), 0.0, top)  # 0 for a query without visible cells so far
         rescale, weight = torch.exp(self.top[..., at] - shift), torch.exp(logits - shift[..., None])
         self.top[..., at] = top
         self.total[..., at] = self.total[..., at] * rescale + weight.sum(-1)
