@@ -55,6 +55,7 @@ class PromptLookup(LlamaDraftModel):
         self.ngram, self.num_pred_tokens, self.n_min = ngram, num_pred_tokens, n_min
 
     def __call__(self, input_ids: Tokens, /, **_: Any) -> Tokens:
+        """A draft of the next tokens, [num_pred_tokens] i32, or empty; input_ids: the text, [n] i32."""
         n, last = self.ngram, len(input_ids) - 1
         if last < n:
             return EMPTY

@@ -223,7 +223,7 @@ class Llama(llama_cpp.Llama):
         return DraftStats() if self._drafts is None else self._drafts.stats
 
     def draft(self, tokens: Sequence[int]) -> list[int]:
-        """A draft of the tokens after `tokens`, as many as fit in the context."""
+        """A draft of the tokens after `tokens`, as many as fit in the context; empty without a draft model."""
         if self._drafts is None:
             return []
         draft: list[int] = self._drafts(as_tokens(tokens)).tolist()
@@ -306,7 +306,8 @@ class Llama(llama_cpp.Llama):
         """Evaluate tokens after the current position (`n_tokens`); a PromptCache may store checkpoints meanwhile.
 
         Cells beyond that position are removed first. If the cache cannot remove them (too few exact rows, or recurrent
-        state), tokens since the last checkpoint are evaluated again; the result is the same.
+        state), tokens since the last checkpoint are evaluated again; the result is the same. Raises CacheError if the
+        context is full or in use by another thread, or if cells of a picture would have to be evaluated again.
         """
         with self._ctx.exclusive():
             self._eval(list(tokens), 0 if self._drafts is None else self._drafts.evaluated(len(tokens) - 1))
@@ -449,7 +450,10 @@ class Llama(llama_cpp.Llama):
             self._ctx.checkpoints.forget()
 
     def save_state(self) -> llama_cpp.LlamaState:
-        """A copy of the context for load_state(): a few MiB plus the used cells; logits only with logits_all."""
+        """A copy of the context for load_state(): a few MiB plus the used cells; logits only with logits_all.
+
+        Raises StateError, and CacheError if the context has a picture.
+        """
         with self._ctx.exclusive():
             self._pictures.require_none(self.n_tokens, "", "a state, which contains tokens only")
             return states.save(self, self.identity(), self._logits_all)
