@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +16,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+# Outside the checkout, beside the package's cache: other checkouts use it, too.
+CACHE = Path(os.environ["SUBKV_CACHE"]).with_name("subkv-tests")
 CXX = os.environ.get("CXX", "c++")
 # The compiler runs in the checkout, and ccache hashes paths relative to it, so other checkouts share the objects. The
 # environment is read when pytest starts, because each test has a separate cache folder.
@@ -40,6 +45,27 @@ def objects(
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(compile_one, itertools.count(), sources))
+
+
+def headers(folders: Iterable[Path]) -> list[str]:
+    """Compiler options for copies of folders of headers, at a path that depends on their content only.
+
+    ccache hashes the path of a header, and every new environment installs the package's headers elsewhere.
+    """
+    options = []
+    for folder in filter(Path.is_dir, folders):
+        digest = hashlib.sha256()
+        for path in sorted(folder.rglob("*.h")):
+            digest.update(bytes(path.relative_to(folder)) + b"\0" + path.read_bytes())
+        copied = CACHE / "headers" / digest.hexdigest()
+        if not copied.is_dir():
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=copied.parent) as temporary:
+                complete = shutil.copytree(folder, Path(temporary) / "include")
+                with contextlib.suppress(OSError):  # another process was first
+                    complete.rename(copied)
+        options.append(f"-isystem{copied}")
+    return options
 
 
 def linked(target: Path, parts: Sequence[str], flags: Sequence[str] = (), compiler: str = CXX) -> Path:

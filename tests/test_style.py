@@ -12,12 +12,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from compiled import CACHE
 
 REPO = Path(__file__).resolve().parent.parent
-# Outside the checkout, beside the package's own. mypy compares contents: its cache serves every checkout.
-CACHE = Path(os.environ["SUBKV_CACHE"]).with_name("subkv-tests")
 NUMPY = tuple(int(part) for part in version("numpy").split(".")[:2])
-CPP_FOLDERS = ("examples", "experiments", "runtime/native", "kernels", "tests")
+CPP_FOLDERS = ("examples", "research", "runtime/native", "kernels", "tests")
 CPP_ENDINGS = ("*.h", "*.c", "*.cpp", "*.cu", "*.cuh")
 CPP = sorted(p for d in CPP_FOLDERS for e in CPP_ENDINGS for p in (REPO / d).rglob(e))
 

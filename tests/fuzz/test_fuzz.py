@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import state_models
 import writer
-from compiled import CXX, linked, objects
+from compiled import CXX, headers, linked, objects
 
 from subkv.base.folders import package_folders
 from subkv.native.library import lib_dir
@@ -37,10 +37,9 @@ def built(folder: Path, program: str, sources: list[Path], libraries: list[str])
         pytest.skip(f"needs {CXX}")
     tree = lib_dir().parent / "llama.cpp"
     folders = [*package_folders("include"), tree / "include", tree / "ggml/include"]
-    includes = [f"-isystem{folder}" for folder in folders if folder.is_dir()]
     if not any((folder / "ggml-cpp.h").is_file() for folder in folders):
         pytest.skip("needs the headers of ggml, which a folder of libraries alone does not have")
-    flags = [*listed(r"SUBKV_FUZZ_OPTIONS ([^)]*)\)"), "-std=c++17", "-O1", "-g", *includes]
+    flags = [*listed(r"SUBKV_FUZZ_OPTIONS ([^)]*)\)"), "-std=c++17", "-O1", "-g", *headers(folders)]
     flags += [f"-I{ROOT}/runtime/native", f"-I{ROOT}/runtime/native/adapt", f"-I{ROOT}/kernels/include"]
     parts = [f"-L{lib_dir()}", f"-Wl,-rpath,{lib_dir()}", *(f"-l{name}" for name in libraries)]
     return linked(folder / program, [*objects(sources, flags, folder), *parts], flags)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import ctypes as ct
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -20,29 +21,35 @@ LANES = 32
 Bits = npt.NDArray[np.uint64]
 Lanes = npt.NDArray[np.bool_]
 Array = npt.NDArray[Any]
+# No array of a register or of lanes is changed in place.
+NOTHING: Bits = np.zeros(LANES, np.uint64)
+EVERY: Lanes = np.ones(LANES, bool)
 
 
+@functools.cache
 def n_bits(type_: str) -> int:
     return 1 if type_ == "pred" else int(type_[1:])
 
 
+@functools.cache
+def mask(type_: str) -> np.uint64:
+    return np.uint64((1 << n_bits(type_)) - 1)
+
+
 def from_bits(x: Bits, type_: str) -> Array:
     """Numbers of a PTX type: f32, s64 or u64."""
-    n = n_bits(type_)
     if type_ == "f32":
         return x.astype(np.uint32).view(np.float32)
     if type_[0] == "s":
-        shift = np.uint64(64 - n)
-        return (x << shift).view(np.int64) >> np.int64(64 - n)
-    return x & np.uint64((1 << n) - 1)
+        n_above = 64 - n_bits(type_)
+        return (x << np.uint64(n_above)).view(np.int64) >> np.int64(n_above)
+    return x & mask(type_)
 
 
 def to_bits(x: Array, type_: str) -> Bits:
     if type_ == "f32":
         return np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
-    return x.astype(np.int64 if x.dtype == np.int64 else np.uint64).view(np.uint64) & np.uint64(
-        (1 << n_bits(type_)) - 1
-    )
+    return x.astype(np.int64 if x.dtype == np.int64 else np.uint64).view(np.uint64) & mask(type_)
 
 
 def _shift_left(x: Array, n: Array) -> Array:
@@ -114,7 +121,9 @@ class Kernel:
                 number = int(value[2:], 16) if value.startswith("0f") else int(value, 0)
                 constants.extend((number & ((1 << n_bits(type_)) - 1)).to_bytes(n_bits(type_) // 8, "little"))
         self.memory = {"const": np.frombuffer(bytes(constants), np.uint8)}
-        self.instructions: list[tuple[str, str, list[str]]] = []  # predicate, operation, operands
+        # predicate, operation, its parts, operands
+        self.instructions: list[tuple[str, str, list[str], list[str]]] = []
+        self.immediates: dict[str, Bits] = {}
         self.labels: dict[str, int] = {}
         self.executed: collections.Counter[int] = collections.Counter()  # by instruction: of warps
         body = next(text for text in re.split(r"\.entry\s+", module)[1:] if part in text.partition("(")[0])
@@ -124,7 +133,7 @@ class Kernel:
             if text.endswith(":"):
                 self.labels[text[:-1]] = len(self.instructions)
             elif not text.startswith(".") and (found := re.match(r"(?:@(!?%\w+) )?([a-z][\w.:]*) ?(.*);$", text)):
-                self.instructions.append((found[1] or "", found[2], split(found[3])))
+                self.instructions.append((found[1] or "", found[2], found[2].split("."), split(found[3])))
 
     def run(self, block: tuple[int, int, int], parameters: bytes, shared: int, n_threads: int) -> None:
         self.memory["param"] = np.frombuffer(parameters, np.uint8)
@@ -137,22 +146,27 @@ class Kernel:
 class Warp:
     def __init__(self, kernel: Kernel, block: tuple[int, int, int], first: int) -> None:
         self.kernel = kernel
-        self.at = np.zeros(LANES, np.int64)
-        self.left = np.ones(LANES, bool)
+        self.left = EVERY  # replaced, never changed, where lanes end
+        self.together = 0  # the next instruction of all lanes that are left; -1 if they diverge
+        self.at = np.zeros(LANES, np.int64)  # that of each, if they diverge
         self.registers: dict[str, Bits] = {"%tid.x": np.arange(first, first + LANES).astype(np.uint64)}
         for axis, index in zip("xyz", block, strict=True):
             self.registers[f"%ctaid.{axis}"] = np.full(LANES, index, np.uint64)
 
     def bits(self, operand: str) -> Bits:
         if operand.startswith("%"):
-            return self.registers.get(operand, np.zeros(LANES, np.uint64))
+            return self.registers.get(operand, NOTHING)
+        value = self.kernel.immediates.get(operand)
+        if value is None:
+            value = self.kernel.immediates[operand] = np.full(LANES, self.immediate(operand) & (1 << 64) - 1, np.uint64)
+        return value
+
+    def immediate(self, operand: str) -> int:
         if operand.startswith("0f"):
-            number = int(operand[2:], 16)
-        elif re.match(r"-?\d", operand):
-            number = int(operand.rstrip("U"), 0)
-        else:  # a symbol: where it is in its memory
-            number = self.kernel.constants.get(operand, 0)
-        return np.full(LANES, number & (1 << 64) - 1, np.uint64)
+            return int(operand[2:], 16)
+        if re.match(r"-?\d", operand):
+            return int(operand.rstrip("U"), 0)
+        return self.kernel.constants.get(operand, 0)  # a symbol: where it is in its memory
 
     def number(self, operand: str, type_: str) -> Array:
         return from_bits(self.bits(operand), type_)
@@ -161,27 +175,39 @@ class Warp:
         return (self.bits(predicate.removeprefix("!")) != 0) ^ predicate.startswith("!")
 
     def put(self, register: str, x: Bits, active: Lanes) -> None:
-        self.registers[register] = np.where(active, x, self.bits(register))
+        self.registers[register] = x if active is EVERY else np.where(active, x, self.bits(register))
+
+    def go(self, to: int, lanes: Lanes) -> None:
+        """Continue with instruction `to` in these lanes."""
+        if lanes is self.left:
+            self.together = to
+            return
+        if self.together >= 0:
+            self.at[:] = self.together
+        self.at[lanes] = to
+        of_left = self.at[self.left]
+        self.together = int(of_left[0]) if len(of_left) and (of_left == of_left[0]).all() else -1
 
     def run(self) -> bool:
         """Up to the next barrier: False where the warp ends."""
         kernel = self.kernel
-        while self.left.any():
-            at = int(self.at[self.left].min())
-            active = self.left & (self.at == at)
-            predicate, operation, operands = kernel.instructions[at]
+        while self.left is EVERY or self.left.any():
+            at, active = self.together, self.left
+            if at < 0:
+                at = int(self.at[self.left].min())
+                active = self.left & (self.at == at)
+            predicate, operation, (name, *modifiers), operands = kernel.instructions[at]
             kernel.executed[at] += 1
-            self.at[active] = at + 1
+            self.go(at + 1, active)
             chosen = active & self.true(predicate) if predicate else active
-            name, *modifiers = operation.split(".")
             if name == "bra":
-                self.at[chosen] = kernel.labels[operands[0]]
+                self.go(kernel.labels[operands[0]], chosen)
             elif name == "ret":
-                self.left &= ~chosen
+                self.left = self.left & ~chosen
             elif operation == "bar.sync":
                 assert np.array_equal(active, self.left), "lanes of a warp at different barriers"
                 return True
-            elif chosen.any() and name != "bar":
+            elif name != "bar" and (chosen is active or chosen.any()):
                 self.execute(name, modifiers, operands, chosen)
         return False
 
@@ -210,7 +236,7 @@ class Warp:
             self.put(operands[0], found.astype(np.uint64), active)
         elif name == "selp":
             x, y = (self.bits(operand) for operand in operands[1:3])
-            self.put(operands[0], np.where(self.true(operands[3]), x, y) & np.uint64((1 << n_bits(type_)) - 1), active)
+            self.put(operands[0], np.where(self.true(operands[3]), x, y) & mask(type_), active)
         elif name == "prmt":
             self.put(operands[0], self.permute(*operands[1:]), active)
         elif name in ("mov", "cvta"):
@@ -254,38 +280,45 @@ class Warp:
     def access(self, name: str, space: str, size: int, operands: list[str], type_: str, active: Lanes) -> None:
         registers, at = operands if name == "ld" else operands[::-1]
         address = self.address(at)
+        lanes = np.flatnonzero(active)
+        assert not (address[lanes] % size).any(), f"{name}.{space}.{type_}: multiples of {size} expected"
         for i, register in enumerate(registers.strip("{} ").split(",")):
-            values = self.bits(register.strip()).copy()
-            for lane in np.flatnonzero(active):
-                where = int(address[lane]) + i * size
-                assert where % size == 0, f"{name}.{space}.{type_}: an address that is a multiple of {size} expected"
-                if name == "ld":
-                    values[lane] = int.from_bytes(self.read(space, where, size), "little")
-                else:
-                    self.write(space, where, (int(values[lane]) & ((1 << 8 * size) - 1)).to_bytes(size, "little"))
-            if name == "ld":
-                signed = from_bits(values, type_).view(np.uint64) if type_[0] == "s" else values
-                self.put(register.strip(), signed, active)
+            values = self.bits(register.strip())
+            where = (address[lanes] + np.uint64(i * size)).astype(np.int64)
+            if name == "st":
+                data = np.ascontiguousarray(values[lanes]).view(np.uint8).reshape(-1, 8)[:, :size]
+                self.write(space, where, data)
+                continue
+            read = np.zeros((len(lanes), 8), np.uint8)
+            read[:, :size] = self.read(space, where, size)
+            values = values.copy()
+            values[lanes] = read.view(np.uint64)[:, 0]
+            signed = from_bits(values, type_).view(np.uint64) if type_[0] == "s" else values
+            self.put(register.strip(), signed, active)
 
-    def read(self, space: str, at: int, size: int) -> bytes:
+    def read(self, space: str, at: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.uint8]:
+        """Bytes [len(at)][size]."""
         if space == "global":
-            return ct.string_at(at, size)
+            return np.frombuffer(b"".join(ct.string_at(int(i), size) for i in at), np.uint8).reshape(-1, size)
         memory = self.kernel.memory[space]
-        assert at + size <= len(memory), f"{space}: {len(memory)} bytes expected, {at + size} read"
-        return memory[at : at + size].tobytes()
+        assert at.max() + size <= len(memory), f"{space}: {len(memory)} bytes expected, {at.max() + size} read"
+        return memory[at[:, None] + np.arange(size)]
 
-    def write(self, space: str, at: int, data: bytes) -> None:
+    def write(self, space: str, at: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> None:
+        """data: bytes [len(at)][size]."""
+        size = data.shape[1]
         if space == "global":
-            ct.memmove(at, data, len(data))
+            for i, one in zip(at, data, strict=True):
+                ct.memmove(int(i), one.tobytes(), size)
             return
         memory = self.kernel.memory[space]
-        assert at + len(data) <= len(memory), f"{space}: {len(memory)} bytes expected, {at + len(data)} written"
-        memory[at : at + len(data)] = np.frombuffer(data, np.uint8)
+        assert at.max() + size <= len(memory), f"{space}: {len(memory)} bytes expected, {at.max() + size} written"
+        memory[at[:, None] + np.arange(size)] = data
 
     def copy(self, to: Bits, at: Bits, active: Lanes) -> None:
-        for lane in np.flatnonzero(active):
-            assert to[lane] % 16 == 0 and at[lane] % 16 == 0, "cp.async: multiples of 16 expected"
-            self.write("shared", int(to[lane]), self.read("global", int(at[lane]), 16))
+        to, at = to[active], at[active]
+        assert not ((to | at) % 16).any(), "cp.async: multiples of 16 expected"
+        self.write("shared", to.astype(np.int64), self.read("global", at.astype(np.int64), 16))
 
     def multiply(self, modifiers: list[str], operands: list[str], active: Lanes) -> None:
         assert active.all(), "mma: all lanes expected"

@@ -1,4 +1,4 @@
-"""The prototype of experiments/ggml-backend compiles against the pinned source, without warnings.
+"""The prototype of research/ggml_backend compiles against the pinned source, without warnings.
 
 It is in no build: this keeps it in step with our kernels and with ggml's interface for backends.
 """
@@ -27,8 +27,8 @@ def test_compiles(repo: Path, pristine: s.Tree, tmp_path: Path) -> None:
     flags += [f"-I{repo / folder}" for folder in ("runtime/native", "kernels/include")]
     for folder in HEADERS:
         flags += ["-isystem", str(tmp_path / folder)]
-    sources = sorted((repo / "experiments" / "ggml-backend").glob("*.cpp"))
-    listed = (repo / "experiments" / "ggml-backend" / "CMakeLists.txt").read_text("utf-8")
+    sources = sorted((repo / "research" / "ggml_backend").glob("*.cpp"))
+    listed = (repo / "research" / "ggml_backend" / "CMakeLists.txt").read_text("utf-8")
     assert sources and all(source.name in listed for source in sources)
     done = subprocess.run([COMPILER, *flags, *map(str, sources)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -54,7 +54,7 @@ def check_close(found: Any, want: Any, exact: Any) -> None:
 
 
 def test_every_kernel_of_triton(small: tuple[Any, Any]) -> None:
-    """Two rows, one padded; a prompt, its last token cropped and decoded again. One of two layers is coded."""
+    """Two rows, one padded; one of two layers is coded. The other tests crop and decode, and encode in torch."""
     model, bases = small[0], dataclasses.replace(small[1], layers={0: small[1].layers[0]})
     pad = 3
     ids = torch.tensor([TOKENS[:10], [0] * pad + TOKENS[: 10 - pad]])
@@ -65,14 +65,11 @@ def test_every_kernel_of_triton(small: tuple[Any, Any]) -> None:
     check_close(found[1:, pad:], want[1:, pad:], logits(model, None, ids[1:, pad:8]))
     assert cache.kv_stats().kernel == "triton"
     assert cache.kv_stats().n_zero_rows == 0
-    cache.crop(-1)
-    again = logits(model, cache, ids[:, 7:8], None, mask[:, :8])
-    torch.testing.assert_close(again, found[:, 7:], atol=1e-5, rtol=0.0)
     other = SubspaceCache(bases)
     logits(model, other, ids[:, :8], None, mask[:, :8])
     for ours, theirs in zip(cache._coded, other._coded, strict=True):
         for name in ("rows_k", "rows_v"):
-            a, b = ours._tensors[name][:, :7], theirs._tensors[name][:, :7]
+            a, b = ours._tensors[name][:, :8], theirs._tensors[name][:, :8]
             assert float((a == b).float().mean()) > 0.97
 
 
