@@ -73,7 +73,8 @@ def main(model: Path, bases: Path, corpus: Corpus, output: Path, minutes: float 
         with Session(source, corpus.n_ctx, corpus.n_threads, calibration.n_skip) as session:
             pieces = cut(session, texts, corpus.n_ctx, chunks)
             check_number(pieces, corpus, 1)
-            result = measure_sensitivities(session, calibration, pieces, n_recent, corpus.n_threads, minutes)
+            n_threads, folder = corpus.n_threads, output.parent
+            result = measure_sensitivities(session, calibration, pieces, n_recent, n_threads, minutes, folder=folder)
     write_result(output, result)
 
 

@@ -237,15 +237,15 @@ def measure(configs: list[Config], tokens: Tokens, tests: Tests, done: list[Meas
                     bar.update(1)
 
 
-def read_bandwidth(n_threads: int) -> float:
-    """Read bandwidth in GB/s: n_threads sum 512 MiB of float32, best of 5 passes."""
+def read_bandwidth(n_threads: int, mib: int = 512, repetitions: int = 5) -> float:
+    """Read bandwidth in GB/s: n_threads sum an array of float32, best of some passes."""
     import numpy as np
 
-    data = np.ones(2**27, dtype=np.float32)
+    data = np.ones(mib * 2**20 // 4, dtype=np.float32)
     parts = np.array_split(data, n_threads)
     best = float("inf")
     with ThreadPoolExecutor(n_threads) as pool:
-        for _ in range(5):
+        for _ in range(repetitions):
             start = time.perf_counter()
             list(pool.map(np.sum, parts))
             best = min(best, time.perf_counter() - start)
