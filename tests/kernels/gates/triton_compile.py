@@ -24,12 +24,12 @@ from subkv_triton import attend, combine, encode, launch, path
 TYPES = {
     **dict.fromkeys(("qt_ptr", "shift_ptr", "bias_ptr", "slope_ptr", "scales_ptr", "sinks_ptr", "q_ptr"), "*fp32"),
     **dict.fromkeys(("m_ptr", "z_ptr", "acc_ptr", "out_ptr", "c_ptr", "k_steps", "v_steps"), "*fp32"),
-    **dict.fromkeys(("ratios_ptr", "zeros_ptr", "others_ptr", "numbers_ptr"), "*fp32"),
+    **dict.fromkeys(("ratios_ptr", "zeros_ptr", "off_path_ptr", "numbers_ptr"), "*fp32"),
     **dict.fromkeys(("decode_ptr", "k_ptr", "v_ptr"), "*fp16"),
     **dict.fromkeys(("k_rows_ptr", "v_rows_ptr", "rows_ptr", "codes_ptr"), "*u8"),
     **dict.fromkeys(("k_table", "v_table", "coefficients_ptr", "packing_ptr", "bad_ptr"), "*i32"),
     **dict.fromkeys(("k_offsets", "v_offsets", "offsets_ptr", "lengths_ptr"), "*i32"),
-    **dict.fromkeys(("chosen_ptr", "taken_ptr", "places_ptr"), "*i32"),
+    **dict.fromkeys(("chosen_ptr", "decisions_ptr", "places_ptr"), "*i32"),
     "cells_ptr": "*i64",
     "softcap": "fp32",
 }
