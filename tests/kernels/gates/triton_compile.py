@@ -33,7 +33,7 @@ TYPES = {
     "cells_ptr": "*i64",
     "softcap": "fp32",
 }
-"""Of arguments; the others are i32, which hold no promise of a multiple of 16."""
+"""Types of arguments; all others are i32, not assumed to be multiples of 16."""
 
 
 def kernels(target: GPUTarget) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -48,7 +48,7 @@ def kernels(target: GPUTarget) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         size = {"G": group, "RV": d, "DK": d, "DV": d, "R": min(d, combine.BLOCK_RANK), "D": min(d, combine.BLOCK_RANK)}
         blocks = {"M": combine.BLOCK_ROWS, "C": combine.BLOCK_KEYS}
         yield f"combine d {d}", combine._combine, {**size, **blocks, "HAS_CAP": False, "HAS_SINKS": False}
-    for d, row_bytes in ((64, 36), (128, 71)):  # of 4.3 bits an element
+    for d, row_bytes in ((64, 36), (128, 71)):  # 4.3 bits per element
         yield f"encode scale d {d}", encode._choose, {"R": d, "ANY_PATH": True}
         yield f"encode path d {d}", path._find, {"R": d, "B": path.BLOCK}
         yield f"encode bytes d {d}", encode._pack, {"R": d, "B": next_power_of_2(row_bytes), "ANY_PATH": True}
@@ -61,7 +61,7 @@ def target_of(name: str) -> GPUTarget:
 
 
 def compiled(function: Any, constants: dict[str, Any], target: GPUTarget) -> dict[str, int]:
-    """Registers and spilled bytes of a thread, shared bytes of a program. constants: num_warps among them, or not."""
+    """Registers and spilled bytes per thread, shared bytes per program. constants may include num_warps."""
     options = {name: constants[name] for name in ("num_warps",) if name in constants}
     constants = {name: x for name, x in constants.items() if name not in options}
     types = {p.name: "constexpr" if p.name in constants else TYPES.get(p.name, "i32") for p in function.params}
