@@ -39,7 +39,7 @@ Nearest nearest(int32_t bits, float32x4_t step, float32x4_t inverse, float32x4_t
     Nearest     found;
     for (int q = 0; q < STATES; ++q) {
         const float32x4_t g = vrndnq_f32(vfmaq_n_f32(vdupq_n_f32(0.25f * (half - 0.5f - (float) q)), p, 0.25f));
-        // of NaN and 0 the latter
+        // the result for NaN is 0
         found.number[q]         = vminq_f32(vmaxnmq_f32(g, vdupq_n_f32(0.0f)), vdupq_n_f32(0.5f * half - 1.0f));
         const float32x4_t place = vfmaq_n_f32(vdupq_n_f32((float) q - half + 0.5f), found.number[q], 4.0f);
         const float32x4_t far   = vabsq_f32(place);
@@ -76,7 +76,7 @@ struct Choice {
     uint8_t number[STATES];
 };
 
-// Of four coefficients, `places` apart in `out`.
+// For four coefficients; their entries are `places` apart in `out`.
 void store_choices(const Nearest & n, Choice * out, int32_t places) {
     float error[STATES][4], number[STATES][4];
     for (int q = 0; q < STATES; ++q) {
@@ -138,7 +138,7 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
     }
     const bool lanes             = codec.path == PATH_LANES;
     const int  n_starts          = lanes ? 1 : STATES;
-    int        before[BAND_STEP] = {}; // PATH_LANES: the state that the lane before ended in
+    int        before[BAND_STEP] = {}; // PATH_LANES: final state of the previous lane
     float      cost[STATES][STATES];   // of a start, by state
     for (int w = 0; w < STATES; ++w) {
         for (int at = 0; at < STATES; ++at) {

@@ -58,7 +58,7 @@ constexpr float   INF    = std::numeric_limits<float>::infinity();
 struct Place {
     int32_t      j; // coefficient
     const Band * band;
-    bool         first; // of a lane
+    bool         first; // first place of a lane
 };
 
 struct Places {
@@ -174,7 +174,7 @@ float find_path(const HeadCodec & codec, const float * c, float s, uint8_t * cod
     struct Step {
         Nearest choice;
         bool    taken[STATES];
-        int32_t from; // PATH_LANES: state that the lane before ended in
+        int32_t from; // PATH_LANES: final state of the previous lane
     };
 
     const Places      places(codec);
