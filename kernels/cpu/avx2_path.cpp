@@ -175,7 +175,7 @@ void choose_path_scales(const HeadCodec & codec, const float * const * c, int n,
 void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code) {
     constexpr int32_t     MOST = MAX_HEAD_SIZE;
     Choice                choice[MOST];
-    uint16_t              taken[MOST]; // decisions, bit 4 * start + state: the branch is from the larger state
+    uint16_t              decisions[MOST]; // bit 4 * start + state: the branch is from the larger state
     const cpu::PathOctets octets(codec);
     for (int32_t b = 0, octet = 0; b < codec.n_bands; ++b) {
         const Band & band = codec.bands[b];
@@ -210,7 +210,7 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
         const __m256 a1      = from(error, _mm256_unpacklo_ps(high, high));
         const __m256 b0      = from(swapped, _mm256_unpackhi_ps(low, low));
         const __m256 b1      = from(swapped, _mm256_unpackhi_ps(high, high));
-        taken[t]             = (uint16_t) (_mm256_movemask_ps(_mm256_cmp_ps(b0, a0, _CMP_LT_OQ)) |
+        decisions[t]         = (uint16_t) (_mm256_movemask_ps(_mm256_cmp_ps(b0, a0, _CMP_LT_OQ)) |
                                            _mm256_movemask_ps(_mm256_cmp_ps(b1, a1, _CMP_LT_OQ)) << 8);
         low                  = _mm256_min_ps(b0, a0);
         high                 = _mm256_min_ps(b1, a1);
@@ -224,7 +224,7 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
     cpu::trace_back(
         octets, lanes ? cpu::first_least(cost) : start, lanes ? before : nullptr,
         [&](int32_t t, int q) { return choice[t].number[q] & 31; }, // in the lowest bits
-        [&](int32_t t, int w) { return (taken[t] >> (4 * start + w) & 1) != 0; }, code);
+        [&](int32_t t, int w) { return (decisions[t] >> (4 * start + w) & 1) != 0; }, code);
 }
 
 } // namespace subkv::avx2

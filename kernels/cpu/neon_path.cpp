@@ -123,7 +123,7 @@ uint8_t choose_path_scale(const HeadCodec & codec, const float * c, uint8_t midd
 
 void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code) {
     Choice   choice[MAX_HEAD_SIZE];
-    uint32_t taken[MAX_HEAD_SIZE][STATES] = {}; // of a start, by state: ones where the branch is from the larger one
+    uint32_t decisions[MAX_HEAD_SIZE][STATES] = {}; // [..][start] by state: ones if the branch is from the larger state
     const cpu::PathOctets octets(codec);
     for (int32_t b = 0, octet = 0; b < codec.n_bands; ++b) {
         const Band & band = codec.bands[b];
@@ -157,7 +157,7 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
             const float32x4_t error = vld1q_f32(choice[t].error);
             const float32x4_t a     = from(error, vzip1q_f32(now, now));
             const float32x4_t b     = from(vrev64q_f32(error), vzip2q_f32(now, now));
-            taken[t][w]             = vaddvq_u32(vandq_u32(vcltq_f32(b, a), vld1q_u32(states)));
+            decisions[t][w]         = vaddvq_u32(vandq_u32(vcltq_f32(b, a), vld1q_u32(states)));
             now                     = vminq_f32(b, a);
         }
         vst1q_f32(cost[w], now);
@@ -169,7 +169,7 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
     cpu::trace_back(
         octets, lanes ? cpu::first_least(cost[0]) : start, lanes ? before : nullptr,
         [&](int32_t t, int q) { return choice[t].number[q]; },
-        [&](int32_t t, int w) { return (taken[t][start] >> w & 1) != 0; }, code);
+        [&](int32_t t, int w) { return (decisions[t][start] >> w & 1) != 0; }, code);
 }
 
 } // namespace subkv::neon

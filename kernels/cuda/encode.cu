@@ -86,12 +86,12 @@ __device__ int choose_scale(const HeadCodec & codec, const float * c, float * ro
 // Shared memory of the search of the path.
 struct Search {
     Octets        octets;
-    const float * c;     // [rank]
-    uint32_t *    codes; // [rank] first the four nearest levels, a byte each, later the code
-    float *       error; // [THREADS][STATES] errors of these levels; a thread has one place and scale
-    uint32_t *    taken; // [STATES ends][size / 8] decisions: a nibble per place, a bit per state
-    float *       room;  // [CANDIDATES * 8]
-    int           size;  // rank of the largest head
+    const float * c;         // [rank]
+    uint32_t *    codes;     // [rank] first the four nearest levels, a byte each, later the code
+    float *       error;     // [THREADS][STATES] errors of these levels; a thread has one place and scale
+    uint32_t *    decisions; // [STATES ends][size / 8] a nibble per place, a bit per state
+    float *       room;      // [CANDIDATES * 8]
+    int           size;      // rank of the largest head
 
     __device__ int places() const { return 8 * octets.n_path; }
 
@@ -146,20 +146,20 @@ __device__ int least_state(const float (&cost)[STATES]) {
 // Extends cost by a place with `error` per subset. Returns decisions: bit w: state w's branch is from the larger state.
 __device__ uint32_t extend(const float * error, float (&cost)[STATES]) {
     float    next[STATES];
-    uint32_t taken = 0;
+    uint32_t decisions = 0;
 #pragma unroll
     for (int w = 0; w < STATES; ++w) {
         const int   x = w & 1, p = w >> 1;
         const float from_p = error[subset(p, x)], from_other = error[subset(p | 2, x)];
         const float a = fmaf(from_p, from_p, cost[p]);
         const float b = fmaf(from_other, from_other, cost[p | 2]);
-        taken |= (b < a ? 1u : 0u) << w;
+        decisions |= (b < a ? 1u : 0u) << w;
         next[w] = b < a ? b : a;
     }
     for (int w = 0; w < STATES; ++w) {
         cost[w] = next[w];
     }
-    return taken;
+    return decisions;
 }
 
 __device__ float least_of(const float (&cost)[STATES]) {
@@ -219,7 +219,7 @@ __device__ int choose_path_scale(const Search & search, const HeadCodec & codec,
 template <bool LANES> __device__ void find_path(const Search & search, float s) {
     const int  me           = (int) threadIdx.x;
     float      cost[STATES] = { INFINITY, INFINITY, INFINITY, INFINITY };
-    uint32_t * taken        = search.taken + me * (search.size / 8);
+    uint32_t * decisions    = search.decisions + me * (search.size / 8);
     uint32_t   ended        = 0; // final state of each lane, two bits
 #pragma unroll
     for (int w = 0; w < STATES; ++w) {
@@ -239,7 +239,7 @@ template <bool LANES> __device__ void find_path(const Search & search, float s) 
                 }
                 nibbles |= extend(search.error + STATES * (i + x), cost) << 4 * x;
             }
-            taken[(t0 + i) / 8] = nibbles;
+            decisions[(t0 + i) / 8] = nibbles;
         }
         __syncthreads();
     }
@@ -261,7 +261,7 @@ template <bool LANES> __device__ void find_path(const Search & search, float s) 
     for (int lane = 8; lane-- > 0; ended >>= 2) {
         for (int i = search.octets.n_path; i-- > 0;) {
             --t;
-            const uint32_t nibble = search.taken[ends * (search.size / 8) + t / 8] >> 4 * (t % 8);
+            const uint32_t nibble = search.decisions[ends * (search.size / 8) + t / 8] >> 4 * (t % 8);
             const int      x = w & 1, p = w >> 1 | (nibble >> w & 1) << 1;
             uint32_t &     code  = search.codes[8 * search.octets.path[i] + lane];
             const uint32_t level = code >> 8 * subset(p, x) & 255;
@@ -316,15 +316,15 @@ struct Shared {
         search.size     = max(l.d_k, l.d_v);
         const auto size = (size_t) search.size;
         Carve      shared{ base };
-        xs            = shared.take<float>(size);
-        c             = shared.take<float>(size);
-        search.octets = Octets::take(shared, search.size);
-        search.c      = c;
-        search.codes  = shared.take<uint32_t>(size);
-        search.error  = shared.take<float>(THREADS * STATES);
-        search.taken  = shared.take<uint32_t>(STATES * size / 8);
-        search.room   = shared.take<float>(CANDIDATES * 8 + WARPS);
-        bytes         = shared.used;
+        xs               = shared.take<float>(size);
+        c                = shared.take<float>(size);
+        search.octets    = Octets::take(shared, search.size);
+        search.c         = c;
+        search.codes     = shared.take<uint32_t>(size);
+        search.error     = shared.take<float>(THREADS * STATES);
+        search.decisions = shared.take<uint32_t>(STATES * size / 8);
+        search.room      = shared.take<float>(CANDIDATES * 8 + WARPS);
+        bytes            = shared.used;
     }
 };
 

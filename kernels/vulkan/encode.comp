@@ -38,7 +38,7 @@ shared float c[MAX_HEAD_SIZE];
 shared uint  codes[MAX_HEAD_SIZE];
 shared float room[THREADS];
 shared vec4  errors[THREADS];                        // errors of the nearest levels of a place
-shared uint  taken[STATES * MAX_HEAD_SIZE / LANES]; // decisions of four paths: a nibble per place, a bit per state
+shared uint  decisions[STATES * MAX_HEAD_SIZE / LANES]; // of four paths: a nibble per place, a bit per state
 shared uint  flags;
 
 void put(bool value, uint at, uint bits, uint mask) {
@@ -279,7 +279,7 @@ void find_path(Head head, float s) {
                 }
                 nibbles |= extend(errors[i + x], cost) << 4 * x;
             }
-            taken[me * WORDS + (t0 + i) / LANES] = nibbles;
+            decisions[me * WORDS + (t0 + i) / LANES] = nibbles;
         }
         barrier();
     }
@@ -298,7 +298,7 @@ void find_path(Head head, float s) {
     for (uint lane = LANES; lane-- > 0; ended >>= 2) {
         for (uint i = head.n_path; i-- > 0;) {
             --t;
-            const uint nibble = taken[ends * WORDS + t / LANES] >> 4 * (t % LANES);
+            const uint nibble = decisions[ends * WORDS + t / LANES] >> 4 * (t % LANES);
             const uint x = w & 1u, p = w >> 1 | (nibble >> w & 1u) << 1;
             const uint at = octet_of(head, i).first + lane;
             codes[at]     = ((codes[at] >> 8 * subset(p, x) & 255u) ^ 2 * (p >> 1) ^ (p & 1u)) >> 1;
