@@ -123,7 +123,7 @@ uint8_t choose_path_scale(const HeadCodec & codec, const float * c, uint8_t midd
 
 void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code) {
     Choice   choice[MAX_HEAD_SIZE];
-    uint32_t decisions[MAX_HEAD_SIZE][STATES] = {}; // [place][start]: bit w: the branch into state w is from the larger state
+    uint32_t decisions[MAX_HEAD_SIZE][STATES] = {}; // [place][start], bit w: state w's branch is from the larger state
     const cpu::PathOctets octets(codec);
     for (int32_t b = 0, octet = 0; b < codec.n_bands; ++b) {
         const Band & band = codec.bands[b];
