@@ -14,7 +14,7 @@ from converter.quantize import TYPES
 from subkv.base.command import command, group, sentence
 from subkv.base.errors import SubkvError
 from subkv.base.files import check_new, check_not_input
-from subkv.base.hub import hf_option, model_given
+from subkv.base.hub import hf_option, requested_model
 from subkv.format.window import AS_FILE, N_RECENT, N_SINK, RECENT_BITS, Window
 from subkv.plan.methods import BASES_K, BASES_V, GAMMAS
 
@@ -138,7 +138,7 @@ def main(
     if hf_repo and output is None and (sidecar or embed or bases is not None):
         raise click.UsageError("-hf: expected -o FILE with --sidecar, --embed or --bases, found none")
     named = f"-hf {hf_repo}" if hf_repo else f"-m {shlex.quote(str(model))}"
-    model = model_given(model, hf_repo)
+    model = requested_model(model, hf_repo)
     if model is None:
         raise click.UsageError("expected MODEL or -hf USER/MODEL, found neither")
     if sidecar and model.is_dir():

@@ -8,7 +8,7 @@ from typing import Any
 from render import Column, Numbers, Rows, grid
 
 from subkv.format.window import DEFAULT
-from subkv.plan.budget import held_bits
+from subkv.plan.budget import coefficient_bits
 
 GIB = 8 << 30  # bits
 CONTEXTS = {"8k": 8192, "32k": 32768, "128k": 131072}
@@ -33,7 +33,7 @@ class Shape:
     def bits(self, n: int) -> float:
         """Bits of n tokens of one sequence: rows, plus the exact window and the bases, which do not grow."""
         elements = self.rows * self.d
-        fixed = DEFAULT.bits(elements, self.rows) + elements * held_bits(self.d)
+        fixed = DEFAULT.bits(elements, self.rows) + elements * coefficient_bits(self.d)
         return fixed + (KV_BITS * elements - fixed / STATED) * n
 
 

@@ -1,7 +1,7 @@
-"""subkv: llama.cpp whose KV cache holds coefficients.
+"""subkv: llama.cpp with a KV cache of coefficients.
 
-The import only tells llama_cpp the folder of our libllama. `subkv.Llama` loads the native libraries;
-`subkv.SubspaceCache` needs the extra `torch`.
+`import subkv` loads no library; it only sets the folder of libllama for llama_cpp. `subkv.Llama` loads the native
+libraries; `subkv.SubspaceCache` needs the extra `torch`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DraftModel", "Llama", "PromptCache", "PromptLookup", "SubkvError", "SubspaceCache", "__version__"]
 
-# llama_cpp loads its libllama when it is imported. Without this call, `import subkv, llama_cpp` would load another one.
+# `import llama_cpp` loads a libllama. Without this call, it would be another one than libsubkv's.
 set_library_path_early()
 
 _LAZY = {

@@ -19,7 +19,7 @@ from research.experiments.bounds import F64
 from research.experiments.grids import Rows
 from research.experiments.lab import Lab
 from subkv.format.codec import F32
-from subkv.plan.positions import Rotation, rotation
+from subkv.plan.positions import Pairs, pairs
 
 Numbers = NDArray[Any]  # float64 or complex128
 Frame = Callable[[F32], Numbers]  # keys [n, d] of positions 0, 1, … -> rows [n, m] of the space that has a basis
@@ -30,20 +30,18 @@ AFTER, PAIRS, BEFORE = "after RoPE", "rotary pairs", "before RoPE"
 STATIC, ADAPTIVE = "static", "adaptive"
 
 
-def frames(turn: Rotation) -> dict[str, Frame]:
+def frames(turn: Pairs) -> dict[str, Frame]:
     """The spaces compared. All keep lengths; one complex coordinate of PAIRS stands for two real ones."""
-    forward = np.flatnonzero(turn.omega > 0.0)  # one of each conjugate pair
+    first = np.flatnonzero(turn.omega < 0.0)  # of each pair
 
     def unrotated(k: F32) -> Numbers:
-        phase = np.exp(-1j * np.arange(len(k))[:, None] * turn.omega)
-        out: Numbers = (k.astype(np.float64) @ turn.unitary.T) * phase
-        return out
+        return turn.rotate(k, -np.arange(len(k)))
 
-    return {
-        AFTER: lambda k: k.astype(np.float64),
-        PAIRS: lambda k: np.sqrt(2.0) * unrotated(k)[:, forward],
-        BEFORE: lambda k: (unrotated(k) @ turn.unitary.conj()).real,
-    }
+    def in_pairs(k: F32) -> Numbers:
+        x = unrotated(k)
+        return np.asarray(x[:, first] + 1j * x[:, turn.partner[first]])
+
+    return {AFTER: lambda k: k.astype(np.float64), PAIRS: in_pairs, BEFORE: unrotated}
 
 
 def moment(x: Numbers) -> Numbers:
@@ -91,7 +89,7 @@ def _followed(x: Numbers, start: int, share: float) -> F64:
 
 def rotary(lab: Lab) -> dict[str, Any]:
     """Squared relative error of raw keys, second half of every text: bases after and before RoPE, of rotary pairs."""
-    turn = rotation(lab.base, lab.reference.d)
+    turn = pairs(lab.base, lab.reference.d)
     if turn is None or not turn.omega.all():
         return {"rows": [], "note": "Not measured: a model that turns all of a key's coordinates is expected."}
     spaces = frames(turn)
@@ -102,7 +100,7 @@ def rotary(lab: Lab) -> dict[str, Any]:
     return {"rows": rows, "bits": BITS, "share": 0.5}
 
 
-def _known(lab: Lab, spaces: dict[str, Frame], turn: Rotation) -> dict[tuple[int, int, str], Numbers]:
+def _known(lab: Lab, spaces: dict[str, Frame], turn: Pairs) -> dict[tuple[int, int, str], Numbers]:
     """Moments of static bases, of (il, head, space): the first half of the in-domain text.
 
     After RoPE they depend on the positions: there they are those of the same keys at all positions of a chunk.

@@ -153,7 +153,7 @@ class AdaptiveCoder:
             alive = min(self.params.max_chunks, stats["n_chunks"] * max(1.0, context / n))
             complete = alive == self.params.max_chunks and not self.params.merge  # then there is no sketch any more
             total += 8.0 * (alive * basis + (0 if complete else stats["bytes_sketch"]))
-        elements = sum(layer.shape.elements for layer in self.layers)
+        elements = sum(layer.elements for layer in self.layers)
         return total / max(texts, 1.0) / (elements * context)
 
     def mean(self, name: str) -> float:

@@ -21,18 +21,10 @@ from research.rivals.rival import Knowledge, Rival
 from research.rivals.rounding import half, nearest
 from subkv.base.errors import SubkvError
 from subkv.format.arrays import F32, F64
-from subkv.plan.positions import Rotation
 
 OUTSIDE = 0.005  # share of outliers at each end
 BINS, ITERATIONS = 4096, 50
 BITS_OF_OUTLIER = 32
-
-
-def unrotated(x: F32, rotation: Rotation, first: int, back: bool = True) -> F32:
-    """Keys x [heads, n, d] of positions first … as before RoPE; back False: as after it."""
-    positions = np.arange(first, first + x.shape[1])[:, None]
-    phase = np.exp((-1j if back else 1j) * rotation.omega * positions)
-    return ((x @ rotation.unitary.T) * phase @ rotation.unitary.conj()).real.astype(np.float32)
 
 
 def fitted(x: F32, weight: F64, bits: int) -> F32:
@@ -91,8 +83,7 @@ def make(known: Knowledge, bits_k: int, bits_v: int) -> Rival:
         raise SubkvError("codecs", "kvquant expects a model whose rotary positions are known here, found another")
     heads, d = known.n_head_kv, known.d
     channels = heads * d
-    partners = np.abs(rotation.unitary) ** 2 > 0  # [d, d] which coordinates are rotated together
-    pairs = partners.T.astype(np.float64) @ partners > 0
+    pairs = np.eye(d) + np.eye(d)[rotation.partner]  # [d, d] which coordinates are rotated together
     averaged = pairs / pairs.sum(1, keepdims=True)
 
     def joined(x: F32) -> F32:
@@ -104,9 +95,11 @@ def make(known: Knowledge, bits_k: int, bits_v: int) -> Rival:
     def quantize(il: int, k: F32, v: F32, first: int) -> tuple[F32, F32]:
         weight_k = np.einsum("hii->hi", known.cost_k[il]) @ averaged.T
         weight_v = np.einsum("hii->hi", known.cost_v[il])
-        keys = round_trip_channels(joined(unrotated(k, rotation, first)), weight_k.ravel(), bits_k)
+        positions = np.arange(first, first + k.shape[1])
+        unrotated = rotation.rotate(k, -positions).astype(np.float32)
+        keys = round_trip_channels(joined(unrotated), weight_k.ravel(), bits_k)
         values = round_trip_tokens(joined(v), weight_v.ravel(), bits_v)
-        return unrotated(apart(keys), rotation, first, back=False), apart(values)
+        return rotation.rotate(apart(keys), positions).astype(np.float32), apart(values)
 
     row_k = bits_k + BITS_OF_OUTLIER * 2 * OUTSIDE
     row_v = bits_v + (BITS_OF_OUTLIER * outliers_of_token(channels) + 32) / channels

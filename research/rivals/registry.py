@@ -15,7 +15,7 @@ from subkv.format.arrays import F32
 from subkv.native.gguf import Base
 from subkv.plan import stock
 from subkv.plan.pipeline import Fit
-from subkv.plan.positions import rotation
+from subkv.plan.positions import pairs
 
 MOST_BITS = 8
 # how each is made, and the least and most bits of its codes
@@ -67,7 +67,7 @@ def knowledge(fit: Fit, base: Base) -> Knowledge:
     queries = [stats.q2 for stats in fit.calibration.layers]
     costs = [layer.cost for layer in fit.layers]
     return Knowledge(
-        shape.n_head_kv, shape.d_k, queries, [c.k for c in costs], [c.v for c in costs], rotation(base, shape.d_k)
+        shape.n_head_kv, shape.d_k, queries, [c.k for c in costs], [c.v for c in costs], pairs(base, shape.d_k)
     )
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from subkv.base.errors import SubkvError
 from subkv.format.arrays import F32, F64
-from subkv.plan.positions import Rotation
+from subkv.plan.positions import Pairs
 
 
 class RoundTrip(Protocol):
@@ -51,7 +51,7 @@ class Knowledge:
     queries: Sequence[F64]
     cost_k: Sequence[F64]
     cost_v: Sequence[F64]
-    rotation: Rotation | None
+    rotation: Pairs | None
 
     def power_of_two(self) -> int:
         """d. Raises SubkvError where it has no Hadamard matrix."""

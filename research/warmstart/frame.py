@@ -66,9 +66,7 @@ class Frame:
 
     def rotate(self, k: NDArray[np.floating], pos: NDArray[np.floating | np.integer], sign: float = 1.0) -> F32:
         """Keys k [n, heads, d_k], as they are at position 0, at the positions [n], which need not be whole."""
-        angle = np.multiply.outer(np.asarray(pos, dtype=np.float64), sign * self.pairs.omega)[:, None, :]
-        rotated: F32 = (k * np.cos(angle) + k[..., self.pairs.partner] * np.sin(angle)).astype(np.float32)
-        return rotated
+        return self.pairs.rotate(k, sign * np.asarray(pos, dtype=np.float64)[:, None]).astype(np.float32)
 
     def unrotate(self, k: NDArray[np.floating], pos: NDArray[np.floating | np.integer]) -> F32:
         """The inverse of rotate."""

@@ -24,7 +24,7 @@ from runtime.chat.terminal import Interrupts, open_input
 from runtime.options import Drafts
 from subkv.base.command import command, group, sentence, stack
 from subkv.base.errors import SubkvError
-from subkv.base.hub import hf_option, model_given
+from subkv.base.hub import hf_option, requested_model
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -358,7 +358,7 @@ def run(
     from subkv.engine.llama import Llama
     from subkv.engine.template import for_chat
 
-    path = model_given(model or None, hf_repo)
+    path = requested_model(model or None, hf_repo)
 
     def open_llm() -> Llama:
         more = {"draft_model": drafts.model(n_gpu_layers)}

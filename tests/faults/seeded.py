@@ -312,7 +312,7 @@ FAULTS = [
     Fault(
         "a tail that stays",
         "python/subkv/engine/prompt_cache.py",
-        "len(held) - same <= self._n_removable",
+        "len(evaluated) - n_common <= self._n_removable",
         "True",
         PROMPTS,
     ),

@@ -26,7 +26,7 @@ from subkv.format.bases import StoredBasis
 from subkv.native import library as _lib
 from subkv.plan.basis import fit_metric, gains, store
 from subkv.plan.predict import reconstructed
-from subkv.plan.quantizer import WIDTHS, best_step, distortion
+from subkv.plan.quantizer import BEST_STEP, DISTORTION, WIDTHS
 
 F32 = np.ndarray[Any, np.dtype[np.float32]]
 D = 32
@@ -126,9 +126,9 @@ def test_quantizer_constants() -> None:
     step, error = ctypes.c_double(), ctypes.c_double()
     for bits in WIDTHS:
         capi.load().subkv_quantizer(bits, step, error)
-        assert error.value == pytest.approx(distortion(bits), rel=1e-6)
+        assert error.value == pytest.approx(DISTORTION[bits], rel=1e-6)
         if bits != 16:
-            assert step.value == pytest.approx(best_step(bits), rel=1e-6)
+            assert step.value == pytest.approx(BEST_STEP[bits], rel=1e-6)
 
 
 @pytest.mark.parametrize("value", [False, True])

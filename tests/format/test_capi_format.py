@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import codec_numpy
 import numpy as np
 from each import each
+from format_constants import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_convert_codec import BANDS, rows_of
@@ -14,7 +15,6 @@ from test_convert_codec import BANDS, rows_of
 from subkv.format.bases import Bands
 from subkv.format.codec import row_bytes
 from subkv.native import library
-from subkv.native.constants import constants
 
 
 def test_constants() -> None:

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import trellis_numpy
 from codec_numpy import SCALE_ONE, scale_table
+from format_constants import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from subkv.format import calibration, metadata, window
 from subkv.format.bases import Bands
 from subkv.format.codec import decode, encode, rank, round_trip, row_bytes
-from subkv.native.constants import constants
 from subkv.plan.budget import GROUP
 from subkv.plan.quantizer import WIDTHS
 from subkv_triton import fields

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from subkv.format.bases import Bands, StoredBasis
 from subkv.format.calibration import LayerStats
 from subkv.format.codec import round_trip
-from subkv.plan.basis import centred_moment, fit_metric, fit_pca, gains, store, stored_mean
+from subkv.plan.basis import centred_moment, fit_metric, fit_pca, gains, half, store
 from subkv.plan.gamma import gamma_of, moment_gamma, sampled_gamma
 
 
@@ -68,7 +68,7 @@ def test_subtracting_a_mean_does_not_change_gamma(bands: Bands) -> None:
     """Estimates use the centred part: subtracting the mean of far keys gives the estimates of keys around 0."""
     plain = random_layer(0, seed=6)
     far = with_key_means(plain, 3.0)
-    mean = stored_mean(far.k1[0])
+    mean = half(far.k1[0], "mean")
     moment = centred_moment(far.k2[0], far.k1[0], mean)
     np.testing.assert_allclose(moment, plain.k2[0], atol=1e-2 * np.trace(plain.k2[0]))
     stored = store(fit_metric(moment, far.q2[0]), moment, bands, mean)

@@ -20,7 +20,7 @@ from subkv.format.layout import Layout
 from subkv.format.window import Window
 from subkv.native.gguf import Gguf
 from subkv.plan import datafree, mla, predict, weights
-from subkv.plan.pipeline import Options
+from subkv.plan.pipeline import Options, Result
 from subkv.plan.positions import partners
 from subkv.plan.weights import Energies, Weights
 
@@ -28,6 +28,11 @@ F64 = NDArray[np.float64]
 Models = Callable[..., Path]
 SPAN = 512
 SHIFT = 600.0  # norm of a bias, as Qwen2's largest
+
+
+def of_model(model: Path, options: Options) -> Result:
+    with Gguf(model) as base:
+        return datafree.plan(base, options)
 
 
 class Changed:
@@ -202,12 +207,12 @@ def invertible(layers: tuple[CodedLayer, ...]) -> None:
 
 @pytest.mark.parametrize("arch", ["lfm2", "qwen35"])
 def test_layers_that_keep_a_state_have_no_bases(tiny_model: Models, arch: str) -> None:
-    assert [layer.shape.il for layer in datafree.bases_from_weights(tiny_model(arch), options()).layers] == [1, 3]
+    assert [layer.shape.il for layer in of_model(tiny_model(arch), options()).layers] == [1, 3]
 
 
 @each("arch", ["llama", "qwen2", "gemma2", "gemma4", "gpt-oss", "bloom", "gpt2", "grok", "t5", "lfm2", "qwen2vl"])
 def test_any_model_gets_bases(tiny_model: Models, arch: str) -> None:
-    result = datafree.bases_from_weights(tiny_model(arch), options())
+    result = of_model(tiny_model(arch), options())
     invertible(result.layers)
     assert 4.5 < result.counted.total <= 4.75
     assert [note.key for note in result.notes] == (["model"] if arch == "t5" else [])  # its tensors have other names
@@ -258,7 +263,7 @@ def test_weights_of_zeros(tiny_model: Models, side: str) -> None:
 
 def test_all_heads_get_equal_budgets(tiny_model: Models) -> None:
     """No head is known to matter more: the narrowest and the widest differ by at most one group of bits."""
-    result = datafree.bases_from_weights(tiny_model("llama", n_layer=4), options(5.0))
+    result = of_model(tiny_model("llama", n_layer=4), options(5.0))
     bits = [sum(n * b for n, b in head.v.bands) for layer in result.layers for head in layer.heads]
     assert max(bits) - min(bits) <= 8
 

@@ -32,7 +32,7 @@ from subkv.plan import datafree, latent, mla, predict
 from subkv.plan.basis import fit_metric
 from subkv.plan.budget import Overhead, plan_banded
 from subkv.plan.pipeline import Fit, Options
-from subkv.plan.positions import rotation
+from subkv.plan.positions import pairs
 
 BITS = ("--kv-bits", "5", "--bpe-context", "1000000")
 WINDOW = Window(4, 16, 8)
@@ -229,7 +229,7 @@ def test_noise_in_a_row_moves_keys_and_values(model: Path, base: Gguf, calibrati
 def test_positions_rotate_the_part_after_the_latent(model: Path, base: Gguf) -> None:
     """A key 100 positions later is the same key, rotated like the calibration's keys."""
     tokens = [int(t) for t in np.random.default_rng(6).integers(40, 130, 8)]
-    turn = rotation(base, 48)
+    turn = pairs(base, 48)
     assert turn is not None and not turn.omega[:32].any() and turn.omega[32:].all()
     keys = []
     with Source(model) as source, Session(source, 256, 1, 0) as session:
@@ -239,9 +239,7 @@ def test_positions_rotate_the_part_after_the_latent(model: Path, base: Gguf) -> 
             session.mode(SAMPLE, range(first, first + 8))
             session.decode(tokens, first)
             keys.append(session.get(session.layers()[0], "ks")[:, 0])
-    phase = np.exp(100j * turn.omega)
-    rotated = ((keys[0] @ turn.unitary.T) * phase @ turn.unitary.conj()).real
-    np.testing.assert_allclose(rotated, keys[1], atol=1e-3)
+    np.testing.assert_allclose(turn.rotate(keys[0], 100), keys[1], atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from calib_synthetic import random_calibration
 
 from subkv.format.calibration import LayerSensitivity, Sensitivity
 from subkv.native.gguf import Gguf
-from subkv.plan.positions import can_spread, pairs, rotation, spread
+from subkv.plan.positions import can_spread, pairs, spread
 
 
 def turn(d: int, offset: float, neighbours: bool) -> np.ndarray:
@@ -86,7 +86,7 @@ def test_a_calibration_of_the_trained_context_stays(tiny_model: Callable[..., Pa
 def test_unknown_rotations_are_noted(tiny_model: Callable[..., Path]) -> None:
     stats = random_calibration(arch="gemma2", n_ctx=256)
     with Gguf(tiny_model("gemma2")) as base:
-        assert rotation(base, 32) is None
+        assert pairs(base, 32) is None
         assert not can_spread(base)
         same, note = spread(base, stats)
     assert same == stats

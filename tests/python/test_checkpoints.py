@@ -161,11 +161,11 @@ def test_bytes_are_bounded(llm: Llama) -> None:
     llm.eval(prompt(2))
     points = Checkpoints(llm.ctx)
     points.take(2)
-    size = len(points._held[0].state)
+    size = len(points.points[0].state)
     points = Checkpoints(llm.ctx, n_bytes=3 * size + 1)
     for n in (100, 200, 290, 300, 400):
         points.take(n)
-    assert [point.n_tokens for point in points._held] == [200, 300, 400]
+    assert [point.n_tokens for point in points.points] == [200, 300, 400]
     none = Checkpoints(llm.ctx, n_bytes=size - 1)
     none.take(100)
     assert none.restorable(100) == 0
@@ -181,11 +181,11 @@ def test_drafts_leave_one_checkpoint_and_those_that_are_due(
         for n in (10, 20, 20, *range(30, 131, 10)):
             points.take_for_draft(n)
             assert points.restorable(n) == n
-        assert [point.n_tokens for point in points.held] == [50, 100, 130]
+        assert [point.n_tokens for point in points.points] == [50, 100, 130]
         points.take(135)  # for good: a prompt ends there
         points.take_for_draft(135)
         points.take_for_draft(140)
-        assert [point.n_tokens for point in points.held] == [50, 100, 135, 140]
+        assert [point.n_tokens for point in points.points] == [50, 100, 135, 140]
 
 
 def test_adaptive_bases_save_no_checkpoints(tiny_model: Models) -> None:

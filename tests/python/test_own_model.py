@@ -17,9 +17,11 @@ from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import CacheOptions, choose_cache, with_weight_bases
 from subkv.engine.context import ContextOptions
 from subkv.engine.llama import Llama
+from subkv.format import metadata
 from subkv.format.layout import Layout
 from subkv.format.window import Window
 from subkv.plan import datafree
+from subkv.plan.pipeline import Options
 
 Models = Callable[..., Path]
 SHORT = ContextOptions(256, n_batch=64, n_ubatch=64, n_threads=1)
@@ -64,12 +66,14 @@ def test_ordinary_caches_make_none(tiny_model: Models, cache_home: Path, flags: 
     assert not cache_home.exists()
 
 
-def test_bases_of_another_budget_are_derived_again(tiny_model: Models, cache_home: Path) -> None:
+def test_bases_of_another_version_are_derived_again(
+    tiny_model: Models, cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chat(tiny_model())
     (made,) = (cache_home / "subkv" / "sidecars").glob("*.weights.gguf")
-    from subkv.plan.pipeline import Options
-
-    datafree.sidecar(tiny_model(), made, Options(kv_bits=4.75, bpe_context=8192))
+    with monkeypatch.context() as patch:
+        patch.setattr(metadata, "generator", lambda: "subkv 0.0.1")
+        datafree.sidecar(tiny_model(), made, Options(kv_bits=4.75, bpe_context=8192))
     assert "bases: from the weights, 6." in chat(tiny_model()).stderr
 
 

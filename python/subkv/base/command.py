@@ -60,9 +60,9 @@ class Moved(_Failure):
 
 
 def sentence(error: SubkvError, command: click.Command | None = None) -> str:
-    """The error message, which starts with the flag of `command` (default: the running one).
+    """The error message. It starts with the flag of `command` (default: the running one) for the error's key.
 
-    Without a flag it starts with the user's value, unless the reason contains that.
+    If the key is a positional argument, the message starts with the user's value, unless the reason contains it.
     """
     context = click.get_current_context(silent=True)
     command = command or (context.command if context else None)
@@ -71,9 +71,9 @@ def sentence(error: SubkvError, command: click.Command | None = None) -> str:
         if name == parameter.name:
             if isinstance(parameter, click.Option):
                 return str(SubkvError(parameter.opts[0], error.reason))
-            given = context.params.get(name) if context else None
-            named = "" if isinstance(given, tuple) or given is None or str(given) in error.reason else str(given)
-            return str(SubkvError(named, error.reason))
+            value = context.params.get(name) if context else None
+            subject = "" if isinstance(value, tuple) or value is None or str(value) in error.reason else str(value)
+            return str(SubkvError(subject, error.reason))
     return str(error)
 
 
@@ -97,7 +97,7 @@ def stack(*decorators: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def group(name: str, build: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:
-    """Options that the command gets as one argument `name`: build(option=value, …), usually a dataclass.
+    """Pass several options to the command as one argument `name`: build(option=value, …), usually a dataclass.
 
     @command()
     @group("window", Window, click.option("--n-sink", …), click.option("--n-recent", …))
@@ -107,13 +107,13 @@ def group(name: str, build: Callable[..., Any], *options: Callable[..., Any]) ->
     def probe() -> None:
         pass
 
-    made: Any = stack(*options)(probe)
-    names = [parameter.name for parameter in made.__click_params__]
+    decorated: Any = stack(*options)(probe)
+    names = [parameter.name for parameter in decorated.__click_params__]
 
     def decorate(function: Callable[..., Any]) -> Any:
         @functools.wraps(function)
-        def grouped(*args: Any, **given: Any) -> Any:
-            return function(*args, **{name: build(**{key: given.pop(key) for key in names})}, **given)
+        def grouped(*args: Any, **values: Any) -> Any:
+            return function(*args, **{name: build(**{key: values.pop(key) for key in names})}, **values)
 
         return stack(*options)(grouped)
 

@@ -63,19 +63,12 @@ class Container:
     def pieces(self) -> list[bytes]:
         """The file in pieces, in order."""
         head = json.dumps(self.head, sort_keys=True).encode()
-        listed = np.asarray(self.tokens).astype("<i4").tobytes()
+        tokens = np.asarray(self.tokens).astype("<i4").tobytes()
         fixed = FIXED.pack(MAGIC, len(head), len(self.tokens), len(self.state))
-        begin = fixed + CRC.pack(_crc(fixed, head, listed)) + head + listed
+        begin = fixed + CRC.pack(zlib.crc32(fixed + head + tokens)) + head + tokens
         digest = hashlib.sha256(begin)
         digest.update(self.state)
         return [begin, self.state, digest.digest()]
-
-
-def _crc(*parts: bytes | memoryview) -> int:
-    value = 0
-    for part in parts:
-        value = zlib.crc32(part, value)
-    return value
 
 
 def read_head(handle: BinaryIO) -> tuple[dict[str, Any], Tokens, int]:
@@ -101,8 +94,8 @@ def read_head(handle: BinaryIO) -> tuple[dict[str, Any], Tokens, int]:
         raise ContainerError(f"expected {expected} bytes, found {size}")
     if n_head > MAX_HEAD or n_tokens > MAX_TOKENS:  # a sparse file may be larger than the disk
         raise ContainerError(f"expected a head of at most {MAX_HEAD} bytes and {MAX_TOKENS} tokens, found more")
-    head, listed = handle.read(n_head), handle.read(4 * n_tokens)
-    if CRC.unpack_from(start, FIXED.size)[0] != _crc(start[: FIXED.size], head, listed):
+    head, tokens = handle.read(n_head), handle.read(4 * n_tokens)
+    if CRC.unpack_from(start, FIXED.size)[0] != zlib.crc32(start[: FIXED.size] + head + tokens):
         raise ContainerError("checksum of head and tokens differs")
     try:
         parsed = json.loads(head)
@@ -110,17 +103,12 @@ def read_head(handle: BinaryIO) -> tuple[dict[str, Any], Tokens, int]:
         raise ContainerError(f"its head is no JSON ({error})") from error
     if not isinstance(parsed, dict):
         raise ContainerError("its head is no object")
-    return parsed, np.frombuffer(listed, "<i4").astype(np.int32), n_state
+    return parsed, np.frombuffer(tokens, "<i4").astype(np.int32), n_state
 
 
-def read_whole(handle: BinaryIO, max_state: int | None = None) -> Container:
-    """Read and check a whole file from position 0. Raises ContainerError and OSError.
-
-    max_state: reject a larger state (bytes) before reading it.
-    """
+def read_whole(handle: BinaryIO) -> Container:
+    """Read and check a whole file from position 0. Raises ContainerError and OSError."""
     head, tokens, n_state = read_head(handle)
-    if max_state is not None and n_state > max_state:
-        raise ContainerError(f"expected a state of at most {max_state} bytes, found {n_state}")
     begin = handle.tell()
     handle.seek(0)
     digest = hashlib.sha256(handle.read(begin))
@@ -131,10 +119,10 @@ def read_whole(handle: BinaryIO, max_state: int | None = None) -> Container:
     return Container(head, tokens, state)
 
 
-def load(path: Path, max_state: int | None = None) -> Container:
-    """read_whole() for a path."""
+def load(path: Path) -> Container:
+    """Read and check a whole file. Raises ContainerError and OSError."""
     with open_regular(path) as handle:
-        return read_whole(handle, max_state)
+        return read_whole(handle)
 
 
 def write(path: Path, container: Container) -> int:
@@ -146,10 +134,10 @@ def write(path: Path, container: Container) -> int:
     return sum(len(piece) for piece in pieces)
 
 
-def read(path: Path, writer: str, max_state: int | None = None) -> Container:
-    """Read a file. writer: what wrote it, for error messages. Raises StateError about `path`."""
+def read(path: Path, writer: str) -> Container:
+    """Read a file. writer: its program, for error messages. Raises StateError about `path`."""
     try:
-        return load(path, max_state)
+        return load(path)
     except OSError as error:
         raise StateError("path", f"cannot read {path}: {error.strerror or error}") from error
     except ContainerError as error:

@@ -18,14 +18,10 @@ from subkv.base.errors import SubkvError
 
 T = TypeVar("T")
 
-# names of temporary files of replacing(), with or without the random part (older versions)
-TEMPORARY = re.compile(r"\.(?P<name>.+?)\.\d+(\.[0-9a-f]{8})?\.tmp", re.DOTALL)
+# names of temporary files of replacing()
+TEMPORARY = re.compile(r"\.(?P<name>.+?)\.\d+\.[0-9a-f]{8}\.tmp", re.DOTALL)
 BUSY_SECONDS = 2.0
-STALE_SECONDS = 3600.0  # older temporary files are left-overs
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
+STALE_SECONDS = 3600.0  # older temporary files are of killed processes
 
 
 def check_writable(path: Path) -> None:
@@ -43,7 +39,7 @@ def check_writable(path: Path) -> None:
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(13, "the existing file is read-only")
     except OSError as error:
-        raise SubkvError("output", f"cannot write {path}: {_reason(error)}") from error
+        raise SubkvError("output", f"cannot write {path}: {error.strerror or error}") from error
 
 
 def check_new(path: Path, overwrite: bool) -> None:
@@ -54,9 +50,9 @@ def check_new(path: Path, overwrite: bool) -> None:
 
 def check_not_input(path: Path, inputs: Iterable[tuple[str, Path]]) -> None:
     """Reject an output path that is also an input; each input has a name for the message. Raises SubkvError."""
-    for other, given in inputs:
-        if path.exists() and given.exists() and os.path.samefile(path, given):
-            raise SubkvError("output", f"expected another file than {other}, found {path}")
+    for name, file in inputs:
+        if path.exists() and file.exists() and os.path.samefile(path, file):
+            raise SubkvError("output", f"expected another file than {name}, found {path}")
 
 
 def _temporary_name(path: Path) -> Path:
@@ -147,7 +143,7 @@ def atomic_file(path: Path, kind: type[SubkvError] = SubkvError) -> Iterator[Bin
         with replacing(path) as handle:
             yield handle
     except OSError as error:
-        raise kind("output", f"cannot write {path}: {_reason(error)}; no file was left behind") from error
+        raise kind("output", f"cannot write {path}: {error.strerror or error}; no file was left behind") from error
 
 
 def _sync_folder(folder: Path) -> None:

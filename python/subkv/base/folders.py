@@ -17,8 +17,8 @@ def _user_folder(variable: str, default: str) -> Path:
     try:
         return Path.home() / default / "subkv"
     except RuntimeError as error:
-        given = repr(base) if base else "nothing"
-        raise SubkvError(variable, f"expected an absolute path, as there is no home folder, found {given}") from error
+        value = repr(base) if base else "nothing"
+        raise SubkvError(variable, f"expected an absolute path, as there is no home folder, found {value}") from error
 
 
 def cache_folder() -> Path:
@@ -32,6 +32,6 @@ def state_folder() -> Path:
 
 
 def package_folders(name: str) -> list[Path]:
-    """Possible paths of a folder of the package; an editable install has two: checkout and build."""
+    """Possible paths of a folder of the package. An editable install has two: in the checkout and in the build."""
     spec = importlib.util.find_spec("subkv")
     return [Path(location) / name for location in (spec.submodule_search_locations or [] if spec else [])]

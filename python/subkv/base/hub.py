@@ -12,7 +12,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,7 @@ import click
 from subkv.base.errors import SubkvError, install
 
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")  # llama.cpp's order of preference, then the first file
-NOT_MODELS = (
-    "mmproj",
-    "imatrix",
-    "mtp-",
-    "eagle3-",
-    "dflash-",
-    "dspark-",
-)  # in names of other GGUF files
+NOT_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")  # in names of other GGUF files
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 
 hf_option = click.option(
@@ -42,12 +35,8 @@ hf_option = click.option(
 )
 
 
-def _note(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def model_given(model: Path | str | None, hf_repo: str | None) -> Path | None:
-    """The model of -m, or of -hf (downloaded); None: neither is given. Raises click.UsageError, and as fetch()."""
+def requested_model(model: Path | str | None, hf_repo: str | None) -> Path | None:
+    """The model of -m, or that of -hf (downloaded); None without both. Raises click.UsageError, and as fetch()."""
     if model is not None and hf_repo is not None:
         raise click.UsageError(f"-hf: expected a model file or -hf, found both {model} and {hf_repo}")
     if hf_repo is not None:
@@ -62,15 +51,14 @@ def fetch(
     more: Sequence[str] = (),
     cache_dir: str | os.PathLike[str] | None = None,
     local_dir: str | os.PathLike[str] | None = None,
-    note: Callable[[str], None] = _note,
 ) -> Path:
     """Download a model of the hub if needed and return its path: for a split model, the first of its files.
 
     repo: USER/MODEL[:QUANT]; without QUANT Q4_K_M, else Q8_0, else the first GGUF. pattern: name or pattern of the
     file, instead of a quant. more: patterns of further files to download. cache_dir, local_dir: as in huggingface_hub.
-    note: gets a line if the hub cannot be reached and an earlier download is used.
 
-    Raises SubkvError about `hf_repo`, `pattern` or `more`.
+    If the hub cannot be reached, it prints a line to stderr and uses an earlier download. Raises SubkvError about
+    `hf_repo`, `pattern` or `more`.
     """
     name, _, quant = repo.partition(":")
     if not re.fullmatch(r"[^/\s:]+/[^/\s:]+", name) or (":" in repo and not quant):
@@ -80,16 +68,16 @@ def fetch(
     if importlib.util.find_spec("huggingface_hub") is None:
         raise SubkvError("hf_repo", f"expected package huggingface_hub, found none: {install('hub')}")
     folders = {"cache_dir": cache_dir, "local_dir": local_dir}
-    files, why_not = _listed(name, folders)
-    where = f"the earlier download of {name} ({why_not})" if why_not else name
+    files, problem = _list_files(name, folders)
+    where = f"the earlier download of {name} ({problem})" if problem else name
     chosen = _choose(files, where, quant) if pattern is None else _matching(files, where, pattern, "pattern")
     requested = [*_parts(files, chosen), *(_matching(files, where, each, "more") for each in more)]
-    if why_not:
-        note(f"{repo}: {why_not}; using an earlier download of {chosen}")
-    return _download(name, requested, folders, bool(why_not)) / chosen
+    if problem:
+        print(f"{repo}: {problem}; using an earlier download of {chosen}", file=sys.stderr)
+    return _download(name, requested, folders, offline=bool(problem)) / chosen
 
 
-def _listed(repo: str, folders: dict[str, Any]) -> tuple[list[str], str]:
+def _list_files(repo: str, folders: dict[str, Any]) -> tuple[list[str], str]:
     """Names of the files of a repository, and the reason why only local ones are listed ("": the hub listed them)."""
     from huggingface_hub import HfApi  # an extra
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
@@ -103,20 +91,20 @@ def _listed(repo: str, folders: dict[str, Any]) -> tuple[list[str], str]:
         reason = f"unknown repository {repo}; a private one needs HF_TOKEN"
         raise SubkvError("hf_repo", reason) from error
     except OfflineModeIsEnabled:
-        why = "HF_HUB_OFFLINE is set"
+        problem = "HF_HUB_OFFLINE is set"
     except HfHubHTTPError as error:
         if error.response is not None and error.response.status_code < 500:
             raise SubkvError("hf_repo", f"expected the files of {repo}, found {_first_line(error)}") from error
-        why = f"the hub does not answer ({_first_line(error)})"
+        problem = f"the hub does not answer ({_first_line(error)})"
     except ValueError as error:  # an invalid name
         raise SubkvError("hf_repo", f"invalid repository name {repo}: {_first_line(error)}") from error
     except Exception as error:  # of the HTTP library, which differs between versions of huggingface_hub
-        why = f"the hub cannot be reached ({_first_line(error)})"
+        problem = f"the hub cannot be reached ({_first_line(error)})"
     try:
         folder = _snapshot(repo, [], folders, offline=True)
     except OSError as error:
-        raise SubkvError("hf_repo", f"cannot list {repo}: {why}, and there is no earlier download") from error
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()), why
+        raise SubkvError("hf_repo", f"cannot list {repo}: {problem}, and there is no earlier download") from error
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()), problem
 
 
 def _snapshot(repo: str, files: Iterable[str], folders: dict[str, Any], offline: bool) -> Path:

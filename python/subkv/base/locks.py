@@ -11,12 +11,12 @@ from subkv.base.errors import SubkvError
 
 
 @contextlib.contextmanager
-def exclusive(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock of a file, which is created and kept; raises at once if another process holds it.
+def exclusive(path: Path, action: str) -> Iterator[None]:
+    """Hold the lock of a file, which is created and never removed. Raises SubkvError about `lock` if the file cannot be
+    written, and at once if another process holds the lock.
 
-    what: the exclusive work, for the message. The system releases the lock when the process ends, so locks are never
-    stale. Without file locks (Windows) nothing is locked, and two processes may do the same work; files are still
-    written atomically. Raises SubkvError about `lock`.
+    action: for the message, "cannot {action}". The system releases the lock when the process ends, so locks are never
+    stale. Without file locks (Windows), two processes may do the same work; files are still written atomically.
     """
     try:
         import fcntl
@@ -32,7 +32,7 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             handle.seek(0)
-            raise SubkvError("lock", f"cannot {what}: process {handle.read().strip()} is doing that now") from error
+            raise SubkvError("lock", f"cannot {action}: process {handle.read().strip()} is doing that now") from error
         except OSError:
             pass  # a file system without locks
         handle.truncate(0)

@@ -17,17 +17,17 @@ INTERVAL = 0.1  # seconds between two updates of overall()'s bar
 DELAY = 1.0  # seconds before a bar appears
 
 
-def progress_bar(what: str, total: float, unit: str, show: bool = True) -> Any:
+def progress_bar(name: str, total: float, unit: str, show: bool = True) -> Any:
     """A tqdm bar with the time left, on stderr if that is a terminal; it is erased at the end.
 
-    Units "B" and "tok" are scaled. show False: no bar. Inside overall() it is a part of the common bar.
+    Units "B" and "tok" have SI prefixes. show False: no bar. Inside overall(), it is a part of the common bar.
     """
     whole = _whole.get()
     if whole is not None and show:
-        return _Part(whole, what, total)
+        return _Part(whole, name, total)
     return tqdm(
         total=total,
-        desc=what,
+        desc=name,
         unit=unit,
         unit_scale=unit in ("B", "tok"),
         disable=None if show else True,  # None: only on a terminal
@@ -36,9 +36,9 @@ def progress_bar(what: str, total: float, unit: str, show: bool = True) -> Any:
     )
 
 
-def tracked(what: str, items: Collection[T], unit: str, show: bool = True) -> Iterator[T]:
+def tracked(name: str, items: Collection[T], unit: str, show: bool = True) -> Iterator[T]:
     """Iterate over items with a progress bar."""
-    with progress_bar(what, len(items), unit, show) as bar:
+    with progress_bar(name, len(items), unit, show) as bar:
         for item in items:
             yield item
             bar.update()
@@ -70,10 +70,10 @@ class Whole:
         """Update the expected seconds of a part."""
         self._expected[name] = seconds
 
-    def begin(self, what: str) -> float:
+    def begin(self, name: str) -> float:
         """Begin a part; returns its expected seconds."""
-        self.bar.set_description_str(what, refresh=False)
-        return self._expected.pop(what.split()[0], 0.0)
+        self.bar.set_description_str(name, refresh=False)
+        return self._expected.pop(name.split()[0], 0.0)
 
     def show(self, seconds_left: float) -> None:
         """Update the bar. seconds_left: of the current part."""
@@ -92,9 +92,9 @@ _whole: contextvars.ContextVar[Whole | None] = contextvars.ContextVar("whole", d
 class _Part:
     """The bar of a part inside overall(), with the part of tqdm's interface that we use."""
 
-    def __init__(self, whole: Whole, what: str, total: float) -> None:
+    def __init__(self, whole: Whole, name: str, total: float) -> None:
         self._whole, self._total = whole, total
-        self._expected, self._start = whole.begin(what), time.monotonic()
+        self._expected, self._start = whole.begin(name), time.monotonic()
         self.n = 0.0
         self.disable = whole.bar.disable
 

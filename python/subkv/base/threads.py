@@ -9,7 +9,7 @@ import importlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -28,19 +28,19 @@ def _openblas() -> tuple[Callable[[], int], Callable[[int], None]] | None:
     for file in (str(module.__file__), *map(str, wheel.glob("*openblas*"))):
         library = ctypes.CDLL(file)
         for prefix, suffix in itertools.product(("scipy_", ""), ("64_", "")):
-            read, change = (f"{prefix}openblas_{verb}_num_threads{suffix}" for verb in ("get", "set"))
-            if hasattr(library, change):
-                return getattr(library, read), getattr(library, change)
+            getter, setter = (f"{prefix}openblas_{verb}_num_threads{suffix}" for verb in ("get", "set"))
+            if hasattr(library, setter):
+                return getattr(library, getter), getattr(library, setter)
     return None
 
 
-class _OneThread:
-    """Counts the active one_blas_thread() blocks of the process."""
+class _OneThread(contextlib.ContextDecorator):
+    """Counts the active blocks in all threads. The first one limits BLAS to one thread; the last one restores it."""
 
     def __init__(self) -> None:
         self.lock, self.n_blocks, self.n_before = threading.Lock(), 0, 1
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         with self.lock:
             blas = _openblas()
             if blas is not None and self.n_blocks == 0:
@@ -49,7 +49,7 @@ class _OneThread:
                 change(1)
             self.n_blocks += 1
 
-    def leave(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with self.lock:
             blas = _openblas()
             self.n_blocks -= 1
@@ -60,15 +60,10 @@ class _OneThread:
 _one_thread = _OneThread()
 
 
-@contextlib.contextmanager
-def one_blas_thread() -> Iterator[None]:
-    """Inside the block, numpy's matrix functions use only the calling thread, in the whole process.
+def one_blas_thread() -> _OneThread:
+    """Inside a block or decorated function, numpy's matrix functions use only the calling thread, in the whole process.
 
     For many small matrices of a head's size, threads cost more than they save, and on busy cores they wait for each
     other.
     """
-    _one_thread.enter()
-    try:
-        yield
-    finally:
-        _one_thread.leave()
+    return _one_thread

@@ -14,6 +14,7 @@ from typing import Any
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.engine import sidecars
 from subkv.format import adapt as adaptive
+from subkv.format import metadata
 from subkv.format.layout import Layout, has_layout
 from subkv.format.window import Window
 from subkv.native import library
@@ -41,7 +42,7 @@ CACHE_TYPES = (AUTO, CODED, *STOCK_TYPES)
 
 @dataclasses.dataclass(frozen=True)
 class CacheOptions:
-    """The KV cache that a user requests; the members are arguments of subkv.Llama and described there."""
+    """The requested KV cache. The members are arguments of subkv.Llama, which documents them."""
 
     kv_cache: str = AUTO
     type_k: str | int | None = None
@@ -59,10 +60,10 @@ class CacheOptions:
 
 @dataclasses.dataclass(frozen=True)
 class CacheChoice:
-    """A chosen KV cache. type_k, type_v: ggml's numbers; layout: the file with a coded cache's bases.
+    """A chosen KV cache. type_k, type_v: ggml's numbers; layout: file with the bases, None for an ordinary cache.
 
-    adapt: adaptive bases, in the syntax of subkv.format.adapt.parse(), or "none"; None for an ordinary cache.
-    note: one line about the source of the bases, "" if the user named it.
+    adapt: in the syntax of subkv.format.adapt.parse(), or "none"; None for an ordinary cache. note: one line about the
+    source of the bases, "" if the user named it.
     """
 
     name_k: str
@@ -83,17 +84,15 @@ class CacheChoice:
         """Whether the bases are adaptive; then sequences cannot share cells."""
         return self.adapt not in (None, adaptive.NONE)
 
-    def identity(self) -> dict[str, Any]:
-        """The options on which the content of cells depends, except those in KVStats."""
-        return {"adapt": self.adapt}
-
     @property
     def name(self) -> str:
         return self.name_k if self.name_k == self.name_v else f"{self.name_k}/{self.name_v}"
 
     def with_rollback(self, n_rollback: int) -> CacheChoice:
-        """The same with n_rollback exact rows beyond n_recent; no change for an ordinary cache."""
-        return dataclasses.replace(self, window=self.window.with_rollback(n_rollback)) if self.coded else self
+        """This choice with n_rollback exact rows beyond n_recent; an ordinary cache is unchanged."""
+        if not self.coded:
+            return self
+        return dataclasses.replace(self, window=dataclasses.replace(self.window, n_rollback=n_rollback))
 
 
 #
@@ -172,10 +171,10 @@ def choose_cache(model: Path, requested: CacheOptions = CacheOptions()) -> Cache
 
 
 def with_weight_bases(model: Path, requested: CacheOptions) -> tuple[CacheOptions, str]:
-    """The options for a chat: `auto` derives bases from the weights if there are no others.
+    """The options for a chat, where `auto` derives bases from the weights if there are no others.
 
-    Also returns a line with the reason if they cannot be derived and the cache is f16, else "". Raises as
-    choose_cache() about prepared bases.
+    Also returns "", or the line of f16_fallback() if they cannot be derived. Raises as choose_cache() about prepared
+    bases.
     """
     if requested.bases is not None or {requested.kv_cache, requested.type_k, requested.type_v} - {AUTO, None}:
         return requested, ""
@@ -196,8 +195,8 @@ def f16_fallback(requested: CacheOptions, error: CacheError) -> tuple[CacheOptio
 
 
 def _coded(layout: Path, requested: CacheOptions, note: str = "") -> CacheChoice:
-    with concerning(path="bases"), Layout(layout) as read:
-        default = read.description["adapt"] or adaptive.NONE
+    with concerning(path="bases"):
+        default = metadata.read(layout)["adapt"] or adaptive.NONE
     number = STOCK_TYPES["f16"][0]
     adapt = default if requested.adapt is None else requested.adapt
     return CacheChoice(CODED, CODED, number, number, layout, requested.window, adapt, note)
@@ -253,13 +252,13 @@ def flash_attention(value: str | bool | int | None, choice: CacheChoice) -> int:
 #
 
 
-# called when this thread attaches a cache
+# a function that attached() calls in this thread
 _also_attach: contextvars.ContextVar[Callable[[], None] | None] = contextvars.ContextVar("also_attach", default=None)
 
 
 @contextlib.contextmanager
 def also_attach(attach: Callable[[], None]) -> Iterator[None]:
-    """Inside the block, every attached() of this thread calls attach(), dry runs included.
+    """Inside the block, every attached() of this thread calls attach(), also that of a simulated context.
 
     For observers: libsubkv gives an observer to the next context, and subkv_attach() removes it.
     """
@@ -268,7 +267,7 @@ def also_attach(attach: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _also_attach.set(None)
-        native().subkv_attach(None, None)  # has no effect if a context has taken it
+        native().subkv_attach(None, None)  # has no effect if a context has it
 
 
 @contextlib.contextmanager
@@ -278,7 +277,7 @@ def attached(choice: CacheChoice) -> Iterator[None]:
     A coded cache applies to the first context only, an ordinary one to all.
     """
     with contextlib.ExitStack() as stack:
-        stack.callback(native().subkv_attach, None, None)  # has no effect if a context has taken it
+        stack.callback(native().subkv_attach, None, None)  # has no effect if a context has it
         if choice.layout is None:
             native().subkv_attach_ordinary()
         else:
@@ -295,7 +294,7 @@ def attached(choice: CacheChoice) -> Iterator[None]:
 
 
 def _refused(sentence: str) -> CacheError:
-    """The error for a sentence of libsubkv; it concerns `adapt` if the sentence starts with that."""
+    """The error for a sentence of libsubkv: about `adapt` if it starts with that key, else about `kv_cache`."""
     key, colon, rest = sentence.partition(": ")
     return CacheError(key, rest) if colon and key == "adapt" else CacheError("kv_cache", sentence)
 

@@ -1,4 +1,4 @@
-"""A llama.cpp context for programs that measure: batches in, logits out. Applications use Llama."""
+"""A llama.cpp context for programs that measure: it decodes batches and returns logits. Applications use Llama."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ class ContextOptions:
 def decode_batch(
     handle: Any, batch: Any, tokens: Any, pos: Any, seqs: Sequence[int], logits: Any, coded: bool = False
 ) -> None:
-    """llama_decode of tokens at their positions and sequences; logits: which of them give logits.
+    """llama_decode of tokens at their positions and sequences; logits: whether each token gives logits.
 
-    batch: large enough for the tokens. coded: the cache is coded, so libsubkv has the reason. Raises CacheError.
+    batch: a llama_batch with room for the tokens. coded: the cache is coded, so libsubkv has the reason of a failure.
+    Raises CacheError.
     """
     n = len(tokens)
     batch.n_tokens = n
@@ -51,13 +52,14 @@ def decode_batch(
         batch.seq_id[i][0] = seq
     code = C.llama_decode(handle, batch)
     if code != 0:
-        refused = last_error() if coded else ""
-        why = refused or ("no room in the cache" if code == 1 else f"llama_decode returned {code}")
-        raise CacheError("n_ctx", f"cannot evaluate {n} tokens at position {np.min(pos)}: {why}")
+        reason = (last_error() if coded else "") or (
+            "no room in the cache" if code == 1 else f"llama_decode returned {code}"
+        )
+        raise CacheError("n_ctx", f"cannot evaluate {n} tokens at position {np.min(pos)}: {reason}")
 
 
 class Context:
-    """Made by Model.context. The default sequence is 0; sequences share cells."""
+    """The result of Model.context(). The default sequence is 0; sequences share cells, unless bases are adaptive."""
 
     def __init__(
         self, path: Path, model: Any, n_vocab: int, n_gpu_layers: int, choice: CacheChoice, options: ContextOptions
@@ -66,7 +68,7 @@ class Context:
         params = C.llama_context_default_params()
         params.n_ctx = options.n_ctx
         params.n_seq_max = options.n_seq_max
-        params.kv_unified = options.n_seq_max > 1 and not choice.is_adaptive  # else separate cells
+        params.kv_unified = options.n_seq_max > 1 and not choice.is_adaptive  # False: separate cells
         params.n_batch = min(options.n_batch, options.n_ctx)
         params.n_ubatch = min(options.n_ubatch, params.n_batch)
         params.n_threads = params.n_threads_batch = default_threads(options.n_threads)
@@ -77,13 +79,13 @@ class Context:
         with captured_log(forward=False) as log, attached(choice):
             self.handle = C.llama_init_from_model(model, params)
             if not self.handle:
-                raise creation_error(choice, log, "llama.cpp made no context")
+                raise creation_error(choice, log, "llama.cpp created no context")
         self.stats = context_stats(model, self.handle, choice, log)
         self.choice, self.n_vocab, self.n_batch = choice, n_vocab, int(params.n_batch)
         self.memory = C.llama_get_memory(self.handle)
-        self._recurrent = C.llama_model_is_recurrent(model) or C.llama_model_is_hybrid(model)
-        self._marks: dict[int, Checkpoints] = {}
-        plain = not (C.llama_model_n_swa(model) or self._recurrent)
+        self.recurrent: bool = C.llama_model_is_recurrent(model) or C.llama_model_is_hybrid(model)
+        self._checkpoints: dict[int, Checkpoints] = {}  # by sequence
+        plain = not (C.llama_model_n_swa(model) or self.recurrent)
         self.can_repeat = bool(plain and options.n_seq_max > 1 and C.llama_memory_can_shift(self.memory))
         self.batch = C.llama_batch_init(self.n_batch, 0, 1)
 
@@ -114,9 +116,9 @@ class Context:
 
     def clear(self) -> None:
         C.llama_memory_clear(self.memory, True)
-        self._marks.clear()
+        self._checkpoints.clear()
 
-    def move_sequence(self, seq: int, to: int = 0) -> None:
+    def move_sequence(self, seq: int, to: int) -> None:
         """Move the cells of a sequence to another one."""
         C.llama_memory_seq_cp(self.memory, seq, to, -1, -1)
         C.llama_memory_seq_rm(self.memory, seq, -1, -1)
@@ -133,35 +135,39 @@ class Context:
         data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         with captured_log(forward=False):
             size = C.llama_state_seq_get_data(self.handle, data, len(state), spare)
-            if not self.choice.coded:  # llama.cpp cannot turn quantized keys of every head size
-                head = 16  # magic, sequence, streams, cells; then of each its position, one sequence and its number
+            if not self.choice.coded:  # llama.cpp cannot rotate quantized keys of every head size
+                head = 16  # magic, sequence, streams, cells; then for each cell 12 bytes that start with its position
                 state[head : head + 12 * n].view(np.int32)[::3] += n
             if size and C.llama_state_seq_set_data(self.handle, data, size, spare) and self.choice.coded:
                 C.llama_memory_seq_add(self.memory, spare, -1, -1, n)
-        reason_of_copy = last_error() if self.choice.coded else ""  # before another call clears it
+        reason = last_error() if self.choice.coded else ""  # before another call clears it
         self.move_sequence(spare, seq)
         if C.llama_memory_seq_pos_max(self.memory, seq) != pos + n - 1:
-            reason = reason_of_copy or (last_error() if self.choice.coded else "") or "llama.cpp made no copies"
+            reason = reason or (last_error() if self.choice.coded else "") or "llama.cpp copied no cells"
             raise CacheError("n_ctx", f"cannot repeat {n} cells before position {pos}: {reason}")
 
     def mark(self, pos: int, seq: int = 0) -> None:
         """Make drop_tail(pos) possible later: copies recurrent state. The sequence must end at `pos` now."""
-        if self._recurrent:
-            self._marks.setdefault(seq, Checkpoints(self.handle, seq)).take(pos)
+        if self.recurrent:
+            self._checkpoints.setdefault(seq, Checkpoints(self.handle, seq)).take(pos)
 
     def drop_tail(self, pos: int, seq: int = 0) -> None:
         """Remove the cells at positions ≥ pos. Raises CacheError, and removes nothing, if the cache has too few exact
         rows or recurrent state has no mark there.
         """
-        marks = self._marks.get(seq)
-        if not (marks.rewind(pos, exactly=True) == pos if marks else C.llama_memory_seq_rm(self.memory, seq, pos, -1)):
+        checkpoints = self._checkpoints.get(seq)
+        if checkpoints is not None:
+            removed = checkpoints.rewind(pos, exactly=True) == pos
+        else:
+            removed = C.llama_memory_seq_rm(self.memory, seq, pos, -1)
+        if not removed:
             raise CacheError(
                 "n_rollback", f"expected a tail that can be removed, found the cells from position {pos} coded"
             )
 
     def close(self) -> None:
         if self.handle:
-            with captured_log(forward=False):  # llama.cpp reports its buffer sizes on the way out
+            with captured_log(forward=False):  # llama.cpp logs buffer sizes
                 C.llama_batch_free(self.batch)
                 C.llama_free(self.handle)
             self.handle = None

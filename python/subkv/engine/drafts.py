@@ -1,5 +1,5 @@
-"""Speculative decoding: a draft of several tokens is evaluated in one batch, and tokens that the model's sampler does
-not choose are removed. The source of drafts affects only the speed.
+"""Speculative decoding: the model evaluates a draft of several tokens in one batch, and rejects tokens that its sampler
+does not choose. The source of drafts affects only the speed.
 
     llm = subkv.Llama("model.gguf", draft_model="small.gguf")
     llm = subkv.Llama("model.gguf", draft_model=subkv.DraftModel("small.gguf", num_pred_tokens=8))
@@ -23,9 +23,10 @@ import numpy.typing as npt
 
 from subkv.base.errors import SubkvError, concerning
 from subkv.engine.cache import CacheChoice, CacheOptions, choose_cache
-from subkv.engine.checkpoints import BYTES, Checkpoints
+from subkv.engine.checkpoints import Checkpoints
 from subkv.engine.context import Context, ContextOptions
 from subkv.engine.model import Model
+from subkv.engine.prompt_cache import common_prefix
 from subkv.format.window import N_ROLLBACK
 from subkv.native.binding import C
 
@@ -54,6 +55,7 @@ class PromptLookup(LlamaDraftModel):
         self.ngram, self.num_pred_tokens, self.n_min = ngram, num_pred_tokens, n_min
 
     def __call__(self, input_ids: Tokens, /, **_: Any) -> Tokens:
+        """A draft of the next tokens, [num_pred_tokens] i32, or empty; input_ids: the text, [n] i32."""
         n, last = self.ngram, len(input_ids) - 1
         if last < n:
             return EMPTY
@@ -92,11 +94,11 @@ class DraftModel(LlamaDraftModel):
         self._context: Context | None = None
 
     def __reduce__(self) -> Any:
-        given = (self.model_path, self.num_pred_tokens, self.p_min, self.kv_cache, self.n_gpu_layers, self.n_min)
-        return DraftModel, given
+        arguments = self.model_path, self.num_pred_tokens, self.p_min, self.kv_cache, self.n_gpu_layers, self.n_min
+        return DraftModel, arguments
 
-    def open(self, target: Model, n_ctx: int, n_threads: int | None, n_seqs: int = 1) -> None:
-        """Load the model, for sequences of n_ctx tokens of `target`. Raises SubkvError about draft_model."""
+    def open(self, target: Model, n_ctx: int, n_threads: int | None) -> None:
+        """Load the model, for a text of at most n_ctx tokens of `target`. Raises SubkvError about draft_model."""
         if self._model is not None:
             raise SubkvError("draft_model", "another Llama is using this draft model")
         with concerning(model="draft_model", type_k="draft_model", kv_cache="draft_model"):
@@ -105,17 +107,13 @@ class DraftModel(LlamaDraftModel):
                 require_same_vocabulary(self._model, target)
                 choice = choose_cache(self.model_path, CacheOptions(self.kv_cache))
                 choice = choice.with_rollback(max(self.num_pred_tokens, N_ROLLBACK))
-                options = ContextOptions(n_ctx * n_seqs, n_threads=n_threads, n_seq_max=n_seqs)
-                self._context = self._model.context(choice, options)
+                self._context = self._model.context(choice, ContextOptions(n_ctx, n_threads=n_threads))
             except BaseException:
                 self.close()
                 raise
-        model, context = self._model.handle, self._context
-        recurrent = C.llama_model_is_recurrent(model) or C.llama_model_is_hybrid(model)
-        seqs = range(n_seqs)
-        self._points = [Checkpoints(context.handle, seq, BYTES // n_seqs) if recurrent else None for seq in seqs]
-        self._held = np.empty((n_seqs, n_ctx), np.intc)  # tokens in the cells
-        self._n_held = [0] * n_seqs
+        self._checkpoints = Checkpoints(self._context.handle) if self._context.recurrent else None
+        self._cell_tokens = np.empty(n_ctx, np.intc)
+        self._n_cells = 0
 
     def close(self) -> None:
         """Free the model; it can be opened again."""
@@ -125,22 +123,22 @@ class DraftModel(LlamaDraftModel):
             self._model.close()
         self._context = self._model = None
 
-    def __call__(self, input_ids: Tokens, /, seq: int = 0, **_: Any) -> Tokens:
-        """A draft of the next tokens. seq: the sequence of this text."""
+    def __call__(self, input_ids: Tokens, /, **_: Any) -> Tokens:
+        """A draft of the next tokens, [at most num_pred_tokens] i32; input_ids: the text, [n] i32."""
         model, context = self._model, self._context
         if model is None or context is None:
             raise SubkvError("draft_model", "expected a draft model that a Llama has opened, found a closed one")
         n = len(input_ids)
-        n_max = min(self.num_pred_tokens, self._held.shape[1] - n)
+        n_max = min(self.num_pred_tokens, len(self._cell_tokens) - n)
         if n < 1 or n_max < 1 or input_ids.max() >= model.n_vocab:  # or a token that this model does not have
             return EMPTY
         try:
-            self._rewind(context, seq, input_ids)
-            while (held := self._n_held[seq]) < n:
-                end = min(held + context.n_batch, n)
-                self._decode(context, seq, input_ids[held:end], end - held - 1)
-            if (points := self._points[seq]) is not None:
-                points.take_for_draft(n)
+            self._rewind(context, input_ids)
+            for start in range(self._n_cells, n, context.n_batch):
+                batch = input_ids[start : start + context.n_batch]
+                self._decode(context, batch, len(batch) - 1)
+            if self._checkpoints is not None:
+                self._checkpoints.take_for_draft(n)
             drafted: list[int] = []
             while True:
                 logits = context.logits(1)[0]
@@ -150,29 +148,28 @@ class DraftModel(LlamaDraftModel):
                 drafted.append(token)
                 if len(drafted) == n_max or model.is_end(token):
                     break
-                self._decode(context, seq, np.array([token], np.intc), 0)
+                self._decode(context, np.array([token], np.intc), 0)
         except BaseException:
-            self._n_held[seq] = 0  # the content of the cells is unknown now
+            self._n_cells = 0  # the content of the cells is unknown now
             raise
         return np.array(drafted, np.intc)
 
-    def _rewind(self, context: Context, seq: int, ids: Tokens) -> None:
-        """Keep the cells of the common prefix with `ids`, without the last token, whose logits are needed."""
-        n = min(self._n_held[seq], len(ids) - 1)
-        differing = np.flatnonzero(self._held[seq, :n] != ids[:n])
-        n = int(differing[0]) if differing.size else n
-        if (points := self._points[seq]) is not None:
-            n = points.rewind(n)
-        elif not C.llama_memory_seq_rm(context.memory, seq, n, -1):
+    def _rewind(self, context: Context, ids: Tokens) -> None:
+        """Remove all cells except those of the common prefix with `ids`; the last token is always evaluated again,
+        because its logits are needed.
+        """
+        n = common_prefix(self._cell_tokens[: self._n_cells], ids[:-1])
+        if self._checkpoints is not None:
+            n = self._checkpoints.rewind(n)
+        elif not C.llama_memory_seq_rm(context.memory, 0, n, -1):
             n = 0
-            C.llama_memory_seq_rm(context.memory, seq, -1, -1)
-        self._n_held[seq] = n
+            C.llama_memory_seq_rm(context.memory, 0, -1, -1)
+        self._n_cells = n
 
-    def _decode(self, context: Context, seq: int, tokens: Tokens, first_logits: int) -> None:
-        held = self._n_held[seq]
-        context.decode(tokens, held, first_logits, seq)
-        self._held[seq, held : held + len(tokens)] = tokens
-        self._n_held[seq] = held + len(tokens)
+    def _decode(self, context: Context, tokens: Tokens, first_logits: int) -> None:
+        start, self._n_cells = self._n_cells, self._n_cells + len(tokens)
+        context.decode(tokens, start, first_logits)
+        self._cell_tokens[start : self._n_cells] = tokens
 
 
 def require_same_vocabulary(draft: Model, target: Model) -> None:
@@ -186,36 +183,36 @@ def require_same_vocabulary(draft: Model, target: Model) -> None:
             f"{kinds[0]} in {draft.path}",
         )
     for token in range(min(sizes)):
-        drafted, expected = (C.llama_vocab_get_text(model.vocab, token) for model in (draft, target))
-        if drafted != expected:
+        text, expected = (C.llama_vocab_get_text(model.vocab, token) for model in (draft, target))
+        if text != expected:
             raise SubkvError(
                 "draft_model",
-                f"expected the vocabulary of the model, whose token {token} is {expected!r}, found {drafted!r} in "
+                f"expected the vocabulary of the model, whose token {token} is {expected!r}, found {text!r} in "
                 f"{draft.path}",
             )
 
 
 @dataclass
 class DraftStats:
-    """Drafted tokens that were evaluated, the accepted ones among them, and the number of drafts."""
+    """Counts of speculative decoding."""
 
-    n_drafted: int = 0
-    n_accepted: int = 0
+    n_drafted: int = 0  # evaluated tokens of drafts
+    n_accepted: int = 0  # those among them that the sampler has chosen
     n_drafts: int = 0
 
 
 class CheckedDrafts(LlamaDraftModel):
     """Wraps the LlamaDraftModel of a Llama: checks, truncates and counts its drafts.
 
-    n_most: maximum tokens per draft. exclusive: the Llama's; prevents closing or replacing the model meanwhile.
+    n_max: maximum tokens per draft. exclusive: the Llama's; prevents closing or replacing the model meanwhile.
     """
 
     def __init__(
-        self, model: LlamaDraftModel, n_vocab: int, n_most: int, exclusive: Callable[[], AbstractContextManager[None]]
+        self, model: LlamaDraftModel, n_vocab: int, n_max: int, exclusive: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self.model = model
         self.stats = DraftStats()
-        self._n_vocab, self._n_most, self._exclusive = n_vocab, n_most, exclusive
+        self._n_vocab, self._n_max, self._exclusive = n_vocab, n_max, exclusive
         self.n_latest = 0  # tokens of the latest draft, 0 once they are evaluated
 
     @property
@@ -226,16 +223,16 @@ class CheckedDrafts(LlamaDraftModel):
     def __call__(self, input_ids: Tokens, /, **kwargs: Any) -> Tokens:
         with self._exclusive():
             draft = np.asarray(self.model(input_ids, **kwargs)).astype(np.intc)
-        draft = draft[: min(self.num_pred_tokens or self._n_most, self._n_most)]
-        unknown = np.flatnonzero((draft < 0) | (draft >= self._n_vocab))  # padding of its vocabulary
+        draft = draft[: min(self.num_pred_tokens or self._n_max, self._n_max)]
+        unknown = np.flatnonzero((draft < 0) | (draft >= self._n_vocab))  # padding of the draft model's vocabulary
         draft = draft[: unknown[0]] if unknown.size else draft
         draft = draft if len(draft) >= getattr(self.model, "n_min", 0) else EMPTY
         self.n_latest = len(draft)
         return draft
 
-    def evaluated(self, n_most: int) -> int:
-        """Count the drafted tokens in the next evaluation; returns their number, at most n_most."""
-        n, self.n_latest = max(min(self.n_latest, n_most), 0), 0
+    def evaluated(self, n_max: int) -> int:
+        """Count the drafted tokens in the next evaluation; returns their number, at most n_max."""
+        n, self.n_latest = max(min(self.n_latest, n_max), 0), 0
         self.stats.n_drafted += n
         self.stats.n_drafts += n > 0
         return n
@@ -245,13 +242,13 @@ class CheckedDrafts(LlamaDraftModel):
         self.stats.n_accepted += bool(accepted)
 
 
-def as_draft_model(given: Any) -> Any:
+def as_draft_model(source: Any) -> Any:
     """The draft_model argument as a LlamaDraftModel or None; a path means a DraftModel. Raises SubkvError."""
-    if isinstance(given, (str, os.PathLike)):
-        return DraftModel(given)
-    if given is not None and not callable(given):
-        raise SubkvError("draft_model", f"expected a path or a LlamaDraftModel, found {type(given).__name__}")
-    return given.model if isinstance(given, CheckedDrafts) else given
+    if isinstance(source, (str, os.PathLike)):
+        return DraftModel(source)
+    if source is not None and not callable(source):
+        raise SubkvError("draft_model", f"expected a path or a LlamaDraftModel, found {type(source).__name__}")
+    return source.model if isinstance(source, CheckedDrafts) else source
 
 
 def _length(model: Any) -> int:

@@ -21,12 +21,12 @@ from subkv.base.files import STALE_SECONDS, is_regular, open_regular, replacing
 SUFFIX = ".prompt"
 TEMPORARY = ".tmp"
 NAME = rf"[0-9a-f]{{24}}-[0-9a-f]{{32}}{re.escape(SUFFIX)}"
-OWN = re.compile(rf"{NAME}|\.{NAME}\.\d+(\.[0-9a-f]{{8}})?{re.escape(TEMPORARY)}")  # or its temporary file
+OWN = re.compile(rf"{NAME}|\.{NAME}\.\d+\.[0-9a-f]{{8}}{re.escape(TEMPORARY)}")  # an entry or its temporary file
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entry:
-    """identity: 32 bytes that identify compatible contexts; tokens [n] i32; more: further members of the head."""
+    """A state. identity: 32 bytes, equal for compatible contexts; tokens: [n] i32; more: other members of the head."""
 
     identity: bytes
     tokens: Tokens
@@ -64,12 +64,12 @@ class Folder:
         self._damaged: set[str] = set()  # names to skip: damaged entries that cannot be removed
 
     def heads(self, identity: bytes) -> dict[str, Head]:
-        """Heads of all entries with this identity, by name. Reads only heads of new files.
+        """Heads of all entries with this identity, by name; only heads of new files are read.
 
         Removes files with damaged heads.
         """
         begin = prefix(identity)
-        known: dict[str, Head] = {}
+        heads: dict[str, Head] = {}
         for name in os.listdir(self.path):
             if not name.startswith(begin) or not name.endswith(SUFFIX) or name in self._damaged:
                 continue
@@ -77,9 +77,9 @@ class Folder:
             if head is None and OWN.fullmatch(name):
                 head = self._read_head(name, identity)
             if head is not None:
-                known[name] = head
-        self._known = {name: head for name, head in self._known.items() if not name.startswith(begin)} | known
-        return known
+                heads[name] = head
+        self._known = {name: head for name, head in self._known.items() if not name.startswith(begin)} | heads
+        return heads
 
     def _read_head(self, name: str, identity: bytes) -> Head | None:
         if not is_regular(self.path / name):  # a pipe or link, or removed meanwhile
@@ -89,9 +89,7 @@ class Folder:
                 more, tokens, _ = read_head(handle)
             if more.pop("identity", None) != identity.hex():
                 raise ContainerError("it belongs to another context")
-        except OSError:  # removed meanwhile, or a bad sector: skip it
-            return None
-        except OtherVersionError:  # removed once the folder is full
+        except (OSError, OtherVersionError):  # skip a removed or unreadable file; trim() removes other versions
             return None
         except ContainerError:
             self.discard(name)
@@ -125,27 +123,17 @@ class Folder:
             raise ContainerError("it has no valid identity") from error
         if entry.name() != name:
             raise ContainerError("its name belongs to other tokens")
-        self._used_now(name)
+        self.touch(name)
         return entry
 
-    def touch(self, name: str) -> bool:
-        """Mark an entry as used now; False if it was removed."""
-        return self._used_now(name)
-
-    def _used_now(self, name: str) -> bool:
-        """Set the file's modification time; False if it was removed. Other errors are ignored."""
-        try:
+    def touch(self, name: str) -> None:
+        """Mark an entry as used now, by its modification time; errors are ignored."""
+        with contextlib.suppress(OSError):
             os.utime(self.path / name)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            pass
-        return True
 
     def _unlist(self, name: str) -> None:
-        self._known = {
-            other: head for other, head in self._known.items() if other != name
-        }  # others may read the old dict
+        # a copy, because another thread may read the dictionary
+        self._known = {other: head for other, head in self._known.items() if other != name}
 
     def remove(self, name: str) -> None:
         self._unlist(name)
@@ -164,14 +152,14 @@ class Folder:
 
     def _files(self) -> list[tuple[float, int, str]]:
         """(time of the last use, bytes, name) of our files; other files are ignored."""
-        listed = []
+        own = []
         with os.scandir(self.path) as files:
             for file in files:
                 if OWN.fullmatch(file.name):
                     with contextlib.suppress(FileNotFoundError):
                         status = file.stat()
-                        listed.append((status.st_mtime, status.st_size, file.name))
-        return listed
+                        own.append((status.st_mtime, status.st_size, file.name))
+        return own
 
     def size(self) -> int:
         """Bytes of all files."""

@@ -23,7 +23,7 @@ class GuardedContext(internals.LlamaContext):
 
     @classmethod
     def adopt(cls, context: internals.LlamaContext, recurrent: bool) -> None:
-        """Turn a new context of llama_cpp into one of this class.
+        """Change the class of a new context of llama_cpp to this one.
 
         recurrent: it has recurrent state, from which tokens cannot be removed.
         """
@@ -69,10 +69,10 @@ class GuardedContext(internals.LlamaContext):
         Returns False if nothing is left; else the caller evaluates the missing tokens before p0 again.
         """
         if self.checkpoints is None or seq_id > 0 or p1 >= 0:
-            done = bool(super().kv_cache_seq_rm(seq_id, p0, p1))
-            if done and self.checkpoints is not None and seq_id <= 0:
+            removed = bool(super().kv_cache_seq_rm(seq_id, p0, p1))
+            if removed and self.checkpoints is not None and seq_id <= 0:
                 self.checkpoints.forget()
-            return done
+            return removed
         return self.checkpoints.rewind(max(p0, 0)) > 0 or p0 <= 0
 
     def kv_cache_seq_shift(self, seq_id: int, p0: int, p1: int, shift: int) -> None:

@@ -5,9 +5,9 @@
     llm = subkv.Llama("model.gguf", bases="bases.gguf")          # bases from a sidecar
     llm = subkv.Llama("model.gguf", kv_cache="q8_0")             # llama.cpp's own cache types work too
 
-Differences to the parent class: unknown keyword arguments are errors; flash attention is "auto" by default, as on
+Differences from the parent class: unknown keyword arguments are errors; flash attention is "auto" by default, as on
 llama.cpp's command line (llama_cpp disables it, and then a quantized V cache fails without a reason); errors contain
-the native reason; a state without logits_all does not copy unused logits.
+the native reason; without logits_all, a state contains no logits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from subkv.engine.drafts import (
 )
 from subkv.engine.guarded_context import GuardedContext
 from subkv.engine.keywords import checked
-from subkv.engine.memory import require_memory
+from subkv.engine.memory import expected_params, require_memory
 from subkv.engine.model import Model
 from subkv.engine.pictures import LOST_PICTURE, Pictures
 from subkv.engine.prompt_cache import PromptCache
@@ -119,7 +119,8 @@ class Llama(llama_cpp.Llama):
             "progress": progress,
             "prompt_cache": prompt_cache,
         }
-        require_memory(path, choice, self._expected_params(arguments), arguments["n_gpu_layers"])
+        params = expected_params(arguments, choice, self._flash_attn_type)
+        require_memory(path, choice, params, arguments["n_gpu_layers"])
         if isinstance(prompt_cache, (str, os.PathLike)):
             prompt_cache = PromptCache(prompt_cache)
         verbose = bool(arguments["verbose"])
@@ -176,10 +177,9 @@ class Llama(llama_cpp.Llama):
         return cls(path, **kwargs)
 
     _drafts: CheckedDrafts | None = None
-    _n_texts = 1  # texts that need drafts
     loaded_model: Model  # metadata and tokenizer of this model
-    _unpooled = False  # set once there is a context
-    _clean = True  # False after discard(): cells depend on removed tokens
+    _unpooled = False  # whether embeddings are unpooled; set once there is a context
+    _clean = True  # False after discard(): values in the cells depend on removed tokens
     scores: Any  # of the parent: [n_ctx or n_batch, n_vocab] f32
     input_ids: Any  # of the parent: [n_ctx] i32
     n_tokens: int  # of the parent: number of evaluated tokens in the context
@@ -190,14 +190,14 @@ class Llama(llama_cpp.Llama):
         return self._drafts
 
     @draft_model.setter
-    def draft_model(self, given: Any) -> None:
-        model = as_draft_model(given)
+    def draft_model(self, source: Any) -> None:
+        model = as_draft_model(source)
         if model is not None:
             check_rollback(draft_length(model, self.n_batch), self.n_removable or None)
         self._draft_with(model)
 
     def _draft_with(self, model: Any) -> None:
-        """Use this draft model from now on; on an error, keep the one before."""
+        """Use this draft model from now on; on an error, the previous one stays in use."""
         if self._drafts is not None and model is self._drafts.model:
             return
         if model is None:
@@ -209,7 +209,7 @@ class Llama(llama_cpp.Llama):
             )
         with self._ctx.exclusive():
             if isinstance(model, DraftModel):
-                model.open(self.loaded_model, C.llama_n_ctx_seq(self.ctx), self.n_threads, self._n_texts)
+                model.open(self.loaded_model, C.llama_n_ctx_seq(self.ctx), self.n_threads)
             self._close_drafts()
             self._drafts = CheckedDrafts(model, self._n_vocab, self.n_batch - 1, self._ctx.exclusive)
 
@@ -223,11 +223,11 @@ class Llama(llama_cpp.Llama):
         return DraftStats() if self._drafts is None else self._drafts.stats
 
     def draft(self, tokens: Sequence[int]) -> list[int]:
-        """Drafted tokens after `tokens`, as many as fit the context."""
+        """A draft of the tokens after `tokens`, as many as fit in the context; empty without a draft model."""
         if self._drafts is None:
             return []
-        drafted: list[int] = self._drafts(as_tokens(tokens)).tolist()
-        return drafted[: max(self._n_ctx - 1 - len(tokens), 0)]  # the caller handles a full context
+        draft: list[int] = self._drafts(as_tokens(tokens)).tolist()
+        return draft[: max(self._n_ctx - 1 - len(tokens), 0)]  # the caller handles a full context
 
     def count_draft(self, accepted: bool) -> None:
         """Count a drafted token; accepted: the sampler has chosen it."""
@@ -248,8 +248,8 @@ class Llama(llama_cpp.Llama):
     def context_params(self) -> Any:
         """The context's parameters; the getter adds those that the parent does not support.
 
-        The parent has flash attention only on or off, creates up to 256 sequences for embeddings, and reads unpooled
-        embeddings from the wrong place if a batch has several texts.
+        In the parent, flash attention is on or off (not "auto"), a context for embeddings has up to 256 sequences, and
+        unpooled embeddings of a batch of several texts are read from the wrong place.
         """
         params = self._context_params
         params.flash_attn_type = self._flash_attn_type
@@ -260,20 +260,6 @@ class Llama(llama_cpp.Llama):
     @context_params.setter
     def context_params(self, params: Any) -> None:
         self._context_params = params
-
-    def _expected_params(self, arguments: dict[str, Any]) -> Any:
-        """The future context_params, as far as they affect memory."""
-        self.context_params = params = C.llama_context_default_params()
-        params.n_ctx = arguments["n_ctx"]
-        params.n_batch = min(arguments["n_ctx"] or arguments["n_batch"], arguments["n_batch"])
-        params.n_ubatch = min(params.n_batch, arguments["n_ubatch"])
-        params.type_k, params.type_v = self._choice.type_k, self._choice.type_v
-        params.embeddings = arguments["embedding"]
-        if params.embeddings:
-            params.n_seq_max, params.kv_unified = min(params.n_batch, C.llama_max_parallel_sequences()), True
-        if arguments["swa_full"] is not None:
-            params.swa_full = arguments["swa_full"]
-        return self.context_params
 
     @property
     def cache_choice(self) -> CacheChoice:
@@ -307,7 +293,7 @@ class Llama(llama_cpp.Llama):
 
     @property
     def n_removable(self) -> int | None:
-        """The number of cells that can always be removed at the end; None: all."""
+        """How many of the last cells can be removed at any time; None: all."""
         if self._is_recurrent or self._is_hybrid:
             return 0
         return self.kv_stats().n_rollback if self._choice.coded else None
@@ -320,13 +306,14 @@ class Llama(llama_cpp.Llama):
         """Evaluate tokens after the current position (`n_tokens`); a PromptCache may store checkpoints meanwhile.
 
         Cells beyond that position are removed first. If the cache cannot remove them (too few exact rows, or recurrent
-        state), tokens since the last checkpoint are evaluated again; the result is the same.
+        state), tokens since the last checkpoint are evaluated again; the result is the same. Raises CacheError if the
+        context is full or in use by another thread, or if cells of a picture would have to be evaluated again.
         """
         with self._ctx.exclusive():
             self._eval(list(tokens), 0 if self._drafts is None else self._drafts.evaluated(len(tokens) - 1))
 
     def _eval(self, tokens: list[int], n_draft: int) -> None:
-        """As eval(); the last n_draft tokens are drafted, and their logits and the one before are needed."""
+        """As eval(); the last n_draft tokens are a draft: they and the token before them need logits."""
         if self.n_tokens + len(tokens) > self._n_ctx:
             raise CacheError(
                 "n_ctx", f"expected at most {self._n_ctx} tokens in the context, found {self.n_tokens + len(tokens)}"
@@ -334,24 +321,24 @@ class Llama(llama_cpp.Llama):
         self._pictures.update(self.n_tokens)
         if self.cache is not None:
             self._pictures.require_none(self.n_tokens, "cache", "a prompt cache, which stores tokens")
-        old_tokens, n_left = self._input_ids.tolist(), self._drop_tail()
-        self._clean = self._clean or n_left == 0
-        if n_left < len(old_tokens):
-            lost = self._pictures.any_after(n_left)
-            if lost or n_left == 0:
+        old_tokens, n_valid = self._input_ids.tolist(), self._drop_tail()
+        self._clean = self._clean or n_valid == 0
+        if n_valid < len(old_tokens):
+            picture_lost = self._pictures.any_after(n_valid)
+            if picture_lost or n_valid == 0:
                 self.reset()
                 self._ctx.kv_cache_clear()
-            if lost:
+            if picture_lost:
                 raise CacheError("", LOST_PICTURE)
-            self.n_tokens = n_left
-            tokens = old_tokens[n_left:] + tokens
+            self.n_tokens = n_valid
+            tokens = old_tokens[n_valid:] + tokens
         if isinstance(self.cache, PromptCache) and not n_draft:
-            everything = [*self._input_ids.tolist(), *tokens]
-            for end in self.cache.checkpoints(self.n_tokens, everything):
-                self._evaluate(everything[self.n_tokens : end])
+            text = [*self._input_ids.tolist(), *tokens]
+            for end in self.cache.checkpoints(self.n_tokens, text):
+                self._evaluate(text[self.n_tokens : end])
                 if self._clean:
-                    self.cache[everything[:end]] = self.save_state()
-            tokens = everything[self.n_tokens :]
+                    self.cache[text[:end]] = self.save_state()
+            tokens = text[self.n_tokens :]
         self._evaluate(tokens, n_draft)
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
@@ -384,7 +371,7 @@ class Llama(llama_cpp.Llama):
             if idx is None or idx + 1 == end or self._sampler is None:
                 token: int = super().sample(*args, idx=idx, **kwargs)
                 return token
-            self.n_tokens = idx + 1  # processors see the text up to there, not the draft behind it
+            self.n_tokens = idx + 1  # logits processors read the text up to there, without the rest of the draft
             try:
                 token = self._sampler.sample(self._ctx, idx - end)
             finally:
@@ -397,7 +384,7 @@ class Llama(llama_cpp.Llama):
         return self._ctx.checkpoints.restorable(n) if self._ctx.checkpoints is not None else 0
 
     def keep(self, n: int) -> int:
-        """Remove the cells from position n on. Returns the new n_tokens, possibly less than n."""
+        """Remove the cells from position n on, or more if the cache requires it. Returns the new n_tokens."""
         with self._ctx.exclusive():
             self._pictures.update(self.n_tokens)
             self.n_tokens = n
@@ -408,17 +395,17 @@ class Llama(llama_cpp.Llama):
     def _drop_tail(self) -> int:
         """Remove the cells beyond n_tokens; returns the number of valid cells before it.
 
-        Some are missing if the cache had to remove more, or after an interrupt. None is valid if the removal failed.
+        Fewer than n_tokens are valid if the cache had to remove more, or after an interrupt; 0 if the removal failed.
         """
         if self._ctx.memory is None:
             return self.n_tokens
         first = self._pictures.last_cell(self.n_tokens)
         if self._ctx.checkpoints is not None:
-            n_left = self._ctx.checkpoints.rewind(self.n_tokens)
-            return self.n_tokens if n_left > first else n_left
+            n_valid = self._ctx.checkpoints.rewind(self.n_tokens)
+            return self.n_tokens if n_valid > first else n_valid
         last: int = C.llama_memory_seq_pos_max(self._ctx.memory, 0)
-        done = last >= first and self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
-        return self.n_tokens if done else 0
+        removed = last >= first and self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
+        return self.n_tokens if removed else 0
 
     def _evaluate(self, tokens: Sequence[int], n_draft: int = 0) -> None:
         """Evaluate further tokens, and take checkpoints of recurrent state where they are due."""
@@ -463,7 +450,10 @@ class Llama(llama_cpp.Llama):
             self._ctx.checkpoints.forget()
 
     def save_state(self) -> llama_cpp.LlamaState:
-        """A copy of the context for load_state(): a few MiB plus the used cells; logits only with logits_all."""
+        """A copy of the context for load_state(): a few MiB plus the used cells; logits only with logits_all.
+
+        Raises StateError, and CacheError if the context has a picture.
+        """
         with self._ctx.exclusive():
             self._pictures.require_none(self.n_tokens, "", "a state, which contains tokens only")
             return states.save(self, self.identity(), self._logits_all)
@@ -488,11 +478,11 @@ class Llama(llama_cpp.Llama):
             return
         loud = self.verbose or sys.is_finalizing()  # llama.cpp logs buffer sizes on exit
         context = self.__dict__.get("_ctx")
-        in_use = isinstance(context, GuardedContext) and context.ctx is not None
-        with (
-            context.exclusive() if in_use else contextlib.nullcontext(),  # type: ignore[union-attr]
-            contextlib.nullcontext() if loud else captured_log(forward=False),
-        ):
+        with contextlib.ExitStack() as stack:
+            if isinstance(context, GuardedContext) and context.ctx is not None:
+                stack.enter_context(context.exclusive())
+            if not loud:
+                stack.enter_context(captured_log(forward=False))
             self._close_drafts()
             super().close()
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import MIB, CacheChoice, attached
 from subkv.engine.stats import context_stats
-from subkv.native.binding import C, captured_log, model_meta
+from subkv.native.binding import C, captured_log
 from subkv.native.gguf import Gguf
 
 FIT = "LLAMA_ARG_FIT"  # llama.cpp's variable; "off": no check
@@ -63,12 +63,12 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
 def _own_limits(proc: Path) -> list[int]:
     """Bytes that RLIMIT_AS and RLIMIT_DATA leave, less SMALL."""
     try:
-        text, taken = (proc / "self/limits").read_text(), _fields((proc / "self/status").read_text())
+        text, status = (proc / "self/limits").read_text(), _fields((proc / "self/status").read_text())
     except OSError:
         return []
     limits = re.findall(r"^Max (address space|data size) +(\d+)", text, re.MULTILINE)
-    names = {"address space": "VmSize", "data size": "VmData"}
-    return [int(limit) - 1024 * taken[names[what]] - SMALL for what, limit in limits]
+    used = {"address space": status["VmSize"], "data size": status["VmData"]}  # KiB
+    return [int(limit) - 1024 * used[name] - SMALL for name, limit in limits]
 
 
 def _fields(text: str) -> dict[str, int]:
@@ -80,8 +80,8 @@ def _fields(text: str) -> dict[str, int]:
 def require_memory(path: Path, choice: CacheChoice, params: Any, n_gpu_layers: int = 0, model: Any = None) -> None:
     """Reject a context that does not fit. Raises CacheError with the sizes.
 
-    params: llama_context_params. model: llama.cpp's handle if the model is loaded already. There is no check if layers
-    are on a GPU (its memory is not counted) or if $LLAMA_ARG_FIT is off.
+    path: of the model; model: llama.cpp's handle if it is loaded already; params: llama_context_params. There is no
+    check if layers are on a GPU (its memory is not counted) or if $LLAMA_ARG_FIT is off.
     """
     if _is_off() or (n_gpu_layers and C.llama_supports_gpu_offload()):
         return
@@ -105,6 +105,22 @@ def require_memory(path: Path, choice: CacheChoice, params: Any, n_gpu_layers: i
     )
 
 
+def expected_params(arguments: Mapping[str, Any], choice: CacheChoice, flash_attn_type: int) -> Any:
+    """llama_context_params of a future subkv.Llama, as far as they affect memory. arguments: of llama_cpp.Llama."""
+    params = C.llama_context_default_params()
+    params.n_ctx = arguments["n_ctx"]
+    params.n_batch = min(arguments["n_ctx"] or arguments["n_batch"], arguments["n_batch"])
+    params.n_ubatch = min(params.n_batch, arguments["n_ubatch"])
+    params.type_k, params.type_v, params.flash_attn_type = choice.type_k, choice.type_v, flash_attn_type
+    params.embeddings = arguments["embedding"]
+    if params.embeddings:
+        params.n_seq_max = 1 if choice.coded else min(params.n_batch, C.llama_max_parallel_sequences())
+        params.kv_unified = True
+    if arguments["swa_full"] is not None:
+        params.swa_full = arguments["swa_full"]
+    return params
+
+
 def require_beside(base: Gguf, choice: CacheChoice, params: Any, sizes: dict[str, float]) -> None:
     """Reject a model whose `sizes` and context do not fit in memory together. Raises SubkvError with the sizes.
 
@@ -113,7 +129,7 @@ def require_beside(base: Gguf, choice: CacheChoice, params: Any, sizes: dict[str
     if _is_off():
         return
     free = available_memory()
-    if free is None or sum(sizes.values()) + _bound(_numbers(base.get), params.n_ctx, params.n_ubatch) <= free:
+    if free is None or sum(sizes.values()) + _bound(_numbers(base), params.n_ctx, params.n_ubatch) <= free:
         return
     sizes = sizes | needed(base.path, choice, params, params.n_ctx)
     if sum(sizes.values()) > free:
@@ -129,42 +145,42 @@ def _is_off() -> bool:
 
 def _sum(sizes: Mapping[str, float]) -> str:
     """`weights 5 MiB + cells 1 MiB = 6 MiB`."""
-    listed = " + ".join(f"{name} {size / MIB:.0f} MiB" for name, size in sizes.items() if size)
-    return f"{listed} = {sum(sizes.values()) / MIB:.0f} MiB"
+    terms = " + ".join(f"{name} {size / MIB:.0f} MiB" for name, size in sizes.items() if size)
+    return f"{terms} = {sum(sizes.values()) / MIB:.0f} MiB"
 
 
-def _numbers(get: Callable[[str], Any]) -> dict[str, int]:
-    """The metadata that bound a model's cache, if present. get: returns the value of a key."""
-    arch = get("general.architecture")
-    values = {name: get(f"{arch}.{name}") for name in ("block_count", "embedding_length", "context_length")}
+def _numbers(model: Gguf) -> dict[str, int]:
+    """The metadata that bound a model's cache, if present."""
+    arch = model.get("general.architecture")
+    values = {name: model.get(f"{arch}.{name}") for name in ("block_count", "embedding_length", "context_length")}
     return {name: value for name, value in values.items() if isinstance(value, int)}
 
 
 def _numbers_of_file(path: Path) -> dict[str, int]:
     with Gguf(path, split=False) as file:
-        return _numbers(file.get)
+        return _numbers(file)
 
 
 def _numbers_of_model(handle: Any) -> dict[str, int]:
-    def get(key: str) -> str | int:
-        value = model_meta(handle, key)
-        return int(value) if value.isdigit() else value
-
-    return _numbers(get)
+    return {
+        "block_count": C.llama_model_n_layer(handle),
+        "embedding_length": C.llama_model_n_embd(handle),
+        "context_length": C.llama_model_n_ctx_train(handle),
+    }
 
 
 def _bound(numbers: dict[str, int], n_ctx: int, n_ubatch: int) -> int:
-    """Upper bound of a context's bytes: K and V in f32, twice as wide as the model, for every layer and cell."""
+    """Upper bound of a context's bytes: K and V in f32 with twice the model's width, for every layer and cell."""
     width = numbers.get("block_count", 1024) * numbers.get("embedding_length", 1 << 16)
     attention = 4 * 128 * n_ubatch * n_ctx  # logits of 128 heads
     return n_ctx * width * 16 + attention + 2048 * MIB
 
 
 def needed(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> dict[str, float]:
-    """Bytes of a context by purpose; 0 if it cannot be created (creating it really then gives the reason).
+    """Bytes of a context by purpose; 0 if it cannot be created (its real creation then reports the reason).
 
-    Sizes beyond N_SIMULATED tokens are extrapolated from two smaller contexts. They are not overestimated, because
-    cache and compute buffers grow at least linearly.
+    Sizes beyond N_SIMULATED tokens are extrapolated from two smaller contexts, which does not overestimate them,
+    because cache and compute buffers grow at least linearly.
     """
     if n_ctx <= N_SIMULATED:
         return _simulate(path, choice, params, n_ctx)
@@ -174,7 +190,7 @@ def needed(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> dict[str
 
 
 def _simulate(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> dict[str, float]:
-    """needed(), from a context without allocated memory."""
+    """As needed(), from a context without allocated memory."""
     with captured_log(forward=False):
         C.llama_backend_init()
     params = type(params).from_buffer_copy(params)

@@ -38,8 +38,8 @@ class Model:
     ) -> None:
         """handle: of a model that the caller has loaded and will free; None: load the model.
 
-        mapped: map the file into memory; weights that llama.cpp repacks are then in memory twice. False: read it.
-        checked: the caller has checked the file as check_model_file().
+        n_gpu_layers: negative for all. mapped: map the file into memory; weights that llama.cpp repacks are then in
+        memory twice. False: read it. checked: the caller has called check_model_file().
         """
         self.path, self.n_gpu_layers = Path(path), n_gpu_layers
         if handle is None:
@@ -104,16 +104,16 @@ class Model:
             raise ModelFileError("model", f"expected a model with a vocabulary of text, found {self.path} without one")
 
     def tokenize(self, text: bytes, special: bool = True, markup: bool = False) -> npt.NDArray[np.int32]:
-        """Tokens of a text. special: add the model's special tokens; markup: parse special tokens in the text."""
+        """Tokens of a text in UTF-8, [n] i32. special: add BOS and EOS as the model requires; markup: parse special
+        tokens in the text. Raises ModelFileError.
+        """
         self.check_text()
-        room = max(len(text) + 2, 8)  # a token has at least one byte
-        out = np.empty(room, dtype=np.int32)
-        n = C.llama_tokenize(
-            self.vocab, text, len(text), out.ctypes.data_as(ctypes.POINTER(C.llama_token)), room, special, markup
-        )
+        tokens = np.empty(max(len(text) + 2, 8), dtype=np.int32)  # a token has at least one byte
+        pointer = tokens.ctypes.data_as(ctypes.POINTER(C.llama_token))
+        n = C.llama_tokenize(self.vocab, text, len(text), pointer, len(tokens), special, markup)
         if n < 0:
             raise ModelFileError("files", f"the text cannot be tokenized ({n})")
-        return out[:n].copy()
+        return tokens[:n].copy()
 
     def tokenize_chat(self, text: str) -> list[int]:
         """Tokens of a conversation rendered by a chat template; drops a second BOS."""
@@ -145,15 +145,15 @@ class Model:
     #
 
     def context(self, choice: CacheChoice, options: ContextOptions) -> Context:
-        """A context with the given cache. Raises CacheError with the native reason, or with the sizes if it does not
-        fit in memory."""
+        """A context with this cache. Raises CacheError with the native reason, or with the sizes if it does not fit in
+        memory.
+        """
         return Context(self.path, self.handle, self.n_vocab, self.n_gpu_layers, choice, options)
 
     def files(self) -> Sequence[Path]:
-        """All files of the model."""
-        count = int(self.meta("split.count") or 0)
+        """All files of the model, in order."""
+        count = int(self.meta("split.count") or 1)
         if count < 2:
             return [self.path]
-        ending = f"-00001-of-{count:05d}.gguf"  # llama.cpp loads a split model by its first file
-        name = self.path.name.removesuffix(ending)
-        return [self.path.with_name(f"{name}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+        name, _, ending = self.path.name.rpartition("-00001-of-")  # llama.cpp loads a split model by its first file
+        return [self.path.with_name(f"{name}-{i + 1:05d}-of-{ending}") for i in range(count)]

@@ -76,26 +76,27 @@ class Observer:
                 layers.append(ObservedLayer(il=il, **{entry[0]: getattr(raw, entry[0]) for entry in Observed._fields_}))
         return layers
 
-    def get(self, layer: ObservedLayer, what: str) -> NDArray[np.float64]:
-        """Statistics or samples of a layer, shaped as in subkv.h (subkv_observer_get)."""
-        out = np.zeros(_shape(layer, what), dtype=np.float64)
+    def get(self, layer: ObservedLayer, name: str) -> NDArray[np.float64]:
+        """Statistics or samples of a layer, with names and shapes of subkv_observer_get (subkv.h); float64."""
+        values = np.zeros(_shape(layer, name), dtype=np.float64)
         n = self._subkv.subkv_observer_get(
-            self._handle, layer.il, what.encode(), out.ctypes.data_as(ctypes.POINTER(ctypes.c_double)), out.size
+            self._handle, layer.il, name.encode(), values.ctypes.data_as(ctypes.POINTER(ctypes.c_double)), values.size
         )
-        if n != out.size:
-            raise SubkvError("model", f"layer {layer.il} {what}: expected {out.size} values, found {n}: {last_error()}")
-        return out
+        if n != values.size:
+            reason = f"layer {layer.il} {name}: expected {values.size} values, found {n}: {last_error()}"
+            raise SubkvError("model", reason)
+        return values
 
 
 def _unobservable() -> SubkvError:
     return SubkvError("model", f"cannot observe this model: {last_error()}")
 
 
-def _shape(layer: ObservedLayer, what: str) -> tuple[int, ...]:
+def _shape(layer: ObservedLayer, name: str) -> tuple[int, ...]:
     """Shape of the result of subkv_observer_get (subkv.h)."""
-    heads, d = layer.n_head_kv, layer.d_v if what[0] in "vo" else layer.d_k
-    if what.endswith("2"):
+    heads, d = layer.n_head_kv, layer.d_v if name[0] in "vo" else layer.d_k
+    if name.endswith("2"):
         return (heads, d, d)
-    if what.endswith("1"):
+    if name.endswith("1"):
         return (heads, d)
-    return (layer.n_query, layer.n_head, d) if what[0] in "qo" else (layer.n_key, heads, d)
+    return (layer.n_query, layer.n_head, d) if name[0] in "qo" else (layer.n_key, heads, d)

@@ -1,7 +1,7 @@
 """A prompt cache on disk, for llama_cpp's set_cache.
 
     llm = subkv.Llama("model.subkv.gguf", n_ctx=8192, prompt_cache="~/.cache/my-app")
-    llm.set_cache(subkv.PromptCache("folder", capacity_bytes=2 << 30))  # the same later on
+    llm.set_cache(subkv.PromptCache("folder", capacity_bytes=2 << 30))  # for a Llama that exists
 
 It stores two kinds of states. llama_cpp stores the context after an answer, for the next message of a conversation.
 With a coded cache, it also stores checkpoints of a prompt, because only the last n_rollback tokens can be removed: the
@@ -54,7 +54,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         if os.path.exists(path) and not os.path.isdir(path):  # both are False if it cannot be read
             raise CacheError("prompt_cache", f"expected a folder, found the file {path}")
         self.entries = Folder(path)
-        self._llm: Any = None  # the subkv.Llama it is attached to
+        self._llm: Any = None  # the subkv.Llama that uses this object
         self._identity = b""
         self._n_removable: int | None = None
         self._warned: set[str] = set()  # shared by all contexts that use this object
@@ -99,15 +99,15 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
             self._warn("read", error)
             return {}
 
-    def _usable(self, held: Tokens, tokens: Tokens) -> int:
-        """How many of the first `tokens` a context that holds `held` can reuse."""
-        same = common_prefix(held, tokens)
-        return same if self._n_removable is None or len(held) - same <= self._n_removable else 0
+    def _usable(self, evaluated: Tokens, tokens: Tokens) -> int:
+        """How many of the first `tokens` a context can reuse that has the cells of the text `evaluated`."""
+        n_common = common_prefix(evaluated, tokens)
+        return n_common if self._n_removable is None or len(evaluated) - n_common <= self._n_removable else 0
 
     def _best(self, tokens: Tokens, heads: dict[str, Tokens]) -> tuple[int, str]:
-        """The most of the first `tokens` that an entry can provide, and the entry's name; 0 if none can."""
+        """The number of `tokens` that the best entry has, from the first one on, and its name; 0 without an entry."""
         n_ctx = self._context().n_ctx()
-        usable = [(self._usable(held, tokens), name) for name, held in heads.items() if len(held) <= n_ctx]
+        usable = [(self._usable(stored, tokens), name) for name, stored in heads.items() if len(stored) <= n_ctx]
         return max(usable, default=(0, ""))
 
     def __contains__(self, key: Sequence[int]) -> bool:
@@ -121,10 +121,10 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         """
         llm = self._context()
         tokens = _prompt(key)
-        own = max(self._usable(llm._input_ids, tokens), llm.restorable(common_prefix(llm._input_ids, tokens)))
+        n_own = max(self._usable(llm._input_ids, tokens), llm.restorable(common_prefix(llm._input_ids, tokens)))
         while True:
-            saved, name = self._best(tokens, self._heads())
-            if saved <= own:
+            n_stored, name = self._best(tokens, self._heads())
+            if n_stored <= n_own:
                 raise KeyError("no entry has more of the prompt than the context")
             try:
                 entry = self.entries.read(name)
@@ -150,7 +150,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
     #
 
     def __setitem__(self, key: Sequence[int], value: llama_cpp.LlamaState) -> None:
-        """Store a state under its own tokens (llama_cpp's key also contains a token not yet evaluated)."""
+        """Store a state, with its own tokens as the key (llama_cpp's key has one more, not evaluated yet)."""
         self._context()
         entry = Entry(self._identity, _tokens(value.input_ids[: value.n_tokens]), value.llama_state)
         heads = self._heads()
@@ -162,34 +162,34 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
             return
         try:
             self.entries.write(entry)
-            for other, held in heads.items():
-                if self._usable(entry.tokens, held) == len(held):  # the new entry replaces it
+            for other, stored in heads.items():
+                if self._usable(entry.tokens, stored) == len(stored):  # the new entry replaces it
                     self.entries.remove(other)
             self.entries.trim(self.capacity_bytes)
         except OSError as error:
             self._warn("write", error)
 
-    def checkpoints(self, n_held: int, tokens: Sequence[int]) -> list[int]:
-        """Positions, in order, at which to store a state while tokens from n_held on are evaluated."""
+    def checkpoints(self, n_cells: int, tokens: Sequence[int]) -> list[int]:
+        """Positions, in order, at which to store a state while tokens from n_cells on are evaluated."""
         n = len(tokens)
-        if self._n_removable is None or n - n_held < BLOCK:
+        if self._n_removable is None or n - n_cells < BLOCK:
             return []
         array = _tokens(tokens)
         heads = self._heads()
-        shared = max((common_prefix(held, array) for held in heads.values()), default=0)
-        taken: list[int] = []
-        for end in (shared, n // BLOCK * BLOCK, n // LARGE_BLOCK * LARGE_BLOCK):
-            near = any(abs(end - other) < MIN_GAIN for other in taken)
-            ahead = end - max(self._best(array[:end], heads)[0], n_held)
-            if BLOCK <= end < n and not near and ahead >= MIN_GAIN:
-                taken.append(end)
-        return sorted(taken)
+        n_common = max((common_prefix(stored, array) for stored in heads.values()), default=0)
+        positions: list[int] = []
+        for end in (n_common, n // BLOCK * BLOCK, n // LARGE_BLOCK * LARGE_BLOCK):
+            is_near = any(abs(end - other) < MIN_GAIN for other in positions)
+            gain = end - max(self._best(array[:end], heads)[0], n_cells)
+            if BLOCK <= end < n and not is_near and gain >= MIN_GAIN:
+                positions.append(end)
+        return sorted(positions)
 
-    def _warn(self, what: str, error: OSError) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
+    def _warn(self, action: str, error: OSError) -> None:
+        if action not in self._warned:
+            self._warned.add(action)
             warnings.warn(
-                f"prompt cache {self.entries.path}: cannot {what}: {error.strerror or error}; continuing without it",
+                f"prompt cache {self.entries.path}: cannot {action}: {error.strerror or error}; continuing without it",
                 stacklevel=2,
             )
 

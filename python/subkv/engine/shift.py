@@ -25,17 +25,17 @@ def require(llm: llama_cpp.Llama, key: str) -> None:
 
 def discard(llm: llama_cpp.Llama, n_keep: int, n_discard: int, logits_all: bool) -> None:
     """Llama.discard(); the calling thread must have the context exclusively. Raises CacheError."""
-    context, n, left = llm._ctx, llm.n_tokens, llm.n_tokens - n_discard
+    context, n, n_remaining = llm._ctx, llm.n_tokens, llm.n_tokens - n_discard
     if n_keep < 0 or not 0 < n_discard <= n - n_keep:
         raise CacheError("n_discard", f"expected tokens after {n_keep} of {n} in the context, found {n_discard}")
     if context.checkpoints is not None:
         raise CacheError("n_discard", "expected a model that can remove tokens, found one with recurrent state")
     ids = llm.input_ids[n_keep + n_discard : n].copy()
-    llm.n_tokens = 0  # until it has succeeded
+    llm.n_tokens = 0  # an error leaves an empty context
     if not (context.kv_cache_seq_rm(0, n, -1) and context.kv_cache_seq_rm(0, n_keep, n_keep + n_discard)):
         raise CacheError("n_discard", last_error() or "expected a cache that can remove tokens, found another")
     context.kv_cache_seq_shift(0, n_keep + n_discard, n, -n_discard)
-    llm.input_ids[n_keep:left] = ids
+    llm.input_ids[n_keep:n_remaining] = ids
     if logits_all:
-        llm.scores[n_keep:left] = llm.scores[n_keep + n_discard : n].copy()
-    llm.n_tokens = left
+        llm.scores[n_keep:n_remaining] = llm.scores[n_keep + n_discard : n].copy()
+    llm.n_tokens = n_remaining

@@ -16,12 +16,10 @@ from pathlib import Path
 
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.format import store
-from subkv.format.layout import Layout
-from subkv.format.metadata import generator
+from subkv.format.metadata import generator, read
 from subkv.native.gguf import Gguf
 
 _ENDING = ".weights.gguf"  # of sidecars in the store with bases from the weights
-_LEAST_BITS = 6.25  # of these; older versions wrote them with 4.75
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,8 @@ def command(model: Path) -> str:
 
 def no_bases_note(model: Path) -> str:
     """A line for the user of an ordinary cache."""
-    why = store.why_unreadable()
-    reason = f"the store cannot be read ({why})" if why else "none were prepared"
+    problem = store.why_unreadable()
+    reason = f"the store cannot be read ({problem})" if problem else "none were prepared"
     return (
         f"cache: f16, because this model has no bases and {reason}; -ctk subkv is less than half as large, "
         f"and `{command(model)}` makes it smaller"
@@ -49,18 +47,17 @@ def no_bases_note(model: Path) -> str:
 
 def find_calibrated(model: Path) -> Sidecar | None:
     """The sidecar that `convert` has written for a model, if any. Raises CacheError about `bases`, ModelFileError."""
-    near = store.sidecar_path(model)
-    beside = os.path.exists(near)
-    if not beside and (store.why_unreadable() or not store.folder().is_dir()):
+    path = store.sidecar_path(model)
+    is_beside = os.path.exists(path)
+    if not is_beside and (store.why_unreadable() or not store.folder().is_dir()):
         return None
-    with Gguf(model) as base:
-        entry = store.entry(base)
-    path = near if beside else entry.sidecar
-    if not path.exists():
-        return None
+    entry = _entry(model)
+    if not is_beside:
+        path = entry.sidecar
+        if not path.exists():
+            return None
     store.check(path, entry.content)
-    with Layout(path) as layout:
-        n_tokens = layout.description["calibration"]["tokens"]
+    n_tokens = read(path)["calibration"]["tokens"]
     day = time.strftime("%Y-%m-%d", time.localtime(path.stat().st_mtime))
     source = f"calibrated on {n_tokens} tokens" if n_tokens else "derived without a calibration"
     return Sidecar(path, f"bases: {source} for this model, {day}, {bits(path)} ({path})")
@@ -71,13 +68,21 @@ def from_weights(model: Path, keep: bool) -> Sidecar:
 
     Raises CacheError about `kv_cache` if they cannot be derived.
     """
-    with Gguf(model) as base:
-        entry = store.entry(base)
-    why = store.why_unreadable() if keep else ""
-    path, not_stored = entry.named(_ENDING) if keep and not why else None, f", not stored ({why})" if why else ""
+    entry, path, note = _entry(model), None, ""
+    if keep:
+        problem = store.why_unreadable()
+        if problem:
+            note = f", not stored ({problem})"
+        else:
+            path = entry.named(_ENDING)
     if path is None or not _usable(path, entry.content):
-        path, not_stored = _make(model, path, entry, not_stored)
-    return Sidecar(path, f"bases: from the weights, {_quality(path)}{not_stored}; -ctk f16 uses none; {_gain(model)}")
+        path, note = _derive(model, path, entry, note)
+    return Sidecar(path, f"bases: from the weights, {_quality(path)}{note}; -ctk f16 uses none; {_gain(model)}")
+
+
+def _entry(model: Path) -> store.Entry:
+    with Gguf(model) as base:
+        return store.entry(base)
 
 
 def preview(model: Path) -> tuple[Sidecar, bool]:
@@ -89,8 +94,7 @@ def preview(model: Path) -> tuple[Sidecar, bool]:
     sidecar = find_calibrated(model)
     if sidecar is not None:
         return sidecar, True
-    with Gguf(model) as base:
-        entry = store.entry(base)
+    entry = _entry(model)
     path = None if store.why_unreadable() else entry.named(_ENDING)
     if path is not None and _usable(path, entry.content):
         note = f"bases: from the weights, {_quality(path)}, stored by an earlier -ctk subkv ({path})"
@@ -100,8 +104,8 @@ def preview(model: Path) -> tuple[Sidecar, bool]:
     return Sidecar(path, f"{note}; {_gain(model)}"), False
 
 
-def _quality(from_weights: Path) -> str:
-    return f"{bits(from_weights)}, predicted as good as q8_0"
+def _quality(path: Path) -> str:
+    return f"{bits(path)}, predicted as good as q8_0"
 
 
 def _gain(model: Path) -> str:
@@ -110,26 +114,23 @@ def _gain(model: Path) -> str:
 
 def bits(path: Path) -> str:
     """The bits per element of a layout, as text. Raises CacheError about `path`."""
-    with Layout(path) as layout:
-        read = layout.description
-    return f"{read['bits_per_element']:.2f} bits per element at {read['bpe_context']} tokens"
+    description = read(path)
+    return f"{description['bits_per_element']:.2f} bits per element at {description['bpe_context']} tokens"
 
 
 def _usable(path: Path, content: str) -> bool:
-    """Whether stored bases can be used; those of other versions are derived again."""
+    """Whether bases in the store can be used: they exist, and this version has derived them from this model."""
     if not path.exists():
         return False
     try:
         store.check(path, content)
-        with Layout(path) as layout:
-            read = layout.description
-            return bool(read["generator"] == generator() and read["bits_per_element"] >= _LEAST_BITS)
+        return bool(read(path)["generator"] == generator())
     except SubkvError:
         return False
 
 
 class _Temporary:
-    """Sidecars of this process, by the model's content, if the store cannot be written. Removed at exit."""
+    """Sidecars of this process if the store cannot be used, by the model's content. They are removed at exit."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -144,8 +145,11 @@ class _Temporary:
 _temporary = _Temporary()
 
 
-def _make(model: Path, path: Path | None, entry: store.Entry, note: str) -> tuple[Path, str]:
-    """Derive bases; returns their path, and a note if they could not be stored. path: in the store, None: temporary."""
+def _derive(model: Path, path: Path | None, entry: store.Entry, note: str) -> tuple[Path, str]:
+    """Derive bases; returns their path, and `note` or the reason why they could not be stored.
+
+    path: in the store; None: temporary.
+    """
     from subkv.plan import datafree  # the engine's only call of the planner (see pyproject.toml)
 
     try:

@@ -1,8 +1,8 @@
 """Saves and restores contexts, and computes the identity to which a state is bound.
 
-A state consists of the tokens and llama.cpp's data (cells; of a coded cache also the exact window and adaptive
-bases). It takes `kv_stats().bytes_per_token` and some 20 bytes for each used cell, and `bytes_window`. It contains
-llama_cpp's logits only with logits_all.
+A state consists of the tokens and llama.cpp's data (cells; of a coded cache also the exact window and chunks). Its size
+is about `kv_stats().bytes_per_token` + 20 bytes for every used cell, and `bytes_window`. It contains llama_cpp's logits
+only with logits_all.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def identity(model: Model, choice: CacheChoice, stats: KVStats, params: Any, n_c
     return {
         "model": weights_digest(model),
         **{name: getattr(stats, name) for name in _STATS},
-        **choice.identity(),
+        "adapt": choice.adapt,
         **{name: getattr(params, name) for name in _PARAMETERS},
         "indexer": os.environ.get("SUBKV_INDEXER") or "f16",
         "long_rope": bool(trained) and n_ctx > int(trained),  # some models rotate long contexts differently
@@ -117,12 +117,12 @@ def load(llm: llama_cpp.Llama, identity: dict[str, Any], state: llama_cpp.LlamaS
         if saved.get(key) != expected:
             raise StateError("state", f"{key}: expected {expected}, found {saved.get(key)}")
     size = len(state.llama_state)
-    llm.reset()  # so that an interrupt cannot leave tokens of one text and cells of another
+    llm.reset()  # an interrupt must not leave tokens of one text and cells of another
     data = ctypes.cast(ctypes.c_char_p(state.llama_state), ctypes.POINTER(ctypes.c_uint8))
     with captured_log(forward=llm.verbose) as log:
-        done = C.llama_state_set_data(llm.ctx, data, size)
-    if done != size:
-        reason = last_log_error(log) or last_error() or f"read {done} of {size} bytes"
+        n_read = C.llama_state_set_data(llm.ctx, data, size)
+    if n_read != size:
+        reason = last_log_error(log) or last_error() or f"read {n_read} of {size} bytes"
         llm._ctx.kv_cache_clear()
         raise StateError("state", reason)
     memory = llm._ctx.memory

@@ -9,7 +9,7 @@ from typing import Any
 
 from subkv.base.errors import CacheError
 from subkv.engine.cache import MIB, STOCK_TYPES, CacheChoice
-from subkv.native import library as _lib
+from subkv.native import library
 from subkv.native.binding import C, LogLines, model_meta, native
 
 
@@ -54,27 +54,27 @@ def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> K
     """Sizes of a context's cache. model: llama.cpp's handle; log: llama.cpp's log of creating the context."""
     if not choice.coded:
         return _stock_stats(model, ctx, choice, log)
-    raw = _lib.Stats()
+    raw = library.Stats()
     if not native().subkv_get_stats(ctx, ctypes.byref(raw)):
         raise CacheError(
             "kv_cache",
             "expected a model with a K/V cache, found one without (recurrent or encoder-only); choose f16",
         )
     fingerprint = native().subkv_context_fingerprint(ctx)
-    name = native().subkv_kernel_name()
-    kernels = [name.decode() if name else "none"] if raw.n_layer_device < raw.n_layer_coded else []
+    cpu_kernel = native().subkv_kernel_name()
+    kernels = [cpu_kernel.decode() if cpu_kernel else "none"] if raw.n_layer_device < raw.n_layer_coded else []
     if raw.n_layer_device:
         kernels.append(
             f"{native().subkv_device_kernel_name().decode()} on {native().subkv_context_devices(ctx).decode()}"
         )
-    same = {field.name for field in dataclasses.fields(KVStats)} & {name for name, *_ in _lib.Stats._fields_}
+    copied = {field.name for field in dataclasses.fields(KVStats)} & {name for name, *_ in library.Stats._fields_}
     return KVStats(
         type_k=choice.name_k,
         type_v=choice.name_v,
         bytes_kv=raw.bytes_codes + raw.bytes_window + raw.bytes_chunks + raw.bytes_stock,
         kernel=" and ".join(kernels),
         fingerprint=fingerprint.decode() if fingerprint else None,
-        **{name: getattr(raw, name) for name in same},
+        **{name: getattr(raw, name) for name in copied},
     )
 
 
@@ -86,14 +86,14 @@ _SLIDING_LINE = re.compile(r"creating +SWA KV cache")
 
 
 def _stock_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> KVStats:
-    """Sizes from llama.cpp's log, in MiB with two decimals; exact if all layers have one shape."""
+    """Sizes from llama.cpp's log, which has MiB with two decimals; exact if all layers have one shape."""
     widths = _row_widths(model)
     bits = [STOCK_TYPES[name][1] for name in (choice.name_k, choice.name_v)]
     total, rows, grows = [0, 0], 0.0, True
     for _, line in log:
         match = _SIZE_LINE.search(line)
         if match is None or not line.startswith("llama_kv_cache"):
-            grows = grows and not _SLIDING_LINE.search(line)  # llama.cpp creates that cache last
+            grows = grows and not _SLIDING_LINE.search(line)  # llama.cpp creates the sliding-window cache last
             continue
         cells, layers, streams = (int(match[i]) for i in (1, 2, 3))
         for side, mib in enumerate(map(float, match.group(4, 5))):

@@ -1,6 +1,6 @@
-"""Options and statistics of adaptive bases (described in runtime/native/adapt/adapt.h).
+"""Options and statistics of adaptive bases (runtime/native/adapt/adapt.h).
 
-All other modules only pass on the text of `--adapt`.
+Other modules of the library treat the value of `--adapt` as text.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def _subkv() -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class Adapt:
-    """When a head gets a new basis, and from which sketch; details in runtime/native/adapt/adapt.h.
+    """When a head gets a new basis, and the sketch that it is computed from; symbols of runtime/native/adapt/adapt.h.
 
     kind: of the sketch; rank, rows: its r and ℓ, 0: default; decay: of a row's weight per token; rate: Oja's η.
     block: B; length: L, 0: unlimited; warm: W; max_chunks: J_max; tau: relative residual of a block that triggers a new
     basis, 1: never; gain: a new basis is accepted if its residual is at most this times the old one's, large: always;
     reuse: 1: a block uses the best present basis; merge: at J_max, 1 merges the oldest chunks, 0 opens no more.
-    Defaults: the cheapest choice with most of the gain (converter/NOTES.md).
+    The defaults are the cheapest choice with most of the gain (converter/NOTES.md).
     """
 
     kind: str = "covariance"
@@ -92,12 +92,12 @@ def parse(text: str) -> tuple[str, Adapt]:
     if not _subkv().subkv_adapt_parse(text.encode(), ctypes.byref(number), ctypes.byref(params)) or not number:
         reason = _lib.last_error() if text != NONE else f"expected k, v or kv, found {NONE!r}"
         raise CacheError("adapt", reason.removeprefix("adapt: "))
-    given: dict[str, Any] = {"kind": KINDS[params.kind]}
+    values: dict[str, Any] = {"kind": KINDS[params.kind]}
     fields: Any = Params._fields_[1:]
     for name, kind in fields:
         value = getattr(params, name)
-        given[name] = round(value, 6) if kind is _float else value  # 0.9 stays 0.9
-    return next(sides for sides, value in SIDES.items() if value == number.value), Adapt(**given)
+        values[name] = round(value, 6) if kind is _float else value  # 0.9 stays 0.9
+    return next(sides for sides, value in SIDES.items() if value == number.value), Adapt(**values)
 
 
 def native_params(params: Adapt) -> ctypes.Structure:
@@ -124,7 +124,7 @@ class AdaptStats:
 
 
 def adapt_stats(ctx: Any, n_layer: int) -> list[AdaptStats]:
-    """Statistics of all layers and sides of a context with adaptive bases."""
+    """Statistics of all layers and sides of a context (llama_context pointer) with adaptive bases."""
     stats = []
     for il, side in itertools.product(range(n_layer), "kv"):
         heads: list[HeadStats] = []

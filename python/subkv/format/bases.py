@@ -26,15 +26,13 @@ class StoredBasis:
     mean: F16
 
     def coefficients(self, x: F32) -> F32:
-        """c = E x − E μ of rows x [n, d] float32: [n, r], rounded as in the kernels."""
-        encode = self.encode.astype(np.float32)
+        """c = E x − E μ of rows x [n, d] float32: [n, r] float32, rounded as in the kernels."""
         offset = (self.encode.astype(np.float64) @ self.mean.astype(np.float64)).astype(np.float32)
-        c: F32 = (x @ encode.T).astype(np.float32) - offset
-        return c
+        return (x @ self.encode.astype(np.float32).T).astype(np.float32) - offset
 
 
 def first_values(keys: StoredBasis, d_v: int) -> StoredBasis:
-    """The values of a latent layer, which are the first d_v elements of its keys: the bands of these elements."""
+    """The basis of a latent layer's values, the first d_v elements of its keys: the bands of these elements."""
     ends = np.cumsum([n for n, _ in keys.bands])
     n_bands = sum(not keys.encode[end - n : end, d_v:].any() for end, (n, _) in zip(ends, keys.bands, strict=True))
     rank = int(ends[n_bands - 1])

@@ -44,11 +44,6 @@ class LayerShape:
     def n_group(self) -> int:
         return self.n_head // self.n_head_kv
 
-    @property
-    def elements(self) -> int:
-        """K and V elements of one token."""
-        return self.n_head_kv * (self.d_k + self.d_v)
-
 
 @dataclass(frozen=True)
 class LayerSensitivity:
@@ -230,13 +225,7 @@ def read_calibration(path: Path) -> Calibration:
     )
     if tensors:
         raise SubkvError(min(tensors), "expected only tensors of FORMAT.md §4 for the listed layers, found this one")
-    return Calibration(
-        **members,
-        texts=header.texts(),
-        layers=layers,
-        sensitivity=sensitivity,
-        sha256=digest,
-    )
+    return Calibration(**members, texts=header.texts(), layers=layers, sensitivity=sensitivity, sha256=digest)
 
 
 def _has(item: dict[str, Any], members: dict[str, type]) -> bool:
@@ -245,7 +234,7 @@ def _has(item: dict[str, Any], members: dict[str, type]) -> bool:
 
 
 class _Header:
-    """Typed access to __metadata__; errors name the key."""
+    """Typed access to __metadata__. Methods raise SubkvError about the key."""
 
     def __init__(self, metadata: dict[str, str]) -> None:
         self._metadata = metadata
@@ -393,37 +382,35 @@ def _read_layer(tensors: dict[str, NDArray[Any]], shape: LayerShape, sensitive: 
     return LayerStats(shape=shape, **stats)
 
 
-def thin(rows: F16, limit: int = MAX_SAMPLES) -> F16:
-    """At most `limit` of the rows, evenly spread."""
-    if len(rows) <= limit:
-        return rows
-    return rows[np.linspace(0, len(rows) - 1, limit).round().astype(np.int64)]
+def thin(rows: F16) -> F16:
+    """At most MAX_SAMPLES of the rows, evenly spread."""
+    n = min(len(rows), MAX_SAMPLES)
+    return rows[np.linspace(0, len(rows) - 1, n).round().astype(np.int64)]
 
 
 def check_mergeable(earlier: Calibration, arch: str, name: str, block_count: int, n_skip: int) -> None:
     """Reject a file of another model. Raises SubkvError. merge() checks the layers' shapes."""
     expected = {"arch": arch, "name": name, "block_count": block_count, "n_skip": n_skip}
     for key, value in expected.items():
-        other = getattr(earlier, key)
-        if other != value:
-            raise SubkvError("calibration", f"{PREFIX}{key}: expected {value!r} as in this run, found {other!r}")
+        stored = getattr(earlier, key)
+        if stored != value:
+            raise SubkvError("calibration", f"{PREFIX}{key}: expected {value!r} as in this run, found {stored!r}")
 
 
 def merge(earlier: Calibration, later: Calibration) -> Calibration:
-    """Combine two runs of one model: moments weighted by tokens, samples thinned to MAX_SAMPLES.
+    """Combine two runs of one model: moments are weighted by tokens, samples thinned to MAX_SAMPLES.
 
-    n_ctx is the smaller one (positions.py spreads from there). model_sha256, generator and sensitivities (if any) are
-    those of `later`. Raises SubkvError if the models differ.
+    n_ctx is the smaller one (positions.py spreads from there). model_sha256 and generator are those of `later`, also
+    its sensitivities, if any. Raises SubkvError if the models differ.
     """
     check_mergeable(earlier, later.arch, later.name, later.block_count, later.n_skip)
-    shapes = [replace(layer.shape, tokens=0) for layer in earlier.layers]
-    expected = [replace(layer.shape, tokens=0) for layer in later.layers]
-    if shapes != expected:
-        bad = next((pair for pair in zip(expected, shapes, strict=False) if pair[0] != pair[1]), None)
-        detail = (
-            f"expected {bad[0]}, found {bad[1]}" if bad else f"expected {len(expected)} layers, found {len(shapes)}"
-        )
-        raise SubkvError("calibration", f"{PREFIX}layers: {detail}")
+    shapes, expected = ([replace(layer.shape, tokens=0) for layer in run.layers] for run in (earlier, later))
+    for pair in zip(expected, shapes, strict=False):
+        if pair[0] != pair[1]:
+            raise SubkvError("calibration", f"{PREFIX}layers: expected {pair[0]}, found {pair[1]}")
+    if len(shapes) != len(expected):
+        reason = f"{PREFIX}layers: expected {len(expected)} layers, found {len(shapes)}"
+        raise SubkvError("calibration", reason)
     return replace(
         later,
         layers=tuple(_merge_layer(a, b) for a, b in zip(earlier.layers, later.layers, strict=True)),

@@ -31,9 +31,9 @@ def encode(c: F32, bands: Bands, ratio: Ratio) -> U8:
     """
     if c.dtype != np.float32 or c.ndim != 2 or c.shape[1] != rank(bands):
         raise ValueError(f"coefficients: expected float32 [n, {rank(bands)}], found {c.dtype} {list(c.shape)}")
-    n_bands, b, rho = _arguments(bands, ratio)
+    bands_i32, ratio_f32 = _arrays(bands, ratio)
     c, rows = np.ascontiguousarray(c), np.empty((len(c), row_bytes(bands)), dtype=np.uint8)
-    arguments = b.ctypes.data, rho.ctypes.data, n_bands, c.ctypes.data, len(c), rows.ctypes.data
+    arguments = bands_i32.ctypes.data, ratio_f32.ctypes.data, len(bands), c.ctypes.data, len(c), rows.ctypes.data
     if library.load().subkv_encode_rows(*arguments) < 0:
         raise ValueError(library.last_error())
     return rows
@@ -43,21 +43,21 @@ def decode(rows: U8, bands: Bands, ratio: Ratio) -> F32:
     """Rows [n, row_bytes] -> dequantized coefficients [n, rank] float32. Raises ValueError as encode()."""
     if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != row_bytes(bands):
         raise ValueError(f"rows: expected uint8 [n, {row_bytes(bands)}], found {rows.dtype} {list(rows.shape)}")
-    n_bands, b, rho = _arguments(bands, ratio)
+    bands_i32, ratio_f32 = _arrays(bands, ratio)
     rows, c = np.ascontiguousarray(rows), np.empty((len(rows), rank(bands)), dtype=np.float32)
-    arguments = b.ctypes.data, rho.ctypes.data, n_bands, rows.ctypes.data, len(rows), c.ctypes.data
+    arguments = bands_i32.ctypes.data, ratio_f32.ctypes.data, len(bands), rows.ctypes.data, len(rows), c.ctypes.data
     if not library.load().subkv_decode_rows(*arguments):
         raise ValueError(library.last_error())
     return c
 
 
-def _arguments(bands: Bands, ratio: Ratio) -> tuple[int, NDArray[np.int32], F32]:
-    """Number of bands, bands and ratios for libsubkv."""
+def _arrays(bands: Bands, ratio: Ratio) -> tuple[NDArray[np.int32], F32]:
+    """Bands and ratios for libsubkv."""
     if len(ratio) != len(bands):
         raise ValueError(f"ratio: expected one for each of {len(bands)} bands, found {len(ratio)}")
-    return len(bands), np.array(bands, dtype=np.int32), np.ascontiguousarray(ratio, dtype=np.float32)
+    return np.array(bands, dtype=np.int32), np.ascontiguousarray(ratio, dtype=np.float32)
 
 
 def round_trip(c: F32, bands: Bands, ratio: Ratio) -> F32:
-    """Encode and decode coefficients [n, rank]."""
+    """Encode and decode coefficients [n, rank] float32. Raises ValueError as encode()."""
     return decode(encode(c, bands, ratio), bands, ratio)

@@ -22,11 +22,7 @@ from subkv.native.gguf import Gguf, Value
 VERSION = 4
 FROM_WEIGHTS = "weights"  # subkv.calibration.text of bases derived from the weights
 PREDICTED_KEY = "subkv.predicted"
-STORED_NAMES = {
-    "calibrated": "calibrated",
-    "sqrt": "sqrt_r_d",
-    "one": "one",
-}  # gamma in files, FORMAT.md §1
+STORED_NAMES = {"calibrated": "calibrated", "sqrt": "sqrt_r_d", "one": "one"}  # gamma in files, FORMAT.md §1
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class Account:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings for the header keys. Method names are those of the command line; n_rollback is not stored."""
+    """Settings that the header keys store, except n_rollback. Methods have the names of the command line."""
 
     codec: str
     basis_k: str

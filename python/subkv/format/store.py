@@ -49,7 +49,7 @@ def why_unreadable() -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """A model's files in the store. content: digest; name: readable name."""
+    """A model's files in the store. content: digest of the model; name: readable part of file names."""
 
     content: str
     name: str
@@ -83,9 +83,9 @@ class Entry:
             folder().mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SubkvError("XDG_CACHE_HOME", f"cannot create {folder()}: {error.strerror or error}") from error
-        why = why_unreadable()
-        if why:
-            raise SubkvError("XDG_CACHE_HOME", why)
+        problem = why_unreadable()
+        if problem:
+            raise SubkvError("XDG_CACHE_HOME", problem)
 
 
 def entry(model: Gguf) -> Entry:
@@ -94,18 +94,15 @@ def entry(model: Gguf) -> Entry:
 
 
 def check(path: Path, content: str) -> None:
-    """Reject a sidecar of another model or version, or a damaged one.
-
-    Raises CacheError about `bases`.
-    """
+    """Reject a sidecar of another model or version, or a damaged one. Raises CacheError about `bases`."""
     remedy = "convert the model again, or ignore it with --no-sidecar"
     try:
         with Layout(path), Gguf(path, split=False) as file:
             digest = file.get(CONTENT_KEY)
     except SubkvError as error:
-        why = error.reason.split("; convert ")[0]  # drop the remedy for other files
-        reason = f"expected a sidecar of this version in {path}, found none: {why}; {remedy}"
+        problem = error.reason.split("; convert ")[0]  # without the remedy for other files
+        reason = f"expected a sidecar of this version in {path}, found none: {problem}; {remedy}"
         raise CacheError("bases", reason) from error
     if digest != content:
-        what = "that of another one" if digest else "one without the digest of its model"
-        raise CacheError("bases", f"expected the sidecar of this model in {path}, found {what}; {remedy}")
+        other = "that of another one" if digest else "one without the digest of its model"
+        raise CacheError("bases", f"expected the sidecar of this model in {path}, found {other}; {remedy}")

@@ -28,34 +28,25 @@ class Window:
     @classmethod
     def of(cls, n_sink: int | None = None, n_recent: int | None = None, n_rollback: int | None = None) -> Window:
         """None: not requested. Raises CacheError for invalid numbers."""
-        given = {"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback}
-        for key, n in given.items():
+        numbers = {"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback}
+        for key, n in numbers.items():
             if n is not None and not 0 <= n < 2**31:
                 raise CacheError(key, f"expected 0 or more tokens, found {n}")
-        return cls(**{key: AS_FILE if n is None else n for key, n in given.items()})
+        return cls(**{key: AS_FILE if n is None else n for key, n in numbers.items()})
 
-    def with_defaults(
-        self,
-        n_sink: int = N_SINK,
-        n_recent: int = N_RECENT,
-        n_rollback: int = N_ROLLBACK,
-        recent_bits: int = RECENT_BITS,
-    ) -> Window:
-        """With these numbers for members that were not requested."""
-        return Window(**{**vars(Window(n_sink, n_recent, n_rollback, recent_bits)), **self.requested()})
+    def with_defaults(self, recent_bits: int = RECENT_BITS) -> Window:
+        """This window with the defaults for members that were not requested."""
+        return replace(Window(N_SINK, N_RECENT, N_ROLLBACK, recent_bits), **self.requested())
 
     def requested(self) -> dict[str, int]:
         """The requested numbers by name."""
         return {name: n for name, n in vars(self).items() if n != AS_FILE}
 
-    def with_rollback(self, n_rollback: int) -> Window:
-        return replace(self, n_rollback=n_rollback)
-
     def check(self) -> None:
         """Raises SubkvError if a number exceeds the limits of the file format."""
-        for name, n, most in (("n_recent", self.n_recent, MAX_RECENT), ("n_sink", self.n_sink, MAX_SINK)):
-            if not 0 <= n <= most:
-                raise SubkvError(name, f"expected 0 to {most}, found {n}")
+        for name, n, n_max in (("n_recent", self.n_recent, MAX_RECENT), ("n_sink", self.n_sink, MAX_SINK)):
+            if not 0 <= n <= n_max:
+                raise SubkvError(name, f"expected 0 to {n_max}, found {n}")
         if self.recent_bits not in (AS_FILE, RECENT_BITS, 16):
             raise SubkvError("recent_bits", f"expected {RECENT_BITS} or 16, found {self.recent_bits}")
 

@@ -15,7 +15,7 @@ from typing import Any
 from subkv.base.progress import progress_bar
 from subkv.native import library
 
-library.load()  # binds llama_cpp to the libllama that carries the hook; must come before llama_cpp is imported
+library.load()  # binds llama_cpp to our libllama; must come before llama_cpp is imported
 
 import llama_cpp  # noqa: E402
 from llama_cpp import _internals as internals  # noqa: E402
@@ -36,11 +36,11 @@ LogLines = list[tuple[int, str]]
 
 
 class _Logging:
-    """The receiver of llama.cpp's log, one per process; threads wait for each other."""
+    """The process's receiver of llama.cpp's log. Threads that capture the log wait for each other."""
 
     def __init__(self) -> None:
         self.reset()
-        if hasattr(os, "register_at_fork"):  # a thread that does not exist in the child may hold the lock
+        if hasattr(os, "register_at_fork"):  # in a child, a thread that does not exist there may hold the lock
             os.register_at_fork(after_in_child=self.reset)
 
     def reset(self) -> None:
@@ -78,8 +78,8 @@ def captured_log(forward: bool) -> Iterator[LogLines]:
 def last_log_error(lines: LogLines) -> str:
     """The most specific error in a captured log, without the name of the C function; "" if there is none."""
     errors = [line for level, line in lines if level == LOG_ERROR and line.strip()]
-    named = [line for line in errors if "error loading model" in line]
-    line = (named or errors or [""])[0]  # the first is the cause; later ones come from its callers
+    of_model = [line for line in errors if "error loading model" in line]
+    line = (of_model or errors or [""])[0]  # the first is the cause; later ones come from its callers
     line = re.sub(r"^\w+: ", "", line)
     return re.sub(r"^(error loading \w+: )?(\w+: )?", "", line).strip()
 

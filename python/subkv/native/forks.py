@@ -1,6 +1,6 @@
-"""Lets forked children compute. After a fork, OpenMP would wait forever for threads that the child does not have.
+"""Makes libsubkv usable in forked children, where OpenMP would wait forever for threads that the child does not have.
 
-Before every fork its threads are therefore released; the next computation starts new ones.
+Therefore OpenMP's threads are released before every fork; the next computation starts new ones.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class _Symbol(ctypes.Structure):
 
 def _loaded_backend(lib: ctypes.CDLL) -> ctypes.CDLL | None:
     """The library of ggml's CPU backend, if ggml has loaded it at run time (GGML_BACKEND_DL)."""
-    registered = lib.ggml_backend_reg_by_name
-    registered.restype, registered.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
-    backend = registered(b"CPU")
+    find = lib.ggml_backend_reg_by_name
+    find.restype, find.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+    backend = find(b"CPU")
     symbol = _Symbol()
     if not backend or not lib.dladdr(ctypes.c_void_p(backend), ctypes.byref(symbol)):
         return None

@@ -103,7 +103,7 @@ class Rows(Protocol):
 
 
 class Base(Protocol):
-    """A model as planning reads it, with GGUF's names: a Gguf or a substitute."""
+    """A model for the planner, with GGUF's names: a Gguf, or an object with the same methods."""
 
     @property
     def path(self) -> Path: ...
@@ -121,7 +121,10 @@ class Base(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """A tensor in its file; valid after the Gguf is closed. raw: [ne1, bytes of a row]; kind: ggml type; n: ne0."""
+    """A tensor in its file; valid after the Gguf is closed.
+
+    raw: [ne1, bytes of a row]; kind: ggml type; n: ne0; why: end of error messages.
+    """
 
     name: str
     raw: NDArray[np.uint8]
@@ -319,8 +322,8 @@ def _check_header(path: Path) -> int:
         raise ModelFileError("model", f"expected a GGUF file, found {head[:4]!r} at the start of {path}{hint}")
     version = int.from_bytes(head[4:8], "little")
     if len(head) < 24 or version not in (2, 3):
-        found = f"version {version}" if len(head) == 24 else f"{size} bytes"
-        raise ModelFileError("model", f"expected a complete GGUF of version 2 or 3, found {found} in {path}")
+        content = f"version {version}" if len(head) == 24 else f"{size} bytes"
+        raise ModelFileError("model", f"expected a complete GGUF of version 2 or 3, found {content} in {path}")
     return size
 
 
@@ -383,14 +386,17 @@ def write_copy(base: Gguf, output: Path, values: Mapping[str, Value], progress: 
 def write_sidecar(base: Gguf, output: Path, values: Mapping[str, Value], progress: bool = False) -> None:
     """Atomically write a GGUF without tensors: general.architecture, general.name (if the base has one), `values`.
 
-    SHA256_KEY is set here, unless `values` has it.
+    Adds SHA256_KEY, unless `values` has it, and CONTENT_KEY.
     """
-    given = values.get(SHA256_KEY)
-    digest = sha256(base.files, progress) if given is None else given[1]
-    named = {key: base.get(key) for key in ("general.architecture", "general.name")}
-    general: dict[str, Value] = {key: ("str", value) for key, value in named.items() if isinstance(value, str)}
-    of_base: dict[str, Value] = {SHA256_KEY: ("str", digest), CONTENT_KEY: ("str", base.content())}
-    blob = _metadata(_gguf().gguf_init_empty(), {**general, **values, **of_base})
+    keys: dict[str, Value] = {}
+    for key in ("general.architecture", "general.name"):
+        if isinstance(value := base.get(key), str):
+            keys[key] = ("str", value)
+    keys |= values
+    if SHA256_KEY not in keys:
+        keys[SHA256_KEY] = ("str", sha256(base.files, progress))
+    keys[CONTENT_KEY] = ("str", base.content())
+    blob = _metadata(_gguf().gguf_init_empty(), keys)
     with atomic_file(output) as handle:
         handle.write(blob)
 
@@ -403,11 +409,11 @@ def sha256(files: Sequence[Path], progress: bool = False) -> str:
     return digest.hexdigest()
 
 
-def blocks(files: Sequence[Path], what: str, progress: bool) -> Iterator[bytes]:
-    """The bytes of files, one after another, with a progress bar. Raises SubkvError about `model`."""
+def blocks(files: Sequence[Path], name: str, progress: bool) -> Iterator[bytes]:
+    """The bytes of files, one after another, with a progress bar `name`. Raises SubkvError about `model`."""
     path = files[0]
     try:
-        with progress_bar(what, sum(file.stat().st_size for file in files), "B", progress) as bar:
+        with progress_bar(name, sum(file.stat().st_size for file in files), "B", progress) as bar:
             for path in files:
                 with open(path, "rb") as handle:
                     while block := handle.read(BLOCK):

@@ -1,7 +1,7 @@
 """ctypes over runtime/native/subkv.h.
 
-libsubkv, libllama and ggml are in one folder. llama_cpp must load that libllama, and loads one when it is imported, so
-the package sets its path on import (paths.py). Importing this module loads nothing.
+libsubkv, libllama and ggml are in one folder. `import llama_cpp` loads a libllama, which must be the one there, so
+`import subkv` sets its path (paths.py). Importing this module loads no library.
 """
 
 from __future__ import annotations
@@ -95,10 +95,6 @@ SIGNATURES: Signatures = {
 }
 
 
-def _address(lib: ctypes.CDLL, name: str) -> int | None:
-    return ctypes.cast(getattr(lib, name), ctypes.c_void_p).value
-
-
 def _unloadable(reason: str) -> str:
     """An error message for the dynamic linker's reason about libllama or its dependencies."""
     if "libcuda.so" in reason:
@@ -125,9 +121,9 @@ def _bind_llama(folder: Path) -> ctypes.CDLL:
             raise ImportError(_unloadable(str(error))) from error
     handle: ctypes.CDLL = loaded._lib  # type: ignore[union-attr]
     if Path(handle._name).resolve() != folder / f"libllama{SUFFIX}":
-        named = os.environ.get(LIB_PATH)
-        other = named is not None and Path(named).resolve() == Path(handle._name).resolve().parent
-        remedy = f"unset {LIB_PATH}" if other else "import subkv first, which makes llama_cpp take it"
+        variable = os.environ.get(LIB_PATH)
+        is_cause = variable is not None and Path(variable).resolve() == Path(handle._name).resolve().parent
+        remedy = f"unset {LIB_PATH}" if is_cause else "import subkv first, which makes llama_cpp take it"
         raise ImportError(
             f"llama_cpp: expected libllama{SUFFIX} of {folder}, found it already bound to {handle._name}; {remedy}"
         )
@@ -156,7 +152,7 @@ def load() -> ctypes.CDLL:
     # Both must use one libllama and one ggml. dlsym also searches the libraries that a library links; Windows does not,
     # and links the libllama.dll that the process has loaded.
     for name in () if sys.platform == "win32" else ("llama_init_from_model", "ggml_init"):
-        if _address(lib, name) != _address(llama, name):
+        if len({ctypes.cast(getattr(library, name), _ptr).value for library in (lib, llama)}) > 1:
             raise ImportError(f"libsubkv{SUFFIX}: expected {name} of {folder}, found it bound to another library")
     survive_forks(lib)
     return declare(lib, SIGNATURES)
@@ -171,9 +167,7 @@ def ggml() -> ctypes.CDLL:
 
 def llama_cpp_commit() -> str:
     """The commit of llama.cpp in the loaded libraries."""
-    read = ggml().ggml_commit
-    read.restype, read.argtypes = _str, []
-    return str(read().decode())
+    return str(declare(ggml(), {"ggml_commit": (_str, [])}).ggml_commit().decode())
 
 
 def last_error() -> str:

@@ -14,7 +14,7 @@ MTMD_LIB_PATH = "MTMD_CPP_LIB"  # the same for libmtmd, which reads pictures
 SUBKV_LIB_PATH = "SUBKV_LIB_PATH"  # ours: replaces the installed libraries
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
-_own_path: str | None = None  # the value of LIB_PATH that this module has set
+_own_path: str | None = None  # the value to which this module has set LIB_PATH
 
 
 def lib_dir() -> Path:

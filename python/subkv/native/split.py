@@ -16,8 +16,8 @@ _ROOM = 4096  # maximum bytes of a path
 def split_files(path: Path, first: tuple[int, int], read: Callable[[Path], tuple[int, int]]) -> list[Path]:
     """All files of the model whose first file is `path`, in order; only `path` if the model is not split.
 
-    first: NUMBER and COUNT of the first file, (0, 1) if it has none; read: reads both from another file. Raises
-    ModelFileError if `path` is a later file, a file is missing or of another model, or a name is not llama.cpp's.
+    first: NUMBER and COUNT of `path`, (0, 1) without these keys; read: reads both from another file. Raises
+    ModelFileError if `path` is not the first file, a file is missing or of another model, or a name is not llama.cpp's.
     """
     number, count = first
     if count <= 1:
@@ -43,10 +43,10 @@ def split_files(path: Path, first: tuple[int, int], read: Callable[[Path], tuple
     for i, file in enumerate(files[1:], 1):
         if not file.is_file():
             raise ModelFileError("model", f"expected all {count} files of a split model, found no {file}")
-        other = read(file)
-        if other != (i, count):
+        actual = read(file)
+        if actual != (i, count):
             raise ModelFileError(
                 "model",
-                f"expected file {i + 1} of {count} of a split model, found file {other[0] + 1} of {other[1]}: {file}",
+                f"expected file {i + 1} of {count} of a split model, found file {actual[0] + 1} of {actual[1]}: {file}",
             )
     return files

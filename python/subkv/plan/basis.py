@@ -1,7 +1,7 @@
 """Computes bases from statistics. Linear algebra is in float64; matrices are stored in half precision.
 
-A basis is the pair E (encode, c = E x) and D (decode, x̂ = Dᵀ c), both [r, d]. The fit gives all d coefficients, ordered
-by importance. `store` keeps those that have bands, multiplies the mixing matrices in, and rounds. The mean μ is
+A basis is the pair E (encode, c = E x) and D (decode, x̂ = Dᵀ c), both [r, d]. A fit returns all d coefficients, ordered
+by importance. `store` selects those that have bands, mixes the coefficients of a band, and rounds. The mean μ is
 subtracted from keys: c = E (k − μ), k̂ = γ Dᵀ c + μ; all moments below are those of k − μ.
 """
 
@@ -18,13 +18,13 @@ from subkv.format.arrays import F16, F64
 from subkv.format.bases import Bands, StoredBasis
 from subkv.format.codec import rank
 from subkv.plan.hadamard import spreading
-from subkv.plan.quantizer import best_step, distortion, shared_step
+from subkv.plan.quantizer import BEST_STEP, DISTORTION, shared_step
 
 METRIC_RIDGE = 1e-4  # added to the metric's diagonal, times its mean eigenvalue; bounds the condition of E and D
 MOMENT_RIDGE = 1e-7  # the same for the data's second moment, so that unseen directions get coefficients
 MEAN_TOLERANCE = 1e-4  # tolerated negative eigenvalues of a centred moment (rounding), relative to the trace
 MAX_LEAKAGE = 0.5  # largest share of other coefficients after rounding E to bytes; at 1, E may be singular
-N_HALVES = 8  # first rows of D that stay halves: their coefficients are largest, and all cells share D's errors
+N_HALVES = 8  # first rows of D, always in halves: their coefficients are largest, and all cells share D's errors
 NARROW_RIDGE = 1e-6  # as METRIC_RIDGE, for rounding D to bytes
 STEP_FLOOR = 1e-6  # smallest band step relative to the row's largest, for bands without energy
 
@@ -58,12 +58,7 @@ def gains(bands: Bands) -> F64:
     Short rows without a path have smaller gains, but a decoder that compensates them is worse (SmolLM2-135M, 2.5 bits,
     KLD on WikiText-2 test: 0.0153 instead of 0.0136), because their coefficients hardly vary between cells.
     """
-    return np.concatenate([np.full(n, 1.0 - distortion(bits)) for n, bits in bands])
-
-
-def stored_mean(mean: F64) -> F16:
-    """A mean [d] as stored. Raises SubkvError if a value exceeds half precision."""
-    return half(mean, "mean")
+    return np.concatenate([np.full(n, 1.0 - DISTORTION[bits]) for n, bits in bands])
 
 
 def centred_moment(moment: F64, mean: F64, stored: F16) -> F64:
@@ -94,7 +89,7 @@ def _ridged(matrix: F64, relative: float) -> F64:
 
 
 def _descending(matrix: F64) -> tuple[F64, F64]:
-    """Eigenvalues (negative ones from rounding set to 0) and eigenvectors as columns, largest first."""
+    """Eigenvalues in descending order (negative ones from rounding set to 0), and eigenvectors as columns."""
     values, vectors = np.linalg.eigh(0.5 * (matrix + matrix.T))
     return np.maximum(values[::-1], 0.0), vectors[:, ::-1]
 
@@ -113,7 +108,7 @@ def repriced(basis: FullBasis, cost: F64) -> FullBasis:
 
 
 def fit_metric(moment: F64, metric: F64, ridge: float = METRIC_RIDGE) -> FullBasis:
-    """Basis that minimises the expected metric error (x − x̂)ᵀ M (x − x̂) for every number of coefficients kept.
+    """Basis that minimises the expected metric error (x − x̂)ᵀ M (x − x̂) at every rank.
 
     U = eigenvectors of M^½ Σ M^½, E = Uᵀ M^½, D = Uᵀ M^-½: noise in any coefficient costs the same. Query-aware for
     keys (M = second moment of the queries), output-aware for values (M = Σ_h W_o,hᵀ W_o,h). E is scaled to entries of
@@ -155,10 +150,10 @@ def band_step(bits: int, variance: F64) -> tuple[float, bool]:
     if mean <= 0.0:
         return 0.0, False
     if np.ptp(variance) == 0.0:  # the search is only approximate, and mixing twice undoes the mixing
-        return float(np.sqrt(mean)) * best_step(bits), False
+        return float(np.sqrt(mean)) * BEST_STEP[bits], False
     step, error = shared_step(bits, variance)
-    if len(variance) * mean * distortion(bits) < error * (1.0 - 1e-3):
-        return float(np.sqrt(mean)) * best_step(bits), True
+    if len(variance) * mean * DISTORTION[bits] < error * (1.0 - 1e-3):
+        return float(np.sqrt(mean)) * BEST_STEP[bits], True
     return step, False
 
 
@@ -182,9 +177,9 @@ def band_steps(bands: Bands, variance: F64) -> tuple[F64, list[bool]]:
 
 
 def store(basis: FullBasis, moment: F64, bands: Bands, mean: F16 | None = None, narrow: bool = False) -> StoredBasis:
-    """Keep the coefficients of `bands`, mix inside bands, round E (to bytes if possible), and compute D in halves.
+    """The stored basis of the coefficients that `bands` have: mixes them, rounds E (to bytes if possible), computes D.
 
-    narrow: also round the rows of D after the first N_HALVES to bytes.
+    narrow: also round the rows of D after the first N_HALVES to bytes, if E is in bytes.
 
     At full rank, D is the inverse of the rounded E. At lower rank it is the linear decoder with the smallest expected
     error, D = (E Σ Eᵀ)⁻¹ E Σ, which does not depend on the metric. moment: [d, d] second moment Σ of the data minus
@@ -206,7 +201,7 @@ def store(basis: FullBasis, moment: F64, bands: Bands, mean: F16 | None = None, 
         sigma = _ridged(moment, MOMENT_RIDGE) if np.trace(moment) > 0.0 else np.eye(d)
         decode = np.linalg.solve(exact @ sigma @ exact.T, exact @ sigma)
     decode = decode / gains(bands)[:, None]
-    if narrow:
+    if narrow and basis.fits_bytes:
         decode[N_HALVES:] = shaped_bytes(decode[N_HALVES:], basis.encode.T @ basis.encode)
     mean = np.zeros(d, dtype=np.float16) if mean is None else mean
     return StoredBasis(bands, rounded, half(decode, "D"), steps.astype(np.float32), mean)
@@ -218,13 +213,13 @@ def in_bytes(matrix: F64) -> F64:
     Steps have a significand of 4 bits (that with the smallest error), so that all multiples are exact halves.
     """
     largest = np.maximum(np.abs(matrix).max(axis=1, keepdims=True), 2.0**-14)  # the smallest step of a half
-    out, least = matrix, np.full((len(matrix), 1), np.inf)
+    best, best_error = matrix, np.full((len(matrix), 1), np.inf)
     for significand in range(8, 16):
         step = significand * 2.0 ** np.ceil(np.log2(largest / (127 * significand)))
         rounded = step * np.rint(matrix / step)
         error = np.sum((rounded - matrix) ** 2, axis=1, keepdims=True)
-        out, least = np.where(error < least, rounded, out), np.minimum(error, least)
-    return out
+        best, best_error = np.where(error < best_error, rounded, best), np.minimum(error, best_error)
+    return best
 
 
 def shaped_bytes(matrix: F64, metric: F64) -> F64:
@@ -236,11 +231,11 @@ def shaped_bytes(matrix: F64, metric: F64) -> F64:
     largest = np.maximum(np.abs(matrix).max(axis=1), 2.0**-14)
     exponent = np.floor(np.log2(largest / 127))
     step = np.ceil(largest / 127 / 2.0**exponent * 8) / 8 * 2.0**exponent  # a significand of 4 bits
-    out = np.zeros_like(matrix)
+    rounded = np.zeros_like(matrix)
     for j in range(d - 1, -1, -1):
-        compensation = (matrix - out)[:, j + 1 :] @ lower[j + 1 :, j] / lower[j, j]
-        out[:, j] = step * np.clip(np.rint((matrix[:, j] + compensation) / step), -127, 127)
-    return out
+        compensation = (matrix - rounded)[:, j + 1 :] @ lower[j + 1 :, j] / lower[j, j]
+        rounded[:, j] = step * np.clip(np.rint((matrix[:, j] + compensation) / step), -127, 127)
+    return rounded
 
 
 def half(matrix: NDArray[np.floating], name: str) -> F16:

@@ -23,9 +23,10 @@ from subkv.format.bases import Bands
 from subkv.format.codec import rank, row_bytes
 from subkv.format.metadata import Account
 from subkv.format.window import Window
-from subkv.plan.quantizer import CODED_WIDTHS, WIDTHS, distortion
+from subkv.plan.quantizer import CODED_WIDTHS, DISTORTION, WIDTHS
 
 GROUP = 8  # coefficients planned together; bands are multiples of it (FORMAT.md §2)
+SLOPE = 1e-3  # decrease of equal importance per group
 
 # A quantizer at its best step shrinks: E[x̂|x] = (1 − D) x. This error is the same in every cell and adds up over the
 # cells that attention sums, while independent errors average out. Its energy is D² of the coefficient's, and it is
@@ -43,32 +44,32 @@ WIDE_FROM = 6.0
 class Head:
     """One head's K or V for the planner. importance: [rank]; rank <= d is the maximum number of coefficients.
 
-    centred: a mean is subtracted and stored with the bases. held: bits in memory of every coefficient's bases, 0: a row
-    of E in bytes and a row of D in halves. more: further bits for the first coefficients. joined: its codes continue
-    the row of the head before it, under the same scale.
+    centred: a mean is subtracted and stored with the bases. basis_bits: memory of one coefficient's bases, 0: that of
+    coefficient_bits(d). more_bits: further memory, for the first rows of D. joined: its codes continue the row of the
+    previous head, under the same scale.
     """
 
     d: int
     importance: F64
     centred: bool = False
-    held: int = 0
-    more: int = 0
+    basis_bits: int = 0
+    more_bits: int = 0
     joined: bool = False
 
 
-def encode_bits(d: int, in_bytes: bool = True) -> int:
-    """Bits in memory of a row of E: bytes and a step in f16, or all f16."""
+def matrix_row_bits(d: int, in_bytes: bool) -> int:
+    """Bits in memory of a row of E or D: bytes and a step in f16, or all f16."""
     return 8 * d + 16 if in_bytes else 16 * d
 
 
-def decode_bits(d: int, in_bytes: bool = False) -> int:
-    """Bits of a row of D: f16, or as encode_bits()."""
-    return encode_bits(d, in_bytes)
+def coefficient_bits(d: int, encode_in_bytes: bool = True, decode_in_bytes: bool = False) -> int:
+    """Bits in memory of one coefficient's rows of E and D."""
+    return matrix_row_bits(d, encode_in_bytes) + matrix_row_bits(d, decode_in_bytes)
 
 
-def held_bits(d: int, encode_in_bytes: bool = True, decode_in_bytes: bool = False) -> int:
-    """Bits of one coefficient's rows of E and D."""
-    return encode_bits(d, encode_in_bytes) + decode_bits(d, decode_in_bytes)
+def equal_importance(n: int) -> F64:
+    """[n] importance of equal coefficients. It decreases slightly: a budget ends at the same group in all heads."""
+    return np.asarray(1.0 - SLOPE * (np.arange(n) // GROUP), dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,12 @@ class Overhead:
 
     def basis_bits(self, head: Head) -> float:
         """Bits per token of one coefficient's bases in libsubkv's memory: rows of bases, an offset in f32."""
-        held = head.held or held_bits(head.d)
-        return (held + (32.0 if head.centred else 0.0)) / self.context
+        rows = head.basis_bits or coefficient_bits(head.d)
+        return (rows + (32.0 if head.centred else 0.0)) / self.context
 
     def head_bits(self, head: Head) -> float:
-        """Bits per token of a head independent of its rank: the mean in f16, and `more`."""
-        return ((16.0 * head.d if head.centred else 0.0) + head.more) / self.context
+        """Bits per token of a head that do not depend on its rank: the mean in f16, and more_bits."""
+        return ((16.0 * head.d if head.centred else 0.0) + head.more_bits) / self.context
 
 
 def account(heads: Sequence[Head], bands: Sequence[Bands], overhead: Overhead) -> Account:
@@ -122,7 +123,7 @@ def plan_int8(heads: Sequence[Head]) -> list[Bands]:
 @functools.cache
 def loss(bits: int) -> float:
     """Cost of a coefficient at `bits`, relative to independent errors of its own size; COHERENCE if dropped."""
-    relative = distortion(bits)
+    relative = DISTORTION[bits]
     return relative + (COHERENCE - 1.0) * relative**2
 
 
@@ -184,7 +185,7 @@ def plan_banded(
 
 
 def _filled(heads: Sequence[Head], overhead: Overhead, spare: float, least: int, widest: int) -> list[Bands]:
-    """Greedily widen the group that saves the most cost per bit, while the step fits.
+    """Bands of the greedy plan: repeatedly widens the group that saves the most cost per bit, while the budget allows.
 
     spare: bits per token beyond the smallest layout of budget_range().
     """
@@ -216,7 +217,7 @@ def _filled(heads: Sequence[Head], overhead: Overhead, spare: float, least: int,
     while steps:
         _, h, g, new = heapq.heappop(steps)
         old = widths[h][g]
-        # already done (pushed twice: after its own step and that of the group before), or too large; others may fit
+        # done already (a step is pushed after the group's own step and after that of the previous group), or too large
         if new <= old or cost(h, old, new) > spare:
             continue
         spare -= cost(h, old, new)

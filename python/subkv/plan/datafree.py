@@ -1,10 +1,9 @@
 """Bases for a model without a calibration, from its weights, without running it.
 
-Keys: coordinates are sorted by the estimated cost of their errors (weights.py) and mixed inside bands; a mean known
-from biases is subtracted. Values: mixed evenly, because no estimate from weights was reliable. All layers and heads get
-equal budgets, and every coefficient at least LEAST bits. All bases are invertible, so unusual models lose quality, but
-not correctness. The entries of a row of E or D have equal magnitude or are 0, so that both are stored and counted as
-bytes.
+Coordinates of keys are sorted by the estimated cost of their errors (weights.py) and mixed inside bands; a mean known
+from biases is subtracted. Values are mixed evenly, because no estimate from weights was reliable. All layers and heads
+have equal budgets, and every coefficient at least LEAST bits. All bases are invertible, so an unusual model only loses
+quality. The entries of a row of E or D have equal magnitude or are 0, so both matrices are stored and counted as bytes.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from subkv.base.errors import CacheError, SubkvError
-from subkv.base.threads import default_threads
+from subkv.base.threads import default_threads, one_blas_thread
 from subkv.format import metadata
 from subkv.format.arrays import F16, F64
 from subkv.format.bases import Bands, CodedHead, CodedLayer, StoredBasis
 from subkv.format.calibration import MAX_HEAD_SIZE, Calibration, LayerShape, TextSource
 from subkv.native.gguf import SHA256_KEY, Base, Gguf, write_sidecar
 from subkv.plan import budget, latent, mla
-from subkv.plan.basis import FullBasis, band_steps, gains, half, in_bytes, slices, store, stored_mean
+from subkv.plan.basis import FullBasis, band_steps, gains, half, in_bytes, slices, store
 from subkv.plan.hadamard import spreading
 from subkv.plan.pipeline import (
     CALIBRATED_CONTEXT,
@@ -43,11 +42,10 @@ from subkv.plan.shared import owner
 from subkv.plan.weights import Energies, Weights
 
 KV_BITS = 6.5  # default budget, at which the demo model's divergence equals q8_0's (converter/NOTES.md)
-LEAST = 3  # bits of any coefficient
+LEAST = latent.LEAST  # bits of any coefficient
 WIDEST = 16  # a bias can be a thousand times the variation around it
 # weight of a value's coefficient relative to the geometric mean of a head's keys
 VALUE_WEIGHT = 0.7
-SLOPE = 1e-3  # decrease of equal importance per group, so that a budget ends at the same group in all heads
 NOT_READ = "0" * 64  # placeholder for hashes of a missing calibration, and of weights that were not read completely
 
 
@@ -63,33 +61,33 @@ def shapes(base: Base) -> tuple[LayerShape, ...]:
     def rows(name: str) -> int:
         return base.matrix(name, "its shape is a head's").shape[0] if base.has_tensor(name) else 0
 
-    layers, joint = [], mla.is_latent(base)
+    layers, is_latent = [], mla.is_latent(base)
     pattern = base.get(f"{arch}.attention.sliding_window_pattern")
     slides = pattern if isinstance(pattern, list) else []
-    further = int(base.get(f"{arch}.nextn_predict_layers") or 0) if joint else 0  # draft layers, not used
-    for il in range(int(base.get(f"{arch}.block_count") or 0) - further):
+    n_draft = int(base.get(f"{arch}.nextn_predict_layers") or 0) if is_latent else 0  # layers that are not used
+    for il in range(int(base.get(f"{arch}.block_count") or 0) - n_draft):
         n_head = of_layer("head_count", il)
         n_head_kv = of_layer("head_count_kv", il) if base.get(f"{arch}.attention.head_count_kv") else n_head
         if not n_head or not n_head_kv or n_head % n_head_kv or owner(base, il) != il:
             continue
         if base.has_tensor(f"blk.{il}.ssm_out.weight") and not base.has_tensor(f"blk.{il}.attn_k.weight"):
             continue  # linear attention, with a state instead of K/V
-        if joint and il < len(slides) and slides[il]:
-            continue  # has rows of other sizes, in an ordinary cache
+        if is_latent and il < len(slides) and slides[il]:
+            continue  # an ordinary cache has its rows, which have other sizes
         width = int(base.get(f"{arch}.embedding_length") or 0) // n_head
         # sliding-window layers may have other sizes, which are those of their matrices
         d_k, d_v = (
             rows(f"blk.{il}.attn_{side}.weight") // n_head_kv or of_layer(f"{name}_length", il) or width
             for side, name in (("k", "key"), ("v", "value"))
         )
-        d_k, d_v = mla.sizes(base) if joint else (d_k, d_v)
+        d_k, d_v = mla.sizes(base) if is_latent else (d_k, d_v)
         if all(8 <= d <= MAX_HEAD_SIZE and d % 8 == 0 for d in (d_k, d_v)):
             layers.append(LayerShape(il, n_head, n_head_kv, d_k, d_v, d_k**-0.5, 0))
-    unhooked = base.get(f"{arch}.attention.key_length_mla") is not None and not joint
-    if unhooked or not layers:
-        reason = f"its attention is multi-head latent (MLA) of another form than that of {', '.join(mla.SUPPORTED)}"
-        if not unhooked:
-            reason = f"no layer of it has K/V heads of 8 to {MAX_HEAD_SIZE} elements in multiples of 8"
+    other_latent = base.get(f"{arch}.attention.key_length_mla") is not None and not is_latent
+    if other_latent or not layers:
+        reason = f"no layer of it has K/V heads of 8 to {MAX_HEAD_SIZE} elements in multiples of 8"
+        if other_latent:
+            reason = f"its attention is multi-head latent (MLA) of another form than that of {', '.join(mla.SUPPORTED)}"
         raise CacheError(
             "kv_cache",
             f"model {arch}: subkv cannot hold its K/V cache because {reason}; use an ordinary cache type (-ctk f16)",
@@ -97,6 +95,7 @@ def shapes(base: Base) -> tuple[LayerShape, ...]:
     return tuple(layers)
 
 
+@one_blas_thread()  # the pool's threads compute, each with small matrices
 def plan(base: Base, options: Options) -> Result:
     """Layout and bases from the weights. options: those of UNCALIBRATED; default kv_bits: KV_BITS at largest_context().
 
@@ -107,17 +106,16 @@ def plan(base: Base, options: Options) -> Result:
             raise SubkvError(field.name, "expected none with bases from the weights, found one; calibrate first")
     options.window.check()
     kv_bits = KV_BITS if options.kv_bits is None else options.kv_bits
-    budgeted = replace(options, kv_bits=kv_bits)
-    window = options.window.with_defaults(recent_bits=recent_bits(budgeted, mla.is_latent(base)))
+    is_latent = mla.is_latent(base)
+    window = options.window.with_defaults(recent_bits=recent_bits(replace(options, kv_bits=kv_bits), is_latent))
     layers = shapes(base)
-    usual = largest_context(base) if options.kv_bits is None else default_context(base)
-    context = options.bpe_context or usual
-    overhead = budget.Overhead(context, window)
-    if mla.is_latent(base):
+    context = largest_context(base) if options.kv_bits is None else default_context(base)
+    overhead = budget.Overhead(options.bpe_context or context, window)
+    if is_latent:
         check_latent(options)
-        coded, counted = latent.coded(base, layers, kv_bits, overhead)
+        coded, account = latent.coded(base, layers, kv_bits, overhead)
         settings = options.settings("pca", "pca", "one", window)
-        return Result(coded, settings, counted, {"formula": len(coded)})
+        return Result(coded, settings, account, {"formula": len(coded)})
     with ThreadPoolExecutor(default_threads()) as pool:
         weights = Weights(base, layers, CALIBRATED_CONTEXT, pool.map)
         estimates = list(pool.map(weights.energies, layers))
@@ -125,22 +123,16 @@ def plan(base: Base, options: Options) -> Result:
     keys = [_keys(shape, energies, centred) for shape, energies in zip(layers, estimates, strict=True)]
     heads = []
     for shape, of_layer in zip(layers, keys, strict=True):
-        held_k, held_v = (budget.held_bits(d, decode_in_bytes=True) for d in (shape.d_k, shape.d_v))
+        bits_k, bits_v = (budget.coefficient_bits(d, decode_in_bytes=True) for d in (shape.d_k, shape.d_v))
+        of_v = budget.Head(shape.d_v, VALUE_WEIGHT * budget.equal_importance(shape.d_v), basis_bits=bits_v)
         for key in of_layer:
-            heads.append(budget.Head(shape.d_k, key.importance, centred=bool(key.mean.any()), held=held_k))
-            heads.append(budget.Head(shape.d_v, VALUE_WEIGHT * _sloped(shape.d_v), held=held_v))
+            heads += [budget.Head(shape.d_k, key.importance, bool(key.mean.any()), bits_k), of_v]
     planned = budget.plan_banded(heads, kv_bits, overhead, LEAST, WIDEST)
     coded = _coded(layers, keys, planned)
     known = all(energies is not None for energies in estimates)
     settings = options.settings("query-aware" if known else "pca", "pca", "one", window)
     sources = {"formula": len(heads) // 2}
     return Result(coded, settings, budget.account(heads, planned, overhead), sources, notes=_notes(layers, estimates))
-
-
-def bases_from_weights(model: Path, options: Options | None = None) -> Result:
-    """plan() of a GGUF."""
-    with Gguf(model) as base:
-        return plan(base, options or Options())
 
 
 def sidecar(model: Path, output: Path, options: Options | None = None) -> Result:
@@ -152,9 +144,9 @@ def sidecar(model: Path, output: Path, options: Options | None = None) -> Result
 
 
 def keys(base: Base, result: Result) -> dict[str, Any]:
-    """The metadata of a result, with the mark that no text was used (FORMAT.md §1)."""
+    """The metadata of a result, which state that no text was used (FORMAT.md §1)."""
     arch = str(base.get("general.architecture"))
-    nothing = Calibration(
+    no_calibration = Calibration(
         arch=arch,
         name="",
         block_count=int(base.get(f"{arch}.block_count")),
@@ -167,7 +159,7 @@ def keys(base: Base, result: Result) -> dict[str, Any]:
         layers=(),
         sha256=NOT_READ,
     )
-    values = metadata.keys(result.layers, nothing, result.settings, result.counted)
+    values = metadata.keys(result.layers, no_calibration, result.settings, result.counted)
     return {**values, SHA256_KEY: ("str", NOT_READ)}
 
 
@@ -179,20 +171,16 @@ def _notes(layers: Sequence[LayerShape], estimates: Sequence[Energies | None]) -
     return (SubkvError("model", reason),)
 
 
-def _sloped(n: int) -> F64:
-    return np.asarray(1.0 - SLOPE * (np.arange(n) // budget.GROUP), dtype=np.float64)
-
-
-def _leveled(cost: F64, usual: F64) -> F64:
-    """Normalize a head's costs: the geometric mean of its usual costs, without biases, becomes 1."""
-    floor = max(float(usual.max()), 1e-300) * 1e-12
-    mean = float(np.exp(np.mean(np.log(np.maximum(usual, floor)))))
-    return cost / mean * _sloped(len(cost))
+def _normalized(cost: F64, without_bias: F64) -> F64:
+    """A head's costs, divided by the geometric mean of its costs without biases."""
+    floor = max(float(without_bias.max()), 1e-300) * 1e-12
+    mean = float(np.exp(np.mean(np.log(np.maximum(without_bias, floor)))))
+    return cost / mean * budget.equal_importance(len(cost))
 
 
 @dataclass(frozen=True)
 class _Keys:
-    """A head's keys. order: coordinates by importance, None: evenly mixed; variance, importance: [d] in this order.
+    """A head's keys. order: [d] coordinates by importance, None: evenly mixed; variance, importance: [d] in this order.
 
     mean: [d] as stored, subtracted before encoding.
     """
@@ -207,18 +195,19 @@ def _keys(shape: LayerShape, energies: Energies | None, centred: bool) -> list[_
     """The keys of a layer's heads, evenly mixed without an estimate."""
     d = shape.d_k
     if energies is None:
-        return [_Keys(None, np.ones(d), _sloped(d), np.zeros(d, dtype=np.float16))] * shape.n_head_kv
-    out = []
+        keys = _Keys(None, np.ones(d), budget.equal_importance(d), np.zeros(d, dtype=np.float16))
+        return [keys] * shape.n_head_kv
+    heads = []
     for k, q, mean, rest in zip(energies.k, energies.q, energies.mean, energies.rest, strict=True):
         variance = k + rest if centred else k + rest + mean**2
         cost = variance * q
         order = np.argsort(-cost, kind="stable")
-        out.append(_Keys(order, variance[order], _leveled(cost[order], k * q), stored_mean(mean * centred)))
-    return out
+        heads.append(_Keys(order, variance[order], _normalized(cost[order], k * q), half(mean * centred, "mean")))
+    return heads
 
 
 def _stored(order: NDArray[np.int64], variance: F64, bands: Bands, mean: F16) -> StoredBasis:
-    """As basis.store() for sorted coordinates; written directly, without products and inverses, for speed."""
+    """As basis.store() for sorted coordinates, but faster: without matrix products and inverses."""
     steps, mixed = band_steps(bands, variance)
     encode, decode = np.zeros((2, len(order), len(order)))
     for part, mix in zip(slices(bands), mixed, strict=True):
@@ -247,15 +236,15 @@ def _coded(
 ) -> tuple[CodedLayer, ...]:
     """Rounded bases. planned: bands of K and V of all heads, alternating."""
     bands = iter(planned)
-    out = []
+    coded = []
     for shape, of_layer in zip(layers, keys, strict=True):
         heads = []
         for key in of_layer:
             of_k, of_v = next(bands), next(bands)
             if key.order is None:
-                coded = _even_stored(shape.d_k, of_k)
+                k = _even_stored(shape.d_k, of_k)
             else:
-                coded = _stored(key.order, key.variance, of_k, key.mean)
-            heads.append(CodedHead(coded, _even_stored(shape.d_v, of_v), 1.0))
-        out.append(CodedLayer(shape, tuple(heads)))
-    return tuple(out)
+                k = _stored(key.order, key.variance, of_k, key.mean)
+            heads.append(CodedHead(k, _even_stored(shape.d_v, of_v), 1.0))
+        coded.append(CodedLayer(shape, tuple(heads)))
+    return tuple(coded)

@@ -40,10 +40,10 @@ def sampled_gamma(stats: LayerStats, head: int, stored: StoredBasis) -> float | 
 
 
 def moment_gamma(key_moment: F64, query_moment: F64, stored: StoredBasis) -> float | None:
-    """The same from second moments, assuming independent keys and queries and Gaussian coefficients.
+    """Least squares from second moments [d, d], assuming independent keys and queries and Gaussian coefficients.
 
     The best uniform quantizer of relative distortion δ acts like the gain 1 − δ and independent noise of variance
-    δ(1 − δ)·E c². Returns None as above. moments: [d, d], key_moment of the keys minus the stored mean.
+    δ(1 − δ)·E c². key_moment: of the keys minus the stored mean. Returns None as sampled_gamma().
     """
     encode, decode = stored.encode.astype(np.float64), _least_squares_decoder(stored)
     gain = gains(stored.bands)
@@ -57,8 +57,7 @@ def moment_gamma(key_moment: F64, query_moment: F64, stored: StoredBasis) -> flo
 
 def _least_squares_decoder(stored: StoredBasis) -> F64:
     """D [r, d] before division by the quantizers' gains."""
-    decoder: F64 = stored.decode.astype(np.float64) * gains(stored.bands)[:, None]
-    return decoder
+    return np.asarray(stored.decode.astype(np.float64) * gains(stored.bands)[:, None])
 
 
 def _ratio(cross: float, power: float) -> float | None:
@@ -69,10 +68,10 @@ def _ratio(cross: float, power: float) -> float | None:
 
 
 def gamma_of(method: str, stats: LayerStats, head: int, stored: StoredBasis, key_moment: F64) -> tuple[float, str]:
-    """gamma of one head and its source: `samples`, `moments`, `formula`, or `none` (no information: 1).
+    """gamma of one head and its source: `samples`, `moments`, `formula`, or `none` (gamma is 1).
 
-    key_moment: [d, d], of the keys minus the stored mean.
-    method: one of GAMMAS; calibrated uses the samples, or else the moments.
+    method: one of GAMMAS; calibrated uses the samples, or else the moments. key_moment: [d, d], of the keys minus the
+    stored mean.
     """
     rank, d = stored.encode.shape
     if method == "sqrt":

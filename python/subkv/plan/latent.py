@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from subkv.format.arrays import F64
+from subkv.format.arrays import F16, F64
 from subkv.format.bases import Bands, CodedHead, CodedLayer, StoredBasis, first_values
 from subkv.format.calibration import LayerShape, LayerStats
 from subkv.format.codec import rank
@@ -29,7 +28,6 @@ from subkv.plan.hadamard import spreading
 LEAST = 3  # bits of any coefficient without a calibration
 MAX_BANDS = 8  # per row (FORMAT.md §2)
 WIDEST = 16  # bits at any budget: a few directions are thousands of times larger and would set the step of others
-SLOPE = 1e-3  # decrease of equal importance per group, so that a budget ends at the same group in all layers
 WHY = "bases from the weights need it"
 
 
@@ -40,38 +38,38 @@ def heads(
 
     Bases have rows of d_k elements, and D again for values. in_bytes: E is in bytes; narrow: all of D is.
     """
-    both = budget.held_bits(shape.d_k, in_bytes, narrow)
-    parts = [budget.Head(shape.d_v, latent, held=both + budget.decode_bits(shape.d_v, narrow))]
+    bits = budget.coefficient_bits(shape.d_k, in_bytes, narrow)
+    parts = [budget.Head(shape.d_v, latent, basis_bits=bits + budget.matrix_row_bits(shape.d_v, narrow))]
     if shape.d_k > shape.d_v:
-        parts.append(budget.Head(shape.d_k - shape.d_v, rotated, held=both, joined=True))
+        parts.append(budget.Head(shape.d_k - shape.d_v, rotated, basis_bits=bits, joined=True))
     return parts
 
 
 def joined(heads: Sequence[budget.Head], planned: Sequence[Bands]) -> list[Bands]:
-    """The plan with at most MAX_BANDS per row: merges neighbouring bands, with the smaller bits, where that costs
-    least.
+    """The plan with at most MAX_BANDS bands per row. Merges neighbouring bands, with the smaller of their bits, where
+    that costs least.
 
     heads, planned: latent and rotary part of all layers, alternating.
     """
-    out = list(planned)
+    merged = list(planned)
     firsts = [i for i, head in enumerate(heads) if not head.joined]
-    for first, end in zip(firsts, [*firsts[1:], len(out)], strict=True):
-        while sum(map(len, out[first:end])) > MAX_BANDS:
-            out[first:end] = _narrowed(heads[first:end], out[first:end])
-    return out
+    for first, end in zip(firsts, [*firsts[1:], len(merged)], strict=True):
+        while sum(map(len, merged[first:end])) > MAX_BANDS:
+            merged[first:end] = _with_one_merge(heads[first:end], merged[first:end])
+    return merged
 
 
-def _narrowed(heads: Sequence[budget.Head], planned: Sequence[Bands]) -> list[Bands]:
+def _with_one_merge(heads: Sequence[budget.Head], planned: Sequence[Bands]) -> list[Bands]:
     """The plan with one band less."""
     costs = []
     for i, (head, bands) in enumerate(zip(heads, planned, strict=True)):
         for j, (part, (_, bits), (_, narrower)) in enumerate(zip(slices(bands), bands, bands[1:], strict=False)):
-            lost = budget.loss(narrower) - budget.loss(bits)
-            costs.append((float(head.importance[part].sum()) * lost, i, j))
+            loss = budget.loss(narrower) - budget.loss(bits)
+            costs.append((float(head.importance[part].sum()) * loss, i, j))
     _, i, j = min(costs)
-    out, bands = list(planned), planned[i]
-    out[i] = (*bands[:j], (bands[j][0] + bands[j + 1][0], bands[j + 1][1]), *bands[j + 2 :])
-    return out
+    merged, bands = list(planned), planned[i]
+    merged[i] = (*bands[:j], (bands[j][0] + bands[j + 1][0], bands[j + 1][1]), *bands[j + 2 :])
+    return merged
 
 
 def coded(
@@ -81,14 +79,11 @@ def coded(
 
     Raises SubkvError as plan_banded().
     """
-
-    def even(d: int) -> F64:
-        return np.asarray(1.0 - SLOPE * (np.arange(d) // budget.GROUP), dtype=np.float64)
-
-    every = []
+    parts_of_rows = []
     for shape in layers:
-        every += heads(shape, even(shape.d_v), even(shape.d_k - shape.d_v), narrow=True)
-    planned = joined(every, budget.plan_banded(every, kv_bits, overhead, LEAST))
+        latent, rotated = (budget.equal_importance(d) for d in (shape.d_v, shape.d_k - shape.d_v))
+        parts_of_rows += heads(shape, latent, rotated, narrow=True)
+    planned = joined(parts_of_rows, budget.plan_banded(parts_of_rows, kv_bits, overhead, LEAST))
     out, bands = [], iter(planned)
     for shape in layers:
         parts = [
@@ -98,13 +93,13 @@ def coded(
         ]
         keys = stored(parts, [np.eye(len(part.encode)) for part in parts], [next(bands) for _ in parts])
         out.append(CodedLayer(shape, (CodedHead(keys, first_values(keys, shape.d_v), 1.0),), latent=True))
-    return tuple(out), budget.account(every, planned, overhead)
+    return tuple(out), budget.account(parts_of_rows, planned, overhead)
 
 
 def variances(base: Base, shape: LayerShape) -> tuple[float, float]:
-    """Mean squares of the latent's elements and of the rotary part, estimated from weights; 1 if unknown.
+    """Mean squares of the latent's and of the rotary part's elements, estimated from weights; 1 if unknown.
 
-    The latent's are those of its norm's weights. For the rotary part, the residual stream is assumed to be even.
+    Those of the latent are the squares of its norm's weights. The residual stream is assumed to be white.
     """
     names = [f"blk.{shape.il}.{name}.weight" for name in ("attn_kv_a_norm", "attn_norm", "attn_kv_a_mqa")]
     if not all(base.has_tensor(name) for name in names):
@@ -134,13 +129,13 @@ class Fitted:
     def of(cls, stats: LayerStats, cost: LayerCost, kind: str) -> Fitted:
         """kind: pca, or another name to fit the costs."""
         d = stats.shape.d_v
-        both = [cost.k[0, :d, :d] + cost.v[0], cost.k[0, d:, d:]]
+        costs = [cost.k[0, :d, :d] + cost.v[0], cost.k[0, d:, d:]]
         moments = [stats.k2[0, :d, :d], stats.k2[0, d:, d:]]
         if stats.shape.d_k == d:
-            both, moments = both[:1], moments[:1]
+            costs, moments = costs[:1], moments[:1]
         fit = fit_pca if kind == "pca" else fit_metric
-        parts = _in_one_unit([fit(*pair) for pair in zip(moments, both, strict=True)])
-        return cls([_priced(*pair) for pair in zip(parts, both, strict=True)], moments, both, cost)
+        parts = _with_equal_cost([fit(*pair) for pair in zip(moments, costs, strict=True)])
+        return cls([_sorted(repriced(*pair)) for pair in zip(parts, costs, strict=True)], moments, costs, cost)
 
     def heads(self, shape: LayerShape) -> list[budget.Head]:
         """The layer for the planner."""
@@ -154,9 +149,10 @@ class Fitted:
         return CodedHead(keys, first_values(keys, stats.shape.d_v), gamma), source
 
 
-def _in_one_unit(parts: list[FullBasis]) -> list[FullBasis]:
+def _with_equal_cost(parts: list[FullBasis]) -> list[FullBasis]:
     """Scale the parts so that an error of 1 costs the same in all coefficients, because a row has one scale, which is
-    chosen by the unweighted squared error."""
+    chosen by the unweighted squared error.
+    """
     if not all(part.importance.any() for part in parts):
         return parts
     units = [float(part.variance.sum() / part.importance.sum()) for part in parts]
@@ -167,11 +163,10 @@ def _in_one_unit(parts: list[FullBasis]) -> list[FullBasis]:
     ]
 
 
-def _priced(part: FullBasis, cost: F64) -> FullBasis:
-    """Importance by cost, without a ridge, sorted in descending order. With a ridge, directions of a latent that
-    nothing
-    reads would get a few bits and thus determine the row's scale."""
-    part = repriced(part, cost)
+def _sorted(part: FullBasis) -> FullBasis:
+    """Sort by descending importance, which is free of ridges. With a ridge, directions of a latent that no layer reads
+    would have a few bits, and thus determine the row's scale.
+    """
     order = np.argsort(-part.importance, kind="stable")
     return FullBasis(part.encode[order], part.decode[order], part.variance[order], part.importance[order])
 
@@ -180,16 +175,17 @@ def stored(parts: Sequence[FullBasis], moments: Sequence[F64], planned: Sequence
     """A row's block-diagonal basis. planned: bands of latent and rotary part."""
     blocks = [store(*part) for part in zip(parts, moments, planned, strict=True)]
     bands = tuple(itertools.chain.from_iterable(planned))
-    kept = np.concatenate([part.variance[: rank(of)] for part, of in zip(parts, planned, strict=True)])
-    ratio = band_steps(bands, kept)[0].astype(np.float32)
+    variance = np.concatenate([part.variance[: rank(of)] for part, of in zip(parts, planned, strict=True)])
+    ratio = band_steps(bands, variance)[0].astype(np.float32)
     encode, decode = (_diagonal([getattr(block, name) for block in blocks]) for name in ("encode", "decode"))
     return StoredBasis(bands, encode, decode, ratio, np.zeros(encode.shape[1], dtype=np.float16))
 
 
-def _diagonal(parts: list[npt.NDArray[np.float16]]) -> npt.NDArray[np.float16]:
-    out = np.zeros(np.sum([part.shape for part in parts], axis=0), dtype=np.float16)
+def _diagonal(blocks: list[F16]) -> F16:
+    """Block-diagonal matrix."""
+    matrix = np.zeros(np.sum([block.shape for block in blocks], axis=0), dtype=np.float16)
     row, column = 0, 0
-    for part in parts:
-        out[row : row + len(part), column : column + part.shape[1]] = part
-        row, column = row + len(part), column + part.shape[1]
-    return out
+    for block in blocks:
+        matrix[row : row + len(block), column : column + block.shape[1]] = block
+        row, column = row + len(block), column + block.shape[1]
+    return matrix

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from subkv.base.errors import SubkvError
 from subkv.format.arrays import F32
 from subkv.format.calibration import LayerShape
 from subkv.native.gguf import Base
 
-# architectures; in those of SPARSE, an indexer chooses the cells that a token attends to
+# architectures; in those of SPARSE, an indexer chooses the cells to which a token attends
 SPARSE = ("deepseek32", "glm-dsa", "hy_v4", "dots3note", "glm5-next")
 SUPPORTED = ("deepseek2", "mistral4", "kimi-linear", "kimi-k3", "bailingmoe3", *SPARSE)
 WHY = "bases of latent attention (MLA) need it"
@@ -33,8 +35,7 @@ def output_weights(base: Base, shape: LayerShape) -> F32:
     """
     w_o, heads = read_weights(base, shape)
     per_head = w_o.reshape(len(w_o), shape.n_head, -1).transpose(1, 0, 2) @ heads
-    out: F32 = per_head.transpose(1, 0, 2).reshape(len(w_o), -1)
-    return out
+    return np.asarray(per_head.transpose(1, 0, 2).reshape(len(w_o), -1))
 
 
 def read_weights(base: Base, shape: LayerShape) -> tuple[F32, F32]:

@@ -22,7 +22,7 @@ from subkv.format.metadata import Account, Settings
 from subkv.format.window import DEFAULT, RECENT_BITS, Window
 from subkv.native.gguf import Base
 from subkv.plan import budget, latent, mla, predict, stock
-from subkv.plan.basis import N_HALVES, FullBasis, centred_moment, store, stored_mean
+from subkv.plan.basis import N_HALVES, FullBasis, centred_moment, half, store
 from subkv.plan.budget import Head, Overhead
 from subkv.plan.costs import LayerCost, fit_heads, layer_cost, near_cost, near_share, resolve_bases, value_metrics
 from subkv.plan.gamma import gamma_of
@@ -37,16 +37,16 @@ BUDGET_STEP = 0.05  # default budgets are multiples of it
 
 # D is stored in bytes if that saves at least NARROW_FROM bits per element at NARROW_AT bits in rows, and 4 times as
 # many for every further bit, because all cells share D's error. SmolLM2-135M, KLD at 8192 tokens before the 0.05 saved
-# bits are spent: +2% at 3.0 bits, +6% at 4.25. Spent on rows, they are worth 8%.
+# bits are spent: +2% at 3.0 bits, +6% at 4.25. Spent on rows, they reduce it by 8%.
 NARROW_FROM, NARROW_AT = 0.05, 4.0
 
 # Budget from which recent rows are halves. SmolLM2-135M: recent rows as integers of 10 bits cause a KLD of 0.00002, the
 # rest of the cache 0.00013 at a budget of 5.25 and 0.00004 at 6.5.
 HALVES_FROM = 6.5
 
-# The error of a stock type is no measure of quality if it exceeds this share of the cost of replacing all keys and
-# values by their means: its steps then follow a constant part (random weights, large biases). q8_0: 2e-5 on SmolLM2,
-# with and without sensitivities; 0.016 on random Q4_0 weights, whose rows are nearly constant.
+# The error of a stock type does not measure quality if it exceeds this share of the cost of replacing all keys and
+# values by their means: a constant part (random weights, large biases) then determines its steps. q8_0: 2e-5 on
+# SmolLM2, with and without sensitivities; 0.016 on random Q4_0 weights, whose rows are nearly constant.
 MEANINGLESS = 1e-3
 
 
@@ -56,8 +56,8 @@ class Options:
 
     kv_bits None: the default budget, or codec int8. Ranks None: the head size. Basis kinds None: the best for the
     calibration. bpe_context None: the trained context, at most CALIBRATED_CONTEXT. center_k: subtract the mean from
-    keys, if there are sinks. window: default recent_bits: recent_bits(). adapt: stored in the file, in the syntax of
-    subkv.format.adapt.parse().
+    keys, if there are sinks. window: its recent_bits is by default recent_bits(). adapt: stored in the file, in the
+    syntax of subkv.format.adapt.parse().
     """
 
     codec: str = "banded"
@@ -82,9 +82,9 @@ UNCALIBRATED = ("window", "kv_bits", "bpe_context", "center_k", "adapt")  # opti
 
 @dataclass(frozen=True)
 class Result:
-    """A layout with its bases. settings: in effect. predicted: nats of KLD per token, None if unknown.
+    """A layout with its bases. predicted: nats of KLD per token, None if unknown.
 
-    stock: the same for llama.cpp's cache types, without a recent window. notes: remarks for the user.
+    stock: predicted nats for llama.cpp's cache types, without a recent window. notes: remarks for the user.
     """
 
     layers: tuple[CodedLayer, ...]
@@ -118,6 +118,15 @@ class _Fitted:
     def bases(self) -> list[FullBasis]:
         """All bases in the order of the planner's heads."""
         return [basis for pair in zip(self.k, self.v, strict=True) for basis in pair]
+
+    def code(
+        self, stats: LayerStats, h: int, bands_k: Bands, bands_v: Bands, method: str, narrow: bool
+    ) -> tuple[CodedHead, str]:
+        """Head h with rounded bases, and the source of gamma. narrow: D in bytes, if E is."""
+        k = store(self.k[h], self.k2[h], bands_k, self.mean[h], narrow=narrow)
+        v = store(self.v[h], stats.v2[h], bands_v, narrow=narrow)
+        gamma, source = gamma_of(method, stats, h, k, self.k2[h])
+        return CodedHead(k, v, gamma), source
 
 
 def recent_bits(options: Options, is_latent: bool) -> int:
@@ -214,7 +223,7 @@ class Fit:
         window = options.window.with_defaults(recent_bits=recent_bits(options, self.latent))
         self.settings = options.settings(basis_k, basis_v, options.gamma, window)
         self.notes: list[SubkvError] = []
-        # sinks get much attention, and their keys are far from the mean of the others, so they need exact rows
+        # sinks attract much attention, and their keys are far from the mean of the others, so they need exact rows
         center_k = options.center_k and window.n_sink > 0 and not self.latent  # values are not centred
         if options.center_k and not self.latent and not center_k:
             reason = "off, because centring needs exact sinks, found --n-sink 0; --no-center-k omits this note"
@@ -288,22 +297,19 @@ class Fit:
     def code(self, plan: Sequence[Bands], narrow: bool = False) -> tuple[tuple[CodedLayer, ...], dict[str, int]]:
         """Rounded bases and gammas for a plan, and the number of heads per source of gamma. narrow: D in bytes."""
         sources: Counter[str] = Counter()
-        bands, heads = iter(plan), iter(self.heads_in_memory(narrow))
+        bands, method = iter(plan), self.settings.gamma
         layers = []
         for stats, fit in zip(self.calibration.layers, self.layers, strict=True):
             coded = []
-            if isinstance(fit, latent.Fitted):
-                with _of_head(stats.shape.il, 0):
-                    head, source = fit.code(stats, [next(bands) for _ in fit.bases], self.settings.gamma)
-                sources[source] += 1
-                layers.append(CodedLayer(stats.shape, (head,), latent=True))
-                continue
             for h in range(stats.shape.n_head_kv):
-                of_k, of_v = ((next(bands), next(heads).more > 0) for _ in "kv")
-                head, source = _code_head(stats, fit, h, of_k, of_v, self.settings.gamma)
+                with _of_head(stats.shape.il, h):
+                    if isinstance(fit, latent.Fitted):
+                        head, source = fit.code(stats, [next(bands) for _ in fit.bases], method)
+                    else:
+                        head, source = fit.code(stats, h, next(bands), next(bands), method, narrow)
                 sources[source] += 1
                 coded.append(head)
-            layers.append(CodedLayer(stats.shape, tuple(coded)))
+            layers.append(CodedLayer(stats.shape, tuple(coded), self.latent))
         return tuple(layers), dict(sources)
 
     def error(self, layers: Sequence[CodedLayer]) -> float | None:
@@ -316,7 +322,7 @@ class Fit:
 
     @functools.cached_property
     def _recent_error(self) -> float:
-        """The same for the rounding of recent rows: 0 for halves, and without sensitivities."""
+        """Cost per token of rounding recent rows: 0 for halves, and without sensitivities."""
         if self.settings.window.recent_bits == 16 or self.calibration.sensitivity is None:
             return 0.0
         plain = [fit for fit in self.layers if isinstance(fit, _Fitted)]  # latent attention has halves
@@ -325,12 +331,12 @@ class Fit:
         return (error or 0.0) * self.correction(1.0)
 
     def stock_error(self, kind: str) -> float | None:
-        """The same for a cache type of llama.cpp, without a recent window; None if unknown."""
+        """Cost per token of a cache type of llama.cpp, without a recent window; None if unknown."""
         error = self._uncorrected_stock_error(kind)
         return None if error is None else error * self.correction(1.0)
 
     def _uncorrected_stock_error(self, kind: str) -> float | None:
-        """The same before the correction; cached."""
+        """stock_error() before the correction; cached."""
         if kind not in self._stock_errors:
             self._stock_errors[kind] = predict.stock_error(self.calibration, self._stock_costs, kind, self.latent)
         return self._stock_errors[kind]
@@ -382,32 +388,7 @@ def convert(base: Base, calibration: Calibration, options: Options, progress: bo
     notes = [*fit.notes, *_token_notes(fit)]
     kv_bits = options.kv_bits
     if kv_bits is None and fit.settings.codec != "int8":
-        kv_bits = fit.budget_like(TARGET)
-        if kv_bits is None:
-            kv_bits = FALLBACK_KV_BITS
-            reason = (
-                f"because {TARGET}'s quality cannot be predicted: that needs held-out samples in the calibration "
-                f"and head sizes in multiples of 32"
-            )
-            if fit.stock_error(TARGET) is not None:
-                reason = (
-                    f"because quality cannot be predicted: {TARGET}'s rounding is as large as the variation of this "
-                    f"model's keys and values, as with random weights"
-                )
-        elif math.isinf(kv_bits):
-            if options.rank_k is not None or options.rank_v is not None:
-                raise SubkvError(
-                    "kv_bits",
-                    f"expected a budget, because none reaches the quality of {TARGET} with these ranks, found none",
-                )
-            kv_bits = FALLBACK_KV_BITS
-            reason = (
-                f"because no smaller budget is predicted to be as good as {TARGET}: held-out rows differ from the "
-                f"calibrated ones; a longer or more varied text (-f) may help"
-            )
-        else:
-            what = "predicted KLD" if calibration.sensitivity else "estimated attention error"
-            reason = f"the smallest whose {what} is at most {TARGET}'s"
+        kv_bits, reason = _default_budget(fit, options)
         notes.append(SubkvError("kv_bits", f"{kv_bits:g} by default, {reason}"))
     plan, narrow = fit.plan(kv_bits or 0.0), fit.narrow(kv_bits or 0.0)
     layers, sources = fit.code(plan, narrow)
@@ -417,6 +398,33 @@ def convert(base: Base, calibration: Calibration, options: Options, progress: bo
         errors = {kind: fit.stock_error(kind) for kind in ("q8_0", "q5_0", "q4_0")}
         stock_types = {kind: error for kind, error in errors.items() if error is not None}
     return Result(layers, fit.settings, fit.account(plan, narrow), sources, predicted, stock_types, tuple(notes))
+
+
+def _default_budget(fit: Fit, options: Options) -> tuple[float, str]:
+    """The default of kv_bits, and the reason for the user."""
+    kv_bits = fit.budget_like(TARGET)
+    if kv_bits is None and fit.stock_error(TARGET) is None:
+        return FALLBACK_KV_BITS, (
+            f"because {TARGET}'s quality cannot be predicted: that needs held-out samples in the calibration "
+            f"and head sizes in multiples of 32"
+        )
+    if kv_bits is None:
+        return FALLBACK_KV_BITS, (
+            f"because quality cannot be predicted: {TARGET}'s rounding is as large as the variation of this "
+            f"model's keys and values, as with random weights"
+        )
+    if math.isfinite(kv_bits):
+        error = "predicted KLD" if fit.calibration.sensitivity else "estimated attention error"
+        return kv_bits, f"the smallest whose {error} is at most {TARGET}'s"
+    if options.rank_k is not None or options.rank_v is not None:
+        raise SubkvError(
+            "kv_bits",
+            f"expected a budget, because none reaches the quality of {TARGET} with these ranks, found none",
+        )
+    return FALLBACK_KV_BITS, (
+        f"because no smaller budget is predicted to be as good as {TARGET}: held-out rows differ from the "
+        f"calibrated ones; a longer or more varied text (-f) may help"
+    )
 
 
 def _token_notes(fit: Fit) -> list[SubkvError]:
@@ -434,7 +442,7 @@ def _token_notes(fit: Fit) -> list[SubkvError]:
 
 @contextlib.contextmanager
 def _of_head(il: int, head: int) -> Iterator[None]:
-    """Adds the head to errors about its statistics."""
+    """Prefixes errors about a head's statistics with the head."""
     try:
         yield
     except SubkvError as error:
@@ -450,7 +458,7 @@ def _centre(stats: LayerStats, center_k: bool) -> tuple[F16, F64]:
     means, moments = [], []
     for h in range(stats.shape.n_head_kv):
         with _of_head(stats.shape.il, h):
-            means.append(stored_mean(stats.k1[h]))
+            means.append(half(stats.k1[h], "mean"))
             moments.append(centred_moment(stats.k2[h], stats.k1[h], means[h]))
     return np.stack(means), np.stack(moments)
 
@@ -458,15 +466,15 @@ def _centre(stats: LayerStats, center_k: bool) -> tuple[F16, F64]:
 def _head(basis: FullBasis, rank: int, centred: bool = False) -> Head:
     """A basis for the planner, with at most `rank` coefficients."""
     d = len(basis.importance)
-    return Head(d, basis.importance[:rank], centred, budget.held_bits(d, basis.fits_bytes))
+    return Head(d, basis.importance[:rank], centred, budget.coefficient_bits(d, basis.fits_bytes))
 
 
 def _narrowed(head: Head) -> Head:
     """The head with D in bytes after its first rows, if E is in bytes."""
-    saved = budget.decode_bits(head.d) - budget.decode_bits(head.d, in_bytes=True)
-    if head.held != budget.held_bits(head.d):
+    if head.basis_bits != budget.coefficient_bits(head.d):
         return head
-    return replace(head, held=head.held - saved, more=saved * N_HALVES)
+    narrow = budget.coefficient_bits(head.d, decode_in_bytes=True)
+    return replace(head, basis_bits=narrow, more_bits=N_HALVES * (head.basis_bits - narrow))
 
 
 def _cost_of_means(stats: LayerStats, cost: LayerCost) -> float:
@@ -474,17 +482,6 @@ def _cost_of_means(stats: LayerStats, cost: LayerCost) -> float:
     k = stats.k2 - stats.k1[:, :, None] * stats.k1[:, None, :]
     v = stats.v2 - stats.v1[:, :, None] * stats.v1[:, None, :]
     return float(np.sum(cost.k * k) + np.sum(cost.v * v))
-
-
-def _code_head(
-    stats: LayerStats, fit: _Fitted, h: int, of_k: tuple[Bands, bool], of_v: tuple[Bands, bool], method: str
-) -> tuple[CodedHead, str]:
-    """Code one head. of_k, of_v: bands, and whether D is in bytes."""
-    with _of_head(stats.shape.il, h):
-        k = store(fit.k[h], fit.k2[h], of_k[0], fit.mean[h], narrow=of_k[1])
-        v = store(fit.v[h], stats.v2[h], of_v[0], narrow=of_v[1])
-    gamma, source = gamma_of(method, stats, h, k, fit.k2[h])
-    return CodedHead(k, v, gamma), source
 
 
 def check_window(window: Window, calibration: Calibration) -> None:

@@ -1,10 +1,10 @@
 """Spreads the statistics of short chunks over all positions of the trained context.
 
 Rotary attention depends only on relative positions: the same text `o` positions later gives the same output, with keys
-and queries rotated by o. So the statistics of a chunk at positions [0, n_ctx) hold at every offset after rotation.
-The average over offsets up to the trained context is exact for the calibrated text. It is necessary, because keys at
-other positions have directions for which the bases would have no bits: SmolLM2-135M, calibrated at 2048 tokens, 5 bits
-per element, has a KLD of 0.2 at 8192 tokens without it.
+and queries rotated by o. So the rotated statistics of a chunk at positions [0, n_ctx) hold at every offset. Their
+average over offsets up to the trained context is exact for the calibrated text. Without it, the bases have no bits for
+some directions of keys at other positions: SmolLM2-135M, calibrated at 2048 tokens, has a KLD of 0.2 at 8192 tokens
+with 5 bits per element.
 """
 
 from __future__ import annotations
@@ -20,61 +20,35 @@ from subkv.format.calibration import Calibration, LayerStats
 from subkv.native.gguf import Base
 from subkv.plan import mla
 
-C128 = NDArray[np.complex128]
-
-# architectures by the place of rotary pairs in llama.cpp: neighbours, or half of the rotated dimensions apart
+# Architectures by the place of rotary pairs in llama.cpp: neighbours, or half of the rotated dimensions apart.
 NEIGHBOURS = ("llama",)
-# M-RoPE: a token has positions in time, height and width, equal in text; pairs use them in sections or interleaved
+# M-RoPE: a token has positions in time, height and width, equal in text; pairs use them in sections or interleaved.
 SECTIONS = ("qwen2vl",)
 INTERLEAVED = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
 HALVES = (
     *("qwen2", "qwen3", "gemma", "stablelm", "phi2", "gptneox", "starcoder2", "lfm2", "lfm2moe", "qwen3next"),
     *(*SECTIONS, *INTERLEAVED),
 )
-# learned positions are added to the embeddings; queries and keys are not rotated
+# Learned positions are added to the embeddings; queries and keys are not rotated.
 ABSOLUTE = ("gpt2",)
-# more architectures for partners(): some of their layers may rotate at other frequencies or not at all
+UNROTATED = (*ABSOLUTE, "bloom", "jais", "mpt", "refact")
+# Further architectures for partners(): some of their layers may rotate at other frequencies or not at all.
 ALSO_NEIGHBOURS = (
-    *("arcee", "arctic", "baichuan", "bailingmoe", "chameleon", "chatglm", "cohere2", "cohere2moe", "command-r"),
-    *("deci", "deepseek", "ernie4_5", "ernie4_5-moe", "granite", "granitemoe", "internlm2", "llada", "llama4"),
-    *("maincoder", "minicpm", "mistral3", "nanbeige", "olmo", "plm", "smollm3", "starcoder", "xverse"),
-)
+    "arcee", "arctic", "baichuan", "bailingmoe", "chameleon", "chatglm", "cohere2", "cohere2moe", "command-r",
+    "deci", "deepseek", "ernie4_5", "ernie4_5-moe", "granite", "granitemoe", "internlm2", "llada", "llama4",
+    "maincoder", "minicpm", "mistral3", "nanbeige", "olmo", "plm", "smollm3", "starcoder", "xverse",
+)  # fmt: skip
 ALSO_HALVES = (
-    *("afmoe", "apertus", "bailingmoe2", "bitnet", "codeshell", "dbrx", "dots1", "dream", "exaone", "exaone-moe"),
-    *(
-        "exaone4",
-        "falcon",
-        "gemma2",
-        "gemma3",
-        "gemma3n",
-        "gemma4",
-        "gpt-oss",
-        "grok",
-        "grovemoe",
-        "hunyuan-dense",
-        "hunyuan-moe",
-    ),
-    *(
-        "jais2",
-        "llada-moe",
-        "mellum",
-        "mimo2",
-        "minicpm3",
-        "minimax-m2",
-        "minimax-m3",
-        "nemotron",
-        "olmo2",
-        "olmoe",
-        "openelm",
-    ),
-    *("orion", "pangu-embedded", "phi3", "phimoe", "plamo", "plamo3", "qwen", "qwen2moe", "qwen3moe", "rnd1"),
-    *("qwen4exp", "seed_oss", "smallthinker"),
-)
-# latent attention: the part after the latent is rotated in neighbours, or not at all
+    "afmoe", "apertus", "bailingmoe2", "bitnet", "codeshell", "dbrx", "dots1", "dream", "exaone", "exaone-moe",
+    "exaone4", "falcon", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt-oss", "grok", "grovemoe", "hunyuan-dense",
+    "hunyuan-moe", "jais2", "llada-moe", "mellum", "mimo2", "minicpm3", "minimax-m2", "minimax-m3", "nemotron",
+    "olmo2", "olmoe", "openelm", "orion", "pangu-embedded", "phi3", "phimoe", "plamo", "plamo3", "qwen", "qwen2moe",
+    "qwen3moe", "rnd1", "qwen4exp", "seed_oss", "smallthinker",
+)  # fmt: skip
+# Latent attention: the elements after the latent are rotated in neighbours, or not at all.
 ROTATED_LATENT = ("deepseek2", "deepseek32", "glm-dsa", "hy_v4", "dots3note")
 UNROTATED_LATENT = ("kimi-linear", "kimi-k3", "glm5-next")
-UNROTATED = (*ABSOLUTE, "bloom", "jais", "mpt", "refact")
-# architectures whose keys have the same order in transformers and llama.cpp
+# Architectures whose keys have the same order in transformers and llama.cpp.
 SAME_ORDER = (*HALVES, *ABSOLUTE, "gemma2", "gemma3", "gpt-oss", "olmo2", "phi3", "qwen2moe", "qwen3moe")
 
 
@@ -100,44 +74,10 @@ def transformers_order(arch: str, d: int) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """unitary: [d, d] to complex coordinates in which position p multiplies by exp(i·omega·p). omega: [d]."""
-
-    unitary: C128
-    omega: F64
-
-    def matrix(self, moments: F64, span: float) -> F64:
-        """Mean of R_o M R_oᵀ over offsets o in [0, span], moments [n, d, d]."""
-        rotated = self.unitary @ moments @ self.unitary.conj().T
-        mean = _mean_phase(self.omega[:, None] - self.omega[None, :], span)
-        out: F64 = (self.unitary.conj().T @ (rotated * mean) @ self.unitary).real
-        return 0.5 * (out + out.transpose(0, 2, 1))
-
-    def vector(self, means: F64, span: float) -> F64:
-        """Mean of R_o x over offsets, means [n, d]."""
-        out: F64 = ((means @ self.unitary.T) * _mean_phase(self.omega, span) @ self.unitary.conj()).real
-        return out
-
-    def rows(self, rows: F16, span: float) -> F16:
-        """Sampled rows [n, heads, d], each rotated by its own offset; offsets are evenly spread."""
-        offset = span * (np.arange(len(rows)) + 0.5) / max(len(rows), 1)
-        phase = np.exp(1j * self.omega[None, None, :] * offset[:, None, None])
-        return ((rows.astype(np.float64) @ self.unitary.T) * phase @ self.unitary.conj()).real.astype(np.float16)
-
-
-def _mean_phase(omega: F64, span: float) -> C128:
-    """Mean of exp(i·omega·o) over o in [0, span]."""
-    x = omega * span
-    small = np.abs(x) < 1e-9
-    safe = np.where(small, 1.0, x)
-    return np.where(small, 1.0, (np.exp(1j * safe) - 1.0) / (1j * safe))
-
-
-@dataclass(frozen=True)
 class Pairs:
-    """Rotation in real coordinates: position p maps x to x·cos(omega·p) + x[partner]·sin(omega·p).
+    """A rotation R_p by position p: maps x to x·cos(omega·p) + x[partner]·sin(omega·p).
 
-    partner: [d]; omega: [d] radians per position, 0 where a coordinate is not rotated.
+    partner: [d]; omega: [d] radians per position, 0 for coordinates that are not rotated.
     """
 
     partner: NDArray[np.int64]
@@ -148,9 +88,40 @@ class Pairs:
         """Pairs for keys without rotation."""
         return cls(np.arange(d), np.zeros(d))
 
+    def rotate(self, x: NDArray[np.floating], position: NDArray[np.floating | np.integer] | float) -> F64:
+        """R_p x of rows x [..., d] float64; position: p of the rows, broadcast to [...]."""
+        angle = np.multiply.outer(np.asarray(position, dtype=np.float64), self.omega)
+        return np.asarray(x * np.cos(angle) + x[..., self.partner] * np.sin(angle))
+
+    def matrix(self, moments: F64, span: float) -> F64:
+        """Mean of R_o M R_oᵀ over offsets o in [0, span], symmetric moments [n, d, d]."""
+        cos_d, sin_d = _mean_cos_sin(self.omega[:, None] - self.omega[None, :], span)
+        cos_s, sin_s = _mean_cos_sin(self.omega[:, None] + self.omega[None, :], span)
+        rows, columns = moments[:, self.partner], moments[:, :, self.partner]  # at the partners of row and column
+        mean = (cos_d + cos_s) * moments + (cos_d - cos_s) * rows[:, :, self.partner]
+        mean += (sin_s + sin_d) * rows + (sin_s - sin_d) * columns
+        return 0.25 * (mean + mean.transpose(0, 2, 1))
+
+    def vector(self, means: F64, span: float) -> F64:
+        """Mean of R_o x over offsets o in [0, span], means [n, d]."""
+        cos, sin = _mean_cos_sin(self.omega, span)
+        return means * cos + means[:, self.partner] * sin
+
+    def rows(self, rows: F16, span: float) -> F16:
+        """Sampled rows [n, heads, d], each rotated by its own offset; offsets are evenly spread."""
+        offset = span * (np.arange(len(rows)) + 0.5) / max(len(rows), 1)
+        return self.rotate(rows.astype(np.float64), offset[:, None]).astype(np.float16)
+
+
+def _mean_cos_sin(omega: F64, span: float) -> tuple[F64, F64]:
+    """Means of cos(omega·o) and sin(omega·o) over o in [0, span]."""
+    middle = omega * span / 2
+    scale = np.sinc(middle / np.pi)
+    return np.cos(middle) * scale, np.sin(middle) * scale
+
 
 def pairs(base: Base, d: int) -> Pairs | None:
-    """The rotary pairs of keys of size d; None if their kind is unknown."""
+    """The rotary pairs of keys of size d; None if the model's kind of rotation is unknown."""
     arch, latent = base.get("general.architecture"), mla.is_latent(base)
     if latent and arch in UNROTATED_LATENT:
         return Pairs.none(d)
@@ -167,12 +138,12 @@ def pairs(base: Base, d: int) -> Pairs | None:
     sections = base.get(f"{arch}.rope.dimension_sections")
     if arch in SECTIONS + INTERLEAVED and isinstance(sections, list) and len(sections) == 4:
         theta[_unrotated_pairs(sections, half, arch in INTERLEAVED)] = 0.0
-    out = Pairs.none(d)
+    rotary = Pairs.none(d)
     first = (d - n_rot if latent else 0) + (2 * np.arange(half) if neighbours else np.arange(half))
     second = first + (1 if neighbours else half)
-    out.partner[first], out.partner[second] = second, first
-    out.omega[first], out.omega[second] = -theta, theta
-    return out
+    rotary.partner[first], rotary.partner[second] = second, first
+    rotary.omega[first], rotary.omega[second] = -theta, theta
+    return rotary
 
 
 def _unrotated_pairs(sections: list[int], half: int, interleaved: bool) -> NDArray[np.bool_]:
@@ -189,9 +160,9 @@ def partners(base: Base, d: int) -> NDArray[np.int64] | None:
     Supports more models than pairs(), because it needs no frequencies.
     """
     arch = base.get("general.architecture")
-    out = np.arange(d)
+    partner = np.arange(d)
     if arch in UNROTATED:
-        return out
+        return partner
     n_rot = base.get(f"{arch}.rope.dimension_count") or d
     if isinstance(n_rot, int) and n_rot > d:  # heads with sliding windows may be smaller
         n_rot = base.get(f"{arch}.rope.dimension_count_swa")
@@ -199,23 +170,8 @@ def partners(base: Base, d: int) -> NDArray[np.int64] | None:
     known = neighbours or arch in HALVES + ALSO_HALVES
     if not known or not isinstance(n_rot, int) or n_rot > d or n_rot % 2:
         return None
-    out[:n_rot] = out[:n_rot] ^ 1 if neighbours else np.roll(out[:n_rot], n_rot // 2)
-    return out
-
-
-def rotation(base: Base, d: int) -> Rotation | None:
-    """The model's rotation of keys of size d; None as pairs()."""
-    rotary = pairs(base, d)
-    if rotary is None:
-        return None
-    unitary, omega = np.eye(d, dtype=np.complex128), np.zeros(d)
-    for a in np.flatnonzero(rotary.omega < 0):
-        b = rotary.partner[a]
-        unitary[[a, b]] = 0.0
-        unitary[a, a] = unitary[b, a] = np.sqrt(0.5)
-        unitary[a, b], unitary[b, b] = 1j * np.sqrt(0.5), -1j * np.sqrt(0.5)
-        omega[a], omega[b] = rotary.omega[b], rotary.omega[a]
-    return Rotation(unitary, omega)
+    partner[:n_rot] = partner[:n_rot] ^ 1 if neighbours else np.roll(partner[:n_rot], n_rot // 2)
+    return partner
 
 
 def head_size(base: Base) -> int | None:
@@ -237,39 +193,38 @@ def can_spread(base: Base) -> bool:
 def spread(base: Base, calibration: Calibration) -> tuple[Calibration, SubkvError | None]:
     """The calibration spread over all trained positions, and a remark if that is needed but not supported."""
     trained = base.get(f"{base.get('general.architecture')}.context_length")
-    shortest = min(calibration.n_ctx, calibration.sensitivity.n_ctx if calibration.sensitivity else calibration.n_ctx)
+    n_ctx, sensitivity = calibration.n_ctx, calibration.sensitivity
+    n_ctx_sensitivity = sensitivity.n_ctx if sensitivity else n_ctx
+    shortest = min(n_ctx, n_ctx_sensitivity)
     if trained is None or shortest >= trained:
         return calibration, None
     rotations = {}
     for d in {layer.shape.d_k for layer in calibration.layers}:
-        of_size = rotation(base, d)
-        if of_size is None:
+        rotary = pairs(base, d)
+        if rotary is None:
             return calibration, SubkvError(
                 "calibration",
                 f"expected a calibration at the trained context of {trained} tokens, found {shortest}: quality beyond "
                 f"is unknown; calibrate with -c {trained}",
             )
-        rotations[d] = of_size
-    span = float(max(trained - calibration.n_ctx, 0))
-    of_sensitivity = float(max(trained - calibration.sensitivity.n_ctx, 0)) if calibration.sensitivity else 0.0
-    layers = tuple(
-        _spread_layer(layer, rotations[layer.shape.d_k], span, of_sensitivity) for layer in calibration.layers
-    )
+        rotations[d] = rotary
+    spans = [float(max(trained - n, 0)) for n in (n_ctx, n_ctx_sensitivity)]
+    layers = tuple(_spread_layer(layer, rotations[layer.shape.d_k], *spans) for layer in calibration.layers)
     return replace(calibration, layers=layers), None
 
 
-def _spread_layer(layer: LayerStats, rotate: Rotation, span: float, of_sensitivity: float) -> LayerStats:
+def _spread_layer(layer: LayerStats, rotary: Pairs, span: float, span_sensitivity: float) -> LayerStats:
     measured = layer.sensitivity
     if measured is not None:
-        k, k0 = (rotate.matrix(matrices, of_sensitivity) for matrices in (measured.k, measured.k0))
+        k, k0 = (rotary.matrix(matrices, span_sensitivity) for matrices in (measured.k, measured.k0))
         measured = replace(measured, k=k, k0=k0)
     return replace(
         layer,
-        k2=rotate.matrix(layer.k2, span),
-        q2=rotate.matrix(layer.q2, span),
-        k1=rotate.vector(layer.k1, span),
-        q1=rotate.vector(layer.q1, span),
-        ks=rotate.rows(layer.ks, span),
-        qs=rotate.rows(layer.qs, span),
+        k2=rotary.matrix(layer.k2, span),
+        q2=rotary.matrix(layer.q2, span),
+        k1=rotary.vector(layer.k1, span),
+        q1=rotary.vector(layer.q1, span),
+        ks=rotary.rows(layer.ks, span),
+        qs=rotary.rows(layer.qs, span),
         sensitivity=measured,
     )

@@ -22,14 +22,16 @@ from subkv.plan.costs import LayerCost
 def reconstructed(x: F32, stored: StoredBasis, gamma: float = 1.0) -> F32:
     """Encode and reconstruct rows x [n, d]: γ Dᵀ ĉ + μ; gamma: of keys."""
     coefficients = codec.round_trip(stored.coefficients(x), stored.bands, stored.ratio)
-    out: F32 = np.float32(gamma) * (coefficients @ stored.decode.astype(np.float32))
-    return out + stored.mean.astype(np.float32)
+    return np.float32(gamma) * (coefficients @ stored.decode.astype(np.float32)) + stored.mean.astype(np.float32)
 
 
 def _sum(
     calibration: Calibration, costs: Sequence[LayerCost], stored: Callable[[int, int, str, F32], F32]
 ) -> float | None:
-    """stored: maps a layer's index, a head, "k" or "v", and rows [n, d] to the rows after storing."""
+    """Sum of all costs per token; None without samples.
+
+    stored: maps a layer's index, a head, "k" or "v", and rows [n, d] to the rows after storing.
+    """
     if not all(stats.has_samples for stats in calibration.layers):
         return None
     total = 0.0
@@ -56,8 +58,10 @@ def layout_error(calibration: Calibration, costs: Sequence[LayerCost], layers: S
 
 
 def recent_error(calibration: Calibration, costs: Sequence[LayerCost], means: Sequence[F16]) -> float | None:
-    """The same for recent rows as integers (FORMAT.md §3.2). costs: near_cost(). means: [n_head_kv, d_k] per layer,
-    subtracted from keys."""
+    """Cost per token of recent rows as integers (FORMAT.md §3.2); None without samples.
+
+    costs: near_cost() of every layer. means: [n_head_kv, d_k] per layer, subtracted from keys.
+    """
 
     def stored(i: int, h: int, side: str, x: F32) -> F32:
         return rounded(x, means[i][h] if side == "k" else np.zeros(x.shape[1], np.float16))
@@ -66,7 +70,7 @@ def recent_error(calibration: Calibration, costs: Sequence[LayerCost], means: Se
 
 
 def stock_error(calibration: Calibration, costs: Sequence[LayerCost], kind: str, latent: bool = False) -> float | None:
-    """The same for one of llama.cpp's types; None also if llama.cpp cannot quantize a layer's head size.
+    """Cost per token of a cache type of llama.cpp; None without samples, or if a layer's head size does not fit it.
 
     latent: the model's values are the first elements of its keys.
     """

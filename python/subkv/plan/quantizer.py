@@ -16,7 +16,6 @@ from subkv.format.arrays import F64
 
 WIDTHS = (2, 3, 4, 5, 6, 8, 16)  # bits of a band, FORMAT.md §2
 CODED_WIDTHS = (2, 3, 4, 5, 6, 8)  # those with integer codes
-_HALF_ERROR = 2.0**-24 / 3.0  # mean squared relative rounding error bound of an IEEE half (half an ulp, uniform)
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -47,47 +46,28 @@ def gaussian_distortion(bits: int, step: F64 | float) -> F64:
     return total
 
 
-@functools.cache
-def best_step(bits: int) -> float:
-    """Step that minimises gaussian_distortion(bits, ·), to 1e-9 relative (golden section on log step)."""
-    low, high = math.log(1e-4), math.log(4.0)
-    golden = (math.sqrt(5.0) - 1.0) / 2.0
-
-    def cost(t: float) -> float:
-        return float(gaussian_distortion(bits, math.exp(t)))
-
-    left, right = high - golden * (high - low), low + golden * (high - low)
-    cost_left, cost_right = cost(left), cost(right)
-    while high - low > 1e-9:
-        if cost_left < cost_right:
-            high, right, cost_right = right, left, cost_left
-            left = high - golden * (high - low)
-            cost_left = cost(left)
-        else:
-            low, left, cost_left = left, right, cost_right
-            right = low + golden * (high - low)
-            cost_right = cost(right)
-    return math.exp(0.5 * (low + high))
-
-
-# measured distortion of a unit Gaussian coded by a path of 64 coefficients (kernels/include/subkv/trellis.h), fixed
-# scale
-_OF_PATH = {2: 0.0884, 3: 0.02445, 4: 0.00672, 5: 0.00182, 6: 0.00050}
-
-
-@functools.cache
-def distortion(bits: int) -> float:
-    """Relative distortion E (x − x̂)² / E x² of a Gaussian at the best step; 1 for a dropped coefficient (0 bits).
-
-    Up to 6 bits that of a path through a trellis, which all but the shortest rows have.
-    """
-    if bits == 0:
-        return 1.0
-    if bits in _OF_PATH:
-        return _OF_PATH[bits]
-    if bits == 16:
-        return _HALF_ERROR
-    return float(gaussian_distortion(bits, best_step(bits)))
+# bits -> step that minimises gaussian_distortion
+BEST_STEP = {
+    2: 0.9956867034216746,
+    3: 0.5860194426808608,
+    4: 0.3352006115234407,
+    5: 0.18813878514779525,
+    6: 0.10406302641121437,
+    8: 0.030762378623313512,
+}
+# bits -> relative distortion E (x − x̂)² / E x² of a Gaussian at the best step; 0: a dropped coefficient. Up to 6 bits:
+# measured for a path of 64 coefficients with a fixed scale (kernels/include/subkv/trellis.h); all but the shortest rows
+# have a path.
+DISTORTION = {
+    0: 1.0,
+    2: 0.0884,
+    3: 0.02445,
+    4: 0.00672,
+    5: 0.00182,
+    6: 0.00050,
+    8: float(gaussian_distortion(8, BEST_STEP[8])),
+    16: 2.0**-24 / 3.0,  # bound for halves, whose error is uniform within half an ulp
+}
 
 
 @functools.cache
@@ -106,7 +86,7 @@ def shared_step(bits: int, variance: F64) -> tuple[float, float]:
     scale = math.sqrt(float(live.mean()))
     grid, curve = _curve(bits)
     # candidate steps relative to the band's rms, 2% apart over a range that holds the optimum of every width
-    candidate = np.log(best_step(bits)) + np.linspace(-1.0, 2.5, 176)
+    candidate = np.log(BEST_STEP[bits]) + np.linspace(-1.0, 2.5, 176)
     relative = candidate[:, None] - 0.5 * np.log(live / scale**2)[None, :]
     error = (live[None, :] * np.exp(np.interp(relative, grid, curve))).sum(axis=1)
     best = int(np.argmin(error))

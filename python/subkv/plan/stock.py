@@ -30,8 +30,9 @@ def rotation_size(d: int, keys: bool) -> int:
 
 
 def round_trip(kind: str, x: F32, keys: bool, latent: bool = False) -> F32:
-    """x [..., d] after storing it as `kind`, one of BITS. latent: rows of latent attention, which are not rotated.
-    Raises SubkvError for an unsupported d.
+    """Rows x [..., d] after storing them as `kind`, one of BITS.
+
+    latent: rows of latent attention, which are not rotated. Raises SubkvError for an unsupported d.
     """
     d = x.shape[-1]
     if kind == "f16":
@@ -43,5 +44,4 @@ def round_trip(kind: str, x: F32, keys: bool, latent: bool = False) -> F32:
     rotated = np.ascontiguousarray((x.reshape(-1, size) @ matrix).reshape(-1, d))
     dtype = GGMLQuantizationType[kind.upper()]
     stored: F32 = quants.dequantize(quants.quantize(rotated, dtype), dtype)
-    out: F32 = (stored.reshape(-1, size) @ matrix.T).reshape(x.shape)
-    return out
+    return np.asarray((stored.reshape(-1, size) @ matrix.T).reshape(x.shape))

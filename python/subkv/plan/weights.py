@@ -1,15 +1,14 @@
 """Estimates from a model's weights: the energies of the coordinates of keys and queries, and means from biases.
 
-A layer's attention reads x = g ∘ z + β: z is the normalized residual stream, g and β are the norm's weights. Weights do
-not contain the energy of z. But they are sums of gradients, which are outer products with the layer's inputs, so the
-matrices that read the stream are large where the stream was large. Its second moment is therefore estimated as a power
-of the matrices' mean Gram matrix, with a few directions and a share of white noise. From it follow the energies. The
-two coordinates of a rotary pair have a common energy, because positions rotate them. Quality: converter/NOTES.md.
+The input of a layer's attention is x = g ∘ z + β: z is the normalized residual stream, g and β are the norm's weights.
+The second moment of z is estimated from the matrices that read the stream: they are sums of gradients, which are outer
+products with the layer's inputs, so they are large in the directions in which the stream was large. The estimate is a
+power of the matrices' mean Gram matrix, with few directions and a share of white noise. The energies follow from it.
+Both coordinates of a rotary pair have the same energy, because positions rotate them. Quality: converter/NOTES.md.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,15 +20,14 @@ from numpy.typing import NDArray
 from subkv.format.arrays import F32, F64
 from subkv.format.calibration import LayerShape
 from subkv.native.gguf import Base, Rows
-from subkv.plan.positions import UNROTATED, partners, rotation
+from subkv.plan.positions import UNROTATED, pairs, partners
 
 DIRECTIONS = 16  # of the residual stream
 POWER = 4  # of the Gram matrix
 WHITE = 0.3  # evenly spread share of the stream's energy
 ROWS = 1  # sampled rows of weights per element of the stream, over all layers
 ROUNDS = 3  # of subspace iteration
-QUERIES = 2  # heads read per group; more change little
-PIECE = 1 << 17  # multiplications up to which BLAS uses one thread
+QUERIES = 2  # query heads read per group; more hardly change the estimate
 SEED = 1
 Mapped = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 WHY = "bases from the weights need it"
@@ -107,9 +105,9 @@ class Weights:
                     yield rows, norm
 
     def _directions(self, shapes: Sequence[LayerShape]) -> F32 | None:
-        """Directions of the normalized stream, [n, at most DIRECTIONS] columns scaled so that squares sum to 1 − WHITE.
+        """Directions of the normalized stream as columns, [n, at most DIRECTIONS], whose squares sum to 1 − WHITE.
 
-        By subspace iteration on sampled rows. None without readers, or if their widths differ.
+        Computed by subspace iteration on sampled rows. None without readers, or if their widths differ.
         """
         readers = list(self._readers(shapes))
         widths = {len(norm) for _, norm in readers}
@@ -127,9 +125,15 @@ class Weights:
 
         parts = list(self._map(sampled, readers))
         basis = np.random.default_rng(SEED).standard_normal((n, min(DIRECTIONS, n))).astype(np.float32)
+
+        def gram_product(columns: F32) -> F32:
+            """Σ rowsᵀ rows columns over all readers."""
+            products = self._map(lambda rows: rows.T @ (rows @ columns), parts)
+            return sum(products, np.zeros_like(columns))
+
         for _ in range(ROUNDS):
-            basis = _orthonormal(sum(self._map(functools.partial(_gram_product, basis), parts), np.zeros_like(basis)))
-        gram = basis.T @ sum(self._map(functools.partial(_gram_product, basis), parts), np.zeros_like(basis))
+            basis = np.linalg.qr(gram_product(basis))[0]
+        gram = basis.T @ gram_product(basis)
         values, vectors = np.linalg.eigh(gram.astype(np.float64))
         weight = np.maximum(values, 0.0) ** POWER
         if not weight.sum() > 0.0:
@@ -154,9 +158,9 @@ class Weights:
         (k, mean), (q, q_mean) = estimates
         k, q, of_bias = (_pair_mean(x, partner) for x in (k, _group_mean(q, shape), _group_mean(q_mean**2, shape)))
         # keys and queries of a pair grow together, so the geometric mean of both estimates is better than either
-        both = np.sqrt(k * q)
-        both /= np.maximum(both.sum(axis=1, keepdims=True), 1e-300)
-        k, q = both * k.sum(axis=1, keepdims=True), both * q.sum(axis=1, keepdims=True) + of_bias
+        shares = np.sqrt(k * q)
+        shares /= np.maximum(shares.sum(axis=1, keepdims=True), 1e-300)
+        k, q = shares * k.sum(axis=1, keepdims=True), shares * q.sum(axis=1, keepdims=True) + of_bias
         near, far = self._mean_rotated(mean, self._span), self._mean_rotated(mean, self._trained)
         if near is None or far is None:
             near = far = np.zeros_like(mean)
@@ -165,24 +169,21 @@ class Weights:
         return Energies(k, q, near, rest)
 
     def _squares(self, side: _Side, shape: LayerShape, name: str, heads: NDArray[np.int64]) -> tuple[F64, F64] | None:
-        """Variances and means of these heads before RoPE; None if shapes do not fit.
-
-        Both [heads, d_k].
-        """
+        """Variances and means of these heads before RoPE, both [heads, d_k]; None if shapes do not fit."""
         assert self._stream is not None
         d, n = shape.d_k, side.matrix.shape[1]
         norm, shift = self._norm(shape.il, n), self._vector(f"blk.{shape.il}.attn_norm.bias")
         if norm is None or n != len(self._stream):
             return None
         square, mean = np.zeros((len(heads), d)), np.zeros((len(heads), d))
-        for i, head in enumerate(heads):  # one head at a time fits the processor's caches
+        for i, head in enumerate(heads):  # a head's rows fit in the processor's caches
             rows = side.rows(head * d, head * d + d)
             if shift is not None and len(shift) == n:
                 mean[i] = rows @ shift.astype(np.float32)
             if side.bias is not None:
                 mean[i] += side.bias[head * d : head * d + d]
             rows *= norm
-            projected = _product(rows, self._stream)
+            projected = rows @ self._stream
             square[i] = n * np.einsum("ij,ij->i", projected, projected) + WHITE * np.einsum("ij,ij->i", rows, rows)
         weight = self._vector(f"blk.{shape.il}.attn_{name}_norm.weight")
         if weight is None:
@@ -199,50 +200,15 @@ class Weights:
         """Means [n, d] averaged over all positions in [0, span]; None if their rotation is unknown."""
         if self._unrotated or not means.any():
             return means
-        rotate = rotation(self._base, means.shape[1])
-        return None if rotate is None else rotate.vector(means, span)
-
-
-def _product(rows: F32, columns: F32) -> F32:
-    """rows [r, n] @ columns [n, m] in small pieces, for which BLAS uses one thread; its threads would wait."""
-    step = _step(len(rows) * columns.shape[1], len(columns))
-    n = len(columns) // step * step
-    pieces = rows[:, :n].reshape(len(rows), -1, step).transpose(1, 0, 2)
-    out: F32 = np.matmul(pieces, columns[:n].reshape(-1, step, columns.shape[1])).sum(axis=0)
-    return out + rows[:, n:] @ columns[n:]
-
-
-def _step(size: int, most: int) -> int:
-    """Rows of a piece; size: multiplications per row."""
-    return min(max(PIECE // max(size, 1), 1), most)
-
-
-def _gram_product(columns: F32, rows: F32) -> F32:
-    """rowsᵀ rows columns, rows [r, n], columns [n, m]."""
-    out = np.zeros_like(columns)
-    for part in np.array_split(rows, -(-len(rows) // 128)):
-        projected = _product(part, columns)
-        step = _step(projected.size, len(columns))
-        n = len(columns) // step * step
-        out[:n] += np.matmul(part[:, :n].T.reshape(-1, step, len(part)), projected).reshape(n, -1)
-        out[n:] += part[:, n:].T @ projected
-    return out
-
-
-def _orthonormal(x: F32) -> F32:
-    """Orthonormal columns of the same span [n, m], for small m; numpy's QR takes seconds."""
-    values, vectors = np.linalg.eigh((x.T @ x).astype(np.float64))
-    out: F32 = x @ (vectors / np.sqrt(np.maximum(values, 1e-12 * values[-1] + 1e-300))).astype(np.float32)
-    return out
+        rotary = pairs(self._base, means.shape[1])
+        return None if rotary is None else rotary.vector(means, span)
 
 
 def _pair_mean(squares: F64, partner: NDArray[np.int64]) -> F64:
     """Mean squares [heads, d], averaged over rotary pairs."""
-    out: F64 = 0.5 * (squares + squares[:, partner])
-    return out
+    return np.asarray(0.5 * (squares + squares[:, partner]))
 
 
 def _group_mean(x: F64, shape: LayerShape) -> F64:
     """Mean over query heads that share a KV head, [n_head_kv, d]."""
-    out: F64 = x.reshape(shape.n_head_kv, -1, x.shape[1]).mean(axis=1)
-    return out
+    return np.asarray(x.reshape(shape.n_head_kv, -1, x.shape[1]).mean(axis=1))

@@ -48,55 +48,55 @@ class Logits:
 
 
 class _Softmax:
-    """Running maximum, sum and weighted values of a softmax over several pieces of cells.
+    """Running maximum, sum and weighted values of a softmax whose cells are added in several pieces.
 
-    q: [b, n_head, n, d_k] with n_kv KV heads; stored grouped, [b, h, g, n, d_k] float32.
+    q: [b, n_head, n, d_k] of n_kv KV heads; the member is grouped: [b, h, g, n, d_k] float32. The argument `at` of the
+    methods is a slice of the n queries.
     """
 
-    def __init__(self, q: Tensor, n_kv: int, d_v: int, rank: int, how: Logits) -> None:
-        self.dtype, self.how = q.dtype, how
+    def __init__(self, q: Tensor, n_kv: int, d_v: int, rank: int, params: Logits) -> None:
+        self.dtype, self.params = q.dtype, params
         self.q = q = q.float().unflatten(1, (n_kv, -1))
         shape = q.shape[:-1]
-        if how.sinks is None:
+        if params.sinks is None:
             self.top = q.new_full(shape, -torch.inf)
         else:
-            self.top = how.sinks.float().view(1, shape[1], shape[2], 1).expand(shape).clone()
-        self.total = torch.full_like(self.top, 0.0 if how.sinks is None else 1.0)
+            self.top = params.sinks.float().view(1, shape[1], shape[2], 1).expand(shape).clone()
+        self.total = torch.full_like(self.top, 0.0 if params.sinks is None else 1.0)
         self.exact, self.coded = q.new_zeros(*shape, d_v), q.new_zeros(*shape, rank)
 
     def add(self, at: slice, logits: Tensor, visible: Tensor, values: Tensor, coded: bool) -> None:
         """logits: [b, h, g, n of `at`, t], scaled; visible: [b, n, t] bool; values: [b, h, t, d or r]."""
-        if self.how.softcap is not None:
-            logits = self.how.softcap * torch.tanh(logits / self.how.softcap)
+        if self.params.softcap is not None:
+            logits = self.params.softcap * torch.tanh(logits / self.params.softcap)
         logits = logits.masked_fill(~visible[:, None, None], -torch.inf)
         top = torch.maximum(self.top[..., at], logits.amax(-1))
-        level = torch.where(top.isinf(), 0.0, top)  # for a query without visible cells so far
-        old, weight = torch.exp(self.top[..., at] - level), torch.exp(logits - level[..., None])
+        shift = torch.where(top.isinf(), 0.0, top)  # 0 for a query without visible cells so far
+        rescale, weight = torch.exp(self.top[..., at] - shift), torch.exp(logits - shift[..., None])
         self.top[..., at] = top
-        self.total[..., at] = self.total[..., at] * old + weight.sum(-1)
-        self.exact[..., at, :] *= old[..., None]
-        self.coded[..., at, :] *= old[..., None]
+        self.total[..., at] = self.total[..., at] * rescale + weight.sum(-1)
+        self.exact[..., at, :] *= rescale[..., None]
+        self.coded[..., at, :] *= rescale[..., None]
         (self.coded if coded else self.exact)[..., at, :] += _over_cells(weight, values)
 
     def add_exact(self, at: slice, k: Tensor, v: Tensor, visible: Tensor) -> None:
         """k, v: [b, h, t, d]; visible as in add()."""
-        self.add(at, self.how.scale * _over_cells(self.q[..., at, :], k.float().mT), visible, v.float(), False)
+        self.add(at, self.params.scale * _over_cells(self.q[..., at, :], k.float().mT), visible, v.float(), False)
 
     def output(self, decode_basis: Tensor | None = None) -> Tensor:
-        """[b, n, n_head, d] in q's dtype; zeros for a query without visible cells. None: no cell was coded."""
-        out = self.exact if decode_basis is None else self.exact + _over_cells(self.coded, decode_basis)
-        out = (out / self.total.clamp(min=1e-30)[..., None]).to(self.dtype)
-        return out.flatten(1, 2).transpose(1, 2)
+        """[b, n, n_head, d] in q's dtype; 0 for a query without visible cells. decode_basis None: no coded cells."""
+        values = self.exact if decode_basis is None else self.exact + _over_cells(self.coded, decode_basis)
+        values = (values / self.total.clamp(min=1e-30)[..., None]).to(self.dtype)
+        return values.flatten(1, 2).transpose(1, 2)
 
 
 def _over_cells(a: Tensor, b: Tensor) -> Tensor:
     """a [b, h, g, n, x] times b [(b,) h, x, y], shared by the queries of a KV head: [b, h, g, n, y]."""
-    out = a.flatten(2, 3) @ b
-    return out.unflatten(2, a.shape[2:4])
+    return (a.flatten(2, 3) @ b).unflatten(2, a.shape[2:4])
 
 
 class Visibility:
-    """The cells that the queries of the last n cells see: sinks, coded cells and recent cells, without overlap.
+    """The cells that the last n cells' queries see: sinks, coded cells and recent cells, without overlap.
 
     mask: as in attend(). at: slice of the queries. Results are bool, [b or 1, queries, cells].
     """
@@ -125,34 +125,34 @@ class Visibility:
     def coded(self, at: slice, low: int, high: int) -> Tensor:
         """Visible coded cells among those from low to high."""
         j = torch.arange(low, high, device=self._device)
-        far = (j <= self._position[at] - self._cells.n_recent) & (j >= self._window)
-        return self._allowed(at, low, high) & far
+        is_coded = (j <= self._position[at] - self._cells.n_recent) & (j >= self._window)
+        return self._allowed(at, low, high) & is_coded
 
     def recent(self, at: slice) -> tuple[slice, Tensor]:
-        """A slice of the exact recent cells that contains all those that the queries see, and which they see."""
+        """A slice of the exact recent cells that contains all visible ones, and which of its cells each query sees."""
         first = self._cells.n_cells - self._cells.recent_k.shape[2]  # the first exact cell
-        near, high = max(first, self.first + at.start - self._cells.n_recent + 1), self.first + at.stop
-        j = torch.arange(near, high, device=self._device)
-        close = (j > self._position[at] - self._cells.n_recent) & (j >= self._window)
-        return slice(near - first, high - first), self._allowed(at, near, high) & close
+        low, high = max(first, self.first + at.start - self._cells.n_recent + 1), self.first + at.stop
+        j = torch.arange(low, high, device=self._device)
+        is_recent = (j > self._position[at] - self._cells.n_recent) & (j >= self._window)
+        return slice(low - first, high - first), self._allowed(at, low, high) & is_recent
 
 
-def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
+def attend(q: Tensor, cells: Cells, mask: Tensor | None, params: Logits) -> Tensor:
     """Causal attention of the last n cells' queries.
 
     q: [b, n_head, n, d_k]. mask: [b, n, n_cells] bool, the cells that a query may see, not after itself; None: all up
     to itself. Returns [b, n, n_head, d_v] in q's dtype, computed in float32.
     """
     n_kv, n, first = cells.sink_k.shape[1], q.shape[2], cells.n_cells - q.shape[2]
-    softmax = _Softmax(q, n_kv, cells.sink_v.shape[-1], cells.codec_v.rank, how)
+    softmax = _Softmax(q, n_kv, cells.sink_v.shape[-1], cells.codec_v.rank, params)
     visibility = Visibility(cells, mask, n)
     if cells.sink_k.shape[2]:
         softmax.add_exact(slice(0, n), cells.sink_k, cells.sink_v, visibility.sinks(slice(0, n)))
 
-    # coded cells: each query is projected once, and each cell dequantized once for all queries
+    # each query is projected once, and each coded cell is dequantized once for all queries
     codec = cells.codec_k
-    projected = how.scale * codec.gamma[:, None, None, None] * _over_cells(softmax.q, codec.decode_basis.mT)
-    of_mean = how.scale * _over_cells(softmax.q, codec.mean[:, :, None])
+    projected = params.scale * codec.gamma[:, None, None, None] * _over_cells(softmax.q, codec.decode_basis.mT)
+    of_mean = params.scale * _over_cells(softmax.q, codec.mean[:, :, None])
     tile = min(TILE, max(64, LOGITS // (q.shape[0] * q.shape[1] * n)))
     for low in range(0, cells.n_cells - cells.n_recent, tile):
         high = min(low + tile, cells.n_cells - cells.n_recent)
@@ -164,20 +164,20 @@ def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
 
     for low in range(0, n if cells.n_recent else 0, QUERIES):
         at = slice(low, min(low + QUERIES, n))
-        here, visible = visibility.recent(at)
-        softmax.add_exact(at, cells.recent_k[:, :, here], cells.recent_v[:, :, here], visible)
+        recent, visible = visibility.recent(at)
+        softmax.add_exact(at, cells.recent_k[:, :, recent], cells.recent_v[:, :, recent], visible)
 
     return softmax.output(cells.codec_v.decode_basis)
 
 
-def attend_exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Logits) -> Tensor:
+def attend_exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, params: Logits) -> Tensor:
     """Attention of an ordinary layer whose logits torch's own function does not support.
 
     q: [b, n_head, n, d_k]; k, v: [b, n_head_kv, t, d]; mask: [b, n, t] bool, None: causal, the last query sees all of
     k. Returns as attend().
     """
     n, n_cells = q.shape[2], k.shape[2]
-    softmax = _Softmax(q, k.shape[1], v.shape[-1], 0, how)
+    softmax = _Softmax(q, k.shape[1], v.shape[-1], 0, params)
     j = torch.arange(n_cells, device=q.device)
     for low in range(0, n, QUERIES):
         at = slice(low, min(low + QUERIES, n))

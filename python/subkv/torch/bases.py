@@ -17,7 +17,7 @@ from subkv.format.bases import CodedHead
 from subkv.format.calibration import read_calibration
 from subkv.format.window import DEFAULT, Window
 from subkv.plan import datafree
-from subkv.plan.pipeline import Options, convert
+from subkv.plan.pipeline import Options, Result, convert
 from subkv.plan.positions import NEIGHBOURS, SAME_ORDER, transformers_order
 from subkv.torch.rows import RowCodec
 
@@ -47,35 +47,27 @@ def load(
             converted = handle.read(4) == b"GGUF"
     except OSError as error:
         raise CacheError("path", f"expected a GGUF or a calibration, found none at {path}: {error.strerror}") from error
-    requested = {name: n for name, n in (("n_sink", n_sink), ("n_recent", n_recent)) if n is not None}
     if converted:
-        for name, value in {"kv_bits": kv_bits, **requested}.items():
+        for name, value in (("kv_bits", kv_bits), ("n_sink", n_sink), ("n_recent", n_recent)):
             if value is not None:
                 raise CacheError(name, f"expected none with a converted file, which contains its layout, found {value}")
         described = metadata.read(Path(path))
         if described["adapt"]:
-            LOG.warning(
-                "subkv.adapt: bases are static with transformers, found %s",
-                described["adapt"],
-            )
+            LOG.warning("subkv.adapt: bases are static with transformers, found %s", described["adapt"])
         heads, arch, fingerprint = metadata.read_heads(Path(path)), described["arch"], described["fingerprint"]
         n_layer, window = described["block_count"], Window(described["n_sink"], described["n_recent"]).with_defaults()
     else:
-        window = replace(DEFAULT, **requested)
+        window = _window(n_sink, n_recent)
         with concerning(calibration="path"):
             calibration = read_calibration(Path(path))
             result = convert(ModelFacts(model, calibration.arch), calibration, Options(kv_bits=kv_bits, window=window))
-        for note in result.notes:
-            LOG.warning("%s", note)
-        heads = {layer.shape.il: layer.heads for layer in result.layers}
+        heads = _heads(result)
         arch, fingerprint, n_layer = calibration.arch, None, calibration.block_count
     if n_layer != config.num_hidden_layers:
         raise CacheError("path", f"expected {config.num_hidden_layers} layers as in the model, found {n_layer}")
     _check_kind(arch, config.model_type)
     with concerning(arch="path"):
-        layers = {
-            il: _codecs(of_layer, transformers_order(arch, _key_size(of_layer))) for il, of_layer in heads.items()
-        }
+        layers = {il: _codecs(of_layer, arch) for il, of_layer in heads.items()}
     return Bases(layers, window, fingerprint, config)
 
 
@@ -84,18 +76,22 @@ def from_weights(
 ) -> Bases:
     """Arguments and errors of SubspaceCache.from_model."""
     config = _config(model)
-    arch = _arch(config.model_type)
+    arch, window = _arch(config.model_type), _window(n_sink, n_recent)
+    result = datafree.plan(ModelFacts(model, arch or config.model_type), Options(kv_bits=kv_bits, window=window))
+    layers = {il: _codecs(of_layer, arch) for il, of_layer in _heads(result).items()}
+    return Bases(layers, window, None, config)
+
+
+def _window(n_sink: int | None, n_recent: int | None) -> Window:
     requested = {name: n for name, n in (("n_sink", n_sink), ("n_recent", n_recent)) if n is not None}
-    facts, window = ModelFacts(model, arch or config.model_type), replace(DEFAULT, **requested)
-    result = datafree.plan(facts, Options(kv_bits=kv_bits, window=window))
+    return replace(DEFAULT, **requested)
+
+
+def _heads(result: Result) -> dict[int, tuple[CodedHead, ...]]:
+    """Heads by layer; logs the notes."""
     for note in result.notes:
         LOG.warning("%s", note)
-    layers = {}
-    for layer in result.layers:
-        d = layer.shape.d_k
-        order = np.arange(d) if arch is None else transformers_order(arch, d)
-        layers[layer.shape.il] = _codecs(layer.heads, order)
-    return Bases(layers, window, None, config)
+    return {layer.shape.il: layer.heads for layer in result.layers}
 
 
 def _config(model: Any) -> Any:
@@ -124,20 +120,20 @@ def _arch(model_type: str) -> str | None:
 
 
 def _check_kind(arch: str, model_type: str) -> None:
-    """Reject bases of another architecture, if the two naming schemes allow to compare them."""
+    """Reject bases of another architecture, if its names in GGUF and transformers can be compared."""
     known = {name.replace("-", "") for name in SAME_ORDER} - {"phi2"}  # transformers' phi
     ours, theirs = arch.replace("-", ""), model_type.replace("_", "").removesuffix("text")
     if ours != theirs and (ours in known or theirs in known):
         raise CacheError("path", f"expected bases of a {model_type} model, found those of {arch}")
 
 
-def _key_size(heads: tuple[CodedHead, ...]) -> int:
-    return int(heads[0].k.encode.shape[1])
+def _codecs(heads: tuple[CodedHead, ...], arch: str | None) -> tuple[RowCodec, RowCodec]:
+    """Codecs of keys and values. arch: architecture of the bases; None if transformers' keys have the same order.
 
-
-def _codecs(heads: tuple[CodedHead, ...], order: NDArray[np.int64]) -> tuple[RowCodec, RowCodec]:
-    """order: [d_k] for every coordinate of the bases: its index in a key of transformers."""
-    d_v = heads[0].v.encode.shape[1]
+    Raises SubkvError about `arch` if the order of its keys in transformers is unknown.
+    """
+    d_k, d_v = heads[0].k.encode.shape[1], heads[0].v.encode.shape[1]
+    order = np.arange(d_k) if arch is None else transformers_order(arch, d_k)
     return (
         RowCodec([head.k for head in heads], order, [head.gamma for head in heads]),
         RowCodec([head.v for head in heads], np.arange(d_v), [1.0] * len(heads)),
@@ -155,8 +151,6 @@ WEIGHTS = {
     "attn_k_norm": "k_norm",
     "attn_norm": "input_layernorm",  # of the layer
 }
-
-
 NORMS_PLUS_1 = ("gemma", "qwen3next", "qwen35")  # in transformers their norms multiply by 1 + weight
 
 
@@ -177,8 +171,8 @@ class _Rows:
         return int(rows), int(columns)
 
     def rows(self, which: Any) -> NDArray[np.float32]:
-        out: NDArray[np.float32] = self.weight[self.index[which]].detach().float().cpu().numpy() + np.float32(self.plus)
-        return out
+        rows: NDArray[np.float32] = self.weight[self.index[which]].detach().float().cpu().numpy()
+        return rows + np.float32(self.plus)
 
 
 class ModelFacts:
@@ -187,10 +181,11 @@ class ModelFacts:
     def __init__(self, model: Any, arch: str) -> None:
         self.path = Path(str(model.config.name_or_path))
         self._arch = arch
-        self._layers = _attention_modules(model)
+        modules = list(model.get_decoder().modules())
+        self._attention = {m.layer_idx: m for m in modules if hasattr(m, "layer_idx") and hasattr(m, "o_proj")}
         self._norms = {
             m.self_attn.layer_idx: m.input_layernorm
-            for m in model.get_decoder().modules()
+            for m in modules
             if hasattr(m, "input_layernorm") and hasattr(getattr(m, "self_attn", None), "layer_idx")
         }
         config = model.config.get_text_config(decoder=True)
@@ -224,8 +219,10 @@ class ModelFacts:
         part, _, kind = rest.partition(".")
         if not blk.isdigit() or part not in WEIGHTS:
             return None
-        module = self._norms.get(int(blk)) if part == "attn_norm" else self._layers.get(int(blk))
-        module = module if part == "attn_norm" else getattr(module, WEIGHTS[part], None)
+        if part == "attn_norm":
+            module = self._norms.get(int(blk))
+        else:
+            module = getattr(self._attention.get(int(blk)), WEIGHTS[part], None)
         weight = getattr(module, kind, None)
         if weight is None or not weight.is_floating_point():  # or a packed, quantized weight
             return None
@@ -252,8 +249,3 @@ class ModelFacts:
     def tensor(self, name: str, why: str) -> NDArray[np.float32]:
         """All rows of matrix()."""
         return self.matrix(name, why).rows(slice(None))
-
-
-def _attention_modules(model: Any) -> dict[int, Any]:
-    """The attention module of every layer."""
-    return {m.layer_idx: m for m in model.get_decoder().modules() if hasattr(m, "layer_idx") and hasattr(m, "o_proj")}

@@ -80,7 +80,7 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Encode new keys and values [batch, n_head_kv, n, d]; returns them, with this layer attached for attention."""
+        """Encode new keys and values [batch, n_head_kv, n, d]; returns them; the keys refer to this layer."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if not self._attended:
@@ -97,9 +97,9 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
             self._tensors[f"recent_{side}"] = torch.cat([self._tensors[f"recent_{side}"], x], 2)
         self.n_cells += n
         self._attended = False
-        marked: Any = key_states.view_as(key_states)
-        marked.subkv_layer = self
-        return marked, value_states
+        keys: Any = key_states.view_as(key_states)
+        keys.subkv_layer = self
+        return keys, value_states
 
     def _reserve(self, name: str, n_cells: int) -> Tensor:
         rows = self._tensors[name]
@@ -109,7 +109,7 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
             self._tensors[name] = grown
         return self._tensors[name]
 
-    def attend(self, q: Tensor, mask: Tensor | None, how: Logits) -> Tensor:
+    def attend(self, q: Tensor, mask: Tensor | None, params: Logits) -> Tensor:
         """Attention of the latest update's queries; arguments and result as in Kernels.attend."""
         if self._attended or self.kernels is None or q.shape[2] > self.n_cells:
             raise CacheError(
@@ -122,11 +122,11 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
         t = self._tensors
         tensors = {name: x for name, x in t.items() if name != "zero_rows"}
         cells = Cells(*self.codecs, **tensors, n_cells=self.n_cells, n_recent=self.window.n_recent)
-        out = self.kernels.attend(q, cells, mask, how)
-        n_held = self.window.n_recent + self.window.n_rollback
+        out = self.kernels.attend(q, cells, mask, params)
+        n_exact = self.window.n_recent + self.window.n_rollback
         for name in ("recent_k", "recent_v"):
-            if t[name].shape[2] > n_held:
-                t[name] = t[name][:, :, -n_held:].clone()
+            if t[name].shape[2] > n_exact:
+                t[name] = t[name][:, :, -n_exact:].clone()
         self._attended = True
         return out
 
@@ -162,12 +162,12 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raises CacheError if fewer exact tokens than the window needs would remain."""
-        held = self._tensors["recent_k"].shape[2] if self.is_initialized else 0
-        most = self.n_cells if held == self.n_cells else max(0, held - self.window.n_recent)
-        if not 0 <= -tokens_to_remove <= most:
+        n_exact = self._tensors["recent_k"].shape[2] if self.is_initialized else 0
+        n_max = self.n_cells if n_exact == self.n_cells else max(0, n_exact - self.window.n_recent)
+        if not 0 <= -tokens_to_remove <= n_max:
             raise CacheError(
                 "crop",
-                f"expected to remove 0 to {most} tokens, given as a negative number, found {tokens_to_remove}: "
+                f"expected to remove 0 to {n_max} tokens, given as a negative number, found {tokens_to_remove}: "
                 f"earlier cells have only codes; evaluate the text again",
             )
 
@@ -196,8 +196,8 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def n_bytes(self, kind: str) -> int:
         """Allocated bytes of a kind: rows, sink or recent."""
-        held = [self._tensors[f"{kind}_{side}"] for side in "kv"] if self.is_initialized else []
-        return sum(x.untyped_storage().nbytes() for x in held)
+        tensors = [self._tensors[f"{kind}_{side}"] for side in "kv"] if self.is_initialized else []
+        return sum(x.untyped_storage().nbytes() for x in tensors)
 
     @property
     def n_allocated(self) -> tuple[int, ...]:
@@ -264,7 +264,7 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
         cache = cls(bases, kernel=kernel)
         if not cache._coded:
             raise CacheError("model", "expected a layer with ordinary full attention, found none")
-        _give_attention(model)
+        _set_attention(model)
         return cache
 
     @property
@@ -281,7 +281,7 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last −tokens_to_remove tokens from all layers; if one refuses, from none."""
+        """Remove the last −tokens_to_remove tokens. Raises CacheError if a layer refuses, and then removes none."""
         for layer in self._coded:
             layer.check_crop(tokens_to_remove)
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, SubspaceLayer)):
@@ -322,7 +322,7 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
         )
 
 
-def _give_attention(model: Any) -> None:
+def _set_attention(model: Any) -> None:
     """Register our functions and set them in the model's decoder; other models are unchanged."""
     transformers.AttentionInterface.register(NAME, _attention)
     transformers.AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -343,7 +343,7 @@ def _attention(module: Any, q: Tensor, k: Any, v: Tensor, mask: Tensor | None, *
     for name, absent in (("position_bias", None), ("dropout", 0.0)):
         if rest.get(name, absent) is not None and rest.get(name) != absent:
             raise CacheError("model", f"expected attention without {name}, found it in {type(module).__name__}")
-    how = Logits(q.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap, sinks)
+    params = Logits(q.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap, sinks)
     if mask is not None:
         if mask.dtype != torch.bool or mask.shape[1] != 1:
             raise CacheError(
@@ -351,7 +351,7 @@ def _attention(module: Any, q: Tensor, k: Any, v: Tensor, mask: Tensor | None, *
             )
         mask = mask[:, 0]
     if layer is None:
-        return attend_exact(q, k, v, mask, how), None
+        return attend_exact(q, k, v, mask, params), None
     if mask is not None and q.shape[2] > 1 and bool(mask.triu(layer.n_cells - q.shape[2] + 1).any()):
         raise CacheError("attention_mask", "expected causal attention, found queries that see later tokens")
-    return layer.attend(q, mask, how), None
+    return layer.attend(q, mask, params), None

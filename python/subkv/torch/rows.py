@@ -42,7 +42,7 @@ class RowCodec:
     """
 
     def __init__(self, heads: Sequence[StoredBasis], order: NDArray[np.int64], gamma: Sequence[float]) -> None:
-        back = np.argsort(order)
+        inverse = np.argsort(order)
         self.d = len(order)
         self.bands = [
             [(n, bits, float(rho)) for (n, bits), rho in zip(head.bands, head.ratio, strict=True)] for head in heads
@@ -52,10 +52,10 @@ class RowCodec:
         offset = np.zeros((len(heads), self.rank), dtype=np.float32)
         for h, head in enumerate(heads):
             n = codec.rank(head.bands)
-            bases[0, h, :n], bases[1, h, :n] = head.encode[:, back], head.decode[:, back]
+            bases[0, h, :n], bases[1, h, :n] = head.encode[:, inverse], head.decode[:, inverse]
             offset[h, :n] = -head.coefficients(np.zeros((1, self.d), dtype=np.float32))[0]
         self.encode_basis, self.decode_basis = torch.from_numpy(bases[0]), torch.from_numpy(bases[1])
-        self.mean = torch.from_numpy(np.stack([head.mean[back] for head in heads]).astype(np.float32))
+        self.mean = torch.from_numpy(np.stack([head.mean[inverse] for head in heads]).astype(np.float32))
         self.gamma, self.offset = torch.tensor(gamma, dtype=torch.float32), torch.from_numpy(offset)
 
         n_bytes = [codec.row_bytes(head.bands) for head in heads]
@@ -123,7 +123,7 @@ class RowCodec:
         return torch.cat([self._encode(piece) for piece in c.split(step, 1)], 1)
 
     def _encode(self, c: Tensor) -> Tensor:
-        """The same for [batch, n, n_head_kv, rank]."""
+        """Rows of coefficients [batch, n, n_head_kv, rank]."""
         live = c.isfinite().all(-1) & (c != 0).any(-1)
         clean = torch.where(live[..., None], c, 1.0)
         chosen = self._choose_scales(clean)
@@ -156,14 +156,14 @@ class RowCodec:
         return torch.where(coded.any(-1), chosen, SCALE_ONE)
 
     def _choose_path_scales(self, paths: Paths, c: Tensor, middle: Tensor) -> Tensor:
-        """The same for rows with a path; others keep `middle`."""
+        """Scale codes of rows with a path; `middle`, the result of _choose_scales(), for others."""
         k = middle[..., None] + torch.arange(-PATH_BELOW, PATH_TRIED - PATH_BELOW, device=c.device)
-        tried = k.clamp(1, 255)
-        cost = paths.free_cost(c, self._scales[tried])
+        valid = k.clamp(1, 255)
+        cost = paths.free_cost(c, self._scales[valid])
         coded = (self._half > 0.0) & (self._on == 0)
         if coded.any():
-            cost = cost + self._squared_error(c, tried, coded)
-        least, best = torch.where(k == tried, cost, torch.inf).min(-1)
+            cost = cost + self._squared_error(c, valid, coded)
+        least, best = torch.where(k == valid, cost, torch.inf).min(-1)
         chosen = k.gather(-1, best[..., None])[..., 0]
         return torch.where(paths.any & (least < torch.inf), chosen, middle)
 
@@ -189,8 +189,8 @@ class RowCodec:
             c = scale * self._step * (code - self._centre)
         else:
             low = code & self._on
-            one, two = (low.flatten(-2).index_select(-1, before).view_as(low) for before in self._before)
-            y = ((code << self._on) ^ (((two << 1) ^ one) * self._on)) - self._centre
+            last, second_last = (low.flatten(-2).index_select(-1, before).view_as(low) for before in self._before)
+            y = ((code << self._on) ^ (((second_last << 1) ^ last) * self._on)) - self._centre
             size = y.abs()
             level = size + (size - self._bend[0]).clamp(min=0.0) + (size - self._bend[1]).clamp(min=0.0)
             c = scale * self._step * level.copysign(y)

@@ -80,8 +80,8 @@ class Paths:
         scale = scale.flatten(0, -3).movedim(-1, 0)  # [tried, N, H]
         cost = torch.zeros(2, 2, *scale.shape, device=c.device)
         for t, _, branches in self._steps(c, scale):
-            ends = (branches + cost.unsqueeze(2)).float().unbind()
-            cost = self._extended(t, ends, cost)
+            branch_costs = (branches + cost.unsqueeze(2)).float().unbind()
+            cost = self._extended(t, branch_costs, cost)
         return cost.flatten(0, 1).amin(0).movedim(0, -1).reshape(shape)
 
     def codes(self, c: Tensor, scale: Tensor) -> Tensor:
@@ -93,35 +93,35 @@ class Paths:
         for state in range(STATES):
             cost[state >> 1, state & 1, state] = 0.0
         n_place = len(self.coefficient)
-        taken = torch.empty(n_place, 2, 2, STATES, *shape, dtype=torch.bool, device=c.device)
+        second = torch.empty(n_place, 2, 2, STATES, *shape, dtype=torch.bool, device=c.device)
         index = torch.empty(n_place, STATES, *shape, dtype=torch.uint8, device=c.device)
         for t, nearest, branches in self._steps(c, flat):
             index[t] = nearest[:, 0]
-            ends = (branches + cost.unsqueeze(2)).float().unbind()
-            torch.lt(ends[1], ends[0], out=taken[t])
-            cost = self._extended(t, ends, cost)
+            branch_costs = (branches + cost.unsqueeze(2)).float().unbind()
+            torch.lt(branch_costs[1], branch_costs[0], out=second[t])
+            cost = self._extended(t, branch_costs, cost)
         closed = torch.stack([cost[state >> 1, state & 1, state] for state in range(STATES)])
         state = closed.argmin(0)
         # for every place and its end state [l, x]: the start state 2 h + l, and the code between them
-        high = taken.gather(3, state.expand(n_place, 2, 2, 1, *shape)).squeeze(3)
+        high = second.gather(3, state.expand(n_place, 2, 2, 1, *shape)).squeeze(3)
         low, x = (torch.arange(2, device=c.device).view(view) for view in ((2, 1, 1, 1), (2, 1, 1)))
         before = (2 * high + low).flatten(1, 2)
         subset = (2 * (high ^ (x > 0)) + low).flatten(1, 2)
         code = (index.gather(1, subset) ^ before) >> 1
-        behind = []
+        ends = []
         for t in reversed(range(n_place)):
-            behind.append(state)
+            ends.append(state)
             previous = before[t].gather(0, state.unsqueeze(0)).squeeze(0)
             state = previous if self.full[t] else torch.where(self.is_place[t], previous, state)
-        codes = code.gather(1, torch.stack(behind[::-1])[:, None])[:, 0]
+        codes = code.gather(1, torch.stack(ends[::-1])[:, None])[:, 0]
         out = torch.zeros(self.rank, *shape, dtype=torch.int64, device=c.device)
         out.scatter_add_(0, self.coefficient.expand_as(codes), codes * self.is_place)
         return out.movedim(0, -1).reshape(c.shape).int()
 
-    def _extended(self, t: int, ends: tuple[Tensor, ...], cost: Tensor) -> Tensor:
+    def _extended(self, t: int, branch_costs: tuple[Tensor, ...], cost: Tensor) -> Tensor:
         """Costs after place t: the smaller of two branches, or `cost` for padded heads."""
-        less = torch.minimum(ends[0], ends[1])
-        return less if self.full[t] else torch.where(self.is_place[t], less, cost)
+        smaller = torch.minimum(*branch_costs)
+        return smaller if self.full[t] else torch.where(self.is_place[t], smaller, cost)
 
     def _steps(self, c: Tensor, scale: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """For every place t at scales [tried, N, H]: [4, ..] index of the nearest level of each subset, and

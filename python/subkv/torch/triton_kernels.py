@@ -1,8 +1,8 @@
 """The kernels of `subkv.SubspaceCache` in Triton (subkv_triton), for CUDA devices.
 
-Triton's `attend` processes coded cells, `combine` the exact window and D_v. Rounding is documented in subkv_triton.
-Exact keys and values are halves, as in the native engine, for any dtype of the model; larger values saturate. There are
-no gradients.
+Triton's `attend` processes coded cells; `combine` adds the exact window and applies D_v. subkv_triton documents the
+rounding. Exact keys and values are halves, as in the native engine, for any dtype of the model; larger values saturate.
+There are no gradients.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def encode(codec: RowCodec, x: Tensor, rows: Tensor, first: int) -> Tensor:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
+def attend(q: Tensor, cells: Cells, mask: Tensor | None, params: Logits) -> Tensor:
     """Kernels.attend: softmax over coded cells per split in attend(), over all cells in combine()."""
     n_kv, n, first = cells.sink_k.shape[1], q.shape[2], cells.n_cells - q.shape[2]
     k, v = tables(cells.codec_k), tables(cells.codec_v)
     visibility = Visibility(cells, mask, n)
-    softcap = how.softcap or 0.0
-    sinks = None if how.sinks is None else how.sinks.float().view(n_kv, -1).contiguous()
+    softcap = params.softcap or 0.0
+    sinks = None if params.sinks is None else params.sinks.float().view(n_kv, -1).contiguous()
     grouped = q.float().unflatten(1, (n_kv, -1)).permute(0, 3, 1, 2, 4)  # [b, n, h, g, d]
     out = q.new_empty(len(q), n, q.shape[1], cells.sink_v.shape[-1])
     step = max(1, min(QUERIES, BIAS // (len(q) * cells.n_cells)))
@@ -78,24 +78,24 @@ def attend(q: Tensor, cells: Cells, mask: Tensor | None, how: Logits) -> Tensor:
                 v,
                 cells.rows_k,
                 cells.rows_v,
-                st.project_queries(k, x, how.scale * cells.codec_k.gamma),
+                st.project_queries(k, x, params.scale * cells.codec_k.gamma),
                 bias,
-                shift=how.scale * of_mean,
+                shift=params.scale * of_mean,
                 softcap=softcap,
             )
-            of_exact = _exact(how.scale * x, cells, visibility, at)
-            done = st.combine(v, partial, of_exact, softcap=softcap, sinks=sinks)
-            out[:, at] = done.flatten(2, 3).to(q.dtype)
+            of_exact = _exact(params.scale * x, cells, visibility, at)
+            combined = st.combine(v, partial, of_exact, softcap=softcap, sinks=sinks)
+            out[:, at] = combined.flatten(2, 3).to(q.dtype)
     return out
 
 
 def _exact(q: Tensor, cells: Cells, visibility: Visibility, at: slice) -> st.Exact:
     """Sinks and recent cells, and which of them the scaled queries q [b, n, h, g, d] see."""
-    here, visible = visibility.recent(at)
+    last, visible = visibility.recent(at)
     if not cells.n_recent:
-        here, visible = slice(0, 0), visible[..., :0]
+        last, visible = slice(0, 0), visible[..., :0]
     k, v = (
-        torch.cat([sink, recent[:, :, here]], 2).transpose(1, 2).clamp(-HALF_MAX, HALF_MAX).half().contiguous()
+        torch.cat([sink, recent[:, :, last]], 2).transpose(1, 2).clamp(-HALF_MAX, HALF_MAX).half().contiguous()
         for sink, recent in ((cells.sink_k, cells.recent_k), (cells.sink_v, cells.recent_v))
     )
     return st.Exact(k, v, q, _bias(torch.cat([visibility.sinks(at), visible.expand(len(q), -1, -1)], 2)))

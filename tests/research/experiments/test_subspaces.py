@@ -11,26 +11,25 @@ import pytest
 
 from research.experiments import bounds, oja, rotary
 from subkv.native.gguf import Gguf
-from subkv.plan.positions import Rotation, rotation
+from subkv.plan.positions import Pairs, pairs
 
 N, D = 192, 32
 
 
 @pytest.fixture(scope="module")
-def turn(tiny_model: Callable[..., Path]) -> Rotation:
+def turn(tiny_model: Callable[..., Path]) -> Pairs:
     with Gguf(tiny_model("llama")) as base:
-        found = rotation(base, D)
+        found = pairs(base, D)
     assert found is not None
     return found
 
 
-def rotated(turn: Rotation, rows: Any) -> Any:
+def rotated(turn: Pairs, rows: Any) -> Any:
     """Rows [n, d] as RoPE turns them at positions 0, 1, …"""
-    phase = np.exp(1j * np.arange(len(rows))[:, None] * turn.omega)
-    return (((rows @ turn.unitary.T) * phase) @ turn.unitary.conj()).real.astype(np.float32)
+    return turn.rotate(rows, np.arange(len(rows))).astype(np.float32)
 
 
-def test_frames_undo_the_rotation(turn: Rotation) -> None:
+def test_frames_undo_the_rotation(turn: Pairs) -> None:
     """One vector at all positions has one direction before RoPE and in pair coordinates, but several after RoPE."""
     row = np.random.default_rng(0).standard_normal(D)
     keys = rotated(turn, np.tile(row, (N, 1)))
@@ -45,7 +44,7 @@ def test_frames_undo_the_rotation(turn: Rotation) -> None:
 
 
 @pytest.mark.parametrize("name", [rotary.AFTER, rotary.PAIRS, rotary.BEFORE])
-def test_bases_of_a_moment(turn: Rotation, name: str) -> None:
+def test_bases_of_a_moment(turn: Pairs, name: str) -> None:
     rng = np.random.default_rng(1)
     x = rotary.frames(turn)[name](rotated(turn, rng.standard_normal((N, D)) * np.exp(-np.arange(D) / 8.0)))
     basis, energy = rotary.directions(rotary.moment(x))

@@ -13,7 +13,7 @@ from subkv.base.errors import SubkvError
 from subkv.format.arrays import F32
 from subkv.plan import stock
 from subkv.plan.basis import mixing_matrix
-from subkv.plan.positions import Rotation
+from subkv.plan.positions import Pairs
 
 
 def gaussian(*shape: int, seed: int = 0) -> F32:
@@ -24,17 +24,13 @@ def distortion(x: F32, decoded: F32) -> float:
     return float(np.sum((x - decoded) ** 2) / np.sum(x**2))
 
 
-def turning(d: int) -> Rotation:
+def turning(d: int) -> Pairs:
     """Rotations of neighbouring pairs, each with a different frequency."""
-    unitary, omega = np.zeros((d, d), dtype=np.complex128), np.zeros(d)
-    for a in range(0, d, 2):
-        unitary[a, a] = unitary[a + 1, a] = np.sqrt(0.5)
-        unitary[a, a + 1], unitary[a + 1, a + 1] = 1j * np.sqrt(0.5), -1j * np.sqrt(0.5)
-        omega[a], omega[a + 1] = 0.7 ** (a + 1), -(0.7 ** (a + 1))
-    return Rotation(unitary, omega)
+    theta = 0.7 ** np.arange(1.0, d, 2.0)
+    return Pairs(np.arange(d) ^ 1, np.stack([-theta, theta], 1).ravel())
 
 
-def known(heads: int = 2, d: int = 128, rotation: Rotation | None = None) -> Knowledge:
+def known(heads: int = 2, d: int = 128, rotation: Pairs | None = None) -> Knowledge:
     same = [np.broadcast_to(np.eye(d), (heads, d, d))]
     return Knowledge(heads, d, same, same, same, rotation)
 
@@ -140,8 +136,9 @@ def test_kvquant_before_rope() -> None:
     """A key that positions alone turn is one constant per channel before RoPE, so it costs nothing to quantize."""
     turn = turning(64)
     constant = np.broadcast_to(gaussian(2, 1, 64), (2, 300, 64)).astype(np.float32)
-    rotated = kvquant.unrotated(constant, turn, 4, back=False)
-    np.testing.assert_allclose(kvquant.unrotated(rotated, turn, 4), constant, atol=1e-5)
+    positions = np.arange(4, 304)
+    rotated = turn.rotate(constant, positions).astype(np.float32)
+    np.testing.assert_allclose(turn.rotate(rotated, -positions), constant, atol=1e-5)
     assert np.abs(rotated - constant).max() > 0.5
     keys, _ = made("kvquant:2", known(2, 64, turn)).round_trip(0, rotated, constant, 4)
     np.testing.assert_allclose(keys, rotated, atol=2e-3)

@@ -1,4 +1,4 @@
-"""Constants of the formats, as compiled into the kernels (kernels/include/subkv/format.h)."""
+"""Constants of the formats, as compiled into the kernels (kernels/include/subkv/format.h), through libsubkv."""
 
 from __future__ import annotations
 
