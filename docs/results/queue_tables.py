@@ -1,4 +1,4 @@
-"""Queues of a cluster, simulated: many users, the ring of Ray's own router, and what a machine was measured to do."""
+"""A simulation of queues in a cluster, with the hash ring of Ray's own router and the measured speed of a machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 
 from render import Column, Numbers, Rows, grid, text
 
-N_USERS, EVERY, N_READ, N_WRITTEN = 10_000, 60.0, 200, 150  # of a user: seconds from turn to turn, tokens of one
-N_SLOTS, SHARES, PLANNED = 4, (0.4, 0.55, 0.7, 0.85), 0.7  # of a machine's time, and what a plan uses of it
-AGAIN = 0.5  # seconds after which Ray's router asks again where all that it may ask are full
+N_USERS, EVERY, N_READ, N_WRITTEN = 10_000, 60.0, 200, 150  # per user: seconds between turns, tokens of a turn
+N_SLOTS, SHARES, PLANNED = 4, (0.4, 0.55, 0.7, 0.85), 0.7  # shares of a machine's time; the planned share
+AGAIN = 0.5  # seconds until Ray's router tries again if all candidates are full
 
-Ranked = Callable[[int], Sequence[int]]  # of a user: the machines that may answer, the first first
+Ranked = Callable[[int], Sequence[int]]  # a user's candidate machines, in order of preference
 
 
 def ring(n_replicas: int) -> Callable[[str], list[int]]:
-    """Whom Ray's own router asks for a session, in its order."""
+    """The machines that Ray's own router tries for a session, in order."""
     from ray.serve._private.common import DeploymentID, ReplicaID
     from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
@@ -36,9 +36,9 @@ def ring(n_replicas: int) -> Callable[[str], list[int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What one does, in its own seconds: work for a turn, taking over a conversation that another one held.
+    """work: seconds for a turn; takes: additional seconds to take over a conversation from another machine.
 
-    rates: of the whole machine where 1, 2, … slots are at work; as many requests again wait in it for a slot.
+    rates: speed of the machine with 1, 2, … busy slots. It queues at most as many requests as it has slots.
     """
 
     rates: Sequence[float]
@@ -52,9 +52,9 @@ class Replica:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.waiting: list[Request] = []
-        self.busy: list[tuple[float, int, Request]] = []  # by what `given` will be when they are done
-        self.given, self.at = 0.0, 0.0  # seconds of work that each busy slot had since the start; and when
-        self.used = 0.0  # seconds with anything at work
+        self.busy: list[tuple[float, int, Request]] = []  # ordered by the value of `given` when they end
+        self.given, self.at = 0.0, 0.0  # seconds of work per busy slot so far; time of the last update
+        self.used = 0.0  # seconds with at least one busy slot
 
     @property
     def n(self) -> int:
@@ -63,7 +63,7 @@ class Replica:
     def _share(self) -> float:
         return self.machine.rates[len(self.busy) - 1] / len(self.busy)
 
-    def go_on(self, now: float) -> None:
+    def advance(self, now: float) -> None:
         if self.busy:
             self.given += (now - self.at) * self._share()
             self.used += now - self.at
@@ -93,17 +93,17 @@ class Request:
 def simulated(
     machine: Machine, n_users: int, every: float, n_replicas: int, ranked: Ranked, seconds: float
 ) -> tuple[list[Request], list[float]]:
-    """All requests that were answered, and the share of the time that each machine worked.
+    """All answered requests, and the share of time that each machine was busy.
 
-    Turns come independently of each other, each user's on average `every` seconds.
+    Turns arrive independently of each other; a user sends one every `every` seconds on average.
     """
     chance = random.Random(0)
     replicas = [Replica(machine) for _ in range(n_replicas)]
     places: dict[int, Sequence[int]] = {}
     holder: dict[int, int] = {}
     done: list[Request] = []
-    events: list[tuple[float, int, Any]] = []  # when, which, and a request that comes or the replica that has one done
-    stamps = [0] * n_replicas  # of the event that holds for a replica
+    events: list[tuple[float, int, Any]] = []  # time, number, an arriving request or a finishing replica
+    stamps = [0] * n_replicas  # number of the current event of a replica
     n_events = 0
 
     def put(when: float, what: Any) -> int:
@@ -112,7 +112,7 @@ def simulated(
         heapq.heappush(events, (when, n_events, what))
         return n_events
 
-    def coming() -> Iterator[Request]:
+    def arrivals() -> Iterator[Request]:
         now, number = 0.0, 0
         while (now := now + chance.expovariate(n_users / every)) < seconds:
             number += 1
@@ -125,13 +125,13 @@ def simulated(
                 request.work = machine.work + (machine.takes if holder.get(request.user, i) != i else 0.0)
                 request.elsewhere = i != preferred[0]
                 holder[request.user] = i
-                replicas[i].go_on(now)
+                replicas[i].advance(now)
                 replicas[i].waiting.append(request)
                 return i
         put(now + AGAIN, request)
         return None
 
-    turns = coming()
+    turns = arrivals()
     if first := next(turns, None):
         put(first.arrived, first)
     while events:
@@ -139,14 +139,14 @@ def simulated(
         if isinstance(what, Request):
             if what.arrived == now and (following := next(turns, None)):
                 put(following.arrived, following)
-            found = place(what, now)
-            if found is None:
+            placed = place(what, now)
+            if placed is None:
                 continue
-            i = found
+            i = placed
         elif stamp != stamps[i := what]:
             continue
         else:
-            replicas[i].go_on(now)
+            replicas[i].advance(now)
             _, _, request = heapq.heappop(replicas[i].busy)
             request.ended = now
             done.append(request)
@@ -161,8 +161,8 @@ def _measured() -> Machine:
     """The demo model on the machine of the other tables."""
 
     def rows(name: str) -> Rows:
-        found: Rows = json.loads(Path(__file__).with_name(f"{name}.json").read_text("utf-8"))["rows"]
-        return found
+        stored: Rows = json.loads(Path(__file__).with_name(f"{name}.json").read_text("utf-8"))["rows"]
+        return stored
 
     prefix = next(row for row in rows("server_prefixes") if row["cache"].startswith("coefficients"))
     one, four = (
@@ -187,7 +187,7 @@ def cluster_queues(lab: Any) -> Rows:
         arrived, used = simulated(
             machine, n_users, EVERY, n_replicas, lambda user, chosen=chosen: chosen(f"session {user}"), seconds
         )
-        arrived = [request for request in arrived if request.arrived > seconds / 10]  # the first find everything empty
+        arrived = [request for request in arrived if request.arrived > seconds / 10]  # machines start idle
         slots = [request.begun - request.arrived for request in arrived]
         answers = [request.ended - request.arrived for request in arrived]
         users = [0] * n_replicas
@@ -214,16 +214,16 @@ def cluster_queues(lab: Any) -> Rows:
 
 def markdown(rows: Rows) -> str:
     columns: list[Column] = [
-        ("planned share", lambda row: f"{row['planned']:.0%}"),
+        ("planned load", lambda row: f"{row['planned']:.0%}"),
         ("users per machine", text("users")),
         ("machines", text("machines")),
-        ("the fullest's users, × mean", lambda row: f"{row['fullest']:.2f}"),
-        ("at work, mean", lambda row: f"{row['used']:.0%}"),
-        ("the fullest", lambda row: f"{row['fullest used']:.0%}"),
-        ("answered elsewhere", lambda row: f"{row['elsewhere']:.1%}"),
-        ("waits for a slot p50 s", lambda row: f"{row['slot p50 s']:.1f}"),
+        ("most users of a machine, × mean", lambda row: f"{row['fullest']:.2f}"),
+        ("mean load", lambda row: f"{row['used']:.0%}"),
+        ("highest load", lambda row: f"{row['fullest used']:.0%}"),
+        ("answered by another machine", lambda row: f"{row['elsewhere']:.1%}"),
+        ("wait for a slot, p50 s", lambda row: f"{row['slot p50 s']:.1f}"),
         ("p99 s", lambda row: f"{row['slot p99 s']:.1f}"),
-        ("whole answer p50 s", lambda row: f"{row['answer p50 s']:.1f}"),
+        ("answer, p50 s", lambda row: f"{row['answer p50 s']:.1f}"),
         ("p99 s", lambda row: f"{row['answer p99 s']:.1f}"),
     ]
     return grid(rows, columns, left=0)

@@ -1,6 +1,6 @@
-"""What make.py measured, as Markdown: a page per table, and the blocks and numbers that documents quote.
+"""Renders results of make.py as Markdown: a page per table, and the blocks and numbers that documents quote.
 
-A result is the JSON object of one table. Only the standard library is needed here, so that a test can render, too.
+A result is the JSON object of one table. This module needs only the standard library, so that tests can render.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Result = dict[str, Any]
 Numbers = dict[str, str]  # key → text that documents quote
 Column = tuple[str, Callable[[Row], str]]  # title, cell
 
-DEFAULT = "default.gguf"  # bases at the budget that convert takes by itself
+DEFAULT = "default.gguf"  # bases at convert's default budget
 RANDOM = "subkv random"  # bases of research.shapes
 COLUMNS = 100  # of a document's lines; rows of tables may be longer
 FIELDS = {
@@ -39,7 +39,7 @@ NUMBER = re.compile(r"<!-- number: (\w+)\.([\w.]+) -->(.*?)<!-- /number -->", re
 
 
 def grid(rows: Sequence[Row], columns: Sequence[Column], left: int = 1) -> str:
-    """A Markdown table whose first `left` columns are words."""
+    """A Markdown table; the first `left` columns are aligned left."""
     lines = [
         "| " + " | ".join(title for title, _ in columns) + " |",
         "|" + "---|" * left + "---:|" * (len(columns) - left),
@@ -49,7 +49,7 @@ def grid(rows: Sequence[Row], columns: Sequence[Column], left: int = 1) -> str:
 
 
 def label(name: str) -> str:
-    """A cache's name as tables write it; ours bold."""
+    """A cache's name in tables; subkv's are bold."""
     name = name.split(" fa=")[0]
     named = {"subkv": "subkv `--kv-bits 4.5`", f"subkv:{DEFAULT}": "subkv, the default", RANDOM: "subkv, 4.2 bits"}
     if name in named:
@@ -59,12 +59,12 @@ def label(name: str) -> str:
 
 
 def plain(value: float) -> str:
-    """Two digits, never as 1e-05."""
+    """Two significant digits."""
     return f"{value:#.2g}" if value >= 1e-3 else f"{value:.1e}" if value < 1e-4 else f"{value:.5f}"
 
 
 def text(key: str) -> Callable[[Row], str]:
-    """A cell that shows a value as it is."""
+    """A cell with an unformatted value."""
     return lambda row: str(row[key])
 
 
@@ -74,7 +74,7 @@ def wrapped(prose: str, indent: str = "") -> str:
 
 
 def command_lines(command: str) -> str:
-    """A shell command, continued over lines where it is long."""
+    """A shell command, wrapped at COLUMNS."""
     lines, line = [], ""
     for word in map(shlex.quote, shlex.split(command)):
         if line and len(line) + len(word) + 3 > COLUMNS:
@@ -90,21 +90,21 @@ def _machine(result: Result) -> str:
 
 
 def _body(table: Any, result: Result) -> str:
-    """The table, or why there is none; then what was left out of it."""
+    """The table, then the reasons of skipped parts."""
     parts = [table.markdown(result["rows"])] if result["rows"] else []
     parts += [wrapped(f"Skipped: {reason}.") for reason in result["skipped"]]
     return "\n\n".join(parts)
 
 
 def block(table: Any, result: Result, folder: str) -> str:
-    """What stands between the marks of a table. folder: of the results, as seen from the document."""
+    """The text between the marks of a table. folder: the path from the document to the results."""
     source = f"at commit {result['commit'][:9]} on {result['date'][:10]}, {_machine(result)}"
     line = f"Measured {source}: `make.py --only {table.name}`, [commands]({folder}{table.name}.md)."
     return f"{_body(table, result)}\n\n{wrapped(line)}"
 
 
 def page(table: Any, result: Result) -> str:
-    """NAME.md: the table with everything that is needed to measure it again."""
+    """NAME.md: the table, and the commands and versions that reproduce it."""
     machine = result["machine"]
     changed = ", with uncommitted changes" if result["dirty"] else ""
     facts = [
@@ -138,21 +138,21 @@ def page(table: Any, result: Result) -> str:
 
 
 def documents(repo: Path) -> list[Path]:
-    """README.md and the documents, without the pages of results."""
+    """README.md and the pages of docs/, without those of results."""
     return [repo / "README.md", *sorted(p for p in (repo / "docs").rglob("*.md") if p.parent.name != "results")]
 
 
 def folder(document: Path, repo: Path) -> str:
-    """The folder of results as a document links to it."""
+    """The path from a document to the folder of results."""
     return (
         "docs/results/" if document.parent == repo else "results/" if document.parent.name == "docs" else "../results/"
     )
 
 
 def filled(document: str, tables: dict[str, Any], results: dict[str, Result], folder: str) -> str:
-    """A document with its blocks and numbers as of `results`; those of tables without a result stay as they are.
+    """A document with blocks and numbers from `results`; those without a result stay unchanged.
 
-    folder: of the results as seen from the document, "" or with its "/". Raises KeyError for an unknown name.
+    folder: the path from the document to the results, "" or ending in "/". Raises KeyError for an unknown name.
     """
 
     def table(found: re.Match[str]) -> str:

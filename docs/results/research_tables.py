@@ -1,4 +1,4 @@
-"""Tables of research: the papers' experiments, warm starts, sensitivities; their programs' own verdicts."""
+"""Tables of research: the papers' experiments, warm starts, sensitivities; verdicts come from their programs."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def warm_start(lab: Any) -> Rows:
 
 
 def warm_markdown(rows: Rows) -> str:
-    titles = {"slots": "m", "criterion": "the paper asks", "found": "found", "n": "n", "answer": "answer"}
+    titles = {"slots": "m", "criterion": "criterion of the paper", "found": "measured", "n": "n", "answer": "result"}
     return grid(rows, [(title, text(key)) for key, title in titles.items()], left=2)
 
 
 def warm_numbers(rows: Rows) -> Numbers:
-    """kl_M, saving_M (percent), drop_M (points; warm to the end), copy_M: the leading numbers of what was found."""
+    """kl_M, saving_M (percent), drop_M (points; warm to the end), copy_M: the leading number of the measured value."""
     kinds = {"latency": "saving", "mean KL": "kl", "warm to the end": "drop", "perfect copy": "copy"}
     numbers = {}
     for row in rows:

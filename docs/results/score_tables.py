@@ -26,12 +26,12 @@ QUALITY: tuple[Column, ...] = (
 
 
 def frontier(lab: Any) -> Rows:
-    """At the context whose bytes are counted."""
+    """At the same context as the count of bits."""
     return _frontier(lab, "2.5,3,3.5,4.25,5,5.2,7", "8192", "1", "frontier.png")
 
 
 def frontier_short(lab: Any) -> Rows:
-    """Where the exact window and the bases weigh most."""
+    """In a short context, where the exact window and the bases take the largest share."""
     return _frontier(lab, "4.25,4.75,5.5,6.25,7", "2048", "2", "frontier_short.png")
 
 
@@ -49,17 +49,17 @@ def frontier_markdown(rows: Rows) -> str:
         ("cache", lambda row: label(row["name"])),
         (f"bits per element at {rows[0]['n_ctx']}", lambda row: f"{row['bpe']:.2f}"),
         *QUALITY,
-        ("predicted", lambda row: "" if row["predicted_kld"] is None else plain(row["predicted_kld"])),
+        ("predicted KLD", lambda row: "" if row["predicted_kld"] is None else plain(row["predicted_kld"])),
     ]
     return grid(rows, columns)
 
 
 def klds(rows: Rows) -> dict[str, float]:
     """Mean KLD of all texts by cache."""
-    found: dict[str, list[float]] = {}
+    by_cache: dict[str, list[float]] = {}
     for row in rows:
-        found.setdefault(row["name"].removeprefix("subkv ").replace(" + ", "_"), []).append(row["mean_kld"])
-    return {name: sum(values) / len(values) for name, values in found.items()}
+        by_cache.setdefault(row["name"].removeprefix("subkv ").replace(" + ", "_"), []).append(row["mean_kld"])
+    return {name: sum(values) / len(values) for name, values in by_cache.items()}
 
 
 def frontier_numbers(rows: Rows) -> Numbers:
@@ -122,7 +122,7 @@ def rivals(lab: Any) -> Rows:
 
 
 def rivals_markdown(rows: Rows) -> str:
-    """Ordered by bits: what lies below a line of ours with more KLD is beaten by it."""
+    """Ordered by bits: a line of ours beats all lines below it with a higher KLD."""
 
     def bits(row: Row) -> float:
         return float(row["bpe"])
@@ -130,7 +130,7 @@ def rivals_markdown(rows: Rows) -> str:
     columns: list[Column] = [
         ("cache", lambda row: label(row["name"])),
         ("bits per element", lambda row: f"{row['bpe']:.2f}"),
-        ("rows alone", lambda row: f"{row['bpe_rows']:.2f}"),
+        ("rows only", lambda row: f"{row['bpe_rows']:.2f}"),
         *_per_text(rows),
         ("above the bound", lambda row: "" if row["bound_bpe"] is None else f"{row['bpe'] - row['bound_bpe']:.2f}"),
     ]
@@ -182,7 +182,7 @@ def tasks(lab: Any) -> Rows:
 
 
 def tasks_markdown(rows: Rows) -> str:
-    """A line per cache, a column per task; of tools the share of calls that are f16's."""
+    """A line per cache, a column per task; for tools the share of calls equal to f16's."""
     kinds = list(dict.fromkeys(row["task"] for row in rows))
     found = {(row["name"], row["task"]): row for row in rows}
 

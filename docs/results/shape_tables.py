@@ -1,4 +1,4 @@
-"""Tables of speed for models of other shapes, with random weights: what research.shapes writes, measured by bench."""
+"""Tables of speed for models of other shapes: research.shapes writes random weights, bench measures."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from render import RANDOM, Numbers, Rows, wrapped
 from speed_tables import bench, by_depth, numbers
 
-SHAPES = {  # file → name in numbers, what tables say of it
+SHAPES = {  # file: name in numbers, description above the table
     "llama-3.2-1b": (
         "1b",
-        "**Llama-3.2-1B**: 16 layers, 32 query heads, 8 KV heads of 64, its vocabulary of 128256 tokens.",
+        "**Llama-3.2-1B**: 16 layers, 32 query heads, 8 KV heads of 64, the full vocabulary of 128256 tokens.",
     ),
     "qwen3-0.6b": (
         "0.6b",
-        "**Qwen3-0.6B**: 28 layers, 16 query heads, 8 KV heads of 128, its vocabulary of 151936 tokens.",
+        "**Qwen3-0.6B**: 28 layers, 16 query heads, 8 KV heads of 128, the full vocabulary of 151936 tokens.",
     ),
     "llama-3.1-8b": (
         "8b",
@@ -25,17 +25,17 @@ SHAPES = {  # file → name in numbers, what tables say of it
     "lfm2-350m": (
         "350m",
         "**LFM2-350M**, a hybrid: 6 of its 16 layers attend, with 16 query heads and 8 KV heads of 64, the others are "
-        "short convolutions; its vocabulary of 65536 tokens.",
+        "short convolutions; the full vocabulary of 65536 tokens.",
     ),
     "llama-3.1-8b-whole": (
         "8b_whole",
-        "**Llama-3.1-8B**, all of its 32 layers and 128256 tokens: 4.2 GiB of weights.",
+        "**Llama-3.1-8B**, complete: 32 layers and a vocabulary of 128256 tokens; 4.2 GiB of weights.",
     ),
     "deepseek-v2-lite": (
         "mla",
         "**DeepSeek-V2-Lite**, 4 of its 27 layers: latent attention (MLA), 16 query heads read one row of 512 + 64 "
-        "elements; feed-forward layers with as many weights as a token's experts have, a vocabulary of 32000 instead "
-        "of 102400.",
+        "elements; dense feed-forward layers with as many weights as a token uses in the original; a vocabulary of "
+        "32000 instead of 102400.",
     ),
     "qwen3.6-27b": (
         "27b",
@@ -46,31 +46,30 @@ SHAPES = {  # file → name in numbers, what tables say of it
     "qwen3.6-35b-a3b": (
         "35b_a3b",
         "**Qwen3.6-35B-A3B**, 4 of its 40 layers: 1 attends, with 16 query heads and 2 KV heads of 256, 3 have a gated "
-        "delta rule; the 8 experts that a token passes and the shared one, with none of the other 248; a vocabulary of "
-        "32000 instead of 248320. The whole model computes 10 times the layers and 8 times the vocabulary for a token, "
-        "and chooses among its experts.",
+        "delta rule; the 8 experts of a token and the shared one, without the other 248; a vocabulary of 32000 "
+        "instead of 248320. The whole model computes 10 times the layers and 8 times the vocabulary for a token, and "
+        "selects experts.",
     ),
     "gemma-4-31b": (
         "gemma",
         "**Gemma-4-31B**, 6 of its 60 layers: 1 attends to all cells, with 32 query heads and 4 KV heads of 512, 5 to "
-        "1024, whose rows stay f16, or q8_0; a vocabulary of 32000 instead of 262144. The whole model computes 10 "
-        "times the layers and 8 times the vocabulary for a token. Bytes are those of the layer that attends to all.",
+        "the last 1024 (their rows are f16 or q8_0); a vocabulary of 32000 instead of 262144. The whole model computes "
+        "10 times the layers and 8 times the vocabulary for a token. Bytes count the layer that attends to all cells.",
     ),
     "gpt-oss-20b": (
         "gpt_oss",
         "**gpt-oss-20b**, 4 of its 24 layers: 2 attend to all cells, with 64 query heads and 8 KV heads of 64, 2 to "
-        "128, whose rows stay f16, or q8_0; the 4 experts that a token passes, with none of the other 28, in Q4_0 "
-        "instead of MXFP4; a vocabulary of 32000 instead of 201088. The whole model computes 6 times the layers and 6 "
-        "times the vocabulary for a token, and chooses among its experts. Bytes are those of layers that attend to "
-        "all.",
+        "the last 128 (their rows are f16 or q8_0); the 4 experts of a token, without the other 28, in "
+        "Q4_0 instead of MXFP4; a vocabulary of 32000 instead of 201088. The whole model computes 6 times the layers "
+        "and 6 times the vocabulary for a token, and selects experts. Bytes count the layers that attend to all cells.",
     ),
 }
 OTHERS = ["llama-3.2-1b", "qwen3-0.6b", "llama-3.1-8b"]
 SIZES = {"llama-3.1-8b-whole": ("llama-3.1-8b", "--layers", "32", "--vocab", "128256")}  # others: research.shapes' own
 SMALL = ("--layers", "3", "--embd", "1024", "--ff", "256", "--vocab", "512")  # to try the programs
 QUICK = ("-n", "4", "-d", "64", "-r", "1")
-# Kinds of layers alternate. With experts a token reads few weights, so large depths are filled in minutes. Left out is
-# gemma-4-31b, which takes 11 minutes for 8000 tokens.
+# Kinds of layers alternate. With experts a token reads few weights, so filling a large depth takes minutes.
+# gemma-4-31b is omitted: it takes 11 minutes for 8000 tokens.
 WITH_EXPERTS = ["qwen3.6-35b-a3b", "gpt-oss-20b"]
 WITHOUT = ["lfm2-350m", "qwen3.6-27b"]
 
@@ -83,7 +82,7 @@ def _measure(lab: Any, *words: str, shapes: Iterable[str] = OTHERS, flash: str =
     rows = []
     for name in shapes:
         shape, *sizes = SIZES.get(name, (name,))
-        small = SMALL[2:] if name in (*WITH_EXPERTS, "qwen3.6-27b") else SMALL  # one turn of kinds stays whole
+        small = SMALL[2:] if name in (*WITH_EXPERTS, "qwen3.6-27b") else SMALL  # a complete period of kinds
         model = lab.shape(name, shape, *lab.pick(sizes, small))
         for row in bench(lab, *words, "-fa", lab.pick(flash, "on"), model=model):
             cache = RANDOM if row["cache"] == "subkv" else row["cache"]
@@ -97,9 +96,9 @@ def decode(lab: Any) -> Rows:
 
 
 def hybrids(lab: Any) -> Rows:
-    """Every token is evaluated: cells are not copied where layers are recurrent or have a window.
+    """Every token is evaluated, because cells of recurrent layers and of windows cannot be copied.
 
-    Flash attention off, and the larger depth of dense models, are left out: they take an hour each.
+    Flash attention off and the larger depth of dense models are omitted: they take an hour each.
     """
     rows = []
     for shapes, depths in ((WITH_EXPERTS, "64,8000,32000"), (WITHOUT, "64,8000")):
@@ -129,7 +128,7 @@ def whole(lab: Any) -> Rows:
 
 
 def _by_shape(rows: Rows) -> dict[str, Rows]:
-    """Rows of the shapes that were measured."""
+    """Rows of each measured shape."""
     measured = {row["shape"] for row in rows}
     return {name: [row for row in rows if row["shape"] == name] for name in SHAPES if name in measured}
 

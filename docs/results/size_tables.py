@@ -1,4 +1,4 @@
-"""Bytes of the KV cache of models by their shapes: computed, not measured."""
+"""Bytes of the KV cache of models, computed from their shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from subkv.plan.budget import coefficient_bits
 
 GIB = 8 << 30  # bits
 CONTEXTS = {"8k": 8192, "32k": 32768, "128k": 131072}
-STATED = 8192  # tokens at which bits per element are stated
+STATED = 8192  # tokens at which bits per element are counted
 KV_BITS, Q8_0 = 4.25, 8.5
 
 
@@ -27,11 +27,11 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Rows of a token: of each layer, KV head and side."""
+        """Rows per token: one of each layer, KV head and side."""
         return 2 * self.n_layer * self.n_head_kv
 
     def bits(self, n: int) -> float:
-        """Of n tokens of one sequence: rows, and what does not grow, the exact window and the bases."""
+        """Bits of n tokens of one sequence: rows, plus the exact window and the bases, which do not grow."""
         elements = self.rows * self.d
         fixed = DEFAULT.bits(elements, self.rows) + elements * coefficient_bits(self.d)
         return fixed + (KV_BITS * elements - fixed / STATED) * n
@@ -53,8 +53,8 @@ def sizes(_: Any) -> Rows:
     for shape in SHAPES:
         for label, n in CONTEXTS.items():
             elements = shape.rows * shape.d * n
-            found = {"f16": 16 * elements, "q8_0": Q8_0 * elements, "subkv": shape.bits(n)}
-            rows.append({"name": shape.name, "context": label, **{key: bits / GIB for key, bits in found.items()}})
+            bits_of = {"f16": 16 * elements, "q8_0": Q8_0 * elements, "subkv": shape.bits(n)}
+            rows.append({"name": shape.name, "context": label, **{key: bits / GIB for key, bits in bits_of.items()}})
     return rows
 
 

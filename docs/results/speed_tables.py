@@ -36,8 +36,8 @@ def memory(lab: Any) -> Rows:
 def memory_markdown(rows: Rows) -> str:
     columns: list[Column] = [
         ("cache", lambda row: label(row["name"])),
-        ("KV MiB allocated", lambda row: f"{row['kv_mib']:.1f}"),
-        ("of f16", lambda row: f"{row['kv_mib'] / rows[0]['kv_mib']:.2f}"),
+        ("KV cache, MiB", lambda row: f"{row['kv_mib']:.1f}"),
+        ("share of f16", lambda row: f"{row['kv_mib'] / rows[0]['kv_mib']:.2f}"),
         ("bases, MiB", lambda row: f"{row['bases_mib']:.1f}" if row["bases_mib"] else ""),
         ("peak RSS of the process, MiB", lambda row: f"{row['rss_mib']:.0f}"),
     ]
@@ -54,7 +54,7 @@ def memory_numbers(rows: Rows) -> Numbers:
 
 
 def bench(lab: Any, *words: str, model: Sequence[str] = MODEL, env: dict[str, str] | None = None) -> Rows:
-    """Rows of one interleaved run, the better of flash attention on and off where both ran; without single samples."""
+    """Rows of one interleaved run without samples; of flash attention on and off the faster one, if both ran."""
     best: dict[tuple[Any, ...], Row] = {}
     for row in lab.json(*BENCH, *model, *words, env=env):
         row = {key: value for key, value in row.items() if not key.startswith("samples")}
@@ -79,7 +79,7 @@ def ts(row: Row) -> str:
 
 
 def by_depth(rows: Rows) -> str:
-    """A line per cache, a column per depth, ratios at the deepest."""
+    """A line per cache, a column per depth, ratios at the largest depth."""
     depths = sorted({row["n_depth"] for row in rows})
     found = {(row["cache"], row["n_depth"]): row for row in rows}
     deepest = [row for row in rows if row["n_depth"] == depths[-1]]
@@ -93,10 +93,11 @@ def by_depth(rows: Rows) -> str:
 
 
 def numbers(rows: Rows, name: str = "subkv") -> Numbers:
-    """Of the cache `name`. best_stock_D, KIND_D: how many times as fast it is at depth D; kept_D: percent of what it
-    was at the least depth.
+    """Numbers of the cache `name` at each depth D.
 
-    cell_D: microseconds that a cell between the depth before and D adds to a token (generation only).
+    best_stock_D, KIND_D: its speed divided by that of the best stock cache, or of another kind. kept_D: its speed in
+    percent of that at the smallest depth. cell_D: microseconds per token and cell between the previous depth and D
+    (generation only).
     """
     found = {(row["cache"], row["n_depth"]): row for row in rows}
     depths = sorted({row["n_depth"] for row in rows})
@@ -172,9 +173,9 @@ def drafts_markdown(rows: Rows) -> str:
         ("task", text("task")),
         ("cache", lambda row: label(row["cache"])),
         ("drafts", text("draft")),
-        ("right", lambda row: f"{row['n_accepted']} of {row['n_drafted']}" if row["n_drafted"] else ""),
+        ("accepted", lambda row: f"{row['n_accepted']} of {row['n_drafted']}" if row["n_drafted"] else ""),
         ("tokens/s", ts),
-        ("× without", lambda row: f"{row['median_ts'] / plain[row['cache'], row['task']]:.2f}"),
+        ("× without drafts", lambda row: f"{row['median_ts'] / plain[row['cache'], row['task']]:.2f}"),
         ("same answer", lambda row: "yes" if row["same_answer"] else "no"),
     ]
     return grid(rows, columns, left=3)
@@ -193,7 +194,7 @@ def avx2(lab: Any) -> Rows:
 
 
 def kernels(lab: Any) -> Rows:
-    """kernel-bench's figures: a heading with the versions, then words and, from the end, 18 columns per version."""
+    """kernel-bench's figures: a heading with the versions, then lines that end with 18 columns per version."""
     lines = lab.run(lab.built("kernel-bench"), lab.pick("200", "2")).stdout.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("ns (GB/s of codes)"))
     versions = lines[at].split(")", 1)[1].split()
@@ -207,7 +208,7 @@ def kernels(lab: Any) -> Rows:
 
 
 def kernels_markdown(rows: Rows) -> str:
-    return grid(rows, [(key, text(key)) for key in rows[0]])
+    return grid(rows, [("op" if key == "figure" else key, text(key)) for key in rows[0]])
 
 
 def server_load(lab: Any) -> Rows:

@@ -1,7 +1,7 @@
-"""The tables: name, title, what is measured, and the functions that measure and write them.
+"""The tables: name, title, description, and the functions that measure and write them.
 
-measure(lab) runs programs in a folder that holds M.gguf, calib.safetensors and the texts (`Lab` of make.py) and returns
-rows; markdown(rows) and numbers(rows) are what documents show and quote.
+measure(lab) runs programs in a folder with M.gguf, calib.safetensors and the texts (`Lab` of make.py) and returns rows.
+Documents show markdown(rows) and quote numbers(rows).
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from render import Numbers, Rows
 
 @dataclass(frozen=True)
 class Table:
-    """minutes: an estimate for two quiet cores of a Zen 4. picture: a file beside the page.
+    """minutes: an estimate for two idle cores of a Zen 4. picture: a file next to the page.
 
-    group: tables whose numbers are compared, so that one commit measures all of them: of the engine (time, memory and
-    its rounding), of the engine under load and in depth, of models of other shapes, of the codec in float32, of bases
-    from the weights alone, of other projects' codecs, of tasks, of the papers.
+    group: tables with comparable numbers; one commit measures all tables of a group.
     """
 
     name: str
@@ -42,26 +40,26 @@ class Table:
     group: str = "engine"
 
 
-MODEL = "SmolLM2-135M-Instruct Q4_1 with the calibration that models/ holds at this commit"
+MODEL = "SmolLM2-135M-Instruct Q4_1 with the calibration in models/ at this commit"
 FLOAT32 = "in a float32 model of transformers, without engine noise"
 
 
 def _of_shapes(filled: str, flash: str) -> str:
-    """What stands above tables of research.shapes. filled: with what caches are."""
+    """The description of tables of research.shapes. filled: the cells in the caches; flash: the flash attention."""
     return (
-        "Random weights (Q4_0, one type for all matrices) and random bases of a fixed layout, 8 to 3 bits per "
-        "coefficient, by `research.shapes`: time and memory are those of real models of these shapes, quality is not "
-        f"there to be measured. Caches are filled with {filled} (`subkv bench`). Medians ± standard deviation of "
-        f"interleaved repetitions in one process, 2 threads{flash}."
+        "`research.shapes` writes models with random weights (Q4_0, one type for all matrices) and random bases of a "
+        "fixed layout, 8 to 3 bits per coefficient. Time and memory are those of real models of these shapes; quality "
+        f"is not measured. `subkv bench` fills caches with {filled}. Medians ± standard deviation of interleaved "
+        f"repetitions in one process, 2 threads{flash}."
     )
 
 
 SHAPES = _of_shapes("copies of evaluated cells", "; the better of flash attention on and off")
 EVALUATED = _of_shapes("evaluated tokens", ", flash attention on")
-LEFT_OUT = f"{SHAPES} q8_0 and q4_0 are left out: at depth they are slower than f16."
+LEFT_OUT = f"{SHAPES} q8_0 and q4_0 are omitted: at depth they are slower than f16."
 REPEATED = "Medians ± standard deviation of interleaved repetitions in one process, 2 threads, 4.5 bits"
 
-ORDER = (  # what matters most comes first
+ORDER = (  # the most important ones first
     Table(
         "frontier_float32",
         "Bits against KLD, float32",
@@ -77,7 +75,7 @@ ORDER = (  # what matters most comes first
     Table(
         "frontier_short",
         "Bits against KLD in a short context, float32",
-        f"{MODEL}; WikiText-2 test, two chunks of 2048 tokens, whose bytes are counted; the codec {FLOAT32}.",
+        f"{MODEL}; WikiText-2 test, two chunks of 2048 tokens; bits are counted at 2048 tokens; the codec {FLOAT32}.",
         5,
         scores.frontier_short,
         scores.frontier_markdown,
@@ -97,7 +95,7 @@ ORDER = (  # what matters most comes first
     Table(
         "memory",
         "Memory at 8192 tokens of context",
-        "A chat that answers 8 tokens; peak resident memory of the whole process.",
+        "A chat with an answer of 8 tokens; peak resident memory of the whole process.",
         0.3,
         speed.memory,
         speed.memory_markdown,
@@ -106,8 +104,8 @@ ORDER = (  # what matters most comes first
     Table(
         "sizes",
         "Memory by the shape of a model",
-        "Computed from shapes (layers whose cache grows, KV heads and head size, as in each model's config.json), not "
-        "measured. subkv: 4.25 bits per element, with the exact window of one sequence and the bases.",
+        "Computed, not measured, from each model's config.json: layers with a growing cache, KV heads and head size. "
+        "subkv: 4.25 bits per element, including the exact window of one sequence and the bases.",
         0,
         size.sizes,
         size.sizes_markdown,
@@ -116,8 +114,8 @@ ORDER = (  # what matters most comes first
     ),
     Table(
         "sensitivity",
-        "What errors cost where",
-        "Measured by `subkv lab sensitivity`, drawn from the calibration.",
+        "Sensitivity of layers to errors",
+        "`subkv lab sensitivity` measured the values in the calibration; `subkv lab plot` draws them.",
         0.1,
         research.sensitivity,
         lambda rows: "",
@@ -136,8 +134,8 @@ ORDER = (  # what matters most comes first
     Table(
         "engine_kld",
         "KLD in the engine",
-        f"{MODEL}; WikiText-2 test. The engine computes with quantized weights and activations and amplifies every "
-        "rounding; f16 with flash attention off is the floor below which nothing can be told apart.",
+        f"{MODEL}; WikiText-2 test. Quantized weights and activations amplify every rounding. f16 with flash "
+        "attention off is the noise floor: smaller differences are not significant.",
         3.5,
         scores.engine_kld,
         scores.engine_markdown,
@@ -145,7 +143,7 @@ ORDER = (  # what matters most comes first
     Table(
         "server_load",
         "Load on the server",
-        "llama-server, 4 slots of 4096 tokens, 4.5 bits, 2 threads; the lines of clients are medians of interleaved "
+        "llama-server, 4 slots of 4096 tokens, 4.5 bits, 2 threads; lines of clients are medians of interleaved "
         "repetitions.",
         4.5,
         speed.server_load,
@@ -155,11 +153,11 @@ ORDER = (  # what matters most comes first
     ),
     Table(
         "server_prefixes",
-        "What the server remembers",
-        f"{MODEL}; llama-server with one slot of 8192 tokens, 2 threads. Seconds until the first token of an answer to "
-        "6,000 tokens: evaluated; after a restart, with the files out of the system's cache; evicted by another "
-        "conversation and back, from memory (median of three). On disk: that prompt with its checkpoints. Ten "
-        "conversations of 200 tokens after the same 1,000.",
+        "Prompts that the server restores",
+        f"{MODEL}; llama-server with one slot of 8192 tokens, 2 threads. Seconds are times to the first token of an "
+        "answer to 6,000 tokens. After an eviction by another conversation, the prompt comes from memory (median of "
+        "three). After a restart it comes from files, which the system does not have cached. On disk: this prompt with "
+        "its checkpoints. The ten conversations have 200 tokens each, after the same 1,000.",
         4,
         prefixes.server_prefixes,
         prefixes.markdown,
@@ -168,11 +166,11 @@ ORDER = (  # what matters most comes first
     ),
     Table(
         "server_handover",
-        "A conversation that changes its server",
-        f"{MODEL}; two llama-servers of one slot of 8192 tokens, 2 threads, one after the other, with one store in a "
-        "folder, whose files are out of the system's cache. Moved: all of the store after 6,000 tokens. A turn of 200 "
-        "tokens more: what the second server adds. Taken over: seconds until the first token of the answer to both. "
-        "Break-even: at a slower link evaluating is faster.",
+        "A conversation that moves to another server",
+        f"{MODEL}; two llama-servers with one slot of 8192 tokens and 2 threads, one after the other. They share a "
+        "store in a folder; the system does not have its files cached. Transferred: the whole store after 6,000 "
+        "tokens. Next turn: the bytes that the second server adds for 200 more tokens. Takeover: time to the first "
+        "token of the answer to both. Break-even: with a slower link, evaluating the prompt again is faster.",
         4,
         prefixes.server_handover,
         prefixes.handover_markdown,
@@ -181,11 +179,11 @@ ORDER = (  # what matters most comes first
     Table(
         "turns",
         "Tokens that are evaluated twice",
-        "llama-server with one slot; tiny seeded models whose recurrent layers, sliding windows and heads are those of "
-        f"the shapes. Ten turns to a depth of {turns.DEPTH} tokens; then turn 8 edited and gone on from; a branch "
-        "behind turn 5; the way back to turn 10 and on; a restart; the turn before it edited. Tokens evaluated beyond "
-        "the new ones. A restarted server has a store (`SUBKV_STORE`) with coefficients, and with f16 the file of its "
-        "slot, saved and restored.",
+        "llama-server with one slot; tiny models with random weights and the recurrent layers, sliding windows and "
+        f"heads of the shapes. Ten turns to a depth of {turns.DEPTH} tokens; turn 8 edited; another turn after it; "
+        "another text after turn 5; the first conversation continued after turn 10; a restart and another turn; the "
+        "turn before the restart edited. Cells count the tokens evaluated in addition to new ones. After the restart, "
+        "a server with coefficients reads a store (`SUBKV_STORE`); with f16 it restores the saved file of its slot.",
         20,
         turns.turns,
         turns.markdown,
@@ -195,7 +193,7 @@ ORDER = (  # what matters most comes first
     Table(
         "cluster_load",
         "Replicas on one machine",
-        f"{MODEL}, 4.5 bits; all on the same 2 cores, Ray's proxy, ingress and controller included. Medians of three.",
+        f"{MODEL}, 4.5 bits; all on the same 2 cores, including Ray's proxy, ingress and controller. Medians of three.",
         4,
         clusters.cluster_load,
         clusters.markdown,
@@ -204,11 +202,11 @@ ORDER = (  # what matters most comes first
     Table(
         "cluster_queues",
         "Queues of a cluster",
-        f"Simulated: {queues.N_USERS:,} users, a turn a minute each, of {queues.N_READ} new tokens and "
-        f"{queues.N_WRITTEN} of an answer, at random times; for 20 minutes. Machines of {queues.N_SLOTS} slots as "
-        "the tables of the server measured them, with work shared equally and the time of taking over a conversation "
-        "from the store. Whom a request goes to says the ring of Ray's own router; where the first has twice as many "
-        "requests as slots the next two are asked, and then all again.",
+        f"Simulation of 20 minutes: {queues.N_USERS:,} users each send a turn per minute, at random times. A turn has "
+        f"{queues.N_READ} new tokens and an answer of {queues.N_WRITTEN}. A machine has {queues.N_SLOTS} slots that "
+        "share its time equally, with the speed and the time of a takeover from the server tables. The hash ring of "
+        "Ray's own router selects the machine. If it has twice as many requests as slots, the router tries the next "
+        "two machines, then all three again.",
         0.5,
         queues.cluster_queues,
         queues.markdown,
@@ -217,9 +215,9 @@ ORDER = (  # what matters most comes first
     ),
     Table(
         "other_texts",
-        "Texts of many kinds",
-        f"{MODEL}; a novel, argparse.py of the Python that runs, and the built-in texts of seven kinds that no "
-        f"calibration sees; the codec {FLOAT32}, one chunk of at most 2048 tokens each.",
+        "Other kinds of text",
+        f"{MODEL}; a novel, argparse.py of the running Python, and the built-in held-out texts of seven kinds; the "
+        f"codec {FLOAT32}, one chunk of at most 2048 tokens each.",
         15,
         scores.other_texts,
         scores.by_text,
@@ -227,8 +225,8 @@ ORDER = (  # what matters most comes first
     ),
     Table(
         "speed_parallel",
-        "Sequences that generate together",
-        f"{REPEATED}; tokens/s of all together.",
+        "Parallel sequences",
+        f"{REPEATED}; tokens/s of all sequences together.",
         4,
         speed.parallel,
         speed.by_test,
@@ -238,8 +236,8 @@ ORDER = (  # what matters most comes first
     Table(
         "drafts",
         "Drafts",
-        "A greedy answer of 64 tokens behind 2000 tokens of Python code: `copy` writes them once more, `go on` goes "
-        "on. `lookup N`: N tokens that followed the last 3 when these stood in the text before. "
+        "A greedy answer of 64 tokens after 2000 tokens of Python code: `copy` repeats the code, `go on` continues "
+        "it. `lookup N` proposes the N tokens that followed an earlier occurrence of the last 3. "
         f"{REPEATED}.",
         4,
         speed.drafts,
@@ -250,7 +248,7 @@ ORDER = (  # what matters most comes first
     Table(
         "speed_avx2",
         "AVX2 only",
-        f"{REPEATED}; our kernels limited to AVX2, llama.cpp's own not.",
+        f"{REPEATED}; only subkv's kernels are limited to AVX2, llama.cpp's are not.",
         2,
         speed.avx2,
         speed.by_test,
@@ -319,10 +317,10 @@ ORDER = (  # what matters most comes first
         "rivals",
         "Other projects' codecs",
         f"{MODEL}; mean KLD of one chunk of 2048 tokens of WikiText-2 test, of a novel, and of argparse.py of the "
-        f"Python that runs; the codecs {FLOAT32}. Bits are counted at 8192 tokens, every byte: scales, zeros, norms, "
-        "tables, outliers, exact windows. (So long windows, other codecs' above all, look better than they are: at "
-        "2048 tokens they hold a larger share.) The other codecs are defined in research/rivals; each stands here "
-        "with its own exact window and with subkv's.",
+        f"running Python; the codecs {FLOAT32}. Bits are counted at 8192 tokens and include scales, zeros, norms, "
+        "tables, outliers and exact windows. (This favours long windows, mostly those of other codecs: at 2048 tokens "
+        "a window holds a larger share.) research/rivals defines the other codecs; the table has each with its own "
+        "exact window and with subkv's.",
         16,
         scores.rivals,
         scores.rivals_markdown,
@@ -333,8 +331,8 @@ ORDER = (  # what matters most comes first
     Table(
         "uncalibrated",
         "Bases from the weights alone",
-        f"WikiText-2 test, one chunk of 8192 tokens, the codec {FLOAT32}. Uncalibrated bases know the weights and no "
-        "text; the first line has the demo's calibration.",
+        f"WikiText-2 test, one chunk of 8192 tokens, the codec {FLOAT32}. Uncalibrated bases are derived from the "
+        "weights alone; the first line uses the demo's calibration.",
         18,
         scores.uncalibrated,
         scores.frontier_markdown,
@@ -344,10 +342,10 @@ ORDER = (  # what matters most comes first
     Table(
         "tasks",
         "Tasks",
-        f"{MODEL}; texts of 1024 tokens made by "
-        "`research.tasks`, in the engine. f16: right answers and their standard error over texts; the others: what has "
-        "changed against f16 on the same texts, in points; tools: f16's right calls, the others' share of calls that "
-        "are f16's; −ln p: change per token of the right answers, nats, mean of the tasks.",
+        f"{MODEL}; generated texts of 1024 tokens (`research.tasks`), in the engine. f16: share of right answers, "
+        "with the standard error over texts. Other caches: change from f16 on the same texts, in percentage points. "
+        "tools: for f16 the share of right calls, for other caches the share of calls equal to f16's. −ln p: change "
+        "per token of the right answers, in nats, mean of the tasks.",
         10,
         scores.tasks,
         scores.tasks_markdown,
@@ -356,15 +354,15 @@ ORDER = (  # what matters most comes first
     Table(
         "kernels",
         "Kernels alone",
-        "Nanoseconds (and GB/s of codes) of each op in each version.",
+        "Nanoseconds (and GB/s of codes) per op and version of the kernels.",
         1,
         speed.kernels,
         speed.kernels_markdown,
     ),
     Table(
         "experiments",
-        "The papers' falsifiers",
-        f"{MODEL}; float32, 4.25 bits, one chunk a text.",
+        "Tests of the papers' claims",
+        f"{MODEL}; float32, 4.25 bits, one chunk per text.",
         13,
         research.experiments,
         research.verdicts_markdown,
@@ -372,8 +370,9 @@ ORDER = (  # what matters most comes first
     ),
     Table(
         "warm_start",
-        "Warm start against the paper's criteria",
-        "Trained on prompts of WikiText-2 valid, tested on its test split, f16 cache, pairs with a cosine above 0.9.",
+        "Warm start: criteria of the paper",
+        "Trained on prompts of WikiText-2 valid, tested on prompts of its test split, f16 cache; pairs of prompts with "
+        "a cosine above 0.9.",
         7,
         research.warm_start,
         research.warm_markdown,

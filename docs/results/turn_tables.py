@@ -10,11 +10,18 @@ from render import Column, Numbers, Rows, grid, text
 
 PROGRAM = Path("tests/programs/turns.py")
 DEPTH = 32000
-STEPS = ("a turn edited", "gone on", "a branch", "the way back", "a restart", "edited behind it")
+STEPS = {  # name of a step in the results: title of its column
+    "a turn edited": "turn 8 edited",
+    "gone on": "turn after the edit",
+    "a branch": "branch after turn 5",
+    "the way back": "return to turn 10",
+    "a restart": "restart",
+    "edited behind it": "edit after the restart",
+}
 
 
 def turns(lab: Any) -> Rows:
-    """Needs a build with llama.cpp's programs, named by SUBKV_LIB_PATH."""
+    """Needs a build of llama.cpp's programs; SUBKV_LIB_PATH names its folder."""
     words = ("--depth", str(lab.pick(DEPTH, 2000)), "-o", "json")
     program = Path(__file__).resolve().parents[2] / PROGRAM
     done = lab.run("python", str(program), *words, shown=("python", str(PROGRAM), *words))
@@ -34,17 +41,17 @@ def _share(row: dict[str, Any]) -> str:
 
 
 def markdown(rows: Rows) -> str:
-    def again(name: str) -> Column:
-        return name, lambda row: str(row[f"{name} again"])
+    def again(name: str, title: str) -> Column:
+        return title, lambda row: str(row[f"{name} again"])
 
     columns: list[Column] = [
         ("shape", text("shape")),
         ("cache", lambda row: "**subkv**" if row["cache"] == "subkv" else row["cache"]),
-        ("new", text("new")),
-        again("ten turns"),
-        *(again(name) for name in STEPS),
-        ("all", text("again")),
-        ("of the new", _share),
+        ("new tokens", text("new")),
+        again("ten turns", "ten turns"),
+        *(again(name, title) for name, title in STEPS.items()),
+        ("all steps", text("again")),
+        ("share of new tokens", _share),
     ]
     return grid(rows, columns, left=2)
 
@@ -53,7 +60,7 @@ def numbers(rows: Rows) -> Numbers:
     """The largest share of every cache."""
     shares = {cache: [row for row in rows if row["cache"] == cache] for cache in ("subkv", "f16")}
     return {
-        f"worst_{cache}": f"{max(100 * row['again'] / row['new'] for row in found):.1f}"
-        for cache, found in shares.items()
-        if found
+        f"worst_{cache}": f"{max(100 * row['again'] / row['new'] for row in of_cache):.1f}"
+        for cache, of_cache in shares.items()
+        if of_cache
     }

@@ -26,7 +26,7 @@ namespace {
 constexpr int64_t N_LAYER = 30;
 constexpr int64_t N_HEAD  = 3;
 constexpr int64_t N_CELLS = 8000;
-constexpr int64_t FEW     = 1024; // cells of a layer for the reference, which is slow wherever codes come from
+constexpr int64_t FEW     = 1024; // cells of a layer for the reference, which does not depend on memory speed
 
 using Bands = std::vector<std::pair<int, int>>; // (n, bits)
 
@@ -36,7 +36,7 @@ float uniform() {
     return std::uniform_real_distribution<float>(-1.0f, 1.0f)(random_bits);
 }
 
-uint16_t half(float x) { // good enough for |x| in [2^-14, 2)
+uint16_t half(float x) { // for |x| in [2^-14, 2)
     int         e;
     const float m = std::frexp(std::fabs(x), &e);
     return (uint16_t) ((x < 0 ? 0x8000 : 0) | ((e + 14) << 10) | ((int) (m * 2048.0f) & 0x3ff));
@@ -68,10 +68,10 @@ struct Figure {
     std::string                            what;
     double                                 bytes; // of codes per unit
     std::function<double(const Ops & ops)> run;
-    std::function<double()>                read; // perhaps none
+    std::function<double()>                read; // may be empty
 };
 
-// SUBKV_KERNEL=NAME measures that version alone.
+// SUBKV_KERNEL=NAME: measure only this version.
 std::vector<const Ops *> versions() {
     std::vector<const Ops *> all;
     for (const Ops * const * ops = ops_available(); *ops != nullptr; ++ops) {
@@ -99,7 +99,7 @@ struct alignas(LINE) Line {
     uint8_t * bytes() { return (uint8_t *) words; }
 };
 
-volatile uint64_t kept; // makes results count
+volatile uint64_t sink; // prevents the compiler from removing the computation
 
 void read_all(const Line * lines, size_t n) {
     uint64_t part[8] = {};
@@ -109,7 +109,7 @@ void read_all(const Line * lines, size_t n) {
         }
     }
     for (const uint64_t p : part) {
-        kept = kept + p;
+        sink = sink + p;
     }
 }
 
@@ -148,15 +148,15 @@ struct Side {
     }
 };
 
-// Codes of all layers and the arguments of attending to them.
+// Codes of all layers, and the arguments of attend.
 struct Cache {
     Side    k, v;
-    int64_t span; // cells of a call; 0: as the runtime does
+    int64_t span; // cells per call; 0: as in the runtime
 
     Cache(const Bands & k_bands, const Bands & v_bands, int64_t cells_of_call) :
         k(false, k_bands, N_CELLS / TILE), v(true, v_bands, N_CELLS / TILE), span(cells_of_call) {}
 
-    // Returns the number of cells, of all heads.
+    // Returns the number of cells of all heads.
     int64_t attend(const Ops & ops, int64_t n_layer, int64_t n_cells, int64_t n_tok, int64_t n_group) const {
         static std::vector<float> q, m, z, acc, bias, slope;
         const HeadCodec &         k_codec = k.head.codec;
@@ -206,9 +206,9 @@ struct Cache {
     }
 };
 
-// One token over N_CHOSEN cells of all layers as if they were one, cells that follow each other or every n-th: these are
-// gathered first, from tiles or from rows (runtime/native/cells.h; for the time any bytes are rows). Of latent attention
-// values are made of keys, as node_attend.cpp does. The next call takes others.
+// One token over N_CHOSEN cells of all layers, adjacent ones or every n-th. The latter are gathered first, from tiles or
+// from rows (runtime/native/cells.h; arbitrary bytes serve as rows). In latent attention values are copied out of keys,
+// as in node_attend.cpp. The next call uses other cells.
 constexpr int64_t N_CHOSEN = 2048;
 
 enum class Cells { IN_A_ROW, OF_TILES, OF_ROWS };
@@ -284,7 +284,7 @@ int64_t attend_chosen(const Cache & cache, const Ops & ops, Cells which, bool la
     return N_CHOSEN * N_HEAD;
 }
 
-double read_bandwidth() { // GB/s of summing 256 MiB
+double read_bandwidth() { // GB/s, from summing 256 MiB
     const std::vector<Line> data(1 << 22);
     std::vector<double>     t;
     for (int i = 0; i < 7; ++i) {
@@ -293,7 +293,7 @@ double read_bandwidth() { // GB/s of summing 256 MiB
     return LINE * (double) data.size() / median(t) / 1e9;
 }
 
-// Median ns per unit of each column's runs, which return their units, in turn; 0 of columns without.
+// Median ns per unit for each column; runs return their number of units and are interleaved. 0: no run.
 std::vector<double> measure(const std::vector<std::function<double()>> & columns, double budget) {
     std::vector<std::vector<double>> ns(columns.size());
     std::vector<int>                 repeats;
@@ -374,7 +374,7 @@ int main(int argc, char ** argv) {
                                                             ", 2048 of 131072 chosen, as rows";
         for (const int64_t n_group : { 4, 8 }) {
             const std::string name = "chosen 128 dims 4.1 bits" + what + ", " + std::to_string(n_group) + " query rows";
-            if (which == Cells::OF_ROWS) { // latent layers alone
+            if (which == Cells::OF_ROWS) { // only in latent layers
                 continue;
             }
             figures.push_back({ name, 0.0,

@@ -1,19 +1,21 @@
-"""Builds, checks and times the GPU kernels in one run, for a machine rented for minutes without network.
+"""Builds, tests and times the GPU kernels in one run, for a machine without network that is rented for minutes.
 
     python kernels/bench/gpu.py [-o gpu.json] [--cells 131072] [--quick] [--engine] [--steps tests,ops,models]
                                 [--backend vulkan]
 
-Correctness first: the tests of the CUDA and Triton kernels, on the GPU. Then times of every op, and of attention
-against torch's over f16 keys and values (--backend vulkan: of the Vulkan ops, against a copy in the device's memory).
-Then whole models of random weights: the longest context in 8 GiB (without a GPU, too), and runtime.bench at depth. What
-has been found is written after every step; what cannot run here is said and skipped.
+Steps:
+    tests    the tests of the CUDA and Triton kernels (or of the Vulkan kernels) on the GPU
+    ops      times of every op, and of attention compared with torch's over f16 keys and values (Vulkan: compared with a
+             copy in the device's memory)
+    models   models with random weights: the longest context in 8 GiB (also without a GPU), and runtime.bench at depth
+Results are written after every step. Steps that cannot run are reported and skipped.
 
-Bring: this repository, its extras `test` and `torch`, and nvcc for the CUDA kernels. For whole models also a
-pure-Python llama-cpp-python (LLAMA_BUILD=OFF), cmake, and the tree DIR/llama.cpp of any build of this repository in
-SUBKV_LLAMA_CPP_SOURCE: --engine builds from it into build/gpu, and goes on where a build was cut off.
-With --backend vulkan: glslc, Vulkan's headers and loader and a driver instead of nvcc, torch and triton; where the only
-device is a CPU (lavapipe), GGML_VK_VISIBLE_DEVICES=0 for whole models.
-With compute-sanitizer: compute-sanitizer --target-processes all python kernels/bench/gpu.py --quick --steps tests
+Requirements: this repository, its extras `test` and `torch`, and nvcc for the CUDA kernels. Whole models also need a
+pure-Python llama-cpp-python (LLAMA_BUILD=OFF), cmake, and SUBKV_LLAMA_CPP_SOURCE, the tree DIR/llama.cpp of a build of
+this repository. --engine builds from it into build/gpu and resumes an interrupted build.
+--backend vulkan needs glslc, Vulkan's headers and loader and a driver instead of nvcc, torch and triton. If the only
+device is a CPU (lavapipe), set GGML_VK_VISIBLE_DEVICES=0 for whole models.
+compute-sanitizer: compute-sanitizer --target-processes all python kernels/bench/gpu.py --quick --steps tests
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ from gpu_report import Report, Step, gpu, interleaved_ms, missing  # noqa: E402
 
 STEPS = ("tests", "ops", "models")
 ENGINE = ROOT / "build" / "gpu"
-LIMIT = 900.0  # seconds for a part
+LIMIT = 900.0  # seconds per part
 
 
 def run_tests(file: str, ref: Path, only: str = "") -> Step:
-    """pytest in a process of its own: a kernel that crashes takes no other step along. ref: libref.so."""
+    """Run pytest in a separate process, so that a crash does not stop other steps. ref: libref.so."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfs", "-p", "no:cacheprovider", f"tests/kernels/{file}"]
-    command += ["--confcutdir=tests/kernels", *(["-k", only] if only else [])]  # what other tests need is not there
+    command += ["--confcutdir=tests/kernels", *(["-k", only] if only else [])]  # without the fixtures of other tests
     env = os.environ | {"SUBKV_TEST_LIB": str(ref)} | ({} if gpu() else {"TRITON_INTERPRET": "1"})
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     lines = done.stdout.splitlines()
@@ -74,9 +76,9 @@ def main() -> int:
     )
     parser.add_argument("--cells", type=int, default=131072, help="cells of the decode measurements")
     parser.add_argument("--quick", action="store_true", help="fewer tests, one layout of bands, smaller depths")
-    parser.add_argument("--engine", action="store_true", help="build the native engine for it, for whole models")
+    parser.add_argument("--engine", action="store_true", help="build the native engine for whole models")
     parser.add_argument("--steps", default=",".join(STEPS), help="some of them, separated by commas")
-    parser.add_argument("--backend", choices=("cuda", "vulkan"), default="cuda", help="whose kernels")
+    parser.add_argument("--backend", choices=("cuda", "vulkan"), default="cuda", help="kernels to test and time")
     given = parser.parse_args()
     vulkan = given.backend == "vulkan"
     if given.cells <= 0 or given.cells % 1024:
@@ -124,7 +126,7 @@ def check(report: Report, ref: Path, quick: bool) -> None:
 
 
 def measure(report: Report, cuda: Any, folder: Path, n_cells: int, quick: bool) -> None:
-    """Every op: a process per layout of bands, and one for prefill."""
+    """Time every op: a process per layout of bands, and one for prefill."""
     report.run("device", lambda: device_rates(cuda))
     cuda.empty_cache()  # the parts need the memory
     common = ["--copy", str(report.steps[-1].get("copy_gbs", 0.0)), "--cells", str(n_cells)]
@@ -140,7 +142,7 @@ def measure(report: Report, cuda: Any, folder: Path, n_cells: int, quick: bool) 
 
 
 def shapes(quick: bool) -> list[list[str]]:
-    """Bands and shapes of the parts in which ops are timed."""
+    """Arguments of the parts: bands and shapes."""
     first, *others = BANDS
     parts = [[first, "--batch", "1,16"], [first, "--prefill"]]
     if not quick:
@@ -149,7 +151,7 @@ def shapes(quick: bool) -> list[list[str]]:
 
 
 def measure_vulkan(report: Report, folder: Path, n_cells: int, quick: bool) -> None:
-    """Every op on the first Vulkan device, a process per layout of bands."""
+    """Time every op on the first Vulkan device, in a process per layout of bands."""
     if reason := v.missing():
         report.add("times", f"skipped: {reason}")
         return
@@ -161,7 +163,7 @@ def measure_vulkan(report: Report, folder: Path, n_cells: int, quick: bool) -> N
 
 
 def build_engine(vulkan: bool) -> Step:
-    """The native engine with CUDA, for this GPU, or with Vulkan, in build/gpu."""
+    """Build the native engine into build/gpu, with CUDA for this GPU or with Vulkan."""
     options = ["-DGGML_VULKAN=ON"] if vulkan else ["-DGGML_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=native"]
     command = ["cmake", "-S", str(ROOT), "-B", str(ENGINE), *options]
     if shutil.which("ninja") and not (ENGINE / "CMakeCache.txt").exists():

@@ -1,11 +1,11 @@
-"""Whole models of random weights: the longest context in a given memory, and decoding at depth. A part of gpu.py.
+"""Models with random weights: the longest context in a given memory, and decoding at depth. A part of gpu.py.
 
     python kernels/bench/gpu_models.py contexts --memory 8 [-m M.gguf --bases SIDECAR.gguf] [--folder DIR]
     python kernels/bench/gpu_models.py bench --depth 4096,32768,131072 -r 3 [-m M.gguf --bases SIDECAR.gguf]
 
-Without -m: the shape of an 8B Llama (reduced vocabulary) in Q4_0, 4 GB in --folder, and random orthonormal bases of
-mixed bands. Contexts are what llama.cpp says it would allocate, on the CPU and without allocating it; needs the native
-engine (installed, or SUBKV_LIB_PATH).
+Without -m, the program writes a model with the shape of an 8B Llama (reduced vocabulary) in Q4_0, 4 GB, and random
+orthonormal bases of mixed bands to --folder. Sizes of contexts come from llama.cpp's accounting on the CPU, which
+allocates nothing. Needs the native engine (installed, or SUBKV_LIB_PATH).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = [ROOT / "tests", ROOT / "tests" / "format", ROOT / "kernels" / "triton", Path(__file__).parent]
 sys.path[:0] = [str(folder) for folder in FOLDERS]
-sys.path += [str(ROOT / "python"), str(ROOT)]  # after an installed package: it has its libraries beside it
+sys.path += [str(ROOT / "python"), str(ROOT)]  # after an installed package, which includes its libraries
 
 import tiny  # noqa: E402
 import writer  # noqa: E402
@@ -44,12 +44,12 @@ SHAPE_8B = {
 }
 BUDGETED = ("f16", "q8_0", "q4_0", "subkv")
 TIMED = ("f16", "q8_0", "subkv")
-STEP = 1024  # tokens to which the longest context is searched
+STEP = 1024  # granularity of the longest context, in tokens
 MOST = 1 << 22
 
 
 def make_model(folder: Path, **shape: Any) -> tuple[Path, Path]:
-    """A Llama of this shape (tiny.DIMS) and a sidecar of bases for it."""
+    """Write a Llama of this shape (tiny.DIMS) and a sidecar with its bases."""
     model = tiny.build(folder / "model.gguf", "llama", **shape)
     dims = tiny.DIMS | shape
     d = dims["head_size"]
@@ -59,13 +59,13 @@ def make_model(folder: Path, **shape: Any) -> tuple[Path, Path]:
 
 
 def longest(fits: Callable[[int], bool]) -> int:
-    """The largest multiple of STEP up to MOST that fits, given that all smaller ones do; 0: none."""
+    """The largest multiple of STEP up to MOST that fits, if all smaller ones do; 0: none."""
     n_fit = bisect.bisect_left(range(STEP, MOST + 1, STEP), True, key=lambda n: not fits(n))
     return n_fit * STEP
 
 
 def contexts(model: Path, bases: Path, budget: int) -> Iterator[tuple[str, dict[str, int]]]:
-    """Caches with the longest context of one sequence in `budget` bytes with the weights, and what it takes by kind."""
+    """Per cache: the longest context of one sequence in `budget` bytes, weights included, and its bytes by kind."""
     from subkv.engine.cache import CacheOptions, choose_cache, flash_attention
     from subkv.engine.memory import needed
     from subkv.format.layout import Layout
@@ -85,30 +85,32 @@ def contexts(model: Path, bases: Path, budget: int) -> Iterator[tuple[str, dict[
 
         def sizes(n_ctx: int, choice: Any = choice, params: Any = params, fixed: Any = fixed) -> dict[str, int]:
             params.n_ctx = n_ctx
-            made = needed(model, choice, params, n_ctx)
-            if not made["cells"]:
-                raise RuntimeError(f"{choice.name}: llama.cpp makes no context of {n_ctx} tokens")
-            return fixed | {kind: round(size) for kind, size in made.items()}
+            by_kind = needed(model, choice, params, n_ctx)
+            if not by_kind["cells"]:
+                raise RuntimeError(f"{choice.name}: llama.cpp cannot create a context of {n_ctx} tokens")
+            return fixed | {kind: round(size) for kind, size in by_kind.items()}
 
         n_ctx = longest(lambda n: sum(sizes(n).values()) <= budget)
         yield name, {"n_ctx": n_ctx, **(sizes(n_ctx) if n_ctx else fixed)}
 
 
 def emit_contexts(model: Path, bases: Path, gib: float) -> None:
-    for name, found in contexts(model, bases, int(gib * 2**30)):
-        parts = ", ".join(f"{kind} {size / 2**20:.0f} MiB" for kind, size in found.items() if kind != "n_ctx" and size)
-        emit(f"longest context in {gib:g} GiB: {name}", f"{found['n_ctx']} tokens ({parts})", **found)
+    for name, numbers in contexts(model, bases, int(gib * 2**30)):
+        parts = ", ".join(
+            f"{kind} {size / 2**20:.0f} MiB" for kind, size in numbers.items() if kind != "n_ctx" and size
+        )
+        emit(f"longest context in {gib:g} GiB: {name}", f"{numbers['n_ctx']} tokens ({parts})", **numbers)
 
 
 def engine_folder() -> Path:
-    """Where the native engine is. Raises ImportError."""
+    """The folder of the native engine. Raises ImportError if there is none."""
     from subkv.native.library import lib_dir
 
     return lib_dir()
 
 
 def bench(model: Path, bases: Path, depth: int, repetitions: int, n_gpu_layers: int, n_gen: int = 32) -> None:
-    """runtime.bench at a depth, caches taking turns; ratios to the fastest ordinary cache."""
+    """Run runtime.bench at a depth, with interleaved caches; ratios are to the fastest ordinary cache."""
     command = [sys.executable, "-m", "runtime.bench", "-m", model, "--bases", bases, "-ctk", ",".join(TIMED)]
     command += ["-fa", "on", "-ngl", n_gpu_layers, "-r", repetitions, "-o", "json"]
     command += ["-p", "512", "-n", n_gen, "-d", depth]
@@ -119,9 +121,9 @@ def bench(model: Path, bases: Path, depth: int, repetitions: int, n_gpu_layers: 
         raise RuntimeError(f"runtime.bench: exit status {done.returncode}: {reason}")
     objects = json.loads(done.stdout)
     for test in dict.fromkeys(o["test"] for o in objects):
-        of_test = [o for o in objects if o["test"] == test]
-        best = max(o["median_ts"] for o in of_test if o["type_k"] != "subkv")
-        for o in of_test:
+        results = [o for o in objects if o["test"] == test]
+        best = max(o["median_ts"] for o in results if o["type_k"] != "subkv")
+        for o in results:
             ratio = f", {o['median_ts'] / best:.2f} times the best ordinary cache" if o["type_k"] == "subkv" else ""
             numbers = {k: v for k, v in o.items() if k not in ("test", "model_filename")}
             result = f"{o['median_ts']:.2f} tokens/s, {o['kv_bytes_per_token']} bytes per token, {o['kernel']}{ratio}"
@@ -133,7 +135,7 @@ def main() -> int:
     parser.add_argument("part", choices=["contexts", "bench"])
     parser.add_argument("-m", "--model", type=Path)
     parser.add_argument("--bases", type=Path)
-    parser.add_argument("--folder", type=Path, help="where the model is written, and kept; default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder for the model; default: a temporary one")
     parser.add_argument("--memory", type=float, default=8.0, help="GiB")
     parser.add_argument("--depth", default="4096,32768,131072")
     parser.add_argument("-r", "--repetitions", type=int, default=3)

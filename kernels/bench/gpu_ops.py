@@ -1,9 +1,9 @@
-"""Times of the ops on a GPU, CUDA's and Triton's, against torch's attention over f16 keys and values: a part of gpu.py.
+"""Times of the CUDA and Triton ops on a GPU, compared with torch's attention over f16. A part of gpu.py.
 
     python kernels/bench/gpu_ops.py --bands "4.3 bits" --batch 1,16 --cells 131072 [--library libnative.so] [--prefill]
 
-All calls of a shape take turns, so their ratios hold on a busy machine too; the device's cache is cold. Random cells
-of a layer for every sequence; times emit nothing about what is in them.
+All calls of a shape are interleaved, so ratios are valid on a busy machine. The device's cache is cold. Cells are
+random.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ Calls = dict[str, Callable[[], Any]]
 
 
 class Workload:
-    """Coded cells of n_stream sequences, and queries of the n_tps tokens after them."""
+    """Coded cells of n_stream sequences, and queries of n_tps further tokens."""
 
     def __init__(self, bands: tuple[Any, Any], n_stream: int, n_tps: int, n_cells: int) -> None:
         import torch
 
         self.n_stream, self.n_tps, self.n_cells = n_stream, n_tps, n_cells
         self.sides = [layers.Side.make([b] * N_HEAD, D, i) for i, b in enumerate(bands)]
-        self.rows, self.tiles = [], []  # Triton's cells lie as rows, CUDA's in tiles
+        self.rows, self.tiles = [], []  # Triton reads rows, CUDA tiles
         for side in self.sides:
             one = side.random_rows(1024, np.random.default_rng(0), 0)
-            for held, part in ((self.rows, one), (self.tiles, side.to_tiles(one))):
-                held.append(torch.from_numpy(part).to(DEVICE).repeat(n_stream, n_cells // 1024, 1))
+            for target, part in ((self.rows, one), (self.tiles, side.to_tiles(one))):
+                target.append(torch.from_numpy(part).to(DEVICE).repeat(n_stream, n_cells // 1024, 1))
         self.q = torch.randn(n_stream * n_tps, N_HEAD * GROUP, D, device=DEVICE)
         self.k, self.v = (torch.randn(n_stream * n_tps, N_HEAD, D, device=DEVICE) for _ in range(2))
         self.bytes = sum(int(rows.numel()) for rows in self.rows)
@@ -81,13 +81,13 @@ class Cuda:
         token = torch.arange(n_tok, **integers)
         tokens = torch.stack([work.n_cells + token % work.n_tps, token // work.n_tps, 0 * token, 0 * token], 1)
         tokens[:, 3] = slots * tokens[:, 1]
-        held = torch.arange(slots, **integers)
-        position = torch.where(held < N_SINK, held, work.n_cells - slots + held).repeat(work.n_stream)
-        of_slots = torch.stack([position, 0 * position, 0 * position - 1], dim=1).contiguous()  # SlotRow
+        slot = torch.arange(slots, **integers)
+        position = torch.where(slot < N_SINK, slot, work.n_cells - slots + slot).repeat(work.n_stream)
+        slot_rows = torch.stack([position, 0 * position, 0 * position - 1], dim=1).contiguous()
         fresh, window = (torch.randn(n, 2 * N_HEAD * D, **halves) for n in (n_tok, len(position)))
         self.out = torch.empty(n_tok, N_HEAD * GROUP * D, device=DEVICE)
         cells = torch.arange(n_tok, dtype=torch.int64, device=DEVICE)
-        self.kept = [floats, mask, cell_pos, tokens, of_slots, fresh, window, cells]
+        self.tensors = [floats, mask, cell_pos, tokens, slot_rows, fresh, window, cells]  # keep them allocated
         k_tiles, v_tiles = (tiles.data_ptr() for tiles in work.tiles)
         k_stride, v_stride = (tiles.stride(1) for tiles in work.tiles)
         k_stream, v_stream = (tiles.stride(0) for tiles in work.tiles)
@@ -105,14 +105,14 @@ class Cuda:
                                split=-(-work.n_cells // n_split // 64) * 64, m=at, z=at + 4 * part,
                                acc=at + 8 * part, qt=qt, shift=qt + 4 * n_rows * layer.width_k)  # fmt: skip
         self.combine = c.Combine(a=self.attend, fresh=fresh.data_ptr(), window=window.data_ptr(),
-                                 slots=of_slots.data_ptr(), slots_of_seq=slots, sinks=None,
+                                 slots=slot_rows.data_ptr(), slots_of_seq=slots, sinks=None,
                                  out=self.out.data_ptr(), out_stride=N_HEAD * GROUP * D)  # fmt: skip
 
     def run(self, name: str, args: ct.Structure) -> Callable[[], None]:
         return lambda: self.library.run(name, args, self.stream)
 
     def calls(self) -> Calls:
-        """project first: it fills what attend reads, and attend what combine reads."""
+        """In this order: project writes the input of attend, attend that of combine."""
         decode = ["attend_decode"] if self.work.n_tps == 1 else []
         attend, combine = self.run("attend", self.attend), self.run("combine", self.combine)
         return {
@@ -124,7 +124,7 @@ class Cuda:
 
 
 class Triton:
-    """The Triton ops on a workload; projecting queries is torch's there."""
+    """The Triton ops on a workload; torch projects the queries."""
 
     def __init__(self, work: Workload) -> None:
         import torch
@@ -142,8 +142,8 @@ class Triton:
         self.bias = torch.zeros(work.n_stream, work.n_tps, work.n_cells, device=DEVICE)
         n_keys = N_SINK + N_RECENT + work.n_tps
         k, v = (torch.randn(work.n_stream, n_keys, N_HEAD, D, dtype=torch.float16, device=DEVICE) for _ in range(2))
-        of_keys = torch.zeros(work.n_stream, work.n_tps, n_keys, device=DEVICE)
-        self.exact = st.Exact(k, v, self.q * D**-0.5, of_keys)
+        bias = torch.zeros(work.n_stream, work.n_tps, n_keys, device=DEVICE)
+        self.exact = st.Exact(k, v, self.q * D**-0.5, bias)
 
     def project(self) -> Any:
         return self.st.project_queries(self.codecs[0], self.q, self.scale)
@@ -172,7 +172,7 @@ class Triton:
 
 
 def baseline(work: Workload) -> Calls:
-    """torch's attention over as many f16 cells, each read once: the queries of a group are those of one head."""
+    """torch's attention over as many f16 cells. The query heads of a group form one head, so each cell is read once."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -184,15 +184,15 @@ def baseline(work: Workload) -> Calls:
 
 
 def report(times: dict[str, list[float] | str], what: str, work: Workload | None, copy_gbs: float) -> None:
-    """A line for every call; ratios to the baseline, of runs that took turns."""
+    """Emit a line for every call, with the ratio to the baseline."""
     medians = {name: statistics.median(ms) for name, ms in times.items() if isinstance(ms, list)}
     base = medians.get(BASELINE)
-    for name, found in times.items():
-        if isinstance(found, str):
-            emit(f"{name}: {what}", found)
+    for name, samples in times.items():
+        if isinstance(samples, str):
+            emit(f"{name}: {what}", samples)
             continue
         ms = medians[name]
-        numbers: dict[str, Any] = {"ms": ms, "samples_ms": found}
+        numbers: dict[str, Any] = {"ms": ms, "samples_ms": samples}
         result = f"{1000 * ms:.0f} us"
         if work is not None and " attend" in name:
             numbers |= {"gbs": work.bytes / ms / 1e6, "bytes": work.bytes}
@@ -208,7 +208,7 @@ def report(times: dict[str, list[float] | str], what: str, work: Workload | None
 
 
 def time_shape(library: c.Library | None, name: str, shape: tuple[int, int, int], copy_gbs: float, n: int) -> None:
-    """Bands by name, (sequences, tokens of each, cells)."""
+    """Time all ops. name: key of BANDS; shape: (sequences, tokens per sequence, cells); n: repetitions."""
     work = Workload(BANDS[name], *shape)
     what = f"{name}, {shape[0]} x {shape[1]} tokens, {shape[2]} cells"
     calls: Calls = baseline(work)
@@ -225,17 +225,17 @@ def time_shape(library: c.Library | None, name: str, shape: tuple[int, int, int]
         except Exception as error:
             emit(f"Triton: {what}", failed(error))
     report(interleaved_ms(calls, n), what, work, copy_gbs)
-    if encoding:  # last: it changes rows
+    if encoding:  # last, because it overwrites rows
         report(interleaved_ms(encoding, n), f"{name}, {shape[0]} x {shape[1]} tokens", None, copy_gbs)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--bands", choices=BANDS, default="4.3 bits")
-    parser.add_argument("--batch", default="1", help="sequences that decode together, N,N,…")
+    parser.add_argument("--batch", default="1", help="numbers of parallel sequences, N,N,…")
     parser.add_argument("--cells", type=int, default=131072)
-    parser.add_argument("--prefill", action="store_true", help="a prompt's tokens instead")
-    parser.add_argument("--library", type=Path, help="kernels/cuda, compiled")
+    parser.add_argument("--prefill", action="store_true", help="the tokens of a prompt instead")
+    parser.add_argument("--library", type=Path, help="compiled kernels/cuda")
     parser.add_argument("--copy", type=float, default=0.0, help="measured GB/s of a copy")
     parser.add_argument("-r", "--repetitions", type=int, default=20)
     given = parser.parse_args()

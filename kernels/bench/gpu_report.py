@@ -1,4 +1,4 @@
-"""What gpu.py and its parts share: results on disk after every step, parts in processes of their own, GPU timers."""
+"""Common to gpu.py and its parts: results on disk after every step, separate processes, GPU timers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 Step = tuple[str, dict[str, Any]]
-"""One line about a result, and its numbers."""
+"""A line of text and the numbers of a result."""
 
 
 class Report:
-    """Results so far, on disk after every step, and the table on the screen."""
+    """Results: written to disk after every step, and printed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,7 +32,7 @@ class Report:
         temporary.replace(self.path)
 
     def run(self, step: str, work: Callable[[], Step]) -> None:
-        """A step that fails is reported, and the next one runs."""
+        """Run a step and add its result; an exception becomes a FAILED result."""
         start = time.monotonic()
         try:
             result, numbers = work()
@@ -41,10 +41,7 @@ class Report:
         self.add(step, result, seconds=round(time.monotonic() - start, 1), **numbers)
 
     def follow(self, part: str, command: list[str], limit: float, **settings: Any) -> None:
-        """Run a part of this script in its own process until it exits, crashes or takes `limit` seconds.
-
-        Lines that it prints with emit() are added.
-        """
+        """Run a part in a process for at most `limit` seconds, and add the results that it prints with emit()."""
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", **settings
         )
@@ -67,7 +64,7 @@ class Report:
 
 
 def emit(step: str, result: str, **numbers: Any) -> None:
-    """A result of a part, for Report.follow."""
+    """Print a result for Report.follow."""
     print(json.dumps({"step": step, "result": result, **numbers}), flush=True)
 
 
@@ -80,7 +77,7 @@ def missing(name: str) -> str | None:
 
 
 def gpu() -> Any | None:
-    """torch.cuda where it has a device."""
+    """torch.cuda, or None without a device."""
     if missing("torch"):
         return None
     import torch
@@ -88,14 +85,14 @@ def gpu() -> Any | None:
     return torch.cuda if torch.cuda.is_available() else None
 
 
-CACHE = 256 << 20  # bytes written before every run, so that nothing of the last one is left in the device's cache
-SLEEP = 1_000_000  # cycles that the device waits, so that launches are queued when it begins
+CACHE = 256 << 20  # bytes written before every run, to evict the device's cache
+SLEEP = 1_000_000  # cycles that the device waits, so that launches are queued when it starts
 
 
 def interleaved_ms(calls: dict[str, Callable[[], Any]], n: int = 20) -> dict[str, list[float] | str]:
-    """Milliseconds of every call on the device, n times each, taking turns; for a call that fails the reason.
+    """Milliseconds of n runs of every call on the device, interleaved; the error message for a call that fails.
 
-    Three warm-ups before; the device's cache is cold in every run.
+    There are three warm-up runs. The device's cache is cold in every run.
     """
     import torch
 
@@ -111,7 +108,7 @@ def interleaved_ms(calls: dict[str, Callable[[], Any]], n: int = 20) -> dict[str
         except Exception as error:
             times[name] = failed(error)
     for repetition in range(n):
-        names = [name for name, found in times.items() if isinstance(found, list)]
+        names = [name for name, ms in times.items() if isinstance(ms, list)]
         shift = repetition % len(names) if names else 0
         for name in names[shift:] + names[:shift]:
             junk.zero_()
@@ -121,7 +118,7 @@ def interleaved_ms(calls: dict[str, Callable[[], Any]], n: int = 20) -> dict[str
             calls[name]()
             events[1].record()
             torch.cuda.synchronize()
-            found = times[name]
-            assert isinstance(found, list)
-            found.append(float(events[0].elapsed_time(events[1])))
+            ms = times[name]
+            assert isinstance(ms, list)
+            ms.append(float(events[0].elapsed_time(events[1])))
     return times

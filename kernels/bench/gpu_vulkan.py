@@ -1,9 +1,9 @@
-"""Times of the ops on a Vulkan device: a part of gpu.py --backend vulkan.
+"""Times of the ops on a Vulkan device. A part of gpu.py --backend vulkan.
 
     python kernels/bench/gpu_vulkan.py --library LIB.so --bands "4.3 bits" --batch 1,16 --cells 131072 [--prefill]
 
-On the device's clock, its cache cold. Attention over an f16 cache is not timed here: `of_f16` compares with the time in
-which the measured copy would read that cache's bytes.
+Times are from the device's clock, with a cold cache. Attention over an f16 cache is not timed: `of_f16` is the time in
+which the measured copy would read that cache, divided by ours.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from gpu_ops import BANDS, GROUP, N_HEAD, N_RECENT, N_ROLLBACK, N_SINK, PREFILL,
 from gpu_report import emit, failed  # noqa: E402
 
 SLOTS = N_SINK + N_RECENT + N_ROLLBACK
-MADE = 1024  # cells that differ
+DISTINCT = 1024  # distinct cells; further cells repeat them
 
 
 class Workload:
-    """Coded cells of n_stream sequences, queries of the n_tps tokens after them, and the arguments of every op.
+    """Coded cells of n_stream sequences, queries of n_tps further tokens, and the arguments of every op.
 
-    Raises ValueError where the device cannot bind so many cells at once.
+    Raises ValueError if the cells exceed the device's maximum binding.
     """
 
     def __init__(self, library: v.Library, bands: Any, n_stream: int, n_tps: int, n_cells: int) -> None:
@@ -42,12 +42,12 @@ class Workload:
         layer = self.heads.layer
         tiles = []
         for side in sides:
-            one = side.to_tiles(side.random_rows(MADE, rng, 0))
-            if one.nbytes * n_stream * n_cells // MADE > library.max_range:
+            one = side.to_tiles(side.random_rows(DISTINCT, rng, 0))
+            if one.nbytes * n_stream * n_cells // DISTINCT > library.max_range:
                 raise ValueError(
                     f"{n_stream} x {n_cells} cells expected to be bound at once: {library.max_range} bytes"
                 )
-            tiles.append(np.tile(one, (1, n_stream * n_cells // MADE, 1))[0])
+            tiles.append(np.tile(one, (1, n_stream * n_cells // DISTINCT, 1))[0])
         self.bytes = sum(int(part.nbytes) for part in tiles)
         (k_tiles, v_tiles) = (memory.put(part)[0] for part in tiles)
         (k_stride, v_stride) = (part.strides[0] for part in tiles)
@@ -63,8 +63,8 @@ class Workload:
         n_rows = n_split * N_HEAD * n_tok * GROUP
         token = np.arange(n_tok, dtype=np.int32)
         tokens = np.stack([n_cells + token % n_tps, token // n_tps, 0 * token, SLOTS * (token // n_tps)], 1)
-        held = np.arange(SLOTS, dtype=np.int32)
-        position = np.tile(np.where(held < N_SINK, held, n_cells - SLOTS + held), n_stream)
+        slot = np.arange(SLOTS, dtype=np.int32)
+        position = np.tile(np.where(slot < N_SINK, slot, n_cells - SLOTS + slot), n_stream)
         slots = np.stack([position, 0 * position, 0 * position - 1], axis=1).astype(np.int32)
         strides = {"k_head": D, "k_token": N_HEAD * D, "v_head": D, "v_token": N_HEAD * D}
         at = {"k_tiles": k_tiles, "v_tiles": v_tiles, "k_stride": k_stride, "v_stride": v_stride}
@@ -98,21 +98,21 @@ def time_copy(library: v.Library, n: int) -> float:
 
 
 def time_shape(library: v.Library, name: str, shape: tuple[int, int, int], copy_gbs: float, n: int) -> None:
-    """Bands by name, (sequences, tokens of each, cells)."""
+    """Time all ops. name: key of BANDS; shape: (sequences, tokens per sequence, cells); n: repetitions."""
     work = Workload(library, BANDS[name], *shape)
     what = f"{name}, {shape[0]} x {shape[1]} tokens, {shape[2]} cells"
     parts = {"project_queries": work.attend, "attend": work.attend, "combine": work.combine, "encode": work.encode}
     samples = {op: library.time(op, args, n) for op, args in parts.items()}
-    ms = {op: statistics.median(found) for op, found in samples.items()}
+    ms = {op: statistics.median(times) for op, times in samples.items()}
     f16_ms = 4 * D * N_HEAD * shape[0] * shape[2] / copy_gbs / 1e6
-    for op, found in ms.items():
-        numbers: dict[str, Any] = {"ms": found, "samples_ms": samples[op]}
-        result = f"{1000 * found:.0f} us"
-        if op == "attend":  # with the projection of queries
+    for op, time in ms.items():
+        numbers: dict[str, Any] = {"ms": time, "samples_ms": samples[op]}
+        result = f"{1000 * time:.0f} us"
+        if op == "attend":  # includes the projection of queries
             numbers |= {
-                "gbs": work.bytes / found / 1e6,
+                "gbs": work.bytes / time / 1e6,
                 "bytes": work.bytes,
-                "of_f16": f16_ms / (found + ms["combine"]),
+                "of_f16": f16_ms / (time + ms["combine"]),
             }
             result += (
                 f" with project, {numbers['gbs']:.1f} GB/s of codes, {100 * numbers['gbs'] / copy_gbs:.0f}% of the copy"
@@ -123,11 +123,11 @@ def time_shape(library: v.Library, name: str, shape: tuple[int, int, int], copy_
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--library", type=Path, required=True, help="kernels/vulkan, compiled (vulkan_ops.build)")
+    parser.add_argument("--library", type=Path, required=True, help="compiled kernels/vulkan (vulkan_ops.build)")
     parser.add_argument("--bands", choices=BANDS, default="4.3 bits")
-    parser.add_argument("--batch", default="1", help="sequences that decode together, N,N,…")
+    parser.add_argument("--batch", default="1", help="numbers of parallel sequences, N,N,…")
     parser.add_argument("--cells", type=int, default=131072)
-    parser.add_argument("--prefill", action="store_true", help="a prompt's tokens instead")
+    parser.add_argument("--prefill", action="store_true", help="the tokens of a prompt instead")
     parser.add_argument("-r", "--repetitions", type=int, default=20)
     given = parser.parse_args()
     library = v.Library(given.library, validate=False)

@@ -40,7 +40,7 @@ static inline void skip_step(Step & step, int i, Row & row) {
     memset(step.second[i], 0, STEP);
 }
 
-// Products become logits; returns the largest. common: of every cell, nullptr: the row's shift
+// Converts products to logits and returns the largest. common: addend per cell; nullptr: the row's shift
 template <typename Isa, bool CAP>
 static float finish_logits(const Step & step, const Row & row, const float * bias, const float * common, float softcap,
                            float * x) {
@@ -54,7 +54,7 @@ static float finish_logits(const Step & step, const Row & row, const float * bia
             l = Isa::soft_cap(l, softcap);
         }
         const auto b = Isa::load(bias + c);
-        l            = Isa::hide(Isa::fma(slope, b, l), b); // NaN where hidden and the slope is 0
+        l            = Isa::hide(Isa::fma(slope, b, l), b); // NaN if masked and the slope is 0
         top          = Isa::max(top, l);
         Isa::store(x + c, l);
     }
@@ -175,7 +175,7 @@ template <typename Isa> static void open_step(const Call & call, int64_t cell, u
     }
 }
 
-// Query rows [index, index + n), n <= BLOCK, against the step that begins at `cell`; awake: tiles that they look at.
+// Query rows [index, index + n), n <= BLOCK, against the step at `cell`; awake: bits of tiles visible to them.
 template <typename Isa>
 static void attend_block(const Call & call, const Opened<Isa> & opened, Step & step, int64_t cell, uint32_t awake,
                          int64_t index, int64_t n) {
@@ -183,7 +183,7 @@ static void attend_block(const Call & call, const Opened<Isa> & opened, Step & s
     Values<Isa>        values = { {}, awake, 0, step, 0, nullptr, nullptr, 0 };
     for (int t = 0; awake >> t != 0; ++t) {
         if ((awake >> t & 1) == 0) {
-            continue; // the logits are not used: bias hides them
+            continue; // bias masks these logits
         }
         values.at[t]    = opened.v[t];
         float *   logit = step.logit[0] + t * TILE;
@@ -250,7 +250,7 @@ template <typename Isa> static void attend_step(const Call & call, Step & step, 
     if (all == 0) {
         return;
     }
-    const int32_t   n_tiles = 32 - __builtin_clz(all); // without tiles after the last visible one
+    const int32_t   n_tiles = 32 - __builtin_clz(all); // up to the last visible tile
     const uint8_t * k_tiles = a.k_tiles + cell / TILE * a.k_stride;
     const uint8_t * v_tiles = a.v_tiles + cell / TILE * a.v_stride;
     step.n                  = step.n < n_tiles * TILE ? step.n : n_tiles * TILE;
@@ -282,8 +282,8 @@ static inline void spread_ratios(const HeadCodec & codec, float half, float * ra
     }
 }
 
-// A query row as integers of its coefficients times ratio [MAX_HEAD_SIZE + 8] (0 in 16-bit bands): bytes or words to first and
-// second.
+// Converts a query row times ratio [MAX_HEAD_SIZE + 8] (0 in 16-bit bands) to integers, stored as bytes or words in
+// first and second.
 template <typename Isa>
 static void quantize_query(const HeadCodec & codec, const float * q, const float * ratio, int8_t * first,
                            int8_t * second, Row & row) {
@@ -310,7 +310,7 @@ static void quantize_query(const HeadCodec & codec, const float * q, const float
     }
     memcpy(first, parts[0], (size_t) codec.rank);
     memcpy(second, parts[1], (size_t) codec.rank);
-    uint32_t sum = 0;                          // wraps where a query is not finite, and delta is NaN then
+    uint32_t sum = 0;                          // wraps if a query is not finite; then delta is NaN
     for (int32_t j = 0; j < codec.rank; ++j) { // 0 in 16-bit bands
         sum += (uint32_t) u[j];
     }
@@ -329,7 +329,7 @@ template <typename Isa> static void attend(const AttendArgs & a) {
     find_halves(*a.v, v_halves);
     k_halves.values = (float *) scratch(SLOT_HALVES, (size_t) (8 * (k_halves.n + v_halves.n) * STEP) * sizeof(float));
     v_halves.values = k_halves.values + 8 * k_halves.n * STEP;
-    const int32_t kept  = many ? STEP : TILE; // cells whose keys are bytes at once
+    const int32_t kept  = many ? STEP : TILE; // cells whose keys are converted together
     const Call    call  = { a,
                             k_halves,
                             v_halves,

@@ -19,7 +19,7 @@ static_assert(TRELLIS_TRIED * PATH_ROWS == 8, "a candidate of a row in each lane
 // Constants to find the levels of a width.
 struct Levels {
     float factor[N_LINES] = {}, constant[N_LINES] = {}; // of trellis_line
-    float origin[STATES]   = {};                        // of a subset: where its first level is, in its levels
+    float origin[STATES]   = {};                        // per subset: position of its first level, in its levels
     float value[STATES][8] = {};                        // up to 4 bits: values of its levels
     float last = 0.0f, bend = 0.0f, both_bends = 0.0f, half = 0.0f;
 
@@ -119,7 +119,7 @@ struct alignas(16) Choice {
     int32_t number[STATES];
 };
 
-// Of eight coefficients, `places` apart in `out`.
+// For eight coefficients; their entries are `places` apart in `out`.
 void store_choices(const Nearest & n, Choice * out, int32_t places) {
     float   error[STATES][8];
     int32_t number[STATES][8];
@@ -175,7 +175,7 @@ void choose_path_scales(const HeadCodec & codec, const float * const * c, int n,
 void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code) {
     constexpr int32_t     MOST = MAX_HEAD_SIZE;
     Choice                choice[MOST];
-    uint16_t              taken[MOST]; // bit 4 * start + state: the branch is from the larger state
+    uint16_t              decisions[MOST]; // bit 4 * start + state: the branch is from the larger state
     const cpu::PathOctets octets(codec);
     for (int32_t b = 0, octet = 0; b < codec.n_bands; ++b) {
         const Band & band = codec.bands[b];
@@ -192,10 +192,11 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
         }
     }
     const bool lanes = codec.path == PATH_LANES;
-    int        before[BAND_STEP]; // PATH_LANES: the state that the lane before ended in
-    __m256     low  = _mm256_setr_ps(0.0f, INF, INF, INF, INF, 0.0f, INF, INF); // states of a path from 0, and from 1
-    __m256     high = _mm256_setr_ps(INF, INF, 0.0f, INF, INF, INF, INF, 0.0f);
-    float      cost[4 * STATES];
+    int        before[BAND_STEP]; // PATH_LANES: final state of the previous lane
+    // costs of paths that start in state 0, and in state 1
+    __m256 low  = _mm256_setr_ps(0.0f, INF, INF, INF, INF, 0.0f, INF, INF);
+    __m256 high = _mm256_setr_ps(INF, INF, 0.0f, INF, INF, INF, INF, 0.0f);
+    float  cost[4 * STATES];
     for (int32_t t = 0; t < 8 * octets.n; ++t) {
         if (lanes && t % octets.n == 0) {
             _mm256_storeu_ps(cost, low);
@@ -209,7 +210,7 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
         const __m256 a1      = from(error, _mm256_unpacklo_ps(high, high));
         const __m256 b0      = from(swapped, _mm256_unpackhi_ps(low, low));
         const __m256 b1      = from(swapped, _mm256_unpackhi_ps(high, high));
-        taken[t]             = (uint16_t) (_mm256_movemask_ps(_mm256_cmp_ps(b0, a0, _CMP_LT_OQ)) |
+        decisions[t]         = (uint16_t) (_mm256_movemask_ps(_mm256_cmp_ps(b0, a0, _CMP_LT_OQ)) |
                                            _mm256_movemask_ps(_mm256_cmp_ps(b1, a1, _CMP_LT_OQ)) << 8);
         low                  = _mm256_min_ps(b0, a0);
         high                 = _mm256_min_ps(b1, a1);
@@ -223,7 +224,7 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
     cpu::trace_back(
         octets, lanes ? cpu::first_least(cost) : start, lanes ? before : nullptr,
         [&](int32_t t, int q) { return choice[t].number[q] & 31; }, // in the lowest bits
-        [&](int32_t t, int w) { return (taken[t] >> (4 * start + w) & 1) != 0; }, code);
+        [&](int32_t t, int w) { return (decisions[t] >> (4 * start + w) & 1) != 0; }, code);
 }
 
 } // namespace subkv::avx2

@@ -9,9 +9,9 @@
 namespace subkv::avx2 {
 
 constexpr float NEG_INF = -__builtin_inff();
-constexpr int   GROUP   = 16; // entries of a vector that loops take at once; head sizes are multiples of 8
+constexpr int   GROUP   = 16; // entries per loop iteration; head sizes are multiples of 8
 
-static inline int32_t padded(int64_t d) { // whole groups
+static inline int32_t padded(int64_t d) { // d rounded up to groups
     return (int32_t) ((d + GROUP - 1) / GROUP * GROUP);
 }
 
@@ -37,8 +37,8 @@ static inline __m256 sum_pairs(__m256 h01, __m256 h23, __m256 h45, __m256 h67) {
 }
 
 // exp(x) for x <= 0, 0 below -87.3 and for -inf: 2^y of y = x log2(e) as 2^n 2^f, n = round(y) in the low bits of
-// y + 1.5 * 2^23, 2^f on |f| <= 1/2 the polynomial of degree 5 with the least largest relative error, 2e-7. The rounding of
-// y adds |x| * 9e-8 relative, which matters as little as such weights do.
+// y + 1.5 * 2^23, 2^f on |f| <= 1/2 the polynomial of degree 5 with the least largest relative error, 2e-7. Rounding y
+// adds a relative error of |x| * 9e-8; weights with large |x| are small.
 constexpr float LOG2_E  = 1.44269504f;
 constexpr float ROUNDER = 12582912.0f;
 constexpr float EXP2[6] = { 1.32764713e-3f, 9.67554096e-3f, 5.55071309e-2f, 2.40221202e-1f, 6.93146944e-1f, 1.0f };
@@ -72,8 +72,8 @@ static inline __m256 soft_cap(__m256 x, float cap) {
     return _mm256_or_ps(_mm256_mul_ps(ratio, _mm256_set1_ps(cap)), sign);
 }
 
-// Loads are the bottleneck of the inner loops, and a compiler likes to fold one load into every instruction that uses
-// its value. A pinned value is loaded once.
+// Loads are the bottleneck of the inner loops, and compilers fold a load into every instruction that uses its value. A
+// pinned value is loaded once.
 static inline __m256i pin(__m256i x) {
 #if defined(__GNUC__)
     __asm__("" : "+x"(x));

@@ -17,7 +17,7 @@ struct Words {
         __m512i even, odd;
     };
 
-    static constexpr int DIRECT_ROWS = 3; // a level takes eight instructions and more, so few blocks of rows
+    static constexpr int DIRECT_ROWS = 3; // a level takes eight instructions or more, so few rows
 
     static constexpr int octets(int) { return 4; } // 16 sums and 8 registers of codes at most
 

@@ -70,7 +70,7 @@ struct Cell {
     uint16_t half[MAX_HEAD_SIZE];
 };
 
-// Prefetches the lines that a write of a cell reads: all lines of its tile; few are new after a write of its neighbour.
+// Prefetches the lines that a write of a cell reads: all lines of its tile.
 static inline void prefetch_tile(const HeadCodec & codec, const uint8_t * tile) {
     for (int32_t line = 0; line < codec.row_bytes; ++line) {
         __builtin_prefetch(tile + LINE * line, 1);
@@ -118,7 +118,7 @@ template <int BITS> static inline void get_keys(const uint8_t * octet, int32_t c
     }
 }
 
-// The same of values: a byte of every qword of one register.
+// The same for values: a byte in each qword of one register.
 template <int BITS> static inline void put_values(const uint8_t * code, uint8_t * octet, int32_t c) {
     const TileFields fields = tile_fields(BITS, c / 8);
     for (int32_t i = 0; i < fields.n; ++i) {
@@ -144,7 +144,7 @@ template <int BITS> static inline void get_values(const uint8_t * octet, int32_t
     }
 }
 
-// Runs CALL with a band's width as a constant. Other widths do nothing.
+// Runs CALL with a band's width as a constant; unknown widths do nothing.
 #define SUBKV_BY_PATH_BITS(bits, CALL)                                                                                 \
     switch (bits) {                                                                                                    \
         case 2: CALL(2); break;                                                                                        \
@@ -212,7 +212,7 @@ static inline void get_cell(const HeadCodec & codec, const uint8_t * tile, int32
 
 enum class Coefficients { ZERO, FINITE, BAD }; // all zero; some not finite
 
-constexpr int64_t ENCODE_TOKENS = 32; // projected together
+constexpr int64_t ENCODE_TOKENS = 32; // tokens projected together
 constexpr int     TOGETHER      = 2;  // rows quantized together
 
 // Ops::encode from a version's functions: project; centre(codec, c), which subtracts the offset from c and classifies

@@ -14,7 +14,7 @@ constexpr int32_t HALVES_STRIDE = 256; // cells of a step
 struct Halves {
     int32_t n; // blocks of eight
     int32_t first[MAX_HEAD_SIZE / 8];
-    int32_t offset[MAX_HEAD_SIZE / 8]; // of their octet in a tile
+    int32_t offset[MAX_HEAD_SIZE / 8]; // offset of their octet in a tile
     float * values;
 };
 

@@ -9,7 +9,8 @@
 
 namespace subkv::cpu {
 
-// rows(entries [n][d], step, first, n) of the n rows from `first` on: halves and nullptr, and bytes and their steps [n].
+// Calls rows(entries [n][d], step, first, n) for rows [first, first + n): for halves with nullptr, for bytes with their
+// steps [n].
 template <typename Rows> static inline void by_entries(const Matrix & m, int64_t r, const Rows & rows) {
     const int64_t n_halves = m.bytes ? m.n_halves : r;
     if (n_halves > 0) {
@@ -20,7 +21,7 @@ template <typename Rows> static inline void by_entries(const Matrix & m, int64_t
     }
 }
 
-// Weights e [r] of rows times their steps, if there are any. to_float: of a half.
+// Weights e [r] times the steps of rows in bytes. to_float converts a half.
 template <typename ToFloat>
 static inline const float * with_steps(const float * e, const uint16_t * step, int64_t r, const ToFloat & to_float) {
     if (!step) {

@@ -115,7 +115,7 @@ static void exact_row(const ExactArgs & a, int64_t row, int64_t first, int64_t n
     for (int64_t c = 0; c < KEYS; ++c) {
         x[c] = -__builtin_inff();
         if (c >= n || bias[c] == -__builtin_inff()) {
-            continue; // not even looked at
+            continue; // masked keys are not read
         }
         const uint16_t * key    = a.k[first + c];
         float32x4_t      sum[2] = { vdupq_n_f32(0.0f), vdupq_n_f32(0.0f) };

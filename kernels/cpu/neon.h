@@ -44,8 +44,8 @@ static inline float32x4_t widen(const uint16_t * h) {
 // Squared error of coefficients c [rank] in bands of more than `beyond` bits, but not of 16, at scale s (neon_encode.cpp).
 float squared_error(const HeadCodec & codec, const float * c, float s, int32_t beyond);
 
-// Of a codec with a path: the scale code for c, where `middle` is the best one without; codes [rank] of the coefficients on
-// the path of least cost at scale s, others stay (neon_path.cpp).
+// For codecs with a path (neon_path.cpp): the scale code for c, with `middle` the best one without a path; and the codes
+// [rank] of the path of least cost at scale s (other entries stay unchanged).
 uint8_t choose_path_scale(const HeadCodec & codec, const float * c, uint8_t middle);
 void    find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code);
 

@@ -118,7 +118,7 @@ struct Isa {
         uint8x16_t window; // 4 u_t + 2 x_{t-1} + x_{t-2}
     };
 
-    static I ends(I one, I two) { // as a window without the rest of its code
+    static I ends(I one, I two) { // a window without its own code
         const uint8x16_t low = vshlq_n_u8(vandq_u8(vreinterpretq_u8_s32(two), vdupq_n_u8(1)), 1);
         return vreinterpretq_s32_u8(vsliq_n_u8(low, vreinterpretq_u8_s32(one), 2));
     }
@@ -130,7 +130,7 @@ struct Isa {
         before.window      = w;
         if constexpr (BITS == 2) {
             const auto & table =
-                cpu::BY_WINDOW<2, 16>.byte; // clang's loads are macros, to which a comma is one of theirs
+                cpu::BY_WINDOW<2, 16>.byte; // a variable, because clang's loads are macros and split at commas
             return vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(table), w));
         } else if constexpr (BITS == 3) {
             const auto & table = cpu::BY_WINDOW<3, 32>.byte;
@@ -145,7 +145,7 @@ struct Isa {
             const uint8x16_t low   = vqtbl4q_u8(vld1q_u8_x4(table), index);
             if constexpr (BITS == 5) {
                 return vreinterpretq_s32_u8(low);
-            } else { // an index beyond a table gives 0, or keeps the byte
+            } else { // an index outside a table gives 0, or keeps the byte
                 const uint8x16_t rest = vsubq_u8(index, vdupq_n_u8(64));
                 return vreinterpretq_s32_u8(vqtbx4q_u8(low, vld1q_u8_x4(table + 64), rest));
             }

@@ -39,7 +39,7 @@ Nearest nearest(int32_t bits, float32x4_t step, float32x4_t inverse, float32x4_t
     Nearest     found;
     for (int q = 0; q < STATES; ++q) {
         const float32x4_t g = vrndnq_f32(vfmaq_n_f32(vdupq_n_f32(0.25f * (half - 0.5f - (float) q)), p, 0.25f));
-        // of NaN and 0 the latter
+        // the result for NaN is 0
         found.number[q]         = vminq_f32(vmaxnmq_f32(g, vdupq_n_f32(0.0f)), vdupq_n_f32(0.5f * half - 1.0f));
         const float32x4_t place = vfmaq_n_f32(vdupq_n_f32((float) q - half + 0.5f), found.number[q], 4.0f);
         const float32x4_t far   = vabsq_f32(place);
@@ -76,7 +76,7 @@ struct Choice {
     uint8_t number[STATES];
 };
 
-// Of four coefficients, `places` apart in `out`.
+// For four coefficients; their entries are `places` apart in `out`.
 void store_choices(const Nearest & n, Choice * out, int32_t places) {
     float error[STATES][4], number[STATES][4];
     for (int q = 0; q < STATES; ++q) {
@@ -123,7 +123,7 @@ uint8_t choose_path_scale(const HeadCodec & codec, const float * c, uint8_t midd
 
 void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code) {
     Choice   choice[MAX_HEAD_SIZE];
-    uint32_t taken[MAX_HEAD_SIZE][STATES] = {}; // of a start, by state: ones where the branch is from the larger one
+    uint32_t decisions[MAX_HEAD_SIZE][STATES] = {}; // [place][start], bit w: state w's branch is from the larger state
     const cpu::PathOctets octets(codec);
     for (int32_t b = 0, octet = 0; b < codec.n_bands; ++b) {
         const Band & band = codec.bands[b];
@@ -138,7 +138,7 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
     }
     const bool lanes             = codec.path == PATH_LANES;
     const int  n_starts          = lanes ? 1 : STATES;
-    int        before[BAND_STEP] = {}; // PATH_LANES: the state that the lane before ended in
+    int        before[BAND_STEP] = {}; // PATH_LANES: final state of the previous lane
     float      cost[STATES][STATES];   // of a start, by state
     for (int w = 0; w < STATES; ++w) {
         for (int at = 0; at < STATES; ++at) {
@@ -157,7 +157,7 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
             const float32x4_t error = vld1q_f32(choice[t].error);
             const float32x4_t a     = from(error, vzip1q_f32(now, now));
             const float32x4_t b     = from(vrev64q_f32(error), vzip2q_f32(now, now));
-            taken[t][w]             = vaddvq_u32(vandq_u32(vcltq_f32(b, a), vld1q_u32(states)));
+            decisions[t][w]         = vaddvq_u32(vandq_u32(vcltq_f32(b, a), vld1q_u32(states)));
             now                     = vminq_f32(b, a);
         }
         vst1q_f32(cost[w], now);
@@ -169,7 +169,7 @@ void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code
     cpu::trace_back(
         octets, lanes ? cpu::first_least(cost[0]) : start, lanes ? before : nullptr,
         [&](int32_t t, int q) { return choice[t].number[q]; },
-        [&](int32_t t, int w) { return (taken[t][start] >> w & 1) != 0; }, code);
+        [&](int32_t t, int w) { return (decisions[t][start] >> w & 1) != 0; }, code);
 }
 
 } // namespace subkv::neon

@@ -60,7 +60,7 @@ struct PathOctets {
     }
 };
 
-// The codes of the path that ends in state w. number(t, q): number of subset q's level at place t; from_larger(t, w):
+// The codes of the path that ends in state w. number(t, q): index of subset q's level at place t; from_larger(t, w):
 // true if the branch into state w comes from the larger state; before [BAND_STEP]: final state of the lane before;
 // nullptr: lanes are connected.
 template <typename Number, typename FromLarger>

@@ -26,12 +26,12 @@ static inline int32_t bits_of(float x) {
     return bits;
 }
 
-// ToHalf: as Ops::to_half.
+// ToHalf: like Ops::to_half.
 template <void (*ToHalf)(const float *, uint16_t *, int64_t)>
 static bool pack_recent(const float * x, const float * mean, int64_t d, uint8_t * row) {
     float   y[MAX_HEAD_SIZE];
     int32_t u[MAX_HEAD_SIZE];
-    int32_t largest = 0, most = 0; // as bits: floats of one sign are ordered as integers are
+    int32_t largest = 0, most = 0; // bits of floats; for one sign they have the order of integers
     mean = mean ? mean : NO_MEAN;
     for (int64_t j = 0; j < d; ++j) {
         const int32_t size = bits_of(x[j]) & 0x7fffffff;

@@ -12,8 +12,8 @@ namespace {
 constexpr size_t ALIGNMENT = 64;
 
 struct Memory {
-    void * memory[N_SLOTS] = {}; // as allocated: not every C library has aligned_alloc
-    size_t bytes[N_SLOTS]  = {}; // behind the alignment
+    void * memory[N_SLOTS] = {}; // unaligned, because some C libraries lack aligned_alloc
+    size_t bytes[N_SLOTS]  = {}; // after alignment
 
     ~Memory() {
         for (void * p : memory) {
@@ -32,7 +32,7 @@ void * scratch(Slot slot, size_t bytes) {
         m.memory[slot]    = std::malloc(size + ALIGNMENT);
         if (m.memory[slot] == nullptr) {
             m.bytes[slot] = 0;
-            std::abort(); // a few hundred KiB are missing, and kernels cannot report errors
+            std::abort(); // out of memory for a few hundred KiB; kernels cannot report errors
         }
         std::memset(m.memory[slot], 0, size + ALIGNMENT);
         m.bytes[slot] = size;

@@ -20,7 +20,7 @@
 
 namespace subkv::cpu {
 
-constexpr int32_t BYTE_MIDDLE = 128; // half a step above the byte of 0
+constexpr int32_t BYTE_MIDDLE = 128; // half a step above the byte value of 0
 
 // Register RHO of an octet, W of its dwords from the pointer on: a code at bit AT of each byte. EXACT: other bits are 0.
 template <typename Isa, int BITS, int RHO, int AT, bool EXACT> static inline typename Isa::I
@@ -49,7 +49,7 @@ static inline void prefetch_octet(const uint8_t * octet, int32_t bits, int64_t a
     }
 }
 
-// Register RHO of a band's octet as bytes. before: of codes on a path
+// Register RHO of a band's octet as bytes. before: state of codes on a path
 template <typename Isa, int BITS, bool PATH> struct FromCodes {
     static constexpr int LINES = BITS;
     using Before               = typename Isa::Before;
@@ -107,7 +107,7 @@ static inline void read_low(const uint8_t * octet, typename Isa::I * out) {
 
 // Octets of a head on its path, in order.
 struct PathOctet {
-    int32_t at; // in a tile
+    int32_t at; // offset in a tile
     int32_t bits;
 };
 
@@ -122,7 +122,7 @@ static inline void last_octets(const HeadCodec & codec, PathOctet (&last)[2]) {
     }
 }
 
-// Where the lanes of a tile's path begin.
+// Start of the lanes of a tile's path.
 template <typename Isa> static void begin_path(const HeadCodec & codec, const uint8_t * tile, Path8<Isa> & path) {
     constexpr int   PARTS = Path8<Isa>::PARTS;
     typename Isa::I ends[PARTS][8];
@@ -195,10 +195,10 @@ static void path_band(const uint8_t * from, int32_t n, int64_t ahead, Path8<Isa>
 }
 
 //
-// where products take bytes from
+// sources of bytes for products
 //
 
-// A tile as bytes: an octet has LINES lines, and register RHO of it, from the pointer on, is a line.
+// A tile as bytes: an octet has LINES lines, one per register RHO.
 template <typename Isa> struct FromBytes {
     static constexpr int LINES = 8;
     struct Before {};
@@ -233,7 +233,7 @@ struct Runs {
     }
 };
 
-// true: the tile itself has these bytes, behind its scales.
+// true: the tile already has this format, after its scales.
 static inline bool all_bytes(const HeadCodec & codec) {
     for (int32_t b = 0; b < codec.n_bands; ++b) {
         if (codec.bands[b].bits != 8) {
@@ -243,8 +243,8 @@ static inline bool all_bytes(const HeadCodec & codec) {
     return true;
 }
 
-// A tile as one of 8-bit bands: coefficient j's octet at LINE * j of `out`. 16-bit bands are left out. Returns where the
-// bytes are. ahead: of the tile to fetch meanwhile.
+// Converts a tile to 8-bit bands: coefficient j's octet at LINE * j of `out`, without 16-bit bands. Returns a pointer to
+// the bytes. ahead: offset of the tile to prefetch.
 template <typename Isa>
 static const uint8_t * unpack_tile(const HeadCodec & codec, const uint8_t * tile, int64_t ahead, uint8_t * out) {
     if (all_bytes(codec)) {

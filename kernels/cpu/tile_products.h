@@ -10,7 +10,7 @@
 namespace subkv::cpu {
 
 constexpr int STEP_TILES = STEP / TILE;
-constexpr int BLOCK      = 12; // query rows whose logits are in memory together; a multiple of 1 to 4
+constexpr int BLOCK      = 12; // query rows whose logits are in memory together; divisible by 1 to 4
 constexpr int AHEAD      = 4;  // tiles of prefetching
 static_assert(STEP == HALVES_STRIDE, "halves.h");
 constexpr float LARGEST   = 32639.0f; // 127 * 256 + 127: high and low byte are signed
@@ -21,13 +21,13 @@ constexpr float MINUS_INF = -__builtin_inff();
 struct Row {
     float   delta; // logit of one unit of the integer product, without the cell's scale
     int32_t start; // initial value of the product: correction for centring the codes, rounded up
-    float   half;  // the rest of it
+    float   half;  // the rest of the correction
     float   shift, slope;
     float   m, z;
-    float   shrink;  // factor of the earlier sums at this step
-    float   share;   // of the step's weights, which are relative to its own top logit
-    float   unit;    // of the step's integer weights
-    int32_t weights; // their sum
+    float   shrink;  // factor for earlier sums at this step
+    float   share;   // factor for the step's weights, which are relative to its own top logit
+    float   unit;    // unit of the step's integer weights
+    int32_t weights; // sum of these weights
 };
 
 struct alignas(64) Step {
@@ -37,8 +37,8 @@ struct alignas(64) Step {
     int8_t  first[BLOCK][STEP]; // the weights' bytes or words for the two products
     int8_t  second[BLOCK][STEP];
     float   bias[STEP];   // copy of a row's bias that ends within the step
-    float   common[STEP]; // of a row's logits, where 16-bit bands add to the shift
-    float   largest_v;    // of scale_v in the tiles that the current token sees
+    float   common[STEP]; // per cell: shift plus the contribution of 16-bit bands
+    float   largest_v;    // maximum of scale_v in the tiles that the current token sees
     int32_t n;            // cells
     int32_t n_pad;        // whole tiles
 };
@@ -52,10 +52,10 @@ struct Call {
     int8_t *           query; // [row][first, second][k->rank]
     float *            sum;   // [row][v->rank]
     Row *              row;
-    uint8_t *          k_bytes; // memory of a tile as bytes, or of a step's
-    uint8_t *          v_bytes; // of a step's
+    uint8_t *          k_bytes; // memory for a tile as bytes, or for those of a step
+    uint8_t *          v_bytes; // memory for a step's tiles
     bool               many;    // rows of several tokens or blocks: keys of the whole step become bytes at once
-    bool               direct;  // products take codes from the tiles themselves
+    bool               direct;  // products read codes from the tiles
 };
 
 static inline int64_t n_rows_of(const AttendArgs & a) {
@@ -99,7 +99,7 @@ static inline void add_keys(const uint8_t * octet, typename Source::Before * bef
     }
 }
 
-// n coefficients. before: of the octets' first and second halves
+// n coefficients. before: state of the octets' first and second halves
 template <typename Isa, typename Source, int FIRST, int ROWS, int REGS>
 static inline void add_key_band(const uint8_t * octet, int32_t n, int64_t ahead,
                                 typename Source::Before (&before)[2][REGS], const int8_t * query, int64_t second,
@@ -113,14 +113,14 @@ static inline void add_key_band(const uint8_t * octet, int32_t n, int64_t ahead,
     }
 }
 
-// The keys of a tile that rows are multiplied with.
+// The keys of a tile.
 template <typename Isa> struct Keys {
     const uint8_t *    at;   // bytes, or the tile
-    const Path8<Isa> * path; // where its lanes begin, nullptr: bytes
+    const Path8<Isa> * path; // start of its lanes; nullptr: bytes
     int64_t            ahead;
 };
 
-// Products of ROWS query rows with a tile, to logit: rows STEP apart. DIRECT: reads codes from the tile.
+// Stores products of ROWS query rows with a tile in logit, rows STEP apart. DIRECT: read codes from the tile.
 template <typename Isa, bool DIRECT, int ROWS, int FIRST = 0>
 static void dots(const Call & call, const Keys<Isa> & keys, int64_t row, float * logit) {
     if constexpr (FIRST < TILE / Isa::W) {
@@ -187,7 +187,7 @@ static void all_dots(const Call & call, Keys<Isa> keys, int64_t row, int64_t n, 
         row += rows;
         n -= rows;
         logit += rows * STEP;
-        keys.ahead = 0; // once is enough
+        keys.ahead = 0; // prefetch once
     }
 }
 
@@ -195,7 +195,7 @@ static void all_dots(const Call & call, Keys<Isa> keys, int64_t row, int64_t n, 
 // values
 //
 
-// before: of a tile's registers
+// before: state of a tile's registers
 template <typename Isa, typename Source, int OCTETS, int ROWS, int RHO = 0>
 static inline void add_values(const uint8_t * octet, typename Source::Before * before, const int8_t * first,
                               const int8_t * second, typename Isa::Sum (&sum)[ROWS][OCTETS * (16 / Isa::W)]) {
@@ -225,19 +225,19 @@ static inline void add_values(const uint8_t * octet, typename Source::Before * b
     }
 }
 
-// The values of a step, and the rows that they are summed for.
+// The values of a step, and the query rows.
 template <typename Isa> struct Values {
     const uint8_t * at[STEP_TILES]; // bytes, or tiles
-    uint32_t        awake;          // tiles that any row looks at, a bit each
-    int64_t         ahead;          // of prefetching, 0: none
+    uint32_t        awake;          // bits of tiles visible to any row
+    int64_t         ahead;          // distance of prefetching; 0: none
     const Step &    step;
     int             i; // first row within the block
     const Row *     row;
-    float *         sum; // of the first row
+    float *         sum; // sum of the first row
     int64_t         sum_stride;
 };
 
-// Of octets that begin at `offset` of a tile, coefficients from j on. before: [tile][8]
+// Octets at `offset` of a tile, coefficients from j on. before: [tile][8]
 template <typename Isa, typename Source, int OCTETS, int ROWS>
 static void sum_octets(const Values<Isa> & v, int64_t offset, int32_t j, typename Source::Before (*before)[8]) {
     constexpr int     PARTS = 16 / Isa::W;
@@ -285,7 +285,7 @@ static void sum_band(const Values<Isa> & v, int64_t offset, int32_t first, int32
     }
 }
 
-// The same of all bands. paths: of the step's tiles, for values that are read from the tiles
+// The same for all bands. paths: of the step's tiles, if values are read from the tiles
 template <typename Isa, bool DIRECT, int ROWS>
 static void values(const Call & call, const Values<Isa> & v, const Path8<Isa> * paths) {
     if constexpr (DIRECT) {
@@ -308,7 +308,7 @@ static void values(const Call & call, const Values<Isa> & v, const Path8<Isa> * 
     }
 }
 
-// Query rows [index, index + n), which are the block's.
+// Query rows [index, index + n) of the block.
 template <typename Isa, bool DIRECT>
 static void all_values(const Call & call, Values<Isa> v, const Path8<Isa> * paths, int64_t index, int64_t n) {
     const int64_t rank = call.a.v->rank;
@@ -324,7 +324,7 @@ static void all_values(const Call & call, Values<Isa> v, const Path8<Isa> * path
             default: values<Isa, DIRECT, Isa::VALUE_ROWS>(call, v, paths); break;
         }
         v.i += (int) rows;
-        v.ahead = 0; // once is enough
+        v.ahead = 0; // prefetch once
     }
 }
 

@@ -16,33 +16,33 @@ namespace subkv::cuda {
 namespace {
 
 template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job job) {
-    const Attend &    a     = job.a;
-    const Layer &     l     = a.layer;
-    const int         G     = l.n_group;
-    const int         h     = (int) blockIdx.x;
-    const int64_t     part  = blockIdx.y;
-    const int64_t     token = blockIdx.z; // of a stream of its own
-    const HeadCodec & k     = l.k[h];
-    const HeadCodec & v     = l.v[h];
-    const int64_t     row   = h * a.n_stream + token; // of G rows
-    const float *     qt    = a.qt + row * G * l.width_k;
-    const int64_t     first = part * a.split;
-    const int         cells = (int) (least(a.n_kv, first + a.split) - first);
-    const int         step  = job.tiles * TILE; // cells
-    const int         warp  = (int) threadIdx.x / WARP;
-    const int         lane  = (int) threadIdx.x % WARP;
-    const int mine   = lane / 16 * TILE + 16 * warp + lane % 16; // the cell of the step whose mask the thread reads
-    const int octet  = warp * (v.rank / 8) / WARPS;              // the first one of values of this warp
-    const int end    = (warp + 1) * (v.rank / 8) / WARPS;
-    const int k_next = job.tiles == MOST_TILES ? job.k_bytes : 0; // to the second tile
-    const int v_next = job.tiles == MOST_TILES ? job.v_bytes : 0;
+    const Attend &    a      = job.a;
+    const Layer &     l      = a.layer;
+    const int         G      = l.n_group;
+    const int         h      = (int) blockIdx.x;
+    const int64_t     part   = blockIdx.y;
+    const int64_t     token  = blockIdx.z; // one per stream
+    const HeadCodec & k      = l.k[h];
+    const HeadCodec & v      = l.v[h];
+    const int64_t     row    = h * a.n_stream + token; // number of the first of G rows
+    const float *     qt     = a.qt + row * G * l.width_k;
+    const int64_t     first  = part * a.split;
+    const int         cells  = (int) (least(a.n_kv, first + a.split) - first);
+    const int         step   = job.tiles * TILE; // cells
+    const int         warp   = (int) threadIdx.x / WARP;
+    const int         lane   = (int) threadIdx.x % WARP;
+    const int         mine   = lane / 16 * TILE + 16 * warp + lane % 16; // cell of the step: this thread reads its mask
+    const int         octet  = warp * (v.rank / 8) / WARPS;              // first octet of values of this warp
+    const int         end    = (warp + 1) * (v.rank / 8) / WARPS;
+    const int         k_next = job.tiles == MOST_TILES ? job.k_bytes : 0; // offset of the second tile
+    const int         v_next = job.tiles == MOST_TILES ? job.v_bytes : 0;
 
     const Shared<F> s(block_memory, job);
     const uint8_t * k_tiles = a.k_tiles + token * a.k_stream + l.k_offset[h] + first / TILE * a.k_stride;
     const uint8_t * v_tiles = a.v_tiles + token * a.v_stream + l.v_offset[h] + first / TILE * a.v_stride;
-    // a thread copies of one of the tiles
+    // each thread copies from one of the tiles
     const int       copiers    = job.tiles == MOST_TILES ? THREADS / MOST_TILES : THREADS;
-    const int       copied     = (int) threadIdx.x / copiers * TILE; // cell of the next steps where its tile begins
+    const int       copied     = (int) threadIdx.x / copiers * TILE; // first cell of its tile in the next steps
     const int       place      = (int) threadIdx.x % copiers * (int) sizeof(Sixteen);
     const uint8_t * k_from     = k_tiles + copied / TILE * a.k_stride + place;
     const uint8_t * v_from     = v_tiles + copied / TILE * a.v_stride + place;
@@ -79,7 +79,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
         v_halves |= v.bands[b].bits == 16;
     }
 
-    Softmax rows[F]; // of row FOUR * f + lane % FOUR
+    Softmax rows[F]; // element f: row FOUR * f + lane % FOUR
     float   shift[F], slope[F];
 #pragma unroll
     for (int f = 0; f < F; ++f) {
@@ -93,7 +93,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
                                 lane / 4 % 4 * 2 + warp / 2;
     const int32_t   query     = a.tokens[token].pos;
     const int32_t * position  = a.cell_pos + token * a.n_kv + first + mine;
-    int64_t         masked    = token * a.n_kv + first + mine; // index of the mask
+    int64_t         masked    = token * a.n_kv + first + mine; // index into the mask
     const uint8_t * v_scale   = v_tiles + lane / 16 * a.v_stride + mine % TILE;
     for (int c0 = 0; c0 < cells; c0 += step) {
         float bias = -INFINITY, scale = 0.0f, key_scale = 0.0f;
@@ -131,13 +131,13 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
         for (int t = 0; t < MOST_TILES; ++t) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {                           // cell 16 * warp + 8 * e + lane / 4 of tile t
-                const int   of         = 16 * t + 8 * e + lane / 4; // the lane that has read it
+                const int   of         = 16 * t + 8 * e + lane / 4; // lane that read it
                 const float cell_bias  = __shfl_sync(ALL, bias, of);
                 const float cell_scale = __shfl_sync(ALL, key_scale, of);
 #pragma unroll
                 for (int f = 0; f < F; ++f) {
                     const int g = FOUR * f + lane % FOUR;
-                    // exact: twice 256 codes' distance from their zero, of 255 times 32639, fits
+                    // exact: 2 * 256 codes * 255 * 32639 fits 32 bits
                     const auto twice = (int) (2 * (256 * (uint32_t) products.sum[f][t][2 * e] +
                                                    (uint32_t) products.sum[f][t][2 * e + 1]) -
                                               s.centre[g]);
@@ -169,7 +169,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
             fetch_values(c0);
         }
 
-        const auto largest = [&](int i) { // of these cells
+        const auto largest = [&](int i) { // largest logit of these cells
             constexpr int N = 4 * F + 1;
             return fmaxf(fmaxf(s.room[i], s.room[N + i]), fmaxf(s.room[2 * N + i], s.room[3 * N + i]));
         };

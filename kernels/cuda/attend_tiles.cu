@@ -21,22 +21,22 @@ using Sum      = wmma::fragment<wmma::accumulator, SIDE, SIDE, SIDE, float>;
 
 struct Tiles {
     Attend a;
-    int    rows, cells; // query rows and cells of a tile; multiples of SIDE, as TILE is
+    int    rows, cells; // query rows and cells of a tile; multiples of SIDE
 };
 
 struct Shared {
     Octets   octets_k;
     Octets   octets_v;
     __half * q;      // [rows][k_pitch], divided by `top`
-    __half * x;      // [cells][k_pitch] keys, then [v_width][p_pitch] values, which of a latent layer are these keys
-    float *  scale;  // [cells] of them, 0 in masked cells
+    __half * x;      // [cells][k_pitch] keys, then [v_width][p_pitch] values; a latent layer copies values from keys
+    float *  scale;  // [cells] scales of x, 0 in masked cells
     __half * p;      // [rows][p_pitch] weights
     float *  logits; // [rows][s_pitch]
     float *  o;      // [rows][o_pitch] sums of value coefficients
     float *  top;    // [rows]
     float *  m;      // [rows]
     float *  z;      // [rows]
-    int *    seen;   // [cells] by any row
+    int *    seen;   // [cells] 1 if any row sees the cell
     float *  room;   // [WARPS]
     int      k_width, v_width, k_pitch, p_pitch, s_pitch, o_pitch;
     size_t   bytes;
@@ -81,7 +81,7 @@ __device__ float tile_bound(const HeadCodec & codec, const Shared & s, const uin
     return block_max(bound, s.room);
 }
 
-// The same factor of every cell.
+// A constant factor for all cells.
 __device__ auto alike(float inverse) {
     return [=](int) { return inverse; };
 }
@@ -96,7 +96,7 @@ __global__ void tiles_kernel(Tiles t) {
     const int64_t     r0      = blockIdx.y % n_block * t.rows; // first row of this block in its stream
     const int64_t     stream  = blockIdx.z;
     const int         rows    = (int) least(t.rows, n_rows - r0);
-    const int64_t     first   = stream * n_rows + r0; // query rows of all streams follow each other
+    const int64_t     first   = stream * n_rows + r0; // query rows of all streams are contiguous
     const int64_t     all     = a.n_stream * n_rows;
     const HeadCodec & k       = l.k[h];
     const HeadCodec & v       = l.v[h];
@@ -148,7 +148,7 @@ __global__ void tiles_kernel(Tiles t) {
         if (__syncthreads_or(any) == 0) {
             continue;
         }
-        const int       in_tile = (int) (c0 % TILE); // 0 unless shared memory is short
+        const int       in_tile = (int) (c0 % TILE); // 0 unless t.cells < TILE
         const uint8_t * k_tile  = a.k_tiles + stream * a.k_stream + c0 / TILE * a.k_stride + l.k_offset[h];
         const float     k_bound = tile_bound(k, s, k_tile, in_tile, n, t.cells);
         fill_keys(k, s.octets_k, k_tile, in_tile, t.cells, s.k_width, s.scale, alike(1.0f / k_bound), s.x, s.k_pitch);

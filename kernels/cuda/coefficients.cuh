@@ -1,18 +1,18 @@
-// coefficients.cuh: a tile's coefficients as halves, the factors of tensor cores that multiply halves.
+// coefficients.cuh: a tile's coefficients as halves, operands of tensor cores.
 #pragma once
 
 #include "tiles.cuh"
 
 namespace subkv::cuda {
 
-constexpr int SIDE = 16; // of the matrices that tensor cores multiply
+constexpr int SIDE = 16; // size of tensor cores' matrices
 constexpr int PAD  = 8;  // halves between rows, against bank conflicts
 
 __host__ __device__ inline int up_to_side(int n) {
     return (n + SIDE - 1) / SIDE * SIDE;
 }
 
-// The largest coefficient of a row with scale 1, 16-bit bands aside.
+// Bound of the coefficients of a row with scale 1, without 16-bit bands.
 __device__ inline float reach_of(const HeadCodec & codec) {
     float reach = 0.0f;
     for (int i = 0; i < codec.n_bands; ++i) {
@@ -74,8 +74,8 @@ __device__ inline void fill_keys(const HeadCodec & codec, const Octets & octets,
     }
 }
 
-// x [width][pitch] = values times inverse(cell), a coefficient of all cells after the other, since eight codes that lie
-// together are eight cells; zeros as in fill_keys.
+// x [width][pitch] = values times inverse(cell), coefficient by coefficient, because eight adjacent codes are eight
+// cells of one coefficient; zeros as in fill_keys.
 template <typename Inverse>
 __device__ inline void fill_values(const HeadCodec & codec, const Octets & octets, const uint8_t * tile, int c0,
                                    int cells, int width, const float * scale, Inverse inverse, __half * x, int pitch) {
@@ -95,7 +95,7 @@ __device__ inline void fill_values(const HeadCodec & codec, const Octets & octet
             read_bytes(octet, tile, quarter, 8 * (j % 8), one, two, codes);
         }
         for (int half = 0; half < 2; ++half) {
-            const int first = 8 * (4 * half + quarter) - c0; // of eight cells
+            const int first = 8 * (4 * half + quarter) - c0; // first of eight cells
             if (first < 0 || first >= cells) {
                 continue;
             }

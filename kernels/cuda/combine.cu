@@ -6,7 +6,7 @@ namespace subkv::cuda {
 
 namespace {
 
-constexpr int KEYS = 128; // exact keys whose weights are in shared memory at a time
+constexpr int KEYS = 128; // exact keys processed at a time
 
 struct Key {
     const uint16_t * row; // nullptr: masked
@@ -50,7 +50,7 @@ __device__ float move_top(float & m, float top) {
     return keep;
 }
 
-// OUT: elements of the output that a thread has.
+// OUT: output elements per thread.
 template <int OUT> __global__ void combine_kernel(Combine b) {
     const Attend &    a      = b.a;
     const Layer &     l      = a.layer;
@@ -58,7 +58,7 @@ template <int OUT> __global__ void combine_kernel(Combine b) {
     const int         h      = hq / l.n_group;
     const int64_t     token  = blockIdx.y;
     const int64_t     all    = a.n_stream * a.n_tps * l.n_group;
-    const int64_t     row    = h * all + token * l.n_group + hq % l.n_group; // of split 0
+    const int64_t     row    = h * all + token * l.n_group + hq % l.n_group; // row in split 0
     const int64_t     stride = l.n_head_kv * all;                            // from one split to the next
     const HeadCodec & codec  = l.v[h];
     const int         me     = (int) threadIdx.x;

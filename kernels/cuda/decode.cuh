@@ -7,7 +7,7 @@
 
 namespace subkv::cuda {
 
-constexpr int MOST_TILES = 2; // at a time
+constexpr int MOST_TILES = 2; // maximum tiles at a time
 constexpr int FOUR = 4; // query rows of a product's eight columns: row 4 * i + g has columns 2 * g (high), 2 * g + 1
 
 constexpr int EXCHANGE_PITCH =
@@ -18,7 +18,7 @@ constexpr int QUARTERS     = 4;             // of a tile's cells: registers q an
 struct Job {
     Attend a;
     int    tiles;            // at a time
-    bool   both;             // keys and values have memory of their own, so that copies run ahead
+    bool   both;             // keys and values have separate memory, so copies overlap
     int    k_bytes, v_bytes; // from one tile to the next in shared memory
 };
 
@@ -63,7 +63,7 @@ template <int F> struct Shared {
     }
 };
 
-// A warp has every fourth query row. Missing rows are zeros.
+// Each warp prepares every fourth query row. Missing rows are zeros.
 template <int F>
 __device__ void quantize_queries(const Shared<F> & s, const HeadCodec & codec, const float * qt, int64_t width, int G) {
     const int lane = (int) threadIdx.x % WARP;
@@ -130,7 +130,7 @@ struct Lines {
     __device__ uint32_t operator()(int i) const { return *reinterpret_cast<const uint32_t *>(at + i * LINE); }
 };
 
-// Choices that an octet makes: at the lane's words of line 0 of the tile. `of` is called for every q, with the word.
+// Choices of an octet, for the lane's words of line 0 of the tile. Calls `of` for every q with the word.
 template <typename F> __device__ inline void read_choices(const Place & place, const uint8_t * tile, const F & of) {
     by_width(place.kind, [&](auto width) {
         if constexpr (width.bits <= TRELLIS_BITS) {
@@ -193,10 +193,10 @@ __device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run 
     }
 }
 
-// to_second: bytes from the first tile to the second one, 0 where one is at hand.
+// to_second: offset of the second tile in bytes; 0: only one.
 template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int to_second, Products<F> & products) {
     const int lane = (int) threadIdx.x % WARP, q = (int) threadIdx.x / WARP;
-    const int c = lane % 16; // a lane reads of cell 16 * q + c, and gives its bytes to the lanes that multiply them
+    const int c = lane % 16; // a lane reads cells 16 * q + c and passes their bytes to the lanes that multiply them
     const uint8_t * tile = s.k + lane / 16 * to_second + 4 * c;
     uint32_t *      room = s.exchange + q * 4 * EXCHANGE_PITCH;
     uint32_t *      give = room + c % 8 * 4 + lane / 16 * 2 + c / 8;
@@ -217,7 +217,7 @@ template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int t
     }
 }
 
-// Adds the products of halves: dot products of query rows q, of lane % 4 of G, with four cells' halves.
+// Adds the products of 16-bit bands: query rows lane % 4 of G times the halves of four cells.
 template <int F>
 __device__ inline void add_halves(const Shared<F> & s, const float * q, int64_t width, int G, int to_second,
                                   float (&sum)[F][MOST_TILES][2]) {
@@ -242,18 +242,18 @@ __device__ inline void add_halves(const Shared<F> & s, const float * q, int64_t 
     }
 }
 
-// A row's softmax, of the cells so far and of those at hand.
+// A row's softmax: the previous cells and the current ones.
 struct Softmax {
     float m = -INFINITY, z = 0.0f;
     float keep;         // factor on the earlier sums
-    float factor;       // of twice a sum of integers
-    float plain_factor; // of plain weights
+    float factor;       // for twice a sum of integers
+    float plain_factor; // for plain weights
 };
 
 // The right factors of a lane: weights of the cells of its words of registers q and q + 4.
 template <int F> struct Weights {
     uint32_t word[F][QUARTERS][2];
-    int      total[F]; // of row lane % 4: the sum of its weights
+    int      total[F]; // sum of the weights of row lane % 4
 };
 
 template <int F> __device__ inline Weights<F> read_weights(const Shared<F> & s) {
@@ -285,7 +285,7 @@ __device__ inline void add_run(Width<BITS>, const Shared<F> & s, const Run & run
     float *       sums   = s.sums + run.first() * WARP + (int) threadIdx.x % WARP;
 #pragma unroll 1
     for (int o = 0; o < run.n(); o += N, at += N * BITS * LINE, sums += N * WARP) {
-        const bool last = N == 2 && o + 1 == run.n(); // the first octet once more in place of a second one
+        const bool last = N == 2 && o + 1 == run.n(); // no second octet: repeat the first
         uint32_t   line[N][BITS];
         uint32_t   choices[QUARTERS];
 #pragma unroll
@@ -359,8 +359,8 @@ __device__ inline void add_values(const Shared<F> & s, const Runs & runs, int to
 #pragma unroll 1
                 for (int c = 0; c < 2 * TILE; ++c) {
                     const uint8_t * of = s.v + c / TILE * to_second + run.at() + 16 * LINE * o;
-                    sum +=
-                        p[c] > 0.0f ? p[c] * from_half(*half_of(of, j, c % TILE)) : 0.0f; // hidden ones may be infinite
+                    // masked halves may be infinite
+                    sum += p[c] > 0.0f ? p[c] * from_half(*half_of(of, j, c % TILE)) : 0.0f;
                 }
                 float & x = s.sums[(f * s.octets + run.first() + o) * WARP + lane];
                 x         = fmaf(rows[f].plain_factor, sum, x * rows[f].keep);

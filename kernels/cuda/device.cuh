@@ -14,7 +14,7 @@
 namespace subkv::cuda {
 
 constexpr int WARP    = 32;
-constexpr int THREADS = 128; // of every block
+constexpr int THREADS = 128; // per block
 constexpr int WARPS   = THREADS / WARP;
 
 extern __shared__ __align__(32) unsigned char block_memory[]; // tensor cores load from multiples of 32 bytes
@@ -31,7 +31,7 @@ struct Carve {
     }
 };
 
-// The largest dynamic shared memory of a block, on the current device or on one.
+// Maximum dynamic shared memory of a block on the current device, or on a given one.
 inline size_t most_shared(int device) {
     int bytes = 0;
     return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess ?
@@ -104,7 +104,7 @@ __device__ inline uint16_t to_half(float x) {
     return __half_as_ushort(__float2half_rn(x));
 }
 
-// EIGHTHS where a device can index it
+// a copy of EIGHTHS that device code can index
 static __constant__ float ROOTS[8] = { EIGHTHS[0], EIGHTHS[1], EIGHTHS[2], EIGHTHS[3],
                                        EIGHTHS[4], EIGHTHS[5], EIGHTHS[6], EIGHTHS[7] };
 
@@ -129,8 +129,8 @@ struct alignas(16) Sixteen {
     uint32_t word[4];
 };
 
-// Copies 16 bytes from `from` to shared memory, and every `threads` times 16 bytes beyond, where they begin before `bytes`
-// (multiples of 16, like addresses); a group. Asynchronous where the device can: copies_done() waits for all but the last
+// Copies `bytes` bytes to shared memory, 16 per thread at a time; all addresses and sizes are multiples of 16. The copies
+// of a call are one group. They are asynchronous if the device supports it: copies_done() waits for all but the last
 // `pending` groups.
 __device__ inline void copy_part(uint8_t * to, const uint8_t * from, int bytes, int threads) {
     constexpr int N    = 4;

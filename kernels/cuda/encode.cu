@@ -86,12 +86,12 @@ __device__ int choose_scale(const HeadCodec & codec, const float * c, float * ro
 // Shared memory of the search of the path.
 struct Search {
     Octets        octets;
-    const float * c;     // [rank]
-    uint32_t *    codes; // [rank] the four nearest levels, a byte each; then the code
-    float *       error; // [THREADS][STATES] of the four, of one place and scale each
-    uint32_t *    taken; // [STATES ends][size / 8] a nibble of every place: a bit of every state
-    float *       room;  // [CANDIDATES * 8]
-    int           size;  // of the largest head
+    const float * c;         // [rank]
+    uint32_t *    codes;     // [rank] first the four nearest levels, a byte each, later the code
+    float *       error;     // [THREADS][STATES] errors of these levels; a thread has one place and scale
+    uint32_t *    decisions; // [STATES ends][size / 8] a nibble per place, a bit per state
+    float *       room;      // [CANDIDATES * 8]
+    int           size;      // rank of the largest head
 
     __device__ int places() const { return 8 * octets.n_path; }
 
@@ -143,23 +143,23 @@ __device__ int least_state(const float (&cost)[STATES]) {
     return least;
 }
 
-// cost after one more place whose nearest levels leave `error` -> bit w: the branch into state w is from the larger of two.
+// Extends cost by a place with `error` per subset. Returns decisions: bit w: state w's branch is from the larger state.
 __device__ uint32_t extend(const float * error, float (&cost)[STATES]) {
     float    next[STATES];
-    uint32_t taken = 0;
+    uint32_t decisions = 0;
 #pragma unroll
     for (int w = 0; w < STATES; ++w) {
         const int   x = w & 1, p = w >> 1;
         const float from_p = error[subset(p, x)], from_other = error[subset(p | 2, x)];
         const float a = fmaf(from_p, from_p, cost[p]);
         const float b = fmaf(from_other, from_other, cost[p | 2]);
-        taken |= (b < a ? 1u : 0u) << w;
+        decisions |= (b < a ? 1u : 0u) << w;
         next[w] = b < a ? b : a;
     }
     for (int w = 0; w < STATES; ++w) {
         cost[w] = next[w];
     }
-    return taken;
+    return decisions;
 }
 
 __device__ float least_of(const float (&cost)[STATES]) {
@@ -214,13 +214,13 @@ __device__ int choose_path_scale(const Search & search, const HeadCodec & codec,
     return best;
 }
 
-// The path of least cost at scale s: its codes. A thread per state that a closed path may begin and end in; of lanes the
-// first thread alone counts.
+// Stores the codes of the path of least cost at scale s. One thread per state in which a closed path may begin and end;
+// with lanes, only the first thread's path is used.
 template <bool LANES> __device__ void find_path(const Search & search, float s) {
     const int  me           = (int) threadIdx.x;
     float      cost[STATES] = { INFINITY, INFINITY, INFINITY, INFINITY };
-    uint32_t * taken        = search.taken + me * (search.size / 8);
-    uint32_t   ended        = 0; // in which state each lane did, two bits
+    uint32_t * decisions    = search.decisions + me * (search.size / 8);
+    uint32_t   ended        = 0; // final state of each lane, two bits
 #pragma unroll
     for (int w = 0; w < STATES; ++w) {
         cost[w] = w == me ? 0.0f : cost[w];
@@ -239,7 +239,7 @@ template <bool LANES> __device__ void find_path(const Search & search, float s) 
                 }
                 nibbles |= extend(search.error + STATES * (i + x), cost) << 4 * x;
             }
-            taken[(t0 + i) / 8] = nibbles;
+            decisions[(t0 + i) / 8] = nibbles;
         }
         __syncthreads();
     }
@@ -261,7 +261,7 @@ template <bool LANES> __device__ void find_path(const Search & search, float s) 
     for (int lane = 8; lane-- > 0; ended >>= 2) {
         for (int i = search.octets.n_path; i-- > 0;) {
             --t;
-            const uint32_t nibble = search.taken[ends * (search.size / 8) + t / 8] >> 4 * (t % 8);
+            const uint32_t nibble = search.decisions[ends * (search.size / 8) + t / 8] >> 4 * (t % 8);
             const int      x = w & 1, p = w >> 1 | (nibble >> w & 1) << 1;
             uint32_t &     code  = search.codes[8 * search.octets.path[i] + lane];
             const uint32_t level = code >> 8 * subset(p, x) & 255;
@@ -280,13 +280,13 @@ __device__ void put(uint8_t * at, uint32_t bits, uint32_t mask) {
 
 // Writes the codes [rank] of cell c to its tile.
 __device__ void store_codes(const HeadCodec & codec, const uint32_t * codes, uint8_t * tile, int c) {
-    // a word holds four coefficients of a key, but of one of a value
+    // a word holds four coefficients of a key, but one of a value
     const int each = codec.value != 0 ? 1 : 4, words = 8 / each;
     for (int b = 0; b < codec.n_bands; ++b) {
         const Band & band = codec.bands[b];
         for (int i = (int) threadIdx.x; band.bits != 16 && i < band.n / each; i += THREADS) {
             const uint32_t * u     = codes + band.first + i * each;
-            const int        j     = i % words; // of the octet
+            const int        j     = i % words; // word of the octet
             const int        rho   = codec.value != 0 ? c / 8 : 4 * j + c / 16;
             const int        at    = codec.value != 0 ? 8 * j + c % 8 / 4 * 4 : 4 * (c % 16);
             const uint32_t   ones  = codec.value != 0 ? 1u << 8 * (c % 4) : 0x01010101u;
@@ -316,15 +316,15 @@ struct Shared {
         search.size     = max(l.d_k, l.d_v);
         const auto size = (size_t) search.size;
         Carve      shared{ base };
-        xs            = shared.take<float>(size);
-        c             = shared.take<float>(size);
-        search.octets = Octets::take(shared, search.size);
-        search.c      = c;
-        search.codes  = shared.take<uint32_t>(size);
-        search.error  = shared.take<float>(THREADS * STATES);
-        search.taken  = shared.take<uint32_t>(STATES * size / 8);
-        search.room   = shared.take<float>(CANDIDATES * 8 + WARPS);
-        bytes         = shared.used;
+        xs               = shared.take<float>(size);
+        c                = shared.take<float>(size);
+        search.octets    = Octets::take(shared, search.size);
+        search.c         = c;
+        search.codes     = shared.take<uint32_t>(size);
+        search.error     = shared.take<float>(THREADS * STATES);
+        search.decisions = shared.take<uint32_t>(STATES * size / 8);
+        search.room      = shared.take<float>(CANDIDATES * 8 + WARPS);
+        bytes            = shared.used;
     }
 };
 
@@ -337,7 +337,7 @@ template <bool LANES> __global__ void encode_kernel(Encode a) {
     const float *     x     = value ? a.v + h * a.v_head + token * a.v_token : a.k + h * a.k_head + token * a.k_token;
     const int         lane  = (int) threadIdx.x % WARP;
     const int64_t     cell  = a.cells[token];
-    const int         in    = (int) (cell % TILE); // its tile
+    const int         in    = (int) (cell % TILE); // cell in its tile
     uint8_t *         tile  = value ? a.v_tiles + cell / TILE * a.v_stride + l.v_offset[h] :
                                       a.k_tiles + cell / TILE * a.k_stride + l.k_offset[h];
 
@@ -423,7 +423,7 @@ const char * encode(const Encode & args, void * stream) {
     if (args.n_tok == 0) {
         return nullptr;
     }
-    const bool   latent = args.layer.latent; // so that paths are lanes
+    const bool   latent = args.layer.latent; // paths of latent layers are lanes
     const dim3   grid((unsigned) args.n_tok, (unsigned) args.layer.n_head_kv, latent ? 1 : 2);
     const size_t bytes = Shared(nullptr, args.layer).bytes;
     return latent ? launch(encode_kernel<true>, grid, bytes, stream, args) :

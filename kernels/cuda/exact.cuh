@@ -5,7 +5,7 @@
 
 namespace subkv::cuda {
 
-// Halves of a row of the window, and of fresh rows: K of all heads, then V, which of a latent layer are the first of K.
+// Halves per window row and fresh row: K of all heads, then V. A latent layer's V are the first elements of K.
 __device__ inline int64_t exact_width(const Layer & l) {
     return (int64_t) l.n_head_kv * (l.d_k + (l.latent ? 0 : l.d_v));
 }

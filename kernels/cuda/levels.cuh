@@ -1,6 +1,6 @@
-// levels.cuh: codes of an octet (tiles.h) as bytes for tensor cores, eight at a time: those of registers q and q + 4 at one
-// place of their bytes, a word each. Up to 4 bits they become nibbles of one word first, register q in the lower ones:
-// prmt selects bytes by nibbles. The resulting order of bytes is
+// levels.cuh: converts codes of an octet (tiles.h) to bytes for tensor cores, eight at a time: one word each of registers
+// q and q + 4. Codes of up to 4 bits first become nibbles of one word, register q in the lower ones, because prmt selects
+// bytes by nibbles. The resulting order of bytes is
 //   out[0]   q: byte 0, q + 4: byte 0, q: byte 1, q + 4: byte 1
 //   out[1]   the same of bytes 2 and 3
 #pragma once
@@ -12,8 +12,8 @@ namespace subkv::cuda {
 
 constexpr uint32_t NIBBLES = 0x11111111u, BYTES = 0x01010101u;
 
-// Bytes of low (0 to 3) and high (4 to 7) by the four nibbles of by's lower half; with 8 added to a nibble, 255 where that
-// byte is 128 and more, else 0.
+// Selects bytes of low (0 to 3) and high (4 to 7) by the four nibbles in the lower half of `by`. A nibble plus 8 selects
+// the sign of the byte instead: 255 for bytes of at least 128, else 0.
 __device__ inline uint32_t choose(uint32_t low, uint32_t high, uint32_t by) {
     uint32_t out;
 #if defined(__CUDA_ARCH__)
@@ -33,7 +33,7 @@ __device__ inline uint32_t choose(uint64_t table, uint32_t by) {
     return choose((uint32_t) table, (uint32_t) (table >> 32), by);
 }
 
-// 255 in bytes of 128 and more, else 0.
+// Per byte: 255 if it is at least 128, else 0.
 __device__ inline uint32_t spread_signs(uint32_t x) {
     return choose(x, 0, 0xBA98);
 }
@@ -43,14 +43,14 @@ __device__ inline void interleave(uint32_t low, uint32_t high, uint32_t (&out)[2
     out[1] = choose(low, high, 0x7362);
 }
 
-// Lowest bits of the codes of the last two places on the path, in the lowest bits of their nibbles; of codes that are not
-// on a path zeros.
+// Lowest bits of the codes of the last two places on the path, in the lowest bits of their nibbles; zeros outside a
+// path.
 struct Choices {
     uint32_t one = 0, two = 0;
 };
 
-// Codes of registers q and q + 4 as nibbles (2 to 4 bits). line(i): their word of line i of the octet; its place of
-// tile_fields is stated here once more, as few operations.
+// Codes of registers q and q + 4 as nibbles (2 to 4 bits). line(i): their word of line i of the octet. The code
+// repeats the layout of tile_fields with few operations.
 template <int BITS, typename Line> __device__ inline uint32_t nibbles_of(const Line & line, int q) {
     if (BITS == 4) {
         return line(q);
@@ -91,7 +91,7 @@ __device__ inline void bytes_of(const Line & line, int q, uint32_t & low, uint32
     }
 }
 
-// The lowest bits of these codes, as Choices has them. Of 2 to 6 bits.
+// The lowest bits of these codes, in the format of Choices; 2 to 6 bits.
 template <int BITS, typename Line> __device__ inline uint32_t choices_of(const Line & line, int q) {
     if (BITS <= 4) {
         return nibbles_of<BITS>(line, q) & NIBBLES;
@@ -101,15 +101,15 @@ template <int BITS, typename Line> __device__ inline uint32_t choices_of(const L
     return (low & BYTES) | (high << 4 & 16 * BYTES);
 }
 
-// How the codes of a band become bytes.
+// Converts the codes of a band to bytes.
 struct Levels {
-    uint64_t table[2]; // up to 4 bits: bytes of the codes with choice 0 before; of 2 bits, of codes and choices
+    uint64_t table[2]; // up to 4 bits: bytes of codes after choice 0; 2 bits: by code and choice
     uint32_t choices;  // NIBBLES on a path, else 0
-    uint32_t flip;     // byte 1: xor mask for a byte with choice 1 before, up to 4 bits
+    uint32_t flip;     // byte 1: xor mask for a byte after choice 1, up to 4 bits
     int      zero;     // a byte means byte - zero / 2 steps
 };
 
-constexpr int LEVEL_ZERO = 64; // the byte of level 0, up to 4 bits: look-ups have no sign
+constexpr int LEVEL_ZERO = 64; // the byte of level 0, up to 4 bits; table look-ups are unsigned
 
 __host__ __device__ constexpr uint64_t level_table(int bits, int first, bool on_path) {
     uint64_t table = 0;
@@ -134,7 +134,7 @@ __host__ __device__ constexpr Levels levels_of(int bits, bool on_path) {
              level_zero(bits, on_path) };
 }
 
-// By bits, without and with a path. In memory, because compilers rebuild constants in every loop.
+// Indexed by bits, without and with a path. In memory, because compilers recompute constants in every loop.
 static __constant__ Levels LEVELS[][2] = {
     { levels_of(2, false), levels_of(2, true) },  { levels_of(3, false), levels_of(3, true) },
     { levels_of(4, false), levels_of(4, true) },  { levels_of(5, false), levels_of(5, true) },
@@ -145,17 +145,17 @@ static __constant__ Levels LEVELS[][2] = {
 // Levels of four codes of 5 or 6 bits, with the choices before them in the lowest bits of bytes.
 template <int BITS> __device__ inline uint32_t wide_levels(uint32_t codes, uint32_t one, uint32_t two) {
     const uint32_t index = (codes ^ two) * 2 + one;
-    const uint32_t lower = ~spread_signs(index << (7 - BITS)); // half of the alphabet
+    const uint32_t lower = ~spread_signs(index << (7 - BITS)); // 255: lower half of the alphabet
     const uint32_t k     = (index ^ lower) & BYTES * ((1u << BITS) - 1);
-    const auto     above = [&](uint32_t bend) { // by how much magnitudes are
+    const auto     above = [&](uint32_t bend) { // amount by which magnitudes exceed it
         const uint32_t x = k + BYTES * (128 - bend);
         return x & 127 * BYTES & spread_signs(x);
     };
     return (k + above(trellis_double(BITS)) + above(trellis_triple(BITS))) ^ lower;
 }
 
-// The bytes of registers q and q + 4. A code of choice 1 before has the complement of the level that the complement of the
-// code has with choice 0: so is the alphabet made.
+// The bytes of registers q and q + 4. By the alphabet's symmetry, a code after choice 1 has the complement of the level
+// that the code's complement has after choice 0.
 template <int BITS, typename Line>
 __device__ inline void read_levels(const Line & line, int q, const Levels & levels, Choices & before,
                                    uint32_t (&out)[2]) {
@@ -166,7 +166,7 @@ __device__ inline void read_levels(const Line & line, int q, const Levels & leve
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             uint32_t byte = choose(levels.table[0], index >> 16 * i);
-            if (BITS == 4) { // bytes below 128: 0 from the table that the code is not in
+            if (BITS == 4) { // bytes are below 128: the other table gives 0
                 byte |= choose(levels.table[1], (index ^ 8 * NIBBLES) >> 16 * i);
             }
             out[i] = BITS == 2 ? byte : byte ^ choose(levels.flip, 0, before.one >> 16 * i);

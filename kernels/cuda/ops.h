@@ -25,8 +25,8 @@ constexpr float QUERY_STEP    = 1.0f / 32639.0f; // two signed bytes: 127 * 256 
 constexpr float WEIGHT_STEP   = 1.0f / 65535.0f; // two bytes
 constexpr int   DECODE_GROUP  = 8;               // maximum query rows of the decode kernel
 constexpr int   DECODE_HEAD   = 256;             // maximum d of the decode kernel: limit of shared memory
-constexpr int   DECODE_BLOCKS = 4;               // of it on a multiprocessor (docs/gpu.md)
-constexpr int   MATRIX_ROWS   = 16;              // that tensor cores multiply at once
+constexpr int   DECODE_BLOCKS = 4;               // its blocks per multiprocessor (docs/gpu.md)
+constexpr int   MATRIX_ROWS   = 16;              // rows of tensor cores' matrices
 
 // One coded layer.
 struct Layer {
@@ -34,11 +34,11 @@ struct Layer {
     // decode up to a multiple of MATRIX_ROWS rows
     const HeadCodec *        k;
     const HeadCodec *        v;        // [n_head_kv]
-    const int64_t *          k_offset; // [n_head_kv] byte where the head's tile starts in that of all heads
+    const int64_t *          k_offset; // [n_head_kv] offset of the head's tile among those of all heads, in bytes
     const int64_t *          v_offset;
     const float *            gamma; // [n_head_kv]
     const uint16_t * const * mean;  // [n_head_kv] -> [d_k] half, nullptr: keys are not centred
-    const float *            slope; // [n_head] of the mask; ones without ALiBi
+    const float *            slope; // [n_head] slopes of the mask; ones without ALiBi
     unsigned long long *     n_bad; // counter of rows with non-finite coefficients
     int32_t                  n_head_kv, n_group, d_k, d_v;
     int32_t                  width_k, width_v;         // largest ranks
@@ -47,9 +47,9 @@ struct Layer {
     bool                     latent; // values are the first d_v elements of keys, and have no tiles; one KV head
 };
 
-// k, v [n_tok] rows of heads -> codes of `cells`, all different, and both rounded to half precision in `fresh`
-// [n_tok][n_head_kv * (d_k + d_v)], K first, of a latent layer K alone; a row that is not finite becomes the mean or zero
-// there.
+// Encodes the rows k, v [n_tok] of all heads into `cells`, which are distinct, and stores both in half precision in
+// `fresh` [n_tok][n_head_kv * (d_k + d_v)], K first (a latent layer: only K). There, a non-finite row becomes the mean or
+// zero.
 struct Encode {
     Layer           layer;
     const float *   k;
@@ -79,7 +79,7 @@ struct Attend {
     const int32_t *  cell_pos; // [n_stream][n_kv]
     const TokenRow * tokens;   // [n_tokens]
     int32_t          n_sink, n_recent;
-    int64_t          n_kv; // of a stream; the last tile is complete in memory
+    int64_t          n_kv; // cells of a stream; the last tile is complete in memory
     int64_t          n_stream, n_tps;
     int64_t          split, n_split; // cells per split, whole tiles
     float *          m;              // [n_split * n_head_kv * n_tokens * n_group]
@@ -95,7 +95,7 @@ struct Combine {
     const uint16_t * fresh;
     const uint16_t * window;       // [n_slots] rows like fresh's; nullptr: no exact window
     const SlotRow *  slots;        // [n_slots of the window]
-    int32_t          slots_of_seq; // of one sequence, 0: no exact window
+    int32_t          slots_of_seq; // slots of one sequence; 0: no exact window
     const float *    sinks;        // [n_head] or nullptr
     float *          out;          // [n_tokens][out_stride], query head h at h * d_v
     int64_t          out_stride;
@@ -107,7 +107,7 @@ struct Combine {
 // combine's softmax.
 struct Prompt {
     Combine    c;       // its sources, without queries and results of c.a
-    int64_t    n_slots; // of a stream: all, or with several streams those of its only sequence
+    int64_t    n_slots; // per stream: all slots, or with several streams those of its sequence
     int64_t    n_rows;  // n_kv + n_slots + n_tps or more
     int32_t    first;   // KV head
     int32_t    n_heads; // KV heads from the first one on
@@ -122,7 +122,7 @@ struct Store {
     const uint16_t * fresh;
     const SlotRow *  slots; // [n_slots]
     int64_t          n_slots;
-    int64_t          width; // halves of a row
+    int64_t          width; // halves per row
 };
 
 const char * encode(const Encode & args, void * stream);

@@ -30,7 +30,7 @@ __device__ inline void add_product_16(int (&sum)[4], uint32_t left, uint32_t lef
 #endif
 }
 
-// Of 16 rows or, without left_8, of 8, and twice as deep: words 0 are of depths 0 to 15, words 1 of 16 to 31. right: unsigned.
+// 16 rows, or 8 without left_8, and twice the depth: words 0 have depths 0 to 15, words 1 16 to 31. right: unsigned.
 template <bool ALL_ROWS>
 __device__ inline void add_deep_product(int (&sum)[4], const uint32_t (&left)[2], const uint32_t (&left_8)[2],
                                         const uint32_t (&right)[2]) {

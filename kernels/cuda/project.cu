@@ -6,7 +6,7 @@ namespace subkv::cuda {
 
 namespace {
 
-// row [d] half times the group's queries -> out[g * step]
+// out[g * step] = row [d] (half) . query g
 __device__ void project_row(const Attend & a, const uint16_t * row, const float * q, float factor, float * out,
                             int64_t step) {
     const int lane = (int) threadIdx.x % WARP;
@@ -27,7 +27,7 @@ __global__ void project_kernel(Attend a) {
     const int         h      = (int) blockIdx.y;
     const int64_t     token  = blockIdx.x;
     const int64_t     n_rows = a.n_stream * a.n_tps * l.n_group;
-    const int64_t     row    = token * l.n_group; // of this token's first query head
+    const int64_t     row    = token * l.n_group; // row of this token's first query head
     const HeadCodec & codec  = l.k[h];
     const float *     q      = a.q + h * l.n_group * a.q_head + token * a.q_token;
     const int         i      = (int) (blockIdx.z * WARPS + threadIdx.x / WARP);

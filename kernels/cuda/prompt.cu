@@ -1,6 +1,6 @@
 // prompt.cu: the rows for a prompt's flash attention, which ggml's own kernels compute. A cell is decoded once for all
-// tokens of the batch. A token's keys are all in one softmax, so queries are not projected and partial results not
-// combined. kernels/ROOFLINE.md counts the cost.
+// tokens of the batch. One softmax covers all keys of a token, so queries need no projection and results no merge.
+// kernels/ROOFLINE.md counts the cost.
 #include "coefficients.cuh"
 #include "exact.cuh"
 
@@ -20,7 +20,7 @@ using OfValues = wmma::fragment<wmma::matrix_a, SIDE, SIDE, SIDE, __half, wmma::
 using Sum      = wmma::fragment<wmma::accumulator, SIDE, SIDE, SIDE, float>;
 
 static_assert(SIDE == MATRIX_ROWS);
-constexpr int PARTS = TILE / SIDE; // of a tile's cells
+constexpr int PARTS = TILE / SIDE; // parts of a tile
 
 struct Shared {
     Octets   octets;
@@ -46,7 +46,7 @@ struct Shared {
     }
 };
 
-// out [TILE][d] rows of one head and tile, of those before n_kv: x times D, 16 columns of all cells per warp at a time.
+// out [TILE][d]: x times D for one head and tile, up to n_kv; a warp computes 16 columns of all cells at a time.
 template <typename Coefficients>
 __device__ void decode_tile(const HeadCodec & codec, const Shared & s, bool value, float gamma, const uint16_t * mean,
                             int n, uint16_t * out) {
@@ -80,7 +80,7 @@ __device__ void decode_tile(const HeadCodec & codec, const Shared & s, bool valu
                 for (int e = 0; e < SIDE / 2; ++e) {
                     const float at = mean == nullptr ? 0.0f : from_half(mean[j + first + e]);
                     const float y  = fmaf(gamma * s.bound[c], room[lane / 2 * SIDE + first + e], at);
-                    // finite, because a weight of zero multiplies it in masked cells
+                    // finite: masked cells have weight 0, and 0 * inf is NaN
                     halves.x[e] = __float2half_rn(fminf(fmaxf(y, -65504.0f), 65504.0f));
                 }
                 *reinterpret_cast<Halves *>(out + (int64_t) c * d + j + first) = halves;
@@ -132,12 +132,12 @@ __global__ void cells_kernel(Prompt p) {
     }
 }
 
-// The first slot of a stream's columns.
+// The first window slot of a stream.
 __device__ int64_t first_slot(const Prompt & p, int64_t stream) {
     return p.c.a.n_stream > 1 ? p.c.a.tokens[stream * p.c.a.n_tps].first_slot : 0;
 }
 
-// One block per row behind the cells, and stream.
+// One block per row after the cells, and stream.
 __global__ void exact_rows_kernel(Prompt p) {
     const Attend &   a      = p.c.a;
     const Layer &    l      = a.layer;
@@ -153,7 +153,7 @@ __global__ void exact_rows_kernel(Prompt p) {
     for (int j = (int) threadIdx.x; j < p.n_heads * (l.d_k + l.d_v); j += THREADS) {
         const bool    value     = j >= p.n_heads * l.d_k;
         const int     d         = value ? l.d_v : l.d_k;
-        const int     e         = value ? j - p.n_heads * l.d_k : j; // of these heads' keys or values
+        const int     e         = value ? j - p.n_heads * l.d_k : j; // element of these heads' keys or values
         const int     from      = (value ? l.n_head_kv * l.d_k : 0) + p.first * d + e;
         const int64_t at        = ((stream * p.n_heads + e / d) * p.n_rows + a.n_kv + i) * d + e % d;
         (value ? p.v : p.k)[at] = row == nullptr ? (uint16_t) 0 : row[from];
@@ -186,7 +186,7 @@ __global__ void mask_kernel(Prompt p) {
 
 } // namespace
 
-// Shared memory of keys or values, whichever needs more.
+// Shared memory: the maximum for keys and for values.
 static size_t shared_bytes(const Layer & layer) {
     return std::max(Shared(nullptr, layer.width_k, false).bytes, Shared(nullptr, layer.width_v, true).bytes);
 }

@@ -15,7 +15,7 @@ struct alignas(8) Run {
     __device__ Run(int at, int bits, int first, int n, bool on_path) :
         where((uint32_t) (at | first << 16)), what((uint32_t) (n | on_path << 8) | 1u << (9 + bits)) {}
 
-    __device__ int      at() const { return where & 0xFFFF; } // byte of the tile where their lines begin
+    __device__ int      at() const { return where & 0xFFFF; } // offset of their lines in the tile
     __device__ int      first() const { return where >> 16; }
     __device__ int      n() const { return what & 255; }
     __device__ int      on_path() const { return what >> 8 & 1; }
@@ -30,16 +30,16 @@ struct alignas(4) Place {
     bool     wrapped;
 };
 
-// Octets of a head that follow each other, without those of no bits.
+// Adjacent octets of a head, without empty ones.
 struct Runs {
     Run   run[MAX_BANDS];
-    Place before[2]; // one and two places before the first of them that is on the path
+    Place before[2]; // one and two places before their first octet on the path
     int   n;
-    bool  on_path; // any of them
+    bool  on_path; // any octet is on the path
     bool  halves;
 };
 
-// The octet at a place of the path from -2 on.
+// The octet at a place of the path, -2 or higher.
 __device__ inline Place place_of(const HeadCodec & codec, int place) {
     int n_path = 0;
 #pragma unroll 1
@@ -62,7 +62,7 @@ __device__ inline Place place_of(const HeadCodec & codec, int place) {
     return {};
 }
 
-// Octets first to end - 1. By one thread.
+// Fills in octets first to end - 1; called by one thread.
 __device__ inline void fill_runs(const HeadCodec & codec, int first, int end, Runs & runs) {
     int place    = 0;
     runs.n       = 0;
@@ -94,7 +94,7 @@ template <int BITS> struct Width {
     static constexpr int bits = BITS;
 };
 
-// Calls f(Width<BITS>{}) for kind 1 << BITS, where these are codes: one test for the widths that most have.
+// Calls f(Width<BITS>{}) for kind 1 << BITS, if these are codes; the most frequent widths take one test.
 template <typename F> __device__ inline void by_width(uint32_t kind, const F & f) {
     if (kind & 1 << 4) {
         f(Width<4>{});

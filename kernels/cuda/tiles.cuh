@@ -11,10 +11,10 @@ constexpr int NO_PLACE = 255;
 
 // Octet number i of a head: its coefficients 8 * i to 8 * i + 7.
 struct alignas(8) Octet {
-    uint16_t line;  // of the tile, of TILE bytes, where its own begin
-    uint8_t  bits;  // of a code; 16: halves
-    uint8_t  place; // on the path (trellis.h), of a lane of it; NO_PLACE: not there
-    float    step;  // distance of values, relative to the row's scale; 1 of halves
+    uint16_t line;  // first line in the tile (lines of TILE bytes)
+    uint8_t  bits;  // per code; 16: halves
+    uint8_t  place; // place on its lane of the path (trellis.h); NO_PLACE: none
+    float    step;  // distance of values, relative to the row's scale; 1 for halves
 
     __host__ __device__ int at() const { return TILE * line; }
 };
@@ -34,11 +34,11 @@ struct Octets {
         return octets;
     }
 
-    // The octet at a place from -n_path on.
+    // The octet at a place, -n_path or higher.
     __device__ const Octet & at_place(int place) const { return octet[path[place < 0 ? place + n_path : place]]; }
 };
 
-// By the whole block; others may read them after the next barrier.
+// Called by the whole block; valid after the next barrier.
 __device__ inline void fill_octets(const HeadCodec & codec, Octets & octets) {
     octets.n      = codec.rank / 8;
     octets.n_path = 0;
@@ -63,9 +63,9 @@ __device__ inline int zero_of(const Octet & octet) {
     return octet.place != NO_PLACE ? 255 : (1 << octet.bits) - 1;
 }
 
-constexpr uint32_t ONES = 0x01010101u; // the code's bit that chooses the levels of the next two places, of four codes
+constexpr uint32_t ONES = 0x01010101u; // in each of four codes: the bit that selects the levels of the next two places
 
-// Codes, a byte each, of registers quarter and quarter + 4 (tiles.h): a word of either, from byte `at` of their lines on.
+// Codes of registers quarter and quarter + 4 (tiles.h), a byte each: one word of each, at byte `at` of their lines.
 //   K, of cell c: a dword at 4 * (c % 16), quarter c / 16: coefficients 0 to 3 and 4 to 7
 //   V, of coefficient j: a qword at 8 * j: cells 8 * quarter to + 7 and 32 + 8 * quarter to + 7
 template <int BITS, typename Word>
@@ -86,24 +86,24 @@ __device__ inline void read_codes(const uint8_t * octet, int quarter, int at, Wo
     }
 }
 
-// Only the lowest bits of these codes, those that choose the levels of later places.
+// Only the lowest bits of these codes, which select the levels of later places.
 template <typename Word>
 __device__ inline void read_choices(int bits, const uint8_t * octet, int quarter, int at, Word (&choice)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const TileField f = tile_fields(bits, 4 * half + quarter).field[0]; // which begins with bit 0
+        const TileField f = tile_fields(bits, 4 * half + quarter).field[0]; // contains bit 0
         choice[half]      = *reinterpret_cast<const Word *>(octet + f.line * LINE + at) >> f.shift & (Word) -1 / 255;
     }
 }
 
-// The choices before place 0 are those of the last places of the lane before: lane j of a key's words becomes j + 1.
+// The choices before place 0 are those of the previous lane's last places: lane j of a key's words becomes j + 1.
 __device__ inline void rotate_lanes(uint32_t (&choice)[2]) {
     const uint32_t low = choice[0];
     choice[0]          = low << 8 | choice[1] >> 24;
     choice[1]          = choice[1] << 8 | low >> 24;
 }
 
-// Choices of place `place` from -n_path on: of a key, cell `cell` of the tile.
+// Choices of place `place` (-n_path or higher) of a key, cell `cell` of the tile.
 __device__ inline void choices_at(const Octets & octets, const uint8_t * tile, int place, int cell,
                                   uint32_t (&choice)[2]) {
     if (octets.lanes && place < 0) {
@@ -117,7 +117,7 @@ __device__ inline void choices_at(const Octets & octets, const uint8_t * tile, i
     }
 }
 
-// Of values, lane j of the place and a quarter of the cells.
+// The same for values: lane j of the place and a quarter of the cells.
 __device__ inline void choices_at(const Octets & octets, const uint8_t * tile, int place, int j, int quarter,
                                   uint64_t (&choice)[2]) {
     if (octets.lanes && place < 0) {
@@ -167,7 +167,7 @@ __host__ __device__ constexpr uint64_t widened(int32_t bits, int32_t first) {
 // Levels plus 128 of four codes of a place, with the choices one and two places before.
 template <int BITS> __device__ inline uint32_t to_levels(uint32_t codes, uint32_t one, uint32_t two) {
     const uint32_t index = (codes ^ two) << 1 ^ one;
-    const uint32_t upper = (index >> BITS & ONES) * 255; // half of the alphabet
+    const uint32_t upper = (index >> BITS & ONES) * 255; // 255: upper half of the alphabet
     uint32_t       k     = (index ^ ~upper) & ONES * ((1u << BITS) - 1);
     if (BITS <= 3) {
         constexpr uint64_t TABLE = widened(BITS, 0);
@@ -204,7 +204,7 @@ __device__ inline void read_bytes(bool on_path, const uint8_t * octet, int quart
     }
 }
 
-// Of an octet's width and path, which are alike in a warp; not of halves.
+// Selects code by an octet's width and path, which are equal in a warp; not for halves.
 template <typename Word>
 __device__ inline void read_bytes(const Octet & octet, const uint8_t * tile, int quarter, int at, Word (&one)[2],
                                   Word (&two)[2], Word (&bytes)[2]) {
@@ -220,7 +220,7 @@ __device__ inline void read_bytes(const Octet & octet, const uint8_t * tile, int
     }
 }
 
-// Coefficient j of the octet and cell c, where they are halves.
+// Coefficient j of the octet and cell c, in a 16-bit band.
 __device__ inline const uint16_t * half_of(const uint8_t * octet, int j, int c) {
     return reinterpret_cast<const uint16_t *>(octet) + j * TILE + c;
 }

@@ -19,7 +19,7 @@ int32_t byte_of(int32_t i) {
 }
 
 // Bits [in_shift, in_shift + width) of a cell's bytes in a line of an octet become bits [out_shift, ...) of those of
-// another cell in another line. A field of the one register and one of the other have at most one such run in common.
+// another cell in another line. Two fields of different registers share at most one such run.
 struct Moved {
     int32_t in_line, in_shift, out_line, out_shift;
     uint8_t mask;
@@ -88,7 +88,7 @@ void move_values(const Band & band, const uint8_t * from, int32_t c, uint8_t * t
     }
 }
 
-// Of the lines that a cell is in: each is another miss, and a cell is in as many as a tile has for 30 cells or so.
+// Prefetches the lines of a cell. Each line is a separate cache miss.
 void prefetch_cell(const HeadCodec & codec, const uint8_t * tile, int32_t c) {
 #if defined(__GNUC__)
     for (int32_t b = 0; b < codec.n_bands; ++b) {

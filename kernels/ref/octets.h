@@ -20,7 +20,7 @@ inline void add_bits(const Line & __restrict in, int32_t in_shift, Line & __rest
     }
 }
 
-// Codes of an octet, a byte each: its registers, from and to its lines; `to` is zeros before.
+// Converts an octet's lines to its registers (codes, a byte each), and back; the output must be zeros before.
 inline void open_octet(int32_t bits, const Line * lines, Line * to) {
     for (int32_t rho = 0; rho < 8; ++rho) {
         const TileFields fields = tile_fields(bits, rho);

@@ -22,7 +22,7 @@ void to_half(const float * x, uint16_t * h, int64_t n);
 
 // One row: codes of coefficient j of a band's planes, and all its coefficients c [rank].
 uint32_t code(const uint8_t * planes, int32_t n, int32_t bits, int32_t j);
-void     put_code(uint8_t * planes, int32_t n, int32_t bits, int32_t j, uint32_t u); // into zeros
+void     put_code(uint8_t * planes, int32_t n, int32_t bits, int32_t j, uint32_t u); // planes: zeros at this place
 void     dequantize_row(const HeadCodec & codec, const uint8_t * row, float * c);
 
 // Squared error of coefficients c [rank] at scale s without a trellis, in bands of more than `beyond` bits except 16.

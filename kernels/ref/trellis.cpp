@@ -58,7 +58,7 @@ constexpr float   INF    = std::numeric_limits<float>::infinity();
 struct Place {
     int32_t      j; // coefficient
     const Band * band;
-    bool         first; // of a lane
+    bool         first; // first place of a lane
 };
 
 struct Places {
@@ -124,29 +124,29 @@ void begin_lane(float * cost) {
     std::fill_n(cost + 1, STATES - 1, INF);
 }
 
-// Updates `cost` by one place. taken: true if the branch into a state comes from the larger of two states.
-void extend(const Nearest & choice, float * cost, bool * taken) {
+// Updates `cost` by one place. decisions: true if the branch into a state comes from the larger of two states.
+void extend(const Nearest & choice, float * cost, bool * decisions) {
     float next[STATES];
     for (int32_t w = 0; w < STATES; ++w) { // from states w >> 1 and w >> 1 | 2
         const int32_t x = w & 1, p = w >> 1;
         const float   from_p = choice.error[subset(p, x)], from_other = choice.error[subset(p | 2, x)];
         const float   a = std::fma(from_p, from_p, cost[p]);
         const float   b = std::fma(from_other, from_other, cost[p | 2]);
-        taken[w]        = b < a;
-        next[w]         = taken[w] ? b : a;
+        decisions[w]    = b < a;
+        next[w]         = decisions[w] ? b : a;
     }
     std::copy_n(next, STATES, cost);
 }
 
 float free_cost(const HeadCodec & codec, const Places & places, const float * c, float s) {
     float cost[STATES] = {};
-    bool  taken[STATES];
+    bool  decisions[STATES];
     for (const Place & place : places) {
         if (codec.path == PATH_LANES && place.first) {
             begin_lane(cost);
         }
         const float step = s * level_step(codec, *place.band);
-        extend(nearest(place.band->bits, step, c[place.j]), cost, taken);
+        extend(nearest(place.band->bits, step, c[place.j]), cost, decisions);
     }
     return least_of(cost);
 }
@@ -173,8 +173,8 @@ int32_t choose_path_scale(const HeadCodec & codec, const float * c, int32_t midd
 float find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code) {
     struct Step {
         Nearest choice;
-        bool    taken[STATES];
-        int32_t from; // PATH_LANES: state that the lane before ended in
+        bool    decisions[STATES];
+        int32_t from; // PATH_LANES: final state of the previous lane
     };
 
     const Places      places(codec);
@@ -194,7 +194,7 @@ float find_path(const HeadCodec & codec, const float * c, float s, uint8_t * cod
                 steps[t].from = last();
                 begin_lane(cost);
             }
-            extend(steps[t].choice, cost, steps[t].taken);
+            extend(steps[t].choice, cost, steps[t].decisions);
         }
         int32_t w = last();
         if (ends > 0 && !(cost[w] < least)) {
@@ -203,7 +203,7 @@ float find_path(const HeadCodec & codec, const float * c, float s, uint8_t * cod
         least = cost[w];
         for (size_t t = places.n; t-- > 0;) {
             const int32_t x      = w & 1;
-            const int32_t p      = w >> 1 | (steps[t].taken[w] ? 2 : 0);
+            const int32_t p      = w >> 1 | (steps[t].decisions[w] ? 2 : 0);
             const int32_t i      = steps[t].choice.index[subset(p, x)];
             code[places.at[t].j] = (uint8_t) ((i ^ 2 * (p >> 1) ^ (p & 1)) >> 1);
             w                    = codec.path == PATH_LANES && places.at[t].first ? steps[t].from : p;

@@ -10,17 +10,17 @@
 
 layout(local_size_x = 64) in; // TILE
 
-layout(constant_id = 0) const uint ROWS         = 8; // at most 8: ROWS threads compute `tops`, 8 cells each
+layout(constant_id = 0) const uint ROWS         = 8; // at most 8
 layout(constant_id = 1) const uint COEFFICIENTS = 2;
-const uint N_ACC = ROWS * COEFFICIENTS; // a name: to glslc two products are two sizes
+const uint N_ACC = ROWS * COEFFICIENTS; // glslc treats equal products in array sizes as different
 
 #include "attend_sources.glsl"
 #include "mask.glsl"
 #include "levels.glsl"
 
-const uint PARTS = 8; // of a tile's cells
+const uint PARTS = 8; // parts of a tile
 #ifdef INTEGER_DOT
-const uint RANKED   = ROWS + 1; // rows that `put` takes: logits, then the scales of values
+const uint RANKED   = ROWS + 1; // rows of `put`: logits, then the scales of values
 const bool RELATIVE = true;     // weights are relative to the tile's largest logit
 #else
 const uint RANKED   = ROWS;  // logits
@@ -38,7 +38,7 @@ float top_of(uint r) {
     return top;
 }
 
-// Choices of the last but x-th place of all of cell c of a tile, as those before the first place: lane j becomes j + 1.
+// Choices of the last place but x, for cell c of a tile, as those before the first place: lane j becomes j + 1.
 uvec2 choices_before(Head head, uint tile, uint c, uint x) {
     const Octet octet = octet_of(head, head.n_path - x);
     uint        words[2];
@@ -60,12 +60,12 @@ uvec2 choices_before(Head head, uint tile, uint c, uint x) {
 void main() {
     const uint me = gl_LocalInvocationID.x, h = gl_WorkGroupID.x, stream = gl_WorkGroupID.z;
     const uint group   = tables[N_GROUP];
-    const uint all     = p.n_tps * group; // rows of a stream
+    const uint all     = p.n_tps * group; // query rows per stream
     const uint blocks  = (all + ROWS - 1) / ROWS;
     const uint part    = gl_WorkGroupID.y / blocks;
     const uint r0      = gl_WorkGroupID.y % blocks * ROWS;
     const uint n_rows  = min(ROWS, all - r0);
-    const uint first   = h * p.n_tokens * group + stream * all + r0; // rows of all streams follow each other
+    const uint first   = h * p.n_tokens * group + stream * all + r0; // rows of all streams are contiguous
     const uint c_end   = min(p.n_kv, (part + 1) * p.split);
     const uint k_head  = head_of(0, h).tile, v_head = head_of(1, h).tile;
 
@@ -98,7 +98,7 @@ void main() {
         const uint k_tile = p.k_tiles_at + stream * p.k_stream + c0 / TILE * p.k_stride + k_head;
         const uint v_tile = p.v_tiles_at + stream * p.v_stream + c0 / TILE * p.v_stride + v_head;
         float      logit[ROWS];
-        float      scale = 0.0; // of the value, 0 if all rows mask it
+        float      scale = 0.0; // scale of the value, 0 if all rows mask it
         if (seen) {
             dots(h, k_tile, me, first, n_rows, logit);
             scale = row_scale(v_tiles[v_tile + me / 4] >> 8 * (me % 4) & 255u);

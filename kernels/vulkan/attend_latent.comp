@@ -25,18 +25,18 @@ uint word_of(bool value, uint at) {
 const bool PATH_LANES = true;
 #include "octets.glsl"
 
-const uint THREADS = 128, CHUNK = 32, PITCH = TILE + 1, PARTS = 8; // PITCH: coefficients of a cell in different banks
-const uint HALF = ROWS / 2;    // rows of a thread that has a cell: of each half of the threads
-const uint QUARTER = ROWS / 4; // that has a coefficient
+const uint THREADS = 128, CHUNK = 32, PITCH = TILE + 1, PARTS = 8; // PITCH: no bank conflicts between coefficients
+const uint HALF = ROWS / 2;    // rows per thread for logits: each half of the threads has half of the rows
+const uint QUARTER = ROWS / 4; // rows per thread for sums
 
 shared float xs[CHUNK * PITCH];
 shared float qs[ROWS * CHUNK];
-shared float weights[ROWS * TILE]; // logits before
+shared float weights[ROWS * TILE]; // first logits, then weights
 shared float tops[ROWS * PARTS];
 shared float keep[ROWS]; // factor on the earlier sums
-shared uint  visible[TILE / 32]; // a bit of every cell that some row sees
+shared uint  visible[TILE / 32]; // bit of a cell: some row sees it
 
-// Coefficients from `first` on, CHUNK of them, of all cells.
+// Decodes CHUNK coefficients of all cells, from `first` on.
 void stage(Head head, uint tile, uint first) {
     const uint cell = gl_LocalInvocationID.x % TILE, half_ = gl_LocalInvocationID.x / TILE;
     for (uint octet = half_; octet < CHUNK / 8; octet += THREADS / TILE) {
@@ -50,8 +50,8 @@ void stage(Head head, uint tile, uint first) {
 
 void main() {
     const uint me = gl_LocalInvocationID.x, stream = gl_WorkGroupID.z;
-    const uint mine = me % TILE, my_row = me / TILE * HALF;          // of logits
-    const uint column = me % CHUNK, my_sum = me / CHUNK * QUARTER;   // of sums
+    const uint mine = me % TILE, my_row = me / TILE * HALF;          // cell and first row for logits
+    const uint column = me % CHUNK, my_sum = me / CHUNK * QUARTER;   // coefficient and first row for sums
     const uint group  = tables[N_GROUP], width = tables[WIDTH_K];
     const uint all    = p.n_tps * group; // rows of a stream
     const uint blocks = (all + ROWS - 1) / ROWS;

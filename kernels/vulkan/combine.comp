@@ -34,8 +34,8 @@ const uint THREADS = 128, PER_THREAD = (MAX_HEAD_SIZE + THREADS - 1) / THREADS;
 
 shared float coef[MAX_HEAD_SIZE];
 shared float query[MAX_HEAD_SIZE];
-shared float logits[THREADS]; // of as many exact keys at a time
-shared uint  rows[THREADS];   // where the key's row begins
+shared float logits[THREADS]; // THREADS exact keys at a time
+shared uint  rows[THREADS];   // first word of the key's row
 shared float room[THREADS];
 
 // Word i of a row that begins at `row`: of the window, or, with the highest bit set, of the fresh rows.
@@ -47,7 +47,7 @@ void main() {
     const uint hq = gl_WorkGroupID.x, token = gl_WorkGroupID.y, me = gl_LocalInvocationID.x;
     const uint group = tables[N_GROUP], n_head = tables[N_HEAD_KV], d_k = tables[D_K], d_v = tables[D_V];
     const uint h      = hq / group;
-    const uint row    = (h * p.n_tokens + token) * group + hq % group; // of split 0
+    const uint row    = (h * p.n_tokens + token) * group + hq % group; // row in split 0
     const uint stride = n_head * p.n_tokens * group;                  // from one split to the next
     const uint width  = exact_width();
     const Head head   = head_of(1, h);

@@ -37,8 +37,8 @@ shared float xs[MAX_HEAD_SIZE];
 shared float c[MAX_HEAD_SIZE];
 shared uint  codes[MAX_HEAD_SIZE];
 shared float room[THREADS];
-shared vec4  errors[THREADS];                        // of the levels that are nearest to a place's coefficient
-shared uint  taken[STATES * MAX_HEAD_SIZE / LANES]; // of four paths: a nibble of every place, a bit of every state
+shared vec4  errors[THREADS];                        // errors of the nearest levels of a place
+shared uint  decisions[STATES * MAX_HEAD_SIZE / LANES]; // of four paths: a nibble per place, a bit per state
 shared uint  flags;
 
 void put(bool value, uint at, uint bits, uint mask) {
@@ -178,7 +178,7 @@ uint subset(uint p, uint x) {
     return 2 * (x ^ p >> 1) + (p & 1u);
 }
 
-// cost after one more place -> bit w: the branch into state w is from the larger of two.
+// Extends cost by one place. Returns decisions: bit w: the branch into state w is from the larger state.
 uint extend(vec4 error, inout vec4 cost) {
     vec4 next;
     uint from_larger = 0;
@@ -261,16 +261,16 @@ uint choose_path_scale(Head head, uint middle) {
 void find_path(Head head, float s) {
     const uint me = gl_LocalInvocationID.x, n = head.n_path * LANES, WORDS = MAX_HEAD_SIZE / LANES;
     vec4       cost = mix(vec4(INFINITY), vec4(0.0), equal(uvec4(0, 1, 2, 3), uvec4(me)));
-    uint       ended = 0; // in which state each lane did, two bits
+    uint       ended = 0; // final state of each lane, two bits
     for (uint t0 = 0; t0 < n; t0 += THREADS) {
         if (t0 + me < n) {
             const Place place = place_of(head, t0 + me);
             vec4        error;
-            codes[place.coefficient] = nearest(place, s, error); // all four, till one is chosen
+            codes[place.coefficient] = nearest(place, s, error); // all four levels until one is chosen
             errors[me]               = error;
         }
         barrier();
-        for (uint i = 0; me < STATES && i < THREADS && t0 + i < n; i += LANES) { // n is a multiple of them
+        for (uint i = 0; me < STATES && i < THREADS && t0 + i < n; i += LANES) { // n is a multiple of LANES
             uint nibbles = 0;
             for (uint x = 0; x < LANES; ++x) {
                 if (begins_lane(head, t0 + i + x)) {
@@ -279,7 +279,7 @@ void find_path(Head head, float s) {
                 }
                 nibbles |= extend(errors[i + x], cost) << 4 * x;
             }
-            taken[me * WORDS + (t0 + i) / LANES] = nibbles;
+            decisions[me * WORDS + (t0 + i) / LANES] = nibbles;
         }
         barrier();
     }
@@ -298,7 +298,7 @@ void find_path(Head head, float s) {
     for (uint lane = LANES; lane-- > 0; ended >>= 2) {
         for (uint i = head.n_path; i-- > 0;) {
             --t;
-            const uint nibble = taken[ends * WORDS + t / LANES] >> 4 * (t % LANES);
+            const uint nibble = decisions[ends * WORDS + t / LANES] >> 4 * (t % LANES);
             const uint x = w & 1u, p = w >> 1 | (nibble >> w & 1u) << 1;
             const uint at = octet_of(head, i).first + lane;
             codes[at]     = ((codes[at] >> 8 * subset(p, x) & 255u) ^ 2 * (p >> 1) ^ (p & 1u)) >> 1;
@@ -319,7 +319,7 @@ void store_codes(Head head, bool value, uint tile, uint cell) {
             continue;
         }
         for (uint i = gl_LocalInvocationID.x; i < band.n / each; i += THREADS) {
-            const uint j    = i % words; // of the octet
+            const uint j    = i % words; // word of the octet
             const uint rho  = value ? cell / 8 : 4 * j + cell / 16;
             const uint at   = tile + band.at + i / words * band.bits * LINE_WORDS +
                               (value ? 2 * j + cell % 8 / 4 : cell % 16);
@@ -341,7 +341,7 @@ void main() {
     const bool value = gl_WorkGroupID.z == 1;
     const Head head  = head_of(gl_WorkGroupID.z, h);
     const uint x_at  = value ? p.v_at + h * p.v_head + token * p.v_token : p.k_at + h * p.k_head + token * p.k_token;
-    const uint cell  = cells[p.cells_at + token].x; // of 64 bits
+    const uint cell  = cells[p.cells_at + token].x; // low half of an int64
     const uint within = cell % TILE;
     const uint tile  = head.tile + (value ? p.v_tiles_at + cell / TILE * p.v_stride :
                                             p.k_tiles_at + cell / TILE * p.k_stride);

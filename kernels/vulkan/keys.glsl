@@ -1,6 +1,6 @@
-// keys.glsl: dot products of a tile's keys with query rows, a cell by a thread; f32. After levels.glsl.
+// keys.glsl: dot products of a tile's keys with query rows in f32, one cell per thread. After levels.glsl.
 
-// Codes of register rho, a byte each, from word `at` of its octet's lines on.
+// Codes of register rho, a byte each, at word `at` of its octet's lines.
 uint read_k(uint at, uint bits, uint rho) {
     uint       codes = 0;
     const uint n     = n_fields(bits, rho);
@@ -18,15 +18,15 @@ uint read_k(uint at, uint bits, uint rho) {
 void dots(uint h, uint tile, uint c, uint first, uint n_rows, out float dot[ROWS]) {
     const uint width = tables[WIDTH_K];
     float      halves[ROWS];
-    uint       qt[ROWS]; // where they begin
+    uint       qt[ROWS]; // first word of each row
     [[unroll]] for (uint r = 0; r < ROWS; ++r) {
         qt[r]     = p.qt_at + (first + min(r, n_rows - 1)) * width;
         dot[r]    = 0.0;
         halves[r] = 0.0;
     }
-    const Head  head = head_of(0, h); // here, or it takes registers from one tile to the next
+    const Head  head = head_of(0, h); // loaded here to not hold registers between tiles
     const float s    = row_scale(k_tiles[tile + c / 4] >> 8 * (c % 4) & 255u);
-    uvec4 before = uvec4(0); // choices: the words of two octets on the path
+    uvec4 before = uvec4(0); // words of the two previous octets on the path
     if (head.n_path > 0) {
         before = uvec4(choices_before(head, tile, c, 2), choices_before(head, tile, c, 1));
     }
@@ -50,7 +50,7 @@ void dots(uint h, uint tile, uint c, uint first, uint n_rows, out float dot[ROWS
             const uint at   = tile + band.at + four / 2 * band.bits * LINE_WORDS + c % 16;
             uint       code = read_k(at, band.bits, four % 2 * 4 + c / 16);
             const uint q    = band.first + 4 * four;
-            const bool  on   = band.place != NO_PLACE; // before the loop it would take registers from queries
+            const bool  on   = band.place != NO_PLACE; // not before the loop, where it would need registers
             const float zero = on ? 127.5 : half_range(band.bits);
             if (on) {
                 const uint  choice = code & ONES;

@@ -1,6 +1,6 @@
 // levels.glsl: codes as bytes, and levels of codes on a path (kernels/include/subkv/trellis.h). After tables.glsl.
 
-const uint ONES = 0x01010101u; // a code's bit that chooses the levels of the next two places, of four codes
+const uint ONES = 0x01010101u; // in each of four codes: the bit that selects the levels of the next two places
 
 // A part of a register's codes (tables.glsl), a byte each: bits of a word of the octet's lines, after a shift.
 struct Term {
@@ -12,7 +12,7 @@ Term term_of(uint bits, uint rho, uint i) {
     return Term(f.line * LINE_WORDS, f.shift - f.from, ONES * ((1u << f.width) - 1u) << f.from);
 }
 
-// Of the registers of codes with `bits`, the last one has most terms.
+// Maximum number of fields: the last register has the most.
 uint n_terms(uint bits) {
     return n_fields(bits, 7);
 }
@@ -27,7 +27,7 @@ uint beyond(uint k, uint bend) {
 // 128, unsigned.
 uint to_levels(uint codes, uint bits, uvec2 bends, uint one, uint two, bool biased) {
     const uint index = (codes ^ two) << 1 | one;
-    const uint half_ = index >> bits & ONES, upper = (half_ << 8) - half_; // of the alphabet; 255 where it is
+    const uint half_ = index >> bits & ONES, upper = (half_ << 8) - half_; // 1, 255: upper half of the alphabet
     const uint k     = ~(index ^ upper) & ONES * ((1u << bits) - 1u);
     return k + beyond(k, bends.x) + beyond(k, bends.y) ^ upper ^ (biased ? 127 : 255) * ONES;
 }

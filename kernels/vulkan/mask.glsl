@@ -15,5 +15,6 @@ bool is_exact(int key, int query) {
 }
 
 float capped(float x, float softcap) {
-    return softcap > 0.0 ? softcap * tanh(clamp(x / softcap, -20.0, 20.0)) : x; // of large numbers some make NaN
+    // on some devices tanh of large numbers is NaN
+    return softcap > 0.0 ? softcap * tanh(clamp(x / softcap, -20.0, 20.0)) : x;
 }

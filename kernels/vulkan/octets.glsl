@@ -1,7 +1,7 @@
 // octets.glsl: coefficients of a tile, an octet of a cell at a time, for prompt_rows.comp and attend_latent.comp. After
 // levels.glsl, `word_of` (a word of the tiles), and PATH_LANES (trellis.h).
 
-shared float scale[TILE]; // of the cells; 0: its coefficients are zeros
+shared float scale[TILE]; // per cell; 0: its coefficients are zeros
 
 // Codes of register rho at word `at` of an octet's lines, of a dword's four or less.
 uint read_codes(bool value, uint at, uint bits, uint rho) {
@@ -13,7 +13,7 @@ uint read_codes(bool value, uint at, uint bits, uint rho) {
     return codes;
 }
 
-// The two dwords of a thread's eight codes of an octet: keys, of a cell; values, of a coefficient and eight cells.
+// A thread's eight codes of an octet, in two dwords. Keys: of one cell. Values: of one coefficient and eight cells.
 struct Where {
     uint at[2], rho[2];
 };
@@ -27,8 +27,8 @@ uvec2 read_octet(bool value, uint at, uint bits, Where w) {
     return uvec2(read_codes(value, at + w.at[0], bits, w.rho[0]), read_codes(value, at + w.at[1], bits, w.rho[1]));
 }
 
-// Choices `back` places before a place on the path. Those before place 0 are the last ones, of the lane before; with
-// PATH_LANES zeros.
+// Choices `back` places before a place on the path. Those before place 0 are the last ones of the previous lane; with
+// PATH_LANES they are zeros.
 uvec2 choices_back(bool value, Head head, uint tile, uint me, uint place, uint back) {
     const bool turned = place < back;
     if (PATH_LANES && turned) {
@@ -40,8 +40,8 @@ uvec2 choices_back(bool value, Head head, uint tile, uint me, uint place, uint b
     return !value && turned ? uvec2(words.x << 8 | words.y >> 24, words.y << 8 | words.x >> 24) : words;
 }
 
-// Eight coefficients of an octet of the tile at word `tile`: of cell `me`, or, of values, number me % 8 of cells from
-// me / 8 * 8 on. Zeros behind the last octet, and where the cell's scale is 0.
+// Eight coefficients of an octet of the tile at word `tile`. Keys: of cell `me`. Values: coefficient me % 8 of eight
+// cells from me / 8 * 8 on. Zeros after the last octet, and for cells with scale 0.
 void decode_octet(bool value, Head head, uint tile, uint me, uint octet, out float x[8]) {
     [[unroll]] for (uint i = 0; i < 8; ++i) {
         x[i] = 0.0;

@@ -11,10 +11,10 @@ namespace subkv::vulkan {
 
 namespace {
 
-constexpr uint32_t MAX_ROWS         = 8;     // of attend's workgroup
-constexpr uint32_t MAX_ACCUMULATORS = 40;    // of attend's thread: rows times coefficients, which are registers
+constexpr uint32_t MAX_ROWS         = 8;     // rows per workgroup of attend
+constexpr uint32_t MAX_ACCUMULATORS = 40;    // registers per thread of attend: rows times coefficients
 constexpr int64_t  MAX_GROUPS       = 65535; // per dimension; every device supports it
-constexpr int32_t  MAX_DOT          = 256;   // coefficients: sums of products fit 32 bits, and shared memory 16 KiB
+constexpr int32_t  MAX_DOT = 256; // maximum coefficients for integer products: sums fit 32 bits, shared memory 16 KiB
 
 uint32_t bits_of(float x) {
     uint32_t bits;
@@ -35,7 +35,7 @@ public:
 
     void add(float x) { add(bits_of(x)); }
 
-    // Halves or floats, nullptr: none. Where they begin.
+    // Appends halves or floats (nullptr: none). Returns their first word.
     template <typename T> uint32_t add(const T * data, size_t n) {
         if (!data) {
             return 0;
@@ -103,7 +103,7 @@ void add_alphabets(Words & words) {
     }
 }
 
-// Where the octets on the head's path begin, and how many they are.
+// First word and number of the octets on the head's path.
 struct Path {
     uint32_t at, n;
 };
@@ -154,7 +154,7 @@ Tables make_tables(const LayerTables & layer) {
             const HeadCodec & head = (side == 0 ? layer.k : layer.v)[h];
             const size_t      n    = (size_t) head.rank * (size_t) head.d;
             const auto        add  = [&](const Matrix & matrix) -> uint32_t {
-                if (!present(matrix)) { // latent values are only decoded
+                if (!present(matrix)) { // latent values have no encode matrix
                     return 0;
                 }
                 halves.resize(n);
@@ -310,7 +310,7 @@ const char * attend(const Attend & a, Run run, void * recorder) {
     if (error) {
         return error;
     }
-    const auto     n_rows = a.n_tps * a.layer.n_group; // of a stream
+    const auto     n_rows = a.n_tps * a.layer.n_group; // rows per stream
     const uint32_t rows   = rows_at_once(a.layer, n_rows);
     Builder        d(a.layer.latent ? ATTEND_LATENT : dot ? ATTEND_DOT : ATTEND);
     d.constant(rows);
@@ -352,7 +352,7 @@ const char * store_window(const Store & s, Run run, void * recorder) {
 }
 
 const char * prompt_rows(const Prompt & p, Run run, void * recorder) {
-    constexpr int64_t COLUMNS = 64; // of a workgroup
+    constexpr int64_t COLUMNS = 64; // per workgroup
     const Attend &    a       = p.c.a;
     const int64_t     tiles   = (a.n_kv + TILE - 1) / TILE;
     const int64_t     parts   = (std::max(a.layer.d_k, a.layer.d_v) + COLUMNS - 1) / COLUMNS;
@@ -371,7 +371,7 @@ const char * prompt_rows(const Prompt & p, Run run, void * recorder) {
 }
 
 const char * prompt_mask(const Prompt & p, Run run, void * recorder) {
-    constexpr int64_t ROWS = 256; // of a workgroup
+    constexpr int64_t ROWS = 256; // per workgroup
     const Attend &    a    = p.c.a;
     Builder           d(PROMPT_MASK);
     d.bind(a.layer.tables).bind(p.mask).bind(a.mask).bind(a.cell_pos).bind(a.tokens).bind(p.c.slots);

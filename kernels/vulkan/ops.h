@@ -25,16 +25,15 @@ struct Place {
     uint64_t     at     = 0;       // bytes
 };
 
-// A layer's tables, which its shaders read besides tensors. In words; the first one counts rows with non-finite
-// coefficients.
+// A layer's tables for its shaders, in words. The first word counts rows with non-finite coefficients.
 struct LayerTables {
     std::vector<HeadCodec>        k, v;               // [n_head_kv]
-    std::vector<int64_t>          k_offset, v_offset; // byte where the head's tile starts in that of all heads
+    std::vector<int64_t>          k_offset, v_offset; // offset of the head's tile among those of all heads, in bytes
     std::vector<float>            gamma;              // [n_head_kv]
     std::vector<const uint16_t *> mean;               // [n_head_kv] -> [d_k] half, nullptr: keys are not centred
-    std::vector<float>            slope;              // [n_head] of the mask; ones without ALiBi
+    std::vector<float>            slope;              // [n_head] slopes of the mask; ones without ALiBi
     int32_t                       n_sink, n_recent;
-    bool                          latent; // of Layer
+    bool                          latent; // as in Layer
 };
 
 struct Tables {
@@ -56,9 +55,9 @@ struct Layer {
 // Words of packed queries that attend needs per query row, after its other scratch; 0: it multiplies floats.
 int64_t packed_words(const Layer & layer);
 
-// k, v [n_tok] rows of heads -> codes of `cells`, all different, and both rounded to half precision in `fresh`
-// [n_tok][n_head_kv * (d_k + d_v)], K first, of a latent layer K alone; a row that is not finite becomes the mean or zero
-// there.
+// Encodes the rows k, v [n_tok] of all heads into `cells`, which are distinct, and stores both in half precision in
+// `fresh` [n_tok][n_head_kv * (d_k + d_v)], K first (a latent layer: only K). There, a non-finite row becomes the mean or
+// zero.
 struct Encode {
     Layer   layer;
     Place   k, v;
@@ -77,14 +76,14 @@ struct Attend {
     Layer   layer;
     Place   q;
     int64_t q_head, q_token;    // strides, in floats
-    Place   k_tiles, v_tiles;   // of a latent layer both those of keys
+    Place   k_tiles, v_tiles;   // in a latent layer both are the tiles of keys
     int64_t k_stride, v_stride; // bytes from one tile to the next
     int64_t k_stream, v_stream; // bytes from one stream to the next
     Place   mask;               // [n_tokens][n_kv]
     bool    mask_half;
     Place   cell_pos; // [n_stream][n_kv]
     Place   tokens;   // [n_tokens] TokenRow (subkv/batch.h)
-    int64_t n_kv;     // of a stream; the last tile is complete in memory
+    int64_t n_kv;     // cells of a stream; the last tile is complete in memory
     int64_t n_stream, n_tps;
     int64_t split, n_split; // cells per split, whole tiles; splits
     // all in one buffer
@@ -102,7 +101,7 @@ struct Combine {
     Place   fresh;
     Place   window;       // [n_slots] rows as in fresh; without an exact window any place
     Place   slots;        // [n_slots of the window] SlotRow (subkv/batch.h)
-    int32_t slots_of_seq; // of one sequence, 0: no exact window
+    int32_t slots_of_seq; // slots of one sequence; 0: no exact window
     Place   sinks;        // [n_head]; no buffer: none
     Place   out;          // [n_tokens][out_stride], query head h at h * d_v
     int64_t out_stride;
@@ -113,7 +112,7 @@ struct Combine {
 // and a mask.
 struct Prompt {
     Combine c;       // its sources, without queries and results of c.a
-    int64_t n_slots; // of a stream
+    int64_t n_slots; // per stream
     int64_t n_rows;  // n_kv + n_slots + n_tps or more, even
     int32_t first;   // KV head
     int32_t n_heads; // KV heads from the first one on
@@ -128,7 +127,7 @@ struct Store {
     Place   fresh;
     Place   slots; // [n_slots] SlotRow
     int64_t n_slots;
-    int64_t width; // halves of a row
+    int64_t width; // halves per row
 };
 
 // Return nullptr, or the condition that is not met, or the error of `run`.

@@ -1,6 +1,7 @@
 #version 450
 // project.comp: queries in the coefficients of the keys, qt = scale gamma D_k q, and shift = scale mean . q.
-// A workgroup takes 16 coefficients (one number further is the shift) of all query heads of a token's KV head.
+// A workgroup computes 16 coefficients (the number after the last one is the shift) of all query heads of a token's KV
+// head.
 #extension GL_GOOGLE_include_directive : require
 #include "tables.glsl"
 

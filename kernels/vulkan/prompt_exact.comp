@@ -1,6 +1,6 @@
 #version 450
-// prompt_exact.comp: a prompt's rows behind those of cells (prompt_rows.comp): the exact keys and values of the window's
-// slots, then those of the ubatch's own tokens, then zeros.
+// prompt_exact.comp: a prompt's rows after those of cells (prompt_rows.comp): the exact keys and values of window slots,
+// then of the ubatch's own tokens, then zeros.
 #extension GL_GOOGLE_include_directive : require
 #include "tables.glsl"
 
@@ -26,7 +26,7 @@ void main() {
     const uint n_head = tables[N_HEAD_KV], d_k = tables[D_K], d_v = tables[D_V];
     const uint width  = exact_width();
     const uint slot   = (p.n_stream > 1 ? token_first_slot(stream * p.n_tps) : 0) + i;
-    const uint keys   = p.n_heads * d_k / 2; // words of the row's
+    const uint keys   = p.n_heads * d_k / 2; // words of the row's keys
     for (uint j = me; j < p.n_heads * (d_k + d_v) / 2; j += THREADS) {
         const bool value = j >= keys;
         const uint d     = value ? d_v : d_k;

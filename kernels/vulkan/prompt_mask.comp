@@ -30,7 +30,7 @@ uint value_of(uint token, uint row) {
     if (row < p.n_kv) {
         cell = is_exact(cell_pos[p.cell_pos_at + stream * p.n_kv + row], own) ? -1 : int(row);
     } else if (row < p.n_kv + p.n_slots) {
-        const uint first = token_first_slot(token); // of its sequence's slots
+        const uint first = token_first_slot(token); // first slot of its sequence
         const uint slot  = (p.n_stream > 1 ? token_first_slot(stream * p.n_tps) : 0) + row - p.n_kv;
         if (slot - first < p.slots_of_seq) {
             const int pos = slot_pos(slot);

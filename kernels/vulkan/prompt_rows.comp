@@ -19,7 +19,7 @@ layout(push_constant) uniform Push {
     uint k_tiles_at, k_stride, k_stream, v_tiles_at, v_stride, v_stream;
 } p;
 
-const uint THREADS = 128, COLUMNS = 64, CHUNK = 16; // coefficients at a time: an octet of every half of the threads
+const uint THREADS = 128, COLUMNS = 64, CHUNK = 16; // CHUNK: coefficients at a time, an octet per half of the threads
 const uint CELLS = 8, WIDE = 4; // a thread's part of the product
 
 shared float coefficients[CHUNK * TILE];
@@ -32,7 +32,7 @@ uint word_of(bool value, uint at) {
 const bool PATH_LANES = false;
 #include "octets.glsl"
 
-// Finite, because a weight of zero multiplies it in masked cells.
+// Finite: masked cells have weight 0, and 0 * inf is NaN.
 uint half_of(float x) {
     return to_half(finite(x) ? clamp(x, -65504.0, 65504.0) : 0.0);
 }

@@ -1,16 +1,16 @@
 #version 450
-// quantize.comp: projected queries as pairs of signed bytes, for attend_dot.comp. A workgroup takes a query row.
+// quantize.comp: projected queries as pairs of signed bytes, for attend_dot.comp. One workgroup per query row.
 //
-// In units of a row's step, times the steps of bands: for every four coefficients a word of the upper bytes and one of
-// the lower bytes; then the step, and the sum of the levels' zeros (twice, modulo 2^32). Coefficients of 16 bits are
-// skipped.
+// Output per row: for every four coefficients (times their band's step, in units of the row's step) a word of upper bytes
+// and a word of lower bytes; then the row's step, and twice the sum of the levels' zeros modulo 2^32. Coefficients of 16
+// bits are skipped.
 #extension GL_GOOGLE_include_directive : require
 #include "tables.glsl"
 
 layout(local_size_x = 64) in;
 
 layout(std430, binding = 1) readonly buffer Queries { float queries[]; };
-layout(std430, binding = 2) writeonly buffer Packed { uint pairs[]; }; // of the same buffer, other places
+layout(std430, binding = 2) writeonly buffer Packed { uint pairs[]; }; // the same buffer, at other places
 
 layout(push_constant) uniform Push {
     uint qt_at, packed_at, n_tokens;
@@ -34,7 +34,7 @@ void main() {
         const Band band = band_of(head, b);
         for (uint j = me; band.bits != 16 && j < band.n; j += THREADS) {
             const float x = queries[from + band.first + j] * band.step;
-            top           = finite(x) ? max(top, abs(x)) : INFINITY; // then every logit is NaN
+            top           = finite(x) ? max(top, abs(x)) : INFINITY; // makes every logit NaN
         }
     }
     tops[me] = top;
@@ -48,7 +48,7 @@ void main() {
     uint centre = 0;
     for (uint b = 0; b < head.n_bands; ++b) {
         const Band band = band_of(head, b);
-        const int  zero = band.place != NO_PLACE || band.bits == 8 ? -1 : int((1u << band.bits) - 1u); // of a level, twice
+        const int  zero = band.place != NO_PLACE || band.bits == 8 ? -1 : int((1u << band.bits) - 1u); // twice the zero
         for (uint four = me; band.bits != 16 && four < band.n / 4; four += THREADS) {
             uint high = 0, low = 0;
             for (uint i = 0; i < 4; ++i) {

@@ -1,6 +1,6 @@
 #version 450
-// store_window.comp: fresh rows -> the window's slots that have a token of this ubatch. One workgroup per slot, or
-// several.
+// store_window.comp: copies fresh rows to the window's slots that have a token of this ubatch. One or more workgroups per
+// slot.
 #extension GL_GOOGLE_include_directive : require
 layout(local_size_x = 128) in;
 

@@ -13,7 +13,7 @@ layout(std430, binding = 0) TABLES_ACCESS buffer Tables {
 
 const uint N_BAD = 0, N_HEAD_KV = 1, N_GROUP = 2, D_K = 3, D_V = 4, WIDTH_K = 5, N_SINK = 6, N_RECENT = 7;
 const uint LATENT = 8; // 1: values are the first elements of keys, have no tiles, and paths are PATH_LANES (trellis.h)
-const uint SLOPES = 9, FIELDS = 10, EIGHTHS = 11, ALPHABETS = 12, HEADS = 13; // where they begin
+const uint SLOPES = 9, FIELDS = 10, EIGHTHS = 11, ALPHABETS = 12, HEADS = 13; // words with their offsets
 
 const uint HEAD_WORDS = 67, BAND_WORDS = 7, OCTET_WORDS = 4, ALPHABET_WORDS = 12;
 const uint MAX_HEAD_SIZE = 576, MAX_FIELDS = 3, TILE = 64, LINE_WORDS = 16, SCALE_ONE = 160;
@@ -23,17 +23,17 @@ const uint ALL_EXPONENT = 0x7f800000u;
 
 struct Head {
     uint  d, rank, n_bands;
-    uint  encode, decode, offset, mean; // where they begin, 0: none
-    uint  tile;                         // where the head's tile begins in that of all heads
+    uint  encode, decode, offset, mean; // offsets, 0: none
+    uint  tile;                         // offset of the head's tile among those of all heads
     float gamma;
-    uint  n_path, path; // octets on the path (trellis.h), and where they begin
-    uint  bands;        // where they begin
+    uint  n_path, path; // number and offset of the octets on the path (trellis.h)
+    uint  bands;        // offset
 };
 
 struct Band {
     uint  n, bits, first;
-    uint  at;    // word of the tile where its lines begin
-    uint  place; // of its first octet on the path; NO_PLACE: not there
+    uint  at;    // first word of its lines in the tile
+    uint  place; // place of its first octet on the path; NO_PLACE: none
     float ratio;
     float step; // distance of values, relative to the row's scale
 };
@@ -82,7 +82,7 @@ float slope_of(uint query_head) {
     return uintBitsToFloat(tables[tables[SLOPES] + query_head]);
 }
 
-// Half number i of those that begin at word `at` of the tables.
+// Half number i of the array at word `at` of the tables.
 float table_half(uint at, uint i) {
     const vec2 pair = unpackHalf2x16(tables[at + i / 2]);
     return i % 2 == 0 ? pair.x : pair.y;
@@ -113,12 +113,12 @@ Field field_of(uint bits, uint rho, uint i) {
     return Field(f & 255u, f >> 8 & 255u, f >> 16 & 255u, f >> 24);
 }
 
-// Words of a row of the window, and of fresh rows: keys of all heads, then values; those of a latent layer are in its key.
+// Words per window row and fresh row: keys of all heads, then values. A latent layer's values are part of its key.
 uint exact_width() {
     return tables[N_HEAD_KV] * (tables[D_K] + (tables[LATENT] != 0 ? 0 : tables[D_V])) / 2;
 }
 
-// The half of such a row where a head's value begins.
+// Index of the first half of a head's value in such a row.
 uint exact_value(uint h) {
     return tables[LATENT] != 0 ? 0 : tables[N_HEAD_KV] * tables[D_K] + h * tables[D_V];
 }
@@ -127,8 +127,7 @@ bool finite(float x) {
     return (floatBitsToUint(x) & ALL_EXPONENT) != ALL_EXPONENT;
 }
 
-// Rounded to nearest even, as kernels/ref/half.h does; of finite numbers up to half's largest. packHalf2x16 may round
-// otherwise.
+// Rounds finite numbers up to half's largest to nearest even, like kernels/ref/half.h. packHalf2x16 may differ.
 uint to_half(float x) {
     const uint bits = floatBitsToUint(x), sign = bits >> 16 & 0x8000u, mag = bits & 0x7fffffffu;
     if (mag < 0x33000000u) {

@@ -16,8 +16,8 @@ import engine
 import stores
 import virtual
 from engine import SUBKV, C, Refused, Session, last_error, session
+from guarantees import N_PROMPT, WINDOW, Trial, bases
 from pictures import Vision
-from promises import N_PROMPT, WINDOW, Trial, bases
 
 KINDS = {
     "plain": "llama",
@@ -31,9 +31,9 @@ PICTURES = {"M-RoPE": "mrope", "sliding": "whole beside sliding windows"}  # oth
 LATENT = ("MLA", "sparse")
 N_WIDE = 320  # elements of a head, more than CUDA's decode kernel takes
 N_DRAFT = 6
-KEEP, N_DISCARD = 8, 40  # tokens before those that a shift discards, and discarded tokens
+KEEP, N_DISCARD = 8, 40  # tokens before the discarded ones, and discarded tokens
 FOLLOWING = "kv,block=16,length=32,warm=32,max_chunks=12,gain=100,reuse=0,merge=1"  # a basis every 32 tokens
-GPU_BOUND = 2e-2  # of products that round to halves, as in test_placement.py
+GPU_BOUND = 2e-2  # bound for products in halves, as in test_placement.py
 
 
 @dataclass(frozen=True)
@@ -69,25 +69,25 @@ class Attempt(Trial):
         self.bound = max(2 * rounded, GPU_BOUND) if on_gpu else 2 * rounded
 
     def with_codes(self, window: tuple[int, int, int] = WINDOW, **options: Any) -> AbstractContextManager[Session]:
-        opened: AbstractContextManager[Session] = session(
+        coded: AbstractContextManager[Session] = session(
             self.model, self.layout, window=window, threads=1, **self.options | options
         )
-        return opened
+        return coded
 
-    def compared(self, found: float) -> Cell:
-        assert found < self.bound, (found, self.bound)
+    def compared(self, distance: float) -> Cell:
+        assert distance < self.bound, (distance, self.bound)
         return YES
 
     def equal(self, **options: Any) -> Cell:
-        """In pieces, to an f16 cache."""
+        """Compare a prompt in pieces with an f16 cache."""
         with self.with_codes(**options) as s:
-            found = s.decode(self.tokens, pieces=[70, *[1] * 5, 25])
+            logits = s.decode(self.tokens, pieces=[70, *[1] * 5, 25])
             assert s.stats().n_layer_coded > 0
-        return self.compared(self.distance(self.expected, found))
+        return self.compared(self.distance(self.expected, logits))
 
 
 def _following(a: Attempt) -> Cell:
-    a.bound *= 4  # coefficients are halves, and turned at every new basis
+    a.bound *= 4  # coefficients are halves, and every new basis rotates them
     return a.equal(window=(4, 32, 8), adapt=FOLLOWING)
 
 
@@ -108,24 +108,24 @@ def _shift(a: Attempt) -> Cell:
     if expected is None:
         return AS_F16
     with a.with_codes() as s:
-        found = shifted(s)
-        if found is None:
+        actual = shifted(s)
+        if actual is None:
             C.llama_memory_seq_add(s.memory, 0, KEEP, -1, 1)
             return Cell("refused", last_error())
-    return a.compared(a.distance(expected, found))
+    return a.compared(a.distance(expected, actual))
 
 
 def _sequences(a: Attempt) -> Cell:
     wholes = []
-    for opened in (a.with_codes, a.plain):
-        with opened() as s:
+    for open_session in (a.with_codes, a.plain):
+        with open_session() as s:
             whole = s.decode(a.tokens)
             s.clear()
             wholes.append((whole, s.decode(a.others)))
-    found = a.sequences(a.with_codes, *wholes[0])
-    if found >= a.bound and a.sequences(a.plain, *wholes[1]) >= a.bound:
+    distance = a.sequences(a.with_codes, *wholes[0])
+    if distance >= a.bound and a.sequences(a.plain, *wholes[1]) >= a.bound:
         return AS_F16
-    return a.compared(found)
+    return a.compared(distance)
 
 
 def _states(a: Attempt) -> Cell:
@@ -134,21 +134,21 @@ def _states(a: Attempt) -> Cell:
 
 
 def _prefix(a: Attempt) -> Cell:
-    """Through the store of evaluated prompts, as llama-server's restart does."""
+    """Through the store of evaluated prompts, like a restart of llama-server."""
     prompt = a.tokens[:N_PROMPT]
     with a.with_codes() as s, stores.opened(a.folder / "store") as store:
         s.decode(prompt)
         assert store.put(stores.Prompt(prompt, (s.state(0), b"")))
     with a.with_codes() as s, stores.opened(a.folder / "store") as store:
-        found = store.get(a.tokens)
-        assert found and found.prompt.tokens == prompt
-        state = found.prompt.states[0]
+        entry = store.get(a.tokens)
+        assert entry and entry.prompt.tokens == prompt
+        state = entry.prompt.states[0]
         assert s.set_state(state, 0) == len(state), last_error()
         return a.compared(a.distance(a.expected[N_PROMPT:], s.decode(a.tokens[N_PROMPT:], N_PROMPT)))
 
 
 def _drafts(a: Attempt) -> Cell:
-    """Some tokens in one batch, of which the last are taken back."""
+    """Some tokens in one batch, the last of which are removed."""
 
     def drafted(s: Session) -> engine.Logits | None:
         s.decode(a.tokens[:N_PROMPT])
@@ -160,8 +160,8 @@ def _drafts(a: Attempt) -> Cell:
     if expected is None:
         return AS_F16
     with a.with_codes(n_rs_seq=N_DRAFT) as s:
-        found = drafted(s)
-        return Cell("refused", last_error()) if found is None else a.compared(a.distance(expected, found))
+        actual = drafted(s)
+        return Cell("refused", last_error()) if actual is None else a.compared(a.distance(expected, actual))
 
 
 def _pictures(a: Attempt) -> Cell:
@@ -203,10 +203,10 @@ def _wide(kind: str) -> dict[str, Any]:
             "attention.kv_lora_rank": N_WIDE,
             "attention.key_length": N_WIDE + 16,
             "attention.value_length": N_WIDE,
-            "attention.indexer.top_k": 8,  # of 16 a token's last is as good as the next, up to roundings
+            "attention.indexer.top_k": 8,  # with 16, the last chosen cell and the next one differ only by rounding
         }
     wide = {"attention.key_length": N_WIDE, "attention.value_length": N_WIDE, "rope.dimension_count": N_WIDE}
-    return wide | ({"embedding_length": 4 * N_WIDE} if kind == "M-RoPE" else {})  # there all heads together
+    return wide | ({"embedding_length": 4 * N_WIDE} if kind == "M-RoPE" else {})  # its size of all heads together
 
 
 def try_feature(feature: str, kind: str, folder: Path, on_gpu: bool = False) -> Cell:

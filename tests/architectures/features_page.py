@@ -67,21 +67,21 @@ def _wrapped(line: str) -> str:
 
 
 def table(title: str, columns: Iterable[str], cell: Callable[[str, str], Cell]) -> str:
-    """A table of all features, the tests that show a yes where they are named, and the sentences of refusals."""
+    """A table of all features with links to tests, then the numbered sentences of refusals."""
     names = list(columns)
     lines = [f"| {title} | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
     reasons: list[str] = []
     for feature in FEATURES:
         marks = []
         for column in names:
-            found = cell(feature, column)
-            mark = "–" if found.mark == "none" else found.mark
-            if found.mark == "yes" and found.text:
-                mark = f"[yes](../{found.text.partition('::')[0]})"
-            elif found.text:
-                if found.text not in reasons:
-                    reasons.append(found.text)
-                mark += f" ({reasons.index(found.text) + 1})"
+            entry = cell(feature, column)
+            mark = "–" if entry.mark == "none" else entry.mark
+            if entry.mark == "yes" and entry.text:
+                mark = f"[yes](../{entry.text.partition('::')[0]})"
+            elif entry.text:
+                if entry.text not in reasons:
+                    reasons.append(entry.text)
+                mark += f" ({reasons.index(entry.text) + 1})"
             marks.append(mark)
         lines.append(f"| {feature} | {' | '.join(marks)} |")
     listed = [_wrapped(f"{i}. {reason}") for i, reason in enumerate(reasons, 1)]
@@ -100,30 +100,30 @@ def page(kinds: dict[str, dict[str, Cell]]) -> str:
 
 
 def written() -> dict[str, dict[str, Cell]]:
-    """The page's statements about kinds, by feature and kind."""
+    """The page's entries, by feature and kind."""
     head, _, text = PAGE.read_text("utf-8").partition("| by kind |")[2].partition("\n")
     sentences = {
         n: " ".join(note.split()) for n, note in re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |\Z)", text, re.M | re.S)
     }
     kinds = [name.strip() for name in head.split("|")[:-1]]
-    found: dict[str, dict[str, Cell]] = {}
+    by_feature: dict[str, dict[str, Cell]] = {}
     for line in re.findall(r"^\| (.*) \|$", text, re.M):
         feature, *marks = line.split(" | ")
         for kind, mark in zip(kinds, marks, strict=True):
             name, _, number = mark.rstrip(")").partition(" (")
             cell = Cell("none" if name == "–" else name, sentences.get(number, ""))
-            found.setdefault(feature, {})[kind] = cell
-    return found
+            by_feature.setdefault(feature, {})[kind] = cell
+    return by_feature
 
 
 def main() -> None:
-    found: dict[str, dict[str, Cell]] = {}
+    by_feature: dict[str, dict[str, Cell]] = {}
     for feature in FEATURES:
         for kind in KINDS:
             with tempfile.TemporaryDirectory() as folder:
-                found.setdefault(feature, {})[kind] = try_feature(feature, kind, Path(folder))
-            print(feature, kind, found[feature][kind], flush=True)
-    PAGE.write_text(page(found), "utf-8")
+                by_feature.setdefault(feature, {})[kind] = try_feature(feature, kind, Path(folder))
+            print(feature, kind, by_feature[feature][kind], flush=True)
+    PAGE.write_text(page(by_feature), "utf-8")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(TESTS), *(str(TESTS / room) for room in ("runtime", "format")), str(TESTS.parent / "python")]
 
 from engine import SUBKV  # noqa: E402
-from promises import PROMISES, Finding, examine  # noqa: E402
+from guarantees import GUARANTEES, Support, examine  # noqa: E402
 
 TEXT = """# Architectures
 
@@ -51,7 +51,7 @@ The indexer's keys have a separate cache in f16; `SUBKV_INDEXER=q8_0` halves its
 gives sizes in elements per token and layer. r: elements of a latent; t: its rotated elements; g: KV
 heads; d: size of a head; i: size of an indexer's key.
 
-| architecture | K/V row | indexer's keys | choice made by | cells that a token reads |
+| architecture | K/V row | indexer's keys | selected by | cells that a token reads |
 |---|---|---|---|---|
 | deepseek32 | r + t | i in every layer | the layer, for all heads | the k best cells |
 | glm-dsa | r + t | i, in layers with an indexer | ditto | ditto |
@@ -94,13 +94,13 @@ def architectures() -> list[str]:
     return names
 
 
-def row(arch: str, found: Finding) -> str:
+def row(arch: str, support: Support) -> str:
     """An architecture's line of the table."""
-    if found.status != "supported":
-        reason = found.reason.partition(" because ")[2].partition("; use ")[0] or found.reason
-        return f"| {arch} | {found.status} |" + " |" * (1 + len(PROMISES)) + f" {reason} |"
-    marks = ["as f16" if math.isnan(found.distances[promise]) else "yes" for promise in PROMISES]
-    return f"| {arch} | supported | {found.n_layer_coded} of {found.n_layer} | {' | '.join(marks)} | |"
+    if support.status != "supported":
+        reason = support.reason.partition(" because ")[2].partition("; use ")[0] or support.reason
+        return f"| {arch} | {support.status} |" + " |" * (1 + len(GUARANTEES)) + f" {reason} |"
+    marks = ["as f16" if math.isnan(support.distances[guarantee]) else "yes" for guarantee in GUARANTEES]
+    return f"| {arch} | supported | {support.n_layer_coded} of {support.n_layer} | {' | '.join(marks)} | |"
 
 
 def summary(rows: Iterable[str]) -> str:
@@ -116,13 +116,13 @@ def summary(rows: Iterable[str]) -> str:
 
 def page(rows: list[str]) -> str:
     """The whole page."""
-    head = ["architecture", "", "coded", *PROMISES, "reason"]
+    head = ["architecture", "", "coded", *GUARANTEES, "reason"]
     table = [f"| {' | '.join(head)} |".replace("|  |", "| |"), "|" + "---|" * len(head), *rows]
     return TEXT + summary(rows) + "\n" + "\n".join(table) + "\n"
 
 
 def written() -> list[str]:
-    """The lines of the page's last table, below its head."""
+    """The lines of the page's last table, without its heading."""
     table = PAGE.read_text("utf-8").rpartition("\n\n")[2]
     return table.splitlines()[2:]
 

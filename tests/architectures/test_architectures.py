@@ -11,7 +11,7 @@ import report
 import virtual
 from click.testing import CliRunner
 from families import FAMILIES, NEXTN, NOT_BUILT
-from promises import examine
+from guarantees import examine
 
 from converter.calibrate import main as calibrate
 from converter.cli import main as convert
@@ -28,17 +28,17 @@ ROWS = report.written()
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_architecture_matches_the_page(arch: str, tmp_path: Path) -> None:
-    found = examine(arch, tmp_path)
-    assert report.row(arch, found) in ROWS, "python tests/architectures/report.py writes the page anew"
-    if found.status == "refused":
-        assert arch in found.reason and "-ctk f16" in found.reason
-    if found.status == "supported":
-        assert found.n_layer_coded >= 1
+    support = examine(arch, tmp_path)
+    assert report.row(arch, support) in ROWS, "python tests/architectures/report.py writes the page anew"
+    if support.status == "refused":
+        assert arch in support.reason and "-ctk f16" in support.reason
+    if support.status == "supported":
+        assert support.n_layer_coded >= 1
         # else wrong attention would not be noticed
-        assert found.reach > 4 * found.floor and found.coarse > 4 * found.floor, found
-        assert found.distances["equals f16"] < 2 * found.floor, found
-        apart = {promise: d for promise, d in found.distances.items() if not math.isnan(d)}
-        assert max(apart.values()) < 2 * found.floor, found
+        assert support.reach > 4 * support.floor and support.coarse > 4 * support.floor, support
+        assert support.distances["equals f16"] < 2 * support.floor, support
+        apart = {guarantee: d for guarantee, d in support.distances.items() if not math.isnan(d)}
+        assert max(apart.values()) < 2 * support.floor, support
 
 
 def test_page_is_up_to_date() -> None:
@@ -61,10 +61,10 @@ def test_latent_attention_is_prepared(arch: str, tmp_path: Path) -> None:
     """Calibrated and converted, and from the weights alone; DeepSeek's as in GLM-4.7-Flash, with a drafting layer."""
     drafting = NEXTN if arch == "deepseek2" else {}
     model = virtual.write(tmp_path / "model.gguf", arch, context_length=8192, **drafting)
-    found = [metadata.read(prepare(model, tmp_path))]
+    sidecars = [metadata.read(prepare(model, tmp_path))]
     datafree.sidecar(model, tmp_path / "weights.gguf", Options(kv_bits=6.0))
-    found.append(metadata.read(tmp_path / "weights.gguf"))
-    for described in found:
+    sidecars.append(metadata.read(tmp_path / "weights.gguf"))
+    for described in sidecars:
         n = 1 if arch in ("kimi-linear", "kimi-k3", "bailingmoe3", "dots3note", "glm5-next") else 2
         d_k = 64 if arch == "glm5-next" else 80  # the latent alone: nothing of its keys turns
         assert [(layer["d_k"], layer["d_v"], layer["v"]) for layer in described["layers"]] == [(d_k, 64, [])] * n
@@ -79,9 +79,11 @@ def prepare(model: Path, tmp_path: Path) -> Path:
     """Calibrates and converts; the sidecar."""
     text, bases = tmp_path / "text.txt", tmp_path / "calib.safetensors"
     text.write_text(" ".join(random.Random(3).choices(["the", "of", "and", "in", "to", "was", "that", "them"], k=2000)))
-    found = CliRunner().invoke(calibrate, ["-m", str(model), "-f", str(text), "-o", str(bases), "-c", "256", "-t", "1"])
-    assert found.exit_code == 0, found.output
+    result = CliRunner().invoke(
+        calibrate, ["-m", str(model), "-f", str(text), "-o", str(bases), "-c", "256", "-t", "1"]
+    )
+    assert result.exit_code == 0, result.output
     out = tmp_path / "bases.gguf"
-    found = CliRunner().invoke(convert, ["--bases", str(bases), "--sidecar", str(model), "-o", str(out)])
-    assert found.exit_code == 0, found.output
+    result = CliRunner().invoke(convert, ["--bases", str(bases), "--sidecar", str(model), "-o", str(out)])
+    assert result.exit_code == 0, result.output
     return out

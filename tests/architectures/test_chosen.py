@@ -1,4 +1,4 @@
-"""Attention over chosen cells, from a list of them and under a mask over all: both keep the promises."""
+"""Attention over chosen cells, from a list of them and under a mask over all: both keep the guarantees."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import virtual
 from engine import LOG, SUBKV, Refused, session
 from families import HEAD
+from guarantees import WINDOW, Trial, bases
 from llama_cpp import llama_cpp as C
-from promises import WINDOW, Trial, bases
 
 from subkv.native.library import Signatures, declare
 
@@ -28,16 +28,16 @@ GGML = declare(ctypes.CDLL(C._lib._name), _FUNCTIONS)
 
 def listed(trial: Trial, layout: Any, tokens: list[int]) -> bool:
     """Whether each of these tokens, a prompt, reads a list of cells, rather than all tiles."""
-    found: list[bytes] = []
+    names: list[bytes] = []
 
     @ON_NODE
     def see(node: Any, ask: bool, _: Any) -> bool:
-        found.append(GGML.ggml_get_name(node))
+        names.append(GGML.ggml_get_name(node))
         return not ask
 
     with trial.coded(layout, on_node=see) as s:
         s.decode(tokens)
-    return b"subkv_chosen_cells" in found
+    return b"subkv_chosen_cells" in names
 
 
 @pytest.mark.parametrize(("heads", "n_chosen", "of_a_list"), [(4, 16, False), (64, 8, True)])
@@ -50,16 +50,16 @@ def test_by_a_list_and_under_a_mask(heads: int, n_chosen: int, of_a_list: bool, 
             trial = Trial(model)
             assert listed(trial, layout, trial.tokens[:64]) == of_a_list
             floor = trial.floor()
-            found = trial.promises(layout, floor)
+            distances = trial.guarantees(layout, floor)
             assert trial.reach() > 4 * floor
-            assert max(found[name] for name in ("equals f16", "splits", "rollback", "state")) < 2 * floor, found
+            assert max(distances[name] for name in ("equals f16", "splits", "rollback", "state")) < 2 * floor, distances
         finally:
             SUBKV.subkv_layout_free(layout)
 
 
 def choices(model: virtual.Model, layout: Any, tokens: list[int]) -> dict[bytes, set[int]]:
     """The cells that the last of these tokens reads, by layer."""
-    found: dict[bytes, set[int]] = {}
+    by_layer: dict[bytes, set[int]] = {}
 
     @ON_NODE
     def see(node: Any, ask: bool, _: Any) -> bool:
@@ -67,13 +67,13 @@ def choices(model: virtual.Model, layout: Any, tokens: list[int]) -> dict[bytes,
         if name.startswith(b"top_k") and not ask:
             cells = np.empty(GGML.ggml_nbytes(node) // 4, np.int32)
             GGML.ggml_backend_tensor_get(node, cells.ctypes.data, 0, cells.nbytes)
-            found[name] = set(cells.tolist())
+            by_layer[name] = set(cells.tolist())
         return bool(name.startswith(b"top_k"))
 
     with session(model, layout, window=WINDOW, n_ctx=1024, on_node=see) as s:
         s.decode(tokens[:-1])
         s.decode(tokens[-1:], pos=len(tokens) - 1)
-    return found
+    return by_layer
 
 
 @pytest.fixture

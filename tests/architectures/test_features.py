@@ -19,10 +19,10 @@ AGAIN = "python tests/architectures/features_page.py writes the page anew"
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_kinds(feature: str, kind: str, tmp_path: Path) -> None:
-    found = try_feature(feature, kind, tmp_path)
-    assert found == features_page.written()[feature][kind], AGAIN
-    if found.mark == "refused":
-        assert len(found.text) > 40 and found.text[0].islower()
+    entry = try_feature(feature, kind, tmp_path)
+    assert entry == features_page.written()[feature][kind], AGAIN
+    if entry.mark == "refused":
+        assert len(entry.text) > 40 and entry.text[0].islower()
 
 
 def test_page_is_up_to_date() -> None:
@@ -48,12 +48,12 @@ def test_named_tests_exist(name: str) -> None:
 @pytest.mark.parametrize("feature", FEATURES)
 def test_on_this_backend(feature: str, tmp_path: Path) -> None:
     kind = next(kind for kind in KINDS if features.applies(feature, kind))
-    found = try_feature(feature, kind, tmp_path, on_gpu=True)
+    entry = try_feature(feature, kind, tmp_path, on_gpu=True)
     expected = TABLE[backend()][feature]
     if expected.mark == "not tried":
-        pytest.skip(f"not known until now: {found}; enter it in the table")
-    assert found.mark == expected.mark
-    assert found.mark == "yes" or sentence(found.text) == expected.text
+        pytest.skip(f"not known until now: {entry}; enter it in the table")
+    assert entry.mark == expected.mark
+    assert entry.mark == "yes" or sentence(entry.text) == expected.text
 
 
 def test_pytorch() -> None:

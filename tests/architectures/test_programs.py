@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import virtual
+from guarantees import bases
 from machine import Machine, run_programs
-from promises import bases
 
 RECURRENT = {"recurrent": True}
 SLIDING = {"sliding": True}

@@ -71,9 +71,9 @@ def prepared(
 
 def run(program: click.Command, *arguments: object, code: int = 0) -> str:
     """The command's output."""
-    found = CliRunner().invoke(program, [str(a) for a in arguments])
-    assert found.exit_code == code, found.output
-    return found.output
+    result = CliRunner().invoke(program, [str(a) for a in arguments])
+    assert result.exit_code == code, result.output
+    return result.output
 
 
 def test_inspect(prepared: tuple[str, Path, Path, Path]) -> None:
@@ -87,8 +87,8 @@ def test_caches_are_compared_in_the_engine(prepared: tuple[str, Path, Path, Path
     _, model, _, sidecar = prepared
     caches = f"f16,subkv,subkv:{sidecar}"
     out = run(perplexity, "-m", model, "-f", text, "-c", 256, "--chunks", 1, "-t", 1, "-o", "json", "--compare", caches)
-    found = json.loads(out[out.index("[\n") :])
-    klds = {row["name"]: row["mean_kld"] for row in found}
+    rows = json.loads(out[out.index("[\n") :])
+    klds = {row["name"]: row["mean_kld"] for row in rows}
     assert all(math.isfinite(kld) and kld < 1.0 for kld in klds.values() if kld is not None), klds
     assert len(klds) == 4 and any(kld is not None and kld > 0.0 for kld in klds.values())
 
@@ -121,9 +121,9 @@ def test_a_converted_copy_is_the_model_to_stock(prepared: tuple[str, Path, Path,
     (tmp_path / "model.gguf").symlink_to(model)
     if not STOCK.is_dir():
         pytest.skip(f"stock libllama: {STOCK} is missing (build with -DSUBKV_STOCK=ON)")
-    found = digests(STOCK, tmp_path)
+    by_file = digests(STOCK, tmp_path)
     for kind in (1, 8):
-        assert found[f"copy {kind}"] == found[f"model {kind}"]
+        assert by_file[f"copy {kind}"] == by_file[f"model {kind}"]
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
@@ -140,6 +140,6 @@ def test_one_command_prepares_a_model(arch: str, tmp_path: Path, cache_home: Pat
     assert (
         none if arch == "kimi-linear" else "by default, the smallest whose predicted KLD is at most q8_0's"
     ) in output
-    found = choose_cache(model).layout
-    assert found is not None and f"wrote {found}" in output and found.is_relative_to(cache_home)
-    assert len(metadata.read(found)["layers"]) == FAMILIES[arch]
+    sidecar = choose_cache(model).layout
+    assert sidecar is not None and f"wrote {sidecar}" in output and sidecar.is_relative_to(cache_home)
+    assert len(metadata.read(sidecar)["layers"]) == FAMILIES[arch]

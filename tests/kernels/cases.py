@@ -144,7 +144,7 @@ def pair(layout_k: o.Layout, layout_v: o.Layout) -> tuple[o.Head, o.Head]:
 
 
 class Fenced:
-    """`data` placed right before a page that may not be touched."""
+    """`data` directly before an inaccessible page."""
 
     def __init__(self, data: bytes) -> None:
         page = mmap.PAGESIZE

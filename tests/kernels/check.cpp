@@ -43,9 +43,9 @@ uint16_t half_of(float x) {
     return h;
 }
 
-void require(bool holds, const char * version, const char * what, int64_t at, double found, double expected) {
+void require(bool holds, const char * version, const char * what, int64_t at, double actual, double expected) {
     if (!holds) {
-        std::printf("%s: %s at %lld: expected %.9g, found %.9g\n", version, what, (long long) at, expected, found);
+        std::printf("%s: %s at %lld: expected %.9g, found %.9g\n", version, what, (long long) at, expected, actual);
         std::exit(1);
     }
 }
@@ -84,7 +84,7 @@ struct Head {
     }
 };
 
-// Pages of memory, the last of which must not be accessed; nullptr: no memory.
+// Pages of memory; the last one is inaccessible. nullptr: out of memory.
 uint8_t * fenced(size_t size, size_t page) {
 #ifdef _WIN32
     DWORD  before;
@@ -105,11 +105,11 @@ void unfence(uint8_t * p, size_t size) {
 #endif
 }
 
-// Random bytes that end right before a page which may not be touched.
+// Random bytes that end directly before an inaccessible page.
 class Fenced {
 public:
     explicit Fenced(int64_t n) {
-        constexpr size_t page  = 65536; // a multiple of what any system has
+        constexpr size_t page  = 65536; // a multiple of every system's page size
         const size_t     inner = ((size_t) n + page - 1) / page * page;
         size_                  = inner + page;
         map_                   = fenced(size_, page);
@@ -145,7 +145,7 @@ std::vector<int64_t> first_cells(int64_t n) {
     return cells;
 }
 
-// Where the last of the tiles that hold n cells ends.
+// End of the last tile of n cells.
 int64_t tile_bytes(const HeadCodec & codec, int64_t n, int64_t stride) {
     return (n - 1) / TILE * stride + TILE * codec.row_bytes;
 }
@@ -160,19 +160,19 @@ void check_encode(const Ops & ops, int d) {
     std::shuffle(cells.begin(), cells.end(), random_bits);
     x[0] = pick(0, 3) == 0 ? NAN : x[0];
     std::fill_n(x.begin() + (n - 1) * d, pick(0, 1) * d, 0.0f);
-    const Fenced expected(size), found(size);
-    std::copy_n(expected.data, size, found.data);
+    const Fenced expected(size), actual(size);
+    std::copy_n(expected.data, size, actual.data);
     const int64_t bad[] = { ops_ref().encode(codec, x.data(), d, n, cells.data(), expected.data, stride),
-                            ops.encode(codec, x.data(), d, n, cells.data(), found.data, stride) };
+                            ops.encode(codec, x.data(), d, n, cells.data(), actual.data, stride) };
     require(bad[0] == bad[1], ops.name, "encode: rows that are not finite", 0, (double) bad[1], (double) bad[0]);
     for (int64_t i = 0; i < size; ++i) {
-        require(expected.data[i] == found.data[i], ops.name, "encode: byte", i, found.data[i], expected.data[i]);
+        require(expected.data[i] == actual.data[i], ops.name, "encode: byte", i, actual.data[i], expected.data[i]);
     }
-    // every version finds the reference's coefficients, of cells in any order
+    // every version returns the reference's coefficients, for cells in any order
     std::vector<float> c[2];
     for (int i = 0; i < 2; ++i) {
         c[i].resize((size_t) (n * codec.rank));
-        (i == 0 ? ops_ref() : ops).dequantize(codec, found.data, stride, n, cells.data(), c[i].data());
+        (i == 0 ? ops_ref() : ops).dequantize(codec, actual.data, stride, n, cells.data(), c[i].data());
     }
     for (size_t i = 0; i < c[0].size(); ++i) {
         require(std::fabs(c[1][i] - c[0][i]) <= 3e-7f * std::fabs(c[0][i]), ops.name, "dequantize", (int64_t) i,
@@ -229,32 +229,32 @@ struct State {
     State(int64_t n, int64_t d) : m((size_t) n, -INFINITY), z((size_t) n, 0.0f), acc((size_t) (n * d), 0.0f) {}
 };
 
-// Causal-looking, with holes.
+// A causal mask with holes.
 std::vector<float> random_bias(int64_t n_tok, int64_t n) {
     std::vector<float> bias((size_t) (n_tok * n));
     for (int64_t i = 0; i < n_tok * n; ++i) {
         bias[(size_t) i] = pick(0, 4) == 0 ? -INFINITY : -std::fabs(normal());
     }
-    std::fill_n(bias.begin(), pick(0, 1) * n, -INFINITY); // a token that sees nothing
+    std::fill_n(bias.begin(), pick(0, 1) * n, -INFINITY); // a token without visible cells
     return bias;
 }
 
-// |difference| of two states' outputs within `tolerance` of their logits and, per unit of z, of acc.
-void compare(const char * version, const char * what, const State & expected, const State & found, int64_t d,
+// Requires that two states differ by at most `tolerance` in logits and, per unit of z, in acc.
+void compare(const char * version, const char * what, const State & expected, const State & actual, int64_t d,
              const std::vector<double> & logit, const std::vector<double> & value) {
     for (size_t r = 0; r < expected.m.size(); ++r) {
         const double tol = logit[r] + 1e-5;
         if (std::isinf(expected.m[r])) {
-            require(std::isinf(found.m[r]) && found.z[r] == 0.0f, version, what, (int64_t) r, found.m[r],
+            require(std::isinf(actual.m[r]) && actual.z[r] == 0.0f, version, what, (int64_t) r, actual.m[r],
                     expected.m[r]);
             continue;
         }
-        require(std::fabs(found.m[r] - expected.m[r]) <= tol, version, what, (int64_t) r, found.m[r], expected.m[r]);
-        const double scale = std::exp((double) found.m[r] - (double) expected.m[r]);
-        require(std::fabs(found.z[r] * scale - expected.z[r]) <= 3 * tol * expected.z[r], version, what, (int64_t) r,
-                found.z[r] * scale, expected.z[r]);
+        require(std::fabs(actual.m[r] - expected.m[r]) <= tol, version, what, (int64_t) r, actual.m[r], expected.m[r]);
+        const double scale = std::exp((double) actual.m[r] - (double) expected.m[r]);
+        require(std::fabs(actual.z[r] * scale - expected.z[r]) <= 3 * tol * expected.z[r], version, what, (int64_t) r,
+                actual.z[r] * scale, expected.z[r]);
         for (int64_t j = 0; j < d; ++j) {
-            const double a = found.acc[r * (size_t) d + (size_t) j] * scale;
+            const double a = actual.acc[r * (size_t) d + (size_t) j] * scale;
             const double b = expected.acc[r * (size_t) d + (size_t) j];
             require(std::fabs(a - b) <= 3 * tol * value[0] * expected.z[r] + value[1] + 1e-5, version, what,
                     (int64_t) r * d + j, a, b);
@@ -262,7 +262,7 @@ void compare(const char * version, const char * what, const State & expected, co
     }
 }
 
-// Makes cells of random bytes those that attention may see: some zero rows, 16-bit bands finite.
+// Turns random bytes into valid cells: some zero rows, finite 16-bit bands.
 void tame(const HeadCodec & codec, uint8_t * tiles, int64_t stride, int64_t n, int64_t every) {
     std::vector<uint8_t> row((size_t) codec.row_bytes);
     for (int64_t c = 0; c < n; ++c) {
@@ -324,7 +324,7 @@ void check_attend(const Ops & ops, int d_k, int d_v) {
         }
         logit[(size_t) r] = 0.5 * ops.rounding * top * unit_key;
     }
-    double top_value = 0.0; // of the coefficients; weights are at most 1, scales at most 1
+    double top_value = 0.0; // largest coefficient; weights and scales are at most 1
     double unit      = 0.0; // sum over cells of the largest |coefficient / scale|
     for (int64_t c = 0; c < n; ++c) {
         double top = 0.0;

@@ -31,7 +31,7 @@ class Shape:
 
 
 class Call:
-    """Inputs of attend for a shape: the newest cells and the first ones are exact, some are hidden."""
+    """Inputs of attend for a shape: the first and the newest cells are exact, some are masked."""
 
     def __init__(self, library: c.Library, name: str, shape: Shape, codes: int | None = None) -> None:
         """codes: every byte of codes; keys and queries then have one sign, and bases are identities."""
@@ -142,8 +142,8 @@ class Call:
         side = self.sides[stored]
         rows = self.rows[stored][stream].copy()
         rows[self.shape.n_kv // 2] = 0
-        found = o.dequantize(side.heads[h], rows[:, side.parts()[h]])
-        return found[:, : self.sides[value].heads[h].rank]
+        coefficients = o.dequantize(side.heads[h], rows[:, side.parts()[h]])
+        return coefficients[:, : self.sides[value].heads[h].rank]
 
     def merged(self, stream: int, h: int, m: o.F64) -> tuple[o.F64, o.F64, o.F64]:
         """Largest m over the splits, z and acc relative to the given m, of a head's query rows."""
@@ -162,7 +162,7 @@ N_SLOTS = 20
 
 
 class Exact:
-    """Window rows and the ubatch's own, some of which a call's tokens see exactly; completes the call's tokens."""
+    """Window rows and the ubatch's own rows; completes the tokens of a call, which see some of them exactly."""
 
     def __init__(self, call: Call) -> None:
         s, rng, memory = call.shape, call.rng, call.memory

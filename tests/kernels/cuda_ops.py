@@ -69,42 +69,42 @@ class Store(ct.Structure):
 
 
 class Memory(Protocol):
-    """Where a library's pointers point to."""
+    """Memory that a library's pointers refer to."""
 
     def put(self, array: npt.NDArray[Any]) -> tuple[int, Callable[[], npt.NDArray[Any]]]:
-        """Copies an array there -> its address, and a function that reads it back. Kept until the Memory is."""
+        """Copies an array -> its address, and a function that reads it back. Freed with the Memory."""
 
 
 class HostMemory:
     def __init__(self) -> None:
-        self.kept: list[npt.NDArray[Any]] = []
+        self.arrays: list[npt.NDArray[Any]] = []
 
     def put(self, array: npt.NDArray[Any]) -> tuple[int, Callable[[], npt.NDArray[Any]]]:
         room = np.zeros(array.nbytes + ALIGNED, np.uint8)
         first = -o.ptr(room) % ALIGNED
         copy = room[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
         copy[...] = array
-        self.kept.append(room)
+        self.arrays.append(room)
         return o.ptr(copy), lambda: copy
 
 
 class DeviceMemory:
-    """Of the current CUDA device, through PyTorch."""
+    """Memory of the current CUDA device, through PyTorch."""
 
     def __init__(self) -> None:
-        self.kept: list[Any] = []
+        self.arrays: list[Any] = []
 
     def put(self, array: npt.NDArray[Any]) -> tuple[int, Callable[[], npt.NDArray[Any]]]:
         import torch
 
         array = np.ascontiguousarray(array)
         bytes_ = torch.from_numpy(array.reshape(-1).view(np.uint8).copy()).cuda()
-        self.kept.append(bytes_)
+        self.arrays.append(bytes_)
         return int(bytes_.data_ptr()), lambda: bytes_.cpu().numpy().view(array.dtype).reshape(array.shape)
 
 
 class Library:
-    """kernels/cuda, built for `memory`'s kind."""
+    """kernels/cuda, built for the given kind of memory."""
 
     def __init__(self, path: Path, memory: Callable[[], Memory]) -> None:
         self.lib = ct.CDLL(str(path))
@@ -123,16 +123,16 @@ class Library:
         return "bytes" if decodes else "halves"
 
     def exact(self) -> list[o.Ops]:
-        """Definitions, the bytes of one of which encode has for the same coefficients."""
+        """References; encode's bytes equal those of one of them for the same coefficients."""
         return [self.ref()]
 
     def n_at_once(self) -> int:
-        """Blocks of attend that device 0 runs at once."""
+        """Concurrent blocks of attend on device 0."""
         self.lib.test_n_at_once.restype = ct.c_int64
         return int(self.lib.test_n_at_once(0))
 
     def run(self, name: str, args: ct.Structure, stream: ct.c_void_p | None = None) -> None:
-        """Launches, by default on the stream that later copies from the device wait for."""
+        """Launches an op, by default on the stream that later copies from the device wait for."""
         function = self.lib[f"test_{name}"]
         function.restype, function.argtypes = ct.c_char_p, [ct.c_void_p, ct.c_void_p]
         if error := function(ct.addressof(args), stream):
@@ -164,7 +164,7 @@ def build_ref(folder: Path, name: str = "libref.so", *flags: str) -> Path:
 
 
 def nvcc() -> str | None:
-    """CUDA's compiler: CUDACXX, on the PATH, or where the toolkit is usually installed."""
+    """CUDA's compiler: CUDACXX, from the PATH, or from the toolkit's usual folder."""
     usual = Path("/usr/local/cuda/bin/nvcc")
     return os.environ.get("CUDACXX") or shutil.which("nvcc") or (str(usual) if usual.exists() else None)
 
@@ -221,7 +221,7 @@ class Heads:
         )
 
     def _codecs(self, side: layers.Side) -> int:
-        """The codecs with addresses of that memory."""
+        """The codecs, with addresses in that memory."""
         copies = []
         for head in side.heads:
             codec = o.HeadCodec.from_buffer_copy(head.codec)

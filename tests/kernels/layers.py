@@ -1,4 +1,4 @@
-"""Layers of several KV heads with different bands, as in planned layouts: a cell's row holds those of all heads."""
+"""Layers of several KV heads with different bands, as in planned layouts; a cell's row has the rows of all heads."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ LAYERS: dict[str, tuple[Sequence[o.Layout], Sequence[o.Layout]]] = {
 WIDE_HEADS: dict[str, tuple[Sequence[o.Layout], Sequence[o.Layout]]] = {
     "above_256": ([((320, 4), (152, 3), (40, 16))], [((512, 5),)]),
 }
-"""The same of heads that CUDA's decode kernel does not take."""
+"""The same for heads that CUDA's decode kernel does not support."""
 
 LATENT: dict[str, tuple[o.Layout, int, int, int]] = {
     "latent": (((320, 4), (64, 8), (48, 3)), 2, 448, 400),
     "latent_small": (((16, 16), (16, 6), (16, 2)), 1, 48, 32),
     "latent_plain": (((8, 8), (16, 4), (8, 8)), 2, 40, 24),
 }
-"""Bands of a latent layer's keys, how many of the first are those of values, and the sizes of keys and values."""
+"""Latent layers: bands of keys, the number of leading bands that are values, and the sizes of keys and values."""
 
 
 @dataclass
 class Side:
-    """K or V of a layer: a codec per head, and where its row begins."""
+    """K or V of a layer: a codec per head."""
 
     heads: list[o.Head]
     d: int
@@ -57,7 +57,7 @@ class Side:
 
     @classmethod
     def latent(cls, name: str, seed: int, orthonormal: bool = False) -> tuple[Side, Side]:
-        """Keys of a latent layer, and their values: the same codes, the first elements of the same basis."""
+        """Keys of a latent layer, and values with the same codes and the first elements of the same basis."""
         bands, n_bands, d_k, d_v = LATENT[name]
         keys = cls.make([bands], d_k, seed, orthonormal, latent=True)
         values = cls.make([bands[:n_bands]], d_v, seed, value=True, latent=True)
@@ -116,7 +116,7 @@ def encode_with(table: o.Ops, side: Side, x: o.F32, cells: list[int], n_cells: i
 
 
 def inputs_to_encode(n: int, n_head: int, d: int, rng: np.random.Generator) -> o.F32:
-    """Rows of all magnitudes: tiny, huge, zero, not finite."""
+    """Rows of all magnitudes: tiny, huge, zero and not finite."""
     x = (rng.standard_normal((n, n_head, d)) * 10.0 ** rng.uniform(-7, 6, (n, n_head, 1))).astype(np.float32)
     x[0, 0] = np.float32(1e30)
     x[1, 0] = 0

@@ -23,7 +23,7 @@ LAYOUTS = SINGLE + MIXED
 
 
 def head_size(layout: Layout) -> int:
-    """A head size that is at least the rank, and larger for some."""
+    """A head size, at least the rank."""
     rank = sum(n for n, _ in layout)
     return max(rank, min(256, rank + (rank % 24)))
 
@@ -34,12 +34,12 @@ def name(layout: Layout) -> str:
 
 @st.composite
 def layouts(draw: st.DrawFn, max_rank: int = 128) -> Layout:
-    left = max_rank // 8
+    n_octets = max_rank // 8
     out = []
     for _ in range(draw(st.integers(1, 8))):
-        if left == 0:
+        if n_octets == 0:
             break
-        n = draw(st.integers(1, left))
-        left -= n
+        n = draw(st.integers(1, n_octets))
+        n_octets -= n
         out.append((8 * n, draw(st.sampled_from(BITS))))
     return tuple(out)

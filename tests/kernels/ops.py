@@ -47,7 +47,7 @@ class Band(ct.Structure):
 
 
 class Matrix(ct.Structure):
-    """Halves, and behind the first n_halves rows bytes with the step of every row."""
+    """Halves; with bytes, the rows after the first n_halves are bytes with a step each."""
 
     _fields_ = [("halves", ct.c_void_p), ("bytes", ct.c_void_p), ("step", ct.c_void_p), ("n_halves", ct.c_int64)]
 
@@ -136,7 +136,7 @@ class Ops(ct.Structure):
 
 
 def library_name() -> str | None:
-    """Where the kernels come from: the environment's SUBKV_TEST_LIB, else the installed package; None: neither."""
+    """The library's path in SUBKV_TEST_LIB, or the module of the installed package; None: neither."""
     if path := os.environ.get("SUBKV_TEST_LIB"):
         return path
     try:
@@ -336,9 +336,9 @@ def encode(ops: Ops, head: Head, x: F32, cells: list[int], rows: U8, ldx: int | 
     before = laid_out.copy()
     index = np.array(cells, np.int64)
     bad = ops.encode(head.ref(), ptr(x), ldx or x.shape[1], len(cells), ptr(index), ptr(laid_out), laid_out.strides[0])
-    after, held = to_rows(head, laid_out), to_rows(head, before)
-    others = np.setdiff1d(np.arange(len(held)), index)
-    assert np.array_equal(after[others], held[others])
+    after, unchanged = to_rows(head, laid_out), to_rows(head, before)
+    others = np.setdiff1d(np.arange(len(unchanged)), index)
+    assert np.array_equal(after[others], unchanged[others])
     assert np.array_equal(laid_out[:, TILE * head.row_bytes :], before[:, TILE * head.row_bytes :])
     rows[:, : head.row_bytes] = after[: len(rows)]
     return int(bad)

@@ -1,4 +1,4 @@
-// ref_capi.cpp: the reference alone under the names by which tests find a library's kernels (ops.py).
+// ref_capi.cpp: exports the reference kernels under the names that ops.py loads.
 #include "subkv/ops.h"
 
 extern "C" {

@@ -57,7 +57,7 @@ class Sketch:
             raise Refused(last_error())
         return rows, energy
 
-    def held(self) -> F64:
+    def sketch_rows(self) -> F64:
         """S [in use, d] of frequent directions."""
         s = np.empty((2 * self.rows, self.d), np.float32)
         return s[: capi.load().subkv_sketch_rows(self.handle, s.ctypes.data)].astype(np.float64)

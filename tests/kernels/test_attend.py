@@ -76,7 +76,7 @@ def test_any_call(
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_number_of_query_rows(table: o.Ops, layout: o.Layout, n: int, rows: tuple[int, int], seed: int) -> None:
-    """Up to 128 at once, in groups of up to 128."""
+    """Up to 128 query rows, in groups of up to 128."""
     k, v = pair(layout, MIXED[1])
     case, k_rows, v_rows = make_case(k, v, n, rows, seed)
     state = o.State.start(len(case.q), v.rank)
@@ -120,22 +120,22 @@ def test_without_visible_cells_the_state_stays(table: o.Ops, layout: o.Layout, r
     case, k_rows, v_rows = make_case(k, v, 150, rows, 6)
     state = o.State.start(len(case.q), v.rank)
     run(table, k, v, case, k_rows, v_rows, state)
-    kept = state.copy()
+    before = state.copy()
     fresh = o.State.start(len(case.q), v.rank)
     case.bias[:] = -np.inf
     k_rows[:], v_rows[:] = 255, 255
     run(table, k, v, case, k_rows, v_rows, state)
     run(table, k, v, case, k_rows, v_rows, fresh)
-    for got, want in ((state, kept), (fresh, o.State.start(len(case.q), v.rank))):
-        assert np.array_equal(got.m, want.m)
-        assert np.array_equal(got.z, want.z)
-        assert np.array_equal(got.acc, want.acc)
+    for after, expected in ((state, before), (fresh, o.State.start(len(case.q), v.rank))):
+        assert np.array_equal(after.m, expected.m)
+        assert np.array_equal(after.z, expected.z)
+        assert np.array_equal(after.acc, expected.acc)
 
 
 @each("rows", [(4, 3), (7, 2), (20, 1)])
 @each("layout", [MIXED[0], MIXED[4]])
 def test_tokens_of_several_sequences(table: o.Ops, layout: o.Layout, rows: tuple[int, int]) -> None:
-    """Each token sees different tiles, as sequences that share a cache do; every fifth token sees none."""
+    """Each token sees different tiles, like sequences that share a cache; every fifth token sees none."""
     k, v = pair(layout, MIXED[2])
     case, k_rows, v_rows = make_case(k, v, 600, rows, 17)
     tile = np.arange(600) // 64
@@ -186,7 +186,7 @@ def test_pieces_continue_the_state(table: o.Ops, rows: tuple[int, int], cuts: tu
 @each("rows", [(1, 3), (6, 3)])
 @each("cuts", [(1,), (3, 70, 200), (128, 129), (63, 65), (40, 50)])
 def test_pieces_of_tiles_continue_the_state(table: o.Ops, rows: tuple[int, int], cuts: tuple[int, ...]) -> None:
-    """A piece that begins inside a tile is that tile with the cells before it masked."""
+    """A piece that begins inside a tile passes the whole tile and masks its earlier cells."""
     check_pieces(table, rows, cuts)
 
 
@@ -215,7 +215,7 @@ EXTREMES: list[o.Layout] = [
 @each("layout", EXTREMES)
 @each("codes", ["largest", "smallest", "signs"])
 def test_sums_do_not_overflow(table: o.Ops, layout: o.Layout, codes: str) -> None:
-    """Thousands of equal weights, and products that all have one sign, of the largest codes there are."""
+    """Thousands of equal weights, and products of the largest codes with equal signs."""
     k, v = (o.make_head(layout, 576, np.random.default_rng(2), value=value) for value in (False, True))
     n = 2113
     k_rows, v_rows = (np.tile(extreme_row(head, codes), (n, 1)) for head in (k, v))
@@ -238,7 +238,7 @@ def test_sums_do_not_overflow(table: o.Ops, layout: o.Layout, codes: str) -> Non
 
 
 def extreme_row(head: o.Head, codes: str) -> o.U8:
-    """Scale 1; all codes at one end, or half of them at either. 16-bit bands: ones."""
+    """Scale 1; all codes at one end of their range, or half of them at each end; 16-bit bands hold ones."""
     row = np.full(head.row_bytes, 255 if codes == "largest" else 0, np.uint8)
     row[0] = o.SCALE_ONE
     for band in head.codec.bands[: head.codec.n_bands]:
@@ -256,7 +256,7 @@ def extreme_row(head: o.Head, codes: str) -> o.U8:
 @each("ascending", [False, True])
 @each("layout", [MIXED[0], MIXED[4], ((64, 8),)])
 def test_weights_of_very_different_size(table: o.Ops, layout: o.Layout, ascending: bool, rows: tuple[int, int]) -> None:
-    """Logits over hundreds of units, scales of values over their whole range; the largest come first or last."""
+    """Logits differ by hundreds and scales of values use their whole range; the largest are first or last."""
     k, v = pair(layout, layout)
     n = 300
     case, k_rows, v_rows = make_case(k, v, n, rows, 17)
@@ -278,7 +278,7 @@ def test_weights_of_very_different_size(table: o.Ops, layout: o.Layout, ascendin
 
 @each("rows", [(1, 3), (6, 3)])
 def test_query_rows_are_independent(table: o.Ops, rows: tuple[int, int]) -> None:
-    """A query row sees the same numbers, within rounding, whichever rows share the call."""
+    """Other rows of the call do not change a query row's result, up to rounding."""
     k, v = pair(MIXED[0], MIXED[2])
     case, k_rows, v_rows = make_case(k, v, 100, rows, 10)
     state = o.State.start(len(case.q), v.rank)
@@ -290,7 +290,7 @@ def test_query_rows_are_independent(table: o.Ops, rows: tuple[int, int]) -> None
 
 
 def fenced_tiles(head: o.Head, rows: o.U8, extra: int = 0) -> tuple[Fenced, o.U8]:
-    """Tiles of these rows, the last one right before an inaccessible page; and their memory."""
+    """The memory and the tiles of these rows; an inaccessible page follows the last tile."""
     laid_out = o.to_tiles(head, rows, extra)
     fence = Fenced(laid_out.tobytes()[: laid_out.size - extra])
     return fence, fence.tiles(laid_out.shape[1], laid_out.shape[1] - extra)

@@ -52,7 +52,7 @@ def check_exact(table: o.Ops, n: int, rows: tuple[int, int], d: tuple[int, int],
 
 
 def test_exact_and_coded_states_merge(table: o.Ops) -> None:
-    """One state through both ops: the coefficients are the values when E is the identity."""
+    """One state through both ops. E is the identity, so coefficients equal values."""
     rng = np.random.default_rng(0)
     k_head, v_head = (o.make_head(((64, 16),), 64, rng, orthonormal=True, value=value) for value in (False, True))
     for rows in ((1, 3), (9, 3)):

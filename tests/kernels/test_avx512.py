@@ -1,4 +1,4 @@
-"""The AVX-512 files use only the instructions for which dispatch.cpp tests the processor, and the test is right.
+"""The AVX-512 files use only instructions that dispatch.cpp checks, and the check is right.
 
 Their code shares headers, and one file has inline assembly, which compiler flags do not check.
 """
@@ -44,7 +44,7 @@ def test_instructions(name: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(), reason="needs Linux, x86-64")
 @pytest.mark.skipif(not ops.library_name(), reason="needs libsubkv")
 def test_versions_match_the_processor() -> None:
-    """Compared with Linux, whose flags include the registers that the kernel saves."""
+    """Compared with Linux's flags, which consider the registers that the kernel saves."""
     flags = set(re.findall(r"\S+", Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n")[0]))
     avx2 = {"avx2", "fma", "f16c"}
     avx512 = avx2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}

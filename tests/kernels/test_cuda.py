@@ -65,7 +65,7 @@ def test_encode_latent(library: c.Library, name: str, orthonormal: bool) -> None
 
 
 def check_encode(library: c.Library, both: list[layers.Side], orthonormal: bool, latent: bool = False) -> None:
-    """The bytes of the reference; where coefficients are sums, in another order, nearly all."""
+    """The bytes equal the reference's; nearly all of them if coefficients are sums in another order."""
     sides = both[:1] if latent else both
     rng = np.random.default_rng(3)
     n_head, n, n_cells, d = len(both[0].heads), 40, 2 * o.TILE, both[0].d
@@ -153,7 +153,7 @@ def test_attend_layouts(library: c.Library, name: str, shape: Shape) -> None:
 @each("name", layers.LATENT)
 @each("shape", [Shape(group=16, n_kv=150), Shape(n_stream=2, n_tps=3, group=4, n_kv=70)])
 def test_attend_latent(library: c.Library, name: str, shape: Shape) -> None:
-    """Values are the first coefficients of the keys that a tile holds."""
+    """Values are the first coefficients of a tile's keys."""
     check_attend(library, name, shape)
 
 
@@ -165,7 +165,7 @@ LARGE: o.Layout = ((184, 16), (16, 8), (56, 4))
 def test_attend_tiles_of_all_sizes(
     library: c.Library, bands: o.Layout, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One tile in shared memory, two, and two of keys and values each; octets in pairs of two bands, and alone."""
+    """One tile in shared memory, two tiles, and two tiles each of keys and values; octets in pairs and single."""
     monkeypatch.setitem(layers.LAYERS, "sized", ([bands], [bands[::-1]]))
     check_attend(library, "sized", Shape(group=group, n_kv=330))
 
@@ -173,7 +173,7 @@ def test_attend_tiles_of_all_sizes(
 @each("codes", [0, 255])
 @each("group", [1, 8])
 def test_sums_do_not_overflow(library: c.Library, codes: int, group: int) -> None:
-    """Products of one sign, of the largest numbers there are."""
+    """Products of the largest numbers with equal signs."""
     check_attend(library, "widest", Shape(group=group, n_kv=300, n_split=1), codes)
 
 
@@ -225,18 +225,18 @@ def test_combine_latent(library: c.Library, name: str) -> None:
 
 
 def check_combine(library: c.Library, name: str, shape: Shape, sinks: bool) -> None:
-    """Coded cells, window rows and the ubatch's own keys are one softmax, in double over the same numbers."""
+    """Coded cells, window rows and the ubatch's own keys share one softmax, computed in double for comparison."""
     call = Call(library, name, shape)
-    held = Exact(call)
-    s, rng, memory, exact = shape, call.rng, call.memory, held.rows
+    exact_rows = Exact(call)
+    s, rng, memory, exact = shape, call.rng, call.memory, exact_rows.rows
     d, d_v, n_head = call.sides[0].d, call.sides[1].d, call.n_head
     first_value = 0 if call.latent else n_head * d
     sink = rng.standard_normal(n_head * s.group).astype(np.float32)
     out_at, out = memory.put(np.zeros((call.n_tok, n_head * s.group * d_v + 5), np.float32))
-    held.args.sinks = memory.put(sink)[0] if sinks else None
-    held.args.out, held.args.out_stride = out_at, n_head * s.group * d_v + 5
+    exact_rows.args.sinks = memory.put(sink)[0] if sinks else None
+    exact_rows.args.out, exact_rows.args.out_stride = out_at, n_head * s.group * d_v + 5
     library.run("attend", call.args)
-    library.run("combine", held.args)
+    library.run("combine", exact_rows.args)
     got = out()
     assert not got[:, -5:].any()
     for stream in range(s.n_stream):
@@ -279,14 +279,14 @@ def test_prompt_layouts(library: c.Library, name: str) -> None:
 def check_prompt(library: c.Library, name: str, shape: Shape) -> None:
     """Rows equal the decoded rows in double, or the exact rows; masks show each key to a token once."""
     call = Call(library, name, shape)
-    held = Exact(call)
+    exact_rows = Exact(call)
     s, memory = shape, call.memory
     d, n_head = call.sides[0].d, call.n_head
     n_rows = (s.n_kv + N_SLOTS + s.n_tps + 5) // 2 * 2
     library.lib.test_suits_prompt.restype = ct.c_bool
     assert library.lib.test_suits_prompt(ct.byref(call.heads.layer)) == (d % 16 == 0)
     mask_at, mask = memory.put(np.full((s.n_stream, s.n_tps, n_rows), np.nan, np.float16))
-    args: Any = c.Prompt(c=held.args, n_slots=N_SLOTS, n_rows=n_rows, mask=mask_at)
+    args: Any = c.Prompt(c=exact_rows.args, n_slots=N_SLOTS, n_rows=n_rows, mask=mask_at)
     library.run("prompt_mask", args)
     sides: tuple[list[npt.NDArray[Any]], ...] = ([], [])
     for args.first, args.n_heads in [(0, 1), (1, n_head - 1)][: min(2, n_head)]:  # rows of some heads at a time
@@ -314,17 +314,17 @@ def check_prompt(library: c.Library, name: str, shape: Shape) -> None:
                 assert np.all(error[visible] <= HALF_ERROR * (bound[visible, None] + np.abs(want[visible])) + 1e-6)
                 assert np.isfinite(got[stream, h]).all()
                 first = (n_head * value + h) * d
-                assert np.array_equal(got[stream, h, s.n_kv : first_fresh], held.window[slots, first : first + d])
+                assert np.array_equal(got[stream, h, s.n_kv : first_fresh], exact_rows.window[slots, first : first + d])
                 last = first_fresh + s.n_tps
-                assert np.array_equal(got[stream, h, first_fresh:last], held.fresh[own, first : first + d])
+                assert np.array_equal(got[stream, h, first_fresh:last], exact_rows.fresh[own, first : first + d])
                 assert not got[stream, h, last:].any()
         coded, bias = call.coded_bias(stream), mask()[stream].astype(np.float32)
         assert np.array_equal(bias[:, : s.n_kv], coded)
         exact = np.full((s.n_tps, n_rows - s.n_kv), -np.inf, np.float32)
         for t in range(s.n_tps):
             token = stream * s.n_tps + t
-            pos = np.concatenate([held.slots[slots, 0], call.tokens[own, 0]])
-            cell = np.concatenate([held.slots[slots, 1], call.tokens[own, 2]])
+            pos = np.concatenate([exact_rows.slots[slots, 0], call.tokens[own, 0]])
+            cell = np.concatenate([exact_rows.slots[slots, 1], call.tokens[own, 2]])
             is_exact = (pos >= 0) & c.exact_positions(pos, int(call.tokens[token, 0]), N_SINK, N_RECENT)
             exact[t, : len(pos)][is_exact] = call.mask[token, cell[is_exact]]
         assert np.array_equal(bias[:, s.n_kv :], exact)
@@ -348,7 +348,7 @@ def test_a_window_stores_the_rows_of_its_slots(library: c.Library) -> None:
 
 @pytest.mark.parametrize("n_tps", [1, 8])
 def test_calls_of_the_timing_script(library: c.Library, n_tps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call of kernels/bench/gpu_ops.py, on a small workload: the whole of attention is finite numbers."""
+    """Every call of kernels/bench/gpu_ops.py runs on a small workload, and the output is finite."""
     torch = pytest.importorskip("torch")
     monkeypatch.syspath_prepend(str(c.ROOT / "kernels" / "bench"))
     import gpu_ops

@@ -37,7 +37,7 @@ def test_compiles(source: Path, tmp_path: Path) -> None:
 
 
 def test_conditions_are_known() -> None:
-    """A second number with which sources compare __CUDA_ARCH__ needs an architecture on either side of it, too."""
+    """ARCHITECTURES has one on each side of every number that sources compare with __CUDA_ARCH__."""
     sources = "".join(path.read_text("utf-8") for path in (c.ROOT / "kernels/cuda").glob("*.cu*"))
     numbers = set(re.findall(r"__CUDA_ARCH__ *[<>=]+ *(\d+)", sources))
     assert numbers == {TENSOR_CORES.removeprefix("sm_") + "0"}

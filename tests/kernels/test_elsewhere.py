@@ -1,4 +1,4 @@
-"""Kernels against the reference on processors and systems that are not here: cross-compiled, and run in emulators.
+"""Kernels against the reference on other processors and systems: cross-compiled, and run in emulators.
 
 Debian's packages: g++-aarch64-linux-gnu and qemu-user; g++-mingw-w64-x86-64-posix and wine64.
 """
@@ -62,7 +62,7 @@ def test_neon(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs("x86_64-w64-mingw32-g++-posix", "wine")
 def test_windows(tmp_path: Path) -> None:
-    """The processor's own instructions, the system's calls and registers."""
+    """Instructions run natively; system calls and calling conventions are those of Windows."""
     versions = ["avx2", "avx2_vnni", "avx512_bw", "avx512"]
     assert "ref: 20 rounds" in checked("x86_64-w64-mingw32-g++-posix", "wine", versions, 20, tmp_path)
 
@@ -70,7 +70,7 @@ def test_windows(tmp_path: Path) -> None:
 @needs("c++")
 @pytest.mark.skipif("avx512_vnni" not in CPU, reason="needs a processor with AVX-512 VNNI")
 def test_avx_vnni(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On processors with AVX-512 VNNI only, its form of the instruction gives the same integers."""
+    """On processors with AVX-512 VNNI only, the test uses its encoding of the instruction."""
     define = ["-DSUBKV_EVEX_VNNI"]
     monkeypatch.setitem(OPTIONS, "avx2_vnni", [*AVX2, "-mavx512vnni", "-mavx512vl", *define])
     monkeypatch.setitem(OPTIONS, "dispatch", define)
@@ -81,7 +81,7 @@ def test_avx_vnni(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @needs("zig")
 def test_macos_compiles(tmp_path: Path) -> None:
-    """Nothing of it runs here. zig (PyPI: ziglang) has macOS's headers; Apple's processors need no option for NEON."""
+    """Compiles only. zig (PyPI: ziglang) has macOS's headers; Apple's processors need no option for NEON."""
     for source in [*ROOT.glob("kernels/ref/*.cpp"), *ROOT.glob("kernels/cpu/*.cpp")]:
         if not source.stem.startswith(("avx2", "avx512")):
             command = ["zig", "c++", "-target", "aarch64-macos", *FLAGS, "-c", str(source)]

@@ -24,17 +24,17 @@ def targets(group: str) -> list[str]:
     return [target for target in table.TARGETS[group] if any(key[::2] == (group, target) for key in ROWS)]
 
 
-def check(group: str, target: str, found: measure.Figures) -> None:
-    assert {kernel for kernel, _ in found} == {kernel for g, kernel, t in ROWS if (g, t) == (group, target)}
-    assert table.broken(ROWS, group, found) == []
+def check(group: str, target: str, figures: measure.Figures) -> None:
+    assert {kernel for kernel, _ in figures} == {kernel for g, kernel, t in ROWS if (g, t) == (group, target)}
+    assert table.broken(ROWS, group, figures) == []
 
 
 def test_vulkan(tmp_path: Path) -> None:
     if reason := measure.missing_vulkan():
         pytest.skip(reason)
-    found = measure.measure_vulkan(tmp_path, targets("vulkan"))
+    figures = measure.measure_vulkan(tmp_path, targets("vulkan"))
     for target in targets("vulkan"):
-        check("vulkan", target, {key: numbers for key, numbers in found.items() if key[1] == target})
+        check("vulkan", target, {key: numbers for key, numbers in figures.items() if key[1] == target})
 
 
 @gated
@@ -67,7 +67,7 @@ def test_a_figure_beyond_its_bound_fails(number: str) -> None:
 
 @each("key", ROWS)
 def test_bounds(key: table.Key) -> None:
-    """Recorded figures keep them, and a goal that is met is the bound."""
+    """Recorded figures are within their bounds, and only unmet goals are recorded."""
     row = ROWS[key]
     assert table.broken(ROWS, key[0], {key[1:]: row.value}) == []
     for number, goal in table.goals(*key).items():
@@ -76,6 +76,6 @@ def test_bounds(key: table.Key) -> None:
 
 def test_the_page_has_these_tables() -> None:
     _, begin, rest = table.PAGE.read_text("utf-8").partition(table.BEGIN)
-    found, end, _ = rest.partition(table.END)
+    section, end, _ = rest.partition(table.END)
     assert begin and end, f"{table.PAGE.name}: a section of these tables expected, none found"
-    assert found == table.page(ROWS)
+    assert section == table.page(ROWS)

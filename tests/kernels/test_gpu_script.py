@@ -31,9 +31,9 @@ def test_results_are_kept_when_a_step_fails(script: Any, tmp_path: Path) -> None
     report = script.Report(tmp_path / "out.json")
     report.run("first", lambda: ("fine", {"gbs": 3.5}))
     report.run("second", fail)
-    kept = json.loads((tmp_path / "out.json").read_text())["steps"]
-    assert [(s["step"], s["result"]) for s in kept] == [("first", "fine"), ("second", "FAILED: ValueError: no memory")]
-    assert kept[0]["gbs"] == 3.5
+    steps = json.loads((tmp_path / "out.json").read_text())["steps"]
+    assert [(s["step"], s["result"]) for s in steps] == [("first", "fine"), ("second", "FAILED: ValueError: no memory")]
+    assert steps[0]["gbs"] == 3.5
     assert list(tmp_path.iterdir()) == [tmp_path / "out.json"]
 
 
@@ -128,17 +128,17 @@ def test_longest_contexts_are_those_that_fit(small: tuple[Path, Path]) -> None:
     import gpu_models
 
     budget = 64 << 20
-    found = dict(gpu_models.contexts(*small, budget))
-    assert list(found) == ["f16", "q8_0", "q4_0", "subkv"]
-    lengths = [sizes.pop("n_ctx") for sizes in found.values()]
+    by_cache = dict(gpu_models.contexts(*small, budget))
+    assert list(by_cache) == ["f16", "q8_0", "q4_0", "subkv"]
+    lengths = [sizes.pop("n_ctx") for sizes in by_cache.values()]
     assert lengths[0] < lengths[1] < lengths[2]
-    for n_ctx, sizes in zip(lengths, found.values(), strict=True):
+    for n_ctx, sizes in zip(lengths, by_cache.values(), strict=True):
         assert n_ctx % 1024 == 0
         assert sum(sizes.values()) <= budget < sum(sizes.values()) * (n_ctx + 1024) / n_ctx  # 1024 more do not fit
-    assert found["f16"]["cells"] == lengths[0] * 2 * 2 * 128 * 2
-    assert found["subkv"]["cells"] == lengths[3] * 2 * (71 + 67)  # bytes of gpu_ops.BANDS, scales and all
-    assert found["subkv"]["bases"] > 0
-    assert found["subkv"]["exact window"] > 0
+    assert by_cache["f16"]["cells"] == lengths[0] * 2 * 2 * 128 * 2
+    assert by_cache["subkv"]["cells"] == lengths[3] * 2 * (71 + 67)  # bytes of gpu_ops.BANDS, scales and all
+    assert by_cache["subkv"]["bases"] > 0
+    assert by_cache["subkv"]["exact window"] > 0
     assert next(gpu_models.contexts(*small, 1000)) == ("f16", {"n_ctx": 0, "weights": small[0].stat().st_size})
 
 

@@ -1,4 +1,4 @@
-"""project, reconstruct and moment of every version against numpy in double; and how a version is chosen."""
+"""project, reconstruct and moment of every version against numpy in double; choice of a version."""
 
 from __future__ import annotations
 

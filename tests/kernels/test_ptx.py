@@ -1,4 +1,4 @@
-"""The decode kernel as nvcc compiles it, one instruction at a time; sm_75 has other code than sm_80 and later."""
+"""The decode kernel's PTX, run by an interpreter; sm_75 has different code than sm_80 and later."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def module(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 class Interpreted(c.Library):
-    """Decodes by PTX, with the arguments that the host side gives to the emulated kernel."""
+    """Runs the decode kernel's PTX with the arguments of the emulated kernel."""
 
     def __init__(self, emulated: c.Library, module: str) -> None:
         self.emulated, self.module, self.memory = emulated, module, emulated.memory

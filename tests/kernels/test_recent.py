@@ -93,7 +93,7 @@ def test_a_row_that_is_not_finite_is_its_mean(table: o.Ops, bad: float) -> None:
 
 
 def test_rows_of_any_bytes_are_finite(table: o.Ops) -> None:
-    """Damaged rows: a step that is no number counts as zero."""
+    """Damaged rows: a non-finite step counts as zero."""
     rng = np.random.default_rng(4)
     for i in range(200):
         row = rng.integers(0, 256, recent_bytes(64), dtype=np.uint8)

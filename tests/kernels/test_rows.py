@@ -16,7 +16,7 @@ SIDES = each("value", [False, True])
 
 
 def check_dequantize(table: o.Ops, head: o.Head, n: int, cells: list[int], extra: int, seed: int) -> None:
-    """Compares the cells at `cells` out of n."""
+    """Compare the cells `cells` of n."""
     rows = o.random_rows(head, n, np.random.default_rng(seed))
     laid_out, index = o.to_tiles(head, rows, extra), np.array(cells, np.int64)
     got = np.full((len(cells) + 1, head.rank), 7.0, np.float32)
@@ -76,7 +76,7 @@ def test_bytes_depend_on_the_coefficients_alone(table: o.Ops, ref: o.Ops, layout
 @SWEEP
 @SIDES
 def test_offset_is_subtracted_from_the_coefficients(table: o.Ops, ref: o.Ops, layout: o.Layout, value: bool) -> None:
-    """c = E x − offset gives the bytes of the coefficients themselves; a row that becomes zero is a zero row."""
+    """c = E x − offset gives the same bytes as the coefficients c as input; a row that becomes zero is a zero row."""
     rng = np.random.default_rng(13)
     d, n = layouts.head_size(layout), 40
     offset = rng.standard_normal(sum(m for m, _ in layout)).astype(np.float32)

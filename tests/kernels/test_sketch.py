@@ -40,7 +40,7 @@ def test_eigen_of_random_matrices(n: int) -> None:
 @given(SEEDS, st.integers(2, 70), st.integers(1, 4), st.sampled_from([1e-280, 1e-6, 1.0, 1e280]))
 @settings(max_examples=60, deadline=None)
 def test_eigen_of_repeated_and_missing_eigenvalues(seed: int, n: int, kinds: int, scale: float) -> None:
-    """Few distinct eigenvalues, zero among them, at any scale."""
+    """Few distinct eigenvalues, including zero, at any scale."""
     rng = np.random.default_rng(seed)
     q, _ = np.linalg.qr(rng.standard_normal((n, n)))
     values = rng.choice(np.r_[0.0, rng.standard_normal(kinds)], n)
@@ -90,7 +90,7 @@ def test_frequent_directions_bound(seed: int, d: int, rows: int, n: int) -> None
     x = stream(seed, n, d)
     sketch = Sketch(FREQUENT_DIRECTIONS, d, rows)
     assert sketch.absorb(x) == 0
-    a, s = x.astype(np.float64), sketch.held()
+    a, s = x.astype(np.float64), sketch.sketch_rows()
     assert len(s) <= 2 * rows
     difference = a.T @ a - s.T @ s
     total = float((a**2).sum())
@@ -105,19 +105,19 @@ def test_frequent_directions_bound(seed: int, d: int, rows: int, n: int) -> None
 @given(SEEDS, st.integers(2, 30), st.integers(1, 12))
 @settings(max_examples=40, deadline=None)
 def test_frequent_directions_shrink(seed: int, d: int, rows: int) -> None:
-    """The row after 2ℓ shrinks to ℓ: squares of S less its (ℓ + 1)th, same directions."""
+    """Row 2ℓ + 1 causes a shrink to ℓ rows: squared singular values minus the (ℓ + 1)th, same directions."""
     x = stream(seed, 2 * rows + 1, d)
     sketch = Sketch(FREQUENT_DIRECTIONS, d, rows)
     sketch.absorb(x[:-1])
-    assert np.array_equal(sketch.held(), x[:-1])
+    assert np.array_equal(sketch.sketch_rows(), x[:-1])
     sketch.absorb(x[-1:])
-    held = sketch.held()
-    assert len(held) == min(rows, d) + 1
-    assert np.array_equal(held[-1], x[-1].astype(np.float64))
+    rows_in_use = sketch.sketch_rows()
+    assert len(rows_in_use) == min(rows, d) + 1
+    assert np.array_equal(rows_in_use[-1], x[-1].astype(np.float64))
     values, vectors = np.linalg.eigh(x[:-1].astype(np.float64).T @ x[:-1].astype(np.float64))
     delta = values[::-1][rows] if rows < d else 0.0
     expected = (vectors * np.maximum(values - delta, 0.0)) @ vectors.T
-    assert np.abs(held[:-1].T @ held[:-1] - expected).max() <= 50 * EPS32 * values[-1] + 1e-30
+    assert np.abs(rows_in_use[:-1].T @ rows_in_use[:-1] - expected).max() <= 50 * EPS32 * values[-1] + 1e-30
 
 
 @given(SEEDS, st.sampled_from(KINDS), st.lists(st.integers(0, 60), max_size=6), st.sampled_from([1.0, 0.99, 0.7]))

@@ -68,14 +68,14 @@ def test_a_row_becomes_a_cell_and_a_row(
 
 
 @each("layout", [*NARROW, *layouts.LAYOUTS])
-def test_values_that_are_the_beginning_of_keys(lib: ct.CDLL, layout: o.Layout) -> None:
+def test_values_are_the_first_bands_of_keys(lib: ct.CDLL, layout: o.Layout) -> None:
     rng = np.random.default_rng(4)
     keys, values = any_head((*layout, (8, 5))[:8], False, rng), any_head(layout, True, rng)
-    tile, found = any_bytes(rng, TILE * keys.row_bytes), any_bytes(rng, TILE * values.row_bytes + 1)
-    guard = found[-1]
-    lib.subkv_keys_to_values(values.ref(), o.ptr(tile), o.ptr(found))
+    tile, out = any_bytes(rng, TILE * keys.row_bytes), any_bytes(rng, TILE * values.row_bytes + 1)
+    guard = out[-1]
+    lib.subkv_keys_to_values(values.ref(), o.ptr(tile), o.ptr(out))
     expected = o.to_tiles(values, o.to_rows(keys, tile[None])[:, : values.row_bytes])
-    assert np.array_equal(found[:-1], expected[0]) and found[-1] == guard
+    assert np.array_equal(out[:-1], expected[0]) and out[-1] == guard
 
 
 @each("narrow", [*NARROW, None])
@@ -84,7 +84,7 @@ def test_values_that_are_the_beginning_of_keys(lib: ct.CDLL, layout: o.Layout) -
 def test_gathered_cells_are_their_rows(
     lib: ct.CDLL, narrow: o.Layout | None, layout: o.Layout, value: bool, seed: int
 ) -> None:
-    """In the order of the list, from tiles and from rows that lie apart; -1 is a zero row, as is the rest."""
+    """In the order of the list, from tiles and from rows with gaps; -1 and missing cells become zero rows."""
     rng = np.random.default_rng(seed)
     head = any_head(narrow or layout, value, rng)
     size, n = TILE * head.row_bytes, int(rng.integers(1, 2 * TILE))
@@ -94,16 +94,16 @@ def test_gathered_cells_are_their_rows(
     guard = out[-1]
     lib.subkv_gather_cells(head.ref(), o.ptr(tiles), size + 64, o.ptr(cells), n, o.ptr(out))
     rows = o.to_rows(head, np.ascontiguousarray(tiles[:, :size]))
-    found = o.to_rows(head, out[:-1].reshape(-1, size))
-    assert np.array_equal(found[:n][cells >= 0], rows[cells[cells >= 0]]) and out[-1] == guard
-    assert not found[:n][cells < 0].any() and not found[n:].any()
+    gathered = o.to_rows(head, out[:-1].reshape(-1, size))
+    assert np.array_equal(gathered[:n][cells >= 0], rows[cells[cells >= 0]]) and out[-1] == guard
+    assert not gathered[:n][cells < 0].any() and not gathered[n:].any()
 
     apart = any_bytes(rng, 3 * TILE, head.row_bytes + 3)
     apart[:, : head.row_bytes] = rows
-    others = any_bytes(rng, len(out))
-    guard = others[-1]
-    lib.subkv_rows_to_tiles(head.ref(), o.ptr(apart), head.row_bytes + 3, o.ptr(cells), n, o.ptr(others))
-    assert np.array_equal(others[:-1], out[:-1]) and others[-1] == guard
+    from_rows = any_bytes(rng, len(out))
+    guard = from_rows[-1]
+    lib.subkv_rows_to_tiles(head.ref(), o.ptr(apart), head.row_bytes + 3, o.ptr(cells), n, o.ptr(from_rows))
+    assert np.array_equal(from_rows[:-1], out[:-1]) and from_rows[-1] == guard
     lib.subkv_rows_to_tiles(
         head.ref(), o.ptr(apart), head.row_bytes + 3, None, 3 * TILE, o.ptr(whole := any_bytes(rng, 3, size))
     )
@@ -112,7 +112,7 @@ def test_gathered_cells_are_their_rows(
 
 @EXAMPLES
 @ANY
-def test_a_tile_is_its_rows_and_nothing_else(lib: ct.CDLL, layout: o.Layout, value: bool, seed: int) -> None:
+def test_a_tile_contains_only_its_rows(lib: ct.CDLL, layout: o.Layout, value: bool, seed: int) -> None:
     """All rows of one tile into another give the same bytes."""
     rng = np.random.default_rng(seed)
     head = any_head(layout, value, rng)
@@ -126,29 +126,29 @@ def test_a_tile_is_its_rows_and_nothing_else(lib: ct.CDLL, layout: o.Layout, val
 
 @EXAMPLES
 @ANY
-def test_sides_differ_in_order_alone(lib: ct.CDLL, layout: o.Layout, value: bool, seed: int) -> None:
+def test_sides_differ_only_in_order(lib: ct.CDLL, layout: o.Layout, value: bool, seed: int) -> None:
     """The same rows are laid out as keys and as values by the library and by numpy."""
     rng = np.random.default_rng(seed)
     heads = any_head(layout, False, rng), any_head(layout, True, rng)
     rows = any_bytes(rng, TILE, heads[0].row_bytes)
-    made = []
+    both = []
     for head in heads:
         tile = any_bytes(rng, TILE * head.row_bytes)
         for c, row in enumerate(rows):
             lib.subkv_row_to_tile(head.ref(), o.ptr(row), o.ptr(tile), c)
         assert np.array_equal(tile, o.to_tiles(head, rows)[0])
         assert np.array_equal(o.to_rows(head, tile[None]), rows)
-        made.append(tile)
+        both.append(tile)
     only_halves = all(bits == 16 for _, bits in layout)
-    assert np.array_equal(*made) == only_halves
+    assert np.array_equal(*both) == only_halves
     for part in [slice(0, TILE), *(slice(b.offset * TILE, (b.offset + b.n * b.bits // 8) * TILE)
                                    for b in heads[0].codec.bands[: len(layout)])]:  # fmt: skip
-        counts = [np.unpackbits(tile[part]).sum() for tile in made]
+        counts = [np.unpackbits(tile[part]).sum() for tile in both]
         assert counts[0] == counts[1]
 
 
 def coefficients(head: o.Head, n: int, rng: np.random.Generator) -> o.F32:
-    """[n][rank] of very different sizes; some rows zero, tiny, huge or not finite."""
+    """[n][rank] of very different sizes; some rows are zero, tiny, huge or not finite."""
     c = rng.standard_normal((n, head.rank)) * np.exp(3 * rng.standard_normal((n, 1)))
     kind = rng.integers(0, 12, n)
     c[kind == 0] = 0
@@ -171,7 +171,7 @@ def coefficients(head: o.Head, n: int, rng: np.random.Generator) -> o.F32:
 def test_encode_writes_the_rows_of_the_format(
     table: o.Ops, layout: o.Layout, value: bool, latent: bool, n: int, extra: int, seed: int
 ) -> None:
-    """Into any cells of three tiles; coefficients are the inputs, so that every version has the same bytes."""
+    """Into any cells of three tiles. Coefficients are the inputs, so every version writes the same bytes."""
     rng = np.random.default_rng(seed)
     head = any_head(layout, value, rng, latent)
     head.codec.encode = o.Matrix()
@@ -189,7 +189,7 @@ N_ROWS, SEED = 130, 5  # three tiles
 
 @dataclass(frozen=True)
 class Coded:
-    """Coefficients [N_ROWS][rank] and numpy's codes of them; `clean`: zeros in rows that are not finite."""
+    """Coefficients [N_ROWS][rank] and their codes by numpy; `clean`: coefficients with zeros in non-finite rows."""
 
     c: o.F32
     clean: o.F32
@@ -211,8 +211,8 @@ def coded_by_numpy(layout: o.Layout, value: bool, latent: bool) -> Coded:
 @SIDES
 @each("latent", [False, True])
 @each("n", [0, 1, 64, 65, N_ROWS])
-def test_rows_by_way_of_tiles(lib: ct.CDLL, table: o.Ops, layout: o.Layout, value: bool, latent: bool, n: int) -> None:
-    """encode_rows and dequantize_rows of ops.h with any version's ops, on inputs that lie apart."""
+def test_rows_through_tiles(lib: ct.CDLL, table: o.Ops, layout: o.Layout, value: bool, latent: bool, n: int) -> None:
+    """encode_rows and dequantize_rows of ops.h with every version's ops, on inputs with gaps."""
     want = coded_by_numpy(layout, value, latent)
     head = any_head(layout, value, np.random.default_rng(SEED), latent)
     x = np.full((n, head.rank + 3), np.nan, np.float32)

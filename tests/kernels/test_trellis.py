@@ -28,12 +28,12 @@ SCALAR = {2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499, 6: 0.000642}
 
 @pytest.fixture(scope="module")
 def lib() -> Any:
-    found = o.load_library()
-    found.subkv_trellis_path.restype = ct.c_float
-    found.subkv_trellis_path.argtypes = [ct.c_void_p, ct.c_void_p, ct.c_float, ct.c_void_p]
-    found.subkv_trellis_level.restype = ct.c_int32
-    found.subkv_trellis_level.argtypes = [ct.c_int32, ct.c_int32]
-    return found
+    library = o.load_library()
+    library.subkv_trellis_path.restype = ct.c_float
+    library.subkv_trellis_path.argtypes = [ct.c_void_p, ct.c_void_p, ct.c_float, ct.c_void_p]
+    library.subkv_trellis_level.restype = ct.c_int32
+    library.subkv_trellis_level.argtypes = [ct.c_int32, ct.c_int32]
+    return library
 
 
 def head_of(layout: o.Layout, seed: int = 0, latent: bool = False) -> o.Head:
@@ -42,7 +42,7 @@ def head_of(layout: o.Layout, seed: int = 0, latent: bool = False) -> o.Head:
 
 
 def encoded(head: o.Head, c: o.F32) -> tuple[o.U8, int]:
-    """Rows of coefficients by the reference, and how many were not finite."""
+    """Rows of coefficients by the reference, and the number of non-finite rows."""
     rows = np.zeros((len(c), head.row_bytes), np.uint8)
     n_bad = o.encode(o.versions()["ref"], head, np.ascontiguousarray(c), list(range(len(c))), rows)
     return rows, n_bad
@@ -59,16 +59,16 @@ def decoded(lib: Any, head: o.Head, rows: o.U8) -> o.F32:
 
 @each("bits", DISTORTION)
 def test_levels(lib: Any, bits: int) -> None:
-    """Ascending, odd about 0, and a byte each: products stay integers."""
-    found = np.array([lib.subkv_trellis_level(bits, i) for i in range(2 ** (bits + 1))])
-    assert np.all(found + 0.5 == o.alphabet(bits))
-    assert np.all(np.diff(found) > 0) and np.all(found + found[::-1] == -1)
-    assert found[0] >= -128 and found[-1] <= 127
+    """Levels are ascending, symmetric about 0, and fit a byte."""
+    levels = np.array([lib.subkv_trellis_level(bits, i) for i in range(2 ** (bits + 1))])
+    assert np.all(levels + 0.5 == o.alphabet(bits))
+    assert np.all(np.diff(levels) > 0) and np.all(levels + levels[::-1] == -1)
+    assert levels[0] >= -128 and levels[-1] <= 127
 
 
 @each("layout", layouts.LAYOUTS)
 def test_rows_of_any_bytes_decode_by_the_definition(lib: Any, layout: o.Layout) -> None:
-    """Damaged rows among them: every byte is a code, and every coefficient finite."""
+    """Also damaged rows: every byte is a valid code, and every coefficient is finite."""
     head = head_of(layout)
     rows = o.random_rows(head, 50, np.random.default_rng(3))
     got, want = decoded(lib, head, rows), o.dequantize(head, rows)
@@ -79,7 +79,7 @@ def test_rows_of_any_bytes_decode_by_the_definition(lib: Any, layout: o.Layout) 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layout=layouts.layouts(), seed=st.integers(0, 2**32 - 1))
 def test_every_path_is_recovered(lib: Any, layout: o.Layout, seed: int) -> None:
-    """Any codes are a path of no error: coefficients that are exact at some scale are found without one."""
+    """Any codes are a path: coefficients that are exact at some scale are encoded without error."""
     rng = np.random.default_rng(seed)
     head = head_of(layout, seed % 1000)
     rows = o.random_rows(head, 3, rng)
@@ -90,13 +90,13 @@ def test_every_path_is_recovered(lib: Any, layout: o.Layout, seed: int) -> None:
         code = np.full(head.rank, 255, np.uint8)
         error = lib.subkv_trellis_path(head.ref(), o.ptr(c), 1.0, o.ptr(code))
         assert error <= 1e-9 * float((c.astype(np.float64) ** 2).sum())
-        kept = [j for j in range(head.rank) if j in path]
-        assert np.array_equal(code[kept], o.codes_of(head, row[None])[0][kept].astype(np.uint8))
+        on_path = [j for j in range(head.rank) if j in path]
+        assert np.array_equal(code[on_path], o.codes_of(head, row[None])[0][on_path].astype(np.uint8))
         assert np.all(code[[j for j in range(head.rank) if j not in path]] == 255)
 
 
 def test_no_path_is_better(lib: Any) -> None:
-    """Tries all codes of four free places; the others have exact levels."""
+    """Compare with all codes of four free places; the other places have exact levels."""
     layout = ((24, 2),)
     head = head_of(layout)
     rng = np.random.default_rng(5)
@@ -106,23 +106,23 @@ def test_no_path_is_better(lib: Any) -> None:
         code = np.zeros(24, np.uint8)
         least = lib.subkv_trellis_path(head.ref(), o.ptr(c), 1.0, o.ptr(code))
         order = [j for j, _ in path]
-        y, found = c[0, order].astype(np.float64) / ratio, code[order].astype(np.int64)
+        y, best = c[0, order].astype(np.float64) / ratio, code[order].astype(np.int64)
 
         def error(codes: Any, y: o.F64 = y) -> float:
             one, two = np.roll(codes, 1) & 1, np.roll(codes, 2) & 1
             return float(((y - alphabet[2 * codes ^ 2 * two ^ one]) ** 2).sum()) * ratio**2
 
-        assert error(found) == pytest.approx(least, rel=1e-4)
+        assert error(best) == pytest.approx(least, rel=1e-4)
         for at in range(0, 24, 5):
             for tried in itertools.product(range(4), repeat=4):
-                codes = found.copy()
+                codes = best.copy()
                 codes[np.arange(at, at + 4) % 24] = tried
                 assert error(codes) >= least * (1 - 1e-5)
 
 
 @each("bits", DISTORTION)
 def test_gaussians(lib: Any, bits: int) -> None:
-    """The path alone is worth a fifth to a quarter of a bit; the search of the scale comes on top."""
+    """The path saves a fifth to a quarter of a bit; the search of the scale saves more."""
     head = head_of(((64, bits),))
     ratio = float(head.coefficient_step[0])
     c = (np.random.default_rng(bits).standard_normal((3000, 64)) * ratio / STEP[bits]).astype(np.float32)
@@ -140,7 +140,7 @@ def test_gaussians(lib: Any, bits: int) -> None:
 @each("latent", [False, True])
 @each("layout", layouts.MIXED)
 def test_mixed_bands(lib: Any, layout: o.Layout, latent: bool) -> None:
-    """On a path the error is smaller than that of the same bytes without; without one the bytes are the same."""
+    """On a path the error is smaller than without one at equal size; off the path the bytes are equal."""
     head, plain = head_of(layout, latent=latent), head_of(layout)
     plain.codec.path = o.PATH_NONE
     c = (np.random.default_rng(1).standard_normal((100, head.rank)) * 2 * plain.coefficient_step).astype(np.float32)
@@ -186,8 +186,8 @@ def test_versions_write_the_same_bytes(table: o.Ops, ref: o.Ops, layout: o.Layou
     assert np.array_equal(rows, want)
 
 
-def test_of_equal_scales_the_smaller_is_taken(table: o.Ops) -> None:
-    """Rows of one direction, where the best scale changes from one code to the next: some have equal errors at both."""
+def test_ties_go_to_the_smaller_scale(table: o.Ops) -> None:
+    """Multiples of one row around a change of the best scale code; some have equal errors at both codes."""
     layout = ((24, 3),)
     head = head_of(layout)
     head.codec.encode = o.Matrix()
@@ -240,11 +240,11 @@ def test_values_of_a_latent_row_decode_separately(n_bands: int) -> None:
     for mine, theirs in zip(values.codec.bands, keys.codec.bands[:n_bands], strict=False):
         mine.ratio = theirs.ratio
     rows = o.random_rows(keys, 64, np.random.default_rng(1))
-    tile, found = o.to_tiles(keys, rows), np.zeros((1, o.TILE * values.row_bytes), np.uint8)
+    tile, value_tile = o.to_tiles(keys, rows), np.zeros((1, o.TILE * values.row_bytes), np.uint8)
     lib = o.load_library()
-    lib.subkv_keys_to_values(values.ref(), o.ptr(tile), o.ptr(found))
+    lib.subkv_keys_to_values(values.ref(), o.ptr(tile), o.ptr(value_tile))
     got = np.zeros((64, values.rank), np.float32)
     cells = np.arange(64)
-    o.versions()["ref"].dequantize(values.ref(), o.ptr(found), found.strides[0], 64, o.ptr(cells), o.ptr(got))
+    o.versions()["ref"].dequantize(values.ref(), o.ptr(value_tile), value_tile.strides[0], 64, o.ptr(cells), o.ptr(got))
     want = o.dequantize(keys, rows)[:, : values.rank]
     assert np.all(np.abs(got - want) <= 3 * o.EPS * np.abs(want))

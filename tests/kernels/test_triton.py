@@ -40,7 +40,7 @@ def codecs_of(side: layers.Side) -> st.Codecs:
 # the interpreter takes a tenth of a second for a coefficient on a path, and "large" has 128
 @each("name", [name for name in layers.LAYERS if DEVICE == "cuda" or name != "large"])
 def test_encode_writes_the_bytes_of_the_reference(ref: o.Ops, name: str) -> None:
-    """Coefficients that are the inputs themselves: every version has the same."""
+    """Coefficients are the inputs, so every version writes the same bytes."""
     bands = layers.LAYERS[name][0]
     side = layers.Side.make(bands, layers.head_size(bands), 1, orthonormal=True)
     x = layers.inputs_to_encode(8, len(bands), side.d, np.random.default_rng(3))
@@ -99,7 +99,7 @@ def hide(bias: o.F32, rng: np.random.Generator) -> None:
 
 
 def check_attend(name: str, n_tok: int, group: int, n: int, n_split: int, softcap: float, shifted: bool) -> None:
-    """Two streams; then the splits merged and multiplied by D_v, in double, against combine."""
+    """Two streams; then combine against the merge of the splits times D_v in double."""
     rng = np.random.default_rng(n)
     sides = [layers.Side.make(b, layers.head_size(b), 5 + i) for i, b in enumerate(layers.LAYERS[name])]
     k, v = (codecs_of(side) for side in sides)
@@ -163,7 +163,7 @@ def check_attend(name: str, n_tok: int, group: int, n: int, n_split: int, softca
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_combine_adds_exact_keys(sinks: bool, softcap: float) -> None:
-    """Coded cells, exact keys and a sink are one softmax; a token that sees nothing gets zeros."""
+    """Coded cells, exact keys and a sink share one softmax; a token without visible keys gets zeros."""
     rng = np.random.default_rng(8)
     n_tok, n_head, group, n, n_keys, d_k, d_v = 3, 2, 2, 20, 37, 24, 40
     v_side = layers.Side.make([layers.LAYERS["planned"][1][0]] * n_head, 64, 2)

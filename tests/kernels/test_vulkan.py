@@ -1,4 +1,4 @@
-"""The Vulkan ops against the reference, by the tests of the CUDA ops; without integer dot products with bounds of f32.
+"""The Vulkan ops against the reference, with the tests of the CUDA ops; f32 bounds without integer dot products.
 
 Without a GPU the tests run on lavapipe. They then check data flow, indexing and arithmetic, and with the validation
 layer barriers, but not speed or other compilers.
@@ -115,7 +115,7 @@ def test_large_groups(library: v.Library, shape: Shape) -> None:
     ],
 )
 def test_attend_latent_of_deepseek(library: v.Library, monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
-    """512 elements, and 64 rotated ones, of bands that end within a chunk of coefficients."""
+    """512 elements and 64 rotated ones, in bands that end inside a chunk of coefficients."""
     monkeypatch.setitem(layers.LATENT, "deepseek", (((8, 16), (240, 4), (256, 3), (64, 8)), 3, 576, 512))
     t.check_attend(library, "deepseek", shape)
 
@@ -179,18 +179,18 @@ def test_more_workgroups_than_every_device_has_are_refused(opened: v.Library) ->
 def test_calls_of_the_timing_script(
     library: v.Library, n_tps: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """kernels/bench/gpu_vulkan.py on a small workload: a line for the copy and every op, of attention in numbers."""
+    """kernels/bench/gpu_vulkan.py on a small workload prints a line for the copy and for every op."""
     monkeypatch.syspath_prepend(str(v.VULKAN.parent / "bench"))
     import gpu_vulkan
 
     for name, value in (("N_HEAD", 1), ("GROUP", 2)):
         monkeypatch.setattr(gpu_vulkan, name, value)
-    made: list[gpu_vulkan.Workload] = []
+    workloads: list[gpu_vulkan.Workload] = []
 
     class Kept(gpu_vulkan.Workload):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            made.append(self)
+            workloads.append(self)
 
     monkeypatch.setattr(gpu_vulkan, "Workload", Kept)
     copy = gpu_vulkan.time_copy(library, 1)
@@ -202,7 +202,7 @@ def test_calls_of_the_timing_script(
     assert all(len(line["samples_ms"]) == 2 and line["ms"] > 0 for line in printed[1:])
     assert printed[2]["bytes"] == 2 * 1024 * (71 + 67)  # a row of keys, one of values
     assert f"{printed[2]['gbs']:.1f} GB/s of codes" in printed[2]["result"]
-    (work,) = made
+    (work,) = workloads
     shape_out = (2 * n_tps, 2 * gpu_vulkan.D)
     size = 4 * shape_out[0] * shape_out[1]
     out = np.frombuffer(ct.string_at(work.combine.out, size), np.float32).reshape(shape_out)

@@ -23,7 +23,7 @@ VULKAN = c.ROOT / "kernels/vulkan"
 HARNESS = c.ROOT / "tests/kernels/vulkan"
 SHADERS = sorted(VULKAN.glob("*.comp"))
 UNFUSED = "libunfused.so"
-MAX_DOT = 256  # coefficients of heads that are multiplied so
+MAX_DOT = 256  # maximum rank for integer dot products
 GLSLC_FLAGS = ["-O", "--target-env=vulkan1.1", "-Werror"]
 
 
@@ -43,18 +43,18 @@ class Memory:
 
     def __init__(self, lib: ct.CDLL) -> None:
         self.lib = lib
-        self.made: list[int] = []
-        weakref.finalize(self, Memory._free, lib, self.made)
+        self.buffers: list[int] = []
+        weakref.finalize(self, Memory._free, lib, self.buffers)
 
     @staticmethod
-    def _free(lib: ct.CDLL, made: list[int]) -> None:
-        for at in made:
+    def _free(lib: ct.CDLL, buffers: list[int]) -> None:
+        for at in buffers:
             lib.test_free(at)
 
     def put(self, array: npt.NDArray[Any]) -> tuple[int, Callable[[], npt.NDArray[Any]]]:
         array = np.ascontiguousarray(array)
         at = self.lib.test_allocate(array.nbytes)
-        self.made.append(at)
+        self.buffers.append(at)
         ct.memmove(at, array.ctypes.data, array.nbytes)
 
         def read(_keep: Memory = self) -> npt.NDArray[Any]:
@@ -100,12 +100,12 @@ class Library(c.Library):
             self.lib.test_set_times(0)
 
     def messages(self) -> tuple[int, str]:
-        """How many the validation layer has had since the last call, and its last one."""
+        """Number of messages of the validation layer since the last call, and its last message."""
         return int(self.lib.test_messages()), (self.lib.test_last_message() or b"").decode()
 
 
 def build(folder: Path) -> Path:
-    """Shaders, the host side of the ops, the reference, and the harness; the reference alone without fused products."""
+    """Builds shaders, the ops' host side, the reference and the harness; also the reference without fused products."""
     for shader in SHADERS:
         command = ["glslc", *GLSLC_FLAGS, "-mfmt=c", "-o", str(folder / f"{shader.stem}.inc"), str(shader)]
         subprocess.run(command, check=True)

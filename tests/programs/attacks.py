@@ -25,15 +25,15 @@ class Attack:
     content: Callable[[], bytes]
     statuses: frozenset[int] = REFUSED
     slow: bool = False
-    """Takes seconds, or a GiB."""
+    """Takes seconds or a GiB."""
 
 
 def native(name: str, statuses: frozenset[int] = REFUSED, slow: bool = False, **fields: Any) -> Attack:
-    """A completion with these fields; functions are called when the attack is made."""
+    """A completion with these fields; functions are called when the body is built."""
 
     def content() -> bytes:
-        made = {key: value() if callable(value) else value for key, value in fields.items()}
-        return json.dumps({"prompt": "x", "n_predict": 8} | made).encode()
+        values = {key: value() if callable(value) else value for key, value in fields.items()}
+        return json.dumps({"prompt": "x", "n_predict": 8} | values).encode()
 
     return Attack(name, NATIVE, content, statuses, slow)
 
@@ -45,7 +45,7 @@ def grammar(
 
 
 def schema(name: str, value: Any, statuses: frozenset[int] = REFUSED, slow: bool = False) -> Attack:
-    """A chat whose answer must follow a JSON schema; functions are called when the attack is made."""
+    """A chat whose answer must follow a JSON schema; functions are called when the body is built."""
 
     def content() -> bytes:
         form = {"type": "json_schema", "json_schema": {"schema": value() if callable(value) else value}}
@@ -56,21 +56,21 @@ def schema(name: str, value: Any, statuses: frozenset[int] = REFUSED, slow: bool
 
 
 def chat(name: str, statuses: frozenset[int] = EITHER, /, **fields: Any) -> Attack:
-    """A chat with these fields; functions are called when the attack is made."""
+    """A chat with these fields; functions are called when the body is built."""
 
     def content() -> bytes:
-        made = {key: value() if callable(value) else value for key, value in fields.items()}
-        return json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 8} | made).encode()
+        values = {key: value() if callable(value) else value for key, value in fields.items()}
+        return json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 8} | values).encode()
 
     return Attack(name, CHAT, content, statuses)
 
 
 def tool(name: str, statuses: frozenset[int] = REFUSED, /, **function: Any) -> Attack:
-    """A chat that has to call a function."""
+    """A chat that must call a function."""
 
     def tools() -> list[dict[str, Any]]:
-        made = {key: value() if callable(value) else value for key, value in function.items()}
-        return [{"type": "function", "function": {"name": "f", **made}}]
+        values = {key: value() if callable(value) else value for key, value in function.items()}
+        return [{"type": "function", "function": {"name": "f", **values}}]
 
     return chat(f"tool-{name}", statuses, tools=tools, tool_choice="required")
 
@@ -114,7 +114,7 @@ GRAMMARS = [
     grammar("empty-alternatives", "root ::= " + "|" * 20_000 + ' "a"', EITHER),
     grammar("rules-again", "root ::= r\n" + "r ::= r\n" * 5_000),
     grammar("half-a-character", 'root ::= "\ud83d"', EITHER),
-    *(grammar(f"unfinished-{i}", 'root ::= "a"\n' + text, EITHER)  # slow where a scan begins at every place
+    *(grammar(f"unfinished-{i}", 'root ::= "a"\n' + text, EITHER)  # slow if a scan starts at every position
       for i, text in enumerate(('"' * 60_001, '"\\' * 30_000, "[\\" * 30_000, "{" * 60_000, "#" * 60_000 + "["))),
     native("trigger-exponential", grammar='root ::= "z"', grammar_lazy=True, n_predict=60,
            grammar_triggers=[{"type": 2, "value": "(a*)*(a*)*(a*)*b"}], **ALWAYS_A),
@@ -126,18 +126,18 @@ GRAMMARS = [
 
 
 def doubling(n: int) -> str:
-    """Rules that begin with the next one in two ways: 2ⁿ first stacks."""
+    """n rules that each start with the next one in two ways: 2ⁿ initial stacks."""
     rules = "".join(f'x{i} ::= x{i + 1} "a" | x{i + 1} "b"\n' for i in range(n))
     return f'root ::= x0 "z"\n{rules}x{n} ::= "q"'
 
 
 def chain(n: int) -> str:
-    """Rules that begin with the next one."""
+    """n rules that each start with the next one."""
     return "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(n)) + f'r{n} ::= "a"'
 
 
 def references(n: int) -> dict[str, Any]:
-    """A schema of 2ⁿ ways through its definitions."""
+    """A schema with 2ⁿ paths through its definitions."""
     steps: dict[str, Any] = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(n)}
     return {"$defs": steps | {f"a{n}": {"type": "null"}}, "$ref": "#/$defs/a0"}
 
@@ -202,8 +202,8 @@ TOOLS = [
 ]  # fmt: skip
 
 USER = {"role": "user", "content": "x"}
-# (route, body): fields of other kinds than they should be
-OTHER_KINDS: list[tuple[str, Any]] = [
+# (route, body): fields of wrong types
+WRONG_TYPES: list[tuple[str, Any]] = [
     (CHAT, {"messages": 5}),
     (CHAT, {"messages": [5]}),
     (CHAT, {"messages": [{"role": 5, "content": {}}]}),
@@ -251,7 +251,7 @@ BODIES = [
         raw(
             f"kinds-{i}{path.partition('?')[0].replace('/', '-')}", path, json.dumps(body).encode(), EITHER | {404, 501}
         )
-        for i, (path, body) in enumerate(OTHER_KINDS)
+        for i, (path, body) in enumerate(WRONG_TYPES)
     ),
     raw("not-json", NATIVE, b"{"),
     raw("empty", CHAT, b""),

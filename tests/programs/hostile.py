@@ -1,4 +1,4 @@
-"""A real llama-server, and a client that gives every exchange a deadline."""
+"""A real llama-server, and a client with a deadline for every exchange."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 from subkv.native import library
 
 SECONDS = 60.0
-"""Deadline of an exchange; answers take milliseconds, endless ones would take hours."""
+"""Deadline of an exchange. Answers take milliseconds."""
 N_STARTING = 600
 LARGEST = 3 << 30
-"""Bytes of memory that a server of a tiny model may take at its peak, whoever asks for more."""
+"""Limit of the peak memory of a server with a tiny model, in bytes."""
 ADDRESS_SPACE = 24 << 30
-"""Bytes that it can address: what takes more is an error there, and not the end of other processes of the machine."""
+"""Limit of its address space in bytes: a larger allocation fails and does not harm other processes."""
 
 
 class Failed(AssertionError):
@@ -53,7 +53,7 @@ def receive(sock: socket.socket, deadline: float) -> bytes:
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise Failed(f"no end of the answer in time, {sum(map(len, pieces))} bytes came")
+            raise Failed(f"the answer did not end in time; {sum(map(len, pieces))} bytes received")
         sock.settimeout(left)
         try:
             piece = sock.recv(1 << 16)
@@ -67,10 +67,10 @@ def receive(sock: socket.socket, deadline: float) -> bytes:
 
 
 def parse(data: bytes) -> Answer:
-    """An answer as it came. Raises Failed where it is none."""
-    found = re.match(rb"HTTP/1\.1 (\d{3}) [^\r\n]*\r\n", data)
-    if not found:
-        raise Failed(f"expected an answer of HTTP, found {data[:100]!r}")
+    """Parse an HTTP answer. Raises Failed if it is invalid."""
+    status_line = re.match(rb"HTTP/1\.1 (\d{3}) [^\r\n]*\r\n", data)
+    if not status_line:
+        raise Failed(f"expected an HTTP answer, found {data[:100]!r}")
     head, _, body = data.partition(b"\r\n\r\n")
     if b"transfer-encoding: chunked" in head.lower():
         body, rest = b"", body
@@ -80,19 +80,19 @@ def parse(data: bytes) -> Answer:
             body, rest = body + rest[:n], rest[n + 2 :]
             if n == 0:
                 break
-    return Answer(int(found[1]), body)
+    return Answer(int(status_line[1]), body)
 
 
 class Server:
-    """llama-server in a new process on loopback; `with` waits until it is ready and ends it."""
+    """llama-server in a new process on loopback. `with` waits until it is ready, and kills it at the end."""
 
     def __init__(self, model: Path, folder: Path, *options: str, env: dict[str, str] | None = None) -> None:
         path = binary()
         assert path is not None
         self.log = folder / "llama-server.log"
         self.command = [str(path), "-m", str(model), "--port", "0", "--host", "127.0.0.1", "-t", "1", *options]
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("LLAMA_", "SUBKV"))}
-        self.env = kept | (env or {})
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("LLAMA_", "SUBKV"))}
+        self.env = inherited | (env or {})
         self.address = ("127.0.0.1", 0)
 
     def __enter__(self) -> Server:
@@ -107,9 +107,9 @@ class Server:
                 self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.env, preexec_fn=limited
             )
         for _ in range(N_STARTING):
-            found = re.search(r"listening on http://127\.0\.0\.1:(\d+)", self.log_tail())
-            if found:
-                self.address = ("127.0.0.1", int(found[1]))
+            listening = re.search(r"listening on http://127\.0\.0\.1:(\d+)", self.log_tail())
+            if listening:
+                self.address = ("127.0.0.1", int(listening[1]))
                 if self.ask("GET", "/health").status == 200:
                     return self
             self.alive()
@@ -133,11 +133,11 @@ class Server:
             raise Failed(f"llama-server ended with {self.process.returncode}: {self.log_tail()}")
 
     def peak(self) -> int:
-        """Bytes of memory at the highest so far."""
+        """Peak memory so far, in bytes."""
         status = Path(f"/proc/{self.process.pid}/status").read_text("utf-8")
-        found = re.search(r"VmHWM:\s*(\d+) kB", status)
-        assert found
-        return int(found[1]) << 10
+        line = re.search(r"VmHWM:\s*(\d+) kB", status)
+        assert line
+        return int(line[1]) << 10
 
     def connect(self, seconds: float = SECONDS) -> socket.socket:
         return socket.create_connection(self.address, timeout=seconds)
@@ -169,8 +169,8 @@ class Server:
             self.alive()
             raise
 
-    def well(self) -> None:
-        """Raises Failed unless it is healthy, answers a short request, and is not larger than it may be."""
+    def check_health(self) -> None:
+        """Raises AssertionError unless it is healthy, answers a short request, and is within LARGEST."""
         self.alive()
         health = self.ask("GET", "/health")
         assert health.status == 200, health.text

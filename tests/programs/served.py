@@ -39,13 +39,13 @@ def model(words: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture
 def serve(model: Path, tmp_path: Path) -> Callable[..., contextlib.AbstractContextManager[Server]]:
     """serve("-np", 4, coded=True, model=…, SUBKV_STORE=…): llama-server of `model` on coefficients, or on f16."""
-    made = model
+    default = model
 
     @contextlib.contextmanager
-    def start(*arguments: Any, coded: bool = True, model: Path | None = made, **variables: Any) -> Iterator[Server]:
+    def start(*arguments: Any, coded: bool = True, model: Path | None = default, **variables: Any) -> Iterator[Server]:
         more = {name: str(value) for name, value in variables.items()}
         with serving(model, *arguments, subkv=CODED_SUBKV if coded else F16, folder=tmp_path, **more) as server:
-            if model == made:
+            if model == default:
                 assert (CODED in server.log) == coded
             yield server
 

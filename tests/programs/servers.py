@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from programs_found import program
+from program_paths import program
 
 START = 60  # seconds
 ANSWER = 300
@@ -60,7 +60,7 @@ def wait_until(goal: str, condition: Callable[[], bool]) -> None:
 
 
 class Server:
-    """process, port and log of one server; `ended`: by stop() or kill()."""
+    """Process, port and log of one server. `ended`: stop() or kill() was called."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self.process = process
@@ -73,7 +73,7 @@ class Server:
         return self._log.read_text("utf-8", "replace")
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
-        """The JSON or text of an answer. Raises Refused for another status than 200."""
+        """The JSON or text of an answer. Raises Refused for any status but 200."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER)
         with contextlib.closing(connection):
             data = None if body is None else json.dumps(body)
@@ -99,8 +99,8 @@ class Server:
             return list(pool.map(lambda body: self.complete(**body), bodies))
 
     def tokens(self, text: str) -> list[int]:
-        found: list[int] = self.request("POST", "/tokenize", {"content": text})["tokens"]
-        return found
+        ids: list[int] = self.request("POST", "/tokenize", {"content": text})["tokens"]
+        return ids
 
     def wait(self, goal: str, path: str, condition: Any) -> Any:
         """The answer of `path` once `condition(answer)` is true."""
@@ -115,14 +115,14 @@ class Server:
         return answer
 
     def stop(self) -> None:
-        """By SIGTERM, as services are. It must end with 0."""
+        """Send SIGTERM; the exit code must be 0."""
         assert self.process.poll() is None, self.log[-3000:]
         self.ended = True
         self.process.terminate()
         assert self.process.wait(START) == 0, self.log[-3000:]
 
     def kill(self) -> None:
-        """By SIGKILL."""
+        """Send SIGKILL."""
         assert self.process.poll() is None, self.log[-3000:]
         self.ended = True
         self.process.kill()
@@ -131,11 +131,23 @@ class Server:
 
 @contextlib.contextmanager
 def serving(model: Path | None, *arguments: Any, subkv: str, folder: Path, **more: str) -> Iterator[Server]:
-    """A server of a model with these arguments. subkv: the variable; more: other variables. It must exit with 0."""
+    """A server with these arguments. subkv: the variable SUBKV; more: other variables. It must exit with 0."""
     port = free_port()
     log = folder / f"server-{port}.log"
-    given = ["-m", model] if model else []
-    command = [program("llama-server"), *given, "--port", port, "-t", 1, "-tb", 1, "--no-ui", "--offline", *arguments]
+    options = ["-m", model] if model else []
+    command = [
+        program("llama-server"),
+        *options,
+        "--port",
+        port,
+        "-t",
+        1,
+        "-tb",
+        1,
+        "--no-ui",
+        "--offline",
+        *arguments,
+    ]
     env = {key: value for key, value in os.environ.items() if not key.startswith(("LLAMA_", "SUBKV"))}
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -146,7 +158,7 @@ def serving(model: Path | None, *arguments: Any, subkv: str, folder: Path, **mor
         end = time.monotonic() + START
         while True:
             assert process.poll() is None, server.log[-3000:]
-            if "listening on http" in server.log:  # another program may have got the port
+            if "listening on http" in server.log:  # the port may belong to another program
                 with contextlib.suppress(OSError, Refused):
                     server.request("GET", "/health")
                     break

@@ -16,7 +16,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FIM = {"fim_pre_token_id": ord("{"), "fim_suf_token_id": ord("}"), "fim_mid_token_id": ord("|")}
 
 
-# Words of upstream's prompts, so that these have about as many tokens as in the vocabulary they were written for.
+# Words of upstream's prompts, so that the prompts have about as many tokens as with the original vocabulary.
 WORDS = "Hello ĠHello Ġhello Ġquick Ġbrown Ġfox Ġjumps Ġover Ġlazy Ġdog What Ġthis Ġis Ġb Ġc Ġd"
 WORDS += " Ġdolor Ġut Ġconsectetur Ġexercitation Ġullamco Ġmagna"
 
@@ -116,36 +116,36 @@ def adapter(path: Path, model: Path, rank: int = 4, std: float = 0.3) -> Path:
 
 
 def reranker(path: Path, source: Path) -> Path:
-    """An encoder that gives a pair of texts one number."""
+    """An encoder that returns one number for a pair of texts."""
     keys = {"bert.pooling_type": int(gguf.PoolingType.RANK)}
     return copied(path, source, keys, {"cls.output.weight": seeded(1, tiny.DIMS["n_embd"])})
 
 
 def hub_cache(root: Path, model: Path) -> None:
     """The cache folder of a hub with the files of upstream's presets. model: the replacement of their text models."""
-    made = root / "made"
-    made.mkdir(parents=True)
-    letters = tiny.build(made / "letters.gguf", "bert", n_ctx_train=1024)
-    bert = with_words(made / "bert.gguf", letters, add_bos_token=True)
-    split = tiny.build(made / "split.gguf", "llama", split_tensors=8)
-    parts = sorted(made.glob(f"{split.name[: -len('-00001-of-00003.gguf')]}-*-of-*.gguf"))
+    sources = root / "sources"
+    sources.mkdir(parents=True)
+    letters = tiny.build(sources / "letters.gguf", "bert", n_ctx_train=1024)
+    bert = with_words(sources / "bert.gguf", letters, add_bos_token=True)
+    split = tiny.build(sources / "split.gguf", "llama", split_tensors=8)
+    parts = sorted(sources.glob(f"{split.name[: -len('-00001-of-00003.gguf')]}-*-of-*.gguf"))
     n_embd = int(gguf.GGUFReader(model).fields["llama.embedding_length"].contents())
-    fim = copied(made / "fim.gguf", model, {f"tokenizer.ggml.{name}": value for name, value in FIM.items()})
+    fim = copied(sources / "fim.gguf", model, {f"tokenizer.ggml.{name}": value for name, value in FIM.items()})
     files: dict[str, dict[str, Path]] = {
         "ggml-org/test-model-stories260K": {"stories260K-F32.gguf": model},
         "ggml-org/test-model-stories260K-infill": {"stories260K-infill-F32.gguf": fim},
         "ggml-org/models": {
             "bert-bge-small/ggml-model-f16.gguf": bert,
-            "jina-reranker-v1-tiny-en/ggml-model-f16.gguf": reranker(made / "rank.gguf", bert),
+            "jina-reranker-v1-tiny-en/ggml-model-f16.gguf": reranker(sources / "rank.gguf", bert),
             **{f"tinyllamas/split/stories15M-q8_0-0000{i + 1}-of-00003.gguf": part for i, part in enumerate(parts)},
         },
         "ggml-org/stories15M_MOE": {"stories15M_MOE-F16.gguf": model},
         "ggml-org/tinygemma3-GGUF": {
             "tinygemma3-Q8_0.gguf": model,
-            "mmproj-tinygemma3-f16.gguf": tiny_vision.build(made / "mmproj.gguf", "gemma3", n_embd),
+            "mmproj-tinygemma3-f16.gguf": tiny_vision.build(sources / "mmproj.gguf", "gemma3", n_embd),
         },
     }
-    preset = made / "preset.ini"
+    preset = sources / "preset.ini"
     preset.write_text(
         "[tinygemma3-preset]\nhf-repo = ggml-org/tinygemma3-GGUF:Q8_0\n"
         "[stories260K-test]\nhf-repo = ggml-org/test-model-stories260K\n"
@@ -162,6 +162,6 @@ def hub_cache(root: Path, model: Path) -> None:
 
 
 def downloads(tmp: Path, model: Path) -> None:
-    """The files that upstream's tests load by address, as if they had been loaded before."""
+    """The files that upstream's tests download by URL, already in the download folder."""
     (tmp / "stories15M-q4_0.gguf").symlink_to(model)
     adapter(tmp / "moe_shakespeare15M.gguf", model)

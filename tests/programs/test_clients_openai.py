@@ -22,7 +22,7 @@ CALL = "<tool_call>"
 
 
 def parameters(name: str, *values: str) -> dict[str, Any]:
-    """A schema of one field with few values, so that a random model soon ends."""
+    """A schema of one field with few values, so that a random model ends soon."""
     field = {"type": "string", "enum": values}
     return {"type": "object", "properties": {name: field}, "required": [name], "additionalProperties": False}
 
@@ -33,16 +33,16 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": p}} for n
 
 
 def is_call(name: str, arguments: str) -> bool:
-    """Whether these are a function of TOOLS and arguments that its schema allows."""
+    """Whether the name is in TOOLS and the arguments match its schema."""
     schema = FUNCTIONS[name]
     (field,) = schema["properties"]
-    found = json.loads(arguments)
-    return list(found) == [field] and found[field] in schema["properties"][field]["enum"]
+    parsed = json.loads(arguments)
+    return list(parsed) == [field] and parsed[field] in schema["properties"][field]["enum"]
 
 
 @pytest.fixture(scope="module")
 def agent(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model for which the beginning and the end of a call are tokens, with bases."""
+    """A tiny model with bases; the marks around a call are tokens."""
     from converter.cli import main
 
     folder = tmp_path_factory.mktemp("agent")
@@ -62,23 +62,23 @@ def serve_agent(agent: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     @contextlib.contextmanager
     def start(*arguments: Any) -> Iterator[Server]:
         chats = ("-np", 2, "-c", 4096, "--jinja", "--chat-template-file", template, "--alias", "tiny", *arguments)
-        with serving(agent, *chats, subkv="auto", folder=tmp_path_factory.mktemp("server")) as made:
-            assert CODED in made.log
-            yield made
+        with serving(agent, *chats, subkv="auto", folder=tmp_path_factory.mktemp("server")) as running:
+            assert CODED in running.log
+            yield running
 
     return start
 
 
 @pytest.fixture(scope="module")
 def server(serve_agent: Callable[..., Any]) -> Iterator[Server]:
-    with serve_agent() as made:
-        yield made
+    with serve_agent() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as api:
+        yield api
 
 
 @pytest.fixture
@@ -138,9 +138,9 @@ def test_parts_of_text_are_a_text(chat: Callable[..., Any]) -> None:
 
 def test_completions_of_texts_and_of_tokens(complete: Callable[..., Any], server: Server) -> None:
     tokens = server.tokens("one two three")
-    found = [complete(prompt) for prompt in ("one two three", tokens, ["one two three"])]
-    assert len({answer.choices[0].text for answer in found}) == 1
-    assert {answer.usage.prompt_tokens for answer in found} == {len(tokens)}
+    answers = [complete(prompt) for prompt in ("one two three", tokens, ["one two three"])]
+    assert len({answer.choices[0].text for answer in answers}) == 1
+    assert {answer.usage.prompt_tokens for answer in answers} == {len(tokens)}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -158,10 +158,10 @@ def test_lists_of_prompts(complete: Callable[..., Any], stream: bool) -> None:
 def test_a_stop_string(complete: Callable[..., Any]) -> None:
     free = complete("stop", 40).choices[0].text
     stop = free[10:13]
-    held = complete("stop", 40, stop=[stop]).choices[0]
-    assert held.text == free[: free.index(stop)] and held.finish_reason == "stop"
+    stopped = complete("stop", 40, stop=[stop]).choices[0]
+    assert stopped.text == free[: free.index(stop)] and stopped.finish_reason == "stop"
     chunks = complete("stop", 40, stop=[stop], stream=True)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == held.text
+    assert "".join(chunk.choices[0].text for chunk in chunks) == stopped.text
 
 
 def test_a_seed_decides(complete: Callable[..., Any]) -> None:
@@ -218,27 +218,27 @@ def test_refusals(client: Any, chat: Callable[..., Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def begins(server: Server) -> dict[str, float]:
-    """Biases with which the model begins a call: the tiny one would talk on before it."""
+def call_biases(server: Server) -> dict[str, float]:
+    """Logit biases that make the tiny model begin a call at once."""
     (token,) = server.request("POST", "/tokenize", {"content": CALL, "parse_special": True})["tokens"]
     return {str(token): 1000}
 
 
 @pytest.fixture(scope="module")
-def caller(serve_agent: Callable[..., Any], begins: dict[str, float]) -> Iterator[Server]:
+def caller(serve_agent: Callable[..., Any], call_biases: dict[str, float]) -> Iterator[Server]:
     """A server whose model calls a function whenever possible."""
-    ((token, bias),) = begins.items()
-    with serve_agent("--logit-bias", f"{token}+{bias}") as made:
-        yield made
+    ((token, bias),) = call_biases.items()
+    with serve_agent("--logit-bias", f"{token}+{bias}") as running:
+        yield running
 
 
 @pytest.fixture
-def call(chat: Callable[..., Any], begins: dict[str, float]) -> Callable[..., Any]:
+def call(chat: Callable[..., Any], call_biases: dict[str, float]) -> Callable[..., Any]:
     """call("required"): an answer that is a call."""
 
     def ask(choice: Any, parallel: bool = False, seed: int = 1, **more: Any) -> Any:
         more = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel, "seed": seed, **more}
-        return chat(max_tokens=200, logit_bias=begins, **more)
+        return chat(max_tokens=200, logit_bias=call_biases, **more)
 
     return ask
 
@@ -248,11 +248,11 @@ def test_a_tool_is_called(call: Callable[..., Any], choice: Any) -> None:
     for seed in range(3):
         answer = call(choice, seed=seed).choices[0]
         assert answer.finish_reason == "tool_calls"
-        (made,) = answer.message.tool_calls
-        assert made.id and made.type == "function"
-        assert is_call(made.function.name, made.function.arguments)
+        (tool_call,) = answer.message.tool_calls
+        assert tool_call.id and tool_call.type == "function"
+        assert is_call(tool_call.function.name, tool_call.function.arguments)
         assert not answer.message.content
-        assert choice in ("required", "auto") or made.function.name == "get_time"
+        assert choice in ("required", "auto") or tool_call.function.name == "get_time"
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["one", "several"])
@@ -280,12 +280,12 @@ def test_no_tool_is_called(chat: Callable[..., Any]) -> None:
 def test_tool_history(call: Callable[..., Any], chat: Callable[..., Any], server: Server) -> None:
     """The prompt contains the call and its result, and the arguments as an object, not as its text."""
     reply = call("required").choices[0].message
-    (made,) = reply.tool_calls
-    result = {"role": "tool", "tool_call_id": made.id, "content": "noon"}
+    (tool_call,) = reply.tool_calls
+    result = {"role": "tool", "tool_call_id": tool_call.id, "content": "noon"}
     messages = [*MESSAGES, reply.model_dump(exclude_none=True), result]
     prompt = server.request("POST", "/apply-template", {"messages": messages, "tools": TOOLS})["prompt"]
-    arguments = json.dumps(json.loads(made.function.arguments))
-    assert f"{CALL}{made.function.name}\n{arguments}\n</tool_call>" in prompt
+    arguments = json.dumps(json.loads(tool_call.function.arguments))
+    assert f"{CALL}{tool_call.function.name}\n{arguments}\n</tool_call>" in prompt
     assert "<tool_response>\nnoon\n</tool_response>" in prompt
     after = chat(messages, tools=TOOLS, tool_choice="none", temperature=0)
     assert after.choices[0].message.content
@@ -368,8 +368,8 @@ def test_embeddings(agent: Path, tmp_path: Path) -> None:
     arguments = ("-np", 1, "-c", 1024, "--embedding", "--pooling", "mean")
     with serving(agent, *arguments, subkv="auto", folder=tmp_path) as server:
         with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
-            found = client.embeddings.create(model="tiny", input=["one", "two three", "one"])  # base64 by default
-        assert [entry.index for entry in found.data] == [0, 1, 2]
-        first, second, third = (entry.embedding for entry in found.data)
+            response = client.embeddings.create(model="tiny", input=["one", "two three", "one"])  # base64 by default
+        assert [entry.index for entry in response.data] == [0, 1, 2]
+        first, second, third = (entry.embedding for entry in response.data)
         assert first == pytest.approx(third, abs=1e-5) and first != pytest.approx(second, abs=1e-2)
         assert sum(x * x for x in first) == pytest.approx(1, abs=1e-3)

@@ -22,7 +22,7 @@ httpx = pytest.importorskip("httpx", reason="needs the extra `cluster`")
 pytest.importorskip("ray.serve", reason="needs the extra `cluster`")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
-from programs_found import program  # noqa: E402
+from program_paths import program  # noqa: E402
 from servers import free_port  # noqa: E402
 
 from subkv.base.errors import SubkvError  # noqa: E402
@@ -42,8 +42,8 @@ class Front:
         self.url, self.cluster, self.nodes, self.folder = url, cluster, nodes, folder
 
     def tokens(self, text: str) -> Tokens:
-        found: Tokens = self.client.post("/tokenize", json={"content": text}).json()["tokens"]
-        return found
+        ids: Tokens = self.client.post("/tokenize", json={"content": text}).json()["tokens"]
+        return ids
 
     @staticmethod
     def _body(prompt: str | Tokens, n: int, **more: Any) -> dict[str, Any]:
@@ -73,36 +73,36 @@ class Front:
             yield (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
 
     def sessions(self) -> dict[str, str]:
-        """By replica: a session that it answers."""
-        found: dict[str, str] = {}
+        """One session of each replica, by replica."""
+        by_replica: dict[str, str] = {}
         for i in range(64):
-            found.setdefault(self.complete("x", f"session {i}", 1)[1], f"session {i}")
-        return found
+            by_replica.setdefault(self.complete("x", f"session {i}", 1)[1], f"session {i}")
+        return by_replica
 
     def slots(self, session_id: str, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
-        """Wait until the slots of a replica are as they should be."""
+        """Wait until the slots of a replica meet the condition."""
         end = time.monotonic() + SECONDS
         while not condition(slots := self.client.get("/slots", headers={"x-session-id": session_id}).json()):
             assert time.monotonic() < end, slots
             time.sleep(0.1)
 
     def entries(self) -> set[str]:
-        """The store's entries, once no more are added."""
-        found: list[set[str]] = [set()]
-        while len(found) < 8 or any(names != found[-1] for names in found[-7:]):
+        """The store's entries, after the last one is written."""
+        snapshots: list[set[str]] = [set()]
+        while len(snapshots) < 8 or any(names != snapshots[-1] for names in snapshots[-7:]):
             time.sleep(0.3)
-            found.append({path.name for path in self.folder.glob("*.prefix")})
-        return found[-1]
+            snapshots.append({path.name for path in self.folder.glob("*.prefix")})
+        return snapshots[-1]
 
     def servers(self) -> list[int]:
         """The processes of llama-server."""
-        found = []
+        pids = []
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 command = (path / "cmdline").read_bytes().split(b"\0")
                 if command[0] == b"llama-server" and str(self.folder).encode() in (path / "environ").read_bytes():
-                    found.append(int(path.name))
-        return found
+                    pids.append(int(path.name))
+        return pids
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def front(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fro
         ray.init(address=cluster.address, log_to_driver=False)
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         flags = ["-m", str(model), "-np", "2", "-c", "8192", "-t", "1", "--context-shift", "--no-ui"]
-        given = {
+        arguments = {
             "flags": [*flags, "--store", str(folder)],
             "api_key_file": str(keys),
             "min_replicas": 2,
@@ -140,10 +140,10 @@ def front(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fro
             "replica_resource": "engine",
             "ingress_resource": "front",
         }
-        serve.run(build(given), name="subkv")
-        made = Front(f"http://127.0.0.1:{port}", cluster, {node.node_id: node for node in nodes}, folder)
-        with made.client:
-            yield made
+        serve.run(build(arguments), name="subkv")
+        running = Front(f"http://127.0.0.1:{port}", cluster, {node.node_id: node for node in nodes}, folder)
+        with running.client:
+            yield running
     finally:
         with contextlib.suppress(Exception):
             serve.shutdown()
@@ -172,7 +172,7 @@ def test_refusals_are_the_server_s(front: Front) -> None:
 
 
 def test_chats(front: Front) -> None:
-    """By the routes of OpenAI and of Anthropic."""
+    """Chats with OpenAI's and Anthropic's routes."""
     talk = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     reply = front.client.post("/v1/chat/completions", json=talk).json()
     assert reply["choices"][0]["message"]["role"] == "assistant" and reply["usage"]["completion_tokens"] == 4
@@ -183,8 +183,8 @@ def test_chats(front: Front) -> None:
 def test_streams_and_disconnects(front: Front) -> None:
     whole, _ = front.complete(TEXT, "stream", 24)
     with front.stream(TEXT, "stream", 24) as events:
-        got = list(events)
-    assert got[-1]["stop"] and "".join(event["content"] for event in got) == whole["content"]
+        received = list(events)
+    assert received[-1]["stop"] and "".join(event["content"] for event in received) == whole["content"]
     with front.stream(TEXT, "stream", -1) as events:  # without an end: the context shifts
         assert next(events)
         front.slots("stream", lambda slots: any(slot["is_processing"] for slot in slots))
@@ -222,38 +222,38 @@ def test_a_server_is_killed(front: Front) -> None:
 
 def test_a_node_is_lost(front: Front) -> None:
     """Other streams end normally; the lost conversation continues on another node, from the store."""
-    (lost, lost_session), (kept, kept_session) = front.sessions().items()
+    (lost, lost_session), (remaining, remaining_session) = front.sessions().items()
     before = front.tokens(TEXT * 80)
-    expected, _ = front.complete(TEXT * 2, kept_session, 2000)
+    expected, _ = front.complete(TEXT * 2, remaining_session, 2000)
     entries = front.entries()
     first, at = front.complete(before, lost_session, 8)
     assert at == lost and front.entries() - entries
     turn = before + first["tokens"] + front.tokens(" Go on.")
-    results: dict[str, list[Any]] = {kept_session: [], lost_session: []}
+    results: dict[str, list[Any]] = {remaining_session: [], lost_session: []}
 
     def follow(session_id: str, prompt: str | Tokens) -> None:
         with contextlib.suppress(httpx.HTTPError), front.stream(prompt, session_id, 2000) as events:
             for event in events:
                 results[session_id].append(event)
 
-    prompts: list[tuple[str, str | Tokens]] = [(kept_session, TEXT * 2), (lost_session, turn)]
+    prompts: list[tuple[str, str | Tokens]] = [(remaining_session, TEXT * 2), (lost_session, turn)]
     threads = [threading.Thread(target=follow, args=given) for given in prompts]
     for thread in threads:
         thread.start()
     end = time.monotonic() + SECONDS
-    while any(len(got) < 9 for got in results.values()):
+    while any(len(events) < 9 for events in results.values()):
         assert time.monotonic() < end
         time.sleep(0.01)
     front.cluster.remove_node(front.nodes[lost.partition("@")[2]], allow_graceful=False)
     for thread in threads:
         thread.join()
-    assert results[kept_session][-1]["stop"]
-    assert "".join(event["content"] for event in results[kept_session]) == expected["content"]
+    assert results[remaining_session][-1]["stop"]
+    assert "".join(event["content"] for event in results[remaining_session]) == expected["content"]
     last = results[lost_session][-1]
     assert last.get("error", {}).get("code", 503) == 503 and not last.get("stop")
 
     again, at = front.complete(turn, lost_session, 8)
-    assert at == kept
+    assert at == remaining
     begun = [token for event in results[lost_session] if "tokens" in event for token in event["tokens"]]
     assert again["tokens"] == begun[:8]
     assert again["timings"]["cache_n"] >= len(before)  # all that was stored
@@ -300,7 +300,7 @@ def test_wrong_arguments(args: dict[str, Any], sentence: str) -> None:
 
 
 def test_slots_of_a_replica() -> None:
-    """As llama-server counts them."""
+    """The number equals llama-server's."""
     from runtime.serve.cluster import Arguments
 
     assert [Arguments(flags=flags).n_slots() for flags in ("", "-np 2", ["--parallel", "8", "-np", "3"])] == [4, 2, 3]

@@ -151,15 +151,15 @@ def test_routes_without_a_key(method: str, path: str, status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"), [(b"one\n\n# a comment\n two \n", ["one", "two"]), (b"# none\n", None), (b"\xff", None)]
+    ("text", "keys"), [(b"one\n\n# a comment\n two \n", ["one", "two"]), (b"# none\n", None), (b"\xff", None)]
 )
-def test_files_of_keys(tmp_path: Path, text: bytes, found: list[str] | None) -> None:
+def test_files_of_keys(tmp_path: Path, text: bytes, keys: list[str] | None) -> None:
     path = tmp_path / "keys"
     with pytest.raises(SubkvError, match="api_key_file: cannot read"):
         read_keys(path)
     path.write_bytes(text)
-    if found is not None:
-        assert read_keys(path) == found
+    if keys is not None:
+        assert read_keys(path) == keys
     else:
         with pytest.raises(SubkvError, match="api_key_file: "):
             read_keys(path)

@@ -129,7 +129,7 @@ def test_edited_prompts_of_sliding_windows(tmp_path: Path, n_swa: int) -> None:
     prompts = [tokens[:end] + tokens[: (end * 7) % 5] for end in ends]
     arguments = ["-np", 1, "-c", 2048, "--no-warmup"]
     with serving(model, *arguments, subkv=str(tmp_path / "bases.gguf"), folder=tmp_path) as server:
-        found = [server.complete(prompt, 4) for prompt in prompts]
+        answers = [server.complete(prompt, 4) for prompt in prompts]
         fresh = [server.complete(prompt, 4, cache_prompt=False) for prompt in prompts]
-    assert [answer["tokens"] for answer in found] == [answer["tokens"] for answer in fresh]
-    assert sum(answer["timings"]["prompt_n"] for answer in found) < sum(map(len, prompts)) / 2
+    assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in fresh]
+    assert sum(answer["timings"]["prompt_n"] for answer in answers) < sum(map(len, prompts)) / 2

@@ -29,7 +29,7 @@ BODY = b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{"
 SMALL = {"prompt": "the", "n_predict": 2, "temperature": 0, "ignore_eos": True}
 
 
-class Kept:
+class SharedServer:
     """A server shared by several attacks; a new one starts after an attack that breaks it."""
 
     def __init__(self, start: Callable[[], Server]) -> None:
@@ -48,33 +48,33 @@ class Kept:
 
 
 @pytest.fixture(scope="module")
-def kept(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+def shared(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
     model = tiny_model("llama", n_ctx_train=32768)
 
     def start() -> Server:
         folder = tmp_path_factory.mktemp("server")
         return Server(model, folder, *OPTIONS, "--slot-save-path", f"{folder}/")
 
-    made = Kept(start)
-    yield made
-    made.drop()
+    shared_server = SharedServer(start)
+    yield shared_server
+    shared_server.drop()
 
 
 @contextlib.contextmanager
-def unharmed(kept: Kept) -> Iterator[Server]:
-    """The server, which has to be well at the end; else the next attack gets another."""
-    server = kept.get()
+def unharmed_server(shared: SharedServer) -> Iterator[Server]:
+    """The server; it must be healthy at the end. Otherwise the next attack gets a new one."""
+    server = shared.get()
     try:
         yield server
-        server.well()
+        server.check_health()
     except BaseException:
-        kept.drop()
+        shared.drop()
         raise
 
 
 @pytest.fixture(scope="module")
 def three_thousand_files() -> Iterator[None]:
-    """This process may open three thousand files."""
+    """Raise this process's limit of open files to 3000."""
     resource = pytest.importorskip("resource")  # not on Windows
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if before[1] < 3000:
@@ -85,7 +85,7 @@ def three_thousand_files() -> Iterator[None]:
 
 
 def behind_a_thousand(server: Server, firsts: list[bytes]) -> int:
-    """The status of a request that is sent after 1100 connections, of which each sent one of `firsts`."""
+    """The status of a request after 1100 open connections, each of which sent one of `firsts`."""
     with contextlib.ExitStack() as stack:
         for i in range(1100):
             stack.enter_context(server.connect()).sendall(firsts[i % len(firsts)])
@@ -96,9 +96,9 @@ def behind_a_thousand(server: Server, firsts: list[bytes]) -> int:
 def after_a_minute(
     three_thousand_files: None, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Future[int]]:
-    """The status of a request behind connections that stay within a head or a body.
+    """The status of a request after connections with an incomplete head or body.
 
-    The file's first test starts it: other tests run in the minute that it takes.
+    It takes a minute. The first test of this file starts it, and other tests run meanwhile.
     """
     folder = tmp_path_factory.mktemp("patient")
     with Server(tiny_model("llama"), folder, *OPTIONS) as server, ThreadPoolExecutor(1) as pool:
@@ -111,44 +111,44 @@ SLOW = [attack for attacks in GROUPS.values() for attack in attacks if attack.sl
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_an_attack_ends_and_the_others_go_on(
-    kept: Kept, after_a_minute: Future[int], group: str, subtests: pytest.Subtests
+    shared: SharedServer, after_a_minute: Future[int], group: str, subtests: pytest.Subtests
 ) -> None:
     for attack in GROUPS[group]:
         if not attack.slow:
             with subtests.test(attack.name):
-                make(kept, attack)
+                run_attack(shared, attack)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", SLOW, ids=lambda attack: attack.name)
-def test_a_slow_attack_ends_and_the_others_go_on(kept: Kept, attack: Attack) -> None:
-    make(kept, attack)
+def test_a_slow_attack_ends_and_the_others_go_on(shared: SharedServer, attack: Attack) -> None:
+    run_attack(shared, attack)
 
 
-def make(kept: Kept, attack: Attack) -> None:
-    with unharmed(kept) as server:
-        found: list[int | Failed] = []
+def run_attack(shared: SharedServer, attack: Attack) -> None:
+    with unharmed_server(shared) as server:
+        results: list[int | Failed] = []
 
         def send() -> None:
             try:
-                found.append(server.ask("POST", attack.path, attack.content()).status)
+                results.append(server.ask("POST", attack.path, attack.content()).status)
             except Failed as error:
-                found.append(error)
+                results.append(error)
 
         thread = threading.Thread(target=send)
         thread.start()
         try:
-            answer = server.ask("POST", "/completion", SMALL)  # beside it
+            answer = server.ask("POST", "/completion", SMALL)  # at the same time
             assert answer.status == 200, answer.text
         finally:
             thread.join()
-        if isinstance(found[0], Failed):
-            raise found[0]
-        assert found[0] in attack.statuses
+        if isinstance(results[0], Failed):
+            raise results[0]
+        assert results[0] in attack.statuses
 
 
-def test_a_grammar_within_the_limits_is_followed(kept: Kept) -> None:
-    with unharmed(kept) as server:
+def test_a_grammar_within_the_limits_is_followed(shared: SharedServer) -> None:
+    with unharmed_server(shared) as server:
         for grammar, length in (
             ('root ::= ("a"? "b"?)* "z"', None),
             ("root ::= " + "x? " * 10 + '"z"\nx ::= "a"?', None),
@@ -162,8 +162,8 @@ def test_a_grammar_within_the_limits_is_followed(kept: Kept) -> None:
             assert not text.strip("abz0123456789")
 
 
-def test_refusals_name_the_reason(kept: Kept) -> None:
-    with unharmed(kept) as server:
+def test_refusals_name_the_reason(shared: SharedServer) -> None:
+    with unharmed_server(shared) as server:
         for body, sentence in (
             ({"grammar": "root ::= " + "x? " * 200 + '"z"\nx ::= "a"?'}, "the grammar is too ambiguous or too large"),
             ({"json_schema": {"properties": {str(i): {} for i in range(600)}}}, "too many optional properties"),
@@ -181,12 +181,14 @@ def test_refusals_name_the_reason(kept: Kept) -> None:
 
 
 @pytest.fixture(scope="module")
-def hasty(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
-    """A server that gives up on a client that neither sends nor reads for two seconds."""
+def impatient(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    """A server that drops clients that neither send nor read for two seconds."""
     model = tiny_model("llama", n_ctx_train=32768)
-    made = Kept(lambda: Server(model, tmp_path_factory.mktemp("hasty"), *OPTIONS, "--timeout", "2", "--context-shift"))
-    yield made
-    made.drop()
+    shared_server = SharedServer(
+        lambda: Server(model, tmp_path_factory.mktemp("impatient"), *OPTIONS, "--timeout", "2", "--context-shift")
+    )
+    yield shared_server
+    shared_server.drop()
 
 
 @each(
@@ -208,18 +210,18 @@ def hasty(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
         b"GET /health HTTP/1.1\r\nRange: bytes=" + b",".join([b"0-1"] * 2000) + b"\r\n\r\n",
     ],
 )  # fmt: skip
-def test_invalid_requests(hasty: Kept, data: bytes) -> None:
-    """Refused, or the connection is closed; in time."""
-    with unharmed(hasty) as server, server.connect() as sock:
-        with contextlib.suppress(OSError):  # closed by the other side, in the middle of it
+def test_invalid_requests(impatient: SharedServer, data: bytes) -> None:
+    """The request is refused or the connection is closed, in time."""
+    with unharmed_server(impatient) as server, server.connect() as sock:
+        with contextlib.suppress(OSError):  # the server may close the connection early
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
         received = receive(sock, time.monotonic() + SECONDS)
         assert not received or received.startswith(b"HTTP/1.1 4")
 
 
-def test_a_body_without_end_is_cut(hasty: Kept) -> None:
-    with unharmed(hasty) as server, server.connect() as sock:
+def test_a_body_without_end_is_cut(impatient: SharedServer) -> None:
+    with unharmed_server(impatient) as server, server.connect() as sock:
         sock.sendall(b"POST /completion HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         with pytest.raises(OSError):
             for _ in range(1000):
@@ -227,16 +229,16 @@ def test_a_body_without_end_is_cut(hasty: Kept) -> None:
 
 
 @pytest.mark.parametrize("first", [b"", HEAD, BODY], ids=["silent", "head", "body"])
-def test_idle_connections(hasty: Kept, first: bytes) -> None:
-    """Five hundred idle connections: a client behind them is answered when they time out."""
-    with unharmed(hasty) as server, contextlib.ExitStack() as stack:
+def test_idle_connections(impatient: SharedServer, first: bytes) -> None:
+    """Five hundred idle connections: a later client is answered when they time out."""
+    with unharmed_server(impatient) as server, contextlib.ExitStack() as stack:
         for _ in range(500):
             stack.enter_context(server.connect()).sendall(first)
         assert server.ask("POST", "/completion", SMALL).status == 200
 
 
 @pytest.mark.parametrize("first", [HEAD, BODY], ids=["head", "body"])
-def test_clients_that_send_a_byte_at_a_time(hasty: Kept, first: bytes) -> None:
+def test_clients_that_send_a_byte_at_a_time(impatient: SharedServer, first: bytes) -> None:
     """Each byte arrives before the timeout. With two hundred such clients, each has a thread, and other clients are
     served.
     """
@@ -248,7 +250,7 @@ def test_clients_that_send_a_byte_at_a_time(hasty: Kept, first: bytes) -> None:
                 with contextlib.suppress(OSError):
                     sock.sendall(b" ")
 
-    with unharmed(hasty) as server, contextlib.ExitStack() as stack:
+    with unharmed_server(impatient) as server, contextlib.ExitStack() as stack:
         socks = [stack.enter_context(server.connect()) for _ in range(200)]
         for sock in socks:
             sock.sendall(first.replace(b"Content-Length: 10", b"Content-Length: 1000"))
@@ -261,17 +263,17 @@ def test_clients_that_send_a_byte_at_a_time(hasty: Kept, first: bytes) -> None:
             dripping.join()
 
 
-def test_connections_that_stay_after_an_answer(hasty: Kept) -> None:
-    """Two hundred, each answered while the earlier ones stay open."""
-    with unharmed(hasty) as server, contextlib.ExitStack() as stack:
+def test_connections_that_stay_after_an_answer(impatient: SharedServer) -> None:
+    """Two hundred connections, each answered while the earlier ones stay open."""
+    with unharmed_server(impatient) as server, contextlib.ExitStack() as stack:
         for _ in range(200):
             sock = stack.enter_context(server.connect())
             sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert sock.recv(4096).startswith(b"HTTP/1.1 200")
 
 
-def test_a_thousand_silent_connections(kept: Kept, three_thousand_files: None) -> None:
-    with unharmed(kept) as server:
+def test_a_thousand_silent_connections(shared: SharedServer, three_thousand_files: None) -> None:
+    with unharmed_server(shared) as server:
         assert behind_a_thousand(server, [b""]) == 200
 
 
@@ -281,11 +283,11 @@ def test_a_thousand_connections_within_a_head_or_a_body(after_a_minute: Future[i
     assert after_a_minute.result() == 200
 
 
-def test_clients_that_never_read_lose_their_slots(hasty: Kept) -> None:
-    """Two endless answers on two slots, which the clients do not read."""
+def test_clients_that_never_read_lose_their_slots(impatient: SharedServer) -> None:
+    """Two clients request endless answers on two slots and do not read them."""
     endless = {"prompt": "x", "n_predict": -1, "stream": True, "ignore_eos": True, "n_probs": 100}
     data = json.dumps(endless).encode()
-    with unharmed(hasty) as server, contextlib.ExitStack() as stack:
+    with unharmed_server(impatient) as server, contextlib.ExitStack() as stack:
         for _ in range(2):
             sock = stack.enter_context(socket.socket())
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -294,8 +296,8 @@ def test_clients_that_never_read_lose_their_slots(hasty: Kept) -> None:
         assert server.ask("POST", "/completion", SMALL).status == 200
 
 
-def test_clients_that_leave_free_their_slots(hasty: Kept) -> None:
-    with unharmed(hasty) as server:
+def test_clients_that_leave_free_their_slots(impatient: SharedServer) -> None:
+    with unharmed_server(impatient) as server:
         for stream in (False, True):
             body = json.dumps({"prompt": "x", "n_predict": -1, "stream": stream, "ignore_eos": True}).encode()
             for _ in range(2):
@@ -305,11 +307,11 @@ def test_clients_that_leave_free_their_slots(hasty: Kept) -> None:
 
 @pytest.mark.parametrize("reset", [False, True], ids=["closes", "resets"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_clients_that_leave_while_their_prompts_are_read(kept: Kept, stream: bool, reset: bool) -> None:
-    """A prompt that fills the slot, and an endless answer behind it."""
+def test_clients_that_leave_while_their_prompts_are_read(shared: SharedServer, stream: bool, reset: bool) -> None:
+    """A prompt that fills the slot, and an endless answer."""
     prompt = [20 + i % 200 for i in range(2000)]
     body = json.dumps({"prompt": prompt, "n_predict": -1, "stream": stream, "ignore_eos": True}).encode()
-    with unharmed(kept) as server:
+    with unharmed_server(shared) as server:
         for _ in range(4):
             sock = server.send("POST", "/completion", body)
             if reset:
@@ -322,9 +324,9 @@ def test_clients_that_leave_while_their_prompts_are_read(kept: Kept, stream: boo
             time.sleep(0.05)
 
 
-def test_many_requests_at_once(hasty: Kept) -> None:
-    """A hundred requests on two slots: each gets the answer that it gets alone."""
-    with unharmed(hasty) as server:
+def test_many_requests_at_once(impatient: SharedServer) -> None:
+    """A hundred requests on two slots: each answer equals that of a single request."""
+    with unharmed_server(impatient) as server:
         bodies = [{"prompt": f"{i % 5} {i % 5}", "n_predict": 3, "temperature": 0} for i in range(100)]
         alone = [json.loads(server.ask("POST", "/completion", body).body)["content"] for body in bodies[:5]]
         with contextlib.ExitStack() as stack:
@@ -344,17 +346,17 @@ def test_many_requests_at_once(hasty: Kept) -> None:
 
 
 @pytest.fixture(scope="module")
-def locked(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
-    """A server with keys, for pages of this machine only."""
+def protected(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    """A server with API keys that allows only pages of this machine."""
     model = tiny_model("llama")
     options = (*OPTIONS, "--api-key", "plain,clé-ключ", "--cors-origins", "localhost")
-    made = Kept(lambda: Server(model, tmp_path_factory.mktemp("locked"), *options))
-    yield made
-    made.drop()
+    shared_server = SharedServer(lambda: Server(model, tmp_path_factory.mktemp("protected"), *options))
+    yield shared_server
+    shared_server.drop()
 
 
-def test_keys(locked: Kept) -> None:
-    server = locked.get()
+def test_keys(protected: SharedServer) -> None:
+    server = protected.get()
     assert server.ask("GET", "/health").status == 200
     for header in ("Authorization: Bearer plain", "X-Api-Key: plain", "Authorization: Bearer clé-ключ"):
         assert server.ask("GET", "/v1/models", headers=f"{header}\r\n").status == 200
@@ -377,9 +379,9 @@ def test_keys(locked: Kept) -> None:
             assert json.loads(answer.body)["error"]["type"] == "authentication_error"
 
 
-def test_pages_of_other_servers(locked: Kept) -> None:
-    """A browser shows an answer to a page, and lets it send JSON, where headers allow its origin."""
-    server = locked.get()
+def test_pages_of_other_servers(protected: SharedServer) -> None:
+    """A browser lets a page read answers and send JSON only if headers allow its origin."""
+    server = protected.get()
     for origin, allowed in (
         ("http://localhost:3000", True),
         ("http://127.0.0.1", True),
@@ -392,5 +394,7 @@ def test_pages_of_other_servers(locked: Kept) -> None:
             headers = f"Origin: {origin}\r\nAuthorization: Bearer plain\r\n"
             with server.send(method, "/v1/models", headers=headers) as sock:
                 received = receive(sock, time.monotonic() + SECONDS).decode().lower()
-            found = received.partition("\r\n\r\n")[0].partition("access-control-allow-origin: ")[2].partition("\r\n")[0]
-            assert found == (origin if allowed else ""), (method, origin)
+            origin_header = (
+                received.partition("\r\n\r\n")[0].partition("access-control-allow-origin: ")[2].partition("\r\n")[0]
+            )
+            assert origin_header == (origin if allowed else ""), (method, origin)

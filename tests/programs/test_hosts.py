@@ -1,4 +1,4 @@
-"""Whom llama-server answers: SUBKV_ALLOW_HOST against pages that reach it through the user's browser."""
+"""SUBKV_ALLOW_HOST protects llama-server from pages that reach it through the user's browser."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def local(request: pytest.FixtureRequest, words: Path, tmp_path_factory: pytest.
 
 @each("host", HERE)
 def test_names_of_this_machine_are_accepted(local: Server, host: str) -> None:
-    """With any port: by name, by any loopback address; for the server's pages and those of other local servers."""
+    """By name or any loopback address, with any port; for pages of this server and of other local servers."""
     assert ask(local, "GET", "/health", Host=host)[0] == 200
     for scheme in ("http", "https", "tauri"):
         assert ask(local, "POST", "/tokenize", Host=host, Origin=f"{scheme}://{host}")[0] == 200
@@ -87,7 +87,7 @@ def test_other_names_are_refused(local: Server, host: str) -> None:
 
 @each("origin", [*(f"https://{host}" for host in ELSEWHERE), "null", "file://", "chrome-extension://x"])
 def test_foreign_pages_are_refused(local: Server, origin: str) -> None:
-    """Preflight requests, too; no header lets the page read the answer."""
+    """Also preflight requests; no header allows the page to read the answer."""
     for method in ("POST", "OPTIONS", "GET"):
         status, answer, headers = ask(local, method, "/tokenize", Origin=origin)
         assert refusal(status, answer).startswith("Origin: ")
@@ -107,7 +107,7 @@ def test_no_host_at_all(local: Server) -> None:
 
 
 def test_a_refused_body_is_no_request(local: Server) -> None:
-    """The body of a refused request is not parsed as another request, which could name this machine."""
+    """The body of a refused request is not parsed as another request."""
     inner = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\n"
     head += f"Content-Length: {len(inner)}\r\n\r\n"
@@ -130,7 +130,7 @@ def test_names_of_its_own(serve: Serve, words: Path) -> None:
 
 @pytest.mark.parametrize("variables", [{}, {"SUBKV_ALLOW_HOST": ""}, {"SUBKV_ALLOW_HOST": "app, *"}], ids=str)
 def test_everybody_is_answered(serve: Serve, words: Path, variables: dict[str, str]) -> None:
-    """As by upstream's server, unless the variable lists names; * allows all."""
+    """All hosts are allowed as in upstream's server, unless the variable lists names; * allows all."""
     with serve("-c", 256, "-np", 1, model=words, **variables) as server:
         for host in ("evil.example", "localhost"):
             status, _, headers = ask(server, "GET", "/health", Host=host, Origin="http://evil.example")
@@ -139,7 +139,7 @@ def test_everybody_is_answered(serve: Serve, words: Path, variables: dict[str, s
 
 
 def test_a_list_without_a_name(serve: Serve, words: Path) -> None:
-    """Leaves localhost and loopback addresses."""
+    """Only localhost and loopback addresses remain allowed."""
     with serve("-c", 256, "-np", 1, model=words, SUBKV_ALLOW_HOST=" ,") as server:
         assert ask(server, "GET", "/health", Host="localhost")[0] == 200
         assert ask(server, "GET", "/health", Host="evil.example")[0] == 403

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from programs_found import program
+from program_paths import program
 
 from runtime.perplexity import main
 
@@ -58,22 +58,22 @@ def number_of(output: str, name: str) -> str:
 def test_divergence_is_the_same(model: Path, text_file: Path, tmp_path: Path, batch: int) -> None:
     base = tmp_path / "base.bin"
     written = theirs(model, text_file, "off", "--kl-divergence-base", base)
-    found = theirs(model, text_file, "auto", "--kl-divergence-base", base, "--kl-divergence", "-b", batch)
-    assert "subkv: coded K/V cache" in found and "subkv: coded" not in written
+    output = theirs(model, text_file, "auto", "--kl-divergence-base", base, "--kl-divergence", "-b", batch)
+    assert "subkv: coded K/V cache" in output and "subkv: coded" not in written
     mine = ours(model, text_file, "--kl-divergence-base", base, "--kl-divergence", "-ctk", "subkv")
     # the same perplexity of the base in another order of sums; it has seven digits
-    assert float(number_of(found, NAMES[0]).split()[0]) == pytest.approx(float(number_of(mine, NAMES[0])), rel=1e-7)
+    assert float(number_of(output, NAMES[0]).split()[0]) == pytest.approx(float(number_of(mine, NAMES[0])), rel=1e-7)
     for name in NAMES[1:]:  # these, too, may have another last digit
-        theirs_and_mine = ([float(x) for x in re.findall(r"-?[0-9.]+", number_of(out, name))] for out in (found, mine))
+        theirs_and_mine = ([float(x) for x in re.findall(r"-?[0-9.]+", number_of(out, name))] for out in (output, mine))
         assert next(theirs_and_mine) == pytest.approx(next(theirs_and_mine), rel=2e-6, abs=1e-6), name
-    assert float(number_of(found, "Mean    KLD").split()[0]) > 0
+    assert float(number_of(output, "Mean    KLD").split()[0]) > 0
 
 
 def test_bases_are_exchanged(model: Path, text_file: Path, tmp_path: Path) -> None:
     """Each program reads the base file that the other one wrote."""
     ours(model, text_file, "-ctk", "f16", "--kl-divergence-base", tmp_path / "ours.bin")
     theirs(model, text_file, "off", "--kl-divergence-base", tmp_path / "theirs.bin")
-    found = theirs(model, text_file, "auto", "--kl-divergence-base", tmp_path / "ours.bin", "--kl-divergence")
+    output = theirs(model, text_file, "auto", "--kl-divergence-base", tmp_path / "ours.bin", "--kl-divergence")
     mine = ours(model, text_file, "--kl-divergence-base", tmp_path / "theirs.bin", "--kl-divergence", "-ctk", "subkv")
     for name in NAMES[2:]:
-        assert number_of(found, name) == number_of(mine, name), name
+        assert number_of(output, name) == number_of(mine, name), name

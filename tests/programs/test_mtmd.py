@@ -18,7 +18,7 @@ import pytest
 import stand_ins
 import tiny
 import tiny_vision
-from programs_found import program
+from program_paths import program
 from servers import CODED, Server, serving, wait_until
 
 N = 24  # tokens of an answer
@@ -124,23 +124,23 @@ def ask(server: Server, *messages: dict[str, Any], n: int = N, **more: Any) -> A
 
 
 def assert_same(one: Answer, other: Answer, tie: float = 0.02) -> None:
-    """Up to where two tokens are about equally probable."""
-    for step, found in zip(one.steps, other.steps, strict=True):
-        if step["id"] != found["id"]:
+    """Equal up to the first token with two nearly equal probabilities."""
+    for step, other_step in zip(one.steps, other.steps, strict=True):
+        if step["id"] != other_step["id"]:
             first, second = (top["logprob"] for top in step["top_logprobs"])
             assert first - second < tie, (one.text, other.text)
             return
-        assert abs(step["logprob"] - found["logprob"]) < tie, (one.text, other.text)
+        assert abs(step["logprob"] - other_step["logprob"]) < tie, (one.text, other.text)
 
 
 @pytest.fixture
 def serve(files: Files, tmp_path: Path) -> Callable[..., contextlib.AbstractContextManager[Server]]:
     @contextlib.contextmanager
     def start(*arguments: Any, coded: bool = True, **variables: Any) -> Iterator[Server]:
-        given = ["--mmproj", files.projector, "-c", 2048, "-np", 1, "--no-warmup", *arguments]
+        options = ["--mmproj", files.projector, "-c", 2048, "-np", 1, "--no-warmup", *arguments]
         subkv = str(files.bases) if coded else "off"
         more = {name: str(value) for name, value in variables.items()}
-        with serving(files.model, *given, subkv=subkv, folder=tmp_path, **more) as server:
+        with serving(files.model, *options, subkv=subkv, folder=tmp_path, **more) as server:
             assert (CODED in server.log) == coded
             yield server
 
@@ -169,9 +169,9 @@ def test_image_url(serve: Callable[..., Any]) -> None:
             other = ask(server, *story(red=230)[1])
     with serve() as server:
         fresh = [ask(server, *messages, cache_prompt=False) for messages in story()]
-    for expected, found, alone in zip(answers[False], answers[True], fresh, strict=True):
-        assert_same(expected, found)
-        assert_same(alone, found)
+    for expected, actual, alone in zip(answers[False], answers[True], fresh, strict=True):
+        assert_same(expected, actual)
+        assert_same(alone, actual)
     assert other.text != answers[True][1].text
     evaluated, whole = ([answer.evaluated for answer in some] for some in (answers[True], fresh))
     for turn in (1, 2):  # besides the new tokens
@@ -190,8 +190,8 @@ def test_input_audio(serve: Callable[..., Any]) -> None:
     for coded in (False, True):
         with serve(coded=coded) as server:
             answers[coded] = [ask(server, *transcribe(pitch)) for pitch in (440.0, 1300.0, 440.0)]
-    for expected, found in zip(answers[False], answers[True], strict=True):
-        assert_same(expected, found)
+    for expected, actual in zip(answers[False], answers[True], strict=True):
+        assert_same(expected, actual)
     first, other, again = answers[True]
     assert max(abs(a["logprob"] - b["logprob"]) for a, b in zip(first.steps, other.steps, strict=True)) > 0.02
     assert_same(first, again)
@@ -215,10 +215,10 @@ def test_a_slot_with_a_picture_is_saved_and_restored(serve: Callable[..., Any], 
         assert server.request("POST", "/slots/0?action=save", {"filename": "slot"})["n_saved"] > 150
     with serve("--slot-save-path", tmp_path) as server:
         server.request("POST", "/slots/0?action=restore", {"filename": "slot"})
-        found = ask(server, *story()[1])
-        assert_same(expected, found)
+        actual = ask(server, *story()[1])
+        assert_same(expected, actual)
         # llama.cpp evaluates the whole prompt if it cannot shorten it without a checkpoint
-        assert found.evaluated < 20 or files.model_type in ("gemma2", "qwen35")
+        assert actual.evaluated < 20 or files.model_type in ("gemma2", "qwen35")
 
 
 def test_prompts_with_pictures_are_not_stored(serve: Callable[..., Any], tmp_path: Path) -> None:
@@ -230,9 +230,9 @@ def test_prompts_with_pictures_are_not_stored(serve: Callable[..., Any], tmp_pat
         wait_until("the prompt in the folder", lambda: len(list(store.glob("*.prefix"))) == 1)
     assert len(list(store.glob("*.prefix"))) == 1
     with serve(SUBKV_STORE=store) as server:
-        found = ask(server, *story()[1])
-        assert_same(expected, found)
-        assert found.evaluated == expected.evaluated
+        actual = ask(server, *story()[1])
+        assert_same(expected, actual)
+        assert actual.evaluated == expected.evaluated
         again = ask(server, message(WORDS * 20))
         assert_same(text, again)
         assert again.evaluated < text.evaluated / 2

@@ -28,14 +28,14 @@ PROMPT = [40 + 7 * i % 90 for i in range(60)]
 def test_drafts_as_with_f16(arch: str, serve: Callable[..., Any], tmp_path: Path) -> None:
     model = virtual.write(tmp_path / "model.gguf", arch, context_length=8192, drafting=True, **NEXTN)
     datafree.sidecar(model, Path(store.sidecar_path(model)), Options(kv_bits=12.0))
-    found = []
+    answers = []
     for coded in (False, True):
         with serve("-np", 1, "-c", 512, "--spec-type", "draft-mtp", coded=coded, model=model) as server:
-            found.append([server.complete(PROMPT[:n], 48) for n in (60, 30)])
+            answers.append([server.complete(PROMPT[:n], 48) for n in (60, 30)])
             assert server.log.count(CODED) == (1 + KINDS[arch] if coded else 0), server.log[-3000:]
-    for f16, ours in zip(*found, strict=True):
+    for f16, ours in zip(*answers, strict=True):
         assert f16["tokens"][:16] == ours["tokens"][:16]  # later two tokens may be about as probable
         assert f16["timings"]["draft_n"] > 30
         if f16["tokens"] == ours["tokens"]:
-            kept, ours_kept = (answer["timings"]["draft_n_accepted"] for answer in (f16, ours))
-            assert abs(kept - ours_kept) <= 1
+            accepted, ours_accepted = (answer["timings"]["draft_n_accepted"] for answer in (f16, ours))
+            assert abs(accepted - ours_accepted) <= 1

@@ -109,9 +109,9 @@ def server(coded_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("random")
     template = Path(__file__).with_name("tools.jinja")
     options = ("-np", "2", "-c", "1024", "--slot-save-path", f"{folder}/", "--chat-template-file", str(template))
-    with Server(coded_model(), folder, *options, env={"SUBKV": "auto"}) as made:
-        assert CODED in made.log_tail(1 << 20)
-        yield made
+    with Server(coded_model(), folder, *options, env={"SUBKV": "auto"}) as running:
+        assert CODED in running.log_tail(1 << 20)
+        yield running
 
 
 @st.composite
@@ -145,4 +145,4 @@ def test_any_request(server: Server) -> None:
             assert json.loads(answer.body)["error"]["message"]
 
     run()
-    server.well()
+    server.check_health()

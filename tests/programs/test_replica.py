@@ -22,7 +22,7 @@ import pytest
 
 pytest.importorskip("httpx", reason="needs the extra `cluster`")
 
-from programs_found import program
+from program_paths import program
 
 from runtime.serve.replica import MAX_SOCKET_NAME, LlamaServer, Request
 from subkv.base.errors import SubkvError
@@ -116,7 +116,7 @@ def test_answers_use_a_private_socket(flags: list[str]) -> None:
 
 
 def test_a_stream_is_passed_on_in_pieces(flags: list[str]) -> None:
-    """The first is there while later ones are still to be generated."""
+    """The first event arrives before later ones are generated."""
 
     async def work() -> None:
         async with running(flags) as server:
@@ -162,7 +162,7 @@ def test_a_disconnect_frees_the_slot(flags: list[str], stream: bool) -> None:
 
 
 def test_a_server_that_does_not_start(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sentence, and nothing is left of it."""
+    """The error is one sentence, and no process or file remains."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     with pytest.raises(SubkvError, match="flags: expected a llama-server that starts, found exit code 1; see its log"):
@@ -188,7 +188,7 @@ def test_a_long_name_of_the_temporary_folder(flags: list[str], tmp_path: Path, m
 def test_folders_of_replicas_that_were_killed(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Removed when no process listens; folders of running replicas stay."""
+    """Folders are removed if no process listens; those of running replicas stay."""
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         monkeypatch.setattr("tempfile.tempdir", short)
         folders = [Path(short, f"subkv-{name}") for name in ("killed", "young", "at-work", "empty")]
@@ -242,7 +242,7 @@ def test_a_server_that_ended_is_unhealthy(flags: list[str]) -> None:
 
 
 def test_a_server_that_is_stuck_is_unhealthy(flags: list[str]) -> None:
-    """It is, until it answers again; a stuck one ends by SIGKILL."""
+    """It is healthy again after it answers; a stuck server is stopped by SIGKILL."""
 
     async def work() -> None:
         server = await LlamaServer.started(flags, stall=1.0)

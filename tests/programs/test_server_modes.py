@@ -86,24 +86,24 @@ def vectors(server: Any, texts: list[str]) -> np.ndarray:
 
 def test_embeddings_of_a_language_model(serve: Serve, text: str) -> None:
     texts = [text[500 * i : 500 * i + 300] for i in range(6)]
-    found = {}
+    by_cache = {}
     for coded in (True, False):
         with serve("-c", 2048, "-np", 1, "--embedding", "--pooling", "mean", coded=coded) as server:
-            found[coded] = vectors(server, texts)
-            assert vectors(server, texts[:1])[0] == pytest.approx(found[coded][0], abs=1e-3)
-    assert ((found[True] * found[False]).sum(1) > 0.999).all()
+            by_cache[coded] = vectors(server, texts)
+            assert vectors(server, texts[:1])[0] == pytest.approx(by_cache[coded][0], abs=1e-3)
+    assert ((by_cache[True] * by_cache[False]).sum(1) > 0.999).all()
 
 
 def test_encoders_have_no_cache(serve: Serve, text: str, tmp_path: Path) -> None:
     letters = tiny.build(tmp_path / "letters.gguf", "bert", n_ctx_train=1024)
     bert = stand_ins.with_words(tmp_path / "bert.gguf", letters, add_bos_token=True)
     texts = [text[100 * i : 100 * i + 90] for i in range(4)]
-    found = {}
+    by_cache = {}
     for coded in (True, False):
         with serve("--embedding", "-np", 1, model=bert, coded=coded) as server:
-            found[coded] = vectors(server, texts)
+            by_cache[coded] = vectors(server, texts)
             assert CODED not in server.log
-    assert (found[True] == found[False]).all()
+    assert (by_cache[True] == by_cache[False]).all()
     rank = stand_ins.reranker(tmp_path / "rank.gguf", bert)
     scores = {}
     for coded in (True, False):

@@ -40,17 +40,17 @@ def test_slots_do_not_see_each_other(serve: Serve, text: str, unified: str) -> N
 
 
 def test_probabilities_are_those_of_one_slot(serve: Serve, text: str) -> None:
-    def found(answer: Any) -> list[tuple[int, float]]:
+    def top_tokens(answer: Any) -> list[tuple[int, float]]:
         steps = answer["completion_probabilities"]
         return [(top["id"], top["logprob"]) for step in steps for top in step["top_logprobs"]]
 
     body = {"prompt": text[:900], "n": 8, "n_probs": 5, "cache_prompt": False}
     with serve("-c", 1024, "-np", 1) as server:
-        alone = found(server.complete(**body))
+        alone = top_tokens(server.complete(**body))
     with serve("-c", 4096, "-np", 4) as server:
         for answer in server.together([body] * 4):
-            assert [token for token, _ in found(answer)] == [token for token, _ in alone]
-            assert [p for _, p in found(answer)] == pytest.approx([p for _, p in alone], abs=1e-4)
+            assert [token for token, _ in top_tokens(answer)] == [token for token, _ in alone]
+            assert [p for _, p in top_tokens(answer)] == pytest.approx([p for _, p in alone], abs=1e-4)
 
 
 @pytest.mark.parametrize("unified", ["--kv-unified", "--no-kv-unified"])
@@ -96,20 +96,20 @@ def test_a_saved_slot_of_another_layout_is_refused(
 
 
 def test_prompts_in_memory_are_restored(serve: Serve, text: str) -> None:
-    found = {}
+    evaluated = {}
     for coded in (True, False):
         with serve("-c", 2048, "-np", 1, "--cache-ram", 64, coded=coded) as server:
             first = server.complete(text[:2500])
             server.complete(text[20000:22500])  # the only slot continues with another text
             again = server.complete(text[:2500])
             assert again["tokens"] == first["tokens"]
-            found[coded] = again["timings"]["prompt_n"]
-    assert found[True] == found[False] == 1
+            evaluated[coded] = again["timings"]["prompt_n"]
+    assert evaluated[True] == evaluated[False] == 1
 
 
 @pytest.mark.parametrize("checkpoints", [0, 2, 32])
 def test_checkpoints(serve: Serve, text: str, checkpoints: int) -> None:
-    """Without them an edited prompt is evaluated from its beginning; the text is the same."""
+    """Without checkpoints an edited prompt is evaluated from its beginning; the answer is the same."""
     edited = text[:1900] + " and nothing of what followed"
     with serve("-c", 2048, "-np", 1, "--ctx-checkpoints", checkpoints) as server:
         fresh = server.complete(edited, cache_prompt=False)

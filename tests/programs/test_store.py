@@ -27,7 +27,7 @@ Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 
 @pytest.fixture
 def serve(serve: Serve) -> Serve:
-    """The same with small batches and by default one slot; kind: one of KINDS."""
+    """serve() with small batches and one slot by default. kind: one of KINDS."""
 
     def start(*arguments: Any, kind: str = "coded", **options: Any) -> contextlib.AbstractContextManager[Server]:
         given = arguments or ("-np", 1)
@@ -37,13 +37,13 @@ def serve(serve: Serve) -> Serve:
 
 
 def ask(server: Server, prompt: Sequence[int], n: int = 8, **options: Any) -> tuple[Tokens, int, int]:
-    """The answer to a prompt, and how many of its tokens were restored or held, and evaluated."""
+    """The answer to a prompt, and its numbers of restored and of evaluated tokens."""
     reply = server.complete(list(prompt), n, **options)
     return reply["tokens"], reply["timings"]["cache_n"], reply["timings"]["prompt_n"]
 
 
 def stored(store: Path, n: int = 1) -> None:
-    """Waits for n prompts; a prompt's name appears when all of it is there."""
+    """Wait for n stored prompts. The name of a prompt appears when it is complete."""
     wait_until(f"{n} prompts in the folder", lambda: len(list(store.glob("*.prefix"))) >= n)
 
 
@@ -59,13 +59,13 @@ def text(seed: int, n: int = N) -> Tokens:
 
 @contextlib.contextmanager
 def at_work(server: Server, prompt: Sequence[int]) -> Iterator[None]:
-    """While the server, one of LONG, answers a prompt; how that ends does not matter."""
+    """Runs the block while the server (started with LONG) answers a prompt; the answer may fail."""
 
-    def go_on() -> None:
+    def answer() -> None:
         with contextlib.suppress(OSError, http.client.HTTPException, Refused):
             ask(server, prompt, 30000)
 
-    thread = threading.Thread(target=go_on)
+    thread = threading.Thread(target=answer)
     thread.start()
     server.wait("work", "/slots", lambda slots: slots[0]["is_processing"])
     yield
@@ -147,7 +147,7 @@ def test_several_slots(serve: Serve, store: Path, unified: bool) -> None:
 
 
 def test_another_cache_restores_nothing(serve: Serve, store: Path) -> None:
-    """Another window, an ordinary cache, or other metadata."""
+    """A different window, an ordinary cache, or different metadata."""
     prompt = text(20)
     with serve(SUBKV_STORE=store) as server:
         expected, _, _ = ask(server, prompt)
@@ -169,7 +169,7 @@ def test_another_cache_restores_nothing(serve: Serve, store: Path) -> None:
 
 @pytest.mark.parametrize("how", ["cut", "bit", "empty"])
 def test_a_damaged_folder(serve: Serve, store: Path, how: str) -> None:
-    """It costs the evaluation, and is whole again at the end."""
+    """Prompts are evaluated again, and stored again at the end."""
     prompt = text(30)
     with serve(SUBKV_STORE=store) as server:
         expected, _, _ = ask(server, prompt)

@@ -31,12 +31,12 @@ KINDS = [
 def words_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A tiny model whose texts do not end."""
     folder = tmp_path_factory.mktemp("kinds")
-    made: dict[str, Path] = {}
+    models: dict[str, Path] = {}
 
     def make(arch: str) -> Path:
-        if arch not in made:
-            made[arch] = stand_ins.with_words(folder / f"{arch}.gguf", tiny.build(folder / f"{arch}-tiny.gguf", arch))
-        return made[arch]
+        if arch not in models:
+            models[arch] = stand_ins.with_words(folder / f"{arch}.gguf", tiny.build(folder / f"{arch}-tiny.gguf", arch))
+        return models[arch]
 
     return make
 

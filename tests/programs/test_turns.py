@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import turns
-from programs_found import program
+from program_paths import program
 
 SHARE = 0.05  # of the new tokens
 DEPTH = 2400
@@ -15,7 +15,7 @@ BATCHES, WINDOW = ("-b", 64, "-ub", 16), {"attention.sliding_window": 64}
 
 
 @pytest.fixture(scope="module", params=turns.SHAPES)
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Tokens evaluated in each step of a shape, by cache."""
     program("llama-server")
     folder = tmp_path_factory.mktemp("turns")
@@ -24,15 +24,15 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return {cache: rows for _, cache, rows in turns.examined([request.param], DEPTH, folder, BATCHES, **WINDOW)}
 
 
-def test_few_tokens_are_evaluated_twice(found: dict[str, list[dict[str, Any]]]) -> None:
-    again, new = (sum(row[key] for row in found["subkv"]) for key in ("again", "new"))
-    print([(row["step"], row["again"]) for row in found["subkv"]])
+def test_few_tokens_are_evaluated_twice(steps: dict[str, list[dict[str, Any]]]) -> None:
+    again, new = (sum(row[key] for row in steps["subkv"]) for key in ("again", "new"))
+    print([(row["step"], row["again"]) for row in steps["subkv"]])
     assert again <= SHARE * new
-    assert all(row["again"] == 0 for row in found["subkv"] if row["step"].startswith("turn "))
+    assert all(row["again"] == 0 for row in steps["subkv"] if row["step"].startswith("turn "))
 
 
-def test_no_more_than_with_f16(found: dict[str, list[dict[str, Any]]]) -> None:
-    again = {cache: sum(row["again"] for row in rows) for cache, rows in found.items()}
+def test_no_more_than_with_f16(steps: dict[str, list[dict[str, Any]]]) -> None:
+    again = {cache: sum(row["again"] for row in rows) for cache, rows in steps.items()}
     assert again["subkv"] <= again["f16"], again
 
 

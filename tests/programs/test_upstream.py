@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import upstream
 import upstream_source
-from programs_found import program
+from program_paths import program
 
 SHORT = ["test_slot_save.py", "test_ctx_shift.py", "test_kv_keep_only_active.py"]
 
@@ -25,7 +25,7 @@ EDITS = {
 
 
 def check(f16: upstream.Results, coded: upstream.Results, but: Collection[str] = ()) -> None:
-    """Every test that passes on f16 passes on coefficients, and these were there; nothing aborts on either."""
+    """Every test that passes on f16 passes on coefficients, with a coded cache in use; nothing aborts on either."""
     assert sum(entry["caches"][0] for entry in f16.values()) == 0
     assert sum(entry["caches"][0] for entry in coded.values()) > len(coded) / 2
     assert {name: coded[name]["why"] for name in upstream.lost(f16, coded) if name not in but} == {}
@@ -70,5 +70,5 @@ def test_only_values_of_a_model_are_relaxed() -> None:
     lines = upstream_source.relaxed(text).splitlines()
     assert lines[1] == "    assert expects((res.body['n']), (n)), 'é'"
     assert lines[8] == "        assert (expects((res['a']), ('<s>' + b)))"
-    kept = text.splitlines()
-    assert lines[2:8] == kept[2:8] and lines[-2:] == kept[-2:]
+    original = text.splitlines()
+    assert lines[2:8] == original[2:8] and lines[-2:] == original[-2:]

@@ -21,21 +21,21 @@ ELEMENTS = 2 * 2 * 2 * 32  # of a token of the tiny llama: layers, keys and valu
 
 
 def usage(server: Server) -> dict[str, Any]:
-    found: dict[str, Any] = server.request("GET", "/props")["kv_cache"]
-    assert set(found) == {"type", "bits", "bytes", "bytes_f16", "n_cells", "kernel"}
-    return found
+    reported: dict[str, Any] = server.request("GET", "/props")["kv_cache"]
+    assert set(reported) == {"type", "bits", "bytes", "bytes_f16", "n_cells", "kernel"}
+    return reported
 
 
 def metrics(server: Server) -> dict[str, float]:
-    """Our lines. Each has its help and its type before it; totals are counters."""
+    """subkv's metrics. HELP and TYPE lines precede each; totals are counters."""
     lines = [line for line in server.request("GET", "/metrics").splitlines() if "subkv:" in line]
-    found = {}
+    values = {}
     for about, kind, line in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
         name, value = line.split()
         assert about.startswith(f"# HELP {name} ")
         assert kind == f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"
-        found[name.removeprefix("subkv:")] = float(value)
-    return found
+        values[name.removeprefix("subkv:")] = float(value)
+    return values
 
 
 def test_a_coded_cache(serve: Serve) -> None:
@@ -43,20 +43,20 @@ def test_a_coded_cache(serve: Serve) -> None:
     with serve("-c", N_CELLS, "-np", 1, "--metrics") as server:
         logged = re.search(r"coded K/V cache, ([\d.]+) bits per element, ([\d.]+) MiB", server.log)
         assert logged
-        found = usage(server)
-        assert (found["type"], found["kernel"], found["n_cells"]) == (
+        reported = usage(server)
+        assert (reported["type"], reported["kernel"], reported["n_cells"]) == (
             "subkv",
             native().subkv_kernel_name().decode(),
             N_CELLS,
         )
-        assert found["bytes_f16"] == 2 * ELEMENTS * N_CELLS
-        assert found["bits"] == pytest.approx(float(logged[1]), abs=0.01)
-        assert found["bits"] == pytest.approx(8 * found["bytes"] / ELEMENTS / N_CELLS)
-        assert found["bytes"] / MIB == pytest.approx(float(logged[2]), abs=0.06)
+        assert reported["bytes_f16"] == 2 * ELEMENTS * N_CELLS
+        assert reported["bits"] == pytest.approx(float(logged[1]), abs=0.01)
+        assert reported["bits"] == pytest.approx(8 * reported["bytes"] / ELEMENTS / N_CELLS)
+        assert reported["bytes"] / MIB == pytest.approx(float(logged[2]), abs=0.06)
         assert metrics(server) == {
-            "kv_bytes": found["bytes"],
-            "kv_f16_bytes": found["bytes_f16"],
-            "kv_bits_per_element": pytest.approx(found["bits"]),
+            "kv_bytes": reported["bytes"],
+            "kv_f16_bytes": reported["bytes_f16"],
+            "kv_bits_per_element": pytest.approx(reported["bits"]),
         }
 
 
@@ -90,20 +90,22 @@ def test_ordinary_caches(serve: Serve, arguments: list[str], type_: str, bits: f
 @pytest.mark.parametrize("arch", ["gemma2", "lfm2"])
 def test_two_kinds_of_layers(serve: Serve, arch: str, tmp_path: Path) -> None:
     """Both halves of a cache with sliding windows are counted, recurrent state is not."""
-    made = stand_ins.with_words(tmp_path / "words.gguf", tiny.build(tmp_path / "tiny.gguf", arch))
-    with serve("-c", N_CELLS, "-np", 1, "-lv", 4, model=made, coded=False) as server:
+    model = stand_ins.with_words(tmp_path / "words.gguf", tiny.build(tmp_path / "tiny.gguf", arch))
+    with serve("-c", N_CELLS, "-np", 1, "-lv", 4, model=model, coded=False) as server:
         sizes = re.findall(r"K \(f16\): +([\d.]+) MiB, V \(f16\): +([\d.]+) MiB", server.log)
-        found = usage(server)
-        assert (found["type"], found["bits"], found["n_cells"]) == ("f16", 16, N_CELLS)
-        assert found["bytes"] == found["bytes_f16"]
-        assert found["bytes"] / MIB == pytest.approx(sum(float(k) + float(v) for k, v in sizes), abs=0.012 * len(sizes))
+        reported = usage(server)
+        assert (reported["type"], reported["bits"], reported["n_cells"]) == ("f16", 16, N_CELLS)
+        assert reported["bytes"] == reported["bytes_f16"]
+        assert reported["bytes"] / MIB == pytest.approx(
+            sum(float(k) + float(v) for k, v in sizes), abs=0.012 * len(sizes)
+        )
 
 
 @pytest.mark.parametrize("arch", ["mamba", "bert"])
 def test_no_cache(serve: Serve, arch: str, tmp_path: Path) -> None:
-    made = stand_ins.with_words(tmp_path / "words.gguf", tiny.build(tmp_path / "tiny.gguf", arch))
+    model = stand_ins.with_words(tmp_path / "words.gguf", tiny.build(tmp_path / "tiny.gguf", arch))
     embeds = ["--embedding"] if arch == "bert" else []
-    with serve("-c", N_CELLS, "-np", 1, "--metrics", *embeds, model=made) as server:
+    with serve("-c", N_CELLS, "-np", 1, "--metrics", *embeds, model=model) as server:
         assert usage(server) == {"type": "none", "bits": 0, "bytes": 0, "bytes_f16": 0, "n_cells": 0, "kernel": None}
         assert set(metrics(server).values()) == {0}
 
@@ -111,9 +113,9 @@ def test_no_cache(serve: Serve, arch: str, tmp_path: Path) -> None:
 def test_a_server_that_sleeps(serve: Serve, text: str) -> None:
     """Its cache is freed: 0 bytes; the type is still reported."""
     with serve("-c", N_CELLS, "-np", 1, "--metrics", "--sleep-idle-seconds", 1) as server:
-        before, found = metrics(server), usage(server)
+        before, reported = metrics(server), usage(server)
         server.wait("sleep", "/props", lambda props: props["is_sleeping"])
-        assert usage(server) == found
+        assert usage(server) == reported
         assert metrics(server) == before | {"kv_bytes": 0, "kv_f16_bytes": 0}
         server.complete(text[:300])
         assert metrics(server) == before
@@ -124,8 +126,8 @@ def test_stored_prompts(serve: Serve, text: str, tmp_path: Path) -> None:
     options = ["-c", N_CELLS, "-np", 1, "--metrics"]
 
     def counted(server: Server) -> dict[str, int]:
-        found = metrics(server)
-        return {name.removeprefix("store_"): int(value) for name, value in found.items() if name.startswith("store_")}
+        values = metrics(server)
+        return {name.removeprefix("store_"): int(value) for name, value in values.items() if name.startswith("store_")}
 
     none = dict.fromkeys(
         (
@@ -150,10 +152,10 @@ def test_stored_prompts(serve: Serve, text: str, tmp_path: Path) -> None:
         assert counted(server) == none | {"prompts_written_total": 1, "entries": 1, "bytes": n_bytes}
     with serve(*options, SUBKV_STORE=store) as server:
         n_cached = server.complete(text[:300])["timings"]["cache_n"]
-        found = counted(server)
-        assert found["hits_total"] == found["entries"] == 1
-        assert 0 < n_cached <= found["tokens_restored_total"] + 1
-        assert found["prompts_damaged_total"] == found["failures_total"] == 0
+        reported = counted(server)
+        assert reported["hits_total"] == reported["entries"] == 1
+        assert 0 < n_cached <= reported["tokens_restored_total"] + 1
+        assert reported["prompts_damaged_total"] == reported["failures_total"] == 0
     for path in store.glob("*.piece"):
         path.write_bytes(path.read_bytes()[:-1] + b"\0\0")
     with serve(*options, SUBKV_STORE=store) as server:

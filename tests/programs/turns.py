@@ -2,8 +2,8 @@
 
 python tests/programs/turns.py --depth 32000 -o json    (SUBKV_LIB_PATH names the libraries and the server)
 
-Ten turns, one of them edited, a branch, the way back, a restart. Models are seeded and tiny: the count depends on how
-a model's memory can be cut, thus on recurrent layers, sliding windows and heads, not on widths or weights.
+Ten turns, an edited turn, a branch, the return to the first conversation, a restart. Models are tiny and have random
+weights: the count depends on recurrent layers, sliding windows and heads, not on widths or weights.
 """
 
 from __future__ import annotations
@@ -97,18 +97,18 @@ class Talker:
         prompt = [*talk, *server.tokens(USER), *message, *server.tokens("<|im_end|>\n<|im_start|>assistant\n")]
         delimiters = [{"role": "user", "delimiter": USER}]
         answer = server.complete(prompt, N_ANSWER, message_delimiters=delimiters)
-        evaluated, held = (answer["timings"][key] for key in ("prompt_n", "cache_n"))
-        assert evaluated + held == len(prompt), answer["timings"]
+        evaluated, cached = (answer["timings"][key] for key in ("prompt_n", "cache_n"))
+        assert evaluated + cached == len(prompt), answer["timings"]
         known = max((common(prompt, text) for text in self.histories), default=0)
-        new = max(1, len(prompt) - known)  # of a text that is known whole the last token is evaluated
+        new = max(1, len(prompt) - known)  # at least the last token is evaluated
         self.rows.append({"step": step, "tokens": len(prompt), "new": new, "again": evaluated - new})
         text = prompt + answer["tokens"]
-        self.histories.append(text[:-1])  # the last token of an answer is never evaluated in it
+        self.histories.append(text[:-1])  # the last token of an answer is not evaluated
         return [*text, *server.tokens("<|im_end|>\n")]
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with."""
+    """Length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -132,9 +132,9 @@ def served(model: Path, cache: str, folder: Path, depth: int, arguments: Sequenc
     One slot with room for twice the depth, because the conversation continues beyond it.
     """
     more = {"SUBKV_STORE": str(folder / "store")} if cache == "subkv" else {}
-    given = ("-c", 2 * depth, "-np", 1, "--no-warmup", "--slot-save-path", folder, *arguments)
+    options = ("-c", 2 * depth, "-np", 1, "--no-warmup", "--slot-save-path", folder, *arguments)
     saved = folder / "slot.bin"
-    with serving(model, *given, subkv="auto" if more else "off", folder=folder, **more) as server:
+    with serving(model, *options, subkv="auto" if more else "off", folder=folder, **more) as server:
         assert (CODED in server.log) == (cache == "subkv")
         if saved.exists():
             server.request("POST", "/slots/0?action=restore", {"filename": saved.name})
@@ -174,7 +174,7 @@ def examined(
 
 @click.command()
 @click.option("--depth", type=click.IntRange(1000, 60000), default=32000, show_default=True, help="tokens of ten turns")
-@click.option("--shape", "shapes", type=click.Choice(list(SHAPES)), multiple=True, help="these; default: all")
+@click.option("--shape", "shapes", type=click.Choice(list(SHAPES)), multiple=True, help="default: all")
 @click.option("-t", "--threads", type=click.IntRange(1, 1024), default=2, show_default=True)
 @click.option("-o", "--output", type=click.Choice(["md", "json"]), default="md", show_default=True)
 @click.option("--keep", type=click.Path(path_type=Path), help="folder for models and logs of servers")
@@ -185,9 +185,9 @@ def main(depth: int, shapes: tuple[str, ...], threads: int, output: str, keep: P
         folder = keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-        given = ("-t", threads, "-tb", threads, *arguments)
+        options = ("-t", threads, "-tb", threads, *arguments)
         rows = []
-        for shape, cache, steps in examined(shapes or list(SHAPES), depth, folder, given):
+        for shape, cache, steps in examined(shapes or list(SHAPES), depth, folder, options):
             for row in steps:
                 rows.append({"shape": shape, "cache": cache, **row})
                 if output == "md":

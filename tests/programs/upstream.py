@@ -28,7 +28,7 @@ if __name__ == "__main__":
 import stand_ins
 import tiny_vision
 import upstream_source
-from programs_found import program
+from program_paths import program
 
 Results = dict[str, dict[str, Any]]
 SECONDS = 3600
@@ -127,11 +127,11 @@ class Upstream:
 
 def counts(results: Results) -> Counter[str]:
     """Number of tests by outcome; `as in the run`: passed with values that differ from those in the test."""
-    found: Counter[str] = Counter()
+    actual: Counter[str] = Counter()
     for entry in results.values():
         as_written = all(value[1] for value in entry["values"].values())
-        found[entry["outcome"] if entry["outcome"] != "passed" or as_written else "as in the run"] += 1
-    return found
+        actual[entry["outcome"] if entry["outcome"] != "passed" or as_written else "as in the run"] += 1
+    return actual
 
 
 def lost(before: Results, after: Results) -> list[str]:
@@ -169,8 +169,8 @@ def main() -> None:
         for name in lost(runs["f16"], results):
             print(f"    lost: {name[:160]}: {results[name]['why'][:200]}")
         for name, entry in results.items():
-            for line, expected, found in entry["other"]:
-                print(f"    other: {name[:100]}, line {line}: {str(expected)[:60]!r}, {str(found)[:60]!r}")
+            for line, expected, actual in entry["other"]:
+                print(f"    other: {name[:100]}, line {line}: {str(expected)[:60]!r}, {str(actual)[:60]!r}")
             if results is runs["f16"] and entry["outcome"] != "passed":
                 print(f"    {entry['outcome']}: {name[:160]}: {entry['why'][:200]}")
             for line in entry["aborts"]:

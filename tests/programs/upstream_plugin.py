@@ -37,26 +37,26 @@ def _entry() -> dict[str, Any]:
     return results.setdefault(current, {"outcome": "", "values": {}, "other": [], "why": "", "caches": []})
 
 
-def _holds(found: Any, as_written: bool, is_text: bool = False) -> bool:
+def _holds(actual: Any, as_written: bool, is_text: bool = False) -> bool:
     """Whether a value equals that of the test or of the earlier run."""
     line = sys._getframe(2).f_lineno
     n_calls[f"{line}"] += 1
     key = f"{line}.{n_calls[str(line)]}"
     try:
-        found = json.loads(json.dumps(found))
+        actual = json.loads(json.dumps(actual))
     except (TypeError, ValueError):
         return as_written
     before = EXPECTED.get(current, {}).get("values", {})
-    _entry()["values"][key] = [found, as_written]
+    _entry()["values"][key] = [actual, as_written]
     if not EXPECTED:
         return True
-    if key in before and before[key][0] != found:
-        _entry()["other"].append([line, before[key][0], found])
-    return as_written or is_text or (key in before and before[key][0] == found)
+    if key in before and before[key][0] != actual:
+        _entry()["other"].append([line, before[key][0], actual])
+    return as_written or is_text or (key in before and before[key][0] == actual)
 
 
-def expects(found: Any, given: Any) -> bool:
-    return _holds(found, bool(found == given))
+def expects(actual: Any, given: Any) -> bool:
+    return _holds(actual, bool(actual == given))
 
 
 def _stand_in(name: str, **members: Any) -> None:

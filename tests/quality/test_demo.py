@@ -55,7 +55,7 @@ def model(demo_model: Path) -> Iterator[engine.Model]:
 
 
 def last_logits(s: engine.Session, tokens: list[int], pieces: list[int]) -> engine.Logits:
-    """Logits [8, n_vocab] of the last tokens, which are one or several pieces of the batch."""
+    """Logits [8, n_vocab] of the last tokens, decoded in one or several batches."""
     at = 0
     while len(tokens) - at > 8:
         assert s.try_decode(tokens[at : at + pieces[0]], at, logits=False) == 0
@@ -65,7 +65,7 @@ def last_logits(s: engine.Session, tokens: list[int], pieces: list[int]) -> engi
 
 @pytest.mark.parametrize("flash_attn", [0, 1])
 def test_no_split_tail_or_state_changes_a_bit(model: engine.Model, bases: Path, text: Path, flash_attn: int) -> None:
-    """In batches of any size, by any number of threads, in one segment of cells or several: the same logits.
+    """Any batch size, number of threads and number of segments gives the same logits.
 
     The test compares with the coded cache itself: llama.cpp's ordinary attention sums in another order for one token
     than for many. Products of this model's weights do not depend on the batch.
@@ -91,7 +91,7 @@ def same_bits(a: engine.Logits, b: engine.Logits) -> bool:
 
 
 def close(a: engine.Logits, b: engine.Logits) -> bool:
-    """Of a GPU, which rounds otherwise for one token and for many: weights in integers amplify that."""
+    """Logits on a GPU, which rounds one token and many tokens differently; integer weights amplify this."""
     return bool(abs(a - b).mean() < 0.05 * a.std())
 
 

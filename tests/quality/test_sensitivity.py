@@ -1,4 +1,4 @@
-"""Everything that is built on sensitivities: bases, predictions, the default budget."""
+"""Results derived from sensitivities: bases, predictions, the default budget."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def test_predicts_the_rounding_of_recent_rows(
     assert rounded is not None and caches.recent_coder(halves) is None
     exact = log_softmax(r.logits(chunk, 128))
     coded_rows = log_softmax(r.coded_logits(chunk, 128, lambda il, k, v: (k, v), N_SINK, N_RECENT, rounded))
-    found = float(np.mean(np.sum(np.exp(exact) * (exact - coded_rows), axis=1)))
-    assert 0.3 < found / (predicted - without) < 3.0
+    measured_kld = float(np.mean(np.sum(np.exp(exact) * (exact - coded_rows), axis=1)))
+    assert 0.3 < measured_kld / (predicted - without) < 3.0
 
 
 def test_default_budget_equals_q8_0(measured: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """`convert` without a budget chooses the smallest whose predicted KLD is at most q8_0's, and prints that."""
+    """`convert` without a budget chooses and prints the smallest one with a predicted KLD of at most q8_0's."""
     fit = fit_of(tiny_model("llama"), read_calibration(measured))
     target = fit.stock_error("q8_0")
     budget = fit.budget_like("q8_0")
@@ -147,7 +147,7 @@ def test_written_file_names_the_bases(measured: Path, tiny_model: Callable[..., 
 def test_a_smaller_window_than_the_planned_one_is_refused(
     measured: Path, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Inside the window such bases may be anything, so running without it would be silently wrong."""
+    """Such bases are not fitted to rows inside the window, so a smaller window would be silently wrong."""
     from subkv.engine.cache import CacheOptions, choose_cache
     from subkv.engine.context import ContextOptions
     from subkv.engine.model import Model

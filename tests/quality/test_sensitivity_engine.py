@@ -56,7 +56,7 @@ def test_metrics_are_the_energy_of_small_errors(side: str, n_recent: int) -> Non
     rng = np.random.default_rng(1)
     rows, output = some_rows(rng), rng.standard_normal((24, 32)).astype(np.float32)
     d, size = 16 if side == "k" else 8, sizes_of(rows, side)
-    found = np.zeros(2)
+    energy = np.zeros(2)
     for h in range(2):
         for t in range(len(rows.q)):
             one = residual.Rows(rows.q[t : t + 1], rows.pos[t : t + 1], rows.k, rows.v)
@@ -64,11 +64,11 @@ def test_metrics_are_the_energy_of_small_errors(side: str, n_recent: int) -> Non
             for _ in range(DRAWS):
                 error = np.zeros((len(rows.k), 2, d), dtype=np.float32)
                 error[2:n_coded, h] = 1e-2 * rng.standard_normal((n_coded - 2, d)) * size[: n_coded - 2, h, None]
-                found[h] += (
+                energy[h] += (
                     residual.energy(one, SHAPE, output, *((error, None) if side == "k" else (None, error))) / DRAWS
                 )
     metric = residual.metrics(rows, SHAPE, residual.gram_of(output, SHAPE.n_head), Window(2, n_recent))[side]
-    assert found == pytest.approx(1e-4 * np.trace(metric, axis1=1, axis2=2), rel=0.15)
+    assert energy == pytest.approx(1e-4 * np.trace(metric, axis1=1, axis2=2), rel=0.15)
     assert np.linalg.eigvalsh(metric).min() > -1e-6 * np.linalg.eigvalsh(metric).max()
 
 
@@ -78,21 +78,21 @@ def test_equal_tokens_have_equal_errors(side: str) -> None:
     rows, output = some_rows(rng), rng.standard_normal((24, 32)).astype(np.float32)
     kinds, d = rng.integers(0, 4, len(rows.v)), 16 if side == "k" else 8
     rows = replace(rows, v=rows.v[kinds])
-    found = 0.0
+    energy = 0.0
     for _ in range(4 * DRAWS):
         error = np.zeros((len(rows.v), 2, d), dtype=np.float32)
         error[2:] = 1e-2 * rng.standard_normal((4, 2, d))[kinds[2:]] * sizes_of(rows, side)[..., None]
         errors = (error, None) if side == "k" else (None, error)
-        found += residual.energy(rows, SHAPE, output, *errors) * len(rows.q) / (4 * DRAWS)
+        energy += residual.energy(rows, SHAPE, output, *errors) * len(rows.q) / (4 * DRAWS)
     metric = residual.metrics(rows, SHAPE, residual.gram_of(output, SHAPE.n_head), Window(2, 0))[f"{side}0"]
-    assert found == pytest.approx(1e-4 * np.trace(metric, axis1=1, axis2=2).sum(), rel=0.15)
+    assert energy == pytest.approx(1e-4 * np.trace(metric, axis1=1, axis2=2).sum(), rel=0.15)
 
 
 def test_equal_tokens_are_merged_once_per_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And kind of error, not for every pair of heads."""
+    """Once per head and kind of error, not for every pair of heads."""
     rng, merged, calls = np.random.default_rng(3), residual._merged, []
     rows, output = some_rows(rng), rng.standard_normal((24, 32)).astype(np.float32)
-    monkeypatch.setattr(residual, "_merged", lambda *given: calls.append(given) or merged(*given))
+    monkeypatch.setattr(residual, "_merged", lambda *arguments: calls.append(arguments) or merged(*arguments))
     residual.metrics(
         replace(rows, v=rows.v[rng.integers(0, 4, len(rows.v))]),
         SHAPE,
@@ -105,23 +105,23 @@ def test_equal_tokens_are_merged_once_per_head(monkeypatch: pytest.MonkeyPatch) 
 def test_without_a_window_more_counts() -> None:
     rng = np.random.default_rng(2)
     rows, output = some_rows(rng), rng.standard_normal((24, 32)).astype(np.float32)
-    found = residual.metrics(rows, SHAPE, residual.gram_of(output, SHAPE.n_head), Window(2, 20))
+    with_window = residual.metrics(rows, SHAPE, residual.gram_of(output, SHAPE.n_head), Window(2, 20))
     same = residual.metrics(rows, SHAPE, residual.gram_of(output, SHAPE.n_head), Window(2, 0))
     for side in "kv":
-        assert np.trace(found[side][0]) < np.trace(found[f"{side}0"][0])
-        assert found[f"{side}0"] == pytest.approx(same[f"{side}0"])
+        assert np.trace(with_window[side][0]) < np.trace(with_window[f"{side}0"][0])
+        assert with_window[f"{side}0"] == pytest.approx(same[f"{side}0"])
         assert same[side] == pytest.approx(same[f"{side}0"])
 
 
 @pytest.fixture(scope="module")
-def sensed(
+def measured_calibration(
     calibration: Callable[[str], Path],
     tiny_model: Callable[..., Path],
     text: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """The tiny llama's calibration with the engine's sensitivities, by the command line."""
-    path = tmp_path_factory.mktemp("sensed") / "calib.safetensors"
+    path = tmp_path_factory.mktemp("measured") / "calib.safetensors"
     arguments = ["-m", str(tiny_model("llama")), "--bases", str(calibration("llama")), "-f", str(text), "-o", str(path)]
     result = CliRunner().invoke(
         sensitivity.main, [*arguments, "-c", str(N_CTX), "--n-recent", str(N_RECENT), "-t", "1"]
@@ -132,20 +132,20 @@ def sensed(
 
 
 def test_predicts_the_cost_of_a_layout_in_the_engine(
-    sensed: Path, tiny_model: Callable[..., Path], text: Path, tmp_path: Path
+    measured_calibration: Path, tiny_model: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
-    found = read_calibration(sensed)
-    assert found.sensitivity is not None
-    assert found.sensitivity.method == "engine"
-    found = replace(found, sensitivity=replace(found.sensitivity, n_ctx=N_CTX))
+    stats = read_calibration(measured_calibration)
+    assert stats.sensitivity is not None
+    assert stats.sensitivity.method == "engine"
+    stats = replace(stats, sensitivity=replace(stats.sensitivity, n_ctx=N_CTX))
     with Gguf(tiny_model("llama")) as base:
-        fit = Fit(base, found, Options(window=Window(found.n_skip, N_RECENT), bpe_context=1 << 31))
+        fit = Fit(base, stats, Options(window=Window(stats.n_skip, N_RECENT), bpe_context=1 << 31))
         plan = fit.plan(4.0)
         layers, _ = fit.code(plan)
         predicted = fit.error(layers)
-        values = metadata.keys(layers, found, fit.settings, fit.account(plan))
+        values = metadata.keys(layers, stats, fit.settings, fit.account(plan))
         write_sidecar(base, tmp_path / "layout.gguf", {**values, SHA256_KEY: ("str", "0" * 64)})
-    with Source(tiny_model("llama")) as source, Session(source, N_CTX, 1, found.n_skip) as session:
+    with Source(tiny_model("llama")) as source, Session(source, N_CTX, 1, stats.n_skip) as session:
         chunk = cut(session, [read_text(text)], N_CTX, 8)[-1]
         cache = choose_cache(source.path, CacheOptions("subkv", bases=tmp_path / "layout.gguf"))
         (kld,) = compare(session.model, [cache], chunk, 1)
@@ -153,9 +153,11 @@ def test_predicts_the_cost_of_a_layout_in_the_engine(
     assert 0.5 < kld / predicted < 2.0
 
 
-def trials_of(session: Session, calibration: Calibration, text: Path, found: Measurements | None) -> SensitivityTrials:
+def trials_of(
+    session: Session, calibration: Calibration, text: Path, measured: Measurements | None
+) -> SensitivityTrials:
     chunks = cut(session, [read_text(text)], N_CTX, 2)
-    return SensitivityTrials(session, calibration, chunks, N_RECENT, found)
+    return SensitivityTrials(session, calibration, chunks, N_RECENT, measured)
 
 
 def test_resumes_after_any_step(
@@ -184,7 +186,7 @@ def test_resumes_after_any_step(
 def test_measured_cells_enter_the_moments_once(
     calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path
 ) -> None:
-    """As if the observer had recorded them; a calibration that names their text includes them already."""
+    """Like cells that the observer records; a calibration that names their text already includes them."""
     stats = read_calibration(calibration("llama"))
     other = TextSource("other", "1" * 64, 1)
     with Source(tiny_model("llama")) as source, Session(source, N_CTX, 1, stats.n_skip) as session:
@@ -192,14 +194,14 @@ def test_measured_cells_enter_the_moments_once(
         trials = SensitivityTrials(session, stats, [chunk], N_RECENT, texts=[other])
         for _ in trials.steps():
             pass
-        found = trials.result()
-        again = SensitivityTrials(session, found, [chunk], N_RECENT, trials.measured, [other]).result()
+        result = trials.result()
+        again = SensitivityTrials(session, result, [chunk], N_RECENT, trials.measured, [other]).result()
     with Source(tiny_model("llama")) as source, Session(source, N_CTX, 1, stats.n_skip) as session:
         observe(session, [Chunk(chunk[:-SCORED])])
         collected = collect_layers(session)
-    assert found.texts == (*stats.texts, other)
-    assert found.tokens == stats.tokens + collected[0].shape.tokens
-    for before, own, after, same in zip(stats.layers, collected, found.layers, again.layers, strict=True):
+    assert result.texts == (*stats.texts, other)
+    assert result.tokens == stats.tokens + collected[0].shape.tokens
+    for before, own, after, same in zip(stats.layers, collected, result.layers, again.layers, strict=True):
         share = before.shape.tokens / after.shape.tokens
         assert after.shape.tokens == before.shape.tokens + own.shape.tokens == same.shape.tokens
         for name in MOMENTS:
@@ -221,22 +223,22 @@ def test_texts_measured_later_enter_the_moments_too(
         def run(
             start: Calibration, n_chunks: int, saved: Measurements | None = None
         ) -> tuple[Calibration, Measurements]:
-            kept = None if saved is None else Measurements.restored(saved.arrays(), start)
-            trials = SensitivityTrials(session, start, chunks, N_RECENT, kept, sources)
+            measured = None if saved is None else Measurements.restored(saved.arrays(), start)
+            trials = SensitivityTrials(session, start, chunks, N_RECENT, measured, sources)
             for _ in trials.steps():
                 if len(trials.measured.done) == n_chunks and trials.measured.factors():
                     break
             return trials.result(), trials.measured
 
         whole, _ = run(stats, 3)
-        first, kept = run(stats, 1)
-        _, interrupted = run(first, 2, kept)
+        first, measured = run(stats, 1)
+        _, interrupted = run(first, 2, measured)
         resumed, last = run(first, 3, interrupted)
         lost, _ = run(first, 3)
         assert first.texts == (*stats.texts, sources[0])
-        for found in (resumed, lost):
-            assert (found.texts, found.tokens) == (whole.texts, whole.tokens)
-            for one, other in zip(found.layers, whole.layers, strict=True):
+        for result in (resumed, lost):
+            assert (result.texts, result.tokens) == (whole.texts, whole.tokens)
+            for one, other in zip(result.layers, whole.layers, strict=True):
                 for name in MOMENTS:
                     assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-5)
         with pytest.raises(ValueError, match="the cells of 1 texts, found 0"):
@@ -266,7 +268,7 @@ def test_longer_texts_scale_the_matrices(
     for one, other in zip(same.layers, scaled.layers, strict=True):
         assert one.sensitivity is not None and other.sensitivity is not None
         for side in residual.SIDES:
-            before, after = (getattr(found, side) for found in (one.sensitivity, other.sensitivity))
+            before, after = (getattr(layer, side) for layer in (one.sensitivity, other.sensitivity))
             gain = np.trace(after[0]) / np.trace(before[0])
             assert np.allclose(after, gain * before)
             assert side != "v0" or 0.1 < gain < 1.0
@@ -276,14 +278,14 @@ def test_beginnings_of_longer_chunks_are_measured_as_others_are(
     calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path
 ) -> None:
     stats = read_calibration(calibration("llama"))
-    found = []
+    measured = []
     with Source(tiny_model("llama")) as source, Session(source, 3 * N_CTX, 1, stats.n_skip) as session:
         longer = cut(session, [read_text(text)], 3 * N_CTX, 1)[0]
         for chunks in ([longer[:N_CTX]], [longer[:N_CTX], longer]):
             trials = SensitivityTrials(session, stats, chunks, N_RECENT)
             trials.decode(len(chunks) - 1)
-            found.append(trials.measured)
-    one, other = found
+            measured.append(trials.measured)
+    one, other = measured
     assert one.queries == other.queries
     for first, second in zip(one.sums, other.sums, strict=True):
         for side in residual.SIDES:
@@ -293,7 +295,7 @@ def test_beginnings_of_longer_chunks_are_measured_as_others_are(
 def test_longer_chunks_wait_in_a_file(
     calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
-    stats, found = read_calibration(calibration("llama")), []
+    stats, results = read_calibration(calibration("llama")), []
     with Source(tiny_model("llama")) as source, Session(source, 3 * N_CTX, 1, stats.n_skip) as session:
         longer = cut(session, [read_text(text)], 3 * N_CTX, 2)
         for folder in (None, tmp_path):
@@ -301,7 +303,7 @@ def test_longer_chunks_wait_in_a_file(
             assert trials.longer == [1, 2]
             for _ in trials.steps():
                 pass
-            found.append(sensitivity_correction.corrected(trials, [], 1).sensitivity)
+            results.append(sensitivity_correction.corrected(trials, [], 1).sensitivity)
         chunk, at = trials.decode(1), (stats.layers[0].shape.il, "v")
         noisy = 1.5 * chunk.view(*at).astype(np.float32)
         with pytest.raises(SubkvError, match="cannot write to .*: No such file"):
@@ -312,7 +314,7 @@ def test_longer_chunks_wait_in_a_file(
         assert klds == [klds[0]] * 4 and klds[0] > 0.0
         with pytest.raises(AssertionError, match="has discarded the state"):
             chunk.kld(at, noisy)
-    assert found[0] == found[1]
+    assert results[0] == results[1]
     assert not list(tmp_path.iterdir())
 
 
@@ -335,21 +337,21 @@ def test_layers_are_evened_with_their_neighbours() -> None:
 def test_little_time_gives_fewer_trials(
     calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path
 ) -> None:
-    """The state kept after every step grows, and ends before the plan does; every layer still gets its matrices."""
+    """The saved state grows at every step and stays smaller than the plan; every layer still gets its matrices."""
     stats = read_calibration(calibration("llama"))
-    kept: list[int] = []
+    counts: list[int] = []
 
-    def keep(found: Measurements) -> None:
-        kept.append(len(found.trials))
+    def save(measured: Measurements) -> None:
+        counts.append(len(measured.trials))
 
     with Source(tiny_model("llama")) as source, Session(source, N_CTX, 1, stats.n_skip) as session:
         chunks = cut(session, [read_text(text)], N_CTX, 3)
-        found = measure_sensitivities(session, stats, chunks, N_RECENT, 1, 1e-9, save=keep)
-    assert kept == sorted(kept)
-    assert kept[-1] == LEAST
-    assert found.sensitivity is not None
-    assert found.sensitivity.tokens == (LEAST - 2) * SCORED
-    assert all(np.trace(layer.sensitivity.k[0]) > 0.0 for layer in found.layers if layer.sensitivity)
+        result = measure_sensitivities(session, stats, chunks, N_RECENT, 1, 1e-9, save=save)
+    assert counts == sorted(counts)
+    assert counts[-1] == LEAST
+    assert result.sensitivity is not None
+    assert result.sensitivity.tokens == (LEAST - 2) * SCORED
+    assert all(np.trace(layer.sensitivity.k[0]) > 0.0 for layer in result.layers if layer.sensitivity)
 
 
 def test_time_is_left_for_longer_chunks_and_the_correction(
@@ -386,11 +388,11 @@ def test_time_is_left_for_longer_chunks_and_the_correction(
         chunks = [*(longer[i : i + N_CTX] for i in (0, 200, 400, 500, 600)), longer]
         whole = tokens_to_decode([len(chunk) for chunk in chunks], 2)
         for tokens in (1, whole * 3 // 4, 2 * whole):
-            now[0], found = 0, Measurements.empty(stats)
-            result = measure_sensitivities(session, stats, chunks, N_RECENT, 1, tokens / 60, found)
+            now[0], measured = 0, Measurements.empty(stats)
+            result = measure_sensitivities(session, stats, chunks, N_RECENT, 1, tokens / 60, measured)
             assert result.sensitivity is not None and result.sensitivity.correction != 1.0
             assert now[0] < tokens or tokens == 1
-            done.append(found)
+            done.append(measured)
     least, some, every = done
     assert len(least.trials) == 3 and not least.stretches
     assert 3 <= len(some.trials) < len(every.trials) == 6
@@ -399,23 +401,23 @@ def test_time_is_left_for_longer_chunks_and_the_correction(
 
 
 def test_factors_are_filled_in_between_layers() -> None:
-    found, _ = smoothed({(0, 0, "k"): 100.0, (0, 2, "k"): 1.0, (0, 2, "v"): 1.0, (0, 6, "v"): 0.01}, 8)
-    assert found["k"][0] == pytest.approx(100.0, rel=0.1)
-    assert found["v"][0] == pytest.approx(100.0, rel=0.3)  # as the keys' in the same layer
-    assert 0.01 < found["v"][4] < 1.0
-    assert found["v"][7] == pytest.approx(found["v"][6], rel=0.5)
+    factors, _ = smoothed({(0, 0, "k"): 100.0, (0, 2, "k"): 1.0, (0, 2, "v"): 1.0, (0, 6, "v"): 0.01}, 8)
+    assert factors["k"][0] == pytest.approx(100.0, rel=0.1)
+    assert factors["v"][0] == pytest.approx(100.0, rel=0.3)  # as the keys' in the same layer
+    assert 0.01 < factors["v"][4] < 1.0
+    assert factors["v"][7] == pytest.approx(factors["v"][6], rel=0.5)
 
 
 def test_factors_of_texts_are_separated_from_those_of_layers() -> None:
     """Three texts whose noise differs by factors of 4; each layer is measured on one of them."""
     own = {(i, side): float(np.exp(-0.1 * i - 0.3 * (side == "v"))) for i in range(12) for side in "kv"}
-    tried = {(j % 3, *at): factor * 4.0 ** (j % 3) for j, (at, factor) in enumerate(own.items())}
-    found, texts = smoothed(tried, 12)
+    trials = {(j % 3, *at): factor * 4.0 ** (j % 3) for j, (at, factor) in enumerate(own.items())}
+    factors, texts = smoothed(trials, 12)
     assert texts[1] / texts[0] == pytest.approx(4.0, rel=0.25)
     assert texts[2] / texts[1] == pytest.approx(4.0, rel=0.25)
-    scale = found["k"][6] / own[6, "k"]
+    scale = factors["k"][6] / own[6, "k"]
     for (i, side), factor in own.items():
-        assert found[side][i] == pytest.approx(scale * factor, rel=0.3)
+        assert factors[side][i] == pytest.approx(scale * factor, rel=0.3)
 
 
 def test_unpredictable_models_are_reported() -> None:

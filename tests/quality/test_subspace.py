@@ -47,10 +47,10 @@ def load(path: Path, arch: str, **kwargs: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def made(
+def build(
     tiny_model: Callable[..., Path], calibration: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[Any, SubspaceCache, Path]]:
-    """made(arch): a model with subkv's attention, an empty cache for it, the sidecar."""
+    """build(arch): a model with subkv's attention, an empty cache for it, and the sidecar."""
     pytest.importorskip("accelerate")
     folder, built = tmp_path_factory.mktemp("sidecars"), {}
 
@@ -67,8 +67,8 @@ def made(
 
 
 @pytest.fixture
-def llama(made: Callable[[str], tuple[Any, SubspaceCache, Path]]) -> tuple[Any, SubspaceCache]:
-    return made("llama")[:2]
+def llama(build: Callable[[str], tuple[Any, SubspaceCache, Path]]) -> tuple[Any, SubspaceCache]:
+    return build("llama")[:2]
 
 
 @torch.inference_mode()
@@ -91,7 +91,7 @@ def rms(x: Any) -> float:
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])  # neighbouring rotary pairs, and pairs half a head apart
 def test_logits_are_the_references(
     arch: str,
-    made: Callable[[str], tuple[Any, SubspaceCache, Path]],
+    build: Callable[[str], tuple[Any, SubspaceCache, Path]],
     reference: Callable[[str], Any],
     calibration: Callable[[str], Path],
     tiny_model: Callable[..., Path],
@@ -100,26 +100,26 @@ def test_logits_are_the_references(
     """The codec of research.float32.caches, where every vector is reconstructed, against attention on coefficients."""
     from research.float32.caches import layer_coder
 
-    model, cache, _ = made(arch)
+    model, cache, _ = build(arch)
     stats = read_calibration(calibration(arch))
     with Gguf(tiny_model(arch)) as base:
         fit = Fit(base, stats, OPTIONS)
         layers, _ = fit.code(fit.plan(3.0))
     r = reference(arch)
     r.match(stats, r.tokenize(text.read_bytes())[:255])
-    want = r.coded_logits(TOKENS, 0, layer_coder(layers), 4, N_RECENT)
-    assert rms(want - r.logits(TOKENS, 0)) > 0.05
-    np.testing.assert_allclose(logits(model, cache)[0], want, atol=1e-4)
+    expected = r.coded_logits(TOKENS, 0, layer_coder(layers), 4, N_RECENT)
+    assert rms(expected - r.logits(TOKENS, 0)) > 0.05
+    np.testing.assert_allclose(logits(model, cache)[0], expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma2"])  # gemma2: sliding windows, soft-capped logits
 def test_logits_match_the_engine(
-    arch: str, made: Callable[[str], tuple[Any, SubspaceCache, Path]], tiny_model: Callable[..., Path]
+    arch: str, build: Callable[[str], tuple[Any, SubspaceCache, Path]], tiny_model: Callable[..., Path]
 ) -> None:
     """Within a fifth of the codec's effect: the engine's other layers and window are half precision, and a path changes
     in more places than the changed coefficient.
     """
-    model, cache, sidecar = made(arch)
+    model, cache, sidecar = build(arch)
     with Model(str(tiny_model(arch))) as m:
         choice = parse_cache(f"subkv:{sidecar}", m.path)
         context = m.context(choice, ContextOptions(256, n_batch=256, n_ubatch=256, n_threads=1, flash_attn="off"))
@@ -128,20 +128,20 @@ def test_logits_match_the_engine(
         context.close()
     ours = logits(model, cache)[0]
     assert rms(ours.numpy() - theirs) < 0.2 * rms(ours - logits(model, None)[0])
-    found = cache.kv_stats()
+    stats = cache.kv_stats()
     same = ("bytes_codes", "bytes_per_token", "n_layer_coded", "n_cells", "n_sink", "n_recent", "fingerprint")
-    assert {name: getattr(found, name) for name in same} == {name: getattr(native, name) for name in same}
+    assert {name: getattr(stats, name) for name in same} == {name: getattr(native, name) for name in same}
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2"])
 def test_other_caches_are_unchanged(
-    arch: str, made: Callable[[str], tuple[Any, SubspaceCache, Path]], tiny_model: Callable[..., Path]
+    arch: str, build: Callable[[str], tuple[Any, SubspaceCache, Path]], tiny_model: Callable[..., Path]
 ) -> None:
-    want = logits(load(tiny_model(arch), arch), None)
-    model = made(arch)[0]
-    torch.testing.assert_close(logits(model, None), want, atol=1e-4, rtol=0.0)
+    expected = logits(load(tiny_model(arch), arch), None)
+    model = build(arch)[0]
+    torch.testing.assert_close(logits(model, None), expected, atol=1e-4, rtol=0.0)
     cache = transformers.DynamicCache(config=model.config)
-    torch.testing.assert_close(logits(model, cache, splits=[100, 1, 59]), want, atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(logits(model, cache, splits=[100, 1, 59]), expected, atol=1e-4, rtol=0.0)
 
 
 @pytest.mark.parametrize("splits", [[1] * 20 + [140], [50, 1, 1, 30, 78], [7] * 22 + [6]])
@@ -188,8 +188,8 @@ def test_rows_of_a_batch_can_be_moved(llama: tuple[Any, SubspaceCache]) -> None:
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([0, 2, 3]))
-    got = logits(model, cache, ids[[1, 0, 0], 100:])
-    torch.testing.assert_close(got, whole[[1, 0, 0], 100:], atol=1e-4, rtol=0.0)
+    actual = logits(model, cache, ids[[1, 0, 0], 100:])
+    torch.testing.assert_close(actual, whole[[1, 0, 0], 100:], atol=1e-4, rtol=0.0)
 
 
 def test_a_copy_is_independent(llama: tuple[Any, SubspaceCache]) -> None:
@@ -209,8 +209,8 @@ def test_generate(how: dict[str, int], llama: tuple[Any, SubspaceCache]) -> None
     assert cache.get_seq_length() == ids.shape[1] - 1
 
     def likelihood(text: Any) -> float:
-        found = logits(model, SubspaceCache(cache.bases), text)[0, 59:-1].log_softmax(-1)
-        return float(found.gather(1, text[0, 60:, None]).sum())
+        log_probabilities = logits(model, SubspaceCache(cache.bases), text)[0, 59:-1].log_softmax(-1)
+        return float(log_probabilities.gather(1, text[0, 60:, None]).sum())
 
     own = logits(model, SubspaceCache(cache.bases), ids)[0, 59:-1].argmax(-1)
     if "num_beams" not in how:
@@ -233,19 +233,19 @@ def test_bytes_are_those_allocated(llama: tuple[Any, SubspaceCache]) -> None:
     assert stats.bytes_f16 == 2 * 3 * stats.n_cells * per_token
     assert stats.bytes_codes == 3 * stats.n_cells * stats.bytes_per_token
     assert stats.bpe == pytest.approx(16 * stats.bytes_kv / stats.bytes_f16)
-    held = 4 + N_RECENT + N_ROLLBACK
-    assert stats.bytes_window == 3 * held * per_token * 4  # a float32 model has a float32 window
+    n_exact = 4 + N_RECENT + N_ROLLBACK
+    assert stats.bytes_window == 3 * n_exact * per_token * 4  # a float32 model has a float32 window
 
 
 def test_half_precision_models(
     tiny_model: Callable[..., Path], calibration: Callable[[str], Path], llama: tuple[Any, SubspaceCache]
 ) -> None:
-    """With many bits, the cache changes little more than the model's own rounding does, which falls out otherwise."""
+    """With many bits, the cache changes logits little more than the model's own rounding does."""
     half = load(tiny_model("llama"), "llama", dtype=torch.bfloat16)
-    found = logits(half, SubspaceCache.from_file(calibration("llama"), half, kv_bits=14.0, n_recent=N_RECENT))
-    assert found.dtype == torch.bfloat16
+    actual = logits(half, SubspaceCache.from_file(calibration("llama"), half, kv_bits=14.0, n_recent=N_RECENT))
+    assert actual.dtype == torch.bfloat16
     rounded = logits(half, None).float()
-    assert rms(found.float() - rounded) < 2 * rms(rounded - logits(llama[0], None))
+    assert rms(actual.float() - rounded) < 2 * rms(rounded - logits(llama[0], None))
 
 
 def test_a_row_with_nan_is_a_zero_row(llama: tuple[Any, SubspaceCache]) -> None:
@@ -259,12 +259,12 @@ def test_a_row_with_nan_is_a_zero_row(llama: tuple[Any, SubspaceCache]) -> None:
 
 
 def test_planned_as_convert_does(
-    tiny_model: Callable[..., Path], calibration: Callable[[str], Path], made: Callable[..., Any]
+    tiny_model: Callable[..., Path], calibration: Callable[[str], Path], build: Callable[..., Any]
 ) -> None:
-    """From a calibration alone: the layout and the bases of `convert`, up to how the model's weights are stored."""
+    """A calibration alone gives the layout and the bases of `convert`, up to the rounding of stored weights."""
     from subkv.torch.bases import ModelFacts
 
-    model, _, sidecar = made("qwen2")
+    model, _, sidecar = build("qwen2")
     stats = read_calibration(calibration("qwen2"))
     fit = Fit(ModelFacts(model, stats.arch), stats, OPTIONS)
     layers, _ = fit.code(fit.plan(3.0))
@@ -282,7 +282,7 @@ def test_planned_as_convert_does(
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma2"])
 def test_planned_from_the_weights_alone(tiny_model: Callable[..., Path], arch: str) -> None:
-    """As from the GGUF: the same layout, and bases that differ by rounding at most; and it computes."""
+    """The layout equals that from the GGUF, bases differ only by rounding, and the model runs."""
     from subkv.plan import datafree
     from subkv.torch.bases import ModelFacts
 
@@ -322,10 +322,10 @@ def test_bases_that_would_follow_the_text_do_not(
 
 
 def test_bad_input_is_named(
-    tiny_model: Callable[..., Path], made: Callable[..., Any], llama: tuple[Any, SubspaceCache], tmp_path: Path
+    tiny_model: Callable[..., Path], build: Callable[..., Any], llama: tuple[Any, SubspaceCache], tmp_path: Path
 ) -> None:
     model, cache = llama
-    sidecar = made("llama")[2]
+    sidecar = build("llama")[2]
     with pytest.raises(CacheError, match="path: expected a GGUF or a calibration, found none at .*none.gguf"):
         SubspaceCache.from_file(tmp_path / "none.gguf", model)
     with pytest.raises(CacheError, match="kv_bits: expected none with a converted file"):
@@ -333,7 +333,7 @@ def test_bad_input_is_named(
     with pytest.raises(SubkvError, match=r"subkv.version: "):
         SubspaceCache.from_file(tiny_model("llama"), model)
     with pytest.raises(CacheError, match="path: expected bases of a llama model, found those of qwen2"):
-        SubspaceCache.from_file(made("qwen2")[2], model)
+        SubspaceCache.from_file(build("qwen2")[2], model)
     (tmp_path / "bad").write_bytes(b"nothing")
     with pytest.raises(SubkvError, match="^path: "):
         SubspaceCache.from_file(tmp_path / "bad", model)
@@ -386,5 +386,5 @@ def test_the_demo_model_matches_the_engine(demo_model: Path, tmp_path: Path) -> 
     assert kld(theirs["subkv"], ours) < 2.0 * floor
     dynamic = transformers.DynamicCache(config=model.config)
     logits(model, dynamic, ids[:, :1])
-    held = n * sum(x.nbytes for layer in dynamic.layers for x in (layer.keys, layer.values))
-    assert cache.kv_stats().bytes_per_token * n < 0.14 * held  # rows of less than 4.25 bits for float32
+    n_bytes = n * sum(x.nbytes for layer in dynamic.layers for x in (layer.keys, layer.values))
+    assert cache.kv_stats().bytes_per_token * n < 0.14 * n_bytes  # rows of less than 4.25 bits for float32

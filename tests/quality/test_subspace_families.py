@@ -89,9 +89,9 @@ def test_attention_layers_are_coded(name: str) -> None:
     ids = torch.randint(5, 90, (1, 220), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
-        found = torch.cat([model(part, past_key_values=cache).logits for part in ids.split([200, 1, 19], 1)], 1)
+        actual = torch.cat([model(part, past_key_values=cache).logits for part in ids.split([200, 1, 19], 1)], 1)
     assert cache.kv_stats().n_layer_coded == n_coded
-    assert float((found - expected).abs().max() / expected.std()) < 0.05
+    assert float((actual - expected).abs().max() / expected.std()) < 0.05
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -24,7 +24,7 @@ from subkv.format.window import Window  # noqa: E402
 from subkv.torch import cache as subspace  # noqa: E402
 from subkv.torch import kernels as torch_kernels  # noqa: E402
 
-made, llama = test_subspace.made, test_subspace.llama
+build, llama = test_subspace.build, test_subspace.llama
 CPU = torch.device("cpu")
 
 
@@ -44,25 +44,25 @@ def encoding_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_both(model: Any, bases: Any, *arguments: Any) -> tuple[Any, Any, SubspaceCache]:
     """Logits through Triton and in torch, and the first one's cache."""
     cache = SubspaceCache(bases, kernel="triton")
-    found = logits(model, cache, *arguments)
-    return found, logits(model, SubspaceCache(bases), *arguments), cache
+    actual = logits(model, cache, *arguments)
+    return actual, logits(model, SubspaceCache(bases), *arguments), cache
 
 
-def check_close(found: Any, want: Any, exact: Any) -> None:
-    """Halves change far less than the codec does, though a path changes in more places than one."""
-    assert rms(found - want) < 0.05 * rms(want - exact)
+def check_close(actual: Any, expected: Any, exact: Any) -> None:
+    """Rounding to halves changes logits far less than the codec does, although one change can affect a whole path."""
+    assert rms(actual - expected) < 0.05 * rms(expected - exact)
 
 
 def test_every_kernel_of_triton(small: tuple[Any, Any]) -> None:
-    """Two rows, one padded; one of two layers is coded. The other tests crop and decode, and encode in torch."""
+    """Two rows, one padded; one of two layers is coded. Other tests crop, decode, and encode in torch."""
     model, bases = small[0], dataclasses.replace(small[1], layers={0: small[1].layers[0]})
     pad = 3
     ids = torch.tensor([TOKENS[:10], [0] * pad + TOKENS[: 10 - pad]])
     mask = torch.tensor([[1] * 10, [0] * pad + [1] * (10 - pad)])
-    found, want, cache = in_both(model, bases, ids[:, :8], None, mask[:, :8])
+    actual, expected, cache = in_both(model, bases, ids[:, :8], None, mask[:, :8])
     exact = logits(model, None, ids[:1, :8])
-    check_close(found[:1], want[:1], exact)
-    check_close(found[1:, pad:], want[1:, pad:], logits(model, None, ids[1:, pad:8]))
+    check_close(actual[:1], expected[:1], exact)
+    check_close(actual[1:, pad:], expected[1:, pad:], logits(model, None, ids[1:, pad:8]))
     assert cache.kv_stats().kernel == "triton"
     assert cache.kv_stats().n_zero_rows == 0
     other = SubspaceCache(bases)
@@ -76,8 +76,8 @@ def test_every_kernel_of_triton(small: tuple[Any, Any]) -> None:
 def test_a_prompt_and_decoding(llama: tuple[Any, SubspaceCache], encoding_in_torch: None) -> None:
     model, cache = llama
     ids = IDS[:, :36]
-    found, want, _ = in_both(model, cache.bases, ids, [30, 1, 1, 4])
-    check_close(found, want, logits(model, None, ids))
+    actual, expected, _ = in_both(model, cache.bases, ids, [30, 1, 1, 4])
+    check_close(actual, expected, logits(model, None, ids))
 
 
 def test_left_padding_and_a_tail_cropped(llama: tuple[Any, SubspaceCache], encoding_in_torch: None) -> None:
@@ -85,17 +85,17 @@ def test_left_padding_and_a_tail_cropped(llama: tuple[Any, SubspaceCache], encod
     n, pads = 40, (9, 0)
     ids = torch.tensor([[0] * pad + TOKENS[: n - pad] for pad in pads])
     mask = torch.tensor([[0] * pad + [1] * (n - pad) for pad in pads])
-    found, want, ours = in_both(model, cache.bases, ids, [n], mask)
-    for row, other, pad in zip(found, want, pads, strict=True):
+    actual, expected, ours = in_both(model, cache.bases, ids, [n], mask)
+    for row, other, pad in zip(actual, expected, pads, strict=True):
         check_close(row[pad:], other[pad:], logits(model, None, IDS[:, : n - pad])[0])
     ours.crop(-12)
-    assert rms(logits(model, ours, ids[:, 28:], None, mask) - found[:, 28:]) < 2e-3
+    assert rms(logits(model, ours, ids[:, 28:], None, mask) - actual[:, 28:]) < 2e-3
 
 
-def test_soft_caps_and_sliding_windows(made: Any, encoding_in_torch: None) -> None:
-    model, cache, _ = made("gemma2")
-    found, want, _ = in_both(model, cache.bases, IDS[:, :32])
-    check_close(found, want, logits(model, None, IDS[:, :32]))
+def test_soft_caps_and_sliding_windows(build: Any, encoding_in_torch: None) -> None:
+    model, cache, _ = build("gemma2")
+    actual, expected, _ = in_both(model, cache.bases, IDS[:, :32])
+    check_close(actual, expected, logits(model, None, IDS[:, :32]))
 
 
 def test_a_row_with_nan_is_a_zero_row(small: tuple[Any, Any]) -> None:

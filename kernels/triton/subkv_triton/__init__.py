@@ -1,1 +1,1 @@
-"""The kernels of kernels/include/subkv/ops.h in Triton (ops), and rows as tables (fields), which needs no Triton."""
+"""The kernels of kernels/include/subkv/ops.h in Triton (ops); tables of a row's bits (fields), without Triton."""

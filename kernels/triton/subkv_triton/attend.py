@@ -1,11 +1,12 @@
 """attend: partial softmax sums over coded cells, for splits of the cells (split-K) that combine merges.
 
-    logit(t, g, c) = cap(qt[t, g] . k(c) + shift[t, g]) + slope[g] * bias[t, c];  bias = -inf leaves the cell out
+    logit(t, g, c) = cap(qt[t, g] . k(c) + shift[t, g]) + slope[g] * bias[t, c];  bias = -inf masks the cell
 
-One program handles a block of query rows of one KV head and one split; every read of a code serves all rows of the
-block, at decode all G query heads. Levels, and codes less their zero point, are exact halves: tensor cores multiply
-them with queries times steps of bands, and with weights times row scales, both rounded to halves relative to the
-largest of a query row or tile. Codes that are paths are no sequence here: a level follows from three codes of its row.
+One program handles a block of query rows of one KV head and one split. Each read of a code serves all rows of the
+block; in decode these are all G query heads. Levels, and codes minus their zero point, are exact in half precision.
+Tensor cores multiply them by queries (times the steps of bands) and by weights (times row scales). Both factors are
+rounded to halves, relative to the largest of a query row or tile. Paths are not decoded in sequence: three codes of a
+row determine a level.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _CODED, _HALF = (tl.constexpr(i) for i in (CODED, HALF))
 
 @dataclass
 class Partial:
-    """Softmax state of S splits: largest logit, sum of exp(logit - m), the same sum times value coefficients."""
+    """Softmax state of S splits: largest logit m, sum of exp(logit - m), that sum weighted by value coefficients."""
 
     m: torch.Tensor
     """F32 [S, n_stream, n_tok, H, G], -inf if all cells are masked."""
@@ -40,7 +41,7 @@ class Partial:
 
 @triton.jit
 def _part(base, at, visible, entry):
-    """A part of indices, i32 [C, R]; entry: pointers [R] to its words."""
+    """One part of the indices, i32 [C, R]. entry: pointers [R] to its words in the table."""
     word = tl.load(entry)
     bits = word >> _BITS
     here = at[:, None] + (word & _AT)[None, :]
@@ -50,9 +51,9 @@ def _part(base, at, visible, entry):
 
 @triton.jit
 def _settle(x):
-    """x [C, R] in the layout it was computed in: Triton does not move a change of layout ahead of a reduction.
+    """x [C, R] unchanged; the reduction keeps the layout in which x was computed.
 
-    It would move that of tl.dot's operand up to the loads of bytes. All of _codes' arithmetic would then be done in the
+    Otherwise Triton moves the layout change for tl.dot's operand up to the loads of bytes. Then _codes computes in the
     operand's layout, in which lanes and warps hold copies of each element and a lane holds whole rows.
     """
     return tl.sum(x[:, :, None], axis=2)
@@ -60,7 +61,7 @@ def _settle(x):
 
 @triton.jit
 def _codes(base, at, visible, scales_ptr, table, j, R: tl.constexpr, ANY_HALF: tl.constexpr, ANY_PATH: tl.constexpr):
-    """A head's rows at bytes at [C] from base -> scales f32 [C]; values in steps and stored halves, f16 [C, R]."""
+    """Rows of a head at byte offsets at [C] -> scales f32 [C]; values in steps and stored halves, both f16 [C, R]."""
     s = tl.load(scales_ptr + tl.load(base + at, mask=visible, other=0).to(tl.int32))
     index = _part(base, at, visible, table + _LOW * R + j) | _part(base, at, visible, table + _HIGH * R + j)
     levels = tl.load(table + _LEVELS * R + j)
@@ -78,24 +79,24 @@ def _codes(base, at, visible, scales_ptr, table, j, R: tl.constexpr, ANY_HALF: t
         level = tl.where((kind == _CODED)[None, :], level, 0.0)
         stored = index.to(tl.int16).to(tl.float16, bitcast=True)
         stored = _settle(tl.where((kind == _HALF)[None, :], stored, 0.0))
-    centred = _settle(level.to(tl.float16))  # 0 of padding, whose index and centre are 0
+    centred = _settle(level.to(tl.float16))  # padding is 0: its index and centre are 0
     if not ANY_HALF:
-        stored = centred  # never read
+        stored = centred  # not used
     return s, centred, stored
 
 
 @triton.jit
 def _halves(x):
-    """x [M, R] as halves relative to the largest of a row, and that, [M]."""
+    """x [M, R] as halves relative to the largest of each row, and those [M]."""
     top = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30)
     return (x / top[:, None]).to(tl.float16), top
 
 
 @triton.jit
 def soften(logit, bias, slope, softcap, m, z, HAS_CAP: tl.constexpr):
-    """A step of the online softmax over C keys: logit, bias [M, C], -inf: not visible; slope, m, z [M].
+    """One step of the online softmax over C keys: logit, bias [M, C] (-inf: masked), slope, m, z [M].
 
-    -> weights [M, C], the factor on earlier sums, m, z.
+    -> weights [M, C], the factor on earlier sums [M], m, z.
     """
     if HAS_CAP:
         logit = softcap * (1.0 - 2.0 / (tl.exp(2.0 * logit / softcap) + 1.0))  # tanh
@@ -146,14 +147,14 @@ def _attend(
     M: tl.constexpr,
     C: tl.constexpr,
 ):
-    # heads first: programs that share sectors of the rows run together
+    # heads are the fastest axis: programs that share sectors of rows run together
     head, n_head = tl.program_id(0), tl.num_programs(0)
     part = tl.program_id(1) % n_split
     block = tl.program_id(1) // n_split
     stream, n_stream = tl.program_id(2).to(tl.int64), tl.num_programs(2)
 
-    # query rows in [n_stream, n_tok, H, G]: where those of the block's first token are, and how far from there; 64 bits
-    # for what all threads have in common, 32 for the rest
+    # query rows in [n_stream, n_tok, H, G]: a 64-bit offset of the block's first token, common to all threads, and
+    # 32-bit offsets from there
     row = (block * M) % G + tl.arange(0, M)
     first_token = stream * n_tok + (block * M) // G
     token, group = row // G, row % G
@@ -181,19 +182,19 @@ def _attend(
     k_head = k_rows_ptr + stream * k_stream + tl.load(k_offsets + head)
     v_head = v_rows_ptr + stream * v_stream + tl.load(v_offsets + head)
     end = tl.minimum(n_cells, (part + 1) * split)
-    of_block = tl.arange(0, C)
+    offset = tl.arange(0, C)
     for first in range(part * split, end, C):
-        cell = first + of_block
+        cell = first + offset
         bias = tl.load(
-            bias_ptr + (first_token * n_cells + first) + (token[:, None] * n_cells + of_block[None, :]),
+            bias_ptr + (first_token * n_cells + first) + (token[:, None] * n_cells + offset[None, :]),
             mask=live[:, None] & (cell < end)[None, :],
             other=float("-inf"),
         )
-        # masked cells may have any content and are not read
+        # masked cells may have any content, so they are not read
         visible = tl.max(bias, axis=0) > float("-inf")
         if tl.max(visible.to(tl.int32), axis=0) > 0:
             k_row = k_head + tl.cast(first, tl.int64) * k_stride
-            s, codes, halves = _codes(k_row, of_block * k_stride, visible, scales_ptr, k_table, jk, RK, K_HALF, K_PATH)
+            s, codes, halves = _codes(k_row, offset * k_stride, visible, scales_ptr, k_table, jk, RK, K_HALF, K_PATH)
             logit = tl.dot(q_coded, tl.trans(codes)) * (top[:, None] * s[None, :])
             if K_HALF:
                 dot = tl.dot(q_half, tl.trans(halves)) * top_half[:, None]
@@ -203,7 +204,7 @@ def _attend(
             p, keep, m, z = soften(logit, bias, slope, softcap, m, z, HAS_CAP)
 
             v_row = v_head + tl.cast(first, tl.int64) * v_stride
-            s, codes, halves = _codes(v_row, of_block * v_stride, visible, scales_ptr, v_table, jv, RV, V_HALF, V_PATH)
+            s, codes, halves = _codes(v_row, offset * v_stride, visible, scales_ptr, v_table, jv, RV, V_HALF, V_PATH)
             largest = tl.maximum(tl.max(s, axis=0), 1e-30)
             weight = (p * (s / largest)[None, :]).to(tl.float16)
             acc = acc * keep[:, None] + tl.dot(weight, codes) * largest
@@ -219,12 +220,12 @@ def _attend(
 
 
 def project_queries(k: Codecs, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """q [n_stream, n_tok, H, G, d] -> qt F32 [n_stream, n_tok, H, G, R]: scale[h] * D q, scale with gamma, [H]."""
+    """q [n_stream, n_tok, H, G, d] -> qt F32 [n_stream, n_tok, H, G, R]: scale[h] * D q. scale [H] includes gamma."""
     return torch.einsum("hrd,bthgd->bthgr", k.decode.float() * scale[:, None, None].float(), q.float()).contiguous()
 
 
 def default_splits(n_programs: int, n_cells: int, device: torch.device) -> int:
-    """Splits that give every multiprocessor some programs, of at least 256 cells each."""
+    """Number of splits: a few programs per multiprocessor, at least 256 cells per split."""
     n_parts = 1
     if device.type == "cuda":
         n_parts = 4 * torch.cuda.get_device_properties(device).multi_processor_count // max(1, n_programs)
@@ -246,11 +247,11 @@ def attend(
 ) -> Partial:
     """Attention of n_tok tokens of every stream over its coded cells.
 
-    k_rows, v_rows U8 [n_stream, n_cells, >= row_bytes], bytes next to each other; qt F32 [n_stream, n_tok, H, G,
-    R of K], projected queries with gamma and softmax scale in; bias F32 [n_stream, n_tok, n_cells]; shift F32
-    [n_stream, n_tok, H, G], the part of a logit common to all cells (None: 0); slope F32 [H, G] (None: 1); softcap 0:
-    none; n_split: splits of the cells (None: as suits the device). Contiguous tensors of one device. Raises ValueError
-    where the shapes disagree.
+    k_rows, v_rows U8 [n_stream, n_cells, >= row_bytes], with contiguous bytes; qt F32 [n_stream, n_tok, H, G, R of K],
+    projected queries, including gamma and the softmax scale; bias F32 [n_stream, n_tok, n_cells]; shift F32 [n_stream,
+    n_tok, H, G], the part of a logit common to all cells (None: 0); slope F32 [H, G] (None: 1); softcap 0: none;
+    n_split: splits of the cells (None: chosen for the device). All tensors are contiguous and on one device. Raises
+    ValueError if shapes disagree.
     """
     n_stream, n_tok, n_head, group, width = qt.shape
     n_cells = bias.shape[2]

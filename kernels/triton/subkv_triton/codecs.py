@@ -1,7 +1,7 @@
-"""The heads of one layer, K or V, as tables that the kernels read.
+"""Tables of one layer's K or V heads, which the kernels read.
 
-Bit planes are a matter of these tables alone: a coefficient knows the one or two bytes that hold its code, a byte knows
-the up to eight coefficients that it is made of. Kernels have no case for a width of codes.
+Only these tables describe bit planes: a coefficient's entry names the one or two bytes with its code, a byte's entry
+the up to eight coefficients with bits in it. So kernels need no case per width of codes.
 """
 
 from __future__ import annotations
@@ -16,61 +16,61 @@ import triton
 
 from subkv_triton.fields import HALF, LINE_FACTORS, PLANES, Band, Fields, row_bytes
 
-# Rows of Codecs.coefficients, and of Codecs.packing per slot. A coefficient's index is the exclusive or of four parts,
-# LOW, HIGH, ONE and TWO: (byte AT >> FROM & BITS) << TO. LOW and HIGH are its code, ONE and TWO the lowest bits of the
-# codes one and two places before on a path (fields.Fields), of BITS 0 without one. A part is one word
+# Rows of Codecs.coefficients. A coefficient's index is the exclusive or of four parts, LOW, HIGH, ONE and TWO, each
+# (byte AT >> FROM & BITS) << TO, packed into one word. LOW and HIGH are its code; ONE and TWO are the lowest bits of
+# the codes one and two places before on a path (fields.Fields), with BITS 0 without a path
 LOW, HIGH, ONE, TWO, LEVELS, KIND, ON = range(7)
 N_ROWS = 7
 FROM, TO, BITS = 16, 19, 23
 """Lowest bits of the fields of a part's word; AT is below FROM."""
-# The value of index i, with y = i - centre, is step sign(y) (|y| + max(|y| - double, 0) + max(|y| - triple, 0)); LEVELS
-# has twice the centre, double and triple in its lowest three bytes
-# of a place of a path: the coefficient and 2^bits (I32), and its step, bends and the constants of its lines (F32)
+# The value of index i, with y = i - centre, is step sign(y) (|y| + max(|y| - double, 0) + max(|y| - triple, 0)). The
+# lowest three bytes of LEVELS are twice the centre, double and triple
+# Rows of Codecs.places (coefficient, 2^bits) and of Codecs.place_numbers (step, bends, constants of lines)
 PLACE, N_LEVELS = range(2)
 PLACE_STEP, PLACE_DOUBLE, PLACE_TRIPLE, LINES = range(4)
 N_PLACE_NUMBERS = LINES + len(LINE_FACTORS)
-# and of a byte's slot: (code of coefficient SOURCE >> DROP & MASK) << LIFT
+# Rows of Codecs.packing per slot of a byte: (code of coefficient SOURCE >> DROP & MASK) << LIFT
 SOURCE, DROP, MASK, LIFT = range(4)
 SLOTS = 8
 
 MIN_WIDTH = 16
-"""Least extent of a matrix that tensor cores multiply."""
+"""Minimum size of a matrix for tensor cores."""
 
 
 @dataclass(frozen=True)
 class Codecs:
-    """K or V of one layer. H KV heads of size d; R: the largest rank, padded to a power of two of at least 16."""
+    """Tables of one layer's K or V: H KV heads of size d. R: largest rank, padded to a power of two of at least 16."""
 
     d: int
     ranks: tuple[int, ...]
     row_bytes: int
-    """Bytes of one cell, all heads: their rows follow each other."""
+    """Bytes of one cell: the contiguous rows of all heads."""
     any_half: bool
     """Whether a band of 16 bits exists."""
     offsets: torch.Tensor
-    """I32 [H]: byte where a head's row begins."""
+    """I32 [H]: byte at which a head's row begins."""
     lengths: torch.Tensor
     """I32 [H]: bytes of a head's row."""
     coefficients: torch.Tensor
-    """I32 [H, N_ROWS, R]: where codes are (LOW to ON); bytes count from the head's row."""
+    """I32 [H, N_ROWS, R]: positions of codes (rows LOW to ON), in bytes from the start of the head's row."""
     steps: torch.Tensor
-    """F32 [H, R]: distance of the levels of indices, relative to the row's scale; 1 where nothing is quantized."""
+    """F32 [H, R]: distance of adjacent levels, relative to the row's scale; 1 for halves and padding."""
     path_lengths: torch.Tensor
-    """I32 [H]: places of the head's path, 0 without one."""
+    """I32 [H]: places of the head's path, 0 without a path."""
     places: torch.Tensor
-    """I32 [H, 2, T]: PLACE and N_LEVELS of the places, T of the longest path."""
+    """I32 [H, 2, T]: PLACE and N_LEVELS of each place; T: places of the longest path."""
     place_numbers: torch.Tensor
-    """F32 [H, N_PLACE_NUMBERS, T]: PLACE_STEP to LINES and those after it."""
+    """F32 [H, N_PLACE_NUMBERS, T]: rows PLACE_STEP to LINES, then the other lines."""
     packing: torch.Tensor
-    """I32 [H, 4, SLOTS, B]: what bytes are made of (SOURCE to LIFT); byte 0, the scale, of nothing."""
+    """I32 [H, 4, SLOTS, B]: coefficients and bits of each byte (rows SOURCE to LIFT); zero for byte 0, the scale."""
     ratios: torch.Tensor
-    """F32 [H, R]: ratio of the coefficient's band; 1 where nothing is quantized."""
+    """F32 [H, R]: ratio of the coefficient's band; 1 for halves and padding."""
     zeros: torch.Tensor
-    """F32 [H, R]: without a path, the code of 0, (2^bits - 1)/2; 0 where nothing is quantized."""
+    """F32 [H, R]: the code of 0 without a path, (2^bits - 1)/2; 0 for halves and padding."""
     encode: torch.Tensor
-    """F16 [H, R, d]: E, zero rows beyond the rank."""
+    """F16 [H, R, d]: E, with zero rows beyond the rank."""
     decode: torch.Tensor
-    """F16 [H, R, d]: D, likewise."""
+    """F16 [H, R, d]: D, with zero rows beyond the rank."""
     subtracted: torch.Tensor | None
     """F32 [H, R]: E mean, subtracted from coefficients before coding."""
 
@@ -80,12 +80,12 @@ class Codecs:
 
     @property
     def width(self) -> int:
-        """R"""
+        """R, the padded rank."""
         return int(self.ratios.shape[1])
 
     @property
     def n_place(self) -> int:
-        """T, 0 where no head has a path."""
+        """T, the places of the longest path; 0 without paths."""
         return int(self.places.shape[2])
 
     @classmethod
@@ -97,9 +97,9 @@ class Codecs:
         subtracted: Sequence[npt.NDArray[np.float32]] | None = None,
         device: torch.device | str = "cpu",
     ) -> Codecs:
-        """For every KV head: its bands, E and D [rank][d] and, if a mean is subtracted from rows, E mean [rank].
+        """Tables from each KV head's bands, E and D [rank][d], and E mean [rank] if a mean is subtracted from rows.
 
-        Raises ValueError where the bands are not those of FORMAT.md or do not fit the matrices.
+        Raises ValueError if bands violate FORMAT.md or do not fit the matrices.
         """
         ranks = tuple(sum(n for n, _, _ in head) for head in bands)
         for h, (head, rank, e, d) in enumerate(zip(bands, ranks, encode, decode, strict=True)):
@@ -146,7 +146,7 @@ class Codecs:
 
 
 def _coefficients(of: Fields) -> npt.NDArray[np.int32]:
-    """The part of one head in Codecs.coefficients."""
+    """Codecs.coefficients of one head."""
     j = np.arange(len(of.kind))
     at = np.stack([of.byte[0], of.byte[1], *of.byte[0, of.before]])
     shift = np.stack([of.shift[0], of.shift[1], *of.shift[0, of.before]])
@@ -158,18 +158,18 @@ def _coefficients(of: Fields) -> npt.NDArray[np.int32]:
 
 
 def _places(of: Fields) -> npt.NDArray[np.int32]:
-    """The part of one head in Codecs.places, as long as its path."""
+    """Codecs.places of one head, with the length of its path."""
     return np.stack([of.path.coefficient, 1 << of.path.bits]).astype(np.int32)
 
 
 def _numbers(of: Fields) -> npt.NDArray[np.float32]:
-    """The same of Codecs.place_numbers."""
-    of_place = of.path.coefficient
-    return np.concatenate([of.step[of_place][None], of.bend[:, of_place], of.path.lines]).astype(np.float32)
+    """Codecs.place_numbers of one head, with the length of its path."""
+    j = of.path.coefficient
+    return np.concatenate([of.step[j][None], of.bend[:, j], of.path.lines]).astype(np.float32)
 
 
 def _packing(of: Fields, n_bytes: int) -> npt.NDArray[np.int32]:
-    """The part of one head in Codecs.packing: `of` by byte."""
+    """Codecs.packing of one head: the fields of `of`, indexed by byte."""
     packing = np.zeros((4, SLOTS, n_bytes), np.int32)
     part, j = np.nonzero(of.bits)
     slot = of.shift[part, j] // of.bits[part, j]

@@ -1,4 +1,4 @@
-"""combine: merge the splits of attend, multiply by D_v, add exactly attended keys and attention sinks, normalise."""
+"""combine: merge the splits of attend, multiply by D_v, add exact keys and attention sinks, normalise."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ BLOCK_RANK = 32
 
 @dataclass
 class Exact:
-    """Keys and values in half precision, in addition to the coded cells. At most one of both biases may admit a key."""
+    """Exact keys and values in half precision. For each key at most one of this bias and attend's may be finite."""
 
     k: torch.Tensor
     """F16 [n_stream, n_keys, H, d of K]"""
     v: torch.Tensor
     """F16 [n_stream, n_keys, H, d of V]"""
     q: torch.Tensor
-    """F32 [n_stream, n_tok, H, G, d of K], softmax scale in, no gamma."""
+    """F32 [n_stream, n_tok, H, G, d of K], including the softmax scale, without gamma."""
     bias: torch.Tensor
     """F32 [n_stream, n_tok, n_keys]"""
 
 
 @triton.jit
 def _dot(x, y):
-    """x f32 [M, K] times y f16 [K, N] on tensor cores, to about 22 bits: x as the sum of two halves."""
+    """x f32 [M, K] times y f16 [K, N] on tensor cores; x is split into two halves, for about 22 bits."""
     top = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30)[:, None]
     x = x / top
     high = x.to(tl.float16)
@@ -89,7 +89,7 @@ def _combine(
         share = tl.exp(tl.load(m_ptr + i * n_rows + at, mask=live, other=float("-inf")) - base)
         z += share * tl.load(z_ptr + i * n_rows + at, mask=live, other=0.0)
     o = tl.zeros((M, DV), tl.float32)
-    for first in range(0, RV, R):  # all of D_v at once would not fit small devices
+    for first in range(0, RV, R):  # the whole D_v does not fit small devices
         j = first + jr
         e = tl.zeros((M, R), tl.float32)
         for i in range(n_split):
@@ -110,7 +110,7 @@ def _combine(
         shown = tl.max(bias, axis=0) > float("-inf")
         at_key = (stream * n_keys + key) * n_head + head
         logit = tl.zeros((M, C), tl.float32)
-        for part in range(0, DK, D):  # of whole queries, operands of tl.dot take most registers of some GPUs
+        for part in range(0, DK, D):  # with whole queries, operands of tl.dot take most registers of some GPUs
             j = part + jk
             q = tl.load(q_ptr + at[:, None] * d_k + j[None, :], mask=live[:, None] & (j < d_k)[None, :], other=0.0)
             k = tl.load(k_ptr + at_key[:, None] * d_k + j[None, :], mask=shown[:, None] & (j < d_k)[None, :], other=0.0)
@@ -140,7 +140,7 @@ def combine(
 ) -> torch.Tensor:
     """Attention output F32 [n_stream, n_tok, H, G, d of V]; zeros for a token without visible keys.
 
-    slope F32 [H, G] and softcap: of the exact keys, as attend's; sinks F32 [H, G]: a logit without a value.
+    slope F32 [H, G] and softcap apply to exact keys, as in attend. sinks F32 [H, G]: logits without a value.
     """
     n_split, n_stream, n_tok, n_head, group = partial.m.shape
     device = partial.m.device

@@ -1,6 +1,6 @@
-"""encode: c = E x - offset, quantized into rows. The bytes are those of kernels/ref/encode.cpp for the same c.
+"""encode: c = E x - offset, quantized into rows. For equal c the bytes equal those of kernels/ref/encode.cpp.
 
-Three kernels: the scale code that is best without a path, paths where rows have one (path.py), and the rows' bytes.
+Three kernels compute the best scale code without a path, paths if heads have one (path.py), and the rows' bytes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _HALF_MAX = tl.constexpr(HALF_MAX)
 
 @functools.cache
 def scales(device: torch.device) -> torch.Tensor:
-    """F32 [256]: the scale of every scale code, copied to a device once."""
+    """F32 [256]: the scale of every scale code; copied to a device once."""
     return torch.from_numpy(scale_table()).to(device)
 
 
 @triton.jit
 def _quantize(c, inverse, zero):
-    """Nearest code, ties to even: beyond 2^22 floats have no room for a fraction."""
+    """Nearest code, ties to even: adding 1.5 * 2^23 rounds to an integer."""
     u = tl.minimum(tl.maximum(tl.fma(c, inverse, zero), -1.0), 2.0 * zero + 1.0)
     u = (u + 12582912.0) - 12582912.0
     return tl.minimum(tl.maximum(u, 0.0), 2.0 * zero)
@@ -48,9 +48,9 @@ def _quantize(c, inverse, zero):
 
 @triton.jit
 def _squared_errors(c_row, s, kinds, on, ratios, zeros, R: tl.constexpr, N: tl.constexpr, OFF_PATH: tl.constexpr):
-    """[N] of a row at scales s [N, 1], coefficient j in lane j % 8, in the order that the reference fixes.
+    """Squared errors [N] of a row at scales s [N, 1], summed in the reference's order: coefficient j in lane j % 8.
 
-    OFF_PATH: only of coefficients that are not on a path.
+    OFF_PATH: count only coefficients outside the path.
     """
     lane = tl.arange(0, 8)
     error = tl.zeros((N, 8), tl.float32)
@@ -76,14 +76,14 @@ def _choose(
     ratios_ptr,
     zeros_ptr,
     chosen_ptr,
-    others_ptr,
+    off_path_ptr,
     bad_ptr,
     R: tl.constexpr,
     ANY_PATH: tl.constexpr,
 ):
-    """Scale code of one row: token program_id(0), head program_id(1). c [n, H, R], chosen, bad [n, H]; 0: a zero row.
+    """Scale code of one row: token program_id(0), head program_id(1). c [n, H, R], chosen (0: a zero row), bad [n, H].
 
-    others [n, H, PATH_TRIED]: squared errors of coefficients outside paths, at the scale codes that are tried for one.
+    off_path [n, H, PATH_TRIED]: squared errors of coefficients outside the path at the candidate scale codes.
     """
     token, head, n_head = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     at = token.to(tl.int64) * n_head + head
@@ -121,8 +121,8 @@ def _choose(
         tried = tl.arange(0, _PATH_TRIED)
         k = tl.minimum(tl.maximum(best - _PATH_BELOW + tried, 1), 255)
         s = tl.load(scales_ptr + k)[:, None]
-        other = _squared_errors(c_row, s, kinds, on, ratios, zeros, R, _PATH_TRIED, True)
-        tl.store(others_ptr + at * _PATH_TRIED + tried, other)
+        error = _squared_errors(c_row, s, kinds, on, ratios, zeros, R, _PATH_TRIED, True)
+        tl.store(off_path_ptr + at * _PATH_TRIED + tried, error)
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def _pack(
     B: tl.constexpr,
     ANY_PATH: tl.constexpr,
 ):
-    """The bytes of one row, as _choose. codes U8 [n, H, R]: of paths; B >= n_bytes bytes are packed."""
+    """The bytes of one row; programs as in _choose. codes U8 [n, H, R]: codes on paths; B >= n_bytes: bytes packed."""
     token, head, n_head = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     at = token.to(tl.int64) * n_head + head
     c_row = c_ptr + at * R
@@ -169,8 +169,8 @@ def _pack(
         half = tl.minimum(tl.maximum(x, -_HALF_MAX), _HALF_MAX).to(tl.float16).to(tl.int16, bitcast=True)
         u = tl.where(tl.load(kinds + source) == _HALF, half.to(tl.int32) & 0xFFFF, u)
         if ANY_PATH:
-            of_path = tl.load(codes_ptr + at * R + source).to(tl.int32)
-            u = tl.where(tl.load(on + source) > 0, of_path, u)
+            code = tl.load(codes_ptr + at * R + source).to(tl.int32)
+            u = tl.where(tl.load(on + source) > 0, code, u)
         drop = tl.load(entry + _DROP * _SLOTS * n_bytes, mask=inside, other=0)
         lift = tl.load(entry + _LIFT * _SLOTS * n_bytes, mask=inside, other=0)
         out = out | ((u >> drop) & mask) << lift
@@ -179,9 +179,9 @@ def _pack(
 
 
 def encode_rows(codecs: Codecs, x: torch.Tensor, cells: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Writes x [n, H, d], of any float type, to rows U8 [n_cells, >= row_bytes] at cells I64 [n].
+    """Encode x [n, H, d] (any float type) into rows U8 [n_cells, >= row_bytes] at cells I64 [n].
 
-    Returns I32 [n, H]: 1 for a row with a coefficient that is not finite, which becomes a zero row.
+    Returns I32 [n, H]: 1 for a row with a non-finite coefficient; it is stored as a zero row.
     """
     c = torch.einsum("hrd,nhd->nhr", codecs.encode.float(), x.float())
     if codecs.subtracted is not None:
@@ -192,10 +192,10 @@ def encode_rows(codecs: Codecs, x: torch.Tensor, cells: torch.Tensor, rows: torc
     if n == 0:
         return bad
     any_path = codecs.n_place > 0
-    others = torch.empty((n, n_head, PATH_TRIED if any_path else 0), dtype=torch.float32, device=x.device)
-    of_side = scales(x.device), codecs.coefficients, codecs.ratios, codecs.zeros
-    _choose[(n, n_head)](c, *of_side, chosen, others, bad, R=width, ANY_PATH=any_path)
-    codes = find_paths(codecs, c, chosen, others, scales(x.device)) if any_path else bad
+    off_path = torch.empty((n, n_head, PATH_TRIED if any_path else 0), dtype=torch.float32, device=x.device)
+    tables = scales(x.device), codecs.coefficients, codecs.ratios, codecs.zeros
+    _choose[(n, n_head)](c, *tables, chosen, off_path, bad, R=width, ANY_PATH=any_path)
+    codes = find_paths(codecs, c, chosen, off_path, scales(x.device)) if any_path else bad
     n_bytes = codecs.packing.shape[3]
     _pack[(n, n_head)](
         c,

@@ -1,7 +1,7 @@
-"""Rows by coefficient: the bits and bytes of each code. Python kernels need nothing else of bands and bit planes.
+"""The bits and bytes of each coefficient's code in a row: all that Python kernels need of bands and bit planes.
 
-The numbers are those of kernels/include/subkv/format.h, which Python cannot include; tests hold them to libsubkv's.
-This module needs numpy alone.
+The constants are those of kernels/include/subkv/format.h, which Python cannot include; tests compare them with
+libsubkv. This module needs only numpy.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ import numpy as np
 import numpy.typing as npt
 
 PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
-"""Widths of the bit planes of a band by its bits, low bits first (converter/FORMAT.md)."""
+"""Bits of a band: widths of its bit planes, low bits first (converter/FORMAT.md)."""
 
 SCALE_ONE = 160
 """Scale code of a scale of 1: scales are 2^((code - SCALE_ONE)/8), 0 for code 0."""
 SCALE_CANDIDATES_BELOW = 10
 """Number of scale codes tried below the smallest one without clipping."""
 HALF_MAX = 65504.0
-"""Coefficients stored as halves are clamped to +- this."""
+"""Coefficients in half precision are clamped to +-HALF_MAX."""
 
 # Paths through a trellis (kernels/include/subkv/trellis.h)
 PATH_LEAST = 24
-"""Coefficients of bands of at most 6 bits from which the codes of a row are a path."""
+"""Minimum number of coefficients in bands of at most 6 bits for the codes of a row to be a path."""
 PATH_BELOW, PATH_TRIED = 2, 4
-"""Scale codes tried: from PATH_BELOW less than the best one of rows without a path on, PATH_TRIED of them."""
+"""The search tries PATH_TRIED scale codes; the first is PATH_BELOW below the best one without a path."""
 BENDS = {2: (2, 4), 3: (5, 6), 4: (9, 12), 5: (19, 25), 6: (37, 50)}
-"""By the bits of a band: magnitudes of levels beyond which they are twice and three times as far apart."""
+"""Bits of a band: magnitudes above which levels are twice and three times as far apart."""
 SHARES = {2: 0.411522634, 3: 0.40290088, 4: 0.358166188, 5: 0.353481798, 6: 0.329380765}
-"""By the bits of a band: distance of levels relative to its ratio."""
+"""Bits of a band: distance of levels relative to its ratio."""
 LINE_FACTORS = np.array([2 / 3, 1 / 2, 2 / 5, 1 / 3], np.float32)
-"""What level a value is nearest to: with y in steps, level and a half have the magnitude min(|y|, a |y| + b)."""
+"""Factors a of the lines that map a value to its level: |level + 1/2| = min(|y|, a |y| + b), y in steps."""
 STRAIGHT = 1e9
-"""Beyond every level: what a coefficient that is not on the path has for bends."""
+"""Bends of a coefficient that is not on the path: larger than every level."""
 
 PADDING, CODED, HALF = 0, 1, 2
-"""Kinds of a coefficient: beyond the head's rank, quantized, or stored as a half."""
+"""Kinds of a coefficient: beyond the head's rank, quantized, or a half."""
 
 Band = tuple[int, int, float]
 """(n coefficients, bits, ratio)"""
 
 
 def line_constants(bits: int) -> npt.NDArray[np.float32]:
-    """[4] b of the lines of LINE_FACTORS for the levels of a band."""
+    """Constants b [4] of the lines of LINE_FACTORS for a band."""
     double, triple = (bend + 0.5 for bend in BENDS[bits])
     bends = np.array([double - 2, *sorted((double + 2, triple - 2)), triple + 2])
     return (0.5 * np.cumsum(bends)).astype(np.float32) * LINE_FACTORS
@@ -52,7 +52,7 @@ def line_constants(bits: int) -> npt.NDArray[np.float32]:
 
 @dataclass(frozen=True)
 class Path:
-    """The places of a head's path, of none without one: [n] of the coefficient and its band's bits, int32."""
+    """A head's path: [n] int32, the coefficient of each place and the bits of its band. n = 0: no path."""
 
     coefficient: npt.NDArray[np.int32]
     bits: npt.NDArray[np.int32]
@@ -66,7 +66,7 @@ class Path:
         return cls(places, bits[places])
 
     def before(self, back: int) -> npt.NDArray[np.int32]:
-        """[n] coefficients that many places before: ahead of the first place come the last."""
+        """[n] the coefficients `back` places before; the last places precede the first one."""
         return np.roll(self.coefficient, back)
 
     @property
@@ -91,13 +91,13 @@ def scale_table() -> npt.NDArray[np.float32]:
 class Fields:
     """A head's row, K or V. A coefficient's code is the sum over i of (row[byte[i]] >> shift[i] & mask[i]) << lift[i].
 
-    byte, shift, bits, lift: [2, width] int32, of the low and the high bits of codes; bits: how many, 0 for none. kind,
-    int32, ratio, zero, float32: [width]. ratio: step of the coefficient's band relative to the row's scale, 1 where
-    nothing is quantized. zero: the code that stands for 0, (2^bits - 1)/2; 0 where nothing is quantized.
+    byte, shift, bits, lift: [2, width] int32, for the low and the high bits of codes; bits: their number, or 0. kind:
+    [width] int32. ratio, zero: [width] float32. ratio: step of the coefficient's band relative to the row's scale; 1
+    for halves and padding. zero: the code of 0, (2^bits - 1)/2; 0 for halves and padding.
 
-    Beside them, for those who decode: a coefficient's index is its code, but of one on the path (on = 1) it is
-    2 code ^ 2 (lowest bit of coefficient before[1]'s code) ^ (that of before[0]'s). With y = index - centre it is
-    step * sign(y) (|y| + max(|y| - bend[0], 0) + max(|y| - bend[1], 0)).
+    Decoding: the index is the code; on the path (on = 1) it is 2 code ^ 2 (lowest bit of the code of coefficient
+    before[1]) ^ (lowest bit of the code of before[0]). With y = index - centre the value, in units of the row's scale,
+    is step * sign(y) (|y| + max(|y| - bend[0], 0) + max(|y| - bend[1], 0)).
     """
 
     byte: npt.NDArray[np.int32]
@@ -116,22 +116,22 @@ class Fields:
 
     @classmethod
     def of(cls, bands: Sequence[Band], width: int) -> Fields:
-        """Of these bands, and as many empty coefficients as fill `width`."""
+        """Fields of these bands, padded to `width` coefficients."""
         byte, shift, bits, lift = np.zeros((4, 2, width), np.int32)
         kind = np.full(width, PADDING, np.int32)
         ratio, zero = np.ones(width, np.float32), np.zeros(width, np.float32)
         first, at = 0, 1  # byte 0 is the scale
-        for n, of_code, rho in bands:
+        for n, n_bits, rho in bands:
             here, j = slice(first, first + n), np.arange(n)
             first += n
-            if of_code == 16:  # a half, low byte first
+            if n_bits == 16:  # a half, low byte first
                 kind[here], bits[:, here], lift[1, here] = HALF, 8, 8
                 byte[:, here] = at + 2 * j, at + 2 * j + 1
                 at += 2 * n
                 continue
-            kind[here], ratio[here], zero[here] = CODED, rho, (2**of_code - 1) / 2
+            kind[here], ratio[here], zero[here] = CODED, rho, (2**n_bits - 1) / 2
             below = 0
-            for part, plane in enumerate(PLANES[of_code]):
+            for part, plane in enumerate(PLANES[n_bits]):
                 size = n * plane // 8
                 byte[part, here], shift[part, here] = at + j % size, plane * (j // size)
                 bits[part, here], lift[part, here] = plane, below
@@ -142,13 +142,13 @@ class Fields:
         on, before = np.zeros(width, np.int32), np.zeros((2, width), np.int32)
         step, centre, bend = ratio.copy(), zero.copy(), np.full((2, width), STRAIGHT, np.float32)
         on[places], before[:, places] = 1, [path.before(1), path.before(2)]
-        step[places] *= np.array([SHARES[int(of_code)] for of_code in path.bits], np.float32)
+        step[places] *= np.array([SHARES[int(b)] for b in path.bits], np.float32)
         centre[places], bend[:, places] = 2.0**path.bits - 0.5, path.bends + 0.5
         return cls(byte, shift, bits, lift, kind, ratio, zero, path, on, before, step, centre, bend)
 
     @property
     def mask(self) -> npt.NDArray[np.int32]:
-        """[2, width] of a byte's bits, once they are shifted down."""
+        """[2, width] mask of the bits after the shift."""
         return (1 << self.bits) - 1
 
 

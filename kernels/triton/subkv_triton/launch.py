@@ -13,16 +13,16 @@ class Shape:
     rows: int
     """Query rows of a program."""
     cells: int
-    """Cells that it decodes at once."""
+    """Cells decoded at a time."""
     warps: int
 
 
 @dataclass(frozen=True)
 class Shapes:
     decode: Shape = Shape(16, 16, 8)
-    """Of at most 16 query rows of a KV head."""
+    """For at most 16 query rows per KV head."""
     prompt: Shape = Shape(64, 32, 8)
-    """Of more."""
+    """For more query rows."""
 
 
 DEFAULT = Shapes()
@@ -35,7 +35,10 @@ EVERY = [DEFAULT, FEW_CELLS, SM_80, NO_TENSOR_CORES, NO_TENSOR_CORES_NARROW]
 
 
 def shapes_of(backend: str, arch: int | str, width: int, halves: bool) -> Shapes:
-    """backend, arch: as Triton's GPUTarget has them, ("cuda", 86) or ("hip", "gfx1100"); width: R; halves: 16 bits."""
+    """Shapes for a target. backend, arch: of Triton's GPUTarget, ("cuda", 86) or ("hip", "gfx1100").
+
+    width: R. halves: some band has 16 bits.
+    """
     if backend == "hip":
         shapes = DEFAULT if str(arch).startswith("gfx9") else FEW_CELLS
     elif int(arch) < 80:

@@ -1,7 +1,7 @@
 """encode, attend and combine of kernels/include/subkv/ops.h as Triton kernels for PyTorch.
 
-The rows are those of every other version, byte for byte; layouts may differ between heads. Without a GPU the kernels
-run in Triton's interpreter, with TRITON_INTERPRET=1 in the environment before triton is imported.
+Rows are byte-identical to those of every other version; layouts may differ between heads. Without a GPU, set
+TRITON_INTERPRET=1 before importing triton to run the kernels in Triton's interpreter.
 """
 
 from subkv_triton.attend import Partial, attend, project_queries

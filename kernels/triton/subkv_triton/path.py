@@ -1,7 +1,8 @@
-"""Paths through a trellis: the codes of rows' bands of 2 to 6 bits, with the costs of kernels/ref/trellis.cpp.
+"""Trellis search: the codes of bands of 2 to 6 bits, with the costs of kernels/ref/trellis.cpp.
 
-A program takes BLOCK rows of one head along their path, first at all scales that are tried, then at the best of them
-with each of the four states as both of its ends, then back. State w is x_{t-1} + 2 x_{t-2}, of the codes' lowest bits.
+A program searches BLOCK rows of one head: forward at all candidate scales, forward at the best scale with each of the
+four states as start and end, then backward along the best path. State w is x_{t-1} + 2 x_{t-2}, with x the lowest bit
+of a code.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _A1, _A2, _A3, _A4 = (tl.constexpr(float(a)) for a in LINE_FACTORS)
 
 @triton.jit
 def _quarter(c, step, numbers, T):
-    """A quarter of the place of c among the levels of a place of the path, from the middle; numbers: of that place."""
+    """A quarter of c's position among the levels, from the middle. numbers: Codecs.place_numbers of the place."""
     y = c * tl.div_rn(1.0, step)
     size = tl.abs(y)
     line = numbers + _LINES * T
@@ -55,7 +56,7 @@ def _quarter(c, step, numbers, T):
 
 @triton.jit
 def _index(quarter, half, q):
-    """Index of the nearest level of those with index % 4 = q; half: 2^bits. Ties to even groups of four."""
+    """Index of the nearest level with index % 4 = q. half: 2^bits. Ties go to even groups of four."""
     group = tl.minimum(tl.maximum(quarter + 0.25 * (half - 0.5 - q), -1.0), 0.5 * half)
     group = (group + 12582912.0) - 12582912.0
     return 4.0 * tl.minimum(tl.maximum(group, 0.0), 0.5 * half - 1.0) + q
@@ -71,7 +72,7 @@ def _error(c, step, quarter, half, double, triple, q):
 
 @triton.jit
 def _extend(c, s, half, numbers, T, w0, w1, w2, w3):
-    """Costs of states after a place, and the same of the branches from the larger of two states where they are less."""
+    """Costs of the states after one place, and decisions: bit w is 1 if the branch from the larger state is cheaper."""
     step = s * tl.load(numbers + _STEP * T)
     double, triple = tl.load(numbers + _DOUBLE * T), tl.load(numbers + _TRIPLE * T)
     quarter = _quarter(c, step, numbers, T)
@@ -83,18 +84,18 @@ def _extend(c, s, half, numbers, T, w0, w1, w2, w3):
     a1, b1 = tl.fma(e2, e2, w0), tl.fma(e0, e0, w2)
     a2, b2 = tl.fma(e1, e1, w1), tl.fma(e3, e3, w3)
     a3, b3 = tl.fma(e3, e3, w1), tl.fma(e1, e1, w3)
-    taken = (b0 < a0).to(tl.int32) | (b1 < a1).to(tl.int32) << 1
-    taken = taken | (b2 < a2).to(tl.int32) << 2 | (b3 < a3).to(tl.int32) << 3
-    return tl.minimum(a0, b0), tl.minimum(a1, b1), tl.minimum(a2, b2), tl.minimum(a3, b3), taken
+    decisions = (b0 < a0).to(tl.int32) | (b1 < a1).to(tl.int32) << 1
+    decisions = decisions | (b2 < a2).to(tl.int32) << 2 | (b3 < a3).to(tl.int32) << 3
+    return tl.minimum(a0, b0), tl.minimum(a1, b1), tl.minimum(a2, b2), tl.minimum(a3, b3), decisions
 
 
 @triton.jit
 def _find(
     c_ptr,
     chosen_ptr,
-    others_ptr,
+    off_path_ptr,
     codes_ptr,
-    taken_ptr,
+    decisions_ptr,
     scales_ptr,
     lengths_ptr,
     places_ptr,
@@ -104,7 +105,7 @@ def _find(
     R: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Rows of block program_id(0), head program_id(1); taken I32 [H, T, n]: four bits for each state at the ends."""
+    """Rows of block program_id(0), head program_id(1). decisions I32 [H, T, n]: four bits per start state."""
     head, n_head = tl.program_id(1), tl.num_programs(1)
     row = tl.program_id(0) * B + tl.arange(0, B)
     length = tl.load(lengths_ptr + head)
@@ -115,9 +116,9 @@ def _find(
     live = inside & (middle > 0)
     c_rows = c_ptr + at * R
 
-    # the scale: free ends
-    of = tl.arange(0, _TRIED)[None, :]
-    k = middle[:, None] - _BELOW + of
+    # the scale: any start and end state
+    tried = tl.arange(0, _TRIED)[None, :]
+    k = middle[:, None] - _BELOW + tried
     s = tl.load(scales_ptr + tl.minimum(tl.maximum(k, 1), 255))
     w0 = tl.zeros((B, _TRIED), tl.float32)
     w1, w2, w3 = w0, w0, w0
@@ -126,41 +127,41 @@ def _find(
         half = tl.load(places + _LEVELS * T + t).to(tl.float32)
         w0, w1, w2, w3, _ = _extend(c, s, half, all_numbers + t, T, w0, w1, w2, w3)
     cost = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3))
-    cost += tl.load(others_ptr + at[:, None] * _TRIED + of, mask=live[:, None], other=0.0)
+    cost += tl.load(off_path_ptr + at[:, None] * _TRIED + tried, mask=live[:, None], other=0.0)
     cost = tl.where((k >= 1) & (k <= 255), cost, float("inf"))
     least = tl.min(cost, axis=1)
-    first = tl.min(tl.where(cost == least[:, None], of, _TRIED), axis=1)
+    first = tl.min(tl.where(cost == least[:, None], tried, _TRIED), axis=1)
     best = tl.where(least < float("inf"), middle - _BELOW + first, middle)
     tl.store(chosen_ptr + at, best, mask=live)
 
-    # the path: every state as both ends
+    # the path: it starts and ends in the same state
     s_best = tl.load(scales_ptr + tl.where(live, best, 1))
     end = tl.arange(0, 4)[None, :]
-    nothing = tl.zeros((B, 4), tl.float32)
-    w0 = tl.where(end == 0, nothing, float("inf"))
-    w1 = tl.where(end == 1, nothing, float("inf"))
-    w2 = tl.where(end == 2, nothing, float("inf"))
-    w3 = tl.where(end == 3, nothing, float("inf"))
-    taken_row = taken_ptr + head.to(tl.int64) * T * n + row
+    zero = tl.zeros((B, 4), tl.float32)
+    w0 = tl.where(end == 0, zero, float("inf"))
+    w1 = tl.where(end == 1, zero, float("inf"))
+    w2 = tl.where(end == 2, zero, float("inf"))
+    w3 = tl.where(end == 3, zero, float("inf"))
+    decisions_row = decisions_ptr + head.to(tl.int64) * T * n + row
     for t in range(length):
         c = tl.load(c_rows + tl.load(places + _PLACE * T + t), mask=live, other=0.0)[:, None]
         half = tl.load(places + _LEVELS * T + t).to(tl.float32)
-        w0, w1, w2, w3, taken = _extend(c, s_best[:, None], half, all_numbers + t, T, w0, w1, w2, w3)
-        tl.store(taken_row, tl.sum(taken << (4 * end), axis=1), mask=live)
-        taken_row += n
+        w0, w1, w2, w3, decisions = _extend(c, s_best[:, None], half, all_numbers + t, T, w0, w1, w2, w3)
+        tl.store(decisions_row, tl.sum(decisions << (4 * end), axis=1), mask=live)
+        decisions_row += n
     cost = tl.where(end == 0, w0, tl.where(end == 1, w1, tl.where(end == 2, w2, w3)))
     least = tl.min(cost, axis=1)
     state = tl.min(tl.where(cost == least[:, None], end, 4), axis=1)
 
-    tl.debug_barrier()  # threads may read bits that other threads wrote
+    tl.debug_barrier()  # threads read bits written by other threads
     shift = 4 * state
     for i in range(length):
         t = length - 1 - i
-        taken_row -= n
+        decisions_row -= n
         place = tl.load(places + _PLACE * T + t)
         c = tl.load(c_rows + place, mask=live, other=0.0)
         half = tl.load(places + _LEVELS * T + t).to(tl.float32)
-        bits = tl.load(taken_row, mask=live, other=0)
+        bits = tl.load(decisions_row, mask=live, other=0)
         x, low = state & 1, state >> 1
         high = (bits >> (shift + state)) & 1
         step = s_best * tl.load(all_numbers + t + _STEP * T)
@@ -171,22 +172,22 @@ def _find(
 
 
 def find_paths(
-    codecs: Codecs, c: torch.Tensor, chosen: torch.Tensor, others: torch.Tensor, scales: torch.Tensor
+    codecs: Codecs, c: torch.Tensor, chosen: torch.Tensor, off_path: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    """Codes U8 [n, H, R] of coefficients c [n, H, R] on their paths; anything elsewhere.
+    """Codes U8 [n, H, R] of coefficients c [n, H, R] on their paths; undefined elsewhere.
 
-    chosen I32 [n, H]: scale codes that are best without a path, which become those of the paths; 0: left alone. others
-    F32 [n, H, PATH_TRIED]: squared errors of coefficients outside paths at the codes tried.
+    chosen I32 [n, H]: in: the best scale codes without a path (0: skip the row); out: those of the paths. off_path F32
+    [n, H, PATH_TRIED]: squared errors of coefficients outside paths at the candidate scale codes.
     """
     n, n_head, width = c.shape
     codes = torch.empty((n, n_head, width), dtype=torch.uint8, device=c.device)
-    taken = torch.empty((n_head, codecs.n_place, n), dtype=torch.int32, device=c.device)
+    decisions = torch.empty((n_head, codecs.n_place, n), dtype=torch.int32, device=c.device)
     _find[(triton.cdiv(n, BLOCK), n_head)](
         c,
         chosen,
-        others,
+        off_path,
         codes,
-        taken,
+        decisions,
         scales,
         codecs.path_lengths,
         codecs.places,

@@ -29,7 +29,7 @@ extern dim3 thread_index, block_index;
 extern bool   only_count;
 extern size_t last_shared; // dynamic shared memory of the last launch's block
 
-extern std::vector<unsigned char> last_args; // of the last launch's kernel
+extern std::vector<unsigned char> last_args; // arguments of the last launch
 
 void     run_block(unsigned n_threads, void (*body)(void *), void * data);
 void     block_barrier();
@@ -38,7 +38,7 @@ bool     block_any(bool mine);
 bool     block_all(bool mine);
 uint32_t from_lane(uint32_t mine, unsigned lane);
 
-// mma.sync m8n8k16 of bytes, as the PTX ISA has its fragments; left is signed.
+// mma.sync m8n8k16 of bytes, with the fragments of the PTX ISA; left is signed.
 void product(int * sum, uint32_t left, uint32_t right, bool right_signed);
 
 } // namespace emulated
@@ -64,7 +64,7 @@ inline cudaError_t cudaSetDevice(int) {
     return cudaSuccess;
 }
 
-inline cudaError_t cudaDeviceSynchronize() { // a launch returns when it is done
+inline cudaError_t cudaDeviceSynchronize() { // launches are synchronous
     return cudaSuccess;
 }
 

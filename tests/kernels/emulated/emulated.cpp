@@ -11,7 +11,7 @@
 
 namespace subkv::cuda {
 
-constexpr size_t SHARED = 99u << 10; // of a block, as on sm_86 to sm_120
+constexpr size_t SHARED = 99u << 10; // per block, as on sm_86 to sm_120
 alignas(32) unsigned char block_memory[SHARED];
 
 } // namespace subkv::cuda
@@ -28,17 +28,17 @@ namespace {
 
 size_t most_shared = subkv::cuda::SHARED;
 
-constexpr size_t STACK = 256u << 10; // fragments are whole matrices
+constexpr size_t STACK = 256u << 10; // a fragment holds a whole matrix
 
 // Threads that wait for each other: a block or a warp.
 struct Barrier {
     unsigned n = 0, arrived = 0;
     uint64_t round = 0;
-    bool     any = false, all = true; // of the votes so far
+    bool     any = false, all = true; // votes so far
     bool     last_any = false, last_all = true;
 };
 
-// Contexts begin a thread; from then on it jumps, which needs no system call.
+// A context starts a thread; later switches are jumps without a system call.
 struct Fiber {
     ucontext_t              context;
     jmp_buf                 at;
@@ -47,7 +47,7 @@ struct Fiber {
     bool                    done = false;
 };
 
-// Of a product, a thread's.
+// A thread's factors of a product.
 struct Factors {
     uint32_t left, right;
 };
@@ -136,8 +136,8 @@ void run_block(unsigned n_threads, void (*f)(void *), void * data) {
         fibers[i].context.uc_link          = nullptr;
         makecontext(&fibers[i].context, start, 0);
     }
-    // A pass runs every thread up to a barrier that others have not reached; every second one begins with the last
-    // thread, so that a missing barrier shows.
+    // A pass runs every thread up to a barrier that others have not reached. Every second pass starts with the last
+    // thread, so that a missing barrier changes results.
     unsigned left      = n_threads;
     bool     backwards = false;
     int      without   = 0; // passes in which no barrier opened and no thread ended
@@ -221,14 +221,14 @@ cudaError_t cudaGetDevice(int * device) {
 }
 
 cudaError_t cudaDeviceGetAttribute(int * value, cudaDeviceAttr attr, int) {
-    constexpr int MULTIPROCESSORS = 30; // as an RTX 2060 has
+    constexpr int MULTIPROCESSORS = 30; // as on an RTX 2060
     *value = attr == cudaDevAttrMultiProcessorCount ? MULTIPROCESSORS : (int) emulated::most_shared;
     return cudaSuccess;
 }
 
 extern "C" {
 
-// From here on no launch runs; blocks of the device may have `most` bytes of shared memory.
+// Later launches do not run; `most`: the device's shared memory per block in bytes.
 void emulated_only_count(size_t most) {
     emulated::only_count  = true;
     emulated::most_shared = most;

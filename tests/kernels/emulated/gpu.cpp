@@ -17,7 +17,7 @@
 namespace {
 
 constexpr int    N_GPU   = 2;
-constexpr size_t MEMORY  = (size_t) 8 << 30; // that they report
+constexpr size_t MEMORY  = (size_t) 8 << 30; // reported memory
 constexpr int    THREADS = 2;
 
 bool (*supports)(const ggml_tensor * op, int device)     = nullptr;
@@ -41,7 +41,7 @@ struct Gpu {
 };
 
 Gpu        gpus[N_GPU] = { { 0, "EMULATED0", {}, {}, {} }, { 1, "EMULATED1", {}, {}, {} } };
-std::mutex working; // one at a time: the emulation has one set of threads
+std::mutex working; // the emulation has one set of threads
 
 void protect(const Memory & memory, int how) {
     if (mprotect(memory.base, memory.size, how) != 0) {
@@ -49,7 +49,7 @@ void protect(const Memory & memory, int how) {
     }
 }
 
-// A GPU's memory opens while this lives.
+// Makes a GPU's memory accessible during its lifetime.
 class Work {
 public:
     explicit Work(Gpu & gpu) : lock_(working), gpu_(gpu) {
@@ -176,7 +176,7 @@ ggml_status compute_on_cpu(Backend & backend, const std::vector<ggml_tensor *> &
 ggml_status backend_compute(ggml_backend_t b, ggml_cgraph * graph) {
     auto &                     backend = *(Backend *) b->context;
     const Work                 work(*backend.gpu);
-    std::vector<ggml_tensor *> others; // since the last node of ours
+    std::vector<ggml_tensor *> others; // since the last node of subkv
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
         ggml_tensor * node = ggml_graph_node(graph, i);
         if (node->op != GGML_OP_CUSTOM) {
@@ -243,7 +243,7 @@ ggml_backend_buffer_type_t device_buft(ggml_backend_dev_t dev) {
     return &gpu_of(dev).buft;
 }
 
-// Like the CUDA backend, refuses sources of another GPU, custom nodes that no one has claimed, and those of another GPU.
+// Like the CUDA backend, refuses sources of another GPU, custom nodes that are unclaimed or belong to another GPU.
 bool device_supports(ggml_backend_dev_t dev, const ggml_tensor * op) {
     const Gpu & gpu = gpu_of(dev);
     for (const ggml_tensor * src : op->src) {
@@ -264,7 +264,7 @@ bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buf
     return buft == &gpu_of(dev).buft;
 }
 
-// Weights in host memory are worth copying for many tokens.
+// Copies weights from host memory only for many tokens.
 bool device_offloads(ggml_backend_dev_t, const ggml_tensor * op) {
     return op->op != GGML_OP_GET_ROWS && (op->op == GGML_OP_MUL_MAT ? op->ne[1] : ggml_nrows(op)) >= 32;
 }

@@ -1,4 +1,4 @@
-// mma.h: matrix products of a warp. Every thread holds all of every matrix.
+// mma.h: matrix products of a warp. Every thread holds whole matrices.
 #pragma once
 
 #include "cuda_fp16.h"
@@ -32,7 +32,7 @@ template <typename T> void check_address(const T * p, unsigned ld) {
     }
 }
 
-// x[i] = element(i): every thread computes its share and gets all.
+// x[i] = element(i): each thread computes a share, and all threads get all elements.
 template <typename Element> void share(float (&x)[256], Element element) {
     static float  room[32][256]; // by warp
     float * const mine = room[threadIdx.x / 32];

@@ -1,7 +1,7 @@
 """Compiler figures of the GPU kernels without a GPU: RADV's, ptxas's, and Triton's.
 
-Every measure_* returns {(kernel, target): numbers}. missing_* returns the reason if it cannot run: a tool is missing,
-or its version differs from that of the recorded figures, whose bounds would not apply.
+measure_* returns {(kernel, target): numbers}. missing_* returns the reason if a group cannot be measured: a tool is
+missing, or its version differs from that of the recorded figures.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Numbers = dict[str, int]
 Figures = dict[tuple[str, str], Numbers]
 
 MESA, NVCC, TRITON = "22.3.6", "13.0", "3.9.0"
-"""Versions of which the recorded figures are."""
+"""Versions of the recorded figures."""
 
 
 def run(command: list[str | Path], folder: Path, **environment: str) -> tuple[str, str]:
-    """Output and messages. Raises RuntimeError with these."""
+    """Run a command; returns stdout and stderr. Raises RuntimeError with both if it fails."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, **environment})
     if done.returncode:
         raise RuntimeError(f"{command[0]}: {done.stdout}{done.stderr}")
@@ -43,7 +43,7 @@ def run(command: list[str | Path], folder: Path, **environment: str) -> tuple[st
 
 
 def manifest() -> Path | None:
-    """RADV's loader manifest, with which the Vulkan loader uses no other driver."""
+    """RADV's loader manifest; with it the Vulkan loader uses no other driver."""
     return next(iter(sorted(Path("/usr/share/vulkan/icd.d").glob("radeon_icd*.json"))), None)
 
 
@@ -54,12 +54,12 @@ def missing_vulkan() -> str | None:
     if manifest() is None or shutil.which("dpkg-query") is None:
         return "no RADV of Debian's (mesa-vulkan-drivers)"
     command = ["dpkg-query", "-W", "-f", "${Version}", "mesa-vulkan-drivers"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return None if found.startswith(MESA) else f"mesa-vulkan-drivers: {MESA} expected, {found or 'none'} found"
+    installed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return None if installed.startswith(MESA) else f"mesa-vulkan-drivers: {MESA} expected, {installed or 'none'} found"
 
 
 def measure_vulkan(folder: Path, targets: list[str]) -> Figures:
-    """Every pipeline that the ops make for typical heads."""
+    """Every pipeline of the ops for typical heads."""
     for shader in v.SHADERS:
         run(["glslc", *v.GLSLC_FLAGS, "-mfmt=c", "-o", f"{shader.stem}.inc", shader], folder)
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Werror", *c.INCLUDE, "-I."]
@@ -87,7 +87,7 @@ def measure_vulkan(folder: Path, targets: list[str]) -> Figures:
 # CUDA
 #
 
-CARDS = {  # registers, KiB of shared memory, of them a block's at most, warps, blocks, reserved bytes of a block
+CARDS = {  # registers, KiB of shared memory, maximum KiB of a block, warps, blocks, reserved bytes of a block
     "sm_75": (65536, 64, 64, 32, 16, 0),
     "sm_80": (65536, 164, 163, 64, 32, 1024),
     "sm_86": (65536, 100, 99, 48, 16, 1024),
@@ -95,9 +95,9 @@ CARDS = {  # registers, KiB of shared memory, of them a block's at most, warps, 
     "sm_90": (65536, 228, 227, 64, 32, 1024),
     "sm_120": (65536, 100, 99, 48, 24, 1024),
 }
-"""Of a multiprocessor."""
+"""Limits of a multiprocessor."""
 WARPS_OF_BLOCK = 4
-ENTRIES = {  # part of the entry's mangled name -> the kernel's name, which a shared memory's size may end
+ENTRIES = {  # part of the mangled name: names of kernels, one per size of shared memory
     "decode_kernelILi1E": ["decode d 64 G 3", "decode d 128 G 4"],
     "decode_kernelILi2E": ["decode d 128 G 8"],
     "tiles_kernel": ["tiles d 64", "tiles d 128", "tiles latent"],
@@ -111,12 +111,12 @@ ENTRIES = {  # part of the entry's mangled name -> the kernel's name, which a sh
 
 
 def blocks(arch: str, registers: int, shared: int) -> int:
-    """Blocks that a multiprocessor holds at once, by CUDA's rules of allocation."""
+    """Concurrent blocks of a multiprocessor, by CUDA's rules of allocation."""
     all_registers, kib, _, warps, most, reserved = CARDS[arch]
-    of_warp = -(-registers * 32 // 256) * 256
-    of_block = -(-(shared + reserved) // 256) * 256
-    by_shared = (kib << 10) // of_block if of_block else most
-    return min(all_registers // of_warp // WARPS_OF_BLOCK, by_shared, warps // WARPS_OF_BLOCK, most)
+    warp_registers = -(-registers * 32 // 256) * 256
+    block_bytes = -(-(shared + reserved) // 256) * 256
+    by_shared = (kib << 10) // block_bytes if block_bytes else most
+    return min(all_registers // warp_registers // WARPS_OF_BLOCK, by_shared, warps // WARPS_OF_BLOCK, most)
 
 
 @functools.cache
@@ -124,12 +124,12 @@ def missing_cuda() -> str | None:
     if (nvcc := c.nvcc()) is None:
         return "no nvcc on the PATH, in CUDACXX or /usr/local/cuda"
     out, _ = run([nvcc, "--version"], HERE)
-    found = re.findall(r"release ([\d.]+)", out)
-    return None if found == [NVCC] else f"nvcc: {NVCC} expected, {' '.join(found) or out} found"
+    installed = re.findall(r"release ([\d.]+)", out)
+    return None if installed == [NVCC] else f"nvcc: {NVCC} expected, {' '.join(installed) or out} found"
 
 
 def section_sizes(elf: bytes) -> dict[str, int]:
-    """Bytes of every section of a 64-bit ELF file."""
+    """Size in bytes of every section of a 64-bit ELF file."""
     at, n, names = struct.unpack_from("<Q10xHHH", elf, 40)[0], *struct.unpack_from("<HH", elf, 60)
     headers = [struct.unpack_from("<II4Q", elf, at + 64 * i) for i in range(n)]
     strings = headers[names][4]
@@ -138,7 +138,7 @@ def section_sizes(elf: bytes) -> dict[str, int]:
 
 
 def shared_bytes(folder: Path) -> dict[tuple[int, str], int]:
-    """Dynamic shared memory by the most of a device (KiB) and kernel."""
+    """Dynamic shared memory in bytes, by maximum of the device (KiB) and kernel."""
     emulated = c.ROOT / "tests/kernels/emulated"
     cuda = [source for source in c.SOURCES if source.suffix == ".cu"]
     flags = ["-std=c++17", "-O0", "-Wno-unknown-pragmas", f"-I{emulated}", *c.INCLUDE, "-x", "c++"]
@@ -189,8 +189,8 @@ def missing_triton() -> str | None:
     for package in ("torch", "triton"):
         if importlib.util.find_spec(package) is None:
             return f"package {package} is not installed"
-    found = importlib.metadata.version("triton")
-    return None if found == TRITON else f"triton: {TRITON} expected, {found} found"
+    installed = importlib.metadata.version("triton")
+    return None if installed == TRITON else f"triton: {TRITON} expected, {installed} found"
 
 
 def measure_triton(folder: Path, targets: list[str]) -> Figures:

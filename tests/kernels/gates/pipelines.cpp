@@ -34,13 +34,13 @@ public:
         check(vkCreateInstance(&all, nullptr, &instance), "vkCreateInstance");
         uint32_t n = 0;
         check(vkEnumeratePhysicalDevices(instance, &n, nullptr), "vkEnumeratePhysicalDevices");
-        std::vector<VkPhysicalDevice> found(n);
-        check(vkEnumeratePhysicalDevices(instance, &n, found.data()), "vkEnumeratePhysicalDevices");
+        std::vector<VkPhysicalDevice> devices(n);
+        check(vkEnumeratePhysicalDevices(instance, &n, devices.data()), "vkEnumeratePhysicalDevices");
         VkPhysicalDevice card = nullptr;
-        for (size_t i = 0; i < found.size() && !card; ++i) {
+        for (size_t i = 0; i < devices.size() && !card; ++i) {
             VkPhysicalDeviceProperties properties;
-            vkGetPhysicalDeviceProperties(found[i], &properties);
-            card = properties.deviceType == VK_PHYSICAL_DEVICE_TYPE_CPU ? nullptr : found[i];
+            vkGetPhysicalDeviceProperties(devices[i], &properties);
+            card = properties.deviceType == VK_PHYSICAL_DEVICE_TYPE_CPU ? nullptr : devices[i];
         }
         if (!card) {
             std::fprintf(stderr, "device: a family in RADV_FORCE_FAMILY that this Mesa knows expected, none found\n");
@@ -71,7 +71,7 @@ public:
         check(vkCreateDevice(card, &create, nullptr, &device_), "vkCreateDevice");
     }
 
-    // As the patched backend makes it: storage buffers in set 0, and push constants.
+    // As in the patched backend: storage buffers in set 0, and push constants.
     void print(const std::string & name, const Dispatch & d) {
         std::vector<VkDescriptorSetLayoutBinding> bindings(d.n_buffers);
         for (uint32_t i = 0; i < d.n_buffers; ++i) {

@@ -37,7 +37,7 @@ Attend attend_of(int d, int group, int64_t n_tps) {
     return a;
 }
 
-// DeepSeek's: 16 query heads of a row of 576 elements, of which 512 are the value.
+// DeepSeek: 16 query heads read a row of 576 elements; 512 of them are the value.
 Attend latent() {
     Attend a            = attend_of(576, 16, 1);
     a.layer.latent      = true;

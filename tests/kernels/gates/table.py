@@ -18,15 +18,15 @@ FILE, PAGE = HERE / "figures.csv", HERE.parents[2] / "docs/gpu.md"
 BEGIN, END = "### Figures of each kernel\n", "\n## Simulated\n"
 NUMBERS = ["registers", "spilled", "shared", "size", "resident"]
 """
-registers   of a thread: CUDA's, or vector registers
-spilled     bytes of a thread; registers, scalar ones too, with Vulkan
-shared      bytes of a block
+registers   per thread; vector registers with Vulkan
+spilled     bytes per thread; with Vulkan registers, scalar ones included
+shared      bytes per block
 size        bytes of code; instructions with Vulkan
-resident    blocks that a multiprocessor holds at once; waves of a SIMD with Vulkan. The only one that is to be large
+resident    concurrent blocks of a multiprocessor; waves of a SIMD with Vulkan. Only here larger is better
 """
 MARGIN = {"registers": 4, "spilled": 0, "shared": 0, "size": 0, "resident": 0}
 SHARE = {"registers": 0.0, "spilled": 0.05, "shared": 0.0, "size": 0.03, "resident": 0.0}
-"""What a bound leaves to a change that is not meant for the kernel: a number and a share of the figure."""
+"""Margin of a bound: a number plus a share of the figure."""
 
 TARGETS = {
     "vulkan": ["navi21", "gfx1100", "vega20"],
@@ -39,12 +39,12 @@ Key = tuple[str, str, str]
 
 @dataclass
 class Row:
-    """Numbers that do not exist for the group are left out."""
+    """Figures of a kernel and target; numbers that a group lacks are missing."""
 
     value: dict[str, int] = field(default_factory=dict)
     bound: dict[str, int] = field(default_factory=dict)
     goal: dict[str, int] = field(default_factory=dict)
-    """What a kernel is to reach, where that is stated and not reached yet."""
+    """Stated goals that are not reached."""
 
 
 def worse(number: str, value: int, than: int) -> bool:
@@ -87,10 +87,10 @@ def row_of(group: str, kernel: str, target: str, value: dict[str, int]) -> Row:
     return Row(value, bound, {n: x for n, x in requested.items() if worse(n, value[n], x)})
 
 
-def broken(rows: dict[Key, Row], group: str, found: dict[tuple[str, str], dict[str, int]]) -> list[str]:
+def broken(rows: dict[Key, Row], group: str, figures: dict[tuple[str, str], dict[str, int]]) -> list[str]:
     """Figures that exceed their bound or have no bound."""
     errors = []
-    for (kernel, target), numbers in found.items():
+    for (kernel, target), numbers in figures.items():
         row = rows.get((group, kernel, target))
         if row is None:
             errors.append(f"{kernel}, {target}: a row in {FILE.name} expected, none found")
@@ -119,7 +119,7 @@ def cell(group: str, row: Row | None) -> str:
 
 
 def table(rows: dict[Key, Row], group: str, kernels: list[str], across: bool) -> str:
-    """Kernels across the page, or down."""
+    """Kernels as columns (across) or as rows."""
     targets = [t for t in TARGETS[group] if any(key[0] == group and key[2] == t for key in rows)]
     head, side = (kernels, targets) if across else (targets, kernels)
     lines = [["target" if across else "kernel", *head], ["---"] * (1 + len(head))]
@@ -130,24 +130,24 @@ def table(rows: dict[Key, Row], group: str, kernels: list[str], across: bool) ->
 
 
 def unmet(rows: dict[Key, Row]) -> str:
-    """A line per goal that is not reached."""
+    """A line per goal not reached."""
     requested: dict[tuple[str, str, int], list[int]] = {}
     for (group, _, _), row in rows.items():
         for n, goal in row.goal.items():
             requested.setdefault((group, n, goal), []).append(row.value[n])
     names = {"cuda": "CUDA decode", "triton": "Triton"}
-    text = "| not reached yet | limit | found | kernels and GPUs |\n|---|---|---|---|\n"
-    for (group, n, goal), found in requested.items():
+    text = "| goal not reached | limit | measured | kernels and GPUs |\n|---|---|---|---|\n"
+    for (group, n, goal), values in requested.items():
         unit = {"registers": "registers", "spilled": "spilled bytes", "size": "bytes of code", "resident": "blocks"}[n]
         limit = "at least" if n == "resident" else "at most"
-        of = sum(g == group and n in goals(g, k, t) for g, k, t in rows)
-        span = f"{min(found)} to {max(found)}" if min(found) < max(found) else f"{found[0]}"
-        text += f"| {names[group]}, {unit} | {limit} {goal} | {span} | {len(found)} of {of} |\n"
+        total = sum(g == group and n in goals(g, k, t) for g, k, t in rows)
+        span = f"{min(values)} to {max(values)}" if min(values) < max(values) else f"{values[0]}"
+        text += f"| {names[group]}, {unit} | {limit} {goal} | {span} | {len(values)} of {total} |\n"
     return text
 
 
 def page(rows: dict[Key, Row]) -> str:
-    """Behind the heading of the tables, up to the next section."""
+    """The section of the tables without its heading."""
 
     def of(group: str, start: str = "") -> list[str]:
         return list(dict.fromkeys(k for g, k, _ in rows if g == group and k.startswith(start)))
@@ -176,9 +176,9 @@ def main() -> None:
         import measure
 
         with tempfile.TemporaryDirectory() as folder:
-            found = getattr(measure, f"measure_{group}")(Path(folder), TARGETS[group])
+            figures = getattr(measure, f"measure_{group}")(Path(folder), TARGETS[group])
         rows = {key: row for key, row in rows.items() if key[0] != group}
-        for (kernel, target), value in found.items():
+        for (kernel, target), value in figures.items():
             rows[group, kernel, target] = row_of(group, kernel, target, value)
     if sys.argv[1:]:
         write(rows)

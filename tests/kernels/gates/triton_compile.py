@@ -24,16 +24,16 @@ from subkv_triton import attend, combine, encode, launch, path
 TYPES = {
     **dict.fromkeys(("qt_ptr", "shift_ptr", "bias_ptr", "slope_ptr", "scales_ptr", "sinks_ptr", "q_ptr"), "*fp32"),
     **dict.fromkeys(("m_ptr", "z_ptr", "acc_ptr", "out_ptr", "c_ptr", "k_steps", "v_steps"), "*fp32"),
-    **dict.fromkeys(("ratios_ptr", "zeros_ptr", "others_ptr", "numbers_ptr"), "*fp32"),
+    **dict.fromkeys(("ratios_ptr", "zeros_ptr", "off_path_ptr", "numbers_ptr"), "*fp32"),
     **dict.fromkeys(("decode_ptr", "k_ptr", "v_ptr"), "*fp16"),
     **dict.fromkeys(("k_rows_ptr", "v_rows_ptr", "rows_ptr", "codes_ptr"), "*u8"),
     **dict.fromkeys(("k_table", "v_table", "coefficients_ptr", "packing_ptr", "bad_ptr"), "*i32"),
     **dict.fromkeys(("k_offsets", "v_offsets", "offsets_ptr", "lengths_ptr"), "*i32"),
-    **dict.fromkeys(("chosen_ptr", "taken_ptr", "places_ptr"), "*i32"),
+    **dict.fromkeys(("chosen_ptr", "decisions_ptr", "places_ptr"), "*i32"),
     "cells_ptr": "*i64",
     "softcap": "fp32",
 }
-"""Of arguments; the others are i32, which hold no promise of a multiple of 16."""
+"""Types of arguments; all others are i32, not assumed to be multiples of 16."""
 
 
 def kernels(target: GPUTarget) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -48,7 +48,7 @@ def kernels(target: GPUTarget) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         size = {"G": group, "RV": d, "DK": d, "DV": d, "R": min(d, combine.BLOCK_RANK), "D": min(d, combine.BLOCK_RANK)}
         blocks = {"M": combine.BLOCK_ROWS, "C": combine.BLOCK_KEYS}
         yield f"combine d {d}", combine._combine, {**size, **blocks, "HAS_CAP": False, "HAS_SINKS": False}
-    for d, row_bytes in ((64, 36), (128, 71)):  # of 4.3 bits an element
+    for d, row_bytes in ((64, 36), (128, 71)):  # 4.3 bits per element
         yield f"encode scale d {d}", encode._choose, {"R": d, "ANY_PATH": True}
         yield f"encode path d {d}", path._find, {"R": d, "B": path.BLOCK}
         yield f"encode bytes d {d}", encode._pack, {"R": d, "B": next_power_of_2(row_bytes), "ANY_PATH": True}
@@ -61,7 +61,7 @@ def target_of(name: str) -> GPUTarget:
 
 
 def compiled(function: Any, constants: dict[str, Any], target: GPUTarget) -> dict[str, int]:
-    """Registers and spilled bytes of a thread, shared bytes of a program. constants: num_warps among them, or not."""
+    """Registers and spilled bytes per thread, shared bytes per program. constants may include num_warps."""
     options = {name: constants[name] for name in ("num_warps",) if name in constants}
     constants = {name: x for name, x in constants.items() if name not in options}
     types = {p.name: "constexpr" if p.name in constants else TYPES.get(p.name, "i32") for p in function.params}

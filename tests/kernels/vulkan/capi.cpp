@@ -1,5 +1,5 @@
 // capi.cpp: C names of the Vulkan ops, for ctypes, with the arguments of the CUDA ops (cuda_ops.py): the same tests run
-// both. Addresses are the host's of a buffer's memory.
+// both. Addresses are host addresses of mapped buffers.
 #include "../../../kernels/cuda/ops.h"
 #include "../../../kernels/vulkan/ops.h"
 #include "device.h"
@@ -15,12 +15,12 @@ using namespace subkv;
 
 namespace {
 
-constexpr size_t BEFORE = 64; // bytes: shaders add where things begin
+constexpr size_t BEFORE = 64; // bytes before the data, so that shaders must add offsets
 
 std::unique_ptr<Device> device;
 std::string             error;
 bool                    integer_dot = false;
-std::vector<double>     times; // ms, as many as the next op is to be run; none: once, untimed
+std::vector<double>     times; // ms, one per run of the next op; empty: run it once, untimed
 
 vulkan::Place place(const void * address) {
     if (!address) {
@@ -85,10 +85,10 @@ private:
     Scratch             memory_;
 };
 
-// Results of attend in one buffer, copied from and to where the test has them.
+// Results of attend in one buffer, copied from and to the test's arrays.
 class Partial {
 public:
-    // words: of packed queries of a row
+    // words: packed queries per row
     Partial(const cuda::Attend & a, size_t words) :
         a_(a), rows_((size_t) (a.n_split * a.layer.n_head_kv * a.n_stream * a.n_tps * a.layer.n_group)),
         queries_(rows_ / (size_t) a.n_split), width_k_((size_t) a.layer.width_k), width_v_((size_t) a.layer.width_v),
@@ -181,7 +181,7 @@ template <typename Record> const char * submit(Record record) {
 
 extern "C" {
 
-// nullptr, or why there is no device. dot: one with integer dot products, which attend is to use.
+// Returns nullptr or an error. dot: use a device with integer dot products.
 const char * test_open(bool validate, bool dot) {
     try {
         device.reset(new Device(validate, dot));
@@ -201,7 +201,7 @@ uint32_t test_max_range() {
     return device->max_range();
 }
 
-// Ops run n times from now on, and are timed; 0: once.
+// Later ops run n times and are timed; 0: once, untimed.
 void test_set_times(uint32_t n) {
     times.assign(n, 0.0);
 }
@@ -227,7 +227,7 @@ void test_set_barriers(bool on) {
     device->barriers = on;
 }
 
-// Of the validation layer since the last call.
+// Messages of the validation layer since the last call.
 uint32_t test_messages() {
     const uint32_t n   = device->n_messages;
     device->n_messages = 0;

@@ -8,7 +8,7 @@ using subkv::vulkan::Dispatch;
 
 namespace {
 
-constexpr size_t JUNK = 256 << 20; // bytes, more than a device's caches hold
+constexpr size_t JUNK = 256 << 20; // bytes, more than a device's caches
 
 void check(VkResult result, const char * what) {
     if (result != VK_SUCCESS) {
@@ -61,8 +61,8 @@ Device::Device(bool validate, bool integer_dot) {
         messenger.pUserData       = this;
         const auto create =
             (PFN_vkCreateDebugUtilsMessengerEXT) vkGetInstanceProcAddr(instance_, "vkCreateDebugUtilsMessengerEXT");
-        VkDebugUtilsMessengerEXT made;
-        check(create(instance_, &messenger, nullptr, &made), "vkCreateDebugUtilsMessengerEXT");
+        VkDebugUtilsMessengerEXT created;
+        check(create(instance_, &messenger, nullptr, &created), "vkCreateDebugUtilsMessengerEXT");
     }
 
     uint32_t n = 1;
@@ -77,11 +77,11 @@ Device::Device(bool validate, bool integer_dot) {
     period_    = properties.limits.timestampPeriod;
 
     const float             priority = 1.0f;
-    VkDeviceQueueCreateInfo queue    = {}; // family 0 computes on every device that we know
+    VkDeviceQueueCreateInfo queue    = {}; // queue family 0 supports compute on all known devices
     queue.sType                      = VK_STRUCTURE_TYPE_DEVICE_QUEUE_CREATE_INFO;
     queue.queueCount                 = 1;
     queue.pQueuePriorities           = &priority;
-    VkDeviceCreateInfo device        = {}; // shaders are to need no other feature
+    VkDeviceCreateInfo device        = {}; // shaders must not need other features
     device.sType                     = VK_STRUCTURE_TYPE_DEVICE_CREATE_INFO;
     device.queueCreateInfoCount      = 1;
     device.pQueueCreateInfos         = &queue;
@@ -125,7 +125,7 @@ Device::Device(bool validate, bool integer_dot) {
 
     VkPhysicalDeviceMemoryProperties memory;
     vkGetPhysicalDeviceMemoryProperties(physical_, &memory);
-    // the device's own where the host sees all of it: times are to be those of its memory
+    // device memory if the host can map all of it, so that times are realistic
     const VkMemoryPropertyFlags required = VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT | VK_MEMORY_PROPERTY_HOST_COHERENT_BIT;
     memory_type_                         = UINT32_MAX;
     for (uint32_t i = 0; i < memory.memoryTypeCount; ++i) {
@@ -257,14 +257,14 @@ const char * Device::record(const Dispatch & d) {
     set.descriptorPool              = sets_;
     set.descriptorSetCount          = 1;
     set.pSetLayouts                 = &p.set;
-    VkDescriptorSet made;
-    check(vkAllocateDescriptorSets(device_, &set, &made), "vkAllocateDescriptorSets");
+    VkDescriptorSet descriptors;
+    check(vkAllocateDescriptorSets(device_, &set, &descriptors), "vkAllocateDescriptorSets");
     VkDescriptorBufferInfo buffers[subkv::vulkan::MAX_BUFFERS];
     VkWriteDescriptorSet   writes[subkv::vulkan::MAX_BUFFERS] = {};
     for (uint32_t i = 0; i < d.n_buffers; ++i) {
         buffers[i]                = { ((const Allocation *) d.buffers[i])->buffer, 0, VK_WHOLE_SIZE };
         writes[i].sType           = VK_STRUCTURE_TYPE_WRITE_DESCRIPTOR_SET;
-        writes[i].dstSet          = made;
+        writes[i].dstSet          = descriptors;
         writes[i].dstBinding      = i;
         writes[i].descriptorCount = 1;
         writes[i].descriptorType  = VK_DESCRIPTOR_TYPE_STORAGE_BUFFER;
@@ -272,7 +272,7 @@ const char * Device::record(const Dispatch & d) {
     }
     vkUpdateDescriptorSets(device_, d.n_buffers, writes, 0, nullptr);
     vkCmdBindPipeline(buffer_, VK_PIPELINE_BIND_POINT_COMPUTE, p.pipeline);
-    vkCmdBindDescriptorSets(buffer_, VK_PIPELINE_BIND_POINT_COMPUTE, p.layout, 0, 1, &made, 0, nullptr);
+    vkCmdBindDescriptorSets(buffer_, VK_PIPELINE_BIND_POINT_COMPUTE, p.layout, 0, 1, &descriptors, 0, nullptr);
     vkCmdPushConstants(buffer_, p.layout, VK_SHADER_STAGE_COMPUTE_BIT, 0, 4 * d.n_push, d.push);
     vkCmdDispatch(buffer_, d.groups[0], d.groups[1], d.groups[2]);
     if (barriers) {

@@ -1,5 +1,5 @@
-// device.h: the first Vulkan device of this machine, as far as tests and measurements need it: buffers that the host
-// sees, and dispatches in one command buffer with a barrier after each.
+// device.h: the first Vulkan device of this machine, for tests and measurements: buffers mapped by the host, and
+// dispatches in one command buffer with a barrier after each.
 #pragma once
 
 #include "subkv/vulkan_dispatch.h"
@@ -21,15 +21,15 @@ struct Allocation {
 
 class Device {
 public:
-    // validate: with the Khronos layer and its synchronisation validation. integer_dot: with that feature enabled, else
-    // with none. Throws std::runtime_error.
+    // validate: enables the Khronos layer and its synchronisation validation. integer_dot: enables this feature, else
+    // none. Throws std::runtime_error.
     Device(bool validate, bool integer_dot);
 
     Device(const Device &)             = delete;
     Device & operator=(const Device &) = delete;
 
     const std::string & name() const { return name_; }
-    uint32_t            max_range() const { return max_range_; } // bytes that a shader can reach of a buffer
+    uint32_t            max_range() const { return max_range_; } // maximum binding in bytes
 
     // Memory of a new buffer, `before` bytes after its start; filled with 0xAA.
     void * allocate(size_t size, size_t before);
@@ -42,7 +42,7 @@ public:
     const char * record(const subkv::vulkan::Dispatch & dispatch); // buffers: Allocation
     const char * copy(const void * from, const void * to, size_t size);
     const char * finish();  // runs the recorded commands
-    void         abandon(); // drops them
+    void         abandon(); // discards them
 
     // Time of the commands recorded between start_timer() and stop_timer(), with cold caches; milliseconds.
     void   start_timer();
@@ -50,7 +50,7 @@ public:
     double elapsed() const;
 
     bool        barriers   = true;
-    uint32_t    n_messages = 0; // of the validation layer
+    uint32_t    n_messages = 0; // messages of the validation layer
     std::string last_message;
 
 private:
@@ -66,7 +66,7 @@ private:
 
     std::string      name_;
     uint32_t         max_range_;
-    double           period_;             // ns of a tick of the device's clock
+    double           period_;             // ns per tick of the device's clock
     void *           junk_     = nullptr; // written before a timed run to evict the caches
     VkQueryPool      timer_    = VK_NULL_HANDLE;
     VkInstance       instance_ = VK_NULL_HANDLE;

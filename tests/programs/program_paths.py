@@ -1,4 +1,4 @@
-"""Where llama.cpp's programs of this build lie."""
+"""Paths of llama.cpp's programs in this build."""
 
 from __future__ import annotations
 

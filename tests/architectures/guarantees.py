@@ -18,16 +18,16 @@ from test_variants import shape_of
 WINDOW = (4, 16, 8)  # sinks, recent, rollback
 N_TOKENS, N_PROMPT = 100, 80  # more than a tile of 64 cells
 N_JUNK = 6
-EARLY = 10  # a token of no sink, that only coded cells hold in the end
-PROMISES = ("equals f16", "splits", "rollback", "state", "sequences")
+EARLY = 10  # a token that is no sink; in the end only coded cells have it
+GUARANTEES = ("equals f16", "splits", "rollback", "state", "sequences")
 
 
 @dataclass(frozen=True)
-class Finding:
+class Support:
     """The result for one architecture.
 
-    status: supported, refused, no cache (llama.cpp builds no K/V cache for it) or not built; reason: of the last three.
-    The other fields are of supported ones.
+    status: supported, refused, no cache (llama.cpp builds no K/V cache for it) or not built; reason: why, except for
+    supported. The other fields are for supported architectures.
     floor: distance of logits caused by f16 rounding: flash attention or not, an f16 or an f32 cache.
     reach: distance of the last logits after a change of an early token; coarse: of all logits with codes of 3 bits.
     distances: by guarantee; NaN where the f16 cache refuses or fails, too.
@@ -53,7 +53,7 @@ class Trial:
         self.tokens, self.others = (rng.integers(2, model.n_vocab, N_TOKENS).tolist() for _ in range(2))
         with self.plain() as s:
             self.expected = s.decode(self.tokens)
-        self.used = np.abs(self.expected[0]) < 1e9  # some suppress logits of pictures or sounds
+        self.used = np.abs(self.expected[0]) < 1e9  # some models suppress logits of pictures or sounds
 
     def plain(self, **options: Any) -> Any:
         return session(self.model, threads=1, **self.options | options)
@@ -62,7 +62,7 @@ class Trial:
         return session(self.model, layout, window=WINDOW, threads=1, **self.options | options)
 
     def distance(self, a: Logits, b: Logits) -> float:
-        """As engine.distance, of the logits that mean something."""
+        """engine.distance of the logits that the model does not suppress."""
         a, b = a[:, self.used], b[:, self.used]
         assert np.isfinite(a).all() and np.isfinite(b).all()
         return engine.distance(a, b)
@@ -84,8 +84,8 @@ class Trial:
         with self.coded(layout) as s:
             return self.distance(self.expected, s.decode(self.tokens))
 
-    def promises(self, layout: Any, floor: float) -> dict[str, float]:
-        """Distances of logits of the coded path, by promise."""
+    def guarantees(self, layout: Any, floor: float) -> dict[str, float]:
+        """Distances of logits of the coded path, by guarantee."""
         with self.coded(layout) as s:
             whole = s.decode(self.tokens)
             s.clear()
@@ -126,14 +126,15 @@ class Trial:
             assert s.set_state(state, seq) == len(state), engine.last_error()
             return s.decode(self.tokens[N_PROMPT:], pos=N_PROMPT)
 
-    def sequences(self, opened: Callable[..., Any], whole: Logits, other: Logits) -> float:
-        """Distance caused by other sequences in the batch; sessions of `opened` compute `whole` and `other` alone."""
-        ways = (True,) if C.llama_model_has_encoder(self.model.handle) else (False, True)  # llama.cpp ends the process
-        return max(self._sequences(opened, whole, other, unified) for unified in ways)
+    def sequences(self, open_session: Callable[..., Any], whole: Logits, other: Logits) -> float:
+        """Distance caused by other sequences in the batch; `whole`, `other`: logits of each sequence alone."""
+        # with an encoder and separate sequences llama.cpp ends the process
+        ways = (True,) if C.llama_model_has_encoder(self.model.handle) else (False, True)
+        return max(self._sequences(open_session, whole, other, unified) for unified in ways)
 
-    def _sequences(self, opened: Callable[..., Any], whole: Logits, other: Logits, unified: bool) -> float:
+    def _sequences(self, open_session: Callable[..., Any], whole: Logits, other: Logits, unified: bool) -> float:
         """Two sequences in the same batches, then one that continues next to its copy."""
-        with opened(n_seq_max=2, unified=unified, n_ctx=512) as s:
+        with open_session(n_seq_max=2, unified=unified, n_ctx=512) as s:
             both = [(t, i, seq) for seq, text in enumerate((self.tokens, self.others)) for i, t in enumerate(text)]
             prompts = s.decode_batch([item for item in both if item[1] < N_PROMPT])
             steps = [s.decode_batch([item for item in both if item[1] == i]) for i in range(N_PROMPT, N_TOKENS)]
@@ -142,9 +143,9 @@ class Trial:
             s.cp(0, 1)
             rest = [(t, N_PROMPT + i, seq) for seq in (0, 1) for i, t in enumerate(self.tokens[N_PROMPT:])]
             copies = np.split(s.decode_batch(rest), 2)
-        found = [np.concatenate([prompts[:N_PROMPT], *(step[:1] for step in steps)])]
-        found.append(np.concatenate([prompts[N_PROMPT:], *(step[1:] for step in steps)]))
-        pairs = [(whole, found[0]), (other, found[1]), *((whole[N_PROMPT:], copy) for copy in copies)]
+        joint = [np.concatenate([prompts[:N_PROMPT], *(step[:1] for step in steps)])]
+        joint.append(np.concatenate([prompts[N_PROMPT:], *(step[1:] for step in steps)]))
+        pairs = [(whole, joint[0]), (other, joint[1]), *((whole[N_PROMPT:], copy) for copy in copies)]
         return max(self.distance(a, b) for a, b in pairs)
 
 
@@ -165,7 +166,7 @@ def bases(model: virtual.Model, folder: Path, bits: int) -> Any:
         shapes = shape_of(model)
     except Refused:
         shapes = []
-    if not shapes and C.llama_model_has_encoder(model.handle):  # whose decoder is not observed
+    if not shapes and C.llama_model_has_encoder(model.handle):  # the observer does not see its decoder
         shapes = [(il, model.keys["attention.head_count_kv"], 32, 32) for il in range(model.keys["block_count"])]
     shapes = shapes or [(0, 2, 32, 32)]
     d_k, d_v = shapes[0][2:]
@@ -185,30 +186,30 @@ def _without_cache(model: virtual.Model) -> str:
     return "diffusion: no K/V cache" if C.llama_model_is_diffusion(model.handle) else "encoder: no K/V cache"
 
 
-def examine(arch: str, folder: Path) -> Finding:
-    """Tries everything; layouts are written into `folder`."""
+def examine(arch: str, folder: Path) -> Support:
+    """Check all guarantees of an architecture; `folder`: for layouts."""
     if arch in NOT_BUILT:
-        return Finding("not built", NOT_BUILT[arch])
+        return Support("not built", NOT_BUILT[arch])
     with virtual.model(arch) as model:
         exact, coarse = (bases(model, folder, bits) for bits in (16, 3))
         try:
             with session(model, exact, threads=1) as s:
                 if SUBKV.subkv_context_fingerprint(s.ctx) is None:
-                    return Finding("no cache", _without_cache(model))
+                    return Support("no cache", _without_cache(model))
                 n_layer_coded = s.stats().n_layer_coded
             trial = Trial(model)
             floor = trial.floor()
-            return Finding(
+            return Support(
                 "supported",
                 n_layer=model.keys["block_count"],
                 n_layer_coded=n_layer_coded,
                 floor=floor,
                 reach=trial.reach(),
                 coarse=trial.coarse(coarse),
-                distances=trial.promises(exact, floor),
+                distances=trial.guarantees(exact, floor),
             )
         except Refused as refused:
-            return Finding("refused", str(refused))
+            return Support("refused", str(refused))
         finally:
             SUBKV.subkv_attach(None, None)
             for layout in (exact, coarse):
