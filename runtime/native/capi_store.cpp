@@ -1,6 +1,5 @@
 // capi_store.cpp: subkv_store.h.
 #include "error.h"
-#include "layout_keys.h"
 #include "model_file.h"
 #include "prefix_store.h"
 #include "sha256.h"
@@ -160,14 +159,7 @@ namespace {
 
 std::string content_of(const std::string & path) {
     clear_error();
-    return guarded("model", std::string(), [&] {
-        try {
-            return model_content(path);
-        } catch (const Invalid & e) {
-            set_error("%s", e.why.c_str());
-            return std::string();
-        }
-    });
+    return guarded("model", std::string(), [&] { return model_content(path); });
 }
 
 bool take_states(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,

@@ -11,10 +11,6 @@
 
 namespace subkv {
 
-void refuse(const std::string & key, const std::string & expected, const std::string & found) {
-    throw Invalid{ key + ": expected " + expected + ", found " + found };
-}
-
 namespace {
 
 // ggml's reader ignores tensor data that it does not load, so it accepts a file truncated there.

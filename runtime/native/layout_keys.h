@@ -1,6 +1,7 @@
 // layout_keys.h: reads a GGUF and its subkv.* keys, and rejects wrong types and values outside their limits.
 #pragma once
 
+#include "error.h"
 #include "gguf.h"
 
 #include <cstdint>
@@ -10,13 +11,6 @@
 #include <string_view>
 
 namespace subkv {
-
-struct Invalid {
-    std::string why;
-};
-
-// Throws Invalid.
-[[noreturn]] void refuse(const std::string & key, const std::string & expected, const std::string & found);
 
 struct GgufFree {
     void operator()(gguf_context * ctx) const { gguf_free(ctx); }

@@ -1,7 +1,6 @@
 // model_file.cpp: see model_file.h.
 #include "model_file.h"
 
-#include "error.h"
 #include "layout_keys.h"
 #include "llama.h"
 #include "sha256.h"
@@ -241,13 +240,8 @@ void check_sidecar(const std::string & path, const std::string & content) {
 } // namespace subkv
 
 extern "C" bool subkv_model_content(const char * path, char out[65]) {
-    try {
+    return subkv::guarded("model", false, [&] {
         std::memcpy(out, subkv::model_content(path).c_str(), 65);
         return true;
-    } catch (const subkv::Invalid & e) {
-        subkv::set_error("%s", e.why.c_str());
-    } catch (const std::exception & e) {
-        subkv::set_error("model: %s", e.what());
-    }
-    return false;
+    });
 }

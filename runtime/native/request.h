@@ -17,7 +17,7 @@ struct CacheRequest {
     ChunkRequest                  chunks;
 
     CacheRequest() = default;
-    // Throws std::runtime_error, with the error set, if `params` or the bases exceed a limit, or if no kernels can run.
+    // Throws Invalid if `params` or the bases exceed a limit, or if no kernels can run.
     CacheRequest(std::shared_ptr<const Layout> layout, const subkv_cache_params & params);
 };
 

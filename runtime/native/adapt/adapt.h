@@ -79,10 +79,10 @@ public:
     // `recode` once and from then on reads it as a row of `to`.
     using Merge = std::function<void(int32_t from, int32_t to, const Recode & recode)>;
 
-    // Checks parameters for heads of `rank` coefficients; false: `err`. Replaces zeros by defaults.
-    static bool check(AdaptParams & params, int32_t rank, std::string & err);
+    // Parameters for heads of `rank` coefficients, with defaults instead of zeros. Throws Invalid.
+    static AdaptParams checked(AdaptParams params, int32_t rank);
 
-    // `params` passed check(). The codec and its matrices must outlive the adapter.
+    // params: as checked() returns them. The codec and its matrices must outlive the adapter.
     Adapter(const Ops & ops, const HeadCodec & codec, const AdaptParams & params);
 
     // Codes one block: x [n][ldx] f32 of consecutive positions into cells [n] of tiles, `stride` bytes apart, as in
@@ -114,8 +114,8 @@ public:
     int64_t             sketch_rows(float * s) const; // subkv::sketch_rows; also 0 if the sketch is freed
 
     std::vector<uint8_t> save() const;
-    // Restores a saved state of an adapter with the same codec and parameters. false: `err`, no change.
-    bool restore(const uint8_t * bytes, size_t n, std::string & err);
+    // Restores a saved state of an adapter with the same codec and parameters. Throws Invalid and then changes nothing.
+    void restore(const uint8_t * bytes, size_t n);
 
 private:
     int64_t project(const float * x, int64_t ldx, int64_t n); // -> space_; rows that are not finite

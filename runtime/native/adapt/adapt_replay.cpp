@@ -1,6 +1,7 @@
 // adapt_replay.cpp: cells by position, blocks at multiples of B; merges update the chunk of every row.
 #include "adapt_replay.h"
 
+#include "error.h"
 #include "read_rows.h"
 
 #include <algorithm>
@@ -92,28 +93,25 @@ std::vector<uint8_t> AdaptReplay::save() const {
     return out;
 }
 
-bool AdaptReplay::restore(const uint8_t * bytes, size_t n, std::string & err) {
+void AdaptReplay::restore(const uint8_t * bytes, size_t n) {
     int64_t at[2] = {};
-    if (size() != 0 || n < sizeof(at)) {
-        err = size() != 0 ? "adapt state: expected to be restored before any row, found " + std::to_string(size()) :
-                            "adapt state: expected at least 16 bytes, found " + std::to_string(n);
-        return false;
+    if (size() != 0) {
+        refuse("adapt state", "to be restored before any row", std::to_string(size()));
+    }
+    if (n < sizeof(at)) {
+        refuse("adapt state", "at least 16 bytes", std::to_string(n));
     }
     std::memcpy(at, bytes, sizeof(at));
     const auto row = (int64_t) (codec_.d * sizeof(float));
     if (at[0] < 0 || at[1] < 0 || at[1] >= adapter_.params().block ||
         at[1] * row > (int64_t) n - (int64_t) sizeof(at)) {
-        err = "adapt state: expected less than a block of pending rows, found " + std::to_string(at[1]);
-        return false;
+        refuse("adapt state", "less than a block of pending rows", std::to_string(at[1]));
     }
     const size_t skip = sizeof(at) + (size_t) (at[1] * row);
-    if (!adapter_.restore(bytes + skip, n - skip, err)) {
-        return false;
-    }
+    adapter_.restore(bytes + skip, n - skip);
     origin_ = at[0];
     pending_.resize((size_t) (at[1] * codec_.d));
     std::copy_n(bytes + sizeof(at), (size_t) (at[1] * row), reinterpret_cast<uint8_t *>(pending_.data()));
-    return true;
 }
 
 } // namespace subkv

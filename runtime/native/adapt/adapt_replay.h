@@ -30,7 +30,7 @@ public:
 
     // The coder's state and position; an empty replay with the restored state continues at this position.
     std::vector<uint8_t> save() const;
-    bool                 restore(const uint8_t * bytes, size_t n, std::string & err);
+    void                 restore(const uint8_t * bytes, size_t n); // throws Invalid
 
 private:
     int64_t tile_bytes() const { return TILE * codec_.row_bytes; }

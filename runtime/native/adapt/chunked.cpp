@@ -4,7 +4,6 @@
 #include "error.h"
 
 #include <algorithm>
-#include <stdexcept>
 
 namespace subkv {
 
@@ -34,14 +33,13 @@ void ChunkedLayer::reset(uint32_t stream) {
             if (!covers(value)) {
                 continue;
             }
-            const HeadCodec & codec = (value ? codec_.v : codec_.k)[(size_t) head];
-            AdaptParams       p     = request_.params;
-            std::string       err;
-            if (!Adapter::check(p, codec.rank, err)) { // sets the defaults, which depend on the head's rank
-                throw std::runtime_error(err + " (layer " + std::to_string(codec_.il) + ", head " +
-                                         std::to_string(head) + ")");
+            const HeadCodec & codec = codec_.head(head, value);
+            try { // defaults depend on the head's rank
+                const AdaptParams params = Adapter::checked(request_.params, codec.rank);
+                units_[index(stream, head, value)].reset(new ChunkUnit{ Adapter(ops(), codec, params) });
+            } catch (const Invalid & e) {
+                fail("%s (layer %d, head %d)", e.what(), codec_.il, (int) head);
             }
-            units_[index(stream, head, value)].reset(new ChunkUnit{ Adapter(ops(), codec, p) });
         }
     }
 }
@@ -59,25 +57,19 @@ void ChunkedLayer::for_each(uint32_t stream, const std::function<void(ChunkUnit 
 void ChunkedBases::check(const ChunkRequest & request, const Layout & layout, int32_t n_recent, int32_t n_rollback,
                          const CacheDesc & desc) {
     const AdaptParams & p = request.params;
-    std::string         err;
-    AdaptParams         tried = p;
-    if (!Adapter::check(tried, MAX_SKETCH_SIZE, err)) {
-        throw std::runtime_error(err);
-    }
+    Adapter::checked(p, MAX_SKETCH_SIZE);
     if (n_recent < p.block + n_rollback) {
-        throw std::runtime_error("adapt: block: expected at most n_recent less n_rollback, " +
-                                 std::to_string(std::max(0, n_recent - n_rollback)) +
-                                 ", since a block is coded when it leaves the exact window, found " +
-                                 std::to_string(p.block));
+        fail("adapt: block: expected at most n_recent less n_rollback, %d, since a block is coded when it leaves the "
+             "exact window, found %d",
+             std::max(0, n_recent - n_rollback), p.block);
     }
     for (const LayerDesc & layer : desc.layers) {
         if (layer.latent) {
-            throw std::runtime_error("adapt: expected layers with values of their own, found latent attention (MLA)");
+            fail("adapt: expected layers with values of their own, found latent attention (MLA)");
         }
         if (std::max(layer.d_k, layer.d_v) > MAX_SKETCH_SIZE) {
-            throw std::runtime_error("adapt: expected heads of at most " + std::to_string(MAX_SKETCH_SIZE) +
-                                     " elements, found " + std::to_string(std::max(layer.d_k, layer.d_v)) +
-                                     " in layer " + std::to_string(layer.il));
+            fail("adapt: expected heads of at most %d elements, found %d in layer %d", MAX_SKETCH_SIZE,
+                 std::max(layer.d_k, layer.d_v), layer.il);
         }
     }
     for (const LayerDesc & layer : desc.layers) {
@@ -88,8 +80,8 @@ void ChunkedBases::check(const ChunkRequest & request, const Layout & layout, in
         }
     }
     if (desc.n_seq_max > 1 && desc.n_stream == 1) {
-        throw std::runtime_error("adapt: expected one sequence, or a cache for each (kv_unified off), found " +
-                                 std::to_string(desc.n_seq_max) + " that share their cells");
+        fail("adapt: expected one sequence, or a cache for each (kv_unified off), found %u that share their cells",
+             desc.n_seq_max);
     }
 }
 
@@ -147,10 +139,7 @@ void ChunkedBases::copy(uint32_t src, uint32_t dst) {
     size_t i = 0;
     for_each(src, [&](ChunkUnit & unit) {
         const std::vector<uint8_t> state = unit.adapter.save();
-        std::string                err;
-        if (!to[i]->adapter.restore(state.data(), state.size(), err)) {
-            throw std::runtime_error(err);
-        }
+        to[i]->adapter.restore(state.data(), state.size());
         to[i++]->coded = unit.coded;
     });
 }
@@ -204,19 +193,16 @@ void ChunkedBases::state_read(StateReader & r, uint32_t stream) {
             r.read(&size, sizeof(size));
             whole = whole < 0 ? coded : whole;
             if (coded < 0 || coded % request_.params.block != 0 || coded != whole || size > MOST) {
-                throw std::runtime_error("state: whole blocks of adaptive bases expected, " + std::to_string(coded) +
-                                         " positions in " + std::to_string(size) + " bytes found");
+                fail("state: whole blocks of adaptive bases expected, %d positions in %llu bytes found", coded,
+                     (unsigned long long) size);
             }
             std::vector<uint8_t> state;
-            std::string          err;
             while (state.size() < size) {
                 const auto n = (size_t) std::min(size - state.size(), PIECE);
                 state.resize(state.size() + n);
                 r.read(state.data() + state.size() - n, n);
             }
-            if (!unit.adapter.restore(state.data(), state.size(), err)) {
-                throw std::runtime_error(err);
-            }
+            unit.adapter.restore(state.data(), state.size());
             unit.coded = coded;
         });
     } catch (...) {

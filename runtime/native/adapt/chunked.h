@@ -24,7 +24,7 @@ struct ChunkRequest {
     bool any() const { return k || v; }
 };
 
-// The request in `params`. Throws std::runtime_error, with the error set.
+// The request in `params`. Throws Invalid.
 ChunkRequest requested_chunks(const subkv_cache_params & params);
 // The request in the environment (automatic.h), or else in the file. Throws Invalid.
 ChunkRequest chunks_of_environment(const Layout & layout);
