@@ -1,5 +1,5 @@
 // cache_rows.cpp: converts cells of a layer to rows and back, for states, whose format has rows only.
-//   row: all heads, then one chunk byte per head with adapted bases
+//   row: all heads, then of chunked layers one chunk byte per head
 #include "cache.h"
 
 #include <algorithm>

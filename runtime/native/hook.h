@@ -208,8 +208,7 @@ struct CacheFacts {
     };
 
     bool        coded      = false; // false: rows stay ordinary, the layers are only observed
-    bool        shifts     = true;  // positions may move
-    bool        goes_back  = true;  // an earlier exact window fits the current cells; false: adapted bases
+    bool        shifts     = true;  // positions may move; false: chunks
     int32_t     n_sink     = 0;     // number of first tokens of a sequence that no shift may move
     int32_t     n_rollback = -1;    // number of last tokens that a sequence of any length can remove; -1: all
     int64_t     n_slots    = 0;     // of the exact window
@@ -222,45 +221,12 @@ struct CacheFacts {
     size_t row_bytes(int32_t il, bool value) const { return value ? layer(il).v : layer(il).k; }
 };
 
-// Context shifts: changes of positions.
-class CacheShift {
-public:
-    virtual ~CacheShift() = default;
-    // Called before positions [p0, p1) of a sequence move by `by`; false: rejected, no cell may move. Nodes of build()
-    // apply the pending rotations of cells and window slots before any token reads their keys.
-    virtual bool add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) = 0;
-    virtual void rotations(int32_t * by) const = 0; // [n_slots] pending rotations of keys
-    virtual void rotated()                     = 0; // called after all keys are rotated
-    virtual void build(const ShiftBuild & b)   = 0;
-};
-
-// The parts of a state, and the rows of cells in it.
-class CacheState {
-public:
-    virtual ~CacheState() = default;
-    // read_head runs before any cell changes. It throws if the state belongs to another layout, or a partial state to
-    // cells at other positions, and returns the move history that read_window() compares. read_window runs after the
-    // cells and throws if the window does not belong to them. seq -1: all.
-    virtual void                  write_head(StateWriter & w, int32_t seq) const              = 0;
-    virtual std::vector<uint64_t> read_head(StateReader & r, int32_t seq, bool partial) const = 0;
-    virtual void                  write_window(StateWriter & w, int32_t seq) const            = 0;
-    virtual void                  read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves,
-                                              const CellReader & cells)                       = 0;
-    // Coded layers store cells in tiles (subkv/tiles.h); only the cache knows tiles. States contain rows [n][row_bytes]
-    // of cells [first, first + n) of one stream's tensor, on CPU and GPU.
-    virtual void get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
-                          uint8_t * rows) const                                                                    = 0;
-    virtual void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) = 0;
-};
-
 // One per K/V cache. Methods are called from the thread that drives the context.
 class CacheHook {
 public:
     virtual ~CacheHook() = default;
 
-    const CacheFacts &   facts() const { return facts_; }
-    virtual CacheShift & shift() = 0;
-    virtual CacheState & state() = 0;
+    const CacheFacts & facts() const { return facts_; }
     // Sets the reason that subkv_last_error returns.
     virtual void report(const std::string & reason) const = 0;
 
@@ -282,6 +248,35 @@ public:
     // The smallest next position after a removal of the sequence's tail: 0 .. last position + 1; -1: the sequence is
     // empty.
     virtual int32_t goes_back_to(int32_t seq, const CellReader & cells) const = 0;
+
+    //
+    // shifts: changes of positions
+    //
+
+    // Called before positions [p0, p1) of a sequence move by `by`; false: rejected, no cell may move. Nodes of
+    // build_shift() apply the pending rotations of cells and window slots before any token reads their keys.
+    virtual bool shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) = 0;
+    virtual void rotations(int32_t * by) const     = 0; // [n_slots] pending rotations of keys
+    virtual void rotated()                         = 0; // called after all keys are rotated
+    virtual void build_shift(const ShiftBuild & b) = 0;
+
+    //
+    // states
+    //
+
+    // read_head runs before any cell changes. It throws if the state belongs to another layout, or a partial state to
+    // cells at other positions, and returns the move history that read_window() compares. read_window runs after the
+    // cells and throws if the window does not belong to them. seq -1: all.
+    virtual void                  write_head(StateWriter & w, int32_t seq, bool partial) const = 0;
+    virtual std::vector<uint64_t> read_head(StateReader & r, int32_t seq, bool partial) const  = 0;
+    virtual void                  write_window(StateWriter & w, int32_t seq) const             = 0;
+    virtual void                  read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves,
+                                              const CellReader & cells)                        = 0;
+    // Coded layers store cells in tiles (subkv/tiles.h); only the cache knows tiles. States contain rows [n][row_bytes]
+    // of cells [first, first + n) of one stream's tensor, on CPU and GPU.
+    virtual void get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
+                          uint8_t * rows) const                                                                    = 0;
+    virtual void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) = 0;
 
     //
     // graph

@@ -119,8 +119,8 @@ public:
     void read_tensor(ggml_tensor * t, size_t offset, size_t size) override {
         const uint8_t * rows = at.take(size);
         if (const auto * side = coded.of(t)) {
-            kv.subkv_hook->state().set_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
-                                            (int64_t) (size / t->nb[1]), rows);
+            kv.subkv_hook->set_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
+                                    (int64_t) (size / t->nb[1]), rows);
         } else {
             ggml_backend_tensor_set(t, rows, offset, size);
         }

@@ -30,12 +30,12 @@ bool llama_subkv::seq_add(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, l
         return false;
     }
     const auto [first, last] = positions(p0, p1);
-    return kv.subkv_hook->answer(kv.subkv_hook->shift().add(seq, first, last, shift, reader(kv)));
+    return kv.subkv_hook->answer(kv.subkv_hook->shift(seq, first, last, shift, reader(kv)));
 }
 
 void llama_subkv::shifted(const llama_kv_cache & kv) {
     if (kv.subkv_hook) {
-        kv.subkv_hook->shift().rotated();
+        kv.subkv_hook->rotated();
     }
 }
 
@@ -70,7 +70,7 @@ class llama_subkv::shift_input : public llm_graph_input_i {
 public:
     shift_input(const llama_kv_cache & kv, ggml_context * ctx) :
         ctx(ctx), slots((size_t) kv.subkv_hook->facts().n_slots) {
-        kv.subkv_hook->shift().rotations(slots.data());
+        kv.subkv_hook->rotations(slots.data());
         std::set<int32_t> all(slots.begin(), slots.end());
         for (const auto & cells : kv.v_cells) {
             for (uint32_t i = 0; i < cells.size(); ++i) {
@@ -160,6 +160,6 @@ bool llama_subkv::build_shift(const llama_kv_cache & kv, const llama_cparams & c
                                       freq_scale, il);
     b.first     = kv.hparams.n_lora_kv > 0 ? kv.hparams.n_embd_head_k(il) - n_rot : 0; // latent rows: they are last
     b.apart     = input->apart;
-    kv.subkv_hook->shift().build(b);
+    kv.subkv_hook->build_shift(b);
     return true;
 }

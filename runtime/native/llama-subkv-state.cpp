@@ -76,8 +76,8 @@ public:
         if (!counts) {
             rows.resize(size);
             if (const auto * side = coded.of(t)) {
-                kv.subkv_hook->state().get_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
-                                                (int64_t) (size / t->nb[1]), rows.data());
+                kv.subkv_hook->get_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
+                                        (int64_t) (size / t->nb[1]), rows.data());
             } else {
                 ggml_backend_tensor_get(t, rows.data(), offset, size);
             }
@@ -110,21 +110,11 @@ template <typename Body> static void write_checked(llama_io_write_i & io, Body b
     io.write(&sum, sizeof(sum));
 }
 
-static void check_partial(const subkv::CacheHook & hook) {
-    if (!hook.facts().goes_back) {
-        hook.report("state: cells with adapted bases cannot return to a partial state; save a whole state");
-        throw std::runtime_error("partial state of a cache with adapted bases");
-    }
-}
-
 // The shift history for the window, and the checksum.
-static std::pair<std::vector<uint64_t>, uint64_t> read_head(subkv::CacheHook & hook, llama_io_read_i & io,
+static std::pair<std::vector<uint64_t>, uint64_t> read_head(const subkv::CacheHook & hook, llama_io_read_i & io,
                                                             llama_seq_id seq, bool partial) {
-    if (partial) {
-        check_partial(hook);
-    }
     state_reader head(io);
-    auto         moves = hook.state().read_head(head, seq, partial);
+    auto         moves = hook.read_head(head, seq, partial);
     return { std::move(moves), head.sum };
 }
 
@@ -133,19 +123,16 @@ bool llama_subkv::state_write(const llama_kv_cache & kv, llama_io_write_i & io, 
     if (!coded(kv) || dynamic_cast<row_writer *>(&io)) {
         return false;
     }
-    const bool partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
-    if (partial) {
-        check_partial(*kv.subkv_hook);
-    }
+    const bool   partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
     state_writer w(io);
-    kv.subkv_hook->state().write_head(w, seq);
+    kv.subkv_hook->write_head(w, seq, partial);
     write_checked(io, [&](llama_io_write_i & to) {
         row_writer rows(kv, to, w.sum);
         if (!partial) {
             kv.state_write(rows, seq, 0);
         }
         state_writer window(rows);
-        kv.subkv_hook->state().write_window(window, seq);
+        kv.subkv_hook->write_window(window, seq);
         return rows.sum;
     });
     return true;
@@ -181,7 +168,7 @@ void llama_subkv::state_read_rest(llama_kv_cache & kv, row_reader & body, llama_
                                   const std::vector<uint64_t> & moves) {
     try {
         state_reader window(body);
-        kv.subkv_hook->state().read_window(window, seq, moves, reader(kv));
+        kv.subkv_hook->read_window(window, seq, moves, reader(kv));
         body.end();
     } catch (...) {
         kv.state_clear(seq);
@@ -300,7 +287,7 @@ bool llama_subkv::clear_cells(llama_kv_cache & kv, int32_t il, bool value, ggml_
         for (last = first + 1; last < cells.size() && cells[last] == cells[last - 1] + 1; ++last) {
         }
         const std::vector<uint8_t> zeros((last - first) * row);
-        kv.subkv_hook->state().set_rows(il, value, t, cells[first], (int64_t) (last - first), zeros.data());
+        kv.subkv_hook->set_rows(il, value, t, cells[first], (int64_t) (last - first), zeros.data());
     }
     return true;
 }

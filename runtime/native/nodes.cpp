@@ -2,7 +2,7 @@
 //
 //   encode        k, v -> codes at their cells; also rounds k, v to half precision ("fresh" rows) and projects q
 //   mask          once for all layers, if the batch has few tokens: the values that attend adds to logits
-//   encode_blocks only with adaptive bases: codes tokens that have left the exact window, in blocks (instead of encode)
+//   encode_blocks only in chunked layers: codes tokens that have left the exact window, in blocks (instead of encode)
 //   attend        query x coded cells -> partial (m, z, sum of value coefficients) per split of the cells
 //   combine       merges the splits, multiplies by D_v, adds the exact window (fresh and stored rows) and attention
 //                 sinks, normalises

@@ -83,7 +83,7 @@ public:
     std::vector<uint64_t> moves(int32_t seq) const;
 
     // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens`, and records its rows as stored. Slots list the
-    // keys that the tokens attend to exactly, and the key that left the window last (adaptation codes blocks up to it).
+    // keys that the tokens attend to exactly, and the key that left the window last (chunks are coded up to it).
     void set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, const CellReader & cells);
     bool holds(int32_t seq, int32_t pos) const; // true: the window has the exact row
 

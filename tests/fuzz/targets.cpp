@@ -316,7 +316,7 @@ void run_adaptive(const uint8_t * data, size_t n) {
     ChunkedBases adaptive(small_layout(), { true, true, eager() }, 1);
     Read         from(data, n);
     try {
-        adaptive.state_read(from, 0);
+        adaptive.state_read(from, 0, MAX_POSITION);
     } catch (const std::runtime_error &) {
         EXPECT(adaptive.coded(0) == 0);
         return;
@@ -325,7 +325,7 @@ void run_adaptive(const uint8_t * data, size_t n) {
     Written kept, again;
     adaptive.state_write(kept, 0);
     Read same(kept.bytes.data(), kept.bytes.size());
-    adaptive.state_read(same, 0);
+    adaptive.state_read(same, 0, MAX_POSITION);
     adaptive.state_write(again, 0);
     EXPECT(again.bytes == kept.bytes);
 }

@@ -2,8 +2,10 @@
 
 #include "device.h"
 #include "error.h"
+#include "window.h"
 
 #include <algorithm>
+#include <map>
 
 namespace subkv {
 
@@ -99,11 +101,9 @@ ChunkedLayer * ChunkedBases::layer(int32_t il) const {
     return (size_t) il < layers_.size() ? layers_[(size_t) il].get() : nullptr;
 }
 
-void ChunkedBases::clear() {
-    for (uint32_t stream = 0; stream < n_stream_; ++stream) {
-        if (coded(stream) > 0) {
-            reset(stream);
-        }
+void ChunkedBases::clear(uint32_t stream) {
+    if (coded(stream) > 0) { // else it is as new
+        reset(stream);
     }
 }
 
@@ -144,6 +144,70 @@ void ChunkedBases::copy(uint32_t src, uint32_t dst) {
     });
 }
 
+bool ChunkedBases::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const {
+    const int32_t left    = cells.max_pos_outside(seq, p0, p1);
+    const int32_t n_coded = coded(cells.stream_of(seq));
+    if (left < 0 || left + 1 >= n_coded) {
+        return true;
+    }
+    set_error("seq_rm: removing positions [%d, %d) of sequence %d would leave adaptive bases fitted to them: positions "
+              "below %d are coded; remove the whole sequence and decode it again",
+              p0, p1, seq, n_coded);
+    return false;
+}
+
+bool ChunkedBases::ready(const std::vector<TokenDesc> & tokens, bool causal, const Window & window,
+                         const CellReader & cells) const {
+    if (!causal) {
+        set_error(
+            "decode: adaptive bases need a causal mask, because they code a token when it leaves the exact window; "
+            "this mask lets tokens attend to later ones (some models use such masks for images); use static bases");
+        return false;
+    }
+    std::map<int32_t, int32_t> begin; // smallest position by sequence
+    for (const auto & token : tokens) {
+        if (token.in_picture) {
+            set_error("decode: adaptive bases need one token per position, because they code a token when it leaves "
+                      "the exact window; tokens of an image share position %d; use static bases",
+                      token.pos);
+            return false;
+        }
+        for (int32_t i = 0; i < token.n_seq; ++i) {
+            auto [it, fresh] = begin.try_emplace(token.seq[i], token.pos);
+            it->second       = std::min(it->second, token.pos);
+        }
+    }
+    std::vector<PosCell> uncoded;
+    for (const auto & [seq, first] : begin) {
+        cells.find(seq, std::max(window.n_sink(), coded(cells.stream_of(seq))), first, uncoded);
+        for (const auto & cell : uncoded) {
+            if (!window.holds(seq, cell.pos)) {
+                set_error(
+                    "decode: sequence %d at position %d needs the exact row of position %d to code it, which is not "
+                    "held; remove the whole sequence and decode it again",
+                    seq, first, cell.pos);
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+bool ChunkedBases::reject_shift() {
+    set_error("seq_add: positions in a subkv cache with adaptive bases cannot be shifted; remove the sequence and "
+              "decode it again with new positions, or use an ordinary cache type (-ctk f16)");
+    return false;
+}
+
+void ChunkedBases::refuse_partial() {
+    fail("state: cells with adapted bases cannot return to a partial state; save a whole state");
+}
+
+void ChunkedBases::refuse_sides(int32_t sides, int32_t block, int32_t found_sides, int32_t found_block) {
+    fail("state: adaptive bases on sides %d (1 K, 2 V) in blocks of %d expected, %d in blocks of %d found", sides,
+         block, found_sides, found_block);
+}
+
 ChunkedBases::Total ChunkedBases::total() const {
     Total sum;
     for (uint32_t stream = 0; stream < n_stream_; ++stream) {
@@ -180,7 +244,7 @@ void ChunkedBases::state_write(StateWriter & w, uint32_t stream) const {
     });
 }
 
-void ChunkedBases::state_read(StateReader & r, uint32_t stream) {
+void ChunkedBases::state_read(StateReader & r, uint32_t stream, int32_t n_pos) {
     constexpr uint64_t MOST  = UINT64_C(1) << 30; // of one head: far more than a sketch and 255 bases need
     constexpr uint64_t PIECE = 1 << 20;           // a forged size must not allocate more than the state has
     reset(stream);
@@ -205,6 +269,9 @@ void ChunkedBases::state_read(StateReader & r, uint32_t stream) {
             unit.adapter.restore(state.data(), state.size());
             unit.coded = coded;
         });
+        if (whole > n_pos) {
+            fail("state: adaptive bases of at most %d coded positions expected, %d found", n_pos, whole);
+        }
     } catch (...) {
         reset(stream);
         throw;
