@@ -1,6 +1,7 @@
 #include "base64.h"
 
 #include "error.h"
+#include "sha256.h"
 
 namespace subkv {
 
@@ -18,11 +19,10 @@ static int digit_value(char c) {
 }
 
 [[noreturn]] static void refuse_at(const std::string & key, size_t at, const char * expected, char found) {
-    static const char hex[] = "0123456789abcdef";
-    const uint8_t     byte  = (uint8_t) found;
-    const bool        shown = byte > 0x20 && byte < 0x7f;
+    const uint8_t byte  = (uint8_t) found;
+    const bool    shown = byte > 0x20 && byte < 0x7f;
     refuse(key, std::string(expected) + " at character " + std::to_string(at),
-           shown ? std::string("'") + found + "'" : std::string("byte 0x") + hex[byte >> 4] + hex[byte & 15]);
+           shown ? std::string("'") + found + "'" : "byte 0x" + hex_digits(&byte, 1));
 }
 
 void base64_decode(const std::string & key, std::string_view text, uint8_t * out, size_t n_out) {

@@ -26,16 +26,6 @@ struct subkv_store_found {
 
 namespace {
 
-std::string digits_of(const uint8_t * identity) {
-    static const char hex[] = "0123456789abcdef";
-    std::string       out;
-    for (int i = 0; i < SUBKV_STORE_IDENTITY; ++i) {
-        out += hex[identity[i] >> 4];
-        out += hex[identity[i] & 15];
-    }
-    return out;
-}
-
 std::vector<uint8_t> copied(const subkv_store_bytes & bytes) {
     const auto * data = (const uint8_t *) bytes.data;
     return { data, data + bytes.size };
@@ -44,7 +34,7 @@ std::vector<uint8_t> copied(const subkv_store_bytes & bytes) {
 bool put_states(subkv_store * store, const uint8_t * identity, const subkv_store_prompt & prompt, StoreStates && states,
                 bool wait) {
     Prefix prefix;
-    prefix.identity    = digits_of(identity);
+    prefix.identity    = hex_digits(identity, SUBKV_STORE_IDENTITY);
     prefix.tokens      = { prompt.tokens, prompt.tokens + std::max<int64_t>(0, prompt.n_tokens) };
     prefix.n_removable = prompt.n_removable;
     prefix.states      = std::move(states);
@@ -102,7 +92,7 @@ extern "C" subkv_store_found * subkv_store_get(subkv_store * store, const uint8_
     clear_error();
     return guarded("SUBKV_STORE", (subkv_store_found *) nullptr, [&]() -> subkv_store_found * {
         PrefixQuery prefix_query;
-        prefix_query.identity          = digits_of(identity);
+        prefix_query.identity          = hex_digits(identity, SUBKV_STORE_IDENTITY);
         prefix_query.tokens            = { query->tokens, query->tokens + std::max<int64_t>(0, query->n_tokens) };
         prefix_query.n_held            = query->n_held;
         prefix_query.n_max             = query->n_max;
@@ -146,9 +136,7 @@ extern "C" void subkv_store_found_free(subkv_store * store, subkv_store_found * 
 }
 
 extern "C" void subkv_store_get_stats(const subkv_store * store, subkv_store_stats * stats) {
-    const PrefixStats now = store->store.stats();
-    *stats                = { now.n_entries, now.n_bytes,   now.n_hits,    now.n_restored,
-                              now.n_written, now.n_dropped, now.n_damaged, now.n_failures };
+    *stats = store->store.stats();
 }
 
 //
@@ -171,12 +159,7 @@ bool take_states(subkv_store * store, const uint8_t * identity, const subkv_stor
 StoreIdentity digest_of(const std::string & text) {
     Sha256 digest;
     digest.update(text.data(), text.size());
-    const std::string digits = digest.hex();
-    StoreIdentity     out;
-    for (size_t i = 0; i < out.size(); ++i) {
-        out[i] = (uint8_t) std::stoi(digits.substr(2 * i, 2), nullptr, 16);
-    }
-    return out;
+    return digest.digest();
 }
 
 } // namespace

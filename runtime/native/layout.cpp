@@ -217,9 +217,9 @@ void read_bases(const Keys & keys, const std::vector<LayerSpec> & specs, Layout 
 }
 
 std::shared_ptr<const Layout> read_layout(const char * path) {
-    const Gguf ctx = open_gguf(path);
-    const Keys keys(ctx.get());
-    auto       l = std::make_shared<Layout>();
+    const gguf_context_ptr ctx = open_gguf(path);
+    const Keys             keys(ctx.get());
+    auto                   l = std::make_shared<Layout>();
     read_header(keys, *l);
     const std::vector<LayerSpec> specs = parse_layout(keys.view("subkv.layout"), l->n_layer);
     check_stray_bases(ctx.get(), specs);
@@ -250,7 +250,7 @@ std::shared_ptr<const Layout> load_layout(const char * path) {
 }
 
 bool layout_present(const char * path) {
-    const Gguf ctx = open_gguf(path);
+    const gguf_context_ptr ctx = open_gguf(path);
     for (int64_t i = 0; i < gguf_get_n_kv(ctx.get()); ++i) {
         if (is_ours(gguf_get_key(ctx.get(), i))) {
             return true;

@@ -10,6 +10,7 @@
 // of a double, not with FORMAT.md's 9.
 #include "error.h"
 #include "layout.h"
+#include "sha256.h"
 #include "subkv/trellis.h"
 
 #include <algorithm>
@@ -55,8 +56,8 @@ public:
         std::vector<LayerSpec> layers;
         where = "top level";
         if (text.size() > MAX_LAYOUT_BYTES) {
-            fail("expected at most " + std::to_string(MAX_LAYOUT_BYTES) + " bytes, found " +
-                 std::to_string(text.size()));
+            refuse("subkv.layout", "at most " + std::to_string(MAX_LAYOUT_BYTES) + " bytes",
+                   std::to_string(text.size()));
         }
         object({ "layers" }, [&](size_t) { array([&] { layer(layers); }); });
         skip_space();
@@ -326,17 +327,14 @@ std::string canonical_layout(const std::vector<LayerSpec> & layers) {
 
 // load_layout has checked that strings are UTF-8.
 static std::string json_string(const std::string & s) {
-    static const char hex[] = "0123456789abcdef";
-    std::string       out   = "\"";
+    std::string out = "\"";
     for (char c : s) {
         const uint8_t byte = (uint8_t) c;
         if (c == '"' || c == '\\') {
             out += '\\';
             out += c;
         } else if (byte < 0x20 || byte == 0x7f) {
-            out += "\\u00";
-            out += hex[byte >> 4];
-            out += hex[byte & 15];
+            out += "\\u00" + hex_digits(&byte, 1);
         } else {
             out += c;
         }

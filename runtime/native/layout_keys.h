@@ -2,24 +2,17 @@
 #pragma once
 
 #include "error.h"
-#include "gguf.h"
+#include "ggml-cpp.h"
 
 #include <cstdint>
 #include <initializer_list>
-#include <memory>
 #include <string>
 #include <string_view>
 
 namespace subkv {
 
-struct GgufFree {
-    void operator()(gguf_context * ctx) const { gguf_free(ctx); }
-};
-
-using Gguf = std::unique_ptr<gguf_context, GgufFree>;
-
 // Opens a complete file without reading its tensors. Throws Invalid.
-Gguf open_gguf(const char * path_or_null);
+gguf_context_ptr open_gguf(const char * path_or_null);
 
 inline uint32_t le32(const uint8_t * p) {
     return p[0] | (uint32_t) p[1] << 8 | (uint32_t) p[2] << 16 | (uint32_t) p[3] << 24;

@@ -12,10 +12,6 @@
 
 namespace subkv {
 
-static const float * row_of(const ggml_tensor * t, int64_t head, int64_t token) {
-    return (const float *) ((const char *) t->data + head * t->nb[1] + token * t->nb[2]);
-}
-
 static bool finite_row(const float * x, int64_t d) {
     float sum = 0.0f; // zero times NaN or Inf is NaN
     for (int64_t i = 0; i < d; ++i) {
@@ -28,7 +24,6 @@ static bool finite_row(const float * x, int64_t d) {
 static uint64_t accumulate(Moments & m, const ggml_tensor * t, int64_t head, const TokenRow * tokens, int32_t n_skip) {
     const int64_t d   = t->ne[0];
     const int64_t n   = t->ne[2];
-    const int64_t ldx = (int64_t) (t->nb[2] / sizeof(float));
     uint64_t      bad = 0;
     if (m.second.empty()) { // samples need no moments
         m.second.resize((size_t) (d * d));
@@ -38,7 +33,7 @@ static uint64_t accumulate(Moments & m, const ggml_tensor * t, int64_t head, con
         if (tokens[i].pos < n_skip) {
             return false;
         }
-        const bool ok = finite_row(row_of(t, head, i), d);
+        const bool ok = finite_row(row_f32(t, head, i), d);
         bad += !ok;
         return ok;
     };
@@ -51,7 +46,7 @@ static uint64_t accumulate(Moments & m, const ggml_tensor * t, int64_t head, con
         while (end < n && use(end)) {
             ++end;
         }
-        ops().moment(row_of(t, head, i), ldx, end - i, d, m.second.data(), m.first.data());
+        ops().moment(row_f32(t, head, i), stride_f32(t, 2), end - i, d, m.second.data(), m.first.data());
         m.n += (uint64_t) (end - i);
         i = end + 1; // token `end` is not usable
     }
@@ -66,7 +61,7 @@ static bool listed(const std::vector<int32_t> & positions, int32_t pos) {
 template <typename T> static void sample_row(std::vector<T> & dst, const ggml_tensor * t, int64_t token, size_t n) {
     dst.reserve(std::max(dst.size(), n * (size_t) (t->ne[0] * t->ne[1])));
     for (int64_t h = 0; h < t->ne[1]; ++h) {
-        const float * x = row_of(t, h, token);
+        const float * x = row_f32(t, h, token);
         if constexpr (std::is_same_v<T, float>) {
             dst.insert(dst.end(), x, x + t->ne[0]);
         } else {
@@ -94,45 +89,28 @@ static void sample(ObservedLayer & layer, const ggml_tensor * q, const ggml_tens
     }
 }
 
-// dst F32 [1] (unused) | ObserveReaderSources; q as in AttnBuild, of a layer that reads this one's rows. Its queries
-// enter the moments, since an error in a key affects all of them. Samples are those of the layer itself.
-static void observe_reader_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    auto &              layer  = *(ObservedLayer *) userdata;
-    const auto          in     = sources_of<ObserveReaderSources>(dst);
-    const ggml_tensor * q      = in.q;
-    const TokenRow *    tokens = token_rows(in.tokens);
-    const int32_t       n_kv   = layer.shape.n_head_kv;
-    const int32_t       group  = (int32_t) q->ne[1] / n_kv;
-
-    uint64_t bad = 0;
-    for (int32_t h = ith; layer.owner->mode == SUBKV_ACCUMULATE && h < n_kv; h += nth) {
-        for (int32_t g = 0; g < group; ++g) {
-            bad += accumulate(layer.q[(size_t) h], q, h * group + g, tokens, layer.owner->n_skip);
-        }
-    }
-    std::lock_guard<std::mutex> lock(layer.mutex);
-    layer.shape.n_nonfinite += bad;
-}
-
 // dst F32 [1] (unused) | ObserveSources; q, k, v as in AttnBuild. Parallel over KV heads x {q, k, v}.
+// Without k and v, q are queries of a layer that reads this one's rows: they enter the moments, since an error in a key
+// affects all of them. Samples are those of the layer itself.
 static void observe_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    auto &           layer  = *(ObservedLayer *) userdata;
-    const auto &     obs    = *layer.owner;
-    const auto       in     = sources_of<ObserveSources>(dst);
-    const TokenRow * tokens = token_rows(in.tokens);
-    const int32_t    n_kv   = layer.shape.n_head_kv;
-    const int32_t    group  = layer.shape.n_head / n_kv;
+    auto &           layer   = *(ObservedLayer *) userdata;
+    const auto &     obs     = *layer.owner;
+    const auto       in      = sources_of<ObserveSources>(dst);
+    const TokenRow * tokens  = token_rows(in.tokens);
+    const int32_t    n_kv    = layer.shape.n_head_kv;
+    const int32_t    group   = (int32_t) in.q->ne[1] / n_kv;
+    const int32_t    n_sides = in.k ? 3 : 1;
 
-    if (obs.mode == SUBKV_SAMPLE && ith == 0) {
+    if (obs.mode == SUBKV_SAMPLE && ith == 0 && in.k) {
         sample(layer, in.q, in.k, in.v, tokens);
     }
     if (obs.mode != SUBKV_ACCUMULATE) {
         return;
     }
     uint64_t bad = 0;
-    for (int32_t unit = ith; unit < 3 * n_kv; unit += nth) {
-        const int32_t h = unit / 3;
-        switch (unit % 3) {
+    for (int32_t unit = ith; unit < n_sides * n_kv; unit += nth) {
+        const int32_t h = unit / n_sides;
+        switch (unit % n_sides) {
             case 0:
                 for (int32_t g = 0; g < group; ++g) {
                     bad += accumulate(layer.q[(size_t) h], in.q, h * group + g, tokens, obs.n_skip);
@@ -143,10 +121,8 @@ static void observe_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         }
     }
     uint64_t counted = 0;
-    if (ith == 0) {
-        for (int64_t i = 0; i < in.q->ne[2]; ++i) {
-            counted += tokens[i].pos >= obs.n_skip;
-        }
+    for (int64_t i = 0; ith == 0 && in.k && i < in.q->ne[2]; ++i) {
+        counted += tokens[i].pos >= obs.n_skip;
     }
     std::lock_guard<std::mutex> lock(layer.mutex);
     layer.shape.n_nonfinite += bad;
@@ -182,17 +158,8 @@ void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * 
     if ((size_t) il >= obs.layers.size()) {
         obs.layers.resize((size_t) il + 1);
     }
-    auto &     slot = obs.layers[(size_t) il];
-    const auto add  = [&](const auto & sources, ggml_custom_op_t fun) {
-        ggml_tensor * node = new_node(ctx, GGML_TYPE_F32, { 1, 1, 1, 1 }, sources, fun, slot.get());
-        ggml_format_name(node, "subkv_observe-%d", il);
-        ggml_build_forward_expand(gf, node);
-    };
-    if (!k) {
-        GGML_ASSERT(slot && q->ne[0] == slot->shape.d_k && q->ne[1] % slot->shape.n_head_kv == 0);
-        add(ObserveReaderSources{ as_f32(ctx, q), in.tokens }, observe_reader_op);
-        return;
-    }
+    auto & slot = obs.layers[(size_t) il];
+    GGML_ASSERT(k || (slot && q->ne[0] == slot->shape.d_k && q->ne[1] % slot->shape.n_head_kv == 0));
     if (!slot) {
         slot                  = std::make_unique<ObservedLayer>();
         slot->owner           = &obs;
@@ -206,11 +173,15 @@ void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * 
         }
     }
     const auto & shape = slot->shape;
-    if (shape.n_head != q->ne[1] || shape.n_head_kv != k->ne[1] || shape.d_k != k->ne[0] || shape.d_v != v->ne[0]) {
-        set_error("observer: layer %d of one model expected, another shape than before found", il);
-        throw std::runtime_error("observer: used with two models");
+    if (k &&
+        (shape.n_head != q->ne[1] || shape.n_head_kv != k->ne[1] || shape.d_k != k->ne[0] || shape.d_v != v->ne[0])) {
+        fail("observer: layer %d of one model expected, another shape than before found", il);
     }
-    add(ObserveSources{ as_f32(ctx, q), as_f32(ctx, k), as_f32(ctx, v), in.tokens }, observe_op);
+    const ObserveSources sources = { as_f32(ctx, q), in.tokens, k ? as_f32(ctx, k) : nullptr,
+                                     k ? as_f32(ctx, v) : nullptr };
+    ggml_tensor *        node    = new_node(ctx, GGML_TYPE_F32, { 1, 1, 1, 1 }, sources, observe_op, slot.get());
+    ggml_format_name(node, "subkv_observe-%d", il);
+    ggml_build_forward_expand(gf, node);
 }
 
 } // namespace subkv
@@ -243,10 +214,7 @@ extern "C" bool subkv_observer_mode(subkv_observer * obs, int32_t mode, const in
         return false;
     }
     const auto sorted = [](const int32_t * p, int32_t n) {
-        std::vector<int32_t> v;
-        if (p) {
-            v.assign(p, p + n);
-        }
+        std::vector<int32_t> v(p, p ? p + n : p);
         std::sort(v.begin(), v.end());
         return v;
     };

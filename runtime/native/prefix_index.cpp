@@ -90,20 +90,17 @@ void PrefixIndex::learn(const Files & files) {
 }
 
 bool PrefixIndex::learn(const std::string & name, uint64_t size) {
-    std::string why;
     try {
-        std::vector<uint8_t> file;
         if (size > MAX_HEAD) {
             throw std::invalid_argument("it is too large");
         }
-        file.resize((size_t) size);
+        std::vector<uint8_t> file((size_t) size);
+        bool                 there = false; // else removed or truncated meanwhile
         try {
-            if (!folder.read(name + HEAD, size, { { file.data(), file.size() } })) {
-                changed = UNKNOWN; // removed or truncated meanwhile
-                return false;
-            }
-        } catch (
-            const std::runtime_error &) { // a part of the disk fails: other files can be read, this one maybe later
+            there = folder.read(name + HEAD, size, { { file.data(), file.size() } });
+        } catch (const std::runtime_error &) { // a part of the disk fails: this file can be read later, maybe
+        }
+        if (!there) {
             changed = UNKNOWN;
             return false;
         }
@@ -200,7 +197,7 @@ void PrefixIndex::damaged(const std::string & name, const PrefixDamaged & why) {
     std::lock_guard<std::mutex> lock(mutex);
     ++n_damaged;
     for (const auto & piece : why.pieces) {
-        drop(piece + PIECE);
+        folder.remove(piece + PIECE);
     }
     if (!folder.remove(name + HEAD)) {
         refused.insert(name);
@@ -215,10 +212,6 @@ PrefixIndex::Totals PrefixIndex::totals() const {
         last_seen = { known.size(), n_bytes, n_damaged };
     }
     return last_seen;
-}
-
-void PrefixIndex::drop(const std::string & file) const {
-    folder.remove(file); // ignores failures
 }
 
 //
@@ -258,7 +251,7 @@ void PrefixIndex::forget_beginnings(const PrefixHead & head, int64_t n_removable
         const bool begins = n < n_tokens && other.identity == head.identity &&
                             common_prefix(head.tokens, other.tokens.data(), other.tokens.size()) == other.tokens.size();
         if (begins && n - reach(n_tokens, n, head.points, n_removable) < SERVES) {
-            drop(it->first + HEAD);
+            folder.remove(it->first + HEAD);
             other.each_piece([&](const std::string & piece, uint64_t) {
                 if (kept.count(piece) == 0) {
                     folder.mark(piece + PIECE);
@@ -283,7 +276,7 @@ void PrefixIndex::drop_unused(Files & files, const std::set<std::string> & named
                 ++it;
                 continue;
             }
-            drop(file->first);
+            folder.remove(file->first);
             files.erase(file);
         }
         it = unused.erase(it);
@@ -363,7 +356,7 @@ void PrefixIndex::make_room(Files & files, uint64_t n, const Cut & spared) {
     const auto gone = [&](const std::string & file) {
         const auto found = files.find(file);
         if (found != files.end()) {
-            drop(file);
+            folder.remove(file);
             n_heads -= is_head(file);
             total -= found->second.size;
             files.erase(found);

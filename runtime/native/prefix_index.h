@@ -73,7 +73,6 @@ private:
     void  forget_beginnings(const PrefixHead & head, int64_t n_removable);
     void  drop_unused(Files & files, const std::set<std::string> & named);
     void  make_room(Files & files, uint64_t n, const Cut & spared);
-    void  drop(const std::string & file) const;
 
     const StoreFolder                                        folder;
     const uint64_t                                           max_bytes;

@@ -353,7 +353,7 @@ bool PrefixStore::flush(double seconds) {
     return core->changed.wait_for(lock, seconds_of(seconds), [&] { return core->queue.empty() && !core->writing; });
 }
 
-PrefixStats PrefixStore::stats() const {
+subkv_store_stats PrefixStore::stats() const {
     const auto totals = core->index.totals();
     return { totals.n_entries, totals.n_bytes,  core->n_hits,     core->n_restored,
              core->n_written,  core->n_dropped, totals.n_damaged, core->n_failures };

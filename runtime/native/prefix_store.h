@@ -9,6 +9,7 @@
 #pragma once
 
 #include "prefix_blocks.h"
+#include "subkv_store.h"
 
 #include <array>
 #include <memory>
@@ -52,17 +53,6 @@ struct PrefixFound {
     std::string name;
 };
 
-struct PrefixStats {
-    uint64_t n_entries;  // of the folder, at the last scan
-    uint64_t n_bytes;    // of the folder's files, at the last scan
-    uint64_t n_hits;     // prompts found
-    uint64_t n_restored; // tokens restored instead of evaluated
-    uint64_t n_written;  // prompts written
-    uint64_t n_dropped;  // prompts dropped because the queue was full, or larger than the limit
-    uint64_t n_damaged;  // prompts with wrong checksums
-    uint64_t n_failures; // failed disk operations
-};
-
 // Methods throw nothing but std::bad_alloc. The store logs a folder that is not writable once and stops writing to it;
 // it logs a folder that is not readable once.
 class PrefixStore {
@@ -88,7 +78,7 @@ public:
     // Waits until all writes are complete. false: timeout.
     bool flush(double seconds);
 
-    PrefixStats stats() const;
+    subkv_store_stats stats() const;
 
 private:
     class Core;
