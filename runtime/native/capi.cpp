@@ -4,7 +4,7 @@
 #include "hook.h"
 #include "observer.h"
 #include "request.h"
-#include "subkv_test.h"
+#include "subkv_research.h"
 
 #include <stdexcept>
 
@@ -150,20 +150,4 @@ extern "C" const char * subkv_kernel_name(void) {
 
 extern "C" const char * subkv_device_kernel_name(void) {
     return device_kernels();
-}
-
-extern "C" int32_t subkv_ops_count(void) {
-    int32_t n = 0;
-    while (ops_available()[n]) {
-        ++n;
-    }
-    return n;
-}
-
-extern "C" const char * subkv_ops_name(int32_t i) {
-    return i >= 0 && i < subkv_ops_count() ? ops_available()[i]->name : nullptr;
-}
-
-extern "C" const void * subkv_ops_table(int32_t i) {
-    return i >= 0 && i < subkv_ops_count() ? ops_available()[i] : nullptr;
 }

@@ -17,7 +17,7 @@
 
 namespace subkv {
 
-// This build has only the reference kernels, no GPU kernels, and not the C interface that defines add_stats.
+// This build has only the reference kernels and no GPU kernels.
 const Ops & ops() {
     return ops_ref();
 }
@@ -25,8 +25,6 @@ const Ops & ops() {
 bool has_device_kernels(ggml_backend_buffer_type_t) {
     return false;
 }
-
-void add_stats(const Adapter &, subkv_adapt_stats &) {}
 
 } // namespace subkv
 
@@ -251,7 +249,7 @@ const Layout & small_layout() {
 
 AdaptParams eager() {
     AdaptParams p = {};
-    p.kind        = SketchKind::FREQUENT_DIRECTIONS;
+    p.kind        = (int32_t) SketchKind::FREQUENT_DIRECTIONS;
     p.decay       = 1.0f;
     p.rate        = 0.5f;
     p.block       = 8;

@@ -25,14 +25,14 @@ void check_range(const char * name, int64_t value, int64_t low, int64_t high) {
 } // namespace
 
 AdaptParams Adapter::checked(AdaptParams p, int32_t rank) {
-    const bool oja = p.kind == SketchKind::OJA;
+    const bool oja = (SketchKind) p.kind == SketchKind::OJA;
     check_range("rank", p.rank, 0, rank);
     // Oja's U with all n directions would be the whole space, which no update rotates
     p.rank = p.rank != 0 ? p.rank : oja ? std::max(rank / 2, 1) : rank;
     p.rows = p.rows != 0 ? p.rows : oja ? p.rank : 2 * p.rank;
     check_range("rows", p.rows, p.rank, oja ? p.rank : MAX_SKETCH_ROWS);
     std::string err;
-    if (!sketch_check({ p.kind, rank, p.rows, p.decay, p.rate }, err)) {
+    if (!sketch_check({ (SketchKind) p.kind, rank, p.rows, p.decay, p.rate }, err)) {
         throw Invalid(err);
     }
     check_range("block", p.block, 1, MAX_ADAPT_BLOCK);
@@ -62,7 +62,7 @@ Adapter::Adapter(const Ops & ops, const HeadCodec & codec, const AdaptParams & p
 }
 
 SketchParams Adapter::sketch_params() const {
-    return { params_.kind, codec_.rank, params_.rows, params_.decay, params_.rate };
+    return { (SketchKind) params_.kind, codec_.rank, params_.rows, params_.decay, params_.rate };
 }
 
 const ChunkBasis * Adapter::chunk(int32_t slot) const {
@@ -75,6 +75,19 @@ int32_t Adapter::n_chunks() const {
 
 bool Adapter::complete() const {
     return params_.merge == 0 && n_chunks() == params_.max_chunks;
+}
+
+void Adapter::add_stats(subkv_adapt_stats & sum) const {
+    sum.n_blocks += stats_.n_blocks;
+    sum.n_chunks += n_chunks();
+    sum.n_opened += stats_.n_opened;
+    sum.n_refused += stats_.n_refused;
+    sum.n_merged += stats_.n_merged;
+    sum.n_recoded += stats_.n_recoded;
+    sum.n_nonfinite += stats_.n_nonfinite;
+    sum.bytes_bases += (int64_t) bytes_bases();
+    sum.bytes_sketch += (int64_t) bytes_sketch();
+    sum.residual = std::max(sum.residual, (double) residual_);
 }
 
 int64_t Adapter::sketch_rows(float * s) const {

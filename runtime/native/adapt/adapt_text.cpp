@@ -114,7 +114,7 @@ static int32_t parse(const std::string & text, subkv_adapt_params & given) {
 static ChunkRequest parse_adapt(const std::string & text) {
     subkv_adapt_params params;
     const int32_t      sides = parse(text, params);
-    return { (sides & 1) != 0, (sides & 2) != 0, adapt_params(params) };
+    return { (sides & 1) != 0, (sides & 2) != 0, params };
 }
 
 ChunkRequest requested_chunks(const subkv_cache_params & params) {

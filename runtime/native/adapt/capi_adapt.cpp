@@ -13,25 +13,6 @@ struct subkv_adapt {
     AdaptReplay                   replay;
 };
 
-void subkv::add_stats(const Adapter & adapter, subkv_adapt_stats & sum) {
-    const AdaptStats & s = adapter.stats();
-    sum.n_blocks += s.n_blocks;
-    sum.n_chunks += adapter.n_chunks();
-    sum.n_opened += s.n_opened;
-    sum.n_refused += s.n_refused;
-    sum.n_merged += s.n_merged;
-    sum.n_recoded += s.n_recoded;
-    sum.n_nonfinite += s.n_nonfinite;
-    sum.bytes_bases += (int64_t) adapter.bytes_bases();
-    sum.bytes_sketch += (int64_t) adapter.bytes_sketch();
-    sum.residual = std::max(sum.residual, (double) adapter.residual());
-}
-
-AdaptParams subkv::adapt_params(const subkv_adapt_params & p) {
-    return { (SketchKind) p.kind, p.rank, p.rows, p.decay, p.rate, p.block, p.length, p.warm,
-             p.max_chunks,        p.tau,  p.gain, p.reuse, p.merge };
-}
-
 namespace {
 
 std::unique_ptr<subkv_adapt> make(const subkv_layout * layout, const subkv_adapt_params * params, int32_t il,
@@ -41,7 +22,7 @@ std::unique_ptr<subkv_adapt> make(const subkv_layout * layout, const subkv_adapt
     }
     const HeadCodec & codec = encoding_head("adapt", layout, il, head_kv, value);
     const Ops &       ops   = usable_ops();
-    const AdaptParams p     = Adapter::checked(adapt_params(*params), codec.rank);
+    const AdaptParams p     = Adapter::checked(*params, codec.rank);
     return std::unique_ptr<subkv_adapt>(
         new subkv_adapt{ layout->p, AdaptReplay(ops, *layout->p->layer(il), head_kv, value, p, layout->p->n_sink) });
 }
@@ -126,7 +107,7 @@ bool subkv_adapt_replay(const subkv_layout * layout, const subkv_adapt_params * 
         adapt->replay.read(xhat, chunk_of, rho);
         if (stats) {
             *stats = {};
-            add_stats(adapt->replay.adapter(), *stats);
+            adapt->replay.adapter().add_stats(*stats);
         }
     });
 }

@@ -225,7 +225,7 @@ bool ChunkedBases::stats(int32_t il, int64_t head, bool value, subkv_adapt_stats
         return false;
     }
     for (uint32_t stream = 0; stream < n_stream_; ++stream) {
-        add_stats(layer->unit(stream, head, value)->adapter, sum);
+        layer->unit(stream, head, value)->adapter.add_stats(sum);
     }
     return true;
 }
