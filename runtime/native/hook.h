@@ -352,8 +352,8 @@ struct llama_context;
 SUBKV_HOOK_API void llama_subkv_register(subkv::cache_new_fn fn);
 // Writes a line to llama.cpp's log as a warning: llama.cpp's programs hide lower levels.
 SUBKV_HOOK_API void llama_subkv_log(const std::string & line);
-// The hook of a context's cache (in an iswa cache: of the full-attention half); nullptr: none. `bytes_stock` receives
-// the K/V bytes of the ordinary layers, `bytes_coded` those of the coded layers.
+// The hook of a context's cache (in an iswa cache: of the full-attention half); nullptr: none. Adds the K/V bytes of the
+// ordinary layers to `bytes_stock`, those of the coded layers to `bytes_coded`; or both are nullptr.
 SUBKV_HOOK_API subkv::CacheHook * llama_subkv_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded);
 
 // Calls `use` with one layer of that cache after all pending work of the context. false: no coefficient cache.

@@ -102,7 +102,7 @@ int64_t llama_subkv::n_removable(const llama_context & ctx) {
     if (caches.swa && caches.swa->get_size() < caches.base->get_size()) {
         return 0; // the state lacks cells that re-enter the window after a removal
     }
-    const auto * hook = hook_of(memory, nullptr, nullptr);
+    const auto * hook = hook_of(memory);
     if (recurrent) { // a restored state has no snapshots
         return 0;
     }

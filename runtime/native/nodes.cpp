@@ -116,6 +116,10 @@ void store_slopes(const LayerNodes & layer, ggml_tensor * memory, size_t at, flo
     known = layer.max_alibi_bias;
 }
 
+void device_op(ggml_tensor * dst, int, int, void *) {
+    GGML_ABORT("%s: a node of a cache on a GPU was placed on the CPU", dst->name);
+}
+
 namespace {
 
 //
