@@ -44,10 +44,8 @@ bool put_states(subkv_store * store, const uint8_t * identity, const subkv_store
                  points.end());
     thin(points, prompt.n_tokens, prompt.n_removable);
     for (const auto & given : points) {
-        auto & point   = prefix.points.emplace_back();
-        point.n_tokens = given.n_tokens;
-        point.pos_min  = given.pos_min;
-        point.pos_max  = given.pos_max;
+        auto & point = prefix.points.emplace_back();
+        point        = { given.n_tokens, given.pos_min, given.pos_max, {} };
         for (size_t j = 0; j < N_POINT_DATA; ++j) {
             point.data[j] = copied(given.data[j]);
         }
@@ -71,8 +69,7 @@ extern "C" void subkv_store_close(subkv_store * store) {
 }
 
 extern "C" int32_t subkv_store_room(const subkv_store * store, uint64_t n_bytes) {
-    const auto room = store->store.room(n_bytes);
-    return room == PrefixStore::Room::NOW ? 1 : room == PrefixStore::Room::LATER ? 0 : -1;
+    return store->store.room(n_bytes);
 }
 
 extern "C" bool subkv_store_put(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,

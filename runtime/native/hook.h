@@ -132,7 +132,7 @@ struct SharedRows {
 // Input tensors of a graph with coded or observed layers; set_inputs fills them before every run of the graph.
 struct Inputs {
     ggml_tensor * cell_pos = nullptr; // I32 [n_kv, n_stream of the ubatch]: as CellReader::positions
-    ggml_tensor * tokens   = nullptr; // I32 [4, n_tokens]: TokenRow (subkv/batch.h)
+    ggml_tensor * tokens   = nullptr; // I32 [3, n_tokens]: TokenRow (subkv/batch.h)
     ggml_tensor * slots    = nullptr; // I32 [3, n_slots]: SlotRow
     // Intermediate results that later layers of a graph reuse. The node "mask": the mask of coded cells, computed by
     // the first coded layer.

@@ -86,7 +86,7 @@ private:
 };
 
 // Reads the body of a state from `io`, checks it, and then replaces `io` as the source.
-class llama_subkv::row_reader : public llama_io_read_i {
+class llama_subkv::row_reader : public llama_io_read_i, public subkv::StateReader {
 public:
     // sum: as row_writer's
     row_reader(llama_kv_cache & kv, llama_io_read_i & io, uint64_t sum = CHECKSUM_OF_NOTHING) :

@@ -12,14 +12,6 @@
 
 namespace subkv {
 
-static bool finite_row(const float * x, int64_t d) {
-    float sum = 0.0f; // zero times NaN or Inf is NaN
-    for (int64_t i = 0; i < d; ++i) {
-        sum += 0.0f * x[i];
-    }
-    return sum == 0.0f;
-}
-
 // Adds the rows of one head, in runs of selected tokens. Returns the number of skipped non-finite rows.
 static uint64_t accumulate(Moments & m, const ggml_tensor * t, int64_t head, const TokenRow * tokens, int32_t n_skip) {
     const int64_t d   = t->ne[0];
@@ -33,7 +25,7 @@ static uint64_t accumulate(Moments & m, const ggml_tensor * t, int64_t head, con
         if (tokens[i].pos < n_skip) {
             return false;
         }
-        const bool ok = finite_row(row_f32(t, head, i), d);
+        const bool ok = is_finite_row(row_f32(t, head, i), d);
         bad += !ok;
         return ok;
     };

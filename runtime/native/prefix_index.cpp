@@ -184,7 +184,7 @@ void PrefixIndex::read(const std::string & identity, const std::vector<PieceRead
         std::rethrow_exception(error);
     }
     if (!damaged.empty()) {
-        throw PrefixDamaged("pieces are missing, or their checksums differ", damaged);
+        throw PrefixDamaged{ damaged };
     }
 }
 
@@ -193,10 +193,10 @@ void PrefixIndex::used(const PrefixHead & head) const {
     head.each_piece([&](const std::string & piece, uint64_t) { folder.mark(piece + PIECE); });
 }
 
-void PrefixIndex::damaged(const std::string & name, const PrefixDamaged & why) {
+void PrefixIndex::damaged(const std::string & name, const std::vector<std::string> & pieces) {
     std::lock_guard<std::mutex> lock(mutex);
     ++n_damaged;
-    for (const auto & piece : why.pieces) {
+    for (const auto & piece : pieces) {
         folder.remove(piece + PIECE);
     }
     if (!folder.remove(name + HEAD)) {

@@ -20,18 +20,12 @@ namespace subkv {
 
 constexpr int64_t LEAST_TOKENS = 32; // minimum tokens of a stored prompt, and minimum gain of a read
 
-struct PrefixPoint {
-    int64_t                                        n_tokens = 0;
-    int32_t                                        pos_min = 0, pos_max = 0;
-    std::array<std::vector<uint8_t>, N_POINT_DATA> data;
-};
-
 // An evaluated prompt: the states of one sequence with these tokens, and its checkpoints.
 struct Prefix {
     std::string                                identity; // N_DIGEST hex digits
     std::vector<int32_t>                       tokens;
     std::array<std::vector<uint8_t>, N_STATES> states;
-    std::vector<PrefixPoint>                   points;
+    std::vector<Point<std::vector<uint8_t>>>   points;
     int64_t                                    n_removable = -1; // as in PrefixQuery; not stored
 
     uint64_t n_bytes() const;
@@ -61,10 +55,8 @@ public:
     PrefixStore(const std::string & folder, uint64_t max_bytes);
     ~PrefixStore(); // waits for pending writes, with a timeout
 
-    enum class Room { NOW, LATER, NEVER }; // LATER: after pending writes
-
-    // Space for a prompt of n_bytes bytes.
-    Room room(uint64_t n_bytes) const;
+    // Space for a prompt of n_bytes bytes. 1: now, 0: after pending writes, -1: never.
+    int room(uint64_t n_bytes) const;
 
     // Stores a prompt in the background. false: the store dropped it. wait: blocks until the prompt fits.
     bool put(Prefix && prefix, bool wait);

@@ -20,15 +20,6 @@ ChunkUnit * ChunkedLayer::unit(uint32_t stream, int64_t head, bool value) const 
     return units_[index(stream, head, value)].get();
 }
 
-const ChunkReader * ChunkedLayer::reader(uint32_t stream, int64_t head, bool value) const {
-    const ChunkUnit * found = unit(stream, head, value);
-    return found ? &found->adapter : nullptr;
-}
-
-int32_t ChunkedLayer::coded(uint32_t stream, int64_t head, bool value) const {
-    return unit(stream, head, value)->coded;
-}
-
 void ChunkedLayer::reset(uint32_t stream) {
     for (int64_t head = 0; head < codec_.n_head_kv; ++head) {
         for (const bool value : { false, true }) {

@@ -43,9 +43,7 @@ public:
 
     bool covers(bool value) const { return value ? request_.v : request_.k; } // this side adapts
     // nullptr: this side does not adapt
-    ChunkUnit *         unit(uint32_t stream, int64_t head, bool value) const;
-    const ChunkReader * reader(uint32_t stream, int64_t head, bool value) const;
-    int32_t             coded(uint32_t stream, int64_t head, bool value) const; // for an adapted side
+    ChunkUnit * unit(uint32_t stream, int64_t head, bool value) const;
     // offset of the head's chunk byte in a cell's row
     int64_t chunk_offset(int64_t head, bool value) const {
         return (int64_t) (value ? codec_.v_row_bytes : codec_.k_row_bytes) + head;
