@@ -1,6 +1,12 @@
-// automatic.cpp: see automatic.h.
-#include "automatic.h"
-
+// automatic.cpp: the cache of a context without an attached layout, selected by the environment (docs/programs.md).
+//
+//   SUBKV            off (or unset): ordinary; auto: the model's bases, if any; any other value: a file with bases
+//   SUBKV_SINK, SUBKV_RECENT, SUBKV_ROLLBACK   numbers of tokens, as in subkv_cache_params
+//   another variable of chunks: chunks_of_environment (chunked.h)
+//
+// The model's bases are the first of: its own keys, the sidecar beside it, the calibrated sidecar in the user's cache
+// folder, the sidecar derived from its weights there. Every context logs its kind of cache in one line of llama.cpp's
+// log.
 #include "cache.h"
 #include "error.h"
 #include "layout_keys.h"

@@ -278,10 +278,10 @@ bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const Cel
     if (n_stream_ == 1 && std::max(src, dst) < window_.n_seq()) { // in other caches dst loses its cells
         const int32_t pos = cells.doubled(src, dst, p0, p1);
         if (pos >= 0) {
-            set_error("seq_cp: one token per position expected, sequence %d has its own at position %d where one of "
-                      "sequence %d would join it; remove it first",
-                      dst, pos, src);
-            return false;
+            return reject(
+                "seq_cp: one token per position expected, sequence %d has its own at position %d where one of "
+                "sequence %d would join it; remove it first",
+                dst, pos, src);
         }
     }
     settle();
@@ -315,9 +315,9 @@ bool Cache::shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellRea
     }
     const auto shifted = [](const auto & nodes) { return nodes && nodes->shifted; };
     if (std::any_of(nodes_.begin(), nodes_.end(), shifted)) {
-        set_error("seq_add: an earlier shift was stopped behind some of the layers; decode a token to finish it, or "
-                  "clear the cache");
-        return false;
+        return reject(
+            "seq_add: an earlier shift was stopped behind some of the layers; decode a token to finish it, or "
+            "clear the cache");
     }
     if (!window_.can_add(seq, p0, p1, by, cells)) {
         return false;
@@ -344,8 +344,8 @@ void Cache::build_shift(const ShiftBuild & b) {
     }
 }
 
-void Cache::report(const std::string & reason) const {
-    set_error("%s", reason.c_str());
+bool Cache::report(const std::string & reason) const {
+    return reject("%s", reason.c_str());
 }
 
 //

@@ -55,7 +55,7 @@ public:
     // the request's layout or the observer may be null
     Cache(const CacheDesc & desc, const CacheRequest & request, subkv_observer * observer);
 
-    void    report(const std::string & reason) const override;
+    bool    report(const std::string & reason) const override;
     void    clear() override;
     bool    can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const override;
     bool    remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) override;

@@ -1,5 +1,4 @@
 // capi.cpp: attaches layouts and observers to the next context, and reports statistics of a context.
-#include "automatic.h"
 #include "capi.h"
 #include "hook.h"
 #include "observer.h"
@@ -41,7 +40,7 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
         }
         return std::make_shared<Cache>(desc, request.cache, request.observer);
     } catch (const std::exception & e) {
-        set_error("%s", e.what());
+        reject("%s", e.what());
         throw;
     }
 }
@@ -106,8 +105,7 @@ extern "C" bool subkv_get_stats(llama_context * ctx, subkv_stats * out) {
     size_t        coded = 0;
     const Cache * cache = cache_of(ctx, &stock, &coded);
     if (!cache) {
-        set_error("context: a coefficient cache expected, an ordinary one found");
-        return false;
+        return reject("context: a coefficient cache expected, an ordinary one found");
     }
     cache->stats(coded, stock, *out);
     return true;

@@ -49,7 +49,7 @@ public:
     }
 
 protected:
-    using Layer   = typename Gpu::Layer;
+    using Layer   = decltype(Gpu::Attend::layer);
     using Encode  = typename Gpu::Encode;
     using Attend  = typename Gpu::Attend;
     using Combine = typename Gpu::Combine;

@@ -32,11 +32,12 @@ std::string sentence(const char * fmt, ...) {
     return text;
 }
 
-void set_error(const char * fmt, ...) {
+bool reject(const char * fmt, ...) {
     va_list args;
     va_start(args, fmt);
     last_error = formatted(fmt, args);
     va_end(args);
+    return false;
 }
 
 void fail(const char * fmt, ...) {

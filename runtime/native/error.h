@@ -22,7 +22,8 @@ struct Invalid : std::runtime_error {
 
 SUBKV_FORMAT std::string sentence(const char * fmt, ...);
 
-SUBKV_FORMAT void set_error(const char * fmt, ...);
+// Sets the error and returns false.
+SUBKV_FORMAT bool reject(const char * fmt, ...);
 
 // Sets the error and throws an Invalid with the same sentence.
 [[noreturn]] SUBKV_FORMAT void fail(const char * fmt, ...);
@@ -38,9 +39,9 @@ template <typename T, typename F> T guarded(const char * subject, T failed, F bo
     try {
         return body();
     } catch (const Invalid & e) {
-        set_error("%s", e.what());
+        reject("%s", e.what());
     } catch (const std::exception & e) {
-        set_error("%s: %s", subject, e.what());
+        reject("%s: %s", subject, e.what());
     }
     return failed;
 }

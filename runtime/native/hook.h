@@ -227,8 +227,8 @@ public:
     virtual ~CacheHook() = default;
 
     const CacheFacts & facts() const { return facts_; }
-    // Sets the reason that subkv_last_error returns.
-    virtual void report(const std::string & reason) const = 0;
+    // Sets the reason that subkv_last_error returns; returns false.
+    virtual bool report(const std::string & reason) const = 0;
 
     //
     // cells
@@ -312,10 +312,10 @@ public:
     // Result of the last copy_seq, add or refused call; llama.cpp's interface has no return value for these.
     bool carried_out() const { return carried_out_; }
     bool answer(bool done) { return carried_out_ = done; }
-    // Rejects a call.
-    void refuse(const std::string & reason) {
+    // Rejects a call; returns false.
+    bool refuse(const std::string & reason) {
         carried_out_ = false;
-        report(reason);
+        return report(reason);
     }
 
 protected:

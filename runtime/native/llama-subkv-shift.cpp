@@ -19,15 +19,14 @@ bool llama_subkv::seq_add(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, l
         return true;
     }
     if (llm_arch_is_hybrid(kv.model.arch)) {
-        kv.subkv_hook->refuse("seq_add: positions of a model that keeps recurrent state beside its cells cannot be "
-                              "shifted; remove the sequence and decode it again with new positions");
-        return false;
+        return kv.subkv_hook->refuse(
+            "seq_add: positions of a model that keeps recurrent state beside its cells cannot be "
+            "shifted; remove the sequence and decode it again with new positions");
     }
     if (kv.subkv_hook->facts().shifts && !kv.get_can_shift()) {
-        kv.subkv_hook->refuse(
+        return kv.subkv_hook->refuse(
             "seq_add: llama.cpp cannot shift positions of this model; remove the sequence and decode it "
             "again with new positions");
-        return false;
     }
     const auto [first, last] = positions(p0, p1);
     return kv.subkv_hook->answer(kv.subkv_hook->shift(seq, first, last, shift, reader(kv)));

@@ -182,11 +182,11 @@ void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * 
 // C interface
 //
 
-using subkv::set_error;
+using namespace subkv;
 
 extern "C" subkv_observer * subkv_observer_new(int32_t n_skip) {
     if (n_skip < 0) {
-        set_error("n_skip: a number of positions >= 0 expected, %d found", n_skip);
+        reject("n_skip: a number of positions >= 0 expected, %d found", n_skip);
         return nullptr;
     }
     auto * obs  = new subkv_observer;
@@ -201,9 +201,8 @@ extern "C" void subkv_observer_free(subkv_observer * obs) {
 extern "C" bool subkv_observer_mode(subkv_observer * obs, int32_t mode, const int32_t * key_pos, int32_t n_key,
                                     const int32_t * query_pos, int32_t n_query) {
     if (!obs || mode < SUBKV_PAUSE || mode > SUBKV_SAMPLE || n_key < 0 || n_query < 0) {
-        set_error("observer mode: one of 0, 1, 2 and counts >= 0 expected, mode %d, n_key %d, n_query %d found", mode,
-                  n_key, n_query);
-        return false;
+        return reject("observer mode: one of 0, 1, 2 and counts >= 0 expected, mode %d, n_key %d, n_query %d found",
+                      mode, n_key, n_query);
     }
     const auto sorted = [](const int32_t * p, int32_t n) {
         std::vector<int32_t> v(p, p ? p + n : p);
@@ -235,49 +234,50 @@ extern "C" int32_t subkv_observer_n_layer(const subkv_observer * obs) {
 
 extern "C" bool subkv_observer_layer(const subkv_observer * obs, int32_t il, subkv_observed * out) {
     if (il < 0 || (size_t) il >= obs->layers.size()) {
-        set_error("layer: 0 to %zu expected, %d found", obs->layers.size(), il);
-        return false;
+        return reject("layer: 0 to %zu expected, %d found", obs->layers.size(), il);
     }
     *out = obs->layers[(size_t) il] ? obs->layers[(size_t) il]->shape : subkv_observed{};
     return true;
 }
 
-extern "C" int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, const char * what, double * out,
-                                      int64_t n_out) {
-    if (il < 0 || (size_t) il >= obs->layers.size() || !obs->layers[(size_t) il] || std::strlen(what) != 2) {
-        set_error("observer: an observed layer and one of q2 k2 v2 q1 k1 v1 qs ks vs os expected, layer %d, %s found",
-                  il, what);
-        return -1;
-    }
-    const auto & layer = *obs->layers[(size_t) il];
-
-    const std::vector<subkv::Moments> * moments = what[0] == 'q' ? &layer.q : what[0] == 'k' ? &layer.k : &layer.v;
-    const std::vector<float> * rows = what[0] == 'k' ? &layer.k_rows : what[0] == 'v' ? &layer.v_rows : &layer.o_rows;
-    if (!std::strchr("qkvo", what[0]) || !std::strchr(what[0] == 'o' ? "s" : "12s", what[1])) {
-        set_error("observer: one of q2 k2 v2 q1 k1 v1 qs ks vs os expected, %s found", what);
-        return -1;
+static std::vector<double> statistics_of(const ObservedLayer & layer, const std::string & what) {
+    const char kind = what[0], form = what[1];
+    if (!std::strchr("qkvo", kind) || !std::strchr(kind == 'o' ? "s" : "12s", form)) {
+        fail("observer: one of q2 k2 v2 q1 k1 v1 qs ks vs os expected, %s found", what.c_str());
     }
     std::vector<double> res;
-    if (what[0] == 'q' && what[1] == 's') {
+    if (form == 's' && kind == 'q') {
         std::transform(layer.q_rows.begin(), layer.q_rows.end(), std::back_inserter(res), ggml_fp16_to_fp32);
-    } else if (what[1] == 's') {
-        res.assign(rows->begin(), rows->end());
+    } else if (form == 's') {
+        const auto & rows = kind == 'k' ? layer.k_rows : kind == 'v' ? layer.v_rows : layer.o_rows;
+        res.assign(rows.begin(), rows.end());
     } else {
-        const auto d = (size_t) (what[0] == 'v' ? layer.shape.d_v : layer.shape.d_k);
-        for (const auto & m : *moments) {
+        const auto d = (size_t) (kind == 'v' ? layer.shape.d_v : layer.shape.d_k);
+        for (const auto & m : kind == 'q' ? layer.q : kind == 'k' ? layer.k : layer.v) {
             const double n = m.n > 0 ? (double) m.n : 1.0;
-            for (double x : what[1] == '2' ? m.second : m.first) {
+            for (double x : form == '2' ? m.second : m.first) {
                 res.push_back(x / n);
             }
             if (m.second.empty()) {
-                res.resize(res.size() + (what[1] == '2' ? d * d : d));
+                res.resize(res.size() + (form == '2' ? d * d : d));
             }
         }
     }
-    if ((int64_t) res.size() > n_out) {
-        set_error("observer: room for %zu values expected, %lld found", res.size(), (long long) n_out);
-        return -1;
-    }
-    std::copy(res.begin(), res.end(), out);
-    return (int64_t) res.size();
+    return res;
+}
+
+extern "C" int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, const char * what, double * out,
+                                      int64_t n_out) {
+    return guarded<int64_t>("observer", -1, [&] {
+        if (il < 0 || (size_t) il >= obs->layers.size() || !obs->layers[(size_t) il] || std::strlen(what) != 2) {
+            fail("observer: an observed layer and one of q2 k2 v2 q1 k1 v1 qs ks vs os expected, layer %d, %s found",
+                 il, what);
+        }
+        const auto res = statistics_of(*obs->layers[(size_t) il], what);
+        if ((int64_t) res.size() > n_out) {
+            fail("observer: room for %zu values expected, %lld found", res.size(), (long long) n_out);
+        }
+        std::copy(res.begin(), res.end(), out);
+        return (int64_t) res.size();
+    });
 }

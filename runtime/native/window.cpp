@@ -183,12 +183,11 @@ bool Window::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & 
             lost += (cell.pos < p0 || cell.pos >= p1) && !holds(s, cell.pos);
         }
         if (lost > 0) {
-            set_error(
+            return reject(
                 "seq_rm: removing positions [%d, %d) of sequence %d needs the exact rows of positions %d to %d, of "
                 "which %d are no longer held; remove the whole sequence and decode it again, or create the context "
                 "with n_rollback larger than %d",
                 p0, p1, s, first, last, lost, n_rollback_);
-            return false;
         }
     }
     return true;
@@ -211,8 +210,7 @@ int32_t Window::goes_back_to(int32_t seq, const CellReader & cells) const {
 
 bool Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, bool replace) {
     if (src >= n_seq_ || dst >= n_seq_) {
-        set_error("seq_cp: sequences 0 to %d expected, %d to %d found", n_seq_ - 1, src, dst);
-        return false;
+        return reject("seq_cp: sequences 0 to %d expected, %d to %d found", n_seq_ - 1, src, dst);
     }
     if (src == dst) {
         return true;
@@ -261,15 +259,13 @@ bool Window::ready(const std::vector<TokenDesc> & tokens, const CellReader & cel
     clear_error(); // an error after a failed decode then belongs to this decode
     for (const auto & token : tokens) {
         if (token.pos >= MAX_POSITION) {
-            set_error("decode: positions below %d expected, %d found", MAX_POSITION, token.pos);
-            return false;
+            return reject("decode: positions below %d expected, %d found", MAX_POSITION, token.pos);
         }
     }
     std::map<int32_t, Range>              ranges;
     std::set<std::pair<int32_t, int32_t>> seen; // (sequence, position)
     const auto                            twice = [](int32_t seq, int32_t pos) {
-        set_error("decode: one token per position expected, two of sequence %d at position %d found", seq, pos);
-        return false;
+        return reject("decode: one token per position expected, two of sequence %d at position %d found", seq, pos);
     };
     for (const auto & token : tokens) {
         for (int32_t i = 0; i < token.n_seq; ++i) {
@@ -294,11 +290,11 @@ bool Window::ready(const std::vector<TokenDesc> & tokens, const CellReader & cel
         }
         for (const auto & cell : exact_cells(seq, range.min, range.max, cells)) {
             if (!holds(seq, cell.pos)) {
-                set_error("decode: sequence %d at position %d attends exactly to position %d, whose exact row is not "
-                          "held (it was copied or removed past the window); remove the whole sequence and decode it "
-                          "again",
-                          seq, range.min, cell.pos);
-                return false;
+                return reject(
+                    "decode: sequence %d at position %d attends exactly to position %d, whose exact row is not "
+                    "held (it was copied or removed past the window); remove the whole sequence and decode it "
+                    "again",
+                    seq, range.min, cell.pos);
             }
         }
     }
@@ -355,22 +351,20 @@ bool Window::can_add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const Cell
     for (const auto & cell : all) {
         const int64_t pos = (int64_t) cell.pos + (moves(cell.pos) ? by : 0);
         if (moves(cell.pos) && (std::min<int64_t>(cell.pos, pos) < n_sink_ || pos >= MAX_POSITION)) {
-            set_error("seq_add: positions from %d on and below %d expected before and after a shift, %d to %" PRId64
-                      " found; the first %d are kept as they are",
-                      n_sink_, MAX_POSITION, cell.pos, pos, n_sink_);
-            return false;
+            return reject("seq_add: positions from %d on and below %d expected before and after a shift, %d to %" PRId64
+                          " found; the first %d are kept as they are",
+                          n_sink_, MAX_POSITION, cell.pos, pos, n_sink_);
         }
         if (moves(cell.pos) && cells.shared(seq, cell.cell)) {
-            set_error("seq_add: a cell of sequence %d alone expected at position %d, one shared with another sequence "
-                      "found",
-                      seq, cell.pos);
-            return false;
+            return reject(
+                "seq_add: a cell of sequence %d alone expected at position %d, one shared with another sequence "
+                "found",
+                seq, cell.pos);
         }
         if (!taken.insert((int32_t) pos).second) {
-            set_error("seq_add: shifting positions [%d, %d) of sequence %d by %d would put two tokens at position "
-                      "%" PRId64,
-                      p0, p1, seq, by, pos);
-            return false;
+            return reject("seq_add: shifting positions [%d, %d) of sequence %d by %d would put two tokens at position "
+                          "%" PRId64,
+                          p0, p1, seq, by, pos);
         }
         newest = std::max(newest, (int32_t) pos);
     }
@@ -379,10 +373,10 @@ bool Window::can_add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const Cell
     for (const auto & cell : all) {
         const int32_t pos = cell.pos + (moves(cell.pos) ? by : 0);
         if (pos >= n_sink_ && pos > newest + 1 - n_recent_ && (!holds(seq, cell.pos) || moves(cell.pos) != tail)) {
-            set_error("seq_add: after a shift of positions [%d, %d) of sequence %d by %d the next token would need the "
-                      "exact row of position %d, which is not held; keep at least %d of the last tokens together",
-                      p0, p1, seq, by, cell.pos, n_recent_);
-            return false;
+            return reject(
+                "seq_add: after a shift of positions [%d, %d) of sequence %d by %d the next token would need the "
+                "exact row of position %d, which is not held; keep at least %d of the last tokens together",
+                p0, p1, seq, by, cell.pos, n_recent_);
         }
     }
     return true;

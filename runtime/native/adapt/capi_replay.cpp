@@ -100,11 +100,11 @@ struct subkv_adapt {
 
     // The coder's state and position: next position, number of pending rows, these rows, Adapter::save.
     std::vector<uint8_t> save() const {
-        const int64_t        at[2]  = { origin + (int64_t) slot.size(), pending_size() };
-        const auto *         number = reinterpret_cast<const uint8_t *>(at);
-        const auto *         rows   = reinterpret_cast<const uint8_t *>(pending.data());
-        std::vector<uint8_t> out(number, number + sizeof(at));
-        out.insert(out.end(), rows, rows + pending.size() * sizeof(float));
+        const int64_t        at[2] = { origin + (int64_t) slot.size(), pending_size() };
+        const size_t         n     = pending.size() * sizeof(float);
+        std::vector<uint8_t> out(sizeof(at) + n);
+        std::memcpy(out.data(), at, sizeof(at));
+        std::copy_n(reinterpret_cast<const uint8_t *>(pending.data()), n, out.data() + sizeof(at));
         const std::vector<uint8_t> state = adapter.save();
         out.insert(out.end(), state.begin(), state.end());
         return out;

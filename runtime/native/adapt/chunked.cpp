@@ -141,27 +141,26 @@ bool ChunkedBases::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellRea
     if (left < 0 || left + 1 >= n_coded) {
         return true;
     }
-    set_error("seq_rm: removing positions [%d, %d) of sequence %d would leave adaptive bases fitted to them: positions "
-              "below %d are coded; remove the whole sequence and decode it again",
-              p0, p1, seq, n_coded);
-    return false;
+    return reject(
+        "seq_rm: removing positions [%d, %d) of sequence %d would leave adaptive bases fitted to them: positions "
+        "below %d are coded; remove the whole sequence and decode it again",
+        p0, p1, seq, n_coded);
 }
 
 bool ChunkedBases::ready(const std::vector<TokenDesc> & tokens, bool causal, const Window & window,
                          const CellReader & cells) const {
     if (!causal) {
-        set_error(
+        return reject(
             "decode: adaptive bases need a causal mask, because they code a token when it leaves the exact window; "
             "this mask lets tokens attend to later ones (some models use such masks for images); use static bases");
-        return false;
     }
     std::map<int32_t, int32_t> begin; // smallest position by sequence
     for (const auto & token : tokens) {
         if (token.in_picture) {
-            set_error("decode: adaptive bases need one token per position, because they code a token when it leaves "
-                      "the exact window; tokens of an image share position %d; use static bases",
-                      token.pos);
-            return false;
+            return reject(
+                "decode: adaptive bases need one token per position, because they code a token when it leaves "
+                "the exact window; tokens of an image share position %d; use static bases",
+                token.pos);
         }
         for (int32_t i = 0; i < token.n_seq; ++i) {
             auto [it, fresh] = begin.try_emplace(token.seq[i], token.pos);
@@ -173,11 +172,10 @@ bool ChunkedBases::ready(const std::vector<TokenDesc> & tokens, bool causal, con
         cells.find(seq, std::max(window.n_sink(), coded(cells.stream_of(seq))), first, uncoded);
         for (const auto & cell : uncoded) {
             if (!window.holds(seq, cell.pos)) {
-                set_error(
+                return reject(
                     "decode: sequence %d at position %d needs the exact row of position %d to code it, which is not "
                     "held; remove the whole sequence and decode it again",
                     seq, first, cell.pos);
-                return false;
             }
         }
     }
@@ -185,9 +183,8 @@ bool ChunkedBases::ready(const std::vector<TokenDesc> & tokens, bool causal, con
 }
 
 bool ChunkedBases::reject_shift() {
-    set_error("seq_add: positions in a subkv cache with adaptive bases cannot be shifted; remove the sequence and "
-              "decode it again with new positions, or use an ordinary cache type (-ctk f16)");
-    return false;
+    return reject("seq_add: positions in a subkv cache with adaptive bases cannot be shifted; remove the sequence and "
+                  "decode it again with new positions, or use an ordinary cache type (-ctk f16)");
 }
 
 void ChunkedBases::refuse_partial() {

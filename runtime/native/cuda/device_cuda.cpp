@@ -41,7 +41,6 @@ struct Data {
 
 struct Cuda {
     using Device  = int;
-    using Layer   = cuda::Layer;
     using Encode  = cuda::Encode;
     using Attend  = cuda::Attend;
     using Combine = cuda::Combine;

@@ -12,7 +12,6 @@ namespace {
 
 struct Vulkan {
     using Device  = ggml_backend_dev_t;
-    using Layer   = vulkan::Layer;
     using Encode  = vulkan::Encode;
     using Attend  = vulkan::Attend;
     using Combine = vulkan::Combine;
