@@ -12,10 +12,8 @@
 
 using namespace subkv;
 
-struct subkv_store {
-    subkv_store(const char * folder, uint64_t max_bytes) : store(folder, max_bytes) {}
-
-    PrefixStore store;
+struct subkv_store : PrefixStore {
+    using PrefixStore::PrefixStore;
 };
 
 struct subkv_store_found {
@@ -50,7 +48,7 @@ bool put_states(subkv_store * store, const uint8_t * identity, const subkv_store
             point.data[j] = copied(given.data[j]);
         }
     }
-    return store->store.put(std::move(prefix), wait);
+    return store->put(std::move(prefix), wait);
 }
 
 subkv_store_bytes shown(const std::vector<uint8_t> & bytes) {
@@ -69,7 +67,7 @@ extern "C" void subkv_store_close(subkv_store * store) {
 }
 
 extern "C" int32_t subkv_store_room(const subkv_store * store, uint64_t n_bytes) {
-    return store->store.room(n_bytes);
+    return store->room(n_bytes);
 }
 
 extern "C" bool subkv_store_put(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,
@@ -81,7 +79,7 @@ extern "C" bool subkv_store_put(subkv_store * store, const uint8_t * identity, c
 }
 
 extern "C" bool subkv_store_flush(subkv_store * store, double seconds) {
-    return store->store.flush(seconds);
+    return store->flush(seconds);
 }
 
 extern "C" subkv_store_found * subkv_store_get(subkv_store * store, const uint8_t * identity,
@@ -96,7 +94,7 @@ extern "C" subkv_store_found * subkv_store_get(subkv_store * store, const uint8_
         prefix_query.n_removable       = query->n_removable;
         prefix_query.seconds_per_token = query->seconds_per_token;
         prefix_query.seconds           = query->seconds;
-        auto found                     = store->store.get(prefix_query);
+        auto found                     = store->get(prefix_query);
         if (!found) {
             return nullptr;
         }
@@ -127,13 +125,13 @@ extern "C" int64_t subkv_store_found_reach(const subkv_store_found * found) {
 
 extern "C" void subkv_store_found_free(subkv_store * store, subkv_store_found * found, bool refused) {
     if (found && refused) {
-        store->store.reject(found->found->name);
+        store->reject(found->found->name);
     }
     delete found;
 }
 
 extern "C" void subkv_store_get_stats(const subkv_store * store, subkv_store_stats * stats) {
-    *stats = store->store.stats();
+    *stats = store->stats();
 }
 
 //

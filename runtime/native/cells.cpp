@@ -30,10 +30,10 @@ void read_cells(const LayerNodes & layer, const Ops & ops, int64_t head, bool va
     const int64_t              size = TILE * keys.row_bytes;
     const std::vector<int32_t> from(cells, cells + n);
     std::vector<int64_t>       places((size_t) n);
-    std::vector<uint8_t>       made((size_t) ((n + TILE - 1) / TILE * size));
+    std::vector<uint8_t>       converted((size_t) ((n + TILE - 1) / TILE * size));
     std::iota(places.begin(), places.end(), (int64_t) 0);
-    rows_to_tiles(keys, tiles, stride / TILE, from.data(), n, made.data());
-    read_rows(ops, *layer.codec, head, value, chunks, slot, made.data(), size, n, places.data(), x);
+    rows_to_tiles(keys, tiles, stride / TILE, from.data(), n, converted.data());
+    read_rows(ops, *layer.codec, head, value, chunks, slot, converted.data(), size, n, places.data(), x);
 }
 
 } // namespace subkv

@@ -171,8 +171,8 @@ LayerCodec read_layer(const LayerSpec & spec, const std::string & key, const uin
             layer.v.push_back(read_head(spec.v[h], spec.d_v, v, block, v_halves, nullptr));
             layer.v_row_bytes += (size_t) layer.v[h].row_bytes;
         }
-        keep(layer.k[h], storage, layer.steps[4 * h], layer.steps[4 * h + 1]);
-        keep(layer.v[h], storage, layer.steps[4 * h + 2], layer.steps[4 * h + 3]);
+        store_matrices(layer.k[h], storage, layer.steps[4 * h], layer.steps[4 * h + 1]);
+        store_matrices(layer.v[h], storage, layer.steps[4 * h + 2], layer.steps[4 * h + 3]);
     }
     return layer;
 }

@@ -54,8 +54,8 @@ HeadCodec latent_values(const std::string & key, const HeadCodec & keys, int d_v
 
 // Copies the matrices of a head, in halves, to `storage` and advances it. The last rows become bytes, as long as all
 // entries of a row are multiples (-127 .. 127) of one half, the step. The vectors receive the steps of E and of D.
-void keep(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & encode_step,
-          std::vector<uint16_t> & decode_step);
+void store_matrices(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & encode_step,
+                    std::vector<uint16_t> & decode_step);
 
 // Parses and validates subkv.layout (FORMAT.md §2). Throws Invalid with the place of a defect.
 std::vector<LayerSpec> parse_layout(std::string_view text, int block_count);

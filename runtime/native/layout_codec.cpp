@@ -116,7 +116,8 @@ static bool as_bytes(const uint16_t * row, int64_t d, int8_t * bytes, uint16_t &
 
 // Copies a matrix [r][d], in halves, to `storage` and advances it. Groups of 8 rows at its end whose entries are
 // multiples (-127 .. 127) of one half per row become bytes; `step` receives these halves.
-static Matrix kept(const uint16_t * halves, int64_t r, int64_t d, uint16_t *& storage, std::vector<uint16_t> & step) {
+static Matrix stored_matrix(const uint16_t * halves, int64_t r, int64_t d, uint16_t *& storage,
+                            std::vector<uint16_t> & step) {
     constexpr int64_t   GROUP = 8;
     std::vector<int8_t> bytes((size_t) (r * d));
     step.resize((size_t) r);
@@ -139,12 +140,12 @@ static Matrix kept(const uint16_t * halves, int64_t r, int64_t d, uint16_t *& st
     return { of_first, at, step.data(), first };
 }
 
-void keep(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & encode_step,
-          std::vector<uint16_t> & decode_step) {
+void store_matrices(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & encode_step,
+                    std::vector<uint16_t> & decode_step) {
     if (present(head.encode)) { // values of a latent layer have none
-        head.encode = kept(head.encode.halves, head.rank, head.d, storage, encode_step);
+        head.encode = stored_matrix(head.encode.halves, head.rank, head.d, storage, encode_step);
     }
-    head.decode = kept(head.decode.halves, head.rank, head.d, storage, decode_step);
+    head.decode = stored_matrix(head.decode.halves, head.rank, head.d, storage, decode_step);
 }
 
 } // namespace subkv

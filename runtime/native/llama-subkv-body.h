@@ -40,7 +40,7 @@ public:
             for (const bool value : { false, true }) {
                 for (const ggml_tensor * t : value ? layer.v_stream : layer.k_stream) {
                     if (t) { // values of a latent layer have none
-                        found[t] = { (int32_t) layer.il, value };
+                        sides[t] = { (int32_t) layer.il, value };
                     }
                 }
             }
@@ -49,12 +49,12 @@ public:
 
     // nullptr: another tensor
     const side * of(const ggml_tensor * t) const {
-        const auto it = found.find(t);
-        return it == found.end() ? nullptr : &it->second;
+        const auto it = sides.find(t);
+        return it == sides.end() ? nullptr : &it->second;
     }
 
 private:
-    std::unordered_map<const ggml_tensor *, side> found;
+    std::unordered_map<const ggml_tensor *, side> sides;
 };
 
 // A read position in the complete bytes of a state.

@@ -34,9 +34,9 @@ bool llama_subkv::may_remove(const llama_kv_cache & kv, const llama_memory_recur
     if (first == 0 || first > tail || last <= tail) { // removes no state, or all of it
         return true;
     }
-    const auto & state = recurrent.cells[(size_t) recurrent.cells[(size_t) seq].tail];
-    const auto   kept  = kv.subkv_hook->snapshots(seq);
-    if (kept.last == tail && tail + 1 - first <= kept.n && state.seq_id.size() == 1) {
+    const auto & state     = recurrent.cells[(size_t) recurrent.cells[(size_t) seq].tail];
+    const auto   snapshots = kv.subkv_hook->snapshots(seq);
+    if (snapshots.last == tail && tail + 1 - first <= snapshots.n && state.seq_id.size() == 1) {
         return true;
     }
     recurrent_stays(kv, seq, p0);

@@ -86,9 +86,9 @@ public:
 
     // F32 [n_rot, 1, distances]
     ggml_tensor * pairs(int64_t n_rot) {
-        ggml_tensor *& found = pairs_[n_rot];
-        found                = found ? found : input(GGML_TYPE_F32, n_rot, (int64_t) by.size());
-        return found;
+        ggml_tensor *& input_pairs = pairs_[n_rot];
+        input_pairs                = input_pairs ? input_pairs : input(GGML_TYPE_F32, n_rot, (int64_t) by.size());
+        return input_pairs;
     }
 
     void set_input(const llama_ubatch *) override {

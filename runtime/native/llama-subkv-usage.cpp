@@ -24,16 +24,16 @@ held_usage & held() {
     return one;
 }
 
-template <typename F> F found(const char * name) { // in libsubkv, which is loaded if there are coefficients
+template <typename F> F function_of(const char * name) { // in libsubkv, which is loaded if there are coefficients
     std::string why;
     return (F) llama_subkv_find(name, why);
 }
 
 // The usage of a coded cache, from libsubkv.
 void add_coded(llama_context * ctx, llama_subkv_usage & usage) {
-    const auto  stats_of = found<decltype(&subkv_get_stats)>("subkv_get_stats");
-    const auto  cpu      = found<decltype(&subkv_kernel_name)>("subkv_kernel_name");
-    const auto  device   = found<decltype(&subkv_device_kernel_name)>("subkv_device_kernel_name");
+    const auto  stats_of = function_of<decltype(&subkv_get_stats)>("subkv_get_stats");
+    const auto  cpu      = function_of<decltype(&subkv_kernel_name)>("subkv_kernel_name");
+    const auto  device   = function_of<decltype(&subkv_device_kernel_name)>("subkv_device_kernel_name");
     subkv_stats stats    = {};
     if (!stats_of || !cpu || !device || !stats_of(ctx, &stats)) {
         return;

@@ -348,8 +348,8 @@ private:
 
 llama_subkv::graph_input * llama_subkv::inputs(const llm_graph_context & g, const llama_kv_cache_context * mctx) {
     for (auto & input : g.res->inputs) {
-        if (auto * found = dynamic_cast<graph_input *>(input.get())) {
-            return found;
+        if (auto * existing = dynamic_cast<graph_input *>(input.get())) {
+            return existing;
         }
     }
     auto         input = std::make_unique<graph_input>(mctx);

@@ -196,21 +196,21 @@ std::string stored_sidecar(const std::string & content, const std::string & endi
     const std::string store = sidecar_store();
     const std::string tail  = "-" + content.substr(0, DIGITS) + ending;
     std::error_code   error;
-    std::string       found;
+    std::string       first;
     if (store.empty() || !std::filesystem::exists(std::filesystem::u8path(store), error)) {
-        return found;
+        return first;
     }
     auto entries = std::filesystem::directory_iterator(std::filesystem::u8path(store), error);
     for (const auto end = std::filesystem::directory_iterator(); !error && entries != end; entries.increment(error)) {
         const std::string name = entries->path().filename().u8string();
-        if (ends(name, tail, false) && (found.empty() || name < found)) {
-            found = name;
+        if (ends(name, tail, false) && (first.empty() || name < first)) {
+            first = name;
         }
     }
     if (error) {
         refuse(store, "a readable folder", error.message());
     }
-    return found.empty() ? found : (std::filesystem::u8path(store) / std::filesystem::u8path(found)).u8string();
+    return first.empty() ? first : (std::filesystem::u8path(store) / std::filesystem::u8path(first)).u8string();
 }
 
 void check_sidecar(const std::string & path, const std::string & content) {

@@ -269,18 +269,18 @@ template <typename T> T at(const uint8_t * p) {
 
 // Finds the rows of n cells behind each header (type i32, bytes of a row u64).
 std::vector<Region> chain(const uint8_t * state, size_t size, uint64_t offset, uint64_t n, size_t most) {
-    std::vector<Region> found;
-    while (found.size() < most && offset + 12 <= size) {
+    std::vector<Region> regions;
+    while (regions.size() < most && offset + 12 <= size) {
         const auto type = at<int32_t>(state + offset);
         const auto row  = at<uint64_t>(state + offset + 4);
         offset += 12;
         if (type < 0 || type >= MAX_TYPE || row == 0 || row >= MAX_ROW || n * row > size - offset) {
             break;
         }
-        found.push_back({ offset, (uint32_t) row });
+        regions.push_back({ offset, (uint32_t) row });
         offset += n * row;
     }
-    return found;
+    return regions;
 }
 
 } // namespace
@@ -307,9 +307,9 @@ std::vector<Region> find_regions(const uint8_t * state, size_t size, uint64_t n)
         const auto by_element = at<uint32_t>(state + offset);
         const auto n_layer    = at<uint32_t>(state + offset + 4);
         if (by_element <= 1 && n_layer > 0 && n_layer <= MAX_REGIONS / 2) {
-            auto found = chain(state, size, offset + 8, n, 2 * (size_t) n_layer);
-            if (!found.empty()) {
-                return found;
+            auto regions = chain(state, size, offset + 8, n, 2 * (size_t) n_layer);
+            if (!regions.empty()) {
+                return regions;
             }
         }
     }

@@ -42,8 +42,8 @@ bool is_piece(const std::string & file) {
 }
 
 uint64_t size_of(const std::map<std::string, StoredFile> & files, const std::string & file) {
-    const auto found = files.find(file);
-    return found == files.end() ? 0 : found->second.size;
+    const auto it = files.find(file);
+    return it == files.end() ? 0 : it->second.size;
 }
 
 } // namespace
@@ -131,15 +131,15 @@ std::vector<std::shared_ptr<const PrefixHead>> PrefixIndex::heads(const std::str
         changed = time;
         learn(look());
     }
-    std::vector<std::shared_ptr<const PrefixHead>> found;
+    std::vector<std::shared_ptr<const PrefixHead>> res;
     const std::string                              begin = prefix_of(identity);
     for (auto it = known.lower_bound(begin); it != known.end() && it->first.compare(0, begin.size(), begin) == 0;
          ++it) {
         if (it->second->identity == identity) {
-            found.push_back(it->second);
+            res.push_back(it->second);
         }
     }
-    return found;
+    return res;
 }
 
 void PrefixIndex::read(const std::string & identity, const std::vector<PieceRead> & reads) const {
@@ -243,8 +243,8 @@ bool PrefixIndex::has(const std::string & identity, const std::vector<int32_t> &
 // Marks prompts as unused that are prefixes of a new prompt and that it serves nearly as well (up to SERVES tokens).
 void PrefixIndex::forget_beginnings(const PrefixHead & head, int64_t n_removable) {
     const auto            n_tokens = (int64_t) head.tokens.size();
-    std::set<std::string> kept;
-    head.each_piece([&](const std::string & piece, uint64_t) { kept.insert(piece); });
+    std::set<std::string> used_pieces;
+    head.each_piece([&](const std::string & piece, uint64_t) { used_pieces.insert(piece); });
     for (auto it = known.begin(); it != known.end();) {
         const auto & other = *it->second;
         const auto   n     = (int64_t) other.tokens.size();
@@ -253,7 +253,7 @@ void PrefixIndex::forget_beginnings(const PrefixHead & head, int64_t n_removable
         if (begins && n - reach(n_tokens, n, head.points, n_removable) < SERVES) {
             folder.remove(it->first + HEAD);
             other.each_piece([&](const std::string & piece, uint64_t) {
-                if (kept.count(piece) == 0) {
+                if (used_pieces.count(piece) == 0) {
                     folder.mark(piece + PIECE);
                     unused.insert(piece);
                 }
@@ -354,12 +354,12 @@ void PrefixIndex::make_room(Files & files, uint64_t n, const Cut & spared) {
         n_heads += is_head(file);
     }
     const auto gone = [&](const std::string & file) {
-        const auto found = files.find(file);
-        if (found != files.end()) {
+        const auto it = files.find(file);
+        if (it != files.end()) {
             folder.remove(file);
             n_heads -= is_head(file);
-            total -= found->second.size;
-            files.erase(found);
+            total -= it->second.size;
+            files.erase(it);
         }
     };
     // Leftovers: pieces without a prompt, temporary files, heads that did not fit the index. A process may still use

@@ -54,7 +54,7 @@ int64_t Cache::read(const CellReader & cells, const ggml_tensor * t, int32_t il,
     const HeadCodec &   codec  = layer.codec->head(head, value);
     const uint32_t      stream = cells.stream_of(seq);
     const ChunkUnit *   unit   = layer.chunked ? layer.chunked->unit(stream, head, value) : nullptr;
-    const ChunkReader * chunks = unit ? &unit->adapter : nullptr;
+    const ChunkReader * chunks = unit ? &unit->reader() : nullptr;
 
     std::vector<PosCell> held;
     cells.find(seq, first, (int32_t) (first + n), held);

@@ -86,8 +86,8 @@ public:
     void lift(int32_t slot, const float * e, float * out) const override;
 
     const HeadCodec * codec(int32_t slot) const override {
-        const ChunkBasis * found = chunk(slot);
-        return found ? &found->codec : nullptr;
+        const ChunkBasis * basis = chunk(slot);
+        return basis ? &basis->codec : nullptr;
     }
 
     const ChunkBasis *  chunk(int32_t slot) const;                // nullptr: 0, or not in use

@@ -40,8 +40,8 @@ void ChunkedLayer::reset(uint32_t stream) {
 void ChunkedLayer::for_each(uint32_t stream, const std::function<void(ChunkUnit &)> & use) const {
     for (int64_t head = 0; head < codec_.n_head_kv; ++head) {
         for (const bool value : { false, true }) {
-            if (ChunkUnit * found = unit(stream, head, value)) {
-                use(*found);
+            if (ChunkUnit * it = unit(stream, head, value)) {
+                use(*it);
             }
         }
     }

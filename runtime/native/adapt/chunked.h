@@ -35,6 +35,8 @@ ChunkRequest chunks_of_environment(const Layout & layout);
 struct ChunkUnit {
     Adapter adapter;
     int32_t coded = 0; // positions below are coded, multiple of B
+
+    const ChunkReader & reader() const { return adapter; }
 };
 
 class ChunkedLayer {
