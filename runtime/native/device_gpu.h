@@ -49,12 +49,12 @@ public:
     }
 
 protected:
-    using Layer   = decltype(Gpu::Attend::layer);
     using Encode  = typename Gpu::Encode;
-    using Attend  = typename Gpu::Attend;
-    using Combine = typename Gpu::Combine;
     using Store   = typename Gpu::Store;
     using Prompt  = typename Gpu::Prompt;
+    using Combine = decltype(Prompt::c);
+    using Attend  = decltype(Combine::a);
+    using Layer   = decltype(Attend::layer);
 
     virtual Layer args(int64_t width_v) const = 0;
 

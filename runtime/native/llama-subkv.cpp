@@ -446,16 +446,6 @@ void llama_subkv::bytes_of(llama_memory_i * memory, size_t & stock, size_t & cod
     }
 }
 
-bool llama_subkv::rows(llama_memory_i * memory, int32_t il, const subkv::rows_fn & use) {
-    const auto * kv = caches_of(memory).base;
-    if (!kv || il < 0 || row_bytes(*kv, (uint32_t) il, false) == 0) {
-        return false;
-    }
-    const auto & layer = kv->layers[kv->map_layer_ids.at(il)];
-    use(reader(*kv), layer.k, layer.v);
-    return true;
-}
-
 void llama_subkv::settle(llama_context & ctx) {
     if (coded(ctx.get_memory())) {
         ctx.memory_update(false);
@@ -472,12 +462,22 @@ subkv::CacheHook * llama_subkv_of(llama_context * ctx, size_t * bytes_stock, siz
     return llama_subkv::hook_of(llama_get_memory(ctx));
 }
 
-bool llama_subkv_rows(llama_context * ctx, int32_t il, const subkv::rows_fn & use) {
-    llama_synchronize(ctx);
+bool llama_subkv::rows(llama_context & ctx, int32_t il, const subkv::rows_fn & use) {
+    llama_synchronize(&ctx);
     try {
-        llama_subkv::settle(*ctx);
+        settle(ctx);
     } catch (const std::exception &) { // reported, or out of memory
         return false;
     }
-    return llama_subkv::rows(llama_get_memory(ctx), il, use);
+    const auto * kv = caches_of(ctx.get_memory()).base;
+    if (!kv || il < 0 || row_bytes(*kv, (uint32_t) il, false) == 0) {
+        return false;
+    }
+    const auto & layer = kv->layers[kv->map_layer_ids.at(il)];
+    use(reader(*kv), layer.k, layer.v);
+    return true;
+}
+
+bool llama_subkv_rows(llama_context * ctx, int32_t il, const subkv::rows_fn & use) {
+    return llama_subkv::rows(*ctx, il, use);
 }

@@ -230,5 +230,5 @@ struct llama_subkv {
     static graph_input *      inputs(const llm_graph_context & g, const llama_kv_cache_context * mctx);
     static subkv::CacheHook * hook_of(llama_memory_i * memory);
     static void               bytes_of(llama_memory_i * memory, size_t & stock, size_t & coded); // adds K/V bytes
-    static bool               rows(llama_memory_i * memory, int32_t il, const subkv::rows_fn & use);
+    static bool               rows(llama_context & ctx, int32_t il, const subkv::rows_fn & use); // llama_subkv_rows
 };

@@ -37,16 +37,6 @@ void ChunkedLayer::reset(uint32_t stream) {
     }
 }
 
-void ChunkedLayer::for_each(uint32_t stream, const std::function<void(ChunkUnit &)> & use) const {
-    for (int64_t head = 0; head < codec_.n_head_kv; ++head) {
-        for (const bool value : { false, true }) {
-            if (ChunkUnit * it = unit(stream, head, value)) {
-                use(*it);
-            }
-        }
-    }
-}
-
 void ChunkedBases::check(const ChunkRequest & request, const Layout & layout, int32_t n_recent, int32_t n_rollback,
                          const CacheDesc & desc) {
     const AdaptParams & p = request.params;
@@ -106,10 +96,12 @@ void ChunkedBases::reset(uint32_t stream) {
     }
 }
 
-void ChunkedBases::for_each(uint32_t stream, const std::function<void(ChunkUnit &)> & use) const {
+template <typename F> void ChunkedBases::for_each(uint32_t stream, F use) const {
     for (const auto & layer : layers_) {
-        if (layer) {
-            layer->for_each(stream, use);
+        for (int64_t i = 0; layer && i < 2 * layer->n_head_kv(); ++i) {
+            if (ChunkUnit * unit = layer->unit(stream, i / 2, i % 2 != 0)) {
+                use(*unit);
+            }
         }
     }
 }

@@ -50,8 +50,8 @@ public:
     int64_t chunk_offset(int64_t head, bool value) const {
         return (int64_t) (value ? codec_.v_row_bytes : codec_.k_row_bytes) + head;
     }
-    void reset(uint32_t stream);
-    void for_each(uint32_t stream, const std::function<void(ChunkUnit &)> & use) const;
+    void    reset(uint32_t stream);
+    int64_t n_head_kv() const { return codec_.n_head_kv; }
 
 private:
     size_t index(uint32_t stream, int64_t head, bool value) const {
@@ -104,8 +104,8 @@ public:
     int32_t block() const { return request_.params.block; }                       // positions coded together
 
 private:
-    void reset(uint32_t stream);
-    void for_each(uint32_t stream, const std::function<void(ChunkUnit &)> & use) const;
+    void                       reset(uint32_t stream);
+    template <typename F> void for_each(uint32_t stream, F use) const; // units of all layers
 
     ChunkRequest                               request_;
     uint32_t                                   n_stream_;

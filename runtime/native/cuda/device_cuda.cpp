@@ -40,18 +40,16 @@ struct Data {
 };
 
 struct Cuda {
-    using Device  = int;
-    using Encode  = cuda::Encode;
-    using Attend  = cuda::Attend;
-    using Combine = cuda::Combine;
-    using Store   = cuda::Store;
-    using Prompt  = cuda::Prompt;
+    using Device = int;
+    using Encode = cuda::Encode;
+    using Store  = cuda::Store;
+    using Prompt = cuda::Prompt;
 
     static Data place(const ggml_tensor * t) { return { t->data }; }
 
     template <typename T> static T * behind(T * place, int64_t bytes) { return (T *) ((char *) place + bytes); }
 
-    static void complete(Attend & a, const Window & window, const float * /*rest*/) {
+    static void complete(cuda::Attend & a, const Window & window, const float * /*rest*/) {
         a.n_sink   = window.n_sink();
         a.n_recent = window.n_recent();
     }

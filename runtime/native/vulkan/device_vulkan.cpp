@@ -11,12 +11,10 @@ namespace subkv {
 namespace {
 
 struct Vulkan {
-    using Device  = ggml_backend_dev_t;
-    using Encode  = vulkan::Encode;
-    using Attend  = vulkan::Attend;
-    using Combine = vulkan::Combine;
-    using Store   = vulkan::Store;
-    using Prompt  = vulkan::Prompt;
+    using Device = ggml_backend_dev_t;
+    using Encode = vulkan::Encode;
+    using Store  = vulkan::Store;
+    using Prompt = vulkan::Prompt;
 
     static vulkan::Place place(const ggml_tensor * t) {
         return { t->view_src ? t->view_src : t, t->view_src ? t->view_offs : 0 };
@@ -26,7 +24,7 @@ struct Vulkan {
         return { place.buffer, place.at + (uint64_t) bytes };
     }
 
-    static void complete(Attend & a, const Window & /*window*/, vulkan::Place rest) { a.packed = rest; }
+    static void complete(vulkan::Attend & a, const Window & /*window*/, vulkan::Place rest) { a.packed = rest; }
 };
 
 // The Vulkan device of a type of buffer; nullptr: none. Registers our nodes with its backend first.
