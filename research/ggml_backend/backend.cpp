@@ -156,12 +156,12 @@ const Layout * layout() {
         if (!path || !*path) {
             return nullptr;
         }
-        std::string err;
-        auto        result = load_layout(path, err);
-        if (!result) {
-            std::fprintf(stderr, "subkv: %s\n", err.c_str());
+        try {
+            return load_layout(path);
+        } catch (const std::exception & e) {
+            std::fprintf(stderr, "subkv: %s\n", e.what());
+            return nullptr;
         }
-        return result;
     }();
     return loaded.get();
 }

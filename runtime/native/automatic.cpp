@@ -1,6 +1,12 @@
-// automatic.cpp: see automatic.h.
-#include "automatic.h"
-
+// automatic.cpp: the cache of a context without an attached layout, selected by the environment (docs/programs.md).
+//
+//   SUBKV            off (or unset): ordinary; auto: the model's bases, if any; any other value: a file with bases
+//   SUBKV_SINK, SUBKV_RECENT, SUBKV_ROLLBACK   numbers of tokens, as in subkv_cache_params
+//   another variable of chunks: chunks_of_environment (chunked.h)
+//
+// The model's bases are the first of: its own keys, the sidecar beside it, the calibrated sidecar in the user's cache
+// folder, the sidecar derived from its weights there. Every context logs its kind of cache in one line of llama.cpp's
+// log.
 #include "cache.h"
 #include "error.h"
 #include "layout_keys.h"
@@ -49,21 +55,12 @@ CacheRequest request_of(const std::shared_ptr<const Layout> & layout) {
     return request;
 }
 
-bool carries_bases(const std::string & model) {
-    std::string err;
-    const int   present = layout_present(model.c_str(), err);
-    if (present < 0) {
-        throw Invalid{ err };
-    }
-    return present > 0;
-}
-
 // The file with a model's bases; "": none.
-std::string found_for(const std::string & model) {
+std::string file_of_bases(const std::string & model) {
     if (model.empty()) { // loaded from a stream or from memory
         return "";
     }
-    if (carries_bases(model)) {
+    if (layout_present(model.c_str())) {
         return model;
     }
     std::error_code   error;
@@ -74,23 +71,14 @@ std::string found_for(const std::string & model) {
         return "";
     }
     const std::string content = model_content(model);
-    std::string       found   = near ? beside : stored_sidecar(content, CALIBRATED);
-    if (found.empty()) {
-        found = stored_sidecar(content, FROM_WEIGHTS);
+    std::string       sidecar = near ? beside : stored_sidecar(content, CALIBRATED);
+    if (sidecar.empty()) {
+        sidecar = stored_sidecar(content, FROM_WEIGHTS);
     }
-    if (!found.empty()) {
-        check_sidecar(found, content);
+    if (!sidecar.empty()) {
+        check_sidecar(sidecar, content);
     }
-    return found;
-}
-
-std::shared_ptr<const Layout> layout_of(const std::string & path) {
-    std::string err;
-    auto        layout = load_layout(path.c_str(), err);
-    if (!layout) {
-        throw Invalid{ err };
-    }
-    return layout;
+    return sidecar;
 }
 
 std::nullptr_t ordinary(const CacheDesc & desc, const std::string & why) {
@@ -130,23 +118,23 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
     if (!desc.none.empty()) {
         const std::string why = "no K/V cache: " + desc.none;
         if (required || (by_name && !second)) {
-            throw Invalid{ why };
+            throw Invalid(why);
         }
         if (!desc.no_alloc) {
             llama_subkv_log(why);
         }
         return nullptr;
     }
-    const std::string file = by_name ? setting : found_for(desc.model_path);
+    const std::string file = by_name ? setting : file_of_bases(desc.model_path);
     if (file.empty()) {
         const std::string model = desc.model_path.empty() ? "MODEL" : desc.model_path;
         const std::string why   = "no bases for this model; `subkv convert " + model + "` derives them";
         if (required) {
-            throw Invalid{ why };
+            throw Invalid(why);
         }
         return ordinary(desc, why);
     }
-    const auto layout = layout_of(file);
+    const auto layout = load_layout(file.c_str());
     // A wrong file for the first model is an error of the user; a later model with other shapes is just a second model.
     const std::string misfit = Cache::misfit(*layout, desc);
     if (!misfit.empty() && second) {
@@ -180,18 +168,14 @@ std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc) {
     if (std::strcmp(setting, "off") == 0) {
         return nullptr;
     }
-    std::string why;
     try {
         return requested_cache(desc, setting);
-    } catch (const Invalid & e) {
-        why = e.why;
     } catch (const std::exception & e) {
-        why = e.what();
+        if (!value) {
+            fail("-ctk subkv: %s; -ctk f16 runs with an ordinary cache", e.what());
+        }
+        fail("SUBKV=%s: %s; SUBKV=off runs with an ordinary cache", setting, e.what());
     }
-    if (!value) {
-        fail("-ctk subkv: %s; -ctk f16 runs with an ordinary cache", why.c_str());
-    }
-    fail("SUBKV=%s: %s; SUBKV=off runs with an ordinary cache", setting, why.c_str());
 }
 
 } // namespace subkv

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 namespace subkv {
 
@@ -13,8 +14,7 @@ constexpr size_t base64_length(size_t n_bytes) {
     return (n_bytes / 3 + (n_bytes % 3 != 0)) * 4;
 }
 
-// Decodes text[n_text] into out[n_out]. n_text must be base64_length(n_out).
-// On a defect returns false; `err` has the expected and the actual value and the place.
-bool base64_decode(const char * text, size_t n_text, uint8_t * out, size_t n_out, std::string & err);
+// Decodes the text of a key into out[n_out]. Throws Invalid with the place of a defect.
+void base64_decode(const std::string & key, std::string_view text, uint8_t * out, size_t n_out);
 
 } // namespace subkv

@@ -32,7 +32,7 @@ Cache::Cache(const CacheDesc & desc, const CacheRequest & request, subkv_observe
     if (layout_) {
         code(desc, request);
     }
-    facts_ = facts_made();
+    set_facts();
 }
 
 void Cache::code(const CacheDesc & desc, const CacheRequest & request) {
@@ -50,7 +50,7 @@ void Cache::code(const CacheDesc & desc, const CacheRequest & request) {
             continue;
         }
         coded.push_back(layer);
-        // adapted bases are computed from halves, as GPU kernels read them
+        // chunks are computed from halves, as GPU kernels read them
         integers.push_back(layout_->recent_bits == RECENT_BITS && !chunked_ && !has_device_kernels(layer.buft));
         add_nodes(layer, layer.il, layer.n_head, *codec);
         for (const auto & reader : desc.readers) {
@@ -176,9 +176,6 @@ void Cache::check(const CacheDesc & desc) const {
     if (n_coded == 0) {
         throw std::runtime_error("subkv.layout: none of its layers has a full-attention K/V cache in this model");
     }
-    if (ops_error()) {
-        throw std::runtime_error(ops_error());
-    }
     if (n_coded == desc.layers.size()) {
         return; // a layout may have bases for layers without rows
     }
@@ -202,26 +199,23 @@ size_t Cache::row_bytes(const LayerNodes & nodes, bool value) const {
     return (value ? codec.v_row_bytes : codec.k_row_bytes) + (chunks ? (size_t) codec.n_head_kv : 0);
 }
 
-CacheFacts Cache::facts_made() const {
-    CacheFacts made;
-    made.coded        = layout_ != nullptr;
-    made.shifts       = !chunked_;
-    made.goes_back    = !chunked_;
-    made.n_sink       = window_.n_sink();
-    made.n_rollback   = window_.n_recent() > 0 ? window_.n_rollback() : -1;
-    made.n_slots      = window_.n_slots();
-    made.identity     = identity();
-    made.bytes_beside = window_.bytes_by_type();
+void Cache::set_facts() {
+    facts_.coded        = layout_ != nullptr;
+    facts_.shifts       = !chunked_;
+    facts_.n_sink       = window_.n_sink();
+    facts_.n_rollback   = window_.n_recent() > 0 ? window_.n_rollback() : -1;
+    facts_.n_slots      = window_.n_slots();
+    facts_.identity     = identity();
+    facts_.bytes_beside = window_.bytes_by_type();
     for (const auto & [il, owner] : owners_) {
-        made.layers[il].observed = observer_ != nullptr;
+        facts_.layers[il].observed = observer_ != nullptr;
     }
     for (size_t il = 0; il < nodes_.size(); ++il) {
         if (nodes_[il]) {
-            made.layers[(int32_t) il].k = row_bytes(*nodes_[il], false);
-            made.layers[(int32_t) il].v = row_bytes(*nodes_[il], true);
+            facts_.layers[(int32_t) il].k = row_bytes(*nodes_[il], false);
+            facts_.layers[(int32_t) il].v = row_bytes(*nodes_[il], true);
         }
     }
-    return made;
 }
 
 void Cache::settle() const {
@@ -236,8 +230,8 @@ void Cache::clear() {
     settle();
     window_.clear();
     rotated();
-    if (chunked_) {
-        chunked_->clear();
+    for (uint32_t stream = 0; chunked_ && stream < n_stream_; ++stream) {
+        chunked_->clear(stream);
     }
 }
 
@@ -247,12 +241,7 @@ bool Cache::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & c
     }
     const auto [s0, s1] = window_.sequences(seq);
     for (int32_t s = s0; chunked_ && s < s1; ++s) {
-        const int32_t left  = cells.max_pos_outside(s, p0, p1);
-        const int32_t coded = chunked_->coded(cells.stream_of(s));
-        if (left >= 0 && left + 1 < coded) {
-            set_error("seq_rm: removing positions [%d, %d) of sequence %d would leave adaptive bases fitted to them: "
-                      "positions below %d are coded; remove the whole sequence and decode it again",
-                      p0, p1, s, coded);
+        if (!chunked_->can_remove(s, p0, p1, cells)) {
             return false;
         }
     }
@@ -271,29 +260,28 @@ bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells
     settle();
     const auto [s0, s1] = window_.sequences(seq);
     for (int32_t s = s0; s < s1; ++s) {
-        const uint32_t stream = cells.stream_of(s);
-        if (chunked_ && cells.max_pos_outside(s, p0, p1) < 0 && chunked_->coded(stream) > 0) { // else it is as new
-            chunked_->reset(stream);
-        }
-        if (cells.max_pos_outside(s, p0, p1) < 0) {
-            window_.forget(s);
-        } else {
+        if (cells.max_pos_outside(s, p0, p1) >= 0) {
             window_.forget(s, p0, p1);
+            continue;
+        }
+        window_.forget(s);
+        if (chunked_) {
+            chunked_->clear(cells.stream_of(s));
         }
     }
     return true;
 }
 
 bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const CellReader & cells) {
-    clear_error(); // as in add()
+    clear_error(); // as in shift()
 
     if (n_stream_ == 1 && std::max(src, dst) < window_.n_seq()) { // in other caches dst loses its cells
         const int32_t pos = cells.doubled(src, dst, p0, p1);
         if (pos >= 0) {
-            set_error("seq_cp: one token per position expected, sequence %d has its own at position %d where one of "
-                      "sequence %d would join it; remove it first",
-                      dst, pos, src);
-            return false;
+            return reject(
+                "seq_cp: one token per position expected, sequence %d has its own at position %d where one of "
+                "sequence %d would join it; remove it first",
+                dst, pos, src);
         }
     }
     settle();
@@ -309,7 +297,7 @@ bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const Cel
 
 void Cache::keep(int32_t seq, const CellReader & cells) {
     settle();
-    for (int32_t s = 0; s < window_.n_seq(); ++s) { // adapted bases belong to a stream, which has no other sequence
+    for (int32_t s = 0; s < window_.n_seq(); ++s) { // chunks belong to a stream, which has no other sequence
         if (s != seq && cells.stream_of(s) == cells.stream_of(seq)) {
             window_.forget(s);
         }
@@ -317,59 +305,19 @@ void Cache::keep(int32_t seq, const CellReader & cells) {
 }
 
 bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const {
-    if (!window_.ready(tokens, cells)) {
-        return false;
-    }
-    if (chunked_ && !causal()) {
-        set_error(
-            "decode: adaptive bases need a causal mask, because they code a token when it leaves the exact window; "
-            "this mask lets tokens attend to later ones (some models use such masks for images); use static bases");
-        return false;
-    }
-    std::map<int32_t, int32_t> begin; // smallest position by sequence
-    for (const auto & token : tokens) {
-        if (chunked_ && token.in_picture) {
-            set_error("decode: adaptive bases need one token per position, because they code a token when it leaves "
-                      "the exact window; tokens of an image share position %d; use static bases",
-                      token.pos);
-            return false;
-        }
-        for (int32_t i = 0; i < token.n_seq; ++i) {
-            auto [it, fresh] = begin.try_emplace(token.seq[i], token.pos);
-            it->second       = std::min(it->second, token.pos);
-        }
-    }
-    std::vector<PosCell> uncoded;
-    for (const auto & [seq, first] : begin) {
-        if (!chunked_) {
-            break;
-        }
-        cells.find(seq, std::max(window_.n_sink(), chunked_->coded(cells.stream_of(seq))), first, uncoded);
-        for (const auto & cell : uncoded) {
-            if (!window_.holds(seq, cell.pos)) {
-                set_error(
-                    "decode: sequence %d at position %d needs the exact row of position %d to code it, which is not "
-                    "held; remove the whole sequence and decode it again",
-                    seq, first, cell.pos);
-                return false;
-            }
-        }
-    }
-    return true;
+    return window_.ready(tokens, cells) && (!chunked_ || chunked_->ready(tokens, causal(), window_, cells));
 }
 
-bool Cache::add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) {
+bool Cache::shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) {
     clear_error(); // callers of void functions read the result from it
     if (chunked_) {
-        set_error("seq_add: positions in a subkv cache with adaptive bases cannot be shifted; remove the sequence and "
-                  "decode it again with new positions, or use an ordinary cache type (-ctk f16)");
-        return false;
+        return ChunkedBases::reject_shift();
     }
     const auto shifted = [](const auto & nodes) { return nodes && nodes->shifted; };
     if (std::any_of(nodes_.begin(), nodes_.end(), shifted)) {
-        set_error("seq_add: an earlier shift was stopped behind some of the layers; decode a token to finish it, or "
-                  "clear the cache");
-        return false;
+        return reject(
+            "seq_add: an earlier shift was stopped behind some of the layers; decode a token to finish it, or "
+            "clear the cache");
     }
     if (!window_.can_add(seq, p0, p1, by, cells)) {
         return false;
@@ -387,7 +335,7 @@ void Cache::rotated() {
     }
 }
 
-void Cache::build(const ShiftBuild & b) {
+void Cache::build_shift(const ShiftBuild & b) {
     auto & nodes = *nodes_[(size_t) b.il];
     if (!nodes.shifted) {
         build_shift_node(nodes, b);
@@ -396,8 +344,8 @@ void Cache::build(const ShiftBuild & b) {
     }
 }
 
-void Cache::report(const std::string & reason) const {
-    set_error("%s", reason.c_str());
+bool Cache::report(const std::string & reason) const {
+    return reject("%s", reason.c_str());
 }
 
 //

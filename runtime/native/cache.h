@@ -50,15 +50,12 @@ void build_shift_node(LayerNodes & layer, const ShiftBuild & b);
 // Builds the nodes of one layer; returns F32 [d_v * n_head, n_tokens].
 ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b);
 
-class Cache final : public CacheHook, private CacheShift, private CacheState {
+class Cache final : public CacheHook {
 public:
     // the request's layout or the observer may be null
     Cache(const CacheDesc & desc, const CacheRequest & request, subkv_observer * observer);
 
-    CacheShift & shift() override { return *this; }
-    CacheState & state() override { return *this; }
-    void         report(const std::string & reason) const override;
-
+    bool    report(const std::string & reason) const override;
     void    clear() override;
     bool    can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const override;
     bool    remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) override;
@@ -74,6 +71,20 @@ public:
     void          build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
                                 ggml_tensor * v, const Inputs & in, float scale) override;
 
+    bool shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) override;
+    void rotations(int32_t * by) const override { window_.rotations(by); }
+    void rotated() override;
+    void build_shift(const ShiftBuild & b) override;
+
+    void                  write_head(StateWriter & w, int32_t seq, bool partial) const override;
+    std::vector<uint64_t> read_head(StateReader & r, int32_t seq, bool partial) const override;
+    void                  write_window(StateWriter & w, int32_t seq) const override;
+    void                  read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves,
+                                      const CellReader & cells) override;
+    void                  get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
+                                   uint8_t * rows) const override;
+    void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) override;
+
     // Reason why the bases do not belong to this cache's model; "": they do.
     static std::string misfit(const Layout & layout, const CacheDesc & desc);
 
@@ -88,26 +99,12 @@ public:
                  int32_t first, int64_t n, float * x, int32_t * chunk_of) const;
 
 private:
-    bool add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) override;
-    void rotations(int32_t * by) const override { window_.rotations(by); }
-    void rotated() override;
-    void build(const ShiftBuild & b) override;
-
-    void                  write_head(StateWriter & w, int32_t seq) const override;
-    std::vector<uint64_t> read_head(StateReader & r, int32_t seq, bool partial) const override;
-    void                  write_window(StateWriter & w, int32_t seq) const override;
-    void                  read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves,
-                                      const CellReader & cells) override;
-    void                  get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
-                                   uint8_t * rows) const override;
-    void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) override;
-
     void code(const CacheDesc & desc, const CacheRequest & request); // selects the layers with bases in the layout
     void check(const CacheDesc & desc) const; // throws std::runtime_error if the layout does not fit the model
     void settle() const;                      // waits for GPUs, before the host changes rows that a graph may use
     std::string identity() const;             // of states
     size_t      row_bytes(const LayerNodes & nodes, bool value) const;
-    CacheFacts  facts_made() const;
+    void        set_facts();
     // The layer that stores il's rows in this cache; -1: they are in another cache.
     int32_t owner(int32_t il) const;
     // Creates the nodes of a layer that stores, or reads, rows of `codec`.

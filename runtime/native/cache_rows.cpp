@@ -1,5 +1,5 @@
 // cache_rows.cpp: converts cells of a layer to rows and back, for states, whose format has rows only.
-//   row: all heads, then one chunk byte per head with adapted bases
+//   row: all heads, then of chunked layers one chunk byte per head
 #include "cache.h"
 
 #include <algorithm>
@@ -40,28 +40,28 @@ struct Part {
         size((size_t) ((first + n + TILE - 1) / TILE * TILE) * t->nb[1] - at) {}
 };
 
-// The same part of a GPU's tensor.
-static std::vector<uint8_t> copy_of(const ggml_tensor * t, const Part & part) {
-    std::vector<uint8_t> tiles(part.size);
-    ggml_backend_tensor_get(t, tiles.data(), part.at, part.size);
-    return tiles;
+// The same part in memory; of a GPU's tensor a copy.
+static uint8_t * tiles_of(const LayerNodes & layer, const ggml_tensor * t, const Part & part,
+                          std::vector<uint8_t> & copy) {
+    if (!layer.device) {
+        return (uint8_t *) t->data + part.at;
+    }
+    copy.resize(part.size);
+    ggml_backend_tensor_get(t, copy.data(), part.at, part.size);
+    return copy.data();
 }
 
 void Cache::get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n, uint8_t * rows) const {
-    const LayerNodes &   layer = *nodes_[(size_t) il];
-    const Part           part(t, first, n);
-    std::vector<uint8_t> copied;
-    if (layer.device) {
-        copied = copy_of(t, part);
-    }
+    const LayerNodes & layer = *nodes_[(size_t) il];
+    const size_t       row   = t->nb[1];
     if (layer.by_rows) {
-        const size_t row = t->nb[1];
         std::copy_n((const uint8_t *) t->data + (size_t) first * row, (size_t) n * row, rows);
         return;
     }
-    const uint8_t * tiles = layer.device ? copied.data() : (const uint8_t *) t->data + part.at;
+    std::vector<uint8_t> copy;
+    const uint8_t *      tiles = tiles_of(layer, t, Part(t, first, n), copy);
     for_cells(
-        *layer.codec, value, tiles, t->nb[1], first, n, rows,
+        *layer.codec, value, tiles, row, first, n, rows,
         [](const HeadCodec & codec, const uint8_t * tile, int64_t cell, uint8_t * row) {
             tile_to_row(codec, tile, cell, row);
         },
@@ -69,20 +69,17 @@ void Cache::get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t firs
 }
 
 void Cache::set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) {
-    const LayerNodes &   layer = *nodes_[(size_t) il];
-    const Part           part(t, first, n);
-    std::vector<uint8_t> copied;
-    if (layer.device) {
-        copied = copy_of(t, part);
-    }
+    const LayerNodes & layer = *nodes_[(size_t) il];
+    const size_t       row   = t->nb[1];
     if (layer.by_rows) {
-        const size_t row = t->nb[1];
         std::copy_n(rows, (size_t) n * row, (uint8_t *) t->data + (size_t) first * row);
         return;
     }
-    uint8_t * tiles = layer.device ? copied.data() : (uint8_t *) t->data + part.at;
+    const Part           part(t, first, n);
+    std::vector<uint8_t> copy;
+    uint8_t *            tiles = tiles_of(layer, t, part, copy);
     for_cells(
-        *layer.codec, value, tiles, t->nb[1], first, n, rows,
+        *layer.codec, value, tiles, row, first, n, rows,
         [](const HeadCodec & codec, uint8_t * tile, int64_t cell, const uint8_t * row) {
             row_to_tile(codec, row, tile, cell);
         },

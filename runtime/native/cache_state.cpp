@@ -1,4 +1,4 @@
-// cache_state.cpp: identity of a state, and its exact window and adapted bases (hook.h).
+// cache_state.cpp: identity of a state, and its exact window and chunks (hook.h).
 #include "cache.h"
 #include "error.h"
 
@@ -10,7 +10,7 @@ namespace subkv {
 static constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '6' };
 
 // Requirements of a state besides its layout. n_seq: sequences of a whole-context state, 0: state of one sequence.
-// sides: sides with adapted bases, 1 K, 2 V; block: positions coded together, 0: no adaptation; kinds: Window::kinds().
+// sides: sides with chunks, 1 K, 2 V; block: positions coded together, 0: no chunks; kinds: Window::kinds().
 struct StateWindow {
     int32_t  n_sink, n_recent, n_rollback, n_seq, sides, block;
     uint64_t kinds;
@@ -41,7 +41,10 @@ std::string Cache::identity() const {
     return text + " " + std::to_string(s.kinds);
 }
 
-void Cache::write_head(StateWriter & w, int32_t seq) const {
+void Cache::write_head(StateWriter & w, int32_t seq, bool partial) const {
+    if (partial && chunked_) {
+        ChunkedBases::refuse_partial();
+    }
     const StateWindow s = state_window(window_, chunked_.get(), seq);
     w.write(STATE_MAGIC, sizeof(STATE_MAGIC));
     w.write(layout_->fingerprint.data(), layout_->fingerprint.size());
@@ -51,6 +54,9 @@ void Cache::write_head(StateWriter & w, int32_t seq) const {
 }
 
 std::vector<uint64_t> Cache::read_head(StateReader & r, int32_t seq, bool partial) const {
+    if (partial && chunked_) {
+        ChunkedBases::refuse_partial();
+    }
     const StateWindow want = state_window(window_, chunked_.get(), seq);
     char              magic[sizeof(STATE_MAGIC)];
     r.read(magic, sizeof(magic));
@@ -66,8 +72,7 @@ std::vector<uint64_t> Cache::read_head(StateReader & r, int32_t seq, bool partia
     StateWindow found;
     r.read(&found, sizeof(found));
     if (want.sides != found.sides || want.block != found.block) {
-        fail("state: adaptive bases on sides %d (1 K, 2 V) in blocks of %d expected, %d in blocks of %d found",
-             want.sides, want.block, found.sides, found.block);
+        ChunkedBases::refuse_sides(want.sides, want.block, found.sides, found.block);
     }
     if (want.kinds != found.kinds) {
         fail("state: exact rows held as here expected (in halves on a GPU, in integers on a CPU), others found; "
@@ -106,13 +111,7 @@ void Cache::read_window(StateReader & r, int32_t seq, const std::vector<uint64_t
         window_.state_read(r, seq, moves, cells);
         const auto [first, last] = streams(seq, n_stream_);
         for (uint32_t stream = first; chunked_ && stream < last; ++stream) {
-            chunked_->state_read(r, stream);
-            const int32_t n_pos = cells.max_pos_outside((int32_t) stream, 0, 0) + 1;
-            const int32_t coded = chunked_->coded(stream);
-            if (coded > n_pos) {
-                chunked_->reset(stream);
-                fail("state: adaptive bases of at most %d coded positions expected, %d found", n_pos, coded);
-            }
+            chunked_->state_read(r, stream, cells.max_pos_outside((int32_t) stream, 0, 0) + 1);
         }
     } catch (const std::exception & e) {
         fail("%s", e.what());

@@ -1,11 +1,9 @@
 // capi.cpp: attaches layouts and observers to the next context, and reports statistics of a context.
-#include "automatic.h"
 #include "capi.h"
-#include "error.h"
 #include "hook.h"
 #include "observer.h"
 #include "request.h"
-#include "subkv_test.h"
+#include "subkv_research.h"
 
 #include <stdexcept>
 
@@ -42,7 +40,7 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
         }
         return std::make_shared<Cache>(desc, request.cache, request.observer);
     } catch (const std::exception & e) {
-        set_error("%s", e.what());
+        reject("%s", e.what());
         throw;
     }
 }
@@ -54,15 +52,20 @@ const Cache * subkv::cache_of(llama_context * ctx, size_t * bytes_stock, size_t 
     return cache && cache->facts().coded ? cache : nullptr;
 }
 
-const Cache * subkv::coding(llama_context * ctx, int32_t il, int32_t head_kv, int32_t seq) {
+const Ops & subkv::usable_ops() {
+    if (ops_error()) {
+        throw Invalid(ops_error());
+    }
+    return ops();
+}
+
+const Cache & subkv::coding(llama_context * ctx, int32_t il, int32_t head_kv, int32_t seq) {
     const Cache *      cache = cache_of(ctx);
     const LayerCodec * layer = cache ? cache->layout()->layer(il) : nullptr;
     if (!layer || head_kv < 0 || head_kv >= layer->n_head_kv || seq < 0 || seq >= cache->n_seq()) {
-        set_error("context: a coded head and a sequence expected, layer %d, head %d, sequence %d found", il, head_kv,
-                  seq);
-        return nullptr;
+        fail("context: a coded head and a sequence expected, layer %d, head %d, sequence %d found", il, head_kv, seq);
     }
-    return cache;
+    return *cache;
 }
 
 // libllama calls it if SUBKV requests a cache and the process has not loaded libsubkv.
@@ -75,13 +78,11 @@ extern "C" bool subkv_attach(subkv_layout * layout, const subkv_cache_params * p
     if (!layout) {
         return true;
     }
-    try {
+    return guarded("subkv_attach", false, [&] {
         pending.cache = CacheRequest(layout->p, params ? *params : subkv_cache_params{ -1, -1, -1, nullptr });
-    } catch (const std::exception &) { // the error is set
-        return false;
-    }
-    subkv_register();
-    return true;
+        subkv_register();
+        return true;
+    });
 }
 
 extern "C" void subkv_attach_ordinary(void) {
@@ -90,9 +91,8 @@ extern "C" void subkv_attach_ordinary(void) {
 }
 
 extern "C" bool subkv_observe(subkv_observer * obs) {
-    if (ops_error()) {
+    if (!subkv_kernel_name()) {
         pending = {};
-        set_error("%s", ops_error());
         return false;
     }
     pending.observer = obs;
@@ -105,8 +105,7 @@ extern "C" bool subkv_get_stats(llama_context * ctx, subkv_stats * out) {
     size_t        coded = 0;
     const Cache * cache = cache_of(ctx, &stock, &coded);
     if (!cache) {
-        set_error("context: a coefficient cache expected, an ordinary one found");
-        return false;
+        return reject("context: a coefficient cache expected, an ordinary one found");
     }
     cache->stats(coded, stock, *out);
     return true;
@@ -114,26 +113,23 @@ extern "C" bool subkv_get_stats(llama_context * ctx, subkv_stats * out) {
 
 extern "C" int64_t subkv_read_rows(llama_context * ctx, int32_t il, int32_t head_kv, bool value, int32_t seq,
                                    int32_t first, int64_t n, float * x, int32_t * chunk_of) {
-    const Cache * cache = coding(ctx, il, head_kv, seq);
-    if (!cache) {
-        return -1;
-    }
-    if (value && cache->layout()->layer(il)->latent) {
-        set_error("context: a head with values of its own expected, layer %d of latent attention found; its values are "
-                  "the first elements of its keys",
-                  il);
-        return -1;
-    }
-    if (first < 0 || n < 0 || n > INT32_MAX - first || !x || !chunk_of) {
-        set_error("context: positions from 0 on and room for their rows expected, %d and %lld more found", first,
-                  (long long) n);
-        return -1;
-    }
-    int64_t coded = -1;
-    llama_subkv_rows(ctx, il, [&](const CellReader & cells, const ggml_tensor * k, const ggml_tensor * v) {
-        coded = cache->read(cells, value ? v : k, il, head_kv, value, seq, first, n, x, chunk_of);
+    return guarded<int64_t>("context", -1, [&] {
+        const Cache & cache = coding(ctx, il, head_kv, seq);
+        if (value && cache.layout()->layer(il)->latent) {
+            fail("context: a head with values of its own expected, layer %d of latent attention found; its values are "
+                 "the first elements of its keys",
+                 il);
+        }
+        if (first < 0 || n < 0 || n > INT32_MAX - first || !x || !chunk_of) {
+            fail("context: positions from 0 on and room for their rows expected, %d and %lld more found", first,
+                 (long long) n);
+        }
+        int64_t coded = -1;
+        llama_subkv_rows(ctx, il, [&](const CellReader & cells, const ggml_tensor * k, const ggml_tensor * v) {
+            coded = cache.read(cells, value ? v : k, il, head_kv, value, seq, first, n, x, chunk_of);
+        });
+        return coded;
     });
-    return coded;
 }
 
 extern "C" const char * subkv_context_fingerprint(llama_context * ctx) {
@@ -147,29 +143,9 @@ extern "C" const char * subkv_context_devices(llama_context * ctx) {
 }
 
 extern "C" const char * subkv_kernel_name(void) {
-    if (ops_error()) {
-        set_error("%s", ops_error());
-        return nullptr;
-    }
-    return ops().name;
+    return guarded<const char *>("kernels", nullptr, [] { return usable_ops().name; });
 }
 
 extern "C" const char * subkv_device_kernel_name(void) {
     return device_kernels();
-}
-
-extern "C" int32_t subkv_ops_count(void) {
-    int32_t n = 0;
-    while (ops_available()[n]) {
-        ++n;
-    }
-    return n;
-}
-
-extern "C" const char * subkv_ops_name(int32_t i) {
-    return i >= 0 && i < subkv_ops_count() ? ops_available()[i]->name : nullptr;
-}
-
-extern "C" const void * subkv_ops_table(int32_t i) {
-    return i >= 0 && i < subkv_ops_count() ? ops_available()[i] : nullptr;
 }

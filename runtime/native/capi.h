@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cache.h"
+#include "error.h"
 
 struct llama_context;
 
@@ -10,7 +11,18 @@ namespace subkv {
 // The coefficient cache of a context; nullptr: none. Sizes as in llama_subkv_of.
 const Cache * cache_of(llama_context * ctx, size_t * bytes_stock = nullptr, size_t * bytes_coded = nullptr);
 
-// The cache of a context, if it codes this head and has this sequence; nullptr: error set.
-const Cache * coding(llama_context * ctx, int32_t il, int32_t head_kv, int32_t seq);
+// Throws Invalid if no kernels can run.
+const Ops & usable_ops();
+
+// The cache of a context. Throws Invalid unless it codes this head and has this sequence.
+const Cache & coding(llama_context * ctx, int32_t il, int32_t head_kv, int32_t seq);
+
+// One head of a coded layer. Throws Invalid, which begins with the function's name.
+const HeadCodec & coded_head(const char * function, const subkv_layout * layout, int32_t il, int32_t head_kv,
+                             bool value);
+
+// The same for a head with its own E; values of a latent layer have none.
+const HeadCodec & encoding_head(const char * function, const subkv_layout * layout, int32_t il, int32_t head_kv,
+                                bool value);
 
 } // namespace subkv

@@ -1,6 +1,5 @@
 // capi_store.cpp: subkv_store.h.
 #include "error.h"
-#include "layout_keys.h"
 #include "model_file.h"
 #include "prefix_store.h"
 #include "sha256.h"
@@ -13,10 +12,8 @@
 
 using namespace subkv;
 
-struct subkv_store {
-    subkv_store(const char * folder, uint64_t max_bytes) : store(folder, max_bytes) {}
-
-    PrefixStore store;
+struct subkv_store : PrefixStore {
+    using PrefixStore::PrefixStore;
 };
 
 struct subkv_store_found {
@@ -27,16 +24,6 @@ struct subkv_store_found {
 
 namespace {
 
-std::string digits_of(const uint8_t * identity) {
-    static const char hex[] = "0123456789abcdef";
-    std::string       out;
-    for (int i = 0; i < SUBKV_STORE_IDENTITY; ++i) {
-        out += hex[identity[i] >> 4];
-        out += hex[identity[i] & 15];
-    }
-    return out;
-}
-
 std::vector<uint8_t> copied(const subkv_store_bytes & bytes) {
     const auto * data = (const uint8_t *) bytes.data;
     return { data, data + bytes.size };
@@ -45,7 +32,7 @@ std::vector<uint8_t> copied(const subkv_store_bytes & bytes) {
 bool put_states(subkv_store * store, const uint8_t * identity, const subkv_store_prompt & prompt, StoreStates && states,
                 bool wait) {
     Prefix prefix;
-    prefix.identity    = digits_of(identity);
+    prefix.identity    = hex_digits(identity, SUBKV_STORE_IDENTITY);
     prefix.tokens      = { prompt.tokens, prompt.tokens + std::max<int64_t>(0, prompt.n_tokens) };
     prefix.n_removable = prompt.n_removable;
     prefix.states      = std::move(states);
@@ -55,15 +42,13 @@ bool put_states(subkv_store * store, const uint8_t * identity, const subkv_store
                  points.end());
     thin(points, prompt.n_tokens, prompt.n_removable);
     for (const auto & given : points) {
-        auto & point   = prefix.points.emplace_back();
-        point.n_tokens = given.n_tokens;
-        point.pos_min  = given.pos_min;
-        point.pos_max  = given.pos_max;
+        auto & point = prefix.points.emplace_back();
+        point        = { given.n_tokens, given.pos_min, given.pos_max, {} };
         for (size_t j = 0; j < N_POINT_DATA; ++j) {
             point.data[j] = copied(given.data[j]);
         }
     }
-    return store->store.put(std::move(prefix), wait);
+    return store->put(std::move(prefix), wait);
 }
 
 subkv_store_bytes shown(const std::vector<uint8_t> & bytes) {
@@ -82,8 +67,7 @@ extern "C" void subkv_store_close(subkv_store * store) {
 }
 
 extern "C" int32_t subkv_store_room(const subkv_store * store, uint64_t n_bytes) {
-    const auto room = store->store.room(n_bytes);
-    return room == PrefixStore::Room::NOW ? 1 : room == PrefixStore::Room::LATER ? 0 : -1;
+    return store->room(n_bytes);
 }
 
 extern "C" bool subkv_store_put(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,
@@ -95,7 +79,7 @@ extern "C" bool subkv_store_put(subkv_store * store, const uint8_t * identity, c
 }
 
 extern "C" bool subkv_store_flush(subkv_store * store, double seconds) {
-    return store->store.flush(seconds);
+    return store->flush(seconds);
 }
 
 extern "C" subkv_store_found * subkv_store_get(subkv_store * store, const uint8_t * identity,
@@ -103,14 +87,14 @@ extern "C" subkv_store_found * subkv_store_get(subkv_store * store, const uint8_
     clear_error();
     return guarded("SUBKV_STORE", (subkv_store_found *) nullptr, [&]() -> subkv_store_found * {
         PrefixQuery prefix_query;
-        prefix_query.identity          = digits_of(identity);
+        prefix_query.identity          = hex_digits(identity, SUBKV_STORE_IDENTITY);
         prefix_query.tokens            = { query->tokens, query->tokens + std::max<int64_t>(0, query->n_tokens) };
         prefix_query.n_held            = query->n_held;
         prefix_query.n_max             = query->n_max;
         prefix_query.n_removable       = query->n_removable;
         prefix_query.seconds_per_token = query->seconds_per_token;
         prefix_query.seconds           = query->seconds;
-        auto found                     = store->store.get(prefix_query);
+        auto found                     = store->get(prefix_query);
         if (!found) {
             return nullptr;
         }
@@ -141,15 +125,13 @@ extern "C" int64_t subkv_store_found_reach(const subkv_store_found * found) {
 
 extern "C" void subkv_store_found_free(subkv_store * store, subkv_store_found * found, bool refused) {
     if (found && refused) {
-        store->store.reject(found->found->name);
+        store->reject(found->found->name);
     }
     delete found;
 }
 
 extern "C" void subkv_store_get_stats(const subkv_store * store, subkv_store_stats * stats) {
-    const PrefixStats now = store->store.stats();
-    *stats                = { now.n_entries, now.n_bytes,   now.n_hits,    now.n_restored,
-                              now.n_written, now.n_dropped, now.n_damaged, now.n_failures };
+    *stats = store->stats();
 }
 
 //
@@ -160,14 +142,7 @@ namespace {
 
 std::string content_of(const std::string & path) {
     clear_error();
-    return guarded("model", std::string(), [&] {
-        try {
-            return model_content(path);
-        } catch (const Invalid & e) {
-            set_error("%s", e.why.c_str());
-            return std::string();
-        }
-    });
+    return guarded("model", std::string(), [&] { return model_content(path); });
 }
 
 bool take_states(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,
@@ -179,12 +154,7 @@ bool take_states(subkv_store * store, const uint8_t * identity, const subkv_stor
 StoreIdentity digest_of(const std::string & text) {
     Sha256 digest;
     digest.update(text.data(), text.size());
-    const std::string digits = digest.hex();
-    StoreIdentity     out;
-    for (size_t i = 0; i < out.size(); ++i) {
-        out[i] = (uint8_t) std::stoi(digits.substr(2 * i, 2), nullptr, 16);
-    }
-    return out;
+    return digest.digest();
 }
 
 } // namespace

@@ -19,12 +19,21 @@ int64_t encode_cells(const LayerNodes & layer, const Ops & ops, const HeadCodec 
     return n_bad;
 }
 
-CellTiles::CellTiles(const HeadCodec & codec, const uint8_t * rows, int64_t stride, int64_t n, const int64_t * cells) :
-    tiles_((size_t) ((n + TILE - 1) / TILE * TILE * codec.row_bytes)), cells_((size_t) n),
-    stride_(TILE * codec.row_bytes) {
-    const std::vector<int32_t> list(cells, cells + n);
-    rows_to_tiles(codec, rows, stride / TILE, list.data(), n, tiles_.data());
-    std::iota(cells_.begin(), cells_.end(), (int64_t) 0);
+void read_cells(const LayerNodes & layer, const Ops & ops, int64_t head, bool value, const ChunkReader * chunks,
+                const int32_t * slot, const uint8_t * tiles, int64_t stride, int64_t n, const int64_t * cells,
+                float * x) {
+    if (!layer.by_rows) {
+        read_rows(ops, *layer.codec, head, value, chunks, slot, tiles, stride, n, cells, x);
+        return;
+    }
+    const HeadCodec &          keys = layer.codec->head(head, false); // latent: they include the values
+    const int64_t              size = TILE * keys.row_bytes;
+    const std::vector<int32_t> from(cells, cells + n);
+    std::vector<int64_t>       places((size_t) n);
+    std::vector<uint8_t>       converted((size_t) ((n + TILE - 1) / TILE * size));
+    std::iota(places.begin(), places.end(), (int64_t) 0);
+    rows_to_tiles(keys, tiles, stride / TILE, from.data(), n, converted.data());
+    read_rows(ops, *layer.codec, head, value, chunks, slot, converted.data(), size, n, places.data(), x);
 }
 
 } // namespace subkv

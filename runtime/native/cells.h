@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cache.h"
+#include "read_rows.h"
 
 namespace subkv {
 
@@ -12,19 +13,9 @@ namespace subkv {
 int64_t encode_cells(const LayerNodes & layer, const Ops & ops, const HeadCodec & codec, const float * x, int64_t ldx,
                      int64_t n, const int64_t * cells, uint8_t * tiles, int64_t stride);
 
-// Tiles converted from rows; cells in any order.
-class CellTiles {
-public:
-    CellTiles(const HeadCodec & codec, const uint8_t * rows, int64_t stride, int64_t n, const int64_t * cells);
-
-    const uint8_t * tiles() const { return tiles_.data(); }
-    const int64_t * cells() const { return cells_.data(); } // their cells in tiles()
-    int64_t         stride() const { return stride_; }
-
-private:
-    std::vector<uint8_t> tiles_;
-    std::vector<int64_t> cells_;
-    int64_t              stride_;
-};
+// read_rows from cells of a layer.
+void read_cells(const LayerNodes & layer, const Ops & ops, int64_t head, bool value, const ChunkReader * chunks,
+                const int32_t * slot, const uint8_t * tiles, int64_t stride, int64_t n, const int64_t * cells,
+                float * x);
 
 } // namespace subkv

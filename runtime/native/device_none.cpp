@@ -19,6 +19,4 @@ std::unique_ptr<DeviceLayer> make_device_layer(const LayerNodes &, ggml_backend_
     return nullptr;
 }
 
-void device_op(ggml_tensor *, int, int, void *) {}
-
 } // namespace subkv

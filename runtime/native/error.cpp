@@ -4,7 +4,6 @@
 
 #include <cstdarg>
 #include <cstdio>
-#include <stdexcept>
 #include <string>
 
 namespace subkv {
@@ -33,11 +32,12 @@ std::string sentence(const char * fmt, ...) {
     return text;
 }
 
-void set_error(const char * fmt, ...) {
+bool reject(const char * fmt, ...) {
     va_list args;
     va_start(args, fmt);
     last_error = formatted(fmt, args);
     va_end(args);
+    return false;
 }
 
 void fail(const char * fmt, ...) {
@@ -45,7 +45,11 @@ void fail(const char * fmt, ...) {
     va_start(args, fmt);
     last_error = formatted(fmt, args);
     va_end(args);
-    throw std::runtime_error(last_error);
+    throw Invalid(last_error);
+}
+
+void refuse(const std::string & key, const std::string & expected, const std::string & found) {
+    throw Invalid(key + ": expected " + expected + ", found " + found);
 }
 
 void clear_error() {

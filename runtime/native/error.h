@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdio>
-#include <exception>
+#include <stdexcept>
 #include <string>
 
 #if defined(__MINGW_PRINTF_FORMAT) // C99 format: Windows' own printf lacks %zu
@@ -15,23 +15,35 @@
 
 namespace subkv {
 
+// what() is a complete sentence for the user.
+struct Invalid : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
 SUBKV_FORMAT std::string sentence(const char * fmt, ...);
 
-SUBKV_FORMAT void set_error(const char * fmt, ...);
+// Sets the error and returns false.
+SUBKV_FORMAT bool reject(const char * fmt, ...);
 
-// Sets the error and throws a std::runtime_error with the same message.
+// Sets the error and throws an Invalid with the same sentence.
 [[noreturn]] SUBKV_FORMAT void fail(const char * fmt, ...);
+
+// Throws an Invalid for the value `found` of a key, an argument or a file.
+[[noreturn]] void refuse(const std::string & key, const std::string & expected, const std::string & found);
 
 void clear_error();
 
-// Returns body(), or on an exception `failed` with the error set: exceptions must not reach C code.
+// Returns body(), or on an exception `failed` with the error set: exceptions must not reach C code. `subject` precedes
+// messages other than an Invalid's.
 template <typename T, typename F> T guarded(const char * subject, T failed, F body) {
     try {
         return body();
+    } catch (const Invalid & e) {
+        reject("%s", e.what());
     } catch (const std::exception & e) {
-        set_error("%s: %s", subject, e.what());
-        return failed;
+        reject("%s: %s", subject, e.what());
     }
+    return failed;
 }
 
 } // namespace subkv

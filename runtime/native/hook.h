@@ -132,7 +132,7 @@ struct SharedRows {
 // Input tensors of a graph with coded or observed layers; set_inputs fills them before every run of the graph.
 struct Inputs {
     ggml_tensor * cell_pos = nullptr; // I32 [n_kv, n_stream of the ubatch]: as CellReader::positions
-    ggml_tensor * tokens   = nullptr; // I32 [4, n_tokens]: TokenRow (subkv/batch.h)
+    ggml_tensor * tokens   = nullptr; // I32 [3, n_tokens]: TokenRow (subkv/batch.h)
     ggml_tensor * slots    = nullptr; // I32 [3, n_slots]: SlotRow
     // Intermediate results that later layers of a graph reuse. The node "mask": the mask of coded cells, computed by
     // the first coded layer.
@@ -208,8 +208,7 @@ struct CacheFacts {
     };
 
     bool        coded      = false; // false: rows stay ordinary, the layers are only observed
-    bool        shifts     = true;  // positions may move
-    bool        goes_back  = true;  // an earlier exact window fits the current cells; false: adapted bases
+    bool        shifts     = true;  // positions may move; false: chunks
     int32_t     n_sink     = 0;     // number of first tokens of a sequence that no shift may move
     int32_t     n_rollback = -1;    // number of last tokens that a sequence of any length can remove; -1: all
     int64_t     n_slots    = 0;     // of the exact window
@@ -222,47 +221,14 @@ struct CacheFacts {
     size_t row_bytes(int32_t il, bool value) const { return value ? layer(il).v : layer(il).k; }
 };
 
-// Context shifts: changes of positions.
-class CacheShift {
-public:
-    virtual ~CacheShift() = default;
-    // Called before positions [p0, p1) of a sequence move by `by`; false: rejected, no cell may move. Nodes of build()
-    // apply the pending rotations of cells and window slots before any token reads their keys.
-    virtual bool add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) = 0;
-    virtual void rotations(int32_t * by) const = 0; // [n_slots] pending rotations of keys
-    virtual void rotated()                     = 0; // called after all keys are rotated
-    virtual void build(const ShiftBuild & b)   = 0;
-};
-
-// The parts of a state, and the rows of cells in it.
-class CacheState {
-public:
-    virtual ~CacheState() = default;
-    // read_head runs before any cell changes. It throws if the state belongs to another layout, or a partial state to
-    // cells at other positions, and returns the move history that read_window() compares. read_window runs after the
-    // cells and throws if the window does not belong to them. seq -1: all.
-    virtual void                  write_head(StateWriter & w, int32_t seq) const              = 0;
-    virtual std::vector<uint64_t> read_head(StateReader & r, int32_t seq, bool partial) const = 0;
-    virtual void                  write_window(StateWriter & w, int32_t seq) const            = 0;
-    virtual void                  read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves,
-                                              const CellReader & cells)                       = 0;
-    // Coded layers store cells in tiles (subkv/tiles.h); only the cache knows tiles. States contain rows [n][row_bytes]
-    // of cells [first, first + n) of one stream's tensor, on CPU and GPU.
-    virtual void get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
-                          uint8_t * rows) const                                                                    = 0;
-    virtual void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) = 0;
-};
-
 // One per K/V cache. Methods are called from the thread that drives the context.
 class CacheHook {
 public:
     virtual ~CacheHook() = default;
 
-    const CacheFacts &   facts() const { return facts_; }
-    virtual CacheShift & shift() = 0;
-    virtual CacheState & state() = 0;
-    // Sets the reason that subkv_last_error returns.
-    virtual void report(const std::string & reason) const = 0;
+    const CacheFacts & facts() const { return facts_; }
+    // Sets the reason that subkv_last_error returns; returns false.
+    virtual bool report(const std::string & reason) const = 0;
 
     //
     // cells
@@ -282,6 +248,35 @@ public:
     // The smallest next position after a removal of the sequence's tail: 0 .. last position + 1; -1: the sequence is
     // empty.
     virtual int32_t goes_back_to(int32_t seq, const CellReader & cells) const = 0;
+
+    //
+    // shifts: changes of positions
+    //
+
+    // Called before positions [p0, p1) of a sequence move by `by`; false: rejected, no cell may move. Nodes of
+    // build_shift() apply the pending rotations of cells and window slots before any token reads their keys.
+    virtual bool shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) = 0;
+    virtual void rotations(int32_t * by) const     = 0; // [n_slots] pending rotations of keys
+    virtual void rotated()                         = 0; // called after all keys are rotated
+    virtual void build_shift(const ShiftBuild & b) = 0;
+
+    //
+    // states
+    //
+
+    // read_head runs before any cell changes. It throws if the state belongs to another layout, or a partial state to
+    // cells at other positions, and returns the move history that read_window() compares. read_window runs after the
+    // cells and throws if the window does not belong to them. seq -1: all.
+    virtual void                  write_head(StateWriter & w, int32_t seq, bool partial) const = 0;
+    virtual std::vector<uint64_t> read_head(StateReader & r, int32_t seq, bool partial) const  = 0;
+    virtual void                  write_window(StateWriter & w, int32_t seq) const             = 0;
+    virtual void                  read_window(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves,
+                                              const CellReader & cells)                        = 0;
+    // Coded layers store cells in tiles (subkv/tiles.h); only the cache knows tiles. States contain rows [n][row_bytes]
+    // of cells [first, first + n) of one stream's tensor, on CPU and GPU.
+    virtual void get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
+                          uint8_t * rows) const                                                                    = 0;
+    virtual void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) = 0;
 
     //
     // graph
@@ -317,10 +312,10 @@ public:
     // Result of the last copy_seq, add or refused call; llama.cpp's interface has no return value for these.
     bool carried_out() const { return carried_out_; }
     bool answer(bool done) { return carried_out_ = done; }
-    // Rejects a call.
-    void refuse(const std::string & reason) {
+    // Rejects a call; returns false.
+    bool refuse(const std::string & reason) {
         carried_out_ = false;
-        report(reason);
+        return report(reason);
     }
 
 protected:
@@ -357,8 +352,8 @@ struct llama_context;
 SUBKV_HOOK_API void llama_subkv_register(subkv::cache_new_fn fn);
 // Writes a line to llama.cpp's log as a warning: llama.cpp's programs hide lower levels.
 SUBKV_HOOK_API void llama_subkv_log(const std::string & line);
-// The hook of a context's cache (in an iswa cache: of the full-attention half); nullptr: none. `bytes_stock` receives
-// the K/V bytes of the ordinary layers, `bytes_coded` those of the coded layers.
+// The hook of a context's cache (in an iswa cache: of the full-attention half); nullptr: none. Adds the K/V bytes of the
+// ordinary layers to `bytes_stock`, those of the coded layers to `bytes_coded`; or both are nullptr.
 SUBKV_HOOK_API subkv::CacheHook * llama_subkv_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded);
 
 // Calls `use` with one layer of that cache after all pending work of the context. false: no coefficient cache.

@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
 #include <new>
 
 namespace subkv {
@@ -167,17 +166,13 @@ LayerCodec read_layer(const LayerSpec & spec, const std::string & key, const uin
                 refuse(key, "a mean of zeros in a latent layer", "another one");
             }
             layer.k[h].path = latent_path(layer.k[h]);
-            std::string err;
-            layer.v.push_back(latent_values(layer.k[h], spec.d_v, v_halves, err));
-            if (!err.empty()) {
-                throw Invalid{ key + ": " + err };
-            }
+            layer.v.push_back(latent_values(key, layer.k[h], spec.d_v, v_halves));
         } else {
             layer.v.push_back(read_head(spec.v[h], spec.d_v, v, block, v_halves, nullptr));
             layer.v_row_bytes += (size_t) layer.v[h].row_bytes;
         }
-        keep(layer.k[h], storage, layer.steps[4 * h], layer.steps[4 * h + 1]);
-        keep(layer.v[h], storage, layer.steps[4 * h + 2], layer.steps[4 * h + 3]);
+        store_matrices(layer.k[h], storage, layer.steps[4 * h], layer.steps[4 * h + 1]);
+        store_matrices(layer.v[h], storage, layer.steps[4 * h + 2], layer.steps[4 * h + 3]);
     }
     return layer;
 }
@@ -206,12 +201,8 @@ void read_bases(const Keys & keys, const std::vector<LayerSpec> & specs, Layout 
     uint16_t *           storage = l.matrices.get();
     std::vector<uint8_t> bytes(n_bytes);
     for (const LayerSpec & spec : specs) {
-        const std::string      key  = basis_key(spec.il);
-        const std::string_view text = keys.view(key);
-        std::string            err;
-        if (!base64_decode(text.data(), text.size(), bytes.data(), spec.basis_bytes(), err)) {
-            throw Invalid{ key + ": " + err };
-        }
+        const std::string key = basis_key(spec.il);
+        base64_decode(key, keys.view(key), bytes.data(), spec.basis_bytes());
         sha.update(bytes.data(), spec.basis_bytes());
         l.layers.push_back(read_layer(spec, key, bytes.data(), storage));
         for (const KeyCentre & centre : l.layers.back().centre) {
@@ -226,16 +217,11 @@ void read_bases(const Keys & keys, const std::vector<LayerSpec> & specs, Layout 
 }
 
 std::shared_ptr<const Layout> read_layout(const char * path) {
-    const Gguf             ctx = open_gguf(path);
+    const gguf_context_ptr ctx = open_gguf(path);
     const Keys             keys(ctx.get());
     auto                   l = std::make_shared<Layout>();
-    std::vector<LayerSpec> specs;
-    std::string            err;
-
     read_header(keys, *l);
-    if (!parse_layout(keys.view("subkv.layout"), l->n_layer, specs, err)) {
-        throw Invalid{ "subkv.layout: " + err };
-    }
+    const std::vector<LayerSpec> specs = parse_layout(keys.view("subkv.layout"), l->n_layer);
     check_stray_bases(ctx.get(), specs);
 
     Sha256            sha;
@@ -249,40 +235,28 @@ std::shared_ptr<const Layout> read_layout(const char * path) {
     return l;
 }
 
-// Runs `body` and converts every failure to `err`.
-template <typename T, typename F> T sentence(T failed, std::string & err, F body) {
-    try {
-        return body();
-    } catch (const Invalid & e) {
-        err = e.why;
-    } catch (const std::bad_alloc &) {
-        err = "subkv.layout: expected to fit in memory, found too little of it";
-    } catch (const std::exception & e) {
-        err = std::string("subkv.layout: ") + e.what();
-    }
-    return failed;
-}
-
 } // namespace
 
 void Layout::AlignedDelete::operator()(uint16_t * p) const {
     ::operator delete[](p, std::align_val_t(MATRIX_ALIGN));
 }
 
-std::shared_ptr<const Layout> load_layout(const char * path, std::string & err) {
-    return sentence<std::shared_ptr<const Layout>>(nullptr, err, [&] { return read_layout(path); });
+std::shared_ptr<const Layout> load_layout(const char * path) {
+    try {
+        return read_layout(path);
+    } catch (const std::bad_alloc &) {
+        refuse("subkv.layout", "to fit in memory", "too little of it");
+    }
 }
 
-int layout_present(const char * path, std::string & err) {
-    return sentence(-1, err, [&] {
-        const Gguf ctx = open_gguf(path);
-        for (int64_t i = 0; i < gguf_get_n_kv(ctx.get()); ++i) {
-            if (is_ours(gguf_get_key(ctx.get(), i))) {
-                return 1;
-            }
+bool layout_present(const char * path) {
+    const gguf_context_ptr ctx = open_gguf(path);
+    for (int64_t i = 0; i < gguf_get_n_kv(ctx.get()); ++i) {
+        if (is_ours(gguf_get_key(ctx.get(), i))) {
+            return true;
         }
-        return 0;
-    });
+    }
+    return false;
 }
 
 } // namespace subkv

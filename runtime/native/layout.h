@@ -48,17 +48,17 @@ void project_rows(const Ops & ops, const HeadCodec & codec, const float * x, int
 std::vector<float> project_mean(const HeadCodec & head, const std::vector<uint16_t> & mean);
 
 // The codec of a latent layer's values: the first bands of its keys, with matrices in halves, restricted to the first
-// d_v elements. `decode` receives their D [rank][d_v]. Every band must cover only these elements or only the other
-// ones; else `err` names the band.
-HeadCodec latent_values(const HeadCodec & keys, int d_v, std::vector<uint16_t> & decode, std::string & err);
+// d_v elements. `decode` receives their D [rank][d_v]. Throws Invalid, which begins with `key`, unless every band covers
+// only these elements or only the other ones.
+HeadCodec latent_values(const std::string & key, const HeadCodec & keys, int d_v, std::vector<uint16_t> & decode);
 
 // Copies the matrices of a head, in halves, to `storage` and advances it. The last rows become bytes, as long as all
 // entries of a row are multiples (-127 .. 127) of one half, the step. The vectors receive the steps of E and of D.
-void keep(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & encode_step,
-          std::vector<uint16_t> & decode_step);
+void store_matrices(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & encode_step,
+                    std::vector<uint16_t> & decode_step);
 
-// Parses and validates subkv.layout (FORMAT.md §2). false: `err` has the place, the expected and the actual value.
-bool parse_layout(std::string_view text, int block_count, std::vector<LayerSpec> & layers, std::string & err);
+// Parses and validates subkv.layout (FORMAT.md §2). Throws Invalid with the place of a defect.
+std::vector<LayerSpec> parse_layout(std::string_view text, int block_count);
 
 // The mean of one head's keys, subtracted before coding; empty: zeros. HeadCodec::offset points to `offset`.
 struct KeyCentre {
@@ -123,11 +123,11 @@ struct Layout {
     std::unique_ptr<uint16_t[], AlignedDelete> matrices;
 };
 
-// nullptr on any defect; `err` has one sentence with the key, the expected and the actual value.
-std::shared_ptr<const Layout> load_layout(const char * path, std::string & err);
+// Throws Invalid with the key of a defect, the expected and the actual value.
+std::shared_ptr<const Layout> load_layout(const char * path);
 
-// 1: the GGUF has subkv.* keys, 0: it has none, -1: not a readable GGUF (`err`).
-int layout_present(const char * path, std::string & err);
+// true: the GGUF has subkv.* keys. Throws Invalid if it is not a readable GGUF.
+bool layout_present(const char * path);
 
 // The subkv.layout string in canonical form (no spaces, members in FORMAT.md's order): part of the fingerprint.
 std::string canonical_layout(const std::vector<LayerSpec> & layers);
@@ -145,15 +145,3 @@ struct subkv_layout {
     std::shared_ptr<const subkv::Layout> p;
     std::string                          json;
 };
-
-namespace subkv {
-
-// One head of a coded layer; nullptr: error set, with the function's name first.
-const HeadCodec * coded_head(const char * function, const subkv_layout * layout, int32_t il, int32_t head_kv,
-                             bool value);
-
-// Like coded_head, for a head with its own E; values of a latent layer have none.
-const HeadCodec * encoding_head(const char * function, const subkv_layout * layout, int32_t il, int32_t head_kv,
-                                bool value);
-
-} // namespace subkv

@@ -1,6 +1,7 @@
 // layout_codec.cpp: parts of a layout's heads: bands, means, and values that are the first elements of keys.
 #include "layout.h"
 
+#include "error.h"
 #include "ggml.h"
 
 #include <algorithm>
@@ -55,7 +56,7 @@ static bool silent(const HeadCodec & keys, const Band & band, int j0, int j1) {
     return true;
 }
 
-HeadCodec latent_values(const HeadCodec & keys, int d_v, std::vector<uint16_t> & decode, std::string & err) {
+HeadCodec latent_values(const std::string & key, const HeadCodec & keys, int d_v, std::vector<uint16_t> & decode) {
     HeadCodec values = {};
     values.value     = 1;
     values.d         = d_v;
@@ -66,17 +67,18 @@ HeadCodec latent_values(const HeadCodec & keys, int d_v, std::vector<uint16_t> &
     }
     for (int b = values.n_bands; b < keys.n_bands; ++b) {
         if (!silent(keys, keys.bands[b], 0, d_v)) {
-            err = "expected bands of a latent layer of its first " + std::to_string(d_v) +
-                  " elements, then bands of the others, found band " + std::to_string(b) +
-                  " of both or in another order";
-            return values;
+            refuse(key,
+                   "bands of a latent layer of its first " + std::to_string(d_v) +
+                       " elements, then bands of the others",
+                   "band " + std::to_string(b) + " of both or in another order");
         }
     }
     values.path = keys.path;
     if (values.n_bands == 0 || values.rank > d_v) {
-        err = "expected 8.." + std::to_string(d_v) + " coefficients of a latent layer's first " + std::to_string(d_v) +
-              " elements, found " + std::to_string(values.rank);
-        return values;
+        refuse(key,
+               "8.." + std::to_string(d_v) + " coefficients of a latent layer's first " + std::to_string(d_v) +
+                   " elements",
+               std::to_string(values.rank));
     }
     decode.resize((size_t) values.rank * (size_t) d_v);
     for (int i = 0; i < values.rank; ++i) {
@@ -114,7 +116,8 @@ static bool as_bytes(const uint16_t * row, int64_t d, int8_t * bytes, uint16_t &
 
 // Copies a matrix [r][d], in halves, to `storage` and advances it. Groups of 8 rows at its end whose entries are
 // multiples (-127 .. 127) of one half per row become bytes; `step` receives these halves.
-static Matrix kept(const uint16_t * halves, int64_t r, int64_t d, uint16_t *& storage, std::vector<uint16_t> & step) {
+static Matrix stored_matrix(const uint16_t * halves, int64_t r, int64_t d, uint16_t *& storage,
+                            std::vector<uint16_t> & step) {
     constexpr int64_t   GROUP = 8;
     std::vector<int8_t> bytes((size_t) (r * d));
     step.resize((size_t) r);
@@ -137,12 +140,12 @@ static Matrix kept(const uint16_t * halves, int64_t r, int64_t d, uint16_t *& st
     return { of_first, at, step.data(), first };
 }
 
-void keep(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & encode_step,
-          std::vector<uint16_t> & decode_step) {
+void store_matrices(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & encode_step,
+                    std::vector<uint16_t> & decode_step) {
     if (present(head.encode)) { // values of a latent layer have none
-        head.encode = kept(head.encode.halves, head.rank, head.d, storage, encode_step);
+        head.encode = stored_matrix(head.encode.halves, head.rank, head.d, storage, encode_step);
     }
-    head.decode = kept(head.decode.halves, head.rank, head.d, storage, decode_step);
+    head.decode = stored_matrix(head.decode.halves, head.rank, head.d, storage, decode_step);
 }
 
 } // namespace subkv

@@ -8,9 +8,12 @@
 // about damaged layouts report. It copies names and numbers of any length, accepts escaped member names and a byte
 // order mark, which the format excludes, and quotes bytes that are not UTF-8. Its writer prints floats with the digits
 // of a double, not with FORMAT.md's 9.
+#include "error.h"
 #include "layout.h"
+#include "sha256.h"
 #include "subkv/trellis.h"
 
+#include <algorithm>
 #include <cstring>
 #include <initializer_list>
 #include <iterator>
@@ -47,201 +50,176 @@ namespace {
 
 class LayoutReader {
 public:
-    LayoutReader(std::string_view text, int block_count, std::string & err) :
-        text(text), block_count(block_count), err(err) {}
+    LayoutReader(std::string_view text, int block_count) : text(text), block_count(block_count) {}
 
-    bool read(std::vector<LayerSpec> & layers) {
+    std::vector<LayerSpec> read() {
+        std::vector<LayerSpec> layers;
         where = "top level";
         if (text.size() > MAX_LAYOUT_BYTES) {
-            err =
-                "expected at most " + std::to_string(MAX_LAYOUT_BYTES) + " bytes, found " + std::to_string(text.size());
-            return false;
+            refuse("subkv.layout", "at most " + std::to_string(MAX_LAYOUT_BYTES) + " bytes",
+                   std::to_string(text.size()));
         }
-        const bool ok = object({ "layers" }, [&](size_t) { return array([&] { return layer(layers); }); });
-        if (!ok) {
-            return false;
-        }
+        object({ "layers" }, [&](size_t) { array([&] { layer(layers); }); });
         skip_space();
         if (at != text.size()) {
-            return unexpected("the end");
+            unexpected("the end");
         }
         if (layers.empty()) {
-            return fail("expected at least one layer, found none");
+            fail("expected at least one layer, found none");
         }
-        return true;
+        return layers;
     }
 
 private:
-    bool layer(std::vector<LayerSpec> & layers) {
+    void layer(std::vector<LayerSpec> & layers) {
         const std::string name = "layers[" + std::to_string(layers.size()) + "]";
         LayerSpec         spec;
-        where         = name;
-        const bool ok = object({ "il", "n_head_kv", "d_k", "d_v", "k", "v" }, [&](size_t i) {
+        where = name;
+        object({ "il", "n_head_kv", "d_k", "d_v", "k", "v" }, [&](size_t i) {
             switch (i) {
-                case 0: return integer("il", 0, block_count - 1, spec.il);
-                case 1: return integer("n_head_kv", 1, MAX_HEADS_KV, spec.n_head_kv);
-                case 2: return integer("d_k", 8, MAX_HEAD_SIZE, spec.d_k) && multiple_of_8("d_k", spec.d_k);
-                case 3: return integer("d_v", 8, MAX_HEAD_SIZE, spec.d_v) && multiple_of_8("d_v", spec.d_v);
-                default: return heads(name, i == 4 ? "k" : "v", i == 4 ? spec.k : spec.v);
+                case 0: spec.il = integer("il", 0, block_count - 1); break;
+                case 1: spec.n_head_kv = integer("n_head_kv", 1, MAX_HEADS_KV); break;
+                case 2: spec.d_k = size("d_k"); break;
+                case 3: spec.d_v = size("d_v"); break;
+                case 4: heads(name + ".k", spec.k); break;
+                case 5: heads(name + ".v", spec.v); break;
             }
         });
-        where         = name;
-        if (!ok || !complete("k", spec.k, spec.n_head_kv, spec.d_k) ||
-            (!(spec.v.empty() && latent(spec)) && !complete("v", spec.v, spec.n_head_kv, spec.d_v))) {
-            return false;
+        // checks of several members, after the object's end because the order of members is free
+        check_heads("k", spec.k, spec.n_head_kv, spec.d_k);
+        const bool latent = spec.v.empty() && spec.n_head_kv == 1 && spec.d_v <= spec.d_k;
+        if (!latent) {
+            check_heads("v", spec.v, spec.n_head_kv, spec.d_v);
         }
         if (!layers.empty() && spec.il <= layers.back().il) {
-            return fail("expected il above " + std::to_string(layers.back().il) + ", found " + std::to_string(spec.il));
+            fail("expected il above " + std::to_string(layers.back().il) + ", found " + std::to_string(spec.il));
         }
         layers.push_back(std::move(spec));
-        return true;
     }
 
-    // true: its values may be the first elements of its keys.
-    static bool latent(const LayerSpec & spec) { return spec.n_head_kv == 1 && spec.d_v <= spec.d_k; }
-
-    // Checks of several members; they run after the object's end, because the order of members is free.
-    bool complete(const char * name, const std::vector<HeadSpec> & heads, int n_head_kv, int d) {
+    void check_heads(const std::string & name, const std::vector<HeadSpec> & heads, int n_head_kv, int d) const {
         if ((int) heads.size() != n_head_kv) {
-            return fail(std::string("expected bands of ") + std::to_string(n_head_kv) + " heads in " + name +
-                        ", found " + std::to_string(heads.size()));
+            fail("expected bands of " + std::to_string(n_head_kv) + " heads in " + name + ", found " +
+                 std::to_string(heads.size()));
         }
         for (size_t h = 0; h < heads.size(); ++h) {
             if (heads[h].rank() > d) {
-                return fail(std::string("expected at most ") + std::to_string(d) + " coefficients in " + name + "[" +
-                            std::to_string(h) + "], found " + std::to_string(heads[h].rank()));
+                fail("expected at most " + std::to_string(d) + " coefficients in " + name + "[" + std::to_string(h) +
+                     "], found " + std::to_string(heads[h].rank()));
             }
         }
-        return true;
     }
 
-    bool heads(const std::string & layer, const char * name, std::vector<HeadSpec> & out) {
-        return array([&] {
-            where = layer + "." + name + "[" + std::to_string(out.size()) + "]";
+    void heads(const std::string & name, std::vector<HeadSpec> & out) {
+        array([&] {
+            where = name + "[" + std::to_string(out.size()) + "]";
             if (out.size() >= MAX_HEADS_KV) {
-                return fail("expected at most " + std::to_string(MAX_HEADS_KV) + " heads, found more");
+                fail("expected at most " + std::to_string(MAX_HEADS_KV) + " heads, found more");
             }
             HeadSpec head;
-            if (!array([&] { return band(head); })) {
-                return false;
-            }
+            array([&] { band(head); });
             if (head.n_bands == 0) {
-                return fail("expected 1.." + std::to_string(MAX_BANDS) + " bands, found none");
+                fail("expected 1.." + std::to_string(MAX_BANDS) + " bands, found none");
             }
             out.push_back(head);
-            return true;
         });
     }
 
-    bool band(HeadSpec & head) {
+    void band(HeadSpec & head) {
         if (head.n_bands >= MAX_BANDS) {
-            return fail("expected at most " + std::to_string(MAX_BANDS) + " bands, found more");
+            fail("expected at most " + std::to_string(MAX_BANDS) + " bands, found more");
         }
-        int n    = 0;
-        int bits = 0;
-        if (!expect('[') || !integer("n", 8, MAX_HEAD_SIZE, n) || !multiple_of_8("n", n) || !expect(',') ||
-            !integer("bits", 2, 16, bits) || !expect(']')) {
-            return false;
-        }
+        expect('[');
+        const int n = size("n");
+        expect(',');
+        const int bits = integer("bits", 2, 16);
+        expect(']');
         if (!is_width(bits)) {
-            return fail("expected bits of a band to be one of 16, 8, 6, 5, 4, 3, 2, found " + std::to_string(bits));
+            fail("expected bits of a band to be one of 16, 8, 6, 5, 4, 3, 2, found " + std::to_string(bits));
         }
         head.bands[head.n_bands++] = { (uint16_t) n, (uint16_t) bits };
-        return true;
     }
 
     // { name: value, ... } with every name exactly once, in any order; member(i) reads the value of the i-th name.
-    template <typename F> bool object(std::initializer_list<std::string_view> names, F member) {
+    template <typename F> void object(std::initializer_list<std::string_view> names, F member) {
         const std::string here = where;
         unsigned          seen = 0;
-        if (!expect('{')) {
-            return false;
-        }
+        expect('{');
         do {
-            std::string_view name;
-            if (!string(name)) {
-                return false;
-            }
-            size_t i = 0;
-            while (i < names.size() && names.begin()[i] != name) {
-                ++i;
-            }
+            const std::string_view name = string();
+            const auto             i    = (size_t) (std::find(names.begin(), names.end(), name) - names.begin());
             if (i == names.size()) {
-                return fail("expected members " + join(names, ~0u) + ", found " + quoted(name));
+                fail("expected members " + join(names, ~0u) + ", found " + quoted(name));
             }
             if (seen >> i & 1) {
-                return fail("expected member " + quoted(name) + " once, found it twice");
+                fail("expected member " + quoted(name) + " once, found it twice");
             }
             seen |= 1u << i;
-            if (!expect(':') || !member(i)) {
-                return false;
-            }
+            expect(':');
+            member(i);
             where = here;
         } while (accept(','));
-        if (!expect('}')) {
-            return false;
+        expect('}');
+        if (const unsigned missing = ~seen & ((1u << names.size()) - 1); missing != 0) {
+            fail("expected member " + join(names, missing) + ", found none");
         }
-        const unsigned missing = ~seen & ((1u << names.size()) - 1);
-        return missing == 0 || fail("expected member " + join(names, missing) + ", found none");
     }
 
-    template <typename F> bool array(F element) {
-        if (!expect('[')) {
-            return false;
-        }
+    template <typename F> void array(F element) {
+        expect('[');
         if (accept(']')) {
-            return true;
+            return;
         }
         do {
-            if (!element()) {
-                return false;
-            }
+            element();
         } while (accept(','));
-        return expect(']');
+        expect(']');
     }
 
     // Member names of §2 need no escapes, so the reader rejects escapes.
-    bool string(std::string_view & out) {
-        if (!expect('"')) {
-            return false;
-        }
+    std::string_view string() {
+        expect('"');
         const size_t begin = at;
         while (at < text.size() && text[at] >= ' ' && text[at] < 0x7f && text[at] != '"' && text[at] != '\\') {
             ++at;
         }
-        out = text.substr(begin, at - begin);
-        return at < text.size() && text[at] == '"' ? (++at, true) : unexpected("a member name");
+        if (at == text.size() || text[at] != '"') {
+            unexpected("a member name");
+        }
+        return text.substr(begin, at++ - begin);
     }
 
-    bool integer(const char * name, int lo, int hi, int & out) {
+    int integer(const std::string & name, int lo, int hi) {
         skip_space();
         const size_t begin = at;
         while (at < text.size() && text[at] >= '0' && text[at] <= '9') {
             ++at;
         }
         const std::string_view digits = text.substr(begin, at - begin);
-        const std::string      range  = std::string("an integer ") + std::to_string(lo) + ".." + std::to_string(hi);
+        const std::string expected    = "an integer " + std::to_string(lo) + ".." + std::to_string(hi) + " for " + name;
         if (digits.empty() || (digits.size() > 1 && digits[0] == '0')) {
             at = begin;
-            return unexpected((range + " for " + name).c_str());
+            unexpected(expected);
         }
         if (at < text.size() && (text[at] == '.' || text[at] == 'e' || text[at] == 'E')) {
-            return unexpected((range + " for " + name).c_str());
+            unexpected(expected);
         }
         int value = 0;
         for (char c : digits.substr(0, 7)) {
             value = value * 10 + (c - '0');
         }
         if (digits.size() > 7 || value < lo || value > hi) {
-            return fail("expected " + range + " for " + name + ", found " + shortened(digits));
+            fail("expected " + expected + ", found " + shortened(digits));
         }
-        out = value;
-        return true;
+        return value;
     }
 
-    bool multiple_of_8(const char * name, int value) {
-        return value % 8 == 0 ||
-               fail(std::string("expected a multiple of 8 for ") + name + ", found " + std::to_string(value));
+    int size(const std::string & name) {
+        const int value = integer(name, 8, MAX_HEAD_SIZE);
+        if (value % 8 != 0) {
+            fail("expected a multiple of 8 for " + name + ", found " + std::to_string(value));
+        }
+        return value;
     }
 
     void skip_space() {
@@ -252,31 +230,27 @@ private:
 
     bool accept(char c) {
         skip_space();
-        if (at < text.size() && text[at] == c) {
-            ++at;
-            return true;
+        const bool there = at < text.size() && text[at] == c;
+        at += there;
+        return there;
+    }
+
+    void expect(char c) {
+        if (!accept(c)) {
+            unexpected(std::string("'") + c + "'");
         }
-        return false;
     }
 
-    bool expect(char c) {
-        const char name[] = { '\'', c, '\'', 0 };
-        return accept(c) || unexpected(name);
-    }
-
-    bool unexpected(const char * expected) {
+    [[noreturn]] void unexpected(const std::string & expected) const {
         std::string found = "the end of the text";
         if (at < text.size()) {
             const char c = text[at];
             found        = c > ' ' && c < 0x7f ? std::string("'") + c + "'" : "byte " + std::to_string((uint8_t) c);
         }
-        return fail(std::string("expected ") + expected + " at byte " + std::to_string(at) + ", found " + found);
+        fail("expected " + expected + " at byte " + std::to_string(at) + ", found " + found);
     }
 
-    bool fail(const std::string & what) {
-        err = where + ": " + what;
-        return false;
-    }
+    [[noreturn]] void fail(const std::string & what) const { throw Invalid("subkv.layout: " + where + ": " + what); }
 
     static std::string shortened(std::string_view s) {
         return s.size() > 40 ? std::string(s.substr(0, 40)) + "…" : std::string(s);
@@ -296,16 +270,14 @@ private:
 
     std::string_view text;
     int              block_count;
-    std::string &    err;
     size_t           at = 0;
     std::string      where;
 };
 
 } // namespace
 
-bool parse_layout(std::string_view text, int block_count, std::vector<LayerSpec> & layers, std::string & err) {
-    layers.clear();
-    return LayoutReader(text, block_count, err).read(layers);
+std::vector<LayerSpec> parse_layout(std::string_view text, int block_count) {
+    return LayoutReader(text, block_count).read();
 }
 
 //
@@ -355,17 +327,14 @@ std::string canonical_layout(const std::vector<LayerSpec> & layers) {
 
 // load_layout has checked that strings are UTF-8.
 static std::string json_string(const std::string & s) {
-    static const char hex[] = "0123456789abcdef";
-    std::string       out   = "\"";
+    std::string out = "\"";
     for (char c : s) {
         const uint8_t byte = (uint8_t) c;
         if (c == '"' || c == '\\') {
             out += '\\';
             out += c;
         } else if (byte < 0x20 || byte == 0x7f) {
-            out += "\\u00";
-            out += hex[byte >> 4];
-            out += hex[byte & 15];
+            out += "\\u00" + hex_digits(&byte, 1);
         } else {
             out += c;
         }

@@ -11,10 +11,6 @@
 
 namespace subkv {
 
-void refuse(const std::string & key, const std::string & expected, const std::string & found) {
-    throw Invalid{ key + ": expected " + expected + ", found " + found };
-}
-
 namespace {
 
 // ggml's reader ignores tensor data that it does not load, so it accepts a file truncated there.
@@ -56,7 +52,7 @@ bool is_utf8(std::string_view s) {
 
 } // namespace
 
-Gguf open_gguf(const char * path_or_null) {
+gguf_context_ptr open_gguf(const char * path_or_null) {
     if (!path_or_null || !*path_or_null) {
         refuse("path", "the name of a GGUF file", "nothing");
     }
@@ -95,7 +91,7 @@ Gguf open_gguf(const char * path_or_null) {
         refuse(path, "GGUF version 2.." + std::to_string(GGUF_VERSION), "version " + std::to_string(version));
     }
     gguf_init_params params = { /*no_alloc =*/true, /*ctx =*/nullptr };
-    Gguf             ctx(gguf_init_from_file(path.c_str(), params));
+    gguf_context_ptr ctx(gguf_init_from_file(path.c_str(), params));
     if (!ctx) {
         refuse(path, "complete and well-formed GGUF metadata", "a truncated or damaged header");
     }

@@ -1,31 +1,18 @@
 // layout_keys.h: reads a GGUF and its subkv.* keys, and rejects wrong types and values outside their limits.
 #pragma once
 
-#include "gguf.h"
+#include "error.h"
+#include "ggml-cpp.h"
 
 #include <cstdint>
 #include <initializer_list>
-#include <memory>
 #include <string>
 #include <string_view>
 
 namespace subkv {
 
-struct Invalid {
-    std::string why;
-};
-
-// Throws Invalid.
-[[noreturn]] void refuse(const std::string & key, const std::string & expected, const std::string & found);
-
-struct GgufFree {
-    void operator()(gguf_context * ctx) const { gguf_free(ctx); }
-};
-
-using Gguf = std::unique_ptr<gguf_context, GgufFree>;
-
 // Opens a complete file without reading its tensors. Throws Invalid.
-Gguf open_gguf(const char * path_or_null);
+gguf_context_ptr open_gguf(const char * path_or_null);
 
 inline uint32_t le32(const uint8_t * p) {
     return p[0] | (uint32_t) p[1] << 8 | (uint32_t) p[2] << 16 | (uint32_t) p[3] << 24;

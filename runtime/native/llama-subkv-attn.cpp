@@ -17,14 +17,6 @@ template <typename T> static void sum_in_f32(T * t, long) {
     ggml_mul_mat_set_prec(t, GGML_PREC_F32);
 }
 
-static void expand(const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v) {
-    for (ggml_tensor * t : { q, v, k }) {
-        if (t) {
-            ggml_build_forward_expand(g.gf, t);
-        }
-    }
-}
-
 // cur [n_embd_head_v*n_head, n_tokens] -> wo·cur + wo_b, as at the end of build_attn
 static ggml_tensor * project(const llm_graph_context & g, ggml_tensor * wo, ggml_tensor * wo_b, ggml_tensor * wo_s,
                              ggml_tensor * cur) {
@@ -45,92 +37,59 @@ static ggml_tensor * biased(const llm_graph_context & g, ggml_tensor * mask, ggm
     return ggml_add(g.ctx0, scale == 1.0f ? kq_b : ggml_scale(g.ctx0, kq_b, scale), mask);
 }
 
-template <typename Input>
-ggml_tensor * llama_subkv::attend_kv(const llm_graph_context & g, const Input & inp,
-                                     const llama_kv_cache_context * mctx, ggml_tensor * wo, ggml_tensor * wo_b,
-                                     ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
-                                     ggml_tensor * mask, ggml_tensor * chosen, ggml_tensor * sinks, float scale,
-                                     int il) {
+llama_subkv::attn_input::attn_input(const llm_graph_input_attn_kv & inp) :
+    mctx(inp.mctx), k_idxs(inp.get_k_idxs()), v_idxs(inp.get_v_idxs()), mask(inp.get_kq_mask()), k_rot(inp.self_k_rot),
+    v_rot(inp.self_v_rot) {}
+
+llama_subkv::attn_input::attn_input(const llm_graph_input_attn_kv_iswa & inp) :
+    mctx(inp.mctx->get_base()), k_idxs(inp.get_k_idxs()), v_idxs(inp.get_v_idxs()), mask(inp.get_kq_mask()),
+    k_rot(inp.self_k_rot), v_rot(inp.self_v_rot), iswa(true) {}
+
+llama_subkv::attn_input::attn_input(const llm_graph_input_attn_k & inp) :
+    mctx(inp.mctx), k_idxs(inp.get_k_idxs()), mask(inp.get_kq_mask()), latent(true) {}
+
+llama_subkv::attn_input::attn_input(const llm_graph_input_attn_k_dsa & inp) :
+    mctx(inp.mctx->get_mla()), k_idxs(inp.get_k_idxs_mla()), mask(inp.get_kq_mask_mla()), latent(true) {}
+
+ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const attn_input & in, ggml_tensor * wo,
+                                  ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
+                                  ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
+                                  float scale, int il, ggml_tensor * chosen) {
+    if (in.latent && in.mctx->kv->swa_type != LLAMA_SWA_TYPE_NONE) { // the sliding half beside chosen cells
+        return nullptr;
+    }
+    observe(g, in.mctx, q, k, v, scale, il);
+    if ((in.iswa && g.hparams.is_swa(il)) || !coded(in.mctx, il)) {
+        return nullptr;
+    }
+    GGML_ASSERT(in.latent || in.iswa || !v_mla);
+    GGML_ASSERT(!kq_b || !(in.latent || in.iswa));
     const auto rotated = [&](ggml_tensor * t, ggml_tensor * rot) {
         return t && rot ? llama_mul_mat_hadamard(g.ctx0, t, rot) : t;
     };
-    q = rotated(q, inp.self_k_rot);
-    k = rotated(k, inp.self_k_rot);
-    v = rotated(v, inp.self_v_rot);
-    expand(g, q, k, v);
-    ggml_tensor * cur =
-        build_attn(g, mctx, q, k, v, inp.get_k_idxs(), inp.get_v_idxs(), mask, chosen, sinks, scale, il);
-    g.cb(cur, "kqv_out", il);
-    return project(g, wo, wo_b, wo_s, rotated(cur, inp.self_v_rot));
-}
-
-ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_input_attn_kv & inp, ggml_tensor * wo,
-                                  ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
-                                  ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
-                                  float scale, int il, ggml_tensor * chosen) {
-    observe(g, inp.mctx, q, k, v, scale, il);
-    if (!coded(inp.mctx, il)) {
-        return nullptr;
+    q = rotated(q, in.k_rot);
+    k = rotated(k, in.k_rot);
+    v = rotated(v, in.v_rot);
+    for (ggml_tensor * t : { q, v, k }) {
+        if (t) {
+            ggml_build_forward_expand(g.gf, t);
+        }
     }
-    GGML_ASSERT(!v_mla);
-    ggml_tensor * mask = inp.get_kq_mask();
-    if (kq_b) {
-        mask = biased(g, mask, kq_b, scale);
-    }
-    return attend_kv(g, inp, inp.mctx, wo, wo_b, wo_s, q, k, v, mask, chosen, sinks, scale, il);
-}
-
-ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_input_attn_kv_iswa & inp,
-                                  ggml_tensor * wo, ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q,
-                                  ggml_tensor * k, ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks,
-                                  ggml_tensor * /*v_mla*/, float scale, int il) {
-    const auto * mctx = inp.mctx->get_base();
-    observe(g, mctx, q, k, v, scale, il);
-    if (g.hparams.is_swa(il) || !coded(mctx, il)) {
-        return nullptr;
-    }
-    GGML_ASSERT(!kq_b);
-    return attend_kv(g, inp, mctx, wo, wo_b, wo_s, q, k, v, inp.get_kq_mask(), nullptr, sinks, scale, il);
-}
-
-ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_input_attn_k & inp, ggml_tensor * wo,
-                                  ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
-                                  ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
-                                  float scale, int il, ggml_tensor * chosen) {
-    if (inp.mctx->kv->swa_type != LLAMA_SWA_TYPE_NONE) { // the sliding half beside chosen cells
-        return nullptr;
-    }
-    observe(g, inp.mctx, q, k, v, scale, il);
-    if (!coded(inp.mctx, il)) {
-        return nullptr;
-    }
-    GGML_ASSERT(!kq_b);
-    expand(g, q, k, v);
-    ggml_tensor * mask = inp.get_kq_mask();
+    ggml_tensor * mask = kq_b ? biased(g, in.mask, kq_b, scale) : in.mask;
     if (chosen && chosen->type != GGML_TYPE_I32) {
         mask   = ggml_reshape_4d(g.ctx0, chosen, mask->ne[0], mask->ne[1], mask->ne[2], mask->ne[3]);
         chosen = nullptr;
     }
-    ggml_tensor * cur = build_attn_latent(g, inp.mctx, q, k, inp.get_k_idxs(), mask, chosen, sinks, v_mla, scale, il);
-    g.cb(cur, "kqv_out", il);
-    return project(g, wo, wo_b, wo_s, cur);
-}
-
-ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const llm_graph_input_attn_k_dsa & inp, ggml_tensor * wo,
-                                  ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
-                                  ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
-                                  ggml_tensor * top_k, float scale, int il) {
-    const auto * mctx = inp.mctx->get_mla();
-    observe(g, mctx, q, k, v, scale, il);
-    if (!coded(mctx, il)) {
-        return nullptr;
-    }
-    GGML_ASSERT(!kq_b);
-    expand(g, q, k, v);
     ggml_tensor * cur =
-        build_attn_latent(g, mctx, q, k, inp.get_k_idxs_mla(), inp.get_kq_mask_mla(), top_k, sinks, v_mla, scale, il);
+        build_attn(g, in.mctx, q, k, in.latent ? nullptr : v, in.k_idxs, in.v_idxs, mask, chosen, sinks, scale, il);
+    if (in.latent && v_mla) { // [d_v, size of a head's output, n_head]
+        cur = ggml_reshape_3d(g.ctx0, cur, v_mla->ne[0], q->ne[1], q->ne[2]);
+        cur = ggml_mul_mat(g.ctx0, v_mla, ggml_permute(g.ctx0, cur, 0, 2, 1, 3));
+        cur = ggml_cont(g.ctx0, ggml_permute(g.ctx0, cur, 0, 2, 1, 3));
+        cur = ggml_reshape_2d(g.ctx0, cur, cur->ne[0] * cur->ne[1], cur->ne[2]);
+    }
     g.cb(cur, "kqv_out", il);
-    return project(g, wo, wo_b, wo_s, cur);
+    return project(g, wo, wo_b, wo_s, rotated(cur, in.v_rot));
 }
 
 bool llama_subkv::sees(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,

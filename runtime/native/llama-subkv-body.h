@@ -40,7 +40,7 @@ public:
             for (const bool value : { false, true }) {
                 for (const ggml_tensor * t : value ? layer.v_stream : layer.k_stream) {
                     if (t) { // values of a latent layer have none
-                        found[t] = { (int32_t) layer.il, value };
+                        sides[t] = { (int32_t) layer.il, value };
                     }
                 }
             }
@@ -49,12 +49,12 @@ public:
 
     // nullptr: another tensor
     const side * of(const ggml_tensor * t) const {
-        const auto it = found.find(t);
-        return it == found.end() ? nullptr : &it->second;
+        const auto it = sides.find(t);
+        return it == sides.end() ? nullptr : &it->second;
     }
 
 private:
-    std::unordered_map<const ggml_tensor *, side> found;
+    std::unordered_map<const ggml_tensor *, side> sides;
 };
 
 // A read position in the complete bytes of a state.
@@ -86,7 +86,7 @@ private:
 };
 
 // Reads the body of a state from `io`, checks it, and then replaces `io` as the source.
-class llama_subkv::row_reader : public llama_io_read_i {
+class llama_subkv::row_reader : public llama_io_read_i, public subkv::StateReader {
 public:
     // sum: as row_writer's
     row_reader(llama_kv_cache & kv, llama_io_read_i & io, uint64_t sum = CHECKSUM_OF_NOTHING) :
@@ -119,8 +119,8 @@ public:
     void read_tensor(ggml_tensor * t, size_t offset, size_t size) override {
         const uint8_t * rows = at.take(size);
         if (const auto * side = coded.of(t)) {
-            kv.subkv_hook->state().set_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
-                                            (int64_t) (size / t->nb[1]), rows);
+            kv.subkv_hook->set_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
+                                    (int64_t) (size / t->nb[1]), rows);
         } else {
             ggml_backend_tensor_set(t, rows, offset, size);
         }

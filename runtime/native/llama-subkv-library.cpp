@@ -18,10 +18,10 @@ llama_subkv_function llama_subkv_find(const char * name, std::string & why) {
     const DWORD  size   = GetModuleFileNameW(here, path, MAX_PATH);
     std::wstring folder = std::wstring(path, size);
     folder.resize(folder.find_last_of(L"\\/") + 1);
-    HMODULE library = LoadLibraryExW((folder + L"libsubkv.dll").c_str(), nullptr, LOAD_WITH_ALTERED_SEARCH_PATH);
-    auto *  found   = library ? (llama_subkv_function) (void *) GetProcAddress(library, name) : nullptr;
-    why             = found ? "" : "libsubkv.dll: error " + std::to_string(GetLastError());
-    return found;
+    HMODULE library  = LoadLibraryExW((folder + L"libsubkv.dll").c_str(), nullptr, LOAD_WITH_ALTERED_SEARCH_PATH);
+    auto *  function = library ? (llama_subkv_function) (void *) GetProcAddress(library, name) : nullptr;
+    why              = function ? "" : "libsubkv.dll: error " + std::to_string(GetLastError());
+    return function;
 }
 #else
 llama_subkv_function llama_subkv_find(const char * name, std::string & why) {
@@ -34,9 +34,9 @@ llama_subkv_function llama_subkv_find(const char * name, std::string & why) {
     dladdr((void *) &llama_subkv_register, &here);
     std::string path = here.dli_fname ? here.dli_fname : "";
     path.resize(path.find_last_of('/') + 1);
-    void * library = dlopen((path + file).c_str(), RTLD_NOW | RTLD_LOCAL);
-    void * found   = library ? dlsym(library, name) : nullptr;
-    why            = found ? "" : dlerror();
-    return (llama_subkv_function) found;
+    void * library  = dlopen((path + file).c_str(), RTLD_NOW | RTLD_LOCAL);
+    void * function = library ? dlsym(library, name) : nullptr;
+    why             = function ? "" : dlerror();
+    return (llama_subkv_function) function;
 }
 #endif

@@ -34,9 +34,9 @@ bool llama_subkv::may_remove(const llama_kv_cache & kv, const llama_memory_recur
     if (first == 0 || first > tail || last <= tail) { // removes no state, or all of it
         return true;
     }
-    const auto & state = recurrent.cells[(size_t) recurrent.cells[(size_t) seq].tail];
-    const auto   kept  = kv.subkv_hook->snapshots(seq);
-    if (kept.last == tail && tail + 1 - first <= kept.n && state.seq_id.size() == 1) {
+    const auto & state     = recurrent.cells[(size_t) recurrent.cells[(size_t) seq].tail];
+    const auto   snapshots = kv.subkv_hook->snapshots(seq);
+    if (snapshots.last == tail && tail + 1 - first <= snapshots.n && state.seq_id.size() == 1) {
         return true;
     }
     recurrent_stays(kv, seq, p0);
@@ -54,12 +54,11 @@ bool llama_subkv::may_remove(const llama_kv_cache & base, const llama_kv_cache &
         const llama_pos next = reader(base).max_pos_outside(s, first, last) + 1;
         const llama_pos gone = slid_away(base, swa, { { s, 0, std::min(first, next) }, { s, last, next } }, next);
         if (gone >= 0) {
-            base.subkv_hook->report(format(
+            return base.subkv_hook->report(format(
                 "seq_rm: after removing positions from %d on of sequence %d its next token needs position %d in the "
                 "layers of sliding windows, which later tokens have taken there; remove the whole sequence and decode "
                 "it again",
                 first, s, gone));
-            return false;
         }
     }
     return true;
@@ -92,11 +91,10 @@ bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurre
     }
     for (const llama_seq_id seq : { src, dst }) {
         if (seq >= 0 && (size_t) seq < recurrent.rs_idx.size() && recurrent.rs_idx[(size_t) seq] != 0) {
-            kv.subkv_hook->refuse(format(
+            return kv.subkv_hook->refuse(format(
                 "seq_cp: recurrent state of its last token expected in sequence %d, a snapshot found that the next "
                 "token begins with; decode one, or remove the whole sequence",
                 seq));
-            return false;
         }
     }
     const auto & streams = kv.seq_to_stream;
@@ -106,11 +104,10 @@ bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurre
     }
     const llama_pos last = std::max(kv.seq_pos_max(src), kv.seq_pos_max(dst)), state = recurrent.seq_pos_max(src);
     if (state != last) {
-        kv.subkv_hook->refuse(format(
+        return kv.subkv_hook->refuse(format(
             "seq_cp: recurrent state of position %d expected in sequence %d, where the cells of sequence %d would end, "
             "that of %d found; remove all of sequence %d first",
             last, src, dst, state, dst));
-        return false;
     }
     return true;
 }
@@ -126,11 +123,10 @@ bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & s
     // after a checkpoint one sequence may have own cells there, while both share coded cells
     const llama_pos doubled = reader(swa).doubled(src, dst, first, last);
     if (doubled >= 0) {
-        base.subkv_hook->refuse(format(
+        return base.subkv_hook->refuse(format(
             "seq_cp: one token per position expected in the layers of sliding windows, sequence %d has its own at "
             "position %d where one of sequence %d would join it; remove it first",
             dst, doubled, src));
-        return false;
     }
     std::vector<subkv::PosCell> copied;
     reader(base).find_all(src, first, last, copied);
@@ -142,11 +138,10 @@ bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & s
     if (gone < 0) {
         return true;
     }
-    base.subkv_hook->refuse(format(
+    return base.subkv_hook->refuse(format(
         "seq_cp: with positions from %d on of sequence %d the next token of sequence %d needs position %d in the "
         "layers of sliding windows, which later tokens have taken there; copy the whole sequence",
         first, src, dst, gone));
-    return false;
 }
 
 int32_t llama_subkv_checkpoint_min(const llama_context * ctx, int32_t pos_min, int32_t pos_max, int32_t n_swa) {
@@ -194,11 +189,10 @@ bool llama_subkv::in_step(const llama_kv_cache & kv, const llama_memory_recurren
             const llama_seq_id seq  = ubatch.seq_id_unq[i];
             const llama_pos    last = kv.seq_pos_max(seq);
             if (last != recurrent.seq_pos_max(seq)) {
-                kv.subkv_hook->report(format(
+                return kv.subkv_hook->report(format(
                     "decode: recurrent state of position %d expected in sequence %d, where its cells end, that of "
                     "%d found; remove the whole sequence and decode it again",
                     last, seq, recurrent.seq_pos_max(seq)));
-                return false;
             }
         }
     }
@@ -215,11 +209,10 @@ bool llama_subkv::seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst
     }
     const auto [first, last] = positions(p0, p1);
     if (llm_arch_is_hybrid(kv.model.arch) && src != dst && reader(kv).max_pos_outside(src, first, last) >= 0) {
-        kv.subkv_hook->refuse(format(
+        return kv.subkv_hook->refuse(format(
             "seq_cp: all of sequence %d expected, since its recurrent state is of its last token, positions from %d on "
             "found; copy all of it",
             src, first));
-        return false;
     }
     if (!kv.subkv_hook->answer(kv.subkv_hook->copy_seq(src, dst, first, last, reader(kv)))) {
         return false;

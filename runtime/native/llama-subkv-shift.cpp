@@ -19,23 +19,22 @@ bool llama_subkv::seq_add(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, l
         return true;
     }
     if (llm_arch_is_hybrid(kv.model.arch)) {
-        kv.subkv_hook->refuse("seq_add: positions of a model that keeps recurrent state beside its cells cannot be "
-                              "shifted; remove the sequence and decode it again with new positions");
-        return false;
+        return kv.subkv_hook->refuse(
+            "seq_add: positions of a model that keeps recurrent state beside its cells cannot be "
+            "shifted; remove the sequence and decode it again with new positions");
     }
     if (kv.subkv_hook->facts().shifts && !kv.get_can_shift()) {
-        kv.subkv_hook->refuse(
+        return kv.subkv_hook->refuse(
             "seq_add: llama.cpp cannot shift positions of this model; remove the sequence and decode it "
             "again with new positions");
-        return false;
     }
     const auto [first, last] = positions(p0, p1);
-    return kv.subkv_hook->answer(kv.subkv_hook->shift().add(seq, first, last, shift, reader(kv)));
+    return kv.subkv_hook->answer(kv.subkv_hook->shift(seq, first, last, shift, reader(kv)));
 }
 
 void llama_subkv::shifted(const llama_kv_cache & kv) {
     if (kv.subkv_hook) {
-        kv.subkv_hook->shift().rotated();
+        kv.subkv_hook->rotated();
     }
 }
 
@@ -70,7 +69,7 @@ class llama_subkv::shift_input : public llm_graph_input_i {
 public:
     shift_input(const llama_kv_cache & kv, ggml_context * ctx) :
         ctx(ctx), slots((size_t) kv.subkv_hook->facts().n_slots) {
-        kv.subkv_hook->shift().rotations(slots.data());
+        kv.subkv_hook->rotations(slots.data());
         std::set<int32_t> all(slots.begin(), slots.end());
         for (const auto & cells : kv.v_cells) {
             for (uint32_t i = 0; i < cells.size(); ++i) {
@@ -87,9 +86,9 @@ public:
 
     // F32 [n_rot, 1, distances]
     ggml_tensor * pairs(int64_t n_rot) {
-        ggml_tensor *& found = pairs_[n_rot];
-        found                = found ? found : input(GGML_TYPE_F32, n_rot, (int64_t) by.size());
-        return found;
+        ggml_tensor *& input_pairs = pairs_[n_rot];
+        input_pairs                = input_pairs ? input_pairs : input(GGML_TYPE_F32, n_rot, (int64_t) by.size());
+        return input_pairs;
     }
 
     void set_input(const llama_ubatch *) override {
@@ -160,6 +159,6 @@ bool llama_subkv::build_shift(const llama_kv_cache & kv, const llama_cparams & c
                                       freq_scale, il);
     b.first     = kv.hparams.n_lora_kv > 0 ? kv.hparams.n_embd_head_k(il) - n_rot : 0; // latent rows: they are last
     b.apart     = input->apart;
-    kv.subkv_hook->shift().build(b);
+    kv.subkv_hook->build_shift(b);
     return true;
 }

@@ -10,26 +10,10 @@
 
 namespace {
 
-class state_writer : public subkv::StateWriter {
+// Reads the head of a state.
+class head_reader : public subkv::StateReader {
 public:
-    explicit state_writer(llama_io_write_i & io) : io(io) {}
-
-    void write(const void * data, size_t size) override {
-        sum = checksum(sum, (const uint8_t *) data, size);
-        io.write(data, size);
-    }
-
-    void write_tensor(ggml_tensor * t, size_t offset, size_t size) override { io.write_tensor(t, offset, size); }
-
-    uint64_t sum = CHECKSUM_OF_NOTHING; // of what is of no tensor
-
-private:
-    llama_io_write_i & io;
-};
-
-class state_reader : public subkv::StateReader {
-public:
-    explicit state_reader(llama_io_read_i & io) : io(io) {}
+    explicit head_reader(llama_io_read_i & io) : io(io) {}
 
     void read(void * data, size_t size) override {
         io.read(data, size);
@@ -38,7 +22,7 @@ public:
 
     void read_tensor(ggml_tensor * t, size_t offset, size_t size) override { io.read_tensor(t, offset, size); }
 
-    uint64_t sum = CHECKSUM_OF_NOTHING; // of what is of no tensor
+    uint64_t sum = CHECKSUM_OF_NOTHING;
 
 private:
     llama_io_read_i & io;
@@ -57,11 +41,11 @@ private:
 
 } // namespace
 
-// The body of a state: llama.cpp's data with coded cells as rows, and the window; or llama.cpp's data of another half.
-// The stream includes the data of tensors on a device.
-class llama_subkv::row_writer : public llama_io_write_i {
+// The head of a state, or its body: llama.cpp's data with coded cells as rows, and the window; or llama.cpp's data of
+// another half. The stream includes the data of tensors on a device.
+class llama_subkv::row_writer : public llama_io_write_i, public subkv::StateWriter {
 public:
-    // sum: checksum of the preceding bytes, continued over the body
+    // sum: checksum of the preceding bytes, continued
     row_writer(const llama_kv_cache & kv, llama_io_write_i & io, uint64_t sum = CHECKSUM_OF_NOTHING) :
         sum(sum), kv(kv), io(io), coded(kv), counts(dynamic_cast<counts_only *>(&io) != nullptr) {}
 
@@ -76,8 +60,8 @@ public:
         if (!counts) {
             rows.resize(size);
             if (const auto * side = coded.of(t)) {
-                kv.subkv_hook->state().get_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
-                                                (int64_t) (size / t->nb[1]), rows.data());
+                kv.subkv_hook->get_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
+                                        (int64_t) (size / t->nb[1]), rows.data());
             } else {
                 ggml_backend_tensor_get(t, rows.data(), offset, size);
             }
@@ -110,21 +94,11 @@ template <typename Body> static void write_checked(llama_io_write_i & io, Body b
     io.write(&sum, sizeof(sum));
 }
 
-static void check_partial(const subkv::CacheHook & hook) {
-    if (!hook.facts().goes_back) {
-        hook.report("state: cells with adapted bases cannot return to a partial state; save a whole state");
-        throw std::runtime_error("partial state of a cache with adapted bases");
-    }
-}
-
 // The shift history for the window, and the checksum.
-static std::pair<std::vector<uint64_t>, uint64_t> read_head(subkv::CacheHook & hook, llama_io_read_i & io,
+static std::pair<std::vector<uint64_t>, uint64_t> read_head(const subkv::CacheHook & hook, llama_io_read_i & io,
                                                             llama_seq_id seq, bool partial) {
-    if (partial) {
-        check_partial(hook);
-    }
-    state_reader head(io);
-    auto         moves = hook.state().read_head(head, seq, partial);
+    head_reader head(io);
+    auto        moves = hook.read_head(head, seq, partial);
     return { std::move(moves), head.sum };
 }
 
@@ -134,18 +108,14 @@ bool llama_subkv::state_write(const llama_kv_cache & kv, llama_io_write_i & io, 
         return false;
     }
     const bool partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
-    if (partial) {
-        check_partial(*kv.subkv_hook);
-    }
-    state_writer w(io);
-    kv.subkv_hook->state().write_head(w, seq);
+    row_writer head(kv, io);
+    kv.subkv_hook->write_head(head, seq, partial);
     write_checked(io, [&](llama_io_write_i & to) {
-        row_writer rows(kv, to, w.sum);
+        row_writer rows(kv, to, head.sum);
         if (!partial) {
             kv.state_write(rows, seq, 0);
         }
-        state_writer window(rows);
-        kv.subkv_hook->state().write_window(window, seq);
+        kv.subkv_hook->write_window(rows, seq);
         return rows.sum;
     });
     return true;
@@ -180,8 +150,7 @@ void llama_subkv::state_read_cells(llama_kv_cache & kv, row_reader & body, llama
 void llama_subkv::state_read_rest(llama_kv_cache & kv, row_reader & body, llama_seq_id seq,
                                   const std::vector<uint64_t> & moves) {
     try {
-        state_reader window(body);
-        kv.subkv_hook->state().read_window(window, seq, moves, reader(kv));
+        kv.subkv_hook->read_window(body, seq, moves, reader(kv));
         body.end();
     } catch (...) {
         kv.state_clear(seq);
@@ -300,7 +269,7 @@ bool llama_subkv::clear_cells(llama_kv_cache & kv, int32_t il, bool value, ggml_
         for (last = first + 1; last < cells.size() && cells[last] == cells[last - 1] + 1; ++last) {
         }
         const std::vector<uint8_t> zeros((last - first) * row);
-        kv.subkv_hook->state().set_rows(il, value, t, cells[first], (int64_t) (last - first), zeros.data());
+        kv.subkv_hook->set_rows(il, value, t, cells[first], (int64_t) (last - first), zeros.data());
     }
     return true;
 }

@@ -102,7 +102,7 @@ int64_t llama_subkv::n_removable(const llama_context & ctx) {
     if (caches.swa && caches.swa->get_size() < caches.base->get_size()) {
         return 0; // the state lacks cells that re-enter the window after a removal
     }
-    const auto * hook = hook_of(memory, nullptr, nullptr);
+    const auto * hook = hook_of(memory);
     if (recurrent) { // a restored state has no snapshots
         return 0;
     }
@@ -164,12 +164,12 @@ void open_store(process_store & to, const char * folder) {
 // Never closed: a thread that waits for a disk may outlive all other objects.
 process_store & the_store() {
     static process_store * store = [] {
-        auto *       made   = new process_store;
+        auto *       opened = new process_store;
         const char * folder = std::getenv("SUBKV_STORE");
         if (folder && *folder) {
-            open_store(*made, folder);
+            open_store(*opened, folder);
         }
-        return made;
+        return opened;
     }();
     return *store;
 }
@@ -217,8 +217,8 @@ bool holds(llama_context * ctx, llama_context * draft, llama_seq_id seq, int64_t
 
 const std::vector<int32_t> & stored(const process_store & store, llama_seq_id seq) {
     static const std::vector<int32_t> none;
-    const auto                        found = store.stored.find(seq);
-    return found == store.stored.end() ? none : found->second;
+    const auto                        it = store.stored.find(seq);
+    return it == store.stored.end() ? none : it->second;
 }
 
 double seconds_evaluated(const llama_context * ctx) {

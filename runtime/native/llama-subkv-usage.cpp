@@ -14,26 +14,19 @@
 
 namespace {
 
-struct held_usage {
-    std::mutex        mutex;
-    llama_subkv_usage usage;
-};
+std::mutex        g_mutex; // guards g_usage
+llama_subkv_usage g_usage;
 
-held_usage & held() {
-    static held_usage one;
-    return one;
-}
-
-template <typename F> F found(const char * name) { // in libsubkv, which is loaded if there are coefficients
+template <typename F> F function_of(const char * name) { // in libsubkv, which is loaded if there are coefficients
     std::string why;
     return (F) llama_subkv_find(name, why);
 }
 
 // The usage of a coded cache, from libsubkv.
 void add_coded(llama_context * ctx, llama_subkv_usage & usage) {
-    const auto  stats_of = found<decltype(&subkv_get_stats)>("subkv_get_stats");
-    const auto  cpu      = found<decltype(&subkv_kernel_name)>("subkv_kernel_name");
-    const auto  device   = found<decltype(&subkv_device_kernel_name)>("subkv_device_kernel_name");
+    const auto  stats_of = function_of<decltype(&subkv_get_stats)>("subkv_get_stats");
+    const auto  cpu      = function_of<decltype(&subkv_kernel_name)>("subkv_kernel_name");
+    const auto  device   = function_of<decltype(&subkv_device_kernel_name)>("subkv_device_kernel_name");
     subkv_stats stats    = {};
     if (!stats_of || !cpu || !device || !stats_of(ctx, &stats)) {
         return;
@@ -48,11 +41,12 @@ void add_coded(llama_context * ctx, llama_subkv_usage & usage) {
     usage.bytes_f16 = stats.bytes_f16;
 }
 
-void line(std::ostringstream & out, const char * name, const char * kind, const char * what, double value) {
-    const bool whole = value == (double) (uint64_t) value;
-    out << "# HELP subkv:" << name << " " << what << "\n# TYPE subkv:" << name << " " << kind << "\nsubkv:" << name
-        << " ";
-    out << (whole ? std::to_string((uint64_t) value) : std::to_string(value)) << "\n";
+// A metric in the text format of Prometheus. Counters are named "_total".
+void add_metric(std::ostringstream & out, const std::string & name, const char * help, double value) {
+    const bool whole   = value == (double) (uint64_t) value;
+    const bool counter = name.find("_total") != std::string::npos;
+    out << "# HELP subkv:" << name << " " << help << "\n# TYPE subkv:" << name << (counter ? " counter" : " gauge")
+        << "\nsubkv:" << name << " " << (whole ? std::to_string((uint64_t) value) : std::to_string(value)) << "\n";
 }
 
 } // namespace
@@ -102,42 +96,38 @@ llama_subkv_usage llama_subkv::usage_of(llama_context & ctx) {
 
 void llama_subkv_usage_set(llama_context * ctx) {
     const auto                  usage = ctx ? llama_subkv::usage_of(*ctx) : llama_subkv_usage();
-    auto &                      to    = held();
-    std::lock_guard<std::mutex> lock(to.mutex);
+    std::lock_guard<std::mutex> lock(g_mutex);
     if (ctx) {
-        to.usage = usage;
+        g_usage = usage;
     } else {
-        to.usage.freed = true;
+        g_usage.freed = true;
     }
 }
 
 llama_subkv_usage llama_subkv_usage_get(void) {
-    auto &                      from = held();
-    std::lock_guard<std::mutex> lock(from.mutex);
-    return from.usage;
+    std::lock_guard<std::mutex> lock(g_mutex);
+    return g_usage;
 }
 
 std::string llama_subkv_usage_metrics(void) {
     const auto         usage = llama_subkv_usage_get();
     std::ostringstream out;
-    const auto         gauge   = [&](auto... of) { line(out, of...); };
-    const auto         counter = [&](const char * name, const char * what, uint64_t value) {
-        line(out, name, "counter", what, (double) value);
+    const auto         add = [&](const char * name, const char * help, auto value) {
+        add_metric(out, name, help, (double) value);
     };
-    gauge("kv_bytes", "gauge", "Bytes of the K/V cache", usage.freed ? 0.0 : (double) usage.bytes);
-    gauge("kv_f16_bytes", "gauge", "Size of the same cache in f16, in bytes",
-          usage.freed ? 0.0 : (double) usage.bytes_f16);
-    gauge("kv_bits_per_element", "gauge", "Bits per K/V element", usage.bits);
+    add("kv_bytes", "Bytes of the K/V cache", usage.freed ? 0 : usage.bytes);
+    add("kv_f16_bytes", "Size of the same cache in f16, in bytes", usage.freed ? 0 : usage.bytes_f16);
+    add("kv_bits_per_element", "Bits per K/V element", usage.bits);
     subkv_store_stats stats;
     if (llama_subkv_store_stats(stats)) {
-        counter("store_hits_total", "Stored prompts read", stats.n_hits);
-        counter("store_tokens_restored_total", "Tokens restored instead of evaluated", stats.n_restored);
-        counter("store_prompts_written_total", "Prompts stored", stats.n_written);
-        counter("store_prompts_dropped_total", "Prompts dropped: full queue or too large", stats.n_dropped);
-        counter("store_prompts_damaged_total", "Damaged stored prompts", stats.n_damaged);
-        counter("store_failures_total", "Failed disk operations", stats.n_failures);
-        gauge("store_entries", "gauge", "Prompts in the folder at the last scan", (double) stats.n_entries);
-        gauge("store_bytes", "gauge", "Bytes of the folder's files at the last scan", (double) stats.n_bytes);
+        add("store_hits_total", "Stored prompts read", stats.n_hits);
+        add("store_tokens_restored_total", "Tokens restored instead of evaluated", stats.n_restored);
+        add("store_prompts_written_total", "Prompts stored", stats.n_written);
+        add("store_prompts_dropped_total", "Prompts dropped: full queue or too large", stats.n_dropped);
+        add("store_prompts_damaged_total", "Damaged stored prompts", stats.n_damaged);
+        add("store_failures_total", "Failed disk operations", stats.n_failures);
+        add("store_entries", "Prompts in the folder at the last scan", stats.n_entries);
+        add("store_bytes", "Bytes of the folder's files at the last scan", stats.n_bytes);
     }
     return out.str();
 }

@@ -7,8 +7,6 @@
 #include <cstdint>
 #include <string>
 
-struct llama_context;
-
 struct llama_subkv_usage {
     std::string type      = "none"; // "subkv"; a ggml type, "K/V" if the two differ; "other": sparse
     std::string kernel    = "";     // kernels for attention on coefficients
@@ -20,8 +18,8 @@ struct llama_subkv_usage {
 };
 
 // Sets the usage from a server's context; nullptr: it is freed. Call it on the thread that created the context.
-SUBKV_PROGRAMS_API void llama_subkv_usage_set(llama_context * ctx);
+LLAMA_API void llama_subkv_usage_set(llama_context * ctx);
 // Any thread may call it.
-SUBKV_PROGRAMS_API llama_subkv_usage llama_subkv_usage_get(void);
+LLAMA_API llama_subkv_usage llama_subkv_usage_get(void);
 // The same and the counters of the prompt store, in the text format of Prometheus.
-SUBKV_PROGRAMS_API std::string llama_subkv_usage_metrics(void);
+LLAMA_API std::string llama_subkv_usage_metrics(void);

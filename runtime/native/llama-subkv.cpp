@@ -172,7 +172,7 @@ void llama_subkv::made(const llama_context & ctx) {
 }
 
 void llama_subkv::set_causal(llama_memory_i * memory, bool causal) {
-    if (auto * hook = hook_of(memory, nullptr, nullptr)) {
+    if (auto * hook = hook_of(memory)) {
         hook->set_causal(causal);
     }
 }
@@ -225,7 +225,7 @@ llama_pos llama_subkv::pos_min(llama_memory_i & memory, llama_seq_id seq) {
 uint32_t llama_subkv::n_rs_seq(const llama_context & ctx) {
     const uint32_t   snapshots = ctx.get_cparams().n_rs_seq;
     llama_memory_i * memory    = ctx.get_memory();
-    const auto *     hook      = hook_of(memory, nullptr, nullptr);
+    const auto *     hook      = hook_of(memory);
     if (!hook || !hook->facts().coded || hook->facts().n_rollback < 0) {
         return snapshots;
     }
@@ -237,7 +237,7 @@ uint32_t llama_subkv::n_rs_seq(const llama_context & ctx) {
 }
 
 int32_t llama_subkv_n_keep(const llama_context * ctx, int32_t n_keep) {
-    const auto * hook = llama_subkv::hook_of(ctx->get_memory(), nullptr, nullptr);
+    const auto * hook = llama_subkv::hook_of(ctx->get_memory());
     return hook && hook->facts().coded ? std::max(n_keep, hook->facts().n_sink) : n_keep;
 }
 
@@ -348,8 +348,8 @@ private:
 
 llama_subkv::graph_input * llama_subkv::inputs(const llm_graph_context & g, const llama_kv_cache_context * mctx) {
     for (auto & input : g.res->inputs) {
-        if (auto * found = dynamic_cast<graph_input *>(input.get())) {
-            return found;
+        if (auto * existing = dynamic_cast<graph_input *>(input.get())) {
+            return existing;
         }
     }
     auto         input = std::make_unique<graph_input>(mctx);
@@ -369,7 +369,7 @@ static float softcap(const llm_graph_context & g) {
 }
 
 bool llama_subkv::coded(llama_memory_i * memory) {
-    const auto * hook = hook_of(memory, nullptr, nullptr);
+    const auto * hook = hook_of(memory);
     return hook && hook->facts().coded;
 }
 
@@ -431,49 +431,19 @@ ggml_tensor * llama_subkv::build_attn(const llm_graph_context & g, const llama_k
     return kv.subkv_hook->build_attn(b);
 }
 
-ggml_tensor * llama_subkv::build_attn_latent(const llm_graph_context & g, const llama_kv_cache_context * mctx,
-                                             ggml_tensor * q, ggml_tensor * k, ggml_tensor * k_idxs, ggml_tensor * mask,
-                                             ggml_tensor * chosen, ggml_tensor * sinks, ggml_tensor * v_mla,
-                                             float scale, int il) {
-    ggml_tensor * cur = build_attn(g, mctx, q, k, nullptr, k_idxs, nullptr, mask, chosen, sinks, scale, il);
-    if (!v_mla) {
-        return cur;
-    }
-    cur = ggml_reshape_3d(g.ctx0, cur, v_mla->ne[0], q->ne[1], q->ne[2]);
-    cur = ggml_mul_mat(g.ctx0, v_mla, ggml_permute(g.ctx0, cur, 0, 2, 1, 3));
-    cur = ggml_cont(g.ctx0, ggml_permute(g.ctx0, cur, 0, 2, 1, 3));
-    return ggml_reshape_2d(g.ctx0, cur, cur->ne[0] * cur->ne[1], cur->ne[2]);
-}
-
-subkv::CacheHook * llama_subkv::hook_of(llama_memory_i * memory, size_t * bytes_stock, size_t * bytes_coded) {
-    const struct caches caches   = caches_of(memory);
-    size_t              bytes[2] = {};
-    for (const auto * kv : caches.all()) {
-        if (!kv) {
-            continue;
-        }
-        for (const auto & layer : kv->layers) {
-            const bool coded = row_bytes(*kv, layer.il, false) > 0;
-            bytes[coded] += ggml_nbytes(layer.k) + (layer.v ? ggml_nbytes(layer.v) : 0);
-        }
-    }
-    if (bytes_stock) {
-        *bytes_stock = bytes[0];
-    }
-    if (bytes_coded) {
-        *bytes_coded = bytes[1];
-    }
-    return caches.base ? caches.base->subkv_hook.get() : nullptr;
-}
-
-bool llama_subkv::rows(llama_memory_i * memory, int32_t il, const subkv::rows_fn & use) {
+subkv::CacheHook * llama_subkv::hook_of(llama_memory_i * memory) {
     const auto * kv = caches_of(memory).base;
-    if (!kv || il < 0 || row_bytes(*kv, (uint32_t) il, false) == 0) {
-        return false;
+    return kv ? kv->subkv_hook.get() : nullptr;
+}
+
+void llama_subkv::bytes_of(llama_memory_i * memory, size_t & stock, size_t & coded) {
+    for (const auto * kv : caches_of(memory).all()) {
+        for (size_t i = 0; kv && i < kv->layers.size(); ++i) {
+            const auto & layer = kv->layers[i];
+            (row_bytes(*kv, layer.il, false) > 0 ? coded : stock) +=
+                ggml_nbytes(layer.k) + (layer.v ? ggml_nbytes(layer.v) : 0);
+        }
     }
-    const auto & layer = kv->layers[kv->map_layer_ids.at(il)];
-    use(reader(*kv), layer.k, layer.v);
-    return true;
 }
 
 void llama_subkv::settle(llama_context & ctx) {
@@ -486,15 +456,28 @@ void llama_subkv::settle(llama_context & ctx) {
 }
 
 subkv::CacheHook * llama_subkv_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded) {
-    return llama_subkv::hook_of(llama_get_memory(ctx), bytes_stock, bytes_coded);
+    if (bytes_stock && bytes_coded) {
+        llama_subkv::bytes_of(llama_get_memory(ctx), *bytes_stock, *bytes_coded);
+    }
+    return llama_subkv::hook_of(llama_get_memory(ctx));
 }
 
-bool llama_subkv_rows(llama_context * ctx, int32_t il, const subkv::rows_fn & use) {
-    llama_synchronize(ctx);
+bool llama_subkv::rows(llama_context & ctx, int32_t il, const subkv::rows_fn & use) {
+    llama_synchronize(&ctx);
     try {
-        llama_subkv::settle(*ctx);
+        settle(ctx);
     } catch (const std::exception &) { // reported, or out of memory
         return false;
     }
-    return llama_subkv::rows(llama_get_memory(ctx), il, use);
+    const auto * kv = caches_of(ctx.get_memory()).base;
+    if (!kv || il < 0 || row_bytes(*kv, (uint32_t) il, false) == 0) {
+        return false;
+    }
+    const auto & layer = kv->layers[kv->map_layer_ids.at(il)];
+    use(reader(*kv), layer.k, layer.v);
+    return true;
+}
+
+bool llama_subkv_rows(llama_context * ctx, int32_t il, const subkv::rows_fn & use) {
+    return llama_subkv::rows(*ctx, il, use);
 }

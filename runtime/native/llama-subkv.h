@@ -158,37 +158,36 @@ struct llama_subkv {
     static bool coded(llama_memory_i * memory);
     static bool coded(const llama_kv_cache & kv);
 
+    // The tensors of the four kinds of llama.cpp's inputs that read a K/V cache: of the full-attention half.
+    struct attn_input {
+        attn_input(const llm_graph_input_attn_kv & inp);
+        attn_input(const llm_graph_input_attn_kv_iswa & inp);
+        attn_input(const llm_graph_input_attn_k & inp);
+        attn_input(const llm_graph_input_attn_k_dsa & inp); // an indexer chooses cells
+
+        const llama_kv_cache_context * mctx;
+        ggml_tensor *                  k_idxs;
+        ggml_tensor *                  v_idxs = nullptr;
+        ggml_tensor *                  mask;
+        ggml_tensor *                  k_rot  = nullptr;
+        ggml_tensor *                  v_rot  = nullptr;
+        bool                           iswa   = false;
+        bool                           latent = false; // values are the first elements of keys; v_mla applies last
+    };
+
     // llm_graph_context::build_attn. Passes q, k and v to the observer, after RoPE and before the Hadamard rotation of
     // quantized caches. Then builds the attention of a coded layer, including the output projection; null: not coded,
     // upstream's code continues. chosen: the cells that a token attends to, as in AttnBuild, or a mask that hides the
     // others; nullptr: all.
-    static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_kv & inp, ggml_tensor * wo,
+    static ggml_tensor * attend(const llm_graph_context & g, const attn_input & in, ggml_tensor * wo,
                                 ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
                                 ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
                                 float scale, int il, ggml_tensor * chosen = nullptr);
-    static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_kv_iswa & inp, ggml_tensor * wo,
-                                ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
-                                ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
-                                float scale, int il);
-    static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_k & inp, ggml_tensor * wo,
-                                ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
-                                ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
-                                float scale, int il, ggml_tensor * chosen = nullptr);
-    // Attention to the latent layer's cells that an indexer has chosen for each token.
-    static ggml_tensor * attend(const llm_graph_context & g, const llm_graph_input_attn_k_dsa & inp, ggml_tensor * wo,
-                                ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
-                                ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
-                                ggml_tensor * top_k, float scale, int il);
     // For a model whose graph computes the masks of its KV heads. sees: passes q, k and v to the observer; true: the
     // layer is coded. unread: a tensor with the shape of the ordinary cache, for views that are never computed.
     static bool sees(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q, ggml_tensor * k,
                      ggml_tensor * v, int il);
     static ggml_tensor * unread(const llm_graph_context & g, const ggml_tensor * rows, int64_t n_kv, int64_t n_stream);
-    template <typename Input>
-    static ggml_tensor * attend_kv(const llm_graph_context & g, const Input & inp, const llama_kv_cache_context * mctx,
-                                   ggml_tensor * wo, ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q,
-                                   ggml_tensor * k, ggml_tensor * v, ggml_tensor * mask, ggml_tensor * chosen,
-                                   ggml_tensor * sinks, float scale, int il);
     static bool          coded(const llama_kv_cache_context * mctx, int il);
     static bool          coded(const llama_kv_cache_context * mctx); // any layer
     static void          observe(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
@@ -196,13 +195,6 @@ struct llama_subkv {
     static ggml_tensor * build_attn(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
                                     ggml_tensor * k, ggml_tensor * v, ggml_tensor * k_idxs, ggml_tensor * v_idxs,
                                     ggml_tensor * mask, ggml_tensor * chosen, ggml_tensor * sinks, float scale, int il);
-    // The same for values that are the first elements of keys; applies v_mla [d_v, size of a head's output, n_head]
-    // last.
-    static ggml_tensor * build_attn_latent(const llm_graph_context & g, const llama_kv_cache_context * mctx,
-                                           ggml_tensor * q, ggml_tensor * k, ggml_tensor * k_idxs, ggml_tensor * mask,
-                                           ggml_tensor * chosen, ggml_tensor * sinks, ggml_tensor * v_mla, float scale,
-                                           int il);
-
     class reader;
     class tiles;
     class cursor;
@@ -236,6 +228,7 @@ struct llama_subkv {
     static llama_pos          slid_away(const llama_kv_cache & base, const llama_kv_cache & swa,
                                         const std::vector<piece> & pieces, llama_pos next);
     static graph_input *      inputs(const llm_graph_context & g, const llama_kv_cache_context * mctx);
-    static subkv::CacheHook * hook_of(llama_memory_i * memory, size_t * bytes_stock, size_t * bytes_coded);
-    static bool               rows(llama_memory_i * memory, int32_t il, const subkv::rows_fn & use);
+    static subkv::CacheHook * hook_of(llama_memory_i * memory);
+    static void               bytes_of(llama_memory_i * memory, size_t & stock, size_t & coded); // adds K/V bytes
+    static bool               rows(llama_context & ctx, int32_t il, const subkv::rows_fn & use); // llama_subkv_rows
 };

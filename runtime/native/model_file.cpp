@@ -1,7 +1,6 @@
 // model_file.cpp: see model_file.h.
 #include "model_file.h"
 
-#include "error.h"
 #include "layout_keys.h"
 #include "llama.h"
 #include "sha256.h"
@@ -10,11 +9,10 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <memory>
+#include <fstream>
 #include <vector>
 
 #if !defined(_WIN32)
@@ -30,20 +28,6 @@ constexpr uint64_t SAMPLE         = 4096; // bytes
 constexpr size_t   DIGITS         = 12;   // of a content hash, in a file's name
 constexpr size_t   MAX_PATH_BYTES = 4096;
 
-struct FileClose {
-    void operator()(FILE * file) const { std::fclose(file); }
-};
-
-using File = std::unique_ptr<FILE, FileClose>;
-
-int seek(FILE * file, uint64_t offset) {
-#if defined(_WIN32)
-    return _fseeki64(file, (int64_t) offset, SEEK_SET);
-#else
-    return fseeko(file, (off_t) offset, SEEK_SET);
-#endif
-}
-
 // An unsigned 16-bit key of split files; `otherwise` if it is absent or of another type.
 uint16_t u16(const gguf_context * ctx, const char * key, uint16_t otherwise) {
     const int64_t i = gguf_find_key(ctx, key);
@@ -52,7 +36,7 @@ uint16_t u16(const gguf_context * ctx, const char * key, uint16_t otherwise) {
 
 // The keys that all copies of a model share, in order, as a GGUF without tensors.
 std::vector<uint8_t> shared_metadata(const gguf_context * ctx) {
-    const Gguf copy(gguf_init_empty());
+    const gguf_context_ptr copy(gguf_init_empty());
     gguf_set_kv(copy.get(), ctx);
     for (int64_t i = 0; i < gguf_get_n_kv(ctx); ++i) {
         const char * key = gguf_get_key(ctx, i);
@@ -96,9 +80,9 @@ Tensor describe(const gguf_context * ctx, int64_t i, size_t file) {
     return { name, head, file, gguf_get_data_offset(ctx) + gguf_get_tensor_offset(ctx, i), size };
 }
 
-void add_sample(Sha256 & digest, FILE * file, const std::string & path, uint64_t offset, uint64_t size) {
-    std::array<uint8_t, 3 * SAMPLE> bytes;
-    if (seek(file, offset) != 0 || std::fread(bytes.data(), 1, (size_t) size, file) != size) {
+void add_sample(Sha256 & digest, std::ifstream & file, const std::string & path, uint64_t offset, uint64_t size) {
+    std::array<char, 3 * SAMPLE> bytes;
+    if (!file.seekg((std::streamoff) offset) || !file.read(bytes.data(), (std::streamsize) size)) {
         refuse(path, "a readable GGUF file", "an error at byte " + std::to_string(offset));
     }
     digest.update(bytes.data(), (size_t) size);
@@ -144,7 +128,7 @@ std::string home() {
 } // namespace
 
 std::string model_content(const std::string & path) {
-    Gguf                ctx      = open_gguf(path.c_str());
+    gguf_context_ptr    ctx      = open_gguf(path.c_str());
     const auto          files    = model_files(path, ctx.get());
     const auto          metadata = shared_metadata(ctx.get());
     std::vector<Tensor> tensors;
@@ -159,9 +143,9 @@ std::string model_content(const std::string & path) {
         }
     }
     std::stable_sort(tensors.begin(), tensors.end(), [](auto & a, auto & b) { return a.name < b.name; });
-    std::vector<File> opened;
+    std::vector<std::ifstream> opened;
     for (const auto & file : files) {
-        opened.emplace_back(ggml_fopen(file.c_str(), "rb"));
+        opened.emplace_back(std::filesystem::u8path(file), std::ios::binary);
         if (!opened.back()) {
             refuse(file, "a readable GGUF file", std::strerror(errno));
         }
@@ -169,7 +153,7 @@ std::string model_content(const std::string & path) {
     for (const auto & t : tensors) {
         digest.update(t.head.data(), t.head.size());
         const auto sample = [&](uint64_t start, uint64_t size) {
-            add_sample(digest, opened[t.file].get(), files[t.file], t.offset + start, size);
+            add_sample(digest, opened[t.file], files[t.file], t.offset + start, size);
         };
         if (t.size <= 3 * SAMPLE) {
             sample(0, t.size);
@@ -212,26 +196,26 @@ std::string stored_sidecar(const std::string & content, const std::string & endi
     const std::string store = sidecar_store();
     const std::string tail  = "-" + content.substr(0, DIGITS) + ending;
     std::error_code   error;
-    std::string       found;
+    std::string       first;
     if (store.empty() || !std::filesystem::exists(std::filesystem::u8path(store), error)) {
-        return found;
+        return first;
     }
     auto entries = std::filesystem::directory_iterator(std::filesystem::u8path(store), error);
     for (const auto end = std::filesystem::directory_iterator(); !error && entries != end; entries.increment(error)) {
         const std::string name = entries->path().filename().u8string();
-        if (ends(name, tail, false) && (found.empty() || name < found)) {
-            found = name;
+        if (ends(name, tail, false) && (first.empty() || name < first)) {
+            first = name;
         }
     }
     if (error) {
         refuse(store, "a readable folder", error.message());
     }
-    return found.empty() ? found : (std::filesystem::u8path(store) / std::filesystem::u8path(found)).u8string();
+    return first.empty() ? first : (std::filesystem::u8path(store) / std::filesystem::u8path(first)).u8string();
 }
 
 void check_sidecar(const std::string & path, const std::string & content) {
-    const Gguf        file  = open_gguf(path.c_str());
-    const std::string found = Keys(file.get()).optional_str("subkv.base.content");
+    const gguf_context_ptr file  = open_gguf(path.c_str());
+    const std::string      found = Keys(file.get()).optional_str("subkv.base.content");
     if (found != content) {
         refuse(path, "a sidecar of this model",
                found.empty() ? "one that does not say which model it belongs to" : "one of another model");
@@ -241,13 +225,8 @@ void check_sidecar(const std::string & path, const std::string & content) {
 } // namespace subkv
 
 extern "C" bool subkv_model_content(const char * path, char out[65]) {
-    try {
+    return subkv::guarded("model", false, [&] {
         std::memcpy(out, subkv::model_content(path).c_str(), 65);
         return true;
-    } catch (const subkv::Invalid & e) {
-        subkv::set_error("%s", e.why.c_str());
-    } catch (const std::exception & e) {
-        subkv::set_error("model: %s", e.what());
-    }
-    return false;
+    });
 }

@@ -21,17 +21,17 @@ struct ExactKeys {
         bool             integers;
     };
 
-    std::vector<Key> found;
+    std::vector<Key> unordered;
     std::vector<Key> keys; // whole pages
 
     void arrange();
 };
 
 void ExactKeys::arrange() {
-    std::sort(found.begin(), found.end(), [](const Key & a, const Key & b) { return a.pos < b.pos; });
+    std::sort(unordered.begin(), unordered.end(), [](const Key & a, const Key & b) { return a.pos < b.pos; });
     keys.clear();
     int32_t last = -1;
-    for (const Key & key : found) {
+    for (const Key & key : unordered) {
         const size_t at = (size_t) key.pos % PAGE;
         // if a sequence ever has two keys of one position, they get different pages
         if (key.pos / PAGE != last || keys[keys.size() - PAGE + at].row) {
@@ -49,7 +49,7 @@ void gather_exact(const LayerNodes & layer, const CombineSources & in, const Att
     const int32_t    n_sink   = layer.window->n_sink();
     const int32_t    n_recent = layer.window->n_recent();
 
-    keys.found.clear();
+    keys.unordered.clear();
     int32_t lo = INT32_MAX, hi = INT32_MIN;
     for (int64_t t = t0; t < t0 + n_tok; ++t) {
         lo = std::min(lo, tokens[t].pos);
@@ -58,7 +58,7 @@ void gather_exact(const LayerNodes & layer, const CombineSources & in, const Att
     const auto         may_see = [&](int32_t p) { return p >= 0 && (p < n_sink || (p <= hi && p > lo - n_recent)); };
     const WindowRows & rows    = layer.window_rows();
     const auto         add     = [&](int32_t p, int32_t cell, const void * row, bool integers) {
-        keys.found.push_back({ p, cell, (const uint16_t *) row, integers });
+        keys.unordered.push_back({ p, cell, (const uint16_t *) row, integers });
     };
     if (layer.window->n_slots() > 0) {
         const int32_t first = tokens[t0].first_slot;

@@ -42,8 +42,7 @@ namespace {
 int64_t count_bad(const ggml_tensor * x, int64_t head, int64_t t0, int64_t n) {
     int64_t bad = 0;
     for (int64_t t = t0; t < t0 + n; ++t) {
-        const float * row = row_f32(x, head, t);
-        bad += !std::all_of(row, row + x->ne[0], [](float f) { return std::isfinite(f); });
+        bad += !is_finite_row(row_f32(x, head, t), x->ne[0]);
     }
     return bad;
 }
@@ -70,7 +69,7 @@ struct FreshRows {
                 uint8_t * packed = (uint8_t *) (out + row_elements(codec)) + recent_offset(codec, head, value);
                 ops.pack_recent(row, mean, d, packed);
                 ops.unpack_recent(packed, mean, d, out + first);
-            } else if (any_bad && !std::all_of(row, row + d, [](float f) { return std::isfinite(f); })) {
+            } else if (any_bad && !is_finite_row(row, d)) {
                 for (int64_t j = 0; j < d; ++j) {
                     out[first + j] = mean ? ggml_fp32_to_fp16(mean[j]) : 0;
                 }

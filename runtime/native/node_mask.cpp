@@ -204,15 +204,15 @@ ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b, ggml_tens
     if (layer.device || n_tokens * n_masks(mask) > FEW_TOKENS) {
         return nullptr;
     }
-    ggml_tensor *& made = b.inputs->coded_mask;
-    if (!made || sources_of<MaskSources>(made).mask != mask) {
+    ggml_tensor *& node = b.inputs->coded_mask;
+    if (!node || sources_of<MaskSources>(node).mask != mask) {
         const int64_t     n_kv = b.inputs->cell_pos->ne[0];
         const MaskSources in   = { mask, b.inputs->cell_pos, b.inputs->tokens };
-        made = new_node(b.ctx, GGML_TYPE_F32, { n_kv + (n_kv / TILE + 3) / 4, n_tokens * n_masks(mask), 1, 1 }, in,
+        node = new_node(b.ctx, GGML_TYPE_F32, { n_kv + (n_kv / TILE + 3) / 4, n_tokens * n_masks(mask), 1, 1 }, in,
                         mask_op, &layer);
-        ggml_set_name(made, "subkv_mask");
+        ggml_set_name(node, "subkv_mask");
     }
-    return made;
+    return node;
 }
 
 } // namespace subkv

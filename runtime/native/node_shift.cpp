@@ -2,7 +2,6 @@
 // this for a cache on a GPU, too, with copies of its tiles: a shift is rare, and a GPU kernel would serve only for it.
 #include "cells.h"
 #include "nodes.h"
-#include "read_rows.h"
 
 #include <algorithm>
 #include <mutex>
@@ -95,12 +94,7 @@ public:
         const HeadCodec &  head        = codec.head(h, false);
         const int32_t      chunk[TILE] = {}; // static bases
         uint8_t *          of_head     = tiles + codec.tile_offset(h, false);
-        if (layer_.by_rows) {
-            const CellTiles made(head, of_head, stride, n, cells);
-            read_rows(ops_, codec, h, false, nullptr, chunk, made.tiles(), made.stride(), n, made.cells(), x_.data());
-        } else {
-            read_rows(ops_, codec, h, false, nullptr, chunk, of_head, stride, n, cells, x_.data());
-        }
+        read_cells(layer_, ops_, h, false, nullptr, chunk, of_head, stride, n, cells, x_.data());
         without_gamma(codec, h, n * codec.d_k, x_.data());
         for (int64_t i = 0; i < n; ++i) {
             rotation_(x_.data() + i * codec.d_k, of_cells[i]);

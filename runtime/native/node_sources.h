@@ -22,7 +22,7 @@ struct EncodeSources {
     ggml_tensor * k_cache;
     ggml_tensor * v_cache;
     ggml_tensor * k_idxs;
-    ggml_tensor * v_idxs; // the same numbers as k_idxs
+    ggml_tensor * v_idxs; // not read, the same numbers: a source because llama.cpp fills it
     // of a node on a CPU only:
     ggml_tensor * q;
     ggml_tensor * tokens;
@@ -123,14 +123,9 @@ struct ShiftSources {
 
 struct ObserveSources {
     ggml_tensor * q;
-    ggml_tensor * k;
+    ggml_tensor * tokens;
+    ggml_tensor * k; // nullptr, like v: q reads another layer's rows
     ggml_tensor * v;
-    ggml_tensor * tokens;
-};
-
-struct ObserveReaderSources {
-    ggml_tensor * q;
-    ggml_tensor * tokens;
 };
 
 struct ObserveOutputSources {

@@ -2,7 +2,7 @@
 //
 //   encode        k, v -> codes at their cells; also rounds k, v to half precision ("fresh" rows) and projects q
 //   mask          once for all layers, if the batch has few tokens: the values that attend adds to logits
-//   encode_blocks only with adaptive bases: codes tokens that have left the exact window, in blocks (instead of encode)
+//   encode_blocks only in chunked layers: codes tokens that have left the exact window, in blocks (instead of encode)
 //   attend        query x coded cells -> partial (m, z, sum of value coefficients) per split of the cells
 //   combine       merges the splits, multiplies by D_v, adds the exact window (fresh and stored rows) and attention
 //                 sinks, normalises
@@ -116,6 +116,10 @@ void store_slopes(const LayerNodes & layer, ggml_tensor * memory, size_t at, flo
     known = layer.max_alibi_bias;
 }
 
+void device_op(ggml_tensor * dst, int, int, void *) {
+    GGML_ABORT("%s: a node of a cache on a GPU was placed on the CPU", dst->name);
+}
+
 namespace {
 
 //
@@ -137,19 +141,15 @@ void store_window_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     }
 }
 
-// If a device cannot bind a tensor of the largest batch, the error occurs here, when llama.cpp reserves the first
-// graph.
-void check_range(const LayerNodes & layer, const ggml_tensor * node) {
-    if (!layer.device) {
-        return;
-    }
-    const size_t most  = layer.device->max_range();
+// Checks a node on a GPU: whether the device can bind its tensors, and the kernels run for so many tokens at once. An
+// error for the largest batch occurs here, when llama.cpp reserves the first graph.
+void check_node(const DeviceLayer & device, NodeKind kind, ggml_tensor * node, int64_t n_tokens) {
+    const size_t most  = device.max_range();
     const auto   check = [most](const ggml_tensor * t) {
         if (t && ggml_nbytes(t) > most) {
             fail("n_ubatch, n_ctx: tensors of at most %zu bytes expected on the GPU, which binds no more at once, %zu "
-                 "of "
-                 "%s found; take smaller batches (-ub) or a smaller context, or keep the cache on the CPU (-ngl 0, or "
-                 "offload_kqv off)",
+                 "of %s found; take smaller batches (-ub) or a smaller context, or keep the cache on the CPU (-ngl 0, "
+                 "or offload_kqv off)",
                  most, ggml_nbytes(t), t->name);
         }
     };
@@ -157,12 +157,7 @@ void check_range(const LayerNodes & layer, const ggml_tensor * node) {
     for (const ggml_tensor * t : node->src) {
         check(t && t->view_src ? t->view_src : t);
     }
-}
-
-// The same if its kernels cannot run for so many tokens at once.
-void check_kernels(const LayerNodes & layer, NodeKind kind, ggml_tensor * node, int64_t n_tokens) {
-    const char * expected = layer.device ? layer.device->refusal(kind, node) : nullptr;
-    if (expected) {
+    if (const char * expected = device.refusal(kind, node)) {
         fail("n_ubatch: %s expected of %s on the GPU, a batch of %lld tokens found; take smaller batches (-ub), or "
              "keep the cache on the CPU (-ngl 0, or offload_kqv off)",
              expected, node->name, (long long) n_tokens);
@@ -199,8 +194,9 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         void *        data = run(fun, kind);
         ggml_tensor * t    = new_node(ctx, type, { ne0, ne1, 1, 1 }, sources, fun, data);
         ggml_format_name(t, "subkv_%s-%d", name, b.il);
-        check_range(layer, t);
-        check_kernels(layer, kind, t, b.q->ne[2]);
+        if (layer.device) {
+            check_node(*layer.device, kind, t, b.q->ne[2]);
+        }
         return t;
     };
     if (layer.device) {

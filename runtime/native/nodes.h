@@ -49,6 +49,14 @@ inline int64_t stride_f32(const ggml_tensor * t, int dim) {
     return (int64_t) (t->nb[dim] / sizeof(float));
 }
 
+inline bool is_finite_row(const float * x, int64_t n) {
+    float sum = 0.0f; // zero times NaN or Inf is NaN
+    for (int64_t i = 0; i < n; ++i) {
+        sum += 0.0f * x[i];
+    }
+    return sum == 0.0f;
+}
+
 // x [n], all finite, in half precision, at most +-65504. An infinity would make NaN of results that do not see the row,
 // since its weight there is zero.
 inline void to_half_saturated(const Ops & ops, const float * x, uint16_t * out, int64_t n) {

@@ -12,23 +12,10 @@
 
 namespace subkv {
 
-static const float * row_of(const ggml_tensor * t, int64_t head, int64_t token) {
-    return (const float *) ((const char *) t->data + head * t->nb[1] + token * t->nb[2]);
-}
-
-static bool finite_row(const float * x, int64_t d) {
-    float sum = 0.0f; // zero times NaN or Inf is NaN
-    for (int64_t i = 0; i < d; ++i) {
-        sum += 0.0f * x[i];
-    }
-    return sum == 0.0f;
-}
-
 // Adds the rows of one head, in runs of selected tokens. Returns the number of skipped non-finite rows.
 static uint64_t accumulate(Moments & m, const ggml_tensor * t, int64_t head, const TokenRow * tokens, int32_t n_skip) {
     const int64_t d   = t->ne[0];
     const int64_t n   = t->ne[2];
-    const int64_t ldx = (int64_t) (t->nb[2] / sizeof(float));
     uint64_t      bad = 0;
     if (m.second.empty()) { // samples need no moments
         m.second.resize((size_t) (d * d));
@@ -38,7 +25,7 @@ static uint64_t accumulate(Moments & m, const ggml_tensor * t, int64_t head, con
         if (tokens[i].pos < n_skip) {
             return false;
         }
-        const bool ok = finite_row(row_of(t, head, i), d);
+        const bool ok = is_finite_row(row_f32(t, head, i), d);
         bad += !ok;
         return ok;
     };
@@ -51,7 +38,7 @@ static uint64_t accumulate(Moments & m, const ggml_tensor * t, int64_t head, con
         while (end < n && use(end)) {
             ++end;
         }
-        ops().moment(row_of(t, head, i), ldx, end - i, d, m.second.data(), m.first.data());
+        ops().moment(row_f32(t, head, i), stride_f32(t, 2), end - i, d, m.second.data(), m.first.data());
         m.n += (uint64_t) (end - i);
         i = end + 1; // token `end` is not usable
     }
@@ -66,7 +53,7 @@ static bool listed(const std::vector<int32_t> & positions, int32_t pos) {
 template <typename T> static void sample_row(std::vector<T> & dst, const ggml_tensor * t, int64_t token, size_t n) {
     dst.reserve(std::max(dst.size(), n * (size_t) (t->ne[0] * t->ne[1])));
     for (int64_t h = 0; h < t->ne[1]; ++h) {
-        const float * x = row_of(t, h, token);
+        const float * x = row_f32(t, h, token);
         if constexpr (std::is_same_v<T, float>) {
             dst.insert(dst.end(), x, x + t->ne[0]);
         } else {
@@ -94,45 +81,28 @@ static void sample(ObservedLayer & layer, const ggml_tensor * q, const ggml_tens
     }
 }
 
-// dst F32 [1] (unused) | ObserveReaderSources; q as in AttnBuild, of a layer that reads this one's rows. Its queries
-// enter the moments, since an error in a key affects all of them. Samples are those of the layer itself.
-static void observe_reader_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    auto &              layer  = *(ObservedLayer *) userdata;
-    const auto          in     = sources_of<ObserveReaderSources>(dst);
-    const ggml_tensor * q      = in.q;
-    const TokenRow *    tokens = token_rows(in.tokens);
-    const int32_t       n_kv   = layer.shape.n_head_kv;
-    const int32_t       group  = (int32_t) q->ne[1] / n_kv;
-
-    uint64_t bad = 0;
-    for (int32_t h = ith; layer.owner->mode == SUBKV_ACCUMULATE && h < n_kv; h += nth) {
-        for (int32_t g = 0; g < group; ++g) {
-            bad += accumulate(layer.q[(size_t) h], q, h * group + g, tokens, layer.owner->n_skip);
-        }
-    }
-    std::lock_guard<std::mutex> lock(layer.mutex);
-    layer.shape.n_nonfinite += bad;
-}
-
 // dst F32 [1] (unused) | ObserveSources; q, k, v as in AttnBuild. Parallel over KV heads x {q, k, v}.
+// Without k and v, q are queries of a layer that reads this one's rows: they enter the moments, since an error in a key
+// affects all of them. Samples are those of the layer itself.
 static void observe_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    auto &           layer  = *(ObservedLayer *) userdata;
-    const auto &     obs    = *layer.owner;
-    const auto       in     = sources_of<ObserveSources>(dst);
-    const TokenRow * tokens = token_rows(in.tokens);
-    const int32_t    n_kv   = layer.shape.n_head_kv;
-    const int32_t    group  = layer.shape.n_head / n_kv;
+    auto &           layer   = *(ObservedLayer *) userdata;
+    const auto &     obs     = *layer.owner;
+    const auto       in      = sources_of<ObserveSources>(dst);
+    const TokenRow * tokens  = token_rows(in.tokens);
+    const int32_t    n_kv    = layer.shape.n_head_kv;
+    const int32_t    group   = (int32_t) in.q->ne[1] / n_kv;
+    const int32_t    n_sides = in.k ? 3 : 1;
 
-    if (obs.mode == SUBKV_SAMPLE && ith == 0) {
+    if (obs.mode == SUBKV_SAMPLE && ith == 0 && in.k) {
         sample(layer, in.q, in.k, in.v, tokens);
     }
     if (obs.mode != SUBKV_ACCUMULATE) {
         return;
     }
     uint64_t bad = 0;
-    for (int32_t unit = ith; unit < 3 * n_kv; unit += nth) {
-        const int32_t h = unit / 3;
-        switch (unit % 3) {
+    for (int32_t unit = ith; unit < n_sides * n_kv; unit += nth) {
+        const int32_t h = unit / n_sides;
+        switch (unit % n_sides) {
             case 0:
                 for (int32_t g = 0; g < group; ++g) {
                     bad += accumulate(layer.q[(size_t) h], in.q, h * group + g, tokens, obs.n_skip);
@@ -143,10 +113,8 @@ static void observe_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         }
     }
     uint64_t counted = 0;
-    if (ith == 0) {
-        for (int64_t i = 0; i < in.q->ne[2]; ++i) {
-            counted += tokens[i].pos >= obs.n_skip;
-        }
+    for (int64_t i = 0; ith == 0 && in.k && i < in.q->ne[2]; ++i) {
+        counted += tokens[i].pos >= obs.n_skip;
     }
     std::lock_guard<std::mutex> lock(layer.mutex);
     layer.shape.n_nonfinite += bad;
@@ -182,17 +150,8 @@ void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * 
     if ((size_t) il >= obs.layers.size()) {
         obs.layers.resize((size_t) il + 1);
     }
-    auto &     slot = obs.layers[(size_t) il];
-    const auto add  = [&](const auto & sources, ggml_custom_op_t fun) {
-        ggml_tensor * node = new_node(ctx, GGML_TYPE_F32, { 1, 1, 1, 1 }, sources, fun, slot.get());
-        ggml_format_name(node, "subkv_observe-%d", il);
-        ggml_build_forward_expand(gf, node);
-    };
-    if (!k) {
-        GGML_ASSERT(slot && q->ne[0] == slot->shape.d_k && q->ne[1] % slot->shape.n_head_kv == 0);
-        add(ObserveReaderSources{ as_f32(ctx, q), in.tokens }, observe_reader_op);
-        return;
-    }
+    auto & slot = obs.layers[(size_t) il];
+    GGML_ASSERT(k || (slot && q->ne[0] == slot->shape.d_k && q->ne[1] % slot->shape.n_head_kv == 0));
     if (!slot) {
         slot                  = std::make_unique<ObservedLayer>();
         slot->owner           = &obs;
@@ -206,11 +165,15 @@ void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * 
         }
     }
     const auto & shape = slot->shape;
-    if (shape.n_head != q->ne[1] || shape.n_head_kv != k->ne[1] || shape.d_k != k->ne[0] || shape.d_v != v->ne[0]) {
-        set_error("observer: layer %d of one model expected, another shape than before found", il);
-        throw std::runtime_error("observer: used with two models");
+    if (k &&
+        (shape.n_head != q->ne[1] || shape.n_head_kv != k->ne[1] || shape.d_k != k->ne[0] || shape.d_v != v->ne[0])) {
+        fail("observer: layer %d of one model expected, another shape than before found", il);
     }
-    add(ObserveSources{ as_f32(ctx, q), as_f32(ctx, k), as_f32(ctx, v), in.tokens }, observe_op);
+    const ObserveSources sources = { as_f32(ctx, q), in.tokens, k ? as_f32(ctx, k) : nullptr,
+                                     k ? as_f32(ctx, v) : nullptr };
+    ggml_tensor *        node    = new_node(ctx, GGML_TYPE_F32, { 1, 1, 1, 1 }, sources, observe_op, slot.get());
+    ggml_format_name(node, "subkv_observe-%d", il);
+    ggml_build_forward_expand(gf, node);
 }
 
 } // namespace subkv
@@ -219,11 +182,11 @@ void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * 
 // C interface
 //
 
-using subkv::set_error;
+using namespace subkv;
 
 extern "C" subkv_observer * subkv_observer_new(int32_t n_skip) {
     if (n_skip < 0) {
-        set_error("n_skip: a number of positions >= 0 expected, %d found", n_skip);
+        reject("n_skip: a number of positions >= 0 expected, %d found", n_skip);
         return nullptr;
     }
     auto * obs  = new subkv_observer;
@@ -238,15 +201,11 @@ extern "C" void subkv_observer_free(subkv_observer * obs) {
 extern "C" bool subkv_observer_mode(subkv_observer * obs, int32_t mode, const int32_t * key_pos, int32_t n_key,
                                     const int32_t * query_pos, int32_t n_query) {
     if (!obs || mode < SUBKV_PAUSE || mode > SUBKV_SAMPLE || n_key < 0 || n_query < 0) {
-        set_error("observer mode: one of 0, 1, 2 and counts >= 0 expected, mode %d, n_key %d, n_query %d found", mode,
-                  n_key, n_query);
-        return false;
+        return reject("observer mode: one of 0, 1, 2 and counts >= 0 expected, mode %d, n_key %d, n_query %d found",
+                      mode, n_key, n_query);
     }
     const auto sorted = [](const int32_t * p, int32_t n) {
-        std::vector<int32_t> v;
-        if (p) {
-            v.assign(p, p + n);
-        }
+        std::vector<int32_t> v(p, p ? p + n : p);
         std::sort(v.begin(), v.end());
         return v;
     };
@@ -275,49 +234,50 @@ extern "C" int32_t subkv_observer_n_layer(const subkv_observer * obs) {
 
 extern "C" bool subkv_observer_layer(const subkv_observer * obs, int32_t il, subkv_observed * out) {
     if (il < 0 || (size_t) il >= obs->layers.size()) {
-        set_error("layer: 0 to %zu expected, %d found", obs->layers.size(), il);
-        return false;
+        return reject("layer: 0 to %zu expected, %d found", obs->layers.size(), il);
     }
     *out = obs->layers[(size_t) il] ? obs->layers[(size_t) il]->shape : subkv_observed{};
     return true;
 }
 
-extern "C" int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, const char * what, double * out,
-                                      int64_t n_out) {
-    if (il < 0 || (size_t) il >= obs->layers.size() || !obs->layers[(size_t) il] || std::strlen(what) != 2) {
-        set_error("observer: an observed layer and one of q2 k2 v2 q1 k1 v1 qs ks vs os expected, layer %d, %s found",
-                  il, what);
-        return -1;
-    }
-    const auto & layer = *obs->layers[(size_t) il];
-
-    const std::vector<subkv::Moments> * moments = what[0] == 'q' ? &layer.q : what[0] == 'k' ? &layer.k : &layer.v;
-    const std::vector<float> * rows = what[0] == 'k' ? &layer.k_rows : what[0] == 'v' ? &layer.v_rows : &layer.o_rows;
-    if (!std::strchr("qkvo", what[0]) || !std::strchr(what[0] == 'o' ? "s" : "12s", what[1])) {
-        set_error("observer: one of q2 k2 v2 q1 k1 v1 qs ks vs os expected, %s found", what);
-        return -1;
+static std::vector<double> statistics_of(const ObservedLayer & layer, const std::string & what) {
+    const char kind = what[0], form = what[1];
+    if (!std::strchr("qkvo", kind) || !std::strchr(kind == 'o' ? "s" : "12s", form)) {
+        fail("observer: one of q2 k2 v2 q1 k1 v1 qs ks vs os expected, %s found", what.c_str());
     }
     std::vector<double> res;
-    if (what[0] == 'q' && what[1] == 's') {
+    if (form == 's' && kind == 'q') {
         std::transform(layer.q_rows.begin(), layer.q_rows.end(), std::back_inserter(res), ggml_fp16_to_fp32);
-    } else if (what[1] == 's') {
-        res.assign(rows->begin(), rows->end());
+    } else if (form == 's') {
+        const auto & rows = kind == 'k' ? layer.k_rows : kind == 'v' ? layer.v_rows : layer.o_rows;
+        res.assign(rows.begin(), rows.end());
     } else {
-        const auto d = (size_t) (what[0] == 'v' ? layer.shape.d_v : layer.shape.d_k);
-        for (const auto & m : *moments) {
+        const auto d = (size_t) (kind == 'v' ? layer.shape.d_v : layer.shape.d_k);
+        for (const auto & m : kind == 'q' ? layer.q : kind == 'k' ? layer.k : layer.v) {
             const double n = m.n > 0 ? (double) m.n : 1.0;
-            for (double x : what[1] == '2' ? m.second : m.first) {
+            for (double x : form == '2' ? m.second : m.first) {
                 res.push_back(x / n);
             }
             if (m.second.empty()) {
-                res.resize(res.size() + (what[1] == '2' ? d * d : d));
+                res.resize(res.size() + (form == '2' ? d * d : d));
             }
         }
     }
-    if ((int64_t) res.size() > n_out) {
-        set_error("observer: room for %zu values expected, %lld found", res.size(), (long long) n_out);
-        return -1;
-    }
-    std::copy(res.begin(), res.end(), out);
-    return (int64_t) res.size();
+    return res;
+}
+
+extern "C" int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, const char * what, double * out,
+                                      int64_t n_out) {
+    return guarded<int64_t>("observer", -1, [&] {
+        if (il < 0 || (size_t) il >= obs->layers.size() || !obs->layers[(size_t) il] || std::strlen(what) != 2) {
+            fail("observer: an observed layer and one of q2 k2 v2 q1 k1 v1 qs ks vs os expected, layer %d, %s found",
+                 il, what);
+        }
+        const auto res = statistics_of(*obs->layers[(size_t) il], what);
+        if ((int64_t) res.size() > n_out) {
+            fail("observer: room for %zu values expected, %lld found", res.size(), (long long) n_out);
+        }
+        std::copy(res.begin(), res.end(), out);
+        return (int64_t) res.size();
+    });
 }

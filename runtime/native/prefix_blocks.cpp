@@ -45,14 +45,19 @@ public:
     std::vector<uint8_t> out;
 };
 
+// No one reads why a head is damaged: it is removed.
+void require(bool sound) {
+    if (!sound) {
+        throw std::runtime_error("damaged head of a stored prompt");
+    }
+}
+
 class Parser {
 public:
     Parser(const uint8_t * data, size_t size) : at(data), left(size) {}
 
     const uint8_t * bytes(size_t size) {
-        if (size > left) {
-            throw std::runtime_error("it is cut");
-        }
+        require(size <= left);
         const uint8_t * here = at;
         at += size;
         left -= size;
@@ -68,37 +73,28 @@ public:
         return (T) value;
     }
 
-    template <typename T> T number(T most, const char * what) {
+    template <typename T> T number(T most) {
         const T value = number<T>();
-        if (value > most) {
-            throw std::runtime_error(std::string("expected at most ") + std::to_string(most) + " " + what + ", found " +
-                                     std::to_string(value));
-        }
+        require(value <= most);
         return value;
     }
 
     std::string digest() {
         std::string name((const char *) bytes(N_DIGEST), N_DIGEST);
-        if (name.find_first_not_of("0123456789abcdef") != std::string::npos) {
-            throw std::runtime_error("expected hex digits of an address, found something else");
-        }
+        require(name.find_first_not_of("0123456789abcdef") == std::string::npos);
         return name;
     }
 
     PieceRef piece() {
         PieceRef ref;
-        ref.size = number<uint64_t>(MAX_PIECE, "bytes of a piece");
+        ref.size = number<uint64_t>(MAX_PIECE);
         if (ref.size > 0) {
             ref.name = digest();
         }
         return ref;
     }
 
-    void end() const {
-        if (left != 0) {
-            throw std::runtime_error("extra bytes after its end");
-        }
-    }
+    void end() const { require(left == 0); }
 
 private:
     const uint8_t * at;
@@ -120,13 +116,13 @@ void write_state(Writer & w, const StateRefs & state) {
 
 StateRefs read_state(Parser & p, uint64_t n_tokens) {
     StateRefs      state;
-    const uint32_t n_regions = p.number<uint32_t>(MAX_REGIONS, "tensors");
+    const uint32_t n_regions = p.number<uint32_t>(MAX_REGIONS);
     for (uint32_t i = 0; i < n_regions; ++i) {
-        const auto offset = p.number<uint64_t>(MAX_PIECE, "bytes of a state");
-        const auto row    = p.number<uint32_t>(MAX_ROW, "bytes of a row");
+        const auto offset = p.number<uint64_t>(MAX_PIECE);
+        const auto row    = p.number<uint32_t>(MAX_ROW);
         state.regions.push_back({ offset, row });
     }
-    const auto n_blocks = p.number<uint32_t>((uint32_t) (n_tokens / BLOCK_TOKENS), "blocks");
+    const auto n_blocks = p.number<uint32_t>((uint32_t) (n_tokens / BLOCK_TOKENS));
     for (uint32_t i = 0; i < n_blocks; ++i) {
         state.blocks.push_back(p.digest());
     }
@@ -134,14 +130,10 @@ StateRefs read_state(Parser & p, uint64_t n_tokens) {
     // no sum of these overflows: 2^13 regions of 2^12 blocks of 2^8 rows of 2^24 bytes
     uint64_t end = 0;
     for (const auto & region : state.regions) {
-        if (region.row == 0 || region.offset < end) {
-            throw std::runtime_error("expected contiguous rows, found others");
-        }
+        require(region.row > 0 && region.offset >= end);
         end = region.offset + (uint64_t) n_blocks * BLOCK_TOKENS * region.row;
     }
-    if (end > state.size() || (n_blocks > 0) != (n_regions > 0)) {
-        throw std::runtime_error("expected rows inside of the state, found others");
-    }
+    require(end <= state.size() && (n_blocks > 0) == (n_regions > 0));
     return state;
 }
 
@@ -226,42 +218,33 @@ std::vector<uint8_t> PrefixHead::file() const {
 
 PrefixHead PrefixHead::parse(const std::vector<uint8_t> & file) {
     constexpr size_t begin = sizeof(MAGIC) + N_DIGEST;
-    if (file.size() < begin || std::memcmp(file.data(), MAGIC, sizeof(MAGIC) - 1) != 0) {
-        throw std::runtime_error("not a file of subkv");
-    }
+    require(file.size() >= begin && std::memcmp(file.data(), MAGIC, sizeof(MAGIC) - 1) == 0);
     if (file[sizeof(MAGIC) - 1] != (uint8_t) MAGIC[sizeof(MAGIC) - 1]) {
         throw PrefixForeign("written by another version");
     }
     Sha256 digest;
     digest.update(file.data() + begin, file.size() - begin);
-    if (digest.hex() != std::string((const char *) file.data() + sizeof(MAGIC), N_DIGEST)) {
-        throw std::runtime_error("its checksum differs");
-    }
+    require(digest.hex() == std::string((const char *) file.data() + sizeof(MAGIC), N_DIGEST));
     Parser     p(file.data() + begin, file.size() - begin);
     PrefixHead head;
-    head.identity          = p.digest();
-    const uint32_t  n      = p.number<uint32_t>((uint32_t) MAX_TOKENS, "tokens");
-    const uint8_t * listed = p.bytes(sizeof(int32_t) * n);
-    Parser          tokens(listed, sizeof(int32_t) * n);
+    head.identity    = p.digest();
+    const uint32_t n = p.number<uint32_t>((uint32_t) MAX_TOKENS);
     for (uint32_t i = 0; i < n; ++i) {
-        head.tokens.push_back(tokens.number<int32_t>());
+        head.tokens.push_back(p.number<int32_t>());
     }
     for (auto & state : head.states) {
         state = read_state(p, n);
     }
-    const auto n_points = p.number<uint32_t>(MAX_POINTS, "checkpoints");
+    const auto n_points = p.number<uint32_t>(MAX_POINTS);
     for (uint32_t i = 0; i < n_points; ++i) {
-        PointRefs point;
-        point.n_tokens = p.number<int64_t>(n, "tokens before a checkpoint");
-        point.pos_min  = p.number<int32_t>();
-        point.pos_max  = p.number<int32_t>();
-        if (point.n_tokens < 0) {
-            throw std::runtime_error("expected tokens before a checkpoint, found a negative number");
-        }
+        PointRefs & point = head.points.emplace_back();
+        point.n_tokens    = p.number<int64_t>(n);
+        point.pos_min     = p.number<int32_t>();
+        point.pos_max     = p.number<int32_t>();
+        require(point.n_tokens >= 0);
         for (auto & piece : point.data) {
             piece = p.piece();
         }
-        head.points.push_back(point);
     }
     p.end();
     return head;
@@ -286,18 +269,18 @@ template <typename T> T at(const uint8_t * p) {
 
 // Finds the rows of n cells behind each header (type i32, bytes of a row u64).
 std::vector<Region> chain(const uint8_t * state, size_t size, uint64_t offset, uint64_t n, size_t most) {
-    std::vector<Region> found;
-    while (found.size() < most && offset + 12 <= size) {
+    std::vector<Region> regions;
+    while (regions.size() < most && offset + 12 <= size) {
         const auto type = at<int32_t>(state + offset);
         const auto row  = at<uint64_t>(state + offset + 4);
         offset += 12;
         if (type < 0 || type >= MAX_TYPE || row == 0 || row >= MAX_ROW || n * row > size - offset) {
             break;
         }
-        found.push_back({ offset, (uint32_t) row });
+        regions.push_back({ offset, (uint32_t) row });
         offset += n * row;
     }
-    return found;
+    return regions;
 }
 
 } // namespace
@@ -324,9 +307,9 @@ std::vector<Region> find_regions(const uint8_t * state, size_t size, uint64_t n)
         const auto by_element = at<uint32_t>(state + offset);
         const auto n_layer    = at<uint32_t>(state + offset + 4);
         if (by_element <= 1 && n_layer > 0 && n_layer <= MAX_REGIONS / 2) {
-            auto found = chain(state, size, offset + 8, n, 2 * (size_t) n_layer);
-            if (!found.empty()) {
-                return found;
+            auto regions = chain(state, size, offset + 8, n, 2 * (size_t) n_layer);
+            if (!regions.empty()) {
+                return regions;
             }
         }
     }

@@ -58,11 +58,14 @@ struct StateRefs {
     std::vector<Span> of_rest() const;
 };
 
-struct PointRefs {
-    int64_t                            n_tokens = 0;
-    int32_t                            pos_min = 0, pos_max = 0;
-    std::array<PieceRef, N_POINT_DATA> data;
+// A checkpoint.
+template <typename Data> struct Point {
+    int64_t                        n_tokens = 0;
+    int32_t                        pos_min = 0, pos_max = 0;
+    std::array<Data, N_POINT_DATA> data;
 };
+
+using PointRefs = Point<PieceRef>;
 
 // The metadata of a stored prompt, without its states.
 struct PrefixHead {
@@ -94,7 +97,7 @@ struct PrefixHead {
     }
 
     std::vector<uint8_t> file() const;
-    // Throws std::runtime_error with the defect.
+    // Throws std::runtime_error if the file is damaged.
     static PrefixHead parse(const std::vector<uint8_t> & file);
 };
 

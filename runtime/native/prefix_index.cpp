@@ -42,8 +42,8 @@ bool is_piece(const std::string & file) {
 }
 
 uint64_t size_of(const std::map<std::string, StoredFile> & files, const std::string & file) {
-    const auto found = files.find(file);
-    return found == files.end() ? 0 : found->second.size;
+    const auto it = files.find(file);
+    return it == files.end() ? 0 : it->second.size;
 }
 
 } // namespace
@@ -90,20 +90,17 @@ void PrefixIndex::learn(const Files & files) {
 }
 
 bool PrefixIndex::learn(const std::string & name, uint64_t size) {
-    std::string why;
     try {
-        std::vector<uint8_t> file;
         if (size > MAX_HEAD) {
             throw std::invalid_argument("it is too large");
         }
-        file.resize((size_t) size);
+        std::vector<uint8_t> file((size_t) size);
+        bool                 there = false; // else removed or truncated meanwhile
         try {
-            if (!folder.read(name + HEAD, size, { { file.data(), file.size() } })) {
-                changed = UNKNOWN; // removed or truncated meanwhile
-                return false;
-            }
-        } catch (
-            const std::runtime_error &) { // a part of the disk fails: other files can be read, this one maybe later
+            there = folder.read(name + HEAD, size, { { file.data(), file.size() } });
+        } catch (const std::runtime_error &) { // a part of the disk fails: this file can be read later, maybe
+        }
+        if (!there) {
             changed = UNKNOWN;
             return false;
         }
@@ -134,15 +131,15 @@ std::vector<std::shared_ptr<const PrefixHead>> PrefixIndex::heads(const std::str
         changed = time;
         learn(look());
     }
-    std::vector<std::shared_ptr<const PrefixHead>> found;
+    std::vector<std::shared_ptr<const PrefixHead>> res;
     const std::string                              begin = prefix_of(identity);
     for (auto it = known.lower_bound(begin); it != known.end() && it->first.compare(0, begin.size(), begin) == 0;
          ++it) {
         if (it->second->identity == identity) {
-            found.push_back(it->second);
+            res.push_back(it->second);
         }
     }
-    return found;
+    return res;
 }
 
 void PrefixIndex::read(const std::string & identity, const std::vector<PieceRead> & reads) const {
@@ -187,7 +184,7 @@ void PrefixIndex::read(const std::string & identity, const std::vector<PieceRead
         std::rethrow_exception(error);
     }
     if (!damaged.empty()) {
-        throw PrefixDamaged("pieces are missing, or their checksums differ", damaged);
+        throw PrefixDamaged{ damaged };
     }
 }
 
@@ -196,11 +193,11 @@ void PrefixIndex::used(const PrefixHead & head) const {
     head.each_piece([&](const std::string & piece, uint64_t) { folder.mark(piece + PIECE); });
 }
 
-void PrefixIndex::damaged(const std::string & name, const PrefixDamaged & why) {
+void PrefixIndex::damaged(const std::string & name, const std::vector<std::string> & pieces) {
     std::lock_guard<std::mutex> lock(mutex);
     ++n_damaged;
-    for (const auto & piece : why.pieces) {
-        drop(piece + PIECE);
+    for (const auto & piece : pieces) {
+        folder.remove(piece + PIECE);
     }
     if (!folder.remove(name + HEAD)) {
         refused.insert(name);
@@ -215,10 +212,6 @@ PrefixIndex::Totals PrefixIndex::totals() const {
         last_seen = { known.size(), n_bytes, n_damaged };
     }
     return last_seen;
-}
-
-void PrefixIndex::drop(const std::string & file) const {
-    folder.remove(file); // ignores failures
 }
 
 //
@@ -250,17 +243,17 @@ bool PrefixIndex::has(const std::string & identity, const std::vector<int32_t> &
 // Marks prompts as unused that are prefixes of a new prompt and that it serves nearly as well (up to SERVES tokens).
 void PrefixIndex::forget_beginnings(const PrefixHead & head, int64_t n_removable) {
     const auto            n_tokens = (int64_t) head.tokens.size();
-    std::set<std::string> kept;
-    head.each_piece([&](const std::string & piece, uint64_t) { kept.insert(piece); });
+    std::set<std::string> used_pieces;
+    head.each_piece([&](const std::string & piece, uint64_t) { used_pieces.insert(piece); });
     for (auto it = known.begin(); it != known.end();) {
         const auto & other = *it->second;
         const auto   n     = (int64_t) other.tokens.size();
         const bool begins = n < n_tokens && other.identity == head.identity &&
                             common_prefix(head.tokens, other.tokens.data(), other.tokens.size()) == other.tokens.size();
         if (begins && n - reach(n_tokens, n, head.points, n_removable) < SERVES) {
-            drop(it->first + HEAD);
+            folder.remove(it->first + HEAD);
             other.each_piece([&](const std::string & piece, uint64_t) {
-                if (kept.count(piece) == 0) {
+                if (used_pieces.count(piece) == 0) {
                     folder.mark(piece + PIECE);
                     unused.insert(piece);
                 }
@@ -283,7 +276,7 @@ void PrefixIndex::drop_unused(Files & files, const std::set<std::string> & named
                 ++it;
                 continue;
             }
-            drop(file->first);
+            folder.remove(file->first);
             files.erase(file);
         }
         it = unused.erase(it);
@@ -361,12 +354,12 @@ void PrefixIndex::make_room(Files & files, uint64_t n, const Cut & spared) {
         n_heads += is_head(file);
     }
     const auto gone = [&](const std::string & file) {
-        const auto found = files.find(file);
-        if (found != files.end()) {
-            drop(file);
+        const auto it = files.find(file);
+        if (it != files.end()) {
+            folder.remove(file);
             n_heads -= is_head(file);
-            total -= found->second.size;
-            files.erase(found);
+            total -= it->second.size;
+            files.erase(it);
         }
     };
     // Leftovers: pieces without a prompt, temporary files, heads that did not fit the index. A process may still use

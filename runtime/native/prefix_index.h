@@ -8,18 +8,14 @@
 #include <memory>
 #include <mutex>
 #include <set>
-#include <stdexcept>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 namespace subkv {
 
-// A prompt in the folder is damaged. pieces: its damaged pieces.
-struct PrefixDamaged : std::runtime_error {
-    explicit PrefixDamaged(const std::string & why, std::vector<std::string> pieces = {}) :
-        std::runtime_error(why), pieces(std::move(pieces)) {}
-
+// These pieces of a prompt are missing, or their checksums differ.
+struct PrefixDamaged {
     std::vector<std::string> pieces;
 };
 
@@ -54,7 +50,8 @@ public:
     void read(const std::string & identity, const std::vector<PieceRead> & reads) const;
 
     void used(const PrefixHead & head) const; // marks it as used now
-    void damaged(const std::string & name, const PrefixDamaged & why);
+    // Removes a prompt and its damaged pieces.
+    void damaged(const std::string & name, const std::vector<std::string> & pieces);
 
     struct Totals {
         uint64_t n_entries, n_bytes, n_damaged;
@@ -73,7 +70,6 @@ private:
     void  forget_beginnings(const PrefixHead & head, int64_t n_removable);
     void  drop_unused(Files & files, const std::set<std::string> & named);
     void  make_room(Files & files, uint64_t n, const Cut & spared);
-    void  drop(const std::string & file) const;
 
     const StoreFolder                                        folder;
     const uint64_t                                           max_bytes;

@@ -71,14 +71,10 @@ PrefixIndex::Cut cut(const Prefix & prefix) {
         refs.rest = stored(pieces_of(state, refs.of_rest()));
     }
     for (const auto & point : prefix.points) {
-        PointRefs refs;
-        refs.n_tokens = point.n_tokens;
-        refs.pos_min  = point.pos_min;
-        refs.pos_max  = point.pos_max;
+        PointRefs & refs = out.head.points.emplace_back(PointRefs{ point.n_tokens, point.pos_min, point.pos_max, {} });
         for (size_t i = 0; i < N_POINT_DATA; ++i) {
             refs.data[i] = stored({ { point.data[i].data(), point.data[i].size() } });
         }
-        out.head.points.push_back(refs);
     }
     return out;
 }
@@ -101,10 +97,8 @@ Prefix assemble(const PrefixIndex & index, const PrefixHead & head) {
         }
     }
     for (const auto & refs : head.points) {
-        auto & point   = prefix.points.emplace_back();
-        point.n_tokens = refs.n_tokens;
-        point.pos_min  = refs.pos_min;
-        point.pos_max  = refs.pos_max;
+        auto & point = prefix.points.emplace_back();
+        point        = { refs.n_tokens, refs.pos_min, refs.pos_max, {} };
         for (size_t i = 0; i < N_POINT_DATA; ++i) {
             const auto & piece = refs.data[i];
             point.data[i].resize((size_t) piece.size);
@@ -244,7 +238,7 @@ std::unique_ptr<PrefixFound> PrefixStore::Core::find(const PrefixQuery & query) 
         try {
             found->prefix = assemble(index, *choice.head);
         } catch (const PrefixDamaged & e) {
-            index.damaged(choice.head->name(), e);
+            index.damaged(choice.head->name(), e.pieces);
             continue;
         } catch (const std::runtime_error & e) { // a part of the disk fails: other prompts can be read
             fails(read_failure_logged, e.what(), "its prompt is evaluated");
@@ -276,12 +270,12 @@ PrefixStore::~PrefixStore() {
     core->changed.notify_all();
 }
 
-PrefixStore::Room PrefixStore::room(uint64_t n_bytes) const {
+int PrefixStore::room(uint64_t n_bytes) const {
     if (core->unwritable || n_bytes > core->max_bytes) {
-        return Room::NEVER;
+        return -1;
     }
     std::lock_guard<std::mutex> lock(core->mutex);
-    return core->room(n_bytes) ? Room::NOW : Room::LATER;
+    return core->room(n_bytes) ? 1 : 0;
 }
 
 bool PrefixStore::put(Prefix && prefix, bool wait) {
@@ -345,7 +339,7 @@ std::unique_ptr<PrefixFound> PrefixStore::get(const PrefixQuery & query) {
 }
 
 void PrefixStore::reject(const std::string & name) {
-    core->index.damaged(name, PrefixDamaged("the cache rejects it"));
+    core->index.damaged(name, {});
 }
 
 bool PrefixStore::flush(double seconds) {
@@ -353,7 +347,7 @@ bool PrefixStore::flush(double seconds) {
     return core->changed.wait_for(lock, seconds_of(seconds), [&] { return core->queue.empty() && !core->writing; });
 }
 
-PrefixStats PrefixStore::stats() const {
+subkv_store_stats PrefixStore::stats() const {
     const auto totals = core->index.totals();
     return { totals.n_entries, totals.n_bytes,  core->n_hits,     core->n_restored,
              core->n_written,  core->n_dropped, totals.n_damaged, core->n_failures };

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "prefix_blocks.h"
+#include "subkv_store.h"
 
 #include <array>
 #include <memory>
@@ -19,18 +20,12 @@ namespace subkv {
 
 constexpr int64_t LEAST_TOKENS = 32; // minimum tokens of a stored prompt, and minimum gain of a read
 
-struct PrefixPoint {
-    int64_t                                        n_tokens = 0;
-    int32_t                                        pos_min = 0, pos_max = 0;
-    std::array<std::vector<uint8_t>, N_POINT_DATA> data;
-};
-
 // An evaluated prompt: the states of one sequence with these tokens, and its checkpoints.
 struct Prefix {
     std::string                                identity; // N_DIGEST hex digits
     std::vector<int32_t>                       tokens;
     std::array<std::vector<uint8_t>, N_STATES> states;
-    std::vector<PrefixPoint>                   points;
+    std::vector<Point<std::vector<uint8_t>>>   points;
     int64_t                                    n_removable = -1; // as in PrefixQuery; not stored
 
     uint64_t n_bytes() const;
@@ -52,17 +47,6 @@ struct PrefixFound {
     std::string name;
 };
 
-struct PrefixStats {
-    uint64_t n_entries;  // of the folder, at the last scan
-    uint64_t n_bytes;    // of the folder's files, at the last scan
-    uint64_t n_hits;     // prompts found
-    uint64_t n_restored; // tokens restored instead of evaluated
-    uint64_t n_written;  // prompts written
-    uint64_t n_dropped;  // prompts dropped because the queue was full, or larger than the limit
-    uint64_t n_damaged;  // prompts with wrong checksums
-    uint64_t n_failures; // failed disk operations
-};
-
 // Methods throw nothing but std::bad_alloc. The store logs a folder that is not writable once and stops writing to it;
 // it logs a folder that is not readable once.
 class PrefixStore {
@@ -71,10 +55,8 @@ public:
     PrefixStore(const std::string & folder, uint64_t max_bytes);
     ~PrefixStore(); // waits for pending writes, with a timeout
 
-    enum class Room { NOW, LATER, NEVER }; // LATER: after pending writes
-
-    // Space for a prompt of n_bytes bytes.
-    Room room(uint64_t n_bytes) const;
+    // Space for a prompt of n_bytes bytes. 1: now, 0: after pending writes, -1: never.
+    int room(uint64_t n_bytes) const;
 
     // Stores a prompt in the background. false: the store dropped it. wait: blocks until the prompt fits.
     bool put(Prefix && prefix, bool wait);
@@ -88,7 +70,7 @@ public:
     // Waits until all writes are complete. false: timeout.
     bool flush(double seconds);
 
-    PrefixStats stats() const;
+    subkv_store_stats stats() const;
 
 private:
     class Core;

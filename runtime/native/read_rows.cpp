@@ -53,13 +53,13 @@ int64_t Cache::read(const CellReader & cells, const ggml_tensor * t, int32_t il,
     const LayerNodes &  layer  = *nodes_[(size_t) il];
     const HeadCodec &   codec  = layer.codec->head(head, value);
     const uint32_t      stream = cells.stream_of(seq);
-    const ChunkReader * chunks = layer.chunked ? layer.chunked->reader(stream, head, value) : nullptr;
+    const ChunkUnit *   unit   = layer.chunked ? layer.chunked->unit(stream, head, value) : nullptr;
+    const ChunkReader * chunks = unit ? &unit->reader() : nullptr;
 
     std::vector<PosCell> held;
     cells.find(seq, first, (int32_t) (first + n), held);
-    if (chunks) { // cells of sinks and of window positions are not written
-        const int32_t coded     = layer.chunked->coded(stream, head, value);
-        const auto    unwritten = [&](const PosCell & c) { return c.pos < window_.n_sink() || c.pos >= coded; };
+    if (unit) { // cells of sinks and of window positions are not written
+        const auto unwritten = [&](const PosCell & c) { return c.pos < window_.n_sink() || c.pos >= unit->coded; };
         held.erase(std::remove_if(held.begin(), held.end(), unwritten), held.end());
     }
     std::vector<int64_t> cell(held.size());
@@ -70,38 +70,25 @@ int64_t Cache::read(const CellReader & cells, const ggml_tensor * t, int32_t il,
     }
     const size_t         at     = stream * t->nb[2];
     const auto           offset = (size_t) layer.codec->tile_offset(head, value);
-    int64_t              stride = TILE * (int64_t) t->nb[1];
+    const int64_t        stride = TILE * (int64_t) t->nb[1];
     const uint8_t *      tiles  = (const uint8_t *) t->data + at + offset;
-    std::vector<uint8_t> copied; // of this head, from a device
+    std::vector<uint8_t> copied; // from a device
     if (layer.device && !held.empty()) {
         const auto    ends  = std::minmax_element(cell.begin(), cell.end());
         const int64_t begin = *ends.first / TILE, end = *ends.second / TILE + 1;
-        const int64_t size = TILE * codec.row_bytes;
-        copied.resize((size_t) ((end - begin) * size));
-        for (int64_t tile = begin; tile < end; ++tile) {
-            ggml_backend_tensor_get(t, copied.data() + (tile - begin) * size, at + (size_t) (tile * stride) + offset,
-                                    (size_t) size);
-        }
+        copied.resize((size_t) ((end - begin) * stride));
+        ggml_backend_tensor_get(t, copied.data(), at + (size_t) (begin * stride), copied.size());
         for (int64_t & c : cell) {
             c -= begin * TILE;
         }
-        stride = size;
-        tiles  = copied.data();
+        tiles = copied.data() + offset;
     }
     for (size_t i = 0; chunks && i < held.size(); ++i) { // chunks are never on a device
         const uint8_t * slots = (const uint8_t *) t->data + at + TILE * layer.chunked->chunk_offset(head, value);
         slot[i]               = slots[cell[i] / TILE * stride + cell[i] % TILE];
     }
-    const auto read_held = [&](const uint8_t * from, int64_t apart, const int64_t * at) {
-        read_rows(ops(), *layer.codec, head, value, chunks, slot.data(), from, apart, (int64_t) held.size(), at,
-                  decoded.data());
-    };
-    if (layer.by_rows) {
-        const CellTiles made(layer.codec->head(head, false), tiles, stride, (int64_t) held.size(), cell.data());
-        read_held(made.tiles(), made.stride(), made.cells());
-    } else {
-        read_held(tiles, stride, cell.data());
-    }
+    read_cells(layer, ops(), head, value, chunks, slot.data(), tiles, stride, (int64_t) held.size(), cell.data(),
+               decoded.data());
     std::fill(x, x + n * codec.d, 0.0f);
     std::fill(chunk_of, chunk_of + n, -1);
     for (size_t i = 0; i < held.size(); ++i) {

@@ -1,4 +1,4 @@
-// request.h: a request for a coefficient cache, with the checks that need no model.
+// request.h: requests for coefficient caches, with the checks that need no model.
 #pragma once
 
 #include "chunked.h"
@@ -17,8 +17,12 @@ struct CacheRequest {
     ChunkRequest                  chunks;
 
     CacheRequest() = default;
-    // Throws std::runtime_error, with the error set, if `params` or the bases exceed a limit, or if no kernels can run.
+    // Throws Invalid if `params` or the bases exceed a limit, or if no kernels can run.
     CacheRequest(std::shared_ptr<const Layout> layout, const subkv_cache_params & params);
 };
+
+// The cache that the environment requests (automatic.cpp); nullptr: an ordinary cache. Throws Invalid, with the error
+// set, if SUBKV's file or the model's own bases cannot be used.
+std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc);
 
 } // namespace subkv

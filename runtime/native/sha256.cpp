@@ -60,7 +60,7 @@ void Sha256::update(const void * data, size_t n) {
     }
 }
 
-std::string Sha256::hex() {
+std::array<uint8_t, 32> Sha256::digest() {
     const uint64_t n_bits = n_total * 8;
     const uint8_t  one    = 0x80;
     const uint8_t  zero   = 0;
@@ -74,12 +74,19 @@ std::string Sha256::hex() {
     }
     update(length, sizeof(length));
 
+    std::array<uint8_t, 32> bytes;
+    for (size_t i = 0; i < bytes.size(); ++i) {
+        bytes[i] = (uint8_t) (state[i / 4] >> (24 - 8 * (i % 4)));
+    }
+    return bytes;
+}
+
+std::string hex_digits(const uint8_t * bytes, size_t n) {
     static const char digits[] = "0123456789abcdef";
     std::string       out;
-    for (uint32_t word : state) {
-        for (int shift = 28; shift >= 0; shift -= 4) {
-            out += digits[word >> shift & 15];
-        }
+    for (size_t i = 0; i < n; ++i) {
+        out += digits[bytes[i] >> 4];
+        out += digits[bytes[i] & 15];
     }
     return out;
 }

@@ -1,16 +1,23 @@
-// sha256.h: SHA-256 (FIPS 180-4), for the layout's fingerprint.
+// sha256.h: SHA-256 (FIPS 180-4), for fingerprints and addresses of content.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
 
 namespace subkv {
 
+// Lower-case digits, two per byte.
+std::string hex_digits(const uint8_t * bytes, size_t n);
+
 class Sha256 {
 public:
-    void        update(const void * data, size_t n);
-    std::string hex(); // finishes and returns 64 lower-case digits; do not use the object afterwards
+    void update(const void * data, size_t n);
+
+    // Both finish; do not use the object afterwards.
+    std::array<uint8_t, 32> digest();
+    std::string             hex() { return hex_digits(digest().data(), 32); }
 
 private:
     void block(const uint8_t * p);

@@ -198,22 +198,22 @@ int64_t StoreFolder::changed() const {
 }
 
 std::map<std::string, StoredFile> StoreFolder::list(size_t most) const {
-    std::map<std::string, StoredFile> found;
+    std::map<std::string, StoredFile> res;
     std::error_code                   error;
     fs::directory_iterator            files(fs::u8path(path_), error);
-    for (; !error && files != fs::directory_iterator() && found.size() < most; files.increment(error)) {
+    for (; !error && files != fs::directory_iterator() && res.size() < most; files.increment(error)) {
         std::error_code of_file; // other processes may remove files meanwhile
         const bool      regular = fs::is_regular_file(files->symlink_status(of_file));
         const auto      time    = regular ? files->last_write_time(of_file) : fs::file_time_type();
         const auto      size    = regular && !of_file ? files->file_size(of_file) : 0;
         if (regular && !of_file) {
-            found[files->path().filename().u8string()] = { nanoseconds(time), size };
+            res[files->path().filename().u8string()] = { nanoseconds(time), size };
         }
     }
     if (error && error != std::errc::no_such_file_or_directory) {
         broken("read", path_, error.value());
     }
-    return found;
+    return res;
 }
 
 bool StoreFolder::read(const std::string & name, uint64_t size, const std::vector<Room> & rooms) const {
@@ -262,14 +262,14 @@ bool StoreFolder::read(const std::string & name, uint64_t size, const std::vecto
 void StoreFolder::write(const std::string & name, const std::vector<Bytes> & pieces) const {
     make();
     const std::string path = full(temporary(name));
-    File              made(open_new(path));
-    if (made.file < 0) {
+    File              file(open_new(path));
+    if (file.file < 0) {
         broken("write", path, errno);
     }
     std::error_code error;
     try {
-        write_all(made.file, pieces, path);
-        if (const int failed = made.close(); failed != 0) {
+        write_all(file.file, pieces, path);
+        if (const int failed = file.close(); failed != 0) {
             broken("write", path, failed);
         }
         // No flush to the disk: after a power failure a damaged file has a wrong checksum and its prompt is evaluated

@@ -50,9 +50,10 @@ typedef struct subkv_store_query {
 } subkv_store_query;
 
 typedef struct subkv_store_stats {
-    uint64_t n_entries, n_bytes;                       // of the folder, at the last scan
-    uint64_t n_hits, n_restored, n_written, n_dropped; // prompts; n_restored: tokens
-    uint64_t n_damaged, n_failures;                    // prompts with wrong checksums; failed disk operations
+    uint64_t n_entries, n_bytes;    // prompts of the folder and bytes of its files, at the last scan
+    uint64_t n_hits, n_restored;    // prompts read, and their tokens that needed no evaluation
+    uint64_t n_written, n_dropped;  // prompts; n_dropped: because the queue was full, or larger than the limit
+    uint64_t n_damaged, n_failures; // prompts with wrong checksums; failed disk operations
 } subkv_store_stats;
 
 // Creates the folder if it is missing, with access for this user only. max_bytes limits the total size of the files;

@@ -14,22 +14,8 @@ extern "C" {
 SUBKV_API int32_t      subkv_ops_count(void); // versions for this processor; 0 is the reference
 SUBKV_API const char * subkv_ops_name(int32_t i);
 SUBKV_API const void * subkv_ops_table(int32_t i); // const subkv::Ops *
-// The functions of ops.h with these names; codec: const subkv::HeadCodec *, ops: from subkv_ops_table.
-SUBKV_API void subkv_row_to_tile(const void * codec, const uint8_t * row, uint8_t * tile, int64_t cell);
-SUBKV_API void subkv_tile_to_row(const void * codec, const uint8_t * tile, int64_t cell, uint8_t * row);
-SUBKV_API void subkv_keys_to_values(const void * values, const uint8_t * key_tile, uint8_t * value_tile);
-SUBKV_API void subkv_gather_cells(const void * codec, const uint8_t * tiles, int64_t tile_stride, const int32_t * cells,
-                                  int64_t n, uint8_t * out);
-SUBKV_API void subkv_rows_to_tiles(const void * codec, const uint8_t * rows, int64_t stride, const int32_t * cells,
-                                   int64_t n, uint8_t * out);
-SUBKV_API int64_t subkv_ops_encode_rows(const void * ops, const void * codec, const float * x, int64_t ldx, int64_t n,
-                                        uint8_t * rows);
-SUBKV_API void    subkv_ops_dequantize_rows(const void * ops, const void * codec, const uint8_t * rows, int64_t n,
-                                            float * c);
-
-// Paths through a trellis (subkv/trellis.h).
-SUBKV_API float   subkv_trellis_path(const void * codec, const float * c, float s, uint8_t * code);
-SUBKV_API int32_t subkv_trellis_level(int32_t bits, int32_t i); // 0 for an invalid bits or i
+// A function of subkv/ops.h or subkv/trellis.h by its name, whose references are pointers; NULL: not in the list.
+SUBKV_API const void * subkv_ops_function(const char * name);
 
 //
 // bases

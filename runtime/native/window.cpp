@@ -8,7 +8,6 @@
 #include <cinttypes>
 #include <map>
 #include <set>
-#include <stdexcept>
 
 namespace subkv {
 
@@ -16,6 +15,20 @@ namespace subkv {
 static uint64_t joined(uint64_t a, uint64_t b) {
     return a == b || b == 0 ? a : (a ^ b) * UINT64_C(0x100000001b3) + 1;
 }
+
+namespace {
+
+// Of positions.
+struct Range {
+    int32_t min = MAX_POSITION, max = -1;
+
+    void add(int32_t pos) {
+        min = std::min(min, pos);
+        max = std::max(max, pos);
+    }
+};
+
+} // namespace
 
 Window::Window(int32_t n_sink, int32_t n_recent, int32_t n_rollback, uint32_t n_seq_max) :
     n_sink_(n_sink), n_recent_(n_recent), n_rollback_(n_recent > 0 ? n_rollback : 0),
@@ -49,7 +62,7 @@ void Window::allocate(const std::vector<LayerDesc> & layers, const std::vector<b
     for (const auto & [buft, group] : by_buft) {
         ggml_context_ptr ctx(ggml_init({ (group.size() + 1) * ggml_tensor_overhead(), nullptr, true }));
         if (!ctx) {
-            throw std::runtime_error("exact window: out of memory");
+            fail("exact window: out of memory");
         }
         for (const auto * layer : group) {
             WindowRows &  rows = rows_[(size_t) layer->il];
@@ -71,8 +84,7 @@ void Window::allocate(const std::vector<LayerDesc> & layers, const std::vector<b
             buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft));
         }
         if (!buf) {
-            throw std::runtime_error("exact window: cannot allocate " + std::to_string(bytes_) + " bytes on " +
-                                     ggml_backend_buft_name(buft));
+            fail("exact window: cannot allocate %zu bytes on %s", bytes_, ggml_backend_buft_name(buft));
         }
         ggml_backend_buffer_clear(buf.get(), 0);
         ctxs_.push_back(std::move(ctx));
@@ -153,7 +165,7 @@ std::pair<int32_t, int32_t> Window::sequences(int32_t seq) const {
 }
 
 bool Window::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const {
-    std::vector<PosCell> kept;
+    std::vector<PosCell> there;
     const auto [s0, s1] = sequences(seq);
     for (int32_t s = s0; s < s1; ++s) {
         const int32_t last = cells.max_pos_outside(s, p0, p1);
@@ -162,21 +174,20 @@ bool Window::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & 
         }
         // The next token attends exactly to the rest of its window. Its position is last + 1; behind an image, which
         // takes more positions than the one that its tokens share, it is the first removed position.
-        cells.find_all(s, last, last + 1, kept);
-        const int32_t next  = kept.size() > 1 ? std::max(last + 1, p0) : last + 1;
+        cells.find_all(s, last, last + 1, there);
+        const int32_t next  = there.size() > 1 ? std::max(last + 1, p0) : last + 1;
         const int32_t first = std::max(0, next - n_recent_ + 1);
         int32_t       lost  = 0;
-        cells.find(s, first, last + 1, kept);
-        for (const auto & cell : kept) {
+        cells.find(s, first, last + 1, there);
+        for (const auto & cell : there) {
             lost += (cell.pos < p0 || cell.pos >= p1) && !holds(s, cell.pos);
         }
         if (lost > 0) {
-            set_error(
+            return reject(
                 "seq_rm: removing positions [%d, %d) of sequence %d needs the exact rows of positions %d to %d, of "
                 "which %d are no longer held; remove the whole sequence and decode it again, or create the context "
                 "with n_rollback larger than %d",
                 p0, p1, s, first, last, lost, n_rollback_);
-            return false;
         }
     }
     return true;
@@ -199,8 +210,7 @@ int32_t Window::goes_back_to(int32_t seq, const CellReader & cells) const {
 
 bool Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, bool replace) {
     if (src >= n_seq_ || dst >= n_seq_) {
-        set_error("seq_cp: sequences 0 to %d expected, %d to %d found", n_seq_ - 1, src, dst);
-        return false;
+        return reject("seq_cp: sequences 0 to %d expected, %d to %d found", n_seq_ - 1, src, dst);
     }
     if (src == dst) {
         return true;
@@ -249,18 +259,13 @@ bool Window::ready(const std::vector<TokenDesc> & tokens, const CellReader & cel
     clear_error(); // an error after a failed decode then belongs to this decode
     for (const auto & token : tokens) {
         if (token.pos >= MAX_POSITION) {
-            set_error("decode: positions below %d expected, %d found", MAX_POSITION, token.pos);
-            return false;
+            return reject("decode: positions below %d expected, %d found", MAX_POSITION, token.pos);
         }
     }
-    struct Range {
-        int32_t min, max;
-    };
     std::map<int32_t, Range>              ranges;
     std::set<std::pair<int32_t, int32_t>> seen; // (sequence, position)
     const auto                            twice = [](int32_t seq, int32_t pos) {
-        set_error("decode: one token per position expected, two of sequence %d at position %d found", seq, pos);
-        return false;
+        return reject("decode: one token per position expected, two of sequence %d at position %d found", seq, pos);
     };
     for (const auto & token : tokens) {
         for (int32_t i = 0; i < token.n_seq; ++i) {
@@ -269,9 +274,7 @@ bool Window::ready(const std::vector<TokenDesc> & tokens, const CellReader & cel
             }
         }
         for (int32_t i = 0; i < token.n_seq; ++i) {
-            auto [it, fresh] = ranges.try_emplace(token.seq[i], Range{ token.pos, token.pos });
-            it->second.min   = std::min(it->second.min, token.pos);
-            it->second.max   = std::max(it->second.max, token.pos);
+            ranges[token.seq[i]].add(token.pos);
         }
     }
     std::vector<PosCell> held;
@@ -287,11 +290,11 @@ bool Window::ready(const std::vector<TokenDesc> & tokens, const CellReader & cel
         }
         for (const auto & cell : exact_cells(seq, range.min, range.max, cells)) {
             if (!holds(seq, cell.pos)) {
-                set_error("decode: sequence %d at position %d attends exactly to position %d, whose exact row is not "
-                          "held (it was copied or removed past the window); remove the whole sequence and decode it "
-                          "again",
-                          seq, range.min, cell.pos);
-                return false;
+                return reject(
+                    "decode: sequence %d at position %d attends exactly to position %d, whose exact row is not "
+                    "held (it was copied or removed past the window); remove the whole sequence and decode it "
+                    "again",
+                    seq, range.min, cell.pos);
             }
         }
     }
@@ -303,26 +306,22 @@ void Window::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens
     SlotRow * const  slots = slot_rows(in.slots);
     std::fill(slots, slots + n_slots(), SlotRow{ -1, -1, -1 });
 
-    std::map<int32_t, std::pair<int32_t, int32_t>> ranges; // by sequence: smallest and largest position
-    std::set<std::pair<int32_t, int32_t>>          fresh;  // (stream, cell) of the ubatch's own tokens
+    std::map<int32_t, Range>              ranges; // by sequence
+    std::map<int32_t, int32_t>            stream; // in the ubatch, by sequence
+    std::set<std::pair<int32_t, int32_t>> fresh;  // (stream, cell) of the ubatch's own tokens
     for (size_t i = 0; i < tokens.size(); ++i) {
         const auto & token = tokens[i];
-        rows[i]            = { token.in_picture ? -1 : token.pos, token.stream, token.cell, first_slot(token.seq[0]) };
-        auto [it, first]   = ranges.try_emplace(token.seq[0], std::pair{ token.pos, token.pos });
-        it->second.first   = std::min(it->second.first, token.pos);
-        it->second.second  = std::max(it->second.second, token.pos);
+        rows[i]            = { token.in_picture ? -1 : token.pos, token.cell, first_slot(token.seq[0]) };
+        ranges[token.seq[0]].add(token.pos);
+        stream[token.seq[0]] = token.stream;
         fresh.insert({ token.stream, token.cell });
     }
     if (n_slots() == 0) {
         return;
     }
-    std::map<int32_t, int32_t> stream_in_ubatch; // by sequence
-    for (const auto & token : tokens) {
-        stream_in_ubatch[token.seq[0]] = token.stream;
-    }
     for (const auto & [seq, range] : ranges) {
-        for (const auto & cell : exact_cells(seq, range.first - 1, range.second + 1, cells)) {
-            if (holds(seq, cell.pos) && !fresh.count({ stream_in_ubatch[seq], cell.cell })) {
+        for (const auto & cell : exact_cells(seq, range.min - 1, range.max + 1, cells)) {
+            if (holds(seq, cell.pos) && !fresh.count({ stream[seq], cell.cell })) {
                 const int32_t slot = first_slot(seq) + slot_of(seq, cell.pos);
                 slots[slot].pos    = cell.pos;
                 slots[slot].cell   = cell.cell;
@@ -352,22 +351,20 @@ bool Window::can_add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const Cell
     for (const auto & cell : all) {
         const int64_t pos = (int64_t) cell.pos + (moves(cell.pos) ? by : 0);
         if (moves(cell.pos) && (std::min<int64_t>(cell.pos, pos) < n_sink_ || pos >= MAX_POSITION)) {
-            set_error("seq_add: positions from %d on and below %d expected before and after a shift, %d to %" PRId64
-                      " found; the first %d are kept as they are",
-                      n_sink_, MAX_POSITION, cell.pos, pos, n_sink_);
-            return false;
+            return reject("seq_add: positions from %d on and below %d expected before and after a shift, %d to %" PRId64
+                          " found; the first %d are kept as they are",
+                          n_sink_, MAX_POSITION, cell.pos, pos, n_sink_);
         }
         if (moves(cell.pos) && cells.shared(seq, cell.cell)) {
-            set_error("seq_add: a cell of sequence %d alone expected at position %d, one shared with another sequence "
-                      "found",
-                      seq, cell.pos);
-            return false;
+            return reject(
+                "seq_add: a cell of sequence %d alone expected at position %d, one shared with another sequence "
+                "found",
+                seq, cell.pos);
         }
         if (!taken.insert((int32_t) pos).second) {
-            set_error("seq_add: shifting positions [%d, %d) of sequence %d by %d would put two tokens at position "
-                      "%" PRId64,
-                      p0, p1, seq, by, pos);
-            return false;
+            return reject("seq_add: shifting positions [%d, %d) of sequence %d by %d would put two tokens at position "
+                          "%" PRId64,
+                          p0, p1, seq, by, pos);
         }
         newest = std::max(newest, (int32_t) pos);
     }
@@ -376,10 +373,10 @@ bool Window::can_add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const Cell
     for (const auto & cell : all) {
         const int32_t pos = cell.pos + (moves(cell.pos) ? by : 0);
         if (pos >= n_sink_ && pos > newest + 1 - n_recent_ && (!holds(seq, cell.pos) || moves(cell.pos) != tail)) {
-            set_error("seq_add: after a shift of positions [%d, %d) of sequence %d by %d the next token would need the "
-                      "exact row of position %d, which is not held; keep at least %d of the last tokens together",
-                      p0, p1, seq, by, cell.pos, n_recent_);
-            return false;
+            return reject(
+                "seq_add: after a shift of positions [%d, %d) of sequence %d by %d the next token would need the "
+                "exact row of position %d, which is not held; keep at least %d of the last tokens together",
+                p0, p1, seq, by, cell.pos, n_recent_);
         }
     }
     return true;
@@ -449,8 +446,7 @@ void Window::state_read(StateReader & r, int32_t seq, const std::vector<uint64_t
     int32_t n           = 0;
     r.read(&n, sizeof(n));
     if (n != (s1 - s0) * n_slot_) {
-        throw std::runtime_error("state: exact window of " + std::to_string((s1 - s0) * n_slot_) + " rows expected, " +
-                                 std::to_string(n) + " found (n_seq_max differs)");
+        fail("state: exact window of %d rows expected, %d found (n_seq_max differs)", (s1 - s0) * n_slot_, n);
     }
     std::vector<int32_t> pos((size_t) n);
     r.read(pos.data(), (size_t) n * sizeof(int32_t));
@@ -466,13 +462,11 @@ void Window::state_read(StateReader & r, int32_t seq, const std::vector<uint64_t
         const int32_t slot = (int32_t) i % n_slot_;
         const int32_t of   = s0 + (int32_t) i / n_slot_;
         if (pos[i] < 0 || pos[i] >= MAX_POSITION || slot_of(of, pos[i]) != slot) {
-            throw std::runtime_error("state: damaged exact window, position " + std::to_string(pos[i]) + " in slot " +
-                                     std::to_string(slot));
+            fail("state: damaged exact window, position %d in slot %d", pos[i], slot);
         }
         cells.find(of, pos[i], pos[i] + 1, cell);
         if (cell.empty()) {
-            throw std::runtime_error("state: exact rows of sequence " + std::to_string(of) +
-                                     "'s cells expected, one of position " + std::to_string(pos[i]) + " found");
+            fail("state: exact rows of sequence %d's cells expected, one of position %d found", of, pos[i]);
         }
     }
     for (const auto & rows : rows_) {

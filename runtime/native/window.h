@@ -43,7 +43,7 @@ public:
     Window(int32_t n_sink, int32_t n_recent, int32_t n_rollback, uint32_t n_seq_max);
 
     // One tensor per layer in its buffer type; integers: by layer. A row has n_embd_k_gqa + n_embd_v_gqa elements; in a
-    // latent layer n_embd_k_gqa. Throws std::runtime_error if memory is short.
+    // latent layer n_embd_k_gqa. Throws Invalid if memory is short.
     void allocate(const std::vector<LayerDesc> & layers, const std::vector<bool> & integers, bool no_alloc);
 
     int32_t            n_sink() const { return n_sink_; }
@@ -83,12 +83,12 @@ public:
     std::vector<uint64_t> moves(int32_t seq) const;
 
     // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens`, and records its rows as stored. Slots list the
-    // keys that the tokens attend to exactly, and the key that left the window last (adaptation codes blocks up to it).
+    // keys that the tokens attend to exactly, and the key that left the window last (chunks are coded up to it).
     void set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, const CellReader & cells);
     bool holds(int32_t seq, int32_t pos) const; // true: the window has the exact row
 
     void state_write(StateWriter & w, int32_t seq) const;
-    // moves: the result of moves() at the time of state_write. Throws std::runtime_error.
+    // moves: the result of moves() at the time of state_write. Throws Invalid, or the reader's exception.
     void state_read(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves, const CellReader & cells);
 
 private:

@@ -4,6 +4,7 @@
 #include "base64.h"
 #include "chunked.h"
 #include "device.h"
+#include "error.h"
 #include "layout.h"
 #include "node_sources.h"
 #include "window.h"
@@ -16,7 +17,7 @@
 
 namespace subkv {
 
-// This build has only the reference kernels, no GPU kernels, and not the C interface that defines add_stats.
+// This build has only the reference kernels and no GPU kernels.
 const Ops & ops() {
     return ops_ref();
 }
@@ -24,8 +25,6 @@ const Ops & ops() {
 bool has_device_kernels(ggml_backend_buffer_type_t) {
     return false;
 }
-
-void add_stats(const Adapter &, subkv_adapt_stats &) {}
 
 } // namespace subkv
 
@@ -46,16 +45,15 @@ void run_layout(const uint8_t * data, size_t n) {
         return;
     }
     std::vector<LayerSpec> layers;
-    std::string            err;
     const std::string      text((const char *) data + 1, n - 1);
-    if (!parse_layout(text, data[0], layers, err)) {
-        EXPECT(!err.empty());
+    try {
+        layers = parse_layout(text, data[0]);
+    } catch (const Invalid &) {
         return;
     }
     // the canonical form parses to the same layout
-    const std::string      canonical = canonical_layout(layers);
-    std::vector<LayerSpec> again;
-    EXPECT(parse_layout(canonical, data[0], again, err) && canonical_layout(again) == canonical);
+    const std::string canonical = canonical_layout(layers);
+    EXPECT(canonical_layout(parse_layout(canonical, data[0])) == canonical);
     for (const LayerSpec & layer : layers) {
         EXPECT(layer.il < data[0] && layer.basis_bytes() > 0);
     }
@@ -76,11 +74,10 @@ void run_base64(const uint8_t * data, size_t n) {
     if (n == 0) {
         return;
     }
-    Bytes        out(data[0]);
-    std::string  err;
-    const char * text = (const char *) data + 1;
-    if (base64_length(out.size()) == n - 1 && !base64_decode(text, n - 1, out.data(), out.size(), err)) {
-        EXPECT(!err.empty());
+    Bytes out(data[0]);
+    try {
+        base64_decode("key", { (const char *) data + 1, n - 1 }, out.data(), out.size());
+    } catch (const Invalid &) {
     }
 }
 
@@ -97,11 +94,10 @@ void run_file(const uint8_t * data, size_t n) {
     static const auto path = "/dev/fd/" + std::to_string(fd);
     // in this order: of a file that was emptied first ext4 sends every version to the disk
     EXPECT(pwrite(fd, data, n, 0) == (ssize_t) n && ftruncate(fd, (off_t) n) == 0);
-    std::string err;
-    if (const auto layout = load_layout(path.c_str(), err)) {
+    try {
+        const auto layout = load_layout(path.c_str());
         EXPECT(!layout->fingerprint.empty() && !layout_to_json(*layout).empty());
-    } else {
-        EXPECT(!err.empty());
+    } catch (const Invalid &) {
     }
 }
 
@@ -253,7 +249,7 @@ const Layout & small_layout() {
 
 AdaptParams eager() {
     AdaptParams p = {};
-    p.kind        = SketchKind::FREQUENT_DIRECTIONS;
+    p.kind        = (int32_t) SketchKind::FREQUENT_DIRECTIONS;
     p.decay       = 1.0f;
     p.rate        = 0.5f;
     p.block       = 8;
@@ -263,9 +259,7 @@ AdaptParams eager() {
     p.tau         = 1.0f;
     p.gain        = 100.0f;
     p.merge       = 1;
-    std::string err;
-    EXPECT(Adapter::check(p, 8, err));
-    return p;
+    return Adapter::checked(p, 8);
 }
 
 // Codes n blocks of some numbers.
@@ -286,15 +280,17 @@ void follow(Adapter & adapter, int n) {
 
 void run_adapter(const uint8_t * data, size_t n) {
     Adapter            adapter(ops(), small_layout().layers[0].k[0], eager());
-    std::string        err;
     const Bytes        before = adapter.save();
     std::vector<float> q(8, 1.0f), out(8);
-    if (!adapter.restore(data, n, err)) {
-        EXPECT(!err.empty() && adapter.save() == before);
+    try {
+        adapter.restore(data, n);
+    } catch (const Invalid &) {
+        EXPECT(adapter.save() == before);
         return;
     }
     const Bytes kept = adapter.save();
-    EXPECT(adapter.restore(kept.data(), kept.size(), err) && adapter.save() == kept);
+    adapter.restore(kept.data(), kept.size());
+    EXPECT(adapter.save() == kept);
     for (int32_t slot = 0; slot <= adapter.params().max_chunks; ++slot) {
         if (slot == 0 || adapter.chunk(slot)) {
             adapter.query(slot, q.data(), out.data());
@@ -318,7 +314,7 @@ void run_adaptive(const uint8_t * data, size_t n) {
     ChunkedBases adaptive(small_layout(), { true, true, eager() }, 1);
     Read         from(data, n);
     try {
-        adaptive.state_read(from, 0);
+        adaptive.state_read(from, 0, MAX_POSITION);
     } catch (const std::runtime_error &) {
         EXPECT(adaptive.coded(0) == 0);
         return;
@@ -327,7 +323,7 @@ void run_adaptive(const uint8_t * data, size_t n) {
     Written kept, again;
     adaptive.state_write(kept, 0);
     Read same(kept.bytes.data(), kept.bytes.size());
-    adaptive.state_read(same, 0);
+    adaptive.state_read(same, 0, MAX_POSITION);
     adaptive.state_write(again, 0);
     EXPECT(again.bytes == kept.bytes);
 }

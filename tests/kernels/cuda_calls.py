@@ -71,7 +71,7 @@ class Call:
         for rows in self.rows:
             rows[:, s.n_kv // 2] = 255  # masked, with any bytes
         self.mask = mask
-        self.tokens = np.zeros((self.n_tok, 4), np.int32)
+        self.tokens = np.zeros((self.n_tok, 3), np.int32)
         self.tokens[:, 0] = np.where(in_picture, -1, self.pos)
         if s.picture:
             self.cell_pos[self.places >= s.n_kv - (s.n_tps + 1) // 2] = NO_POSITION
@@ -182,7 +182,7 @@ class Exact:
                 rows[pos] = window[at]
             for t, pos in enumerate(own):
                 token = stream * s.n_tps + t
-                call.tokens[token, 1:] = stream, cells[pos], stream * N_SLOTS
+                call.tokens[token, 1:] = cells[pos], stream * N_SLOTS
                 if call.tokens[token, 0] >= 0:
                     rows[int(pos)] = fresh[token]
             self.rows.append(rows)

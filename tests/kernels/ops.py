@@ -135,6 +135,20 @@ class Ops(ct.Structure):
     ]
 
 
+FUNCTIONS = {
+    "row_to_tile": ct.CFUNCTYPE(None, _P, _P, _P, _I64),
+    "tile_to_row": ct.CFUNCTYPE(None, _P, _P, _I64, _P),
+    "keys_to_values": ct.CFUNCTYPE(None, _P, _P, _P),
+    "gather_cells": ct.CFUNCTYPE(None, _P, _P, _I64, _P, _I64, _P),
+    "rows_to_tiles": ct.CFUNCTYPE(None, _P, _P, _I64, _P, _I64, _P),
+    "encode_rows": ct.CFUNCTYPE(_I64, _P, _P, _P, _I64, _I64, _P),
+    "dequantize_rows": ct.CFUNCTYPE(None, _P, _P, _P, _I64, _P),
+    "find_path": ct.CFUNCTYPE(ct.c_float, _P, _P, ct.c_float, _P),
+    "trellis_level": ct.CFUNCTYPE(ct.c_int32, ct.c_int32, ct.c_int32),
+}
+"""Of subkv_ops_function, by name (subkv/ops.h, subkv/trellis.h)."""
+
+
 def library_name() -> str | None:
     """The library's path in SUBKV_TEST_LIB, or the module of the installed package; None: neither."""
     if path := os.environ.get("SUBKV_TEST_LIB"):
@@ -155,14 +169,10 @@ def load_library() -> ct.CDLL:
     lib.subkv_ops_name.restype = ct.c_char_p
     lib.subkv_ops_table.argtypes = [ct.c_int32]
     lib.subkv_ops_table.restype = ct.c_void_p
-    lib.subkv_row_to_tile.argtypes = [_P, _P, _P, _I64]
-    lib.subkv_tile_to_row.argtypes = [_P, _P, _I64, _P]
-    lib.subkv_keys_to_values.argtypes = [_P, _P, _P]
-    lib.subkv_gather_cells.argtypes = [_P, _P, _I64, _P, _I64, _P]
-    lib.subkv_rows_to_tiles.argtypes = [_P, _P, _I64, _P, _I64, _P]
-    lib.subkv_ops_encode_rows.argtypes = [_P, _P, _P, _I64, _I64, _P]
-    lib.subkv_ops_encode_rows.restype = _I64
-    lib.subkv_ops_dequantize_rows.argtypes = [_P, _P, _P, _I64, _P]
+    lib.subkv_ops_function.argtypes = [ct.c_char_p]
+    lib.subkv_ops_function.restype = ct.c_void_p
+    for name, kind in FUNCTIONS.items():
+        setattr(lib, name, kind(lib.subkv_ops_function(name.encode())))
     return lib
 
 

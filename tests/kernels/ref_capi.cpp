@@ -1,17 +1,7 @@
-// ref_capi.cpp: exports the reference kernels under the names that ops.py loads.
+// ref_capi.cpp: the reference as the only version of the kernels, for runtime/native/capi_ops.cpp.
 #include "subkv/ops.h"
 
-extern "C" {
-
-int32_t subkv_ops_count() {
-    return 1;
-}
-
-const char * subkv_ops_name(int32_t) {
-    return subkv::ops_ref().name;
-}
-
-const subkv::Ops * subkv_ops_table(int32_t) {
-    return &subkv::ops_ref();
-}
+const subkv::Ops * const * subkv::ops_available() {
+    static const Ops * const only[] = { &ops_ref(), nullptr };
+    return only;
 }

@@ -324,7 +324,7 @@ def check_prompt(library: c.Library, name: str, shape: Shape) -> None:
         for t in range(s.n_tps):
             token = stream * s.n_tps + t
             pos = np.concatenate([exact_rows.slots[slots, 0], call.tokens[own, 0]])
-            cell = np.concatenate([exact_rows.slots[slots, 1], call.tokens[own, 2]])
+            cell = np.concatenate([exact_rows.slots[slots, 1], call.tokens[own, 1]])
             is_exact = (pos >= 0) & c.exact_positions(pos, int(call.tokens[token, 0]), N_SINK, N_RECENT)
             exact[t, : len(pos)][is_exact] = call.mask[token, cell[is_exact]]
         assert np.array_equal(bias[:, s.n_kv :], exact)

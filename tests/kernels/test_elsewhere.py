@@ -93,7 +93,7 @@ def test_macos_compiles(tmp_path: Path) -> None:
 def test_windows_interface(tmp_path: Path) -> None:
     """A library exports only the interface, and error messages format sizes correctly."""
     compiler, native = "x86_64-w64-mingw32-g++-posix", ROOT / "runtime/native"
-    (tmp_path / "says.cpp").write_text('#include "error.h"\nvoid says() { subkv::set_error("%zu", sizeof(int)); }\n')
+    (tmp_path / "says.cpp").write_text('#include "error.h"\nvoid says() { subkv::reject("%zu", sizeof(int)); }\n')
     sources = ["says.cpp", f"{native}/error.cpp"]
     flags = [*FLAGS, f"-I{native}", "-DSUBKV_BUILD", "-shared", "-o", "says.dll"]
     subprocess.run([compiler, *flags, *sources], cwd=tmp_path, check=True)

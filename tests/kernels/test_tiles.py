@@ -56,13 +56,13 @@ def test_a_row_becomes_a_cell_and_a_row(
     tile, row, cell = any_bytes(rng, TILE * head.row_bytes), any_bytes(rng, head.row_bytes), int(rng.integers(TILE))
     rows = o.to_rows(head, tile[None])
     rows[cell] = row
-    lib.subkv_row_to_tile(head.ref(), o.ptr(row), o.ptr(tile), cell)
+    lib.row_to_tile(head.ref(), o.ptr(row), o.ptr(tile), cell)
     assert np.array_equal(tile, o.to_tiles(head, rows)[0])
     before = tile.copy()
     for c in {0, cell, TILE - 1}:
         back = any_bytes(rng, head.row_bytes + 1)
         guard = back[-1]
-        lib.subkv_tile_to_row(head.ref(), o.ptr(tile), c, o.ptr(back))
+        lib.tile_to_row(head.ref(), o.ptr(tile), c, o.ptr(back))
         assert np.array_equal(back[:-1], rows[c]) and back[-1] == guard
     assert np.array_equal(tile, before)
 
@@ -73,7 +73,7 @@ def test_values_are_the_first_bands_of_keys(lib: ct.CDLL, layout: o.Layout) -> N
     keys, values = any_head((*layout, (8, 5))[:8], False, rng), any_head(layout, True, rng)
     tile, out = any_bytes(rng, TILE * keys.row_bytes), any_bytes(rng, TILE * values.row_bytes + 1)
     guard = out[-1]
-    lib.subkv_keys_to_values(values.ref(), o.ptr(tile), o.ptr(out))
+    lib.keys_to_values(values.ref(), o.ptr(tile), o.ptr(out))
     expected = o.to_tiles(values, o.to_rows(keys, tile[None])[:, : values.row_bytes])
     assert np.array_equal(out[:-1], expected[0]) and out[-1] == guard
 
@@ -92,7 +92,7 @@ def test_gathered_cells_are_their_rows(
     cells = rng.integers(-1, 3 * TILE, n).astype(np.int32)
     out = any_bytes(rng, -(-n // TILE) * size + 1)
     guard = out[-1]
-    lib.subkv_gather_cells(head.ref(), o.ptr(tiles), size + 64, o.ptr(cells), n, o.ptr(out))
+    lib.gather_cells(head.ref(), o.ptr(tiles), size + 64, o.ptr(cells), n, o.ptr(out))
     rows = o.to_rows(head, np.ascontiguousarray(tiles[:, :size]))
     gathered = o.to_rows(head, out[:-1].reshape(-1, size))
     assert np.array_equal(gathered[:n][cells >= 0], rows[cells[cells >= 0]]) and out[-1] == guard
@@ -102,9 +102,9 @@ def test_gathered_cells_are_their_rows(
     apart[:, : head.row_bytes] = rows
     from_rows = any_bytes(rng, len(out))
     guard = from_rows[-1]
-    lib.subkv_rows_to_tiles(head.ref(), o.ptr(apart), head.row_bytes + 3, o.ptr(cells), n, o.ptr(from_rows))
+    lib.rows_to_tiles(head.ref(), o.ptr(apart), head.row_bytes + 3, o.ptr(cells), n, o.ptr(from_rows))
     assert np.array_equal(from_rows[:-1], out[:-1]) and from_rows[-1] == guard
-    lib.subkv_rows_to_tiles(
+    lib.rows_to_tiles(
         head.ref(), o.ptr(apart), head.row_bytes + 3, None, 3 * TILE, o.ptr(whole := any_bytes(rng, 3, size))
     )
     assert np.array_equal(o.to_rows(head, whole), rows)
@@ -119,8 +119,8 @@ def test_a_tile_contains_only_its_rows(lib: ct.CDLL, layout: o.Layout, value: bo
     one, other = any_bytes(rng, 2, TILE * head.row_bytes)
     row = np.empty(head.row_bytes, np.uint8)
     for c in range(TILE):
-        lib.subkv_tile_to_row(head.ref(), o.ptr(one), c, o.ptr(row))
-        lib.subkv_row_to_tile(head.ref(), o.ptr(row), o.ptr(other), c)
+        lib.tile_to_row(head.ref(), o.ptr(one), c, o.ptr(row))
+        lib.row_to_tile(head.ref(), o.ptr(row), o.ptr(other), c)
     assert np.array_equal(one, other)
 
 
@@ -135,7 +135,7 @@ def test_sides_differ_only_in_order(lib: ct.CDLL, layout: o.Layout, value: bool,
     for head in heads:
         tile = any_bytes(rng, TILE * head.row_bytes)
         for c, row in enumerate(rows):
-            lib.subkv_row_to_tile(head.ref(), o.ptr(row), o.ptr(tile), c)
+            lib.row_to_tile(head.ref(), o.ptr(row), o.ptr(tile), c)
         assert np.array_equal(tile, o.to_tiles(head, rows)[0])
         assert np.array_equal(o.to_rows(head, tile[None]), rows)
         both.append(tile)
@@ -220,15 +220,15 @@ def test_rows_through_tiles(lib: ct.CDLL, table: o.Ops, layout: o.Layout, value:
     rows = any_bytes(np.random.default_rng(n + 1), n + 1, head.row_bytes)
     guard = rows[n].copy()
     of, codec = ct.addressof(table), ct.addressof(head.codec)
-    assert lib.subkv_ops_encode_rows(of, codec, o.ptr(x), x.shape[1], n, o.ptr(rows)) == 0
+    assert lib.encode_rows(of, codec, o.ptr(x), x.shape[1], n, o.ptr(rows)) == 0
     assert np.array_equal(rows[:n], want.rows[:n])
     back = np.full((n + 1, head.rank), 7, np.float32)
-    lib.subkv_ops_dequantize_rows(of, codec, o.ptr(rows), n, o.ptr(back))
+    lib.dequantize_rows(of, codec, o.ptr(rows), n, o.ptr(back))
     np.testing.assert_allclose(back[:n], want.decoded[:n], rtol=3e-7, atol=1e-30)
     assert np.array_equal(rows[n], guard) and np.all(back[n] == 7)
     head.codec.encode = o.Matrix()
     c = want.c[:n].copy()
-    assert lib.subkv_ops_encode_rows(of, codec, o.ptr(c), head.rank, n, o.ptr(rows)) == np.count_nonzero(
+    assert lib.encode_rows(of, codec, o.ptr(c), head.rank, n, o.ptr(rows)) == np.count_nonzero(
         ~np.isfinite(c).all(axis=1)
     )
     assert np.array_equal(rows[:n], want.rows[:n])

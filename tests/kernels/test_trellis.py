@@ -5,7 +5,6 @@ Versions: test_rows.py.
 
 from __future__ import annotations
 
-import ctypes as ct
 import itertools
 from typing import Any
 
@@ -28,12 +27,7 @@ SCALAR = {2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499, 6: 0.000642}
 
 @pytest.fixture(scope="module")
 def lib() -> Any:
-    library = o.load_library()
-    library.subkv_trellis_path.restype = ct.c_float
-    library.subkv_trellis_path.argtypes = [ct.c_void_p, ct.c_void_p, ct.c_float, ct.c_void_p]
-    library.subkv_trellis_level.restype = ct.c_int32
-    library.subkv_trellis_level.argtypes = [ct.c_int32, ct.c_int32]
-    return library
+    return o.load_library()
 
 
 def head_of(layout: o.Layout, seed: int = 0, latent: bool = False) -> o.Head:
@@ -50,9 +44,7 @@ def encoded(head: o.Head, c: o.F32) -> tuple[o.U8, int]:
 
 def decoded(lib: Any, head: o.Head, rows: o.U8) -> o.F32:
     c = np.full((len(rows) + 1, head.rank), 7.0, np.float32)
-    lib.subkv_ops_dequantize_rows(
-        lib.subkv_ops_table(0), head.ref(), o.ptr(np.ascontiguousarray(rows)), len(rows), o.ptr(c)
-    )
+    lib.dequantize_rows(lib.subkv_ops_table(0), head.ref(), o.ptr(np.ascontiguousarray(rows)), len(rows), o.ptr(c))
     assert np.all(c[-1] == 7.0)
     return c[:-1]
 
@@ -60,7 +52,7 @@ def decoded(lib: Any, head: o.Head, rows: o.U8) -> o.F32:
 @each("bits", DISTORTION)
 def test_levels(lib: Any, bits: int) -> None:
     """Levels are ascending, symmetric about 0, and fit a byte."""
-    levels = np.array([lib.subkv_trellis_level(bits, i) for i in range(2 ** (bits + 1))])
+    levels = np.array([lib.trellis_level(bits, i) for i in range(2 ** (bits + 1))])
     assert np.all(levels + 0.5 == o.alphabet(bits))
     assert np.all(np.diff(levels) > 0) and np.all(levels + levels[::-1] == -1)
     assert levels[0] >= -128 and levels[-1] <= 127
@@ -88,7 +80,7 @@ def test_every_path_is_recovered(lib: Any, layout: o.Layout, seed: int) -> None:
         row[0] = 160
         c = decoded(lib, head, row[None])
         code = np.full(head.rank, 255, np.uint8)
-        error = lib.subkv_trellis_path(head.ref(), o.ptr(c), 1.0, o.ptr(code))
+        error = lib.find_path(head.ref(), o.ptr(c), 1.0, o.ptr(code))
         assert error <= 1e-9 * float((c.astype(np.float64) ** 2).sum())
         on_path = [j for j in range(head.rank) if j in path]
         assert np.array_equal(code[on_path], o.codes_of(head, row[None])[0][on_path].astype(np.uint8))
@@ -104,7 +96,7 @@ def test_no_path_is_better(lib: Any) -> None:
     for _ in range(6):
         c = (rng.standard_normal((1, 24)) * ratio / STEP[2]).astype(np.float32)
         code = np.zeros(24, np.uint8)
-        least = lib.subkv_trellis_path(head.ref(), o.ptr(c), 1.0, o.ptr(code))
+        least = lib.find_path(head.ref(), o.ptr(c), 1.0, o.ptr(code))
         order = [j for j, _ in path]
         y, best = c[0, order].astype(np.float64) / ratio, code[order].astype(np.int64)
 
@@ -127,7 +119,7 @@ def test_gaussians(lib: Any, bits: int) -> None:
     ratio = float(head.coefficient_step[0])
     c = (np.random.default_rng(bits).standard_normal((3000, 64)) * ratio / STEP[bits]).astype(np.float32)
     code = np.zeros(64, np.uint8)
-    path = sum(lib.subkv_trellis_path(head.ref(), o.ptr(row), 1.0, o.ptr(code)) for row in c)
+    path = sum(lib.find_path(head.ref(), o.ptr(row), 1.0, o.ptr(code)) for row in c)
     energy = float((c.astype(np.float64) ** 2).sum())
     assert path / energy == pytest.approx(DISTORTION[bits], rel=0.05)
     c = c[:300]
@@ -242,7 +234,7 @@ def test_values_of_a_latent_row_decode_separately(n_bands: int) -> None:
     rows = o.random_rows(keys, 64, np.random.default_rng(1))
     tile, value_tile = o.to_tiles(keys, rows), np.zeros((1, o.TILE * values.row_bytes), np.uint8)
     lib = o.load_library()
-    lib.subkv_keys_to_values(values.ref(), o.ptr(tile), o.ptr(value_tile))
+    lib.keys_to_values(values.ref(), o.ptr(tile), o.ptr(value_tile))
     got = np.zeros((64, values.rank), np.float32)
     cells = np.arange(64)
     o.versions()["ref"].dequantize(values.ref(), o.ptr(value_tile), value_tile.strides[0], 64, o.ptr(cells), o.ptr(got))

@@ -16,15 +16,7 @@ TEST: Signatures = {  # of subkv_test.h
     "subkv_ops_count": (_i32, []),
     "subkv_ops_name": (ctypes.c_char_p, [_i32]),
     "subkv_ops_table": (_ptr, [_i32]),
-    "subkv_row_to_tile": (None, [_ptr, _ptr, _ptr, _i64]),
-    "subkv_tile_to_row": (None, [_ptr, _ptr, _i64, _ptr]),
-    "subkv_keys_to_values": (None, [_ptr, _ptr, _ptr]),
-    "subkv_gather_cells": (None, [_ptr, _ptr, _i64, _ptr, _i64, _ptr]),
-    "subkv_rows_to_tiles": (None, [_ptr, _ptr, _i64, _ptr, _i64, _ptr]),
-    "subkv_ops_encode_rows": (_i64, [_ptr, _ptr, _ptr, _i64, _i64, _ptr]),
-    "subkv_ops_dequantize_rows": (None, [_ptr, _ptr, _ptr, _i64, _ptr]),
-    "subkv_trellis_path": (ctypes.c_float, [_ptr, _ptr, ctypes.c_float, _ptr]),
-    "subkv_trellis_level": (_i32, [_i32, _i32]),
+    "subkv_ops_function": (_ptr, [ctypes.c_char_p]),
     "subkv_layout_basis": (_i64, [_ptr, _i32, _i32, _bool, _bool, _ptr, _i64]),
 }
 ADAPT_TEST: Signatures = {  # of adapt/subkv_adapt_test.h

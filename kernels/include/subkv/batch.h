@@ -9,7 +9,6 @@ namespace subkv {
 // A token of the batch.
 struct TokenRow {
     int32_t pos;        // -1: an image token: it attends to sinks exactly, and no token attends to it exactly
-    int32_t stream;     // index among the streams of the batch
     int32_t cell;       // within its stream
     int32_t first_slot; // first window slot of its first sequence
 };
@@ -21,6 +20,6 @@ struct SlotRow {
     int32_t token; // index of the token whose row the slot stores after attention; -1: none
 };
 
-static_assert(sizeof(TokenRow) == 4 * sizeof(int32_t) && sizeof(SlotRow) == 3 * sizeof(int32_t));
+static_assert(sizeof(TokenRow) == 3 * sizeof(int32_t) && sizeof(SlotRow) == 3 * sizeof(int32_t));
 
 } // namespace subkv

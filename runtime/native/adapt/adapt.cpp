@@ -2,6 +2,8 @@
 // and then, if the residual or the chunk's length triggers it, try the sketch's basis on the same block.
 #include "adapt.h"
 
+#include "error.h"
+
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -10,42 +12,42 @@ namespace subkv {
 
 namespace {
 
-bool refuse(std::string & err, const char * name, const std::string & expected, const std::string & found) {
-    err = std::string("adapt: ") + name + ": expected " + expected + ", found " + found;
-    return false;
+[[noreturn]] void refuse_option(const char * name, const std::string & expected, const std::string & found) {
+    refuse(std::string("adapt: ") + name, expected, found);
+}
+
+void check_range(const char * name, int64_t value, int64_t low, int64_t high) {
+    if (value < low || value > high) {
+        refuse_option(name, std::to_string(low) + ".." + std::to_string(high), std::to_string(value));
+    }
 }
 
 } // namespace
 
-bool Adapter::check(AdaptParams & p, int32_t rank, std::string & err) {
-    const bool oja = p.kind == SketchKind::OJA;
-    const auto in  = [&](const char * name, int64_t value, int64_t low, int64_t high) {
-        return (value >= low && value <= high) ||
-               refuse(err, name, std::to_string(low) + ".." + std::to_string(high), std::to_string(value));
-    };
-    if (!in("rank", p.rank, 0, rank)) {
-        return false;
-    }
+AdaptParams Adapter::checked(AdaptParams p, int32_t rank) {
+    const bool oja = (SketchKind) p.kind == SketchKind::OJA;
+    check_range("rank", p.rank, 0, rank);
     // Oja's U with all n directions would be the whole space, which no update rotates
     p.rank = p.rank != 0 ? p.rank : oja ? std::max(rank / 2, 1) : rank;
     p.rows = p.rows != 0 ? p.rows : oja ? p.rank : 2 * p.rank;
-    if (!in("rows", p.rows, p.rank, oja ? p.rank : MAX_SKETCH_ROWS)) {
-        return false;
+    check_range("rows", p.rows, p.rank, oja ? p.rank : MAX_SKETCH_ROWS);
+    std::string err;
+    if (!sketch_check({ (SketchKind) p.kind, rank, p.rows, p.decay, p.rate }, err)) {
+        throw Invalid(err);
     }
-    if (!sketch_check({ p.kind, rank, p.rows, p.decay, p.rate }, err)) {
-        return false;
-    }
-    if (!in("block", p.block, 1, MAX_ADAPT_BLOCK) || !in("length", p.length, 0, INT32_MAX) ||
-        !in("warm", p.warm, 0, INT32_MAX) || !in("max_chunks", p.max_chunks, 1, MAX_ADAPT_CHUNKS)) {
-        return false;
-    }
-    if (!in("reuse", p.reuse, 0, 1) || !in("merge", p.merge, 0, 1)) {
-        return false;
-    }
+    check_range("block", p.block, 1, MAX_ADAPT_BLOCK);
+    check_range("length", p.length, 0, INT32_MAX);
+    check_range("warm", p.warm, 0, INT32_MAX);
+    check_range("max_chunks", p.max_chunks, 1, MAX_ADAPT_CHUNKS);
+    check_range("reuse", p.reuse, 0, 1);
+    check_range("merge", p.merge, 0, 1);
     if (!(p.tau > 0.0f)) {
-        return refuse(err, "tau", "a residual above 0", std::to_string(p.tau));
+        refuse_option("tau", "a residual above 0", std::to_string(p.tau));
     }
-    return (p.gain > 0.0f && std::isfinite(p.gain)) || refuse(err, "gain", "a factor above 0", std::to_string(p.gain));
+    if (!(p.gain > 0.0f && std::isfinite(p.gain))) {
+        refuse_option("gain", "a factor above 0", std::to_string(p.gain));
+    }
+    return p;
 }
 
 Adapter::Adapter(const Ops & ops, const HeadCodec & codec, const AdaptParams & params) :
@@ -60,7 +62,7 @@ Adapter::Adapter(const Ops & ops, const HeadCodec & codec, const AdaptParams & p
 }
 
 SketchParams Adapter::sketch_params() const {
-    return { params_.kind, codec_.rank, params_.rows, params_.decay, params_.rate };
+    return { (SketchKind) params_.kind, codec_.rank, params_.rows, params_.decay, params_.rate };
 }
 
 const ChunkBasis * Adapter::chunk(int32_t slot) const {
@@ -73,6 +75,19 @@ int32_t Adapter::n_chunks() const {
 
 bool Adapter::complete() const {
     return params_.merge == 0 && n_chunks() == params_.max_chunks;
+}
+
+void Adapter::add_stats(subkv_adapt_stats & sum) const {
+    sum.n_blocks += stats_.n_blocks;
+    sum.n_chunks += n_chunks();
+    sum.n_opened += stats_.n_opened;
+    sum.n_refused += stats_.n_refused;
+    sum.n_merged += stats_.n_merged;
+    sum.n_recoded += stats_.n_recoded;
+    sum.n_nonfinite += stats_.n_nonfinite;
+    sum.bytes_bases += (int64_t) bytes_bases();
+    sum.bytes_sketch += (int64_t) bytes_sketch();
+    sum.residual = std::max(sum.residual, (double) residual_);
 }
 
 int64_t Adapter::sketch_rows(float * s) const {

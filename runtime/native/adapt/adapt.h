@@ -39,21 +39,7 @@ constexpr int MAX_ADAPT_CHUNKS = 255; // a cell's chunk fits a byte
 double quantizer_step(int32_t bits);
 double quantizer_distortion(int32_t bits);
 
-struct AdaptParams {
-    SketchKind kind;
-    int32_t    rank;       // r: directions from the sketch, the rest completes the basis; 0: n, half of it for OJA
-    int32_t    rows;       // l >= r (OJA: = r); 0: 2r (OJA: r)
-    float      decay;      // as of SketchParams
-    float      rate;       // as of SketchParams
-    int32_t    block;      // B: consecutive positions coded together
-    int32_t    length;     // L: tokens of a chunk that trigger a trial of a new basis; 0: never
-    int32_t    warm;       // W: tokens in the sketch before the first chunk opens
-    int32_t    max_chunks; // J_max: maximum adaptive chunks; 1: the basis is rotated in place (SubSpace-A)
-    float      tau;        // relative residual that triggers a trial; >= 1: never
-    float      gain;       // > 0: a new basis must reduce the block's residual to this fraction; large: always accepted
-    int32_t    reuse;      // 1: every block uses the best of all bases, the static one included; 0: the latest
-    int32_t    merge;      // 1: at J_max the two oldest chunks become one; 0: no more chunks open, the sketch is freed
-};
+using AdaptParams = subkv_adapt_params;
 
 // A basis and its codec; the codec's matrices are the rotation.
 struct ChunkBasis {
@@ -79,10 +65,10 @@ public:
     // `recode` once and from then on reads it as a row of `to`.
     using Merge = std::function<void(int32_t from, int32_t to, const Recode & recode)>;
 
-    // Checks parameters for heads of `rank` coefficients; false: `err`. Replaces zeros by defaults.
-    static bool check(AdaptParams & params, int32_t rank, std::string & err);
+    // Parameters for heads of `rank` coefficients, with defaults instead of zeros. Throws Invalid.
+    static AdaptParams checked(AdaptParams params, int32_t rank);
 
-    // `params` passed check(). The codec and its matrices must outlive the adapter.
+    // params: as checked() returns them. The codec and its matrices must outlive the adapter.
     Adapter(const Ops & ops, const HeadCodec & codec, const AdaptParams & params);
 
     // Codes one block: x [n][ldx] f32 of consecutive positions into cells [n] of tiles, `stride` bytes apart, as in
@@ -100,22 +86,22 @@ public:
     void lift(int32_t slot, const float * e, float * out) const override;
 
     const HeadCodec * codec(int32_t slot) const override {
-        const ChunkBasis * found = chunk(slot);
-        return found ? &found->codec : nullptr;
+        const ChunkBasis * basis = chunk(slot);
+        return basis ? &basis->codec : nullptr;
     }
 
-    const ChunkBasis *  chunk(int32_t slot) const;             // nullptr: 0, or not in use
-    int32_t             n_chunks() const;                      // adaptive, alive
-    float               residual() const { return residual_; } // of the latest block as stored
-    const AdaptStats &  stats() const { return stats_; }
+    const ChunkBasis *  chunk(int32_t slot) const;                // nullptr: 0, or not in use
+    int32_t             n_chunks() const;                         // adaptive, alive
+    float               residual() const { return residual_; }    // of the latest block as stored
+    void                add_stats(subkv_adapt_stats & sum) const; // of the residuals the maximum
     const AdaptParams & params() const { return params_; }
     size_t              bytes_bases() const; // of the chunks in use
     size_t              bytes_sketch() const { return sketch_.size() * sizeof(uint64_t); }
     int64_t             sketch_rows(float * s) const; // subkv::sketch_rows; also 0 if the sketch is freed
 
     std::vector<uint8_t> save() const;
-    // Restores a saved state of an adapter with the same codec and parameters. false: `err`, no change.
-    bool restore(const uint8_t * bytes, size_t n, std::string & err);
+    // Restores a saved state of an adapter with the same codec and parameters. Throws Invalid and then changes nothing.
+    void restore(const uint8_t * bytes, size_t n);
 
 private:
     int64_t project(const float * x, int64_t ldx, int64_t n); // -> space_; rows that are not finite
@@ -150,12 +136,6 @@ private:
 // The basis of a sketch. rows [n][n] f64 orthonormal by energy [n] f64; `file`: the head's static codec.
 std::unique_ptr<ChunkBasis> make_chunk_basis(const Ops & ops, const HeadCodec & file, const double * rows,
                                              const double * energy);
-
-// Adds the statistics of one adapter; for residuals takes the maximum.
-void add_stats(const Adapter & adapter, subkv_adapt_stats & sum);
-
-// The C interface's parameters.
-AdaptParams adapt_params(const subkv_adapt_params & params);
 
 // Sets the codec's matrices to the rotation, its bands to the file's, and its ratios to `ratio` [n_bands].
 void bind_chunk_codec(const HeadCodec & file, const float * ratio, ChunkBasis & chunk);

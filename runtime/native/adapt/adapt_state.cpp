@@ -1,6 +1,7 @@
 // adapt_state.cpp: saves and restores an adapter's state as little-endian bytes.
 //   Head | sketch | per chunk in use, by slot: Entry, ratio [n_bands] f32, R [n][n] half
 #include "adapt.h"
+#include "error.h"
 
 #include <algorithm>
 #include <cmath>
@@ -88,22 +89,18 @@ std::vector<uint8_t> Adapter::save() const {
     return out;
 }
 
-bool Adapter::restore(const uint8_t * bytes, size_t n, std::string & err) {
-    const auto refuse = [&](const std::string & expected, const std::string & found) {
-        err = "adapt state: expected " + expected + ", found " + found;
-        return false;
-    };
+void Adapter::restore(const uint8_t * bytes, size_t n) {
     Head   head;
     size_t left = n;
     if (!take(bytes, left, &head, sizeof(head))) {
-        return refuse("at least " + std::to_string(sizeof(head)) + " bytes", std::to_string(n));
+        refuse("adapt state", "at least " + std::to_string(sizeof(head)) + " bytes", std::to_string(n));
     }
     if (head.version != STATE_VERSION || head.rank != codec_.rank || !same(head.params, params_)) {
-        return refuse("one of this head and of the same parameters", "another");
+        refuse("adapt state", "one of this head and of the same parameters", "another");
     }
     const AdaptStats & s = head.stats;
     if (!plausible({ head.since, s.n_blocks, s.n_opened, s.n_refused, s.n_merged, s.n_recoded, s.n_nonfinite })) {
-        return refuse("counts from 0 on", "others");
+        refuse("adapt state", "counts from 0 on", "others");
     }
     const auto   rank  = (size_t) codec_.rank;
     const bool   freed = params_.merge == 0 && head.n_chunks == params_.max_chunks; // complete()
@@ -111,7 +108,8 @@ bool Adapter::restore(const uint8_t * bytes, size_t n, std::string & err) {
     if (head.n_chunks < 0 || head.n_chunks > params_.max_chunks || head.current < 0 ||
         head.bytes_sketch != (freed ? 0 : sketch_bytes(sketch_params())) ||
         left != head.bytes_sketch + (size_t) head.n_chunks * entry) {
-        return refuse("chunks that fill it", std::to_string(head.n_chunks) + " in " + std::to_string(n) + " bytes");
+        refuse("adapt state", "chunks that fill it",
+               std::to_string(head.n_chunks) + " in " + std::to_string(n) + " bytes");
     }
     std::vector<uint64_t> sketch(head.bytes_sketch / sizeof(uint64_t));
     take(bytes, left, sketch.data(), head.bytes_sketch);
@@ -125,16 +123,17 @@ bool Adapter::restore(const uint8_t * bytes, size_t n, std::string & err) {
         take(bytes, left, ratio, (size_t) codec_.n_bands * sizeof(float));
         take(bytes, left, chunk->rotation.data(), rank * rank * sizeof(uint16_t));
         if (e.slot < 1 || e.slot > params_.max_chunks || chunks[(size_t) e.slot - 1] != nullptr) {
-            return refuse("every slot once in 1.." + std::to_string(params_.max_chunks), std::to_string(e.slot));
+            refuse("adapt state", "every slot once in 1.." + std::to_string(params_.max_chunks),
+                   std::to_string(e.slot));
         }
         for (int32_t b = 0; b < codec_.n_bands; ++b) {
             if (!(ratio[b] > 0.0f && std::isfinite(ratio[b]))) {
-                return refuse("positive ratios", std::to_string(ratio[b]));
+                refuse("adapt state", "positive ratios", std::to_string(ratio[b]));
             }
         }
         for (const uint16_t value : chunk->rotation) {
             if ((value & 0x7c00) == 0x7c00) {
-                return refuse("finite rotations", "others");
+                refuse("adapt state", "finite rotations", "others");
             }
         }
         bind_chunk_codec(codec_, ratio, *chunk);
@@ -142,10 +141,10 @@ bool Adapter::restore(const uint8_t * bytes, size_t n, std::string & err) {
         chunks[(size_t) e.slot - 1] = std::move(chunk);
     }
     if (head.current > params_.max_chunks || (head.current > 0 && chunks[(size_t) head.current - 1] == nullptr)) {
-        return refuse("a chunk in use that is there", std::to_string(head.current));
+        refuse("adapt state", "a chunk in use that is there", std::to_string(head.current));
     }
     if (!freed && !sketch_valid(sketch_params(), sketch.data())) {
-        return refuse("a sketch of finite values", "another");
+        refuse("adapt state", "a sketch of finite values", "another");
     }
     chunks_.swap(chunks);
     sketch_.swap(sketch);
@@ -153,7 +152,6 @@ bool Adapter::restore(const uint8_t * bytes, size_t n, std::string & err) {
     residual_ = head.residual;
     since_    = head.since;
     stats_    = head.stats;
-    return true;
 }
 
 } // namespace subkv

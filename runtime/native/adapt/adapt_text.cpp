@@ -1,6 +1,5 @@
 // adapt_text.cpp: parses the options of adaptation: `none`, `v`, `kv,length=512,gain=0.9`.
 #include "chunked.h"
-#include "error.h"
 #include "layout_keys.h"
 
 #include <cerrno>
@@ -115,15 +114,11 @@ static int32_t parse(const std::string & text, subkv_adapt_params & given) {
 static ChunkRequest parse_adapt(const std::string & text) {
     subkv_adapt_params params;
     const int32_t      sides = parse(text, params);
-    return { (sides & 1) != 0, (sides & 2) != 0, adapt_params(params) };
+    return { (sides & 1) != 0, (sides & 2) != 0, params };
 }
 
 ChunkRequest requested_chunks(const subkv_cache_params & params) {
-    try {
-        return params.adapt ? parse_adapt(params.adapt) : ChunkRequest();
-    } catch (const Invalid & e) {
-        fail("%s", e.why.c_str());
-    }
+    return params.adapt ? parse_adapt(params.adapt) : ChunkRequest();
 }
 
 ChunkRequest chunks_of_environment(const Layout & layout) {
@@ -133,18 +128,15 @@ ChunkRequest chunks_of_environment(const Layout & layout) {
     try {
         return text.empty() ? ChunkRequest() : parse_adapt(text);
     } catch (const Invalid & e) {
-        throw Invalid{ (by_user ? "SUBKV_ADAPT: " : "subkv.adapt: ") + e.why };
+        throw Invalid(std::string(by_user ? "SUBKV_ADAPT: " : "subkv.adapt: ") + e.what());
     }
 }
 
 } // namespace subkv
 
 extern "C" bool subkv_adapt_parse(const char * text, int32_t * sides, subkv_adapt_params * params) {
-    try {
+    return subkv::guarded("adapt", false, [&] {
         *sides = subkv::parse(text ? text : "", *params);
         return true;
-    } catch (const subkv::Invalid & e) {
-        subkv::set_error("%s", e.why.c_str());
-        return false;
-    }
+    });
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace subkv {
 
@@ -13,41 +14,42 @@ void ChunkedAttention::begin(const ChunkedLayer & layer, uint32_t stream, int64_
     n_sums_ = n_queries_ = 0;
 }
 
-const float * ChunkedAttention::queries(const AttendArgs & args, int32_t slot) {
-    for (size_t i = 0; i < n_queries_; ++i) {
-        if (queries_[i].slot == slot) {
-            return queries_[i].qt.data();
+// The item of a chunk among the first `n` items, and whether it is new.
+template <typename T> static std::pair<T &, bool> item_of(std::vector<T> & items, size_t & n, int32_t slot) {
+    for (size_t i = 0; i < n; ++i) {
+        if (items[i].slot == slot) {
+            return { items[i], false };
         }
     }
-    if (n_queries_ == queries_.size()) {
-        queries_.emplace_back();
+    if (n == items.size()) {
+        items.emplace_back();
     }
-    Queries &     made = queries_[n_queries_++];
-    const int64_t rank = args.k->rank;
-    made.slot          = slot;
-    made.qt.resize((size_t) (args.n_tok * args.n_group * rank));
-    for (int64_t r = 0; r < args.n_tok * args.n_group; ++r) {
-        k_unit_->adapter.query(slot, args.qt + r * rank, made.qt.data() + r * rank);
+    T & item  = items[n++];
+    item.slot = slot;
+    return { item, true };
+}
+
+const float * ChunkedAttention::queries(const AttendArgs & args, int32_t slot) {
+    const auto [item, added] = item_of(queries_, n_queries_, slot);
+    const int64_t rank = args.k->rank, n_rows = args.n_tok * args.n_group;
+    if (added) {
+        item.qt.resize((size_t) (n_rows * rank));
+        for (int64_t r = 0; r < n_rows; ++r) {
+            k_unit_->adapter.query(slot, args.qt + r * rank, item.qt.data() + r * rank);
+        }
     }
-    return made.qt.data();
+    return item.qt.data();
 }
 
 ChunkedAttention::Sums & ChunkedAttention::sums(const AttendArgs & args, int32_t slot) {
-    for (size_t i = 0; i < n_sums_; ++i) {
-        if (sums_[i].slot == slot) {
-            return sums_[i];
-        }
+    const auto [item, added] = item_of(sums_, n_sums_, slot);
+    const size_t n_rows      = (size_t) (args.n_tok * args.n_group);
+    if (added) {
+        item.m.assign(n_rows, -INFINITY);
+        item.z.assign(n_rows, 0.0f);
+        item.acc.assign(n_rows * (size_t) args.v->rank, 0.0f);
     }
-    if (n_sums_ == sums_.size()) {
-        sums_.emplace_back();
-    }
-    Sums &       made   = sums_[n_sums_++];
-    const size_t n_rows = (size_t) (args.n_tok * args.n_group);
-    made.slot           = slot;
-    made.m.assign(n_rows, -INFINITY);
-    made.z.assign(n_rows, 0.0f);
-    made.acc.assign(n_rows * (size_t) args.v->rank, 0.0f);
-    return made;
+    return item;
 }
 
 void ChunkedAttention::attend(const Ops & ops, const AttendArgs & args, const uint8_t * k_chunks,

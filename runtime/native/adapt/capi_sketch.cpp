@@ -16,19 +16,19 @@ struct subkv_sketch {
 extern "C" {
 
 subkv_sketch * subkv_sketch_new(const subkv_sketch_params * params) {
-    if (!params) {
-        set_error("subkv_sketch_new: expected parameters, found NULL");
-        return nullptr;
-    }
-    const SketchParams p = { (SketchKind) params->kind, params->d, params->rows, params->decay, params->rate };
-    std::string        err;
-    if (!sketch_check(p, err)) {
-        set_error("%s", err.c_str());
-        return nullptr;
-    }
-    auto * sketch = new subkv_sketch{ p, std::vector<uint64_t>(sketch_bytes(p) / sizeof(uint64_t)) };
-    sketch_init(p, sketch->state.data());
-    return sketch;
+    return guarded<subkv_sketch *>("sketch", nullptr, [&] {
+        if (!params) {
+            fail("subkv_sketch_new: expected parameters, found NULL");
+        }
+        const SketchParams p = { (SketchKind) params->kind, params->d, params->rows, params->decay, params->rate };
+        std::string        err;
+        if (!sketch_check(p, err)) {
+            throw Invalid(err);
+        }
+        auto * sketch = new subkv_sketch{ p, std::vector<uint64_t>(sketch_bytes(p) / sizeof(uint64_t)) };
+        sketch_init(p, sketch->state.data());
+        return sketch;
+    });
 }
 
 void subkv_sketch_free(subkv_sketch * sketch) {
@@ -55,13 +55,11 @@ bool subkv_sketch_top(const subkv_sketch * sketch, int32_t r, double * rows, dou
     const SketchParams & p    = sketch->params;
     const int32_t        most = p.kind == SketchKind::COVARIANCE || p.rows > p.d ? p.d : p.rows;
     if (r < 1 || r > most) {
-        set_error("subkv_sketch_top: r: expected 1..%d (a sketch of %d rows of %d), found %d", (int) most, (int) p.rows,
-                  (int) p.d, (int) r);
-        return false;
+        return reject("subkv_sketch_top: r: expected 1..%d (a sketch of %d rows of %d), found %d", (int) most,
+                      (int) p.rows, (int) p.d, (int) r);
     }
     if (!sketch_top(p, sketch->state.data(), r, rows, energy)) {
-        set_error("subkv_sketch_top: expected a sketch of finite values, found others");
-        return false;
+        return reject("subkv_sketch_top: expected a sketch of finite values, found others");
     }
     return true;
 }
@@ -72,12 +70,10 @@ int64_t subkv_sketch_rows(const subkv_sketch * sketch, float * s) {
 
 bool subkv_eigen(double * a, double * w, int32_t n) {
     if (n < 1 || n > MAX_SKETCH_SIZE) {
-        set_error("subkv_eigen: n: expected 1..%d, found %d", MAX_SKETCH_SIZE, (int) n);
-        return false;
+        return reject("subkv_eigen: n: expected 1..%d, found %d", MAX_SKETCH_SIZE, (int) n);
     }
     if (!eigen_symmetric(a, w, n)) {
-        set_error("subkv_eigen: expected finite values, found others");
-        return false;
+        return reject("subkv_eigen: expected finite values, found others");
     }
     return true;
 }

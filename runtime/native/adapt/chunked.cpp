@@ -2,9 +2,10 @@
 
 #include "device.h"
 #include "error.h"
+#include "window.h"
 
 #include <algorithm>
-#include <stdexcept>
+#include <map>
 
 namespace subkv {
 
@@ -19,38 +20,18 @@ ChunkUnit * ChunkedLayer::unit(uint32_t stream, int64_t head, bool value) const 
     return units_[index(stream, head, value)].get();
 }
 
-const ChunkReader * ChunkedLayer::reader(uint32_t stream, int64_t head, bool value) const {
-    const ChunkUnit * found = unit(stream, head, value);
-    return found ? &found->adapter : nullptr;
-}
-
-int32_t ChunkedLayer::coded(uint32_t stream, int64_t head, bool value) const {
-    return unit(stream, head, value)->coded;
-}
-
 void ChunkedLayer::reset(uint32_t stream) {
     for (int64_t head = 0; head < codec_.n_head_kv; ++head) {
         for (const bool value : { false, true }) {
             if (!covers(value)) {
                 continue;
             }
-            const HeadCodec & codec = (value ? codec_.v : codec_.k)[(size_t) head];
-            AdaptParams       p     = request_.params;
-            std::string       err;
-            if (!Adapter::check(p, codec.rank, err)) { // sets the defaults, which depend on the head's rank
-                throw std::runtime_error(err + " (layer " + std::to_string(codec_.il) + ", head " +
-                                         std::to_string(head) + ")");
-            }
-            units_[index(stream, head, value)].reset(new ChunkUnit{ Adapter(ops(), codec, p) });
-        }
-    }
-}
-
-void ChunkedLayer::for_each(uint32_t stream, const std::function<void(ChunkUnit &)> & use) const {
-    for (int64_t head = 0; head < codec_.n_head_kv; ++head) {
-        for (const bool value : { false, true }) {
-            if (ChunkUnit * found = unit(stream, head, value)) {
-                use(*found);
+            const HeadCodec & codec = codec_.head(head, value);
+            try { // defaults depend on the head's rank
+                const AdaptParams params = Adapter::checked(request_.params, codec.rank);
+                units_[index(stream, head, value)].reset(new ChunkUnit{ Adapter(ops(), codec, params) });
+            } catch (const Invalid & e) {
+                fail("%s (layer %d, head %d)", e.what(), codec_.il, (int) head);
             }
         }
     }
@@ -59,25 +40,19 @@ void ChunkedLayer::for_each(uint32_t stream, const std::function<void(ChunkUnit 
 void ChunkedBases::check(const ChunkRequest & request, const Layout & layout, int32_t n_recent, int32_t n_rollback,
                          const CacheDesc & desc) {
     const AdaptParams & p = request.params;
-    std::string         err;
-    AdaptParams         tried = p;
-    if (!Adapter::check(tried, MAX_SKETCH_SIZE, err)) {
-        throw std::runtime_error(err);
-    }
+    Adapter::checked(p, MAX_SKETCH_SIZE);
     if (n_recent < p.block + n_rollback) {
-        throw std::runtime_error("adapt: block: expected at most n_recent less n_rollback, " +
-                                 std::to_string(std::max(0, n_recent - n_rollback)) +
-                                 ", since a block is coded when it leaves the exact window, found " +
-                                 std::to_string(p.block));
+        fail("adapt: block: expected at most n_recent less n_rollback, %d, since a block is coded when it leaves the "
+             "exact window, found %d",
+             std::max(0, n_recent - n_rollback), p.block);
     }
     for (const LayerDesc & layer : desc.layers) {
         if (layer.latent) {
-            throw std::runtime_error("adapt: expected layers with values of their own, found latent attention (MLA)");
+            fail("adapt: expected layers with values of their own, found latent attention (MLA)");
         }
         if (std::max(layer.d_k, layer.d_v) > MAX_SKETCH_SIZE) {
-            throw std::runtime_error("adapt: expected heads of at most " + std::to_string(MAX_SKETCH_SIZE) +
-                                     " elements, found " + std::to_string(std::max(layer.d_k, layer.d_v)) +
-                                     " in layer " + std::to_string(layer.il));
+            fail("adapt: expected heads of at most %d elements, found %d in layer %d", MAX_SKETCH_SIZE,
+                 std::max(layer.d_k, layer.d_v), layer.il);
         }
     }
     for (const LayerDesc & layer : desc.layers) {
@@ -88,8 +63,8 @@ void ChunkedBases::check(const ChunkRequest & request, const Layout & layout, in
         }
     }
     if (desc.n_seq_max > 1 && desc.n_stream == 1) {
-        throw std::runtime_error("adapt: expected one sequence, or a cache for each (kv_unified off), found " +
-                                 std::to_string(desc.n_seq_max) + " that share their cells");
+        fail("adapt: expected one sequence, or a cache for each (kv_unified off), found %u that share their cells",
+             desc.n_seq_max);
     }
 }
 
@@ -107,11 +82,9 @@ ChunkedLayer * ChunkedBases::layer(int32_t il) const {
     return (size_t) il < layers_.size() ? layers_[(size_t) il].get() : nullptr;
 }
 
-void ChunkedBases::clear() {
-    for (uint32_t stream = 0; stream < n_stream_; ++stream) {
-        if (coded(stream) > 0) {
-            reset(stream);
-        }
+void ChunkedBases::clear(uint32_t stream) {
+    if (coded(stream) > 0) { // else it is as new
+        reset(stream);
     }
 }
 
@@ -123,10 +96,12 @@ void ChunkedBases::reset(uint32_t stream) {
     }
 }
 
-void ChunkedBases::for_each(uint32_t stream, const std::function<void(ChunkUnit &)> & use) const {
+template <typename F> void ChunkedBases::for_each(uint32_t stream, F use) const {
     for (const auto & layer : layers_) {
-        if (layer) {
-            layer->for_each(stream, use);
+        for (int64_t i = 0; layer && i < 2 * layer->n_head_kv(); ++i) {
+            if (ChunkUnit * unit = layer->unit(stream, i / 2, i % 2 != 0)) {
+                use(*unit);
+            }
         }
     }
 }
@@ -147,12 +122,70 @@ void ChunkedBases::copy(uint32_t src, uint32_t dst) {
     size_t i = 0;
     for_each(src, [&](ChunkUnit & unit) {
         const std::vector<uint8_t> state = unit.adapter.save();
-        std::string                err;
-        if (!to[i]->adapter.restore(state.data(), state.size(), err)) {
-            throw std::runtime_error(err);
-        }
+        to[i]->adapter.restore(state.data(), state.size());
         to[i++]->coded = unit.coded;
     });
+}
+
+bool ChunkedBases::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const {
+    const int32_t left    = cells.max_pos_outside(seq, p0, p1);
+    const int32_t n_coded = coded(cells.stream_of(seq));
+    if (left < 0 || left + 1 >= n_coded) {
+        return true;
+    }
+    return reject(
+        "seq_rm: removing positions [%d, %d) of sequence %d would leave adaptive bases fitted to them: positions "
+        "below %d are coded; remove the whole sequence and decode it again",
+        p0, p1, seq, n_coded);
+}
+
+bool ChunkedBases::ready(const std::vector<TokenDesc> & tokens, bool causal, const Window & window,
+                         const CellReader & cells) const {
+    if (!causal) {
+        return reject(
+            "decode: adaptive bases need a causal mask, because they code a token when it leaves the exact window; "
+            "this mask lets tokens attend to later ones (some models use such masks for images); use static bases");
+    }
+    std::map<int32_t, int32_t> begin; // smallest position by sequence
+    for (const auto & token : tokens) {
+        if (token.in_picture) {
+            return reject(
+                "decode: adaptive bases need one token per position, because they code a token when it leaves "
+                "the exact window; tokens of an image share position %d; use static bases",
+                token.pos);
+        }
+        for (int32_t i = 0; i < token.n_seq; ++i) {
+            auto [it, fresh] = begin.try_emplace(token.seq[i], token.pos);
+            it->second       = std::min(it->second, token.pos);
+        }
+    }
+    std::vector<PosCell> uncoded;
+    for (const auto & [seq, first] : begin) {
+        cells.find(seq, std::max(window.n_sink(), coded(cells.stream_of(seq))), first, uncoded);
+        for (const auto & cell : uncoded) {
+            if (!window.holds(seq, cell.pos)) {
+                return reject(
+                    "decode: sequence %d at position %d needs the exact row of position %d to code it, which is not "
+                    "held; remove the whole sequence and decode it again",
+                    seq, first, cell.pos);
+            }
+        }
+    }
+    return true;
+}
+
+bool ChunkedBases::reject_shift() {
+    return reject("seq_add: positions in a subkv cache with adaptive bases cannot be shifted; remove the sequence and "
+                  "decode it again with new positions, or use an ordinary cache type (-ctk f16)");
+}
+
+void ChunkedBases::refuse_partial() {
+    fail("state: cells with adapted bases cannot return to a partial state; save a whole state");
+}
+
+void ChunkedBases::refuse_sides(int32_t sides, int32_t block, int32_t found_sides, int32_t found_block) {
+    fail("state: adaptive bases on sides %d (1 K, 2 V) in blocks of %d expected, %d in blocks of %d found", sides,
+         block, found_sides, found_block);
 }
 
 ChunkedBases::Total ChunkedBases::total() const {
@@ -172,7 +205,7 @@ bool ChunkedBases::stats(int32_t il, int64_t head, bool value, subkv_adapt_stats
         return false;
     }
     for (uint32_t stream = 0; stream < n_stream_; ++stream) {
-        add_stats(layer->unit(stream, head, value)->adapter, sum);
+        layer->unit(stream, head, value)->adapter.add_stats(sum);
     }
     return true;
 }
@@ -191,7 +224,7 @@ void ChunkedBases::state_write(StateWriter & w, uint32_t stream) const {
     });
 }
 
-void ChunkedBases::state_read(StateReader & r, uint32_t stream) {
+void ChunkedBases::state_read(StateReader & r, uint32_t stream, int32_t n_pos) {
     constexpr uint64_t MOST  = UINT64_C(1) << 30; // of one head: far more than a sketch and 255 bases need
     constexpr uint64_t PIECE = 1 << 20;           // a forged size must not allocate more than the state has
     reset(stream);
@@ -204,21 +237,21 @@ void ChunkedBases::state_read(StateReader & r, uint32_t stream) {
             r.read(&size, sizeof(size));
             whole = whole < 0 ? coded : whole;
             if (coded < 0 || coded % request_.params.block != 0 || coded != whole || size > MOST) {
-                throw std::runtime_error("state: whole blocks of adaptive bases expected, " + std::to_string(coded) +
-                                         " positions in " + std::to_string(size) + " bytes found");
+                fail("state: whole blocks of adaptive bases expected, %d positions in %llu bytes found", coded,
+                     (unsigned long long) size);
             }
             std::vector<uint8_t> state;
-            std::string          err;
             while (state.size() < size) {
                 const auto n = (size_t) std::min(size - state.size(), PIECE);
                 state.resize(state.size() + n);
                 r.read(state.data() + state.size() - n, n);
             }
-            if (!unit.adapter.restore(state.data(), state.size(), err)) {
-                throw std::runtime_error(err);
-            }
+            unit.adapter.restore(state.data(), state.size());
             unit.coded = coded;
         });
+        if (whole > n_pos) {
+            fail("state: adaptive bases of at most %d coded positions expected, %d found", n_pos, whole);
+        }
     } catch (...) {
         reset(stream);
         throw;

@@ -15,6 +15,8 @@
 
 namespace subkv {
 
+class Window;
+
 // The requested adaptation of a context.
 struct ChunkRequest {
     bool        k      = false; // sides that adapt
@@ -24,15 +26,17 @@ struct ChunkRequest {
     bool any() const { return k || v; }
 };
 
-// The request in `params`. Throws std::runtime_error, with the error set.
+// The request in `params`. Throws Invalid.
 ChunkRequest requested_chunks(const subkv_cache_params & params);
-// The request in the environment (automatic.h), or else in the file. Throws Invalid.
+// The request in SUBKV_ADAPT (as --adapt); unset: in the file. Throws Invalid.
 ChunkRequest chunks_of_environment(const Layout & layout);
 
 // One head and side within one stream.
 struct ChunkUnit {
     Adapter adapter;
     int32_t coded = 0; // positions below are coded, multiple of B
+
+    const ChunkReader & reader() const { return adapter; }
 };
 
 class ChunkedLayer {
@@ -41,15 +45,13 @@ public:
 
     bool covers(bool value) const { return value ? request_.v : request_.k; } // this side adapts
     // nullptr: this side does not adapt
-    ChunkUnit *         unit(uint32_t stream, int64_t head, bool value) const;
-    const ChunkReader * reader(uint32_t stream, int64_t head, bool value) const;
-    int32_t             coded(uint32_t stream, int64_t head, bool value) const; // for an adapted side
+    ChunkUnit * unit(uint32_t stream, int64_t head, bool value) const;
     // offset of the head's chunk byte in a cell's row
     int64_t chunk_offset(int64_t head, bool value) const {
         return (int64_t) (value ? codec_.v_row_bytes : codec_.k_row_bytes) + head;
     }
-    void reset(uint32_t stream);
-    void for_each(uint32_t stream, const std::function<void(ChunkUnit &)> & use) const;
+    void    reset(uint32_t stream);
+    int64_t n_head_kv() const { return codec_.n_head_kv; }
 
 private:
     size_t index(uint32_t stream, int64_t head, bool value) const {
@@ -63,19 +65,27 @@ private:
 
 class ChunkedBases {
 public:
-    // request passed check(). Throws std::runtime_error if a head cannot adapt.
+    // request passed check(). Throws Invalid if a head cannot adapt.
     ChunkedBases(const Layout & layout, const ChunkRequest & request, uint32_t n_stream);
 
-    // Checks the request against the context's window, streams and devices, without heads. Throws std::runtime_error.
+    // Checks the request against the context's window, streams and devices, without heads. Throws Invalid.
     static void check(const ChunkRequest & request, const Layout & layout, int32_t n_recent, int32_t n_rollback,
                       const CacheDesc & desc);
 
     ChunkedLayer * layer(int32_t il) const;
 
-    void    clear();
-    void    reset(uint32_t stream);
+    void    clear(uint32_t stream);       // back to the static basis
     int32_t coded(uint32_t stream) const; // positions below are coded by some head
     void    copy(uint32_t src, uint32_t dst);
+
+    // As CacheHook's, for what chunks add to the exact window's conditions.
+    bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const;
+    bool ready(const std::vector<TokenDesc> & tokens, bool causal, const Window & window,
+               const CellReader & cells) const;
+
+    static bool              reject_shift(); // sets the error, returns false
+    [[noreturn]] static void refuse_partial();
+    [[noreturn]] static void refuse_sides(int32_t sides, int32_t block, int32_t found_sides, int32_t found_block);
 
     struct Total {
         size_t bytes    = 0; // bases and sketches, current size
@@ -87,13 +97,15 @@ public:
     bool stats(int32_t il, int64_t head, bool value, subkv_adapt_stats & sum) const;
 
     void state_write(StateWriter & w, uint32_t stream) const;
-    void state_read(StateReader & r, uint32_t stream); // throws std::runtime_error, the stream is then empty
+    // n_pos: positions with cells. Throws std::runtime_error, the stream is then empty.
+    void state_read(StateReader & r, uint32_t stream, int32_t n_pos);
 
     int32_t sides() const { return (request_.k ? 1 : 0) + (request_.v ? 2 : 0); } // 1 K, 2 V
     int32_t block() const { return request_.params.block; }                       // positions coded together
 
 private:
-    void for_each(uint32_t stream, const std::function<void(ChunkUnit &)> & use) const;
+    void                       reset(uint32_t stream);
+    template <typename F> void for_each(uint32_t stream, F use) const; // units of all layers
 
     ChunkRequest                               request_;
     uint32_t                                   n_stream_;

@@ -12,21 +12,20 @@ extern "C" {
 // options
 //
 
-// adapt.h documents the fields.
 typedef struct subkv_adapt_params {
     int32_t kind;       // 0: running covariance, 1: frequent directions, 2: Oja's rule
-    int32_t rank;       // r; 0: all of the head's coefficients, half of them for Oja's rule
-    int32_t rows;       // l; 0: 2r (Oja: r)
-    float   decay;      // per token
-    float   rate;       // eta of Oja's rule
-    int32_t block;      // B, tokens; block + n_rollback must fit n_recent
-    int32_t length;     // L, tokens; 0: never
-    int32_t warm;       // W, tokens
-    int32_t max_chunks; // J_max
-    float   tau;        // >= 1: never
-    float   gain;
-    int32_t reuse; // 0, 1
-    int32_t merge; // 0, 1
+    int32_t rank;       // r: directions from the sketch, the rest completes the basis; 0: n, half of it for Oja's rule
+    int32_t rows;       // l >= r (Oja: = r); 0: 2r (Oja: r)
+    float   decay;      // as of SketchParams
+    float   rate;       // as of SketchParams
+    int32_t block;      // B: consecutive positions coded together; block + n_rollback must fit n_recent
+    int32_t length;     // L: tokens of a chunk that trigger a trial of a new basis; 0: never
+    int32_t warm;       // W: tokens in the sketch before the first chunk opens
+    int32_t max_chunks; // J_max: maximum adaptive chunks; 1: the basis is rotated in place (SubSpace-A)
+    float   tau;        // relative residual that triggers a trial; >= 1: never
+    float   gain;       // > 0: a new basis must reduce the block's residual to this fraction; large: always accepted
+    int32_t reuse;      // 1: every block uses the best of all bases, the static one included; 0: the latest
+    int32_t merge;      // 1: at J_max the two oldest chunks become one; 0: no more chunks open, the sketch is freed
 } subkv_adapt_params;
 
 // Parses the text of subkv_cache_params::adapt. sides: adapted sides, 0 none, 1 keys, 2 values, 3 both.

@@ -1,14 +1,9 @@
-// device_cuda.cpp: tables of a coded layer in device memory, and the ops of kernels/cuda on a graph's tensors. Nodes
-// have the same sources as on the CPU (node_sources.h), except that attend projects the queries and reads the mask.
-// Only the upload of the tables and `wait` wait for the device.
+// device_cuda.cpp: coded layers on NVIDIA's GPUs, or on the emulated GPUs of tests/kernels/emulated (device_gpu.h).
 #include "../../../kernels/cuda/ops.h"
-#include "../error.h"
-#include "../nodes.h"
-#include "backend.h"
+#include "../device_gpu.h"
 
 #include <cstdint>
 #include <cstring>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -37,62 +32,55 @@ private:
     std::vector<uint8_t> bytes_;
 };
 
-class CudaLayer;
+// The data of a tensor, for members of any pointer type.
+struct Data {
+    void * data;
 
-struct Node {
-    NodeKind          kind;
-    const CudaLayer * layer;
+    template <typename T> operator T *() const { return (T *) data; }
 };
 
-class CudaLayer final : public DeviceLayer {
+struct Cuda {
+    using Device = int;
+    using Encode = cuda::Encode;
+    using Store  = cuda::Store;
+    using Prompt = cuda::Prompt;
+
+    static Data place(const ggml_tensor * t) { return { t->data }; }
+
+    template <typename T> static T * behind(T * place, int64_t bytes) { return (T *) ((char *) place + bytes); }
+
+    static void complete(cuda::Attend & a, const Window & window, const float * /*rest*/) {
+        a.n_sink   = window.n_sink();
+        a.n_recent = window.n_recent();
+    }
+};
+
+// Number of the CUDA device of a type of buffer; -1: none. Registers our nodes with its backend first.
+int cuda_device(ggml_backend_buffer_type_t buft);
+
+class CudaLayer final : public GpuLayer<Cuda> {
 public:
     CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft);
 
-    void     prepare() override;
-    void *   userdata(NodeKind kind) override { return &nodes_[(int) kind]; }
-    int64_t  scratch(int64_t n_rows) const override { return n_rows * (tables_.width_k + 1); }
+    int64_t  scratch(int64_t n_rows) const override { return n_rows * (width_k_ + 1); }
     int64_t  n_at_once() const override { return n_at_once_; }
     uint64_t n_zero_rows() const override;
     void     wait() const override;
     size_t   max_range() const override { return SIZE_MAX; }
-    bool     makes_rows() const override { return cuda::suits_prompt(tables_, device_); }
+    bool     makes_rows() const override { return cuda::suits_prompt(tables_, device()); }
 
     const char * refusal(NodeKind kind, ggml_tensor * node) const override;
 
-    int          device() const { return device_; }
-    const char * compute(NodeKind kind, ggml_tensor * dst, void * stream) const;
-
 private:
-    cuda::Layer  layer(int64_t width) const;
-    const char * encode(ggml_tensor * dst, void * stream) const;
-    const char * attend(ggml_tensor * dst, void * stream) const;
-    const char * combine(ggml_tensor * dst, void * stream) const;
-    const char * store_window(ggml_tensor * dst, void * stream) const;
-    const char * prompt_rows(ggml_tensor * dst, void * stream) const;
-    const char * prompt_mask(ggml_tensor * dst, void * stream) const;
-    // pointers that both read
-    cuda::Prompt prompt(const ggml_tensor * dst, const ggml_tensor * tokens, const ggml_tensor * slots) const;
-    // m, z, acc and scratch of attend's result
-    void partial(cuda::Attend & a, const AttendShape & s, ggml_tensor * t) const;
+    cuda::Layer args(int64_t width) const override;
 
-    const LayerNodes &      layer_;
-    int                     device_;
-    int64_t                 n_at_once_;
-    cuda::Layer             tables_  = {};
-    int32_t                 width_v_ = 0; // largest rank of values
-    Node                    nodes_[6];
-    float                   max_alibi_bias_ = -1.0f; // of the slopes on the device
-    size_t                  slopes_at_      = 0;
-    size_t                  n_bad_at_       = 0;
-    ggml_context_ptr        ctx_;
-    ggml_backend_buffer_ptr buffer_;
-    ggml_tensor *           memory_ = nullptr; // I8 [bytes]
+    int64_t     n_at_once_;
+    cuda::Layer tables_   = {};
+    size_t      n_bad_at_ = 0;
 };
 
 CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) :
-    layer_(layer), device_(cuda_device(buft)), n_at_once_(cuda::n_at_once(device_)),
-    nodes_{ { NodeKind::ENCODE, this },       { NodeKind::ATTEND, this },      { NodeKind::COMBINE, this },
-            { NodeKind::STORE_WINDOW, this }, { NodeKind::PROMPT_ROWS, this }, { NodeKind::PROMPT_MASK, this } } {
+    GpuLayer(layer, cuda_device(buft)), n_at_once_(cuda::n_at_once(device())) {
     const LayerCodec & codec = *layer.codec;
     Blob               blob;
     // first set offsets in place of pointers; 0 means "none"
@@ -136,15 +124,7 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     const size_t gamma_at    = blob.add(codec.gamma);
     slopes_at_               = blob.add(std::vector<float>((size_t) layer.n_head));
 
-    ctx_.reset(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
-    memory_ = ggml_new_tensor_1d(ctx_.get(), GGML_TYPE_I8, (int64_t) blob.bytes().size());
-    ggml_format_name(memory_, "subkv_bases_l%d", codec.il);
-    buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx_.get(), buft));
-    if (!buffer_) {
-        throw std::runtime_error("layer " + std::to_string(codec.il) + ": its bases, " +
-                                 std::to_string(blob.bytes().size()) + " bytes, do not fit on " +
-                                 ggml_backend_buft_name(buft));
-    }
+    allocate(blob.bytes().size(), buft);
 
     // offsets -> addresses
     const auto * base    = (const uint8_t *) memory_->data;
@@ -177,23 +157,18 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     tables_.d_k       = codec.d_k;
     tables_.d_v       = codec.d_v;
     tables_.latent    = codec.latent;
+    tables_.width_k   = width_k_;
     for (int32_t h = 0; h < codec.n_head_kv; ++h) {
         const HeadCodec &k = codec.k[(size_t) h], &v = codec.v[(size_t) h];
-        tables_.width_k     = std::max(tables_.width_k, k.rank);
-        width_v_            = std::max(width_v_, v.rank);
         tables_.row_bytes_k = std::max(tables_.row_bytes_k, k.row_bytes);
         tables_.row_bytes_v = std::max(tables_.row_bytes_v, v.row_bytes);
     }
-    if (const size_t lacks = cuda::lacks_shared(tables_, device_)) {
+    if (const size_t lacks = cuda::lacks_shared(tables_, device())) {
         fail(
             "layer %d: heads of %d elements (%d coefficients) need %zu bytes of shared memory beyond what %s has; keep "
             "its cache on the CPU (-ngl 0, or offload_kqv off)",
             codec.il, std::max(codec.d_k, codec.d_v), tables_.width_k, lacks, ggml_backend_buft_name(buft));
     }
-}
-
-void CudaLayer::prepare() {
-    store_slopes(layer_, memory_, slopes_at_, max_alibi_bias_);
 }
 
 uint64_t CudaLayer::n_zero_rows() const {
@@ -203,7 +178,7 @@ uint64_t CudaLayer::n_zero_rows() const {
 }
 
 void CudaLayer::wait() const {
-    if (const char * reason = cuda::wait(device_)) {
+    if (const char * reason = cuda::wait(device())) {
         GGML_ABORT("subkv: layer %d: its device: %s", layer_.codec->il, reason); // like llama.cpp's backend
     }
 }
@@ -213,7 +188,7 @@ const char * CudaLayer::refusal(NodeKind kind, ggml_tensor * node) const {
     return kind == NodeKind::COMBINE && node->ne[1] > 65535 ? "at most 65535 tokens in a batch" : nullptr;
 }
 
-cuda::Layer CudaLayer::layer(int64_t width) const {
+cuda::Layer CudaLayer::args(int64_t width) const {
     cuda::Layer l = tables_;
     l.scale       = layer_.scale;
     l.softcap     = layer_.softcap;
@@ -221,168 +196,39 @@ cuda::Layer CudaLayer::layer(int64_t width) const {
     return l;
 }
 
-void set_queries(cuda::Attend & a, const ggml_tensor * q) {
-    a.q       = (const float *) q->data;
-    a.q_head  = stride_f32(q, 1);
-    a.q_token = stride_f32(q, 2);
-}
-
-void set_cells(cuda::Attend & a, const ggml_tensor * k_view, const ggml_tensor * v_view) {
-    a.k_tiles  = (const uint8_t *) k_view->data;
-    a.v_tiles  = (const uint8_t *) v_view->data;
-    a.k_stride = TILE * (int64_t) k_view->nb[1];
-    a.v_stride = TILE * (int64_t) v_view->nb[1];
-    a.k_stream = (int64_t) k_view->nb[2];
-    a.v_stream = (int64_t) v_view->nb[2];
-}
-
-void set_mask(cuda::Attend & a, const ggml_tensor * mask) {
-    a.mask      = mask->data;
-    a.mask_half = mask->type == GGML_TYPE_F16;
-}
-
-const char * CudaLayer::encode(ggml_tensor * dst, void * stream) const {
-    const auto   in = sources_of<EncodeSources>(dst);
-    cuda::Encode e;
-    e.layer    = layer(0);
-    e.k        = (const float *) in.k->data;
-    e.v        = (const float *) in.v->data;
-    e.k_head   = stride_f32(in.k, 1);
-    e.k_token  = stride_f32(in.k, 2);
-    e.v_head   = stride_f32(in.v, 1);
-    e.v_token  = stride_f32(in.v, 2);
-    e.k_tiles  = (uint8_t *) in.k_cache->data;
-    e.v_tiles  = (uint8_t *) in.v_cache->data;
-    e.k_stride = TILE * (int64_t) in.k_cache->nb[1];
-    e.v_stride = TILE * (int64_t) in.v_cache->nb[1];
-    e.cells    = (const int64_t *) in.k_idxs->data;
-    e.fresh    = (uint16_t *) dst->data;
-    e.n_tok    = in.k->ne[2];
-    return cuda::encode(e, stream);
-}
-
-void CudaLayer::partial(cuda::Attend & a, const AttendShape & s, ggml_tensor * t) const {
-    a.layer    = layer(s.width);
-    a.n_sink   = layer_.window->n_sink();
-    a.n_recent = layer_.window->n_recent();
-    a.n_kv     = s.n_kv;
-    a.n_stream = s.n_stream;
-    a.n_tps    = s.n_tps;
-    a.split    = s.split;
-    a.n_split  = s.n_split;
-    a.m        = (float *) t->data;
-    a.z        = a.m + s.n_rows;
-    a.acc      = a.z + s.n_rows;
-    a.qt       = a.acc + s.n_rows * s.width;
-    a.shift    = a.qt + s.n_rows / s.n_split * tables_.width_k;
-}
-
-const char * CudaLayer::attend(ggml_tensor * dst, void * stream) const {
-    const auto   in = sources_of<AttendSources>(dst);
-    cuda::Attend a  = {};
-    partial(a, attend_shape(layer_, in.q, in.k_view), dst);
-    set_queries(a, in.q);
-    set_cells(a, in.k_view, in.v_view);
-    set_mask(a, in.mask);
-    a.cell_pos = (const int32_t *) in.cell_pos->data;
-    a.tokens   = token_rows(in.tokens);
-    return cuda::attend(a, stream);
-}
-
-const char * CudaLayer::combine(ggml_tensor * dst, void * stream) const {
-    const auto    in = sources_of<CombineSources>(dst);
-    cuda::Combine b  = {};
-    partial(b.a, attend_shape(layer_, in.q, in.cells), in.partial);
-    set_queries(b.a, in.q);
-    set_mask(b.a, in.mask);
-    b.a.tokens     = token_rows(in.tokens);
-    b.fresh        = (const uint16_t *) in.fresh->data;
-    b.window       = (const uint16_t *) in.window->data;
-    b.slots        = slot_rows(in.slots);
-    b.slots_of_seq = (int32_t) (layer_.window->n_slots() / std::max(1, layer_.window->n_seq()));
-    b.sinks        = in.sinks ? (const float *) in.sinks->data : nullptr;
-    b.out          = (float *) dst->data;
-    b.out_stride   = stride_f32(dst, 1);
-    return cuda::combine(b, stream);
-}
-
-const char * CudaLayer::store_window(ggml_tensor * dst, void * stream) const {
-    const auto  in = sources_of<StoreWindowSources>(dst);
-    cuda::Store s;
-    s.window  = (uint16_t *) dst->data;
-    s.fresh   = (const uint16_t *) in.fresh->data;
-    s.slots   = slot_rows(in.slots);
-    s.n_slots = in.slots->ne[1];
-    s.width   = dst->ne[0];
-    return cuda::store_window(s, stream);
-}
-
-cuda::Prompt CudaLayer::prompt(const ggml_tensor * dst, const ggml_tensor * tokens, const ggml_tensor * slots) const {
-    const Window & window = *layer_.window;
-    cuda::Prompt   p      = {};
-    cuda::Attend & a      = p.c.a;
-    a.layer               = layer(width_v_);
-    a.tokens              = token_rows(tokens);
-    a.n_sink              = window.n_sink();
-    a.n_recent            = window.n_recent();
-    a.n_stream            = dst->ne[3];
-    a.n_tps               = tokens->ne[1] / a.n_stream;
-    p.c.slots             = slot_rows(slots);
-    p.c.slots_of_seq      = (int32_t) (window.n_slots() / std::max(1, window.n_seq()));
-    p.n_slots             = a.n_stream > 1 ? p.c.slots_of_seq : window.n_slots();
-    return p;
-}
-
-const char * CudaLayer::prompt_rows(ggml_tensor * dst, void * stream) const {
-    const auto     in = sources_of<PromptRowsSources>(dst);
-    cuda::Prompt   p  = prompt(dst, in.tokens, in.slots);
-    cuda::Attend & a  = p.c.a;
-    set_cells(a, in.k_view, in.v_view);
-    a.n_kv     = in.k_view->ne[1];
-    p.c.fresh  = (const uint16_t *) in.fresh->data;
-    p.c.window = (const uint16_t *) in.window->data;
-    p.n_rows   = dst->ne[1];
-    p.first    = first_head(dst);
-    p.n_heads  = (int32_t) dst->ne[2];
-    p.k        = (uint16_t *) dst->data;
-    p.v        = p.k + p.n_rows * p.n_heads * a.n_stream * a.layer.d_k;
-    return cuda::prompt_rows(p, stream);
-}
-
-const char * CudaLayer::prompt_mask(ggml_tensor * dst, void * stream) const {
-    const auto   in = sources_of<PromptMaskSources>(dst);
-    cuda::Prompt p  = prompt(dst, in.tokens, in.slots);
-    set_mask(p.c.a, in.mask);
-    p.c.a.cell_pos = (const int32_t *) in.cell_pos->data;
-    p.c.a.n_kv     = in.cell_pos->ne[0];
-    p.n_rows       = dst->ne[0];
-    p.mask         = (uint16_t *) dst->data;
-    return cuda::prompt_mask(p, stream);
-}
-
-const char * CudaLayer::compute(NodeKind kind, ggml_tensor * dst, void * stream) const {
-    switch (kind) {
-        case NodeKind::ENCODE: return encode(dst, stream);
-        case NodeKind::ATTEND: return attend(dst, stream);
-        case NodeKind::COMBINE: return combine(dst, stream);
-        case NodeKind::STORE_WINDOW: return store_window(dst, stream);
-        case NodeKind::PROMPT_ROWS: return prompt_rows(dst, stream);
-        case NodeKind::PROMPT_MASK: return prompt_mask(dst, stream);
-    }
-    return "unknown node";
-}
-
-} // namespace
-
-bool cuda_supports(const ggml_tensor * node, int device) {
-    const auto * n = (const Node *) device_userdata(node);
+// Callbacks of the backend for a custom node: whether it runs on that device; launches it and returns nullptr, or an
+// error message.
+bool supports(const ggml_tensor * node, int device) {
+    const auto * n = (const CudaLayer::Node *) device_userdata(node);
     return n && n->layer->device() == device;
 }
 
-const char * cuda_compute(ggml_tensor * node, void * stream) {
-    const auto * n = (const Node *) device_userdata(node);
+const char * compute(ggml_tensor * node, void * stream) {
+    const auto * n = (const CudaLayer::Node *) device_userdata(node);
     return n ? n->layer->compute(n->kind, node, stream) : "a custom node that is not subkv's";
 }
+
+int cuda_device(ggml_backend_buffer_type_t buft) {
+    using Set = void (*)(decltype(&supports), decltype(&compute));
+
+    ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
+    if (!dev || ggml_backend_buft_is_host(buft)) {
+        return -1;
+    }
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(dev);
+    const auto set = (Set) ggml_backend_reg_get_proc_address(reg, "ggml_backend_cuda_subkv_set"); // from our patch
+    if (!set) {
+        return -1;
+    }
+    set(supports, compute);
+    int index = 0;
+    while (ggml_backend_reg_dev_get(reg, (size_t) index) != dev) {
+        ++index;
+    }
+    return index;
+}
+
+} // namespace
 
 const char * device_kernels() {
     return "cuda";
