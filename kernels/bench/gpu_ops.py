@@ -79,8 +79,8 @@ class Cuda:
         mask = torch.zeros(n_tok, work.n_cells, **halves)
         cell_pos = torch.arange(work.n_cells, **integers).repeat(work.n_stream, 1)
         token = torch.arange(n_tok, **integers)
-        tokens = torch.stack([work.n_cells + token % work.n_tps, token // work.n_tps, 0 * token, 0 * token], 1)
-        tokens[:, 3] = slots * tokens[:, 1]
+        # TokenRow of batch.h: position, cell, first slot of its sequence
+        tokens = torch.stack([work.n_cells + token % work.n_tps, 0 * token, slots * (token // work.n_tps)], 1)
         slot = torch.arange(slots, **integers)
         position = torch.where(slot < N_SINK, slot, work.n_cells - slots + slot).repeat(work.n_stream)
         slot_rows = torch.stack([position, 0 * position, 0 * position - 1], dim=1).contiguous()

@@ -62,7 +62,8 @@ class Workload:
         n_split = max(1, min(1024 // blocks, n_cells // 128))  # the engine's rule
         n_rows = n_split * N_HEAD * n_tok * GROUP
         token = np.arange(n_tok, dtype=np.int32)
-        tokens = np.stack([n_cells + token % n_tps, token // n_tps, 0 * token, SLOTS * (token // n_tps)], 1)
+        # TokenRow of batch.h: position, cell, first slot of its sequence
+        tokens = np.stack([n_cells + token % n_tps, 0 * token, SLOTS * (token // n_tps)], 1)
         slot = np.arange(SLOTS, dtype=np.int32)
         position = np.tile(np.where(slot < N_SINK, slot, n_cells - SLOTS + slot), n_stream)
         slots = np.stack([position, 0 * position, 0 * position - 1], axis=1).astype(np.int32)
