@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Threads of OpenMP and of OpenBLAS spin where they wait for each other, and take the processor from those they wait
+# for: on 2 cores, beside one other process, a test took eight times as long. Alone, OpenMP's threads that sleep instead
+# are a fifth slower. The libraries read the environment when they are loaded: numpy's by `tiny`.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import tiny
 
 _numbers = map(str, itertools.count())
 
 REPO = Path(__file__).resolve().parent.parent
-
-# Threads of OpenMP spin where they wait for each other, and take the processor from those they wait for: on 2 cores,
-# beside one other process, a test took eight times as long. Alone, threads that sleep instead are a fifth slower.
-# libgomp reads this when it is loaded, later than here.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.hookimpl(optionalhook=True)

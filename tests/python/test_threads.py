@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,10 +18,12 @@ def n_threads() -> int:
 
 
 @pytest.fixture(autouse=True)
-def three() -> None:
+def three() -> Iterator[None]:
     """More than one, also on a machine of one core."""
-    n_threads()
+    before = n_threads()
     threads._openblas()[1](3)  # type: ignore[index]
+    yield
+    threads._openblas()[1](before)  # type: ignore[index]
 
 
 def test_one_inside_and_as_many_as_before_after() -> None:
