@@ -21,9 +21,10 @@ def n_threads() -> int:
 def three() -> Iterator[None]:
     """More than one, also on a machine of one core."""
     before = n_threads()
-    threads._openblas()[1](3)  # type: ignore[index]
+    _, set_threads = threads._openblas()  # type: ignore[misc]
+    set_threads(3)
     yield
-    threads._openblas()[1](before)  # type: ignore[index]
+    set_threads(before)
 
 
 def test_one_inside_and_as_many_as_before_after() -> None:
