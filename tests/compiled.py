@@ -75,8 +75,12 @@ def linked(target: Path, parts: Sequence[str], flags: Sequence[str] = (), compil
 
 
 def preloaded(source: Path, folder: Path) -> str:
-    """Path of a library for LD_PRELOAD, compiled from one file; skips without a compiler."""
+    """The value of LD_PRELOAD with a library compiled from one file; skips without a compiler.
+
+    Libraries that this process preloads stay: the runtime of a sanitizer has to be the first.
+    """
     if shutil.which(CXX) is None:
         pytest.skip(f"needs {CXX}")
     built = objects([source], ["-std=c++17", "-O1", "-fPIC"], folder)
-    return str(linked(folder / f"{source.stem}.so", [*built, "-ldl"], ["-shared"]))
+    library = linked(folder / f"{source.stem}.so", [*built, "-ldl"], ["-shared"])
+    return ":".join([*filter(None, [os.environ.get("LD_PRELOAD")]), str(library)])

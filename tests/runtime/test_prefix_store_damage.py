@@ -204,11 +204,11 @@ with opened(folder, 400_000) as store:
 """
 
 
-def program(text: str, *arguments: object, preload: Path | None = None) -> subprocess.Popen[str]:
+def program(text: str, *arguments: object, preload: str | None = None) -> subprocess.Popen[str]:
     paths = [str(Path(__file__).parent), *filter(None, sys.path)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     if preload:
-        env["LD_PRELOAD"] = str(preload)
+        env["LD_PRELOAD"] = preload
     command = [sys.executable, "-c", text, *map(str, arguments)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -328,7 +328,7 @@ for name, most in (("whole", 1 << 30), ("bits", 7)):
 """
 
 
-def failing(program_text: str, folder: Path, shim: Path, error: int = 0, *more: object) -> list[int]:
+def failing(program_text: str, folder: Path, shim: str, error: int = 0, *more: object) -> list[int]:
     """The exit status at each step: -9 killed, 0 continued; 3 if there was no such step."""
     process = program(FAILING + program_text, folder, error, *more, preload=shim)
     printed, errors = process.communicate()
@@ -338,17 +338,17 @@ def failing(program_text: str, folder: Path, shim: Path, error: int = 0, *more: 
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shim(tmp_path_factory: pytest.TempPathFactory) -> str:
     if not sys.platform.startswith("linux"):
         pytest.skip("needs LD_PRELOAD")
-    return Path(preloaded(Path(__file__).with_name("failing_files.cpp"), tmp_path_factory.mktemp("shim")))
+    return preloaded(Path(__file__).with_name("failing_files.cpp"), tmp_path_factory.mktemp("shim"))
 
 
 BROKEN = {"killed": 0, "broken": errno.EIO, "full": errno.ENOSPC, "read-only": errno.EROFS}
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_every_step_of_writing(shim: Path, tmp_path: Path, how: str) -> None:
+def test_every_step_of_writing(shim: str, tmp_path: Path, how: str) -> None:
     """It fails, or the process ends there: the prompt before is found, this one is not, until it is put again."""
     given = prompt(text(90, 300), points=(50,))
     codes = failing(PUTTING, tmp_path, shim, BROKEN[how])
@@ -364,7 +364,7 @@ def test_every_step_of_writing(shim: Path, tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "broken"])
-def test_every_step_of_making_room(shim: Path, tmp_path: Path, how: str) -> None:
+def test_every_step_of_making_room(shim: str, tmp_path: Path, how: str) -> None:
     """Three prompts fit; removing the first ones is interrupted: prompts found are complete, and limits hold."""
     given = [prompt(text(100 + i, 300)) for i in range(5)]
     with opened(tmp_path / "three") as store:
@@ -387,13 +387,13 @@ def test_every_step_of_making_room(shim: Path, tmp_path: Path, how: str) -> None
 
 
 @pytest.mark.parametrize("error", [errno.EIO, 0], ids=["broken", "end"])
-def test_every_step_of_reading(shim: Path, tmp_path: Path, error: int) -> None:
+def test_every_step_of_reading(shim: str, tmp_path: Path, error: int) -> None:
     """A step fails or reaches the end of the file: the prompt is missing or complete; other files stay."""
     codes = failing(READING, tmp_path, shim, error)
     assert codes[-1] == 3 and len(codes) > 10
 
 
-def test_short_writes_and_reads(shim: Path, tmp_path: Path) -> None:
+def test_short_writes_and_reads(shim: str, tmp_path: Path) -> None:
     """Disks may write and read fewer bytes than requested."""
     assert failing(IN_BITS, tmp_path, shim) == []
     whole, bits = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("whole", "bits"))
