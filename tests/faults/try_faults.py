@@ -26,10 +26,15 @@ LIMIT = 900  # seconds of one fault's tests; a hang counts as caught
 
 
 def copy_of_checkout(folder: Path) -> Path:
-    """Copies the tracked files; unchanged files keep their modification times."""
+    """Copies the tracked files; unchanged files keep their modification times. Removes files of an earlier copy."""
     copy = folder / "checkout"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, capture_output=True, check=True).stdout
-    for name in listed.decode().split("\0"):
+    names = listed.decode().split("\0")
+    for path in [path for path in copy.rglob("*") if path.is_file()]:
+        name = path.relative_to(copy).as_posix()
+        if name not in names and not name.startswith("build/"):
+            path.unlink()
+    for name in names:
         source, target = REPO / name, copy / name
         if not name or not source.is_file() or (target.is_file() and target.read_bytes() == source.read_bytes()):
             continue
