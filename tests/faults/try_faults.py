@@ -5,7 +5,7 @@
 FOLDER: where the copy and its build go (default: a temporary one); kept, a second run compiles only what differs.
 Prints a line for each fault: `caught`, with the seconds and the first test that failed, or `MISSED`; a fault that does
 not compile, which proves nothing, is missed, too. Exits with 1 if one was missed. Needs an environment in which the
-test command of the README works. Takes an hour or two.
+test command of the README works. Takes 15 minutes on 2 cores, and the first build.
 """
 
 from __future__ import annotations
