@@ -33,11 +33,23 @@ BANDS = {
     "3 bits": (((128, 3),), ((128, 3),)),
 }
 N_SINK, N_RECENT, N_ROLLBACK = 4, 128, 16
+SLOTS = N_SINK + N_RECENT + N_ROLLBACK  # of a sequence's window
 PREFILL, PREFILL_CELLS = 512, 8192
 BASELINE = "torch SDPA f16"
 DEVICE = "cuda"
 
 Calls = dict[str, Callable[[], Any]]
+
+
+def batch_rows(n_stream: int, n_tps: int, n_cells: int) -> tuple[Any, Any]:
+    """TokenRow and SlotRow of batch.h, I32 [n_tok][3] and [n_stream * SLOTS][3]: n_tps tokens of each sequence follow
+    its n_cells cells, and its window has the first and the last ones.
+    """
+    token = np.arange(n_stream * n_tps, dtype=np.int32)
+    tokens = np.stack([n_cells + token % n_tps, 0 * token, SLOTS * (token // n_tps)], axis=1)
+    slot = np.arange(SLOTS, dtype=np.int32)
+    position = np.tile(np.where(slot < N_SINK, slot, n_cells - SLOTS + slot), n_stream)
+    return tokens.astype(np.int32), np.stack([position, 0 * position, 0 * position - 1], axis=1).astype(np.int32)
 
 
 class Workload:
@@ -72,19 +84,14 @@ class Cuda:
         n_split = max(1, min(library.n_at_once() // blocks, work.n_cells // 128))  # the engine's rule
         n_rows = N_HEAD * n_tok * GROUP
         part = n_split * n_rows
-        slots = N_SINK + N_RECENT + N_ROLLBACK
         halves = {"dtype": torch.float16, "device": DEVICE}
         integers = {"dtype": torch.int32, "device": DEVICE}
         floats = torch.zeros(part * (2 + layer.width_v) + n_rows * (layer.width_k + 1), device=DEVICE)
         mask = torch.zeros(n_tok, work.n_cells, **halves)
         cell_pos = torch.arange(work.n_cells, **integers).repeat(work.n_stream, 1)
-        token = torch.arange(n_tok, **integers)
-        # TokenRow of batch.h: position, cell, first slot of its sequence
-        tokens = torch.stack([work.n_cells + token % work.n_tps, 0 * token, slots * (token // work.n_tps)], 1)
-        slot = torch.arange(slots, **integers)
-        position = torch.where(slot < N_SINK, slot, work.n_cells - slots + slot).repeat(work.n_stream)
-        slot_rows = torch.stack([position, 0 * position, 0 * position - 1], dim=1).contiguous()
-        fresh, window = (torch.randn(n, 2 * N_HEAD * D, **halves) for n in (n_tok, len(position)))
+        rows = batch_rows(work.n_stream, work.n_tps, work.n_cells)
+        tokens, slot_rows = (torch.from_numpy(part).to(DEVICE) for part in rows)
+        fresh, window = (torch.randn(len(part), 2 * N_HEAD * D, **halves) for part in rows)
         self.out = torch.empty(n_tok, N_HEAD * GROUP * D, device=DEVICE)
         cells = torch.arange(n_tok, dtype=torch.int64, device=DEVICE)
         self.tensors = [floats, mask, cell_pos, tokens, slot_rows, fresh, window, cells]  # keep them allocated
@@ -105,7 +112,7 @@ class Cuda:
                                split=-(-work.n_cells // n_split // 64) * 64, m=at, z=at + 4 * part,
                                acc=at + 8 * part, qt=qt, shift=qt + 4 * n_rows * layer.width_k)  # fmt: skip
         self.combine = c.Combine(a=self.attend, fresh=fresh.data_ptr(), window=window.data_ptr(),
-                                 slots=slot_rows.data_ptr(), slots_of_seq=slots, sinks=None,
+                                 slots=slot_rows.data_ptr(), slots_of_seq=SLOTS, sinks=None,
                                  out=self.out.data_ptr(), out_stride=N_HEAD * GROUP * D)  # fmt: skip
 
     def run(self, name: str, args: ct.Structure) -> Callable[[], None]:

@@ -21,10 +21,9 @@ import cuda_ops as c  # noqa: E402
 import layers  # noqa: E402
 import numpy as np  # noqa: E402
 import vulkan_ops as v  # noqa: E402
-from gpu_ops import BANDS, GROUP, N_HEAD, N_RECENT, N_ROLLBACK, N_SINK, PREFILL, PREFILL_CELLS, D  # noqa: E402
+from gpu_ops import BANDS, GROUP, N_HEAD, N_RECENT, N_SINK, PREFILL, PREFILL_CELLS, SLOTS, D, batch_rows  # noqa: E402
 from gpu_report import emit, failed  # noqa: E402
 
-SLOTS = N_SINK + N_RECENT + N_ROLLBACK
 DISTINCT = 1024  # distinct cells; further cells repeat them
 
 
@@ -61,12 +60,7 @@ class Workload:
         blocks = N_HEAD * n_stream * -(-n_tps * GROUP // 8)
         n_split = max(1, min(1024 // blocks, n_cells // 128))  # the engine's rule
         n_rows = n_split * N_HEAD * n_tok * GROUP
-        token = np.arange(n_tok, dtype=np.int32)
-        # TokenRow of batch.h: position, cell, first slot of its sequence
-        tokens = np.stack([n_cells + token % n_tps, 0 * token, SLOTS * (token // n_tps)], 1)
-        slot = np.arange(SLOTS, dtype=np.int32)
-        position = np.tile(np.where(slot < N_SINK, slot, n_cells - SLOTS + slot), n_stream)
-        slots = np.stack([position, 0 * position, 0 * position - 1], axis=1).astype(np.int32)
+        tokens, slots = batch_rows(n_stream, n_tps, n_cells)
         strides = {"k_head": D, "k_token": N_HEAD * D, "v_head": D, "v_token": N_HEAD * D}
         at = {"k_tiles": k_tiles, "v_tiles": v_tiles, "k_stride": k_stride, "v_stride": v_stride}
         fresh = halves(n_tok, 2 * N_HEAD * D)

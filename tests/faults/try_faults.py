@@ -29,7 +29,7 @@ def copy_of_checkout(folder: Path) -> Path:
     """Copies the tracked files; unchanged files keep their modification times. Removes files of an earlier copy."""
     copy = folder / "checkout"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, capture_output=True, check=True).stdout
-    names = listed.decode().split("\0")
+    names = {*listed.decode().split("\0")}
     for path in [path for path in copy.rglob("*") if path.is_file()]:
         name = path.relative_to(copy).as_posix()
         if name not in names and not name.startswith("build/"):
