@@ -15,7 +15,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -29,20 +28,6 @@ namespace {
 const char * set_variable(const char * name) {
     const char * value = std::getenv(name);
     return value && *value ? value : nullptr;
-}
-
-int32_t number_of(const char * name, int32_t most) {
-    const char * text = set_variable(name);
-    if (!text) {
-        return -1;
-    }
-    char * end        = nullptr;
-    errno             = 0;
-    const long number = std::strtol(text, &end, 10);
-    if (*end || errno != 0 || number < 0 || number > most) {
-        refuse(name, "a number from 0 to " + std::to_string(most), "'" + shortened(text) + "'");
-    }
-    return (int32_t) number;
 }
 
 // The request for a cache with these bases, from the other variables.

@@ -1,6 +1,7 @@
 // capi.cpp: attaches layouts and observers to the next context, and reports statistics of a context.
 #include "capi.h"
 #include "hook.h"
+#include "llama-subkv-programs.h"
 #include "observer.h"
 #include "request.h"
 #include "subkv_research.h"
@@ -140,6 +141,10 @@ extern "C" const char * subkv_context_fingerprint(llama_context * ctx) {
 extern "C" const char * subkv_context_devices(llama_context * ctx) {
     const Cache * cache = cache_of(ctx);
     return cache ? cache->devices().c_str() : nullptr;
+}
+
+extern "C" int32_t subkv_resume(llama_context * ctx, int32_t seq, int32_t pos) {
+    return guarded<int32_t>("context", pos, [&] { return llama_subkv_resume(ctx, seq, pos); });
 }
 
 extern "C" const char * subkv_kernel_name(void) {

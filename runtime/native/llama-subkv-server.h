@@ -2,6 +2,7 @@
 // headers. The patched files of tools/server include it.
 #pragma once
 
+#include "llama-subkv-programs.h"
 #include "llama-subkv-store.h"
 #include "llama-subkv-usage.h"
 
@@ -59,27 +60,6 @@ inline size_t cheapest(const checkpoints & held, const common_chat_msg_spans & s
         }
     }
     return least;
-}
-
-// Frees a place for another checkpoint of a coded cache, created by task `id_task`. false: an ordinary cache, no
-// change.
-inline bool make_room(std::list<common_prompt_checkpoint> & held, const common_chat_msg_spans & spans, int id_task,
-                      int64_t n_tokens, size_t n_most, const llama_context * ctx) {
-    if (!llama_subkv_is_coded(ctx)) {
-        return false;
-    }
-    while (held.size() >= n_most) {
-        checkpoints all;
-        for (const auto & point : held) {
-            all.push_back(&point);
-        }
-        const size_t least = cheapest(all, spans, n_tokens, id_task);
-        if (least == all.size()) {
-            break;
-        }
-        held.erase(std::next(held.begin(), (std::ptrdiff_t) least));
-    }
-    return true;
 }
 
 // Stores a slot's prompt, unless it has images. data: its states; empty: read them from the contexts.
@@ -176,6 +156,17 @@ inline int64_t reach(const server_prompt & prompt, const server_tokens & request
         most = held.n_tokens <= n ? std::max<int64_t>(most, held.n_tokens) : most;
     }
     return most;
+}
+
+// Lowers n_past and pos_next, the next position, to where evaluation resumes (llama_subkv_resume), but not before a
+// picture.
+inline void resume(const server_tokens & tokens, const llama_context * ctx, int seq, int & n_past,
+                   llama_pos & pos_next) {
+    const llama_pos to = llama_subkv_resume(ctx, seq, pos_next);
+    while (pos_next > to && n_past > 0 && tokens[(size_t) n_past - 1] != LLAMA_TOKEN_NULL) {
+        --n_past;
+        --pos_next;
+    }
 }
 
 // Restores a stored prompt in slot `seq` if it saves more evaluation than the slot's prompt and than `other` (a prompt

@@ -208,13 +208,19 @@ void llama_subkv::loaded(llama_model & model, const std::string & path, const ll
     }
 }
 
+// true: the cache has adaptive bases; not every tail can be removed without damage to a chunk
+static bool has_chunks(const subkv::CacheHook * hook) {
+    return hook && hook->facts().n_rollback >= 0;
+}
+
 llama_pos llama_subkv::pos_min(llama_memory_i & memory, llama_seq_id seq) {
-    const llama_pos     first  = memory.seq_pos_min(seq);
-    const struct caches caches = caches_of(&memory);
-    if (first < 0 || !coded(&memory)) {
+    const llama_pos first = memory.seq_pos_min(seq);
+    const auto *    hook  = hook_of(&memory);
+    if (first < 0 || !has_chunks(hook)) {
         return first;
     }
-    llama_pos last = caches.base->subkv_hook->goes_back_to(seq, reader(*caches.base)) - 1;
+    const struct caches caches = caches_of(&memory);
+    llama_pos           last   = hook->goes_back_to(seq, reader(*caches.base)) - 1;
     // Callers that know of a truncated sliding window subtract its size from the position that they return to.
     if (caches.swa && caches.swa->get_size() < caches.base->get_size()) {
         last -= (llama_pos) caches.base->hparams.n_swa;
@@ -223,32 +229,28 @@ llama_pos llama_subkv::pos_min(llama_memory_i & memory, llama_seq_id seq) {
 }
 
 uint32_t llama_subkv::n_rs_seq(const llama_context & ctx) {
-    const uint32_t   snapshots = ctx.get_cparams().n_rs_seq;
-    llama_memory_i * memory    = ctx.get_memory();
-    const auto *     hook      = hook_of(memory);
-    if (!hook || !hook->facts().coded || hook->facts().n_rollback < 0) {
+    const uint32_t snapshots = ctx.get_cparams().n_rs_seq;
+    const auto *   hook      = hook_of(ctx.get_memory());
+    if (!has_chunks(hook)) {
         return snapshots;
     }
     const auto n_rollback = (uint32_t) std::max(1, hook->facts().n_rollback);
-    if (dynamic_cast<llama_memory_hybrid *>(memory) || dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
-        return std::min(snapshots, n_rollback);
+    return caches_of(ctx.get_memory()).recurrent ? std::min(snapshots, n_rollback) : n_rollback;
+}
+
+llama_pos llama_subkv::resume(llama_memory_i * memory, llama_seq_id seq, llama_pos pos) {
+    const struct caches caches = caches_of(memory);
+    if (!coded(memory) || caches.recurrent || seq < 0 || seq >= (llama_seq_id) caches.base->n_seq_max) {
+        return pos;
     }
-    return n_rollback;
+    const auto & base = *caches.base;
+    const auto   to   = base.subkv_hook->resume(seq, pos, reader(base));
+    // in the sliding half, the window of an earlier token may be gone
+    return !caches.swa || slid_away(base, *caches.swa, { { seq, 0, to } }, to) < 0 ? to : pos;
 }
 
-int32_t llama_subkv_n_keep(const llama_context * ctx, int32_t n_keep) {
-    const auto * hook = llama_subkv::hook_of(ctx->get_memory());
-    return hook && hook->facts().coded ? std::max(n_keep, hook->facts().n_sink) : n_keep;
-}
-
-bool llama_subkv_checkpoint(const llama_context * ctx, int32_t n_left, int32_t n_ubatch) {
-    const int32_t pieces   = n_ubatch > 0 && n_left > 4 ? (n_left - 4) / n_ubatch : 0;
-    const bool    is_count = pieces > 0 && (pieces <= 4 || (pieces & (pieces - 1)) == 0);
-    return is_count && n_left == 4 + pieces * n_ubatch && llama_subkv::coded(ctx->get_memory());
-}
-
-bool llama_subkv_is_coded(const llama_context * ctx) {
-    return llama_subkv::coded(ctx->get_memory());
+int32_t llama_subkv_resume(const llama_context * ctx, llama_seq_id seq, int32_t pos) {
+    return llama_subkv::resume(ctx->get_memory(), seq, pos);
 }
 
 void llama_subkv::clear(llama_kv_cache & kv) {

@@ -68,7 +68,7 @@ SUBKV_API const char * subkv_layout_json(const subkv_layout * layout);
 typedef struct subkv_cache_params {
     int32_t      n_sink;     // < 0: the layout's value
     int32_t      n_recent;   // < 0: the layout's value
-    int32_t      n_rollback; // exact rows kept beyond n_recent: the last n_rollback tokens can be removed; < 0: 16
+    int32_t      n_rollback; // exact rows kept beyond n_recent: removing n_rollback last tokens costs none; < 0: 16
     const char * adapt;      // options of adaptation, as --adapt: "none", "v", "kv,length=512,gain=0.9"; NULL: none
 } subkv_cache_params;
 
@@ -116,6 +116,11 @@ SUBKV_API const char * subkv_context_fingerprint(struct llama_context * ctx);
 // GPUs that store the coded layers, with llama.cpp's names and descriptions, separated by ", "; NULL for an ordinary
 // cache.
 SUBKV_API const char * subkv_context_devices(struct llama_context * ctx);
+
+// Where evaluation resumes in a sequence of which positions before `pos` are kept: at `pos`, or at most SUBKV_RESUME
+// tokens (32 by default) before it if a coefficient cache has lost exact rows of the last ones (removed tails and moved
+// parts lose them). A program removes the cells from there on and evaluates their tokens again.
+SUBKV_API int32_t subkv_resume(struct llama_context * ctx, int32_t seq, int32_t pos);
 
 //
 // calibration

@@ -152,17 +152,20 @@ class Context:
             self._checkpoints.setdefault(seq, Checkpoints(self.handle, seq)).take(pos)
 
     def drop_tail(self, pos: int, seq: int = 0) -> None:
-        """Remove the cells at positions ≥ pos. Raises CacheError, and removes nothing, if the cache has too few exact
-        rows or recurrent state has no mark there.
+        """Remove the cells at positions ≥ pos. Raises CacheError, and removes nothing, if the next token's exact rows
+        would not be complete or recurrent state has no mark there: measurements do not depend on earlier ones.
         """
         checkpoints = self._checkpoints.get(seq)
-        if checkpoints is not None:
+        n_removed = C.llama_memory_seq_pos_max(self.memory, seq) + 1 - pos
+        if self.choice.coded and pos > 0 and n_removed > self.stats.n_rollback:
+            removed = False
+        elif checkpoints is not None:
             removed = checkpoints.rewind(pos, exactly=True) == pos
         else:
             removed = C.llama_memory_seq_rm(self.memory, seq, pos, -1)
         if not removed:
             raise CacheError(
-                "n_rollback", f"expected a tail that can be removed, found the cells from position {pos} coded"
+                "n_rollback", f"expected a tail that leaves a complete window, found the cells from position {pos} on"
             )
 
     def close(self) -> None:
