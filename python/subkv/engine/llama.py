@@ -194,7 +194,7 @@ class Llama(llama_cpp.Llama):
     def draft_model(self, source: Any) -> None:
         model = as_draft_model(source)
         if model is not None:
-            check_rollback(draft_length(model, self.n_batch), self.n_removable or None)
+            check_rollback(draft_length(model, self.n_batch), self.kv_stats().n_rollback or None)
         self._draft_with(model)
 
     def _draft_with(self, model: Any) -> None:
