@@ -324,6 +324,27 @@ def test_sidecar_of_something_else(
     assert result.stderr.count("\n") == 1
 
 
+def test_bases_of_an_old_format_are_derived_again(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bases from the weights take seconds; the user is not told to convert."""
+    path = choose_cache(model, CacheOptions("subkv")).layout
+    assert path is not None
+    whole, keys = path.read_bytes(), writer.read(path) | {"subkv.version": (GGUFValueType.UINT32, 4)}
+    del keys[writer.KEYS_DIGEST]
+    writer.write(path, keys)
+    capsys.readouterr()
+    assert choose_cache(model, CacheOptions("subkv")).layout == path
+    assert path.read_bytes() == whole and capsys.readouterr().err == ""
+
+
+def test_damaged_bases_of_the_weights_are_derived_again(model: Path) -> None:
+    path = choose_cache(model, CacheOptions("subkv")).layout
+    assert path is not None
+    whole, basis = path.read_bytes(), writer.read(path)["subkv.blk.0.basis"][1].encode()
+    at = whole.index(basis) + len(basis) // 2
+    path.write_bytes(whole[:at] + (b"A" if whole[at : at + 1] != b"A" else b"B") + whole[at + 1 :])
+    assert choose_cache(model, CacheOptions("subkv")).layout == path and path.read_bytes() == whole
+
+
 def test_sidecar_without_weights_is_no_model(model: Path, made: Path) -> None:
     stamped(made, made.with_name("older.gguf"), **{CONTENT_KEY: (GGUFValueType.STRING, "")})
     assert choose_cache(model, CacheOptions(bases=made.with_name("older.gguf"))).name == "subkv"  # explicit choices
