@@ -96,6 +96,15 @@ void report(const CacheDesc & desc, const Cache & cache, const std::string & fil
     llama_subkv_log(line + file);
 }
 
+// Logs once per process that nothing protects the bases of an old file.
+void note_version(const Layout & layout, const CacheDesc & desc, const std::string & file) {
+    static std::atomic<bool> noted{ false };
+    if (layout.version == FORMAT_WITHOUT_DIGEST && !desc.no_alloc && !noted.exchange(true)) {
+        llama_subkv_log(file + ": format version " + std::to_string(layout.version) +
+                        " has no checksum; `subkv convert` writes version " + std::to_string(FORMAT_VERSION));
+    }
+}
+
 std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::string & setting) {
     const bool by_name  = setting != "auto";
     const bool required = desc.required && !cache_made;
@@ -120,6 +129,7 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
         return ordinary(desc, why);
     }
     const auto layout = load_layout(file.c_str());
+    note_version(*layout, desc, file);
     // A wrong file for the first model is an error of the user; a later model with other shapes is just a second model.
     const std::string misfit = Cache::misfit(*layout, desc);
     if (!misfit.empty() && second) {

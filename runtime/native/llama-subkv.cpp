@@ -2,6 +2,7 @@
 #include "llama-subkv-cells.h"
 #include "llama-subkv-library.h"
 #include "llama-subkv-programs.h"
+#include "printable.h"
 
 #include "llama-context.h"
 #include "llama-graph.h"
@@ -29,7 +30,7 @@ void llama_subkv_register(subkv::cache_new_fn fn) {
 }
 
 void llama_subkv_log(const std::string & line) {
-    LLAMA_LOG_WARN("subkv: %s\n", line.c_str());
+    LLAMA_LOG_WARN("subkv: %s\n", subkv::printable(line).c_str());
 }
 
 static std::atomic<bool> g_required{ false };

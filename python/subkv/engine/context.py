@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from subkv.base.closed import mark_closed
 from subkv.base.errors import CacheError
 from subkv.base.threads import default_threads
 from subkv.engine.cache import CacheChoice, attached, creation_error, flash_attention
@@ -173,7 +174,10 @@ class Context:
             with captured_log(forward=False):  # llama.cpp logs buffer sizes
                 C.llama_batch_free(self.batch)
                 C.llama_free(self.handle)
-            self.handle = None
+            self.handle = self.memory = None
+        for checkpoints in self._checkpoints.values():
+            mark_closed(checkpoints, "Context")
+        mark_closed(self)
 
     def __enter__(self) -> Context:
         return self
