@@ -158,10 +158,10 @@ class Context:
         """
         checkpoints = self._checkpoints.get(seq)
         n_removed = C.llama_memory_seq_pos_max(self.memory, seq) + 1 - pos
-        if self.choice.coded and pos > 0 and n_removed > self.stats.n_rollback:
-            removed = False
-        elif checkpoints is not None:
+        if checkpoints is not None:
             removed = checkpoints.rewind(pos, exactly=True) == pos
+        elif self.choice.coded and pos > 0 and n_removed > self.stats.n_rollback:
+            removed = False
         else:
             removed = C.llama_memory_seq_rm(self.memory, seq, pos, -1)
         if not removed:
