@@ -166,7 +166,7 @@ class Context:
             removed = C.llama_memory_seq_rm(self.memory, seq, pos, -1)
         if not removed:
             raise CacheError(
-                "n_rollback", f"expected a tail that leaves a complete window, found the cells from position {pos} on"
+                "n_rollback", f"expected a tail that can be removed exactly, found the cells from position {pos} on"
             )
 
     def close(self) -> None:
