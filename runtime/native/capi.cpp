@@ -151,7 +151,7 @@ extern "C" const char * subkv_context_devices(llama_context * ctx) {
 
 extern "C" int32_t subkv_resume(llama_context * ctx, int32_t seq, int32_t pos) {
     return guarded<int32_t>("context", pos,
-                            [&] { return llama_subkv_resume(not_null(ctx, "subkv_resume: ctx"), seq, pos); });
+                            [&] { return llama_subkv_resume(&not_null(ctx, "subkv_resume: ctx"), seq, pos); });
 }
 
 extern "C" const char * subkv_kernel_name(void) {
