@@ -99,6 +99,9 @@ extern "C" subkv_store_found * subkv_store_get(subkv_store * store, const uint8_
         not_null(identity, "subkv_store_get: identity");
         not_null(query, "subkv_store_get: query");
         check_array(query->tokens, query->n_tokens, "subkv_store_get: query.tokens");
+        if (query->n_held < 0) {
+            fail("subkv_store_get: query.n_held: expected 0 or more tokens, found %lld", (long long) query->n_held);
+        }
         PrefixQuery prefix_query;
         prefix_query.identity          = hex_digits(identity, SUBKV_STORE_IDENTITY);
         prefix_query.tokens            = { query->tokens, query->tokens + query->n_tokens };
