@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from subkv.base.command import group, stack
+from subkv.base.command import group, show, stack
 from subkv.base.errors import SubkvError
 from subkv.format.window import Window
 
@@ -286,7 +286,7 @@ def form_option(*kinds: str) -> Option:
 
 def note(text: str) -> None:
     """Print a status line to stderr; stdout is for results."""
-    click.echo(text, err=True)
+    show(text, err=True)
 
 
 def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:

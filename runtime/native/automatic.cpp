@@ -16,6 +16,7 @@
 #include "request.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <filesystem>
 #include <map>
@@ -120,6 +121,15 @@ void report(const CacheDesc & desc, const Cache & cache, const std::string & fil
     llama_subkv_log(line + file);
 }
 
+// Logs once per process that nothing protects the bases of an old file.
+void note_version(const Layout & layout, const CacheDesc & desc, const std::string & file) {
+    static std::atomic<bool> noted{ false };
+    if (layout.version == FORMAT_WITHOUT_DIGEST && !desc.no_alloc && !noted.exchange(true)) {
+        llama_subkv_log(file + ": format version " + std::to_string(layout.version) +
+                        " has no checksum; `subkv convert` writes version " + std::to_string(FORMAT_VERSION));
+    }
+}
+
 std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::string & setting) {
     const bool named    = setting != "auto" && owners.may_use(setting, desc.model_path);
     const bool default_ = desc.requested == Requested::NOTHING;
@@ -147,6 +157,7 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
         return ordinary(desc, why);
     }
     const auto layout = load_layout(file.c_str());
+    note_version(*layout, desc, file);
     if (!required) {
         if (!desc.unsupported.empty()) {
             return ordinary(desc, "coefficients are not supported because " + desc.unsupported);

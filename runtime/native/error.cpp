@@ -21,7 +21,7 @@ static std::string formatted(const char * fmt, va_list args) {
         text.resize((size_t) n);
     }
     va_end(again);
-    return text;
+    return printable(text);
 }
 
 std::string sentence(const char * fmt, ...) {
@@ -35,7 +35,11 @@ std::string sentence(const char * fmt, ...) {
 bool reject(const char * fmt, ...) {
     va_list args;
     va_start(args, fmt);
-    last_error = formatted(fmt, args);
+    try {
+        last_error = formatted(fmt, args);
+    } catch (const std::exception &) {
+        last_error = "out of memory"; // short enough for the string's own bytes
+    }
     va_end(args);
     return false;
 }
@@ -50,6 +54,12 @@ void fail(const char * fmt, ...) {
 
 void refuse(const std::string & key, const std::string & expected, const std::string & found) {
     throw Invalid(key + ": expected " + expected + ", found " + found);
+}
+
+void check_array(const void * array, int64_t n, const char * argument) {
+    if (n < 0 || (n > 0 && !array)) {
+        fail("%s: expected elements, found %lld%s", argument, (long long) n, n > 0 ? " at NULL" : "");
+    }
 }
 
 void clear_error() {

@@ -2,6 +2,7 @@
 #include "llama-subkv-library.h"
 #include "llama-subkv-programs.h"
 #include "llama-subkv.h"
+#include "printable.h"
 
 #include "llama-impl.h"
 
@@ -19,7 +20,7 @@ void llama_subkv_register(subkv::cache_new_fn fn) {
 }
 
 void llama_subkv_log(const std::string & line) {
-    LLAMA_LOG_WARN("subkv: %s\n", line.c_str());
+    LLAMA_LOG_WARN("subkv: %s\n", subkv::printable(line).c_str());
 }
 
 namespace {

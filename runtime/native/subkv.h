@@ -1,5 +1,6 @@
 // subkv.h: the public C interface of libsubkv for programs. Every function that can fail reports the reason in one
-// sentence through subkv_last_error() (thread-local, valid until the next call on the same thread).
+// sentence through subkv_last_error() (thread-local, valid until the next call on the same thread; text of files in it is
+// escaped). NULL for an object or an array is such a failure, unless a comment allows it; freeing NULL does nothing.
 #pragma once
 
 #include <stdbool.h>
@@ -111,7 +112,7 @@ typedef struct subkv_stats {
 // Returns false if the context has no coefficient cache.
 SUBKV_API bool subkv_get_stats(struct llama_context * ctx, subkv_stats * out);
 
-// Fingerprint of the context's layout; NULL for an ordinary cache.
+// Fingerprint of the context's layout; NULL for an ordinary cache, which is no error.
 SUBKV_API const char * subkv_context_fingerprint(struct llama_context * ctx);
 // GPUs that store the coded layers, with llama.cpp's names and descriptions, separated by ", "; NULL for an ordinary
 // cache.
@@ -153,7 +154,7 @@ typedef struct subkv_observed {
     int32_t  coded;          // 1: observed in a coefficient cache, which also sets `plain`
     int32_t  plain;          // 1: logits are scale q.k, without soft-capping, ALiBi and attention sinks
 } subkv_observed;
-SUBKV_API int32_t subkv_observer_n_layer(const subkv_observer * obs);
+SUBKV_API int32_t subkv_observer_n_layer(const subkv_observer * obs); // -1: NULL
 SUBKV_API bool    subkv_observer_layer(const subkv_observer * obs, int32_t il, subkv_observed * out);
 
 // Means over tokens as f64, by name: "q2" [n_head_kv][d_k][d_k] (mean over tokens and the group's heads), "k2"

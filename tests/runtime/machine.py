@@ -2,9 +2,9 @@
 
 `Machine` runs every call on both and compares logits. The coded cache holds the same half-precision numbers (full rank,
 16-bit bands), so they may differ by rounding only. `Held` predicts the refusals of the coded cache: with adaptive bases
-they depend only on its window, with recurrent state on that state's position. Two limits depend on more: the tokens by which recurrent
-state can be rolled back (n_rs_seq), and the rows of sliding-window layers. There a successful call must be correct, and
-a call that is certainly possible must succeed.
+they depend only on its window, with recurrent state on that state's position. Two limits depend on more: the tokens by
+which recurrent state can be rolled back (n_rs_seq), and the rows of sliding-window layers. There a successful call must
+be correct, and a call that is certainly possible must succeed.
 """
 
 from __future__ import annotations

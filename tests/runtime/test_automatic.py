@@ -15,7 +15,8 @@ from typing import Any
 import engine
 import pytest
 from each import each
-from gguf import GGUFReader
+from format import writer
+from gguf import GGUFReader, GGUFValueType
 
 from subkv.format import store
 from subkv.native import library as _lib
@@ -120,10 +121,8 @@ def sidecar(path: Path, model: Path, n_recent: int = 8, content: str | None = No
         **more,
     )
     engine.SUBKV.subkv_layout_free(layout)
-    with Gguf(path) as plain:
-        data = plain.metadata_with({"subkv.base.content": ("str", digest if content is None else content)})
-    path.write_bytes(data)
-    return path
+    named = {"subkv.base.content": (GGUFValueType.STRING, digest if content is None else content)}
+    return writer.write(path, writer.sealed(writer.read(path) | named))
 
 
 def stored(model: Path, ending: str = ".gguf", **options: Any) -> Path:
@@ -392,3 +391,23 @@ def test_the_window_follows_the_variables(model: Path, bases: Path) -> None:
     assert exact["logits"] != usual["logits"]
     adaptive = run(model, subkv=str(bases), SUBKV_ADAPT="v,block=4,warm=8,length=16", SUBKV_RECENT="24")[0]
     assert adaptive["made"] and adaptive["logits"] != usual["logits"]
+
+
+def test_names_are_escaped_in_the_log(model: Path, bases: Path, tmp_path: Path) -> None:
+    hostile = bases.rename(tmp_path / "a\x1b[31mb\nc\u202e.gguf")
+    (found,) = run(model, subkv=str(hostile))
+    assert found["made"] and len(found["log"]) == 1
+    assert found["log"][0].endswith("/a\\x1b[31mb\\nc\\u202e.gguf")
+    (found,) = run(model, subkv=f"{hostile}none")
+    assert not found["made"] and all(line.isprintable() for line in found["log"])
+
+
+def test_an_old_file_is_noted_once(model: Path, bases: Path) -> None:
+    """It is used: only the checksum of its keys is missing."""
+    keys = writer.read(bases) | {"subkv.version": (GGUFValueType.UINT32, 4)}
+    del keys[writer.KEYS_DIGEST]
+    writer.write(bases, keys)
+    found = run(model, model, subkv=str(bases))
+    assert all(entry["made"] for entry in found)
+    notes = [line for entry in found for line in entry["log"] if "format version 4 has no checksum" in line]
+    assert len(notes) == 1 and str(bases) in notes[0]

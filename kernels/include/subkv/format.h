@@ -62,11 +62,13 @@ SUBKV_EVERYWHERE float half_range(int32_t bits) {
 // files
 //
 
-constexpr int FORMAT_VERSION = 4;
-constexpr int MAX_LAYERS     = 1024;
-constexpr int MAX_HEADS_KV   = 1024;
-constexpr int MAX_SINK       = 4096;
-constexpr int MAX_RECENT     = 65536;
+constexpr int FORMAT_VERSION        = 5;
+constexpr int FORMAT_WITHOUT_DIGEST = 4; // also read
+constexpr int CODES_VERSION         = 4; // of rows and bases: part of the fingerprint
+constexpr int MAX_LAYERS            = 1024;
+constexpr int MAX_HEADS_KV          = 1024;
+constexpr int MAX_SINK              = 4096;
+constexpr int MAX_RECENT            = 65536;
 
 //
 // caches

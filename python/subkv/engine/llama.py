@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 
 from subkv.base import hub
+from subkv.base.closed import mark_closed
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError, concerning
+from subkv.base.text import printable
 from subkv.engine import shift, states
 from subkv.engine.cache import CacheChoice, CacheOptions, attached, choose_cache, creation_error, flash_attention
 from subkv.engine.drafts import (
@@ -153,7 +155,8 @@ class Llama(llama_cpp.Llama):
         self._draft_with(draft)
         stats = self.kv_stats()
         if verbose:
-            print(cache_line(stats), *filter(None, [choice.note]), sep="\n", file=sys.stderr)
+            for line in filter(None, [cache_line(stats), choice.note]):
+                print(printable(line), file=sys.stderr)
 
     @classmethod
     def from_pretrained(
@@ -194,7 +197,7 @@ class Llama(llama_cpp.Llama):
     def draft_model(self, source: Any) -> None:
         model = as_draft_model(source)
         if model is not None:
-            check_rollback(draft_length(model, self.n_batch), self.n_removable or None)
+            check_rollback(draft_length(model, self.n_batch), self.kv_stats().n_rollback or None)
         self._draft_with(model)
 
     def _draft_with(self, model: Any) -> None:
@@ -490,6 +493,17 @@ class Llama(llama_cpp.Llama):
                 stack.enter_context(captured_log(forward=False))
             self._close_drafts()
             super().close()
+            self._mark_closed()
+
+    def _mark_closed(self) -> None:
+        """Also objects that share its native handles and that a program may still have."""
+        own = self.__dict__
+        for shared in (own.get("loaded_model"), own.get("_model"), getattr(own.get("_ctx"), "checkpoints", None)):
+            if shared is not None:
+                mark_closed(shared, "Llama")
+        if isinstance(own.get("_ctx"), GuardedContext):
+            mark_closed(own["_ctx"], "Llama")
+        mark_closed(self, "Llama")
 
     def __enter__(self) -> Llama:
         return self
