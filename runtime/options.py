@@ -136,8 +136,12 @@ draft_options = group(
         type=SHARE,
         default=0.0,
     ),
-    click.option(
-        "-ctkd", "--spec-draft-type-k", "draft_cache", default="f16", metavar="TYPE", help="KV cache of -md, K and V"
+    llama_option(
+        "-ctkd --spec-draft-type-k --cache-type-k-draft draft_cache",
+        "SPEC_DRAFT_CACHE_TYPE_K",
+        "KV cache of -md, K and V",
+        default="f16",
+        metavar="TYPE",
     ),
     click.option(
         "--spec-ngram-simple-size-n", "ngram", type=POSITIVE, default=12, help="ngram-simple: tokens that must match"

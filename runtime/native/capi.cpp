@@ -24,7 +24,7 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
         return nullptr;
     }
     if (!pending.cache.layout && !pending.observer) {
-        return pending.ordinary ? nullptr : automatic_cache(desc);
+        return pending.ordinary && desc.requested != Requested::CODED ? nullptr : automatic_cache(desc);
     }
     if (!desc.none.empty()) { // the caller checks the context and cancels
         return nullptr;

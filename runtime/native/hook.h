@@ -42,6 +42,14 @@ struct ReaderDesc {
     int32_t n_head;
 };
 
+// The K/V cache that a context's parameters request by their types (llama-subkv-programs.h).
+enum class Requested {
+    NOTHING,  // f16, the default: SUBKV selects the cache
+    ORDINARY, // one of llama.cpp's types
+    AUTO,     // a coded cache if the model has bases, else f16
+    CODED,    // a coded cache, or no context
+};
+
 // Description of a K/V cache before its constructor allocates memory.
 struct CacheDesc {
     std::string             arch;
@@ -55,8 +63,9 @@ struct CacheDesc {
     uint32_t                n_seq_max;
     bool                    sliding;  // the sliding-window half of an iswa cache
     bool                    no_alloc; // dry run: sizes only
-    bool                    required; // llama_subkv_require
-    ggml_type               type_k;
+    bool                    drafts;   // of a context for a model's drafting layers (MTP), which may have no bases
+    Requested               requested;
+    ggml_type               type_k; // of an ordinary cache
     ggml_type               type_v;
     std::vector<LayerDesc>  layers;
     std::vector<ReaderDesc> readers;

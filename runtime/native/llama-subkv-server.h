@@ -367,6 +367,18 @@ inline void until_answered(std::mutex & mutex, const std::unordered_set<int> & w
     }
 }
 
+// Calls a callback for the end of sleep, which loads the model again. false: it failed; the server sleeps on, answers
+// with errors, and tries again at the next request.
+template <typename Wake> bool wakes(const Wake & wake) {
+    try {
+        wake(false);
+        return true;
+    } catch (const std::exception & e) {
+        SRV_ERR("%s\n", e.what());
+        return false;
+    }
+}
+
 // Request, Response: of cpp-httplib. true: the request is rejected, the response is set.
 template <typename Request, typename Response> bool refuses(const Request & request, Response & response) {
     const auto why = llama_subkv_refusal(request.get_header_value("Host"), request.get_header_value("Origin"));

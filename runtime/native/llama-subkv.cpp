@@ -1,8 +1,6 @@
 // llama-subkv.cpp: connects llama.cpp's internals to hook.h. Part of libllama; the logic is in libsubkv.
 #include "llama-subkv-cells.h"
-#include "llama-subkv-library.h"
 #include "llama-subkv-programs.h"
-#include "printable.h"
 
 #include "llama-context.h"
 #include "llama-graph.h"
@@ -16,54 +14,9 @@
 #include "llama-model.h"
 
 #include <algorithm>
-#include <atomic>
-#include <cstdlib>
 #include <cstring>
-#include <mutex>
 #include <stdexcept>
 #include <string>
-
-static std::atomic<subkv::cache_new_fn> g_cache_new{ nullptr };
-
-void llama_subkv_register(subkv::cache_new_fn fn) {
-    g_cache_new = fn;
-}
-
-void llama_subkv_log(const std::string & line) {
-    LLAMA_LOG_WARN("subkv: %s\n", subkv::printable(line).c_str());
-}
-
-static std::atomic<bool> g_required{ false };
-
-void llama_subkv_require(void) {
-    const char * setting = std::getenv("SUBKV");
-    if (setting && std::strcmp(setting, "off") == 0) {
-        throw std::runtime_error("cache type subkv: SUBKV=auto, a file, or no SUBKV expected, SUBKV=off found");
-    }
-    g_required = true;
-}
-
-static subkv::cache_new_fn registered() {
-    const char * setting = std::getenv("SUBKV");
-    if (!setting || !*setting) {
-        setting = g_required ? "auto" : "off";
-    }
-    if (g_cache_new || std::strcmp(setting, "off") == 0) {
-        return g_cache_new;
-    }
-    static std::mutex           mutex;
-    std::lock_guard<std::mutex> lock(mutex);
-    if (!g_cache_new) {
-        std::string why;
-        auto *      subkv_register = llama_subkv_find("subkv_register", why);
-        if (!subkv_register) {
-            throw std::runtime_error(
-                format("SUBKV=%s: libsubkv beside libllama expected, found none that loads: %s", setting, why.c_str()));
-        }
-        subkv_register();
-    }
-    return g_cache_new;
-}
 
 //
 // llama_kv_cache
@@ -94,17 +47,15 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
 
 void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v, bool offload, uint32_t kv_size,
                        const layer_filter & filter, const layer_reuse & reuse, bool shares) {
-    const subkv::cache_new_fn cache_new = registered();
+    const subkv::cache_new_fn cache_new = request::cache_new();
     if (!cache_new) {
         return;
     }
-    const std::string        unsupported = reason_unsupported(kv.model, kv.hparams, shares);
-    static thread_local bool coded       = false; // the cache of rows; llama.cpp creates it before its indexer's cache
+    const std::string unsupported = reason_unsupported(kv.model, kv.hparams, shares);
     if (is_index(kv) && unsupported.empty()) {
-        type_k = coded ? index_type(kv, type_k) : type_k;
+        type_k = request::rows_coded ? index_type(kv, type_k) : type_k;
         return;
     }
-    coded = false;
     if (kv.other && llama_subkv::coded(*kv.other)) {
         throw std::runtime_error(
             "this model reads the K/V cache of another context, which holds coefficients; create that one with an "
@@ -126,9 +77,9 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v
     desc.n_seq_max   = kv.n_seq_max;
     desc.sliding     = kv.swa_type != LLAMA_SWA_TYPE_NONE;
     desc.no_alloc    = hparams.no_alloc;
-    desc.required    = g_required;
     desc.type_k      = type_k;
     desc.type_v      = type_v;
+    request::describe(desc);
     for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
         if (hparams.is_recr(il)) {
             desc.recurrent.push_back((int32_t) il);
@@ -149,8 +100,8 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v
               (int32_t) hparams.n_embd_head_k(il), (int32_t) d_v, hparams.is_mla(), hparams.indexer_top_k > 0,
               offload ? ggml_backend_dev_buffer_type(kv.model.dev_layer(il)) : ggml_backend_cpu_buffer_type() });
     }
-    kv.subkv_hook = cache_new(desc);
-    coded         = llama_subkv::coded(kv);
+    kv.subkv_hook       = cache_new(desc);
+    request::rows_coded = coded(kv);
 }
 
 void llama_subkv::made(const llama_context & ctx) {
@@ -160,14 +111,14 @@ void llama_subkv::made(const llama_context & ctx) {
         set_causal(memory, ctx.get_cparams().causal_attn);
         return;
     }
-    if (const subkv::cache_new_fn cache_new = registered()) {
+    if (const subkv::cache_new_fn cache_new = request::cache_new()) {
         const auto &     model = ctx.get_model();
         subkv::CacheDesc desc  = {};
         desc.arch              = llm_arch_name(model.arch);
         desc.model_path        = model.subkv_path;
         desc.no_alloc          = model.hparams.no_alloc;
-        desc.required          = g_required;
         desc.none = recurrent ? "its layers keep a recurrent state instead" : "its tokens attend to their batch only";
+        request::describe(desc);
         cache_new(desc);
     }
 }
