@@ -22,8 +22,9 @@
 
 namespace llama_subkv_server {
 
-constexpr size_t N_STORED = 6;                               // checkpoints that the store keeps per prompt
-constexpr int    NO_TASK  = std::numeric_limits<int>::min(); // the id of no task
+constexpr size_t  N_STORED = 6;                               // checkpoints that the store keeps per prompt
+constexpr int     NO_TASK  = std::numeric_limits<int>::min(); // the id of no task
+constexpr int64_t LEAST    = SUBKV_STORE_LEAST_TOKENS;
 
 // Called after the server has created a context; its slots are empty.
 inline void made(llama_context * ctx) {
@@ -62,6 +63,10 @@ inline size_t cheapest(const checkpoints & held, const common_chat_msg_spans & s
     return least;
 }
 
+inline subkv_store_bytes bytes_of(const std::vector<uint8_t> & of) {
+    return { of.data(), of.size() };
+}
+
 // Stores a slot's prompt, unless it has images. data: its states; empty: read them from the contexts.
 template <typename Slot>
 void put(const Slot & slot, const server_prompt_data & data, llama_context * ctx, llama_context * draft,
@@ -74,7 +79,6 @@ void put(const Slot & slot, const server_prompt_data & data, llama_context * ctx
     if (tokens.size() != prompt.tokens.size()) {
         return;
     }
-    const auto  bytes = [](const std::vector<uint8_t> & of) { return subkv_store_bytes{ of.data(), of.size() }; };
     checkpoints held;
     for (const auto & point : prompt.checkpoints) {
         held.push_back(&point);
@@ -89,21 +93,16 @@ void put(const Slot & slot, const server_prompt_data & data, llama_context * ctx
         points.push_back({ point->n_tokens,
                            point->pos_min,
                            point->pos_max,
-                           { bytes(point->data_tgt), bytes(point->data_dft), bytes(point->data_spec) } });
+                           { bytes_of(point->data_tgt), bytes_of(point->data_dft), bytes_of(point->data_spec) } });
     }
     llama_subkv_store_put(ctx, draft, slot.id,
                           { tokens.data(),
                             (int64_t) tokens.size(),
-                            { bytes(data.main), bytes(data.drft) },
+                            { bytes_of(data.main), bytes_of(data.drft) },
                             points.data(),
                             (int64_t) points.size(),
                             -1 },
                           at_end);
-}
-
-// true: a slot that keeps only this fraction of its tokens loses enough of them to store its prompt first.
-inline bool loses(const server_prompt & prompt, float kept) {
-    return (1.0f - kept) * (float) prompt.tokens.size() >= 32.0f && llama_subkv_store_on();
 }
 
 // Stores the slots' prompts while all slots are idle: one prompt per call, so that requests need not wait.
@@ -145,7 +144,7 @@ template <typename Slots> void put_all(const Slots & slots, llama_context * ctx,
     llama_subkv_usage_set(nullptr);
 }
 
-// Number of tokens of `requested` that need no evaluation in a slot with `prompt`.
+// Number of tokens of `requested` that need no evaluation after `prompt` is restored.
 inline int64_t reach(const server_prompt & prompt, const server_tokens & requested, int64_t n_removable) {
     const auto n = (int64_t) prompt.tokens.get_common_prefix(requested);
     if (n_removable < 0 || (int64_t) prompt.tokens.size() - n <= n_removable) {
@@ -169,56 +168,179 @@ inline void resume(const server_tokens & tokens, const llama_context * ctx, int 
     }
 }
 
-// Restores a stored prompt in slot `seq` if it saves more evaluation than the slot's prompt and than `other` (a prompt
-// of the cache in memory, or nullptr). false: the slot is unchanged, or empty.
-inline bool load(server_prompt & prompt, const server_prompt * other, const server_tokens & requested,
-                 llama_context * ctx, llama_context * draft, int seq) {
-    if (!llama_subkv_store_on()) {
-        return false;
+// The same for the slot's own prompt. The server removes a tail without a checkpoint if the cells that the remaining
+// tokens attend to are there.
+template <typename Slot> int64_t reach(const Slot & slot, const server_tokens & requested) {
+    const auto      n       = (int64_t) slot.prompt.tokens.get_common_prefix(requested);
+    const llama_pos n_swa   = llama_model_n_swa(llama_get_model(slot.ctx_tgt));
+    const llama_pos pos_min = llama_memory_seq_pos_min(llama_get_memory(slot.ctx_tgt), slot.id);
+    const bool      all     = pos_min == 0 || pos_min < slot.prompt.tokens.pos_next(n) - n_swa;
+    return all ? n : reach(slot.prompt, requested, 0);
+}
+
+// Stores the prompt of a slot that is about to lose it, in memory (or nullptr) and on disk.
+template <typename Slot> void keep(const Slot & slot, server_prompt_cache * memory) {
+    if (!memory || !slot.prompt_save(*memory)) { // which calls put()
+        put(slot, {}, slot.ctx_tgt, slot.ctx_dft);
     }
-    const llama_tokens tokens = requested.get_text_tokens();
-    if (tokens.size() != requested.size()) {
-        return false;
+}
+
+// Cells that a slot can have. Slots that share its cells give theirs up if they are idle; with_idle: they do not.
+template <typename Slot, typename Slots> int64_t n_room(const Slot & slot, const Slots & slots, bool with_idle) {
+    int64_t n = llama_n_ctx_seq(slot.ctx_tgt);
+    if (slot.ctx_dft) {
+        n = std::min<int64_t>(n, llama_n_ctx_seq(slot.ctx_dft));
     }
-    const int64_t n_removable = llama_subkv_store_removable(ctx);
-    const int64_t n_held =
-        std::max(reach(prompt, requested, n_removable), other ? reach(*other, requested, n_removable) : 0);
-    auto * found = llama_subkv_store_get(ctx, draft, seq, tokens.data(), (int64_t) tokens.size(), n_held);
-    if (!found) {
-        return false;
+    if (llama_n_ctx_seq(slot.ctx_tgt) < llama_n_ctx(slot.ctx_tgt)) { // every slot has its own cells
+        return n;
     }
-    const subkv_store_prompt & stored = *llama_subkv_store_prompt(found);
-    const auto                 set    = [&](llama_context * to, const subkv_store_bytes & state) {
-        return !to || (state.size > 0 && llama_state_seq_set_data_ext(to, (const uint8_t *) state.data, state.size, seq,
-                                                                      LLAMA_STATE_SEQ_FLAGS_NONE) == state.size);
-    };
-    const bool done = set(ctx, stored.state[0]) && set(draft, stored.state[1]);
-    prompt.clear();
-    if (done) {
-        prompt.tokens = server_tokens(llama_tokens(stored.tokens, stored.tokens + stored.n_tokens), requested.has_mtmd);
-        for (int64_t i = 0; i < stored.n_points; ++i) {
-            const auto & point = stored.points[i];
-            const auto   bytes = [&](int j) {
-                const auto * data = (const uint8_t *) point.data[j].data;
-                return std::vector<uint8_t>(data, data + point.data[j].size);
-            };
-            auto & held    = prompt.checkpoints.emplace_back();
-            held.n_tokens  = point.n_tokens;
-            held.pos_min   = point.pos_min;
-            held.pos_max   = point.pos_max;
-            held.data_tgt  = bytes(0);
-            held.data_dft  = bytes(1);
-            held.data_spec = bytes(2);
-        }
-    } else {
-        for (auto * of : { ctx, draft }) {
-            if (of) {
-                llama_memory_seq_rm(llama_get_memory(of), seq, -1, -1);
+    for (const auto & other : slots) {
+        n -= other.id != slot.id && (with_idle || other.is_processing()) ? other.prompt.n_tokens() : 0;
+    }
+    return n;
+}
+
+// Clears idle slots, those that are unused for the longest time first, until `slot` can have n cells.
+template <typename Slot, typename Slots>
+void make_room(const Slot & slot, Slots & slots, server_prompt_cache * memory, int64_t n) {
+    while (n_room(slot, slots, true) < n) {
+        auto oldest = slots.end();
+        for (auto it = slots.begin(); it != slots.end(); ++it) {
+            const bool idle = it->id != slot.id && !it->is_processing() && !it->prompt.tokens.empty();
+            if (idle && (oldest == slots.end() || it->t_last_used < oldest->t_last_used)) {
+                oldest = it;
             }
         }
+        if (oldest == slots.end()) {
+            return;
+        }
+        keep(*oldest, memory);
+        oldest->prompt_clear();
     }
-    llama_subkv_store_free(found, seq, !done);
-    return done;
+}
+
+// Replaces the prompt of a slot. false: the slot is empty.
+template <typename Slot>
+bool replace(Slot & slot, server_prompt && prompt, const subkv_store_bytes & state,
+             const subkv_store_bytes & of_draft) {
+    const auto set = [&](llama_context * ctx, const subkv_store_bytes & of) {
+        return !ctx || (of.size > 0 && llama_state_seq_set_data_ext(ctx, (const uint8_t *) of.data, of.size, slot.id,
+                                                                    LLAMA_STATE_SEQ_FLAGS_NONE) == of.size);
+    };
+    if (!set(slot.ctx_tgt, state) || !set(slot.ctx_dft, of_draft)) {
+        slot.prompt_clear();
+        return false;
+    }
+    slot.prompt = std::move(prompt);
+    return true;
+}
+
+inline server_prompt prompt_of(const subkv_store_prompt & stored, bool has_mtmd) {
+    server_prompt prompt;
+    prompt.tokens = server_tokens(llama_tokens(stored.tokens, stored.tokens + stored.n_tokens), has_mtmd);
+    for (int64_t i = 0; i < stored.n_points; ++i) {
+        const auto & point = stored.points[i];
+        const auto   bytes = [&](int j) {
+            const auto * data = (const uint8_t *) point.data[j].data;
+            return std::vector<uint8_t>(data, data + point.data[j].size);
+        };
+        auto & held    = prompt.checkpoints.emplace_back();
+        held.n_tokens  = point.n_tokens;
+        held.pos_min   = point.pos_min;
+        held.pos_max   = point.pos_max;
+        held.data_tgt  = bytes(0);
+        held.data_dft  = bytes(1);
+        held.data_spec = bytes(2);
+    }
+    return prompt;
+}
+
+// The prompt on disk that saves evaluation beyond n_held tokens; nullptr: none.
+template <typename Slot>
+subkv_store_found * find(const Slot & slot, const server_tokens & requested, int64_t n_held, int64_t n_max) {
+    if (!llama_subkv_store_on()) {
+        return nullptr;
+    }
+    const llama_tokens tokens = requested.get_text_tokens();
+    return tokens.size() == requested.size() ? llama_subkv_store_get(slot.ctx_tgt, slot.ctx_dft, tokens.data(),
+                                                                     (int64_t) tokens.size(), n_held, n_max) :
+                                               nullptr;
+}
+
+// Takes the prompt with the most leading tokens of a request out of the cache in memory. n_held: tokens of the request
+// that it must exceed; becomes its number.
+inline std::list<server_prompt_cache_state> take_best(server_prompt_cache & memory, const server_tokens & requested,
+                                                      int64_t n_removable, int64_t n_max, int64_t & n_held) {
+    std::list<server_prompt_cache_state> res;
+    auto                                 best = memory.states.end();
+    for (auto it = memory.states.begin(); it != memory.states.end(); ++it) {
+        const int64_t n = reach(it->prompt, requested, n_removable);
+        if (n > n_held && it->prompt.n_tokens() <= n_max) {
+            best   = it;
+            n_held = n;
+        }
+    }
+    if (best != memory.states.end()) {
+        res.splice(res.end(), memory.states, best);
+    }
+    return res;
+}
+
+// Gives an idle slot the prompt that saves the most evaluation of a request: its own, one in memory (or nullptr), or
+// one on disk; first saves a prompt that loses tokens. updates: upstream saves the slot's prompt; else another one must
+// save LEAST tokens more than the slot's. false: upstream decides.
+template <typename Slot, typename Slots>
+bool prepare(Slot & slot, Slots & slots, server_prompt_cache * memory, const server_task & task, bool updates) {
+    if (slot.is_processing()) { // the request waits, and the slot needs its prompt
+        return true;
+    }
+    const bool completes = task.type == SERVER_TASK_TYPE_COMPLETION || task.type == SERVER_TASK_TYPE_INFILL;
+    const bool adapted   = std::any_of(slots.begin(), slots.end(), [](auto & other) { return !other.lora.empty(); });
+    if (!completes || !task.params.cache_prompt || adapted) { // prompts in memory do not tell their adapters
+        return false;
+    }
+    const server_tokens & requested   = task.tokens;
+    const int64_t         n_removable = llama_subkv_store_removable(slot.ctx_tgt);
+    const int64_t         n_max       = n_room(slot, slots, false);
+    const int64_t         n_own       = reach(slot, requested);
+
+    int64_t                              n_held = n_own + (updates ? 0 : LEAST - 1);
+    std::list<server_prompt_cache_state> best; // outside the cache, which may drop it to save the slot's prompt
+    if (memory) {
+        best = take_best(*memory, requested, n_removable, n_max, n_held);
+    }
+    auto *        found = find(slot, requested, best.empty() ? n_own : n_held, n_max);
+    const int64_t lost  = slot.prompt.n_tokens() - (int64_t) slot.prompt.tokens.get_common_prefix(requested);
+    if (updates || found || !best.empty() || (llama_subkv_store_on() && lost >= LEAST)) {
+        SRV_TRC("%s", "updating prompt cache\n");
+        keep(slot, memory);
+    }
+    bool done = false;
+    if (found) {
+        const subkv_store_prompt & stored = *llama_subkv_store_prompt(found);
+        make_room(slot, slots, memory, stored.n_tokens);
+        try {
+            done = replace(slot, prompt_of(stored, requested.has_mtmd), stored.state[0], stored.state[1]);
+        } catch (const std::bad_alloc &) { // the slot keeps its prompt
+        }
+        llama_subkv_store_free(found, slot.id, done);
+    }
+    if (!done && !best.empty()) {
+        auto &        prompt = best.front().prompt;
+        const auto    state = bytes_of(best.front().data.main), of_draft = bytes_of(best.front().data.drft);
+        const int64_t tail = prompt.n_tokens() - (int64_t) prompt.tokens.get_common_prefix(requested);
+        make_room(slot, slots, memory, prompt.n_tokens());
+        if (tail >= LEAST) { // the slot will remove it; memory keeps it
+            replace(slot, prompt.clone(), state, of_draft);
+        } else if (replace(slot, std::move(prompt), state, of_draft)) {
+            best.clear();
+        }
+    }
+    if (memory) {
+        memory->states.splice(memory->states.end(), best);
+        memory->update();
+    }
+    return true;
 }
 
 // The result for a request that waits for these tasks while the server shuts down. Without it the request would wait

@@ -35,7 +35,7 @@ static constexpr double   SHARE         = 0.1;  // fraction of evaluation or idl
 static constexpr double   PACE          = 1e-9; // seconds to copy a byte, initial estimate
 static constexpr double   SMOOTHING     = 0.5;
 static constexpr double   RETRY_SECONDS = 1; // pending writes may be complete then
-static constexpr int64_t  LEAST_TOKENS  = 32;
+static constexpr int64_t  LEAST_TOKENS  = SUBKV_STORE_LEAST_TOKENS;
 
 //
 // identity of a state: everything that affects its bytes
@@ -243,17 +243,6 @@ bool states_of(llama_context * ctx, llama_context * draft, llama_seq_id seq, sub
     }
 }
 
-// Maximum tokens for which an emptied sequence finds cells.
-int64_t n_room(llama_context * ctx, llama_seq_id seq) {
-    int64_t n = llama_n_ctx_seq(ctx);
-    if (ctx->get_cparams().kv_unified) {
-        for (llama_seq_id other = 0; other < (llama_seq_id) llama_n_seq_max(ctx); ++other) {
-            n -= other == seq ? 0 : llama_memory_seq_pos_max(llama_get_memory(ctx), other) + 1;
-        }
-    }
-    return n;
-}
-
 } // namespace
 
 bool llama_subkv_store_on(void) {
@@ -327,20 +316,18 @@ bool llama_subkv_store_due(void) {
     return store.wake > 0 && now() >= store.wake;
 }
 
-subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * draft, int32_t seq,
-                                          const int32_t * tokens, int64_t n_tokens, int64_t n_held) {
+subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * draft, const int32_t * tokens,
+                                          int64_t n_tokens, int64_t n_held, int64_t n_max) {
     auto &               store = the_store();
     subkv::StoreIdentity identity;
-    if (!store.store || !identity_of(store, ctx, draft, identity)) {
+    if (!store.store || n_tokens - 1 - n_held < LEAST_TOKENS || !identity_of(store, ctx, draft, identity)) {
         return nullptr;
     }
-    const auto        perf  = llama_perf_context(ctx);
-    const double      per   = perf.n_p_eval > 0 ? perf.t_p_eval_ms / 1000 / perf.n_p_eval : 0;
-    subkv_store_query query = { tokens, n_tokens,   n_held, n_room(ctx, seq), llama_subkv::n_removable(*ctx),
-                                per,    GET_SECONDS };
-    if (draft) {
-        query.n_max = std::min(query.n_max, n_room(draft, seq));
-    }
+    const auto              perf  = llama_perf_context(ctx);
+    const double            per   = perf.n_p_eval > 0 ? perf.t_p_eval_ms / 1000 / perf.n_p_eval : 0;
+    const subkv_store_query query = {
+        tokens, n_tokens, n_held, n_max, llama_subkv::n_removable(*ctx), per, GET_SECONDS
+    };
     return store.calls->get(store.store, identity.data(), &query);
 }
 
@@ -348,15 +335,16 @@ const subkv_store_prompt * llama_subkv_store_prompt(const subkv_store_found * fo
     return the_store().calls->found_prompt(found);
 }
 
-void llama_subkv_store_free(subkv_store_found * found, int32_t seq, bool refused) {
+void llama_subkv_store_free(subkv_store_found * found, int32_t seq, bool restored) {
     auto & store = the_store();
-    if (refused) {
-        llama_subkv_log(std::string("SUBKV_STORE: the cache rejects a stored prompt: ") + store.calls->last_error());
-    } else {
+    if (restored) {
         const auto & prompt = *store.calls->found_prompt(found);
         store.stored[seq]   = { prompt.tokens, prompt.tokens + prompt.n_tokens };
+    } else {
+        const std::string why = store.calls->last_error(); // "": llama.cpp has logged it
+        llama_subkv_log("SUBKV_STORE: the cache rejects a stored prompt" + (why.empty() ? why : ": " + why));
     }
-    store.calls->found_free(store.store, found, refused);
+    store.calls->found_free(store.store, found, !restored);
 }
 
 void llama_subkv_store_flush(void) {

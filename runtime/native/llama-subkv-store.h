@@ -29,12 +29,12 @@ LLAMA_API double llama_subkv_store_wait(llama_context * ctx, llama_context * dra
 LLAMA_API void llama_subkv_store_wake(const llama_context * ctx, double seconds);
 LLAMA_API bool llama_subkv_store_due(void);
 
-// Returns the prompt whose prefix saves evaluation beyond n_held tokens; nullptr: none. `free` follows; refused: the
-// cache rejected the state.
-LLAMA_API subkv_store_found *        llama_subkv_store_get(llama_context * ctx, llama_context * draft, int32_t seq,
-                                                           const int32_t * tokens, int64_t n_tokens, int64_t n_held);
+// Returns the prompt of at most n_max tokens whose prefix saves evaluation beyond n_held tokens; nullptr: none. `free`
+// follows. restored: sequence `seq` has the prompt; else the cache rejected its state.
+LLAMA_API subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * draft, const int32_t * tokens,
+                                                    int64_t n_tokens, int64_t n_held, int64_t n_max);
 LLAMA_API const subkv_store_prompt * llama_subkv_store_prompt(const subkv_store_found * found);
-LLAMA_API void                       llama_subkv_store_free(subkv_store_found * found, int32_t seq, bool refused);
+LLAMA_API void                       llama_subkv_store_free(subkv_store_found * found, int32_t seq, bool restored);
 
 // Waits at most 30 seconds until all writes are complete.
 LLAMA_API void llama_subkv_store_flush(void);

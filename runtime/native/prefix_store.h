@@ -18,7 +18,7 @@
 
 namespace subkv {
 
-constexpr int64_t LEAST_TOKENS = 32; // minimum tokens of a stored prompt, and minimum gain of a read
+constexpr int64_t LEAST_TOKENS = SUBKV_STORE_LEAST_TOKENS;
 
 // An evaluated prompt: the states of one sequence with these tokens, and its checkpoints.
 struct Prefix {

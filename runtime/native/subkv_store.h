@@ -12,7 +12,8 @@
 extern "C" {
 #endif
 
-#define SUBKV_STORE_IDENTITY 32 // bytes
+#define SUBKV_STORE_IDENTITY     32 // bytes
+#define SUBKV_STORE_LEAST_TOKENS 32 // minimum tokens of a stored prompt, and minimum gain of a read
 
 typedef struct subkv_store       subkv_store;
 typedef struct subkv_store_found subkv_store_found;
@@ -73,13 +74,13 @@ SUBKV_API bool subkv_store_put(subkv_store * store, const uint8_t * identity, co
 // Waits until all writes are complete. false: timeout after these seconds.
 SUBKV_API bool subkv_store_flush(subkv_store * store, double seconds);
 
-// Returns the prompt whose prefix saves the most evaluation, at least 32 tokens; NULL: none.
+// Returns the prompt whose prefix saves the most evaluation, at least SUBKV_STORE_LEAST_TOKENS; NULL: none.
 SUBKV_API subkv_store_found *        subkv_store_get(subkv_store * store, const uint8_t * identity,
                                                      const subkv_store_query * query);
 SUBKV_API const subkv_store_prompt * subkv_store_found_prompt(const subkv_store_found * found); // owned by `found`
 // Tokens without evaluation, n_held included.
 SUBKV_API int64_t subkv_store_found_reach(const subkv_store_found * found);
-// refused: the cache rejected the state; the store then removes the prompt.
+// refused: the cache rejected the state; this store does not return the prompt again until it is stored again.
 SUBKV_API void subkv_store_found_free(subkv_store * store, subkv_store_found * found, bool refused);
 
 SUBKV_API void subkv_store_get_stats(const subkv_store * store, subkv_store_stats * stats);
