@@ -66,9 +66,9 @@ def _variables(
     variables, models = {}, () if read.ordinary else read.models
     if read.ordinary:
         name = "/".join(dict.fromkeys(read.types))
-        options.note(f"KV cache: {name}, from the arguments")
         for key in () if read.codes_draft else request.flags():
             raise SubkvError(key, f"expected a coefficient cache (-ctk subkv), found {name}")
+        options.note(f"KV cache: {name}, from the arguments")
     if not read.ordinary or read.codes_draft:
         with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
             variables, notes = cache_variables(models, request, read.strict or (strict and not read.types))

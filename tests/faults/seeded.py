@@ -348,7 +348,20 @@ FAULTS = [
         STORE,
     ),
     # files and variables
-    Fault("other types are replaced", "runtime/native/automatic.cpp", "desc.type_k != GGML_TYPE_F16 ||", "", AUTOMATIC),
+    Fault(
+        "types that were requested are replaced",
+        "runtime/native/llama-subkv-request.cpp",
+        "k == GGML_TYPE_F16 && v == GGML_TYPE_F16 ?",
+        "k == v ?",
+        AUTOMATIC,
+    ),
+    Fault(
+        "a file for every model",
+        "runtime/native/automatic.cpp",
+        "owner == owners_.end() || owner->second == model ||",
+        "owner == owners_.end() || !owner->second.empty() ||",
+        AUTOMATIC,
+    ),
     Fault(
         "numbers without a limit",
         "runtime/native/automatic.cpp",
