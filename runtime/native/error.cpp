@@ -35,7 +35,11 @@ std::string sentence(const char * fmt, ...) {
 bool reject(const char * fmt, ...) {
     va_list args;
     va_start(args, fmt);
-    last_error = formatted(fmt, args);
+    try {
+        last_error = formatted(fmt, args);
+    } catch (const std::exception &) {
+        last_error = "out of memory"; // short enough for the string's own bytes
+    }
     va_end(args);
     return false;
 }

@@ -22,7 +22,7 @@ struct Invalid : std::runtime_error {
 
 SUBKV_FORMAT std::string sentence(const char * fmt, ...);
 
-// Sets the error and returns false.
+// Sets the error and returns false. Throws nothing: without memory the error says so.
 SUBKV_FORMAT bool reject(const char * fmt, ...);
 
 // Sets the error and throws an Invalid with the same sentence.
