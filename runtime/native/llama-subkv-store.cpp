@@ -174,7 +174,7 @@ process_store & the_store() {
     return *store;
 }
 
-// "": its files are no longer readable.
+// "": its files could not be read. It does not try again, because another model may be there by then.
 std::string content_of(process_store & store, const std::string & path) {
     std::lock_guard<std::mutex> lock(store.mutex);
     const auto                  known = store.contents.find(path);
@@ -263,7 +263,7 @@ void llama_subkv_store_put(llama_context * ctx, llama_context * draft, int32_t s
         return;
     }
     prompt.n_removable = llama_subkv::n_removable(*ctx);
-    bool taken         = true;
+    bool taken         = false;
     if (prompt.state[0].size > 0) {
         taken = store.calls->put(store.store, identity.data(), &prompt, at_end);
     } else {
@@ -271,7 +271,7 @@ void llama_subkv_store_put(llama_context * ctx, llama_context * draft, int32_t s
         subkv::StoreStates states;
         if (states_of(ctx, draft, seq, states)) {
             const auto bytes = (double) (states[0].size() + states[1].size());
-            store.calls->put_states(store.store, identity.data(), &prompt, std::move(states), at_end);
+            taken = store.calls->put_states(store.store, identity.data(), &prompt, std::move(states), at_end);
             const double took = at_end ? 0 : now() - start; // at the end the call may have waited for the disk
             store.pace = at_end ? store.pace : (1 - SMOOTHING) * store.pace + SMOOTHING * took / std::max(bytes, 1.0);
             store.paid = std::min(store.paid + took / SHARE, seconds_evaluated(ctx));

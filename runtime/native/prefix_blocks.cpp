@@ -48,7 +48,7 @@ public:
 // No one reads why a head is damaged: it is removed.
 void require(bool sound) {
     if (!sound) {
-        throw std::runtime_error("damaged head of a stored prompt");
+        throw PrefixInvalid("damaged head of a stored prompt");
     }
 }
 

@@ -27,6 +27,12 @@ constexpr size_t   N_DIGEST     = 64;      // hex digits
 constexpr uint64_t MAX_TOKENS   = 1 << 20; // of a prompt
 constexpr uint64_t MAX_HEAD     = 16 << 20;
 
+// A head whose checksum or format is wrong. Only these heads are removed: a file that cannot be read now, or for which
+// memory is missing, may be sound.
+struct PrefixInvalid : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
 // The head has the format of another version of subkv: it is not damaged and must not be removed.
 struct PrefixForeign : std::runtime_error {
     using std::runtime_error::runtime_error;
@@ -97,7 +103,7 @@ struct PrefixHead {
     }
 
     std::vector<uint8_t> file() const;
-    // Throws std::runtime_error if the file is damaged.
+    // Throws PrefixInvalid, PrefixForeign.
     static PrefixHead parse(const std::vector<uint8_t> & file);
 };
 

@@ -63,7 +63,10 @@ PrefixIndex::Files PrefixIndex::look() const {
 // Updates `known` from the files, the most recently used first.
 void PrefixIndex::learn(const Files & files) {
     std::vector<std::pair<int64_t, std::string>> order;
-    n_bytes = 0;
+    const int64_t                                before = changed;
+    changed                                             = UNKNOWN; // unless all heads can be read
+    n_bytes                                             = 0;
+    n_unread                                            = 0;
     for (const auto & [file, status] : files) {
         n_bytes += status.size;
         if (is_head(file)) {
@@ -87,39 +90,43 @@ void PrefixIndex::learn(const Files & files) {
     for (auto it = known.begin(); it != known.end();) {
         it = there.count(it->first) > 0 ? std::next(it) : known.erase(it);
     }
+    changed = n_unread == 0 ? before : UNKNOWN;
 }
 
 bool PrefixIndex::learn(const std::string & name, uint64_t size) {
     try {
         if (size > MAX_HEAD) {
-            throw std::invalid_argument("it is too large");
+            throw PrefixInvalid("it is too large");
         }
         std::vector<uint8_t> file((size_t) size);
-        bool                 there = false; // else removed or truncated meanwhile
-        try {
-            there = folder.read(name + HEAD, size, { { file.data(), file.size() } });
-        } catch (const std::runtime_error &) { // a part of the disk fails: this file can be read later, maybe
-        }
-        if (!there) {
-            changed = UNKNOWN;
+        if (!folder.read(name + HEAD, size, { { file.data(), file.size() } })) { // removed or replaced meanwhile
+            ++n_unread;
             return false;
         }
         auto head = std::make_shared<PrefixHead>(PrefixHead::parse(file));
         if (head->name() != name) {
-            throw std::invalid_argument("its name belongs to other tokens");
+            throw PrefixInvalid("its name belongs to other tokens");
         }
         known[name] = head;
         return true;
     } catch (const PrefixForeign &) { // evicted when the folder is full
         refused.insert(name);
-        return false;
-    } catch (const std::exception &) {
+    } catch (const PrefixInvalid &) {
         ++n_damaged;
         if (!folder.remove(name + HEAD)) {
             refused.insert(name);
         }
-        return false;
+    } catch (const std::exception &) { // this file may be read later
+        ++n_unread;
     }
+    return false;
+}
+
+// false: pieces without a prompt may belong to a head that this process does not know.
+bool PrefixIndex::all_known(const Files & files) const {
+    return std::all_of(files.begin(), files.end(), [&](auto & file) {
+        return !is_head(file.first) || known.count(file.first.substr(0, file.first.size() - std::strlen(HEAD))) > 0;
+    });
 }
 
 std::vector<std::shared_ptr<const PrefixHead>> PrefixIndex::heads(const std::string & identity) {
@@ -127,9 +134,9 @@ std::vector<std::shared_ptr<const PrefixHead>> PrefixIndex::heads(const std::str
     const int64_t               time = folder.changed();
     // A file created within the resolution of file times after the last scan does not change the folder's time.
     if (time != changed || looked - time < COARSE) {
-        looked  = StoreFolder::now();
-        changed = time;
+        looked = StoreFolder::now();
         learn(look());
+        changed = n_unread == 0 ? time : UNKNOWN;
     }
     std::vector<std::shared_ptr<const PrefixHead>> res;
     const std::string                              begin = prefix_of(identity);
@@ -171,10 +178,11 @@ void PrefixIndex::read(const std::string & identity, const std::vector<PieceRead
     std::vector<std::thread> threads;
     const size_t n = std::min({ N_READERS, (size_t) std::max(1u, std::thread::hardware_concurrency()), reads.size() });
     try {
+        threads.reserve(n);
         for (size_t i = 1; i < n; ++i) {
             threads.emplace_back(work);
         }
-    } catch (const std::system_error &) { // continue with fewer threads
+    } catch (const std::exception &) { // no threads or no memory left: continue with fewer
     }
     work();
     for (auto & thread : threads) {
@@ -202,6 +210,12 @@ void PrefixIndex::damaged(const std::string & name, const std::vector<std::strin
     if (!folder.remove(name + HEAD)) {
         refused.insert(name);
     }
+    known.erase(name);
+}
+
+void PrefixIndex::skip(const std::string & name) {
+    std::lock_guard<std::mutex> lock(mutex);
+    refused.insert(name);
     known.erase(name);
 }
 
@@ -297,7 +311,9 @@ bool PrefixIndex::add(const Cut & cut, int64_t n_removable) {
         for (const auto & [name, head] : known) {
             head->each_piece([&](const std::string & piece, uint64_t) { named.insert(piece); });
         }
-        drop_unused(files, named);
+        if (all_known(files)) {
+            drop_unused(files, named);
+        }
         uint64_t n = file.size();
         cut.head.each_piece([&](const std::string & piece, uint64_t size) { // a piece without a prompt may be damaged
             if (size_of(files, piece + PIECE) == size && named.count(piece) > 0) {
@@ -307,7 +323,9 @@ bool PrefixIndex::add(const Cut & cut, int64_t n_removable) {
                 n += size;
             }
         });
-        make_room(files, n, cut);
+        if (!make_room(files, n, cut)) {
+            return false;
+        }
     }
     for (const auto & piece : missing) {
         folder.write(piece + PIECE, cut.pieces.at(piece));
@@ -341,8 +359,8 @@ struct PrefixIndex::Usage {
     }
 };
 
-// Removes files until n bytes fit, and leftovers of killed processes.
-void PrefixIndex::make_room(Files & files, uint64_t n, const Cut & spared) {
+// Removes files until n bytes fit, and leftovers of killed processes. false: they do not fit.
+bool PrefixIndex::make_room(Files & files, uint64_t n, const Cut & spared) {
     Usage usage{ files, {} };
     for (const auto & [name, head] : known) {
         head->each_piece([&](const std::string & piece, uint64_t) { ++usage.n_uses[piece]; });
@@ -362,22 +380,31 @@ void PrefixIndex::make_room(Files & files, uint64_t n, const Cut & spared) {
             files.erase(it);
         }
     };
-    // Leftovers: pieces without a prompt, temporary files, heads that did not fit the index. A process may still use
-    // leftovers of the last hour.
+    // Files of no known prompt: leftovers of killed processes, which go after an hour (a process may still use younger
+    // ones), and prompts of other versions or beyond the index, which go when the folder is full. If there is an unknown
+    // head, leftover pieces may belong to it; while a head cannot be read, nothing of unknown prompts is removed.
     std::vector<std::pair<int64_t, std::string>> others;
+    std::vector<std::string>                     stale;
+    const bool                                   whole = all_known(files);
     for (const auto & [file, status] : files) {
         const std::string piece = is_piece(file) ? file.substr(0, N_DIGEST) : "";
         const std::string name  = is_head(file) ? file.substr(0, file.size() - std::strlen(HEAD)) : "";
         const bool named = usage.n_uses.count(piece) > 0 || spared.pieces.count(piece) > 0 || known.count(name) > 0;
-        if (!named) {
+        const bool begun = piece.empty() && name.empty(); // a temporary file
+        if (named) {
+            continue;
+        }
+        if (usage.now - status.used > STALE && (begun || (whole && name.empty()))) {
+            stale.push_back(file);
+        } else if (n_unread == 0) {
             others.emplace_back(status.used, file);
         }
     }
-    std::sort(others.begin(), others.end());
-    size_t next = 0;
-    for (; next < others.size() && usage.now - others[next].first > STALE; ++next) {
-        gone(others[next].second);
+    for (const auto & file : stale) {
+        gone(file);
     }
+    std::sort(others.begin(), others.end());
+    size_t                                                   next = 0;
     std::map<std::string, std::shared_ptr<const PrefixHead>> held;
     for (const auto & [name, head] : known) {
         if (files.count(name + HEAD) > 0) {
@@ -394,7 +421,8 @@ void PrefixIndex::make_room(Files & files, uint64_t n, const Cut & spared) {
             continue;
         }
         if (held.empty()) {
-            break;
+            n_bytes = total;
+            return false;
         }
         const auto worst = std::max_element(held.begin(), held.end(), [&](auto & a, auto & b) {
             return usage.cost(a.first, *a.second) < usage.cost(b.first, *b.second);
@@ -410,6 +438,7 @@ void PrefixIndex::make_room(Files & files, uint64_t n, const Cut & spared) {
         });
     }
     n_bytes = total;
+    return true;
 }
 
 } // namespace subkv

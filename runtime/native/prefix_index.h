@@ -33,7 +33,7 @@ public:
     // true: a stored prompt already serves these tokens as well; marks it as used. n_removable: as in reach().
     bool has(const std::string & identity, const std::vector<int32_t> & tokens, int64_t n_removable);
 
-    // Writes the missing files. false: the prompt is larger than max_bytes.
+    // Writes the missing files. false: there is no room.
     bool add(const Cut & cut, int64_t n_removable);
 
     // The heads of all prompts with this identity.
@@ -52,6 +52,7 @@ public:
     void used(const PrefixHead & head) const; // marks it as used now
     // Removes a prompt and its damaged pieces.
     void damaged(const std::string & name, const std::vector<std::string> & pieces);
+    void skip(const std::string & name); // until it is added again
 
     struct Totals {
         uint64_t n_entries, n_bytes, n_damaged;
@@ -67,9 +68,10 @@ private:
     Files look() const; // files of a store, by name
     void  learn(const Files & files);
     bool  learn(const std::string & file, uint64_t size);
+    bool  all_known(const Files & files) const;
     void  forget_beginnings(const PrefixHead & head, int64_t n_removable);
     void  drop_unused(Files & files, const std::set<std::string> & named);
-    void  make_room(Files & files, uint64_t n, const Cut & spared);
+    bool  make_room(Files & files, uint64_t n, const Cut & spared);
 
     const StoreFolder                                        folder;
     const uint64_t                                           max_bytes;
@@ -77,9 +79,10 @@ private:
     mutable Totals                                           last_seen = {};
     mutable std::mutex                                       mutex;   // guards the members below
     std::map<std::string, std::shared_ptr<const PrefixHead>> known;   // by name
-    std::set<std::string>                                    refused; // names of unusable files, never read again
+    std::set<std::string>                                    refused; // names of prompts that are not read again
     std::set<std::string>                                    unused;  // pieces of prompts that longer ones replaced
     int64_t                                                  looked = 0, changed = 0;
+    size_t                                                   n_unread = 0; // heads that could not be read
     uint64_t                                                 n_bytes = 0, n_damaged = 0;
 };
 

@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <new>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
@@ -32,6 +33,17 @@ std::chrono::duration<double> seconds_of(double seconds) {
 
 double since(Clock::time_point start) {
     return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// true: the process has no memory or no files left, now.
+bool is_shortage(const std::exception & error) {
+    const auto * of_system = dynamic_cast<const std::system_error *>(&error);
+    if (!of_system) {
+        return dynamic_cast<const std::bad_alloc *>(&error) != nullptr;
+    }
+    const auto & code = of_system->code();
+    return code == std::errc::not_enough_memory || code == std::errc::too_many_files_open ||
+           code == std::errc::too_many_files_open_in_system;
 }
 
 std::vector<Bytes> pieces_of(const std::vector<uint8_t> & state, const std::vector<Span> & spans) {
@@ -132,7 +144,7 @@ public:
 
     std::unique_ptr<PrefixFound> find(const PrefixQuery & query);
     void                         run(); // body of the writer thread
-    void                         fails(std::atomic<bool> & logged, const std::string & why, const char * then);
+    void                         fails(std::atomic<bool> & logged, const std::exception & why, const char * then);
     bool                         room(uint64_t n_bytes) const; // in the queue; the caller has locked the mutex
 
     const uint64_t          max_bytes;
@@ -144,6 +156,7 @@ public:
     bool                    ended   = false;
     std::atomic<bool>       unwritable{ false };
     std::atomic<bool>       read_failure_logged{ false };
+    std::atomic<bool>       shortage_logged{ false };
     std::atomic<bool>       reading{ false };
     std::atomic<uint64_t>   n_hits{ 0 }, n_restored{ 0 }, n_written{ 0 }, n_dropped{ 0 }, n_failures{ 0 };
 
@@ -154,10 +167,15 @@ private:
     double     pace = 0; // seconds to read a byte
 };
 
-void PrefixStore::Core::fails(std::atomic<bool> & logged, const std::string & why, const char * then) {
+void PrefixStore::Core::fails(std::atomic<bool> & logged, const std::exception & why, const char * then) {
     ++n_failures;
-    if (!logged.exchange(true)) {
-        llama_subkv_log("SUBKV_STORE: " + why + "; " + then);
+    if (logged.exchange(true)) {
+        return;
+    }
+    try {
+        const bool no_memory = dynamic_cast<const std::bad_alloc *>(&why) != nullptr;
+        llama_subkv_log("SUBKV_STORE: " + std::string(no_memory ? "not enough memory" : why.what()) + "; " + then);
+    } catch (const std::bad_alloc &) { // not even for the line
     }
 }
 
@@ -179,7 +197,11 @@ void PrefixStore::Core::write(Prefix && prefix) {
             ++n_dropped;
         }
     } catch (const std::exception & e) {
-        fails(unwritable, e.what(), "prompts are no longer stored");
+        if (is_shortage(e)) {
+            fails(shortage_logged, e, "a prompt is not stored");
+        } else {
+            fails(unwritable, e, "prompts are no longer stored");
+        }
     }
 }
 
@@ -240,8 +262,8 @@ std::unique_ptr<PrefixFound> PrefixStore::Core::find(const PrefixQuery & query) 
         } catch (const PrefixDamaged & e) {
             index.damaged(choice.head->name(), e.pieces);
             continue;
-        } catch (const std::runtime_error & e) { // a part of the disk fails: other prompts can be read
-            fails(read_failure_logged, e.what(), "its prompt is evaluated");
+        } catch (const std::exception & e) { // other prompts may be readable, or smaller
+            fails(read_failure_logged, e, "its prompt is evaluated");
             continue;
         }
         found->name      = choice.head->name();
@@ -287,7 +309,7 @@ bool PrefixStore::put(Prefix && prefix, bool wait) {
     std::unique_lock<std::mutex> lock(core->mutex);
     const auto                   room = [&] { return core->room(prefix.n_bytes()); };
     if (wait && !core->changed.wait_for(lock, seconds_of(CLOSE_SECONDS), room)) {
-        core->fails(core->unwritable, "the disk takes too long", "prompts are no longer stored");
+        core->fails(core->unwritable, std::runtime_error("the disk takes too long"), "prompts are no longer stored");
     }
     if (!room()) {
         ++core->n_dropped;
@@ -309,14 +331,12 @@ std::unique_ptr<PrefixFound> PrefixStore::get(const PrefixQuery & query) {
         std::unique_ptr<PrefixFound> found;
     };
     const auto answer = std::make_shared<Answer>();
-    core->reading     = true;
     const auto read   = [answer, query, core = core] {
         std::unique_ptr<PrefixFound> found;
         try {
             found = core->find(query);
-        } catch (const std::bad_alloc &) { // optional work
         } catch (const std::exception & e) {
-            core->fails(core->read_failure_logged, e.what(), "prompts are evaluated");
+            core->fails(core->read_failure_logged, e, "prompts are evaluated");
         }
         core->reading = false;
         std::lock_guard<std::mutex> lock(answer->mutex);
@@ -324,10 +344,12 @@ std::unique_ptr<PrefixFound> PrefixStore::get(const PrefixQuery & query) {
         answer->there = true;
         answer->ready.notify_all();
     };
+    core->reading = true;
     try {
         std::thread(read).detach();
-    } catch (const std::system_error &) { // no threads left
+    } catch (const std::exception & e) { // no threads or no memory left
         core->reading = false;
+        core->fails(core->read_failure_logged, e, "prompts are evaluated");
         return nullptr;
     }
     std::unique_lock<std::mutex> lock(answer->mutex);
@@ -339,7 +361,8 @@ std::unique_ptr<PrefixFound> PrefixStore::get(const PrefixQuery & query) {
 }
 
 void PrefixStore::reject(const std::string & name) {
-    core->index.damaged(name, {});
+    ++core->n_failures;
+    core->index.skip(name);
 }
 
 bool PrefixStore::flush(double seconds) {

@@ -4,8 +4,9 @@
 //   <content>.piece              a block of rows, the rest of a state, a checkpoint (prefix_blocks.h)
 //
 // Files never change. The store writes pieces before the head that names them, and checks every byte against its
-// address when it reads: a removed, truncated or changed file, or a killed writer, only costs an evaluation. There is
-// no lock and no index on disk: the store reads every head once, when the folder's modification time shows new files.
+// address when it reads: a removed, truncated or changed file, or a killed writer, only costs an evaluation. It removes
+// such files, but none that it cannot read for another reason (access, memory, the disk). There is no lock and no index
+// on disk: the store reads every head once, when the folder's modification time shows new files.
 #pragma once
 
 #include "prefix_blocks.h"
@@ -48,7 +49,7 @@ struct PrefixFound {
 };
 
 // Methods throw nothing but std::bad_alloc. The store logs a folder that is not writable once and stops writing to it;
-// it logs a folder that is not readable once.
+// it logs a folder that is not readable once. If memory or files run out, it drops one prompt, or evaluates one.
 class PrefixStore {
 public:
     // max_bytes: limit of all files together. Throws std::runtime_error if the folder cannot be used.
@@ -64,7 +65,8 @@ public:
     // The prompt that saves the most evaluation of these tokens; nullptr: none.
     std::unique_ptr<PrefixFound> get(const PrefixQuery & query);
 
-    // Removes a prompt that the cache rejected.
+    // Does not return a prompt that the cache rejected, until it is stored again. Its bytes are those that were stored,
+    // so its files stay: the cache may lack memory or cells.
     void reject(const std::string & name);
 
     // Waits until all writes are complete. false: timeout.

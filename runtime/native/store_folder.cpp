@@ -8,8 +8,10 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <memory>
 #include <random>
 #include <stdexcept>
 #include <system_error>
@@ -18,6 +20,7 @@
 #    include <io.h>
 #    include <process.h>
 #else
+#    include <dirent.h>
 #    include <unistd.h>
 #endif
 
@@ -31,12 +34,16 @@ constexpr size_t       MAX_CALL = (size_t) 1 << 30; // bytes of one read or writ
 constexpr const char * ENDING   = ".tmp";
 constexpr size_t       N_RANDOM = 16; // hex digits of a temporary name
 
-int64_t nanoseconds(fs::file_time_type time) {
+template <typename Time> int64_t nanoseconds(Time time) {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }
 
+[[noreturn]] void broken(const std::string & what, const std::string & path, const std::error_code & error) {
+    throw std::system_error(error, "cannot " + what + " " + path);
+}
+
 [[noreturn]] void broken(const std::string & what, const std::string & path, int error) {
-    throw std::runtime_error("cannot " + what + " " + path + ": " + std::generic_category().message(error));
+    broken(what, path, std::error_code(error, std::generic_category()));
 }
 
 #if defined(_WIN32)
@@ -87,6 +94,15 @@ int close_file(int file) {
 
 int process() {
     return (int) getpid();
+}
+
+int64_t modified(const struct stat & status) {
+#    if defined(__APPLE__)
+    const auto & time = status.st_mtimespec;
+#    else
+    const auto & time = status.st_mtim;
+#    endif
+    return (int64_t) time.tv_sec * 1000000000 + time.tv_nsec;
 }
 #endif
 
@@ -151,12 +167,18 @@ StoreFolder::StoreFolder(const std::string & path) : path_(path) {
     make();
     std::error_code error;
     const auto      status = fs::status(fs::u8path(path_), error);
-    if (error || !fs::is_directory(status)) {
+    if (error) {
+        broken("read", path_, error);
+    }
+    if (!fs::is_directory(status)) {
         throw std::runtime_error("expected a folder, found something else: " + path_);
     }
 #if !defined(_WIN32)
-    if ((status.permissions() & fs::perms::others_write) != fs::perms::none) {
-        throw std::runtime_error("expected a folder that is not writable by everybody: " + path_);
+    if ((status.permissions() & (fs::perms::group_write | fs::perms::others_write)) != fs::perms::none) {
+        char mode[8];
+        std::snprintf(mode, sizeof(mode), "%04o", (unsigned) (status.permissions() & fs::perms::mask));
+        throw std::runtime_error("expected a folder that only its owner can write to, found mode " + std::string(mode) +
+                                 " (chmod go-w): " + path_);
     }
 #endif
 }
@@ -169,18 +191,23 @@ void StoreFolder::make() const {
     }
     if (path.has_parent_path()) {
         fs::create_directories(path.parent_path(), error);
+        if (error) {
+            broken("make the folder", path.parent_path().u8string(), error);
+        }
     }
 #if defined(_WIN32)
     fs::create_directory(path, error);
-    const int failed = error && !fs::exists(path) ? error.value() : 0;
-#else
-    const int failed = ::mkdir(path_.c_str(), 0700) != 0 && errno != EEXIST ? errno : 0; // files contain users' prompts
-#endif
-    if (failed != 0) {
-        broken("make the folder", path_, failed);
+    if (error && !fs::exists(path)) {
+        broken("make the folder", path_, error);
     }
+#else
+    if (::mkdir(path_.c_str(), 0700) != 0 && errno != EEXIST) { // files contain users' prompts
+        broken("make the folder", path_, errno);
+    }
+#endif
 }
 
+#if defined(_WIN32)
 int64_t StoreFolder::now() {
     return nanoseconds(fs::file_time_type::clock::now());
 }
@@ -192,7 +219,7 @@ int64_t StoreFolder::changed() const {
         return 0;
     }
     if (error) {
-        broken("read", path_, error.value());
+        broken("read", path_, error);
     }
     return nanoseconds(time);
 }
@@ -211,16 +238,64 @@ std::map<std::string, StoredFile> StoreFolder::list(size_t most) const {
         }
     }
     if (error && error != std::errc::no_such_file_or_directory) {
-        broken("read", path_, error.value());
+        broken("read", path_, error);
     }
     return res;
 }
+#else
+int64_t StoreFolder::now() {
+    return nanoseconds(std::chrono::system_clock::now());
+}
+
+int64_t StoreFolder::changed() const {
+    struct stat status;
+    if (::stat(path_.c_str(), &status) == 0) {
+        return modified(status);
+    }
+    if (errno != ENOENT) {
+        broken("read", path_, errno);
+    }
+    return 0;
+}
+
+// Not by std::filesystem, whose iterators end the process if memory runs out.
+std::map<std::string, StoredFile> StoreFolder::list(size_t most) const {
+    std::map<std::string, StoredFile>          res;
+    const std::unique_ptr<DIR, int (*)(DIR *)> folder(::opendir(path_.c_str()), ::closedir);
+    if (!folder && errno != ENOENT) {
+        broken("read", path_, errno);
+    }
+    while (folder && res.size() < most) {
+        errno               = 0;
+        const dirent * file = ::readdir(folder.get());
+        if (!file && errno != 0) {
+            broken("read", path_, errno);
+        }
+        if (!file) {
+            break;
+        }
+        struct stat status;
+        if (::fstatat(::dirfd(folder.get()), file->d_name, &status, AT_SYMLINK_NOFOLLOW) == 0) {
+            if (S_ISREG(status.st_mode)) {
+                res[file->d_name] = { modified(status), (uint64_t) status.st_size };
+            }
+        } else if (errno != ENOENT) { // other processes may remove files meanwhile
+            broken("read", full(file->d_name), errno);
+        }
+    }
+    return res;
+}
+#endif
 
 bool StoreFolder::read(const std::string & name, uint64_t size, const std::vector<Room> & rooms) const {
     const std::string path = full(name);
 #if defined(_WIN32)
     std::error_code error;
-    if (!fs::is_regular_file(fs::symlink_status(fs::u8path(path), error))) {
+    const auto      kind = fs::symlink_status(fs::u8path(path), error);
+    if (!fs::status_known(kind)) {
+        broken("read", path, error);
+    }
+    if (!fs::is_regular_file(kind)) {
         return false;
     }
 #endif
@@ -233,12 +308,15 @@ bool StoreFolder::read(const std::string & name, uint64_t size, const std::vecto
     }
 #if defined(_WIN32)
     struct _stat64 status;
-    const bool     known = _fstat64(opened.file, &status) == 0 && (status.st_mode & _S_IFMT) == _S_IFREG;
+    const int      failed = _fstat64(opened.file, &status);
 #else
     struct stat status;
-    const bool  known = ::fstat(opened.file, &status) == 0 && S_ISREG(status.st_mode);
+    const int   failed = ::fstat(opened.file, &status);
 #endif
-    if (!known || (uint64_t) status.st_size != size) {
+    if (failed != 0) {
+        broken("read", path, errno);
+    }
+    if ((status.st_mode & S_IFMT) != S_IFREG || (uint64_t) status.st_size != size) {
         return false;
     }
     for (const Room & to : rooms) {
@@ -276,7 +354,7 @@ void StoreFolder::write(const std::string & name, const std::vector<Bytes> & pie
         // again.
         fs::rename(fs::u8path(path), fs::u8path(full(name)), error);
         if (error) {
-            broken("write", full(name), error.value());
+            broken("write", full(name), error);
         }
     } catch (...) {
         fs::remove(fs::u8path(path), error);

@@ -1,5 +1,5 @@
 // store_folder.h: a folder of files that appear atomically and never change afterwards. It never opens links, pipes and
-// devices.
+// devices. A failure of the system is a std::system_error, which names the operation, the path and the reason.
 #pragma once
 
 #include <cstddef>
@@ -23,17 +23,17 @@ struct StoredFile {
 class StoreFolder {
 public:
     // Creates the folder if it is missing, with access for this user only. Throws std::runtime_error with a sentence if
-    // the path is no folder, or if every user may write to it.
+    // the path is no folder, or if other users may write to it.
     explicit StoreFolder(const std::string & path);
 
     const std::string & path() const { return path_; }
 
     static int64_t now(); // on the clock of StoredFile::used
 
-    // Time of the last creation or removal of a file; 0: no folder. Throws std::runtime_error.
+    // Time of the last creation or removal of a file; 0: no folder. Throws std::system_error.
     int64_t changed() const;
 
-    // Regular files by name, at most `most`; none if there is no folder. Throws std::runtime_error.
+    // Regular files by name, at most `most`; none if there is no folder. Throws std::system_error.
     std::map<std::string, StoredFile> list(size_t most) const;
 
     struct Room {
@@ -42,10 +42,10 @@ public:
     };
 
     // Reads a regular file of `size` bytes into `rooms`, whose sizes add up to `size`. false: no such file of this
-    // size. Throws std::runtime_error if it cannot be read.
+    // size. Throws std::system_error if it cannot be read.
     bool read(const std::string & name, uint64_t size, const std::vector<Room> & rooms) const;
 
-    // Throws std::runtime_error and then leaves no part of the file.
+    // Throws std::system_error and then leaves no part of the file.
     void write(const std::string & name, const std::vector<Bytes> & pieces) const;
 
     void mark(const std::string & name) const;   // sets `used` to now; ignores failures

@@ -1,8 +1,9 @@
-// failing_files.cpp: one step of writing or reading files of a store fails, ends early, or ends the process. Preloaded by
-// test_prefix_store_damage.py.
+// failing_files.cpp: one step of writing or reading files of a store, or one allocation of C++, fails, ends early, or
+// ends the process. Preloaded by test_prefix_store_failures.py.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -10,12 +11,14 @@
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <new>
 
 constexpr int N_FILES = 1024;
 
-static std::atomic<long>   g_left{ 0 }, g_reads_left{ 0 };
-static std::atomic<int>    g_error{ 0 }, g_read_error{ 0 };
+static std::atomic<long>   g_left{ 0 }, g_reads_left{ 0 }, g_allocations_left{ 0 };
+static std::atomic<int>    g_error{ 0 }, g_read_error{ 0 }, g_lasts{ 0 };
 static std::atomic<int>    g_file{ -1 };       // that is written
 static std::atomic<bool>   g_is_read[N_FILES]; // of the store
 static std::atomic<size_t> g_most{ SIZE_MAX };
@@ -26,11 +29,17 @@ extern "C" long fail_file(long n, int error) {
     return g_left.exchange(n);
 }
 
-// The n-th step of reading from now on (0: none) fails with this error, 0: it finds the end of its file. Returns how many
-// were left.
+// The n-th step of reading from now on (0: none, -1: every step) fails with this error, 0: it finds the end of its file.
+// Returns how many were left.
 extern "C" long fail_read(long n, int error) {
     g_read_error = error;
     return g_reads_left.exchange(n);
+}
+
+// The n-th allocation of C++ from now on (0: none) fails; lasts: so do all that follow. Returns how many were left.
+extern "C" long fail_memory(long n, int lasts) {
+    g_lasts = lasts;
+    return g_allocations_left.exchange(n);
 }
 
 // No call reads or writes more bytes from now on.
@@ -43,7 +52,26 @@ static bool ours(const char * path) {
 }
 
 static bool comes(std::atomic<long> & left) {
-    return left > 0 && --left == 0;
+    return left < 0 || (left > 0 && --left == 0);
+}
+
+void * operator new(size_t size) {
+    if (comes(g_allocations_left)) {
+        g_allocations_left = g_lasts ? -1 : 0;
+        throw std::bad_alloc();
+    }
+    if (void * data = std::malloc(size > 0 ? size : 1)) {
+        return data;
+    }
+    throw std::bad_alloc();
+}
+
+void operator delete(void * data) noexcept {
+    std::free(data);
+}
+
+void operator delete(void * data, size_t) noexcept {
+    std::free(data);
 }
 
 static bool fails() {
@@ -118,6 +146,15 @@ extern "C" ssize_t read(int file, void * data, size_t size) {
         return g_read_error != 0 ? -1 : 0;
     }
     return next(file, data, size < g_most ? size : g_most.load());
+}
+
+extern "C" int fstat(int file, struct stat * status) {
+    static const auto next = real<int (*)(int, struct stat *)>("fstat");
+    if (file >= 0 && file < N_FILES && g_is_read[file] && g_read_error != 0 && comes(g_reads_left)) {
+        errno = g_read_error;
+        return -1;
+    }
+    return next(file, status);
 }
 
 // The file is closed and its data is lost: network disks report this here.

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import random
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -237,3 +240,13 @@ def tokens_of(tokens: list[int]) -> bytes:
 
 def size(store: Store) -> int:
     return sum(path.stat().st_size for path in store.files())
+
+
+def program(text: str, *arguments: object, preload: str | None = None) -> subprocess.Popen[str]:
+    """Runs Python code in a new process."""
+    paths = [str(Path(__file__).parent), *filter(None, sys.path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "GGML_NO_BACKTRACE": "1"}
+    if preload:
+        env["LD_PRELOAD"] = preload
+    command = [sys.executable, "-c", text, *map(str, arguments)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

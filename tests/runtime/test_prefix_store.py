@@ -210,8 +210,14 @@ def test_files_are_private(store: Store) -> None:
     "make, sentence",
     [
         (lambda path: path.write_text(""), "expected a folder, found something else"),
-        (lambda path: path.mkdir() or path.chmod(0o777), "writable by everybody"),
-        (lambda path: path.symlink_to(path.parent / "nowhere" / "at all"), "expected a folder, found something else"),
+        *(
+            (
+                lambda path, mode=mode: path.mkdir() or path.chmod(mode),
+                f"only its owner can write to, found mode {mode:04o}",
+            )
+            for mode in (0o777, 0o775, 0o770, 0o702)
+        ),
+        (lambda path: path.symlink_to(path.parent / "nowhere" / "at all"), "cannot read .*: No such file or directory"),
     ],
 )
 def test_folders_that_cannot_be_used(tmp_path: Path, make: Callable[[Path], Any], sentence: str) -> None:
@@ -219,8 +225,9 @@ def test_folders_that_cannot_be_used(tmp_path: Path, make: Callable[[Path], Any]
     with pytest.raises(OSError, match=sentence):
         Store(tmp_path / "store")
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="cannot make the folder"):
-        Store(tmp_path / "file" / "store")
+    for path in (tmp_path / "file" / "store", tmp_path / "file" / "folder" / "store"):
+        with pytest.raises(OSError, match=rf"cannot make the folder {tmp_path}/file.*: Not a directory"):
+            Store(path)
 
 
 #
