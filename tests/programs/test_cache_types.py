@@ -34,7 +34,9 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(("LLAMA_ARG", "SUBKV", "XDG_CONF"))}
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith(("LLAMA_ARG", "SUBKV", "XDG_CONF"))
+    }
 
 
 def by_itself(name: str, *arguments: str) -> Start:
@@ -154,7 +156,9 @@ def test_types_of_variables_and_configuration_files(start: Callable[..., Start],
             if variable:
                 patch.setenv("LLAMA_ARG_CACHE_TYPE_K", variable)
             made = start("llama-server", *flags(("-m", words), ("-ctk", flag)))
-            own = {name: os.environ[name] for name in ("XDG_CONFIG_HOME", "LLAMA_ARG_CACHE_TYPE_K") if name in os.environ}
+            own = {
+                name: os.environ[name] for name in ("XDG_CONFIG_HOME", "LLAMA_ARG_CACHE_TYPE_K") if name in os.environ
+            }
         made.environment.update(own)
         assert types(made, tmp_path) == [expected], (in_file, variable, flag)
 
@@ -164,7 +168,9 @@ def test_types_of_presets(start: Callable[..., Start], words: Path, tmp_path: Pa
     """Each model of a router gets the type of its preset."""
     prepare(words)
     given = {"none": None, "f16": "f16", "q8_0": "q8_0", "subkv": "subkv", "auto": "auto"}
-    lines = [f"[{name}]\nmodel = {words}\n" + (f"cache-type-k = {kind}\n" if kind else "") for name, kind in given.items()]
+    lines = [
+        f"[{name}]\nmodel = {words}\n" + (f"cache-type-k = {kind}\n" if kind else "") for name, kind in given.items()
+    ]
     preset = tmp_path / "presets.ini"
     preset.write_text("\n".join(lines))
     expected = given | {"none": "f16" if start is by_itself else "subkv", "auto": "subkv"}
