@@ -67,13 +67,6 @@ def test_cpp() -> None:
     assert done.returncode == 0, done.stderr[:4000]
 
 
-def test_size() -> None:
-    """A file past about 500 lines is two files."""
-    folders = ("converter", "runtime", "research", "python", "cmake", "examples", "tests")
-    files = [*CPP, *(p for d in folders for p in (REPO / d).rglob("*.py"))]
-    assert {str(p.relative_to(REPO)): n for p in files if (n := len(p.read_bytes().splitlines())) > 520} == {}
-
-
 ENTRANCES = {"chunked.h", "attend_chunks.h"}  # all that the rest of the engine sees of runtime/native/adapt
 
 

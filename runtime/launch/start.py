@@ -63,7 +63,8 @@ def _variables(
 
     strict: the cache must be coded unless the arguments say otherwise. Raises SubkvError.
     """
-    variables, models = {}, () if read.ordinary else read.models
+    variables: dict[str, str] = {}
+    models = () if read.ordinary else read.models
     if read.ordinary:
         name = "/".join(dict.fromkeys(read.types))
         for key in () if read.codes_draft else request.flags():

@@ -38,10 +38,10 @@ struct types {
     }
 
     subkv::Requested requested() const {
-        return has(LLAMA_SUBKV_TYPE)                        ? subkv::Requested::CODED :
-               has(LLAMA_SUBKV_TYPE_AUTO)                   ? subkv::Requested::AUTO :
+        return has(LLAMA_SUBKV_TYPE)                    ? subkv::Requested::CODED :
+               has(LLAMA_SUBKV_TYPE_AUTO)               ? subkv::Requested::AUTO :
                k == GGML_TYPE_F16 && v == GGML_TYPE_F16 ? subkv::Requested::NOTHING :
-                                                              subkv::Requested::ORDINARY;
+                                                          subkv::Requested::ORDINARY;
     }
 };
 
@@ -97,8 +97,8 @@ subkv::cache_new_fn llama_subkv::request::cache_new() {
         auto *      subkv_register = llama_subkv_find("subkv_register", why);
         if (!subkv_register) {
             const std::string subject = setting.empty() ? "cache type subkv" : "SUBKV=" + setting;
-            throw std::runtime_error(
-                format("%s: libsubkv beside libllama expected, found none that loads: %s", subject.c_str(), why.c_str()));
+            throw std::runtime_error(format("%s: libsubkv beside libllama expected, found none that loads: %s",
+                                            subject.c_str(), why.c_str()));
         }
         subkv_register();
     }

@@ -43,7 +43,8 @@ struct llama_subkv {
         static subkv::cache_new_fn cache_new();
         static void                describe(subkv::CacheDesc & desc); // sets the fields of the request
 
-        static thread_local bool rows_coded; // of the context's cache of rows; llama.cpp creates it before its indexer's
+        static thread_local bool
+            rows_coded; // of the context's cache of rows; llama.cpp creates it before its indexer's
     };
 
     // Called by the constructor of llama_kv_cache before any allocation. Changes type_k of an indexer's keys.

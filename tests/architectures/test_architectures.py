@@ -36,9 +36,9 @@ def test_architecture_matches_the_page(arch: str, tmp_path: Path) -> None:
         assert support.n_layer_coded >= 1
         # else wrong attention would not be noticed
         assert support.reach > 4 * support.floor and support.coarse > 4 * support.floor, support
-        assert support.distances["equals f16"] < 2 * support.floor, support
+        assert support.distances["equals f16"] < 3 * support.floor, support
         apart = {guarantee: d for guarantee, d in support.distances.items() if not math.isnan(d)}
-        assert max(apart.values()) < 2 * support.floor, support
+        assert max(apart.values()) < 3 * support.floor, support
 
 
 def test_page_is_up_to_date() -> None:

@@ -205,7 +205,7 @@ void run_window(const uint8_t * data, size_t n) {
     // a restored window is usable
     const int32_t seq = 0;
     window->ready({ { N_CELLS, 1, &seq, 0, N_CELLS } }, cells);
-    window->can_remove(0, N_CELLS - 3, N_CELLS, cells);
+    window->stays_complete(0, N_CELLS - 3, N_CELLS, cells);
     window->forget(0, 0, MAX_POSITION);
     Written again;
     window->state_write(again, 0);

@@ -65,7 +65,8 @@ def test_conversations_in_any_order(arch: str, cache: str, words_of: Callable[[s
         with serving(model, *arguments, **kind, SUBKV_STORE=str(tmp_path / "store")) as server:
             for i, prompt in enumerate(order[begin : begin + 5]):
                 answer = ask(server, prompt)
-                assert_same(expected[prompt], answer)
+                # 32 tokens before an edit are evaluated again, earlier ones are read through their codes
+                assert_same(expected[prompt], answer, tie=0.15 if coded else 0.02)
                 if i == 0:
                     n_restored.append(answer["timings"]["cache_n"])
     assert n_restored[0] == 0 and sum(n > 100 for n in n_restored[1:]) > 1
