@@ -162,6 +162,10 @@ inline int64_t reach(const server_prompt & prompt, const server_tokens & request
 inline void resume(const server_tokens & tokens, const llama_context * ctx, int seq, int & n_past,
                    llama_pos & pos_next) {
     const llama_pos to = llama_subkv_resume(ctx, seq, pos_next);
+    if (to == 0) {
+        n_past   = 0;
+        pos_next = 0;
+    }
     while (pos_next > to && n_past > 0 && tokens[(size_t) n_past - 1] != LLAMA_TOKEN_NULL) {
         --n_past;
         --pos_next;

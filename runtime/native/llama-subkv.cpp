@@ -197,8 +197,9 @@ llama_pos llama_subkv::resume(llama_memory_i * memory, llama_seq_id seq, llama_p
     }
     const auto & base = *caches.base;
     const auto   to   = base.subkv_hook->resume(seq, pos, reader(base));
-    // in the sliding half, the window of an earlier token may be gone
-    return !caches.swa || slid_away(base, *caches.swa, { { seq, 0, to } }, to) < 0 ? to : pos;
+    // in the sliding half, the window of an earlier token may be gone, even that of the next one
+    const auto ready = [&](llama_pos at) { return slid_away(base, *caches.swa, { { seq, 0, at } }, at) < 0; };
+    return !caches.swa || ready(to) ? to : ready(pos) ? pos : 0;
 }
 
 int32_t llama_subkv_resume(const llama_context * ctx, llama_seq_id seq, int32_t pos) {

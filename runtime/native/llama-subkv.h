@@ -65,7 +65,8 @@ struct llama_subkv {
     // keep positions up to pos_min; it can always remove its last n_rs_seq tokens.
     static llama_pos pos_min(llama_memory_i & memory, llama_seq_id seq);
     static uint32_t  n_rs_seq(const llama_context & ctx);
-    // As CacheHook::resume; `pos` where recurrent state or a sliding window cannot return to an earlier position.
+    // As CacheHook::resume; `pos` where recurrent state or a sliding window cannot return to an earlier position, 0 where
+    // a sliding half has lost cells that the token at `pos` needs.
     static llama_pos resume(llama_memory_i * memory, llama_seq_id seq, llama_pos pos);
 
     static void clear(llama_kv_cache & kv);

@@ -148,7 +148,7 @@ def schema() -> set[str]:
         stream = tar.extractfile(member)
         assert stream is not None
         source = stream.read().decode()
-    source = re.sub(r"^#if 0$.*?^#endif$", "", source, flags=re.M | re.S)
+    source = re.sub(r"^#if 0$.*?^#endif$|//[^\n]*", "", source, flags=re.M | re.S)
     return set(re.findall(r'(?:new field_\w+|add_alias)\("(\w+)"', source))
 
 
