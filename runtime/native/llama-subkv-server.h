@@ -34,9 +34,13 @@ inline void made(llama_context * ctx) {
 inline json kv_cache() {
     const auto usage = llama_subkv_usage_get();
     return json{
-        { "type", usage.type },       { "bits", usage.bits },
-        { "bytes", usage.bytes },     { "bytes_f16", usage.bytes_f16 },
-        { "n_cells", usage.n_cells }, { "kernel", usage.kernel.empty() ? json(nullptr) : json(usage.kernel) },
+        { "type", usage.type },
+        { "bits", usage.bits },
+        { "bytes", usage.bytes },
+        { "bytes_f16", usage.bytes_f16 },
+        { "n_cells", usage.n_cells },
+        { "n_zero_rows", usage.n_bad },
+        { "kernel", usage.kernel.empty() ? json(nullptr) : json(usage.kernel) },
     };
 }
 

@@ -102,6 +102,8 @@ struct llama_subkv {
                         const std::vector<llama_ubatch> & ubatches);
 
     static bool ready(const llama_kv_cache & kv, const std::vector<llama_ubatch> & ubatches);
+    // llama_context::graph_compute: the status of a graph that has run; a failure if coded nodes lacked memory.
+    static ggml_status computed(llama_context & ctx, ggml_status status);
 
     // Writes or reads the state of a coded cache (seq -1: all sequences) instead of llama.cpp's code, complete or with
     // the partial flag; false: not coded, or a nested call. Reading throws if the state does not belong to this cache;

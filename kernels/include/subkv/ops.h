@@ -1,5 +1,6 @@
 // ops.h: the contract of every kernel. Shapes here are authoritative; kernels/ref has the definitions in plain scalar
-// code, kernels/cpu the fast versions. C++17, no allocation visible to the caller, no exceptions.
+// code, kernels/cpu the fast versions. C++17, no allocation visible to the caller. The only exception is std::bad_alloc:
+// results are then undefined, but encode of the versions in kernels/cpu has changed no cell.
 //
 // Glossary: a *coefficient* is one number of c = E x; its *code* is the quantized integer; a head's *row* is the data
 // of one cell for one KV head (K or V): one scale byte, then the codes of its bands.
