@@ -202,7 +202,7 @@ class Chat:
                 "  ordinary layers": mib(stats.bytes_stock),
                 "  adaptive bases": f"{mib(stats.bytes_chunks)}, {stats.n_chunks} of all heads",
                 "bases": mib(stats.bytes_bases),
-                "zero rows": f"{stats.n_zero_rows}",
+                "rows not finite": f"{stats.n_zero_rows}",
                 "fingerprint": stats.fingerprint or "",
             }
         for layer in llm.adapt_stats():

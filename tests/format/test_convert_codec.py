@@ -44,10 +44,11 @@ def test_round_trip_error_is_bounded_by_the_step(seed: int, bands: Bands) -> Non
     rows = encode(c, bands, ratio)
     assert rows.shape == (12, row_bytes(bands))
     back = decode(rows, bands, ratio)
-    live = np.isfinite(c).all(axis=1) & (c != 0).any(axis=1)
-    assert not back[~live].any()
-    assert not rows[~live].any()
-    assert (rows[live, 0] > 0).all()
+    bad = ~np.isfinite(c).all(axis=1)
+    live = ~bad & (c != 0).any(axis=1)
+    assert not back[~live & ~bad].any() and np.isnan(back[bad]).all()
+    assert not rows[~live & ~bad].any() and not rows[bad, 1:].any()
+    assert ((rows[live, 0] > 0) & (rows[live, 0] < 255)).all() and (rows[bad, 0] == 255).all()
     scale = scale_table()[rows[:, 0]]
     first = 0
     path = trellis_numpy.Path.of(bands, list(ratio), latent=False)

@@ -32,7 +32,7 @@ class KVStats:
     bytes_chunks: int = 0  # adaptive bases and their sketches
     n_chunks: int = 0  # adaptive bases of all heads
     n_layer_coded: int = 0
-    n_zero_rows: int = 0
+    n_zero_rows: int = 0  # rows of a head, K or V, that are not finite: attention to them is NaN
     n_sink: int = 0
     n_recent: int = 0
     n_rollback: int = 0
