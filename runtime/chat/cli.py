@@ -144,6 +144,7 @@ class Chat:
         mark, problems = turn.first_tokens.report() if turn.first_tokens is not None else ("", [])
         for problem in problems:
             options.note(problem)
+        options.note_zero_rows(conversation.llm.kv_stats().n_zero_rows)
         mark = f" | {mark}" if mark else ""
         if turn.n_drafted:
             mark = f" | Drafts: {turn.n_accepted} of {turn.n_drafted} accepted{mark}"

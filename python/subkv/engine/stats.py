@@ -50,6 +50,17 @@ def cache_line(stats: KVStats) -> str:
     )
 
 
+def count_zero_rows(ctx: Any) -> int:
+    """KVStats.n_zero_rows of a context of any cache type."""
+    raw = library.Stats()
+    return int(raw.n_zero_rows) if native().subkv_get_stats(ctx, ctypes.byref(raw)) else 0
+
+
+def zero_rows_line(n_zero_rows: int) -> str:
+    """What programs print if a cache has such rows."""
+    return f"KV cache: {n_zero_rows} rows are not finite (NaN or infinity): attention to them is NaN"
+
+
 def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> KVStats:
     """Sizes of a context's cache. model: llama.cpp's handle; log: llama.cpp's log of creating the context."""
     if not choice.coded:
