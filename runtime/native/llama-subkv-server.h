@@ -132,6 +132,7 @@ inline bool loses(const server_prompt & prompt, float kept) {
 
 // Stores the slots' prompts while all slots are idle: one prompt per call, so that requests need not wait.
 template <typename Slots> void put_idle(const Slots & slots, llama_context * ctx, llama_context * draft) {
+    llama_subkv_usage_set(ctx); // a GPU counts rows that are not finite itself
     if (!llama_subkv_store_on()) {
         return;
     }
