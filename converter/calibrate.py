@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from converter.corpus import HELD_OUT, INTERRUPTED, PATH, Corpus, corpus_options, model_option, yes_option
-from subkv.base.command import command
+from subkv.base.command import command, show
 from subkv.base.errors import concerning
 from subkv.base.files import check_new, check_not_input, check_writable
 from subkv.format.window import MAX_SINK, N_SINK
@@ -44,8 +44,8 @@ def main(
         result, notes = collect_statistics(source, corpus, texts, n_sink, held_out, earlier)
     write_calibration(output, result)
     for note in notes:
-        click.echo(note, err=True)
-    click.echo(f"wrote {output}: {len(result.layers)} layers, {result.tokens} tokens")
+        show(note, err=True)
+    show(f"wrote {output}: {len(result.layers)} layers, {result.tokens} tokens")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import click
 from converter import hf, tables
 from converter.corpus import PATH, Corpus, corpus_options, yes_option
 from converter.quantize import TYPES
-from subkv.base.command import command, group, sentence
+from subkv.base.command import command, group, sentence, show
 from subkv.base.errors import SubkvError
 from subkv.base.files import check_new, check_not_input
 from subkv.base.hub import hf_option, requested_model
@@ -165,10 +165,10 @@ def main(
     conversion = Conversion(model, bases, request, options, target, sidecar, outtype, quantize, dry_run)
     result, path, weights = conversion.run()
     for line in tables.layout(result, verbose):
-        click.echo(line)
+        show(line)
     cost = tables.Cost.of_result(result)
     for line in tables.sentences(cost, result.counted.context, result.compared, weights, available_memory()):
-        click.echo(line)
+        show(line)
     for note in result.notes:
         key = "files" if note.key == "calibration" and bases is None else note.key
         click.echo(sentence(SubkvError(key, note.reason)), err=True)
@@ -176,9 +176,9 @@ def main(
         stored = "" if bases is not None else "; the calibration is kept for the next run"
         click.echo(f"dry run: no bases were written{stored}")
     else:
-        click.echo(f"wrote {path}")
+        show(f"wrote {path}")
         if target is None:
-            click.echo(f"programs find it for {model} automatically: subkv chat {named}")
+            show(f"programs find it for {model} automatically: subkv chat {named}")
 
 
 def default_output(model: Path, sidecar: bool = False, quantize: str | None = None) -> Path:

@@ -22,12 +22,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
-
 from converter import hf
 from converter.request import CalibrationRequest
 from converter.source import Source
 from converter.stored_calibration import calibrated
+from subkv.base.command import show
 from subkv.base.errors import SubkvError
 from subkv.base.files import check_not_input, check_writable
 from subkv.format import metadata
@@ -86,7 +85,7 @@ class Conversion:
         if not self.model.is_dir():
             return lambda step: None
         done, total = itertools.count(1), 2 + (self.quantize is not None) + (self.bases is None)
-        return lambda step: click.echo(f"step {next(done)} of {total}: {step}", err=True)
+        return lambda step: show(f"step {next(done)} of {total}: {step}", err=True)
 
     def _checked_gguf(self) -> Path:
         for name in ("outtype", "quantize"):

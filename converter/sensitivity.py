@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converter.corpus import INTERRUPTED, PATH, Corpus, Text, bases_option, corpus_options, cut, model_option
-from subkv.base.command import Moved, command
+from subkv.base.command import Moved, command, show
 from subkv.base.errors import SubkvError
 from subkv.base.files import check_writable
 from subkv.format.window import MAX_RECENT, N_RECENT
@@ -101,7 +101,7 @@ def write_result(output: Path, result: Calibration) -> None:
 
     write_calibration(output, result)
     assert result.sensitivity is not None
-    click.echo(f"wrote {output}: sensitivities of {len(result.layers)} layers from {result.sensitivity.tokens} tokens")
+    show(f"wrote {output}: sensitivities of {len(result.layers)} layers from {result.sensitivity.tokens} tokens")
 
 
 if __name__ == "__main__":

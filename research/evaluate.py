@@ -26,6 +26,7 @@ from converter.cli import options_from_flags, recent_bits_option
 from converter.corpus import INTERRUPTED, PATH, Corpus, bases_option, corpus_options, cut, model_option
 from subkv.base.command import command, group, sentence
 from subkv.base.errors import SubkvError
+from subkv.base.text import printable
 from subkv.format.window import N_RECENT, N_SINK
 from subkv.plan.methods import BASES_K, BASES_V
 
@@ -206,9 +207,9 @@ def main(
                 cache.clear()
             run(reference, caches, pieces, corpus.n_threads, progress=True)
             results += [result(cache, text.source.name, max(map(len, pieces)), len(pieces)) for cache in caches]
-    click.echo(json.dumps(results, indent=2) if output == "json" else tables.scores(results))
+    click.echo(json.dumps(results, indent=2) if output == "json" else printable(tables.scores(results), keep="\n"))
     if output == "md" and len(texts) > 1:
-        click.echo(f"\n{tables.over_texts(results)}")
+        click.echo(printable(f"\n{tables.over_texts(results)}", keep="\n"))
     if plot is not None:
         frontier.frontier(results, plot)
 

@@ -34,6 +34,7 @@ from runtime.options import IntList
 from subkv.base.command import command, group
 from subkv.base.errors import CacheError, SubkvError
 from subkv.base.progress import progress_bar
+from subkv.base.text import printable
 from subkv.base.threads import default_threads
 
 if TYPE_CHECKING:
@@ -310,7 +311,7 @@ def as_markdown(objects: list[dict[str, Any]]) -> str:
     """llama-bench's table; t/s is the median of the interleaved repetitions."""
     head = ["model", "size", "params", "backend", "threads", "type_k", "type_v", "fa", "KV B/token", "test", "t/s"]
     lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * 2 + " --- |" + " ---: |" * 7]
-    for o in objects:
+    for o in map(_printable, objects):
         size, params = o["model_size"], o["model_n_params"]
         cells = [
             o["model_type"],
@@ -333,12 +334,17 @@ def as_markdown(objects: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _printable(result: dict[str, Any]) -> dict[str, Any]:
+    """A result whose texts, for example of the model's file, can be printed."""
+    return {name: printable(value) if isinstance(value, str) else value for name, value in result.items()}
+
+
 def as_csv(objects: list[dict[str, Any]]) -> str:
     out = io.StringIO()
     names = [name for name in objects[0] if not name.startswith("samples")]
     writer = csv.DictWriter(out, names, quoting=csv.QUOTE_NONNUMERIC, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(objects)
+    writer.writerows(map(_printable, objects))
     return out.getvalue().rstrip("\n")
 
 

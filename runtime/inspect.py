@@ -10,7 +10,7 @@ import click
 
 from converter.tables import Cost, elements, mean_bits, sentences, shortened, span
 from runtime import options
-from subkv.base.command import command
+from subkv.base.command import command, show
 from subkv.base.errors import concerning
 
 
@@ -119,14 +119,14 @@ def main(
         click.echo(json.dumps({"path": str(path) if stored else None, **layout}, indent=2))
         return
     head, *rows = (band_table if bands else layer_table)(layout)
-    click.echo(head)
+    show(head)
     for line in (*shortened(rows, verbose or bands), *summary(layout)):
-        click.echo(line)
+        show(line)
     with Gguf(model) as gguf:
         weights = gguf.n_bytes if gguf.n_tensors else 0
     cost, predicted = Cost.of_layout(layout), metadata.read_predicted(path)
     for line in sentences(cost, n_ctx or layout["bpe_context"], predicted, weights, available_memory()):
-        click.echo(line)
+        show(line)
 
 
 if __name__ == "__main__":

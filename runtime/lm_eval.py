@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from converter.scoring import log_softmax
 from subkv.base.errors import CacheError, SubkvError, concerning
+from subkv.base.text import printable
 from subkv.engine.cache import parse_cache
 from subkv.engine.context import ContextOptions, Logits
 from subkv.engine.model import Model
@@ -65,7 +66,8 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
         )
         self._held: list[int] = []  # tokens that the context holds
         self._path = model
-        print(cache_line(self._context.stats), *filter(None, [choice.note]), sep="\n")
+        for line in filter(None, [cache_line(self._context.stats), choice.note]):
+            print(printable(line))
 
     #
     # tokens

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from subkv.base.command import group, stack
+from subkv.base.command import group, show, stack
 from subkv.base.errors import SubkvError, system_reason
 from subkv.format.window import Window
 
@@ -136,8 +136,12 @@ draft_options = group(
         type=SHARE,
         default=0.0,
     ),
-    click.option(
-        "-ctkd", "--spec-draft-type-k", "draft_cache", default="f16", metavar="TYPE", help="KV cache of -md, K and V"
+    llama_option(
+        "-ctkd --spec-draft-type-k --cache-type-k-draft draft_cache",
+        "SPEC_DRAFT_CACHE_TYPE_K",
+        "KV cache of -md, K and V",
+        default="f16",
+        metavar="TYPE",
     ),
     click.option(
         "--spec-ngram-simple-size-n", "ngram", type=POSITIVE, default=12, help="ngram-simple: tokens that must match"
@@ -282,7 +286,7 @@ def form_option(*kinds: str) -> Option:
 
 def note(text: str) -> None:
     """Print a status line to stderr; stdout is for results."""
-    click.echo(text, err=True)
+    show(text, err=True)
 
 
 def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:

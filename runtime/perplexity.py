@@ -24,6 +24,7 @@ from runtime import options
 from subkv.base.command import command, group
 from subkv.base.errors import SubkvError, concerning, system_reason
 from subkv.base.progress import progress_bar
+from subkv.base.text import printable
 from subkv.base.threads import default_threads
 
 if TYPE_CHECKING:
@@ -306,7 +307,7 @@ def main(
     if form == "json":
         click.echo(json.dumps(results if compare else results[0], indent=2))
     else:
-        click.echo(table(results) if compare else report(results[0]))
+        click.echo(printable(table(results) if compare else report(results[0]), keep="\n"))
     if plot:
         frontier.frontier(results, plot)
         options.note(f"wrote {plot}")

@@ -7,6 +7,7 @@ from typing import Any
 
 from subkv.base.errors import SubkvError, concerning, install
 from subkv.base.files import atomic_file, check_writable
+from subkv.base.text import printable
 
 DPI = 150
 
@@ -39,8 +40,8 @@ def _kind(plot: Path) -> str:
 
 
 def plain(text: str) -> str:
-    """Text as matplotlib shows it unchanged: a dollar would start a formula."""
-    return text.replace("$", r"\$")
+    """Text of a file as matplotlib can show it: a dollar would start a formula, a line break another line."""
+    return printable(text).replace("$", r"\$")
 
 
 def write_figure(figure: Any, plot: Path) -> None:

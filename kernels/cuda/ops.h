@@ -48,8 +48,7 @@ struct Layer {
 };
 
 // Encodes the rows k, v [n_tok] of all heads into `cells`, which are distinct, and stores both in half precision in
-// `fresh` [n_tok][n_head_kv * (d_k + d_v)], K first (a latent layer: only K). There, a non-finite row becomes the mean or
-// zero.
+// `fresh` [n_tok][n_head_kv * (d_k + d_v)], K first (a latent layer: only K). There, a non-finite row becomes HALF_NAN.
 struct Encode {
     Layer           layer;
     const float *   k;

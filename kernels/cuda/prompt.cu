@@ -110,11 +110,11 @@ __global__ void cells_kernel(Prompt p) {
     fill_octets(codec, s.octets);
     const float reach = reach_of(codec);
     for (int c = (int) threadIdx.x; c < TILE; c += THREADS) {
-        const float scale = c < n ? row_scale(from[c]) : 0.0f;
-        const float bound = fmaxf(1e-30f, scale > 0.0f ? fmaxf(scale * reach, largest_half(codec, from, c)) : 0.0f);
-        s.scale[c]        = scale;
-        s.bound[c]        = bound;
-        s.inverse[c]      = 1.0f / bound;
+        const CellScale cell  = c < n ? cell_scale(codec, from, c, reach) : CellScale{};
+        const float     bound = fmaxf(1e-30f, cell.bound);
+        s.scale[c]            = cell.scale;
+        s.bound[c]            = bound;
+        s.inverse[c]          = 1.0f / bound;
     }
     __syncthreads();
     const auto inverse = [&](int c) { return s.inverse[c]; };
@@ -156,7 +156,8 @@ __global__ void exact_rows_kernel(Prompt p) {
         const int     e         = value ? j - p.n_heads * l.d_k : j; // element of these heads' keys or values
         const int     from      = (value ? l.n_head_kv * l.d_k : 0) + p.first * d + e;
         const int64_t at        = ((stream * p.n_heads + e / d) * p.n_rows + a.n_kv + i) * d + e % d;
-        (value ? p.v : p.k)[at] = row == nullptr ? (uint16_t) 0 : row[from];
+        const bool    bad       = row != nullptr && (row[from] & 0x7c00) == 0x7c00;
+        (value ? p.v : p.k)[at] = row == nullptr || bad ? (uint16_t) 0 : row[from];
     }
 }
 

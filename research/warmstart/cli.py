@@ -24,7 +24,7 @@ import click
 from research.warmstart.chat import main as chat
 from runtime import options
 from runtime.bench import IntList
-from subkv.base.command import command, group
+from subkv.base.command import command, group, show
 from subkv.base.errors import SubkvError, concerning, need_packages
 from subkv.base.threads import default_threads
 
@@ -313,7 +313,7 @@ def entries(model: str, warm_file: Path, warm_library: Path, width: int) -> None
         for entry in library.entries():
             text = b"".join(opened.piece(int(token)) for token in entry.tokens).decode("utf-8", "replace")
             name = entry.name.rpartition("-")[2][:12]  # what comes before is the same for all
-            click.echo(f"{name}  {len(entry.tokens):5d} tokens  …{' '.join(text.split())[-width:]}")
+            show(f"{name}  {len(entry.tokens):5d} tokens  …{' '.join(text.split())[-width:]}")
 
 
 def _opened(model: Model, warm_file: Path, folder: Path) -> tuple[Trained, Library]:

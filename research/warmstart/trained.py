@@ -19,20 +19,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from converter.scoring import F32
 from research.warmstart.frame import Frame
 from research.warmstart.pooled import Plan, Slots, placed
 from subkv.base.errors import SubkvError, concerning
 from subkv.base.files import atomic_file
-from subkv.format.calibration import MAX_HEADS, MAX_LAYERS, canonical, parsed
+from subkv.format import sealed
+from subkv.format.calibration import MAX_HEADS, MAX_LAYERS, parsed
 
 if TYPE_CHECKING:
     from subkv.engine.model import Model
 
 VERSION = "1"
 PREFIX = "subkv.warm_start."
+DIGEST = f"{PREFIX}digest"  # of the whole file (subkv.format.sealed)
 MAX_SIZE = 4096  # of a head
 
 Placed = tuple[F32, F32]  # rows to plant in one layer: k [m, n_head_kv, d_k], v [m, n_head_kv, d_v]
@@ -171,9 +172,9 @@ class Trained:
             "provenance": json.dumps(self.provenance, sort_keys=True),
         }
         tensors = {name: np.ascontiguousarray(value, dtype=np.float32) for name, value in self._tensors().items()}
-        blob = save(tensors, metadata={PREFIX + key: value for key, value in values.items()})
+        metadata = {PREFIX + key: value for key, value in values.items()}
         with atomic_file(path) as handle:
-            for part in canonical(blob):
+            for part in sealed.pieces(tensors, metadata, DIGEST):
                 handle.write(part)
 
     @classmethod
@@ -201,6 +202,7 @@ def read(path: Path, frame: Frame) -> Trained:
         with safe_open(path, framework="numpy") as handle:
             metadata = handle.metadata() or {}
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
+        blob = path.read_bytes()
     except (SafetensorError, OSError, TypeError, ValueError) as error:
         raise SubkvError("path", f"{path} is not a readable safetensors file: {error}") from error
     header = _Header(metadata)
@@ -215,7 +217,7 @@ def read(path: Path, frame: Frame) -> Trained:
     centre = _take(tensors, "centre", None)
     if tensors:
         raise SubkvError(min(tensors), "expected only the tensors of the listed layers, found this one")
-    return Trained(
+    trained = Trained(
         identity=header.matching("identity", r"[0-9a-f]{64}", "64 lower-case hex digits"),
         plan=plan,
         layers=tuple(layers),
@@ -225,6 +227,8 @@ def read(path: Path, frame: Frame) -> Trained:
         guard=header.members("guard", _is_number, "finite numbers"),
         provenance=header.members("provenance", lambda value: isinstance(value, str), "strings"),
     )
+    sealed.check(blob, metadata, DIGEST)
+    return trained
 
 
 def _is_number(value: Any) -> bool:

@@ -71,7 +71,7 @@ class Chat:
             "/save": self.save,
             "/load": self.load,
             "/stats": self.stats,
-            "/help": lambda _: options.note(HELP),
+            "/help": self.help,
         }
 
     def loop(self, simple: bool) -> None:
@@ -110,6 +110,10 @@ class Chat:
             self.report_errors(self.commands[name], argument)
         else:
             options.note(f"{name}: unknown command; /help lists them")
+
+    def help(self, _: str) -> None:
+        for line in HELP.splitlines():
+            options.note(line)
 
     def report_errors(self, action: Callable[[str], None], argument: str) -> bool:
         """Run one command and log its error, if any. Returns whether it succeeded."""
@@ -210,7 +214,8 @@ class Chat:
                 f"{layer.n_chunks} bases, {layer.n_opened} opened, {layer.n_refused} refused, "
                 f"residual {min(layer.residuals):.3f} to {max(layer.residuals):.3f}"
             )
-        options.note("\n".join(f"{name:<18} {value}" for name, value in rows.items()))
+        for name, value in rows.items():
+            options.note(f"{name:<18} {value}")
 
 
 def command_of(text: str) -> tuple[str | None, str]:

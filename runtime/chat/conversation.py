@@ -19,7 +19,6 @@ import numpy as np
 from subkv.base import container
 from subkv.base.errors import StateError, SubkvError, concerning
 from subkv.engine.llama import Llama
-from subkv.engine.shift import removable
 from subkv.engine.template import Message, Template, TemplateError
 from subkv.native.binding import llama_cpp
 
@@ -164,11 +163,11 @@ class Conversation:
         """Shift until n_tokens and one token of an answer fit. Returns False, unchanged, if that is impossible."""
         if n_tokens < self.room or not self.shift:
             return n_tokens < self.room
-        n_keep, n_recent = self._n_kept(), self.llm.kv_stats().n_recent  # their exact rows are needed
+        n_keep = self._n_kept()
         n_left, n_discard = len(self.tokens) - n_keep, 0
         while n_keep + n_left - n_discard + n_tokens >= self.llm.n_ctx():
-            more = removable(n_left - n_discard, n_recent)
-            if more <= 0:
+            more = (n_left - n_discard) // 2
+            if more == 0:
                 return False
             n_discard += more
         self._forget_tail(self.tokens)

@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from runtime import options
-from subkv.base.command import command
+from subkv.base.command import command, show
 from subkv.base.errors import SubkvError, system_reason
+from subkv.base.text import printable
 
 MIB = 1 << 20
 
@@ -32,7 +33,7 @@ def main(clearing: bool, yes: bool, form: str) -> None:
     from runtime.doctor.report import report
 
     facts, broken = report()
-    click.echo(json.dumps(facts, indent=2) if form == "json" else "\n".join(lines(facts)))
+    click.echo(json.dumps(facts, indent=2) if form == "json" else "\n".join(map(printable, lines(facts))))
     if broken:
         raise click.exceptions.Exit(1)
 
@@ -87,12 +88,12 @@ def _clear(yes: bool) -> None:
     except OSError as error:
         raise SubkvError("XDG_CACHE_HOME", f"cannot read {folder}: {system_reason(error)}") from error
     if not files:
-        click.echo(hide_home(f"nothing to remove in {folder}"))
+        show(hide_home(f"nothing to remove in {folder}"))
         return
-    click.echo(hide_home(f"in {folder}:"))
+    show(hide_home(f"in {folder}:"))
     for file in files:
         name = file.path.relative_to(folder).as_posix()
-        click.echo(f"  {_mib(file.size):>9}  {name}  ({file.kind}: {KINDS[file.kind][0]})")
+        show(f"  {_mib(file.size):>9}  {name}  ({file.kind}: {KINDS[file.kind][0]})")
     if not yes:
         click.confirm(f"remove these {len(files)} files?", abort=True)
     removed, reasons = clear(files)

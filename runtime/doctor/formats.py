@@ -16,7 +16,7 @@ class Format:
 
 # Literals, because the libraries may not load; tests compare them with the readers' constants.
 FORMATS = {
-    "model": Format("converted models, sidecars", (4,), "refused: convert again"),
+    "model": Format("converted models, sidecars", (4, 5), "refused: convert again"),
     "calibration": Format("calib.safetensors", (1,), "refused: calibrate again; made again in the cache folder"),
     "measurements": Format("interrupted sensitivities of convert", (1,), "measured again"),
     "state": Format("states of a coded cache, slots' files", (6,), "refused: evaluate the prompt again"),

@@ -1,6 +1,6 @@
-"""Reads the model and the cache types from the arguments of a llama.cpp program.
+"""Reads the models and the cache types from the arguments of a llama.cpp program, to prepare their bases.
 
-All other arguments stay as they are.
+The program gets its arguments as they are; it chooses the cache of each context.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from subkv.base.errors import CacheError
 from subkv.base.files import open_regular
 
 MODEL, REPO, REPO_FILE, FROM_URL, FOLDER = "model", "repo", "repo_file", "from_url", "folder"
-TYPE_K, TYPE_V = "type_k", "type_v"
+TYPE_K, TYPE_V, DRAFT, DRAFT_TYPE_K, DRAFT_TYPE_V = "type_k", "type_v", "draft", "draft_type_k", "draft_type_v"
 # kind of value -> its flags, its environment variables without LLAMA_ARG_
 _KINDS = {
     MODEL: ("-m --model", "MODEL"),
@@ -24,10 +23,14 @@ _KINDS = {
     FOLDER: ("--models-dir --models-preset", "MODELS_DIR MODELS_PRESET"),
     TYPE_K: ("-ctk --cache-type-k", "CACHE_TYPE_K"),
     TYPE_V: ("-ctv --cache-type-v", "CACHE_TYPE_V"),
+    DRAFT: ("-md --model-draft --spec-draft-model", "SPEC_DRAFT_MODEL"),
+    DRAFT_TYPE_K: ("-ctkd --cache-type-k-draft --spec-draft-type-k", "SPEC_DRAFT_CACHE_TYPE_K"),
+    DRAFT_TYPE_V: ("-ctvd --cache-type-v-draft --spec-draft-type-v", "SPEC_DRAFT_CACHE_TYPE_V"),
 }
 FLAGS = {flag: kind for kind, (flags, _) in _KINDS.items() for flag in flags.split()}
 VARIABLES = {f"LLAMA_ARG_{name}": kind for kind, (_, names) in _KINDS.items() for name in names.split()}
-OURS = ("subkv", "auto")  # our cache types, which llama.cpp's parsers reject
+_TYPES = (TYPE_K, TYPE_V, DRAFT_TYPE_K, DRAFT_TYPE_V)
+CODED, AUTO = "subkv", "auto"  # our cache types
 MAGIC = b"GGUF"
 
 
@@ -52,11 +55,11 @@ def is_gguf(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class ProgramArguments:
-    """The model and the cache types that a command line and its environment name.
+    """The models and the cache types that a command line and its environment name.
 
-    arguments, environment: those of the program, without cache types that it does not know. models: files, as given.
-    repos, repo_file: models of the Hugging Face hub, and the file in them. from_url: the program downloads its model.
-    folder: a router's models. type_k, type_v: names of cache types, None if not given.
+    models: files, as given. repos, repo_file: models of the Hugging Face hub, and the file in them. from_url: the
+    program downloads its model. folder: a router's models. types: names of cache types of keys and values, without
+    those not given. draft, draft_types: the same of a draft model.
     """
 
     arguments: tuple[str, ...]
@@ -66,18 +69,24 @@ class ProgramArguments:
     repo_file: str | None = None
     from_url: bool = False
     folder: str | None = None
-    type_k: str | None = None
-    type_v: str | None = None
+    types: tuple[str, ...] = ()
+    draft: Path | None = None
+    draft_types: tuple[str, ...] = ()
 
     @property
     def strict(self) -> bool:
         """Whether the user requested a coded cache by name; then no other cache may replace it."""
-        return "subkv" in (self.type_k, self.type_v)
+        return CODED in self.types
 
     @property
     def ordinary(self) -> bool:
-        """Whether the user requested one of llama.cpp's own cache types."""
-        return {self.type_k, self.type_v} - {None, *OURS} != set()
+        """Whether the user requested llama.cpp's own cache types only."""
+        return bool(self.types) and {CODED, AUTO}.isdisjoint(self.types)
+
+    @property
+    def codes_draft(self) -> bool:
+        """Whether the user requested a coded cache for drafts, by name or if there are bases."""
+        return not {CODED, AUTO}.isdisjoint(self.draft_types)
 
 
 @dataclass(frozen=True)
@@ -103,24 +112,12 @@ def _flags(arguments: Sequence[str]) -> Iterator[_Flag]:
         i += n
 
 
-def _one_type(key: str, values: Sequence[str], stock: Collection[str], takes_lists: bool) -> str | None:
-    """The cache type in effect: the last one given, or one of llama-bench's lists. Raises CacheError about `key`."""
-    named = [value.split(",") if takes_lists else [value] for value in values]
-    known = [types for types in named if set(types) <= {*OURS, *stock}]
-    in_effect = sum(known, []) if takes_lists else (known or [[]])[-1]
-    if len(set(in_effect)) > 1 and not set(in_effect).isdisjoint(OURS):
-        reason = "expected subkv alone, since a process has coded or ordinary caches"
-        raise CacheError(key, f"{reason}, found {','.join(in_effect)}")
-    return in_effect[0] if in_effect else None
-
-
 def read(
     program: str, arguments: Sequence[str], environment: Mapping[str, str], stock: Collection[str]
 ) -> ProgramArguments:
     """Read the arguments of `program`. A flag overrides its variable. stock: llama.cpp's cache types.
 
-    Other programs may use -m for something else, so only a GGUF file counts as their model. Raises CacheError about
-    `type_k` or `type_v`.
+    Other programs may use -m for something else, so only a GGUF file counts as their model.
     """
     is_llama_cpp = is_llama_cpp_program(program)
     takes_lists = is_llama_cpp and (program_name(program) == "llama-bench" or list(arguments[:1]) == ["bench"])
@@ -128,13 +125,14 @@ def read(
 
     def values(kind: str) -> list[str]:
         named = [flag.value for flag in flags if flag.kind == kind]
-        if not named and (is_llama_cpp or kind in (TYPE_K, TYPE_V)):
+        if not named and (is_llama_cpp or kind in _TYPES):
             named = [environment[name] for name, of in VARIABLES.items() if of == kind and environment.get(name)]
         return named
 
-    type_k, type_v = (_one_type(kind, values(kind), stock, takes_lists) for kind in (TYPE_K, TYPE_V))
-    if None not in (type_k, type_v) and type_k != type_v and {type_k, type_v} & set(OURS):
-        raise CacheError(TYPE_V, f"expected the same cache for K and V with {type_k!r}, found {type_v!r}")
+    def types(*kinds: str) -> tuple[str, ...]:
+        lists = [",".join(values(kind)).split(",") if takes_lists else values(kind)[-1:] for kind in kinds]
+        return tuple(name for names in lists for name in names if name in (CODED, AUTO, *stock))
+
     models, repos = values(MODEL), values(REPO) if is_llama_cpp else []
     from_url = is_llama_cpp and bool(values(FROM_URL))
     if takes_lists:
@@ -145,26 +143,18 @@ def read(
             models = []
     else:
         models = [value for value in models if is_gguf(Path(value))]
-    ours = type_k in OURS or type_v in OURS
-    dropped = {*OURS, *stock} if ours else set(OURS)
-    rest, variables = list(arguments), dict(environment)
-    for flag in reversed(flags):
-        if flag.kind in (TYPE_K, TYPE_V) and set(flag.value.split(",")) <= dropped:
-            del rest[flag.index : flag.index + flag.n]
-    for name, kind in VARIABLES.items():
-        if kind in (TYPE_K, TYPE_V) and variables.get(name) in dropped:
-            del variables[name]
-    files, folders = values(REPO_FILE), values(FOLDER)
+    files, folders, drafts = values(REPO_FILE), values(FOLDER), values(DRAFT)
     return ProgramArguments(
-        tuple(rest),
-        variables,
+        tuple(arguments),
+        dict(environment),
         tuple(Path(model) for model in models if model),
         tuple(repo for repo in repos if repo),
         files[-1] if files else None,
         from_url,
         folders[-1] if folders else None,
-        type_k,
-        type_v,
+        types(TYPE_K, TYPE_V),
+        Path(drafts[-1]) if drafts and drafts[-1] else None,
+        types(DRAFT_TYPE_K, DRAFT_TYPE_V),
     )
 
 

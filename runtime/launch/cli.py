@@ -27,7 +27,7 @@ def main(request: CacheRequest, prepare: tuple[Path, ...], program: str, argumen
     """Run PROGRAM with coefficients in its KV cache: one of llama.cpp's, or Python on llama-cpp-python.
 
     Bases of the model of -m or -hf are looked up, or derived from its weights. PROGRAM then replaces this process. It
-    gets all arguments except -ctk subkv.
+    gets all its arguments.
     """
     located = find_program(program, os.environ)
     raise click.exceptions.Exit(prepare_start(located, read_arguments(located, arguments), request, prepare).execute())

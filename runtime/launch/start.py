@@ -8,8 +8,8 @@ from pathlib import Path
 
 from runtime import options
 from runtime.launch import programs
-from runtime.launch.arguments import ProgramArguments, program_name, read, with_hub_models
-from runtime.launch.variables import CACHE, OFF, CacheRequest, cache_variables, library_variables, models_in
+from runtime.launch.arguments import CODED, ProgramArguments, program_name, read, with_hub_models
+from runtime.launch.variables import CACHE, CacheRequest, cache_variables, library_variables, models_in
 from runtime.launch.variables import prepare as prepare_model
 from subkv.base.errors import SubkvError, concerning
 
@@ -56,22 +56,29 @@ def _prepare_others(paths: Sequence[Path]) -> None:
                 options.note(f"{model.name}: {error.reason}")
 
 
-def _variables(program: str, read: ProgramArguments, request: CacheRequest, others: bool) -> dict[str, str]:
-    """The variables that choose the cache, which is also logged to stderr. others: as _no_model_note().
+def _variables(
+    program: str, read: ProgramArguments, request: CacheRequest, others: bool, strict: bool
+) -> dict[str, str]:
+    """The variables for contexts whose cache type is not given. Logs the caches to stderr. others: as _no_model_note().
 
-    Raises SubkvError.
+    strict: the cache must be coded unless the arguments say otherwise. Raises SubkvError.
     """
+    variables, models = {}, () if read.ordinary else read.models
     if read.ordinary:
-        kinds = (read.type_k or "f16", read.type_v or read.type_k or "f16")
-        name = kinds[0] if kinds[0] == kinds[1] else "/".join(kinds)
-        for key in request.flags():
+        name = "/".join(dict.fromkeys(read.types))
+        for key in () if read.codes_draft else request.flags():
             raise SubkvError(key, f"expected a coefficient cache (-ctk subkv), found {name}")
         options.note(f"KV cache: {name}, from the arguments")
-        return {CACHE: OFF}
-    with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
-        variables, notes = cache_variables(read.models, request, read.strict)
-    for line in notes or [_no_model_note(program, read, others)]:
-        options.note(line)
+    if not read.ordinary or read.codes_draft:
+        with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
+            variables, notes = cache_variables(models, request, read.strict or (strict and not read.types))
+        if not (notes or read.ordinary):
+            notes = [_no_model_note(program, read, others)]
+        for line in notes:
+            options.note(line)
+    for model in ([read.draft] if read.draft else read.models) if read.codes_draft else []:
+        with concerning(model="-md", model_path="-md", kv_cache="-ctkd"):
+            options.note(f"draft {model.name}: {prepare_model(model, CODED in read.draft_types).note}")
     return variables
 
 
@@ -97,20 +104,27 @@ def find_program(program: str, environment: Mapping[str, str]) -> Program:
 
 
 def read_arguments(program: Program, arguments: Sequence[str]) -> ProgramArguments:
-    """Read model and cache types from the arguments. Raises CacheError about `-ctk` or `-ctv`."""
+    """Read models and cache types from the arguments."""
     from subkv.engine.cache import STOCK_TYPES  # numpy and the native libraries
 
-    with concerning(type_k="-ctk", type_v="-ctv"):
-        return read(program.name, arguments, program.environment, STOCK_TYPES)
+    return read(program.name, arguments, program.environment, STOCK_TYPES)
 
 
 def prepare_start(
-    program: Program, arguments: ProgramArguments, request: CacheRequest, prepare: Sequence[Path] = ()
+    program: Program,
+    arguments: ProgramArguments,
+    request: CacheRequest,
+    prepare: Sequence[Path] = (),
+    strict: bool = False,
 ) -> Start:
-    """Look up or derive the bases and add the cache to the environment. Raises SubkvError."""
+    """Look up or derive the bases and add the default cache to the environment.
+
+    strict: without a given type, a coded cache or none. Raises SubkvError.
+    """
     if arguments.repos:
         with concerning(hf_repo="-hf"):
             arguments = with_hub_models(arguments)
     _prepare_others(prepare)
-    environment = arguments.environment | _variables(program.name, arguments, request, bool(prepare))
-    return Start(program.path, [program.name, *arguments.arguments], environment)
+    variables = _variables(program.name, arguments, request, bool(prepare), strict)
+    inherited = {name: value for name, value in arguments.environment.items() if name != CACHE}
+    return Start(program.path, [program.name, *arguments.arguments], inherited | variables)

@@ -12,15 +12,14 @@ from pathlib import Path
 import click
 
 from runtime import options
-from runtime.launch.arguments import is_gguf
+from runtime.launch.arguments import AUTO, is_gguf
 from subkv.base.command import group
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.format.window import MAX_RECENT, MAX_SINK, Window
 from subkv.native.library import LIB_PATH
 from subkv.native.paths import mtmd_variable
 
-CACHE = "SUBKV"  # off, auto, or the path of the file with the bases
-AUTO, OFF = "auto", "off"
+CACHE = "SUBKV"  # auto, or the path of the file with the bases
 # read by runtime/native; fields of Window, and the option --adapt
 NUMBERS = {"n_sink": "SUBKV_SINK", "n_recent": "SUBKV_RECENT", "n_rollback": "SUBKV_ROLLBACK"}
 ADAPT = "SUBKV_ADAPT"

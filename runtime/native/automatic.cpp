@@ -1,11 +1,13 @@
-// automatic.cpp: the cache of a context without an attached layout, selected by the environment (docs/programs.md).
+// automatic.cpp: the cache of a context without an attached layout, selected by its cache types and by the environment
+// (docs/programs.md).
 //
 //   SUBKV            off (or unset): ordinary; auto: the model's bases, if any; any other value: a file with bases
 //   SUBKV_SINK, SUBKV_RECENT, SUBKV_ROLLBACK   numbers of tokens, as in subkv_cache_params
 //   another variable of chunks: chunks_of_environment (chunked.h)
 //
 // The model's bases are the first of: its own keys, the sidecar beside it, the calibrated sidecar in the user's cache
-// folder, the sidecar derived from its weights there. Every context logs its kind of cache in one line of llama.cpp's
+// folder, the sidecar derived from its weights there. A file in SUBKV replaces those of one model: of the first context
+// that it fits. Cache types have precedence over SUBKV. Every context logs its kind of cache in one line of llama.cpp's
 // log.
 #include "cache.h"
 #include "error.h"
@@ -15,10 +17,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -29,20 +31,6 @@ namespace {
 const char * set_variable(const char * name) {
     const char * value = std::getenv(name);
     return value && *value ? value : nullptr;
-}
-
-int32_t number_of(const char * name, int32_t most) {
-    const char * text = set_variable(name);
-    if (!text) {
-        return -1;
-    }
-    char * end        = nullptr;
-    errno             = 0;
-    const long number = std::strtol(text, &end, 10);
-    if (*end || errno != 0 || number < 0 || number > most) {
-        refuse(name, "a number from 0 to " + std::to_string(most), "'" + shortened(text) + "'");
-    }
-    return (int32_t) number;
 }
 
 // The request for a cache with these bases, from the other variables.
@@ -82,7 +70,8 @@ std::string file_of_bases(const std::string & model) {
 
 std::nullptr_t ordinary(const CacheDesc & desc, const std::string & why) {
     if (!desc.no_alloc) {
-        llama_subkv_log("ordinary " + std::string(ggml_type_name(desc.type_k)) + " K/V cache: " + why);
+        const std::string v = desc.type_v == desc.type_k ? "" : std::string("/") + ggml_type_name(desc.type_v);
+        llama_subkv_log("ordinary " + (ggml_type_name(desc.type_k) + v) + " K/V cache: " + why);
     }
     return nullptr;
 }
@@ -91,9 +80,30 @@ bool has_coded_layer(const Layout & layout, const CacheDesc & desc) {
     return std::any_of(desc.layers.begin(), desc.layers.end(), [&](auto & layer) { return layout.layer(layer.il); });
 }
 
-// A program may load several models. SUBKV's file, and a required coefficient cache, apply to the first one; other
-// models may get an ordinary cache.
-std::atomic<bool> cache_made{ false };
+// The model that a file in SUBKV belongs to. A program may load several models, and free and load the same one again.
+class FileOwners {
+public:
+    // true: the file belongs to this model, or to none yet.
+    bool may_use(const std::string & file, const std::string & model) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const auto                  owner = owners_.find(file);
+        std::error_code             error;
+        return owner == owners_.end() || owner->second == model ||
+               std::filesystem::equivalent(std::filesystem::u8path(owner->second), std::filesystem::u8path(model),
+                                           error);
+    }
+
+    void set(const std::string & file, const std::string & model) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        owners_.emplace(file, model);
+    }
+
+private:
+    std::mutex                         mutex_;
+    std::map<std::string, std::string> owners_; // by file
+};
+
+FileOwners owners;
 
 void report(const CacheDesc & desc, const Cache & cache, const std::string & file) {
     size_t rows = 0;
@@ -110,13 +120,22 @@ void report(const CacheDesc & desc, const Cache & cache, const std::string & fil
     llama_subkv_log(line + file);
 }
 
+// Logs once per process that nothing protects the bases of an old file.
+void note_version(const Layout & layout, const CacheDesc & desc, const std::string & file) {
+    static std::atomic<bool> noted{ false };
+    if (layout.version == FORMAT_WITHOUT_DIGEST && !desc.no_alloc && !noted.exchange(true)) {
+        llama_subkv_log(file + ": format version " + std::to_string(layout.version) +
+                        " has no checksum; `subkv convert` writes version " + std::to_string(FORMAT_VERSION));
+    }
+}
+
 std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::string & setting) {
-    const bool by_name  = setting != "auto";
-    const bool required = desc.required && !cache_made;
-    const bool second   = by_name && (cache_made || desc.no_alloc);
+    const bool named    = setting != "auto" && owners.may_use(setting, desc.model_path);
+    const bool default_ = desc.requested == Requested::NOTHING;
+    const bool required = desc.requested == Requested::CODED || (named && default_ && !desc.drafts);
     if (!desc.none.empty()) {
         const std::string why = "no K/V cache: " + desc.none;
-        if (required || (by_name && !second)) {
+        if (required) {
             throw Invalid(why);
         }
         if (!desc.no_alloc) {
@@ -124,7 +143,10 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
         }
         return nullptr;
     }
-    const std::string file = by_name ? setting : file_of_bases(desc.model_path);
+    if (desc.requested == Requested::ORDINARY) {
+        return ordinary(desc, "its type was requested");
+    }
+    const std::string file = named ? setting : file_of_bases(desc.model_path);
     if (file.empty()) {
         const std::string model = desc.model_path.empty() ? "MODEL" : desc.model_path;
         const std::string why   = "no bases for this model; `subkv convert " + model + "` derives them";
@@ -134,12 +156,8 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
         return ordinary(desc, why);
     }
     const auto layout = load_layout(file.c_str());
-    // A wrong file for the first model is an error of the user; a later model with other shapes is just a second model.
-    const std::string misfit = Cache::misfit(*layout, desc);
-    if (!misfit.empty() && second) {
-        return ordinary(desc, file + " belongs to another model");
-    }
-    if ((!by_name || second) && !required) {
+    note_version(*layout, desc, file);
+    if (!required) {
         if (!desc.unsupported.empty()) {
             return ordinary(desc, "coefficients are not supported because " + desc.unsupported);
         }
@@ -147,13 +165,11 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
             return ordinary(desc, "this context holds none of the layers of " + file);
         }
     }
-    if (!by_name && !required && (desc.type_k != GGML_TYPE_F16 || desc.type_v != GGML_TYPE_F16)) {
-        return ordinary(desc, "its type was requested; SUBKV=auto replaces f16");
+    auto cache = std::make_shared<Cache>(desc, request_of(layout), nullptr);
+    if (named) {
+        owners.set(file, desc.model_path);
     }
-    const CacheRequest request = request_of(layout);
-    auto               cache   = std::make_shared<Cache>(desc, request, nullptr);
     if (!desc.no_alloc) {
-        cache_made = true;
         report(desc, *cache, file);
     }
     return cache;
@@ -162,18 +178,20 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
 } // namespace
 
 std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc) {
-    const char * value   = set_variable("SUBKV");
-    const char * setting = value ? value : desc.required ? "auto" : "off";
-    if (std::strcmp(setting, "off") == 0) {
+    const char *      value   = set_variable("SUBKV");
+    const bool        by_type = desc.requested == Requested::CODED || desc.requested == Requested::AUTO;
+    const std::string setting = value ? value : by_type ? "auto" : "off";
+    if (setting == "off") {
         return nullptr;
     }
     try {
         return requested_cache(desc, setting);
     } catch (const std::exception & e) {
-        if (!value) {
-            fail("-ctk subkv: %s; -ctk f16 runs with an ordinary cache", e.what());
+        if (by_type) {
+            fail("cache type %s: %s; cache type f16 runs with an ordinary cache",
+                 desc.requested == Requested::CODED ? "subkv" : "auto", e.what());
         }
-        fail("SUBKV=%s: %s; SUBKV=off runs with an ordinary cache", setting, e.what());
+        fail("SUBKV=%s: %s; SUBKV=off runs with an ordinary cache", setting.c_str(), e.what());
     }
 }
 

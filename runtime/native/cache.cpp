@@ -22,7 +22,7 @@ Cache::Cache(const CacheDesc & desc, const CacheRequest & request, subkv_observe
     window_(layout_ ? or_default(request.n_sink, layout_->n_sink) : 0,
             layout_ ? or_default(request.n_recent, layout_->n_recent) : 0, or_default(request.n_rollback, N_ROLLBACK),
             layout_ ? desc.n_seq_max : 0),
-    n_cells_(desc.n_cells), n_stream_(desc.n_stream) {
+    n_cells_(desc.n_cells), n_stream_(desc.n_stream), n_resume_(resume_of_environment()) {
     for (const auto & layer : desc.layers) {
         owners_[layer.il] = layer.il;
     }
@@ -202,8 +202,7 @@ size_t Cache::row_bytes(const LayerNodes & nodes, bool value) const {
 void Cache::set_facts() {
     facts_.coded        = layout_ != nullptr;
     facts_.shifts       = !chunked_;
-    facts_.n_sink       = window_.n_sink();
-    facts_.n_rollback   = window_.n_recent() > 0 ? window_.n_rollback() : -1;
+    facts_.n_rollback   = chunked_ ? window_.n_rollback() : -1;
     facts_.n_slots      = window_.n_slots();
     facts_.identity     = identity();
     facts_.bytes_beside = window_.bytes_by_type();
@@ -236,11 +235,14 @@ void Cache::clear() {
 }
 
 bool Cache::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const {
-    if (!window_.can_remove(seq, p0, p1, cells)) {
+    if (!chunked_) { // every token has a code
+        return true;
+    }
+    if (!window_.stays_complete(seq, p0, p1, cells)) {
         return false;
     }
     const auto [s0, s1] = window_.sequences(seq);
-    for (int32_t s = s0; chunked_ && s < s1; ++s) {
+    for (int32_t s = s0; s < s1; ++s) {
         if (!chunked_->can_remove(s, p0, p1, cells)) {
             return false;
         }
@@ -249,8 +251,15 @@ bool Cache::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & c
 }
 
 int32_t Cache::goes_back_to(int32_t seq, const CellReader & cells) const {
+    if (!chunked_) {
+        return cells.max_pos_outside(seq, 0, 0) < 0 ? -1 : 0;
+    }
     const int32_t to = window_.goes_back_to(seq, cells);
-    return to >= 0 && chunked_ ? std::max(to, chunked_->coded(cells.stream_of(seq))) : to;
+    return to >= 0 ? std::max(to, chunked_->coded(cells.stream_of(seq))) : to;
+}
+
+int32_t Cache::resume(int32_t seq, int32_t pos, const CellReader & cells) const {
+    return window_.resume(seq, pos, n_resume_, cells);
 }
 
 bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) {
@@ -261,7 +270,7 @@ bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells
     const auto [s0, s1] = window_.sequences(seq);
     for (int32_t s = s0; s < s1; ++s) {
         if (cells.max_pos_outside(s, p0, p1) >= 0) {
-            window_.forget(s, p0, p1);
+            window_.remove(s, p0, p1, cells);
             continue;
         }
         window_.forget(s);
@@ -305,7 +314,8 @@ void Cache::keep(int32_t seq, const CellReader & cells) {
 }
 
 bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const {
-    return window_.ready(tokens, cells) && (!chunked_ || chunked_->ready(tokens, causal(), window_, cells));
+    return window_.ready(tokens, cells) &&
+           (!chunked_ || (window_.is_complete(tokens, cells) && chunked_->ready(tokens, causal(), window_, cells)));
 }
 
 bool Cache::shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) {

@@ -63,6 +63,7 @@ public:
     void    keep(int32_t seq, const CellReader & cells) override;
     bool    ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const override;
     int32_t goes_back_to(int32_t seq, const CellReader & cells) const override;
+    int32_t resume(int32_t seq, int32_t pos, const CellReader & cells) const override;
 
     Inputs        build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, int64_t n_tokens) override;
     void          set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, uint32_t stream0,
@@ -116,6 +117,7 @@ private:
     Window                        window_;
     uint32_t                      n_cells_;
     uint32_t                      n_stream_;
+    int32_t                       n_resume_;
     size_t                        elements_per_token_ = 0; // K and V elements of the coded layers
     std::unique_ptr<ChunkedBases> chunked_;                // null: bases are static
     std::string                   devices_;

@@ -1,11 +1,10 @@
 // capi.cpp: attaches layouts and observers to the next context, and reports statistics of a context.
 #include "capi.h"
 #include "hook.h"
+#include "llama-subkv-programs.h"
 #include "observer.h"
 #include "request.h"
 #include "subkv_research.h"
-
-#include <stdexcept>
 
 using namespace subkv;
 
@@ -25,7 +24,7 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
         return nullptr;
     }
     if (!pending.cache.layout && !pending.observer) {
-        return pending.ordinary ? nullptr : automatic_cache(desc);
+        return pending.ordinary && desc.requested != Requested::CODED ? nullptr : automatic_cache(desc);
     }
     if (!desc.none.empty()) { // the caller checks the context and cancels
         return nullptr;
@@ -36,7 +35,7 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
     try {
         const std::string & why = desc.unsupported.empty() ? desc.unobserved : desc.unsupported;
         if (!request.cache.layout && !why.empty()) {
-            throw std::runtime_error("model " + desc.arch + ": cannot be calibrated because " + why);
+            throw Invalid("model " + desc.arch + ": cannot be calibrated because " + why);
         }
         return std::make_shared<Cache>(desc, request.cache, request.observer);
     } catch (const std::exception & e) {
@@ -48,6 +47,7 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
 } // namespace
 
 const Cache * subkv::cache_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded) {
+    not_null(ctx, "context");
     const auto * cache = static_cast<const Cache *>(llama_subkv_of(ctx, bytes_stock, bytes_coded));
     return cache && cache->facts().coded ? cache : nullptr;
 }
@@ -78,10 +78,9 @@ extern "C" bool subkv_attach(subkv_layout * layout, const subkv_cache_params * p
     if (!layout) {
         return true;
     }
-    return guarded("subkv_attach", false, [&] {
+    return guarded("subkv_attach", [&] {
         pending.cache = CacheRequest(layout->p, params ? *params : subkv_cache_params{ -1, -1, -1, nullptr });
         subkv_register();
-        return true;
     });
 }
 
@@ -91,24 +90,28 @@ extern "C" void subkv_attach_ordinary(void) {
 }
 
 extern "C" bool subkv_observe(subkv_observer * obs) {
-    if (!subkv_kernel_name()) {
+    const bool done = guarded("observer", [&] {
+        not_null(obs, "subkv_observe: obs");
+        usable_ops();
+        pending.observer = obs;
+        subkv_register();
+    });
+    if (!done) {
         pending = {};
-        return false;
     }
-    pending.observer = obs;
-    subkv_register();
-    return true;
+    return done;
 }
 
 extern "C" bool subkv_get_stats(llama_context * ctx, subkv_stats * out) {
-    size_t        stock = 0;
-    size_t        coded = 0;
-    const Cache * cache = cache_of(ctx, &stock, &coded);
-    if (!cache) {
-        return reject("context: a coefficient cache expected, an ordinary one found");
-    }
-    cache->stats(coded, stock, *out);
-    return true;
+    return guarded("context", [&] {
+        size_t        stock = 0;
+        size_t        coded = 0;
+        const Cache * cache = cache_of(ctx, &stock, &coded);
+        if (!cache) {
+            fail("context: a coefficient cache expected, an ordinary one found");
+        }
+        cache->stats(coded, stock, not_null(out, "subkv_get_stats: out"));
+    });
 }
 
 extern "C" int64_t subkv_read_rows(llama_context * ctx, int32_t il, int32_t head_kv, bool value, int32_t seq,
@@ -133,13 +136,22 @@ extern "C" int64_t subkv_read_rows(llama_context * ctx, int32_t il, int32_t head
 }
 
 extern "C" const char * subkv_context_fingerprint(llama_context * ctx) {
-    const Cache * cache = cache_of(ctx);
-    return cache ? cache->layout()->fingerprint.c_str() : nullptr;
+    return guarded<const char *>("context", nullptr, [&]() -> const char * {
+        const Cache * cache = cache_of(ctx);
+        return cache ? cache->layout()->fingerprint.c_str() : nullptr;
+    });
 }
 
 extern "C" const char * subkv_context_devices(llama_context * ctx) {
-    const Cache * cache = cache_of(ctx);
-    return cache ? cache->devices().c_str() : nullptr;
+    return guarded<const char *>("context", nullptr, [&]() -> const char * {
+        const Cache * cache = cache_of(ctx);
+        return cache ? cache->devices().c_str() : nullptr;
+    });
+}
+
+extern "C" int32_t subkv_resume(llama_context * ctx, int32_t seq, int32_t pos) {
+    return guarded<int32_t>("context", pos,
+                            [&] { return llama_subkv_resume(&not_null(ctx, "subkv_resume: ctx"), seq, pos); });
 }
 
 extern "C" const char * subkv_kernel_name(void) {

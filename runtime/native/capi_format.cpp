@@ -48,8 +48,10 @@ void check_room(const char * function, int64_t n, const void * in, const void * 
 extern "C" {
 
 const char * subkv_constants(void) {
-    static const std::string json = constants_to_json();
-    return json.c_str();
+    return guarded<const char *>("subkv_constants", nullptr, [] {
+        static const std::string json = constants_to_json();
+        return json.c_str();
+    });
 }
 
 int64_t subkv_encode_rows(const int32_t * bands, const float * ratio, int32_t n_bands, const float * c, int64_t n,
@@ -63,13 +65,12 @@ int64_t subkv_encode_rows(const int32_t * bands, const float * ratio, int32_t n_
 
 bool subkv_decode_rows(const int32_t * bands, const float * ratio, int32_t n_bands, const uint8_t * rows, int64_t n,
                        float * c) {
-    return guarded("subkv_decode_rows", false, [&] {
+    return guarded("subkv_decode_rows", [&] {
         const HeadCodec codec = codec_of("subkv_decode_rows", bands, ratio, n_bands);
         check_room("subkv_decode_rows", n, rows, c);
         // the reference: other versions may round a coefficient differently, and measurements of convert must not
         // depend on the processor
         dequantize_rows(ops_ref(), codec, rows, n, c);
-        return true;
     });
 }
 

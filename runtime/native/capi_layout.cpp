@@ -51,7 +51,8 @@ void subkv_layout_free(subkv_layout * layout) {
 }
 
 const char * subkv_layout_json(const subkv_layout * layout) {
-    return layout ? layout->json.c_str() : nullptr;
+    return guarded<const char *>("subkv.layout", nullptr,
+                                 [&] { return not_null(layout, "subkv_layout_json: layout").json.c_str(); });
 }
 
 int64_t subkv_layout_basis(const subkv_layout * layout, int32_t il, int32_t head_kv, bool value, bool decode,
@@ -75,6 +76,8 @@ int64_t subkv_layout_project(const subkv_layout * layout, int32_t il, int32_t he
                              int64_t n, float * c) {
     return guarded<int64_t>("subkv_layout_project", -1, [&] {
         const HeadCodec & head = encoding_head("subkv_layout_project", layout, il, head_kv, value);
+        check_array(x, n, "subkv_layout_project: x");
+        check_array(c, n, "subkv_layout_project: c");
         project_rows(usable_ops(), head, x, head.d, n, c);
         return (int64_t) head.rank;
     });

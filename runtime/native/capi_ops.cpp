@@ -1,4 +1,5 @@
 // capi_ops.cpp: kernels for tests (subkv_test.h).
+#include "error.h"
 #include "subkv/ops.h"
 #include "subkv/trellis.h"
 #include "subkv_test.h"
@@ -6,6 +7,14 @@
 #include <cstring>
 
 using namespace subkv;
+
+static const Ops & version_at(const char * function, int32_t i) {
+    const int32_t n = subkv_ops_count();
+    if (i < 0 || i >= n) {
+        fail("%s: i: expected 0..%d, found %d", function, (int) n - 1, (int) i);
+    }
+    return *ops_available()[i];
+}
 
 extern "C" {
 
@@ -18,11 +27,11 @@ int32_t subkv_ops_count(void) {
 }
 
 const char * subkv_ops_name(int32_t i) {
-    return i >= 0 && i < subkv_ops_count() ? ops_available()[i]->name : nullptr;
+    return guarded<const char *>("kernels", nullptr, [&] { return version_at("subkv_ops_name", i).name; });
 }
 
 const void * subkv_ops_table(int32_t i) {
-    return i >= 0 && i < subkv_ops_count() ? ops_available()[i] : nullptr;
+    return guarded<const void *>("kernels", nullptr, [&] { return &version_at("subkv_ops_table", i); });
 }
 
 const void * subkv_ops_function(const char * name) {
@@ -36,11 +45,14 @@ const void * subkv_ops_function(const char * name) {
         { "dequantize_rows", (const void *) dequantize_rows }, { "find_path", (const void *) ref::find_path },
         { "trellis_level", (const void *) trellis_level },
     };
-    for (const auto & entry : functions) {
-        if (std::strcmp(entry.name, name) == 0) {
-            return entry.function;
+    return guarded<const void *>("kernels", nullptr, [&]() -> const void * {
+        not_null(name, "subkv_ops_function: name");
+        for (const auto & entry : functions) {
+            if (std::strcmp(entry.name, name) == 0) {
+                return entry.function;
+            }
         }
-    }
-    return nullptr;
+        fail("subkv_ops_function: name: expected a function of the list, found %s", name);
+    });
 }
 }

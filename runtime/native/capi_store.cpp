@@ -24,16 +24,23 @@ struct subkv_store_found {
 
 namespace {
 
+constexpr const char * SUBJECT = "SUBKV_STORE";
+
 std::vector<uint8_t> copied(const subkv_store_bytes & bytes) {
     const auto * data = (const uint8_t *) bytes.data;
+    check_array(data, (int64_t) bytes.size, "subkv_store_bytes: data");
     return { data, data + bytes.size };
 }
 
 bool put_states(subkv_store * store, const uint8_t * identity, const subkv_store_prompt & prompt, StoreStates && states,
                 bool wait) {
+    not_null(store, "subkv_store_put: store");
+    not_null(identity, "subkv_store_put: identity");
+    check_array(prompt.tokens, prompt.n_tokens, "subkv_store_put: prompt.tokens");
+    check_array(prompt.points, prompt.n_points, "subkv_store_put: prompt.points");
     Prefix prefix;
     prefix.identity    = hex_digits(identity, SUBKV_STORE_IDENTITY);
-    prefix.tokens      = { prompt.tokens, prompt.tokens + std::max<int64_t>(0, prompt.n_tokens) };
+    prefix.tokens      = { prompt.tokens, prompt.tokens + prompt.n_tokens };
     prefix.n_removable = prompt.n_removable;
     prefix.states      = std::move(states);
     std::vector<subkv_store_point> points(prompt.points, prompt.points + prompt.n_points);
@@ -59,7 +66,8 @@ subkv_store_bytes shown(const std::vector<uint8_t> & bytes) {
 
 extern "C" subkv_store * subkv_store_open(const char * folder, uint64_t max_bytes) {
     clear_error();
-    return guarded("SUBKV_STORE", (subkv_store *) nullptr, [&] { return new subkv_store(folder, max_bytes); });
+    return guarded<subkv_store *>(
+        SUBJECT, nullptr, [&] { return new subkv_store(&not_null(folder, "subkv_store_open: folder"), max_bytes); });
 }
 
 extern "C" void subkv_store_close(subkv_store * store) {
@@ -67,28 +75,36 @@ extern "C" void subkv_store_close(subkv_store * store) {
 }
 
 extern "C" int32_t subkv_store_room(const subkv_store * store, uint64_t n_bytes) {
-    return store->room(n_bytes);
+    return guarded<int32_t>(SUBJECT, -1, [&] { return not_null(store, "subkv_store_room: store").room(n_bytes); });
 }
 
 extern "C" bool subkv_store_put(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,
                                 bool wait) {
     clear_error();
-    return guarded("SUBKV_STORE", false, [&] {
+    return guarded(SUBJECT, false, [&] {
+        not_null(prompt, "subkv_store_put: prompt");
         return put_states(store, identity, *prompt, { copied(prompt->state[0]), copied(prompt->state[1]) }, wait);
     });
 }
 
 extern "C" bool subkv_store_flush(subkv_store * store, double seconds) {
-    return store->flush(seconds);
+    return guarded(SUBJECT, false, [&] { return not_null(store, "subkv_store_flush: store").flush(seconds); });
 }
 
 extern "C" subkv_store_found * subkv_store_get(subkv_store * store, const uint8_t * identity,
                                                const subkv_store_query * query) {
     clear_error();
-    return guarded("SUBKV_STORE", (subkv_store_found *) nullptr, [&]() -> subkv_store_found * {
+    return guarded(SUBJECT, (subkv_store_found *) nullptr, [&]() -> subkv_store_found * {
+        not_null(store, "subkv_store_get: store");
+        not_null(identity, "subkv_store_get: identity");
+        not_null(query, "subkv_store_get: query");
+        check_array(query->tokens, query->n_tokens, "subkv_store_get: query.tokens");
+        if (query->n_held < 0) {
+            fail("subkv_store_get: query.n_held: expected 0 or more tokens, found %lld", (long long) query->n_held);
+        }
         PrefixQuery prefix_query;
         prefix_query.identity          = hex_digits(identity, SUBKV_STORE_IDENTITY);
-        prefix_query.tokens            = { query->tokens, query->tokens + std::max<int64_t>(0, query->n_tokens) };
+        prefix_query.tokens            = { query->tokens, query->tokens + query->n_tokens };
         prefix_query.n_held            = query->n_held;
         prefix_query.n_max             = query->n_max;
         prefix_query.n_removable       = query->n_removable;
@@ -116,22 +132,28 @@ extern "C" subkv_store_found * subkv_store_get(subkv_store * store, const uint8_
 }
 
 extern "C" const subkv_store_prompt * subkv_store_found_prompt(const subkv_store_found * found) {
-    return &found->prompt;
+    return guarded<const subkv_store_prompt *>(
+        SUBJECT, nullptr, [&] { return &not_null(found, "subkv_store_found_prompt: found").prompt; });
 }
 
 extern "C" int64_t subkv_store_found_reach(const subkv_store_found * found) {
-    return found->found->n_reached;
+    return guarded<int64_t>(SUBJECT, -1,
+                            [&] { return not_null(found, "subkv_store_found_reach: found").found->n_reached; });
 }
 
 extern "C" void subkv_store_found_free(subkv_store * store, subkv_store_found * found, bool refused) {
-    if (found && refused) {
-        store->reject(found->found->name);
-    }
+    guarded(SUBJECT, [&] {
+        if (found && refused) {
+            not_null(store, "subkv_store_found_free: store").reject(found->found->name);
+        }
+    });
     delete found;
 }
 
 extern "C" void subkv_store_get_stats(const subkv_store * store, subkv_store_stats * stats) {
-    *stats = store->stats();
+    guarded(SUBJECT, [&] {
+        not_null(stats, "subkv_store_get_stats: stats") = not_null(store, "subkv_store_get_stats: store").stats();
+    });
 }
 
 //
@@ -148,7 +170,7 @@ std::string content_of(const std::string & path) {
 bool take_states(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,
                  StoreStates && states, bool wait) {
     clear_error();
-    return guarded("SUBKV_STORE", false, [&] { return put_states(store, identity, *prompt, std::move(states), wait); });
+    return guarded(SUBJECT, false, [&] { return put_states(store, identity, *prompt, std::move(states), wait); });
 }
 
 StoreIdentity digest_of(const std::string & text) {

@@ -21,7 +21,7 @@ static std::string formatted(const char * fmt, va_list args) {
         text.resize((size_t) n);
     }
     va_end(again);
-    return text;
+    return printable(text);
 }
 
 std::string sentence(const char * fmt, ...) {
@@ -54,6 +54,12 @@ void fail(const char * fmt, ...) {
 
 void refuse(const std::string & key, const std::string & expected, const std::string & found) {
     throw Invalid(key + ": expected " + expected + ", found " + found);
+}
+
+void check_array(const void * array, int64_t n, const char * argument) {
+    if (n < 0 || (n > 0 && !array)) {
+        fail("%s: expected elements, found %lld%s", argument, (long long) n, n > 0 ? " at NULL" : "");
+    }
 }
 
 void clear_error() {

@@ -42,6 +42,14 @@ struct ReaderDesc {
     int32_t n_head;
 };
 
+// The K/V cache that a context's parameters request by their types (llama-subkv-programs.h).
+enum class Requested {
+    NOTHING,  // f16, the default: SUBKV selects the cache
+    ORDINARY, // one of llama.cpp's types
+    AUTO,     // a coded cache if the model has bases, else f16
+    CODED,    // a coded cache, or no context
+};
+
 // Description of a K/V cache before its constructor allocates memory.
 struct CacheDesc {
     std::string             arch;
@@ -55,8 +63,9 @@ struct CacheDesc {
     uint32_t                n_seq_max;
     bool                    sliding;  // the sliding-window half of an iswa cache
     bool                    no_alloc; // dry run: sizes only
-    bool                    required; // llama_subkv_require
-    ggml_type               type_k;
+    bool                    drafts;   // of a context for a model's drafting layers (MTP), which may have no bases
+    Requested               requested;
+    ggml_type               type_k; // of an ordinary cache
     ggml_type               type_v;
     std::vector<LayerDesc>  layers;
     std::vector<ReaderDesc> readers;
@@ -209,10 +218,9 @@ struct CacheFacts {
 
     bool        coded      = false; // false: rows stay ordinary, the layers are only observed
     bool        shifts     = true;  // positions may move; false: chunks
-    int32_t     n_sink     = 0;     // number of first tokens of a sequence that no shift may move
-    int32_t     n_rollback = -1;    // number of last tokens that a sequence of any length can remove; -1: all
-    int64_t     n_slots    = 0;     // of the exact window
-    std::string identity;           // of states: the layout and the window
+    int32_t     n_rollback = -1; // number of last tokens that a sequence of any length can remove; -1: all (no chunks)
+    int64_t     n_slots    = 0;  // of the exact window
+    std::string identity;        // of states: the layout and the window
 
     std::map<int32_t, Layer>                     layers;       // by il, without a sliding half
     std::map<ggml_backend_buffer_type_t, size_t> bytes_beside; // memory besides the cells, by type of buffer
@@ -235,7 +243,7 @@ public:
     //
 
     virtual void clear() = 0;
-    // Checks the removal of [p0, p1) of a sequence (-1: every sequence). false: later tokens need the rows; reports it.
+    // Checks the removal of [p0, p1) of a sequence (-1: every sequence). false: chunks need the rows; reports it.
     virtual bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const = 0;
     // Called before the removal. false: rejected, as by can_remove.
     virtual bool remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) = 0;
@@ -243,11 +251,14 @@ public:
     virtual bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const CellReader & cells) = 0;
     // Removes the other sequences of the stream.
     virtual void keep(int32_t seq, const CellReader & cells) = 0;
-    // Checks that the exact rows that these tokens attend to are complete; reports a missing one.
+    // Checks that a batch's tokens have positions of their own; chunks: that no exact row is missing. Reports it.
     virtual bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const = 0;
     // The smallest next position after a removal of the sequence's tail: 0 .. last position + 1; -1: the sequence is
     // empty.
     virtual int32_t goes_back_to(int32_t seq, const CellReader & cells) const = 0;
+    // Where a program that keeps positions before `pos` resumes evaluation: at the first of the last SUBKV_RESUME of
+    // them that has lost its exact row, or at `pos`.
+    virtual int32_t resume(int32_t seq, int32_t pos, const CellReader & cells) const = 0;
 
     //
     // shifts: changes of positions

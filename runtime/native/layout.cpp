@@ -22,8 +22,8 @@ constexpr float  MAX_FACTOR   = 65504.0f; // of gamma and ratios, the largest ha
 
 void read_header(const Keys & keys, Layout & l) {
     l.version = (int) keys.u32("subkv.version", 0, UINT32_MAX);
-    if (l.version != FORMAT_VERSION) {
-        refuse("subkv.version", std::to_string(FORMAT_VERSION),
+    if (l.version != FORMAT_VERSION && l.version != FORMAT_WITHOUT_DIGEST) {
+        refuse("subkv.version", std::to_string(FORMAT_WITHOUT_DIGEST) + " or " + std::to_string(FORMAT_VERSION),
                std::to_string((uint32_t) l.version) + "; convert the base model again with this version of subkv");
     }
     l.codec = keys.str("subkv.codec", { "banded", "int8" });
@@ -61,16 +61,10 @@ std::string basis_key(int il) {
 // A basis for a layer outside the layout shows that one of the two is damaged.
 void check_stray_bases(const gguf_context * ctx, const std::vector<LayerSpec> & specs) {
     for (int64_t i = 0; i < gguf_get_n_kv(ctx); ++i) {
-        const std::string_view key    = gguf_get_key(ctx, i);
-        const std::string_view prefix = "subkv.blk.";
-        const std::string_view suffix = ".basis";
-        if (key.size() <= prefix.size() + suffix.size() || key.substr(0, prefix.size()) != prefix ||
-            key.substr(key.size() - suffix.size()) != suffix) {
-            continue;
-        }
-        const bool known =
+        const std::string_view key = gguf_get_key(ctx, i);
+        const bool             known =
             std::any_of(specs.begin(), specs.end(), [&](const LayerSpec & s) { return basis_key(s.il) == key; });
-        if (!known) {
+        if (is_basis(key) && !known) {
             refuse(shortened(std::string(key)), "bases only of layers in subkv.layout", "another one");
         }
     }
@@ -216,6 +210,19 @@ void read_bases(const Keys & keys, const std::vector<LayerSpec> & specs, Layout 
     l.bytes_bases += (size_t) (storage - l.matrices.get()) * sizeof(uint16_t);
 }
 
+// Last, so that a defect that a reader recognizes is reported with its place.
+void check_digest(const gguf_context * ctx, const Keys & keys, const Layout & l) {
+    if (l.version == FORMAT_WITHOUT_DIGEST && gguf_find_key(ctx, KEYS_DIGEST) < 0) {
+        return;
+    }
+    const std::string stored   = keys.sha256(KEYS_DIGEST);
+    const std::string expected = keys_digest(ctx, l.fingerprint);
+    if (stored != expected) {
+        refuse(KEYS_DIGEST, "the digest of the subkv.* keys, " + expected,
+               stored + ": the file is damaged or was edited; convert the base model again");
+    }
+}
+
 std::shared_ptr<const Layout> read_layout(const char * path) {
     const gguf_context_ptr ctx = open_gguf(path);
     const Keys             keys(ctx.get());
@@ -226,12 +233,13 @@ std::shared_ptr<const Layout> read_layout(const char * path) {
 
     Sha256            sha;
     const std::string codec =
-        "subkv " + std::to_string(l->version) + "\n" + l->arch + "\n" + std::to_string(l->n_layer) + "\n" +
+        "subkv " + std::to_string(CODES_VERSION) + "\n" + l->arch + "\n" + std::to_string(l->n_layer) + "\n" +
         std::to_string(l->n_sink) + "\n" + std::to_string(l->n_recent) + "\n" +
         (l->recent_bits == 16 ? "" : std::to_string(l->recent_bits) + "\n") + canonical_layout(specs) + "\n";
     sha.update(codec.data(), codec.size());
     read_bases(keys, specs, *l, sha);
     l->fingerprint = sha.hex();
+    check_digest(ctx.get(), keys, *l);
     return l;
 }
 

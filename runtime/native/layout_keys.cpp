@@ -1,6 +1,10 @@
 // layout_keys.cpp: opens an untrusted file and reads its typed keys (layout_keys.h).
 #include "layout_keys.h"
 
+#include "printable.h"
+#include "sha256.h"
+
+#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
@@ -8,6 +12,8 @@
 #include <filesystem>
 #include <fstream>
 #include <unordered_set>
+#include <utility>
+#include <vector>
 
 namespace subkv {
 
@@ -27,27 +33,64 @@ void check_data_section(const gguf_context * ctx, const std::string & path, uint
     }
 }
 
-bool is_utf8(std::string_view s) {
-    for (size_t i = 0; i < s.size();) {
-        const uint8_t c = (uint8_t) s[i++];
-        const int     n = c < 0x80 ? 0 : (c & 0xe0) == 0xc0 ? 1 : (c & 0xf0) == 0xe0 ? 2 : (c & 0xf8) == 0xf0 ? 3 : -1;
-        if (n < 0 || s.size() - i < (size_t) n) {
-            return false;
+// Appends to a hash as a GGUF file stores it.
+void add_number(Sha256 & sha, uint64_t value, size_t n_bytes) {
+    uint8_t bytes[8];
+    for (size_t i = 0; i < n_bytes; ++i) {
+        bytes[i] = (uint8_t) (value >> (8 * i));
+    }
+    sha.update(bytes, n_bytes);
+}
+
+void add_text(Sha256 & sha, std::string_view text) {
+    add_number(sha, text.size(), 8);
+    sha.update(text.data(), text.size());
+}
+
+// Bytes of a value; 0: a string or an array.
+size_t scalar_bytes(gguf_type type) {
+    switch (type) {
+        case GGUF_TYPE_UINT8:
+        case GGUF_TYPE_INT8:
+        case GGUF_TYPE_BOOL: return 1;
+        case GGUF_TYPE_UINT16:
+        case GGUF_TYPE_INT16: return 2;
+        case GGUF_TYPE_UINT32:
+        case GGUF_TYPE_INT32:
+        case GGUF_TYPE_FLOAT32: return 4;
+        case GGUF_TYPE_UINT64:
+        case GGUF_TYPE_INT64:
+        case GGUF_TYPE_FLOAT64: return 8;
+        default: return 0;
+    }
+}
+
+void add_value(Sha256 & sha, const gguf_context * ctx, int64_t i, gguf_type type) {
+    if (const size_t n = scalar_bytes(type)) {
+        sha.update(gguf_get_val_data(ctx, i), n);
+    } else if (type == GGUF_TYPE_STRING) {
+        add_text(sha, gguf_get_val_str(ctx, i));
+    } else {
+        const gguf_type of = gguf_get_arr_type(ctx, i);
+        const size_t    n  = gguf_get_arr_n(ctx, i);
+        add_number(sha, (uint64_t) of, 4);
+        add_number(sha, n, 8);
+        if (of != GGUF_TYPE_STRING) {
+            sha.update(gguf_get_arr_data(ctx, i), n * scalar_bytes(of));
         }
-        uint32_t code = n == 0 ? c : c & (0x3fu >> n);
-        for (int j = 0; j < n; ++j) {
-            const uint8_t next = (uint8_t) s[i++];
-            if ((next & 0xc0) != 0x80) {
-                return false;
-            }
-            code = code << 6 | (next & 0x3f);
-        }
-        static const uint32_t smallest[] = { 0, 0x80, 0x800, 0x10000 };
-        if (code < smallest[n] || code > 0x10ffff || (code >= 0xd800 && code <= 0xdfff)) {
-            return false;
+        for (size_t j = 0; of == GGUF_TYPE_STRING && j < n; ++j) {
+            add_text(sha, gguf_get_arr_str(ctx, i, j));
         }
     }
-    return true;
+}
+
+bool is_utf8(std::string_view s) {
+    size_t   n    = 1;
+    uint32_t code = 0;
+    for (size_t i = 0; i < s.size() && n > 0; i += n) {
+        n = utf8_at(s, i, code);
+    }
+    return n > 0;
 }
 
 } // namespace
@@ -124,6 +167,33 @@ std::string shortened(std::string s) {
 
 bool is_ours(const char * key) {
     return std::strncmp(key, "subkv.", 6) == 0;
+}
+
+bool is_basis(std::string_view key) {
+    const std::string_view prefix = "subkv.blk.";
+    const std::string_view suffix = ".basis";
+    return key.size() > prefix.size() + suffix.size() && key.substr(0, prefix.size()) == prefix &&
+           key.substr(key.size() - suffix.size()) == suffix;
+}
+
+std::string keys_digest(const gguf_context * ctx, const std::string & fingerprint) {
+    std::vector<std::pair<std::string_view, int64_t>> ours;
+    for (int64_t i = 0; i < gguf_get_n_kv(ctx); ++i) {
+        const std::string_view key = gguf_get_key(ctx, i);
+        if (is_ours(key.data()) && !is_basis(key) && key != KEYS_DIGEST) {
+            ours.emplace_back(key, i);
+        }
+    }
+    std::sort(ours.begin(), ours.end());
+    Sha256 sha;
+    for (const auto & [key, i] : ours) {
+        const gguf_type type = gguf_get_kv_type(ctx, i);
+        add_text(sha, key);
+        add_number(sha, (uint64_t) type, 4);
+        add_value(sha, ctx, i, type);
+    }
+    sha.update(fingerprint.data(), fingerprint.size());
+    return sha.hex();
 }
 
 std::string number(double x) {

@@ -11,6 +11,8 @@
 
 namespace subkv {
 
+constexpr const char * KEYS_DIGEST = "subkv.keys.sha256";
+
 // Opens a complete file without reading its tensors. Throws Invalid.
 gguf_context_ptr open_gguf(const char * path_or_null);
 
@@ -19,8 +21,12 @@ inline uint32_t le32(const uint8_t * p) {
 }
 
 bool        is_ours(const char * key);
-std::string shortened(std::string s); // for an error message
+bool        is_basis(std::string_view key); // subkv.blk.N.basis
+std::string shortened(std::string s);       // for an error message
 std::string number(double x);
+
+// The value of KEYS_DIGEST (converter/FORMAT.md §1.2); the fingerprint covers the bases.
+std::string keys_digest(const gguf_context * ctx, const std::string & fingerprint);
 
 // All methods throw Invalid.
 class Keys {

@@ -2,6 +2,7 @@
 // headers. The patched files of tools/server include it.
 #pragma once
 
+#include "llama-subkv-programs.h"
 #include "llama-subkv-store.h"
 #include "llama-subkv-usage.h"
 
@@ -60,27 +61,6 @@ inline size_t cheapest(const checkpoints & held, const common_chat_msg_spans & s
         }
     }
     return least;
-}
-
-// Frees a place for another checkpoint of a coded cache, created by task `id_task`. false: an ordinary cache, no
-// change.
-inline bool make_room(std::list<common_prompt_checkpoint> & held, const common_chat_msg_spans & spans, int id_task,
-                      int64_t n_tokens, size_t n_most, const llama_context * ctx) {
-    if (!llama_subkv_is_coded(ctx)) {
-        return false;
-    }
-    while (held.size() >= n_most) {
-        checkpoints all;
-        for (const auto & point : held) {
-            all.push_back(&point);
-        }
-        const size_t least = cheapest(all, spans, n_tokens, id_task);
-        if (least == all.size()) {
-            break;
-        }
-        held.erase(std::next(held.begin(), (std::ptrdiff_t) least));
-    }
-    return true;
 }
 
 inline subkv_store_bytes bytes_of(const std::vector<uint8_t> & of) {
@@ -175,6 +155,17 @@ inline int64_t reach(const server_prompt & prompt, const server_tokens & request
         most = held.n_tokens <= n ? std::max<int64_t>(most, held.n_tokens) : most;
     }
     return most;
+}
+
+// Lowers n_past and pos_next, the next position, to where evaluation resumes (llama_subkv_resume), but not before a
+// picture.
+inline void resume(const server_tokens & tokens, const llama_context * ctx, int seq, int & n_past,
+                   llama_pos & pos_next) {
+    const llama_pos to = llama_subkv_resume(ctx, seq, pos_next);
+    while (pos_next > to && n_past > 0 && tokens[(size_t) n_past - 1] != LLAMA_TOKEN_NULL) {
+        --n_past;
+        --pos_next;
+    }
 }
 
 // The same for the slot's own prompt. The server removes a tail without a checkpoint if the cells that the remaining
@@ -373,6 +364,18 @@ inline void until_answered(std::mutex & mutex, const std::unordered_set<int> & w
             }
         }
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+}
+
+// Calls a callback for the end of sleep, which loads the model again. false: it failed; the server sleeps on, answers
+// with errors, and tries again at the next request.
+template <typename Wake> bool wakes(const Wake & wake) {
+    try {
+        wake(false);
+        return true;
+    } catch (const std::exception & e) {
+        SRV_ERR("%s\n", e.what());
+        return false;
     }
 }
 

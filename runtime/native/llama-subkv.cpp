@@ -1,6 +1,5 @@
 // llama-subkv.cpp: connects llama.cpp's internals to hook.h. Part of libllama; the logic is in libsubkv.
 #include "llama-subkv-cells.h"
-#include "llama-subkv-library.h"
 #include "llama-subkv-programs.h"
 
 #include "llama-context.h"
@@ -15,54 +14,9 @@
 #include "llama-model.h"
 
 #include <algorithm>
-#include <atomic>
-#include <cstdlib>
 #include <cstring>
-#include <mutex>
 #include <stdexcept>
 #include <string>
-
-static std::atomic<subkv::cache_new_fn> g_cache_new{ nullptr };
-
-void llama_subkv_register(subkv::cache_new_fn fn) {
-    g_cache_new = fn;
-}
-
-void llama_subkv_log(const std::string & line) {
-    LLAMA_LOG_WARN("subkv: %s\n", line.c_str());
-}
-
-static std::atomic<bool> g_required{ false };
-
-void llama_subkv_require(void) {
-    const char * setting = std::getenv("SUBKV");
-    if (setting && std::strcmp(setting, "off") == 0) {
-        throw std::runtime_error("cache type subkv: SUBKV=auto, a file, or no SUBKV expected, SUBKV=off found");
-    }
-    g_required = true;
-}
-
-static subkv::cache_new_fn registered() {
-    const char * setting = std::getenv("SUBKV");
-    if (!setting || !*setting) {
-        setting = g_required ? "auto" : "off";
-    }
-    if (g_cache_new || std::strcmp(setting, "off") == 0) {
-        return g_cache_new;
-    }
-    static std::mutex           mutex;
-    std::lock_guard<std::mutex> lock(mutex);
-    if (!g_cache_new) {
-        std::string why;
-        auto *      subkv_register = llama_subkv_find("subkv_register", why);
-        if (!subkv_register) {
-            throw std::runtime_error(
-                format("SUBKV=%s: libsubkv beside libllama expected, found none that loads: %s", setting, why.c_str()));
-        }
-        subkv_register();
-    }
-    return g_cache_new;
-}
 
 //
 // llama_kv_cache
@@ -93,17 +47,15 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
 
 void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v, bool offload, uint32_t kv_size,
                        const layer_filter & filter, const layer_reuse & reuse, bool shares) {
-    const subkv::cache_new_fn cache_new = registered();
+    const subkv::cache_new_fn cache_new = request::cache_new();
     if (!cache_new) {
         return;
     }
-    const std::string        unsupported = reason_unsupported(kv.model, kv.hparams, shares);
-    static thread_local bool coded       = false; // the cache of rows; llama.cpp creates it before its indexer's cache
+    const std::string unsupported = reason_unsupported(kv.model, kv.hparams, shares);
     if (is_index(kv) && unsupported.empty()) {
-        type_k = coded ? index_type(kv, type_k) : type_k;
+        type_k = request::rows_coded ? index_type(kv, type_k) : type_k;
         return;
     }
-    coded = false;
     if (kv.other && llama_subkv::coded(*kv.other)) {
         throw std::runtime_error(
             "this model reads the K/V cache of another context, which holds coefficients; create that one with an "
@@ -125,9 +77,9 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v
     desc.n_seq_max   = kv.n_seq_max;
     desc.sliding     = kv.swa_type != LLAMA_SWA_TYPE_NONE;
     desc.no_alloc    = hparams.no_alloc;
-    desc.required    = g_required;
     desc.type_k      = type_k;
     desc.type_v      = type_v;
+    request::describe(desc);
     for (uint32_t il = 0; il < hparams.n_layer_all; ++il) {
         if (hparams.is_recr(il)) {
             desc.recurrent.push_back((int32_t) il);
@@ -148,8 +100,8 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v
               (int32_t) hparams.n_embd_head_k(il), (int32_t) d_v, hparams.is_mla(), hparams.indexer_top_k > 0,
               offload ? ggml_backend_dev_buffer_type(kv.model.dev_layer(il)) : ggml_backend_cpu_buffer_type() });
     }
-    kv.subkv_hook = cache_new(desc);
-    coded         = llama_subkv::coded(kv);
+    kv.subkv_hook       = cache_new(desc);
+    request::rows_coded = coded(kv);
 }
 
 void llama_subkv::made(const llama_context & ctx) {
@@ -159,14 +111,14 @@ void llama_subkv::made(const llama_context & ctx) {
         set_causal(memory, ctx.get_cparams().causal_attn);
         return;
     }
-    if (const subkv::cache_new_fn cache_new = registered()) {
+    if (const subkv::cache_new_fn cache_new = request::cache_new()) {
         const auto &     model = ctx.get_model();
         subkv::CacheDesc desc  = {};
         desc.arch              = llm_arch_name(model.arch);
         desc.model_path        = model.subkv_path;
         desc.no_alloc          = model.hparams.no_alloc;
-        desc.required          = g_required;
         desc.none = recurrent ? "its layers keep a recurrent state instead" : "its tokens attend to their batch only";
+        request::describe(desc);
         cache_new(desc);
     }
 }
@@ -208,13 +160,19 @@ void llama_subkv::loaded(llama_model & model, const std::string & path, const ll
     }
 }
 
+// true: the cache has adaptive bases; not every tail can be removed without damage to a chunk
+static bool has_chunks(const subkv::CacheHook * hook) {
+    return hook && hook->facts().n_rollback >= 0;
+}
+
 llama_pos llama_subkv::pos_min(llama_memory_i & memory, llama_seq_id seq) {
-    const llama_pos     first  = memory.seq_pos_min(seq);
-    const struct caches caches = caches_of(&memory);
-    if (first < 0 || !coded(&memory)) {
+    const llama_pos first = memory.seq_pos_min(seq);
+    const auto *    hook  = hook_of(&memory);
+    if (first < 0 || !has_chunks(hook)) {
         return first;
     }
-    llama_pos last = caches.base->subkv_hook->goes_back_to(seq, reader(*caches.base)) - 1;
+    const struct caches caches = caches_of(&memory);
+    llama_pos           last   = hook->goes_back_to(seq, reader(*caches.base)) - 1;
     // Callers that know of a truncated sliding window subtract its size from the position that they return to.
     if (caches.swa && caches.swa->get_size() < caches.base->get_size()) {
         last -= (llama_pos) caches.base->hparams.n_swa;
@@ -223,32 +181,28 @@ llama_pos llama_subkv::pos_min(llama_memory_i & memory, llama_seq_id seq) {
 }
 
 uint32_t llama_subkv::n_rs_seq(const llama_context & ctx) {
-    const uint32_t   snapshots = ctx.get_cparams().n_rs_seq;
-    llama_memory_i * memory    = ctx.get_memory();
-    const auto *     hook      = hook_of(memory);
-    if (!hook || !hook->facts().coded || hook->facts().n_rollback < 0) {
+    const uint32_t snapshots = ctx.get_cparams().n_rs_seq;
+    const auto *   hook      = hook_of(ctx.get_memory());
+    if (!has_chunks(hook)) {
         return snapshots;
     }
     const auto n_rollback = (uint32_t) std::max(1, hook->facts().n_rollback);
-    if (dynamic_cast<llama_memory_hybrid *>(memory) || dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
-        return std::min(snapshots, n_rollback);
+    return caches_of(ctx.get_memory()).recurrent ? std::min(snapshots, n_rollback) : n_rollback;
+}
+
+llama_pos llama_subkv::resume(llama_memory_i * memory, llama_seq_id seq, llama_pos pos) {
+    const struct caches caches = caches_of(memory);
+    if (!coded(memory) || caches.recurrent || seq < 0 || seq >= (llama_seq_id) caches.base->n_seq_max) {
+        return pos;
     }
-    return n_rollback;
+    const auto & base = *caches.base;
+    const auto   to   = base.subkv_hook->resume(seq, pos, reader(base));
+    // in the sliding half, the window of an earlier token may be gone
+    return !caches.swa || slid_away(base, *caches.swa, { { seq, 0, to } }, to) < 0 ? to : pos;
 }
 
-int32_t llama_subkv_n_keep(const llama_context * ctx, int32_t n_keep) {
-    const auto * hook = llama_subkv::hook_of(ctx->get_memory());
-    return hook && hook->facts().coded ? std::max(n_keep, hook->facts().n_sink) : n_keep;
-}
-
-bool llama_subkv_checkpoint(const llama_context * ctx, int32_t n_left, int32_t n_ubatch) {
-    const int32_t pieces   = n_ubatch > 0 && n_left > 4 ? (n_left - 4) / n_ubatch : 0;
-    const bool    is_count = pieces > 0 && (pieces <= 4 || (pieces & (pieces - 1)) == 0);
-    return is_count && n_left == 4 + pieces * n_ubatch && llama_subkv::coded(ctx->get_memory());
-}
-
-bool llama_subkv_is_coded(const llama_context * ctx) {
-    return llama_subkv::coded(ctx->get_memory());
+int32_t llama_subkv_resume(const llama_context * ctx, llama_seq_id seq, int32_t pos) {
+    return llama_subkv::resume(ctx->get_memory(), seq, pos);
 }
 
 void llama_subkv::clear(llama_kv_cache & kv) {

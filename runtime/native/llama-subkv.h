@@ -29,6 +29,23 @@ struct llama_subkv {
     using layer_filter = llama_kv_cache::layer_filter_cb;
     using layer_reuse  = llama_kv_cache::layer_reuse_cb;
 
+    // The request of a context's parameters, while llama_init_from_model creates the context. Replaces subkv's types by
+    // ggml's.
+    class request {
+    public:
+        explicit request(llama_context_params & params);
+        ~request();
+        request(const request &)             = delete;
+        request & operator=(const request &) = delete;
+
+        // The registered function; loads libsubkv if the context or SUBKV requests its caches. nullptr: the context is
+        // ordinary. Throws if the request cannot be met.
+        static subkv::cache_new_fn cache_new();
+        static void                describe(subkv::CacheDesc & desc); // sets the fields of the request
+
+        static thread_local bool rows_coded; // of the context's cache of rows; llama.cpp creates it before its indexer's
+    };
+
     // Called by the constructor of llama_kv_cache before any allocation. Changes type_k of an indexer's keys.
     static void init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v, bool offload, uint32_t kv_size,
                      const layer_filter & filter, const layer_reuse & reuse, bool shares);
@@ -43,10 +60,12 @@ struct llama_subkv {
     // Records a model's file, for SUBKV=auto, and the user's metadata overrides.
     static void loaded(llama_model & model, const std::string & path, const llama_model_loader & loader);
 
-    // The context's answers about the removal of a tail, as for a recurrent model: a sequence must keep positions up to
-    // pos_min; it can always remove its last n_rs_seq tokens.
+    // With adaptive bases, the context's answers about the removal of a tail, as for a recurrent model: a sequence must
+    // keep positions up to pos_min; it can always remove its last n_rs_seq tokens.
     static llama_pos pos_min(llama_memory_i & memory, llama_seq_id seq);
     static uint32_t  n_rs_seq(const llama_context & ctx);
+    // As CacheHook::resume; `pos` where recurrent state or a sliding window cannot return to an earlier position.
+    static llama_pos resume(llama_memory_i * memory, llama_seq_id seq, llama_pos pos);
 
     static void clear(llama_kv_cache & kv);
     static bool seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1); // false: rejected

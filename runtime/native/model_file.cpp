@@ -237,8 +237,9 @@ void check_sidecar(const std::string & path, const std::string & content) {
 } // namespace subkv
 
 extern "C" bool subkv_model_content(const char * path, char out[65]) {
-    return subkv::guarded("model", false, [&] {
+    return subkv::guarded("model", [&] {
+        subkv::not_null(path, "subkv_model_content: path");
+        subkv::not_null(out, "subkv_model_content: out");
         std::memcpy(out, subkv::model_content(path).c_str(), 65);
-        return true;
     });
 }

@@ -185,13 +185,14 @@ void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * 
 using namespace subkv;
 
 extern "C" subkv_observer * subkv_observer_new(int32_t n_skip) {
-    if (n_skip < 0) {
-        reject("n_skip: a number of positions >= 0 expected, %d found", n_skip);
-        return nullptr;
-    }
-    auto * obs  = new subkv_observer;
-    obs->n_skip = n_skip;
-    return obs;
+    return guarded<subkv_observer *>("observer", nullptr, [&] {
+        if (n_skip < 0) {
+            fail("n_skip: a number of positions >= 0 expected, %d found", n_skip);
+        }
+        auto * obs  = new subkv_observer;
+        obs->n_skip = n_skip;
+        return obs;
+    });
 }
 
 extern "C" void subkv_observer_free(subkv_observer * obs) {
@@ -200,44 +201,56 @@ extern "C" void subkv_observer_free(subkv_observer * obs) {
 
 extern "C" bool subkv_observer_mode(subkv_observer * obs, int32_t mode, const int32_t * key_pos, int32_t n_key,
                                     const int32_t * query_pos, int32_t n_query) {
-    if (!obs || mode < SUBKV_PAUSE || mode > SUBKV_SAMPLE || n_key < 0 || n_query < 0) {
-        return reject("observer mode: one of 0, 1, 2 and counts >= 0 expected, mode %d, n_key %d, n_query %d found",
-                      mode, n_key, n_query);
-    }
-    const auto sorted = [](const int32_t * p, int32_t n) {
-        std::vector<int32_t> v(p, p ? p + n : p);
-        std::sort(v.begin(), v.end());
-        return v;
-    };
-    obs->mode      = mode;
-    obs->key_pos   = sorted(key_pos, n_key);
-    obs->query_pos = sorted(query_pos, n_query);
-    return true;
+    return guarded("observer", [&] {
+        not_null(obs, "subkv_observer_mode: obs");
+        if (mode < SUBKV_PAUSE || mode > SUBKV_SAMPLE || n_key < 0 || n_query < 0) {
+            fail("observer mode: one of 0, 1, 2 and counts >= 0 expected, mode %d, n_key %d, n_query %d found", mode,
+                 n_key, n_query);
+        }
+        check_array(key_pos, n_key, "subkv_observer_mode: key_pos");
+        check_array(query_pos, n_query, "subkv_observer_mode: query_pos");
+        const auto sorted = [](const int32_t * p, int32_t n) {
+            std::vector<int32_t> v(p, p + n);
+            std::sort(v.begin(), v.end());
+            return v;
+        };
+        auto keys    = sorted(key_pos, n_key);
+        auto queries = sorted(query_pos, n_query);
+        obs->key_pos.swap(keys);
+        obs->query_pos.swap(queries);
+        obs->mode = mode;
+    });
 }
 
 extern "C" void subkv_observer_forget(subkv_observer * obs) {
-    for (const auto & layer : obs->layers) {
-        if (layer) {
-            for (auto * rows : { &layer->k_rows, &layer->v_rows, &layer->o_rows }) {
-                std::vector<float>().swap(*rows);
+    guarded("observer", [&] {
+        for (const auto & layer : not_null(obs, "subkv_observer_forget: obs").layers) {
+            if (layer) {
+                for (auto * rows : { &layer->k_rows, &layer->v_rows, &layer->o_rows }) {
+                    std::vector<float>().swap(*rows);
+                }
+                std::vector<uint16_t>().swap(layer->q_rows);
+                layer->shape.n_key   = 0;
+                layer->shape.n_query = 0;
             }
-            std::vector<uint16_t>().swap(layer->q_rows);
-            layer->shape.n_key   = 0;
-            layer->shape.n_query = 0;
         }
-    }
+    });
 }
 
 extern "C" int32_t subkv_observer_n_layer(const subkv_observer * obs) {
-    return (int32_t) obs->layers.size();
+    return guarded<int32_t>("observer", -1,
+                            [&] { return (int32_t) not_null(obs, "subkv_observer_n_layer: obs").layers.size(); });
 }
 
 extern "C" bool subkv_observer_layer(const subkv_observer * obs, int32_t il, subkv_observed * out) {
-    if (il < 0 || (size_t) il >= obs->layers.size()) {
-        return reject("layer: 0 to %zu expected, %d found", obs->layers.size(), il);
-    }
-    *out = obs->layers[(size_t) il] ? obs->layers[(size_t) il]->shape : subkv_observed{};
-    return true;
+    return guarded("observer", [&] {
+        const auto & layers = not_null(obs, "subkv_observer_layer: obs").layers;
+        if (il < 0 || (size_t) il >= layers.size()) {
+            fail("layer: 0 to %zu expected, %d found", layers.size(), il);
+        }
+        not_null(out, "subkv_observer_layer: out") =
+            layers[(size_t) il] ? layers[(size_t) il]->shape : subkv_observed{};
+    });
 }
 
 static std::vector<double> statistics_of(const ObservedLayer & layer, const std::string & what) {
@@ -269,6 +282,8 @@ static std::vector<double> statistics_of(const ObservedLayer & layer, const std:
 extern "C" int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, const char * what, double * out,
                                       int64_t n_out) {
     return guarded<int64_t>("observer", -1, [&] {
+        not_null(obs, "subkv_observer_get: obs");
+        not_null(what, "subkv_observer_get: what");
         if (il < 0 || (size_t) il >= obs->layers.size() || !obs->layers[(size_t) il] || std::strlen(what) != 2) {
             fail("observer: an observed layer and one of q2 k2 v2 q1 k1 v1 qs ks vs os expected, layer %d, %s found",
                  il, what);
@@ -277,6 +292,7 @@ extern "C" int64_t subkv_observer_get(const subkv_observer * obs, int32_t il, co
         if ((int64_t) res.size() > n_out) {
             fail("observer: room for %zu values expected, %lld found", res.size(), (long long) n_out);
         }
+        check_array(out, (int64_t) res.size(), "subkv_observer_get: out");
         std::copy(res.begin(), res.end(), out);
         return (int64_t) res.size();
     });

@@ -1,8 +1,32 @@
 #include "request.h"
 
 #include "error.h"
+#include "layout_keys.h"
+
+#include <cerrno>
+#include <cstdlib>
 
 namespace subkv {
+
+int32_t number_of(const char * name, int32_t most) {
+    const char * text = std::getenv(name);
+    if (!text || !*text) {
+        return -1;
+    }
+    char * end        = nullptr;
+    errno             = 0;
+    const long number = std::strtol(text, &end, 10);
+    if (*end || errno != 0 || number < 0 || number > most) {
+        refuse(name, "a number from 0 to " + std::to_string(most), "'" + shortened(text) + "'");
+    }
+    return (int32_t) number;
+}
+
+int32_t resume_of_environment() {
+    constexpr int32_t N_RESUME = 32; // docs/results/edits.md has the curve
+    const int32_t     n        = number_of("SUBKV_RESUME", MAX_RECENT);
+    return n < 0 ? N_RESUME : n;
+}
 
 CacheRequest::CacheRequest(std::shared_ptr<const Layout> layout, const subkv_cache_params & params) :
     layout(std::move(layout)), n_sink(params.n_sink), n_recent(params.n_recent), n_rollback(params.n_rollback),

@@ -1,5 +1,6 @@
 // subkv.h: the public C interface of libsubkv for programs. Every function that can fail reports the reason in one
-// sentence through subkv_last_error() (thread-local, valid until the next call on the same thread).
+// sentence through subkv_last_error() (thread-local, valid until the next call on the same thread; text of files in it is
+// escaped). NULL for an object or an array is such a failure, unless a comment allows it; freeing NULL does nothing.
 #pragma once
 
 #include <stdbool.h>
@@ -68,7 +69,7 @@ SUBKV_API const char * subkv_layout_json(const subkv_layout * layout);
 typedef struct subkv_cache_params {
     int32_t      n_sink;     // < 0: the layout's value
     int32_t      n_recent;   // < 0: the layout's value
-    int32_t      n_rollback; // exact rows kept beyond n_recent: the last n_rollback tokens can be removed; < 0: 16
+    int32_t      n_rollback; // exact rows kept beyond n_recent: removing n_rollback last tokens costs none; < 0: 16
     const char * adapt;      // options of adaptation, as --adapt: "none", "v", "kv,length=512,gain=0.9"; NULL: none
 } subkv_cache_params;
 
@@ -111,11 +112,16 @@ typedef struct subkv_stats {
 // Returns false if the context has no coefficient cache.
 SUBKV_API bool subkv_get_stats(struct llama_context * ctx, subkv_stats * out);
 
-// Fingerprint of the context's layout; NULL for an ordinary cache.
+// Fingerprint of the context's layout; NULL for an ordinary cache, which is no error.
 SUBKV_API const char * subkv_context_fingerprint(struct llama_context * ctx);
 // GPUs that store the coded layers, with llama.cpp's names and descriptions, separated by ", "; NULL for an ordinary
 // cache.
 SUBKV_API const char * subkv_context_devices(struct llama_context * ctx);
+
+// Where evaluation resumes in a sequence of which positions before `pos` are kept: at `pos`, or at most SUBKV_RESUME
+// tokens (32 by default) before it if a coefficient cache has lost exact rows of the last ones (removed tails and moved
+// parts lose them). A program removes the cells from there on and evaluates their tokens again.
+SUBKV_API int32_t subkv_resume(struct llama_context * ctx, int32_t seq, int32_t pos);
 
 //
 // calibration
@@ -148,7 +154,7 @@ typedef struct subkv_observed {
     int32_t  coded;          // 1: observed in a coefficient cache, which also sets `plain`
     int32_t  plain;          // 1: logits are scale q.k, without soft-capping, ALiBi and attention sinks
 } subkv_observed;
-SUBKV_API int32_t subkv_observer_n_layer(const subkv_observer * obs);
+SUBKV_API int32_t subkv_observer_n_layer(const subkv_observer * obs); // -1: NULL
 SUBKV_API bool    subkv_observer_layer(const subkv_observer * obs, int32_t il, subkv_observed * out);
 
 // Means over tokens as f64, by name: "q2" [n_head_kv][d_k][d_k] (mean over tokens and the group's heads), "k2"

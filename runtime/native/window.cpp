@@ -164,7 +164,7 @@ std::pair<int32_t, int32_t> Window::sequences(int32_t seq) const {
     return seq < 0 ? std::pair{ 0, n_seq_ } : std::pair{ std::min(n_seq_, seq), std::min(n_seq_, seq + 1) };
 }
 
-bool Window::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const {
+bool Window::stays_complete(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const {
     std::vector<PosCell> there;
     const auto [s0, s1] = sequences(seq);
     for (int32_t s = s0; s < s1; ++s) {
@@ -172,11 +172,7 @@ bool Window::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & 
         if (last < 0 || n_recent_ == 0) {
             continue;
         }
-        // The next token attends exactly to the rest of its window. Its position is last + 1; behind an image, which
-        // takes more positions than the one that its tokens share, it is the first removed position.
-        cells.find_all(s, last, last + 1, there);
-        const int32_t next  = there.size() > 1 ? std::max(last + 1, p0) : last + 1;
-        const int32_t first = std::max(0, next - n_recent_ + 1);
+        const int32_t first = std::max(0, last + 2 - n_recent_);
         int32_t       lost  = 0;
         cells.find(s, first, last + 1, there);
         for (const auto & cell : there) {
@@ -191,6 +187,37 @@ bool Window::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & 
         }
     }
     return true;
+}
+
+void Window::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) {
+    forget(seq, p0, p1);
+    const int32_t        next = cells.max_pos_outside(seq, p0, p1) + 1;
+    std::vector<PosCell> there;
+    for (const auto & cell : exact_cells(seq, next, next, cells)) {
+        if ((cell.pos >= p0 && cell.pos < p1) || holds(seq, cell.pos) || !cells.shared(seq, cell.cell)) {
+            continue;
+        }
+        for (int32_t other = 0; other < n_seq_; ++other) {
+            if (other == seq || cells.stream_of(other) != cells.stream_of(seq) || !holds(other, cell.pos)) {
+                continue;
+            }
+            cells.find(other, cell.pos, cell.pos + 1, there);
+            if (!there.empty() && there[0].cell == cell.cell) {
+                copy_row(first_slot(other) + slot_of(other, cell.pos), first_slot(seq) + slot_of(seq, cell.pos));
+                break;
+            }
+        }
+    }
+}
+
+int32_t Window::resume(int32_t seq, int32_t pos, int32_t n, const CellReader & cells) const {
+    if (seq < 0 || seq >= n_seq_ || n_recent_ == 0) {
+        return pos;
+    }
+    std::vector<PosCell> there;
+    cells.find(seq, std::max(0, pos - std::min(n, n_recent_ - 1)), pos, there);
+    const auto lost = std::find_if(there.begin(), there.end(), [&](auto & cell) { return !holds(seq, cell.pos); });
+    return lost == there.end() ? pos : lost->pos;
 }
 
 int32_t Window::goes_back_to(int32_t seq, const CellReader & cells) const {
@@ -221,28 +248,76 @@ bool Window::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, bool rep
         origin_[(size_t) dst] = origin_[(size_t) src];
     }
     moves_[(size_t) dst] = replace ? moves_[(size_t) src] : joined(moves, moves_[(size_t) src]);
-    std::vector<uint8_t> row;
     for (int32_t i = 0; i < n_slot_; ++i) {
         const size_t  from = (size_t) (first_slot(src) + i);
         const int32_t pos  = pos_[from];
         if (pos < 0 || pos < p0 || pos >= p1) {
             continue;
         }
-        const size_t to = (size_t) (first_slot(dst) + slot_of(dst, pos));
-        if (pos_[to] > pos) { // a ring stores the latest position
-            continue;
-        }
-        pos_[to]      = pos;
-        rotation_[to] = rotation_[from];
-        for (const auto & rows : rows_) {
-            if (rows.tensor) {
-                row.resize(rows.bytes((int64_t) from));
-                ggml_backend_tensor_get(rows.tensor, row.data(), rows.offset((int64_t) from), row.size());
-                ggml_backend_tensor_set(rows.tensor, row.data(), rows.offset((int64_t) to), row.size());
-            }
+        const int32_t to = first_slot(dst) + slot_of(dst, pos);
+        if (pos_[(size_t) to] <= pos) { // a ring stores the latest position
+            copy_row((int64_t) from, to);
         }
     }
     return true;
+}
+
+void Window::copy_row(int64_t from, int64_t to) {
+    pos_[(size_t) to]      = pos_[(size_t) from];
+    rotation_[(size_t) to] = rotation_[(size_t) from];
+    std::vector<uint8_t> row;
+    for (const auto & rows : rows_) {
+        if (rows.tensor) {
+            row.resize(rows.bytes(from));
+            ggml_backend_tensor_get(rows.tensor, row.data(), rows.offset(from), row.size());
+            ggml_backend_tensor_set(rows.tensor, row.data(), rows.offset(to), row.size());
+        }
+    }
+}
+
+std::vector<Window::Row> Window::take(int32_t seq, const std::vector<int32_t> & slots) {
+    std::vector<Row> taken;
+    size_t           size = 0;
+    for (const auto & rows : rows_) {
+        size += rows.tensor ? std::max(rows.sink, rows.recent) : 0;
+    }
+    for (const int32_t slot : slots) {
+        const size_t at = (size_t) (first_slot(seq) + slot);
+        Row          row{ pos_[at], rotation_[at], {} };
+        try {
+            row.data.reserve(size);
+            for (const auto & rows : rows_) {
+                if (rows.tensor) {
+                    const size_t n = row.data.size(), bytes = rows.bytes((int64_t) at);
+                    row.data.resize(n + bytes);
+                    ggml_backend_tensor_get(rows.tensor, row.data.data() + n, rows.offset((int64_t) at), bytes);
+                }
+            }
+        } catch (const std::bad_alloc &) { // attention reads its codes
+            row.data.clear();
+        }
+        taken.push_back(std::move(row));
+    }
+    for (const Row & row : taken) {
+        forget(seq, row.pos, row.pos + 1);
+    }
+    return taken;
+}
+
+void Window::put(int32_t seq, const Row & row) {
+    const int64_t at = first_slot(seq) + slot_of(seq, row.pos);
+    if (row.data.empty() || pos_[(size_t) at] > row.pos) {
+        return;
+    }
+    pos_[(size_t) at]      = row.pos;
+    rotation_[(size_t) at] = row.rotation;
+    size_t n               = 0;
+    for (const auto & rows : rows_) {
+        if (rows.tensor) {
+            ggml_backend_tensor_set(rows.tensor, row.data.data() + n, rows.offset(at), rows.bytes(at));
+            n += rows.bytes(at);
+        }
+    }
 }
 
 std::vector<PosCell> Window::exact_cells(int32_t seq, int32_t min, int32_t end, const CellReader & cells) const {
@@ -285,9 +360,18 @@ bool Window::ready(const std::vector<TokenDesc> & tokens, const CellReader & cel
                 return twice(seq, cell.pos);
             }
         }
-        if (n_slot_ == 0) {
-            continue;
+    }
+    return true;
+}
+
+bool Window::is_complete(const std::vector<TokenDesc> & tokens, const CellReader & cells) const {
+    std::map<int32_t, Range> ranges;
+    for (const auto & token : tokens) {
+        for (int32_t i = 0; i < token.n_seq; ++i) {
+            ranges[token.seq[i]].add(token.pos);
         }
+    }
+    for (const auto & [seq, range] : ranges) {
         for (const auto & cell : exact_cells(seq, range.min, range.max, cells)) {
             if (!holds(seq, cell.pos)) {
                 return reject(
@@ -319,9 +403,24 @@ void Window::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens
     if (n_slots() == 0) {
         return;
     }
+    // A cell without a row in one of the sequences that share it is read through its codes by all of them.
+    std::set<std::pair<int32_t, int32_t>> lost; // (stream, cell)
+    for (const auto & [seq, range] : ranges) {
+        for (const auto & cell : exact_cells(seq, range.min, range.max + 1, cells)) {
+            if (!holds(seq, cell.pos) && !fresh.count({ stream[seq], cell.cell })) {
+                lost.insert({ stream[seq], cell.cell });
+            }
+        }
+    }
+    for (const auto & [s, cell] : lost) {
+        if (in.cell_pos->data && cell < in.cell_pos->ne[0]) {
+            ((int32_t *) in.cell_pos->data)[s * in.cell_pos->ne[0] + cell] = MAX_POSITION;
+        }
+    }
     for (const auto & [seq, range] : ranges) {
         for (const auto & cell : exact_cells(seq, range.min - 1, range.max + 1, cells)) {
-            if (holds(seq, cell.pos) && !fresh.count({ stream[seq], cell.cell })) {
+            const std::pair<int32_t, int32_t> at{ stream[seq], cell.cell };
+            if (holds(seq, cell.pos) && !fresh.count(at) && !lost.count(at)) {
                 const int32_t slot = first_slot(seq) + slot_of(seq, cell.pos);
                 slots[slot].pos    = cell.pos;
                 slots[slot].cell   = cell.cell;
@@ -347,13 +446,10 @@ bool Window::can_add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const Cell
     cells.find(seq, 0, MAX_POSITION, all);
     const auto        moves = [&](int32_t pos) { return pos >= p0 && pos < p1; };
     std::set<int32_t> taken;
-    int32_t           newest = -1;
     for (const auto & cell : all) {
         const int64_t pos = (int64_t) cell.pos + (moves(cell.pos) ? by : 0);
-        if (moves(cell.pos) && (std::min<int64_t>(cell.pos, pos) < n_sink_ || pos >= MAX_POSITION)) {
-            return reject("seq_add: positions from %d on and below %d expected before and after a shift, %d to %" PRId64
-                          " found; the first %d are kept as they are",
-                          n_sink_, MAX_POSITION, cell.pos, pos, n_sink_);
+        if (pos >= MAX_POSITION) {
+            return reject("seq_add: positions below %d expected after a shift, %" PRId64 " found", MAX_POSITION, pos);
         }
         if (moves(cell.pos) && cells.shared(seq, cell.cell)) {
             return reject(
@@ -361,22 +457,10 @@ bool Window::can_add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const Cell
                 "found",
                 seq, cell.pos);
         }
-        if (!taken.insert((int32_t) pos).second) {
+        if (pos >= 0 && !taken.insert((int32_t) pos).second) { // llama.cpp removes cells that get a negative position
             return reject("seq_add: shifting positions [%d, %d) of sequence %d by %d would put two tokens at position "
                           "%" PRId64,
                           p0, p1, seq, by, pos);
-        }
-        newest = std::max(newest, (int32_t) pos);
-    }
-    // the window must store the rows that the next token attends to exactly, next to the last token's rows
-    const bool tail = !all.empty() && moves(all.back().pos);
-    for (const auto & cell : all) {
-        const int32_t pos = cell.pos + (moves(cell.pos) ? by : 0);
-        if (pos >= n_sink_ && pos > newest + 1 - n_recent_ && (!holds(seq, cell.pos) || moves(cell.pos) != tail)) {
-            return reject(
-                "seq_add: after a shift of positions [%d, %d) of sequence %d by %d the next token would need the "
-                "exact row of position %d, which is not held; keep at least %d of the last tokens together",
-                p0, p1, seq, by, cell.pos, n_recent_);
         }
     }
     return true;
@@ -390,22 +474,41 @@ void Window::add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellRead
     }
     uint64_t & moves = moves_[(size_t) seq];
     moves            = joined(joined(moves, ((uint64_t) p0 << 32) | (uint32_t) p1), (uint32_t) by);
-    if (n_ring_ == 0) {
-        return;
-    }
-    if (cells.max_pos_outside(seq, p0, p1) > moved.back().pos) { // rows stay next to those of the last token
-        forget(seq, p0, p1);
-        return;
-    }
-    forget(seq, n_sink_, p0);
-    for (int32_t slot = first_slot(seq) + n_sink_; slot < first_slot(seq) + n_slot_; ++slot) {
-        if (pos_[(size_t) slot] >= 0) {
-            pos_[(size_t) slot] += by;
-            rotation_[(size_t) slot] += by;
+
+    // If the tail moves, its rows stay in their slots, and the others go to new ones; else the moved rows do.
+    const bool           tail  = n_ring_ > 0 && cells.max_pos_outside(seq, p0, p1) < moved.back().pos;
+    int32_t *            pos   = pos_.data() + first_slot(seq);
+    const auto           in    = [&](int32_t slot) { return pos[slot] >= p0 && pos[slot] < p1; };
+    const auto           stays = [&](int32_t slot) { return tail && slot >= n_sink_ && pos[slot] + by >= n_sink_; };
+    std::vector<int32_t> slots;
+    for (int32_t slot = 0; slot < n_slot_; ++slot) {
+        const bool is_ring = slot >= n_sink_;
+        if (pos[slot] >= 0 && (in(slot) ? !stays(slot) : tail && is_ring)) {
+            slots.push_back(slot);
         }
     }
-    int32_t & origin = origin_[(size_t) seq];
-    origin           = (origin - by % n_ring_ + n_ring_) % n_ring_;
+    std::vector<Row> rows = take(seq, slots);
+    if (tail) {
+        for (int32_t slot = n_sink_; slot < n_slot_; ++slot) {
+            if (pos[slot] >= 0) {
+                pos[slot] += by;
+                rotation_[(size_t) (first_slot(seq) + slot)] += by;
+            }
+        }
+        int32_t & origin = origin_[(size_t) seq];
+        origin           = (origin - by % n_ring_ + n_ring_) % n_ring_;
+    }
+    for (Row & row : rows) {
+        const bool was_sink = row.pos < n_sink_;
+        if (row.pos >= p0 && row.pos < p1) {
+            row.pos += by;
+            row.rotation += by;
+        }
+        const bool is_sink = row.pos >= 0 && row.pos < n_sink_;
+        if (row.pos >= 0 && is_sink == was_sink && (is_sink || n_ring_ > 0)) {
+            put(seq, row);
+        }
+    }
 }
 
 void Window::rotations(int32_t * by) const {

@@ -1,8 +1,10 @@
 // window.h: the exact window. For every sequence it stores the K and V rows of the first n_sink and the last n_recent
-// positions, and n_rollback older rows, so that a short tail can be removed. Sinks come first, then a ring. The slot
-// of a position in the ring depends on the position and on the sequence's total shift, so that rows stay in place when
-// their positions move. No window stores tokens that share a position (image tokens with M-RoPE). Rows are in half
-// precision; ring rows are integers in some layers (subkv/recent.h).
+// positions, and n_rollback older rows, so that the window is still complete after the removal of a short tail. It is a
+// better copy of these tokens, whose codes are in the cache, too: attention reads a row where the window has one, and
+// the codes where a removal, a copy or a shift has lost it. Sinks come first, then a ring. The slot of a position in
+// the ring depends on the position and on the sequence's total shift, so that the rows of a tail stay in place when its
+// positions move. No window stores tokens that share a position (image tokens with M-RoPE). Rows are in half precision;
+// ring rows are integers in some layers (subkv/recent.h).
 #pragma once
 
 #include "ggml-cpp.h"
@@ -65,16 +67,26 @@ public:
     void forget(int32_t seq);                         // all positions
     void forget(int32_t seq, int32_t p0, int32_t p1); // positions [p0, p1)
 
-    bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const;
-    // As CacheHook::goes_back_to.
+    // For chunks, whose tokens have no codes before they leave the window. stays_complete: after a removal of [p0, p1)
+    // the window has all rows of the next token's. goes_back_to: as CacheHook's. is_complete: it has all rows that these
+    // tokens attend to. The first and the last report what is missing.
+    bool    stays_complete(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const;
     int32_t goes_back_to(int32_t seq, const CellReader & cells) const;
+    bool    is_complete(const std::vector<TokenDesc> & tokens, const CellReader & cells) const;
+
+    // Removes the rows of positions [p0, p1), called before the cells go, while others remain. The rows that the next
+    // token attends to exactly and that another sequence still has, of a cell that both share, are copied from there.
+    void remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells);
+    // As CacheHook::resume.
+    int32_t resume(int32_t seq, int32_t pos, int32_t n, const CellReader & cells) const;
     // replace: dst loses its other cells; else it keeps them.
     bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, bool replace);
+    // Checks positions: one token each.
     bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const;
 
-    // Checks that after a move of positions [p0, p1) by `by` the window still stores all rows that later tokens attend
-    // to exactly, and that no sink moves; reports the reason if not. add() follows before the cells move; a graph later
-    // rotates the keys by rotations().
+    // can_add checks positions before those in [p0, p1) move by `by`, and reports the reason if they may not. add()
+    // follows before the cells move; a graph later rotates the keys by rotations(). Rows that move between sinks and
+    // ring are lost.
     bool can_add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) const;
     void add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells);
     void rotations(int32_t * by) const; // [n_slots()] pending rotation of a slot's key, in positions
@@ -83,7 +95,8 @@ public:
     std::vector<uint64_t> moves(int32_t seq) const;
 
     // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens`, and records its rows as stored. Slots list the
-    // keys that the tokens attend to exactly, and the key that left the window last (chunks are coded up to it).
+    // keys that the tokens attend to exactly, and the key that left the window last (chunks are coded up to it). Cells
+    // within the window without a row get MAX_POSITION in Inputs::cell_pos, so that all tokens read their codes.
     void set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, const CellReader & cells);
     bool holds(int32_t seq, int32_t pos) const; // true: the window has the exact row
 
@@ -97,6 +110,18 @@ private:
 
     // The slots of a sequence, ordered as without shifts, as runs [first, last) of adjacent slots.
     std::vector<std::pair<int32_t, int32_t>> runs(int32_t seq) const;
+
+    // A slot's row in all layers, outside the window.
+    struct Row {
+        int32_t              pos;
+        int32_t              rotation;
+        std::vector<uint8_t> data; // empty: lost, for lack of memory
+    };
+
+    // The rows in slots of a sequence, which become empty.
+    std::vector<Row> take(int32_t seq, const std::vector<int32_t> & slots);
+    void             put(int32_t seq, const Row & row); // unless the slot has a later position
+    void             copy_row(int64_t from, int64_t to);
 
     // Cells before position `end` that some query at a position >= `min` attends to exactly.
     std::vector<PosCell> exact_cells(int32_t seq, int32_t min, int32_t end, const CellReader & cells) const;

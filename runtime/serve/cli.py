@@ -69,23 +69,20 @@ store_options = group(
 )
 
 
-def _cache(read: ProgramArguments, arguments: Sequence[str]) -> list[str]:
-    """-ctk subkv, unless the arguments choose a cache, several models (a folder) or embeddings."""
-    chosen = read.type_k is not None or read.type_v is not None
-    return [] if chosen or read.folder is not None or EMBEDS.intersection(arguments) else ["-ctk", "subkv"]
-
-
 def start(arguments: Sequence[str], request: CacheRequest, store: Mapping[str, str]) -> Start:
-    """llama-server with these arguments, and with the demo model if they name none. Raises SubkvError."""
+    """llama-server with these arguments, and with the demo model if they name none.
+
+    Without a given type the cache is coded, or there is an error, except for embeddings and for models that the
+    arguments do not name. Raises SubkvError.
+    """
     program = find_program(SERVER, {**DEFAULTS, **_allowed_hosts(arguments, os.environ), **os.environ, **store})
     if ANSWERS.intersection(arguments):
         return Start(program.path, [SERVER, *arguments], program.environment)
     read = read_arguments(program, arguments)
-    arguments = [*arguments, *_cache(read, arguments)]
     if not (read.models or read.repos or read.from_url or read.folder is not None):
         model = demo.model_path() if read.ordinary or request.bases is not None else demo.converted()
-        arguments = [*arguments, "-m", str(model)]
-    return prepare_start(program, read_arguments(program, arguments), request)
+        read = read_arguments(program, [*arguments, "-m", str(model)])
+    return prepare_start(program, read, request, strict=EMBEDS.isdisjoint(arguments))
 
 
 # -h and every other short option belong to llama-server

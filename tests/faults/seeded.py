@@ -224,11 +224,27 @@ FAULTS = [
     Fault(
         "one row more is lost",
         "runtime/native/window.cpp",
-        "next - n_recent_ + 1);\n        int32_t       lost",
-        "next - n_recent_ + 2);\n        int32_t       lost",
+        "std::min(n, n_recent_ - 1)",
+        "std::min(n, n_recent_)",
         SEQUENCES,
     ),
-    Fault("a copy keeps the older row", "runtime/native/window.cpp", "pos_[to] > pos", "pos_[to] >= 0", SEQUENCES),
+    Fault(
+        "a copy keeps the older row",
+        "runtime/native/window.cpp",
+        "pos_[(size_t) to] <= pos",
+        "pos_[(size_t) to] < 0",
+        SEQUENCES,
+    ),
+    Fault(
+        "a lost row hides its codes",
+        "runtime/native/window.cpp",
+        "in.cell_pos->data && cell < in.cell_pos->ne[0]",
+        "in.cell_pos->data && cell < 0",
+        SEQUENCES,
+    ),
+    Fault(
+        "a moved row is not rotated", "runtime/native/window.cpp", "row.rotation += by;", "row.rotation += 0;", SHIFT
+    ),
     Fault(
         "rows that are not held",
         "runtime/native/window.cpp",
@@ -253,8 +269,8 @@ FAULTS = [
     Fault(
         "positions beyond the end",
         "runtime/native/window.cpp",
-        "< n_sink_ || pos >= MAX_POSITION))",
-        "< n_sink_))",
+        "if (pos >= MAX_POSITION) {",
+        "if (pos < 0 && pos >= MAX_POSITION) {",
         SHIFT,
     ),
     Fault(
@@ -348,10 +364,23 @@ FAULTS = [
         STORE,
     ),
     # files and variables
-    Fault("other types are replaced", "runtime/native/automatic.cpp", "desc.type_k != GGML_TYPE_F16 ||", "", AUTOMATIC),
+    Fault(
+        "types that were requested are replaced",
+        "runtime/native/llama-subkv-request.cpp",
+        "k == GGML_TYPE_F16 && v == GGML_TYPE_F16 ?",
+        "k == v ?",
+        AUTOMATIC,
+    ),
+    Fault(
+        "a file for every model",
+        "runtime/native/automatic.cpp",
+        "owner == owners_.end() || owner->second == model ||",
+        "owner == owners_.end() || !owner->second.empty() ||",
+        AUTOMATIC,
+    ),
     Fault(
         "numbers without a limit",
-        "runtime/native/automatic.cpp",
+        "runtime/native/request.cpp",
         "number < 0 || number > most",
         "number < 0",
         AUTOMATIC,

@@ -37,7 +37,7 @@ MOMENTS = ("k2", "q2", "v2", "k1", "q1", "v1")
 SAMPLES = ("ks", "vs", "qs")
 METADATA = (
     *("version", "arch", "name", "block_count", "n_ctx", "n_skip"),
-    *("tokens", "texts", "model_sha256", "layers", "generator"),
+    *("tokens", "texts", "model_sha256", "layers", "generator", "digest"),
 )
 
 
@@ -117,7 +117,7 @@ def test_hostile_files(tmp_path: Path) -> None:
     """Refused with a sentence that can be printed, or read and written again as they were."""
     path = tmp_path / "c.safetensors"
     write_calibration(path, with_sensitivities(random_calibration(n_layer=1)))
-    whole, n_read = path.read_bytes(), 0
+    whole, n_read = damage.without_digest(path.read_bytes()), 0
 
     @damage.SETTINGS
     @given(damage.safetensors(whole))

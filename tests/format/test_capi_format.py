@@ -27,7 +27,7 @@ def test_constants() -> None:
     assert found.widths == (2, 3, 4, 5, 6, 8, 16) and all(sum(p) == bits for bits, p in found.planes.items())
     assert {bits: p for bits, p in found.planes.items() if len(p) > 1} == {6: (4, 2), 5: (4, 1), 3: (2, 1)}
     assert (found.max_layers, found.max_heads_kv, found.max_sink, found.max_recent) == (1024, 1024, 4096, 65536)
-    assert (found.version, found.max_bands, found.max_head_size, found.band_step) == (4, 8, 576, 8)
+    assert (found.version, found.max_bands, found.max_head_size, found.band_step) == (5, 8, 576, 8)
     trellis = found.trellis  # kernels/include/subkv/trellis.h
     assert (trellis.least, trellis.least_latent, trellis.below, trellis.tried) == (24, 64, 2, 4)
     assert trellis.bends == {2: (2, 4), 3: (5, 6), 4: (9, 12), 5: (19, 25), 6: (37, 50)}

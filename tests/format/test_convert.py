@@ -18,6 +18,7 @@ import pytest
 from calib_synthetic import random_calibration, with_key_means
 from click.testing import CliRunner, Result
 from each import each
+from format import writer
 from gguf import GGUFReader
 
 from converter.cli import default_output
@@ -80,11 +81,16 @@ def test_keys_are_those_of_the_format(run: Callable[..., Result], base: Path, tm
     found = fields(base.with_name("m.subkv.gguf"))
     layout = json.loads(found.pop("subkv.layout"))
     blocks = [base64.b64decode(found.pop(f"subkv.blk.{il}.basis"), validate=True) for il in range(2)]
+    keys = {
+        name: (field.types[0], field.contents())
+        for name, field in GGUFReader(base.with_name("m.subkv.gguf")).fields.items()
+    }
+    assert found.pop("subkv.keys.sha256") == writer.keys_digest(keys)
     generator = found.pop("subkv.generator")
     rows, total = found.pop("subkv.bits_per_element.rows"), found.pop("subkv.bits_per_element")
     assert generator.startswith("subkv ")
     assert found == {
-        "subkv.version": 4,
+        "subkv.version": 5,
         "subkv.codec": "banded",
         "subkv.arch": "llama",
         "subkv.block_count": 2,
@@ -168,7 +174,9 @@ def test_sidecar_has_the_same_keys_and_no_tensors(run: Callable[..., Result], ba
     found = fields(side)
     with Gguf(base) as opened:
         assert found.pop("subkv.base.content") == opened.content()
-    assert found == fields(base.with_name("m.subkv.gguf"))
+    copied = fields(base.with_name("m.subkv.gguf"))
+    assert found.pop("subkv.keys.sha256") != copied.pop("subkv.keys.sha256")  # that of a sidecar covers one key more
+    assert found == copied
     reader = GGUFReader(side)
     assert len(reader.tensors) == 0
     assert reader.fields["general.architecture"].contents() == "llama"

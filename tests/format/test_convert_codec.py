@@ -126,8 +126,8 @@ def test_sixteen_bit_band_is_plain_half_precision() -> None:
 
 def test_scale_table() -> None:
     table = scale_table()
-    assert table[0] == 0.0
-    np.testing.assert_allclose(table[1:], 2.0 ** ((np.arange(1, 256) - 160) / 8), rtol=1e-7)
+    assert table[0] == 0.0 and np.isnan(table[255])
+    np.testing.assert_allclose(table[1:255], 2.0 ** ((np.arange(1, 255) - 160) / 8), rtol=1e-7)
 
 
 @given(st.integers(0, 10**9), BANDS, st.sampled_from([0, 1, 16, 1030]))

@@ -355,7 +355,7 @@ def test_latent_attention(tiny_model: Models, tmp_path: Path) -> None:
     """One row per token, whose first bands cover only the latent; the file reads back unchanged."""
     result = datafree.sidecar(tiny_model("deepseek2"), tmp_path / "out.gguf", options(5.0))
     described = metadata.read(tmp_path / "out.gguf")
-    assert described["version"] == 4
+    assert described["version"] == 5
     assert described["bytes_per_token"] == result.counted.bytes_per_token
     assert described["bits_per_element_rows"] == pytest.approx(8 * described["bytes_per_token"] / (2 * 48))
     read = metadata.read_heads(tmp_path / "out.gguf")

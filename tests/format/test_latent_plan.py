@@ -69,7 +69,7 @@ def test_one_command_prepares(model: Path, cache_home: Path) -> None:
     found = choose_cache(model).layout
     assert found is not None and f"wrote {found}" in result.stdout
     described = metadata.read(found)
-    assert described["version"] == 4 and described["calibration"]["tokens"] > 0
+    assert described["version"] == 5 and described["calibration"]["tokens"] > 0
     assert all(not layer["v"] and (layer["d_k"], layer["d_v"]) == (48, 32) for layer in described["layers"])
     check_bytes(result.stdout, found, described["bytes_per_token"])
     plain = model.with_name("weights.gguf")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,7 @@ def check_head(got: dict[str, Any], want: writer.Head, offset: int, key: bool) -
 def test_header(tmp_path: Path) -> None:
     keys = writer.metadata(writer.random_layers(), arch="llama", block_count=7, n_sink=0, n_recent=65536)
     keys["subkv.calibration.text"] = (GGUFValueType.STRING, 'quote " back \\ tab \t del \x7f ü 語 🙂')
-    shown = native.load(writer.write(tmp_path / "a.gguf", keys)).json
+    shown = native.load(writer.write(tmp_path / "a.gguf", writer.sealed(keys))).json
     calibration = shown.pop("calibration")
     for field, key in {
         "version": "version",
@@ -131,26 +130,18 @@ def test_header(tmp_path: Path) -> None:
     assert np.float32(shown["bits_per_element_rows"]) == np.float32(keys["subkv.bits_per_element.rows"][1])
 
 
-def fingerprint(keys: writer.Keys, layers: Sequence[Layer]) -> str:
-    """The definition in FORMAT.md §5."""
-    canonical = json.dumps({"layers": [layer.spec() for layer in layers]}, separators=(",", ":"))
-    lines = ["subkv 4", *(keys[f"subkv.{k}"][1] for k in ("arch", "block_count", "n_sink", "n_recent")), canonical, ""]
-    return hashlib.sha256("\n".join(map(str, lines)).encode() + b"".join(x.block() for x in layers)).hexdigest()
-
-
 @each("name", LAYOUTS)
 def test_fingerprint_follows_its_definition(name: str, tmp_path: Path) -> None:
-    layers = LAYOUTS[name]()
-    keys = writer.metadata(layers, block_count=40)
+    keys = writer.metadata(LAYOUTS[name](), block_count=40)
     layout = native.load(writer.write(tmp_path / "a.gguf", keys))
-    assert layout.fingerprint == fingerprint(keys, layers)
+    assert layout.fingerprint == writer.fingerprint(keys)
 
 
 def test_fingerprint_covers_all_decoding_data(tmp_path: Path) -> None:
     fingerprints = set()
 
     def add(keys: writer.Keys) -> int:
-        fingerprints.add(native.load(writer.write(tmp_path / "a.gguf", keys)).fingerprint)
+        fingerprints.add(native.load(writer.write(tmp_path / "a.gguf", writer.sealed(keys))).fingerprint)
         return len(fingerprints)
 
     layers = writer.random_layers()
@@ -180,7 +171,7 @@ def test_unknown_keys_are_ignored(tmp_path: Path) -> None:
     before = native.load(writer.write(tmp_path / "a.gguf", keys)).json
     keys["subkv.version_of_something_else"] = (GGUFValueType.ARRAY, [1, 2, 3])
     keys["subkv.blk.0.more"] = (GGUFValueType.STRING, "x")
-    assert native.load(writer.write(tmp_path / "b.gguf", keys)).json == before
+    assert native.load(writer.write(tmp_path / "b.gguf", writer.sealed(keys))).json == before
 
 
 def test_model_with_tensors(tmp_path: Path) -> None:

@@ -70,9 +70,9 @@ def test_wrong_type(key: str, tmp_path: Path) -> None:
 @each(
     ("key", "value", "rest"),
     [
-        ("subkv.version", 0, "expected 4, found 0"),
-        ("subkv.version", 3, "expected 4, found 3; convert the base model again with this version of subkv"),
-        ("subkv.version", 2**32 - 1, "expected 4, found 4294967295"),
+        ("subkv.version", 0, "expected 4 or 5, found 0"),
+        ("subkv.version", 3, "expected 4 or 5, found 3; convert the base model again with this version of subkv"),
+        ("subkv.version", 2**32 - 1, "expected 4 or 5, found 4294967295"),
         ("subkv.codec", "int4", "expected 'banded' or 'int8', found 'int4'"),
         ("subkv.codec", "", "expected 'banded' or 'int8', found ''"),
         ("subkv.arch", "gpt2", "expected general.architecture 'llama', found 'gpt2'"),

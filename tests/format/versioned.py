@@ -62,9 +62,9 @@ def make() -> None:
             assert opened.put(stores.Prompt(TOKENS, (state_of(), b"")))
 
     makers = {
-        "model-4.gguf.fixture": model,
-        "model-4-latent.gguf.fixture": latent_model,
-        "calibration-1.safetensors": lambda path: write_calibration(path, calibration()),
+        "model-5.gguf.fixture": model,
+        "model-5-latent.gguf.fixture": latent_model,
+        "calibration-1-digest.safetensors": lambda path: write_calibration(path, calibration()),
         "container-1": container,
         "store-1": store,
     }

@@ -9,6 +9,7 @@ It shares no code with the converter or the native reader, so that the three can
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -18,13 +19,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFValueType, GGUFWriter
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 Bands = Sequence[tuple[int, int]]
 Keys = dict[str, tuple[GGUFValueType, Any]]
 Half = npt.NDArray[np.float16]
 
 SHA = "0123456789abcdef" * 4
+KEYS_DIGEST = "subkv.keys.sha256"
 
 
 @dataclass
@@ -184,7 +186,7 @@ def metadata(
     u32, f32, string = GGUFValueType.UINT32, GGUFValueType.FLOAT32, GGUFValueType.STRING
     keys: Keys = {
         "general.architecture": (string, arch),
-        "subkv.version": (u32, 4),
+        "subkv.version": (u32, 5),
         "subkv.codec": (string, "banded"),
         "subkv.arch": (string, arch),
         "subkv.block_count": (u32, layers[-1].il + 1 if block_count is None else block_count),
@@ -206,7 +208,50 @@ def metadata(
     }
     for layer in layers:
         keys[f"subkv.blk.{layer.il}.basis"] = (string, base64.b64encode(layer.block()).decode())
-    return keys
+    return sealed(keys)
+
+
+def fingerprint(keys: Mapping[str, tuple[GGUFValueType, Any]]) -> str:
+    """The definition in FORMAT.md §5."""
+    layers = json.loads(keys["subkv.layout"][1])["layers"]
+    members = ("il", "n_head_kv", "d_k", "d_v", "k", "v")
+    canonical = {"layers": [{name: layer[name] for name in members} for layer in layers]}
+    names = ("arch", "block_count", "n_sink", "n_recent", "recent_bits")
+    values = [keys[f"subkv.{name}"][1] for name in names if f"subkv.{name}" in keys]
+    if len(values) == len(names) and values[-1] == 16:
+        values.pop()
+    lines = ["subkv 4", *values, json.dumps(canonical, separators=(",", ":")), ""]
+    digest = hashlib.sha256("\n".join(map(str, lines)).encode())
+    for layer in layers:
+        digest.update(base64.b64decode(keys[f"subkv.blk.{layer['il']}.basis"][1]))
+    return digest.hexdigest()
+
+
+def keys_digest(keys: Mapping[str, tuple[GGUFValueType, Any]]) -> str:
+    """The definition in FORMAT.md §1.2."""
+    digest, gguf = hashlib.sha256(), GGUFWriter("", arch="")
+    for key in sorted(keys, key=str.encode):
+        kind, value = keys[key]
+        if key.startswith("subkv.") and not key.endswith(".basis") and key != KEYS_DIGEST:
+            digest.update(struct.pack("<Q", len(key.encode())) + key.encode())
+            digest.update(gguf._pack_val(value, kind, True, sub_type=_of_array(kind)))
+    digest.update(fingerprint(keys).encode())
+    return digest.hexdigest()
+
+
+def _of_array(kind: GGUFValueType) -> GGUFValueType | None:
+    return GGUFValueType.UINT32 if kind == GGUFValueType.ARRAY else None
+
+
+def read(path: Path) -> Keys:
+    """The keys of a sidecar."""
+    fields = GGUFReader(path).fields
+    return {name: (field.types[0], field.contents()) for name, field in fields.items() if not name.startswith("GGUF.")}
+
+
+def sealed(keys: Keys) -> Keys:
+    """The keys with their digest."""
+    return {**keys, KEYS_DIGEST: (GGUFValueType.STRING, keys_digest(keys))}
 
 
 def write(
@@ -218,8 +263,7 @@ def write(
     writer = GGUFWriter(path, arch="")
     writer.kv_data[0].clear()  # GGUFWriter adds general.architecture on its own
     for key, (vtype, value) in keys.items():
-        sub_type = GGUFValueType.UINT32 if vtype == GGUFValueType.ARRAY else None
-        writer.add_key_value(key, value, vtype, sub_type=sub_type)
+        writer.add_key_value(key, value, vtype, sub_type=_of_array(vtype))
     for name, data in (tensors or {}).items():
         writer.add_tensor(name, data)
     writer.write_header_to_file()

@@ -15,6 +15,7 @@ import pytest
 import state_models
 import writer
 from compiled import CXX, headers, linked, objects
+from gguf import GGUFValueType
 
 from subkv.base.folders import package_folders
 from subkv.native.library import lib_dir
@@ -78,7 +79,10 @@ def mutate(program: Path, target: str, folder: Path, files: list[Path], **enviro
 def test_target(fuzz: Path, target: str, tmp_path: Path) -> None:
     files = []
     if target == "file":
-        files = [writer.write(tmp_path / "layout.gguf", writer.metadata(writer.random_layers()))]
+        keys = writer.metadata(writer.random_layers())
+        old = {key: value for key, value in keys.items() if key != writer.KEYS_DIGEST}  # refused by a parser alone
+        old["subkv.version"] = (GGUFValueType.UINT32, 4)
+        files = [writer.write(tmp_path / f"{len(file)}.gguf", file) for file in (keys, old)]
     mutate(fuzz, target, tmp_path, files)
 
 

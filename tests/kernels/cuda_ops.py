@@ -142,7 +142,7 @@ class Library:
 SOURCES = [*sorted(ROOT.glob("kernels/cuda/*.cu")), ROOT / "tests/kernels/cuda_capi.cpp"]
 REF = [
     *sorted((ROOT / "kernels/ref").glob("*.cpp")),
-    ROOT / "runtime/native/capi_ops.cpp",
+    *(ROOT / "runtime/native" / name for name in ("capi_ops.cpp", "error.cpp")),
     ROOT / "tests/kernels/ref_capi.cpp",
 ]
 INCLUDE = [f"-I{ROOT}/kernels/include", f"-I{ROOT}/runtime/native"]

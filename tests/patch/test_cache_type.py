@@ -28,8 +28,8 @@ def complete(model: Path, *arguments: str, **variables: str) -> subprocess.Compl
 def test_bases_are_required(demo_model: Path) -> None:
     done = complete(demo_model, "-ctk", "subkv")
     assert done.returncode != 0
-    assert "-ctk subkv: no bases for this model; `subkv convert " in done.stderr
-    assert "-ctk f16 runs with an ordinary cache" in done.stderr
+    assert "cache type subkv: no bases for this model; `subkv convert " in done.stderr
+    assert "cache type f16 runs with an ordinary cache" in done.stderr
 
 
 def test_off_contradicts_it(demo_model: Path) -> None:
@@ -40,7 +40,7 @@ def test_off_contradicts_it(demo_model: Path) -> None:
 
 def test_help_lists_it() -> None:
     done = subprocess.run([program("llama-completion"), "--help"], capture_output=True, text=True, check=True)
-    assert re.search(r"allowed values: subkv, f32, f16,", done.stdout)
+    assert re.search(r"allowed values: subkv, auto, f32, f16,", done.stdout)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no sidecars are made here under wine")

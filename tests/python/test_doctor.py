@@ -74,7 +74,7 @@ def test_report_is_complete() -> None:
     assert "CPU" in found["backends"]
     assert all(device["kind"] != "cpu" for device in found["devices"])
     assert found["memory"]["bytes_available"] > 0
-    assert found["formats"]["model"]["reads"] == [4]
+    assert found["formats"]["model"]["reads"] == [4, 5]
     text = run_doctor(SUBKV_KERNEL=None)
     assert text.returncode == 0 and text.stdout.endswith("all is well\n")
     for value in (__version__, found["versions"]["llama.cpp"], found["processor"]["name"]):

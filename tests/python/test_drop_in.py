@@ -139,7 +139,7 @@ def test_a_draft_model_changes_speed_only(coded_model: Models, n_draft: int) -> 
 def test_a_draft_longer_than_the_rollback(coded_model: Models) -> None:
     tokens = prompt(20) * 5
     draft = LlamaPromptLookupDecoding(num_pred_tokens=12)
-    with pytest.warns(UserWarning, match="n_rollback: expected at least the 12 tokens .* found 2; rejected"):
+    with pytest.warns(UserWarning, match="n_rollback: expected at least the 12 tokens .* found 2; a rejected"):
         slow = Llama(coded_model(), n_ctx=N_CTX, n_batch=32, n_rollback=2, draft_model=draft, verbose=False)
     with slow, opened(coded_model(), draft_model=draft, n_batch=32) as fast:
         first, second = (

@@ -81,15 +81,15 @@ def cached(coded_model: Models, tmp_path: Path) -> Iterator[Callable[..., Llama]
 
 
 def test_questions_about_a_document(cached: Callable[..., Llama]) -> None:
+    """The state after "document, question, answer" serves other questions: their tail is removed."""
     first, second, third = (DOCUMENT + question for question in QUESTIONS)
     text, n_cold = answer(cached(), first)
     assert n_cold == len(first)
     again, n_same = answer(cached(), first)
-    assert (again, n_same) == (text, 1)  # the state after the answer: its tail is short enough to be removed
-    _, n_second = answer(cached(), second)
-    assert n_second == len(second) - 512
-    _, n_third = answer(cached(), third)
-    assert n_third == len(third) - 512  # 48 tokens more are not worth a file
+    assert (again, n_same) == (text, 1)
+    for question in (second, third):
+        _, n_evaluated = answer(cached(), question)
+        assert n_evaluated <= len(question) - len(DOCUMENT) + 32
 
 
 def test_the_last_token_of_a_prompt_is_not_looked_up(cached: Callable[..., Llama], tiny_model: Models) -> None:
@@ -106,14 +106,13 @@ def test_the_end_of_a_common_prefix_is_stored(cached: Callable[..., Llama]) -> N
     shared = prompt(700)
     ends = [prompt(200, seed) for seed in (1, 2, 3)]
     counts = [answer(cached(), shared + end)[1] for end in ends]
-    assert counts == [900, 900 - 512, 200]
+    assert counts[0] == 900 and max(counts[1:]) <= 200 + 32
 
 
-def test_a_context_with_tokens_uses_it_too(cached: Callable[..., Llama]) -> None:
-    """Its own cells share more with the prompt than the entry does, but their tail cannot be removed."""
+def test_own_cells_serve_other_questions(cached: Callable[..., Llama]) -> None:
     llm = cached()
     counts = [answer(llm, DOCUMENT + question, n=40)[1] for question in QUESTIONS]
-    assert counts == [590, 590 - 512, 590 - 512]
+    assert counts[0] == 590 and max(counts[1:]) <= len(QUESTIONS[0]) + 32
 
 
 def test_a_conversation_continues_after_a_restart(cached: Callable[..., Llama]) -> None:

@@ -107,9 +107,9 @@ def refused(*arguments: Any, **more: str) -> str:
 def test_the_program_gets_all_arguments(model: Path, shows: Path) -> None:
     given = ["-m", model, "", "a b", "--help", "--", "-c", "*", "ü"]
     shown, log = run(shows, *given, "-ctk", "subkv", stdin="a text\n", LLAMA_ARG_CACHE_TYPE_V="subkv", OTHER="as it is")
-    assert shown["argv"] == [str(word) for word in given]
+    assert shown["argv"] == [*map(str, given), "-ctk", "subkv"]
     assert shown["stdin"] == "a text\n"
-    assert "LLAMA_ARG_CACHE_TYPE_V" not in shown["env"] and shown["env"]["OTHER"] == "as it is"
+    assert shown["env"]["LLAMA_ARG_CACHE_TYPE_V"] == "subkv" and shown["env"]["OTHER"] == "as it is"
     assert log.count("\n") == 1
 
 
@@ -192,16 +192,39 @@ def test_a_model_and_a_file_with_bases(shows: Path, coded_model: Models, model: 
 
 
 def test_an_ordinary_cache(shows: Path, model: Path) -> None:
-    shown, log = run(shows, "-m", model, "-ctk", "q8_0", "-ctv", "q4_0")
-    assert shown["env"]["SUBKV"] == "off" and shown["argv"][2:] == ["-ctk", "q8_0", "-ctv", "q4_0"]
+    """No default; types of other contexts still have an effect."""
+    shown, log = run(shows, "-m", model, "-ctk", "q8_0", "-ctv", "q4_0", SUBKV="auto")
+    assert "SUBKV" not in shown["env"] and shown["argv"][2:] == ["-ctk", "q8_0", "-ctv", "q4_0"]
     assert log == "KV cache: q8_0/q4_0, from the arguments\n"
     assert not store.folder().exists()
     log = refused("--n-recent", 64, shows, "-ctk", "q8_0")
     assert log == "--n-recent: expected a coefficient cache (-ctk subkv), found q8_0\n"
     assert refused("--adapt", "v", shows, "-ctv", "q8_0").startswith("--adapt: expected a coefficient cache")
-    assert refused(shows, "-ctk", "subkv", "-ctv", "f16") == (
-        "-ctv: expected the same cache for K and V with 'subkv', found 'f16'\n"
+
+
+def test_the_cache_of_a_draft(shows: Path, model: Path, tiny_model: Models, tmp_path: Path) -> None:
+    """Its bases are derived if its type needs them."""
+    draft = tiny_model(seed=1)
+    arguments = ["-m", model, "-ctk", "f16", "-md", draft]
+    shown, log = run("--n-recent", 64, shows, *arguments, "-ctkd", "subkv")
+    assert shown["argv"] == [*map(str, arguments), "-ctkd", "subkv"] and shown["env"]["SUBKV_RECENT"] == "64"
+    assert log.startswith(f"KV cache: f16, from the arguments\ndraft {draft.name}: bases: from the weights, ")
+    assert len(list(store.folder().iterdir())) == 1
+    shown, log = run(shows, "-m", model, "-md", draft, "-ctkd", "q8_0")
+    assert shown["env"]["SUBKV"] == "auto" and log.count("\n") == 1
+    shown, log = run(shows, "-m", model, "-ctk", "subkv", "-md", draft, "-ctkd", "auto")
+    assert Path(shown["env"]["SUBKV"]).name.startswith("m-") and f"draft {draft.name}: " in log
+    mamba = tiny_model("mamba")
+    _, log = run(shows, "-m", model, "-md", mamba, "-ctkd", "auto")
+    assert f"draft {mamba.name}: KV cache: f16, because bases cannot be derived" in log
+    failed = subprocess.run(
+        command(shows, "-m", model, "-md", mamba, "-ctkd", "subkv"),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
     )
+    assert failed.returncode == 1 and failed.stderr.splitlines()[-1].startswith("-ctkd: ")
 
 
 def test_window_and_adaptation(shows: Path) -> None:
@@ -280,7 +303,7 @@ def test_several_models_of_llama_bench(model: Path, tiny_model: Models, tmp_path
     other = tiny_model("qwen2")
     shown, log = run(bench, "-m", f"{model},{other}", "-ctk", "subkv")
     assert [line.split(": ")[:2] for line in log.splitlines()] == [[model.name, "bases"], [other.name, "bases"]]
-    assert shown["env"]["SUBKV"] == "auto" and shown["argv"] == ["-m", f"{model},{other}"]
+    assert shown["env"]["SUBKV"] == "auto" and shown["argv"] == ["-m", f"{model},{other}", "-ctk", "subkv"]
 
 
 def test_a_split_model_is_its_first_file(tiny_model: Models, shows: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from each import each
 from runtime.launch import programs
 from runtime.launch.arguments import ProgramArguments, is_llama_cpp_program, read, with_hub_models
 from subkv.base import hub
-from subkv.base.errors import CacheError, SubkvError
+from subkv.base.errors import SubkvError
 
 STOCK = ("f16", "q8_0", "q4_0")
 GET = "-DSUBKV_PROGRAMS=ON"
@@ -47,64 +47,58 @@ def test_names_of_llama_cpp(name: str, theirs: bool) -> None:
 
 
 @each(
-    "given",
+    ("given", "types"),
     [
-        ["-ctk", "subkv"],
-        ["-ctv", "subkv"],
-        ["--cache-type-k", "subkv"],
-        ["--cache_type_k", "subkv"],
-        ["--cache-type-k=subkv"],
-        ["-ctk=subkv", "-ctv=subkv"],
-        ["-ctk", "q8_0", "-ctk", "subkv"],  # the last one counts
-        ["-ctk", "subkv", "--cache-type-v", "subkv"],
+        (["-ctk", "subkv"], ("subkv",)),
+        (["-ctv", "subkv"], ("subkv",)),
+        (["--cache-type-k", "subkv"], ("subkv",)),
+        (["--cache_type_k", "subkv"], ("subkv",)),
+        (["--cache-type-k=subkv"], ("subkv",)),
+        (["-ctk=subkv", "-ctv=subkv"], ("subkv", "subkv")),
+        (["-ctk", "q8_0", "-ctk", "subkv"], ("subkv",)),  # the last one counts
+        (["-ctk", "subkv", "-ctk", "f16"], ("f16",)),
+        (["-ctk", "subkv", "--cache-type-v", "q8_0"], ("subkv", "q8_0")),
+        (["-ctk", "auto"], ("auto",)),
+        (["-ctv", "q8_0"], ("q8_0",)),
+        ([], ()),
+        (["-ctk", "subkv2"], ()),  # the program refuses it
+        (["-ctk", "f16,subkv"], ()),
+        (["-ctk"], ()),
+        (["-p", "-ctk=none"], ()),
     ],
 )
 @each("program", ["llama-server", "nice"])
-def test_subkv_is_taken_out(program: str, given: list[str]) -> None:
-    parsed = found(program, "-c", "64", *given, "--port", "0")
-    assert parsed.arguments == ("-c", "64", "--port", "0")
-    assert parsed.strict and not parsed.ordinary
-
-
-def test_auto_is_taken_out_and_is_no_order() -> None:
-    parsed = found("llama-server", "-ctk", "auto", "-c", "64")
-    assert parsed.arguments == ("-c", "64")
-    assert not parsed.strict and not parsed.ordinary
-
-
-@pytest.mark.parametrize("given", [["-ctk", "q8_0"], ["-ctv", "q8_0"], ["-ctk", "subkv", "-ctk", "f16"]], ids=" ".join)
-def test_ordinary_types_are_the_programs(given: list[str]) -> None:
-    parsed = found("llama-server", *given, "-c", "64")
-    assert parsed.arguments == (*given[-2:], "-c", "64")
-    assert parsed.ordinary and not parsed.strict
+@each("of", ["", "d"])
+def test_cache_types(program: str, of: str, given: list[str], types: tuple[str, ...]) -> None:
+    """They stay among the arguments. of: "d" is a draft model."""
+    if of:
+        names = {"-ctk": "-ctkd", "-ctv": "-ctvd", "--cache-type-k": "--cache-type-k-draft"}
+        names |= {"--cache_type_k": "--spec_draft_type_k", "--cache-type-v": "--spec-draft-type-v"}
+        given = [word.replace(word.split("=")[0], names.get(word.split("=")[0], word.split("=")[0])) for word in given]
+    parsed = found(program, "-c", "64", *given)
+    assert parsed.arguments == ("-c", "64", *given)
+    assert (parsed.draft_types if of else parsed.types) == types
+    if of:
+        assert parsed.types == () and parsed.codes_draft == bool({"subkv", "auto"}.intersection(types))
+    else:
+        assert parsed.strict == ("subkv" in types) and parsed.draft_types == ()
+        assert parsed.ordinary == (bool(types) and not {"subkv", "auto"}.intersection(types))
 
 
 def test_types_of_the_environment() -> None:
-    parsed = found("llama-server", "-c", "64", LLAMA_ARG_CACHE_TYPE_K="subkv", LLAMA_ARG_CACHE_TYPE_V="subkv", A="b")
-    assert parsed.strict and parsed.environment == {"A": "b"}
-    parsed = found("llama-server", LLAMA_ARG_CACHE_TYPE_K="q8_0")
-    assert parsed.ordinary and parsed.environment == {"LLAMA_ARG_CACHE_TYPE_K": "q8_0"}
-    parsed = found("llama-server", "-ctk", "subkv", LLAMA_ARG_CACHE_TYPE_K="q8_0")  # the flag goes first
-    assert parsed.strict and parsed.environment == {} and parsed.arguments == ()
-    parsed = found("llama-server", "-ctk", "q8_0", LLAMA_ARG_CACHE_TYPE_K="subkv")
-    assert parsed.ordinary and parsed.environment == {} and parsed.arguments == ("-ctk", "q8_0")
+    variables = {"LLAMA_ARG_CACHE_TYPE_K": "subkv", "LLAMA_ARG_CACHE_TYPE_V": "subkv", "A": "b"}
+    parsed = found("llama-server", "-c", "64", **variables)
+    assert parsed.strict and parsed.environment == variables
+    assert found("llama-server", LLAMA_ARG_CACHE_TYPE_K="q8_0").ordinary
+    assert found("llama-server", "-ctk", "subkv", LLAMA_ARG_CACHE_TYPE_K="q8_0").types == ("subkv",)
+    assert found("llama-server", "-ctk", "q8_0", LLAMA_ARG_CACHE_TYPE_K="subkv").types == ("q8_0",)
+    assert found("llama-server", LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K="subkv").draft_types == ("subkv",)
 
 
-def test_types_that_do_not_go_together() -> None:
-    with pytest.raises(CacheError, match="type_v: expected the same cache for K and V with 'subkv', found 'q8_0'"):
-        found("llama-server", "-ctk", "subkv", "-ctv", "q8_0")
-    with pytest.raises(CacheError, match="type_v: expected the same cache for K and V with 'q8_0', found 'subkv'"):
-        found("llama-server", "-ctv", "subkv", LLAMA_ARG_CACHE_TYPE_K="q8_0")
+def test_lists_of_llama_bench() -> None:
     for given in (["-ctk", "f16,subkv"], ["-ctk", "f16", "-ctk", "subkv"]):
-        with pytest.raises(CacheError, match="type_k: expected subkv alone, .*, found f16,subkv"):
-            found("llama-bench", *given)
-
-
-def test_unknown_cache_types_stay() -> None:
-    for given in (("-ctk", "subkv2"), ("-ctk", "f16,subkv"), ("-ctk",), ("-p", "-ctk=none")):
-        parsed = found("llama-server", *given)
-        assert parsed.arguments == given
-        assert not parsed.strict and not parsed.ordinary
+        parsed = found("llama-bench", *given)
+        assert parsed.types == ("f16", "subkv") and parsed.strict and not parsed.ordinary
     assert found("llama-bench", "-ctk", "f16,q8_0").ordinary
 
 
@@ -128,6 +122,9 @@ def test_models_of_llama_cpps_programs() -> None:
     assert models("llama", "bench", "-m", "a.gguf,b.gguf") == ["a.gguf", "b.gguf"]
     # -m is the name of a download
     assert models("llama-server", "-m", "a.gguf", "-mu", "https://example.com/a.gguf") == []
+    assert found("llama-server", "-md", "a.gguf", "--model-draft=b.gguf").draft == Path("b.gguf")
+    assert found("llama-server", LLAMA_ARG_SPEC_DRAFT_MODEL="a.gguf").draft == Path("a.gguf")
+    assert found("llama-server", "-md", "").draft is None
 
 
 def test_models_of_other_programs_are_files(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import pytest
 import tiny
 from click.testing import CliRunner
 from each import each
-from gguf import GGUFReader, GGUFWriter
+from format import writer
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from refused import REASONS, unreadable
 
 import subkv
@@ -318,18 +319,17 @@ def test_weights_that_give_no_bases(model: Path, monkeypatch: pytest.MonkeyPatch
 #
 
 
-def stamped(sidecar: Path, output: Path, **values: Any) -> None:
-    with Gguf(sidecar) as opened:
-        output.write_bytes(opened.metadata_with(values))
+def stamped(sidecar: Path, output: Path, **values: tuple[GGUFValueType, Any]) -> None:
+    writer.write(output, writer.sealed(writer.read(sidecar) | values))
 
 
 @each("where", ["store", "beside"])
 @each(
     ("damage", "found"),
     [
-        ({CONTENT_KEY: ("str", "0" * 64)}, "found that of another one"),
-        ({CONTENT_KEY: ("str", "")}, "found one without the digest of its model"),
-        ({"subkv.version": ("u32", 5)}, "expected a sidecar of this version"),
+        ({CONTENT_KEY: (GGUFValueType.STRING, "0" * 64)}, "found that of another one"),
+        ({CONTENT_KEY: (GGUFValueType.STRING, "")}, "found one without the digest of its model"),
+        ({"subkv.version": (GGUFValueType.UINT32, 6)}, "expected a sidecar of this version"),
         (None, "expected a sidecar of this version"),
     ],
 )
@@ -355,8 +355,29 @@ def test_sidecar_of_something_else(
     assert result.stderr.count("\n") == 1
 
 
+def test_bases_of_an_old_format_are_derived_again(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bases from the weights take seconds; the user is not told to convert."""
+    path = choose_cache(model, CacheOptions("subkv")).layout
+    assert path is not None
+    whole, keys = path.read_bytes(), writer.read(path) | {"subkv.version": (GGUFValueType.UINT32, 4)}
+    del keys[writer.KEYS_DIGEST]
+    writer.write(path, keys)
+    capsys.readouterr()
+    assert choose_cache(model, CacheOptions("subkv")).layout == path
+    assert path.read_bytes() == whole and capsys.readouterr().err == ""
+
+
+def test_damaged_bases_of_the_weights_are_derived_again(model: Path) -> None:
+    path = choose_cache(model, CacheOptions("subkv")).layout
+    assert path is not None
+    whole, basis = path.read_bytes(), writer.read(path)["subkv.blk.0.basis"][1].encode()
+    at = whole.index(basis) + len(basis) // 2
+    path.write_bytes(whole[:at] + (b"A" if whole[at : at + 1] != b"A" else b"B") + whole[at + 1 :])
+    assert choose_cache(model, CacheOptions("subkv")).layout == path and path.read_bytes() == whole
+
+
 def test_sidecar_without_weights_is_no_model(model: Path, made: Path) -> None:
-    stamped(made, made.with_name("older.gguf"), **{CONTENT_KEY: ("str", "")})
+    stamped(made, made.with_name("older.gguf"), **{CONTENT_KEY: (GGUFValueType.STRING, "")})
     assert choose_cache(model, CacheOptions(bases=made.with_name("older.gguf"))).name == "subkv"  # explicit choices
 
 

@@ -1,5 +1,5 @@
 """A model of a sequence's contents, exact window and adaptive bases: the calls that a coded cache must accept or
-refuse.
+refuse. With static bases it refuses shifts only.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ class Held:
         return all(self.rows.get(self.slot(p)) == p for p in positions if p in self.cells)
 
     def can_decode(self, pos: int, adapts: bool) -> bool:
+        if not adapts:
+            return True
         first = max(0, pos - N_RECENT + 1)
         exact = [*range(min(N_SINK, first)), *range(first, pos)]
-        uncoded = [p for p in self.cells if adapts and max(N_SINK, self.coded) <= p < first]
+        uncoded = [p for p in self.cells if max(N_SINK, self.coded) <= p < first]
         return self.holds(exact) and self.holds(uncoded)
 
     def decode(self, pos: int, token: int, cell: int, adapts: bool) -> None:
@@ -54,9 +56,11 @@ class Held:
             self.coded = ((pos - N_RECENT) // BLOCK + 1) * BLOCK
 
     def can_remove(self, p0: int, p1: int, adapts: bool) -> bool:
+        if not adapts:
+            return True
         left = max((p for p in self.cells if not p0 <= p < p1), default=-1)
         window = [p for p in range(max(0, left + 2 - N_RECENT), left + 1) if not p0 <= p < p1]
-        return self.holds(window) and not (adapts and 0 <= left < self.coded - 1)
+        return self.holds(window) and not 0 <= left < self.coded - 1
 
     def state_parts(self, p0: int, p1: int) -> bool:
         """Recurrent state would have to lose a tail."""
@@ -71,21 +75,25 @@ class Held:
         if not self.cells:
             self.coded, self.moves = 0, ()
 
+    def borrow(self, others: Iterable[Held]) -> None:
+        """The next token's exact rows that others have, of cells that they share."""
+        for p in (*range(N_SINK), *range(max(N_SINK, self.last() + 2 - N_RECENT), self.last() + 1)):
+            if p in self.cells and any(other.cells.get(p) == self.cells[p] and other.holds([p]) for other in others):
+                self.rows[self.slot(p)] = p
+
     def can_shift(self, p0: int, by: int) -> bool:
-        """Positions from p0 on."""
-        moved = {p: p + by for p in self.cells if p >= p0}
-        after = [moved.get(p, p) for p in self.cells]
-        if any(min(pair) < N_SINK for pair in moved.items()) or len(set(after)) < len(after):
-            return False
-        recent = {p for p in self.cells if moved.get(p, p) >= max(N_SINK, max(after) + 2 - N_RECENT)}
-        return self.holds(recent) and (not moved or recent <= set(moved))
+        """Positions from p0 on; llama.cpp removes cells that get a negative one."""
+        after = [q for p in self.cells if (q := p + by * (p >= p0)) >= 0]
+        return len(set(after)) == len(after)
 
     def shift(self, p0: int, by: int) -> None:
         if not any(p >= p0 for p in self.cells):
             return
-        self.cells = {p + by * (p >= p0): cell for p, cell in self.cells.items()}
-        self.rows = {slot: p + by * (p >= p0) for slot, p in self.rows.items() if p >= p0 or p < N_SINK}
+        rows = {p: p + by * (p >= p0) for p in self.rows.values()}
+        self.cells = {q: cell for p, cell in self.cells.items() if (q := p + by * (p >= p0)) >= 0}
         self.origin -= by
+        kept = sorted(q for p, q in rows.items() if q >= 0 and (p < N_SINK) == (q < N_SINK))
+        self.rows = {self.slot(q): q for q in kept}
         self.moves = (self.moves, p0, by)
         self.whole = False
 

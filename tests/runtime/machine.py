@@ -1,10 +1,10 @@
 """Random programs over sequences: decode, remove, copy, keep, shift, states, on an ordinary f16 cache and a coded one.
 
 `Machine` runs every call on both and compares logits. The coded cache holds the same half-precision numbers (full rank,
-16-bit bands), so they may differ by rounding only. `Held` predicts the refusals of the coded cache: they depend only on
-its window, and with recurrent state on that state's position. Two limits depend on more: the tokens by which recurrent
-state can be rolled back (n_rs_seq), and the rows of sliding-window layers. There a successful call must be correct, and
-a call that is certainly possible must succeed.
+16-bit bands), so they may differ by rounding only. `Held` predicts the refusals of the coded cache: with adaptive bases
+they depend only on its window, with recurrent state on that state's position. Two limits depend on more: the tokens by
+which recurrent state can be rolled back (n_rs_seq), and the rows of sliding-window layers. There a successful call must
+be correct, and a call that is certainly possible must succeed.
 """
 
 from __future__ import annotations
@@ -206,6 +206,7 @@ class Machine(RuleBasedStateMachine):
             assert self.plain.rm(seq, p0, p1)
             for held in of:
                 held.remove(first, last)
+                held.borrow([other for other in self.seqs if other is not held and self.unified])
         if able and seq >= 0 and self.halves:
             self.decode_anew(seq, 3)
 

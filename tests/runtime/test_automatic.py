@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from typing import Any
 import engine
 import pytest
 from each import each
-from gguf import GGUFReader
+from format import writer
+from gguf import GGUFReader, GGUFValueType
 
 from subkv.format import store
 from subkv.native import library as _lib
@@ -22,10 +24,10 @@ from subkv.native.gguf import Gguf
 
 Models = Callable[..., Path]
 
-# One context of each model, in this order; a model may be followed by =TYPE, a cache type, by =dry, a dry run, or by
-# =made: nothing is evaluated.
+# One context of each model, in this order. A model may be followed by =TYPE, a cache type, or =kTYPE, of one side
+# (both: =kTYPEvTYPE); by =dry, a dry run; or by =made: nothing is evaluated. Between them: !CODE, executed.
 PROGRAM = """
-import ctypes, hashlib, json, sys
+import ctypes, hashlib, json, os, re, shutil, sys
 import numpy as np
 from llama_cpp import llama_cpp as C
 lines = []
@@ -34,6 +36,9 @@ C.llama_log_set(collect, None)
 C.llama_backend_init()
 out = []
 for name in sys.argv[1:]:
+    if name.startswith("!"):
+        exec(name[1:])
+        continue
     path, _, kind = name.partition("=")
     of_model = C.llama_model_default_params()
     of_model.no_alloc, of_model.load_mode = kind == "dry", C.LLAMA_LOAD_MODE_NONE
@@ -44,8 +49,8 @@ for name in sys.argv[1:]:
     params.n_ctx, params.n_batch, params.n_ubatch, params.n_threads = 512, 512, 512, 1
     if kind.isdigit():
         params.type_k = params.type_v = int(kind)
-    if kind[1:].isdigit() and kind[0] in "kv":
-        setattr(params, "type_" + kind[0], int(kind[1:]))
+    for side, type in re.findall("([kv])([0-9]+)", kind):
+        setattr(params, "type_" + side, int(type))
     ctx = C.llama_init_from_model(model, params)
     said = [text.strip() for level, text in lines if level >= 3 and ("subkv" in text or "SUBKV" in text)]
     kv = [text.split("size =")[1].strip() for _, text in lines if "cells" in text and "K (" in text]
@@ -66,6 +71,9 @@ for name in sys.argv[1:]:
     out.append(found)
 print(json.dumps(out))
 """
+
+
+CODED, AUTO, F16, Q8_0 = 4, 5, 36, 8  # llama-subkv-programs.h; ggml.h
 
 
 def run(*models: Path | str, subkv: str | None = "auto", **variables: str) -> list[dict[str, Any]]:
@@ -92,6 +100,12 @@ def bases(tmp_path: Path, model: Path) -> Path:
     return sidecar(tmp_path / "elsewhere.gguf", model)
 
 
+def kind(found: dict[str, Any]) -> str:
+    """The type of the context's K/V cache; "none": there is no context."""
+    types = dict.fromkeys(re.findall(r"[KV] \((\w+)\)", found["kv"]))
+    return "/".join(types) if found["made"] else "none"
+
+
 def sidecar(path: Path, model: Path, n_recent: int = 8, content: str | None = None, **more: Any) -> Path:
     """Bases for a tiny llama, 8 bits, with the digest of `model` or another one."""
     with Gguf(model) as opened:
@@ -107,10 +121,8 @@ def sidecar(path: Path, model: Path, n_recent: int = 8, content: str | None = No
         **more,
     )
     engine.SUBKV.subkv_layout_free(layout)
-    with Gguf(path) as plain:
-        data = plain.metadata_with({"subkv.base.content": ("str", digest if content is None else content)})
-    path.write_bytes(data)
-    return path
+    named = {"subkv.base.content": (GGUFValueType.STRING, digest if content is None else content)}
+    return writer.write(path, writer.sealed(writer.read(path) | named))
 
 
 def stored(model: Path, ending: str = ".gguf", **options: Any) -> Path:
@@ -147,7 +159,7 @@ def test_places_searched_by_auto(model: Path) -> None:
         (found,) = run(model)
         (line,) = found["log"]
         assert line.startswith("subkv: coded K/V cache, ") and line.endswith(f" layers: {path}")
-        assert found["kv"].count("(subkv)") == 2 and found["n_rs_seq"] == 16
+        assert found["kv"].count("(subkv)") == 2
         assert found == {**run(model, subkv=str(path))[0]}
 
 
@@ -202,17 +214,102 @@ def test_dry_runs_see_coded_sizes(model: Path, bases: Path) -> None:
     assert dry["made"] and dry["log"] == [] and dry["kv"] == real["kv"]
 
 
-@pytest.mark.parametrize("other", ["gemma2", "qwen2"])
-def test_other_models_stay_ordinary(other: str, model: Path, bases: Path, tiny_model: Models) -> None:
+@pytest.mark.parametrize("other", ["gemma2", "qwen2", "llama"])
+def test_other_models_do_not_use_a_files_bases(other: str, model: Path, bases: Path, tiny_model: Models) -> None:
+    """They have bases of their own or an ordinary cache, also if the file's bases have the same shapes."""
     stored(model)
-    draft = tiny_model(other)
+    draft = tiny_model(other, seed=1)
+    alone = run(draft, subkv=None)[0]
     for value in ("auto", str(bases)):
         first, second = run(model, draft, subkv=value)
-        assert "(subkv)" in first["kv"] and second["made"] and "(f16)" in second["kv"]
-        why = "no bases for this model" if value == "auto" else f"{bases} belongs to another model"
+        assert kind(first) == "subkv" and kind(second) == "f16"
         assert len(second["log"]) == 1
-        assert second["log"][0].startswith(f"subkv: ordinary f16 K/V cache: {why}")
-        assert second["logits"] == run(draft, subkv=None)[0]["logits"]
+        assert second["log"][0].startswith("subkv: ordinary f16 K/V cache: no bases for this model")
+        assert second["logits"] == alone["logits"]
+    own = stored(draft) if other == "llama" else None
+    if own:
+        for found in run(model, draft, subkv=str(bases))[1], run(model, f"{draft}={CODED}", subkv=str(bases))[1]:
+            assert found["log"][0].endswith(f": {own}")
+
+
+def test_a_file_belongs_to_the_first_model_that_it_fits(model: Path, bases: Path, tiny_model: Models) -> None:
+    link = model.with_name("link.gguf")
+    link.symlink_to(model)
+    first, second, same = run(tiny_model("gemma2"), model, link, subkv=str(bases))
+    assert [kind(found) for found in (first, second, same)] == ["none", "subkv", "subkv"]
+    assert "subkv.arch" in first["log"][0]
+
+
+#
+# types
+#
+
+
+# types -> caches: without SUBKV, with SUBKV=off, auto, a file
+CACHES = {
+    "": ("f16", "f16", "subkv", "subkv"),
+    F16: ("f16",) * 4,
+    f"k{F16}": ("f16",) * 4,
+    Q8_0: ("q8_0",) * 4,
+    f"k{F16}v{Q8_0}": ("f16/q8_0",) * 4,
+    CODED: ("subkv", "none", "subkv", "subkv"),
+    f"k{CODED}": ("subkv", "none", "subkv", "subkv"),
+    f"v{CODED}": ("subkv", "none", "subkv", "subkv"),
+    AUTO: ("subkv", "f16", "subkv", "subkv"),
+}
+
+
+@each("value", [None, "off", "auto", "file"])
+def test_types_have_precedence(value: str | None, model: Path, bases: Path) -> None:
+    """Every context of a process gets its own, in any order; SUBKV is for contexts that request nothing."""
+    stored(model)
+    column = [None, "off", "auto", "file"].index(value)
+    contexts = [f"{model}={types}" for types in CACHES]
+    of_environment = str(bases) if value == "file" else value
+    found = run(*contexts, *reversed(contexts), subkv=of_environment)
+    expected = [caches[column] for caches in CACHES.values()]
+    assert [kind(one) for one in found] == [*expected, *reversed(expected)]
+    for types, one, cache in zip(CACHES, found, expected, strict=False):
+        if types and cache not in ("subkv", "none") and column > 1:
+            assert one["log"] == [f"subkv: ordinary {cache} K/V cache: its type was requested"]
+        elif cache == "none":
+            assert "cache type subkv: SUBKV=auto, a file, or no SUBKV expected, SUBKV=off found" in one["log"][0]
+        elif cache != "subkv":
+            assert one["log"] == []
+
+
+def test_types_that_do_not_go_together(model: Path) -> None:
+    stored(model)
+    pairs = f"k{CODED}v{F16}", f"k{Q8_0}v{CODED}", f"k{AUTO}v{Q8_0}", f"k{CODED}v{AUTO}"
+    for value in (None, "auto"):
+        for found in run(*(f"{model}={pair}" for pair in pairs), subkv=value):
+            assert not found["made"]
+            assert "cache types: the same for keys and values with subkv and auto expected, " in found["log"][0]
+
+
+def test_a_required_cache_is_required_again(model: Path, bases: Path, tiny_model: Models) -> None:
+    """Each time that the process opens the model: its bases may have vanished, changed or been damaged meanwhile."""
+    path = stored(model)
+    for context, file, value in ((f"{model}={CODED}", path, None), (str(model), bases, str(bases))):
+        name, copy = str(file), f"{file}.copy"
+        shutil.copy(file, copy)
+        changes = {
+            f"!os.remove({name!r})": "no bases for this model" if value is None else "no such file",
+            f"!os.truncate({name!r}, 1000)": "truncated or damaged",
+            f"!shutil.copy({str(tiny_model('gemma2'))!r}, {name!r})": "subkv.version|a sidecar of this model",
+        }
+        steps = [step for change in changes for step in (change, context, f"!shutil.copy({copy!r}, {name!r})", context)]
+        first, *found = run(context, *steps, subkv=value)
+        for refused, again, why in zip(found[::2], found[1::2], changes.values(), strict=True):
+            assert not refused["made"] and re.search(why, refused["log"][0]), refused
+            assert again == first and kind(first) == "subkv"
+
+
+def test_auto_without_bases_logs_it(model: Path) -> None:
+    found, refused = run(f"{model}={AUTO}", f"{model}={CODED}", subkv=None)
+    assert kind(found) == "f16" and "subkv: ordinary f16 K/V cache: no bases for this model" in found["log"][0]
+    assert "cache type subkv: no bases for this model" in refused["log"][0]
+    assert refused["log"][0].endswith("; cache type f16 runs with an ordinary cache")
 
 
 NONE = {
@@ -237,17 +334,6 @@ def test_models_without_a_cache_are_reported(arch: str, model: Path, bases: Path
     assert not refused["made"] and f"SUBKV={bases}: {NONE[arch]}; SUBKV=off runs" in refused["log"][0]
     for off in ("off", None):
         assert run(made, subkv=off)[0] == {"made": True, "log": [], "kv": ""}
-
-
-def test_a_requested_type_is_kept(model: Path, bases: Path) -> None:
-    stored(model)
-    (found,) = run(f"{model}=8")
-    assert found["log"] == ["subkv: ordinary q8_0 K/V cache: its type was requested; SUBKV=auto replaces f16"]
-    for side in "kv":
-        (found,) = run(f"{model}={side}8")
-        assert found["log"][0].endswith("its type was requested; SUBKV=auto replaces f16")
-    (refused,) = run(f"{model}=8", subkv=str(bases))
-    assert not refused["made"] and "f16 expected with a subkv cache" in refused["log"][0]
 
 
 @each(
@@ -298,10 +384,31 @@ def test_sidecars_of_other_models_are_refused(content: str, model: Path) -> None
 
 
 def test_the_window_follows_the_variables(model: Path, bases: Path) -> None:
-    usual, longer = (run(model, subkv=str(bases), **v)[0] for v in ({}, {"SUBKV_ROLLBACK": "40"}))
-    assert (usual["n_rs_seq"], usual["pos_min"]) == (16, 40 - 1 - 16 - 1)
-    assert (longer["n_rs_seq"], longer["pos_min"]) == (40, 0)
+    usual = run(model, subkv=str(bases))[0]
+    assert (usual["n_rs_seq"], usual["pos_min"]) == (0, 0)
     exact = run(model, subkv=str(bases), SUBKV_SINK="4", SUBKV_RECENT="100")[0]
     assert exact["logits"] != usual["logits"]
-    adaptive = run(model, subkv=str(bases), SUBKV_ADAPT="v,block=4,warm=8,length=16", SUBKV_RECENT="24")[0]
+    adapt = {"SUBKV_ADAPT": "v,block=4,warm=8,length=16", "SUBKV_RECENT": "24"}
+    adaptive, longer = (run(model, subkv=str(bases), **adapt, **more)[0] for more in ({}, {"SUBKV_ROLLBACK": "20"}))
     assert adaptive["made"] and adaptive["logits"] != usual["logits"]
+    assert (adaptive["n_rs_seq"], longer["n_rs_seq"]) == (16, 20)
+
+
+def test_names_are_escaped_in_the_log(model: Path, bases: Path, tmp_path: Path) -> None:
+    hostile = bases.rename(tmp_path / "a\x1b[31mb\nc\u202e.gguf")
+    (found,) = run(model, subkv=str(hostile))
+    assert found["made"] and len(found["log"]) == 1
+    assert found["log"][0].endswith("/a\\x1b[31mb\\nc\\u202e.gguf")
+    (found,) = run(model, subkv=f"{hostile}none")
+    assert not found["made"] and all(line.isprintable() for line in found["log"])
+
+
+def test_an_old_file_is_noted_once(model: Path, bases: Path) -> None:
+    """It is used: only the checksum of its keys is missing."""
+    keys = writer.read(bases) | {"subkv.version": (GGUFValueType.UINT32, 4)}
+    del keys[writer.KEYS_DIGEST]
+    writer.write(bases, keys)
+    found = run(model, model, subkv=str(bases))
+    assert all(entry["made"] for entry in found)
+    notes = [line for entry in found for line in entry["log"] if "format version 4 has no checksum" in line]
+    assert len(notes) == 1 and str(bases) in notes[0]

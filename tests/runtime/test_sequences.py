@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import engine
+import forge
 import numpy as np
 import pytest
 from each import each
@@ -34,38 +35,100 @@ def test_remove_a_tail_and_decode_again(model: engine.Model, tokens: list[int], 
     assert agree(expected[100:], found)
 
 
-def test_remove_a_tail_that_the_window_cannot_give_back_is_refused(
-    model: engine.Model, tokens: list[int], layout: Any
-) -> None:
+def without_recent_rows(state: bytes) -> bytes:
+    """The state of a sequence whose window has lost all its rows except sinks."""
+    n_slots = sum(WINDOW)
+    at = forge.window_at(state, n_slots)
+    return forge.forged(state, {at + 4 * slot: -1 for slot in range(WINDOW[0], n_slots)})
+
+
+def decoded_from_codes(model: engine.Model, tokens: list[int], layout: Any, n: int, end: int) -> Any:
+    """Logits of tokens [n, end), one at a time, after n tokens of which only sinks have exact rows: the definition of
+    a sequence that has lost its window.
+    """
     with session(model, layout, window=WINDOW) as s:
-        expected = s.decode(tokens[:121])
-        s.clear()
-        s.decode(tokens[:120])
-        assert not s.rm(0, 100)
-        assert "seq_rm" in last_error() and "n_rollback" in last_error()
-        # nothing was removed: the sequence continues unchanged
-        assert agree(expected[120:], s.decode(tokens[120:121], 120))
-        # the way out that the message names
-        assert s.rm(0, -1)
-        assert agree(expected[:50], s.decode(tokens[:50]))
+        s.decode(tokens[:n])
+        state = without_recent_rows(s.state(0))
+        assert s.set_state(state, 0) == len(state), last_error()
+        return s.decode(tokens[n:end], n, pieces=[1] * (end - n))
+
+
+def test_any_tail_can_be_removed(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    """The rest is read through its codes where the removed tail has taken the exact rows."""
+    for n in (60, 90):
+        expected = decoded_from_codes(model, tokens, layout, n, 120)
+        with session(model, layout, window=WINDOW) as s:
+            complete = s.decode(tokens[:120])[n:]
+            assert s.rm(0, n)
+            found = s.decode(tokens[n:120], n, pieces=[1] * (120 - n))
+        assert agree(expected, found)
+        assert not agree(complete, found), "the window changes nothing: the test proves nothing"
+
+
+def test_a_split_does_not_matter_after_a_removal(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    found = []
+    for pieces in ([40], [1] * 40, [3, 30, 7]):
+        with session(model, layout, window=WINDOW) as s:
+            s.decode([*tokens[:70], *tokens[100:140]])
+            assert s.rm(0, 70)
+            found.append(s.decode(tokens[70:110], 70, pieces=pieces))
+    assert agree(found[0], found[1]) and agree(found[0], found[2])
 
 
 @pytest.mark.parametrize("n", [60, 120])
-def test_a_tail_can_be_removed_while_its_exact_rows_remain(
-    model: engine.Model, tokens: list[int], layout: Any, n: int
-) -> None:
+def test_a_short_tail_takes_no_exact_row(model: engine.Model, tokens: list[int], layout: Any, n: int) -> None:
     """Codes are coarse: without one exact row the logits would not agree."""
-    n_removed = []
+    n_complete = []
     with session(model, layout, window=WINDOW) as s:
         expected = s.decode(tokens[:n])
         for length in range(1, 40):
             s.clear()
             s.decode(tokens[:n])
-            if s.rm(0, n - length):
-                n_removed.append(length)
-                assert agree(expected[n - length :], s.decode(tokens[n - length : n], n - length)), length
-    assert n_removed == list(range(1, len(n_removed) + 1))
-    assert len(n_removed) >= WINDOW[2]
+            assert s.rm(0, n - length)
+            resumed = engine.SUBKV.subkv_resume(s.ctx, 0, n - length)
+            found = s.decode(tokens[n - length : n], n - length)
+            if resumed == n - length:
+                n_complete.append(length)
+            if length in n_complete or length > WINDOW[2] + 4:
+                assert agree(expected[n - length :], found) == (length in n_complete), length
+    assert n_complete == list(range(1, len(n_complete) + 1))
+    assert len(n_complete) >= WINDOW[2]
+
+
+def test_evaluation_resumes_where_exact_rows_end(
+    model: engine.Model, tokens: list[int], layout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most SUBKV_RESUME tokens before the cut, and no more than the window has."""
+    for setting, n_again in (("", 15), ("5", 5), ("0", 0), ("100", 15)):
+        monkeypatch.setenv("SUBKV_RESUME", setting)
+        with session(model, layout, window=WINDOW) as s:
+            s.decode(tokens[:120])
+            assert engine.SUBKV.subkv_resume(s.ctx, 0, 60) == 60 - n_again
+            assert engine.SUBKV.subkv_resume(s.ctx, 0, 112) == 112
+            assert s.rm(0, 60 - n_again)
+            s.decode(tokens[60 - n_again : 60], 60 - n_again) if n_again else None
+            assert engine.SUBKV.subkv_resume(s.ctx, 0, 60) == 60
+            for seq, pos in ((-1, 60), (7, 60), (0, -5), (0, 2**31 - 1)):
+                assert engine.SUBKV.subkv_resume(s.ctx, seq, pos) in (pos, 60, max(pos, 0))
+    for setting in ("x", "-1", "9" * 20):
+        monkeypatch.setenv("SUBKV_RESUME", setting)
+        with pytest.raises(Refused, match="SUBKV_RESUME"), session(model, layout, window=WINDOW):
+            pass
+
+
+def test_exact_rows_return_from_a_sequence_that_shares_their_cells(
+    model: engine.Model, tokens: list[int], layout: Any
+) -> None:
+    """A long tail takes the window; the copy, which stayed where the tail began, still has it."""
+    with session(model, layout, window=WINDOW) as s:
+        expected = s.decode(tokens[:80])[60:]
+    with session(model, layout, window=WINDOW, n_seq_max=2, unified=True, n_ctx=512) as s:
+        s.decode(tokens[:60])
+        s.cp(0, 1)
+        s.decode(tokens[100:160], 60)
+        assert s.rm(0, 60)
+        assert agree(expected, s.decode(tokens[60:80], 60))
+        assert agree(expected, s.decode(tokens[60:80], 60, 1))
 
 
 def test_any_tail_may_go_without_a_recent_window(model: engine.Model, tokens: list[int], layout: Any) -> None:
@@ -149,8 +212,12 @@ def test_rows_of_a_removed_tail_are_not_reused_after_a_copy(
         assert s.rm(0, 52)
         s.decode(tokens[100:200], seq=1)
         s.cp(1, 0, 52, 60)
-        assert s.try_decode(tokens[60:61], 60) != 0
-        assert "exact row is not held" in last_error()
+        found = s.decode(tokens[60:70], 60)
+    with session(model, layout, window=WINDOW, n_seq_max=2, unified=True) as s:
+        s.decode(tokens[:52])
+        s.decode(tokens[100:200], seq=1)
+        s.cp(1, 0, 52, 60)
+        assert agree(s.decode(tokens[60:70], 60), found)
 
 
 def test_neighbours_in_a_batch_change_no_window(model: engine.Model, tokens: list[int], layout: Any) -> None:
@@ -175,16 +242,15 @@ def test_tokens_shared_by_two_sequences(model: engine.Model, tokens: list[int], 
         assert agree(expected[80:], s.decode(tokens[80:100], 80, 0))
 
 
-def test_a_copy_without_its_window_is_refused_at_the_next_decode(
-    model: engine.Model, tokens: list[int], layout: Any
-) -> None:
+def test_a_copy_without_its_window_is_read_through_codes(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    expected = decoded_from_codes(model, tokens, layout, 60, 100)
+    with session(model, layout, window=WINDOW) as s:
+        uncopied = s.decode(tokens[:121])[120:]
     with session(model, layout, window=WINDOW, n_seq_max=2, unified=True, n_ctx=512) as s:
         s.decode(tokens[:120], 0, 0)
         s.cp(0, 1, 0, 60)
-        for n in (1, 40):  # also if the exact window of the last token is complete
-            assert s.try_decode(tokens[60 : 60 + n], 60, 1) != 0
-            assert "sequence 1" in last_error() and "position" in last_error()
-        assert s.try_decode(tokens[120:121], 120, 0) == 0
+        assert agree(expected, s.decode(tokens[60:100], 60, 1))
+        assert agree(uncopied, s.decode(tokens[120:121], 120, 0))
 
 
 @pytest.mark.parametrize("seq", [None, 0])
@@ -273,12 +339,13 @@ def test_an_ordinary_type_is_expected_beside_bases(model: engine.Model, layout: 
         pass
 
 
-def test_a_token_of_two_sequences_needs_the_window_of_both(model: engine.Model, tokens: list[int], layout: Any) -> None:
+def test_a_token_of_two_sequences_has_the_window_of_the_first(
+    model: engine.Model, tokens: list[int], layout: Any
+) -> None:
     with session(model, layout, window=WINDOW, n_seq_max=3, unified=True, n_ctx=512) as s:
         s.decode(tokens[:120], 0, 0)
         s.cp(0, 1, 0, 60)  # cells whose exact rows left the window
-        s.decode(tokens[:60], 0, 2)
-        before = s.state(2)
-        assert s.try_decode(tokens[60:61], 60, [2, 1]) != 0
-        assert "sequence 1" in last_error() and "exact row" in last_error()
-        assert s.state(2) == before
+        assert s.rm(0, -1)
+        s.cp(1, 2)
+        expected = decoded_from_codes(model, tokens, layout, 60, 61)
+        assert agree(expected, s.decode(tokens[60:61], 60, [2, 1]))

@@ -10,6 +10,7 @@ from typing import Any
 import engine
 import numpy as np
 import pytest
+from each import each
 from engine import C, agree, distance, last_error, session
 
 BANDS = [(8, 8), (8, 6), (16, 4)]
@@ -71,6 +72,60 @@ def test_neighbours_move_by_different_distances(
             runs.append(s.decode(tokens[60:80], 50))
     floor = max(distance(runs[0], runs[1]), 2e-3)
     assert distance(runs[0], runs[2]) < 2 * floor
+
+
+MOVES = {
+    "a tail shorter than the window": [("rm", 40, 110), ("add", 110, -1, -70)],
+    "everything but the first token": [("rm", 1, 60), ("add", 60, -1, -59)],
+    "everything": [("rm", 0, 60), ("add", 60, -1, -60)],
+    "a part within the window": [("rm", 108, 112), ("add", 112, 116, -4), ("rm", 112, -1)],
+    "a part before the window": [("rm", 20, 30), ("add", 30, 60, -10), ("rm", 50, -1)],
+    "sinks behind others": [("add", 0, 2, 1000)],
+    "a gap in the window": [("add", 110, -1, 7)],
+    "a gap, closed again": [("add", 110, -1, 40), ("add", 150, -1, -40)],
+    "two parts": [("rm", 10, 50), ("add", 50, 70, -40), ("rm", 30, 110), ("add", 110, 116, -80), ("rm", 36, -1)],
+    "below zero": [("add", 0, -1, -30)],
+}
+
+
+@pytest.mark.parametrize("window", [WINDOW, (4, 16, 0), (0, 16, 8), (0, 0, 0)])
+@each("name", list(MOVES))
+def test_any_part_can_move_as_in_the_f16_cache(
+    model: engine.Model, tokens: list[int], make_layout: Any, name: str, window: tuple[int, int, int]
+) -> None:
+    """Exact codes: a cell that is read twice, or not at all, or with a row of another position, would show."""
+    runs = []
+    for layout, options in ((None, {}), (None, {"flash_attn": 0}), (make_layout(), {"window": window})):
+        with session(model, layout, n_ctx=512, **options) as s:
+            s.decode(tokens[:120])
+            for call, *arguments in MOVES[name]:
+                s.rm(0, *arguments) if call == "rm" else add(s, 0, *arguments)
+                assert call == "rm" or not layout or not last_error()
+            end = C.llama_memory_seq_pos_max(s.memory, 0) + 1
+            runs.append(s.decode(tokens[120:150], end, pieces=[1, 1, 20, 8]))
+    floor = max(distance(runs[0], runs[1]), 2e-3)
+    assert distance(runs[0], runs[2]) < 2 * floor
+
+
+@each("name", [name for name in MOVES if name not in ("everything", "sinks behind others", "below zero")])
+def test_exact_rows_move_with_their_cells(model: engine.Model, tokens: list[int], make_layout: Any, name: str) -> None:
+    """Coarse codes, and a window that has all rows before and after: one lost row would show."""
+    runs = []
+    for layout, options in (
+        (None, {}),
+        (None, {"flash_attn": 0}),
+        (make_layout(BANDS, BANDS), {"window": (1, 1200, 0)}),
+        (make_layout(BANDS, BANDS), {"window": (1, 8, 0)}),
+    ):
+        with session(model, layout, n_ctx=512, **options) as s:
+            s.decode(tokens[:120])
+            for call, *arguments in MOVES[name]:
+                s.rm(0, *arguments) if call == "rm" else add(s, 0, *arguments)
+            end = C.llama_memory_seq_pos_max(s.memory, 0) + 1
+            runs.append(s.decode(tokens[120:125], end))
+    floor = max(distance(runs[0], runs[1]), 2e-3)
+    assert distance(runs[0], runs[2]) < 2 * floor
+    assert distance(runs[0], runs[3]) > 4 * floor, "codes are not coarse: the test proves nothing"
 
 
 def test_many_shifts_stay_near_the_f16_cache(
@@ -156,12 +211,9 @@ def test_a_copy_of_a_shifted_sequence(model: engine.Model, tokens: list[int], ma
 @pytest.mark.parametrize(
     ("p0", "p1", "by", "reason"),
     [
-        (2, -1, 3, "are kept as they are"),
-        (20, -1, -18, "are kept as they are"),
+        (20, -1, -18, "two tokens at position"),
         (80, -1, -40, "two tokens at position"),
         (100, -1, 1 << 30, "below"),
-        (115, -1, 5, "exact row"),
-        (80, 118, 500, "exact row"),
     ],
 )
 def test_a_refused_shift_changes_nothing(

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from subkv.base.errors import SubkvError
+from subkv.base.text import printable
 
 # argument of the library -> parameter of the programs, where the names differ
 PARAMETERS = {
@@ -75,6 +76,11 @@ def sentence(error: SubkvError, command: click.Command | None = None) -> str:
             subject = "" if isinstance(value, tuple) or value is None or str(value) in error.reason else str(value)
             return str(SubkvError(subject, error.reason))
     return str(error)
+
+
+def show(text: str, err: bool = False) -> None:
+    """Print one line, which may quote a file: what a terminal does not print is escaped."""
+    click.echo(printable(text), err=err)
 
 
 def command(

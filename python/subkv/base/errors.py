@@ -6,6 +6,8 @@ import contextlib
 import importlib.util
 from collections.abc import Iterator, Sequence
 
+from subkv.base.text import printable
+
 
 class SubkvError(Exception):
     """Invalid input. key: the argument, metadata key or tensor, "" for none; reason: one sentence.
@@ -20,7 +22,7 @@ class SubkvError(Exception):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.reason}" if self.key else self.reason
+        return printable(f"{self.key}: {self.reason}" if self.key else self.reason)
 
 
 class ModelFileError(SubkvError, ValueError):
@@ -29,6 +31,10 @@ class ModelFileError(SubkvError, ValueError):
 
 class CacheError(SubkvError, RuntimeError):
     """The requested KV cache cannot be created, or does not support the operation."""
+
+
+class ClosedError(CacheError):
+    """A method of an object that was closed."""
 
 
 class StateError(SubkvError, RuntimeError):

@@ -19,6 +19,7 @@ from typing import Any
 import click
 
 from subkv.base.errors import SubkvError, install
+from subkv.base.text import printable
 
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")  # llama.cpp's order of preference, then the first file
 NOT_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")  # in names of other GGUF files
@@ -73,7 +74,7 @@ def fetch(
     chosen = _choose(files, where, quant) if pattern is None else _matching(files, where, pattern, "pattern")
     requested = [*_parts(files, chosen), *(_matching(files, where, each, "more") for each in more)]
     if problem:
-        print(f"{repo}: {problem}; using an earlier download of {chosen}", file=sys.stderr)
+        print(printable(f"{repo}: {problem}; using an earlier download of {chosen}"), file=sys.stderr)
     return _download(name, requested, folders, offline=bool(problem)) / chosen
 
 

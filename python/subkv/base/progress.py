@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from subkv.base.text import printable
+
 T = TypeVar("T")
 
 INTERVAL = 0.1  # seconds between two updates of overall()'s bar
@@ -27,7 +29,7 @@ def progress_bar(name: str, total: float, unit: str, show: bool = True) -> Any:
         return _Part(whole, name, total)
     return tqdm(
         total=total,
-        desc=name,
+        desc=printable(name),
         unit=unit,
         unit_scale=unit in ("B", "tok"),
         disable=None if show else True,  # None: only on a terminal
@@ -72,7 +74,7 @@ class Whole:
 
     def begin(self, name: str) -> float:
         """Begin a part; returns its expected seconds."""
-        self.bar.set_description_str(name, refresh=False)
+        self.bar.set_description_str(printable(name), refresh=False)
         return self._expected.pop(name.split()[0], 0.0)
 
     def show(self, seconds_left: float) -> None:
@@ -136,8 +138,8 @@ def expect(name: str, seconds: float) -> None:
 
 
 def note(text: str) -> None:
-    """Print a line to stderr, above a bar if there is one."""
-    tqdm.write(text, file=sys.stderr)
+    """Print a line to stderr, above a bar if there is one. It may quote a file."""
+    tqdm.write(printable(text), file=sys.stderr)
 
 
 def duration(seconds: float) -> str:

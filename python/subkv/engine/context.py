@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from subkv.base.closed import mark_closed
 from subkv.base.errors import CacheError
 from subkv.base.threads import default_threads
 from subkv.engine.cache import CacheChoice, attached, creation_error, flash_attention
@@ -152,17 +153,20 @@ class Context:
             self._checkpoints.setdefault(seq, Checkpoints(self.handle, seq)).take(pos)
 
     def drop_tail(self, pos: int, seq: int = 0) -> None:
-        """Remove the cells at positions ≥ pos. Raises CacheError, and removes nothing, if the cache has too few exact
-        rows or recurrent state has no mark there.
+        """Remove the cells at positions ≥ pos. Raises CacheError, and removes nothing, if the next token's exact rows
+        would not be complete or recurrent state has no mark there: measurements do not depend on earlier ones.
         """
         checkpoints = self._checkpoints.get(seq)
+        n_removed = C.llama_memory_seq_pos_max(self.memory, seq) + 1 - pos
         if checkpoints is not None:
             removed = checkpoints.rewind(pos, exactly=True) == pos
+        elif self.choice.coded and pos > 0 and n_removed > self.stats.n_rollback:
+            removed = False
         else:
             removed = C.llama_memory_seq_rm(self.memory, seq, pos, -1)
         if not removed:
             raise CacheError(
-                "n_rollback", f"expected a tail that can be removed, found the cells from position {pos} coded"
+                "n_rollback", f"expected a tail that can be removed exactly, found the cells from position {pos} on"
             )
 
     def close(self) -> None:
@@ -170,7 +174,10 @@ class Context:
             with captured_log(forward=False):  # llama.cpp logs buffer sizes
                 C.llama_batch_free(self.batch)
                 C.llama_free(self.handle)
-            self.handle = None
+            self.handle = self.memory = None
+        for checkpoints in self._checkpoints.values():
+            mark_closed(checkpoints, "Context")
+        mark_closed(self)
 
     def __enter__(self) -> Context:
         return self

@@ -264,11 +264,11 @@ def draft_length(model: Any, n_batch: int) -> int:
 
 
 def check_rollback(n_draft: int, n_rollback: int | None, stacklevel: int = 3) -> None:
-    """Warn if drafts may be longer than the n_rollback tokens that the cache can remove (None: unlimited)."""
+    """Warn if drafts may be longer than the n_rollback tokens whose removal costs no exact row (None: unlimited)."""
     if n_rollback is not None and n_draft > n_rollback:
         warnings.warn(
             f"n_rollback: expected at least the {n_draft} tokens that draft_model predicts, found {n_rollback}; "
-            "rejected drafts may then evaluate the whole context again",
+            "a rejected draft may then evaluate 32 tokens again",
             stacklevel=stacklevel,
         )
 

@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 
 from subkv.base import hub
+from subkv.base.closed import mark_closed
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError, concerning
+from subkv.base.text import printable
 from subkv.engine import shift, states
 from subkv.engine.cache import CacheChoice, CacheOptions, attached, choose_cache, creation_error, flash_attention
 from subkv.engine.drafts import (
@@ -45,6 +47,7 @@ from subkv.engine.prompt_cache import PromptCache
 from subkv.engine.stats import KVStats, cache_line, context_stats
 from subkv.format.adapt import AdaptStats, adapt_stats
 from subkv.format.window import Window
+from subkv.native import library
 from subkv.native.binding import C, captured_log, last_log_error, llama_cpp, loading
 from subkv.native.gguf import check_model_file, sha256
 
@@ -152,7 +155,8 @@ class Llama(llama_cpp.Llama):
         self._draft_with(draft)
         stats = self.kv_stats()
         if verbose:
-            print(cache_line(stats), *filter(None, [choice.note]), sep="\n", file=sys.stderr)
+            for line in filter(None, [cache_line(stats), choice.note]):
+                print(printable(line), file=sys.stderr)
 
     @classmethod
     def from_pretrained(
@@ -193,7 +197,7 @@ class Llama(llama_cpp.Llama):
     def draft_model(self, source: Any) -> None:
         model = as_draft_model(source)
         if model is not None:
-            check_rollback(draft_length(model, self.n_batch), self.n_removable or None)
+            check_rollback(draft_length(model, self.n_batch), self.kv_stats().n_rollback or None)
         self._draft_with(model)
 
     def _draft_with(self, model: Any) -> None:
@@ -296,7 +300,7 @@ class Llama(llama_cpp.Llama):
         """How many of the last cells can be removed at any time; None: all."""
         if self._is_recurrent or self._is_hybrid:
             return 0
-        return self.kv_stats().n_rollback if self._choice.coded else None
+        return self.kv_stats().n_rollback if self._choice.is_adaptive else None
 
     def set_cache(self, cache: Any) -> None:
         """Look up and store prompts in a PromptCache or a cache of llama_cpp; None: stop using one."""
@@ -305,9 +309,10 @@ class Llama(llama_cpp.Llama):
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after the current position (`n_tokens`); a PromptCache may store checkpoints meanwhile.
 
-        Cells beyond that position are removed first. If the cache cannot remove them (too few exact rows, or recurrent
-        state), tokens since the last checkpoint are evaluated again; the result is the same. Raises CacheError if the
-        context is full or in use by another thread, or if cells of a picture would have to be evaluated again.
+        Cells beyond that position are removed first. If a coded cache has lost exact rows before it, the last tokens
+        (SUBKV_RESUME, 32 by default) are evaluated again; with recurrent state, tokens since the last checkpoint.
+        Raises CacheError if the context is full or in use by another thread, or if cells of a picture would have to be
+        evaluated again.
         """
         with self._ctx.exclusive():
             self._eval(list(tokens), 0 if self._drafts is None else self._drafts.evaluated(len(tokens) - 1))
@@ -356,8 +361,8 @@ class Llama(llama_cpp.Llama):
         """Remove n_discard tokens after the first n_keep, and shift the later ones (llama.cpp's context shift).
 
         Keys of shifted tokens are rotated to the new positions; their values still depend on the removed tokens. Raises
-        CacheError if the cache refuses (a coded one needs its first n_sink and last n_recent tokens); then all tokens
-        are evaluated again. With recurrent state, it raises before it changes anything.
+        CacheError if the cache refuses; then all tokens are evaluated again. With recurrent state, it raises before it
+        changes anything.
         """
         with self._ctx.exclusive():
             self._pictures.require_none(self.n_tokens, "", "a shift of tokens")
@@ -403,9 +408,12 @@ class Llama(llama_cpp.Llama):
         if self._ctx.checkpoints is not None:
             n_valid = self._ctx.checkpoints.rewind(self.n_tokens)
             return self.n_tokens if n_valid > first else n_valid
-        last: int = C.llama_memory_seq_pos_max(self._ctx.memory, 0)
-        removed = last >= first and self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
-        return self.n_tokens if removed else 0
+        if C.llama_memory_seq_pos_max(self._ctx.memory, 0) < first:
+            return 0
+        n_valid = (
+            self.n_tokens if self._pictures.any_after(0) else library.load().subkv_resume(self.ctx, 0, self.n_tokens)
+        )
+        return n_valid if self._ctx.kv_cache_seq_rm(-1, n_valid, -1) else 0
 
     def _evaluate(self, tokens: Sequence[int], n_draft: int = 0) -> None:
         """Evaluate further tokens, and take checkpoints of recurrent state where they are due."""
@@ -485,6 +493,17 @@ class Llama(llama_cpp.Llama):
                 stack.enter_context(captured_log(forward=False))
             self._close_drafts()
             super().close()
+            self._mark_closed()
+
+    def _mark_closed(self) -> None:
+        """Also objects that share its native handles and that a program may still have."""
+        own = self.__dict__
+        for shared in (own.get("loaded_model"), own.get("_model"), getattr(own.get("_ctx"), "checkpoints", None)):
+            if shared is not None:
+                mark_closed(shared, "Llama")
+        if isinstance(own.get("_ctx"), GuardedContext):
+            mark_closed(own["_ctx"], "Llama")
+        mark_closed(self, "Llama")
 
     def __enter__(self) -> Llama:
         return self

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from subkv.base.closed import mark_closed
 from subkv.base.errors import ModelFileError, SubkvError
 from subkv.engine.cache import CacheChoice
 from subkv.engine.context import Context, ContextOptions
@@ -70,6 +71,7 @@ class Model:
         if self.handle:
             C.llama_model_free(self.handle)
             self.handle = None
+        mark_closed(self)
 
     def __enter__(self) -> Model:
         return self

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from subkv.base.closed import mark_closed
 from subkv.base.errors import SubkvError
 from subkv.native.binding import last_error, native
 from subkv.native.library import Observed
@@ -53,6 +54,7 @@ class Observer:
         if self._handle:
             self._subkv.subkv_observer_free(self._handle)
         self._handle = None
+        mark_closed(self)
 
     def mode(self, mode: int, key_pos: Sequence[int] = (), query_pos: Sequence[int] = ()) -> None:
         """Set the mode for the tokens decoded from now on."""

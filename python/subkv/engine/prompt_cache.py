@@ -3,11 +3,11 @@
     llm = subkv.Llama("model.subkv.gguf", n_ctx=8192, prompt_cache="~/.cache/my-app")
     llm.set_cache(subkv.PromptCache("folder", capacity_bytes=2 << 30))  # for a Llama that exists
 
-It stores two kinds of states. llama_cpp stores the context after an answer, for the next message of a conversation.
-With a coded cache, it also stores checkpoints of a prompt, because only the last n_rollback tokens can be removed: the
-state after "document, question, answer" cannot serve another question. Checkpoints are taken at the last multiples of
-512 and 128 tokens, which are usually in the document, and where the prompt differs from an earlier one. From the third
-question about a document on, evaluation starts at the end of the document.
+llama_cpp stores the context after an answer, for the next message of a conversation and for another question about the
+same document: any tail of a stored state can be removed. With recurrent state or adaptive bases it cannot, so that
+checkpoints of a prompt are stored, too: at the last multiples of 512 and 128 tokens, which are usually in the document,
+and where the prompt differs from an earlier one. There, evaluation starts at the end of the document from the third
+question on.
 
 A lookup lists the folder, reads the heads of new files (4 bytes per token), and compares tokens in memory: 0.1 s for
 5,000 entries of 3,000 tokens each, one second the first time in a process. A hit reads one file and checks its SHA-256.

@@ -6,11 +6,6 @@ from subkv.base.errors import CacheError, SubkvError
 from subkv.native.binding import C, last_error, llama_cpp
 
 
-def removable(n: int, n_recent: int) -> int:
-    """How many of n tokens a shift removes: half, but none of the last n_recent; <= 0: none."""
-    return min(n // 2, n - n_recent)
-
-
 def require(llm: llama_cpp.Llama, key: str) -> None:
     """Raises SubkvError about `key` if the model or the cache of a subkv.Llama cannot shift."""
     context = llm._ctx

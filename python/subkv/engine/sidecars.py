@@ -16,7 +16,7 @@ from pathlib import Path
 from subkv.base.errors import CacheError, SubkvError, concerning, is_unavailable, system_reason
 from subkv.base.files import exists
 from subkv.format import store
-from subkv.format.metadata import generator, read
+from subkv.format.metadata import VERSION, generator, read
 from subkv.native.gguf import Gguf
 
 _ENDING = ".weights.gguf"  # of sidecars in the store with bases from the weights
@@ -138,6 +138,9 @@ def _usable(path: Path, content: str) -> bool:
     if not _exists(path):
         return False
     try:
+        with Gguf(path, split=False) as file:
+            if file.get("subkv.version") != VERSION:
+                return False
         store.check(path, content)
         return bool(read(path)["generator"] == generator())
     except SubkvError as error:

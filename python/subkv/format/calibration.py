@@ -13,14 +13,15 @@ from typing import Any, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from subkv.base.errors import SubkvError, system_reason
 from subkv.base.files import atomic_file
+from subkv.format import sealed
 from subkv.format.arrays import F16, F32, F64
 
 VERSION = "1"
 PREFIX = "subkv.calibration."
+DIGEST = f"{PREFIX}digest"  # of the whole file (subkv.format.sealed)
 PSD_TOLERANCE = 1e-4  # smallest eigenvalue may be −1e-4 × the largest
 MAX_SAMPLES = 32  # stored rows per layer and kind
 MAX_HEAD_SIZE = 576
@@ -174,22 +175,10 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
     }
     if calibration.sensitivity is not None:
         values["sensitivity"] = json.dumps(vars(calibration.sensitivity))
-    blob = save(tensors, metadata={PREFIX + key: value for key, value in values.items()})
+    metadata = {PREFIX + key: value for key, value in values.items()}
     with atomic_file(path) as handle:
-        for part in canonical(blob):
+        for part in sealed.pieces(tensors, metadata, DIGEST):
             handle.write(part)
-
-
-def canonical(blob: bytes) -> tuple[bytes, memoryview]:
-    """Sort the members of a safetensors header, because the library writes them in random order.
-
-    Layout: header length (u64), header (JSON padded with spaces to a multiple of 8), tensor data.
-    """
-    end = 8 + int.from_bytes(blob[:8], "little")
-    header = json.loads(blob[8:end])
-    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, memoryview(blob)[end:]
 
 
 def parsed(key: str, text: str, form: str) -> Any:
@@ -214,7 +203,7 @@ def read_calibration(path: Path) -> Calibration:
         with open(path, "rb"), safe_open(path, framework="numpy") as handle:
             metadata = handle.metadata() or {}
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        blob = path.read_bytes()
     except (OSError, MemoryError) as error:
         raise SubkvError("calibration", f"cannot read {path}: {system_reason(error)}") from error
     except (SafetensorError, TypeError, ValueError) as error:
@@ -227,7 +216,10 @@ def read_calibration(path: Path) -> Calibration:
     )
     if tensors:
         raise SubkvError(min(tensors), "expected only tensors of FORMAT.md §4 for the listed layers, found this one")
-    return Calibration(**members, texts=header.texts(), layers=layers, sensitivity=sensitivity, sha256=digest)
+    texts = header.texts()
+    sealed.check(blob, metadata, DIGEST)  # last, so that a defect that has a name is reported by it
+    digest = hashlib.sha256(blob).hexdigest()
+    return Calibration(**members, texts=texts, layers=layers, sensitivity=sensitivity, sha256=digest)
 
 
 def _has(item: dict[str, Any], members: dict[str, type]) -> bool:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from typing import Any
 
+from subkv.base.closed import mark_closed
 from subkv.base.errors import CacheError
+from subkv.base.progress import note
 from subkv.native import library
+
+WITHOUT_DIGEST = 4  # format version whose keys have no checksum
 
 
 class Layout:
@@ -23,6 +28,8 @@ class Layout:
         if not self.handle:
             raise CacheError("path", library.last_error())
         self.description: dict[str, Any] = json.loads(self._library.subkv_layout_json(self.handle).decode("utf-8"))
+        if self.description["version"] == WITHOUT_DIGEST:
+            _note_version(os.fspath(path))
 
     def __enter__(self) -> Layout:
         return self
@@ -34,6 +41,12 @@ class Layout:
         """Free the layout; objects that depend on it must be freed before."""
         self._library.subkv_layout_free(self.handle)
         self.handle = None
+        mark_closed(self)
+
+
+@functools.cache  # once per process
+def _note_version(path: str) -> None:
+    note(f"note: {path}: format version {WITHOUT_DIGEST} has no checksum; convert the model again to add one")
 
 
 def has_layout(path: str | os.PathLike[str]) -> bool:

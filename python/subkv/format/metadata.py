@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 from subkv.base.version import __version__
 from subkv.format.bases import CodedHead, CodedLayer, StoredBasis, first_values
 from subkv.format.calibration import Calibration
-from subkv.format.layout import Layout
+from subkv.format.layout import WITHOUT_DIGEST, Layout
 from subkv.format.window import Window
-from subkv.native.gguf import Gguf, Value
+from subkv.native.digest import Value
+from subkv.native.gguf import Gguf
 
-VERSION = 4
+VERSION = 5
+READ_VERSIONS = (WITHOUT_DIGEST, VERSION)
 FROM_WEIGHTS = "weights"  # subkv.calibration.text of bases derived from the weights
 PREDICTED_KEY = "subkv.predicted"
 STORED_NAMES = {"calibrated": "calibrated", "sqrt": "sqrt_r_d", "one": "one"}  # gamma in files, FORMAT.md §1
@@ -91,7 +93,7 @@ def keys(
     counted: Account,
     predicted: Mapping[str, float] | None = None,
 ) -> dict[str, Value]:
-    """All subkv.* keys except subkv.base.sha256, which is computed while the base is copied.
+    """All subkv.* keys except subkv.base.sha256 and subkv.keys.sha256, which are computed while the base is copied.
 
     predicted: nats per token of this layout ("subkv") and of llama.cpp's cache types.
     """

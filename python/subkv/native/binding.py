@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from subkv.base.progress import progress_bar
+from subkv.base.text import printable
 from subkv.native import library
 
 library.load()  # binds llama_cpp to our libllama; must come before llama_cpp is imported
@@ -59,7 +60,7 @@ def captured_log(forward: bool) -> Iterator[LogLines]:
     def collect(level: int, text: bytes, _user: Any) -> None:
         line = text.decode("utf-8", "replace")
         if forward:
-            print(line, end="", file=sys.stderr, flush=True)
+            print(printable(line, keep="\n\t"), end="", file=sys.stderr, flush=True)  # it may quote the model's file
         if level == LOG_CONT and lines:
             lines[-1] = (lines[-1][0], lines[-1][1] + line.rstrip("\n"))
         else:

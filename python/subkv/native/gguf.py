@@ -19,9 +19,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from subkv.base.closed import mark_closed
 from subkv.base.errors import ModelFileError, SubkvError, system_reason
 from subkv.base.files import atomic_file
 from subkv.base.progress import progress_bar
+from subkv.native.digest import KEYS_DIGEST, UNKNOWN, Value, keys_digest, stored_key
 from subkv.native.library import Signatures, declare, ggml, last_error, load
 from subkv.native.split import COUNT, NUMBER, split_files
 
@@ -30,7 +32,6 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _TYPE_STRING, _TYPE_ARRAY = 8, 9
 _F32 = 0  # GGML_TYPE_F32
 
-Value = tuple[str, int | float | str]  # type ("u32", "u64", "f32", "str"), value
 SHA256_KEY = "subkv.base.sha256"
 CONTENT_KEY = "subkv.base.content"  # of sidecars: the digest of their model
 
@@ -199,6 +200,7 @@ class Gguf:
     def close(self) -> None:
         while self._opened:
             self._c.gguf_free(self._opened.pop())
+        mark_closed(self)
 
     def __enter__(self) -> Gguf:
         return self
@@ -362,15 +364,18 @@ def _metadata(ctx: int, values: Mapping[str, Value]) -> bytes:
         c.gguf_free(ctx)
 
 
+def with_digest(values: Mapping[str, Value]) -> dict[str, Value]:
+    """The keys of a layout with their digest; other keys as they are."""
+    return {**values, **({KEYS_DIGEST: ("str", keys_digest(values))} if "subkv.layout" in values else {})}
+
+
 def write_copy(base: Gguf, output: Path, values: Mapping[str, Value], progress: bool = False) -> None:
     """Atomically write a copy of `base` (one file) with `values` in its metadata and the same tensor data.
 
-    SHA256_KEY is set here: the hash is computed while the data is copied, and written into the metadata at the end.
-    progress: show a bar. Raises SubkvError if the file cannot be written.
+    SHA256_KEY and KEYS_DIGEST are set here: the hash of the base is computed while the data is copied, and both are
+    written into the metadata at the end. progress: show a bar. Raises SubkvError if the file cannot be written.
     """
-    unknown = "0" * 64
-    metadata = base.metadata_with({**values, SHA256_KEY: ("str", unknown)})
-    offset = metadata.index(unknown.encode(), metadata.rindex(SHA256_KEY.encode()))
+    metadata = base.metadata_with(with_digest({**values, SHA256_KEY: ("str", UNKNOWN)}))
     digest = hashlib.sha256()
     skip = base.data_offset
     with atomic_file(output) as handle:
@@ -379,14 +384,17 @@ def write_copy(base: Gguf, output: Path, values: Mapping[str, Value], progress: 
             digest.update(block)
             handle.write(block[skip:])
             skip = max(skip - len(block), 0)
-        handle.seek(offset)
-        handle.write(digest.hexdigest().encode())
+        known = with_digest({**values, SHA256_KEY: ("str", digest.hexdigest())})
+        for key in {SHA256_KEY, KEYS_DIGEST} & known.keys():
+            before = stored_key(key, "str") + struct.pack("<Q", len(UNKNOWN))
+            handle.seek(metadata.index(before) + len(before))
+            handle.write(str(known[key][1]).encode())
 
 
 def write_sidecar(base: Gguf, output: Path, values: Mapping[str, Value], progress: bool = False) -> None:
     """Atomically write a GGUF without tensors: general.architecture, general.name (if the base has one), `values`.
 
-    Adds SHA256_KEY, unless `values` has it, and CONTENT_KEY.
+    Adds SHA256_KEY, unless `values` has it, CONTENT_KEY and KEYS_DIGEST.
     """
     keys: dict[str, Value] = {}
     for key in ("general.architecture", "general.name"):
@@ -396,7 +404,7 @@ def write_sidecar(base: Gguf, output: Path, values: Mapping[str, Value], progres
     if SHA256_KEY not in keys:
         keys[SHA256_KEY] = ("str", sha256(base.files, progress))
     keys[CONTENT_KEY] = ("str", base.content())
-    blob = _metadata(_gguf().gguf_init_empty(), keys)
+    blob = _metadata(_gguf().gguf_init_empty(), with_digest(keys))
     with atomic_file(output) as handle:
         handle.write(blob)
 

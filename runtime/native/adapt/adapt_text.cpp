@@ -135,8 +135,9 @@ ChunkRequest chunks_of_environment(const Layout & layout) {
 } // namespace subkv
 
 extern "C" bool subkv_adapt_parse(const char * text, int32_t * sides, subkv_adapt_params * params) {
-    return subkv::guarded("adapt", false, [&] {
+    return subkv::guarded("adapt", [&] {
+        subkv::not_null(sides, "subkv_adapt_parse: sides");
+        subkv::not_null(params, "subkv_adapt_parse: params");
         *sides = subkv::parse(text ? text : "", *params);
-        return true;
     });
 }

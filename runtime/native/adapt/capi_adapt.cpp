@@ -12,7 +12,7 @@ using namespace subkv;
 extern "C" {
 
 bool subkv_get_adapt_stats(llama_context * ctx, int32_t il, int32_t head_kv, bool value, subkv_adapt_stats * out) {
-    return guarded("context", false, [&] {
+    return guarded("context", [&] {
         const Cache *      cache = cache_of(ctx);
         const LayerCodec * layer = cache ? cache->layout()->layer(il) : nullptr;
         subkv_adapt_stats  sum   = {};
@@ -20,8 +20,7 @@ bool subkv_get_adapt_stats(llama_context * ctx, int32_t il, int32_t head_kv, boo
             !cache->chunked()->stats(il, head_kv, value, sum)) {
             refuse_static(il, head_kv, value);
         }
-        *out = sum;
-        return true;
+        not_null(out, "subkv_get_adapt_stats: out") = sum;
     });
 }
 

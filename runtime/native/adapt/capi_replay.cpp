@@ -150,26 +150,19 @@ namespace {
 
 std::unique_ptr<subkv_adapt> make(const subkv_layout * layout, const subkv_adapt_params * params, int32_t il,
                                   int32_t head_kv, bool value) {
-    if (!layout || !params) {
-        fail("adapt: expected a layout and parameters, found NULL");
-    }
+    not_null(layout, "adapt: layout");
+    not_null(params, "adapt: params");
     const HeadCodec & codec = encoding_head("adapt", layout, il, head_kv, value);
     return std::make_unique<subkv_adapt>(layout->p, il, head_kv, value, Adapter::checked(*params, codec.rank));
 }
 
-// true after body(); false: error set.
-template <typename F> bool done(F body) {
-    return guarded("adapt", false, [&] {
-        body();
-        return true;
-    });
-}
-
 // Adapter::query or ::lift of a chunk in use.
-bool with_chunk(const subkv_adapt & a, void (Adapter::*turn)(int32_t, const float *, float *) const, int32_t slot,
+bool with_chunk(const subkv_adapt * adapt, void (Adapter::*turn)(int32_t, const float *, float *) const, int32_t slot,
                 const float * x, float * out) {
-    return done([&] {
-        const Adapter & adapter = a.adapter;
+    return guarded("adapt", [&] {
+        const Adapter & adapter = not_null(adapt, "adapt").adapter;
+        not_null(x, "adapt: input");
+        not_null(out, "adapt: out");
         if (slot != 0 && adapter.chunk(slot) == nullptr) {
             fail("adapt: slot: expected 0 or a chunk in use, found %d", (int) slot);
         }
@@ -191,27 +184,30 @@ void subkv_adapt_free(subkv_adapt * adapt) {
 }
 
 bool subkv_adapt_push(subkv_adapt * adapt, const float * x, int64_t n) {
-    return done([&] { adapt->push(x, n); });
+    return guarded("adapt", [&] {
+        check_array(x, n, "subkv_adapt_push: x");
+        not_null(adapt, "subkv_adapt_push: adapt").push(x, n);
+    });
 }
 
 int64_t subkv_adapt_read(subkv_adapt * adapt, float * xhat, int32_t * chunk_of, float * rho) {
     return guarded<int64_t>("adapt", -1, [&] {
-        adapt->read(xhat, chunk_of, rho);
+        not_null(adapt, "subkv_adapt_read: adapt").read(xhat, chunk_of, rho);
         return adapt->size();
     });
 }
 
 bool subkv_adapt_query(const subkv_adapt * adapt, int32_t slot, const float * qt, float * out) {
-    return with_chunk(*adapt, &Adapter::query, slot, qt, out);
+    return with_chunk(adapt, &Adapter::query, slot, qt, out);
 }
 
 bool subkv_adapt_lift(const subkv_adapt * adapt, int32_t slot, const float * e, float * out) {
-    return with_chunk(*adapt, &Adapter::lift, slot, e, out);
+    return with_chunk(adapt, &Adapter::lift, slot, e, out);
 }
 
 int64_t subkv_adapt_save(const subkv_adapt * adapt, void * state, int64_t n) {
     return guarded<int64_t>("adapt", -1, [&] {
-        const std::vector<uint8_t> bytes = adapt->save();
+        const std::vector<uint8_t> bytes = not_null(adapt, "subkv_adapt_save: adapt").save();
         if (state && n >= (int64_t) bytes.size()) {
             std::copy(bytes.begin(), bytes.end(), static_cast<uint8_t *>(state));
         }
@@ -220,14 +216,18 @@ int64_t subkv_adapt_save(const subkv_adapt * adapt, void * state, int64_t n) {
 }
 
 bool subkv_adapt_restore(subkv_adapt * adapt, const void * state, int64_t n) {
-    return done([&] { adapt->restore(static_cast<const uint8_t *>(state), (size_t) std::max<int64_t>(n, 0)); });
+    return guarded("adapt", [&] {
+        check_array(state, n, "subkv_adapt_restore: state");
+        not_null(adapt, "subkv_adapt_restore: adapt").restore(static_cast<const uint8_t *>(state), (size_t) n);
+    });
 }
 
 bool subkv_adapt_replay(const subkv_layout * layout, const subkv_adapt_params * params, int32_t il, int32_t head_kv,
                         bool value, const float * x, int64_t n, float * xhat, int32_t * chunk_of, float * rho,
                         subkv_adapt_stats * stats) {
-    return done([&] {
+    return guarded("adapt", [&] {
         const auto adapt = make(layout, params, il, head_kv, value);
+        check_array(x, n, "subkv_adapt_replay: x");
         adapt->push(x, n);
         adapt->read(xhat, chunk_of, rho);
         if (stats) {
@@ -238,8 +238,10 @@ bool subkv_adapt_replay(const subkv_layout * layout, const subkv_adapt_params * 
 }
 
 void subkv_quantizer(int32_t bits, double * step, double * distortion) {
-    *step       = quantizer_step(bits);
-    *distortion = quantizer_distortion(bits);
+    guarded("adapt", [&] {
+        not_null(step, "subkv_quantizer: step")             = quantizer_step(bits);
+        not_null(distortion, "subkv_quantizer: distortion") = quantizer_distortion(bits);
+    });
 }
 
 } // extern "C"

@@ -85,7 +85,7 @@ typedef struct subkv_sketch_params {
 typedef struct subkv_sketch subkv_sketch;
 SUBKV_API subkv_sketch *    subkv_sketch_new(const subkv_sketch_params * params); // NULL: last_error has the reason
 SUBKV_API void              subkv_sketch_free(subkv_sketch * sketch);
-// x [n][d] f32; returns the number of skipped (non-finite) rows.
+// x [n][d] f32; returns the number of skipped (non-finite) rows, or -1.
 SUBKV_API int64_t subkv_sketch_absorb(subkv_sketch * sketch, const float * x, int64_t n);
 // rows [r][d] f64, energy [r] f64; r at most d, and at most l for kinds with l.
 SUBKV_API bool subkv_sketch_top(const subkv_sketch * sketch, int32_t r, double * rows, double * energy);

@@ -89,7 +89,7 @@ def test_latent_attention(tmp_path: Path) -> None:
             assert llm.kv_stats().bytes_per_token == 2 * row
     assert 0.0 < np.abs(scores[0] - scores[1]).mean() < 0.3 * scores[0].std()
     described = metadata.read(bases)
-    assert described["bytes_per_token"] == 2 * (1 + 272 + 32) and described["version"] == 4
+    assert described["bytes_per_token"] == 2 * (1 + 272 + 32) and described["version"] == 5
     refused = run("deepseek-v2-lite", *SMALL, "-o", tmp_path / "other.gguf")
     assert refused.stderr.startswith("--kv-heads: expected 1 with latent attention")
 

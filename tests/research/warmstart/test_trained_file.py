@@ -68,7 +68,7 @@ def damaged(whole: Path, path: Path, damage: Damage) -> str:
 def test_the_file_follows_the_format(whole: Path) -> None:
     with safe_open(whole, framework="numpy") as handle:
         assert {name: list(handle.get_tensor(name).shape) for name in handle.keys()} == TENSORS  # noqa: SIM118
-        assert set(handle.metadata()) == {PREFIX + key for key in KEYS}
+        assert set(handle.metadata()) == {PREFIX + key for key in (*KEYS, "digest")}
     assert read(whole, FRAME).layers[1].shape == HeadShape(2, 8, 4)
 
 
@@ -77,7 +77,7 @@ def test_hostile_files(whole: Path, tmp_path: Path) -> None:
     path, n_read = tmp_path / "warm.safetensors", 0
 
     @damage.SETTINGS
-    @given(damage.safetensors(whole.read_bytes()))
+    @given(damage.safetensors(damage.without_digest(whole.read_bytes())))
     def check(data: bytes) -> None:
         nonlocal n_read
         path.write_bytes(data)
