@@ -13,7 +13,6 @@ from pathlib import Path
 import click
 
 from runtime import demo, options
-from runtime.launch.arguments import ProgramArguments
 from runtime.launch.start import Start, find_program, prepare_start, read_arguments
 from runtime.launch.variables import CacheRequest, request_options
 from subkv.base.command import command, group, stack
