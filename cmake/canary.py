@@ -121,7 +121,7 @@ def canary(name: str, pristine: source.Tree, dry: bool, programs: bool, work: Pa
         archive = archive_of(name, work)
         theirs = source.read_sdist(archive, programs)
     diffs = source.applied_patches(PIN, programs)
-    merged, conflicts = merge(pristine, theirs, diffs)
+    merged, conflicts = merge(pristine, theirs, source.by_file(diffs))
     hunks = sum(len(diff.hunks) for diff in diffs)
     by_file = Counter(Path(conflict.path).name for conflict in conflicts)
     files = ", ".join(f"{file} {n}" for file, n in by_file.most_common())

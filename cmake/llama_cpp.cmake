@@ -6,7 +6,7 @@ set(SUBKV_LLAMA_CPP_TREE ${CMAKE_BINARY_DIR}/llama.cpp)
 set(SUBKV_LLAMA_CPP_STOCK ${CMAKE_BINARY_DIR}/llama.cpp-stock)
 
 # A changed patch changes the tree at the next configure step; unchanged files keep their times.
-file(GLOB SUBKV_PATCHES CONFIGURE_DEPENDS ${SUBKV_PIN_DIR}/patches/*.patch)
+file(GLOB SUBKV_PATCHES CONFIGURE_DEPENDS ${SUBKV_PIN_DIR}/patches/*/*.patch)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
     ${SUBKV_PATCHES} ${SUBKV_PIN_DIR}/VERSION
     ${CMAKE_SOURCE_DIR}/cmake/llama_source.py ${CMAKE_SOURCE_DIR}/cmake/patch_merge.py
@@ -25,6 +25,9 @@ if(SUBKV_LLAMA_CPP_SOURCE)
 endif()
 if(SUBKV_MERGE)
     list(APPEND args --merge)
+endif()
+if(NOT SUBKV_UPSTREAM_FIXES)
+    list(APPEND args --without upstream)
 endif()
 execute_process(
     COMMAND ${Python3_EXECUTABLE} ${CMAKE_SOURCE_DIR}/cmake/llama_source.py prepare ${args}

@@ -1,11 +1,11 @@
 """Fetches, verifies, patches and writes the pinned llama.cpp source.
 
     python cmake/llama_source.py prepare --pin runtime/llama.cpp --tree DIR [--stock DIR] [--programs]
-        [--source DIR [--merge]]
+        [--source DIR [--merge]] [--without upstream]
     python cmake/llama_source.py tree-hash [--programs] DIR
 
-`--pin` is a folder with VERSION (the pinned release) and patches/ (one unified diff per upstream file). `--programs`
-adds the files of llama.cpp's own programs. With `--merge` the source may be another version (patch_merge.py). Needs
+`--pin` is a folder with VERSION (the pinned release) and patches/QUEUE/ (in each, one unified diff per upstream file).
+`--programs` adds the files of llama.cpp's own programs. `--without QUEUE` leaves one out. With `--merge` the source may be another version (patch_merge.py). Needs
 only the standard library and pip; a merge needs git.
 """
 
@@ -20,12 +20,12 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from patch_merge import merge
-from unified_diff import DiffError, FileDiff, apply, parse
+from unified_diff import DiffError, FileDiff, apply, combined, parse
 
 Tree = dict[str, bytes]
 """Path relative to the root of llama.cpp, with forward slashes -> content."""
@@ -51,6 +51,7 @@ PROGRAM_SKIP = (
     "tools/ui/tests",
 )
 STOCK_DIRS = ("include", "src")
+QUEUES = ("cache", "gpu", "upstream")
 STAMP = ".subkv.json"
 VERSION_KEYS = ("package", "version", "sha256", "commit", "tree", "programs")
 
@@ -70,26 +71,44 @@ def read_version(pin: Path) -> dict[str, str]:
     return fields
 
 
-def read_patches(pin: Path) -> list[FileDiff]:
-    """All patches/*.patch, sorted by name. Raises SourceError if two patches change one file."""
-    diffs = [parse(path.name, path.read_bytes()) for path in sorted((pin / "patches").glob("*.patch"))]
-    owner: dict[str, str] = {}
+def patch_files(pin: Path, queues: Sequence[str] = QUEUES) -> dict[str, Path]:
+    """The patches of these queues by name, QUEUE/FILE.patch. Raises SourceError about a patch in no queue."""
+    files = {path.relative_to(pin / "patches").as_posix(): path for path in sorted((pin / "patches").rglob("*.patch"))}
+    for name in files:
+        if name.rpartition("/")[0] not in QUEUES:
+            raise SourceError(f"{name}: expected patches in {', '.join(QUEUES)}, found one elsewhere")
+    return {name: path for name, path in files.items() if name.partition("/")[0] in queues}
+
+
+def read_patches(pin: Path, queues: Sequence[str] = QUEUES) -> list[FileDiff]:
+    """The patches of these queues, sorted by name. Raises SourceError if two of a queue change one file."""
+    diffs = [parse(name, path.read_bytes()) for name, path in patch_files(pin, queues).items()]
+    owner: dict[tuple[str, str], str] = {}
     for diff in diffs:
-        if diff.path in owner:
+        key = diff.name.partition("/")[0], diff.path
+        if key in owner:
             raise SourceError(
-                f"{diff.name}: expected one patch per upstream file, found {diff.path} in {owner[diff.path]} too"
+                f"{diff.name}: expected one patch per upstream file in a queue, found {diff.path} in {owner[key]} too"
             )
-        owner[diff.path] = diff.name
+        owner[key] = diff.name
     return diffs
 
 
-def digest(pin: Path) -> str:
-    """Hex SHA-256 over the pin and all patches; identifies a patched tree."""
-    h = hashlib.sha256(b"subkv patch digest 1\n")
+def by_file(diffs: Iterable[FileDiff]) -> list[FileDiff]:
+    """One diff per upstream file: the hunks of all queues. Raises DiffError if two hunks change one place."""
+    files: dict[str, list[FileDiff]] = {}
+    for diff in diffs:
+        files.setdefault(diff.path, []).append(diff)
+    return [combined(parts) for _, parts in sorted(files.items())]
+
+
+def digest(pin: Path, queues: Sequence[str] = QUEUES) -> str:
+    """Hex SHA-256 over the pin and the patches of these queues; identifies a patched tree."""
+    h = hashlib.sha256(b"subkv patch digest 2\n")
     for key, value in read_version(pin).items():
         h.update(f"{key} {value}\n".encode())
-    for path in sorted((pin / "patches").glob("*.patch")):
-        h.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    for name, path in patch_files(pin, queues).items():
+        h.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return h.hexdigest()
 
 
@@ -155,12 +174,15 @@ def read_sdist(archive: Path, programs: bool = False) -> Tree:
     return tree
 
 
-def patched(tree: Tree, diffs: Iterable[FileDiff], reverse: bool = False) -> Tree:
+def patched(tree: Tree, diffs: Sequence[FileDiff], reverse: bool = False) -> Tree:
     """A copy of `tree` with all patches applied, or reverted."""
     out = dict(tree)
     for diff in diffs:
         if diff.path not in out:
             raise DiffError(f"{diff.name}: expected the file {diff.path}, found none")
+        if not reverse:
+            apply(diff, tree[diff.path])  # with its context
+    for diff in by_file(diffs):
         out[diff.path] = apply(diff, out[diff.path], reverse)
     return out
 
@@ -175,12 +197,12 @@ def version_hash(version: dict[str, str], programs: bool) -> str:
     return version["programs" if programs else "tree"]
 
 
-def applied_patches(pin: Path, programs: bool) -> list[FileDiff]:
+def applied_patches(pin: Path, programs: bool, queues: Sequence[str] = QUEUES) -> list[FileDiff]:
     """The patches of the files that the build uses; without `programs`, not those of the programs."""
-    return [diff for diff in read_patches(pin) if programs or not of_programs(diff.path)]
+    return [diff for diff in read_patches(pin, queues) if programs or not of_programs(diff.path)]
 
 
-def pristine_from_dir(root: Path, pin: Path, programs: bool = False) -> Tree:
+def pristine_from_dir(root: Path, pin: Path, programs: bool = False, queues: Sequence[str] = QUEUES) -> Tree:
     """The pristine files of a folder that is unpatched, or patched with exactly the patches of `pin`.
 
     Raises SourceError for any other content.
@@ -189,7 +211,7 @@ def pristine_from_dir(root: Path, pin: Path, programs: bool = False) -> Tree:
         raise SourceError(f"SUBKV_LLAMA_CPP_SOURCE: expected a llama.cpp folder, found no src/llama.cpp in {root}")
     version = read_version(pin)
     expected = version_hash(version, programs)
-    diffs = applied_patches(pin, programs)
+    diffs = applied_patches(pin, programs, queues)
     tree = read_dir(root, programs)
     if tree_hash(tree) == expected:
         return tree
@@ -201,7 +223,7 @@ def pristine_from_dir(root: Path, pin: Path, programs: bool = False) -> Tree:
         pass
     message = (
         f"SUBKV_LLAMA_CPP_SOURCE: expected llama.cpp {version['commit']}, pristine or with the patches of digest"
-        f" {digest(pin)[:12]} (or any version with -DSUBKV_MERGE=ON), found another content in {root}"
+        f" {digest(pin, queues)[:12]} (or any version with -DSUBKV_MERGE=ON), found another content in {root}"
         f" (tree {tree_hash(tree)[:12]}, expected {expected[:12]})"
     )
     archive = cache_dir() / archive_name(version)
@@ -376,20 +398,22 @@ def pinned_tree(pin: Path, fallback: Path, programs: bool) -> Tree:
     return tree
 
 
-def prepare_merged(pin: Path, tree: Path, stock: Path | None, source: Path, programs: bool) -> None:
+def prepare_merged(
+    pin: Path, tree: Path, stock: Path | None, source: Path, programs: bool, queues: Sequence[str] = QUEUES
+) -> None:
     """`prepare` for another version of llama.cpp. Raises SourceError that names every hunk that does not merge."""
     if not (source / "src" / "llama.cpp").is_file():
         raise SourceError(f"SUBKV_LLAMA_CPP_SOURCE: expected a llama.cpp folder, found no src/llama.cpp in {source}")
     theirs = read_dir(source, programs)
     other = tree_hash(theirs)
-    diffs = applied_patches(pin, programs)
-    merged, conflicts = merge(pinned_tree(pin, tree.parent / "sdist", programs), theirs, diffs)
+    diffs = applied_patches(pin, programs, queues)
+    merged, conflicts = merge(pinned_tree(pin, tree.parent / "sdist", programs), theirs, by_file(diffs))
     if conflicts:
         raise SourceError(
             f"SUBKV_MERGE: expected every hunk to merge onto {source}, found {len(conflicts)} that do not:\n"
             + "\n".join(f"  {conflict}" for conflict in conflicts)
         )
-    target_digest = f"{digest(pin)} merged onto {other}" + (" programs" if programs else "")
+    target_digest = f"{digest(pin, queues)} merged onto {other}" + (" programs" if programs else "")
     if not is_current(tree, target_digest):
         changed = write_tree(tree, merged, target_digest)
         log(f"{len(diffs)} patches merged onto tree {other[:12]}, not the pin: {changed} files written")
@@ -397,12 +421,19 @@ def prepare_merged(pin: Path, tree: Path, stock: Path | None, source: Path, prog
         write_tree(stock, {p: data for p, data in theirs.items() if p.split("/")[0] in STOCK_DIRS}, f"stock {other}")
 
 
-def prepare(pin: Path, tree: Path, stock: Path | None, source: Path | None, programs: bool = False) -> None:
+def prepare(
+    pin: Path,
+    tree: Path,
+    stock: Path | None,
+    source: Path | None,
+    programs: bool = False,
+    queues: Sequence[str] = QUEUES,
+) -> None:
     """Bring `tree` (patched) and `stock` (pristine src and include, optional) up to date."""
     version = read_version(pin)
-    target_digest = digest(pin) + (" programs" if programs else "")
-    diffs = applied_patches(pin, programs)
-    clean = pristine_from_dir(source, pin, programs) if source else None
+    target_digest = digest(pin, queues) + (" programs" if programs else "")
+    diffs = applied_patches(pin, programs, queues)
+    clean = pristine_from_dir(source, pin, programs, queues) if source else None
     stock_digest = "stock " + version["tree"]
     todo = [
         root for root, name in ((tree, target_digest), (stock, stock_digest)) if root and not is_current(root, name)
@@ -419,6 +450,10 @@ def prepare(pin: Path, tree: Path, stock: Path | None, source: Path | None, prog
         write_tree(stock, {p: data for p, data in clean.items() if p.split("/")[0] in STOCK_DIRS}, stock_digest)
 
 
+def queues_of(without: Sequence[str]) -> list[str]:
+    return [queue for queue in QUEUES if queue not in without]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="fetch, verify and patch the pinned llama.cpp source")
@@ -430,6 +465,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--source", type=Path)
     p.add_argument("--merge", action="store_true")
     p.add_argument("--programs", action="store_true")
+    p.add_argument("--without", action="append", choices=["upstream"], default=[], metavar="QUEUE")
     p = commands.add_parser("tree-hash")
     p.add_argument("folder", type=Path)
     p.add_argument("--programs", action="store_true")
@@ -438,9 +474,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == "prepare" and args.merge:
             if args.source is None:
                 raise SourceError("SUBKV_MERGE: expected -DSUBKV_LLAMA_CPP_SOURCE=DIR of another version, found none")
-            prepare_merged(args.pin, args.tree, args.stock, args.source, args.programs)
+            prepare_merged(args.pin, args.tree, args.stock, args.source, args.programs, queues_of(args.without))
         elif args.command == "prepare":
-            prepare(args.pin, args.tree, args.stock, args.source, args.programs)
+            prepare(args.pin, args.tree, args.stock, args.source, args.programs, queues_of(args.without))
         else:
             print(tree_hash(read_dir(args.folder, args.programs)))
     except (SourceError, DiffError, OSError, tarfile.TarError) as error:

@@ -91,22 +91,21 @@ def why(merged: bytes) -> str:
 def merge_diff(diff: FileDiff, base: bytes, theirs: bytes | None) -> tuple[bytes | None, list[Conflict]]:
     """The other version's file with all hunks that merge, and the hunks that do not."""
 
-    def conflict(number: int, hunk: Hunk, reason: str) -> Conflict:
-        return Conflict(diff.name, diff.path, number, hunk.old_start, reason)
+    def conflict(hunk: Hunk, reason: str) -> Conflict:
+        return Conflict(hunk.patch, diff.path, hunk.number, hunk.line, reason)
 
-    numbered = list(enumerate(diff.hunks, 1))
     if theirs is None:
-        return None, [conflict(number, hunk, "expected the file, found none") for number, hunk in numbered]
+        return None, [conflict(hunk, "expected the file, found none") for hunk in diff.hunks]
     merged, failed = merge_file(theirs, base, spliced(base, diff.hunks))
     if not failed:
         return merged, []
     conflicts: list[Conflict] = []
     good: list[Hunk] = []
-    for number, hunk in numbered:
+    for hunk in diff.hunks:
         # together with those that merged, to detect hunks that conflict with each other
         merged, failed = merge_file(theirs, base, spliced(base, [*good, hunk]))
         if failed:
-            conflicts.append(conflict(number, hunk, why(merged)))
+            conflicts.append(conflict(hunk, why(merged)))
         else:
             good.append(hunk)
     return merge_file(theirs, base, spliced(base, good))[0], conflicts

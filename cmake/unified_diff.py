@@ -6,7 +6,8 @@ It replaces `patch` and `git apply`, which may be missing on a machine, and reje
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 _HUNK = re.compile(rb"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
@@ -17,17 +18,34 @@ class DiffError(Exception):
 
 @dataclass(frozen=True)
 class Hunk:
-    """Lines with their line ends. `old` is replaced by `new` at line number `old_start` (1-based, as in the diff)."""
+    """Lines with their line ends. `old` is replaced by `new` at line number `old_start` (1-based, as in the diff).
+
+    patch, number, line: the name of its patch file, its place there, and its first line as that file has it.
+    """
 
     old_start: int
     new_start: int
     old: tuple[bytes, ...]
     new: tuple[bytes, ...]
+    patch: str
+    number: int
+    line: int
+
+    def trimmed(self) -> Hunk:
+        """Without context, so that hunks of other patches fit beside it. new_start is that of the diff."""
+        same = 0
+        while same < min(len(self.old), len(self.new)) and self.old[same] == self.new[same]:
+            same += 1
+        end = 0
+        while end < min(len(self.old), len(self.new)) - same and self.old[-1 - end] == self.new[-1 - end]:
+            end += 1
+        old, new = (side[same : len(side) - end] for side in (self.old, self.new))
+        return replace(self, old_start=self.old_start + same - (not old), old=old, new=new)
 
 
 @dataclass(frozen=True)
 class FileDiff:
-    """All hunks of one patch file; `path` is relative to the root of the tree."""
+    """All hunks for one file; `path` is relative to the root of the tree. name: of its patch, or of several."""
 
     name: str
     path: str
@@ -95,10 +113,30 @@ def parse(name: str, data: bytes) -> FileDiff:
                 f"{name}: hunk {len(hunks) + 1}: expected {old_count} old and {new_count} new lines,"
                 f" found {len(old)} and {len(new)}"
             )
-        hunks.append(Hunk(old_start, new_start, tuple(old), tuple(new)))
+        hunks.append(Hunk(old_start, new_start, tuple(old), tuple(new), name, len(hunks) + 1, old_start))
     if not hunks:
         raise DiffError(f"{name}: expected at least one hunk, found none")
     return FileDiff(name, old_path, tuple(hunks))
+
+
+def combined(diffs: Sequence[FileDiff]) -> FileDiff:
+    """The hunks of several patches of one file, without context if there are several. Raises DiffError if they overlap."""
+    if len(diffs) == 1:
+        return diffs[0]
+    hunks: list[Hunk] = []
+    grown = 0
+    end = 0  # of the hunk before, in the old file
+    for hunk in sorted((hunk.trimmed() for diff in diffs for hunk in diff.hunks), key=lambda h: (h.old_start, h.patch)):
+        first = hunk.old_start - 1 if hunk.old else hunk.old_start
+        if hunks and first <= end:
+            raise DiffError(
+                f"{hunk.patch}: hunk {hunk.number}: expected other lines than those of {hunks[-1].patch},"
+                f" hunk {hunks[-1].number}; found line {hunk.old_start} in both"
+            )
+        hunks.append(replace(hunk, new_start=first + grown + bool(hunk.new)))
+        grown += len(hunk.new) - len(hunk.old)
+        end = first + len(hunk.old)
+    return FileDiff(" and ".join(diff.name for diff in diffs), diffs[0].path, tuple(hunks))
 
 
 def apply(diff: FileDiff, data: bytes, reverse: bool = False) -> bytes:

@@ -320,15 +320,6 @@ public:
 
     void set_causal(bool causal) { causal_ = causal; } // true: tokens attend to no later token
 
-    // Result of the last copy_seq, add or refused call; llama.cpp's interface has no return value for these.
-    bool carried_out() const { return carried_out_; }
-    bool answer(bool done) { return carried_out_ = done; }
-    // Rejects a call; returns false.
-    bool refuse(const std::string & reason) {
-        carried_out_ = false;
-        return report(reason);
-    }
-
 protected:
     bool causal() const { return causal_; }
 
@@ -336,8 +327,7 @@ protected:
 
 private:
     std::map<int32_t, Snapshots> snapshots_;
-    bool                         causal_      = true;
-    bool                         carried_out_ = true;
+    bool                         causal_ = true;
 };
 
 // nullptr: an ordinary cache. Throws std::runtime_error with a sentence if the requested cache cannot be created.

@@ -1,5 +1,5 @@
-// llama-subkv-memory.cpp: finds the K/V caches of a llama.cpp memory. Part of libllama.
-#include "llama-subkv.h"
+// llama-subkv-memory.cpp: a memory of llama.cpp with coded cells. Part of libllama.
+#include "llama-subkv-cells.h"
 
 #include "llama-kv-cache-dsa-iswa.h"
 #include "llama-kv-cache-dsa.h"
@@ -9,12 +9,59 @@
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
 #include "llama-memory-recurrent.h"
+#include "llama-batch.h"
+#include "llama-context.h"
 #include "llama-impl.h"
 #include "llama-model.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
+
+// The memory of a context whose cells have a hook. It holds llama.cpp's memory, checks all parts before a change, and
+// then changes coded cells and llama.cpp's memory together.
+class llama_subkv::memory : public llama_memory_i {
+public:
+    memory(std::unique_ptr<llama_memory_i> of, llama_context & ctx) :
+        inner(std::move(of)), ctx(ctx), parts(caches_of(inner.get())), base(*parts.base), is_coded(coded(base)),
+        recurrent(static_cast<llama_memory_recurrent *>(parts.recurrent)) {}
+
+    llama_memory_context_ptr init_batch(llama_batch_allocr & balloc, uint32_t n_ubatch, bool embd_all) override;
+    llama_memory_context_ptr init_full() override { return inner->init_full(); }
+    llama_memory_context_ptr init_update(llama_context * lctx, bool optimize) override;
+
+    bool get_can_shift() const override;
+
+    void clear(bool data) override;
+    bool seq_rm(llama_seq_id seq, llama_pos p0, llama_pos p1) override;
+    void seq_cp(llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) override;
+    void seq_keep(llama_seq_id seq) override;
+    void seq_add(llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift) override;
+    void seq_div(llama_seq_id seq, llama_pos p0, llama_pos p1, int d) override;
+
+    llama_pos seq_pos_min(llama_seq_id seq) const override { return pos_min(*inner, seq); }
+    llama_pos seq_pos_max(llama_seq_id seq) const override { return inner->seq_pos_max(seq); }
+
+    std::map<ggml_backend_buffer_type_t, size_t> memory_breakdown() const override;
+
+    void state_write(llama_io_write_i & io, llama_seq_id seq, llama_state_seq_flags flags) const override;
+    void state_read(llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags) override;
+
+    const std::unique_ptr<llama_memory_i> inner;
+
+private:
+    // A sequence of coded cells; llama.cpp reports one that does not exist.
+    bool is_known(llama_seq_id seq) const {
+        return is_coded && seq >= 0 && (size_t) seq < base.seq_to_stream.size();
+    }
+
+    llama_context &                ctx;
+    const caches                   parts; // of inner
+    llama_kv_cache &               base;
+    const bool                     is_coded;
+    llama_memory_recurrent * const recurrent;
+};
 
 //
 // memories: a K/V cache, one of full attention and one of sliding windows, either beside recurrent state; one of latent
@@ -22,6 +69,9 @@
 //
 
 llama_subkv::caches llama_subkv::caches_of(const llama_memory_i * memory) {
+    if (const auto * decorated = dynamic_cast<const llama_subkv::memory *>(memory)) {
+        memory = decorated->inner.get();
+    }
     if (const auto * indexed = dynamic_cast<const llama_memory_hybrid_idx *>(memory)) {
         return { indexed->get_mem_attn(), nullptr, indexed->get_mem_idx(), indexed->get_mem_recr() };
     }
@@ -71,6 +121,19 @@ const llama_kv_cache_context * llama_subkv::base_of(const llama_memory_context_i
     return static_cast<const llama_kv_cache_context *>(mctx);
 }
 
+const llama_kv_cache_context * llama_subkv::index_of(const llama_memory_context_i * mctx) {
+    if (auto * dsa = dynamic_cast<const llama_kv_cache_dsa_context *>(mctx)) {
+        return dsa->get_lid();
+    }
+    if (auto * dsa_iswa = dynamic_cast<const llama_kv_cache_dsa_iswa_context *>(mctx)) {
+        return dsa_iswa->get_dsa()->get_lid();
+    }
+    if (auto * msa = dynamic_cast<const llama_kv_cache_msa_context *>(mctx)) {
+        return msa->get_idx();
+    }
+    return nullptr;
+}
+
 //
 // an indexer's keys
 //
@@ -113,19 +176,199 @@ bool llama_subkv::same_cells(const llama_kv_cache & kv, const llama_kv_cache & i
     return true;
 }
 
-bool llama_subkv::same_slots(const llama_kv_cache & kv, const llama_kv_cache::slot_info_vec_t & slots,
-                             const llama_kv_cache::slot_info_vec_t & of_index) {
-    if (!coded(kv)) {
-        return true;
-    }
-    bool same = slots.size() == of_index.size();
+bool llama_subkv::same_slots(const llama_kv_cache_context & rows, const llama_kv_cache_context & index) {
+    const auto &slots = rows.sinfos, &of_index = index.sinfos;
+    bool        same = slots.size() == of_index.size();
     for (size_t i = 0; same && i < slots.size(); ++i) {
         same = slots[i].strm == of_index[i].strm && slots[i].idxs == of_index[i].idxs;
     }
     if (!same) {
-        kv.subkv_hook->report(
+        rows.kv->subkv_hook->report(
             "decode: an indexer's keys in the cells of their tokens expected, others found; clear the "
             "cache and decode again");
     }
     return same;
+}
+
+//
+// the decorated memory
+//
+
+std::unique_ptr<llama_memory_i> llama_subkv::decorate(std::unique_ptr<llama_memory_i> inner, llama_context & ctx) {
+    const auto all  = caches_of(inner.get()).all();
+    const bool hook = std::any_of(all.begin(), all.end(), [](const auto * kv) { return kv && kv->subkv_hook; });
+    return hook ? std::make_unique<memory>(std::move(inner), ctx) : std::move(inner);
+}
+
+llama_memory_context_ptr llama_subkv::memory::init_batch(llama_batch_allocr & balloc, uint32_t n_ubatch,
+                                                         bool embd_all) {
+    if (auto * hook = hook_of(inner.get())) {
+        hook->set_causal(ctx.get_cparams().causal_attn);
+    }
+    if (!is_coded) {
+        return inner->init_batch(balloc, n_ubatch, embd_all);
+    }
+    auto failed = std::make_unique<llama_kv_cache_context>(LLAMA_MEMORY_STATUS_FAILED_PREPARE);
+    if (recurrent && !in_step(base, *recurrent, balloc.get_batch())) {
+        return failed;
+    }
+    // While llama.cpp searches for slots of several ubatches in the sliding half, a later one can remove cells of the
+    // window of an earlier one for good.
+    const uint32_t n_tokens = balloc.get_n_tokens();
+    const bool     several  = n_tokens > n_ubatch || (n_tokens > 1 && (base.n_stream > 1 || embd_all));
+    const auto     cells    = parts.swa && several ? parts.swa->v_cells : llama_kv_cells_vec();
+    auto           batch    = inner->init_batch(balloc, n_ubatch, embd_all);
+    if (parts.swa && several) {
+        parts.swa->v_cells = cells;
+    }
+    if (llama_memory_status_is_fail(batch->get_status())) {
+        return batch;
+    }
+    const auto &rows = *base_of(batch.get()), *index = index_of(batch.get());
+    const bool  can  = ready(base, rows.ubatches) && (!index || same_slots(rows, *index));
+    return can ? std::move(batch) : std::move(failed);
+}
+
+// An update of the memory: copies between streams, and rotations of shifted keys.
+class llama_subkv::update : public llama_memory_context_i {
+public:
+    update(llama_memory_context_ptr inner, llama_context & ctx, const caches & parts) :
+        inner(std::move(inner)), ctx(ctx), parts(parts) {}
+
+    bool                 next() override { return inner->next(); }
+    const llama_ubatch & get_ubatch() const override { return inner->get_ubatch(); }
+    llama_memory_status  get_status() const override { return inner->get_status(); }
+
+    bool apply() override {
+        if (!parts.base->get_has_shift()) {
+            return inner->apply();
+        }
+        // After an aborted shift it would be unknown which ordinary layers are rotated, and the next shift would rotate
+        // them again.
+        auto * const stop = ctx.abort_callback;
+        auto * const data = ctx.abort_callback_data;
+        if (has_ordinary_layers()) {
+            ctx.set_abort_callback(nullptr, nullptr);
+        }
+        const bool done = inner->apply();
+        ctx.set_abort_callback(stop, data);
+        if (!parts.base->get_has_shift()) {
+            parts.base->subkv_hook->rotated();
+        }
+        return done;
+    }
+
+private:
+    bool has_ordinary_layers() const {
+        for (const auto * kv : parts.all()) {
+            for (size_t i = 0; kv && i < kv->layers.size(); ++i) {
+                if (row_bytes(*kv, kv->layers[i].il, false) == 0) {
+                    return true;
+                }
+            }
+        }
+        return false;
+    }
+
+    llama_memory_context_ptr inner;
+    llama_context &          ctx;
+    const caches             parts;
+};
+
+llama_memory_context_ptr llama_subkv::memory::init_update(llama_context * lctx, bool optimize) {
+    auto res = inner->init_update(lctx, optimize);
+    return is_coded ? std::make_unique<update>(std::move(res), *lctx, parts) : std::move(res);
+}
+
+bool llama_subkv::memory::get_can_shift() const {
+    return (!is_coded || can_shift(base)) && inner->get_can_shift();
+}
+
+void llama_subkv::memory::clear(bool data) {
+    for (const auto * kv : parts.all()) {
+        if (kv && kv->subkv_hook) {
+            kv->subkv_hook->clear();
+        }
+    }
+    inner->clear(data);
+}
+
+bool llama_subkv::memory::seq_rm(llama_seq_id seq, llama_pos p0, llama_pos p1) {
+    if (is_coded && (seq < 0 || is_known(seq))) {
+        if ((recurrent && !may_remove(base, *recurrent, seq, p0, p1)) ||
+            (parts.swa && !may_remove(base, *parts.swa, seq, p0, p1)) || !llama_subkv::seq_rm(base, seq, p0, p1)) {
+            return false;
+        }
+    }
+    return inner->seq_rm(seq, p0, p1);
+}
+
+void llama_subkv::memory::seq_cp(llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) {
+    if (is_known(src) && is_known(dst)) {
+        if ((recurrent && !may_copy(base, *recurrent, src, dst)) ||
+            (parts.swa && !may_copy(base, *parts.swa, src, dst, p0, p1)) ||
+            !llama_subkv::seq_cp(base, src, dst, p0, p1)) {
+            return;
+        }
+    }
+    inner->seq_cp(src, dst, p0, p1);
+}
+
+void llama_subkv::memory::seq_keep(llama_seq_id seq) {
+    if (is_known(seq)) {
+        // llama.cpp keeps the cells of sequences in other streams and the snapshot that a removed tail selected, but not
+        // their recurrent state
+        for (llama_seq_id other = 0; recurrent && other < (llama_seq_id) base.n_seq_max; ++other) {
+            if (other != seq) {
+                seq_rm(other, -1, -1);
+            }
+        }
+        base.subkv_hook->keep(seq, reader(base));
+    }
+    inner->seq_keep(seq);
+}
+
+void llama_subkv::memory::seq_add(llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift) {
+    if (!is_known(seq) || shift == 0 || llama_subkv::seq_add(base, seq, p0, p1, shift)) {
+        inner->seq_add(seq, p0, p1, shift);
+    }
+}
+
+void llama_subkv::memory::seq_div(llama_seq_id seq, llama_pos p0, llama_pos p1, int d) {
+    if (!is_known(seq) || d == 1 || llama_subkv::seq_div(base)) {
+        inner->seq_div(seq, p0, p1, d);
+    }
+}
+
+std::map<ggml_backend_buffer_type_t, size_t> llama_subkv::memory::memory_breakdown() const {
+    auto bytes = inner->memory_breakdown();
+    for (const auto * kv : parts.all()) {
+        for (const auto & [buft, size] : kv && kv->subkv_hook ? kv->subkv_hook->facts().bytes_beside : decltype(bytes)()) {
+            bytes[buft] += size;
+        }
+    }
+    return bytes;
+}
+
+void llama_subkv::memory::state_write(llama_io_write_i & io, llama_seq_id seq, llama_state_seq_flags flags) const {
+    if (!is_coded) {
+        inner->state_write(io, seq, flags);
+        return;
+    }
+    settle(ctx);
+    llama_subkv::state_write(*inner, io, seq, flags);
+}
+
+void llama_subkv::memory::state_read(llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags) {
+    if (!is_coded) {
+        inner->state_read(io, seq, flags);
+        return;
+    }
+    settle(ctx);
+    if (auto * indexed = dynamic_cast<llama_memory_hybrid_idx *>(inner.get())) {
+        for (llama_seq_id s = 0; s < (llama_seq_id) base.n_seq_max; ++s) {
+            indexed->seq_rm(s, 0, 0); // removes nothing; llama.cpp then computes the pooled keys again
+        }
+    }
+    llama_subkv::state_read(*inner, io, seq, flags);
 }

@@ -9,26 +9,26 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <set>
 #include <vector>
 
 bool llama_subkv::seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1) {
-    if (!coded(kv)) {
-        return true;
-    }
-    return kv.subkv_hook->remove(seq, p0, p1, reader(kv));
+    const auto [first, last] = positions(p0, p1);
+    return kv.subkv_hook->remove(seq, first, last, reader(kv));
 }
 
 bool llama_subkv::may_remove(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id seq,
                              llama_pos p0, llama_pos & p1) {
-    if (!coded(kv)) {
-        return true;
-    }
     const auto [first, last] = positions(p0, p1);
     if (!kv.subkv_hook->can_remove(seq, first, last, reader(kv))) {
         return false;
     }
-    const llama_pos tail = seq < 0 ? -1 : recurrent.seq_pos_max(seq);
-    if (seq >= 0 && (uint32_t) seq < kv.n_seq_max && first == 0 && last > std::max(tail, kv.seq_pos_max(seq))) {
+    if (seq < 0) { // llama.cpp's recurrent half rejects it
+        recurrent_stays(kv, seq, p0);
+        return false;
+    }
+    const llama_pos tail = recurrent.seq_pos_max(seq);
+    if ((uint32_t) seq < kv.n_seq_max && first == 0 && last > std::max(tail, kv.seq_pos_max(seq))) {
         p1 = -1;
     }
     if (first == 0 || first > tail || last <= tail) { // removes no state, or all of it
@@ -36,7 +36,9 @@ bool llama_subkv::may_remove(const llama_kv_cache & kv, const llama_memory_recur
     }
     const auto & state     = recurrent.cells[(size_t) recurrent.cells[(size_t) seq].tail];
     const auto   snapshots = kv.subkv_hook->snapshots(seq);
-    if (snapshots.last == tail && tail + 1 - first <= snapshots.n && state.seq_id.size() == 1) {
+    const auto   most      = std::min(snapshots.n, (int32_t) recurrent.n_rs_seq);
+    if (snapshots.last == tail && tail + 1 - first <= most && state.seq_id.size() == 1 &&
+        recurrent.rs_idx[(size_t) seq] == 0) {
         return true;
     }
     recurrent_stays(kv, seq, p0);
@@ -45,7 +47,7 @@ bool llama_subkv::may_remove(const llama_kv_cache & kv, const llama_memory_recur
 
 bool llama_subkv::may_remove(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id seq, llama_pos p0,
                              llama_pos p1) {
-    if (!coded(base) || seq >= (llama_seq_id) base.n_seq_max) {
+    if (seq >= (llama_seq_id) base.n_seq_max) {
         return true; // llama.cpp reports an invalid sequence
     }
     const auto [first, last] = positions(p0, p1);
@@ -86,12 +88,12 @@ llama_pos llama_subkv::slid_away(const llama_kv_cache & base, const llama_kv_cac
 
 bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id src,
                            llama_seq_id dst) {
-    if (!coded(kv) || src == dst) {
+    if (src == dst) {
         return true;
     }
     for (const llama_seq_id seq : { src, dst }) {
         if (seq >= 0 && (size_t) seq < recurrent.rs_idx.size() && recurrent.rs_idx[(size_t) seq] != 0) {
-            return kv.subkv_hook->refuse(format(
+            return kv.subkv_hook->report(format(
                 "seq_cp: recurrent state of its last token expected in sequence %d, a snapshot found that the next "
                 "token begins with; decode one, or remove the whole sequence",
                 seq));
@@ -104,7 +106,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurre
     }
     const llama_pos last = std::max(kv.seq_pos_max(src), kv.seq_pos_max(dst)), state = recurrent.seq_pos_max(src);
     if (state != last) {
-        return kv.subkv_hook->refuse(format(
+        return kv.subkv_hook->report(format(
             "seq_cp: recurrent state of position %d expected in sequence %d, where the cells of sequence %d would end, "
             "that of %d found; remove all of sequence %d first",
             last, src, dst, state, dst));
@@ -115,7 +117,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & kv, const llama_memory_recurre
 bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id src, llama_seq_id dst,
                            llama_pos p0, llama_pos p1) {
     const auto & streams = base.seq_to_stream;
-    if (!coded(base) || (size_t) std::max(src, dst) >= streams.size() || std::min(src, dst) < 0 || src == dst ||
+    if ((size_t) std::max(src, dst) >= streams.size() || std::min(src, dst) < 0 || src == dst ||
         streams[src] != streams[dst]) {
         return true; // llama.cpp copies everything between streams, and reports an invalid sequence
     }
@@ -123,7 +125,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & s
     // after a checkpoint one sequence may have own cells there, while both share coded cells
     const llama_pos doubled = reader(swa).doubled(src, dst, first, last);
     if (doubled >= 0) {
-        return base.subkv_hook->refuse(format(
+        return base.subkv_hook->report(format(
             "seq_cp: one token per position expected in the layers of sliding windows, sequence %d has its own at "
             "position %d where one of sequence %d would join it; remove it first",
             dst, doubled, src));
@@ -138,7 +140,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & s
     if (gone < 0) {
         return true;
     }
-    return base.subkv_hook->refuse(format(
+    return base.subkv_hook->report(format(
         "seq_cp: with positions from %d on of sequence %d the next token of sequence %d needs position %d in the "
         "layers of sliding windows, which later tokens have taken there; copy the whole sequence",
         first, src, dst, gone));
@@ -155,66 +157,44 @@ int32_t llama_subkv_checkpoint_min(const llama_context * ctx, int32_t pos_min, i
     return one_back ? std::max(pos_min, pos_max - n_swa - 1) : pos_max;
 }
 
-llama_kv_cache::slot_info_vec_t llama_subkv::prepare(const llama_kv_cache & base, llama_kv_cache & swa,
-                                                     const std::vector<llama_ubatch> & ubatches) {
-    if (ubatches.size() == 1 || !coded(base)) {
-        return swa.prepare(ubatches);
-    }
-    const auto cells = swa.v_cells;
-    auto       slots = swa.prepare(ubatches);
-    swa.v_cells      = cells;
-    return slots;
-}
-
-bool llama_subkv::carried_out(const llama_kv_cache & kv) {
-    return !kv.subkv_hook || kv.subkv_hook->carried_out();
-}
-
 void llama_subkv::recurrent_stays(const llama_kv_cache & kv, llama_seq_id seq, llama_pos p0) {
-    if (coded(kv)) {
-        kv.subkv_hook->report(format(
-            "seq_rm: removing positions from %d on of sequence %d needs the recurrent state before them, which is "
-            "not kept; remove the whole sequence and decode it again, or restore a state",
-            p0, seq));
-    }
+    kv.subkv_hook->report(format(
+        "seq_rm: removing positions from %d on of sequence %d needs the recurrent state before them, which is "
+        "not kept; remove the whole sequence and decode it again, or restore a state",
+        p0, seq));
 }
 
 bool llama_subkv::in_step(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent,
-                          const std::vector<llama_ubatch> & ubatches) {
-    if (!coded(kv)) {
-        return true;
+                          const llama_batch & batch) {
+    std::set<llama_seq_id> seqs;
+    for (int32_t i = 0; i < batch.n_tokens; ++i) {
+        seqs.insert(batch.seq_id[i], batch.seq_id[i] + batch.n_seq_id[i]);
     }
-    for (const auto & ubatch : ubatches) {
-        for (uint32_t i = 0; i < ubatch.n_seqs_unq; ++i) {
-            const llama_seq_id seq  = ubatch.seq_id_unq[i];
-            const llama_pos    last = kv.seq_pos_max(seq);
-            if (last != recurrent.seq_pos_max(seq)) {
-                return kv.subkv_hook->report(format(
-                    "decode: recurrent state of position %d expected in sequence %d, where its cells end, that of "
-                    "%d found; remove the whole sequence and decode it again",
-                    last, seq, recurrent.seq_pos_max(seq)));
-            }
+    for (const llama_seq_id seq : seqs) {
+        const llama_pos last = kv.seq_pos_max(seq);
+        if (last != recurrent.seq_pos_max(seq)) {
+            return kv.subkv_hook->report(format(
+                "decode: recurrent state of position %d expected in sequence %d, where its cells end, that of "
+                "%d found; remove the whole sequence and decode it again",
+                last, seq, recurrent.seq_pos_max(seq)));
         }
     }
     return true;
 }
 
 bool llama_subkv::seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) {
-    if (!coded(kv)) {
-        return true;
-    }
     if (kv.seq_to_stream[src] != kv.seq_to_stream[dst]) { // llama.cpp then copies everything
         p0 = 0;
         p1 = -1;
     }
     const auto [first, last] = positions(p0, p1);
     if (llm_arch_is_hybrid(kv.model.arch) && src != dst && reader(kv).max_pos_outside(src, first, last) >= 0) {
-        return kv.subkv_hook->refuse(format(
+        return kv.subkv_hook->report(format(
             "seq_cp: all of sequence %d expected, since its recurrent state is of its last token, positions from %d on "
             "found; copy all of it",
             src, first));
     }
-    if (!kv.subkv_hook->answer(kv.subkv_hook->copy_seq(src, dst, first, last, reader(kv)))) {
+    if (!kv.subkv_hook->copy_seq(src, dst, first, last, reader(kv))) {
         return false;
     }
     if (src != dst) {
@@ -223,19 +203,8 @@ bool llama_subkv::seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst
     return true;
 }
 
-void llama_subkv::seq_keep(llama_kv_cache & kv, llama_seq_id seq) {
-    if (coded(kv)) {
-        kv.subkv_hook->keep(seq, reader(kv));
-    }
-}
-
-bool llama_subkv::refuses(const llama_kv_cache & kv, const char * what) {
-    if (!coded(kv)) {
-        return false;
-    }
-    kv.subkv_hook->refuse(
-        std::string(what) +
-        ": a subkv cache can shift positions, not divide them; remove the sequence and decode it again "
+bool llama_subkv::seq_div(llama_kv_cache & kv) {
+    return kv.subkv_hook->report(
+        "seq_div: a subkv cache can shift positions, not divide them; remove the sequence and decode it again "
         "with new positions, or use an ordinary cache type (-ctk f16)");
-    return true;
 }

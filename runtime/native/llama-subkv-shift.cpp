@@ -11,31 +11,22 @@
 #include <set>
 
 bool llama_subkv::can_shift(const llama_kv_cache & kv) {
-    return !coded(kv) || (!llm_arch_is_hybrid(kv.model.arch) && kv.subkv_hook->facts().shifts);
+    return !llm_arch_is_hybrid(kv.model.arch) && kv.subkv_hook->facts().shifts;
 }
 
 bool llama_subkv::seq_add(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift) {
-    if (!coded(kv)) {
-        return true;
-    }
     if (llm_arch_is_hybrid(kv.model.arch)) {
-        return kv.subkv_hook->refuse(
+        return kv.subkv_hook->report(
             "seq_add: positions of a model that keeps recurrent state beside its cells cannot be "
             "shifted; remove the sequence and decode it again with new positions");
     }
     if (kv.subkv_hook->facts().shifts && !kv.get_can_shift()) {
-        return kv.subkv_hook->refuse(
+        return kv.subkv_hook->report(
             "seq_add: llama.cpp cannot shift positions of this model; remove the sequence and decode it "
             "again with new positions");
     }
     const auto [first, last] = positions(p0, p1);
-    return kv.subkv_hook->answer(kv.subkv_hook->shift(seq, first, last, shift, reader(kv)));
-}
-
-void llama_subkv::shifted(const llama_kv_cache & kv) {
-    if (kv.subkv_hook) {
-        kv.subkv_hook->rotated();
-    }
+    return kv.subkv_hook->shift(seq, first, last, shift, reader(kv));
 }
 
 bool llama_subkv::rotation_pending(const llama_kv_cache & kv) {
@@ -46,22 +37,6 @@ bool llama_subkv::rotation_pending(const llama_kv_cache & kv) {
                           "clear the cache, or decode "
                           "again to resume it");
     return true;
-}
-
-llama_subkv::uninterrupted::uninterrupted(llama_context & ctx, const llama_kv_cache & kv) {
-    const auto ordinary = [&](const auto & layer) { return row_bytes(kv, layer.il, false) == 0; };
-    if (ctx.abort_callback && coded(ctx.get_memory()) && std::any_of(kv.layers.begin(), kv.layers.end(), ordinary)) {
-        this->ctx = &ctx;
-        stop      = ctx.abort_callback;
-        data      = ctx.abort_callback_data;
-        ctx.set_abort_callback(nullptr, nullptr);
-    }
-}
-
-llama_subkv::uninterrupted::~uninterrupted() {
-    if (ctx) {
-        ctx->set_abort_callback(stop, data);
-    }
 }
 
 // The pending rotations of cells and slots.

@@ -102,11 +102,8 @@ static std::pair<std::vector<uint64_t>, uint64_t> read_head(const subkv::CacheHo
     return { std::move(moves), head.sum };
 }
 
-bool llama_subkv::state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq,
+void llama_subkv::write_cells(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq,
                               llama_state_seq_flags flags) {
-    if (!coded(kv) || dynamic_cast<row_writer *>(&io)) {
-        return false;
-    }
     const bool partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
     row_writer head(kv, io);
     kv.subkv_hook->write_head(head, seq, partial);
@@ -118,43 +115,14 @@ bool llama_subkv::state_write(const llama_kv_cache & kv, llama_io_write_i & io, 
         kv.subkv_hook->write_window(rows, seq);
         return rows.sum;
     });
-    return true;
 }
 
-bool llama_subkv::state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags,
-                             llama_kv_cache::slot_info_vec_t *       sinfos_out,
-                             const llama_kv_cache::slot_info_vec_t * sinfos_in) {
-    if (!coded(kv) || dynamic_cast<row_reader *>(&io)) {
-        return false;
-    }
-    const bool partial      = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
-    const auto [moves, sum] = read_head(*kv.subkv_hook, io, seq, partial);
-    row_reader body(kv, io, sum);
-    if (!partial) {
-        body.check(kv, seq);
-        state_read_cells(kv, body, seq, flags, sinfos_out, sinfos_in);
-    }
-    state_read_rest(kv, body, seq, moves);
-    return true;
-}
-
-void llama_subkv::state_read_cells(llama_kv_cache & kv, row_reader & body, llama_seq_id seq,
-                                   llama_state_seq_flags flags, llama_kv_cache::slot_info_vec_t * sinfos_out,
-                                   const llama_kv_cache::slot_info_vec_t * sinfos_in) {
-    if (seq >= 0) {
-        kv.seq_rm(seq, -1, -1); // llama.cpp keeps old cells if the state has none
-    }
-    kv.state_read_sinfo(body, seq, flags, sinfos_out, sinfos_in);
-}
-
-void llama_subkv::state_read_rest(llama_kv_cache & kv, row_reader & body, llama_seq_id seq,
-                                  const std::vector<uint64_t> & moves) {
-    try {
-        kv.subkv_hook->read_window(body, seq, moves, reader(kv));
-        body.end();
-    } catch (...) {
-        kv.state_clear(seq);
-        throw;
+void llama_subkv::remove_cells(llama_kv_cache & kv, llama_seq_id seq) {
+    if (seq < 0) {
+        kv.subkv_hook->clear();
+        kv.clear(true);
+    } else if (seq_rm(kv, seq, -1, -1)) {
+        kv.seq_rm(seq, -1, -1);
     }
 }
 
@@ -179,14 +147,11 @@ llama_subkv::parts llama_subkv::in_state(const caches & all, llama_state_seq_fla
     return beside({ all.base, all.swa, partial ? nullptr : all.index, all.recurrent });
 }
 
-bool llama_subkv::state_write(const llama_memory_i & memory, llama_io_write_i & io, llama_seq_id seq,
+void llama_subkv::state_write(const llama_memory_i & memory, llama_io_write_i & io, llama_seq_id seq,
                               llama_state_seq_flags flags) {
     const struct caches all  = caches_of(&memory);
     const auto &        base = *all.base;
-    if (!coded(base)) {
-        return false;
-    }
-    base.state_write(io, seq, flags);
+    write_cells(base, io, seq, flags);
     for (const auto * other : in_state(all, flags)) {
         write_checked(io, [&](llama_io_write_i & to) {
             row_writer rows(base, to);
@@ -194,18 +159,14 @@ bool llama_subkv::state_write(const llama_memory_i & memory, llama_io_write_i & 
             return rows.sum;
         });
     }
-    return true;
 }
 
-bool llama_subkv::state_read(llama_memory_i & memory, llama_io_read_i & io, llama_seq_id seq,
+void llama_subkv::state_read(llama_memory_i & memory, llama_io_read_i & io, llama_seq_id seq,
                              llama_state_seq_flags flags) {
-    const struct caches all  = caches_of(&memory);
-    auto &              base = *all.base;
-    if (!coded(base)) {
-        return false;
-    }
-    const bool partial      = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
-    const auto [moves, sum] = read_head(*base.subkv_hook, io, seq, partial);
+    const struct caches all     = caches_of(&memory);
+    auto &              base    = *all.base;
+    const bool          partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+    const auto [moves, sum]     = read_head(*base.subkv_hook, io, seq, partial);
     row_reader of_base(base, io, sum);
     if (!partial) {
         of_base.check(base, seq);
@@ -220,9 +181,11 @@ bool llama_subkv::state_read(llama_memory_i & memory, llama_io_read_i & io, llam
     try {
         llama_kv_cache::slot_info_vec_t slots;
         if (!partial) {
-            state_read_cells(base, of_base, seq, flags, &slots, nullptr);
+            remove_cells(base, seq); // llama.cpp keeps old cells if the state has none
+            base.state_read_sinfo(of_base, seq, flags, &slots, nullptr);
         }
-        state_read_rest(base, of_base, seq, moves);
+        base.subkv_hook->read_window(of_base, seq, moves, reader(base));
+        of_base.end();
         for (size_t i = 0; i < others.size(); ++i) {
             if (seq >= 0) {
                 others[i]->seq_rm(seq, -1, -1);
@@ -238,18 +201,13 @@ bool llama_subkv::state_read(llama_memory_i & memory, llama_io_read_i & io, llam
             throw std::runtime_error("state: an indexer's keys in the cells of their tokens expected, others found");
         }
     } catch (...) {
-        lose(memory, seq);
+        lose(all, seq);
         throw;
     }
-    return true;
 }
 
-void llama_subkv::lose(llama_memory_i & memory, llama_seq_id seq) {
-    const struct caches all = caches_of(&memory);
-    if (!coded(&memory)) {
-        return;
-    }
-    all.base->state_clear(seq);
+void llama_subkv::lose(const caches & all, llama_seq_id seq) {
+    remove_cells(*all.base, seq);
     for (auto * other : beside(all)) {
         if (seq >= 0) {
             other->seq_rm(seq, -1, -1);

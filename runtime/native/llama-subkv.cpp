@@ -56,11 +56,6 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v
         type_k = request::rows_coded ? index_type(kv, type_k) : type_k;
         return;
     }
-    if (kv.other && llama_subkv::coded(*kv.other)) {
-        throw std::runtime_error(
-            "this model reads the K/V cache of another context, which holds coefficients; create that one with an "
-            "ordinary cache type (-ctk f16)");
-    }
     const auto & hparams = kv.hparams;
 
     // llama.cpp appends a layer that is not in the file: it selects LoRA weights and stays ordinary
@@ -104,29 +99,39 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v
     request::rows_coded = coded(kv);
 }
 
-void llama_subkv::made(const llama_context & ctx) {
-    auto *     memory    = ctx.get_memory();
-    const bool recurrent = dynamic_cast<const llama_memory_recurrent *>(memory) != nullptr;
+// Throws if the model uses the cells of another context that are coded.
+static void check_other(const llama_context & ctx) {
+    const llama_context * other = ctx.get_cparams().ctx_other;
+    switch (ctx.get_model().arch) {
+        case LLM_ARCH_EAGLE3:
+        case LLM_ARCH_DFLASH: return; // only its embeddings and its output matrix
+        default:
+            if (other && llama_subkv::coded(other->get_memory())) {
+                throw std::runtime_error(
+                    "this model reads the K/V cache of another context, which holds coefficients; create that one "
+                    "with an ordinary cache type (-ctk f16)");
+            }
+    }
+}
+
+std::unique_ptr<llama_memory_i> llama_subkv::create_memory(llama_context & ctx, const llama_memory_params & params) {
+    check_other(ctx);
+    const auto &                    model = ctx.get_model();
+    std::unique_ptr<llama_memory_i> memory(model.create_memory(params, ctx.get_cparams()));
+    const bool recurrent = dynamic_cast<const llama_memory_recurrent *>(memory.get()) != nullptr;
     if (memory && !recurrent) {
-        set_causal(memory, ctx.get_cparams().causal_attn);
-        return;
+        return decorate(std::move(memory), ctx);
     }
     if (const subkv::cache_new_fn cache_new = request::cache_new()) {
-        const auto &     model = ctx.get_model();
-        subkv::CacheDesc desc  = {};
-        desc.arch              = llm_arch_name(model.arch);
-        desc.model_path        = model.subkv_path;
-        desc.no_alloc          = model.hparams.no_alloc;
+        subkv::CacheDesc desc = {};
+        desc.arch             = llm_arch_name(model.arch);
+        desc.model_path       = model.subkv_path;
+        desc.no_alloc         = model.hparams.no_alloc;
         desc.none = recurrent ? "its layers keep a recurrent state instead" : "its tokens attend to their batch only";
         request::describe(desc);
         cache_new(desc);
     }
-}
-
-void llama_subkv::set_causal(llama_memory_i * memory, bool causal) {
-    if (auto * hook = hook_of(memory)) {
-        hook->set_causal(causal);
-    }
+    return memory;
 }
 
 size_t llama_subkv::row_bytes(const llama_kv_cache & kv, uint32_t il, bool value) {
@@ -137,12 +142,9 @@ const char * llama_subkv::type_name(const llama_kv_cache & kv, ggml_type type) {
     return coded(kv) ? "subkv" : ggml_type_name(type);
 }
 
-void llama_subkv::add_bytes(const llama_kv_cache & kv, std::map<ggml_backend_buffer_type_t, size_t> & bytes) {
-    if (kv.subkv_hook) {
-        for (const auto & [buft, size] : kv.subkv_hook->facts().bytes_beside) {
-            bytes[buft] += size;
-        }
-    }
+std::pair<ggml_type, ggml_type> llama_subkv::types(const llama_kv_cache & kv, uint32_t il, ggml_type type_k,
+                                                   ggml_type type_v) {
+    return { row_bytes(kv, il, false) ? GGML_TYPE_I8 : type_k, row_bytes(kv, il, true) ? GGML_TYPE_I8 : type_v };
 }
 
 void llama_subkv::loaded(llama_model & model, const std::string & path, const llama_model_loader & loader) {
@@ -165,7 +167,7 @@ static bool has_chunks(const subkv::CacheHook * hook) {
     return hook && hook->facts().n_rollback >= 0;
 }
 
-llama_pos llama_subkv::pos_min(llama_memory_i & memory, llama_seq_id seq) {
+llama_pos llama_subkv::pos_min(const llama_memory_i & memory, llama_seq_id seq) {
     const llama_pos first = memory.seq_pos_min(seq);
     const auto *    hook  = hook_of(&memory);
     if (first < 0 || !has_chunks(hook)) {
@@ -206,25 +208,6 @@ int32_t llama_subkv_resume(const llama_context * ctx, llama_seq_id seq, int32_t 
     return llama_subkv::resume(ctx->get_memory(), seq, pos);
 }
 
-void llama_subkv::clear(llama_kv_cache & kv) {
-    if (kv.subkv_hook) {
-        kv.subkv_hook->clear();
-    }
-}
-
-void llama_subkv::keep_alone(llama_memory_i & attn, llama_memory_i & recurrent, llama_seq_id seq) {
-    if (!coded(&attn)) {
-        return;
-    }
-    const auto n_seq = (llama_seq_id) caches_of(&attn).base->n_seq_max;
-    for (llama_seq_id other = 0; other < n_seq; ++other) {
-        if (other != seq) {
-            attn.seq_rm(other, -1, -1);
-            recurrent.seq_rm(other, -1, -1);
-        }
-    }
-}
-
 static void add_tokens(const llama_ubatch & ubatch, std::vector<subkv::TokenDesc> & out) {
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
         const llama_pos * pos = ubatch.pos + i; // first all positions in time, then in height, then in width
@@ -235,9 +218,6 @@ static void add_tokens(const llama_ubatch & ubatch, std::vector<subkv::TokenDesc
 }
 
 bool llama_subkv::ready(const llama_kv_cache & kv, const std::vector<llama_ubatch> & ubatches) {
-    if (!coded(kv)) {
-        return true;
-    }
     if (rotation_pending(kv)) {
         return false;
     }
@@ -323,7 +303,7 @@ static float softcap(const llm_graph_context & g) {
     return g.hparams.attn_soft_cap || g.arch == LLM_ARCH_GROK ? g.hparams.f_attn_logit_softcapping : 0.0f;
 }
 
-bool llama_subkv::coded(llama_memory_i * memory) {
+bool llama_subkv::coded(const llama_memory_i * memory) {
     const auto * hook = hook_of(memory);
     return hook && hook->facts().coded;
 }
@@ -386,7 +366,7 @@ ggml_tensor * llama_subkv::build_attn(const llm_graph_context & g, const llama_k
     return kv.subkv_hook->build_attn(b);
 }
 
-subkv::CacheHook * llama_subkv::hook_of(llama_memory_i * memory) {
+subkv::CacheHook * llama_subkv::hook_of(const llama_memory_i * memory) {
     const auto * kv = caches_of(memory).base;
     return kv ? kv->subkv_hook.get() : nullptr;
 }

@@ -17,8 +17,6 @@ class llm_graph_input_attn_kv;
 class llm_graph_input_attn_kv_iswa;
 class llm_graph_input_i;
 class llm_graph_result;
-class llama_kv_cache_iswa;
-class llama_memory_hybrid;
 class llama_memory_recurrent;
 struct llama_cparams;
 struct llama_model_loader;
@@ -50,97 +48,64 @@ struct llama_subkv {
     // Called by the constructor of llama_kv_cache before any allocation. Changes type_k of an indexer's keys.
     static void init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v, bool offload, uint32_t kv_size,
                      const layer_filter & filter, const layer_reuse & reuse, bool shares);
-    // Called by llama_context after it has created its memory, which may have no K/V cache.
-    static void made(const llama_context & ctx);
-    // Called by llama_context. causal: tokens of the next batches attend to no later token.
-    static void         set_causal(llama_memory_i * memory, bool causal);
-    static size_t       row_bytes(const llama_kv_cache & kv, uint32_t il, bool value);
+    // Creates the memory of a context. If its cells have a hook, the memory is decorated (class memory); if it has no
+    // K/V cache, a request for a coded cache is answered here.
+    static std::unique_ptr<llama_memory_i> create_memory(llama_context & ctx, const llama_memory_params & params);
+    static size_t row_bytes(const llama_kv_cache & kv, uint32_t il, bool value); // 0: not coded
+    // Types of a layer's K and V tensors: bytes if they are coded, else the given ones.
+    static std::pair<ggml_type, ggml_type> types(const llama_kv_cache & kv, uint32_t il, ggml_type type_k,
+                                                 ggml_type type_v);
     static const char * type_name(const llama_kv_cache & kv, ggml_type type); // of K or V, for the log
-    // Adds the sizes of subkv's memory besides the cells.
-    static void add_bytes(const llama_kv_cache & kv, std::map<ggml_backend_buffer_type_t, size_t> & bytes);
     // Records a model's file, for SUBKV=auto, and the user's metadata overrides.
     static void loaded(llama_model & model, const std::string & path, const llama_model_loader & loader);
 
     // With adaptive bases, the context's answers about the removal of a tail, as for a recurrent model: a sequence must
     // keep positions up to pos_min; it can always remove its last n_rs_seq tokens.
-    static llama_pos pos_min(llama_memory_i & memory, llama_seq_id seq);
+    static llama_pos pos_min(const llama_memory_i & memory, llama_seq_id seq);
     static uint32_t  n_rs_seq(const llama_context & ctx);
     // As CacheHook::resume; `pos` where recurrent state or a sliding window cannot return to an earlier position, 0 where
     // a sliding half has lost cells that the token at `pos` needs.
     static llama_pos resume(llama_memory_i * memory, llama_seq_id seq, llama_pos pos);
 
-    static void clear(llama_kv_cache & kv);
-    static bool seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1); // false: rejected
-    static bool seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1); // ditto
-    static void seq_keep(llama_kv_cache & kv, llama_seq_id seq);
-    static bool refuses(const llama_kv_cache & kv, const char * what); // true: coded cache, reason reported
+    // Operations on sequences: coded cells change with the other parts of the memory, or nothing changes. false: rejected,
+    // and the reason is reported.
+    static bool seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1);
+    static bool seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1);
+    static bool seq_add(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift);
+    static bool seq_div(llama_kv_cache & kv);
     static bool can_shift(const llama_kv_cache & kv);
-    static bool seq_add(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift); // ditto
-    static bool carried_out(const llama_kv_cache & kv);      // result of the last seq_cp, seq_add or seq_div
-    static void shifted(const llama_kv_cache & kv);          // called after the graph of build_shift has run
-    static bool rotation_pending(const llama_kv_cache & kv); // true: that graph has not run completely; reports it
-    // Disables the abort callback during a shift, if the coded context has ordinary layers: after an aborted shift it
-    // would be unknown which ordinary layers are rotated, and the next shift would rotate them again.
-    class uninterrupted {
-    public:
-        uninterrupted(llama_context & ctx, const llama_kv_cache & kv);
-        ~uninterrupted();
-        uninterrupted(const uninterrupted &)             = delete;
-        uninterrupted & operator=(const uninterrupted &) = delete;
-
-    private:
-        llama_context * ctx       = nullptr;
-        bool (*stop)(void * data) = nullptr;
-        void * data               = nullptr;
-    };
+    static bool rotation_pending(const llama_kv_cache & kv); // true: build_shift's graph has not run completely; reports it
     // llama_kv_cache::build_graph_shift; false: not a coded layer
     static bool build_shift(const llama_kv_cache & kv, const llama_cparams & cparams, llm_graph_result & res,
                             ggml_tensor * k_shift, uint32_t il);
 
-    // llama_memory_hybrid: both halves change, or neither. may_remove: the result that seq_rm would have; also checks
-    // that llama.cpp has the snapshot for the recurrent state. It makes an end p1 behind the last position open,
-    // because llama.cpp discards the snapshot for the next token only then. may_copy: neither recurrent state has been
-    // reset to a snapshot (a copy would lose this), and the copied state belongs to the position where dst's cells
-    // would end. recurrent_stays: reports that the recurrent half rejected a removal. in_step: both halves are at the
-    // same position in every sequence of the batch. keep_alone: llama.cpp keeps the cells of sequences in other streams
-    // and the snapshot that a removed tail selected, but not their recurrent state.
+    // Beside recurrent state. may_remove: the result that seq_rm would have; also checks that llama.cpp has the snapshot
+    // for the recurrent state. It makes an end p1 behind the last position open, because llama.cpp discards the snapshot
+    // for the next token only then. may_copy: neither recurrent state has been reset to a snapshot (a copy would lose
+    // this), and the copied state belongs to the position where dst's cells would end. recurrent_stays: reports that the
+    // recurrent half rejected a removal. in_step: both halves are at the same position in every sequence of the batch.
     static bool may_remove(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id seq,
                            llama_pos p0, llama_pos & p1);
-    // llama_kv_cache_iswa: the same; also checks that the sliding half still has the window of the next token.
-    static bool may_remove(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id seq, llama_pos p0,
-                           llama_pos p1);
-    // Slots of a batch in the sliding half. While llama.cpp searches for slots, a later ubatch can permanently remove
-    // cells from the window of an earlier one; this function prevents that.
-    static llama_kv_cache::slot_info_vec_t prepare(const llama_kv_cache & base, llama_kv_cache & swa,
-                                                   const std::vector<llama_ubatch> & ubatches);
-    static bool may_copy(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id src, llama_seq_id dst,
-                         llama_pos p0, llama_pos p1);
     static bool may_copy(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, llama_seq_id src,
                          llama_seq_id dst);
-    static void keep_alone(llama_memory_i & attn, llama_memory_i & recurrent, llama_seq_id seq);
     static void recurrent_stays(const llama_kv_cache & kv, llama_seq_id seq, llama_pos p0);
-    static bool in_step(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent,
-                        const std::vector<llama_ubatch> & ubatches);
+    static bool in_step(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent, const llama_batch & batch);
+    // Beside sliding windows: the same; also checks that the sliding half still has the window of the next token.
+    static bool may_remove(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id seq, llama_pos p0,
+                           llama_pos p1);
+    static bool may_copy(const llama_kv_cache & base, const llama_kv_cache & swa, llama_seq_id src, llama_seq_id dst,
+                         llama_pos p0, llama_pos p1);
 
     static bool ready(const llama_kv_cache & kv, const std::vector<llama_ubatch> & ubatches);
 
-    // Writes or reads the state of a coded cache (seq -1: all sequences) instead of llama.cpp's code, complete or with
-    // the partial flag; false: not coded, or a nested call. Reading throws if the state does not belong to this cache;
-    // the cells are then unchanged, or empty.
-    static bool state_write(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq,
+    // The state of coded cells (seq -1: all sequences) and of the other parts of a memory (sliding, recurrent, indexer),
+    // complete or with the partial flag. A partial state does not include the coded cells: the reader still has them and
+    // removes later ones. Reading throws if the state does not belong to this memory; it checks all parts before any
+    // cell changes. Errors that only the cells can show, and lack of free cells, leave all parts empty.
+    static void state_write(const llama_memory_i & memory, llama_io_write_i & io, llama_seq_id seq,
                             llama_state_seq_flags flags);
-    static bool state_read(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags,
-                           llama_kv_cache::slot_info_vec_t *       sinfos_out,
-                           const llama_kv_cache::slot_info_vec_t * sinfos_in);
-    // The same for coded cells and the other parts of a memory (sliding, recurrent, indexer). A partial state does not
-    // include the coded cells: the reader still has them and removes later ones. Reading checks all parts before any
-    // cell changes. Errors that only the cells can show, and lack of free cells, leave all parts empty. lose() empties
-    // them if a later part fails.
-    static bool state_write(const llama_memory_i & memory, llama_io_write_i & io, llama_seq_id seq,
-                            llama_state_seq_flags flags);
-    static bool state_read(llama_memory_i & memory, llama_io_read_i & io, llama_seq_id seq,
+    static void state_read(llama_memory_i & memory, llama_io_read_i & io, llama_seq_id seq,
                            llama_state_seq_flags flags);
-    static void lose(llama_memory_i & memory, llama_seq_id seq);
     // Runs copies between streams and shifts that llama.cpp has deferred to the next decode; called before cells are
     // read or set. Throws on failure.
     static void settle(llama_context & ctx);
@@ -172,11 +137,13 @@ struct llama_subkv {
         std::array<const llama_kv_cache *, 3> all() const { return { base, swa, index }; }
     };
 
-    static caches                         caches_of(const llama_memory_i * memory);
-    static const llama_kv_cache_context * base_of(const llama_memory_context_i * mctx); // full attention
+    static caches caches_of(const llama_memory_i * memory);
+    // The part of a batch's context for full attention, and for an indexer's keys (nullptr: none).
+    static const llama_kv_cache_context * base_of(const llama_memory_context_i * mctx);
+    static const llama_kv_cache_context * index_of(const llama_memory_context_i * mctx);
 
     // true: the cache, or the full-attention half of an iswa cache, stores coefficients
-    static bool coded(llama_memory_i * memory);
+    static bool coded(const llama_memory_i * memory);
     static bool coded(const llama_kv_cache & kv);
 
     // The tensors of the four kinds of llama.cpp's inputs that read a K/V cache: of the full-attention half.
@@ -223,21 +190,22 @@ struct llama_subkv {
     class row_reader;
     class graph_input;
     class shift_input;
-    static void state_read_cells(llama_kv_cache & kv, row_reader & body, llama_seq_id seq, llama_state_seq_flags flags,
-                                 llama_kv_cache::slot_info_vec_t *       sinfos_out,
-                                 const llama_kv_cache::slot_info_vec_t * sinfos_in);
-    static void state_read_rest(llama_kv_cache & kv, row_reader & body, llama_seq_id seq,
-                                const std::vector<uint64_t> & moves); // the window, at its end
+    class memory; // decorates llama.cpp's
+    class update;
+    static std::unique_ptr<llama_memory_i> decorate(std::unique_ptr<llama_memory_i> inner, llama_context & ctx);
+    static void write_cells(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq,
+                            llama_state_seq_flags flags);
+    static void remove_cells(llama_kv_cache & kv, llama_seq_id seq); // -1: all
+    static void lose(const caches & all, llama_seq_id seq);          // empties all parts
     using parts = std::vector<llama_memory_i *>;
     static parts beside(const caches & all);
     static parts in_state(const caches & all, llama_state_seq_flags flags);
     // An indexer identifies cells by the places of its keys. is_index: a cache of such keys. same_cells: every key is
-    // in the cell of its token. same_slots: so it is with the slots of the next batch.
+    // in the cell of its token. same_slots: so it is with the slots of a batch.
     static bool      is_index(const llama_kv_cache & kv);
     static ggml_type index_type(const llama_kv_cache & kv, ggml_type type); // from SUBKV_INDEXER, else `type`
     static bool      same_cells(const llama_kv_cache & kv, const llama_kv_cache & index);
-    static bool      same_slots(const llama_kv_cache & kv, const llama_kv_cache::slot_info_vec_t & slots,
-                                const llama_kv_cache::slot_info_vec_t & of_index);
+    static bool      same_slots(const llama_kv_cache_context & rows, const llama_kv_cache_context & index);
 
     struct piece { // positions [first, last) of a sequence
         llama_seq_id seq;
@@ -249,7 +217,7 @@ struct llama_subkv {
     static llama_pos          slid_away(const llama_kv_cache & base, const llama_kv_cache & swa,
                                         const std::vector<piece> & pieces, llama_pos next);
     static graph_input *      inputs(const llm_graph_context & g, const llama_kv_cache_context * mctx);
-    static subkv::CacheHook * hook_of(llama_memory_i * memory);
+    static subkv::CacheHook * hook_of(const llama_memory_i * memory);
     static void               bytes_of(llama_memory_i * memory, size_t & stock, size_t & coded); // adds K/V bytes
     static bool               rows(llama_context & ctx, int32_t il, const subkv::rows_fn & use); // llama_subkv_rows
 };

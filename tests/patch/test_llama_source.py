@@ -78,8 +78,8 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def pin(tmp_path: Path, archive: Path) -> Path:
     folder = tmp_path / "pin"
-    (folder / "patches").mkdir(parents=True)
-    (folder / "patches" / "llama.cpp.patch").write_bytes(PATCH)
+    (folder / "patches" / "cache").mkdir(parents=True)
+    (folder / "patches" / "cache" / "llama.cpp.patch").write_bytes(PATCH)
     (folder / "VERSION").write_text(
         f"package llama-cpp-python\nversion 9\nsha256 {s.file_hash(archive)}\ncommit abc\n"
         f"tree {s.tree_hash(FILES)}\nprograms {s.tree_hash(FILES | PROGRAMS)}\n",
@@ -128,7 +128,7 @@ def test_files_of_programs_follow_the_option(
     prepare: Prepare, pin: Path, source: Path, tmp_path: Path, from_dir: bool
 ) -> None:
     """A plain build has none of the programs' files and patches, even after a build with programs."""
-    (pin / "patches" / "common.cpp.patch").write_bytes(COMMON_PATCH)
+    (pin / "patches" / "cache" / "common.cpp.patch").write_bytes(COMMON_PATCH)
     given = source if from_dir else None
     plain = FILES | {"src/llama.cpp": PATCHED}
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_programs_need_their_files_and_a_plain_build_does_not(prepare: Prepare, 
 
 
 def test_programs_of_a_patched_build_copy_are_taken(prepare: Prepare, pin: Path, source: Path) -> None:
-    (pin / "patches" / "common.cpp.patch").write_bytes(COMMON_PATCH)
+    (pin / "patches" / "cache" / "common.cpp.patch").write_bytes(COMMON_PATCH)
     fill(source, COMMON_PATCHED | {"src/llama.cpp": PATCHED})
     tree = prepare(source, programs=True)
     assert s.read_dir(tree, programs=True) == FILES | PROGRAMS | {"src/llama.cpp": PATCHED} | COMMON_PATCHED
@@ -216,7 +216,7 @@ def test_up_to_date_tree_is_not_touched_and_needs_no_archive(prepare: Prepare, a
 def test_changed_patch_rewrites_only_its_file(prepare: Prepare, pin: Path) -> None:
     tree = prepare()
     before = snapshot(tree)
-    (pin / "patches" / "llama.cpp.patch").write_bytes(PATCH.replace(b"TWO", b"2"))
+    (pin / "patches" / "cache" / "llama.cpp.patch").write_bytes(PATCH.replace(b"TWO", b"2"))
     prepare()
     after = snapshot(tree)
     assert after["src/llama.cpp"][0] == b"one\n2\nthree\n"
@@ -225,14 +225,14 @@ def test_changed_patch_rewrites_only_its_file(prepare: Prepare, pin: Path) -> No
 
 def test_removed_patch_restores_the_file(prepare: Prepare, pin: Path) -> None:
     prepare()
-    (pin / "patches" / "llama.cpp.patch").unlink()
+    (pin / "patches" / "cache" / "llama.cpp.patch").unlink()
     assert s.read_dir(prepare()) == FILES
 
 
 def test_edited_build_copy_is_refused_and_kept(prepare: Prepare, pin: Path) -> None:
     tree = prepare()
     (tree / "src/other.cpp").write_bytes(b"int edited;\n")
-    (pin / "patches" / "llama.cpp.patch").write_bytes(PATCH.replace(b"TWO", b"2"))
+    (pin / "patches" / "cache" / "llama.cpp.patch").write_bytes(PATCH.replace(b"TWO", b"2"))
     with pytest.raises(s.SourceError, match="found edited files"):
         prepare()
     assert (tree / "src/other.cpp").read_bytes() == b"int edited;\n"
@@ -265,23 +265,23 @@ def test_interrupted_write_is_repaired(prepare: Prepare, monkeypatch: pytest.Mon
 
 
 def test_patch_that_does_not_fit_writes_nothing(prepare: Prepare, pin: Path, tmp_path: Path) -> None:
-    (pin / "patches" / "llama.cpp.patch").write_bytes(PATCH.replace(b"-two", b"-zwei"))
+    (pin / "patches" / "cache" / "llama.cpp.patch").write_bytes(PATCH.replace(b"-two", b"-zwei"))
     with pytest.raises(s.DiffError, match=r"src/llama.cpp line 2: expected 'zwei\\n', found 'two\\n'"):
         prepare()
     assert not (tmp_path / "tree").exists()
 
 
 def test_two_patches_of_one_file_are_refused(prepare: Prepare, pin: Path) -> None:
-    (pin / "patches" / "z.patch").write_bytes(PATCH)
+    (pin / "patches" / "cache" / "z.patch").write_bytes(PATCH)
     with pytest.raises(s.SourceError, match="one patch per upstream file"):
         prepare()
 
 
 def test_digest_depends_on_pin_and_patches(pin: Path) -> None:
     digests = [s.digest(pin)]
-    (pin / "patches" / "llama.cpp.patch").write_bytes(PATCH.replace(b"TWO", b"2"))
+    (pin / "patches" / "cache" / "llama.cpp.patch").write_bytes(PATCH.replace(b"TWO", b"2"))
     digests.append(s.digest(pin))
-    (pin / "patches" / "llama.cpp.patch").rename(pin / "patches" / "b.patch")
+    (pin / "patches" / "cache" / "llama.cpp.patch").rename(pin / "patches" / "cache" / "b.patch")
     digests.append(s.digest(pin))
     version = (pin / "VERSION").read_text(encoding="utf-8")
     (pin / "VERSION").write_text(version.replace("abc", "abd"), encoding="utf-8")

@@ -34,15 +34,37 @@ def test_readme_lists_exactly_the_hunks(pin: Path) -> None:
     table = [line for line in lines if line.startswith("| ") and not line.startswith("| patch |")]
     assert len(table) == len(rows), "a row of the table is not `patch` | line | what | why | upstream"
     listed = [(name, int(line)) for name, line, *_ in rows]
-    found = [(d.name, h.old_start) for d in s.read_patches(pin) for h in d.hunks]
+    found = [(d.name, h.line) for d in s.read_patches(pin) for h in d.hunks]
     assert listed == found
     assert all(text.strip() for row in rows for text in row)
+
+
+def test_readme_counts_hunks_and_files(pin: Path) -> None:
+    text = (pin / "README.md").read_text(encoding="utf-8")
+    for queue in s.QUEUES:
+        diffs = s.read_patches(pin, [queue])
+        row = re.search(rf"^\| `patches/{queue}/` \| (\d+) \| (\d+) \|", text, re.MULTILINE)
+        assert row is not None
+        assert (int(row[1]), int(row[2])) == (sum(len(d.hunks) for d in diffs), len(diffs)), queue
+
+
+@pytest.mark.parametrize("queues", [["cache"], ["cache", "gpu"], ["upstream"]])
+def test_queues_apply_alone(pin: Path, pristine: s.Tree, queues: list[str]) -> None:
+    diffs = s.read_patches(pin, queues)
+    assert s.patched(s.patched(pristine, diffs), diffs, reverse=True) == pristine
+
+
+def test_memories_are_decorated_not_patched(pin: Path) -> None:
+    """All operations on the parts of a memory pass through runtime/native/llama-subkv-memory.cpp."""
+    changed = {Path(d.path).name for d in s.read_patches(pin)}
+    memories = {name for name in changed if name.startswith(("llama-memory", "llama-kv-cache"))}
+    assert memories == {"llama-kv-cache.cpp", "llama-kv-cache.h"}
 
 
 def test_a_backend_gets_few_lines(pin: Path) -> None:
     """runtime/native has the GPU code; the patched backend only calls it."""
     for name in ("ggml-cuda.cu.patch", "ggml-vulkan.cpp.patch"):
-        patch = (pin / "patches" / name).read_text(encoding="utf-8").splitlines()
+        patch = (pin / "patches" / "gpu" / name).read_text(encoding="utf-8").splitlines()
         assert sum(line.startswith("+") and not line.startswith("+++") for line in patch) <= 90, name
 
 
