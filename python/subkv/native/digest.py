@@ -20,12 +20,12 @@ _STRING = 8
 
 def fingerprint(values: Mapping[str, Value]) -> str:
     """FORMAT.md §5, of all keys of a layout, whose `subkv.layout` is canonical."""
-    names = ["arch", "block_count", "n_sink", "n_recent", "recent_bits", "layout"]
-    fields = {name: values.get(f"subkv.{name}", ("u32", 16))[1] for name in names}
-    if fields["recent_bits"] == 16:
-        del fields["recent_bits"]
-    lines = [f"subkv {CODES_VERSION}", *map(str, fields.values()), ""]
-    digest = hashlib.sha256("\n".join(lines).encode())
+    fields = [values[f"subkv.{name}"][1] for name in ("arch", "block_count", "n_sink", "n_recent")]
+    recent_bits = values.get("subkv.recent_bits", ("u32", 16))[1]
+    if recent_bits != 16:
+        fields.append(recent_bits)
+    lines = [f"subkv {CODES_VERSION}", *fields, values["subkv.layout"][1], ""]
+    digest = hashlib.sha256("\n".join(map(str, lines)).encode())
     bases = {int(match[1]): str(value) for key, (_, value) in values.items() if (match := _BASIS.fullmatch(key))}
     for _, text in sorted(bases.items()):
         digest.update(base64.b64decode(text))
