@@ -22,6 +22,7 @@ from refused import REASONS, unreadable
 import subkv
 from converter.cli import main as convert
 from runtime import cli
+from runtime.launch import variables
 from subkv.base.errors import CacheError
 from subkv.engine import sidecars
 from subkv.engine.cache import CacheOptions, choose_cache, parse_cache
@@ -299,7 +300,13 @@ def test_store_that_cannot_be_written(
     choice = choose_cache(model, CacheOptions("subkv"))
     assert choice.layout is not None
     assert not choice.layout.is_relative_to(cache_home)
-    assert ", not stored (cannot " in choice.note
+    assert choice.unstored.startswith("cannot ") and choice.unstored.endswith(
+        {"file": "Not a directory", "read-only": "Permission denied", "full": "No space left on device"}[obstacle]
+    )
+    assert f", not stored ({choice.unstored})" in choice.note
+    with pytest.raises(subkv.SubkvError, match=f"^XDG_CACHE_HOME: cannot store the bases of {model}: ") as refused:
+        variables.prepare(model)
+    assert refused.value.reason.endswith(choice.unstored)
     with subkv.Llama(model, kv_cache="subkv", n_ctx=256, verbose=False) as llm:
         llm.eval([1, 2, 3])
         assert llm.kv_stats().type_k == "subkv"
