@@ -338,6 +338,7 @@ def constant(name: str) -> float:
 
 
 SHAPES = {  # `--help` lists what each lacks
+    "smollm2-135m": Shape("llama", 30, 9, 3, 64, 576, 1536, 49152, True, 1e5, 131072),
     "llama-3.2-1b": Shape("llama", 16, 32, 8, 64, 2048, 8192, 128256, True, 5e5, 131072),
     "qwen3-0.6b": Shape("qwen3", 28, 16, 8, 128, 1024, 3072, 151936, True, 1e6, 40960),
     "llama-3.1-8b": Shape("llama", 4, 32, 8, 128, 4096, 14336, 32000, False, 5e5, 131072),

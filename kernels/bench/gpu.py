@@ -48,7 +48,13 @@ def run_tests(file: str, ref: Path, only: str = "") -> Step:
     """Run pytest in a separate process, so that a crash does not stop other steps. ref: libref.so."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfs", "-p", "no:cacheprovider", f"tests/kernels/{file}"]
     command += ["--confcutdir=tests/kernels", *(["-k", only] if only else [])]  # without the fixtures of other tests
-    env = os.environ | {"SUBKV_TEST_LIB": str(ref)} | ({} if gpu() else {"TRITON_INTERPRET": "1"})
+    paths = [
+        str(ROOT / "tests"),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]  # not the conftest there, which adds it
+    env = os.environ | {"SUBKV_TEST_LIB": str(ref), "PYTHONPATH": os.pathsep.join(paths)}
+    env |= {} if gpu() else {"TRITON_INTERPRET": "1"}
+    env.setdefault("SUBKV_CACHE", str(ref.parent / "cache"))
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     return (lines or [done.stderr])[-1].strip("= "), {
