@@ -224,6 +224,7 @@ NOT_RUN = {
         "python -m research.tasks --lm-eval FOLDER",
         "python -m runtime.lm_eval run --model subkv --include_path tasks "
         "--tasks subkv_needles_8_2048,subkv_recall_3_2048 --model_args model=M.gguf,cache=q4_0",
+        "python -m research.cores -o cores.json",
         "python -m research.edits -m MODEL -f TEXT",
         "python -m research.experiments --all -m M.gguf --bases models/smollm2-135m-instruct.calib.safetensors "
         "-f wikitext2.test.txt -f sherlock.txt -f argparse.py -o report",
