@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from subkv.base.command import group
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, system_reason
 from subkv.base.threads import default_threads
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def read_text(path: Path) -> Text:
     except FileNotFoundError as error:
         raise SubkvError("files", f"expected a text file, found no file at {path}") from error
     except OSError as error:
-        raise SubkvError("files", f"cannot read {path}: {error.strerror}") from error
+        raise SubkvError("files", f"cannot read {path}: {system_reason(error)}") from error
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -13,7 +13,7 @@ from converter.residual import Rows
 from converter.scoring import mean_kld
 from converter.session import Session
 from converter.statistics_stage import spread
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, system_reason
 from subkv.engine.observer import PAUSE, SAMPLE, UBATCH, ObservedLayer
 from subkv.format.arrays import F16, F32
 
@@ -42,7 +42,7 @@ class Spill:
             self._file.flush()
         except OSError as error:
             where = folder or tempfile.gettempdir()
-            raise SubkvError("output", f"cannot write to {where}: {error.strerror or error}") from error
+            raise SubkvError("output", f"cannot write to {where}: {system_reason(error)}") from error
 
     def raw(self) -> bytearray:
         """The bytes, read from the file at every call."""

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from subkv.base.errors import SubkvError, need_packages
+from subkv.base.errors import SubkvError, need_packages, system_reason
 from subkv.base.progress import progress_bar
 from subkv.native import library
 
@@ -54,9 +54,11 @@ def _count_safetensors(path: Path) -> int:
     from safetensors import SafetensorError, safe_open  # not for a --help, which lists OUTTYPES
 
     try:
-        with safe_open(path, framework="numpy") as file:
+        with open(path, "rb"), safe_open(path, framework="numpy") as file:
             return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise SubkvError("model", f"cannot read {path}: {system_reason(error)}") from error
+    except SafetensorError as error:
         raise SubkvError("model", f"{path}: expected a safetensors file, found a damaged one: {error}") from error
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, is_unavailable
 from subkv.base.files import remove
 from subkv.base.interrupts import Interrupt
 from subkv.base.progress import note
@@ -48,7 +48,10 @@ class Checkpoints:
         return sorted(self._name.parent.glob(f"{glob.escape(self._name.name)}.*.part"))
 
     def load(self, total: int) -> tuple[int, Calibration | None]:
-        """How many of `total` batches an earlier run has done, and their sums."""
+        """How many of `total` batches an earlier run has done, and their sums.
+
+        Raises SubkvError if a file cannot be read.
+        """
         self._total = total
         self._interrupt = self._interrupts.enter_context(interrupt())
         for path in reversed(self._files()):
@@ -58,6 +61,8 @@ class Checkpoints:
             try:
                 return done, read_calibration(path)
             except SubkvError as error:
+                if is_unavailable(error):
+                    raise
                 note(f"note: {path} cannot be resumed ({error}); starting over")
         return 0, None
 

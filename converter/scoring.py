@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, system_reason
 from subkv.format.arrays import F32, F64
 
 I32 = npt.NDArray[np.int32]
@@ -163,7 +163,7 @@ class BaseReader:
             size = os.fstat(self.file.fileno()).st_size
             head = self.file.read(20)
         except OSError as error:
-            raise SubkvError("path", f"cannot read {path}: {error.strerror or error}") from error
+            raise SubkvError("path", f"cannot read {path}: {system_reason(error)}") from error
         if head[:8] != MAGIC or len(head) < 20:
             raise SubkvError(
                 "path", f"expected a file written by --kl-divergence-base, found {head[:8]!r} at the start of {path}"

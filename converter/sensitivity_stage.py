@@ -7,6 +7,7 @@ reached its limit, saves its measurements, and a later run resumes from them.
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from converter.sensitivity_measurements import VERSION, Measurements
 from converter.sensitivity_trials import CORRECTING, FULL, REPEATED, Scope, SensitivityTrials, n_trials
 from converter.session import Session
 from converter.source import Source
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, system_reason
 from subkv.base.files import atomic_file
 from subkv.base.interrupts import Interrupt
 from subkv.base.progress import duration, expect, note, progress_bar
@@ -241,12 +242,25 @@ def _write(
 
 @contextlib.contextmanager
 def _opened(checkpoint: Path) -> Iterator[Mapping[str, NDArray[Any]]]:
-    """The arrays that _write() wrote. Raises ValueError if the version differs, numpy's errors if they are damaged."""
-    with np.load(checkpoint, allow_pickle=False) as arrays:
-        version = int(arrays["version"]) if "version" in arrays else "none"
-        if version != VERSION:
-            raise ValueError(f"expected measurements of version {VERSION}, found {version}")
-        yield arrays
+    """The arrays that _write() wrote.
+
+    Raises FileNotFoundError, SubkvError if the file cannot be read, ValueError if its version differs, and numpy's
+    errors if it is damaged.
+    """
+    try:
+        try:
+            data = checkpoint.read_bytes()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise SubkvError("XDG_CACHE_HOME", f"cannot read {checkpoint}: {system_reason(error)}") from error
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            version = int(arrays["version"]) if "version" in arrays else "none"
+            if version != VERSION:
+                raise ValueError(f"expected measurements of version {VERSION}, found {version}")
+            yield arrays
+    except MemoryError as error:
+        raise SubkvError("XDG_CACHE_HOME", f"cannot read {checkpoint}: {system_reason(error)}") from error
 
 
 def _saved(
@@ -264,6 +278,8 @@ def _saved(
         return saved
     except FileNotFoundError:
         return None
+    except SubkvError:
+        raise
     except Exception as error:  # numpy and zipfile raise many kinds of errors about a damaged file
         note(f"note: {checkpoint} cannot be resumed ({error}); measuring again")
         return None
@@ -277,5 +293,7 @@ def outcome(checkpoint: Path) -> tuple[float, str] | None:
             return float(arrays["minutes"]), str(arrays["refused"])
     except FileNotFoundError:
         return None
+    except SubkvError:
+        raise
     except Exception:  # damaged, or of another version; _saved() reports it
         return 0.0, ""

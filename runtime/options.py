@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from subkv.base.command import group, show, stack
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, system_reason
 from subkv.format.window import Window
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def read_utf8(path: Path, key: str) -> str:
     try:
         return path.read_text("utf-8")
     except OSError as error:
-        raise SubkvError(key, f"cannot read {path}: {error.strerror or error}") from error
+        raise SubkvError(key, f"cannot read {path}: {system_reason(error)}") from error
     except UnicodeDecodeError as error:
         reason = f"expected UTF-8 text, found an invalid byte at {error.start} of {path}"
         raise SubkvError(key, reason) from error

@@ -22,7 +22,7 @@ import click
 
 from runtime import options
 from subkv.base.command import command, group
-from subkv.base.errors import SubkvError, concerning
+from subkv.base.errors import SubkvError, concerning, system_reason
 from subkv.base.progress import progress_bar
 from subkv.base.text import printable
 from subkv.base.threads import default_threads
@@ -78,7 +78,7 @@ class Source:
         try:
             text = self.file.read_bytes()
         except OSError as error:
-            raise SubkvError("file", f"cannot read {self.file}: {error.strerror or error}") from error
+            raise SubkvError("file", f"cannot read {self.file}: {system_reason(error)}") from error
         with concerning(files="file"):
             tokens = model.tokenize(text.removesuffix(b"\n"))
         if len(tokens) < 2 * n_ctx:

@@ -15,7 +15,7 @@ import click
 
 from runtime import options
 from subkv.base.command import command
-from subkv.base.errors import SubkvError, concerning
+from subkv.base.errors import SubkvError, concerning, system_reason
 
 NONE = type(None)
 MEMBERS: dict[str, tuple[tuple[type, ...], str]] = {  # of a row that frontier() reads
@@ -37,7 +37,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     try:
         rows = json.loads(path.read_bytes())
     except OSError as error:
-        raise SubkvError("path", f"cannot read {path}: {error.strerror or error}") from error
+        raise SubkvError("path", f"cannot read {path}: {system_reason(error)}") from error
     except (ValueError, RecursionError) as error:
         raise SubkvError("path", f"expected JSON, found text that does not parse in {path} ({error})") from error
     if not isinstance(rows, list):

@@ -214,6 +214,18 @@ def test_flags_exist(page: Path) -> None:
     assert [flag for flag in single if flag not in every | HELP and f'"{flag}"' not in sources] == []
 
 
+def test_the_servers_port() -> None:
+    """Addresses in the pages have the default port of the pinned server."""
+    server = lib_dir() / "llama-server"
+    if not server.is_file():
+        pytest.skip("llama-server: not built (SUBKV_PROGRAMS=ON)")
+    printed = subprocess.run([server, "--help"], capture_output=True, text=True, check=True).stdout
+    default = re.search(r"port to listen \(default: (\d+)\)", printed)
+    assert default
+    text = "".join((REPO / page).read_text("utf-8") for page in ("docs/server.md", "docs/python.md"))
+    assert set(re.findall(r"127\.0\.0\.1:(\d+)", text)) == {default[1]}
+
+
 @functools.cache
 def flags_of(module: str) -> set[str]:
     params = importlib.import_module(module).main.params

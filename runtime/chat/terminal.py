@@ -17,7 +17,7 @@ import click
 from runtime import options
 from runtime.chat.completer import MORE, PROMPT, Completer
 from subkv.base import folders
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, system_reason
 
 
 class Input(Protocol):
@@ -40,7 +40,7 @@ def history_file(name: str) -> Path | None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))
     except OSError as error:
-        options.note(f"XDG_STATE_HOME: the message history is not saved: cannot write {path}: {error.strerror}")
+        options.note(f"XDG_STATE_HOME: the message history is not saved: cannot write {path}: {system_reason(error)}")
         return None
     return path
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, system_reason
 from subkv.base.files import STALE_SECONDS, TEMPORARY
 from subkv.base.locks import exclusive
 
@@ -94,7 +94,7 @@ def clear(files: list[Cached]) -> tuple[list[Cached], list[str]]:
                 except FileNotFoundError:
                     pass
                 except OSError as error:
-                    reasons.append(f"{file.path}: kept: cannot remove it: {error.strerror or error}")
+                    reasons.append(f"{file.path}: kept: cannot remove it: {system_reason(error)}")
                     continue
                 removed.append(file)
     return removed, reasons

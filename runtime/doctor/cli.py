@@ -9,7 +9,7 @@ import click
 
 from runtime import options
 from subkv.base.command import command, show
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, system_reason
 from subkv.base.text import printable
 
 MIB = 1 << 20
@@ -86,7 +86,7 @@ def _clear(yes: bool) -> None:
     try:
         files = cached(folder)
     except OSError as error:
-        raise SubkvError("XDG_CACHE_HOME", f"cannot read {folder}: {error.strerror or error}") from error
+        raise SubkvError("XDG_CACHE_HOME", f"cannot read {folder}: {system_reason(error)}") from error
     if not files:
         show(hide_home(f"nothing to remove in {folder}"))
         return

@@ -14,6 +14,8 @@ import subprocess
 import sys
 from typing import Any
 
+from subkv.base.errors import system_reason
+
 SECONDS = 120  # timeout; a driver may start slowly or hang
 KINDS = ("cpu", "gpu", "integrated gpu", "accelerator", "meta")  # enum ggml_backend_dev_type
 
@@ -33,7 +35,7 @@ def probe() -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"error": f"libraries: expected them to load within {SECONDS} s, found no answer"}
     except OSError as error:
-        return {"error": f"libraries: expected a Python that starts, found {error.strerror or error}"}
+        return {"error": f"libraries: expected a Python that starts, found {system_reason(error)}"}
     with contextlib.suppress(ValueError):
         facts = json.loads(done.stdout.splitlines()[-1] if done.stdout.strip() else "")
         if isinstance(facts, dict) and done.returncode == 0:

@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from runtime.doctor.formats import FORMATS
 from runtime.doctor.probe import probe
 from runtime.launch.arguments import is_llama_cpp_program
 from runtime.launch.variables import READ
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, system_reason
 from subkv.base.folders import cache_folder
 from subkv.base.version import __version__
 from subkv.native.paths import LIB_PATH, SUBKV_LIB_PATH, SUFFIX, lib_dir, own_library_path
@@ -197,6 +198,14 @@ def environment() -> dict[str, str]:
     return variables
 
 
+def _why_unwritable(folder: Path) -> str:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return "Permission denied"  # to this user, whose processes may have further rights
+    except OSError as error:
+        return system_reason(error)
+
+
 def _cache(broken: list[str]) -> dict[str, Any]:
     sizes: dict[str, dict[str, Any]] = {
         kind: {"files": 0, "bytes": 0, "about": about} for kind, (about, _) in KINDS.items()
@@ -210,11 +219,11 @@ def _cache(broken: list[str]) -> dict[str, Any]:
     while not os.path.lexists(existing) and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        broken.append(f"XDG_CACHE_HOME: expected a cache folder that can be written, found {existing}")
+        broken.append(f"XDG_CACHE_HOME: cannot write to {existing}: {_why_unwritable(existing)}")
     try:
         for file in cached(folder):
             sizes[file.kind]["files"] += 1
             sizes[file.kind]["bytes"] += file.size
     except OSError as error:
-        broken.append(f"XDG_CACHE_HOME: cannot read {folder}: {error.strerror or error}")
+        broken.append(f"XDG_CACHE_HOME: cannot read {folder}: {system_reason(error)}")
     return {"folder": str(folder), "kinds": sizes}

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from runtime.launch.arguments import is_llama_cpp_program
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, system_reason
 
 INSTALL = "in a clone of subkv, CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install . installs it"
 ENDING = ".exe" if sys.platform == "win32" else ""
@@ -122,5 +122,4 @@ def execute(path: Path, arguments: Sequence[str], environment: Mapping[str, str]
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         os.execve(path, list(arguments), dict(environment))
     except (OSError, ValueError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
-        raise SubkvError("program", f"cannot run {path}: {reason}") from error
+        raise SubkvError("program", f"cannot run {path}: {system_reason(error)}") from error

@@ -81,7 +81,6 @@ def prepare(model: Path, strict: bool = False) -> ModelCache:
     """
     # numpy and the native libraries: not for a --help
     from subkv.engine.cache import CODED, CacheOptions, choose_cache
-    from subkv.format import store
     from subkv.native.gguf import check_model_file
 
     with concerning(model="model_path"):
@@ -95,9 +94,9 @@ def prepare(model: Path, strict: bool = False) -> ModelCache:
     assert choice.layout is not None  # because of CODED
     if not choice.note:
         return _from_file(choice.layout)
-    if choice.layout != store.sidecar_path(model) and choice.layout.parent != store.folder():
-        reason = f"expected a folder that can store the bases of {model}, found {store.folder()}"
-        raise SubkvError("XDG_CACHE_HOME", reason)
+    if choice.unstored:
+        reason = choice.unstored.removeprefix("XDG_CACHE_HOME: ")
+        raise SubkvError("XDG_CACHE_HOME", f"cannot store the bases of {model}: {reason}")
     return ModelCache(choice.layout, choice.note)
 
 

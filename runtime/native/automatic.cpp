@@ -51,11 +51,10 @@ std::string file_of_bases(const std::string & model) {
     if (layout_present(model.c_str())) {
         return model;
     }
-    std::error_code   error;
     const std::string beside = sidecar_beside(model);
-    const bool        near   = std::filesystem::exists(std::filesystem::u8path(beside), error);
+    const bool        near   = file_exists(beside);
     const std::string store  = sidecar_store();
-    if (!near && (store.empty() || !std::filesystem::exists(std::filesystem::u8path(store), error))) {
+    if (!near && (store.empty() || !file_exists(store))) {
         return "";
     }
     const std::string content = model_content(model);

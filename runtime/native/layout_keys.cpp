@@ -121,7 +121,11 @@ gguf_context_ptr open_gguf(const char * path_or_null) {
     }
     // ggml reports these defects only in its log
     uint8_t head[24] = {};
+    errno            = 0;
     file.read((char *) head, sizeof(head));
+    if (file.bad()) {
+        refuse(path, "a readable GGUF file", std::strerror(errno != 0 ? errno : EIO));
+    }
     if (file.gcount() < 4 || std::memcmp(head, "GGUF", 4) != 0) {
         refuse(path, "a GGUF file", file.gcount() == 0 ? "an empty file" : "other first bytes than 'GGUF'");
     }
@@ -134,7 +138,12 @@ gguf_context_ptr open_gguf(const char * path_or_null) {
         refuse(path, "GGUF version 2.." + std::to_string(GGUF_VERSION), "version " + std::to_string(version));
     }
     gguf_init_params params = { /*no_alloc =*/true, /*ctx =*/nullptr };
+    errno                   = 0;
     gguf_context_ptr ctx(gguf_init_from_file(path.c_str(), params));
+    const int        failed = errno;
+    if (!ctx && (failed == EMFILE || failed == ENFILE || failed == ENOMEM || failed == EIO || failed == EACCES)) {
+        refuse(path, "a readable GGUF file", std::strerror(failed));
+    }
     if (!ctx) {
         refuse(path, "complete and well-formed GGUF metadata", "a truncated or damaged header");
     }

@@ -29,7 +29,7 @@ constexpr int64_t LEAST    = SUBKV_STORE_LEAST_TOKENS;
 // Called after the server has created a context; its slots are empty.
 inline void made(llama_context * ctx) {
     llama_subkv_usage_set(ctx);
-    llama_subkv_store_on();
+    llama_subkv_store_forget();
 }
 
 // The fields in /props.

@@ -249,6 +249,13 @@ bool llama_subkv_store_on(void) {
     return the_store().store != nullptr;
 }
 
+void llama_subkv_store_forget(void) {
+    auto &                      store = the_store();
+    std::lock_guard<std::mutex> lock(store.mutex);
+    store.contents.clear();
+    store.stored.clear();
+}
+
 int64_t llama_subkv_store_removable(const llama_context * ctx) {
     return llama_subkv::n_removable(*ctx);
 }

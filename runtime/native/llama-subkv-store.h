@@ -9,6 +9,8 @@
 
 // Opens the folder of SUBKV_STORE at the first call and logs the result once. false: no folder, or it cannot be used.
 LLAMA_API bool llama_subkv_store_on(void);
+// Forgets what is known of the models and sequences of earlier contexts. A model's file may have changed since then.
+LLAMA_API void llama_subkv_store_forget(void);
 
 // The longest tail of a restored sequence that can be removed without a checkpoint; -1: any.
 LLAMA_API int64_t llama_subkv_store_removable(const llama_context * ctx);

@@ -82,8 +82,11 @@ Tensor describe(const gguf_context * ctx, int64_t i, size_t file) {
 
 void add_sample(Sha256 & digest, std::ifstream & file, const std::string & path, uint64_t offset, uint64_t size) {
     std::array<char, 3 * SAMPLE> bytes;
+    errno = 0;
     if (!file.seekg((std::streamoff) offset) || !file.read(bytes.data(), (std::streamsize) size)) {
-        refuse(path, "a readable GGUF file", "an error at byte " + std::to_string(offset));
+        const std::string at = " at byte " + std::to_string(offset);
+        refuse(path, "a readable GGUF file",
+               file.eof() ? "its end" + at : std::strerror(errno != 0 ? errno : EIO) + at);
     }
     digest.update(bytes.data(), (size_t) size);
 }
@@ -192,12 +195,21 @@ std::string sidecar_store() {
     return (folder / "subkv" / "sidecars").u8string();
 }
 
+bool file_exists(const std::string & path) {
+    std::error_code error;
+    const auto      status = std::filesystem::status(std::filesystem::u8path(path), error);
+    if (!std::filesystem::status_known(status) && error != std::errc::filename_too_long) {
+        refuse(path, "a readable path", error.message());
+    }
+    return std::filesystem::status_known(status) && std::filesystem::exists(status);
+}
+
 std::string stored_sidecar(const std::string & content, const std::string & ending) {
     const std::string store = sidecar_store();
     const std::string tail  = "-" + content.substr(0, DIGITS) + ending;
     std::error_code   error;
     std::string       first;
-    if (store.empty() || !std::filesystem::exists(std::filesystem::u8path(store), error)) {
+    if (store.empty() || !file_exists(store)) {
         return first;
     }
     auto entries = std::filesystem::directory_iterator(std::filesystem::u8path(store), error);

@@ -16,6 +16,9 @@ std::string sidecar_beside(const std::string & model);
 // The user's folder of sidecars, $XDG_CACHE_HOME/subkv/sidecars or ~/.cache/subkv/sidecars; "": no home folder.
 std::string sidecar_store();
 
+// Throws Invalid if the system cannot tell.
+bool file_exists(const std::string & path);
+
 // The first file of the store, by name, that ends with -DIGITS and `ending`; DIGITS are the first 12 of `content`; "":
 // none. Throws Invalid if the store exists but cannot be read.
 std::string stored_sidecar(const std::string & content, const std::string & ending);

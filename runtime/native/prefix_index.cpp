@@ -381,8 +381,8 @@ bool PrefixIndex::make_room(Files & files, uint64_t n, const Cut & spared) {
         }
     };
     // Files of no known prompt: leftovers of killed processes, which go after an hour (a process may still use younger
-    // ones), and prompts of other versions or beyond the index, which go when the folder is full. If there is an unknown
-    // head, leftover pieces may belong to it; while a head cannot be read, nothing of unknown prompts is removed.
+    // ones), and prompts of other versions or beyond the index, which go when the folder is full. If a head is unknown,
+    // leftover pieces may belong to it; while a head cannot be read, nothing of unknown prompts is removed.
     std::vector<std::pair<int64_t, std::string>> others;
     std::vector<std::string>                     stale;
     const bool                                   whole = all_known(files);

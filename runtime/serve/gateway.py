@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.serve.sessions import session
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, system_reason
 
 METHODS = ["GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE"]
 BEARER = re.compile(rb"bearer +", re.IGNORECASE)
@@ -63,7 +63,7 @@ def read_keys(path: Path | None) -> list[str]:
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SubkvError("api_key_file", f"cannot read {path}: {error}") from error
+        raise SubkvError("api_key_file", f"cannot read {path}: {system_reason(error)}") from error
     keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not keys:
         raise SubkvError("api_key_file", f"expected at least one key, found none in {path}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,11 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from calib_synthetic import FakeSession, text_bytes
+from each import each
+from refused import REASONS, unreadable
 
 from converter import resume
 from converter.corpus import Text
 from converter.resume import Checkpoints
 from converter.statistics_stage import plan_batches, plan_chunks, statistics_of
+from subkv.base.errors import SubkvError
 from subkv.format.calibration import Calibration, TextSource, read_calibration
 
 N_CTX = 600  # two batches
@@ -129,3 +133,27 @@ def test_damaged_checkpoints_are_done_again(
     assert len(session.batches) == 10
     same(found, run()[1])
     assert "cannot be resumed" in capsys.readouterr().err
+
+
+@each("reason", REASONS)
+def test_a_checkpoint_that_cannot_be_read_now(
+    reason: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends, and a later one resumes: no progress is lost."""
+    folder, error = tmp_path_factory.mktemp(reason), REASONS[reason]
+    monkeypatch.setattr(resume, "EVERY", 0.0)
+    with Checkpoints(folder / "c") as checkpoints:
+        run(checkpoints)
+    (part,) = folder.iterdir()
+    before = part.read_bytes()
+    sentence = f"calibration: cannot read {part}: {os.strerror(error)}"
+    with (
+        unreadable(part.__eq__, error),
+        pytest.raises(SubkvError, match=f"^{re.escape(sentence)}$"),
+        Checkpoints(folder / "c") as checkpoints,
+    ):
+        run(checkpoints)
+    assert list(folder.iterdir()) == [part] and part.read_bytes() == before
+    with Checkpoints(folder / "c") as checkpoints:
+        session, _ = run(checkpoints)
+    assert len(session.batches) < 4

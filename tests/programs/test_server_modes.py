@@ -153,6 +153,25 @@ def test_bases_that_change_while_it_sleeps(of: str, words: Path, text: str, tmp_
         assert "cache type subkv: no bases for this model" in server.log and ORDINARY not in server.log
 
 
+def test_a_model_that_changes_while_it_sleeps(words: Path, text: str, tmp_path: Path) -> None:
+    """The other model gets none of the stored prompts."""
+    model = tmp_path / "model.gguf"
+    other = stand_ins.with_words(tmp_path / "other.gguf", tiny.build(tmp_path / "tiny.gguf", seed=1))
+    arguments = ["-c", 1024, "-np", 1]
+    with serving(other, *arguments, subkv="off", folder=tmp_path) as server:
+        expected = server.complete(text[:600])
+    shutil.copy(words, model)
+    store = {"SUBKV_STORE": str(tmp_path / "store")}
+    with serving(model, *arguments, "--sleep-idle-seconds", 1, subkv="off", folder=tmp_path, **store) as server:
+        before = server.complete(text[:600])
+        server.wait("sleep", "/props", lambda props: props["is_sleeping"])
+        shutil.copy(other, tmp_path / "new.gguf")
+        (tmp_path / "new.gguf").replace(model)
+        answer = server.complete(text[:600])
+        assert answer["tokens"] == expected["tokens"] != before["tokens"]
+        assert answer["timings"]["cache_n"] == 0
+
+
 def test_a_routers_model_that_cannot_wake(words: Path, text: str, tmp_path: Path) -> None:
     """The router passes the error on, and the model's next request wakes it."""
     folder = tmp_path / "models"

@@ -27,6 +27,14 @@ def test_a_slot_is_chosen(serve: Serve, text: str) -> None:
             server.complete(text, 4)  # longer than a slot
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shares"), [((), True), (("-np", 4), False), (("-np", 4, "--kv-unified"), True)], ids=str
+)
+def test_slots_share_the_context_or_have_parts(serve: Serve, arguments: tuple[Any, ...], shares: bool) -> None:
+    with serve("-c", 2048, *arguments) as server:
+        assert [slot["n_ctx"] for slot in server.request("GET", "/slots")] == [2048 if shares else 512] * 4
+
+
 @pytest.mark.parametrize("unified", ["--kv-unified", "--no-kv-unified"])
 def test_slots_do_not_see_each_other(serve: Serve, text: str, unified: str) -> None:
     prompts = [text[1000 * i : 1000 * i + 300 + 100 * i] for i in range(8)]

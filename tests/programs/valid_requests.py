@@ -106,8 +106,6 @@ OTHERS: dict[str, Value] = {
 # names that are alternatives of another field, and those that only the chat routes may set
 ALIASES = {"max_completion_tokens", "max_tokens", "n", "logprobs", "reasoning_budget_end_tag"}
 REFUSED = {"grammar_triggers", "chat_parser"}
-# With f16, a request for a busy slot gives it another prompt from memory: the running answer is lost or never ends.
-TOGETHER = frozenset({"id_slot"})
 TEXTS = ((0, 300), (250, 400), (0, 460), (700, 200), (900, 480))
 """First token and length of each text, in a longer one: some share a beginning or a middle."""
 
@@ -140,11 +138,10 @@ def prompt(rng: random.Random, texts: Sequence[list[int]]) -> Any:
     return rng.choice([whole + other, [whole[:9], other[:30]], [], whole[:1], whole])
 
 
-def completion(rng: random.Random, texts: Sequence[list[int]], without: frozenset[str] = frozenset()) -> Request:
+def completion(rng: random.Random, texts: Sequence[list[int]]) -> Request:
     body: dict[str, Any] = {"prompt": prompt(rng, texts), "n_predict": rng.choice([1, 4, 16, 200])}
     for fields, n in ((CELLS, 4), (OTHERS, 3)):
-        names = [name for name in sorted(fields) if name not in without]
-        body |= {name: fields[name](rng) for name in rng.sample(names, rng.randint(0, n))}
+        body |= {name: fields[name](rng) for name in rng.sample(sorted(fields), rng.randint(0, n))}
     if rng.randrange(3) == 0:
         body["temperature"] = 0
     leaves = bool(body.get("stream")) and rng.randrange(3) == 0
@@ -157,4 +154,4 @@ def requests(rng: random.Random, texts: Sequence[list[int]]) -> list[Request]:
         slot, action = rng.choice([0, 1, 5]), rng.choice(["save", "save", "restore", "restore", "erase"])
         return [Request(f"/slots/{slot}?action={action}", {"filename": rng.choice(["a.bin", "b.bin", "none.bin"])})]
     n = rng.choice([1, 1, 2, 3])
-    return [completion(rng, texts, TOGETHER if n > 1 else frozenset()) for _ in range(n)]
+    return [completion(rng, texts) for _ in range(n)]

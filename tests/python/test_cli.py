@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 from each import each
 from gguf import GGUFWriter
+from refused import REASONS, unreadable
 
 from runtime import cli, demo, options
 from subkv.base.errors import SubkvError
@@ -201,6 +203,11 @@ def test_demo_is_converted_once(
     assert [path.name for path in first.parent.iterdir()] == [first.name]
     before = first.stat().st_mtime_ns
     assert demo.converted() == first
+    assert first.stat().st_mtime_ns == before
+    for error in REASONS.values():
+        sentence = f"XDG_CACHE_HOME: cannot read {first}: {os.strerror(error)}"
+        with unreadable(lambda path: path == first, error), pytest.raises(SubkvError, match=sentence):
+            demo.converted()
     assert first.stat().st_mtime_ns == before
     first.write_bytes(first.read_bytes()[:-100])  # damaged: made again
     assert check_model_file(demo.converted()) == first

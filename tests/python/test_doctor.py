@@ -134,7 +134,7 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     _, broken = report.report()
-    assert broken == [f"XDG_CACHE_HOME: expected a cache folder that can be written, found {tmp_path / 'file'}"]
+    assert broken == [f"XDG_CACHE_HOME: cannot write to {tmp_path / 'file'}: Not a directory"]
 
 
 def test_nothing_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from each import each
 from preparing import left, run
+from refused import REASONS, unreadable
 
 from converter import builtin, sensitivity_correction, sensitivity_trials
 from converter.cli import main as convert
@@ -185,6 +187,23 @@ def test_damaged_sensitivities_are_measured_again(error: Any, model: Path, monke
     assert result.exit_code == 0, result.output
     why = "" if isinstance(error, bytes) else "(damaged)"
     assert f"cannot be resumed {why}" in result.stderr and "predicted KLD" in result.stdout
+
+
+@each("kind", ["calib.safetensors", "sensing.npz"])
+@each("reason", REASONS)
+def test_work_that_cannot_be_read_now(kind: str, reason: str, model: Path) -> None:
+    """The run ends with the system's reason, and nothing is measured again or replaced."""
+    assert CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "1e-9"]).exit_code == 0
+    before = {path: path.read_bytes() for path in store.folder().iterdir()}
+    error = REASONS[reason]
+    with unreadable(lambda path: path.name.endswith(kind), error):
+        result = CliRunner().invoke(convert, [str(model), *SENSED])
+    assert result.exit_code == 1
+    (path,) = (path for path in before if path.name.endswith(kind))
+    assert f"cannot read {path}: {os.strerror(error)}" in result.stderr
+    assert "again" not in result.stderr
+    after = {path: path.read_bytes() for path in store.folder().iterdir()}
+    assert {path: data for path, data in before.items() if path.suffix != ".lock"}.items() <= after.items()
 
 
 def test_minutes_are_a_budget(tiny_model: Models, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 from opening import prompt
+from refused import REASONS, unreadable
 
 from subkv import PromptCache
 from subkv.base.container import Container, ContainerError, load, read, read_head, read_whole
@@ -236,16 +237,53 @@ def test_damaged_entries_that_stay_are_not_used(
     assert messages[-1] == ["cannot", "write:", "Operation"]
 
 
-def test_a_state_that_the_engine_refuses_is_dropped(cached: Callable[..., Llama], tmp_path: Path) -> None:
-    """Whole and with a good checksum, as another build may have written it."""
+def test_a_state_that_the_context_rejects_is_skipped(cached: Callable[..., Llama], tmp_path: Path) -> None:
+    """With a right checksum: it is evaluated again, and its file stays until it is replaced."""
     text, _ = answer(cached(), DOCUMENT)
     folder = Folder(tmp_path / "cache")
     for path in own_files(tmp_path / "cache"):
         entry = named(path)
         folder.write(Entry(entry.identity, entry.tokens, entry.state[: len(entry.state) // 2]))
-    with pytest.warns(UserWarning, match="skipped the damaged entry"):
-        again, n_evaluated = answer(cached(), DOCUMENT)
+    names = {path.name for path in own_files(folder.path)}
+    llm = cached()
+    with pytest.warns(UserWarning, match="the context rejects the entry"):
+        for tokens in (DOCUMENT[:-1], DOCUMENT):
+            with pytest.raises(KeyError):
+                _ = llm.cache[tokens]
+    assert {path.name for path in own_files(folder.path)} == names
+    again, n_evaluated = answer(llm, DOCUMENT)
     assert (again, n_evaluated) == (text, len(DOCUMENT))
+    assert answer(cached(), DOCUMENT) == (text, 1)
+
+
+@each("reason", REASONS)
+def test_entries_that_cannot_be_read_now(reason: str, cached: Callable[..., Llama], tmp_path: Path) -> None:
+    """Nothing is removed, another entry is used, and later all are."""
+    answer(cached(), DOCUMENT[:300])  # its entry has the answer, too, so that the longer one does not replace it
+    text, _ = answer(cached(), DOCUMENT)
+    files = own_files(tmp_path / "cache")
+    (n_shorter, _), (_, longest) = sorted((len(named(path).tokens), path) for path in files)
+    llm = cached()
+    assert DOCUMENT in llm.cache  # it knows the heads
+    llm.cache._warned.clear()
+    with unreadable(lambda path: path == longest, REASONS[reason]), pytest.warns(UserWarning, match="cannot read: "):
+        assert llm.cache[DOCUMENT].n_tokens == n_shorter
+    with unreadable(lambda path: path in files, REASONS[reason]):
+        assert DOCUMENT not in cached().cache
+    assert own_files(tmp_path / "cache") == files
+    assert answer(cached(), DOCUMENT) == (text, 1)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of folders")
+@each("mode", [0o777, 0o775, 0o770, 0o702])
+def test_a_folder_that_others_can_write_to(mode: int, tmp_path: Path) -> None:
+    folder = tmp_path / f"{mode:o}"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(CacheError, match=f"only its owner can write to, found mode {mode:04o} .chmod go-w.: {folder}"):
+        PromptCache(folder)
+    folder.chmod(0o755)
+    PromptCache(folder)
 
 
 def test_an_entry_under_another_name_is_not_used(cached: Callable[..., Llama], tmp_path: Path) -> None:

@@ -259,7 +259,8 @@ def test_a_cache_folder_that_cannot_be_written(shows: Path, model: Path, tmp_pat
     blocked = tmp_path / "file"
     blocked.write_text("")
     log = refused(shows, "-m", model, XDG_CACHE_HOME=str(blocked))
-    assert log.startswith(f"XDG_CACHE_HOME: expected a folder that can store the bases of {model}, found {blocked}")
+    reason = f"cannot create {blocked}/subkv/sidecars: Not a directory"
+    assert log.startswith(f"XDG_CACHE_HOME: cannot store the bases of {model}: {reason}")
 
 
 def test_a_program_without_a_model(shows: Path) -> None:

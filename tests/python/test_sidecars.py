@@ -17,10 +17,12 @@ from click.testing import CliRunner
 from each import each
 from format import writer
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
+from refused import REASONS, unreadable
 
 import subkv
 from converter.cli import main as convert
 from runtime import cli
+from runtime.launch import variables
 from subkv.base.errors import CacheError
 from subkv.engine import sidecars
 from subkv.engine.cache import CacheOptions, choose_cache, parse_cache
@@ -238,6 +240,36 @@ def test_bases_of_weights(model: Path, of_weights: list[Path], cache_home: Path)
     assert len(of_weights) == 2
 
 
+@each("reason", REASONS)
+def test_stored_bases_that_cannot_be_read_now(reason: str, model: Path, of_weights: list[Path]) -> None:
+    """Bases of the weights are derived for this process only, and the file stays."""
+    path = choose_cache(model, CacheOptions("subkv")).layout
+    assert path is not None
+    before, error = path.stat(), REASONS[reason]
+    with unreadable(lambda other: other == path, error):
+        choice = choose_cache(model, CacheOptions("subkv"))
+    assert choice.layout is not None and choice.layout.parent != path.parent
+    assert choice.unstored == f"cannot read {path}: {os.strerror(error)}"
+    assert f", not stored ({choice.unstored})" in choice.note
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert choose_cache(model, CacheOptions("subkv")).layout == path
+
+
+@each("reason", REASONS)
+@each("cache", ["auto", "subkv"])
+def test_calibrated_bases_that_cannot_be_read_now(reason: str, cache: str, model: Path, made: Path) -> None:
+    """An error, not another cache: in the store, and beside the model."""
+    error = REASONS[reason]
+    for place in (lambda: put(made, model), lambda: Path(shutil.copy(made, store.sidecar_path(model)))):
+        path = place()
+        with (
+            unreadable(path.__eq__, error),
+            pytest.raises(CacheError, match=rf"^bases: cannot read {path}: {os.strerror(error)}; "),
+        ):
+            choose_cache(model, CacheOptions(cache))
+    store.sidecar_path(model).unlink()
+
+
 def test_calibrated_bases_take_precedence(model: Path, made: Path, of_weights: list[Path]) -> None:
     choose_cache(model, CacheOptions("subkv"))
     stored = put(made, model)
@@ -268,7 +300,13 @@ def test_store_that_cannot_be_written(
     choice = choose_cache(model, CacheOptions("subkv"))
     assert choice.layout is not None
     assert not choice.layout.is_relative_to(cache_home)
-    assert ", not stored (cannot " in choice.note
+    assert choice.unstored.startswith("cannot ") and choice.unstored.endswith(
+        {"file": "Not a directory", "read-only": "Permission denied", "full": "No space left on device"}[obstacle]
+    )
+    assert f", not stored ({choice.unstored})" in choice.note
+    with pytest.raises(subkv.SubkvError, match=f"^XDG_CACHE_HOME: cannot store the bases of {model}: ") as refused:
+        variables.prepare(model)
+    assert refused.value.reason.endswith(choice.unstored)
     with subkv.Llama(model, kv_cache="subkv", n_ctx=256, verbose=False) as llm:
         llm.eval([1, 2, 3])
         assert llm.kv_stats().type_k == "subkv"

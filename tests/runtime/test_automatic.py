@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -374,6 +375,21 @@ def test_files_that_cannot_be_used_make_no_context(
     ):
         (found,) = run(used_by, subkv=str(file))
         assert not found["made"] and why in found["log"][0], (file, found)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links")
+def test_places_that_cannot_be_searched_make_no_context(model: Path, tmp_path: Path) -> None:
+    """The system cannot tell whether there are bases; another cache would be used silently."""
+    for path, variables in (
+        (store.sidecar_path(model), {}),
+        (tmp_path / "cache" / "subkv" / "sidecars", {"XDG_CACHE_HOME": str(tmp_path / "cache")}),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(path)
+        (found,) = run(model, **variables)
+        assert not found["made"]
+        assert f"{path}: expected a readable path, found {os.strerror(errno.ELOOP)}" in found["log"][0]
+        path.unlink()
 
 
 @pytest.mark.parametrize("content", ["", "0" * 64])

@@ -9,8 +9,8 @@ from typing import Any
 
 import engine
 import pytest
+from each import each
 from engine import C, agree, last_error, session, two_states
-from test_variants import exact_layout
 
 BANDS = [(8, 8), (8, 6), (16, 4)]
 WINDOW = (4, 16, 8)
@@ -21,32 +21,33 @@ def layout(make_layout: Callable[..., Any]) -> Any:
     return make_layout(BANDS, BANDS)
 
 
-def test_a_reused_sequence_does_not_keep_its_old_window(model: engine.Model, tokens: list[int], layout: Any) -> None:
-    with session(model, layout, window=WINDOW, n_seq_max=2, unified=True, n_ctx=512) as s:
-        s.decode([t ^ 1 for t in tokens[:60]], 0, 1)
-        assert s.rm(1, -1)
-        s.decode(tokens[:120], 0, 0)
-        s.cp(0, 1, 0, 60)
-        assert s.try_decode(tokens[60:61], 60, 1) != 0
-        assert "sequence 1" in last_error()
+def remove_at_once(s: engine.Session) -> None:
+    assert s.rm(1, -1)
 
 
-def test_sliding_window_models_refuse_as_a_whole(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    model = engine.Model(tiny_model("gemma2"))
-    tokens = [10 + i * 7 % (model.n_vocab - 20) for i in range(140)]
-    layout = exact_layout(model, "gemma2", tmp_path / "layout.gguf")
-    with session(model, layout, window=WINDOW, n_seq_max=2, unified=True, n_ctx=512) as s:
-        expected = s.decode(tokens[:121], 0, 0)[-1:]
-        assert s.rm(0, -1)
-        s.decode(tokens[:120], 0, 0)
-        assert not s.rm(0, 60)
-        assert C.llama_memory_seq_pos_max(s.memory, 0) == 119
-        C.llama_memory_seq_add(s.memory, 0, 10, -1, -5)
-        assert C.llama_memory_seq_pos_max(s.memory, 0) == 119
-        assert engine.distance(expected, s.decode(tokens[120:121], 120, 0)) < 0.02
-        s.cp(0, 1, 0, 60)
-        assert s.try_decode(tokens[60:61], 60, 1) != 0
-    model.free()
+def remove_in_two_parts(s: engine.Session) -> None:
+    assert s.rm(1, 20, 50) and s.rm(1, 0)
+
+
+def keep_the_other(s: engine.Session) -> None:
+    C.llama_memory_seq_keep(s.memory, 0)
+
+
+@each("remove", [remove_at_once, remove_in_two_parts, keep_the_other])
+def test_a_reused_sequence_does_not_keep_its_old_window(
+    model: engine.Model, tokens: list[int], layout: Any, remove: Callable[[engine.Session], None]
+) -> None:
+    """Its old text had exact rows of the same positions as the text that is copied to it."""
+    found = []
+    for had_another_text in (False, True):
+        with session(model, layout, window=WINDOW, n_seq_max=2, unified=True, n_ctx=512) as s:
+            if had_another_text:
+                s.decode([t ^ 1 for t in tokens[:60]], 0, 1)
+                remove(s)
+            s.decode(tokens[:120], 0, 0)
+            s.cp(0, 1, 0, 60)
+            found.append(s.decode(tokens[60:80], 60, 1, pieces=[1] * 20))
+    assert agree(*found)
 
 
 def test_sequences_that_do_not_exist(model: engine.Model, tokens: list[int], layout: Any) -> None:

@@ -25,7 +25,7 @@ class Gemma:
     def __init__(self, path: Path, layout: Path) -> None:
         self.model = engine.Model(path)
         self.layout = exact_layout(self.model, "gemma2", layout)
-        self.tokens = [10 + i * 7 % (self.model.n_vocab - 20) for i in range(200)]
+        self.tokens = [10 + i * 7 % (self.model.n_vocab - 20) for i in range(440)]
 
     def session(self, **options: Any) -> Any:
         return session(self.model, self.layout, window=WINDOW, **options)
@@ -76,6 +76,41 @@ def test_a_part_is_not_copied_if_its_window_is_lost(gemma: Gemma) -> None:
                 assert not last_error()
             found = s.decode(tokens[15 + lost : 20], 15 + lost, 2)
             assert distance(expected[15 + lost :], found) < 0.02
+
+
+@each("n, p0, p1", [(120, 0, 60), (120, 40, 60), (120, 60, 118), (120, 60, -1), (400, 0, 60), (400, 390, 395)])
+def test_any_part_is_removed_while_its_window_is_held(gemma: Gemma, n: int, p0: int, p1: int) -> None:
+    """The codes are exact: the same logits as with llama.cpp's own cache, which has the same cells."""
+    found = []
+    for layout in (None, gemma.layout):
+        with session(gemma.model, layout, window=WINDOW if layout else (-1, -1, -1), n_ctx=512) as s:
+            s.decode(gemma.tokens[:n])
+            assert s.rm(0, p0, p1)
+            end = C.llama_memory_seq_pos_max(s.memory, 0) + 1
+            assert end == (p0 if p1 < 0 else n)
+            found.append(s.decode(gemma.tokens[end : end + 20], end))
+    assert distance(*found) < 0.02
+
+
+def test_a_refused_edit_changes_neither_half(gemma: Gemma) -> None:
+    """Tokens of another sequence have taken the first cells of the sliding half."""
+    tokens = gemma.tokens
+    with gemma.session() as s:
+        expected = s.decode(tokens[:140], pieces=[60, 60, 20])[120:]
+    with gemma.session(n_seq_max=3, unified=True, n_ctx=512) as s:
+        s.decode(tokens[:120], pieces=[60, 60])
+        add(s, 1, 0, -1, 1)  # as above
+        s.decode(tokens[200:260], 0, 1)
+        before = s.state(0)
+        assert not s.rm(0, 50)
+        assert last_error().startswith("seq_rm: after removing positions from 50 on")
+        s.cp(0, 2, 0, 50)
+        assert last_error().startswith("seq_cp: with positions from 0 on")
+        add(s, 0, 10, -1, -5)
+        assert "two tokens at position" in last_error()
+        assert s.state(0) == before
+        assert C.llama_memory_seq_pos_max(s.memory, 2) == -1
+        assert distance(expected, s.decode(tokens[120:140], 120)) < 0.02
 
 
 def test_two_tokens_at_one_position_of_the_sliding_half_are_refused(gemma: Gemma) -> None:

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from subkv.base.errors import StateError, concerning
+from subkv.base.errors import StateError, concerning, system_reason
 from subkv.base.files import atomic_file, open_regular
 
 Tokens = npt.NDArray[np.int32]
@@ -138,8 +138,8 @@ def read(path: Path, writer: str) -> Container:
     """Read a file. writer: its program, for error messages. Raises StateError about `path`."""
     try:
         return load(path)
-    except OSError as error:
-        raise StateError("path", f"cannot read {path}: {error.strerror or error}") from error
+    except (OSError, MemoryError) as error:
+        raise StateError("path", f"cannot read {path}: {system_reason(error)}") from error
     except ContainerError as error:
         raise StateError(
             "path", f"expected a file written by {writer}, found another format in {path} ({error})"

@@ -51,6 +51,23 @@ def concerning(**roles: str) -> Iterator[None]:
         raise
 
 
+def system_reason(error: BaseException) -> str:
+    """Why the system rejected an operation, without the path, which the sentence names."""
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def is_unavailable(error: BaseException) -> bool:
+    """Whether the system caused an error (access, memory, open files, the disk): the file itself may be sound."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (OSError, MemoryError)) and not isinstance(cause, FileNotFoundError):
+            return True
+        cause = cause.__cause__
+    return False
+
+
 def install(extra: str) -> str:
     """The command that installs the packages of an extra, from the clone (subkv is not on a package index)."""
     return f"pip install '.[{extra}]' in the clone of subkv"

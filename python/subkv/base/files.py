@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, system_reason
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ def check_writable(path: Path) -> None:
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(13, "the existing file is read-only")
     except OSError as error:
-        raise SubkvError("output", f"cannot write {path}: {error.strerror or error}") from error
+        raise SubkvError("output", f"cannot write {path}: {system_reason(error)}") from error
 
 
 def check_new(path: Path, overwrite: bool) -> None:
@@ -66,6 +66,19 @@ def open_regular(path: Path) -> BinaryIO:
         handle.close()
         raise OSError(errno.EINVAL, "expected a regular file, found another kind", os.fspath(path))
     return handle
+
+
+def exists(path: Path) -> bool:
+    """Whether a path exists. Raises OSError if the system cannot tell; os.path.exists is False then."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return False
+    return True
 
 
 def is_regular(path: Path) -> bool:
@@ -143,7 +156,7 @@ def atomic_file(path: Path, kind: type[SubkvError] = SubkvError) -> Iterator[Bin
         with replacing(path) as handle:
             yield handle
     except OSError as error:
-        raise kind("output", f"cannot write {path}: {error.strerror or error}; no file was left behind") from error
+        raise kind("output", f"cannot write {path}: {system_reason(error)}; no file was left behind") from error
 
 
 def _sync_folder(folder: Path) -> None:

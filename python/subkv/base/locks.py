@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, system_reason
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def exclusive(path: Path, action: str) -> Iterator[None]:
     try:
         handle = open(path, "a+")  # noqa: SIM115 (closed below)
     except OSError as error:
-        raise SubkvError("lock", f"cannot write {path}: {error.strerror or error}") from error
+        raise SubkvError("lock", f"cannot write {path}: {system_reason(error)}") from error
     with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

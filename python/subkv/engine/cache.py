@@ -63,7 +63,7 @@ class CacheChoice:
     """A chosen KV cache. type_k, type_v: ggml's numbers; layout: file with the bases, None for an ordinary cache.
 
     adapt: in the syntax of subkv.format.adapt.parse(), or "none"; None for an ordinary cache. note: one line about the
-    source of the bases, "" if the user named it.
+    source of the bases, "" if the user named it. unstored: as in Sidecar.
     """
 
     name_k: str
@@ -74,6 +74,7 @@ class CacheChoice:
     window: Window = Window()
     adapt: str | None = None
     note: str = ""
+    unstored: str = ""
 
     @property
     def coded(self) -> bool:
@@ -165,7 +166,7 @@ def choose_cache(model: Path, requested: CacheOptions = CacheOptions()) -> Cache
     if sidecar is None and kv_cache == CODED:
         sidecar = sidecars.from_weights(model, requested.sidecar)
     if sidecar is not None:
-        return _coded(sidecar.path, requested, sidecar.note)
+        return dataclasses.replace(_coded(sidecar.path, requested, sidecar.note), unstored=sidecar.unstored)
     note = sidecars.no_bases_note(model) if requested.sidecar else ""
     return dataclasses.replace(_stock("f16", "f16", requested), note=note)
 

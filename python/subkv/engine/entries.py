@@ -61,17 +61,17 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._known: dict[str, Head] = {}  # by name; entries never change
-        self._damaged: set[str] = set()  # names to skip: damaged entries that cannot be removed
+        self._skipped: set[str] = set()  # names
 
     def heads(self, identity: bytes) -> dict[str, Head]:
         """Heads of all entries with this identity, by name; only heads of new files are read.
 
-        Removes files with damaged heads.
+        Removes files whose heads have a wrong checksum or format, and skips those that cannot be read now.
         """
         begin = prefix(identity)
         heads: dict[str, Head] = {}
         for name in os.listdir(self.path):
-            if not name.startswith(begin) or not name.endswith(SUFFIX) or name in self._damaged:
+            if not name.startswith(begin) or not name.endswith(SUFFIX) or name in self._skipped:
                 continue
             head = self._known.get(name)
             if head is None and OWN.fullmatch(name):
@@ -89,7 +89,7 @@ class Folder:
                 more, tokens, _ = read_head(handle)
             if more.pop("identity", None) != identity.hex():
                 raise ContainerError("it belongs to another context")
-        except (OSError, OtherVersionError):  # skip a removed or unreadable file; trim() removes other versions
+        except (OSError, MemoryError, OtherVersionError):  # trim() removes other versions
             return None
         except ContainerError:
             self.discard(name)
@@ -104,7 +104,12 @@ class Folder:
         except FileNotFoundError:
             pass
         except OSError:
-            self._damaged.add(name)
+            self._skipped.add(name)
+
+    def skip(self, name: str) -> None:
+        """Do not list an entry until it is written again."""
+        self._unlist(name)
+        self._skipped.add(name)
 
     def read(self, name: str) -> Entry | None:
         """Read and check an entry, and mark it as used now. None if another process removed it.
@@ -148,7 +153,7 @@ class Folder:
             for piece in entry.container().pieces():
                 handle.write(piece)
         self._known = self._known | {name: Head(entry.tokens, entry.more)}
-        self._damaged.discard(name)
+        self._skipped.discard(name)
 
     def _files(self) -> list[tuple[float, int, str]]:
         """(time of the last use, bytes, name) of our files; other files are ignored."""

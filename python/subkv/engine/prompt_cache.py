@@ -15,9 +15,11 @@ A lookup lists the folder, reads the heads of new files (4 bytes per token), and
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import stat
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -27,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from subkv.base.container import ContainerError, Tokens
-from subkv.base.errors import CacheError, StateError
+from subkv.base.errors import CacheError, StateError, system_reason
 from subkv.engine.entries import Entry, Folder
 from subkv.native.binding import llama_cpp
 
@@ -41,18 +43,24 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
 
     folder: created on the first store; other files in it are ignored. capacity_bytes: beyond it, the least recently
     used entries are removed. Several contexts may use one object; each uses only entries of its own model, cache and
-    parameters (subkv.engine.states.identity). If the folder cannot be written, it warns once and generation continues.
-    Damaged entries are removed with a warning.
+    parameters (subkv.engine.states.identity). If the folder cannot be read or written, it warns once and generation
+    continues. Entries with a wrong checksum or format are removed with a warning; no other error removes an entry.
 
-    Raises CacheError if the path is not a folder, without a subkv.Llama, and with logits_all, because the logits of
-    earlier tokens are not stored.
+    Raises CacheError if the path is not a folder or other users may write to it, without a subkv.Llama, and with
+    logits_all, because the logits of earlier tokens are not stored.
     """
 
     def __init__(self, folder: str | os.PathLike[str], capacity_bytes: int = 2 << 30) -> None:
         super().__init__(capacity_bytes)
         path = Path(folder).expanduser()
-        if os.path.exists(path) and not os.path.isdir(path):  # both are False if it cannot be read
-            raise CacheError("prompt_cache", f"expected a folder, found the file {path}")
+        with contextlib.suppress(OSError):  # reported at the first use
+            status = os.stat(path)
+            mode = stat.S_IMODE(status.st_mode)
+            if not stat.S_ISDIR(status.st_mode):
+                raise CacheError("prompt_cache", f"expected a folder, found the file {path}")
+            if os.name == "posix" and mode & (stat.S_IWGRP | stat.S_IWOTH):
+                only = "a folder that only its owner can write to"
+                raise CacheError("prompt_cache", f"expected {only}, found mode {mode:04o} (chmod go-w): {path}")
         self.entries = Folder(path)
         self._llm: Any = None  # the subkv.Llama that uses this object
         self._identity = b""
@@ -95,7 +103,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
             return {name: head.tokens for name, head in self.entries.heads(self._identity).items()}
         except FileNotFoundError:  # nothing is stored yet
             return {}
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             self._warn("read", error)
             return {}
 
@@ -122,8 +130,10 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         llm = self._context()
         tokens = _prompt(key)
         n_own = max(self._usable(llm._input_ids, tokens), llm.restorable(common_prefix(llm._input_ids, tokens)))
+        unreadable: set[str] = set()
         while True:
-            n_stored, name = self._best(tokens, self._heads())
+            heads = {name: stored for name, stored in self._heads().items() if name not in unreadable}
+            n_stored, name = self._best(tokens, heads)
             if n_stored <= n_own:
                 raise KeyError("no entry has more of the prompt than the context")
             try:
@@ -136,14 +146,19 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
                 )
                 llm.load_state(state)
                 return state
-            except (ContainerError, StateError) as error:
+            except ContainerError as error:
                 self.entries.discard(name)
                 warnings.warn(
                     f"prompt cache {self.entries.path}: skipped the damaged entry {name}: {error}", stacklevel=2
                 )
-            except OSError as error:
+            except StateError as error:  # its checksum is right: the context may lack memory
+                self.entries.skip(name)
+                warnings.warn(
+                    f"prompt cache {self.entries.path}: the context rejects the entry {name}: {error}", stacklevel=2
+                )
+            except (OSError, MemoryError) as error:
+                unreadable.add(name)
                 self._warn("read", error)
-                raise KeyError("the entry cannot be read") from error
 
     #
     # store
@@ -166,7 +181,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
                 if self._usable(entry.tokens, stored) == len(stored):  # the new entry replaces it
                     self.entries.remove(other)
             self.entries.trim(self.capacity_bytes)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             self._warn("write", error)
 
     def checkpoints(self, n_cells: int, tokens: Sequence[int]) -> list[int]:
@@ -185,11 +200,11 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
                 positions.append(end)
         return sorted(positions)
 
-    def _warn(self, action: str, error: OSError) -> None:
+    def _warn(self, action: str, error: OSError | MemoryError) -> None:
         if action not in self._warned:
             self._warned.add(action)
             warnings.warn(
-                f"prompt cache {self.entries.path}: cannot {action}: {error.strerror or error}; continuing without it",
+                f"prompt cache {self.entries.path}: cannot {action}: {system_reason(error)}; continuing without it",
                 stacklevel=2,
             )
 

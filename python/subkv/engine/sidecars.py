@@ -6,7 +6,6 @@ the model's content. A sidecar of another model is an error; skipping it would s
 
 from __future__ import annotations
 
-import os
 import shlex
 import tempfile
 import threading
@@ -14,7 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from subkv.base.errors import CacheError, SubkvError, concerning
+from subkv.base.errors import CacheError, SubkvError, concerning, is_unavailable, system_reason
+from subkv.base.files import exists
 from subkv.format import store
 from subkv.format.metadata import VERSION, generator, read
 from subkv.native.gguf import Gguf
@@ -24,10 +24,11 @@ _ENDING = ".weights.gguf"  # of sidecars in the store with bases from the weight
 
 @dataclass(frozen=True)
 class Sidecar:
-    """A sidecar, and one line about it for the user."""
+    """A sidecar. note: one line for the user; unstored: the reason why it is not in the store, if it should be."""
 
     path: Path
     note: str
+    unstored: str = ""
 
 
 def command(model: Path) -> str:
@@ -48,13 +49,13 @@ def no_bases_note(model: Path) -> str:
 def find_calibrated(model: Path) -> Sidecar | None:
     """The sidecar that `convert` has written for a model, if any. Raises CacheError about `bases`, ModelFileError."""
     path = store.sidecar_path(model)
-    is_beside = os.path.exists(path)
+    is_beside = _exists(path)
     if not is_beside and (store.why_unreadable() or not store.folder().is_dir()):
         return None
     entry = _entry(model)
     if not is_beside:
         path = entry.sidecar
-        if not path.exists():
+        if not _exists(path):
             return None
     store.check(path, entry.content)
     n_tokens = read(path)["calibration"]["tokens"]
@@ -68,16 +69,19 @@ def from_weights(model: Path, keep: bool) -> Sidecar:
 
     Raises CacheError about `kv_cache` if they cannot be derived.
     """
-    entry, path, note = _entry(model), None, ""
+    entry, path, unstored = _entry(model), None, ""
     if keep:
-        problem = store.why_unreadable()
-        if problem:
-            note = f", not stored ({problem})"
-        else:
-            path = entry.named(_ENDING)
-    if path is None or not _usable(path, entry.content):
-        path, note = _derive(model, path, entry, note)
-    return Sidecar(path, f"bases: from the weights, {_quality(path)}{note}; -ctk f16 uses none; {_gain(model)}")
+        unstored = store.why_unreadable()
+        path = None if unstored else entry.named(_ENDING)
+    try:
+        usable = path is not None and _usable(path, entry.content)
+    except CacheError as error:  # the file may be sound, and must not be replaced
+        path, usable, unstored = None, False, error.reason
+    if path is None or not usable:
+        path, unstored = _derive(model, path, entry, unstored)
+    note = f", not stored ({unstored})" if unstored else ""
+    line = f"bases: from the weights, {_quality(path)}{note}; -ctk f16 uses none; {_gain(model)}"
+    return Sidecar(path, line, unstored)
 
 
 def _entry(model: Path) -> store.Entry:
@@ -118,9 +122,20 @@ def bits(path: Path) -> str:
     return f"{description['bits_per_element']:.2f} bits per element at {description['bpe_context']} tokens"
 
 
+def _exists(path: Path) -> bool:
+    """Raises CacheError about `bases` if the system cannot tell."""
+    try:
+        return exists(path)
+    except OSError as error:
+        raise CacheError("bases", f"cannot read {path}: {system_reason(error)}") from error
+
+
 def _usable(path: Path, content: str) -> bool:
-    """Whether bases in the store can be used: they exist, and this version has derived them from this model."""
-    if not path.exists():
+    """Whether bases in the store can be used: they exist, and this version has derived them from this model.
+
+    Raises CacheError about `bases` if the file cannot be read.
+    """
+    if not _exists(path):
         return False
     try:
         with Gguf(path, split=False) as file:
@@ -128,7 +143,9 @@ def _usable(path: Path, content: str) -> bool:
                 return False
         store.check(path, content)
         return bool(read(path)["generator"] == generator())
-    except SubkvError:
+    except SubkvError as error:
+        if is_unavailable(error):
+            raise CacheError("bases", error.reason) from error
         return False
 
 
@@ -148,8 +165,8 @@ class _Temporary:
 _temporary = _Temporary()
 
 
-def _derive(model: Path, path: Path | None, entry: store.Entry, note: str) -> tuple[Path, str]:
-    """Derive bases; returns their path, and `note` or the reason why they could not be stored.
+def _derive(model: Path, path: Path | None, entry: store.Entry, unstored: str) -> tuple[Path, str]:
+    """Derive bases; returns their path, and `unstored` or the reason why they could not be stored.
 
     path: in the store; None: temporary.
     """
@@ -165,7 +182,7 @@ def _derive(model: Path, path: Path | None, entry: store.Entry, note: str) -> tu
             except SubkvError as error:
                 if error.key not in ("XDG_CACHE_HOME", "store"):
                     raise
-                note = f", not stored ({error.reason})"
+                unstored = error.reason
         path = _temporary.path(entry)
         if not path.exists():
             datafree.sidecar(model, path)
@@ -174,4 +191,4 @@ def _derive(model: Path, path: Path | None, entry: store.Entry, note: str) -> tu
             raise
         reason = f"there are no bases for {model}, and they cannot be derived from its weights: {error}"
         raise CacheError("kv_cache", f"{reason}; choose f16") from error
-    return path, note
+    return path, unstored

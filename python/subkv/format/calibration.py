@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from subkv.base.errors import SubkvError
+from subkv.base.errors import SubkvError, system_reason
 from subkv.base.files import atomic_file
 from subkv.format import sealed
 from subkv.format.arrays import F16, F32, F64
@@ -200,11 +200,13 @@ def read_calibration(path: Path) -> Calibration:
     if not path.is_file():
         raise SubkvError("calibration", f"expected a calibration file, found no file at {path}")
     try:
-        with safe_open(path, framework="numpy") as handle:
+        with open(path, "rb"), safe_open(path, framework="numpy") as handle:
             metadata = handle.metadata() or {}
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
         blob = path.read_bytes()
-    except (SafetensorError, OSError, TypeError, ValueError) as error:
+    except (OSError, MemoryError) as error:
+        raise SubkvError("calibration", f"cannot read {path}: {system_reason(error)}") from error
+    except (SafetensorError, TypeError, ValueError) as error:
         raise SubkvError("calibration", f"{path} is not a readable safetensors file: {error}") from error
     header = _Header(metadata)
     members = header.members()

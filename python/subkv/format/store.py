@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from subkv.base.errors import CacheError, SubkvError
+from subkv.base.errors import CacheError, SubkvError, is_unavailable, system_reason
 from subkv.base.folders import cache_folder
 from subkv.format.layout import Layout
 from subkv.native.gguf import CONTENT_KEY, Gguf
@@ -42,7 +42,7 @@ def why_unreadable() -> str:
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
-        return f"cannot read {folder()}: {error.strerror or error}"
+        return f"cannot read {folder()}: {system_reason(error)}"
     except SubkvError as error:
         return str(error)
 
@@ -82,7 +82,7 @@ class Entry:
         try:
             folder().mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise SubkvError("XDG_CACHE_HOME", f"cannot create {folder()}: {error.strerror or error}") from error
+            raise SubkvError("XDG_CACHE_HOME", f"cannot create {folder()}: {system_reason(error)}") from error
         problem = why_unreadable()
         if problem:
             raise SubkvError("XDG_CACHE_HOME", problem)
@@ -97,9 +97,11 @@ def check(path: Path, content: str) -> None:
     """Reject a sidecar of another model or version, or a damaged one. Raises CacheError about `bases`."""
     remedy = "convert the model again, or ignore it with --no-sidecar"
     try:
-        with Layout(path), Gguf(path, split=False) as file:
+        with Gguf(path, split=False) as file, Layout(path):
             digest = file.get(CONTENT_KEY)
     except SubkvError as error:
+        if is_unavailable(error):
+            raise CacheError("bases", f"{error.reason}; make it readable, or ignore it with --no-sidecar") from error
         problem = error.reason.split("; convert ")[0]  # without the remedy for other files
         reason = f"expected a sidecar of this version in {path}, found none: {problem}; {remedy}"
         raise CacheError("bases", reason) from error

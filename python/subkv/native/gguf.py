@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from subkv.base.closed import mark_closed
-from subkv.base.errors import ModelFileError, SubkvError
+from subkv.base.errors import ModelFileError, SubkvError, system_reason
 from subkv.base.files import atomic_file
 from subkv.base.progress import progress_bar
 from subkv.native.digest import KEYS_DIGEST, UNKNOWN, Value, keys_digest, stored_key
@@ -318,7 +318,7 @@ def _check_header(path: Path) -> int:
     except FileNotFoundError:
         raise ModelFileError("model", f"expected a GGUF file, found no file {path}") from None
     except OSError as error:
-        raise ModelFileError("model", f"cannot read {path}: {error.strerror or error}") from error
+        raise ModelFileError("model", f"cannot read {path}: {system_reason(error)}") from error
     if head[:4] != b"GGUF":
         hint = " (a safetensors file: bases come from `convert --bases` with it)" if b'{"' in head[8:] else ""
         raise ModelFileError("model", f"expected a GGUF file, found {head[:4]!r} at the start of {path}{hint}")
@@ -428,4 +428,4 @@ def blocks(files: Sequence[Path], name: str, progress: bool) -> Iterator[bytes]:
                         yield block
                         bar.update(len(block))
     except OSError as error:
-        raise SubkvError("model", f"cannot read {path}: {error.strerror}") from error
+        raise SubkvError("model", f"cannot read {path}: {system_reason(error)}") from error

