@@ -271,9 +271,30 @@ def test_patch_that_does_not_fit_writes_nothing(prepare: Prepare, pin: Path, tmp
     assert not (tmp_path / "tree").exists()
 
 
-def test_two_patches_of_one_file_are_refused(prepare: Prepare, pin: Path) -> None:
+def test_two_patches_of_one_file_in_a_queue_are_refused(prepare: Prepare, pin: Path) -> None:
     (pin / "patches" / "cache" / "z.patch").write_bytes(PATCH)
-    with pytest.raises(s.SourceError, match="one patch per upstream file"):
+    with pytest.raises(s.SourceError, match="one patch per upstream file in a queue"):
+        prepare()
+
+
+def test_queues_change_one_file(prepare: Prepare, pin: Path, tmp_path: Path) -> None:
+    """Line numbers are those of the pristine file, in each queue; a queue can be left out; both can be reverted."""
+    (pin / "patches" / "upstream").mkdir()
+    other = pin / "patches" / "upstream" / "llama.cpp.patch"
+    other.write_bytes(PATCH.replace(b"@@ -1,3 +1,3 @@\n one\n-two\n+TWO\n", b"@@ -1,3 +1,4 @@\n one\n+1.5\n two\n"))
+    with pytest.raises(s.DiffError, match=r"hunk 1: expected other lines than those of upstream/llama.cpp.patch, hunk 1"):
+        prepare()
+    other.write_bytes(PATCH.replace(b"@@ -1,3 +1,3 @@\n one\n-two\n+TWO\n three\n", b"@@ -3 +3,2 @@\n three\n+4\n"))
+    tree = prepare()
+    assert (tree / "src/llama.cpp").read_bytes() == b"one\nTWO\nthree\n4\n"
+    assert s.pristine_from_dir(tree, pin) == FILES
+    s.prepare(pin, tmp_path / "without", None, None, queues=s.queues_of(["upstream"]))
+    assert (tmp_path / "without" / "src/llama.cpp").read_bytes() == PATCHED
+
+
+def test_patches_outside_a_queue_are_refused(prepare: Prepare, pin: Path) -> None:
+    (pin / "patches" / "z.patch").write_bytes(PATCH)
+    with pytest.raises(s.SourceError, match=r"z.patch: expected patches in cache, gpu, upstream, found one elsewhere"):
         prepare()
 
 

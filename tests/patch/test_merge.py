@@ -109,7 +109,7 @@ def test_a_conflict_stops_before_anything_is_written(
     assert s.main(command) == 1
     logged = capsys.readouterr().err
     assert "1 that do not" in logged
-    assert "row `llama.cpp.patch` | 1: src/llama.cpp: expected 'two', found 'zwei'" in logged
+    assert "row `cache/llama.cpp.patch` | 1: src/llama.cpp: expected 'two', found 'zwei'" in logged
     assert not (tmp_path / "tree").exists()
     assert s.main(command[:5] + ["--merge"]) == 1
     assert "SUBKV_MERGE: expected -DSUBKV_LLAMA_CPP_SOURCE=DIR" in capsys.readouterr().err

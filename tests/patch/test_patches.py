@@ -31,7 +31,7 @@ def test_public_headers_are_not_patched(pin: Path) -> None:
 def test_readme_lists_exactly_the_hunks(pin: Path) -> None:
     lines = (pin / "README.md").read_text(encoding="utf-8").splitlines()
     rows = [m.groups() for m in map(ROW.match, lines) if m]
-    table = [line for line in lines if line.startswith("| ") and not line.startswith("| patch |")]
+    table = [line for line in lines[lines.index("| patch | line | what | why | upstream |") + 2 :] if line.startswith("|")]
     assert len(table) == len(rows), "a row of the table is not `patch` | line | what | why | upstream"
     listed = [(name, int(line)) for name, line, *_ in rows]
     found = [(d.name, h.line) for d in s.read_patches(pin) for h in d.hunks]
