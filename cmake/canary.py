@@ -1,11 +1,11 @@
 """Tests the patches on other versions of llama.cpp: which hunks merge, and whether the main guarantees hold.
 
-    python cmake/canary.py [--dry] [--no-programs] VERSION|DIR …
+    python cmake/canary.py [--dry] [--no-programs] [--without upstream] VERSION|DIR …
 
 VERSION: a release of llama-cpp-python, whose source pip downloads; DIR: a llama.cpp tree. `--dry` only prints the hunks
 that do not merge. Without it, every version is built (one job per core) and tested: bit identity of an ordinary context
-with that version's stock library, exactness at full rank, splits, and a chat with the demo model. Exits with 1 if
-anything failed.
+with that version's stock library, exactness at full rank, splits, and a chat with the demo model. Patches of architectures
+that a version does not have are left out. Exits with 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ def tail(log: Path, n: int = 12) -> str:
     return "\n".join(f"    {line}" for line in log.read_text("utf-8", "replace").splitlines()[-n:])
 
 
-def trial(build: Path, tree: Path, bindings: Path | None, programs: bool) -> list[str]:
+def trial(build: Path, tree: Path, bindings: Path | None, programs: bool, without: list[str]) -> list[str]:
     """Build and test a tree onto which all hunks merge; returns the names of failed steps."""
     build.mkdir(parents=True, exist_ok=True)
     configure = ["cmake", "-S", str(REPO), "-B", str(build), "-G", "Ninja", "-DSUBKV_MERGE=ON", "-DSUBKV_STOCK=ON"]
     configure += [f"-DSUBKV_LLAMA_CPP_SOURCE={tree}", f"-DSUBKV_PROGRAMS={'ON' if programs else 'OFF'}"]
-    configure += ["-DSUBKV_PAGE=OFF"]
+    configure += ["-DSUBKV_PAGE=OFF", f"-DSUBKV_WITHOUT_PATCHES={';'.join(without)}"]
     paths = [str(folder) for folder in (bindings, REPO / "python", REPO) if folder]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SUBKV_LIB_PATH": str(build / "bin")}
     steps = {"configure": configure, "build": ["ninja", "-C", str(build), f"-j{os.cpu_count() or 1}"]}
@@ -112,7 +112,7 @@ def trial(build: Path, tree: Path, bindings: Path | None, programs: bool) -> lis
     return failed
 
 
-def canary(name: str, pristine: source.Tree, dry: bool, programs: bool, work: Path) -> bool:
+def canary(name: str, pristine: source.Tree, dry: bool, programs: bool, without: list[str], work: Path) -> bool:
     """Merge one version, and unless `dry` build and test it. Returns whether all steps passed."""
     archive = None
     if Path(name).is_dir():
@@ -120,7 +120,12 @@ def canary(name: str, pristine: source.Tree, dry: bool, programs: bool, work: Pa
     else:
         archive = archive_of(name, work)
         theirs = source.read_sdist(archive, programs)
-    diffs = source.applied_patches(PIN, programs)
+    diffs = source.applied_patches(PIN, programs, without)
+    absent = [diff for diff in diffs if diff.path.startswith("src/models/") and diff.path not in theirs]
+    if absent:
+        print(f"{name}: without the architectures of {', '.join(diff.name for diff in absent)}")
+        without = [*without, *(diff.name for diff in absent)]
+        diffs = [diff for diff in diffs if diff not in absent]
     merged, conflicts = merge(pristine, theirs, source.by_file(diffs))
     hunks = sum(len(diff.hunks) for diff in diffs)
     by_file = Counter(Path(conflict.path).name for conflict in conflicts)
@@ -138,7 +143,7 @@ def canary(name: str, pristine: source.Tree, dry: bool, programs: bool, work: Pa
             (tree / path).parent.mkdir(parents=True, exist_ok=True)
             (tree / path).write_bytes(data)
         write_bindings(archive, build / "bindings")
-    return not trial(build, tree, build / "bindings" if archive else None, programs)
+    return not trial(build, tree, build / "bindings" if archive else None, programs, without)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -146,6 +151,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="merge the patches onto other versions of llama.cpp, and test them")
     parser.add_argument("versions", nargs="+", metavar="VERSION|DIR")
     parser.add_argument("--dry", action="store_true", help="print the hunks that do not merge; build nothing")
+    parser.add_argument("--without", action="append", default=[], metavar="QUEUE|PATCH", help="leave these out")
     parser.add_argument("--no-programs", action="store_true", help="without llama.cpp's own programs")
     args = parser.parse_args(argv)
     passed = True
@@ -153,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="subkv-canary-") as work:
             pristine = source.pinned_tree(PIN, Path(work), not args.no_programs)
             for name in args.versions:
-                passed = canary(name, pristine, args.dry, not args.no_programs, Path(work)) and passed
+                passed = canary(name, pristine, args.dry, not args.no_programs, args.without, Path(work)) and passed
     except (source.SourceError, DiffError, OSError, tarfile.TarError) as error:
         print(error, file=sys.stderr)
         return 1

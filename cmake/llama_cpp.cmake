@@ -29,6 +29,9 @@ endif()
 if(NOT SUBKV_UPSTREAM_FIXES)
     list(APPEND args --without upstream)
 endif()
+foreach(patch IN LISTS SUBKV_WITHOUT_PATCHES)
+    list(APPEND args --without ${patch})
+endforeach()
 execute_process(
     COMMAND ${Python3_EXECUTABLE} ${CMAKE_SOURCE_DIR}/cmake/llama_source.py prepare ${args}
     RESULT_VARIABLE result

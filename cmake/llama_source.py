@@ -1,12 +1,12 @@
 """Fetches, verifies, patches and writes the pinned llama.cpp source.
 
     python cmake/llama_source.py prepare --pin runtime/llama.cpp --tree DIR [--stock DIR] [--programs]
-        [--source DIR [--merge]] [--without upstream]
+        [--source DIR [--merge]] [--without QUEUE|PATCH]
     python cmake/llama_source.py tree-hash [--programs] DIR
 
-`--pin` is a folder with VERSION (the pinned release) and patches/QUEUE/ (in each, one unified diff per upstream file).
-`--programs` adds the files of llama.cpp's own programs. `--without QUEUE` leaves one out. With `--merge` the source may be another version (patch_merge.py). Needs
-only the standard library and pip; a merge needs git.
+`--pin` is a folder with VERSION (the pinned release) and patches/QUEUE/, in each of which is one unified diff per
+upstream file. `--without` leaves out a queue or a patch. `--programs` adds the files of llama.cpp's own programs. With `--merge`
+the source may be another version (patch_merge.py). Needs only the standard library and pip; a merge needs git.
 """
 
 from __future__ import annotations
@@ -71,18 +71,24 @@ def read_version(pin: Path) -> dict[str, str]:
     return fields
 
 
-def patch_files(pin: Path, queues: Sequence[str] = QUEUES) -> dict[str, Path]:
-    """The patches of these queues by name, QUEUE/FILE.patch. Raises SourceError about a patch in no queue."""
+def patch_files(pin: Path, without: Sequence[str] = ()) -> dict[str, Path]:
+    """The patches by name, QUEUE/FILE.patch. without: queues and patches to leave out.
+
+    Raises SourceError about a patch in no queue, and a name in `without` that does not exist.
+    """
     files = {path.relative_to(pin / "patches").as_posix(): path for path in sorted((pin / "patches").rglob("*.patch"))}
     for name in files:
         if name.rpartition("/")[0] not in QUEUES:
             raise SourceError(f"{name}: expected patches in {', '.join(QUEUES)}, found one elsewhere")
-    return {name: path for name, path in files.items() if name.partition("/")[0] in queues}
+    for name in without:
+        if name not in files and name not in QUEUES:
+            raise SourceError(f"--without: expected a queue ({', '.join(QUEUES)}) or a patch, found {name!r}")
+    return {name: path for name, path in files.items() if not {name, name.partition("/")[0]} & set(without)}
 
 
-def read_patches(pin: Path, queues: Sequence[str] = QUEUES) -> list[FileDiff]:
-    """The patches of these queues, sorted by name. Raises SourceError if two of a queue change one file."""
-    diffs = [parse(name, path.read_bytes()) for name, path in patch_files(pin, queues).items()]
+def read_patches(pin: Path, without: Sequence[str] = ()) -> list[FileDiff]:
+    """The patches, sorted by name. Raises SourceError if two of a queue change one file."""
+    diffs = [parse(name, path.read_bytes()) for name, path in patch_files(pin, without).items()]
     owner: dict[tuple[str, str], str] = {}
     for diff in diffs:
         key = diff.name.partition("/")[0], diff.path
@@ -102,12 +108,12 @@ def by_file(diffs: Iterable[FileDiff]) -> list[FileDiff]:
     return [combined(parts) for _, parts in sorted(files.items())]
 
 
-def digest(pin: Path, queues: Sequence[str] = QUEUES) -> str:
-    """Hex SHA-256 over the pin and the patches of these queues; identifies a patched tree."""
+def digest(pin: Path, without: Sequence[str] = ()) -> str:
+    """Hex SHA-256 over the pin and its patches; identifies a patched tree."""
     h = hashlib.sha256(b"subkv patch digest 2\n")
     for key, value in read_version(pin).items():
         h.update(f"{key} {value}\n".encode())
-    for name, path in patch_files(pin, queues).items():
+    for name, path in patch_files(pin, without).items():
         h.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return h.hexdigest()
 
@@ -197,12 +203,12 @@ def version_hash(version: dict[str, str], programs: bool) -> str:
     return version["programs" if programs else "tree"]
 
 
-def applied_patches(pin: Path, programs: bool, queues: Sequence[str] = QUEUES) -> list[FileDiff]:
+def applied_patches(pin: Path, programs: bool, without: Sequence[str] = ()) -> list[FileDiff]:
     """The patches of the files that the build uses; without `programs`, not those of the programs."""
-    return [diff for diff in read_patches(pin, queues) if programs or not of_programs(diff.path)]
+    return [diff for diff in read_patches(pin, without) if programs or not of_programs(diff.path)]
 
 
-def pristine_from_dir(root: Path, pin: Path, programs: bool = False, queues: Sequence[str] = QUEUES) -> Tree:
+def pristine_from_dir(root: Path, pin: Path, programs: bool = False, without: Sequence[str] = ()) -> Tree:
     """The pristine files of a folder that is unpatched, or patched with exactly the patches of `pin`.
 
     Raises SourceError for any other content.
@@ -211,7 +217,7 @@ def pristine_from_dir(root: Path, pin: Path, programs: bool = False, queues: Seq
         raise SourceError(f"SUBKV_LLAMA_CPP_SOURCE: expected a llama.cpp folder, found no src/llama.cpp in {root}")
     version = read_version(pin)
     expected = version_hash(version, programs)
-    diffs = applied_patches(pin, programs, queues)
+    diffs = applied_patches(pin, programs, without)
     tree = read_dir(root, programs)
     if tree_hash(tree) == expected:
         return tree
@@ -223,7 +229,7 @@ def pristine_from_dir(root: Path, pin: Path, programs: bool = False, queues: Seq
         pass
     message = (
         f"SUBKV_LLAMA_CPP_SOURCE: expected llama.cpp {version['commit']}, pristine or with the patches of digest"
-        f" {digest(pin, queues)[:12]} (or any version with -DSUBKV_MERGE=ON), found another content in {root}"
+        f" {digest(pin, without)[:12]} (or any version with -DSUBKV_MERGE=ON), found another content in {root}"
         f" (tree {tree_hash(tree)[:12]}, expected {expected[:12]})"
     )
     archive = cache_dir() / archive_name(version)
@@ -399,21 +405,21 @@ def pinned_tree(pin: Path, fallback: Path, programs: bool) -> Tree:
 
 
 def prepare_merged(
-    pin: Path, tree: Path, stock: Path | None, source: Path, programs: bool, queues: Sequence[str] = QUEUES
+    pin: Path, tree: Path, stock: Path | None, source: Path, programs: bool, without: Sequence[str] = ()
 ) -> None:
     """`prepare` for another version of llama.cpp. Raises SourceError that names every hunk that does not merge."""
     if not (source / "src" / "llama.cpp").is_file():
         raise SourceError(f"SUBKV_LLAMA_CPP_SOURCE: expected a llama.cpp folder, found no src/llama.cpp in {source}")
     theirs = read_dir(source, programs)
     other = tree_hash(theirs)
-    diffs = applied_patches(pin, programs, queues)
+    diffs = applied_patches(pin, programs, without)
     merged, conflicts = merge(pinned_tree(pin, tree.parent / "sdist", programs), theirs, by_file(diffs))
     if conflicts:
         raise SourceError(
             f"SUBKV_MERGE: expected every hunk to merge onto {source}, found {len(conflicts)} that do not:\n"
             + "\n".join(f"  {conflict}" for conflict in conflicts)
         )
-    target_digest = f"{digest(pin, queues)} merged onto {other}" + (" programs" if programs else "")
+    target_digest = f"{digest(pin, without)} merged onto {other}" + (" programs" if programs else "")
     if not is_current(tree, target_digest):
         changed = write_tree(tree, merged, target_digest)
         log(f"{len(diffs)} patches merged onto tree {other[:12]}, not the pin: {changed} files written")
@@ -427,13 +433,13 @@ def prepare(
     stock: Path | None,
     source: Path | None,
     programs: bool = False,
-    queues: Sequence[str] = QUEUES,
+    without: Sequence[str] = (),
 ) -> None:
     """Bring `tree` (patched) and `stock` (pristine src and include, optional) up to date."""
     version = read_version(pin)
-    target_digest = digest(pin, queues) + (" programs" if programs else "")
-    diffs = applied_patches(pin, programs, queues)
-    clean = pristine_from_dir(source, pin, programs, queues) if source else None
+    target_digest = digest(pin, without) + (" programs" if programs else "")
+    diffs = applied_patches(pin, programs, without)
+    clean = pristine_from_dir(source, pin, programs, without) if source else None
     stock_digest = "stock " + version["tree"]
     todo = [
         root for root, name in ((tree, target_digest), (stock, stock_digest)) if root and not is_current(root, name)
@@ -450,10 +456,6 @@ def prepare(
         write_tree(stock, {p: data for p, data in clean.items() if p.split("/")[0] in STOCK_DIRS}, stock_digest)
 
 
-def queues_of(without: Sequence[str]) -> list[str]:
-    return [queue for queue in QUEUES if queue not in without]
-
-
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="fetch, verify and patch the pinned llama.cpp source")
@@ -465,7 +467,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--source", type=Path)
     p.add_argument("--merge", action="store_true")
     p.add_argument("--programs", action="store_true")
-    p.add_argument("--without", action="append", choices=["upstream"], default=[], metavar="QUEUE")
+    p.add_argument("--without", action="append", default=[], metavar="QUEUE|PATCH")
     p = commands.add_parser("tree-hash")
     p.add_argument("folder", type=Path)
     p.add_argument("--programs", action="store_true")
@@ -474,9 +476,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == "prepare" and args.merge:
             if args.source is None:
                 raise SourceError("SUBKV_MERGE: expected -DSUBKV_LLAMA_CPP_SOURCE=DIR of another version, found none")
-            prepare_merged(args.pin, args.tree, args.stock, args.source, args.programs, queues_of(args.without))
+            prepare_merged(args.pin, args.tree, args.stock, args.source, args.programs, args.without)
         elif args.command == "prepare":
-            prepare(args.pin, args.tree, args.stock, args.source, args.programs, queues_of(args.without))
+            prepare(args.pin, args.tree, args.stock, args.source, args.programs, args.without)
         else:
             print(tree_hash(read_dir(args.folder, args.programs)))
     except (SourceError, DiffError, OSError, tarfile.TarError) as error:

@@ -120,7 +120,7 @@ def parse(name: str, data: bytes) -> FileDiff:
 
 
 def combined(diffs: Sequence[FileDiff]) -> FileDiff:
-    """The hunks of several patches of one file, without context if there are several. Raises DiffError if they overlap."""
+    """The hunks of all patches of one file; of several, without context. Raises DiffError if they overlap."""
     if len(diffs) == 1:
         return diffs[0]
     hunks: list[Hunk] = []

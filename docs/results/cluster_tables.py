@@ -54,7 +54,7 @@ def _config(lab: Any, flags: tuple[str, ...], replicas: int, cpus: int) -> tuple
         port: int = probe.getsockname()[1]
     absolute = [str(lab.folder / flag) if (lab.folder / flag).is_file() else flag for flag in flags]
     args = {"flags": absolute, "min_replicas": replicas, "max_replicas": replicas, "cpus": cpus}
-    app = {"name": "subkv", "route_prefix": "/", "import_path": "runtime.serve.cluster:build", "args": args}
+    app = {"name": "subkv", "route_prefix": "/", "import_path": "cluster.deployment:build", "args": args}
     config = {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [app]}
     (lab.folder / f"cluster{replicas}.yaml").write_text(json.dumps(config), "utf-8")  # JSON is YAML
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

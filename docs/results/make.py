@@ -159,7 +159,7 @@ class Lab:
         command = [programs.get(words[0], words[0]), *words[1:]]
         environment = {**os.environ, **(env or {})}
         if words[1:2] == ("-m",) and words[2].startswith("research."):  # not installed
-            paths = [str(REPO), *filter(None, [environment.get("PYTHONPATH")])]
+            paths = [str(REPO), str(REPO / "examples"), *filter(None, [environment.get("PYTHONPATH")])]
             environment["PYTHONPATH"] = os.pathsep.join(paths)
         return subprocess.Popen(
             command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err

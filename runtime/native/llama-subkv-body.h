@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -119,8 +120,12 @@ public:
     void read_tensor(ggml_tensor * t, size_t offset, size_t size) override {
         const uint8_t * rows = at.take(size);
         if (const auto * side = coded.of(t)) {
-            kv.subkv_hook->set_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
-                                    (int64_t) (size / t->nb[1]), rows);
+            try {
+                kv.subkv_hook->set_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
+                                        (int64_t) (size / t->nb[1]), rows);
+            } catch (...) { // llama.cpp would zero a range of bytes, which holds parts of other cells of the tiles
+                failure = std::current_exception();
+            }
         } else {
             ggml_backend_tensor_set(t, rows, offset, size);
         }
@@ -128,8 +133,11 @@ public:
 
     size_t n_bytes() override { return at.used(); }
 
-    // Throws if bytes are left.
+    // Throws if bytes are left, or if rows could not be set.
     void end() const {
+        if (failure) {
+            std::rethrow_exception(failure);
+        }
         if (at.left() > 0) {
             throw std::runtime_error("state: its end expected, " + std::to_string(at.left()) + " bytes found");
         }
@@ -140,4 +148,5 @@ private:
     const tiles          coded;
     std::vector<uint8_t> bytes;
     cursor               at;
+    std::exception_ptr   failure;
 };

@@ -1,11 +1,8 @@
 // llama-subkv-memory.cpp: a memory of llama.cpp with coded cells. Part of libllama.
 #include "llama-subkv-cells.h"
 
-#include "llama-kv-cache-dsa-iswa.h"
 #include "llama-kv-cache-dsa.h"
 #include "llama-kv-cache-iswa.h"
-#include "llama-kv-cache-msa.h"
-#include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
 #include "llama-memory-recurrent.h"
@@ -18,6 +15,19 @@
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
+
+#if __has_include("llama-kv-cache-msa.h") // memories that earlier versions do not have (cmake/canary.py)
+#    include "llama-kv-cache-msa.h"
+#    define HAS_MSA
+#endif
+#if __has_include("llama-kv-cache-dsa-iswa.h")
+#    include "llama-kv-cache-dsa-iswa.h"
+#    define HAS_DSA_ISWA
+#endif
+#if __has_include("llama-memory-hybrid-idx.h")
+#    include "llama-memory-hybrid-idx.h"
+#    define HAS_HYBRID_IDX
+#endif
 
 // The memory of a context whose cells have a hook. It holds llama.cpp's memory, checks all parts before a change, and
 // then changes coded cells and llama.cpp's memory together.
@@ -52,9 +62,7 @@ public:
 
 private:
     // A sequence of coded cells; llama.cpp reports one that does not exist.
-    bool is_known(llama_seq_id seq) const {
-        return is_coded && seq >= 0 && (size_t) seq < base.seq_to_stream.size();
-    }
+    bool is_known(llama_seq_id seq) const { return is_coded && seq >= 0 && (size_t) seq < base.seq_to_stream.size(); }
 
     llama_context &                ctx;
     const caches                   parts; // of inner
@@ -72,9 +80,11 @@ llama_subkv::caches llama_subkv::caches_of(const llama_memory_i * memory) {
     if (const auto * decorated = dynamic_cast<const llama_subkv::memory *>(memory)) {
         memory = decorated->inner.get();
     }
+#ifdef HAS_HYBRID_IDX
     if (const auto * indexed = dynamic_cast<const llama_memory_hybrid_idx *>(memory)) {
         return { indexed->get_mem_attn(), nullptr, indexed->get_mem_idx(), indexed->get_mem_recr() };
     }
+#endif
     llama_memory_i * recurrent = nullptr;
     if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid *>(memory)) {
         memory    = hybrid->get_mem_attn();
@@ -89,12 +99,16 @@ llama_subkv::caches llama_subkv::caches_of(const llama_memory_i * memory) {
     if (const auto * dsa = dynamic_cast<const llama_kv_cache_dsa *>(memory)) {
         return { dsa->get_mla(), nullptr, dsa->get_lid(), recurrent };
     }
+#ifdef HAS_DSA_ISWA
     if (const auto * dsa_iswa = dynamic_cast<const llama_kv_cache_dsa_iswa *>(memory)) {
         return { dsa_iswa->get_dsa()->get_mla(), dsa_iswa->get_swa(), dsa_iswa->get_dsa()->get_lid(), recurrent };
     }
+#endif
+#ifdef HAS_MSA
     if (const auto * msa = dynamic_cast<const llama_kv_cache_msa *>(memory)) {
         return { msa->get_base(), nullptr, msa->get_idx(), recurrent };
     }
+#endif
     // a memory is const where its state is written; its owner has it as llama_memory_i *
     return { const_cast<llama_kv_cache *>(dynamic_cast<const llama_kv_cache *>(memory)), nullptr, nullptr, recurrent };
 }
@@ -112,12 +126,16 @@ const llama_kv_cache_context * llama_subkv::base_of(const llama_memory_context_i
     if (auto * dsa = dynamic_cast<const llama_kv_cache_dsa_context *>(mctx)) {
         return dsa->get_mla();
     }
+#ifdef HAS_DSA_ISWA
     if (auto * dsa_iswa = dynamic_cast<const llama_kv_cache_dsa_iswa_context *>(mctx)) {
         return dsa_iswa->get_dsa()->get_mla();
     }
+#endif
+#ifdef HAS_MSA
     if (auto * msa = dynamic_cast<const llama_kv_cache_msa_context *>(mctx)) {
         return msa->get_base();
     }
+#endif
     return static_cast<const llama_kv_cache_context *>(mctx);
 }
 
@@ -125,12 +143,16 @@ const llama_kv_cache_context * llama_subkv::index_of(const llama_memory_context_
     if (auto * dsa = dynamic_cast<const llama_kv_cache_dsa_context *>(mctx)) {
         return dsa->get_lid();
     }
+#ifdef HAS_DSA_ISWA
     if (auto * dsa_iswa = dynamic_cast<const llama_kv_cache_dsa_iswa_context *>(mctx)) {
         return dsa_iswa->get_dsa()->get_lid();
     }
+#endif
+#ifdef HAS_MSA
     if (auto * msa = dynamic_cast<const llama_kv_cache_msa_context *>(mctx)) {
         return msa->get_idx();
     }
+#endif
     return nullptr;
 }
 
@@ -225,7 +247,7 @@ llama_memory_context_ptr llama_subkv::memory::init_batch(llama_batch_allocr & ba
         return batch;
     }
     const auto &rows = *base_of(batch.get()), *index = index_of(batch.get());
-    const bool  can  = ready(base, rows.ubatches) && (!index || same_slots(rows, *index));
+    const bool  can = ready(base, rows.ubatches) && (!index || same_slots(rows, *index));
     return can ? std::move(batch) : std::move(failed);
 }
 
@@ -343,7 +365,8 @@ void llama_subkv::memory::seq_div(llama_seq_id seq, llama_pos p0, llama_pos p1, 
 std::map<ggml_backend_buffer_type_t, size_t> llama_subkv::memory::memory_breakdown() const {
     auto bytes = inner->memory_breakdown();
     for (const auto * kv : parts.all()) {
-        for (const auto & [buft, size] : kv && kv->subkv_hook ? kv->subkv_hook->facts().bytes_beside : decltype(bytes)()) {
+        for (const auto & [buft, size] :
+             kv && kv->subkv_hook ? kv->subkv_hook->facts().bytes_beside : decltype(bytes)()) {
             bytes[buft] += size;
         }
     }
@@ -365,10 +388,12 @@ void llama_subkv::memory::state_read(llama_io_read_i & io, llama_seq_id seq, lla
         return;
     }
     settle(ctx);
+#ifdef HAS_HYBRID_IDX
     if (auto * indexed = dynamic_cast<llama_memory_hybrid_idx *>(inner.get())) {
         for (llama_seq_id s = 0; s < (llama_seq_id) base.n_seq_max; ++s) {
             indexed->seq_rm(s, 0, 0); // removes nothing; llama.cpp then computes the pooled keys again
         }
     }
+#endif
     llama_subkv::state_read(*inner, io, seq, flags);
 }

@@ -158,10 +158,10 @@ int32_t llama_subkv_checkpoint_min(const llama_context * ctx, int32_t pos_min, i
 }
 
 void llama_subkv::recurrent_stays(const llama_kv_cache & kv, llama_seq_id seq, llama_pos p0) {
-    kv.subkv_hook->report(format(
-        "seq_rm: removing positions from %d on of sequence %d needs the recurrent state before them, which is "
-        "not kept; remove the whole sequence and decode it again, or restore a state",
-        p0, seq));
+    kv.subkv_hook->report(
+        format("seq_rm: removing positions from %d on of sequence %d needs the recurrent state before them, which is "
+               "not kept; remove the whole sequence and decode it again, or restore a state",
+               p0, seq));
 }
 
 bool llama_subkv::in_step(const llama_kv_cache & kv, const llama_memory_recurrent & recurrent,
@@ -173,10 +173,10 @@ bool llama_subkv::in_step(const llama_kv_cache & kv, const llama_memory_recurren
     for (const llama_seq_id seq : seqs) {
         const llama_pos last = kv.seq_pos_max(seq);
         if (last != recurrent.seq_pos_max(seq)) {
-            return kv.subkv_hook->report(format(
-                "decode: recurrent state of position %d expected in sequence %d, where its cells end, that of "
-                "%d found; remove the whole sequence and decode it again",
-                last, seq, recurrent.seq_pos_max(seq)));
+            return kv.subkv_hook->report(
+                format("decode: recurrent state of position %d expected in sequence %d, where its cells end, that of "
+                       "%d found; remove the whole sequence and decode it again",
+                       last, seq, recurrent.seq_pos_max(seq)));
         }
     }
     return true;

@@ -216,18 +216,3 @@ void llama_subkv::lose(const caches & all, llama_seq_id seq) {
         }
     }
 }
-
-bool llama_subkv::clear_cells(llama_kv_cache & kv, int32_t il, bool value, ggml_tensor * t,
-                              const std::vector<uint32_t> & cells) {
-    const size_t row = row_bytes(kv, (uint32_t) il, value);
-    if (row == 0) {
-        return false;
-    }
-    for (size_t first = 0, last = 0; first < cells.size(); first = last) {
-        for (last = first + 1; last < cells.size() && cells[last] == cells[last - 1] + 1; ++last) {
-        }
-        const std::vector<uint8_t> zeros((last - first) * row);
-        kv.subkv_hook->set_rows(il, value, t, cells[first], (int64_t) (last - first), zeros.data());
-    }
-    return true;
-}

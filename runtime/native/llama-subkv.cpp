@@ -118,7 +118,7 @@ std::unique_ptr<llama_memory_i> llama_subkv::create_memory(llama_context & ctx, 
     check_other(ctx);
     const auto &                    model = ctx.get_model();
     std::unique_ptr<llama_memory_i> memory(model.create_memory(params, ctx.get_cparams()));
-    const bool recurrent = dynamic_cast<const llama_memory_recurrent *>(memory.get()) != nullptr;
+    const bool                      recurrent = dynamic_cast<const llama_memory_recurrent *>(memory.get()) != nullptr;
     if (memory && !recurrent) {
         return decorate(std::move(memory), ctx);
     }

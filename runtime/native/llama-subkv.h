@@ -74,7 +74,8 @@ struct llama_subkv {
     static bool seq_add(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift);
     static bool seq_div(llama_kv_cache & kv);
     static bool can_shift(const llama_kv_cache & kv);
-    static bool rotation_pending(const llama_kv_cache & kv); // true: build_shift's graph has not run completely; reports it
+    static bool
+    rotation_pending(const llama_kv_cache & kv); // true: build_shift's graph has not run completely; reports it
     // llama_kv_cache::build_graph_shift; false: not a coded layer
     static bool build_shift(const llama_kv_cache & kv, const llama_cparams & cparams, llm_graph_result & res,
                             ggml_tensor * k_shift, uint32_t il);
@@ -109,10 +110,6 @@ struct llama_subkv {
     // Runs copies between streams and shifts that llama.cpp has deferred to the next decode; called before cells are
     // read or set. Throws on failure.
     static void settle(llama_context & ctx);
-
-    // Zeroes cells of one stream's tensor; false: not a coded layer.
-    static bool clear_cells(llama_kv_cache & kv, int32_t il, bool value, ggml_tensor * t,
-                            const std::vector<uint32_t> & cells);
 
     // Base of writers that only count bytes; they need no rows.
     struct counts_only {

@@ -110,15 +110,16 @@ def front(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fro
     """A head with the ingress, and two nodes with a replica of two slots each."""
     program("llama-server")
     import ray
+    from cluster.deployment import build
     from ray import serve
-
-    from runtime.serve.cluster import build
 
     folder = tmp_path_factory.mktemp("shared") / "store"
     keys = folder.with_name("keys")
     keys.write_text(KEY)
     port = free_port()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    paths = [str(Path(__file__).resolve().parents[2] / "examples"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # of the nodes' processes
     head = {
         "num_cpus": 1,
         "resources": {"front": 1},
@@ -293,7 +294,7 @@ def test_the_store_is_down(front: Front) -> None:
     ],
 )
 def test_wrong_arguments(args: dict[str, Any], sentence: str) -> None:
-    from runtime.serve.cluster import build
+    from cluster.deployment import build
 
     with pytest.raises((SubkvError, click.ClickException), match=sentence):
         build(args)
@@ -301,7 +302,7 @@ def test_wrong_arguments(args: dict[str, Any], sentence: str) -> None:
 
 def test_slots_of_a_replica() -> None:
     """The number equals llama-server's."""
-    from runtime.serve.cluster import Arguments
+    from cluster.deployment import Arguments
 
     assert [Arguments(flags=flags).n_slots() for flags in ("", "-np 2", ["--parallel", "8", "-np", "3"])] == [4, 2, 3]
     assert Arguments(flags="-np -1").n_slots() == 4

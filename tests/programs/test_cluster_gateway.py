@@ -15,10 +15,10 @@ from each import each
 
 pytest.importorskip("starlette", reason="needs the extra `cluster`")
 
+from cluster.gateway import gateway, read_keys
+from cluster.sessions import Load, QueuedTokens, session
 from starlette.responses import Response
 
-from runtime.serve.gateway import gateway, read_keys
-from runtime.serve.sessions import Load, QueuedTokens, session
 from subkv.base.errors import SubkvError
 
 LIMITS = (1000, 600.0)  # of a body: bytes, seconds
@@ -194,11 +194,10 @@ def test_replicas_for_tokens_and_requests() -> None:
 def test_the_example_names_existing_options() -> None:
     pytest.importorskip("ray.serve")
     yaml = pytest.importorskip("yaml")
+    from cluster.deployment import Arguments, build
     from ray.serve.schema import ServeDeploySchema
 
-    from runtime.serve.cluster import Arguments, build
-
-    config = yaml.safe_load((Path(__file__).parents[2] / "examples/cluster.yaml").read_text("utf-8"))
+    config = yaml.safe_load((Path(__file__).parents[2] / "examples/cluster/cluster.yaml").read_text("utf-8"))
     ServeDeploySchema.model_validate(config)
     args = config["applications"][0]["args"]
     assert Arguments.of(args).max_replicas == 8

@@ -22,9 +22,9 @@ import pytest
 
 pytest.importorskip("httpx", reason="needs the extra `cluster`")
 
+from cluster.replica import MAX_SOCKET_NAME, LlamaServer, Request
 from program_paths import program
 
-from runtime.serve.replica import MAX_SOCKET_NAME, LlamaServer, Request
 from subkv.base.errors import SubkvError
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="UNIX sockets")
@@ -34,7 +34,7 @@ REPO = Path(__file__).resolve().parents[2]
 # starts a server, prints its process id, and stays
 OTHER = """
 import asyncio, sys
-from runtime.serve.replica import LlamaServer
+from cluster.replica import LlamaServer
 
 async def main():
     server = await LlamaServer.started(sys.argv[1:])

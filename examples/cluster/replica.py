@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 
+from cluster import die_with_parent
 from runtime.launch.start import Start
-from runtime.serve import die_with_parent
 from runtime.serve.cli import serve_start
 from subkv.base.errors import SubkvError
 

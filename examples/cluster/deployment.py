@@ -1,7 +1,7 @@
 """llama-server on many machines, by Ray Serve.
 
-serve run runtime.serve.cluster:build flags="-m /srv/model.gguf -np 4 --store /mnt/prompts"
-serve deploy examples/cluster.yaml
+serve run cluster.deployment:build flags="-m /srv/model.gguf -np 4 --store /mnt/prompts"
+serve deploy examples/cluster/cluster.yaml
 
 Each replica owns a llama-server. An ingress sends all requests of a conversation to one replica. Ray routes, scales,
 checks and restarts replicas. A store keeps evaluated prompts, so that any replica can resume a conversation.
@@ -31,10 +31,10 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from cluster.gateway import ApiError, disconnected, error_body, gateway, read_keys
+from cluster.replica import STALL, LlamaServer, Request
+from cluster.sessions import Load
 from runtime.serve.cli import ANSWERS, flags_context
-from runtime.serve.gateway import ApiError, disconnected, error_body, gateway, read_keys
-from runtime.serve.replica import STALL, LlamaServer, Request
-from runtime.serve.sessions import Load
 from subkv.base.errors import SubkvError
 
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
@@ -282,7 +282,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     arguments = Arguments.of(args)
     n_slots = arguments.n_slots()
     policy = AutoscalingPolicy(
-        policy_function="runtime.serve.sessions:QueuedTokens",
+        policy_function="cluster.sessions:QueuedTokens",
         policy_kwargs={"tokens": arguments.tokens_per_replica, "requests": arguments.requests_per_replica},
     )
     replica = serve.deployment(

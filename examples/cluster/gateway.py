@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime.serve.sessions import session
+from cluster.sessions import session
 from subkv.base.errors import SubkvError, system_reason
 
 METHODS = ["GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE"]
