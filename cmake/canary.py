@@ -4,8 +4,8 @@
 
 VERSION: a release of llama-cpp-python, whose source pip downloads; DIR: a llama.cpp tree. `--dry` only prints the hunks
 that do not merge. Without it, every version is built (one job per core) and tested: bit identity of an ordinary context
-with that version's stock library, exactness at full rank, splits, and a chat with the demo model. Patches of architectures
-that a version does not have are left out. Exits with 1 if anything failed.
+with that version's stock library, exactness at full rank, splits, and a chat with the demo model. Patches of
+architectures that a version does not have are left out. Exits with 1 if anything failed.
 """
 
 from __future__ import annotations

@@ -186,8 +186,10 @@ NOT_RUN = {
         "podman build --format docker -f examples/server/Containerfile -t subkv .",
         "podman run --rm --stop-timeout 60 -p 127.0.0.1:8080:8080 -v ./models:/models:ro -v subkv:/cache "
         "subkv -m /models/model.gguf --api-key SECRET",
+        "export PYTHONPATH=$PWD/examples",
         'serve run cluster.deployment:build flags="-m /srv/model.gguf --store /mnt/prompts"',
         "serve deploy examples/cluster/cluster.yaml",
+        "python die_with_parent.py PARENT PATH NAME [ARGUMENT]...",
     ],
     "measures for minutes to hours, with texts or models that are not part of the repository": [
         "subkv bench -p 512 -n 64 -d 6000",

@@ -1,9 +1,6 @@
 """llama-server on many machines, by Ray Serve.
 
-serve run cluster.deployment:build flags="-m /srv/model.gguf -np 4 --store /mnt/prompts"
-serve deploy examples/cluster/cluster.yaml
-
-Each replica owns a llama-server. An ingress sends all requests of a conversation to one replica. Ray routes, scales,
+docs/cluster.md says how to run it. Each replica owns a llama-server. An ingress sends all requests of a conversation to one replica. Ray routes, scales,
 checks and restarts replicas. A store keeps evaluated prompts, so that any replica can resume a conversation.
 """
 

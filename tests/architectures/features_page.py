@@ -48,7 +48,7 @@ and compares it with the page. [architectures.md](architectures.md) lists all ar
 ## Backends
 
 The kernels of CUDA ran in an emulator, those of Vulkan on lavapipe, those of Triton in its
-interpreter ([gpu.md](gpu.md)). No GPU has run any of them.
+interpreter ([gpu.md](gpu.md)). An H200 has run those of CUDA and Triton.
 
 """
 KINDS_HEAD = """

@@ -287,7 +287,7 @@ def test_slots_are_stored_at_the_end(flags: list[str], tmp_path: Path) -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
 def test_a_server_ends_with_its_replica(flags: list[str]) -> None:
     """Even if the replica is killed."""
-    path = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(REPO), str(REPO / "examples"), os.environ.get("PYTHONPATH", "")])
     replica = subprocess.Popen(
         [sys.executable, "-c", OTHER, *flags], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
     )
