@@ -63,16 +63,19 @@ endif()
 add_subdirectory(${SUBKV_LLAMA_CPP_TREE} ${CMAKE_BINARY_DIR}/llama.cpp-build EXCLUDE_FROM_ALL)
 
 # libggml says where loadable backends lie.
-target_sources(ggml PRIVATE ${CMAKE_SOURCE_DIR}/runtime/native/ggml-subkv-folder.cpp)
-target_include_directories(ggml PRIVATE ${CMAKE_SOURCE_DIR}/runtime/native)
+target_sources(ggml PRIVATE ${CMAKE_SOURCE_DIR}/runtime/native/hook/backend_folder.cpp)
+target_include_directories(ggml PRIVATE ${CMAKE_SOURCE_DIR}/runtime/native/hook)
 
 # The hook is compiled into libllama: it reads llama.cpp's internals.
-file(GLOB SUBKV_HOOK_SOURCES CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/runtime/native/llama-*.cpp)
+file(GLOB SUBKV_HOOK_SOURCES CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/runtime/native/hook/*.cpp)
+list(REMOVE_ITEM SUBKV_HOOK_SOURCES ${CMAKE_SOURCE_DIR}/runtime/native/hook/backend_folder.cpp)
 get_target_property(SUBKV_STOCK_SOURCES llama SOURCES)
 target_sources(llama PRIVATE ${SUBKV_HOOK_SOURCES})
-target_include_directories(llama PRIVATE ${CMAKE_SOURCE_DIR}/runtime/native)
+set(SUBKV_HOOK_FOLDERS ${CMAKE_SOURCE_DIR}/runtime/native/hook ${CMAKE_SOURCE_DIR}/runtime/native/base
+    ${CMAKE_SOURCE_DIR}/runtime/native/capi)
+target_include_directories(llama PRIVATE ${SUBKV_HOOK_FOLDERS})
 set_source_files_properties(${SUBKV_HOOK_SOURCES} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
-set_property(SOURCE ${CMAKE_SOURCE_DIR}/runtime/native/llama-subkv-store.cpp TARGET_DIRECTORY llama
+set_property(SOURCE ${CMAKE_SOURCE_DIR}/runtime/native/hook/store.cpp TARGET_DIRECTORY llama
     PROPERTY COMPILE_DEFINITIONS SUBKV_LLAMA_COMMIT="${LLAMA_BUILD_COMMIT}")
 if(SUBKV_SANITIZE_OPTIONS)
     set_property(SOURCE ${SUBKV_HOOK_SOURCES} TARGET_DIRECTORY llama APPEND PROPERTY COMPILE_OPTIONS

@@ -207,7 +207,7 @@ struct Cache {
 };
 
 // One token over N_CHOSEN cells of all layers, adjacent ones or every n-th. The latter are gathered first, from tiles or
-// from rows (runtime/native/cells.h; arbitrary bytes serve as rows). In latent attention values are copied out of keys,
+// from rows (runtime/native/engine/cells.h; arbitrary bytes serve as rows). In latent attention values are copied out of keys,
 // as in node_attend.cpp. The next call uses other cells.
 constexpr int64_t N_CHOSEN = 2048;
 

@@ -31,8 +31,8 @@ REPO = Path(__file__).resolve().parent.parent.parent
 def test_doctor_tells_the_readers_versions() -> None:
     """runtime/doctor/formats.py has literals; these are the readers' own."""
     native = (REPO / "runtime/native").joinpath
-    state = native("cache_state.cpp").read_text().partition("STATE_MAGIC[8] = ")[2].partition(";")[0]
-    store = native("prefix_blocks.cpp").read_text().partition("MAGIC[8]")[2].partition(";")[0]
+    state = native("engine/cache_state.cpp").read_text().partition("STATE_MAGIC[8] = ")[2].partition(";")[0]
+    store = native("store/prefix_blocks.cpp").read_text().partition("MAGIC[8]")[2].partition(";")[0]
     library = (REPO / "research/warmstart/summaries.py").read_text().partition('"version": ')[2].partition(",")[0]
     own = {
         "model": metadata.READ_VERSIONS,

@@ -142,10 +142,10 @@ class Library:
 SOURCES = [*sorted(ROOT.glob("kernels/cuda/*.cu")), ROOT / "tests/kernels/cuda_capi.cpp"]
 REF = [
     *sorted((ROOT / "kernels/ref").glob("*.cpp")),
-    *(ROOT / "runtime/native" / name for name in ("capi_ops.cpp", "error.cpp")),
+    *(ROOT / "runtime/native" / name for name in ("capi/capi_ops.cpp", "base/error.cpp")),
     ROOT / "tests/kernels/ref_capi.cpp",
 ]
-INCLUDE = [f"-I{ROOT}/kernels/include", f"-I{ROOT}/runtime/native"]
+INCLUDE = [f"-I{ROOT}/kernels/include", *(f"-I{ROOT}/runtime/native/{name}" for name in ("base", "capi", "engine"))]
 
 
 def build_emulated(folder: Path) -> Library:

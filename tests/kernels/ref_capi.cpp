@@ -1,4 +1,4 @@
-// ref_capi.cpp: the reference as the only version of the kernels, for runtime/native/capi_ops.cpp.
+// ref_capi.cpp: the reference as the only version of the kernels, for runtime/native/capi/capi_ops.cpp.
 #include "subkv/ops.h"
 
 const subkv::Ops * const * subkv::ops_available() {

@@ -39,7 +39,7 @@ STRUCTURES = {
 
 
 LOAD = "from subkv.native import library as _lib; _lib.load()"
-HEADERS = {"subkv": _lib.SIGNATURES, "subkv_research": capi.research(), "subkv_test": capi.TEST}
+HEADERS = {"capi/subkv": _lib.SIGNATURES, "capi/subkv_research": capi.research(), "capi/subkv_test": capi.TEST}
 HEADERS |= {"adapt/subkv_adapt": capi.adapt(), "adapt/subkv_adapt_test": capi.ADAPT_TEST}
 
 

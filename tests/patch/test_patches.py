@@ -56,7 +56,7 @@ def test_queues_apply_alone(pin: Path, pristine: s.Tree, without: list[str]) -> 
 
 
 def test_memories_are_decorated_not_patched(pin: Path) -> None:
-    """All operations on the parts of a memory pass through runtime/native/llama-subkv-memory.cpp."""
+    """All operations on the parts of a memory pass through runtime/native/hook/memory.cpp."""
     changed = {Path(d.path).name for d in s.read_patches(pin)}
     memories = {name for name in changed if name.startswith(("llama-memory", "llama-kv-cache"))}
     assert memories == {"llama-kv-cache.cpp", "llama-kv-cache.h"}

@@ -1,7 +1,7 @@
 """Forged states: changed values with a valid checksum.
 
 A state, of one sequence or of all: llama.cpp's beginning, subkv's head, size of the body u64, body, checksum u64
-(runtime/native/llama-subkv-state.cpp), and the last three again for a sliding half.
+(runtime/native/hook/state.cpp), and the last three again for a sliding half.
 """
 
 from __future__ import annotations

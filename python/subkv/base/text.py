@@ -7,7 +7,7 @@ def printable(text: str, keep: str = "") -> str:
     """Escape line breaks and other characters that a terminal does not print, as in a Python string.
 
     These are control characters, those that change the direction of text, invisible ones, and lone surrogates.
-    keep: characters that stay. libsubkv has the same function (runtime/native/printable.h).
+    keep: characters that stay. libsubkv has the same function (runtime/native/base/printable.h).
     """
     if text.isprintable():
         return text

@@ -1,4 +1,4 @@
-"""Observers: collect statistics of a context's queries, keys and values (runtime/native/subkv.h, "calibration")."""
+"""Observers: collect statistics of a context's queries, keys and values (runtime/native/capi/subkv.h, "calibration")."""
 
 from __future__ import annotations
 

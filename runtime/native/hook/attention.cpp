@@ -1,4 +1,4 @@
-// llama-subkv-attn.cpp: the complete llm_graph_context::build_attn of a coded layer: encode, attend, output projection.
+// attention.cpp: the complete llm_graph_context::build_attn of a coded layer: encode, attend, output projection.
 #include "llama-subkv.h"
 
 #include "llama-graph.h"

@@ -1,4 +1,4 @@
-// llama-subkv-shift.cpp: shifts of coded cells' positions (llama-subkv.h). Part of libllama.
+// shift.cpp: shifts of coded cells' positions (llama-subkv.h). Part of libllama.
 #include "llama-subkv-cells.h"
 
 #include "llama-context.h"

@@ -1,4 +1,4 @@
-// llama-subkv-signals.cpp: see llama-subkv-programs.h. Part of libllama.
+// signals.cpp: see llama-subkv-programs.h. Part of libllama.
 #include "llama-subkv-programs.h"
 
 #if defined(_WIN32)

@@ -1,4 +1,4 @@
-// llama-subkv-library.cpp: see llama-subkv-library.h. Part of libllama.
+// library.cpp: see llama-subkv-library.h. Part of libllama.
 #include "llama-subkv-library.h"
 
 #include "hook.h"

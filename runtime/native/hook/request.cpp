@@ -1,4 +1,4 @@
-// llama-subkv-request.cpp: the cache that the parameters of a new context request. Part of libllama.
+// request.cpp: the cache that the parameters of a new context request. Part of libllama.
 #include "llama-subkv-library.h"
 #include "llama-subkv-programs.h"
 #include "llama-subkv.h"

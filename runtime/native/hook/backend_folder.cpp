@@ -1,4 +1,4 @@
-// ggml-subkv-folder.cpp: see ggml-subkv-folder.h. Part of libggml.
+// backend_folder.cpp: see ggml-subkv-folder.h. Part of libggml.
 #include "ggml-subkv-folder.h"
 
 #if defined(GGML_BACKEND_DL)

@@ -1,4 +1,4 @@
-// llama-subkv-memory.cpp: a memory of llama.cpp with coded cells. Part of libllama.
+// memory.cpp: a memory of llama.cpp with coded cells. Part of libllama.
 #include "llama-subkv-cells.h"
 
 #include "llama-kv-cache-dsa.h"

@@ -1,4 +1,4 @@
-// llama-subkv-check.cpp: validates parts of a state that llama.cpp trusts, before anything changes. Part of libllama.
+// state_check.cpp: validates parts of a state that llama.cpp trusts, before anything changes. Part of libllama.
 #include "llama-subkv-body.h"
 #include "llama-subkv-cells.h"
 

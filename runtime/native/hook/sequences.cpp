@@ -1,4 +1,4 @@
-// llama-subkv-seq.cpp: operations on sequences change coded cells and the other parts of a memory together, or neither.
+// sequences.cpp: operations on sequences change coded cells and the other parts of a memory together, or neither.
 // Part of libllama.
 #include "llama-subkv-cells.h"
 #include "llama-subkv-programs.h"

@@ -1,4 +1,4 @@
-// llama-subkv-usage.cpp: see llama-subkv-usage.h. Part of libllama.
+// usage.cpp: see llama-subkv-usage.h. Part of libllama.
 #include "llama-subkv-usage.h"
 
 #include "llama-subkv-library.h"

@@ -1,4 +1,4 @@
-// llama-subkv-store.cpp: see llama-subkv-store.h. Part of libllama.
+// store.cpp: see llama-subkv-store.h. Part of libllama.
 #include "llama-subkv-store.h"
 
 #include "llama-subkv-library.h"

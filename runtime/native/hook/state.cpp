@@ -1,4 +1,4 @@
-// llama-subkv-state.cpp: states of llama.cpp's K/V cache. Coded cells are rows in a state and tiles in memory
+// state.cpp: states of llama.cpp's K/V cache. Coded cells are rows in a state and tiles in memory
 // (llama-subkv.h). Part of libllama.
 #include "llama-subkv-body.h"
 #include "llama-subkv-cells.h"
