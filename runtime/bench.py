@@ -298,6 +298,7 @@ def as_object(m: Measurement, model: Model, requested: ContextOptions, bandwidth
         "kernel": stats.kernel,
         "bpe": round(stats.bpe, 4),
         "kv_bytes_per_token": stats.bytes_per_token,
+        "n_zero_rows": m.config.context.n_zero_rows,
         "kv_read_gbs": stats.bytes_per_token * cells * median / 1e9 if m.n_gen else None,
         "read_bandwidth_gbs": bandwidth,
     }

@@ -304,6 +304,14 @@ def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:
         )
 
 
+def note_zero_rows(n_zero_rows: int, name: str = "") -> None:
+    """Log the rows of a cache that are not finite, if there are any. name: which of several caches."""
+    from subkv.engine.stats import zero_rows_line  # as in note_cache
+
+    if n_zero_rows:
+        note(f"{name}: {zero_rows_line(n_zero_rows)}" if name else zero_rows_line(n_zero_rows))
+
+
 def gpu_layers(n: int) -> int:
     """Return -ngl unchanged. If no GPU can take the layers, log the reason, because llama.cpp does not."""
     from subkv.native import library  # native libraries: not for a --help

@@ -130,6 +130,7 @@ class Run:
             "bpe": round(stats.bpe, 4),
             "kv_bytes": stats.bytes_kv,
             "kv_bytes_per_token": stats.bytes_per_token,
+            "n_zero_rows": self.context.n_zero_rows,
             "kernel": stats.kernel,
             "text": scored.text,
             "n_ctx": scored.n_ctx,
@@ -304,6 +305,8 @@ def main(
             write_header(writer, scored.tokens, scored.n_ctx, opened.n_vocab, scored.chunks)
         evaluate(opened, runs, scored, n_threads, writer)
         results = [run.result(scored) for run in runs]
+    for result in results:
+        options.note_zero_rows(result["n_zero_rows"], result["name"])
     if form == "json":
         click.echo(json.dumps(results if compare else results[0], indent=2))
     else:

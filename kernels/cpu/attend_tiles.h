@@ -29,8 +29,10 @@ namespace subkv::cpu {
 // softmax
 //
 
-// The row has no visible cell in the step.
-static inline void skip_step(Step & step, int i, Row & row) {
+// The row is lost (ops.h). Its weights in the step become 0, so that integers stay in their range.
+static inline void lose(Step & step, int i, Row & row) {
+    row.m       = row.m > MINUS_INF ? row.m : 0.0f;
+    row.z       = NOT_A_NUMBER;
     row.shrink  = 1.0f;
     row.share   = 0.0f;
     row.unit    = 0.0f;
@@ -40,7 +42,8 @@ static inline void skip_step(Step & step, int i, Row & row) {
     memset(step.second[i], 0, STEP);
 }
 
-// Converts products to logits and returns the largest. common: addend per cell; nullptr: the row's shift
+// Converts products to logits and returns the largest, or any number if one is NaN. common: addend per cell; nullptr:
+// the row's shift
 template <typename Isa, bool CAP>
 static float finish_logits(const Step & step, const Row & row, const float * bias, const float * common, float softcap,
                            float * x) {
@@ -62,7 +65,8 @@ static float finish_logits(const Step & step, const Row & row, const float * bia
 }
 
 // Converts logits to integer weights relative to the step's largest logit, and updates m, z, shrink, share, unit and
-// weights of the row. Earlier steps do not affect the weights. KEEP: also keep the weights as floats.
+// weights of the row. Earlier steps do not affect the weights. A NaN among the logits makes z NaN. KEEP: also keep the
+// weights as floats.
 template <typename Isa, bool KEEP> static void weigh(Step & step, int i, float top, Row & row) {
     const auto base    = Isa::set(top);
     const auto inverse = Isa::set(step.largest_v > 0.0f ? LARGEST / step.largest_v : 0.0f);
@@ -98,6 +102,17 @@ template <typename Isa> static float largest_seen(const Step & step, const float
     return Isa::largest(top);
 }
 
+// Does the row give weight to a value that is not finite? weight: floats of the step.
+static inline bool weighs_bad(const Step & step, const float * weight) {
+    for (int32_t c = 0; c < step.n_pad; ++c) {
+        if ((step.bad_v[c / TILE] >> c % TILE & 1) != 0 && weight[c] > 0.0f) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// The row sees a cell of the step.
 template <typename Isa> static void soften(const Call & call, Step & step, int64_t cell, int64_t index, int i) {
     Row &         row  = call.row[index];
     const float * bias = call.a.bias + index / call.a.n_group * call.a.bias_stride + cell;
@@ -118,12 +133,17 @@ template <typename Isa> static void soften(const Call & call, Step & step, int64
     }
     const auto  finish = call.a.softcap > 0.0f ? finish_logits<Isa, true> : finish_logits<Isa, false>;
     const float top    = finish(step, row, bias, common, call.a.softcap, step.logit[i]);
-    if (!(top > MINUS_INF)) {
-        skip_step(step, i, row);
-    } else if (call.v_halves.n > 0) {
+    if (!(top > MINUS_INF)) { // no logit is finite
+        lose(step, i, row);
+        return;
+    }
+    if (call.v_halves.n > 0 || step.any_bad_v) {
         weigh<Isa, true>(step, i, top, row);
     } else {
         weigh<Isa, false>(step, i, top, row);
+    }
+    if (row.z != row.z || (step.any_bad_v && weighs_bad(step, step.logit[i]))) {
+        lose(step, i, row);
     }
 }
 
@@ -131,13 +151,16 @@ template <typename Isa> static void soften(const Call & call, Step & step, int64
 // steps
 //
 
-// Scales of a side's cells in a step's tiles; 0 for masked cells, which may have any content.
+// Scales of a side's cells in a step's tiles; 0 for masked cells, which may have any content, and for visible ones that
+// could not be coded: these become `bad`.
 template <typename Isa>
-static float read_scales(const uint8_t * tile, int64_t stride, const uint64_t * seen, int32_t n_tiles, float * scale) {
+static float read_scales(const uint8_t * tile, int64_t stride, const uint64_t * seen, int32_t n_tiles, float * scale,
+                         uint64_t * bad) {
     auto largest = Isa::set(0.0f);
     for (int32_t t = 0; t < n_tiles; ++t, tile += stride) {
+        bad[t] = Isa::equal_bytes(tile, SCALE_NAN) & seen[t];
         for (int32_t c = 0; c < TILE; c += Isa::W) {
-            const auto s = Isa::keep(Isa::scales_of(tile + c), (uint32_t) (seen[t] >> c));
+            const auto s = Isa::keep(Isa::scales_of(tile + c), (uint32_t) ((seen[t] & ~bad[t]) >> c));
             largest      = Isa::max(largest, s);
             Isa::store(scale + t * TILE + c, s);
         }
@@ -255,10 +278,18 @@ template <typename Isa> static void attend_step(const Call & call, Step & step, 
     const uint8_t * v_tiles = a.v_tiles + cell / TILE * a.v_stride;
     step.n                  = step.n < n_tiles * TILE ? step.n : n_tiles * TILE;
     step.n_pad              = n_tiles * TILE;
-    read_scales<Isa>(k_tiles, a.k_stride, seen, n_tiles, step.scale_k);
-    step.largest_v = read_scales<Isa>(v_tiles, a.v_stride, seen, n_tiles, step.scale_v);
-    read_halves<Isa>(call.k_halves, k_tiles, a.k_stride, seen, n_tiles);
-    read_halves<Isa>(call.v_halves, v_tiles, a.v_stride, seen, n_tiles);
+    uint64_t bad_k[STEP_TILES];
+    read_scales<Isa>(k_tiles, a.k_stride, seen, n_tiles, step.scale_k, bad_k);
+    step.largest_v = read_scales<Isa>(v_tiles, a.v_stride, seen, n_tiles, step.scale_v, step.bad_v);
+    read_halves<Isa>(call.k_halves, k_tiles, a.k_stride, seen, n_tiles, bad_k);
+    read_halves<Isa>(call.v_halves, v_tiles, a.v_stride, seen, n_tiles, step.bad_v);
+    step.any_bad_v = false;
+    for (int32_t t = 0; t < n_tiles; ++t) {
+        step.any_bad_v = step.any_bad_v || step.bad_v[t] != 0;
+        for (uint64_t rest = bad_k[t]; rest != 0; rest &= rest - 1) { // logits become NaN
+            step.scale_k[t * TILE + __builtin_ctzll(rest)] = NOT_A_NUMBER;
+        }
+    }
     Opened<Isa> opened;
     open_step(call, cell, all, opened);
     // tokens of different sequences see different tiles; all rows of a block see the same tiles
@@ -317,7 +348,7 @@ static void quantize_query(const HeadCodec & codec, const float * q, const float
     const int64_t twice = (int64_t) (int32_t) sum * odd_of<Isa>(); // subtracted by centring
     row.start           = (int32_t) -(twice >> 1);
     row.half            = (twice & 1) != 0 ? 0.5f : 0.0f;
-    row.delta           = finite ? largest / unit : __builtin_nanf("");
+    row.delta           = finite ? largest / unit : NOT_A_NUMBER;
 }
 
 template <typename Isa> static void attend(const AttendArgs & a) {
@@ -351,6 +382,7 @@ template <typename Isa> static void attend(const AttendArgs & a) {
         int8_t * first = call.query + i * 2 * a.k->rank;
         quantize_query<Isa>(*a.k, a.qt + i * a.k->rank, ratio, first, first + a.k->rank, row);
         row.shift = a.shift != nullptr ? a.shift[i] : 0.0f;
+        row.delta = row.shift - row.shift == 0.0f ? row.delta : NOT_A_NUMBER; // an infinity would vanish in the cap
         row.slope = a.slope[i % a.n_group];
         row.m     = a.m[i];
         row.z     = a.z[i];

@@ -171,6 +171,14 @@ struct Registers {
         return open;
     }
 
+    static uint64_t equal_bytes(const uint8_t * at, int byte) { // of 64
+        const auto half = [&](int i) {
+            const I equal = _mm256_cmpeq_epi8(bytes(at + 32 * i), _mm256_set1_epi8((char) byte));
+            return (uint64_t) (uint32_t) _mm256_movemask_epi8(equal);
+        };
+        return half(0) | half(1) << 32;
+    }
+
     static void widen8(const uint8_t * halves, float * x) {
         store(x, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) halves)));
     }

@@ -134,7 +134,8 @@ void dequantize(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_str
             const float  step = SCALES[cell.scale] * level_step(codec, band);
             for (int32_t j = band.first; j < band.first + band.n; ++j) {
                 if (band.bits == 16) {
-                    out[j] = _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(cell.scale != 0 ? cell.half[j] : 0)));
+                    const uint16_t half = cell.scale == 0 ? 0 : cell.scale == SCALE_NAN ? HALF_NAN : cell.half[j];
+                    out[j]              = _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
                 } else {
                     const float u =
                         on_path(codec, band) ? (float) level[j] + 0.5f : (float) cell.code[j] - half_range(band.bits);

@@ -4,6 +4,9 @@
 // of 48 query rows then run two register-blocked products (6 rows x 16 columns) around a vector softmax. The rows of a
 // single token read halves in place, because a conversion would have no reuse. Every sum has the same terms in the same
 // order, because the result must not depend on the number of rows.
+//
+// Zero times an infinite value is NaN. So a block of sums that are not all finite is computed again, row by row and
+// without the keys of weight 0: a check of the values themselves would cost more.
 #include "versions.h"
 
 #if defined(SUBKV_X86)
@@ -82,8 +85,26 @@ static void logits(const float * q, int64_t ldq, int64_t d, const float * panel,
     }
 }
 
-// acc[i][0..8*VECTORS-1] = shrink[i]*acc[i] + sum_c weight[i][c] values[c][..]
-template <int ROWS, int VECTORS>
+// Is any of the sums not finite?
+template <int ROWS, int VECTORS> static bool any_bad(const __m256 (&sum)[ROWS][VECTORS]) {
+    __m256 total[ROWS];
+    for (int i = 0; i < ROWS; ++i) {
+        total[i] = sum[i][0];
+        for (int k = 1; k < VECTORS; ++k) {
+            total[i] = _mm256_add_ps(total[i], sum[i][k]);
+        }
+    }
+    for (int step = 1; step < ROWS; step *= 2) {
+        for (int i = 0; i + step < ROWS; i += 2 * step) {
+            total[i] = _mm256_add_ps(total[i], total[i + step]);
+        }
+    }
+    const __m256 zero = _mm256_sub_ps(total[0], total[0]);
+    return _mm256_movemask_ps(_mm256_cmp_ps(zero, zero, _CMP_UNORD_Q)) != 0;
+}
+
+// acc[i][0..8*VECTORS-1] = shrink[i]*acc[i] + sum_c weight[i][c] values[c][..]; GUARDED: without weights of 0
+template <int ROWS, int VECTORS, bool GUARDED = false>
 static void outputs(const float * weight, const float * shrink, int64_t n, const float * values, int64_t ldv,
                     float * acc, int64_t lda) {
     __m256 sum[ROWS][VECTORS];
@@ -98,11 +119,20 @@ static void outputs(const float * weight, const float * shrink, int64_t n, const
             v[k] = _mm256_load_ps(values + c * ldv + 8 * k);
         }
         for (int i = 0; i < ROWS; ++i) {
+            if (GUARDED && weight[i * PAGE + c] == 0.0f) {
+                continue;
+            }
             const __m256 w = _mm256_broadcast_ss(weight + i * PAGE + c);
             for (int k = 0; k < VECTORS; ++k) {
                 sum[i][k] = _mm256_fmadd_ps(w, v[k], sum[i][k]);
             }
         }
+    }
+    if (!GUARDED && any_bad(sum)) {
+        for (int i = 0; i < ROWS; ++i) {
+            outputs<1, VECTORS, true>(weight + i * PAGE, shrink + i, n, values, ldv, acc + i * lda, lda);
+        }
+        return;
     }
     for (int i = 0; i < ROWS; ++i) {
         for (int k = 0; k < VECTORS; ++k) {
@@ -135,7 +165,7 @@ static void few_logits(const float * q, int64_t d, const uint16_t * const * key,
     }
 }
 
-template <int ROWS, int VECTORS>
+template <int ROWS, int VECTORS, bool GUARDED = false>
 static void few_outputs(const float * weight, const float * shrink, int64_t n, const uint16_t * const * value,
                         int64_t first, float * acc, int64_t lda) {
     __m256 sum[ROWS][VECTORS];
@@ -152,9 +182,17 @@ static void few_outputs(const float * weight, const float * shrink, int64_t n, c
         for (int k = 0; k < VECTORS; ++k) {
             const __m256 v = widen(value[c] + first + 8 * k);
             for (int i = 0; i < ROWS; ++i) {
-                sum[i][k] = _mm256_fmadd_ps(w[i], v, sum[i][k]);
+                if (!GUARDED || weight[i * PAGE + c] != 0.0f) {
+                    sum[i][k] = _mm256_fmadd_ps(w[i], v, sum[i][k]);
+                }
             }
         }
+    }
+    if (!GUARDED && any_bad(sum)) {
+        for (int i = 0; i < ROWS; ++i) {
+            few_outputs<1, VECTORS, true>(weight + i * PAGE, shrink + i, n, value, first, acc + i * lda, lda);
+        }
+        return;
     }
     for (int i = 0; i < ROWS; ++i) {
         for (int k = 0; k < VECTORS; ++k) {
@@ -256,13 +294,26 @@ static void read_rows(const ExactArgs & a, Page & page, const bool * seen) {
     }
 }
 
-// Converts logits in x to weights; returns the factor for the row's earlier sums.
-static float soften(const ExactArgs & a, const Page & page, float * x, const float * bias, float slope, float & m,
-                    float & z) {
+// Converts logits in x to weights; returns the factor for the row's earlier sums. A lost row (ops.h) gets weights of 0.
+static float soften(const ExactArgs & a, const Page & page, float * x, int64_t row) {
+    const float * bias  = page.bias + row / a.n_group * PAGE;
+    const float   slope = a.slope[row % a.n_group];
+    float &       m     = a.m[row];
+    float &       z     = a.z[row];
+    const auto    drop  = [&](bool lost) {
+        memset(x + page.begin, 0, (size_t) (page.end - page.begin) * sizeof(float));
+        if (lost) {
+            m = m > NEG_INF ? m : 0.0f;
+            z = __builtin_nanf("");
+        }
+        return 1.0f;
+    };
+
     const __m256 minus_inf = _mm256_set1_ps(NEG_INF);
     __m256       top       = minus_inf;
     for (int32_t c = page.begin; c < page.end; c += 8) {
         __m256 l = _mm256_load_ps(x + c);
+        l        = _mm256_fmadd_ps(l, _mm256_setzero_ps(), l); // infinite: NaN, which neither cap nor exponential hide
         if (a.softcap > 0.0f) {
             l = soft_cap(l, a.softcap);
         }
@@ -273,9 +324,8 @@ static float soften(const ExactArgs & a, const Page & page, float * x, const flo
         _mm256_store_ps(x + c, l);
     }
     const float page_top = horizontal_max(top);
-    if (page_top == NEG_INF) { // nothing changes, to the bit
-        memset(x + page.begin, 0, (size_t) (page.end - page.begin) * sizeof(float));
-        return 1.0f;
+    if (!(page_top > NEG_INF)) { // without a visible key nothing changes, to the bit
+        return drop(page.awake[row / a.n_group]);
     }
     const float  new_m  = page_top > m ? page_top : m;
     const float  shrink = m == NEG_INF ? 0.0f : exp_nonpositive(m - new_m);
@@ -286,8 +336,12 @@ static float soften(const ExactArgs & a, const Page & page, float * x, const flo
         total          = _mm256_add_ps(total, e);
         _mm256_store_ps(x + c, e);
     }
+    const float new_z = z * shrink + horizontal_sum(total);
+    if (new_z != new_z) { // a logit is NaN
+        return drop(true);
+    }
     m = new_m;
-    z = z * shrink + horizontal_sum(total);
+    z = new_z;
     return shrink;
 }
 
@@ -345,8 +399,7 @@ template <int ROWS> static void few_rows(const ExactArgs & a, const Page & page,
     }
     float shrink[ROWS];
     for (int64_t r = 0; r < ROWS; ++r) {
-        shrink[r] = soften(a, page, weight + r * PAGE, page.bias + r / a.n_group * PAGE, a.slope[r % a.n_group], a.m[r],
-                           a.z[r]);
+        shrink[r] = soften(a, page, weight + r * PAGE, r);
     }
     constexpr int VECTORS = ROWS <= 3 ? 4 : 2; // fits 16 registers
     const int64_t n       = page.end - page.begin;
@@ -390,9 +443,7 @@ static void step(const ExactArgs & a, const Page & page, int64_t row, int64_t n,
         const int64_t rows = n - i < MR ? n - i : MR;
         float         shrink[MR];
         for (int64_t k = 0; k < rows; ++k) {
-            const int64_t r = row + i + k;
-            shrink[k]       = soften(a, page, weight + (i + k) * PAGE, page.bias + r / a.n_group * PAGE,
-                                     a.slope[r % a.n_group], a.m[r], a.z[r]);
+            shrink[k] = soften(a, page, weight + (i + k) * PAGE, row + i + k);
         }
         block_outputs(a, page, row + i, rows, weight + i * PAGE, shrink);
     }

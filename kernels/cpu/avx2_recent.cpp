@@ -55,8 +55,9 @@ bool pack_recent(const float * x, const float * mean, int64_t d, uint8_t * row) 
     const bool   finite = largest(most) < 0x7f800000;
     const __m128 step_4 =
         _mm_div_ss(_mm_castsi128_ps(_mm_cvtsi32_si128(largest(rest))), _mm_set_ss((float) RECENT_MOST));
-    const __m128i half_4 = finite ? _mm_cvtps_ph(step_4, _MM_FROUND_TO_NEAREST_INT) : _mm_setzero_si128();
+    const __m128i half_4 = finite ? _mm_cvtps_ph(step_4, _MM_FROUND_TO_NEAREST_INT) : _mm_cvtsi32_si128(HALF_NAN);
     const auto    half   = (uint16_t) _mm_extract_epi16(half_4, 0);
+    const bool    coded  = finite && half != 0;
     const __m256  step   = _mm256_broadcastss_ps(_mm_cvtph_ps(half_4));
     memcpy(row, &half, sizeof(half));
     uint8_t *     high  = row + sizeof(half);
@@ -69,7 +70,7 @@ bool pack_recent(const float * x, const float * mean, int64_t d, uint8_t * row) 
             const int64_t at = part * m + j;
             const __m256  q  = clamped(_mm256_div_ps(_mm256_load_ps(y + at), step), limit);
             __m256i       u  = _mm256_setzero_si256();
-            if ((half & 0x7fff) != 0) {
+            if (coded) {
                 u = _mm256_cvtps_epi32(q);
             }
             u     = _mm256_add_epi32(u, _mm256_set1_epi32(RECENT_MOST + 1));
@@ -88,7 +89,9 @@ void unpack_recent(const uint8_t * row, const float * mean, int64_t d, uint16_t 
     }
     uint16_t half;
     memcpy(&half, row, sizeof(half));
-    half                     = (half & 0x7c00) == 0x7c00 ? 0 : half;
+    if (cpu::fill_unless_finite(half, d, out)) {
+        return;
+    }
     const __m256    step     = _mm256_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
     const __m256    half_max = _mm256_set1_ps(HALF_MAX);
     const __m256i   zero     = _mm256_set1_epi32(RECENT_MOST + 1);

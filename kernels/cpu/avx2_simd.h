@@ -36,12 +36,14 @@ static inline __m256 sum_pairs(__m256 h01, __m256 h23, __m256 h45, __m256 h67) {
     return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
 }
 
-// exp(x) for x <= 0, 0 below -87.3 and for -inf: 2^y of y = x log2(e) as 2^n 2^f, n = round(y) in the low bits of
-// y + 1.5 * 2^23, 2^f on |f| <= 1/2 the polynomial of degree 5 with the least largest relative error, 2e-7. Rounding y
-// adds a relative error of |x| * 9e-8; weights with large |x| are small.
+// exp(x) for x <= 0, 0 below -87.3 and for -inf: 2^y of y = x log2(e) as 2^n 2^f, n = round(y). 2^f on |f| <= 1/2 is the
+// polynomial of degree 5 with the least largest relative error, 2e-7; EXP2 has its halves. Rounding y adds a relative
+// error of |x| * 9e-8; weights with large |x| are small. The low bits of y + ROUNDER are n + 128: shifted to the
+// exponent, they are 2^(n + 1). The last step multiplies, so that the exponential of NaN is NaN.
 constexpr float LOG2_E  = 1.44269504f;
-constexpr float ROUNDER = 12582912.0f;
-constexpr float EXP2[6] = { 1.32764713e-3f, 9.67554096e-3f, 5.55071309e-2f, 2.40221202e-1f, 6.93146944e-1f, 1.0f };
+constexpr float ROUNDER = 12582912.0f + 128.0f; // 1.5 * 2^23
+constexpr float EXP2[6] = { 0.5f * 1.32764713e-3f, 0.5f * 9.67554096e-3f, 0.5f * 5.55071309e-2f,
+                            0.5f * 2.40221202e-1f, 0.5f * 6.93146944e-1f, 0.5f };
 
 static inline __m256 exp_nonpositive(__m256 x) {
     const __m256 floor_x = _mm256_set1_ps(-87.3f);
@@ -54,8 +56,8 @@ static inline __m256 exp_nonpositive(__m256 x) {
     for (int i = 1; i < 6; ++i) {
         p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(EXP2[i]));
     }
-    const __m256i power = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
-    return _mm256_and_ps(_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), power)), alive);
+    const __m256 power = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t), 23));
+    return _mm256_and_ps(_mm256_mul_ps(p, power), alive);
 }
 
 static inline float exp_nonpositive(float x) {

@@ -64,8 +64,7 @@ struct Registers {
         for (int i = 1; i < 6; ++i) {
             p = fma(p, f, set(avx2::EXP2[i]));
         }
-        return _mm512_castsi512_ps(
-            _mm512_maskz_add_epi32(alive, _mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(t), 23)));
+        return _mm512_maskz_mul_ps(alive, p, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(t), 23)));
     }
 
     static float exp_nonpositive(float x) { return _mm512_cvtss_f32(exp_nonpositive(set(x))); }
@@ -147,6 +146,10 @@ struct Registers {
             open |= (uint64_t) _mm512_mask_cmp_ps_mask(inside, b, set(cpu::MINUS_INF), _CMP_NEQ_UQ) << c;
         }
         return open;
+    }
+
+    static uint64_t equal_bytes(const uint8_t * at, int byte) {
+        return _mm512_cmpeq_epi8_mask(_mm512_loadu_si512(at), _mm512_set1_epi8((char) byte));
     }
 
     static void widen8(const uint8_t * halves, float * x) {

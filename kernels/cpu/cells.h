@@ -42,7 +42,7 @@ static inline int32_t choose_scale(const HeadCodec & codec, const float * c, con
         return SCALE_ONE;
     }
     int32_t low  = 1; // smallest code in [low, high] that does not clip
-    int32_t high = 255;
+    int32_t high = SCALE_MOST;
     while (low < high) {
         const int32_t k = (low + high) / 2;
         if (SCALES[k] < reach) {
@@ -242,6 +242,7 @@ static inline int64_t encode_cells(const HeadCodec & codec, const float * x, int
                     live[n++] = cell + i;
                 } else {
                     memset(cell + i, 0, sizeof(Cell));
+                    cell[i].scale = kind == Coefficients::BAD ? SCALE_NAN : 0;
                 }
             }
             if (n > 0) {

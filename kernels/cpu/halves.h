@@ -4,6 +4,7 @@
 #include "subkv/ops.h"
 
 #include <stdint.h>
+#include <string.h>
 
 namespace subkv::cpu {
 
@@ -29,10 +30,23 @@ static inline void find_halves(const HeadCodec & codec, Halves & halves) {
     }
 }
 
-// Stores zeros for zero rows and for cells not in `seen`, whose bytes may be NaN.
+// Is one of TILE halves infinite or NaN?
+static inline bool any_infinite(const uint8_t * halves) {
+    constexpr uint64_t ONES = 0x0001000100010001;
+    uint64_t           any  = 0;
+    for (int32_t i = 0; i < TILE / 4; ++i) {
+        uint64_t four;
+        memcpy(&four, halves + 8 * i, sizeof(four));
+        any |= (four & 0x7c00 * ONES) + 0x0400 * ONES; // the sign of a half: its exponent has all bits
+    }
+    return (any & 0x8000 * ONES) != 0;
+}
+
+// Stores zeros for zero rows, for cells not in `seen`, whose bytes may be NaN, and for cells in `seen` with a half that
+// is not finite: it adds these to `bad`.
 template <typename Isa>
 static void read_halves(const Halves & halves, const uint8_t * tile, int64_t stride, const uint64_t * seen,
-                        int32_t n_tiles) {
+                        int32_t n_tiles, uint64_t * bad) {
     for (int32_t j = 0; j < 8 * halves.n; ++j) {
         const uint8_t * at = tile + halves.offset[j / 8] + j % 8 * 2 * TILE;
         for (int32_t t = 0; t < n_tiles; ++t, at += stride) {
@@ -42,6 +56,13 @@ static void read_halves(const Halves & halves, const uint8_t * tile, int64_t str
             }
             for (int32_t c = 0; c < TILE; ++c) {
                 x[c] = (seen[t] >> c & 1) != 0 && tile[t * stride + c] != 0 ? x[c] : 0.0f;
+            }
+            const bool check = any_infinite(at);
+            for (int32_t c = 0; check && c < TILE; ++c) {
+                if (!(__builtin_fabsf(x[c]) <= HALF_MAX)) {
+                    bad[t] |= (uint64_t) 1 << c;
+                    x[c] = 0.0f;
+                }
             }
         }
     }

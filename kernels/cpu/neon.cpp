@@ -111,12 +111,14 @@ static void exact_row(const ExactArgs & a, int64_t row, int64_t first, int64_t n
     const float * bias  = a.bias + row / a.n_group * a.bias_stride + first;
     const float   slope = a.slope[row % a.n_group];
     float         x[KEYS];
-    float         top = -__builtin_inff();
+    float         top  = -__builtin_inff();
+    bool          seen = false;
     for (int64_t c = 0; c < KEYS; ++c) {
         x[c] = -__builtin_inff();
         if (c >= n || bias[c] == -__builtin_inff()) {
             continue; // masked keys are not read
         }
+        seen                    = true;
         const uint16_t * key    = a.k[first + c];
         float32x4_t      sum[2] = { vdupq_n_f32(0.0f), vdupq_n_f32(0.0f) };
         for (int64_t j = 0; j < a.d_k; j += 8) {
@@ -124,14 +126,19 @@ static void exact_row(const ExactArgs & a, int64_t row, int64_t first, int64_t n
             sum[1] = vfmaq_f32(sum[1], widen(key + j + 4), vld1q_f32(q + j + 4));
         }
         float logit = vaddvq_f32(vaddq_f32(sum[0], sum[1]));
+        logit += 0.0f * logit; // infinite: NaN
         if (a.softcap > 0.0f) {
             logit = vgetq_lane_f32(soft_cap(vdupq_n_f32(logit), a.softcap), 0);
         }
         x[c] = logit + slope * bias[c];
         top  = x[c] > top ? x[c] : top;
     }
+    const auto lose = [&] {
+        a.m[row] = a.m[row] > -__builtin_inff() ? a.m[row] : 0.0f;
+        a.z[row] = __builtin_nanf("");
+    };
     if (!(top > -__builtin_inff())) {
-        return;
+        return seen ? lose() : (void) 0;
     }
     const float new_m  = top > a.m[row] ? top : a.m[row];
     const float old    = a.m[row];
@@ -144,14 +151,18 @@ static void exact_row(const ExactArgs & a, int64_t row, int64_t first, int64_t n
         total               = vaddq_f32(total, e);
         vst1q_f32(x + c, e);
     }
+    const float new_z = a.z[row] * shrink + vaddvq_f32(total);
+    if (new_z != new_z) {
+        return lose();
+    }
     a.m[row]    = new_m;
-    a.z[row]    = a.z[row] * shrink + vaddvq_f32(total);
+    a.z[row]    = new_z;
     float * acc = a.acc + row * a.acc_stride;
     for (int64_t j = 0; j < a.d_v; j += 8) {
         float32x4_t low  = vmulq_n_f32(vld1q_f32(acc + j), shrink);
         float32x4_t high = vmulq_n_f32(vld1q_f32(acc + j + 4), shrink);
         for (int64_t c = 0; c < n; ++c) {
-            if (bias[c] != -__builtin_inff()) {
+            if (x[c] > 0.0f) { // values of weight 0 may be infinite
                 low  = vfmaq_n_f32(low, widen(a.v[first + c] + j), x[c]);
                 high = vfmaq_n_f32(high, widen(a.v[first + c] + j + 4), x[c]);
             }

@@ -177,6 +177,18 @@ struct Isa {
         return open;
     }
 
+    static uint64_t equal_bytes(const uint8_t * at, int byte) { // of 64
+        const uint8x16_t wanted = vdupq_n_u8((uint8_t) byte);
+        const auto       equal  = [&](int i) { return vceqq_u8(vld1q_u8(at + 16 * i), wanted); };
+        uint64_t         bits   = 0;
+        if (vmaxvq_u8(vorrq_u8(vorrq_u8(equal(0), equal(1)), vorrq_u8(equal(2), equal(3)))) != 0) {
+            for (int c = 0; c < TILE; ++c) {
+                bits |= (uint64_t) (at[c] == (uint8_t) byte) << c;
+            }
+        }
+        return bits;
+    }
+
     static void widen8(const uint8_t * halves, float * x) {
         uint16_t h[8];
         memcpy(h, halves, sizeof(h));

@@ -11,7 +11,7 @@ constexpr int PATH_STATES = 4;
 // Candidate i of the scale codes around `middle`; 0: none.
 static inline int tried_code(int middle, int i) {
     const int k = middle - TRELLIS_BELOW + i;
-    return k >= 1 && k <= 255 ? k : 0;
+    return k >= 1 && k <= SCALE_MOST ? k : 0;
 }
 
 static inline float tried_scale(int middle, int i) {

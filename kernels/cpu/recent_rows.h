@@ -26,6 +26,15 @@ static inline int32_t bits_of(float x) {
     return bits;
 }
 
+// For a row with this step: false, or fills it with NaN if it is not finite.
+static inline bool fill_unless_finite(uint16_t step, int64_t d, uint16_t * out) {
+    const bool bad = (step & 0x7c00) == 0x7c00;
+    for (int64_t j = 0; bad && j < d; ++j) {
+        out[j] = HALF_NAN;
+    }
+    return bad;
+}
+
 // ToHalf: like Ops::to_half.
 template <void (*ToHalf)(const float *, uint16_t *, int64_t)>
 static bool pack_recent(const float * x, const float * mean, int64_t d, uint8_t * row) {
@@ -42,7 +51,7 @@ static bool pack_recent(const float * x, const float * mean, int64_t d, uint8_t 
     }
     const bool finite = most < 0x7f800000;
     float      scale  = 0.0f;
-    uint16_t   half   = 0;
+    uint16_t   half   = HALF_NAN;
     if (finite) {
         memcpy(&scale, &largest, sizeof(scale));
         scale /= (float) RECENT_MOST;
@@ -76,7 +85,10 @@ static void unpack_recent(const uint8_t * row, const float * mean, int64_t d, ui
     float    x[MAX_HEAD_SIZE];
     uint16_t half;
     memcpy(&half, row, sizeof(half));
-    const float     step = (half & 0x7c00) == 0x7c00 ? 0.0f : ref::half_to_float(half);
+    if (fill_unless_finite(half, d, out)) {
+        return;
+    }
+    const float     step = ref::half_to_float(half);
     const uint8_t * high = row + sizeof(half);
     const uint8_t * low  = high + d;
     const int64_t   m    = d / 4;

@@ -2,8 +2,8 @@
 #include "scratch.h"
 
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
+#include <new>
 
 namespace subkv::cpu {
 
@@ -17,7 +17,7 @@ struct Memory {
 
     ~Memory() {
         for (void * p : memory) {
-            std::free(p);
+            ::operator delete(p);
         }
     }
 };
@@ -27,13 +27,11 @@ struct Memory {
 void * scratch(Slot slot, size_t bytes) {
     static thread_local Memory m;
     if (m.bytes[slot] < bytes) {
-        std::free(m.memory[slot]);
+        ::operator delete(m.memory[slot]);
+        m.memory[slot]    = nullptr;
+        m.bytes[slot]     = 0;
         const size_t size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-        m.memory[slot]    = std::malloc(size + ALIGNMENT);
-        if (m.memory[slot] == nullptr) {
-            m.bytes[slot] = 0;
-            std::abort(); // out of memory for a few hundred KiB; kernels cannot report errors
-        }
+        m.memory[slot]    = ::operator new(size + ALIGNMENT);
         std::memset(m.memory[slot], 0, size + ALIGNMENT);
         m.bytes[slot] = size;
     }

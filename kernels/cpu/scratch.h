@@ -28,7 +28,7 @@ enum Slot {
 };
 
 // Memory of this thread for purpose `slot`, 64-byte aligned, zeroed at allocation; it grows and never shrinks. A call
-// of another kernel that uses the slot overwrites it.
+// of another kernel that uses the slot overwrites it. Throws std::bad_alloc.
 void * scratch(Slot slot, size_t bytes);
 
 } // namespace subkv::cpu

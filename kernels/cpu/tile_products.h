@@ -13,9 +13,10 @@ constexpr int STEP_TILES = STEP / TILE;
 constexpr int BLOCK      = 12; // query rows whose logits are in memory together; divisible by 1 to 4
 constexpr int AHEAD      = 4;  // tiles of prefetching
 static_assert(STEP == HALVES_STRIDE, "halves.h");
-constexpr float LARGEST   = 32639.0f; // 127 * 256 + 127: high and low byte are signed
-constexpr float SUMMED    = 512.0f;   // coefficients whose products fit an integer sum; more need larger query steps
-constexpr float MINUS_INF = -__builtin_inff();
+constexpr float LARGEST      = 32639.0f; // 127 * 256 + 127: high and low byte are signed
+constexpr float SUMMED       = 512.0f;   // coefficients whose products fit an integer sum; more need larger query steps
+constexpr float MINUS_INF    = -__builtin_inff();
+constexpr float NOT_A_NUMBER = __builtin_nanf("");
 
 // One query row during a call.
 struct Row {
@@ -41,6 +42,9 @@ struct alignas(64) Step {
     float   largest_v;    // maximum of scale_v in the tiles that the current token sees
     int32_t n;            // cells
     int32_t n_pad;        // whole tiles
+    // Visible cells of each tile whose value is not finite; scale_v and halves are 0 there. Is there any?
+    uint64_t bad_v[STEP_TILES];
+    bool     any_bad_v;
 };
 
 struct Call {

@@ -143,7 +143,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
                                               s.centre[g]);
                     float &    x     = logit[f][t][e];
                     x = cell_scale * (0.5f * s.step[g]) * (float) twice + (cell_scale > 0.0f ? x : 0.0f) + shift[f];
-                    x = capped(x, l.softcap) + slope[f] * cell_bias;
+                    x = capped(finite_or_nan(x), l.softcap) + slope[f] * cell_bias;
                     x = g < G && cell_bias != -INFINITY ? x : -INFINITY;
                     top[f] = fmaxf(top[f], x);
                 }
@@ -158,7 +158,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
                 s.room[warp * (4 * F + 1) + FOUR * f + lane] = top[f];
             }
         }
-        const float top_scale = warp_max(scale);
+        const float top_scale = warp_max(fmaxf(scale, 0.0f)); // not of values that are NaN
         if (lane == 0) {
             s.room[warp * (4 * F + 1) + 4 * F] = top_scale;
         }
@@ -174,7 +174,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
             return fmaxf(fmaxf(s.room[i], s.room[N + i]), fmaxf(s.room[2 * N + i], s.room[3 * N + i]));
         };
         const float unit = largest(4 * F) * WEIGHT_STEP;
-        scale            = scale > 0.0f ? __fdividef(scale, unit) : 0.0f;
+        scale            = scale > 0.0f ? __fdividef(scale, unit) : scale; // 0 and NaN stay
 #pragma unroll
         for (int f = 0; f < F; ++f) {
             Softmax &   row  = rows[f];
@@ -197,6 +197,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
                 for (int f = 0; f < F; ++f) {
                     const float p     = exponential(logit[f][t][e] - top[f]);
                     rows[f].z         = fmaf(p, rows[f].plain_factor, rows[f].z);
+                    rows[f].z         = p > 0.0f ? fmaf(cell_scale, 0.0f, rows[f].z) : rows[f].z; // NaN if the value is
                     const auto weight = (uint32_t) __float2int_rn(p * cell_scale);
                     uint8_t *  to     = weight_at + 8 * f * WEIGHT_PITCH + t * TILE + e * 8;
                     to[0]             = (uint8_t) (weight >> 8);
@@ -253,8 +254,8 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
         const int g = FOUR * f + lane;
         if (warp == 0 && lane < FOUR && g < G) {
             constexpr int N = 4 * F + 1;
-            a.m[out + g]    = rows[f].m;
             a.z[out + g]    = (s.room[g] + s.room[N + g]) + (s.room[2 * N + g] + s.room[3 * N + g]);
+            a.m[out + g]    = state_top(rows[f].m, a.z[out + g]);
         }
     }
 }

@@ -29,7 +29,7 @@ struct Shared {
     Octets   octets_v;
     __half * q;      // [rows][k_pitch], divided by `top`
     __half * x;      // [cells][k_pitch] keys, then [v_width][p_pitch] values; a latent layer copies values from keys
-    float *  scale;  // [cells] scales of x, 0 in masked cells
+    float *  scale;  // [cells] scales of x, 0 in masked cells, NaN in others that are not finite
     __half * p;      // [rows][p_pitch] weights
     float *  logits; // [rows][s_pitch]
     float *  o;      // [rows][o_pitch] sums of value coefficients
@@ -73,10 +73,9 @@ __device__ float tile_bound(const HeadCodec & codec, const Shared & s, const uin
     const float reach = reach_of(codec);
     float       bound = 1e-30f;
     for (int c = (int) threadIdx.x; c < cells; c += THREADS) {
-        const float scale = c < n && s.seen[c] != 0 ? row_scale(tile[c0 + c]) : 0.0f;
-        s.scale[c]        = scale;
-        bound             = fmaxf(bound, scale * reach);
-        bound             = fmaxf(bound, scale > 0.0f ? largest_half(codec, tile, c0 + c) : 0.0f);
+        const CellScale cell = c < n && s.seen[c] != 0 ? cell_scale(codec, tile, c0 + c, reach) : CellScale{};
+        s.scale[c]           = cell.scale;
+        bound                = fmaxf(bound, cell.bound);
     }
     return block_max(bound, s.room);
 }
@@ -177,7 +176,8 @@ __global__ void tiles_kernel(Tiles t) {
                     row[c] = -INFINITY;
                 } else {
                     const float logit = row[c] * (s.top[r] * k_bound) + a.shift[h * all + first + r];
-                    row[c]            = capped(logit, l.softcap) + l.slope[head(r)] * bias;
+                    const float bad   = s.scale[c] * 0.0f; // NaN, or 0
+                    row[c]            = capped(finite_or_nan(logit + bad), l.softcap) + l.slope[head(r)] * bias;
                 }
                 top = fmaxf(top, row[c]);
             }
@@ -200,13 +200,27 @@ __global__ void tiles_kernel(Tiles t) {
             }
         }
         float v_bound = k_bound;
+        int   bad     = 0;
         if (!l.latent) {
             const uint8_t * v_tile = a.v_tiles + stream * a.v_stream + c0 / TILE * a.v_stride + l.v_offset[h];
             v_bound                = tile_bound(v, s, v_tile, in_tile, n, t.cells);
             fill_values(v, s.octets_v, v_tile, in_tile, t.cells, s.v_width, s.scale, alike(1.0f / v_bound), s.x,
                         s.p_pitch);
+            for (int c = me; c < t.cells; c += THREADS) {
+                bad |= is_nan(s.scale[c]);
+            }
         }
-        __syncthreads();
+        bad = __syncthreads_or(bad);
+        for (int r = warp; bad != 0 && r < t.rows; r += WARPS) { // rows that give weight to such a value
+            float lost = 0.0f;
+            for (int c = lane; c < t.cells; c += WARP) {
+                lost += is_nan(s.scale[c]) && expf(s.logits[r * s.s_pitch + c] - s.m[r]) > 0.0f ? 1.0f : 0.0f;
+            }
+            lost = warp_sum(lost);
+            if (lane == 0 && lost > 0.0f) {
+                s.z[r] = not_a_number();
+            }
+        }
         for (int i = warp; i < t.rows / SIDE * (s.v_width / SIDE); i += WARPS) {
             const int r = i / (s.v_width / SIDE) * SIDE, j = i % (s.v_width / SIDE) * SIDE;
             float *   o = s.o + r * s.o_pitch + j;
@@ -239,7 +253,7 @@ __global__ void tiles_kernel(Tiles t) {
             a.acc[(out + r) * l.width_v + j] = s.o[r * s.o_pitch + j];
         }
         if (lane == 0) {
-            a.m[out + r] = s.m[r];
+            a.m[out + r] = state_top(s.m[r], s.z[r]);
             a.z[out + r] = s.z[r];
         }
     }

@@ -26,16 +26,32 @@ __device__ inline float reach_of(const HeadCodec & codec) {
     return reach;
 }
 
-// The largest coefficient of a cell's 16-bit bands, which are stored as halves; 0 without such bands.
+// The largest coefficient of a cell's 16-bit bands, which are stored as halves; 0 without such bands, NaN if one is not
+// finite.
 __device__ inline float largest_half(const HeadCodec & codec, const uint8_t * tile, int c) {
-    float largest = 0.0f;
+    float largest = 0.0f, bad = 0.0f;
     for (int i = 0; i < codec.n_bands; ++i) {
         const Band & band = codec.bands[i];
         for (int j = 0; band.bits == 16 && j < band.n; ++j) {
-            largest = fmaxf(largest, fabsf(from_half(*half_of(tile + TILE * band.offset, j, c))));
+            const float x = from_half(*half_of(tile + TILE * band.offset, j, c));
+            largest       = fmaxf(largest, fabsf(x));
+            bad           = fmaf(x, 0.0f, bad);
         }
     }
-    return largest;
+    return largest + bad;
+}
+
+// A cell's scale, and a bound of its coefficients: scale times reach, or the largest half. A cell that could not be
+// coded, or has a half that is not finite, has the scale NaN and the bound 0.
+struct CellScale {
+    float scale, bound;
+};
+
+__device__ inline CellScale cell_scale(const HeadCodec & codec, const uint8_t * tile, int c, float reach) {
+    const float scale = row_scale(tile[c]);
+    const float half  = scale > 0.0f ? largest_half(codec, tile, c) : 0.0f;
+    return is_nan(scale) || is_nan(half) ? CellScale{ not_a_number(), 0.0f } :
+                                           CellScale{ scale, fmaxf(scale * reach, half) };
 }
 
 struct alignas(16) Halves {
@@ -43,7 +59,7 @@ struct alignas(16) Halves {
 };
 
 // x [cells][pitch] = keys of cells c0 to c0 + cells of a tile, times inverse(cell); zeros from the rank to width, and in
-// cells with scale[cell] 0. Cells count from c0 on.
+// cells with scale[cell] 0 or NaN. Cells count from c0 on.
 template <typename Inverse>
 __device__ inline void fill_keys(const HeadCodec & codec, const Octets & octets, const uint8_t * tile, int c0,
                                  int cells, int width, const float * scale, Inverse inverse, __half * x, int pitch) {

@@ -119,7 +119,7 @@ template <int OUT> __global__ void combine_kernel(Combine b) {
             for (int j = lane; j < l.d_k; j += WARP) {
                 dot = fmaf(q[j], from_half(keys[i].row[h * l.d_k + j]), dot);
             }
-            dot = capped(warp_sum(dot), l.softcap) + l.slope[hq] * bias;
+            dot = capped(finite_or_nan(warp_sum(dot)), l.softcap) + l.slope[hq] * bias;
             if (lane == 0) {
                 logit[i] = dot;
             }
@@ -139,7 +139,7 @@ template <int OUT> __global__ void combine_kernel(Combine b) {
             const uint16_t * value = keys[i].row + exact_value(l, h);
             z += p;
             for (int x = 0; x < OUT; ++x) {
-                if (me + x * THREADS < l.d_v) {
+                if (me + x * THREADS < l.d_v && p > 0.0f) { // a value of weight 0 may be infinite
                     o[x] = fmaf(p, from_half(value[me + x * THREADS]), o[x]);
                 }
             }
@@ -152,7 +152,7 @@ template <int OUT> __global__ void combine_kernel(Combine b) {
         w = move_top(m, b.sinks[hq]);
         z = z * w + expf(b.sinks[hq] - m);
     }
-    w = z > 0.0f ? w / z : 0.0f; // a token without visible keys gets zeros
+    w = z == 0.0f ? 0.0f : w / z; // a token without visible keys gets zeros, a lost row NaN
     for (int x = 0; x < OUT; ++x) {
         if (me + x * THREADS < l.d_v) {
             b.out[token * b.out_stride + hq * l.d_v + me + x * THREADS] = w * o[x];

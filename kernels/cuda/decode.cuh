@@ -75,7 +75,7 @@ __device__ void quantize_queries(const Shared<F> & s, const HeadCodec & codec, c
 #pragma unroll 1
     for (int g = (int) threadIdx.x / WARP; g < 4 * F; g += WARPS) {
         const float * row     = qt + g * width;
-        float         largest = 0.0f;
+        float         largest = 0.0f, bad = 0.0f; // bad: NaN if a coefficient is not finite
 #pragma unroll 1
         for (int b = 0; g < G && b < codec.n_bands; ++b) {
             const Band & band = codec.bands[b];
@@ -84,9 +84,10 @@ __device__ void quantize_queries(const Shared<F> & s, const HeadCodec & codec, c
 #pragma unroll 1
             for (int i = band.first + lane; i < end; i += WARP) {
                 largest = fmaxf(largest, fabsf(row[i] * unit));
+                bad     = fmaf(row[i], 0.0f, bad);
             }
         }
-        const float step    = warp_max(largest) * QUERY_STEP;
+        const float step    = warp_max(largest) * QUERY_STEP + warp_sum(bad);
         const float inverse = step > 1e-30f ? __fdividef(1.0f, step) : 0.0f;
         uint32_t    centre  = 0;
 #pragma unroll 1

@@ -108,6 +108,19 @@ __device__ inline uint16_t to_half(float x) {
 static __constant__ float ROOTS[8] = { EIGHTHS[0], EIGHTHS[1], EIGHTHS[2], EIGHTHS[3],
                                        EIGHTHS[4], EIGHTHS[5], EIGHTHS[6], EIGHTHS[7] };
 
+__device__ inline float not_a_number() {
+    return __uint_as_float(0x7fc00000u);
+}
+
+__device__ inline bool is_nan(float x) {
+    return x != x;
+}
+
+// x, or NaN if it is infinite.
+__device__ inline float finite_or_nan(float x) {
+    return fmaf(x, 0.0f, x);
+}
+
 // exp(x) of x <= 0: 0 of -INFINITY.
 __device__ inline float exponential(float x) {
     x *= 1.44269504f;
@@ -120,9 +133,10 @@ __device__ inline float exponential(float x) {
 #endif
 }
 
-// The scale of a row: 2^((code - SCALE_ONE)/8) rounded to f32, 0 for code 0.
+// The scale of a row: 2^((code - SCALE_ONE)/8) rounded to f32, 0 for code 0, NaN for SCALE_NAN.
 __device__ inline float row_scale(uint32_t code) {
-    return code == 0 ? 0.0f : __uint_as_float((code / 8 + 127 - SCALE_ONE / 8) << 23) * ROOTS[code % 8];
+    const float scale = __uint_as_float((code / 8 + 127 - SCALE_ONE / 8) << 23) * ROOTS[code % 8];
+    return code == 0 ? 0.0f : code == SCALE_NAN ? not_a_number() : scale;
 }
 
 struct alignas(16) Sixteen {

@@ -63,7 +63,7 @@ __device__ int choose_scale(const HeadCodec & codec, const float * c, float * ro
     }
     reach  = block_max(reach, room + CANDIDATES * 8);
     int k0 = 1;
-    while (k0 < 255 && row_scale((uint32_t) k0) < reach) {
+    while (k0 < SCALE_MOST && row_scale((uint32_t) k0) < reach) {
         ++k0;
     }
     const int candidate = (int) threadIdx.x / 8;
@@ -178,7 +178,7 @@ template <bool LANES>
 __device__ int choose_path_scale(const Search & search, const HeadCodec & codec, int middle) {
     constexpr int AT_ONCE = THREADS / TRELLIS_TRIED;
     const int     me = (int) threadIdx.x, first = middle - TRELLIS_BELOW;
-    const auto    may          = [&](int candidate) { return first + candidate >= 1 && first + candidate <= 255; };
+    const auto    may          = [&](int candidate) { return first + candidate >= 1 && first + candidate <= SCALE_MOST; };
     float         cost[STATES] = {};
     for (int t0 = 0; t0 < search.places(); t0 += AT_ONCE) {
         const int t = t0 + me / TRELLIS_TRIED;
@@ -385,7 +385,7 @@ template <bool LANES> __global__ void encode_kernel(Encode a) {
     }
     const float s = row_scale((uint32_t) code);
     if (threadIdx.x == 0) {
-        tile[in] = (uint8_t) code;
+        tile[in] = (uint8_t) (finite ? code : SCALE_NAN);
     }
     for (int i = 0; i < codec.n_bands; ++i) {
         const Band & band    = codec.bands[i];
@@ -403,10 +403,9 @@ template <bool LANES> __global__ void encode_kernel(Encode a) {
     __syncthreads();
     store_codes(codec, search.codes, tile, in);
 
-    uint16_t *       fresh = a.fresh + token * exact_width(l) + (value ? exact_value(l, h) : h * l.d_k);
-    const uint16_t * mean  = value ? nullptr : l.mean[h];
+    uint16_t * fresh = a.fresh + token * exact_width(l) + (value ? exact_value(l, h) : h * l.d_k);
     for (int j = (int) threadIdx.x; j < codec.d; j += THREADS) {
-        fresh[j] = x_finite ? to_half(fminf(fmaxf(xs[j], -HALF_MAX), HALF_MAX)) : mean != nullptr ? mean[j] : 0;
+        fresh[j] = x_finite ? to_half(fminf(fmaxf(xs[j], -HALF_MAX), HALF_MAX)) : HALF_NAN;
     }
 }
 

@@ -24,4 +24,9 @@ __device__ inline float capped(float x, float softcap) {
     return softcap > 0.0f ? softcap * tanhf(x / softcap) : x;
 }
 
+// The maximum of a state that is stored: a lost row (z is NaN) is not one without visible cells.
+__device__ inline float state_top(float m, float z) {
+    return is_nan(z) && m == -INFINITY ? 0.0f : m;
+}
+
 } // namespace subkv::cuda

@@ -48,8 +48,7 @@ struct Layer {
 };
 
 // Encodes the rows k, v [n_tok] of all heads into `cells`, which are distinct, and stores both in half precision in
-// `fresh` [n_tok][n_head_kv * (d_k + d_v)], K first (a latent layer: only K). There, a non-finite row becomes the mean or
-// zero.
+// `fresh` [n_tok][n_head_kv * (d_k + d_v)], K first (a latent layer: only K). There, a non-finite row becomes HALF_NAN.
 struct Encode {
     Layer           layer;
     const float *   k;
@@ -104,7 +103,8 @@ struct Combine {
 // The rows of a prompt for flash attention on halves, which replaces attend and combine: keys and values of a stream's
 // cells, from their codes (D_k c times gamma plus the mean, D_v c), then the exact rows of n_slots window slots, then
 // those of the ubatch's own tokens, then zeros. A token's mask selects either a cell's row or its exact row, as in
-// combine's softmax.
+// combine's softmax. A row that is not finite is zeros, because flash attention would spread NaN to tokens that do not
+// see it; prompt_lost then makes NaN of the output of those that do.
 struct Prompt {
     Combine    c;       // its sources, without queries and results of c.a
     int64_t    n_slots; // per stream: all slots, or with several streams those of its sequence
@@ -131,6 +131,7 @@ const char * combine(const Combine & args, void * stream);
 const char * store_window(const Store & args, void * stream);
 const char * prompt_rows(const Prompt & args, void * stream); // k and v; suits_prompt
 const char * prompt_mask(const Prompt & args, void * stream); // mask
+const char * prompt_lost(const Prompt & args, void * stream); // c.out: query heads of these KV heads, all of a token
 
 // Waits until all streams of a device are idle.
 const char * wait(int device);

@@ -80,7 +80,7 @@ __device__ void decode_tile(const HeadCodec & codec, const Shared & s, bool valu
                 for (int e = 0; e < SIDE / 2; ++e) {
                     const float at = mean == nullptr ? 0.0f : from_half(mean[j + first + e]);
                     const float y  = fmaf(gamma * s.bound[c], room[lane / 2 * SIDE + first + e], at);
-                    // finite: masked cells have weight 0, and 0 * inf is NaN
+                    // finite: masked cells have weight 0, and 0 * inf is NaN (lost_kernel)
                     halves.x[e] = __float2half_rn(fminf(fmaxf(y, -65504.0f), 65504.0f));
                 }
                 *reinterpret_cast<Halves *>(out + (int64_t) c * d + j + first) = halves;
@@ -110,11 +110,11 @@ __global__ void cells_kernel(Prompt p) {
     fill_octets(codec, s.octets);
     const float reach = reach_of(codec);
     for (int c = (int) threadIdx.x; c < TILE; c += THREADS) {
-        const float scale = c < n ? row_scale(from[c]) : 0.0f;
-        const float bound = fmaxf(1e-30f, scale > 0.0f ? fmaxf(scale * reach, largest_half(codec, from, c)) : 0.0f);
-        s.scale[c]        = scale;
-        s.bound[c]        = bound;
-        s.inverse[c]      = 1.0f / bound;
+        const CellScale cell  = c < n ? cell_scale(codec, from, c, reach) : CellScale{};
+        const float     bound = fmaxf(1e-30f, cell.bound);
+        s.scale[c]            = cell.scale;
+        s.bound[c]            = bound;
+        s.inverse[c]          = 1.0f / bound;
     }
     __syncthreads();
     const auto inverse = [&](int c) { return s.inverse[c]; };
@@ -156,7 +156,8 @@ __global__ void exact_rows_kernel(Prompt p) {
         const int     e         = value ? j - p.n_heads * l.d_k : j; // element of these heads' keys or values
         const int     from      = (value ? l.n_head_kv * l.d_k : 0) + p.first * d + e;
         const int64_t at        = ((stream * p.n_heads + e / d) * p.n_rows + a.n_kv + i) * d + e % d;
-        (value ? p.v : p.k)[at] = row == nullptr ? (uint16_t) 0 : row[from];
+        const bool    bad       = row != nullptr && (row[from] & 0x7c00) == 0x7c00; // lost_kernel
+        (value ? p.v : p.k)[at] = row == nullptr || bad ? (uint16_t) 0 : row[from];
     }
 }
 
@@ -184,6 +185,47 @@ __global__ void mask_kernel(Prompt p) {
     }
 }
 
+// Is a row of these heads not finite? Then the kernels above have stored zeros.
+__device__ bool is_bad(const Prompt & p, int64_t stream, int64_t row) {
+    const Attend & a   = p.c.a;
+    const Layer &  l   = a.layer;
+    bool           bad = false;
+    if (row < a.n_kv) {
+        const int64_t   tile = row / TILE, c = row % TILE;
+        const uint8_t * k = a.k_tiles + stream * a.k_stream + tile * a.k_stride + c;
+        const uint8_t * v = a.v_tiles + stream * a.v_stream + tile * a.v_stride + c;
+        for (int h = p.first; h < p.first + p.n_heads; ++h) {
+            bad = bad || k[l.k_offset[h]] == SCALE_NAN || v[l.v_offset[h]] == SCALE_NAN;
+        }
+        return bad;
+    }
+    const int64_t    i = row - a.n_kv, width = exact_width(l);
+    const uint16_t * of = i < p.n_slots ? p.c.window + (first_slot(p, stream) + i) * width :
+                                          p.c.fresh + (stream * a.n_tps + i - p.n_slots) * width;
+    for (int h = p.first; h < p.first + p.n_heads; ++h) {
+        bad = bad || of[h * l.d_k] == HALF_NAN || of[exact_value(l, h)] == HALF_NAN;
+    }
+    return bad;
+}
+
+// One block per token: its output is NaN if it sees a row that is not finite. Layers without such rows take no time.
+__global__ void lost_kernel(Prompt p) {
+    const Attend & a     = p.c.a;
+    const int64_t  token = blockIdx.x;
+    if (*a.layer.n_bad == 0) {
+        return;
+    }
+    int lost = 0;
+    for (int64_t row = threadIdx.x; row < a.n_kv + p.n_slots + a.n_tps; row += THREADS) {
+        lost |= prompt_bias(p, token, row) != -INFINITY && is_bad(p, token / a.n_tps, row);
+    }
+    if (__syncthreads_or(lost) != 0) {
+        for (int64_t i = threadIdx.x; i < p.c.out_stride; i += THREADS) {
+            p.c.out[token * p.c.out_stride + i] = not_a_number();
+        }
+    }
+}
+
 } // namespace
 
 // Shared memory: the maximum for keys and for values.
@@ -205,6 +247,10 @@ const char * prompt_rows(const Prompt & args, void * stream) {
         return error;
     }
     return launch(exact_rows_kernel, dim3((unsigned) (args.n_rows - a.n_kv), (unsigned) a.n_stream), 0, stream, args);
+}
+
+const char * prompt_lost(const Prompt & args, void * stream) {
+    return launch(lost_kernel, dim3((unsigned) (args.c.a.n_stream * args.c.a.n_tps)), 0, stream, args);
 }
 
 const char * prompt_mask(const Prompt & args, void * stream) {

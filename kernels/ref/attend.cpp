@@ -2,11 +2,13 @@
 //   logit(t,g,c) = cap(q[t*n_group+g] . k(c) + shift[t*n_group+g]) + slope[g]*bias[t][c]
 //   cap(x) = softcap > 0 ? softcap*tanh(x/softcap) : x;  no shift over exact keys
 //   m' = max(m, max_c logit);  z' = z exp(m - m') + sum_c exp(logit - m');  acc' = acc exp(m - m') + sum_c exp(..) v(c)
-// bias = -INFINITY excludes a cell: its bytes are not read. A query row without visible cells keeps its state.
+// bias = -INFINITY excludes a cell: its bytes are not read. A query row without visible cells keeps its state; one with
+// a logit that is not a finite float is lost (ops.h). A weight below 2^-126 adds nothing to acc.
 // m is a float between calls, so m' is rounded to float before its first use.
 #include "half.h"
 #include "rows.h"
 
+#include <cfloat>
 #include <cmath>
 #include <vector>
 
@@ -18,7 +20,8 @@ static void attend_row(int64_t n, int64_t d_k, int64_t d_v, const float * q, flo
                        float slope, float softcap, float * m, float * z, float * acc, Key key, Value value) {
     std::vector<double> logit((size_t) n);
     std::vector<float>  buffer((size_t) (d_k > d_v ? d_k : d_v));
-    float               top = *m;
+    float               top  = *m;
+    bool                lost = false;
     for (int64_t c = 0; c < n; ++c) {
         logit[(size_t) c] = -INFINITY;
         if (bias[c] == -INFINITY) {
@@ -29,11 +32,18 @@ static void attend_row(int64_t n, int64_t d_k, int64_t d_v, const float * q, flo
         for (int64_t j = 0; j < d_k; ++j) {
             dot += (double) q[j] * (double) buffer[(size_t) j];
         }
+        lost = lost || !std::isfinite((float) dot);
         if (softcap > 0.0f) {
             dot = softcap * std::tanh(dot / softcap);
         }
         logit[(size_t) c] = dot + (double) slope * (double) bias[c];
+        lost              = lost || !std::isfinite((float) logit[(size_t) c]);
         top               = std::fmax(top, (float) logit[(size_t) c]);
+    }
+    if (lost) {
+        *m = *m == -INFINITY ? 0.0f : *m;
+        *z = NAN;
+        return;
     }
     if (top == -INFINITY) {
         return;
@@ -51,7 +61,7 @@ static void attend_row(int64_t n, int64_t d_k, int64_t d_v, const float * q, flo
         const double weight = std::exp(logit[(size_t) c] - (double) top);
         total += weight;
         value(c, buffer.data());
-        for (int64_t j = 0; j < d_v; ++j) {
+        for (int64_t j = 0; j < d_v && weight >= (double) FLT_MIN; ++j) {
             sum[(size_t) j] += weight * (double) buffer[(size_t) j];
         }
     }

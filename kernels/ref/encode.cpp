@@ -1,15 +1,15 @@
 // encode.cpp: quantizes c = E x - offset to rows, and writes them to tiles.
 //   x [n][ldx] f32 | E [rank][d] half | offset [rank] f32 or none | row of token t: a cell of a tile
 //
-// Scale code. With r_j = |c_j| / (ratio * (2^b - 1)/2) over the quantized bands, k0 is the smallest code in 1..255
-// with SCALES[k0] >= max r_j, i.e. without clipping (255 if all codes clip). Candidates k0, k0-1, ...,
+// Scale code. With r_j = |c_j| / (ratio * (2^b - 1)/2) over the quantized bands, k0 is the smallest code in
+// 1..SCALE_MOST with SCALES[k0] >= max r_j, i.e. without clipping (SCALE_MOST if all clip). Candidates k0, k0-1, ...,
 // k0 - SCALE_CANDIDATES_BELOW, not below 1; the least sum of squared coefficient errors wins, ties to the larger.
 //   step = s * ratio;  u = clamp(round(c/step + (2^b - 1)/2), 0, 2^b - 1), round half to even
 //   error = c - step * (u - (2^b - 1)/2)
 // For codes on a path (trellis.h), trellis.cpp continues: it searches the scale code around this one and finds the
 // codes of the bands on the path. A head with 16-bit bands only gets SCALE_ONE. A 16-bit coefficient beyond half's
-// range is clamped to +-65504: rows contain finite numbers only. A row with a non-finite coefficient, or all zero, is a
-// zero row (every byte 0).
+// range is clamped to +-65504: rows contain finite halves only. A row with a non-finite coefficient is SCALE_NAN and
+// zeros, so that whoever reads it gets NaN; a row that is all zero is a zero row (every byte 0).
 //
 // Guarantee: the bytes depend only on the f32 coefficients and are the same in every version. Therefore fused
 // multiply-adds are explicit, and the error is summed in eight lanes (coefficient j in lane j % 8) in this order, so
@@ -65,7 +65,7 @@ static int32_t choose_scale(const HeadCodec & codec, const float * c) {
         return SCALE_ONE;
     }
     int32_t k0 = 1;
-    while (k0 < 255 && SCALES[k0] < reach) {
+    while (k0 < SCALE_MOST && SCALES[k0] < reach) {
         ++k0;
     }
     int32_t best       = k0;
@@ -129,6 +129,7 @@ int64_t encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n,
         }
         row.assign(row.size(), 0);
         if (!finite) {
+            row[0] = SCALE_NAN;
             ++n_bad;
         } else if (!zero) {
             put_row(codec, c.data(), row.data());

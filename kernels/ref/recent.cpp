@@ -4,6 +4,7 @@
 #include "half.h"
 #include "rows.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -20,7 +21,7 @@ bool pack_recent(const float * x, const float * mean, int64_t d, uint8_t * row) 
         finite  = finite && std::isfinite(x[j]);
         largest = std::fmax(largest, std::fabs(within(x[j], HALF_MAX) - (mean ? mean[j] : 0.0f)));
     }
-    const uint16_t half = finite ? float_to_half(largest / (float) RECENT_MOST) : 0;
+    const uint16_t half = finite ? float_to_half(largest / (float) RECENT_MOST) : HALF_NAN;
     const float    step = half_to_float(half);
     std::memcpy(row, &half, sizeof(half));
     uint8_t * high = row + sizeof(half);
@@ -39,7 +40,11 @@ bool pack_recent(const float * x, const float * mean, int64_t d, uint8_t * row) 
 void unpack_recent(const uint8_t * row, const float * mean, int64_t d, uint16_t * out) {
     uint16_t half;
     std::memcpy(&half, row, sizeof(half));
-    const float     step = (half & 0x7c00) == 0x7c00 ? 0.0f : half_to_float(half);
+    if ((half & 0x7c00) == 0x7c00) {
+        std::fill(out, out + d, HALF_NAN);
+        return;
+    }
+    const float     step = half_to_float(half);
     const uint8_t * high = row + sizeof(half);
     const uint8_t * low  = high + d;
     for (int64_t j = 0; j < d; ++j) {

@@ -1,7 +1,7 @@
 // rows.cpp: the row format, dequantize, and to_half.
 //   row: scale byte u, then per band its planes; c_j = s * ratio * (u_j - (2^b - 1)/2), s = SCALES[u], or by path
 //   a w-bit plane of n coefficients is m = n*w/8 bytes, coefficient j in byte j % m at bit w*(j / m)
-//   16-bit band: little-endian half, no scale, no ratio. u = 0: every coefficient is zero.
+//   16-bit band: little-endian half, no scale, no ratio. u = 0: every coefficient is zero; u = SCALE_NAN: NaN.
 // row [row_bytes] | c [rank] f32
 #include "rows.h"
 
@@ -13,19 +13,20 @@
 
 namespace subkv {
 
-#define S7(e)                                                                                                          \
-    EIGHTHS[1] * e, EIGHTHS[2] * e, EIGHTHS[3] * e, EIGHTHS[4] * e, EIGHTHS[5] * e, EIGHTHS[6] * e, EIGHTHS[7] * e
+#define S6(e) EIGHTHS[1] * e, EIGHTHS[2] * e, EIGHTHS[3] * e, EIGHTHS[4] * e, EIGHTHS[5] * e, EIGHTHS[6] * e
+#define S7(e) S6(e), EIGHTHS[7] * e
 #define S8(e) EIGHTHS[0] * e, S7(e)
 // Powers of two are exact, and so is each product.
 const float SCALES[256] = {
-    0.0f,         S7(0x1p-20f), S8(0x1p-19f), S8(0x1p-18f), S8(0x1p-17f), S8(0x1p-16f), S8(0x1p-15f),
-    S8(0x1p-14f), S8(0x1p-13f), S8(0x1p-12f), S8(0x1p-11f), S8(0x1p-10f), S8(0x1p-9f),  S8(0x1p-8f),
-    S8(0x1p-7f),  S8(0x1p-6f),  S8(0x1p-5f),  S8(0x1p-4f),  S8(0x1p-3f),  S8(0x1p-2f),  S8(0x1p-1f),
-    S8(0x1p+0f),  S8(0x1p+1f),  S8(0x1p+2f),  S8(0x1p+3f),  S8(0x1p+4f),  S8(0x1p+5f),  S8(0x1p+6f),
-    S8(0x1p+7f),  S8(0x1p+8f),  S8(0x1p+9f),  S8(0x1p+10f), S8(0x1p+11f),
+    0.0f,         S7(0x1p-20f), S8(0x1p-19f), S8(0x1p-18f), S8(0x1p-17f),          S8(0x1p-16f), S8(0x1p-15f),
+    S8(0x1p-14f), S8(0x1p-13f), S8(0x1p-12f), S8(0x1p-11f), S8(0x1p-10f),          S8(0x1p-9f),  S8(0x1p-8f),
+    S8(0x1p-7f),  S8(0x1p-6f),  S8(0x1p-5f),  S8(0x1p-4f),  S8(0x1p-3f),           S8(0x1p-2f),  S8(0x1p-1f),
+    S8(0x1p+0f),  S8(0x1p+1f),  S8(0x1p+2f),  S8(0x1p+3f),  S8(0x1p+4f),           S8(0x1p+5f),  S8(0x1p+6f),
+    S8(0x1p+7f),  S8(0x1p+8f),  S8(0x1p+9f),  S8(0x1p+10f), EIGHTHS[0] * 0x1p+11f, S6(0x1p+11f), NAN,
 };
 #undef S8
 #undef S7
+#undef S6
 
 } // namespace subkv
 
@@ -73,7 +74,7 @@ void dequantize_row(const HeadCodec & codec, const uint8_t * row, float * c) {
             if (row[0] == 0) {
                 c[j] = 0.0f;
             } else if (band.bits == 16) {
-                c[j] = half_to_float((uint16_t) (planes[0] | planes[1] << 8));
+                c[j] = row[0] == SCALE_NAN ? NAN : half_to_float((uint16_t) (planes[0] | planes[1] << 8));
             } else if (on_path(codec, band)) {
                 c[j] = step * ((float) level[j] + 0.5f);
             } else {

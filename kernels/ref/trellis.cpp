@@ -2,7 +2,7 @@
 //   c [rank] f32 | code, index [rank]: for coefficients on the path, other entries stay unchanged
 //
 // Scale code. `middle`: the best code without a trellis (encode.cpp). Candidates: TRELLIS_TRIED codes from
-// middle - TRELLIS_BELOW on, within 1..255; the least cost wins, ties to the smaller code.
+// middle - TRELLIS_BELOW on, within 1..SCALE_MOST; the least cost wins, ties to the smaller code.
 //   cost = squared error of bands outside the path + cost of the best path with free ends, a sum in f32
 //
 // Errors. At a place of coefficient c, step = s * level_step, and in each subset of the levels, i % 4 = q, the nearest:
@@ -158,7 +158,7 @@ int32_t choose_path_scale(const HeadCodec & codec, const float * c, int32_t midd
     int32_t      best  = middle;
     float        least = INF;
     for (int32_t k = middle - TRELLIS_BELOW; k < middle - TRELLIS_BELOW + TRELLIS_TRIED; ++k) {
-        if (k < 1 || k > 255) {
+        if (k < 1 || k > SCALE_MOST) {
             continue;
         }
         const float cost = free_cost(codec, places, c, SCALES[k]) + squared_error(codec, c, SCALES[k], TRELLIS_BITS);

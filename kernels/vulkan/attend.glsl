@@ -28,10 +28,11 @@ const bool RELATIVE = false; // weights are relative to the largest logit so far
 #endif
 
 shared float tops[RANKED * PARTS];
+shared uint  lost_rows; // bits of rows whose result is NaN
 
 // The largest number of a row.
 float top_of(uint r) {
-    float top = -INFINITY;
+    float top = HIDDEN;
     for (uint i = 0; i < PARTS; ++i) {
         top = max(top, tops[r * PARTS + i]);
     }
@@ -72,8 +73,12 @@ void main() {
     Values values;
     find_values(h, me, values);
     float        m[ROWS], z[ROWS], acc[N_ACC];
+    uint         lost = 0; // this thread's part of lost_rows
+    if (me == 0) {
+        lost_rows = 0;
+    }
     [[unroll]] for (uint r = 0; r < ROWS; ++r) {
-        m[r] = -INFINITY;
+        m[r] = HIDDEN;
         z[r] = 0.0;
         [[unroll]] for (uint x = 0; x < COEFFICIENTS; ++x) {
             acc[r * COEFFICIENTS + x] = 0.0;
@@ -86,29 +91,37 @@ void main() {
         bool       seen  = false;
         float      bias[ROWS];
         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
-            bias[r] = -INFINITY;
+            bias[r] = HIDDEN;
             if (cell < c_end && r < n_rows) {
                 const uint token = stream * p.n_tps + (r0 + r) / group;
                 if (!is_exact(pos, token_pos(token))) {
                     bias[r] = mask_value(p.mask_at + token * p.n_kv + cell, p.mask_half);
                 }
             }
-            seen = seen || bias[r] != -INFINITY;
+            seen = seen || bias[r] != HIDDEN;
         }
         const uint k_tile = p.k_tiles_at + stream * p.k_stream + c0 / TILE * p.k_stride + k_head;
         const uint v_tile = p.v_tiles_at + stream * p.v_stream + c0 / TILE * p.v_stride + v_head;
         float      logit[ROWS];
-        float      scale = 0.0; // scale of the value, 0 if all rows mask it
+        float      scale = 0.0; // scale of the value, 0 if all rows mask it or it is NaN
+        bool       bad_k = false, bad_v = false;
         if (seen) {
             dots(h, k_tile, me, first, n_rows, logit);
-            scale = row_scale(v_tiles[v_tile + me / 4] >> 8 * (me % 4) & 255u);
+            const uint k_code = k_tiles[k_tile + me / 4] >> 8 * (me % 4) & 255u;
+            const uint v_code = v_tiles[v_tile + me / 4] >> 8 * (me % 4) & 255u;
+            bad_k             = k_code == SCALE_NAN;
+            bad_v             = v_code == SCALE_NAN;
+            scale             = bad_v ? 0.0 : row_scale(v_code);
         }
         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
-            if (bias[r] == -INFINITY) {
-                logit[r] = -INFINITY;
+            if (bias[r] == HIDDEN) {
+                logit[r] = HIDDEN;
             } else {
                 const float slope = slope_of(h * group + (r0 + r) % group);
-                logit[r] = capped(logit[r] + queries[p.shift_at + first + r], p.softcap) + slope * bias[r];
+                const float shift = queries[p.shift_at + first + r];
+                const bool  bad   = bad_k || bias[r] == LOST || !finite(shift) || !finite(logit[r] + shift);
+                logit[r]          = bad ? HIDDEN : capped(logit[r] + shift, p.softcap) + slope * bias[r];
+                lost |= (bad ? 1u : 0u) << r;
             }
             put(r * TILE + me, logit[r]);
         }
@@ -117,7 +130,7 @@ void main() {
         }
         barrier();
         for (uint i = me; i < RANKED * PARTS; i += TILE) {
-            float top = -INFINITY;
+            float top = HIDDEN;
             for (uint c = 0; c < TILE / PARTS; ++c) {
                 top = max(top, get(i * (TILE / PARTS) + c));
             }
@@ -130,12 +143,13 @@ void main() {
             const float here = top_of(r);
             weight[r]        = 0.0;
             rise[r]          = 0.0;
-            if (here != -INFINITY) {
+            if (here != HIDDEN) {
                 any = true;
                 const float top  = max(m[r], here);
-                const float keep = m[r] == -INFINITY ? 0.0 : exp(m[r] - top);
+                const float keep = m[r] == HIDDEN ? 0.0 : exp(m[r] - top);
                 const float base = RELATIVE ? here : top;
-                weight[r]        = logit[r] == -INFINITY ? 0.0 : exp(logit[r] - base);
+                weight[r]        = logit[r] == HIDDEN ? 0.0 : exp(logit[r] - base);
+                lost |= (bad_v && weight[r] > 0.0 ? 1u : 0u) << r;
                 rise[r]          = RELATIVE ? exp(here - top) : 1.0;
                 m[r]             = top;
                 z[r]             = fma(z[r], keep, weight[r] * rise[r]);
@@ -159,6 +173,9 @@ void main() {
         }
     }
     barrier();
+    if (lost != 0) {
+        atomicOr(lost_rows, lost);
+    }
     [[unroll]] for (uint r = 0; r < ROWS; ++r) {
         put(r * TILE + me, z[r]);
     }
@@ -168,11 +185,11 @@ void main() {
         for (uint c = 0; c < TILE; ++c) {
             sum += get(me * TILE + c);
         }
-        partial[p.z_at + out_row + me] = sum;
+        partial[p.z_at + out_row + me] = (lost_rows >> me & 1u) != 0 ? NOT_A_NUMBER : sum;
     }
     [[unroll]] for (uint r = 0; r < ROWS; ++r) {
         if (me == 0 && r < n_rows) {
-            partial[p.m_at + out_row + r] = m[r];
+            partial[p.m_at + out_row + r] = stored_top(m[r], (lost_rows >> r & 1u) != 0);
         }
     }
 }

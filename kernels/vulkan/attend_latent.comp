@@ -35,6 +35,7 @@ shared float weights[ROWS * TILE]; // first logits, then weights
 shared float tops[ROWS * PARTS];
 shared float keep[ROWS]; // factor on the earlier sums
 shared uint  visible[TILE / 32]; // bit of a cell: some row sees it
+shared uint  lost_rows;          // bits of rows whose result is NaN
 
 // Decodes CHUNK coefficients of all cells, from `first` on.
 void stage(Head head, uint tile, uint first) {
@@ -65,8 +66,12 @@ void main() {
     const uint rank_v = head_of(1, 0).rank;
 
     float m[HALF], z[HALF];
+    uint  lost = 0; // this thread's part of lost_rows
+    if (me == 0) {
+        lost_rows = 0;
+    }
     [[unroll]] for (uint i = 0; i < HALF; ++i) {
-        m[i] = -INFINITY;
+        m[i] = HIDDEN;
         z[i] = 0.0;
     }
     bool begun = false;
@@ -76,14 +81,14 @@ void main() {
         bool       seen = false;
         float      bias[HALF];
         [[unroll]] for (uint i = 0; i < HALF; ++i) {
-            bias[i] = -INFINITY;
+            bias[i] = HIDDEN;
             if (cell < c_end && my_row + i < n_rows) {
                 const uint token = stream * p.n_tps + (r0 + my_row + i) / group;
                 if (!is_exact(pos, token_pos(token))) {
                     bias[i] = mask_value(p.mask_at + token * p.n_kv + cell, p.mask_half);
                 }
             }
-            seen = seen || bias[i] != -INFINITY;
+            seen = seen || bias[i] != HIDDEN;
         }
         barrier();
         if (me < TILE / 32) {
@@ -100,8 +105,10 @@ void main() {
         const uint tile = p.k_tiles_at + stream * p.k_stream + c0 / TILE * p.k_stride + head.tile;
         if (me < TILE) {
             const uint code = k_tiles[tile + me / 4] >> 8 * (me % 4) & 255u;
-            scale[me]       = (visible[me / 32] >> me % 32 & 1u) != 0 ? row_scale(code) : 0.0;
+            const bool shown = (visible[me / 32] >> me % 32 & 1u) != 0 && code != SCALE_NAN;
+            scale[me]        = shown ? row_scale(code) : 0.0;
         }
+        const bool bad_k = (k_tiles[tile + mine / 4] >> 8 * (mine % 4) & 255u) == SCALE_NAN; // and the value
 
         float logit[HALF];
         [[unroll]] for (uint i = 0; i < HALF; ++i) {
@@ -126,17 +133,20 @@ void main() {
         }
         [[unroll]] for (uint i = 0; i < HALF; ++i) {
             const uint r = my_row + i;
-            if (bias[i] == -INFINITY) {
-                logit[i] = -INFINITY;
+            if (bias[i] == HIDDEN) {
+                logit[i] = HIDDEN;
             } else {
                 const float slope = slope_of((r0 + r) % group);
-                logit[i] = capped(logit[i] + queries[p.shift_at + first + r], p.softcap) + slope * bias[i];
+                const float shift = queries[p.shift_at + first + r];
+                const bool  bad   = bad_k || bias[i] == LOST || !finite(shift) || !finite(logit[i] + shift);
+                logit[i]          = bad ? HIDDEN : capped(logit[i] + shift, p.softcap) + slope * bias[i];
+                lost |= (bad ? 1u : 0u) << r;
             }
             weights[r * TILE + mine] = logit[i];
         }
         barrier();
         for (uint i = me; i < ROWS * PARTS; i += THREADS) {
-            float top = -INFINITY;
+            float top = HIDDEN;
             for (uint c = 0; c < TILE / PARTS; ++c) {
                 top = max(top, weights[i * (TILE / PARTS) + c]);
             }
@@ -145,14 +155,14 @@ void main() {
         barrier();
         [[unroll]] for (uint i = 0; i < HALF; ++i) {
             const uint r    = my_row + i;
-            float      here = -INFINITY, kept = 1.0, weight = 0.0;
+            float      here = HIDDEN, kept = 1.0, weight = 0.0;
             for (uint x = 0; x < PARTS; ++x) {
                 here = max(here, tops[r * PARTS + x]);
             }
-            if (here != -INFINITY) {
+            if (here != HIDDEN) {
                 const float top = max(m[i], here);
-                kept            = m[i] == -INFINITY ? 0.0 : exp(m[i] - top);
-                weight          = logit[i] == -INFINITY ? 0.0 : exp(logit[i] - top);
+                kept            = m[i] == HIDDEN ? 0.0 : exp(m[i] - top);
+                weight          = logit[i] == HIDDEN ? 0.0 : exp(logit[i] - top);
                 m[i]            = top;
                 z[i]            = fma(z[i], kept, weight);
             }
@@ -192,10 +202,14 @@ void main() {
         partial[p.acc_at + (out_row + i / rank_v) * p.width_v + i % rank_v] = 0.0;
     }
     barrier();
+    if (lost != 0) {
+        atomicOr(lost_rows, lost);
+    }
+    barrier();
     [[unroll]] for (uint i = 0; i < HALF; ++i) {
         weights[(my_row + i) * TILE + mine] = z[i];
         if (mine == 0 && my_row + i < n_rows) {
-            partial[p.m_at + out_row + my_row + i] = m[i];
+            partial[p.m_at + out_row + my_row + i] = stored_top(m[i], (lost_rows >> my_row + i & 1u) != 0);
         }
     }
     barrier();
@@ -204,6 +218,6 @@ void main() {
         for (uint c = 0; c < TILE; ++c) {
             sum += weights[me * TILE + c];
         }
-        partial[p.z_at + out_row + me] = sum;
+        partial[p.z_at + out_row + me] = (lost_rows >> me & 1u) != 0 ? NOT_A_NUMBER : sum;
     }
 }

@@ -37,6 +37,7 @@ shared float query[MAX_HEAD_SIZE];
 shared float logits[THREADS]; // THREADS exact keys at a time
 shared uint  rows[THREADS];   // first word of the key's row
 shared float room[THREADS];
+shared uint  lost; // 1: the result is NaN
 
 // Word i of a row that begins at `row`: of the window, or, with the highest bit set, of the fresh rows.
 uint row_word(uint row, uint i) {
@@ -52,20 +53,27 @@ void main() {
     const uint width  = exact_width();
     const Head head   = head_of(1, h);
 
-    float m = -INFINITY, z = 0.0;
-    for (uint i = 0; i < p.n_split; ++i) {
-        m = max(m, partial[p.m_at + row + i * stride]);
+    if (me == 0) {
+        lost = 0;
     }
-    for (uint i = 0; m != -INFINITY && i < p.n_split; ++i) {
-        z += exp(partial[p.m_at + row + i * stride] - m) * partial[p.z_at + row + i * stride];
+    float m = HIDDEN, z = 0.0;
+    bool  fine = true; // no number that this thread reads makes the result NaN
+    for (uint i = 0; i < p.n_split; ++i) {
+        m = max(m, loaded_top(partial[p.m_at + row + i * stride]));
+    }
+    for (uint i = 0; m != HIDDEN && i < p.n_split; ++i) {
+        const float of_part = partial[p.z_at + row + i * stride];
+        fine                = fine && finite(of_part);
+        z += exp(loaded_top(partial[p.m_at + row + i * stride]) - m) * of_part;
     }
     for (uint c = me; c < head.rank; c += THREADS) {
         float sum = 0.0;
-        for (uint i = 0; m != -INFINITY && i < p.n_split; ++i) {
+        for (uint i = 0; m != HIDDEN && i < p.n_split; ++i) {
             const uint part = row + i * stride;
-            sum += exp(partial[p.m_at + part] - m) * partial[p.acc_at + part * p.width_v + c];
+            sum += exp(loaded_top(partial[p.m_at + part]) - m) * partial[p.acc_at + part * p.width_v + c];
         }
         coef[c] = sum;
+        fine    = fine && finite(sum);
     }
     for (uint j = me; j < d_k; j += THREADS) {
         query[j] = p.scale * q[p.q_at + hq * p.q_head + token * p.q_token + j];
@@ -87,7 +95,7 @@ void main() {
     const uint n_keys = p.slots_of_seq > 0 ? p.slots_of_seq + p.n_tps : 0;
     for (uint first = 0; first < n_keys; first += THREADS) {
         const uint n     = min(THREADS, n_keys - first);
-        float      logit = -INFINITY;
+        float      logit = HIDDEN;
         if (me < n) {
             const int own = token_pos(token);
             uint      i   = first + me;
@@ -105,13 +113,15 @@ void main() {
             }
             if (pos >= 0 && cell >= 0 && is_exact(pos, own)) {
                 const float bias = mask_value(p.mask_at + token * p.n_kv + uint(cell), p.mask_half);
-                if (bias != -INFINITY) {
+                if (bias != HIDDEN) {
                     float dot = 0.0;
                     for (uint j = 0; j < d_k / 2; ++j) {
                         const vec2 pair = unpackHalf2x16(row_word(rows[me], h * d_k / 2 + j));
                         dot             = fma(query[2 * j + 1], pair.y, fma(query[2 * j], pair.x, dot));
                     }
-                    logit = capped(dot, p.softcap) + slope_of(hq) * bias;
+                    const bool bad = bias == LOST || !finite(dot);
+                    logit          = bad ? HIDDEN : capped(dot, p.softcap) + slope_of(hq) * bias;
+                    fine           = fine && !bad;
                 }
             }
         }
@@ -125,24 +135,25 @@ void main() {
         }
         barrier();
         const float top = max(m, room[0]);
-        if (room[0] != -INFINITY) {
-            const float keep = m == -INFINITY ? 0.0 : exp(m - top);
+        if (room[0] != HIDDEN) {
+            const float keep = m == HIDDEN ? 0.0 : exp(m - top);
             m                = top;
             z *= keep;
             [[unroll]] for (uint x = 0; x < PER_THREAD; ++x) {
                 o[x] *= keep;
             }
             for (uint i = 0; i < n; ++i) {
-                if (logits[i] == -INFINITY) {
+                if (logits[i] == HIDDEN) {
                     continue;
                 }
                 const float weight = exp(logits[i] - m);
                 z += weight;
                 [[unroll]] for (uint x = 0; x < PER_THREAD; ++x) {
                     const uint j = me + x * THREADS;
-                    if (j < d_v) {
-                        const vec2 pair = unpackHalf2x16(row_word(rows[i], (exact_value(h) + j) / 2));
-                        o[x]            = fma(weight, j % 2 == 0 ? pair.x : pair.y, o[x]);
+                    if (j < d_v && weight > 0.0) { // a value of weight 0 may be infinite
+                        const uint bits = half_bits(row_word(rows[i], (exact_value(h) + j) / 2), j);
+                        fine            = fine && finite_half(bits);
+                        o[x]            = fma(weight, unpackHalf2x16(bits).x, o[x]);
                     }
                 }
             }
@@ -154,14 +165,18 @@ void main() {
     if (p.has_sinks != 0) { // a logit without a value
         const float sink = sinks[p.sinks_at + hq];
         const float top  = max(m, sink);
-        w                = m == -INFINITY ? 0.0 : exp(m - top);
+        w                = m == HIDDEN ? 0.0 : exp(m - top);
         z                = z * w + exp(sink - top);
     }
     w = z > 0.0 ? w / z : 0.0; // a token without visible keys gets zeros
+    if (!fine) {
+        atomicOr(lost, 1u);
+    }
+    barrier();
     [[unroll]] for (uint x = 0; x < PER_THREAD; ++x) {
         const uint j = me + x * THREADS;
         if (j < d_v) {
-            result[p.out_at + token * p.out_stride + hq * d_v + j] = w * o[x];
+            result[p.out_at + token * p.out_stride + hq * d_v + j] = lost != 0 ? NOT_A_NUMBER : w * o[x];
         }
     }
 }

@@ -31,6 +31,7 @@ const uint  THREADS = 128, LANES = 8, CANDIDATES = 11;
 const uint  STATES = 4, TRELLIS_BITS = 6, TRELLIS_TRIED = 4, N_LINES = 5; // trellis.h
 const int   TRELLIS_BELOW = 2;
 const float HALF_MAX = 65504.0;
+const float FAR      = 3.0e38; // cost of states that cannot be reached
 const uint  X_BAD = 1, C_BAD = 2, C_LIVE = 4; // of flags
 
 shared float xs[MAX_HEAD_SIZE];
@@ -112,7 +113,7 @@ uint choose_scale(Head head) {
     barrier();
     reach   = room[0];
     uint k0 = 1;
-    while (k0 < 255 && row_scale(k0) < reach) {
+    while (k0 < SCALE_MOST && row_scale(k0) < reach) {
         ++k0;
     }
     barrier();
@@ -208,7 +209,7 @@ bool begins_lane(Head head, uint t) {
 }
 
 vec4 begin_lane(vec4 cost) {
-    return vec4(min(min(cost.x, cost.y), min(cost.z, cost.w)), INFINITY, INFINITY, INFINITY);
+    return vec4(min(min(cost.x, cost.y), min(cost.z, cost.w)), FAR, FAR, FAR);
 }
 
 // The scale code, the same in all threads, near `middle`, which is the best one without a trellis. All threads prepare
@@ -220,7 +221,7 @@ uint choose_path_scale(Head head, uint middle) {
     vec4       cost = vec4(0.0);
     for (uint t0 = 0; t0 < n; t0 += AT_ONCE) {
         const uint t = t0 + me / TRELLIS_TRIED;
-        if (t < n && mine >= 1 && mine <= 255) {
+        if (t < n && mine >= 1 && mine <= int(SCALE_MOST)) {
             vec4 error;
             nearest(place_of(head, t), row_scale(uint(mine)), error);
             errors[me] = error;
@@ -235,17 +236,17 @@ uint choose_path_scale(Head head, uint middle) {
         barrier();
     }
     const int candidate = first + int(me / LANES);
-    if (me / LANES < TRELLIS_TRIED && candidate >= 1 && candidate <= 255) {
+    if (me / LANES < TRELLIS_TRIED && candidate >= 1 && candidate <= int(SCALE_MOST)) {
         room[me] = lane_error(head, row_scale(uint(candidate)), me % LANES, TRELLIS_BITS);
     }
     barrier();
     if (me < TRELLIS_TRIED) {
         precise float all = min(min(cost.x, cost.y), min(cost.z, cost.w)) + of_lanes(LANES * me);
-        errors[me].x      = mine >= 1 && mine <= 255 ? all : INFINITY;
+        errors[me].x      = mine >= 1 && mine <= int(SCALE_MOST) ? all : FAR;
     }
     barrier();
     uint  best  = middle;
-    float least = INFINITY;
+    float least = FAR;
     for (int i = 0; i < int(TRELLIS_TRIED); ++i) { // ties to the smaller code
         if (errors[i].x < least) {
             best  = uint(first + i);
@@ -260,7 +261,7 @@ uint choose_path_scale(Head head, uint middle) {
 // with lanes, only the first thread's path is used.
 void find_path(Head head, float s) {
     const uint me = gl_LocalInvocationID.x, n = head.n_path * LANES, WORDS = MAX_HEAD_SIZE / LANES;
-    vec4       cost = mix(vec4(INFINITY), vec4(0.0), equal(uvec4(0, 1, 2, 3), uvec4(me)));
+    vec4       cost = mix(vec4(FAR), vec4(0.0), equal(uvec4(0, 1, 2, 3), uvec4(me)));
     uint       ended = 0; // final state of each lane, two bits
     for (uint t0 = 0; t0 < n; t0 += THREADS) {
         if (t0 + me < n) {
@@ -382,11 +383,12 @@ void main() {
         barrier();
     }
     const bool x_finite = (flags & X_BAD) == 0;
-    const bool live     = (flags & (C_BAD | C_LIVE)) == C_LIVE;
-    if (me == 0 && (flags & C_BAD) != 0) {
+    const bool bad      = (flags & (X_BAD | C_BAD)) != 0;
+    const bool live     = !bad && (flags & C_LIVE) != 0;
+    if (me == 0 && bad) {
         atomicAdd(tables[N_BAD], 1);
     }
-    uint code = 0;
+    uint code = bad ? SCALE_NAN : 0;
     if (live) {
         code = choose_scale(head);
         if (head.n_path > 0) {
@@ -418,7 +420,7 @@ void main() {
 
     const uint at = p.fresh_at + token * exact_width() + (value ? exact_value(h) : h * tables[D_K]) / 2;
     for (uint j = me; j < head.d / 2; j += THREADS) {
-        uint pair = head.mean != 0 ? tables[head.mean + j] : 0; // replaces a non-finite row
+        uint pair = HALF_NAN | HALF_NAN << 16;
         if (x_finite) {
             pair = to_half(clamp(xs[2 * j], -HALF_MAX, HALF_MAX)) |
                    to_half(clamp(xs[2 * j + 1], -HALF_MAX, HALF_MAX)) << 16;

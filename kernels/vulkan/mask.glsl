@@ -1,13 +1,17 @@
 // mask.glsl: the values that attend and combine add to logits, and which keys are exact. After tables.glsl and a
 // buffer `mask`.
 
-// Mask values of the tokens [n_tokens][n_kv], of 2 bytes or 4; `at` in values.
+// Mask values of the tokens [n_tokens][n_kv], of 2 bytes or 4; `at` in values. Minus infinity becomes HIDDEN, another
+// number that is not finite LOST.
 float mask_value(uint at, uint half_precision) {
     if (half_precision == 0) {
-        return uintBitsToFloat(mask[at]);
+        const uint bits = mask[at];
+        return (bits & ALL_EXPONENT) != ALL_EXPONENT ? clamp(uintBitsToFloat(bits), -1.0e38, 1.0e38) :
+               bits == MINUS_INFINITY                ? HIDDEN :
+                                                       LOST;
     }
-    const vec2 pair = unpackHalf2x16(mask[at / 2]);
-    return at % 2 == 0 ? pair.x : pair.y;
+    const uint bits = half_bits(mask[at / 2], at);
+    return finite_half(bits) ? unpackHalf2x16(bits).x : bits == 0xfc00u ? HIDDEN : LOST;
 }
 
 bool is_exact(int key, int query) {

@@ -381,4 +381,17 @@ const char * prompt_mask(const Prompt & p, Run run, void * recorder) {
     return d.run((p.n_rows + ROWS - 1) / ROWS, a.n_stream * a.n_tps, 1, run, recorder);
 }
 
+const char * prompt_lost(const Prompt & p, Run run, void * recorder) {
+    const Attend & a = p.c.a;
+    Builder        d(PROMPT_LOST);
+    d.bind(a.layer.tables).bind(p.c.out).bind(a.mask).bind(a.cell_pos).bind(a.tokens).bind(p.c.slots);
+    d.bind(a.k_tiles).bind(a.v_tiles).bind(p.c.fresh).bind(p.c.window);
+    d.at(p.c.out).push(p.c.out_stride).push(p.first).push(p.n_heads).push(a.n_kv).push(p.n_slots);
+    d.push(a.n_stream).push(a.n_tps).at(a.mask, a.mask_half ? 2 : 4).push(a.mask_half).at(a.cell_pos);
+    d.at(a.tokens).at(p.c.slots).push(p.c.slots_of_seq);
+    d.at(a.k_tiles).stride(a.k_stride).stride(a.k_stream).at(a.v_tiles).stride(a.v_stride).stride(a.v_stream);
+    d.at(p.c.fresh).at(p.c.window);
+    return d.run(a.n_stream * a.n_tps, 1, 1, run, recorder);
+}
+
 } // namespace subkv::vulkan

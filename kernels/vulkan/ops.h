@@ -56,8 +56,7 @@ struct Layer {
 int64_t packed_words(const Layer & layer);
 
 // Encodes the rows k, v [n_tok] of all heads into `cells`, which are distinct, and stores both in half precision in
-// `fresh` [n_tok][n_head_kv * (d_k + d_v)], K first (a latent layer: only K). There, a non-finite row becomes the mean or
-// zero.
+// `fresh` [n_tok][n_head_kv * (d_k + d_v)], K first (a latent layer: only K). There, a non-finite row becomes HALF_NAN.
 struct Encode {
     Layer   layer;
     Place   k, v;
@@ -109,7 +108,7 @@ struct Combine {
 
 // The rows of a prompt for flash attention on halves, which replaces attend and combine, as in kernels/cuda/ops.h: rows
 // of a stream's cells from their codes, exact rows of n_slots window slots and of the ubatch's own tokens, then zeros;
-// and a mask.
+// a mask; and NaN in the output of tokens that see a row that is not finite.
 struct Prompt {
     Combine c;       // its sources, without queries and results of c.a
     int64_t n_slots; // per stream
@@ -137,6 +136,7 @@ const char * combine(const Combine & args, Run run, void * recorder);
 const char * store_window(const Store & args, Run run, void * recorder);
 const char * prompt_rows(const Prompt & args, Run run, void * recorder); // k and v
 const char * prompt_mask(const Prompt & args, Run run, void * recorder); // mask
+const char * prompt_lost(const Prompt & args, Run run, void * recorder); // c.out: query heads of these KV heads
 
 // attend's first part: projected queries, for tests and measurements
 const char * project_queries(const Attend & args, Run run, void * recorder);

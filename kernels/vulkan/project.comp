@@ -1,5 +1,6 @@
 #version 450
-// project.comp: queries in the coefficients of the keys, qt = scale gamma D_k q, and shift = scale mean . q.
+// project.comp: queries in the coefficients of the keys, qt = scale gamma D_k q, and shift = scale mean . q, which is NaN
+// if the query is not finite.
 // A workgroup computes 16 coefficients (the number after the last one is the shift) of all query heads of a token's KV
 // head.
 #extension GL_GOOGLE_include_directive : require
@@ -30,19 +31,23 @@ void main() {
     for (uint g = 0; g < group; ++g) {
         const uint at    = p.q_at + (h * group + g) * p.q_head + token * p.q_token;
         float      total = 0.0;
-        for (uint j = me % LANES; matrix != 0 && j < head.d / 2; j += LANES) {
-            const vec2 pair = unpackHalf2x16(tables[matrix + j]);
-            total           = fma(pair.y, q[at + 2 * j + 1], fma(pair.x, q[at + 2 * j], total));
+        bool       fine  = true;
+        for (uint j = me % LANES; (matrix != 0 || shift) && j < head.d / 2; j += LANES) {
+            const vec2 pair = matrix != 0 ? unpackHalf2x16(tables[matrix + j]) : vec2(0.0);
+            const vec2 x    = vec2(q[at + 2 * j], q[at + 2 * j + 1]);
+            fine            = fine && finite(x.x) && finite(x.y);
+            total           = fma(pair.y, x.y, fma(pair.x, x.x, total));
         }
         barrier();
-        room[me] = total;
+        room[me] = fine ? total : NOT_A_NUMBER;
         barrier();
         if (me % LANES == 0) {
             for (uint x = 1; x < LANES; ++x) {
+                fine = fine && finite(room[me + x]);
                 total += room[me + x];
             }
             if (shift) {
-                partial[p.shift_at + row + g] = p.scale * total;
+                partial[p.shift_at + row + g] = fine ? p.scale * total : NOT_A_NUMBER;
             } else if (i < head.rank) {
                 partial[p.qt_at + (row + g) * width + i] = p.scale * head.gamma * total;
             }

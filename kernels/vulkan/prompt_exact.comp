@@ -40,6 +40,9 @@ void main() {
         } else if (i < p.n_slots + p.n_tps) {
             word = fresh[p.fresh_at + (stream * p.n_tps + i - p.n_slots) * width + from];
         }
+        for (uint x = 0; x < 2; ++x) { // finite, as in prompt_rows.comp
+            word = finite_half(half_bits(word, x)) ? word : word & ~(0xffffu << 16 * x);
+        }
         if (value) {
             v_rows[p.v_at + to] = word;
         } else {

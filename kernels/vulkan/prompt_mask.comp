@@ -20,29 +20,13 @@ layout(push_constant) uniform Push {
 #include "mask.glsl"
 #include "slots.glsl"
 #include "tokens.glsl"
+#include "prompt_bias.glsl"
 
 const uint THREADS = 128, NO_VALUE = 0xfc00; // -infinity
 
 uint value_of(uint token, uint row) {
-    const uint stream = token / p.n_tps;
-    const int  own    = token_pos(token);
-    int        cell   = -1;
-    if (row < p.n_kv) {
-        cell = is_exact(cell_pos[p.cell_pos_at + stream * p.n_kv + row], own) ? -1 : int(row);
-    } else if (row < p.n_kv + p.n_slots) {
-        const uint first = token_first_slot(token); // first slot of its sequence
-        const uint slot  = (p.n_stream > 1 ? token_first_slot(stream * p.n_tps) : 0) + row - p.n_kv;
-        if (slot - first < p.slots_of_seq) {
-            const int pos = slot_pos(slot);
-            cell          = pos >= 0 && is_exact(pos, own) ? slot_cell(slot) : -1;
-        }
-    } else if (row < p.n_kv + p.n_slots + p.n_tps && p.slots_of_seq > 0) {
-        const uint other = stream * p.n_tps + row - p.n_kv - p.n_slots;
-        const int  pos   = token_pos(other);
-        cell             = pos >= 0 && is_exact(pos, own) ? token_cell(other) : -1;
-    }
-    const float x = cell < 0 ? -INFINITY : mask_value(p.mask_at + token * p.n_kv + uint(cell), p.mask_half);
-    return finite(x) ? to_half(x) : NO_VALUE;
+    const float x = prompt_bias(token, row);
+    return x == HIDDEN ? NO_VALUE : x == LOST ? HALF_NAN : to_half(clamp(x, -65504.0, 65504.0));
 }
 
 void main() {

@@ -32,7 +32,7 @@ uint word_of(bool value, uint at) {
 const bool PATH_LANES = false;
 #include "octets.glsl"
 
-// Finite: masked cells have weight 0, and 0 * inf is NaN.
+// Finite: masked cells have weight 0, and 0 * inf is NaN (prompt_lost.comp).
 uint half_of(float x) {
     return to_half(finite(x) ? clamp(x, -65504.0, 65504.0) : 0.0);
 }
@@ -50,7 +50,8 @@ void main() {
         return;
     }
     if (me < TILE) {
-        scale[me] = me < n ? row_scale(word_of(value, at + me / 4) >> 8 * (me % 4) & 255u) : 0.0;
+        const uint code = word_of(value, at + me / 4) >> 8 * (me % 4) & 255u;
+        scale[me]       = me < n && code != SCALE_NAN ? row_scale(code) : 0.0;
     }
     const uint my_cell = me / (COLUMNS / WIDE) * CELLS, mine = me % (COLUMNS / WIDE) * WIDE;
     float      sums[CELLS * WIDE];

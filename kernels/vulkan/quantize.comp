@@ -34,7 +34,7 @@ void main() {
         const Band band = band_of(head, b);
         for (uint j = me; band.bits != 16 && j < band.n; j += THREADS) {
             const float x = queries[from + band.first + j] * band.step;
-            top           = finite(x) ? max(top, abs(x)) : INFINITY; // makes every logit NaN
+            top           = finite(x) ? max(top, abs(x)) : top; // project.comp marks the row
         }
     }
     tops[me] = top;
@@ -43,7 +43,7 @@ void main() {
         top = max(top, tops[i]);
     }
     const float step    = top * QUERY_STEP;
-    const float inverse = step > 1e-30 && finite(step) ? 1.0 / step : 0.0;
+    const float inverse = step > 1e-30 ? 1.0 / step : 0.0;
 
     uint centre = 0;
     for (uint b = 0; b < head.n_bands; ++b) {
@@ -53,7 +53,7 @@ void main() {
             uint high = 0, low = 0;
             for (uint i = 0; i < 4; ++i) {
                 const float x     = queries[from + band.first + 4 * four + i] * band.step;
-                const int   value = inverse > 0.0 ? int(roundEven(x * inverse)) : 0;
+                const int   value = inverse > 0.0 && finite(x) ? int(roundEven(x * inverse)) : 0;
                 high |= uint(value + 128 >> 8 & 255) << 8 * i; // both bytes are signed
                 low |= uint(value & 255) << 8 * i;
                 centre += uint(value * zero);

@@ -38,6 +38,9 @@ const uint32_t prompt_exact[] =
 const uint32_t prompt_mask[] =
 #include "prompt_mask.inc"
     ;
+const uint32_t prompt_lost[] =
+#include "prompt_lost.inc"
+    ;
 
 } // namespace
 
@@ -52,5 +55,6 @@ const Shader STORE_WINDOW  = { "subkv_store_window", store_window, sizeof(store_
 const Shader PROMPT_ROWS   = { "subkv_prompt_rows", prompt_rows, sizeof(prompt_rows) };
 const Shader PROMPT_EXACT  = { "subkv_prompt_exact", prompt_exact, sizeof(prompt_exact) };
 const Shader PROMPT_MASK   = { "subkv_prompt_mask", prompt_mask, sizeof(prompt_mask) };
+const Shader PROMPT_LOST   = { "subkv_prompt_lost", prompt_lost, sizeof(prompt_lost) };
 
 } // namespace subkv::vulkan

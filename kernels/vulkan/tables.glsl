@@ -16,10 +16,17 @@ const uint LATENT = 8; // 1: values are the first elements of keys, have no tile
 const uint SLOPES = 9, FIELDS = 10, EIGHTHS = 11, ALPHABETS = 12, HEADS = 13; // words with their offsets
 
 const uint HEAD_WORDS = 67, BAND_WORDS = 7, OCTET_WORDS = 4, ALPHABET_WORDS = 12;
-const uint MAX_HEAD_SIZE = 576, MAX_FIELDS = 3, TILE = 64, LINE_WORDS = 16, SCALE_ONE = 160;
+const uint MAX_HEAD_SIZE = 576, MAX_FIELDS = 3, TILE = 64, LINE_WORDS = 16;
+const uint SCALE_ONE = 160, SCALE_MOST = 254, SCALE_NAN = 255; // NAN: a row that could not be coded
 
-const uint ALL_EXPONENT = 0x7f800000u;
-#define INFINITY uintBitsToFloat(ALL_EXPONENT)
+const uint ALL_EXPONENT = 0x7f800000u, HALF_EXPONENT = 0x7c00u, MINUS_INFINITY = 0xff800000u;
+
+// Drivers may compute as if NaN and infinities did not exist (Vulkan's SignedZeroInfNanPreserve is optional). So masks
+// and maxima use large numbers, tests use bits, and results that shall be NaN are stored as bits: NOT_A_NUMBER.
+const float HIDDEN = -3.0e38; // a mask or logit of a hidden cell, a maximum without visible cells
+const float LOST   = 3.0e38;  // a mask that is NaN or infinite: it makes the row's result NaN
+#define NOT_A_NUMBER uintBitsToFloat(0x7fc00000u)
+const uint HALF_NAN = 0x7e00u; // every element of an exact row that is not finite
 
 struct Head {
     uint  d, rank, n_bands;
@@ -93,7 +100,7 @@ float half_range(uint bits) {
     return 0.5 * float((1u << bits) - 1u);
 }
 
-// The scale of a row: 2^((code - SCALE_ONE)/8) rounded to f32, 0 for code 0.
+// The scale of a row: 2^((code - SCALE_ONE)/8) rounded to f32, 0 for code 0. Callers test for SCALE_NAN.
 float row_scale(uint code) {
     const float eighth = uintBitsToFloat(tables[tables[EIGHTHS] + code % 8]);
     return code == 0 ? 0.0 : uintBitsToFloat((code / 8 + 127 - SCALE_ONE / 8) << 23) * eighth;
@@ -125,6 +132,24 @@ uint exact_value(uint h) {
 
 bool finite(float x) {
     return (floatBitsToUint(x) & ALL_EXPONENT) != ALL_EXPONENT;
+}
+
+// Half number i % 2 of a word.
+uint half_bits(uint word, uint i) {
+    return word >> 16 * (i % 2) & 0xffffu;
+}
+
+bool finite_half(uint bits) {
+    return (bits & HALF_EXPONENT) != HALF_EXPONENT;
+}
+
+// The maximum of a softmax state in memory, where minus infinity means no visible cell; a lost row has another number.
+float stored_top(float m, bool lost) {
+    return m != HIDDEN ? m : lost ? 0.0 : uintBitsToFloat(MINUS_INFINITY);
+}
+
+float loaded_top(float m) {
+    return floatBitsToUint(m) == MINUS_INFINITY ? HIDDEN : m;
 }
 
 // Rounds finite numbers up to half's largest to nearest even, like kernels/ref/half.h. packHalf2x16 may differ.

@@ -148,6 +148,7 @@ class Chat:
         mark, problems = turn.first_tokens.report() if turn.first_tokens is not None else ("", [])
         for problem in problems:
             options.note(problem)
+        options.note_zero_rows(conversation.llm.kv_stats().n_zero_rows)
         mark = f" | {mark}" if mark else ""
         if turn.n_drafted:
             mark = f" | Drafts: {turn.n_accepted} of {turn.n_drafted} accepted{mark}"
@@ -206,7 +207,7 @@ class Chat:
                 "  ordinary layers": mib(stats.bytes_stock),
                 "  adaptive bases": f"{mib(stats.bytes_chunks)}, {stats.n_chunks} of all heads",
                 "bases": mib(stats.bytes_bases),
-                "zero rows": f"{stats.n_zero_rows}",
+                "rows not finite": f"{stats.n_zero_rows}",
                 "fingerprint": stats.fingerprint or "",
             }
         for layer in llm.adapt_stats():

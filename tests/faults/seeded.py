@@ -202,9 +202,9 @@ FAULTS = [
     ),
     Fault(
         "NaN in the window",
-        "runtime/native/engine/node_encode.cpp",
-        "} else if (any_bad &&",
-        "} else if (!any_bad &&",
+        "runtime/native/engine/nodes.h",
+        "if (may_be_bad && !is_finite_row(x, n)) {",
+        "if (may_be_bad && is_finite_row(x, n)) {",
         SEQUENCES,
     ),
     Fault(

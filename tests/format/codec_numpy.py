@@ -17,7 +17,7 @@ from subkv.format.arrays import F32, U8
 from subkv.format.bases import Bands
 from subkv.format.codec import rank, row_bytes
 
-SCALE_ONE = 160
+SCALE_ONE, SCALE_MOST, SCALE_NAN = 160, 254, 255
 CANDIDATES_BELOW = 10  # scale codes tried below the smallest that clips nothing, kernels/ref/rows.h
 HALF_MAX = 65504.0
 PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}  # low bits first
@@ -26,10 +26,10 @@ _OCTAVE = np.array([1.0, 1.0905077, 1.1892071, 1.2968396, 1.4142135, 1.5422108, 
 
 
 def scale_table() -> F32:
-    """[256] float32: 2^((u − 160)/8); entry 0, the zero row, is 0."""
+    """[256] float32: 2^((u − 160)/8); entry 0, the zero row, is 0, and 255, a row that is not finite, NaN."""
     octaves = np.ldexp(np.float32(1.0), np.arange(-20, 12)).astype(np.float32)
     table: F32 = (octaves[:, None] * _OCTAVE[None, :]).ravel()
-    table[0] = 0.0
+    table[0], table[SCALE_NAN] = 0.0, np.nan
     return table
 
 
@@ -80,7 +80,7 @@ def _choose_scales(c: F32, bands: Bands, ratio: Sequence[np.float32]) -> NDArray
     for first, n, bits, rho in coded:
         largest = np.abs(c[:, first : first + n]).max(axis=1)
         reach = np.maximum(reach, largest / (rho * np.float32(0.5 * (2**bits - 1))))
-    start = np.minimum(np.searchsorted(table[1:], reach, side="left") + 1, 255)
+    start = np.minimum(np.searchsorted(table[1:SCALE_NAN], reach, side="left") + 1, SCALE_MOST)
 
     best, best_error = start.copy(), _squared_error(c, bands, ratio, start)
     for below in range(1, CANDIDATES_BELOW + 1):
@@ -98,7 +98,7 @@ def _choose_path_scales(
     """Scale code of every row [n]: the least error of four near _choose_scales', the smallest of equal ones."""
     best, least = middle.copy(), np.full(len(c), np.inf, dtype=np.float32)
     for k in (middle + offset for offset in range(-BELOW, TRIED - BELOW)):
-        tried = np.clip(k, 1, 255)
+        tried = np.clip(k, 1, SCALE_MOST)
         cost = path.free_cost(c, scale_table()[tried]) + _squared_error(c, bands, ratio, tried, PATH_BITS)
         better = (k == tried) & (cost < least)
         best[better] = k[better]
@@ -107,7 +107,7 @@ def _choose_path_scales(
 
 
 def encode(c: F32, bands: Bands, ratio: Sequence[float] | NDArray[np.floating], latent: bool = False) -> U8:
-    """Coefficients [n, rank] float32 -> rows [n, row_bytes]. Rows that are zero or not finite become zero rows.
+    """Coefficients [n, rank] float32 -> rows [n, row_bytes]. A zero row is zeros, one that is not finite SCALE_NAN.
 
     latent: of a latent layer.
     """
@@ -142,6 +142,7 @@ def encode(c: F32, bands: Bands, ratio: Sequence[float] | NDArray[np.floating], 
             offset += size
             u = (u >> (width & 7)).astype(np.uint8)
     rows[~live] = 0
+    rows[~np.isfinite(c).all(axis=1), 0] = SCALE_NAN
     return rows
 
 
@@ -173,4 +174,5 @@ def decode(rows: U8, bands: Bands, ratio: Sequence[float] | NDArray[np.floating]
     if path is not None:
         path.decode(codes, scale, c)
     c[rows[:, 0] == 0] = 0.0
+    c[rows[:, 0] == SCALE_NAN] = np.nan
     return c

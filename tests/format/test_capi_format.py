@@ -20,7 +20,7 @@ from subkv.native import library
 def test_constants() -> None:
     found = constants()
     scales = np.exp2((np.arange(256) - found.scale_one) / 8).astype(np.float32)
-    scales[0] = 0.0
+    scales[0], scales[255] = 0.0, np.nan
     np.testing.assert_array_equal(np.array(found.scales, np.float32), scales)
     assert found.scale_one == 160 and found.scale_candidates_below == 10  # FORMAT.md §3, kernels/ref/encode.cpp
     assert found.half_max == np.finfo(np.float16).max

@@ -44,10 +44,11 @@ def test_round_trip_error_is_bounded_by_the_step(seed: int, bands: Bands) -> Non
     rows = encode(c, bands, ratio)
     assert rows.shape == (12, row_bytes(bands))
     back = decode(rows, bands, ratio)
-    live = np.isfinite(c).all(axis=1) & (c != 0).any(axis=1)
-    assert not back[~live].any()
-    assert not rows[~live].any()
-    assert (rows[live, 0] > 0).all()
+    bad = ~np.isfinite(c).all(axis=1)
+    live = ~bad & (c != 0).any(axis=1)
+    assert not back[~live & ~bad].any() and np.isnan(back[bad]).all()
+    assert not rows[~live & ~bad].any() and not rows[bad, 1:].any()
+    assert ((rows[live, 0] > 0) & (rows[live, 0] < 255)).all() and (rows[bad, 0] == 255).all()
     scale = scale_table()[rows[:, 0]]
     first = 0
     path = trellis_numpy.Path.of(bands, list(ratio), latent=False)
@@ -126,8 +127,8 @@ def test_sixteen_bit_band_is_plain_half_precision() -> None:
 
 def test_scale_table() -> None:
     table = scale_table()
-    assert table[0] == 0.0
-    np.testing.assert_allclose(table[1:], 2.0 ** ((np.arange(1, 256) - 160) / 8), rtol=1e-7)
+    assert table[0] == 0.0 and np.isnan(table[255])
+    np.testing.assert_allclose(table[1:255], 2.0 ** ((np.arange(1, 255) - 160) / 8), rtol=1e-7)
 
 
 @given(st.integers(0, 10**9), BANDS, st.sampled_from([0, 1, 16, 1030]))

@@ -48,6 +48,7 @@ def test_bytes_are_the_codecs(seed: int, bands: list[Bands]) -> None:
         c[:, h, :, :r] = x.reshape(2, 8, r)
         want.append(codec.encode(x, head.bands, head.ratio))
         want_c[:, h, :, :r] = codec.decode(want[h], head.bands, head.ratio).reshape(2, 8, r)
+    want_c[np.isnan(want_c).any(axis=-1)] = np.nan  # beyond the head's rank, too
     for encode in (rows.encode, rows.encode_in_torch):
         coded = encode(torch.from_numpy(c))
         np.testing.assert_array_equal(coded.numpy().reshape(16, -1), np.concatenate(want, axis=1))

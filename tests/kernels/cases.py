@@ -38,7 +38,7 @@ class Rounded:
         rounded_k, rounded_v = (np.repeat([b != 16 for _, b in x.layout], [n for n, _ in x.layout]) for x in (k, v))
         ratio = np.where(rounded_k, k.coefficient_step, 0.0)
         units = np.abs(keys[:, rounded_k]) / ratio[rounded_k]
-        scale = o.SCALES[v_rows[:, 0]].astype(np.float64)
+        scale = np.nan_to_num(o.SCALES[v_rows[:, 0]].astype(np.float64))
         bare = np.abs(values) * rounded_v / np.where(scale > 0, scale, 1.0)[:, None]
         return cls(ratio, units.sum(axis=1), scale, bare)
 
@@ -73,12 +73,15 @@ class Case:
             self.q, self.k, self.v, self.bias, self.slope, self.softcap, self.shift
         )
         dv = self.v.shape[1]
-        dead = np.isneginf(m)
+        lost = np.isnan(z)
+        assert np.all(np.isnan(state.z[lost]) | ~np.isfinite(state.acc[lost, :dv]).all(axis=1))
+        assert not np.any(np.isneginf(state.m[lost]))
+        dead = np.isneginf(m) & ~lost
         assert np.all(np.isneginf(state.m[dead]))
         assert np.all(state.z[dead] == 0)
         assert np.all(state.acc[dead, :dv] == 0)
         assert np.all(state.acc[:, dv:] == 12345.0)
-        live = ~dead
+        live = ~dead & ~lost
         tol = 16 * o.EPS * size[live]
         extra = np.zeros_like(acc)
         if rounding > 0:

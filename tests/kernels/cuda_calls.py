@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +34,18 @@ class Shape:
 class Call:
     """Inputs of attend for a shape: the first and the newest cells are exact, some are masked."""
 
-    def __init__(self, library: c.Library, name: str, shape: Shape, codes: int | None = None) -> None:
-        """codes: every byte of codes; keys and queries then have one sign, and bases are identities."""
+    def __init__(
+        self,
+        library: c.Library,
+        name: str,
+        shape: Shape,
+        codes: int | None = None,
+        change: Callable[[Call], None] | None = None,
+    ) -> None:
+        """codes: every byte of codes; keys and queries then have one sign, and bases are identities.
+
+        change: changes rows, queries or the mask before they are copied; some rows then count as not finite.
+        """
         self.latent = name in layers.LATENT
         self.rng = rng = np.random.default_rng(shape.n_kv)
         self.shape = s = shape
@@ -48,7 +59,7 @@ class Call:
         d = self.sides[0].d
         self.decodes = shape.n_tps == 1 and shape.group <= c.DECODE_GROUP and d <= c.DECODE_HEAD and not self.latent
         self.memory = memory = library.memory()
-        self.heads = c.Heads(memory, self.sides[0], self.sides[1], s.group, s.means)
+        self.heads = c.Heads(memory, self.sides[0], self.sides[1], s.group, s.means, change is not None)
         self.heads.layer.latent = self.latent
         self.n_head, self.n_tok = len(self.sides[0].heads), s.n_stream * s.n_tps
         stored = self.sides[:1] if self.latent else self.sides
@@ -75,6 +86,8 @@ class Call:
         self.tokens[:, 0] = np.where(in_picture, -1, self.pos)
         if s.picture:
             self.cell_pos[self.places >= s.n_kv - (s.n_tps + 1) // 2] = NO_POSITION
+        if change:
+            change(self)
         self.heads.layer.scale = np.float32(1 / 127 / d if alike else 4 / np.sqrt(d) / 3)
         self.heads.layer.softcap = s.softcap
         split = -(-s.n_kv // s.n_split // o.TILE) * o.TILE
@@ -164,7 +177,8 @@ N_SLOTS = 20
 class Exact:
     """Window rows and the ubatch's own rows; completes the tokens of a call, which see some of them exactly."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, change: Callable[[Exact], None] | None = None) -> None:
+        """change: changes rows before they are copied."""
         s, rng, memory = call.shape, call.rng, call.memory
         width = call.sides[0].d if call.latent else call.n_head * 2 * call.sides[0].d
         window = rng.standard_normal((s.n_stream * N_SLOTS, width)).astype(np.float16)
@@ -188,6 +202,8 @@ class Exact:
             self.rows.append(rows)
         call.args.tokens = memory.put(call.tokens)[0]
         self.window, self.fresh, self.slots = window, fresh, slots
+        if change:
+            change(self)
         self.args: Any = c.Combine(
             a=call.args,
             fresh=memory.put(fresh)[0],

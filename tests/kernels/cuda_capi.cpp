@@ -37,6 +37,10 @@ const char * test_prompt_mask(const cuda::Prompt * args, void * stream) {
     return cuda::prompt_mask(*args, stream);
 }
 
+const char * test_prompt_lost(const cuda::Prompt * args, void * stream) {
+    return cuda::prompt_lost(*args, stream);
+}
+
 int64_t test_n_at_once(int device) {
     return cuda::n_at_once(device);
 }

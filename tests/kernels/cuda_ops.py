@@ -191,14 +191,16 @@ def build_native(folder: Path, compiler: str, arch: str = "native") -> Library:
 class Heads:
     """A layer of a test in a library's memory."""
 
-    def __init__(self, memory: Memory, k: layers.Side, v: layers.Side, n_group: int, means: bool = False) -> None:
+    def __init__(
+        self, memory: Memory, k: layers.Side, v: layers.Side, n_group: int, means: bool = False, n_bad: int = 0
+    ) -> None:
         rng = np.random.default_rng(len(k.heads))
         n_head = len(k.heads)
         self.memory, self.k, self.v, self.n_group = memory, k, v, n_group
         self.gamma = rng.uniform(0.5, 1.5, n_head).astype(np.float32)
         self.slope = rng.uniform(0, 1.5, n_head * n_group).astype(np.float32)
         self.mean = [rng.standard_normal(k.d).astype(np.float16) if means else None for _ in range(n_head)]
-        n_bad, self.n_bad = memory.put(np.zeros(1, np.uint64))
+        n_bad_at, self.n_bad = memory.put(np.full(1, n_bad, np.uint64))
         self.layer = Layer(
             k=self._codecs(k),
             v=self._codecs(v),
@@ -207,7 +209,7 @@ class Heads:
             gamma=memory.put(self.gamma)[0],
             mean=memory.put(np.array([0 if m is None else memory.put(m)[0] for m in self.mean], np.uint64))[0],
             slope=memory.put(self.slope)[0],
-            n_bad=n_bad,
+            n_bad=n_bad_at,
             n_head_kv=n_head,
             n_group=n_group,
             d_k=k.d,

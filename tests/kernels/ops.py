@@ -25,8 +25,11 @@ U16 = npt.NDArray[np.uint16]
 
 MAX_BANDS = 8
 EPS = float(np.finfo(np.float32).eps)
-SCALES = np.array([0.0] + [2.0 ** ((u - 160) / 8) for u in range(1, 256)], np.float32)
-SCALE_ONE = 160
+SCALES = np.array([0.0] + [2.0 ** ((u - 160) / 8) for u in range(1, 255)] + [np.nan], np.float32)
+SCALE_ONE, SCALE_MOST, SCALE_NAN = 160, 254, 255
+HALF_NAN = 0x7E00
+LEAST_WEIGHT = 2.0**-126
+"""Smaller weights may count as 0."""
 
 # Paths through a trellis, trellis.h
 PATH_NONE, PATH_CIRCLE, PATH_LANES = range(3)
@@ -289,7 +292,7 @@ def path_of(head: Head) -> list[tuple[int, int]]:
 def dequantize(head: Head, rows: U8) -> F64:
     """Coefficients [n][rank] of rows [n][>= row_bytes], in double."""
     out = codes_of(head, rows)
-    path, codes = path_of(head), out.astype(np.int64)
+    path, codes = path_of(head), np.where(np.isfinite(out), out, 0).astype(np.int64)  # halves may be infinite
     scale = SCALES[rows[:, 0]].astype(np.float64)[:, None]
     step = scale * head.coefficient_step.astype(np.float64)
     for band in head.codec.bands[: head.codec.n_bands]:
@@ -303,6 +306,7 @@ def dequantize(head: Head, rows: U8) -> F64:
             one, two = one * before[0], two * before[1]
         out[:, j] = step[:, j] * alphabet(bits)[2 * codes[:, j] ^ 2 * two ^ one]
     out[rows[:, 0] == 0] = 0
+    out[rows[:, 0] == SCALE_NAN] = np.nan
     return out
 
 
@@ -476,23 +480,30 @@ def attention(
 
     q [n_tok*G][d_k], k [n][d_k], v [n][d_v], bias [n_tok][>= n] -> m, z [n_tok*G], acc [n_tok*G][d_v], and for
     tolerances: the largest |q|.|k| sum of any visible cell [n_tok*G], sum exp * |v| [n_tok*G][d_v], and the weights exp
-    [n_tok*G][n].
+    [n_tok*G][n]. A lost row (ops.h) has z NaN.
     """
     n, row = len(k), np.arange(len(q))
     b = bias[row // len(slope), :n].astype(np.float64)
-    visible = np.isfinite(b)
+    visible = ~np.isneginf(b)
     live, used = visible.any(axis=1), visible.any(axis=0)
     if not used.all():  # the other cells may hold anything
         k, v = np.where(used[:, None], k, 0.0), np.where(used[:, None], v, 0.0)
     b, queries = np.where(visible, b, 0.0), q.astype(np.float64)
     common = np.zeros(len(q)) if shift is None else shift.astype(np.float64)
-    x = queries @ k.T + common[:, None]
+    with np.errstate(invalid="ignore"):
+        x = queries @ k.T + common[:, None]
+    lost = (visible & ~np.isfinite(x + slope[row % len(slope), None] * b)).any(axis=1)
     if softcap > 0:
         x = softcap * np.tanh(x / softcap)
     x = np.where(visible, x + slope[row % len(slope), None] * b, -np.inf)
+    x[lost] = -np.inf
+    live &= ~lost
     m = x.max(axis=1, initial=-np.inf).astype(np.float32).astype(np.float64)
     weights = np.exp(x - np.where(live, m, 0.0)[:, None])
     size = np.where(visible, np.abs(queries) @ np.abs(k).T, 0.0).max(axis=1, initial=0.0)
     size += np.abs(b).max(axis=1, initial=0.0) + softcap + np.abs(common)
-    z, acc, weight_v = weights.sum(axis=1), weights @ v, weights @ np.abs(v)
+    bad = ~np.isfinite(v).all(axis=1)
+    lost |= (weights[:, bad] >= LEAST_WEIGHT).any(axis=1)
+    v = np.where(bad[:, None], 0.0, v)
+    z, acc, weight_v = np.where(lost, np.nan, weights.sum(axis=1)), weights @ v, weights @ np.abs(v)
     return m, z, acc, size, weight_v, weights

@@ -7,6 +7,7 @@ queries, coefficients and weights rounded to halves in the tile kernel.
 from __future__ import annotations
 
 import ctypes as ct
+import functools
 from typing import Any
 
 import cuda_ops as c
@@ -117,9 +118,8 @@ def check_encode(library: c.Library, both: list[layers.Side], orthonormal: bool,
     for i, a in enumerate(x):
         expected_halves = np.clip(a, -65504, 65504).astype(np.float16)
         for t, h in np.argwhere(~np.isfinite(a).all(axis=2)):
-            mean = heads.mean[h] if i == 0 else None
-            expected_halves[t, h] = 0 if mean is None else mean
-        assert np.array_equal(halves[:, i], expected_halves)
+            expected_halves.view(np.uint16)[t, h] = o.HALF_NAN
+        assert np.array_equal(halves[:, i].view(np.uint16), expected_halves.view(np.uint16))
 
 
 SHAPES = [
@@ -329,6 +329,121 @@ def check_prompt(library: c.Library, name: str, shape: Shape) -> None:
             exact[t, : len(pos)][is_exact] = call.mask[token, cell[is_exact]]
         assert np.array_equal(bias[:, s.n_kv :], exact)
         assert np.isfinite(exact).any()
+
+
+CODED = 10  # position of the cell that could not be coded, which some tokens see
+
+
+def combined(call: Call, exact_rows: Exact, library: c.Library) -> npt.NDArray[np.float32]:
+    """Output [n_tok][query heads][d_v]."""
+    n = call.n_head * call.shape.group
+    exact_rows.args.out, out = call.memory.put(np.zeros((call.n_tok, n, call.sides[1].d), np.float32))
+    exact_rows.args.out_stride = n * call.sides[1].d
+    library.run("attend", call.args)
+    library.run("combine", exact_rows.args)
+    return out()
+
+
+def coded_cell(call: Call) -> int:
+    return int(np.flatnonzero(call.places[0] == CODED)[0])
+
+
+def seeing(call: Call) -> npt.NDArray[np.bool_]:
+    """[n_tok] every other token of the first stream"""
+    return (np.arange(call.n_tok) % 2 == 0) & (np.arange(call.n_tok) < call.shape.n_tps)
+
+
+def some_see(call: Call) -> None:
+    """These tokens alone see the cell."""
+    own = slice(0, call.shape.n_tps)
+    call.mask[own, coded_cell(call)] = np.where(seeing(call)[own], 0, -np.inf)
+    for rows, side in zip(call.rows, call.sides, strict=False):
+        rows[0, coded_cell(call), [part.start for part in side.parts()]] = 150
+
+
+def damage_cell(call: Call, side: int, value: float | None = None) -> None:
+    """Of the first head. value: of its 16-bit coefficients."""
+    some_see(call)
+    row, head = call.rows[side][0, coded_cell(call)], call.sides[side].heads[0]
+    if value is None:
+        row[0] = o.SCALE_NAN
+    for band in head.codec.bands[: head.codec.n_bands]:
+        if value is not None and band.bits == 16:
+            row[band.offset : band.offset + 2 * band.n] = np.full(band.n, value, "<f2").view(np.uint8)
+
+
+def damage_query(call: Call, value: float) -> None:
+    call.q[0, 1, 3] = value
+
+
+def damage_fresh(exact_rows: Exact, value: float, side: int, n_head: int) -> None:
+    """The first element of the first token's first head."""
+    exact_rows.fresh.reshape(len(exact_rows.fresh), 2, n_head, -1)[0, side, 0, 0] = value
+
+
+NOT_FINITE = [Shape(n_stream=2, n_kv=47), Shape(n_stream=2, n_tps=7, group=2, n_kv=141, softcap=5.0)]
+
+
+@each("name", ["planned", "16_bits", "latent_small"])
+@each("shape", NOT_FINITE)
+def test_a_cell_that_could_not_be_coded(library: c.Library, shape: Shape, name: str) -> None:
+    """The result of query rows that see it is NaN; others do not change."""
+    clean = Call(library, name, shape, change=some_see)
+    before = combined(clean, Exact(clean), library)
+    assert np.isfinite(before).all()
+    for side in range(len(clean.rows)):
+        halves = any(bits == 16 for _, bits in clean.sides[side].heads[0].layout)
+        for value in [None, *([np.nan, np.inf] if halves else [])]:
+            call = Call(library, name, shape, change=functools.partial(damage_cell, side=side, value=value))
+            after = combined(call, Exact(call), library)
+            lost = np.zeros(after.shape[:2], bool)
+            lost[seeing(call), : shape.group] = True  # of the first KV head
+            assert np.array_equal(~np.isfinite(after).all(axis=2), lost)
+            assert np.allclose(after[~lost], before[~lost], rtol=2e-2, atol=2e-2)
+
+
+@each("name", ["planned", "latent_small"])
+@each("shape", NOT_FINITE)
+@each("bad", [np.nan, np.inf, -np.inf])
+def test_queries_and_exact_rows_that_are_not_finite(library: c.Library, shape: Shape, name: str, bad: float) -> None:
+    call = Call(library, name, shape, change=functools.partial(damage_query, value=bad))
+    after = combined(call, Exact(call), library)
+    lost = np.zeros(after.shape[:2], bool)
+    lost[0, 1] = True
+    assert np.array_equal(np.isnan(after).all(axis=2), lost) and np.isfinite(after[~lost]).all()
+    for side in range(0 if call.latent else 2):
+        call = Call(library, name, shape)
+        exact_rows = Exact(call, functools.partial(damage_fresh, value=bad, side=side, n_head=call.n_head))
+        after = combined(call, exact_rows, library)
+        own = slice(0, shape.n_tps)
+        near = np.array([c.exact_positions(call.pos[:1], int(pos), N_SINK, N_RECENT)[0] for pos in call.pos[own]])
+        lost[:] = False
+        lost[own, : shape.group] = (near & np.isfinite(call.mask[own, int(call.tokens[0, 1])]))[:, None]
+        assert lost.any()
+        assert np.array_equal(~np.isfinite(after).all(axis=2), lost)
+
+
+@each("shape", [Shape(n_stream=2, n_tps=7, group=2, n_kv=90, mask_half=True), Shape(n_tps=4, n_kv=70)])
+def test_prompts_with_rows_that_are_not_finite(library: c.Library, shape: Shape) -> None:
+    """Flash attention reads finite rows; the output of tokens that see others is NaN."""
+
+    call = Call(library, "planned", shape, change=functools.partial(damage_cell, side=1))
+    exact_rows = Exact(call, lambda rows: rows.fresh.view(np.uint16)[-1].fill(o.HALF_NAN))
+    s, memory, d = shape, call.memory, call.sides[0].d
+    n_rows = (s.n_kv + N_SLOTS + s.n_tps + 5) // 2 * 2
+    args: Any = c.Prompt(c=exact_rows.args, n_slots=N_SLOTS, n_rows=n_rows, n_heads=1)
+    args.k, k = memory.put(np.full((s.n_stream, 1, n_rows, d), np.nan, np.float16))
+    args.v, v = memory.put(np.full((s.n_stream, 1, n_rows, d), np.nan, np.float16))
+    args.c.out, out = memory.put(np.ones((call.n_tok, s.group * d), np.float32))
+    args.c.out_stride = s.group * d
+    library.run("prompt_rows", args)
+    library.run("prompt_lost", args)
+    assert np.isfinite(k()).all() and np.isfinite(v()).all()
+    lost = seeing(call)
+    last, cell = call.n_tok - 1, int(call.tokens[-1, 1])
+    lost[last] |= bool(np.isfinite(call.mask[last, cell]))  # it is the only one that sees itself
+    assert np.array_equal(np.isnan(out()), np.repeat(lost[:, None], s.group * d, axis=1))
+    assert 0 < lost.sum() < len(lost)
 
 
 def test_a_window_stores_the_rows_of_its_slots(library: c.Library) -> None:

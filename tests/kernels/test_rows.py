@@ -92,7 +92,7 @@ def test_offset_is_subtracted_from_the_coefficients(table: o.Ops, ref: o.Ops, la
     assert o.encode(table, shifted, x, list(range(n)), got) == 1
     assert o.encode(ref, plain, c, list(range(n)), want) == 1
     assert np.array_equal(got, want)
-    assert not got[3].any() and got[4, 0] != 0 and not got[5].any()
+    assert not got[3].any() and got[4, 0] != 0 and got[5, 0] == o.SCALE_NAN and not got[5, 1:].any()
 
 
 def candidate_errors(head: o.Head, c: o.F64) -> dict[int, float]:
@@ -103,7 +103,7 @@ def candidate_errors(head: o.Head, c: o.F64) -> dict[int, float]:
     ratio = head.coefficient_step[coded].astype(np.float64)
     c = c[coded]
     reach = np.float32((np.abs(c) / (ratio * half)).max())
-    k0 = next((k for k in range(1, 255) if o.SCALES[k] >= reach), 255)
+    k0 = next((k for k in range(1, o.SCALE_MOST) if o.SCALES[k] >= reach), o.SCALE_MOST)
     out = {}
     for k in range(k0, max(0, k0 - 11), -1):
         step = float(o.SCALES[k]) * ratio
@@ -161,9 +161,13 @@ def test_zero_and_nonfinite_rows(table: o.Ops, layout: o.Layout, value: bool) ->
     x[4] = -0.0
     rows = np.full((6, head.row_bytes), 0xAA, np.uint8)
     assert o.encode(table, head, x, list(range(6)), rows) == 3
-    assert np.all(rows[:5] == 0)
-    assert rows[5, 0] != 0
-    assert np.all(o.dequantize(head, rows)[:5] == 0)
+    assert np.all(rows[[0, 4]] == 0) and 0 < rows[5, 0] <= o.SCALE_MOST
+    assert np.all(rows[1:4, 0] == o.SCALE_NAN) and np.all(rows[1:4, 1:] == 0)
+    back = np.full((6, head.rank), 7, np.float32)
+    tiles, cells = o.to_tiles(head, rows), np.arange(6)
+    table.dequantize(head.ref(), o.ptr(tiles), tiles.strides[0], 6, o.ptr(cells), o.ptr(back))
+    for c in (back, o.dequantize(head, rows)):
+        assert np.all(c[[0, 4]] == 0) and np.isnan(c[1:4]).all() and np.isfinite(c[5]).all()
 
 
 N_STORED = 12  # tokens, which lie in three tiles

@@ -203,7 +203,7 @@ def coded_by_numpy(layout: o.Layout, value: bool, latent: bool) -> Coded:
     head = any_head(layout, value, rng, latent)
     c = coefficients(head, N_ROWS, rng)
     clean = np.where(np.isfinite(c).all(axis=1)[:, None], c, np.float32(0))  # NaN * 0 would spread through E
-    rows = codec_numpy.encode(c, layout, head.ratio, latent)  # a row that is not finite becomes a zero row
+    rows = codec_numpy.encode(c, layout, head.ratio, latent)  # a row that is not finite has scale 255
     return Coded(c, clean, rows, codec_numpy.decode(rows, layout, head.ratio, latent))
 
 

@@ -22,6 +22,7 @@ import vulkan_ops as v
 from cuda_calls import Call, Shape
 from each import each
 from test_cuda import (
+    test_a_cell_that_could_not_be_coded,
     test_a_window_stores_the_rows_of_its_slots,
     test_attend_latent,
     test_attend_layouts,
@@ -32,10 +33,13 @@ from test_cuda import (
     test_encode_latent,
     test_prompt,
     test_prompt_layouts,
+    test_prompts_with_rows_that_are_not_finite,
+    test_queries_and_exact_rows_that_are_not_finite,
     test_sums_do_not_overflow,
 )
 
 __all__ = [
+    "test_a_cell_that_could_not_be_coded",
     "test_a_window_stores_the_rows_of_its_slots",
     "test_attend_latent",
     "test_attend_layouts",
@@ -46,6 +50,8 @@ __all__ = [
     "test_encode_latent",
     "test_prompt",
     "test_prompt_layouts",
+    "test_prompts_with_rows_that_are_not_finite",
+    "test_queries_and_exact_rows_that_are_not_finite",
     "test_sums_do_not_overflow",
 ]
 

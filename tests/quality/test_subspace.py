@@ -248,13 +248,15 @@ def test_half_precision_models(
     assert rms(actual.float() - rounded) < 2 * rms(rounded - logits(llama[0], None))
 
 
-def test_a_row_with_nan_is_a_zero_row(llama: tuple[Any, SubspaceCache]) -> None:
+def test_a_row_with_nan_decodes_to_nan(llama: tuple[Any, SubspaceCache]) -> None:
     model, cache = llama
     layer = cache.layers[0]
     k = torch.randn(1, layer.codecs[0].mean.shape[0], 3, layer.codecs[0].d)
     k[0, 0, 1, 0] = torch.nan
     layer.update(k, k)
-    assert not layer._tensors["rows_k"][0, 1, layer.codecs[0]._scale_byte[0]]
+    codec = layer.codecs[0]
+    assert layer._tensors["rows_k"][0, 1, codec._scale_byte[0]] == 255
+    assert codec.decode(layer._tensors["rows_k"])[0, 0].isnan().all(-1).tolist() == [False, True, False]
     assert cache.kv_stats().n_zero_rows == 2  # as key and as value
 
 

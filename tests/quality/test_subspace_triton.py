@@ -98,13 +98,13 @@ def test_soft_caps_and_sliding_windows(build: Any, encoding_in_torch: None) -> N
     check_close(actual, expected, logits(model, None, IDS[:, :32]))
 
 
-def test_a_row_with_nan_is_a_zero_row(small: tuple[Any, Any]) -> None:
+def test_a_row_with_nan_has_the_scale_nan(small: tuple[Any, Any]) -> None:
     layer = SubspaceCache(small[1], kernel="triton").layers[0]
     k = torch.randn(1, layer.codecs[0].mean.shape[0], 2, layer.codecs[0].d)
     k[0, 0, 1, 0] = torch.nan
     layer.update(k, k)
-    assert not layer._tensors["rows_k"][0, 1, 0]
-    assert layer._tensors["rows_k"][0, 0, 0]
+    assert layer._tensors["rows_k"][0, 1, 0] == 255
+    assert 0 < layer._tensors["rows_k"][0, 0, 0] < 255
     assert layer.n_zero_rows == 2  # as key and as value
 
 

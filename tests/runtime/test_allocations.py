@@ -1,4 +1,7 @@
-"""One C++ allocation fails while a context is created or a state is read: the call is refused, and nothing leaks."""
+"""One C++ allocation fails: the call is refused, and nothing leaks.
+
+While a context is created, a state is read, or a worker thread computes a node.
+"""
 
 from __future__ import annotations
 
@@ -90,3 +93,54 @@ def test_an_allocation_that_fails(tiny_model: Callable[..., Path], tmp_path: Pat
     counts = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     assert len(counts) == 4
     assert all(needed > 10 and refused > 5 for needed, refused in counts), counts
+
+
+DECODE = """
+import ctypes, sys
+from pathlib import Path
+import numpy as np
+import engine
+from engine import C
+preloaded = ctypes.CDLL(None)
+preloaded.fail_new_elsewhere.argtypes = [ctypes.c_long]
+preloaded.fail_new_elsewhere.restype = ctypes.c_long
+MANY = 10**9
+model, folder, n = engine.Model(Path(sys.argv[1])), Path(sys.argv[2]), int(sys.argv[3])
+n_layer = C.llama_model_n_layer(model.handle)
+bands = [(8, 16), (8, 6), (16, 4)]
+shapes = [(il, 2, 32, 32) for il in range(n_layer)]
+layout = engine.signed_permutations(shapes, bands, bands, arch="llama", block_count=n_layer, path=folder / "l.gguf")
+tokens = list(range(20, 220))
+with engine.session(model, layout, window=(4, 32, 8), threads=2) as s:
+    preloaded.fail_new_elsewhere(n or MANY)
+    status = s.try_decode(tokens, 0)
+    done = int(status == 0)
+    assert done or (status == -2 and "out of memory" in engine.last_error()), (status, engine.last_error())
+    left = preloaded.fail_new_elsewhere(0)
+    assert C.llama_memory_seq_pos_max(s.memory, 0) == (len(tokens) - 1 if done else -1)
+    s.clear()
+    found = s.decode(tokens)
+    with engine.session(model, layout, window=(4, 32, 8), threads=1) as alone:
+        assert np.array_equal(found, alone.decode(tokens))
+print(done, MANY - left if n == 0 else left)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="LD_PRELOAD")
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer's allocations come first")
+def test_a_decode_without_memory_fails(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Nodes allocate scratch when a thread first needs it. The decode fails, the next one has the right logits."""
+    paths = [str(SOURCE.parent), *filter(None, sys.path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "LD_PRELOAD": preloaded(SOURCE, tmp_path)}
+
+    def decode(n: int) -> tuple[int, int]:
+        command = [sys.executable, "-c", DECODE, str(tiny_model("llama")), str(tmp_path), str(n)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        completed, count = map(int, done.stdout.split())
+        return completed, count
+
+    completed, needed = decode(0)
+    assert completed == 1 and needed > 4
+    for n in sorted({1, 2, needed // 2, needed}):
+        assert decode(n) == (0, 0), n

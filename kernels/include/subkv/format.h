@@ -21,9 +21,15 @@ namespace subkv {
 constexpr float EIGHTHS[8] = { 1.0f,        1.09050775f, 1.18920708f, 1.29683959f,
                                1.41421354f, 1.54221082f, 1.68179286f, 1.8340081f };
 
-// Scale code of s = 1: code u means s = EIGHTHS[u % 8] * 2^(u / 8 - SCALE_ONE / 8), 0 means s = 0.
-constexpr int32_t  SCALE_ONE = 160;
+// Scale codes: code u means s = EIGHTHS[u % 8] * 2^(u / 8 - SCALE_ONE / 8), 0 means s = 0, SCALE_NAN a row that could
+// not be coded: all its coefficients are NaN.
+constexpr int32_t  SCALE_ONE  = 160; // s = 1
+constexpr int32_t  SCALE_MOST = 254; // the largest scale
+constexpr int32_t  SCALE_NAN  = 255;
 extern const float SCALES[256]; // by scale code
+
+// The half of every element of an exact row that is not finite. No other NaN and no infinity is stored.
+constexpr uint16_t HALF_NAN = 0x7e00;
 
 // Scale codes that encode tries: the smallest code without clipping and this many below it (factor 2^(-10/8)).
 constexpr int32_t SCALE_CANDIDATES_BELOW = 10;

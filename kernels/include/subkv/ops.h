@@ -1,17 +1,20 @@
 // ops.h: the contract of every kernel. Shapes here are authoritative; kernels/ref has the definitions in plain scalar
-// code, kernels/cpu the fast versions. C++17, no allocation visible to the caller, no exceptions.
+// code, kernels/cpu the fast versions. C++17, no allocation visible to the caller. The only exception is std::bad_alloc:
+// results are then undefined, but encode of the versions in kernels/cpu has changed no cell.
 //
 // Glossary: a *coefficient* is one number of c = E x; its *code* is the quantized integer; a head's *row* is the data
 // of one cell for one KV head (K or V): one scale byte, then the codes of its bands.
 //
 // Row format of files, states and Python (FORMAT.md is normative):
-//   byte 0        scale code u; s = 0 when u = 0 (zero row), else s = 2^((u - 160) / 8)
+//   byte 0        scale code u; s = 0 when u = 0 (zero row), NaN when u = 255 (a row that could not be coded), else
+//                 s = 2^((u - 160) / 8)
 //   then, band by band, the planes of the band's codes.
 //   A band of n coefficients (n % 8 == 0) with b bits stores its codes u_j in [0, 2^b - 1] as bit planes:
 //     8 -> [8], 6 -> [4,2], 5 -> [4,1], 4 -> [4], 3 -> [2,1], 2 -> [2]    (low bits first)
 //   A w-bit plane has m = n*w/8 bytes: the value of coefficient j is in byte (j % m) at bit w * (j / m).
 //   Dequantize: c_j = s * ratio * (u_j - (2^b - 1) / 2), or along the row's path if it has one (trellis.h).
-//   A 16-bit band stores c_j as little-endian IEEE half, n*2 bytes, without scale and ratio (zero in a zero row).
+//   A 16-bit band stores c_j as little-endian IEEE half, n*2 bytes, without scale and ratio (zero in a zero row, and
+//   in a row that could not be coded, whose coefficients are all NaN).
 // The cache stores 64 rows of a head as a tile (tiles.h); every op below reads and writes tiles.
 #pragma once
 
@@ -79,6 +82,13 @@ struct HeadCodec {
 // shift is q . mean, the same for all cells: codes of keys do not include the mean.
 // bias = -INFINITY excludes the cell, whatever its bytes are (a masked cell may have any content).
 // acc accumulates dequantized value *coefficients* of v (with scale, ratio and zero point).
+//
+// NaN in, NaN out: a query row is lost if qt . c_k, shift, bias or the logit of a cell that it sees is NaN or infinite,
+// before the cap too. That is so for every cell it sees if its query is not finite, and for a key that could not be
+// coded (SCALE_NAN) or whose halves are not finite. A lost row has z = NaN, m > -INFINITY, any acc, and stays lost in
+// later calls. A value that could not be coded or whose halves are not finite also loses the row, or makes elements of
+// its acc NaN or infinite, if its weight is not 0; with weight 0 it adds nothing. Weights of less than e^-87 of the
+// row's largest may count as 0. Other rows of the call do not change.
 struct AttendArgs {
     const HeadCodec * k;
     const HeadCodec * v;
@@ -90,7 +100,7 @@ struct AttendArgs {
     int64_t           n_tok;
     int64_t           n_group;
     const float *     qt;    // [n_tok*n_group][k->rank] projected queries, times gamma and softmax scale
-    const float *     shift; // [n_tok*n_group], finite, times softmax scale; nullptr: zeros
+    const float *     shift; // [n_tok*n_group], times softmax scale; nullptr: zeros
     const float *     bias;  // [n_tok][bias_stride], first n_cells of each row used
     int64_t           bias_stride;
     const float *     slope;   // [n_group]
@@ -101,7 +111,8 @@ struct AttendArgs {
     int64_t           acc_stride;
 };
 
-// The same over n_keys exact keys: half-precision rows of full head size, gathered through pointers.
+// The same over n_keys exact keys: half-precision rows of full head size, gathered through pointers. Numbers that are
+// not finite have the same effect.
 //   logit(t,g,i) = cap( q[t,g] . k_i ) + slope[g] * bias[t][i]
 struct ExactArgs {
     int64_t                  d_k, d_v;
@@ -128,8 +139,9 @@ struct Ops {
     // tiles + cells[t] / TILE * tile_stride. Other cells stay unchanged; encode reads and writes whole lines, so two
     // threads must not share a tile.
     //   x [n][ldx] f32. The scale code is the candidate with the least squared coefficient error
-    //   (kernels/ref/encode.cpp defines the candidates). A row with a non-finite coefficient, or all zero, becomes a
-    //   zero row: scale byte 0, all codes 0. Returns the number of non-finite rows.
+    //   (kernels/ref/encode.cpp defines the candidates). A row that is all zero becomes a zero row: scale byte 0, all
+    //   codes 0. A row with a non-finite coefficient gets scale byte SCALE_NAN, all codes 0. Returns the number of the
+    //   latter.
     int64_t (*encode)(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells,
                       uint8_t * tiles, int64_t tile_stride);
 
@@ -156,7 +168,7 @@ struct Ops {
     void (*to_half)(const float * x, uint16_t * h, int64_t n);
 
     // Packs one head's row x [d] of the recent part of the exact window (recent.h), and unpacks it to IEEE halves [d].
-    // mean [d] f32, finite; nullptr: zeros. pack returns false if x is not finite: it then stores the mean.
+    // mean [d] f32, finite; nullptr: zeros. pack returns false if x is not finite; unpack then gives HALF_NAN [d].
     bool (*pack_recent)(const float * x, const float * mean, int64_t d, uint8_t * row);
     void (*unpack_recent)(const uint8_t * row, const float * mean, int64_t d, uint16_t * out);
 

@@ -5,8 +5,9 @@
 //   y_j = clamp(x_j, +-65504) - mu_j,  step = half(max_j |y_j| / 511),  q_j = clamp(round(y_j / step), +-511)
 //   x^_j = half(clamp(mu_j + step q_j, +-65504))
 //
-// Rounding is to nearest even. A step that rounds to zero, or is not finite (damaged bytes), gives q = 0. All
-// arithmetic is f32, in which step q_j is exact.
+// Rounding is to nearest even. A step that rounds to zero gives q = 0. A row that is not finite has the step HALF_NAN
+// and q = 0; every element of a row whose step is not finite is HALF_NAN. All arithmetic is f32, in which step q_j is
+// exact.
 // Bytes: step (IEEE half), then u_j = q_j + 512: u_j >> 2 in byte j, then u_j & 3 in byte j % (d/4), bits 2 * (j /
 // (d/4)).
 #pragma once

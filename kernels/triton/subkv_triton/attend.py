@@ -34,7 +34,7 @@ class Partial:
     m: torch.Tensor
     """F32 [S, n_stream, n_tok, H, G], -inf if all cells are masked."""
     z: torch.Tensor
-    """F32 [S, n_stream, n_tok, H, G]"""
+    """F32 [S, n_stream, n_tok, H, G], NaN if the row is lost (subkv/ops.h)"""
     acc: torch.Tensor
     """F32 [S, n_stream, n_tok, H, G, R of V]"""
 
@@ -93,14 +93,36 @@ def _halves(x):
 
 
 @triton.jit
+def _finite(x):
+    return tl.abs(x) < float("inf")  # false for NaN
+
+
+@triton.jit
+def _without_bad(s, halves, ANY_HALF: tl.constexpr):
+    """Scales [C] and halves [C, R] with zeros instead of numbers that are not finite, and which cells had one."""
+    bad = ~_finite(s)
+    if ANY_HALF:
+        bad = bad | (tl.max((~_finite(halves)).to(tl.int32), axis=1) > 0)
+        halves = tl.where(bad[:, None], 0.0, halves)
+    return tl.where(bad, 0.0, s), halves, bad
+
+
+@triton.jit
+def weighs(p, bad):
+    """NaN for rows of weights p [M, C] that give weight to a bad [C] value, 0 for others: [M]."""
+    return tl.where(tl.max((bad[None, :] & (p > 0)).to(tl.int32), axis=1) > 0, float("nan"), 0.0)
+
+
+@triton.jit
 def soften(logit, bias, slope, softcap, m, z, HAS_CAP: tl.constexpr):
     """One step of the online softmax over C keys: logit, bias [M, C] (-inf: masked), slope, m, z [M].
 
-    -> weights [M, C], the factor on earlier sums [M], m, z.
+    -> weights [M, C], the factor on earlier sums [M], m, z. A visible logit that is not finite makes z NaN.
     """
+    logit = tl.where(_finite(logit), logit, float("nan"))
     if HAS_CAP:
         logit = softcap * (1.0 - 2.0 / (tl.exp(2.0 * logit / softcap) + 1.0))  # tanh
-    logit = tl.where(bias > float("-inf"), logit + slope[:, None] * bias, float("-inf"))
+    logit = tl.where(bias != float("-inf"), logit + slope[:, None] * bias, float("-inf"))
     m_new = tl.maximum(m, tl.max(logit, axis=1))
     base = tl.where(m_new > float("-inf"), m_new, 0.0)
     p = tl.exp(logit - base[:, None])
@@ -169,6 +191,7 @@ def _attend(
     kinds = tl.load(k_table + _KIND * RK + jk)
     scaled = q * tl.load(k_steps + head * RK + jk)[None, :]
     q_coded, top = _halves(tl.where((kinds == _CODED)[None, :], scaled, 0.0))
+    top += tl.sum(q * 0.0, axis=1)  # NaN if a coefficient is not finite
     if K_HALF:
         q_half, top_half = _halves(tl.where((kinds == _HALF)[None, :], q, 0.0))
     if HAS_SHIFT:
@@ -191,7 +214,7 @@ def _attend(
             other=float("-inf"),
         )
         # masked cells may have any content, so they are not read
-        visible = tl.max(bias, axis=0) > float("-inf")
+        visible = tl.max((bias != float("-inf")).to(tl.int32), axis=0) > 0
         if tl.max(visible.to(tl.int32), axis=0) > 0:
             k_row = k_head + tl.cast(first, tl.int64) * k_stride
             s, codes, halves = _codes(k_row, offset * k_stride, visible, scales_ptr, k_table, jk, RK, K_HALF, K_PATH)
@@ -205,6 +228,8 @@ def _attend(
 
             v_row = v_head + tl.cast(first, tl.int64) * v_stride
             s, codes, halves = _codes(v_row, offset * v_stride, visible, scales_ptr, v_table, jv, RV, V_HALF, V_PATH)
+            s, halves, bad = _without_bad(s, halves, V_HALF)
+            z += weighs(p, bad)
             largest = tl.maximum(tl.max(s, axis=0), 1e-30)
             weight = (p * (s / largest)[None, :]).to(tl.float16)
             acc = acc * keep[:, None] + tl.dot(weight, codes) * largest
@@ -214,6 +239,7 @@ def _attend(
 
     out = part.to(tl.int64) * n_stream * n_tok * n_head * G + first_row
     acc = acc * tl.load(v_steps + head * RV + jv)[None, :] + acc_half
+    m = tl.where((z != z) & (m == float("-inf")), 0.0, m)  # a lost row is not one without visible cells
     tl.store(m_ptr + out + at, m, mask=live)
     tl.store(z_ptr + out + at, z, mask=live)
     tl.store(acc_ptr + out * RV + (at[:, None] * RV + jv[None, :]), acc, mask=live[:, None])

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from subkv_triton.attend import Partial, soften
+from subkv_triton.attend import Partial, soften, weighs
 from subkv_triton.codecs import MIN_WIDTH, Codecs
 
 BLOCK_ROWS = 16
@@ -107,7 +107,7 @@ def _combine(
             mask=live[:, None] & (key < n_keys)[None, :],
             other=float("-inf"),
         )
-        shown = tl.max(bias, axis=0) > float("-inf")
+        shown = tl.max((bias != float("-inf")).to(tl.int32), axis=0) > 0
         at_key = (stream * n_keys + key) * n_head + head
         logit = tl.zeros((M, C), tl.float32)
         for part in range(0, DK, D):  # with whole queries, operands of tl.dot take most registers of some GPUs
@@ -117,7 +117,9 @@ def _combine(
             logit += _dot(q, tl.trans(k))
         p, keep, m, z = soften(logit, bias, slope, softcap, m, z, HAS_CAP)
         v = tl.load(v_ptr + at_key[:, None] * d_v + jv[None, :], mask=shown[:, None] & (jv < d_v)[None, :], other=0.0)
-        o = o * keep[:, None] + _dot(p, v)
+        bad = tl.max((~(tl.abs(v) < float("inf"))).to(tl.int32), axis=1) > 0  # zero times NaN is NaN
+        z += weighs(p, bad)
+        o = o * keep[:, None] + _dot(p, tl.where(bad[:, None], 0.0, v))
 
     w = tl.where(z > 0, 1.0, 0.0)
     if HAS_SINKS:  # a logit without a value
@@ -125,7 +127,7 @@ def _combine(
         top = tl.maximum(m, sink)
         w = tl.exp(m - top)
         z = z * w + tl.exp(sink - top)
-    w = tl.where(z > 0, w / tl.where(z > 0, z, 1.0), 0.0)
+    w = tl.where(z == 0, 0.0, w / tl.where(z == 0, 1.0, z))
     tl.store(out_ptr + at[:, None] * d_v + jv[None, :], w[:, None] * o, mask=live[:, None] & (jv < d_v)[None, :])
 
 

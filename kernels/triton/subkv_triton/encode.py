@@ -19,6 +19,8 @@ from subkv_triton.fields import (
     PATH_BELOW,
     PATH_TRIED,
     SCALE_CANDIDATES_BELOW,
+    SCALE_MOST,
+    SCALE_NAN,
     SCALE_ONE,
     scale_table,
 )
@@ -26,6 +28,7 @@ from subkv_triton.path import find_paths
 
 _CANDIDATES = tl.constexpr(triton.next_power_of_2(1 + SCALE_CANDIDATES_BELOW))
 _SCALE_ONE, _BELOW = tl.constexpr(SCALE_ONE), tl.constexpr(SCALE_CANDIDATES_BELOW)
+_SCALE_MOST, _SCALE_NAN = tl.constexpr(SCALE_MOST), tl.constexpr(SCALE_NAN)
 _SOURCE, _DROP, _MASK, _LIFT, _SLOTS = (tl.constexpr(i) for i in (SOURCE, DROP, MASK, LIFT, SLOTS))
 _KIND, _ON, _ROWS, _CODED, _HALF = (tl.constexpr(i) for i in (KIND, ON, N_ROWS, CODED, HALF))
 _PATH_BELOW, _PATH_TRIED = tl.constexpr(PATH_BELOW), tl.constexpr(PATH_TRIED)
@@ -81,7 +84,7 @@ def _choose(
     R: tl.constexpr,
     ANY_PATH: tl.constexpr,
 ):
-    """Scale code of one row: token program_id(0), head program_id(1). c [n, H, R], chosen (0: a zero row), bad [n, H].
+    """Scale code of one row: token program_id(0), head program_id(1). c [n, H, R], chosen (0: no codes), bad [n, H].
 
     off_path [n, H, PATH_TRIED]: squared errors of coefficients outside the path at the candidate scale codes.
     """
@@ -104,7 +107,7 @@ def _choose(
     full = tl.where(coded, tl.load(ratios + j) * tl.load(zeros + j), 1.0)
     reach = tl.max(tl.where(coded & live, tl.div_rn(size, full), 0.0), axis=0)
     every = tl.arange(0, 256)
-    small = (every >= 1) & (every < 255) & (tl.load(scales_ptr + every) < reach)
+    small = (every >= 1) & (every < _SCALE_MOST) & (tl.load(scales_ptr + every) < reach)
     k0 = 1 + tl.sum(small.to(tl.int32), axis=0)
 
     below = tl.arange(0, _CANDIDATES)
@@ -119,7 +122,7 @@ def _choose(
     tl.store(chosen_ptr + at, tl.where(live, best, 0))
     if ANY_PATH:
         tried = tl.arange(0, _PATH_TRIED)
-        k = tl.minimum(tl.maximum(best - _PATH_BELOW + tried, 1), 255)
+        k = tl.minimum(tl.maximum(best - _PATH_BELOW + tried, 1), _SCALE_MOST)
         s = tl.load(scales_ptr + k)[:, None]
         error = _squared_errors(c_row, s, kinds, on, ratios, zeros, R, _PATH_TRIED, True)
         tl.store(off_path_ptr + at * _PATH_TRIED + tried, error)
@@ -129,6 +132,7 @@ def _choose(
 def _pack(
     c_ptr,
     chosen_ptr,
+    bad_ptr,
     codes_ptr,
     cells_ptr,
     rows_ptr,
@@ -175,13 +179,14 @@ def _pack(
         lift = tl.load(entry + _LIFT * _SLOTS * n_bytes, mask=inside, other=0)
         out = out | ((u >> drop) & mask) << lift
     row = rows_ptr + tl.load(cells_ptr + token) * row_stride + tl.load(offsets_ptr + head)
-    tl.store(row + b, tl.where(live, out, 0).to(tl.uint8), mask=b < tl.load(lengths_ptr + head))
+    empty = tl.where((tl.load(bad_ptr + at) > 0) & (b == 0), _SCALE_NAN, 0)
+    tl.store(row + b, tl.where(live, out, empty).to(tl.uint8), mask=b < tl.load(lengths_ptr + head))
 
 
 def encode_rows(codecs: Codecs, x: torch.Tensor, cells: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Encode x [n, H, d] (any float type) into rows U8 [n_cells, >= row_bytes] at cells I64 [n].
 
-    Returns I32 [n, H]: 1 for a row with a non-finite coefficient; it is stored as a zero row.
+    Returns I32 [n, H]: 1 for a row with a non-finite coefficient; its scale is NaN.
     """
     c = torch.einsum("hrd,nhd->nhr", codecs.encode.float(), x.float())
     if codecs.subtracted is not None:
@@ -200,6 +205,7 @@ def encode_rows(codecs: Codecs, x: torch.Tensor, cells: torch.Tensor, rows: torc
     _pack[(n, n_head)](
         c,
         chosen,
+        bad,
         codes,
         cells,
         rows,

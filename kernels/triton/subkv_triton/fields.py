@@ -17,6 +17,8 @@ PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
 
 SCALE_ONE = 160
 """Scale code of a scale of 1: scales are 2^((code - SCALE_ONE)/8), 0 for code 0."""
+SCALE_MOST, SCALE_NAN = 254, 255
+"""Scale codes of the largest scale, and of a row that could not be coded: its coefficients are NaN."""
 SCALE_CANDIDATES_BELOW = 10
 """Number of scale codes tried below the smallest one without clipping."""
 HALF_MAX = 65504.0
@@ -83,7 +85,7 @@ class Path:
 def scale_table() -> npt.NDArray[np.float32]:
     """[256] the scale of every scale code."""
     table = np.exp2((np.arange(256) - SCALE_ONE) / 8).astype(np.float32)
-    table[0] = 0
+    table[0], table[SCALE_NAN] = 0, np.nan
     return table
 
 

@@ -21,7 +21,7 @@ from subkv_triton.codecs import (
     PLACE_TRIPLE,
     Codecs,
 )
-from subkv_triton.fields import LINE_FACTORS, PATH_BELOW, PATH_TRIED
+from subkv_triton.fields import LINE_FACTORS, PATH_BELOW, PATH_TRIED, SCALE_MOST
 
 BLOCK = 32
 _PLACE, _LEVELS, _STEP, _DOUBLE, _TRIPLE, _LINES, _NUMBERS, _TRIED, _BELOW = (
@@ -38,6 +38,7 @@ _PLACE, _LEVELS, _STEP, _DOUBLE, _TRIPLE, _LINES, _NUMBERS, _TRIED, _BELOW = (
         PATH_BELOW,
     )
 )
+_SCALE_MOST = tl.constexpr(SCALE_MOST)
 _A1, _A2, _A3, _A4 = (tl.constexpr(float(a)) for a in LINE_FACTORS)
 
 
@@ -119,7 +120,7 @@ def _find(
     # the scale: any start and end state
     tried = tl.arange(0, _TRIED)[None, :]
     k = middle[:, None] - _BELOW + tried
-    s = tl.load(scales_ptr + tl.minimum(tl.maximum(k, 1), 255))
+    s = tl.load(scales_ptr + tl.minimum(tl.maximum(k, 1), _SCALE_MOST))
     w0 = tl.zeros((B, _TRIED), tl.float32)
     w1, w2, w3 = w0, w0, w0
     for t in range(length):
@@ -128,7 +129,7 @@ def _find(
         w0, w1, w2, w3, _ = _extend(c, s, half, all_numbers + t, T, w0, w1, w2, w3)
     cost = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3))
     cost += tl.load(off_path_ptr + at[:, None] * _TRIED + tried, mask=live[:, None], other=0.0)
-    cost = tl.where((k >= 1) & (k <= 255), cost, float("inf"))
+    cost = tl.where((k >= 1) & (k <= _SCALE_MOST), cost, float("inf"))
     least = tl.min(cost, axis=1)
     first = tl.min(tl.where(cost == least[:, None], tried, _TRIED), axis=1)
     best = tl.where(least < float("inf"), middle - _BELOW + first, middle)

@@ -17,7 +17,7 @@ from subkv.base.threads import default_threads
 from subkv.engine.cache import CacheChoice, attached, creation_error, flash_attention
 from subkv.engine.checkpoints import Checkpoints
 from subkv.engine.memory import require_memory
-from subkv.engine.stats import context_stats
+from subkv.engine.stats import context_stats, count_zero_rows
 from subkv.native.binding import C, captured_log, last_error
 
 Logits = npt.NDArray[np.float32]
@@ -89,6 +89,11 @@ class Context:
         plain = not (C.llama_model_n_swa(model) or self.recurrent)
         self.can_repeat = bool(plain and options.n_seq_max > 1 and C.llama_memory_can_shift(self.memory))
         self.batch = C.llama_batch_init(self.n_batch, 0, 1)
+
+    @property
+    def n_zero_rows(self) -> int:
+        """KVStats.n_zero_rows now; `stats` are those of the new context."""
+        return count_zero_rows(self.handle) if self.choice.coded else 0
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[np.int32], pos: int, first_logits: int, seq: int = 0) -> int:
         """Evaluate at most n_batch tokens at positions pos, pos+1, …; those at index ≥ first_logits give logits.

@@ -32,7 +32,7 @@ class KVStats:
     bytes_chunks: int = 0  # adaptive bases and their sketches
     n_chunks: int = 0  # adaptive bases of all heads
     n_layer_coded: int = 0
-    n_zero_rows: int = 0
+    n_zero_rows: int = 0  # rows of a head, K or V, that are not finite: attention to them is NaN
     n_sink: int = 0
     n_recent: int = 0
     n_rollback: int = 0
@@ -48,6 +48,17 @@ def cache_line(stats: KVStats) -> str:
         f"KV cache: {kind}, {stats.bpe:.2f} bits per element, {stats.bytes_kv / MIB:.1f} MiB{bases} "
         f"(f16: {stats.bytes_f16 / MIB:.1f} MiB), kernel {stats.kernel}"
     )
+
+
+def count_zero_rows(ctx: Any) -> int:
+    """KVStats.n_zero_rows of a context of any cache type."""
+    raw = library.Stats()
+    return int(raw.n_zero_rows) if native().subkv_get_stats(ctx, ctypes.byref(raw)) else 0
+
+
+def zero_rows_line(n_zero_rows: int) -> str:
+    """What programs print if a cache has such rows."""
+    return f"KV cache: {n_zero_rows} rows are not finite (NaN or infinity): attention to them is NaN"
 
 
 def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> KVStats:

@@ -25,7 +25,7 @@ def row_bytes(bands: Bands) -> int:
 
 
 def encode(c: F32, bands: Bands, ratio: Ratio) -> U8:
-    """Coefficients [n, rank] float32 -> rows [n, row_bytes]. Rows that are zero or not finite become zero rows.
+    """Coefficients [n, rank] float32 -> rows [n, row_bytes]. A row that is not finite decodes to NaN.
 
     Raises ValueError for a wrong shape or type, and for invalid bands or ratios.
     """

@@ -75,6 +75,10 @@ class _Softmax:
         rescale, weight = torch.exp(self.top[..., at] - shift), torch.exp(logits - shift[..., None])
         self.top[..., at] = top
         self.total[..., at] = self.total[..., at] * rescale + weight.sum(-1)
+        bad = ~values.isfinite().all(-1, keepdim=True)
+        if bad.any():  # zero times NaN is NaN, also for queries that do not see the cell
+            self.total[..., at].masked_fill_(_over_cells((weight > 0.0).float(), bad.float())[..., 0] > 0.0, torch.nan)
+            values = values.masked_fill(bad, 0.0)
         self.exact[..., at, :] *= rescale[..., None]
         self.coded[..., at, :] *= rescale[..., None]
         (self.coded if coded else self.exact)[..., at, :] += _over_cells(weight, values)

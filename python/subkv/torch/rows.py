@@ -23,6 +23,8 @@ from subkv_triton.fields import (
     PATH_BELOW,
     PATH_TRIED,
     SCALE_CANDIDATES_BELOW,
+    SCALE_MOST,
+    SCALE_NAN,
     SCALE_ONE,
     Fields,
     scale_table,
@@ -101,8 +103,8 @@ class RowCodec:
     def encode(self, c: Tensor) -> Tensor:
         """Encode the result of coefficients() to rows [batch, n, row_bytes] uint8.
 
-        A head's coefficients that are zero or not finite become a zero row. On CPUs libsubkv encodes, whose path search
-        takes a fiftieth of torch's time.
+        A head's row of zeros is a zero row; one that is not finite decodes to NaN. On CPUs libsubkv encodes, whose path
+        search takes a fiftieth of torch's time.
         """
         return self._encode_native(c) if c.device.type == "cpu" else self.encode_in_torch(c)
 
@@ -124,7 +126,8 @@ class RowCodec:
 
     def _encode(self, c: Tensor) -> Tensor:
         """Rows of coefficients [batch, n, n_head_kv, rank]."""
-        live = c.isfinite().all(-1) & (c != 0).any(-1)
+        finite = c.isfinite().all(-1)
+        live = finite & (c != 0).any(-1)
         clean = torch.where(live[..., None], c, 1.0)
         chosen = self._choose_scales(clean)
         on_path = None
@@ -142,13 +145,14 @@ class RowCodec:
         rows.scatter_add_(2, self._byte.flatten().expand(batch, n, -1), parts.flatten(2))
         rows[:, :, self._scale_byte] += chosen.int()
         rows *= live[:, :, self._head_of_byte]
+        rows[:, :, self._scale_byte] += SCALE_NAN * ~finite
         return rows.to(torch.uint8)
 
     def _choose_scales(self, c: Tensor) -> Tensor:
         """Scale codes [batch, n, n_head_kv] of least squared error; candidates and rounding as in the codec."""
         coded = self._half > 0.0
         reach = torch.where(coded, c.abs() / (self._ratio * self._half), 0.0).amax(-1)
-        start = (torch.searchsorted(self._scales[1:], reach) + 1).clamp(max=255)
+        start = (torch.searchsorted(self._scales[1:SCALE_NAN], reach) + 1).clamp(max=SCALE_MOST)
         k = start[..., None] - torch.arange(SCALE_CANDIDATES_BELOW + 1, device=c.device)
         total = self._squared_error(c, k.clamp(min=1), coded)
         best = torch.where(k >= 1, total, torch.inf).argmin(-1)
@@ -158,7 +162,7 @@ class RowCodec:
     def _choose_path_scales(self, paths: Paths, c: Tensor, middle: Tensor) -> Tensor:
         """Scale codes of rows with a path; `middle`, the result of _choose_scales(), for others."""
         k = middle[..., None] + torch.arange(-PATH_BELOW, PATH_TRIED - PATH_BELOW, device=c.device)
-        valid = k.clamp(1, 255)
+        valid = k.clamp(1, SCALE_MOST)
         cost = paths.free_cost(c, self._scales[valid])
         coded = (self._half > 0.0) & (self._on == 0)
         if coded.any():
@@ -184,7 +188,7 @@ class RowCodec:
         batch, n = rows.shape[:2]
         parts = rows[:, :, self._byte.flatten()].view(batch, n, 2, -1, self.rank).int()
         code = (((parts >> self._shift) & self._mask) << self._low).sum(2, dtype=torch.int32)
-        scale = self._scales[rows[:, :, self._scale_byte].long()][..., None]  # 0 for a zero row
+        scale = self._scales[rows[:, :, self._scale_byte].long()][..., None]  # 0 for a zero row, or NaN
         if self._paths is None:
             c = scale * self._step * (code - self._centre)
         else:
@@ -195,7 +199,7 @@ class RowCodec:
             level = size + (size - self._bend[0]).clamp(min=0.0) + (size - self._bend[1]).clamp(min=0.0)
             c = scale * self._step * level.copysign(y)
         if self._wide.any():
-            c = torch.where(self._wide, code.to(torch.int16).view(torch.half) * (scale > 0.0), c)
+            c = torch.where(self._wide, code.to(torch.int16).view(torch.half) * torch.where(scale > 0.0, 1.0, scale), c)
         return c.transpose(1, 2)
 
 

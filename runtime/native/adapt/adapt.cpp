@@ -99,8 +99,8 @@ size_t Adapter::bytes_bases() const {
     return (size_t) n_chunks() * (n * n * sizeof(uint16_t) + (size_t) codec_.n_bands * sizeof(float));
 }
 
-// x [n][ldx] -> space_ [n][rank]: x' = E x - offset; all elements of a non-finite row become NaN, so that it is a zero
-// row in every basis and the sketch skips it. Returns the number of such rows.
+// x [n][ldx] -> space_ [n][rank]: x' = E x - offset; all elements of a non-finite row become NaN, so that no basis
+// can code it and the sketch skips it. Returns the number of such rows.
 int64_t Adapter::project(const float * x, int64_t ldx, int64_t n) {
     const int64_t rank  = codec_.rank;
     int64_t       n_bad = 0;

@@ -54,7 +54,7 @@ struct AdaptStats {
     int64_t n_refused   = 0; // candidates that did not gain enough
     int64_t n_merged    = 0;
     int64_t n_recoded   = 0; // rows recoded by merges
-    int64_t n_nonfinite = 0; // rows stored as zero rows
+    int64_t n_nonfinite = 0; // rows that could not be coded
 };
 
 class Adapter final : public ChunkReader {

@@ -40,7 +40,7 @@ SUBKV_API const char * subkv_device_kernel_name(void);
 SUBKV_API const char * subkv_constants(void);
 
 // Rows of one KV head: bands [n_bands][2] coefficients and bits, ratio [n_bands]; c [n][rank] f32 coefficients,
-// rows [n][row_bytes]. encode returns the number of non-finite rows (stored as zero rows), or -1.
+// rows [n][row_bytes]. encode returns the number of non-finite rows (decode gives NaN), or -1.
 // Every processor computes the same bytes and the same decoded coefficients.
 SUBKV_API int64_t subkv_encode_rows(const int32_t * bands, const float * ratio, int32_t n_bands, const float * c,
                                     int64_t n, uint8_t * rows);
@@ -95,7 +95,7 @@ typedef struct subkv_stats {
     uint64_t bytes_f16;       // size of an f16 cache of the same context
     uint64_t bytes_bases;     // bases in memory: E, D, and the means of keys
     uint64_t bytes_per_token; // coefficient-row bytes of one cell, all coded layers
-    uint64_t n_zero_rows;     // rows with non-finite input, stored as zero rows
+    uint64_t n_zero_rows;     // rows of a head, K or V, that are not finite: attention to them is NaN
     uint64_t bytes_chunks;    // adapted bases and their sketches, current size
     uint64_t n_chunks;        // adapted bases in use, all heads
     uint64_t window_kinds;    // equal when two windows store their exact rows in the same formats (halves or integers)

@@ -64,7 +64,8 @@ public:
 
     int64_t  scratch(int64_t n_rows) const override { return n_rows * (width_k_ + 1); }
     int64_t  n_at_once() const override { return n_at_once_; }
-    uint64_t n_zero_rows() const override;
+    uint64_t n_bad_rows() const override;
+    void     add_bad_rows(uint64_t n) override;
     void     wait() const override;
     size_t   max_range() const override { return SIZE_MAX; }
     bool     makes_rows() const override { return cuda::suits_prompt(tables_, device()); }
@@ -171,10 +172,15 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     }
 }
 
-uint64_t CudaLayer::n_zero_rows() const {
+uint64_t CudaLayer::n_bad_rows() const {
     uint64_t n = 0;
     ggml_backend_tensor_get(memory_, &n, n_bad_at_, sizeof(n));
     return n;
+}
+
+void CudaLayer::add_bad_rows(uint64_t n) {
+    n += n_bad_rows();
+    ggml_backend_tensor_set(memory_, &n, n_bad_at_, sizeof(n));
 }
 
 void CudaLayer::wait() const {

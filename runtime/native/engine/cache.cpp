@@ -17,6 +17,18 @@ static int32_t or_default(int32_t value, int32_t fallback) {
     return value < 0 ? fallback : value;
 }
 
+std::string NodeReports::take_first_bad() {
+    const int64_t first = first_bad_;
+    if (first < 0 || told_) {
+        return "";
+    }
+    told_ = true;
+    return sentence(
+        "layer %d: the %s of position %d is not finite (NaN or infinity) and cannot be coded: attention to it "
+        "is NaN; later ones are only counted",
+        (int32_t) (first >> 32), (first >> 31 & 1) != 0 ? "value" : "key", (int32_t) (first & INT32_MAX));
+}
+
 Cache::Cache(const CacheDesc & desc, const CacheRequest & request, subkv_observer * observer) :
     layout_(request.layout), observer_(observer),
     window_(layout_ ? or_default(request.n_sink, layout_->n_sink) : 0,
@@ -70,7 +82,7 @@ void Cache::add_nodes(const LayerDesc & layer, int32_t il, int32_t n_head, const
     }
     auto & nodes = nodes_[(size_t) il];
     nodes.reset(new LayerNodes{
-        &codec, &window_, chunked_ ? chunked_->layer(layer.il) : nullptr, &n_zero_rows_, n_head, layer.il, {} });
+        &codec, &window_, chunked_ ? chunked_->layer(layer.il) : nullptr, &reports_, n_head, layer.il, {} });
     nodes->by_rows = layer.chosen && codec.latent && !chunked_ && !has_device_kernels(layer.buft);
     nodes->means.assign((size_t) (codec.n_head_kv * codec.d_k), 0.0f);
     for (size_t h = 0; h < codec.centre.size(); ++h) {
@@ -391,6 +403,14 @@ void Cache::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens,
     window_.set_inputs(in, tokens, cells);
 }
 
+bool Cache::computed() {
+    const std::string bad = reports_.take_first_bad();
+    if (!bad.empty()) {
+        llama_subkv_log(bad);
+    }
+    return !reports_.take_no_memory() || reject("decode: out of memory; decode the batch again");
+}
+
 ggml_tensor * Cache::build_attn(const AttnBuild & b) {
     ggml_tensor * out = build_attn_nodes(*nodes_[(size_t) b.il], b);
     if (observer_ && b.k) {
@@ -413,7 +433,7 @@ void Cache::stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) con
     out.bytes_stock         = bytes_stock;
     out.bytes_f16           = elements * 2 + bytes_stock;
     out.bytes_bases         = layout_->bytes_bases;
-    out.n_zero_rows         = n_zero_rows_.load();
+    out.n_zero_rows         = reports_.n_bad();
     if (chunked_) {
         const auto total = chunked_->total();
         out.bytes_chunks = total.bytes;
@@ -424,7 +444,7 @@ void Cache::stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) con
         if (node && node->owner == (int32_t) il) {
             out.n_layer_coded++;
             out.n_layer_device += node->device ? 1 : 0;
-            out.n_zero_rows += node->device ? node->device->n_zero_rows() : 0;
+            out.n_zero_rows += node->device ? node->device->n_bad_rows() : 0;
             out.bytes_per_token += row_bytes(*node, false) + row_bytes(*node, true);
         }
     }

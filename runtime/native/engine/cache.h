@@ -18,24 +18,49 @@
 
 namespace subkv {
 
+// What the nodes of all layers report to the thread that drives the context (CacheHook::computed).
+class NodeReports {
+public:
+    // n rows of a head that are not finite and could not be coded; position of the first one.
+    void bad_rows(int32_t il, bool value, int32_t pos, int64_t n) {
+        int64_t none = -1;
+        first_bad_.compare_exchange_strong(none, (int64_t) il << 32 | (int64_t) value << 31 | pos);
+        n_bad_.fetch_add((uint64_t) n);
+    }
+
+    void no_memory() { no_memory_ = true; }
+
+    uint64_t n_bad() const { return n_bad_; }
+    bool     lacks_memory() const { return no_memory_; }
+
+    bool        take_no_memory() { return no_memory_.exchange(false); }
+    std::string take_first_bad(); // a sentence about it, once; else ""
+
+private:
+    std::atomic<uint64_t> n_bad_{ 0 };
+    std::atomic<int64_t>  first_bad_{ -1 };
+    std::atomic<bool>     no_memory_{ false };
+    bool                  told_ = false;
+};
+
 // The data of one coded layer's nodes. Addresses are stable, because llama.cpp reuses graphs.
 struct LayerNodes {
-    const LayerCodec *      codec;
-    const Window *          window;
-    ChunkedLayer *          chunked; // nullptr: bases are static
-    std::atomic<uint64_t> * n_zero_rows;
-    int32_t                 n_head;
-    int32_t                 owner;              // the layer that stores the rows: itself, or another one that it reads
-    std::vector<float>      means;              // [n_head_kv][d_k] means of keys, subtracted before coding
-    int32_t                 n_readers      = 0; // other layers that read its rows
-    float                   scale          = 0.0f; // set when the graph is built, constant per model
-    float                   softcap        = 0.0f;
-    float                   max_alibi_bias = 0.0f;
-    int64_t                 shift_first    = 0; // as in ShiftBuild
-    bool                    shift_apart    = false;
-    ggml_tensor *           shift_keys     = nullptr; // the K cache
-    bool                    by_rows        = false;   // the cache stores rows, not tiles (cells.h)
-    bool                    shifted        = false; // this layer's keys are rotated; other layers' may still be pending
+    const LayerCodec * codec;
+    const Window *     window;
+    ChunkedLayer *     chunked; // nullptr: bases are static
+    NodeReports *      reports;
+    int32_t            n_head;
+    int32_t            owner;                 // the layer that stores the rows: itself, or another one that it reads
+    std::vector<float> means;                 // [n_head_kv][d_k] means of keys, subtracted before coding
+    int32_t            n_readers      = 0;    // other layers that read its rows
+    float              scale          = 0.0f; // set when the graph is built, constant per model
+    float              softcap        = 0.0f;
+    float              max_alibi_bias = 0.0f;
+    int64_t            shift_first    = 0; // as in ShiftBuild
+    bool               shift_apart    = false;
+    ggml_tensor *      shift_keys     = nullptr; // the K cache
+    bool               by_rows        = false;   // the cache stores rows, not tiles (cells.h)
+    bool               shifted        = false;   // this layer's keys are rotated; other layers' may still be pending
 
     std::unique_ptr<DeviceLayer> device = nullptr; // for a cache on a GPU; nullptr: CPU nodes
     ggml_backend_buffer_type_t   buft   = nullptr; // of the cache on a GPU
@@ -65,6 +90,9 @@ public:
     int32_t goes_back_to(int32_t seq, const CellReader & cells) const override;
     int32_t resume(int32_t seq, int32_t pos, const CellReader & cells) const override;
 
+    bool     computed() override;
+    uint64_t n_bad_rows() const override { return reports_.n_bad(); }
+
     Inputs        build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, int64_t n_tokens) override;
     void          set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, uint32_t stream0,
                              const CellReader & cells) override;
@@ -85,6 +113,7 @@ public:
     void                  get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
                                    uint8_t * rows) const override;
     void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) override;
+    void check_rows(int32_t il, bool value, int64_t n, const uint8_t * rows) const override;
 
     // Reason why the bases do not belong to this cache's model; "": they do.
     static std::string misfit(const Layout & layout, const CacheDesc & desc);
@@ -121,7 +150,7 @@ private:
     size_t                        elements_per_token_ = 0; // K and V elements of the coded layers
     std::unique_ptr<ChunkedBases> chunked_;                // null: bases are static
     std::string                   devices_;
-    std::atomic<uint64_t>         n_zero_rows_{ 0 };
+    NodeReports                   reports_;
 
     std::vector<std::unique_ptr<LayerNodes>> nodes_; // by il, null: ordinary
 };

@@ -1,6 +1,8 @@
-// cache_rows.cpp: converts cells of a layer to rows and back, for states, whose format has rows only.
+// cache_rows.cpp: converts cells of a layer to rows and back, for states, whose format has rows only; checks the
+// numbers of a state.
 //   row: all heads, then of chunked layers one chunk byte per head
 #include "cache.h"
+#include "error.h"
 
 #include <algorithm>
 #include <vector>
@@ -86,7 +88,72 @@ void Cache::set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int
         [](uint8_t & of_tile, uint8_t of_row) { of_tile = of_row; });
     if (layer.device) {
         ggml_backend_tensor_set(t, tiles, part.at, part.size);
+        uint64_t n_bad = 0;
+        for (int64_t h = 0; h < layer.codec->n_head_kv; ++h) {
+            const uint8_t * scale = rows + layer.codec->tile_offset(h, value) / TILE;
+            for (int64_t c = 0; c < n; ++c, scale += row) {
+                n_bad += *scale == SCALE_NAN;
+            }
+        }
+        if (n_bad > 0) {
+            layer.device->add_bad_rows(n_bad);
+        }
     }
+}
+
+// Are n halves finite, or (nan) HALF_NAN?
+static bool finite_halves(const uint8_t * halves, int64_t n, bool nan) {
+    bool all = true;
+    for (int64_t i = 0; i < n; ++i) {
+        const int32_t half = halves[2 * i] | halves[2 * i + 1] << 8;
+        all                = all & ((half & 0x7c00) != 0x7c00 || (nan && half == HALF_NAN));
+    }
+    return all;
+}
+
+// Only 16-bit bands can hold other numbers: every byte of the others is a code.
+void Cache::check_rows(int32_t il, bool value, int64_t n, const uint8_t * rows) const {
+    const LayerNodes & layer = *nodes_[(size_t) il];
+    const auto         row   = (int64_t) row_bytes(layer, value);
+    for (int64_t h = 0; h < layer.codec->n_head_kv; ++h) {
+        const HeadCodec & codec = layer.codec->head(h, value);
+        const uint8_t *   first = rows + layer.codec->tile_offset(h, value) / TILE;
+        for (int32_t i = 0; i < codec.n_bands; ++i) {
+            const Band & band = codec.bands[i];
+            for (int64_t c = 0; band.bits == 16 && c < n; ++c) {
+                if (!finite_halves(first + c * row + band.offset, band.n, false)) {
+                    fail("state: finite numbers expected, NaN or infinity found among the %s of layer %d",
+                         value ? "values" : "keys", il);
+                }
+            }
+        }
+    }
+}
+
+bool WindowRows::sound(int64_t first, int64_t last) const {
+    constexpr int64_t    PIECE = 256; // slots; on a GPU every call is a transfer
+    std::vector<uint8_t> copy;
+    for (int64_t end = first; first < last; first = end) {
+        end             = std::min(last, first + PIECE);
+        const size_t at = offset(first);
+        copy.resize(offset(end) - at);
+        ggml_backend_tensor_get(tensor, copy.data(), at, copy.size());
+        for (int64_t slot = first; slot < end; ++slot) {
+            const uint8_t * row = copy.data() + offset(slot) - at;
+            if (!integers || is_sink(slot)) {
+                if (!finite_halves(row, (int64_t) (bytes(slot) / sizeof(uint16_t)), true)) {
+                    return false;
+                }
+                continue;
+            }
+            for (const size_t step : steps) {
+                if (!finite_halves(row + step, 1, true)) {
+                    return false;
+                }
+            }
+        }
+    }
+    return true;
 }
 
 } // namespace subkv

@@ -12,7 +12,7 @@ namespace subkv {
 
 struct LayerNodes;
 
-enum class NodeKind { ENCODE, ATTEND, COMBINE, STORE_WINDOW, PROMPT_ROWS, PROMPT_MASK };
+enum class NodeKind { ENCODE, ATTEND, COMBINE, STORE_WINDOW, PROMPT_ROWS, PROMPT_MASK, PROMPT_LOST };
 
 // Data in device memory that the nodes of one layer read besides tensors. Addresses are stable.
 class DeviceLayer {
@@ -24,10 +24,11 @@ public:
     virtual void *   userdata(NodeKind kind)       = 0; // of device_op
     virtual int64_t  scratch(int64_t n_rows) const = 0; // floats that attend needs for n_rows query rows of all heads
     virtual int64_t  n_at_once() const             = 0; // approximate number of concurrent blocks of attend
-    virtual uint64_t n_zero_rows() const           = 0;
+    virtual uint64_t n_bad_rows() const            = 0; // that could not be coded
+    virtual void     add_bad_rows(uint64_t n)      = 0; // which the host has stored
     virtual void     wait() const                  = 0; // until the device has finished all work
     virtual size_t   max_range() const             = 0; // maximum bytes of one tensor that kernels can address
-    virtual bool     makes_rows() const            = 0; // true: it has kernels for PROMPT_ROWS and PROMPT_MASK
+    virtual bool     makes_rows() const            = 0; // true: it has kernels for PROMPT_*
 
     // Checks a node whose sources are set. nullptr, or the unmet requirement of its kernels.
     virtual const char * refusal(NodeKind kind, ggml_tensor * node) const = 0;
@@ -60,7 +61,7 @@ inline void * device_userdata(const ggml_tensor * t) {
     return t->op == GGML_OP_CUSTOM && params.fun == device_op ? params.userdata : nullptr;
 }
 
-// The first KV head of a PROMPT_ROWS node, stored behind the fields that device_userdata reads.
+// The first KV head of a PROMPT_ROWS or PROMPT_LOST node, stored behind the fields that device_userdata reads.
 inline void set_first_head(ggml_tensor * t, int32_t head) {
     t->op_params[GGML_MAX_OP_PARAMS / sizeof(int32_t) - 1] = head;
 }

@@ -44,6 +44,7 @@ public:
             case NodeKind::STORE_WINDOW: return store_window(store_args(dst), to...);
             case NodeKind::PROMPT_ROWS: return prompt_rows(rows_args(dst), to...);
             case NodeKind::PROMPT_MASK: return prompt_mask(mask_args(dst), to...);
+            case NodeKind::PROMPT_LOST: return prompt_lost(lost_args(dst), to...);
         }
         return "unknown node";
     }
@@ -217,8 +218,24 @@ private:
         return p;
     }
 
+    Prompt lost_args(const ggml_tensor * dst) const {
+        const auto in = sources_of<PromptLostSources>(dst);
+        Prompt     p  = prompt_args(dst, in.tokens, in.slots);
+        set_cells(p.c.a, in.k_view, in.v_view);
+        set_mask(p.c.a, in.mask);
+        p.c.a.cell_pos = Gpu::place(in.cell_pos);
+        p.c.a.n_kv     = in.cell_pos->ne[0];
+        p.c.fresh      = Gpu::place(in.fresh);
+        p.c.window     = Gpu::place(in.window);
+        p.c.out        = Gpu::place(dst);
+        p.c.out_stride = stride_f32(dst, 2);
+        p.first        = first_head(dst);
+        p.n_heads      = (int32_t) (dst->ne[1] / (layer_.n_head / layer_.codec->n_head_kv));
+        return p;
+    }
+
     typename Gpu::Device    device_;
-    Node                    nodes_[6];
+    Node                    nodes_[7];
     float                   max_alibi_bias_ = -1.0f; // of the slopes on the device
     ggml_context_ptr        ctx_;
     ggml_backend_buffer_ptr buffer_;

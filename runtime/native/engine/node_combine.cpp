@@ -241,7 +241,7 @@ void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                     w                = std::exp(m[r] - top);
                     sum              = sum * w + std::exp(sink - top);
                 }
-                w = sum > 0.0f ? w / sum : 0.0f; // a token that sees no key gets zeros
+                w = sum == 0.0f ? 0.0f : w / sum; // a token that sees no key gets zeros, a lost row NaN
                 for (int64_t j = 0; j < d_v; ++j) {
                     y[j] = w * out[r * d_v + j];
                 }

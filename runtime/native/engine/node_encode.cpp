@@ -47,7 +47,7 @@ int64_t count_bad(const ggml_tensor * x, int64_t head, int64_t t0, int64_t n) {
     return bad;
 }
 
-// One head's exact rows. A row that is not finite becomes the value of its zero codes: the mean, or zero.
+// One head's exact rows.
 struct FreshRows {
     const LayerNodes &  layer;
     const Ops &         ops;
@@ -69,12 +69,8 @@ struct FreshRows {
                 uint8_t * packed = (uint8_t *) (out + row_elements(codec)) + recent_offset(codec, head, value);
                 ops.pack_recent(row, mean, d, packed);
                 ops.unpack_recent(packed, mean, d, out + first);
-            } else if (any_bad && !is_finite_row(row, d)) {
-                for (int64_t j = 0; j < d; ++j) {
-                    out[first + j] = mean ? ggml_fp32_to_fp16(mean[j]) : 0;
-                }
             } else {
-                to_half_saturated(ops, row, out + first, d);
+                exact_row(ops, row, out + first, d, any_bad);
             }
         }
     }
@@ -169,8 +165,11 @@ void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
             const int64_t bad = later ? count_bad(x, h, t, end - t) :
                                         encode_cells(layer, ops, head, row_f32(x, h, t), stride_f32(x, 2), end - t,
                                                      cells + t, tiles, TILE * (int64_t) cache->nb[1]);
-            if (bad > 0) {
-                layer.n_zero_rows->fetch_add((uint64_t) bad);
+            for (int64_t i = t; bad > 0 && i < end; ++i) {
+                if (i == end - 1 || !is_finite_row(row_f32(x, h, i), x->ne[0])) {
+                    layer.reports->bad_rows(codec.il, value, token_rows(in.tokens)[i].pos, bad);
+                    break;
+                }
             }
             fresh(t, end - t, (char *) dst->data, result.fresh_stride, bad > 0);
         }

@@ -167,7 +167,7 @@ ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_t
     if (!b.inputs->chosen_cells) {
         const ChosenCellsSources in = { mask, b.chosen, b.inputs->cell_pos, b.inputs->tokens };
         b.inputs->chosen_cells =
-            new_node(b.ctx, GGML_TYPE_I32, { n, mask->ne[1], 1, mask->ne[3] }, in, chosen_cells_op, &layer);
+            new_node(b.ctx, GGML_TYPE_I32, { n, mask->ne[1], 1, mask->ne[3] }, in, guarded_op<chosen_cells_op>, &layer);
         ggml_set_name(b.inputs->chosen_cells, "subkv_chosen_cells");
     }
     return b.inputs->chosen_cells;

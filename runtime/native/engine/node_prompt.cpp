@@ -2,6 +2,9 @@
 //
 // Whether a token reads a cell's code or its exact row depends on the token, but flash attention has one key per row.
 // So both are separate rows, and the mask shows one of them to the token.
+//
+// Zero times NaN is NaN: flash attention would spread a row that is not finite to tokens that do not see it. It reads
+// zeros instead, and a last node makes NaN of the output of the tokens that see such a row.
 #include "nodes.h"
 
 #include <algorithm>
@@ -85,6 +88,19 @@ ggml_tensor * flash_attention(LayerNodes & layer, const AttnBuild & b, ggml_tens
     return out;
 }
 
+// The node that follows flash attention's output of these heads.
+ggml_tensor * prompt_lost(LayerNodes & layer, const AttnBuild & b, ggml_tensor * out, const SharedRows & rows,
+                          int64_t first) {
+    ggml_tensor *           window = layer.window_rows().tensor;
+    const Inputs &          in     = *b.inputs;
+    const PromptLostSources of     = { out,      b.mask,   in.cell_pos, in.tokens,                    in.slots,
+                                       b.k_view, b.v_view, rows.fresh,  window ? window : rows.fresh };
+    ggml_tensor * node = new_node_inplace(b.ctx, of, device_op, layer.device->userdata(NodeKind::PROMPT_LOST));
+    ggml_format_name(node, "subkv_prompt_lost-%d", b.il);
+    set_first_head(node, (int32_t) first);
+    return node;
+}
+
 } // namespace
 
 ggml_tensor * build_prompt(LayerNodes & layer, const AttnBuild & b, ggml_tensor * q, const SharedRows & rows) {
@@ -110,7 +126,8 @@ ggml_tensor * build_prompt(LayerNodes & layer, const AttnBuild & b, ggml_tensor 
         if (!ggml_backend_dev_supports_op(ggml_backend_buft_get_device(layer.buft), part)) {
             return nullptr;
         }
-        out = out ? ggml_concat(b.ctx, out, part, 1) : part;
+        part = prompt_lost(layer, b, part, rows, first);
+        out  = out ? ggml_concat(b.ctx, out, part, 1) : part;
         ggml_build_forward_expand(b.gf, out); // before the next heads' rows, which then take the place of these
     }
     return ggml_reshape_2d(b.ctx, out, out->ne[0] * out->ne[1], s.n_tokens);

@@ -117,7 +117,7 @@ public:
             if (integers) {
                 ops_.pack_recent(x_.data(), layer_.mean(h, false), d, at);
             } else {
-                to_half_saturated(ops_, x_.data(), (uint16_t *) at, d);
+                exact_row(ops_, x_.data(), (uint16_t *) at, d, true);
             }
         }
     }

@@ -114,6 +114,18 @@ struct PromptRowsSources {
     ggml_tensor * written; // not read: runs after this node
 };
 
+struct PromptLostSources {
+    ggml_tensor * out; // of flash attention, changed in place
+    ggml_tensor * mask;
+    ggml_tensor * cell_pos;
+    ggml_tensor * tokens;
+    ggml_tensor * slots;
+    ggml_tensor * k_view;
+    ggml_tensor * v_view;
+    ggml_tensor * fresh;
+    ggml_tensor * window; // without one fresh
+};
+
 struct ShiftSources {
     ggml_tensor * of_cells;
     ggml_tensor * distances;

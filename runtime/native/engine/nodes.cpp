@@ -12,6 +12,7 @@
 //
 //   prompt_mask   once for all layers: which of the following rows a token sees
 //   prompt_rows   cells and exact rows of some heads as halves; ggml's flash attention follows
+//   prompt_lost   in flash attention's output: NaN for tokens that see a row that is not finite
 //
 // A layer that reads another layer's rows has attend and combine only, and before them on a CPU:
 //
@@ -228,7 +229,8 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         in.k_idxs        = b.k_idxs;
         in.v_idxs        = codec.latent ? b.k_idxs : b.v_idxs;
         if (layer.device) {
-            rows.fresh = custom(GGML_TYPE_F16, width, s.n_tokens, in, encode_op, NodeKind::ENCODE, "encode");
+            rows.fresh =
+                custom(GGML_TYPE_F16, width, s.n_tokens, in, guarded_op<encode_op>, NodeKind::ENCODE, "encode");
         } else {
             in.q         = q;
             in.tokens    = inputs.tokens;
@@ -236,7 +238,7 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
 
             const EncodeResult result(layer, s.n_tokens);
             ggml_tensor *      both =
-                custom(GGML_TYPE_I8, (int64_t) result.bytes, 1, in, encode_op, NodeKind::ENCODE, "encode");
+                custom(GGML_TYPE_I8, (int64_t) result.bytes, 1, in, guarded_op<encode_op>, NodeKind::ENCODE, "encode");
             rows.fresh = typed_view(ctx, both, GGML_TYPE_F16, width, s.n_tokens, 0);
             queries    = typed_view(ctx, both, GGML_TYPE_F32, query_width(layer), n_query, result.queries_at);
         }
@@ -244,14 +246,16 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         if (layer.chunked) { // never a GPU's
             const EncodeBlocksSources moved = { rows.fresh, window,    inputs.slots, inputs.tokens,
                                                 b.k_cache,  b.v_cache, b.k_idxs,     b.k_view };
-            rows.written = custom(GGML_TYPE_F32, 1, 1, moved, encode_blocks_op, NodeKind::ENCODE, "encode_blocks");
+            rows.written =
+                custom(GGML_TYPE_F32, 1, 1, moved, guarded_op<encode_blocks_op>, NodeKind::ENCODE, "encode_blocks");
         }
         rows.n_readers = layer.n_readers;
     } else {
         rows = b.inputs->shared.at(layer.owner);
         if (!layer.device) {
             const ProjectSources in = { q, mask };
-            queries = custom(GGML_TYPE_F32, query_width(layer), n_query, in, project_op, NodeKind::ENCODE, "project");
+            queries = custom(GGML_TYPE_F32, query_width(layer), n_query, in, guarded_op<project_op>, NodeKind::ENCODE,
+                             "project");
         }
         rows.n_readers--;
     }
@@ -273,17 +277,17 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         in.extra         = list ? list : mask;
 
         CombineSources of = {};
-        of.partial        = custom(GGML_TYPE_F32, s.n_partial, 1, in, attend_op, NodeKind::ATTEND, "attend");
-        of.q              = q;
-        of.fresh          = fresh;
-        of.window         = window ? window : fresh;
-        of.mask           = chosen;
-        of.tokens         = inputs.tokens;
-        of.slots          = inputs.slots;
-        of.cells          = list ? list : b.k_view;
-        of.sinks          = b.sinks;
-        out = custom(GGML_TYPE_F32, (int64_t) layer.n_head * codec.d_v, s.n_tokens, of, combine_op, NodeKind::COMBINE,
-                     "combine");
+        of.partial = custom(GGML_TYPE_F32, s.n_partial, 1, in, guarded_op<attend_op>, NodeKind::ATTEND, "attend");
+        of.q       = q;
+        of.fresh   = fresh;
+        of.window  = window ? window : fresh;
+        of.mask    = chosen;
+        of.tokens  = inputs.tokens;
+        of.slots   = inputs.slots;
+        of.cells   = list ? list : b.k_view;
+        of.sinks   = b.sinks;
+        out        = custom(GGML_TYPE_F32, (int64_t) layer.n_head * codec.d_v, s.n_tokens, of, guarded_op<combine_op>,
+                            NodeKind::COMBINE, "combine");
     }
     ggml_build_forward_expand(b.gf, out);
 

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <new>
 #include <vector>
 
 namespace subkv {
@@ -57,9 +58,13 @@ inline bool is_finite_row(const float * x, int64_t n) {
     return sum == 0.0f;
 }
 
-// x [n], all finite, in half precision, at most +-65504. An infinity would make NaN of results that do not see the row,
-// since its weight there is zero.
-inline void to_half_saturated(const Ops & ops, const float * x, uint16_t * out, int64_t n) {
+// An exact row x [n] in half precision, at most +-65504. A row that is not finite becomes HALF_NAN; may_be_bad: it may
+// be one.
+inline void exact_row(const Ops & ops, const float * x, uint16_t * out, int64_t n, bool may_be_bad) {
+    if (may_be_bad && !is_finite_row(x, n)) {
+        std::fill(out, out + n, HALF_NAN);
+        return;
+    }
     ops.to_half(x, out, n);
     for (int64_t i = 0; i < n; ++i) {
         out[i] = (out[i] & 0x7fff) == 0x7c00 ? (uint16_t) (out[i] - 1) : out[i];
@@ -118,6 +123,20 @@ void alibi_slopes(const LayerNodes & layer, int64_t first_head, int64_t n, float
 
 // Stores the slopes of all query heads at an offset in bytes. Does nothing if `known` equals their bias; updates `known`.
 void store_slopes(const LayerNodes & layer, ggml_tensor * memory, size_t at, float & known);
+
+// A node's function for ggml, which no exception may pass. Without memory the context's later nodes do nothing, and the
+// decode fails (CacheHook::computed). userdata: LayerNodes
+template <ggml_custom_op_t OP> void guarded_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    NodeReports & reports = *((const LayerNodes *) userdata)->reports;
+    if (reports.lacks_memory()) {
+        return;
+    }
+    try {
+        OP(dst, ith, nth, userdata);
+    } catch (const std::bad_alloc &) {
+        reports.no_memory();
+    }
+}
 
 // Grows thread-local scratch. The contents are undefined.
 template <typename T> T * scratch(std::vector<T> & v, int64_t n) {

@@ -35,10 +35,16 @@ Window::Window(int32_t n_sink, int32_t n_recent, int32_t n_rollback, uint32_t n_
     n_ring_(n_recent > 0 ? n_recent + n_rollback : 0), n_slot_(n_sink + n_ring_), n_seq_((int32_t) n_seq_max),
     pos_((size_t) n_slot_ * n_seq_max, -1), rotation_(pos_.size(), 0), origin_(n_seq_max, 0), moves_(n_seq_max, 0) {}
 
-// Bytes of a layer's row in integers: K's heads, then V's.
-static size_t recent_row_bytes(const LayerDesc & layer) {
-    const int64_t head = recent_bytes(layer.d_k) + (layer.latent ? 0 : recent_bytes(layer.d_v));
-    return (size_t) (layer.n_head_kv * head);
+// Bytes of a layer's row in integers: K's heads, then V's. steps: where each begins.
+static size_t recent_row_bytes(const LayerDesc & layer, std::vector<size_t> & steps) {
+    size_t at = 0;
+    for (const bool value : { false, true }) {
+        for (int32_t h = 0; h < (value && layer.latent ? 0 : layer.n_head_kv); ++h) {
+            steps.push_back(at);
+            at += (size_t) recent_bytes(value ? layer.d_v : layer.d_k);
+        }
+    }
+    return at;
 }
 
 void Window::allocate(const std::vector<LayerDesc> & layers, const std::vector<bool> & integers, bool no_alloc) {
@@ -57,7 +63,7 @@ void Window::allocate(const std::vector<LayerDesc> & layers, const std::vector<b
         rows.n_slot       = n_slot_;
         rows.integers     = integers[i];
         rows.sink         = (size_t) row_elements(layer) * sizeof(ggml_fp16_t);
-        rows.recent       = rows.integers ? recent_row_bytes(layer) : rows.sink;
+        rows.recent       = rows.integers ? recent_row_bytes(layer, rows.steps) : rows.sink;
     }
     for (const auto & [buft, group] : by_buft) {
         ggml_context_ptr ctx(ggml_init({ (group.size() + 1) * ggml_tensor_overhead(), nullptr, true }));
@@ -579,6 +585,14 @@ void Window::state_read(StateReader & r, int32_t seq, const std::vector<uint64_t
         }
     }
     std::copy(pos.begin(), pos.end(), pos_.begin() + first_slot(s0));
+    for (const auto & rows : rows_) {
+        if (rows.tensor && !rows.sound(first_slot(s0), first_slot(s0) + n)) {
+            for (int32_t s = s0; s < s1; ++s) {
+                forget(s);
+            }
+            fail("state: finite numbers expected, NaN or infinity found in the exact window");
+        }
+    }
 }
 
 } // namespace subkv

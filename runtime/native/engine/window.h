@@ -31,6 +31,8 @@ struct WindowRows {
     int32_t       n_sink   = 0;
     int32_t       n_slot   = 0; // of a sequence
 
+    std::vector<size_t> steps; // integers: the bytes of a row at which the steps of its heads are
+
     bool   is_sink(int64_t slot) const { return slot % n_slot < n_sink; }
     size_t bytes(int64_t slot) const { return is_sink(slot) ? sink : recent; }
     size_t offset(int64_t slot) const {
@@ -38,6 +40,8 @@ struct WindowRows {
         const size_t  ring = (size_t) (n_slot - n_sink) * recent;
         return (size_t) seq * ((size_t) n_sink * sink + ring) + (size_t) first * sink + (size_t) (at - first) * recent;
     }
+    // Are all numbers in slots [first, last) finite, or NaN as encode stores it? (cache_rows.cpp)
+    bool sound(int64_t first, int64_t last) const;
 };
 
 class Window {

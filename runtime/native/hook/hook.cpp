@@ -1,6 +1,7 @@
 // hook.cpp: connects llama.cpp's internals to hook.h. Part of libllama; the logic is in libsubkv.
 #include "llama-subkv-cells.h"
 #include "llama-subkv-programs.h"
+#include "llama-subkv-usage.h"
 
 #include "llama-context.h"
 #include "llama-graph.h"
@@ -226,6 +227,16 @@ bool llama_subkv::ready(const llama_kv_cache & kv, const std::vector<llama_ubatc
         add_tokens(ubatch, tokens);
     }
     return kv.subkv_hook->ready(tokens, reader(kv));
+}
+
+ggml_status llama_subkv::computed(llama_context & ctx, ggml_status status) {
+    auto * hook = hook_of(ctx.get_memory());
+    if (!hook || !hook->facts().coded) {
+        return status;
+    }
+    const bool done = hook->computed();
+    llama_subkv_usage_bad(&ctx, hook->n_bad_rows());
+    return done || status != GGML_STATUS_SUCCESS ? status : GGML_STATUS_ALLOC_FAILED;
 }
 
 //

@@ -288,6 +288,8 @@ public:
     virtual void get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
                           uint8_t * rows) const                                                                    = 0;
     virtual void set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint8_t * rows) = 0;
+    // Throws unless all numbers of these rows are finite.
+    virtual void check_rows(int32_t il, bool value, int64_t n, const uint8_t * rows) const = 0;
 
     //
     // graph
@@ -301,6 +303,11 @@ public:
     // another layer's rows.
     virtual void build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
                                ggml_tensor * v, const Inputs & in, float scale) = 0;
+
+    // Called after a graph has run. Logs the first row that could not be coded. false: nodes lacked memory, reports it;
+    // the results of the graph are undefined.
+    virtual bool     computed()         = 0;
+    virtual uint64_t n_bad_rows() const = 0; // rows that could not be coded so far, on CPUs
 
     //
     // state that llama.cpp's side records

@@ -36,9 +36,13 @@ inline void made(llama_context * ctx) {
 inline json kv_cache() {
     const auto usage = llama_subkv_usage_get();
     return json{
-        { "type", usage.type },       { "bits", usage.bits },
-        { "bytes", usage.bytes },     { "bytes_f16", usage.bytes_f16 },
-        { "n_cells", usage.n_cells }, { "kernel", usage.kernel.empty() ? json(nullptr) : json(usage.kernel) },
+        { "type", usage.type },
+        { "bits", usage.bits },
+        { "bytes", usage.bytes },
+        { "bytes_f16", usage.bytes_f16 },
+        { "n_cells", usage.n_cells },
+        { "n_zero_rows", usage.n_bad },
+        { "kernel", usage.kernel.empty() ? json(nullptr) : json(usage.kernel) },
     };
 }
 
@@ -107,6 +111,7 @@ void put(const Slot & slot, const server_prompt_data & data, llama_context * ctx
 
 // Stores the slots' prompts while all slots are idle: one prompt per call, so that requests need not wait.
 template <typename Slots> void put_idle(const Slots & slots, llama_context * ctx, llama_context * draft) {
+    llama_subkv_usage_set(ctx); // a GPU counts rows that are not finite itself
     if (!llama_subkv_store_on()) {
         return;
     }

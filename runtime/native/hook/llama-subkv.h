@@ -98,6 +98,8 @@ struct llama_subkv {
                          llama_pos p0, llama_pos p1);
 
     static bool ready(const llama_kv_cache & kv, const std::vector<llama_ubatch> & ubatches);
+    // llama_context::graph_compute: the status of a graph that has run; a failure if coded nodes lacked memory.
+    static ggml_status computed(llama_context & ctx, ggml_status status);
 
     // The state of coded cells (seq -1: all sequences) and of the other parts of a memory (sliding, recurrent, indexer),
     // complete or with the partial flag. A partial state does not include the coded cells: the reader still has them and

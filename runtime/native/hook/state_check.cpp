@@ -66,7 +66,10 @@ void llama_subkv::row_reader::check(const llama_kv_cache & of, llama_seq_id seq)
                 }
                 const auto row = in.value<uint64_t>();
                 demand(row == t->nb[1], "rows of " + std::to_string(t->nb[1]) + " bytes", (int64_t) row);
-                in.take(n_cells * t->nb[1]);
+                const uint8_t * rows = in.take(n_cells * t->nb[1]);
+                if (row_bytes(of, layer.il, value) > 0) {
+                    of.subkv_hook->check_rows((int32_t) layer.il, value, n_cells, rows);
+                }
             }
         }
     }

@@ -9,13 +9,15 @@
 #include "llama-context.h"
 #include "llama-memory-recurrent.h"
 
+#include <algorithm>
 #include <mutex>
 #include <sstream>
 
 namespace {
 
-std::mutex        g_mutex; // guards g_usage
-llama_subkv_usage g_usage;
+std::mutex            g_mutex; // guards the following
+llama_subkv_usage     g_usage;
+const llama_context * g_ctx = nullptr; // of g_usage
 
 template <typename F> F function_of(const char * name) { // in libsubkv, which is loaded if there are coefficients
     std::string why;
@@ -39,6 +41,7 @@ void add_coded(llama_context * ctx, llama_subkv_usage & usage) {
     usage.bits      = stats.bpe;
     usage.bytes     = stats.bytes_codes + stats.bytes_window + stats.bytes_chunks + stats.bytes_stock;
     usage.bytes_f16 = stats.bytes_f16;
+    usage.n_bad     = stats.n_zero_rows;
 }
 
 // A metric in the text format of Prometheus. Counters are named "_total".
@@ -97,10 +100,20 @@ llama_subkv_usage llama_subkv::usage_of(llama_context & ctx) {
 void llama_subkv_usage_set(llama_context * ctx) {
     const auto                  usage = ctx ? llama_subkv::usage_of(*ctx) : llama_subkv_usage();
     std::lock_guard<std::mutex> lock(g_mutex);
+    g_ctx = ctx;
     if (ctx) {
         g_usage = usage;
     } else {
         g_usage.freed = true;
+    }
+}
+
+void llama_subkv_usage_bad(const llama_context * ctx, uint64_t n_bad) {
+    if (n_bad > 0) {
+        std::lock_guard<std::mutex> lock(g_mutex);
+        if (ctx == g_ctx) {
+            g_usage.n_bad = std::max(g_usage.n_bad, n_bad);
+        }
     }
 }
 
@@ -118,6 +131,7 @@ std::string llama_subkv_usage_metrics(void) {
     add("kv_bytes", "Bytes of the K/V cache", usage.freed ? 0 : usage.bytes);
     add("kv_f16_bytes", "Size of the same cache in f16, in bytes", usage.freed ? 0 : usage.bytes_f16);
     add("kv_bits_per_element", "Bits per K/V element", usage.bits);
+    add("kv_zero_rows_total", "Rows of K and V of a head that were not finite: attention to them is NaN", usage.n_bad);
     subkv_store_stats stats;
     if (llama_subkv_store_stats(stats)) {
         add("store_hits_total", "Stored prompts read", stats.n_hits);

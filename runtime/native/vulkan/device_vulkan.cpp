@@ -51,7 +51,8 @@ public:
 
     int64_t  scratch(int64_t n_rows) const override;
     int64_t  n_at_once() const override { return 1024; } // unknown in Vulkan; suits large GPUs
-    uint64_t n_zero_rows() const override;
+    uint64_t n_bad_rows() const override;
+    void     add_bad_rows(uint64_t n) override;
     void     wait() const override;
     size_t   max_range() const override { return max_range_; }
     bool     makes_rows() const override { return !layer_.codec->latent; }
@@ -96,10 +97,15 @@ int64_t VulkanLayer::scratch(int64_t n_rows) const {
     return n_rows * (width_k_ + 1 + vulkan::packed_words(args(width_v_)));
 }
 
-uint64_t VulkanLayer::n_zero_rows() const {
+uint64_t VulkanLayer::n_bad_rows() const {
     uint32_t n = 0;
     ggml_backend_tensor_get(memory_, &n, 0, sizeof(n));
     return n;
+}
+
+void VulkanLayer::add_bad_rows(uint64_t n) {
+    const auto sum = (uint32_t) std::min<uint64_t>(n_bad_rows() + n, UINT32_MAX);
+    ggml_backend_tensor_set(memory_, &sum, 0, sizeof(sum));
 }
 
 void VulkanLayer::wait() const {

@@ -174,8 +174,9 @@ void record_ops(Recorder to, const Layer & layer, int64_t n_tps) {
     prompt.n_heads    = 8;
     const char * rows = layer.latent ? nullptr : prompt_rows(prompt, record, &to);
     const char * mask = layer.latent ? nullptr : prompt_mask(prompt, record, &to);
+    const char * lost = layer.latent ? nullptr : prompt_lost(prompt, record, &to);
     for (const char * error : { encode(encoded, record, &to), attend(a, record, &to), combine(combined, record, &to),
-                                store_window(stored, record, &to), rows, mask }) {
+                                store_window(stored, record, &to), rows, mask, lost }) {
         if (error) {
             std::fprintf(stderr, "%s expected\n", error);
             std::exit(1);

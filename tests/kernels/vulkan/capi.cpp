@@ -54,7 +54,7 @@ public:
     Layer(const cuda::Layer & l, int32_t n_sink, int32_t n_recent) :
         Layer(l, vulkan::make_tables(tables_of(l, n_sink, n_recent)).words) {}
 
-    ~Layer() { *from_.n_bad += *memory_.words(); }
+    ~Layer() { *from_.n_bad = *memory_.words(); }
 
     vulkan::Layer layer() {
         return { place(memory_.words()), from_.n_head_kv, from_.n_group, from_.d_k,   from_.d_v,   from_.width_k,
@@ -64,6 +64,7 @@ public:
 private:
     Layer(const cuda::Layer & l, const std::vector<uint32_t> & words) : from_(l), memory_(4 * words.size(), 0) {
         std::memcpy(memory_.words(), words.data(), 4 * words.size());
+        *memory_.words() = (uint32_t) *l.n_bad;
     }
 
     static vulkan::LayerTables tables_of(const cuda::Layer & l, int32_t n_sink, int32_t n_recent) {
@@ -303,6 +304,8 @@ static vulkan::Prompt prompt_of(const cuda::Prompt & p, Layer & layer, Partial &
     to.k              = place(p.k);
     to.v              = place(p.v);
     to.mask           = place(p.mask);
+    to.c.out          = place(p.c.out);
+    to.c.out_stride   = p.c.out_stride;
     return to;
 }
 
@@ -316,6 +319,12 @@ const char * test_prompt_mask(const cuda::Prompt * p, void *) {
     Layer   layer(p->c.a.layer, p->c.a.n_sink, p->c.a.n_recent);
     Partial partial(p->c.a, (size_t) vulkan::packed_words(layer.layer()));
     return submit([&] { return vulkan::prompt_mask(prompt_of(*p, layer, partial), run, nullptr); });
+}
+
+const char * test_prompt_lost(const cuda::Prompt * p, void *) {
+    Layer   layer(p->c.a.layer, p->c.a.n_sink, p->c.a.n_recent);
+    Partial partial(p->c.a, (size_t) vulkan::packed_words(layer.layer()));
+    return submit([&] { return vulkan::prompt_lost(prompt_of(*p, layer, partial), run, nullptr); });
 }
 
 const char * test_store_window(const cuda::Store * s, void *) {
