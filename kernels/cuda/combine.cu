@@ -6,7 +6,8 @@ namespace subkv::cuda {
 
 namespace {
 
-constexpr int KEYS = 128; // exact keys processed at a time
+constexpr int KEYS     = 128; // exact keys, or splits, processed at a time
+constexpr int TOGETHER = 4;   // keys that a warp multiplies at a time
 
 struct Key {
     const uint16_t * row; // nullptr: masked
@@ -71,20 +72,37 @@ template <int OUT> __global__ void combine_kernel(Combine b) {
     Key *        keys  = s.keys;
     float *      room  = s.room;
 
+    // A block waits for memory most of the time, so loops load several values before they need the first.
     float m = -INFINITY, z = 0.0f;
-    for (int64_t i = 0; i < a.n_split; ++i) {
+    for (int64_t i = me; i < a.n_split; i += THREADS) {
         m = fmaxf(m, a.m[row + i * stride]);
     }
-    for (int64_t i = 0; m != -INFINITY && i < a.n_split; ++i) {
-        z += expf(a.m[row + i * stride] - m) * a.z[row + i * stride];
-    }
+    m = block_max(m, room);
     for (int c = me; c < codec.rank; c += THREADS) {
-        float sum = 0.0f;
-        for (int64_t i = 0; m != -INFINITY && i < a.n_split; ++i) {
-            const int64_t part = row + i * stride;
-            sum += expf(a.m[part] - m) * a.acc[part * l.width_v + c];
+        coef[c] = 0.0f;
+    }
+    float * weight = logit; // of KEYS splits at a time
+    float * sums   = reinterpret_cast<float *>(keys);
+    for (int64_t first = 0; m != -INFINITY && first < a.n_split; first += KEYS) {
+        const int n = (int) least(KEYS, a.n_split - first);
+        for (int i = me; i < n; i += THREADS) {
+            weight[i] = expf(a.m[row + (first + i) * stride] - m);
+            sums[i]   = a.z[row + (first + i) * stride];
         }
-        coef[c] = sum;
+        __syncthreads();
+        for (int i = 0; i < n; ++i) {
+            z += weight[i] * sums[i];
+        }
+        for (int c = me; c < codec.rank; c += THREADS) {
+            float         sum = coef[c];
+            const float * acc = a.acc + (row + first * stride) * l.width_v + c;
+#pragma unroll 8
+            for (int i = 0; i < n; ++i) {
+                sum += weight[i] * acc[i * stride * l.width_v];
+            }
+            coef[c] = sum;
+        }
+        __syncthreads();
     }
     for (int j = me; j < l.d_k; j += THREADS) {
         q[j] = l.scale * a.q[hq * a.q_head + token * a.q_token + j];
@@ -92,6 +110,7 @@ template <int OUT> __global__ void combine_kernel(Combine b) {
     __syncthreads();
     float o[OUT] = {}; // this thread's part of the output: me, me + THREADS, ...
     for (int x = 0; x < OUT; ++x) {
+#pragma unroll 8
         for (int i = 0; me + x * THREADS < l.d_v && i < codec.rank; ++i) {
             o[x] = fmaf(coef[i], from_half(codec.decode.halves[i * l.d_v + me + x * THREADS]), o[x]);
         }
@@ -110,20 +129,29 @@ template <int OUT> __global__ void combine_kernel(Combine b) {
             continue;
         }
         float top = -INFINITY;
-        for (int i = me / WARP; i < n; i += WARPS) {
-            const float bias = logit[i];
-            if (bias == -INFINITY) {
-                continue;
+        for (int i0 = me / WARP; i0 < n; i0 += TOGETHER * WARPS) {
+            const uint16_t * key[TOGETHER];
+            float            bias[TOGETHER], dot[TOGETHER] = {};
+#pragma unroll
+            for (int x = 0; x < TOGETHER; ++x) {
+                const int i = i0 + x * WARPS;
+                bias[x]     = i < n ? logit[i] : -INFINITY;
+                key[x]      = bias[x] == -INFINITY ? reinterpret_cast<const uint16_t *>(q) : keys[i].row + h * l.d_k;
             }
-            float dot = 0.0f;
             for (int j = lane; j < l.d_k; j += WARP) {
-                dot = fmaf(q[j], from_half(keys[i].row[h * l.d_k + j]), dot);
+#pragma unroll
+                for (int x = 0; x < TOGETHER; ++x) {
+                    dot[x] = fmaf(q[j], from_half(key[x][j]), dot[x]);
+                }
             }
-            dot = capped(finite_or_nan(warp_sum(dot)), l.softcap) + l.slope[hq] * bias;
-            if (lane == 0) {
-                logit[i] = dot;
+#pragma unroll
+            for (int x = 0; x < TOGETHER; ++x) {
+                dot[x] = capped(finite_or_nan(warp_sum(dot[x])), l.softcap) + l.slope[hq] * bias[x];
+                if (bias[x] != -INFINITY) {
+                    logit[i0 + x * WARPS] = dot[x]; // the same in all lanes
+                    top                   = fmaxf(top, dot[x]);
+                }
             }
-            top = fmaxf(top, dot);
         }
         top              = block_max(top, room);
         const float keep = move_top(m, top);
@@ -131,17 +159,21 @@ template <int OUT> __global__ void combine_kernel(Combine b) {
         for (int x = 0; x < OUT; ++x) {
             o[x] *= keep;
         }
+        for (int i = me; i < n; i += THREADS) {
+            logit[i] = logit[i] == -INFINITY ? 0.0f : expf(logit[i] - m);
+        }
+        __syncthreads();
+#pragma unroll 4
         for (int i = 0; i < n; ++i) {
-            if (logit[i] == -INFINITY) {
-                continue;
-            }
-            const float      p     = expf(logit[i] - m);
-            const uint16_t * value = keys[i].row + exact_value(l, h);
+            const float p    = logit[i];
+            const bool  adds = p > 0.0f; // a value of weight 0 may be infinite
+            // q: read and not used
+            const auto * value = adds ? keys[i].row + exact_value(l, h) : reinterpret_cast<const uint16_t *>(q);
             z += p;
             for (int x = 0; x < OUT; ++x) {
-                if (me + x * THREADS < l.d_v && p > 0.0f) { // a value of weight 0 may be infinite
-                    o[x] = fmaf(p, from_half(value[me + x * THREADS]), o[x]);
-                }
+                const int   j = me + x * THREADS;
+                const float v = from_half(value[adds && j < l.d_v ? j : 0]);
+                o[x]          = adds ? fmaf(p, v, o[x]) : o[x];
             }
         }
         __syncthreads();
