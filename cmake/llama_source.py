@@ -6,7 +6,8 @@
 
 `--pin` is a folder with VERSION (the pinned release) and patches/QUEUE/, in each of which is one unified diff per
 upstream file. `--without` leaves out a queue or a patch. `--programs` adds the files of llama.cpp's own programs. With
-`--merge` the source may be another version (patch_merge.py). Needs only the standard library and pip; a merge needs git.
+`--merge` the source may be another version (patch_merge.py). Needs only the standard library and pip; a merge needs
+git.
 """
 
 from __future__ import annotations

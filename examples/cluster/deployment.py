@@ -1,7 +1,8 @@
 """llama-server on many machines, by Ray Serve.
 
-docs/cluster.md says how to run it. Each replica owns a llama-server. An ingress sends all requests of a conversation to one replica. Ray routes, scales,
-checks and restarts replicas. A store keeps evaluated prompts, so that any replica can resume a conversation.
+docs/cluster.md says how to run it. Each replica owns a llama-server. An ingress sends all requests of a conversation to
+one replica. Ray routes, scales, checks and restarts replicas. A store keeps evaluated prompts, so that any replica can
+resume a conversation.
 """
 
 from __future__ import annotations

@@ -184,7 +184,11 @@ FAULTS = [
         CHOSEN,
     ),
     Fault(
-        "a segment's state stays", "runtime/native/engine/node_attend.cpp", "                    later.clear();", "", ENGINE
+        "a segment's state stays",
+        "runtime/native/engine/node_attend.cpp",
+        "                    later.clear();",
+        "",
+        ENGINE,
     ),
     Fault(
         "the mask of the first head",
@@ -243,7 +247,11 @@ FAULTS = [
         SEQUENCES,
     ),
     Fault(
-        "a moved row is not rotated", "runtime/native/engine/window.cpp", "row.rotation += by;", "row.rotation += 0;", SHIFT
+        "a moved row is not rotated",
+        "runtime/native/engine/window.cpp",
+        "row.rotation += by;",
+        "row.rotation += 0;",
+        SHIFT,
     ),
     Fault(
         "rows that are not held",
@@ -274,12 +282,22 @@ FAULTS = [
         SHIFT,
     ),
     Fault(
-        "the ring turns back", "runtime/native/engine/window.cpp", "(origin - by % n_ring_", "(origin + by % n_ring_", SHIFT
+        "the ring turns back",
+        "runtime/native/engine/window.cpp",
+        "(origin - by % n_ring_",
+        "(origin + by % n_ring_",
+        SHIFT,
     ),
     # states
-    Fault("slots of a forged state", "runtime/native/engine/window.cpp", "|| slot_of(of, pos[i]) != slot)", ")", STATES),
     Fault(
-        "rows without cells", "runtime/native/engine/window.cpp", "if (cell.empty()) {", "if (cell.empty() && n < 0) {", STATES
+        "slots of a forged state", "runtime/native/engine/window.cpp", "|| slot_of(of, pos[i]) != slot)", ")", STATES
+    ),
+    Fault(
+        "rows without cells",
+        "runtime/native/engine/window.cpp",
+        "if (cell.empty()) {",
+        "if (cell.empty() && n < 0) {",
+        STATES,
     ),
     Fault(
         "states of other bases",

@@ -112,6 +112,9 @@ def check_encode(library: c.Library, both: list[layers.Side], orthonormal: bool,
             continue
         for head, part in zip(side.heads, side.parts(), strict=True):
             a, b = (o.dequantize(head, r[cells][:, part]) for r in (got, expected))
+            lost = np.isnan(b).any(axis=1)
+            assert np.array_equal(np.isnan(a), np.isnan(b))
+            a, b = a[~lost], b[~lost]
             assert np.mean(a == b) > 0.98
             assert np.all(np.abs(a - b).max(axis=1) <= 0.3 * np.abs(b).max(axis=1))
     halves = fresh().view(np.float16).reshape(n, len(sides), n_head, d)
@@ -381,7 +384,7 @@ def damage_fresh(exact_rows: Exact, value: float, side: int, n_head: int) -> Non
     exact_rows.fresh.reshape(len(exact_rows.fresh), 2, n_head, -1)[0, side, 0, 0] = value
 
 
-NOT_FINITE = [Shape(n_stream=2, n_kv=47), Shape(n_stream=2, n_tps=7, group=2, n_kv=141, softcap=5.0)]
+NOT_FINITE = [Shape(n_stream=2, n_kv=50), Shape(n_stream=2, n_tps=7, group=2, n_kv=141, softcap=5.0)]
 
 
 @each("name", ["planned", "16_bits", "latent_small"])
