@@ -178,7 +178,7 @@ template <bool LANES>
 __device__ int choose_path_scale(const Search & search, const HeadCodec & codec, int middle) {
     constexpr int AT_ONCE = THREADS / TRELLIS_TRIED;
     const int     me = (int) threadIdx.x, first = middle - TRELLIS_BELOW;
-    const auto    may          = [&](int candidate) { return first + candidate >= 1 && first + candidate <= SCALE_MOST; };
+    const auto    may = [&](int candidate) { return first + candidate >= 1 && first + candidate <= SCALE_MOST; };
     float         cost[STATES] = {};
     for (int t0 = 0; t0 < search.places(); t0 += AT_ONCE) {
         const int t = t0 + me / TRELLIS_TRIED;

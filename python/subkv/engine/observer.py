@@ -1,4 +1,4 @@
-"""Observers: collect statistics of a context's queries, keys and values (runtime/native/capi/subkv.h, "calibration")."""
+"""Observers: collect statistics of a context's queries, keys and values ("calibration" in runtime/native/capi/subkv.h)."""
 
 from __future__ import annotations
 

@@ -93,8 +93,9 @@ ggml_tensor * prompt_lost(LayerNodes & layer, const AttnBuild & b, ggml_tensor *
                           int64_t first) {
     ggml_tensor *           window = layer.window_rows().tensor;
     const Inputs &          in     = *b.inputs;
-    const PromptLostSources of     = { out,      b.mask,   in.cell_pos, in.tokens,                    in.slots,
-                                       b.k_view, b.v_view, rows.fresh,  window ? window : rows.fresh };
+    const PromptLostSources of     = { out,       b.mask,     in.cell_pos,
+                                       in.tokens, in.slots,   b.k_view,
+                                       b.v_view,  rows.fresh, window ? window : rows.fresh };
     ggml_tensor * node = new_node_inplace(b.ctx, of, device_op, layer.device->userdata(NodeKind::PROMPT_LOST));
     ggml_format_name(node, "subkv_prompt_lost-%d", b.il);
     set_first_head(node, (int32_t) first);

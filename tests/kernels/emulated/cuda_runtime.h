@@ -181,7 +181,10 @@ inline float __fsub_rn(float a, float b) {
 }
 
 inline int __float2int_rn(float x) { // NaN is 0
-    return x >= 2147483648.0f ? 2147483647 : x > -2147483648.0f ? (int) std::nearbyint(x) : x == x ? -2147483647 - 1 : 0;
+    return x >= 2147483648.0f ? 2147483647 :
+           x > -2147483648.0f ? (int) std::nearbyint(x) :
+           x == x             ? -2147483647 - 1 :
+                                0;
 }
 
 inline float __fdividef(float a, float b) {
