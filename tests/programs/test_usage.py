@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import stand_ins
 import tiny
+from gguf import GGUFReader
 from servers import Server, wait_until
 
 from subkv.native.binding import native
@@ -22,7 +24,7 @@ ELEMENTS = 2 * 2 * 2 * 32  # of a token of the tiny llama: layers, keys and valu
 
 def usage(server: Server) -> dict[str, Any]:
     reported: dict[str, Any] = server.request("GET", "/props")["kv_cache"]
-    assert set(reported) == {"type", "bits", "bytes", "bytes_f16", "n_cells", "kernel"}
+    assert set(reported) == {"type", "bits", "bytes", "bytes_f16", "n_cells", "n_zero_rows", "kernel"}
     return reported
 
 
@@ -57,7 +59,26 @@ def test_a_coded_cache(serve: Serve) -> None:
             "kv_bytes": reported["bytes"],
             "kv_f16_bytes": reported["bytes_f16"],
             "kv_bits_per_element": pytest.approx(reported["bits"]),
+            "kv_zero_rows_total": 0,
         }
+
+
+def test_rows_that_are_not_finite(serve: Serve, model: Path, tmp_path: Path) -> None:
+    """A token with a NaN embedding is logged once, with layer and position, and counted."""
+    path = tmp_path / "nan.gguf"
+    path.write_bytes(model.read_bytes())
+    table = next(tensor for tensor in GGUFReader(path, "r+").tensors if tensor.name == "token_embd.weight")
+    table.data[300] = np.nan
+    table.data.flush()
+    with serve("-c", N_CELLS, "-np", 1, "--metrics", model=path) as server:
+        server.complete([5, 6, 7], 0)
+        assert usage(server)["n_zero_rows"] == metrics(server)["kv_zero_rows_total"] == 0
+        for n in (1, 2):
+            server.complete([5, 300, *[8] * n], 0)
+            wait_until("a count", lambda: usage(server)["n_zero_rows"] > 0)
+        assert usage(server)["n_zero_rows"] == metrics(server)["kv_zero_rows_total"]
+        found = re.findall(r"layer (\d+): the (key|value) of position (\d+) is not finite", server.log)
+        assert len(found) == 1 and (found[0][0], found[0][2]) == ("0", "1")
 
 
 @pytest.mark.parametrize(
@@ -78,12 +99,14 @@ def test_ordinary_caches(serve: Serve, arguments: list[str], type_: str, bits: f
             "bytes": n_bytes,
             "bytes_f16": 2 * ELEMENTS * N_CELLS,
             "n_cells": N_CELLS,
+            "n_zero_rows": 0,
             "kernel": None,
         }
         assert metrics(server) == {
             "kv_bytes": n_bytes,
             "kv_f16_bytes": 2 * ELEMENTS * N_CELLS,
             "kv_bits_per_element": bits,
+            "kv_zero_rows_total": 0,
         }
 
 
@@ -106,7 +129,8 @@ def test_no_cache(serve: Serve, arch: str, tmp_path: Path) -> None:
     model = stand_ins.with_words(tmp_path / "words.gguf", tiny.build(tmp_path / "tiny.gguf", arch))
     embeds = ["--embedding"] if arch == "bert" else []
     with serve("-c", N_CELLS, "-np", 1, "--metrics", *embeds, model=model) as server:
-        assert usage(server) == {"type": "none", "bits": 0, "bytes": 0, "bytes_f16": 0, "n_cells": 0, "kernel": None}
+        nothing = dict.fromkeys(("bits", "bytes", "bytes_f16", "n_cells", "n_zero_rows"), 0)
+        assert usage(server) == {"type": "none", **nothing, "kernel": None}
         assert set(metrics(server).values()) == {0}
 
 

@@ -78,6 +78,27 @@ def test_hostile_states(tiny_model: Callable[..., Path], tmp_path: Path, arch: s
     model.free()
 
 
+@each("place", ["a row of a 16-bit band", "a row of the window"])
+def test_numbers_that_are_not_finite_are_refused(tiny_model: Callable[..., Path], tmp_path: Path, place: str) -> None:
+    """Before a cell changes, or (the window) with the sequence empty."""
+    model = engine.Model(tiny_model("llama"))
+    layout = exact_layout(model, "llama", tmp_path / "layout.gguf")
+    tokens = [10 + i * 7 % (model.n_vocab - 20) for i in range(50)]
+    with session(model, layout, n_seq_max=2, n_ctx=512, window=WINDOW) as s:
+        expected = s.decode(tokens[:36])
+        state = s.state(0)
+        body = bytearray(forge.body(state))
+        first_row = 2 * 4 + 36 * 12 + 2 * 4 + 4 + 8  # streams, cells; positions; layout, layers; type, size of a row
+        at = first_row + 1 if place.endswith("band") else len(body) - 4
+        body[at : at + 4] = b"\x7c" * 4  # NaN, wherever a half begins
+        assert s.set_state(forge.with_body(state, bytes(body)), 0) == 0
+        assert "finite numbers expected, NaN or infinity found" in "".join(engine.LOG[-4:])
+        assert s.rm(0, -1)
+        assert agree(expected, s.decode(tokens[:36]))
+        assert s.set_state(state, 0) == len(state)
+    model.free()
+
+
 @pytest.mark.parametrize("values", [{0: 2}, {0: -1}, {4: -1}, {4: 2**30}, {8: 1}])
 def test_recurrent_state_is_checked_before_anything_changes(
     tiny_model: Callable[..., Path], tmp_path: Path, values: dict[int, int]
