@@ -229,9 +229,11 @@ class Warp:
             x, y = (self.number(operand, type_) for operand in operands[1:3])
             comparison = modifiers[0]
             unordered = comparison not in COMPARISONS
-            found = COMPARISONS[comparison[:-1] if unordered else comparison](x, y)
-            if type_ == "f32":
-                nan = np.isnan(x) | np.isnan(y)
+            nan = np.isnan(x) | np.isnan(y) if type_ == "f32" else np.zeros(x.shape, bool)
+            if comparison in ("nan", "num"):
+                found = nan if comparison == "nan" else ~nan
+            else:
+                found = COMPARISONS[comparison[:-1] if unordered else comparison](x, y)
                 found = found | nan if unordered else found & ~nan
             self.put(operands[0], found.astype(np.uint64), active)
         elif name == "selp":

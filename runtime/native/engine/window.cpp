@@ -98,6 +98,41 @@ void Window::allocate(const std::vector<LayerDesc> & layers, const std::vector<b
     }
 }
 
+bool finite_halves(const uint8_t * halves, int64_t n, bool nan) {
+    bool all = true;
+    for (int64_t i = 0; i < n; ++i) {
+        const int32_t half = halves[2 * i] | halves[2 * i + 1] << 8;
+        all                = all & ((half & 0x7c00) != 0x7c00 || (nan && half == HALF_NAN));
+    }
+    return all;
+}
+
+bool WindowRows::sound(int64_t first, int64_t last) const {
+    constexpr int64_t    PIECE = 256; // slots; on a GPU every call is a transfer
+    std::vector<uint8_t> copy;
+    for (int64_t end = first; first < last; first = end) {
+        end             = std::min(last, first + PIECE);
+        const size_t at = offset(first);
+        copy.resize(offset(end) - at);
+        ggml_backend_tensor_get(tensor, copy.data(), at, copy.size());
+        for (int64_t slot = first; slot < end; ++slot) {
+            const uint8_t * row = copy.data() + offset(slot) - at;
+            if (!integers || is_sink(slot)) {
+                if (!finite_halves(row, (int64_t) (bytes(slot) / sizeof(uint16_t)), true)) {
+                    return false;
+                }
+                continue;
+            }
+            for (const size_t step : steps) {
+                if (!finite_halves(row + step, 1, true)) {
+                    return false;
+                }
+            }
+        }
+    }
+    return true;
+}
+
 const WindowRows & Window::rows(int32_t il) const {
     static const WindowRows none;
     return (size_t) il < rows_.size() ? rows_[(size_t) il] : none;

@@ -40,9 +40,12 @@ struct WindowRows {
         const size_t  ring = (size_t) (n_slot - n_sink) * recent;
         return (size_t) seq * ((size_t) n_sink * sink + ring) + (size_t) first * sink + (size_t) (at - first) * recent;
     }
-    // Are all numbers in slots [first, last) finite, or NaN as encode stores it? (cache_rows.cpp)
+    // Are all numbers in slots [first, last) finite, or NaN as encode stores it?
     bool sound(int64_t first, int64_t last) const;
 };
+
+// Are n halves finite, or (nan) HALF_NAN?
+bool finite_halves(const uint8_t * halves, int64_t n, bool nan);
 
 class Window {
 public:
