@@ -15,7 +15,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 
 # Histories and records of measurements: their commands ran once. make.py writes docs/results/.
-RECORDS = ("CHANGELOG.md", "converter/NOTES.md", "kernels/NOTES.md", "docs/results/")
+RECORDS = ("CHANGELOG.md", "converter/NOTES.md", "kernels/NOTES.md", "docs/results/", "research/notes/")
 
 # In a folder with the files that they name, exactly as the page has them. A server has to answer, and to end with 0.
 RUN = [
@@ -133,8 +133,6 @@ NOT_RUN = {
         "python tests/architectures/report.py",
         "python tests/architectures/features_page.py",
         "python tests/faults/try_faults.py",
-        "python tests/kernels/gates/table.py",
-        "python tests/kernels/gates/table.py vulkan cuda triton",
     ],
     "takes hours: fuzzing": [
         "build/fuzz/bin/fuzz run window 10000000 1",
@@ -211,9 +209,6 @@ NOT_RUN = {
         "subkv lab plot models/smollm2-135m-instruct.calib.safetensors -o docs/results/sensitivity.png",
         '/usr/bin/time -f %M subkv chat -m M.gguf --bases s45.gguf -c 8192 -ctk T -p "Say hello." --single-turn -n 8',
         'subkv chat -p "What is the capital of France?" --temp 0 -n 40',
-        "subkv serve -c 8192 -np 4 -t 1 --slot-save-path slots --metrics --cache-ram 256 --store prompts "
-        "--store-mib 1024 --port 18733",
-        "python -m research.soak --url http://127.0.0.1:18733 --pid PID --minutes 20 -np 4",
         "python -m research.soak --pid PID --minutes 120",
         "python -m research.load --pid PID",
         "python docs/results/make.py",

@@ -1,4 +1,4 @@
-"""Recorded figures of the GPU kernels with bounds (figures.csv), and their tables in docs/gpu.md.
+"""Recorded figures of the GPU kernels with bounds (figures.csv), and their tables in research/notes/gpu.md.
 
 `python tests/kernels/gates/table.py` prints the tables. With arguments vulkan, cuda or triton it first measures these
 figures again and writes the file and the page.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FILE, PAGE = HERE / "figures.csv", HERE.parents[2] / "docs/gpu.md"
+FILE, PAGE = HERE / "figures.csv", HERE.parents[2] / "research/notes/gpu.md"
 BEGIN, END = "### Figures of each kernel\n", "\n## Simulated\n"
 NUMBERS = ["registers", "spilled", "shared", "size", "resident"]
 """
