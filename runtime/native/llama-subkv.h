@@ -188,6 +188,7 @@ struct llama_subkv {
     class cursor;
     class row_writer;
     class row_reader;
+    struct mover;
     class graph_input;
     class shift_input;
     class memory; // decorates llama.cpp's
@@ -195,6 +196,8 @@ struct llama_subkv {
     static std::unique_ptr<llama_memory_i> decorate(std::unique_ptr<llama_memory_i> inner, llama_context & ctx);
     static void write_cells(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq,
                             llama_state_seq_flags flags);
+    // Reads and checks the head of a state; returns a reader of its cells, with the checksum compared.
+    static row_reader read_body(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq);
     static void remove_cells(llama_kv_cache & kv, llama_seq_id seq); // -1: all
     static void lose(const caches & all, llama_seq_id seq);          // empties all parts
     using parts = std::vector<llama_memory_i *>;
