@@ -110,6 +110,7 @@ extern "C" subkv_store_found * subkv_store_get(subkv_store * store, const uint8_
         prefix_query.n_removable       = query->n_removable;
         prefix_query.seconds_per_token = query->seconds_per_token;
         prefix_query.seconds           = query->seconds;
+        prefix_query.n_moved           = query->n_moved;
         auto found                     = store->get(prefix_query);
         if (!found) {
             return nullptr;

@@ -324,7 +324,7 @@ bool llama_subkv_store_due(void) {
 }
 
 subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * draft, const int32_t * tokens,
-                                          int64_t n_tokens, int64_t n_held, int64_t n_max) {
+                                          int64_t n_tokens, int64_t n_held, int64_t n_max, int64_t n_moved) {
     auto &               store = the_store();
     subkv::StoreIdentity identity;
     if (!store.store || n_tokens - 1 - n_held < LEAST_TOKENS || !identity_of(store, ctx, draft, identity)) {
@@ -333,7 +333,7 @@ subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * d
     const auto              perf  = llama_perf_context(ctx);
     const double            per   = perf.n_p_eval > 0 ? perf.t_p_eval_ms / 1000 / perf.n_p_eval : 0;
     const subkv_store_query query = {
-        tokens, n_tokens, n_held, n_max, llama_subkv::n_removable(*ctx), per, GET_SECONDS
+        tokens, n_tokens, n_held, n_max, llama_subkv::n_removable(*ctx), per, GET_SECONDS, n_moved
     };
     return store.calls->get(store.store, identity.data(), &query);
 }
@@ -344,10 +344,10 @@ const subkv_store_prompt * llama_subkv_store_prompt(const subkv_store_found * fo
 
 void llama_subkv_store_free(subkv_store_found * found, int32_t seq, bool restored) {
     auto & store = the_store();
-    if (restored) {
+    if (restored && seq >= 0) {
         const auto & prompt = *store.calls->found_prompt(found);
         store.stored[seq]   = { prompt.tokens, prompt.tokens + prompt.n_tokens };
-    } else {
+    } else if (!restored) {
         const std::string why = store.calls->last_error(); // "": llama.cpp has logged it
         llama_subkv_log("SUBKV_STORE: the cache rejects a stored prompt" + (why.empty() ? why : ": " + why));
     }

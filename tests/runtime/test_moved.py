@@ -200,7 +200,7 @@ def test_caches_whose_rows_do_not_move(
 
     with session(model) as s:
         assert "not coded" in refusal(s, tokens)
-    with session(model, make_layout([(32, 8)], [(32, 8)]), window=WINDOW, adapt="kv,block=16,warm=1000000") as s:
+    with session(model, make_layout([(32, 8)], [(32, 8)]), window=(4, 32, 8), adapt="kv,block=16,warm=1000000") as s:
         assert "adaptive" in refusal(s, tokens)
     with Coded(tiny_model("lfm2"), tmp_path).session() as s:
         assert "recurrent" in refusal(s, tokens)
