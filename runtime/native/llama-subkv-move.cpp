@@ -258,11 +258,11 @@ template <typename T, typename F> T logged(T failed, F use) {
 
 } // namespace
 
-bool llama_subkv_moves(const llama_context * ctx, bool report) {
+bool llama_subkv_moves(const llama_context * ctx, const llama_context * draft, bool report) {
     const auto * hook      = llama_subkv::hook_of(ctx->get_memory());
     const char * set       = std::getenv("SUBKV_STORE_MOVED"); // the hook of a coded cache has checked it
     const bool   requested = hook ? hook->facts().moves : set && *set && std::strcmp(set, "0") != 0;
-    const auto   why       = requested ? llama_subkv::mover::refusal(*ctx) : "";
+    const auto   why       = draft ? "a draft model has a cache of its own" : llama_subkv::mover::refusal(*ctx);
     if (report && requested) {
         llama_subkv_log(why.empty() ? "text behind another beginning is moved, not evaluated" :
                                       "SUBKV_STORE_MOVED: nothing is moved, because " + why);

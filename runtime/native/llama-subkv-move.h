@@ -12,9 +12,9 @@ struct llama_subkv_run;
 
 extern "C" {
 
-// true: SUBKV_STORE_MOVED is set, and positions of this context's cells may change. report: logs it, or the reason why
-// nothing moves.
-LLAMA_API bool llama_subkv_moves(const llama_context * ctx, bool report);
+// true: SUBKV_STORE_MOVED is set, and positions of this context's cells may change. draft: of the draft model, or NULL.
+// report: logs it, or the reason why nothing moves.
+LLAMA_API bool llama_subkv_moves(const llama_context * ctx, const llama_context * draft, bool report);
 
 // Copies the rows of n positions from `first` on: of a sequence, or of a sequence's state. NULL: they are not all
 // there, the state does not belong to this cache, or memory is short; the reason is logged.

@@ -98,8 +98,8 @@ bool plan_moves(const Slot & slot, const Slots & slots,
     all_moves().erase(slot.id);
     llama_context *    ctx   = slot.ctx_tgt;
     const llama_tokens asked = task.tokens.get_text_tokens();
-    if (slot.ctx_dft || asked.size() != task.tokens.size() ||
-        (int64_t) asked.size() - 1 - n_first < subkv::LEAST_RUN || !llama_subkv_moves(ctx, false)) {
+    if (asked.size() != task.tokens.size() || (int64_t) asked.size() - 1 - n_first < subkv::LEAST_RUN ||
+        !llama_subkv_moves(ctx, slot.ctx_dft, false)) {
         return false;
     }
     const auto of_state = [ctx](const void * data, size_t size) {

@@ -28,10 +28,10 @@ constexpr int     NO_TASK  = std::numeric_limits<int>::min(); // the id of no ta
 constexpr int64_t LEAST    = SUBKV_STORE_LEAST_TOKENS;
 
 // Called after the server has created a context; its slots are empty.
-inline void made(llama_context * ctx) {
+inline void made(llama_context * ctx, const llama_context * draft) {
     llama_subkv_usage_set(ctx);
     llama_subkv_store_forget();
-    llama_subkv_moves(ctx, true);
+    llama_subkv_moves(ctx, draft, true);
 }
 
 // The fields in /props.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import engine
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 from each import each
 from engine import C, Logits, agree, distance, last_error
+from moved import append, moves, run_of
 
 WINDOW = (4, 16, 8)
 N_AGAIN = 16  # the first tokens of a run
@@ -21,29 +20,10 @@ BEGINNINGS = {"longer": 75, "shorter": 11, "as long": 40, "none": 0}
 
 session = functools.partial(engine.session, threads=1)
 
-LIB = C._lib
-LIB.llama_subkv_run_of_sequence.restype = LIB.llama_subkv_run_of_state.restype = ctypes.c_void_p
-LIB.llama_subkv_append.restype = LIB.llama_subkv_moves.restype = ctypes.c_bool
-
 
 @pytest.fixture
 def tokens(model: engine.Model) -> list[int]:
     return model.random_tokens(600, 1)
-
-
-@contextmanager
-def run_of(s: engine.Session, first: int, n: int, *, seq: int = 0, state: bytes | None = None) -> Iterator[Any]:
-    """The rows of positions from `first` on: of a sequence, or of its state."""
-    if state is None:
-        run = LIB.llama_subkv_run_of_sequence(ctypes.c_void_p(s.ctx), seq, first, n)
-    else:
-        run = LIB.llama_subkv_run_of_state(ctypes.c_void_p(s.ctx), state, ctypes.c_size_t(len(state)), first, n)
-    yield ctypes.c_void_p(run)
-    LIB.llama_subkv_run_free(ctypes.c_void_p(run))
-
-
-def append(s: engine.Session, pos: int, run: Any, seq: int = 0) -> bool:
-    return bool(LIB.llama_subkv_append(ctypes.c_void_p(s.ctx), seq, pos, run))
 
 
 def by_hand(
@@ -212,10 +192,10 @@ def test_caches_whose_rows_do_not_move(
 
 def test_the_variable(monkeypatch: pytest.MonkeyPatch, model: engine.Model, make_layout: Any) -> None:
     layout = make_layout()
-    for value, moves in ((None, False), ("", False), ("0", False), ("1", True)):
+    for value, expected in ((None, False), ("", False), ("0", False), ("1", True)):
         monkeypatch.setenv("SUBKV_STORE_MOVED", value) if value is not None else None
         with session(model, layout) as s:
-            assert LIB.llama_subkv_moves(ctypes.c_void_p(s.ctx), False) == moves
+            assert moves(s) == expected
     for value in ("2", "yes", "-1"):
         monkeypatch.setenv("SUBKV_STORE_MOVED", value)
         with pytest.raises(engine.Refused, match="SUBKV_STORE_MOVED: expected a number from 0 to 1"):
