@@ -190,6 +190,7 @@ extern "C" SUBKV_API const StoreCalls * subkv_store_calls(void) {
                                       subkv_store_flush,
                                       subkv_store_get,
                                       subkv_store_found_prompt,
+                                      subkv_store_found_reach,
                                       subkv_store_found_free,
                                       subkv_store_get_stats,
                                       take_states,

@@ -148,8 +148,8 @@ struct llama_subkv::mover {
         demand_sequence(seq);
         demand_positions(pos, (llama_pos) rows.tokens.size());
         if (kv.seq_pos_max(seq) + 1 != pos) {
-            throw std::runtime_error(format("position %d expected behind the sequence's last one, %d found",
-                                            kv.seq_pos_max(seq) + 1, pos));
+            throw std::runtime_error(
+                format("position %d expected behind the sequence's last one, %d found", kv.seq_pos_max(seq) + 1, pos));
         }
         llama_batch_allocr balloc(kv.hparams.n_pos_per_embd());
         llama_ubatch       ubatch = balloc.ubatch_reserve((uint32_t) rows.tokens.size(), 1);
@@ -205,8 +205,8 @@ private:
 
     void demand_positions(llama_pos first, llama_pos n) const {
         if (first < 0 || n < 1 || n > (llama_pos) kv.get_size() || first > subkv::MAX_POSITION - n) {
-            throw std::runtime_error(format("1 to %u positions from 0 on expected, %d from %d on found", kv.get_size(),
-                                            n, first));
+            throw std::runtime_error(
+                format("1 to %u positions from 0 on expected, %d from %d on found", kv.get_size(), n, first));
         }
     }
 
@@ -276,7 +276,7 @@ llama_subkv_run * llama_subkv_run_of_sequence(llama_context * ctx, int32_t seq, 
 }
 
 llama_subkv_run * llama_subkv_run_of_state(llama_context * ctx, const void * state, size_t size, int32_t first,
-                                             int32_t n) {
+                                           int32_t n) {
     return logged((llama_subkv_run *) nullptr, [&] {
         memory_reader io(state, size);
         uint32_t      magic;

@@ -131,11 +131,10 @@ bool plan_moves(const Slot & slot, const Slots & slots,
         source.consider(tokens_of(*stored), (size_t) stored->n_tokens,
                         of_state(stored->state[0].data, stored->state[0].size));
     }
-    subkv_store_found * found =
-        llama_subkv_store_on() ?
-            llama_subkv_store_get(ctx, nullptr, asked.data(), (int64_t) asked.size(), n_first,
-                                  std::numeric_limits<int64_t>::max(), source.n_saved()) :
-            nullptr;
+    subkv_store_found * found = llama_subkv_store_on() ?
+                                    llama_subkv_store_get(ctx, nullptr, asked.data(), (int64_t) asked.size(), n_first,
+                                                          std::numeric_limits<int64_t>::max(), source.n_saved()) :
+                                    nullptr;
     if (found) {
         const auto & prompt = *llama_subkv_store_prompt(found);
         source.consider(tokens_of(prompt), (size_t) prompt.n_tokens,

@@ -32,8 +32,8 @@ LLAMA_API void llama_subkv_store_wake(const llama_context * ctx, double seconds)
 LLAMA_API bool llama_subkv_store_due(void);
 
 // Returns the prompt of at most n_max tokens whose prefix saves evaluation beyond n_held tokens; nullptr: none. n_moved:
-// as in subkv_store_query. `free` follows. restored: sequence `seq` (-1: none) has the prompt; else the cache rejected its
-// state.
+// as in subkv_store_query. `free` follows. restored: sequence `seq` (-1: none) has the prompt; else the cache rejected
+// its state.
 LLAMA_API subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * draft, const int32_t * tokens,
                                                     int64_t n_tokens, int64_t n_held, int64_t n_max,
                                                     int64_t n_moved);

@@ -132,9 +132,7 @@ def from_store(serve: Serve, store: Path, cells: str) -> Iterator[Server]:
 
 @pytest.mark.parametrize("cells", CELLS)
 @pytest.mark.parametrize("source", [from_slot, from_memory, from_store])
-def test_another_source(
-    serve: Serve, sessions: Callable[[], Any], tmp_path: Path, source: Any, cells: str
-) -> None:
+def test_another_source(serve: Serve, sessions: Callable[[], Any], tmp_path: Path, source: Any, cells: str) -> None:
     """Another slot's prompt, one in memory, one of a store after a restart; again from the moved rows."""
     begin, other = BEGINNINGS["longer"][0], BEGINNINGS["shorter"][0]
     with sessions() as s:
@@ -146,6 +144,16 @@ def test_another_source(
         again = server.complete([*begin, *DOCUMENT, *QUESTION, *QUESTION], id_slot=1)
         assert count(again) <= len(QUESTION) + N_AGAIN
         assert count(server.complete([*other, *DOCUMENT, *QUESTION], id_slot=1)) <= bound(other)
+
+
+def test_servers_without_the_option_read_no_moved_rows(serve: Serve, tmp_path: Path) -> None:
+    """But one with it reads what they stored."""
+    begin = BEGINNINGS["longer"][0]
+    prompt = [*begin, *DOCUMENT, *QUESTION]
+    for moved, n in ((0, len(OLD)), (1, bound(begin)), (0, len(prompt)), (1, 1 + N_AGAIN)):
+        with serve(*ONE, SUBKV_STORE=tmp_path / "store", SUBKV_STORE_MOVED=moved) as server:
+            evaluated = count(server.complete(OLD if n == len(OLD) else prompt, 1))
+            assert evaluated <= n and (moved or evaluated == n)
 
 
 def test_several_runs_keep_their_order(serve: Serve) -> None:
@@ -203,6 +211,6 @@ def test_where_nothing_moves(serve: Serve, words: Path, kind: str) -> None:
 
 
 def test_an_invalid_variable(serve: Serve) -> None:
-    with pytest.raises(AssertionError, match="SUBKV_STORE_MOVED: expected a number from 0 to 1, found 'yes'"):
-        with serve(*ONE, SUBKV_STORE_MOVED="yes"):
-            pass
+    why = "SUBKV_STORE_MOVED: expected a number from 0 to 1, found 'yes'"
+    with pytest.raises(AssertionError, match=why), serve(*ONE, SUBKV_STORE_MOVED="yes"):
+        pass

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import engine
-import numpy as np
 import pytest
 from each import each
 from engine import C, Logits, agree, distance, last_error
@@ -123,7 +122,6 @@ def test_refused_moves_change_nothing(model: engine.Model, tokens: list[int], ma
     call, why = REFUSED[name]
     with session(model, make_layout(), window=WINDOW, n_ctx=256) as s:
         s.decode(tokens[:100])
-        expected = None
         with run_of(s, 0, 100) as run:
             assert s.rm(0, 20)
             engine.LOG.clear()
