@@ -21,6 +21,7 @@ struct llama_subkv_run {
         std::vector<uint8_t> data;
     };
 
+    std::string              identity; // of the cache's states
     llama_pos                first;
     std::vector<llama_token> tokens; // as cells store them, for models whose embeddings read them
     std::vector<side>        sides;
@@ -55,6 +56,7 @@ struct llama_subkv::mover {
         if (const auto why = refusal(ctx); !why.empty()) {
             throw std::runtime_error(why);
         }
+        ctx.synchronize();
         settle(ctx);
     }
 
@@ -85,7 +87,7 @@ struct llama_subkv::mover {
         std::vector<subkv::PosCell> found;
         reader(kv).find(seq, first, first + n, found);
         demand_all((int64_t) found.size(), n);
-        auto                  rows = std::make_unique<llama_subkv_run>(llama_subkv_run{ first, {}, {} });
+        auto                  rows = new_run(first);
         std::vector<uint32_t> cells;
         for (const auto & cell : found) {
             cells.push_back((uint32_t) cell.cell);
@@ -111,7 +113,7 @@ struct llama_subkv::mover {
         demand_positions(first, n);
         row_reader body = read_body(kv, io, 0);
         body.check(kv, 0);
-        auto                 rows = std::make_unique<llama_subkv_run>(llama_subkv_run{ first, {}, {} });
+        auto                 rows = new_run(first);
         std::vector<int64_t> at((size_t) n, -1); // its cell, by position
         rows->tokens.resize((size_t) n);
         uint32_t n_cells = 0;
@@ -147,6 +149,9 @@ struct llama_subkv::mover {
     void append(llama_seq_id seq, llama_pos pos, const llama_subkv_run & rows) const {
         demand_sequence(seq);
         demand_positions(pos, (llama_pos) rows.tokens.size());
+        if (rows.identity != kv.subkv_hook->facts().identity) {
+            throw std::runtime_error("rows of this cache's bases and window expected, others found");
+        }
         if (kv.seq_pos_max(seq) + 1 != pos) {
             throw std::runtime_error(
                 format("position %d expected behind the sequence's last one, %d found", kv.seq_pos_max(seq) + 1, pos));
@@ -181,6 +186,10 @@ struct llama_subkv::mover {
     }
 
 private:
+    std::unique_ptr<llama_subkv_run> new_run(llama_pos first) const {
+        return std::make_unique<llama_subkv_run>(llama_subkv_run{ kv.subkv_hook->facts().identity, first, {}, {} });
+    }
+
     void write(uint32_t stream, const std::vector<uint32_t> & cells, const llama_subkv_run & rows) const {
         auto side = rows.sides.begin();
         each_side(stream, [&](ggml_tensor * t, int32_t il, bool value) {

@@ -35,8 +35,7 @@ LLAMA_API bool llama_subkv_store_due(void);
 // as in subkv_store_query. `free` follows. restored: sequence `seq` (-1: none) has the prompt; else the cache rejected
 // its state.
 LLAMA_API subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * draft, const int32_t * tokens,
-                                                    int64_t n_tokens, int64_t n_held, int64_t n_max,
-                                                    int64_t n_moved);
+                                                    int64_t n_tokens, int64_t n_held, int64_t n_max, int64_t n_moved);
 LLAMA_API const subkv_store_prompt * llama_subkv_store_prompt(const subkv_store_found * found);
 LLAMA_API void                       llama_subkv_store_free(subkv_store_found * found, int32_t seq, bool restored);
 

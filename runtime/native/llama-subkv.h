@@ -196,10 +196,10 @@ struct llama_subkv {
     static std::unique_ptr<llama_memory_i> decorate(std::unique_ptr<llama_memory_i> inner, llama_context & ctx);
     static void write_cells(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq,
                             llama_state_seq_flags flags);
-    // Reads and checks the head of a state; returns a reader of its cells, with the checksum compared.
-    static row_reader read_body(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq);
     static void remove_cells(llama_kv_cache & kv, llama_seq_id seq); // -1: all
     static void lose(const caches & all, llama_seq_id seq);          // empties all parts
+    // Reads and checks the head of a state; returns a reader of its cells, with the checksum compared.
+    static row_reader read_body(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq);
     using parts = std::vector<llama_memory_i *>;
     static parts beside(const caches & all);
     static parts in_state(const caches & all, llama_state_seq_flags flags);

@@ -158,6 +158,10 @@ def test_states_of_other_bases_are_refused(model: engine.Model, tokens: list[int
         state = s.state(0)
     with session(model, make_layout([(32, 8)], [(32, 8)]), window=WINDOW) as s, run_of(s, 0, 50, state=state) as run:
         assert not run.value and "fingerprint" in "".join(engine.LOG)
+    with session(model, make_layout(), window=WINDOW) as s, session(model, make_layout(), window=(4, 8, 8)) as other:
+        s.decode(tokens[:100])
+        with run_of(s, 0, 50) as run:
+            assert not append(other, 0, run) and append(s, 100, run)
 
 
 def refusal(s: engine.Session, tokens: Sequence[int]) -> str:
