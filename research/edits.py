@@ -1,4 +1,6 @@
-"""How edits of a cached text change the output: removed tails, and a removed part behind which the rest moves up.
+"""How edits of a cached text change the output: removed tails, removed parts, other beginnings.
+
+The rest of the text moves up behind a removed part, and to its new place behind another beginning.
 
 python -m research.edits -m model.gguf -f text.txt [-o json]
 
@@ -34,6 +36,13 @@ N_AGAIN = (0, 8, 16, 32, 64)  # tokens evaluated again
 N_TAIL = 300  # tokens that are evaluated and removed; longer than the window
 N_AFTER = 64  # tokens whose logits are compared
 N_REMOVED = 50  # tokens of the removed part
+BEGINNINGS = (  # of a text, and the one that replaces it
+    "You are a helpful assistant. Today is Monday, 3 March 2025. Answer the user's questions about this text.\n\n",
+    "You are a careful editor, and you work for a publisher. Today is Friday, 27 November 2026. The user asks "
+    "questions about the following page. Answer in one sentence, and name the line that you have used.\n\n",
+)
+N_BEGINS = (0, 16, 64)  # tokens that are evaluated again behind another beginning
+N_ENDS = 32  # and at the end of the text that moves
 BUCKETS = {"first": (0, 1), "1-3": (1, 4), "4-15": (4, 16), "16-63": (16, 64), "all": (0, 64)}
 
 
@@ -44,6 +53,7 @@ class Text:
     before: list[int]
     after: list[int]
     tail: list[int]
+    beginnings: tuple[list[int], list[int]]
 
 
 def log_softmax(logits: npt.NDArray[np.float32]) -> Logits:
@@ -115,6 +125,22 @@ def after_move(held: Held, text: Text, n_keep: int, times: int = 1) -> Logits:
     return evaluate(context, text.after, end, N_AFTER)
 
 
+def after_beginning(held: Held, text: Text, n_begins: int) -> Logits:
+    """held: with another beginning, and with the tail, which has the exact rows.
+
+    The text waits in a second sequence while the new beginning is evaluated.
+    """
+    context, n_old, n, begin = held.again(), len(text.beginnings[0]), len(text.before), text.beginnings[1]
+    C.llama_memory_seq_cp(context.memory, 0, 1, n_old + n_begins, n_old + n)
+    remove(context, 0)
+    C.llama_memory_seq_add(context.memory, 1, n_old + n_begins, n_old + n, len(begin) - n_old)
+    evaluate(context, [*begin, *text.before[:n_begins]], 0)
+    context.move_sequence(1, 0)
+    end = len(begin) + n - N_ENDS
+    remove(context, end)
+    return evaluate(context, [*text.before[n - N_ENDS :], *text.after], end, N_AFTER)
+
+
 def measure(
     model: Model,
     plain_choice: CacheChoice,
@@ -123,8 +149,8 @@ def measure(
     n_threads: int | None,
 ) -> list[dict[str, Any]]:
     """A row by edit and cache, with the mean KLD of every bucket over all texts."""
-    n_ctx = max(len(text.before) + N_TAIL + N_AFTER for text in texts)
-    context_options = ContextOptions(-(-n_ctx // 256) * 256, n_threads=n_threads)
+    n_ctx = max(len(text.before) + N_TAIL + N_AFTER for text in texts) + 128
+    context_options = ContextOptions(-(-n_ctx // 256) * 256, n_threads=n_threads, n_seq_max=2)
     sums: dict[tuple[str, str], list[npt.NDArray[np.float64]]] = {}
 
     def add(edit: str, cache: str, base: Logits, found: Logits) -> None:
@@ -133,11 +159,17 @@ def measure(
     for text in texts:
         whole, n = [*text.before, *text.after], len(text.before)
         edited = [*text.before[:32], *text.before[32 + N_REMOVED :], *text.after]
+        begun = [*text.beginnings[0], *text.before, *text.tail]
+        other = [*text.beginnings[1], *text.before, *text.after]
         with model.context(plain_choice, context_options) as plain:
             base, moved = fresh(plain, whole, n), after_move(Held(plain, text.before), text, 32)
             edited_base = fresh(plain, edited, n - N_REMOVED)
             add("none", "f16", base, fresh(plain, whole, n // 2))
             add("moved", "f16, from evaluating the edited text", edited_base, moved)
+            other_base, begins = fresh(plain, other, len(other) - N_AFTER), Held(plain, begun)
+            other_moved = {again: after_beginning(begins, text, again) for again in N_BEGINS}
+            for again, logits in other_moved.items():
+                add(f"another beginning, {again} again", "f16, from evaluating the edited text", other_base, logits)
         for name, choice in caches.items():
             with model.context(choice, context_options) as coded:
                 add("none", name, base, fresh(coded, whole, n))
@@ -148,6 +180,12 @@ def measure(
                 add("moved", name, moved, after_move(before, text, 32))
                 add("moved in 5 steps", name, moved, after_move(before, text, 32, 5))
                 add("moved, unmoved codes", name, edited_base, fresh(coded, edited, n - N_REMOVED))
+                begins = Held(coded, begun)
+                for again, base_moved in other_moved.items():
+                    edit, found = f"another beginning, {again} again", after_beginning(begins, text, again)
+                    add(edit, name, base_moved, found)
+                    add(edit, f"{name}, from evaluating the edited text", other_base, found)
+                add("another beginning, unmoved codes", name, other_base, fresh(coded, other, len(other) - N_AFTER))
     return [
         {"edit": edit, "cache": cache, "n": len(rows)}
         | {bucket: float(np.stack(rows)[:, first:last].mean()) for bucket, (first, last) in BUCKETS.items()}
@@ -158,6 +196,7 @@ def measure(
 def places(model: Model, files: Sequence[Path], n_places: int, n_before: int) -> list[Text]:
     """Evenly spaced places of every file."""
     texts = []
+    old, new = (model.tokenize(begin.encode()).tolist() for begin in BEGINNINGS)
     for path in files:
         tokens = model.tokenize(options.read_utf8(path, "file")[: 40 * n_places * n_before].encode()).tolist()
         step = max(1, (len(tokens) - n_before - N_AFTER) // max(1, n_places))
@@ -167,7 +206,7 @@ def places(model: Model, files: Sequence[Path], n_places: int, n_before: int) ->
             tail = tokens[(first + 3 * n_before) % max(1, len(tokens) - N_TAIL) :][:N_TAIL]
             if len(before) < n_before or len(after) < N_AFTER or len(tail) < N_TAIL:
                 raise SubkvError("file", f"expected {n_places} places of {n_before} tokens, found {path} too short")
-            texts.append(Text(before, after, tail))
+            texts.append(Text(before, after, tail, (old, new)))
     return texts
 
 

@@ -24,7 +24,11 @@ from subkv.base.version import __version__
 from subkv.native.paths import LIB_PATH, SUBKV_LIB_PATH, SUFFIX, lib_dir, own_library_path
 
 REPO = Path(__file__).resolve().parent.parent.parent
-OURS = {*READ, *("SUBKV_STORE", "SUBKV_STORE_MIB", "SUBKV_INDEXER", "SUBKV_KERNEL", "SUBKV_CACHE", SUBKV_LIB_PATH)}
+OURS = {
+    *READ,
+    *("SUBKV_STORE", "SUBKV_STORE_MIB", "SUBKV_STORE_MOVED", "SUBKV_INDEXER", "SUBKV_KERNEL", "SUBKV_CACHE"),
+    SUBKV_LIB_PATH,
+}
 OTHERS = (
     rf"{LIB_PATH}|XDG_(CACHE|STATE)_HOME|HF_\w+|(DY)?LD_(LIBRARY_PATH|PRELOAD)|OMP_\w+|(LLAMA|GGML|CUDA|VK|MESA|LP)_\w+"
 )

@@ -43,15 +43,16 @@ def _allowed_hosts(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     return {"SUBKV_ALLOW_HOST": "localhost"} if local else {}
 
 
-def _store(store: Path | None, store_mib: int | None) -> dict[str, str]:
+def _store(store: Path | None, store_mib: int | None, store_moved: bool) -> dict[str, str]:
     """The variables of the prompt store. Raises SubkvError and click.UsageError."""
+    moved = {"SUBKV_STORE_MOVED": "1"} if store_moved else {}
     if store is None:
         if store_mib is not None:
             raise click.UsageError("--store-mib: expected --store with it, found none")
-        return {}
+        return moved
     if os.path.lexists(store) and not store.is_dir():
         raise SubkvError("store", f"expected a folder, found the file {store}")
-    variables = {"SUBKV_STORE": os.path.abspath(store)}
+    variables = moved | {"SUBKV_STORE": os.path.abspath(store)}
     return variables if store_mib is None else variables | {"SUBKV_STORE_MIB": str(store_mib)}
 
 
@@ -65,6 +66,11 @@ store_options = group(
         help="folder that stores evaluated prompts across restarts; several servers may share it",
     ),
     click.option("--store-mib", type=click.IntRange(min=1), help="maximum size of the folder in MiB [default: 4096]"),
+    click.option(
+        "--store-moved",
+        is_flag=True,
+        help="text behind another beginning is moved, not evaluated: from slots, memory and the folder",
+    ),
 )
 
 

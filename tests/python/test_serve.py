@@ -79,11 +79,22 @@ def test_a_router_names_no_model(tmp_path: Path) -> None:
 
 def test_our_options_go_into_the_environment(bases: str, tmp_path: Path) -> None:
     """In any place among llama-server's."""
-    own = ["--n-recent", "32", "-c", "512", "--store", str(tmp_path / "s"), "--store-mib", "5", "--n-sink=8"]
+    own = [
+        "--n-recent",
+        "32",
+        "-c",
+        "512",
+        "--store",
+        str(tmp_path / "s"),
+        "--store-mib",
+        "5",
+        "--n-sink=8",
+        "--store-moved",
+    ]
     made = serve_start(["--bases", bases, *own, "-m", bases, "--n-rollback", "4"])
     assert made.arguments == ["llama-server", "-c", "512", "-m", bases]
     expected = {"SUBKV": bases, "SUBKV_RECENT": "32", "SUBKV_SINK": "8", "SUBKV_ROLLBACK": "4"}
-    expected |= {"SUBKV_STORE": str(tmp_path / "s"), "SUBKV_STORE_MIB": "5"}
+    expected |= {"SUBKV_STORE": str(tmp_path / "s"), "SUBKV_STORE_MIB": "5", "SUBKV_STORE_MOVED": "1"}
     assert {name: made.environment.get(name) for name in expected} == expected
 
 

@@ -53,6 +53,7 @@ class QueryStruct(ctypes.Structure):
         ("n_removable", _i64),
         ("seconds_per_token", ctypes.c_double),
         ("seconds", ctypes.c_double),
+        ("n_moved", _i64),
     ]
 
 
@@ -156,11 +157,12 @@ class Store:
         n_max: int = 1 << 20,
         n_removable: int = -1,
         seconds_per_token: float = 0.0,
+        n_moved: int = -1,
         refused: bool = False,
     ) -> Found | None:
         """refused: the cache rejects the result."""
         listed = (_i32 * len(tokens))(*tokens)
-        query = QueryStruct(listed, len(tokens), n_held, n_max, n_removable, seconds_per_token, 60.0)
+        query = QueryStruct(listed, len(tokens), n_held, n_max, n_removable, seconds_per_token, 60.0, n_moved)
         found = LIB.subkv_store_get(self.handle, identity, ctypes.byref(query))
         if not found:
             return None

@@ -13,6 +13,7 @@ from typing import Any
 
 import engine
 import pytest
+from each import each
 from engine import C, session
 from stores import (
     BLOCK,
@@ -134,6 +135,70 @@ def test_slow_disks_are_not_read(store: Store) -> None:
     assert store.get([*tokens, 1], seconds_per_token=1e-12) is None
     assert store.get([*tokens, 1], seconds_per_token=1.0)
     assert store.get([*tokens, 1])
+
+
+A, B, X = text(20, 300), text(21, 900), text(22, 50)  # runs of tokens, and other ones
+COST = 48  # tokens of a run that are evaluated again
+RUNS = {  # a stored prompt, a prompt, leading tokens that need no evaluation, tokens that a move saves (0: no prompt)
+    "another beginning": ([1, *B, 2], [*X, *B, 3], 0, [900]),
+    "no beginning": ([*X, *B], [*B, 3], 0, [900]),
+    "a part": ([*X, *B], [*B[100:500], 3], 0, [400]),
+    "the last token is evaluated": ([*X, *B], [*B[:257]], 0, [256]),
+    "too short": ([*X, *B], [*B[:256]], 0, []),
+    "several": ([*X, *A, *B], [1, *A, *X, *B, 3], 0, [300, 900]),
+    "in another order": ([*A, *X, *B], [1, *B, *A, 3], 0, [900]),
+    "one of two in another order": ([1, *B, *X, *A, 2], [*A, *B, 3], 0, [300]),
+    "behind what is held": ([*X, *B], [9, *B, 3], 301, [600]),
+    "behind the common beginning": ([*A, *X, *B], [*A, *B, 3], 300, [900]),
+    "the common beginning, again": ([*B, *X], [*B, *A, *B, 3], 900, []),
+    "repeated tokens": ([7] * 2000, [*X, *[7] * 900, 3], 0, [900]),
+    "repeated tokens, too few": ([7] * 255 + [8], [*X, *[7] * 900, 3], 0, []),
+    "a period": ([*X, *list(range(64)) * 9], [1, *list(range(64)) * 8, 3], 0, [512]),
+}
+
+
+@each("name", list(RUNS))
+def test_text_that_may_move(tmp_path: Path, name: str) -> None:
+    """Runs in the order of the stored prompt, which only have another text before them."""
+    stored, asked, n_held, runs = RUNS[name]
+    saved = sum(n - COST for n in runs)
+    with opened(tmp_path / name) as store:
+        assert store.put(prompt(stored))
+        found = store.get(asked, n_held=n_held, n_moved=0)
+        assert bool(found) == bool(runs)
+        assert not found or (found.reach, found.prompt.tokens) == (n_held + saved, stored)
+        assert bool(store.get(asked, n_held=n_held, n_moved=max(0, saved - LEAST))) == bool(runs)
+        assert store.get(asked, n_held=n_held, n_moved=max(0, saved - LEAST + 1)) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_text_that_may_move(store: Store, seed: int) -> None:
+    """As many tokens as a slow search finds."""
+    rng = random.Random(seed)
+    parts = [text(100 * seed + i, rng.randrange(200, 500)) for i in range(6)]
+    stored = [token for part in parts for token in part]
+    asked = list(text(100 * seed + 50, rng.randrange(100)))
+    kept = [part for part in parts if rng.random() < 0.7]
+    for part in kept:
+        asked += [*part[rng.randrange(40) :], *text(rng.randrange(1000, 2000), rng.randrange(1, 30))]
+    expected, first = 0, 0
+    at = 0
+    while at < len(asked) - 1:  # greedy, as in find_runs
+        n, where = max(
+            (
+                (len(os.path.commonprefix([stored[i:], asked[at:-1]])), -i)
+                for i in range(first, len(stored))
+                if stored[i] == asked[at]
+            ),
+            default=(0, 0),
+        )
+        if n >= 256:
+            expected, first, at = expected + n - COST, -where + n, at + n
+        else:
+            at += 1
+    assert store.put(prompt(stored))
+    found = store.get(asked, n_moved=0)
+    assert (found.reach if found else 0) == expected
 
 
 def test_the_same_prompt_and_its_beginnings(store: Store) -> None:

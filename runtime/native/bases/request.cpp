@@ -28,6 +28,10 @@ int32_t resume_of_environment() {
     return n < 0 ? N_RESUME : n;
 }
 
+bool moved_of_environment() {
+    return number_of("SUBKV_STORE_MOVED", 1) > 0;
+}
+
 CacheRequest::CacheRequest(std::shared_ptr<const Layout> layout, const subkv_cache_params & params) :
     layout(std::move(layout)), n_sink(params.n_sink), n_recent(params.n_recent), n_rollback(params.n_rollback),
     chunks(requested_chunks(params)) {

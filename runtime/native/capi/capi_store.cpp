@@ -110,6 +110,7 @@ extern "C" subkv_store_found * subkv_store_get(subkv_store * store, const uint8_
         prefix_query.n_removable       = query->n_removable;
         prefix_query.seconds_per_token = query->seconds_per_token;
         prefix_query.seconds           = query->seconds;
+        prefix_query.n_moved           = query->n_moved;
         auto found                     = store->get(prefix_query);
         if (!found) {
             return nullptr;
@@ -189,6 +190,7 @@ extern "C" SUBKV_API const StoreCalls * subkv_store_calls(void) {
                                       subkv_store_flush,
                                       subkv_store_get,
                                       subkv_store_found_prompt,
+                                      subkv_store_found_reach,
                                       subkv_store_found_free,
                                       subkv_store_get_stats,
                                       take_states,

@@ -48,6 +48,9 @@ typedef struct subkv_store_query {
     int64_t         n_removable;       // as above
     double          seconds_per_token; // evaluation time; 0: unknown
     double          seconds;           // timeout of this query
+    // -1: the prompt is restored, for its prefix. 0 or more: the prompt's rows move, and save more tokens than this: runs
+    // of tokens that this prompt has behind another beginning (docs/programs.md).
+    int64_t n_moved;
 } subkv_store_query;
 
 typedef struct subkv_store_stats {

@@ -214,6 +214,7 @@ size_t Cache::row_bytes(const LayerNodes & nodes, bool value) const {
 void Cache::set_facts() {
     facts_.coded        = layout_ != nullptr;
     facts_.shifts       = !chunked_;
+    facts_.moves        = moved_of_environment();
     facts_.n_rollback   = chunked_ ? window_.n_rollback() : -1;
     facts_.n_slots      = window_.n_slots();
     facts_.identity     = identity();

@@ -218,6 +218,7 @@ struct CacheFacts {
 
     bool        coded      = false; // false: rows stay ordinary, the layers are only observed
     bool        shifts     = true;  // positions may move; false: chunks
+    bool        moves      = false; // SUBKV_STORE_MOVED is set
     int32_t     n_rollback = -1; // number of last tokens that a sequence of any length can remove; -1: all (no chunks)
     int64_t     n_slots    = 0;  // of the exact window
     std::string identity;        // of states: the layout and the window

@@ -133,6 +133,9 @@ public:
 
     size_t n_bytes() override { return at.used(); }
 
+    const uint8_t *         take(size_t n) { return at.take(n); }
+    template <typename T> T value() { return at.value<T>(); }
+
     // Throws if bytes are left, or if rows could not be set.
     void end() const {
         if (failure) {

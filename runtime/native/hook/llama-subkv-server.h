@@ -2,6 +2,7 @@
 // headers. The patched files of tools/server include it.
 #pragma once
 
+#include "llama-subkv-moves.h"
 #include "llama-subkv-programs.h"
 #include "llama-subkv-store.h"
 #include "llama-subkv-usage.h"
@@ -27,9 +28,10 @@ constexpr int     NO_TASK  = std::numeric_limits<int>::min(); // the id of no ta
 constexpr int64_t LEAST    = SUBKV_STORE_LEAST_TOKENS;
 
 // Called after the server has created a context; its slots are empty.
-inline void made(llama_context * ctx) {
+inline void made(llama_context * ctx, const llama_context * draft) {
     llama_subkv_usage_set(ctx);
     llama_subkv_store_forget();
+    llama_subkv_moves(ctx, draft, true);
 }
 
 // The fields in /props.
@@ -112,6 +114,7 @@ void put(const Slot & slot, const server_prompt_data & data, llama_context * ctx
 // Stores the slots' prompts while all slots are idle: one prompt per call, so that requests need not wait.
 template <typename Slots> void put_idle(const Slots & slots, llama_context * ctx, llama_context * draft) {
     llama_subkv_usage_set(ctx); // a GPU counts rows that are not finite itself
+    all_moves().clear(); // of requests that ended early
     if (!llama_subkv_store_on()) {
         return;
     }
@@ -140,6 +143,7 @@ template <typename Slots> void put_idle(const Slots & slots, llama_context * ctx
 
 // Stores the prompts of all slots before the server frees the context (shutdown or sleep).
 template <typename Slots> void put_all(const Slots & slots, llama_context * ctx, llama_context * draft) {
+    all_moves().clear();
     for (const auto & slot : slots) {
         if (ctx && !slot.prompt.tokens.empty()) {
             put(slot, {}, ctx, draft, true);
@@ -272,8 +276,16 @@ subkv_store_found * find(const Slot & slot, const server_tokens & requested, int
     }
     const llama_tokens tokens = requested.get_text_tokens();
     return tokens.size() == requested.size() ? llama_subkv_store_get(slot.ctx_tgt, slot.ctx_dft, tokens.data(),
-                                                                     (int64_t) tokens.size(), n_held, n_max) :
+                                                                     (int64_t) tokens.size(), n_held, n_max, -1) :
                                                nullptr;
+}
+
+inline int64_t common_prefix(const server_tokens & requested, const subkv_store_prompt & stored) {
+    int64_t n = 0;
+    while (n < stored.n_tokens && n < (int64_t) requested.size() && requested[(size_t) n] == stored.tokens[n]) {
+        ++n;
+    }
+    return n;
 }
 
 // Takes the prompt with the most leading tokens of a request out of the cache in memory. n_held: tokens of the request
@@ -324,12 +336,16 @@ bool prepare(Slot & slot, Slots & slots, server_prompt_cache * memory, const ser
         SRV_TRC("%s", "updating prompt cache\n");
         keep(slot, memory);
     }
+    const auto * stored = found ? llama_subkv_store_prompt(found) : nullptr;
+    const auto   n_kept = stored ? common_prefix(requested, *stored) : best.empty() ? n_own : n_held;
+    if (plan_moves(slot, slots, { memory ? &memory->states : nullptr, &best }, stored, task, n_kept)) {
+        make_room(slot, slots, memory, (int64_t) requested.size());
+    }
     bool done = false;
     if (found) {
-        const subkv_store_prompt & stored = *llama_subkv_store_prompt(found);
-        make_room(slot, slots, memory, stored.n_tokens);
+        make_room(slot, slots, memory, stored->n_tokens);
         try {
-            done = replace(slot, prompt_of(stored, requested.has_mtmd), stored.state[0], stored.state[1]);
+            done = replace(slot, prompt_of(*stored, requested.has_mtmd), stored->state[0], stored->state[1]);
         } catch (const std::bad_alloc &) { // the slot keeps its prompt
         }
         llama_subkv_store_free(found, slot.id, done);

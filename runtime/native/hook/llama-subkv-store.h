@@ -31,10 +31,11 @@ LLAMA_API double llama_subkv_store_wait(llama_context * ctx, llama_context * dra
 LLAMA_API void llama_subkv_store_wake(const llama_context * ctx, double seconds);
 LLAMA_API bool llama_subkv_store_due(void);
 
-// Returns the prompt of at most n_max tokens whose prefix saves evaluation beyond n_held tokens; nullptr: none. `free`
-// follows. restored: sequence `seq` has the prompt; else the cache rejected its state.
+// Returns the prompt of at most n_max tokens whose prefix saves evaluation beyond n_held tokens; nullptr: none. n_moved:
+// as in subkv_store_query. `free` follows. restored: sequence `seq` (-1: none) has the prompt; else the cache rejected
+// its state.
 LLAMA_API subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * draft, const int32_t * tokens,
-                                                    int64_t n_tokens, int64_t n_held, int64_t n_max);
+                                                    int64_t n_tokens, int64_t n_held, int64_t n_max, int64_t n_moved);
 LLAMA_API const subkv_store_prompt * llama_subkv_store_prompt(const subkv_store_found * found);
 LLAMA_API void                       llama_subkv_store_free(subkv_store_found * found, int32_t seq, bool restored);
 

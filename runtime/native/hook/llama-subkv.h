@@ -187,6 +187,7 @@ struct llama_subkv {
     class cursor;
     class row_writer;
     class row_reader;
+    struct mover;
     class graph_input;
     class shift_input;
     class memory; // decorates llama.cpp's
@@ -196,6 +197,8 @@ struct llama_subkv {
                             llama_state_seq_flags flags);
     static void remove_cells(llama_kv_cache & kv, llama_seq_id seq); // -1: all
     static void lose(const caches & all, llama_seq_id seq);          // empties all parts
+    // Reads and checks the head of a state; returns a reader of its cells, with the checksum compared.
+    static row_reader read_body(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq);
     using parts = std::vector<llama_memory_i *>;
     static parts beside(const caches & all);
     static parts in_state(const caches & all, llama_state_seq_flags flags);

@@ -117,6 +117,11 @@ void llama_subkv::write_cells(const llama_kv_cache & kv, llama_io_write_i & io, 
     });
 }
 
+llama_subkv::row_reader llama_subkv::read_body(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq) {
+    const auto head = read_head(*kv.subkv_hook, io, seq, false);
+    return { kv, io, head.second };
+}
+
 void llama_subkv::remove_cells(llama_kv_cache & kv, llama_seq_id seq) {
     if (seq < 0) {
         kv.subkv_hook->clear();

@@ -2,6 +2,7 @@
 #include "llama-subkv-store.h"
 
 #include "llama-subkv-library.h"
+#include "llama-subkv-move.h"
 #include "llama-subkv.h"
 #include "store_hook.h"
 
@@ -188,10 +189,11 @@ std::string content_of(process_store & store, const std::string & path) {
     return store.contents[path] = content;
 }
 
-// false: prompts of these contexts are not stored.
-bool identity_of(process_store & store, const llama_context * ctx, const llama_context * draft,
+// false: prompts of these contexts are not stored. moves: prompts may have moved rows; a server without this option does
+// not read them.
+bool identity_of(process_store & store, const llama_context * ctx, const llama_context * draft, bool moves,
                  subkv::StoreIdentity & identity) {
-    std::string text;
+    std::string text = moves ? "moved\n" : "";
     for (const auto * one : { ctx, draft }) {
         if (!one) {
             continue;
@@ -266,7 +268,8 @@ void llama_subkv_store_put(llama_context * ctx, llama_context * draft, int32_t s
     const std::vector<int32_t> tokens(prompt.tokens, prompt.tokens + prompt.n_tokens);
     subkv::StoreIdentity       identity;
     if (!store.store || prompt.n_tokens < LEAST_TOKENS || (!at_end && stored(store, seq) == tokens) ||
-        !holds(ctx, draft, seq, prompt.n_tokens) || !identity_of(store, ctx, draft, identity)) {
+        !holds(ctx, draft, seq, prompt.n_tokens) ||
+        !identity_of(store, ctx, draft, llama_subkv_moves(ctx, draft, false), identity)) {
         return;
     }
     prompt.n_removable = llama_subkv::n_removable(*ctx);
@@ -296,7 +299,8 @@ double llama_subkv_store_wait(llama_context * ctx, llama_context * draft, int32_
     const auto &         last = stored(store, seq);
     const auto           n    = (size_t) n_tokens;
     if (!store.store || n_tokens < LEAST_TOKENS || (last.size() == n && std::equal(tokens, tokens + n, last.data())) ||
-        !holds(ctx, draft, seq, n_tokens) || !identity_of(store, ctx, draft, identity)) {
+        !holds(ctx, draft, seq, n_tokens) ||
+        !identity_of(store, ctx, draft, llama_subkv_moves(ctx, draft, false), identity)) {
         return -1;
     }
     uint64_t n_bytes = 0;
@@ -324,18 +328,30 @@ bool llama_subkv_store_due(void) {
 }
 
 subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * draft, const int32_t * tokens,
-                                          int64_t n_tokens, int64_t n_held, int64_t n_max) {
-    auto &               store = the_store();
-    subkv::StoreIdentity identity;
-    if (!store.store || n_tokens - 1 - n_held < LEAST_TOKENS || !identity_of(store, ctx, draft, identity)) {
+                                          int64_t n_tokens, int64_t n_held, int64_t n_max, int64_t n_moved) {
+    auto & store = the_store();
+    if (!store.store || n_tokens - 1 - n_held < LEAST_TOKENS) {
         return nullptr;
     }
-    const auto              perf  = llama_perf_context(ctx);
-    const double            per   = perf.n_p_eval > 0 ? perf.t_p_eval_ms / 1000 / perf.n_p_eval : 0;
-    const subkv_store_query query = {
-        tokens, n_tokens, n_held, n_max, llama_subkv::n_removable(*ctx), per, GET_SECONDS
-    };
-    return store.calls->get(store.store, identity.data(), &query);
+    const auto          perf  = llama_perf_context(ctx);
+    const double        per   = perf.n_p_eval > 0 ? perf.t_p_eval_ms / 1000 / perf.n_p_eval : 0;
+    subkv_store_query   query = { tokens, n_tokens,    n_held, n_max, llama_subkv::n_removable(*ctx),
+                                  per,    GET_SECONDS, n_moved };
+    subkv_store_found * best  = nullptr;
+    for (const bool moves : { false, true }) { // prompts of servers without SUBKV_STORE_MOVED; with it
+        subkv::StoreIdentity identity;
+        if ((moves && !llama_subkv_moves(ctx, draft, false)) || !identity_of(store, ctx, draft, moves, identity)) {
+            break;
+        }
+        auto * found = store.calls->get(store.store, identity.data(), &query);
+        if (found) {
+            const int64_t n = store.calls->found_reach(found);
+            store.calls->found_free(store.store, best, false);
+            best                                         = found;
+            (n_moved < 0 ? query.n_held : query.n_moved) = n_moved < 0 ? n : n - n_held;
+        }
+    }
+    return best;
 }
 
 const subkv_store_prompt * llama_subkv_store_prompt(const subkv_store_found * found) {
@@ -344,10 +360,10 @@ const subkv_store_prompt * llama_subkv_store_prompt(const subkv_store_found * fo
 
 void llama_subkv_store_free(subkv_store_found * found, int32_t seq, bool restored) {
     auto & store = the_store();
-    if (restored) {
+    if (restored && seq >= 0) {
         const auto & prompt = *store.calls->found_prompt(found);
         store.stored[seq]   = { prompt.tokens, prompt.tokens + prompt.n_tokens };
-    } else {
+    } else if (!restored) {
         const std::string why = store.calls->last_error(); // "": llama.cpp has logged it
         llama_subkv_log("SUBKV_STORE: the cache rejects a stored prompt" + (why.empty() ? why : ": " + why));
     }

@@ -22,6 +22,7 @@ struct StoreCalls {
     decltype(&subkv_store_flush)        flush;
     decltype(&subkv_store_get)          get;
     decltype(&subkv_store_found_prompt) found_prompt;
+    decltype(&subkv_store_found_reach)  found_reach;
     decltype(&subkv_store_found_free)   found_free;
     decltype(&subkv_store_get_stats)    stats;
 

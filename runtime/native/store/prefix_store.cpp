@@ -3,6 +3,7 @@
 
 #include "hook.h"
 #include "prefix_index.h"
+#include "token_runs.h"
 
 #include <algorithm>
 #include <atomic>
@@ -121,6 +122,17 @@ Prefix assemble(const PrefixIndex & index, const PrefixHead & head) {
     }
     index.read(head.identity, reads);
     return prefix;
+}
+
+// Tokens of the query's first n_usable that need no evaluation with this prompt.
+int64_t reach_of(const PrefixHead & head, const PrefixQuery & query, int64_t n_usable) {
+    const auto n_tokens = (int64_t) head.tokens.size();
+    if (query.n_moved >= 0) {
+        return query.n_held +
+               n_saved(find_runs(head.tokens.data(), n_tokens, query.tokens.data(), n_usable, query.n_held));
+    }
+    const auto n = (int64_t) common_prefix(head.tokens, query.tokens.data(), (size_t) n_usable);
+    return reach(n_tokens, n, head.points, query.n_removable);
 }
 
 } // namespace
@@ -243,9 +255,8 @@ std::unique_ptr<PrefixFound> PrefixStore::Core::find(const PrefixQuery & query) 
         if ((int64_t) head->tokens.size() > query.n_max || head->n_bytes() > max_bytes) {
             continue;
         }
-        const auto   n         = (int64_t) common_prefix(head->tokens, query.tokens.data(), (size_t) n_usable);
-        const auto   n_reached = reach((int64_t) head->tokens.size(), n, head->points, query.n_removable);
-        const auto   n_gained  = n_reached - query.n_held;
+        const auto   n_reached = reach_of(*head, query, n_usable);
+        const auto   n_gained  = n_reached - query.n_held - std::max<int64_t>(0, query.n_moved);
         const double cost      = query.seconds_per_token > 0 ? (double) head->n_bytes() * per_byte : 0;
         const double gain      = (double) n_gained * (query.seconds_per_token > 0 ? query.seconds_per_token : 1) - cost;
         if (n_gained >= LEAST_TOKENS && gain > 0) {

@@ -40,6 +40,7 @@ struct PrefixQuery {
     int64_t              n_removable       = -1; // the longest tail that can be removed without a checkpoint; -1: any
     double               seconds_per_token = 0;  // evaluation time; 0: unknown
     double               seconds           = 60; // timeout
+    int64_t              n_moved           = -1; // as in subkv_store_query
 };
 
 struct PrefixFound {
