@@ -70,7 +70,7 @@ SUBKV_EVERYWHERE float half_range(int32_t bits) {
 
 constexpr int FORMAT_VERSION        = 5;
 constexpr int FORMAT_WITHOUT_DIGEST = 4; // also read
-constexpr int CODES_VERSION         = 5; // of rows and bases: part of the fingerprint
+constexpr int CODES_VERSION         = 4; // of rows and bases: part of the fingerprint
 constexpr int MAX_LAYERS            = 1024;
 constexpr int MAX_HEADS_KV          = 1024;
 constexpr int MAX_SINK              = 4096;

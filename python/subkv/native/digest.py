@@ -12,7 +12,7 @@ Value = tuple[str, int | float | str]  # type ("u32", "u64", "f32", "str"), valu
 
 KEYS_DIGEST = "subkv.keys.sha256"
 UNKNOWN = "0" * 64
-CODES_VERSION = 5  # of rows and bases: part of the fingerprint
+CODES_VERSION = 4  # of rows and bases: part of the fingerprint
 _BASIS = re.compile(r"subkv\.blk\.(\d+)\.basis")
 _SCALARS = {"u32": (4, "<I"), "f32": (6, "<f"), "u64": (10, "<Q")}  # type -> its number in a GGUF, its bytes
 _STRING = 8

@@ -23,7 +23,7 @@ int32_t number_of(const char * name, int32_t most) {
 }
 
 int32_t resume_of_environment() {
-    constexpr int32_t N_RESUME = 32; // docs/results/edits.md has the curve
+    constexpr int32_t N_RESUME = 32; // as exact as an unbroken window (docs/limits.md#edits)
     const int32_t     n        = number_of("SUBKV_RESUME", MAX_RECENT);
     return n < 0 ? N_RESUME : n;
 }

@@ -2,6 +2,7 @@
 
 #include "error.h"
 #include "node_sources.h"
+#include "subkv/format.h"
 #include "subkv/recent.h"
 
 #include <algorithm>
