@@ -1,4 +1,4 @@
-"""The prompt cache on disk: what is not evaluated again, and failures. The store itself: tests/runtime/test_prefix_store*."""
+"""The prompt cache on disk: what is evaluated again, and failures. Its store: tests/runtime/test_prefix_store.py."""
 
 from __future__ import annotations
 
@@ -162,6 +162,13 @@ def test_caches_that_cannot_go_back(
     n_last = n_document % 512 if n_document > 512 else n_document % 128
     assert counts[:2] == [n_document + 30, n_last + 30]
     assert counts[2] == (n_last if n_last < 64 else 0) + 30  # a beginning that has little more is not stored
+
+
+def test_own_cells_that_cannot_go_back(cached: Callable[..., Llama], tiny_model: Models) -> None:
+    """A stored beginning replaces them."""
+    llm = cached(tiny_model("llama"), **ADAPTIVE)
+    counts = [answer(llm, DOCUMENT + question, n=20)[1] for question in QUESTIONS]
+    assert counts == [590, 78, 78]
 
 
 def test_streams_store_as_well(cached: Callable[..., Llama], tmp_path: Path) -> None:

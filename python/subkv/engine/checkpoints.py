@@ -51,11 +51,7 @@ class Checkpoints:
 
     def restore(self, points: Iterable[tuple[int, int, int]]) -> None:
         """Use the checkpoints of a restored prompt: tokens, address and bytes of the state, in order."""
-        self.points = [
-            Checkpoint(n_tokens, _copied(data, size))
-            for n_tokens, data, size in points
-            if size > 0
-        ]
+        self.points = [Checkpoint(n_tokens, _copied(data, size)) for n_tokens, data, size in points if size > 0]
 
     def restorable(self, n: int) -> int:
         """How many of the first n tokens rewind(n) would keep, by checkpoints alone."""

@@ -131,7 +131,7 @@ def load(llm: llama_cpp.Llama, identity: dict[str, Any], state: llama_cpp.LlamaS
 
 
 def _restore(llm: llama_cpp.Llama, tokens: Any, size: int, read: Callable[[], int]) -> None:
-    """Replace the context by a state of `size` bytes with these tokens. read: reads it, returns the bytes it has read."""
+    """Replace the context by a state of `size` bytes with these tokens. read: returns how many bytes it has read."""
     n_tokens = len(tokens)
     llm.reset()  # an interrupt must not leave tokens of one text and cells of another
     with captured_log(forward=llm.verbose) as log:

@@ -149,9 +149,7 @@ class Store:
         return self._opened
 
     @contextlib.contextmanager
-    def get(
-        self, identity: bytes, tokens: Tokens, n_held: int, n_max: int, n_removable: int
-    ) -> Iterator[Found | None]:
+    def get(self, identity: bytes, tokens: Tokens, n_held: int, n_max: int, n_removable: int) -> Iterator[Found | None]:
         """The prompt that saves the most evaluation of these tokens, or None.
 
         n_held: leading tokens that need no evaluation anyway; n_max: maximum tokens of a stored prompt.
