@@ -476,11 +476,6 @@ class Llama(llama_cpp.Llama):
             states.load_sequence(self, found)
             self._pictures.evaluated(self.n_tokens)
 
-    @property
-    def is_clean(self) -> bool:
-        """Whether the cells depend on the present tokens only: not after discard()."""
-        return self._clean
-
     def close(self) -> None:
         """Free context and model. May be called twice, and after a failed construction.
 

@@ -146,10 +146,8 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
     def store(self) -> None:
         """Store the context."""
         llm = self._context()
-        n_bytes = states.sequence_size(llm)
-        if llm.is_clean and self._store.has_room(n_bytes):
-            state = states.save_sequence(llm, n_bytes)
-            self._store.put(self._identity, _tokens(llm._input_ids), state, self._n_removable)
+        if llm._clean:  # else values depend on tokens that it no longer has
+            self._store.put(self._identity, _tokens(llm._input_ids), states.save_sequence(llm), self._n_removable)
 
     def positions(self, n_cells: int, tokens: Sequence[int]) -> list[int]:
         """Positions, in order, at which to store the context while tokens from n_cells on are evaluated."""

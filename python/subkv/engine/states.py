@@ -149,13 +149,9 @@ def _restore(llm: llama_cpp.Llama, tokens: Any, size: int, read: Callable[[], in
     llm.n_tokens = n_tokens
 
 
-def sequence_size(llm: llama_cpp.Llama) -> int:
-    """Bytes of save_sequence()."""
-    return int(C.llama_state_seq_get_size(llm.ctx, 0))
-
-
-def save_sequence(llm: llama_cpp.Llama, size: int) -> Bytes:
-    """A copy of the context's sequence, without its tokens, for a prompt store. size: sequence_size()."""
+def save_sequence(llm: llama_cpp.Llama) -> Bytes:
+    """A copy of the context's sequence, without its tokens, for a prompt store. Raises StateError."""
+    size = C.llama_state_seq_get_size(llm.ctx, 0)
     state = np.empty(size, np.uint8)
     n_written = C.llama_state_seq_get_data(llm.ctx, state.ctypes.data_as(_u8_p), size, 0)
     if n_written != size:

@@ -172,10 +172,6 @@ class Store:
         """The longest common prefix with any stored prompt."""
         return int(_lib().subkv_store_common(self._handle, identity, tokens.ctypes.data_as(_i32_p), len(tokens)))
 
-    def has_room(self, n_bytes: int) -> bool:
-        """Whether a prompt with a state of this size can be stored."""
-        return bool(_lib().subkv_store_room(self._handle, n_bytes) >= 0)
-
     def put(self, identity: bytes, tokens: Tokens, state: Bytes, n_removable: int) -> None:
         """Store a copy of a prompt in the background; waits until it fits in the queue."""
         prompt = PromptStruct(tokens.ctypes.data_as(_i32_p), len(tokens), n_removable=n_removable)
