@@ -1,6 +1,6 @@
 """Summaries of earlier prompts on disk, found by the likeness of their embeddings.
 
-A library is a folder of files as the prompt cache's (subkv.engine.entries): complete or absent, checksummed, those used
+A library is a folder of entries (research.warmstart.entries): complete or absent, checksummed, those used
 longest ago removed first, so that processes read while another one writes or is killed. The head of an entry has the
 embedding (base64 of f32, not centred) and, for each layer, KV heads, slots, size of a key and of a value; its state is
 the keys [n_head_kv, n_slots, d_k] f16 of each layer, then the values. Its identity is a digest of the model, of what
@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 
 from converter.scoring import F32
+from research.warmstart import entries as files
+from research.warmstart.entries import Folder
 from research.warmstart.pooled import Slots
 from research.warmstart.trained import Trained
 from subkv.base.container import ContainerError, Tokens
 from subkv.base.errors import SubkvError
-from subkv.engine import entries as files
-from subkv.engine.entries import Folder
 
 CAPACITY = 1 << 30  # bytes
 

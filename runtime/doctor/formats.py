@@ -20,10 +20,9 @@ FORMATS = {
     "calibration": Format("calib.safetensors", (1,), "refused: calibrate again; made again in the cache folder"),
     "measurements": Format("interrupted sensitivities of convert", (1,), "measured again"),
     "state": Format("states of a coded cache, slots' files", (6,), "refused: evaluate the prompt again"),
-    "container": Format("files of the next two", (1,), "refused: evaluate the prompt again"),
+    "container": Format("files of the next one", (1,), "refused: evaluate the prompt again"),
     "chat": Format("/save of chat", (3,), "refused: start a new conversation"),
-    "prompt cache": Format("entries of PromptCache", (1,), "never found: evaluated again"),
-    "store": Format("prompts of SUBKV_STORE", (1,), "never found: evaluated again"),
+    "store": Format("prompts of SUBKV_STORE and PromptCache", (1,), "never found: evaluated again"),
     "warm start": Format("warm.safetensors", (1,), "refused: train again"),
     "warm library": Format("summaries of the warm start", (2,), "never found: made again"),
 }

@@ -346,19 +346,23 @@ FAULTS = [
     Fault(
         "a tail that stays",
         "python/subkv/engine/prompt_cache.py",
-        "len(evaluated) - n_common <= self._n_removable",
+        "len(own) - n_common <= self._n_removable",
         "True",
         PROMPTS,
     ),
     Fault(
-        "the last token is found", "python/subkv/engine/prompt_cache.py", "_tokens(key)[:-1]", "_tokens(key)", PROMPTS
+        "recurrent state without its past",
+        "runtime/native/hook/store.cpp",
+        "if (!caches.base || caches.recurrent) {",
+        "if (!caches.base) {",
+        PROMPTS,
     ),
     Fault(
         "the shorter of two prefixes",
-        "python/subkv/engine/prompt_cache.py",
-        "return max(usable,",
-        "return min(usable,",
-        PROMPTS,
+        "runtime/native/store/prefix_store.cpp",
+        "return a.gain > b.gain;",
+        "return a.gain < b.gain;",
+        STORE,
     ),
     Fault(
         "pieces without checksums",

@@ -21,7 +21,6 @@ from runtime.chat.conversation import STATE
 from runtime.doctor.formats import FORMATS
 from subkv.base.container import MAGIC, ContainerError, load, read, read_head
 from subkv.base.errors import StateError, SubkvError
-from subkv.engine.entries import Entry, Folder
 from subkv.format import calibration, metadata
 from subkv.format.layout import Layout
 
@@ -41,7 +40,6 @@ def test_doctor_tells_the_readers_versions() -> None:
         "state": (int(state.rstrip(" }").split("'")[-2]),),
         "container": (int(MAGIC[-1:]),),
         "chat": (STATE["version"],),
-        "prompt cache": (int(MAGIC[-1:]),),
         "store": (int(store.rstrip(" }").split("'")[-2]),),
         "warm start": (int(WARM),),
         "warm library": (int(library),),
@@ -152,15 +150,3 @@ def test_a_later_store_is_left_alone(tmp_path: Path) -> None:
         assert store.get([*TOKENS, 1]) is None
         assert (store.stats.damaged, store.stats.entries) == (0, 0)
         assert head.read_bytes() == data
-
-
-def test_a_later_entry_is_left_alone(tmp_path: Path) -> None:
-    entry = Entry(IDENTITY, np.array(TOKENS, np.int32), versioned.state_of())
-    folder = Folder(tmp_path)
-    folder.write(entry)
-    path = tmp_path / entry.name()
-    data = bytearray(path.read_bytes())
-    data[len(MAGIC) - 1] = ord("2")
-    path.write_bytes(data)
-    assert Folder(tmp_path).heads(IDENTITY) == {}
-    assert path.read_bytes() == data

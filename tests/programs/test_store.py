@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import os
 import random
 import sys
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 import stand_ins
 from servers import Refused, Server, wait_until
+
+from subkv.engine.llama import Llama
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="SIGTERM")
 N = 700  # tokens of a prompt
@@ -116,6 +119,24 @@ def test_servers_share_a_folder(serve: Serve, store: Path) -> None:
         answer, n_restored, _ = ask(other, prompt)
         assert n_restored >= N - 256
         assert answer == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_python_shares_the_folder(serve: Serve, store: Path, model: Path, kind: str) -> None:
+    """subkv.Llama finds the server's prompts, and the server finds Llama's."""
+    first, second = text(7), text(8)
+    options = {"n_ctx": 2048, "n_batch": 256, "n_ubatch": 256, "verbose": False, "prompt_cache": store}
+    with serve(kind=kind, SUBKV_STORE=store) as server:
+        answer, _, _ = ask(server, first)
+    with Llama(model, kv_cache="auto" if kind == "coded" else "f16", **options) as llm:
+        assert llm.cache[first].input_ids.tolist()[:N] == first
+        assert list(itertools.islice(llm.generate(first, temp=0.0), 8)) == answer
+        llm.reset()
+        llm.eval(second)
+        llm.cache.store()
+        llm.cache.flush()
+    with serve(kind=kind, SUBKV_STORE=store) as server:
+        assert ask(server, second)[1] >= N - 33
 
 
 def test_conversations_with_a_common_prefix(serve: Serve, store: Path) -> None:

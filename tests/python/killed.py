@@ -22,7 +22,6 @@ import numpy as np
 
 from subkv.base import container, files
 from subkv.base.container import Container
-from subkv.engine.entries import Entry, Folder
 
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.truncate", "os.link", "os.symlink", "shutil.move"}
 SMALL = ["-c", "128", "--chunks", "4", "-t", "1", "-y"]
@@ -64,16 +63,8 @@ class Raw(io.FileIO):
         return super().write(data) or 0
 
 
-def entry(version: int) -> Entry:
-    return Entry(b"i" * 32, np.arange(9 + version, dtype=np.int32), b"x%d" % version * 150)
-
-
 def state(folder: Path) -> None:
     container.write(folder / "state", Container({"a": 1}, np.arange(9, dtype=np.int32), b"x1" * 150))
-
-
-def prompt_cache(folder: Path) -> None:
-    Folder(folder).write(entry(1))
 
 
 def convert(folder: Path) -> None:
@@ -90,7 +81,7 @@ def calibrate(folder: Path) -> None:
     main(["-m", str(folder / "m.gguf"), "-f", str(folder / "text"), "-o", str(folder / "calib"), *SMALL])
 
 
-WORK: dict[str, Callable[[Path], None]] = {work.__name__: work for work in (state, prompt_cache, convert, calibrate)}
+WORK: dict[str, Callable[[Path], None]] = {work.__name__: work for work in (state, convert, calibrate)}
 
 
 def child(work: str, folder: Path, n: int) -> None:

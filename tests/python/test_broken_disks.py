@@ -21,7 +21,6 @@ from subkv.base import container, files
 from subkv.base.container import Container
 from subkv.base.errors import SubkvError
 from subkv.base.files import TEMPORARY, remove_stale
-from subkv.engine.entries import Entry, Folder
 from subkv.format.calibration import read_calibration, write_calibration
 from subkv.native.gguf import Gguf, write_copy, write_sidecar
 
@@ -89,20 +88,16 @@ def write_state(folder: Path, version: int) -> None:
     container.write(folder / "state", Container({"a": version}, np.arange(9, dtype=np.int32), b"x%d" % version * 150))
 
 
-def write_entry(folder: Path, version: int) -> None:
-    Folder(folder).write(Entry(b"i" * 32, np.arange(9, dtype=np.int32), b"x%d" % version * 150))
-
-
 def write_calib(folder: Path, version: int) -> None:
     write_calibration(folder / "calib", random_calibration(n_layer=1, seed=version, samples=1))
 
 
-@pytest.fixture(params=["state", "entry", "calibration", "copy", "sidecar"])
+@pytest.fixture(params=["state", "calibration", "copy", "sidecar"])
 def write(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Write:
-    """States and slots, entries of the prompt cache, calibrations, converted models and sidecars."""
+    """States and slots, calibrations, converted models and sidecars."""
     name = request.param
-    if name in ("state", "entry", "calibration"):
-        return {"state": write_state, "entry": write_entry, "calibration": write_calib}[name]
+    if name in ("state", "calibration"):
+        return {"state": write_state, "calibration": write_calib}[name]
     make, base = {"copy": write_copy, "sidecar": write_sidecar}[name], tiny_model("llama")
 
     def converted(folder: Path, version: int) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from subkv.base import container, files
 from subkv.base.errors import StateError
-from subkv.engine.entries import Folder
 
 
 class Raw(io.FileIO):
@@ -59,20 +58,3 @@ def test_states(disk: type[Raw], kind: str, tmp_path: Path) -> None:
             container.read(path, "a test")
     break_at(disk, "", 0)
     assert container.read(path, "a test").state == whole.state
-
-
-def test_an_entry_that_cannot_be_read_hides_no_other(disk: type[Raw], tmp_path: Path) -> None:
-    """A disk that fails in one place; and the file is not taken for damaged."""
-    for version in range(3):
-        Folder(tmp_path).write(killed.entry(version))
-    identity = killed.entry(0).identity
-    break_at(disk, "", 0)
-    assert len(Folder(tmp_path).heads(identity)) == 3
-    n_reads = -disk.left
-    for n in range(1, n_reads + 1):
-        break_at(disk, "error", n)
-        folder = Folder(tmp_path)
-        assert len(folder.heads(identity)) >= 2, n
-        break_at(disk, "", 0)
-        assert len(folder.heads(identity)) == 3
-        assert len(list(tmp_path.iterdir())) == 3

@@ -16,6 +16,7 @@ import tiny
 from gguf import GGUFWriter
 from opening import N_CTX, last_logits, opened, prompt
 
+from subkv import PromptCache
 from subkv.base.errors import SubkvError
 from subkv.engine.llama import Llama
 from subkv.format.window import N_ROLLBACK, Window
@@ -189,6 +190,10 @@ def test_lora(tiny_model: Models, coded_model: Models, tmp_path: Path) -> None:
         assert np.abs(last_logits(adapted, prompt(40)) - last_logits(base, prompt(40))).max() > 0.1
         with pytest.raises(SubkvError, match="state: lora: expected None"):
             base.load_state(adapted.save_state())
+        for llm in (adapted, base):
+            llm.set_cache(PromptCache(tmp_path / "cache"))
+        adapted.cache.store()
+        assert prompt(40) in adapted.cache and prompt(40) not in base.cache
     with pytest.raises(SubkvError, match="lora_path: "):
         Llama(coded_model(), lora_path=str(tmp_path / "missing.gguf"), verbose=False)
 

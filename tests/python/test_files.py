@@ -1,19 +1,22 @@
-"""Files: non-files, leftovers of killed processes, and files with too large sizes."""
+"""Files: non-files, leftovers of killed processes, and the containers of states."""
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from subkv.base import container
 from subkv.base.errors import StateError
 from subkv.base.files import STALE_SECONDS, atomic_file, open_regular, remove_stale
-from subkv.engine.entries import Entry, Folder
 
 
 def left_behind(folder: Path, name: str, old: bool = True) -> Path:
@@ -53,27 +56,6 @@ def test_leftover_files_of_killed_processes(tmp_path: Path) -> None:
     assert (tmp_path / "night").read_bytes() == b"whole"
 
 
-def test_leftover_entries_of_killed_processes(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    folder.write(Entry(b"i" * 32, np.arange(3, dtype=np.int32), b"state"))
-    (name,) = os.listdir(tmp_path)
-    left_behind(tmp_path, f".{name}.12.0123abcd.tmp")
-    folder.trim(1 << 20)
-    assert os.listdir(tmp_path) == [name]
-
-
-@posix
-def test_a_pipe_among_entries(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    entry = Entry(b"i" * 32, np.arange(3, dtype=np.int32), b"state")
-    other = Entry(b"i" * 32, np.arange(4, dtype=np.int32), b"state")
-    os.mkfifo(tmp_path / entry.name())
-    folder.write(other)
-    assert list(Folder(tmp_path).heads(entry.identity)) == [other.name()]
-    folder.write(entry)
-    assert len(Folder(tmp_path).heads(entry.identity)) == 2
-
-
 def test_sizes_that_no_disk_holds(tmp_path: Path) -> None:
     """A sparse file may claim any size, so the size is checked before the file is read."""
     path = tmp_path / "large"
@@ -90,3 +72,36 @@ def test_sizes_that_no_disk_holds(tmp_path: Path) -> None:
         container.read(path, "a test")
     path.write_bytes(data)
     assert container.read(path, "a test").state == whole.state
+
+
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40).map(lambda tokens: np.array(tokens, np.int32))
+HEADS = st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.text(max_size=5), max_size=3)
+
+
+@given(HEADS, TOKENS, st.binary(max_size=200))
+def test_containers_round_trip(head: dict[str, Any], tokens: Any, state: bytes) -> None:
+    data = b"".join(container.Container(head, tokens, state).pieces())
+    back = container.read_whole(io.BytesIO(data))
+    assert (back.head, back.tokens.tolist(), back.state) == (head, tokens.tolist(), state)
+    found, listed, n_state = container.read_head(io.BytesIO(data))
+    assert (found, listed.tolist(), n_state) == (head, tokens.tolist(), len(state))
+
+
+@given(TOKENS, st.binary(max_size=200), st.data())
+def test_every_damage_is_noticed(tokens: Any, state: bytes, data: st.DataObject) -> None:
+    good = b"".join(container.Container({"identity": "x"}, tokens, state).pieces())
+    at = data.draw(st.integers(0, len(good) - 1))
+    flipped = bytearray(good)
+    flipped[at] ^= 1 << data.draw(st.integers(0, 7))
+    for bad in (bytes(flipped), good[:at], good + b"\0"):
+        with pytest.raises(container.ContainerError):
+            container.read_whole(io.BytesIO(bad))
+
+
+def test_a_container_that_is_none(tmp_path: Path) -> None:
+    """A state of an earlier version is a ZIP file; it is refused like any other invalid file."""
+    (tmp_path / "old").write_bytes(b"PK\x03\x04" + bytes(60))
+    with pytest.raises(StateError, match=r"path: expected a file written by /save, found another format in .*b'PK"):
+        container.read(tmp_path / "old", "/save")
+    with pytest.raises(StateError, match="path: cannot read"):
+        container.read(tmp_path / "none", "/save")

@@ -16,69 +16,18 @@ from pathlib import Path
 
 import capi
 
+from subkv.native.store import SIGNATURES, BytesStruct, PointStruct, PromptStruct, QueryStruct, StatsStruct
+
 LIB = capi.load()
 MIB = 1 << 20
 IDENTITY = bytes(range(32))
 BLOCK = 256  # tokens
 LEAST = 32
 
-_i32, _i64, _ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+_i32, _ptr = ctypes.c_int32, ctypes.c_void_p
 
 
-class Bytes(ctypes.Structure):
-    _fields_ = [("data", _ptr), ("size", ctypes.c_size_t)]
-
-
-class PointStruct(ctypes.Structure):
-    _fields_ = [("n_tokens", _i64), ("pos_min", _i32), ("pos_max", _i32), ("data", Bytes * 3)]
-
-
-class PromptStruct(ctypes.Structure):
-    _fields_ = [
-        ("tokens", ctypes.POINTER(_i32)),
-        ("n_tokens", _i64),
-        ("state", Bytes * 2),
-        ("points", ctypes.POINTER(PointStruct)),
-        ("n_points", _i64),
-        ("n_removable", _i64),
-    ]
-
-
-class QueryStruct(ctypes.Structure):
-    _fields_ = [
-        ("tokens", ctypes.POINTER(_i32)),
-        ("n_tokens", _i64),
-        ("n_held", _i64),
-        ("n_max", _i64),
-        ("n_removable", _i64),
-        ("seconds_per_token", ctypes.c_double),
-        ("seconds", ctypes.c_double),
-        ("n_moved", _i64),
-    ]
-
-
-class Stats(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_uint64)
-        for name in ("entries", "bytes", "hits", "restored", "written", "dropped", "damaged", "failures")
-    ]
-
-
-capi.declare(
-    LIB,
-    {
-        "subkv_store_open": (_ptr, [ctypes.c_char_p, ctypes.c_uint64]),
-        "subkv_store_close": (None, [_ptr]),
-        "subkv_store_room": (_i32, [_ptr, ctypes.c_uint64]),
-        "subkv_store_put": (ctypes.c_bool, [_ptr, ctypes.c_char_p, ctypes.POINTER(PromptStruct), ctypes.c_bool]),
-        "subkv_store_flush": (ctypes.c_bool, [_ptr, ctypes.c_double]),
-        "subkv_store_get": (_ptr, [_ptr, ctypes.c_char_p, ctypes.POINTER(QueryStruct)]),
-        "subkv_store_found_prompt": (ctypes.POINTER(PromptStruct), [_ptr]),
-        "subkv_store_found_reach": (_i64, [_ptr]),
-        "subkv_store_found_free": (None, [_ptr, _ptr, ctypes.c_bool]),
-        "subkv_store_get_stats": (None, [_ptr, ctypes.POINTER(Stats)]),
-    },
-)
+capi.declare(LIB, SIGNATURES)
 
 
 @dataclass(frozen=True)
@@ -107,11 +56,11 @@ class Found:
     reach: int
 
 
-def _bytes(data: bytes) -> Bytes:
-    return Bytes(ctypes.cast(ctypes.c_char_p(data), _ptr), len(data))
+def _bytes(data: bytes) -> BytesStruct:
+    return BytesStruct(ctypes.cast(ctypes.c_char_p(data), _ptr), len(data))
 
 
-def _shown(given: Bytes) -> bytes:
+def _shown(given: BytesStruct) -> bytes:
     return ctypes.string_at(given.data, given.size) if given.size else b""
 
 
@@ -134,12 +83,13 @@ class Store:
 
     def put(self, prompt: Prompt, identity: bytes = IDENTITY) -> bool:
         points = [
-            PointStruct(p.n_tokens, p.pos_min, p.pos_max, (Bytes * 3)(*map(_bytes, p.data))) for p in prompt.points
+            PointStruct(p.n_tokens, p.pos_min, p.pos_max, (BytesStruct * 3)(*map(_bytes, p.data)))
+            for p in prompt.points
         ]
         given = PromptStruct(
             (_i32 * len(prompt.tokens))(*prompt.tokens),
             len(prompt.tokens),
-            (Bytes * 2)(*map(_bytes, prompt.states)),
+            (BytesStruct * 2)(*map(_bytes, prompt.states)),
             (PointStruct * len(points))(*points),
             len(points),
             prompt.n_removable,
@@ -176,9 +126,13 @@ class Store:
         LIB.subkv_store_found_free(self.handle, found, refused)
         return result
 
+    def common(self, tokens: Sequence[int], identity: bytes = IDENTITY) -> int:
+        n: int = LIB.subkv_store_common(self.handle, identity, (_i32 * len(tokens))(*tokens), len(tokens))
+        return n
+
     @property
-    def stats(self) -> Stats:
-        stats = Stats()
+    def stats(self) -> StatsStruct:
+        stats = StatsStruct()
         LIB.subkv_store_get_stats(self.handle, ctypes.byref(stats))
         return stats
 

@@ -125,6 +125,8 @@ def test_the_longest_useful_beginning(store: Store) -> None:
     assert store.get(prompt_tokens, n_removable=-1, n_max=399) is None
     found = store.get([*short, 1], n_removable=16)
     assert found and found.prompt.tokens == short
+    assert [store.common(tokens) for tokens in (prompt_tokens, short, short[:5], [])] == [400, 400, 5, 0]
+    assert store.common(short, OTHER) == 0
 
 
 def test_slow_disks_are_not_read(store: Store) -> None:
@@ -213,6 +215,9 @@ def test_the_same_prompt_and_its_beginnings(store: Store) -> None:
     short = Prompt(tokens[:40], (state(tokens[:40]), b""), n_removable=0)
     assert store.put(short)  # the long one cannot go back to it
     assert len(store.files(".prefix")) == 2
+    longer = [*tokens, 1]
+    assert store.put(Prompt(longer, (state(longer), b""), n_removable=0))  # nor can this one
+    assert store.get([*tokens[:40], 1], n_removable=0)
 
 
 @pytest.mark.parametrize(

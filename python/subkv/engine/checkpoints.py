@@ -9,6 +9,7 @@ the cells, which stay in place, and of a coded cache the exact window. Its size 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,11 @@ class Checkpoint:
     state: ctypes.Array[ctypes.c_uint8]
 
 
+def _copied(address: int, size: int) -> ctypes.Array[ctypes.c_uint8]:
+    kind = ctypes.c_uint8 * size
+    return kind.from_buffer_copy(kind.from_address(address))
+
+
 class Checkpoints:
     """The checkpoints (`points`, in order) of one sequence of a context, at most n_bytes in total."""
 
@@ -42,6 +48,10 @@ class Checkpoints:
         """Drop all: the sequence was emptied or replaced."""
         self.points.clear()
         self._inconsistent = False
+
+    def restore(self, points: Iterable[tuple[int, int, int]]) -> None:
+        """Use the checkpoints of a restored prompt: tokens, address and bytes of the state, in order."""
+        self.points = [Checkpoint(n_tokens, _copied(data, size)) for n_tokens, data, size in points if size > 0]
 
     def restorable(self, n: int) -> int:
         """How many of the first n tokens rewind(n) would keep, by checkpoints alone."""

@@ -50,6 +50,7 @@ from subkv.format.window import Window
 from subkv.native import library
 from subkv.native.binding import C, captured_log, last_log_error, llama_cpp, loading
 from subkv.native.gguf import check_model_file, sha256
+from subkv.native.store import Found
 
 __all__ = ["CacheError", "KVStats", "Llama", "StateError", "SubkvError"]
 
@@ -295,19 +296,12 @@ class Llama(llama_cpp.Llama):
             }
         return self._identity
 
-    @property
-    def n_removable(self) -> int | None:
-        """How many of the last cells can be removed at any time; None: all."""
-        if self._is_recurrent or self._is_hybrid:
-            return 0
-        return self.kv_stats().n_rollback if self._choice.is_adaptive else None
-
     def set_cache(self, cache: Any) -> None:
         """Look up and store prompts in a PromptCache or a cache of llama_cpp; None: stop using one."""
         super().set_cache(cache.bound_to(self) if isinstance(cache, PromptCache) else cache)
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluate tokens after the current position (`n_tokens`); a PromptCache may store checkpoints meanwhile.
+        """Evaluate tokens after the current position (`n_tokens`); a PromptCache may store beginnings meanwhile.
 
         Cells beyond that position are removed first. If a coded cache has lost exact rows before it, the last tokens
         (SUBKV_RESUME, 32 by default) are evaluated again; with recurrent state, tokens since the last checkpoint.
@@ -339,10 +333,9 @@ class Llama(llama_cpp.Llama):
             tokens = old_tokens[n_valid:] + tokens
         if isinstance(self.cache, PromptCache) and not n_draft:
             text = [*self._input_ids.tolist(), *tokens]
-            for end in self.cache.checkpoints(self.n_tokens, text):
+            for end in self.cache.positions(self.n_tokens, text):
                 self._evaluate(text[self.n_tokens : end])
-                if self._clean:
-                    self.cache[text[:end]] = self.save_state()
+                self.cache.store()
             tokens = text[self.n_tokens :]
         self._evaluate(tokens, n_draft)
 
@@ -476,6 +469,12 @@ class Llama(llama_cpp.Llama):
             states.load(self, self.identity(), state, self._logits_all)
             self._pictures.evaluated(self.n_tokens)
             self._clean = True
+
+    def load_prompt(self, found: Found) -> None:
+        """Restore a stored prompt of this context (subkv.engine.prompt_cache). Raises StateError as load_state()."""
+        with self._ctx.exclusive():
+            states.load_sequence(self, found)
+            self._pictures.evaluated(self.n_tokens)
 
     def close(self) -> None:
         """Free context and model. May be called twice, and after a failed construction.

@@ -3,14 +3,14 @@
     llm = subkv.Llama("model.subkv.gguf", n_ctx=8192, prompt_cache="~/.cache/my-app")
     llm.set_cache(subkv.PromptCache("folder", capacity_bytes=2 << 30))  # for a Llama that exists
 
+The folder is a store of libsubkv (runtime/native/capi/subkv_store.h), which looks up prompts and shares their blocks;
+llama-server's --store may have the same folder.
+
 llama_cpp stores the context after an answer, for the next message of a conversation and for another question about the
-same document: any tail of a stored state can be removed. With recurrent state or adaptive bases it cannot, so that
-checkpoints of a prompt are stored, too: at the last multiples of 512 and 128 tokens, which are usually in the document,
+same document: any tail of a stored prompt can be removed. With recurrent state or adaptive bases it cannot, so that
+beginnings of a prompt are stored, too: at the last multiples of 512 and 128 tokens, which are usually in the document,
 and where the prompt differs from an earlier one. There, evaluation starts at the end of the document from the third
 question on.
-
-A lookup lists the folder, reads the heads of new files (4 bytes per token), and compares tokens in memory: 0.1 s for
-5,000 entries of 3,000 tokens each, one second the first time in a process. A hit reads one file and checks its SHA-256.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import contextlib
 import hashlib
 import json
 import os
-import stat
+import re
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -28,23 +28,27 @@ from typing import Any
 
 import numpy as np
 
-from subkv.base.container import ContainerError, Tokens
-from subkv.base.errors import CacheError, StateError, system_reason
-from subkv.engine.entries import Entry, Folder
+from subkv.base.errors import CacheError, StateError
+from subkv.engine import states
+from subkv.native import store
 from subkv.native.binding import llama_cpp
+from subkv.native.store import Store, Tokens
 
-BLOCK = 128  # tokens; checkpoints are at multiples of it, and shorter prompts have none
+BLOCK = 128  # tokens; beginnings are stored at multiples of it, and none of shorter prompts
 LARGE_BLOCK = 512
-MIN_GAIN = 64  # tokens that a new checkpoint must have beyond stored ones
+MIN_GAIN = 64  # tokens that a stored beginning must have beyond those before it
+
+FORMER = re.compile(r"[0-9a-f]{24}-[0-9a-f]{32}\.prompt")  # an entry of versions that had one file for each state
 
 
 class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
-    """Stores states of contexts in a folder, across restarts and for several processes.
+    """Stores evaluated prompts in a folder, across restarts and for several processes.
 
-    folder: created on the first store; other files in it are ignored. capacity_bytes: beyond it, the least recently
-    used entries are removed. Several contexts may use one object; each uses only entries of its own model, cache and
-    parameters (subkv.engine.states.identity). If the folder cannot be read or written, it warns once and generation
-    continues. Entries with a wrong checksum or format are removed with a warning; no other error removes an entry.
+    folder: created if missing; other files in it are ignored. capacity_bytes: limit of all prompts together; beyond it,
+    the least useful ones are removed. Several contexts may use one object; each uses only prompts of its own model,
+    cache and parameters. If the folder cannot be read or written, it warns once and generation continues. Prompts with
+    a wrong checksum or format are removed with a warning; no other error removes a prompt. Prompts are written in the
+    background, at the latest when the process ends.
 
     Raises CacheError if the path is not a folder or other users may write to it, without a subkv.Llama, and with
     logits_all, because the logits of earlier tokens are not stored.
@@ -53,33 +57,27 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
     def __init__(self, folder: str | os.PathLike[str], capacity_bytes: int = 2 << 30) -> None:
         super().__init__(capacity_bytes)
         path = Path(folder).expanduser()
-        with contextlib.suppress(OSError):  # reported at the first use
-            status = os.stat(path)
-            mode = stat.S_IMODE(status.st_mode)
-            if not stat.S_ISDIR(status.st_mode):
-                raise CacheError("prompt_cache", f"expected a folder, found the file {path}")
-            if os.name == "posix" and mode & (stat.S_IWGRP | stat.S_IWOTH):
-                only = "a folder that only its owner can write to"
-                raise CacheError("prompt_cache", f"expected {only}, found mode {mode:04o} (chmod go-w): {path}")
-        self.entries = Folder(path)
+        self._store = Store(path, capacity_bytes)
         self._llm: Any = None  # the subkv.Llama that uses this object
         self._identity = b""
-        self._n_removable: int | None = None
-        self._warned: set[str] = set()  # shared by all contexts that use this object
+        self._n_removable = -1
+        _note_former_files(path)
 
     def bound_to(self, llm: llama_cpp.Llama) -> PromptCache:
         """A PromptCache on the same folder for one subkv.Llama."""
         if llm._logits_all:
             raise CacheError("prompt_cache", "expected logits_all=False (no logits are stored), found True")
-        bound = PromptCache(self.entries.path, self.capacity_bytes)
-        bound.entries, bound._warned = self.entries, self._warned
+        bound = object.__new__(type(self))
+        bound.__dict__.update(self.__dict__)
         bound._llm = weakref.proxy(llm)
-        bound._n_removable = llm.n_removable
-        bound._identity = hashlib.sha256(json.dumps(llm.identity(), sort_keys=True).encode()).digest()
+        bound._n_removable = store.n_removable(llm.ctx)
+        bound._identity = store.identity(llm.ctx)
+        if lora := llm.identity()["lora"]:
+            bound._identity = hashlib.sha256(bound._identity + json.dumps(lora).encode()).digest()
         return bound
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PromptCache, (self.entries.path, self.capacity_bytes)
+        return PromptCache, (self._store.folder, self.capacity_bytes)
 
     def _context(self) -> llama_cpp.Llama:
         if self._llm is None:
@@ -88,134 +86,97 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
 
     @property
     def cache_size(self) -> int:
-        """Bytes of all files, including those of other contexts."""
-        try:
-            return self.entries.size()
-        except OSError:
-            return 0
+        """Bytes of all prompts, including those of other contexts."""
+        return self._store.n_bytes()
+
+    def flush(self) -> None:
+        """Wait until all prompts are written."""
+        self._store.flush()
 
     #
     # lookup
     #
 
-    def _heads(self) -> dict[str, Tokens]:
-        try:
-            return {name: head.tokens for name, head in self.entries.heads(self._identity).items()}
-        except FileNotFoundError:  # nothing is stored yet
-            return {}
-        except (OSError, MemoryError) as error:
-            self._warn("read", error)
-            return {}
-
-    def _usable(self, evaluated: Tokens, tokens: Tokens) -> int:
-        """How many of the first `tokens` a context can reuse that has the cells of the text `evaluated`."""
-        n_common = common_prefix(evaluated, tokens)
-        return n_common if self._n_removable is None or len(evaluated) - n_common <= self._n_removable else 0
-
-    def _best(self, tokens: Tokens, heads: dict[str, Tokens]) -> tuple[int, str]:
-        """The number of `tokens` that the best entry has, from the first one on, and its name; 0 without an entry."""
-        n_ctx = self._context().n_ctx()
-        usable = [(self._usable(stored, tokens), name) for name, stored in heads.items() if len(stored) <= n_ctx]
-        return max(usable, default=(0, ""))
+    def _found(self, tokens: Tokens, n_held: int) -> contextlib.AbstractContextManager[store.Found | None]:
+        return self._store.get(self._identity, tokens, n_held, self._context().n_ctx(), self._n_removable)
 
     def __contains__(self, key: Sequence[int]) -> bool:
-        return self._best(_prompt(key), self._heads())[0] > 0
+        with self._found(_tokens(key), 0) as found:
+            return found is not None
 
     def __getitem__(self, key: Sequence[int]) -> llama_cpp.LlamaState:
-        """Load the state with the most tokens of a prompt into the context, and return it.
+        """Load the stored prompt with the most tokens of a prompt into the context; returns its tokens, without data.
 
         llama_cpp, the caller, cannot load it, because it expects that any tail can be removed. Raises KeyError if no
-        state has more of the prompt than the context already holds.
+        stored prompt has at least 32 tokens more of the prompt than the context.
         """
-        llm = self._context()
-        tokens = _prompt(key)
-        n_own = max(self._usable(llm._input_ids, tokens), llm.restorable(common_prefix(llm._input_ids, tokens)))
-        unreadable: set[str] = set()
+        llm, tokens = self._context(), _tokens(key)
         while True:
-            heads = {name: stored for name, stored in self._heads().items() if name not in unreadable}
-            n_stored, name = self._best(tokens, heads)
-            if n_stored <= n_own:
-                raise KeyError("no entry has more of the prompt than the context")
-            try:
-                entry = self.entries.read(name)
-                if entry is None:  # another process removed it
+            with self._found(tokens, self._n_held(tokens[:-1])) as found:
+                if found is None:
+                    raise KeyError("no stored prompt has more of the prompt than the context")
+                try:
+                    llm.load_prompt(found)
+                except StateError as error:  # its checksum is right: the context may lack memory
+                    found.is_refused = True
+                    warnings.warn(
+                        f"prompt cache {self._store.folder}: the context rejects a prompt: {error}", stacklevel=2
+                    )
                     continue
-                scores = np.empty((0, llm.n_vocab()), dtype=np.single)
-                state = llama_cpp.LlamaState(
-                    entry.tokens, scores, len(entry.tokens), entry.state, len(entry.state), llm._seed
-                )
-                llm.load_state(state)
-                return state
-            except ContainerError as error:
-                self.entries.discard(name)
-                warnings.warn(
-                    f"prompt cache {self.entries.path}: skipped the damaged entry {name}: {error}", stacklevel=2
-                )
-            except StateError as error:  # its checksum is right: the context may lack memory
-                self.entries.skip(name)
-                warnings.warn(
-                    f"prompt cache {self.entries.path}: the context rejects the entry {name}: {error}", stacklevel=2
-                )
-            except (OSError, MemoryError) as error:
-                unreadable.add(name)
-                self._warn("read", error)
+                no_scores = np.empty((0, llm.n_vocab()), dtype=np.single)
+                return llama_cpp.LlamaState(found.tokens, no_scores, len(found.tokens), b"", 0, llm._seed)
+
+    def _n_held(self, tokens: Tokens) -> int:
+        """How many of the first `tokens` the context has and can return to."""
+        own: Tokens = self._llm._input_ids
+        n_common = common_prefix(own, tokens)
+        can_remove = self._n_removable < 0 or len(own) - n_common <= self._n_removable
+        return n_common if can_remove else int(self._llm.restorable(n_common))
 
     #
     # store
     #
 
     def __setitem__(self, key: Sequence[int], value: llama_cpp.LlamaState) -> None:
-        """Store a state, with its own tokens as the key (llama_cpp's key has one more, not evaluated yet)."""
-        self._context()
-        entry = Entry(self._identity, _tokens(value.input_ids[: value.n_tokens]), value.llama_state)
-        heads = self._heads()
-        name = entry.name()
-        if name in heads:
-            self.entries.touch(name)
-            return
-        if len(entry.state) > self.capacity_bytes:
-            return
-        try:
-            self.entries.write(entry)
-            for other, stored in heads.items():
-                if self._usable(entry.tokens, stored) == len(stored):  # the new entry replaces it
-                    self.entries.remove(other)
-            self.entries.trim(self.capacity_bytes)
-        except (OSError, MemoryError) as error:
-            self._warn("write", error)
+        """Store the context, of which `value` is the state (llama_cpp's key has one more token, not evaluated yet)."""
+        if self._context()._input_ids.tolist() != list(value.input_ids[: value.n_tokens]):
+            raise CacheError("prompt_cache", "expected the present state of its subkv.Llama, found another one")
+        self.store()
 
-    def checkpoints(self, n_cells: int, tokens: Sequence[int]) -> list[int]:
-        """Positions, in order, at which to store a state while tokens from n_cells on are evaluated."""
+    def store(self) -> None:
+        """Store the context."""
+        llm = self._context()
+        if llm._clean:  # else values depend on tokens that it no longer has
+            self._store.put(self._identity, _tokens(llm._input_ids), states.save_sequence(llm), self._n_removable)
+
+    def positions(self, n_cells: int, tokens: Sequence[int]) -> list[int]:
+        """Positions, in order, at which to store the context while tokens from n_cells on are evaluated."""
         n = len(tokens)
-        if self._n_removable is None or n - n_cells < BLOCK:
+        if self._n_removable < 0 or n - n_cells < BLOCK:
             return []
-        array = _tokens(tokens)
-        heads = self._heads()
-        n_common = max((common_prefix(stored, array) for stored in heads.values()), default=0)
+        n_common = self._store.common(self._identity, _tokens(tokens))
         positions: list[int] = []
         for end in (n_common, n // BLOCK * BLOCK, n // LARGE_BLOCK * LARGE_BLOCK):
-            is_near = any(abs(end - other) < MIN_GAIN for other in positions)
-            gain = end - max(self._best(array[:end], heads)[0], n_cells)
-            if BLOCK <= end < n and not is_near and gain >= MIN_GAIN:
+            is_near = any(abs(end - other) < MIN_GAIN for other in [n_cells, *positions])
+            if max(BLOCK, n_cells) <= end < n and not is_near:
                 positions.append(end)
         return sorted(positions)
 
-    def _warn(self, action: str, error: OSError | MemoryError) -> None:
-        if action not in self._warned:
-            self._warned.add(action)
+
+def _note_former_files(folder: Path) -> None:
+    """Warn about entries of an earlier version: nothing reads them, and nothing removes them."""
+    with contextlib.suppress(OSError):
+        sizes = [path.stat().st_size for path in folder.glob("*.prompt") if FORMER.fullmatch(path.name)]
+        if sizes:
             warnings.warn(
-                f"prompt cache {self.entries.path}: cannot {action}: {system_reason(error)}; continuing without it",
+                f"prompt cache {folder}: {len(sizes)} files (*.prompt, {sum(sizes) >> 20} MiB) are of an earlier "
+                "version and no longer used; remove them",
                 stacklevel=2,
             )
 
 
 def _tokens(key: Any) -> Tokens:
-    return np.asarray(key, dtype=np.int32)
-
-
-def _prompt(key: Sequence[int]) -> Tokens:
-    """The part of a prompt to look up: all but the last token, which must be evaluated for its logits."""
-    return _tokens(key)[:-1]
+    return np.ascontiguousarray(key, dtype=np.int32)
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,11 @@ from subkv.engine.cache import CacheChoice
 from subkv.engine.model import Model
 from subkv.engine.stats import KVStats
 from subkv.native.binding import C, captured_log, last_error, last_log_error, llama_cpp
+from subkv.native.store import Bytes, Found
 
 N_SAMPLE, SAMPLE_BYTES = 64, 4096
+
+_u8_p = ctypes.POINTER(ctypes.c_uint8)
 
 _STATS = ("type_k", "type_v", "fingerprint", "n_sink", "n_recent", "n_rollback", "window_kinds")
 # members of llama_context_params on which keys and values depend
@@ -117,23 +121,48 @@ def load(llm: llama_cpp.Llama, identity: dict[str, Any], state: llama_cpp.LlamaS
         if saved.get(key) != expected:
             raise StateError("state", f"{key}: expected {expected}, found {saved.get(key)}")
     size = len(state.llama_state)
-    llm.reset()  # an interrupt must not leave tokens of one text and cells of another
     data = ctypes.cast(ctypes.c_char_p(state.llama_state), ctypes.POINTER(ctypes.c_uint8))
-    with captured_log(forward=llm.verbose) as log:
-        n_read = C.llama_state_set_data(llm.ctx, data, size)
-    if n_read != size:
-        reason = last_log_error(log) or last_error() or f"read {n_read} of {size} bytes"
-        llm._ctx.kv_cache_clear()
-        raise StateError("state", reason)
-    memory = llm._ctx.memory
-    n_cells = state.n_tokens if memory is None else C.llama_memory_seq_pos_max(memory, 0) + 1
-    if n_cells < state.n_tokens:
-        llm._ctx.kv_cache_clear()
-        raise StateError("state", f"expected cells of its {state.n_tokens} tokens, found {n_cells}")
-    llm.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
+    _restore(llm, state.input_ids[: state.n_tokens], size, lambda: C.llama_state_set_data(llm.ctx, data, size))
     llm._seed = state.seed
     if logits:
         rows = min(state.n_tokens, state.scores.shape[0])
         llm.scores[:rows] = state.scores[:rows]
         llm.scores[rows:] = np.float32(0)
-    llm.n_tokens = state.n_tokens
+
+
+def _restore(llm: llama_cpp.Llama, tokens: Any, size: int, read: Callable[[], int]) -> None:
+    """Replace the context by a state of `size` bytes with these tokens. read: returns how many bytes it has read."""
+    n_tokens = len(tokens)
+    llm.reset()  # an interrupt must not leave tokens of one text and cells of another
+    with captured_log(forward=llm.verbose) as log:
+        n_read = read()
+    if n_read != size:
+        reason = last_log_error(log) or last_error() or f"read {n_read} of {size} bytes"
+        llm._ctx.kv_cache_clear()
+        raise StateError("state", reason)
+    memory = llm._ctx.memory
+    n_cells = n_tokens if memory is None else C.llama_memory_seq_pos_max(memory, 0) + 1
+    if n_cells < n_tokens:
+        llm._ctx.kv_cache_clear()
+        raise StateError("state", f"expected cells of its {n_tokens} tokens, found {n_cells}")
+    llm.input_ids[:n_tokens] = tokens
+    llm.n_tokens = n_tokens
+
+
+def save_sequence(llm: llama_cpp.Llama) -> Bytes:
+    """A copy of the context's sequence, without its tokens, for a prompt store. Raises StateError."""
+    size = C.llama_state_seq_get_size(llm.ctx, 0)
+    state = np.empty(size, np.uint8)
+    n_written = C.llama_state_seq_get_data(llm.ctx, state.ctypes.data_as(_u8_p), size, 0)
+    if n_written != size:
+        raise StateError("state", last_error() or f"expected a state of {size} bytes, found {n_written}")
+    return state
+
+
+def load_sequence(llm: llama_cpp.Llama, found: Found) -> None:
+    """Restore a stored prompt with its checkpoints. Raises StateError; the context is then empty."""
+    size = found.state.size
+    data = ctypes.cast(found.state.data, _u8_p)
+    _restore(llm, found.tokens, size, lambda: C.llama_state_seq_set_data(llm.ctx, data, size, 0))
+    if llm._ctx.checkpoints is not None:
+        llm._ctx.checkpoints.restore((point.n_tokens, point.data[0].data, point.data[0].size) for point in found.points)

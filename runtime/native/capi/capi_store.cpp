@@ -1,11 +1,13 @@
 // capi_store.cpp: subkv_store.h.
 #include "error.h"
+#include "llama-subkv-store.h"
 #include "model_file.h"
 #include "prefix_store.h"
 #include "sha256.h"
 #include "store_hook.h"
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -30,6 +32,12 @@ std::vector<uint8_t> copied(const subkv_store_bytes & bytes) {
     const auto * data = (const uint8_t *) bytes.data;
     check_array(data, (int64_t) bytes.size, "subkv_store_bytes: data");
     return { data, data + bytes.size };
+}
+
+StoreIdentity digest_of(const std::string & text) {
+    Sha256 digest;
+    digest.update(text.data(), text.size());
+    return digest.digest();
 }
 
 bool put_states(subkv_store * store, const uint8_t * identity, const subkv_store_prompt & prompt, StoreStates && states,
@@ -72,6 +80,21 @@ extern "C" subkv_store * subkv_store_open(const char * folder, uint64_t max_byte
 
 extern "C" void subkv_store_close(subkv_store * store) {
     delete store;
+}
+
+extern "C" bool subkv_store_identity(const llama_context * ctx, uint8_t * identity) {
+    clear_error();
+    return guarded(SUBJECT, [&] {
+        not_null(identity, "subkv_store_identity: identity");
+        const auto digest =
+            digest_of(llama_subkv_state_identity(&not_null(ctx, "subkv_store_identity: ctx"), model_content));
+        std::memcpy(identity, digest.data(), digest.size());
+    });
+}
+
+extern "C" int64_t subkv_store_removable(const llama_context * ctx) {
+    return guarded<int64_t>(SUBJECT, 0,
+                            [&] { return llama_subkv_store_removable(&not_null(ctx, "subkv_store_removable: ctx")); });
 }
 
 extern "C" int32_t subkv_store_room(const subkv_store * store, uint64_t n_bytes) {
@@ -151,6 +174,25 @@ extern "C" void subkv_store_found_free(subkv_store * store, subkv_store_found * 
     delete found;
 }
 
+extern "C" int64_t subkv_store_common(subkv_store * store, const uint8_t * identity, const int32_t * tokens,
+                                      int64_t n_tokens) {
+    clear_error();
+    return guarded<int64_t>(SUBJECT, 0, [&] {
+        not_null(store, "subkv_store_common: store");
+        not_null(identity, "subkv_store_common: identity");
+        check_array(tokens, n_tokens, "subkv_store_common: tokens");
+        return store->common(hex_digits(identity, SUBKV_STORE_IDENTITY), { tokens, tokens + n_tokens });
+    });
+}
+
+extern "C" const char * subkv_store_failure(subkv_store * store) {
+    return guarded(SUBJECT, (const char *) nullptr, [&] {
+        thread_local std::string failure;
+        failure = not_null(store, "subkv_store_failure: store").failure();
+        return failure.c_str();
+    });
+}
+
 extern "C" void subkv_store_get_stats(const subkv_store * store, subkv_store_stats * stats) {
     guarded(SUBJECT, [&] {
         not_null(stats, "subkv_store_get_stats: stats") = not_null(store, "subkv_store_get_stats: store").stats();
@@ -172,12 +214,6 @@ bool take_states(subkv_store * store, const uint8_t * identity, const subkv_stor
                  StoreStates && states, bool wait) {
     clear_error();
     return guarded(SUBJECT, false, [&] { return put_states(store, identity, *prompt, std::move(states), wait); });
-}
-
-StoreIdentity digest_of(const std::string & text) {
-    Sha256 digest;
-    digest.update(text.data(), text.size());
-    return digest.digest();
 }
 
 } // namespace

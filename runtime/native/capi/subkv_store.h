@@ -2,8 +2,8 @@
 // processes and that several processes may share (docs/programs.md). subkv_last_error() of subkv.h has the reason of a
 // failure.
 //
-// A store does not depend on models: states are bytes of llama_state_seq_get_data. The caller derives an identity from
-// everything that affects these bytes; a state is valid for its identity only. Any thread may call a store.
+// A store does not depend on models: states are bytes of llama_state_seq_get_data. An identity stands for everything that
+// affects these bytes; a state is valid for its identity only. Any thread may call a store.
 #pragma once
 
 #include "subkv.h"
@@ -14,6 +14,8 @@ extern "C" {
 
 #define SUBKV_STORE_IDENTITY     32 // bytes
 #define SUBKV_STORE_LEAST_TOKENS 32 // minimum tokens of a stored prompt, and minimum gain of a read
+
+struct llama_context;
 
 typedef struct subkv_store       subkv_store;
 typedef struct subkv_store_found subkv_store_found;
@@ -66,6 +68,13 @@ SUBKV_API subkv_store * subkv_store_open(const char * folder, uint64_t max_bytes
 // Waits at most 30 seconds for pending writes.
 SUBKV_API void subkv_store_close(subkv_store * store);
 
+// The identity of a context's states, SUBKV_STORE_IDENTITY bytes: llama-server's, so that both may share a folder. LoRA
+// weights and control vectors are not part of it: the caller stores nothing while they are loaded, or adds them. false +
+// last_error: the model's file cannot be read.
+SUBKV_API bool subkv_store_identity(const struct llama_context * ctx, uint8_t * identity);
+// n_removable of a context's states.
+SUBKV_API int64_t subkv_store_removable(const struct llama_context * ctx);
+
 // Checks the space for a prompt whose states and checkpoints have n_bytes bytes. 1: it fits now; 0: after pending
 // writes; -1: never.
 SUBKV_API int32_t subkv_store_room(const subkv_store * store, uint64_t n_bytes);
@@ -85,6 +94,14 @@ SUBKV_API const subkv_store_prompt * subkv_store_found_prompt(const subkv_store_
 SUBKV_API int64_t subkv_store_found_reach(const subkv_store_found * found);
 // refused: the cache rejected the state; this store does not return the prompt again until it is stored again.
 SUBKV_API void subkv_store_found_free(subkv_store * store, subkv_store_found * found, bool refused);
+
+// The longest common prefix of these tokens with any stored prompt.
+SUBKV_API int64_t subkv_store_common(subkv_store * store, const uint8_t * identity, const int32_t * tokens,
+                                     int64_t n_tokens);
+
+// A sentence about the first failed read or write, once each; "": none since the last call. Valid until the thread's next
+// call.
+SUBKV_API const char * subkv_store_failure(subkv_store * store);
 
 SUBKV_API void subkv_store_get_stats(const subkv_store * store, subkv_store_stats * stats);
 

@@ -114,7 +114,7 @@ void put(const Slot & slot, const server_prompt_data & data, llama_context * ctx
 // Stores the slots' prompts while all slots are idle: one prompt per call, so that requests need not wait.
 template <typename Slots> void put_idle(const Slots & slots, llama_context * ctx, llama_context * draft) {
     llama_subkv_usage_set(ctx); // a GPU counts rows that are not finite itself
-    all_moves().clear(); // of requests that ended early
+    all_moves().clear();        // of requests that ended early
     if (!llama_subkv_store_on()) {
         return;
     }

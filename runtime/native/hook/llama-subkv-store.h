@@ -6,6 +6,7 @@
 #include "subkv_store.h"
 
 #include <cstdint>
+#include <string>
 
 // Opens the folder of SUBKV_STORE at the first call and logs the result once. false: no folder, or it cannot be used.
 LLAMA_API bool llama_subkv_store_on(void);
@@ -14,6 +15,11 @@ LLAMA_API void llama_subkv_store_forget(void);
 
 // The longest tail of a restored sequence that can be removed without a checkpoint; -1: any.
 LLAMA_API int64_t llama_subkv_store_removable(const llama_context * ctx);
+
+// Everything that affects the bytes of a context's states, except LoRA weights and control vectors, as text. content: the
+// content hash of the model at a path.
+LLAMA_API std::string llama_subkv_state_identity(const llama_context * ctx,
+                                                 std::string (*content)(const std::string & path));
 
 // Stores the prompt of sequence `seq` in a context and in the draft model's context (or nullptr). prompt.state: its
 // states; empty: read them from the contexts. Stores nothing if the sequence does not consist of these tokens, if LoRA

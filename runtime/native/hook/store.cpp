@@ -8,10 +8,6 @@
 
 #include "llama-adapter.h"
 #include "llama-context.h"
-#include "llama-kv-cache-iswa.h"
-#include "llama-memory-hybrid-iswa.h"
-#include "llama-memory-hybrid.h"
-#include "llama-memory-recurrent.h"
 #include "llama-model.h"
 
 #include <algorithm>
@@ -96,17 +92,15 @@ bool llama_subkv::storable(const llama_context & ctx) {
 }
 
 int64_t llama_subkv::n_removable(const llama_context & ctx) {
-    auto *     memory = ctx.get_memory();
-    const auto caches = caches_of(memory);
-    const bool recurrent =
-        !caches.base || dynamic_cast<llama_memory_hybrid *>(memory) || dynamic_cast<llama_memory_hybrid_iswa *>(memory);
+    const auto * memory = ctx.get_memory();
+    const auto   caches = caches_of(memory);
     if (caches.swa && caches.swa->get_size() < caches.base->get_size()) {
         return 0; // the state lacks cells that re-enter the window after a removal
     }
-    const auto * hook = hook_of(memory);
-    if (recurrent) { // a restored state has no snapshots
+    if (!caches.base || caches.recurrent) { // a restored state has no snapshots
         return 0;
     }
+    const auto * hook = hook_of(memory);
     return hook && hook->facts().coded ? hook->facts().n_rollback : -1;
 }
 
@@ -260,6 +254,10 @@ void llama_subkv_store_forget(void) {
 
 int64_t llama_subkv_store_removable(const llama_context * ctx) {
     return llama_subkv::n_removable(*ctx);
+}
+
+std::string llama_subkv_state_identity(const llama_context * ctx, std::string (*content)(const std::string & path)) {
+    return llama_subkv::state_identity(*ctx, content(ctx->get_model().subkv_path));
 }
 
 void llama_subkv_store_put(llama_context * ctx, llama_context * draft, int32_t seq, subkv_store_prompt prompt,

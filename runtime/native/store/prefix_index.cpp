@@ -254,7 +254,8 @@ bool PrefixIndex::has(const std::string & identity, const std::vector<int32_t> &
     return false;
 }
 
-// Marks prompts as unused that are prefixes of a new prompt and that it serves nearly as well (up to SERVES tokens).
+// Marks prompts as unused that are prefixes of a new prompt and that it serves nearly as well (up to SERVES
+// tokens, less than half).
 void PrefixIndex::forget_beginnings(const PrefixHead & head, int64_t n_removable) {
     const auto            n_tokens = (int64_t) head.tokens.size();
     std::set<std::string> used_pieces;
@@ -264,7 +265,8 @@ void PrefixIndex::forget_beginnings(const PrefixHead & head, int64_t n_removable
         const auto   n     = (int64_t) other.tokens.size();
         const bool begins = n < n_tokens && other.identity == head.identity &&
                             common_prefix(head.tokens, other.tokens.data(), other.tokens.size()) == other.tokens.size();
-        if (begins && n - reach(n_tokens, n, head.points, n_removable) < SERVES) {
+        const auto n_lost = n - reach(n_tokens, n, head.points, n_removable);
+        if (begins && n_lost < SERVES && 2 * n_lost < n) {
             folder.remove(it->first + HEAD);
             other.each_piece([&](const std::string & piece, uint64_t) {
                 if (used_pieces.count(piece) == 0) {

@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 namespace subkv {
 
@@ -171,6 +172,8 @@ public:
     std::atomic<bool>       shortage_logged{ false };
     std::atomic<bool>       reading{ false };
     std::atomic<uint64_t>   n_hits{ 0 }, n_restored{ 0 }, n_written{ 0 }, n_dropped{ 0 }, n_failures{ 0 };
+    std::mutex              failure_mutex;
+    std::string             failure; // not asked for yet
 
 private:
     void write(Prefix && prefix);
@@ -186,7 +189,10 @@ void PrefixStore::Core::fails(std::atomic<bool> & logged, const std::exception &
     }
     try {
         const bool no_memory = dynamic_cast<const std::bad_alloc *>(&why) != nullptr;
-        llama_subkv_log("SUBKV_STORE: " + std::string(no_memory ? "not enough memory" : why.what()) + "; " + then);
+        const auto line      = std::string(no_memory ? "not enough memory" : why.what()) + "; " + then;
+        llama_subkv_log("SUBKV_STORE: " + line);
+        std::lock_guard<std::mutex> lock(failure_mutex);
+        failure = line;
     } catch (const std::bad_alloc &) { // not even for the line
     }
 }
@@ -369,6 +375,21 @@ std::unique_ptr<PrefixFound> PrefixStore::get(const PrefixQuery & query) {
         return nullptr;
     }
     return std::move(answer->found);
+}
+
+int64_t PrefixStore::common(const std::string & identity, const std::vector<int32_t> & tokens) const {
+    size_t most = 0;
+    if (!core->reading) { // else a query still waits for the disk
+        for (const auto & head : core->index.heads(identity)) {
+            most = std::max(most, common_prefix(head->tokens, tokens.data(), tokens.size()));
+        }
+    }
+    return (int64_t) most;
+}
+
+std::string PrefixStore::failure() const {
+    std::lock_guard<std::mutex> lock(core->failure_mutex);
+    return std::exchange(core->failure, {});
 }
 
 void PrefixStore::reject(const std::string & name) {

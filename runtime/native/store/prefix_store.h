@@ -66,12 +66,18 @@ public:
     // The prompt that saves the most evaluation of these tokens; nullptr: none.
     std::unique_ptr<PrefixFound> get(const PrefixQuery & query);
 
+    // The longest common prefix with any stored prompt.
+    int64_t common(const std::string & identity, const std::vector<int32_t> & tokens) const;
+
     // Does not return a prompt that the cache rejected, until it is stored again. Its bytes are those that were stored,
     // so its files stay: the cache may lack memory or cells.
     void reject(const std::string & name);
 
     // Waits until all writes are complete. false: timeout.
     bool flush(double seconds);
+
+    // The line that the store has logged about a failure; "": none since the last call.
+    std::string failure() const;
 
     subkv_store_stats stats() const;
 

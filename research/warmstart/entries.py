@@ -1,4 +1,4 @@
-"""The folder of the prompt cache: one file per state, named by a hash of its content.
+"""A folder of entries: one file per state, named by a hash of its content.
 
 An entry (format: subkv.base.container) is written atomically and never changes, so the folder needs no index and no
 lock, and a process can still read a file that another one removes. The modification time is the time of the last use.
@@ -106,11 +106,6 @@ class Folder:
         except OSError:
             self._skipped.add(name)
 
-    def skip(self, name: str) -> None:
-        """Do not list an entry until it is written again."""
-        self._unlist(name)
-        self._skipped.add(name)
-
     def read(self, name: str) -> Entry | None:
         """Read and check an entry, and mark it as used now. None if another process removed it.
 
@@ -166,11 +161,7 @@ class Folder:
                         own.append((status.st_mtime, status.st_size, file.name))
         return own
 
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(size for _, size, _ in self._files())
-
-    def trim(self, capacity: int, begin: str = "") -> None:
+    def trim(self, capacity: int, begin: str) -> None:
         """Remove temporary files of killed processes, then the least recently used entries beyond `capacity` bytes.
 
         begin: count and remove only files with this name prefix, those of one identity.
