@@ -24,6 +24,7 @@ RUN = [
     "subkv run python app.py --model model.gguf",
     'eval "$(subkv env -m model.gguf)"',
     "subkv serve -m model.gguf -c 32768 -np 4 --store ~/prompts",
+    "subkv serve --store-moved",
     "subkv chat -m model.gguf",
     "subkv chat -hf user/model-GGUF:Q4_K_M",
     "subkv chat -m model.gguf -c 8192",

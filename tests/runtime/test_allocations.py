@@ -117,7 +117,8 @@ with engine.session(model, layout, window=(4, 32, 8), threads=2) as s:
     done = int(status == 0)
     assert done or (status == -2 and "out of memory" in engine.last_error()), (status, engine.last_error())
     left = preloaded.fail_new_elsewhere(0)
-    assert C.llama_memory_seq_pos_max(s.memory, 0) == (len(tokens) - 1 if done else -1)
+    last = C.llama_memory_seq_pos_max(s.memory, 0)  # earlier parts of the batch stay, as with f16
+    assert last == len(tokens) - 1 if done else last < len(tokens) - 1
     s.clear()
     found = s.decode(tokens)
     with engine.session(model, layout, window=(4, 32, 8), threads=1) as alone:
