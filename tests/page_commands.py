@@ -24,7 +24,6 @@ RUN = [
     "subkv run python app.py --model model.gguf",
     'eval "$(subkv env -m model.gguf)"',
     "subkv serve -m model.gguf -c 32768 -np 4 --store ~/prompts",
-    "subkv serve --store-moved",
     "subkv chat -m model.gguf",
     "subkv chat -hf user/model-GGUF:Q4_K_M",
     "subkv chat -m model.gguf -c 8192",
@@ -58,6 +57,7 @@ RUN = [
 
 # A test that runs the same command with other files.
 ELSEWHERE = {
+    "subkv serve --store-moved": "programs/test_moved_prompts.py::test_another_beginning",
     "subkv convert model.gguf": "python/test_prepare.py::test_one_command_prepares",
     "subkv convert -hf user/model-GGUF:Q6_K": "python/test_hub.py::test_convert",
     "subkv convert --embed model.gguf": "python/test_prepare.py::test_the_model_is_opened_and_loaded_once",
