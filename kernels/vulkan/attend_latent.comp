@@ -37,14 +37,15 @@ shared float keep[ROWS]; // factor on the earlier sums
 shared uint  visible[TILE / 32]; // bit of a cell: some row sees it
 shared uint  lost_rows;          // bits of rows whose result is NaN
 
-// Decodes CHUNK coefficients of all cells, from `first` on.
-void stage(Head head, uint tile, uint first) {
+// Decodes CHUNK coefficients of all cells, from `first` on. As values, those that are not finite are zeros: the keys
+// have made the result of every row that sees them NaN, and weight 0 times infinity must not reach the others.
+void stage(bool values, Head head, uint tile, uint first) {
     const uint cell = gl_LocalInvocationID.x % TILE, half_ = gl_LocalInvocationID.x / TILE;
     for (uint octet = half_; octet < CHUNK / 8; octet += THREADS / TILE) {
         float x[8];
         decode_octet(false, head, tile, cell, first / 8 + octet, x);
         [[unroll]] for (uint i = 0; i < 8; ++i) {
-            xs[(8 * octet + i) * PITCH + cell] = x[i];
+            xs[(8 * octet + i) * PITCH + cell] = values && !finite(x[i]) ? 0.0 : x[i];
         }
     }
 }
@@ -116,7 +117,7 @@ void main() {
         }
         for (uint at = 0; at < head.rank; at += CHUNK) {
             barrier();
-            stage(head, tile, at);
+            stage(false, head, tile, at);
             for (uint i = me; i < ROWS * CHUNK; i += THREADS) {
                 const uint r = i / CHUNK, j = at + i % CHUNK;
                 qs[i] = r < n_rows && j < head.rank ? queries[p.qt_at + (first + r) * width + j] : 0.0;
@@ -173,7 +174,7 @@ void main() {
         }
         for (uint at = 0; at < rank_v; at += CHUNK) {
             barrier();
-            stage(head, tile, at);
+            stage(true, head, tile, at);
             barrier();
             float sums[QUARTER];
             [[unroll]] for (uint i = 0; i < QUARTER; ++i) {
