@@ -256,7 +256,7 @@ def test_a_row_with_nan_decodes_to_nan(llama: tuple[Any, SubspaceCache]) -> None
     layer.update(k, k)
     codec = layer.codecs[0]
     assert layer._tensors["rows_k"][0, 1, codec._scale_byte[0]] == 255
-    assert codec.decode(layer._tensors["rows_k"])[0, 0].isnan().all(-1).tolist() == [False, True, False]
+    assert codec.decode(layer._tensors["rows_k"])[0, 0, :3].isnan().all(-1).tolist() == [False, True, False]
     assert cache.kv_stats().n_zero_rows == 2  # as key and as value
 
 
@@ -328,7 +328,7 @@ def test_bad_input_is_named(
 ) -> None:
     model, cache = llama
     sidecar = build("llama")[2]
-    with pytest.raises(CacheError, match="path: expected a GGUF or a calibration, found none at .*none.gguf"):
+    with pytest.raises(CacheError, match="path: cannot read .*none.gguf: No such file"):
         SubspaceCache.from_file(tmp_path / "none.gguf", model)
     with pytest.raises(CacheError, match="kv_bits: expected none with a converted file"):
         SubspaceCache.from_file(sidecar, model, kv_bits=4.0)
