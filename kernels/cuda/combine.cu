@@ -6,8 +6,8 @@ namespace subkv::cuda {
 
 namespace {
 
-constexpr int KEYS     = 128; // exact keys, or splits, processed at a time
-constexpr int TOGETHER = 4;   // keys that a warp multiplies at a time
+constexpr int KEYS          = 128; // exact keys, or splits, processed at a time
+constexpr int KEYS_PER_WARP = 4;   // keys that a warp multiplies at a time
 
 struct Key {
     const uint16_t * row; // nullptr: masked
@@ -129,23 +129,23 @@ template <int OUT> __global__ void combine_kernel(Combine b) {
             continue;
         }
         float top = -INFINITY;
-        for (int i0 = me / WARP; i0 < n; i0 += TOGETHER * WARPS) {
-            const uint16_t * key[TOGETHER];
-            float            bias[TOGETHER], dot[TOGETHER] = {};
+        for (int i0 = me / WARP; i0 < n; i0 += KEYS_PER_WARP * WARPS) {
+            const uint16_t * key[KEYS_PER_WARP];
+            float            bias[KEYS_PER_WARP], dot[KEYS_PER_WARP] = {};
 #pragma unroll
-            for (int x = 0; x < TOGETHER; ++x) {
+            for (int x = 0; x < KEYS_PER_WARP; ++x) {
                 const int i = i0 + x * WARPS;
                 bias[x]     = i < n ? logit[i] : -INFINITY;
                 key[x]      = bias[x] == -INFINITY ? reinterpret_cast<const uint16_t *>(q) : keys[i].row + h * l.d_k;
             }
             for (int j = lane; j < l.d_k; j += WARP) {
 #pragma unroll
-                for (int x = 0; x < TOGETHER; ++x) {
+                for (int x = 0; x < KEYS_PER_WARP; ++x) {
                     dot[x] = fmaf(q[j], from_half(key[x][j]), dot[x]);
                 }
             }
 #pragma unroll
-            for (int x = 0; x < TOGETHER; ++x) {
+            for (int x = 0; x < KEYS_PER_WARP; ++x) {
                 dot[x] = capped(finite_or_nan(warp_sum(dot[x])), l.softcap) + l.slope[hq] * bias[x];
                 if (bias[x] != -INFINITY) {
                     logit[i0 + x * WARPS] = dot[x]; // the same in all lanes

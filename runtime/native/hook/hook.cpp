@@ -278,7 +278,7 @@ public:
     }
 
     bool can_reuse(const llm_graph_params & params) override {
-        mctx               = base_of(params.mctx);
+        mctx               = caches_of(params.mctx).base;
         const auto & sinfo = mctx->sinfos[mctx->i_cur];
         return tensors.tokens->ne[1] == params.ubatch.n_tokens && tensors.cell_pos->ne[0] == mctx->n_kv &&
                tensors.cell_pos->ne[1] == (int64_t) (sinfo.s1 - sinfo.s0 + 1) && s0 == sinfo.s0;

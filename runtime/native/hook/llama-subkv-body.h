@@ -33,7 +33,7 @@ public:
         bool    value;
     };
 
-    explicit tiles(const llama_kv_cache & kv) {
+    explicit tiles(const llama_kv_cache & kv) : kv(kv) {
         for (const auto & layer : kv.layers) {
             if (row_bytes(kv, layer.il, false) == 0) {
                 continue;
@@ -48,13 +48,33 @@ public:
         }
     }
 
+    // Copies `size` bytes of rows from or to an offset of a tensor, which may also be an ordinary one.
+    void get(const ggml_tensor * t, size_t offset, size_t size, uint8_t * rows) const {
+        if (const auto * side = of(t)) {
+            kv.subkv_hook->get_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
+                                    (int64_t) (size / t->nb[1]), rows);
+        } else {
+            ggml_backend_tensor_get(t, rows, offset, size);
+        }
+    }
+
+    void set(ggml_tensor * t, size_t offset, size_t size, const uint8_t * rows) const {
+        if (const auto * side = of(t)) {
+            kv.subkv_hook->set_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
+                                    (int64_t) (size / t->nb[1]), rows);
+        } else {
+            ggml_backend_tensor_set(t, rows, offset, size);
+        }
+    }
+
+private:
     // nullptr: another tensor
     const side * of(const ggml_tensor * t) const {
         const auto it = sides.find(t);
         return it == sides.end() ? nullptr : &it->second;
     }
 
-private:
+    const llama_kv_cache &                        kv;
     std::unordered_map<const ggml_tensor *, side> sides;
 };
 
@@ -119,15 +139,10 @@ public:
 
     void read_tensor(ggml_tensor * t, size_t offset, size_t size) override {
         const uint8_t * rows = at.take(size);
-        if (const auto * side = coded.of(t)) {
-            try {
-                kv.subkv_hook->set_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
-                                        (int64_t) (size / t->nb[1]), rows);
-            } catch (...) { // llama.cpp would zero a range of bytes, which holds parts of other cells of the tiles
-                failure = std::current_exception();
-            }
-        } else {
-            ggml_backend_tensor_set(t, rows, offset, size);
+        try {
+            coded.set(t, offset, size, rows);
+        } catch (...) { // llama.cpp would zero a range of bytes, which holds parts of other cells of the tiles
+            failure = std::current_exception();
         }
     }
 

@@ -134,12 +134,17 @@ struct llama_subkv {
         llama_memory_i * recurrent;
 
         std::array<const llama_kv_cache *, 3> all() const { return { base, swa, index }; }
+        std::vector<subkv::CacheHook *>       hooks() const; // those of the caches that have one
     };
 
     static caches caches_of(const llama_memory_i * memory);
-    // The part of a batch's context for full attention, and for an indexer's keys (nullptr: none).
-    static const llama_kv_cache_context * base_of(const llama_memory_context_i * mctx);
-    static const llama_kv_cache_context * index_of(const llama_memory_context_i * mctx);
+
+    struct batch_caches { // the parts of a batch's context: full attention, an indexer's keys (nullptr: none)
+        const llama_kv_cache_context * base;
+        const llama_kv_cache_context * index;
+    };
+
+    static batch_caches caches_of(const llama_memory_context_i * mctx);
 
     // true: the cache, or the full-attention half of an iswa cache, stores coefficients
     static bool coded(const llama_memory_i * memory);

@@ -113,47 +113,40 @@ llama_subkv::caches llama_subkv::caches_of(const llama_memory_i * memory) {
     return { const_cast<llama_kv_cache *>(dynamic_cast<const llama_kv_cache *>(memory)), nullptr, nullptr, recurrent };
 }
 
-const llama_kv_cache_context * llama_subkv::base_of(const llama_memory_context_i * mctx) {
-    if (auto * hybrid = dynamic_cast<const llama_memory_hybrid_context *>(mctx)) {
-        return hybrid->get_attn();
+std::vector<subkv::CacheHook *> llama_subkv::caches::hooks() const {
+    std::vector<subkv::CacheHook *> res;
+    for (const auto * kv : all()) {
+        if (kv && kv->subkv_hook) {
+            res.push_back(kv->subkv_hook.get());
+        }
     }
-    if (auto * hybrid_iswa = dynamic_cast<const llama_memory_hybrid_iswa_context *>(mctx)) {
-        return hybrid_iswa->get_attn()->get_base();
-    }
-    if (auto * iswa = dynamic_cast<const llama_kv_cache_iswa_context *>(mctx)) {
-        return iswa->get_base();
-    }
-    if (auto * dsa = dynamic_cast<const llama_kv_cache_dsa_context *>(mctx)) {
-        return dsa->get_mla();
-    }
-#ifdef HAS_DSA_ISWA
-    if (auto * dsa_iswa = dynamic_cast<const llama_kv_cache_dsa_iswa_context *>(mctx)) {
-        return dsa_iswa->get_dsa()->get_mla();
-    }
-#endif
-#ifdef HAS_MSA
-    if (auto * msa = dynamic_cast<const llama_kv_cache_msa_context *>(mctx)) {
-        return msa->get_base();
-    }
-#endif
-    return static_cast<const llama_kv_cache_context *>(mctx);
+    return res;
 }
 
-const llama_kv_cache_context * llama_subkv::index_of(const llama_memory_context_i * mctx) {
+llama_subkv::batch_caches llama_subkv::caches_of(const llama_memory_context_i * mctx) {
+    if (auto * hybrid = dynamic_cast<const llama_memory_hybrid_context *>(mctx)) {
+        return { hybrid->get_attn(), nullptr };
+    }
+    if (auto * hybrid_iswa = dynamic_cast<const llama_memory_hybrid_iswa_context *>(mctx)) {
+        return { hybrid_iswa->get_attn()->get_base(), nullptr };
+    }
+    if (auto * iswa = dynamic_cast<const llama_kv_cache_iswa_context *>(mctx)) {
+        return { iswa->get_base(), nullptr };
+    }
     if (auto * dsa = dynamic_cast<const llama_kv_cache_dsa_context *>(mctx)) {
-        return dsa->get_lid();
+        return { dsa->get_mla(), dsa->get_lid() };
     }
 #ifdef HAS_DSA_ISWA
     if (auto * dsa_iswa = dynamic_cast<const llama_kv_cache_dsa_iswa_context *>(mctx)) {
-        return dsa_iswa->get_dsa()->get_lid();
+        return { dsa_iswa->get_dsa()->get_mla(), dsa_iswa->get_dsa()->get_lid() };
     }
 #endif
 #ifdef HAS_MSA
     if (auto * msa = dynamic_cast<const llama_kv_cache_msa_context *>(mctx)) {
-        return msa->get_idx();
+        return { msa->get_base(), msa->get_idx() };
     }
 #endif
-    return nullptr;
+    return { static_cast<const llama_kv_cache_context *>(mctx), nullptr };
 }
 
 //
@@ -217,15 +210,14 @@ bool llama_subkv::same_slots(const llama_kv_cache_context & rows, const llama_kv
 //
 
 std::unique_ptr<llama_memory_i> llama_subkv::decorate(std::unique_ptr<llama_memory_i> inner, llama_context & ctx) {
-    const auto all  = caches_of(inner.get()).all();
-    const bool hook = std::any_of(all.begin(), all.end(), [](const auto * kv) { return kv && kv->subkv_hook; });
-    return hook ? std::make_unique<memory>(std::move(inner), ctx) : std::move(inner);
+    const bool has_hook = !caches_of(inner.get()).hooks().empty();
+    return has_hook ? std::make_unique<memory>(std::move(inner), ctx) : std::move(inner);
 }
 
 llama_memory_context_ptr llama_subkv::memory::init_batch(llama_batch_allocr & balloc, uint32_t n_ubatch,
                                                          bool embd_all) {
-    if (auto * hook = hook_of(inner.get())) {
-        hook->set_causal(ctx.get_cparams().causal_attn);
+    if (base.subkv_hook) {
+        base.subkv_hook->set_causal(ctx.get_cparams().causal_attn);
     }
     if (!is_coded) {
         return inner->init_batch(balloc, n_ubatch, embd_all);
@@ -246,8 +238,8 @@ llama_memory_context_ptr llama_subkv::memory::init_batch(llama_batch_allocr & ba
     if (llama_memory_status_is_fail(batch->get_status())) {
         return batch;
     }
-    const auto &rows = *base_of(batch.get()), *index = index_of(batch.get());
-    const bool  can = ready(base, rows.ubatches) && (!index || same_slots(rows, *index));
+    const auto found = caches_of(batch.get());
+    const bool can   = ready(base, found.base->ubatches) && (!found.index || same_slots(*found.base, *found.index));
     return can ? std::move(batch) : std::move(failed);
 }
 
@@ -307,10 +299,8 @@ bool llama_subkv::memory::get_can_shift() const {
 }
 
 void llama_subkv::memory::clear(bool data) {
-    for (const auto * kv : parts.all()) {
-        if (kv && kv->subkv_hook) {
-            kv->subkv_hook->clear();
-        }
+    for (auto * hook : parts.hooks()) {
+        hook->clear();
     }
     inner->clear(data);
 }
@@ -364,9 +354,8 @@ void llama_subkv::memory::seq_div(llama_seq_id seq, llama_pos p0, llama_pos p1, 
 
 std::map<ggml_backend_buffer_type_t, size_t> llama_subkv::memory::memory_breakdown() const {
     auto bytes = inner->memory_breakdown();
-    for (const auto * kv : parts.all()) {
-        for (const auto & [buft, size] :
-             kv && kv->subkv_hook ? kv->subkv_hook->facts().bytes_beside : decltype(bytes)()) {
+    for (const auto * hook : parts.hooks()) {
+        for (const auto & [buft, size] : hook->facts().bytes_beside) {
             bytes[buft] += size;
         }
     }

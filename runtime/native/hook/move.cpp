@@ -32,7 +32,7 @@ struct llama_subkv::mover {
     // "": rows may move
     static std::string refusal(const llama_context & ctx) {
         const auto * memory = ctx.get_memory();
-        if (!memory || !coded(memory)) {
+        if (!memory || !llama_subkv::coded(memory)) {
             return "the cache is not coded";
         }
         const auto   all = caches_of(memory);
@@ -52,7 +52,7 @@ struct llama_subkv::mover {
         return "";
     }
 
-    explicit mover(llama_context & ctx) : kv(*caches_of(ctx.get_memory()).base) {
+    explicit mover(llama_context & ctx) : kv(*caches_of(ctx.get_memory()).base), coded(kv) {
         if (const auto why = refusal(ctx); !why.empty()) {
             throw std::runtime_error(why);
         }
@@ -96,12 +96,7 @@ struct llama_subkv::mover {
         each_side(stream, [&](ggml_tensor * t, int32_t il, bool value) {
             std::vector<uint8_t> data((size_t) n * t->nb[1]);
             each_run(cells, [&](uint32_t cell, size_t at, int64_t count) {
-                uint8_t * to = data.data() + at * t->nb[1];
-                if (row_bytes(kv, (uint32_t) il, value) > 0) {
-                    kv.subkv_hook->get_rows(il, value, t, cell, count, to);
-                } else {
-                    ggml_backend_tensor_get(t, to, cell * t->nb[1], (size_t) count * t->nb[1]);
-                }
+                coded.get(t, cell * t->nb[1], (size_t) count * t->nb[1], data.data() + at * t->nb[1]);
             });
             rows->sides.push_back({ il, value, t->nb[1], std::move(data) });
         });
@@ -195,12 +190,7 @@ private:
         each_side(stream, [&](ggml_tensor * t, int32_t il, bool value) {
             GGML_ASSERT(side->il == il && side->value == value && side->row == t->nb[1]);
             each_run(cells, [&](uint32_t cell, size_t at, int64_t n) {
-                const uint8_t * from = side->data.data() + at * side->row;
-                if (row_bytes(kv, (uint32_t) il, value) > 0) {
-                    kv.subkv_hook->set_rows(il, value, t, cell, n, from);
-                } else {
-                    ggml_backend_tensor_set(t, from, cell * side->row, (size_t) n * side->row);
-                }
+                coded.set(t, cell * side->row, (size_t) n * side->row, side->data.data() + at * side->row);
             });
             ++side;
         });
@@ -226,6 +216,7 @@ private:
     }
 
     llama_kv_cache & kv;
+    const tiles      coded;
 };
 
 namespace {

@@ -47,7 +47,7 @@ class llama_subkv::row_writer : public llama_io_write_i, public subkv::StateWrit
 public:
     // sum: checksum of the preceding bytes, continued
     row_writer(const llama_kv_cache & kv, llama_io_write_i & io, uint64_t sum = CHECKSUM_OF_NOTHING) :
-        sum(sum), kv(kv), io(io), coded(kv), counts(dynamic_cast<counts_only *>(&io) != nullptr) {}
+        sum(sum), io(io), coded(kv), counts(dynamic_cast<counts_only *>(&io) != nullptr) {}
 
     void write(const void * data, size_t size) override {
         if (!counts) {
@@ -59,12 +59,7 @@ public:
     void write_tensor(ggml_tensor * t, size_t offset, size_t size) override {
         if (!counts) {
             rows.resize(size);
-            if (const auto * side = coded.of(t)) {
-                kv.subkv_hook->get_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
-                                        (int64_t) (size / t->nb[1]), rows.data());
-            } else {
-                ggml_backend_tensor_get(t, rows.data(), offset, size);
-            }
+            coded.get(t, offset, size, rows.data());
         }
         write(rows.data(), size);
     }
@@ -73,11 +68,10 @@ public:
     uint64_t sum;
 
 private:
-    const llama_kv_cache & kv;
-    llama_io_write_i &     io;
-    const tiles            coded;
-    const bool             counts;
-    std::vector<uint8_t>   rows;
+    llama_io_write_i &   io;
+    const tiles          coded;
+    const bool           counts;
+    std::vector<uint8_t> rows;
 };
 
 //
