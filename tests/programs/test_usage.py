@@ -77,7 +77,9 @@ def test_rows_that_are_not_finite(serve: Serve, model: Path, tmp_path: Path) -> 
             server.complete([5, 300, *[8] * n], 0)
             wait_until("a count", lambda: usage(server)["n_zero_rows"] > 0)
         assert usage(server)["n_zero_rows"] == metrics(server)["kv_zero_rows_total"]
-        found = re.findall(r"layer (\d+): the (key|value) of position (\d+) is not finite", server.log)
+        line = r"layer (\d+): the (key|value) of position (\d+) is not finite"
+        wait_until("the line in the log, which another thread writes", lambda: re.search(line, server.log))
+        found = re.findall(line, server.log)
         assert len(found) == 1 and (found[0][0], found[0][2]) == ("0", "1")
 
 

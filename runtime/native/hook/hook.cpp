@@ -16,6 +16,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -64,7 +66,7 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v
 
     subkv::CacheDesc desc;
     desc.arch        = llm_arch_name(kv.model.arch);
-    desc.model_path  = kv.model.subkv_path;
+    desc.model_path  = source_of(kv.model).path;
     desc.unsupported = unsupported;
     desc.unobserved  = kv.model.arch == LLM_ARCH_T5 ? "its decoder reads an encoder's output of another text" : "";
     desc.n_layer     = hparams.n_layer_all - has_router;
@@ -126,7 +128,7 @@ std::unique_ptr<llama_memory_i> llama_subkv::create_memory(llama_context & ctx, 
     if (const subkv::cache_new_fn cache_new = request::cache_new()) {
         subkv::CacheDesc desc = {};
         desc.arch             = llm_arch_name(model.arch);
-        desc.model_path       = model.subkv_path;
+        desc.model_path       = source_of(model).path;
         desc.no_alloc         = model.hparams.no_alloc;
         desc.none = recurrent ? "its layers keep a recurrent state instead" : "its tokens attend to their batch only";
         request::describe(desc);
@@ -148,8 +150,12 @@ std::pair<ggml_type, ggml_type> llama_subkv::types(const llama_kv_cache & kv, ui
     return { row_bytes(kv, il, false) ? GGML_TYPE_I8 : type_k, row_bytes(kv, il, true) ? GGML_TYPE_I8 : type_v };
 }
 
-void llama_subkv::loaded(llama_model & model, const std::string & path, const llama_model_loader & loader) {
-    model.subkv_path = path;
+// Sources by the address of their model. Every model is loaded by one function, which replaces the entry of an earlier
+// model at the address.
+static std::mutex                                               sources_mutex;
+static std::map<const llama_model *, llama_subkv::model_source> sources;
+
+void llama_subkv::loaded(const llama_model & model, const std::string & path, const llama_model_loader & loader) {
     std::map<std::string, std::string> sorted;
     for (const auto & [key, value] : loader.kv_overrides) {
         const bool text = value.tag == LLAMA_KV_OVERRIDE_TYPE_STR;
@@ -158,9 +164,19 @@ void llama_subkv::loaded(llama_model & model, const std::string & path, const ll
             (text ? std::string(value.val_str, strnlen(value.val_str, sizeof(value.val_str))) :
                     std::to_string(value.tag == LLAMA_KV_OVERRIDE_TYPE_BOOL ? value.val_bool : value.val_i64));
     }
+    model_source source = { path, "" };
     for (const auto & [key, value] : sorted) {
-        model.subkv_overrides += key + " " + value + "\n";
+        source.overrides += key + " " + value + "\n";
     }
+    const std::lock_guard lock(sources_mutex);
+    sources.insert_or_assign(&model, std::move(source));
+}
+
+const llama_subkv::model_source & llama_subkv::source_of(const llama_model & model) {
+    static const model_source none;
+    const std::lock_guard     lock(sources_mutex);
+    const auto                found = sources.find(&model);
+    return found == sources.end() ? none : found->second;
 }
 
 // true: the cache has adaptive bases; not every tail can be removed without damage to a chunk

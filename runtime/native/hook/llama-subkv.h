@@ -56,8 +56,14 @@ struct llama_subkv {
     static std::pair<ggml_type, ggml_type> types(const llama_kv_cache & kv, uint32_t il, ggml_type type_k,
                                                  ggml_type type_v);
     static const char * type_name(const llama_kv_cache & kv, ggml_type type); // of K or V, for the log
-    // Records a model's file, for SUBKV=auto, and the user's metadata overrides.
-    static void loaded(llama_model & model, const std::string & path, const llama_model_loader & loader);
+    struct model_source {
+        std::string path;      // of its file, or the first one; "": from memory
+        std::string overrides; // of metadata, by the user
+    };
+
+    // Records the source of a model that is being loaded; source_of returns it.
+    static void loaded(const llama_model & model, const std::string & path, const llama_model_loader & loader);
+    static const model_source & source_of(const llama_model & model);
 
     // With adaptive bases, the context's answers about the removal of a tail, as for a recurrent model: a sequence must
     // keep positions up to pos_min; it can always remove its last n_rs_seq tokens.

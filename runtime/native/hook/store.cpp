@@ -46,7 +46,7 @@ std::string llama_subkv::state_identity(const llama_context & ctx, const std::st
     std::ostringstream out;
     out << std::hexfloat;
     out << "format 1 " << SUBKV_LLAMA_COMMIT << " " << LLAMA_STATE_SEQ_VERSION << "\n" << content << "\n";
-    out << model.subkv_overrides << "\n";
+    out << source_of(model).overrides << "\n";
     out << (int) cparams.rope_scaling_type << " " << cparams.rope_freq_base << " " << cparams.rope_freq_scale << " "
         << cparams.n_ctx_orig_yarn << " " << cparams.yarn_ext_factor << " " << cparams.yarn_attn_factor << " "
         << cparams.yarn_beta_fast << " " << cparams.yarn_beta_slow << " " << cparams.causal_attn << " "
@@ -75,7 +75,7 @@ std::string llama_subkv::state_identity(const llama_context & ctx, const std::st
 bool llama_subkv::storable(const llama_context & ctx) {
     const auto & model  = ctx.get_model();
     const auto   caches = caches_of(ctx.get_memory());
-    if (model.subkv_path.empty() || !model.loras.empty() || !ctx.get_memory()) {
+    if (source_of(model).path.empty() || !model.loras.empty() || !ctx.get_memory()) {
         return false;
     }
     for (const auto * kv : caches.all()) { // an observer sees every token
@@ -195,7 +195,7 @@ bool identity_of(process_store & store, const llama_context * ctx, const llama_c
         if (!llama_subkv::storable(*one)) {
             return false;
         }
-        const auto content = content_of(store, one->get_model().subkv_path);
+        const auto content = content_of(store, llama_subkv::source_of(one->get_model()).path);
         if (content.empty()) {
             return false;
         }
@@ -257,7 +257,7 @@ int64_t llama_subkv_store_removable(const llama_context * ctx) {
 }
 
 std::string llama_subkv_state_identity(const llama_context * ctx, std::string (*content)(const std::string & path)) {
-    return llama_subkv::state_identity(*ctx, content(ctx->get_model().subkv_path));
+    return llama_subkv::state_identity(*ctx, content(llama_subkv::source_of(ctx->get_model()).path));
 }
 
 void llama_subkv_store_put(llama_context * ctx, llama_context * draft, int32_t seq, subkv_store_prompt prompt,
