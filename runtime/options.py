@@ -56,8 +56,8 @@ def llama_option(names: str, variable: str, text: str, **more: Any) -> Option:
 POSITIVE, NATURAL, SHARE = click.IntRange(min=1), click.IntRange(min=0), click.FloatRange(0, 1)
 
 
-def model_option(required: bool, text: str = "model file (GGUF)") -> Option:
-    return llama_option("-m --model", "MODEL", text, required=required, metavar="FILE")
+def model_option(required: bool, text: str = "model file (GGUF)", **more: Any) -> Option:
+    return llama_option("-m --model", "MODEL", text, required=required, metavar="FILE", **more)
 
 
 def context_option(default: int | None, text: str = "context size in tokens, 0: the trained context") -> Option:
@@ -291,16 +291,16 @@ def note(text: str) -> None:
 
 def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:
     """Log a context's cache and the source of its bases. name: which of several contexts."""
-    from subkv.engine.stats import cache_line  # numpy and the native libraries: not for a --help
+    from subkv.engine.stats import BITS_Q8_0, cache_line  # numpy and the native libraries: not for a --help
 
     note(f"{name}: {cache_line(stats)}" if name else cache_line(stats))
     if choice.note:
         note(choice.note)
-    if choice.coded and stats.bpe >= 16:
+    if choice.coded and stats.bpe >= BITS_Q8_0:
         n_exact = stats.n_sink + stats.n_recent + stats.n_rollback
         note(
-            f"-c: expected more tokens than the exact window of {n_exact} for a gain, found {stats.n_cells}; "
-            "-ctk f16 takes less"
+            f"-c: {stats.n_cells} tokens are few beside the exact window of {n_exact}: at this size "
+            f"-ctk {'f16' if stats.bpe >= 16 else 'q8_0'} takes less"
         )
 
 

@@ -20,7 +20,7 @@ import click
 
 from runtime import options
 from runtime.chat.completer import Completer
-from runtime.chat.terminal import open_input
+from runtime.chat.terminal import WordWrap, open_input, terminal_width
 from runtime.options import SHARE, Drafts, llama_option
 from subkv.base.command import command, group, sentence, stack
 from subkv.base.errors import SubkvError
@@ -53,6 +53,9 @@ A pasted text is one message. Ctrl-C stops an answer; at the prompt it deletes t
 A full context ends the answer. A message that does not fit is rejected; /clear makes room. With --context-shift a full
 context drops its older half instead."""
 
+DEMO_NOTE = (
+    "a demo model of 135M parameters: judge the cache, not the text; try /read FILE, then a question about the file"
+)
 LEAVE = ("/exit", "/bye")
 WITH_FILE = ("/read", "/save", "/load")
 
@@ -133,16 +136,21 @@ class Chat:
         self.print_answer(self.conversation.regenerate)
 
     def print_answer(self, answer: Callable[[int, Stop, Turn], Iterator[str]]) -> Turn:
-        from runtime.chat.conversation import MORE_ROOM, Turn  # numpy and the native libraries: not for a --help
+        # numpy and the native libraries: not for a --help
+        from runtime.chat.conversation import MORE_ROOM, Turn
+        from subkv.engine.stats import sizes
 
         turn = Turn()
+        output = WordWrap(terminal_width())
         with Interrupt() as interrupt:
             for piece in answer(self.n_predict, lambda: interrupt.pressed, turn):
-                print(piece, end="", flush=True)
-        print(flush=True)
+                output.write(piece)
+        output.end()
         conversation = self.conversation
         if turn.stopped == "interrupt":
             options.note("stopped")
+        elif turn.stopped == "loop":
+            options.note("stopped: the answer repeats itself")
         elif turn.stopped == "full":
             options.note(f"-c: the context of {conversation.llm.n_ctx()} tokens is full; {MORE_ROOM}")
         mark, problems = turn.first_tokens.report() if turn.first_tokens is not None else ("", [])
@@ -152,10 +160,9 @@ class Chat:
         mark = f" | {mark}" if mark else ""
         if turn.n_drafted:
             mark = f" | Drafts: {turn.n_accepted} of {turn.n_drafted} accepted{mark}"
-        stats = conversation.llm.kv_stats()
         options.note(
-            f"[ Prompt: {turn.prompt_speed:.1f} t/s | Generation: {turn.answer_speed:.1f} t/s | "
-            f"KV: {stats.bytes_kv / MIB:.1f} MiB (f16: {stats.bytes_f16 / MIB:.1f}){mark} ]"
+            f"[ Prompt: {_speed(turn.n_prompt, turn.prompt_speed)} | "
+            f"Generation: {_speed(turn.n_answer, turn.answer_speed)} | KV: {sizes(conversation.llm.kv_stats())}{mark} ]"
         )
         return turn
 
@@ -225,6 +232,11 @@ def command_of(text: str) -> tuple[str | None, str]:
     return (name if re.fullmatch(r"/[a-z]+", name) and "\n" not in text.strip() else None), argument.strip()
 
 
+def _speed(n: int, speed: float) -> str:
+    """Tokens per second; of few tokens their number, because the time of so few is mostly overhead."""
+    return f"{speed:.1f} t/s" if n >= 8 else f"{n} token{'s' * (n != 1)}"
+
+
 def named_file(command: str, name: str) -> Path:
     if not name:
         raise SubkvError(command, "expected a file name, found none")
@@ -257,7 +269,13 @@ input_options = group(
         "-st", "--single-turn", is_flag=True, help="exit after one answer; the message is -p, or all of stdin"
     ),
     click.option("--simple-io", is_flag=True, help="plain terminal, without the message editor"),
-    click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="system message"),
+    click.option(
+        "-sys",
+        "--system-prompt",
+        "system",
+        metavar="TEXT",
+        help='system message; "": none [default: that of the chat template; none for the demo model]',
+    ),
 )
 
 
@@ -269,12 +287,34 @@ def _sampling(temp: float, **more: Any) -> Sampling:
     return Sampling(temp, **more)
 
 
+def _has_model() -> bool:
+    """Whether the command line being parsed names a model; else the chat is with the demo model."""
+    parameters = click.get_current_context().params
+    return bool(parameters.get("model") or parameters.get("hf_repo"))
+
+
+def default_or_demo(default: float, demo: float) -> dict[str, Any]:
+    """Settings of an option whose default differs for the demo model, a small one."""
+    return {
+        "default": lambda: default if _has_model() else demo,
+        "show_default": f"{default}; {demo} for the demo model",
+    }
+
+
 sampling_options = group(
     "sampling",
     _sampling,
-    llama_option("--temp --temperature temp", "TEMPERATURE", "temperature, 0: greedy", type=float, default=0.8),
+    llama_option(
+        "--temp --temperature temp", "TEMPERATURE", "temperature, 0: greedy", type=float, **default_or_demo(0.8, 0.2)
+    ),
     llama_option("--top-k", "TOP_K", "sample among the k most likely tokens, 0: all", type=int, default=40),
-    llama_option("--top-p", "TOP_P", "sample among tokens with this total probability", type=SHARE, default=0.95),
+    llama_option(
+        "--top-p",
+        "TOP_P",
+        "sample among tokens with this total probability",
+        type=SHARE,
+        **default_or_demo(0.95, 0.9),
+    ),
     llama_option("--min-p", "MIN_P", "minimum probability relative to the most likely token", type=SHARE, default=0.05),
     llama_option("--repeat-penalty", "REPEAT_PENALTY", "penalty on repeated tokens, 1: none", type=float, default=1.0),
     click.option("-s", "--seed", type=int, default=-1, help="random seed, -1: random"),
@@ -282,7 +322,7 @@ sampling_options = group(
 
 
 chat_options = stack(
-    options.model_option(required=False, text="model file (GGUF) [default: the demo model]"),
+    options.model_option(required=False, text="model file (GGUF) [default: the demo model]", is_eager=True),
     hf_option,
     input_options,
     options.template_options,
@@ -291,7 +331,7 @@ chat_options = stack(
         "N_PREDICT",
         "maximum tokens per answer, -1: no limit",
         type=int,
-        default=-1,
+        **default_or_demo(-1, 512),
     ),
     options.cache_options(options.rollback_option),
     sampling_options,
@@ -351,7 +391,12 @@ def run(
         chosen, note = for_chat(llm.loaded_model, template)
         if note:
             options.note(note)
-        chat = Chat(Conversation(llm, chat_input.system, sampling, first_tokens, context_shift, chosen), n_predict)
+        demo = path is None
+        if demo:
+            options.note(DEMO_NOTE)
+        system = "" if demo and chat_input.system is None else chat_input.system
+        conversation = Conversation(llm, system, sampling, first_tokens, context_shift, chosen, stop_loops=demo)
+        chat = Chat(conversation, n_predict)
         if prompt is not None and not chat.report_errors(chat.send, prompt) and chat_input.single_turn:
             raise click.exceptions.Exit(1)
         if not chat_input.single_turn:

@@ -10,7 +10,7 @@ import codecs
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from subkv.native.binding import llama_cpp
 MARK = "\x01answer\x01"  # placeholder for an answer while a template is rendered
 STATE = {"program": "subkv chat", "version": 3}
 MORE_ROOM = "/clear starts over, a larger -c gives more room"
+MAX_PERIOD, N_REPEATED = 64, 32  # tokens: the longest text whose repetition is a loop, the shortest loop
 
 Stop = Callable[[], bool]  # called between batches and tokens
 Answer = Generator[str, None, str | None]  # yields pieces, returns the text; None: no first token
@@ -55,7 +56,7 @@ class FirstTokens(Protocol):
 
 @dataclasses.dataclass
 class Turn:
-    """Counts and times (seconds) of one answer. stopped: "end", "length", "full" or "interrupt".
+    """Counts and times (seconds) of one answer. stopped: "end", "length", "loop", "full" or "interrupt".
 
     first_tokens: the source of first tokens, if used; n_first_tokens: how many it gave. n_drafted: drafted tokens that
     were evaluated; n_accepted: those among them that the sampler chose.
@@ -81,6 +82,15 @@ class Turn:
         return (self.n_answer - 1) / self.answer_seconds if self.answer_seconds > 0 and self.n_answer > 1 else 0.0
 
 
+def is_loop(tokens: Sequence[int]) -> bool:
+    """Whether the end of a text repeats at most MAX_PERIOD tokens, four times at least."""
+    for period in range(1, min(MAX_PERIOD, len(tokens) // 4) + 1):
+        tail = tokens[-max(4 * period, N_REPEATED) :]
+        if len(tail) >= N_REPEATED and tail[period:] == tail[:-period]:
+            return True
+    return False
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """llama.cpp's samplers and defaults. Temperature 0: greedy; negative seed: random."""
@@ -101,8 +111,9 @@ class Sampling:
 class Conversation:
     """Messages, their tokens and the cells that hold them.
 
-    first_tokens: used before the first answer. shift: a full context drops half of the tokens after the system message.
-    template: replaces the model's own.
+    system: None: the template's own, if it has one; "": none. first_tokens: used before the first answer. shift: a full
+    context drops half of the tokens after the system message. template: replaces the model's own. stop_loops: an answer
+    that repeats itself ends.
     """
 
     def __init__(
@@ -113,6 +124,7 @@ class Conversation:
         first_tokens: FirstTokens | None = None,
         shift: bool = False,
         template: Template | None = None,
+        stop_loops: bool = False,
     ) -> None:
         if shift:
             llm.require_shift("context_shift")
@@ -122,16 +134,27 @@ class Conversation:
         self.template = template or Template(llm.loaded_model)
         self.sampling = sampling
         self.n_regenerated = 0
-        self.system = system
+        self.system = system if system != "" or self._takes_system() else None
+        self.stop_loops = stop_loops
         self.clear()
 
     def clear(self) -> None:
         """Drop all messages except the system message."""
-        self.messages: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        self.messages: list[Message] = self._system_message()
         self.tokens: list[int] = []
         if self.shift:  # cells of a shifted text depend on dropped tokens and cannot be reused
             self.llm.n_tokens = 0
         self.answer_start = 0  # index in tokens of the last answer's start; -1: it was shifted out
+
+    def _takes_system(self) -> bool:
+        try:
+            self.template.render([{"role": "system", "content": ""}, {"role": "user", "content": "a"}])
+        except TemplateError:
+            return False
+        return True
+
+    def _system_message(self) -> list[Message]:
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     @property
     def room(self) -> int:
@@ -148,9 +171,10 @@ class Conversation:
 
     def _n_kept(self) -> int:
         """Tokens at the start that a shift keeps: the part before any first message, at least the exact sinks."""
-        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         first, other = (
-            self.llm.loaded_model.tokenize_chat(self.template.render([*system, {"role": "user", "content": text}]))
+            self.llm.loaded_model.tokenize_chat(
+                self.template.render([*self._system_message(), {"role": "user", "content": text}])
+            )
             for text in ("1", "a")
         )
         return max(self.llm.longest_token_prefix(first, other), self.llm.kv_stats().n_sink)
@@ -273,6 +297,9 @@ class Conversation:
                     yield piece
                 if 0 <= n_predict <= turn.n_answer:
                     turn.stopped = "length"
+                    break
+                if self.stop_loops and is_loop(self.tokens[-turn.n_answer :]):
+                    turn.stopped = "loop"
                     break
                 if stop():
                     turn.stopped = "interrupt"

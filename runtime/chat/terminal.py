@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +30,45 @@ class Input(Protocol):
 
     def read(self) -> str | None:
         """The next message, None at the end of input. Raises KeyboardInterrupt on Ctrl-C."""
+
+
+class WordWrap:
+    """Prints an answer piece by piece; in a terminal, words do not break at the end of a line.
+
+    width: columns of the terminal; None: print as it comes.
+    """
+
+    def __init__(self, width: int | None) -> None:
+        self.width = width
+        self.column = 0
+        self.word = ""  # the last word, which may continue
+
+    def write(self, piece: str) -> None:
+        if self.width is None:
+            print(piece, end="", flush=True)
+            return
+        *spaced, self.word = re.split(r"(?<=\s)", self.word + piece)
+        print("".join(map(self._placed, spaced)), end="", flush=True)
+
+    def end(self) -> None:
+        """Print the last word and end the line."""
+        print(self._placed(self.word), flush=True)
+        self.column, self.word = 0, ""
+
+    def _placed(self, word: str) -> str:
+        """The word, with the space behind it, in this line or the next one."""
+        assert self.width is not None or not word
+        columns = sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in word.rstrip())
+        breaks = self.width is not None and self.column and columns and self.column + columns > self.width
+        self.column = (0 if breaks else self.column) + columns + len(word) - len(word.rstrip())
+        if word.endswith("\n"):
+            self.column = 0
+        return f"\n{word}" if breaks else word
+
+
+def terminal_width() -> int | None:
+    """Columns of stdout; None: it is not a terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def history_file(name: str) -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from each import each
 
-from runtime.chat.conversation import ContextFullError, Conversation, Sampling, Turn
+from runtime.chat.conversation import ContextFullError, Conversation, Sampling, Turn, is_loop
 from subkv import PromptLookup
 from subkv.base.errors import StateError, SubkvError
 from subkv.base.interrupts import Interrupt
@@ -22,7 +23,8 @@ from subkv.engine.template import Template, TemplateError
 
 Models = Callable[..., Path]
 Program = Callable[..., Any]
-BRACKET = re.compile(r"\[ Prompt: [\d.]+ t/s \| Generation: [\d.]+ t/s \| KV: [\d.]+ MiB \(f16: [\d.]+\) \]")
+RATE = r"(?:[\d.]+ t/s|[1-7] tokens?)"
+BRACKET = re.compile(rf"\[ Prompt: {RATE} \| Generation: {RATE} \| KV: [\d.]+ MiB(?:: .* than .*| \(f16: .*\)) \]")
 
 
 def never() -> bool:
@@ -291,6 +293,49 @@ def test_templates_that_refuse(monkeypatch: pytest.MonkeyPatch, llm: Llama) -> N
     monkeypatch.setattr("subkv.engine.model.C.llama_model_chat_template", lambda *_: None)
     with pytest.raises(SubkvError, match="expected a chat template in the model's metadata, found none"):
         Template(llm.loaded_model)
+
+
+def test_an_empty_system_message_replaces_the_templates(llm: Llama) -> None:
+    own = Template(
+        llm.loaded_model, "{% if messages[0].role != 'system' %}Be kind.{% endif %}{{ messages[0].content }}"
+    )
+    strict = Template(llm.loaded_model, "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}Hi")
+    for system, template, expected in (
+        (None, own, "Be kind.a"),
+        ("", own, ""),
+        ("Hello", own, "Hello"),
+        ("", strict, "Hi"),
+    ):
+        conversation = Conversation(llm, system, Sampling(temp=0.0), template=template)
+        tokens = conversation._prompt_tokens({"role": "user", "content": "a"})
+        assert tokens == llm.loaded_model.tokenize_chat(expected), (system, expected)
+
+
+@each(
+    ("tokens", "loop"),
+    [
+        ([7] * 31, False),
+        ([7] * 32, True),
+        ([*range(40), *[1, 2, 3] * 11], True),
+        ([*range(16)] * 4, True),
+        ([*range(16)] * 3, False),
+        ([*range(64)] * 4, True),
+        ([*range(65)] * 8, False),  # a repeated page may be meant
+        ([1, 2, 3] * 20 + [4], False),
+        ([], False),
+    ],
+)
+def test_loops(tokens: list[int], loop: bool) -> None:
+    assert is_loop(tokens) is loop
+
+
+def test_a_loop_ends_the_answer(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sampling, "sampler", lambda *_: types.SimpleNamespace(sample=lambda *_: 65))
+    conversation = Conversation(llm, None, Sampling(), stop_loops=True)
+    _, turn = ask(conversation, "Hello", 100)
+    assert (turn.stopped, turn.n_answer) == ("loop", 32)
+    _, turn = ask(Conversation(llm, None, Sampling()), "Hello", 100)
+    assert (turn.stopped, turn.n_answer) == ("length", 100)
 
 
 def test_only_the_second_ctrl_c_raises() -> None:

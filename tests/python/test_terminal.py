@@ -193,3 +193,25 @@ def test_commands_and_messages(text: str, command: tuple[str | None, str]) -> No
     assert command_of(text)[0] == command[0]
     if command[0]:
         assert command_of(text) == command
+
+
+@each(
+    ("width", "pieces", "expected"),
+    [
+        (None, ["one two", " three"], "one two three\n"),
+        (10, ["one t", "wo th", "ree four"], "one two \nthree four\n"),
+        (10, ["one\n\nt", "wo three four"], "one\n\ntwo three \nfour\n"),
+        (5, ["a longer-than-the-line word"], "a \nlonger-than-the-line \nword\n"),
+        (6, ["日本", "語 日本"], "日本語 \n日本\n"),
+        (8, ["  indented", " text"], "  \nindented \ntext\n"),
+        (10, [], "\n"),
+    ],
+)
+def test_words_stay_whole(
+    capsys: pytest.CaptureFixture[str], width: int | None, pieces: list[str], expected: str
+) -> None:
+    output = terminal.WordWrap(width)
+    for piece in pieces:
+        output.write(piece)
+    output.end()
+    assert capsys.readouterr().out == expected

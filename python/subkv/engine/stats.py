@@ -12,6 +12,8 @@ from subkv.engine.cache import MIB, STOCK_TYPES, CacheChoice
 from subkv.native import library
 from subkv.native.binding import C, LogLines, model_meta, native
 
+BITS_Q8_0 = STOCK_TYPES["q8_0"][1]
+
 
 @dataclasses.dataclass(frozen=True)
 class KVStats:
@@ -40,14 +42,23 @@ class KVStats:
     fingerprint: str | None = None
 
 
+def sizes(stats: KVStats) -> str:
+    """The size of a cache, and how many times smaller it is than the same cache in f16 and q8_0."""
+    mib = f"{stats.bytes_kv / MIB:.1f} MiB"
+    if stats.type_k == stats.type_v == "f16" or not stats.bytes_kv:
+        return mib
+    f16 = stats.bytes_f16 / stats.bytes_kv
+    q8_0 = f16 * BITS_Q8_0 / 16
+    if f16 < 1.05:
+        return f"{mib} (f16: {stats.bytes_f16 / MIB:.1f} MiB)"
+    return f"{mib}: {f16:.1f}× smaller than f16" + (f", {q8_0:.1f}× than q8_0" if q8_0 >= 1.05 else "")
+
+
 def cache_line(stats: KVStats) -> str:
     """The line that every program prints about its cache."""
     kind = stats.type_k if stats.type_k == stats.type_v else f"{stats.type_k}/{stats.type_v}"
-    bases = f" + {stats.bytes_bases / MIB:.1f} MiB bases" if stats.bytes_bases else ""
-    return (
-        f"KV cache: {kind}, {stats.bpe:.2f} bits per element, {stats.bytes_kv / MIB:.1f} MiB{bases} "
-        f"(f16: {stats.bytes_f16 / MIB:.1f} MiB), kernel {stats.kernel}"
-    )
+    bases = f" (and {stats.bytes_bases / MIB:.1f} MiB of bases)" if stats.bytes_bases else ""
+    return f"KV cache: {kind}, {stats.bpe:.2f} bits per element, {sizes(stats)}{bases}, kernel {stats.kernel}"
 
 
 def count_zero_rows(ctx: Any) -> int:
