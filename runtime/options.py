@@ -56,8 +56,44 @@ def llama_option(names: str, variable: str, text: str, **more: Any) -> Option:
 POSITIVE, NATURAL, SHARE = click.IntRange(min=1), click.IntRange(min=0), click.FloatRange(0, 1)
 
 
-def model_option(required: bool, text: str = "model file (GGUF)", **more: Any) -> Option:
-    return llama_option("-m --model", "MODEL", text, required=required, metavar="FILE", **more)
+def model_option(required: bool, text: str = "model file (GGUF)") -> Option:
+    """-m FILE, or FILE alone; read before other options."""
+    return stack(
+        click.argument(
+            "model_file", required=False, metavar="[FILE]", is_eager=True, expose_value=False, callback=_model_file
+        ),
+        llama_option(
+            "-m --model",
+            "MODEL",
+            text,
+            required=required,
+            metavar="FILE",
+            is_eager=True,
+            default=lambda: click.get_current_context().meta.get(MODEL_FILE),
+            show_default=False,
+            callback=_one_model,
+        ),
+    )
+
+
+MODEL_FILE = "runtime.options.model_file"  # of a command line, in click's meta
+
+
+def _model_file(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    if value is None:
+        return
+    if not value.endswith(".gguf"):
+        raise click.UsageError(f"{value}: expected a model file (*.gguf) or an option, found another word")
+    context.meta[MODEL_FILE] = value
+    if "model" in context.params:  # -m was read before
+        context.params["model"] = _one_model(context, parameter, context.params["model"])
+
+
+def _one_model(context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    alone = context.meta.get(MODEL_FILE)
+    if alone is not None and context.get_parameter_source("model") == click.core.ParameterSource.COMMANDLINE:
+        raise click.UsageError(f"-m: expected one model, found {value} and {alone}")
+    return alone or value
 
 
 def context_option(default: int | None, text: str = "context size in tokens, 0: the trained context") -> Option:

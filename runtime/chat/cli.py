@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -322,7 +323,7 @@ sampling_options = group(
 
 
 chat_options = stack(
-    options.model_option(required=False, text="model file (GGUF) [default: the demo model]", is_eager=True),
+    options.model_option(required=False, text="model file (GGUF) [default: the demo model]"),
     hf_option,
     input_options,
     options.template_options,
@@ -410,7 +411,20 @@ def _only_model(open_llm: Callable[[], Llama]) -> Iterator[tuple[Llama, FirstTok
         yield llm, None
 
 
-@command()
+def _llama_cli_has(option: str) -> str:
+    """A note that llama-cli has an option, if it is installed and has it."""
+    from runtime.launch import programs  # the native libraries: only for this error
+    from subkv.native import library
+
+    with contextlib.suppress(SubkvError, OSError, subprocess.SubprocessError, ImportError):
+        path = programs.find("llama-cli", library.lib_dir(), None)
+        listed = subprocess.run([path, "--help"], capture_output=True, text=True, errors="replace", timeout=10)
+        if re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", listed.stdout):
+            return f"llama.cpp's llama-cli has it: subkv run llama-cli {option}"
+    return ""
+
+
+@command(foreign=_llama_cli_has)
 @chat_options
 def main(**arguments: Any) -> None:
     """Chat with a model; without -m the demo model, SmolLM2-135M-Instruct, on a compressed cache.

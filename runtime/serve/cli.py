@@ -74,12 +74,22 @@ store_options = group(
 )
 
 
+def _with_model_flag(arguments: Sequence[str]) -> Sequence[str]:
+    """The arguments, with -m in front of a model that is the first one. Raises click.UsageError for another word."""
+    if not arguments or arguments[0].startswith("-"):
+        return arguments
+    if not arguments[0].endswith(".gguf"):
+        raise click.UsageError(f"{arguments[0]}: expected a model file (*.gguf) or an option, found another word")
+    return ["-m", *arguments]
+
+
 def start(arguments: Sequence[str], request: CacheRequest, store: Mapping[str, str]) -> Start:
     """llama-server with these arguments, and with the demo model if they name none.
 
     Without a given type the cache is coded, or there is an error, except for embeddings and for models that the
     arguments do not name. Raises SubkvError.
     """
+    arguments = _with_model_flag(arguments)
     program = find_program(SERVER, {**DEFAULTS, **_allowed_hosts(arguments, os.environ), **os.environ, **store})
     if ANSWERS.intersection(arguments):
         return Start(program.path, [SERVER, *arguments], program.environment)

@@ -20,6 +20,7 @@ from subkv.base.errors import StateError, SubkvError
 from subkv.base.interrupts import Interrupt
 from subkv.engine.llama import Llama
 from subkv.engine.template import Template, TemplateError
+from subkv.native import library
 
 Models = Callable[..., Path]
 Program = Callable[..., Any]
@@ -450,6 +451,11 @@ def test_environment_variables(program: Program, tiny_model: Models) -> None:
         ),
         (["-m", "MODEL", "--temp", "-1"], 2, "--temp: expected 0 or more"),
         (["--no-such-flag"], 2, "No such option"),
+        (["--seeds", "1"], 2, "Did you mean"),
+        (["model.txt"], 2, "model.txt: expected a model file (*.gguf) or an option, found another word"),
+        (["-m", "MODEL", "MODEL"], 2, "-m: expected one model, found "),
+        (["MODEL", "-m", "MODEL"], 2, "-m: expected one model, found "),
+        (["missing.gguf"], 1, "-m: expected a GGUF file, found no file missing.gguf"),
     ],
 )
 def test_refusals(program: Program, tiny_model: Models, arguments: list[str], code: int, message: str) -> None:
@@ -461,6 +467,18 @@ def test_refusals(program: Program, tiny_model: Models, arguments: list[str], co
     if code == 1:
         assert done.stderr == f"{done.stderr.splitlines()[0]}\n"
         assert done.stderr.startswith(message)
+
+
+def test_only_near_options_are_suggested(program: Program) -> None:
+    assert "Did you mean" not in program("runtime.chat", "--nonsense").stderr  # click would name --seed
+
+
+def test_an_option_of_llama_cli_is_named_as_such(program: Program, tmp_path: Path) -> None:
+    if not (library.lib_dir() / "llama-cli").is_file():
+        pytest.skip("a build without llama.cpp's programs")
+    assert program("runtime.chat", "--numa", "numactl").stderr.endswith(
+        "; llama.cpp's llama-cli has it: subkv run llama-cli --numa\n"
+    )
 
 
 def test_a_single_turn_that_does_not_fit_fails(program: Program, coded_model: Models) -> None:

@@ -71,6 +71,14 @@ def test_the_demo_model(bases: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert serve_start(["-ctk", "f16"]).arguments == ["llama-server", "-ctk", "f16", "-m", "weights.gguf"]
 
 
+def test_a_model_without_its_flag(bases: str) -> None:
+    made = serve_start([bases, "-np", "1"])
+    assert made.arguments == ["llama-server", "-m", bases, "-np", "1"]
+    assert made.environment["SUBKV"] == bases
+    with pytest.raises(click.UsageError, match=r"model\.txt: expected a model file \(\*\.gguf\) or an option"):
+        serve_start(["model.txt"])
+
+
 def test_a_router_names_no_model(tmp_path: Path) -> None:
     made = serve_start(["--models-dir", str(tmp_path)])
     assert made.arguments == ["llama-server", "--models-dir", str(tmp_path)]

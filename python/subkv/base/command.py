@@ -6,6 +6,7 @@ An error is one sentence on stderr that starts with its flag or key. The exit co
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -24,11 +25,27 @@ PARAMETERS = {
 
 
 class Command(click.Command):
-    """A command that reports invalid input in one sentence, with exit code 1. interrupted: its message on Ctrl-C."""
+    """A command that reports invalid input in one sentence, with exit code 1.
 
-    def __init__(self, *args: Any, interrupted: str = "", **kwargs: Any) -> None:
+    interrupted: its message on Ctrl-C. foreign: a note about an option that it does not have, "": none.
+    """
+
+    def __init__(
+        self, *args: Any, interrupted: str = "", foreign: Callable[[str], str] = lambda _: "", **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.interrupted = interrupted
+        self.foreign = foreign
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            # click also suggests options that have little in common with the word
+            near = difflib.get_close_matches(error.option_name, error.possibilities or [], cutoff=0.8)
+            note = "" if near else self.foreign(error.option_name)
+            message = f"{error.message.rstrip('.')}; {note}" if note else error.message
+            raise click.NoSuchOption(error.option_name, message, near, ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
