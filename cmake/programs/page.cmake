@@ -23,7 +23,8 @@ add_custom_command(
     COMMAND ${CMAKE_COMMAND}
         -Dnpm=${npm} -Dpage=${page} -Dtree=${SUBKV_LLAMA_CPP_TREE} -Dnumber=${LLAMA_BUILD_NUMBER}
         -P ${CMAKE_CURRENT_LIST_DIR}/page_build.cmake
-    DEPENDS ${sources} ${SUBKV_LLAMA_CPP_TREE}/scripts/ui-assets.cmake ${CMAKE_CURRENT_LIST_DIR}/page_build.cmake
+    DEPENDS ${sources} ${SUBKV_LLAMA_CPP_TREE}/scripts/ui-assets.cmake
+        ${CMAKE_CURRENT_LIST_DIR}/page_build.cmake ${CMAKE_CURRENT_LIST_DIR}/no_page.html
     COMMENT "Building the page of llama-server"
     VERBATIM)
 add_custom_target(llama-ui-assets DEPENDS ${page}/ui.cpp ${page}/ui.h)

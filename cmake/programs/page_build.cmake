@@ -1,8 +1,9 @@
-# Makes ${page}/ui.cpp and ui.h, which hold the page of llama-server, or no page; with it, page-licenses.txt.
+# Makes ${page}/ui.cpp and ui.h, which hold the page of llama-server, or one that says how to get it (no_page.html); with
+# the former, page-licenses.txt.
 #
 #   cmake -Dnpm=PROGRAM -Dpage=DIR -Dtree=LLAMA_CPP -Dnumber=N -P page_build.cmake
 #
-# A build must not fail for want of a network: where npm fails the page is left out, and one line says so.
+# A build without a network does not fail: if npm fails, the page is left out, and one line says so.
 cmake_minimum_required(VERSION 3.21)
 
 set(work ${page}/npm) # the sources and npm's 700 MB, while it runs
@@ -57,11 +58,23 @@ function(build_page)
     endforeach()
 endfunction()
 
-# Upstream's script turns the files of the built page into C++, or none into an empty table.
+# Upstream's script turns the files of the built page, or no_page.html, into C++. It requires the other names.
 function(embed)
+    set(gzip ON)
+    if(NOT EXISTS ${dist}/index.html)
+        set(gzip OFF) # upstream refuses clients that do not accept it, such as curl
+        file(MAKE_DIRECTORY ${dist})
+        configure_file(${CMAKE_CURRENT_FUNCTION_LIST_DIR}/no_page.html ${dist}/index.html COPYONLY)
+        foreach(name sw.js bundle.js bundle.css workbox.js)
+            file(WRITE ${dist}/${name} "\n")
+        endforeach()
+        foreach(name manifest.webmanifest build.json version.json)
+            file(WRITE ${dist}/${name} "{}\n")
+        endforeach()
+    endif()
     execute_process(
         COMMAND ${CMAKE_COMMAND} -DUI_SOURCE_DIR=${page}/built -DUI_BINARY_DIR=${page} -DLLAMA_SOURCE_DIR=${tree}
-            -DBUILD_UI=OFF -DHF_ENABLED=OFF -DLLAMA_UI_GZIP=ON -P ${tree}/scripts/ui-assets.cmake
+            -DBUILD_UI=OFF -DHF_ENABLED=OFF -DLLAMA_UI_GZIP=${gzip} -P ${tree}/scripts/ui-assets.cmake
         RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
     file(APPEND ${log} "${output}")
     set(status "${result}" PARENT_SCOPE)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -63,6 +65,20 @@ def test_a_coded_cache(serve: Serve) -> None:
         }
 
 
+def test_the_start_page(serve: Serve) -> None:
+    """The chat page, or one that says how to get it; clients need not accept gzip for the latter."""
+    with serve("-c", N_CELLS, "--ui") as server:
+        headers = {"Accept-Encoding": "gzip"}
+        with urlopen(Request(f"http://127.0.0.1:{server.port}/", headers=headers), timeout=30) as answer:
+            page = answer.read()
+            if answer.headers["Content-Encoding"] == "gzip":
+                page = gzip.decompress(page)
+            assert answer.headers["Content-Type"].startswith("text/html")
+        assert b"<!doctype html>" in page.lower()
+        if b"This build has no chat page" in page:
+            assert b"/v1/models" in page and b"Node.js" in page
+
+
 def test_rows_that_are_not_finite(serve: Serve, model: Path, tmp_path: Path) -> None:
     """A token with a NaN embedding is logged once, with layer and position, and counted."""
     path = tmp_path / "nan.gguf"
@@ -78,7 +94,7 @@ def test_rows_that_are_not_finite(serve: Serve, model: Path, tmp_path: Path) -> 
             wait_until("a count", lambda: usage(server)["n_zero_rows"] > 0)
         assert usage(server)["n_zero_rows"] == metrics(server)["kv_zero_rows_total"]
         line = r"layer (\d+): the (key|value) of position (\d+) is not finite"
-        wait_until("the line in the log, which another thread writes", lambda: re.search(line, server.log))
+        wait_until("the line in the log, which another thread writes", lambda: re.search(line, server.log) is not None)
         found = re.findall(line, server.log)
         assert len(found) == 1 and (found[0][0], found[0][2]) == ("0", "1")
 
