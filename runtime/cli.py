@@ -69,10 +69,27 @@ class Group(click.Group):
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
-@click.command(cls=Group, modules=COMMANDS, moved=MOVED, context_settings=SETTINGS)
+FIRST = """\
+subkv chat                                  talk to a small demo model on the compressed cache
+subkv run llama-server -m model.gguf        your model on that cache, in any program of llama.cpp
+subkv convert model.gguf                    measure your model once: a smaller cache at the same quality
+`subkv --help` lists all commands."""
+
+
+@click.command(
+    cls=Group,
+    modules=COMMANDS,
+    moved=MOVED,
+    context_settings=SETTINGS,
+    invoke_without_command=True,
+    no_args_is_help=False,
+)
 @click.version_option(package_name="subkv")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """llama.cpp with a KV cache of calibrated, quantized coefficients."""
+    if context.invoked_subcommand is None:
+        click.echo(FIRST)
 
 
 @main.command(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -175,6 +176,15 @@ def test_flags_of_coded_caches(flags: tuple[str | None, str | None], coded_model
     request = options.requested_cache(*flags, adapt="v", n_sink=3)
     choice = choose_cache(coded_model(), request)
     assert (choice.name, choice.adapt, choice.window.requested()) == ("subkv", "v", {"n_sink": 3})
+
+
+def test_first_steps() -> None:
+    """Three commands, which exist."""
+    result = run()
+    assert result.exit_code == 0
+    named = re.findall(r"^subkv (\w+) ", result.stdout, re.M)
+    assert named == ["chat", "run", "convert"] and set(named) <= set(cli.COMMANDS)
+    assert result.stdout.endswith("`subkv --help` lists all commands.\n")
 
 
 def test_demo_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
