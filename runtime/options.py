@@ -14,10 +14,13 @@ from subkv.base.errors import SubkvError, system_reason
 from subkv.format.window import Window
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
     from llama_cpp.llama_speculative import LlamaDraftModel
 
     from subkv.engine.cache import CacheChoice, CacheOptions
-    from subkv.engine.context import ContextOptions
+    from subkv.engine.context import Context, ContextOptions
+    from subkv.engine.model import Model
     from subkv.engine.stats import KVStats
 
 Option = Callable[..., Any]
@@ -214,6 +217,11 @@ def requested_cache(
     )
 
 
+bases_option = click.option("--bases", type=PATH, metavar="FILE", help="bases for -m: a sidecar or a converted model")
+# `requested: CacheOptions`, for programs that compare caches
+coded_options = group("requested", requested_cache, bases_option, window_options)
+
+
 def cache_options(*more: Option) -> Option:
     """`cache: CacheOptions`; more: --n-rollback, for programs that remove tokens."""
     return group(
@@ -227,7 +235,7 @@ def cache_options(*more: Option) -> Option:
             metavar="TYPE",
         ),
         llama_option("-ctv --cache-type-v type_v", "CACHE_TYPE_V", "the same for V [default: as -ctk]", metavar="TYPE"),
-        click.option("--bases", type=PATH, metavar="FILE", help="bases for -m: a sidecar or a converted model"),
+        bases_option,
         click.option(
             "--no-sidecar",
             "sidecar",
@@ -302,6 +310,28 @@ def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:
             f"-c: expected more tokens than the exact window of {n_exact} for a gain, found {stats.n_cells}; "
             "-ctk f16 takes less"
         )
+
+
+def open_context(model: Model, choice: CacheChoice, context: ContextOptions, name: str, cleanup: ExitStack) -> Context:
+    """A context of one of several caches, closed by `cleanup`; its cache is logged under `name`."""
+    opened = model.context(choice, context)
+    cleanup.callback(opened.close)
+    note_cache(opened.stats, choice, name)
+    return opened
+
+
+def cache_members(context: Context) -> dict[str, Any]:
+    """Members of a result (JSON) about a context's cache."""
+    stats = context.stats
+    return {
+        "type_k": stats.type_k,
+        "type_v": stats.type_v,
+        "bpe": round(stats.bpe, 4),
+        "kv_bytes": stats.bytes_kv,
+        "kv_bytes_per_token": stats.bytes_per_token,
+        "n_zero_rows": context.n_zero_rows,
+        "kernel": stats.kernel,
+    }
 
 
 def note_zero_rows(n_zero_rows: int, name: str = "") -> None:

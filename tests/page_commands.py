@@ -36,6 +36,8 @@ RUN = [
     "subkv convert --bases calib.safetensors model.gguf",
     "subkv inspect model.gguf",
     # docs/programs.md
+    "subkv run llama-perplexity -m model.gguf -f text.txt -ctk f16 --kl-divergence-base f16.kld",
+    "subkv run llama-perplexity -m model.gguf -f text.txt --kl-divergence-base f16.kld --kl-divergence",
     "SUBKV_ALLOW_HOST=localhost subkv run llama-server -m model.gguf",
     "SUBKV_ALLOW_HOST=chat.example.org,app subkv run llama-server -m model.gguf",
     'subkv run llama-mtmd-cli -m model.gguf --mmproj mmproj.gguf --image photo.jpg -p "What is this?"',
@@ -171,10 +173,10 @@ NOT_RUN = {
     "needs a GPU": [
         "subkv convert --bases models/smollm2-135m-instruct.calib.safetensors --n-sink 4 --n-recent 16 --sidecar "
         "-o side.gguf model.gguf",
-        "subkv perplexity -m model.gguf -f wikitext2.test.txt -c 128 --chunks 1 -fa off -t 1 -ngl 99 -ctk f16 "
-        "--kl-divergence-base f16.kld",
-        "subkv perplexity -m model.gguf -c 128 --chunks 1 -fa off -t 1 -ngl 99 -ctk subkv --bases side.gguf "
-        "--n-sink 4 --n-recent 16 --kl-divergence --kl-divergence-base f16.kld",
+        "subkv run llama-perplexity -m model.gguf -f wikitext2.test.txt -c 128 --chunks 1 -fa off -t 1 -ngl 99 "
+        "-ctk f16 --kl-divergence-base f16.kld",
+        "subkv run --bases side.gguf llama-perplexity -m model.gguf -f wikitext2.test.txt -c 128 --chunks 1 -fa off "
+        "-t 1 -ngl 99 -ctk subkv --kl-divergence --kl-divergence-base f16.kld",
         'subkv chat -m model.gguf -ctk subkv --temp 0 -ngl 99 -t 1 -c 512 -st -n 24 -p "…"',
         "python kernels/bench/gpu.py",
         "python kernels/bench/gpu.py --steps models",

@@ -242,9 +242,6 @@ def test_usage(tmp_path: Path) -> None:
     mixed = run("lab", "plot", tmp_path / "a.json", tmp_path / "a.safetensors", "-o", tmp_path / "out.png")
     assert mixed.exit_code == 2
     assert "RESULTS.json: expected results or one calibration, found 2 files" in mixed.stderr
-    result = run("perplexity", "-m", "x", "-f", "x", "--plot", tmp_path / "out.png")
-    assert result.exit_code == 2
-    assert "--plot: expected --compare T,… with it, found none" in result.stderr
 
 
 #
@@ -375,13 +372,14 @@ def test_inspect_plot(drawn: None, coded_model: Models, calibration: Path, tmp_p
 def test_perplexity_plot(drawn: None, coded_model: Models, text_file: Path, tmp_path: Path) -> None:
     target, saved = tmp_path / "plot.png", tmp_path / "results.json"
     common = ["perplexity", "-m", coded_model(), "-f", text_file, "-c", 64, "--chunks", 2, "-t", 2]
-    result = run(*common, "--compare", "f16,q4_0,subkv", "-o", "json", "--plot", target)
+    result = run(*common, "--compare", "f16,q4_0,subkv", "-o", "json")
     assert result.exit_code == 0, result.output
-    assert target.read_bytes().startswith(PNG)
     saved.write_text(result.stdout)
+    assert run("lab", "plot", saved, "-o", target).exit_code == 0
+    assert target.read_bytes().startswith(PNG)
     (axis,) = frontier_figure(read_results(saved)).axes
     assert axis.get_title() == f"{text_file.name}, 64 tokens"
     assert texts(axis) == ["q4_0"]
-    refused = run(*common, "--compare", "f16,q4_0", "--plot", tmp_path / "plot.txt")
+    refused = run("lab", "plot", saved, "-o", tmp_path / "plot.txt")
     assert refused.exit_code == 1
-    assert refused.stderr == "--plot: expected a file name that ends in .png, .svg or .pdf, found plot.txt\n"
+    assert refused.stderr == "-o: expected a file name that ends in .png, .svg or .pdf, found plot.txt\n"
