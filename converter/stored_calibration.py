@@ -17,8 +17,7 @@ from pathlib import Path
 from converter.corpus import Text
 from converter.request import CalibrationRequest
 from converter.resume import Checkpoints
-from converter.sensitivity_correction import PLANNED
-from converter.sensitivity_stage import expected_seconds, outcome, with_sensitivities
+from converter.sensitivity_stage import PLANNED, expected_seconds, outcome, with_sensitivities
 from converter.sensitivity_trials import scope_of
 from converter.source import Source
 from converter.statistics_stage import collect_statistics

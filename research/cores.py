@@ -68,7 +68,6 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
         **speeds,
         "ratio": speeds["subkv"] / speeds["f16"],
         "kernel": coded["kernel"],
-        "read_bandwidth_gbs": coded["read_bandwidth_gbs"],
     }
 
 
@@ -104,6 +103,7 @@ def main(
     output: Path,
 ) -> None:
     """Measure decode speed with 1 to all cores, f16 beside a coded cache, in models with random weights."""
+    from research.bandwidth import read_bandwidth
     from research.shapes import SHAPES as SIZES
     from subkv.base.files import atomic_file, check_writable
 
@@ -122,8 +122,10 @@ def main(
                 at_depth = [{"shape": shape, "depth": depth, "threads": n_threads} for depth in depths]
                 try:
                     found = bench(model, bases, n_threads, tuple(depths), repetitions, max(0.1, end - time.monotonic()))
+                    bandwidth = read_bandwidth(n_threads)
                     for row in at_depth:
                         row |= summary([o for o in found if o["n_depth"] == row["depth"]])
+                        row["read_bandwidth_gbs"] = bandwidth
                 except subprocess.TimeoutExpired:
                     at_depth = [row | {"reason": "not measured: no time left"} for row in at_depth]
                 rows += at_depth

@@ -8,6 +8,7 @@ Two tasks: `copy` writes the text that the context holds once more, as an edited
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import statistics
@@ -145,26 +146,24 @@ def main(
 ) -> None:
     """Measure what drafts gain on different KV caches."""
     # numpy and the native libraries: not for a --help
+    from research.drafts import DraftModel, PromptLookup
     from subkv.base.threads import default_threads
-    from subkv.engine.drafts import DraftModel, PromptLookup
     from subkv.engine.llama import Llama
     from subkv.format.window import N_ROLLBACK
 
     drafts: dict[str, LlamaDraftModel | None] = {"none": None}
     drafts |= {f"lookup {n}": PromptLookup(ngram, n) for n in lookups}
-    if draft_model is not None:
-        drafts[f"model {n_draft}"] = DraftModel(draft_model, n_draft)
-    longest = max((draft.num_pred_tokens for draft in drafts.values() if draft is not None), default=0)
+    longest = max([*lookups, n_draft if draft_model is not None else 0])
     threads = default_threads(n_threads)
     try:
         source = text_file.read_bytes()
     except OSError as error:
         raise SubkvError("text_file", f"cannot read {text_file}: {error.strerror}") from error
-    models: dict[str, Llama] = {}
-    try:
+    with contextlib.ExitStack() as cleanup:
+        models: dict[str, Llama] = {}
         for name in caches:
             coded: dict[str, Any] = {"bases": bases, "n_rollback": max(longest, N_ROLLBACK)} if name == "subkv" else {}
-            models[name] = Llama(
+            llm = Llama(
                 model,
                 kv_cache=name,
                 n_ctx=n_depth + n_gen + longest + 256,
@@ -173,15 +172,16 @@ def main(
                 verbose=False,
                 **coded,
             )
+            models[name] = cleanup.enter_context(llm)
         first = next(iter(models.values()))
         text = first.tokenize(source)[:n_depth]
         if len(text) < n_depth:
             raise SubkvError("text_file", f"expected at least {n_depth} tokens (-d), found {len(text)} in {text_file}")
         again = first.tokenize(AGAIN.encode(), add_bos=False)
+        if draft_model is not None:
+            small = DraftModel(first, draft_model, n_draft)
+            drafts[f"model {n_draft}"] = cleanup.enter_context(contextlib.closing(small))
         done = measure(models, drafts, text, again, n_gen, repetitions)
-    finally:
-        for llm in models.values():
-            llm.close()
     plain = {(run.cache, run.task): run for run in done if run.draft == "none"}
     rows = [run.row(plain[run.cache, run.task]) for run in done]
     click.echo(json.dumps(rows, indent=1) if form == "json" else markdown(rows))

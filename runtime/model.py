@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from runtime import demo
 from runtime.options import gpu_layers, note
@@ -17,20 +17,18 @@ from subkv.native.gguf import check_model_file
 L = TypeVar("L", bound=Llama)
 
 
-def open_coded(
-    model: Path, n_gpu_layers: int, cache: CacheOptions, context: ContextOptions, kind: type[L], **more: Any
-) -> L:
+def open_coded(model: Path, n_gpu_layers: int, cache: CacheOptions, context: ContextOptions, kind: type[L]) -> L:
     """As open_llama, but `auto` means a coded cache, with bases derived from the weights if there are no others."""
     with concerning(model="model_path"):
         check_model_file(model)
     chosen, reason = with_weight_bases(model, cache)
     try:
-        llm = open_llama(model, n_gpu_layers, chosen, context, kind, **more)
+        llm = open_llama(model, n_gpu_layers, chosen, context, kind)
     except CacheError as error:
         if reason or chosen is cache or error.key != "kv_cache":
             raise
         chosen, reason = f16_fallback(cache, error)  # the engine does not support the architecture
-        llm = open_llama(model, n_gpu_layers, chosen, context, kind, **more)
+        llm = open_llama(model, n_gpu_layers, chosen, context, kind)
     if reason:
         note(reason)
     return llm
@@ -42,17 +40,12 @@ def open_llama(
     cache: CacheOptions,
     context: ContextOptions,
     kind: type[L],
-    **more: Any,
 ) -> L:
-    """Open subkv.Llama as the flags request; model None: the demo model.
-
-    kind: Llama or a subclass; more: further arguments of its constructor.
-    """
+    """Open `kind`, subkv.Llama or a subclass, as the flags request; model None: the demo model."""
     if not model:  # an ordinary cache needs no bases
         coded = cache.type_v in (None, AUTO, CODED) and cache.bases is None
         model = demo.converted() if coded else demo.model_path()
     n_threads = default_threads(context.n_threads)
-    more |= cache.arguments()
     llm = kind(
         model,
         n_ctx=context.n_ctx,
@@ -64,7 +57,7 @@ def open_llama(
         flash_attn=context.flash_attn,
         verbose=False,
         progress=True,
-        **more,
+        **cache.arguments(),
     )
     llm.loaded_model.check_text()
     return llm

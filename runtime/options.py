@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +13,11 @@ from subkv.base.errors import SubkvError, system_reason
 from subkv.format.window import Window
 
 if TYPE_CHECKING:
-    from llama_cpp.llama_speculative import LlamaDraftModel
+    from contextlib import ExitStack
 
     from subkv.engine.cache import CacheChoice, CacheOptions
-    from subkv.engine.context import ContextOptions
+    from subkv.engine.context import Context, ContextOptions
+    from subkv.engine.model import Model
     from subkv.engine.stats import KVStats
 
 Option = Callable[..., Any]
@@ -106,86 +106,6 @@ gpu_option = llama_option(
 )
 
 
-@dataclass(frozen=True)
-class Drafts:
-    """Speculative decoding: the source of drafts, named as in llama.cpp."""
-
-    spec_type: str | None
-    draft_model: Path | None
-    n_draft: int
-    n_draft_min: int
-    p_min: float
-    draft_cache: str
-    ngram: int
-    mgram: int
-
-    def model(self, n_gpu_layers: int) -> LlamaDraftModel | None:
-        """For Llama's draft_model. Raises click.UsageError for flags that do not go together."""
-        kind = self.spec_type or ("none" if self.draft_model is None else "draft-simple")
-        if (kind == "draft-simple") != (self.draft_model is not None):
-            value = "none" if self.draft_model is None else f"--spec-type {kind}"
-            raise click.UsageError(f"-md: expected a model with --spec-type draft-simple and no other, found {value}")
-        # numpy and the native libraries: not for a --help
-        from subkv.engine.drafts import DraftModel, PromptLookup
-
-        if self.draft_model is not None:
-            return DraftModel(
-                self.draft_model, self.n_draft, self.p_min, self.draft_cache, n_gpu_layers, self.n_draft_min
-            )
-        return PromptLookup(self.ngram, self.mgram, self.n_draft_min) if kind == "ngram-simple" else None
-
-
-draft_options = group(
-    "drafts",
-    Drafts,
-    llama_option(
-        "--spec-type",
-        "SPEC_TYPE",
-        "draft tokens and verify them together: from repetitions in the text, or with the model of -md",
-        type=click.Choice(["none", "ngram-simple", "draft-simple"]),
-    ),
-    llama_option(
-        "-md --spec-draft-model --model-draft draft_model",
-        "SPEC_DRAFT_MODEL",
-        "draft model: a smaller model with the same vocabulary",
-        type=PATH,
-        metavar="FILE",
-    ),
-    llama_option(
-        "--spec-draft-n-max --draft-max n_draft",
-        "SPEC_DRAFT_N_MAX",
-        "maximum tokens per draft of -md",
-        type=POSITIVE,
-        default=3,
-    ),
-    llama_option(
-        "--spec-draft-n-min --draft-min n_draft_min",
-        "SPEC_DRAFT_N_MIN",
-        "minimum tokens per draft; shorter drafts are dropped",
-        type=NATURAL,
-        default=0,
-    ),
-    llama_option(
-        "--spec-draft-p-min --draft-p-min p_min",
-        "SPEC_DRAFT_P_MIN",
-        "minimum probability of a drafted token under -md",
-        type=SHARE,
-        default=0.0,
-    ),
-    llama_option(
-        "-ctkd --spec-draft-type-k --cache-type-k-draft draft_cache",
-        "SPEC_DRAFT_CACHE_TYPE_K",
-        "KV cache of -md, K and V",
-        default="f16",
-        metavar="TYPE",
-    ),
-    click.option(
-        "--spec-ngram-simple-size-n", "ngram", type=POSITIVE, default=12, help="ngram-simple: tokens that must match"
-    ),
-    click.option(
-        "--spec-ngram-simple-size-m", "mgram", type=POSITIVE, default=48, help="ngram-simple: tokens per draft"
-    ),
-)
 flash_option = llama_option(
     "-fa --flash-attn flash_attn",
     "FLASH_ATTN",
@@ -250,6 +170,11 @@ def requested_cache(
     )
 
 
+bases_option = click.option("--bases", type=PATH, metavar="FILE", help="bases for -m: a sidecar or a converted model")
+# `requested: CacheOptions`, for programs that compare caches
+coded_options = group("requested", requested_cache, bases_option, window_options)
+
+
 def cache_options(*more: Option) -> Option:
     """`cache: CacheOptions`; more: --n-rollback, for programs that remove tokens."""
     return group(
@@ -263,7 +188,7 @@ def cache_options(*more: Option) -> Option:
             metavar="TYPE",
         ),
         llama_option("-ctv --cache-type-v type_v", "CACHE_TYPE_V", "the same for V [default: as -ctk]", metavar="TYPE"),
-        click.option("--bases", type=PATH, metavar="FILE", help="bases for -m: a sidecar or a converted model"),
+        bases_option,
         click.option(
             "--no-sidecar",
             "sidecar",
@@ -338,6 +263,28 @@ def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:
             f"-c: {stats.n_cells} tokens are few beside the exact window of {n_exact}: at this size "
             f"-ctk {'f16' if stats.bpe >= 16 else 'q8_0'} takes less"
         )
+
+
+def open_context(model: Model, choice: CacheChoice, context: ContextOptions, name: str, cleanup: ExitStack) -> Context:
+    """A context of one of several caches, closed by `cleanup`; its cache is logged under `name`."""
+    opened = model.context(choice, context)
+    cleanup.callback(opened.close)
+    note_cache(opened.stats, choice, name)
+    return opened
+
+
+def cache_members(context: Context) -> dict[str, Any]:
+    """Members of a result (JSON) about a context's cache."""
+    stats = context.stats
+    return {
+        "type_k": stats.type_k,
+        "type_v": stats.type_v,
+        "bpe": round(stats.bpe, 4),
+        "kv_bytes": stats.bytes_kv,
+        "kv_bytes_per_token": stats.bytes_per_token,
+        "n_zero_rows": context.n_zero_rows,
+        "kernel": stats.kernel,
+    }
 
 
 def note_zero_rows(n_zero_rows: int, name: str = "") -> None:

@@ -1,7 +1,6 @@
-"""Plots: bits against KLD, and per-layer sensitivities. Needs the extra `plot`.
+"""`subkv lab plot RESULTS.json… -o frontier.png`: bits against KLD. Needs the extra `plot`.
 
-subkv lab plot RESULTS.json… -o frontier.png     from `python -m research.evaluate` and `subkv perplexity --compare`
-subkv lab plot calib.safetensors -o layers.png   a calibration with sensitivities
+The results are of `subkv perplexity` and `python -m research.evaluate`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     if not isinstance(rows, list):
         raise SubkvError(
             "path",
-            f"expected a JSON list as research.evaluate and runtime.perplexity --compare print it, "
+            f"expected a JSON list as research.evaluate and runtime.perplexity print it, "
             f"found {type(rows).__name__} in {path}",
         )
     for i, row in enumerate(rows):
@@ -62,22 +61,13 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 @click.argument("files", metavar="RESULTS.json…", type=options.PATH, nargs=-1, required=True)
 @click.option("-o", "--output", "plot", type=options.PATH, required=True, metavar="FILE.png", help="file to write")
 def main(files: tuple[Path, ...], plot: Path) -> None:
-    """Draw bits against KLD from results that research.evaluate and runtime.perplexity --compare printed with -o json,
-    or the sensitivities of the layers from one calibration (calib.safetensors)."""
-    calibrations = [path for path in files if path.suffix == ".safetensors"]
-    if calibrations and len(files) > 1:
-        raise click.UsageError(f"RESULTS.json: expected results or one calibration, found {len(files)} files with both")
-    from converter.plots import figure, frontier, layers  # numpy: not for a --help
-    from subkv.format.calibration import read_calibration
+    """Draw bits against KLD from results that research.evaluate and runtime.perplexity printed with -o json."""
+    from converter.plots import figure, frontier  # matplotlib: not for a --help
 
     figure.check(plot)
-    if calibrations:
-        with concerning(calibration="calib.safetensors"):
-            figure.write_figure(layers.sensitivity_figure(read_calibration(files[0])), plot)
-    else:
-        with concerning(path="RESULTS.json"):
-            results = [row for path in files for row in read_results(path)]
-        frontier.frontier(results, plot)
+    with concerning(path="RESULTS.json"):
+        results = [row for path in files for row in read_results(path)]
+    frontier.frontier(results, plot)
     options.note(f"wrote {plot}")
 
 

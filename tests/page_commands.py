@@ -36,6 +36,8 @@ RUN = [
     "subkv convert --bases calib.safetensors model.gguf",
     "subkv inspect model.gguf",
     # docs/programs.md
+    "subkv run llama-perplexity -m model.gguf -f text.txt -ctk f16 --kl-divergence-base f16.kld",
+    "subkv run llama-perplexity -m model.gguf -f text.txt --kl-divergence-base f16.kld --kl-divergence",
     "SUBKV_ALLOW_HOST=localhost subkv run llama-server -m model.gguf",
     "SUBKV_ALLOW_HOST=chat.example.org,app subkv run llama-server -m model.gguf",
     'subkv run llama-mtmd-cli -m model.gguf --mmproj mmproj.gguf --image photo.jpg -p "What is this?"',
@@ -171,13 +173,13 @@ NOT_RUN = {
     "needs a GPU": [
         "subkv convert --bases models/smollm2-135m-instruct.calib.safetensors --n-sink 4 --n-recent 16 --sidecar "
         "-o side.gguf model.gguf",
-        "subkv perplexity -m model.gguf -f wikitext2.test.txt -c 128 --chunks 1 -fa off -t 1 -ngl 99 -ctk f16 "
-        "--kl-divergence-base f16.kld",
-        "subkv perplexity -m model.gguf -c 128 --chunks 1 -fa off -t 1 -ngl 99 -ctk subkv --bases side.gguf "
-        "--n-sink 4 --n-recent 16 --kl-divergence --kl-divergence-base f16.kld",
+        "subkv run llama-perplexity -m model.gguf -f wikitext2.test.txt -c 128 --chunks 1 -fa off -t 1 -ngl 99 "
+        "-ctk f16 --kl-divergence-base f16.kld",
+        "subkv run --bases side.gguf llama-perplexity -m model.gguf -f wikitext2.test.txt -c 128 --chunks 1 -fa off "
+        "-t 1 -ngl 99 -ctk subkv --kl-divergence --kl-divergence-base f16.kld",
         'subkv chat -m model.gguf -ctk subkv --temp 0 -ngl 99 -t 1 -c 512 -st -n 24 -p "…"',
-        "python kernels/bench/gpu.py",
-        "python kernels/bench/gpu.py --steps models",
+        "python research/gpu/gpu.py",
+        "python research/gpu/gpu.py --steps models",
     ],
     "needs a container's or a cluster's programs; tests check its flags": [
         "buildah build -f cmake/packages/Containerfile -t subkv .",
@@ -207,7 +209,8 @@ NOT_RUN = {
         "subkv perplexity -m M.gguf -f wikitext2.test.txt -c 8192 --chunks 1 "
         "--compare f16,q8_0,q4_0,subkv:s4.25.gguf,subkv:default.gguf",
         "subkv perplexity -c 1024 --chunks 1 --compare",
-        "subkv lab plot models/smollm2-135m-instruct.calib.safetensors -o docs/results/sensitivity.png",
+        "python -m research.plot_sensitivities models/smollm2-135m-instruct.calib.safetensors "
+        "-o docs/results/sensitivity.png",
         '/usr/bin/time -f %M subkv chat -m M.gguf --bases s45.gguf -c 8192 -ctk T -p "Say hello." --single-turn -n 8',
         'subkv chat -p "What is the capital of France?" --temp 0 -n 40',
         "python -m research.soak --pid PID --minutes 120",
@@ -216,11 +219,11 @@ NOT_RUN = {
         "python -m research.shapes llama-3.2-1b -o model.gguf --bases bases.gguf",
         "python -m research.shapes llama-3.1-8b --layers 28 --heads 28 --kv-heads 4 --embd 3584 --ff 18944 "
         "--vocab 152064 -o model.gguf --bases bases.gguf",
-        "python -m runtime.lm_eval run --model subkv --tasks hellaswag "
+        "python -m research.lm_eval run --model subkv --tasks hellaswag "
         "--model_args model=M.gguf,cache=subkv:s4.25.gguf",
         "python -m research.tasks -m M.gguf --lm-eval tasks --tasks needles,recall -c 2048 --samples 16",
         "python -m research.tasks --lm-eval FOLDER",
-        "python -m runtime.lm_eval run --model subkv --include_path tasks "
+        "python -m research.lm_eval run --model subkv --include_path tasks "
         "--tasks subkv_needles_8_2048,subkv_recall_3_2048 --model_args model=M.gguf,cache=q4_0",
         "python -m research.cores -o cores.json",
         "python -m research.edits -m MODEL -f TEXT",

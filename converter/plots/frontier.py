@@ -21,7 +21,7 @@ ROTATED = "rotated-"  # these and names with a colon are other projects' codecs
 def frontier(results: Sequence[dict[str, Any]], plot: Path) -> None:
     """Draw bpe (x) against mean KLD in nats (y, log) and write it.
 
-    results: objects as research.evaluate and runtime.perplexity --compare print them, all of one model; read are
+    results: objects as research.evaluate and runtime.perplexity print them, all of one model; read are
     name, bpe, mean_kld (None: the base, not drawn), mean_kld_stderr, bound_bpe, and n_ctx and text where present: one
     panel for each such pair. Raises SubkvError about `plot`: nothing has a KLD, no matplotlib, or it cannot be written.
     """

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from converter.plots.figure import new_figure, plain
+from converter.plots.figure import new_figure
 from subkv.base.errors import SubkvError
 
 RELATIVE_ERROR = 1e-4  # ‖e‖²/‖x‖² of a one percent error
@@ -30,40 +30,7 @@ def layer_costs(calibration: Any) -> dict[str, Any]:
     return costs
 
 
-def sensitivity_figure(calibration: Any) -> Any:
-    """layer_costs() as heat maps of layer and head for K and V, with sums per layer below.
-
-    Raises SubkvError about `calibration` where it has no sensitivities, and about `plot`.
-    """
-    method = calibration.sensitivity
-    if method is None:
-        raise SubkvError(
-            "calibration",
-            "expected a calibration with sensitivities, found none in it; `python -m converter.sensitivity` adds them",
-        )
-    figure = new_figure(11, 5.5)
-    axes = figure.subplots(2, 2, sharex=True, sharey="row")
-    costs = layer_costs(calibration)
-    _heat_maps(figure, axes[0], calibration, costs)
-    for axis, side in zip(axes[1], "kv", strict=True):
-        sums = np.nansum(costs[side], axis=1)
-        axis.bar(np.arange(len(sums)), sums, color="tab:blue", width=0.8)
-        axis.set(title=f"{side.upper()}: all heads of a layer, in total {sums.sum():.2g} nats", xlabel="layer")
-        axis.set_yscale("log")  # K and V, and layers, are orders of magnitude apart
-        axis.grid(True, axis="y", color="0.9")
-        axis.set_axisbelow(True)
-    axes[1, 0].set_ylabel("nats of KLD")
-    for axis in axes[0]:
-        axis.set_xlabel("")
-    figure.suptitle(
-        f"{plain(calibration.name)}: KLD from a one percent error "
-        f"beyond the exact window of {method.n_recent} tokens\n({method.method}, {method.tokens} tokens)",
-        fontsize=11,
-    )
-    return figure
-
-
-def _heat_maps(figure: Any, axes: Any, calibration: Any, costs: dict[str, Any]) -> None:
+def heat_maps(figure: Any, axes: Any, calibration: Any, costs: dict[str, Any]) -> None:
     """costs of K and V as images head x layer on two axes under one log colour scale."""
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -140,7 +107,7 @@ def layout_figure(layout: dict[str, Any], calibration: Any) -> Any:
     if calibration is not None:
         _spectra_panels(axes[1], calibration)
     if measured:
-        _heat_maps(figure, axes[2], calibration, layer_costs(calibration))
+        heat_maps(figure, axes[2], calibration, layer_costs(calibration))
     return figure
 
 

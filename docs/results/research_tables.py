@@ -76,6 +76,6 @@ def warm_numbers(rows: Rows) -> Numbers:
 
 
 def sensitivity(lab: Any) -> Rows:
-    lab.run("subkv", "lab", "plot", "calib.safetensors", "-o", "sensitivity.png")
+    lab.run("python", "-m", "research.plot_sensitivities", "calib.safetensors", "-o", "sensitivity.png")
     lab.keep("sensitivity.png")
     return [{"picture": "sensitivity.png"}]

@@ -115,7 +115,8 @@ ORDER = (  # the most important ones first
     Table(
         "sensitivity",
         "Sensitivity of layers to errors",
-        "`subkv lab sensitivity` measured the values in the calibration; `subkv lab plot` draws them.",
+        "`subkv lab sensitivity` measured the values in the calibration; `python -m research.plot_sensitivities` draws "
+        "them.",
         0.1,
         research.sensitivity,
         lambda rows: "",

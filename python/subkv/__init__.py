@@ -14,21 +14,18 @@ from subkv.base.version import __version__
 from subkv.native.paths import set_library_path_early
 
 if TYPE_CHECKING:
-    from subkv.engine.drafts import DraftModel, PromptLookup
     from subkv.engine.llama import Llama
     from subkv.engine.prompt_cache import PromptCache
     from subkv.torch.cache import SubspaceCache
 
-__all__ = ["DraftModel", "Llama", "PromptCache", "PromptLookup", "SubkvError", "SubspaceCache", "__version__"]
+__all__ = ["Llama", "PromptCache", "SubkvError", "SubspaceCache", "__version__"]
 
 # `import llama_cpp` loads a libllama. Without this call, it would be another one than libsubkv's.
 set_library_path_early()
 
 _LAZY = {
-    "DraftModel": "subkv.engine.drafts",
     "Llama": "subkv.engine.llama",
     "PromptCache": "subkv.engine.prompt_cache",
-    "PromptLookup": "subkv.engine.drafts",
     "SubspaceCache": "subkv.torch.cache",
 }
 

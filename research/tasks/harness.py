@@ -1,4 +1,4 @@
-"""Writes the samples as tasks of lm-evaluation-harness, which runs them on any model (ours by runtime.lm_eval)."""
+"""Writes the samples as tasks of lm-evaluation-harness, which runs them on any model (ours by research.lm_eval)."""
 
 from __future__ import annotations
 

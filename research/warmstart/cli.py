@@ -23,7 +23,6 @@ import click
 
 from research.warmstart.chat import main as chat
 from runtime import options
-from runtime.bench import IntList
 from subkv.base.command import command, group, show
 from subkv.base.errors import SubkvError, concerning, need_packages
 from subkv.base.threads import default_threads
@@ -93,7 +92,7 @@ class Passages:
 @group(
     "passages",
     Passages,
-    click.option("--words", type=IntList(), default="60,180,600", help="lengths of the passages"),
+    click.option("--words", type=options.IntList(), default="60,180,600", help="lengths of the passages"),
     click.option("-n", "--passages", "n", type=click.IntRange(1), default=24, help="passages of each length"),
     click.option("--test-share", type=click.FloatRange(0, 1), default=0.25, help="of the text, for testing only"),
     click.option("--seed", type=int, default=0, help="of all choices"),

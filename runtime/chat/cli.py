@@ -22,7 +22,7 @@ import click
 from runtime import options
 from runtime.chat.completer import Completer
 from runtime.chat.terminal import WordWrap, open_input, terminal_width
-from runtime.options import SHARE, Drafts, llama_option
+from runtime.options import SHARE, llama_option
 from subkv.base.command import command, group, sentence, stack
 from subkv.base.errors import SubkvError
 from subkv.base.hub import hf_option, requested_model
@@ -159,8 +159,6 @@ class Chat:
             options.note(problem)
         options.note_zero_rows(conversation.llm.kv_stats().n_zero_rows)
         mark = f" | {mark}" if mark else ""
-        if turn.n_drafted:
-            mark = f" | Drafts: {turn.n_accepted} of {turn.n_drafted} accepted{mark}"
         options.note(
             f"[ Prompt: {_speed(turn.n_prompt, turn.prompt_speed)} | "
             f"Generation: {_speed(turn.n_answer, turn.answer_speed)} | KV: {sizes(conversation.llm.kv_stats())}{mark} ]"
@@ -340,7 +338,6 @@ chat_options = stack(
         options.context_option(4096), options.flash_option, options.threads_option, options.batch_options()
     ),
     options.gpu_option,
-    options.draft_options,
     llama_option(
         "--context-shift/--no-context-shift",
         "CONTEXT_SHIFT",
@@ -360,7 +357,6 @@ def run(
     sampling: Sampling,
     context: ContextOptions,
     n_gpu_layers: int,
-    drafts: Drafts,
     context_shift: bool,
     open_model: OpenModel | None = None,
 ) -> None:
@@ -382,10 +378,9 @@ def run(
     path = requested_model(model or None, hf_repo)
 
     def open_llm() -> Llama:
-        more = {"draft_model": drafts.model(n_gpu_layers)}
         if path is not None and open_model is None:
-            return open_coded(path, n_gpu_layers, cache, context, Llama, **more)
-        return open_llama(path, n_gpu_layers, cache, context, Llama, **more)
+            return open_coded(path, n_gpu_layers, cache, context, Llama)
+        return open_llama(path, n_gpu_layers, cache, context, Llama)
 
     with (open_model or _only_model)(open_llm) as (llm, first_tokens):
         options.note_cache(llm.kv_stats(), llm.cache_choice)

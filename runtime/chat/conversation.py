@@ -58,8 +58,7 @@ class FirstTokens(Protocol):
 class Turn:
     """Counts and times (seconds) of one answer. stopped: "end", "length", "loop", "full" or "interrupt".
 
-    first_tokens: the source of first tokens, if used; n_first_tokens: how many it gave. n_drafted: drafted tokens that
-    were evaluated; n_accepted: those among them that the sampler chose.
+    first_tokens: the source of first tokens, if used; n_first_tokens: how many it gave.
     """
 
     n_prompt: int = 0
@@ -69,8 +68,6 @@ class Turn:
     stopped: str = "end"
     first_tokens: FirstTokens | None = None
     n_first_tokens: int = 0
-    n_drafted: int = 0
-    n_accepted: int = 0
 
     @property
     def prompt_speed(self) -> float:
@@ -334,18 +331,10 @@ class Conversation:
                     return
                 llm.eval(self.tokens[llm.n_tokens :][: min(llm.n_batch, n_left - 1)])
             llm.eval(self.tokens[llm.n_tokens :])
-        row, drafted = -1, list[int]()
         while True:
-            token = int(sampler.sample(llm._ctx, row))
+            token = int(sampler.sample(llm._ctx, -1))
             yield token
-            if drafted and drafted.pop(0) == token:
-                turn.n_accepted += 1
-                row, llm.n_tokens = row + 1, llm.n_tokens + 1
-                continue
-            drafted = llm.draft(self.tokens)
-            turn.n_drafted += len(drafted)
-            llm.eval([token, *drafted])
-            row, llm.n_tokens = -1 - len(drafted), llm.n_tokens - len(drafted)  # drafts count when they are chosen
+            llm.eval([token])
 
     #
     # files

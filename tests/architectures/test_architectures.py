@@ -15,7 +15,7 @@ from guarantees import examine
 
 from converter.calibrate import main as calibrate
 from converter.cli import main as convert
-from converter.sensitivity_correction import compare
+from converter.sensitivity_stage import compare
 from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.engine.model import Model
 from subkv.format import metadata

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from converter.cli import main as convert
 from converter.decoded_chunk import DecodedChunk
 from converter.residual import Rows, energy, gram_of, metrics
-from converter.sensitivity_correction import compare
+from converter.sensitivity_stage import compare
 from converter.sensitivity_trials import SensitivityTrials
 from converter.session import Session
 from converter.source import Source

@@ -20,7 +20,7 @@ from format import native, writer
 from gguf import GGUFReader, GGUFValueType
 
 from converter import sensitivity_stage
-from converter.sensitivity_measurements import Measurements, Trial
+from converter.sensitivity_trials import Measurements, Trial
 from subkv.base.container import Container, load, write
 from subkv.base.errors import SubkvError
 from subkv.format import calibration, metadata

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from versioned import FILES, IDENTITY, TOKENS
 
-from converter.sensitivity_measurements import VERSION as MEASUREMENTS
+from converter.sensitivity_trials import VERSION as MEASUREMENTS
 from research.warmstart.trained import VERSION as WARM
 from runtime.chat.conversation import STATE
 from runtime.doctor.formats import FORMATS

@@ -466,9 +466,9 @@ def test_a_window_stores_the_rows_of_its_slots(library: c.Library) -> None:
 
 @pytest.mark.parametrize("n_tps", [1, 8])
 def test_calls_of_the_timing_script(library: c.Library, n_tps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call of kernels/bench/gpu_ops.py runs on a small workload, and the output is finite."""
+    """Every call of research/gpu/gpu_ops.py runs on a small workload, and the output is finite."""
     torch = pytest.importorskip("torch")
-    monkeypatch.syspath_prepend(str(c.ROOT / "kernels" / "bench"))
+    monkeypatch.syspath_prepend(str(c.ROOT / "research" / "gpu"))
     import gpu_ops
 
     device = "cuda" if library.memory is c.DeviceMemory else "cpu"

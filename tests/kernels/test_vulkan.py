@@ -185,8 +185,8 @@ def test_more_workgroups_than_every_device_has_are_refused(opened: v.Library) ->
 def test_calls_of_the_timing_script(
     library: v.Library, n_tps: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """kernels/bench/gpu_vulkan.py on a small workload prints a line for the copy and for every op."""
-    monkeypatch.syspath_prepend(str(v.VULKAN.parent / "bench"))
+    """research/gpu/gpu_vulkan.py on a small workload prints a line for the copy and for every op."""
+    monkeypatch.syspath_prepend(str(v.VULKAN.parents[1] / "research" / "gpu"))
     import gpu_vulkan
 
     for name, value in (("N_HEAD", 1), ("GROUP", 2)):

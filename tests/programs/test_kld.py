@@ -1,7 +1,8 @@
-"""llama-perplexity and `subkv perplexity` print the same results for the same cache."""
+"""llama-perplexity, with a file of base logits, and `subkv perplexity`, without one, print the same results."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -15,15 +16,13 @@ from program_paths import program
 from runtime.perplexity import main
 
 N_CTX, CHUNKS = 256, 6
-NAMES = [
-    "Mean PPL(base)",
-    "Mean PPL(Q)/PPL(base)",
-    "Mean    KLD",
-    "Maximum KLD",
-    "99.9%   KLD",
-    "Median  KLD",
-    "Same top p",
-]
+NAMES = {  # of llama-perplexity, and our members
+    "Mean    KLD": ["mean_kld", "mean_kld_stderr"],
+    "Maximum KLD": ["max_kld"],
+    "99.9%   KLD": ["kld_999"],
+    "Median  KLD": ["median_kld"],
+    "Same top p": ["same_top", "same_top_stderr"],
+}
 
 
 def theirs(model: Path, text_file: Path, subkv: str, *arguments: Any) -> str:
@@ -36,44 +35,41 @@ def theirs(model: Path, text_file: Path, subkv: str, *arguments: Any) -> str:
         )
         assert done.returncode == 0, done.stderr[-2000:]
         # upstream's programs may end before their whole log is written (common/log.cpp)
-        if "--kl-divergence" not in words or f"\n{NAMES[-1]}:" in done.stdout:
+        if "--kl-divergence" not in words or "\nSame top p:" in done.stdout:
             break
     return done.stdout + done.stderr
 
 
-def ours(model: Path, text_file: Path, *arguments: Any) -> str:
-    words = ["-m", model, "-f", text_file, "-c", N_CTX, "--chunks", CHUNKS, "-t", 1, *arguments]
-    result = CliRunner().invoke(main, [str(word) for word in words])
+def ours(model: Path, text_file: Path) -> list[dict[str, Any]]:
+    """Of an f16 cache, the base, and a coded one."""
+    words = ["-m", model, "-f", text_file, "-c", N_CTX, "--chunks", CHUNKS, "-t", 1, "--compare", "f16,subkv"]
+    result = CliRunner().invoke(main, [str(word) for word in (*words, "--no-noise-floor", "-o", "json")])
     assert result.exit_code == 0, result.output
-    return result.output
+    found: list[dict[str, Any]] = json.loads(result.stdout)
+    return found
 
 
-def number_of(output: str, name: str) -> str:
+def numbers(output: str, name: str) -> list[float]:
     """The numbers after a name, as printed."""
     (line,) = [line for line in output.splitlines() if line.startswith(name)]
-    return re.sub(r"\s+", " ", line[len(name) :].strip(" :"))
+    return [float(x) for x in re.findall(r"-?[0-9.]+", line[len(name) :])]
 
 
 @pytest.mark.parametrize("batch", [64, 2048], ids=["chunks in parts", "chunks at once"])
-def test_divergence_is_the_same(model: Path, text_file: Path, tmp_path: Path, batch: int) -> None:
+def test_results_are_the_same(model: Path, text_file: Path, tmp_path: Path, batch: int) -> None:
+    """Except that llama-perplexity's file of base logits has 16 bits for each, and none far below the largest."""
     base = tmp_path / "base.bin"
     written = theirs(model, text_file, "off", "--kl-divergence-base", base)
-    output = theirs(model, text_file, "auto", "--kl-divergence-base", base, "--kl-divergence", "-b", batch)
-    assert "subkv: coded K/V cache" in output and "subkv: coded" not in written
-    mine = ours(model, text_file, "--kl-divergence-base", base, "--kl-divergence", "-ctk", "subkv")
-    # the same perplexity of the base in another order of sums; it has seven digits
-    assert float(number_of(output, NAMES[0]).split()[0]) == pytest.approx(float(number_of(mine, NAMES[0])), rel=1e-7)
-    for name in NAMES[1:]:  # these, too, may have another last digit
-        theirs_and_mine = ([float(x) for x in re.findall(r"-?[0-9.]+", number_of(out, name))] for out in (output, mine))
-        assert next(theirs_and_mine) == pytest.approx(next(theirs_and_mine), rel=2e-6, abs=1e-6), name
-    assert float(number_of(output, "Mean    KLD").split()[0]) > 0
-
-
-def test_bases_are_exchanged(model: Path, text_file: Path, tmp_path: Path) -> None:
-    """Each program reads the base file that the other one wrote."""
-    ours(model, text_file, "-ctk", "f16", "--kl-divergence-base", tmp_path / "ours.bin")
-    theirs(model, text_file, "off", "--kl-divergence-base", tmp_path / "theirs.bin")
-    output = theirs(model, text_file, "auto", "--kl-divergence-base", tmp_path / "ours.bin", "--kl-divergence")
-    mine = ours(model, text_file, "--kl-divergence-base", tmp_path / "theirs.bin", "--kl-divergence", "-ctk", "subkv")
-    for name in NAMES[2:]:
-        assert number_of(output, name) == number_of(mine, name), name
+    compared = theirs(model, text_file, "auto", "--kl-divergence-base", base, "--kl-divergence", "-b", batch)
+    alone = theirs(model, text_file, "auto", "-b", batch)
+    coded = [("subkv: coded K/V cache" in output) for output in (written, compared, alone)]
+    assert coded == [False, True, True]
+    exact, mine = ours(model, text_file)
+    for output, row in ((written, exact), (alone, mine)):
+        (line,) = [line for line in output.splitlines() if "Final estimate" in line]
+        found = [float(x) for x in re.findall(r"[0-9.]+", line.partition("PPL")[2])]
+        assert found == pytest.approx([row["ppl"], row["ppl_stderr"]], rel=1e-5)
+    for name, members in NAMES.items():
+        expected = [mine[member] * (100 if name == "Same top p" else 1) for member in members]
+        assert numbers(compared, name) == pytest.approx(expected, rel=3e-2, abs=1e-6), name
+    assert mine["mean_kld"] > 0

@@ -71,6 +71,7 @@ def test_other_tests_exist(test: str) -> None:
 def folder(
     coded_model: Callable[..., Path],
     calibration: Path,
+    text_file: Path,
     tiny_model: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
@@ -81,6 +82,7 @@ def folder(
         ("model.gguf", tiny_model("llama")),
         ("FILE", coded_model()),
         ("calib.safetensors", calibration),
+        ("text.txt", text_file),
     ):
         shutil.copy(source, path / name)
     for name in ("models", "bin", "home"):

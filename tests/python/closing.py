@@ -23,12 +23,14 @@ import subkv
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import ORDINARY, CacheOptions, choose_cache
 from subkv.engine.context import ContextOptions
-from subkv.engine.drafts import DraftModel
 from subkv.engine.llama import Llama
 from subkv.engine.model import Model
 from subkv.engine.observer import Observer
 from subkv.format.layout import Layout
 from subkv.native.gguf import Gguf
+
+# isort: split
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
 
@@ -63,12 +65,8 @@ def objects(model: Path, layout: Path) -> Iterator[tuple[str, Any, Callable[[], 
             yield type(getattr(llm, part)).__name__, getattr(llm, part), llm.close
         llm = llama(model, **more)
         yield "LlamaTokenizer", llm.tokenizer(), llm.close
-    draft = DraftModel(model)
-    llm = llama(model, draft_model=draft)
+    llm = llama(model, draft_model=LlamaPromptLookupDecoding())
     yield "CheckedDrafts", llm.draft_model, llm.close
-    draft = DraftModel(model)
-    llm = llama(model, draft_model=draft)
-    yield "DraftModel", draft, llm.close
     loaded = Model(model)
     yield "Model", loaded, loaded.close
     for choice in (ORDINARY, choose_cache(model, CacheOptions("subkv"))):

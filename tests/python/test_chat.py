@@ -15,7 +15,6 @@ import pytest
 from each import each
 
 from runtime.chat.conversation import ContextFullError, Conversation, Sampling, Turn, is_loop
-from subkv import PromptLookup
 from subkv.base.errors import StateError, SubkvError
 from subkv.base.interrupts import Interrupt
 from subkv.engine.llama import Llama
@@ -485,24 +484,3 @@ def test_a_single_turn_that_does_not_fit_fails(program: Program, coded_model: Mo
     done = program("runtime.chat", "-m", coded_model(), "-c", 256, "-st", "-p", "many words " * 100)
     assert done.returncode == 1
     assert "-c: the message needs " in done.stderr
-
-
-@pytest.mark.parametrize("n_draft", [3, 40])
-def test_drafts_change_no_answer(coded_model: Models, n_draft: int) -> None:
-    """Also if an answer ends within a draft, or is regenerated, saved or shifted."""
-
-    def generated(draft: Any) -> tuple[list[str], int]:
-        options = {"n_ctx": 320, "n_batch": 64, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
-        with Llama(coded_model(), draft_model=draft, **options) as llm:
-            talk = Conversation(llm, None, Sampling(temp=0.7, seed=1), shift=True)
-            turns = [ask(talk, "and again and again and again " * 4, 30), ask(talk, "Go on.", 25)]
-            again = Turn()
-            turns.append(("".join(talk.regenerate(20, never, again)), again))
-            assert llm.n_tokens <= len(talk.tokens)
-            turns += [ask(talk, "And now?", 120) for _ in range(2)]
-            return [text for text, _ in turns], sum(turn.n_accepted for _, turn in turns)
-
-    plain, none = generated(None)
-    drafted, n_accepted = generated(PromptLookup(1, n_draft))
-    assert none == 0 < n_accepted
-    assert drafted == plain

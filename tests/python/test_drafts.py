@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from each import each
-from opening import N_CTX, last_logits, opened, prompt
+from opening import N_CTX, opened, prompt
 
-from subkv import DraftModel, PromptLookup
 from subkv.base.errors import CacheError, SubkvError
-from subkv.engine.drafts import EMPTY
 from subkv.engine.llama import Llama
 from subkv.format.window import N_ROLLBACK
 from subkv.native.binding import llama_cpp
@@ -50,16 +46,6 @@ def ids(*tokens: int) -> Any:
     return np.array(tokens, np.intc)
 
 
-def test_a_lookup_drafts_the_earlier_continuation() -> None:
-    lookup = PromptLookup(ngram=2, num_pred_tokens=3)
-    assert lookup(ids(1, 2, 7, 1, 2, 8, 9, 5, 1, 2)).tolist() == [8, 9, 5]
-    assert lookup(ids(1, 2, 3, 1, 2, 3, 1, 2)).tolist() == [3, 1, 2]  # and continues to its present state
-    assert lookup(ids(4, 4, 4)).tolist() == [4, 4, 4]
-    assert PromptLookup(ngram=1, num_pred_tokens=5)(ids(1, 2, 1, 2)).tolist() == [1, 2, 1, 2, 1]
-    for text in ((), (1,), (1, 2), (1, 2, 3, 9, 2), (2, 1, 3, 1)):
-        assert lookup(ids(*text)).size == 0
-
-
 @each("cache", ["subkv", "f16"])
 @each("n_draft", [1, 10, 48, 100])
 def test_drafts_of_any_length(coded_model: Models, cache: str, n_draft: int) -> None:
@@ -68,9 +54,7 @@ def test_drafts_of_any_length(coded_model: Models, cache: str, n_draft: int) -> 
         plain = answer(llm, PROMPT)
     for draft in (
         Replay(PROMPT + plain, n_draft, wrong=7),
-        PromptLookup(2, n_draft),
         LlamaPromptLookupDecoding(num_pred_tokens=n_draft),
-        DraftModel(path, n_draft),
     ):
         with opened(path, kv_cache=cache, draft_model=draft) as llm:
             assert llm.kv_stats().n_rollback == (max(n_draft, N_ROLLBACK) if cache == "subkv" else 0)
@@ -81,34 +65,6 @@ def test_drafts_of_any_length(coded_model: Models, cache: str, n_draft: int) -> 
             if isinstance(draft, Replay):
                 assert stats.n_accepted > 0
                 assert stats.n_accepted < stats.n_drafted or n_draft == 1
-
-
-def test_a_model_that_drafts_for_itself_is_always_right(coded_model: Models) -> None:
-    path = coded_model()
-    with opened(path, kv_cache="f16", draft_model=DraftModel(path, 4)) as llm:
-        first = answer(llm, PROMPT, 21)
-        stats = llm.draft_stats()
-        assert (stats.n_drafts, stats.n_accepted) == (4, stats.n_drafted)
-        assert answer(llm, PROMPT[:30] + first) != []  # another text: its cells follow
-    with opened(path, kv_cache="f16", draft_model=DraftModel(path, 4, p_min=1.0)) as llm:
-        assert answer(llm, PROMPT, 21) == first
-        assert llm.draft_stats().n_drafted == 0
-
-
-def test_a_path_is_a_draft_model(coded_model: Models, tiny_model: Models) -> None:
-    path = tiny_model("llama")
-    with opened(coded_model(), draft_model=str(path)) as llm:
-        model = llm.draft_model.model
-        assert isinstance(model, DraftModel)
-        copy = pickle.loads(pickle.dumps(llm))
-        assert answer(copy, PROMPT, 10) == answer(llm, PROMPT, 10)
-        copy.close()
-        with pytest.raises(SubkvError, match="draft_model: another Llama is using"):
-            opened(coded_model(), draft_model=model).__enter__()
-    with pytest.raises(SubkvError, match="draft_model: expected a draft model that a Llama has opened"):
-        model(ids(1, 2))
-    with opened(coded_model(), draft_model=model) as llm:  # free again
-        assert answer(llm, PROMPT, 5)
 
 
 def test_processors_see_no_drafts(coded_model: Models) -> None:
@@ -146,34 +102,23 @@ def test_recurrent_state_is_restored(tiny_model: Models, arch: str) -> None:
     path, options = tiny_model(arch), {"kv_cache": "subkv" if arch == "lfm2" else "f16"}
     with opened(path, **options) as llm:
         plain = answer(llm, PROMPT, 40)
-    for draft in (Replay(PROMPT + plain, 10, wrong=4), DraftModel(path, 3)):
-        with opened(path, draft_model=draft, **options) as llm:
-            decoded: list[int] = []
-            decode = llm._ctx.decode
-            llm._ctx.decode = lambda batch: (decoded.append(batch.n_tokens()), decode(batch))  # noqa: B023
-            assert answer(llm, PROMPT, 40) == plain
-            assert llm.draft_stats().n_drafted > 20
-            generated = decoded[next(i for i in range(len(decoded)) if sum(decoded[:i]) >= len(PROMPT)) :]
-            assert max(generated) <= 2 * (1 + draft.num_pred_tokens)
+    draft = Replay(PROMPT + plain, 10, wrong=4)
+    with opened(path, draft_model=draft, **options) as llm:
+        decoded: list[int] = []
+        decode = llm._ctx.decode
+        llm._ctx.decode = lambda batch: (decoded.append(batch.n_tokens()), decode(batch))
+        assert answer(llm, PROMPT, 40) == plain
+        assert llm.draft_stats().n_drafted > 20
+        generated = decoded[next(i for i in range(len(decoded)) if sum(decoded[:i]) >= len(PROMPT)) :]
+        assert max(generated) <= 2 * (1 + draft.num_pred_tokens)
 
 
-def test_refusals(coded_model: Models, tiny_model: Models, tmp_path: Path) -> None:
-    other = tmp_path / "other.gguf"
-    other.write_bytes(tiny_model("llama").read_bytes().replace(b"<|pad|>", b"<|pid|>"))
-    with pytest.raises(SubkvError, match=r"draft_model: .* whose token \d+ is b'<\|pad\|>', found b'<\|pid\|>' in .*"):
-        Llama(coded_model(), n_ctx=N_CTX, draft_model=other, verbose=False)
-    with pytest.raises(SubkvError, match="ngram: expected 1 or more tokens, found 0"):
-        PromptLookup(0)
-    with pytest.raises(SubkvError, match="num_pred_tokens: expected 1 or more tokens, found 0"):
-        DraftModel("m.gguf", 0)
-    with pytest.raises(SubkvError, match="p_min: expected a probability, found 2"):
-        DraftModel("m.gguf", p_min=2)
-    with pytest.raises(SubkvError, match="draft_model: .*missing.gguf"):
-        Llama(coded_model(), n_ctx=N_CTX, draft_model=tmp_path / "missing.gguf", verbose=False)
-    with pytest.raises(SubkvError, match="draft_model: expected a path or a LlamaDraftModel, found int"):
-        Llama(coded_model(), n_ctx=N_CTX, draft_model=3, verbose=False)
+def test_refusals(coded_model: Models, tiny_model: Models) -> None:
+    for given in (3, "small.gguf"):
+        with pytest.raises(SubkvError, match="draft_model: expected a LlamaDraftModel, found (int|str)"):
+            Llama(coded_model(), n_ctx=N_CTX, draft_model=given, verbose=False)
     with pytest.raises(CacheError, match="draft_model: expected a context that can go back, found recurrent state"):
-        Llama(tiny_model("lfm2"), n_ctx=N_CTX, kv_cache="subkv", adapt="v", draft_model=PromptLookup(), verbose=False)
+        Llama(tiny_model("lfm2"), n_ctx=N_CTX, kv_cache="subkv", adapt="v", draft_model=Endless(), verbose=False)
 
 
 def test_invalid_drafts_are_ignored(coded_model: Models) -> None:
@@ -193,31 +138,6 @@ def test_invalid_drafts_are_ignored(coded_model: Models) -> None:
         assert 0 < llm.draft_stats().n_drafted <= 4 * 30
 
 
-@pytest.mark.parametrize("cache", ["subkv", "f16"])
-def test_the_demo_model_copies_code(demo_model: Path, cache: str) -> None:
-    """Most drafts are accepted, and every token is the most probable one within rounding."""
-    text = inspect.getsource(itertools_recipe) * 2
-    with opened(demo_model, kv_cache=cache, n_ctx=512, draft_model=PromptLookup(3, 40)) as llm:
-        tokens = llm.tokenize(text.encode())
-        drafted = answer(llm, tokens, 32)
-        assert llm.draft_stats().n_accepted > 16
-        llm.reset()
-        logits = last_logits(llm, tokens)
-        for token in drafted:
-            assert logits[token] >= logits.max() - 0.02 * np.abs(logits).max()
-            logits = last_logits(llm, [token])
-
-
-def itertools_recipe(values: list[int], size: int) -> list[list[int]]:
-    """Batches of `size` values, the last one shorter."""
-    batches: list[list[int]] = []
-    for start in range(0, len(values), size):
-        batches.append(values[start : start + size])
-    if any(len(batch) > size for batch in batches):
-        raise ValueError("expected batches that are not longer than their size")
-    return batches
-
-
 class Endless(LlamaDraftModel):
     """Drafts more tokens than any batch holds, and does not report the length of its drafts."""
 
@@ -234,14 +154,13 @@ def test_a_draft_is_cut_to_a_batch(coded_model: Models) -> None:
         assert 0 < llm.draft_stats().n_drafted <= 63 * llm.draft_stats().n_drafts
 
 
-def test_a_refused_draft_model_keeps_the_earlier_one(coded_model: Models, tiny_model: Models) -> None:
+def test_a_refused_draft_model_keeps_the_earlier_one(coded_model: Models) -> None:
     path = coded_model()
-    with opened(path, n_batch=64, draft_model=DraftModel(path, 4)) as llm:
+    with opened(path, n_batch=64, draft_model=LlamaPromptLookupDecoding(2, 4)) as llm:
         before = llm.draft_model
         wrong: list[tuple[Any, str]] = [
             (5, "found int"),
-            (PromptLookup(2, 64), "expected drafts shorter than n_batch, 64 tokens, found 64"),
-            (path.with_name("none.gguf"), "draft_model"),
+            (LlamaPromptLookupDecoding(2, 64), "expected drafts shorter than n_batch, 64 tokens, found 64"),
         ]
         for given, why in wrong:
             with pytest.raises(SubkvError, match=why):
@@ -249,7 +168,7 @@ def test_a_refused_draft_model_keeps_the_earlier_one(coded_model: Models, tiny_m
             assert llm.draft_model is before
         assert answer(llm, PROMPT, 8)
         with pytest.warns(UserWarning, match="n_rollback: expected at least the 50 tokens"):
-            llm.draft_model = PromptLookup(2, 50)
+            llm.draft_model = LlamaPromptLookupDecoding(2, 50)
 
 
 def test_a_llama_stays_open_while_it_drafts(coded_model: Models) -> None:
@@ -261,7 +180,7 @@ def test_a_llama_stays_open_while_it_drafts(coded_model: Models) -> None:
         class Intruder(LlamaDraftModel):
             def __call__(self, input_ids: Any, /, **_: Any) -> Any:
                 errors.append(pool.submit(llm.close).exception())
-                return EMPTY
+                return ids()
 
         llm.draft_model = Intruder()
         assert answer(llm, PROMPT, 8) == plain

@@ -19,7 +19,7 @@ from converter.plots.frontier import frontier, frontier_figure
 from runtime import cli, inspect
 from runtime.plot import read_results
 from subkv.base.errors import SubkvError
-from subkv.format.calibration import Calibration, LayerSensitivity, Sensitivity, read_calibration, write_calibration
+from subkv.format.calibration import Calibration, LayerSensitivity, Sensitivity, read_calibration
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "format"))
 from calib_synthetic import random_calibration, random_moment
@@ -178,7 +178,7 @@ def test_command_writes_a_picture_of_all_files(drawn: None, tmp_path: Path, name
         (None, "RESULTS.json: cannot read PATH: No such file or directory"),
         ("| a | table |", "RESULTS.json: expected JSON, found text that does not parse in PATH ("),
         ("[" * 100000, "RESULTS.json: expected JSON, found text that does not parse in PATH ("),
-        ("{}", "RESULTS.json: expected a JSON list as research.evaluate and runtime.perplexity --compare print it, "),
+        ("{}", "RESULTS.json: expected a JSON list as research.evaluate and runtime.perplexity print it, "),
         ("[3]", "RESULTS.json: expected objects, found 3 as row 0 of PATH"),
         ('[{"bpe": 1}]', "RESULTS.json: expected a string as name of row 0 of PATH, found none"),
         ('[{"name": "a", "bpe": "x"}]', 'RESULTS.json: expected a number as bpe of row 0 of PATH, found "x"'),
@@ -232,19 +232,11 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     result = run("lab", "plot", tmp_path / "results.json", "-o", tmp_path / "out.png")
     assert result.exit_code == 1
     assert result.stderr == "-o: expected matplotlib, found none; pip install '.[plot]' in the clone of subkv\n"
-    with pytest.raises(SubkvError, match="plot: expected matplotlib, found none"):
-        layers.sensitivity_figure(sensitive())
 
 
 def test_usage(tmp_path: Path) -> None:
     assert run("lab", "plot", "-o", tmp_path / "out.png").exit_code == 2
     assert run("lab", "plot", tmp_path / "results.json").exit_code == 2
-    mixed = run("lab", "plot", tmp_path / "a.json", tmp_path / "a.safetensors", "-o", tmp_path / "out.png")
-    assert mixed.exit_code == 2
-    assert "RESULTS.json: expected results or one calibration, found 2 files" in mixed.stderr
-    result = run("perplexity", "-m", "x", "-f", "x", "--plot", tmp_path / "out.png")
-    assert result.exit_code == 2
-    assert "--plot: expected --compare T,… with it, found none" in result.stderr
 
 
 #
@@ -270,54 +262,6 @@ def test_layer_costs_of_layers_of_other_shapes() -> None:
     calibration = sensitive(2)
     costs = layers.layer_costs(replace(calibration, layers=(calibration.layers[0], narrow)))
     assert np.isnan(costs["k"]).tolist() == [[False, False], [False, True]]
-
-
-def test_sensitivity_figure(drawn: None) -> None:
-    calibration = sensitive()
-    costs = layers.layer_costs(calibration)
-    figure = layers.sensitivity_figure(calibration)
-    heat, bars = figure.axes[:2], figure.axes[2:4]
-    for axis, below, side in zip(heat, bars, "kv", strict=True):
-        np.testing.assert_array_equal(axis.images[0].get_array(), costs[side].T)
-        assert [bar.get_height() for bar in below.patches] == pytest.approx(costs[side].sum(axis=1))
-        assert axis.get_title().startswith(f"{side.upper()}: nats of KLD")
-        assert below.get_xlabel() == "layer"
-    limits = {(axis.images[0].norm.vmin, axis.images[0].norm.vmax) for axis in heat}
-    assert limits == {(min(c.min() for c in costs.values()), max(c.max() for c in costs.values()))}
-    assert "tiny: KLD from a one percent error beyond the exact window of 128 tokens" in figure.get_suptitle()
-
-
-def test_layers_keep_their_numbers(drawn: None) -> None:
-    calibration = sensitive(2)
-    numbered = [
-        replace(stats, shape=replace(stats.shape, il=il)) for stats, il in zip(calibration.layers, (3, 7), strict=True)
-    ]
-    axis = layers.sensitivity_figure(replace(calibration, layers=tuple(numbered))).axes[0]
-    assert [axis.xaxis.get_major_formatter()(x) for x in (-1, 0, 0.5, 1, 2)] == ["", "3", "", "7", ""]
-
-
-def test_command_draws_a_calibration(drawn: None, tmp_path: Path) -> None:
-    path, target = tmp_path / "calib.safetensors", tmp_path / "out.png"
-    write_calibration(path, sensitive())
-    assert run("lab", "plot", path, "-o", target).exit_code == 0
-    assert target.read_bytes().startswith(PNG)
-    target.unlink()
-    write_calibration(path, random_calibration())
-    result = run("lab", "plot", path, "-o", target)
-    assert result.exit_code == 1
-    assert result.stderr == (
-        "calib.safetensors: expected a calibration with sensitivities, found none in it; "
-        "`python -m converter.sensitivity` adds them\n"
-    )
-    assert not target.exists()
-
-
-def test_sensitivities_of_zero(drawn: None) -> None:
-    calibration = sensitive(1)
-    stats = calibration.layers[0]
-    nothing = replace(stats.sensitivity, k=0 * stats.sensitivity.k, v=0 * stats.sensitivity.v)
-    with pytest.raises(SubkvError, match="plot: expected a sensitivity above 0 in the calibration"):
-        layers.sensitivity_figure(replace(calibration, layers=(replace(stats, sensitivity=nothing),)))
 
 
 #
@@ -375,13 +319,14 @@ def test_inspect_plot(drawn: None, coded_model: Models, calibration: Path, tmp_p
 def test_perplexity_plot(drawn: None, coded_model: Models, text_file: Path, tmp_path: Path) -> None:
     target, saved = tmp_path / "plot.png", tmp_path / "results.json"
     common = ["perplexity", "-m", coded_model(), "-f", text_file, "-c", 64, "--chunks", 2, "-t", 2]
-    result = run(*common, "--compare", "f16,q4_0,subkv", "-o", "json", "--plot", target)
+    result = run(*common, "--compare", "f16,q4_0,subkv", "-o", "json")
     assert result.exit_code == 0, result.output
-    assert target.read_bytes().startswith(PNG)
     saved.write_text(result.stdout)
+    assert run("lab", "plot", saved, "-o", target).exit_code == 0
+    assert target.read_bytes().startswith(PNG)
     (axis,) = frontier_figure(read_results(saved)).axes
     assert axis.get_title() == f"{text_file.name}, 64 tokens"
     assert texts(axis) == ["q4_0"]
-    refused = run(*common, "--compare", "f16,q4_0", "--plot", tmp_path / "plot.txt")
+    refused = run("lab", "plot", saved, "-o", tmp_path / "plot.txt")
     assert refused.exit_code == 1
-    assert refused.stderr == "--plot: expected a file name that ends in .png, .svg or .pdf, found plot.txt\n"
+    assert refused.stderr == "-o: expected a file name that ends in .png, .svg or .pdf, found plot.txt\n"

@@ -17,13 +17,22 @@ from each import each
 from preparing import left, run
 from refused import REASONS, unreadable
 
-from converter import builtin, sensitivity_correction, sensitivity_trials
+from converter import builtin, sensitivity_stage, sensitivity_trials
 from converter.cli import main as convert
 from converter.decoded_chunk import Unpredictable
 from converter.resume import SAVED
-from converter.sensitivity_measurements import VERSION, Measurements
 from converter.sensitivity_stage import tokens_to_decode
-from converter.sensitivity_trials import FULL, LARGE, LEAST, REDUCED, SensitivityTrials, n_trials, scope_of
+from converter.sensitivity_trials import (
+    FULL,
+    LARGE,
+    LEAST,
+    REDUCED,
+    VERSION,
+    Measurements,
+    SensitivityTrials,
+    n_trials,
+    scope_of,
+)
 from runtime import cli
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import choose_cache
@@ -116,7 +125,7 @@ def test_interrupted_sensitivities_go_on(model: Path, cache_home: Path, monkeypa
 
 def test_interrupted_corrections_resume(model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-C during the correction of predictions, measurements are kept and not repeated."""
-    cost, attempt, pressed, tried = sensitivity_correction._cost, SensitivityTrials._try, [], []
+    cost, attempt, pressed, tried = sensitivity_stage._cost, SensitivityTrials._try, [], []
 
     def pressing(*arguments: Any) -> float:
         if not pressed:
@@ -128,7 +137,7 @@ def test_interrupted_corrections_resume(model: Path, cache_home: Path, monkeypat
         tried.append((c, i, side))
         return attempt(self, chunk, c, i, side)
 
-    monkeypatch.setattr(sensitivity_correction, "_cost", pressing)
+    monkeypatch.setattr(sensitivity_stage, "_cost", pressing)
     monkeypatch.setattr(SensitivityTrials, "_try", counted)
     result = CliRunner().invoke(convert, [str(model), *SENSED])
     assert result.exit_code == 130

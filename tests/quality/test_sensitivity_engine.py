@@ -11,13 +11,21 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from converter import residual, sensitivity, sensitivity_correction
+from converter import residual, sensitivity, sensitivity_stage
 from converter.corpus import cut, read_text
 from converter.decoded_chunk import SCORED
-from converter.sensitivity_correction import compare
-from converter.sensitivity_measurements import MOMENTS, Measurements, evened, smoothed
-from converter.sensitivity_stage import measure_sensitivities, n_measured, tokens_to_decode
-from converter.sensitivity_trials import CORRECTING, LEAST, REPEATED, SensitivityTrials, n_trials
+from converter.sensitivity_stage import compare, measure_sensitivities, n_measured, tokens_to_decode
+from converter.sensitivity_trials import (
+    CORRECTING,
+    LEAST,
+    MOMENTS,
+    REPEATED,
+    Measurements,
+    SensitivityTrials,
+    evened,
+    n_trials,
+    smoothed,
+)
 from converter.session import Session
 from converter.source import Source
 from converter.statistics_stage import Chunk, collect_layers, observe
@@ -303,7 +311,7 @@ def test_longer_chunks_wait_in_a_file(
             assert trials.longer == [1, 2]
             for _ in trials.steps():
                 pass
-            results.append(sensitivity_correction.corrected(trials, [], 1).sensitivity)
+            results.append(sensitivity_stage.corrected(trials, [], 1).sensitivity)
         chunk, at = trials.decode(1), (stats.layers[0].shape.il, "v")
         noisy = 1.5 * chunk.view(*at).astype(np.float32)
         with pytest.raises(SubkvError, match="cannot write to .*: No such file"):
@@ -324,7 +332,7 @@ def test_corrected_on_other_chunks_or_the_longer_ones() -> None:
     for lengths in ([320] * 5, [512] * 5 + [2048] * 2):
         assert sum(lengths) < tokens_to_decode(lengths, 2) < tokens_to_decode(lengths, 30)
     trials = int(REPEATED * n_trials(2)) * SCORED
-    correction = 2 * (CORRECTING + SCORED) + 2 * sensitivity_correction.n_stock(320)
+    correction = 2 * (CORRECTING + SCORED) + 2 * sensitivity_stage.n_stock(320)
     assert tokens_to_decode([320] * 5, 2) == 5 * 320 + trials + correction
 
 
@@ -380,7 +388,7 @@ def test_time_is_left_for_longer_chunks_and_the_correction(
     ticking("decode")
     ticking("logits")
     monkeypatch.setattr("converter.sensitivity_stage.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(sensitivity_correction, "compare", compared)
+    monkeypatch.setattr(sensitivity_stage, "compare", compared)
     monkeypatch.setattr("converter.sensitivity_trials.LEAST", 3)
     done = []
     with Source(tiny_model("llama")) as source, Session(source, 3 * N_CTX, 1, stats.n_skip) as session:

@@ -30,10 +30,8 @@ from subkv.engine import shift, states
 from subkv.engine.cache import CacheChoice, CacheOptions, attached, choose_cache, creation_error, flash_attention
 from subkv.engine.drafts import (
     CheckedDrafts,
-    DraftModel,
     DraftStats,
     as_draft_model,
-    as_tokens,
     check_rollback,
     draft_length,
     with_room_for_drafts,
@@ -65,8 +63,7 @@ class Llama(llama_cpp.Llama):
     sidecar: use the sidecar that `convert` has written, beside the model or in the cache folder.
     n_sink, n_recent: exact window in tokens; default: from the layout. n_rollback: exact rows beyond n_recent, so that
         the last n_rollback tokens can be removed without evaluating any again; default: 16, or the draft length.
-    draft_model: source of drafts for speculative decoding (subkv.engine.drafts): the path of a smaller model of the
-        same vocabulary, a DraftModel, a PromptLookup, or any LlamaDraftModel.
+    draft_model: source of drafts for speculative decoding, a LlamaDraftModel.
     adapt: adaptive bases for keys, values or both: "v", "kv,length=256" (names: subkv.format.adapt.Adapt).
     flash_attn: "auto", "on"/True, "off"/False.
     progress: show a progress bar on stderr (if a terminal) while the model is loaded.
@@ -203,41 +200,18 @@ class Llama(llama_cpp.Llama):
 
     def _draft_with(self, model: Any) -> None:
         """Use this draft model from now on; on an error, the previous one stays in use."""
-        if self._drafts is not None and model is self._drafts.model:
-            return
         if model is None:
-            self._close_drafts()
+            self._drafts = None
             return
         if self._ctx.checkpoints is not None and self._choice.is_adaptive:
             raise CacheError(
                 "draft_model", "expected a context that can go back, found recurrent state with adaptive bases"
             )
-        with self._ctx.exclusive():
-            if isinstance(model, DraftModel):
-                model.open(self.loaded_model, C.llama_n_ctx_seq(self.ctx), self.n_threads)
-            self._close_drafts()
-            self._drafts = CheckedDrafts(model, self._n_vocab, self.n_batch - 1, self._ctx.exclusive)
-
-    def _close_drafts(self) -> None:
-        drafts, self._drafts = self._drafts, None
-        if drafts is not None and isinstance(drafts.model, DraftModel):
-            drafts.model.close()
+        self._drafts = CheckedDrafts(model, self._n_vocab, self.n_batch - 1, self._ctx.exclusive)
 
     def draft_stats(self) -> DraftStats:
         """Counts of drafted and accepted tokens so far."""
         return DraftStats() if self._drafts is None else self._drafts.stats
-
-    def draft(self, tokens: Sequence[int]) -> list[int]:
-        """A draft of the tokens after `tokens`, as many as fit in the context; empty without a draft model."""
-        if self._drafts is None:
-            return []
-        draft: list[int] = self._drafts(as_tokens(tokens)).tolist()
-        return draft[: max(self._n_ctx - 1 - len(tokens), 0)]  # the caller handles a full context
-
-    def count_draft(self, accepted: bool) -> None:
-        """Count a drafted token; accepted: the sampler has chosen it."""
-        if self._drafts is not None:
-            self._drafts.count(accepted)
 
     @property
     def model_params(self) -> Any:
@@ -374,7 +348,8 @@ class Llama(llama_cpp.Llama):
                 token = self._sampler.sample(self._ctx, idx - end)
             finally:
                 self.n_tokens = end
-            self.count_draft(token == self.input_ids[idx + 1])
+            if self._drafts is not None:
+                self._drafts.count(token == self.input_ids[idx + 1])
             return token
 
     def restorable(self, n: int) -> int:
@@ -490,7 +465,6 @@ class Llama(llama_cpp.Llama):
                 stack.enter_context(context.exclusive())
             if not loud:
                 stack.enter_context(captured_log(forward=False))
-            self._close_drafts()
             super().close()
             self._mark_closed()
 

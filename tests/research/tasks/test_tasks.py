@@ -143,7 +143,7 @@ def test_the_harness_gets_the_same_answers(coded_model: Models, tmp_path: Path) 
     lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed (pip install '.[eval]')")
     from lm_eval.tasks import TaskManager
 
-    from runtime.lm_eval import SubkvLM
+    from research.lm_eval import SubkvLM
 
     arguments = ("-m", coded_model(), "--tasks", "induction:1", "-c", 200, "--samples", 2, "-t", 1)
     assert tasks(*arguments, "--lm-eval", tmp_path / "tasks").exit_code == 0

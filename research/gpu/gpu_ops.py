@@ -1,6 +1,6 @@
 """Times of the CUDA and Triton ops on a GPU, compared with torch's attention over f16. A part of gpu.py.
 
-    python kernels/bench/gpu_ops.py --bands "4.3 bits" --batch 1,16 --cells 131072 [--library libnative.so] [--prefill]
+    python research/gpu/gpu_ops.py --bands "4.3 bits" --batch 1,16 --cells 131072 [--library libnative.so] [--prefill]
 
 All calls of a shape are interleaved, so ratios are valid on a busy machine. The device's cache is cold. Cells are
 random.

@@ -1,7 +1,7 @@
 """Models with random weights: the longest context in a given memory, and decoding at depth. A part of gpu.py.
 
-    python kernels/bench/gpu_models.py contexts --memory 8 [-m M.gguf --bases SIDECAR.gguf] [--folder DIR]
-    python kernels/bench/gpu_models.py bench --depth 4096,32768,131072 -r 3 [-m M.gguf --bases SIDECAR.gguf]
+    python research/gpu/gpu_models.py contexts --memory 8 [-m M.gguf --bases SIDECAR.gguf] [--folder DIR]
+    python research/gpu/gpu_models.py bench --depth 4096,32768,131072 -r 3 [-m M.gguf --bases SIDECAR.gguf]
 
 Without -m, the program writes a model with the shape of an 8B Llama (reduced vocabulary) in Q4_0, 4 GB, and random
 orthonormal bases of mixed bands to --folder. Sizes of contexts come from llama.cpp's accounting on the CPU, which

@@ -1,4 +1,4 @@
-"""kernels/bench/gpu.py: results after a failed step, messages without a GPU, and the parts for whole models."""
+"""research/gpu/gpu.py: results after a failed step, messages without a GPU, and the parts for whole models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "kernels" / "bench" / "gpu.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "research" / "gpu" / "gpu.py"
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """lm-evaluation-harness on models of this engine, with any KV cache. Extra `eval`.
 
-    python -m runtime.lm_eval run --model subkv --model_args model=M.gguf,cache=subkv:bases.gguf --tasks hellaswag
+    python -m research.lm_eval run --model subkv --model_args model=M.gguf,cache=subkv:bases.gguf --tasks hellaswag
 
 The command line is that of lm_eval (`lm_eval run --help`); this module registers the model `subkv` there.
 Requests are sorted so that those with a common prefix share its cells.
@@ -186,7 +186,7 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
 
 
 def main() -> None:
-    """Entry point of `python -m runtime.lm_eval`."""
+    """Entry point of `python -m research.lm_eval`."""
     from lm_eval.__main__ import cli_evaluate
 
     try:

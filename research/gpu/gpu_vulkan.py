@@ -1,6 +1,6 @@
 """Times of the ops on a Vulkan device. A part of gpu.py --backend vulkan.
 
-    python kernels/bench/gpu_vulkan.py --library LIB.so --bands "4.3 bits" --batch 1,16 --cells 131072 [--prefill]
+    python research/gpu/gpu_vulkan.py --library LIB.so --bands "4.3 bits" --batch 1,16 --cells 131072 [--prefill]
 
 Times are from the device's clock, with a cold cache. Attention over an f16 cache is not timed: `of_f16` is the time in
 which the measured copy would read that cache, divided by ours.

@@ -18,7 +18,7 @@ lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed (pip i
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from converter.scoring import log_softmax  # noqa: E402
-from runtime.lm_eval import N_ROLLBACK, SubkvLM, main  # noqa: E402
+from research.lm_eval import N_ROLLBACK, SubkvLM, main  # noqa: E402
 from subkv.base.errors import CacheError, SubkvError  # noqa: E402
 from subkv.engine.cache import parse_cache  # noqa: E402
 from subkv.engine.context import ContextOptions  # noqa: E402

@@ -1,6 +1,6 @@
 """Builds, tests and times the GPU kernels in one run, for a machine without network that is rented for minutes.
 
-    python kernels/bench/gpu.py [-o gpu.json] [--cells 131072] [--quick] [--engine] [--steps tests,ops,models]
+    python research/gpu/gpu.py [-o gpu.json] [--cells 131072] [--quick] [--engine] [--steps tests,ops,models]
                                 [--backend vulkan]
 
 Steps:
@@ -15,7 +15,7 @@ pure-Python llama-cpp-python (LLAMA_BUILD=OFF), cmake, and SUBKV_LLAMA_CPP_SOURC
 this repository. --engine builds from it into build/gpu and resumes an interrupted build.
 --backend vulkan needs glslc, Vulkan's headers and loader and a driver instead of nvcc, torch and triton. If the only
 device is a CPU (lavapipe), set GGML_VK_VISIBLE_DEVICES=0 for whole models.
-compute-sanitizer: compute-sanitizer --target-processes all python kernels/bench/gpu.py --quick --steps tests
+compute-sanitizer: compute-sanitizer --target-processes all python research/gpu/gpu.py --quick --steps tests
 """
 
 from __future__ import annotations
