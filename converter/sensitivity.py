@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converter.corpus import INTERRUPTED, PATH, Corpus, Text, bases_option, corpus_options, cut, model_option
-from subkv.base.command import Moved, command, show
+from subkv.base.command import command, show
 from subkv.base.errors import SubkvError
 from subkv.base.files import check_writable
 from subkv.format.window import MAX_RECENT, N_RECENT
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 
 CHUNKS = 3
 HELD_BACK = 2  # additional chunks, on which predictions are corrected
-MOVED = "`python -m research.fisher`, in a checkout of the repository"
-
-
-def _moved(context: click.Context, parameter: click.Parameter, method: str | None) -> None:
-    if method is not None:
-        raise Moved(f"--method: unknown option; engine is the only method, and fisher is now {MOVED}")
 
 
 output_option = click.option(
@@ -49,14 +43,14 @@ n_recent_option = click.option(
 @bases_option("calibration of the model to add to")
 @corpus_options("UTF-8 text; may be repeated", f"maximum chunks [default: {CHUNKS}]")
 @output_option
-@click.option("--method", hidden=True, expose_value=False, callback=_moved)
 @click.option("--minutes", type=click.FloatRange(0.0, min_open=True), help="time limit [default: none]")
 @n_recent_option
 def main(model: Path, bases: Path, corpus: Corpus, output: Path, minutes: float | None, n_recent: int) -> None:
     """Add measured sensitivities to a calibration."""
     calibration, texts = read_inputs(bases, corpus, output, n_recent)
     if model.is_dir():
-        raise SubkvError("model", f"expected a GGUF, found a folder; {MOVED}, takes folders")
+        reason = "expected a GGUF, found a folder; `python -m research.fisher`, in a checkout, takes folders"
+        raise SubkvError("model", reason)
 
     # numpy and the native libraries, not for a --help
     from converter.sensitivity_stage import measure_sensitivities

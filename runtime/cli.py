@@ -7,8 +7,6 @@ from typing import Any
 
 import click
 
-from subkv.base.command import Moved
-
 # command -> (module of its main, line of help); modules are imported when their command runs
 COMMANDS = {
     "chat": ("runtime.chat.cli", "chat with a model"),
@@ -28,20 +26,13 @@ LAB = {
     "plot": ("runtime.plot", "draw saved results: bits against KL divergence"),
 }
 
-# former command -> the present one
-RESEARCH = {name: f"`python -m research.{name}`, in a checkout of the repository" for name in ("evaluate", "tasks")}
-MOVED = {name: f"`subkv lab {name}`" for name in LAB} | RESEARCH
-
 
 class Group(click.Group):
-    """Imports a command's module when the command runs, which keeps `--help` fast.
+    """Imports a command's module when the command runs, which keeps `--help` fast."""
 
-    moved: names of former commands; each exits with a sentence that contains the present one.
-    """
-
-    def __init__(self, *args: Any, modules: dict[str, tuple[str, str]], moved: dict[str, str], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, modules: dict[str, tuple[str, str]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.modules, self.moved = modules, moved
+        self.modules = modules
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.modules, *super().list_commands(ctx)]
@@ -51,13 +42,6 @@ class Group(click.Group):
             return super().get_command(ctx, cmd_name)
         command: click.Command = importlib.import_module(self.modules[cmd_name][0]).main
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] in self.moved and not ctx.resilient_parsing:
-            raise Moved(f"{ctx.command_path} {args[0]}: unknown command; it is now {self.moved[args[0]]}")
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         lines = [(name, line) for name, (_, line) in self.modules.items()]
@@ -79,7 +63,6 @@ subkv convert model.gguf                    measure your model once: a smaller c
 @click.command(
     cls=Group,
     modules=COMMANDS,
-    moved=MOVED,
     context_settings=SETTINGS,
     invoke_without_command=True,
     no_args_is_help=False,
@@ -95,7 +78,6 @@ def main(context: click.Context) -> None:
 @main.command(
     cls=Group,
     modules=LAB,
-    moved=RESEARCH,
     context_settings=SETTINGS,
     short_help="experiments: calibrate, sensitivity, plot",
 )

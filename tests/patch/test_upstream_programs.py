@@ -9,7 +9,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -18,7 +17,6 @@ from pathlib import Path
 
 import llama_source as s
 import pytest
-from compiled import preloaded
 from each import each
 
 from subkv.native import library as _lib
@@ -135,35 +133,6 @@ def test_perplexity(demo_model: Path, tmp_path: Path) -> None:
     values = [float(value) for value in re.findall(r"\[\d\]([\d.]+),", printed)]
     assert len(values) == 2
     assert all(1 < value < 100 for value in values)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs LD_PRELOAD")
-@pytest.mark.parametrize(
-    ("name", "options", "ending"),
-    [
-        ("llama-completion", "-m MODEL -c 64 -p the -n 8 -no-cnv --ignore-eos", "graphs reused"),
-        ("llama-completion", "-m missing.gguf", "unable to create context"),
-        ("llama-perplexity", "-m MODEL -c 32 --chunks 2 -f TEXT", "Final estimate"),
-        ("llama-mtmd-cli", "-m MODEL", "Missing --mmproj argument"),
-    ],
-)
-def test_the_last_lines_are_written(
-    tiny_model: Callable[..., Path], tmp_path: Path, name: str, options: str, ending: str
-) -> None:
-    """The thread that writes the log is slower than the program."""
-    slow = preloaded(Path(__file__).with_name("slow_log.cpp"), tmp_path)
-    (tmp_path / "text").write_text(PROMPT)
-    files = {"MODEL": str(tiny_model()), "TEXT": str(tmp_path / "text")}
-    command = [str(program(name)), "-t", "1", *(files.get(word, word) for word in options.split())]
-    done = subprocess.run(
-        command,
-        env={**environment(), "LD_PRELOAD": slow},
-        capture_output=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    text = (done.stdout + done.stderr).decode("utf-8", "replace")
-    assert ending in text, text[-1000:]
 
 
 def completion(path: Path, model: Path, cache: str) -> str:

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,31 +44,6 @@ def test_every_command_has_help() -> None:
         result = run("lab", name, "--help")
         assert result.exit_code == 0
         assert result.stdout.startswith(f"Usage: subkv lab {name} ")
-
-
-@pytest.mark.parametrize("name", cli.LAB)
-def test_old_names_of_lab_commands(name: str) -> None:
-    for arguments in ([name], [name, "--help"], [name, "-m", "model.gguf"]):
-        result = run(*arguments)
-        assert (result.exit_code, result.stdout) == (2, "")
-        assert result.stderr == f"subkv {name}: unknown command; it is now `subkv lab {name}`\n"
-
-
-@pytest.mark.parametrize("command", cli.RESEARCH)
-@pytest.mark.parametrize("group", [[], ["lab"]])
-def test_old_names_of_research_programs(group: list[str], command: str) -> None:
-    for arguments in ([], ["--help"], ["-m", "model.gguf"]):
-        result = run(*group, command, *arguments)
-        assert (result.exit_code, result.stdout) == (2, "")
-        name = " ".join(["subkv", *group, command])
-        present = f"`python -m research.{command}`, in a checkout of the repository"
-        assert result.stderr == f"{name}: unknown command; it is now {present}\n"
-
-
-def test_old_module_of_tasks() -> None:
-    done = subprocess.run([sys.executable, "-m", "runtime.tasks", "--help"], capture_output=True, text=True, cwd=REPO)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"subkv lab tasks: unknown command; it is now {cli.RESEARCH['tasks']}\n"
 
 
 @pytest.mark.parametrize("name", ["frobnicate", "experiments", "errors", "warmstart"])

@@ -438,10 +438,3 @@ def test_folders_are_for_research_fisher(calibration: Callable[[str], Path], tex
     result = CliRunner().invoke(sensitivity.main, [*arguments, "-o", str(tmp_path / "o.safetensors")])
     assert result.exit_code == 1
     assert "-m: expected a GGUF, found a folder; `python -m research.fisher`, in a checkout" in result.output
-
-
-@pytest.mark.parametrize("method", ["engine", "fisher"])
-def test_method_is_no_option_any_more(method: str) -> None:
-    result = CliRunner().invoke(sensitivity.main, ["-m", "model.gguf", "--method", method])
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert result.stderr.startswith("--method: unknown option; ") and "`python -m research.fisher`" in result.stderr

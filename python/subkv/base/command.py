@@ -71,12 +71,6 @@ class _Failure(click.ClickException):
         click.echo(self.format_message(), file=file, err=True)
 
 
-class Moved(_Failure):
-    """An old name of a command or an option: one sentence with the new one."""
-
-    exit_code = 2
-
-
 def sentence(error: SubkvError, command: click.Command | None = None) -> str:
     """The error message. It starts with the flag of `command` (default: the running one) for the error's key.
 

@@ -19,7 +19,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -37,8 +36,6 @@ from subkv.native.store import Store, Tokens
 BLOCK = 128  # tokens; beginnings are stored at multiples of it, and none of shorter prompts
 LARGE_BLOCK = 512
 MIN_GAIN = 64  # tokens that a stored beginning must have beyond those before it
-
-FORMER = re.compile(r"[0-9a-f]{24}-[0-9a-f]{32}\.prompt")  # an entry of versions that had one file for each state
 
 
 class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
@@ -61,7 +58,6 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         self._llm: Any = None  # the subkv.Llama that uses this object
         self._identity = b""
         self._n_removable = -1
-        _note_former_files(path)
 
     def bound_to(self, llm: llama_cpp.Llama) -> PromptCache:
         """A PromptCache on the same folder for one subkv.Llama."""
@@ -161,18 +157,6 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
             if max(BLOCK, n_cells) <= end < n and not is_near:
                 positions.append(end)
         return sorted(positions)
-
-
-def _note_former_files(folder: Path) -> None:
-    """Warn about entries of an earlier version: nothing reads them, and nothing removes them."""
-    with contextlib.suppress(OSError):
-        sizes = [path.stat().st_size for path in folder.glob("*.prompt") if FORMER.fullmatch(path.name)]
-        if sizes:
-            warnings.warn(
-                f"prompt cache {folder}: {len(sizes)} files (*.prompt, {sum(sizes) >> 20} MiB) are of an earlier "
-                "version and no longer used; remove them",
-                stacklevel=2,
-            )
 
 
 def _tokens(key: Any) -> Tokens:

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(binary() is None, reason="llama-server: not built (SUBKV_PROGRAMS=ON)"),
     pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads a process's memory in /proc"),
 ]
-TEMPLATE = str(Path(__file__).with_name("tools.jinja"))
+TEMPLATE = str(Path(__file__).parents[1] / "tools.jinja")
 OPTIONS = ("-np", "2", "-c", "4096", "--metrics", "--jinja", "--chat-template-file", TEMPLATE)
 HEAD = b"POST /completion HTTP/1.1\r\nHost: x\r\nX-"
 BODY = b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{"
