@@ -27,7 +27,7 @@ writes it from tests of tiny models with random weights, and a test compares bot
 
 | guarantee of a supported architecture | meaning |
 |---|---|
-| equals f16 | 16-bit codes of full rank give the logits of an f16 cache, within twice the effect of f16's own rounding |
+| equals f16 | 16-bit codes of full rank give the logits of an f16 cache, within twice the effect of its rounding |
 | splits | a prompt in pieces gives the same logits as in one batch |
 | rollback | after a tail is removed and another text decoded, logits are those of a sequence without that tail |
 | state | a state of a sequence, or of the whole context, is saved and restored |
