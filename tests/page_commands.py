@@ -168,13 +168,6 @@ NOT_RUN = {
         'python tests/windows/wine.py build/wine -m runtime.chat -m model.subkv.gguf -p "Hello"',
     ],
     "needs a GPU": [
-        "subkv convert --bases models/smollm2-135m-instruct.calib.safetensors --n-sink 4 --n-recent 16 --sidecar "
-        "-o side.gguf model.gguf",
-        "subkv perplexity -m model.gguf -f wikitext2.test.txt -c 128 --chunks 1 -fa off -t 1 -ngl 99 -ctk f16 "
-        "--kl-divergence-base f16.kld",
-        "subkv perplexity -m model.gguf -c 128 --chunks 1 -fa off -t 1 -ngl 99 -ctk subkv --bases side.gguf "
-        "--n-sink 4 --n-recent 16 --kl-divergence --kl-divergence-base f16.kld",
-        'subkv chat -m model.gguf -ctk subkv --temp 0 -ngl 99 -t 1 -c 512 -st -n 24 -p "…"',
         "python kernels/bench/gpu.py",
         "python kernels/bench/gpu.py --steps models",
     ],
