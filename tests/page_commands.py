@@ -169,7 +169,6 @@ NOT_RUN = {
     ],
     "needs a GPU": [
         "python kernels/bench/gpu.py",
-        "python kernels/bench/gpu.py --steps models",
     ],
     "needs a container's or a cluster's programs; tests check its flags": [
         "buildah build -f cmake/packages/Containerfile -t subkv .",
