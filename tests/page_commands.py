@@ -184,22 +184,10 @@ NOT_RUN = {
     "measures for minutes to hours, with texts or models that are not part of the repository": [
         "subkv bench -p 512 -n 64 -d 6000",
         "subkv bench -m model.gguf --bases bases.gguf -ctk f16,q8_0,subkv -fa on,off -p 0 -n 16 -d 64,8000",
-        "subkv bench -m model.gguf --bases bases.gguf -fa on,off -t 2 -r 3 -ctk f16,q8_0,q4_0,subkv -p 0 -n 8 "
-        "-d 64,2048,8000,32000",
-        "subkv bench -m M.gguf --bases s45.gguf -ctk f16,q8_0,q4_0,subkv,subkv:default.gguf -fa on,off -p 0 -n 16 "
-        "-d 64,2048,8000 -t 2 -r 5",
         'subkv bench -m M.gguf --bases s4.25.gguf -ctk "subkv,subkv+v,subkv+v;gain=100" -p 0 -n 16 -d 4000 -r 8',
-        "subkv convert --bases models/smollm2-135m-instruct.calib.safetensors M.gguf --sidecar -o NAME.gguf",
         "subkv convert --bases models/smollm2-135m-instruct.calib.safetensors model.gguf --kv-bits 4.25 --sidecar "
         "-o side.gguf",
         "subkv convert SmolLM2-135M-Instruct/ --quantize Q4_K_M -f text.txt",
-        "subkv perplexity -m M.gguf -f wikitext2.test.txt -c 2048 --chunks 3 "
-        "--compare f16,q8_0,q5_1,q5_0,q4_1,q4_0,subkv:s3.5.gguf,subkv:s4.25.gguf",
-        "subkv perplexity -m M.gguf -f wikitext2.test.txt -c 8192 --chunks 1 "
-        "--compare f16,q8_0,q4_0,subkv:s4.25.gguf,subkv:default.gguf",
-        "subkv perplexity -c 1024 --chunks 1 --compare",
-        "subkv lab plot models/smollm2-135m-instruct.calib.safetensors -o docs/results/sensitivity.png",
-        '/usr/bin/time -f %M subkv chat -m M.gguf --bases s45.gguf -c 8192 -ctk T -p "Say hello." --single-turn -n 8',
         "python -m research.soak --pid PID --minutes 120",
         "python -m research.load --pid PID",
         "python docs/results/make.py",
@@ -224,10 +212,6 @@ NOT_RUN = {
         "python -m research.evaluate -m M.gguf --bases models/smollm2-135m-instruct.calib.safetensors "
         '-f wikitext2.test.txt -c 2048 --chunks 1 --bpe-context 2048 --kv-bits 4,5 --stock "" '
         "--evictions streaming:25,h2o:25,snapkv:25,quest:25,h2o:75@5",
-        "python -m research.evaluate -m M.gguf --bases models/smollm2-135m-instruct.calib.safetensors "
-        "-f wikitext2.test.txt -c 8192 --chunks 1 --kv-bits 2.5,3,3.5,4.25,5,5.2,7 --plot docs/results/frontier.png",
-        "python -m research.evaluate -m M.gguf --bases models/smollm2-135m-instruct.calib.safetensors --held-out "
-        "-f sherlock.txt -f argparse.py -c 2048 --chunks 1",
         "python -m research.warmstart prompts -m model.gguf -f text.txt -o prompts.jsonl",
         "python -m research.warmstart train -m model.gguf -f prompts.jsonl -o warm.safetensors",
         "python -m research.warmstart guard -m model.gguf --warm-file warm.safetensors -f prompts.jsonl",
