@@ -33,8 +33,8 @@ build can test. [architectures.md](architectures.md) lists all architectures.
 - **prefix restore**: an evaluated prompt is restored from a file (`SUBKV_STORE`).
 - **heads above 256**: heads have 320 elements, or a latent has 320.
 
-*yes*: a test shows it. *refused (n)*: with sentence n below the table. *as f16*: an f16 cache of the
-pinned llama.cpp also refuses it, or fails.
+*yes*: a test shows it. *refused (n)*: with sentence n below the table. *as f16*: an f16 cache of
+the pinned llama.cpp also refuses it, or fails.
 
 ## Backends
 
