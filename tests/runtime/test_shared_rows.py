@@ -1,4 +1,4 @@
-"""Layers that read another layer's rows: nothing twice, the exact window in time for all, queries of all."""
+"""Layers that read another layer's rows: rows are stored once, and the exact window serves the queries of all these layers."""
 
 from __future__ import annotations
 
