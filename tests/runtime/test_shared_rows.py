@@ -1,4 +1,4 @@
-"""Layers that read another layer's rows: rows are stored once, and the exact window serves the queries of all these layers."""
+"""Layers that read another layer's rows: these are stored once, and one exact window serves all queries."""
 
 from __future__ import annotations
 
