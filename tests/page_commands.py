@@ -244,7 +244,6 @@ NOT_RUN = {
         "convert -f text.txt",
         "subkv convert --embed",
         "subkv convert --kv-bits B",
-        "subkv perplexity --compare",
         "subkv run llama-server …",
     ],
 }
