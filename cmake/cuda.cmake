@@ -1,11 +1,11 @@
-# What llama.cpp's CUDA backend needs, checked before its own CMake files fail with less to go by.
+# Checks the requirements of llama.cpp's CUDA backend, whose own CMake files fail with less precise messages.
 
-# The libraries of the toolkit that was built with are found where it is, unless others lie beside ours or are loaded.
+# Programs load the libraries of the toolkit of the build, unless other ones are beside ours or already loaded.
 function(subkv_find_cuda_libraries target)
     set_property(TARGET ${target} APPEND PROPERTY INSTALL_RPATH "${CUDAToolkit_LIBRARY_DIR}")
 endfunction()
 
-# By default llama.cpp compiles for the GPUs of this machine: call where CUDA is enabled, after llama.cpp.
+# By default llama.cpp compiles for the GPUs of this machine. Call this after llama.cpp has enabled CUDA.
 function(subkv_check_cuda_architectures architectures)
     if(architectures STREQUAL "native" AND NOT CMAKE_CUDA_ARCHITECTURES_NATIVE MATCHES "^[0-9]")
         message(FATAL_ERROR "CMAKE_CUDA_ARCHITECTURES: expected the architectures to compile for, because this machine has "

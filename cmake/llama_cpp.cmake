@@ -46,12 +46,12 @@ foreach(part COMMON TESTS TOOLS EXAMPLES SERVER APP UI)
 endforeach()
 set(LLAMA_OPENSSL OFF CACHE BOOL "with SUBKV_PROGRAMS, HTTPS by the system's OpenSSL")
 set(BUILD_SHARED_LIBS ON CACHE BOOL "subkv and llama-cpp-python bind to shared libraries" FORCE)
-# The commit of the pin, not of the repository that happens to surround the build folder.
+# The commit of the pin, not of the repository around the build folder.
 set(GIT_EXE "" CACHE INTERNAL "")
 set(LLAMA_BUILD_NUMBER 0)
 file(STRINGS ${SUBKV_PIN_DIR}/VERSION line REGEX "^commit ")
 string(REGEX REPLACE "^commit +" "" LLAMA_BUILD_COMMIT "${line}")
-if(SUBKV_MERGE) # another version is named by its content: stored prompts of the pin are not its own
+if(SUBKV_MERGE) # another version is named by a hash of its content, so that it does not read the pin's stored prompts
     execute_process(
         COMMAND ${Python3_EXECUTABLE} ${CMAKE_SOURCE_DIR}/cmake/llama_source.py tree-hash ${source}
         OUTPUT_VARIABLE line
@@ -62,7 +62,7 @@ endif()
 
 add_subdirectory(${SUBKV_LLAMA_CPP_TREE} ${CMAKE_BINARY_DIR}/llama.cpp-build EXCLUDE_FROM_ALL)
 
-# libggml says where loadable backends lie.
+# libggml names the folder of loadable backends.
 target_sources(ggml PRIVATE ${CMAKE_SOURCE_DIR}/runtime/native/hook/backend_folder.cpp)
 target_include_directories(ggml PRIVATE ${CMAKE_SOURCE_DIR}/runtime/native/hook)
 
@@ -87,15 +87,15 @@ if(TARGET ggml-vulkan)
     subkv_prepare_ggml_vulkan(ggml-vulkan)
 endif()
 
-# Plain file names (libllama.so, libllama.dll, no version links): what llama-cpp-python opens is what is loaded.
+# Plain file names without version links (libllama.so, libllama.dll), which llama-cpp-python opens.
 get_property(SUBKV_LLAMA_TARGETS DIRECTORY ${SUBKV_LLAMA_CPP_TREE}/ggml/src PROPERTY BUILDSYSTEM_TARGETS)
 foreach(backend IN LISTS GGML_AVAILABLE_BACKENDS)
     list(APPEND SUBKV_LLAMA_TARGETS ${backend})
 endforeach()
 list(APPEND SUBKV_LLAMA_TARGETS llama)
 list(REMOVE_DUPLICATES SUBKV_LLAMA_TARGETS)
-# Variants of the CPU backend that the compiler does not compile stay empty and are not installed; processors for them
-# take the best of the others. GCC before 14 does not know SME, of ARM. GCC for Windows compiles loads of AMX tiles to
+# Variants of the CPU backend that the compiler cannot compile stay empty and are not installed; their processors use
+# the best other variant. GCC before 14 does not support ARM's SME. GCC for Windows compiles loads of AMX tiles to
 # addresses of two registers of different sizes.
 set(SUBKV_NOT_COMPILED "")
 if(GGML_CPU_ALL_VARIANTS AND CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
@@ -133,7 +133,7 @@ foreach(target IN LISTS SUBKV_LLAMA_TARGETS)
     endif()
 endforeach()
 
-# llama.cpp's own converter of Hugging Face folders, Python and its licence, lies beside the libraries (converter/hf.py).
+# llama.cpp's converter of Hugging Face folders (Python) and its licence are beside the libraries (converter/hf.py).
 set(SUBKV_HF_CONVERTER ${CMAKE_LIBRARY_OUTPUT_DIRECTORY}/llama.cpp)
 file(REMOVE_RECURSE ${SUBKV_HF_CONVERTER})
 file(COPY

@@ -8,11 +8,11 @@ set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
 set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
 set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)
 
-# ggml cannot ask another machine's processor: AVX2, as our own kernels need for more than their reference
+# ggml cannot detect another machine's processor. AVX2 is what our fast kernels need
 foreach(instructions SSE42 AVX AVX2 FMA F16C BMI2)
     set(GGML_${instructions} ON CACHE BOOL "of every processor with AVX2")
 endforeach()
 
-# GCC's OpenMP waits for threads by semaphores here, at every operation: two threads decoded at a sixth of one thread's
-# speed. ggml's own threads spin.
+# GCC's OpenMP waits for threads by semaphores here, at every operation: two threads decoded at a sixth of the speed of
+# one. ggml's own threads spin.
 set(GGML_OPENMP OFF CACHE BOOL "ggml's own threads")

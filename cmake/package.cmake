@@ -1,4 +1,4 @@
-# What C and C++ programs need beside the libraries: headers and the CMake package `subkv`.
+# Headers and the CMake package `subkv`, for C and C++ programs.
 include(CMakePackageConfigHelpers)
 
 configure_package_config_file(${CMAKE_SOURCE_DIR}/cmake/subkvConfig.cmake.in ${CMAKE_BINARY_DIR}/package/subkvConfig.cmake
@@ -21,7 +21,7 @@ if(NOT SKBUILD) # a wheel has them in its metadata
     install(FILES ${CMAKE_SOURCE_DIR}/LICENSE ${CMAKE_SOURCE_DIR}/THIRD_PARTY.md
         DESTINATION ${CMAKE_INSTALL_DATAROOTDIR}/licenses/subkv COMPONENT subkv)
 endif()
-# auditwheel takes libgomp into a wheel for other machines; one for Windows holds all of the compiler's own libraries.
+# auditwheel copies libgomp into portable wheels; a wheel for Windows contains all run-time libraries of the compiler.
 if(SKBUILD AND NOT GGML_NATIVE AND (MINGW OR CMAKE_SYSTEM_NAME STREQUAL "Linux"))
     set(licenses ${CMAKE_SOURCE_DIR}/cmake/licenses/libgomp.txt)
     if(MINGW)

@@ -1,4 +1,4 @@
-# What llama.cpp's Vulkan backend and our shaders need, checked before llama.cpp's own CMake files fail with less to go by.
+# Checks the requirements of llama.cpp's Vulkan backend and of our shaders, with more precise messages than llama.cpp's.
 
 # SPIR-V of all .comp files of a folder as C initializers; out: the names of these files.
 function(subkv_compile_shaders folder to out)
@@ -16,7 +16,7 @@ function(subkv_compile_shaders folder to out)
     set(${out} ${made} PARENT_SCOPE)
 endfunction()
 
-# The patched file includes a header of ours; and older Vulkan headers lack a name that it uses.
+# The patched file includes one of our headers. Older Vulkan headers lack a name that it uses.
 function(subkv_prepare_ggml_vulkan target)
     target_include_directories(${target} PRIVATE ${CMAKE_SOURCE_DIR}/kernels/include)
     target_include_directories(${target} BEFORE PRIVATE ${CMAKE_SOURCE_DIR}/cmake/vulkan)

@@ -1,7 +1,7 @@
 """The built-in texts, on which `convert MODEL` calibrates by default: texts/*.txt, one block per file.
 
 A calibration fits its kind of text, and users have all kinds. So every block is of another kind, and the first ones
-differ most. Kinds matter more than tokens (numbers: converter/NOTES.md). A block has at least 2000 tokens.
+differ most. Kinds matter more than tokens (numbers: research/notes/quality.md). A block has at least 2000 tokens.
 
 - The first MEASURED blocks are documents: sensitivities are measured on them. Each is a single text, because distant
   cells matter for names and habits of the same text. Their cells also enter the statistics.

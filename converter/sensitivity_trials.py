@@ -78,7 +78,7 @@ LARGE = 1 << 30  # bytes of weights
 
 
 def scope_of(n_bytes: int) -> Scope:
-    """REDUCED for large weights, which take longest per token. converter/NOTES.md has its effect on quality."""
+    """REDUCED for large weights, which take longest per token. research/notes/quality.md has its effect on quality."""
     return REDUCED if n_bytes > LARGE else FULL
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-# Threads of OpenMP and of OpenBLAS spin where they wait for each other, and take the processor from those they wait
-# for: on 2 cores, beside one other process, a test took eight times as long. Alone, OpenMP's threads that sleep instead
-# are a fifth slower. The libraries read the environment when they are loaded: numpy's by `tiny`.
+# Waiting threads of OpenMP and OpenBLAS spin. With several workers they keep cores from the threads they wait for: on
+# 2 cores, beside one other process, a test took 8 times as long. Sleeping threads cost 20% if a test runs alone.
+# The libraries read the environment once, when they are loaded; `tiny` loads numpy's, so set it before that import.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

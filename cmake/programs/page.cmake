@@ -1,4 +1,4 @@
-# The page that llama-server serves (targets llama-ui, llama-ui-assets): built from tools/ui by npm where npm is there.
+# The page that llama-server serves (targets llama-ui, llama-ui-assets): built from tools/ui by npm, if npm exists.
 # Upstream's targets of these names would run npm at every build, or download the page from a hub.
 
 set(page ${CMAKE_CURRENT_BINARY_DIR}/page)

@@ -3,7 +3,7 @@
 #
 #   cmake -Dnpm=PROGRAM -Dpage=DIR -Dtree=LLAMA_CPP -Dnumber=N -P page_build.cmake
 #
-# A build without a network does not fail: if npm fails, the page is left out, and one line says so.
+# A build must not fail without a network: if npm fails, the page is left out, and one line reports it.
 cmake_minimum_required(VERSION 3.21)
 
 set(work ${page}/npm) # the sources and npm's 700 MB, while it runs
@@ -11,7 +11,7 @@ set(dist ${page}/built/dist)
 set(log ${page}/npm.log)
 set(licenses ${page}/page-licenses.txt)
 
-# Runs npm in the work folder -> `status`, which is not 0 where it failed. Its output goes to the log.
+# Runs npm in the work folder; sets `status`, not 0 if it failed. Its output goes to the log.
 function(run_npm)
     execute_process(COMMAND ${npm} ${ARGN} WORKING_DIRECTORY ${work} RESULT_VARIABLE result
         OUTPUT_VARIABLE output ERROR_VARIABLE output TIMEOUT 1800)
@@ -25,7 +25,7 @@ function(build_page)
     set(failed "" PARENT_SCOPE)
     file(REMOVE_RECURSE ${work})
     file(COPY ${tree}/tools/ui/ DESTINATION ${work} NO_SOURCE_PERMISSIONS)
-    # npm tries each of a thousand packages for minutes: it is asked for one before
+    # without a network npm retries each of a thousand packages for minutes, so one package is tested first
     execute_process(COMMAND ${npm} view vite version --fetch-retries=0 WORKING_DIRECTORY ${work}
         RESULT_VARIABLE unreachable OUTPUT_QUIET ERROR_QUIET TIMEOUT 30)
     set(cache --prefer-offline)
@@ -46,7 +46,7 @@ function(build_page)
         set(failed "npm run build" PARENT_SCOPE)
         return()
     endif()
-    # The page holds parts of many packages, whose licences ask to go with them: those of all that npm installed.
+    # The page contains parts of many packages, whose licences must be distributed: those of all installed packages.
     file(GLOB texts ${work}/node_modules/*/* ${work}/node_modules/@*/*/* ${work}/src/lib/vendors/*/*)
     list(FILTER texts INCLUDE REGEX "/[Ll][Ii][Cc][Ee][Nn][CcSs][Ee][^/]*$")
     foreach(path IN LISTS texts)
@@ -102,4 +102,4 @@ endif()
 if(NOT status EQUAL 0)
     message(FATAL_ERROR "the page of llama-server: expected ui-assets.cmake to write ui.cpp, found a failure, see ${log}")
 endif()
-file(TOUCH ${page}/ui.cpp ${page}/ui.h) # upstream's script leaves files alone that keep their content
+file(TOUCH ${page}/ui.cpp ${page}/ui.h) # upstream's script does not rewrite unchanged files

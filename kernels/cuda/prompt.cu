@@ -1,6 +1,6 @@
 // prompt.cu: the rows for a prompt's flash attention, which ggml's own kernels compute. A cell is decoded once for all
 // tokens of the batch. One softmax covers all keys of a token, so queries need no projection and results no merge.
-// kernels/ROOFLINE.md counts the cost.
+// research/notes/roofline.md counts the cost.
 #include "coefficients.cuh"
 #include "exact.cuh"
 

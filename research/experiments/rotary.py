@@ -3,7 +3,7 @@
 In complex coordinates RoPE multiplies a pair by exp(iωp). Before it a key is z in C^{d/2}; a unitary basis of that
 space keeps pairs together, and at position p it is the one at 0 times the phases (papers/online-subspace-projection.md
 §7). Offline: errors say what such a basis would be worth. Attention on its coefficients is not built: phases and basis
-do not commute, so every key would have to be reconstructed (converter/NOTES.md, "Keys before RoPE").
+do not commute, so every key would have to be reconstructed (research/notes/quality.md, "Keys before RoPE").
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def run_tests(file: str, ref: Path, only: str = "") -> Step:
 
 
 def device_rates(cuda: Any) -> Step:
-    """Copy bandwidth (bytes read and written) and f16 matrix rate: the roofs of kernels/ROOFLINE.md."""
+    """Copy bandwidth (bytes read and written) and f16 matrix rate: the roofs of research/notes/roofline.md."""
     import torch
 
     source, target = (torch.empty(2 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))

@@ -21,34 +21,25 @@ from features import BACKENDS, FEATURES, KINDS, TABLE, Cell, try_feature  # noqa
 
 HEAD = """# Features
 
-This page lists the features of a coded cache, by backend and by kind of architecture.
-`python tests/architectures/features_page.py` writes it.
-[test_features.py](../tests/architectures/test_features.py) tests every entry that a build can test,
-and compares it with the page. [architectures.md](architectures.md) lists all architectures.
+Features of a coded cache, by backend and by kind of architecture.
+`python tests/architectures/features_page.py` writes this page;
+[test_features.py](../tests/architectures/test_features.py) compares it with every entry that a
+build can test. [architectures.md](architectures.md) lists all architectures.
 
 - **adaptive bases**: the bases change with the text (`--adapt`).
 - **latent rows**: one row per token holds keys and values (MLA).
-- **context shift**: the oldest tokens are removed, and the others move (`--context-shift`).
 - **sparse selection**: an indexer chooses the cells that a token attends to.
 - **several sequences**: sequences run in one batch, with separate and with shared cells.
-- **states**: a state of a sequence, or of the whole context, is saved and restored.
 - **prefix restore**: an evaluated prompt is restored from a file (`SUBKV_STORE`).
 - **heads above 256**: heads have 320 elements, or a latent has 320.
-- **drafts**: proposed tokens are evaluated together, and rejected tokens are removed.
-- **pictures**: embeddings are decoded, with the positions and masks of each kind of picture.
 
-| entry | meaning |
-|---|---|
-| yes | a test shows it |
-| refused (n) | refused with sentence n below the table |
-| as f16 | an f16 cache of the pinned llama.cpp also refuses it, or fails |
-| not tried | no test |
-| – | does not apply |
+*yes*: a test shows it. *refused (n)*: with sentence n below the table. *as f16*: an f16 cache of
+the pinned llama.cpp also refuses it, or fails.
 
 ## Backends
 
-The kernels of CUDA ran in an emulator, those of Vulkan on lavapipe, those of Triton in its
-interpreter ([gpu.md](gpu.md)). An H200 has run those of CUDA and Triton.
+CUDA's kernels ran in an emulator and on an H200, Triton's in its interpreter and on an H200,
+Vulkan's on lavapipe ([gpu.md](gpu.md)).
 
 """
 KINDS_HEAD = """

@@ -22,34 +22,32 @@ from guarantees import GUARANTEES, Support, examine  # noqa: E402
 
 TEXT = """# Architectures
 
-This page lists every architecture of the pinned llama.cpp. Tests run each on a tiny model with
-random weights. `python tests/architectures/report.py` writes the page from their results, and a
-test compares both.
+This page lists every architecture of the pinned llama.cpp. `python tests/architectures/report.py`
+writes it from tests of tiny models with random weights, and a test compares both.
 
-- **equals f16**: 16-bit codes of full rank give the logits of an f16 cache, within twice what f16's
-  own roundings move them (flash attention or not, f16 or f32).
-- **splits**: a prompt in pieces gives the same logits as the prompt in one batch.
-- **rollback**: after a tail is removed and another text decoded, logits are those of a sequence
-  without that tail.
-- **state**: a state of a sequence, or of the whole context, is saved and restored.
-- **sequences**: two sequences run in one batch, with separate and with shared cells, and one is
-  copied.
+| guarantee of a supported architecture | meaning |
+|---|---|
+| equals f16 | 16-bit codes of full rank give the logits of an f16 cache, within twice the effect of its rounding |
+| splits | a prompt in pieces gives the same logits as in one batch |
+| rollback | after a tail is removed and another text decoded, logits are those of a sequence without that tail |
+| state | a state of a sequence, or of the whole context, is saved and restored |
+| sequences | two sequences run in one batch, with separate and with shared cells; one is copied |
 
-The column *coded* counts the layers that hold coefficients; sliding-window and recurrent layers
-keep ordinary caches. *as f16* means that an f16 cache of the pinned llama.cpp also refuses this, or
-fails.
+*as f16*: an f16 cache of the pinned llama.cpp also refuses this guarantee, or fails. Where *some
+layers* are coded, the others (sliding windows, recurrent layers) keep their ordinary caches.
 
-Some models have other names in llama.cpp: DeepSeek-V2, V2-Lite, V3 and R1, Kimi-K2 and
-GLM-4.7-Flash are `deepseek2`, Ling 3.0 is `bailingmoe3`. These architectures, `mistral4`,
-`kimi-linear` and `kimi-k3` have latent attention (MLA). Their bases can be derived from the
-weights, and `convert` calibrates them.
+DeepSeek-V2, V2-Lite, V3 and R1, Kimi-K2 and GLM-4.7-Flash are `deepseek2` in llama.cpp; Ling 3.0 is
+`bailingmoe3`.
 
+"""
+
+SPARSE = """
 ## Sparse attention
 
 In these architectures an indexer chooses the cells that a token attends to. The K/V rows are coded.
-The indexer's keys have a separate cache in f16; `SUBKV_INDEXER=q8_0` halves its size. The table
-gives sizes in elements per token and layer. r: elements of a latent; t: its rotated elements; g: KV
-heads; d: size of a head; i: size of an indexer's key.
+The indexer's keys have a separate cache in f16; `SUBKV_INDEXER=q8_0` halves its size. Sizes are
+elements per token and layer. r: a latent; t: its rotated part; g: KV heads; d: a head; i: an
+indexer's key.
 
 | architecture | K/V row | indexer's keys | selected by | cells that a token reads |
 |---|---|---|---|---|
@@ -62,25 +60,21 @@ heads; d: size of a head; i: size of an indexer's key.
 | minimax-m3 | 2 g d | i | every KV head | blocks of positions, always the last blocks |
 | deepseek4 | a window, and compressed rows | i of compressed rows | the layer | refused: special cache |
 
-DeepSeek-V3.2 has r 512, t 64, i 128 and k 2048. K/V row and indexer's key take these bytes per
-token and layer: 1152 + 256 in f16, 306 + 256 at 4.25 bits (0.40 of f16), 306 + 136 with an indexer
-in q8_0 (0.31), 270 + 136 at 3.75 bits (0.29). In tests that choose 256 of 2048 or 4096 cells, an
-indexer in q8_0 chooses 97.7 to 100% of the cells that it chooses in f16 (deepseek32, glm-dsa,
-hy_v4, dots3note with random weights).
+DeepSeek-V3.2 (r 512, t 64, i 128, k 2048), bytes per token and layer, K/V row + indexer's key:
 
-- Rows of latent attention are stored one after another, other rows in tiles. With few tokens, or
-  many query heads per row, a token's cells are copied into tiles, and only these are attended to.
-  Otherwise attention reads all tiles under a mask, and skips tiles without a chosen cell
-  ([NOTES](../kernels/NOTES.md#chosen-cells)).
-- llama.cpp makes the choice. If two cells differ by less than the rounding, another split of the
+| f16 | 4.25 bits | 4.25 bits, indexer q8_0 | 3.75 bits, indexer q8_0 |
+|---:|---:|---:|---:|
+| 1152 + 256 | 306 + 256 (0.40) | 306 + 136 (0.31) | 270 + 136 (0.29) |
+
+In tests that choose 256 of 2048 or 4096 cells with random weights, an indexer in q8_0 chooses 97.7
+to 100% of the cells that it chooses in f16.
+
+- llama.cpp chooses the cells. If two cells differ by less than the rounding, another split of the
   prompt may choose the other cell, with every cache type. So different splits are not bit-identical
-  here.
-- minimax-m3 attends to all cells if flash attention is off, or if sequences share cells (`-kvu`,
-  *as f16* below). llama.cpp does the same with f16.
-- GPU backends refuse minimax-m3 and t5, because their KV heads have separate masks. CUDA and Vulkan
-  attend under a mask over all cells. Their rounding differs from the CPU's, so they may choose
-  other cells.
-
+  here. GPUs round differently and may choose other cells, too.
+- minimax-m3 attends to all cells if flash attention is off, or if sequences share cells (`-kvu`),
+  as with f16. GPU backends refuse minimax-m3 and t5, whose KV heads have separate masks.
+- How cells are read: [NOTES](../kernels/NOTES.md#chosen-cells).
 """
 
 
@@ -94,37 +88,52 @@ def architectures() -> list[str]:
     return names
 
 
-def row(arch: str, support: Support) -> str:
-    """An architecture's line of the table."""
+def row(arch: str, support: Support) -> tuple[str, str, str]:
+    """An architecture, its group, and its reason or its exceptions."""
     if support.status != "supported":
         reason = support.reason.partition(" because ")[2].partition("; use ")[0] or support.reason
-        return f"| {arch} | {support.status} |" + " |" * (1 + len(GUARANTEES)) + f" {reason} |"
-    marks = ["as f16" if math.isnan(support.distances[guarantee]) else "yes" for guarantee in GUARANTEES]
-    return f"| {arch} | supported | {support.n_layer_coded} of {support.n_layer} | {' | '.join(marks)} | |"
+        return arch, support.status, reason
+    layers = "every layer coded" if support.n_layer_coded == support.n_layer else "some layers coded"
+    exceptions = [guarantee for guarantee in GUARANTEES if math.isnan(support.distances[guarantee])]
+    return arch, layers, f"as f16: {', '.join(exceptions)}" if exceptions else ""
 
 
-def summary(rows: Iterable[str]) -> str:
+def is_supported(group: str) -> bool:
+    return group.endswith("coded")
+
+
+def summary(rows: Iterable[tuple[str, str, str]]) -> str:
     """A sentence with the number of supported architectures among those with a K/V cache."""
-    status = [line.split(" | ")[1] for line in rows]
-    n, refused = status.count("supported"), status.count("refused")
+    groups = [group for _, group, _ in rows]
+    n, refused = sum(map(is_supported, groups)), groups.count("refused")
     return (
         f"Of {n + refused} architectures with a K/V cache {n} are supported ({100 * n / (n + refused):.0f} %),"
-        f" {refused} are refused.\n{status.count('no cache')} others have no such cache,"
-        f" {status.count('not built')} are not separate models or do not run.\n"
+        f" {refused} are refused.\n{groups.count('no cache')} others have no such cache,"
+        f" {groups.count('not built')} are not separate models or do not run.\n"
     )
 
 
-def page(rows: list[str]) -> str:
-    """The whole page."""
-    head = ["architecture", "", "coded", *GUARANTEES, "reason"]
-    table = [f"| {' | '.join(head)} |".replace("|  |", "| |"), "|" + "---|" * len(head), *rows]
-    return TEXT + summary(rows) + "\n" + "\n".join(table) + "\n"
+def page(rows: list[tuple[str, str, str]]) -> str:
+    """The whole page. Architectures of a group have llama.cpp's order."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for arch, group, note in rows:
+        groups.setdefault((group, note), []).append(arch)
+    order = ("every layer coded", "some layers coded", "refused", "no cache", "not built")
+    table = ["| | exceptions, reason | architectures |", "|---|---|---|"]
+    for key in sorted(groups, key=lambda key: order.index(key[0])):
+        table.append(f"| {key[0]} | {key[1] or 'none'} | {', '.join(groups[key])} |")
+    return TEXT + summary(rows) + "\n" + "\n".join(table) + "\n" + SPARSE
 
 
-def written() -> list[str]:
-    """The lines of the page's last table, without its heading."""
-    table = PAGE.read_text("utf-8").rpartition("\n\n")[2]
-    return table.splitlines()[2:]
+def written() -> list[tuple[str, str, str]]:
+    """The rows of the page, in llama.cpp's order."""
+    table = PAGE.read_text("utf-8").partition("| | exceptions, reason |")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = []
+    for line in table:
+        group, note, listed = line.strip("| ").split(" | ")
+        rows += [(arch, group, "" if note == "none" else note) for arch in listed.split(", ")]
+    order = architectures()
+    return sorted(rows, key=lambda row: order.index(row[0]))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Stored files that rot: a file with one changed byte is refused, or says what it said before (docs/hardening.md)."""
+"""One changed byte: a stored file is refused, or its content is unchanged (research/notes/hardening.md)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Upstream's own tests of llama-server: all that pass on an f16 cache pass on coefficients.
 
-A few files run always, all of them with SUBKV_UPSTREAM=1 (docs/programs-upstream-tests.md).
+A few files run always, all of them with SUBKV_UPSTREAM=1 (research/notes/upstream-tests.md).
 """
 
 from __future__ import annotations

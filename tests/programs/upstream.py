@@ -2,7 +2,8 @@
 
     python tests/programs/upstream.py [-m model.gguf] [--unit test_slot_save.py …] FOLDER
 
-runs them on f16 and on coefficients, and prints the table of docs/programs.md. FOLDER keeps reports and logs.
+runs them on f16 and on coefficients, and prints the table of research/notes/upstream-tests.md. FOLDER keeps reports
+and logs.
 """
 
 from __future__ import annotations

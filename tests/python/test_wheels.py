@@ -1,4 +1,4 @@
-"""The wheels of `cmake/build_wheels.py --dependencies`, installed where there is neither compiler nor network.
+"""The wheels of `cmake/build_wheels.py --dependencies`, installed without compiler and network.
 
 SUBKV_WHEELS=DIR pytest tests/python/test_wheels.py
 """

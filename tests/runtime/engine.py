@@ -1,4 +1,4 @@
-"""Drives libllama and libsubkv directly: the tests see batches, sequences and states, not a wrapper's idea of them."""
+"""Calls libllama and libsubkv directly, so that tests control batches, sequences and states."""
 
 from __future__ import annotations
 

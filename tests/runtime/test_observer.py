@@ -1,4 +1,4 @@
-"""Calibration statistics against the rows of an ordinary cache, which the same run leaves behind."""
+"""Calibration statistics against the rows of an ordinary cache of the same run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that read another layer's rows: nothing twice, the exact window in time for all, queries of all."""
+"""Layers that read another layer's rows: these are stored once, and one exact window serves all queries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows' Python in wine, for what MinGW has built (docs/development.md): this package's tests run in it.
+"""A Windows Python in wine, which runs this package's tests on a MinGW build (docs/development.md).
 
     python tests/windows/wine.py FOLDER                        once: Python and packages, from the package index
     python tests/windows/wine.py FOLDER -m pytest tests/runtime/test_states.py

@@ -65,7 +65,7 @@ class Adapt:
     block: B; length: L, 0: unlimited; warm: W; max_chunks: J_max; tau: relative residual of a block that triggers a new
     basis, 1: never; gain: a new basis is accepted if its residual is at most this times the old one's, large: always;
     reuse: 1: a block uses the best present basis; merge: at J_max, 1 merges the oldest chunks, 0 opens no more.
-    The defaults are the cheapest choice with most of the gain (converter/NOTES.md).
+    The defaults are the cheapest choice with most of the gain (research/notes/quality.md).
     """
 
     kind: str = "covariance"

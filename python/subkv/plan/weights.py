@@ -4,7 +4,7 @@ The input of a layer's attention is x = g ∘ z + β: z is the normalized residu
 The second moment of z is estimated from the matrices that read the stream: they are sums of gradients, which are outer
 products with the layer's inputs, so they are large in the directions in which the stream was large. The estimate is a
 power of the matrices' mean Gram matrix, with few directions and a share of white noise. The energies follow from it.
-Both coordinates of a rotary pair have the same energy, because positions rotate them. Quality: converter/NOTES.md.
+Both coordinates of a rotary pair have the same energy, because positions rotate them. Quality: research/notes.
 """
 
 from __future__ import annotations

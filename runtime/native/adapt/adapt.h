@@ -12,7 +12,7 @@
 // A block is coded with the current chunk, or with the best of all chunks (`reuse`). If its residual or the chunk's
 // length triggers it, the adapter also tries the sketch's basis on the block and opens a chunk if the gain is large
 // enough. When J_max chunks are open, the adapter recodes the oldest chunk in the basis of the next one (`merge`), or
-// opens no further chunks. converter/NOTES.md lists the gain of each option.
+// opens no further chunks. research/notes/quality.md lists the gain of each option.
 //
 // Decisions about a block may use the complete block, but no later rows. State and rows depend only on the rows and
 // their positions.

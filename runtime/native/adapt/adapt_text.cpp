@@ -11,7 +11,7 @@ namespace subkv {
 
 namespace {
 
-// The cheapest choice with most of the gain (converter/NOTES.md).
+// The cheapest choice with most of the gain (research/notes/quality.md).
 constexpr subkv_adapt_params DEFAULTS = {
     /*kind =*/0,     /*rank =*/0,       /*rows =*/0,   /*decay =*/1.0f, /*rate =*/0.05f, /*block =*/32,
     /*length =*/512,

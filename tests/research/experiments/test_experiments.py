@@ -1,4 +1,4 @@
-"""The experiments on a tiny model: every one runs, is kept, and the verdicts follow from the numbers."""
+"""The experiments on a tiny model: each runs, its results are saved, and the verdicts follow from the numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots of prompts: which tokens they pool, where they lie, and that nothing is lost where every token has its own."""
+"""Slots of prompts: the tokens they pool, their positions, and no loss if every token has its own slot."""
 
 from __future__ import annotations
 
