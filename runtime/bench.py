@@ -6,8 +6,8 @@ All caches run in one process and alternate within every repetition, so that a b
 Each context is filled to a depth once, and its tail is removed after each repetition.
 
 To fill a context quickly, two batches are evaluated and their cells are copied until the depth is reached. (Cells
-cannot be copied with adaptive bases, sliding windows or recurrent layers; then all batches are evaluated.) So the cells
-hold other numbers than those of a real text, but times do not depend on these numbers.
+cannot be copied if sequences do not share cells, with sliding windows or recurrent layers; then all batches are
+evaluated.) So the cells hold other numbers than those of a real text, but times do not depend on these numbers.
 """
 
 from __future__ import annotations
@@ -153,10 +153,10 @@ def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int, bar: Any) 
 
     If cells can be copied, only the first two batches are decoded. The copies leave out the first batch, which holds
     the sinks. The last cell is always decoded; before that, the keys of copies are rotated to their positions.
-    With adaptive bases, batches are decoded in the sequence itself, because sequences do not share cells then.
+    Where sequences do not share cells, batches are decoded in the sequence itself.
     """
     context = config.context
-    separate = context.choice.is_adaptive  # sequences do not share cells
+    separate = not context.choice.window.shares_cells
     first = max(context.n_batch, context.stats.n_sink)
     while config.depth < depth:
         missing = depth - config.depth
@@ -449,7 +449,7 @@ def open_configs(
     for spec, fa in itertools.product(caches.specs, caches.flash):
         # coded cells can be removed only while their exact rows are kept
         choice = parse_cache(spec, model.path, caches.requested).with_rollback(tests.longest)
-        n_seq = tests.parallel + (not choice.is_adaptive)  # the last one is for fill()
+        n_seq = tests.parallel + choice.window.shares_cells  # the last one is for fill()
         try:
             opened = model.context(choice, dataclasses.replace(context, flash_attn=fa, n_seq_max=n_seq))
         except CacheError as error:

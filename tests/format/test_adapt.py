@@ -14,6 +14,7 @@ import capi
 import numpy as np
 import pytest
 import writer
+from adaptive_build import adaptive_only
 from calib_synthetic import draw, random_moment
 from each import each
 from hypothesis import given, settings
@@ -28,6 +29,7 @@ from subkv.plan.basis import fit_metric, gains, store
 from subkv.plan.predict import reconstructed
 from subkv.plan.quantizer import BEST_STEP, DISTORTION, WIDTHS
 
+pytestmark = adaptive_only
 F32 = np.ndarray[Any, np.dtype[np.float32]]
 D = 32
 N_SINK = 4

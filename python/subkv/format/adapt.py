@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from subkv.base.errors import CacheError
+from subkv.format.window import STATIC
 from subkv.native import library as _lib
 
-NONE = "none"  # requests static bases, regardless of the file
 SIDES = {"k": 1, "v": 2, "kv": 3}  # numbers of subkv_adapt_parse
 KINDS = ("covariance", "fd", "oja")  # in the order of subkv_adapt.h
 
@@ -52,9 +52,18 @@ SIGNATURES: _lib.Signatures = {  # of runtime/native/adapt/subkv_adapt.h
 }
 
 
+def has_adaptive_bases() -> bool:
+    """Whether this build of libsubkv has them."""
+    return hasattr(_lib.load(), "subkv_adapt_parse")
+
+
 @functools.cache
 def _subkv() -> ctypes.CDLL:
-    return _lib.declare(_lib.load(), SIGNATURES)
+    """Raises CacheError if the build leaves adaptive bases out."""
+    subkv = _lib.load()
+    if not has_adaptive_bases():
+        raise CacheError("adapt", "expected a build with adaptive bases, found one without (-DSUBKV_ADAPT=OFF)")
+    return _lib.declare(subkv, SIGNATURES)
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,7 @@ def parse(text: str) -> tuple[str, Adapt]:
     """
     number, params = _i32(), Params()
     if not _subkv().subkv_adapt_parse(text.encode(), ctypes.byref(number), ctypes.byref(params)) or not number:
-        reason = _lib.last_error() if text != NONE else f"expected k, v or kv, found {NONE!r}"
+        reason = _lib.last_error() if text != STATIC else f"expected k, v or kv, found {STATIC!r}"
         raise CacheError("adapt", reason.removeprefix("adapt: "))
     values: dict[str, Any] = {"kind": KINDS[params.kind]}
     fields: Any = Params._fields_[1:]
@@ -125,7 +134,9 @@ class AdaptStats:
 
 def adapt_stats(ctx: Any, n_layer: int) -> list[AdaptStats]:
     """Statistics of all layers and sides of a context (llama_context pointer) with adaptive bases."""
-    stats = []
+    stats: list[AdaptStats] = []
+    if not has_adaptive_bases():
+        return stats
     for il, side in itertools.product(range(n_layer), "kv"):
         heads: list[HeadStats] = []
         while _subkv().subkv_get_adapt_stats(ctx, il, len(heads), side == "v", raw := HeadStats()):
@@ -134,3 +145,16 @@ def adapt_stats(ctx: Any, n_layer: int) -> list[AdaptStats]:
             sums = {key: sum(getattr(head, key) for head in heads) for key in ("n_chunks", "n_opened", "n_refused")}
             stats.append(AdaptStats(il, side, residuals=tuple(head.residual for head in heads), **sums))
     return stats
+
+
+def report(stats: list[AdaptStats], n_bytes: int) -> dict[str, str]:
+    """Statistics for a person, a value per name. n_bytes: of the bases and sketches."""
+    if not stats:
+        return {}
+    rows = {"  adaptive bases": f"{n_bytes / 2**20:.2f} MiB, {sum(layer.n_chunks for layer in stats)} of all heads"}
+    for layer in stats:
+        rows[f"  layer {layer.il} {layer.side}"] = (
+            f"{layer.n_chunks} bases, {layer.n_opened} opened, {layer.n_refused} refused, "
+            f"residual {min(layer.residuals):.3f} to {max(layer.residuals):.3f}"
+        )
+    return rows

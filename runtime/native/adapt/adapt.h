@@ -18,7 +18,7 @@
 // their positions.
 #pragma once
 
-#include "read_rows.h"
+#include "layout.h"
 #include "subkv/ops.h"
 #include "subkv/sketch.h"
 #include "subkv_adapt.h"
@@ -57,7 +57,7 @@ struct AdaptStats {
     int64_t n_nonfinite = 0; // rows that could not be coded
 };
 
-class Adapter final : public ChunkReader {
+class Adapter final {
 public:
     // Recodes stored rows in place: `cells` [n] of tiles, `stride` bytes apart, as in Ops::encode.
     using Recode = std::function<void(uint8_t * tiles, int64_t stride, int64_t n, const int64_t * cells)>;
@@ -83,12 +83,7 @@ public:
     //   q . x^ = query(qt) . c^         out [n] = g * R (keep * qt)
     void query(int32_t slot, const float * qt, float * out) const;
     //   x^ = D^T lift(c^), linear       out [n] = keep * R^T (g * e), e a row or any weighted sum of rows of the chunk
-    void lift(int32_t slot, const float * e, float * out) const override;
-
-    const HeadCodec * codec(int32_t slot) const override {
-        const ChunkBasis * basis = chunk(slot);
-        return basis ? &basis->codec : nullptr;
-    }
+    void lift(int32_t slot, const float * e, float * out) const;
 
     const ChunkBasis *  chunk(int32_t slot) const;                // nullptr: 0, or not in use
     int32_t             n_chunks() const;                         // adaptive, alive
@@ -132,6 +127,11 @@ private:
     std::vector<float>   seen_;
     std::vector<uint8_t> stored_, tried_; // tiles, cells as in the block
 };
+
+// read_rows (read_rows.h) of cells with chunks; slot [n]: chunk of each cell.
+void read_chunks(const Ops & ops, const LayerCodec & layer, int64_t head, bool value, const Adapter & adapter,
+                 const int32_t * slot, const uint8_t * tiles, int64_t stride, int64_t n, const int64_t * cells,
+                 float * x);
 
 // The basis of a sketch. rows [n][n] f64 orthonormal by energy [n] f64; `file`: the head's static codec.
 std::unique_ptr<ChunkBasis> make_chunk_basis(const Ops & ops, const HeadCodec & file, const double * rows,

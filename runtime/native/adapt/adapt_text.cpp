@@ -3,6 +3,7 @@
 #include "layout_keys.h"
 
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <iterator>
 #include <sstream>
@@ -117,6 +118,23 @@ static ChunkRequest parse_adapt(const std::string & text) {
     return { (sides & 1) != 0, (sides & 2) != 0, params };
 }
 
+// The shortest of two texts of a number that reads as the same number.
+static std::string exact(float x) {
+    const std::string text = number(x);
+    char              all[40];
+    std::snprintf(all, sizeof(all), "%.9g", (double) x);
+    return std::strtof(text.c_str(), nullptr) == x ? text : all;
+}
+
+std::string ChunkRequest::text() const {
+    std::string text = std::string(k ? "k" : "") + (v ? "v" : "") + ",kind=" + KINDS[params.kind];
+    for (const auto & field : FIELDS) {
+        text += std::string(",") + field.name + "=";
+        text += field.whole ? std::to_string(params.*field.whole) : exact(params.*field.fraction);
+    }
+    return text;
+}
+
 ChunkRequest requested_chunks(const subkv_cache_params & params) {
     return params.adapt ? parse_adapt(params.adapt) : ChunkRequest();
 }
@@ -124,7 +142,7 @@ ChunkRequest requested_chunks(const subkv_cache_params & params) {
 ChunkRequest chunks_of_environment(const Layout & layout) {
     const char *      set     = std::getenv("SUBKV_ADAPT");
     const bool        by_user = set && *set;
-    const std::string text    = by_user ? set : layout.adapt;
+    const std::string text    = by_user ? set : layout.options.at("adapt");
     try {
         return text.empty() ? ChunkRequest() : parse_adapt(text);
     } catch (const Invalid & e) {

@@ -2,7 +2,6 @@
 // one head. In the engine the cache has this role.
 #include "adapt.h"
 #include "capi.h"
-#include "read_rows.h"
 #include "subkv_adapt_test.h"
 
 #include <algorithm>
@@ -86,8 +85,8 @@ struct subkv_adapt {
         const auto cells = cells_from(n_coded, n_pending);
         slots.resize((size_t) n, adapter.peek(pending.data(), d, n_pending, cells.data(), all.data(), tile_bytes()));
         if (x) {
-            read_rows(ops, codes, head, value, &adapter, slots.data(), all.data(), tile_bytes(), n,
-                      cells_from(0, n).data(), x);
+            read_chunks(ops, codes, head, value, adapter, slots.data(), all.data(), tile_bytes(), n,
+                        cells_from(0, n).data(), x);
         }
         if (chunk_of) {
             std::copy(slots.begin(), slots.end(), chunk_of);

@@ -174,20 +174,6 @@ bool ChunkedBases::ready(const std::vector<TokenDesc> & tokens, bool causal, con
     return true;
 }
 
-bool ChunkedBases::reject_shift() {
-    return reject("seq_add: positions in a subkv cache with adaptive bases cannot be shifted; remove the sequence and "
-                  "decode it again with new positions, or use an ordinary cache type (-ctk f16)");
-}
-
-void ChunkedBases::refuse_partial() {
-    fail("state: cells with adapted bases cannot return to a partial state; save a whole state");
-}
-
-void ChunkedBases::refuse_sides(int32_t sides, int32_t block, int32_t found_sides, int32_t found_block) {
-    fail("state: adaptive bases on sides %d (1 K, 2 V) in blocks of %d expected, %d in blocks of %d found", sides,
-         block, found_sides, found_block);
-}
-
 ChunkedBases::Total ChunkedBases::total() const {
     Total sum;
     for (uint32_t stream = 0; stream < n_stream_; ++stream) {

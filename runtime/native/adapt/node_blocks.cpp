@@ -1,6 +1,6 @@
 // node_blocks.cpp: codes the rows that leave the exact window, on adapted sides (chunked.h). Runs between encode and
 // attend.
-#include "chunked.h"
+#include "adaptive_source.h"
 #include "nodes.h"
 
 #include <algorithm>
@@ -49,7 +49,7 @@ void gather(const LayerNodes & layer, const EncodeBlocksSources & in, int64_t t0
 void encode_blocks_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const auto &         layer    = *(const LayerNodes *) userdata;
     const auto &         codec    = *layer.codec;
-    const ChunkedLayer & chunked  = *layer.chunked;
+    const ChunkedLayer & chunked  = static_cast<const AdaptiveLayer &>(*layer.bases).chunks();
     const auto           in       = sources_of<EncodeBlocksSources>(dst);
     const TokenRow *     tokens   = token_rows(in.tokens);
     const int64_t *      idxs     = (const int64_t *) in.k_idxs->data;
