@@ -273,7 +273,7 @@ void follow(Adapter & adapter, int n) {
             state = state * 1664525 + 1013904223;
             value = (float) (int32_t) state * 0x1p-31f;
         }
-        adapter.block(x.data(), 8, 8, cells, tiles.data(), (int64_t) tiles.size(),
+        adapter.block(x.data(), 8, 8, 0, cells, tiles.data(), (int64_t) tiles.size(),
                       [](int32_t, int32_t, const Adapter::Recode &) {});
     }
 }

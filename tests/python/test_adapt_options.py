@@ -17,6 +17,7 @@ from subkv.format.adapt import Adapt, parse
 @adaptive_only
 def test_parsed_values() -> None:
     assert parse("v") == ("v", Adapt())
+    assert parse("v,window=256,lookahead=128") == ("v", Adapt(window=256, lookahead=128))
     assert parse("kv,length=256,gain=0.5,kind=fd") == ("kv", Adapt(length=256, gain=0.5, kind="fd"))
 
 
@@ -29,6 +30,9 @@ def test_parsed_values() -> None:
         ("v,size=3", "expected one of kind, rank, .*, found 'size'"),
         ("v,length=x", "length: expected a number, found 'x'"),
         ("v,length=0", "length: expected at least 1 token, found 0"),
+        ("v,window=0", "window: expected at least 1 token, found 0"),
+        ("v,lookahead=-1", "lookahead: expected at least 1 token, found -1"),
+        ("v,lookahead=x", "lookahead: expected a number, found 'x'"),
         ("v,tau=0", "tau: expected a relative residual between 0 and 1, found 0"),
         ("v,tau=1", "tau: expected a relative residual between 0 and 1, found 1"),
         ("v,tau=nan", "tau: expected a relative residual between 0 and 1, found nan"),

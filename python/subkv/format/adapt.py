@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from subkv.base.errors import CacheError
-from subkv.format.window import STATIC
 from subkv.native import library as _lib
 
 SIDES = {"k": 1, "v": 2, "kv": 3}  # numbers of subkv_adapt_parse
@@ -29,7 +28,7 @@ class Params(ctypes.Structure):
         *_lib.members(_float, "decay", "rate"),
         *_lib.members(_i32, "block", "length", "warm", "max_chunks"),
         *_lib.members(_float, "tau", "gain"),
-        *_lib.members(_i32, "reuse", "merge"),
+        *_lib.members(_i32, "reuse", "merge", "window", "lookahead"),
     ]
 
 
@@ -74,6 +73,8 @@ class Adapt:
     block: B; length: L, 0: unlimited; warm: W; max_chunks: J_max; tau: relative residual of a block that triggers a new
     basis, 1: never; gain: a new basis is accepted if its residual is at most this times the old one's, large: always;
     reuse: 1: a block uses the best present basis; merge: at J_max, 1 merges the oldest chunks, 0 opens no more.
+    window: every sketch starts with this many latest rows, 0: it has all rows; lookahead: rows after a block that its
+    basis may be fitted to. So many tokens behind the block must be in the exact window and cannot be removed again.
     The defaults are the cheapest choice with most of the gain (converter/NOTES.md).
     """
 
@@ -90,6 +91,8 @@ class Adapt:
     gain: float = 0.9
     reuse: int = 1
     merge: int = 0
+    window: int = 0
+    lookahead: int = 0
 
 
 def parse(text: str) -> tuple[str, Adapt]:
@@ -98,9 +101,10 @@ def parse(text: str) -> tuple[str, Adapt]:
     Raises CacheError; libsubkv checks the limits of the numbers.
     """
     number, params = _i32(), Params()
-    if not _subkv().subkv_adapt_parse(text.encode(), ctypes.byref(number), ctypes.byref(params)) or not number:
-        reason = _lib.last_error() if text != STATIC else f"expected k, v or kv, found {STATIC!r}"
-        raise CacheError("adapt", reason.removeprefix("adapt: "))
+    if not _subkv().subkv_adapt_parse(text.encode(), ctypes.byref(number), ctypes.byref(params)):
+        raise CacheError("adapt", _lib.last_error().removeprefix("adapt: "))
+    if not number:
+        raise CacheError("adapt", f"expected k, v or kv, found {text!r}")
     values: dict[str, Any] = {"kind": KINDS[params.kind]}
     fields: Any = Params._fields_[1:]
     for name, kind in fields:

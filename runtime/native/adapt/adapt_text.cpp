@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <iterator>
 #include <sstream>
+#include <utility>
 
 namespace subkv {
 
@@ -17,6 +18,7 @@ constexpr subkv_adapt_params DEFAULTS = {
     /*kind =*/0,     /*rank =*/0,       /*rows =*/0,   /*decay =*/1.0f, /*rate =*/0.05f, /*block =*/32,
     /*length =*/512,
     /*warm =*/1024,  /*max_chunks =*/1, /*tau =*/1.0f, /*gain =*/0.9f,  /*reuse =*/1,    /*merge =*/0,
+    /*window =*/0,   /*lookahead =*/0,
 };
 
 constexpr const char * KINDS[] = { "covariance", "fd", "oja" };
@@ -28,12 +30,13 @@ struct Field {
 };
 
 constexpr Field FIELDS[] = {
-    { "rank", &subkv_adapt_params::rank, nullptr },   { "rows", &subkv_adapt_params::rows, nullptr },
-    { "decay", nullptr, &subkv_adapt_params::decay }, { "rate", nullptr, &subkv_adapt_params::rate },
-    { "block", &subkv_adapt_params::block, nullptr }, { "length", &subkv_adapt_params::length, nullptr },
-    { "warm", &subkv_adapt_params::warm, nullptr },   { "max_chunks", &subkv_adapt_params::max_chunks, nullptr },
-    { "tau", nullptr, &subkv_adapt_params::tau },     { "gain", nullptr, &subkv_adapt_params::gain },
-    { "reuse", &subkv_adapt_params::reuse, nullptr }, { "merge", &subkv_adapt_params::merge, nullptr },
+    { "rank", &subkv_adapt_params::rank, nullptr },     { "rows", &subkv_adapt_params::rows, nullptr },
+    { "decay", nullptr, &subkv_adapt_params::decay },   { "rate", nullptr, &subkv_adapt_params::rate },
+    { "block", &subkv_adapt_params::block, nullptr },   { "length", &subkv_adapt_params::length, nullptr },
+    { "warm", &subkv_adapt_params::warm, nullptr },     { "max_chunks", &subkv_adapt_params::max_chunks, nullptr },
+    { "tau", nullptr, &subkv_adapt_params::tau },       { "gain", nullptr, &subkv_adapt_params::gain },
+    { "reuse", &subkv_adapt_params::reuse, nullptr },   { "merge", &subkv_adapt_params::merge, nullptr },
+    { "window", &subkv_adapt_params::window, nullptr }, { "lookahead", &subkv_adapt_params::lookahead, nullptr },
 };
 
 std::string quoted(const std::string & text) {
@@ -106,6 +109,11 @@ static int32_t parse(const std::string & text, subkv_adapt_params & given) {
         }
         if (name == "length" && given.length < 1) {
             refuse("adapt: length", "at least 1 token", std::to_string(given.length));
+        }
+        for (const auto & [option, n] : { std::pair("window", given.window), { "lookahead", given.lookahead } }) {
+            if (name == option && n < 1) {
+                refuse(std::string("adapt: ") + option, "at least 1 token", std::to_string(n));
+            }
         }
     }
     return sides;

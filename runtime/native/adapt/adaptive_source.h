@@ -34,7 +34,7 @@ public:
     const LayerBases & layer(int32_t il) const override { return *layers_[(size_t) il]; }
     bool               codes_later() const override { return true; }
     void               clear(uint32_t stream) override { chunks_.clear(stream); }
-    int32_t            coded(uint32_t stream) const override { return chunks_.coded(stream); }
+    int32_t            coded(uint32_t stream) const override { return chunks_.fixed(stream); }
     void               copy(uint32_t src, uint32_t dst) override { chunks_.copy(src, dst); }
     bool               can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const override {
         return chunks_.can_remove(seq, p0, p1, cells);

@@ -75,6 +75,7 @@ public:
 
     void    clear(uint32_t stream);       // back to the static basis
     int32_t coded(uint32_t stream) const; // positions below are coded by some head
+    int32_t fixed(uint32_t stream) const; // positions below are coded, or were looked ahead at
     void    copy(uint32_t src, uint32_t dst);
 
     // As CacheHook's, for what chunks add to the exact window's conditions.
