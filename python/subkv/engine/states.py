@@ -1,6 +1,6 @@
 """Saves and restores contexts, and computes the identity to which a state is bound.
 
-A state consists of the tokens and llama.cpp's data (cells; of a coded cache also the exact window and chunks). Its size
+A state consists of the tokens and llama.cpp's data (cells; of a coded cache also the exact window, …). Its size
 is about `kv_stats().bytes_per_token` + 20 bytes for every used cell, and `bytes_window`. It contains llama_cpp's logits
 only with logits_all.
 """

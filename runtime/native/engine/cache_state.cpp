@@ -30,10 +30,11 @@ std::string Cache::identity() const {
     }
     const StateWindow s    = state_window(window_, *bases_, 0);
     std::string       text = std::string(STATE_MAGIC, sizeof(STATE_MAGIC)) + " " + layout_->fingerprint;
-    for (const int32_t number : { s.n_sink, s.n_recent, s.n_rollback }) {
+    const auto        low = (int32_t) s.bases, high = (int32_t) (s.bases >> 32);
+    for (const int32_t number : { s.n_sink, s.n_recent, s.n_rollback, low, high }) {
         text += " " + std::to_string(number);
     }
-    return text + " " + std::to_string(s.bases) + " " + std::to_string(s.kinds);
+    return text + " " + std::to_string(s.kinds);
 }
 
 void Cache::write_head(StateWriter & w, int32_t seq, bool partial) const {
