@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from subkv.plan.pipeline import Options
 
 
-def options_from_flags(n_sink: int, n_recent: int, recent_bits: int | None, **methods: Any) -> Options:
+def options_from_flags(
+    n_sink: int, n_recent: int, recent_bits: int | None, adapt: str | None, **methods: Any
+) -> Options:
     """Options from the flags of `convert`. methods: fields of Options. Raises SubkvError or click.UsageError."""
-    from subkv.format.adapt import parse  # numpy and the native libraries: not for a --help
-    from subkv.plan.pipeline import Options
+    from subkv.plan.pipeline import Options  # numpy and the native libraries: not for a --help
 
-    window = Window(n_sink, n_recent, recent_bits=AS_FILE if recent_bits is None else recent_bits)
+    window = Window(n_sink, n_recent, recent_bits=AS_FILE if recent_bits is None else recent_bits, adapt=adapt)
     options = Options(window=window, **methods)
     if options.codec == "int8" and options.kv_bits is not None:
         raise click.UsageError("--kv-bits: codec int8 has 8 bits per coefficient; choose --rank-k and --rank-v instead")
     if options.bpe_context is not None and options.bpe_context < 1:
         raise click.UsageError(f"--bpe-context: expected at least 1, found {options.bpe_context}")
-    if options.adapt is not None:
-        parse(options.adapt)
+    window.check_extras()
     return options
 
 

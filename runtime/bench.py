@@ -4,8 +4,8 @@
 
 `subkv run llama-bench` measures one cache after the other. Here each context is filled to a depth once, and its tail is
 removed after each repetition. To fill it quickly, two batches are evaluated and their cells are copied. (Cells cannot
-be copied with adaptive bases, sliding windows or recurrent layers; then all batches are evaluated.) So the cells hold
-other numbers than those of a real text, but times do not depend on these numbers.
+be copied if sequences do not share them, with sliding windows or recurrent layers; then all batches are evaluated.) So
+the cells hold other numbers than those of a real text, but times do not depend on these numbers.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int) -> None:
 
     If cells can be copied, only the first two batches are decoded. The copies leave out the first batch, which holds
     the sinks. The last cell is always decoded; before that, the keys of copies are rotated to their positions.
-    With adaptive bases, batches are decoded in the sequence itself, because sequences do not share cells then.
+    Where sequences do not share cells, batches are decoded in the sequence itself.
     """
     context = config.context
-    separate = context.choice.is_adaptive
+    separate = not context.choice.window.shares_cells
     first = max(context.n_batch, context.stats.n_sink)
     while config.depth < depth:
         missing = depth - config.depth
@@ -239,7 +239,7 @@ def main(
         for spec, fa in itertools.product(type_k, [options.FLASH[item] for item in flash_attn]):
             # coded cells can be removed only while their exact rows are kept
             choice = parse_cache(spec, opened.path, requested).with_rollback(longest)
-            n_seq = tests.n_parallel + (not choice.is_adaptive)  # the last one is for fill()
+            n_seq = tests.n_parallel + choice.window.shares_cells  # the last one is for fill()
             settings = replace(context, n_ctx=n_ctx, flash_attn=fa, n_seq_max=n_seq)
             try:
                 created = options.open_context(opened, choice, settings, f"{spec} -fa {fa}", cleanup)

@@ -158,15 +158,14 @@ def requested_cache(
     type_k: str | None = None,
     type_v: str | None = None,
     bases: Path | None = None,
-    adapt: str | None = None,
     sidecar: bool = True,
-    **window: int | None,
+    **window: Any,
 ) -> CacheOptions:
     """The cache that the flags request. -ctk alone sets both K and V, -ctv alone leaves K at f16."""
     from subkv.engine.cache import CacheOptions  # native libraries: not for a --help
 
     return CacheOptions(
-        type_k=type_k, type_v=type_v or type_k, bases=bases, window=Window.of(**window), adapt=adapt, sidecar=sidecar
+        type_k=type_k, type_v=type_v or type_k, bases=bases, window=Window.of(**window), sidecar=sidecar
     )
 
 

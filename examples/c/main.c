@@ -72,7 +72,7 @@ int main(int argc, char ** argv) {
         const int32_t length = llama_token_to_piece(vocab, tokens[0], piece, sizeof(piece), 0, false);
         fwrite(piece, 1, length > 0 ? (size_t) length : 0, stdout);
     }
-    const uint64_t bytes = stats.bytes_codes + stats.bytes_window + stats.bytes_stock + stats.bytes_chunks;
+    const uint64_t bytes = stats.bytes_kv;
     printf("\nKV cache: %llu bytes (f16: %llu), %.2f bits per element, kernel %s\n", (unsigned long long) bytes,
            (unsigned long long) stats.bytes_f16, stats.bpe, subkv_kernel_name());
 

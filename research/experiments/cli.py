@@ -32,9 +32,21 @@ if TYPE_CHECKING:
     from research.float32.reference import Reference
 
 MIN_TOKENS = 256  # the last quarter of a chunk still has a few blocks of the adaptive coder
-FORMAT = 2  # of results.json; raised when an experiment's results change, so that older ones are not reused
+FORMAT = 3  # of results.json; raised when an experiment's results change, so that older ones are not reused
 PACKAGES = ("subkv", "torch", "transformers", "numpy")
-NAMES = ("ranks", "matched", "sides", "coefficients", "chunks", "domain", "rotary", "oja", "length", "bounds")
+NAMES = (
+    "ranks",
+    "matched",
+    "sides",
+    "coefficients",
+    "chunks",
+    "domain",
+    "rotary",
+    "anchoring",
+    "oja",
+    "length",
+    "bounds",
+)
 FILE = click.Path(path_type=Path)
 
 
@@ -50,6 +62,7 @@ def experiments() -> dict[str, Callable[[Lab], dict[str, Any]]]:
         subspaces.chunks,
         quality.domain,
         rotary.rotary,
+        quality.anchoring,
         oja.oja,
         quality.length,
         bound_errors.bound_errors,

@@ -24,6 +24,14 @@ ADAPTIVE = {
     "K and V adapt, J_max 4": "kv,max_chunks=4,warm=512",
     "V rotated in place every 64 (SubSpace-A)": "v,length=64,warm=256,gain=1000,max_chunks=1,reuse=0,merge=1",
 }
+# name -> --adapt: a new basis every 128 tokens that no cap ends; an anchoring window of 256 tokens, 128 of them ahead
+_STREAMING = "kv,length=128,warm=256,max_chunks=100,gain=1,reuse=0"
+ANCHORS = {
+    "streaming, all tokens so far": _STREAMING,
+    "streaming, decay of 256 tokens": f"{_STREAMING},decay=0.9961",
+    "trailing window of 256": f"{_STREAMING},window=256",
+    "look-ahead of 128 in a window of 256": f"{_STREAMING},window=256,lookahead=128",
+}
 POSITIONS = 4  # ranges of the experiment on length
 
 
@@ -109,6 +117,14 @@ def domain(lab: Lab) -> dict[str, Any]:
         rows += more
         pairs += compared
     return {"rows": rows, "pairs": pairs, "reconstruction": reconstruction(lab)}
+
+
+def anchoring(lab: Lab) -> dict[str, Any]:
+    """Static bases, and where streaming ones are anchored, on every text; look-ahead delays a code by 128 tokens."""
+    rows: Rows = []
+    for text in lab.texts:
+        rows += lab.measure([lab.static(), *(lab.adaptive(spec, name) for name, spec in ANCHORS.items())], text)
+    return {"rows": rows}
 
 
 def half_exact(fit: Fit, kv_bits: float) -> tuple[float, float]:

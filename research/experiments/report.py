@@ -19,6 +19,7 @@ TITLES = {
     "chunks": "Chunk length, thresholds, sketches",
     "domain": "Domain shift",
     "rotary": "Keys behind bases of rotary pairs",
+    "anchoring": "Streaming bases, a trailing window, look-ahead",
     "oja": "OjaKV against static bases of the same rank",
     "length": "Quality by position",
     "bounds": "Measured errors against the bounds",
@@ -114,7 +115,7 @@ def _rotary(found: Found) -> str:
         return str(found["note"])
     about = (
         "Static bases are those of the first half of the in-domain text (after RoPE: averaged over all positions), "
-        "adaptive ones those of the text so far."
+        "adaptive ones those of the text so far, or anchored as they say."
     )
     columns: list[Column] = [
         ("text", "text", ""),
@@ -154,6 +155,7 @@ SECTIONS = {
     "chunks": _chunks,
     "domain": _domain,
     "rotary": _rotary,
+    "anchoring": lambda found: grid(found["rows"], [("text", "text", ""), ("cache", "name", ""), *QUALITY]),
     "oja": _oja,
     "length": lambda found: grid(found["rows"], LENGTH),
     "bounds": _bounds,

@@ -25,9 +25,12 @@ Numbers = NDArray[Any]  # float64 or complex128
 Frame = Callable[[F32], Numbers]  # keys [n, d] of positions 0, 1, … -> rows [n, m] of the space that has a basis
 
 PERIOD = 128  # tokens between two adaptive bases
+WINDOW, LOOKAHEAD = 256, 128  # tokens that an anchored basis is fitted to, and how many of them follow its first token
 BITS = 3.5  # per element, of the comparison at equal bits
 AFTER, PAIRS, BEFORE = "after RoPE", "rotary pairs", "before RoPE"
 STATIC, ADAPTIVE = "static", "adaptive"
+TRAILING, AHEAD = f"last {WINDOW} tokens", f"{WINDOW} tokens, {LOOKAHEAD} of them ahead"
+ANCHORS = {ADAPTIVE: (0, 0), TRAILING: (WINDOW, 0), AHEAD: (WINDOW, LOOKAHEAD)}  # window and look-ahead by basis
 
 
 def frames(turn: Pairs) -> dict[str, Frame]:
@@ -77,18 +80,23 @@ def lost(second: Numbers, x: Numbers, share: float) -> F64:
     return np.array([own[round(share * len(own)) :].sum(), np.sum(own * 4.0 ** -water(energy, BITS))])
 
 
-def _followed(x: Numbers, start: int, share: float) -> F64:
-    """lost() of rows x from `start` on, behind bases of all rows before, renewed every PERIOD rows."""
-    second, total = moment(x[:start]), np.zeros(2)
+def _followed(x: Numbers, start: int, share: float, window: int, lookahead: int) -> F64:
+    """lost() of rows x from `start` on, behind bases renewed every PERIOD rows.
+
+    A basis has the `window` rows (0: all) that end `lookahead` rows after its first row, as `anchored` of float32.
+    """
+    total = np.zeros(2)
     for low in range(start, len(x), PERIOD):
-        new = x[low : low + PERIOD]
-        total += lost(second, new, share)
-        second = second + moment(new)
+        known = x[max(0, low + lookahead - window) if window else 0 : low + lookahead]
+        total += lost(moment(known), x[low : low + PERIOD], share)
     return total
 
 
 def rotary(lab: Lab) -> dict[str, Any]:
-    """Squared relative error of raw keys, second half of every text: bases after and before RoPE, of rotary pairs."""
+    """Squared relative error of raw keys, second half of every text: bases after and before RoPE, of rotary pairs.
+
+    Adaptive bases are anchored in all tokens before (streaming), in the last ones, or in some that follow (look-ahead).
+    """
     turn = pairs(lab.base, lab.reference.d)
     if turn is None or not turn.omega.all():
         return {"rows": [], "note": "Not measured: a model that turns all of a key's coordinates is expected."}
@@ -121,7 +129,7 @@ def _known(lab: Lab, spaces: dict[str, Frame], turn: Pairs) -> dict[tuple[int, i
 def _rotary_of(
     lab: Lab, name: str, tokens: Sequence[int], spaces: dict[str, Frame], known: dict[tuple[int, int, str], Numbers]
 ) -> Rows:
-    """Rows of one text, adaptive bases being those of the text so far."""
+    """Rows of one text."""
     start = len(tokens) // 2
     found: dict[tuple[str, str], list[F64]] = {}
     with tqdm(total=lab.reference.n_layer, unit="layer", disable=not lab.progress, desc=f"keys of {name}") as bar:
@@ -133,7 +141,8 @@ def _rotary_of(
                     x = frame(keys)
                     fixed = known[il, h, space]
                     found.setdefault((space, STATIC), []).append(lost(fixed, x[start:], 0.5) / energy)
-                    found.setdefault((space, ADAPTIVE), []).append(_followed(x, start, 0.5) / energy)
+                    for kind, anchor in ANCHORS.items():
+                        found.setdefault((space, kind), []).append(_followed(x, start, 0.5, *anchor) / energy)
             bar.update()
 
         lab.visit(tokens, visitor)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 FILE = click.Path(path_type=Path)
 
 
-def _cache(bases: Path | None, adapt: str | None, **window: int | None) -> CacheOptions:
+def _cache(bases: Path | None, **window: Any) -> CacheOptions:
     from subkv.engine.cache import CODED, CacheOptions
 
-    return CacheOptions(CODED, bases=bases, window=Window.of(**window), adapt=adapt)
+    return CacheOptions(CODED, bases=bases, window=Window.of(**window))
 
 
 @dataclass(frozen=True)

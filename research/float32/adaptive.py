@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from subkv.base.errors import SubkvError
 from subkv.format import metadata
-from subkv.format.adapt import Adapt, HeadStats, Params, native_params
-from subkv.format.arrays import F32
+from subkv.format.adapt import Adapt, HeadStats, Params, has_adaptive_bases, native_params
+from subkv.format.arrays import F32, F64
 from subkv.format.bases import CodedHead, CodedLayer
 from subkv.format.calibration import Calibration
 from subkv.format.codec import rank
@@ -43,7 +43,19 @@ REPLAY: _lib.Signatures = {  # of runtime/native/adapt/subkv_adapt.h
 
 @functools.cache
 def _subkv() -> ctypes.CDLL:
-    return _lib.declare(_lib.load(), {**PROJECT, **REPLAY})
+    return _lib.declare(_lib.load(), {**PROJECT, **(REPLAY if has_adaptive_bases() else {})})
+
+
+def anchored(x: F64, end: int, window: int, lookahead: int) -> tuple[F64, F64]:
+    """The directions [n, n], as rows, and energies [n] of a basis that the block before row `end` opens: the reference.
+
+    x [m, n]: coefficients in the file's bases. The anchoring window has the `window` rows up to row end + lookahead; 0:
+    all rows (papers/online-subspace-projection.md §7).
+    """
+    last = end + lookahead
+    rows = x[max(0, last - window) if window else 0 : last]
+    energy, vectors = np.linalg.eigh(rows.T @ rows)
+    return vectors.T[::-1], energy[::-1]
 
 
 @dataclass(frozen=True)

@@ -211,16 +211,11 @@ class Chat:
                 "  coefficient rows": f"{mib(stats.bytes_codes)} in {stats.n_layer_coded} layers",
                 "  exact window": f"{mib(stats.bytes_window)} ({stats.n_sink} first, {stats.n_recent} last tokens)",
                 "  ordinary layers": mib(stats.bytes_stock),
-                "  adaptive bases": f"{mib(stats.bytes_chunks)}, {stats.n_chunks} of all heads",
+                **llm.bases_report(),
                 "bases": mib(stats.bytes_bases),
                 "rows not finite": f"{stats.n_zero_rows}",
                 "fingerprint": stats.fingerprint or "",
             }
-        for layer in llm.adapt_stats():
-            rows[f"  layer {layer.il} {layer.side}"] = (
-                f"{layer.n_chunks} bases, {layer.n_opened} opened, {layer.n_refused} refused, "
-                f"residual {min(layer.residuals):.3f} to {max(layer.residuals):.3f}"
-            )
         for name, value in rows.items():
             options.note(f"{name:<18} {value}")
 

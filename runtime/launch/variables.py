@@ -15,15 +15,12 @@ from runtime import options
 from runtime.launch.arguments import AUTO, is_gguf
 from subkv.base.command import group
 from subkv.base.errors import CacheError, SubkvError, concerning
-from subkv.format.window import MAX_RECENT, MAX_SINK, Window
+from subkv.format.window import MAX_RECENT, MAX_SINK, VARIABLES, Window
 from subkv.native.library import LIB_PATH
 from subkv.native.paths import mtmd_variable
 
 CACHE = "SUBKV"  # auto, or the path of the file with the bases
-# read by runtime/native; fields of Window, and the option --adapt
-NUMBERS = {"n_sink": "SUBKV_SINK", "n_recent": "SUBKV_RECENT", "n_rollback": "SUBKV_ROLLBACK"}
-ADAPT = "SUBKV_ADAPT"
-READ = (CACHE, *NUMBERS.values(), ADAPT)
+READ = (CACHE, *VARIABLES.values())
 LIBRARY_PATH = {"darwin": "DYLD_LIBRARY_PATH", "win32": "PATH"}.get(sys.platform, "LD_LIBRARY_PATH")
 
 
@@ -33,32 +30,24 @@ class CacheRequest:
 
     bases: Path | None = None
     window: Window = Window()
-    adapt: str | None = None
 
     def variables(self) -> dict[str, str]:
         """The environment variables for this request. Raises CacheError about invalid numbers."""
         for name, n in self.window.requested().items():
             most = MAX_SINK if name == "n_sink" else MAX_RECENT
-            if n > most:
+            if isinstance(n, int) and n > most:
                 raise CacheError(name, f"expected 0 to {most} tokens, found {n}")
-        variables = {NUMBERS[name]: str(n) for name, n in self.window.requested().items()}
-        if self.adapt is not None:
-            from subkv.format import adapt as adaptive  # native libraries: not for a --help
-
-            if self.adapt != adaptive.NONE:
-                adaptive.parse(self.adapt)
-            variables[ADAPT] = self.adapt
-        return variables
+        self.window.check_extras()
+        return {VARIABLES[name]: str(value) for name, value in self.window.requested().items()}
 
     def flags(self) -> list[str]:
         """Names of the given flags that only a coded cache has."""
-        named = {"bases": self.bases, "adapt": self.adapt}
-        return [*(name for name, value in named.items() if value is not None), *self.window.requested()]
+        return [*(["bases"] if self.bases is not None else []), *self.window.requested()]
 
 
 request_options = group(
     "request",
-    lambda bases, adapt, **window: CacheRequest(bases, Window.of(**window), adapt),
+    lambda bases, **window: CacheRequest(bases, Window.of(**window)),
     click.option("--bases", type=options.PATH, metavar="FILE", help="bases: a sidecar or a converted model"),
     options.window_options,
     options.rollback_option,

@@ -283,7 +283,7 @@ TABLE: dict[str, dict[str, Cell]] = {
     "CUDA": _GPU,
     "Vulkan": _GPU,
     "Triton, PyTorch": {
-        "adaptive bases": Cell("refused", "subkv.adapt: bases are static with transformers, found v"),
+        "adaptive bases": Cell("refused", "subkv.adapt: ignored with transformers, whose bases are static, found v"),
         "latent rows": Cell("refused", _NOT_LATENT),
         "context shift": _NO_SUCH,
         "sparse selection": Cell("refused", _NOT_LATENT),

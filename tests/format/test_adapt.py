@@ -14,12 +14,13 @@ import capi
 import numpy as np
 import pytest
 import writer
+from adaptive_build import adaptive_only
 from calib_synthetic import draw, random_moment
 from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from research.float32.adaptive import Replayed, ResearchLayout
+from research.float32.adaptive import Replayed, ResearchLayout, anchored
 from subkv.base.errors import SubkvError
 from subkv.format.adapt import Adapt, native_params
 from subkv.format.bases import StoredBasis
@@ -28,6 +29,7 @@ from subkv.plan.basis import fit_metric, gains, store
 from subkv.plan.predict import reconstructed
 from subkv.plan.quantizer import BEST_STEP, DISTORTION, WIDTHS
 
+pytestmark = adaptive_only
 F32 = np.ndarray[Any, np.dtype[np.float32]]
 D = 32
 N_SINK = 4
@@ -195,12 +197,62 @@ def test_rows_do_not_depend_on_later_rows(layout: ResearchLayout) -> None:
         assert np.array_equal(part.chunk_of[:done], whole.chunk_of[:done])
 
 
-@given(st.lists(st.integers(0, 400), max_size=8), st.sampled_from([1, 2, 100]), st.sampled_from(["covariance", "oja"]))
+ANCHORS = [(0, 0), (96, 0), (0, 64), (128, 64)]  # window, lookahead
+
+
+@each(("window", "lookahead"), ANCHORS)
+@each("value", [False, True])
+@each("head", [0, 1])
+def test_bases_are_those_of_the_anchoring_window(
+    layout: ResearchLayout, head: int, value: bool, window: int, lookahead: int
+) -> None:
+    """Every band of a chunk's basis spans the reference's directions; the last rows wait for their look-ahead."""
+    params = replace(EAGER, max_chunks=100, gain=1000.0, merge=0, window=window, lookahead=lookahead)
+    x = rows(16, head, value, 400, drift=150)
+    stream = Stream(layout, params, head, value)
+    stream.push(x)
+    _, chunk_of, rho = stream.read()
+    n_coded = (400 - lookahead) // 32 * 32
+    assert rho[N_SINK:n_coded].all() and not rho[n_coded:].any()
+    basis = stored(head, value)
+    keep = gains(basis.bands)
+    space = basis.coefficients(x).astype(np.float64)[N_SINK:]
+    slots = sorted(set(chunk_of) - {0})
+    assert len(slots) >= 4
+    for slot in slots:
+        lifted = [stream.through("lift", int(slot), e) for e in np.eye(len(keep), dtype=np.float32)]
+        found = np.array(lifted, np.float64) / keep[None, :] * keep[:, None]  # R: lift is keep Rᵀ (e / keep)
+        end = int(np.argmax(chunk_of == slot)) // 32 * 32 + 32
+        expected, _ = anchored(space, end - N_SINK, window, lookahead)
+        first = 0
+        for n, _ in basis.bands:
+            band = slice(first, first + n)
+            assert np.abs(found[band].T @ found[band] - expected[band].T @ expected[band]).max() < 0.02
+            first += n
+
+
+def test_a_trailing_window_fits_a_changed_text_better(layout: ResearchLayout) -> None:
+    """After a change of distribution all rows so far are the wrong ones; look-ahead sees the change before it comes."""
+    x = rows(17, 1, True, 1200, drift=600)
+    params = replace(EAGER, max_chunks=100, merge=0)
+    after = slice(640, 896)
+    streaming = layout.replay(params, 0, 1, True, x).rho[after].mean()
+    trailing = layout.replay(replace(params, window=96), 0, 1, True, x).rho[after].mean()
+    ahead = layout.replay(replace(params, window=128, lookahead=64), 0, 1, True, x).rho[after].mean()
+    assert trailing < 0.95 * streaming and ahead < trailing
+
+
+@given(
+    st.lists(st.integers(0, 400), max_size=8),
+    st.sampled_from([1, 2, 100]),
+    st.sampled_from(["covariance", "oja"]),
+    st.sampled_from(ANCHORS),
+)
 @settings(max_examples=20, deadline=None)
-def test_any_split_gives_the_same(cuts: list[int], max_chunks: int, kind: str) -> None:
+def test_any_split_gives_the_same(cuts: list[int], max_chunks: int, kind: str, anchor: tuple[int, int]) -> None:
     layout = _LAYOUT[0]
     x = rows(5, 0, False, 400, drift=150)
-    params = replace(EAGER, max_chunks=max_chunks, kind=kind)
+    params = replace(EAGER, max_chunks=max_chunks, kind=kind, window=anchor[0], lookahead=anchor[1])
     whole = layout.replay(params, 0, 0, False, x)
     stream = Stream(layout, params, 0, False)
     for part in np.split(x, sorted(cuts)):
@@ -331,9 +383,13 @@ def test_nothing_but_zeros(layout: ResearchLayout) -> None:
 
 @each(("reuse", "max_chunks"), [(0, 100), (1, 100), (1, 1)])
 @each("kind", ["covariance", "fd", "oja"])
-def test_a_restored_state_continues_identically(layout: ResearchLayout, kind: str, reuse: int, max_chunks: int) -> None:
+@each(("window", "lookahead"), [(0, 0), (128, 64)])
+def test_a_restored_state_continues_identically(
+    layout: ResearchLayout, window: int, lookahead: int, kind: str, reuse: int, max_chunks: int
+) -> None:
     x = rows(10, 0, True, 700, drift=200)
     params = replace(EAGER, kind=kind, max_chunks=max_chunks, decay=0.99, reuse=reuse, merge=0)  # merges need rows
+    params = replace(params, window=window, lookahead=lookahead)
     one = Stream(layout, params, 0, True)
     one.push(x[:410])
     other = Stream(layout, params, 0, True)
@@ -342,26 +398,30 @@ def test_a_restored_state_continues_identically(layout: ResearchLayout, kind: st
     one.push(x[410:])
     other.push(x[410:])
     assert other.save() == one.save()
-    held = one.read()[2][384:]  # rows before the block in progress are the host's
+    held = one.read()[2][(410 - lookahead) // 32 * 32 :]  # rows before the block in progress are the host's
     assert np.array_equal(other.read()[2], held)
 
 
-def test_a_damaged_state_is_refused(layout: ResearchLayout) -> None:
-    stream = Stream(layout, EAGER, 0, True)
+@each(("window", "lookahead"), [(0, 0), (96, 32)])
+def test_a_damaged_state_is_refused(layout: ResearchLayout, window: int, lookahead: int) -> None:
+    params = replace(EAGER, window=window, lookahead=lookahead)
+    stream = Stream(layout, params, 0, True)
     stream.push(rows(11, 0, True, 320, drift=64))
     state = stream.save()
-    fresh = Stream(layout, EAGER, 0, True)
+    fresh = Stream(layout, params, 0, True)
     assert "at least 16 bytes, found 3" in fresh.restore(state[:3])
     assert "chunks that fill it" in fresh.restore(state[:-1])
-    assert "of the same parameters" in Stream(layout, replace(EAGER, gain=0.9), 0, True).restore(state)
-    assert "of this head" in Stream(layout, EAGER, 1, True).restore(state)
+    assert "of the same parameters" in Stream(layout, replace(params, gain=0.9), 0, True).restore(state)
+    assert "of the same parameters" in Stream(layout, replace(params, window=200), 0, True).restore(state)
+    assert "of the same parameters" in Stream(layout, replace(params, lookahead=16), 0, True).restore(state)
+    assert "of this head" in Stream(layout, params, 1, True).restore(state)
     assert "before any row" in stream.restore(state)
     rng = np.random.default_rng(0)
     for _ in range(300):
         bad = bytearray(state)
         for at in rng.integers(0, len(bad), rng.integers(1, 4)):
             bad[at] = rng.integers(0, 256)
-        victim = Stream(layout, EAGER, 0, True)
+        victim = Stream(layout, params, 0, True)
         victim.restore(bytes(bad))
         victim.push(rows(12, 0, True, 128))
         victim.read()
@@ -381,6 +441,10 @@ def test_a_damaged_state_is_refused(layout: ResearchLayout) -> None:
         ({"tau": float("nan")}, "tau: expected a residual above 0, found -?nan"),
         ({"gain": 0.0}, "gain: expected a factor above 0, found 0"),
         ({"reuse": 2}, r"reuse: expected 0\.\.1, found 2"),
+        ({"lookahead": -1}, r"lookahead: expected 0\.\.1024, found -1"),
+        ({"lookahead": 1025}, r"lookahead: expected 0\.\.1024, found 1025"),
+        ({"window": 31}, r"window: expected 32\.\.4096, found 31"),
+        ({"window": 256, "lookahead": 256}, r"window: expected 288\.\.4096, found 256"),
         ({"gain": float("inf")}, "gain: expected a factor above 0, found inf"),
         ({"decay": 0.1}, r"decay: expected 0\.5\.\.1 per token"),
         ({"kind": "oja", "rate": 0.0}, "rate: expected above 0 and below 1"),

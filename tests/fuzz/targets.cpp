@@ -247,7 +247,8 @@ const Layout & small_layout() {
     return *layout;
 }
 
-AdaptParams eager() {
+// anchored: with a window and look-ahead.
+AdaptParams eager(bool anchored = false) {
     AdaptParams p = {};
     p.kind        = (int32_t) SketchKind::FREQUENT_DIRECTIONS;
     p.decay       = 1.0f;
@@ -259,12 +260,15 @@ AdaptParams eager() {
     p.tau         = 1.0f;
     p.gain        = 100.0f;
     p.merge       = 1;
+    p.window      = anchored ? 24 : 0;
+    p.lookahead   = anchored ? 8 : 0;
     return Adapter::checked(p, 8);
 }
 
 // Codes n blocks of some numbers.
 void follow(Adapter & adapter, int n) {
-    std::vector<float>   x(8 * 8);
+    const int32_t        ahead = adapter.params().lookahead;
+    std::vector<float>   x((size_t) (8 + ahead) * 8);
     std::vector<uint8_t> tiles((size_t) (TILE * small_layout().layers[0].k[0].row_bytes));
     const int64_t        cells[8] = { 0, 1, 2, 3, 4, 5, 6, 7 };
     uint32_t             state    = 1;
@@ -273,13 +277,13 @@ void follow(Adapter & adapter, int n) {
             state = state * 1664525 + 1013904223;
             value = (float) (int32_t) state * 0x1p-31f;
         }
-        adapter.block(x.data(), 8, 8, cells, tiles.data(), (int64_t) tiles.size(),
+        adapter.block(x.data(), 8, 8, ahead, cells, tiles.data(), (int64_t) tiles.size(),
                       [](int32_t, int32_t, const Adapter::Recode &) {});
     }
 }
 
-void run_adapter(const uint8_t * data, size_t n) {
-    Adapter            adapter(ops(), small_layout().layers[0].k[0], eager());
+void restore_adapter(const uint8_t * data, size_t n, bool anchored) {
+    Adapter            adapter(ops(), small_layout().layers[0].k[0], eager(anchored));
     const Bytes        before = adapter.save();
     std::vector<float> q(8, 1.0f), out(8);
     try {
@@ -300,12 +304,19 @@ void run_adapter(const uint8_t * data, size_t n) {
     follow(adapter, 3);
 }
 
+void run_adapter(const uint8_t * data, size_t n) {
+    restore_adapter(data, n, false);
+    restore_adapter(data, n, true);
+}
+
 std::vector<Bytes> seeds_adapter() {
     std::vector<Bytes> seeds;
     for (const int n : { 0, 3, 12 }) {
-        Adapter adapter(ops(), small_layout().layers[0].k[0], eager());
-        follow(adapter, n);
-        seeds.push_back(adapter.save());
+        for (const bool anchored : { false, true }) {
+            Adapter adapter(ops(), small_layout().layers[0].k[0], eager(anchored));
+            follow(adapter, n);
+            seeds.push_back(adapter.save());
+        }
     }
     return seeds;
 }

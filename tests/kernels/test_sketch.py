@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import sketches
+from adaptive_build import adaptive_only
 from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sketches import COVARIANCE, F32, F64, FREQUENT_DIRECTIONS, KINDS, OJA, Refused, Sketch
 
+pytestmark = adaptive_only
 SEEDS = st.integers(0, 2**32 - 1)
 EPS64 = float(np.finfo(np.float64).eps)
 EPS32 = float(np.finfo(np.float32).eps)

@@ -148,7 +148,7 @@ def test_cache_flags(flags: tuple[str | None, str | None], names: tuple[str, str
 def test_flags_of_coded_caches(flags: tuple[str | None, str | None], coded_model: Models) -> None:
     request = options.requested_cache(*flags, adapt="v", n_sink=3)
     choice = choose_cache(coded_model(), request)
-    assert (choice.name, choice.adapt, choice.window.requested()) == ("subkv", "v", {"n_sink": 3})
+    assert (choice.name, choice.window.requested()) == ("subkv", {"n_sink": 3, "adapt": "v"})
 
 
 def test_first_steps() -> None:

@@ -316,10 +316,10 @@ def test_bases_that_would_follow_the_text_do_not(
 ) -> None:
     model, cache = llama
     sidecar = tmp_path / "adapt.gguf"
-    options = dataclasses.replace(OPTIONS, adapt="v")
+    options = dataclasses.replace(OPTIONS, window=dataclasses.replace(OPTIONS.window, adapt="v"))
     convert_file(tiny_model("llama"), calibration("llama"), sidecar, options, sidecar=True)
     other = SubspaceCache.from_file(sidecar, model)
-    assert caplog.messages == ["subkv.adapt: bases are static with transformers, found v"]
+    assert caplog.messages == ["subkv.adapt: ignored with transformers, whose bases are static, found v"]
     assert torch.equal(logits(model, other), logits(model, cache))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 
-from subkv.format.adapt import Params
+from subkv.format.adapt import Params, has_adaptive_bases
 from subkv.native.library import Signatures, declare
 from subkv.native.library import load as public
 
@@ -56,4 +56,5 @@ def adapt() -> Signatures:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    return declare(public(), {**research(), **adapt(), **ADAPT_TEST, **TEST})
+    adaptive = {**adapt(), **ADAPT_TEST} if has_adaptive_bases() else {}
+    return declare(public(), {**research(), **adaptive, **TEST})

@@ -19,6 +19,7 @@ import capi
 import numpy as np
 import numpy.typing as npt
 import pytest
+from adaptive_build import skip_without
 
 from subkv.native import library as _lib
 
@@ -126,6 +127,8 @@ class Session:
         on_node: Any = None,
     ) -> None:
         """on_node: called with every node that runs, a ggml_backend_sched_eval_callback."""
+        if adapt is not None:
+            skip_without()
         C.llama_log_set(_collect, None)  # other tests of the process set theirs
         params = C.llama_context_default_params()
         params.n_ctx = n_ctx

@@ -19,7 +19,13 @@ WINDOW = (4, 24, 8)
 EAGER = "kv,block=16,length=32,warm=32,max_chunks=3,gain=100,reuse=0,merge=1"
 
 FD = "kv,block=16,length=32,warm=32,gain=1,max_chunks=4,kind=fd"
+ANCHORED = ",window=48,lookahead=12"
 MANY = EAGER.replace("max_chunks=3", "max_chunks=12")
+
+
+def window_of(adapt: str) -> tuple[int, int, int]:
+    """WINDOW, and what is looked ahead at."""
+    return (4, 24 + 12 * (ANCHORED in adapt), 8)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +71,7 @@ def test_bases_that_never_change_are_the_static_ones(
     assert far(expected, found) < 0.3 * noise
 
 
-@pytest.mark.parametrize("adapt", [EAGER, EAGER.replace("kv", "v"), FD])
+@pytest.mark.parametrize("adapt", [EAGER, EAGER.replace("kv", "v"), FD, EAGER + ANCHORED])
 def test_splits_of_the_prompt_give_equal_quality(
     model: engine.Model, text: list[int], layout: Any, adapt: str, noise: float
 ) -> None:
@@ -74,19 +80,20 @@ def test_splits_of_the_prompt_give_equal_quality(
     random model a lot, because it has no preferred directions. Codes then differ, at the same chunks, within their
     step.
     """
-    with session(model, layout, window=WINDOW, n_ctx=512, n_ubatch=256, adapt=adapt) as s:
+    window = window_of(adapt)
+    with session(model, layout, window=window, n_ctx=512, n_ubatch=256, adapt=adapt) as s:
         expected = s.decode(text)
         opened, blocks = head_stats(s).n_opened, head_stats(s).n_blocks
     assert opened >= 4
     runs: list[tuple[int, list[int] | None, int]] = [(16, None, 2), (7, None, 1), (256, [90, *[1] * 50, 180], 3)]
     for n_ubatch, pieces, threads in runs:
-        with session(model, layout, window=WINDOW, n_ctx=512, n_ubatch=n_ubatch, threads=threads, adapt=adapt) as s:
+        with session(model, layout, window=window, n_ctx=512, n_ubatch=n_ubatch, threads=threads, adapt=adapt) as s:
             found = s.decode(text, pieces=pieces)
             assert head_stats(s).n_blocks == blocks
             if "gain=100" in adapt:
                 assert head_stats(s).n_opened == opened
         assert far(expected, found) < noise, (n_ubatch, threads)
-    with session(model, layout, window=WINDOW, n_ctx=512, n_ubatch=256, threads=1, adapt=adapt) as s:
+    with session(model, layout, window=window, n_ctx=512, n_ubatch=256, threads=1, adapt=adapt) as s:
         assert np.array_equal(expected, s.decode(text))
 
 
@@ -113,8 +120,9 @@ def test_adapting_is_not_the_same_as_not(model: engine.Model, text: list[int], l
         assert not agree(static, s.decode(text))
 
 
-def test_remove_a_tail_and_decode_again(model: engine.Model, text: list[int], layout: Any) -> None:
-    with session(model, layout, window=WINDOW, n_ctx=512, adapt=EAGER) as s:
+@pytest.mark.parametrize("adapt", [EAGER, EAGER + ANCHORED])
+def test_remove_a_tail_and_decode_again(model: engine.Model, text: list[int], layout: Any, adapt: str) -> None:
+    with session(model, layout, window=window_of(adapt), n_ctx=512, adapt=adapt) as s:
         expected = s.decode(text[:240], pieces=[200, *[1] * 40])
         s.clear()
         s.decode(text[:200])
@@ -142,25 +150,26 @@ def test_a_copied_sequence_continues_identically(model: engine.Model, text: list
         assert distance(expected[180:181], found[:1]) < 0.1  # rounding of another batch, and the bases it gave
 
 
+@pytest.mark.parametrize("adapt", [EAGER, EAGER + ANCHORED])
 @pytest.mark.parametrize("seq", [None, 0])
-def test_save_and_restore(model: engine.Model, text: list[int], layout: Any, seq: int | None) -> None:
-    with session(model, layout, window=WINDOW, n_ctx=512, adapt=EAGER) as s:
+def test_save_and_restore(model: engine.Model, text: list[int], layout: Any, seq: int | None, adapt: str) -> None:
+    window = window_of(adapt)
+    with session(model, layout, window=window, n_ctx=512, adapt=adapt) as s:
         expected = s.decode(text[:240], pieces=[200, 40])
         s.clear()
         s.decode(text[:200])
         state = s.state(seq)
         assert state == s.state(seq)
-    with session(model, layout, window=WINDOW, n_ctx=512, adapt=EAGER) as s:
+    with session(model, layout, window=window, n_ctx=512, adapt=adapt) as s:
         s.decode(text[30:90])
         assert s.set_state(state, seq) == len(state)
         assert agree(expected[200:], s.decode(text[200:240], 200))
-    for other in (None, "v,block=16", "kv,block=8"):
-        with session(model, layout, window=WINDOW, n_ctx=512, adapt=other) as s:
+    other_window = adapt.replace("window=48", "window=49") if "window" in adapt else adapt + ",window=48"
+    for other in (None, "v,block=16", "kv,block=8", adapt.replace("length=32", "length=64"), other_window):
+        with session(model, layout, window=window, n_ctx=512, adapt=other) as s:
             assert s.set_state(state, seq) == 0
-            assert "3 in blocks of 16 found" in last_error()
-    with session(model, layout, window=WINDOW, n_ctx=512, adapt=EAGER.replace("length=32", "length=64")) as s:
-        assert s.set_state(state, seq) == 0
-        assert "of the same parameters" in last_error()
+            expected_bases = f"adaptive bases ({other.split(',')[0]},kind=" if other else "static bases expected"
+            assert expected_bases in last_error() and "a state of other bases found" in last_error()
 
 
 def test_bytes_are_counted(model: engine.Model, text: list[int], layout: Any) -> None:
@@ -193,6 +202,7 @@ def test_rows_that_are_not_finite_are_counted(model: engine.Model, text: list[in
     ("adapt", "options", "message"),
     [
         ("v,block=32", {}, "block: expected at most n_recent less n_rollback, 16, .* found 32"),
+        ("v,block=8,lookahead=9", {}, "lookahead: expected at most n_recent less n_rollback and block, 8, .* found 9"),
         ("v,block=16", {"n_seq_max": 2, "unified": True}, "expected one sequence, or a cache for each"),
         ("v,block=16,max_chunks=0", {}, r"max_chunks: expected 1\.\.255, found 0"),
         ("v,block=16,rank=64", {}, "rank: expected 0..32, found 64"),

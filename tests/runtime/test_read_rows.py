@@ -10,6 +10,7 @@ from typing import Any
 import engine
 import numpy as np
 import pytest
+from each import each
 from engine import SUBKV, last_error, observe_values, observed, session
 from test_variants import exact_layout
 
@@ -23,12 +24,14 @@ EAGER = "kv,block=16,length=32,warm=32,max_chunks=3,gain=100,reuse=0,merge=1"
 Rows = np.ndarray[Any, np.dtype[np.float32]]
 
 
-def watched(model: engine.Model, layout: Any, tokens: list[int], **options: Any) -> tuple[Any, engine.Session]:
+def watched(
+    model: engine.Model, layout: Any, tokens: list[int], *, window: Any = WINDOW, **options: Any
+) -> tuple[Any, engine.Session]:
     """A session that has read N tokens, and its observer with all their rows."""
     obs = SUBKV.subkv_observer_new(0)
     every = np.arange(N, dtype=np.int32).ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
     assert SUBKV.subkv_observer_mode(obs, 2, every, N, every, N)
-    s = engine.Session(model, layout, window=WINDOW, observer=obs, **options)
+    s = engine.Session(model, layout, window=window, observer=obs, **options)
     s.decode(tokens[:N])
     return obs, s
 
@@ -57,23 +60,33 @@ def test_rows_of_exact_codes_are_the_keys_and_values(
     SUBKV.subkv_observer_free(obs)
 
 
+@each(
+    ("option", "n_recent", "end"),
+    [("", 24, 128), (",window=48", 24, 128), (",lookahead=16,window=32", 40, 112), (",lookahead=5", 40, 112)],
+)
 @pytest.mark.parametrize("value", [False, True])
 def test_rows_of_adaptive_bases_are_those_of_the_coder_alone(
-    model: engine.Model, tokens: list[int], make_layout: Callable[..., Any], value: bool
+    model: engine.Model,
+    tokens: list[int],
+    make_layout: Callable[..., Any],
+    value: bool,
+    option: str,
+    n_recent: int,
+    end: int,
 ) -> None:
-    layout = make_layout(BANDS, BANDS, mean=0.5)
-    obs, s = watched(model, layout, tokens, adapt=EAGER)
+    layout, text = make_layout(BANDS, BANDS, mean=0.5), EAGER + option
+    obs, s = watched(model, layout, tokens, window=(4, n_recent, 8), adapt=text)
     shape = observed(obs, 0)
     rows = observe_values(obs, 0, "vs" if value else "ks", (N, shape.n_head_kv, shape.d_k))
     halves = np.ascontiguousarray(rows[:, 0].astype(np.float16).astype(np.float32))  # rows in the exact window
     decoded, chunk = read(s, 0, 0, value, shape.d_k)
     expected, chunk_of = np.empty_like(halves), np.empty(N, np.int32)
-    params = adapt.native_params(adapt.parse(EAGER)[1])
+    params = adapt.native_params(adapt.parse(text)[1])
     assert SUBKV.subkv_adapt_replay(
         layout, params, 0, 0, value, halves.ctypes.data, N, expected.ctypes.data, chunk_of.ctypes.data, None, None
     )
     coded = chunk >= 0
-    assert np.array_equal(np.flatnonzero(coded), np.arange(4, 128))  # whole blocks that the window has let go
+    assert np.array_equal(np.flatnonzero(coded), np.arange(4, end))  # whole blocks that the window has let go
     assert np.array_equal(chunk[coded], chunk_of[coded]) and len(set(chunk[coded])) >= 3
     np.testing.assert_array_equal(decoded[coded], expected[coded])
     assert not decoded[~coded].any()

@@ -144,15 +144,15 @@ def test_a_wrong_head_with_a_valid_checksum_is_refused(
         s.decode(tokens[:20])
         state = s.state(seq)
         fingerprint = state.index(MAGIC) + len(MAGIC)
-        window = fingerprint + FINGERPRINT  # n_sink, n_recent, n_rollback, number of sequences, sides, block, kinds
+        window = fingerprint + FINGERPRINT  # n_sink, n_recent, n_rollback, number of sequences, bases, kinds
         places = {
             fingerprint: "layout fingerprint",
             window - 1: "layout fingerprint",
             window: "exact window n_sink",
             window + 4: "exact window n_sink",
             window + 8: "exact window n_sink",
-            window + 16: "adaptive bases",
-            window + 20: "adaptive bases",
+            window + 16: "a state of other bases found",
+            window + 20: "a state of other bases found",
             window + 24: "exact rows held as here",
         }
         for at, sentence in places.items():

@@ -13,10 +13,9 @@ from typing import Any
 
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.engine import sidecars
-from subkv.format import adapt as adaptive
 from subkv.format import metadata
 from subkv.format.layout import Layout, has_layout
-from subkv.format.window import Window
+from subkv.format.window import ERROR_KEYS, Window
 from subkv.native import library
 from subkv.native.binding import C, LogLines, last_error, last_log_error, native
 from subkv.native.gguf import check_model_file
@@ -49,7 +48,6 @@ class CacheOptions:
     type_v: str | int | None = None
     bases: Path | None = None
     window: Window = Window()
-    adapt: str | None = None
     sidecar: bool = True
 
     def arguments(self) -> dict[str, Any]:
@@ -62,8 +60,7 @@ class CacheOptions:
 class CacheChoice:
     """A chosen KV cache. type_k, type_v: ggml's numbers; layout: file with the bases, None for an ordinary cache.
 
-    adapt: in the syntax of subkv.format.adapt.parse(), or "none"; None for an ordinary cache. note: one line about the
-    source of the bases, "" if the user named it. unstored: as in Sidecar.
+    note: one line about the source of the bases, "" if the user named it. unstored: as in Sidecar.
     """
 
     name_k: str
@@ -72,18 +69,12 @@ class CacheChoice:
     type_v: int
     layout: Path | None = None
     window: Window = Window()
-    adapt: str | None = None
     note: str = ""
     unstored: str = ""
 
     @property
     def coded(self) -> bool:
         return self.layout is not None
-
-    @property
-    def is_adaptive(self) -> bool:
-        """Whether the bases are adaptive; then sequences cannot share cells."""
-        return self.adapt not in (None, adaptive.NONE)
 
     @property
     def name(self) -> str:
@@ -111,7 +102,7 @@ def _stock_type(value: str | int, key: str) -> str:
 def _stock(name_k: str, name_v: str, requested: CacheOptions) -> CacheChoice:
     """An ordinary cache. Raises CacheError for options that only coded caches have."""
     choice = CacheChoice(name_k, name_v, STOCK_TYPES[name_k][0], STOCK_TYPES[name_v][0])
-    for key in (*requested.window.requested(), *(["adapt"] if requested.adapt is not None else [])):
+    for key in requested.window.requested():
         raise CacheError(key, f"expected a coefficient cache ('subkv'), found {choice.name}")
     return choice
 
@@ -197,24 +188,23 @@ def f16_fallback(requested: CacheOptions, error: CacheError) -> tuple[CacheOptio
 
 def _coded(layout: Path, requested: CacheOptions, note: str = "") -> CacheChoice:
     with concerning(path="bases"):
-        default = metadata.read(layout)["adapt"] or adaptive.NONE
+        window = requested.window.as_in(metadata.read(layout))
     number = STOCK_TYPES["f16"][0]
-    adapt = default if requested.adapt is None else requested.adapt
-    return CacheChoice(CODED, CODED, number, number, layout, requested.window, adapt, note)
+    return CacheChoice(CODED, CODED, number, number, layout, window, note)
 
 
 def parse_cache(spec: str, model: Path, requested: CacheOptions = CacheOptions()) -> CacheChoice:
     """`f16`, `q8_0/q4_0` (K/V), `subkv`, `subkv:FILE` → CacheChoice. Raises CacheError about `kv_cache` or `bases`.
 
-    A suffix requests adaptive bases: `subkv+v`, `subkv+v;length=256` (as --adapt, with ; for commas). Options of coded
-    caches (requested.bases, window, adapt) are ignored for others, because a list may contain both.
+    A suffix (`subkv+v`) is of Window.of_suffix(). Options of coded caches (requested.bases, window) are ignored for
+    others, because a list may contain both.
     """
-    name, plus, sides = spec.rpartition("+")
-    if plus and sides.split(";")[0] in adaptive.SIDES:
+    name, plus, suffix = spec.rpartition("+")
+    if plus and (window := Window.of_suffix(suffix)) is not None:
         choice = parse_cache(name, model, requested)
         if not choice.coded:
-            raise CacheError("kv_cache", f"expected a coefficient cache before '+{sides}', found {spec!r}")
-        return choice if requested.adapt is not None else dataclasses.replace(choice, adapt=sides.replace(";", ","))
+            raise CacheError("kv_cache", f"expected a coefficient cache before '+{suffix}', found {spec!r}")
+        return dataclasses.replace(choice, window=choice.window.overridden(window).overridden(requested.window))
     kind, _, file = spec.partition(":")
     type_k, slash, type_v = kind.partition("/")
     with concerning(type_k="kv_cache", type_v="kv_cache", path="model"):
@@ -231,8 +221,7 @@ def parse_cache(spec: str, model: Path, requested: CacheOptions = CacheOptions()
         choice = choose_cache(model, CacheOptions(kind, bases=bases, sidecar=requested.sidecar))
         if not choice.coded:
             return choice
-        adapt = choice.adapt if requested.adapt is None else requested.adapt
-        return dataclasses.replace(choice, window=requested.window, adapt=adapt)
+        return dataclasses.replace(choice, window=choice.window.overridden(requested.window))
 
 
 def flash_attention(value: str | bool | int | None, choice: CacheChoice) -> int:
@@ -284,9 +273,8 @@ def attached(choice: CacheChoice) -> Iterator[None]:
         else:
             with concerning(path=""):
                 layout = stack.enter_context(Layout(choice.layout))
-            window = choice.window
-            adapt = choice.adapt.encode() if choice.adapt is not None else None
-            params = library.CacheParams(window.n_sink, window.n_recent, window.n_rollback, adapt)
+            values = [getattr(choice.window, name) for name, *_ in library.CacheParams._fields_]
+            params = library.CacheParams(*(v.encode() if isinstance(v, str) else v for v in values))
             if not native().subkv_attach(layout.handle, ctypes.byref(params)):
                 raise _refused(last_error())
         if attach := _also_attach.get():
@@ -295,9 +283,9 @@ def attached(choice: CacheChoice) -> Iterator[None]:
 
 
 def _refused(sentence: str) -> CacheError:
-    """The error for a sentence of libsubkv: about `adapt` if it starts with that key, else about `kv_cache`."""
+    """The error for a sentence of libsubkv: about the member of Window that it starts with, else about `kv_cache`."""
     key, colon, rest = sentence.partition(": ")
-    return CacheError(key, rest) if colon and key == "adapt" else CacheError("kv_cache", sentence)
+    return CacheError(key, rest) if colon and key in ERROR_KEYS else CacheError("kv_cache", sentence)
 
 
 def creation_error(choice: CacheChoice, log: LogLines, otherwise: str) -> SubkvError:

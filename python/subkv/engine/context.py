@@ -60,7 +60,7 @@ def decode_batch(
 
 
 class Context:
-    """The result of Model.context(). The default sequence is 0; sequences share cells, unless bases are adaptive."""
+    """The result of Model.context(). The default sequence is 0; sequences share cells if the window allows it."""
 
     def __init__(
         self, path: Path, model: Any, n_vocab: int, n_gpu_layers: int, choice: CacheChoice, options: ContextOptions
@@ -69,7 +69,7 @@ class Context:
         params = C.llama_context_default_params()
         params.n_ctx = options.n_ctx
         params.n_seq_max = options.n_seq_max
-        params.kv_unified = options.n_seq_max > 1 and not choice.is_adaptive  # False: separate cells
+        params.kv_unified = options.n_seq_max > 1 and choice.window.shares_cells  # False: separate cells
         params.n_batch = min(options.n_batch, options.n_ctx)
         params.n_ubatch = min(options.n_ubatch, params.n_batch)
         params.n_threads = params.n_threads_batch = default_threads(options.n_threads)

@@ -43,7 +43,7 @@ from subkv.engine.model import Model
 from subkv.engine.pictures import LOST_PICTURE, Pictures
 from subkv.engine.prompt_cache import PromptCache
 from subkv.engine.stats import KVStats, cache_line, context_stats
-from subkv.format.adapt import AdaptStats, adapt_stats
+from subkv.format.adapt import AdaptStats, adapt_stats, report
 from subkv.format.window import Window
 from subkv.native import library
 from subkv.native.binding import C, captured_log, last_log_error, llama_cpp, loading
@@ -102,9 +102,9 @@ class Llama(llama_cpp.Llama):
                 raise SubkvError(key, f"expected {least} or more tokens, found {arguments[key]}")
         draft = as_draft_model(kwargs.pop("draft_model", None))
         n_draft = draft_length(draft, arguments["n_batch"])
-        window = Window.of(n_sink, n_recent, n_rollback)
+        window = Window.of(n_sink, n_recent, n_rollback, adapt)
         bases_path = None if bases is None else Path(bases)
-        choice = choose_cache(path, CacheOptions(kv_cache, type_k, type_v, bases_path, window, adapt, sidecar))
+        choice = choose_cache(path, CacheOptions(kv_cache, type_k, type_v, bases_path, window, sidecar))
         choice = with_room_for_drafts(choice, n_draft)
         self._choice = choice
         self._flash_attn_type = flash_attention(flash_attn, choice)
@@ -203,7 +203,7 @@ class Llama(llama_cpp.Llama):
         if model is None:
             self._drafts = None
             return
-        if self._ctx.checkpoints is not None and self._choice.is_adaptive:
+        if self._ctx.checkpoints is not None and not self._choice.window.shares_cells:
             raise CacheError(
                 "draft_model", "expected a context that can go back, found recurrent state with adaptive bases"
             )
@@ -252,6 +252,10 @@ class Llama(llama_cpp.Llama):
     def adapt_stats(self) -> list[AdaptStats]:
         """Statistics of adaptive bases per layer and side; empty without them."""
         return adapt_stats(self._ctx.ctx, C.llama_model_n_layer(self._model.model))
+
+    def bases_report(self) -> dict[str, str]:
+        """adapt_stats() for a person, a value per name; empty without adaptive bases."""
+        return report(self.adapt_stats(), self.kv_stats().bytes_chunks)
 
     def fingerprint(self) -> str | None:
         """SHA-256 over layout and bases, to which saved states are bound; None for an ordinary cache."""

@@ -7,10 +7,10 @@ The folder is a store of libsubkv (runtime/native/capi/subkv_store.h), which loo
 llama-server's --store may have the same folder.
 
 llama_cpp stores the context after an answer, for the next message of a conversation and for another question about the
-same document: any tail of a stored prompt can be removed. With recurrent state or adaptive bases it cannot, so that
-beginnings of a prompt are stored, too: at the last multiples of 512 and 128 tokens, which are usually in the document,
-and where the prompt differs from an earlier one. There, evaluation starts at the end of the document from the third
-question on.
+same document: any tail of a stored prompt can be removed. With recurrent state, or bases that change, it cannot, so
+that beginnings of a prompt are stored, too: at the last multiples of 512 and 128 tokens, which are usually in the
+document, and where the prompt differs from an earlier one. There, evaluation starts at the end of the document from the
+third question on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Saves and restores contexts, and computes the identity to which a state is bound.
 
-A state consists of the tokens and llama.cpp's data (cells; of a coded cache also the exact window and chunks). Its size
+A state consists of the tokens and llama.cpp's data (cells; of a coded cache also the exact window, …). Its size
 is about `kv_stats().bytes_per_token` + 20 bytes for every used cell, and `bytes_window`. It contains llama_cpp's logits
 only with logits_all.
 """
@@ -28,7 +28,7 @@ N_SAMPLE, SAMPLE_BYTES = 64, 4096
 
 _u8_p = ctypes.POINTER(ctypes.c_uint8)
 
-_STATS = ("type_k", "type_v", "fingerprint", "n_sink", "n_recent", "n_rollback", "window_kinds")
+_STATS = ("type_k", "type_v", "fingerprint", "n_sink", "n_recent", "n_rollback", "window_kinds", "bases_kind")
 # members of llama_context_params on which keys and values depend
 _PARAMETERS = (
     "n_seq_max",
@@ -76,7 +76,6 @@ def identity(model: Model, choice: CacheChoice, stats: KVStats, params: Any, n_c
     return {
         "model": weights_digest(model),
         **{name: getattr(stats, name) for name in _STATS},
-        "adapt": choice.adapt,
         **{name: getattr(params, name) for name in _PARAMETERS},
         "indexer": os.environ.get("SUBKV_INDEXER") or "f16",
         "long_rope": bool(trained) and n_ctx > int(trained),  # some models rotate long contexts differently

@@ -22,7 +22,7 @@ class KVStats:
     type_k: str
     type_v: str
     n_cells: int
-    bytes_kv: int  # rows, exact window, chunks and ordinary layers
+    bytes_kv: int  # everything: rows, exact window, ordinary layers, …
     bytes_f16: int  # the same context with an f16 cache
     bytes_per_token: int  # rows of one cell in all layers, except sliding-window layers, which do not grow
     bpe: float
@@ -39,6 +39,7 @@ class KVStats:
     n_recent: int = 0
     n_rollback: int = 0
     window_kinds: int = 0  # equal for windows with the same types of exact rows (halves or integers)
+    bases_kind: int = 0  # equal for bases of the same options
     fingerprint: str | None = None
 
 
@@ -93,7 +94,6 @@ def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> K
     return KVStats(
         type_k=choice.name_k,
         type_v=choice.name_v,
-        bytes_kv=raw.bytes_codes + raw.bytes_window + raw.bytes_chunks + raw.bytes_stock,
         kernel=" and ".join(kernels),
         fingerprint=fingerprint.decode() if fingerprint else None,
         **{name: getattr(raw, name) for name in copied},

@@ -14,7 +14,6 @@ from typing import Any
 from subkv.base.errors import CacheError
 from subkv.native import library as _lib
 
-NONE = "none"  # requests static bases, regardless of the file
 SIDES = {"k": 1, "v": 2, "kv": 3}  # numbers of subkv_adapt_parse
 KINDS = ("covariance", "fd", "oja")  # in the order of subkv_adapt.h
 
@@ -29,7 +28,7 @@ class Params(ctypes.Structure):
         *_lib.members(_float, "decay", "rate"),
         *_lib.members(_i32, "block", "length", "warm", "max_chunks"),
         *_lib.members(_float, "tau", "gain"),
-        *_lib.members(_i32, "reuse", "merge"),
+        *_lib.members(_i32, "reuse", "merge", "window", "lookahead"),
     ]
 
 
@@ -52,9 +51,18 @@ SIGNATURES: _lib.Signatures = {  # of runtime/native/adapt/subkv_adapt.h
 }
 
 
+def has_adaptive_bases() -> bool:
+    """Whether this build of libsubkv has them."""
+    return hasattr(_lib.load(), "subkv_adapt_parse")
+
+
 @functools.cache
 def _subkv() -> ctypes.CDLL:
-    return _lib.declare(_lib.load(), SIGNATURES)
+    """Raises CacheError if the build leaves adaptive bases out."""
+    subkv = _lib.load()
+    if not has_adaptive_bases():
+        raise CacheError("adapt", "expected a build with adaptive bases, found one without (-DSUBKV_ADAPT=OFF)")
+    return _lib.declare(subkv, SIGNATURES)
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,8 @@ class Adapt:
     block: B; length: L, 0: unlimited; warm: W; max_chunks: J_max; tau: relative residual of a block that triggers a new
     basis, 1: never; gain: a new basis is accepted if its residual is at most this times the old one's, large: always;
     reuse: 1: a block uses the best present basis; merge: at J_max, 1 merges the oldest chunks, 0 opens no more.
+    window: every sketch starts with this many latest rows, 0: it has all rows; lookahead: rows after a block that its
+    basis may be fitted to. So many tokens behind the block must be in the exact window and cannot be removed again.
     The defaults are the cheapest choice with most of the gain (research/notes/quality.md).
     """
 
@@ -81,6 +91,8 @@ class Adapt:
     gain: float = 0.9
     reuse: int = 1
     merge: int = 0
+    window: int = 0
+    lookahead: int = 0
 
 
 def parse(text: str) -> tuple[str, Adapt]:
@@ -89,9 +101,10 @@ def parse(text: str) -> tuple[str, Adapt]:
     Raises CacheError; libsubkv checks the limits of the numbers.
     """
     number, params = _i32(), Params()
-    if not _subkv().subkv_adapt_parse(text.encode(), ctypes.byref(number), ctypes.byref(params)) or not number:
-        reason = _lib.last_error() if text != NONE else f"expected k, v or kv, found {NONE!r}"
-        raise CacheError("adapt", reason.removeprefix("adapt: "))
+    if not _subkv().subkv_adapt_parse(text.encode(), ctypes.byref(number), ctypes.byref(params)):
+        raise CacheError("adapt", _lib.last_error().removeprefix("adapt: "))
+    if not number:
+        raise CacheError("adapt", f"expected k, v or kv, found {text!r}")
     values: dict[str, Any] = {"kind": KINDS[params.kind]}
     fields: Any = Params._fields_[1:]
     for name, kind in fields:
@@ -125,7 +138,9 @@ class AdaptStats:
 
 def adapt_stats(ctx: Any, n_layer: int) -> list[AdaptStats]:
     """Statistics of all layers and sides of a context (llama_context pointer) with adaptive bases."""
-    stats = []
+    stats: list[AdaptStats] = []
+    if not has_adaptive_bases():
+        return stats
     for il, side in itertools.product(range(n_layer), "kv"):
         heads: list[HeadStats] = []
         while _subkv().subkv_get_adapt_stats(ctx, il, len(heads), side == "v", raw := HeadStats()):
@@ -134,3 +149,16 @@ def adapt_stats(ctx: Any, n_layer: int) -> list[AdaptStats]:
             sums = {key: sum(getattr(head, key) for head in heads) for key in ("n_chunks", "n_opened", "n_refused")}
             stats.append(AdaptStats(il, side, residuals=tuple(head.residual for head in heads), **sums))
     return stats
+
+
+def report(stats: list[AdaptStats], n_bytes: int) -> dict[str, str]:
+    """Statistics for a person, a value per name. n_bytes: of the bases and sketches."""
+    if not stats:
+        return {}
+    rows = {"  adaptive bases": f"{n_bytes / 2**20:.2f} MiB, {sum(layer.n_chunks for layer in stats)} of all heads"}
+    for layer in stats:
+        rows[f"  layer {layer.il} {layer.side}"] = (
+            f"{layer.n_chunks} bases, {layer.n_opened} opened, {layer.n_refused} refused, "
+            f"residual {min(layer.residuals):.3f} to {max(layer.residuals):.3f}"
+        )
+    return rows

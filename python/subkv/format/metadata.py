@@ -51,7 +51,6 @@ class Settings:
     basis_v: str
     gamma: str
     window: Window
-    adapt: str | None = None  # default of --adapt, syntax of subkv.format.adapt.parse()
 
 
 def generator() -> str:
@@ -117,8 +116,7 @@ def keys(
         "subkv.generator": ("str", generator()),
         "subkv.layout": ("str", layout_json(layers)),
     }
-    if settings.adapt is not None:
-        values["subkv.adapt"] = ("str", settings.adapt)
+    values |= settings.window.optional_keys()
     if predicted:
         values[PREDICTED_KEY] = ("str", json.dumps({name: float(f"{kld:.4g}") for name, kld in predicted.items()}))
     for layer in layers:

@@ -6,7 +6,9 @@ every head (FORMAT.md §3.2).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from subkv.base.errors import CacheError, SubkvError
 
@@ -14,33 +16,85 @@ AS_FILE = -1  # not requested: the default of the file (n_sink, n_recent) or of 
 N_SINK, N_RECENT, N_ROLLBACK = 4, 128, 16  # defaults; N_ROLLBACK is libsubkv's
 MAX_SINK, MAX_RECENT = 4096, 65536  # FORMAT.md §1
 RECENT_BITS, STEP_BITS = 10, 16  # bits of an element, and of the step of a head's row
+STATIC = "none"  # as `adapt`: static bases, regardless of the file
+ERROR_KEYS = ("adapt",)  # members that a sentence of libsubkv may begin with
+VARIABLES = {  # of the environment, which libsubkv reads
+    "n_sink": "SUBKV_SINK",
+    "n_recent": "SUBKV_RECENT",
+    "n_rollback": "SUBKV_ROLLBACK",
+    "adapt": "SUBKV_ADAPT",
+}
 
 
 @dataclass(frozen=True)
 class Window:
-    """Exact tokens: the first, the last, and n_rollback more rows, so that as many tokens can be removed."""
+    """Exact tokens: the first, the last, and n_rollback more rows, so that as many tokens can be removed.
+
+    adapt: adaptive bases for the tokens that leave the window, in the syntax of subkv.format.adapt.parse(), or STATIC;
+    None: as the file.
+    """
 
     n_sink: int = AS_FILE
     n_recent: int = AS_FILE
     n_rollback: int = AS_FILE
     recent_bits: int = AS_FILE
+    adapt: str | None = None
 
     @classmethod
-    def of(cls, n_sink: int | None = None, n_recent: int | None = None, n_rollback: int | None = None) -> Window:
+    def of(
+        cls,
+        n_sink: int | None = None,
+        n_recent: int | None = None,
+        n_rollback: int | None = None,
+        adapt: str | None = None,
+    ) -> Window:
         """None: not requested. Raises CacheError for invalid numbers."""
         numbers = {"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback}
         for key, n in numbers.items():
             if n is not None and not 0 <= n < 2**31:
                 raise CacheError(key, f"expected 0 or more tokens, found {n}")
-        return cls(**{key: AS_FILE if n is None else n for key, n in numbers.items()})
+        return cls(**{key: AS_FILE if n is None else n for key, n in numbers.items()}, adapt=adapt)
+
+    @classmethod
+    def of_suffix(cls, text: str) -> Window | None:
+        """The window of a cache's suffix: `v`, `v;length=256` (as --adapt, with ; for commas); None: no such suffix."""
+        return cls(adapt=text.replace(";", ",")) if text.split(";")[0] in ("k", "v", "kv") else None
+
+    @property
+    def shares_cells(self) -> bool:
+        """Whether sequences can share cells: not with adaptive bases, which belong to a sequence."""
+        return self.adapt in (None, STATIC)
+
+    def as_in(self, described: Mapping[str, Any]) -> Window:
+        """This window with the bases of the file (metadata.read()) unless others were requested."""
+        return self if self.adapt is not None else replace(self, adapt=described["adapt"] or STATIC)
+
+    def overridden(self, other: Window) -> Window:
+        """This window with the members that `other` requests."""
+        return replace(self, **other.requested())
 
     def with_defaults(self, recent_bits: int = RECENT_BITS) -> Window:
         """This window with the defaults for members that were not requested."""
-        return replace(Window(N_SINK, N_RECENT, N_ROLLBACK, recent_bits), **self.requested())
+        return Window(N_SINK, N_RECENT, N_ROLLBACK, recent_bits).overridden(self)
 
-    def requested(self) -> dict[str, int]:
-        """The requested numbers by name."""
-        return {name: n for name, n in vars(self).items() if n != AS_FILE}
+    def requested(self) -> dict[str, Any]:
+        """The requested members by name."""
+        return {name: value for name, value in vars(self).items() if value not in (AS_FILE, None)}
+
+    def extras(self) -> dict[str, str | None]:
+        """Members that are no numbers."""
+        return {"adapt": self.adapt}
+
+    def optional_keys(self) -> dict[str, tuple[str, str]]:
+        """Keys that a file has only if they were requested, as metadata.keys()."""
+        return {f"subkv.{name}": ("str", value) for name, value in self.extras().items() if value is not None}
+
+    def check_extras(self) -> None:
+        """Raises CacheError about a member that is no number."""
+        from subkv.format import adapt  # native libraries: not for a --help
+
+        if not self.shares_cells:
+            adapt.parse(str(self.adapt))
 
     def check(self) -> None:
         """Raises SubkvError if a number exceeds the limits of the file format."""

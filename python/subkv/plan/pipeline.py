@@ -56,8 +56,7 @@ class Options:
 
     kv_bits None: the default budget, or codec int8. Ranks None: the head size. Basis kinds None: the best for the
     calibration. bpe_context None: the trained context, at most CALIBRATED_CONTEXT. center_k: subtract the mean from
-    keys, if there are sinks. window: its recent_bits is by default recent_bits(). adapt: stored in the file, in the
-    syntax of subkv.format.adapt.parse().
+    keys, if there are sinks. window: its recent_bits is by default recent_bits().
     """
 
     codec: str = "banded"
@@ -70,14 +69,13 @@ class Options:
     rank_v: int | None = None
     bpe_context: int | None = None
     center_k: bool = True
-    adapt: str | None = None
 
     def settings(self, basis_k: str, basis_v: str, gamma: str, window: Window) -> Settings:
         """The settings that the file records: these choices, and the options that apply to them."""
-        return Settings(self.codec, basis_k, basis_v, gamma, window, self.adapt)
+        return Settings(self.codec, basis_k, basis_v, gamma, window)
 
 
-UNCALIBRATED = ("window", "kv_bits", "bpe_context", "center_k", "adapt")  # options that apply without a calibration
+UNCALIBRATED = ("window", "kv_bits", "bpe_context", "center_k")  # options that apply without a calibration
 
 
 @dataclass(frozen=True)
@@ -131,10 +129,10 @@ class _Fitted:
 
 def recent_bits(options: Options, is_latent: bool) -> int:
     """Default bits of recent rows: halves for large budgets, for latent attention (where integers are not measured),
-    and for adaptive bases (which do not support integers).
+    and for bases that are computed from halves.
     """
     rich = options.kv_bits is not None and options.kv_bits >= HALVES_FROM
-    return 16 if is_latent or rich or options.adapt is not None else RECENT_BITS
+    return 16 if is_latent or rich or not options.window.shares_cells else RECENT_BITS
 
 
 def check_plain(base: Base) -> None:
@@ -190,8 +188,9 @@ def largest_context(base: Base) -> int:
 
 def check_latent(options: Options) -> None:
     """Reject options that latent attention does not support."""
-    for key in ("rank_k", "rank_v", "adapt"):
-        if getattr(options, key) is not None:
+    given = {"rank_k": options.rank_k, "rank_v": options.rank_v, **options.window.extras()}
+    for key, value in given.items():
+        if value is not None:
             raise SubkvError(key, "expected none with latent attention (MLA), found one")
     if options.basis_k != options.basis_v and "pca" in (options.basis_k, options.basis_v):
         raise SubkvError(

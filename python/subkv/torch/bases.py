@@ -52,8 +52,10 @@ def load(
             if value is not None:
                 raise CacheError(name, f"expected none with a converted file, which contains its layout, found {value}")
         described = metadata.read(Path(path))
-        if described["adapt"]:
-            LOG.warning("subkv.adapt: bases are static with transformers, found %s", described["adapt"])
+        for name in Window().extras():
+            if described[name]:
+                reason = "ignored with transformers, whose bases are static"
+                LOG.warning("subkv.%s: %s, found %s", name, reason, described[name])
         heads, arch, fingerprint = metadata.read_heads(Path(path)), described["arch"], described["fingerprint"]
         n_layer, window = described["block_count"], Window(described["n_sink"], described["n_recent"]).with_defaults()
     else:
@@ -83,7 +85,7 @@ def from_weights(
 
 
 def _window(n_sink: int | None, n_recent: int | None) -> Window:
-    requested = {name: n for name, n in (("n_sink", n_sink), ("n_recent", n_recent)) if n is not None}
+    requested: dict[str, Any] = {name: n for name, n in (("n_sink", n_sink), ("n_recent", n_recent)) if n is not None}
     return replace(DEFAULT, **requested)
 
 

@@ -41,6 +41,10 @@ AdaptParams Adapter::checked(AdaptParams p, int32_t rank) {
     check_range("max_chunks", p.max_chunks, 1, MAX_ADAPT_CHUNKS);
     check_range("reuse", p.reuse, 0, 1);
     check_range("merge", p.merge, 0, 1);
+    check_range("lookahead", p.lookahead, 0, MAX_ADAPT_BLOCK);
+    if (p.window != 0) { // it has the block that is decided on
+        check_range("window", p.window, p.block + p.lookahead, MAX_ADAPT_WINDOW);
+    }
     if (!(p.tau > 0.0f)) {
         refuse_option("tau", "a residual above 0", std::to_string(p.tau));
     }
@@ -52,13 +56,15 @@ AdaptParams Adapter::checked(AdaptParams p, int32_t rank) {
 
 Adapter::Adapter(const Ops & ops, const HeadCodec & codec, const AdaptParams & params) :
     ops_(ops), codec_(codec), params_(params), chunks_((size_t) params.max_chunks),
-    sketch_(sketch_bytes(sketch_params()) / sizeof(uint64_t)) {
+    sketch_(params.window > 0 ? 0 : sketch_bytes(sketch_params()) / sizeof(uint64_t)) {
     for (int32_t b = 0; b < codec.n_bands; ++b) {
         const double left = 1.0 - quantizer_distortion(codec.bands[b].bits);
         keep_.insert(keep_.end(), (size_t) codec.bands[b].n, (float) left);
         undo_.insert(undo_.end(), (size_t) codec.bands[b].n, (float) (1.0 / left));
     }
-    sketch_init(sketch_params(), sketch_.data());
+    if (!sketch_.empty()) {
+        sketch_init(sketch_params(), sketch_.data());
+    }
 }
 
 SketchParams Adapter::sketch_params() const {
@@ -91,7 +97,7 @@ void Adapter::add_stats(subkv_adapt_stats & sum) const {
 }
 
 int64_t Adapter::sketch_rows(float * s) const {
-    return sketch_.empty() ? 0 : subkv::sketch_rows(sketch_params(), sketch_.data(), s);
+    return complete() ? 0 : subkv::sketch_rows(sketch_params(), sketch().data(), s);
 }
 
 size_t Adapter::bytes_bases() const {
@@ -99,21 +105,49 @@ size_t Adapter::bytes_bases() const {
     return (size_t) n_chunks() * (n * n * sizeof(uint16_t) + (size_t) codec_.n_bands * sizeof(float));
 }
 
-// x [n][ldx] -> space_ [n][rank]: x' = E x - offset; all elements of a non-finite row become NaN, so that no basis
+// x [n][ldx] -> space [n][rank]: x' = E x - offset; all elements of a non-finite row become NaN, so that no basis
 // can code it and the sketch skips it. Returns the number of such rows.
-int64_t Adapter::project(const float * x, int64_t ldx, int64_t n) {
+int64_t Adapter::project(const float * x, int64_t ldx, int64_t n, std::vector<float> & space) {
     const int64_t rank  = codec_.rank;
     int64_t       n_bad = 0;
-    space_.resize((size_t) (n * rank));
-    project_rows(ops_, codec_, x, ldx, n, space_.data());
+    space.resize((size_t) (n * rank));
+    project_rows(ops_, codec_, x, ldx, n, space.data());
     for (int64_t t = 0; t < n; ++t) {
-        float * row = space_.data() + t * rank;
+        float * row = space.data() + t * rank;
         if (!std::all_of(row, row + rank, [](float c) { return std::isfinite(c); })) {
             ++n_bad;
             std::fill(row, row + rank, NAN);
         }
     }
     return n_bad;
+}
+
+void Adapter::absorb(const float * space, int64_t n) {
+    if (!sketch_.empty()) {
+        sketch_absorb(sketch_params(), sketch_.data(), space, codec_.rank, n);
+        return;
+    }
+    const auto rank = (size_t) codec_.rank, most = (size_t) params_.window * rank;
+    for (int64_t t = 0; t < n; ++t, space += rank) {
+        if (!std::isnan(*space)) {
+            window_.insert(window_.end(), space, space + rank);
+            ++n_seen_;
+        }
+    }
+    if (window_.size() > most) {
+        window_.erase(window_.begin(), window_.end() - (ptrdiff_t) most);
+    }
+}
+
+std::vector<uint64_t> Adapter::sketch() const {
+    if (params_.window == 0) {
+        return sketch_;
+    }
+    std::vector<uint64_t> of_window(sketch_bytes(sketch_params()) / sizeof(uint64_t));
+    sketch_init(sketch_params(), of_window.data());
+    sketch_absorb(sketch_params(), of_window.data(), window_.data(), codec_.rank,
+                  (int64_t) window_.size() / codec_.rank);
+    return of_window;
 }
 
 // cells [n] -> x^' [n][rank]
@@ -165,20 +199,20 @@ int32_t Adapter::peek(const float * x, int64_t ldx, int64_t n, const int64_t * c
     if (chunk == nullptr) {
         ops_.encode(codec_, x, ldx, n, cells, tiles, stride);
     } else {
-        project(x, ldx, n);
+        project(x, ldx, n, space_);
         ops_.encode(chunk->codec, space_.data(), codec_.rank, n, cells, tiles, stride);
     }
     return current_;
 }
 
-int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles, int64_t stride,
-                       const Merge & merge) {
+int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, int64_t n_ahead, const int64_t * cells, uint8_t * tiles,
+                       int64_t stride, const Merge & merge) {
     const int64_t rank = codec_.rank;
     const auto    code = [&](const ChunkBasis * chunk, std::vector<uint8_t> & out) {
         return chunk == nullptr ? encode(codec_, x, ldx, n, nullptr, out) :
                                   encode(chunk->codec, space_.data(), rank, n, chunk, out);
     };
-    stats_.n_nonfinite += project(x, ldx, n);
+    stats_.n_nonfinite += project(x, ldx, n, space_);
     double  rho  = code(chunk(current_), stored_);
     int32_t best = current_;
     for (int32_t slot = 0; params_.reuse != 0 && slot <= params_.max_chunks; ++slot) {
@@ -192,14 +226,19 @@ int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, const int64_t * 
             std::swap(stored_, tried_);
         }
     }
-    if (!sketch_.empty()) {
-        sketch_absorb(sketch_params(), sketch_.data(), space_.data(), rank, n);
+    if (!complete() && n_ahead + n_ahead_ == 0) {
+        absorb(space_.data(), n);
+    } else if (const int64_t unseen = n + n_ahead - n_ahead_; !complete() && unseen > 0) {
+        project(x + n_ahead_ * ldx, ldx, unseen, later_);
+        absorb(later_.data(), unseen);
     }
+    n_ahead_ = n_ahead;
     ++stats_.n_blocks;
     const bool triggered =
         (params_.tau < 1.0f && rho > params_.tau) || (params_.length > 0 && since_ >= params_.length);
-    current_ = best;
-    if (triggered && !sketch_.empty() && sketch_count(sketch_.data()) >= params_.warm) {
+    current_             = best;
+    const int64_t n_seen = sketch_.empty() ? n_seen_ : sketch_count(sketch_.data());
+    if (triggered && !complete() && n_seen >= params_.warm) {
         std::unique_ptr<ChunkBasis> next     = candidate();
         const double                rho_next = next ? code(next.get(), tried_) : INFINITY;
         since_                               = 0; // restart the count, adopted or not
@@ -207,6 +246,7 @@ int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, const int64_t * 
             current_ = adopt(std::move(next), merge);
             if (complete()) {
                 std::vector<uint64_t>().swap(sketch_); // no longer needed
+                std::vector<float>().swap(window_);
             }
             rho = rho_next;
             std::swap(stored_, tried_);
@@ -227,7 +267,7 @@ int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, const int64_t * 
 std::unique_ptr<ChunkBasis> Adapter::candidate() const {
     const auto          n = (size_t) codec_.rank;
     std::vector<double> rows(n * n), energy(n);
-    if (!sketch_top(sketch_params(), sketch_.data(), codec_.rank, rows.data(), energy.data())) {
+    if (!sketch_top(sketch_params(), sketch().data(), codec_.rank, rows.data(), energy.data())) {
         return nullptr;
     }
     return make_chunk_basis(ops_, codec_, rows.data(), energy.data());

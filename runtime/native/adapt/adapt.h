@@ -14,11 +14,13 @@
 // enough. When J_max chunks are open, the adapter recodes the oldest chunk in the basis of the next one (`merge`), or
 // opens no further chunks. research/notes/quality.md lists the gain of each option.
 //
-// Decisions about a block may use the complete block, but no later rows. State and rows depend only on the rows and
-// their positions.
+// Decisions about a block may use the complete block and `lookahead` rows after it, but no later ones. With `window`,
+// a basis is fitted to that many latest of these rows only: window 256 and lookahead 128 are the anchoring window of
+// papers/online-subspace-projection.md §7, centred at the block's end. State and rows depend only on the rows and their
+// positions.
 #pragma once
 
-#include "read_rows.h"
+#include "layout.h"
 #include "subkv/ops.h"
 #include "subkv/sketch.h"
 #include "subkv_adapt.h"
@@ -34,6 +36,7 @@ namespace subkv {
 
 constexpr int MAX_ADAPT_BLOCK  = 1024;
 constexpr int MAX_ADAPT_CHUNKS = 255; // a cell's chunk fits a byte
+constexpr int MAX_ADAPT_WINDOW = 4096;
 
 // 2^b-level uniform quantizer on a unit Gaussian (subkv/plan/quantizer.py, best_step and distortion); b as of Band.
 double quantizer_step(int32_t bits);
@@ -57,7 +60,7 @@ struct AdaptStats {
     int64_t n_nonfinite = 0; // rows that could not be coded
 };
 
-class Adapter final : public ChunkReader {
+class Adapter final {
 public:
     // Recodes stored rows in place: `cells` [n] of tiles, `stride` bytes apart, as in Ops::encode.
     using Recode = std::function<void(uint8_t * tiles, int64_t stride, int64_t n, const int64_t * cells)>;
@@ -72,9 +75,10 @@ public:
     Adapter(const Ops & ops, const HeadCodec & codec, const AdaptParams & params);
 
     // Codes one block: x [n][ldx] f32 of consecutive positions into cells [n] of tiles, `stride` bytes apart, as in
-    // Ops::encode. Returns the slot of their chunk. Call it in order of position.
-    int32_t block(const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles, int64_t stride,
-                  const Merge & merge);
+    // Ops::encode. x continues with the n_ahead rows of the following `lookahead` positions. Returns the slot of the
+    // block's chunk. Call it in order of position.
+    int32_t block(const float * x, int64_t ldx, int64_t n, int64_t n_ahead, const int64_t * cells, uint8_t * tiles,
+                  int64_t stride, const Merge & merge);
 
     // Codes rows with the current chunk and leaves the state unchanged.
     int32_t peek(const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles, int64_t stride);
@@ -83,12 +87,7 @@ public:
     //   q . x^ = query(qt) . c^         out [n] = g * R (keep * qt)
     void query(int32_t slot, const float * qt, float * out) const;
     //   x^ = D^T lift(c^), linear       out [n] = keep * R^T (g * e), e a row or any weighted sum of rows of the chunk
-    void lift(int32_t slot, const float * e, float * out) const override;
-
-    const HeadCodec * codec(int32_t slot) const override {
-        const ChunkBasis * basis = chunk(slot);
-        return basis ? &basis->codec : nullptr;
-    }
+    void lift(int32_t slot, const float * e, float * out) const;
 
     const ChunkBasis *  chunk(int32_t slot) const;                // nullptr: 0, or not in use
     int32_t             n_chunks() const;                         // adaptive, alive
@@ -96,42 +95,52 @@ public:
     void                add_stats(subkv_adapt_stats & sum) const; // of the residuals the maximum
     const AdaptParams & params() const { return params_; }
     size_t              bytes_bases() const; // of the chunks in use
-    size_t              bytes_sketch() const { return sketch_.size() * sizeof(uint64_t); }
-    int64_t             sketch_rows(float * s) const; // subkv::sketch_rows; also 0 if the sketch is freed
+    size_t  bytes_sketch() const { return sketch_.size() * sizeof(uint64_t) + window_.size() * sizeof(float); }
+    int64_t sketch_rows(float * s) const; // subkv::sketch_rows of the next trial; also 0 if the sketch is freed
 
     std::vector<uint8_t> save() const;
     // Restores a saved state of an adapter with the same codec and parameters. Throws Invalid and then changes nothing.
     void restore(const uint8_t * bytes, size_t n);
 
 private:
-    int64_t project(const float * x, int64_t ldx, int64_t n); // -> space_; rows that are not finite
+    int64_t project(const float * x, int64_t ldx, int64_t n, std::vector<float> & space); // rows that are not finite
     double  encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const ChunkBasis * chunk,
                    std::vector<uint8_t> & tiles);
     void    decode(const ChunkBasis * chunk, const uint8_t * tiles, int64_t stride, int64_t n, const int64_t * cells,
                    float * space) const;
     std::unique_ptr<ChunkBasis> candidate() const;
     int32_t                     adopt(std::unique_ptr<ChunkBasis> chunk, const Merge & merge);
-    void         recode(const ChunkBasis & from, const ChunkBasis & to, uint8_t * tiles, int64_t stride, int64_t n,
-                        const int64_t * cells);
-    SketchParams sketch_params() const;
-    bool         complete() const; // true: no more chunks will open
+    void recode(const ChunkBasis & from, const ChunkBasis & to, uint8_t * tiles, int64_t stride, int64_t n,
+                const int64_t * cells);
+    void absorb(const float * space, int64_t n); // rows [n][rank], the sketch's next ones
+    std::vector<uint64_t> sketch() const;        // of a trial now
+    SketchParams          sketch_params() const;
+    bool                  complete() const; // true: no more chunks will open, the sketch is freed
 
     const Ops &       ops_;
     const HeadCodec & codec_;
     AdaptParams       params_;
 
-    std::vector<float>                       keep_, undo_; // [n] 1 - distortion of the static bands; g
-    std::vector<std::unique_ptr<ChunkBasis>> chunks_;      // [max_chunks], slot s at s - 1
-    std::vector<uint64_t>                    sketch_;      // empty once complete()
+    std::vector<float>                       keep_, undo_;  // [n] 1 - distortion of the static bands; g
+    std::vector<std::unique_ptr<ChunkBasis>> chunks_;       // [max_chunks], slot s at s - 1
+    std::vector<uint64_t>                    sketch_;       // empty once complete(), or with a window
+    std::vector<float>                       window_;       // [at most params_.window][rank] latest finite rows
+    int64_t                                  n_seen_   = 0; // finite rows seen, with a window
+    int64_t                                  n_ahead_  = 0; // rows after the latest block that have been seen
     int32_t                                  current_  = 0;
     int64_t                                  since_    = 0; // tokens since the current chunk was last decided on
     float                                    residual_ = 0.0f;
     AdaptStats                               stats_;
 
     std::vector<float>   space_; // x' [block][n]; scratch, as the rest
-    std::vector<float>   seen_;
+    std::vector<float>   seen_, later_;
     std::vector<uint8_t> stored_, tried_; // tiles, cells as in the block
 };
+
+// read_rows (read_rows.h) of cells with chunks; slot [n]: chunk of each cell.
+void read_chunks(const Ops & ops, const LayerCodec & layer, int64_t head, bool value, const Adapter & adapter,
+                 const int32_t * slot, const uint8_t * tiles, int64_t stride, int64_t n, const int64_t * cells,
+                 float * x);
 
 // The basis of a sketch. rows [n][n] f64 orthonormal by energy [n] f64; `file`: the head's static codec.
 std::unique_ptr<ChunkBasis> make_chunk_basis(const Ops & ops, const HeadCodec & file, const double * rows,

@@ -1,5 +1,5 @@
 // adapt_state.cpp: saves and restores an adapter's state as little-endian bytes.
-//   Head | sketch | per chunk in use, by slot: Entry, ratio [n_bands] f32, R [n][n] half
+//   Head | sketch, or with a window its rows | per chunk in use, by slot: Entry, ratio [n_bands] f32, R [n][n] half
 #include "adapt.h"
 #include "error.h"
 
@@ -12,7 +12,7 @@ namespace subkv {
 
 namespace {
 
-constexpr uint32_t STATE_VERSION = 1;
+constexpr uint32_t STATE_VERSION = 2;
 
 struct Head {
     uint32_t    version;
@@ -21,7 +21,7 @@ struct Head {
     int32_t     n_chunks;
     int32_t     current;
     float       residual;
-    int64_t     since;
+    int64_t     since, n_seen, n_ahead;
     AdaptStats  stats;
     uint64_t    bytes_sketch;
 };
@@ -54,7 +54,8 @@ bool plausible(std::initializer_list<int64_t> counts) {
 bool same(const AdaptParams & a, const AdaptParams & b) {
     return a.kind == b.kind && a.rank == b.rank && a.rows == b.rows && a.decay == b.decay && a.rate == b.rate &&
            a.block == b.block && a.length == b.length && a.warm == b.warm && a.max_chunks == b.max_chunks &&
-           a.tau == b.tau && a.gain == b.gain && a.reuse == b.reuse && a.merge == b.merge;
+           a.tau == b.tau && a.gain == b.gain && a.reuse == b.reuse && a.merge == b.merge && a.window == b.window &&
+           a.lookahead == b.lookahead;
 }
 
 } // namespace
@@ -69,11 +70,14 @@ std::vector<uint8_t> Adapter::save() const {
     head.current      = current_;
     head.residual     = residual_;
     head.since        = since_;
+    head.n_seen       = n_seen_;
+    head.n_ahead      = n_ahead_;
     head.stats        = stats_;
     head.bytes_sketch = bytes_sketch();
     std::vector<uint8_t> out;
     append(out, &head, sizeof(head));
-    append(out, sketch_.data(), bytes_sketch());
+    append(out, sketch_.data(), sketch_.size() * sizeof(uint64_t));
+    append(out, window_.data(), window_.size() * sizeof(float));
     for (int32_t slot = 1; slot <= params_.max_chunks; ++slot) {
         const ChunkBasis * chunk = this->chunk(slot);
         if (chunk == nullptr) {
@@ -99,20 +103,26 @@ void Adapter::restore(const uint8_t * bytes, size_t n) {
         refuse("adapt state", "one of this head and of the same parameters", "another");
     }
     const AdaptStats & s = head.stats;
-    if (!plausible({ head.since, s.n_blocks, s.n_opened, s.n_refused, s.n_merged, s.n_recoded, s.n_nonfinite })) {
+    if (!plausible({ head.since, head.n_seen, head.n_ahead, s.n_blocks, s.n_opened, s.n_refused, s.n_merged,
+                     s.n_recoded, s.n_nonfinite })) {
         refuse("adapt state", "counts from 0 on", "others");
     }
     const auto   rank  = (size_t) codec_.rank;
     const bool   freed = params_.merge == 0 && head.n_chunks == params_.max_chunks; // complete()
+    const size_t row   = rank * sizeof(float);
+    const size_t held  = row * (size_t) std::min<int64_t>(head.n_seen, params_.window); // rows of the window
+    const size_t kept  = freed ? 0 : params_.window > 0 ? held : sketch_bytes(sketch_params());
     const size_t entry = sizeof(Entry) + (size_t) codec_.n_bands * sizeof(float) + rank * rank * sizeof(uint16_t);
     if (head.n_chunks < 0 || head.n_chunks > params_.max_chunks || head.current < 0 ||
-        head.bytes_sketch != (freed ? 0 : sketch_bytes(sketch_params())) ||
+        head.n_ahead > params_.lookahead || head.bytes_sketch != kept ||
         left != head.bytes_sketch + (size_t) head.n_chunks * entry) {
         refuse("adapt state", "chunks that fill it",
                std::to_string(head.n_chunks) + " in " + std::to_string(n) + " bytes");
     }
-    std::vector<uint64_t> sketch(head.bytes_sketch / sizeof(uint64_t));
-    take(bytes, left, sketch.data(), head.bytes_sketch);
+    const bool            rows = params_.window > 0;
+    std::vector<uint64_t> sketch(rows ? 0 : kept / sizeof(uint64_t));
+    std::vector<float>    window(rows ? kept / sizeof(float) : 0);
+    take(bytes, left, rows ? (void *) window.data() : (void *) sketch.data(), kept);
     std::vector<std::unique_ptr<ChunkBasis>> chunks(chunks_.size());
     for (int32_t i = 0; i < head.n_chunks; ++i) {
         Entry e;
@@ -143,11 +153,15 @@ void Adapter::restore(const uint8_t * bytes, size_t n) {
     if (head.current > params_.max_chunks || (head.current > 0 && chunks[(size_t) head.current - 1] == nullptr)) {
         refuse("adapt state", "a chunk in use that is there", std::to_string(head.current));
     }
-    if (!freed && !sketch_valid(sketch_params(), sketch.data())) {
+    if (!std::all_of(window.begin(), window.end(), [](float x) { return std::isfinite(x); }) ||
+        (!freed && !rows && !sketch_valid(sketch_params(), sketch.data()))) {
         refuse("adapt state", "a sketch of finite values", "another");
     }
     chunks_.swap(chunks);
     sketch_.swap(sketch);
+    window_.swap(window);
+    n_seen_   = head.n_seen;
+    n_ahead_  = head.n_ahead;
     current_  = head.current;
     residual_ = head.residual;
     since_    = head.since;

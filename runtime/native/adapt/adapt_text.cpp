@@ -3,9 +3,11 @@
 #include "layout_keys.h"
 
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <iterator>
 #include <sstream>
+#include <utility>
 
 namespace subkv {
 
@@ -16,6 +18,7 @@ constexpr subkv_adapt_params DEFAULTS = {
     /*kind =*/0,     /*rank =*/0,       /*rows =*/0,   /*decay =*/1.0f, /*rate =*/0.05f, /*block =*/32,
     /*length =*/512,
     /*warm =*/1024,  /*max_chunks =*/1, /*tau =*/1.0f, /*gain =*/0.9f,  /*reuse =*/1,    /*merge =*/0,
+    /*window =*/0,   /*lookahead =*/0,
 };
 
 constexpr const char * KINDS[] = { "covariance", "fd", "oja" };
@@ -27,12 +30,13 @@ struct Field {
 };
 
 constexpr Field FIELDS[] = {
-    { "rank", &subkv_adapt_params::rank, nullptr },   { "rows", &subkv_adapt_params::rows, nullptr },
-    { "decay", nullptr, &subkv_adapt_params::decay }, { "rate", nullptr, &subkv_adapt_params::rate },
-    { "block", &subkv_adapt_params::block, nullptr }, { "length", &subkv_adapt_params::length, nullptr },
-    { "warm", &subkv_adapt_params::warm, nullptr },   { "max_chunks", &subkv_adapt_params::max_chunks, nullptr },
-    { "tau", nullptr, &subkv_adapt_params::tau },     { "gain", nullptr, &subkv_adapt_params::gain },
-    { "reuse", &subkv_adapt_params::reuse, nullptr }, { "merge", &subkv_adapt_params::merge, nullptr },
+    { "rank", &subkv_adapt_params::rank, nullptr },     { "rows", &subkv_adapt_params::rows, nullptr },
+    { "decay", nullptr, &subkv_adapt_params::decay },   { "rate", nullptr, &subkv_adapt_params::rate },
+    { "block", &subkv_adapt_params::block, nullptr },   { "length", &subkv_adapt_params::length, nullptr },
+    { "warm", &subkv_adapt_params::warm, nullptr },     { "max_chunks", &subkv_adapt_params::max_chunks, nullptr },
+    { "tau", nullptr, &subkv_adapt_params::tau },       { "gain", nullptr, &subkv_adapt_params::gain },
+    { "reuse", &subkv_adapt_params::reuse, nullptr },   { "merge", &subkv_adapt_params::merge, nullptr },
+    { "window", &subkv_adapt_params::window, nullptr }, { "lookahead", &subkv_adapt_params::lookahead, nullptr },
 };
 
 std::string quoted(const std::string & text) {
@@ -106,6 +110,11 @@ static int32_t parse(const std::string & text, subkv_adapt_params & given) {
         if (name == "length" && given.length < 1) {
             refuse("adapt: length", "at least 1 token", std::to_string(given.length));
         }
+        for (const auto & [option, n] : { std::pair("window", given.window), { "lookahead", given.lookahead } }) {
+            if (name == option && n < 1) {
+                refuse(std::string("adapt: ") + option, "at least 1 token", std::to_string(n));
+            }
+        }
     }
     return sides;
 }
@@ -117,6 +126,23 @@ static ChunkRequest parse_adapt(const std::string & text) {
     return { (sides & 1) != 0, (sides & 2) != 0, params };
 }
 
+// The shortest of two texts of a number that reads as the same number.
+static std::string exact(float x) {
+    const std::string text = number(x);
+    char              all[40];
+    std::snprintf(all, sizeof(all), "%.9g", (double) x);
+    return std::strtof(text.c_str(), nullptr) == x ? text : all;
+}
+
+std::string ChunkRequest::text() const {
+    std::string text = std::string(k ? "k" : "") + (v ? "v" : "") + ",kind=" + KINDS[params.kind];
+    for (const auto & field : FIELDS) {
+        text += std::string(",") + field.name + "=";
+        text += field.whole ? std::to_string(params.*field.whole) : exact(params.*field.fraction);
+    }
+    return text;
+}
+
 ChunkRequest requested_chunks(const subkv_cache_params & params) {
     return params.adapt ? parse_adapt(params.adapt) : ChunkRequest();
 }
@@ -124,7 +150,7 @@ ChunkRequest requested_chunks(const subkv_cache_params & params) {
 ChunkRequest chunks_of_environment(const Layout & layout) {
     const char *      set     = std::getenv("SUBKV_ADAPT");
     const bool        by_user = set && *set;
-    const std::string text    = by_user ? set : layout.adapt;
+    const std::string text    = by_user ? set : layout.options.at("adapt");
     try {
         return text.empty() ? ChunkRequest() : parse_adapt(text);
     } catch (const Invalid & e) {

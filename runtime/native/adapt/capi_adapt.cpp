@@ -1,4 +1,5 @@
 // capi_adapt.cpp: bases of a context (subkv_adapt.h).
+#include "adaptive_source.h"
 #include "capi.h"
 #include "subkv_adapt.h"
 
@@ -9,15 +10,21 @@ using namespace subkv;
          value ? "values" : "keys");
 }
 
+// nullptr: the context's bases are static.
+static const ChunkedBases * chunks_of(const Cache & cache) {
+    const auto * source = dynamic_cast<const AdaptiveSource *>(&cache.bases());
+    return source ? &source->chunks() : nullptr;
+}
+
 extern "C" {
 
 bool subkv_get_adapt_stats(llama_context * ctx, int32_t il, int32_t head_kv, bool value, subkv_adapt_stats * out) {
     return guarded("context", [&] {
-        const Cache *      cache = cache_of(ctx);
-        const LayerCodec * layer = cache ? cache->layout()->layer(il) : nullptr;
-        subkv_adapt_stats  sum   = {};
-        if (!layer || !cache->chunked() || head_kv < 0 || head_kv >= layer->n_head_kv ||
-            !cache->chunked()->stats(il, head_kv, value, sum)) {
+        const Cache *        cache  = cache_of(ctx);
+        const LayerCodec *   layer  = cache ? cache->layout()->layer(il) : nullptr;
+        const ChunkedBases * chunks = layer ? chunks_of(*cache) : nullptr;
+        subkv_adapt_stats    sum    = {};
+        if (!chunks || head_kv < 0 || head_kv >= layer->n_head_kv || !chunks->stats(il, head_kv, value, sum)) {
             refuse_static(il, head_kv, value);
         }
         not_null(out, "subkv_get_adapt_stats: out") = sum;
@@ -29,8 +36,8 @@ int64_t subkv_get_sketch_rows(llama_context * ctx, int32_t il, int32_t head_kv, 
     return guarded<int64_t>("context", -1, [&] {
         const Cache & cache = coding(ctx, il, head_kv, seq);
         // a sequence that adapts has the stream of its number (ChunkedBases::check)
-        const ChunkUnit * unit =
-            cache.chunked() ? cache.chunked()->layer(il)->unit((uint32_t) seq, head_kv, value) : nullptr;
+        const ChunkedBases * chunks = chunks_of(cache);
+        const ChunkUnit *    unit   = chunks ? chunks->layer(il)->unit((uint32_t) seq, head_kv, value) : nullptr;
         if (!unit) {
             refuse_static(il, head_kv, value);
         }

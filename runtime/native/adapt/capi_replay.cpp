@@ -2,7 +2,6 @@
 // one head. In the engine the cache has this role.
 #include "adapt.h"
 #include "capi.h"
-#include "read_rows.h"
 #include "subkv_adapt_test.h"
 
 #include <algorithm>
@@ -35,9 +34,9 @@ struct subkv_adapt {
 
     int64_t size() const { return (int64_t) slot.size() + pending_size(); }
 
-    // Blocks are [jB, (j + 1)B), coded when complete.
+    // Blocks are [jB, (j + 1)B), coded when complete and `lookahead` more rows are known.
     void push(const float * x, int64_t n) {
-        const int64_t d = codec.d, block = adapter.params().block;
+        const int64_t d = codec.d, block = adapter.params().block, ahead = adapter.params().lookahead;
         for (int64_t t = 0; t < n; ++t) {
             const int64_t index    = size();
             const int64_t position = origin + index;
@@ -50,14 +49,17 @@ struct subkv_adapt {
             } else {
                 pending.insert(pending.end(), x + t * d, x + (t + 1) * d);
             }
-            if ((position + 1) % block == 0 && !pending.empty()) {
-                code_pending();
+            if (position + 1 >= block + ahead && (position + 1 - ahead) % block == 0) {
+                code_pending(pending_size() - ahead);
             }
         }
     }
 
-    void code_pending() {
-        const int64_t d = codec.d, n = pending_size();
+    void code_pending(int64_t n) { // the first n pending rows
+        if (n < 1) {               // sinks only
+            return;
+        }
+        const int64_t d     = codec.d;
         const auto    first = (int64_t) slot.size();
         tiles.resize(bytes_of(first + n));
         const auto merge = [&](int32_t from, int32_t to, const Adapter::Recode & recode) {
@@ -68,11 +70,11 @@ struct subkv_adapt {
                 }
             }
         };
-        const int32_t chunk =
-            adapter.block(pending.data(), d, n, cells_from(first, n).data(), tiles.data(), tile_bytes(), merge);
+        const int32_t chunk = adapter.block(pending.data(), d, n, pending_size() - n, cells_from(first, n).data(),
+                                            tiles.data(), tile_bytes(), merge);
         slot.insert(slot.end(), (size_t) n, chunk);
         rho.insert(rho.end(), (size_t) n, adapter.residual());
-        pending.clear();
+        pending.erase(pending.begin(), pending.begin() + n * d);
     }
 
     // x [size][d] as in read_rows, chunk_of, rho [size] of all rows so far; nullptr: skip. Pending rows use the current
@@ -86,8 +88,8 @@ struct subkv_adapt {
         const auto cells = cells_from(n_coded, n_pending);
         slots.resize((size_t) n, adapter.peek(pending.data(), d, n_pending, cells.data(), all.data(), tile_bytes()));
         if (x) {
-            read_rows(ops, codes, head, value, &adapter, slots.data(), all.data(), tile_bytes(), n,
-                      cells_from(0, n).data(), x);
+            read_chunks(ops, codes, head, value, adapter, slots.data(), all.data(), tile_bytes(), n,
+                        cells_from(0, n).data(), x);
         }
         if (chunk_of) {
             std::copy(slots.begin(), slots.end(), chunk_of);
@@ -121,9 +123,9 @@ struct subkv_adapt {
         }
         std::memcpy(at, bytes, sizeof(at));
         const auto row = (int64_t) (codec.d * sizeof(float));
-        if (at[0] < 0 || at[1] < 0 || at[1] >= adapter.params().block ||
+        if (at[0] < 0 || at[1] < 0 || at[1] >= adapter.params().block + adapter.params().lookahead ||
             at[1] * row > (int64_t) n - (int64_t) sizeof(at)) {
-            refuse("adapt state", "less than a block of pending rows", std::to_string(at[1]));
+            refuse("adapt state", "less than a block and its look-ahead of pending rows", std::to_string(at[1]));
         }
         const size_t skip = sizeof(at) + (size_t) (at[1] * row);
         adapter.restore(bytes + skip, n - skip);
@@ -143,7 +145,7 @@ struct subkv_adapt {
     std::vector<uint8_t>          tiles;      // of cells [n], by position
     std::vector<int32_t>          slot;       // [n]
     std::vector<float>            rho;        // [n]
-    std::vector<float>            pending;    // [< block][d]
+    std::vector<float>            pending;    // [< block + lookahead][d]
 };
 
 namespace {

@@ -46,6 +46,11 @@ void ChunkedBases::check(const ChunkRequest & request, const Layout & layout, in
              "exact window, found %d",
              std::max(0, n_recent - n_rollback), p.block);
     }
+    if (n_recent < p.block + p.lookahead + n_rollback) {
+        fail("adapt: lookahead: expected at most n_recent less n_rollback and block, %d, since the tokens that a block "
+             "looks ahead at are in the exact window and can no longer be removed, found %d",
+             n_recent - n_rollback - p.block, p.lookahead);
+    }
     for (const LayerDesc & layer : desc.layers) {
         if (layer.latent) {
             fail("adapt: expected layers with values of their own, found latent attention (MLA)");
@@ -112,6 +117,11 @@ int32_t ChunkedBases::coded(uint32_t stream) const {
     return last;
 }
 
+int32_t ChunkedBases::fixed(uint32_t stream) const {
+    const int32_t last = coded(stream);
+    return last > 0 ? last + request_.params.lookahead : 0;
+}
+
 void ChunkedBases::copy(uint32_t src, uint32_t dst) {
     if (src == dst) {
         return;
@@ -129,14 +139,14 @@ void ChunkedBases::copy(uint32_t src, uint32_t dst) {
 
 bool ChunkedBases::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const {
     const int32_t left    = cells.max_pos_outside(seq, p0, p1);
-    const int32_t n_coded = coded(cells.stream_of(seq));
-    if (left < 0 || left + 1 >= n_coded) {
+    const int32_t n_fixed = fixed(cells.stream_of(seq));
+    if (left < 0 || left + 1 >= n_fixed) {
         return true;
     }
     return reject(
         "seq_rm: removing positions [%d, %d) of sequence %d would leave adaptive bases fitted to them: positions "
         "below %d are coded; remove the whole sequence and decode it again",
-        p0, p1, seq, n_coded);
+        p0, p1, seq, n_fixed);
 }
 
 bool ChunkedBases::ready(const std::vector<TokenDesc> & tokens, bool causal, const Window & window,
@@ -172,20 +182,6 @@ bool ChunkedBases::ready(const std::vector<TokenDesc> & tokens, bool causal, con
         }
     }
     return true;
-}
-
-bool ChunkedBases::reject_shift() {
-    return reject("seq_add: positions in a subkv cache with adaptive bases cannot be shifted; remove the sequence and "
-                  "decode it again with new positions, or use an ordinary cache type (-ctk f16)");
-}
-
-void ChunkedBases::refuse_partial() {
-    fail("state: cells with adapted bases cannot return to a partial state; save a whole state");
-}
-
-void ChunkedBases::refuse_sides(int32_t sides, int32_t block, int32_t found_sides, int32_t found_block) {
-    fail("state: adaptive bases on sides %d (1 K, 2 V) in blocks of %d expected, %d in blocks of %d found", sides,
-         block, found_sides, found_block);
 }
 
 ChunkedBases::Total ChunkedBases::total() const {
@@ -249,8 +245,9 @@ void ChunkedBases::state_read(StateReader & r, uint32_t stream, int32_t n_pos) {
             unit.adapter.restore(state.data(), state.size());
             unit.coded = coded;
         });
-        if (whole > n_pos) {
-            fail("state: adaptive bases of at most %d coded positions expected, %d found", n_pos, whole);
+        if (whole > 0 && whole > n_pos - request_.params.lookahead) {
+            fail("state: adaptive bases of at most %d coded positions expected, %d found",
+                 std::max(0, n_pos - request_.params.lookahead), whole);
         }
     } catch (...) {
         reset(stream);

@@ -23,7 +23,8 @@ struct ChunkRequest {
     bool        v      = false;
     AdaptParams params = {};
 
-    bool any() const { return k || v; }
+    bool        any() const { return k || v; }
+    std::string text() const; // all options, as --adapt
 };
 
 // The request in `params`. Throws Invalid.
@@ -35,8 +36,6 @@ ChunkRequest chunks_of_environment(const Layout & layout);
 struct ChunkUnit {
     Adapter adapter;
     int32_t coded = 0; // positions below are coded, multiple of B
-
-    const ChunkReader & reader() const { return adapter; }
 };
 
 class ChunkedLayer {
@@ -76,16 +75,13 @@ public:
 
     void    clear(uint32_t stream);       // back to the static basis
     int32_t coded(uint32_t stream) const; // positions below are coded by some head
+    int32_t fixed(uint32_t stream) const; // positions below are coded, or were looked ahead at
     void    copy(uint32_t src, uint32_t dst);
 
     // As CacheHook's, for what chunks add to the exact window's conditions.
     bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const;
     bool ready(const std::vector<TokenDesc> & tokens, bool causal, const Window & window,
                const CellReader & cells) const;
-
-    static bool              reject_shift(); // sets the error, returns false
-    [[noreturn]] static void refuse_partial();
-    [[noreturn]] static void refuse_sides(int32_t sides, int32_t block, int32_t found_sides, int32_t found_block);
 
     struct Total {
         size_t bytes    = 0; // bases and sketches, current size
@@ -100,8 +96,7 @@ public:
     // n_pos: positions with cells. Throws std::runtime_error, the stream is then empty.
     void state_read(StateReader & r, uint32_t stream, int32_t n_pos);
 
-    int32_t sides() const { return (request_.k ? 1 : 0) + (request_.v ? 2 : 0); } // 1 K, 2 V
-    int32_t block() const { return request_.params.block; }                       // positions coded together
+    const ChunkRequest & request() const { return request_; }
 
 private:
     void                       reset(uint32_t stream);

@@ -1,6 +1,6 @@
 // node_blocks.cpp: codes the rows that leave the exact window, on adapted sides (chunked.h). Runs between encode and
 // attend.
-#include "chunked.h"
+#include "adaptive_source.h"
 #include "nodes.h"
 
 #include <algorithm>
@@ -49,7 +49,7 @@ void gather(const LayerNodes & layer, const EncodeBlocksSources & in, int64_t t0
 void encode_blocks_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const auto &         layer    = *(const LayerNodes *) userdata;
     const auto &         codec    = *layer.codec;
-    const ChunkedLayer & chunked  = *layer.chunked;
+    const ChunkedLayer & chunked  = static_cast<const AdaptiveLayer &>(*layer.bases).chunks();
     const auto           in       = sources_of<EncodeBlocksSources>(dst);
     const TokenRow *     tokens   = token_rows(in.tokens);
     const int64_t *      idxs     = (const int64_t *) in.k_idxs->data;
@@ -81,8 +81,9 @@ void encode_blocks_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         if (state->coded > last - n_recent) {
             continue; // the next block has not left the window
         }
-        const int32_t end = ((last - n_recent) / block + 1) * block; // whole blocks, without a key in the window
-        gather(layer, in, t0, n_tps, stream * n_cells, std::max(state->coded, n_sink), end, held);
+        const int32_t end   = ((last - n_recent) / block + 1) * block; // whole blocks, without a key in the window
+        const int32_t ahead = state->adapter.params().lookahead;       // these are in the window (ChunkedBases::check)
+        gather(layer, in, t0, n_tps, stream * n_cells, std::max(state->coded, n_sink), end + ahead, held);
         state->coded = end;
 
         const int64_t d      = value ? codec.d_v : codec.d_k;
@@ -106,16 +107,20 @@ void encode_blocks_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                 }
             }
         };
-        for (size_t i = 0; i < held.size();) { // skips blocks without a position
+        for (size_t i = 0; i < held.size() && held[i].pos < end;) { // skips blocks without a position
             x.clear();
             cells.clear();
-            for (const int32_t first = held[i].pos / block; i < held.size() && held[i].pos / block == first; ++i) {
-                cells.push_back(held[i].cell);
+            const int32_t after = (held[i].pos / block + 1) * block;
+            for (size_t j = i; j < held.size() && held[j].pos < after + ahead; ++j) {
+                if (held[j].pos < after) {
+                    cells.push_back(held[j].cell);
+                }
                 x.resize(x.size() + (size_t) d);
-                ggml_fp16_to_fp32_row((const ggml_fp16_t *) held[i].row + offset, x.data() + x.size() - d, d);
+                ggml_fp16_to_fp32_row((const ggml_fp16_t *) held[j].row + offset, x.data() + x.size() - d, d);
             }
-            const int32_t slot =
-                state->adapter.block(x.data(), d, (int64_t) cells.size(), cells.data(), tiles, stride, merge);
+            const auto n = (int64_t) cells.size(), n_ahead = (int64_t) x.size() / d - n;
+            i += cells.size();
+            const int32_t slot = state->adapter.block(x.data(), d, n, n_ahead, cells.data(), tiles, stride, merge);
             for (const int64_t cell : cells) {
                 chunks[cell / TILE * stride + cell % TILE] = (uint8_t) slot;
             }

@@ -26,6 +26,8 @@ typedef struct subkv_adapt_params {
     float   gain;       // > 0: a new basis must reduce the block's residual to this fraction; large: always accepted
     int32_t reuse;      // 1: every block uses the best of all bases, the static one included; 0: the latest
     int32_t merge;      // 1: at J_max the two oldest chunks become one; 0: no more chunks open, the sketch is freed
+    int32_t window;     // every trial's sketch starts empty and sees this many latest rows; 0: all rows, by decay
+    int32_t lookahead;  // rows after a block that its decision may use; block + lookahead + n_rollback fit n_recent
 } subkv_adapt_params;
 
 // Parses the text of subkv_cache_params::adapt. sides: adapted sides, 0 none, 1 keys, 2 values, 3 both.
@@ -64,8 +66,8 @@ SUBKV_API int64_t subkv_get_sketch_rows(struct llama_context * ctx, int32_t il, 
 // Codes n rows x [n][d] of one KV head, keys (value = false) or values, like a cache that drops nothing: positions 0,
 // 1, ..; the layout's n_sink first positions use the static basis and do not enter the sketch. xhat [n][d]: rows as
 // attention reads them, with mean and gamma of keys; chunk_of [n]: final slot of the row's chunk; rho [n]: relative
-// residual of the row's block when it was coded. Rows of an incomplete block use the current basis, sinks the static
-// one, both with rho 0. Any of these outputs and stats may be NULL.
+// residual of the row's block when it was coded. Rows of a block that is incomplete, or lacks its look-ahead, use the
+// current basis, sinks the static one, both with rho 0. Any of these outputs and stats may be NULL.
 SUBKV_API bool subkv_adapt_replay(const subkv_layout * layout, const subkv_adapt_params * params, int32_t il,
                                   int32_t head_kv, bool value, const float * x, int64_t n, float * xhat,
                                   int32_t * chunk_of, float * rho, subkv_adapt_stats * stats);

@@ -3,7 +3,7 @@
 //
 //   SUBKV            off (or unset): ordinary; auto: the model's bases, if any; any other value: a file with bases
 //   SUBKV_SINK, SUBKV_RECENT, SUBKV_ROLLBACK   numbers of tokens, as in subkv_cache_params
-//   another variable of chunks: chunks_of_environment (chunked.h)
+//   another variable of the bases: bases_of_environment (basis_source.h)
 //
 // The model's bases are the first of: its own keys, the sidecar beside it, the calibrated sidecar in the user's cache
 // folder, the sidecar derived from its weights there. A file in SUBKV replaces those of one model: of the first context
@@ -39,7 +39,7 @@ CacheRequest request_of(const std::shared_ptr<const Layout> & layout) {
     const int32_t n_recent   = number_of("SUBKV_RECENT", MAX_RECENT);
     const int32_t n_rollback = number_of("SUBKV_ROLLBACK", MAX_RECENT);
     CacheRequest  request(layout, { n_sink, n_recent, n_rollback, nullptr });
-    request.chunks = chunks_of_environment(*layout);
+    request.make_bases = bases_of_environment(*layout);
     return request;
 }
 

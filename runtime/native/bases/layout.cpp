@@ -51,7 +51,9 @@ void read_header(const Keys & keys, Layout & l) {
     l.calibration_tokens = keys.u64("subkv.calibration.tokens");
     l.calibration_text   = keys.str("subkv.calibration.text");
     l.generator          = keys.str("subkv.generator");
-    l.adapt              = keys.optional_str("subkv.adapt");
+    for (const char * name : { "adapt" }) {
+        l.options[name] = keys.optional_str(std::string("subkv.") + name);
+    }
 }
 
 std::string basis_key(int il) {

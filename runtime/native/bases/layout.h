@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -105,7 +106,8 @@ struct Layout {
     uint64_t    calibration_tokens = 0;
     std::string calibration_text;
     std::string generator;
-    std::string adapt; // default options of adaptation; empty: none
+    // defaults of the user's options, by the name of the key after "subkv."; empty: none
+    std::map<std::string, std::string> options;
 
     std::vector<LayerCodec> layers; // coded layers, ascending il
     std::string             fingerprint;

@@ -366,8 +366,11 @@ std::string layout_to_json(const Layout & l) {
         << ",\"basis_v\":" << json_string(l.basis_v) << ",\"base_sha256\":" << json_string(l.base_sha256)
         << ",\"calibration\":{\"sha256\":" << json_string(l.calibration_sha256)
         << ",\"tokens\":" << l.calibration_tokens << ",\"text\":" << json_string(l.calibration_text)
-        << "},\"generator\":" << json_string(l.generator) << ",\"adapt\":" << json_string(l.adapt)
-        << ",\"fingerprint\":" << json_string(l.fingerprint) << ",\"bytes_per_token\":" << l.bytes_per_token
+        << "},\"generator\":" << json_string(l.generator);
+    for (const auto & [name, value] : l.options) {
+        out << ",\"" << name << "\":" << json_string(value);
+    }
+    out << ",\"fingerprint\":" << json_string(l.fingerprint) << ",\"bytes_per_token\":" << l.bytes_per_token
         << ",\"bytes_bases\":" << l.bytes_bases << ",\"layers\":";
     write_list(out, l.layers.size(), [&](size_t i) {
         const LayerCodec & layer = l.layers[i];

@@ -34,7 +34,7 @@ bool moved_of_environment() {
 
 CacheRequest::CacheRequest(std::shared_ptr<const Layout> layout, const subkv_cache_params & params) :
     layout(std::move(layout)), n_sink(params.n_sink), n_recent(params.n_recent), n_rollback(params.n_rollback),
-    chunks(requested_chunks(params)) {
+    make_bases(bases_of(params)) {
     if (n_sink > MAX_SINK || n_recent > MAX_RECENT || n_rollback > MAX_RECENT) {
         fail("n_sink, n_recent, n_rollback: at most %d, %d, %d expected, %d, %d, %d found", MAX_SINK, MAX_RECENT,
              MAX_RECENT, n_sink, n_recent, n_rollback);

@@ -1,7 +1,7 @@
 // request.h: requests for coefficient caches, with the checks that need no model.
 #pragma once
 
-#include "chunked.h"
+#include "basis_source.h"
 #include "layout.h"
 #include "subkv.h"
 
@@ -14,7 +14,7 @@ struct CacheRequest {
     int32_t                       n_sink     = -1; // as in subkv_cache_params
     int32_t                       n_recent   = -1;
     int32_t                       n_rollback = -1;
-    ChunkRequest                  chunks;
+    MakeBases                     make_bases;
 
     CacheRequest() = default;
     // Throws Invalid if `params` or the bases exceed a limit, or if no kernels can run.

@@ -115,7 +115,7 @@ extern "C" bool subkv_get_stats(llama_context * ctx, subkv_stats * out) {
 }
 
 extern "C" int64_t subkv_read_rows(llama_context * ctx, int32_t il, int32_t head_kv, bool value, int32_t seq,
-                                   int32_t first, int64_t n, float * x, int32_t * chunk_of) {
+                                   int32_t first, int64_t n, float * x, int32_t * version_of) {
     return guarded<int64_t>("context", -1, [&] {
         const Cache & cache = coding(ctx, il, head_kv, seq);
         if (value && cache.layout()->layer(il)->latent) {
@@ -123,13 +123,13 @@ extern "C" int64_t subkv_read_rows(llama_context * ctx, int32_t il, int32_t head
                  "the first elements of its keys",
                  il);
         }
-        if (first < 0 || n < 0 || n > INT32_MAX - first || !x || !chunk_of) {
+        if (first < 0 || n < 0 || n > INT32_MAX - first || !x || !version_of) {
             fail("context: positions from 0 on and room for their rows expected, %d and %lld more found", first,
                  (long long) n);
         }
         int64_t coded = -1;
         llama_subkv_rows(ctx, il, [&](const CellReader & cells, const ggml_tensor * k, const ggml_tensor * v) {
-            coded = cache.read(cells, value ? v : k, il, head_kv, value, seq, first, n, x, chunk_of);
+            coded = cache.read(cells, value ? v : k, il, head_kv, value, seq, first, n, x, version_of);
         });
         return coded;
     });

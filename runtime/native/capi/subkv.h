@@ -92,6 +92,7 @@ typedef struct subkv_stats {
     uint64_t bytes_codes;     // coefficient rows as allocated, K and V
     uint64_t bytes_window;    // exact window as allocated
     uint64_t bytes_stock;     // K/V of layers that stay ordinary (sliding-window layers)
+    uint64_t bytes_kv;        // all memory of the cache: codes, window, adapted bases, ordinary layers
     uint64_t bytes_f16;       // size of an f16 cache of the same context
     uint64_t bytes_bases;     // bases in memory: E, D, and the means of keys
     uint64_t bytes_per_token; // coefficient-row bytes of one cell, all coded layers
@@ -99,6 +100,7 @@ typedef struct subkv_stats {
     uint64_t bytes_chunks;    // adapted bases and their sketches, current size
     uint64_t n_chunks;        // adapted bases in use, all heads
     uint64_t window_kinds;    // equal when two windows store their exact rows in the same formats (halves or integers)
+    uint64_t bases_kind;      // equal when two caches have bases of the same options: static ones, or adaptive ones
     uint32_t n_layer_coded;
     uint32_t n_layer_device; // of these, on a GPU
     uint32_t n_cells;        // cells per stream
@@ -106,7 +108,7 @@ typedef struct subkv_stats {
     int32_t  n_sink;
     int32_t  n_recent;
     int32_t  n_rollback;
-    float    bpe; // (codes + window + chunks) bits per K/V element of the coded layers, as allocated
+    float    bpe; // bits per K/V element of the coded layers, as allocated
 } subkv_stats;
 
 // Returns false if the context has no coefficient cache.

@@ -49,10 +49,7 @@ Cache::Cache(const CacheDesc & desc, const CacheRequest & request, subkv_observe
 
 void Cache::code(const CacheDesc & desc, const CacheRequest & request) {
     check(desc);
-    if (request.chunks.any()) {
-        ChunkedBases::check(request.chunks, *layout_, window_.n_recent(), window_.n_rollback(), desc);
-        chunked_ = std::make_unique<ChunkedBases>(*layout_, request.chunks, n_stream_);
-    }
+    bases_ = request.make_bases(*layout_, window_, desc);
 
     std::vector<LayerDesc> coded;
     std::vector<bool>      integers;
@@ -62,8 +59,9 @@ void Cache::code(const CacheDesc & desc, const CacheRequest & request) {
             continue;
         }
         coded.push_back(layer);
-        // chunks are computed from halves, as GPU kernels read them
-        integers.push_back(layout_->recent_bits == RECENT_BITS && !chunked_ && !has_device_kernels(layer.buft));
+        // GPU kernels read halves
+        integers.push_back(layout_->recent_bits == RECENT_BITS && !bases_->codes_later() &&
+                           !has_device_kernels(layer.buft));
         add_nodes(layer, layer.il, layer.n_head, *codec);
         for (const auto & reader : desc.readers) {
             if (reader.owner == layer.il) {
@@ -81,9 +79,9 @@ void Cache::add_nodes(const LayerDesc & layer, int32_t il, int32_t n_head, const
         nodes_.resize((size_t) il + 1);
     }
     auto & nodes = nodes_[(size_t) il];
-    nodes.reset(new LayerNodes{
-        &codec, &window_, chunked_ ? chunked_->layer(layer.il) : nullptr, &reports_, n_head, layer.il, {} });
-    nodes->by_rows = layer.chosen && codec.latent && !chunked_ && !has_device_kernels(layer.buft);
+    nodes.reset(new LayerNodes{ &codec, &window_, &bases_->layer(layer.il), &reports_, n_head, layer.il, {} });
+    nodes->gathers = !bases_->codes_later() && !has_device_kernels(layer.buft);
+    nodes->by_rows = layer.chosen && codec.latent && nodes->gathers;
     nodes->means.assign((size_t) (codec.n_head_kv * codec.d_k), 0.0f);
     for (size_t h = 0; h < codec.centre.size(); ++h) {
         const auto & mean = codec.centre[h].mean;
@@ -207,15 +205,14 @@ size_t Cache::row_bytes(const LayerNodes & nodes, bool value) const {
     if (value && codec.latent) {
         return 0;
     }
-    const bool chunks = nodes.chunked && nodes.chunked->covers(value); // one byte per head
-    return (value ? codec.v_row_bytes : codec.k_row_bytes) + (chunks ? (size_t) codec.n_head_kv : 0);
+    return (value ? codec.v_row_bytes : codec.k_row_bytes) + nodes.bases->extra_bytes(value);
 }
 
 void Cache::set_facts() {
     facts_.coded        = layout_ != nullptr;
-    facts_.shifts       = !chunked_;
+    facts_.shifts       = !bases_->codes_later();
     facts_.moves        = moved_of_environment();
-    facts_.n_rollback   = chunked_ ? window_.n_rollback() : -1;
+    facts_.n_rollback   = bases_->codes_later() ? window_.n_rollback() : -1;
     facts_.n_slots      = window_.n_slots();
     facts_.identity     = identity();
     facts_.bytes_beside = window_.bytes_by_type();
@@ -242,13 +239,13 @@ void Cache::clear() {
     settle();
     window_.clear();
     rotated();
-    for (uint32_t stream = 0; chunked_ && stream < n_stream_; ++stream) {
-        chunked_->clear(stream);
+    for (uint32_t stream = 0; stream < n_stream_; ++stream) {
+        bases_->clear(stream);
     }
 }
 
 bool Cache::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const {
-    if (!chunked_) { // every token has a code
+    if (!bases_->codes_later()) { // every token has a code
         return true;
     }
     if (!window_.stays_complete(seq, p0, p1, cells)) {
@@ -256,7 +253,7 @@ bool Cache::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & c
     }
     const auto [s0, s1] = window_.sequences(seq);
     for (int32_t s = s0; s < s1; ++s) {
-        if (!chunked_->can_remove(s, p0, p1, cells)) {
+        if (!bases_->can_remove(s, p0, p1, cells)) {
             return false;
         }
     }
@@ -264,11 +261,11 @@ bool Cache::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & c
 }
 
 int32_t Cache::goes_back_to(int32_t seq, const CellReader & cells) const {
-    if (!chunked_) {
+    if (!bases_->codes_later()) {
         return cells.max_pos_outside(seq, 0, 0) < 0 ? -1 : 0;
     }
     const int32_t to = window_.goes_back_to(seq, cells);
-    return to >= 0 ? std::max(to, chunked_->coded(cells.stream_of(seq))) : to;
+    return to >= 0 ? std::max(to, bases_->coded(cells.stream_of(seq))) : to;
 }
 
 int32_t Cache::resume(int32_t seq, int32_t pos, const CellReader & cells) const {
@@ -287,9 +284,7 @@ bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells
             continue;
         }
         window_.forget(s);
-        if (chunked_) {
-            chunked_->clear(cells.stream_of(s));
-        }
+        bases_->clear(cells.stream_of(s));
     }
     return true;
 }
@@ -311,15 +306,13 @@ bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const Cel
     if (!window_.copy_seq(src, dst, p0, p1, replace)) {
         return false;
     }
-    if (chunked_) { // every sequence has the stream of its number (ChunkedBases::check)
-        chunked_->copy((uint32_t) src, (uint32_t) dst);
-    }
+    bases_->copy((uint32_t) src, (uint32_t) dst); // changing bases: every sequence has the stream of its number
     return true;
 }
 
 void Cache::keep(int32_t seq, const CellReader & cells) {
     settle();
-    for (int32_t s = 0; s < window_.n_seq(); ++s) { // chunks belong to a stream, which has no other sequence
+    for (int32_t s = 0; s < window_.n_seq(); ++s) { // changing bases: a stream has no other sequence
         if (s != seq && cells.stream_of(s) == cells.stream_of(seq)) {
             window_.forget(s);
         }
@@ -327,14 +320,14 @@ void Cache::keep(int32_t seq, const CellReader & cells) {
 }
 
 bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const {
-    return window_.ready(tokens, cells) &&
-           (!chunked_ || (window_.is_complete(tokens, cells) && chunked_->ready(tokens, causal(), window_, cells)));
+    return window_.ready(tokens, cells) && (!bases_->codes_later() || window_.is_complete(tokens, cells)) &&
+           bases_->ready(tokens, causal(), window_, cells);
 }
 
 bool Cache::shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) {
     clear_error(); // callers of void functions read the result from it
-    if (chunked_) {
-        return ChunkedBases::reject_shift();
+    if (!bases_->can_shift()) {
+        return false;
     }
     const auto shifted = [](const auto & nodes) { return nodes && nodes->shifted; };
     if (std::any_of(nodes_.begin(), nodes_.end(), shifted)) {
@@ -435,11 +428,8 @@ void Cache::stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) con
     out.bytes_f16           = elements * 2 + bytes_stock;
     out.bytes_bases         = layout_->bytes_bases;
     out.n_zero_rows         = reports_.n_bad();
-    if (chunked_) {
-        const auto total = chunked_->total();
-        out.bytes_chunks = total.bytes;
-        out.n_chunks     = total.n_chunks;
-    }
+    out.bytes_kv            = bytes_codes + out.bytes_window + bases_->bytes() + bytes_stock;
+    bases_->stats(out);
     for (size_t il = 0; il < nodes_.size(); ++il) {
         const auto & node = nodes_[il];
         if (node && node->owner == (int32_t) il) {
@@ -450,12 +440,13 @@ void Cache::stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) con
         }
     }
     out.window_kinds = window_.kinds();
+    out.bases_kind   = bases_->identity();
     out.n_cells      = n_cells_;
     out.n_stream     = n_stream_;
     out.n_sink       = window_.n_sink();
     out.n_recent     = window_.n_recent();
     out.n_rollback   = window_.n_rollback();
-    out.bpe = (float) (8.0 * (double) (out.bytes_codes + out.bytes_window + out.bytes_chunks) / (double) elements);
+    out.bpe          = (float) (8.0 * (double) (out.bytes_kv - bytes_stock) / (double) elements);
 }
 
 } // namespace subkv

@@ -2,7 +2,7 @@
 // encode -> attend -> combine -> store_window that replace llama.cpp's K/V store and attention.
 #pragma once
 
-#include "chunked.h"
+#include "basis_source.h"
 #include "device.h"
 #include "hook.h"
 #include "layout.h"
@@ -47,7 +47,7 @@ private:
 struct LayerNodes {
     const LayerCodec * codec;
     const Window *     window;
-    ChunkedLayer *     chunked; // nullptr: bases are static
+    const LayerBases * bases;
     NodeReports *      reports;
     int32_t            n_head;
     int32_t            owner;                 // the layer that stores the rows: itself, or another one that it reads
@@ -60,6 +60,7 @@ struct LayerNodes {
     bool               shift_apart    = false;
     ggml_tensor *      shift_keys     = nullptr; // the K cache
     bool               by_rows        = false;   // the cache stores rows, not tiles (cells.h)
+    bool               gathers        = false;   // attend can read a list of chosen cells
     bool               shifted        = false;   // this layer's keys are rotated; other layers' may still be pending
 
     std::unique_ptr<DeviceLayer> device = nullptr; // for a cache on a GPU; nullptr: CPU nodes
@@ -118,15 +119,15 @@ public:
     // Reason why the bases do not belong to this cache's model; "": they do.
     static std::string misfit(const Layout & layout, const CacheDesc & desc);
 
-    void                 stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const;
-    int32_t              n_seq() const { return window_.n_seq(); }
-    const auto &         devices() const { return devices_; } // see subkv_context_devices
-    const Layout *       layout() const { return layout_.get(); }
-    const ChunkedBases * chunked() const { return chunked_.get(); }
+    void                stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const;
+    int32_t             n_seq() const { return window_.n_seq(); }
+    const auto &        devices() const { return devices_; } // see subkv_context_devices
+    const Layout *      layout() const { return layout_.get(); }
+    const BasisSource & bases() const { return *bases_; }
 
     // subkv_read_rows; t: K or V tensor of the coded layer il; head: one of its KV heads.
     int64_t read(const CellReader & cells, const ggml_tensor * t, int32_t il, int64_t head, bool value, int32_t seq,
-                 int32_t first, int64_t n, float * x, int32_t * chunk_of) const;
+                 int32_t first, int64_t n, float * x, int32_t * version_of) const;
 
 private:
     void code(const CacheDesc & desc, const CacheRequest & request); // selects the layers with bases in the layout
@@ -148,7 +149,7 @@ private:
     uint32_t                      n_stream_;
     int32_t                       n_resume_;
     size_t                        elements_per_token_ = 0; // K and V elements of the coded layers
-    std::unique_ptr<ChunkedBases> chunked_;                // null: bases are static
+    std::unique_ptr<BasisSource>  bases_              = std::make_unique<BasisSource>();
     std::string                   devices_;
     NodeReports                   reports_;
 

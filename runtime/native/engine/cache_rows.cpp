@@ -1,6 +1,6 @@
 // cache_rows.cpp: converts cells of a layer to rows and back, for states, whose format has rows only; checks the
 // numbers of a state.
-//   row: all heads, then of chunked layers one chunk byte per head
+//   row: all heads, then the extra bytes of LayerBases
 #include "cache.h"
 #include "error.h"
 

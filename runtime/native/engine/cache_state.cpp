@@ -1,4 +1,4 @@
-// cache_state.cpp: identity of a state, and its exact window and chunks (hook.h).
+// cache_state.cpp: identity of a state, and its exact window and bases (hook.h).
 #include "cache.h"
 #include "error.h"
 
@@ -10,42 +10,38 @@ namespace subkv {
 static constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '6' };
 
 // Requirements of a state besides its layout. n_seq: sequences of a whole-context state, 0: state of one sequence.
-// sides: sides with chunks, 1 K, 2 V; block: positions coded together, 0: no chunks; kinds: Window::kinds().
+// bases: BasisSource::identity(); kinds: Window::kinds().
 struct StateWindow {
-    int32_t  n_sink, n_recent, n_rollback, n_seq, sides, block;
-    uint64_t kinds;
+    int32_t  n_sink, n_recent, n_rollback, n_seq;
+    uint64_t bases, kinds;
 };
 
-static StateWindow state_window(const Window & window, const ChunkedBases * chunked, int32_t seq) {
+static StateWindow state_window(const Window & window, const BasisSource & bases, int32_t seq) {
     if (seq >= window.n_seq()) {
         fail("state: sequence 0 to %d expected, %d found", window.n_seq() - 1, seq);
     }
-    return { window.n_sink(),
-             window.n_recent(),
-             window.n_rollback(),
-             seq < 0 ? window.n_seq() : 0,
-             chunked ? chunked->sides() : 0,
-             chunked ? chunked->block() : 0,
-             window.kinds() };
+    return { window.n_sink(),  window.n_recent(), window.n_rollback(), seq < 0 ? window.n_seq() : 0,
+             bases.identity(), window.kinds() };
 }
 
 std::string Cache::identity() const {
     if (!layout_) {
         return "observed";
     }
-    const StateWindow s    = state_window(window_, chunked_.get(), 0);
+    const StateWindow s    = state_window(window_, *bases_, 0);
     std::string       text = std::string(STATE_MAGIC, sizeof(STATE_MAGIC)) + " " + layout_->fingerprint;
-    for (const int32_t number : { s.n_sink, s.n_recent, s.n_rollback, s.sides, s.block }) {
+    const auto        low = (int32_t) s.bases, high = (int32_t) (s.bases >> 32);
+    for (const int32_t number : { s.n_sink, s.n_recent, s.n_rollback, low, high }) {
         text += " " + std::to_string(number);
     }
     return text + " " + std::to_string(s.kinds);
 }
 
 void Cache::write_head(StateWriter & w, int32_t seq, bool partial) const {
-    if (partial && chunked_) {
-        ChunkedBases::refuse_partial();
+    if (partial) {
+        bases_->check_partial();
     }
-    const StateWindow s = state_window(window_, chunked_.get(), seq);
+    const StateWindow s = state_window(window_, *bases_, seq);
     w.write(STATE_MAGIC, sizeof(STATE_MAGIC));
     w.write(layout_->fingerprint.data(), layout_->fingerprint.size());
     w.write(&s, sizeof(s));
@@ -54,10 +50,10 @@ void Cache::write_head(StateWriter & w, int32_t seq, bool partial) const {
 }
 
 std::vector<uint64_t> Cache::read_head(StateReader & r, int32_t seq, bool partial) const {
-    if (partial && chunked_) {
-        ChunkedBases::refuse_partial();
+    if (partial) {
+        bases_->check_partial();
     }
-    const StateWindow want = state_window(window_, chunked_.get(), seq);
+    const StateWindow want = state_window(window_, *bases_, seq);
     char              magic[sizeof(STATE_MAGIC)];
     r.read(magic, sizeof(magic));
     if (std::memcmp(magic, STATE_MAGIC, sizeof(magic)) != 0) {
@@ -71,8 +67,8 @@ std::vector<uint64_t> Cache::read_head(StateReader & r, int32_t seq, bool partia
     }
     StateWindow found;
     r.read(&found, sizeof(found));
-    if (want.sides != found.sides || want.block != found.block) {
-        ChunkedBases::refuse_sides(want.sides, want.block, found.sides, found.block);
+    if (want.bases != found.bases) {
+        fail("state: %s expected, a state of other bases found; evaluate the prompt again", bases_->describe().c_str());
     }
     if (want.kinds != found.kinds) {
         fail("state: exact rows held as here expected (in halves on a GPU, in integers on a CPU), others found; "
@@ -101,8 +97,8 @@ static std::pair<uint32_t, uint32_t> streams(int32_t seq, uint32_t n_stream) {
 void Cache::write_window(StateWriter & w, int32_t seq) const {
     window_.state_write(w, seq);
     const auto [first, last] = streams(seq, n_stream_);
-    for (uint32_t stream = first; chunked_ && stream < last; ++stream) {
-        chunked_->state_write(w, stream);
+    for (uint32_t stream = first; stream < last; ++stream) {
+        bases_->state_write(w, stream);
     }
 }
 
@@ -110,8 +106,8 @@ void Cache::read_window(StateReader & r, int32_t seq, const std::vector<uint64_t
     try {
         window_.state_read(r, seq, moves, cells);
         const auto [first, last] = streams(seq, n_stream_);
-        for (uint32_t stream = first; chunked_ && stream < last; ++stream) {
-            chunked_->state_read(r, stream, cells.max_pos_outside((int32_t) stream, 0, 0) + 1);
+        for (uint32_t stream = first; stream < last; ++stream) {
+            bases_->state_read(r, stream, cells.max_pos_outside((int32_t) stream, 0, 0) + 1);
         }
     } catch (const std::exception & e) {
         fail("%s", e.what());

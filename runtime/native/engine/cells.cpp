@@ -19,11 +19,10 @@ int64_t encode_cells(const LayerNodes & layer, const Ops & ops, const HeadCodec 
     return n_bad;
 }
 
-void read_cells(const LayerNodes & layer, const Ops & ops, int64_t head, bool value, const ChunkReader * chunks,
-                const int32_t * slot, const uint8_t * tiles, int64_t stride, int64_t n, const int64_t * cells,
-                float * x) {
+void read_cells(const LayerNodes & layer, const Ops & ops, int64_t head, bool value, const uint8_t * tiles,
+                int64_t stride, int64_t n, const int64_t * cells, float * x) {
     if (!layer.by_rows) {
-        read_rows(ops, *layer.codec, head, value, chunks, slot, tiles, stride, n, cells, x);
+        read_rows(ops, *layer.codec, head, value, tiles, stride, n, cells, x);
         return;
     }
     const HeadCodec &          keys = layer.codec->head(head, false); // latent: they include the values
@@ -33,7 +32,7 @@ void read_cells(const LayerNodes & layer, const Ops & ops, int64_t head, bool va
     std::vector<uint8_t>       converted((size_t) ((n + TILE - 1) / TILE * size));
     std::iota(places.begin(), places.end(), (int64_t) 0);
     rows_to_tiles(keys, tiles, stride / TILE, from.data(), n, converted.data());
-    read_rows(ops, *layer.codec, head, value, chunks, slot, converted.data(), size, n, places.data(), x);
+    read_rows(ops, *layer.codec, head, value, converted.data(), size, n, places.data(), x);
 }
 
 } // namespace subkv

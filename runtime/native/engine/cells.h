@@ -14,8 +14,7 @@ int64_t encode_cells(const LayerNodes & layer, const Ops & ops, const HeadCodec 
                      int64_t n, const int64_t * cells, uint8_t * tiles, int64_t stride);
 
 // read_rows from cells of a layer.
-void read_cells(const LayerNodes & layer, const Ops & ops, int64_t head, bool value, const ChunkReader * chunks,
-                const int32_t * slot, const uint8_t * tiles, int64_t stride, int64_t n, const int64_t * cells,
-                float * x);
+void read_cells(const LayerNodes & layer, const Ops & ops, int64_t head, bool value, const uint8_t * tiles,
+                int64_t stride, int64_t n, const int64_t * cells, float * x);
 
 } // namespace subkv

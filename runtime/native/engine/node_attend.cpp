@@ -1,5 +1,4 @@
 // node_attend.cpp: attention to the coded cells, see nodes.cpp.
-#include "attend_chunks.h"
 #include "nodes.h"
 
 #include <algorithm>
@@ -96,7 +95,6 @@ void gather(AttendArgs & a, const int32_t * cells, const LayerNodes & layer, std
 void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const auto &        layer  = *(const LayerNodes *) userdata;
     const auto &        codec  = *layer.codec;
-    const Ops &         ops    = subkv::ops();
     const auto          in     = sources_of<AttendSources>(dst);
     const ggml_tensor * k_view = in.k_view;
     const ggml_tensor * v_view = in.v_view;
@@ -115,7 +113,6 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
 
     static thread_local std::vector<float>   bias_buf, state_buf;
     static thread_local std::vector<uint8_t> open_buf, values_buf, keys_buf;
-    static thread_local ChunkedAttention     chunked;
     uint8_t *                                open = scratch(open_buf, (shared ? 1 : s.block + 1) * TILES);
     MaskRows                                 own; // of one segment at a time
     own.bias        = shared ? nullptr : scratch(bias_buf, s.block * SEGMENT);
@@ -220,14 +217,8 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                 if (codec.latent) {
                     make_values(a, tiles.last - tiles.first, values_buf);
                 }
-                if (layer.chunked) {
-                    chunked.begin(*layer.chunked, first_stream + (uint32_t) stream, h);
-                    chunked.attend(ops, a, tiles_of(k_view, c0 + c, TILE * layer.chunked->chunk_offset(h, false)),
-                                   tiles_of(v_view, c0 + c, TILE * layer.chunked->chunk_offset(h, true)));
-                    chunked.finish(a);
-                } else {
-                    ops.attend(a);
-                }
+                layer.bases->attend(a, first_stream + (uint32_t) stream, h, tiles_of(k_view, c0 + c, 0),
+                                    tiles_of(v_view, c0 + c, 0));
                 for (int64_t r = 0; s.n_split == 1 && r < n_rows; ++r) {
                     merge_softmax(all.m[r], all.z[r], all.acc + r * s.width, later.m[r], later.z[r],
                                   later.acc + r * s.width, a.v->rank);

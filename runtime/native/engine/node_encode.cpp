@@ -154,7 +154,7 @@ void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         const HeadCodec &   head  = codec.head(h, value);
         uint8_t *           tiles = (uint8_t *) cache->data + codec.tile_offset(h, value);
         const FreshRows     fresh = { layer, ops, x, token_rows(in.tokens), h, value };
-        const bool          later = layer.chunked && layer.chunked->covers(value);
+        const bool          later = layer.bases->codes_later(value);
         for (int64_t t = 0, end = 0; t < n; t = end) {
             const int64_t tile = cells[t] / TILE;
             for (end = t + 1; end < n && cells[end] / TILE == tile; ++end) {

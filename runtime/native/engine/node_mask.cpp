@@ -150,7 +150,7 @@ ggml_tensor * build_chosen_mask(const AttnBuild & b) {
 }
 
 ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask) {
-    if (!b.chosen || layer.device || layer.chunked || n_masks(mask) > 1) {
+    if (!b.chosen || !layer.gathers || n_masks(mask) > 1) {
         return nullptr;
     }
     // cost: of a cell in a list, in eighths of its cost when all cells are read (kernels/NOTES.md). With tiles, it is

@@ -90,11 +90,10 @@ public:
 
     // Cells of a tile [n] of head h; tiles: of the layer.
     void cells(int64_t h, const int64_t * cells, int64_t n, const int32_t * of_cells, uint8_t * tiles, int64_t stride) {
-        const LayerCodec & codec       = *layer_.codec;
-        const HeadCodec &  head        = codec.head(h, false);
-        const int32_t      chunk[TILE] = {}; // static bases
-        uint8_t *          of_head     = tiles + codec.tile_offset(h, false);
-        read_cells(layer_, ops_, h, false, nullptr, chunk, of_head, stride, n, cells, x_.data());
+        const LayerCodec & codec   = *layer_.codec;
+        const HeadCodec &  head    = codec.head(h, false);
+        uint8_t *          of_head = tiles + codec.tile_offset(h, false);
+        read_cells(layer_, ops_, h, false, of_head, stride, n, cells, x_.data());
         without_gamma(codec, h, n * codec.d_k, x_.data());
         for (int64_t i = 0; i < n; ++i) {
             rotation_(x_.data() + i * codec.d_k, of_cells[i]);

@@ -34,17 +34,6 @@ struct ProjectSources {
     ggml_tensor * mask_node; // or nullptr
 };
 
-struct EncodeBlocksSources {
-    ggml_tensor * fresh;
-    ggml_tensor * window;
-    ggml_tensor * slots;
-    ggml_tensor * tokens;
-    ggml_tensor * k_cache;
-    ggml_tensor * v_cache;
-    ggml_tensor * k_idxs;
-    ggml_tensor * k_view; // for its shape
-};
-
 struct AttendSources {
     ggml_tensor * q;
     ggml_tensor * queries; // projected; on a GPU fresh, since attend projects them there

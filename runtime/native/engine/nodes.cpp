@@ -2,7 +2,7 @@
 //
 //   encode        k, v -> codes at their cells; also rounds k, v to half precision ("fresh" rows) and projects q
 //   mask          once for all layers, if the batch has few tokens: the values that attend adds to logits
-//   encode_blocks only in chunked layers: codes tokens that have left the exact window, in blocks (instead of encode)
+//   (encode)      of sides that code later, the node of LayerBases::build_encode
 //   attend        query x coded cells -> partial (m, z, sum of value coefficients) per split of the cells
 //   combine       merges the splits, multiplies by D_v, adds the exact window (fresh and stored rows) and attention
 //                 sinks, normalises
@@ -242,13 +242,7 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
             rows.fresh = typed_view(ctx, both, GGML_TYPE_F16, width, s.n_tokens, 0);
             queries    = typed_view(ctx, both, GGML_TYPE_F32, query_width(layer), n_query, result.queries_at);
         }
-        rows.written = rows.fresh;
-        if (layer.chunked) { // never a GPU's
-            const EncodeBlocksSources moved = { rows.fresh, window,    inputs.slots, inputs.tokens,
-                                                b.k_cache,  b.v_cache, b.k_idxs,     b.k_view };
-            rows.written =
-                custom(GGML_TYPE_F32, 1, 1, moved, guarded_op<encode_blocks_op>, NodeKind::ENCODE, "encode_blocks");
-        }
+        rows.written   = layer.bases->build_encode(layer, b, rows.fresh);
         rows.n_readers = layer.n_readers;
     } else {
         rows = b.inputs->shared.at(layer.owner);

@@ -1,7 +1,6 @@
 // nodes.h: shared by the graph nodes of a coded layer (nodes.cpp: store_window and the graph; node_*.cpp: the others).
 #pragma once
 
-#include "chunked.h"
 #include "cache.h"
 #include "node_sources.h"
 #include "subkv/recent.h"
@@ -194,10 +193,9 @@ ggml_tensor * build_prompt(LayerNodes & layer, const AttnBuild & b, ggml_tensor 
 ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask);
 MaskRows      mask_rows(const ggml_tensor * node, int64_t n_kv);
 
-void encode_blocks_op(ggml_tensor * dst, int ith, int nth, void * userdata); // LayerNodes with chunks
-void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata);        // LayerNodes
-void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata);       // LayerNodes
-void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata);        // LayerNodes
-void project_op(ggml_tensor * dst, int ith, int nth, void * userdata);       // LayerNodes, without rows of their own
+void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata);  // LayerNodes
+void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata); // LayerNodes
+void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata);  // LayerNodes
+void project_op(ggml_tensor * dst, int ith, int nth, void * userdata); // LayerNodes, without rows of their own
 
 } // namespace subkv

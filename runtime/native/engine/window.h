@@ -74,7 +74,7 @@ public:
     void forget(int32_t seq);                         // all positions
     void forget(int32_t seq, int32_t p0, int32_t p1); // positions [p0, p1)
 
-    // For chunks, whose tokens have no codes before they leave the window. stays_complete: after a removal of [p0, p1)
+    // For bases that code tokens after they leave the window. stays_complete: after a removal of [p0, p1)
     // the window has all rows of the next token's. goes_back_to: as CacheHook's. is_complete: it has all rows that these
     // tokens attend to. The first and the last report what is missing.
     bool    stays_complete(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const;
@@ -102,7 +102,7 @@ public:
     std::vector<uint64_t> moves(int32_t seq) const;
 
     // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens`, and records its rows as stored. Slots list the
-    // keys that the tokens attend to exactly, and the key that left the window last (chunks are coded up to it). Cells
+    // keys that the tokens attend to exactly, and the key that left the window last (bases that code later code up to it). Cells
     // within the window without a row get MAX_POSITION in Inputs::cell_pos, so that all tokens read their codes.
     void set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, const CellReader & cells);
     bool holds(int32_t seq, int32_t pos) const; // true: the window has the exact row

@@ -179,15 +179,15 @@ const llama_subkv::model_source & llama_subkv::source_of(const llama_model & mod
     return found == sources.end() ? none : found->second;
 }
 
-// true: the cache has adaptive bases; not every tail can be removed without damage to a chunk
-static bool has_chunks(const subkv::CacheHook * hook) {
+// true: not every tail can be removed (BasisSource::codes_later)
+static bool keeps_tails(const subkv::CacheHook * hook) {
     return hook && hook->facts().n_rollback >= 0;
 }
 
 llama_pos llama_subkv::pos_min(const llama_memory_i & memory, llama_seq_id seq) {
     const llama_pos first = memory.seq_pos_min(seq);
     const auto *    hook  = hook_of(&memory);
-    if (first < 0 || !has_chunks(hook)) {
+    if (first < 0 || !keeps_tails(hook)) {
         return first;
     }
     const struct caches caches = caches_of(&memory);
@@ -202,7 +202,7 @@ llama_pos llama_subkv::pos_min(const llama_memory_i & memory, llama_seq_id seq) 
 uint32_t llama_subkv::n_rs_seq(const llama_context & ctx) {
     const uint32_t snapshots = ctx.get_cparams().n_rs_seq;
     const auto *   hook      = hook_of(ctx.get_memory());
-    if (!has_chunks(hook)) {
+    if (!keeps_tails(hook)) {
         return snapshots;
     }
     const auto n_rollback = (uint32_t) std::max(1, hook->facts().n_rollback);

@@ -217,11 +217,11 @@ struct CacheFacts {
     };
 
     bool        coded      = false; // false: rows stay ordinary, the layers are only observed
-    bool        shifts     = true;  // positions may move; false: chunks
+    bool        shifts     = true;  // positions may move
     bool        moves      = false; // SUBKV_STORE_MOVED is set
-    int32_t     n_rollback = -1; // number of last tokens that a sequence of any length can remove; -1: all (no chunks)
-    int64_t     n_slots    = 0;  // of the exact window
-    std::string identity;        // of states: the layout and the window
+    int32_t     n_rollback = -1;    // number of last tokens that a sequence of any length can remove; -1: all
+    int64_t     n_slots    = 0;     // of the exact window
+    std::string identity;           // of states: the layout and the window
 
     std::map<int32_t, Layer>                     layers;       // by il, without a sliding half
     std::map<ggml_backend_buffer_type_t, size_t> bytes_beside; // memory besides the cells, by type of buffer
@@ -244,7 +244,7 @@ public:
     //
 
     virtual void clear() = 0;
-    // Checks the removal of [p0, p1) of a sequence (-1: every sequence). false: chunks need the rows; reports it.
+    // Checks the removal of [p0, p1) of a sequence (-1: every sequence). false: codes need the rows; reports it.
     virtual bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const = 0;
     // Called before the removal. false: rejected, as by can_remove.
     virtual bool remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) = 0;
@@ -252,7 +252,7 @@ public:
     virtual bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const CellReader & cells) = 0;
     // Removes the other sequences of the stream.
     virtual void keep(int32_t seq, const CellReader & cells) = 0;
-    // Checks that a batch's tokens have positions of their own; chunks: that no exact row is missing. Reports it.
+    // Checks that a batch's tokens have positions of their own and that no exact row is missing. Reports it.
     virtual bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const = 0;
     // The smallest next position after a removal of the sequence's tail: 0 .. last position + 1; -1: the sequence is
     // empty.

@@ -65,8 +65,8 @@ struct llama_subkv {
     static void loaded(const llama_model & model, const std::string & path, const llama_model_loader & loader);
     static const model_source & source_of(const llama_model & model);
 
-    // With adaptive bases, the context's answers about the removal of a tail, as for a recurrent model: a sequence must
-    // keep positions up to pos_min; it can always remove its last n_rs_seq tokens.
+    // Where not every tail can be removed, the context's answers about that, as for a recurrent model: a sequence must keep
+    // positions up to pos_min; it can always remove its last n_rs_seq tokens.
     static llama_pos pos_min(const llama_memory_i & memory, llama_seq_id seq);
     static uint32_t  n_rs_seq(const llama_context & ctx);
     // As CacheHook::resume; `pos` where recurrent state or a sliding window cannot return to an earlier position, 0 where

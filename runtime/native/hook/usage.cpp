@@ -39,7 +39,7 @@ void add_coded(llama_context * ctx, llama_subkv_usage & usage) {
     }
     usage.type      = "subkv";
     usage.bits      = stats.bpe;
-    usage.bytes     = stats.bytes_codes + stats.bytes_window + stats.bytes_chunks + stats.bytes_stock;
+    usage.bytes     = stats.bytes_kv;
     usage.bytes_f16 = stats.bytes_f16;
     usage.n_bad     = stats.n_zero_rows;
 }

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from each import each
 
 from converter.plots import figure as plots
-from research.experiments import cli, oja, rotary, verdicts
+from research.experiments import cli, oja, quality, rotary, verdicts
 from research.experiments.quality import half_exact
 from subkv.base.errors import SubkvError
 from subkv.format.calibration import read_calibration
@@ -128,10 +128,21 @@ def test_subspaces_follow(results: dict[str, Any]) -> None:
 
 def test_rotary_pairs_retain_more_energy(results: dict[str, Any]) -> None:
     rows = {(row["text"], row["basis"], row["space"]): row["rank"] for row in results["rotary"]["rows"]}
-    assert len(rows) == 2 * 2 * 3
+    assert len(rows) == 2 * 4 * 3
     for text in ("words.txt", "digits.txt"):
         after, pairs, before = (rows[text, "adaptive", space] for space in (rotary.AFTER, rotary.PAIRS, rotary.BEFORE))
         assert before < pairs < after < 1.0
+
+
+def test_anchors_follow(results: dict[str, Any]) -> None:
+    """A basis that looks ahead loses less; every text has every variant of `anchoring`."""
+    rows = {(row["text"], row["basis"], row["space"]): row["rank"] for row in results["rotary"]["rows"]}
+    for text in ("words.txt", "digits.txt"):
+        assert rows[text, rotary.AHEAD, rotary.AFTER] < rows[text, rotary.TRAILING, rotary.AFTER]
+    anchored = results["anchoring"]["rows"]
+    assert [row["name"] for row in anchored] == 2 * ["static 4", *quality.ANCHORS]
+    assert all(0.0 < row["mean_kld"] < 1.0 for row in anchored)
+    assert all(row["chunks_opened"] > 0.0 for row in anchored if row["name"] in quality.ANCHORS)
 
 
 def test_oja_follows(results: dict[str, Any]) -> None:

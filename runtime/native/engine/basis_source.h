@@ -1,0 +1,84 @@
+// basis_source.h: the bases that code a context's cells. The engine asks these classes for everything that depends on
+// how bases change over a text. They are themselves the static bases of the file, which never change; another source
+// derives from them (runtime/native/adapt, left out of a build with -DSUBKV_ADAPT=OFF).
+#pragma once
+
+#include "hook.h"
+#include "layout.h"
+#include "subkv.h"
+#include "subkv/ops.h"
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace subkv {
+
+struct LayerNodes;
+class Window;
+
+// The bases of one layer.
+class LayerBases {
+public:
+    virtual ~LayerBases() = default;
+
+    // true: encode leaves the rows of this side to the node of build_encode, which codes them later.
+    virtual bool codes_later(bool value) const;
+    // Bytes that a cell's row has after the codes of all heads.
+    virtual size_t extra_bytes(bool value) const;
+    // The node after which attend runs; fresh: encode's. Layers on a GPU have static bases.
+    virtual ggml_tensor * build_encode(LayerNodes & layer, const AttnBuild & b, ggml_tensor * fresh) const;
+    // Ops::attend(args) for one head and cells of one stream. k_tiles, v_tiles: tiles of all heads, from args' first
+    // cell on.
+    virtual void attend(const AttendArgs & args, uint32_t stream, int64_t head, const uint8_t * k_tiles,
+                        const uint8_t * v_tiles) const;
+
+    // Positions below it are coded, if this side codes later.
+    virtual int32_t coded(uint32_t stream, int64_t head, bool value) const;
+    // x [n][d] of cells [n] as in read_rows; tiles: of all heads; version [n]: which of the bases over time codes the
+    // cell, 0: the file's.
+    virtual void read(const LayerNodes & layer, uint32_t stream, int64_t head, bool value, const uint8_t * tiles,
+                      int64_t stride, int64_t n, const int64_t * cells, float * x, int32_t * version) const;
+};
+
+// The bases of one context.
+class BasisSource {
+public:
+    virtual ~BasisSource() = default;
+
+    virtual const LayerBases & layer(int32_t il) const;
+    // true: a token gets its code after it has left the exact window. Then not every tail can be removed, positions do
+    // not move, and the window has halves, from which the codes are computed.
+    virtual bool codes_later() const;
+
+    // Of the methods that check, those that return bool set the error and return false.
+    virtual void    clear(uint32_t stream);
+    virtual int32_t coded(uint32_t stream) const; // positions below it have made the bases what they are and stay
+    virtual void    copy(uint32_t src, uint32_t dst);
+    virtual bool    can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const;
+    virtual bool    can_shift() const;
+    virtual bool    ready(const std::vector<TokenDesc> & tokens, bool causal, const Window & window,
+                          const CellReader & cells) const;
+
+    // States have whatever the source remembers of a stream. identity: differs between sources that cannot read each
+    // other's states, 0: static. describe: for errors. check_partial throws Invalid if states cannot be partial.
+    // state_read: n_pos positions have cells; throws std::runtime_error, the stream is then empty.
+    virtual uint64_t    identity() const;
+    virtual std::string describe() const;
+    virtual void        check_partial() const;
+    virtual void        state_write(StateWriter & w, uint32_t stream) const;
+    virtual void        state_read(StateReader & r, uint32_t stream, int32_t n_pos);
+
+    virtual size_t bytes() const;                  // of memory for changing bases
+    virtual void   stats(subkv_stats & out) const; // adds the fields about them
+};
+
+// Creates the bases of a context. Throws Invalid if its model, window or streams do not allow them.
+using MakeBases = std::function<std::unique_ptr<BasisSource>(const Layout &, const Window &, const CacheDesc &)>;
+
+// The bases that these parameters, or the environment and the file, request. Throw Invalid.
+MakeBases bases_of(const subkv_cache_params & params);
+MakeBases bases_of_environment(const Layout & layout);
+
+} // namespace subkv
