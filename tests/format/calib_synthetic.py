@@ -11,7 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from subkv.engine.observer import ACCUMULATE, SAMPLE, ObservedLayer
-from subkv.format.calibration import Calibration, LayerShape, LayerStats, TextSource
+from subkv.format.calibration import (
+    Calibration,
+    LayerSensitivity,
+    LayerShape,
+    LayerStats,
+    Sensitivity,
+    TextSource,
+)
 
 F64 = NDArray[np.float64]
 DEMO_SHAPE = {"n_head": 4, "n_head_kv": 2, "d_k": 32, "d_v": 32}
@@ -167,3 +174,19 @@ def text_bytes(n: int, seed: int = 0) -> bytes:
 
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def sensitive(n_layer: int = 3, **shape: Any) -> Calibration:
+    """Random statistics with random sensitivities, two decades apart from layer to layer."""
+    calibration = random_calibration(n_layer, **shape)
+    rng = np.random.default_rng(1)
+
+    def moments(il: int, heads: int, d: int) -> Any:
+        return 0.1 * 100.0**-il * np.stack([random_moment(rng, d) for _ in range(heads)])
+
+    layers = []
+    for stats in calibration.layers:
+        il, heads, d_k, d_v = stats.shape.il, stats.shape.n_head_kv, stats.shape.d_k, stats.shape.d_v
+        k, k0, v, v0 = (moments(il, heads, d) for d in (d_k, d_k, d_v, d_v))
+        layers.append(replace(stats, sensitivity=LayerSensitivity(k=k, v=v, k0=k0, v0=v0)))
+    return replace(calibration, layers=tuple(layers), sensitivity=Sensitivity("fisher", 1000, 128, 2048))

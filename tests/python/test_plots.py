@@ -19,10 +19,10 @@ from converter.plots.frontier import frontier, frontier_figure
 from runtime import cli, inspect
 from runtime.plot import read_results
 from subkv.base.errors import SubkvError
-from subkv.format.calibration import Calibration, LayerSensitivity, Sensitivity, read_calibration
+from subkv.format.calibration import Calibration, read_calibration
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "format"))
-from calib_synthetic import random_calibration, random_moment
+from calib_synthetic import random_calibration, sensitive
 
 Models = Callable[..., Path]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -55,22 +55,6 @@ COMPARED = [
     row("q8_0/q4_0", 6.5, 0.02),
     row("f16 (flash attention off)", 16.0, 0.0031),
 ]
-
-
-def sensitive(n_layer: int = 3, **shape: Any) -> Calibration:
-    """Random statistics with random sensitivities, two decades apart from layer to layer."""
-    calibration = random_calibration(n_layer, **shape)
-    rng = np.random.default_rng(1)
-
-    def moments(il: int, heads: int, d: int) -> Any:
-        return 0.1 * 100.0**-il * np.stack([random_moment(rng, d) for _ in range(heads)])
-
-    layers = []
-    for stats in calibration.layers:
-        il, heads, d_k, d_v = stats.shape.il, stats.shape.n_head_kv, stats.shape.d_k, stats.shape.d_v
-        k, k0, v, v0 = (moments(il, heads, d) for d in (d_k, d_k, d_v, d_v))
-        layers.append(replace(stats, sensitivity=LayerSensitivity(k=k, v=v, k0=k0, v0=v0)))
-    return replace(calibration, layers=tuple(layers), sensitivity=Sensitivity("fisher", 1000, 128, 2048))
 
 
 def texts(axis: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Moves rows of evaluated tokens in a session (llama-subkv-move.h)."""
+"""Moves rows of evaluated tokens in a session (llama-subkv-programs.h)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a run of tokens move behind another beginning (llama-subkv-move.h), as on an f16 cache."""
+"""Rows of a run of tokens move behind another beginning (llama-subkv-programs.h), as on an f16 cache."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from subkv.base import hub
 from subkv.base.closed import mark_closed
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError, concerning
 from subkv.base.text import printable
-from subkv.engine import shift, states
+from subkv.engine import states
 from subkv.engine.cache import CacheChoice, CacheOptions, attached, choose_cache, creation_error, flash_attention
 from subkv.engine.drafts import (
     CheckedDrafts,
@@ -46,7 +46,7 @@ from subkv.engine.stats import KVStats, cache_line, context_stats
 from subkv.format.adapt import AdaptStats, adapt_stats, report
 from subkv.format.window import Window
 from subkv.native import library
-from subkv.native.binding import C, captured_log, last_log_error, llama_cpp, loading
+from subkv.native.binding import C, captured_log, last_error, last_log_error, llama_cpp, loading
 from subkv.native.gguf import check_model_file, sha256
 from subkv.native.store import Found
 
@@ -326,7 +326,14 @@ class Llama(llama_cpp.Llama):
 
     def require_shift(self, key: str) -> None:
         """Raises SubkvError about `key` if this model or cache does not support discard()."""
-        shift.require(self, key)
+        context = self._ctx
+        plain = context.memory is not None and context.checkpoints is None
+        if not plain or not C.llama_memory_can_shift(context.memory):
+            raise SubkvError(
+                key,
+                "expected a model and a cache whose positions can move, found others (recurrent state, positions of "
+                "several numbers, or adaptive bases); omit it",
+            )
 
     def discard(self, n_keep: int, n_discard: int) -> None:
         """Remove n_discard tokens after the first n_keep, and shift the later ones (llama.cpp's context shift).
@@ -337,7 +344,22 @@ class Llama(llama_cpp.Llama):
         """
         with self._ctx.exclusive():
             self._pictures.require_none(self.n_tokens, "", "a shift of tokens")
-            shift.discard(self, n_keep, n_discard, self._logits_all)
+            context, n, n_remaining = self._ctx, self.n_tokens, self.n_tokens - n_discard
+            if n_keep < 0 or not 0 < n_discard <= n - n_keep:
+                raise CacheError(
+                    "n_discard", f"expected tokens after {n_keep} of {n} in the context, found {n_discard}"
+                )
+            if context.checkpoints is not None:
+                raise CacheError("n_discard", "expected a model that can remove tokens, found one with recurrent state")
+            ids = self.input_ids[n_keep + n_discard : n].copy()
+            self.n_tokens = 0  # an error leaves an empty context
+            if not (context.kv_cache_seq_rm(0, n, -1) and context.kv_cache_seq_rm(0, n_keep, n_keep + n_discard)):
+                raise CacheError("n_discard", last_error() or "expected a cache that can remove tokens, found another")
+            context.kv_cache_seq_shift(0, n_keep + n_discard, n, -n_discard)
+            self.input_ids[n_keep:n_remaining] = ids
+            if self._logits_all:
+                self.scores[n_keep:n_remaining] = self.scores[n_keep + n_discard : n].copy()
+            self.n_tokens = n_remaining
             self._clean = False
 
     def sample(self, *args: Any, idx: int | None = None, **kwargs: Any) -> int:

@@ -79,11 +79,6 @@ class Model:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def description(self) -> str:
-        buffer = ctypes.create_string_buffer(256)
-        C.llama_model_desc(self.handle, buffer, len(buffer))
-        return buffer.value.decode("utf-8", "replace")
-
     def meta(self, key: str) -> str:
         """A value of the file's metadata as text, "" if missing."""
         return model_meta(self.handle, key)

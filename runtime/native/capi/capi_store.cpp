@@ -1,6 +1,6 @@
 // capi_store.cpp: subkv_store.h.
 #include "error.h"
-#include "llama-subkv-store.h"
+#include "llama-subkv-programs.h"
 #include "model_file.h"
 #include "prefix_store.h"
 #include "sha256.h"

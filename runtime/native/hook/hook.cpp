@@ -1,7 +1,6 @@
 // hook.cpp: connects llama.cpp's internals to hook.h. Part of libllama; the logic is in libsubkv.
 #include "llama-subkv-cells.h"
 #include "llama-subkv-programs.h"
-#include "llama-subkv-usage.h"
 
 #include "llama-context.h"
 #include "llama-graph.h"

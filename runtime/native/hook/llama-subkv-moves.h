@@ -2,9 +2,7 @@
 // is moved, not evaluated (SUBKV_STORE_MOVED). Part of llama-subkv-server.h.
 #pragma once
 
-#include "llama-subkv-move.h"
 #include "llama-subkv-programs.h"
-#include "llama-subkv-store.h"
 #include "token_runs.h"
 
 // (of llama.cpp's tools/server)

@@ -3,7 +3,9 @@
 #pragma once
 
 #include "llama.h"
+#include "subkv_store.h"
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -51,3 +53,100 @@ LLAMA_API std::string llama_subkv_refusal(const std::string & host, const std::s
 // signal ends the process. Call it once.
 using llama_subkv_signal_fn = void (*)(int);
 LLAMA_API llama_subkv_signal_fn llama_subkv_in_thread(llama_subkv_signal_fn handler);
+
+//
+// size of a server's K/V cache and counters of its prompt store, for /props and /metrics
+//
+
+struct llama_subkv_usage {
+    std::string type      = "none"; // "subkv"; a ggml type, "K/V" if the two differ; "other": sparse
+    std::string kernel    = "";     // kernels for attention on coefficients
+    double      bits      = 0;      // per K/V element, of coded layers if there are any, with exact window; 0: "other"
+    uint64_t    bytes     = 0;      // as allocated
+    uint64_t    bytes_f16 = 0;      // size in f16; 0: "other"
+    uint64_t    n_cells   = 0;      // capacity in tokens, all sequences
+    uint64_t    n_bad     = 0;      // rows of a head, K or V, that were not finite and could not be coded
+    bool        freed     = false;  // the context is freed
+};
+
+// Sets the usage from a server's context; nullptr: it is freed. Call it on the thread that created the context.
+LLAMA_API void llama_subkv_usage_set(llama_context * ctx);
+// Updates n_bad, if the usage is of this context. Does not consider rows on GPUs, which only llama_subkv_usage_set reads.
+void llama_subkv_usage_bad(const llama_context * ctx, uint64_t n_bad);
+// Any thread may call it.
+LLAMA_API llama_subkv_usage llama_subkv_usage_get(void);
+// The same and the counters of the prompt store, in the text format of Prometheus.
+LLAMA_API std::string llama_subkv_usage_metrics(void);
+
+//
+// the prompt store on disk (docs/programs.md), for llama-server; without SUBKV_STORE it stores nothing and does not load
+// libsubkv
+//
+
+// Opens the folder of SUBKV_STORE at the first call and logs the result once. false: no folder, or it cannot be used.
+LLAMA_API bool llama_subkv_store_on(void);
+// Forgets what is known of the models and sequences of earlier contexts. A model's file may have changed since then.
+LLAMA_API void llama_subkv_store_forget(void);
+
+// The longest tail of a restored sequence that can be removed without a checkpoint; -1: any.
+LLAMA_API int64_t llama_subkv_store_removable(const llama_context * ctx);
+
+// Everything that affects the bytes of a context's states, except LoRA weights and control vectors, as text. content: the
+// content hash of the model at a path.
+LLAMA_API std::string llama_subkv_state_identity(const llama_context * ctx,
+                                                 std::string (*content)(const std::string & path));
+
+// Stores the prompt of sequence `seq` in a context and in the draft model's context (or nullptr). prompt.state: its
+// states; empty: read them from the contexts. Stores nothing if the sequence does not consist of these tokens, if LoRA
+// weights or control vectors are loaded, or if the same sequence was stored before. at_end: stores it even then, and
+// waits for space.
+LLAMA_API void llama_subkv_store_put(llama_context * ctx, llama_context * draft, int32_t seq, subkv_store_prompt prompt,
+                                     bool at_end);
+
+// Seconds until an idle sequence should be stored, so that a killed server loses little; 0: now; negative: nothing new
+// to store. A copy of the states blocks requests. The copy is due at once if it takes less than a tenth of the
+// evaluation time since the last copy; else after an idle time (`idle`, seconds) of ten times its duration.
+LLAMA_API double llama_subkv_store_wait(llama_context * ctx, llama_context * draft, int32_t seq, const int32_t * tokens,
+                                        int64_t n_tokens, double idle);
+// wake: sets the time until an idle server stores a prompt (negative: never). due: true after this time.
+LLAMA_API void llama_subkv_store_wake(const llama_context * ctx, double seconds);
+LLAMA_API bool llama_subkv_store_due(void);
+
+// Returns the prompt of at most n_max tokens whose prefix saves evaluation beyond n_held tokens; nullptr: none. n_moved:
+// as in subkv_store_query. `free` follows. restored: sequence `seq` (-1: none) has the prompt; else the cache rejected
+// its state.
+LLAMA_API subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * draft, const int32_t * tokens,
+                                                    int64_t n_tokens, int64_t n_held, int64_t n_max, int64_t n_moved);
+LLAMA_API const subkv_store_prompt * llama_subkv_store_prompt(const subkv_store_found * found);
+LLAMA_API void                       llama_subkv_store_free(subkv_store_found * found, int32_t seq, bool restored);
+
+// Waits at most 30 seconds until all writes are complete.
+LLAMA_API void llama_subkv_store_flush(void);
+
+// Any thread may call it. false: there is no store.
+LLAMA_API bool llama_subkv_store_stats(subkv_store_stats & stats);
+
+//
+// moves the rows of evaluated tokens to other positions, behind another beginning (SUBKV_STORE_MOVED)
+//
+
+// The rows of a run of tokens, outside a cache.
+struct llama_subkv_run;
+
+extern "C" {
+
+// true: SUBKV_STORE_MOVED is set, and positions of this context's cells may change. draft: of the draft model, or NULL.
+// report: logs it, or the reason why nothing moves.
+LLAMA_API bool llama_subkv_moves(const llama_context * ctx, const llama_context * draft, bool report);
+
+// Copies the rows of n positions from `first` on: of a sequence, or of a sequence's state. NULL: they are not all
+// there, the state does not belong to this cache, or memory is short; the reason is logged.
+LLAMA_API llama_subkv_run * llama_subkv_run_of_sequence(llama_context * ctx, int32_t seq, int32_t first, int32_t n);
+LLAMA_API llama_subkv_run * llama_subkv_run_of_state(llama_context * ctx, const void * state, size_t size,
+                                                     int32_t first, int32_t n);
+LLAMA_API void              llama_subkv_run_free(llama_subkv_run * rows);
+
+// Puts the rows behind position pos - 1, the last one of a sequence. Their keys rotate before the next decode; their
+// tokens have codes and no exact rows. false: there is no room; the sequence stays as it is, and the reason is logged.
+LLAMA_API bool llama_subkv_append(llama_context * ctx, int32_t seq, int32_t pos, const llama_subkv_run * rows);
+}

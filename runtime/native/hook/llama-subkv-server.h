@@ -4,8 +4,6 @@
 
 #include "llama-subkv-moves.h"
 #include "llama-subkv-programs.h"
-#include "llama-subkv-store.h"
-#include "llama-subkv-usage.h"
 
 // (of llama.cpp's tools/server)
 #include "server-task.h"

@@ -1,5 +1,5 @@
-// move.cpp: see llama-subkv-move.h. Part of libllama.
-#include "llama-subkv-move.h"
+// move.cpp: see llama-subkv-programs.h. Part of libllama.
+#include "llama-subkv-programs.h"
 
 #include "llama-subkv-body.h"
 #include "llama-subkv-cells.h"

@@ -1,8 +1,7 @@
-// store.cpp: see llama-subkv-store.h. Part of libllama.
-#include "llama-subkv-store.h"
+// store.cpp: see llama-subkv-programs.h. Part of libllama.
+#include "llama-subkv-programs.h"
 
 #include "llama-subkv-library.h"
-#include "llama-subkv-move.h"
 #include "llama-subkv.h"
 #include "store_hook.h"
 

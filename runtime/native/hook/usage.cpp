@@ -1,8 +1,7 @@
-// usage.cpp: see llama-subkv-usage.h. Part of libllama.
-#include "llama-subkv-usage.h"
+// usage.cpp: see llama-subkv-programs.h. Part of libllama.
+#include "llama-subkv-programs.h"
 
 #include "llama-subkv-library.h"
-#include "llama-subkv-store.h"
 #include "llama-subkv.h"
 #include "subkv.h"
 
