@@ -150,12 +150,11 @@ def load() -> ctypes.CDLL:
     folder = lib_dir()
     llama = _bind_llama(folder)
     lib = ctypes.CDLL(str(folder / f"libsubkv{SUFFIX}"))
-    # Both must use one libllama and one ggml. dlsym also searches the libraries that a library links; Windows does not,
-    # and links the libllama.dll that the process has loaded.
-    for name in () if sys.platform == "win32" else ("llama_init_from_model", "ggml_init"):
-        if len({ctypes.cast(getattr(library, name), _ptr).value for library in (lib, llama)}) > 1:
-            raise ImportError(f"libsubkv{SUFFIX}: expected {name} of {folder}, found it bound to another library")
-    survive_forks(lib)
+    # Both must use one ggml. dlsym also searches the libraries that a library links; Windows does not, and links the
+    # libggml-base.dll that the process has loaded.
+    if sys.platform != "win32" and len({ctypes.cast(of.ggml_init, _ptr).value for of in (lib, llama)}) > 1:
+        raise ImportError(f"libsubkv{SUFFIX}: expected ggml_init of {folder}, found it bound to another library")
+    survive_forks(llama)
     return declare(lib, SIGNATURES)
 
 

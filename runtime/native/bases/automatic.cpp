@@ -12,8 +12,10 @@
 #include "cache.h"
 #include "error.h"
 #include "layout_keys.h"
+#include "log_line.h"
 #include "model_file.h"
 #include "request.h"
+#include "variables.h"
 
 #include <algorithm>
 #include <atomic>
@@ -35,10 +37,10 @@ const char * set_variable(const char * name) {
 
 // The request for a cache with these bases, from the other variables.
 CacheRequest request_of(const std::shared_ptr<const Layout> & layout) {
-    const int32_t n_sink     = number_of("SUBKV_SINK", MAX_SINK);
-    const int32_t n_recent   = number_of("SUBKV_RECENT", MAX_RECENT);
-    const int32_t n_rollback = number_of("SUBKV_ROLLBACK", MAX_RECENT);
-    CacheRequest  request(layout, { n_sink, n_recent, n_rollback, nullptr });
+    const auto   n_sink     = (int32_t) number_of("SUBKV_SINK", 0, MAX_SINK, -1);
+    const auto   n_recent   = (int32_t) number_of("SUBKV_RECENT", 0, MAX_RECENT, -1);
+    const auto   n_rollback = (int32_t) number_of("SUBKV_ROLLBACK", 0, MAX_RECENT, -1);
+    CacheRequest request(layout, { n_sink, n_recent, n_rollback, nullptr });
     request.chunks = chunks_of_environment(*layout);
     return request;
 }
@@ -71,7 +73,7 @@ std::string file_of_bases(const std::string & model) {
 std::nullptr_t ordinary(const CacheDesc & desc, const std::string & why) {
     if (!desc.no_alloc) {
         const std::string v = desc.type_v == desc.type_k ? "" : std::string("/") + ggml_type_name(desc.type_v);
-        llama_subkv_log("ordinary " + (ggml_type_name(desc.type_k) + v) + " K/V cache: " + why);
+        log_line("ordinary " + (ggml_type_name(desc.type_k) + v) + " K/V cache: " + why);
     }
     return nullptr;
 }
@@ -117,15 +119,15 @@ void report(const CacheDesc & desc, const Cache & cache, const std::string & fil
                   "coded K/V cache, %.2f bits per element, %.1f MiB (f16: %.1f), %u layers: ", (double) stats.bpe,
                   (double) (stats.bytes_codes + stats.bytes_window) / (1 << 20), (double) stats.bytes_f16 / (1 << 20),
                   stats.n_layer_coded);
-    llama_subkv_log(line + file);
+    log_line(line + file);
 }
 
 // Logs once per process that nothing protects the bases of an old file.
 void note_version(const Layout & layout, const CacheDesc & desc, const std::string & file) {
     static std::atomic<bool> noted{ false };
     if (layout.version == FORMAT_WITHOUT_DIGEST && !desc.no_alloc && !noted.exchange(true)) {
-        llama_subkv_log(file + ": format version " + std::to_string(layout.version) +
-                        " has no checksum; `subkv convert` writes version " + std::to_string(FORMAT_VERSION));
+        log_line(file + ": format version " + std::to_string(layout.version) +
+                 " has no checksum; `subkv convert` writes version " + std::to_string(FORMAT_VERSION));
     }
 }
 
@@ -139,7 +141,7 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
             throw Invalid(why);
         }
         if (!desc.no_alloc) {
-            llama_subkv_log(why);
+            log_line(why);
         }
         return nullptr;
     }

@@ -2,7 +2,6 @@
 #include "model_file.h"
 
 #include "layout_keys.h"
-#include "llama.h"
 #include "sha256.h"
 #include "subkv.h"
 
@@ -24,9 +23,8 @@ namespace subkv {
 
 namespace {
 
-constexpr uint64_t SAMPLE         = 4096; // bytes
-constexpr size_t   DIGITS         = 12;   // of a content hash, in a file's name
-constexpr size_t   MAX_PATH_BYTES = 4096;
+constexpr uint64_t SAMPLE = 4096; // bytes
+constexpr size_t   DIGITS = 12;   // of a content hash, in a file's name
 
 // An unsigned 16-bit key of split files; `otherwise` if it is absent or of another type.
 uint16_t u16(const gguf_context * ctx, const char * key, uint16_t otherwise) {
@@ -98,19 +96,21 @@ std::vector<std::string> model_files(const std::string & path, const gguf_contex
     if (count <= 1) {
         return { path };
     }
-    std::string prefix(MAX_PATH_BYTES, '\0');
-    if (path.size() >= MAX_PATH_BYTES ||
-        llama_split_prefix(prefix.data(), prefix.size(), path.c_str(), number, count) <= 0) {
-        refuse(path, "the name of file " + std::to_string(number + 1) + " of " + std::to_string(count), "another name");
+    const auto tail = [count](int i) { // as llama.cpp names them
+        char text[32];
+        std::snprintf(text, sizeof(text), "-%05d-of-%05d.gguf", i + 1, (int) count);
+        return std::string(text);
+    };
+    if (path.size() == tail(number).size() || !ends(path, tail(number), false)) {
+        refuse(path, "a name that ends in " + tail(number), "another name");
     }
     if (number != 0) {
         refuse(path, "the first file of a split model", "file " + std::to_string(number + 1));
     }
+    const std::string        prefix = path.substr(0, path.size() - tail(number).size());
     std::vector<std::string> files;
     for (int i = 0; i < count; ++i) {
-        std::string file(MAX_PATH_BYTES, '\0');
-        llama_split_path(file.data(), file.size(), prefix.c_str(), i, count);
-        files.emplace_back(file.c_str());
+        files.push_back(prefix + tail(i));
     }
     return files;
 }
