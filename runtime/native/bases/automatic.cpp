@@ -5,13 +5,11 @@
 //   SUBKV_SINK, SUBKV_RECENT, SUBKV_ROLLBACK   numbers of tokens, as in subkv_cache_params
 //   another variable of chunks: chunks_of_environment (chunked.h)
 //
-// The model's bases are the first of: its own keys, the sidecar beside it, the calibrated sidecar in the user's cache
-// folder, the sidecar derived from its weights there. A file in SUBKV replaces those of one model: of the first context
-// that it fits. Cache types have precedence over SUBKV. Every context logs its kind of cache in one line of llama.cpp's
-// log.
+// find_bases finds the model's bases. A file in SUBKV replaces those of one model: of the first context that it fits. Cache
+// types have precedence over SUBKV. Every context logs its kind of cache in one line of llama.cpp's log.
 #include "cache.h"
 #include "error.h"
-#include "layout_keys.h"
+#include "find_bases.h"
 #include "log_line.h"
 #include "model_file.h"
 #include "request.h"
@@ -20,7 +18,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <filesystem>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -45,31 +42,6 @@ CacheRequest request_of(const std::shared_ptr<const Layout> & layout) {
     return request;
 }
 
-// The file with a model's bases; "": none.
-std::string file_of_bases(const std::string & model) {
-    if (model.empty()) { // loaded from a stream or from memory
-        return "";
-    }
-    if (layout_present(model.c_str())) {
-        return model;
-    }
-    const std::string beside = sidecar_beside(model);
-    const bool        near   = file_exists(beside);
-    const std::string store  = sidecar_store();
-    if (!near && (store.empty() || !file_exists(store))) {
-        return "";
-    }
-    const std::string content = model_content(model);
-    std::string       sidecar = near ? beside : stored_sidecar(content, CALIBRATED);
-    if (sidecar.empty()) {
-        sidecar = stored_sidecar(content, FROM_WEIGHTS);
-    }
-    if (!sidecar.empty()) {
-        check_sidecar(sidecar, content);
-    }
-    return sidecar;
-}
-
 std::nullptr_t ordinary(const CacheDesc & desc, const std::string & why) {
     if (!desc.no_alloc) {
         const std::string v = desc.type_v == desc.type_k ? "" : std::string("/") + ggml_type_name(desc.type_v);
@@ -82,17 +54,15 @@ bool has_coded_layer(const Layout & layout, const CacheDesc & desc) {
     return std::any_of(desc.layers.begin(), desc.layers.end(), [&](auto & layer) { return layout.layer(layer.il); });
 }
 
-// The model that a file in SUBKV belongs to. A program may load several models, and free and load the same one again.
+// The model that a file in SUBKV belongs to: a program may load several models, and free and load the same one again, by
+// another name.
 class FileOwners {
 public:
     // true: the file belongs to this model, or to none yet.
     bool may_use(const std::string & file, const std::string & model) {
         std::lock_guard<std::mutex> lock(mutex_);
         const auto                  owner = owners_.find(file);
-        std::error_code             error;
-        return owner == owners_.end() || owner->second == model ||
-               std::filesystem::equivalent(std::filesystem::u8path(owner->second), std::filesystem::u8path(model),
-                                           error);
+        return owner == owners_.end() || owner->second == model || same_content(owner->second, model);
     }
 
     void set(const std::string & file, const std::string & model) {
@@ -101,13 +71,21 @@ public:
     }
 
 private:
+    static bool same_content(const std::string & a, const std::string & b) {
+        try {
+            return model_content(a) == model_content(b);
+        } catch (const Invalid &) { // one of them comes from a stream, or its file is gone
+            return false;
+        }
+    }
+
     std::mutex                         mutex_;
     std::map<std::string, std::string> owners_; // by file
 };
 
 FileOwners owners;
 
-void report(const CacheDesc & desc, const Cache & cache, const std::string & file) {
+void report(const CacheDesc & desc, const Cache & cache, const std::string & words) {
     size_t rows = 0;
     for (const auto & layer : desc.layers) {
         rows += cache.facts().row_bytes(layer.il, false) + cache.facts().row_bytes(layer.il, true);
@@ -116,10 +94,10 @@ void report(const CacheDesc & desc, const Cache & cache, const std::string & fil
     cache.stats(rows * desc.n_cells * desc.n_stream, 0, stats);
     char line[160];
     std::snprintf(line, sizeof(line),
-                  "coded K/V cache, %.2f bits per element, %.1f MiB (f16: %.1f), %u layers: ", (double) stats.bpe,
-                  (double) (stats.bytes_codes + stats.bytes_window) / (1 << 20), (double) stats.bytes_f16 / (1 << 20),
-                  stats.n_layer_coded);
-    log_line(line + file);
+                  "coded K/V cache, %.2f bits per element, %.1f MiB (f16: %.1f), %u layers; bases: ",
+                  (double) stats.bpe, (double) (stats.bytes_codes + stats.bytes_window) / (1 << 20),
+                  (double) stats.bytes_f16 / (1 << 20), stats.n_layer_coded);
+    log_line(line + words);
 }
 
 // Logs once per process that nothing protects the bases of an old file.
@@ -148,16 +126,15 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
     if (desc.requested == Requested::ORDINARY) {
         return ordinary(desc, "its type was requested");
     }
-    const std::string file = named ? setting : file_of_bases(desc.model_path);
-    if (file.empty()) {
-        const std::string model = desc.model_path.empty() ? "MODEL" : desc.model_path;
-        const std::string why   = "no bases for this model; `subkv convert " + model + "` derives them";
-        if (required) {
-            throw Invalid(why);
+    const FoundBases found = find_bases(desc.model_path, named ? setting : "", SUBKV_BASES_WEIGHTS);
+    if (!found.layout) {
+        if (required || found.source != SUBKV_BASES_NONE || found.unavailable) {
+            throw Invalid(found.reason);
         }
-        return ordinary(desc, why);
+        return ordinary(desc, found.reason);
     }
-    const auto layout = load_layout(file.c_str());
+    const auto &        layout = found.layout;
+    const std::string & file   = found.path;
     note_version(*layout, desc, file);
     if (!required) {
         if (!desc.unsupported.empty()) {
@@ -172,7 +149,7 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
         owners.set(file, desc.model_path);
     }
     if (!desc.no_alloc) {
-        report(desc, *cache, file);
+        report(desc, *cache, found.words);
     }
     return cache;
 }
