@@ -25,11 +25,22 @@ import subkv
 from converter.cli import main as convert
 from runtime import cli
 from runtime.launch import variables
-from subkv.base.errors import CacheError
+from subkv.base.errors import CacheError, ModelFileError, SubkvError
 from subkv.engine import sidecars
 from subkv.engine.cache import CacheOptions, choose_cache, parse_cache
 from subkv.format import store
-from subkv.native.bases import sidecar_folder, sidecar_path
+from subkv.native.bases import (
+    BESIDE,
+    NAMED,
+    NONE,
+    STORED,
+    WEIGHTS,
+    find_bases,
+    model_content,
+    sidecar_folder,
+    sidecar_path,
+    stored_path,
+)
 from subkv.native.gguf import CONTENT_KEY, Gguf
 from subkv.plan import datafree
 
@@ -176,6 +187,61 @@ def test_auto_takes_the_stored_one(stored: Path, model: Path) -> None:
     assert parse_cache("subkv", renamed).layout == parse_cache("auto", renamed).layout == stored
 
 
+def test_a_renamed_model_finds_the_sidecar_beside_it(model: Path, made: Path, tiny_model: Models) -> None:
+    """By its content. A sidecar of the model's own name must be the model's; others may be of other models."""
+    beside = Path(shutil.copy(made, sidecar_path(model)))
+    sidecar_path(model.with_name("a.gguf")).write_bytes(b"GGUF and nothing else")
+    sidecar_path(model.with_name("b.gguf")).mkdir()
+    renamed = model.rename(model.with_name("renamed.gguf"))
+    for path in (renamed, renamed.with_name("./renamed.gguf"), Path(os.path.relpath(renamed))):
+        found = find_bases(path, None, STORED)
+        assert found.source == BESIDE and found.path is not None and os.path.samefile(found.path, beside)
+        assert choose_cache(path).note == found.note != ""
+    other = Path(shutil.copy(tiny_model(seed=1), model.with_name("other.gguf")))
+    assert choose_cache(other).name == "f16"
+    other.replace(model)  # now the model of the sidecar's name
+    with pytest.raises(CacheError, match="found one of another model"):
+        choose_cache(model)
+
+
+def test_the_search_and_hostile_files(model: Path, made: Path, tmp_path: Path, cache_home: Path) -> None:
+    """One sentence each. The model: nothing is known of its bases; the bases: where they are, and the reason."""
+    empty, cut, text = (tmp_path / name for name in ("empty.gguf", "cut.gguf", "text.gguf"))
+    empty.write_bytes(b"")
+    cut.write_bytes(made.read_bytes()[:-100])
+    text.write_text("a text")
+    files = {
+        tmp_path / "none.gguf": "no such file",
+        tmp_path: "a directory",
+        empty: "an empty file",
+        cut: "a truncated or damaged header",
+        text: "other first bytes than 'GGUF'",
+        Path("x" * 5000): os.strerror(errno.ENAMETOOLONG),
+    }
+    for path, why in files.items():
+        with pytest.raises(ModelFileError, match=f"^model: .*expected .*, found {re.escape(why)}$") as caught:
+            find_bases(path, None, WEIGHTS)
+        assert str(caught.value).isprintable()
+        found = find_bases(model, path, NAMED)
+        assert (found.source, found.path, found.note, found.version) == (NAMED, path, "", 0)
+        assert found.reason.endswith(f"found {why}")
+    plain = find_bases(model, model, NAMED)
+    assert plain.reason == f"expected subkv.* keys (a converted model or a sidecar), found none in {model}"
+    none = find_bases(model, None, WEIGHTS)
+    assert (none.source, none.path, none.note) == (NONE, None, "") and "no bases for this model" in none.reason
+    for source, ending in ((STORED, ".gguf"), (WEIGHTS, ".weights.gguf")):
+        path = stored_path(model, model_content(model), source)
+        assert path.name.endswith(ending) and path.parent == cache_home / "subkv" / "sidecars"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cut.replace(path)
+        found = find_bases(model, None, WEIGHTS)
+        assert (found.source, found.path, found.is_unavailable) == (source, path, False) and found.reason
+        path.rename(cut)
+    for content in ("", "0" * 63, "../" * 30):
+        with pytest.raises(SubkvError, match="subkv_sidecar_path: content: expected 64 hex digits, found"):
+            stored_path(model, content)
+
+
 def test_choices_with_precedence_over_the_store(stored: Path, model: Path, made: Path, coded_model: Models) -> None:
     assert choose_cache(model, CacheOptions(bases=made)).layout == made
     assert choose_cache(model, CacheOptions("q8_0")).name == "q8_0"
@@ -214,7 +280,7 @@ def test_store_that_cannot_be_looked_into(
         why = f"{folder}: expected a readable path, found {os.strerror(errno.ELOOP)}"
     else:
         monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setenv("HOME", "")
+        monkeypatch.setenv("USERPROFILE" if os.name == "nt" else "HOME", "")
         why = "expected an absolute path, as there is no home folder, found nothing"
     choice = choose_cache(model)
     assert choice.name == "f16"

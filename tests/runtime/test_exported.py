@@ -26,6 +26,8 @@ SUCCEED = {
     "subkv_device_kernel_name",
     "subkv_constants",
     "subkv_layout_free",
+    "subkv_bases_free",
+    "subkv_sidecar_folder",
     "subkv_attach",  # cancels
     "subkv_attach_ordinary",
     "subkv_observer_new",

@@ -263,8 +263,14 @@ private:
         }
         found.source = SUBKV_BASES_NONE;
         found.path.clear();
-        const auto folder = path.parent_path();
-        for (const auto & file : files_of(folder.empty() ? fs::path(".") : folder, BESIDE)) {
+        const auto            folder = path.parent_path();
+        std::vector<fs::path> others;
+        try {
+            others = files_of(folder.empty() ? fs::path(".") : folder, BESIDE);
+        } catch (const Unavailable &) { // may be entered, but not listed
+            return false;
+        }
+        for (const auto & file : others) {
             const std::string name = utf8(folder / file.filename());
             try {
                 if (content_of_sidecar(name) != content()) {
@@ -359,10 +365,11 @@ extern "C" const char * subkv_sidecar_path(const char * model, const char * cont
             path = utf8(named_sidecar(model));
             return path.c_str();
         }
-        if (std::strlen(&not_null(content, "subkv_sidecar_path: content")) != 64) {
-            fail("subkv_sidecar_path: content: expected 64 digits, found '%s'", shortened(content).c_str());
+        const std::string digits = &not_null(content, "subkv_sidecar_path: content");
+        if (digits.size() != 64 || digits.find_first_not_of("0123456789abcdef") != std::string::npos) {
+            fail("subkv_sidecar_path: content: expected 64 hex digits, found '%s'", shortened(digits).c_str());
         }
-        path = utf8(stored_path(model, content, ending_of(source)));
+        path = utf8(stored_path(model, digits, ending_of(source)));
         return path.c_str();
     });
 }
