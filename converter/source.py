@@ -49,7 +49,7 @@ class Source:
     @functools.cached_property
     def entry(self) -> store.Entry:
         """The model's files in the store. Raises ModelFileError about `model`."""
-        return store.entry(self.gguf)
+        return store.entry(self.path)
 
     @functools.cached_property
     def sha256(self) -> str:

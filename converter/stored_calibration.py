@@ -51,7 +51,7 @@ def calibrated(source: Source, request: CalibrationRequest) -> Iterator[Path]:
     with concerning(lock="model"), exclusive(entry.lock, f"prepare {source.path.name}"):
         n_layer, reading = source.n_layer or 1, source.n_bytes / HASHED
         with overall({"loading": reading, "hashing": reading, "bases": n_layer / PLANNED}):
-            remove_stale(store.folder())
+            remove_stale(path.parent)
             later = functools.partial(expected_seconds, request, n_layer)
             statistics = _stored(path, source) or _measured(source, request, texts, path, later)
             checkpoint = _add_sensitivities(source, request, texts, statistics, path)
@@ -156,6 +156,7 @@ def _add_sensitivities(
 
 def _remove_others(entry: store.Entry, needed: set[Path]) -> None:
     """Remove this model's calibrations with other settings, complete or not."""
-    for other in store.folder().glob(entry.work(".*.calib.safetensors*").name):
+    pattern = entry.work(".*.calib.safetensors*")
+    for other in pattern.parent.glob(pattern.name):
         if other not in needed:
             remove(other)

@@ -94,14 +94,13 @@ def main(
     from subkv.engine.memory import available_memory
     from subkv.engine.sidecars import preview
     from subkv.format import metadata
-    from subkv.format.layout import Layout, has_layout
+    from subkv.format.layout import Layout
     from subkv.native.gguf import Gguf, check_model_file
 
     path = check_model_file(model, weights=False)
     with concerning(path="model", bases="model", kv_cache="model"):
-        stored = True
-        if not has_layout(path):
-            sidecar, stored = preview(path)
+        sidecar, stored = preview(path)
+        if sidecar.path != path:
             options.note(sidecar.note)
             path = sidecar.path
         with Layout(path) as opened:

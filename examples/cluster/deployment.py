@@ -32,7 +32,8 @@ from starlette.types import Message, Receive, Scope, Send
 from cluster.gateway import ApiError, disconnected, error_body, gateway, read_keys
 from cluster.replica import STALL, LlamaServer, Request
 from cluster.sessions import Load
-from runtime.serve.cli import ANSWERS, flags_context
+from runtime.launch.arguments import PRINTS
+from runtime.serve.cli import flags_context
 from subkv.base.errors import SubkvError
 
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
@@ -47,7 +48,7 @@ REFUSED = [
     ),
     ({"--api-key", "--api-key-file"}, "api_key_file is an argument of the cluster"),
     ({"--models-dir", "--models-preset"}, "a cluster serves one model"),
-    (ANSWERS, "it starts no server"),
+    (PRINTS, "it starts no server"),
 ]
 PARALLEL = {"-np", "--parallel"}
 

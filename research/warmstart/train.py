@@ -25,8 +25,8 @@ from research.warmstart.pooled import Plan, placed, summarise
 from research.warmstart.trained import HeadShape, Trained
 from subkv.base.errors import SubkvError
 from subkv.base.progress import tracked
-from subkv.engine.states import weights_digest
 from subkv.format.metadata import generator
+from subkv.native.bases import model_content
 
 if TYPE_CHECKING:
     from research.warmstart.prompts import Prompt
@@ -153,7 +153,7 @@ def learn(
     ]
     mean = Losses(**{f.name: float(np.mean([getattr(lost, f.name) for _, lost in learnt])) for f in fields(Losses)})
     trained = Trained(
-        identity=weights_digest(model),
+        identity=model_content(model.path),
         plan=how.plan,
         layers=tuple(maps for maps, _ in learnt),
         frame=frame,

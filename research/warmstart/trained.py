@@ -87,7 +87,7 @@ class LayerMaps:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """identity: subkv.engine.states.weights_digest of the model. embedding: kind of the embedding whose mean is
+    """identity: subkv.native.bases.model_content of the model. embedding: kind of the embedding whose mean is
     `centre` [n].
 
     guard: coefficients of the predictor, none: automatic warm starts never happen. provenance: for readers.
@@ -181,9 +181,9 @@ class Trained:
     def load(cls, path: Path, model: Model) -> Trained:
         """Read a file for a model. Raises SubkvError about `path` for one that was trained for another model, and as
         read() and Frame.of."""
-        from subkv.engine.states import weights_digest  # loads the native libraries, which the format does not need
+        from subkv.native.bases import model_content  # loads the native libraries, which the format does not need
 
-        found, own = read(path, Frame.of(model.path)), weights_digest(model)
+        found, own = read(path, Frame.of(model.path)), model_content(model.path)
         if own != found.identity:
             raise SubkvError(
                 "path", f"expected a file trained for this model ({own[:12]}…), found one for {found.identity[:12]}…"

@@ -1,4 +1,4 @@
-"""Reads the models and the cache types from the arguments of a llama.cpp program, to prepare their bases.
+"""Reads what we need of the arguments of a llama.cpp program: models, cache types, a server's host.
 
 The program gets its arguments as they are; it chooses the cache of each context.
 """
@@ -14,6 +14,7 @@ from subkv.base.files import open_regular
 
 MODEL, REPO, REPO_FILE, FROM_URL, FOLDER = "model", "repo", "repo_file", "from_url", "folder"
 TYPE_K, TYPE_V, DRAFT, DRAFT_TYPE_K, DRAFT_TYPE_V = "type_k", "type_v", "draft", "draft_type_k", "draft_type_v"
+HOST = "host"
 # kind of value -> its flags, its environment variables without LLAMA_ARG_
 _KINDS = {
     MODEL: ("-m --model", "MODEL"),
@@ -26,9 +27,14 @@ _KINDS = {
     DRAFT: ("-md --model-draft --spec-draft-model", "SPEC_DRAFT_MODEL"),
     DRAFT_TYPE_K: ("-ctkd --cache-type-k-draft --spec-draft-type-k", "SPEC_DRAFT_CACHE_TYPE_K"),
     DRAFT_TYPE_V: ("-ctvd --cache-type-v-draft --spec-draft-type-v", "SPEC_DRAFT_CACHE_TYPE_V"),
+    HOST: ("--host", "HOST"),
 }
+# flags without a value: the program prints something and exits; its model has no K/V cache, or reads it only once
+PRINTS = {"-h", "--usage", "--version", "--license", "--list-devices", "-cl", "--cache-list", "--completion-bash"}
+EMBEDS = {"--embedding", "--embeddings", "--rerank", "--reranking"}
 FLAGS = {flag: kind for kind, (flags, _) in _KINDS.items() for flag in flags.split()}
 VARIABLES = {f"LLAMA_ARG_{name}": kind for kind, (_, names) in _KINDS.items() for name in names.split()}
+TYPE_VARIABLE = "LLAMA_ARG_CACHE_TYPE_K"
 _TYPES = (TYPE_K, TYPE_V, DRAFT_TYPE_K, DRAFT_TYPE_V)
 CODED, AUTO = "subkv", "auto"  # our cache types
 MAGIC = b"GGUF"
@@ -59,7 +65,8 @@ class ProgramArguments:
 
     models: files, as given. repos, repo_file: models of the Hugging Face hub, and the file in them. from_url: the
     program downloads its model. folder: a router's models. types: names of cache types of keys and values, without
-    those not given. draft, draft_types: the same of a draft model.
+    those not given. draft, draft_types: the same of a draft model. host: of a server. prints: as PRINTS. embeds: as
+    EMBEDS.
     """
 
     arguments: tuple[str, ...]
@@ -72,6 +79,18 @@ class ProgramArguments:
     types: tuple[str, ...] = ()
     draft: Path | None = None
     draft_types: tuple[str, ...] = ()
+    host: str | None = None
+    prints: bool = False
+    embeds: bool = False
+
+    @property
+    def names_model(self) -> bool:
+        """Whether the user named a model in any way."""
+        return bool(self.models or self.repos or self.from_url or self.folder is not None)
+
+    def with_model(self, model: Path) -> ProgramArguments:
+        """The same with -m, for arguments that name no model."""
+        return replace(self, arguments=(*self.arguments, "-m", str(model)), models=(model,))
 
     @property
     def strict(self) -> bool:
@@ -143,7 +162,7 @@ def read(
             models = []
     else:
         models = [value for value in models if is_gguf(Path(value))]
-    files, folders, drafts = values(REPO_FILE), values(FOLDER), values(DRAFT)
+    files, folders, drafts, hosts = (values(kind) for kind in (REPO_FILE, FOLDER, DRAFT, HOST))
     return ProgramArguments(
         tuple(arguments),
         dict(environment),
@@ -155,6 +174,9 @@ def read(
         types(TYPE_K, TYPE_V),
         Path(drafts[-1]) if drafts and drafts[-1] else None,
         types(DRAFT_TYPE_K, DRAFT_TYPE_V),
+        hosts[-1] if hosts else None,
+        not PRINTS.isdisjoint(arguments),
+        not EMBEDS.isdisjoint(arguments),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from runtime import options
 from runtime.launch import programs
-from runtime.launch.arguments import CODED, ProgramArguments, program_name, read, with_hub_models
+from runtime.launch.arguments import CODED, TYPE_VARIABLE, ProgramArguments, program_name, read, with_hub_models
 from runtime.launch.variables import CACHE, CacheRequest, cache_variables, library_variables, models_in
 from runtime.launch.variables import prepare as prepare_model
 from subkv.base.errors import SubkvError, concerning
@@ -73,6 +73,8 @@ def _variables(
     if not read.ordinary or read.codes_draft:
         with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
             variables, notes = cache_variables(models, request, read.strict or (strict and not read.types))
+        if strict and models and not read.types and request.bases is None:
+            variables[TYPE_VARIABLE] = CODED
         if not (notes or read.ordinary):
             notes = [_no_model_note(program, read, others)]
         for line in notes:
@@ -117,10 +119,12 @@ def prepare_start(
     request: CacheRequest,
     prepare: Sequence[Path] = (),
     strict: bool = False,
+    defaults: Mapping[str, str] | None = None,
 ) -> Start:
     """Look up or derive the bases and add the default cache to the environment.
 
-    strict: without a given type, a coded cache or none. Raises SubkvError.
+    strict: without a given type, a coded cache or none. defaults: variables, unless the environment has them. Raises
+    SubkvError.
     """
     if arguments.repos:
         with concerning(hf_repo="-hf"):
@@ -128,4 +132,4 @@ def prepare_start(
     _prepare_others(prepare)
     variables = _variables(program.name, arguments, request, bool(prepare), strict)
     inherited = {name: value for name, value in arguments.environment.items() if name != CACHE}
-    return Start(program.path, [program.name, *arguments.arguments], inherited | variables)
+    return Start(program.path, [program.name, *arguments.arguments], {**(defaults or {}), **inherited, **variables})

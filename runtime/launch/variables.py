@@ -62,41 +62,30 @@ class ModelCache:
     note: str
 
 
-def prepare(model: Path, strict: bool = False) -> ModelCache:
+def prepare(model: Path, strict: bool = False, bases: Path | None = None) -> ModelCache:
     """Look up the bases of a model, or derive them from its weights and store them where the library finds them.
 
-    strict: raise if bases cannot be derived; else the model gets an ordinary cache.
+    strict: raise if bases cannot be derived; else the model gets an ordinary cache. bases: the user's file with them.
     Raises ModelFileError about `model_path`, CacheError about `bases` or `kv_cache`, SubkvError about XDG_CACHE_HOME.
     """
     # numpy and the native libraries: not for a --help
     from subkv.engine.cache import CODED, CacheOptions, choose_cache
     from subkv.native.gguf import check_model_file
 
-    with concerning(model="model_path"):
-        check_model_file(model)
+    if bases is None:
+        with concerning(model="model_path"):
+            check_model_file(model)
     try:
-        choice = choose_cache(model, CacheOptions(CODED))
+        choice = choose_cache(model, CacheOptions(CODED, bases=bases))
     except CacheError as error:
         if strict or error.key != "kv_cache":
             raise
         return ModelCache(None, f"KV cache: f16, because bases cannot be derived for {model}: {_cause(error)}")
     assert choice.layout is not None  # because of CODED
-    if not choice.note:
-        return _from_file(choice.layout)
     if choice.unstored:
         reason = choice.unstored.removeprefix("XDG_CACHE_HOME: ")
         raise SubkvError("XDG_CACHE_HOME", f"cannot store the bases of {model}: {reason}")
     return ModelCache(choice.layout, choice.note)
-
-
-def _from_file(bases: Path) -> ModelCache:
-    """The cache with the bases of this file. Raises CacheError about `bases`, ModelFileError."""
-    # numpy and the native libraries: not for a --help
-    from subkv.engine import sidecars
-    from subkv.engine.cache import CODED, CacheOptions, choose_cache
-
-    choose_cache(bases, CacheOptions(CODED, bases=bases))
-    return ModelCache(bases, f"bases: of {bases}, {sidecars.bits(bases)}")
 
 
 def cache_variables(
@@ -109,11 +98,11 @@ def cache_variables(
     """
     variables = request.variables()
     if request.bases is not None:
-        prepared = [_from_file(request.bases)]
+        prepared = [prepare(request.bases, strict=True, bases=request.bases)]
     else:
         prepared = [prepare(model, strict) for model in models]
     value, layout = AUTO, prepared[0].layout if len(prepared) == 1 else None
-    if layout is not None and (strict or name_bases or request.bases is not None):
+    if layout is not None and (name_bases or request.bases is not None):
         value = os.path.abspath(layout)
     several = len(prepared) > 1
     named = zip(models, prepared, strict=True) if several else [(None, one) for one in prepared]

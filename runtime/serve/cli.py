@@ -19,10 +19,6 @@ from subkv.base.command import command, group, stack
 from subkv.base.errors import SubkvError
 
 SERVER = "llama-server"
-# options of llama-server that print something and exit
-ANSWERS = {"-h", "--usage", "--version", "--license", "--list-devices", "-cl", "--cache-list", "--completion-bash"}
-# with these options, models have no K/V cache, or read it only once
-EMBEDS = {"--embedding", "--embeddings", "--rerank", "--reranking"}
 
 
 # Without these, glibc keeps freed blocks of up to 32 MiB (a quarter of the memory after twenty minutes), every page in
@@ -34,11 +30,8 @@ DEFAULTS = {
 }
 
 
-def _allowed_hosts(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+def _allowed_hosts(host: str) -> dict[str, str]:
     """Variables that restrict Host headers to localhost (against DNS rebinding), if the server listens there."""
-    host = environment.get("LLAMA_ARG_HOST", "127.0.0.1")
-    for word, value in zip(arguments, [*arguments[1:], ""], strict=True):
-        host = value if word == "--host" else word.partition("=")[2] if word.startswith("--host=") else host
     local = host == "localhost" or host == "::1" or host.startswith("127.")
     return {"SUBKV_ALLOW_HOST": "localhost"} if local else {}
 
@@ -90,14 +83,14 @@ def start(arguments: Sequence[str], request: CacheRequest, store: Mapping[str, s
     arguments do not name. Raises SubkvError.
     """
     arguments = _with_model_flag(arguments)
-    program = find_program(SERVER, {**DEFAULTS, **_allowed_hosts(arguments, os.environ), **os.environ, **store})
-    if ANSWERS.intersection(arguments):
-        return Start(program.path, [SERVER, *arguments], program.environment)
+    program = find_program(SERVER, {**DEFAULTS, **os.environ, **store})
     read = read_arguments(program, arguments)
-    if not (read.models or read.repos or read.from_url or read.folder is not None):
-        model = demo.model_path() if read.ordinary or request.bases is not None else demo.converted()
-        read = read_arguments(program, [*arguments, "-m", str(model)])
-    return prepare_start(program, read, request, strict=EMBEDS.isdisjoint(arguments))
+    if read.prints:
+        return Start(program.path, [SERVER, *arguments], program.environment)
+    if not read.names_model:
+        read = read.with_model(demo.model_path() if read.ordinary or request.bases is not None else demo.converted())
+    hosts = _allowed_hosts(read.host or "127.0.0.1")
+    return prepare_start(program, read, request, strict=not read.embeds, defaults=hosts)
 
 
 # -h and every other short option belong to llama-server

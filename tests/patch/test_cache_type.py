@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_upstream_programs import environment, program
 
-from subkv.engine import sidecars
+from subkv.engine.cache import CacheOptions, choose_cache
 
 
 def complete(model: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -46,7 +46,7 @@ def test_help_lists_it() -> None:
 @pytest.mark.skipif(os.name == "nt", reason="no sidecars are made here under wine")
 def test_the_dry_run_and_the_context_report_the_same_memory(demo_model: Path) -> None:
     """llama.cpp fits models to memory by a dry run. Both count cells and the exact window."""
-    sidecars.from_weights(demo_model, keep=True)
+    choose_cache(demo_model, CacheOptions("subkv"))
     ordinary, coded = (complete(demo_model, "-ctk", name) for name in ("f16", "subkv"))
     for done in (ordinary, coded):
         assert done.returncode == 0, done.stderr

@@ -171,6 +171,20 @@ def test_glibc_2_34_is_enough() -> None:
         assert not newer, path.name
 
 
+@pytest.mark.skipif(not shutil.which("objdump"), reason="needs objdump")
+def test_libsubkv_needs_no_libllama() -> None:
+    """libllama loads libsubkv, and both exchange tables of functions (hook/calls.h)."""
+
+    def lines(option: str) -> list[str]:
+        path = _lib.lib_dir() / "libsubkv.so"
+        return subprocess.run(["objdump", option, path], capture_output=True, text=True, check=True).stdout.splitlines()
+
+    needed = [line.split()[-1] for line in lines("-p") if "NEEDED" in line]
+    assert "libggml-base.so" in needed and not [name for name in needed if "llama" in name]
+    undefined = [line.split()[-1] for line in lines("-T") if "*UND*" in line]
+    assert "ggml_init" in undefined and not [name for name in undefined if re.search("llama(?!_context)", name)]
+
+
 def test_stock_library_is_stock() -> None:
     """The hook's functions are in our libllama and not in the stock one."""
     ours = _lib.lib_dir() / f"libllama{_lib.SUFFIX}"

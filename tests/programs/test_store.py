@@ -212,9 +212,9 @@ def test_a_damaged_folder(serve: Serve, store: Path, how: str) -> None:
     "variables, sentence",
     [
         ({"SUBKV_STORE": __file__}, "expected a folder, found something else"),
-        ({"SUBKV_STORE_MIB": "many"}, "SUBKV_STORE_MIB: a number from 1 to 1073741824 expected, 'many' found"),
-        ({"SUBKV_STORE_MIB": "0"}, "'0' found"),
-        ({"SUBKV_STORE_MIB": "-1"}, "'-1' found"),
+        ({"SUBKV_STORE_MIB": "many"}, "SUBKV_STORE_MIB: expected a number from 1 to 1073741824, found 'many'"),
+        ({"SUBKV_STORE_MIB": "0"}, "found '0'"),
+        ({"SUBKV_STORE_MIB": "-1"}, "found '-1'"),
     ],
 )
 def test_a_store_that_cannot_be_used(serve: Serve, store: Path, variables: dict[str, str], sentence: str) -> None:

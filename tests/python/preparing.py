@@ -9,7 +9,7 @@ from typing import Any
 from click.testing import CliRunner, Result
 
 from converter.cli import main as convert
-from subkv.format import store
+from subkv.native.bases import sidecar_folder
 
 # small: four chunks of the built-in text, one of them sampled
 SMALL = ["-c", "128", "--chunks", "4", "-t", "1", "--n-recent", "16"]
@@ -27,4 +27,6 @@ def refused(result: Result, sentence: str) -> None:
 
 def left(cache_home: Path) -> list[str]:
     """Endings of the files in the store."""
-    return sorted(re.sub(r"^(.*-)?[0-9a-f]{12}\.([0-9a-f]{8}\.)?", "", path.name) for path in store.folder().iterdir())
+    return sorted(
+        re.sub(r"^(.*-)?[0-9a-f]{12}\.([0-9a-f]{8}\.)?", "", path.name) for path in sidecar_folder().iterdir()
+    )

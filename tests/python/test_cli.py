@@ -19,7 +19,7 @@ from refused import REASONS, unreadable
 from runtime import cli, demo, options
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import CacheOptions, choose_cache
-from subkv.format import store
+from subkv.native.bases import sidecar_path
 from subkv.native.gguf import check_model_file
 
 Models = Callable[..., Path]
@@ -118,9 +118,9 @@ def test_inspect_names_the_bases_of_a_model(tiny_model: Models, cache_home: Path
     assert not cache_home.exists()  # nothing was kept
     made = choose_cache(model, CacheOptions("subkv")).layout
     assert made is not None
-    assert f", stored by an earlier -ctk subkv ({made}); " in run("inspect", model).stderr
+    assert f" ({made}); stored by an earlier -ctk subkv; " in run("inspect", model).stderr
     assert json.loads(run("inspect", model, "-o", "json").stdout) == {**preview, "path": str(made)}
-    beside = Path(shutil.copy(made, store.sidecar_path(model)))
+    beside = Path(shutil.copy(made, sidecar_path(model)))
     try:
         assert run("inspect", model).stderr.startswith("bases: derived without a calibration for this model, ")
         assert json.loads(run("inspect", model, "-o", "json").stdout)["path"] == str(beside)

@@ -135,7 +135,7 @@ def caches(logged: str) -> list[str]:
 def test_llama_cpp_alone(client: Callable[..., tuple[Any, str]], model: Path) -> None:
     coded, logged = client(PLAIN, "--prepare", model)
     (line,) = caches(logged)
-    assert line.startswith("subkv: coded K/V cache, ") and line.endswith(".weights.gguf")
+    assert line.startswith("subkv: coded K/V cache, ") and line.endswith(".weights.gguf)")
     assert coded["fingerprint"]
     quiet, logged = client(PLAIN, "--prepare", model, arguments=("quiet",))
     assert quiet == coded and caches(logged) == [line]  # a warning, which llama_cpp does not hide

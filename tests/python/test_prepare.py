@@ -34,6 +34,7 @@ from subkv.format import store
 from subkv.format.calibration import TextSource
 from subkv.format.metadata import read
 from subkv.native import gguf
+from subkv.native.bases import sidecar_folder
 from subkv.native.binding import C
 from subkv.native.gguf import Gguf
 
@@ -127,7 +128,7 @@ def test_files_on_request(
     assert run(model, *flags).exit_code == 0
     path = model.with_name(name)
     assert len(GGUFReader(path).tensors) == n_tensors
-    assert not list(store.folder().glob("*.gguf")), "one place, not two"
+    assert not list(sidecar_folder().glob("*.gguf")), "one place, not two"
     refused(
         run(model, *flags),
         f"-o: expected a file that does not exist yet, found {path if '-o' not in flags else name}; -y",
@@ -177,8 +178,7 @@ def test_interrupted_runs_go_on(model: Path, cache_home: Path, monkeypatch: pyte
 
 def test_killed_runs_leave_nothing_that_is_used(model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is killed leaves a lock file with its number, a checkpoint and perhaps a temporary file."""
-    with Gguf(model) as opened:
-        entry = store.entry(opened)
+    entry = store.entry(model)
     entry.prepare()
     lock = entry.lock
     program = "import os, sys, pathlib\nfrom subkv.base.locks import exclusive\n"
@@ -191,8 +191,7 @@ def test_killed_runs_leave_nothing_that_is_used(model: Path, cache_home: Path, m
 
 
 def test_two_at_once(model: Path, tmp_path: Path) -> None:
-    with Gguf(model) as opened:
-        entry = store.entry(opened)
+    entry = store.entry(model)
     entry.prepare()
     linked = tmp_path / "other.gguf"
     linked.symlink_to(model)
@@ -211,17 +210,14 @@ def test_two_at_once(model: Path, tmp_path: Path) -> None:
 def test_store_that_cannot_be_written(model: Path, cache_home: Path) -> None:
     cache_home.parent.mkdir(parents=True, exist_ok=True)
     cache_home.write_text("")
-    refused(run(model), f"XDG_CACHE_HOME: cannot create {store.folder()}: ")
+    refused(run(model), f"XDG_CACHE_HOME: cannot create {sidecar_folder()}: ")
     with subkv.Llama(model, n_ctx=256, verbose=False) as llm:
         assert llm.cache_choice.name == "f16"
 
 
 def test_no_home(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nowhere() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", nowhere)
+    monkeypatch.setenv("USERPROFILE" if os.name == "nt" else "HOME", "")
     refused(run(model), "XDG_CACHE_HOME: expected an absolute path, as there is no home folder, found nothing")
 
 
@@ -330,8 +326,8 @@ def test_other_bytes_under_one_digest(model: Path, monkeypatch: pytest.MonkeyPat
 
 def test_leftovers_are_removed(model: Path, cache_home: Path) -> None:
     assert run(model).exit_code == 0
-    (calibration,) = store.folder().glob("*.calib.safetensors")
-    old = [calibration.with_name(f"{calibration.name}.99.sensing.npz"), store.folder() / ".x.part.7.01234567.tmp"]
+    (calibration,) = sidecar_folder().glob("*.calib.safetensors")
+    old = [calibration.with_name(f"{calibration.name}.99.sensing.npz"), sidecar_folder() / ".x.part.7.01234567.tmp"]
     for path in old:
         path.write_bytes(b"old")
         os.utime(path, (0, 0))

@@ -36,8 +36,8 @@ from converter.sensitivity_trials import (
 from runtime import cli
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import choose_cache
-from subkv.format import store
 from subkv.format.metadata import read
+from subkv.native.bases import sidecar_folder
 
 Models = Callable[..., Path]
 SENSED = ["-c", "320", "--chunks", "4", "-t", "1", "--n-recent", "16"]  # of SMALL's chunks none is long enough
@@ -153,7 +153,7 @@ def test_interrupted_corrections_resume(model: Path, cache_home: Path, monkeypat
 def test_sensitivities_of_other_chunks_are_measured_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an earlier version kept them."""
     assert CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "1e-9"]).exit_code == 0
-    (kept,) = store.folder().glob("*.sensing.npz")
+    (kept,) = sidecar_folder().glob("*.sensing.npz")
     with np.load(kept) as arrays:
         old = {name: arrays[name] for name in arrays if name not in ("lengths", "done", "entered")}
     np.savez(kept, **old)
@@ -169,7 +169,7 @@ def test_sensitivities_of_another_version_are_measured_again(
 ) -> None:
     """Neither resumed, nor believed that there was no more time or that nothing can be predicted."""
     assert CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "1e-9"]).exit_code == 0
-    (kept,) = store.folder().glob("*.sensing.npz")
+    (kept,) = sidecar_folder().glob("*.sensing.npz")
     with np.load(kept) as arrays:
         other = {name: arrays[name] for name in arrays if name != "version"}
     other["refused"] = np.array("it says the same")
@@ -184,7 +184,7 @@ def test_sensitivities_of_another_version_are_measured_again(
 @pytest.mark.parametrize("error", [b"PK no archive", IndexError, TypeError])
 def test_damaged_sensitivities_are_measured_again(error: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "0"]).exit_code == 0
-    (calibration,) = store.folder().glob("*.calib.safetensors")
+    (calibration,) = sidecar_folder().glob("*.calib.safetensors")
     kept = calibration.with_name(f"{calibration.name}.16.sensing.npz")
     if isinstance(error, bytes):
         kept.write_bytes(error)
@@ -203,7 +203,7 @@ def test_damaged_sensitivities_are_measured_again(error: Any, model: Path, monke
 def test_work_that_cannot_be_read_now(kind: str, reason: str, model: Path) -> None:
     """The run ends with the system's reason, and nothing is measured again or replaced."""
     assert CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "1e-9"]).exit_code == 0
-    before = {path: path.read_bytes() for path in store.folder().iterdir()}
+    before = {path: path.read_bytes() for path in sidecar_folder().iterdir()}
     error = REASONS[reason]
     with unreadable(lambda path: path.name.endswith(kind), error):
         result = CliRunner().invoke(convert, [str(model), *SENSED])
@@ -211,7 +211,7 @@ def test_work_that_cannot_be_read_now(kind: str, reason: str, model: Path) -> No
     (path,) = (path for path in before if path.name.endswith(kind))
     assert f"cannot read {path}: {os.strerror(error)}" in result.stderr
     assert "again" not in result.stderr
-    after = {path: path.read_bytes() for path in store.folder().iterdir()}
+    after = {path: path.read_bytes() for path in sidecar_folder().iterdir()}
     assert {path: data for path, data in before.items() if path.suffix != ".lock"}.items() <= after.items()
 
 

@@ -22,7 +22,7 @@ from runtime import cli
 from runtime.launch import env
 from runtime.launch.variables import LIBRARY_PATH
 from subkv.base.errors import SubkvError
-from subkv.format import store
+from subkv.native.bases import sidecar_folder, sidecar_path
 from subkv.native.library import lib_dir
 from subkv.native.paths import mtmd_variable
 
@@ -154,13 +154,13 @@ def test_programs_that_cannot_run(tmp_path: Path) -> None:
 
 def test_data_free_bases_are_stored_for_the_library(model: Path, shows: Path) -> None:
     shown, log = run(shows, "-m", model)
-    (made,) = store.folder().iterdir()
+    (made,) = sidecar_folder().iterdir()
     assert made.name.endswith(".weights.gguf")
     assert log.startswith("bases: from the weights, ") and "bits per element" in log
     assert shown["env"]["SUBKV"] == "auto"
     before = made.stat().st_mtime_ns
-    shown, _ = run(shows, "-m", model, "-ctk", "subkv")  # requested by name: this file, or no context
-    assert shown["env"]["SUBKV"] == str(made)
+    shown, _ = run(shows, "-m", model, "-ctk", "subkv")  # requested by name: the library finds the file
+    assert shown["env"]["SUBKV"] == "auto"
     assert made.stat().st_mtime_ns == before
 
 
@@ -181,7 +181,7 @@ def test_a_model_and_a_file_with_bases(shows: Path, coded_model: Models, model: 
     assert log.startswith(f"bases: of {coded}, ") and "bits per element at" in log
     shown, log = run("--bases", coded, shows, "-m", model)
     assert shown["env"]["SUBKV"] == str(coded)
-    assert not store.folder().exists()
+    assert not sidecar_folder().exists()
     shown, log = run("--bases", os.path.relpath(coded), shows)
     assert shown["env"]["SUBKV"] == str(coded)
     assert (
@@ -196,7 +196,7 @@ def test_an_ordinary_cache(shows: Path, model: Path) -> None:
     shown, log = run(shows, "-m", model, "-ctk", "q8_0", "-ctv", "q4_0", SUBKV="auto")
     assert "SUBKV" not in shown["env"] and shown["argv"][2:] == ["-ctk", "q8_0", "-ctv", "q4_0"]
     assert log == "KV cache: q8_0/q4_0, from the arguments\n"
-    assert not store.folder().exists()
+    assert not sidecar_folder().exists()
     log = refused("--n-recent", 64, shows, "-ctk", "q8_0")
     assert log == "--n-recent: expected a coefficient cache (-ctk subkv), found q8_0\n"
     assert refused("--adapt", "v", shows, "-ctv", "q8_0").startswith("--adapt: expected a coefficient cache")
@@ -209,11 +209,11 @@ def test_the_cache_of_a_draft(shows: Path, model: Path, tiny_model: Models, tmp_
     shown, log = run("--n-recent", 64, shows, *arguments, "-ctkd", "subkv")
     assert shown["argv"] == [*map(str, arguments), "-ctkd", "subkv"] and shown["env"]["SUBKV_RECENT"] == "64"
     assert log.startswith(f"KV cache: f16, from the arguments\ndraft {draft.name}: bases: from the weights, ")
-    assert len(list(store.folder().iterdir())) == 1
+    assert len(list(sidecar_folder().iterdir())) == 1
     shown, log = run(shows, "-m", model, "-md", draft, "-ctkd", "q8_0")
     assert shown["env"]["SUBKV"] == "auto" and log.count("\n") == 1
     shown, log = run(shows, "-m", model, "-ctk", "subkv", "-md", draft, "-ctkd", "auto")
-    assert Path(shown["env"]["SUBKV"]).name.startswith("m-") and f"draft {draft.name}: " in log
+    assert shown["env"]["SUBKV"] == "auto" and f"draft {draft.name}: " in log
     mamba = tiny_model("mamba")
     _, log = run(shows, "-m", model, "-md", mamba, "-ctkd", "auto")
     assert f"draft {mamba.name}: KV cache: f16, because bases cannot be derived" in log
@@ -248,9 +248,9 @@ def test_models_that_are_refused(shows: Path, model: Path, tiny_model: Models, t
     assert "choose" not in log and "use an ordinary cache" not in log
     assert shown["env"]["SUBKV"] == "auto"
     assert refused(shows, "-m", mamba, "-ctk", "subkv").startswith("-ctk: ")
-    shutil.copy(model, store.sidecar_path(model))  # the file next to a model must be its sidecar
+    shutil.copy(model, sidecar_path(model))  # the file next to a model must be its sidecar
     assert refused(shows, "-m", model).startswith(
-        f"--bases: expected a sidecar of this version in {store.sidecar_path(model)}"
+        f"--bases: {sidecar_path(model)}: expected a sidecar of this model, found one that does not say which"
     )
 
 
@@ -289,7 +289,7 @@ def test_a_folder_of_models_is_prepared(shows: Path, tiny_model: Models, model: 
     lines = log.splitlines()
     assert [line.split(":")[0] for line in lines[:-1]] == ["a.gguf", "c.gguf", "damaged.gguf", "b.gguf"]
     assert [line.split(": ")[1] for line in lines[:-1]] == ["bases", "KV cache", lines[2].split(": ")[1], "bases"]
-    assert len([path for path in store.folder().iterdir() if path.name.endswith(".weights.gguf")]) == 2
+    assert len([path for path in sidecar_folder().iterdir() if path.name.endswith(".weights.gguf")]) == 2
     assert shown["env"]["SUBKV"] == "auto"
     _, log = run("--prepare", model, shows)
     assert log.startswith("m.gguf: bases: from the weights") and "--prepare" not in log
@@ -408,7 +408,7 @@ def test_env_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LIBRARY_PATH, "/before")
     result = env_of("-m", model)
     assert result.exit_code == 0 and result.stderr.startswith("bases: from the weights")
-    (made,) = store.folder().iterdir()
+    (made,) = sidecar_folder().iterdir()
     assert result.stdout.splitlines() == [
         f"export LLAMA_CPP_LIB_PATH='{lib_dir()}'",
         f"export {LIBRARY_PATH}='{lib_dir()}:/before'",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +20,27 @@ from click.testing import CliRunner
 from each import each
 from format import writer
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
-from refused import REASONS, unreadable
 
 import subkv
 from converter.cli import main as convert
 from runtime import cli
 from runtime.launch import variables
-from subkv.base.errors import CacheError
+from subkv.base.errors import CacheError, ModelFileError, SubkvError
 from subkv.engine import sidecars
 from subkv.engine.cache import CacheOptions, choose_cache, parse_cache
 from subkv.format import store
+from subkv.native.bases import (
+    BESIDE,
+    NAMED,
+    NONE,
+    STORED,
+    WEIGHTS,
+    find_bases,
+    model_content,
+    sidecar_folder,
+    sidecar_path,
+    stored_path,
+)
 from subkv.native.gguf import CONTENT_KEY, Gguf
 from subkv.plan import datafree
 
@@ -71,15 +85,10 @@ def of_weights(made: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return written
 
 
-def entry(model: Path) -> store.Entry:
-    with Gguf(model) as opened:
-        return store.entry(opened)
-
-
 def put(sidecar: Path, model: Path) -> Path:
-    found = entry(model)
-    found.prepare()
-    return Path(shutil.copy(sidecar, found.sidecar))
+    entry = store.entry(model)
+    entry.prepare()
+    return Path(shutil.copy(sidecar, entry.sidecar))
 
 
 #
@@ -92,19 +101,19 @@ def test_copies_have_one_content(model: Path, tiny_model: Models, coded_model: M
     renamed = Path(shutil.copy(model, tmp_path / "other name.gguf"))
     os.utime(renamed, (0, 0))
     split = tiny_model("llama", split_tensors=6)
-    contents = {entry(path).content for path in (model, tmp_path / "link.gguf", renamed, split, coded_model())}
+    contents = {store.entry(path).content for path in (model, tmp_path / "link.gguf", renamed, split, coded_model())}
     assert len(contents) == 1
 
 
 def test_other_models_have_another(model: Path, tiny_model: Models, tmp_path: Path) -> None:
-    contents = [entry(path).content for path in (model, tiny_model(seed=1), tiny_model(n_layer=3))]
+    contents = [store.entry(path).content for path in (model, tiny_model(seed=1), tiny_model(n_layer=3))]
     with Gguf(model) as opened:
         keys = opened.metadata_with({"llama.rope.freq_base": ("f32", 5e5)}), opened.data_offset
     (tmp_path / "rope.gguf").write_bytes(keys[0] + model.read_bytes()[keys[1] :])
     data = bytearray(model.read_bytes())
     data[-40] ^= 1
     (tmp_path / "weight.gguf").write_bytes(data)
-    contents += [entry(tmp_path / name).content for name in ("rope.gguf", "weight.gguf")]
+    contents += [store.entry(tmp_path / name).content for name in ("rope.gguf", "weight.gguf")]
     assert len(set(contents)) == len(contents)
 
 
@@ -136,12 +145,12 @@ def test_content_hash_matches_the_format(tmp_path: Path) -> None:
         places = [(0, size)] if size <= 12288 else [(at, 4096) for at in (0, (size - 4096) // 2, size - 4096)]
         for at, n in places:
             digest.update(whole[start + at : start + at + n])
-    assert entry(path).content == digest.hexdigest()
+    assert store.entry(path).content == digest.hexdigest()
 
 
 def test_every_tensor_is_sampled(tmp_path: Path) -> None:
     path = tiny.build(tmp_path / "m.gguf", "llama", n_embd=256, n_ff=512)
-    before = entry(path).content
+    before = store.entry(path).content
     tensors = [(t.name, int(t.data_offset), int(t.n_bytes)) for t in GGUFReader(path).tensors]
     assert max(size for _, _, size in tensors) > 100_000
     whole = path.read_bytes()
@@ -150,14 +159,14 @@ def test_every_tensor_is_sampled(tmp_path: Path) -> None:
             data = bytearray(whole)
             data[start + offset] ^= 1
             path.write_bytes(data)
-            assert entry(path).content != before, name
+            assert store.entry(path).content != before, name
 
 
 def test_names_are_for_people(model: Path, tmp_path: Path, cache_home: Path) -> None:
     odd = Path(shutil.copy(model, tmp_path / "My model (2)-00001-of-00001.gguf"))
-    path = entry(odd).sidecar
+    path = store.entry(odd).sidecar
     assert path.parent == cache_home / "subkv" / "sidecars"
-    assert path.name == f"My_model__2_-{entry(odd).content[:12]}.gguf"
+    assert path.name == f"My_model__2_-{store.entry(odd).content[:12]}.gguf"
 
 
 #
@@ -178,11 +187,66 @@ def test_auto_takes_the_stored_one(stored: Path, model: Path) -> None:
     assert parse_cache("subkv", renamed).layout == parse_cache("auto", renamed).layout == stored
 
 
+def test_a_renamed_model_finds_the_sidecar_beside_it(model: Path, made: Path, tiny_model: Models) -> None:
+    """By its content. A sidecar of the model's own name must be the model's; others may be of other models."""
+    beside = Path(shutil.copy(made, sidecar_path(model)))
+    sidecar_path(model.with_name("a.gguf")).write_bytes(b"GGUF and nothing else")
+    sidecar_path(model.with_name("b.gguf")).mkdir()
+    renamed = model.rename(model.with_name("renamed.gguf"))
+    for path in (renamed, renamed.with_name("./renamed.gguf"), Path(os.path.relpath(renamed))):
+        found = find_bases(path, None, STORED)
+        assert found.source == BESIDE and found.path is not None and os.path.samefile(found.path, beside)
+        assert choose_cache(path).note == found.note != ""
+    other = Path(shutil.copy(tiny_model(seed=1), model.with_name("other.gguf")))
+    assert choose_cache(other).name == "f16"
+    other.replace(model)  # now the model of the sidecar's name
+    with pytest.raises(CacheError, match="found one of another model"):
+        choose_cache(model)
+
+
+def test_the_search_and_hostile_files(model: Path, made: Path, tmp_path: Path, cache_home: Path) -> None:
+    """One sentence each. The model: nothing is known of its bases; the bases: where they are, and the reason."""
+    empty, cut, text = (tmp_path / name for name in ("empty.gguf", "cut.gguf", "text.gguf"))
+    empty.write_bytes(b"")
+    cut.write_bytes(made.read_bytes()[:-100])
+    text.write_text("a text")
+    files = {
+        tmp_path / "none.gguf": "no such file",
+        tmp_path: "a directory",
+        empty: "an empty file",
+        cut: "a truncated or damaged header",
+        text: "other first bytes than 'GGUF'",
+        Path("x" * 5000): os.strerror(errno.ENAMETOOLONG),
+    }
+    for path, why in files.items():
+        with pytest.raises(ModelFileError, match=f"^model: .*expected .*, found {re.escape(why)}$") as caught:
+            find_bases(path, None, WEIGHTS)
+        assert str(caught.value).isprintable()
+        found = find_bases(model, path, NAMED)
+        assert (found.source, found.path, found.note, found.version) == (NAMED, path, "", 0)
+        assert found.reason.endswith(f"found {why}")
+    plain = find_bases(model, model, NAMED)
+    assert plain.reason == f"expected subkv.* keys (a converted model or a sidecar), found none in {model}"
+    none = find_bases(model, None, WEIGHTS)
+    assert (none.source, none.path, none.note) == (NONE, None, "") and "no bases for this model" in none.reason
+    for source, ending in ((STORED, ".gguf"), (WEIGHTS, ".weights.gguf")):
+        path = stored_path(model, model_content(model), source)
+        assert path.name.endswith(ending) and path.parent == cache_home / "subkv" / "sidecars"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cut.replace(path)
+        found = find_bases(model, None, WEIGHTS)
+        assert (found.source, found.path, found.is_unavailable) == (source, path, False) and found.reason
+        path.rename(cut)
+    for content in ("", "0" * 63, "../" * 30):
+        with pytest.raises(SubkvError, match="subkv_sidecar_path: content: expected 64 hex digits, found"):
+            stored_path(model, content)
+
+
 def test_choices_with_precedence_over_the_store(stored: Path, model: Path, made: Path, coded_model: Models) -> None:
     assert choose_cache(model, CacheOptions(bases=made)).layout == made
     assert choose_cache(model, CacheOptions("q8_0")).name == "q8_0"
     assert choose_cache(coded_model()).layout == coded_model()
-    beside = Path(shutil.copy(made, store.sidecar_path(model)))
+    beside = Path(shutil.copy(made, sidecar_path(model)))
     assert choose_cache(model).layout == beside
 
 
@@ -204,20 +268,20 @@ def test_nothing_prepared(model: Path, cache_home: Path) -> None:
     assert not cache_home.exists()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="links")
 @pytest.mark.parametrize("obstacle", ["no home", "unreadable"])
 def test_store_that_cannot_be_looked_into(
     obstacle: str, stored: Path, model: Path, of_weights: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> Any:
-        raise PermissionError(13, "Permission denied") if obstacle == "unreadable" else RuntimeError("no home")
-
     if obstacle == "unreadable":
-        monkeypatch.setattr(store.os, "scandir", refuse)
-        why = f"cannot read {store.folder()}: Permission denied"
+        folder = sidecar_folder()
+        shutil.rmtree(folder)
+        folder.symlink_to(folder)
+        why = f"{folder}: expected a readable path, found {os.strerror(errno.ELOOP)}"
     else:
         monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(Path, "home", refuse)
-        why = "XDG_CACHE_HOME: expected an absolute path"
+        monkeypatch.setenv("USERPROFILE" if os.name == "nt" else "HOME", "")
+        why = "expected an absolute path, as there is no home folder, found nothing"
     choice = choose_cache(model)
     assert choice.name == "f16"
     assert why in choice.note
@@ -240,34 +304,50 @@ def test_bases_of_weights(model: Path, of_weights: list[Path], cache_home: Path)
     assert len(of_weights) == 2
 
 
-@each("reason", REASONS)
+UNREADABLE = {"path": (errno.ELOOP, None), "disk": (errno.EIO, "/proc/self/mem")}  # error -> a link that has it
+
+
+@contextlib.contextmanager
+def unreadable(path: Path, reason: str) -> Iterator[str]:
+    """Inside the block, the system cannot read this file. The end of the sentence about it."""
+    error, target = UNREADABLE[reason]
+    before = path.rename(path.with_suffix(".before"))
+    path.symlink_to(target or path)
+    try:
+        yield f"found {os.strerror(error)}"
+    finally:
+        before.rename(path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="/proc/self/mem")
+@each("reason", UNREADABLE)
 def test_stored_bases_that_cannot_be_read_now(reason: str, model: Path, of_weights: list[Path]) -> None:
     """Bases of the weights are derived for this process only, and the file stays."""
     path = choose_cache(model, CacheOptions("subkv")).layout
     assert path is not None
-    before, error = path.stat(), REASONS[reason]
-    with unreadable(lambda other: other == path, error):
+    before = path.stat()
+    with unreadable(path, reason) as why:
         choice = choose_cache(model, CacheOptions("subkv"))
+        assert path.is_symlink()
     assert choice.layout is not None and choice.layout.parent != path.parent
-    assert choice.unstored == f"cannot read {path}: {os.strerror(error)}"
+    assert choice.unstored.startswith(f"{path}: expected ") and choice.unstored.endswith(why)
     assert f", not stored ({choice.unstored})" in choice.note
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert choose_cache(model, CacheOptions("subkv")).layout == path
 
 
-@each("reason", REASONS)
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="/proc/self/mem")
+@each("reason", UNREADABLE)
 @each("cache", ["auto", "subkv"])
 def test_calibrated_bases_that_cannot_be_read_now(reason: str, cache: str, model: Path, made: Path) -> None:
     """An error, not another cache: in the store, and beside the model."""
-    error = REASONS[reason]
-    for place in (lambda: put(made, model), lambda: Path(shutil.copy(made, store.sidecar_path(model)))):
-        path = place()
-        with (
-            unreadable(path.__eq__, error),
-            pytest.raises(CacheError, match=rf"^bases: cannot read {path}: {os.strerror(error)}; "),
-        ):
+    for path in (put(made, model), sidecar_path(model)):
+        shutil.copy(made, path)
+        sentence = rf"^bases: {path}: expected a .*, found .*; make it readable, or ignore it with --no-sidecar$"
+        with unreadable(path, reason) as why, pytest.raises(CacheError, match=sentence) as caught:
             choose_cache(model, CacheOptions(cache))
-    store.sidecar_path(model).unlink()
+        assert f"{why}; " in str(caught.value)
+    sidecar_path(model).unlink()
 
 
 def test_calibrated_bases_take_precedence(model: Path, made: Path, of_weights: list[Path]) -> None:
@@ -334,16 +414,16 @@ def stamped(sidecar: Path, output: Path, **values: tuple[GGUFValueType, Any]) ->
 @each(
     ("damage", "found"),
     [
-        ({CONTENT_KEY: (GGUFValueType.STRING, "0" * 64)}, "found that of another one"),
-        ({CONTENT_KEY: (GGUFValueType.STRING, "")}, "found one without the digest of its model"),
-        ({"subkv.version": (GGUFValueType.UINT32, 6)}, "expected a sidecar of this version"),
-        (None, "expected a sidecar of this version"),
+        ({CONTENT_KEY: (GGUFValueType.STRING, "0" * 64)}, "found one of another model"),
+        ({CONTENT_KEY: (GGUFValueType.STRING, "")}, "found one that does not say which model it belongs to"),
+        ({"subkv.version": (GGUFValueType.UINT32, 6)}, "subkv.version"),
+        (None, "a truncated or damaged header"),
     ],
 )
 def test_sidecar_of_something_else(
     where: str, damage: dict[str, Any] | None, found: str, model: Path, made: Path, of_weights: list[Path]
 ) -> None:
-    path = store.sidecar_path(model) if where == "beside" else entry(model).sidecar
+    path = sidecar_path(model) if where == "beside" else store.entry(model).sidecar
     path.parent.mkdir(parents=True, exist_ok=True)
     if damage is None:
         path.write_bytes(made.read_bytes()[:1000])
@@ -358,7 +438,7 @@ def test_sidecar_of_something_else(
     assert choose_cache(model, CacheOptions(sidecar=False)).name == "f16"
     result = CliRunner().invoke(cli.main, ["chat", "-m", str(model), "-p", "Hi", "-st"])
     assert result.exit_code == 1
-    assert result.stderr.startswith("--bases: expected ")
+    assert result.stderr.startswith("--bases: ") and found in result.stderr
     assert result.stderr.count("\n") == 1
 
 
@@ -435,5 +515,7 @@ def test_llama_in_another_process_finds_the_same(stored: Path, model: Path) -> N
             assert other.cache_choice.name == "f16"
 
 
-def test_command_can_be_copied() -> None:
-    assert sidecars.command(Path("my models/m.gguf")) == "subkv convert 'my models/m.gguf'"
+def test_commands_can_be_copied(model: Path) -> None:
+    odd = model.rename(model.with_name("it's a model.gguf"))
+    command = f"`subkv convert {shlex.quote(str(odd))}`"
+    assert command in choose_cache(odd).note and command in choose_cache(odd, CacheOptions("subkv")).note

@@ -21,6 +21,7 @@ from gguf import GGUFReader, GGUFValueType
 
 from subkv.format import store
 from subkv.native import library as _lib
+from subkv.native.bases import STORED, WEIGHTS, sidecar_path, stored_path
 from subkv.native.gguf import Gguf
 
 Models = Callable[..., Path]
@@ -126,12 +127,11 @@ def sidecar(path: Path, model: Path, n_recent: int = 8, content: str | None = No
     return writer.write(path, writer.sealed(writer.read(path) | named))
 
 
-def stored(model: Path, ending: str = ".gguf", **options: Any) -> Path:
+def stored(model: Path, source: int = STORED, **options: Any) -> Path:
     """The same in the user's cache folder."""
-    with Gguf(model) as opened:
-        entry = store.entry(opened)
+    entry = store.entry(model)
     entry.prepare()
-    return sidecar(entry.named(ending), model, **options)
+    return sidecar(stored_path(model, entry.content, source), model, **options)
 
 
 def test_off_is_ordinary(model: Path) -> None:
@@ -153,19 +153,22 @@ def test_places_searched_by_auto(model: Path) -> None:
     """Each place takes precedence over the earlier ones; their windows differ."""
     for n_recent, place in enumerate(["weights", "store", "beside"], 8):
         path = {
-            "weights": lambda n: stored(model, ".weights.gguf", n_recent=n),
+            "weights": lambda n: stored(model, WEIGHTS, n_recent=n),
             "store": lambda n: stored(model, n_recent=n),
-            "beside": lambda n: sidecar(store.sidecar_path(model), model, n_recent=n),
+            "beside": lambda n: sidecar(sidecar_path(model), model, n_recent=n),
         }[place](n_recent)
         (found,) = run(model)
         (line,) = found["log"]
-        assert line.startswith("subkv: coded K/V cache, ") and line.endswith(f" layers: {path}")
+        assert line.startswith("subkv: coded K/V cache, ") and line.endswith(f" ({path})")
+        origin = "from the weights, " if place == "weights" else "calibrated on 123456789012 tokens for this model, "
+        assert f" layers; bases: {origin}" in line
         assert found["kv"].count("(subkv)") == 2
-        assert found == {**run(model, subkv=str(path))[0]}
+        (named,) = run(model, subkv=str(path))
+        assert f" layers; bases: of {path}, " in named["log"][0] and found == {**named, "log": [line]}
 
 
 def test_own_keys_take_precedence(model: Path, bases: Path) -> None:
-    sidecar(store.sidecar_path(model), model)
+    sidecar(sidecar_path(model), model)
     kinds = {4: "u32", 10: "u64", 6: "f32", 8: "str"}
     fields = [field for field in GGUFReader(bases).fields.values() if field.name.startswith("subkv.")]
     with Gguf(model) as plain:
@@ -173,13 +176,13 @@ def test_own_keys_take_precedence(model: Path, bases: Path) -> None:
         data = model.read_bytes()[plain.data_offset :]
     model.write_bytes(keys + data)
     (found,) = run(model)
-    assert found["log"][0].endswith(f": {model}") and len(found["log"]) == 1
+    assert f" layers; bases: of {model}, " in found["log"][0] and len(found["log"]) == 1
 
 
 def test_split_models_find_their_bases(tiny_model: Models) -> None:
     model = tiny_model("llama", split_tensors=6)
     path = stored(model)
-    assert run(model)[0]["log"][0].endswith(str(path))
+    assert run(model)[0]["log"][0].endswith(f"({path})")
 
 
 def test_explicit_attach_gives_the_same_numbers(model: Path, bases: Path) -> None:
@@ -230,14 +233,15 @@ def test_other_models_do_not_use_a_files_bases(other: str, model: Path, bases: P
     own = stored(draft) if other == "llama" else None
     if own:
         for found in run(model, draft, subkv=str(bases))[1], run(model, f"{draft}={CODED}", subkv=str(bases))[1]:
-            assert found["log"][0].endswith(f": {own}")
+            assert found["log"][0].endswith(f"({own})")
 
 
 def test_a_file_belongs_to_the_first_model_that_it_fits(model: Path, bases: Path, tiny_model: Models) -> None:
     link = model.with_name("link.gguf")
     link.symlink_to(model)
-    first, second, same = run(tiny_model("gemma2"), model, link, subkv=str(bases))
-    assert [kind(found) for found in (first, second, same)] == ["none", "subkv", "subkv"]
+    copy = shutil.copy(model, model.with_name("copy.gguf"))
+    first, *others = run(tiny_model("gemma2"), model, link, copy, subkv=str(bases))
+    assert [kind(found) for found in (first, *others)] == ["none", "subkv", "subkv", "subkv"]
     assert "subkv.arch" in first["log"][0]
 
 
@@ -297,7 +301,7 @@ def test_a_required_cache_is_required_again(model: Path, bases: Path, tiny_model
         changes = {
             f"!os.remove({name!r})": "no bases for this model" if value is None else "no such file",
             f"!os.truncate({name!r}, 1000)": "truncated or damaged",
-            f"!shutil.copy({str(tiny_model('gemma2'))!r}, {name!r})": "subkv.version|a sidecar of this model",
+            f"!shutil.copy({str(tiny_model('gemma2'))!r}, {name!r})": "subkv.\\* keys|a sidecar of this model",
         }
         steps = [step for change in changes for step in (change, context, f"!shutil.copy({copy!r}, {name!r})", context)]
         first, *found = run(context, *steps, subkv=value)
@@ -370,7 +374,7 @@ def test_files_that_cannot_be_used_make_no_context(
         (tmp_path, model, "a directory"),
         (text, model, "other first bytes than 'GGUF'"),
         (damaged, model, "truncated or damaged"),
-        (model, model, "subkv.version"),
+        (model, model, "expected subkv.* keys"),
         (bases, gemma, "subkv.arch"),
     ):
         (found,) = run(used_by, subkv=str(file))
@@ -381,7 +385,7 @@ def test_files_that_cannot_be_used_make_no_context(
 def test_places_that_cannot_be_searched_make_no_context(model: Path, tmp_path: Path) -> None:
     """The system cannot tell whether there are bases; another cache would be used silently."""
     for path, variables in (
-        (store.sidecar_path(model), {}),
+        (sidecar_path(model), {}),
         (tmp_path / "cache" / "subkv" / "sidecars", {"XDG_CACHE_HOME": str(tmp_path / "cache")}),
     ):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -394,7 +398,7 @@ def test_places_that_cannot_be_searched_make_no_context(model: Path, tmp_path: P
 
 @pytest.mark.parametrize("content", ["", "0" * 64])
 def test_sidecars_of_other_models_are_refused(content: str, model: Path) -> None:
-    sidecar(store.sidecar_path(model), model, content=content)
+    sidecar(sidecar_path(model), model, content=content)
     (found,) = run(model)
     assert not found["made"] and "expected a sidecar of this model" in found["log"][0]
 
@@ -414,7 +418,7 @@ def test_names_are_escaped_in_the_log(model: Path, bases: Path, tmp_path: Path) 
     hostile = bases.rename(tmp_path / "a\x1b[31mb\nc\u202e.gguf")
     (found,) = run(model, subkv=str(hostile))
     assert found["made"] and len(found["log"]) == 1
-    assert found["log"][0].endswith("/a\\x1b[31mb\\nc\\u202e.gguf")
+    assert "/a\\x1b[31mb\\nc\\u202e.gguf, 8." in found["log"][0]
     (found,) = run(model, subkv=f"{hostile}none")
     assert not found["made"] and all(line.isprintable() for line in found["log"])
 

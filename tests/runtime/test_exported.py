@@ -18,8 +18,7 @@ from compiled import preloaded
 from subkv.native.paths import SUFFIX, lib_dir
 
 HERE = Path(__file__).resolve().parent
-# for libllama, looked up by name: no handles
-INTERNAL = {"subkv_register", "subkv_store_calls"}
+INTERNAL = {"subkv_connect"}  # for libllama, looked up by name: no handle
 # succeed with NULL for every pointer and 0 for every number
 SUCCEED = {
     "subkv_last_error",
@@ -27,6 +26,8 @@ SUCCEED = {
     "subkv_device_kernel_name",
     "subkv_constants",
     "subkv_layout_free",
+    "subkv_bases_free",
+    "subkv_sidecar_folder",
     "subkv_attach",  # cancels
     "subkv_attach_ordinary",
     "subkv_observer_new",

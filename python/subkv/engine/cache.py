@@ -14,9 +14,10 @@ from typing import Any
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.engine import sidecars
 from subkv.format import metadata
-from subkv.format.layout import Layout, has_layout
+from subkv.format.layout import Layout
 from subkv.format.window import ERROR_KEYS, Window
 from subkv.native import library
+from subkv.native.bases import EMBEDDED, STORED, WEIGHTS, find_bases
 from subkv.native.binding import C, LogLines, last_error, last_log_error, native
 from subkv.native.gguf import check_model_file
 
@@ -60,7 +61,7 @@ class CacheOptions:
 class CacheChoice:
     """A chosen KV cache. type_k, type_v: ggml's numbers; layout: file with the bases, None for an ordinary cache.
 
-    note: one line about the source of the bases, "" if the user named it. unstored: as in Sidecar.
+    note: one line about the source of the bases. unstored: as in Sidecar.
     """
 
     name_k: str
@@ -118,8 +119,8 @@ ORDINARY = ordinary("f16")
 def choose_cache(model: Path, requested: CacheOptions = CacheOptions()) -> CacheChoice:
     """Choose the cache that the user requests.
 
-    "auto" is a coded cache if `bases` is given, or `model` has subkv.* keys or a sidecar (subkv.engine.sidecars).
-    "subkv" derives bases from the weights if there are no others. type_k and type_v (names or ggml numbers) choose
+    "auto" is a coded cache if find_bases() has calibrated bases. "subkv" derives bases from the weights if there are no
+    others. type_k and type_v (names or ggml numbers) choose
     separate ordinary types for K and V. Raises CacheError or ModelFileError.
     """
     kv_cache, bases = requested.kv_cache, requested.bases
@@ -145,20 +146,15 @@ def choose_cache(model: Path, requested: CacheOptions = CacheOptions()) -> Cache
     if bases is not None:
         with concerning(model="bases"):
             check_model_file(bases, weights=False)
-        with concerning(path="bases"):
-            if not has_layout(bases):
-                reason = f"expected subkv.* keys (a converted model or a sidecar), found none in {bases}"
-                raise CacheError("bases", reason)
-        return _coded(bases, requested)
-    with concerning(path="model_path"):
-        if has_layout(model):
-            return _coded(model, requested)
-    sidecar = sidecars.find_calibrated(model) if requested.sidecar else None
-    if sidecar is None and kv_cache == CODED:
-        sidecar = sidecars.from_weights(model, requested.sidecar)
-    if sidecar is not None:
+    last = EMBEDDED if not requested.sidecar else WEIGHTS if kv_cache == CODED else STORED
+    with concerning(model="model_path"):
+        found = find_bases(model, bases, last)
+    if found.source != WEIGHTS and sidecars.usable(found):
+        return _coded(found.path or model, requested, found.note)
+    if kv_cache == CODED:
+        sidecar = sidecars.from_weights(model, found if requested.sidecar else None)
         return dataclasses.replace(_coded(sidecar.path, requested, sidecar.note), unstored=sidecar.unstored)
-    note = sidecars.no_bases_note(model) if requested.sidecar else ""
+    note = sidecars.no_bases_note(found) if requested.sidecar else ""
     return dataclasses.replace(_stock("f16", "f16", requested), note=note)
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from subkv.base.closed import mark_closed
 from subkv.base.errors import ModelFileError, SubkvError
 from subkv.engine.cache import CacheChoice
 from subkv.engine.context import Context, ContextOptions
-from subkv.native.binding import C, captured_log, last_log_error, loading, model_meta, text_of
+from subkv.native.binding import C, captured_log, last_log_error, loading, model_meta
 from subkv.native.gguf import check_model_file
 
 ALL_LAYERS = 0x7FFFFFFF
@@ -83,14 +81,6 @@ class Model:
         """A value of the file's metadata as text, "" if missing."""
         return model_meta(self.handle, key)
 
-    def metadata(self) -> dict[str, str]:
-        """All metadata of the file that llama.cpp keeps, as text."""
-        values = {}
-        for i in range(C.llama_model_meta_count(self.handle)):
-            key = text_of(functools.partial(C.llama_model_meta_key_by_index, self.handle, i))
-            values[key] = text_of(functools.partial(C.llama_model_meta_val_str_by_index, self.handle, i))
-        return values
-
     #
     # tokens
     #
@@ -146,11 +136,3 @@ class Model:
         memory.
         """
         return Context(self.path, self.handle, self.n_vocab, self.n_gpu_layers, choice, options)
-
-    def files(self) -> Sequence[Path]:
-        """All files of the model, in order."""
-        count = int(self.meta("split.count") or 1)
-        if count < 2:
-            return [self.path]
-        name, _, ending = self.path.name.rpartition("-00001-of-")  # llama.cpp loads a split model by its first file
-        return [self.path.with_name(f"{name}-{i + 1:05d}-of-{ending}") for i in range(count)]

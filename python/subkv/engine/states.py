@@ -8,7 +8,6 @@ only with logits_all.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import zlib
 from collections.abc import Callable
@@ -21,10 +20,9 @@ from subkv.base.version import __version__
 from subkv.engine.cache import CacheChoice
 from subkv.engine.model import Model
 from subkv.engine.stats import KVStats
+from subkv.native.bases import model_content
 from subkv.native.binding import C, captured_log, last_error, last_log_error, llama_cpp
 from subkv.native.store import Bytes, Found
-
-N_SAMPLE, SAMPLE_BYTES = 64, 4096
 
 _u8_p = ctypes.POINTER(ctypes.c_uint8)
 
@@ -45,28 +43,6 @@ _PARAMETERS = (
 )
 
 
-def weights_digest(model: Model) -> str:
-    """Hex SHA-256 that identifies a model, from samples of the file.
-
-    It covers llama.cpp's metadata except subkv.*, the size of the tensors, and 64 blocks of 4 KiB spread evenly over
-    the tensor data (of every file of a split model). A finetune differs; a converted copy has the digest of its base.
-    """
-    digest = hashlib.sha256()
-    for key, value in sorted(model.metadata().items()):
-        if not key.startswith("subkv."):
-            digest.update(f"{key}\0{value}\0".encode("utf-8", "surrogateescape"))
-    size = C.llama_model_size(model.handle)
-    digest.update(size.to_bytes(8, "little"))
-    for path in model.files():
-        with open(path, "rb") as handle:
-            end = os.fstat(handle.fileno()).st_size
-            start = max(end - size, 0)
-            for i in range(N_SAMPLE):
-                handle.seek(start + (end - start) * i // N_SAMPLE)
-                digest.update(handle.read(SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
 def identity(model: Model, choice: CacheChoice, stats: KVStats, params: Any, n_ctx: int) -> dict[str, Any]:
     """All settings on which the cells' content depends; contexts with equal identities can exchange states.
 
@@ -74,7 +50,7 @@ def identity(model: Model, choice: CacheChoice, stats: KVStats, params: Any, n_c
     """
     trained = model.meta(f"{model.arch}.rope.scaling.original_context_length")
     return {
-        "model": weights_digest(model),
+        "model": model_content(model.path),
         **{name: getattr(stats, name) for name in _STATS},
         **{name: getattr(params, name) for name in _PARAMETERS},
         "indexer": os.environ.get("SUBKV_INDEXER") or "f16",

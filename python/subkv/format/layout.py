@@ -47,11 +47,3 @@ class Layout:
 @functools.cache  # once per process
 def _note_version(path: str) -> None:
     note(f"note: {path}: format version {WITHOUT_DIGEST} has no checksum; convert the model again to add one")
-
-
-def has_layout(path: str | os.PathLike[str]) -> bool:
-    """Whether a GGUF contains subkv.* keys. Raises CacheError about `path` if it cannot be read."""
-    present: int = library.load().subkv_layout_present(os.fsencode(path))
-    if present < 0:
-        raise CacheError("path", library.last_error())
-    return present > 0

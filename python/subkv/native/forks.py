@@ -36,7 +36,7 @@ def _loaded_backend(lib: ctypes.CDLL) -> ctypes.CDLL | None:
 
 
 def survive_forks(lib: ctypes.CDLL) -> None:
-    """Register the release of threads. lib: libsubkv; symbols of libraries that it links are visible, too."""
+    """Register the release of threads. lib: libllama; symbols of libraries that it links are visible, too."""
     if not hasattr(os, "register_at_fork"):
         return
     backend: ctypes.CDLL | None = lib if hasattr(lib, "ggml_backend_cpu_init") else None  # else loaded later

@@ -23,8 +23,9 @@ from subkv.base.closed import mark_closed
 from subkv.base.errors import ModelFileError, SubkvError, system_reason
 from subkv.base.files import atomic_file
 from subkv.base.progress import progress_bar
+from subkv.native.bases import model_content
 from subkv.native.digest import KEYS_DIGEST, UNKNOWN, Value, keys_digest, stored_key
-from subkv.native.library import Signatures, declare, ggml, last_error, load
+from subkv.native.library import Signatures, declare, ggml
 from subkv.native.split import COUNT, NUMBER, split_files
 
 BLOCK = 4 << 20  # bytes copied at once
@@ -282,16 +283,9 @@ class Gguf:
         return Matrix(name, raw, self._c.gguf_get_tensor_type(ctx, index), ne[0], why)
 
     def content(self) -> str:
-        """Hex digest of the model's content, FORMAT.md §1.1: equal for copies, links, split and merged files.
-
-        It reads metadata, the table of tensors, and three samples of 4096 bytes per tensor, once, which takes
-        milliseconds. Raises ModelFileError about `model`.
-        """
+        """subkv.native.bases.model_content of this model, computed once. Raises ModelFileError about `model`."""
         if not self._content:
-            digest = ctypes.create_string_buffer(65)
-            if not load().subkv_model_content(os.fsencode(self.path), digest):
-                raise ModelFileError("model", last_error())
-            self._content = digest.value.decode()
+            self._content = model_content(self.path)
         return self._content
 
     def metadata_with(self, values: Mapping[str, Value]) -> bytes:

@@ -49,6 +49,16 @@ class Stats(ctypes.Structure):
     ]
 
 
+class Bases(ctypes.Structure):
+    """subkv_bases."""
+
+    _fields_ = [
+        *members(_i32, "source", "version"),
+        *members(_str, "path", "words", "size", "reason", "generator"),
+        ("unavailable", ctypes.c_bool),
+    ]
+
+
 class Observed(ctypes.Structure):
     """subkv_observed."""
 
@@ -78,9 +88,13 @@ SIGNATURES: Signatures = {
     "subkv_layout_load": (_ptr, [_str]),
     "subkv_layout_free": (None, [_ptr]),
     "subkv_layout_json": (_str, [_ptr]),
+    "subkv_model_content": (ctypes.c_bool, [_str, ctypes.c_char_p]),
+    "subkv_find_bases": (ctypes.POINTER(Bases), [_str, _str, _i32]),
+    "subkv_bases_free": (None, [ctypes.POINTER(Bases)]),
+    "subkv_sidecar_path": (_str, [_str, _str, _i32]),
+    "subkv_sidecar_folder": (_str, []),
     "subkv_attach": (ctypes.c_bool, [_ptr, ctypes.POINTER(CacheParams)]),
     "subkv_attach_ordinary": (None, []),
-    "subkv_model_content": (ctypes.c_bool, [_str, ctypes.c_char_p]),
     "subkv_get_stats": (ctypes.c_bool, [_ptr, ctypes.POINTER(Stats)]),
     "subkv_context_fingerprint": (_str, [_ptr]),
     "subkv_context_devices": (_str, [_ptr]),
@@ -150,12 +164,11 @@ def load() -> ctypes.CDLL:
     folder = lib_dir()
     llama = _bind_llama(folder)
     lib = ctypes.CDLL(str(folder / f"libsubkv{SUFFIX}"))
-    # Both must use one libllama and one ggml. dlsym also searches the libraries that a library links; Windows does not,
-    # and links the libllama.dll that the process has loaded.
-    for name in () if sys.platform == "win32" else ("llama_init_from_model", "ggml_init"):
-        if len({ctypes.cast(getattr(library, name), _ptr).value for library in (lib, llama)}) > 1:
-            raise ImportError(f"libsubkv{SUFFIX}: expected {name} of {folder}, found it bound to another library")
-    survive_forks(lib)
+    # Both must use one ggml. dlsym also searches the libraries that a library links; Windows does not, and links the
+    # libggml-base.dll that the process has loaded.
+    if sys.platform != "win32" and len({ctypes.cast(of.ggml_init, _ptr).value for of in (lib, llama)}) > 1:
+        raise ImportError(f"libsubkv{SUFFIX}: expected ggml_init of {folder}, found it bound to another library")
+    survive_forks(llama)
     return declare(lib, SIGNATURES)
 
 

@@ -24,6 +24,12 @@ struct Invalid : std::runtime_error {
     explicit Invalid(const std::string & text) : std::runtime_error(printable(text)) {}
 };
 
+// The system cannot read a file (access, memory, open files, the disk): the file itself may be sound.
+struct Unavailable : Invalid {
+    Unavailable(const std::string & key, const std::string & expected, const std::string & found) :
+        Invalid(key + ": expected " + expected + ", found " + found) {}
+};
+
 SUBKV_FORMAT std::string sentence(const char * fmt, ...);
 
 // Sets the error and returns false. Throws nothing: without memory the error says so.

@@ -5,20 +5,19 @@
 //   SUBKV_SINK, SUBKV_RECENT, SUBKV_ROLLBACK   numbers of tokens, as in subkv_cache_params
 //   another variable of the bases: bases_of_environment (basis_source.h)
 //
-// The model's bases are the first of: its own keys, the sidecar beside it, the calibrated sidecar in the user's cache
-// folder, the sidecar derived from its weights there. A file in SUBKV replaces those of one model: of the first context
-// that it fits. Cache types have precedence over SUBKV. Every context logs its kind of cache in one line of llama.cpp's
-// log.
+// find_bases finds the model's bases. A file in SUBKV replaces those of one model: of the first context that it fits. Cache
+// types have precedence over SUBKV. Every context logs its kind of cache in one line of llama.cpp's log.
 #include "cache.h"
 #include "error.h"
-#include "layout_keys.h"
+#include "find_bases.h"
+#include "log_line.h"
 #include "model_file.h"
 #include "request.h"
+#include "variables.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <filesystem>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -35,43 +34,18 @@ const char * set_variable(const char * name) {
 
 // The request for a cache with these bases, from the other variables.
 CacheRequest request_of(const std::shared_ptr<const Layout> & layout) {
-    const int32_t n_sink     = number_of("SUBKV_SINK", MAX_SINK);
-    const int32_t n_recent   = number_of("SUBKV_RECENT", MAX_RECENT);
-    const int32_t n_rollback = number_of("SUBKV_ROLLBACK", MAX_RECENT);
-    CacheRequest  request(layout, { n_sink, n_recent, n_rollback, nullptr });
+    const auto   n_sink     = (int32_t) number_of("SUBKV_SINK", 0, MAX_SINK, -1);
+    const auto   n_recent   = (int32_t) number_of("SUBKV_RECENT", 0, MAX_RECENT, -1);
+    const auto   n_rollback = (int32_t) number_of("SUBKV_ROLLBACK", 0, MAX_RECENT, -1);
+    CacheRequest request(layout, { n_sink, n_recent, n_rollback, nullptr });
     request.make_bases = bases_of_environment(*layout);
     return request;
-}
-
-// The file with a model's bases; "": none.
-std::string file_of_bases(const std::string & model) {
-    if (model.empty()) { // loaded from a stream or from memory
-        return "";
-    }
-    if (layout_present(model.c_str())) {
-        return model;
-    }
-    const std::string beside = sidecar_beside(model);
-    const bool        near   = file_exists(beside);
-    const std::string store  = sidecar_store();
-    if (!near && (store.empty() || !file_exists(store))) {
-        return "";
-    }
-    const std::string content = model_content(model);
-    std::string       sidecar = near ? beside : stored_sidecar(content, CALIBRATED);
-    if (sidecar.empty()) {
-        sidecar = stored_sidecar(content, FROM_WEIGHTS);
-    }
-    if (!sidecar.empty()) {
-        check_sidecar(sidecar, content);
-    }
-    return sidecar;
 }
 
 std::nullptr_t ordinary(const CacheDesc & desc, const std::string & why) {
     if (!desc.no_alloc) {
         const std::string v = desc.type_v == desc.type_k ? "" : std::string("/") + ggml_type_name(desc.type_v);
-        llama_subkv_log("ordinary " + (ggml_type_name(desc.type_k) + v) + " K/V cache: " + why);
+        log_line("ordinary " + (ggml_type_name(desc.type_k) + v) + " K/V cache: " + why);
     }
     return nullptr;
 }
@@ -80,17 +54,15 @@ bool has_coded_layer(const Layout & layout, const CacheDesc & desc) {
     return std::any_of(desc.layers.begin(), desc.layers.end(), [&](auto & layer) { return layout.layer(layer.il); });
 }
 
-// The model that a file in SUBKV belongs to. A program may load several models, and free and load the same one again.
+// The model that a file in SUBKV belongs to: a program may load several models, and free and load the same one again, by
+// another name.
 class FileOwners {
 public:
     // true: the file belongs to this model, or to none yet.
     bool may_use(const std::string & file, const std::string & model) {
         std::lock_guard<std::mutex> lock(mutex_);
         const auto                  owner = owners_.find(file);
-        std::error_code             error;
-        return owner == owners_.end() || owner->second == model ||
-               std::filesystem::equivalent(std::filesystem::u8path(owner->second), std::filesystem::u8path(model),
-                                           error);
+        return owner == owners_.end() || owner->second == model || same_content(owner->second, model);
     }
 
     void set(const std::string & file, const std::string & model) {
@@ -99,13 +71,21 @@ public:
     }
 
 private:
+    static bool same_content(const std::string & a, const std::string & b) {
+        try {
+            return model_content(a) == model_content(b);
+        } catch (const Invalid &) { // one of them comes from a stream, or its file is gone
+            return false;
+        }
+    }
+
     std::mutex                         mutex_;
     std::map<std::string, std::string> owners_; // by file
 };
 
 FileOwners owners;
 
-void report(const CacheDesc & desc, const Cache & cache, const std::string & file) {
+void report(const CacheDesc & desc, const Cache & cache, const std::string & words) {
     size_t rows = 0;
     for (const auto & layer : desc.layers) {
         rows += cache.facts().row_bytes(layer.il, false) + cache.facts().row_bytes(layer.il, true);
@@ -114,18 +94,18 @@ void report(const CacheDesc & desc, const Cache & cache, const std::string & fil
     cache.stats(rows * desc.n_cells * desc.n_stream, 0, stats);
     char line[160];
     std::snprintf(line, sizeof(line),
-                  "coded K/V cache, %.2f bits per element, %.1f MiB (f16: %.1f), %u layers: ", (double) stats.bpe,
-                  (double) (stats.bytes_codes + stats.bytes_window) / (1 << 20), (double) stats.bytes_f16 / (1 << 20),
-                  stats.n_layer_coded);
-    llama_subkv_log(line + file);
+                  "coded K/V cache, %.2f bits per element, %.1f MiB (f16: %.1f), %u layers; bases: ",
+                  (double) stats.bpe, (double) (stats.bytes_codes + stats.bytes_window) / (1 << 20),
+                  (double) stats.bytes_f16 / (1 << 20), stats.n_layer_coded);
+    log_line(line + words);
 }
 
 // Logs once per process that nothing protects the bases of an old file.
 void note_version(const Layout & layout, const CacheDesc & desc, const std::string & file) {
     static std::atomic<bool> noted{ false };
     if (layout.version == FORMAT_WITHOUT_DIGEST && !desc.no_alloc && !noted.exchange(true)) {
-        llama_subkv_log(file + ": format version " + std::to_string(layout.version) +
-                        " has no checksum; `subkv convert` writes version " + std::to_string(FORMAT_VERSION));
+        log_line(file + ": format version " + std::to_string(layout.version) +
+                 " has no checksum; `subkv convert` writes version " + std::to_string(FORMAT_VERSION));
     }
 }
 
@@ -139,23 +119,22 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
             throw Invalid(why);
         }
         if (!desc.no_alloc) {
-            llama_subkv_log(why);
+            log_line(why);
         }
         return nullptr;
     }
     if (desc.requested == Requested::ORDINARY) {
         return ordinary(desc, "its type was requested");
     }
-    const std::string file = named ? setting : file_of_bases(desc.model_path);
-    if (file.empty()) {
-        const std::string model = desc.model_path.empty() ? "MODEL" : desc.model_path;
-        const std::string why   = "no bases for this model; `subkv convert " + model + "` derives them";
-        if (required) {
-            throw Invalid(why);
+    const FoundBases found = find_bases(desc.model_path, named ? setting : "", SUBKV_BASES_WEIGHTS);
+    if (!found.layout) {
+        if (required || found.source != SUBKV_BASES_NONE || found.unavailable) {
+            throw Invalid(found.reason);
         }
-        return ordinary(desc, why);
+        return ordinary(desc, found.reason);
     }
-    const auto layout = load_layout(file.c_str());
+    const auto &        layout = found.layout;
+    const std::string & file   = found.path;
     note_version(*layout, desc, file);
     if (!required) {
         if (!desc.unsupported.empty()) {
@@ -170,7 +149,7 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
         owners.set(file, desc.model_path);
     }
     if (!desc.no_alloc) {
-        report(desc, *cache, file);
+        report(desc, *cache, found.words);
     }
     return cache;
 }

@@ -255,7 +255,7 @@ std::shared_ptr<const Layout> load_layout(const char * path) {
     try {
         return read_layout(path);
     } catch (const std::bad_alloc &) {
-        refuse("subkv.layout", "to fit in memory", "too little of it");
+        throw Unavailable("subkv.layout", "to fit in memory", "too little of it");
     }
 }
 

@@ -104,8 +104,10 @@ gguf_context_ptr open_gguf(const char * path_or_null) {
     std::error_code   ec;
     const auto        status = std::filesystem::status(fspath, ec);
     if (!std::filesystem::exists(status)) {
-        refuse(path, "a GGUF file",
-               ec && status.type() == std::filesystem::file_type::none ? ec.message() : "no such file");
+        if (ec && status.type() == std::filesystem::file_type::none) {
+            throw Unavailable(path, "a GGUF file", ec.message());
+        }
+        refuse(path, "a GGUF file", "no such file");
     }
     if (!std::filesystem::is_regular_file(status)) {
         refuse(path, "a GGUF file",
@@ -113,18 +115,18 @@ gguf_context_ptr open_gguf(const char * path_or_null) {
     }
     const uint64_t size = std::filesystem::file_size(fspath, ec);
     if (ec) {
-        refuse(path, "a readable GGUF file", ec.message());
+        throw Unavailable(path, "a readable GGUF file", ec.message());
     }
     std::ifstream file(fspath, std::ios::binary);
     if (!file) {
-        refuse(path, "a readable GGUF file", std::strerror(errno));
+        throw Unavailable(path, "a readable GGUF file", std::strerror(errno));
     }
     // ggml reports these defects only in its log
     uint8_t head[24] = {};
     errno            = 0;
     file.read((char *) head, sizeof(head));
     if (file.bad()) {
-        refuse(path, "a readable GGUF file", std::strerror(errno != 0 ? errno : EIO));
+        throw Unavailable(path, "a readable GGUF file", std::strerror(errno != 0 ? errno : EIO));
     }
     if (file.gcount() < 4 || std::memcmp(head, "GGUF", 4) != 0) {
         refuse(path, "a GGUF file", file.gcount() == 0 ? "an empty file" : "other first bytes than 'GGUF'");
@@ -142,7 +144,7 @@ gguf_context_ptr open_gguf(const char * path_or_null) {
     gguf_context_ptr ctx(gguf_init_from_file(path.c_str(), params));
     const int        failed = errno;
     if (!ctx && (failed == EMFILE || failed == ENFILE || failed == ENOMEM || failed == EIO || failed == EACCES)) {
-        refuse(path, "a readable GGUF file", std::strerror(failed));
+        throw Unavailable(path, "a readable GGUF file", std::strerror(failed));
     }
     if (!ctx) {
         refuse(path, "complete and well-formed GGUF metadata", "a truncated or damaged header");

@@ -2,31 +2,23 @@
 #include "model_file.h"
 
 #include "layout_keys.h"
-#include "llama.h"
 #include "sha256.h"
 #include "subkv.h"
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstdlib>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <vector>
 
-#if !defined(_WIN32)
-#    include <pwd.h>
-#    include <unistd.h>
-#endif
-
 namespace subkv {
 
 namespace {
 
-constexpr uint64_t SAMPLE         = 4096; // bytes
-constexpr size_t   DIGITS         = 12;   // of a content hash, in a file's name
-constexpr size_t   MAX_PATH_BYTES = 4096;
+constexpr uint64_t SAMPLE = 4096; // bytes
 
 // An unsigned 16-bit key of split files; `otherwise` if it is absent or of another type.
 uint16_t u16(const gguf_context * ctx, const char * key, uint16_t otherwise) {
@@ -98,34 +90,23 @@ std::vector<std::string> model_files(const std::string & path, const gguf_contex
     if (count <= 1) {
         return { path };
     }
-    std::string prefix(MAX_PATH_BYTES, '\0');
-    if (path.size() >= MAX_PATH_BYTES ||
-        llama_split_prefix(prefix.data(), prefix.size(), path.c_str(), number, count) <= 0) {
-        refuse(path, "the name of file " + std::to_string(number + 1) + " of " + std::to_string(count), "another name");
+    const auto tail = [count](int i) { // as llama.cpp names them
+        char text[32];
+        std::snprintf(text, sizeof(text), "-%05d-of-%05d.gguf", i + 1, (int) count);
+        return std::string(text);
+    };
+    if (path.size() == tail(number).size() || !ends(path, tail(number), false)) {
+        refuse(path, "a name that ends in " + tail(number), "another name");
     }
     if (number != 0) {
         refuse(path, "the first file of a split model", "file " + std::to_string(number + 1));
     }
+    const std::string        prefix = path.substr(0, path.size() - tail(number).size());
     std::vector<std::string> files;
     for (int i = 0; i < count; ++i) {
-        std::string file(MAX_PATH_BYTES, '\0');
-        llama_split_path(file.data(), file.size(), prefix.c_str(), i, count);
-        files.emplace_back(file.c_str());
+        files.push_back(prefix + tail(i));
     }
     return files;
-}
-
-std::string home() {
-#if defined(_WIN32)
-    const char * folder = std::getenv("USERPROFILE");
-    return folder ? folder : "";
-#else
-    if (const char * folder = std::getenv("HOME")) {
-        return folder;
-    }
-    const passwd * user = getpwuid(getuid());
-    return user && user->pw_dir ? user->pw_dir : "";
-#endif
 }
 
 } // namespace
@@ -170,68 +151,19 @@ std::string model_content(const std::string & path) {
     return digest.hex();
 }
 
-std::string sidecar_beside(const std::string & model) {
-    const auto  path = std::filesystem::u8path(model);
-    std::string stem = path.filename().u8string();
+std::string model_stem(const std::string & model) {
+    std::string stem = std::filesystem::u8path(model).filename().u8string();
     if (ends(stem, ".gguf", false)) {
         stem.resize(stem.size() - 5);
         if (ends(stem, "-00000-of-00000", true)) {
             stem.resize(stem.size() - 15);
         }
     }
-    return (path.parent_path() / std::filesystem::u8path(stem + ".subkv-sidecar.gguf")).u8string();
+    return stem;
 }
 
-std::string sidecar_store() {
-    const char * base   = std::getenv("XDG_CACHE_HOME");
-    auto         folder = std::filesystem::u8path(base ? base : "");
-    if (!folder.is_absolute()) {
-        folder = std::filesystem::u8path(home());
-        if (folder.empty()) {
-            return "";
-        }
-        folder /= ".cache";
-    }
-    return (folder / "subkv" / "sidecars").u8string();
-}
-
-bool file_exists(const std::string & path) {
-    std::error_code error;
-    const auto      status = std::filesystem::status(std::filesystem::u8path(path), error);
-    if (!std::filesystem::status_known(status) && error != std::errc::filename_too_long) {
-        refuse(path, "a readable path", error.message());
-    }
-    return std::filesystem::status_known(status) && std::filesystem::exists(status);
-}
-
-std::string stored_sidecar(const std::string & content, const std::string & ending) {
-    const std::string store = sidecar_store();
-    const std::string tail  = "-" + content.substr(0, DIGITS) + ending;
-    std::error_code   error;
-    std::string       first;
-    if (store.empty() || !file_exists(store)) {
-        return first;
-    }
-    auto entries = std::filesystem::directory_iterator(std::filesystem::u8path(store), error);
-    for (const auto end = std::filesystem::directory_iterator(); !error && entries != end; entries.increment(error)) {
-        const std::string name = entries->path().filename().u8string();
-        if (ends(name, tail, false) && (first.empty() || name < first)) {
-            first = name;
-        }
-    }
-    if (error) {
-        refuse(store, "a readable folder", error.message());
-    }
-    return first.empty() ? first : (std::filesystem::u8path(store) / std::filesystem::u8path(first)).u8string();
-}
-
-void check_sidecar(const std::string & path, const std::string & content) {
-    const gguf_context_ptr file  = open_gguf(path.c_str());
-    const std::string      found = Keys(file.get()).optional_str("subkv.base.content");
-    if (found != content) {
-        refuse(path, "a sidecar of this model",
-               found.empty() ? "one that does not say which model it belongs to" : "one of another model");
-    }
+bool ends_with(const std::string & text, const std::string & tail) {
+    return ends(text, tail, false);
 }
 
 } // namespace subkv

@@ -1,35 +1,13 @@
 #include "request.h"
 
 #include "error.h"
-#include "layout_keys.h"
-
-#include <cerrno>
-#include <cstdlib>
+#include "variables.h"
 
 namespace subkv {
 
-int32_t number_of(const char * name, int32_t most) {
-    const char * text = std::getenv(name);
-    if (!text || !*text) {
-        return -1;
-    }
-    char * end        = nullptr;
-    errno             = 0;
-    const long number = std::strtol(text, &end, 10);
-    if (*end || errno != 0 || number < 0 || number > most) {
-        refuse(name, "a number from 0 to " + std::to_string(most), "'" + shortened(text) + "'");
-    }
-    return (int32_t) number;
-}
-
 int32_t resume_of_environment() {
     constexpr int32_t N_RESUME = 32; // as exact as an unbroken window (docs/limits.md#edits)
-    const int32_t     n        = number_of("SUBKV_RESUME", MAX_RECENT);
-    return n < 0 ? N_RESUME : n;
-}
-
-bool moved_of_environment() {
-    return number_of("SUBKV_STORE_MOVED", 1) > 0;
+    return (int32_t) number_of("SUBKV_RESUME", 0, MAX_RECENT, N_RESUME);
 }
 
 CacheRequest::CacheRequest(std::shared_ptr<const Layout> layout, const subkv_cache_params & params) :

@@ -21,13 +21,9 @@ struct CacheRequest {
     CacheRequest(std::shared_ptr<const Layout> layout, const subkv_cache_params & params);
 };
 
-// A variable's number of tokens, 0 to `most`; -1: unset. Throws Invalid.
-int32_t number_of(const char * name, int32_t most);
 // SUBKV_RESUME: how many tokens before the end of a shortened sequence need exact rows, so that a program evaluates
 // those without one again. Throws Invalid.
 int32_t resume_of_environment();
-// SUBKV_STORE_MOVED: 1: a server moves text behind another beginning. Throws Invalid.
-bool moved_of_environment();
 
 // The cache that the environment requests (automatic.cpp); nullptr: an ordinary cache. Throws Invalid, with the error
 // set, if SUBKV's file or the model's own bases cannot be used.

@@ -1,10 +1,11 @@
 // capi.cpp: attaches layouts and observers to the next context, and reports statistics of a context.
 #include "capi.h"
-#include "hook.h"
-#include "llama-subkv-programs.h"
+#include "log_line.h"
 #include "observer.h"
 #include "request.h"
 #include "subkv_research.h"
+
+#include <atomic>
 
 using namespace subkv;
 
@@ -48,7 +49,8 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
 
 const Cache * subkv::cache_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded) {
     not_null(ctx, "context");
-    const auto * cache = static_cast<const Cache *>(llama_subkv_of(ctx, bytes_stock, bytes_coded));
+    const LlamaCalls * llama = llama_calls(); // without one, no context has asked for a cache
+    const auto * cache = llama ? static_cast<const Cache *>(llama->cache_of(ctx, bytes_stock, bytes_coded)) : nullptr;
     return cache && cache->facts().coded ? cache : nullptr;
 }
 
@@ -68,11 +70,6 @@ const Cache & subkv::coding(llama_context * ctx, int32_t il, int32_t head_kv, in
     return *cache;
 }
 
-// libllama calls it if SUBKV requests a cache and the process has not loaded libsubkv.
-extern "C" SUBKV_API void subkv_register(void) {
-    llama_subkv_register(cache_new);
-}
-
 extern "C" bool subkv_attach(subkv_layout * layout, const subkv_cache_params * params) {
     pending = {};
     if (!layout) {
@@ -80,7 +77,6 @@ extern "C" bool subkv_attach(subkv_layout * layout, const subkv_cache_params * p
     }
     return guarded("subkv_attach", [&] {
         pending.cache = CacheRequest(layout->p, params ? *params : subkv_cache_params{ -1, -1, -1, nullptr });
-        subkv_register();
     });
 }
 
@@ -94,7 +90,6 @@ extern "C" bool subkv_observe(subkv_observer * obs) {
         not_null(obs, "subkv_observe: obs");
         usable_ops();
         pending.observer = obs;
-        subkv_register();
     });
     if (!done) {
         pending = {};
@@ -128,7 +123,7 @@ extern "C" int64_t subkv_read_rows(llama_context * ctx, int32_t il, int32_t head
                  (long long) n);
         }
         int64_t coded = -1;
-        llama_subkv_rows(ctx, il, [&](const CellReader & cells, const ggml_tensor * k, const ggml_tensor * v) {
+        llama_calls()->rows(ctx, il, [&](const CellReader & cells, const ggml_tensor * k, const ggml_tensor * v) {
             coded = cache.read(cells, value ? v : k, il, head_kv, value, seq, first, n, x, version_of);
         });
         return coded;
@@ -150,8 +145,10 @@ extern "C" const char * subkv_context_devices(llama_context * ctx) {
 }
 
 extern "C" int32_t subkv_resume(llama_context * ctx, int32_t seq, int32_t pos) {
-    return guarded<int32_t>("context", pos,
-                            [&] { return llama_subkv_resume(&not_null(ctx, "subkv_resume: ctx"), seq, pos); });
+    return guarded<int32_t>("context", pos, [&] {
+        not_null(ctx, "subkv_resume: ctx");
+        return llama_calls() ? llama_calls()->resume(ctx, seq, pos) : pos;
+    });
 }
 
 extern "C" const char * subkv_kernel_name(void) {
@@ -160,4 +157,26 @@ extern "C" const char * subkv_kernel_name(void) {
 
 extern "C" const char * subkv_device_kernel_name(void) {
     return device_kernels();
+}
+
+//
+// for libllama
+//
+
+namespace {
+
+std::atomic<const LlamaCalls *> connected{ nullptr };
+
+} // namespace
+
+const LlamaCalls * subkv::llama_calls() {
+    return connected;
+}
+
+extern "C" SUBKV_API const SubkvCalls * subkv_connect(const LlamaCalls * llama) {
+    static const SubkvCalls calls = { cache_new,         subkv_last_error,         subkv_get_stats,
+                                      subkv_kernel_name, subkv_device_kernel_name, store_calls() };
+    connected                     = llama;
+    set_log(llama->log);
+    return &calls;
 }

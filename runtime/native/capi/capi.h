@@ -2,13 +2,18 @@
 #pragma once
 
 #include "cache.h"
+#include "calls.h"
 #include "error.h"
-
-struct llama_context;
 
 namespace subkv {
 
-// The coefficient cache of a context; nullptr: none. Sizes as in llama_subkv_of.
+// The functions of libllama; nullptr: it has created no context since this library was loaded.
+const LlamaCalls * llama_calls();
+
+// The functions of the prompt store for libllama.
+StoreCalls store_calls();
+
+// The coefficient cache of a context; nullptr: none. Sizes as in LlamaCalls::cache_of.
 const Cache * cache_of(llama_context * ctx, size_t * bytes_stock = nullptr, size_t * bytes_coded = nullptr);
 
 // Throws Invalid if no kernels can run.

@@ -1,10 +1,8 @@
 // capi_store.cpp: subkv_store.h.
-#include "error.h"
-#include "llama-subkv-programs.h"
+#include "capi.h"
 #include "model_file.h"
 #include "prefix_store.h"
 #include "sha256.h"
-#include "store_hook.h"
 
 #include <algorithm>
 #include <cstring>
@@ -32,6 +30,14 @@ std::vector<uint8_t> copied(const subkv_store_bytes & bytes) {
     const auto * data = (const uint8_t *) bytes.data;
     check_array(data, (int64_t) bytes.size, "subkv_store_bytes: data");
     return { data, data + bytes.size };
+}
+
+// Throws Invalid if libllama has not connected.
+const LlamaCalls & llama() {
+    if (!llama_calls()) {
+        fail("context: expected one that libllama created after libsubkv was loaded, found none");
+    }
+    return *llama_calls();
 }
 
 StoreIdentity digest_of(const std::string & text) {
@@ -85,16 +91,19 @@ extern "C" void subkv_store_close(subkv_store * store) {
 extern "C" bool subkv_store_identity(const llama_context * ctx, uint8_t * identity) {
     clear_error();
     return guarded(SUBJECT, [&] {
+        not_null(ctx, "subkv_store_identity: ctx");
         not_null(identity, "subkv_store_identity: identity");
-        const auto digest =
-            digest_of(llama_subkv_state_identity(&not_null(ctx, "subkv_store_identity: ctx"), model_content));
+        const auto content = model_content(llama().model_path(ctx));
+        const auto digest  = digest_of(llama().state_identity(*ctx, content));
         std::memcpy(identity, digest.data(), digest.size());
     });
 }
 
 extern "C" int64_t subkv_store_removable(const llama_context * ctx) {
-    return guarded<int64_t>(SUBJECT, 0,
-                            [&] { return llama_subkv_store_removable(&not_null(ctx, "subkv_store_removable: ctx")); });
+    return guarded<int64_t>(SUBJECT, 0, [&] {
+        not_null(ctx, "subkv_store_removable: ctx");
+        return llama().n_removable(*ctx);
+    });
 }
 
 extern "C" int32_t subkv_store_room(const subkv_store * store, uint64_t n_bytes) {
@@ -218,19 +227,17 @@ bool take_states(subkv_store * store, const uint8_t * identity, const subkv_stor
 
 } // namespace
 
-extern "C" SUBKV_API const StoreCalls * subkv_store_calls(void) {
-    static const StoreCalls calls = { subkv_last_error,
-                                      subkv_store_open,
-                                      subkv_store_room,
-                                      subkv_store_put,
-                                      subkv_store_flush,
-                                      subkv_store_get,
-                                      subkv_store_found_prompt,
-                                      subkv_store_found_reach,
-                                      subkv_store_found_free,
-                                      subkv_store_get_stats,
-                                      take_states,
-                                      content_of,
-                                      digest_of };
-    return &calls;
+StoreCalls subkv::store_calls() {
+    return { subkv_store_open,
+             subkv_store_room,
+             subkv_store_put,
+             subkv_store_flush,
+             subkv_store_get,
+             subkv_store_found_prompt,
+             subkv_store_found_reach,
+             subkv_store_found_free,
+             subkv_store_get_stats,
+             take_states,
+             content_of,
+             digest_of };
 }

@@ -63,6 +63,48 @@ SUBKV_API void           subkv_layout_free(subkv_layout * layout);
 SUBKV_API const char * subkv_layout_json(const subkv_layout * layout);
 
 //
+// bases of a model
+//
+
+// The content hash of a model, which names its sidecars (converter/FORMAT.md §1.1): 64 digits and a zero. `path`: the
+// first file of a split model.
+SUBKV_API bool subkv_model_content(const char * path, char out[65]);
+
+// Where bases come from, in the order of the search: a file that the user names; the model's own keys; the sidecar beside
+// the model (by the model's name, else by its content); the user's cache folder, by the model's content: calibrated, or
+// derived from the weights.
+enum {
+    SUBKV_BASES_NONE     = 0,
+    SUBKV_BASES_NAMED    = 1,
+    SUBKV_BASES_EMBEDDED = 2,
+    SUBKV_BASES_BESIDE   = 3,
+    SUBKV_BASES_STORED   = 4,
+    SUBKV_BASES_WEIGHTS  = 5
+};
+
+typedef struct subkv_bases {
+    int32_t      source;
+    int32_t      version;     // format of the file; 0: it cannot be used
+    const char * path;        // of the file; "": none
+    const char * words;       // source and size of usable bases, for the user
+    const char * size;        // the size alone
+    const char * reason;      // "": usable; else why there are none, or why those found first cannot be used
+    const char * generator;   // program that wrote them
+    bool         unavailable; // `reason` is of the system (access, memory, the disk): the file itself may be sound
+} subkv_bases;
+
+// Finds the bases of a model, from the first place up to `last` that has some: no later place replaces a damaged file or
+// one of another model. named: the user's file, which alone counts; NULL: none. NULL if the model cannot be read.
+SUBKV_API const subkv_bases * subkv_find_bases(const char * model, const char * named, int32_t last);
+SUBKV_API void                subkv_bases_free(const subkv_bases * bases);
+
+// The file that the search finds or would find for a model at BESIDE, STORED or WEIGHTS. It may not exist. content: of
+// subkv_model_content; NULL for BESIDE. The text is valid until the next call on the same thread.
+SUBKV_API const char * subkv_sidecar_path(const char * model, const char * content, int32_t source);
+// The folder of STORED and WEIGHTS, in the user's cache folder; it may not exist. NULL: there is no home folder.
+SUBKV_API const char * subkv_sidecar_folder(void);
+
+//
 // context
 //
 
@@ -83,10 +125,6 @@ SUBKV_API bool subkv_attach(subkv_layout * layout, const subkv_cache_params * pa
 // ordinary cache; `auto`: the model's bases; any other value: a file with bases. After this call this thread ignores
 // SUBKV and creates ordinary caches, until it calls subkv_attach.
 SUBKV_API void subkv_attach_ordinary(void);
-
-// The content hash of a model, which names its sidecars (converter/FORMAT.md §1.1): 64 digits and a zero. `path`: the
-// first file of a split model.
-SUBKV_API bool subkv_model_content(const char * path, char out[65]);
 
 typedef struct subkv_stats {
     uint64_t bytes_codes;     // coefficient rows as allocated, K and V

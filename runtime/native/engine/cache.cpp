@@ -1,9 +1,11 @@
 #include "cache.h"
 
 #include "error.h"
+#include "log_line.h"
 #include "node_sources.h"
 #include "observer.h"
 #include "subkv/recent.h"
+#include "variables.h"
 
 #include <algorithm>
 #include <cstring>
@@ -400,7 +402,7 @@ void Cache::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens,
 bool Cache::computed() {
     const std::string bad = reports_.take_first_bad();
     if (!bad.empty()) {
-        llama_subkv_log(bad);
+        log_line(bad);
     }
     return !reports_.take_no_memory() || reject("decode: out of memory; decode the batch again");
 }

@@ -416,29 +416,25 @@ void llama_subkv::settle(llama_context & ctx) {
     }
 }
 
-subkv::CacheHook * llama_subkv_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded) {
+subkv::CacheHook * llama_subkv::cache_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded) {
     if (bytes_stock && bytes_coded) {
-        llama_subkv::bytes_of(llama_get_memory(ctx), *bytes_stock, *bytes_coded);
+        bytes_of(ctx->get_memory(), *bytes_stock, *bytes_coded);
     }
-    return llama_subkv::hook_of(llama_get_memory(ctx));
+    return hook_of(ctx->get_memory());
 }
 
-bool llama_subkv::rows(llama_context & ctx, int32_t il, const subkv::rows_fn & use) {
-    llama_synchronize(&ctx);
+bool llama_subkv::rows(llama_context * ctx, int32_t il, const subkv::rows_fn & use) {
+    llama_synchronize(ctx);
     try {
-        settle(ctx);
+        settle(*ctx);
     } catch (const std::exception &) { // reported, or out of memory
         return false;
     }
-    const auto * kv = caches_of(ctx.get_memory()).base;
+    const auto * kv = caches_of(ctx->get_memory()).base;
     if (!kv || il < 0 || row_bytes(*kv, (uint32_t) il, false) == 0) {
         return false;
     }
     const auto & layer = kv->layers[kv->map_layer_ids.at(il)];
     use(reader(*kv), layer.k, layer.v);
     return true;
-}
-
-bool llama_subkv_rows(llama_context * ctx, int32_t il, const subkv::rows_fn & use) {
-    return llama_subkv::rows(*ctx, il, use);
 }

@@ -1,5 +1,5 @@
-// hook.h: the boundary between libllama (llama-subkv.cpp, which uses llama.cpp's internals) and libsubkv (which uses
-// only ggml and this file). Without a registered hook libllama behaves exactly as upstream.
+// hook.h: the boundary between libllama (which uses llama.cpp's internals) and libsubkv (which uses only ggml, this file
+// and calls.h). Without libsubkv libllama behaves exactly as upstream.
 #pragma once
 
 #include "ggml-backend.h"
@@ -347,23 +347,3 @@ using rows_fn = std::function<void(const CellReader & cells, const ggml_tensor *
 } // namespace subkv
 
 struct llama_context;
-
-// libllama exports these functions. MinGW exports every function unless one has dllexport, so it gets none here.
-#if defined(_WIN32) && !defined(__MINGW32__)
-#    if defined(LLAMA_BUILD)
-#        define SUBKV_HOOK_API __declspec(dllexport)
-#    else
-#        define SUBKV_HOOK_API __declspec(dllimport)
-#    endif
-#else
-#    define SUBKV_HOOK_API __attribute__((visibility("default")))
-#endif
-SUBKV_HOOK_API void llama_subkv_register(subkv::cache_new_fn fn);
-// Writes a line to llama.cpp's log as a warning: llama.cpp's programs hide lower levels.
-SUBKV_HOOK_API void llama_subkv_log(const std::string & line);
-// The hook of a context's cache (in an iswa cache: of the full-attention half); nullptr: none. Adds the K/V bytes of the
-// ordinary layers to `bytes_stock`, those of the coded layers to `bytes_coded`; or both are nullptr.
-SUBKV_HOOK_API subkv::CacheHook * llama_subkv_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded);
-
-// Calls `use` with one layer of that cache after all pending work of the context. false: no coefficient cache.
-SUBKV_HOOK_API bool llama_subkv_rows(llama_context * ctx, int32_t il, const subkv::rows_fn & use);

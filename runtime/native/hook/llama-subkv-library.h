@@ -1,9 +1,13 @@
-// llama-subkv-library.h: looks up functions of libsubkv, and loads it from libllama's folder if necessary.
+// llama-subkv-library.h: libsubkv, as libllama sees it. Part of libllama.
 #pragma once
+
+#include "calls.h"
 
 #include <string>
 
-using llama_subkv_function = void (*)();
+// The functions of libsubkv: of the loaded library, or, with `load`, of the one in libllama's folder. nullptr: there is
+// none; `why` has the reason.
+const subkv::SubkvCalls * llama_subkv_library(bool load, std::string & why);
 
-// nullptr: libsubkv cannot be loaded, or has no function of this name; `why` has the reason.
-llama_subkv_function llama_subkv_find(const char * name, std::string & why);
+// Writes a line to llama.cpp's log as a warning: llama.cpp's programs hide lower levels.
+void llama_subkv_log(const std::string & line);

@@ -91,11 +91,6 @@ LLAMA_API void llama_subkv_store_forget(void);
 // The longest tail of a restored sequence that can be removed without a checkpoint; -1: any.
 LLAMA_API int64_t llama_subkv_store_removable(const llama_context * ctx);
 
-// Everything that affects the bytes of a context's states, except LoRA weights and control vectors, as text. content: the
-// content hash of the model at a path.
-LLAMA_API std::string llama_subkv_state_identity(const llama_context * ctx,
-                                                 std::string (*content)(const std::string & path));
-
 // Stores the prompt of sequence `seq` in a context and in the draft model's context (or nullptr). prompt.state: its
 // states; empty: read them from the contexts. Stores nothing if the sequence does not consist of these tokens, if LoRA
 // weights or control vectors are loaded, or if the same sequence was stored before. at_end: stores it even then, and

@@ -36,8 +36,8 @@ struct llama_subkv {
         request(const request &)             = delete;
         request & operator=(const request &) = delete;
 
-        // The registered function; loads libsubkv if the context or SUBKV requests its caches. nullptr: the context is
-        // ordinary. Throws if the request cannot be met.
+        // Of libsubkv, which it loads if the context or SUBKV requests its caches. nullptr: the context is ordinary.
+        // Throws if the request cannot be met.
         static subkv::cache_new_fn cache_new();
         static void                describe(subkv::CacheDesc & desc); // sets the fields of the request
 
@@ -232,5 +232,7 @@ struct llama_subkv {
     static graph_input *      inputs(const llm_graph_context & g, const llama_kv_cache_context * mctx);
     static subkv::CacheHook * hook_of(const llama_memory_i * memory);
     static void               bytes_of(llama_memory_i * memory, size_t & stock, size_t & coded); // adds K/V bytes
-    static bool               rows(llama_context & ctx, int32_t il, const subkv::rows_fn & use); // llama_subkv_rows
+    // as in subkv::LlamaCalls
+    static subkv::CacheHook * cache_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded);
+    static bool               rows(llama_context * ctx, int32_t il, const subkv::rows_fn & use);
 };

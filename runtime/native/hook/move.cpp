@@ -3,12 +3,13 @@
 
 #include "llama-subkv-body.h"
 #include "llama-subkv-cells.h"
+#include "llama-subkv-library.h"
+#include "variables.h"
 
 #include "llama-batch.h"
 #include "llama-context.h"
 #include "llama-model.h"
 
-#include <cstdlib>
 #include <memory>
 #include <new>
 
@@ -260,9 +261,15 @@ template <typename T, typename F> T logged(T failed, F use) {
 
 bool llama_subkv_moves(const llama_context * ctx, const llama_context * draft, bool report) {
     const auto * hook      = llama_subkv::hook_of(ctx->get_memory());
-    const char * set       = std::getenv("SUBKV_STORE_MOVED"); // the hook of a coded cache has checked it
-    const bool   requested = hook ? hook->facts().moves : set && *set && std::strcmp(set, "0") != 0;
-    const auto   why       = draft ? "a draft model has a cache of its own" : llama_subkv::mover::refusal(*ctx);
+    bool         requested = false;
+    try {
+        requested = hook ? hook->facts().moves : subkv::moved_of_environment();
+    } catch (const subkv::Invalid & e) { // beside an ordinary cache, where nothing moves
+        if (report) {
+            llama_subkv_log(e.what());
+        }
+    }
+    const auto why = draft ? "a draft model has a cache of its own" : llama_subkv::mover::refusal(*ctx);
     if (report && requested) {
         llama_subkv_log(why.empty() ? "text behind another beginning is moved, not evaluated" :
                                       "SUBKV_STORE_MOVED: nothing is moved, because " + why);

@@ -2,26 +2,12 @@
 #include "llama-subkv-library.h"
 #include "llama-subkv-programs.h"
 #include "llama-subkv.h"
-#include "printable.h"
 
 #include "llama-impl.h"
 
-#include <atomic>
 #include <cstdlib>
-#include <cstring>
-#include <mutex>
 #include <stdexcept>
 #include <string>
-
-static std::atomic<subkv::cache_new_fn> g_cache_new{ nullptr };
-
-void llama_subkv_register(subkv::cache_new_fn fn) {
-    g_cache_new = fn;
-}
-
-void llama_subkv_log(const std::string & line) {
-    LLAMA_LOG_WARN("subkv: %s\n", subkv::printable(line).c_str());
-}
 
 namespace {
 
@@ -86,21 +72,14 @@ subkv::cache_new_fn llama_subkv::request::cache_new() {
     if (setting == "off" && requested == subkv::Requested::CODED) {
         throw std::runtime_error("cache type subkv: SUBKV=auto, a file, or no SUBKV expected, SUBKV=off found");
     }
-    const bool by_type = requested == subkv::Requested::CODED || requested == subkv::Requested::AUTO;
-    if (g_cache_new || setting == "off" || (setting.empty() && !by_type)) {
-        return g_cache_new;
+    const bool   by_type = requested == subkv::Requested::CODED || requested == subkv::Requested::AUTO;
+    const bool   needed  = setting != "off" && (!setting.empty() || by_type);
+    std::string  why;
+    const auto * library = llama_subkv_library(needed, why);
+    if (!library && needed) {
+        const std::string subject = setting.empty() ? "cache type subkv" : "SUBKV=" + setting;
+        throw std::runtime_error(
+            format("%s: libsubkv beside libllama expected, found none that loads: %s", subject.c_str(), why.c_str()));
     }
-    static std::mutex           mutex;
-    std::lock_guard<std::mutex> lock(mutex);
-    if (!g_cache_new) {
-        std::string why;
-        auto *      subkv_register = llama_subkv_find("subkv_register", why);
-        if (!subkv_register) {
-            const std::string subject = setting.empty() ? "cache type subkv" : "SUBKV=" + setting;
-            throw std::runtime_error(format("%s: libsubkv beside libllama expected, found none that loads: %s",
-                                            subject.c_str(), why.c_str()));
-        }
-        subkv_register();
-    }
-    return g_cache_new;
+    return library ? library->cache_new : nullptr;
 }

@@ -3,14 +3,13 @@
 
 #include "llama-subkv-library.h"
 #include "llama-subkv.h"
-#include "store_hook.h"
+#include "variables.h"
 
 #include "llama-adapter.h"
 #include "llama-context.h"
 #include "llama-model.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <cinttypes>
 #include <cstdlib>
@@ -23,8 +22,8 @@
 #include <vector>
 
 static constexpr uint64_t MIB           = 1 << 20;
-static constexpr uint64_t DEFAULT_MIB   = 4096;
-static constexpr uint64_t MAX_MIB       = (uint64_t) 1 << 30;
+static constexpr int64_t  DEFAULT_MIB   = 4096;
+static constexpr int64_t  MAX_MIB       = 1 << 30;
 static constexpr double   GET_SECONDS   = 20; // maximum time that a request waits for the disk
 static constexpr double   CLOSE_SECONDS = 30;
 static constexpr double   SHARE         = 0.1;  // fraction of evaluation or idle time for copies of states
@@ -110,8 +109,9 @@ int64_t llama_subkv::n_removable(const llama_context & ctx) {
 namespace {
 
 struct process_store {
-    const subkv::StoreCalls *          calls = nullptr;
-    subkv_store *                      store = nullptr;
+    const subkv::SubkvCalls *          library = nullptr;
+    const subkv::StoreCalls *          calls   = nullptr; // of `library`
+    subkv_store *                      store   = nullptr;
     std::mutex                         mutex;
     std::map<std::string, std::string> contents; // by path of the model's first file
 
@@ -127,29 +127,24 @@ double now() {
 }
 
 void open_store(process_store & to, const char * folder) {
-    const char * limit = std::getenv("SUBKV_STORE_MIB");
-    uint64_t     mib   = DEFAULT_MIB;
-    if (limit && *limit) {
-        char * end = nullptr;
-        errno      = 0;
-        mib        = std::strtoull(limit, &end, 10);
-        if (*end || errno != 0 || mib < 1 || mib > MAX_MIB || !std::strchr("0123456789", *limit)) {
-            llama_subkv_log("SUBKV_STORE_MIB: a number from 1 to " + std::to_string(MAX_MIB) + " expected, '" + limit +
-                            "' found; prompts are not stored");
-            return;
-        }
+    uint64_t mib = 0;
+    try {
+        mib = (uint64_t) subkv::number_of("SUBKV_STORE_MIB", 1, MAX_MIB, DEFAULT_MIB);
+    } catch (const subkv::Invalid & e) {
+        llama_subkv_log(std::string(e.what()) + "; prompts are not stored");
+        return;
     }
     std::string why;
-    const auto  find = llama_subkv_find(SUBKV_STORE_CALLS, why);
-    if (!find) {
+    to.library = llama_subkv_library(true, why);
+    if (!to.library) {
         llama_subkv_log("SUBKV_STORE: libsubkv beside libllama expected, found none that loads: " + why +
                         "; prompts are not stored");
         return;
     }
-    to.calls = ((const subkv::StoreCalls * (*)()) find)();
+    to.calls = &to.library->store;
     to.store = to.calls->open(folder, mib * MIB);
     if (!to.store) {
-        llama_subkv_log(std::string(to.calls->last_error()) + "; prompts are not stored");
+        llama_subkv_log(std::string(to.library->last_error()) + "; prompts are not stored");
         return;
     }
     llama_subkv_log(std::string("prompts are stored in ") + folder + ", at most " + std::to_string(mib) + " MiB");
@@ -177,7 +172,7 @@ std::string content_of(process_store & store, const std::string & path) {
     }
     std::string content = store.calls->content(path);
     if (content.empty()) {
-        llama_subkv_log(std::string("SUBKV_STORE: ") + store.calls->last_error() + "; its prompts are not stored");
+        llama_subkv_log(std::string("SUBKV_STORE: ") + store.library->last_error() + "; its prompts are not stored");
     }
     return store.contents[path] = content;
 }
@@ -253,10 +248,6 @@ void llama_subkv_store_forget(void) {
 
 int64_t llama_subkv_store_removable(const llama_context * ctx) {
     return llama_subkv::n_removable(*ctx);
-}
-
-std::string llama_subkv_state_identity(const llama_context * ctx, std::string (*content)(const std::string & path)) {
-    return llama_subkv::state_identity(*ctx, content(llama_subkv::source_of(ctx->get_model()).path));
 }
 
 void llama_subkv_store_put(llama_context * ctx, llama_context * draft, int32_t seq, subkv_store_prompt prompt,
@@ -361,7 +352,7 @@ void llama_subkv_store_free(subkv_store_found * found, int32_t seq, bool restore
         const auto & prompt = *store.calls->found_prompt(found);
         store.stored[seq]   = { prompt.tokens, prompt.tokens + prompt.n_tokens };
     } else if (!restored) {
-        const std::string why = store.calls->last_error(); // "": llama.cpp has logged it
+        const std::string why = store.library->last_error(); // "": llama.cpp has logged it
         llama_subkv_log("SUBKV_STORE: the cache rejects a stored prompt" + (why.empty() ? why : ": " + why));
     }
     store.calls->found_free(store.store, found, !restored);

@@ -3,7 +3,6 @@
 
 #include "llama-subkv-library.h"
 #include "llama-subkv.h"
-#include "subkv.h"
 
 #include "llama-context.h"
 #include "llama-memory-recurrent.h"
@@ -18,22 +17,16 @@ std::mutex            g_mutex; // guards the following
 llama_subkv_usage     g_usage;
 const llama_context * g_ctx = nullptr; // of g_usage
 
-template <typename F> F function_of(const char * name) { // in libsubkv, which is loaded if there are coefficients
-    std::string why;
-    return (F) llama_subkv_find(name, why);
-}
-
 // The usage of a coded cache, from libsubkv.
 void add_coded(llama_context * ctx, llama_subkv_usage & usage) {
-    const auto  stats_of = function_of<decltype(&subkv_get_stats)>("subkv_get_stats");
-    const auto  cpu      = function_of<decltype(&subkv_kernel_name)>("subkv_kernel_name");
-    const auto  device   = function_of<decltype(&subkv_device_kernel_name)>("subkv_device_kernel_name");
-    subkv_stats stats    = {};
-    if (!stats_of || !cpu || !device || !stats_of(ctx, &stats)) {
+    std::string  why;
+    const auto * library = llama_subkv_library(false, why);
+    subkv_stats  stats   = {};
+    if (!library || !library->stats(ctx, &stats)) {
         return;
     }
-    for (const char * kernel : { stats.n_layer_device < stats.n_layer_coded ? cpu() : nullptr,
-                                 stats.n_layer_device > 0 ? device() : nullptr }) {
+    for (const char * kernel : { stats.n_layer_device < stats.n_layer_coded ? library->kernel_name() : nullptr,
+                                 stats.n_layer_device > 0 ? library->device_kernel_name() : nullptr }) {
         usage.kernel += (!usage.kernel.empty() && kernel ? " and " : "") + std::string(kernel ? kernel : "");
     }
     usage.type      = "subkv";

@@ -1,7 +1,7 @@
 // prefix_store.cpp: see prefix_store.h. The folder's contents are prefix_index.h's.
 #include "prefix_store.h"
 
-#include "hook.h"
+#include "log_line.h"
 #include "prefix_index.h"
 #include "token_runs.h"
 
@@ -190,7 +190,7 @@ void PrefixStore::Core::fails(std::atomic<bool> & logged, const std::exception &
     try {
         const bool no_memory = dynamic_cast<const std::bad_alloc *>(&why) != nullptr;
         const auto line      = std::string(no_memory ? "not enough memory" : why.what()) + "; " + then;
-        llama_subkv_log("SUBKV_STORE: " + line);
+        log_line("SUBKV_STORE: " + line);
         std::lock_guard<std::mutex> lock(failure_mutex);
         failure = line;
     } catch (const std::bad_alloc &) { // not even for the line

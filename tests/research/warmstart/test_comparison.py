@@ -25,7 +25,7 @@ from research.warmstart.trained import Trained
 from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.engine.context import ContextOptions
 from subkv.engine.model import Model
-from subkv.engine.states import weights_digest
+from subkv.native.bases import model_content
 
 NOISE = 1e-4  # nats between two ways to the same tiny model's distribution, f16 cache
 N_SINK, N_LAST = 2, 3
@@ -52,7 +52,7 @@ def files(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
             shapes = context.capture(tokens[0]).shapes
         for m in (4, 8):
             plan = Plan(m, N_SINK, N_LAST)
-            trained = trained_without(weights_digest(opened), plan, shapes, Frame.of(model), centre)
+            trained = trained_without(model_content(opened.path), plan, shapes, Frame.of(model), centre)
             trained.save(folder / f"warm{m}")
     return {name: folder / name for name in ("text", "prompts.jsonl", "warm4", "warm8")}
 

@@ -23,7 +23,7 @@ from research.warmstart.pooled import Plan, Slots, counts, placed, pooling, summ
 from research.warmstart.trained import HeadShape, LayerMaps, Trained, read
 from subkv.base.errors import SubkvError
 from subkv.engine.model import Model
-from subkv.engine.states import weights_digest
+from subkv.native.bases import model_content
 
 IDENTITY = "0" * 64
 
@@ -302,7 +302,7 @@ def test_the_digest_covers_the_contents_of_a_library() -> None:
 def test_a_file_of_another_model_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     path = tmp_path / "warm.safetensors"
     with Model(tiny_model("llama")) as model, Model(tiny_model("llama", seed=5)) as other:
-        own, foreign = weights_digest(model), weights_digest(other)
+        own, foreign = model_content(model.path), model_content(other.path)
         with capturing(model, 8, 1) as context:
             shapes = context.capture([5]).shapes
         trained_without(own, Plan(4, 1, 1), shapes, Frame.of(model.path), np.zeros(4, np.float32)).save(path)

@@ -1,0 +1,89 @@
+"""The bases of a model, found by libsubkv: a file that the user names, or the model's own, a sidecar, the store."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from subkv.base.errors import ModelFileError, SubkvError
+from subkv.native import library
+
+# subkv.h, in the order of the search
+NONE, NAMED, EMBEDDED, BESIDE, STORED, WEIGHTS = range(6)
+
+
+@dataclass(frozen=True)
+class FoundBases:
+    """subkv_bases. path: None if no place has any. note: one line for the user; size: a part of it; "" if unusable."""
+
+    source: int
+    version: int
+    path: Path | None
+    note: str
+    size: str
+    reason: str
+    generator: str
+    is_unavailable: bool
+
+
+def find_bases(model: Path, named: Path | None, last: int) -> FoundBases:
+    """Find the bases of a model, from the first place up to `last`. Raises ModelFileError about `model`."""
+    from subkv.native.binding import captured_log  # loads the native libraries: not for a --help
+
+    lib = library.load()
+    with captured_log(forward=False):  # ggml logs what is wrong with a file; the reason says it
+        found = lib.subkv_find_bases(os.fsencode(model), os.fsencode(named) if named else None, last)
+    if not found:
+        raise ModelFileError("model", library.last_error())
+    try:
+        seen = found.contents
+        return FoundBases(
+            seen.source,
+            seen.version,
+            Path(os.fsdecode(seen.path)) if seen.path else None,
+            f"bases: {os.fsdecode(seen.words)}" if seen.words else "",
+            os.fsdecode(seen.size),
+            os.fsdecode(seen.reason),
+            os.fsdecode(seen.generator),
+            bool(seen.unavailable),
+        )
+    finally:
+        lib.subkv_bases_free(found)
+
+
+def model_content(model: Path) -> str:
+    """Hex digest of the model's content, FORMAT.md §1.1: equal for copies, links, split and merged files.
+
+    It reads metadata, the table of tensors, and three samples of 4096 bytes per tensor, which takes milliseconds.
+    Raises ModelFileError about `model`.
+    """
+    digest = ctypes.create_string_buffer(65)
+    if not library.load().subkv_model_content(os.fsencode(model), digest):
+        raise ModelFileError("model", library.last_error())
+    return digest.value.decode()
+
+
+def sidecar_path(model: Path) -> Path:
+    """The path of --sidecar: M.gguf -> M.subkv-sidecar.gguf; M-00001-of-00002.gguf as M.gguf."""
+    return _path(library.load().subkv_sidecar_path(os.fsencode(model), None, BESIDE))
+
+
+def stored_path(model: Path, content: str, source: int = STORED) -> Path:
+    """The file of STORED or WEIGHTS: the existing one, by the model's content, else one with the model's name.
+
+    Raises SubkvError about XDG_CACHE_HOME.
+    """
+    return _path(library.load().subkv_sidecar_path(os.fsencode(model), content.encode(), source))
+
+
+def sidecar_folder() -> Path:
+    """The store: sidecars, calibrations and unfinished work. It may not exist yet. Raises as stored_path()."""
+    return _path(library.load().subkv_sidecar_folder())
+
+
+def _path(path: bytes | None) -> Path:
+    if path is None:
+        raise SubkvError("XDG_CACHE_HOME", library.last_error().removeprefix("XDG_CACHE_HOME: "))
+    return Path(os.fsdecode(path))

@@ -1,0 +1,383 @@
+// find_bases.cpp: see find_bases.h.
+#include "find_bases.h"
+
+#include "error.h"
+#include "layout_keys.h"
+#include "model_file.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <filesystem>
+#include <memory>
+#include <new>
+#include <utility>
+#include <vector>
+
+#if !defined(_WIN32)
+#    include <pwd.h>
+#    include <unistd.h>
+#endif
+
+namespace subkv {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr size_t       DIGITS      = 12; // of a content hash, in a file's name
+constexpr size_t       MAX_NAME    = 100;
+constexpr const char * BESIDE      = ".subkv-sidecar.gguf";
+constexpr const char * CONTENT_KEY = "subkv.base.content";
+
+const char * ending_of(int32_t source) { // of files in the store
+    return source == SUBKV_BASES_WEIGHTS ? ".weights.gguf" : ".gguf";
+}
+
+std::string utf8(const fs::path & path) {
+    return path.u8string();
+}
+
+std::string home() {
+#if defined(_WIN32)
+    const char * folder = std::getenv("USERPROFILE");
+    return folder ? folder : "";
+#else
+    if (const char * folder = std::getenv("HOME")) {
+        return folder;
+    }
+    const passwd * user = getpwuid(getuid());
+    return user && user->pw_dir ? user->pw_dir : "";
+#endif
+}
+
+// Throws Invalid without a home folder.
+fs::path store_folder() {
+    const char * base   = std::getenv("XDG_CACHE_HOME");
+    auto         folder = fs::u8path(base ? base : "");
+    if (!folder.is_absolute()) {
+        folder = fs::u8path(home());
+        if (folder.empty()) {
+            refuse("XDG_CACHE_HOME", "an absolute path, as there is no home folder",
+                   base && *base ? "'" + std::string(base) + "'" : "nothing");
+        }
+        folder /= ".cache";
+    }
+    return folder / "subkv" / "sidecars";
+}
+
+// Throws Unavailable if the system cannot tell.
+bool file_exists(const fs::path & path) {
+    std::error_code error;
+    const auto      status = fs::status(path, error);
+    if (!fs::status_known(status) && error != std::errc::filename_too_long) {
+        throw Unavailable(utf8(path), "a readable path", error.message());
+    }
+    return fs::status_known(status) && fs::exists(status);
+}
+
+// The files of a folder whose names end with `ending`, by name; none if there is no such folder. Throws Unavailable.
+std::vector<fs::path> files_of(const fs::path & folder, const std::string & ending) {
+    std::vector<fs::path> files;
+    std::error_code       error;
+    if (!file_exists(folder) || !fs::is_directory(folder, error)) {
+        return files;
+    }
+    auto entries = fs::directory_iterator(folder, error);
+    for (const auto end = fs::directory_iterator(); !error && entries != end; entries.increment(error)) {
+        if (ends_with(utf8(entries->path().filename()), ending)) {
+            files.push_back(entries->path());
+        }
+    }
+    if (error) {
+        throw Unavailable(utf8(folder), "a readable folder", error.message());
+    }
+    std::sort(files.begin(), files.end());
+    return files;
+}
+
+// A file of the store: the existing one of this content, else one with the model's name.
+fs::path stored_path(const std::string & model, const std::string & content, const char * ending) {
+    const auto        folder = store_folder();
+    const std::string tail   = "-" + content.substr(0, DIGITS) + ending;
+    const auto        files  = files_of(folder, tail);
+    if (!files.empty()) {
+        return files.front();
+    }
+    std::string name = model_stem(model);
+    for (char & c : name) {
+        const bool plain = (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
+        c                = plain || std::strchr("_.+-", c) ? c : '_';
+    }
+    return folder / fs::u8path(name.substr(0, MAX_NAME) + tail);
+}
+
+fs::path named_sidecar(const std::string & model) {
+    return fs::u8path(model).parent_path() / fs::u8path(model_stem(model) + BESIDE);
+}
+
+std::string content_of_sidecar(const std::string & path) {
+    const gguf_context_ptr file = open_gguf(path.c_str());
+    return Keys(file.get()).optional_str(CONTENT_KEY);
+}
+
+// One word of a command for a shell.
+std::string quoted(const std::string & word) {
+    const auto plain = [](char c) {
+        return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') ||
+               (c != '\0' && std::strchr("@%+=:,./-_", c));
+    };
+    if (!word.empty() && std::all_of(word.begin(), word.end(), plain)) {
+        return word;
+    }
+    std::string out = "'";
+    for (const char c : word) {
+        out += c == '\'' ? std::string("'\"'\"'") : std::string(1, c);
+    }
+    return out + "'";
+}
+
+std::string day_of(const fs::path & path) {
+    using namespace std::chrono;
+    std::error_code error;
+    const auto      written = fs::last_write_time(path, error);
+    const auto      age     = error ? nanoseconds(0) : nanoseconds(fs::file_time_type::clock::now() - written);
+    const auto      time    = system_clock::to_time_t(system_clock::now() - duration_cast<system_clock::duration>(age));
+    std::tm         local   = {};
+#if defined(_WIN32)
+    localtime_s(&local, &time);
+#else
+    localtime_r(&time, &local);
+#endif
+    char text[32];
+    return std::string(text, std::strftime(text, sizeof(text), "%Y-%m-%d", &local));
+}
+
+std::string size_of(const Layout & layout) {
+    char text[64];
+    std::snprintf(text, sizeof(text), "%.2f bits per element at %u tokens", (double) layout.bpe, layout.bpe_context);
+    return text;
+}
+
+std::string words_of(const FoundBases & found) {
+    if (found.source == SUBKV_BASES_NAMED || found.source == SUBKV_BASES_EMBEDDED) {
+        return "of " + found.path + ", " + found.size;
+    }
+    const std::string in = " (" + found.path + ")";
+    if (found.source == SUBKV_BASES_WEIGHTS) {
+        return "from the weights, " + found.size + ", predicted as good as q8_0" + in;
+    }
+    const uint64_t    n = found.layout->calibration_tokens;
+    const std::string origin =
+        n > 0 ? "calibrated on " + std::to_string(n) + " tokens" : "derived without a calibration";
+    return origin + " for this model, " + day_of(fs::u8path(found.path)) + ", " + found.size + in;
+}
+
+// The search for one model. Steps set `found` and return true if a place has bases, usable or not.
+class Search {
+public:
+    Search(const std::string & model, int32_t last) : model(model), last(last) {}
+
+    FoundBases run(const std::string & named) {
+        try {
+            if (!named.empty()) {
+                load(SUBKV_BASES_NAMED, named);
+            } else if (model.empty() || (!embedded() && !beside() && !stored())) {
+                found.reason = "no bases for this model; `subkv convert " + (model.empty() ? "MODEL" : quoted(model)) +
+                               "` derives them";
+            }
+        } catch (const Unavailable & e) {
+            found.reason      = e.what();
+            found.unavailable = true;
+        } catch (const ModelError &) {
+            throw;
+        } catch (const Invalid & e) {
+            found.reason = e.what();
+        } catch (const std::bad_alloc &) {
+            found.reason      = found.path + ": not enough memory to read it";
+            found.unavailable = true;
+        }
+        return std::move(found);
+    }
+
+private:
+    // Errors about the model end the search: nothing is known of its bases.
+    struct ModelError : Invalid {
+        using Invalid::Invalid;
+    };
+
+    template <typename F> auto of_model(F use) {
+        try {
+            return use();
+        } catch (const Invalid & e) {
+            throw ModelError(e.what());
+        }
+    }
+
+    const std::string & content() {
+        if (known_content.empty()) {
+            known_content = of_model([&] { return model_content(model); });
+        }
+        return known_content;
+    }
+
+    void load(int32_t source, const std::string & path) {
+        found.source = source;
+        found.path   = path;
+        if (source == SUBKV_BASES_NAMED && !layout_present(path.c_str())) {
+            throw Invalid("expected subkv.* keys (a converted model or a sidecar), found none in " + path);
+        }
+        if (source > SUBKV_BASES_EMBEDDED) {
+            const std::string of = content_of_sidecar(path);
+            if (of != content()) {
+                refuse(path, "a sidecar of this model",
+                       of.empty() ? "one that does not say which model it belongs to" : "one of another model");
+            }
+        }
+        found.layout = load_layout(path.c_str());
+        found.size   = size_of(*found.layout);
+        found.words  = words_of(found);
+    }
+
+    bool embedded() {
+        if (last < SUBKV_BASES_EMBEDDED || !of_model([&] { return layout_present(model.c_str()); })) {
+            return false;
+        }
+        load(SUBKV_BASES_EMBEDDED, model);
+        return true;
+    }
+
+    // The sidecar of the model's name, which must be the model's; else one of the same content, of a renamed model.
+    bool beside() {
+        if (last < SUBKV_BASES_BESIDE) {
+            return false;
+        }
+        const auto path = named_sidecar(model);
+        found.source    = SUBKV_BASES_BESIDE; // of an error
+        found.path      = utf8(path);
+        if (file_exists(path)) {
+            load(SUBKV_BASES_BESIDE, utf8(path));
+            return true;
+        }
+        found.source = SUBKV_BASES_NONE;
+        found.path.clear();
+        const auto            folder = path.parent_path();
+        std::vector<fs::path> others;
+        try {
+            others = files_of(folder.empty() ? fs::path(".") : folder, BESIDE);
+        } catch (const Unavailable &) { // may be entered, but not listed
+            return false;
+        }
+        for (const auto & file : others) {
+            const std::string name = utf8(folder / file.filename());
+            try {
+                if (content_of_sidecar(name) != content()) {
+                    continue;
+                }
+            } catch (const ModelError &) {
+                throw;
+            } catch (const Invalid &) { // of which model it is, cannot be told
+                continue;
+            }
+            load(SUBKV_BASES_BESIDE, name);
+            return true;
+        }
+        return false;
+    }
+
+    bool stored() {
+        if (last < SUBKV_BASES_STORED || !file_exists(store_folder())) {
+            return false;
+        }
+        for (int32_t source = SUBKV_BASES_STORED; source <= last; ++source) {
+            const auto path = stored_path(model, content(), ending_of(source));
+            found.source    = source; // of an error
+            found.path      = utf8(path);
+            if (file_exists(path)) {
+                load(source, found.path);
+                return true;
+            }
+            found.source = SUBKV_BASES_NONE;
+            found.path.clear();
+        }
+        return false;
+    }
+
+    const std::string & model;
+    const int32_t       last;
+    std::string         known_content;
+    FoundBases          found;
+};
+
+// The C interface's object, which owns the texts.
+struct OwnedBases : subkv_bases {
+    FoundBases found;
+};
+
+} // namespace
+
+FoundBases find_bases(const std::string & model, const std::string & named, int32_t last) {
+    return Search(model, last).run(named);
+}
+
+} // namespace subkv
+
+using namespace subkv;
+
+extern "C" const subkv_bases * subkv_find_bases(const char * model, const char * named, int32_t last) {
+    return guarded<const subkv_bases *>("model", nullptr, [&]() -> const subkv_bases * {
+        not_null(model, "subkv_find_bases: model");
+        if (last < SUBKV_BASES_NAMED || last > SUBKV_BASES_WEIGHTS) {
+            fail("subkv_find_bases: last: expected %d to %d, found %d", SUBKV_BASES_NAMED, SUBKV_BASES_WEIGHTS,
+                 (int) last);
+        }
+        auto owned                         = std::make_unique<OwnedBases>();
+        owned->found                       = find_bases(model, named ? named : "", last);
+        const auto &   found               = owned->found;
+        const Layout * layout              = found.layout.get();
+        static_cast<subkv_bases &>(*owned) = { found.source,
+                                               layout ? layout->version : 0,
+                                               found.path.c_str(),
+                                               found.words.c_str(),
+                                               found.size.c_str(),
+                                               found.reason.c_str(),
+                                               layout ? layout->generator.c_str() : "",
+                                               found.unavailable };
+        return owned.release();
+    });
+}
+
+extern "C" void subkv_bases_free(const subkv_bases * bases) {
+    delete static_cast<const OwnedBases *>(bases);
+}
+
+extern "C" const char * subkv_sidecar_path(const char * model, const char * content, int32_t source) {
+    return guarded<const char *>("XDG_CACHE_HOME", nullptr, [&] {
+        thread_local std::string path;
+        not_null(model, "subkv_sidecar_path: model");
+        if (source < SUBKV_BASES_BESIDE || source > SUBKV_BASES_WEIGHTS) {
+            fail("subkv_sidecar_path: source: expected %d to %d, found %d", SUBKV_BASES_BESIDE, SUBKV_BASES_WEIGHTS,
+                 (int) source);
+        }
+        if (source == SUBKV_BASES_BESIDE) {
+            path = utf8(named_sidecar(model));
+            return path.c_str();
+        }
+        const std::string digits = &not_null(content, "subkv_sidecar_path: content");
+        if (digits.size() != 64 || digits.find_first_not_of("0123456789abcdef") != std::string::npos) {
+            fail("subkv_sidecar_path: content: expected 64 hex digits, found '%s'", shortened(digits).c_str());
+        }
+        path = utf8(stored_path(model, digits, ending_of(source)));
+        return path.c_str();
+    });
+}
+
+extern "C" const char * subkv_sidecar_folder(void) {
+    return guarded<const char *>("XDG_CACHE_HOME", nullptr, [] {
+        thread_local std::string path;
+        path = utf8(store_folder());
+        return path.c_str();
+    });
+}

@@ -1,0 +1,70 @@
+// calls.h: the functions that libllama and libsubkv call of each other. libllama loads libsubkv when a context or the
+// prompt store needs it, and both exchange these tables; neither links the other.
+#pragma once
+
+#include "hook.h"
+#include "subkv_store.h"
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace subkv {
+
+// Functions of libllama.
+struct LlamaCalls {
+    // Writes a line to llama.cpp's log.
+    void (*log)(const std::string & line);
+    // The hook of a context's cache (in an iswa cache: of the full-attention half); nullptr: none. Adds the K/V bytes of
+    // the ordinary layers to `bytes_stock`, those of the coded layers to `bytes_coded`; or both are nullptr.
+    CacheHook * (*cache_of)(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded);
+    // Calls `use` with one layer of that cache after all pending work of the context. false: no coefficient cache.
+    bool (*rows)(llama_context * ctx, int32_t il, const rows_fn & use);
+    int32_t (*resume)(const llama_context * ctx, int32_t seq, int32_t pos); // subkv_resume
+    std::string (*model_path)(const llama_context * ctx);                   // of the model's first file; "": unknown
+    // Everything that affects the bytes of a context's states, except LoRA weights and control vectors, as text.
+    // content: content hash of the model.
+    std::string (*state_identity)(const llama_context & ctx, const std::string & content);
+    int64_t (*n_removable)(const llama_context & ctx); // subkv_store_removable
+};
+
+using StoreStates   = std::array<std::vector<uint8_t>, 2>; // of the model, of a draft model
+using StoreIdentity = std::array<uint8_t, SUBKV_STORE_IDENTITY>;
+
+// Functions of libsubkv's prompt store.
+struct StoreCalls {
+    decltype(&subkv_store_open)         open;
+    decltype(&subkv_store_room)         room;
+    decltype(&subkv_store_put)          put;
+    decltype(&subkv_store_flush)        flush;
+    decltype(&subkv_store_get)          get;
+    decltype(&subkv_store_found_prompt) found_prompt;
+    decltype(&subkv_store_found_reach)  found_reach;
+    decltype(&subkv_store_found_free)   found_free;
+    decltype(&subkv_store_get_stats)    stats;
+
+    // Like `put`, without a copy of the states; prompt.state is ignored.
+    bool (*put_states)(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,
+                       StoreStates && states, bool wait);
+    // Content hash (FORMAT.md §1.1) of the model at `path`. Throws nothing: "" + last_error if it cannot be read.
+    std::string (*content)(const std::string & path);
+    StoreIdentity (*digest)(const std::string & text); // SHA-256
+};
+
+// Functions of libsubkv.
+struct SubkvCalls {
+    cache_new_fn                        cache_new;
+    decltype(&subkv_last_error)         last_error;
+    decltype(&subkv_get_stats)          stats;
+    decltype(&subkv_kernel_name)        kernel_name;
+    decltype(&subkv_device_kernel_name) device_kernel_name;
+    StoreCalls                          store;
+};
+
+using connect_fn = const SubkvCalls * (*)(const LlamaCalls * llama);
+
+} // namespace subkv
+
+// The function of libsubkv that exchanges the tables, a subkv::connect_fn.
+constexpr const char * SUBKV_CONNECT = "subkv_connect";
