@@ -15,11 +15,13 @@
 //   key_regs(rows)        registers of W cells whose logits are summed together for so many rows
 //   VALUE_ROWS            query rows whose values are summed together, at most 4
 //   octets(rows)          octets whose values are summed together for so many rows
-//   F, I, Opened, Sum     a register of floats, of integers or codes, codes ready for products, W sums of products
+//   F, I, Opened, Sum     a register of floats (lanes.h), of integers or codes, codes ready for products, W sums of
+//                         products
 //   and the functions used below.
 #pragma once
 
 #include "../ref/rows.h"
+#include "lanes.h"
 #include "scratch.h"
 #include "tile_products.h"
 
@@ -54,7 +56,7 @@ static float finish_logits(const Step & step, const Row & row, const float * bia
         const auto unit = Isa::mul(Isa::load(step.scale_k + c), delta);
         auto       l    = Isa::fma(Isa::load(x + c), unit, common != nullptr ? Isa::load(common + c) : shift);
         if constexpr (CAP) {
-            l = Isa::soft_cap(l, softcap);
+            l = soft_cap<Isa>(l, softcap);
         }
         const auto b = Isa::load(bias + c);
         l            = Isa::hide(Isa::fma(slope, b, l), b); // NaN if masked and the slope is 0
@@ -75,7 +77,7 @@ template <typename Isa, bool KEEP> static void weigh(Step & step, int i, float t
     float *    x       = step.logit[i];
 #pragma GCC unroll 4
     for (int32_t c = 0; c < step.n_pad; c += Isa::W) {
-        const auto e = Isa::exp_nonpositive(Isa::sub(Isa::load(x + c), base));
+        const auto e = exp_nonpositive<Isa>(Isa::sub(Isa::load(x + c), base));
         const auto u = Isa::to_int(Isa::mul(e, Isa::mul(Isa::load(step.scale_v + c), inverse)));
         total        = Isa::plus(total, e);
         sum          = Isa::plus_int(sum, u);
@@ -85,8 +87,8 @@ template <typename Isa, bool KEEP> static void weigh(Step & step, int i, float t
         Isa::split(u, step.first[i] + c, step.second[i] + c);
     }
     const float m = top > row.m ? top : row.m;
-    row.share     = m == top ? 1.0f : Isa::exp_nonpositive(top - m);
-    row.shrink    = m == row.m ? 1.0f : row.m == MINUS_INF ? 0.0f : Isa::exp_nonpositive(row.m - m);
+    row.share     = m == top ? 1.0f : exp_nonpositive<Isa>(top - m);
+    row.shrink    = m == row.m ? 1.0f : row.m == MINUS_INF ? 0.0f : exp_nonpositive<Isa>(row.m - m);
     row.m         = m;
     row.z         = row.z * row.shrink + row.share * Isa::sum(total);
     row.unit      = row.share * step.largest_v / LARGEST;
@@ -395,7 +397,7 @@ template <typename Isa> static void attend(const AttendArgs & a) {
     for (int64_t i = 0; i < n_rows; ++i) {
         const Row & row    = call.row[i];
         const float old    = a.m[i];
-        const float shrink = old == row.m ? 1.0f : old == MINUS_INF ? 0.0f : Isa::exp_nonpositive(old - row.m);
+        const float shrink = old == row.m ? 1.0f : old == MINUS_INF ? 0.0f : exp_nonpositive<Isa>(old - row.m);
         float *     acc    = a.acc + i * a.acc_stride;
         for (int32_t j = 0; j < a.v->rank; ++j) {
             acc[j] = acc[j] * shrink + ratio[j] * call.sum[i * a.v->rank + j];

@@ -11,8 +11,7 @@
 namespace subkv::avx2 {
 namespace {
 
-struct Registers {
-    static constexpr int     W           = 8;
+struct Registers : Lanes {
     static constexpr bool    DIRECT      = false;
     static constexpr int     DIRECT_ROWS = 0;
     static constexpr int     KEY_ROWS    = 3;
@@ -20,45 +19,13 @@ struct Registers {
     static constexpr int     AT          = 0;
     static constexpr bool    EXACT       = true;
 
-    using F = __m256;
     using I = __m256i;
-
-    static F set(float x) { return _mm256_set1_ps(x); }
-
-    static F load(const float * x) { return _mm256_loadu_ps(x); }
-
-    static void store(float * at, F x) { _mm256_storeu_ps(at, x); }
-
-    static F plus(F a, F b) { return _mm256_add_ps(a, b); }
-
-    static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
-
-    static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
-
-    static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-
-    static F max(F a, F b) { return _mm256_max_ps(a, b); }
-
-    static float largest(F x) { return horizontal_max(x); }
-
-    static float sum(F x) { return horizontal_sum(x); }
-
-    static F hide(F x, F bias) { // -inf where the bias is
-        const F minus_inf = set(cpu::MINUS_INF);
-        return _mm256_blendv_ps(x, minus_inf, _mm256_cmp_ps(bias, minus_inf, _CMP_EQ_OQ));
-    }
 
     static F keep(F x, uint32_t lanes) {
         const I bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
         const I on  = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int) lanes), bit), bit);
         return _mm256_and_ps(x, _mm256_castsi256_ps(on));
     }
-
-    static F exp_nonpositive(F x) { return avx2::exp_nonpositive(x); }
-
-    static float exp_nonpositive(float x) { return avx2::exp_nonpositive(x); }
-
-    static F soft_cap(F x, float cap) { return avx2::soft_cap(x, cap); }
 
     static I zero() { return _mm256_setzero_si256(); }
 
@@ -162,8 +129,7 @@ struct Registers {
         uint64_t open = 0;
         int32_t  c    = 0;
         for (; c + 8 <= n; c += 8) {
-            const F on = _mm256_cmp_ps(load(bias + c), set(cpu::MINUS_INF), _CMP_NEQ_UQ);
-            open |= (uint64_t) _mm256_movemask_ps(on) << c;
+            open |= (uint64_t) visible(load(bias + c)) << c;
         }
         for (; c < n; ++c) {
             open |= (uint64_t) (bias[c] != cpu::MINUS_INF) << c;
@@ -179,9 +145,7 @@ struct Registers {
         return half(0) | half(1) << 32;
     }
 
-    static void widen8(const uint8_t * halves, float * x) {
-        store(x, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) halves)));
-    }
+    static F widen_cells(const uint8_t * halves) { return widen((const uint16_t *) halves); }
 };
 
 template <typename Products> struct Isa : Registers, Products {

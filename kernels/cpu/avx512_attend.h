@@ -55,26 +55,19 @@ struct Registers {
 
     static F keep(F x, uint32_t lanes) { return _mm512_maskz_mov_ps((__mmask16) lanes, x); }
 
-    static F exp_nonpositive(F x) { // avx2_simd.h has the method
-        const __mmask16 alive = _mm512_cmp_ps_mask(x, set(-87.3f), _CMP_NLT_UQ);
-        const F         y     = mul(x, set(avx2::LOG2_E));
-        const F         t     = plus(y, set(avx2::ROUNDER));
-        const F         f     = sub(y, sub(t, set(avx2::ROUNDER)));
-        F               p     = set(avx2::EXP2[0]);
-        for (int i = 1; i < 6; ++i) {
-            p = fma(p, f, set(avx2::EXP2[i]));
-        }
-        return _mm512_maskz_mul_ps(alive, p, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(t), 23)));
+    static F div(F a, F b) { return _mm512_div_ps(a, b); }
+
+    static F abs(F x) { return _mm512_abs_ps(x); }
+
+    static F with_sign(F size, F of) { return _mm512_or_ps(size, _mm512_and_ps(of, set(-0.0f))); }
+
+    static F power(F t) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(t), 23)); }
+
+    static F mul_from(float least, F x, F a, F b) {
+        return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(x, set(least), _CMP_NLT_UQ), a, b);
     }
 
-    static float exp_nonpositive(float x) { return _mm512_cvtss_f32(exp_nonpositive(set(x))); }
-
-    static F soft_cap(F x, float cap) {
-        const F e     = exp_nonpositive(mul(mul(_mm512_abs_ps(x), set(1.0f / cap)), set(-2.0f)));
-        const F one   = set(1.0f);
-        const F ratio = _mm512_div_ps(sub(one, e), plus(one, e));
-        return _mm512_or_ps(mul(ratio, set(cap)), _mm512_and_ps(x, set(-0.0f)));
-    }
+    static float first(F x) { return _mm512_cvtss_f32(x); }
 
     static I zero() { return _mm512_setzero_si512(); }
 
@@ -152,8 +145,8 @@ struct Registers {
         return _mm512_cmpeq_epi8_mask(_mm512_loadu_si512(at), _mm512_set1_epi8((char) byte));
     }
 
-    static void widen8(const uint8_t * halves, float * x) {
-        _mm256_storeu_ps(x, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) halves)));
+    static F widen_cells(const uint8_t * halves) {
+        return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) halves));
     }
 };
 

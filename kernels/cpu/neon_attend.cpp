@@ -10,7 +10,7 @@
 namespace subkv::neon {
 namespace {
 
-struct Isa {
+struct Isa : Floats {
     static constexpr int     W           = 4;
     static constexpr int32_t BEFORE      = 128; // subtracted from codes
     static constexpr bool    DIRECT      = false;
@@ -24,7 +24,6 @@ struct Isa {
 
     static constexpr int octets(int) { return 1; }
 
-    using F      = float32x4_t;
     using I      = int32x4_t;
     using Opened = int8x16_t;
 
@@ -32,42 +31,15 @@ struct Isa {
         int32x4_t high, low;
     };
 
-    static F set(float x) { return vdupq_n_f32(x); }
-
-    static F load(const float * x) { return vld1q_f32(x); }
-
-    static void store(float * at, F x) { vst1q_f32(at, x); }
-
-    static F plus(F a, F b) { return vaddq_f32(a, b); }
-
-    static F sub(F a, F b) { return vsubq_f32(a, b); }
-
-    static F mul(F a, F b) { return vmulq_f32(a, b); }
-
-    static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
-
-    static F max(F a, F b) { return vmaxq_f32(a, b); }
-
     static float largest(F x) { return vmaxvq_f32(x); }
 
     static float sum(F x) { return vaddvq_f32(x); }
-
-    static F hide(F x, F bias) { // -inf where the bias is
-        const F minus_inf = set(cpu::MINUS_INF);
-        return vbslq_f32(vceqq_f32(bias, minus_inf), minus_inf, x);
-    }
 
     static F keep(F x, uint32_t lanes) {
         static const uint32_t bits[4] = { 1, 2, 4, 8 };
         const uint32x4_t      on      = vtstq_u32(vdupq_n_u32(lanes), vld1q_u32(bits));
         return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), on));
     }
-
-    static F exp_nonpositive(F x) { return neon::exp_nonpositive(x); }
-
-    static float exp_nonpositive(float x) { return vgetq_lane_f32(neon::exp_nonpositive(set(x)), 0); }
-
-    static F soft_cap(F x, float cap) { return neon::soft_cap(x, cap); }
 
     static I zero() { return vdupq_n_s32(0); }
 
@@ -189,11 +161,10 @@ struct Isa {
         return bits;
     }
 
-    static void widen8(const uint8_t * halves, float * x) {
-        uint16_t h[8];
+    static F widen_cells(const uint8_t * halves) {
+        uint16_t h[4];
         memcpy(h, halves, sizeof(h));
-        vst1q_f32(x, widen(h));
-        vst1q_f32(x + 4, widen(h + 4));
+        return widen(h);
     }
 
     // Integers u, |u| <= LARGEST, as signed bytes u = 256 * high + low.

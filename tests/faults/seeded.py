@@ -163,8 +163,8 @@ FAULTS = [
         ATTEND,
     ),
     Fault("rows in bytes", "kernels/ref/linear.cpp", "row = i - m.n_halves", "row = i - m.n_halves / 2", LINEAR),
-    Fault("the tail of a product", "kernels/cpu/avx2_linear.cpp", "total += to_float(a[j]) * b[j];", "", LINEAR),
-    Fault("the mirrored half", "kernels/cpu/avx2_linear.cpp", "s[j * d + i] += upper[i * ld + j];", "", LINEAR),
+    Fault("the tail of a product", "kernels/cpu/linear.h", "total += Isa::to_float(a[j]) * b[j];", "", LINEAR),
+    Fault("the mirrored half", "kernels/cpu/linear.h", "s[j * d + i] += upper[i * ld + j];", "", LINEAR),
     Fault("low bits of recent rows", "kernels/ref/recent.cpp", "(size_t) (d / 4));", "(size_t) (d / 8));", RECENT),
     Fault("the middle of recent rows", "kernels/ref/recent.cpp", "(u - RECENT_MOST - 1)", "(u - RECENT_MOST)", RECENT),
     # the engine
