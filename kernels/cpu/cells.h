@@ -90,37 +90,36 @@ template <int BITS> static inline void get_values(const uint8_t * octet, int32_t
 }
 
 // Runs CALL with a band's width as a constant; unknown widths do nothing.
+#define SUBKV_CALL_PATH(bits, low, twice, thrice, share, CALL)                                                         \
+    case bits: CALL(bits); break;
+#define SUBKV_CALL_PLAIN(bits, low, CALL)                                                                              \
+    case bits: CALL(bits); break;
+
 #define SUBKV_BY_PATH_BITS(bits, CALL)                                                                                 \
     switch (bits) {                                                                                                    \
-        case 2: CALL(2); break;                                                                                        \
-        case 3: CALL(3); break;                                                                                        \
-        case 4: CALL(4); break;                                                                                        \
-        case 5: CALL(5); break;                                                                                        \
-        case 6: CALL(6); break;                                                                                        \
-        default: break;                                                                                                \
-    }
-
-// CALL(BITS, PATH)
-#define SUBKV_BY_CODE(path, bits, CALL)                                                                                \
-    switch ((path) ? -(bits) : (bits)) {                                                                               \
-        case -2: CALL(2, true); break;                                                                                 \
-        case -3: CALL(3, true); break;                                                                                 \
-        case -4: CALL(4, true); break;                                                                                 \
-        case -5: CALL(5, true); break;                                                                                 \
-        case -6: CALL(6, true); break;                                                                                 \
-        case 2: CALL(2, false); break;                                                                                 \
-        case 3: CALL(3, false); break;                                                                                 \
-        case 4: CALL(4, false); break;                                                                                 \
-        case 5: CALL(5, false); break;                                                                                 \
-        case 6: CALL(6, false); break;                                                                                 \
-        case 8: CALL(8, false); break;                                                                                 \
+        SUBKV_PATH_WIDTHS(SUBKV_CALL_PATH, CALL)                                                                       \
         default: break;                                                                                                \
     }
 
 #define SUBKV_BY_BITS(bits, CALL)                                                                                      \
-    SUBKV_BY_PATH_BITS(bits, CALL)                                                                                     \
-    if ((bits) == 8) {                                                                                                 \
-        CALL(8);                                                                                                       \
+    switch (bits) {                                                                                                    \
+        SUBKV_PATH_WIDTHS(SUBKV_CALL_PATH, CALL)                                                                       \
+        SUBKV_PLAIN_WIDTHS(SUBKV_CALL_PLAIN, CALL)                                                                     \
+        default: break;                                                                                                \
+    }
+
+// CALL(BITS, PATH)
+#define SUBKV_CALL_CODE(bits, low, twice, thrice, share, CALL)                                                         \
+    case -bits: CALL(bits, true); break;                                                                               \
+    case bits: CALL(bits, false); break;
+#define SUBKV_CALL_PLAIN_CODE(bits, low, CALL)                                                                         \
+    case bits: CALL(bits, false); break;
+
+#define SUBKV_BY_CODE(path, bits, CALL)                                                                                \
+    switch ((path) ? -(bits) : (bits)) {                                                                               \
+        SUBKV_PATH_WIDTHS(SUBKV_CALL_CODE, CALL)                                                                       \
+        SUBKV_PLAIN_WIDTHS(SUBKV_CALL_PLAIN_CODE, CALL)                                                                \
+        default: break;                                                                                                \
     }
 
 static inline void put_cell(const HeadCodec & codec, const Cell & cell, uint8_t * tile, int32_t c) {

@@ -1,5 +1,5 @@
-// path_search.h: the encoder's search for paths through a trellis. Definition: ref/trellis.cpp, which it follows operation
-// by operation: the same coefficients give the same bytes. Isa: lanes.h
+// path_search.h: the encoder's search for paths through a trellis. Definition: ref/trellis.cpp, which it follows
+// operation by operation: the same coefficients give the same bytes. Isa: lanes.h
 //
 // The search of the scale has one candidate of one of two rows in every lane, all at the same place of the path, so
 // that a transition between states needs no moves between lanes. The search of the final path has one state per lane.
@@ -29,17 +29,17 @@ struct LevelSearch {
     float factor[N_LINES] = {}, constant[N_LINES] = {}; // of trellis_line
     float origin[PATH_STATES]   = {};                   // per subset: position of its first level, in its levels
     float value[PATH_STATES][8] = {};                   // up to 4 bits: values of its levels
-    float last = 0.0f, bend = 0.0f, both_bends = 0.0f, half = 0.0f;
+    float last = 0.0f, bend = 0.0f, both_bends = 0.0f, n_upper = 0.0f; // n_upper: levels above 0
 
     constexpr explicit LevelSearch(int32_t bits) {
         for (int n = 0; n < N_LINES; ++n) {
             factor[n]   = trellis_line(bits, n).a;
             constant[n] = trellis_line(bits, n).b;
         }
-        half = (float) (1 << bits);
-        last = 0.5f * half - 1.0f;
+        n_upper = (float) (1 << bits);
+        last    = 0.5f * n_upper - 1.0f;
         for (int q = 0; q < PATH_STATES; ++q) {
-            origin[q] = 0.25f * (half - 0.5f - (float) q);
+            origin[q] = 0.25f * (n_upper - 0.5f - (float) q);
             for (int n = 0; n < 8; ++n) {
                 value[q][n] = (float) trellis_level(bits, (4 * n + q) % (2 << bits)) + 0.5f;
             }
@@ -49,11 +49,12 @@ struct LevelSearch {
     }
 };
 
-static constexpr LevelSearch LEVEL_SEARCH[TRELLIS_BITS - 1] = { LevelSearch(2), LevelSearch(3), LevelSearch(4),
-                                                                LevelSearch(5), LevelSearch(6) };
+#define SUBKV_SEARCH(bits, ...) LevelSearch(bits),
+static constexpr LevelSearch LEVEL_SEARCH[] = { SUBKV_PATH_WIDTHS(SUBKV_SEARCH, ) };
+#undef SUBKV_SEARCH
 
 static inline const LevelSearch & level_search(int32_t bits) {
-    return LEVEL_SEARCH[bits - 2];
+    return LEVEL_SEARCH[bits - WIDTHS[0]];
 }
 
 // The number of the nearest level in each subset, in the low bits, and its error.
@@ -83,7 +84,7 @@ static inline Nearest<Isa> nearest_levels(const LevelSearch & l, typename Isa::F
             value = Isa::lookup(l.value[q], found.number[q]);
         } else {
             const auto number = Isa::sub(found.number[q], Isa::set(ROUNDER));
-            const auto place  = Isa::fma(number, Isa::set(4.0f), Isa::set((float) q - l.half + 0.5f));
+            const auto place  = Isa::fma(number, Isa::set(4.0f), Isa::set((float) q - l.n_upper + 0.5f));
             const auto far    = Isa::abs(place);
             const auto two    = Isa::fma(far, Isa::set(2.0f), Isa::set(l.bend));
             const auto all    = Isa::fma(far, Isa::set(3.0f), Isa::set(l.both_bends));
