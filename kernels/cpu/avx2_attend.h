@@ -12,12 +12,12 @@ namespace subkv::avx2 {
 namespace {
 
 struct Registers : Lanes {
-    static constexpr bool    DIRECT      = false;
-    static constexpr int     DIRECT_ROWS = 0;
-    static constexpr int     KEY_ROWS    = 3;
-    static constexpr int32_t BEFORE      = 0;
-    static constexpr int     AT          = 0;
-    static constexpr bool    EXACT       = true;
+    static constexpr bool    FROM_TILE       = false;
+    static constexpr int     FROM_TILE_ROWS  = 0;
+    static constexpr int     KEY_ROWS        = 3;
+    static constexpr int32_t ZERO_SHIFT      = 0;
+    static constexpr int     CODE_BIT        = 0;
+    static constexpr bool    OTHER_BITS_ZERO = true;
 
     using I = __m256i;
 
@@ -125,7 +125,7 @@ struct Registers : Lanes {
         return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_cmpeq_epi32(u, zero()), scale));
     }
 
-    static uint64_t open_cells(const float * bias, int32_t n) {
+    static uint64_t visible_cells(const float * bias, int32_t n) {
         uint64_t open = 0;
         int32_t  c    = 0;
         for (; c + 8 <= n; c += 8) {
@@ -138,11 +138,11 @@ struct Registers : Lanes {
     }
 
     static uint64_t equal_bytes(const uint8_t * at, int byte) { // of 64
-        const auto half = [&](int i) {
+        const auto bits_of = [&](int i) {
             const I equal = _mm256_cmpeq_epi8(bytes(at + 32 * i), _mm256_set1_epi8((char) byte));
             return (uint64_t) (uint32_t) _mm256_movemask_epi8(equal);
         };
-        return half(0) | half(1) << 32;
+        return bits_of(0) | bits_of(1) << 32;
     }
 
     static F widen_cells(const uint8_t * halves) { return widen((const uint16_t *) halves); }
@@ -151,11 +151,11 @@ struct Registers : Lanes {
 template <typename Products> struct Isa : Registers, Products {
     using Sum = typename Products::Sum;
 
-    // at[j] = shrink * at[j] + unit * (twice coefficient j's sum - middle): pairs of dwords are a coefficient's
-    static void add_octet(const Sum * sum, int32_t middle, float shrink, float unit, float * at) {
+    // at[j] = shrink * at[j] + weight_step * (twice coefficient j's sum - middle): pairs of dwords are a coefficient's
+    static void add_octet(const Sum * sum, int32_t middle, float shrink, float weight_step, float * at) {
         const I both  = _mm256_hadd_epi32(Products::total(sum[0]), Products::total(sum[1]));
         const I pairs = _mm256_permute4x64_epi64(both, _MM_SHUFFLE(3, 1, 2, 0));
-        add_eight(pairs, middle, shrink, unit, at);
+        add_eight(pairs, middle, shrink, weight_step, at);
     }
 };
 

@@ -1,5 +1,5 @@
-// avx2_simd.h: registers of eight floats, and helpers shared by the AVX2 files. Everything is static, and these files use no standard library
-// templates: the linker must never use code compiled with AVX2 flags in other files.
+// avx2_simd.h: registers of eight floats, and helpers shared by the AVX2 files. Everything is static, and these files use
+// no standard library templates: the linker must never use code compiled with AVX2 flags in other files.
 #pragma once
 
 #include "../ref/rows.h"
@@ -35,10 +35,10 @@ static inline __m256 pin(__m256 x) {
     return _mm256_castsi256_ps(pin(_mm256_castps_si256(x)));
 }
 
-// at[j] = shrink * at[j] + unit * (2 * sum[j] - middle); wraps, but the centred sum fits
-static inline void add_eight(__m256i sum, int32_t middle, float shrink, float unit, float * at) {
+// at[j] = shrink * at[j] + weight_step * (2 * sum[j] - middle); wraps, but the centred sum fits
+static inline void add_eight(__m256i sum, int32_t middle, float shrink, float weight_step, float * at) {
     const __m256i centred = _mm256_sub_epi32(_mm256_slli_epi32(sum, 1), _mm256_set1_epi32(middle));
-    const __m256  add     = _mm256_mul_ps(_mm256_cvtepi32_ps(centred), _mm256_set1_ps(unit));
+    const __m256  add     = _mm256_mul_ps(_mm256_cvtepi32_ps(centred), _mm256_set1_ps(weight_step));
     _mm256_storeu_ps(at, _mm256_fmadd_ps(_mm256_set1_ps(shrink), _mm256_loadu_ps(at), add));
 }
 

@@ -3,9 +3,9 @@
 //             Opened, open(codes)          64 codes as operands
 //             Sum, start(x)                16 sums, all x
 //             add(sum, opened, first, second), total(sum)
-//             DIRECT_ROWS                  see attend_tiles.h
+//             FROM_TILE_ROWS               see attend_tiles.h
 //             octets(rows)                 octets of values that fit the registers besides the rows' sums
-//             for levels (tile_codes.h):   AT, EXACT, Before, ends, begin, level
+//             CODE_BIT, OTHER_BITS_ZERO, Before, ends, begin, level  see tile_codes.h
 #pragma once
 
 #include "attend_tiles.h"
@@ -18,10 +18,10 @@ namespace {
 
 struct Registers {
     static constexpr int     W          = 16;
-    static constexpr bool    DIRECT     = true;
+    static constexpr bool    FROM_TILE  = true;
     static constexpr int     KEY_ROWS   = 3;
     static constexpr int     VALUE_ROWS = 4;
-    static constexpr int32_t BEFORE     = 0;
+    static constexpr int32_t ZERO_SHIFT = 0;
 
     static constexpr int key_regs(int) { return 4; }
 
@@ -97,9 +97,9 @@ struct Registers {
 
     static I mask(I x, int byte) { return _mm512_and_si512(x, _mm512_set1_epi8((char) byte)); }
 
-    // Bits `byte` of every byte from y, the others from x; EXACT: x has zeros there.
-    template <bool EXACT> static I join(I x, I y, int byte) {
-        return _mm512_ternarylogic_epi32(x, y, _mm512_set1_epi8((char) byte), EXACT ? 0xf8 : 0xd8);
+    // Bits `byte` of every byte from y, the others from x; OTHER_BITS_ZERO: x has zeros there.
+    template <bool OTHER_BITS_ZERO> static I join(I x, I y, int byte) {
+        return _mm512_ternarylogic_epi32(x, y, _mm512_set1_epi8((char) byte), OTHER_BITS_ZERO ? 0xf8 : 0xd8);
     }
 
     static I plus_bytes(I x, int byte) { return _mm512_add_epi8(x, _mm512_set1_epi8((char) byte)); }
@@ -131,7 +131,7 @@ struct Registers {
                                    _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(root), power)));
     }
 
-    static uint64_t open_cells(const float * bias, int32_t n) {
+    static uint64_t visible_cells(const float * bias, int32_t n) {
         uint64_t open = 0;
         for (int32_t c = 0; c < n; c += 16) {
             const __mmask16 inside = n - c >= 16 ? 0xffff : (__mmask16) ((1 << (n - c)) - 1);
@@ -153,11 +153,11 @@ struct Registers {
 template <typename Products> struct Isa : Registers, Products {
     using Sum = typename Products::Sum;
 
-    // at[j] = shrink * at[j] + unit * (twice coefficient j's sum - middle): pairs of dwords are a coefficient's
-    static void add_octet(const Sum * sum, int32_t middle, float shrink, float unit, float * at) {
+    // at[j] = shrink * at[j] + weight_step * (twice coefficient j's sum - middle): pairs of dwords are a coefficient's
+    static void add_octet(const Sum * sum, int32_t middle, float shrink, float weight_step, float * at) {
         const I       t     = Products::total(*sum);
         const __m256i pairs = _mm512_cvtepi64_epi32(_mm512_add_epi32(t, _mm512_srli_epi64(t, 32)));
-        avx2::add_eight(pairs, middle, shrink, unit, at);
+        avx2::add_eight(pairs, middle, shrink, weight_step, at);
     }
 };
 

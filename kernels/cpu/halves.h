@@ -73,9 +73,9 @@ static inline void add_key_halves(const Halves & halves, const float * q, float 
     }
 }
 
-// sum [rank] = shrink * sum + share * weighted sum of the cells' 16-bit bands, weights [n]; n is a multiple of 16
-static inline void add_value_halves(const Halves & halves, const float * weight, int32_t n, float shrink, float share,
-                                    float * sum) {
+// sum [rank] = shrink * sum + weight_scale * weighted sum of the cells' 16-bit bands, weights [n]; n is a multiple of 16
+static inline void add_value_halves(const Halves & halves, const float * weight, int32_t n, float shrink,
+                                    float weight_scale, float * sum) {
     for (int32_t j = 0; j < 8 * halves.n; ++j) {
         const float * values    = halves.values + j * HALVES_STRIDE;
         float         total[16] = {}; // fits the registers
@@ -88,7 +88,7 @@ static inline void add_value_halves(const Halves & halves, const float * weight,
             total[0] += total[k];
         }
         float & at = sum[halves.first[j / 8] + j % 8];
-        at         = shrink * at + share * total[0];
+        at         = shrink * at + weight_scale * total[0];
     }
 }
 

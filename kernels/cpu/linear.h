@@ -10,8 +10,8 @@
 
 namespace subkv::cpu {
 
-// Calls rows(entries [n][d], step, first, n) for rows [first, first + n) of a matrix: for halves with nullptr, for bytes
-// with their steps [n].
+// Calls rows(entries [n][d], step, first, n) for rows [first, first + n) of a matrix: for halves with nullptr, for
+// bytes with their steps [n].
 template <typename Rows> static inline void for_entries(const Matrix & m, int64_t r, const Rows & rows) {
     const int64_t n_halves = m.bytes ? m.n_halves : r;
     if (n_halves > 0) {

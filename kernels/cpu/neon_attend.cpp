@@ -11,14 +11,14 @@ namespace subkv::neon {
 namespace {
 
 struct Isa : Floats {
-    static constexpr int     W           = 4;
-    static constexpr int32_t BEFORE      = 128; // subtracted from codes
-    static constexpr bool    DIRECT      = false;
-    static constexpr int     DIRECT_ROWS = 0;
-    static constexpr int     KEY_ROWS    = 2;
-    static constexpr int     VALUE_ROWS  = 4;
-    static constexpr int     AT          = 0;
-    static constexpr bool    EXACT       = true;
+    static constexpr int     W               = 4;
+    static constexpr int32_t ZERO_SHIFT      = 128; // subtracted from codes
+    static constexpr bool    FROM_TILE       = false;
+    static constexpr int     FROM_TILE_ROWS  = 0;
+    static constexpr int     KEY_ROWS        = 2;
+    static constexpr int     VALUE_ROWS      = 4;
+    static constexpr int     CODE_BIT        = 0;
+    static constexpr bool    OTHER_BITS_ZERO = true;
 
     static constexpr int key_regs(int) { return 4; } // 16 sums, 4 registers of codes, 2 of queries
 
@@ -118,8 +118,8 @@ struct Isa : Floats {
             if constexpr (BITS == 5) {
                 return vreinterpretq_s32_u8(low);
             } else { // an index outside a table gives 0, or keeps the byte
-                const uint8x16_t rest = vsubq_u8(index, vdupq_n_u8(64));
-                return vreinterpretq_s32_u8(vqtbx4q_u8(low, vld1q_u8_x4(table + 64), rest));
+                const uint8x16_t above = vsubq_u8(index, vdupq_n_u8(64));
+                return vreinterpretq_s32_u8(vqtbx4q_u8(low, vld1q_u8_x4(table + 64), above));
             }
         }
     }
@@ -141,7 +141,7 @@ struct Isa : Floats {
         return vld1q_f32(x);
     }
 
-    static uint64_t open_cells(const float * bias, int32_t n) {
+    static uint64_t visible_cells(const float * bias, int32_t n) {
         uint64_t open = 0;
         for (int32_t c = 0; c < n; ++c) {
             open |= (uint64_t) (bias[c] != cpu::MINUS_INF) << c;
@@ -178,7 +178,7 @@ struct Isa : Floats {
     }
 
     static Opened open(I codes) {
-        return vreinterpretq_s8_u8(veorq_u8(vreinterpretq_u8_s32(codes), vdupq_n_u8(BEFORE)));
+        return vreinterpretq_s8_u8(veorq_u8(vreinterpretq_u8_s32(codes), vdupq_n_u8(ZERO_SHIFT)));
     }
 
     static Sum start(int32_t x) { return { vdupq_n_s32(0), vdupq_n_s32(x) }; }
@@ -190,12 +190,12 @@ struct Isa : Floats {
 
     static I total(Sum sum) { return vaddq_s32(vshlq_n_s32(sum.high, 8), sum.low); }
 
-    // at[j] = shrink * at[j] + unit * (twice coefficient j's sum - middle): pairs of dwords are a coefficient's
-    static void add_octet(const Sum * sum, int32_t middle, float shrink, float unit, float * at) {
+    // at[j] = shrink * at[j] + weight_step * (twice coefficient j's sum - middle): pairs of dwords are a coefficient's
+    static void add_octet(const Sum * sum, int32_t middle, float shrink, float weight_step, float * at) {
         for (int k = 0; k < 2; ++k) {
             const I pairs   = vpaddq_s32(total(sum[2 * k]), total(sum[2 * k + 1]));
             const I centred = vsubq_s32(vshlq_n_s32(pairs, 1), vdupq_n_s32(middle));
-            const F add     = vmulq_n_f32(vcvtq_f32_s32(centred), unit);
+            const F add     = vmulq_n_f32(vcvtq_f32_s32(centred), weight_step);
             vst1q_f32(at + 4 * k, vfmaq_n_f32(add, vld1q_f32(at + 4 * k), shrink));
         }
     }
