@@ -86,9 +86,9 @@ void main() {
     }
 
     for (uint c0 = part * p.split; c0 < c_end; c0 += TILE) {
-        const uint cell  = c0 + me;
-        const int  pos   = cell < c_end ? cell_pos[p.cell_pos_at + stream * p.n_kv + cell] : 0;
-        bool       is_visible  = false;
+        const uint cell       = c0 + me;
+        const int  pos        = cell < c_end ? cell_pos[p.cell_pos_at + stream * p.n_kv + cell] : 0;
+        bool       is_visible = false;
         float      bias[ROWS];
         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
             bias[r] = HIDDEN;

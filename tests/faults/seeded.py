@@ -129,8 +129,8 @@ FAULTS = [
     Fault(
         "the state is not shrunk, fast",
         "kernels/cpu/attend_tiles.h",
-        "row.z * row.shrink + row.share",
-        "row.z + row.share",
+        "row.z * row.shrink + row.weight_scale",
+        "row.z + row.weight_scale",
         ATTEND,
     ),
     Fault("share of a step", "kernels/cpu/attend_tiles.h", "m == top ? 1.0f", "m != top ? 1.0f", ATTEND),
