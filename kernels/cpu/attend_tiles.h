@@ -9,17 +9,19 @@
 //
 // Isa, a type local to the including file (the compiler compiles its functions for the file's instructions), has
 //   W                     floats per register, and dwords of four codes
-//   BEFORE                number that open() subtracts from a code
-//   DIRECT, DIRECT_ROWS   products read codes from tiles directly, for at most so many query rows; needs many registers
+//   ZERO_SHIFT            number that open() subtracts from a code
+//   FROM_TILE, FROM_TILE_ROWS  products read codes from tiles, for at most so many query rows; needs many registers
 //   KEY_ROWS              query rows whose logits are summed together, at most 3
 //   key_regs(rows)        registers of W cells whose logits are summed together for so many rows
 //   VALUE_ROWS            query rows whose values are summed together, at most 4
 //   octets(rows)          octets whose values are summed together for so many rows
-//   F, I, Opened, Sum     a register of floats, of integers or codes, codes ready for products, W sums of products
+//   F, I, Opened, Sum     a register of floats (lanes.h), of integers or codes, codes ready for products, W sums of
+//                         products
 //   and the functions used below.
 #pragma once
 
 #include "../ref/rows.h"
+#include "lanes.h"
 #include "scratch.h"
 #include "tile_products.h"
 
@@ -30,13 +32,13 @@ namespace subkv::cpu {
 //
 
 // The row is lost (ops.h). Its weights in the step become 0, so that integers stay in their range.
-static inline void lose(Step & step, int i, Row & row) {
-    row.m       = row.m > MINUS_INF ? row.m : 0.0f;
-    row.z       = NOT_A_NUMBER;
-    row.shrink  = 1.0f;
-    row.share   = 0.0f;
-    row.unit    = 0.0f;
-    row.weights = 0;
+static inline void mark_lost(Step & step, int i, Row & row) {
+    row.m            = row.m > MINUS_INF ? row.m : 0.0f;
+    row.z            = NOT_A_NUMBER;
+    row.shrink       = 1.0f;
+    row.weight_scale = 0.0f;
+    row.weight_step  = 0.0f;
+    row.weights      = 0;
     memset(step.logit[i], 0, sizeof(step.logit[i]));
     memset(step.first[i], 0, STEP);
     memset(step.second[i], 0, STEP);
@@ -51,10 +53,10 @@ static float finish_logits(const Step & step, const Row & row, const float * bia
     auto       top = Isa::set(MINUS_INF);
 #pragma GCC unroll 2
     for (int32_t c = 0; c < step.n_pad; c += Isa::W) {
-        const auto unit = Isa::mul(Isa::load(step.scale_k + c), delta);
-        auto       l    = Isa::fma(Isa::load(x + c), unit, common != nullptr ? Isa::load(common + c) : shift);
+        const auto key_step = Isa::mul(Isa::load(step.scale_k + c), delta);
+        auto       l        = Isa::fma(Isa::load(x + c), key_step, common != nullptr ? Isa::load(common + c) : shift);
         if constexpr (CAP) {
-            l = Isa::soft_cap(l, softcap);
+            l = soft_cap<Isa>(l, softcap);
         }
         const auto b = Isa::load(bias + c);
         l            = Isa::hide(Isa::fma(slope, b, l), b); // NaN if masked and the slope is 0
@@ -64,10 +66,10 @@ static float finish_logits(const Step & step, const Row & row, const float * bia
     return Isa::largest(top);
 }
 
-// Converts logits to integer weights relative to the step's largest logit, and updates m, z, shrink, share, unit and
-// weights of the row. Earlier steps do not affect the weights. A NaN among the logits makes z NaN. KEEP: also keep the
-// weights as floats.
-template <typename Isa, bool KEEP> static void weigh(Step & step, int i, float top, Row & row) {
+// Converts logits to integer weights relative to the step's largest logit, and updates m, z, shrink, weight_scale,
+// weight_step and weights of the row. Earlier steps do not affect the weights. A NaN among the logits makes z NaN. KEEP:
+// also keep the weights as floats.
+template <typename Isa, bool KEEP> static void quantize_weights(Step & step, int i, float top, Row & row) {
     const auto base    = Isa::set(top);
     const auto inverse = Isa::set(step.largest_v > 0.0f ? LARGEST / step.largest_v : 0.0f);
     auto       total   = Isa::set(0.0f);
@@ -75,7 +77,7 @@ template <typename Isa, bool KEEP> static void weigh(Step & step, int i, float t
     float *    x       = step.logit[i];
 #pragma GCC unroll 4
     for (int32_t c = 0; c < step.n_pad; c += Isa::W) {
-        const auto e = Isa::exp_nonpositive(Isa::sub(Isa::load(x + c), base));
+        const auto e = exp_nonpositive<Isa>(Isa::sub(Isa::load(x + c), base));
         const auto u = Isa::to_int(Isa::mul(e, Isa::mul(Isa::load(step.scale_v + c), inverse)));
         total        = Isa::plus(total, e);
         sum          = Isa::plus_int(sum, u);
@@ -84,17 +86,17 @@ template <typename Isa, bool KEEP> static void weigh(Step & step, int i, float t
         }
         Isa::split(u, step.first[i] + c, step.second[i] + c);
     }
-    const float m = top > row.m ? top : row.m;
-    row.share     = m == top ? 1.0f : Isa::exp_nonpositive(top - m);
-    row.shrink    = m == row.m ? 1.0f : row.m == MINUS_INF ? 0.0f : Isa::exp_nonpositive(row.m - m);
-    row.m         = m;
-    row.z         = row.z * row.shrink + row.share * Isa::sum(total);
-    row.unit      = row.share * step.largest_v / LARGEST;
-    row.weights   = Isa::sum_int(sum);
+    const float m    = top > row.m ? top : row.m;
+    row.weight_scale = m == top ? 1.0f : exp_nonpositive<Isa>(top - m);
+    row.shrink       = m == row.m ? 1.0f : row.m == MINUS_INF ? 0.0f : exp_nonpositive<Isa>(row.m - m);
+    row.m            = m;
+    row.z            = row.z * row.shrink + row.weight_scale * Isa::sum(total);
+    row.weight_step  = row.weight_scale * step.largest_v / LARGEST;
+    row.weights      = Isa::sum_int(sum);
 }
 
 // The largest scale of a value that a token with this bias sees.
-template <typename Isa> static float largest_seen(const Step & step, const float * bias) {
+template <typename Isa> static float largest_visible_scale(const Step & step, const float * bias) {
     auto top = Isa::set(0.0f);
     for (int32_t c = 0; c < step.n_pad; c += Isa::W) {
         top = Isa::max(top, Isa::hide(Isa::load(step.scale_v + c), Isa::load(bias + c)));
@@ -103,7 +105,7 @@ template <typename Isa> static float largest_seen(const Step & step, const float
 }
 
 // Does the row give weight to a value that is not finite? weight: floats of the step.
-static inline bool weighs_bad(const Step & step, const float * weight) {
+static inline bool has_bad_weight(const Step & step, const float * weight) {
     for (int32_t c = 0; c < step.n_pad; ++c) {
         if ((step.bad_v[c / TILE] >> c % TILE & 1) != 0 && weight[c] > 0.0f) {
             return true;
@@ -113,7 +115,7 @@ static inline bool weighs_bad(const Step & step, const float * weight) {
 }
 
 // The row sees a cell of the step.
-template <typename Isa> static void soften(const Call & call, Step & step, int64_t cell, int64_t index, int i) {
+template <typename Isa> static void softmax_step(const Call & call, Step & step, int64_t cell, int64_t index, int i) {
     Row &         row  = call.row[index];
     const float * bias = call.a.bias + index / call.a.n_group * call.a.bias_stride + cell;
     if (step.n < step.n_pad) {
@@ -124,7 +126,7 @@ template <typename Isa> static void soften(const Call & call, Step & step, int64
         bias = step.bias;
     }
     if (call.a.n_tok > 1 && (i == 0 || index % call.a.n_group == 0)) {
-        step.largest_v = largest_seen<Isa>(step, bias);
+        step.largest_v = largest_visible_scale<Isa>(step, bias);
     }
     const float * common = nullptr;
     if (call.k_halves.n > 0) {
@@ -134,16 +136,16 @@ template <typename Isa> static void soften(const Call & call, Step & step, int64
     const auto  finish = call.a.softcap > 0.0f ? finish_logits<Isa, true> : finish_logits<Isa, false>;
     const float top    = finish(step, row, bias, common, call.a.softcap, step.logit[i]);
     if (!(top > MINUS_INF)) { // no logit is finite
-        lose(step, i, row);
+        mark_lost(step, i, row);
         return;
     }
     if (call.v_halves.n > 0 || step.any_bad_v) {
-        weigh<Isa, true>(step, i, top, row);
+        quantize_weights<Isa, true>(step, i, top, row);
     } else {
-        weigh<Isa, false>(step, i, top, row);
+        quantize_weights<Isa, false>(step, i, top, row);
     }
-    if (row.z != row.z || (step.any_bad_v && weighs_bad(step, step.logit[i]))) {
-        lose(step, i, row);
+    if (row.z != row.z || (step.any_bad_v && has_bad_weight(step, step.logit[i]))) {
+        mark_lost(step, i, row);
     }
 }
 
@@ -154,17 +156,17 @@ template <typename Isa> static void soften(const Call & call, Step & step, int64
 // Scales of a side's cells in a step's tiles; 0 for masked cells, which may have any content, and for visible ones that
 // could not be coded: these become `bad`.
 template <typename Isa>
-static float read_scales(const uint8_t * tile, int64_t stride, const uint64_t * seen, int32_t n_tiles, float * scale,
-                         uint64_t * bad) {
+static float read_scales(const uint8_t * tile, int64_t stride, const uint64_t * visible_cells, int32_t n_tiles,
+                         float * scale, uint64_t * bad) {
     auto largest = Isa::set(0.0f);
     for (int32_t t = 0; t < n_tiles; ++t, tile += stride) {
-        bad[t] = Isa::equal_bytes(tile, SCALE_NAN) & seen[t];
+        bad[t] = Isa::equal_bytes(tile, SCALE_NAN) & visible_cells[t];
         for (int32_t c = 0; c < TILE; c += Isa::W) {
-            const auto s = Isa::keep(Isa::scales_of(tile + c), (uint32_t) ((seen[t] & ~bad[t]) >> c));
+            const auto s = Isa::keep(Isa::scales_of(tile + c), (uint32_t) ((visible_cells[t] & ~bad[t]) >> c));
             largest      = Isa::max(largest, s);
             Isa::store(scale + t * TILE + c, s);
         }
-        __builtin_prefetch(tile + AHEAD * stride, 0, 2);
+        __builtin_prefetch(tile + PREFETCH_TILES * stride, 0, 2);
     }
     return Isa::largest(largest);
 }
@@ -186,90 +188,91 @@ template <typename Isa> static void open_step(const Call & call, int64_t cell, u
         }
         const uint8_t * k = opened.k[t] = a.k_tiles + (cell / TILE + t) * a.k_stride;
         const uint8_t * v = opened.v[t] = a.v_tiles + (cell / TILE + t) * a.v_stride;
-        if (call.direct) {
+        if (call.from_tile) {
             begin_path<Isa>(*a.k, k, opened.k_path[t]);
             begin_path<Isa>(*a.v, v, opened.v_path[t]);
             continue;
         }
-        if (call.many) {
-            opened.k[t] = unpack_tile<Isa>(*a.k, k, AHEAD * a.k_stride, call.k_bytes + t * a.k->rank * TILE);
+        if (call.is_prompt) {
+            opened.k[t] = unpack_tile<Isa>(*a.k, k, PREFETCH_TILES * a.k_stride, call.k_bytes + t * a.k->rank * TILE);
         }
-        opened.v[t] = unpack_tile<Isa>(*a.v, v, AHEAD * a.v_stride, call.v_bytes + t * a.v->rank * TILE);
+        opened.v[t] = unpack_tile<Isa>(*a.v, v, PREFETCH_TILES * a.v_stride, call.v_bytes + t * a.v->rank * TILE);
     }
 }
 
-// Query rows [index, index + n), n <= BLOCK, against the step at `cell`; awake: bits of tiles visible to them.
+// Query rows [index, index + n), n <= BLOCK, against the step at `cell`. visible_tiles: bits of tiles that they see
 template <typename Isa>
-static void attend_block(const Call & call, const Opened<Isa> & opened, Step & step, int64_t cell, uint32_t awake,
-                         int64_t index, int64_t n) {
+static void attend_block(const Call & call, const Opened<Isa> & opened, Step & step, int64_t cell,
+                         uint32_t visible_tiles, int64_t index, int64_t n) {
     const AttendArgs & a      = call.a;
-    Values<Isa>        values = { {}, awake, 0, step, 0, nullptr, nullptr, 0 };
-    for (int t = 0; awake >> t != 0; ++t) {
-        if ((awake >> t & 1) == 0) {
+    Values<Isa>        values = { {}, visible_tiles, 0, step, 0, nullptr, nullptr, 0 };
+    for (int t = 0; visible_tiles >> t != 0; ++t) {
+        if ((visible_tiles >> t & 1) == 0) {
             continue; // bias masks these logits
         }
         values.at[t]    = opened.v[t];
         float *   logit = step.logit[0] + t * TILE;
         Keys<Isa> keys  = { opened.k[t], &opened.k_path[t], 0 };
-        if constexpr (Isa::DIRECT) {
-            if (call.direct) {
-                keys.ahead = AHEAD * a.k_stride;
-                all_dots<Isa, true>(call, keys, index, n, logit);
+        if constexpr (Isa::FROM_TILE) {
+            if (call.from_tile) {
+                keys.ahead = PREFETCH_TILES * a.k_stride;
+                multiply_all_keys<Isa, true>(call, keys, index, n, logit);
                 continue;
             }
         }
-        if (!call.many) {
-            keys.at = unpack_tile<Isa>(*a.k, keys.at, AHEAD * a.k_stride, call.k_bytes);
+        if (!call.is_prompt) {
+            keys.at = unpack_tile<Isa>(*a.k, keys.at, PREFETCH_TILES * a.k_stride, call.k_bytes);
         }
-        all_dots<Isa, false>(call, keys, index, n, logit);
+        multiply_all_keys<Isa, false>(call, keys, index, n, logit);
     }
     for (int64_t i = 0; i < n; ++i) {
-        soften<Isa>(call, step, cell, index + i, (int) i);
+        softmax_step<Isa>(call, step, cell, index + i, (int) i);
     }
-    if constexpr (Isa::DIRECT) {
-        if (call.direct) {
-            values.ahead = AHEAD * a.v_stride;
+    if constexpr (Isa::FROM_TILE) {
+        if (call.from_tile) {
+            values.ahead = PREFETCH_TILES * a.v_stride;
             all_values<Isa, true>(call, values, opened.v_path, index, n);
         }
     }
-    if (!call.direct) {
+    if (!call.from_tile) {
         all_values<Isa, false>(call, values, nullptr, index, n);
     }
     for (int64_t i = 0; i < n && call.v_halves.n > 0; ++i) {
         const Row & row = call.row[index + i];
-        add_value_halves(call.v_halves, step.logit[i], step.n_pad, row.shrink, row.share,
+        add_value_halves(call.v_halves, step.logit[i], step.n_pad, row.shrink, row.weight_scale,
                          call.sum + (index + i) * a.v->rank);
     }
 }
 
-// awake[t]: bits of the step's tiles with visible cells of token t; seen: visible cells of each tile. Returns the union
-// of awake.
+// visible_tiles[t]: bits of the step's tiles with visible cells of token t; visible_cells: of each tile, by any token.
+// Returns the union of visible_tiles.
 template <typename Isa>
-static uint32_t find_awake(const AttendArgs & a, int64_t cell, int32_t n, uint8_t * awake, uint64_t * seen) {
+static uint32_t find_visible(const AttendArgs & a, int64_t cell, int32_t n, uint8_t * visible_tiles,
+                             uint64_t * visible_cells) {
     uint32_t all = 0;
     for (int t = 0; t < STEP_TILES; ++t) {
-        seen[t] = 0;
+        visible_cells[t] = 0;
     }
     for (int64_t token = 0; token < a.n_tok; ++token) {
-        const float * bias = a.bias + token * a.bias_stride + cell;
-        awake[token]       = 0;
+        const float * bias   = a.bias + token * a.bias_stride + cell;
+        visible_tiles[token] = 0;
         for (int t = 0; t * TILE < n; ++t) {
-            const int32_t  left = n - t * TILE;
-            const uint64_t open = Isa::open_cells(bias + t * TILE, left < TILE ? left : TILE);
-            seen[t] |= open;
-            awake[token] = (uint8_t) (awake[token] | (open != 0) << t);
+            const int32_t  left     = n - t * TILE;
+            const uint64_t of_token = Isa::visible_cells(bias + t * TILE, left < TILE ? left : TILE);
+            visible_cells[t] |= of_token;
+            visible_tiles[token] = (uint8_t) (visible_tiles[token] | (of_token != 0) << t);
         }
-        all |= awake[token];
+        all |= visible_tiles[token];
     }
     return all;
 }
 
-template <typename Isa> static void attend_step(const Call & call, Step & step, int64_t cell, uint8_t * awake) {
+template <typename Isa> static void attend_step(const Call & call, Step & step, int64_t cell, uint8_t * visible_tiles) {
     const AttendArgs & a    = call.a;
     const int64_t      left = a.n_cells - cell;
     step.n                  = (int32_t) (left < STEP ? left : STEP);
-    uint64_t       seen[STEP_TILES];
-    const uint32_t all = find_awake<Isa>(a, cell, step.n, awake, seen);
+    uint64_t       visible_cells[STEP_TILES];
+    const uint32_t all = find_visible<Isa>(a, cell, step.n, visible_tiles, visible_cells);
     if (all == 0) {
         return;
     }
@@ -279,15 +282,15 @@ template <typename Isa> static void attend_step(const Call & call, Step & step, 
     step.n                  = step.n < n_tiles * TILE ? step.n : n_tiles * TILE;
     step.n_pad              = n_tiles * TILE;
     uint64_t bad_k[STEP_TILES];
-    read_scales<Isa>(k_tiles, a.k_stride, seen, n_tiles, step.scale_k, bad_k);
-    step.largest_v = read_scales<Isa>(v_tiles, a.v_stride, seen, n_tiles, step.scale_v, step.bad_v);
-    read_halves<Isa>(call.k_halves, k_tiles, a.k_stride, seen, n_tiles, bad_k);
-    read_halves<Isa>(call.v_halves, v_tiles, a.v_stride, seen, n_tiles, step.bad_v);
+    read_scales<Isa>(k_tiles, a.k_stride, visible_cells, n_tiles, step.scale_k, bad_k);
+    step.largest_v = read_scales<Isa>(v_tiles, a.v_stride, visible_cells, n_tiles, step.scale_v, step.bad_v);
+    read_halves<Isa>(call.k_halves, k_tiles, a.k_stride, visible_cells, n_tiles, bad_k);
+    read_halves<Isa>(call.v_halves, v_tiles, a.v_stride, visible_cells, n_tiles, step.bad_v);
     step.any_bad_v = false;
     for (int32_t t = 0; t < n_tiles; ++t) {
         step.any_bad_v = step.any_bad_v || step.bad_v[t] != 0;
-        for (uint64_t rest = bad_k[t]; rest != 0; rest &= rest - 1) { // logits become NaN
-            step.scale_k[t * TILE + __builtin_ctzll(rest)] = NOT_A_NUMBER;
+        for (uint64_t cells = bad_k[t]; cells != 0; cells &= cells - 1) { // logits become NaN
+            step.scale_k[t * TILE + __builtin_ctzll(cells)] = NOT_A_NUMBER;
         }
     }
     Opened<Isa> opened;
@@ -295,20 +298,21 @@ template <typename Isa> static void attend_step(const Call & call, Step & step, 
     // tokens of different sequences see different tiles; all rows of a block see the same tiles
     const int64_t n_rows = n_rows_of(a);
     for (int64_t index = 0, end = 0; index < n_rows; index = end) {
-        const uint32_t some = awake[index / a.n_group];
-        for (end = index + 1; end < n_rows && end - index < BLOCK && awake[end / a.n_group] == some; ++end) {
+        const uint32_t of_block = visible_tiles[index / a.n_group];
+        for (end = index + 1; end < n_rows && end - index < BLOCK && visible_tiles[end / a.n_group] == of_block;
+             ++end) {
         }
-        if (some != 0) {
-            attend_block<Isa>(call, opened, step, cell, some, index, end - index);
+        if (of_block != 0) {
+            attend_block<Isa>(call, opened, step, cell, of_block, index, end - index);
         }
     }
 }
 
-// half: the weights for 16-bit bands
-static inline void spread_ratios(const HeadCodec & codec, float half, float * ratio) {
+// of_halves: the ratio of 16-bit bands
+static inline void spread_ratios(const HeadCodec & codec, float of_halves, float * ratio) {
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         for (int32_t j = 0; j < codec.bands[i].n; ++j) {
-            ratio[codec.bands[i].first + j] = codec.bands[i].bits == 16 ? half : level_step(codec, codec.bands[i]);
+            ratio[codec.bands[i].first + j] = codec.bands[i].bits == 16 ? of_halves : level_step(codec, codec.bands[i]);
         }
     }
 }
@@ -332,8 +336,8 @@ static void quantize_query(const HeadCodec & codec, const float * q, const float
     }
     const float largest = Isa::largest(top);
     const bool  finite  = Isa::sum(bad) == 0.0f;
-    const float unit    = codec.rank <= SUMMED ? LARGEST : LARGEST * SUMMED / MAX_HEAD_SIZE;
-    const auto  inverse = Isa::set(largest > 1e-30f ? unit / largest : 0.0f);
+    const float n_steps = codec.rank <= SUMMED ? LARGEST : LARGEST * SUMMED / MAX_HEAD_SIZE;
+    const auto  inverse = Isa::set(largest > 1e-30f ? n_steps / largest : 0.0f);
     for (int32_t j = 0; j < codec.rank; j += Isa::W) {
         const auto i = Isa::to_int(Isa::mul(Isa::load(x + j), inverse));
         Isa::split(i, parts[0] + j, parts[1] + j);
@@ -347,33 +351,33 @@ static void quantize_query(const HeadCodec & codec, const float * q, const float
     }
     const int64_t twice = (int64_t) (int32_t) sum * odd_of<Isa>(); // subtracted by centring
     row.start           = (int32_t) -(twice >> 1);
-    row.half            = (twice & 1) != 0 ? 0.5f : 0.0f;
-    row.delta           = finite ? largest / unit : NOT_A_NUMBER;
+    row.start_error     = (twice & 1) != 0 ? 0.5f : 0.0f;
+    row.delta           = finite ? largest / n_steps : NOT_A_NUMBER;
 }
 
 template <typename Isa> static void attend(const AttendArgs & a) {
-    const int64_t n_rows = n_rows_of(a);
-    const bool    many   = a.n_tok > 1 || n_rows > BLOCK;
-    const bool    direct = Isa::DIRECT && !many && n_rows <= Isa::DIRECT_ROWS;
+    const int64_t n_rows    = n_rows_of(a);
+    const bool    is_prompt = a.n_tok > 1 || n_rows > BLOCK;
+    const bool    from_tile = Isa::FROM_TILE && !is_prompt && n_rows <= Isa::FROM_TILE_ROWS;
     Halves        k_halves, v_halves;
     find_halves(*a.k, k_halves);
     find_halves(*a.v, v_halves);
     k_halves.values = (float *) scratch(SLOT_HALVES, (size_t) (8 * (k_halves.n + v_halves.n) * STEP) * sizeof(float));
     v_halves.values = k_halves.values + 8 * k_halves.n * STEP;
-    const int32_t kept  = many ? STEP : TILE; // cells whose keys are converted together
-    const Call    call  = { a,
-                            k_halves,
-                            v_halves,
-                            Runs(*a.k),
-                            Runs(*a.v),
-                            (int8_t *) scratch(SLOT_QUERIES, (size_t) (n_rows * 2 * a.k->rank)),
-                            (float *) scratch(SLOT_SUMS, (size_t) (n_rows * a.v->rank) * sizeof(float)),
-                            (Row *) scratch(SLOT_ROWS, (size_t) n_rows * sizeof(Row) + (size_t) a.n_tok),
-                            (uint8_t *) scratch(SLOT_KEYS, (size_t) (kept * a.k->rank)),
-                            (uint8_t *) scratch(SLOT_VALUES, (size_t) (STEP * a.v->rank)),
-                            many,
-                            direct };
-    auto *        awake = (uint8_t *) (call.row + n_rows);
+    const int32_t kept          = is_prompt ? STEP : TILE; // cells whose keys are converted together
+    const Call    call          = { a,
+                                    k_halves,
+                                    v_halves,
+                                    Runs(*a.k),
+                                    Runs(*a.v),
+                                    (int8_t *) scratch(SLOT_QUERIES, (size_t) (n_rows * 2 * a.k->rank)),
+                                    (float *) scratch(SLOT_SUMS, (size_t) (n_rows * a.v->rank) * sizeof(float)),
+                                    (Row *) scratch(SLOT_ROWS, (size_t) n_rows * sizeof(Row) + (size_t) a.n_tok),
+                                    (uint8_t *) scratch(SLOT_KEYS, (size_t) (kept * a.k->rank)),
+                                    (uint8_t *) scratch(SLOT_VALUES, (size_t) (STEP * a.v->rank)),
+                                    is_prompt,
+                                    from_tile };
+    auto *        visible_tiles = (uint8_t *) (call.row + n_rows);
     float         ratio[MAX_HEAD_SIZE + 8] = {};
     spread_ratios(*a.k, 0.0f, ratio);
     memset(call.sum, 0, (size_t) (n_rows * a.v->rank) * sizeof(float));
@@ -389,13 +393,13 @@ template <typename Isa> static void attend(const AttendArgs & a) {
     }
     Step & step = *(Step *) scratch(SLOT_STEP, sizeof(Step));
     for (int64_t cell = 0; cell < a.n_cells; cell += STEP) {
-        attend_step<Isa>(call, step, cell, awake);
+        attend_step<Isa>(call, step, cell, visible_tiles);
     }
     spread_ratios(*a.v, 1.0f, ratio);
     for (int64_t i = 0; i < n_rows; ++i) {
         const Row & row    = call.row[i];
         const float old    = a.m[i];
-        const float shrink = old == row.m ? 1.0f : old == MINUS_INF ? 0.0f : Isa::exp_nonpositive(old - row.m);
+        const float shrink = old == row.m ? 1.0f : old == MINUS_INF ? 0.0f : exp_nonpositive<Isa>(old - row.m);
         float *     acc    = a.acc + i * a.acc_stride;
         for (int32_t j = 0; j < a.v->rank; ++j) {
             acc[j] = acc[j] * shrink + ratio[j] * call.sum[i * a.v->rank + j];

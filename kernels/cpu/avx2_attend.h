@@ -11,54 +11,21 @@
 namespace subkv::avx2 {
 namespace {
 
-struct Registers {
-    static constexpr int     W           = 8;
-    static constexpr bool    DIRECT      = false;
-    static constexpr int     DIRECT_ROWS = 0;
-    static constexpr int     KEY_ROWS    = 3;
-    static constexpr int32_t BEFORE      = 0;
-    static constexpr int     AT          = 0;
-    static constexpr bool    EXACT       = true;
+struct Registers : Lanes {
+    static constexpr bool    FROM_TILE       = false;
+    static constexpr int     FROM_TILE_ROWS  = 0;
+    static constexpr int     KEY_ROWS        = 3;
+    static constexpr int32_t ZERO_SHIFT      = 0;
+    static constexpr int     CODE_BIT        = 0;
+    static constexpr bool    OTHER_BITS_ZERO = true;
 
-    using F = __m256;
     using I = __m256i;
-
-    static F set(float x) { return _mm256_set1_ps(x); }
-
-    static F load(const float * x) { return _mm256_loadu_ps(x); }
-
-    static void store(float * at, F x) { _mm256_storeu_ps(at, x); }
-
-    static F plus(F a, F b) { return _mm256_add_ps(a, b); }
-
-    static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
-
-    static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
-
-    static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-
-    static F max(F a, F b) { return _mm256_max_ps(a, b); }
-
-    static float largest(F x) { return horizontal_max(x); }
-
-    static float sum(F x) { return horizontal_sum(x); }
-
-    static F hide(F x, F bias) { // -inf where the bias is
-        const F minus_inf = set(cpu::MINUS_INF);
-        return _mm256_blendv_ps(x, minus_inf, _mm256_cmp_ps(bias, minus_inf, _CMP_EQ_OQ));
-    }
 
     static F keep(F x, uint32_t lanes) {
         const I bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
         const I on  = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int) lanes), bit), bit);
         return _mm256_and_ps(x, _mm256_castsi256_ps(on));
     }
-
-    static F exp_nonpositive(F x) { return avx2::exp_nonpositive(x); }
-
-    static float exp_nonpositive(float x) { return avx2::exp_nonpositive(x); }
-
-    static F soft_cap(F x, float cap) { return avx2::soft_cap(x, cap); }
 
     static I zero() { return _mm256_setzero_si256(); }
 
@@ -158,12 +125,11 @@ struct Registers {
         return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_cmpeq_epi32(u, zero()), scale));
     }
 
-    static uint64_t open_cells(const float * bias, int32_t n) {
+    static uint64_t visible_cells(const float * bias, int32_t n) {
         uint64_t open = 0;
         int32_t  c    = 0;
         for (; c + 8 <= n; c += 8) {
-            const F on = _mm256_cmp_ps(load(bias + c), set(cpu::MINUS_INF), _CMP_NEQ_UQ);
-            open |= (uint64_t) _mm256_movemask_ps(on) << c;
+            open |= (uint64_t) visible(load(bias + c)) << c;
         }
         for (; c < n; ++c) {
             open |= (uint64_t) (bias[c] != cpu::MINUS_INF) << c;
@@ -172,26 +138,24 @@ struct Registers {
     }
 
     static uint64_t equal_bytes(const uint8_t * at, int byte) { // of 64
-        const auto half = [&](int i) {
+        const auto bits_of = [&](int i) {
             const I equal = _mm256_cmpeq_epi8(bytes(at + 32 * i), _mm256_set1_epi8((char) byte));
             return (uint64_t) (uint32_t) _mm256_movemask_epi8(equal);
         };
-        return half(0) | half(1) << 32;
+        return bits_of(0) | bits_of(1) << 32;
     }
 
-    static void widen8(const uint8_t * halves, float * x) {
-        store(x, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) halves)));
-    }
+    static F widen_cells(const uint8_t * halves) { return widen((const uint16_t *) halves); }
 };
 
 template <typename Products> struct Isa : Registers, Products {
     using Sum = typename Products::Sum;
 
-    // at[j] = shrink * at[j] + unit * (twice coefficient j's sum - middle): pairs of dwords are a coefficient's
-    static void add_octet(const Sum * sum, int32_t middle, float shrink, float unit, float * at) {
+    // at[j] = shrink * at[j] + weight_step * (twice coefficient j's sum - middle): pairs of dwords are a coefficient's
+    static void add_octet(const Sum * sum, int32_t middle, float shrink, float weight_step, float * at) {
         const I both  = _mm256_hadd_epi32(Products::total(sum[0]), Products::total(sum[1]));
         const I pairs = _mm256_permute4x64_epi64(both, _MM_SHUFFLE(3, 1, 2, 0));
-        add_eight(pairs, middle, shrink, unit, at);
+        add_eight(pairs, middle, shrink, weight_step, at);
     }
 };
 

@@ -43,18 +43,18 @@ bool pack_recent(const float * x, const float * mean, int64_t d, uint8_t * row) 
     }
     alignas(32) float y[MAX_HEAD_SIZE];
     const __m256      half_max = _mm256_set1_ps(HALF_MAX);
-    __m256i           most = _mm256_setzero_si256(), rest = _mm256_setzero_si256();
+    __m256i           most = _mm256_setzero_si256(), most_centred = _mm256_setzero_si256();
     mean = mean ? mean : cpu::NO_MEAN;
     for (int64_t j = 0; j < d; j += 8) {
         const __m256 value   = _mm256_loadu_ps(x + j);
         const __m256 centred = _mm256_sub_ps(clamped(value, half_max), _mm256_loadu_ps(mean + j));
         most                 = _mm256_max_epi32(most, size_of(value));
-        rest                 = _mm256_max_epi32(rest, size_of(centred));
+        most_centred         = _mm256_max_epi32(most_centred, size_of(centred));
         _mm256_store_ps(y + j, centred);
     }
     const bool   finite = largest(most) < 0x7f800000;
     const __m128 step_4 =
-        _mm_div_ss(_mm_castsi128_ps(_mm_cvtsi32_si128(largest(rest))), _mm_set_ss((float) RECENT_MOST));
+        _mm_div_ss(_mm_castsi128_ps(_mm_cvtsi32_si128(largest(most_centred))), _mm_set_ss((float) RECENT_MOST));
     const __m128i half_4 = finite ? _mm_cvtps_ph(step_4, _MM_FROUND_TO_NEAREST_INT) : _mm_cvtsi32_si128(HALF_NAN);
     const auto    half   = (uint16_t) _mm_extract_epi16(half_4, 0);
     const bool    coded  = finite && half != 0;

@@ -1,5 +1,5 @@
-// avx2_simd.h: helpers shared by the AVX2 files. Everything is static, and these files use no standard library
-// templates: the linker must never use code compiled with AVX2 flags in other files.
+// avx2_simd.h: registers of eight floats, and helpers shared by the AVX2 files. Everything is static, and these files use
+// no standard library templates: the linker must never use code compiled with AVX2 flags in other files.
 #pragma once
 
 #include "../ref/rows.h"
@@ -7,13 +7,6 @@
 #include <immintrin.h>
 
 namespace subkv::avx2 {
-
-constexpr float NEG_INF = -__builtin_inff();
-constexpr int   GROUP   = 16; // entries per loop iteration; head sizes are multiples of 8
-
-static inline int32_t padded(int64_t d) { // d rounded up to groups
-    return (int32_t) ((d + GROUP - 1) / GROUP * GROUP);
-}
 
 static inline float horizontal_max(__m256 x) {
     __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -29,51 +22,6 @@ static inline float horizontal_sum(__m256 x) {
     return _mm_cvtss_f32(y);
 }
 
-// Sums of eight vectors, given as four hadd'ed pairs.
-static inline __m256 sum_pairs(__m256 h01, __m256 h23, __m256 h45, __m256 h67) {
-    const __m256 low  = _mm256_hadd_ps(h01, h23);
-    const __m256 high = _mm256_hadd_ps(h45, h67);
-    return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
-}
-
-// exp(x) for x <= 0, 0 below -87.3 and for -inf: 2^y of y = x log2(e) as 2^n 2^f, n = round(y). 2^f on |f| <= 1/2 is the
-// polynomial of degree 5 with the least largest relative error, 2e-7; EXP2 has its halves. Rounding y adds a relative
-// error of |x| * 9e-8; weights with large |x| are small. The low bits of y + ROUNDER are n + 128: shifted to the
-// exponent, they are 2^(n + 1). The last step multiplies, so that the exponential of NaN is NaN.
-constexpr float LOG2_E  = 1.44269504f;
-constexpr float ROUNDER = 12582912.0f + 128.0f; // 1.5 * 2^23
-constexpr float EXP2[6] = { 0.5f * 1.32764713e-3f, 0.5f * 9.67554096e-3f, 0.5f * 5.55071309e-2f,
-                            0.5f * 2.40221202e-1f, 0.5f * 6.93146944e-1f, 0.5f };
-
-static inline __m256 exp_nonpositive(__m256 x) {
-    const __m256 floor_x = _mm256_set1_ps(-87.3f);
-    const __m256 alive   = _mm256_cmp_ps(x, floor_x, _CMP_NLT_UQ); // true for NaN: it shall stay visible
-    const __m256 rounder = _mm256_set1_ps(ROUNDER);
-    const __m256 y       = _mm256_mul_ps(_mm256_max_ps(floor_x, x), _mm256_set1_ps(LOG2_E));
-    const __m256 t       = _mm256_add_ps(y, rounder);
-    const __m256 f       = _mm256_sub_ps(y, _mm256_sub_ps(t, rounder));
-    __m256       p       = _mm256_set1_ps(EXP2[0]);
-    for (int i = 1; i < 6; ++i) {
-        p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(EXP2[i]));
-    }
-    const __m256 power = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t), 23));
-    return _mm256_and_ps(_mm256_mul_ps(p, power), alive);
-}
-
-static inline float exp_nonpositive(float x) {
-    return _mm256_cvtss_f32(exp_nonpositive(_mm256_set1_ps(x)));
-}
-
-// cap * tanh(x / cap); absolute error a few ulp of cap.
-static inline __m256 soft_cap(__m256 x, float cap) {
-    const __m256 sign  = _mm256_and_ps(x, _mm256_set1_ps(-0.0f));
-    const __m256 mag   = _mm256_mul_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), x), _mm256_set1_ps(1.0f / cap));
-    const __m256 e     = exp_nonpositive(_mm256_mul_ps(mag, _mm256_set1_ps(-2.0f)));
-    const __m256 one   = _mm256_set1_ps(1.0f);
-    const __m256 ratio = _mm256_div_ps(_mm256_sub_ps(one, e), _mm256_add_ps(one, e));
-    return _mm256_or_ps(_mm256_mul_ps(ratio, _mm256_set1_ps(cap)), sign);
-}
-
 // Loads are the bottleneck of the inner loops, and compilers fold a load into every instruction that uses its value. A
 // pinned value is loaded once.
 static inline __m256i pin(__m256i x) {
@@ -87,14 +35,160 @@ static inline __m256 pin(__m256 x) {
     return _mm256_castsi256_ps(pin(_mm256_castps_si256(x)));
 }
 
-// at[j] = shrink * at[j] + unit * (2 * sum[j] - middle); wraps, but the centred sum fits
-static inline void add_eight(__m256i sum, int32_t middle, float shrink, float unit, float * at) {
+// at[j] = shrink * at[j] + weight_step * (2 * sum[j] - middle); wraps, but the centred sum fits
+static inline void add_eight(__m256i sum, int32_t middle, float shrink, float weight_step, float * at) {
     const __m256i centred = _mm256_sub_epi32(_mm256_slli_epi32(sum, 1), _mm256_set1_epi32(middle));
-    const __m256  add     = _mm256_mul_ps(_mm256_cvtepi32_ps(centred), _mm256_set1_ps(unit));
+    const __m256  add     = _mm256_mul_ps(_mm256_cvtepi32_ps(centred), _mm256_set1_ps(weight_step));
     _mm256_storeu_ps(at, _mm256_fmadd_ps(_mm256_set1_ps(shrink), _mm256_loadu_ps(at), add));
 }
 
-// kernels of the table
+// Unnamed namespace: every including file has its own instruction flags and needs its own copy.
+namespace {
+
+// Eight floats: the Isa of lanes.h.
+struct Lanes {
+    static constexpr int  W          = 8;
+    static constexpr bool HAS_LOOKUP = true;
+
+    using F = __m256;
+
+    static F set(float x) { return _mm256_set1_ps(x); }
+
+    static F load(const float * x) { return _mm256_loadu_ps(x); }
+
+    static void store(float * at, F x) { _mm256_storeu_ps(at, x); }
+
+    static F plus(F a, F b) { return _mm256_add_ps(a, b); }
+
+    static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+
+    static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+
+    static F div(F a, F b) { return _mm256_div_ps(a, b); }
+
+    static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+
+    static F fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
+
+    static F min(F a, F b) { return _mm256_min_ps(a, b); }
+
+    static F max(F a, F b) { return _mm256_max_ps(a, b); }
+
+    static F abs(F x) { return _mm256_andnot_ps(set(-0.0f), x); }
+
+    static F with_sign(F size, F of) { return _mm256_or_ps(size, _mm256_and_ps(of, set(-0.0f))); }
+
+    static F round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+    static F power(F t) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t), 23)); }
+
+    static F mul_from(float least, F x, F a, F b) { // NaN is not less: it shall stay visible
+        return _mm256_and_ps(mul(a, b), _mm256_cmp_ps(x, set(least), _CMP_NLT_UQ));
+    }
+
+    static float first(F x) { return _mm256_cvtss_f32(x); }
+
+    static float largest(F x) { return horizontal_max(x); }
+
+    static float sum(F x) { return horizontal_sum(x); }
+
+    static F hide(F x, F bias) { // -inf where the bias is
+        const F minus_inf = set(-__builtin_inff());
+        return _mm256_blendv_ps(x, minus_inf, _mm256_cmp_ps(bias, minus_inf, _CMP_EQ_OQ));
+    }
+
+    // The conversion costs an instruction, but keeps the value in a register: a compiler would fold a load of floats
+    // into every product that uses it, and loads are the bottleneck of products with matrices.
+    static F widen(const uint16_t * h) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) h)); }
+
+    static F widen(const int8_t * b) {
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) b)));
+    }
+
+    static float to_float(uint16_t h) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h))); }
+
+    static float to_float(int8_t b) { return (float) b; }
+
+    static F widen_twice(const uint16_t * h) {
+        const __m128 four = _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *) h));
+        return _mm256_set_m128(four, four);
+    }
+
+    static void to_halves(uint16_t * h, F x) {
+        _mm_storeu_si128((__m128i *) h, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    }
+
+    static void to_bytes(uint8_t * at, F x) {
+        const __m256i u = _mm256_cvtps_epi32(x);
+        const __m128i w = _mm_packus_epi32(_mm256_castsi256_si128(u), _mm256_extracti128_si256(u, 1));
+        _mm_storel_epi64((__m128i *) at, _mm_packus_epi16(w, w));
+    }
+
+    static void store_parts(float * low, float * high, F x) {
+        _mm_storeu_ps(low, _mm256_castps256_ps128(x));
+        _mm_storeu_ps(high, _mm256_extractf128_ps(x, 1));
+    }
+
+    static F sums(const F (&x)[8]) {
+        const F low  = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+        const F high = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
+        return plus(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+    }
+
+    static void add_to_doubles(double * s, F x) {
+        _mm256_storeu_pd(s, _mm256_add_pd(_mm256_loadu_pd(s), _mm256_cvtps_pd(_mm256_castps256_ps128(x))));
+        _mm256_storeu_pd(s + 4, _mm256_add_pd(_mm256_loadu_pd(s + 4), _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1))));
+    }
+
+    static void transpose(F (&r)[8]) {
+        F t[8];
+        for (int i = 0; i < 8; i += 2) {
+            t[i]     = _mm256_unpacklo_ps(r[i], r[i + 1]);
+            t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+        }
+        F s[8];
+        for (int i = 0; i < 8; i += 4) {
+            s[i]     = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+            s[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+            s[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+            s[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+        }
+        for (int i = 0; i < 4; ++i) {
+            r[i]     = _mm256_permute2f128_ps(s[i], s[i + 4], 0x20);
+            r[i + 4] = _mm256_permute2f128_ps(s[i], s[i + 4], 0x31);
+        }
+    }
+
+    static unsigned less(F a, F b) { return (unsigned) _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+
+    static unsigned visible(F bias) {
+        return (unsigned) _mm256_movemask_ps(_mm256_cmp_ps(bias, set(-__builtin_inff()), _CMP_NEQ_UQ));
+    }
+
+    static bool any_nan(F x) { return _mm256_movemask_ps(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)) != 0; }
+
+    static F lookup(const float * table, F x) {
+        return _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), _mm256_castps_si256(x));
+    }
+
+    static void low_bits(int32_t * at, F x) { _mm256_storeu_si256((__m256i *) at, _mm256_castps_si256(x)); }
+
+    static F rows(const float * a, const float * b) {
+        return _mm256_set_m128(_mm_broadcast_ss(b), _mm_broadcast_ss(a));
+    }
+
+    static F load_twice(const float * at) { return _mm256_broadcast_ps((const __m128 *) at); }
+
+    static F swap_pairs(F x) { return _mm256_permute_ps(x, 0xb1); }
+
+    static F repeat_low(F x) { return _mm256_unpacklo_ps(x, x); }
+
+    static F repeat_high(F x) { return _mm256_unpackhi_ps(x, x); }
+};
+
+} // namespace
+
+// kernels of the tables
 int64_t encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles,
                int64_t tile_stride);
 void dequantize(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_stride, int64_t n, const int64_t * cells,

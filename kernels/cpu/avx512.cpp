@@ -17,7 +17,7 @@ struct Bytes {
         __m512i high, low;
     };
 
-    static constexpr int DIRECT_ROWS = 12;
+    static constexpr int FROM_TILE_ROWS = 12;
 
     static constexpr int octets(int rows) { return rows <= 3 ? 4 : 2; } // two sums each, 32 registers
 
@@ -38,8 +38,8 @@ struct Bytes {
 
     static __m512i total(Sum sum) { return _mm512_add_epi32(_mm512_slli_epi32(sum.high, 8), sum.low); }
 
-    static constexpr int  AT    = 2;
-    static constexpr bool EXACT = false;
+    static constexpr int  CODE_BIT        = 2;
+    static constexpr bool OTHER_BITS_ZERO = false;
 
     struct Before {
         __m512i window;

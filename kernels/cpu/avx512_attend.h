@@ -3,9 +3,9 @@
 //             Opened, open(codes)          64 codes as operands
 //             Sum, start(x)                16 sums, all x
 //             add(sum, opened, first, second), total(sum)
-//             DIRECT_ROWS                  see attend_tiles.h
+//             FROM_TILE_ROWS               see attend_tiles.h
 //             octets(rows)                 octets of values that fit the registers besides the rows' sums
-//             for levels (tile_codes.h):   AT, EXACT, Before, ends, begin, level
+//             CODE_BIT, OTHER_BITS_ZERO, Before, ends, begin, level  see tile_codes.h
 #pragma once
 
 #include "attend_tiles.h"
@@ -18,10 +18,10 @@ namespace {
 
 struct Registers {
     static constexpr int     W          = 16;
-    static constexpr bool    DIRECT     = true;
+    static constexpr bool    FROM_TILE  = true;
     static constexpr int     KEY_ROWS   = 3;
     static constexpr int     VALUE_ROWS = 4;
-    static constexpr int32_t BEFORE     = 0;
+    static constexpr int32_t ZERO_SHIFT = 0;
 
     static constexpr int key_regs(int) { return 4; }
 
@@ -55,26 +55,19 @@ struct Registers {
 
     static F keep(F x, uint32_t lanes) { return _mm512_maskz_mov_ps((__mmask16) lanes, x); }
 
-    static F exp_nonpositive(F x) { // avx2_simd.h has the method
-        const __mmask16 alive = _mm512_cmp_ps_mask(x, set(-87.3f), _CMP_NLT_UQ);
-        const F         y     = mul(x, set(avx2::LOG2_E));
-        const F         t     = plus(y, set(avx2::ROUNDER));
-        const F         f     = sub(y, sub(t, set(avx2::ROUNDER)));
-        F               p     = set(avx2::EXP2[0]);
-        for (int i = 1; i < 6; ++i) {
-            p = fma(p, f, set(avx2::EXP2[i]));
-        }
-        return _mm512_maskz_mul_ps(alive, p, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(t), 23)));
+    static F div(F a, F b) { return _mm512_div_ps(a, b); }
+
+    static F abs(F x) { return _mm512_abs_ps(x); }
+
+    static F with_sign(F size, F of) { return _mm512_or_ps(size, _mm512_and_ps(of, set(-0.0f))); }
+
+    static F power(F t) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(t), 23)); }
+
+    static F mul_from(float least, F x, F a, F b) {
+        return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(x, set(least), _CMP_NLT_UQ), a, b);
     }
 
-    static float exp_nonpositive(float x) { return _mm512_cvtss_f32(exp_nonpositive(set(x))); }
-
-    static F soft_cap(F x, float cap) {
-        const F e     = exp_nonpositive(mul(mul(_mm512_abs_ps(x), set(1.0f / cap)), set(-2.0f)));
-        const F one   = set(1.0f);
-        const F ratio = _mm512_div_ps(sub(one, e), plus(one, e));
-        return _mm512_or_ps(mul(ratio, set(cap)), _mm512_and_ps(x, set(-0.0f)));
-    }
+    static float first(F x) { return _mm512_cvtss_f32(x); }
 
     static I zero() { return _mm512_setzero_si512(); }
 
@@ -104,9 +97,9 @@ struct Registers {
 
     static I mask(I x, int byte) { return _mm512_and_si512(x, _mm512_set1_epi8((char) byte)); }
 
-    // Bits `byte` of every byte from y, the others from x; EXACT: x has zeros there.
-    template <bool EXACT> static I join(I x, I y, int byte) {
-        return _mm512_ternarylogic_epi32(x, y, _mm512_set1_epi8((char) byte), EXACT ? 0xf8 : 0xd8);
+    // Bits `byte` of every byte from y, the others from x; OTHER_BITS_ZERO: x has zeros there.
+    template <bool OTHER_BITS_ZERO> static I join(I x, I y, int byte) {
+        return _mm512_ternarylogic_epi32(x, y, _mm512_set1_epi8((char) byte), OTHER_BITS_ZERO ? 0xf8 : 0xd8);
     }
 
     static I plus_bytes(I x, int byte) { return _mm512_add_epi8(x, _mm512_set1_epi8((char) byte)); }
@@ -138,7 +131,7 @@ struct Registers {
                                    _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(root), power)));
     }
 
-    static uint64_t open_cells(const float * bias, int32_t n) {
+    static uint64_t visible_cells(const float * bias, int32_t n) {
         uint64_t open = 0;
         for (int32_t c = 0; c < n; c += 16) {
             const __mmask16 inside = n - c >= 16 ? 0xffff : (__mmask16) ((1 << (n - c)) - 1);
@@ -152,19 +145,19 @@ struct Registers {
         return _mm512_cmpeq_epi8_mask(_mm512_loadu_si512(at), _mm512_set1_epi8((char) byte));
     }
 
-    static void widen8(const uint8_t * halves, float * x) {
-        _mm256_storeu_ps(x, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) halves)));
+    static F widen_cells(const uint8_t * halves) {
+        return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) halves));
     }
 };
 
 template <typename Products> struct Isa : Registers, Products {
     using Sum = typename Products::Sum;
 
-    // at[j] = shrink * at[j] + unit * (twice coefficient j's sum - middle): pairs of dwords are a coefficient's
-    static void add_octet(const Sum * sum, int32_t middle, float shrink, float unit, float * at) {
+    // at[j] = shrink * at[j] + weight_step * (twice coefficient j's sum - middle): pairs of dwords are a coefficient's
+    static void add_octet(const Sum * sum, int32_t middle, float shrink, float weight_step, float * at) {
         const I       t     = Products::total(*sum);
         const __m256i pairs = _mm512_cvtepi64_epi32(_mm512_add_epi32(t, _mm512_srli_epi64(t, 32)));
-        avx2::add_eight(pairs, middle, shrink, unit, at);
+        avx2::add_eight(pairs, middle, shrink, weight_step, at);
     }
 };
 

@@ -17,7 +17,7 @@ struct Words {
         __m512i even, odd;
     };
 
-    static constexpr int DIRECT_ROWS = 3; // a level takes eight instructions or more, so few rows
+    static constexpr int FROM_TILE_ROWS = 3; // a level takes eight instructions or more, so few rows
 
     static constexpr int octets(int) { return 4; } // 16 sums and 8 registers of codes at most
 
@@ -43,8 +43,8 @@ struct Words {
 
     static __m512i total(Sum sum) { return sum; }
 
-    static constexpr int  AT    = 0;
-    static constexpr bool EXACT = true;
+    static constexpr int  CODE_BIT        = 0;
+    static constexpr bool OTHER_BITS_ZERO = true;
 
     struct Before {
         __m512i one, two; // low bits count

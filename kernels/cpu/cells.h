@@ -1,67 +1,12 @@
-// cells.h: code of encode and dequantize common to all versions: coefficients, the search of a scale code, and a cell
-// of a tile. Definitions: ref/encode.cpp, subkv/tiles.h. Static, like everything that ISA files include.
+// cells.h: reads and writes a cell of a tile. Definition: subkv/tiles.h. Static, like everything that ISA files include.
 #pragma once
 
 #include "../ref/rows.h"
-#include "scratch.h"
 
 #include <stdint.h>
 #include <string.h>
 
 namespace subkv::cpu {
-
-// c [n][rank] = E x of x [n][ldx], by a version's project.
-template <typename Project>
-static inline void coefficients(const Project & project, const HeadCodec & codec, const float * x, int64_t ldx,
-                                int64_t n, float * c) {
-    if (present(codec.encode)) {
-        project(codec.encode, codec.rank, codec.d, x, ldx, n, 1.0f, c, codec.rank);
-        return;
-    }
-    for (int64_t t = 0; t < n; ++t) {
-        memcpy(c + t * codec.rank, x + t * ldx, (size_t) codec.rank * sizeof(float));
-    }
-}
-
-// The scale code of a row of coefficients c. largest(x, n): largest magnitude of n of them; error(s): squared error of
-// the quantized ones at scale s.
-template <typename Largest, typename Error>
-static inline int32_t choose_scale(const HeadCodec & codec, const float * c, const Largest & largest,
-                                   const Error & error) {
-    float reach     = 0.0f; // the smallest scale without clipping
-    bool  quantized = false;
-    for (int32_t i = 0; i < codec.n_bands; ++i) {
-        const Band & band = codec.bands[i];
-        if (band.bits != 16) {
-            quantized     = true;
-            const float r = largest(c + band.first, band.n) / (band.ratio * half_range(band.bits));
-            reach         = r > reach ? r : reach;
-        }
-    }
-    if (!quantized) {
-        return SCALE_ONE;
-    }
-    int32_t low  = 1; // smallest code in [low, high] that does not clip
-    int32_t high = SCALE_MOST;
-    while (low < high) {
-        const int32_t k = (low + high) / 2;
-        if (SCALES[k] < reach) {
-            low = k + 1;
-        } else {
-            high = k;
-        }
-    }
-    int32_t best       = low;
-    float   best_error = error(SCALES[low]);
-    for (int32_t k = low - 1; k >= 1 && k >= low - SCALE_CANDIDATES_BELOW; --k) {
-        const float e = error(SCALES[k]);
-        if (e < best_error) {
-            best       = k;
-            best_error = e;
-        }
-    }
-    return best;
-}
 
 // The content of a head's cell: codes [rank], or halves in 16-bit bands.
 struct Cell {
@@ -145,37 +90,36 @@ template <int BITS> static inline void get_values(const uint8_t * octet, int32_t
 }
 
 // Runs CALL with a band's width as a constant; unknown widths do nothing.
+#define SUBKV_CALL_PATH(bits, low, twice, thrice, share, CALL)                                                         \
+    case bits: CALL(bits); break;
+#define SUBKV_CALL_PLAIN(bits, low, CALL)                                                                              \
+    case bits: CALL(bits); break;
+
 #define SUBKV_BY_PATH_BITS(bits, CALL)                                                                                 \
     switch (bits) {                                                                                                    \
-        case 2: CALL(2); break;                                                                                        \
-        case 3: CALL(3); break;                                                                                        \
-        case 4: CALL(4); break;                                                                                        \
-        case 5: CALL(5); break;                                                                                        \
-        case 6: CALL(6); break;                                                                                        \
-        default: break;                                                                                                \
-    }
-
-// CALL(BITS, PATH)
-#define SUBKV_BY_CODE(path, bits, CALL)                                                                                \
-    switch ((path) ? -(bits) : (bits)) {                                                                               \
-        case -2: CALL(2, true); break;                                                                                 \
-        case -3: CALL(3, true); break;                                                                                 \
-        case -4: CALL(4, true); break;                                                                                 \
-        case -5: CALL(5, true); break;                                                                                 \
-        case -6: CALL(6, true); break;                                                                                 \
-        case 2: CALL(2, false); break;                                                                                 \
-        case 3: CALL(3, false); break;                                                                                 \
-        case 4: CALL(4, false); break;                                                                                 \
-        case 5: CALL(5, false); break;                                                                                 \
-        case 6: CALL(6, false); break;                                                                                 \
-        case 8: CALL(8, false); break;                                                                                 \
+        SUBKV_PATH_WIDTHS(SUBKV_CALL_PATH, CALL)                                                                       \
         default: break;                                                                                                \
     }
 
 #define SUBKV_BY_BITS(bits, CALL)                                                                                      \
-    SUBKV_BY_PATH_BITS(bits, CALL)                                                                                     \
-    if ((bits) == 8) {                                                                                                 \
-        CALL(8);                                                                                                       \
+    switch (bits) {                                                                                                    \
+        SUBKV_PATH_WIDTHS(SUBKV_CALL_PATH, CALL)                                                                       \
+        SUBKV_PLAIN_WIDTHS(SUBKV_CALL_PLAIN, CALL)                                                                     \
+        default: break;                                                                                                \
+    }
+
+// CALL(BITS, PATH)
+#define SUBKV_CALL_CODE(bits, low, twice, thrice, share, CALL)                                                         \
+    case -bits: CALL(bits, true); break;                                                                               \
+    case bits: CALL(bits, false); break;
+#define SUBKV_CALL_PLAIN_CODE(bits, low, CALL)                                                                         \
+    case bits: CALL(bits, false); break;
+
+#define SUBKV_BY_CODE(path, bits, CALL)                                                                                \
+    switch ((path) ? -(bits) : (bits)) {                                                                               \
+        SUBKV_PATH_WIDTHS(SUBKV_CALL_CODE, CALL)                                                                       \
+        SUBKV_PLAIN_WIDTHS(SUBKV_CALL_PLAIN_CODE, CALL)                                                                \
+        default: break;                                                                                                \
     }
 
 static inline void put_cell(const HeadCodec & codec, const Cell & cell, uint8_t * tile, int32_t c) {
@@ -208,53 +152,6 @@ static inline void get_cell(const HeadCodec & codec, const uint8_t * tile, int32
 #undef GET
         }
     }
-}
-
-enum class Coefficients { ZERO, FINITE, BAD }; // all zero; some not finite
-
-constexpr int64_t ENCODE_TOKENS = 32; // tokens projected together
-constexpr int     TOGETHER      = 2;  // rows quantized together
-
-// Ops::encode from a version's functions: project; centre(codec, c), which subtracts the offset from c and classifies
-// the result; and quantize(codec, c, n, cell) for n <= TOGETHER rows of finite coefficients.
-template <typename Project, typename Centre, typename Quantize>
-static inline int64_t encode_cells(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n,
-                                   const int64_t * cells, uint8_t * tiles, int64_t tile_stride, const Project & project,
-                                   const Centre & centre, const Quantize & quantize) {
-    float * block = (float *) scratch(SLOT_COEFFICIENTS, (size_t) (ENCODE_TOKENS * codec.rank) * sizeof(float));
-    int64_t n_bad = 0;
-    for (int64_t first = 0; first < n; first += ENCODE_TOKENS) {
-        const int64_t count = n - first < ENCODE_TOKENS ? n - first : ENCODE_TOKENS;
-        coefficients(project, codec, x + first * ldx, ldx, count, block);
-        for (int64_t t = 0; t < count; t += TOGETHER) {
-            Cell          cell[TOGETHER];
-            Cell *        live[TOGETHER];
-            const float * rows[TOGETHER];
-            const int     some = count - t < TOGETHER ? (int) (count - t) : TOGETHER;
-            int           n    = 0;
-            for (int i = 0; i < some; ++i) {
-                prefetch_tile(codec, tiles + cells[first + t + i] / TILE * tile_stride);
-                float *            c    = block + (t + i) * codec.rank;
-                const Coefficients kind = centre(codec, c);
-                n_bad += kind == Coefficients::BAD ? 1 : 0;
-                if (kind == Coefficients::FINITE) {
-                    rows[n]   = c;
-                    live[n++] = cell + i;
-                } else {
-                    memset(cell + i, 0, sizeof(Cell));
-                    cell[i].scale = kind == Coefficients::BAD ? SCALE_NAN : 0;
-                }
-            }
-            if (n > 0) {
-                quantize(codec, rows, n, live);
-            }
-            for (int i = 0; i < some; ++i) {
-                const int64_t at = cells[first + t + i];
-                put_cell(codec, cell[i], tiles + at / TILE * tile_stride, (int32_t) (at % TILE));
-            }
-        }
-    }
-    return n_bad;
 }
 
 } // namespace subkv::cpu

@@ -106,8 +106,8 @@ struct Choice {
 };
 
 const Choice & choice() {
-    static const Choice made;
-    return made;
+    static const Choice chosen;
+    return chosen;
 }
 
 } // namespace

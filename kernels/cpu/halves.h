@@ -4,7 +4,6 @@
 #include "subkv/ops.h"
 
 #include <stdint.h>
-#include <string.h>
 
 namespace subkv::cpu {
 
@@ -30,34 +29,26 @@ static inline void find_halves(const HeadCodec & codec, Halves & halves) {
     }
 }
 
-// Is one of TILE halves infinite or NaN?
-static inline bool any_infinite(const uint8_t * halves) {
-    constexpr uint64_t ONES = 0x0001000100010001;
-    uint64_t           any  = 0;
-    for (int32_t i = 0; i < TILE / 4; ++i) {
-        uint64_t four;
-        memcpy(&four, halves + 8 * i, sizeof(four));
-        any |= (four & 0x7c00 * ONES) + 0x0400 * ONES; // the sign of a half: its exponent has all bits
-    }
-    return (any & 0x8000 * ONES) != 0;
-}
-
-// Stores zeros for zero rows, for cells not in `seen`, whose bytes may be NaN, and for cells in `seen` with a half that
+// Stores zeros for zero rows, for cells not in `visible`, whose bytes may be NaN, and for visible cells with a half that
 // is not finite: it adds these to `bad`.
 template <typename Isa>
-static void read_halves(const Halves & halves, const uint8_t * tile, int64_t stride, const uint64_t * seen,
+static void read_halves(const Halves & halves, const uint8_t * tile, int64_t stride, const uint64_t * visible,
                         int32_t n_tiles, uint64_t * bad) {
+    uint64_t kept[HALVES_STRIDE / TILE];
+    for (int32_t t = 0; halves.n > 0 && t < n_tiles; ++t) {
+        kept[t] = visible[t] & ~Isa::equal_bytes(tile + t * stride, 0);
+    }
     for (int32_t j = 0; j < 8 * halves.n; ++j) {
         const uint8_t * at = tile + halves.offset[j / 8] + j % 8 * 2 * TILE;
         for (int32_t t = 0; t < n_tiles; ++t, at += stride) {
-            float * x = halves.values + j * HALVES_STRIDE + t * TILE;
-            for (int32_t c = 0; c < TILE; c += 8) {
-                Isa::widen8(at + 2 * c, x + c);
+            float * x       = halves.values + j * HALVES_STRIDE + t * TILE;
+            auto    nothing = Isa::set(0.0f); // NaN if a half is not finite
+            for (int32_t c = 0; c < TILE; c += Isa::W) {
+                const auto value = Isa::keep(Isa::widen_cells(at + 2 * c), (uint32_t) (kept[t] >> c));
+                nothing          = Isa::plus(nothing, Isa::sub(value, value));
+                Isa::store(x + c, value);
             }
-            for (int32_t c = 0; c < TILE; ++c) {
-                x[c] = (seen[t] >> c & 1) != 0 && tile[t * stride + c] != 0 ? x[c] : 0.0f;
-            }
-            const bool check = any_infinite(at);
+            const bool check = !(Isa::sum(nothing) == 0.0f);
             for (int32_t c = 0; check && c < TILE; ++c) {
                 if (!(__builtin_fabsf(x[c]) <= HALF_MAX)) {
                     bad[t] |= (uint64_t) 1 << c;
@@ -82,9 +73,9 @@ static inline void add_key_halves(const Halves & halves, const float * q, float 
     }
 }
 
-// sum [rank] = shrink * sum + share * weighted sum of the cells' 16-bit bands, weights [n]; n is a multiple of 16
-static inline void add_value_halves(const Halves & halves, const float * weight, int32_t n, float shrink, float share,
-                                    float * sum) {
+// sum [rank] = shrink * sum + weight_scale * weighted sum of the cells' 16-bit bands, weights [n]; n is a multiple of 16
+static inline void add_value_halves(const Halves & halves, const float * weight, int32_t n, float shrink,
+                                    float weight_scale, float * sum) {
     for (int32_t j = 0; j < 8 * halves.n; ++j) {
         const float * values    = halves.values + j * HALVES_STRIDE;
         float         total[16] = {}; // fits the registers
@@ -97,7 +88,7 @@ static inline void add_value_halves(const Halves & halves, const float * weight,
             total[0] += total[k];
         }
         float & at = sum[halves.first[j / 8] + j % 8];
-        at         = shrink * at + share * total[0];
+        at         = shrink * at + weight_scale * total[0];
     }
 }
 

@@ -10,21 +10,20 @@
 namespace subkv::neon {
 namespace {
 
-struct Isa {
-    static constexpr int     W           = 4;
-    static constexpr int32_t BEFORE      = 128; // subtracted from codes
-    static constexpr bool    DIRECT      = false;
-    static constexpr int     DIRECT_ROWS = 0;
-    static constexpr int     KEY_ROWS    = 2;
-    static constexpr int     VALUE_ROWS  = 4;
-    static constexpr int     AT          = 0;
-    static constexpr bool    EXACT       = true;
+struct Isa : Floats {
+    static constexpr int     W               = 4;
+    static constexpr int32_t ZERO_SHIFT      = 128; // subtracted from codes
+    static constexpr bool    FROM_TILE       = false;
+    static constexpr int     FROM_TILE_ROWS  = 0;
+    static constexpr int     KEY_ROWS        = 2;
+    static constexpr int     VALUE_ROWS      = 4;
+    static constexpr int     CODE_BIT        = 0;
+    static constexpr bool    OTHER_BITS_ZERO = true;
 
     static constexpr int key_regs(int) { return 4; } // 16 sums, 4 registers of codes, 2 of queries
 
     static constexpr int octets(int) { return 1; }
 
-    using F      = float32x4_t;
     using I      = int32x4_t;
     using Opened = int8x16_t;
 
@@ -32,42 +31,15 @@ struct Isa {
         int32x4_t high, low;
     };
 
-    static F set(float x) { return vdupq_n_f32(x); }
-
-    static F load(const float * x) { return vld1q_f32(x); }
-
-    static void store(float * at, F x) { vst1q_f32(at, x); }
-
-    static F plus(F a, F b) { return vaddq_f32(a, b); }
-
-    static F sub(F a, F b) { return vsubq_f32(a, b); }
-
-    static F mul(F a, F b) { return vmulq_f32(a, b); }
-
-    static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
-
-    static F max(F a, F b) { return vmaxq_f32(a, b); }
-
     static float largest(F x) { return vmaxvq_f32(x); }
 
     static float sum(F x) { return vaddvq_f32(x); }
-
-    static F hide(F x, F bias) { // -inf where the bias is
-        const F minus_inf = set(cpu::MINUS_INF);
-        return vbslq_f32(vceqq_f32(bias, minus_inf), minus_inf, x);
-    }
 
     static F keep(F x, uint32_t lanes) {
         static const uint32_t bits[4] = { 1, 2, 4, 8 };
         const uint32x4_t      on      = vtstq_u32(vdupq_n_u32(lanes), vld1q_u32(bits));
         return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), on));
     }
-
-    static F exp_nonpositive(F x) { return neon::exp_nonpositive(x); }
-
-    static float exp_nonpositive(float x) { return vgetq_lane_f32(neon::exp_nonpositive(set(x)), 0); }
-
-    static F soft_cap(F x, float cap) { return neon::soft_cap(x, cap); }
 
     static I zero() { return vdupq_n_s32(0); }
 
@@ -146,8 +118,8 @@ struct Isa {
             if constexpr (BITS == 5) {
                 return vreinterpretq_s32_u8(low);
             } else { // an index outside a table gives 0, or keeps the byte
-                const uint8x16_t rest = vsubq_u8(index, vdupq_n_u8(64));
-                return vreinterpretq_s32_u8(vqtbx4q_u8(low, vld1q_u8_x4(table + 64), rest));
+                const uint8x16_t above = vsubq_u8(index, vdupq_n_u8(64));
+                return vreinterpretq_s32_u8(vqtbx4q_u8(low, vld1q_u8_x4(table + 64), above));
             }
         }
     }
@@ -169,7 +141,7 @@ struct Isa {
         return vld1q_f32(x);
     }
 
-    static uint64_t open_cells(const float * bias, int32_t n) {
+    static uint64_t visible_cells(const float * bias, int32_t n) {
         uint64_t open = 0;
         for (int32_t c = 0; c < n; ++c) {
             open |= (uint64_t) (bias[c] != cpu::MINUS_INF) << c;
@@ -189,11 +161,10 @@ struct Isa {
         return bits;
     }
 
-    static void widen8(const uint8_t * halves, float * x) {
-        uint16_t h[8];
+    static F widen_cells(const uint8_t * halves) {
+        uint16_t h[4];
         memcpy(h, halves, sizeof(h));
-        vst1q_f32(x, widen(h));
-        vst1q_f32(x + 4, widen(h + 4));
+        return widen(h);
     }
 
     // Integers u, |u| <= LARGEST, as signed bytes u = 256 * high + low.
@@ -207,7 +178,7 @@ struct Isa {
     }
 
     static Opened open(I codes) {
-        return vreinterpretq_s8_u8(veorq_u8(vreinterpretq_u8_s32(codes), vdupq_n_u8(BEFORE)));
+        return vreinterpretq_s8_u8(veorq_u8(vreinterpretq_u8_s32(codes), vdupq_n_u8(ZERO_SHIFT)));
     }
 
     static Sum start(int32_t x) { return { vdupq_n_s32(0), vdupq_n_s32(x) }; }
@@ -219,12 +190,12 @@ struct Isa {
 
     static I total(Sum sum) { return vaddq_s32(vshlq_n_s32(sum.high, 8), sum.low); }
 
-    // at[j] = shrink * at[j] + unit * (twice coefficient j's sum - middle): pairs of dwords are a coefficient's
-    static void add_octet(const Sum * sum, int32_t middle, float shrink, float unit, float * at) {
+    // at[j] = shrink * at[j] + weight_step * (twice coefficient j's sum - middle): pairs of dwords are a coefficient's
+    static void add_octet(const Sum * sum, int32_t middle, float shrink, float weight_step, float * at) {
         for (int k = 0; k < 2; ++k) {
             const I pairs   = vpaddq_s32(total(sum[2 * k]), total(sum[2 * k + 1]));
             const I centred = vsubq_s32(vshlq_n_s32(pairs, 1), vdupq_n_s32(middle));
-            const F add     = vmulq_n_f32(vcvtq_f32_s32(centred), unit);
+            const F add     = vmulq_n_f32(vcvtq_f32_s32(centred), weight_step);
             vst1q_f32(at + 4 * k, vfmaq_n_f32(add, vld1q_f32(at + 4 * k), shrink));
         }
     }

@@ -43,11 +43,11 @@ static bool pack_recent(const float * x, const float * mean, int64_t d, uint8_t 
     int32_t largest = 0, most = 0; // bits of floats; for one sign they have the order of integers
     mean = mean ? mean : NO_MEAN;
     for (int64_t j = 0; j < d; ++j) {
-        const int32_t size = bits_of(x[j]) & 0x7fffffff;
-        most               = size > most ? size : most;
-        y[j]               = within(x[j], HALF_MAX) - mean[j];
-        const int32_t rest = bits_of(y[j]) & 0x7fffffff;
-        largest            = rest > largest ? rest : largest;
+        const int32_t size    = bits_of(x[j]) & 0x7fffffff;
+        most                  = size > most ? size : most;
+        y[j]                  = within(x[j], HALF_MAX) - mean[j];
+        const int32_t centred = bits_of(y[j]) & 0x7fffffff;
+        largest               = centred > largest ? centred : largest;
     }
     const bool finite = most < 0x7f800000;
     float      scale  = 0.0f;

@@ -18,8 +18,8 @@ enum Slot {
     SLOT_EXACT_ROWS,
     SLOT_EXACT_WEIGHTS,
     SLOT_EXACT_BIAS,
-    SLOT_EXACT_AWAKE,
-    SLOT_EXACT_UNSEEN, // never written
+    SLOT_EXACT_VISIBLE,
+    SLOT_EXACT_ZERO,   // never written
     SLOT_COEFFICIENTS, // encode
     SLOT_STEPS,        // reconstruct
     SLOT_MOMENT_ROWS,

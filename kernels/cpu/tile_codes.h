@@ -6,7 +6,8 @@
 // octets, moved by a lane.
 //
 // Members of Isa (attend_tiles.h) for this:
-//   AT, EXACT             bit of a byte at which level() expects codes; true if the other bits must be 0
+//   CODE_BIT              bit of a byte at which level() expects codes
+//   OTHER_BITS_ZERO       the other bits must be 0
 //   Before                the required bits of a register's two preceding codes
 //   ends(one, two)        the low bits of the last code and of the one before it, in begin()'s format
 //   begin(ends)           Before of a register
@@ -22,23 +23,24 @@ namespace subkv::cpu {
 
 constexpr int32_t BYTE_MIDDLE = 128; // half a step above the byte value of 0
 
-// Register RHO of an octet, W of its dwords from the pointer on: a code at bit AT of each byte. EXACT: other bits are 0.
-template <typename Isa, int BITS, int RHO, int AT, bool EXACT> static inline typename Isa::I
+// Register RHO of an octet, W of its dwords from the pointer on: a code at bit CODE_BIT of each byte. OTHER_BITS_ZERO:
+// the other bits are 0.
+template <typename Isa, int BITS, int RHO, int CODE_BIT, bool OTHER_BITS_ZERO> static inline typename Isa::I
 codes_of(const uint8_t * octet) {
     constexpr TileFields f = tile_fields(BITS, RHO);
     constexpr TileField  a = f.field[0], b = f.field[1], c = f.field[2];
     const auto           part = [&](const TileField & field) { return Isa::bytes(octet + field.line * LINE); };
-    auto                 x    = Isa::template shift<a.shift - a.from - AT>(part(a));
-    if constexpr (EXACT && BITS != 8) {
-        x = Isa::mask(x, ((1 << a.width) - 1) << (a.from + AT));
+    auto                 x    = Isa::template shift<a.shift - a.from - CODE_BIT>(part(a));
+    if constexpr (OTHER_BITS_ZERO && BITS != 8) {
+        x = Isa::mask(x, ((1 << a.width) - 1) << (a.from + CODE_BIT));
     }
     if constexpr (f.n > 1) {
-        constexpr int BITS_B = ((1 << b.width) - 1) << (b.from + AT);
-        x = Isa::template join<EXACT>(x, Isa::template shift<b.shift - b.from - AT>(part(b)), BITS_B);
+        constexpr int BITS_B = ((1 << b.width) - 1) << (b.from + CODE_BIT);
+        x = Isa::template join<OTHER_BITS_ZERO>(x, Isa::template shift<b.shift - b.from - CODE_BIT>(part(b)), BITS_B);
     }
     if constexpr (f.n > 2) {
-        constexpr int BITS_C = ((1 << c.width) - 1) << (c.from + AT);
-        x = Isa::template join<EXACT>(x, Isa::template shift<c.shift - c.from - AT>(part(c)), BITS_C);
+        constexpr int BITS_C = ((1 << c.width) - 1) << (c.from + CODE_BIT);
+        x = Isa::template join<OTHER_BITS_ZERO>(x, Isa::template shift<c.shift - c.from - CODE_BIT>(part(c)), BITS_C);
     }
     return x;
 }
@@ -56,7 +58,8 @@ template <typename Isa, int BITS, bool PATH> struct FromCodes {
 
     template <int RHO> static typename Isa::I bytes(const uint8_t * octet, Before & before) {
         if constexpr (PATH) {
-            return Isa::template level<BITS>(codes_of<Isa, BITS, RHO, Isa::AT, Isa::EXACT>(octet), before);
+            return Isa::template level<BITS>(codes_of<Isa, BITS, RHO, Isa::CODE_BIT, Isa::OTHER_BITS_ZERO>(octet),
+                                             before);
         } else {
             return Isa::plus_bytes(codes_of<Isa, BITS, RHO, 0, true>(octet), BYTE_MIDDLE - (1 << (BITS - 1)));
         }
@@ -95,12 +98,12 @@ template <typename Isa> struct Path8 {
     typename Isa::Before before[PARTS][8];
 };
 
-// The lowest bits of an octet's codes, at bit AT of each byte; the other bits are undefined.
+// The lowest bits of an octet's codes, at bit CODE_BIT of each byte; the other bits are undefined.
 template <typename Isa, int BITS, int RHO = 0>
 static inline void read_low(const uint8_t * octet, typename Isa::I * out) {
     if constexpr (RHO < 8) {
         constexpr TileField low = tile_fields(BITS, RHO).field[0];
-        out[RHO]                = Isa::template shift<low.shift - Isa::AT>(Isa::bytes(octet + low.line * LINE));
+        out[RHO]                = Isa::template shift<low.shift - Isa::CODE_BIT>(Isa::bytes(octet + low.line * LINE));
         read_low<Isa, BITS, RHO + 1>(octet, out);
     }
 }
@@ -162,10 +165,10 @@ template <typename Isa> static void begin_path(const HeadCodec & codec, const ui
 template <typename Isa, int BITS, int QUARTER = 0>
 static void path_band(const uint8_t * from, int32_t n, int64_t ahead, Path8<Isa> & path, uint8_t * out) {
     if constexpr (QUARTER < 4) {
-        constexpr int PARTS = Path8<Isa>::PARTS, AT_ONCE = PARTS < 2 ? PARTS : 2, OTHER = QUARTER + 4;
-        for (int first = 0; first < PARTS; first += AT_ONCE) {
-            typename Isa::Before before[AT_ONCE][2];
-            for (int p = 0; p < AT_ONCE; ++p) {
+        constexpr int PARTS = Path8<Isa>::PARTS, REGS_PER_PASS = PARTS < 2 ? PARTS : 2, OTHER = QUARTER + 4;
+        for (int first = 0; first < PARTS; first += REGS_PER_PASS) {
+            typename Isa::Before before[REGS_PER_PASS][2];
+            for (int p = 0; p < REGS_PER_PASS; ++p) {
                 before[p][0] = path.before[first + p][QUARTER];
                 before[p][1] = path.before[first + p][OTHER];
             }
@@ -176,7 +179,7 @@ static void path_band(const uint8_t * from, int32_t n, int64_t ahead, Path8<Isa>
                     prefetch_octet(octet, BITS, ahead);
                 }
 #pragma GCC unroll 2
-                for (int p = 0; p < AT_ONCE; ++p) {
+                for (int p = 0; p < REGS_PER_PASS; ++p) {
                     using Levels   = FromCodes<Isa, BITS, true>;
                     const int  at  = 4 * Isa::W * p;
                     const auto one = Levels::template bytes<QUARTER>(octet + at, before[p][0]);
@@ -185,7 +188,7 @@ static void path_band(const uint8_t * from, int32_t n, int64_t ahead, Path8<Isa>
                     Isa::put_bytes(to + OTHER * LINE + at, two);
                 }
             }
-            for (int p = 0; p < AT_ONCE; ++p) {
+            for (int p = 0; p < REGS_PER_PASS; ++p) {
                 path.before[first + p][QUARTER] = before[p][0];
                 path.before[first + p][OTHER]   = before[p][1];
             }

@@ -9,9 +9,9 @@
 
 namespace subkv::cpu {
 
-constexpr int STEP_TILES = STEP / TILE;
-constexpr int BLOCK      = 12; // query rows whose logits are in memory together; divisible by 1 to 4
-constexpr int AHEAD      = 4;  // tiles of prefetching
+constexpr int STEP_TILES     = STEP / TILE;
+constexpr int BLOCK          = 12; // query rows whose logits are in memory together; divisible by 1 to 4
+constexpr int PREFETCH_TILES = 4;  // tiles of prefetching
 static_assert(STEP == HALVES_STRIDE, "halves.h");
 constexpr float LARGEST      = 32639.0f; // 127 * 256 + 127: high and low byte are signed
 constexpr float SUMMED       = 512.0f;   // coefficients whose products fit an integer sum; more need larger query steps
@@ -20,15 +20,15 @@ constexpr float NOT_A_NUMBER = __builtin_nanf("");
 
 // One query row during a call.
 struct Row {
-    float   delta; // logit of one unit of the integer product, without the cell's scale
-    int32_t start; // initial value of the product: correction for centring the codes, rounded up
-    float   half;  // the rest of the correction
+    float   delta;       // logit of one unit of the integer product, without the cell's scale
+    int32_t start;       // initial value of the product: correction for centring the codes, rounded up
+    float   start_error; // the correction minus start
     float   shift, slope;
     float   m, z;
-    float   shrink;  // factor for earlier sums at this step
-    float   share;   // factor for the step's weights, which are relative to its own top logit
-    float   unit;    // unit of the step's integer weights
-    int32_t weights; // sum of these weights
+    float   shrink;       // factor for earlier sums at this step
+    float   weight_scale; // factor for the step's weights, which are relative to its own top logit
+    float   weight_step;  // unit of the step's integer weights
+    int32_t weights;      // sum of these weights
 };
 
 struct alignas(64) Step {
@@ -56,10 +56,10 @@ struct Call {
     int8_t *           query; // [row][first, second][k->rank]
     float *            sum;   // [row][v->rank]
     Row *              row;
-    uint8_t *          k_bytes; // memory for a tile as bytes, or for those of a step
-    uint8_t *          v_bytes; // memory for a step's tiles
-    bool               many;    // rows of several tokens or blocks: keys of the whole step become bytes at once
-    bool               direct;  // products read codes from the tiles
+    uint8_t *          k_bytes;   // memory for a tile as bytes, or for those of a step
+    uint8_t *          v_bytes;   // memory for a step's tiles
+    bool               is_prompt; // rows of several tokens or blocks: keys of the whole step become bytes at once
+    bool               from_tile; // products read codes from the tiles
 };
 
 static inline int64_t n_rows_of(const AttendArgs & a) {
@@ -68,7 +68,7 @@ static inline int64_t n_rows_of(const AttendArgs & a) {
 
 // Twice the number that centring subtracts from a byte in products.
 template <typename Isa> static constexpr int32_t odd_of() {
-    return 2 * BYTE_MIDDLE - 1 - 2 * Isa::BEFORE;
+    return 2 * BYTE_MIDDLE - 1 - 2 * Isa::ZERO_SHIFT;
 }
 
 //
@@ -93,12 +93,12 @@ static inline void add_keys(const uint8_t * octet, typename Source::Before * bef
     open_keys<Isa, Source, HALF, FIRST, REGS>(octet, before, c);
 #pragma GCC unroll 4
     for (int i = 0; i < ROWS; ++i) {
-        const int8_t * q    = query + i * stride + 4 * HALF;
-        const auto     some = Isa::spread_dword(q);
-        const auto     rest = Isa::spread_dword(q + second);
+        const int8_t * q        = query + i * stride + 4 * HALF;
+        const auto     q_first  = Isa::spread_dword(q);
+        const auto     q_second = Isa::spread_dword(q + second);
 #pragma GCC unroll 4
         for (int v = 0; v < REGS; ++v) {
-            Isa::add(sum[i][v], c[v], some, rest);
+            Isa::add(sum[i][v], c[v], q_first, q_second);
         }
     }
 }
@@ -124,12 +124,12 @@ template <typename Isa> struct Keys {
     int64_t            ahead;
 };
 
-// Stores products of ROWS query rows with a tile in logit, rows STEP apart. DIRECT: read codes from the tile.
-template <typename Isa, bool DIRECT, int ROWS, int FIRST = 0>
-static void dots(const Call & call, const Keys<Isa> & keys, int64_t row, float * logit) {
+// Stores products of ROWS query rows with a tile in logit, rows STEP apart. FROM_TILE: read codes from the tile.
+template <typename Isa, bool FROM_TILE, int ROWS, int FIRST = 0>
+static void multiply_keys(const Call & call, const Keys<Isa> & keys, int64_t row, float * logit) {
     if constexpr (FIRST < TILE / Isa::W) {
         const HeadCodec & codec  = *call.a.k;
-        constexpr int     REGS   = DIRECT ? 2 : Isa::key_regs(ROWS);
+        constexpr int     REGS   = FROM_TILE ? 2 : Isa::key_regs(ROWS);
         const int64_t     stride = 2 * codec.rank;
         typename Isa::Sum sum[ROWS][REGS];
         const Row * const r     = call.row + row;
@@ -141,7 +141,7 @@ static void dots(const Call & call, const Keys<Isa> & keys, int64_t row, float *
                 sum[i][v] = Isa::start(r[i].start);
             }
         }
-        if constexpr (DIRECT) {
+        if constexpr (FROM_TILE) {
             typename Isa::Before before[2][REGS];
 #pragma GCC unroll 4
             for (int v = 0; v < REGS; ++v) {
@@ -169,24 +169,24 @@ static void dots(const Call & call, const Keys<Isa> & keys, int64_t row, float *
         for (int i = 0; i < ROWS; ++i) {
 #pragma GCC unroll 16
             for (int v = 0; v < REGS; ++v) {
-                const auto x = Isa::sub(Isa::to_float(Isa::total(sum[i][v])), Isa::set(r[i].half));
+                const auto x = Isa::sub(Isa::to_float(Isa::total(sum[i][v])), Isa::set(r[i].start_error));
                 Isa::store(logit + i * STEP + (FIRST + v) * Isa::W, x);
             }
         }
-        dots<Isa, DIRECT, ROWS, FIRST + REGS>(call, keys, row, logit);
+        multiply_keys<Isa, FROM_TILE, ROWS, FIRST + REGS>(call, keys, row, logit);
     }
 }
 
 // Query rows [row, row + n) against a tile.
-template <typename Isa, bool DIRECT>
-static void all_dots(const Call & call, Keys<Isa> keys, int64_t row, int64_t n, float * logit) {
+template <typename Isa, bool FROM_TILE>
+static void multiply_all_keys(const Call & call, Keys<Isa> keys, int64_t row, int64_t n, float * logit) {
     static_assert(Isa::KEY_ROWS <= 3, "the cases below");
     for (int64_t n_blocks = (n + Isa::KEY_ROWS - 1) / Isa::KEY_ROWS; n_blocks > 0; --n_blocks) {
         const int64_t rows = n / n_blocks; // blocks of equal size: 4 rows are 2 + 2, not 3 + 1
         switch (rows) {
-            case 1: dots<Isa, DIRECT, 1>(call, keys, row, logit); break;
-            case 2: dots<Isa, DIRECT, 2>(call, keys, row, logit); break;
-            default: dots<Isa, DIRECT, Isa::KEY_ROWS>(call, keys, row, logit); break;
+            case 1: multiply_keys<Isa, FROM_TILE, 1>(call, keys, row, logit); break;
+            case 2: multiply_keys<Isa, FROM_TILE, 2>(call, keys, row, logit); break;
+            default: multiply_keys<Isa, FROM_TILE, Isa::KEY_ROWS>(call, keys, row, logit); break;
         }
         row += rows;
         n -= rows;
@@ -218,11 +218,11 @@ static inline void add_values(const uint8_t * octet, typename Source::Before * b
         }
 #pragma GCC unroll 4
         for (int i = 0; i < ROWS; ++i) {
-            const auto some = Isa::spread_qword(first + i * STEP + 8 * RHO);
-            const auto rest = Isa::spread_qword(second + i * STEP + 8 * RHO);
+            const auto w_first  = Isa::spread_qword(first + i * STEP + 8 * RHO);
+            const auto w_second = Isa::spread_qword(second + i * STEP + 8 * RHO);
 #pragma GCC unroll 4
             for (int r = 0; r < OCTETS * PARTS; ++r) {
-                Isa::add(sum[i][r], c[r], some, rest);
+                Isa::add(sum[i][r], c[r], w_first, w_second);
             }
         }
         add_values<Isa, Source, OCTETS, ROWS, RHO + 1>(octet, before, first, second, sum);
@@ -232,7 +232,7 @@ static inline void add_values(const uint8_t * octet, typename Source::Before * b
 // The values of a step, and the query rows.
 template <typename Isa> struct Values {
     const uint8_t * at[STEP_TILES]; // bytes, or tiles
-    uint32_t        awake;          // bits of tiles visible to any row
+    uint32_t        visible_tiles;  // bits of tiles visible to any row
     int64_t         ahead;          // distance of prefetching; 0: none
     const Step &    step;
     int             i; // first row within the block
@@ -253,8 +253,8 @@ static void sum_octets(const Values<Isa> & v, int64_t offset, int32_t j, typenam
             sum[k][r] = Isa::start(0);
         }
     }
-    for (int t = 0; v.awake >> t != 0; ++t) {
-        if ((v.awake >> t & 1) == 0) {
+    for (int t = 0; v.visible_tiles >> t != 0; ++t) {
+        if ((v.visible_tiles >> t & 1) == 0) {
             continue;
         }
         const uint8_t * octet = v.at[t] + offset;
@@ -269,7 +269,7 @@ static void sum_octets(const Values<Isa> & v, int64_t offset, int32_t j, typenam
         const Row & row = v.row[k];
 #pragma GCC unroll 16
         for (int o = 0; o < OCTETS; ++o) {
-            Isa::add_octet(sum[k] + o * PARTS, row.weights * odd_of<Isa>(), row.shrink, 0.5f * row.unit,
+            Isa::add_octet(sum[k] + o * PARTS, row.weights * odd_of<Isa>(), row.shrink, 0.5f * row.weight_step,
                            v.sum + k * v.sum_stride + j + 8 * o);
         }
     }
@@ -290,9 +290,9 @@ static void sum_band(const Values<Isa> & v, int64_t offset, int32_t first, int32
 }
 
 // The same for all bands. paths: of the step's tiles, if values are read from the tiles
-template <typename Isa, bool DIRECT, int ROWS>
+template <typename Isa, bool FROM_TILE, int ROWS>
 static void values(const Call & call, const Values<Isa> & v, const Path8<Isa> * paths) {
-    if constexpr (DIRECT) {
+    if constexpr (FROM_TILE) {
         const HeadCodec &    codec = *call.a.v;
         typename Isa::Before before[STEP_TILES][8];
         memcpy(before, paths, sizeof(before));
@@ -313,7 +313,7 @@ static void values(const Call & call, const Values<Isa> & v, const Path8<Isa> * 
 }
 
 // Query rows [index, index + n) of the block.
-template <typename Isa, bool DIRECT>
+template <typename Isa, bool FROM_TILE>
 static void all_values(const Call & call, Values<Isa> v, const Path8<Isa> * paths, int64_t index, int64_t n) {
     const int64_t rank = call.a.v->rank;
     for (int64_t n_blocks = (n + Isa::VALUE_ROWS - 1) / Isa::VALUE_ROWS; n_blocks > 0; --n_blocks) {
@@ -322,10 +322,10 @@ static void all_values(const Call & call, Values<Isa> v, const Path8<Isa> * path
         v.sum              = call.sum + (index + v.i) * rank;
         v.sum_stride       = rank;
         switch (rows) {
-            case 1: values<Isa, DIRECT, 1>(call, v, paths); break;
-            case 2: values<Isa, DIRECT, 2>(call, v, paths); break;
-            case 3: values<Isa, DIRECT, 3>(call, v, paths); break;
-            default: values<Isa, DIRECT, Isa::VALUE_ROWS>(call, v, paths); break;
+            case 1: values<Isa, FROM_TILE, 1>(call, v, paths); break;
+            case 2: values<Isa, FROM_TILE, 2>(call, v, paths); break;
+            case 3: values<Isa, FROM_TILE, 3>(call, v, paths); break;
+            default: values<Isa, FROM_TILE, Isa::VALUE_ROWS>(call, v, paths); break;
         }
         v.i += (int) rows;
         v.ahead = 0; // prefetch once

@@ -173,8 +173,8 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
             constexpr int N = 4 * F + 1;
             return fmaxf(fmaxf(s.room[i], s.room[N + i]), fmaxf(s.room[2 * N + i], s.room[3 * N + i]));
         };
-        const float unit = largest(4 * F) * WEIGHT_STEP;
-        scale            = scale > 0.0f ? __fdividef(scale, unit) : scale; // 0 and NaN stay
+        const float weight_step = largest(4 * F) * WEIGHT_STEP;
+        scale                   = scale > 0.0f ? __fdividef(scale, weight_step) : scale; // 0 and NaN stay
 #pragma unroll
         for (int f = 0; f < F; ++f) {
             Softmax &   row  = rows[f];
@@ -184,7 +184,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
             const float m    = row.m == -INFINITY ? 0.0f : row.m;
             row.keep         = exponential(old - m);
             row.plain_factor = exponential(here - m);
-            row.factor       = 0.5f * unit * row.plain_factor;
+            row.factor       = 0.5f * weight_step * row.plain_factor;
             row.z *= row.keep;
             top[f] = here == -INFINITY ? 0.0f : here;
         }
@@ -227,14 +227,14 @@ template <int F> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job
     const int64_t out = (part * l.n_head_kv * a.n_stream + row) * G;
 #pragma unroll 1
     for (int b = 0; b < v.n_bands; ++b) {
-        const Band & band = v.bands[b];
-        const float  unit = band.bits == 16 ? 1.0f : level_step(v, band);
+        const Band & band       = v.bands[b];
+        const float  value_step = band.bits == 16 ? 1.0f : level_step(v, band);
 #pragma unroll 1
         for (int o = max(octet, band.first / 8); o < min(end, (band.first + band.n) / 8); ++o) {
 #pragma unroll 1
             for (int g = lane % FOUR; g < G; g += FOUR) {
                 a.acc[(out + g) * l.width_v + 8 * o + lane / 4] =
-                    unit * s.sums[(g / FOUR * s.octets + o) * WARP + lane];
+                    value_step * s.sums[(g / FOUR * s.octets + o) * WARP + lane];
             }
         }
     }

@@ -27,17 +27,17 @@ struct Tiles {
 struct Shared {
     Octets   octets_k;
     Octets   octets_v;
-    __half * q;      // [rows][k_pitch], divided by `top`
-    __half * x;      // [cells][k_pitch] keys, then [v_width][p_pitch] values; a latent layer copies values from keys
-    float *  scale;  // [cells] scales of x, 0 in masked cells, NaN in others that are not finite
-    __half * p;      // [rows][p_pitch] weights
-    float *  logits; // [rows][s_pitch]
-    float *  o;      // [rows][o_pitch] sums of value coefficients
-    float *  top;    // [rows]
-    float *  m;      // [rows]
-    float *  z;      // [rows]
-    int *    seen;   // [cells] 1 if any row sees the cell
-    float *  room;   // [WARPS]
+    __half * q;       // [rows][k_pitch], divided by `top`
+    __half * x;       // [cells][k_pitch] keys, then [v_width][p_pitch] values; a latent layer copies values from keys
+    float *  scale;   // [cells] scales of x, 0 in masked cells, NaN in others that are not finite
+    __half * p;       // [rows][p_pitch] weights
+    float *  logits;  // [rows][s_pitch]
+    float *  o;       // [rows][o_pitch] sums of value coefficients
+    float *  top;     // [rows]
+    float *  m;       // [rows]
+    float *  z;       // [rows]
+    int *    visible; // [cells] 1 if any row sees the cell
+    float *  room;    // [WARPS]
     int      k_width, v_width, k_pitch, p_pitch, s_pitch, o_pitch;
     size_t   bytes;
 
@@ -61,7 +61,7 @@ struct Shared {
         top      = shared.take<float>((size_t) t.rows);
         m        = shared.take<float>((size_t) t.rows);
         z        = shared.take<float>((size_t) t.rows);
-        seen     = shared.take<int>((size_t) t.cells);
+        visible  = shared.take<int>((size_t) t.cells);
         room     = shared.take<float>(WARPS);
         bytes    = shared.used;
     }
@@ -73,7 +73,7 @@ __device__ float tile_bound(const HeadCodec & codec, const Shared & s, const uin
     const float reach = reach_of(codec);
     float       bound = 1e-30f;
     for (int c = (int) threadIdx.x; c < cells; c += THREADS) {
-        const CellScale cell = c < n && s.seen[c] != 0 ? cell_scale(codec, tile, c0 + c, reach) : CellScale{};
+        const CellScale cell = c < n && s.visible[c] != 0 ? cell_scale(codec, tile, c0 + c, reach) : CellScale{};
         s.scale[c]           = cell.scale;
         bound                = fmaxf(bound, cell.bound);
     }
@@ -141,7 +141,7 @@ __global__ void tiles_kernel(Tiles t) {
                 open = coded_bias(a, token(r), c0 + c) != -INFINITY;
                 r += l.n_group - (int) ((first + r) % l.n_group); // the next token
             }
-            s.seen[c] = open;
+            s.visible[c] = open;
             any |= open;
         }
         if (__syncthreads_or(any) == 0) {

@@ -78,12 +78,12 @@ __device__ void quantize_queries(const Shared<F> & s, const HeadCodec & codec, c
         float         largest = 0.0f, bad = 0.0f; // bad: NaN if a coefficient is not finite
 #pragma unroll 1
         for (int b = 0; g < G && b < codec.n_bands; ++b) {
-            const Band & band = codec.bands[b];
-            const float  unit = band.bits == 16 ? 0.0f : level_step(codec, band);
-            const int    end  = band.first + band.n;
+            const Band & band     = codec.bands[b];
+            const float  key_step = band.bits == 16 ? 0.0f : level_step(codec, band);
+            const int    end      = band.first + band.n;
 #pragma unroll 1
             for (int i = band.first + lane; i < end; i += WARP) {
-                largest = fmaxf(largest, fabsf(row[i] * unit));
+                largest = fmaxf(largest, fabsf(row[i] * key_step));
                 bad     = fmaf(row[i], 0.0f, bad);
             }
         }
@@ -92,17 +92,17 @@ __device__ void quantize_queries(const Shared<F> & s, const HeadCodec & codec, c
         uint32_t    centre  = 0;
 #pragma unroll 1
         for (int b = 0; g < G && b < codec.n_bands; ++b) {
-            const Band & band = codec.bands[b];
-            const int    zero = level_zero(band.bits, on_path(codec, band));
-            const float  unit = level_step(codec, band);
-            const int    n    = band.bits == 16 ? 0 : band.n / 4;
+            const Band & band     = codec.bands[b];
+            const int    zero     = level_zero(band.bits, on_path(codec, band));
+            const float  key_step = level_step(codec, band);
+            const int    n        = band.bits == 16 ? 0 : band.n / 4;
 #pragma unroll 1
             for (int w = lane; w < n; w += WARP) { // words, as read_levels orders them
                 const int octet = band.first / 8 + w / 2;
                 uint32_t  high = 0, low = 0;
                 for (int i = 0; i < 4; ++i) {
                     const int j     = 8 * octet + 2 * (w % 2) + i / 2 + 4 * (i % 2);
-                    const int value = __float2int_rn(row[j] * unit * inverse);
+                    const int value = __float2int_rn(row[j] * key_step * inverse);
                     const int upper = (value + 128) >> 8; // both bytes are signed
                     high |= (uint32_t) (upper & 255) << 8 * i;
                     low |= (uint32_t) (value & 255) << 8 * i;

@@ -74,11 +74,11 @@ __device__ inline void bytes_of(const Line & line, int q, uint32_t & low, uint32
         low  = line(q);
         high = line(4 + q);
     } else if (BITS == 6) {
-        const auto rest = [&](int i) {
+        const auto last_register = [&](int i) {
             return (line(i) >> 6 & 0x03030303u) | (line(i + 1) >> 4 & 0x0C0C0C0Cu) | (line(i + 2) >> 2 & 0x30303030u);
         };
-        low  = q < 3 ? line(q) & 0x3F3F3F3Fu : rest(0);
-        high = q < 3 ? line(3 + q) & 0x3F3F3F3Fu : rest(3);
+        low  = q < 3 ? line(q) & 0x3F3F3F3Fu : last_register(0);
+        high = q < 3 ? line(3 + q) & 0x3F3F3F3Fu : last_register(3);
     } else {
         low = line(q) & 0x1F1F1F1Fu;
         if (q == 0) {

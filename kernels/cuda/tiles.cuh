@@ -211,11 +211,10 @@ __device__ inline void read_bytes(const Octet & octet, const uint8_t * tile, int
     const uint8_t * lines   = tile + octet.at();
     const bool      on_path = octet.place != NO_PLACE;
     switch (octet.bits) {
-        case 2: return read_bytes<2>(on_path, lines, quarter, at, one, two, bytes);
-        case 3: return read_bytes<3>(on_path, lines, quarter, at, one, two, bytes);
-        case 4: return read_bytes<4>(on_path, lines, quarter, at, one, two, bytes);
-        case 5: return read_bytes<5>(on_path, lines, quarter, at, one, two, bytes);
-        case 6: return read_bytes<6>(on_path, lines, quarter, at, one, two, bytes);
+#define SUBKV_READ(bits, ...)                                                                                          \
+    case bits: return read_bytes<bits>(on_path, lines, quarter, at, one, two, bytes);
+        SUBKV_PATH_WIDTHS(SUBKV_READ, )
+#undef SUBKV_READ
         default: return read_bytes<8>(on_path, lines, quarter, at, one, two, bytes);
     }
 }

@@ -145,8 +145,8 @@ void absorb_oja(const SketchParams & p, const Header & h, const float * x, doubl
     const double  mean   = h.total / h.mass; // this row included
     const double  rate   = p.rate / std::max(mean, square);
     float         y[MAX_SKETCH_SIZE];
-    float         rest[MAX_SKETCH_SIZE]; // x - U y
-    std::copy(x, x + d, rest);
+    float         residual[MAX_SKETCH_SIZE]; // x - U y
+    std::copy(x, x + d, residual);
     for (int64_t i = 0; i < r; ++i) {
         double along = 0.0;
         for (int64_t j = 0; j < d; ++j) {
@@ -157,13 +157,13 @@ void absorb_oja(const SketchParams & p, const Header & h, const float * x, doubl
     }
     for (int64_t i = 0; i < r; ++i) {
         for (int64_t j = 0; j < d; ++j) {
-            rest[j] -= y[i] * u[i * d + j];
+            residual[j] -= y[i] * u[i * d + j];
         }
     }
     for (int64_t i = 0; i < r; ++i) {
         const auto step = (float) (rate * y[i]);
         for (int64_t j = 0; j < d; ++j) {
-            u[i * d + j] += step * rest[j];
+            u[i * d + j] += step * residual[j];
         }
     }
     if (h.count % OJA_PERIOD == 0) {

@@ -86,9 +86,9 @@ void main() {
     }
 
     for (uint c0 = part * p.split; c0 < c_end; c0 += TILE) {
-        const uint cell  = c0 + me;
-        const int  pos   = cell < c_end ? cell_pos[p.cell_pos_at + stream * p.n_kv + cell] : 0;
-        bool       seen  = false;
+        const uint cell       = c0 + me;
+        const int  pos        = cell < c_end ? cell_pos[p.cell_pos_at + stream * p.n_kv + cell] : 0;
+        bool       is_visible = false;
         float      bias[ROWS];
         [[unroll]] for (uint r = 0; r < ROWS; ++r) {
             bias[r] = HIDDEN;
@@ -98,14 +98,14 @@ void main() {
                     bias[r] = mask_value(p.mask_at + token * p.n_kv + cell, p.mask_half);
                 }
             }
-            seen = seen || bias[r] != HIDDEN;
+            is_visible = is_visible || bias[r] != HIDDEN;
         }
         const uint k_tile = p.k_tiles_at + stream * p.k_stream + c0 / TILE * p.k_stride + k_head;
         const uint v_tile = p.v_tiles_at + stream * p.v_stream + c0 / TILE * p.v_stride + v_head;
         float      logit[ROWS];
         float      scale = 0.0; // scale of the value, 0 if all rows mask it or it is NaN
         bool       bad_k = false, bad_v = false;
-        if (seen) {
+        if (is_visible) {
             dots(h, k_tile, me, first, n_rows, logit);
             const uint k_code = k_tiles[k_tile + me / 4] >> 8 * (me % 4) & 255u;
             const uint v_code = v_tiles[v_tile + me / 4] >> 8 * (me % 4) & 255u;

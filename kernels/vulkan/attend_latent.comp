@@ -79,7 +79,7 @@ void main() {
     for (uint c0 = part * p.split; c0 < c_end; c0 += TILE) {
         const uint cell = c0 + mine;
         const int  pos  = cell < c_end ? cell_pos[p.cell_pos_at + stream * p.n_kv + cell] : 0;
-        bool       seen = false;
+        bool       is_visible = false;
         float      bias[HALF];
         [[unroll]] for (uint i = 0; i < HALF; ++i) {
             bias[i] = HIDDEN;
@@ -89,14 +89,14 @@ void main() {
                     bias[i] = mask_value(p.mask_at + token * p.n_kv + cell, p.mask_half);
                 }
             }
-            seen = seen || bias[i] != HIDDEN;
+            is_visible = is_visible || bias[i] != HIDDEN;
         }
         barrier();
         if (me < TILE / 32) {
             visible[me] = 0;
         }
         barrier();
-        if (seen) {
+        if (is_visible) {
             atomicOr(visible[mine / 32], 1u << mine % 32);
         }
         barrier();

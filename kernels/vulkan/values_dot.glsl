@@ -139,8 +139,8 @@ void add_values(Values values, uint h, uint tile, uint me, float weight[ROWS], f
         }
         barrier();
     }
-    const float unit = WEIGHT_STEP * top_of(ROWS); // unit of weights times scales
-    const float by   = unit > 0.0 ? scale / unit : 0.0;
+    const float weight_step = WEIGHT_STEP * top_of(ROWS); // of weights times scales
+    const float by          = weight_step > 0.0 ? scale / weight_step : 0.0;
     [[unroll]] for (uint r = 0; r < ROWS; ++r) {
         const uint w        = uint(fma(weight[r], by, 0.5));
         room[r * TILE + me] = w & 255u | w >> 8 << 16;
@@ -163,7 +163,7 @@ void add_values(Values values, uint h, uint tile, uint me, float weight[ROWS], f
             const uint at = (me + x * TILE) * ROWS + r;
             if (values.bits[x] - 1u < 8u) { // exact: 2 * 64 levels * 65535 fits 32 bits
                 const int twice           = int(2 * sums[at] - values.zero[x] * totals[r]);
-                acc[r * COEFFICIENTS + x] = fma(0.5 * unit * rise[r], float(twice), acc[r * COEFFICIENTS + x]);
+                acc[r * COEFFICIENTS + x] = fma(0.5 * weight_step * rise[r], float(twice), acc[r * COEFFICIENTS + x]);
             }
             sums[at] = 0;
         }

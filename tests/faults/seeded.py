@@ -87,28 +87,28 @@ FAULTS = [
         "first of equal states", "kernels/cpu/path_search.h", "cost[w] < cost[best]", "cost[w] <= cost[best]", ENCODE
     ),
     # tiles
-    Fault("bits of other codes", "kernels/ref/tiles.cpp", "(from >> in_shift & mask)", "(from >> in_shift)", TILES),
+    Fault("bits of other codes", "kernels/cpu/tiles.cpp", "(from >> in_shift & mask)", "(from >> in_shift)", TILES),
     Fault(
         "halves of the first cell",
-        "kernels/ref/tiles.cpp",
+        "kernels/cpu/tiles.cpp",
         "tile + TILE * band.offset + 2 * (j * TILE + c), 2, row",
         "tile + TILE * band.offset + 2 * (j * TILE), 2, row",
         TILES,
     ),
     Fault(
-        "a listed cell's place", "kernels/ref/gather.cpp", "(int32_t) (i % TILE)", "(int32_t) ((i + 1) % TILE)", TILES
+        "a listed cell's place", "kernels/cpu/gather.cpp", "(int32_t) (i % TILE)", "(int32_t) ((i + 1) % TILE)", TILES
     ),
     Fault(
         "the last tile is not cleared",
-        "kernels/ref/gather.cpp",
+        "kernels/cpu/gather.cpp",
         "(n + TILE - 1) / TILE * size,",
         "n / TILE * size,",
         TILES,
     ),
-    Fault("half an octet twice", "kernels/ref/gather.cpp", "codes + 4, 4);", "codes, 4);", TILES),
+    Fault("half an octet twice", "kernels/cpu/gather.cpp", "codes + 4, 4);", "codes, 4);", TILES),
     Fault(
         "values without scales",
-        "kernels/ref/tiles.cpp",
+        "kernels/cpu/tiles.cpp",
         "std::copy_n(key_tile, TILE,",
         "std::copy_n(key_tile, 1,",
         TILES,
@@ -129,8 +129,8 @@ FAULTS = [
     Fault(
         "the state is not shrunk, fast",
         "kernels/cpu/attend_tiles.h",
-        "row.z * row.shrink + row.share",
-        "row.z + row.share",
+        "row.z * row.shrink + row.weight_scale",
+        "row.z + row.weight_scale",
         ATTEND,
     ),
     Fault("share of a step", "kernels/cpu/attend_tiles.h", "m == top ? 1.0f", "m != top ? 1.0f", ATTEND),
@@ -163,8 +163,8 @@ FAULTS = [
         ATTEND,
     ),
     Fault("rows in bytes", "kernels/ref/linear.cpp", "row = i - m.n_halves", "row = i - m.n_halves / 2", LINEAR),
-    Fault("the tail of a product", "kernels/cpu/avx2_linear.cpp", "total += to_float(a[j]) * b[j];", "", LINEAR),
-    Fault("the mirrored half", "kernels/cpu/avx2_linear.cpp", "s[j * d + i] += upper[i * ld + j];", "", LINEAR),
+    Fault("the tail of a product", "kernels/cpu/linear.h", "total += Isa::to_float(a[j]) * b[j];", "", LINEAR),
+    Fault("the mirrored half", "kernels/cpu/linear.h", "s[j * d + i] += upper[i * ld + j];", "", LINEAR),
     Fault("low bits of recent rows", "kernels/ref/recent.cpp", "(size_t) (d / 4));", "(size_t) (d / 8));", RECENT),
     Fault("the middle of recent rows", "kernels/ref/recent.cpp", "(u - RECENT_MOST - 1)", "(u - RECENT_MOST)", RECENT),
     # the engine

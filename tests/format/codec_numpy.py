@@ -16,11 +16,11 @@ from trellis_numpy import BELOW, PATH_BITS, TRIED, Path
 from subkv.format.arrays import F32, U8
 from subkv.format.bases import Bands
 from subkv.format.codec import rank, row_bytes
+from subkv_triton.widths import PLANES
 
 SCALE_ONE, SCALE_MOST, SCALE_NAN = 160, 254, 255
 CANDIDATES_BELOW = 10  # scale codes tried below the smallest that clips nothing, kernels/ref/rows.h
 HALF_MAX = 65504.0
-PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}  # low bits first
 
 _OCTAVE = np.array([1.0, 1.0905077, 1.1892071, 1.2968396, 1.4142135, 1.5422108, 1.6817929, 1.8340081], dtype=np.float32)
 

@@ -6,6 +6,7 @@ import codec_numpy
 import numpy as np
 import pytest
 import trellis_numpy
+import widths
 from codec_numpy import SCALE_ONE, scale_table
 from format_constants import constants
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from subkv.format.codec import decode, encode, rank, round_trip, row_bytes
 from subkv.plan.budget import GROUP
 from subkv.plan.quantizer import WIDTHS
 from subkv_triton import fields
+from subkv_triton.widths import BENDS, PLANES, SHARES
 
 BANDS = st.lists(
     st.tuples(st.integers(1, 4).map(lambda n: 8 * n), st.sampled_from(WIDTHS)), min_size=1, max_size=8
@@ -56,8 +58,8 @@ def test_round_trip_error_is_bounded_by_the_step(seed: int, bands: Bands) -> Non
     for (n, bits), rho in zip(bands, ratio, strict=True):
         part = slice(first, first + n)
         first += n
-        if path is not None and bits in trellis_numpy.BENDS:
-            step = (scale * rho)[live, None] * trellis_numpy.SHARES[bits]
+        if path is not None and bits in BENDS:
+            step = (scale * rho)[live, None] * SHARES[bits]
             reach = trellis_numpy.levels(bits)[-1] * step
             assert (np.abs(back[live, part]) <= reach * 1.0001).all()
             error += ((back[live, part].astype(np.float64) - c[live, part]) ** 2).sum(axis=1)
@@ -92,8 +94,8 @@ def test_codes_survive_packing(seed: int, bands: Bands) -> None:
     path = trellis_numpy.Path.of(bands, list(ratio), latent=False)
     for (n, bits), rho in zip(bands, ratio, strict=True):
         step = (scale_table()[rows[:, 0]] * rho)[:, None]
-        if path is not None and bits in trellis_numpy.BENDS:
-            y = c[:, first : first + n] / (step * trellis_numpy.SHARES[bits])
+        if path is not None and bits in BENDS:
+            y = c[:, first : first + n] / (step * SHARES[bits])
             distance = np.abs(y[..., None] - trellis_numpy.levels(bits)).min(axis=-1)
             assert distance.max() < 1e-3
         elif bits != 16:
@@ -146,26 +148,28 @@ def test_rows_are_those_of_the_definition(seed: int, bands: Bands, n: int) -> No
 
 def test_python_kernels_have_the_constants_of_libsubkv() -> None:
     c = constants()
-    assert {bits: c.planes[bits] for bits in fields.PLANES} == fields.PLANES
-    assert {16, *fields.PLANES} == set(c.widths)
+    assert {bits: c.planes[bits] for bits in PLANES} == PLANES
+    assert {16, *PLANES} == set(c.widths)
     assert (c.scale_one, c.scale_candidates_below) == (fields.SCALE_ONE, fields.SCALE_CANDIDATES_BELOW)
     assert c.half_max == fields.HALF_MAX
     np.testing.assert_array_equal(fields.scale_table(), np.array(c.scales, dtype=np.float32))
-    for mine in (
-        (fields.PATH_LEAST, None, fields.PATH_BELOW, fields.PATH_TRIED, fields.BENDS, fields.SHARES),
-        (
-            trellis_numpy.LEAST,
-            trellis_numpy.LEAST_LATENT,
-            trellis_numpy.BELOW,
-            trellis_numpy.TRIED,
-            trellis_numpy.BENDS,
-            trellis_numpy.SHARES,
-        ),
+    for least, below, tried in (
+        (fields.PATH_LEAST, fields.PATH_BELOW, fields.PATH_TRIED),
+        (trellis_numpy.LEAST, trellis_numpy.BELOW, trellis_numpy.TRIED),
     ):
-        least, least_latent, below, tried, bends, shares = mine
-        assert least == c.trellis.least and least_latent in (None, c.trellis.least_latent)
-        assert (below, tried, bends) == (c.trellis.below, c.trellis.tried, c.trellis.bends)
-        assert {bits: float(np.float32(share)) for bits, share in shares.items()} == c.trellis.shares
+        assert (least, below, tried) == (c.trellis.least, c.trellis.below, c.trellis.tried)
+    assert c.trellis.least_latent == trellis_numpy.LEAST_LATENT
+    assert c.trellis.bends == BENDS
+    assert {bits: float(np.float32(share)) for bits, share in SHARES.items()} == c.trellis.shares
+
+
+def test_widths_are_those_of_the_table() -> None:
+    """Of kernels/include/subkv/widths.h, in Python and in FORMAT.md."""
+    assert widths.MODULE.read_text("utf-8") == widths.module(widths.TABLE.read_text("utf-8"))
+    text = (widths.ROOT / "converter/FORMAT.md").read_text("utf-8").partition("| b | p | q | share (f32) |")[2]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines()[2 : 2 + len(BENDS)]]
+    assert {int(b): (int(p), int(q)) for b, p, q, *_ in rows} == BENDS
+    assert {int(b): float(share) for b, _, _, share, _ in rows} == SHARES
 
 
 def test_defaults_and_limits_are_those_of_libsubkv() -> None:

@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 
 from subkv.format.arrays import F32, U8
 from subkv.format.bases import Bands
+from subkv_triton.widths import BENDS, SHARES
 
 LEAST, LEAST_LATENT = 24, 64  # coefficients from which a row has a path
 PATH_BITS = 6
 BELOW, TRIED = 2, 4  # scale codes tried, kernels/include/subkv/trellis.h
-BENDS = {2: (2, 4), 3: (5, 6), 4: (9, 12), 5: (19, 25), 6: (37, 50)}
-SHARES = {2: 0.411522634, 3: 0.40290088, 4: 0.358166188, 5: 0.353481798, 6: 0.329380765}
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]

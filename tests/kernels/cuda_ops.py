@@ -142,6 +142,7 @@ class Library:
 SOURCES = [*sorted(ROOT.glob("kernels/cuda/*.cu")), ROOT / "tests/kernels/cuda_capi.cpp"]
 REF = [
     *sorted((ROOT / "kernels/ref").glob("*.cpp")),
+    *(ROOT / "kernels/cpu" / name for name in ("tiles.cpp", "gather.cpp")),
     *(ROOT / "runtime/native" / name for name in ("capi/capi_ops.cpp", "base/error.cpp")),
     ROOT / "tests/kernels/ref_capi.cpp",
 ]

@@ -10,12 +10,13 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
+from subkv_triton.widths import PLANES
+
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 Layout = tuple[tuple[int, int], ...]  # (n, bits) of every band
 
 TILE = LINE = 64
-PLANES = {8: [8], 6: [4, 2], 5: [4, 1], 4: [4], 3: [2, 1], 2: [2]}
 # An octet's lines: the contents of their bytes' bits, lowest first. "rb" is bit b of a code of register r.
 LINES = {
     2: ["00 01 10 11 20 21 30 31", "40 41 50 51 60 61 70 71"],

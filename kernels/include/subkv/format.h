@@ -2,14 +2,9 @@
 // Python reads them through subkv_constants().
 #pragma once
 
-#include <cstdint>
+#include "subkv/widths.h"
 
-// These functions also run on GPUs. Static: ISA files include them, and the linker must not pick an ISA file's copy.
-#if defined(__CUDACC__)
-#    define SUBKV_EVERYWHERE static __host__ __device__ constexpr
-#else
-#    define SUBKV_EVERYWHERE static constexpr
-#endif
+#include <cstdint>
 
 namespace subkv {
 
@@ -35,24 +30,9 @@ constexpr uint16_t HALF_NAN = 0x7e00;
 constexpr int32_t SCALE_CANDIDATES_BELOW = 10;
 constexpr float   HALF_MAX               = 65504.0f; // coefficients of 16-bit bands are clamped to +-HALF_MAX
 
-constexpr int     MAX_BANDS     = 8;                        // of a head
-constexpr int     MAX_HEAD_SIZE = 576;                      // d, a multiple of BAND_STEP
-constexpr int32_t BAND_STEP     = 8;                        // bands have multiples of this many coefficients
-constexpr int32_t WIDTHS[]      = { 2, 3, 4, 5, 6, 8, 16 }; // bits of a band
-
-static constexpr bool is_width(int32_t bits) {
-    for (const int32_t width : WIDTHS) {
-        if (bits == width) {
-            return true;
-        }
-    }
-    return false;
-}
-
-// Codes of b bits are stored as one or two bit planes: the low low_plane(b) bits, then the other bits.
-SUBKV_EVERYWHERE int32_t low_plane(int32_t bits) {
-    return bits == 6 || bits == 5 ? 4 : bits == 3 ? 2 : bits;
-}
+constexpr int     MAX_BANDS     = 8;   // of a head
+constexpr int     MAX_HEAD_SIZE = 576; // d, a multiple of BAND_STEP
+constexpr int32_t BAND_STEP     = 8;   // bands have multiples of this many coefficients
 
 // A trellis codes bands of at most TRELLIS_BITS bits, if a row has TRELLIS_LEAST such coefficients or more (trellis.h).
 constexpr int32_t TRELLIS_BITS         = 6;

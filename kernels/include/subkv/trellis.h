@@ -22,25 +22,6 @@
 
 namespace subkv {
 
-// Magnitudes above which the distance of levels is twice and three times as large.
-SUBKV_EVERYWHERE int32_t trellis_double(int32_t bits) {
-    return bits == 2 ? 2 : bits == 3 ? 5 : bits == 4 ? 9 : bits == 5 ? 19 : 37;
-}
-
-SUBKV_EVERYWHERE int32_t trellis_triple(int32_t bits) {
-    return bits == 2 ? 4 : bits == 3 ? 6 : bits == 4 ? 12 : bits == 5 ? 25 : 50;
-}
-
-// Best step for a unit Gaussian, divided by the best step of a uniform quantizer with the same bits: a band's ratio is
-// for the uniform quantizer.
-SUBKV_EVERYWHERE float trellis_share(int32_t bits) {
-    return bits == 2 ? 0.411522634f :
-           bits == 3 ? 0.40290088f :
-           bits == 4 ? 0.358166188f :
-           bits == 5 ? 0.353481798f :
-                       0.329380765f;
-}
-
 // Level i of the alphabet of 2^(bits+1), ascending, -103 .. 102. Its value is level + 1/2, so values are symmetric
 // about 0.
 SUBKV_EVERYWHERE int32_t trellis_level(int32_t bits, int32_t i) {

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 import triton
 
-from subkv_triton.fields import HALF, LINE_FACTORS, PLANES, Band, Fields, row_bytes
+from subkv_triton.fields import HALF, LINE_FACTORS, Band, Fields, row_bytes
+from subkv_triton.widths import PLANES
 
 # Rows of Codecs.coefficients. A coefficient's index is the exclusive or of four parts, LOW, HIGH, ONE and TWO, each
 # (byte AT >> FROM & BITS) << TO, packed into one word. LOW and HIGH are its code; ONE and TWO are the lowest bits of
@@ -106,8 +107,8 @@ class Codecs:
             for n, bits, ratio in head:
                 if n <= 0 or n % 8 != 0 or bits not in (*PLANES, 16) or not 0 < ratio < np.inf:
                     raise ValueError(
-                        f"head {h}: bands of 8 k coefficients, 2, 3, 4, 5, 6, 8 or 16 bits and a positive ratio "
-                        f"expected, {n} of {bits} bits and ratio {ratio} found"
+                        f"head {h}: bands of 8 k coefficients, {', '.join(map(str, PLANES))} or 16 bits "
+                        f"and a positive ratio expected, {n} of {bits} bits and ratio {ratio} found"
                     )
             if e.shape != d.shape or e.shape != (rank, encode[0].shape[1]):
                 raise ValueError(

@@ -1,7 +1,7 @@
 """The bits and bytes of each coefficient's code in a row: all that Python kernels need of bands and bit planes.
 
-The constants are those of kernels/include/subkv/format.h, which Python cannot include; tests compare them with
-libsubkv. This module needs only numpy.
+The constants of this page are those of kernels/include/subkv/format.h, which Python cannot include; tests compare them
+with libsubkv. Those of widths are in widths.py. This module needs only numpy.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
-"""Bits of a band: widths of its bit planes, low bits first (converter/FORMAT.md)."""
+from subkv_triton.widths import BENDS, PLANES, SHARES
 
 SCALE_ONE = 160
 """Scale code of a scale of 1: scales are 2^((code - SCALE_ONE)/8), 0 for code 0."""
@@ -29,10 +28,6 @@ PATH_LEAST = 24
 """Minimum number of coefficients in bands of at most 6 bits for the codes of a row to be a path."""
 PATH_BELOW, PATH_TRIED = 2, 4
 """The search tries PATH_TRIED scale codes; the first is PATH_BELOW below the best one without a path."""
-BENDS = {2: (2, 4), 3: (5, 6), 4: (9, 12), 5: (19, 25), 6: (37, 50)}
-"""Bits of a band: magnitudes above which levels are twice and three times as far apart."""
-SHARES = {2: 0.411522634, 3: 0.40290088, 4: 0.358166188, 5: 0.353481798, 6: 0.329380765}
-"""Bits of a band: distance of levels relative to its ratio."""
 LINE_FACTORS = np.array([2 / 3, 1 / 2, 2 / 5, 1 / 3], np.float32)
 """Factors a of the lines that map a value to its level: |level + 1/2| = min(|y|, a |y| + b), y in steps."""
 STRAIGHT = 1e9

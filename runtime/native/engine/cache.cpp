@@ -229,7 +229,7 @@ void Cache::set_facts() {
     }
 }
 
-void Cache::settle() const {
+void Cache::wait_for_devices() const {
     for (const auto & nodes : nodes_) {
         if (nodes && nodes->device) {
             nodes->device->wait();
@@ -238,7 +238,7 @@ void Cache::settle() const {
 }
 
 void Cache::clear() {
-    settle();
+    wait_for_devices();
     window_.clear();
     rotated();
     for (uint32_t stream = 0; stream < n_stream_; ++stream) {
@@ -262,11 +262,11 @@ bool Cache::can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & c
     return true;
 }
 
-int32_t Cache::goes_back_to(int32_t seq, const CellReader & cells) const {
+int32_t Cache::rollback_target(int32_t seq, const CellReader & cells) const {
     if (!bases_->codes_later()) {
         return cells.max_pos_outside(seq, 0, 0) < 0 ? -1 : 0;
     }
-    const int32_t to = window_.goes_back_to(seq, cells);
+    const int32_t to = window_.rollback_target(seq, cells);
     return to >= 0 ? std::max(to, bases_->coded(cells.stream_of(seq))) : to;
 }
 
@@ -278,7 +278,7 @@ bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells
     if (!can_remove(seq, p0, p1, cells)) {
         return false;
     }
-    settle();
+    wait_for_devices();
     const auto [s0, s1] = window_.sequences(seq);
     for (int32_t s = s0; s < s1; ++s) {
         if (cells.max_pos_outside(s, p0, p1) >= 0) {
@@ -303,7 +303,7 @@ bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const Cel
                 dst, pos, src);
         }
     }
-    settle();
+    wait_for_devices();
     const bool replace = n_stream_ > 1 || (dst < window_.n_seq() && cells.max_pos_outside(dst, 0, 0) < 0);
     if (!window_.copy_seq(src, dst, p0, p1, replace)) {
         return false;
@@ -313,7 +313,7 @@ bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const Cel
 }
 
 void Cache::keep(int32_t seq, const CellReader & cells) {
-    settle();
+    wait_for_devices();
     for (int32_t s = 0; s < window_.n_seq(); ++s) { // changing bases: a stream has no other sequence
         if (s != seq && cells.stream_of(s) == cells.stream_of(seq)) {
             window_.forget(s);

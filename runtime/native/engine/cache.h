@@ -88,7 +88,7 @@ public:
     bool    copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const CellReader & cells) override;
     void    keep(int32_t seq, const CellReader & cells) override;
     bool    ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const override;
-    int32_t goes_back_to(int32_t seq, const CellReader & cells) const override;
+    int32_t rollback_target(int32_t seq, const CellReader & cells) const override;
     int32_t resume(int32_t seq, int32_t pos, const CellReader & cells) const override;
 
     bool     computed() override;
@@ -132,7 +132,7 @@ public:
 private:
     void code(const CacheDesc & desc, const CacheRequest & request); // selects the layers with bases in the layout
     void check(const CacheDesc & desc) const; // throws std::runtime_error if the layout does not fit the model
-    void settle() const;                      // waits for GPUs, before the host changes rows that a graph may use
+    void wait_for_devices() const;            // before the host changes rows that a graph may use
     std::string identity() const;             // of states
     size_t      row_bytes(const LayerNodes & nodes, bool value) const;
     void        set_facts();

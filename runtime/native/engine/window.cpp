@@ -262,7 +262,7 @@ int32_t Window::resume(int32_t seq, int32_t pos, int32_t n, const CellReader & c
     return lost == there.end() ? pos : lost->pos;
 }
 
-int32_t Window::goes_back_to(int32_t seq, const CellReader & cells) const {
+int32_t Window::rollback_target(int32_t seq, const CellReader & cells) const {
     const int32_t last = seq < n_seq_ ? cells.max_pos_outside(seq, 0, 0) : -1;
     if (last < 0 || n_recent_ == 0) {
         return last < 0 ? -1 : 0;

@@ -75,10 +75,10 @@ public:
     void forget(int32_t seq, int32_t p0, int32_t p1); // positions [p0, p1)
 
     // For bases that code tokens after they leave the window. stays_complete: after a removal of [p0, p1)
-    // the window has all rows of the next token's. goes_back_to: as CacheHook's. is_complete: it has all rows that these
-    // tokens attend to. The first and the last report what is missing.
+    // the window has all rows of the next token's. rollback_target: as CacheHook's. is_complete: it has all rows that
+    // these tokens attend to. The first and the last report what is missing.
     bool    stays_complete(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const;
-    int32_t goes_back_to(int32_t seq, const CellReader & cells) const;
+    int32_t rollback_target(int32_t seq, const CellReader & cells) const;
     bool    is_complete(const std::vector<TokenDesc> & tokens, const CellReader & cells) const;
 
     // Removes the rows of positions [p0, p1), called before the cells go, while others remain. The rows that the next

@@ -190,7 +190,7 @@ llama_pos llama_subkv::pos_min(const llama_memory_i & memory, llama_seq_id seq) 
         return first;
     }
     const struct caches caches = caches_of(&memory);
-    llama_pos           last   = hook->goes_back_to(seq, reader(*caches.base)) - 1;
+    llama_pos           last   = hook->rollback_target(seq, reader(*caches.base)) - 1;
     // Callers that know of a truncated sliding window subtract its size from the position that they return to.
     if (caches.swa && caches.swa->get_size() < caches.base->get_size()) {
         last -= (llama_pos) caches.base->hparams.n_swa;
@@ -216,7 +216,7 @@ llama_pos llama_subkv::resume(llama_memory_i * memory, llama_seq_id seq, llama_p
     const auto & base = *caches.base;
     const auto   to   = base.subkv_hook->resume(seq, pos, reader(base));
     // in the sliding half, the window of an earlier token may be gone, even that of the next one
-    const auto ready = [&](llama_pos at) { return slid_away(base, *caches.swa, { { seq, 0, at } }, at) < 0; };
+    const auto ready = [&](llama_pos at) { return missing_swa_pos(base, *caches.swa, { { seq, 0, at } }, at) < 0; };
     return !caches.swa || ready(to) ? to : ready(pos) ? pos : 0;
 }
 
@@ -407,7 +407,7 @@ void llama_subkv::bytes_of(llama_memory_i * memory, size_t & stock, size_t & cod
     }
 }
 
-void llama_subkv::settle(llama_context & ctx) {
+void llama_subkv::apply_deferred(llama_context & ctx) {
     if (coded(ctx.get_memory())) {
         ctx.memory_update(false);
         if (rotation_pending(*caches_of(ctx.get_memory()).base)) {
@@ -426,7 +426,7 @@ subkv::CacheHook * llama_subkv::cache_of(llama_context * ctx, size_t * bytes_sto
 bool llama_subkv::rows(llama_context * ctx, int32_t il, const subkv::rows_fn & use) {
     llama_synchronize(ctx);
     try {
-        settle(*ctx);
+        apply_deferred(*ctx);
     } catch (const std::exception &) { // reported, or out of memory
         return false;
     }

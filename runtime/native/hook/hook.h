@@ -256,7 +256,7 @@ public:
     virtual bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const = 0;
     // The smallest next position after a removal of the sequence's tail: 0 .. last position + 1; -1: the sequence is
     // empty.
-    virtual int32_t goes_back_to(int32_t seq, const CellReader & cells) const = 0;
+    virtual int32_t rollback_target(int32_t seq, const CellReader & cells) const = 0;
     // Where a program that keeps positions before `pos` resumes evaluation: at the first of the last SUBKV_RESUME of
     // them that has lost its exact row, or at `pos`.
     virtual int32_t resume(int32_t seq, int32_t pos, const CellReader & cells) const = 0;

@@ -117,7 +117,7 @@ struct llama_subkv {
                            llama_state_seq_flags flags);
     // Runs copies between streams and shifts that llama.cpp has deferred to the next decode; called before cells are
     // read or set. Throws on failure.
-    static void settle(llama_context & ctx);
+    static void apply_deferred(llama_context & ctx);
 
     // Base of writers that only count bytes; they need no rows.
     struct counts_only {
@@ -207,11 +207,11 @@ struct llama_subkv {
     static void write_cells(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq,
                             llama_state_seq_flags flags);
     static void remove_cells(llama_kv_cache & kv, llama_seq_id seq); // -1: all
-    static void lose(const caches & all, llama_seq_id seq);          // empties all parts
+    static void clear_parts(const caches & all, llama_seq_id seq);   // empties all parts
     // Reads and checks the head of a state; returns a reader of its cells, with the checksum compared.
     static row_reader read_body(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq);
     using parts = std::vector<llama_memory_i *>;
-    static parts beside(const caches & all);
+    static parts other_parts(const caches & all);
     static parts in_state(const caches & all, llama_state_seq_flags flags);
     // An indexer identifies cells by the places of its keys. is_index: a cache of such keys. same_cells: every key is
     // in the cell of its token. same_slots: so it is with the slots of a batch.
@@ -227,8 +227,8 @@ struct llama_subkv {
 
     // A position of the pieces that is inside the sliding window of the next token (at `next`), but no longer in the
     // sliding half; -1: none.
-    static llama_pos          slid_away(const llama_kv_cache & base, const llama_kv_cache & swa,
-                                        const std::vector<piece> & pieces, llama_pos next);
+    static llama_pos          missing_swa_pos(const llama_kv_cache & base, const llama_kv_cache & swa,
+                                              const std::vector<piece> & pieces, llama_pos next);
     static graph_input *      inputs(const llm_graph_context & g, const llama_kv_cache_context * mctx);
     static subkv::CacheHook * hook_of(const llama_memory_i * memory);
     static void               bytes_of(llama_memory_i * memory, size_t & stock, size_t & coded); // adds K/V bytes

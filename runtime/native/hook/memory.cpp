@@ -367,7 +367,7 @@ void llama_subkv::memory::state_write(llama_io_write_i & io, llama_seq_id seq, l
         inner->state_write(io, seq, flags);
         return;
     }
-    settle(ctx);
+    apply_deferred(ctx);
     llama_subkv::state_write(*inner, io, seq, flags);
 }
 
@@ -376,7 +376,7 @@ void llama_subkv::memory::state_read(llama_io_read_i & io, llama_seq_id seq, lla
         inner->state_read(io, seq, flags);
         return;
     }
-    settle(ctx);
+    apply_deferred(ctx);
 #ifdef HAS_HYBRID_IDX
     if (auto * indexed = dynamic_cast<llama_memory_hybrid_idx *>(inner.get())) {
         for (llama_seq_id s = 0; s < (llama_seq_id) base.n_seq_max; ++s) {

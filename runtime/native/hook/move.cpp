@@ -58,7 +58,7 @@ struct llama_subkv::mover {
             throw std::runtime_error(why);
         }
         ctx.synchronize();
-        settle(ctx);
+        apply_deferred(ctx);
     }
 
     // Calls use(tensor, layer, value) for every tensor of a stream, in the order of states.

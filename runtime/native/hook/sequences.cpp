@@ -54,7 +54,7 @@ bool llama_subkv::may_remove(const llama_kv_cache & base, const llama_kv_cache &
     const llama_seq_id begin = seq < 0 ? 0 : seq, end = seq < 0 ? (llama_seq_id) base.n_seq_max : seq + 1;
     for (llama_seq_id s = begin; s < end; ++s) {
         const llama_pos next = reader(base).max_pos_outside(s, first, last) + 1;
-        const llama_pos gone = slid_away(base, swa, { { s, 0, std::min(first, next) }, { s, last, next } }, next);
+        const llama_pos gone = missing_swa_pos(base, swa, { { s, 0, std::min(first, next) }, { s, last, next } }, next);
         if (gone >= 0) {
             return base.subkv_hook->report(format(
                 "seq_rm: after removing positions from %d on of sequence %d its next token needs position %d in the "
@@ -66,8 +66,8 @@ bool llama_subkv::may_remove(const llama_kv_cache & base, const llama_kv_cache &
     return true;
 }
 
-llama_pos llama_subkv::slid_away(const llama_kv_cache & base, const llama_kv_cache & swa,
-                                 const std::vector<piece> & pieces, llama_pos next) {
+llama_pos llama_subkv::missing_swa_pos(const llama_kv_cache & base, const llama_kv_cache & swa,
+                                       const std::vector<piece> & pieces, llama_pos next) {
     std::vector<subkv::PosCell> held, there;
     for (const auto & [seq, first, last] : pieces) {
         reader(base).find_all(seq, std::max(first, next - (llama_pos) swa.n_swa), last, held);
@@ -136,7 +136,7 @@ bool llama_subkv::may_copy(const llama_kv_cache & base, const llama_kv_cache & s
         return true; // nothing, or everything: dst has the same window as src
     }
     const llama_pos next = std::max(base.seq_pos_max(dst), copied.back().pos) + 1;
-    const llama_pos gone = slid_away(base, swa, { { src, first, std::min(last, next) } }, next);
+    const llama_pos gone = missing_swa_pos(base, swa, { { src, first, std::min(last, next) } }, next);
     if (gone < 0) {
         return true;
     }

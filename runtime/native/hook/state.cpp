@@ -130,7 +130,7 @@ void llama_subkv::remove_cells(llama_kv_cache & kv, llama_seq_id seq) {
 //
 
 // The other parts of a memory, in the order of states.
-llama_subkv::parts llama_subkv::beside(const caches & all) {
+llama_subkv::parts llama_subkv::other_parts(const caches & all) {
     parts res;
     for (llama_memory_i * part : { (llama_memory_i *) all.index, (llama_memory_i *) all.swa, all.recurrent }) {
         if (part) {
@@ -143,7 +143,7 @@ llama_subkv::parts llama_subkv::beside(const caches & all) {
 // The parts in a state. A partial state does not include an indexer's keys, as they stay together with the cells.
 llama_subkv::parts llama_subkv::in_state(const caches & all, llama_state_seq_flags flags) {
     const bool partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
-    return beside({ all.base, all.swa, partial ? nullptr : all.index, all.recurrent });
+    return other_parts({ all.base, all.swa, partial ? nullptr : all.index, all.recurrent });
 }
 
 void llama_subkv::state_write(const llama_memory_i & memory, llama_io_write_i & io, llama_seq_id seq,
@@ -200,14 +200,14 @@ void llama_subkv::state_read(llama_memory_i & memory, llama_io_read_i & io, llam
             throw std::runtime_error("state: an indexer's keys in the cells of their tokens expected, others found");
         }
     } catch (...) {
-        lose(all, seq);
+        clear_parts(all, seq);
         throw;
     }
 }
 
-void llama_subkv::lose(const caches & all, llama_seq_id seq) {
+void llama_subkv::clear_parts(const caches & all, llama_seq_id seq) {
     remove_cells(*all.base, seq);
-    for (auto * other : beside(all)) {
+    for (auto * other : other_parts(all)) {
         if (seq >= 0) {
             other->seq_rm(seq, -1, -1);
         } else {

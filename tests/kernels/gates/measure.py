@@ -1,7 +1,7 @@
 """Compiler figures of the GPU kernels without a GPU: RADV's, ptxas's, and Triton's.
 
 measure_* returns {(kernel, target): numbers}. missing_* returns the reason if a group cannot be measured: a tool is
-missing, or its version differs from that of the recorded figures.
+missing, or its version differs from that of the recorded bounds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Numbers = dict[str, int]
 Figures = dict[tuple[str, str], Numbers]
 
 MESA, NVCC, TRITON = "22.3.6", "13.0", "3.9.0"
-"""Versions of the recorded figures."""
+"""Versions of the recorded bounds."""
 
 
 def run(command: list[str | Path], folder: Path, **environment: str) -> tuple[str, str]:
@@ -63,7 +63,7 @@ def measure_vulkan(folder: Path, targets: list[str]) -> Figures:
     for shader in v.SHADERS:
         run(["glslc", *v.GLSLC_FLAGS, "-mfmt=c", "-o", f"{shader.stem}.inc", shader], folder)
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Werror", *c.INCLUDE, "-I."]
-    ref = [source for source in c.REF if source.parent.name == "ref"]
+    ref = [source for source in c.REF if source.parent.parent.name == "kernels"]
     sources = [HERE / "pipelines.cpp", *sorted(v.VULKAN.glob("*.cpp")), *ref]
     run(["c++", *flags, *sources, "-o", "pipelines", "-lvulkan"], folder)
     figures: Figures = {}

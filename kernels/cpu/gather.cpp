@@ -102,8 +102,8 @@ void prefetch_cell(const HeadCodec & codec, const uint8_t * tile, int32_t c) {
             }
         }
         for (int32_t j = 0; j < band.n; j += 8, from += band.bits * LINE) {
-            for (uint32_t rest = used; rest != 0; rest &= rest - 1) {
-                __builtin_prefetch(from + __builtin_ctz(rest) * LINE, 0, 2);
+            for (uint32_t lines = used; lines != 0; lines &= lines - 1) {
+                __builtin_prefetch(from + __builtin_ctz(lines) * LINE, 0, 2);
             }
         }
     }
