@@ -203,6 +203,9 @@ NOT_RUN = {
         "python -m research.edits -m MODEL -f TEXT",
         "python -m research.experiments --all -m M.gguf --bases models/smollm2-135m-instruct.calib.safetensors "
         "-f wikitext2.test.txt -f sherlock.txt -f argparse.py -o report",
+        "python -m research.experiments --only rotary,anchoring -m M.gguf "
+        "--bases models/smollm2-135m-instruct.calib.safetensors -f wikitext2.test.txt -f sherlock.txt -c 1024 "
+        "-o report",
         "python -m research.experiments.tracker -m M.gguf --bases s45.gguf -f wikitext2.test.txt -c 1024 "
         "-o errors.jsonl",
         "python -m research.evaluate -m M.gguf --bases models/smollm2-135m-instruct.calib.safetensors "
