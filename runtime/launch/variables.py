@@ -19,7 +19,7 @@ from subkv.format.window import MAX_RECENT, MAX_SINK, Window
 from subkv.native.library import LIB_PATH
 from subkv.native.paths import mtmd_variable
 
-CACHE = "SUBKV"  # auto, or the path of the file with the bases
+CACHE = "SUBKV"  # auto, subkv (coded or no context), or the path of the file with the bases
 # read by runtime/native; fields of Window, and the option --adapt
 NUMBERS = {"n_sink": "SUBKV_SINK", "n_recent": "SUBKV_RECENT", "n_rollback": "SUBKV_ROLLBACK"}
 ADAPT = "SUBKV_ADAPT"
