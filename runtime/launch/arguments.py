@@ -34,7 +34,6 @@ PRINTS = {"-h", "--usage", "--version", "--license", "--list-devices", "-cl", "-
 EMBEDS = {"--embedding", "--embeddings", "--rerank", "--reranking"}
 FLAGS = {flag: kind for kind, (flags, _) in _KINDS.items() for flag in flags.split()}
 VARIABLES = {f"LLAMA_ARG_{name}": kind for kind, (_, names) in _KINDS.items() for name in names.split()}
-TYPE_VARIABLE = "LLAMA_ARG_CACHE_TYPE_K"
 _TYPES = (TYPE_K, TYPE_V, DRAFT_TYPE_K, DRAFT_TYPE_V)
 CODED, AUTO = "subkv", "auto"  # our cache types
 MAGIC = b"GGUF"

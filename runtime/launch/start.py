@@ -8,7 +8,7 @@ from pathlib import Path
 
 from runtime import options
 from runtime.launch import programs
-from runtime.launch.arguments import CODED, TYPE_VARIABLE, ProgramArguments, program_name, read, with_hub_models
+from runtime.launch.arguments import CODED, ProgramArguments, program_name, read, with_hub_models
 from runtime.launch.variables import CACHE, CacheRequest, cache_variables, library_variables, models_in
 from runtime.launch.variables import prepare as prepare_model
 from subkv.base.errors import SubkvError, concerning
@@ -74,7 +74,7 @@ def _variables(
         with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
             variables, notes = cache_variables(models, request, read.strict or (strict and not read.types))
         if strict and models and not read.types and request.bases is None:
-            variables[TYPE_VARIABLE] = CODED
+            variables[CACHE] = CODED
         if not (notes or read.ordinary):
             notes = [_no_model_note(program, read, others)]
         for line in notes:

@@ -19,7 +19,7 @@ from subkv.format.window import MAX_RECENT, MAX_SINK, VARIABLES, Window
 from subkv.native.library import LIB_PATH
 from subkv.native.paths import mtmd_variable
 
-CACHE = "SUBKV"  # auto, or the path of the file with the bases
+CACHE = "SUBKV"  # auto, subkv (coded or no context), or the path of the file with the bases
 READ = (CACHE, *VARIABLES.values())
 LIBRARY_PATH = {"darwin": "DYLD_LIBRARY_PATH", "win32": "PATH"}.get(sys.platform, "LD_LIBRARY_PATH")
 

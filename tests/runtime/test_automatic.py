@@ -236,6 +236,19 @@ def test_other_models_do_not_use_a_files_bases(other: str, model: Path, bases: P
             assert found["log"][0].endswith(f"({own})")
 
 
+def test_subkv_is_required_by_the_first_model(model: Path, tiny_model: Models) -> None:
+    """As by its type. Other models, such as drafts, may have no bases; their contexts are as with `auto`."""
+    (refused,) = run(model, subkv="subkv")
+    assert not refused["made"] and "SUBKV=subkv: no bases for this model" in refused["log"][0]
+    path = stored(model)
+    draft = tiny_model("qwen2")
+    first, second, typed, again = run(model, draft, f"{model}={F16}", model, subkv="subkv")
+    assert [kind(found) for found in (first, second, typed, again)] == ["subkv", "f16", "f16", "subkv"]
+    assert first == again == run(model)[0] and first["log"][0].endswith(f"({path})")
+    first, refused, other = run(model, f"!os.remove({str(path)!r})", model, draft, subkv="subkv")
+    assert first["made"] and not refused["made"] and kind(other) == "f16"
+
+
 def test_a_file_belongs_to_the_first_model_that_it_fits(model: Path, bases: Path, tiny_model: Models) -> None:
     link = model.with_name("link.gguf")
     link.symlink_to(model)

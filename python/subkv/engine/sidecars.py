@@ -49,13 +49,12 @@ def from_weights(model: Path, found: FoundBases | None) -> Sidecar:
 
     Raises CacheError about `kv_cache` if they cannot be derived.
     """
-    if found is not None and usable(found):
-        return Sidecar(found.path or model, f"{found.note}; -ctk f16 uses none; {_gain(model)}")
     unstored = found.reason if found is not None and found.is_unavailable else ""  # the file must not be replaced
-    if found is not None and not unstored:
+    if found is not None and not unstored and not usable(found):
         unstored = _store(model)
-        if not unstored:
-            return from_weights(model, find_bases(model, None, WEIGHTS))
+        found = find_bases(model, None, WEIGHTS)
+    if found is not None and found.path is not None and found.note and not unstored:
+        return Sidecar(found.path, f"{found.note}; -ctk f16 uses none; {_gain(model)}")
     path = _temporary.derived(model)
     note = f", not stored ({unstored})" if unstored else ""
     return Sidecar(path, f"bases: {_derived(path)}{note}; -ctk f16 uses none; {_gain(model)}", unstored)

@@ -1,12 +1,13 @@
 // automatic.cpp: the cache of a context without an attached layout, selected by its cache types and by the environment
 // (docs/programs.md).
 //
-//   SUBKV            off (or unset): ordinary; auto: the model's bases, if any; any other value: a file with bases
+//   SUBKV            off (or unset): ordinary; auto: the model's bases, if any; subkv: the model's bases, or no context;
+//                    any other value: a file with bases
 //   SUBKV_SINK, SUBKV_RECENT, SUBKV_ROLLBACK   numbers of tokens, as in subkv_cache_params
 //   another variable of the bases: bases_of_environment (basis_source.h)
 //
-// find_bases finds the model's bases. A file in SUBKV replaces those of one model: of the first context that it fits. Cache
-// types have precedence over SUBKV. Every context logs its kind of cache in one line of llama.cpp's log.
+// find_bases finds the model's bases. `subkv`, or a file in SUBKV, is for one model: of the first context that gets its
+// cache by it; others are as with `auto`. Cache types have precedence over SUBKV. Every context logs its kind of cache in one line of llama.cpp's log.
 #include "cache.h"
 #include "error.h"
 #include "find_bases.h"
@@ -54,20 +55,20 @@ bool has_coded_layer(const Layout & layout, const CacheDesc & desc) {
     return std::any_of(desc.layers.begin(), desc.layers.end(), [&](auto & layer) { return layout.layer(layer.il); });
 }
 
-// The model that a file in SUBKV belongs to: a program may load several models, and free and load the same one again, by
+// The model that a value of SUBKV belongs to: a program may load several models, and free and load the same one again, by
 // another name.
-class FileOwners {
+class Owners {
 public:
-    // true: the file belongs to this model, or to none yet.
-    bool may_use(const std::string & file, const std::string & model) {
+    // true: the value belongs to this model, or to none yet.
+    bool may_use(const std::string & value, const std::string & model) {
         std::lock_guard<std::mutex> lock(mutex_);
-        const auto                  owner = owners_.find(file);
+        const auto                  owner = owners_.find(value);
         return owner == owners_.end() || owner->second == model || same_content(owner->second, model);
     }
 
-    void set(const std::string & file, const std::string & model) {
+    void set(const std::string & value, const std::string & model) {
         std::lock_guard<std::mutex> lock(mutex_);
-        owners_.emplace(file, model);
+        owners_.emplace(value, model);
     }
 
 private:
@@ -80,10 +81,10 @@ private:
     }
 
     std::mutex                         mutex_;
-    std::map<std::string, std::string> owners_; // by file
+    std::map<std::string, std::string> owners_; // by value
 };
 
-FileOwners owners;
+Owners owners;
 
 void report(const CacheDesc & desc, const Cache & cache, const std::string & words) {
     size_t rows = 0;
@@ -110,9 +111,9 @@ void note_version(const Layout & layout, const CacheDesc & desc, const std::stri
 }
 
 std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::string & setting) {
-    const bool named    = setting != "auto" && owners.may_use(setting, desc.model_path);
+    const bool owned    = setting != "auto" && owners.may_use(setting, desc.model_path);
     const bool default_ = desc.requested == Requested::NOTHING;
-    const bool required = desc.requested == Requested::CODED || (named && default_ && !desc.drafts);
+    const bool required = desc.requested == Requested::CODED || (owned && default_ && !desc.drafts);
     if (!desc.none.empty()) {
         const std::string why = "no K/V cache: " + desc.none;
         if (required) {
@@ -126,6 +127,7 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
     if (desc.requested == Requested::ORDINARY) {
         return ordinary(desc, "its type was requested");
     }
+    const bool       named = owned && setting != "subkv";
     const FoundBases found = find_bases(desc.model_path, named ? setting : "", SUBKV_BASES_WEIGHTS);
     if (!found.layout) {
         if (required || found.source != SUBKV_BASES_NONE || found.unavailable) {
@@ -145,8 +147,8 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
         }
     }
     auto cache = std::make_shared<Cache>(desc, request_of(layout), nullptr);
-    if (named) {
-        owners.set(file, desc.model_path);
+    if (owned) {
+        owners.set(setting, desc.model_path);
     }
     if (!desc.no_alloc) {
         report(desc, *cache, found.words);

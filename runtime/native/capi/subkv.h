@@ -122,8 +122,8 @@ typedef struct subkv_cache_params {
 SUBKV_API bool subkv_attach(subkv_layout * layout, const subkv_cache_params * params);
 
 // The variable SUBKV selects the cache of a context without an attached layout (docs/programs.md): unset or `off`: an
-// ordinary cache; `auto`: the model's bases; any other value: a file with bases. After this call this thread ignores
-// SUBKV and creates ordinary caches, until it calls subkv_attach.
+// ordinary cache; `auto`: the model's bases; `subkv`: those, or no context; any other value: a file with bases. After this
+// call this thread ignores SUBKV and creates ordinary caches, until it calls subkv_attach.
 SUBKV_API void subkv_attach_ordinary(void);
 
 typedef struct subkv_stats {
