@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def options_from_flags(
-    n_sink: int, n_recent: int, recent_bits: int | None, adapt: str | None, **methods: Any
+    n_sink: int, n_recent: int, recent_bits: int | None, adapt: str | None = None, **methods: Any
 ) -> Options:
     """Options from the flags of `convert`. methods: fields of Options. Raises SubkvError or click.UsageError."""
     from subkv.plan.pipeline import Options  # numpy and the native libraries: not for a --help

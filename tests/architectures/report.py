@@ -17,8 +17,9 @@ PAGE = TESTS.parent / "docs" / "architectures.md"
 if __name__ == "__main__":
     sys.path[:0] = [str(TESTS), *(str(TESTS / room) for room in ("runtime", "format")), str(TESTS.parent / "python")]
 
-from engine import SUBKV  # noqa: E402
 from guarantees import GUARANTEES, Support, examine  # noqa: E402
+
+from subkv.native import library  # noqa: E402
 
 TEXT = """# Architectures
 
@@ -80,7 +81,8 @@ to 100% of the cells that it chooses in f16.
 
 def architectures() -> list[str]:
     """Names of all architectures that libllama knows, in its order."""
-    name_of = SUBKV._Z13llm_arch_name8llm_arch  # llm_arch_name(llm_arch)
+    llama = ctypes.CDLL(str(library.lib_dir() / f"libllama{library.SUFFIX}"))
+    name_of = llama._Z13llm_arch_name8llm_arch  # llm_arch_name(llm_arch)
     name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.c_int]
     names: list[str] = []
     while (name := name_of(len(names)).decode()) != "(unknown)":

@@ -402,9 +402,9 @@ FAULTS = [
     ),
     Fault(
         "numbers without a limit",
-        "runtime/native/bases/request.cpp",
-        "number < 0 || number > most",
-        "number < 0",
+        "runtime/native/base/variables.h",
+        "number < least || number > most",
+        "number < least",
         AUTOMATIC,
     ),
     Fault(
