@@ -60,6 +60,7 @@ RUN = [
 
 # A test that runs the same command with other files.
 ELSEWHERE = {
+    "python cmake/widths.py": "format/test_convert_codec.py::test_widths_are_those_of_the_table",
     "subkv serve --store-moved": "programs/test_moved_prompts.py::test_another_beginning",
     "subkv convert model.gguf": "python/test_prepare.py::test_one_command_prepares",
     "subkv convert -hf user/model-GGUF:Q6_K": "python/test_hub.py::test_convert",

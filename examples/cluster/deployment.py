@@ -1,6 +1,6 @@
 """llama-server on many machines, by Ray Serve.
 
-docs/cluster.md says how to run it. Each replica owns a llama-server. An ingress sends all requests of a conversation to
+README.md says how to run it. Each replica owns a llama-server. An ingress sends all requests of a conversation to
 one replica. Ray routes, scales, checks and restarts replicas. A store keeps evaluated prompts, so that any replica can
 resume a conversation.
 """
@@ -55,7 +55,7 @@ PARALLEL = {"-np", "--parallel"}
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Arguments of build(), described in docs/cluster.md. flags: those of `subkv serve`, without the address."""
+    """Arguments of build(), described in README.md. flags: those of `subkv serve`, without the address."""
 
     flags: str | Sequence[str] = ()
     api_key_file: str | None = None

@@ -27,7 +27,7 @@ from subkv.base.errors import SubkvError
 Headers = list[tuple[bytes, bytes]]
 Message = dict[str, Any]  # of ASGI: http.response.start, http.response.body
 
-STALL = 600.0  # seconds without an answer of the task queue (docs/cluster.md)
+STALL = 600.0  # seconds without an answer of the task queue (README.md)
 TERM = 40.0  # seconds between SIGTERM and SIGKILL; llama-server writes its store for 30 at most
 POLL = 0.05
 LOST = 2.0  # seconds to wait for the end of a server after its connections break
