@@ -48,7 +48,6 @@ RUN = [
     "subkv env -m model.gguf --format systemd >> app.service.d/subkv.conf",
     "subkv env -m model.gguf --format docker > subkv.list",
     "subkv env -m model.gguf --format json",
-    "subkv run --n-rollback 512 python app.py",
     "subkv run --help",
     # docs/server.md
     "subkv serve -m model.gguf -c 32768",
