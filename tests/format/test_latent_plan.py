@@ -247,7 +247,7 @@ def test_positions_rotate_the_part_after_the_latent(model: Path, base: Gguf) -> 
     [
         ({"rank_k": 8}, "rank_k"),
         ({"rank_v": 8}, "rank_v"),
-        ({"adapt": "v"}, "adapt"),
+        ({"window": Window(adapt="v")}, "adapt"),
         ({"basis_k": "pca"}, "basis_v"),
     ],
 )
