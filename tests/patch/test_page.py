@@ -62,9 +62,11 @@ def build(tmp_path: Path, pristine: s.Tree) -> Build:
 
 
 def has_page(page: Path) -> bool:
-    found = "#define LLAMA_UI_HAS_ASSETS 1" in (page / "ui.h").read_text()
-    assert found == ('"index.html", asset_' in (page / "ui.cpp").read_text())
-    assert found == (page / "page-licenses.txt").exists()
+    """Whether the chat page is embedded; else no_page.html is."""
+    assert "#define LLAMA_UI_HAS_ASSETS 1" in (page / "ui.h").read_text()
+    assert '"index.html", asset_' in (page / "ui.cpp").read_text()
+    found = (page / "page-licenses.txt").exists()
+    assert found == ("no chat page" not in (page / "built" / "dist" / "index.html").read_text("utf-8"))
     return found
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -63,20 +61,6 @@ def test_a_coded_cache(serve: Serve) -> None:
             "kv_bits_per_element": pytest.approx(reported["bits"]),
             "kv_zero_rows_total": 0,
         }
-
-
-def test_the_start_page(serve: Serve) -> None:
-    """The chat page, or one that says how to get it; clients need not accept gzip for the latter."""
-    with serve("-c", N_CELLS, "--ui") as server:
-        headers = {"Accept-Encoding": "gzip"}
-        with urlopen(Request(f"http://127.0.0.1:{server.port}/", headers=headers), timeout=30) as answer:
-            page = answer.read()
-            if answer.headers["Content-Encoding"] == "gzip":
-                page = gzip.decompress(page)
-            assert answer.headers["Content-Type"].startswith("text/html")
-        assert b"<!doctype html>" in page.lower()
-        if b"This build has no chat page" in page:
-            assert b"/v1/models" in page and b"Node.js" in page
 
 
 def test_rows_that_are_not_finite(serve: Serve, model: Path, tmp_path: Path) -> None:
