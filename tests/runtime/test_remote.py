@@ -15,6 +15,8 @@ import pytest
 from engine import C, Model, Refused, session
 from test_variants import exact_layout
 
+from subkv.native import library
+
 N_DEVICE = 15 + 2  # pointers of ggml_backend_device: its functions, registry and context
 GET_NAME = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 NAME = ctypes.create_string_buffer(b"RPC")
@@ -27,7 +29,7 @@ class Registry(ctypes.Structure):
 
 
 def _function(name: str, *arguments: Any) -> Any:
-    found = getattr(engine.SUBKV, name)
+    found = getattr(ctypes.CDLL(str(library.lib_dir() / f"libggml{library.SUFFIX}")), name)
     found.argtypes, found.restype = list(arguments), ctypes.c_void_p
     return found
 
