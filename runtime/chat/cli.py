@@ -310,7 +310,13 @@ sampling_options = group(
         **default_or_demo(0.95, 0.9),
     ),
     llama_option("--min-p", "MIN_P", "minimum probability relative to the most likely token", type=SHARE, default=0.05),
-    llama_option("--repeat-penalty", "REPEAT_PENALTY", "penalty on repeated tokens, 1: none", type=float, default=1.0),
+    llama_option(
+        "--repeat-penalty",
+        "REPEAT_PENALTY",
+        "penalty on repeated tokens, 1: none",
+        type=float,
+        **default_or_demo(1.0, 1.1),
+    ),
     click.option("-s", "--seed", type=int, default=-1, help="random seed, -1: random"),
 )
 
