@@ -186,10 +186,10 @@ def default_output(model: Path, sidecar: bool = False, quantize: str | None = No
     if model.is_dir():
         folder = model.resolve()
         return folder.with_name(f"{folder.name}{f'-{quantize}' if quantize else ''}.subkv.gguf")
-    from subkv.native.bases import sidecar_path  # the native libraries: not for a --help
+    from subkv.native.bases import SIDECAR_ENDING, sidecar_path  # the native libraries: not for a --help
 
     path = sidecar_path(model)
-    return path if sidecar else path.with_name(path.name.replace(".subkv-sidecar.gguf", ".subkv.gguf"))
+    return path if sidecar else path.with_name(f"{path.name.removesuffix(SIDECAR_ENDING)}.subkv.gguf")
 
 
 if __name__ == "__main__":

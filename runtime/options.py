@@ -79,12 +79,17 @@ def model_option(required: bool, text: str = "model file (GGUF)") -> Option:
 MODEL_FILE = "runtime.options.model_file"  # of a command line, in click's meta
 
 
+def model_file(word: str) -> str:
+    """The word, which names a model without -m. Raises click.UsageError for another word."""
+    if not word.endswith(".gguf"):
+        raise click.UsageError(f"{word}: expected a model file (*.gguf) or an option, found another word")
+    return word
+
+
 def _model_file(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
     if value is None:
         return
-    if not value.endswith(".gguf"):
-        raise click.UsageError(f"{value}: expected a model file (*.gguf) or an option, found another word")
-    context.meta[MODEL_FILE] = value
+    context.meta[MODEL_FILE] = model_file(value)
     if "model" in context.params:  # -m was read before
         context.params["model"] = _one_model(context, parameter, context.params["model"])
 

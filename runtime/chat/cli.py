@@ -157,11 +157,12 @@ class Chat:
         mark, problems = turn.first_tokens.report() if turn.first_tokens is not None else ("", [])
         for problem in problems:
             options.note(problem)
-        options.note_zero_rows(conversation.llm.kv_stats().n_zero_rows)
+        stats = conversation.llm.kv_stats()
+        options.note_zero_rows(stats.n_zero_rows)
         mark = f" | {mark}" if mark else ""
         options.note(
             f"[ Prompt: {_speed(turn.n_prompt, turn.prompt_speed)} | "
-            f"Generation: {_speed(turn.n_answer, turn.answer_speed)} | KV: {sizes(conversation.llm.kv_stats())}{mark} ]"
+            f"Generation: {_speed(turn.n_answer, turn.answer_speed)} | KV: {sizes(stats)}{mark} ]"
         )
         return turn
 

@@ -16,6 +16,7 @@ from runtime.launch.arguments import AUTO, is_gguf
 from subkv.base.command import group
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.format.window import MAX_RECENT, MAX_SINK, VARIABLES, Window
+from subkv.native.bases import SIDECAR_ENDING
 from subkv.native.library import LIB_PATH
 from subkv.native.paths import mtmd_variable
 
@@ -137,7 +138,7 @@ def models_in(path: Path) -> list[Path]:
     models = []
     for file in sorted(path.rglob("*.gguf")):
         part = re.search(r"-(\d{5})-of-\d{5}\.gguf$", file.name)
-        not_a_model = file.name.endswith(".subkv-sidecar.gguf") or "mmproj" in file.name.lower()
+        not_a_model = file.name.endswith(SIDECAR_ENDING) or "mmproj" in file.name.lower()
         if not not_a_model and (part is None or int(part[1]) == 1) and is_gguf(file):
             models.append(file)
     if not models:

@@ -71,9 +71,7 @@ def _with_model_flag(arguments: Sequence[str]) -> Sequence[str]:
     """The arguments, with -m in front of a model that is the first one. Raises click.UsageError for another word."""
     if not arguments or arguments[0].startswith("-"):
         return arguments
-    if not arguments[0].endswith(".gguf"):
-        raise click.UsageError(f"{arguments[0]}: expected a model file (*.gguf) or an option, found another word")
-    return ["-m", *arguments]
+    return ["-m", options.model_file(arguments[0]), *arguments[1:]]
 
 
 def start(arguments: Sequence[str], request: CacheRequest, store: Mapping[str, str]) -> Start:

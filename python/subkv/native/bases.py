@@ -12,6 +12,7 @@ from subkv.native import library
 
 # subkv.h, in the order of the search
 NONE, NAMED, EMBEDDED, BESIDE, STORED, WEIGHTS = range(6)
+SIDECAR_ENDING = ".subkv-sidecar.gguf"  # of the names of sidecar_path()
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,8 @@ void Adapter::add_stats(subkv_adapt_stats & sum) const {
 }
 
 int64_t Adapter::sketch_rows(float * s) const {
-    return complete() ? 0 : subkv::sketch_rows(sketch_params(), sketch().data(), s);
+    std::vector<uint64_t> of_window;
+    return complete() ? 0 : subkv::sketch_rows(sketch_params(), sketch(of_window), s);
 }
 
 size_t Adapter::bytes_bases() const {
@@ -139,15 +140,15 @@ void Adapter::absorb(const float * space, int64_t n) {
     }
 }
 
-std::vector<uint64_t> Adapter::sketch() const {
+const uint64_t * Adapter::sketch(std::vector<uint64_t> & of_window) const {
     if (params_.window == 0) {
-        return sketch_;
+        return sketch_.data();
     }
-    std::vector<uint64_t> of_window(sketch_bytes(sketch_params()) / sizeof(uint64_t));
+    of_window.resize(sketch_bytes(sketch_params()) / sizeof(uint64_t));
     sketch_init(sketch_params(), of_window.data());
     sketch_absorb(sketch_params(), of_window.data(), window_.data(), codec_.rank,
                   (int64_t) window_.size() / codec_.rank);
-    return of_window;
+    return of_window.data();
 }
 
 // cells [n] -> x^' [n][rank]
@@ -267,7 +268,9 @@ int32_t Adapter::block(const float * x, int64_t ldx, int64_t n, int64_t n_ahead,
 std::unique_ptr<ChunkBasis> Adapter::candidate() const {
     const auto          n = (size_t) codec_.rank;
     std::vector<double> rows(n * n), energy(n);
-    if (!sketch_top(sketch_params(), sketch().data(), codec_.rank, rows.data(), energy.data())) {
+
+    std::vector<uint64_t> of_window;
+    if (!sketch_top(sketch_params(), sketch(of_window), codec_.rank, rows.data(), energy.data())) {
         return nullptr;
     }
     return make_chunk_basis(ops_, codec_, rows.data(), energy.data());

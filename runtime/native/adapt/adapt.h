@@ -110,12 +110,12 @@ private:
                    float * space) const;
     std::unique_ptr<ChunkBasis> candidate() const;
     int32_t                     adopt(std::unique_ptr<ChunkBasis> chunk, const Merge & merge);
-    void recode(const ChunkBasis & from, const ChunkBasis & to, uint8_t * tiles, int64_t stride, int64_t n,
-                const int64_t * cells);
-    void absorb(const float * space, int64_t n); // rows [n][rank], the sketch's next ones
-    std::vector<uint64_t> sketch() const;        // of a trial now
-    SketchParams          sketch_params() const;
-    bool                  complete() const; // true: no more chunks will open, the sketch is freed
+    void             recode(const ChunkBasis & from, const ChunkBasis & to, uint8_t * tiles, int64_t stride, int64_t n,
+                            const int64_t * cells);
+    void             absorb(const float * space, int64_t n);          // rows [n][rank], the sketch's next ones
+    const uint64_t * sketch(std::vector<uint64_t> & of_window) const; // of a trial now; of_window: room for it
+    SketchParams     sketch_params() const;
+    bool             complete() const; // true: no more chunks will open, the sketch is freed
 
     const Ops &       ops_;
     const HeadCodec & codec_;

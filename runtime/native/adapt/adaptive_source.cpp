@@ -1,6 +1,7 @@
 #include "adaptive_source.h"
 
 #include "attend_chunks.h"
+#include "checksum.h"
 #include "error.h"
 #include "nodes.h"
 #include "window.h"
@@ -73,13 +74,10 @@ std::string AdaptiveSource::describe() const {
     return "adaptive bases (" + chunks_.request().text() + ")";
 }
 
-// FNV-1a of all options; never 0, which is static.
+// Of all options; never 0, which is static.
 uint64_t AdaptiveSource::identity() const {
-    uint64_t hash = UINT64_C(0xcbf29ce484222325);
-    for (const char c : chunks_.request().text()) {
-        hash = (hash ^ (uint8_t) c) * UINT64_C(0x100000001b3);
-    }
-    return hash | 1;
+    const std::string text = chunks_.request().text();
+    return checksum(CHECKSUM_OF_NOTHING, (const uint8_t *) text.data(), text.size()) | 1;
 }
 
 void AdaptiveSource::stats(subkv_stats & out) const {

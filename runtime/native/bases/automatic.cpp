@@ -7,7 +7,8 @@
 //   another variable of the bases: bases_of_environment (basis_source.h)
 //
 // find_bases finds the model's bases. `subkv`, or a file in SUBKV, is for one model: of the first context that gets its
-// cache by it; others are as with `auto`. Cache types have precedence over SUBKV. Every context logs its kind of cache in one line of llama.cpp's log.
+// cache by it; others are as with `auto`. Cache types have precedence over SUBKV. Every context logs its kind of cache in
+// one line of llama.cpp's log.
 #include "cache.h"
 #include "error.h"
 #include "find_bases.h"

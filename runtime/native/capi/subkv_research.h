@@ -14,7 +14,8 @@ extern "C" {
 
 // Decodes the stored rows of positions first .. first + n - 1 of a sequence, as attention reads them: x [n][d] f32 of
 // one head, with gamma and mean of keys; version_of [n]: which of the bases over time codes the row, 0: the file's,
-// -1: no coded row for this position (bases may code a row later), x is zero. Inside the exact window attention does not read coded rows.
+// -1: no coded row for this position (bases may code a row later), x is zero. Inside the exact window attention does
+// not read coded rows.
 // Returns the number of coded rows, or -1.
 SUBKV_API int64_t subkv_read_rows(struct llama_context * ctx, int32_t il, int32_t head_kv, bool value, int32_t seq,
                                   int32_t first, int64_t n, float * x, int32_t * version_of);

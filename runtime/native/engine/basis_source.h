@@ -54,7 +54,7 @@ public:
 
     // Of the methods that check, those that return bool set the error and return false.
     virtual void    clear(uint32_t stream);
-    virtual int32_t coded(uint32_t stream) const; // positions below it have made the bases what they are and stay
+    virtual int32_t coded(uint32_t stream) const; // the bases depend on positions below it
     virtual void    copy(uint32_t src, uint32_t dst);
     virtual bool    can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const;
     virtual bool    can_shift() const;

@@ -102,7 +102,7 @@ public:
     std::vector<uint64_t> moves(int32_t seq) const;
 
     // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens`, and records its rows as stored. Slots list the
-    // keys that the tokens attend to exactly, and the key that left the window last (bases that code later code up to it). Cells
+    // keys that the tokens attend to exactly, and the key that left the window last (up to it, bases code later). Cells
     // within the window without a row get MAX_POSITION in Inputs::cell_pos, so that all tokens read their codes.
     void set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, const CellReader & cells);
     bool holds(int32_t seq, int32_t pos) const; // true: the window has the exact row

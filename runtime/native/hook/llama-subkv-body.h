@@ -1,6 +1,7 @@
 // llama-subkv-body.h: reads the body of a state, including rows of coded cells. Part of libllama.
 #pragma once
 
+#include "checksum.h"
 #include "llama-subkv.h"
 
 #include "llama-impl.h"
@@ -14,16 +15,6 @@
 #include <string>
 #include <unordered_map>
 #include <vector>
-
-// FNV-1a: a change of one byte always changes the checksum.
-static inline uint64_t checksum(uint64_t sum, const uint8_t * bytes, size_t n) {
-    for (size_t i = 0; i < n; ++i) {
-        sum = (sum ^ bytes[i]) * UINT64_C(0x100000001b3);
-    }
-    return sum;
-}
-
-constexpr uint64_t CHECKSUM_OF_NOTHING = UINT64_C(0xcbf29ce484222325);
 
 // The tensors of coded layers, one per stream; they store cells in tiles.
 class llama_subkv::tiles {
@@ -110,7 +101,7 @@ private:
 class llama_subkv::row_reader : public llama_io_read_i, public subkv::StateReader {
 public:
     // sum: as row_writer's
-    row_reader(llama_kv_cache & kv, llama_io_read_i & io, uint64_t sum = CHECKSUM_OF_NOTHING) :
+    row_reader(llama_kv_cache & kv, llama_io_read_i & io, uint64_t sum = subkv::CHECKSUM_OF_NOTHING) :
         kv(kv), coded(kv), at(bytes) {
         constexpr uint64_t PIECE = 1 << 24; // a damaged size must not allocate more memory than the file has bytes
         uint64_t           left, expected;
@@ -122,7 +113,7 @@ public:
             left -= n;
         }
         io.read(&expected, sizeof(expected));
-        const uint64_t found = checksum(sum, bytes.data(), bytes.size());
+        const uint64_t found = subkv::checksum(sum, bytes.data(), bytes.size());
         if (found != expected) {
             throw std::runtime_error(
                 format("state: checksum %016" PRIx64 " expected, %016" PRIx64 " found", expected, found));

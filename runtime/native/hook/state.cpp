@@ -17,12 +17,12 @@ public:
 
     void read(void * data, size_t size) override {
         io.read(data, size);
-        sum = checksum(sum, (const uint8_t *) data, size);
+        sum = subkv::checksum(sum, (const uint8_t *) data, size);
     }
 
     void read_tensor(ggml_tensor * t, size_t offset, size_t size) override { io.read_tensor(t, offset, size); }
 
-    uint64_t sum = CHECKSUM_OF_NOTHING;
+    uint64_t sum = subkv::CHECKSUM_OF_NOTHING;
 
 private:
     llama_io_read_i & io;
@@ -46,12 +46,12 @@ private:
 class llama_subkv::row_writer : public llama_io_write_i, public subkv::StateWriter {
 public:
     // sum: checksum of the preceding bytes, continued
-    row_writer(const llama_kv_cache & kv, llama_io_write_i & io, uint64_t sum = CHECKSUM_OF_NOTHING) :
+    row_writer(const llama_kv_cache & kv, llama_io_write_i & io, uint64_t sum = subkv::CHECKSUM_OF_NOTHING) :
         sum(sum), io(io), coded(kv), counts(dynamic_cast<counts_only *>(&io) != nullptr) {}
 
     void write(const void * data, size_t size) override {
         if (!counts) {
-            sum = checksum(sum, (const uint8_t *) data, size);
+            sum = subkv::checksum(sum, (const uint8_t *) data, size);
         }
         io.write(data, size);
     }
