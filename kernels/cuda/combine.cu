@@ -1,13 +1,17 @@
 // combine.cu: merge the splits of attend, multiply by D_v, add the exact keys (stored window rows and those of this
-// ubatch) and attention sinks, normalise. One block per query head and token.
+// ubatch) and attention sinks, normalise. One block per query head and token: a large one, since there are
+// few blocks and each waits for memory.
 #include "exact.cuh"
 
 namespace subkv::cuda {
 
 namespace {
 
-constexpr int KEYS          = 128; // exact keys, or splits, processed at a time
-constexpr int KEYS_PER_WARP = 4;   // keys that a warp multiplies at a time
+constexpr int BLOCK         = 512; // threads: few blocks must have many loads in flight
+constexpr int BLOCK_WARPS   = BLOCK / WARP;
+constexpr int GROUPS        = BLOCK / THREADS; // a group sums every GROUPS-th split, coefficient and value
+constexpr int KEYS          = 256;             // exact keys, or splits, processed at a time
+constexpr int KEYS_PER_WARP = 4;               // keys that a warp multiplies at a time
 
 struct Key {
     const uint16_t * row; // nullptr: masked
@@ -25,20 +29,22 @@ __device__ Key exact_key(const Combine & b, int64_t token, int64_t i) {
 }
 
 struct Shared {
-    float * coef;  // [width_v]
+    int     pitch; // from one group's sums to the next's
+    float * sums;  // [GROUPS][pitch] sums of the groups: coefficients, later outputs
     float * q;     // [d_k]
     float * logit; // [KEYS]
     Key *   keys;  // [KEYS]
-    float * room;  // [WARPS]
+    float * room;  // [BLOCK_WARPS]
     size_t  bytes;
 
     __host__ __device__ Shared(unsigned char * base, const Layer & l) {
         Carve shared{ base };
-        coef  = shared.take<float>((size_t) l.width_v);
+        pitch = max((int) l.width_v, (int) l.d_v);
+        sums  = shared.take<float>((size_t) GROUPS * pitch);
         q     = shared.take<float>((size_t) l.d_k);
         logit = shared.take<float>(KEYS);
         keys  = shared.take<Key>(KEYS);
-        room  = shared.take<float>(WARPS);
+        room  = shared.take<float>(BLOCK_WARPS);
         bytes = shared.used;
     }
 };
@@ -52,7 +58,7 @@ __device__ float move_top(float & m, float top) {
 }
 
 // OUT: output elements per thread.
-template <int OUT> __global__ void combine_kernel(Combine b) {
+template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combine b) {
     const Attend &    a      = b.a;
     const Layer &     l      = a.layer;
     const int         hq     = (int) blockIdx.x;
@@ -64,55 +70,64 @@ template <int OUT> __global__ void combine_kernel(Combine b) {
     const HeadCodec & codec  = l.v[h];
     const int         me     = (int) threadIdx.x;
     const int         lane   = me % WARP;
+    const int         group  = me / THREADS;
+    const int         column = me % THREADS; // first coefficient or output of this thread
 
     const Shared s(block_memory, l);
-    float *      coef  = s.coef;
+    float *      mine  = s.sums + group * s.pitch;
     float *      q     = s.q;
     float *      logit = s.logit;
     Key *        keys  = s.keys;
     float *      room  = s.room;
 
     // A block waits for memory most of the time, so loops load several values before they need the first.
-    float m = -INFINITY, z = 0.0f;
-    for (int64_t i = me; i < a.n_split; i += THREADS) {
+    float m = -INFINITY, z = 0.0f; // z: of this group
+    for (int64_t i = me; i < a.n_split; i += BLOCK) {
         m = fmaxf(m, a.m[row + i * stride]);
     }
-    m = block_max(m, room);
-    for (int c = me; c < codec.rank; c += THREADS) {
-        coef[c] = 0.0f;
-    }
-    float * weight = logit; // of KEYS splits at a time
-    float * sums   = reinterpret_cast<float *>(keys);
-    for (int64_t first = 0; m != -INFINITY && first < a.n_split; first += KEYS) {
-        const int n = (int) least(KEYS, a.n_split - first);
-        for (int i = me; i < n; i += THREADS) {
-            weight[i] = expf(a.m[row + (first + i) * stride] - m);
-            sums[i]   = a.z[row + (first + i) * stride];
-        }
-        __syncthreads();
-        for (int i = 0; i < n; ++i) {
-            z += weight[i] * sums[i];
-        }
-        for (int c = me; c < codec.rank; c += THREADS) {
-            float         sum = coef[c];
-            const float * acc = a.acc + (row + first * stride) * l.width_v + c;
-#pragma unroll 8
-            for (int i = 0; i < n; ++i) {
-                sum += weight[i] * acc[i * stride * l.width_v];
-            }
-            coef[c] = sum;
-        }
-        __syncthreads();
-    }
-    for (int j = me; j < l.d_k; j += THREADS) {
+    for (int j = me; j < l.d_k; j += BLOCK) {
         q[j] = l.scale * a.q[hq * a.q_head + token * a.q_token + j];
     }
+    m = block_max<BLOCK_WARPS>(m, room);
+    for (int c = column; c < codec.rank; c += THREADS) {
+        mine[c] = 0.0f;
+    }
+    float * weight  = logit; // of KEYS splits at a time
+    float * split_z = reinterpret_cast<float *>(keys);
+    for (int64_t first = 0; m != -INFINITY && first < a.n_split; first += KEYS) {
+        const int n = (int) least(KEYS, a.n_split - first);
+        for (int i = me; i < n; i += BLOCK) {
+            weight[i]  = expf(a.m[row + (first + i) * stride] - m);
+            split_z[i] = a.z[row + (first + i) * stride];
+        }
+        __syncthreads();
+        for (int i = group; i < n; i += GROUPS) {
+            z += weight[i] * split_z[i];
+        }
+        for (int c = column; c < codec.rank; c += THREADS) {
+            float         sum = mine[c];
+            const float * acc = a.acc + (row + first * stride) * l.width_v + c;
+#pragma unroll 8
+            for (int i = group; i < n; i += GROUPS) {
+                sum += weight[i] * acc[i * stride * l.width_v];
+            }
+            mine[c] = sum;
+        }
+        __syncthreads();
+    }
     __syncthreads();
-    float o[OUT] = {}; // this thread's part of the output: me, me + THREADS, ...
+    float * coef = s.sums;
+    for (int c = me; c < codec.rank; c += BLOCK) {
+        for (int i = 1; i < GROUPS; ++i) {
+            coef[c] += s.sums[i * s.pitch + c];
+        }
+    }
+    __syncthreads();
+    float o[OUT] = {}; // this thread's part of the output: column, column + THREADS, ...
     for (int x = 0; x < OUT; ++x) {
 #pragma unroll 8
-        for (int i = 0; me + x * THREADS < l.d_v && i < codec.rank; ++i) {
-            o[x] = fmaf(coef[i], from_half(codec.decode.halves[i * l.d_v + me + x * THREADS]), o[x]);
+        for (int i = group; column + x * THREADS < l.d_v && i < codec.rank; i += GROUPS) {
+            o[x] = fmaf(coef[i], from_half(codec.decode.halves[i * l.d_v + column + x * THREADS]), o[x]);
         }
     }
 
@@ -120,7 +135,7 @@ template <int OUT> __global__ void combine_kernel(Combine b) {
     for (int64_t first = 0; first < n_keys; first += KEYS) {
         const int n   = (int) least(KEYS, n_keys - first);
         bool      any = false;
-        for (int i = me; i < n; i += THREADS) {
+        for (int i = me; i < n; i += BLOCK) {
             keys[i]  = exact_key(b, token, first + i);
             logit[i] = keys[i].row == nullptr ? -INFINITY : mask_value(a, token * a.n_kv + keys[i].cell);
             any      = any || logit[i] != -INFINITY;
@@ -129,12 +144,12 @@ template <int OUT> __global__ void combine_kernel(Combine b) {
             continue;
         }
         float top = -INFINITY;
-        for (int i0 = me / WARP; i0 < n; i0 += KEYS_PER_WARP * WARPS) {
+        for (int i0 = me / WARP; i0 < n; i0 += KEYS_PER_WARP * BLOCK_WARPS) {
             const uint16_t * key[KEYS_PER_WARP];
             float            bias[KEYS_PER_WARP], dot[KEYS_PER_WARP] = {};
 #pragma unroll
             for (int x = 0; x < KEYS_PER_WARP; ++x) {
-                const int i = i0 + x * WARPS;
+                const int i = i0 + x * BLOCK_WARPS;
                 bias[x]     = i < n ? logit[i] : -INFINITY;
                 key[x]      = bias[x] == -INFINITY ? reinterpret_cast<const uint16_t *>(q) : keys[i].row + h * l.d_k;
             }
@@ -148,30 +163,30 @@ template <int OUT> __global__ void combine_kernel(Combine b) {
             for (int x = 0; x < KEYS_PER_WARP; ++x) {
                 dot[x] = capped(finite_or_nan(warp_sum(dot[x])), l.softcap) + l.slope[hq] * bias[x];
                 if (bias[x] != -INFINITY) {
-                    logit[i0 + x * WARPS] = dot[x]; // the same in all lanes
-                    top                   = fmaxf(top, dot[x]);
+                    logit[i0 + x * BLOCK_WARPS] = dot[x]; // the same in all lanes
+                    top                         = fmaxf(top, dot[x]);
                 }
             }
         }
-        top              = block_max(top, room);
+        top              = block_max<BLOCK_WARPS>(top, room);
         const float keep = move_top(m, top);
         z *= keep;
         for (int x = 0; x < OUT; ++x) {
             o[x] *= keep;
         }
-        for (int i = me; i < n; i += THREADS) {
+        for (int i = me; i < n; i += BLOCK) {
             logit[i] = logit[i] == -INFINITY ? 0.0f : expf(logit[i] - m);
         }
         __syncthreads();
-#pragma unroll 4
-        for (int i = 0; i < n; ++i) {
+#pragma unroll 8
+        for (int i = group; i < n; i += GROUPS) {
             const float p    = logit[i];
             const bool  adds = p > 0.0f; // a value of weight 0 may be infinite
             // q: read and not used
             const auto * value = adds ? keys[i].row + exact_value(l, h) : reinterpret_cast<const uint16_t *>(q);
             z += p;
             for (int x = 0; x < OUT; ++x) {
-                const int   j = me + x * THREADS;
+                const int   j = column + x * THREADS;
                 const float v = from_half(value[adds && j < l.d_v ? j : 0]);
                 o[x]          = adds ? fmaf(p, v, o[x]) : o[x];
             }
@@ -179,16 +194,32 @@ template <int OUT> __global__ void combine_kernel(Combine b) {
         __syncthreads();
     }
 
+    __syncthreads(); // all reads of coefficients are done
+    for (int x = 0; x < OUT; ++x) {
+        if (column + x * THREADS < l.d_v) {
+            mine[column + x * THREADS] = o[x];
+        }
+    }
+    if (column == 0) {
+        room[group] = z;
+    }
+    __syncthreads();
+    z = 0.0f;
+    for (int i = 0; i < GROUPS; ++i) {
+        z += room[i];
+    }
     float w = 1.0f;
     if (b.sinks != nullptr) { // a logit without a value
         w = move_top(m, b.sinks[hq]);
         z = z * w + expf(b.sinks[hq] - m);
     }
     w = z == 0.0f ? 0.0f : w / z; // a token without visible keys gets zeros, a lost row NaN
-    for (int x = 0; x < OUT; ++x) {
-        if (me + x * THREADS < l.d_v) {
-            b.out[token * b.out_stride + hq * l.d_v + me + x * THREADS] = w * o[x];
+    for (int j = me; j < l.d_v; j += BLOCK) {
+        float sum = s.sums[j];
+        for (int i = 1; i < GROUPS; ++i) {
+            sum += s.sums[i * s.pitch + j];
         }
+        b.out[token * b.out_stride + hq * l.d_v + j] = w * sum;
     }
 }
 
@@ -204,8 +235,11 @@ const char * combine(const Combine & args, void * stream) {
     const size_t  bytes = Shared(nullptr, l).bytes;
     constexpr int FEW   = DECODE_HEAD / THREADS;
     constexpr int MOST  = (MAX_HEAD_SIZE + THREADS - 1) / THREADS;
-    return l.d_v <= FEW * THREADS ? launch(combine_kernel<FEW>, grid, bytes, stream, args) :
-                                    launch(combine_kernel<MOST>, grid, bytes, stream, args);
+    if (l.d_v <= THREADS) {
+        return launch(combine_kernel<1>, grid, bytes, stream, args, BLOCK);
+    }
+    return l.d_v <= FEW * THREADS ? launch(combine_kernel<FEW>, grid, bytes, stream, args, BLOCK) :
+                                    launch(combine_kernel<MOST>, grid, bytes, stream, args, BLOCK);
 }
 
 } // namespace subkv::cuda

@@ -45,7 +45,8 @@ inline size_t most_shared() {
 }
 
 template <typename Args>
-const char * launch(void (*kernel)(Args), dim3 grid, size_t shared, void * stream, const Args & args) {
+const char * launch(void (*kernel)(Args), dim3 grid, size_t shared, void * stream, const Args & args,
+                    int threads = THREADS) {
     if (shared > 48u << 10) {
         const auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int) shared);
         if (e != cudaSuccess) {
@@ -54,7 +55,7 @@ const char * launch(void (*kernel)(Args), dim3 grid, size_t shared, void * strea
     }
     cudaLaunchConfig_t config = {};
     config.gridDim            = grid;
-    config.blockDim           = dim3(THREADS);
+    config.blockDim           = dim3((unsigned) threads);
     config.dynamicSmemBytes   = shared;
     config.stream             = (cudaStream_t) stream;
     const auto e              = cudaLaunchKernelEx(&config, kernel, args);
@@ -81,15 +82,15 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
-// The maximum of all threads' x, in all threads. room: [WARPS] floats, reserved until the next barrier.
-__device__ inline float block_max(float x, float * room) {
+// The maximum of all threads' x, in all threads. room: [N_WARPS] floats, reserved until the next barrier.
+template <int N_WARPS = WARPS> __device__ inline float block_max(float x, float * room) {
     x = warp_max(x);
     if (threadIdx.x % WARP == 0) {
         room[threadIdx.x / WARP] = x;
     }
     __syncthreads();
     x = room[0];
-    for (int i = 1; i < WARPS; ++i) {
+    for (int i = 1; i < N_WARPS; ++i) {
         x = fmaxf(x, room[i]);
     }
     __syncthreads();

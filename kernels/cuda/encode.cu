@@ -12,6 +12,8 @@ namespace {
 
 constexpr int CANDIDATES = SCALE_CANDIDATES_BELOW + 1;
 constexpr int STATES     = 4; // of the trellis
+constexpr int ROWS       = 8; // of a basis that a warp loads at a time
+constexpr int STEPS      = 8; // places of a path whose errors a thread loads at a time; divides the number of places
 static_assert(CANDIDATES * 8 <= THREADS, "one thread per candidate and lane");
 
 __device__ float quantize(float c, float inverse, float zero) {
@@ -61,8 +63,9 @@ __device__ int choose_scale(const HeadCodec & codec, const float * c, float * ro
     if (!quantized) {
         return SCALE_ONE;
     }
-    reach  = block_max(reach, room + CANDIDATES * 8);
-    int k0 = 1;
+    reach = block_max(reach, room + CANDIDATES * 8);
+    // the smallest scale that reaches: at most eight codes above that of the power of two
+    int k0 = min(max(SCALE_ONE + 8 * ((int) (__float_as_uint(reach) >> 23) - 127), 1), (int) SCALE_MOST);
     while (k0 < SCALE_MOST && row_scale((uint32_t) k0) < reach) {
         ++k0;
     }
@@ -143,10 +146,24 @@ __device__ int least_state(const float (&cost)[STATES]) {
     return least;
 }
 
-// Extends cost by a place with `error` per subset. Returns decisions: bit w: state w's branch is from the larger state.
-__device__ uint32_t extend(const float * error, float (&cost)[STATES]) {
-    float    next[STATES];
-    uint32_t decisions = 0;
+// Errors of STEPS places in registers; the search waits for them once.
+struct Errors {
+    float4 of[STEPS];
+
+    // error [STEPS] with `stride` floats from one place to the next
+    __device__ Errors(const float * error, int stride) {
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            of[i] = *reinterpret_cast<const float4 *>(error + i * stride);
+        }
+    }
+};
+
+// Extends cost by a place with an error per subset. Returns decisions: bit w: state w's branch is from the larger state.
+__device__ uint32_t extend(const float4 & errors, float (&cost)[STATES]) {
+    const float error[STATES] = { errors.x, errors.y, errors.z, errors.w };
+    float       next[STATES];
+    uint32_t    decisions = 0;
 #pragma unroll
     for (int w = 0; w < STATES; ++w) {
         const int   x = w & 1, p = w >> 1;
@@ -177,20 +194,25 @@ __device__ void begin_lane(float (&cost)[STATES]) {
 template <bool LANES>
 __device__ int choose_path_scale(const Search & search, const HeadCodec & codec, int middle) {
     constexpr int AT_ONCE = THREADS / TRELLIS_TRIED;
-    const int     me = (int) threadIdx.x, first = middle - TRELLIS_BELOW;
-    const auto    may = [&](int candidate) { return first + candidate >= 1 && first + candidate <= SCALE_MOST; };
-    float         cost[STATES] = {};
+    static_assert(AT_ONCE % STEPS == 0 && 8 % STEPS == 0, "loads of places do not pass the end");
+    const int  me = (int) threadIdx.x, first = middle - TRELLIS_BELOW;
+    const auto may          = [&](int candidate) { return first + candidate >= 1 && first + candidate <= SCALE_MOST; };
+    float      cost[STATES] = {};
     for (int t0 = 0; t0 < search.places(); t0 += AT_ONCE) {
         const int t = t0 + me / TRELLIS_TRIED;
         if (t < search.places() && may(me % TRELLIS_TRIED)) {
             nearest(search, t, row_scale((uint32_t) (first + me % TRELLIS_TRIED)), search.error + STATES * me);
         }
         __syncthreads();
-        for (int i = 0; me < TRELLIS_TRIED && i < AT_ONCE && t0 + i < search.places(); ++i) {
-            if (begins_lane<LANES>(search, t0 + i)) {
-                begin_lane(cost);
+        for (int i = 0; me < TRELLIS_TRIED && i < AT_ONCE && t0 + i < search.places(); i += STEPS) {
+            const Errors errors(search.error + STATES * (TRELLIS_TRIED * i + me), STATES * TRELLIS_TRIED);
+#pragma unroll
+            for (int x = 0; x < STEPS; ++x) {
+                if (begins_lane<LANES>(search, t0 + i + x)) {
+                    begin_lane(cost);
+                }
+                extend(errors.of[x], cost);
             }
-            extend(search.error + STATES * (TRELLIS_TRIED * i + me), cost);
         }
         __syncthreads();
     }
@@ -230,14 +252,16 @@ template <bool LANES> __device__ void find_path(const Search & search, float s) 
             search.codes[search.coefficient(t0 + me)] = nearest(search, t0 + me, s, search.error + STATES * me);
         }
         __syncthreads();
-        for (int i = 0; me < STATES && i < THREADS && t0 + i < search.places(); i += 8) { // places: a multiple of 8
-            uint32_t nibbles = 0;
-            for (int x = 0; x < 8; ++x) {
+        for (int i = 0; me < STATES && i < THREADS && t0 + i < search.places(); i += STEPS) {
+            const Errors errors(search.error + STATES * i, STATES);
+            uint32_t     nibbles = 0;
+#pragma unroll
+            for (int x = 0; x < STEPS; ++x) {
                 if (begins_lane<LANES>(search, t0 + i + x)) {
                     ended = ended << 2 | (uint32_t) least_state(cost);
                     begin_lane(cost);
                 }
-                nibbles |= extend(search.error + STATES * (i + x), cost) << 4 * x;
+                nibbles |= extend(errors.of[x], cost) << 4 * x;
             }
             decisions[(t0 + i) / 8] = nibbles;
         }
@@ -257,25 +281,36 @@ template <bool LANES> __device__ void find_path(const Search & search, float s) 
     for (int w = 1; !LANES && w < STATES; ++w) { // ties to the smaller state
         ends = search.room[w] < search.room[ends] ? w : ends;
     }
-    int w = LANES ? least_state(cost) : ends, t = search.places();
-    for (int lane = 8; lane-- > 0; ended >>= 2) {
-        for (int i = search.octets.n_path; i-- > 0;) {
-            --t;
-            const uint32_t nibble = search.decisions[ends * (search.size / 8) + t / 8] >> 4 * (t % 8);
-            const int      x = w & 1, p = w >> 1 | (nibble >> w & 1) << 1;
-            uint32_t &     code  = search.codes[8 * search.octets.path[i] + lane];
-            const uint32_t level = code >> 8 * subset(p, x) & 255;
-            code                 = (level ^ 2 * (p >> 1) ^ (p & 1)) >> 1;
-            w                    = p;
+    int w = LANES ? least_state(cost) : ends;
+    for (int t0 = search.places() - STEPS; t0 >= 0; t0 -= STEPS) { // loads do not wait for the states
+        const uint32_t nibbles = search.decisions[ends * (search.size / 8) + t0 / 8];
+        int            at[STEPS];
+        uint32_t       levels[STEPS];
+#pragma unroll
+        for (int x = 0; x < STEPS; ++x) {
+            at[x]     = search.coefficient(t0 + x);
+            levels[x] = search.codes[at[x]];
         }
-        w = LANES ? (int) (ended & 3) : w;
+#pragma unroll
+        for (int i = STEPS; i-- > 0;) {
+            const int      x = w & 1, p = w >> 1 | (nibbles >> (4 * i + w) & 1) << 1;
+            const uint32_t level = levels[i] >> 8 * subset(p, x) & 255;
+            search.codes[at[i]]  = (level ^ 2 * (p >> 1) ^ (p & 1)) >> 1;
+            w                    = p;
+            if (begins_lane<LANES>(search, t0 + i)) {
+                w = (int) (ended & 3);
+                ended >>= 2;
+            }
+        }
     }
 }
 
-// Sets the bits of `mask` in the word at `at` to those of `bits`; no other thread changes these bits.
+// Sets the bits of `mask` in the word at `at` to those of `bits`; no other thread changes or reads these bits. Neither
+// instruction waits for the word.
 __device__ void put(uint8_t * at, uint32_t bits, uint32_t mask) {
     auto * word = reinterpret_cast<unsigned *>(at);
-    atomicXor(word, (*const_cast<const volatile unsigned *>(word) ^ bits) & mask);
+    atomicAnd(word, ~(mask & ~bits));
+    atomicOr(word, bits & mask);
 }
 
 // Writes the codes [rank] of cell c to its tile.
@@ -357,20 +392,28 @@ template <bool LANES> __global__ void encode_kernel(Encode a) {
 
     finite    = true;
     bool zero = true;
-    for (int i = (int) threadIdx.x / WARP; i < codec.rank; i += WARPS) {
-        float total = 0.0f;
+    for (int i0 = (int) threadIdx.x / WARP; i0 < codec.rank; i0 += ROWS * WARPS) {
+        float total[ROWS] = {};
         for (int j = lane; j < codec.d; j += WARP) {
-            total = fmaf(from_half(codec.encode.halves[i * codec.d + j]), xs[j], total);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                const int i = min(i0 + r * WARPS, codec.rank - 1);
+                total[r]    = fmaf(from_half(codec.encode.halves[i * codec.d + j]), xs[j], total[r]);
+            }
         }
-        total = warp_sum(total);
-        if (codec.offset != nullptr) {
-            total = __fsub_rn(total, codec.offset[i]);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const int i = i0 + r * WARPS;
+            float     x = warp_sum(total[r]);
+            if (i < codec.rank) {
+                x      = codec.offset == nullptr ? x : __fsub_rn(x, codec.offset[i]);
+                finite = finite && isfinite(x);
+                zero   = zero && x == 0.0f;
+                if (lane == 0) {
+                    c[i] = x;
+                }
+            }
         }
-        if (lane == 0) {
-            c[i] = total;
-        }
-        finite = finite && isfinite(total);
-        zero   = zero && total == 0.0f;
     }
     finite = __syncthreads_and(finite) != 0;
     zero   = __syncthreads_and(zero) != 0;

@@ -1,6 +1,6 @@
 """Builds, tests and times the GPU kernels in one run, for a machine without network that is rented for minutes.
 
-    python research/gpu/gpu.py [-o gpu.json] [--cells 131072] [--quick] [--engine] [--steps tests,ops,models]
+    python research/gpu/gpu.py [-o gpu.json] [--cells N,N,…] [--quick] [--engine] [--steps tests,ops,models]
                                 [--backend vulkan]
 
 Steps:
@@ -80,15 +80,16 @@ def main() -> int:
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("gpu.json"), help="results, rewritten after every step"
     )
-    parser.add_argument("--cells", type=int, default=131072, help="cells of the decode measurements")
+    parser.add_argument("--cells", default="2048,8192,32768,131072", help="cells of the decode measurements, N,N,…")
     parser.add_argument("--quick", action="store_true", help="fewer tests, one layout of bands, smaller depths")
     parser.add_argument("--engine", action="store_true", help="build the native engine for whole models")
     parser.add_argument("--steps", default=",".join(STEPS), help="some of them, separated by commas")
     parser.add_argument("--backend", choices=("cuda", "vulkan"), default="cuda", help="kernels to test and time")
     given = parser.parse_args()
     vulkan = given.backend == "vulkan"
-    if given.cells <= 0 or given.cells % 1024:
-        parser.error(f"--cells: a positive multiple of 1024 expected, {given.cells} found")
+    cells = given.cells.split(",")
+    if not all(n.isdecimal() and int(n) > 0 and int(n) % 1024 == 0 for n in cells):
+        parser.error(f"--cells: positive multiples of 1024 expected, {given.cells} found")
     steps = given.steps.split(",")
     if unknown := set(steps) - set(STEPS):
         parser.error(f"--steps: some of {', '.join(STEPS)} expected, {', '.join(sorted(unknown))} found")
@@ -100,7 +101,7 @@ def main() -> int:
             check(report, c.build_ref(Path(folder)), given.quick)
         if "ops" in steps:
             if vulkan:
-                measure_vulkan(report, Path(folder), given.cells, given.quick)
+                measure_vulkan(report, Path(folder), int(cells[-1]), given.quick)
             elif cuda := gpu():
                 measure(report, cuda, Path(folder), given.cells, given.quick)
             else:
@@ -131,11 +132,11 @@ def check(report: Report, ref: Path, quick: bool) -> None:
         report.run("compile for every architecture", lambda: run_tests("test_cuda_compile.py", ref))
 
 
-def measure(report: Report, cuda: Any, folder: Path, n_cells: int, quick: bool) -> None:
+def measure(report: Report, cuda: Any, folder: Path, n_cells: str, quick: bool) -> None:
     """Time every op: a process per layout of bands, and one for prefill."""
     report.run("device", lambda: device_rates(cuda))
     cuda.empty_cache()  # the parts need the memory
-    common = ["--copy", str(report.steps[-1].get("copy_gbs", 0.0)), "--cells", str(n_cells)]
+    common = ["--copy", str(report.steps[-1].get("copy_gbs", 0.0)), "--cells", n_cells]
     if compiler := c.nvcc():
         try:
             c.build_native(folder, compiler)

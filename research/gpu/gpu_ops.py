@@ -240,14 +240,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--bands", choices=BANDS, default="4.3 bits")
     parser.add_argument("--batch", default="1", help="numbers of parallel sequences, N,N,…")
-    parser.add_argument("--cells", type=int, default=131072)
+    parser.add_argument("--cells", default="131072", help="cells of each sequence, N,N,…")
     parser.add_argument("--prefill", action="store_true", help="the tokens of a prompt instead")
     parser.add_argument("--library", type=Path, help="compiled kernels/cuda")
     parser.add_argument("--copy", type=float, default=0.0, help="measured GB/s of a copy")
     parser.add_argument("-r", "--repetitions", type=int, default=20)
     given = parser.parse_args()
     library = c.Library(given.library, c.DeviceMemory) if given.library else None
-    shapes = [(int(batch), 1, given.cells) for batch in given.batch.split(",")]
+    depths = [int(n) for n in given.cells.split(",")]
+    shapes = [(int(batch), 1, depth) for batch in given.batch.split(",") for depth in depths]
     ok = True
     for shape in [(1, PREFILL, PREFILL_CELLS)] if given.prefill else shapes:
         try:

@@ -175,17 +175,9 @@ NVCC_FLAGS = ["-std=c++17", "-Xcompiler=-fPIC,-Wall,-Wextra", "-Werror=all-warni
 
 def build_native(folder: Path, compiler: str, arch: str = "native") -> Library:
     """Compiled by nvcc for this machine's GPU. Raises subprocess.CalledProcessError."""
-    command = [
-        compiler,
-        *NVCC_FLAGS,
-        "-O3",
-        f"-arch={arch}",
-        "-shared",
-        "-o",
-        "libnative.so",
-        *map(str, [*SOURCES, *REF]),
-    ]
-    subprocess.run(command, cwd=folder, check=True)
+    flags = [*NVCC_FLAGS, "-O3", f"-arch={arch}"]
+    built = objects([*SOURCES, *REF], flags, folder, compiler)
+    subprocess.run([compiler, f"-arch={arch}", "-shared", "-o", "libnative.so", *built], cwd=folder, check=True)
     return Library(folder / "libnative.so", DeviceMemory)
 
 

@@ -15,6 +15,10 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+
 struct dim3 {
     unsigned x, y, z;
 
@@ -163,9 +167,16 @@ inline unsigned atomicAdd(unsigned * sum, unsigned x) {
     return *sum - x;
 }
 
-inline unsigned atomicXor(unsigned * word, unsigned x) {
-    *word ^= x;
-    return *word ^ x;
+inline unsigned atomicAnd(unsigned * word, unsigned x) {
+    const unsigned old = *word;
+    *word &= x;
+    return old;
+}
+
+inline unsigned atomicOr(unsigned * word, unsigned x) {
+    const unsigned old = *word;
+    *word |= x;
+    return old;
 }
 
 inline float __fmul_rn(float a, float b) {

@@ -117,7 +117,7 @@ void resume(Fiber & fiber) {
 void run_block(unsigned n_threads, void (*f)(void *), void * data) {
     body      = f;
     body_data = data;
-    if (fibers.size() != n_threads) {
+    if (fibers.size() < n_threads) {
         fibers = std::vector<Fiber>(n_threads);
     }
     block   = Barrier{};
