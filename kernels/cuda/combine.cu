@@ -9,9 +9,13 @@ namespace {
 
 constexpr int BLOCK         = 512; // threads: few blocks must have many loads in flight
 constexpr int BLOCK_WARPS   = BLOCK / WARP;
-constexpr int GROUPS        = BLOCK / THREADS; // a group sums every GROUPS-th split, coefficient and value
-constexpr int KEYS          = 256;             // exact keys, or splits, processed at a time
-constexpr int KEYS_PER_WARP = 4;               // keys that a warp multiplies at a time
+constexpr int COLUMNS       = 4;              // adjacent elements that a lane loads at a time
+constexpr int ROW           = WARP * COLUMNS; // elements that a warp loads at a time
+constexpr int KEYS          = 256;            // exact keys, or splits, processed at a time
+constexpr int KEYS_PER_WARP = 5;              // keys or values that a warp loads before it needs the first
+static_assert(KEYS <= BLOCK, "one thread per key");
+
+using Halves = Loaded<uint16_t, COLUMNS>;
 
 struct Key {
     const uint16_t * row; // nullptr: masked
@@ -29,23 +33,27 @@ __device__ Key exact_key(const Combine & b, int64_t token, int64_t i) {
 }
 
 struct Shared {
-    int     pitch; // from one group's sums to the next's
-    float * sums;  // [GROUPS][pitch] sums of the groups: coefficients, later outputs
-    float * q;     // [d_k]
-    float * logit; // [KEYS]
-    Key *   keys;  // [KEYS]
-    float * room;  // [BLOCK_WARPS]
+    int     pitch;  // from one warp's sums to the next's
+    float * sums;   // [BLOCK_WARPS][pitch] sums of the warps: coefficients, later outputs
+    float * q;      // [d_k]
+    float * weight; // [KEYS] of splits
+    float * z;      // [KEYS] of splits
+    float * logit;  // [KEYS]
+    Key *   keys;   // [KEYS]
+    float * room;   // [BLOCK_WARPS]
     size_t  bytes;
 
     __host__ __device__ Shared(unsigned char * base, const Layer & l) {
         Carve shared{ base };
-        pitch = max((int) l.width_v, (int) l.d_v);
-        sums  = shared.take<float>((size_t) GROUPS * pitch);
-        q     = shared.take<float>((size_t) l.d_k);
-        logit = shared.take<float>(KEYS);
-        keys  = shared.take<Key>(KEYS);
-        room  = shared.take<float>(BLOCK_WARPS);
-        bytes = shared.used;
+        pitch  = max((int) l.width_v, (int) l.d_v);
+        sums   = shared.take<float>((size_t) BLOCK_WARPS * pitch);
+        q      = shared.take<float>((size_t) l.d_k);
+        weight = shared.take<float>(KEYS);
+        z      = shared.take<float>(KEYS);
+        logit  = shared.take<float>(KEYS);
+        keys   = shared.take<Key>(KEYS);
+        room   = shared.take<float>(BLOCK_WARPS);
+        bytes  = shared.used;
     }
 };
 
@@ -57,156 +65,234 @@ __device__ float move_top(float & m, float top) {
     return keep;
 }
 
-// OUT: output elements per thread.
+// OUT: parts of ROW output elements. Warp w sums every split, coefficient, key and value whose number modulo BLOCK_WARPS
+// is w; a lane has COLUMNS elements of each part. A step of a loop loads before it computes, and where there is nothing
+// left to load it loads a valid row that it does not use: a branch would wait for each load.
 template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combine b) {
-    const Attend &    a      = b.a;
-    const Layer &     l      = a.layer;
-    const int         hq     = (int) blockIdx.x;
-    const int         h      = hq / l.n_group;
-    const int64_t     token  = blockIdx.y;
-    const int64_t     all    = a.n_stream * a.n_tps * l.n_group;
-    const int64_t     row    = h * all + token * l.n_group + hq % l.n_group; // row in split 0
-    const int64_t     stride = l.n_head_kv * all;                            // from one split to the next
-    const HeadCodec & codec  = l.v[h];
-    const int         me     = (int) threadIdx.x;
-    const int         lane   = me % WARP;
-    const int         group  = me / THREADS;
-    const int         column = me % THREADS; // first coefficient or output of this thread
+    const Attend &   a      = b.a;
+    const Layer &    l      = a.layer;
+    const int        hq     = (int) blockIdx.x;
+    const int        h      = hq / l.n_group;
+    const int64_t    token  = blockIdx.y;
+    const int64_t    all    = a.n_stream * a.n_tps * l.n_group;
+    const int64_t    row    = h * all + token * l.n_group + hq % l.n_group; // row in split 0
+    const int64_t    stride = l.n_head_kv * all;                            // from one split to the next
+    const int64_t    n_keys = b.slots_of_seq > 0 ? b.slots_of_seq + a.n_tps : 0;
+    const int        rank   = l.v[h].rank;
+    const uint16_t * decode = l.v[h].decode.halves;
+    const int64_t    value  = exact_value(l, h);
+    const float      slope  = l.slope[hq];
+    constexpr int    ROWS   = OUT == 1 ? 8 : 2; // splits or coefficients that a warp loads at a time
+    const int        me     = (int) threadIdx.x;
+    const int        warp   = me / WARP;
+    const int        lane   = me % WARP;
+    const int        column = COLUMNS * lane;
 
     const Shared s(block_memory, l);
-    float *      mine  = s.sums + group * s.pitch;
-    float *      q     = s.q;
-    float *      logit = s.logit;
-    Key *        keys  = s.keys;
-    float *      room  = s.room;
+    float *      mine = s.sums + warp * s.pitch;
 
-    // A block waits for memory most of the time, so loops load several values before they need the first.
-    float m = -INFINITY, z = 0.0f; // z: of this group
+    // The last threads find keys while the first wait for the splits' states.
+    bool       any       = false;
+    const auto find_keys = [&](int64_t first) {
+        const int i = me - (BLOCK - KEYS);
+        any         = false;
+        if (i >= 0 && first + i < n_keys) {
+            const Key key = exact_key(b, token, first + i);
+            s.keys[i]     = key;
+            s.logit[i]    = key.row == nullptr ? -INFINITY : mask_value(a, token * a.n_kv + key.cell);
+            any           = s.logit[i] != -INFINITY;
+        }
+    };
+    float m = -INFINITY, z = 0.0f; // z: of this warp's splits and keys
     for (int64_t i = me; i < a.n_split; i += BLOCK) {
         m = fmaxf(m, a.m[row + i * stride]);
     }
     for (int j = me; j < l.d_k; j += BLOCK) {
-        q[j] = l.scale * a.q[hq * a.q_head + token * a.q_token + j];
+        s.q[j] = l.scale * a.q[hq * a.q_head + token * a.q_token + j];
     }
-    m = block_max<BLOCK_WARPS>(m, room);
-    for (int c = column; c < codec.rank; c += THREADS) {
-        mine[c] = 0.0f;
-    }
-    float * weight  = logit; // of KEYS splits at a time
-    float * split_z = reinterpret_cast<float *>(keys);
+    find_keys(0);
+    m = block_max<BLOCK_WARPS>(m, s.room);
+
+    float coef[OUT][COLUMNS] = {};
     for (int64_t first = 0; m != -INFINITY && first < a.n_split; first += KEYS) {
         const int n = (int) least(KEYS, a.n_split - first);
-        for (int i = me; i < n; i += BLOCK) {
-            weight[i]  = expf(a.m[row + (first + i) * stride] - m);
-            split_z[i] = a.z[row + (first + i) * stride];
+        if (me < n) {
+            s.weight[me] = expf(a.m[row + (first + me) * stride] - m);
+            s.z[me]      = a.z[row + (first + me) * stride];
         }
         __syncthreads();
-        for (int i = group; i < n; i += GROUPS) {
-            z += weight[i] * split_z[i];
-        }
-        for (int c = column; c < codec.rank; c += THREADS) {
-            float         sum = mine[c];
-            const float * acc = a.acc + (row + first * stride) * l.width_v + c;
-#pragma unroll 8
-            for (int i = group; i < n; i += GROUPS) {
-                sum += weight[i] * acc[i * stride * l.width_v];
+        for (int i0 = warp; i0 < n; i0 += ROWS * BLOCK_WARPS) {
+            Loaded<float, 2> acc[ROWS][OUT][2];
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                const int64_t i = first + min(i0 + r * BLOCK_WARPS, n - 1);
+#pragma unroll
+                for (int x = 0; x < OUT; ++x) {
+                    const auto * from = reinterpret_cast<const Loaded<float, 2> *>(
+                        a.acc + (row + i * stride) * l.width_v + min(column + x * ROW, rank - COLUMNS));
+                    acc[r][x][0] = from[0];
+                    acc[r][x][1] = from[1];
+                }
             }
-            mine[c] = sum;
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                const int   i    = min(i0 + r * BLOCK_WARPS, n - 1);
+                const bool  adds = i0 + r * BLOCK_WARPS < n;
+                const float w    = s.weight[i];
+                z                = adds ? fmaf(w, s.z[i], z) : z;
+#pragma unroll
+                for (int x = 0; x < OUT; ++x) {
+#pragma unroll
+                    for (int y = 0; y < COLUMNS; ++y) {
+                        coef[x][y] = adds ? fmaf(w, acc[r][x][y / 2].of[y % 2], coef[x][y]) : coef[x][y];
+                    }
+                }
+            }
         }
         __syncthreads();
     }
-    __syncthreads();
-    float * coef = s.sums;
-    for (int c = me; c < codec.rank; c += BLOCK) {
-        for (int i = 1; i < GROUPS; ++i) {
-            coef[c] += s.sums[i * s.pitch + c];
+    const auto store_sums = [&](const float (&sums)[OUT][COLUMNS], int size) {
+        for (int x = 0; x < OUT; ++x) {
+            for (int y = 0; y < COLUMNS && column + x * ROW < size; ++y) {
+                mine[column + x * ROW + y] = sums[x][y];
+            }
         }
+        __syncthreads();
+    };
+    const auto sum_of_warps = [&](int i) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < BLOCK_WARPS; ++w) {
+            sum += s.sums[w * s.pitch + i];
+        }
+        return sum;
+    };
+    store_sums(coef, rank);
+    for (int c = me; c < rank; c += BLOCK) {
+        s.sums[c] = sum_of_warps(c);
     }
     __syncthreads();
-    float o[OUT] = {}; // this thread's part of the output: column, column + THREADS, ...
-    for (int x = 0; x < OUT; ++x) {
-#pragma unroll 8
-        for (int i = group; column + x * THREADS < l.d_v && i < codec.rank; i += GROUPS) {
-            o[x] = fmaf(coef[i], from_half(codec.decode.halves[i * l.d_v + column + x * THREADS]), o[x]);
+
+    float o[OUT][COLUMNS] = {};
+    for (int i0 = warp; i0 < rank; i0 += ROWS * BLOCK_WARPS) {
+        Halves d[ROWS][OUT];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+            for (int x = 0; x < OUT; ++x) {
+                const int j = min(column + x * ROW, l.d_v - COLUMNS);
+                d[r][x] = *reinterpret_cast<const Halves *>(decode + min(i0 + r * BLOCK_WARPS, rank - 1) * l.d_v + j);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const int   i = i0 + r * BLOCK_WARPS;
+            const float c = i < rank ? s.sums[i] : 0.0f;
+#pragma unroll
+            for (int x = 0; x < OUT; ++x) {
+#pragma unroll
+                for (int y = 0; y < COLUMNS; ++y) {
+                    o[x][y] = fmaf(c, from_half(d[r][x].of[y]), o[x][y]);
+                }
+            }
         }
     }
 
-    const int64_t n_keys = b.slots_of_seq > 0 ? b.slots_of_seq + a.n_tps : 0;
+    const auto * nothing = reinterpret_cast<const uint16_t *>(a.q + hq * a.q_head + token * a.q_token); // [d_k] or more
     for (int64_t first = 0; first < n_keys; first += KEYS) {
-        const int n   = (int) least(KEYS, n_keys - first);
-        bool      any = false;
-        for (int i = me; i < n; i += BLOCK) {
-            keys[i]  = exact_key(b, token, first + i);
-            logit[i] = keys[i].row == nullptr ? -INFINITY : mask_value(a, token * a.n_kv + keys[i].cell);
-            any      = any || logit[i] != -INFINITY;
+        const int n = (int) least(KEYS, n_keys - first);
+        if (first > 0) {
+            find_keys(first);
         }
         if (__syncthreads_or(any) == 0) {
             continue;
         }
         float top = -INFINITY;
-        for (int i0 = me / WARP; i0 < n; i0 += KEYS_PER_WARP * BLOCK_WARPS) {
+        for (int i0 = warp; i0 < n; i0 += KEYS_PER_WARP * BLOCK_WARPS) {
             const uint16_t * key[KEYS_PER_WARP];
             float            bias[KEYS_PER_WARP], dot[KEYS_PER_WARP] = {};
 #pragma unroll
             for (int x = 0; x < KEYS_PER_WARP; ++x) {
                 const int i = i0 + x * BLOCK_WARPS;
-                bias[x]     = i < n ? logit[i] : -INFINITY;
-                key[x]      = bias[x] == -INFINITY ? reinterpret_cast<const uint16_t *>(q) : keys[i].row + h * l.d_k;
+                bias[x]     = i < n ? s.logit[i] : -INFINITY;
+                key[x]      = bias[x] == -INFINITY ? nothing : s.keys[i].row + h * l.d_k;
             }
-            for (int j = lane; j < l.d_k; j += WARP) {
+            for (int j = column; j < l.d_k; j += ROW) {
+                Halves k[KEYS_PER_WARP];
 #pragma unroll
                 for (int x = 0; x < KEYS_PER_WARP; ++x) {
-                    dot[x] = fmaf(q[j], from_half(key[x][j]), dot[x]);
+                    k[x] = *reinterpret_cast<const Halves *>(key[x] + j);
+                }
+#pragma unroll
+                for (int x = 0; x < KEYS_PER_WARP; ++x) {
+#pragma unroll
+                    for (int y = 0; y < COLUMNS; ++y) {
+                        dot[x] = fmaf(s.q[j + y], from_half(k[x].of[y]), dot[x]);
+                    }
                 }
             }
 #pragma unroll
             for (int x = 0; x < KEYS_PER_WARP; ++x) {
-                dot[x] = capped(finite_or_nan(warp_sum(dot[x])), l.softcap) + l.slope[hq] * bias[x];
+                dot[x] = warp_sum(dot[x]);
+            }
+#pragma unroll
+            for (int x = 0; x < KEYS_PER_WARP; ++x) {
+                dot[x] = capped(finite_or_nan(dot[x]), l.softcap) + slope * bias[x];
                 if (bias[x] != -INFINITY) {
-                    logit[i0 + x * BLOCK_WARPS] = dot[x]; // the same in all lanes
-                    top                         = fmaxf(top, dot[x]);
+                    s.logit[i0 + x * BLOCK_WARPS] = dot[x]; // the same in all lanes
+                    top                           = fmaxf(top, dot[x]);
                 }
             }
         }
-        top              = block_max<BLOCK_WARPS>(top, room);
+        top              = block_max<BLOCK_WARPS>(top, s.room);
         const float keep = move_top(m, top);
         z *= keep;
         for (int x = 0; x < OUT; ++x) {
-            o[x] *= keep;
+            for (int y = 0; y < COLUMNS; ++y) {
+                o[x][y] *= keep;
+            }
         }
-        for (int i = me; i < n; i += BLOCK) {
-            logit[i] = logit[i] == -INFINITY ? 0.0f : expf(logit[i] - m);
+        if (me < n) {
+            s.logit[me] = s.logit[me] == -INFINITY ? 0.0f : expf(s.logit[me] - m);
         }
         __syncthreads();
-#pragma unroll 8
-        for (int i = group; i < n; i += GROUPS) {
-            const float p    = logit[i];
-            const bool  adds = p > 0.0f; // a value of weight 0 may be infinite
-            // q: read and not used
-            const auto * value = adds ? keys[i].row + exact_value(l, h) : reinterpret_cast<const uint16_t *>(q);
-            z += p;
-            for (int x = 0; x < OUT; ++x) {
-                const int   j = column + x * THREADS;
-                const float v = from_half(value[adds && j < l.d_v ? j : 0]);
-                o[x]          = adds ? fmaf(p, v, o[x]) : o[x];
+        for (int i0 = warp; i0 < n; i0 += KEYS_PER_WARP * BLOCK_WARPS) {
+            float  p[KEYS_PER_WARP];
+            Halves v[KEYS_PER_WARP][OUT];
+#pragma unroll
+            for (int r = 0; r < KEYS_PER_WARP; ++r) {
+                const int i = i0 + r * BLOCK_WARPS;
+                p[r]        = i < n ? s.logit[i] : 0.0f;
+#pragma unroll
+                for (int x = 0; x < OUT; ++x) {
+                    const int j = min(column + x * ROW, l.d_v - COLUMNS);
+                    // a value of weight 0 may be infinite
+                    v[r][x] = *reinterpret_cast<const Halves *>(p[r] > 0.0f ? s.keys[i].row + value + j : nothing);
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < KEYS_PER_WARP; ++r) {
+                z += p[r];
+#pragma unroll
+                for (int x = 0; x < OUT; ++x) {
+#pragma unroll
+                    for (int y = 0; y < COLUMNS; ++y) {
+                        o[x][y] = p[r] > 0.0f ? fmaf(p[r], from_half(v[r][x].of[y]), o[x][y]) : o[x][y];
+                    }
+                }
             }
         }
         __syncthreads();
     }
 
+    if (lane == 0) {
+        s.room[warp] = z;
+    }
     __syncthreads(); // all reads of coefficients are done
-    for (int x = 0; x < OUT; ++x) {
-        if (column + x * THREADS < l.d_v) {
-            mine[column + x * THREADS] = o[x];
-        }
-    }
-    if (column == 0) {
-        room[group] = z;
-    }
-    __syncthreads();
+    store_sums(o, l.d_v);
     z = 0.0f;
-    for (int i = 0; i < GROUPS; ++i) {
-        z += room[i];
+    for (int w = 0; w < BLOCK_WARPS; ++w) {
+        z += s.room[w];
     }
     float w = 1.0f;
     if (b.sinks != nullptr) { // a logit without a value
@@ -215,11 +301,7 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
     }
     w = z == 0.0f ? 0.0f : w / z; // a token without visible keys gets zeros, a lost row NaN
     for (int j = me; j < l.d_v; j += BLOCK) {
-        float sum = s.sums[j];
-        for (int i = 1; i < GROUPS; ++i) {
-            sum += s.sums[i * s.pitch + j];
-        }
-        b.out[token * b.out_stride + hq * l.d_v + j] = w * sum;
+        b.out[token * b.out_stride + hq * l.d_v + j] = w * sum_of_warps(j);
     }
 }
 
@@ -233,13 +315,12 @@ const char * combine(const Combine & args, void * stream) {
     const Layer & l = args.a.layer;
     const dim3    grid((unsigned) (l.n_head_kv * l.n_group), (unsigned) n_tok);
     const size_t  bytes = Shared(nullptr, l).bytes;
-    constexpr int FEW   = DECODE_HEAD / THREADS;
-    constexpr int MOST  = (MAX_HEAD_SIZE + THREADS - 1) / THREADS;
-    if (l.d_v <= THREADS) {
-        return launch(combine_kernel<1>, grid, bytes, stream, args, BLOCK);
-    }
-    return l.d_v <= FEW * THREADS ? launch(combine_kernel<FEW>, grid, bytes, stream, args, BLOCK) :
-                                    launch(combine_kernel<MOST>, grid, bytes, stream, args, BLOCK);
+    constexpr int FEW   = DECODE_HEAD / ROW;
+    constexpr int MOST  = (MAX_HEAD_SIZE + ROW - 1) / ROW;
+    const auto    size  = [&](auto n) { return max((int) l.d_v, (int) l.width_v) <= n * ROW; };
+    return size(1)   ? launch(combine_kernel<1>, grid, bytes, stream, args, BLOCK) :
+           size(FEW) ? launch(combine_kernel<FEW>, grid, bytes, stream, args, BLOCK) :
+                       launch(combine_kernel<MOST>, grid, bytes, stream, args, BLOCK);
 }
 
 } // namespace subkv::cuda

@@ -140,6 +140,11 @@ __device__ inline float row_scale(uint32_t code) {
     return code == 0 ? 0.0f : code == SCALE_NAN ? not_a_number() : scale;
 }
 
+// N values that one instruction loads.
+template <typename T, int N> struct alignas(N * sizeof(T)) Loaded {
+    T of[N];
+};
+
 struct alignas(16) Sixteen {
     uint32_t word[4];
 };

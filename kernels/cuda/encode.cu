@@ -12,7 +12,8 @@ namespace {
 
 constexpr int CANDIDATES = SCALE_CANDIDATES_BELOW + 1;
 constexpr int STATES     = 4; // of the trellis
-constexpr int ROWS       = 8; // of a basis that a warp loads at a time
+constexpr int ROWS       = 8; // of a basis that a warp loads before it needs the first
+constexpr int COLUMNS    = 4; // adjacent elements of a row that a lane loads at a time
 constexpr int STEPS      = 8; // places of a path whose errors a thread loads at a time; divides the number of places
 static_assert(CANDIDATES * 8 <= THREADS, "one thread per candidate and lane");
 
@@ -242,7 +243,7 @@ template <bool LANES> __device__ void find_path(const Search & search, float s) 
     const int  me           = (int) threadIdx.x;
     float      cost[STATES] = { INFINITY, INFINITY, INFINITY, INFINITY };
     uint32_t * decisions    = search.decisions + me * (search.size / 8);
-    uint32_t   ended        = 0; // final state of each lane, two bits
+    uint32_t   ended        = 0; // final state of each lane of the path, two bits
 #pragma unroll
     for (int w = 0; w < STATES; ++w) {
         cost[w] = w == me ? 0.0f : cost[w];
@@ -274,33 +275,42 @@ template <bool LANES> __device__ void find_path(const Search & search, float s) 
         }
     }
     __syncthreads();
-    if (me != 0) {
+    if (me >= WARP) {
         return;
     }
     int ends = 0;
     for (int w = 1; !LANES && w < STATES; ++w) { // ties to the smaller state
         ends = search.room[w] < search.room[ends] ? w : ends;
     }
-    int w = LANES ? least_state(cost) : ends;
-    for (int t0 = search.places() - STEPS; t0 >= 0; t0 -= STEPS) { // loads do not wait for the states
-        const uint32_t nibbles = search.decisions[ends * (search.size / 8) + t0 / 8];
-        int            at[STEPS];
-        uint32_t       levels[STEPS];
+    // The first warp walks back. Each lane loads the levels of one place, so that no step waits for memory.
+    int w = __shfl_sync(ALL, LANES ? least_state(cost) : ends, 0);
+    ended = __shfl_sync(ALL, ended, 0);
+    for (int t0 = (search.places() - 1) / WARP * WARP; t0 >= 0; t0 -= WARP) {
+        const int      n      = min(WARP, search.places() - t0);
+        const int      at     = search.coefficient(t0 + min(me, n - 1));
+        const uint32_t levels = search.codes[at];
+        uint32_t       code   = 0;
+        for (int i0 = n - STEPS; i0 >= 0; i0 -= STEPS) {
+            const uint32_t nibbles = search.decisions[ends * (search.size / 8) + (t0 + i0) / 8];
+            uint32_t       of[STEPS];
 #pragma unroll
-        for (int x = 0; x < STEPS; ++x) {
-            at[x]     = search.coefficient(t0 + x);
-            levels[x] = search.codes[at[x]];
-        }
-#pragma unroll
-        for (int i = STEPS; i-- > 0;) {
-            const int      x = w & 1, p = w >> 1 | (nibbles >> (4 * i + w) & 1) << 1;
-            const uint32_t level = levels[i] >> 8 * subset(p, x) & 255;
-            search.codes[at[i]]  = (level ^ 2 * (p >> 1) ^ (p & 1)) >> 1;
-            w                    = p;
-            if (begins_lane<LANES>(search, t0 + i)) {
-                w = (int) (ended & 3);
-                ended >>= 2;
+            for (int i = 0; i < STEPS; ++i) {
+                of[i] = __shfl_sync(ALL, levels, i0 + i);
             }
+#pragma unroll
+            for (int i = STEPS; i-- > 0;) {
+                const int      x = w & 1, p = w >> 1 | (int) (nibbles >> (4 * i + w) & 1) << 1;
+                const uint32_t level = of[i] >> 8 * subset(p, x) & 255;
+                code                 = me == i0 + i ? (level ^ 2 * (p >> 1) ^ (p & 1)) >> 1 : code;
+                w                    = p;
+                if (begins_lane<LANES>(search, t0 + i0 + i)) {
+                    w = (int) (ended & 3);
+                    ended >>= 2;
+                }
+            }
+        }
+        if (me < n) {
+            search.codes[at] = code;
         }
     }
 }
@@ -364,17 +374,20 @@ struct Shared {
 };
 
 template <bool LANES> __global__ void encode_kernel(Encode a) {
-    const Layer &     l     = a.layer;
-    const int64_t     token = blockIdx.x;
-    const int         h     = (int) blockIdx.y;
-    const bool        value = blockIdx.z == 1;
-    const HeadCodec & codec = (value ? l.v : l.k)[h];
-    const float *     x     = value ? a.v + h * a.v_head + token * a.v_token : a.k + h * a.k_head + token * a.k_token;
-    const int         lane  = (int) threadIdx.x % WARP;
-    const int64_t     cell  = a.cells[token];
-    const int         in    = (int) (cell % TILE); // cell in its tile
-    uint8_t *         tile  = value ? a.v_tiles + cell / TILE * a.v_stride + l.v_offset[h] :
-                                      a.k_tiles + cell / TILE * a.k_stride + l.k_offset[h];
+    const Layer &     l      = a.layer;
+    const int64_t     token  = blockIdx.x;
+    const int         h      = (int) blockIdx.y;
+    const bool        value  = blockIdx.z == 1;
+    const HeadCodec & codec  = (value ? l.v : l.k)[h];
+    const float *     x      = value ? a.v + h * a.v_head + token * a.v_token : a.k + h * a.k_head + token * a.k_token;
+    const uint16_t *  basis  = codec.encode.halves; // [rank][d]
+    const float *     offset = codec.offset;
+    const int         d = codec.d, rank = codec.rank;
+    const int         lane = (int) threadIdx.x % WARP;
+    const int64_t     cell = a.cells[token];
+    const int         in   = (int) (cell % TILE); // cell in its tile
+    uint8_t *         tile = value ? a.v_tiles + cell / TILE * a.v_stride + l.v_offset[h] :
+                                     a.k_tiles + cell / TILE * a.k_stride + l.k_offset[h];
 
     Shared   shared(block_memory, l);
     float *  xs     = shared.xs;
@@ -384,7 +397,7 @@ template <bool LANES> __global__ void encode_kernel(Encode a) {
 
     fill_octets(codec, search.octets);
     bool finite = true;
-    for (int j = (int) threadIdx.x; j < codec.d; j += THREADS) {
+    for (int j = (int) threadIdx.x; j < d; j += THREADS) {
         xs[j]  = x[j];
         finite = finite && isfinite(xs[j]);
     }
@@ -392,21 +405,33 @@ template <bool LANES> __global__ void encode_kernel(Encode a) {
 
     finite    = true;
     bool zero = true;
-    for (int i0 = (int) threadIdx.x / WARP; i0 < codec.rank; i0 += ROWS * WARPS) {
+    for (int i0 = (int) threadIdx.x / WARP; i0 < rank; i0 += ROWS * WARPS) {
         float total[ROWS] = {};
-        for (int j = lane; j < codec.d; j += WARP) {
+        for (int j = COLUMNS * lane; j < d; j += COLUMNS * WARP) {
+            Loaded<uint16_t, COLUMNS> e[ROWS];
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                const int i = min(i0 + r * WARPS, codec.rank - 1);
-                total[r]    = fmaf(from_half(codec.encode.halves[i * codec.d + j]), xs[j], total[r]);
+                e[r] =
+                    *reinterpret_cast<const Loaded<uint16_t, COLUMNS> *>(basis + min(i0 + r * WARPS, rank - 1) * d + j);
+            }
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+                for (int y = 0; y < COLUMNS; ++y) {
+                    total[r] = fmaf(from_half(e[r].of[y]), xs[j + y], total[r]);
+                }
             }
         }
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
+            total[r] = warp_sum(total[r]);
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
             const int i = i0 + r * WARPS;
-            float     x = warp_sum(total[r]);
-            if (i < codec.rank) {
-                x      = codec.offset == nullptr ? x : __fsub_rn(x, codec.offset[i]);
+            float     x = total[r];
+            if (i < rank) {
+                x      = offset == nullptr ? x : __fsub_rn(x, offset[i]);
                 finite = finite && isfinite(x);
                 zero   = zero && x == 0.0f;
                 if (lane == 0) {

@@ -153,6 +153,14 @@ inline uint32_t __shfl_xor_sync(uint32_t, uint32_t x, int mask) {
     return emulated::from_lane(x, threadIdx.x % 32 ^ (unsigned) mask);
 }
 
+inline uint32_t __shfl_sync(uint32_t, uint32_t x, int lane) {
+    return emulated::from_lane(x, (unsigned) lane);
+}
+
+inline int __shfl_sync(uint32_t, int x, int lane) {
+    return (int) emulated::from_lane((uint32_t) x, (unsigned) lane);
+}
+
 inline float __shfl_sync(uint32_t, float x, int lane) {
     return __uint_as_float(emulated::from_lane(__float_as_uint(x), (unsigned) lane));
 }
