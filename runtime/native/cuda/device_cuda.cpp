@@ -1,6 +1,6 @@
 // device_cuda.cpp: coded layers on NVIDIA's GPUs, or on the emulated GPUs of tests/kernels/emulated (device_gpu.h).
 #include "../../../kernels/cuda/ops.h"
-#include "../device_gpu.h"
+#include "../engine/device_gpu.h"
 
 #include <cstdint>
 #include <cstring>

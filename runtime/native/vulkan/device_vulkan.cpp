@@ -1,6 +1,6 @@
 // device_vulkan.cpp: coded layers on a GPU with Vulkan (device_gpu.h).
 #include "../../../kernels/vulkan/ops.h"
-#include "../device_gpu.h"
+#include "../engine/device_gpu.h"
 #include "subkv/vulkan_dispatch.h"
 
 #include <algorithm>
