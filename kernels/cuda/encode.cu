@@ -11,10 +11,10 @@ namespace subkv::cuda {
 namespace {
 
 constexpr int CANDIDATES = SCALE_CANDIDATES_BELOW + 1;
-constexpr int STATES     = 4; // of the trellis
-constexpr int ROWS       = 8; // of a basis that a warp loads before it needs the first
-constexpr int COLUMNS    = 4; // adjacent elements of a row that a lane loads at a time
-constexpr int STEPS      = 8; // places of a path whose errors a thread loads at a time; divides the number of places
+constexpr int STATES     = 4;  // of the trellis
+constexpr int ROWS       = 16; // of a basis that a warp loads before it needs the first
+constexpr int COLUMNS    = 4;  // adjacent elements of a row that a lane loads at a time
+constexpr int STEPS      = 8;  // places of a path whose errors a thread loads at a time; divides the number of places
 static_assert(CANDIDATES * 8 <= THREADS, "one thread per candidate and lane");
 
 __device__ float quantize(float c, float inverse, float zero) {
@@ -25,6 +25,7 @@ __device__ float quantize(float c, float inverse, float zero) {
 // ascending order.
 __device__ float lane_error(const HeadCodec & codec, const float * c, float s, int lane, int beyond) {
     float error = 0.0f;
+#pragma unroll 1
     for (int i = 0; i < codec.n_bands; ++i) {
         const Band & band = codec.bands[i];
         if (band.bits == 16 || band.bits <= beyond) {
@@ -33,6 +34,7 @@ __device__ float lane_error(const HeadCodec & codec, const float * c, float s, i
         const float step    = __fmul_rn(s, band.ratio);
         const float inverse = __fdiv_rn(1.0f, step);
         const float zero    = half_range(band.bits);
+#pragma unroll 1
         for (int j = lane; j < band.n; j += 8) {
             const float x = c[band.first + j];
             const float e = fmaf(-step, quantize(x, inverse, zero) - zero, x);
@@ -50,6 +52,7 @@ __device__ float of_lanes(const float * l) {
 __device__ int choose_scale(const HeadCodec & codec, const float * c, float * room) {
     float reach     = 0.0f;
     bool  quantized = false;
+#pragma unroll 1
     for (int i = 0; i < codec.n_bands; ++i) {
         const Band & band = codec.bands[i];
         if (band.bits == 16) {
@@ -57,6 +60,7 @@ __device__ int choose_scale(const HeadCodec & codec, const float * c, float * ro
         }
         quantized        = true;
         const float full = __fmul_rn(band.ratio, half_range(band.bits));
+#pragma unroll 1
         for (int j = (int) threadIdx.x; j < band.n; j += THREADS) {
             reach = fmaxf(reach, __fdiv_rn(fabsf(c[band.first + j]), full));
         }
@@ -67,6 +71,7 @@ __device__ int choose_scale(const HeadCodec & codec, const float * c, float * ro
     reach = block_max(reach, room + CANDIDATES * 8);
     // the smallest scale that reaches: at most eight codes above that of the power of two
     int k0 = min(max(SCALE_ONE + 8 * ((int) (__float_as_uint(reach) >> 23) - 127), 1), (int) SCALE_MOST);
+#pragma unroll 1
     while (k0 < SCALE_MOST && row_scale((uint32_t) k0) < reach) {
         ++k0;
     }
@@ -199,12 +204,14 @@ __device__ int choose_path_scale(const Search & search, const HeadCodec & codec,
     const int  me = (int) threadIdx.x, first = middle - TRELLIS_BELOW;
     const auto may          = [&](int candidate) { return first + candidate >= 1 && first + candidate <= SCALE_MOST; };
     float      cost[STATES] = {};
+#pragma unroll 1
     for (int t0 = 0; t0 < search.places(); t0 += AT_ONCE) {
         const int t = t0 + me / TRELLIS_TRIED;
         if (t < search.places() && may(me % TRELLIS_TRIED)) {
             nearest(search, t, row_scale((uint32_t) (first + me % TRELLIS_TRIED)), search.error + STATES * me);
         }
         __syncthreads();
+#pragma unroll 1
         for (int i = 0; me < TRELLIS_TRIED && i < AT_ONCE && t0 + i < search.places(); i += STEPS) {
             const Errors errors(search.error + STATES * (TRELLIS_TRIED * i + me), STATES * TRELLIS_TRIED);
 #pragma unroll
@@ -248,11 +255,13 @@ template <bool LANES> __device__ void find_path(const Search & search, float s) 
     for (int w = 0; w < STATES; ++w) {
         cost[w] = w == me ? 0.0f : cost[w];
     }
+#pragma unroll 1
     for (int t0 = 0; t0 < search.places(); t0 += THREADS) {
         if (t0 + me < search.places()) {
             search.codes[search.coefficient(t0 + me)] = nearest(search, t0 + me, s, search.error + STATES * me);
         }
         __syncthreads();
+#pragma unroll 1
         for (int i = 0; me < STATES && i < THREADS && t0 + i < search.places(); i += STEPS) {
             const Errors errors(search.error + STATES * i, STATES);
             uint32_t     nibbles = 0;
@@ -285,11 +294,13 @@ template <bool LANES> __device__ void find_path(const Search & search, float s) 
     // The first warp walks back. Each lane loads the levels of one place, so that no step waits for memory.
     int w = __shfl_sync(ALL, LANES ? least_state(cost) : ends, 0);
     ended = __shfl_sync(ALL, ended, 0);
+#pragma unroll 1
     for (int t0 = (search.places() - 1) / WARP * WARP; t0 >= 0; t0 -= WARP) {
         const int      n      = min(WARP, search.places() - t0);
         const int      at     = search.coefficient(t0 + min(me, n - 1));
         const uint32_t levels = search.codes[at];
         uint32_t       code   = 0;
+#pragma unroll 1
         for (int i0 = n - STEPS; i0 >= 0; i0 -= STEPS) {
             const uint32_t nibbles = search.decisions[ends * (search.size / 8) + (t0 + i0) / 8];
             uint32_t       of[STEPS];
@@ -327,8 +338,10 @@ __device__ void put(uint8_t * at, uint32_t bits, uint32_t mask) {
 __device__ void store_codes(const HeadCodec & codec, const uint32_t * codes, uint8_t * tile, int c) {
     // a word holds four coefficients of a key, but one of a value
     const int each = codec.value != 0 ? 1 : 4, words = 8 / each;
+#pragma unroll 1
     for (int b = 0; b < codec.n_bands; ++b) {
         const Band & band = codec.bands[b];
+#pragma unroll 1
         for (int i = (int) threadIdx.x; band.bits != 16 && i < band.n / each; i += THREADS) {
             const uint32_t * u     = codes + band.first + i * each;
             const int        j     = i % words; // word of the octet
@@ -341,6 +354,7 @@ __device__ void store_codes(const HeadCodec & codec, const uint32_t * codes, uin
                 word |= u[x] << (codec.value != 0 ? 8 * (c % 4) : 8 * x);
             }
             const TileFields fields = tile_fields(band.bits, rho);
+#pragma unroll 1
             for (int x = 0; x < fields.n; ++x) {
                 const TileField f    = fields.field[x];
                 const uint32_t  mask = ones * ((1u << f.width) - 1);
@@ -397,6 +411,7 @@ template <bool LANES> __global__ void encode_kernel(Encode a) {
 
     fill_octets(codec, search.octets);
     bool finite = true;
+#pragma unroll 1
     for (int j = (int) threadIdx.x; j < d; j += THREADS) {
         xs[j]  = x[j];
         finite = finite && isfinite(xs[j]);
@@ -405,8 +420,10 @@ template <bool LANES> __global__ void encode_kernel(Encode a) {
 
     finite    = true;
     bool zero = true;
+#pragma unroll 1
     for (int i0 = (int) threadIdx.x / WARP; i0 < rank; i0 += ROWS * WARPS) {
         float total[ROWS] = {};
+#pragma unroll 1
         for (int j = COLUMNS * lane; j < d; j += COLUMNS * WARP) {
             Loaded<uint16_t, COLUMNS> e[ROWS];
 #pragma unroll
@@ -426,18 +443,17 @@ template <bool LANES> __global__ void encode_kernel(Encode a) {
         for (int r = 0; r < ROWS; ++r) {
             total[r] = warp_sum(total[r]);
         }
+        float mine = 0.0f; // of lane r: total[r]
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            const int i = i0 + r * WARPS;
-            float     x = total[r];
-            if (i < rank) {
-                x      = offset == nullptr ? x : __fsub_rn(x, offset[i]);
-                finite = finite && isfinite(x);
-                zero   = zero && x == 0.0f;
-                if (lane == 0) {
-                    c[i] = x;
-                }
-            }
+            mine = lane == r ? total[r] : mine;
+        }
+        const int i = i0 + lane * WARPS;
+        if (lane < ROWS && i < rank) {
+            mine   = offset == nullptr ? mine : __fsub_rn(mine, offset[i]);
+            finite = finite && isfinite(mine);
+            zero   = zero && mine == 0.0f;
+            c[i]   = mine;
         }
     }
     finite = __syncthreads_and(finite) != 0;
@@ -455,9 +471,11 @@ template <bool LANES> __global__ void encode_kernel(Encode a) {
     if (threadIdx.x == 0) {
         tile[in] = (uint8_t) (finite ? code : SCALE_NAN);
     }
+#pragma unroll 1
     for (int i = 0; i < codec.n_bands; ++i) {
         const Band & band    = codec.bands[i];
         const float  inverse = live ? __fdiv_rn(1.0f, __fmul_rn(s, band.ratio)) : 0.0f;
+#pragma unroll 1
         for (int j = (int) threadIdx.x; j < band.n; j += THREADS) {
             const float x = live ? c[band.first + j] : 0.0f;
             if (band.bits == 16) {
@@ -472,6 +490,7 @@ template <bool LANES> __global__ void encode_kernel(Encode a) {
     store_codes(codec, search.codes, tile, in);
 
     uint16_t * fresh = a.fresh + token * exact_width(l) + (value ? exact_value(l, h) : h * l.d_k);
+#pragma unroll 1
     for (int j = (int) threadIdx.x; j < codec.d; j += THREADS) {
         fresh[j] = x_finite ? to_half(fminf(fmaxf(xs[j], -HALF_MAX), HALF_MAX)) : HALF_NAN;
     }
