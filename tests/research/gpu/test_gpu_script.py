@@ -80,7 +80,7 @@ def test_missing_vulkan_packages_are_named(
 def test_cells_that_no_workload_has_are_refused() -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--cells", "1000"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "--cells: a positive multiple of 1024 expected, 1000 found" in done.stderr
+    assert "--cells: positive multiples of 1024 expected, 1000 found" in done.stderr
 
 
 def test_a_part_that_crashes_or_hangs_keeps_its_results(script: Any, tmp_path: Path) -> None:
