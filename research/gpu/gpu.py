@@ -32,7 +32,8 @@ from typing import Any
 
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "kernels"), str(ROOT / "tests"), str(BENCH)]
+sys.path[:0] = [str(ROOT / "tests" / "kernels"), str(ROOT / "tests"), str(ROOT / "kernels" / "triton"), str(BENCH)]
+os.environ.setdefault("SUBKV_CACHE", str(ROOT / "build" / "cache"))  # compiled.py keeps files beside it
 
 import cuda_ops as c  # noqa: E402
 import vulkan_ops as v  # noqa: E402

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes as ct
+import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 sys.path[:0] = [str(path) for path in (TESTS / "kernels", TESTS, ROOT / "kernels" / "triton", Path(__file__).parent)]
+os.environ.setdefault("SUBKV_CACHE", str(ROOT / "build" / "cache"))  # compiled.py keeps files beside it
 
 import cuda_ops as c  # noqa: E402
 import layers  # noqa: E402

@@ -9,13 +9,15 @@ which the measured copy would read that cache, divided by ours.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "kernels"), str(ROOT / "tests"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT / d) for d in ("tests/kernels", "tests", "kernels/triton", "research/gpu")]
+os.environ.setdefault("SUBKV_CACHE", str(ROOT / "build" / "cache"))  # compiled.py keeps files beside it
 
 import cuda_ops as c  # noqa: E402
 import layers  # noqa: E402
