@@ -1,0 +1,189 @@
+// plugin.cpp: registration. The device says that it is a GPU, because llama.cpp gives K/V caches only to GPUs and to the
+// CPU; it computes on the CPU backend, and leaves weights in the CPU's buffers, where they may be repacked.
+#include "plugin.h"
+
+#include "error.h"
+#include "ggml-cpu.h"
+#include "log_line.h"
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <cstring>
+
+namespace subkv::plugin {
+
+namespace {
+
+const char * name() {
+    return "SUBKV";
+}
+
+void free_backend(ggml_backend_t backend) {
+    delete (Context *) backend->context;
+    delete backend;
+}
+
+ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
+    return compute(*(Context *) backend->context, graph);
+}
+
+ggml_backend_t init_backend(ggml_backend_dev_t dev, const char *) {
+    static ggml_guid guid    = { 0x73, 0x75, 0x62, 0x6b, 0x76, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 };
+    auto *           context = new Context;
+    context->cpu.reset(ggml_backend_dev_init(cpu_device(), nullptr));
+    ggml_backend_i i = {};
+    i.get_name       = [](ggml_backend_t) { return name(); };
+    i.free           = free_backend;
+    i.graph_compute  = graph_compute;
+    return new ggml_backend{ &guid, i, dev, context };
+}
+
+// May a weight be in this buffer type? llama.cpp asks with an empty buffer, which K/V tensors have in a dry run.
+bool is_question(const ggml_tensor * weight) {
+    return weight && weight->buffer && weight->buffer->size == 0 &&
+           std::strncmp(root_of(weight)->name, "cache_", 6) != 0;
+}
+
+bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
+    for (const ggml_tensor * src : op->src) {
+        if (!is_question(src)) {
+            continue;
+        }
+        const ggml_backend_buffer_type_t type = src->buffer->buft;
+        if (type == buffer_type() || (identifies_model(src->name) && type != ggml_backend_cpu_buffer_type())) {
+            return false;
+        }
+    }
+    if (op->op == GGML_OP_SET_ROWS) {
+        if (Store * store = store_of(op)) {
+            store->check(op);
+        }
+    }
+    return ggml_backend_dev_supports_op(cpu_device(), op);
+}
+
+bool supports_buft(ggml_backend_dev_t, ggml_backend_buffer_type_t type) {
+    return type == buffer_type() || ggml_backend_dev_supports_buft(cpu_device(), type);
+}
+
+void get_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
+    ggml_backend_dev_memory(cpu_device(), free, total);
+}
+
+void get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
+    props->name        = name();
+    props->description = dev->iface.get_description(dev);
+    props->type        = GGML_BACKEND_DEVICE_TYPE_GPU;
+    props->device_id   = nullptr;
+    props->caps        = {};
+
+    props->caps.mmap_support = true; // weights are in the CPU's buffers
+    get_memory(dev, &props->memory_free, &props->memory_total);
+}
+
+void * cpu_function(const char * function) {
+    return ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu_device()), function);
+}
+
+void set_n_threads(ggml_backend_t backend, int n) {
+    if (auto set = (ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads")) {
+        set(((Context *) backend->context)->cpu.get(), n);
+    }
+}
+
+void set_abort_callback(ggml_backend_t backend, ggml_abort_callback callback, void * data) {
+    if (auto set = (ggml_backend_set_abort_callback_t) cpu_function("ggml_backend_set_abort_callback")) {
+        set(((Context *) backend->context)->cpu.get(), callback, data);
+    }
+}
+
+// Types for weights after our own: the CPU's that repack, then its ordinary one.
+ggml_backend_buffer_type_t * extra_bufts(ggml_backend_dev_t) {
+    static std::vector<ggml_backend_buffer_type_t> types = [] {
+        std::vector<ggml_backend_buffer_type_t> all;
+        auto get = (ggml_backend_dev_get_extra_bufts_t) cpu_function("ggml_backend_dev_get_extra_bufts");
+        for (auto * at = get ? get(cpu_device()) : nullptr; at && *at; ++at) {
+            all.push_back(*at);
+        }
+        all.push_back(ggml_backend_dev_buffer_type(cpu_device()));
+        all.push_back(nullptr);
+        return all;
+    }();
+    return types.data();
+}
+
+void * get_proc_address(ggml_backend_reg_t, const char * function) {
+    if (std::strcmp(function, "ggml_backend_set_n_threads") == 0) {
+        return (void *) set_n_threads;
+    }
+    if (std::strcmp(function, "ggml_backend_set_abort_callback") == 0) {
+        return (void *) set_abort_callback;
+    }
+    if (std::strcmp(function, "ggml_backend_dev_get_extra_bufts") == 0) {
+        return (void *) extra_bufts;
+    }
+    return nullptr;
+}
+
+ggml_backend_reg_t registration() {
+    static ggml_backend_reg reg = { GGML_BACKEND_API_VERSION,
+                                    { [](ggml_backend_reg_t) { return name(); },
+                                      [](ggml_backend_reg_t) -> size_t { return 1; },
+                                      [](ggml_backend_reg_t, size_t) { return device(); }, get_proc_address },
+                                    nullptr };
+    return &reg;
+}
+
+// Why this process cannot have the device; "": it can.
+std::string refusal() {
+    if (dlsym(RTLD_DEFAULT, "_Z19llama_subkv_libraryRbRNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE") ||
+        dlsym(RTLD_DEFAULT, "_Z19llama_subkv_librarybRNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE")) {
+        return "this program's llama.cpp has the coefficient cache already; unset GGML_BACKEND_PATH";
+    }
+    // ggml counts no changes of the structures that backends share with it
+    if (std::strcmp(ggml_version(), SUBKV_GGML_VERSION) != 0) {
+        return std::string("this program's ggml has version ") + ggml_version() + ", and the plug-in was built for " +
+               SUBKV_GGML_VERSION;
+    }
+    if (!cpu_device()) {
+        return "a CPU backend expected, none found";
+    }
+    return ops_error() ? ops_error() : "";
+}
+
+} // namespace
+
+ggml_backend_dev_t cpu_device() {
+    static ggml_backend_dev_t dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    return dev;
+}
+
+ggml_backend_dev_t device() {
+    static ggml_backend_device dev = [] {
+        ggml_backend_device_i i = {};
+        i.get_name              = [](ggml_backend_dev_t) { return name(); };
+        i.get_description       = [](ggml_backend_dev_t) { return "K/V cache of coefficients on the CPU"; };
+        i.get_memory            = get_memory;
+        i.get_type              = [](ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; };
+        i.get_props             = get_props;
+        i.init_backend          = init_backend;
+        i.get_buffer_type       = [](ggml_backend_dev_t) { return buffer_type(); };
+        i.supports_op           = supports_op;
+        i.supports_buft         = supports_buft;
+        return ggml_backend_device{ i, registration(), nullptr };
+    }();
+    return &dev;
+}
+
+} // namespace subkv::plugin
+
+extern "C" __attribute__((visibility("default"))) ggml_backend_reg_t ggml_backend_init(void) {
+    using namespace subkv;
+    const std::string why = plugin::refusal();
+    if (!why.empty()) {
+        log_line("plug-in: " + why);
+        return nullptr;
+    }
+    return plugin::registration();
+}
