@@ -18,6 +18,8 @@ get_directory_property(version DIRECTORY ${SUBKV_LLAMA_CPP_TREE}/ggml DEFINITION
 target_compile_definitions(ggml-subkv PRIVATE SUBKV_GGML_VERSION="${version}")
 target_link_libraries(ggml-subkv PRIVATE Threads::Threads)
 set_target_properties(ggml-subkv PROPERTIES PREFIX lib)
-target_link_options(ggml-subkv PRIVATE -Wl,--exclude-libs,ALL ${SUBKV_SANITIZE_LINK_OPTIONS})
+target_link_options(ggml-subkv PRIVATE -Wl,--version-script=${CMAKE_CURRENT_SOURCE_DIR}/plugin.map
+    ${SUBKV_SANITIZE_LINK_OPTIONS})
+set_property(TARGET ggml-subkv PROPERTY LINK_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/plugin.map)
 add_dependencies(ggml-subkv ggml)
 subkv_install_library(ggml-subkv ${SUBKV_LIB_DESTINATION})

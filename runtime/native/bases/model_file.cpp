@@ -179,13 +179,16 @@ std::string model_content(const std::string & path) {
 
 std::vector<std::string> WeightsDigest::names(int first_layer, int last_layer) {
     std::vector<std::string> names;
-    for (const int il : { first_layer, last_layer }) {
-        for (const char * name : { "attn_k", "attn_v", "attn_qkv", "attn_kv_a_mqa" }) {
-            names.push_back("blk." + std::to_string(il) + "." + name + ".weight");
+    const auto               add = [&](int il, const char * name) {
+        names.push_back("blk." + std::to_string(il) + "." + name + ".weight");
+    };
+    for (const char * name : { "attn_k", "attn_v", "attn_qkv", "attn_kv_a_mqa" }) {
+        if (first_layer != last_layer) {
+            add(first_layer, name);
         }
-        if (first_layer == last_layer) {
-            break;
-        }
+    }
+    for (const char * name : { "attn_k", "attn_qkv", "attn_kv_a_mqa" }) { // keys do not depend on the layer's values
+        add(last_layer, name);
     }
     return names;
 }

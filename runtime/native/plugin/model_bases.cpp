@@ -10,7 +10,6 @@
 #include <cstring>
 #include <mutex>
 #include <set>
-#include <unordered_set>
 
 namespace subkv::plugin {
 
@@ -62,35 +61,14 @@ private:
     }
 };
 
-// The weights that a node depends on, by name.
-std::map<std::string, const ggml_tensor *> weights_of(const ggml_tensor * node) {
-    std::map<std::string, const ggml_tensor *> found;
-    std::unordered_set<const ggml_tensor *>    seen;
-    std::vector<const ggml_tensor *>           next{ node };
-    while (!next.empty()) {
-        const ggml_tensor * t = next.back();
-        next.pop_back();
-        if (!t || !seen.insert(t).second) {
-            continue;
-        }
-        if (t->op == GGML_OP_NONE && identifies_model(t->name)) {
-            found[t->name] = t;
-        }
-        next.insert(next.end(), t->src, t->src + GGML_MAX_SRC);
-        next.push_back(t->view_src);
-    }
-    return found;
-}
-
 // As model_weights; "": some weight cannot be read.
-std::string digest_of(const std::map<std::string, const ggml_tensor *> & weights, const StoredBases & bases) {
+std::string digest_of(const GraphWeights & weights, const StoredBases & bases) {
     WeightsDigest digest;
     for (const auto & name : WeightsDigest::names(bases.first_layer, bases.last_layer)) {
-        const auto it = weights.find(name);
-        if (it == weights.end()) {
+        const ggml_tensor * t = weights.find(name);
+        if (!t) {
             continue;
         }
-        const ggml_tensor * t = it->second;
         if (!t->data || !t->buffer || (!ggml_backend_buffer_is_host(t->buffer) && !t->buffer->iface.get_tensor)) {
             return "";
         }
@@ -125,10 +103,30 @@ bool identifies_model(const char * weight) {
     return std::strncmp(weight, "blk.", 4) == 0 && weights.count(weight) != 0;
 }
 
-ModelBases find_model_bases(const ggml_tensor * node) {
-    const std::string value   = setting();
-    const Known &     known   = Known::get();
-    const auto        weights = weights_of(node);
+void GraphWeights::add(const ggml_tensor * node) {
+    std::vector<const ggml_tensor *> next{ node };
+    while (!next.empty()) {
+        const ggml_tensor * t = next.back();
+        next.pop_back();
+        if (!t || !seen_.insert(t).second) {
+            continue;
+        }
+        if (t->op == GGML_OP_NONE && identifies_model(t->name)) {
+            found_[t->name] = t;
+        }
+        next.insert(next.end(), t->src, t->src + GGML_MAX_SRC);
+        next.push_back(t->view_src);
+    }
+}
+
+const ggml_tensor * GraphWeights::find(const std::string & name) const {
+    const auto it = found_.find(name);
+    return it == found_.end() ? nullptr : it->second;
+}
+
+ModelBases find_model_bases(const GraphWeights & weights) {
+    const std::string value = setting();
+    const Known &     known = Known::get();
 
     const std::lock_guard<std::mutex> lock(owner_mutex);
     if (names_file(value)) {

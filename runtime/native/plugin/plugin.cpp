@@ -7,6 +7,7 @@
 #include "log_line.h"
 
 #include <dlfcn.h>
+#include <link.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -135,10 +136,25 @@ ggml_backend_reg_t registration() {
     return &reg;
 }
 
+// Does this process have our libllama? Its symbols may be visible to its own libraries only.
+bool is_patched() {
+    bool       found = false;
+    const auto look  = [](dl_phdr_info * info, size_t, void * result) {
+        void * library =
+            std::strstr(info->dlpi_name, "libllama") ? dlopen(info->dlpi_name, RTLD_LAZY | RTLD_NOLOAD) : nullptr;
+        if (library) {
+            *(bool *) result |= dlsym(library, "_Z20llama_subkv_store_onv") != nullptr; // hook/store.cpp
+            dlclose(library);
+        }
+        return 0;
+    };
+    dl_iterate_phdr(look, &found);
+    return found;
+}
+
 // Why this process cannot have the device; "": it can.
 std::string refusal() {
-    if (dlsym(RTLD_DEFAULT, "_Z19llama_subkv_libraryRbRNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE") ||
-        dlsym(RTLD_DEFAULT, "_Z19llama_subkv_librarybRNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE")) {
+    if (is_patched()) {
         return "this program's llama.cpp has the coefficient cache already; unset GGML_BACKEND_PATH";
     }
     // ggml counts no changes of the structures that backends share with it

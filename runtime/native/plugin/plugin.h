@@ -18,6 +18,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -37,10 +38,20 @@ struct ModelBases {
     bool                          required; // by the user: then the cache is coded, or the graph fails
 };
 
-// The bases that SUBKV requests for the model of a node, which is computed from weights of all its layers. The first model
-// owns the file that SUBKV names; others have those of the cache folder. Throws Invalid if SUBKV requires bases of this
-// model and there are none.
-ModelBases find_model_bases(const ggml_tensor * node);
+// Weights that identify models and that nodes of a graph are computed from.
+class GraphWeights {
+public:
+    void                add(const ggml_tensor * node);
+    const ggml_tensor * find(const std::string & name) const; // nullptr: none
+
+private:
+    std::map<std::string, const ggml_tensor *> found_;
+    std::unordered_set<const ggml_tensor *>    seen_;
+};
+
+// The bases that SUBKV requests for the model with these weights. The first model owns the file that SUBKV names; others
+// have those of the cache folder. Throws Invalid if SUBKV requires bases of this model and there are none.
+ModelBases find_model_bases(const GraphWeights & weights);
 
 // true: SUBKV requests no coded cache
 bool is_off();
@@ -127,6 +138,7 @@ private:
     uint8_t *                                  base_;
     size_t                                     size_;
     std::map<const ggml_tensor *, CacheTensor> tensors_;
+    GraphWeights                               weights_; // until checked
     bool                                       checked_ = false;
     bool                                       decided_ = false;
     ModelBases                                 bases_;

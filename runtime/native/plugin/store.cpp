@@ -185,31 +185,33 @@ ggml_tensor * Store::rows(int32_t il, bool value) const {
 
 void Store::check(const ggml_tensor * node) {
     const CacheTensor * of = find(root_of(node));
-    if (decided_ || checked_ || !of || of->value || is_off()) {
+    if (decided_ || checked_ || !of || is_off()) {
         return;
     }
-    for (const auto & [t, other] : tensors_) { // the last layer's keys depend on the weights of all others
-        if (!other.value && other.il > of->il) {
-            return;
-        }
+    weights_.add(node);
+    const auto later = [&](const auto & entry) { return entry.second.il > of->il; };
+    if (!of->value && std::none_of(tensors_.begin(), tensors_.end(), later)) { // all others have been seen
+        bases_   = find_model_bases(weights_);
+        checked_ = true;
     }
-    bases_   = find_model_bases(node);
-    checked_ = true;
 }
 
 void Store::decide(ggml_cgraph * graph, const GraphUse & use) {
+    if (use.layers.empty()) { // a shift
+        return;
+    }
     if (!checked_) {
-        int last = -1;
-        for (const auto & layer : use.layers) {
-            last = std::max(last, layer.set_k);
+        for (const LayerUse & layer : use.layers) {
+            for (const int set : { layer.set_k, layer.set_v }) {
+                if (set >= 0) {
+                    weights_.add(ggml_graph_node(graph, set));
+                }
+            }
         }
-        if (last < 0) { // as a shift of an empty cache
-            return;
-        }
-        bases_ =
-            is_off() ? ModelBases{ nullptr, "SUBKV is off", false } : find_model_bases(ggml_graph_node(graph, last));
+        bases_   = is_off() ? ModelBases{ nullptr, "", false } : find_model_bases(weights_);
         checked_ = true;
     }
+    weights_ = {};
     decided_ = true;
     if (bases_.layout) {
         try {
