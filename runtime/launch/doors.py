@@ -53,7 +53,7 @@ def choose_door(
     Raises SubkvError about `program` if it has none.
     """
     if not programs.other_llama_cpp(program, path, libraries, with_libraries):
-        return Door(None, f"uses {libraries / 'libllama.so'}")
+        return Door(None, f"finds our libraries in {libraries}")
     other = programs.other_llama_cpp(program, path, libraries, environment)
     reason = _missing(path, libraries, environment)
     if not reason:
