@@ -82,7 +82,7 @@ void report(const CacheDesc & desc, const Cache & cache, const std::string & wor
     for (const auto & layer : desc.layers) {
         rows += cache.facts().row_bytes(layer.il, false) + cache.facts().row_bytes(layer.il, true);
     }
-    log_line(cache_line(cache, rows * desc.n_cells * desc.n_stream, 0) + words);
+    log_line(cache_line(cache, rows * desc.n_cells * desc.n_stream, 0, cache.n_seq()) + words);
 }
 
 // Logs once per process that nothing protects the bases of an old file.
@@ -151,14 +151,20 @@ CacheRequest request_of_environment(const std::shared_ptr<const Layout> & layout
     return request;
 }
 
-std::string cache_line(const Cache & cache, size_t bytes_codes, size_t bytes_ordinary) {
+std::string cache_line(const Cache & cache, size_t bytes_codes, size_t bytes_ordinary, int32_t n_windows) {
     subkv_stats stats;
     cache.stats(bytes_codes, bytes_ordinary, stats);
-    char line[160];
+    const double window = (double) stats.bytes_window / cache.n_seq();
+    const double all    = (double) (stats.bytes_codes + stats.bytes_window);
+    const double size   = (double) stats.bytes_codes + n_windows * window;
+    char         line[160], more[80] = "";
+    if (n_windows < cache.n_seq() && window > 0.0) {
+        std::snprintf(more, sizeof(more), ", %.1f MiB for each further sequence", window / (1 << 20));
+    }
     std::snprintf(line, sizeof(line),
-                  "coded K/V cache, %.2f bits per element, %.1f MiB (f16: %.1f), %u layers; bases: ",
-                  (double) stats.bpe, (double) (stats.bytes_codes + stats.bytes_window) / (1 << 20),
-                  (double) stats.bytes_f16 / (1 << 20), stats.n_layer_coded);
+                  "coded K/V cache, %.2f bits per element, %.1f MiB (f16: %.1f)%s, %u layers; bases: ",
+                  (double) stats.bpe * size / all, size / (1 << 20), (double) stats.bytes_f16 / (1 << 20), more,
+                  stats.n_layer_coded);
     return line;
 }
 

@@ -28,7 +28,8 @@ struct CacheRequest {
 CacheRequest request_of_environment(const std::shared_ptr<const Layout> & layout);
 
 // "coded K/V cache, ...; bases: ", to which words about the bases are added. Bytes of codes and of ordinary layers.
-std::string cache_line(const Cache & cache, size_t bytes_codes, size_t bytes_ordinary);
+// n_windows: sequences with a window in this size; the line adds the size of each further one.
+std::string cache_line(const Cache & cache, size_t bytes_codes, size_t bytes_ordinary, int32_t n_windows);
 
 // SUBKV_RESUME: how many tokens before the end of a shortened sequence need exact rows, so that a program evaluates
 // those without one again. Throws Invalid.

@@ -1,4 +1,4 @@
-// graph.cpp: graphs in which the engine's nodes replace those on coded tensors. The CPU backend computes the whole graph.
+// graph.cpp: graphs in which the engine's nodes replace those on coded tensors. The CPU backend computes a whole graph.
 //
 // A layer stores K and V by two SET_ROWS and attends by FLASH_ATTN_EXT. encode runs in place of the later SET_ROWS,
 // because llama.cpp may reuse the memory of K and V afterwards; attend, combine and store_window in place of
@@ -131,10 +131,19 @@ private:
 
 } // namespace
 
+// ggml's number of a graph, by which it is known to be the same as before; 0: this version has none.
+template <typename Graph> static auto uid_of(const Graph * graph, int) -> decltype(uint64_t(graph->uid)) {
+    return graph->uid;
+}
+
+template <typename Graph> static uint64_t uid_of(const Graph *, long) {
+    return 0;
+}
+
 // The nodes of one graph, and what to fill in before they run.
 class Plan {
 public:
-    Plan(ggml_cgraph * graph, const Uses & uses) : graph_(graph), uid_(graph->uid) {
+    Plan(ggml_cgraph * graph, const Uses & uses) : graph_(graph), uid_(uid_of(graph, 0)) {
         const size_t n = 8 * (size_t) ggml_graph_n_nodes(graph) + 64;
         ctx_.reset(ggml_init({ n * ggml_tensor_overhead() + 2 * ggml_graph_overhead_custom(n, false), nullptr, true }));
         nodes_ = ggml_new_graph_custom(ctx_.get(), n, false);
@@ -147,7 +156,7 @@ public:
         place();
     }
 
-    bool is_of(const ggml_cgraph * graph) const { return uid_ != 0 && graph->uid == uid_ && graph_ == graph; }
+    bool is_of(const ggml_cgraph * graph) const { return uid_ != 0 && uid_of(graph, 0) == uid_ && graph_ == graph; }
 
     ggml_status run(ggml_backend_t cpu) {
         for (Part & part : parts_) {

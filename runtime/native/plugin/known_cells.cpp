@@ -187,7 +187,8 @@ const std::vector<TokenDesc> & KnownCells::enter(Cache & cache, const std::vecto
             t.pos = std::max(t.pos, 0);
         }
         const int32_t seq = sequence(cache, sight, i, previous);
-        bool exact = seq >= 0 && !t.in_picture; // else it is read through its codes, as the tokens of a picture are
+        // else it is read through its codes, as the tokens of a picture are
+        bool exact = seq >= 0 && !t.in_picture && t.pos < MAX_POSITION;
         if (exact) {
             const Positions & held = held_[(size_t) seq];
             for (auto it = held.lower_bound(t.pos); exact && it != held.end(); ++it) {

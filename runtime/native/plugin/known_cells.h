@@ -2,9 +2,9 @@
 //
 // A graph has its tokens' cells and positions, and a mask: the cells that a token sees belong to its sequence. Each of
 // several streams is a sequence. In a cache of one stream, this class numbers the sequences: a token continues the one
-// whose last cell it sees; if it sees another cell of it, it continues a copy, unless its own cell shows that the tail was
-// removed. Cells of unknown position, and those that a token sees but its sequence does not hold, are read through their
-// codes, so a wrong guess costs quality and nothing else.
+// whose last cell it sees; if it sees another cell of it, it continues a copy, unless its own cell shows that the tail
+// was removed. Cells of unknown position, and those that a token sees but its sequence does not hold, are read through
+// their codes, so a wrong guess costs quality and nothing else.
 //
 // A sequence holds a cell only at the cell's position.
 #pragma once

@@ -1,4 +1,4 @@
-// plugin.cpp: registration. The device says that it is a GPU, because llama.cpp gives K/V caches only to GPUs and to the
+// plugin.cpp: registration. The device says that it is a GPU, because llama.cpp gives K/V caches only to GPUs and the
 // CPU; it computes on the CPU backend, and leaves weights in the CPU's buffers, where they may be repacked.
 #include "plugin.h"
 
@@ -72,6 +72,13 @@ void get_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
     ggml_backend_dev_memory(cpu_device(), free, total);
 }
 
+// Weights are in the CPU's buffers. Earlier versions do not ask.
+template <typename Caps> auto set_mmap_support(Caps & caps, int) -> decltype(void(caps.mmap_support)) {
+    caps.mmap_support = true;
+}
+
+template <typename Caps> void set_mmap_support(Caps &, long) {}
+
 void get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     props->name        = name();
     props->description = dev->iface.get_description(dev);
@@ -79,7 +86,7 @@ void get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     props->device_id   = nullptr;
     props->caps        = {};
 
-    props->caps.mmap_support = true; // weights are in the CPU's buffers
+    set_mmap_support(props->caps, 0);
     get_memory(dev, &props->memory_free, &props->memory_total);
 }
 

@@ -1,6 +1,6 @@
-// plugin.h: the parts of libggml-subkv: a ggml backend that gives the coefficient cache to a llama.cpp without our patch.
-// It drives the engine (engine/cache.h), as runtime/native/hook does in the patched one, and knows what a backend can
-// know: tensors, graphs and their inputs, but no files, positions and sequences.
+// plugin.h: the parts of libggml-subkv: a ggml backend that gives the coefficient cache to a llama.cpp without our
+// patch. It drives the engine (engine/cache.h), as runtime/native/hook does in the patched one, and knows what a backend
+// can know: tensors, graphs and their inputs, but no files, positions and sequences.
 //
 //   plugin.cpp       registration; the device
 //   store.cpp        the buffer type: K/V cache tensors, states, copies between streams
@@ -49,8 +49,8 @@ private:
     std::unordered_set<const ggml_tensor *>    seen_;
 };
 
-// The bases that SUBKV requests for the model with these weights. The first model owns the file that SUBKV names; others
-// have those of the cache folder. Throws Invalid if SUBKV requires bases of this model and there are none.
+// The bases that SUBKV requests for the model with these weights. The first model owns the file that SUBKV names;
+// others have those of the cache folder. Throws Invalid if SUBKV requires bases of this model and there are none.
 ModelBases find_model_bases(const GraphWeights & weights);
 
 // true: SUBKV requests no coded cache
@@ -80,8 +80,8 @@ struct GraphUse {
     std::string           unknown; // why the tensors cannot be coded; "": they can
 };
 
-// The K/V cache tensors of a buffer: of one cache of llama.cpp. The buffer is reserved address space, as large as an f16
-// cache. The first graph that computes decides whether the cache is coded: codes have memory of their own, and then the
+// The K/V cache tensors of a buffer: of one cache of llama.cpp. The buffer is reserved address space, as large as an
+// f16 cache. The first graph that computes decides whether the cache is coded: codes have memory of their own, and then the
 // reserved pages stay unused.
 class Store {
 public:

@@ -311,7 +311,8 @@ void Store::report() const {
     for (const auto & [t, of] : tensors_) {
         ordinary += codes(of.il) ? 0 : ggml_nbytes(t);
     }
-    log_line(cache_line(*cache_, ggml_backend_buffer_get_size(memory_.get()), ordinary) + bases_.words);
+    const int32_t n_windows = rows_.begin()->second.first->ne[2] > 1 ? cache_->n_seq() : 1; // others may stay unused
+    log_line(cache_line(*cache_, ggml_backend_buffer_get_size(memory_.get()), ordinary, n_windows) + bases_.words);
 }
 
 //
