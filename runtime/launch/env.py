@@ -75,11 +75,10 @@ def main(model: str | None, request: CacheRequest, plugin: bool, form: str) -> N
     models = [Path(model)] if model else []
     with concerning(model_path="model", kv_cache="model"):
         variables, notes = cache_variables(models, request, name_bases=service or plugin)
-    variables |= (
-        plugin_variables(plugin_file(lib_dir()))
-        if plugin
-        else library_variables(lib_dir(), {} if service else os.environ)
-    )
+    if plugin:
+        variables = plugin_variables(plugin_file(lib_dir())) | variables
+    else:
+        variables = library_variables(lib_dir(), {} if service else os.environ) | variables
     for line in notes or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE derives bases"]:
         options.note(line)
     click.echo(format_variables(variables, form))

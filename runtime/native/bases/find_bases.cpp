@@ -325,7 +325,8 @@ FoundBases find_bases(const std::string & model, const std::string & named, int3
 StoredBases bases_of_weights(const std::string & path) {
     const gguf_context_ptr file = open_gguf(path.c_str());
     const Keys             keys(file.get());
-    StoredBases            found{ path, keys.optional_str(WEIGHTS_KEY), -1, -1 };
+    const bool             named = !keys.optional_str(WEIGHTS_KEY).empty();
+    StoredBases            found{ path, named ? keys.sha256(WEIGHTS_KEY) : "", -1, -1 };
     const auto             layers = parse_layout(keys.view("subkv.layout"), MAX_LAYERS);
     if (!layers.empty()) {
         found.first_layer = layers.front().il;

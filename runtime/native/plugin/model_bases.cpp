@@ -26,9 +26,10 @@ bool names_file(const std::string & value) {
 
 // What SUBKV and the cache folder have, read once per process.
 struct Known {
-    StoredBases              named{}; // path "": none
+    StoredBases              named{};   // path "": none
+    std::string              named_why; // it cannot be read
     std::vector<StoredBases> stored;
-    std::string              why; // the cache folder cannot be read
+    std::string              stored_why; // the cache folder cannot be read
     std::set<std::string>    weights;
 
     Known() {
@@ -38,12 +39,13 @@ struct Known {
         }
         try {
             named = names_file(value) ? bases_of_weights(value) : StoredBases{};
-        } catch (const Invalid &) { // find_model_bases tells
+        } catch (const Invalid & e) {
+            named_why = e.what();
         }
         try {
             stored = stored_bases();
         } catch (const Invalid & e) {
-            why = e.what();
+            stored_why = e.what();
         }
         add(named);
         std::for_each(stored.begin(), stored.end(), [this](auto & bases) { add(bases); });
@@ -130,8 +132,11 @@ ModelBases find_model_bases(const GraphWeights & weights) {
 
     const std::lock_guard<std::mutex> lock(owner_mutex);
     if (names_file(value)) {
+        if (!known.named_why.empty()) {
+            throw Invalid(known.named_why);
+        }
         const bool        first  = owner.empty();
-        const std::string digest = known.named.path.empty() ? "" : digest_of(weights, known.named);
+        const std::string digest = digest_of(weights, known.named);
         if (first || digest == owner) {
             const ModelBases found = loaded(value, true);
             if (known.named.weights.empty() || digest.empty()) {
@@ -156,9 +161,10 @@ ModelBases find_model_bases(const GraphWeights & weights) {
             return loaded(bases.path, required);
         }
     }
-    const std::string why = known.why.empty() ? "no bases for this model in " + std::string(subkv_sidecar_folder()) +
-                                                    "; `subkv convert MODEL` derives them" :
-                                                known.why;
+    const std::string why = known.stored_why.empty() ?
+                                "no bases for this model in " + std::string(subkv_sidecar_folder()) +
+                                    "; `subkv convert MODEL` derives them" :
+                                known.stored_why;
     if (required) {
         throw Invalid("SUBKV=subkv: " + why);
     }
