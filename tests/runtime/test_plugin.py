@@ -19,6 +19,7 @@ import pytest
 from each import each
 from format import writer
 from gguf import GGUFValueType
+from test_variants import shape_of
 
 from subkv.format import store
 from subkv.native import library
@@ -123,6 +124,24 @@ def test_it_computes_as_the_patch(name: str, tmp_path: Path, model: Path, bases:
     patched, plugged = (run(tmp_path, model, bases, *calls, plugin=plugin, **params) for plugin in (False, True))
     assert "coded K/V cache" in plugged.said and not plugged.facts["failed"]
     assert len(plugged.logits) == sum(call[0] == "decode" for call in calls)
+    for expected, found in zip(patched.logits, plugged.logits, strict=True):
+        assert np.array_equal(expected, found)
+
+
+@each("arch", ["llama", "bloom", "gemma2", "gpt-oss", "qwen2vl", "lfm2", "qwen35", "gemma3n", "gemma4"])
+def test_architectures(arch: str, tmp_path: Path, tiny_model: Models) -> None:
+    """ALiBi, sliding windows, attention sinks, M-RoPE, hybrids, rows that several layers read."""
+    path, bases = tiny_model(arch), tmp_path / "bases.gguf"
+    opened = engine.Model(path)
+    shapes, n_layer = shape_of(opened), engine.C.llama_model_n_layer(opened.handle)
+    opened.free()
+    bands = [[(d, 8)] for d in shapes[0][2:]]
+    options = {"arch": arch, "block_count": n_layer, "n_recent": N_RECENT, "recent_bits": 10}
+    engine.SUBKV.subkv_layout_free(engine.signed_permutations(shapes, *bands, path=bases, **options))
+    patched, plugged = (
+        run(tmp_path, path, bases, decode(TEXT), decode(MORE), plugin=plugin) for plugin in (False, True)
+    )
+    assert "coded K/V cache" in plugged.said, plugged.said
     for expected, found in zip(patched.logits, plugged.logits, strict=True):
         assert np.array_equal(expected, found)
 

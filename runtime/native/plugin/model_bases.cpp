@@ -126,14 +126,21 @@ const ggml_tensor * GraphWeights::find(const std::string & name) const {
     return it == found_.end() ? nullptr : it->second;
 }
 
-ModelBases find_model_bases(const GraphWeights & weights) {
+ModelBases find_model_bases(const GraphWeights & weights, const std::function<bool(int32_t il)> & has_layer) {
     const std::string value = setting();
     const Known &     known = Known::get();
 
+    const auto fits = [&](const StoredBases & bases) {
+        return has_layer(bases.first_layer) && has_layer(bases.last_layer);
+    };
+
     const std::lock_guard<std::mutex> lock(owner_mutex);
+    if (!known.named_why.empty()) {
+        throw Invalid(known.named_why);
+    }
     if (names_file(value)) {
-        if (!known.named_why.empty()) {
-            throw Invalid(known.named_why);
+        if (!fits(known.named)) {
+            return { nullptr, value + " has no bases for these layers", false };
         }
         const bool        first  = owner.empty();
         const std::string digest = digest_of(weights, known.named);
@@ -156,7 +163,7 @@ ModelBases find_model_bases(const GraphWeights & weights) {
     const bool required = value == "subkv" && owner.empty();
     for (const StoredBases & bases : known.stored) {
         const std::string digest = digest_of(weights, bases);
-        if (!digest.empty() && digest == bases.weights) {
+        if (fits(bases) && !digest.empty() && digest == bases.weights) {
             owner = required ? digest : owner;
             return loaded(bases.path, required);
         }

@@ -15,6 +15,7 @@
 #include "known_cells.h"
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -49,9 +50,10 @@ private:
     std::unordered_set<const ggml_tensor *>    seen_;
 };
 
-// The bases that SUBKV requests for the model with these weights. The first model owns the file that SUBKV names;
+// The bases that SUBKV requests for a cache of the model with these weights. has_layer: does the cache have its rows? It
+// gets bases only if it has the first and the last layer with some, as the sliding half of a cache does not. The first model owns the file that SUBKV names;
 // others have those of the cache folder. Throws Invalid if SUBKV requires bases of this model and there are none.
-ModelBases find_model_bases(const GraphWeights & weights);
+ModelBases find_model_bases(const GraphWeights & weights, const std::function<bool(int32_t il)> & has_layer);
 
 // true: SUBKV requests no coded cache
 bool is_off();
@@ -130,10 +132,11 @@ private:
         std::map<std::pair<int32_t, bool>, std::pair<std::vector<uint16_t>, std::vector<uint16_t>>> rows;
     };
 
-    Part part(const ggml_tensor * t, size_t offset, size_t size) const;
-    void set_rows(const Part & part, const uint16_t * rows);
-    void code(ggml_cgraph * graph, const GraphUse & use);
-    void report() const;
+    ModelBases find_bases() const;
+    Part       part(const ggml_tensor * t, size_t offset, size_t size) const;
+    void       set_rows(const Part & part, const uint16_t * rows);
+    void       code(ggml_cgraph * graph, const GraphUse & use);
+    void       report() const;
 
     uint8_t *                                  base_;
     size_t                                     size_;

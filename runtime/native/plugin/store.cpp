@@ -191,9 +191,15 @@ void Store::check(const ggml_tensor * node) {
     weights_.add(node);
     const auto later = [&](const auto & entry) { return entry.second.il > of->il; };
     if (!of->value && std::none_of(tensors_.begin(), tensors_.end(), later)) { // all others have been seen
-        bases_   = find_model_bases(weights_);
+        bases_   = find_bases();
         checked_ = true;
     }
+}
+
+ModelBases Store::find_bases() const {
+    return find_model_bases(weights_, [this](int32_t il) {
+        return std::any_of(tensors_.begin(), tensors_.end(), [&](const auto & entry) { return entry.second.il == il; });
+    });
 }
 
 void Store::decide(ggml_cgraph * graph, const GraphUse & use) {
@@ -208,7 +214,7 @@ void Store::decide(ggml_cgraph * graph, const GraphUse & use) {
                 }
             }
         }
-        bases_   = is_off() ? ModelBases{ nullptr, "", false } : find_model_bases(weights_);
+        bases_   = is_off() ? ModelBases{ nullptr, "", false } : find_bases();
         checked_ = true;
     }
     weights_ = {};
