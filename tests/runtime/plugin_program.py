@@ -3,7 +3,8 @@
 python plugin_program.py MODEL OUTPUT.npz CALLS
 
 CALLS is JSON: {"params": {...of llama_context_params}, "calls": [...], "first": MODEL}. first: a model that
-decodes a token before, in a context that stays open. The calls:
+decodes a token before, in a context that stays open. kill: the process kills itself at
+the end. The calls:
 
     ["decode", [[token, position, sequence], ...]]   appends the logits of all tokens
     ["rm", seq, p0, p1]  ["cp", src, dst, p0, p1]  ["add", seq, p0, p1, by]  ["clear"]
@@ -15,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,8 @@ def main() -> None:
         else:
             call = {"rm": "seq_rm", "cp": "seq_cp", "add": "seq_add", "clear": "clear"}[name]
             getattr(C, f"llama_memory_{call}")(memory, *(of or [True]))
+    if asked.get("kill"):
+        os.kill(os.getpid(), signal.SIGKILL)
     np.savez(sys.argv[2], *logits)
     status = Path("/proc/self/status").read_text()
     result["rss"] = int(status.split("VmRSS:")[1].split()[0]) << 10

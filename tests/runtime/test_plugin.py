@@ -75,6 +75,7 @@ def write_bases(path: Path, model: Path, weights: str | None = None, n_layer: in
 
 def run(tmp_path: Path, model: Path, subkv: str | Path, *calls: Any, plugin: bool = True, **params: Any) -> Run:
     first = {"first": str(params.pop("first"))} if "first" in params else {}
+    first |= {"kill": params.pop("kill")} if "kill" in params else {}
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SUBKV", "LLAMA", "GGML"))}
     env |= {"LD_LIBRARY_PATH": str(LIBRARIES), "SUBKV": str(subkv)}
     env |= {"LLAMA_CPP_LIB_PATH": str(STOCK if plugin else LIBRARIES)}
@@ -128,16 +129,21 @@ def test_it_computes_as_the_patch(name: str, tmp_path: Path, model: Path, bases:
         assert np.array_equal(expected, found)
 
 
-@each("arch", ["llama", "bloom", "gemma2", "gpt-oss", "qwen2vl", "lfm2", "qwen35", "gemma3n", "gemma4"])
+@each("arch", ["llama", "bloom", "gemma2", "gpt-oss", "qwen2vl", "lfm2", "qwen35", "gemma3n", "gemma4", "deepseek2"])
 def test_architectures(arch: str, tmp_path: Path, tiny_model: Models) -> None:
-    """ALiBi, sliding windows, attention sinks, M-RoPE, hybrids, rows that several layers read."""
+    """ALiBi, sliding windows, attention sinks, M-RoPE, hybrids, rows that several layers read, latent rows."""
     path, bases = tiny_model(arch), tmp_path / "bases.gguf"
-    opened = engine.Model(path)
-    shapes, n_layer = shape_of(opened), engine.C.llama_model_n_layer(opened.handle)
-    opened.free()
-    bands = [[(d, 8)] for d in shapes[0][2:]]
-    options = {"arch": arch, "block_count": n_layer, "n_recent": N_RECENT, "recent_bits": 10}
-    engine.SUBKV.subkv_layout_free(engine.signed_permutations(shapes, *bands, path=bases, **options))
+    if arch == "deepseek2":
+        layers = engine.latent_layers([(32, 8), (16, 8)], 48, 32, 2)
+        layout = engine.load_latent(bases, layers, arch=arch, block_count=2)
+    else:
+        opened = engine.Model(path)
+        shapes, n_layer = shape_of(opened), engine.C.llama_model_n_layer(opened.handle)
+        opened.free()
+        bands = [[(d, 8)] for d in shapes[0][2:]]
+        options = {"arch": arch, "block_count": n_layer, "n_recent": N_RECENT, "recent_bits": 10}
+        layout = engine.signed_permutations(shapes, *bands, path=bases, **options)
+    engine.SUBKV.subkv_layout_free(layout)
     patched, plugged = (
         run(tmp_path, path, bases, decode(TEXT), decode(MORE), plugin=plugin) for plugin in (False, True)
     )
@@ -215,6 +221,16 @@ def test_files_that_are_refused(damage: str, tmp_path: Path, model: Path, bases:
     elif damage != "missing":
         path.write_bytes(data[: len(data) // 2] if damage == "truncated" else b"text" * 99)
     assert not run(tmp_path, model, path, decode(TEXT)).facts["context"]
+
+
+def test_a_killed_program_loses_nothing(tmp_path: Path, model: Path, bases: Path) -> None:
+    before = bases.read_bytes()
+    calls = [decode(TEXT), *[decode([[9, 90 + i, 0]]) for i in range(150)]]
+    with pytest.raises(AssertionError):
+        run(tmp_path, model, bases, *calls, kill=True)
+    assert bases.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {bases.name}
+    assert "coded K/V cache" in run(tmp_path, model, bases, decode(TEXT)).said
 
 
 def test_without_flash_attention(tmp_path: Path, model: Path, bases: Path) -> None:
