@@ -4,7 +4,7 @@ python plugin_program.py MODEL OUTPUT.npz CALLS
 
 CALLS is JSON: {"params": {...of llama_context_params}, "calls": [...], "first": MODEL}. first: a model that
 decodes a token before, in a context that stays open. kill: the process kills itself at
-the end. The calls:
+the end. layers: n_gpu_layers. The calls:
 
     ["decode", [[token, position, sequence], ...]]   appends the logits of all tokens
     ["rm", seq, p0, p1]  ["cp", src, dst, p0, p1]  ["add", seq, p0, p1, by]  ["clear"]
@@ -49,7 +49,9 @@ def main() -> None:
             C.llama_decode(C.llama_init_from_model(other, C.llama_context_default_params()), _batch(C, [[10, 0, 0]]))
             == 0
         )
-    model = C.llama_model_load_from_file(sys.argv[1].encode(), C.llama_model_default_params())
+    of_model = C.llama_model_default_params()
+    of_model.n_gpu_layers = asked.get("layers", of_model.n_gpu_layers)
+    model = C.llama_model_load_from_file(sys.argv[1].encode(), of_model)
     assert model
     n_vocab = C.llama_vocab_n_tokens(C.llama_model_get_vocab(model))
     params = C.llama_context_default_params()

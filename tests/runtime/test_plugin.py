@@ -75,7 +75,7 @@ def write_bases(path: Path, model: Path, weights: str | None = None, n_layer: in
 
 def run(tmp_path: Path, model: Path, subkv: str | Path, *calls: Any, plugin: bool = True, **params: Any) -> Run:
     first = {"first": str(params.pop("first"))} if "first" in params else {}
-    first |= {"kill": params.pop("kill")} if "kill" in params else {}
+    first |= {name: params.pop(name) for name in ("kill", "layers") if name in params}
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SUBKV", "LLAMA", "GGML"))}
     env |= {"LD_LIBRARY_PATH": str(LIBRARIES), "SUBKV": str(subkv)}
     env |= {"LLAMA_CPP_LIB_PATH": str(STOCK if plugin else LIBRARIES)}
@@ -221,6 +221,16 @@ def test_files_that_are_refused(damage: str, tmp_path: Path, model: Path, bases:
     elif damage != "missing":
         path.write_bytes(data[: len(data) // 2] if damage == "truncated" else b"text" * 99)
     assert not run(tmp_path, model, path, decode(TEXT)).facts["context"]
+
+
+@each("layers", [0, 1, 2])
+def test_layers_elsewhere_keep_f16(layers: int, tmp_path: Path, model: Path, bases: Path) -> None:
+    """The last layers belong to the device; a cache without the first layer with bases is ordinary."""
+    found, f16 = (run(tmp_path, model, subkv, decode(TEXT), decode(MORE), layers=layers) for subkv in (bases, "off"))
+    assert "subkv: ordinary f16 K/V cache: it is on CPU; the device SUBKV codes the layers that it has" in found.said
+    assert "coded" not in found.said and not found.facts["failed"]
+    for expected, logits in zip(f16.logits, found.logits, strict=True):
+        assert np.array_equal(expected, logits)
 
 
 def test_a_killed_program_loses_nothing(tmp_path: Path, model: Path, bases: Path) -> None:

@@ -224,9 +224,12 @@ KnownCells::Adopted KnownCells::adopt(Cache & cache, int64_t first, int64_t n, c
                                       const ggml_tensor * mask) {
     const Sight   sight{ tokens, mask };
     const int64_t stream = first / n_cells_;
+    const auto    is_own = [&](int64_t cell) { // the graph writes it
+        return std::any_of(tokens.begin(), tokens.end(), [&](const GraphToken & token) { return token.cell == cell; });
+    };
     for (size_t i = 0; i < tokens.size(); ++i) {
         int64_t seen = tokens[i].cell / n_cells_ == stream ? n : 0; // before the last one that the token sees
-        while (seen > 0 && !sight.sees(i, (first + seen - 1) % n_cells_)) {
+        while (seen > 0 && (!sight.sees(i, (first + seen - 1) % n_cells_) || is_own(first + seen - 1))) {
             --seen;
         }
         const int64_t pos = tokens[i].pos - seen;

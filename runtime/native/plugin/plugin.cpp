@@ -9,6 +9,7 @@
 #include <dlfcn.h>
 #include <link.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 
@@ -46,6 +47,16 @@ bool is_question(const ggml_tensor * weight) {
            std::strncmp(root_of(weight)->name, "cache_", 6) != 0;
 }
 
+// Logs once that a cache is in another buffer type.
+void note_elsewhere(const ggml_tensor * root) {
+    static std::atomic<bool> noted{ false };
+    if (std::strncmp(root->name, "cache_k_l", 9) == 0 && root->type == GGML_TYPE_F16 && root->buffer &&
+        root->buffer->buft != buffer_type() && root->buffer->size > 0 && !is_off() && !noted.exchange(true)) {
+        log_line(std::string("ordinary f16 K/V cache: it is on ") + ggml_backend_buffer_name(root->buffer) +
+                 "; the device SUBKV codes the layers that it has (-ngl, --device)");
+    }
+}
+
 bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
     for (const ggml_tensor * src : op->src) {
         if (!is_question(src)) {
@@ -59,6 +70,8 @@ bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
     if (op->op == GGML_OP_SET_ROWS) {
         if (Store * store = store_of(op)) {
             store->check(op);
+        } else {
+            note_elsewhere(root_of(op));
         }
     }
     return ggml_backend_dev_supports_op(cpu_device(), op);
