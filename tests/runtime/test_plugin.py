@@ -78,6 +78,7 @@ def run(tmp_path: Path, model: Path, subkv: str | Path, *calls: Any, plugin: boo
     first |= {name: params.pop(name) for name in ("kill", "layers") if name in params}
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SUBKV", "LLAMA", "GGML"))}
     env |= {"LD_LIBRARY_PATH": str(LIBRARIES), "SUBKV": str(subkv)}
+    env |= {"SUBKV_SEQUENCES": str(params.pop("windows", ""))}
     env |= {"LLAMA_CPP_LIB_PATH": str(STOCK if plugin else LIBRARIES)}
     env |= {"GGML_BACKEND_PATH": str(PLUGIN)} if plugin else {}
     asked = {"params": {"n_ctx": 256, "n_batch": 256, "n_ubatch": 64} | params, "calls": calls, **first}
@@ -150,6 +151,55 @@ def test_architectures(arch: str, tmp_path: Path, tiny_model: Models) -> None:
     assert "coded K/V cache" in plugged.said, plugged.said
     for expected, found in zip(patched.logits, plugged.logits, strict=True):
         assert np.array_equal(expected, found)
+
+
+def random_calls(seed: int, unified: bool, n: int = 60) -> list[Any]:
+    """Calls on three sequences that an f16 cache accepts."""
+    rng = np.random.default_rng(seed)
+    length, saved, calls = [0, 0, 0], [-1, -1, -1], []
+    for _ in range(n):
+        name = rng.choice(["decode"] * 6 + ["tail", "cp", "shift", "save", "load", "together", "end"])
+        seq, other = (int(i) for i in rng.permutation(3)[:2])
+        if name == "decode" and length[seq] < 90:
+            count = int(rng.choice([1, 2, 9, 30]))
+            calls.append(decode(tokens(count, int(rng.integers(999)), length[seq], seq)))
+            length[seq] += count
+        elif name == "together" and max(length) < 90:
+            batch = [tokens(1, int(rng.integers(999)), length[s], s) for s in range(3)]
+            calls.append(decode(*batch))
+            length = [n + 1 for n in length]
+        elif name == "tail" and length[seq] > 1:
+            length[seq] = int(rng.integers(max(1, length[seq] - 40), length[seq]))
+            calls.append(["rm", seq, length[seq], -1])
+        elif name == "end":
+            length[seq] = 0
+            calls.append(["rm", seq, -1, -1])
+        elif name == "cp" and length[seq]:
+            calls += [["rm", other, -1, -1], ["cp", seq, other, -1, -1]]
+            length[other] = length[seq]
+        elif name == "shift" and length[seq] > 20 and not unified:  # cells of several sequences cannot move
+            calls += [["rm", seq, 3, 9], ["add", seq, 9, length[seq], -6]]
+            length[seq] -= 6
+        elif name == "save" and length[seq]:
+            calls.append(["save", seq])
+            saved[seq] = length[seq]
+        elif name == "load" and saved[seq] > 0:
+            calls += [["rm", seq, -1, -1], ["load", seq]]
+            length[seq] = saved[seq]
+    return calls
+
+
+@each("seed, windows", [(0, 4), (1, 4), (3, 4), (106, 4), (118, 4), (101, 2), (118, 2), (104, 1)])
+def test_random_calls_equal_f16(seed: int, windows: int, tmp_path: Path, model: Path) -> None:
+    """With exact codes, guesses about positions and sequences must not matter. windows: for the three sequences."""
+    exact = write_bases(tmp_path / "exact.gguf", model, bits=16)
+    unified = seed % 2 == 0 or windows < 3
+    options = {"n_seq_max": 3, "kv_unified": unified, "n_ctx": 1024, "windows": windows}
+    calls = random_calls(seed, unified)
+    coded, f16 = (run(tmp_path, model, subkv, *calls, **options) for subkv in (exact, "off"))
+    assert len(coded.logits) == len(f16.logits) > 5 and not coded.facts["failed"]
+    for i, (expected, found) in enumerate(zip(f16.logits, coded.logits, strict=True)):
+        assert np.abs(found - expected).max() < 0.02 * expected.std(), i
 
 
 def test_a_restored_state_continues(tmp_path: Path, model: Path, bases: Path) -> None:

@@ -106,7 +106,7 @@ int32_t KnownCells::unused(Cache & cache) {
     return seq;
 }
 
-int32_t KnownCells::sequence(Cache & cache, const Sight & sight, size_t token, int32_t previous) {
+int32_t KnownCells::sequence(Cache & cache, const Sight & sight, size_t token, int32_t previous, bool & exact) {
     const GraphToken & t = sight.tokens[token];
     if (n_stream_ > 1) {
         return (int32_t) (t.cell / n_cells_);
@@ -130,27 +130,31 @@ int32_t KnownCells::sequence(Cache & cache, const Sight & sight, size_t token, i
             last = other;
         }
     }
-    if (last.seq < 0) {
-        return unused(cache);
-    }
     const Cell own = cells_[(size_t) t.cell];
-    if (held_[(size_t) last.seq].rbegin()->first == last.pos || (own.seq == last.seq && own.pos >= t.pos)) {
+    if (last.seq >= 0 &&
+        (held_[(size_t) last.seq].rbegin()->first == last.pos || (own.seq == last.seq && own.pos >= t.pos))) {
         return last.seq;
     }
-    used_[(size_t) last.seq] = n_graphs_;
-    const int32_t seq        = unused(cache);
-    if (seq >= 0 && cache.copy_seq(last.seq, seq, 0, last.pos + 1, *this)) {
+    if (last.seq >= 0) {
+        used_[(size_t) last.seq] = n_graphs_;
+    }
+    const int32_t seq = unused(cache);
+    if (seq < 0) { // it reads codes, and the exact sinks of the sequence that it continues
+        exact = false;
+        return std::max(0, last.seq);
+    }
+    if (last.seq >= 0 && cache.copy_seq(last.seq, seq, 0, last.pos + 1, *this)) {
         const Positions & from = held_[(size_t) last.seq];
         held_[(size_t) seq]    = Positions(from.begin(), from.upper_bound(last.pos));
     }
     return seq;
 }
 
-// The engine takes a cell at an exact position from the window of the token's sequence. If that does not hold the cell,
-// all tokens read its codes.
-void KnownCells::check_held(const Cache & cache, const Sight & sight, size_t token, int32_t seq) {
+// The engine takes a cell at an exact position, a sink or one after `past`, from the window of the token's sequence. If
+// that does not hold the cell, all tokens read its codes.
+void KnownCells::check_held(const Cache & cache, const Sight & sight, size_t token, int32_t past) {
+    const int32_t     seq  = seqs_[token];
     const Positions & held = held_[(size_t) seq];
-    const int32_t     past = tokens_[token].pos - cache.n_recent();
     for (int64_t cell = 0; cell < sight.n_kv(); ++cell) {
         const int64_t at  = first_cell(seq) + cell;
         const int32_t pos = cells_[(size_t) at].pos;
@@ -186,19 +190,17 @@ const std::vector<TokenDesc> & KnownCells::enter(Cache & cache, const std::vecto
             }
             t.pos = std::max(t.pos, 0);
         }
-        const int32_t seq = sequence(cache, sight, i, previous);
         // else it is read through its codes, as the tokens of a picture are
-        bool exact = seq >= 0 && !t.in_picture && t.pos < MAX_POSITION;
+        bool          exact = !t.in_picture && t.pos < MAX_POSITION;
+        const int32_t seq   = sequence(cache, sight, i, previous, exact);
         if (exact) {
             const Positions & held = held_[(size_t) seq];
             for (auto it = held.lower_bound(t.pos); exact && it != held.end(); ++it) {
                 exact = cells_[(size_t) (first_cell(seq) + it->second)].graph != n_graphs_;
             }
         }
-        if (seq >= 0) {
-            used_[(size_t) seq] = n_graphs_;
-            seqs_[i] = previous = seq;
-        }
+        used_[(size_t) seq] = n_graphs_;
+        seqs_[i] = previous = seq;
         if (exact) { // a removed tail
             remove(cache, seq, t.pos, MAX_POSITION);
         }
@@ -210,46 +212,67 @@ const std::vector<TokenDesc> & KnownCells::enter(Cache & cache, const std::vecto
         }
         tokens_[i] = { t.pos, 1, &seqs_[i], (int32_t) (t.cell / n_cells_ - stream0), cell, !exact };
     }
-    std::vector<char> checked(held_.size()); // the last token of a sequence sees the most
+    // of a sequence, the last token sees the most, and the first one has exact cells furthest back
+    std::vector<int32_t> first(held_.size(), MAX_POSITION);
+    for (size_t i = 0; i < own.size(); ++i) {
+        int32_t & pos = first[(size_t) seqs_[i]];
+        pos           = std::min(pos, own[i].pos);
+    }
     for (size_t i = own.size(); i-- > 0;) {
-        if (!checked[(size_t) seqs_[i]] && !tokens_[i].in_picture) {
-            checked[(size_t) seqs_[i]] = 1;
-            check_held(cache, sight, i, seqs_[i]);
+        int32_t & pos = first[(size_t) seqs_[i]];
+        if (tokens_[i].in_picture) { // which may continue the sequence apart from its other tokens
+            check_held(cache, sight, i, MAX_POSITION);
+        } else if (pos != MAX_POSITION) {
+            check_held(cache, sight, i, pos - cache.n_recent());
+            pos = MAX_POSITION;
         }
     }
     return tokens_;
 }
 
-KnownCells::Adopted KnownCells::adopt(Cache & cache, int64_t first, int64_t n, const std::vector<GraphToken> & tokens,
-                                      const ggml_tensor * mask) {
-    const Sight   sight{ tokens, mask };
-    const int64_t stream = first / n_cells_;
-    const auto    is_own = [&](int64_t cell) { // the graph writes it
+std::vector<KnownCells::Adopted> KnownCells::adopt(Cache & cache, const std::vector<Range> & ranges,
+                                                   const std::vector<GraphToken> & tokens, const ggml_tensor * mask) {
+    const Sight          sight{ tokens, mask };
+    std::vector<Adopted> adopted(ranges.size(), Adopted{ -1, 0, 0 });
+    const auto           is_own = [&](int64_t cell) { // the graph writes it
         return std::any_of(tokens.begin(), tokens.end(), [&](const GraphToken & token) { return token.cell == cell; });
     };
     for (size_t i = 0; i < tokens.size(); ++i) {
-        int64_t seen = tokens[i].cell / n_cells_ == stream ? n : 0; // before the last one that the token sees
-        while (seen > 0 && (!sight.sees(i, (first + seen - 1) % n_cells_) || is_own(first + seen - 1))) {
-            --seen;
+        std::vector<int64_t> seen(ranges.size(), 0); // before the last cell that the token sees
+        int64_t              pos = tokens[i].pos;
+        for (size_t r = 0; r < ranges.size(); ++r) {
+            const Range & range = ranges[r];
+            if (adopted[r].seq < 0 && tokens[i].cell / n_cells_ == range.first / n_cells_) {
+                seen[r] = range.n;
+                while (seen[r] > 0 &&
+                       (!sight.sees(i, (range.first + seen[r] - 1) % n_cells_) || is_own(range.first + seen[r] - 1))) {
+                    --seen[r];
+                }
+                pos -= seen[r];
+            }
         }
-        const int64_t pos = tokens[i].pos - seen;
-        if (seen == 0) {
+        if (pos < 0 || pos == tokens[i].pos) {
             continue;
         }
-        const int32_t seq = n_stream_ > 1 ? (int32_t) stream : unused(cache);
-        if (pos < 0 || seq < 0) {
+        const int32_t seq = n_stream_ > 1 ? (int32_t) (tokens[i].cell / n_cells_) : unused(cache);
+        if (seq < 0) {
             break;
         }
         remove(cache, seq, 0, MAX_POSITION);
-        forget(first, n);
         used_[(size_t) seq] = n_graphs_;
-        for (int64_t j = 0; j < seen; ++j) {
-            cells_[(size_t) (first + j)]             = { (int32_t) (pos + j), seq, 0 };
-            held_[(size_t) seq][(int32_t) (pos + j)] = (int32_t) ((first + j) % n_cells_);
+        for (size_t r = 0; r < ranges.size(); ++r) {
+            if (seen[r] == 0) {
+                continue;
+            }
+            adopted[r] = { seq, (int32_t) pos, seen[r] };
+            forget(ranges[r].first, ranges[r].n);
+            for (int64_t cell = ranges[r].first; cell < ranges[r].first + seen[r]; ++cell, ++pos) {
+                cells_[(size_t) cell]              = { (int32_t) pos, seq, 0 };
+                held_[(size_t) seq][(int32_t) pos] = (int32_t) (cell % n_cells_);
+            }
         }
-        return { seq, (int32_t) pos, seen };
     }
-    return { -1, 0, 0 };
+    return adopted;
 }
 
 void KnownCells::shift(Cache & cache, const int32_t * by) {

@@ -46,15 +46,20 @@ public:
     // mask: as in AttnBuild. The result is valid until the next call.
     const std::vector<TokenDesc> & enter(Cache & cache, const std::vector<GraphToken> & tokens,
                                          const ggml_tensor * mask);
-    // Cells [first, first + n) that a state has set are of one sequence, in order, up to the last one that a token of
-    // `tokens` sees; returns how many of them these are, their sequence and the first one's position. seq -1: unknown.
+    // Ranges of cells that states have set, ascending. Those that a token of the graph sees are its sequence's last ones,
+    // in order, up to the last cell that it sees. Returns for each range how many of its cells these are, their sequence
+    // and the first one's position.
+    struct Range {
+        int64_t first, n;
+    };
+
     struct Adopted {
         int32_t seq, pos;
         int64_t n;
     };
 
-    Adopted adopt(Cache & cache, int64_t first, int64_t n, const std::vector<GraphToken> & tokens,
-                  const ggml_tensor * mask);
+    std::vector<Adopted> adopt(Cache & cache, const std::vector<Range> & ranges, const std::vector<GraphToken> & tokens,
+                               const ggml_tensor * mask);
     // by [n_stream * n_cells]: how far each cell's position moves. The window of `cache` moves, too.
     void shift(Cache & cache, const int32_t * by);
     // Stream dst becomes a copy of src.
@@ -79,10 +84,11 @@ private:
 
     struct Sight; // what the tokens of a graph see
 
-    int32_t sequence(Cache & cache, const Sight & sight, size_t token, int32_t previous);
+    // A token's sequence; exact: it may have a row in the window.
+    int32_t sequence(Cache & cache, const Sight & sight, size_t token, int32_t previous, bool & exact);
     int32_t unused(Cache & cache); // the sequence that was used longest ago, now empty; -1: this graph uses all
     void    remove(Cache & cache, int32_t seq, int32_t p0, int32_t p1);
-    void    check_held(const Cache & cache, const Sight & sight, size_t token, int32_t seq);
+    void    check_held(const Cache & cache, const Sight & sight, size_t token, int32_t past);
     int64_t first_cell(int32_t seq) const { return (int64_t) stream_of(seq) * n_cells_; }
     // The sequences that can hold cells of this stream.
     std::pair<int32_t, int32_t> sequences(int64_t stream) const;

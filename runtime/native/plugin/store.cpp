@@ -378,14 +378,22 @@ void Store::set_rows(const Part & p, const uint16_t * rows) {
 }
 
 void Store::adopt_restored(const std::vector<GraphToken> & tokens, const ggml_tensor * mask) {
+    if (restored_.empty()) {
+        return;
+    }
+    std::vector<KnownCells::Range> ranges;
     for (const auto & [first, restored] : restored_) {
-        const auto adopted = cells_->adopt(*cache_, first, restored.n, tokens, mask);
+        ranges.push_back({ first, restored.n });
+    }
+    const auto all     = cells_->adopt(*cache_, ranges, tokens, mask);
+    auto       adopted = all.begin();
+    for (const auto & [first, restored] : restored_) {
         for (const auto & [of, rows] : restored.rows) {
             const int64_t width   = cache_->width(of.first, of.second);
             const auto    n_first = (int64_t) rows.first.size() / width, n_last = (int64_t) rows.second.size() / width;
             const auto    put = [&](int64_t i, const uint16_t * row) { // of the i-th cell
-                if (i < adopted.n) {
-                    cache_->set_exact_row(of.first, of.second, adopted.seq, adopted.pos + (int32_t) i, row);
+                if (i < adopted->n) {
+                    cache_->set_exact_row(of.first, of.second, adopted->seq, adopted->pos + (int32_t) i, row);
                 }
             };
             for (int64_t i = 0; i < n_first; ++i) {
@@ -395,6 +403,7 @@ void Store::adopt_restored(const std::vector<GraphToken> & tokens, const ggml_te
                 put(restored.n - n_last + i, rows.second.data() + i * width);
             }
         }
+        ++adopted;
     }
     restored_.clear();
 }
