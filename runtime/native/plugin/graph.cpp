@@ -159,6 +159,7 @@ public:
     bool is_of(const ggml_cgraph * graph) const { return uid_ != 0 && uid_of(graph, 0) == uid_ && graph_ == graph; }
 
     ggml_status run(ggml_backend_t cpu) {
+        shift_data_.clear();
         for (Part & part : parts_) {
             fill(part);
         }
@@ -182,11 +183,8 @@ private:
         const ggml_tensor * positions = nullptr; // I32 [n_tokens], or four times as many; nullptr: none
         const ggml_tensor * mask      = nullptr;
         int64_t             n_tokens  = 0;
-        const int32_t *     by        = nullptr; // distances of a shift, by cell
-        ggml_tensor *       distances = nullptr;
+        const ggml_tensor * by        = nullptr; // I32 [n_cells * n_stream] distances of a shift
         ggml_tensor *       of_slots  = nullptr;
-        ggml_tensor *       ones      = nullptr; // pairs (1, 0)
-        bool                apart     = false;
     };
 
     ggml_tensor * leaf(ggml_type type, std::array<int64_t, 3> ne, std::array<size_t, 2> nb, void * data) {
@@ -334,7 +332,7 @@ private:
     // ROPE on the cache. Its parameters turn pairs (1, 0) by each distance.
     void rotate(Part & part, const GraphUse & use) {
         Cache & cache = part.store->cache();
-        part.by       = (const int32_t *) node(use.rotates[0])->src[1]->data;
+        part.by       = node(use.rotates[0])->src[1];
         for (const int index : use.rotates) {
             ggml_tensor * t = node(index);
             CacheTensor   of;
@@ -342,7 +340,7 @@ private:
             if (!part.store->codes(of.il)) {
                 continue;
             }
-            rotations_.push_back({ parts_.size(), index, of.il });
+            rotations_.push_back({ part.store, index, of.il });
             placed_[index];
         }
         const int64_t n_slots = cache.facts().n_slots;
@@ -356,10 +354,10 @@ private:
     void build_rotations(Part & part) {
         Cache &              cache = part.store->cache();
         std::vector<int32_t> slots((size_t) cache.facts().n_slots), all;
-        part.store->cells().shift(cache, part.by);
+        const auto *         by = (const int32_t *) part.by->data;
+        part.store->cells().shift(cache, by);
         cache.rotations(slots.data());
-        const ggml_tensor * moved = node(rotations_[0].index)->src[1];
-        all.assign(part.by, part.by + ggml_nelements(moved));
+        all.assign(by, by + ggml_nelements(part.by));
         all.insert(all.end(), slots.begin(), slots.end());
         std::sort(all.begin(), all.end());
         all.erase(std::unique(all.begin(), all.end()), all.end());
@@ -369,13 +367,15 @@ private:
         if (part.of_slots) {
             std::copy(slots.begin(), slots.end(), (int32_t *) part.of_slots->data);
         }
-        shift_data_.clear();
         const auto    data = [&](size_t bytes) { return shift_data_.emplace_back(bytes).data(); };
         const auto    n    = (int64_t) all.size();
         ggml_tensor * distances =
             leaf(GGML_TYPE_I32, { n, 1, 1 }, { all.size() * 4, all.size() * 4 }, data(all.size() * sizeof(int32_t)));
         std::copy(all.begin(), all.end(), (int32_t *) distances->data);
         for (const Rotation & rotation : rotations_) {
+            if (rotation.store != part.store) {
+                continue;
+            }
             ggml_tensor * t     = node(rotation.index);
             const int64_t n_rot = t->op_params[1];
             const bool    apart = t->op_params[2] != GGML_ROPE_TYPE_NORMAL;
@@ -396,11 +396,12 @@ private:
                 number(t, 9), number(t, 10));
             turned->data    = data(row * all.size());
             const int first = ggml_graph_n_nodes(made_);
-            part.store->cache().build_shift(
-                { ctx_.get(), made_, rotation.il, part.store->rows(rotation.il, false),
-                  leaf(GGML_TYPE_I32, { ggml_nelements(moved), 1, 1 }, { moved->nb[1], moved->nb[1] }, moved->data),
-                  part.of_slots, distances, turned, (int64_t) (t->view_offs % root_of(t)->nb[1] / sizeof(ggml_fp16_t)),
-                  apart });
+            part.store->cache().build_shift({ ctx_.get(), made_, rotation.il, part.store->rows(rotation.il, false),
+                                              leaf(GGML_TYPE_I32, { ggml_nelements(part.by), 1, 1 },
+                                                   { part.by->nb[1], part.by->nb[1] }, part.by->data),
+                                              part.of_slots, distances, turned,
+                                              (int64_t) (t->view_offs % root_of(t)->nb[1] / sizeof(ggml_fp16_t)),
+                                              apart });
             for (int i = first; i < ggml_graph_n_nodes(made_); ++i) {
                 ggml_tensor * made = ggml_graph_node(made_, i);
                 if (!made->data) {
@@ -456,10 +457,11 @@ private:
         part.store->cache().set_inputs(part.inputs, entered, (uint32_t) (cells[0] / n_cells), part.store->cells());
     }
 
+    // ROPE on the keys of a coded layer.
     struct Rotation {
-        size_t  part;
-        int     index;
-        int32_t il;
+        const Store * store;
+        int           index;
+        int32_t       il;
     };
 
     struct Memory {
