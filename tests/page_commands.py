@@ -222,17 +222,6 @@ NOT_RUN = {
         "--warm-library library",
     ],
     "builds or compares another llama.cpp": [
-        "SOURCE=llama_cpp_python-0.3.36/vendor/llama.cpp",
-        "cmake -S $SOURCE -B build/stock -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_BACKEND_DL=ON "
-        "-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF",
-        "ninja -C build/stock ggml-cpu llama-cli llama-server llama-perplexity llama-bench",
-        "cmake -S research/ggml_backend -B build/ggml-backend -G Ninja -DLLAMA_CPP_SOURCE=$PWD/$SOURCE "
-        "-DLLAMA_CPP_BIN=$PWD/build/stock/bin",
-        "ninja -C build/ggml-backend",
-        "export GGML_BACKEND_PATH=$PWD/build/ggml-backend/libggml-subkv.so SUBKV=$PWD/side.gguf",
-        "build/stock/bin/llama-cli -m model.gguf -c 4096",
-        "build/stock/bin/llama-server -m model.gguf -c 8192 -np 2",
-        "build/stock/bin/llama-perplexity -m model.gguf -f text -c 2048",
         "python cmake/canary.py --dry 0.3.35 0.3.34",
         "python cmake/canary.py 0.3.35 ../llama.cpp",
         "python cmake/llama_source.py tree-hash [--programs] DIR",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import click
@@ -19,8 +20,11 @@ MIB = 1 << 20
 @click.option("--clear-cache", "clearing", is_flag=True, help="clear the cache folder, except files in use")
 @click.option("-y", "--yes", is_flag=True, help="with --clear-cache: do not ask for confirmation")
 @options.form_option("text", "json")
-def main(clearing: bool, yes: bool, form: str) -> None:
+@click.argument("program", required=False, metavar="[PROGRAM]")
+def main(clearing: bool, yes: bool, form: str, program: str | None) -> None:
     """Report versions, libraries, processor, devices, memory, cache and formats, for a bug report.
+
+    With PROGRAM, print instead how `subkv run` gives it the cache: by our libraries, or by the plug-in.
 
     The home folder is printed as ~, and the values of tokens and keys are hidden. Each problem is one sentence; with
     problems the exit code is 1.
@@ -30,6 +34,12 @@ def main(clearing: bool, yes: bool, form: str) -> None:
         return
     if yes:
         raise click.UsageError("-y: expected --clear-cache with it, found none")
+    if program is not None:
+        from runtime.launch.start import find_program  # native libraries: not for a --help
+
+        found = find_program(program, os.environ)
+        show(f"{found.path} {found.door.why}")
+        return
     from runtime.doctor.report import report
 
     facts, broken = report()

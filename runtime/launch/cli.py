@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from runtime import options
 from runtime.launch.start import find_program, prepare_start, read_arguments
 from runtime.launch.variables import CacheRequest, request_options
 from subkv.base.command import command
@@ -30,6 +31,8 @@ def main(request: CacheRequest, prepare: tuple[Path, ...], program: str, argumen
     gets all its arguments.
     """
     located = find_program(program, os.environ)
+    if located.door.plugin:
+        options.note(f"{located.path} {located.door.why}")
     raise click.exceptions.Exit(prepare_start(located, read_arguments(located, arguments), request, prepare).execute())
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from runtime import options
+from runtime.launch.doors import plugin_file, plugin_variables
 from runtime.launch.variables import CacheRequest, cache_variables, library_variables, request_options
 from subkv.base.command import command
 from subkv.base.errors import SubkvError, concerning
@@ -60,8 +61,9 @@ def format_variables(variables: dict[str, str], form: str) -> bytes:
 @command()
 @options.model_option(required=False, text="model file (GGUF); its bases are looked up, or derived from its weights")
 @request_options
+@click.option("--plugin", is_flag=True, help="for a llama.cpp that others built, which loads the cache as a plug-in")
 @click.option("--format", "form", type=click.Choice([*LINES, "json"]), default="sh", help="syntax")
-def main(model: str | None, request: CacheRequest, form: str) -> None:
+def main(model: str | None, request: CacheRequest, plugin: bool, form: str) -> None:
     """Print the variables that give programs a coded cache: eval "$(subkv env -m model.gguf)".
 
     For systemd and docker, the variables name the file with the bases, because services and containers have another
@@ -72,8 +74,11 @@ def main(model: str | None, request: CacheRequest, form: str) -> None:
     service = form in ("systemd", "docker")
     models = [Path(model)] if model else []
     with concerning(model_path="model", kv_cache="model"):
-        variables, notes = cache_variables(models, request, name_bases=service)
-    variables = library_variables(lib_dir(), {} if service else os.environ) | variables
+        variables, notes = cache_variables(models, request, name_bases=service or plugin)
+    if plugin:
+        variables = plugin_variables(plugin_file(lib_dir())) | variables
+    else:
+        variables = library_variables(lib_dir(), {} if service else os.environ) | variables
     for line in notes or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE derives bases"]:
         options.note(line)
     click.echo(format_variables(variables, form))

@@ -18,7 +18,6 @@ from subkv.base.errors import SubkvError, system_reason
 INSTALL = "in a clone of subkv, CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install . installs it"
 ENDING = ".exe" if sys.platform == "win32" else ""
 _PT_INTERP = 3  # ELF: names the dynamic linker
-_LIBLLAMA = re.compile(r"^\s*(libllama\.so\S*) => (.+?)(?: \(0x[0-9a-f]+\))?$", re.M)
 
 
 def find(program: str, libraries: Path, search: str | None) -> Path:
@@ -66,45 +65,54 @@ def linker(path: Path) -> str | None:
     return ""
 
 
-def check(program: str, path: Path, libraries: Path, environment: Mapping[str, str]) -> None:
-    """Reject a program that would load another libllama, if Linux's dynamic linker can list its libraries.
-
-    Otherwise it would silently run on an ordinary cache. Raises SubkvError about `program`.
-    """
+def listed_libraries(path: Path, environment: Mapping[str, str]) -> str | None:
+    """What Linux's dynamic linker lists for a program, "" for a static one; None: it cannot tell."""
     try:
         interpreter = linker(path)
     except (OSError, ValueError):  # executable but not readable, or damaged
-        return
-    if interpreter is None or path.parent.resolve() == libraries:
-        return
-    llama = None
-    if interpreter:
-        # glibc's linker can list libraries without running the program; others cannot
-        if not re.match(r"ld(-linux|64\.so)", os.path.basename(interpreter)) or not os.path.exists(interpreter):
-            return
-        listed = subprocess.run(
-            [interpreter, "--list", os.path.abspath(path)],
-            env=dict(environment),
-            capture_output=True,
-            text=True,
-            errors="surrogateescape",
-            check=False,
-        )
-        llama = _LIBLLAMA.search(listed.stdout)
-        if listed.returncode or (llama is None and not is_llama_cpp_program(program)):
-            return  # it lacks a library and reports that itself, or does not use llama.cpp
-    elif not is_llama_cpp_program(program):
-        return
-    if llama is None:
-        reason = "which contains its own llama.cpp"
-    elif Path(llama[2]).parent.resolve() != libraries:
-        reason = f"which loads {llama[1]} from {llama[2]}"
-    else:
-        return
-    remedy = f"; {INSTALL}" if is_llama_cpp_program(program) else ""
-    raise SubkvError(
-        "program", f"expected a program that loads {libraries}/libllama.so, found {path}, {reason}{remedy}"
+        return None
+    if not interpreter:
+        return interpreter
+    # glibc's linker can list libraries without running the program; others cannot
+    if not re.match(r"ld(-linux|64\.so)", os.path.basename(interpreter)) or not os.path.exists(interpreter):
+        return None
+    listed = subprocess.run(
+        [interpreter, "--list", os.path.abspath(path)],
+        env=dict(environment),
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        check=False,
     )
+    return None if listed.returncode else listed.stdout  # it lacks a library and reports that itself
+
+
+def library_in(listed: str, name: str) -> tuple[str, Path] | None:
+    """The full name and the file of a library in listed_libraries()."""
+    match = re.search(rf"^\s*({name}\.so\S*) => (.+?)(?: \(0x[0-9a-f]+\))?$", listed, re.M)
+    return (match[1], Path(match[2])) if match else None
+
+
+def other_llama_cpp(program: str, path: Path, libraries: Path, environment: Mapping[str, str]) -> str:
+    """Which other llama.cpp a program would use, as far as Linux's dynamic linker can tell; "": none."""
+    listed = listed_libraries(path, environment)
+    if listed is None or path.parent.resolve() == libraries:
+        return ""
+    llama = library_in(listed, "libllama")
+    if llama is None:
+        return "contains its own llama.cpp" if is_llama_cpp_program(program) else ""
+    return "" if llama[1].parent.resolve() == libraries else f"loads {llama[0]} from {llama[1]}"
+
+
+def check(program: str, path: Path, libraries: Path, environment: Mapping[str, str]) -> None:
+    """Reject a program that would use another llama.cpp, and silently run on an ordinary cache.
+
+    Raises SubkvError about `program`.
+    """
+    if other := other_llama_cpp(program, path, libraries, environment):
+        remedy = f"; {INSTALL}" if is_llama_cpp_program(program) else ""
+        reason = f"expected a program that loads {libraries}/libllama.so, found {path}, which {other}{remedy}"
+        raise SubkvError("program", reason)
 
 
 def execute(path: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime import options
-from runtime.launch import programs
+from runtime.launch import doors, programs
 from runtime.launch.arguments import CODED, ProgramArguments, program_name, read, with_hub_models
 from runtime.launch.variables import CACHE, CacheRequest, cache_variables, library_variables, models_in
 from runtime.launch.variables import prepare as prepare_model
@@ -25,6 +25,16 @@ class Start:
     def execute(self) -> int:
         """Replace this process by the program; on Windows, wait for it and return its exit code. Raises SubkvError."""
         return programs.execute(self.path, self.arguments, self.environment)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, its file, and the environment in which it uses our libraries or the plug-in."""
+
+    name: str
+    path: Path
+    environment: dict[str, str]
+    door: doors.Door
 
 
 def _no_model_note(program: str, read: ProgramArguments, others: bool) -> str:
@@ -57,12 +67,13 @@ def _prepare_others(paths: Sequence[Path]) -> None:
 
 
 def _variables(
-    program: str, read: ProgramArguments, request: CacheRequest, others: bool, strict: bool
+    program: Program, read: ProgramArguments, request: CacheRequest, others: bool, strict: bool
 ) -> dict[str, str]:
     """The variables for contexts whose cache type is not given. Logs the caches to stderr. others: as _no_model_note().
 
     strict: the cache must be coded unless the arguments say otherwise. Raises SubkvError.
     """
+    by_plugin = program.door.plugin is not None  # which cannot look beside the model's file
     variables: dict[str, str] = {}
     models = () if read.ordinary else read.models
     if read.ordinary:
@@ -72,11 +83,13 @@ def _variables(
         options.note(f"KV cache: {name}, from the arguments")
     if not read.ordinary or read.codes_draft:
         with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
-            variables, notes = cache_variables(models, request, read.strict or (strict and not read.types))
+            variables, notes = cache_variables(
+                models, request, read.strict or (strict and not read.types), name_bases=by_plugin
+            )
         if strict and models and not read.types and request.bases is None:
             variables[CACHE] = CODED
         if not (notes or read.ordinary):
-            notes = [_no_model_note(program, read, others)]
+            notes = [_no_model_note(program.name, read, others)]
         for line in notes:
             options.note(line)
     for model in ([read.draft] if read.draft else read.models) if read.codes_draft else []:
@@ -85,25 +98,20 @@ def _variables(
     return variables
 
 
-@dataclass(frozen=True)
-class Program:
-    """A program, its file, and the environment in which it uses our libraries."""
-
-    name: str
-    path: Path
-    environment: dict[str, str]
-
-
-def find_program(program: str, environment: Mapping[str, str]) -> Program:
-    """Look up a program by name. Raises SubkvError about `program`."""
+def find_program(program: str, environment: Mapping[str, str], ours: bool = False) -> Program:
+    """Look up a program by name. ours: only one that uses our libraries. Raises SubkvError about `program`."""
     # the native libraries: not for a --help
     from subkv.native.library import lib_dir
 
     libraries = lib_dir()
     with_libraries = {**environment, **library_variables(libraries, environment)}
     path = programs.find(program, libraries, environment.get("PATH"))
-    programs.check(program, path, libraries, with_libraries)
-    return Program(program, path, with_libraries)
+    if ours:
+        programs.check(program, path, libraries, with_libraries)
+    door = doors.choose_door(program, path, libraries, environment, with_libraries)
+    if door.plugin:
+        return Program(program, path, {**environment, **doors.plugin_variables(door.plugin)}, door)
+    return Program(program, path, with_libraries, door)
 
 
 def read_arguments(program: Program, arguments: Sequence[str]) -> ProgramArguments:
@@ -130,6 +138,6 @@ def prepare_start(
         with concerning(hf_repo="-hf"):
             arguments = with_hub_models(arguments)
     _prepare_others(prepare)
-    variables = _variables(program.name, arguments, request, bool(prepare), strict)
+    variables = _variables(program, arguments, request, bool(prepare), strict)
     inherited = {name: value for name, value in arguments.environment.items() if name != CACHE}
     return Start(program.path, [program.name, *arguments.arguments], {**(defaults or {}), **inherited, **variables})

@@ -81,7 +81,7 @@ def start(arguments: Sequence[str], request: CacheRequest, store: Mapping[str, s
     arguments do not name. Raises SubkvError.
     """
     arguments = _with_model_flag(arguments)
-    program = find_program(SERVER, {**DEFAULTS, **os.environ, **store})
+    program = find_program(SERVER, {**DEFAULTS, **os.environ, **store}, ours=True)
     read = read_arguments(program, arguments)
     if read.prints:
         return Start(program.path, [SERVER, *arguments], program.environment)

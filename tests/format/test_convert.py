@@ -19,7 +19,7 @@ from calib_synthetic import random_calibration, with_key_means
 from click.testing import CliRunner, Result
 from each import each
 from format import writer
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFWriter
 
 from converter.cli import default_output
 from converter.cli import main as convert
@@ -28,6 +28,7 @@ from subkv.format.calibration import Calibration, write_calibration
 from subkv.format.codec import row_bytes
 from subkv.format.metadata import read
 from subkv.format.window import DEFAULT, Window
+from subkv.native.bases import model_weights
 from subkv.native.gguf import Gguf
 from subkv.plan.basis import gains
 from subkv.plan.budget import Head, Overhead, account, budget_range
@@ -55,10 +56,44 @@ def run(base: Path, tmp_path: Path) -> Callable[..., Result]:
     return invoke
 
 
+def weights_digest(path: Path, first: int, last: int) -> str:
+    """FORMAT.md §1.3."""
+    names = [f"blk.{first}.attn_{part}.weight" for part in ("k", "v", "qkv", "kv_a_mqa") if first != last]
+    names += [f"blk.{last}.attn_{part}.weight" for part in ("k", "qkv", "kv_a_mqa")]
+    tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    digest = hashlib.sha256()
+    for tensor in (tensors[name] for name in names if name in tensors):
+        data = tensor.data.tobytes()
+        shape = ",".join(str(n) for n in [*map(int, tensor.shape), 1, 1, 1][:4])
+        digest.update("".join(f"{x}\0" for x in (tensor.name, int(tensor.tensor_type), shape, len(data))).encode())
+        starts = [i * ((len(data) - 4096) // 63) for i in range(64)]
+        digest.update(data if len(data) <= 262144 else b"".join(data[at : at + 4096] for at in starts))
+    return digest.hexdigest()
+
+
 def fields(path: Path) -> dict[str, Any]:
     """The subkv keys of a file as gguf-py reads them."""
     reader = GGUFReader(path)
     return {name: field.contents() for name, field in reader.fields.items() if name.startswith("subkv.")}
+
+
+def test_large_weights_are_sampled(tmp_path: Path) -> None:
+    path = tmp_path / "large.gguf"
+    weights = np.random.default_rng(1).standard_normal((300, 300)).astype(np.float32)
+    digests = []
+    for change in (0, 1):
+        weights[0, 0] += change
+        file = GGUFWriter(path, "llama")
+        file.add_tensor("blk.3.attn_k.weight", weights)
+        file.add_tensor("blk.2.attn_v.weight", weights[:50])
+        file.write_header_to_file()
+        file.write_kv_data_to_file()
+        file.write_tensors_to_file()
+        file.close()
+        digests.append([model_weights(path, first, 3) for first in (2, 3)])
+        assert digests[-1] == [weights_digest(path, first, 3) for first in (2, 3)]
+    assert len({*digests[0], *digests[1]}) == 4
+    assert model_weights(path, 0, 1) == ""
 
 
 def test_copy_keeps_every_tensor_and_key(run: Callable[..., Result], base: Path) -> None:
@@ -102,6 +137,7 @@ def test_keys_are_those_of_the_format(run: Callable[..., Result], base: Path, tm
         "subkv.basis_k": "query-aware",
         "subkv.basis_v": "output-aware",
         "subkv.base.sha256": hashlib.sha256(base.read_bytes()).hexdigest(),
+        "subkv.base.weights": weights_digest(base, 0, 1),
         "subkv.calibration.sha256": hashlib.sha256((tmp_path / "calib.safetensors").read_bytes()).hexdigest(),
         "subkv.calibration.tokens": 1000,
         "subkv.calibration.text": "a.txt",

@@ -185,6 +185,28 @@ def test_libsubkv_needs_no_libllama() -> None:
     assert "ggml_init" in undefined and not [name for name in undefined if re.search("llama(?!_context)", name)]
 
 
+@pytest.mark.skipif(not shutil.which("objdump"), reason="needs objdump")
+def test_the_plugin_needs_ggml_alone() -> None:
+    """One small file for another llama.cpp: it finds ggml in the process, under whatever name the library has."""
+    path = _lib.lib_dir() / "libggml-subkv.so"
+    if not path.is_file():
+        pytest.skip("the plug-in: not built (Linux, SUBKV_PLUGIN=ON)")
+
+    def lines(*options: str) -> list[str]:
+        return subprocess.run(
+            ["objdump", *options, path], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+
+    needed = [line.split()[-1] for line in lines("-p") if "NEEDED" in line]
+    assert not [name for name in needed if re.search("ggml|llama|subkv", name)]
+    symbols = lines("-T")
+    undefined = [line.split()[-1] for line in symbols if "*UND*" in line and "(" not in line and "GLIBC" not in line]
+    assert "ggml_init" in undefined
+    assert not [name for name in undefined if not re.match("ggml_|gguf_|_ITM_|__gmon_start__", name)]
+    assert [line.split()[-1] for line in symbols if " .text" in line] == ["ggml_backend_init"]
+    assert path.stat().st_size < 5 << 20
+
+
 def test_stock_library_is_stock() -> None:
     """The hook's functions are in our libllama and not in the stock one."""
     ours = _lib.lib_dir() / f"libllama{_lib.SUFFIX}"

@@ -66,6 +66,17 @@ def model_content(model: Path) -> str:
     return digest.value.decode()
 
 
+def model_weights(model: Path, first_layer: int, last_layer: int) -> str:
+    """Hex digest of a few weights of a model, FORMAT.md §1.3; "": it has none of them.
+
+    first_layer, last_layer: of the layers with bases. Raises ModelFileError about `model`.
+    """
+    digest = ctypes.create_string_buffer(65)
+    if not library.load().subkv_model_weights(os.fsencode(model), first_layer, last_layer, digest):
+        raise ModelFileError("model", library.last_error())
+    return digest.value.decode()
+
+
 def sidecar_path(model: Path) -> Path:
     """The path of --sidecar: M.gguf -> M.subkv-sidecar.gguf; M-00001-of-00002.gguf as M.gguf."""
     return _path(library.load().subkv_sidecar_path(os.fsencode(model), None, BESIDE))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import json
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from subkv.base.closed import mark_closed
 from subkv.base.errors import ModelFileError, SubkvError, system_reason
 from subkv.base.files import atomic_file
 from subkv.base.progress import progress_bar
-from subkv.native.bases import model_content
+from subkv.native.bases import model_content, model_weights
 from subkv.native.digest import KEYS_DIGEST, UNKNOWN, Value, keys_digest, stored_key
 from subkv.native.library import Signatures, declare, ggml
 from subkv.native.split import COUNT, NUMBER, split_files
@@ -35,6 +36,7 @@ _F32 = 0  # GGML_TYPE_F32
 
 SHA256_KEY = "subkv.base.sha256"
 CONTENT_KEY = "subkv.base.content"  # of sidecars: the digest of their model
+WEIGHTS_KEY = "subkv.base.weights"  # digest of some weights of the model
 
 _str, _ptr, _size, _int, _i64 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
 
@@ -363,12 +365,20 @@ def with_digest(values: Mapping[str, Value]) -> dict[str, Value]:
     return {**values, **({KEYS_DIGEST: ("str", keys_digest(values))} if "subkv.layout" in values else {})}
 
 
+def _weights(base: Gguf, values: Mapping[str, Value]) -> dict[str, Value]:
+    """WEIGHTS_KEY of a model with the layout of `values`, if the model has such weights."""
+    layers = json.loads(str(values["subkv.layout"][1]))["layers"] if "subkv.layout" in values else []
+    digest = model_weights(base.path, layers[0]["il"], layers[-1]["il"]) if layers else ""
+    return {WEIGHTS_KEY: ("str", digest)} if digest else {}
+
+
 def write_copy(base: Gguf, output: Path, values: Mapping[str, Value], progress: bool = False) -> None:
     """Atomically write a copy of `base` (one file) with `values` in its metadata and the same tensor data.
 
     SHA256_KEY and KEYS_DIGEST are set here: the hash of the base is computed while the data is copied, and both are
     written into the metadata at the end. progress: show a bar. Raises SubkvError if the file cannot be written.
     """
+    values = {**values, **_weights(base, values)}
     metadata = base.metadata_with(with_digest({**values, SHA256_KEY: ("str", UNKNOWN)}))
     digest = hashlib.sha256()
     skip = base.data_offset
@@ -388,9 +398,9 @@ def write_copy(base: Gguf, output: Path, values: Mapping[str, Value], progress: 
 def write_sidecar(base: Gguf, output: Path, values: Mapping[str, Value], progress: bool = False) -> None:
     """Atomically write a GGUF without tensors: general.architecture, general.name (if the base has one), `values`.
 
-    Adds SHA256_KEY, unless `values` has it, CONTENT_KEY and KEYS_DIGEST.
+    Adds SHA256_KEY, unless `values` has it, CONTENT_KEY, WEIGHTS_KEY and KEYS_DIGEST.
     """
-    keys: dict[str, Value] = {}
+    keys = _weights(base, values)
     for key in ("general.architecture", "general.name"):
         if isinstance(value := base.get(key), str):
             keys[key] = ("str", value)

@@ -89,6 +89,7 @@ SIGNATURES: Signatures = {
     "subkv_layout_free": (None, [_ptr]),
     "subkv_layout_json": (_str, [_ptr]),
     "subkv_model_content": (ctypes.c_bool, [_str, ctypes.c_char_p]),
+    "subkv_model_weights": (ctypes.c_bool, [_str, ctypes.c_int32, ctypes.c_int32, ctypes.c_char_p]),
     "subkv_find_bases": (ctypes.POINTER(Bases), [_str, _str, _i32]),
     "subkv_bases_free": (None, [ctypes.POINTER(Bases)]),
     "subkv_sidecar_path": (_str, [_str, _str, _i32]),

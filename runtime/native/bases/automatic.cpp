@@ -34,16 +34,6 @@ const char * set_variable(const char * name) {
     return value && *value ? value : nullptr;
 }
 
-// The request for a cache with these bases, from the other variables.
-CacheRequest request_of(const std::shared_ptr<const Layout> & layout) {
-    const auto   n_sink     = (int32_t) number_of("SUBKV_SINK", 0, MAX_SINK, -1);
-    const auto   n_recent   = (int32_t) number_of("SUBKV_RECENT", 0, MAX_RECENT, -1);
-    const auto   n_rollback = (int32_t) number_of("SUBKV_ROLLBACK", 0, MAX_RECENT, -1);
-    CacheRequest request(layout, { n_sink, n_recent, n_rollback, nullptr });
-    request.make_bases = bases_of_environment(*layout);
-    return request;
-}
-
 std::nullptr_t ordinary(const CacheDesc & desc, const std::string & why) {
     if (!desc.no_alloc) {
         const std::string v = desc.type_v == desc.type_k ? "" : std::string("/") + ggml_type_name(desc.type_v);
@@ -92,14 +82,7 @@ void report(const CacheDesc & desc, const Cache & cache, const std::string & wor
     for (const auto & layer : desc.layers) {
         rows += cache.facts().row_bytes(layer.il, false) + cache.facts().row_bytes(layer.il, true);
     }
-    subkv_stats stats;
-    cache.stats(rows * desc.n_cells * desc.n_stream, 0, stats);
-    char line[160];
-    std::snprintf(line, sizeof(line),
-                  "coded K/V cache, %.2f bits per element, %.1f MiB (f16: %.1f), %u layers; bases: ",
-                  (double) stats.bpe, (double) (stats.bytes_codes + stats.bytes_window) / (1 << 20),
-                  (double) stats.bytes_f16 / (1 << 20), stats.n_layer_coded);
-    log_line(line + words);
+    log_line(cache_line(cache, rows * desc.n_cells * desc.n_stream, 0, cache.n_seq()) + words);
 }
 
 // Logs once per process that nothing protects the bases of an old file.
@@ -147,7 +130,7 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
             return ordinary(desc, "this context holds none of the layers of " + file);
         }
     }
-    auto cache = std::make_shared<Cache>(desc, request_of(layout), nullptr);
+    auto cache = std::make_shared<Cache>(desc, request_of_environment(layout), nullptr);
     if (owned) {
         owners.set(setting, desc.model_path);
     }
@@ -158,6 +141,32 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
 }
 
 } // namespace
+
+CacheRequest request_of_environment(const std::shared_ptr<const Layout> & layout) {
+    const auto   n_sink     = (int32_t) number_of("SUBKV_SINK", 0, MAX_SINK, -1);
+    const auto   n_recent   = (int32_t) number_of("SUBKV_RECENT", 0, MAX_RECENT, -1);
+    const auto   n_rollback = (int32_t) number_of("SUBKV_ROLLBACK", 0, MAX_RECENT, -1);
+    CacheRequest request(layout, { n_sink, n_recent, n_rollback, nullptr });
+    request.make_bases = bases_of_environment(*layout);
+    return request;
+}
+
+std::string cache_line(const Cache & cache, size_t bytes_codes, size_t bytes_ordinary, int32_t n_windows) {
+    subkv_stats stats;
+    cache.stats(bytes_codes, bytes_ordinary, stats);
+    const double window = (double) stats.bytes_window / cache.n_seq();
+    const double all    = (double) (stats.bytes_codes + stats.bytes_window);
+    const double size   = (double) stats.bytes_codes + n_windows * window;
+    char         line[160], more[80] = "";
+    if (n_windows < cache.n_seq() && window > 0.0) {
+        std::snprintf(more, sizeof(more), ", %.1f MiB for each further sequence", window / (1 << 20));
+    }
+    std::snprintf(line, sizeof(line),
+                  "coded K/V cache, %.2f bits per element, %.1f MiB (f16: %.1f)%s, %u layers; bases: ",
+                  (double) stats.bpe * size / all, size / (1 << 20), (double) stats.bytes_f16 / (1 << 20), more,
+                  stats.n_layer_coded);
+    return line;
+}
 
 std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc) {
     const char *      value   = set_variable("SUBKV");

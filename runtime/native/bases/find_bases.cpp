@@ -155,12 +155,6 @@ std::string day_of(const fs::path & path) {
     return std::string(text, std::strftime(text, sizeof(text), "%Y-%m-%d", &local));
 }
 
-std::string size_of(const Layout & layout) {
-    char text[64];
-    std::snprintf(text, sizeof(text), "%.2f bits per element at %u tokens", (double) layout.bpe, layout.bpe_context);
-    return text;
-}
-
 std::string words_of(const FoundBases & found) {
     if (found.source == SUBKV_BASES_NAMED || found.source == SUBKV_BASES_EMBEDDED) {
         return "of " + found.path + ", " + found.size;
@@ -318,8 +312,42 @@ struct OwnedBases : subkv_bases {
 
 } // namespace
 
+std::string size_of(const Layout & layout) {
+    char text[64];
+    std::snprintf(text, sizeof(text), "%.2f bits per element at %u tokens", (double) layout.bpe, layout.bpe_context);
+    return text;
+}
+
 FoundBases find_bases(const std::string & model, const std::string & named, int32_t last) {
     return Search(model, last).run(named);
+}
+
+StoredBases bases_of_weights(const std::string & path) {
+    const gguf_context_ptr file = open_gguf(path.c_str());
+    const Keys             keys(file.get());
+    const bool             named = !keys.optional_str(WEIGHTS_KEY).empty();
+    StoredBases            found{ path, named ? keys.sha256(WEIGHTS_KEY) : "", -1, -1 };
+    const auto             layers = parse_layout(keys.view("subkv.layout"), MAX_LAYERS);
+    if (!layers.empty()) {
+        found.first_layer = layers.front().il;
+        found.last_layer  = layers.back().il;
+    }
+    return found;
+}
+
+std::vector<StoredBases> stored_bases() {
+    std::vector<StoredBases> found, from_weights;
+    for (const auto & path : files_of(store_folder(), ".gguf")) {
+        try {
+            const StoredBases bases = bases_of_weights(utf8(path));
+            if (!bases.weights.empty()) {
+                (ends_with(utf8(path), ending_of(SUBKV_BASES_WEIGHTS)) ? from_weights : found).push_back(bases);
+            }
+        } catch (const Invalid &) { // of which model it is, cannot be told
+        }
+    }
+    found.insert(found.end(), from_weights.begin(), from_weights.end());
+    return found;
 }
 
 } // namespace subkv

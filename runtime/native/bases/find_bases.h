@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace subkv {
 
@@ -22,5 +23,20 @@ struct FoundBases {
 
 // As subkv_find_bases; named "": none. Throws Invalid if the model cannot be read.
 FoundBases find_bases(const std::string & model, const std::string & named, int32_t last);
+
+// "4.25 bits per element at 8192 tokens"
+std::string size_of(const Layout & layout);
+
+// A sidecar of the cache folder: the weights that identify its model (FORMAT.md §1.3), and the layers that they are of.
+struct StoredBases {
+    std::string path;
+    std::string weights;
+    int         first_layer, last_layer;
+};
+
+// All that say which weights: calibrated ones first. Files that cannot be read are left out. Throws Invalid, Unavailable.
+std::vector<StoredBases> stored_bases();
+// The same of one file; weights "": it does not say. Throws Invalid.
+StoredBases bases_of_weights(const std::string & path);
 
 } // namespace subkv

@@ -51,36 +51,44 @@ bool ends(const std::string & text, const std::string & tail, bool digits) {
 }
 
 struct Tensor {
-    std::string name;
-    std::string head; // hashed before its samples
-    size_t      file; // index of the file with the tensor
-    uint64_t    offset;
-    uint64_t    size;
+    std::string            name;
+    int                    type;
+    std::array<int64_t, 4> ne;
+
+    size_t   file; // index of the file with the tensor
+    uint64_t offset;
+    uint64_t size;
 };
 
-Tensor describe(const gguf_context * ctx, int64_t i, size_t file) {
-    const int64_t *   ne   = gguf_get_tensor_ne(ctx, i);
-    const uint64_t    size = gguf_get_tensor_size(ctx, i);
-    const std::string name = gguf_get_tensor_name(ctx, i);
-    std::string       head = name;
-    const auto        add  = [&](const std::string & field) { head.append(1, '\0').append(field); };
-    add(std::to_string((int) gguf_get_tensor_type(ctx, i)));
+// Hashed before a tensor's samples.
+std::string head_of(const std::string & name, int type, const int64_t ne[4], uint64_t size) {
+    std::string head = name;
+    const auto  add  = [&](const std::string & field) { head.append(1, '\0').append(field); };
+    add(std::to_string(type));
     add(std::to_string(ne[0]) + "," + std::to_string(ne[1]) + "," + std::to_string(ne[2]) + "," +
         std::to_string(ne[3]));
     add(std::to_string(size));
     add("");
-    return { name, head, file, gguf_get_data_offset(ctx) + gguf_get_tensor_offset(ctx, i), size };
+    return head;
 }
 
-void add_sample(Sha256 & digest, std::ifstream & file, const std::string & path, uint64_t offset, uint64_t size) {
-    std::array<char, 3 * SAMPLE> bytes;
+Tensor describe(const gguf_context * ctx, int64_t i, size_t file) {
+    const int64_t * ne = gguf_get_tensor_ne(ctx, i);
+    return { gguf_get_tensor_name(ctx, i),
+             (int) gguf_get_tensor_type(ctx, i),
+             { ne[0], ne[1], ne[2], ne[3] },
+             file,
+             gguf_get_data_offset(ctx) + gguf_get_tensor_offset(ctx, i),
+             gguf_get_tensor_size(ctx, i) };
+}
+
+void read_sample(std::ifstream & file, const std::string & path, uint64_t offset, uint64_t size, void * to) {
     errno = 0;
-    if (!file.seekg((std::streamoff) offset) || !file.read(bytes.data(), (std::streamsize) size)) {
+    if (!file.seekg((std::streamoff) offset) || !file.read((char *) to, (std::streamsize) size)) {
         const std::string at = " at byte " + std::to_string(offset);
         refuse(path, "a readable GGUF file",
                file.eof() ? "its end" + at : std::strerror(errno != 0 ? errno : EIO) + at);
     }
-    digest.update(bytes.data(), (size_t) size);
 }
 
 // All files of the model in order; `path`: its first file, opened as `first`.
@@ -109,35 +117,53 @@ std::vector<std::string> model_files(const std::string & path, const gguf_contex
     return files;
 }
 
+// A model's tensors, in all its files.
+struct ModelTensors {
+    std::vector<std::string>   files;
+    std::vector<uint8_t>       metadata;
+    std::vector<Tensor>        tensors; // by name
+    std::vector<std::ifstream> opened;
+
+    explicit ModelTensors(const std::string & path) {
+        gguf_context_ptr ctx = open_gguf(path.c_str());
+        files                = model_files(path, ctx.get());
+        metadata             = shared_metadata(ctx.get());
+        for (size_t f = 0; f < files.size(); ++f) {
+            if (f > 0) {
+                ctx = open_gguf(files[f].c_str());
+            }
+            for (int64_t i = 0; i < gguf_get_n_tensors(ctx.get()); ++i) {
+                tensors.push_back(describe(ctx.get(), i, f));
+            }
+        }
+        std::stable_sort(tensors.begin(), tensors.end(), [](auto & a, auto & b) { return a.name < b.name; });
+        for (const auto & file : files) {
+            opened.emplace_back(std::filesystem::u8path(file), std::ios::binary);
+            if (!opened.back()) {
+                refuse(file, "a readable GGUF file", std::strerror(errno));
+            }
+        }
+    }
+
+    void read(const Tensor & t, uint64_t start, uint64_t size, void * to) {
+        read_sample(opened[t.file], files[t.file], t.offset + start, size, to);
+    }
+};
+
 } // namespace
 
 std::string model_content(const std::string & path) {
-    gguf_context_ptr    ctx      = open_gguf(path.c_str());
-    const auto          files    = model_files(path, ctx.get());
-    const auto          metadata = shared_metadata(ctx.get());
-    std::vector<Tensor> tensors;
-    Sha256              digest;
-    digest.update(metadata.data(), metadata.size());
-    for (size_t f = 0; f < files.size(); ++f) {
-        if (f > 0) {
-            ctx = open_gguf(files[f].c_str());
-        }
-        for (int64_t i = 0; i < gguf_get_n_tensors(ctx.get()); ++i) {
-            tensors.push_back(describe(ctx.get(), i, f));
-        }
-    }
-    std::stable_sort(tensors.begin(), tensors.end(), [](auto & a, auto & b) { return a.name < b.name; });
-    std::vector<std::ifstream> opened;
-    for (const auto & file : files) {
-        opened.emplace_back(std::filesystem::u8path(file), std::ios::binary);
-        if (!opened.back()) {
-            refuse(file, "a readable GGUF file", std::strerror(errno));
-        }
-    }
-    for (const auto & t : tensors) {
-        digest.update(t.head.data(), t.head.size());
+    ModelTensors model(path);
+    Sha256       digest;
+    digest.update(model.metadata.data(), model.metadata.size());
+    for (const auto & t : model.tensors) {
+        const std::string            head = head_of(t.name, t.type, t.ne.data(), t.size);
+        std::array<char, 3 * SAMPLE> bytes;
+        digest.update(head.data(), head.size());
+
         const auto sample = [&](uint64_t start, uint64_t size) {
-            add_sample(digest, opened[t.file], files[t.file], t.offset + start, size);
+            model.read(t, start, size, bytes.data());
+            digest.update(bytes.data(), (size_t) size);
         };
         if (t.size <= 3 * SAMPLE) {
             sample(0, t.size);
@@ -146,6 +172,51 @@ std::string model_content(const std::string & path) {
         const uint64_t last = t.size - SAMPLE;
         for (const uint64_t start : { (uint64_t) 0, last / 2, last }) {
             sample(start, SAMPLE);
+        }
+    }
+    return digest.hex();
+}
+
+std::vector<std::string> WeightsDigest::names(int first_layer, int last_layer) {
+    std::vector<std::string> names;
+    const auto               add = [&](int il, const char * name) {
+        names.push_back("blk." + std::to_string(il) + "." + name + ".weight");
+    };
+    for (const char * name : { "attn_k", "attn_v", "attn_qkv", "attn_kv_a_mqa" }) {
+        if (first_layer != last_layer) {
+            add(first_layer, name);
+        }
+    }
+    for (const char * name : { "attn_k", "attn_qkv", "attn_kv_a_mqa" }) { // keys do not depend on the layer's values
+        add(last_layer, name);
+    }
+    return names;
+}
+
+void WeightsDigest::add(const std::string & name, int type, const int64_t ne[4], uint64_t size, const Reader & read) {
+    constexpr uint64_t N_SAMPLES = 64;
+    const std::string  head      = head_of(name, type, ne, size);
+    any_                         = true;
+    sha_.update(head.data(), head.size());
+    std::vector<char> bytes((size_t) std::min(size, N_SAMPLES * SAMPLE));
+    if (size <= N_SAMPLES * SAMPLE) {
+        read(0, size, bytes.data());
+    }
+    for (uint64_t i = 0; size > N_SAMPLES * SAMPLE && i < N_SAMPLES; ++i) {
+        read((size - SAMPLE) / (N_SAMPLES - 1) * i, SAMPLE, bytes.data() + i * SAMPLE);
+    }
+    sha_.update(bytes.data(), bytes.size());
+}
+
+std::string model_weights(const std::string & path, int first_layer, int last_layer) {
+    ModelTensors  model(path);
+    WeightsDigest digest;
+    for (const auto & name : WeightsDigest::names(first_layer, last_layer)) {
+        for (const auto & t : model.tensors) {
+            if (t.name == name) {
+                digest.add(name, t.type, t.ne.data(), t.size,
+                           [&](uint64_t start, uint64_t size, void * to) { model.read(t, start, size, to); });
+            }
         }
     }
     return digest.hex();
@@ -167,6 +238,15 @@ bool ends_with(const std::string & text, const std::string & tail) {
 }
 
 } // namespace subkv
+
+extern "C" bool subkv_model_weights(const char * path, int32_t first_layer, int32_t last_layer, char out[65]) {
+    return subkv::guarded("model", [&] {
+        subkv::not_null(path, "subkv_model_weights: path");
+        subkv::not_null(out, "subkv_model_weights: out");
+        const std::string digest = subkv::model_weights(path, first_layer, last_layer);
+        std::memcpy(out, digest.c_str(), digest.size() + 1);
+    });
+}
 
 extern "C" bool subkv_model_content(const char * path, char out[65]) {
     return subkv::guarded("model", [&] {

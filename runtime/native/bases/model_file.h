@@ -1,13 +1,41 @@
 // model_file.h: identifies a model by its files, without loading it (converter/FORMAT.md §1.1).
 #pragma once
 
+#include "sha256.h"
+
+#include <cstdint>
+#include <functional>
 #include <string>
+#include <vector>
 
 namespace subkv {
 
 // FORMAT.md §1.1: 64 lower-case hex digits. Reads metadata, tensor tables and samples of the tensors. `path`: the first
 // file of a split model. Throws Invalid for another file of the split, or if a file is missing.
 std::string model_content(const std::string & path);
+
+// FORMAT.md §1.3: identifies a model by a few weights, which a program without its file has, too (runtime/native/plugin).
+constexpr const char * WEIGHTS_KEY = "subkv.base.weights";
+
+class WeightsDigest {
+public:
+    // Copies `size` bytes from byte `start` of a tensor's data.
+    using Reader = std::function<void(uint64_t start, uint64_t size, void * to)>;
+
+    // Names of the weights, some of which a model has, in the order in which they are added.
+    static std::vector<std::string> names(int first_layer, int last_layer);
+
+    void        add(const std::string & name, int type, const int64_t ne[4], uint64_t size, const Reader & read);
+    std::string hex() { return any_ ? sha_.hex() : ""; } // "": none were added; do not use the object afterwards
+
+private:
+    Sha256 sha_;
+    bool   any_ = false;
+};
+
+// The digest of a model's file for bases whose first and last coded layers are these; "": it has none of the weights.
+// Throws as model_content.
+std::string model_weights(const std::string & path, int first_layer, int last_layer);
 
 // The name of a model's file without `.gguf` and without the number of a split model's file.
 std::string model_stem(const std::string & model);

@@ -6,8 +6,11 @@
 #include "subkv.h"
 
 #include <memory>
+#include <string>
 
 namespace subkv {
+
+class Cache;
 
 struct CacheRequest {
     std::shared_ptr<const Layout> layout;          // nullptr: an ordinary cache
@@ -20,6 +23,13 @@ struct CacheRequest {
     // Throws Invalid if `params` or the bases exceed a limit, or if no kernels can run.
     CacheRequest(std::shared_ptr<const Layout> layout, const subkv_cache_params & params);
 };
+
+// The request for a cache with these bases, from the variables of automatic.cpp. Throws Invalid.
+CacheRequest request_of_environment(const std::shared_ptr<const Layout> & layout);
+
+// "coded K/V cache, ...; bases: ", to which words about the bases are added. Bytes of codes and of ordinary layers.
+// n_windows: sequences with a window in this size; the line adds the size of each further one.
+std::string cache_line(const Cache & cache, size_t bytes_codes, size_t bytes_ordinary, int32_t n_windows);
 
 // SUBKV_RESUME: how many tokens before the end of a shortened sequence need exact rows, so that a program evaluates
 // those without one again. Throws Invalid.

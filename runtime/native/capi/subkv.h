@@ -69,6 +69,8 @@ SUBKV_API const char * subkv_layout_json(const subkv_layout * layout);
 // The content hash of a model, which names its sidecars (converter/FORMAT.md §1.1): 64 digits and a zero. `path`: the
 // first file of a split model.
 SUBKV_API bool subkv_model_content(const char * path, char out[65]);
+// The digest of FORMAT.md §1.3 for bases with these first and last coded layers; "": the model has none of the weights.
+SUBKV_API bool subkv_model_weights(const char * path, int32_t first_layer, int32_t last_layer, char out[65]);
 
 // Where bases come from, in the order of the search: a file that the user names; the model's own keys; the sidecar beside
 // the model (by the model's name, else by its content); the user's cache folder, by the model's content: calibrated, or

@@ -129,6 +129,19 @@ public:
     int64_t read(const CellReader & cells, const ggml_tensor * t, int32_t il, int64_t head, bool value, int32_t seq,
                  int32_t first, int64_t n, float * x, int32_t * version_of) const;
 
+    // Cells [first, first + n) of t, K or V of a coded layer, all streams, as rows of halves [n][width], and rows stored
+    // at cells; keys without gamma, so that a row that is read and stored again keeps its codes.
+    int32_t width(int32_t il, bool value) const;
+    void decode_cells(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n, uint16_t * rows) const;
+    void encode_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int64_t n, const uint16_t * rows);
+    // The window's row [width]. false: it does not hold the position.
+    bool exact_row(int32_t il, bool value, int32_t seq, int32_t pos, uint16_t * row) const;
+    // Stores a row in the window. Call it for all coded layers and both sides.
+    void set_exact_row(int32_t il, bool value, int32_t seq, int32_t pos, const uint16_t * row);
+
+    int32_t n_sink() const { return window_.n_sink(); }
+    int32_t n_recent() const { return window_.n_recent(); }
+
 private:
     void code(const CacheDesc & desc, const CacheRequest & request); // selects the layers with bases in the layout
     void check(const CacheDesc & desc) const; // throws std::runtime_error if the layout does not fit the model

@@ -33,16 +33,6 @@ struct Rotation {
     }
 };
 
-// Reading multiplies keys by gamma, so keys are divided by it before they are coded again. x [n] of rows of head h.
-void without_gamma(const LayerCodec & codec, int64_t h, int64_t n, float * x) {
-    const float                   gamma = codec.gamma[(size_t) h];
-    const std::vector<uint16_t> & mean  = codec.centre[(size_t) h].mean;
-    for (int64_t i = 0; i < n && gamma != 1.0f; ++i) {
-        const float of_mean = mean.empty() ? 0.0f : ggml_fp16_to_fp32(mean[(size_t) (i % codec.d_k)]);
-        x[i]                = (x[i] - of_mean) / gamma + of_mean;
-    }
-}
-
 // Bytes of a tensor that one thread changes. Those on a GPU are copied, and the destructor stores the copy.
 class Bytes {
 public:

@@ -32,6 +32,15 @@ void read_rows(const Ops & ops, const LayerCodec & layer, int64_t head, bool val
     reconstruct_rows(ops, layer, head, value, c.data(), n, x);
 }
 
+void without_gamma(const LayerCodec & codec, int64_t h, int64_t n, float * x) {
+    const float                   gamma = codec.gamma[(size_t) h];
+    const std::vector<uint16_t> & mean  = codec.centre[(size_t) h].mean;
+    for (int64_t i = 0; i < n && gamma != 1.0f; ++i) {
+        const float of_mean = mean.empty() ? 0.0f : ggml_fp16_to_fp32(mean[(size_t) (i % codec.d_k)]);
+        x[i]                = (x[i] - of_mean) / gamma + of_mean;
+    }
+}
+
 int64_t Cache::read(const CellReader & cells, const ggml_tensor * t, int32_t il, int64_t head, bool value, int32_t seq,
                     int32_t first, int64_t n, float * x, int32_t * version_of) const {
     const LayerNodes & layer  = *nodes_[(size_t) il];

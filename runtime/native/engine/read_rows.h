@@ -13,4 +13,7 @@ void read_rows(const Ops & ops, const LayerCodec & layer, int64_t head, bool val
 void reconstruct_rows(const Ops & ops, const LayerCodec & layer, int64_t head, bool value, const float * c, int64_t n,
                       float * x);
 
+// Reading multiplies keys by gamma, so keys are divided by it before they are coded again. x [n] of rows of head h.
+void without_gamma(const LayerCodec & codec, int64_t h, int64_t n, float * x);
+
 } // namespace subkv

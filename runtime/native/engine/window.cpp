@@ -346,12 +346,20 @@ std::vector<Window::Row> Window::take(int32_t seq, const std::vector<int32_t> & 
     return taken;
 }
 
+int64_t Window::enter(int32_t seq, int32_t pos) {
+    const int64_t at = slot(seq, pos);
+    if (slot_of(seq, pos) < 0 || pos_[(size_t) at] > pos) {
+        return -1;
+    }
+    pos_[(size_t) at] = pos;
+    return at;
+}
+
 void Window::put(int32_t seq, const Row & row) {
-    const int64_t at = first_slot(seq) + slot_of(seq, row.pos);
-    if (row.data.empty() || pos_[(size_t) at] > row.pos) {
+    const int64_t at = row.data.empty() ? -1 : enter(seq, row.pos);
+    if (at < 0) {
         return;
     }
-    pos_[(size_t) at]      = row.pos;
     rotation_[(size_t) at] = row.rotation;
     size_t n               = 0;
     for (const auto & rows : rows_) {

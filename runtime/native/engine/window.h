@@ -107,6 +107,11 @@ public:
     void set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, const CellReader & cells);
     bool holds(int32_t seq, int32_t pos) const; // true: the window has the exact row
 
+    // The slot where the window stores a position. enter: it holds the position from now on, and the caller writes the
+    // row; -1: the slot has a later position, or none is for this one.
+    int64_t slot(int32_t seq, int32_t pos) const { return first_slot(seq) + slot_of(seq, pos); }
+    int64_t enter(int32_t seq, int32_t pos);
+
     void state_write(StateWriter & w, int32_t seq) const;
     // moves: the result of moves() at the time of state_write. Throws Invalid, or the reader's exception.
     void state_read(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves, const CellReader & cells);

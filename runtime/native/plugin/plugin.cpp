@@ -1,14 +1,19 @@
-// backend.cpp: registration. The device calls itself a GPU, because llama.cpp gives layers only to such; it computes on
-// the CPU backend, and leaves weights in the CPU's buffers, repacked ones included.
-#include "backend.h"
+// plugin.cpp: registration. The device says that it is a GPU, because llama.cpp gives K/V caches only to GPUs and the
+// CPU; it computes on the CPU backend, and leaves weights in the CPU's buffers, where they may be repacked.
+#include "plugin.h"
 
+#include "error.h"
 #include "ggml-cpu.h"
+#include "log_line.h"
 
-#include <cstdio>
+#include <dlfcn.h>
+#include <link.h>
+
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 
-namespace subkv::backend {
+namespace subkv::plugin {
 
 namespace {
 
@@ -36,23 +41,40 @@ ggml_backend_t init_backend(ggml_backend_dev_t dev, const char *) {
     return new ggml_backend{ &guid, i, dev, context };
 }
 
-// Is this a question whether weights may lie in our buffer type? Then they are in an empty buffer of it.
-bool asks_for_weights(const ggml_tensor * op) {
-    for (const ggml_tensor * src : op->src) {
-        const ggml_tensor * root = src && src->view_src ? src->view_src : src;
-        if (root && root->buffer && root->buffer->buft == buffer_type() && root->buffer->size == 0 &&
-            std::strncmp(root->name, "cache_", 6) != 0) {
-            return true;
-        }
+// May a weight be in this buffer type? llama.cpp asks with an empty buffer, which K/V tensors have in a dry run.
+bool is_question(const ggml_tensor * weight) {
+    return weight && weight->buffer && weight->buffer->size == 0 &&
+           std::strncmp(root_of(weight)->name, "cache_", 6) != 0;
+}
+
+// Logs once that a cache is in another buffer type.
+void note_elsewhere(const ggml_tensor * root) {
+    static std::atomic<bool> noted{ false };
+    if (std::strncmp(root->name, "cache_k_l", 9) == 0 && root->type == GGML_TYPE_F16 && root->buffer &&
+        root->buffer->buft != buffer_type() && root->buffer->size > 0 && !is_off() && !noted.exchange(true)) {
+        log_line(std::string("ordinary f16 K/V cache: it is on ") + ggml_backend_buffer_name(root->buffer) +
+                 "; the device SUBKV codes the layers that it has (-ngl, --device)");
     }
-    return false;
 }
 
 bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
-    if (op->op == GGML_OP_SET_ROWS && op->view_src && coded(op).value) { // called when a context is created
-        by_elements(op->view_src, op->ne[0] == 1);
+    for (const ggml_tensor * src : op->src) {
+        if (!is_question(src)) {
+            continue;
+        }
+        const ggml_backend_buffer_type_t type = src->buffer->buft;
+        if (type == buffer_type() || (identifies_model(src->name) && type != ggml_backend_cpu_buffer_type())) {
+            return false;
+        }
     }
-    return !asks_for_weights(op) && ggml_backend_dev_supports_op(cpu_device(), op);
+    if (op->op == GGML_OP_SET_ROWS) {
+        if (Store * store = store_of(op)) {
+            store->check(op);
+        } else {
+            note_elsewhere(root_of(op));
+        }
+    }
+    return ggml_backend_dev_supports_op(cpu_device(), op);
 }
 
 bool supports_buft(ggml_backend_dev_t, ggml_backend_buffer_type_t type) {
@@ -63,6 +85,13 @@ void get_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
     ggml_backend_dev_memory(cpu_device(), free, total);
 }
 
+// Weights are in the CPU's buffers. Earlier versions do not ask.
+template <typename Caps> auto set_mmap_support(Caps & caps, int) -> decltype(void(caps.mmap_support)) {
+    caps.mmap_support = true;
+}
+
+template <typename Caps> void set_mmap_support(Caps &, long) {}
+
 void get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     props->name        = name();
     props->description = dev->iface.get_description(dev);
@@ -70,7 +99,7 @@ void get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     props->device_id   = nullptr;
     props->caps        = {};
 
-    props->caps.mmap_support = true; // weights lie in the CPU's buffers
+    set_mmap_support(props->caps, 0);
     get_memory(dev, &props->memory_free, &props->memory_total);
 }
 
@@ -90,17 +119,18 @@ void set_abort_callback(ggml_backend_t backend, ggml_abort_callback callback, vo
     }
 }
 
-// Buffer types for weights, tried after our own: the CPU's that repack, then its ordinary one.
+// Types for weights after our own: the CPU's that repack, then its ordinary one.
 ggml_backend_buffer_type_t * extra_bufts(ggml_backend_dev_t) {
-    static std::vector<ggml_backend_buffer_type_t> types;
-    if (types.empty()) {
+    static std::vector<ggml_backend_buffer_type_t> types = [] {
+        std::vector<ggml_backend_buffer_type_t> all;
         auto get = (ggml_backend_dev_get_extra_bufts_t) cpu_function("ggml_backend_dev_get_extra_bufts");
         for (auto * at = get ? get(cpu_device()) : nullptr; at && *at; ++at) {
-            types.push_back(*at);
+            all.push_back(*at);
         }
-        types.push_back(ggml_backend_dev_buffer_type(cpu_device()));
-        types.push_back(nullptr);
-    }
+        all.push_back(ggml_backend_dev_buffer_type(cpu_device()));
+        all.push_back(nullptr);
+        return all;
+    }();
     return types.data();
 }
 
@@ -124,6 +154,38 @@ ggml_backend_reg_t registration() {
                                       [](ggml_backend_reg_t, size_t) { return device(); }, get_proc_address },
                                     nullptr };
     return &reg;
+}
+
+// Does this process have our libllama? Its symbols may be visible to its own libraries only.
+bool is_patched() {
+    bool       found = false;
+    const auto look  = [](dl_phdr_info * info, size_t, void * result) {
+        void * library =
+            std::strstr(info->dlpi_name, "libllama") ? dlopen(info->dlpi_name, RTLD_LAZY | RTLD_NOLOAD) : nullptr;
+        if (library) {
+            *(bool *) result |= dlsym(library, "_Z20llama_subkv_store_onv") != nullptr; // hook/store.cpp
+            dlclose(library);
+        }
+        return 0;
+    };
+    dl_iterate_phdr(look, &found);
+    return found;
+}
+
+// Why this process cannot have the device; "": it can.
+std::string refusal() {
+    if (is_patched()) {
+        return "this program's llama.cpp has the coefficient cache already; unset GGML_BACKEND_PATH";
+    }
+    // ggml counts no changes of the structures that backends share with it
+    if (std::strcmp(ggml_version(), SUBKV_GGML_VERSION) != 0) {
+        return std::string("this program's ggml has version ") + ggml_version() + ", and the plug-in was built for " +
+               SUBKV_GGML_VERSION;
+    }
+    if (!cpu_device()) {
+        return "a CPU backend expected, none found";
+    }
+    return ops_error() ? ops_error() : "";
 }
 
 } // namespace
@@ -150,24 +212,14 @@ ggml_backend_dev_t device() {
     return &dev;
 }
 
-const Layout * layout() {
-    static const std::shared_ptr<const Layout> loaded = []() -> std::shared_ptr<const Layout> {
-        const char * path = std::getenv("SUBKV");
-        if (!path || !*path) {
-            return nullptr;
-        }
-        try {
-            return load_layout(path);
-        } catch (const std::exception & e) {
-            std::fprintf(stderr, "subkv: %s\n", e.what());
-            return nullptr;
-        }
-    }();
-    return loaded.get();
-}
-
-} // namespace subkv::backend
+} // namespace subkv::plugin
 
 extern "C" __attribute__((visibility("default"))) ggml_backend_reg_t ggml_backend_init(void) {
-    return subkv::backend::cpu_device() && !subkv::ops_error() ? subkv::backend::registration() : nullptr;
+    using namespace subkv;
+    const std::string why = plugin::refusal();
+    if (!why.empty()) {
+        log_line("plug-in: " + why);
+        return nullptr;
+    }
+    return plugin::registration();
 }

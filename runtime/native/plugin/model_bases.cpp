@@ -1,0 +1,181 @@
+// model_bases.cpp: the bases of the model that a graph computes, by the content of its weights.
+#include "error.h"
+#include "find_bases.h"
+#include "log_line.h"
+#include "model_file.h"
+#include "plugin.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <set>
+
+namespace subkv::plugin {
+
+namespace {
+
+std::string setting() {
+    const char * value = std::getenv("SUBKV");
+    return value && *value ? value : "off";
+}
+
+bool names_file(const std::string & value) {
+    return value != "auto" && value != "subkv" && value != "off";
+}
+
+// What SUBKV and the cache folder have, read once per process.
+struct Known {
+    StoredBases              named{};   // path "": none
+    std::string              named_why; // it cannot be read
+    std::vector<StoredBases> stored;
+    std::string              stored_why; // the cache folder cannot be read
+    std::set<std::string>    weights;
+
+    Known() {
+        const std::string value = setting();
+        if (value == "off") {
+            return;
+        }
+        try {
+            named = names_file(value) ? bases_of_weights(value) : StoredBases{};
+        } catch (const Invalid & e) {
+            named_why = e.what();
+        }
+        try {
+            stored = stored_bases();
+        } catch (const Invalid & e) {
+            stored_why = e.what();
+        }
+        add(named);
+        std::for_each(stored.begin(), stored.end(), [this](auto & bases) { add(bases); });
+    }
+
+    static const Known & get() {
+        static const Known known;
+        return known;
+    }
+
+private:
+    void add(const StoredBases & bases) {
+        const auto names = WeightsDigest::names(bases.first_layer, bases.last_layer);
+        weights.insert(names.begin(), names.end());
+    }
+};
+
+// As model_weights; "": some weight cannot be read.
+std::string digest_of(const GraphWeights & weights, const StoredBases & bases) {
+    WeightsDigest digest;
+    for (const auto & name : WeightsDigest::names(bases.first_layer, bases.last_layer)) {
+        const ggml_tensor * t = weights.find(name);
+        if (!t) {
+            continue;
+        }
+        if (!t->data || !t->buffer || (!ggml_backend_buffer_is_host(t->buffer) && !t->buffer->iface.get_tensor)) {
+            return "";
+        }
+        digest.add(name, (int) t->type, t->ne, ggml_nbytes(t), [&](uint64_t start, uint64_t size, void * to) {
+            if (ggml_backend_buffer_is_host(t->buffer)) {
+                std::memcpy(to, (const char *) t->data + start, (size_t) size);
+            } else {
+                ggml_backend_tensor_get(t, to, (size_t) start, (size_t) size);
+            }
+        });
+    }
+    return digest.hex();
+}
+
+// The model that the value of SUBKV belongs to: its digest for those bases.
+std::mutex  owner_mutex;
+std::string owner;
+
+ModelBases loaded(const std::string & path, bool required) {
+    const auto layout = load_layout(path.c_str());
+    return { layout, "of " + path + ", " + size_of(*layout), required };
+}
+
+} // namespace
+
+bool is_off() {
+    return setting() == "off";
+}
+
+bool identifies_model(const char * weight) {
+    const auto & weights = Known::get().weights;
+    return std::strncmp(weight, "blk.", 4) == 0 && weights.count(weight) != 0;
+}
+
+void GraphWeights::add(const ggml_tensor * node) {
+    std::vector<const ggml_tensor *> next{ node };
+    while (!next.empty()) {
+        const ggml_tensor * t = next.back();
+        next.pop_back();
+        if (!t || !seen_.insert(t).second) {
+            continue;
+        }
+        if (t->op == GGML_OP_NONE && identifies_model(t->name)) {
+            found_[t->name] = t;
+        }
+        next.insert(next.end(), t->src, t->src + GGML_MAX_SRC);
+        next.push_back(t->view_src);
+    }
+}
+
+const ggml_tensor * GraphWeights::find(const std::string & name) const {
+    const auto it = found_.find(name);
+    return it == found_.end() ? nullptr : it->second;
+}
+
+ModelBases find_model_bases(const GraphWeights & weights, const std::function<bool(int32_t il)> & has_layer) {
+    const std::string value = setting();
+    const Known &     known = Known::get();
+
+    const auto fits = [&](const StoredBases & bases) {
+        return has_layer(bases.first_layer) && has_layer(bases.last_layer);
+    };
+
+    const std::lock_guard<std::mutex> lock(owner_mutex);
+    if (!known.named_why.empty()) {
+        throw Invalid(known.named_why);
+    }
+    if (names_file(value)) {
+        if (!fits(known.named)) {
+            return { nullptr, value + " has no bases for these layers", false };
+        }
+        const bool        first  = owner.empty();
+        const std::string digest = digest_of(weights, known.named);
+        if (first || digest == owner) {
+            const ModelBases found = loaded(value, true);
+            if (known.named.weights.empty() || digest.empty()) {
+                if (first) {
+                    log_line(value +
+                             (digest.empty() ? ": this model's weights cannot be compared" :
+                                               ": it does not say which weights its model has") +
+                             "; the bases must be of this model");
+                }
+            } else if (digest != known.named.weights) {
+                refuse(value, "bases of this model", "those of another model (" + std::string(WEIGHTS_KEY) + ")");
+            }
+            owner = digest.empty() ? "?" : digest;
+            return found;
+        }
+    }
+    const bool required = value == "subkv" && owner.empty();
+    for (const StoredBases & bases : known.stored) {
+        const std::string digest = digest_of(weights, bases);
+        if (fits(bases) && !digest.empty() && digest == bases.weights) {
+            owner = required ? digest : owner;
+            return loaded(bases.path, required);
+        }
+    }
+    const std::string why = known.stored_why.empty() ?
+                                "no bases for this model in " + std::string(subkv_sidecar_folder()) +
+                                    "; `subkv convert MODEL` derives them" :
+                                known.stored_why;
+    if (required) {
+        throw Invalid("SUBKV=subkv: " + why);
+    }
+    return { nullptr, why, false };
+}
+
+} // namespace subkv::plugin

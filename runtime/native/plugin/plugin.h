@@ -1,0 +1,174 @@
+// plugin.h: the parts of libggml-subkv: a ggml backend that gives the coefficient cache to a llama.cpp without our
+// patch. It drives the engine (engine/cache.h), as runtime/native/hook does in the patched one, and knows what a backend
+// can know: tensors, graphs and their inputs, but no files, positions and sequences.
+//
+//   plugin.cpp       registration; the device
+//   store.cpp        the buffer type: K/V cache tensors, states, copies between streams
+//   known_cells.cpp  positions and sequences of cells
+//   model_bases.cpp  the bases of the model that a graph computes
+//   graph.cpp        graphs, in which the engine's nodes replace those on coded tensors
+#pragma once
+
+#include "cache.h"
+#include "ggml-backend-impl.h"
+#include "ggml-cpp.h"
+#include "known_cells.h"
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace subkv::plugin {
+
+ggml_backend_buffer_type_t buffer_type(); // of the only device
+ggml_backend_dev_t         device();
+ggml_backend_dev_t         cpu_device();
+
+inline const ggml_tensor * root_of(const ggml_tensor * t) {
+    return t->view_src ? t->view_src : t;
+}
+
+struct ModelBases {
+    std::shared_ptr<const Layout> layout;   // nullptr: an ordinary cache
+    std::string                   words;    // about the bases, or why there are none
+    bool                          required; // by the user: then the cache is coded, or the graph fails
+};
+
+// Weights that identify models and that nodes of a graph are computed from.
+class GraphWeights {
+public:
+    void                add(const ggml_tensor * node);
+    const ggml_tensor * find(const std::string & name) const; // nullptr: none
+
+private:
+    std::map<std::string, const ggml_tensor *> found_;
+    std::unordered_set<const ggml_tensor *>    seen_;
+};
+
+// The bases that SUBKV requests for a cache of the model with these weights. has_layer: does the cache have its rows? It
+// gets bases only if it has the first and the last layer with some, as the sliding half of a cache does not. The first model owns the file that SUBKV names;
+// others have those of the cache folder. Throws Invalid if SUBKV requires bases of this model and there are none.
+ModelBases find_model_bases(const GraphWeights & weights, const std::function<bool(int32_t il)> & has_layer);
+
+// true: SUBKV requests no coded cache
+bool is_off();
+
+// Does some sidecar identify its model by this weight? Then it has to stay as it is in the file.
+bool identifies_model(const char * weight);
+
+// A cache tensor of llama.cpp: F16 [row, n_cells, n_stream].
+struct CacheTensor {
+    int32_t il;
+    bool    value;
+};
+
+// A layer's attention in a graph. Numbers are indices of nodes, -1: none.
+struct LayerUse {
+    int32_t          il;    // of the tensors
+    int              set_k; // SET_ROWS
+    int              set_v;
+    std::vector<int> attends; // FLASH_ATTN_EXT; all but the first are of layers that read this layer's rows
+};
+
+// How a graph uses the tensors of a buffer.
+struct GraphUse {
+    std::vector<LayerUse> layers;  // in the order of their first node
+    std::vector<int>      rotates; // ROPE of the keys of all cells, in place: a shift
+    std::string           unknown; // why the tensors cannot be coded; "": they can
+};
+
+// The K/V cache tensors of a buffer: of one cache of llama.cpp. The buffer is reserved address space, as large as an
+// f16 cache. The first graph that computes decides whether the cache is coded: codes have memory of their own, and then the
+// reserved pages stay unused.
+class Store {
+public:
+    Store(uint8_t * base, size_t size) : base_(base), size_(size) {}
+
+    uint8_t * base() const { return base_; }
+    size_t    size() const { return size_; }
+    void      add(const ggml_tensor * t);
+    void      clear();
+
+    const CacheTensor * find(const ggml_tensor * root) const; // nullptr: another tensor
+
+    // While llama.cpp plans a graph of a new context; node: a SET_ROWS. Throws Invalid if the user requires bases of
+    // another model.
+    void check(const ggml_tensor * node);
+    // Before the first graph computes. Throws Invalid if a coded cache is required and cannot be.
+    void decide(ggml_cgraph * graph, const GraphUse & use);
+    bool is_decided() const { return decided_; }
+    bool is_coded() const { return cache_ != nullptr; }
+
+    // of a coded cache
+    bool          codes(int32_t il) const { return rows_.count(il) != 0; }
+    Cache &       cache() const { return *cache_; }
+    KnownCells &  cells() const { return *cells_; }
+    ggml_tensor * rows(int32_t il, bool value) const; // I8 [row_bytes, n_cells, n_stream]
+    // The exact rows of restored cells go to the window, as soon as tokens show the positions.
+    void adopt_restored(const std::vector<GraphToken> & tokens, const ggml_tensor * mask);
+
+    // Bytes of a tensor as llama.cpp sees them.
+    void get(const ggml_tensor * t, void * data, size_t offset, size_t size) const;
+    void set(ggml_tensor * t, const void * data, size_t offset, size_t size);
+    bool copy(const ggml_tensor * src, const Store * from, ggml_tensor * dst); // false: not a stream to another one
+
+private:
+    // Rows [first, first + n) of a tensor.
+    struct Part {
+        const ggml_tensor * root;
+        CacheTensor         of;
+        int64_t             first, n;
+    };
+
+    // Rows that a state has set, until their positions are known.
+    struct Restored {
+        int64_t n;
+        // by (il, value): the first rows, and the last ones
+        std::map<std::pair<int32_t, bool>, std::pair<std::vector<uint16_t>, std::vector<uint16_t>>> rows;
+    };
+
+    ModelBases find_bases() const;
+    Part       part(const ggml_tensor * t, size_t offset, size_t size) const;
+    void       set_rows(const Part & part, const uint16_t * rows);
+    void       code(ggml_cgraph * graph, const GraphUse & use);
+    void       report() const;
+
+    uint8_t *                                  base_;
+    size_t                                     size_;
+    std::map<const ggml_tensor *, CacheTensor> tensors_;
+    GraphWeights                               weights_; // until checked
+    bool                                       checked_ = false;
+    bool                                       decided_ = false;
+    ModelBases                                 bases_;
+    std::unique_ptr<Cache>                     cache_;
+    std::unique_ptr<KnownCells>                cells_;
+    ggml_context_ptr                           ctx_; // of the codes
+    ggml_backend_buffer_ptr                    memory_;
+    std::vector<Part>                          early_;    // set before decide()
+    std::map<int64_t, Restored>                restored_; // by first cell
+
+    std::map<int32_t, std::pair<ggml_tensor *, ggml_tensor *>> rows_; // by il
+};
+
+// nullptr: the tensor is not in a buffer of ours, or no cache tensor
+Store * store_of(const ggml_tensor * t, CacheTensor * which = nullptr);
+
+// What a backend keeps between graphs.
+class Plan;
+
+struct Context {
+    ggml_backend_ptr      cpu;
+    std::unique_ptr<Plan> plan; // of the last graph
+
+    Context();
+    ~Context();
+};
+
+ggml_status compute(Context & context, ggml_cgraph * graph);
+
+} // namespace subkv::plugin

@@ -1,0 +1,312 @@
+"""libggml-subkv in an unpatched libllama: it computes as the patched one, and it knows its model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import engine
+import numpy as np
+import numpy.typing as npt
+import pytest
+from each import each
+from format import writer
+from gguf import GGUFValueType
+from test_variants import shape_of
+
+from subkv.format import store
+from subkv.native import library
+from subkv.native.bases import STORED, model_weights, stored_path
+from subkv.native.gguf import WEIGHTS_KEY
+
+LIBRARIES = library.lib_dir()
+PLUGIN, STOCK = LIBRARIES / "libggml-subkv.so", LIBRARIES / "stock"
+PROGRAM = Path(__file__).parent / "plugin_program.py"
+N_RECENT = 8
+Models = Callable[..., Path]
+
+pytestmark = pytest.mark.skipif(
+    not (PLUGIN.is_file() and STOCK.is_dir()), reason="the plug-in and a stock libllama (-DSUBKV_STOCK=ON): not built"
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """logits: of every decode. said: lines of ours on stderr."""
+
+    logits: list[npt.NDArray[np.float32]]
+    facts: dict[str, Any]
+    said: str
+
+
+@pytest.fixture
+def model(tiny_model: Models) -> Path:
+    return tiny_model()
+
+
+@pytest.fixture
+def bases(tmp_path: Path, model: Path) -> Path:
+    return write_bases(tmp_path / "bases.gguf", model)
+
+
+def write_bases(path: Path, model: Path, weights: str | None = None, n_layer: int = 2, bits: int = 8) -> Path:
+    """Bases of a tiny llama; weights: digest of its weights, "": none."""
+    layout = engine.signed_permutations(
+        [(il, 2, 32, 32) for il in range(n_layer)],
+        [(32, bits)],
+        [(32, bits)],
+        arch="llama",
+        block_count=n_layer,
+        path=path,
+        n_recent=N_RECENT,
+    )
+    engine.SUBKV.subkv_layout_free(layout)
+    digest = model_weights(model, 0, n_layer - 1) if weights is None else weights
+    keys = {WEIGHTS_KEY: (GGUFValueType.STRING, digest)} if digest else {}
+    return writer.write(path, writer.sealed(writer.read(path) | keys))
+
+
+def run(tmp_path: Path, model: Path, subkv: str | Path, *calls: Any, plugin: bool = True, **params: Any) -> Run:
+    first = {"first": str(params.pop("first"))} if "first" in params else {}
+    first |= {name: params.pop(name) for name in ("kill", "layers") if name in params}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SUBKV", "LLAMA", "GGML"))}
+    env |= {"LD_LIBRARY_PATH": str(LIBRARIES), "SUBKV": str(subkv)}
+    env |= {"SUBKV_SEQUENCES": str(params.pop("windows", ""))}
+    env |= {"LLAMA_CPP_LIB_PATH": str(STOCK if plugin else LIBRARIES)}
+    env |= {"GGML_BACKEND_PATH": str(PLUGIN)} if plugin else {}
+    asked = {"params": {"n_ctx": 256, "n_batch": 256, "n_ubatch": 64} | params, "calls": calls, **first}
+    command = [sys.executable, str(PROGRAM), str(model), str(tmp_path / "logits.npz"), json.dumps(asked)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with np.load(tmp_path / "logits.npz") as arrays:
+        logits = [arrays[name] for name in arrays.files]
+    said = "".join(line for line in done.stderr.splitlines(True) if "subkv" in line and "node" not in line)
+    return Run(logits, json.loads(done.stdout.splitlines()[-1]), said)
+
+
+def tokens(n: int, seed: int, first: int = 0, sequence: int = 0) -> list[list[int]]:
+    drawn = np.random.default_rng(seed).integers(10, 250, n)
+    return [[int(token), first + i, sequence] for i, token in enumerate(drawn)]
+
+
+def decode(*lists: list[list[int]]) -> list[Any]:
+    """One batch with the tokens of several sequences in turn."""
+    return ["decode", [token for group in zip(*lists, strict=True) for token in group]]
+
+
+TEXT, MORE = tokens(90, 1), tokens(20, 2, 90)
+UNIFIED = {"n_seq_max": 4, "kv_unified": True}
+STREAMS = {"n_seq_max": 2, "kv_unified": False, "n_ctx": 512}
+FOUR = [tokens(30, seed, 0, seed) for seed in range(4)]
+SAME = {
+    "a text": ({}, [decode(TEXT), decode(MORE[:1]), decode(MORE[1:])]),
+    "a removed tail": ({}, [decode(TEXT), ["rm", 0, 84, -1], decode(tokens(20, 3, 84))]),
+    "a cleared cache": ({}, [decode(TEXT), ["clear"], decode(tokens(20, 3))]),
+    "a shift": ({}, [decode(TEXT), ["rm", 0, 4, 24], ["add", 0, 24, 90, -20], decode(tokens(20, 3, 70))]),
+    "streams": (STREAMS, [decode(TEXT), decode(tokens(90, 3, 0, 1)), decode(MORE, tokens(20, 4, 90, 1))]),
+    "a copied stream": (STREAMS, [decode(TEXT), ["cp", 0, 1, -1, -1], decode(tokens(20, 4, 90, 1)), decode(MORE)]),
+    "sequences in one stream": (UNIFIED, [decode(*FOUR), decode(*[tokens(20, 7 + s, 30, s) for s in range(4)])]),
+    "a copied sequence": (
+        UNIFIED,
+        [decode(TEXT), ["cp", 0, 1, -1, -1], decode(MORE[:9]), decode(tokens(20, 4, 90, 1)), decode(tokens(9, 5, 99))],
+    ),
+}
+
+
+@each("name", SAME)
+def test_it_computes_as_the_patch(name: str, tmp_path: Path, model: Path, bases: Path) -> None:
+    params, calls = SAME[name]
+    patched, plugged = (run(tmp_path, model, bases, *calls, plugin=plugin, **params) for plugin in (False, True))
+    assert "coded K/V cache" in plugged.said and not plugged.facts["failed"]
+    assert len(plugged.logits) == sum(call[0] == "decode" for call in calls)
+    for expected, found in zip(patched.logits, plugged.logits, strict=True):
+        assert np.array_equal(expected, found)
+
+
+@each("arch", ["llama", "bloom", "gemma2", "gpt-oss", "qwen2vl", "lfm2", "qwen35", "gemma3n", "gemma4", "deepseek2"])
+def test_architectures(arch: str, tmp_path: Path, tiny_model: Models) -> None:
+    """ALiBi, sliding windows, attention sinks, M-RoPE, hybrids, rows that several layers read, latent rows."""
+    path, bases = tiny_model(arch), tmp_path / "bases.gguf"
+    if arch == "deepseek2":
+        layers = engine.latent_layers([(32, 8), (16, 8)], 48, 32, 2)
+        layout = engine.load_latent(bases, layers, arch=arch, block_count=2)
+    else:
+        opened = engine.Model(path)
+        shapes, n_layer = shape_of(opened), engine.C.llama_model_n_layer(opened.handle)
+        opened.free()
+        bands = [[(d, 8)] for d in shapes[0][2:]]
+        options = {"arch": arch, "block_count": n_layer, "n_recent": N_RECENT, "recent_bits": 10}
+        layout = engine.signed_permutations(shapes, *bands, path=bases, **options)
+    engine.SUBKV.subkv_layout_free(layout)
+    patched, plugged = (
+        run(tmp_path, path, bases, decode(TEXT), decode(MORE), plugin=plugin) for plugin in (False, True)
+    )
+    assert "coded K/V cache" in plugged.said, plugged.said
+    for expected, found in zip(patched.logits, plugged.logits, strict=True):
+        assert np.array_equal(expected, found)
+
+
+def random_calls(seed: int, unified: bool, n: int = 60) -> list[Any]:
+    """Calls on three sequences that an f16 cache accepts."""
+    rng = np.random.default_rng(seed)
+    length, saved, calls = [0, 0, 0], [-1, -1, -1], []
+    for _ in range(n):
+        name = rng.choice(["decode"] * 6 + ["tail", "cp", "shift", "save", "load", "together", "end"])
+        seq, other = (int(i) for i in rng.permutation(3)[:2])
+        if name == "decode" and length[seq] < 90:
+            count = int(rng.choice([1, 2, 9, 30]))
+            calls.append(decode(tokens(count, int(rng.integers(999)), length[seq], seq)))
+            length[seq] += count
+        elif name == "together" and max(length) < 90:
+            batch = [tokens(1, int(rng.integers(999)), length[s], s) for s in range(3)]
+            calls.append(decode(*batch))
+            length = [n + 1 for n in length]
+        elif name == "tail" and length[seq] > 1:
+            length[seq] = int(rng.integers(max(1, length[seq] - 40), length[seq]))
+            calls.append(["rm", seq, length[seq], -1])
+        elif name == "end":
+            length[seq] = 0
+            calls.append(["rm", seq, -1, -1])
+        elif name == "cp" and length[seq]:
+            calls += [["rm", other, -1, -1], ["cp", seq, other, -1, -1]]
+            length[other] = length[seq]
+        elif name == "shift" and length[seq] > 20 and not unified:  # cells of several sequences cannot move
+            calls += [["rm", seq, 3, 9], ["add", seq, 9, length[seq], -6]]
+            length[seq] -= 6
+        elif name == "save" and length[seq]:
+            calls.append(["save", seq])
+            saved[seq] = length[seq]
+        elif name == "load" and saved[seq] > 0:
+            calls += [["rm", seq, -1, -1], ["load", seq]]
+            length[seq] = saved[seq]
+    return calls
+
+
+@each("seed, windows", [(0, 4), (1, 4), (3, 4), (106, 4), (118, 4), (101, 2), (118, 2), (104, 1)])
+def test_random_calls_equal_f16(seed: int, windows: int, tmp_path: Path, model: Path) -> None:
+    """With exact codes, guesses about positions and sequences must not matter. windows: for the three sequences."""
+    exact = write_bases(tmp_path / "exact.gguf", model, bits=16)
+    unified = seed % 2 == 0 or windows < 3
+    options = {"n_seq_max": 3, "kv_unified": unified, "n_ctx": 1024, "windows": windows}
+    calls = random_calls(seed, unified)
+    coded, f16 = (run(tmp_path, model, subkv, *calls, **options) for subkv in (exact, "off"))
+    assert len(coded.logits) == len(f16.logits) > 5 and not coded.facts["failed"]
+    for i, (expected, found) in enumerate(zip(f16.logits, coded.logits, strict=True)):
+        assert np.abs(found - expected).max() < 0.02 * expected.std(), i
+
+
+def test_a_restored_state_continues(tmp_path: Path, model: Path, bases: Path) -> None:
+    """Its rows are f16's. They are coded again; the last ones become exact once their positions are known."""
+    whole = run(tmp_path, model, bases, decode(TEXT), decode(MORE))
+    calls = [decode(TEXT), ["save", 0], ["clear"], ["load", 0], decode(MORE)]
+    restored = run(tmp_path, model, bases, *calls)
+    f16 = run(tmp_path, model, "off", *calls)
+    assert restored.facts["state"] == f16.facts["state"] > 0
+    apart = np.abs(restored.logits[1] - whole.logits[1]).max()
+    assert apart < 0.5 * np.abs(f16.logits[1] - whole.logits[1]).max()
+
+
+def test_more_sequences_than_windows_read_codes(tmp_path: Path, model: Path, bases: Path) -> None:
+    seven = [tokens(30, seed, 0, seed) for seed in range(7)]
+    more = [tokens(5, 9 + seed, 30, seed) for seed in range(7)]
+    coded, f16 = (
+        run(tmp_path, model, subkv, decode(*seven), decode(*more), n_seq_max=7, kv_unified=True, n_ctx=512)
+        for subkv in (bases, "off")
+    )
+    for expected, found in zip(f16.logits, coded.logits, strict=True):
+        assert np.abs(found - expected).max() < 0.1 * np.abs(expected).max()
+
+
+def test_codes_take_less_memory(tmp_path: Path, model: Path, bases: Path) -> None:
+    """The address space of an f16 cache is reserved, and takes no memory."""
+    coded, f16 = (run(tmp_path, model, subkv, decode(TEXT), n_ctx=65536) for subkv in (bases, "off"))
+    match = re.search(r"([\d.]+) MiB \(f16: ([\d.]+)\), [\d.]+ MiB for each further sequence, 2 layers", coded.said)
+    assert match and float(match[1]) < 0.6 * float(match[2]) == 0.6 * 32
+    assert coded.facts["rss"] < f16.facts["rss"] + (4 << 20)
+
+
+def test_bases_of_another_model_are_refused(tmp_path: Path, model: Path, tiny_model: Models) -> None:
+    other = write_bases(tmp_path / "other.gguf", tiny_model(seed=5))
+    refused = run(tmp_path, model, other, decode(TEXT))
+    assert not refused.facts["context"]
+
+
+def test_bases_that_name_no_weights(tmp_path: Path, model: Path) -> None:
+    old = write_bases(tmp_path / "old.gguf", model, weights="")
+    accepted = run(tmp_path, model, old, decode(TEXT))
+    assert "coded K/V cache" in accepted.said
+    assert accepted.said.count("it does not say which weights its model has") == 1
+
+
+def test_a_second_model_does_not_get_the_file_of_the_first(tmp_path: Path, bases: Path, tiny_model: Models) -> None:
+    first, second = tiny_model(), tiny_model(seed=5)
+    found = run(tmp_path, second, bases, decode(TEXT), first=first)
+    assert found.said.count("coded K/V cache") == 1 and "ordinary f16 K/V cache: no bases for this model" in found.said
+    assert np.array_equal(found.logits[0], run(tmp_path, second, "off", decode(TEXT)).logits[0])
+
+
+def test_the_cache_folder_is_searched_by_weights(tmp_path: Path, model: Path) -> None:
+    nothing = run(tmp_path, model, "auto", decode(TEXT))
+    assert "ordinary f16 K/V cache: no bases for this model in " in nothing.said
+    assert not run(tmp_path, model, "subkv", decode(TEXT)).facts["context"]
+    entry = store.entry(model)
+    entry.prepare()
+    path = write_bases(stored_path(Path("another.gguf"), entry.content, STORED), model)
+    assert f"bases: of {path}, " in run(tmp_path, model, "subkv", decode(TEXT)).said
+
+
+@each("damage", ["truncated", "no GGUF", "missing", "no layout"])
+def test_files_that_are_refused(damage: str, tmp_path: Path, model: Path, bases: Path) -> None:
+    path = tmp_path / "damaged.gguf"
+    data = bases.read_bytes()
+    if damage == "no layout":
+        path.write_bytes(model.read_bytes())
+    elif damage != "missing":
+        path.write_bytes(data[: len(data) // 2] if damage == "truncated" else b"text" * 99)
+    assert not run(tmp_path, model, path, decode(TEXT)).facts["context"]
+
+
+@each("layers", [0, 1, 2])
+def test_layers_elsewhere_keep_f16(layers: int, tmp_path: Path, model: Path, bases: Path) -> None:
+    """The last layers belong to the device; a cache without the first layer with bases is ordinary."""
+    found, f16 = (run(tmp_path, model, subkv, decode(TEXT), decode(MORE), layers=layers) for subkv in (bases, "off"))
+    assert "subkv: ordinary f16 K/V cache: it is on CPU; the device SUBKV codes the layers that it has" in found.said
+    assert "coded" not in found.said and not found.facts["failed"]
+    for expected, logits in zip(f16.logits, found.logits, strict=True):
+        assert np.array_equal(expected, logits)
+
+
+def test_a_killed_program_loses_nothing(tmp_path: Path, model: Path, bases: Path) -> None:
+    before = bases.read_bytes()
+    calls = [decode(TEXT), *[decode([[9, 90 + i, 0]]) for i in range(150)]]
+    with pytest.raises(AssertionError):
+        run(tmp_path, model, bases, *calls, kill=True)
+    assert bases.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {bases.name}
+    assert "coded K/V cache" in run(tmp_path, model, bases, decode(TEXT)).said
+
+
+def test_without_flash_attention(tmp_path: Path, model: Path, bases: Path) -> None:
+    """A file that the user names is used, or nothing; other bases only where they can be."""
+    failed = run(tmp_path, model, bases, decode(TEXT), flash_attn_type=0)
+    assert failed.facts["failed"] == "decode" and "subkv: flash attention is off" in failed.said
+    store.entry(model).prepare()
+    write_bases(stored_path(model, store.entry(model).content, STORED), model)
+    ordinary = run(tmp_path, model, "auto", decode(TEXT), flash_attn_type=0)
+    assert "ordinary f16 K/V cache: flash attention is off" in ordinary.said
+    assert np.array_equal(ordinary.logits[0], run(tmp_path, model, "off", decode(TEXT), flash_attn_type=0).logits[0])
+
+
+def test_the_patched_library_refuses_it(
+    tmp_path: Path, model: Path, bases: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "STOCK", LIBRARIES)
+    found = run(tmp_path, model, bases, decode(TEXT))
+    assert "has the coefficient cache already" in found.said and found.said.count("coded K/V cache") == 1
