@@ -164,19 +164,31 @@ def requested_cache(
     type_v: str | None = None,
     bases: Path | None = None,
     sidecar: bool = True,
+    kv_bits: float | None = None,
     **window: Any,
 ) -> CacheOptions:
     """The cache that the flags request. -ctk alone sets both K and V, -ctv alone leaves K at f16."""
     from subkv.engine.cache import CacheOptions  # native libraries: not for a --help
 
     return CacheOptions(
-        type_k=type_k, type_v=type_v or type_k, bases=bases, window=Window.of(**window), sidecar=sidecar
+        type_k=type_k,
+        type_v=type_v or type_k,
+        bases=bases,
+        window=Window.of(**window),
+        sidecar=sidecar,
+        kv_bits=kv_bits,
     )
 
 
 bases_option = click.option("--bases", type=PATH, metavar="FILE", help="bases for -m: a sidecar or a converted model")
+bits_option = click.option(
+    "--kv-bits",
+    type=float,
+    metavar="BITS",
+    help="bits per K/V element of subkv, of those that the bases have plans for [default: SUBKV_BITS, or the file's]",
+)
 # `requested: CacheOptions`, for programs that compare caches
-coded_options = group("requested", requested_cache, bases_option, window_options)
+coded_options = group("requested", requested_cache, bases_option, bits_option, window_options)
 
 
 def cache_options(*more: Option) -> Option:
@@ -187,12 +199,13 @@ def cache_options(*more: Option) -> Option:
         llama_option(
             "-ctk --cache-type-k type_k",
             "CACHE_TYPE_K",
-            "KV cache: subkv, f16, q8_0, q4_0, …; auto: subkv if the model file, its sidecar or --bases contains bases "
+            "KV cache: subkv, subkv:BITS, f16, q8_0, q4_0, …; auto: subkv if the model file, its sidecar or --bases contains bases "
             "[default: auto]",
             metavar="TYPE",
         ),
         llama_option("-ctv --cache-type-v type_v", "CACHE_TYPE_V", "the same for V [default: as -ctk]", metavar="TYPE"),
         bases_option,
+        bits_option,
         click.option(
             "--no-sidecar",
             "sidecar",

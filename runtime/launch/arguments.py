@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from subkv.base.files import open_regular
+from subkv.native.bases import budget_of
 
 MODEL, REPO, REPO_FILE, FROM_URL, FOLDER = "model", "repo", "repo_file", "from_url", "folder"
 TYPE_K, TYPE_V, DRAFT, DRAFT_TYPE_K, DRAFT_TYPE_V = "type_k", "type_v", "draft", "draft_type_k", "draft_type_v"
@@ -37,6 +38,11 @@ VARIABLES = {f"LLAMA_ARG_{name}": kind for kind, (_, names) in _KINDS.items() fo
 _TYPES = (TYPE_K, TYPE_V, DRAFT_TYPE_K, DRAFT_TYPE_V)
 CODED, AUTO = "subkv", "auto"  # our cache types
 MAGIC = b"GGUF"
+
+
+def is_coded(name: str) -> bool:
+    """Whether a cache type is subkv or subkv:BITS."""
+    return name.partition(":")[0] == CODED
 
 
 def program_name(program: str) -> str:
@@ -94,17 +100,23 @@ class ProgramArguments:
     @property
     def strict(self) -> bool:
         """Whether the user requested a coded cache by name; then no other cache may replace it."""
-        return CODED in self.types
+        return any(is_coded(name) for name in self.types)
+
+    @property
+    def budget(self) -> float | None:
+        """The bits of the first cache type subkv:BITS."""
+        bits = (budget_of(name.partition(":")[2]) for name in self.types if is_coded(name))
+        return next((budget for budget in bits if budget is not None), None)
 
     @property
     def ordinary(self) -> bool:
         """Whether the user requested llama.cpp's own cache types only."""
-        return bool(self.types) and {CODED, AUTO}.isdisjoint(self.types)
+        return bool(self.types) and not any(is_coded(name) or name == AUTO for name in self.types)
 
     @property
     def codes_draft(self) -> bool:
         """Whether the user requested a coded cache for drafts, by name or if there are bases."""
-        return not {CODED, AUTO}.isdisjoint(self.draft_types)
+        return any(is_coded(name) or name == AUTO for name in self.draft_types)
 
 
 @dataclass(frozen=True)
@@ -149,7 +161,8 @@ def read(
 
     def types(*kinds: str) -> tuple[str, ...]:
         lists = [",".join(values(kind)).split(",") if takes_lists else values(kind)[-1:] for kind in kinds]
-        return tuple(name for names in lists for name in names if name in (CODED, AUTO, *stock))
+        named = [(name, name.partition(":")[0]) for names in lists for name in names]
+        return tuple(name for name, kind in named if name in (AUTO, *stock) or kind == CODED)
 
     models, repos = values(MODEL), values(REPO) if is_llama_cpp else []
     from_url = is_llama_cpp and bool(values(FROM_URL))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from runtime import options
 from runtime.launch import programs
-from runtime.launch.arguments import CODED, ProgramArguments, program_name, read, with_hub_models
+from runtime.launch.arguments import CODED, ProgramArguments, is_coded, program_name, read, with_hub_models
 from runtime.launch.variables import CACHE, CacheRequest, cache_variables, library_variables, models_in
 from runtime.launch.variables import prepare as prepare_model
 from subkv.base.errors import SubkvError, concerning
@@ -72,7 +72,8 @@ def _variables(
         options.note(f"KV cache: {name}, from the arguments")
     if not read.ordinary or read.codes_draft:
         with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
-            variables, notes = cache_variables(models, request, read.strict or (strict and not read.types))
+            required = read.strict or (strict and not read.types)
+            variables, notes = cache_variables(models, request, required, kv_bits=read.budget)
         if strict and models and not read.types and request.bases is None:
             variables[CACHE] = CODED
         if not (notes or read.ordinary):
@@ -81,7 +82,8 @@ def _variables(
             options.note(line)
     for model in ([read.draft] if read.draft else read.models) if read.codes_draft else []:
         with concerning(model="-md", model_path="-md", kv_cache="-ctkd"):
-            options.note(f"draft {model.name}: {prepare_model(model, CODED in read.draft_types).note}")
+            strict_draft = any(is_coded(name) for name in read.draft_types)
+            options.note(f"draft {model.name}: {prepare_model(model, strict_draft).note}")
     return variables
 
 

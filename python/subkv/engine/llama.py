@@ -61,6 +61,8 @@ class Llama(llama_cpp.Llama):
         type_k and type_v set K and V separately, by name or ggml's number.
     bases: a converted GGUF or a sidecar for this model; default: the model file itself, else its sidecar.
     sidecar: use the sidecar that `convert` has written, beside the model or in the cache folder.
+    kv_bits: bits per K/V element, of those that the bases have plans for; kv_cache="subkv:3" is the same. Default: the
+        variable SUBKV_BITS, or the file's default.
     n_sink, n_recent: exact window in tokens; default: from the layout. n_rollback: exact rows beyond n_recent, so that
         the last n_rollback tokens can be removed without evaluating any again; default: 16, or the draft length.
     draft_model: source of drafts for speculative decoding, a LlamaDraftModel.
@@ -87,6 +89,7 @@ class Llama(llama_cpp.Llama):
         n_rollback: int | None = None,
         adapt: str | None = None,
         sidecar: bool = True,
+        kv_bits: float | None = None,
         flash_attn: str | bool | None = "auto",
         type_k: str | int | None = None,
         type_v: str | int | None = None,
@@ -104,7 +107,7 @@ class Llama(llama_cpp.Llama):
         n_draft = draft_length(draft, arguments["n_batch"])
         window = Window.of(n_sink, n_recent, n_rollback, adapt)
         bases_path = None if bases is None else Path(bases)
-        choice = choose_cache(path, CacheOptions(kv_cache, type_k, type_v, bases_path, window, sidecar))
+        choice = choose_cache(path, CacheOptions(kv_cache, type_k, type_v, bases_path, window, sidecar, kv_bits))
         choice = with_room_for_drafts(choice, n_draft)
         self._choice = choice
         self._flash_attn_type = flash_attention(flash_attn, choice)
@@ -116,6 +119,7 @@ class Llama(llama_cpp.Llama):
             "n_rollback": n_rollback,
             "adapt": adapt,
             "sidecar": sidecar,
+            "kv_bits": kv_bits,
             "flash_attn": flash_attn,
             "progress": progress,
             "prompt_cache": prompt_cache,

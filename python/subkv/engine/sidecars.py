@@ -16,11 +16,15 @@ from subkv.native.bases import EMBEDDED, NAMED, NONE, WEIGHTS, FoundBases, find_
 
 @dataclass(frozen=True)
 class Sidecar:
-    """A sidecar. note: one line for the user; unstored: the reason why it is not in the store, if it should be."""
+    """A sidecar. note: one line for the user; unstored: the reason why it is not in the store, if it should be.
+
+    budget: of its layout, in bits per element.
+    """
 
     path: Path
     note: str
     unstored: str = ""
+    budget: float = 0.0
 
 
 def no_bases_note(found: FoundBases) -> str:
@@ -44,20 +48,21 @@ def usable(found: FoundBases) -> bool:
     raise CacheError("bases", f"{reason}; {remedy}, or ignore it with --no-sidecar")
 
 
-def from_weights(model: Path, found: FoundBases | None) -> Sidecar:
+def from_weights(model: Path, found: FoundBases | None, kv_bits: float | None = None) -> Sidecar:
     """Bases from the weights. found: by a search up to WEIGHTS; None: they are for this process only.
 
-    Raises CacheError about `kv_cache` if they cannot be derived.
+    Raises CacheError about `kv_cache` if they cannot be derived, about `kv_bits` as find_bases().
     """
     unstored = found.reason if found is not None and found.is_unavailable else ""  # the file must not be replaced
     if found is not None and not unstored and not usable(found):
         unstored = _store(model)
-        found = find_bases(model, None, WEIGHTS)
+        found = find_bases(model, None, WEIGHTS, kv_bits)
     if found is not None and found.path is not None and found.note and not unstored:
-        return Sidecar(found.path, f"{found.note}; -ctk f16 uses none; {_gain(model)}")
+        return Sidecar(found.path, f"{found.note}; -ctk f16 uses none; {_gain(model)}", budget=found.budget)
     path = _temporary.derived(model)
+    budget = find_bases(path, path, NAMED, kv_bits).budget
     note = f", not stored ({unstored})" if unstored else ""
-    return Sidecar(path, f"bases: {_derived(path)}{note}; -ctk f16 uses none; {_gain(model)}", unstored)
+    return Sidecar(path, f"bases: {_derived(path)}{note}; -ctk f16 uses none; {_gain(model)}", unstored, budget)
 
 
 def preview(model: Path) -> tuple[Sidecar, bool]:

@@ -3,6 +3,7 @@
 //
 //   SUBKV            off (or unset): ordinary; auto: the model's bases, if any; subkv: the model's bases, or no context;
 //                    any other value: a file with bases
+//   SUBKV_BITS   bits per element, of those that the file has plans for; a cache type subkv:BITS has precedence
 //   SUBKV_SINK, SUBKV_RECENT, SUBKV_ROLLBACK   numbers of tokens, as in subkv_cache_params
 //   another variable of the bases: bases_of_environment (basis_source.h)
 //
@@ -129,9 +130,9 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
         return ordinary(desc, "its type was requested");
     }
     const bool       named = owned && setting != "subkv";
-    const FoundBases found = find_bases(desc.model_path, named ? setting : "", SUBKV_BASES_WEIGHTS);
+    const FoundBases found = find_bases(desc.model_path, named ? setting : "", SUBKV_BASES_WEIGHTS, desc.budget);
     if (!found.layout) {
-        if (required || found.source != SUBKV_BASES_NONE || found.unavailable) {
+        if (required || found.source != SUBKV_BASES_NONE || found.unavailable || found.lacks_budget) {
             throw Invalid(found.reason);
         }
         return ordinary(desc, found.reason);

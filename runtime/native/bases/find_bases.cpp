@@ -4,6 +4,7 @@
 #include "error.h"
 #include "layout_keys.h"
 #include "model_file.h"
+#include "variables.h"
 
 #include <algorithm>
 #include <chrono>
@@ -178,7 +179,7 @@ std::string words_of(const FoundBases & found) {
 // The search for one model. Steps set `found` and return true if a place has bases, usable or not.
 class Search {
 public:
-    Search(const std::string & model, int32_t last) : model(model), last(last) {}
+    Search(const std::string & model, int32_t last, float budget) : model(model), last(last), budget(budget) {}
 
     FoundBases run(const std::string & named) {
         try {
@@ -191,6 +192,9 @@ public:
         } catch (const Unavailable & e) {
             found.reason      = e.what();
             found.unavailable = true;
+        } catch (const NoSuchBudget & e) {
+            found.reason       = e.what();
+            found.lacks_budget = true;
         } catch (const ModelError &) {
             throw;
         } catch (const Invalid & e) {
@@ -236,7 +240,7 @@ private:
                        of.empty() ? "one that does not say which model it belongs to" : "one of another model");
             }
         }
-        found.layout = load_layout(path.c_str());
+        found.layout = load_layout(path.c_str(), budget);
         found.size   = size_of(*found.layout);
         found.words  = words_of(found);
     }
@@ -307,6 +311,7 @@ private:
 
     const std::string & model;
     const int32_t       last;
+    const float         budget;
     std::string         known_content;
     FoundBases          found;
 };
@@ -318,15 +323,25 @@ struct OwnedBases : subkv_bases {
 
 } // namespace
 
-FoundBases find_bases(const std::string & model, const std::string & named, int32_t last) {
-    return Search(model, last).run(named);
+FoundBases find_bases(const std::string & model, const std::string & named, int32_t last, float budget) {
+    if (budget == 0.0f) {
+        try {
+            budget = budget_of_environment();
+        } catch (const Invalid & e) {
+            FoundBases none;
+            none.reason       = e.what();
+            none.lacks_budget = true;
+            return none;
+        }
+    }
+    return Search(model, last, budget).run(named);
 }
 
 } // namespace subkv
 
 using namespace subkv;
 
-extern "C" const subkv_bases * subkv_find_bases(const char * model, const char * named, int32_t last) {
+extern "C" const subkv_bases * subkv_find_bases(const char * model, const char * named, int32_t last, float budget) {
     return guarded<const subkv_bases *>("model", nullptr, [&]() -> const subkv_bases * {
         not_null(model, "subkv_find_bases: model");
         if (last < SUBKV_BASES_NAMED || last > SUBKV_BASES_WEIGHTS) {
@@ -334,7 +349,7 @@ extern "C" const subkv_bases * subkv_find_bases(const char * model, const char *
                  (int) last);
         }
         auto owned                         = std::make_unique<OwnedBases>();
-        owned->found                       = find_bases(model, named ? named : "", last);
+        owned->found                       = find_bases(model, named ? named : "", last, budget);
         const auto &   found               = owned->found;
         const Layout * layout              = found.layout.get();
         static_cast<subkv_bases &>(*owned) = { found.source,
@@ -344,7 +359,9 @@ extern "C" const subkv_bases * subkv_find_bases(const char * model, const char *
                                                found.size.c_str(),
                                                found.reason.c_str(),
                                                layout ? layout->generator.c_str() : "",
-                                               found.unavailable };
+                                               found.unavailable,
+                                               found.lacks_budget,
+                                               layout ? layout->budget : 0.0f };
         return owned.release();
     });
 }

@@ -18,9 +18,10 @@ struct FoundBases {
     std::string                   size;
     std::string                   reason;
     bool                          unavailable = false;
+    bool                          lacks_budget = false;
 };
 
 // As subkv_find_bases; named "": none. Throws Invalid if the model cannot be read.
-FoundBases find_bases(const std::string & model, const std::string & named, int32_t last);
+FoundBases find_bases(const std::string & model, const std::string & named, int32_t last, float budget);
 
 } // namespace subkv
