@@ -199,8 +199,8 @@ def cache_options(*more: Option) -> Option:
         llama_option(
             "-ctk --cache-type-k type_k",
             "CACHE_TYPE_K",
-            "KV cache: subkv, subkv:BITS, f16, q8_0, q4_0, …; auto: subkv if the model file, its sidecar or --bases contains bases "
-            "[default: auto]",
+            "KV cache: subkv, subkv:BITS, f16, q8_0, q4_0, …; auto: subkv if the model file, its sidecar or --bases "
+            "contains bases [default: auto]",
             metavar="TYPE",
         ),
         llama_option("-ctv --cache-type-v type_v", "CACHE_TYPE_V", "the same for V [default: as -ctk]", metavar="TYPE"),

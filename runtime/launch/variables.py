@@ -68,9 +68,7 @@ class ModelCache:
     note: str
 
 
-def prepare(
-    model: Path, strict: bool = False, bases: Path | None = None, kv_bits: float | None = None
-) -> ModelCache:
+def prepare(model: Path, strict: bool = False, bases: Path | None = None, kv_bits: float | None = None) -> ModelCache:
     """Look up the bases of a model, or derive them from its weights and store them where the library finds them.
 
     strict: raise if bases cannot be derived; else the model gets an ordinary cache. bases: the user's file with them.
@@ -106,7 +104,9 @@ def cache_variables(
 ) -> tuple[dict[str, str], list[str]]:
     """Variables that give these models the requested caches, and a line about each cache.
 
-    strict: as prepare(). kv_bits: of the arguments, which have precedence over the request's. name_bases: name the file with a single model's bases, for readers with another cache folder.
+    strict: as prepare(). kv_bits: of the arguments, which have precedence over the request's. name_bases: name the file
+    with a single model's bases, for readers with another cache folder.
+
     Raises as prepare() and CacheRequest.variables().
     """
     variables, kv_bits = request.variables(), kv_bits or request.kv_bits

@@ -254,7 +254,11 @@ V_MATRIX = K_MATRIX + 1 + 2 * D_K * D_K
         ("subkv.blk.1.encode", "", "expected at least 64 bytes, found 0"),
         ("subkv.blk.1.encode", encode_of(bytearray.pop), "expected at least "),
         ("subkv.blk.1.encode", encode_of(lambda b: b.append(0)), "bytes (as subkv.layout requires)"),
-        ("subkv.blk.1.encode", encode_of(lambda b: b.__setitem__(K_MATRIX, 2)), "expected form 0 or 1 of a matrix, found 2"),
+        (
+            "subkv.blk.1.encode",
+            encode_of(lambda b: b.__setitem__(K_MATRIX, 2)),
+            "expected form 0 or 1 of a matrix, found",
+        ),
         ("subkv.blk.1.encode", encode_of(lambda b: b.__setitem__(slice(1, 2), b"\x7c")), "mean of k head 0"),
         ("subkv.blk.1.encode", encode_of(lambda b: b.__setitem__(K_MATRIX + 2, 0x7E)), "expected finite values"),
         (

@@ -120,13 +120,16 @@ ORDINARY = ordinary("f16")
 
 def _with_budget(requested: CacheOptions) -> CacheOptions:
     """The options with the bits of `subkv:BITS` in kv_bits. Bits request a coded cache. Raises CacheError."""
-    named, bits = {}, {} if requested.kv_bits is None else {"kv_bits": requested.kv_bits}
+    named: dict[str, Any] = {}
+    bits = {} if requested.kv_bits is None else {"kv_bits": requested.kv_bits}
     for key in ("kv_cache", "type_k", "type_v"):
         kind, colon, text = str(getattr(requested, key)).partition(":")
         if kind == CODED and colon:
             budget = budget_of(text)
             if budget is None:
-                raise CacheError(key, f"expected subkv:BITS with bits per element, such as subkv:3, found {kind}:{text}")
+                raise CacheError(
+                    key, f"expected subkv:BITS with bits per element, such as subkv:3, found {kind}:{text}"
+                )
             named[key], bits[key] = CODED, budget
     if not bits:
         return requested
@@ -193,7 +196,11 @@ def with_weight_bases(model: Path, requested: CacheOptions) -> tuple[CacheOption
     Also returns "", or the line of f16_fallback() if they cannot be derived. Raises as choose_cache() about prepared
     bases.
     """
-    if requested.kv_bits is not None or requested.bases is not None or {requested.kv_cache, requested.type_k, requested.type_v} - {AUTO, None}:
+    if (
+        requested.kv_bits is not None
+        or requested.bases is not None
+        or {requested.kv_cache, requested.type_k, requested.type_v} - {AUTO, None}
+    ):
         return requested, ""
     plain = CacheOptions(sidecar=requested.sidecar)
     if choose_cache(model, plain).coded:
@@ -221,10 +228,10 @@ def _coded(layout: Path, requested: CacheOptions, note: str, budget: float) -> C
 
 
 def parse_cache(spec: str, model: Path, requested: CacheOptions = CacheOptions()) -> CacheChoice:
-    """`f16`, `q8_0/q4_0` (K/V), `subkv`, `subkv:BITS`, `subkv:FILE` → CacheChoice. Raises CacheError about `kv_cache` or `bases`.
+    """`f16`, `q8_0/q4_0` (K/V), `subkv`, `subkv:BITS`, `subkv:FILE` → CacheChoice.
 
-    A suffix (`subkv+v`) is of Window.of_suffix(). Options of coded caches (requested.bases, window) are ignored for
-    others, because a list may contain both.
+    Raises CacheError about `kv_cache`, `kv_bits` or `bases`. A suffix (`subkv+v`) is of Window.of_suffix(). Options of
+    coded caches (requested.bases, window) are ignored for others, because a list may contain both.
     """
     name, plus, suffix = spec.rpartition("+")
     if plus and (window := Window.of_suffix(suffix)) is not None:

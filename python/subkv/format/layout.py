@@ -18,8 +18,9 @@ WITHOUT_DIGEST = 4  # format version whose keys have no checksum
 class Layout:
     """A subkv_layout. Use it as a context manager, or close() it.
 
-    budget: of one of the file's plans, in bits per element; 0: the file's default. handle: libsubkv's. description: all data except the matrices (FORMAT.md §5). Raises CacheError about `path`, with
-    libsubkv's sentence, if the file cannot be read or a key is missing or damaged.
+    budget: of one of the file's plans, in bits per element; 0: the file's default. handle: libsubkv's. description: all
+    data except the matrices (FORMAT.md §5). Raises CacheError about `path`, with libsubkv's sentence, if the file
+    cannot be read or a key is missing or damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str], budget: float = 0.0) -> None:

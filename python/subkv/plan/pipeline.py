@@ -25,8 +25,8 @@ from subkv.native.gguf import Base
 from subkv.plan import budget, latent, mla, predict, stock
 from subkv.plan.basis import N_HALVES, FullBasis, centred_moment, half, store
 from subkv.plan.budget import Head, Overhead
-from subkv.plan.derived import derived, shared
 from subkv.plan.costs import LayerCost, fit_heads, layer_cost, near_cost, near_share, resolve_bases, value_metrics
+from subkv.plan.derived import derived, shared
 from subkv.plan.gamma import gamma_of
 from subkv.plan.positions import spread
 
@@ -126,7 +126,10 @@ class _Fitted:
     def code(
         self, stats: LayerStats, h: int, bands_k: Bands, bands_v: Bands, method: str, narrow: bool, derive: bool
     ) -> tuple[CodedHead, str]:
-        """Head h with rounded bases, and the source of gamma. narrow: D in bytes, if E is. derive: from shared bases."""
+        """Head h with rounded bases, and the source of gamma. narrow: D in bytes, if E is.
+
+        derive: from shared bases.
+        """
         if derive:
             k = derived(self.k[h], bands_k, self.mean[h], narrow)
             v = derived(self.v[h], bands_v, np.zeros(stats.shape.d_v, dtype=np.float16), narrow)

@@ -35,10 +35,10 @@ void read_header(const Keys & keys, Layout & l) {
     if (arch != l.arch) {
         refuse("subkv.arch", "general.architecture '" + shortened(arch) + "'", "'" + shortened(l.arch) + "'");
     }
-    l.n_layer     = (int) keys.u32("subkv.block_count", 1, MAX_LAYERS);
-    l.n_sink      = (int) keys.u32("subkv.n_sink", 0, MAX_SINK);
-    l.n_recent    = (int) keys.u32("subkv.n_recent", 0, MAX_RECENT);
-    l.recent_bits = read_recent_bits(keys, "subkv.recent_bits");
+    l.n_layer            = (int) keys.u32("subkv.block_count", 1, MAX_LAYERS);
+    l.n_sink             = (int) keys.u32("subkv.n_sink", 0, MAX_SINK);
+    l.n_recent           = (int) keys.u32("subkv.n_recent", 0, MAX_RECENT);
+    l.recent_bits        = read_recent_bits(keys, "subkv.recent_bits");
     l.bpe                = keys.positive_f32("subkv.bits_per_element");
     l.bpe_rows           = keys.positive_f32("subkv.bits_per_element.rows");
     l.bpe_context        = keys.u32("subkv.bpe_context", 1, UINT32_MAX);
@@ -306,8 +306,7 @@ std::shared_ptr<const Layout> read_layout(const char * path, float budget) {
     const Plan plan(keys, (size_t) i, specs, *l);
     Sha256     own = fingerprint_of_codec(*l, plan.specs());
     read_bases(
-        plan.specs(), [&](const LayerSpec & spec, uint8_t * bytes) { plan.derive(spec, bytes); }, *l, own,
-        plan.name);
+        plan.specs(), [&](const LayerSpec & spec, uint8_t * bytes) { plan.derive(spec, bytes); }, *l, own, plan.name);
     l->fingerprint = own.hex();
     check_digest(ctx.get(), keys, *l, sha.hex());
     return l;

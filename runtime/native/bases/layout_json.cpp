@@ -57,8 +57,7 @@ public:
         std::vector<LayerSpec> layers;
         where = "top level";
         if (text.size() > MAX_LAYOUT_BYTES) {
-            refuse(key, "at most " + std::to_string(MAX_LAYOUT_BYTES) + " bytes",
-                   std::to_string(text.size()));
+            refuse(key, "at most " + std::to_string(MAX_LAYOUT_BYTES) + " bytes", std::to_string(text.size()));
         }
         object({ "layers" }, [&](size_t) { array([&] { layer(layers); }); });
         skip_space();
@@ -364,8 +363,9 @@ std::string layout_to_json(const Layout & l) {
         << ",\"block_count\":" << l.n_layer << ",\"n_sink\":" << l.n_sink << ",\"n_recent\":" << l.n_recent
         << ",\"recent_bits\":" << l.recent_bits << ",\"bits_per_element\":" << l.bpe
         << ",\"bits_per_element_rows\":" << l.bpe_rows << ",\"bpe_context\":" << l.bpe_context
-        << ",\"budget\":" << l.budget << ",\"gamma\":" << json_string(l.gamma) << ",\"basis_k\":" << json_string(l.basis_k)
-        << ",\"basis_v\":" << json_string(l.basis_v) << ",\"base_sha256\":" << json_string(l.base_sha256)
+        << ",\"budget\":" << l.budget << ",\"gamma\":" << json_string(l.gamma)
+        << ",\"basis_k\":" << json_string(l.basis_k) << ",\"basis_v\":" << json_string(l.basis_v)
+        << ",\"base_sha256\":" << json_string(l.base_sha256)
         << ",\"calibration\":{\"sha256\":" << json_string(l.calibration_sha256)
         << ",\"tokens\":" << l.calibration_tokens << ",\"text\":" << json_string(l.calibration_text)
         << "},\"generator\":" << json_string(l.generator);

@@ -15,9 +15,9 @@ namespace subkv {
 
 namespace {
 
-constexpr size_t MAX_PLANS  = 16;
-constexpr int    N_HALVES   = 8;     // first rows of D, always in halves
-constexpr int    BYTE_MAX   = 127;
+constexpr size_t MAX_PLANS   = 16;
+constexpr int    N_HALVES    = 8; // first rows of D, always in halves
+constexpr int    BYTE_MAX    = 127;
 constexpr double MIN_LARGEST = 1.0 / (1 << 14); // of a row in bytes, so that its step is a normal half
 
 using Doubles = std::vector<double>; // [d][d] or [r][d]
@@ -72,11 +72,11 @@ struct EncodeReader {
         if (form > 1) {
             refuse(key, "form 0 or 1 of a matrix", std::to_string(form));
         }
-        in_bytes           = form == 1;
-        const auto      n  = (size_t) d;
+        in_bytes            = form == 1;
+        const auto      n   = (size_t) d;
         const size_t    row = in_bytes ? 2 + n : 2 * n;
         const uint8_t * p   = take(n * row);
-        Doubles          m(n * n);
+        Doubles         m(n * n);
         for (size_t i = 0; i < n; ++i, p += row) {
             const double step = in_bytes ? half(p) : 0.0;
             for (size_t j = 0; j < n; ++j) {
@@ -102,7 +102,7 @@ double mixing(int n, int i, int j) {
 
 // Mixes rows [first, first + n) of m [..][d].
 void mix_rows(Doubles & m, int d, int first, int n) {
-    const auto   width = (size_t) d;
+    const auto    width = (size_t) d;
     const Doubles old(m.begin() + first * d, m.begin() + (first + n) * d);
     for (int i = 0; i < n; ++i) {
         double * row = m.data() + (size_t) (first + i) * width;
@@ -129,8 +129,8 @@ void round_to_bytes(double * row, int d, std::vector<double> & best) {
     for (int significand = 8; significand < 16; ++significand) {
         int          exponent;
         const double mantissa = std::frexp(largest / (BYTE_MAX * significand), &exponent);
-        const double step     = std::ldexp((double) significand, exponent - (mantissa == 0.5)); // BYTE_MAX steps suffice
-        double       error    = 0.0;
+        const double step  = std::ldexp((double) significand, exponent - (mantissa == 0.5)); // BYTE_MAX steps suffice
+        double       error = 0.0;
         for (int j = 0; j < d; ++j) {
             rounded[(size_t) j] = step * std::nearbyint(row[j] / step) + 0.0; // no negative zeros
             error += (rounded[(size_t) j] - row[j]) * (rounded[(size_t) j] - row[j]);
@@ -146,7 +146,7 @@ void round_to_bytes(double * row, int d, std::vector<double> & best) {
 // m [d][d] becomes the transpose of its inverse. false: it has none.
 bool invert(Doubles & m, int d) {
     const auto n = (size_t) d;
-    Doubles     inverse(n * n, 0.0);
+    Doubles    inverse(n * n, 0.0);
     for (size_t i = 0; i < n; ++i) {
         inverse[i * n + i] = 1.0;
     }
@@ -162,8 +162,7 @@ bool invert(Doubles & m, int d) {
         if (pivot != column) {
             std::swap_ranges(m.begin() + (ptrdiff_t) (pivot * n), m.begin() + (ptrdiff_t) ((pivot + 1) * n),
                              m.begin() + (ptrdiff_t) (column * n));
-            std::swap_ranges(inverse.begin() + (ptrdiff_t) (pivot * n),
-                             inverse.begin() + (ptrdiff_t) ((pivot + 1) * n),
+            std::swap_ranges(inverse.begin() + (ptrdiff_t) (pivot * n), inverse.begin() + (ptrdiff_t) ((pivot + 1) * n),
                              inverse.begin() + (ptrdiff_t) (column * n));
         }
         double * own         = m.data() + column * n;
@@ -240,7 +239,7 @@ void write_matrices(const std::string & key, Doubles encode, int d, const HeadSp
         refuse(key, "an invertible matrix of each head", "another one");
     }
     Doubles & decode = encode;
-    first           = 0;
+    first            = 0;
     for (int b = 0; b < spec.n_bands; first += spec.bands[b++].n) {
         for (int i = first; i < first + spec.bands[b].n; ++i) {
             double * row = decode.data() + (size_t) i * (size_t) d;
@@ -347,7 +346,7 @@ void Plan::derive(const LayerSpec & spec, uint8_t * out) const {
             if (!value) {
                 copy(reader.take(2 * (size_t) d), 2 * (size_t) d); // the mean
             }
-            bool   in_bytes;
+            bool    in_bytes;
             Doubles encode = reader.matrix(d, in_bytes);
             write_matrices(key, std::move(encode), d, head, in_bytes, in_bytes_, out);
         }

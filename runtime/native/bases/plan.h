@@ -29,8 +29,8 @@ public:
 private:
     const Keys &           keys_;
     std::vector<LayerSpec> specs_;
-    std::vector<uint8_t>   factors_;   // gammas and ratios, layer by layer
-    bool                   in_bytes_;  // rows of D after the first ones
+    std::vector<uint8_t>   factors_;  // gammas and ratios, layer by layer
+    bool                   in_bytes_; // rows of D after the first ones
 };
 
 } // namespace subkv

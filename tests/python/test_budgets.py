@@ -1,0 +1,155 @@
+"""Bits that are chosen when a cache opens, from one file with several plans: Python, programs, states, errors."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from each import each
+
+import subkv
+from converter.cli import main as convert
+from runtime.launch.arguments import read
+from runtime.launch.variables import CacheRequest, cache_variables
+from subkv.base.errors import CacheError, SubkvError
+from subkv.engine.cache import CacheOptions, choose_cache, parse_cache, with_weight_bases
+from subkv.format.metadata import read as described
+
+Models = Callable[..., Path]
+TOKENS = list(range(3, 90))
+
+
+@pytest.fixture(scope="session")
+def planned(tiny_model: Models, calibration: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny llama with a layout of 8 bits and plans for 4.5 and 6."""
+    path = tmp_path_factory.mktemp("planned") / "m.gguf"
+    common = ["--kv-bits", "8", "--plans", "4.5,6", "--n-recent", "16", "--bpe-context", "8192"]
+    arguments = [str(tiny_model()), "--bases", str(calibration), "-o", str(path), *common]
+    result = CliRunner().invoke(convert, arguments)
+    assert result.exit_code == 0, result.output
+    return path
+
+
+def opened(path: Path, **options: object) -> subkv.Llama:
+    return subkv.Llama(path, n_ctx=256, n_threads=1, verbose=False, **options)  # type: ignore[arg-type]
+
+
+def row_bytes(path: Path, **options: object) -> int:
+    llm = opened(path, **options)
+    n = llm.kv_stats().bytes_per_token
+    llm.close()
+    return n
+
+
+def test_llama_takes_the_bits(planned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [row_bytes(planned, kv_bits=bits) for bits in (4.5, 6, 8)]
+    assert sizes == sorted(set(sizes)) and row_bytes(planned) == sizes[2]
+    assert row_bytes(planned, kv_cache="subkv:4.5") == row_bytes(planned, type_k="subkv:4.5") == sizes[0]
+    monkeypatch.setenv("SUBKV_BITS", "6")
+    assert row_bytes(planned) == sizes[1]
+    assert row_bytes(planned, kv_bits=4.5) == sizes[0]  # more specific
+
+
+def test_a_plan_answers_nearly_as_f16(planned: Path) -> None:
+    """The matrices belong together: with wrong ones the errors would be as large as the logits."""
+    errors = []
+    for bits in (4.5, 6, 8):
+        exact, coded = opened(planned, kv_cache="f16", logits_all=True), opened(planned, kv_bits=bits, logits_all=True)
+        for llm in (exact, coded):
+            llm.eval(TOKENS)
+        a, b = (llm.scores[: len(TOKENS)] for llm in (exact, coded))
+        errors.append(float(((a - b) ** 2).mean() / a.var()))
+        exact.close()
+        coded.close()
+    assert errors[0] < 0.05 and errors[0] > errors[1] > 0
+
+
+@each(
+    ("options", "key", "reason"),
+    [
+        ({"kv_bits": 3}, "kv_bits", "expected 4.5, 6 or 8, for which "),
+        ({"kv_bits": -1}, "kv_bits", "expected 4.5, 6 or 8, for which "),
+        ({"kv_cache": "subkv:3.25"}, "kv_bits", "found 3.25; `subkv convert --plans 3.25` adds one"),
+        ({"kv_cache": "subkv:many"}, "kv_cache", "expected subkv:BITS with bits per element, such as subkv:3"),
+        ({"kv_cache": "subkv:"}, "kv_cache", "expected subkv:BITS"),
+        ({"kv_cache": "subkv:1e1"}, "kv_cache", "expected subkv:BITS"),
+        ({"kv_cache": "subkv:6", "kv_bits": 8}, "kv_bits", "expected one number of bits per element, found 8 and 6"),
+        ({"kv_cache": "f16", "kv_bits": 6}, "kv_bits", "expected a coefficient cache ('subkv'), found f16"),
+        ({"type_k": "q8_0", "kv_bits": 6}, "kv_bits", "expected a coefficient cache ('subkv'), found q8_0"),
+    ],
+)
+def test_refused(options: dict[str, object], key: str, reason: str, planned: Path) -> None:
+    with pytest.raises(CacheError) as e:
+        opened(planned, **options)
+    assert e.value.key == key and reason in e.value.reason
+
+
+def test_invalid_variable(planned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBKV_BITS", "three")
+    with pytest.raises(CacheError, match="expected bits per element, such as 3 or 4.25, found 'three'") as e:
+        choose_cache(planned)
+    assert e.value.key == "SUBKV_BITS"
+
+
+def test_bases_without_plans(tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bases from the weights have one budget. Another one is refused, in a chat as well: f16 does not replace it."""
+    model = Path(shutil.copy(tiny_model(), tmp_path / "m.gguf"))
+    for options in (CacheOptions(kv_bits=3), CacheOptions("subkv:3")):
+        with pytest.raises(CacheError, match="for which .* has a plan, found 3") as e:
+            choose_cache(model, with_weight_bases(model, options)[0])
+        assert e.value.key == "kv_bits"
+    monkeypatch.setenv("SUBKV_BITS", "3")
+    with pytest.raises(CacheError, match="for which .* has a plan, found 3"):
+        with_weight_bases(model, CacheOptions())
+
+
+def test_lists_of_caches(planned: Path) -> None:
+    assert [parse_cache(name, planned).budget for name in ("subkv", "subkv:6", "subkv:4.5")] == [8.0, 6.0, 4.5]
+    requested = CacheOptions(kv_bits=6)
+    assert [parse_cache(name, planned, requested).budget for name in ("subkv", "f16")] == [6.0, 0.0]
+    with pytest.raises(CacheError, match="expected 4.5, 6 or 8"):
+        parse_cache("subkv:5", planned)
+
+
+def test_states_of_another_budget(planned: Path) -> None:
+    """The sentence names both budgets."""
+    one, other = opened(planned, kv_bits=4.5), opened(planned)
+    one.eval(TOKENS)
+    state = one.save_state()
+    with pytest.raises(SubkvError) as e:
+        other.load_state(state)
+    assert str(e.value) == "state: kv_bits: expected 8.0, found 4.5"
+    del state.identity, state.checksum  # as saved by the parent class: libsubkv compares
+    with pytest.raises(SubkvError) as e:
+        other.load_state(state)
+    expected = "a state of a cache of 8 bits per element expected, one of 4.5 bits found"
+    assert expected in str(e.value) and "SUBKV_BITS=4.5" in str(e.value)
+    other.close()
+    again = opened(planned, kv_cache="subkv:4.5")
+    again.load_state(state)
+    again.close()
+    one.close()
+
+
+def test_variables_of_run(planned: Path) -> None:
+    variables, notes = cache_variables([planned], CacheRequest(kv_bits=4.5))
+    assert variables == {"SUBKV": "auto", "SUBKV_BITS": "4.5"} and "4.49 bits per element" in notes[0]
+    with pytest.raises(CacheError, match="expected 4.5, 6 or 8"):
+        cache_variables([planned], CacheRequest(kv_bits=5))
+
+
+def test_arguments_of_run() -> None:
+    found = read("llama-server", ["-m", "m.gguf", "-ctk", "subkv:4.5"], {}, ["f16"])
+    assert found.strict and not found.ordinary and found.budget == 4.5
+    assert read("llama-bench", ["-ctk", "f16,subkv:3,subkv:6"], {}, ["f16"]).budget == 3
+    assert read("llama-server", ["-ctk", "subkv"], {}, ["f16"]).budget is None
+
+
+def test_description_names_the_plans(planned: Path) -> None:
+    found = described(planned)
+    assert [plan["budget"] for plan in found["plans"]] == [4.5, 6.0] and found["budget"] == 8.0
+    for plan in found["plans"]:
+        assert plan["budget"] - 0.1 < plan["bits_per_element"] <= plan["budget"]
