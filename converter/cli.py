@@ -192,6 +192,10 @@ def main(
     cost = tables.Cost.of_result(result)
     for line in tables.sentences(cost, result.counted.context, result.compared, weights, available_memory()):
         show(line)
+    if result.plans is not None:
+        plans = {plan.budget: plan.predicted for plan in result.plans.plans}
+        for line in tables.budgets(result.plans.budget, plans, result.predicted):
+            show(line)
     for note in result.notes:
         key = "files" if note.key == "calibration" and bases is None else note.key
         click.echo(sentence(SubkvError(key, note.reason)), err=True)

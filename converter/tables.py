@@ -126,6 +126,20 @@ def sentences(
         yield (f"{available / MIB:.0f} MiB of memory are available: about {coded} tokens fit{beside}, {f16} in f16")
 
 
+def budgets(default: float, plans: Mapping[float, float | None], predicted: float | None = None) -> Iterator[str]:
+    """A line about the budgets of a file with plans, in bits per element. plans: nats of KLD, None: unknown.
+
+    default: the budget of the file's own layout, with the KLD `predicted`.
+    """
+    if not plans:
+        return
+    items = []
+    for budget, kld in sorted({**plans, default: predicted}.items()):
+        notes = ["default"] * (budget == default) + ([f"KLD {kld:.2g}"] if kld else [])
+        items.append(f"{budget:g}" + (f" ({', '.join(notes)})" if notes else ""))
+    yield f"bits per element that programs can choose (--kv-bits 3, -ctk subkv:3): {', '.join(items)}"
+
+
 def _quality(predicted: Mapping[str, float]) -> str:
     own = predicted["subkv"]
     stock = sorted((error, kind) for kind, error in predicted.items() if kind != "subkv")

@@ -165,6 +165,7 @@ def requested_cache(
     bases: Path | None = None,
     sidecar: bool = True,
     kv_bits: float | None = None,
+    kv_memory: str | None = None,
     **window: Any,
 ) -> CacheOptions:
     """The cache that the flags request. -ctk alone sets both K and V, -ctv alone leaves K at f16."""
@@ -177,6 +178,7 @@ def requested_cache(
         window=Window.of(**window),
         sidecar=sidecar,
         kv_bits=kv_bits,
+        kv_memory=kv_memory,
     )
 
 
@@ -186,6 +188,11 @@ bits_option = click.option(
     type=float,
     metavar="BITS",
     help="bits per K/V element of subkv, of those that the bases have plans for [default: SUBKV_BITS, or the file's]",
+)
+memory_option = click.option(
+    "--kv-memory",
+    metavar="SIZE",
+    help="memory of the KV cache, such as 2GiB: the largest of these budgets that fits with -c tokens",
 )
 # `requested: CacheOptions`, for programs that compare caches
 coded_options = group("requested", requested_cache, bases_option, bits_option, window_options)
@@ -206,6 +213,7 @@ def cache_options(*more: Option) -> Option:
         llama_option("-ctv --cache-type-v type_v", "CACHE_TYPE_V", "the same for V [default: as -ctk]", metavar="TYPE"),
         bases_option,
         bits_option,
+        memory_option,
         click.option(
             "--no-sidecar",
             "sidecar",
@@ -274,6 +282,8 @@ def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:
     note(f"{name}: {cache_line(stats)}" if name else cache_line(stats))
     if choice.note:
         note(choice.note)
+    if choice.fit:
+        note(choice.fit)
     if choice.coded and stats.bpe >= BITS_Q8_0:
         n_exact = stats.n_sink + stats.n_recent + stats.n_rollback
         note(

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -33,6 +33,7 @@ class CacheRequest:
     bases: Path | None = None
     window: Window = Window()
     kv_bits: float | None = None
+    kv_memory: str | None = None
 
     def variables(self) -> dict[str, str]:
         """The environment variables for this request. Raises CacheError about invalid numbers."""
@@ -46,15 +47,16 @@ class CacheRequest:
 
     def flags(self) -> list[str]:
         """Names of the given flags that only a coded cache has."""
-        own = {"bases": self.bases, "kv_bits": self.kv_bits}
+        own = {"bases": self.bases, "kv_bits": self.kv_bits, "kv_memory": self.kv_memory}
         return [*(name for name, value in own.items() if value is not None), *self.window.requested()]
 
 
 request_options = group(
     "request",
-    lambda bases, kv_bits, **window: CacheRequest(bases, Window.of(**window), kv_bits),
+    lambda bases, kv_bits, kv_memory, **window: CacheRequest(bases, Window.of(**window), kv_bits, kv_memory),
     click.option("--bases", type=options.PATH, metavar="FILE", help="bases: a sidecar or a converted model"),
     options.bits_option,
+    options.memory_option,
     options.window_options,
     options.rollback_option,
 )
@@ -93,6 +95,27 @@ def prepare(model: Path, strict: bool = False, bases: Path | None = None, kv_bit
         reason = choice.unstored.removeprefix("XDG_CACHE_HOME: ")
         raise SubkvError("XDG_CACHE_HOME", f"cannot store the bases of {model}: {reason}")
     return ModelCache(choice.layout, choice.note)
+
+
+def fit_memory(model: Path, request: CacheRequest, n_ctx: int, n_seq: int, unified: bool) -> tuple[CacheRequest, str]:
+    """The request with the largest budget that fits in its kv_memory, and a line about it.
+
+    n_ctx: tokens of all sequences; unified: they share the cells.
+
+    Raises as prepare(), and CacheError about `kv_memory`.
+    """
+    # numpy and the native libraries: not for a --help
+    from subkv.engine.cache import CODED, CacheOptions, choose_cache
+    from subkv.engine.fitting import fitted, memory_size
+    from subkv.native.binding import C
+
+    assert request.kv_memory is not None
+    n_bytes = memory_size(request.kv_memory)
+    choice = choose_cache(model, CacheOptions(CODED, bases=request.bases, window=request.window))
+    params = C.llama_context_default_params()
+    params.n_ctx, params.n_seq_max, params.kv_unified = n_ctx, n_seq, unified
+    choice = fitted(model, choice, params, n_bytes)
+    return replace(request, kv_bits=choice.budget), choice.fit
 
 
 def cache_variables(

@@ -40,7 +40,7 @@ def test_off_contradicts_it(demo_model: Path) -> None:
 
 def test_help_lists_it() -> None:
     done = subprocess.run([program("llama-completion"), "--help"], capture_output=True, text=True, check=True)
-    assert re.search(r"allowed values: subkv, auto, f32, f16,", done.stdout)
+    assert re.search(r"allowed values: subkv, subkv:BITS, auto, f32, f16,", done.stdout)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no sidecars are made here under wine")

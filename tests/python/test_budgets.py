@@ -13,9 +13,11 @@ from each import each
 import subkv
 from converter.cli import main as convert
 from runtime.launch.arguments import read
+from runtime.launch.start import _variables
 from runtime.launch.variables import CacheRequest, cache_variables
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import CacheOptions, choose_cache, parse_cache, with_weight_bases
+from subkv.engine.fitting import memory_size
 from subkv.format.metadata import read as described
 
 Models = Callable[..., Path]
@@ -95,7 +97,7 @@ def test_invalid_variable(planned: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_bases_without_plans(tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bases from the weights have one budget. Another one is refused, in a chat as well: f16 does not replace it."""
+    """Bits that bases from the weights have no plan for are refused, in a chat as well: f16 does not replace them."""
     model = Path(shutil.copy(tiny_model(), tmp_path / "m.gguf"))
     for options in (CacheOptions(kv_bits=3), CacheOptions("subkv:3")):
         with pytest.raises(CacheError, match="for which .* has a plan, found 3") as e:
@@ -153,3 +155,78 @@ def test_description_names_the_plans(planned: Path) -> None:
     assert [plan["budget"] for plan in found["plans"]] == [4.5, 6.0] and found["budget"] == 8.0
     for plan in found["plans"]:
         assert plan["budget"] - 0.1 < plan["bits_per_element"] <= plan["budget"]
+
+
+def test_memory_chooses_the_budget(planned: Path) -> None:
+    """The largest budget that fits, within the promised bytes; less memory gives fewer bits; too little is refused."""
+    totals = []
+    for bits in (8, 6, 4.5):
+        llm = opened(planned, kv_bits=bits)
+        stats = llm.kv_stats()
+        totals.append(stats.bytes_kv + stats.bytes_bases)
+        llm.close()
+    for most, bits in ((totals[0], 8), (totals[0] - 1, 6), (totals[1], 6), (totals[1] - 1, 4.5), (totals[2], 4.5)):
+        llm = opened(planned, kv_memory=most)
+        stats = llm.kv_stats()
+        assert llm.cache_choice.budget == bits and stats.bytes_kv + stats.bytes_bases <= most
+        assert f"KV memory: {bits:g} bits per element, " in llm.cache_choice.fit
+        llm.close()
+    with pytest.raises(CacheError, match=r"for 256 tokens at the smallest budget of the bases, 4\.5 bits") as e:
+        opened(planned, kv_memory=totals[2] - 1)
+    assert e.value.key == "kv_memory" and e.value.reason.endswith("; the exact window and the bases alone take more")
+
+
+def test_memory_refusal_names_the_context(planned: Path) -> None:
+    def opened_with(n_ctx: int, **options: object) -> subkv.Llama:
+        return subkv.Llama(planned, n_ctx=n_ctx, n_threads=1, verbose=False, **options)  # type: ignore[arg-type]
+
+    llm = opened_with(1024, kv_bits=4.5)
+    stats = llm.kv_stats()
+    llm.close()
+    memory = stats.bytes_kv + stats.bytes_bases + 100
+    with pytest.raises(CacheError, match="; -c 1024 would fit$"):
+        opened_with(2048, kv_memory=memory)
+    llm = opened_with(1024, kv_memory=memory)
+    assert llm.cache_choice.budget == 4.5
+    llm.close()
+
+
+@each(
+    ("value", "n_bytes"),
+    [("2GiB", 2 << 30), ("1.5g", 3 << 29), ("512 MiB", 512 << 20), (4096, 4096), ("64kb", 1 << 16)],
+)
+def test_memory_sizes(value: str | int, n_bytes: int) -> None:
+    assert memory_size(value) == n_bytes
+
+
+@each("value", ["", "GiB", "-1", "0", "2 giga", "nan", "1e9", str(1 << 70)])
+def test_invalid_memory_sizes(value: str) -> None:
+    with pytest.raises(CacheError, match="expected a size, such as 2GiB or 512MiB"):
+        memory_size(value)
+
+
+def test_memory_and_other_options(planned: Path) -> None:
+    for options, reason in (
+        ({"kv_bits": 6}, "expected either it or bits per element, found both"),
+        ({"kv_cache": "subkv:6"}, "expected either it or bits per element, found both"),
+        ({"kv_cache": "q8_0"}, "expected a coefficient cache ('subkv'), found q8_0"),
+    ):
+        with pytest.raises(CacheError) as e:
+            opened(planned, kv_memory="1MiB", **options)
+        assert (e.value.key, e.value.reason) == ("kv_memory", reason)
+
+
+def test_memory_of_a_program(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`subkv run --kv-memory` sets SUBKV_BITS for the program's context."""
+
+    def variables(*arguments: str, memory: str = "1GiB") -> dict[str, str]:
+        given = read("llama-server", ["-m", str(planned), *arguments], {}, ["f16"])
+        return _variables("llama-server", given, CacheRequest(kv_memory=memory), False, False)
+
+    assert variables("-c", "256")["SUBKV_BITS"] == "8"
+    assert "KV memory: 8 bits per element, " in capsys.readouterr().err
+    assert variables("-c", "4096", "-np", "1", memory=str(4096 * 80))["SUBKV_BITS"] in ("4.5", "6")
+    with pytest.raises(CacheError, match="expected -m with one model and -c with its context size"):
+        variables()
+    with pytest.raises(CacheError, match="expected either it or bits per element"):
+        variables("-c", "256", "-ctk", "subkv:6")

@@ -51,6 +51,7 @@ class CacheOptions:
     window: Window = Window()
     sidecar: bool = True
     kv_bits: float | None = None
+    kv_memory: str | int | None = None
 
     def arguments(self) -> dict[str, Any]:
         """The members as arguments of subkv.Llama."""
@@ -63,6 +64,7 @@ class CacheChoice:
     """A chosen KV cache. type_k, type_v: ggml's numbers; layout: file with the bases, None for an ordinary cache.
 
     note: one line about the source of the bases. unstored: as in Sidecar. budget: of the layout, in bits per element.
+    fit: one line about the budget that fits in a given memory.
     """
 
     name_k: str
@@ -74,6 +76,7 @@ class CacheChoice:
     note: str = ""
     unstored: str = ""
     budget: float = 0.0
+    fit: str = ""
 
     @property
     def coded(self) -> bool:
@@ -119,30 +122,34 @@ ORDINARY = ordinary("f16")
 
 
 def _with_budget(requested: CacheOptions) -> CacheOptions:
-    """The options with the bits of `subkv:BITS` in kv_bits. Bits request a coded cache. Raises CacheError."""
+    """The options with the bits of `subkv:BITS` in kv_bits. kv_bits and kv_memory request a coded cache.
+
+    Raises CacheError.
+    """
     named: dict[str, Any] = {}
     bits = {} if requested.kv_bits is None else {"kv_bits": requested.kv_bits}
-    for key in ("kv_cache", "type_k", "type_v"):
-        kind, colon, text = str(getattr(requested, key)).partition(":")
+    for name in ("kv_cache", "type_k", "type_v"):
+        kind, colon, text = str(getattr(requested, name)).partition(":")
         if kind == CODED and colon:
             budget = budget_of(text)
             if budget is None:
-                raise CacheError(
-                    key, f"expected subkv:BITS with bits per element, such as subkv:3, found {kind}:{text}"
-                )
-            named[key], bits[key] = CODED, budget
-    if not bits:
+                reason = f"expected subkv:BITS with bits per element, such as subkv:3, found {kind}:{text}"
+                raise CacheError(name, reason)
+            named[name], bits[name] = CODED, budget
+        elif kind == AUTO:
+            named[name] = CODED
+    key = "kv_bits" if requested.kv_memory is None else "kv_memory"
+    if not bits and key == "kv_bits":
         return requested
     if len(set(bits.values())) > 1:
         found = " and ".join(f"{value:g}" for value in dict.fromkeys(bits.values()))
         raise CacheError("kv_bits", f"expected one number of bits per element, found {found}")
-    for key in ("kv_cache", "type_k", "type_v"):
-        if getattr(requested, key) == AUTO:
-            named[key] = CODED
-    requested = dataclasses.replace(requested, **named, kv_bits=next(iter(bits.values())))
+    if bits and key == "kv_memory":
+        raise CacheError(key, "expected either it or bits per element, found both")
+    requested = dataclasses.replace(requested, **named, kv_bits=next(iter(bits.values()), None))
     kinds = {requested.type_k, requested.type_v} - {None} or {requested.kv_cache}
     if kinds != {CODED}:
-        raise CacheError("kv_bits", f"expected a coefficient cache ('subkv'), found {sorted(map(str, kinds))[0]}")
+        raise CacheError(key, f"expected a coefficient cache ('subkv'), found {sorted(map(str, kinds))[0]}")
     return requested
 
 
@@ -196,11 +203,11 @@ def with_weight_bases(model: Path, requested: CacheOptions) -> tuple[CacheOption
     Also returns "", or the line of f16_fallback() if they cannot be derived. Raises as choose_cache() about prepared
     bases.
     """
-    if (
-        requested.kv_bits is not None
-        or requested.bases is not None
-        or {requested.kv_cache, requested.type_k, requested.type_v} - {AUTO, None}
-    ):
+    if (requested.kv_bits, requested.kv_memory, requested.bases) != (None, None, None) or {
+        requested.kv_cache,
+        requested.type_k,
+        requested.type_v,
+    } - {AUTO, None}:
         return requested, ""
     plain = CacheOptions(sidecar=requested.sidecar)
     if choose_cache(model, plain).coded:

@@ -197,6 +197,14 @@ def read_predicted(path: Path) -> dict[str, float] | None:
     return {name: float(kld) for name, kld in values.items()} if "subkv" in values else None
 
 
+def predicted_of(described: Mapping[str, Any], of_default: Mapping[str, float] | None) -> dict[str, float] | None:
+    """The predictions for a layout, default or a plan, from its description and those for the file's default."""
+    own = next((plan["predicted"] for plan in described["plans"] if plan["budget"] == described["budget"]), None)
+    if of_default is None or own == 0:
+        return None
+    return dict(of_default) if own is None else {**of_default, "subkv": own}
+
+
 def read_heads(path: Path) -> dict[int, tuple[CodedHead, ...]]:
     """Bands and bases of every coded layer of a converted model or sidecar.
 

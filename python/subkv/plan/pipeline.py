@@ -80,7 +80,7 @@ class Options:
         return Settings(self.codec, basis_k, basis_v, gamma, window)
 
 
-UNCALIBRATED = ("window", "kv_bits", "bpe_context", "center_k")  # options that apply without a calibration
+UNCALIBRATED = ("window", "kv_bits", "bpe_context", "center_k", "plans")  # options that apply without a calibration
 
 
 @dataclass(frozen=True)

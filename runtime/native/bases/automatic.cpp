@@ -95,11 +95,15 @@ void report(const CacheDesc & desc, const Cache & cache, const std::string & wor
     }
     subkv_stats stats;
     cache.stats(rows * desc.n_cells * desc.n_stream, 0, stats);
-    char line[160];
+    const auto       n_bytes = (double) (stats.bytes_codes + stats.bytes_window);
+    const auto       f16     = (double) stats.bytes_f16;
+    constexpr double Q8_0    = 8.5 / 16.0; // of f16
+    char             line[200];
     std::snprintf(line, sizeof(line),
-                  "coded K/V cache, %.2f bits per element, %.1f MiB (f16: %.1f), %u layers; bases: ",
-                  (double) stats.bpe, (double) (stats.bytes_codes + stats.bytes_window) / (1 << 20),
-                  (double) stats.bytes_f16 / (1 << 20), stats.n_layer_coded);
+                  "coded K/V cache, %.2f bits per element, %.1f MiB (f16: %.1f): %.1fx smaller than f16, %.1fx than "
+                  "q8_0, %u layers; bases: ",
+                  (double) stats.bpe, n_bytes / (1 << 20), f16 / (1 << 20), f16 / n_bytes, Q8_0 * f16 / n_bytes,
+                  stats.n_layer_coded);
     log_line(line + words);
 }
 

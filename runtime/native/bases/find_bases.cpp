@@ -168,7 +168,8 @@ std::string words_of(const FoundBases & found) {
     }
     const std::string in = " (" + found.path + ")";
     if (found.source == SUBKV_BASES_WEIGHTS) {
-        return "from the weights, " + found.size + ", predicted as good as q8_0" + in;
+        const char * quality = found.layout->is_default ? ", predicted as good as q8_0" : "";
+        return "from the weights, " + found.size + quality + in;
     }
     const uint64_t    n = found.layout->calibration_tokens;
     const std::string origin =
