@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from runtime import options
-from runtime.launch.variables import CacheRequest, cache_variables, library_variables, request_options
+from runtime.launch.variables import CacheRequest, cache_variables, library_variables, program_path, request_options
 from subkv.base.command import command
 from subkv.base.errors import SubkvError, concerning
 
@@ -73,8 +73,14 @@ def main(model: str | None, request: CacheRequest, form: str) -> None:
     models = [Path(model)] if model else []
     with concerning(model_path="model", kv_cache="model"):
         variables, notes = cache_variables(models, request, name_bases=service)
-    variables = library_variables(lib_dir(), {} if service else os.environ) | variables
-    for line in notes or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE derives bases"]:
+    libraries = lib_dir()
+    path = {} if service else program_path(libraries, os.environ)
+    variables = path | library_variables(libraries, {} if service else os.environ | path) | variables
+    notes = notes or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE derives bases"]
+    if not service:
+        own = f"llama-cli and others of {path['PATH'].split(os.pathsep)[0]}" if path else "this build has none"
+        notes.append(f"llama.cpp's programs: {own}; those of other builds have ordinary caches")
+    for line in notes:
         options.note(line)
     click.echo(format_variables(variables, form))
 

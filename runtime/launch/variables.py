@@ -154,6 +154,15 @@ def library_variables(libraries: Path, environment: Mapping[str, str]) -> dict[s
     return own | mtmd_variable(libraries)
 
 
+def program_path(libraries: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """PATH with the folder of our llama.cpp programs first; empty if this build has none."""
+    own = next((folder for folder in (libraries, libraries.parent / "bin") if any(folder.glob("llama-*"))), None)
+    if own is None:
+        return {}
+    others = [folder for folder in environment.get("PATH", "").split(os.pathsep) if folder not in ("", str(own))]
+    return {"PATH": os.pathsep.join([str(own), *others])}
+
+
 def _cause(error: CacheError) -> str:
     """Why bases cannot be derived, without remedies."""
     cause = error.__cause__

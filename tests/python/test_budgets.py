@@ -225,7 +225,7 @@ def test_memory_of_a_program(planned: Path, capsys: pytest.CaptureFixture[str]) 
 
     assert variables("-c", "256")["SUBKV_BITS"] == "8"
     assert "KV memory: 8 bits per element, " in capsys.readouterr().err
-    assert variables("-c", "4096", "-np", "1", memory=str(4096 * 80))["SUBKV_BITS"] in ("4.5", "6")
+    assert variables("-c", "4096", "-np", "1", memory="700KiB")["SUBKV_BITS"] in ("4.5", "6")
     with pytest.raises(CacheError, match="expected -m with one model and -c with its context size"):
         variables()
     with pytest.raises(CacheError, match="expected either it or bits per element"):
