@@ -21,6 +21,7 @@ from gguf import GGUFValueType as T
 from converter.cli import main as convert
 from subkv.format.calibration import write_calibration
 from subkv.format.metadata import read
+from subkv.plan.pipeline import PLANS
 
 Matrix = npt.NDArray[np.float64]
 D_K, D_V, HEADS = 32, 24, 2
@@ -298,6 +299,7 @@ def test_convert_writes_plans(tiny_model: Callable[..., Path], tmp_path: Path) -
         result = CliRunner().invoke(convert, [*common, *more, "-o", str(files[name])])
         assert result.exit_code == 0, result.output
     default, without = read(files["some"]), read(files["none"])
+    assert {*PLANS} <= {plan["budget"] for plan in read(files["own"])["plans"]}  # by default
     assert [plan["budget"] for plan in default["plans"]] == [4.0, 5.0] and default["budget"] == 6.0
     assert default["fingerprint"] == without["fingerprint"] and not without["plans"]
     plan, own = native.load(files["some"], 4.0).json, read(files["own"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +15,14 @@ from each import each
 import subkv
 from converter.cli import main as convert
 from runtime.launch.arguments import read
+from runtime.launch.programs import ENDING
 from runtime.launch.start import _variables
 from runtime.launch.variables import CacheRequest, cache_variables
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import CacheOptions, choose_cache, parse_cache, with_weight_bases
 from subkv.engine.fitting import memory_size
 from subkv.format.metadata import read as described
+from subkv.native.paths import lib_dir
 
 Models = Callable[..., Path]
 TOKENS = list(range(3, 90))
@@ -230,3 +234,20 @@ def test_memory_of_a_program(planned: Path, capsys: pytest.CaptureFixture[str]) 
         variables()
     with pytest.raises(CacheError, match="expected either it or bits per element"):
         variables("-c", "256", "-ctk", "subkv:6")
+
+
+def test_lists_of_llama_bench(planned: Path) -> None:
+    bench = lib_dir() / f"llama-bench{ENDING}"
+    if not bench.is_file():
+        pytest.skip("llama-bench: this build has none of llama.cpp's programs (-DSUBKV_PROGRAMS=ON)")
+    command = [bench, "-m", planned, "-p", "32", "-n", "0", "-r", "1", "-t", "1", "-o", "json", "--no-warmup"]
+
+    def run(*types: str) -> subprocess.CompletedProcess[str]:
+        arguments = [*command, "-ctk", ",".join(types)]
+        return subprocess.run(list(map(str, arguments)), capture_output=True, text=True, check=False)
+
+    done = run("subkv:4.5", "subkv", "subkv:6", "f16")
+    assert done.returncode == 0, done.stderr
+    assert [row["type_k"] for row in json.loads(done.stdout)] == ["subkv:4.5", "subkv", "subkv:6", "f16"]
+    done = run(*(f"subkv:{bits}" for bits in range(2, 8)))
+    assert done.returncode != 0 and "at most 5 budgets (subkv:BITS) in one process expected" in done.stderr

@@ -106,7 +106,6 @@ struct Layout {
     float       bpe_rows    = 0.0f; // coefficient rows alone
     uint32_t    bpe_context = 0;
     float       budget      = 0.0f; // bits per element that the user names to get this layout
-    bool        is_default  = true; // of subkv.layout; false: of a plan
     std::string gamma;
     std::string basis_k;
     std::string basis_v;

@@ -304,7 +304,6 @@ Plan::Plan(const Keys & keys, size_t i, const std::vector<LayerSpec> & base, Lay
     }
     in_bytes_          = keys.u32(plan_key(i, "decode_in_bytes"), 0, 1) != 0;
     layout.recent_bits = read_recent_bits(keys, plan_key(i, "recent_bits"));
-    layout.is_default  = false;
     layout.budget      = layout.plans[i].budget;
     layout.bpe         = layout.plans[i].bpe;
     layout.bpe_rows    = keys.positive_f32(plan_key(i, "bits_per_element.rows"));
