@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from subkv.plan.pipeline import Result
 
 MIB = 1 << 20
+BITS_Q8_0 = 8.5
 MOST_ROWS, ENDS = 12, 4  # maximum rows of a whole table; rows shown at each end of a longer one
 
 
@@ -113,10 +114,13 @@ def sentences(
     weights: bytes, 0: unknown. available: bytes of memory, None: unknown.
     """
     total, exact = cost.bytes(n_ctx), n_ctx * cost.f16
+    q8_0 = exact * BITS_Q8_0 / 16 / total
+    than_q8_0 = f"{q8_0:.1f}× than q8_0" if q8_0 >= 1.05 else "not smaller than q8_0"
     yield (
         f"a context of {n_ctx} tokens takes {total / MIB:.1f} MiB instead of {exact / MIB:.1f} MiB in f16: "
-        f"{16 * total / exact:.2f} bits per element instead of 16, {16 * cost.fixed / exact:.3f} of them for the exact "
-        f"window and bases, which take {cost.fixed / MIB:.1f} MiB at any length"
+        f"{exact / total:.1f}× smaller than f16, {than_q8_0}; {16 * total / exact:.2f} bits per element, "
+        f"{16 * cost.fixed / exact:.3f} of them for the exact window and bases, which take "
+        f"{cost.fixed / MIB:.1f} MiB at any length"
     )
     if predicted:
         yield _quality(predicted)

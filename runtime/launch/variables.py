@@ -114,8 +114,8 @@ def fit_memory(model: Path, request: CacheRequest, n_ctx: int, n_seq: int, unifi
     choice = choose_cache(model, CacheOptions(CODED, bases=request.bases, window=request.window))
     params = C.llama_context_default_params()
     params.n_ctx, params.n_seq_max, params.kv_unified = n_ctx, n_seq, unified
-    choice = fitted(model, choice, params, n_bytes)
-    return replace(request, kv_bits=choice.budget), choice.fit
+    budget, line = fitted(model, choice, params, n_bytes)
+    return replace(request, kv_bits=budget), line
 
 
 def cache_variables(

@@ -174,6 +174,7 @@ def test_memory_chooses_the_budget(planned: Path) -> None:
         stats = llm.kv_stats()
         assert llm.cache_choice.budget == bits and stats.bytes_kv + stats.bytes_bases <= most
         assert f"KV memory: {bits:g} bits per element, " in llm.cache_choice.fit
+        assert llm.cache_choice.note == choose_cache(planned, CacheOptions("subkv", kv_bits=bits)).note
         llm.close()
     with pytest.raises(CacheError, match=r"for 256 tokens at the smallest budget of the bases, 4\.5 bits") as e:
         opened(planned, kv_memory=totals[2] - 1)

@@ -54,8 +54,8 @@ def _plans(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> Iterator
         yield _Plan(sized, round(sizes["cells"]) + fixed, fixed, predicted_of(own, of_default))
 
 
-def fitted(path: Path, choice: CacheChoice, params: Any, n_bytes: int) -> CacheChoice:
-    """The choice of the largest budget whose cells, exact window and bases take at most n_bytes.
+def fitted(path: Path, choice: CacheChoice, params: Any, n_bytes: int) -> tuple[float, str]:
+    """The largest budget whose cells, exact window and bases take at most n_bytes, and a line about it.
 
     path: of the model; choice: a coded cache. params: llama_context_params; n_ctx 0: the trained context.
 
@@ -66,7 +66,7 @@ def fitted(path: Path, choice: CacheChoice, params: Any, n_bytes: int) -> CacheC
         if plan.n_bytes == plan.fixed:
             raise CacheError("kv_memory", "expected a model whose cache can be simulated, found another one")
         if plan.n_bytes <= n_bytes:
-            return dataclasses.replace(plan.choice, fit=_line(plan, n_ctx, n_bytes))
+            return plan.choice.budget, _line(plan, n_ctx, n_bytes)
         smallest = plan
     assert smallest is not None
     longest = (n_bytes - smallest.fixed) * n_ctx // (smallest.n_bytes - smallest.fixed) // GRANULE * GRANULE

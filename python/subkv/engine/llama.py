@@ -17,6 +17,7 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,9 @@ class Llama(llama_cpp.Llama):
         }
         params = expected_params(arguments, choice, self._flash_attn_type)
         if n_bytes is not None:
-            choice = self._choice = fitted(path, choice, params, n_bytes)
+            budget, line = fitted(path, choice, params, n_bytes)
+            chosen = choose_cache(path, replace(requested, kv_memory=None, kv_bits=budget))
+            choice = self._choice = with_room_for_drafts(replace(chosen, fit=line), n_draft)
         require_memory(path, choice, params, arguments["n_gpu_layers"])
         if isinstance(prompt_cache, (str, os.PathLike)):
             prompt_cache = PromptCache(prompt_cache)
