@@ -32,7 +32,7 @@ class Shape:
         return 2 * self.n_layer * self.n_head_kv
 
     def bits(self, n: int, kv_bits: float) -> float:
-        """Bits of n tokens of one sequence at a budget: rows, plus the exact window and the bases, which do not grow."""
+        """Bits of n tokens of one sequence: rows, plus the exact window and the bases, which do not grow."""
         elements = self.rows * self.d
         fixed = DEFAULT.bits(elements, self.rows) + elements * coefficient_bits(self.d)
         return fixed + (kv_bits * elements - fixed / STATED) * n
