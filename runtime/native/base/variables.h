@@ -42,8 +42,8 @@ inline float parse_budget(const std::string & text) {
 
 // SUBKV_BITS: bits per K/V element of coded caches; 0: unset. Throws Invalid.
 inline float budget_of_environment() {
-    const char *      value = std::getenv("SUBKV_BITS");
-    const std::string text  = value ? value : "";
+    const char *      value  = std::getenv("SUBKV_BITS");
+    const std::string text   = value ? value : "";
     const float       budget = parse_budget(text);
     if (!text.empty() && budget == 0.0f) {
         throw Invalid("SUBKV_BITS: expected bits per element, such as 3 or 4.25, found '" + text.substr(0, 60) + "'");

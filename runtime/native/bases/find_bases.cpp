@@ -169,9 +169,8 @@ std::string words_of(const FoundBases & found) {
     const std::string in = " (" + found.path + ")";
     if (found.source == SUBKV_BASES_WEIGHTS) {
         const auto & plans   = found.layout->plans;
-        const bool   is_plan = std::any_of(plans.begin(), plans.end(), [&](const PlanFacts & plan) {
-            return plan.budget == found.layout->budget;
-        });
+        const bool   is_plan = std::any_of(plans.begin(), plans.end(),
+                                           [&](const PlanFacts & plan) { return plan.budget == found.layout->budget; });
         const char * quality = is_plan ? "" : ", predicted as good as q8_0";
         return "from the weights, " + found.size + quality + in;
     }

@@ -17,7 +17,7 @@ struct FoundBases {
     std::string                   words;  // as in subkv_bases
     std::string                   size;
     std::string                   reason;
-    bool                          unavailable = false;
+    bool                          unavailable  = false;
     bool                          lacks_budget = false;
 };
 

@@ -93,8 +93,8 @@ typedef struct subkv_bases {
     const char * reason;      // "": usable; else why there are none, or why those found first cannot be used
     const char * generator;   // program that wrote them
     bool         unavailable; // `reason` is of the system (access, memory, the disk): the file itself may be sound
-    bool         lacks_budget; // `reason` is that the bases have no plan for the requested budget, or SUBKV_BITS is invalid
-    float        budget;       // of usable bases, for subkv_layout_load_budget
+    bool  lacks_budget; // `reason` is that the bases have no plan for the requested budget, or SUBKV_BITS is invalid
+    float budget;       // of usable bases, for subkv_layout_load_budget
 } subkv_bases;
 
 // Finds the bases of a model, from the first place up to `last` that has some: no later place replaces a damaged file or
