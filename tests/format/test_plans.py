@@ -19,9 +19,11 @@ from format import native, writer
 from gguf import GGUFValueType as T
 
 from converter.cli import main as convert
+from converter.conversion import convert_file
 from subkv.format.calibration import write_calibration
 from subkv.format.metadata import read
-from subkv.plan.pipeline import PLANS
+from subkv.plan import datafree
+from subkv.plan.pipeline import PLANS, Options
 
 Matrix = npt.NDArray[np.float64]
 D_K, D_V, HEADS = 32, 24, 2
@@ -309,3 +311,37 @@ def test_convert_writes_plans(tiny_model: Callable[..., Path], tmp_path: Path) -
         for side in ("k", "v"):
             for x, y in zip(a[side], b[side], strict=True):
                 assert [(band["n"], band["bits"]) for band in x["bands"]] == [(o["n"], o["bits"]) for o in y["bands"]]
+
+
+def test_planner_and_reader_derive_the_same_matrices(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Else gamma, ratios and predictions would be those of other bases."""
+    bases, path = tmp_path / "calib.safetensors", tmp_path / "s.gguf"
+    write_calibration(bases, random_calibration())
+    options = Options(kv_bits=6.0, bpe_context=8192, plans=(3.5, 5.0))
+    result = convert_file(tiny_model("llama"), bases, path, options, sidecar=True)
+    assert result.plans is not None
+    for plan in result.plans.plans:
+        layout = native.load(path, plan.budget)
+        for layer in plan.layers:
+            for h, head in enumerate(layer.heads):
+                for value, stored in ((False, head.k), (True, head.v)):
+                    n, d = stored.encode.size, stored.encode.shape[1]
+                    encode = layout.basis(layer.shape.il, h, value, False, n).reshape(-1, d)
+                    decode = layout.basis(layer.shape.il, h, value, True, n).reshape(-1, d)
+                    np.testing.assert_array_equal(encode, stored.encode)
+                    np.testing.assert_allclose(decode, stored.decode.astype(np.float32), rtol=2**-9, atol=1e-6)
+
+
+def test_weights_have_plans(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Without a calibration; libsubkv derives what the planner has not computed."""
+    path = tmp_path / "weights.gguf"
+    datafree.sidecar(tiny_model("llama"), path)
+    default = native.load(path).json
+    sizes = []
+    for plan in default["plans"]:
+        own = native.load(path, plan["budget"]).json
+        sizes.append(own["bytes_per_token"])
+        for layer in own["layers"]:
+            for head in (*layer["k"], *layer["v"]):
+                assert head["rank"] == 32 and min(band["bits"] for band in head["bands"]) >= 3
+    assert sizes and sizes == sorted({*sizes, default["bytes_per_token"]})[:-1]
