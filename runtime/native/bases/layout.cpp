@@ -303,10 +303,14 @@ std::shared_ptr<const Layout> read_layout(const char * path, float budget) {
     }
     each_basis(specs, stored,
                [&](const LayerSpec & spec, const uint8_t * bytes) { sha.update(bytes, spec.basis_bytes()); });
-    const Plan plan(keys, (size_t) i, specs, *l);
-    Sha256     own = fingerprint_of_codec(*l, plan.specs());
+    const Plan                              plan(keys, (size_t) i, specs, *l);
+    const std::vector<std::vector<uint8_t>> derived = plan.derive();
+    size_t                                  n       = 0; // layers read
+    Sha256                                  own     = fingerprint_of_codec(*l, plan.specs());
     read_bases(
-        plan.specs(), [&](const LayerSpec & spec, uint8_t * bytes) { plan.derive(spec, bytes); }, *l, own, plan.name);
+        plan.specs(),
+        [&](const LayerSpec &, uint8_t * out) { std::copy(derived[n].begin(), derived[n].end(), out), ++n; }, *l, own,
+        plan.name);
     l->fingerprint = own.hex();
     check_digest(ctx.get(), keys, *l, sha.hex());
     return l;

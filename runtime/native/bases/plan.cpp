@@ -7,16 +7,20 @@
 #include "variables.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
+#include <exception>
+#include <map>
 #include <string_view>
+#include <thread>
 
 namespace subkv {
 
 namespace {
 
 constexpr size_t MAX_PLANS   = 16;
-constexpr int    N_HALVES    = 8; // first rows of D, always in halves
+constexpr size_t N_HALVES    = 8; // first rows of D, always in halves
 constexpr int    BYTE_MAX    = 127;
 constexpr double MIN_LARGEST = 1.0 / (1 << 14); // of a row in bytes, so that its step is a normal half
 
@@ -87,30 +91,56 @@ struct EncodeReader {
     }
 };
 
-// Row i of the orthonormal matrix that mixes n coefficients: Sylvester's Hadamard matrix, or the DCT-II.
-double mixing(int n, int i, int j) {
-    if ((n & (n - 1)) == 0) {
-        bool odd = false;
-        for (int both = i & j; both != 0; both &= both - 1) {
-            odd = !odd;
+// The orthonormal DCT-II [n][n].
+const Doubles & dct(int n) {
+    thread_local std::map<int, Doubles> cached;
+    Doubles &                           matrix = cached[n];
+    constexpr double                    PI     = 3.14159265358979323846;
+    if (matrix.empty()) {
+        matrix.reserve((size_t) n * (size_t) n);
+        for (int i = 0; i < n; ++i) {
+            for (int j = 0; j < n; ++j) {
+                matrix.push_back(std::sqrt((i == 0 ? 1.0 : 2.0) / n) * std::cos(PI * (j + 0.5) * i / n));
+            }
         }
-        return (odd ? -1.0 : 1.0) / std::sqrt((double) n);
     }
-    constexpr double PI = 3.14159265358979323846;
-    return std::sqrt((i == 0 ? 1.0 : 2.0) / n) * std::cos(PI * (j + 0.5) * i / n);
+    return matrix;
 }
 
-// Mixes rows [first, first + n) of m [..][d].
-void mix_rows(Doubles & m, int d, int first, int n) {
-    const auto    width = (size_t) d;
-    const Doubles old(m.begin() + first * d, m.begin() + (first + n) * d);
-    for (int i = 0; i < n; ++i) {
-        double * row = m.data() + (size_t) (first + i) * width;
-        std::fill(row, row + width, 0.0);
-        for (int j = 0; j < n; ++j) {
-            const double   factor = mixing(n, i, j);
-            const double * from   = old.data() + (size_t) j * width;
-            for (size_t e = 0; e < width; ++e) {
+// Multiplies n rows [n][d] by Sylvester's Hadamard matrix / sqrt(n).
+void mix_hadamard(double * rows, size_t n, size_t d) {
+    for (size_t half = 1; half < n; half *= 2) {
+        for (size_t i = 0; i < n; ++i) {
+            if ((i & half) != 0) {
+                continue;
+            }
+            double * a = rows + i * d;
+            double * b = rows + (i + half) * d;
+            for (size_t e = 0; e < d; ++e) {
+                const double sum = a[e] + b[e];
+                b[e]             = a[e] - b[e];
+                a[e]             = sum;
+            }
+        }
+    }
+    const double factor = 1.0 / std::sqrt((double) n);
+    std::for_each(rows, rows + n * d, [&](double & value) { value *= factor; });
+}
+
+void mix_rows(double * rows, size_t n, size_t d) {
+    if ((n & (n - 1)) == 0) {
+        mix_hadamard(rows, n, d);
+        return;
+    }
+    const Doubles & matrix = dct((int) n);
+    const Doubles   old(rows, rows + n * d);
+    std::fill(rows, rows + n * d, 0.0);
+    for (size_t i = 0; i < n; ++i) {
+        double * row = rows + i * d;
+        for (size_t j = 0; j < n; ++j) {
+            const double   factor = matrix[i * n + j];
+            const double * from   = old.data() + j * d;
+            for (size_t e = 0; e < d; ++e) {
                 row[e] += factor * from[e];
             }
         }
@@ -118,75 +148,71 @@ void mix_rows(Doubles & m, int d, int first, int n) {
 }
 
 // Rounds a row to multiples of a step whose significand has 4 bits: the step of the smallest error.
-void round_to_bytes(double * row, int d, std::vector<double> & best) {
-    double largest = MIN_LARGEST;
-    for (int j = 0; j < d; ++j) {
+void round_to_bytes(double * row, size_t d) {
+    constexpr double TO_INTEGER = 6755399441055744.0; // 1.5 * 2^52: adding it rounds to nearest even
+    double           largest    = MIN_LARGEST;
+    for (size_t j = 0; j < d; ++j) {
         largest = std::max(largest, std::fabs(row[j]));
     }
-    best.resize((size_t) d);
-    std::vector<double> rounded((size_t) d);
-    double              least = -1.0;
+    double best[MAX_HEAD_SIZE], rounded[MAX_HEAD_SIZE];
+    double least = -1.0;
     for (int significand = 8; significand < 16; ++significand) {
-        int          exponent;
+        int          exponent = 0; // also of an infinity
         const double mantissa = std::frexp(largest / (BYTE_MAX * significand), &exponent);
-        const double step  = std::ldexp((double) significand, exponent - (mantissa == 0.5)); // BYTE_MAX steps suffice
-        double       error = 0.0;
-        for (int j = 0; j < d; ++j) {
-            rounded[(size_t) j] = step * std::nearbyint(row[j] / step) + 0.0; // no negative zeros
-            error += (rounded[(size_t) j] - row[j]) * (rounded[(size_t) j] - row[j]);
+        const double step = std::ldexp((double) significand, exponent - (mantissa == 0.5)); // BYTE_MAX steps suffice
+        for (size_t j = 0; j < d; ++j) {
+            const double multiple = (row[j] / step + TO_INTEGER) - TO_INTEGER;
+            rounded[j]            = step * multiple + 0.0; // no negative zeros
+        }
+        double error = 0.0;
+        for (size_t j = 0; j < d; ++j) {
+            error += (rounded[j] - row[j]) * (rounded[j] - row[j]);
         }
         if (least < 0.0 || error < least) {
             least = error;
-            best.swap(rounded);
+            std::copy(rounded, rounded + d, best);
         }
     }
-    std::copy(best.begin(), best.end(), row);
+    std::copy(best, best + d, row);
 }
 
-// m [d][d] becomes the transpose of its inverse. false: it has none.
-bool invert(Doubles & m, int d) {
-    const auto n = (size_t) d;
-    Doubles    inverse(n * n, 0.0);
-    for (size_t i = 0; i < n; ++i) {
-        inverse[i * n + i] = 1.0;
-    }
-    for (size_t column = 0; column < n; ++column) {
-        size_t pivot = column;
-        for (size_t i = column + 1; i < n; ++i) {
-            pivot = std::fabs(m[i * n + column]) > std::fabs(m[pivot * n + column]) ? i : pivot;
+// m [n][n] becomes the transpose of its inverse (Gauss-Jordan in place). false: it has none.
+bool invert(Doubles & m, size_t n) {
+    std::vector<size_t> pivots(n);
+    for (size_t k = 0; k < n; ++k) {
+        size_t pivot = k;
+        for (size_t i = k + 1; i < n; ++i) {
+            pivot = std::fabs(m[i * n + k]) > std::fabs(m[pivot * n + k]) ? i : pivot;
         }
-        const double value = m[pivot * n + column];
+        double *     own   = m.data() + k * n;
+        const double value = m[pivot * n + k];
         if (!(std::fabs(value) > 0.0) || !std::isfinite(value)) {
             return false;
         }
-        if (pivot != column) {
-            std::swap_ranges(m.begin() + (ptrdiff_t) (pivot * n), m.begin() + (ptrdiff_t) ((pivot + 1) * n),
-                             m.begin() + (ptrdiff_t) (column * n));
-            std::swap_ranges(inverse.begin() + (ptrdiff_t) (pivot * n), inverse.begin() + (ptrdiff_t) ((pivot + 1) * n),
-                             inverse.begin() + (ptrdiff_t) (column * n));
-        }
-        double * own         = m.data() + column * n;
-        double * own_inverse = inverse.data() + column * n;
-        for (size_t j = 0; j < n; ++j) {
-            own[j] /= value;
-            own_inverse[j] /= value;
-        }
+        std::swap_ranges(own, own + (pivot != k ? n : 0), m.data() + pivot * n);
+        pivots[k] = pivot;
+        own[k]    = 1.0;
+        std::for_each(own, own + n, [&](double & x) { x /= value; });
         for (size_t i = 0; i < n; ++i) {
-            const double factor = m[i * n + column];
-            if (i == column || factor == 0.0) {
+            double *     row    = m.data() + i * n;
+            const double factor = row[k];
+            if (i == k || factor == 0.0) {
                 continue;
             }
-            double * row         = m.data() + i * n;
-            double * row_inverse = inverse.data() + i * n;
+            row[k] = 0.0;
             for (size_t j = 0; j < n; ++j) {
                 row[j] -= factor * own[j];
-                row_inverse[j] -= factor * own_inverse[j];
             }
         }
     }
+    for (size_t k = n; k-- > 0;) { // columns of the inverse as rows of m were swapped
+        for (size_t i = 0; i < n && pivots[k] != k; ++i) {
+            std::swap(m[i * n + k], m[i * n + pivots[k]]);
+        }
+    }
     for (size_t i = 0; i < n; ++i) {
-        for (size_t j = 0; j < n; ++j) {
-            m[i * n + j] = inverse[j * n + i];
+        for (size_t j = 0; j < i; ++j) {
+            std::swap(m[i * n + j], m[j * n + i]);
         }
     }
     return true;
@@ -204,9 +230,9 @@ double gain(int bits) {
     }
 }
 
-// Writes the first `rank` rows of m as halves. Throws Invalid if they do not fit.
-void write_halves(const std::string & key, const Doubles & m, int rank, int d, uint8_t *& out) {
-    for (size_t i = 0; i < (size_t) rank * (size_t) d; ++i, out += 2) {
+// Writes the first n values of m as halves. Throws Invalid if they do not fit.
+void write_halves(const std::string & key, const Doubles & m, size_t n, uint8_t *& out) {
+    for (size_t i = 0; i < n; ++i, out += 2) {
         const uint16_t half = ggml_fp32_to_fp16((float) m[i]);
         if ((half & 0x7c00) == 0x7c00) {
             refuse(key, "matrices within half precision", number(m[i]));
@@ -217,39 +243,42 @@ void write_halves(const std::string & key, const Doubles & m, int rank, int d, u
 }
 
 // Writes E and D of one head's K or V.
-void write_matrices(const std::string & key, Doubles encode, int d, const HeadSpec & spec, bool encode_in_bytes,
+void write_matrices(const std::string & key, Doubles encode, size_t d, const HeadSpec & spec, bool encode_in_bytes,
                     bool decode_in_bytes, uint8_t *& out) {
-    const int           rank  = spec.rank();
-    int                 first = 0;
-    std::vector<double> scratch;
-    for (int b = 0; b < spec.n_bands; first += spec.bands[b++].n) {
-        if (spec.bands[b].bits != 16) {
-            mix_rows(encode, d, first, spec.bands[b].n);
+    const auto rank      = (size_t) spec.rank();
+    const auto each_band = [&](auto use) { // use(the band's bits, its first row, number of rows)
+        size_t first = 0;
+        for (int b = 0; b < spec.n_bands; first += spec.bands[b++].n) {
+            use(spec.bands[b].bits, first, (size_t) spec.bands[b].n);
         }
+    };
+    each_band([&](int bits, size_t first, size_t n) {
+        if (bits != 16) {
+            mix_rows(encode.data() + first * d, n, d);
+        }
+    });
+    for (size_t i = 0; encode_in_bytes && i < rank; ++i) {
+        round_to_bytes(encode.data() + i * d, d);
     }
-    for (int i = 0; encode_in_bytes && i < rank; ++i) {
-        round_to_bytes(encode.data() + (size_t) i * (size_t) d, d, scratch);
-    }
-    uint8_t * written = out;
-    write_halves(key, encode, rank, d, out);
-    for (size_t i = 0; i < (size_t) rank * (size_t) d; ++i) { // D is the inverse of E as written
+    const uint8_t * written = out;
+    write_halves(key, encode, rank * d, out);
+    for (size_t i = 0; i < rank * d; ++i) { // D is the inverse of E as written
         encode[i] = (double) ggml_fp16_to_fp32(le16(written + 2 * i));
     }
     if (!invert(encode, d)) {
         refuse(key, "an invertible matrix of each head", "another one");
     }
     Doubles & decode = encode;
-    first            = 0;
-    for (int b = 0; b < spec.n_bands; first += spec.bands[b++].n) {
-        for (int i = first; i < first + spec.bands[b].n; ++i) {
-            double * row = decode.data() + (size_t) i * (size_t) d;
-            std::for_each(row, row + d, [&](double & value) { value /= gain(spec.bands[b].bits); });
+    each_band([&](int bits, size_t first, size_t n) {
+        for (size_t i = first; i < first + n; ++i) {
+            double * row = decode.data() + i * d;
+            std::for_each(row, row + d, [&](double & value) { value /= gain(bits); });
             if (encode_in_bytes && decode_in_bytes && i >= N_HALVES) {
-                round_to_bytes(row, d, scratch);
+                round_to_bytes(row, d);
             }
         }
-    }
-    write_halves(key, decode, rank, d, out);
+    });
+    write_halves(key, decode, rank * d, out);
 }
 
 // Bytes of a layer's gammas and ratios.
@@ -319,14 +348,45 @@ Plan::Plan(const Keys & keys, size_t i, const std::vector<LayerSpec> & base, Lay
     }
 }
 
-void Plan::derive(const LayerSpec & spec, uint8_t * out) const {
-    const uint8_t * factors = factors_.data();
-    for (const LayerSpec & before : specs_) {
-        if (before.il == spec.il) {
-            break;
-        }
-        factors += factor_bytes(before);
+std::vector<std::vector<uint8_t>> Plan::derive() const {
+    std::vector<std::vector<uint8_t>> blocks(specs_.size());
+    std::vector<const uint8_t *>      factors = { factors_.data() };
+    for (const LayerSpec & spec : specs_) {
+        factors.push_back(factors.back() + factor_bytes(spec));
     }
+    std::atomic<size_t>             next{ 0 };
+    std::vector<std::exception_ptr> errors(specs_.size());
+    const auto                      work = [&] {
+        for (size_t i = next++; i < specs_.size(); i = next++) {
+            try {
+                blocks[i].resize(specs_[i].basis_bytes());
+                derive_layer(specs_[i], factors[i], blocks[i].data());
+            } catch (...) {
+                errors[i] = std::current_exception();
+            }
+        }
+    };
+    std::vector<std::thread> threads;
+    const size_t             n_threads = std::min<size_t>(specs_.size(), std::thread::hardware_concurrency());
+    try {
+        while (threads.size() + 1 < n_threads) {
+            threads.emplace_back(work);
+        }
+    } catch (const std::exception &) { // this thread does the rest
+    }
+    work();
+    for (std::thread & thread : threads) {
+        thread.join();
+    }
+    for (const std::exception_ptr & error : errors) {
+        if (error) {
+            std::rethrow_exception(error);
+        }
+    }
+    return blocks;
+}
+
+void Plan::derive_layer(const LayerSpec & spec, const uint8_t * factors, uint8_t * out) const {
     const std::string          key   = encode_key(spec.il);
     const std::vector<uint8_t> bytes = decoded(key, keys_.view(key));
     EncodeReader               reader{ key, bytes };
@@ -348,7 +408,7 @@ void Plan::derive(const LayerSpec & spec, uint8_t * out) const {
             }
             bool    in_bytes;
             Doubles encode = reader.matrix(d, in_bytes);
-            write_matrices(key, std::move(encode), d, head, in_bytes, in_bytes_, out);
+            write_matrices(key, std::move(encode), (size_t) d, head, in_bytes, in_bytes_, out);
         }
     }
     if (reader.at != bytes.size()) {

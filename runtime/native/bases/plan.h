@@ -23,10 +23,14 @@ public:
 
     const std::vector<LayerSpec> & specs() const { return specs_; }
 
-    // The bytes that a subkv.blk.N.basis of this plan would have after decoding. Throws Invalid.
-    void derive(const LayerSpec & spec, uint8_t * out) const;
+    // The bytes that each layer's subkv.blk.N.basis would have after decoding, computed by several threads. Throws
+    // Invalid.
+    std::vector<std::vector<uint8_t>> derive() const;
 
 private:
+    // factors: of this layer.
+    void derive_layer(const LayerSpec & spec, const uint8_t * factors, uint8_t * out) const;
+
     const Keys &           keys_;
     std::vector<LayerSpec> specs_;
     std::vector<uint8_t>   factors_;  // gammas and ratios, layer by layer
