@@ -69,6 +69,8 @@ def main(model: str | None, request: CacheRequest, form: str) -> None:
     """
     from subkv.native.library import lib_dir  # native libraries: not for a --help
 
+    if request.kv_memory is not None:
+        raise SubkvError("kv_memory", "expected --kv-bits, because the context size is not known here, found it")
     service = form in ("systemd", "docker")
     models = [Path(model)] if model else []
     with concerning(model_path="model", kv_cache="model"):

@@ -313,6 +313,24 @@ def test_convert_writes_plans(tiny_model: Callable[..., Path], tmp_path: Path) -
                 assert [(band["n"], band["bits"]) for band in x["bands"]] == [(o["n"], o["bits"]) for o in y["bands"]]
 
 
+@each(
+    ("plans", "sentence"),
+    [
+        ("", "--plans: expected none, or at most 16 numbers of bits separated by commas, found ''"),
+        ("3,x", "--plans: expected none, or at most 16 numbers of bits separated by commas, found '3,x'"),
+        ("nan", "--plans: expected none, or at most 16 numbers"),
+        (",".join("3" * 17), "--plans: expected none, or at most 16 numbers"),
+        ("0.5", "--plans: expected 0.967 to 16.516 bits per element in total"),
+    ],
+)
+def test_refused_plans(plans: str, sentence: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    bases = tmp_path / "calib.safetensors"
+    write_calibration(bases, random_calibration())
+    common = ["--bases", str(bases), str(tiny_model("llama")), "-o", str(tmp_path / "m.gguf"), "--kv-bits", "6"]
+    result = CliRunner().invoke(convert, [*common, "--bpe-context", "8192", "--plans", plans])
+    assert result.exit_code and sentence in result.stderr, result.output
+
+
 def test_planner_and_reader_derive_the_same_matrices(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """Else gamma, ratios and predictions would be those of other bases."""
     bases, path = tmp_path / "calib.safetensors", tmp_path / "s.gguf"

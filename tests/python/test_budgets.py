@@ -204,7 +204,7 @@ def test_memory_sizes(value: str | int, n_bytes: int) -> None:
     assert memory_size(value) == n_bytes
 
 
-@each("value", ["", "GiB", "-1", "0", "2 giga", "nan", "1e9", str(1 << 70)])
+@each("value", ["", "GiB", "-1", "0", "2 giga", "nan", "1e9", str(1 << 70), "9" * 400 + "g"])
 def test_invalid_memory_sizes(value: str) -> None:
     with pytest.raises(CacheError, match="expected a size, such as 2GiB or 512MiB"):
         memory_size(value)

@@ -435,6 +435,7 @@ def test_env_without_a_model_and_refusals(model: Path, tmp_path: Path) -> None:
     for given, sentence in (
         (["-m", tmp_path / "none.gguf"], "-m: expected a GGUF file, found no file"),
         (["--adapt", "x"], "--adapt: expected k, v or kv, found 'x'"),
+        (["--kv-memory", "1GiB"], "--kv-memory: expected --kv-bits, because the context size is not known here"),
         (["--bases", model], "--bases: expected subkv.* keys"),
     ):
         result = env_of(*given)

@@ -21,7 +21,7 @@ GRANULE = 256  # llama.cpp rounds contexts up to a multiple of it
 
 def memory_size(value: str | int) -> int:
     """Bytes of `2GiB`, `512MiB`, `1.5G` or a number. Units are powers of 1024. Raises CacheError about `kv_memory`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kmgt]?)(?:i?b)?", str(value).strip().lower())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) *([kmgt]?)(?:i?b)?", str(value).strip().lower())
     n_bytes = int(float(match[1]) * UNITS[match[2]]) if match else 0
     if not 0 < n_bytes < 1 << 63:
         raise CacheError("kv_memory", f"expected a size, such as 2GiB or 512MiB, found {value!r}")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from subkv.base.errors import CacheError, SubkvError
+from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.base.threads import default_threads, one_blas_thread
 from subkv.format import metadata
 from subkv.format.arrays import F16, F64
@@ -159,7 +159,8 @@ def _plans(
         window = replace(overhead.window, recent_bits=recent_bits(replace(options, kv_bits=budget_), is_latent=False))
         own = replace(overhead, window=window)
         try:
-            planned = budget.plan_banded(heads, budget_, own, LEAST, WIDEST)
+            with concerning(kv_bits="plans"):
+                planned = budget.plan_banded(heads, budget_, own, LEAST, WIDEST)
         except SubkvError:
             if options.plans is not None:
                 raise

@@ -454,7 +454,8 @@ def _further_plans(fit: Fit, options: Options, kv_bits: float) -> Plans:
         own = fit.with_recent_bits(window.recent_bits)
         narrow = own.narrow(budget_)
         try:
-            bands = own.plan(budget_)
+            with concerning(kv_bits="plans"):
+                bands = own.plan(budget_)
         except SubkvError:
             if options.plans is not None:
                 raise
