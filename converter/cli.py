@@ -21,6 +21,8 @@ from subkv.plan.methods import BASES_K, BASES_V, GAMMAS
 if TYPE_CHECKING:
     from subkv.plan.pipeline import Options
 
+MAX_PLANS, MAX_BUDGET = 16, 64.0  # FORMAT.md §3.3
+
 
 def options_from_flags(
     n_sink: int, n_recent: int, recent_bits: int | None, adapt: str | None = None, **methods: Any
@@ -38,6 +40,21 @@ def options_from_flags(
     return options
 
 
+def budgets(text: str | None) -> tuple[float, ...] | None:
+    """The value of --plans; None: the default. Raises click.UsageError."""
+    if text in (None, "none"):
+        return None if text is None else ()
+    try:
+        values = tuple(float(item) for item in str(text).split(","))
+    except ValueError:
+        values = ()
+    if not values or not all(0.0 < value <= MAX_BUDGET for value in values) or len(values) > MAX_PLANS:
+        raise click.UsageError(
+            f"--plans: expected none, or at most {MAX_PLANS} numbers of bits separated by commas, found {text!r}"
+        )
+    return values
+
+
 recent_bits_option = click.option(
     "--recent-bits",
     type=click.Choice([str(RECENT_BITS), "16"]),
@@ -49,6 +66,12 @@ plan_options = group(
     "options",
     options_from_flags,
     click.option("--kv-bits", type=float, help="bits per K/V element, everything counted [default: as good as q8_0]"),
+    click.option(
+        "--plans",
+        metavar="BITS,…",
+        callback=lambda _context, _option, value: budgets(value),
+        help="further budgets, for programs' --kv-bits; none [default: 2.5, 3, 3.5, 4.25, 6.5, as good as q8_0]",
+    ),
     click.option("--codec", type=click.Choice(["banded", "int8"]), default="banded", help="bits by budget, or 8 each"),
     click.option("--rank-k", type=int, help="maximum K coefficients per head [default: the head size]"),
     click.option("--rank-v", type=int, help="maximum V coefficients per head [default: the head size]"),
@@ -169,6 +192,10 @@ def main(
     cost = tables.Cost.of_result(result)
     for line in tables.sentences(cost, result.counted.context, result.compared, weights, available_memory()):
         show(line)
+    if result.plans is not None:
+        plans = {plan.budget: plan.predicted for plan in result.plans.plans}
+        for line in tables.budgets(result.plans.budget, plans, result.predicted):
+            show(line)
     for note in result.notes:
         key = "files" if note.key == "calibration" and bases is None else note.key
         click.echo(sentence(SubkvError(key, note.reason)), err=True)

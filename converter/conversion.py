@@ -132,7 +132,9 @@ def convert_source(source: Source, bases: Path, output: Path | None, options: Op
         check_writable(output)
     result = pipeline.convert(source.gguf, calibration, options, progress=True)
     if output is not None:
-        values = metadata.keys(result.layers, calibration, result.settings, result.counted, result.compared)
+        values = metadata.keys(
+            result.layers, calibration, result.settings, result.counted, result.compared, result.plans
+        )
         if sidecar:  # a copy is hashed as it is written
             values[SHA256_KEY] = ("str", source.sha256)
         (write_sidecar if sidecar else write_copy)(source.gguf, output, values, progress=True)

@@ -24,6 +24,7 @@ class CalibrationRequest:
     short: chunks of the built-in texts may be shorter than requested, because statistics hold at all positions.
     head_size: short chunks still have enough tokens for heads of this size; 0: no such minimum.
     scope: of sensitivities, for the size of the model.
+    resumes: an earlier run without a limit has left statistics, complete or not, which this one uses.
     """
 
     corpus: Corpus
@@ -33,6 +34,7 @@ class CalibrationRequest:
     short: bool = True
     head_size: int = 0
     scope: Scope = FULL
+    resumes: bool = False
 
     def texts(self) -> list[Text] | None:
         """The given texts; None: the built-in ones. Raises SubkvError as read_text()."""
@@ -41,7 +43,8 @@ class CalibrationRequest:
     @property
     def separate(self) -> bool:
         """Whether statistics leave out the texts of sensitivities, whose cells are added by that stage."""
-        return self.short and self.minutes != 0 and not self.corpus.files and self.corpus.chunks is None
+        measures = self.minutes != 0 or self.resumes
+        return self.short and measures and not self.corpus.files and self.corpus.chunks is None
 
     @property
     def observed(self) -> Corpus:

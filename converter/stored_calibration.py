@@ -45,7 +45,8 @@ def calibrated(source: Source, request: CalibrationRequest) -> Iterator[Path]:
         request = replace(request, corpus=replace(request.corpus, n_ctx=source.n_ctx_train))
     texts, entry = request.texts(), source.entry
     entry.prepare()
-    path = entry.work(f".{request.key(texts)}.calib.safetensors")
+    request = _with_saved(request, texts, entry)
+    path = _path(request, texts, entry)
     with concerning(output="XDG_CACHE_HOME"):
         check_writable(path)
     with concerning(lock="model"), exclusive(entry.lock, f"prepare {source.path.name}"):
@@ -59,6 +60,22 @@ def calibrated(source: Source, request: CalibrationRequest) -> Iterator[Path]:
             source.unload()
             _remove_others(entry, {path, checkpoint})
             yield path
+
+
+def _path(request: CalibrationRequest, texts: list[Text] | None, entry: store.Entry) -> Path:
+    return entry.work(f".{request.key(texts)}.calib.safetensors")
+
+
+def _with_saved(request: CalibrationRequest, texts: list[Text] | None, entry: store.Entry) -> CalibrationRequest:
+    """The request for the work of an earlier run without a limit, if this one is limited to statistics.
+
+    Statistics alone have more tokens, and a limit must not add work.
+    """
+    resumed = replace(request, resumes=True)
+    path = _path(resumed, texts, entry)
+    if request.minutes == 0 and any(path.parent.glob(f"{path.name}*")):
+        return resumed
+    return request
 
 
 def _checkpoint(path: Path, n_recent: int) -> Path:

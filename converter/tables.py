@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from subkv.plan.pipeline import Result
 
 MIB = 1 << 20
+BITS_Q8_0 = 8.5
 MOST_ROWS, ENDS = 12, 4  # maximum rows of a whole table; rows shown at each end of a longer one
 
 
@@ -113,10 +114,13 @@ def sentences(
     weights: bytes, 0: unknown. available: bytes of memory, None: unknown.
     """
     total, exact = cost.bytes(n_ctx), n_ctx * cost.f16
+    q8_0 = exact * BITS_Q8_0 / 16 / total
+    than_q8_0 = f"{q8_0:.1f}× than q8_0" if q8_0 >= 1.05 else "not smaller than q8_0"
     yield (
         f"a context of {n_ctx} tokens takes {total / MIB:.1f} MiB instead of {exact / MIB:.1f} MiB in f16: "
-        f"{16 * total / exact:.2f} bits per element instead of 16, {16 * cost.fixed / exact:.3f} of them for the exact "
-        f"window and bases, which take {cost.fixed / MIB:.1f} MiB at any length"
+        f"{exact / total:.1f}× smaller than f16, {than_q8_0}; {16 * total / exact:.2f} bits per element, "
+        f"{16 * cost.fixed / exact:.3f} of them for the exact window and bases, which take "
+        f"{cost.fixed / MIB:.1f} MiB at any length"
     )
     if predicted:
         yield _quality(predicted)
@@ -124,6 +128,20 @@ def sentences(
         coded, f16 = (_round(n) for n in cost.longest(available - weights))
         beside = f" beside the weights of {weights / MIB:.0f} MiB" if weights else ", the weights not counted"
         yield (f"{available / MIB:.0f} MiB of memory are available: about {coded} tokens fit{beside}, {f16} in f16")
+
+
+def budgets(default: float, plans: Mapping[float, float | None], predicted: float | None = None) -> Iterator[str]:
+    """A line about the budgets of a file with plans, in bits per element. plans: nats of KLD, None: unknown.
+
+    default: the budget of the file's own layout, with the KLD `predicted`.
+    """
+    if not plans:
+        return
+    items = []
+    for budget, kld in sorted({**plans, default: predicted}.items()):
+        notes = ["default"] * (budget == default) + ([f"KLD {kld:.2g}"] if kld else [])
+        items.append(f"{budget:g}" + (f" ({', '.join(notes)})" if notes else ""))
+    yield f"bits per element that programs can choose (--kv-bits 3, -ctk subkv:3): {', '.join(items)}"
 
 
 def _quality(predicted: Mapping[str, float]) -> str:

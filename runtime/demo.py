@@ -60,7 +60,7 @@ def converted() -> Path:
 
     model, calibration = model_path(), calibration_path()
     folder = cache_folder()
-    writer = f"{metadata.generator()}, format {metadata.VERSION}"
+    writer = f"{metadata.generator()}, format {metadata.VERSION}, plans"
     target = folder / f"{NAME}-{_key(model, calibration, writer)}.subkv.gguf"
     try:
         if target.is_file():
@@ -76,7 +76,7 @@ def converted() -> Path:
     except OSError as error:
         raise SubkvError("XDG_CACHE_HOME", f"cannot create {folder}: {system_reason(error)}") from error
     show(f"first use: converting the demo model into {target}", err=True)
-    convert_file(model, calibration, target, Options())
+    convert_file(model, calibration, target, Options(plans=None))
     for path in folder.glob(f"{NAME}-*.subkv.gguf"):
         if path != target:
             path.unlink(missing_ok=True)

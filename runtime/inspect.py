@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from converter.tables import Cost, elements, mean_bits, sentences, shortened, span
+from converter.tables import Cost, budgets, elements, mean_bits, sentences, shortened, span
 from runtime import options
 from subkv.base.command import command, show
 from subkv.base.errors import concerning
@@ -78,13 +78,21 @@ def summary(layout: dict[str, Any]) -> list[str]:
     metavar="FILE",
     help="calibration (calib.safetensors); --plot also shows its spectra and sensitivities",
 )
+@options.bits_option
 @options.context_option(None, "context in tokens for the cost [default: the context that the file was planned for]")
 @click.option("--bands", is_flag=True, help="one line per head with its bands")
 @click.option("-v", "--verbose", is_flag=True, help="all layers")
 @click.option("--plot", type=options.PATH, metavar="FILE.png", help="plot the bits per coefficient")
 @options.form_option("text", "json")
 def main(
-    model: str, bases: Path | None, n_ctx: int | None, bands: bool, verbose: bool, plot: Path | None, form: str
+    model: str,
+    bases: Path | None,
+    kv_bits: float | None,
+    n_ctx: int | None,
+    bands: bool,
+    verbose: bool,
+    plot: Path | None,
+    form: str,
 ) -> None:
     """Show bases, layout and memory of a converted model or a sidecar.
 
@@ -99,11 +107,11 @@ def main(
 
     path = check_model_file(model, weights=False)
     with concerning(path="model", bases="model", kv_cache="model"):
-        sidecar, stored = preview(path)
+        sidecar, stored = preview(path, kv_bits)
         if sidecar.path != path:
             options.note(sidecar.note)
             path = sidecar.path
-        with Layout(path) as opened:
+        with Layout(path, sidecar.budget) as opened:
             layout = opened.description
     if bases is not None and plot is None:
         raise click.UsageError("--bases: expected --plot FILE.png with it, found none")
@@ -123,8 +131,16 @@ def main(
         show(line)
     with Gguf(model) as gguf:
         weights = gguf.n_bytes if gguf.n_tensors else 0
-    cost, predicted = Cost.of_layout(layout), metadata.read_predicted(path)
-    for line in sentences(cost, n_ctx or layout["bpe_context"], predicted, weights, available_memory()):
+    of_default, plans = metadata.read_predicted(path), {plan["budget"]: plan for plan in layout["plans"]}
+    predicted = metadata.predicted_of(layout, of_default)
+    for line in sentences(
+        Cost.of_layout(layout), n_ctx or layout["bpe_context"], predicted, weights, available_memory()
+    ):
+        show(line)
+    by_budget = {budget: plan["predicted"] or None for budget, plan in plans.items()}
+    with Layout(path) as opened:
+        default = opened.description["budget"]
+    for line in budgets(default, by_budget, of_default["subkv"] if of_default else None):
         show(line)
 
 

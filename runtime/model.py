@@ -43,7 +43,7 @@ def open_llama(
 ) -> L:
     """Open `kind`, subkv.Llama or a subclass, as the flags request; model None: the demo model."""
     if not model:  # an ordinary cache needs no bases
-        coded = cache.type_v in (None, AUTO, CODED) and cache.bases is None
+        coded = str(cache.type_v).partition(":")[0] in ("None", AUTO, CODED) and cache.bases is None
         model = demo.converted() if coded else demo.model_path()
     n_threads = default_threads(context.n_threads)
     llm = kind(

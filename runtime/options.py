@@ -164,19 +164,38 @@ def requested_cache(
     type_v: str | None = None,
     bases: Path | None = None,
     sidecar: bool = True,
+    kv_bits: float | None = None,
+    kv_memory: str | None = None,
     **window: Any,
 ) -> CacheOptions:
     """The cache that the flags request. -ctk alone sets both K and V, -ctv alone leaves K at f16."""
     from subkv.engine.cache import CacheOptions  # native libraries: not for a --help
 
     return CacheOptions(
-        type_k=type_k, type_v=type_v or type_k, bases=bases, window=Window.of(**window), sidecar=sidecar
+        type_k=type_k,
+        type_v=type_v or type_k,
+        bases=bases,
+        window=Window.of(**window),
+        sidecar=sidecar,
+        kv_bits=kv_bits,
+        kv_memory=kv_memory,
     )
 
 
 bases_option = click.option("--bases", type=PATH, metavar="FILE", help="bases for -m: a sidecar or a converted model")
+bits_option = click.option(
+    "--kv-bits",
+    type=float,
+    metavar="BITS",
+    help="bits per K/V element of subkv, of those that the bases have plans for [default: SUBKV_BITS, or the file's]",
+)
+memory_option = click.option(
+    "--kv-memory",
+    metavar="SIZE",
+    help="memory of the KV cache, such as 2GiB: the largest of these budgets that fits with -c tokens",
+)
 # `requested: CacheOptions`, for programs that compare caches
-coded_options = group("requested", requested_cache, bases_option, window_options)
+coded_options = group("requested", requested_cache, bases_option, bits_option, window_options)
 
 
 def cache_options(*more: Option) -> Option:
@@ -187,12 +206,14 @@ def cache_options(*more: Option) -> Option:
         llama_option(
             "-ctk --cache-type-k type_k",
             "CACHE_TYPE_K",
-            "KV cache: subkv, f16, q8_0, q4_0, …; auto: subkv if the model file, its sidecar or --bases contains bases "
-            "[default: auto]",
+            "KV cache: subkv, subkv:BITS, f16, q8_0, q4_0, …; auto: subkv if the model file, its sidecar or --bases "
+            "contains bases [default: auto]",
             metavar="TYPE",
         ),
         llama_option("-ctv --cache-type-v type_v", "CACHE_TYPE_V", "the same for V [default: as -ctk]", metavar="TYPE"),
         bases_option,
+        bits_option,
+        memory_option,
         click.option(
             "--no-sidecar",
             "sidecar",
@@ -261,6 +282,8 @@ def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:
     note(f"{name}: {cache_line(stats)}" if name else cache_line(stats))
     if choice.note:
         note(choice.note)
+    if choice.fit:
+        note(choice.fit)
     if choice.coded and stats.bpe >= BITS_Q8_0:
         n_exact = stats.n_sink + stats.n_recent + stats.n_rollback
         note(

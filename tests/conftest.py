@@ -55,7 +55,7 @@ if not Path("/dev/nvidiactl").exists():
 
 # `pytest -m quick`, the inner loop: files that cover much in little time.
 QUICK = {
-    "format": "adapt convert latent_plan layout_plan metadata metadata_bad",
+    "format": "adapt convert latent_plan layout_plan metadata metadata_bad plans",
     "kernels": "linear recent rows sketch",
     "patch": "libraries patches",
     "python": "adapt_options checkpoints cli drop_in llama memory prompt_cache split",

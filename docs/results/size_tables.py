@@ -13,7 +13,8 @@ from subkv.plan.budget import coefficient_bits
 GIB = 8 << 30  # bits
 CONTEXTS = {"8k": 8192, "32k": 32768, "128k": 131072}
 STATED = 8192  # tokens at which bits per element are counted
-KV_BITS, Q8_0 = 4.25, 8.5
+Q8_0 = 8.5
+SUBKV = {"subkv": 5.2, "4.25 bits": 4.25}  # bits per element: the demo model's default, and a smaller plan
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,11 @@ class Shape:
         """Rows per token: one of each layer, KV head and side."""
         return 2 * self.n_layer * self.n_head_kv
 
-    def bits(self, n: int) -> float:
+    def bits(self, n: int, kv_bits: float) -> float:
         """Bits of n tokens of one sequence: rows, plus the exact window and the bases, which do not grow."""
         elements = self.rows * self.d
         fixed = DEFAULT.bits(elements, self.rows) + elements * coefficient_bits(self.d)
-        return fixed + (KV_BITS * elements - fixed / STATED) * n
+        return fixed + (kv_bits * elements - fixed / STATED) * n
 
 
 SHAPES = (
@@ -53,7 +54,8 @@ def sizes(_: Any) -> Rows:
     for shape in SHAPES:
         for label, n in CONTEXTS.items():
             elements = shape.rows * shape.d * n
-            bits_of = {"f16": 16 * elements, "q8_0": Q8_0 * elements, "subkv": shape.bits(n)}
+            bits_of = {"f16": 16 * elements, "q8_0": Q8_0 * elements}
+            bits_of |= {name: shape.bits(n, kv_bits) for name, kv_bits in SUBKV.items()}
             rows.append({"name": shape.name, "context": label, **{key: bits / GIB for key, bits in bits_of.items()}})
     return rows
 
@@ -62,11 +64,13 @@ def sizes_markdown(rows: Rows) -> str:
     found = {(row["name"], row["context"]): row for row in rows}
 
     def cell(context: str) -> Column:
-        caches = ("f16", "q8_0", "subkv")
+        caches = ("f16", "q8_0", *SUBKV)
         return context, lambda row: " · ".join(f"{found[row['name'], context][key]:.2f}" for key in caches)
 
     models = [row for row in rows if row["context"] == "8k"]
-    return grid(models, [("GiB: f16 · q8_0 · subkv", lambda row: row["name"]), *(cell(c) for c in CONTEXTS)])
+    return grid(
+        models, [(f"GiB: f16 · q8_0 · {' · '.join(SUBKV)}", lambda row: row["name"]), *(cell(c) for c in CONTEXTS)]
+    )
 
 
 def sizes_numbers(rows: Rows) -> Numbers:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from subkv.base.files import open_regular
+from subkv.native.bases import budget_of
 
 MODEL, REPO, REPO_FILE, FROM_URL, FOLDER = "model", "repo", "repo_file", "from_url", "folder"
 TYPE_K, TYPE_V, DRAFT, DRAFT_TYPE_K, DRAFT_TYPE_V = "type_k", "type_v", "draft", "draft_type_k", "draft_type_v"
-HOST = "host"
+HOST, CONTEXT, PARALLEL = "host", "context", "parallel"
 # kind of value -> its flags, its environment variables without LLAMA_ARG_
 _KINDS = {
     MODEL: ("-m --model", "MODEL"),
@@ -28,6 +29,8 @@ _KINDS = {
     DRAFT_TYPE_K: ("-ctkd --cache-type-k-draft --spec-draft-type-k", "SPEC_DRAFT_CACHE_TYPE_K"),
     DRAFT_TYPE_V: ("-ctvd --cache-type-v-draft --spec-draft-type-v", "SPEC_DRAFT_CACHE_TYPE_V"),
     HOST: ("--host", "HOST"),
+    CONTEXT: ("-c --ctx-size", "CTX_SIZE"),
+    PARALLEL: ("-np --parallel", "N_PARALLEL"),
 }
 # flags without a value: the program prints something and exits; its model has no K/V cache, or reads it only once
 PRINTS = {"-h", "--usage", "--version", "--license", "--list-devices", "-cl", "--cache-list", "--completion-bash"}
@@ -37,6 +40,11 @@ VARIABLES = {f"LLAMA_ARG_{name}": kind for kind, (_, names) in _KINDS.items() fo
 _TYPES = (TYPE_K, TYPE_V, DRAFT_TYPE_K, DRAFT_TYPE_V)
 CODED, AUTO = "subkv", "auto"  # our cache types
 MAGIC = b"GGUF"
+
+
+def is_coded(name: str) -> bool:
+    """Whether a cache type is subkv or subkv:BITS."""
+    return name.partition(":")[0] == CODED
 
 
 def program_name(program: str) -> str:
@@ -65,7 +73,7 @@ class ProgramArguments:
     models: files, as given. repos, repo_file: models of the Hugging Face hub, and the file in them. from_url: the
     program downloads its model. folder: a router's models. types: names of cache types of keys and values, without
     those not given. draft, draft_types: the same of a draft model. host: of a server. prints: as PRINTS. embeds: as
-    EMBEDS.
+    EMBEDS. n_ctx, n_parallel: tokens and sequences of a context, None: not given.
     """
 
     arguments: tuple[str, ...]
@@ -81,6 +89,8 @@ class ProgramArguments:
     host: str | None = None
     prints: bool = False
     embeds: bool = False
+    n_ctx: int | None = None
+    n_parallel: int | None = None
 
     @property
     def names_model(self) -> bool:
@@ -94,17 +104,23 @@ class ProgramArguments:
     @property
     def strict(self) -> bool:
         """Whether the user requested a coded cache by name; then no other cache may replace it."""
-        return CODED in self.types
+        return any(is_coded(name) for name in self.types)
+
+    @property
+    def budget(self) -> float | None:
+        """The bits of the first cache type subkv:BITS."""
+        bits = (budget_of(name.partition(":")[2]) for name in self.types if is_coded(name))
+        return next((budget for budget in bits if budget is not None), None)
 
     @property
     def ordinary(self) -> bool:
         """Whether the user requested llama.cpp's own cache types only."""
-        return bool(self.types) and {CODED, AUTO}.isdisjoint(self.types)
+        return bool(self.types) and not any(is_coded(name) or name == AUTO for name in self.types)
 
     @property
     def codes_draft(self) -> bool:
         """Whether the user requested a coded cache for drafts, by name or if there are bases."""
-        return not {CODED, AUTO}.isdisjoint(self.draft_types)
+        return any(is_coded(name) or name == AUTO for name in self.draft_types)
 
 
 @dataclass(frozen=True)
@@ -149,7 +165,8 @@ def read(
 
     def types(*kinds: str) -> tuple[str, ...]:
         lists = [",".join(values(kind)).split(",") if takes_lists else values(kind)[-1:] for kind in kinds]
-        return tuple(name for names in lists for name in names if name in (CODED, AUTO, *stock))
+        named = [(name, name.partition(":")[0]) for names in lists for name in names]
+        return tuple(name for name, kind in named if name in (AUTO, *stock) or kind == CODED)
 
     models, repos = values(MODEL), values(REPO) if is_llama_cpp else []
     from_url = is_llama_cpp and bool(values(FROM_URL))
@@ -176,6 +193,7 @@ def read(
         hosts[-1] if hosts else None,
         not PRINTS.isdisjoint(arguments),
         not EMBEDS.isdisjoint(arguments),
+        *(int(found[-1]) if found and found[-1].isdigit() else None for found in map(values, (CONTEXT, PARALLEL))),
     )
 
 

@@ -11,7 +11,7 @@ import click
 
 from runtime import options
 from runtime.launch.doors import plugin_file, plugin_variables
-from runtime.launch.variables import CacheRequest, cache_variables, library_variables, request_options
+from runtime.launch.variables import CacheRequest, cache_variables, library_variables, program_path, request_options
 from subkv.base.command import command
 from subkv.base.errors import SubkvError, concerning
 
@@ -71,15 +71,23 @@ def main(model: str | None, request: CacheRequest, plugin: bool, form: str) -> N
     """
     from subkv.native.library import lib_dir  # native libraries: not for a --help
 
+    if request.kv_memory is not None:
+        raise SubkvError("kv_memory", "expected --kv-bits, because the context size is not known here, found it")
     service = form in ("systemd", "docker")
     models = [Path(model)] if model else []
     with concerning(model_path="model", kv_cache="model"):
         variables, notes = cache_variables(models, request, name_bases=service or plugin)
+    libraries = lib_dir()
+    path = {} if service or plugin else program_path(libraries, os.environ)
     if plugin:
-        variables = plugin_variables(plugin_file(lib_dir())) | variables
+        variables = plugin_variables(plugin_file(libraries)) | variables
     else:
-        variables = library_variables(lib_dir(), {} if service else os.environ) | variables
-    for line in notes or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE derives bases"]:
+        variables = path | library_variables(libraries, {} if service else os.environ | path) | variables
+    notes = notes or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE derives bases"]
+    if not service and not plugin:
+        own = f"llama-cli and others of {path['PATH'].split(os.pathsep)[0]}" if path else "this build has none"
+        notes.append(f"llama.cpp's programs: {own}; those of other builds have ordinary caches")
+    for line in notes:
         options.note(line)
     click.echo(format_variables(variables, form))
 

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from runtime import options
 from runtime.launch import doors, programs
-from runtime.launch.arguments import CODED, ProgramArguments, program_name, read, with_hub_models
-from runtime.launch.variables import CACHE, CacheRequest, cache_variables, library_variables, models_in
+from runtime.launch.arguments import CODED, ProgramArguments, is_coded, program_name, read, with_hub_models
+from runtime.launch.variables import CACHE, CacheRequest, cache_variables, fit_memory, library_variables, models_in
 from runtime.launch.variables import prepare as prepare_model
-from subkv.base.errors import SubkvError, concerning
+from subkv.base.errors import CacheError, SubkvError, concerning
+
+SERVER_SLOTS = 4  # of llama-server without -np, in one context
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,20 @@ def _prepare_others(paths: Sequence[Path]) -> None:
                 options.note(f"{model.name}: {error.reason}")
 
 
+def _with_fitting_budget(program: str, read: ProgramArguments, request: CacheRequest) -> CacheRequest:
+    """The request with the budget that fits in its memory; logs it to stderr. Raises CacheError about `kv_memory`."""
+    if len(read.models) != 1 or not read.n_ctx:
+        found = f"{len(read.models)} models" if len(read.models) != 1 else "no context size"
+        raise CacheError("kv_memory", f"expected -m with one model and -c with its context size, found {found}")
+    if request.kv_bits is not None or read.budget is not None:
+        raise CacheError("kv_memory", "expected either it or bits per element, found both")
+    n_seq = read.n_parallel or (SERVER_SLOTS if program_name(program) == "llama-server" else 1)
+    with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
+        request, line = fit_memory(read.models[0], request, read.n_ctx, n_seq, unified=read.n_parallel is None)
+    options.note(line)
+    return request
+
+
 def _variables(
     program: Program, read: ProgramArguments, request: CacheRequest, others: bool, strict: bool
 ) -> dict[str, str]:
@@ -76,6 +92,8 @@ def _variables(
     by_plugin = program.door.plugin is not None  # which cannot look beside the model's file
     variables: dict[str, str] = {}
     models = () if read.ordinary else read.models
+    if request.kv_memory is not None and not read.ordinary:
+        request = _with_fitting_budget(program, read, request)
     if read.ordinary:
         name = "/".join(dict.fromkeys(read.types))
         for key in () if read.codes_draft else request.flags():
@@ -83,9 +101,8 @@ def _variables(
         options.note(f"KV cache: {name}, from the arguments")
     if not read.ordinary or read.codes_draft:
         with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
-            variables, notes = cache_variables(
-                models, request, read.strict or (strict and not read.types), name_bases=by_plugin
-            )
+            required = read.strict or (strict and not read.types)
+            variables, notes = cache_variables(models, request, required, name_bases=by_plugin, kv_bits=read.budget)
         if strict and models and not read.types and request.bases is None:
             variables[CACHE] = CODED
         if not (notes or read.ordinary):
@@ -94,7 +111,8 @@ def _variables(
             options.note(line)
     for model in ([read.draft] if read.draft else read.models) if read.codes_draft else []:
         with concerning(model="-md", model_path="-md", kv_cache="-ctkd"):
-            options.note(f"draft {model.name}: {prepare_model(model, CODED in read.draft_types).note}")
+            strict_draft = any(is_coded(name) for name in read.draft_types)
+            options.note(f"draft {model.name}: {prepare_model(model, strict_draft).note}")
     return variables
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -21,7 +21,8 @@ from subkv.native.library import LIB_PATH
 from subkv.native.paths import mtmd_variable
 
 CACHE = "SUBKV"  # auto, subkv (coded or no context), or the path of the file with the bases
-READ = (CACHE, *VARIABLES.values())
+BITS = "SUBKV_BITS"
+READ = (CACHE, BITS, *VARIABLES.values())
 LIBRARY_PATH = {"darwin": "DYLD_LIBRARY_PATH", "win32": "PATH"}.get(sys.platform, "LD_LIBRARY_PATH")
 
 
@@ -31,6 +32,8 @@ class CacheRequest:
 
     bases: Path | None = None
     window: Window = Window()
+    kv_bits: float | None = None
+    kv_memory: str | None = None
 
     def variables(self) -> dict[str, str]:
         """The environment variables for this request. Raises CacheError about invalid numbers."""
@@ -39,17 +42,21 @@ class CacheRequest:
             if isinstance(n, int) and n > most:
                 raise CacheError(name, f"expected 0 to {most} tokens, found {n}")
         self.window.check_extras()
-        return {VARIABLES[name]: str(value) for name, value in self.window.requested().items()}
+        bits = {} if self.kv_bits is None else {BITS: f"{self.kv_bits:g}"}
+        return bits | {VARIABLES[name]: str(value) for name, value in self.window.requested().items()}
 
     def flags(self) -> list[str]:
         """Names of the given flags that only a coded cache has."""
-        return [*(["bases"] if self.bases is not None else []), *self.window.requested()]
+        own = {"bases": self.bases, "kv_bits": self.kv_bits, "kv_memory": self.kv_memory}
+        return [*(name for name, value in own.items() if value is not None), *self.window.requested()]
 
 
 request_options = group(
     "request",
-    lambda bases, **window: CacheRequest(bases, Window.of(**window)),
+    lambda bases, kv_bits, kv_memory, **window: CacheRequest(bases, Window.of(**window), kv_bits, kv_memory),
     click.option("--bases", type=options.PATH, metavar="FILE", help="bases: a sidecar or a converted model"),
+    options.bits_option,
+    options.memory_option,
     options.window_options,
     options.rollback_option,
 )
@@ -63,10 +70,11 @@ class ModelCache:
     note: str
 
 
-def prepare(model: Path, strict: bool = False, bases: Path | None = None) -> ModelCache:
+def prepare(model: Path, strict: bool = False, bases: Path | None = None, kv_bits: float | None = None) -> ModelCache:
     """Look up the bases of a model, or derive them from its weights and store them where the library finds them.
 
     strict: raise if bases cannot be derived; else the model gets an ordinary cache. bases: the user's file with them.
+    kv_bits: as subkv.Llama.
     Raises ModelFileError about `model_path`, CacheError about `bases` or `kv_cache`, SubkvError about XDG_CACHE_HOME.
     """
     # numpy and the native libraries: not for a --help
@@ -77,7 +85,7 @@ def prepare(model: Path, strict: bool = False, bases: Path | None = None) -> Mod
         with concerning(model="model_path"):
             check_model_file(model)
     try:
-        choice = choose_cache(model, CacheOptions(CODED, bases=bases))
+        choice = choose_cache(model, CacheOptions(CODED, bases=bases, kv_bits=kv_bits))
     except CacheError as error:
         if strict or error.key != "kv_cache":
             raise
@@ -89,19 +97,46 @@ def prepare(model: Path, strict: bool = False, bases: Path | None = None) -> Mod
     return ModelCache(choice.layout, choice.note)
 
 
+def fit_memory(model: Path, request: CacheRequest, n_ctx: int, n_seq: int, unified: bool) -> tuple[CacheRequest, str]:
+    """The request with the largest budget that fits in its kv_memory, and a line about it.
+
+    n_ctx: tokens of all sequences; unified: they share the cells.
+
+    Raises as prepare(), and CacheError about `kv_memory`.
+    """
+    # numpy and the native libraries: not for a --help
+    from subkv.engine.cache import CODED, CacheOptions, choose_cache
+    from subkv.engine.fitting import fitted, memory_size
+    from subkv.native.binding import C
+
+    assert request.kv_memory is not None
+    n_bytes = memory_size(request.kv_memory)
+    choice = choose_cache(model, CacheOptions(CODED, bases=request.bases, window=request.window))
+    params = C.llama_context_default_params()
+    params.n_ctx, params.n_seq_max, params.kv_unified = n_ctx, n_seq, unified
+    budget, line = fitted(model, choice, params, n_bytes)
+    return replace(request, kv_bits=budget), line
+
+
 def cache_variables(
-    models: Sequence[Path], request: CacheRequest, strict: bool = False, name_bases: bool = False
+    models: Sequence[Path],
+    request: CacheRequest,
+    strict: bool = False,
+    name_bases: bool = False,
+    kv_bits: float | None = None,
 ) -> tuple[dict[str, str], list[str]]:
     """Variables that give these models the requested caches, and a line about each cache.
 
-    strict: as prepare(). name_bases: name the file with a single model's bases, for readers with another cache folder.
+    strict: as prepare(). kv_bits: of the arguments, which have precedence over the request's. name_bases: name the file
+    with a single model's bases, for readers with another cache folder.
+
     Raises as prepare() and CacheRequest.variables().
     """
-    variables = request.variables()
+    variables, kv_bits = request.variables(), kv_bits or request.kv_bits
     if request.bases is not None:
-        prepared = [prepare(request.bases, strict=True, bases=request.bases)]
+        prepared = [prepare(request.bases, strict=True, bases=request.bases, kv_bits=kv_bits)]
     else:
-        prepared = [prepare(model, strict) for model in models]
+        prepared = [prepare(model, strict, kv_bits=kv_bits) for model in models]
     value, layout = AUTO, prepared[0].layout if len(prepared) == 1 else None
     if layout is not None and (name_bases or request.bases is not None):
         value = os.path.abspath(layout)
@@ -117,6 +152,15 @@ def library_variables(libraries: Path, environment: Mapping[str, str]) -> dict[s
     others = [folder for folder in before.split(os.pathsep) if folder != str(libraries)] if before else []
     own = {LIB_PATH: str(libraries), LIBRARY_PATH: os.pathsep.join([str(libraries), *others])}
     return own | mtmd_variable(libraries)
+
+
+def program_path(libraries: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """PATH with the folder of our llama.cpp programs first; empty if this build has none."""
+    own = next((folder for folder in (libraries, libraries.parent / "bin") if any(folder.glob("llama-*"))), None)
+    if own is None:
+        return {}
+    others = [folder for folder in environment.get("PATH", "").split(os.pathsep) if folder not in ("", str(own))]
+    return {"PATH": os.pathsep.join([str(own), *others])}
 
 
 def _cause(error: CacheError) -> str:

@@ -34,6 +34,7 @@ CHOSEN = "tests/architectures/test_chosen.py tests/architectures/test_architectu
 AUTOMATIC = "tests/runtime/test_automatic.py"
 STORE = "tests/runtime/test_prefix_store.py tests/runtime/test_prefix_store_damage.py"
 METADATA = "tests/format/test_metadata_bad.py tests/format/test_metadata.py"
+PLANS = "tests/format/test_plans.py"
 PROMPTS = "tests/python/test_prompt_cache.py"
 LLAMA = "tests/python/test_llama.py tests/python/test_drop_in.py"
 PLAN = "tests/format/test_layout_plan.py tests/format/test_convert.py"
@@ -420,6 +421,27 @@ FAULTS = [
         "(half & 0x7c00) == 0x7c00",
         "(half & 0x7c00) == 1",
         METADATA,
+    ),
+    Fault(
+        "plans without the gains of quantizers",
+        "runtime/native/bases/plan.cpp",
+        "value /= gain(spec.bands[b].bits)",
+        "value /= 1.0",
+        PLANS,
+    ),
+    Fault(
+        "a plan of another budget",
+        "runtime/native/bases/layout.cpp",
+        "std::fabs(budget - other) < CLOSE",
+        "budget > 0.0f",
+        PLANS,
+    ),
+    Fault(
+        "plans that the digest does not cover",
+        "runtime/native/bases/layout.cpp",
+        "check_digest(ctx.get(), keys, *l, sha.hex());",
+        "(void) sha;",
+        PLANS,
     ),
     Fault(
         "a key twice",

@@ -41,9 +41,11 @@ class Layout:
         return out[:found]
 
 
-def load(path: Path | None) -> Layout:
-    """Reads a file (None: a null pointer). Raises MetadataError."""
-    handle = capi.load().subkv_layout_load(os.fsencode(path) if path else None)
+def load(path: Path | None, budget: float | None = None) -> Layout:
+    """Reads a file (None: a null pointer), or its plan for a budget. Raises MetadataError."""
+    name = os.fsencode(path) if path else None
+    lib = capi.load()
+    handle = lib.subkv_layout_load(name) if budget is None else lib.subkv_layout_load_budget(name, budget)
     if not handle:
         raise MetadataError(last_error())
     return Layout(handle)

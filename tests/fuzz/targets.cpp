@@ -97,6 +97,9 @@ void run_file(const uint8_t * data, size_t n) {
     try {
         const auto layout = load_layout(path.c_str());
         EXPECT(!layout->fingerprint.empty() && !layout_to_json(*layout).empty());
+        for (const PlanFacts & plan : layout->plans) {
+            load_layout(path.c_str(), plan.budget);
+        }
     } catch (const Invalid &) {
     }
 }

@@ -40,7 +40,40 @@ def test_off_contradicts_it(demo_model: Path) -> None:
 
 def test_help_lists_it() -> None:
     done = subprocess.run([program("llama-completion"), "--help"], capture_output=True, text=True, check=True)
-    assert re.search(r"allowed values: subkv, auto, f32, f16,", done.stdout)
+    assert re.search(r"allowed values: subkv, subkv:BITS, auto, f32, f16,", done.stdout)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no sidecars are made here under wine")
+def test_bits(demo_model: Path) -> None:
+    """`subkv:BITS` and SUBKV_BITS choose a plan of the model's bases."""
+    choose_cache(demo_model, CacheOptions("subkv"))
+    lines = []
+    for name, variables in (
+        ("subkv:4.25", {}),
+        ("subkv", {"SUBKV_BITS": "4.25"}),
+        ("subkv:5.2", {"SUBKV_BITS": "4.25"}),
+    ):
+        done = complete(demo_model, "-ctk", name, **variables)
+        assert done.returncode == 0, done.stderr
+        lines.append(re.findall(r"subkv: (coded K/V cache, .*)", done.stderr)[-1])
+    assert lines[0] == lines[1] and "from the weights, 4.25 bits per element at " in lines[0]
+    assert "from the weights, 5.20 bits per element at " in lines[2] and "as good as" not in lines[0]
+    for arguments, variables, sentence in (
+        (
+            ["-ctk", "subkv:3.1"],
+            {},
+            r"bits per element: expected .*4\.25, 5\.2 or 6\.5, for which .* has a plan",
+        ),
+        (
+            ["-ctk", "subkv"],
+            {"SUBKV_BITS": "few"},
+            "SUBKV_BITS: expected bits per element, .*, found 'few'",
+        ),
+        (["-ctk", "subkv:few"], {}, "Unsupported cache type: subkv:few"),
+        (["-ctk", "subkv:4.25", "-ctv", "subkv:5.2"], {}, "expected, subkv:4.25 and subkv:5.2 found"),
+    ):
+        done = complete(demo_model, *arguments, **variables)
+        assert done.returncode != 0 and re.search(sentence, done.stderr), done.stderr
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no sidecars are made here under wine")

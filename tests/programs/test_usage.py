@@ -24,7 +24,7 @@ ELEMENTS = 2 * 2 * 2 * 32  # of a token of the tiny llama: layers, keys and valu
 
 def usage(server: Server) -> dict[str, Any]:
     reported: dict[str, Any] = server.request("GET", "/props")["kv_cache"]
-    assert set(reported) == {"type", "bits", "bytes", "bytes_f16", "n_cells", "n_zero_rows", "kernel"}
+    assert set(reported) == {"type", "bits", "bytes", "bytes_f16", "times_smaller", "n_cells", "n_zero_rows", "kernel"}
     return reported
 
 
@@ -100,6 +100,7 @@ def test_ordinary_caches(serve: Serve, arguments: list[str], type_: str, bits: f
             "bits": bits,
             "bytes": n_bytes,
             "bytes_f16": 2 * ELEMENTS * N_CELLS,
+            "times_smaller": {"f16": 16 / bits, "q8_0": 8.5 / bits},
             "n_cells": N_CELLS,
             "n_zero_rows": 0,
             "kernel": None,
@@ -132,7 +133,12 @@ def test_no_cache(serve: Serve, arch: str, tmp_path: Path) -> None:
     embeds = ["--embedding"] if arch == "bert" else []
     with serve("-c", N_CELLS, "-np", 1, "--metrics", *embeds, model=model) as server:
         nothing = dict.fromkeys(("bits", "bytes", "bytes_f16", "n_cells", "n_zero_rows"), 0)
-        assert usage(server) == {"type": "none", **nothing, "kernel": None}
+        assert usage(server) == {
+            "type": "none",
+            **nothing,
+            "times_smaller": {"f16": None, "q8_0": None},
+            "kernel": None,
+        }
         assert set(metrics(server).values()) == {0}
 
 

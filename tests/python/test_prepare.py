@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from preparing import left, refused, run
 
 import subkv
-from converter import builtin, resume
+from converter import builtin, resume, stored_calibration
 from converter.cli import main as convert
 from converter.corpus import Corpus, Text
 from converter.request import CalibrationRequest
@@ -372,3 +373,17 @@ def test_settings_have_keys_of_their_own() -> None:
         [text("a", b""), text("a", b"xy")],
     ]
     assert len({request.key(texts) for texts in given}) == len(given)
+
+
+@pytest.mark.parametrize("ending", ["", ".000002-of-000016.part"])
+def test_statistics_alone_use_saved_work(ending: str, model: Path) -> None:
+    """--minutes 0 by itself evaluates more tokens for the statistics; a limit must not add work to an earlier run's."""
+    whole = CalibrationRequest(Corpus((), 2048, None, 1), 4, 128)
+    limited = replace(whole, minutes=0)
+    entry = store.entry(model)
+    entry.prepare()
+    assert stored_calibration._with_saved(limited, None, entry) == limited and not limited.separate
+    entry.work(f".{whole.key(None)}.calib.safetensors{ending}").touch()
+    resumed = stored_calibration._with_saved(limited, None, entry)
+    assert resumed.separate and resumed.key(None) == whole.key(None) and resumed.observed == whole.observed
+    assert stored_calibration._with_saved(whole, None, entry) == whole

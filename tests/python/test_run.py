@@ -406,10 +406,14 @@ def test_names_that_are_no_text() -> None:
 
 def test_env_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LIBRARY_PATH, "/before")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    has_programs = any(lib_dir().glob("llama-*"))
     result = env_of("-m", model)
     assert result.exit_code == 0 and result.stderr.startswith("bases: from the weights")
     (made,) = sidecar_folder().iterdir()
+    assert result.stderr.splitlines()[-1].startswith("llama.cpp's programs: ")
     assert result.stdout.splitlines() == [
+        *([f"export PATH='{lib_dir()}:/usr/bin:/bin'"] if has_programs else []),
         f"export LLAMA_CPP_LIB_PATH='{lib_dir()}'",
         f"export {LIBRARY_PATH}='{lib_dir()}:/before'",
         *(f"export {name}='{value}'" for name, value in mtmd_variable(lib_dir()).items()),
@@ -427,10 +431,11 @@ def test_env_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_env_without_a_model_and_refusals(model: Path, tmp_path: Path) -> None:
     result = env_of()
-    assert result.exit_code == 0 and "export SUBKV='auto'" in result.stdout and result.stderr.count("\n") == 1
+    assert result.exit_code == 0 and "export SUBKV='auto'" in result.stdout and result.stderr.count("\n") == 2
     for given, sentence in (
         (["-m", tmp_path / "none.gguf"], "-m: expected a GGUF file, found no file"),
         (["--adapt", "x"], "--adapt: expected k, v or kv, found 'x'"),
+        (["--kv-memory", "1GiB"], "--kv-memory: expected --kv-bits, because the context size is not known here"),
         (["--bases", model], "--bases: expected subkv.* keys"),
     ):
         result = env_of(*given)

@@ -17,7 +17,7 @@ from subkv.format import metadata
 from subkv.format.layout import Layout
 from subkv.format.window import ERROR_KEYS, Window
 from subkv.native import library
-from subkv.native.bases import EMBEDDED, STORED, WEIGHTS, find_bases
+from subkv.native.bases import EMBEDDED, STORED, WEIGHTS, budget_of, find_bases
 from subkv.native.binding import C, LogLines, last_error, last_log_error, native
 from subkv.native.gguf import check_model_file
 
@@ -50,6 +50,8 @@ class CacheOptions:
     bases: Path | None = None
     window: Window = Window()
     sidecar: bool = True
+    kv_bits: float | None = None
+    kv_memory: str | int | None = None
 
     def arguments(self) -> dict[str, Any]:
         """The members as arguments of subkv.Llama."""
@@ -61,7 +63,8 @@ class CacheOptions:
 class CacheChoice:
     """A chosen KV cache. type_k, type_v: ggml's numbers; layout: file with the bases, None for an ordinary cache.
 
-    note: one line about the source of the bases. unstored: as in Sidecar.
+    note: one line about the source of the bases. unstored: as in Sidecar. budget: of the layout, in bits per element.
+    fit: one line about the budget that fits in a given memory.
     """
 
     name_k: str
@@ -72,6 +75,8 @@ class CacheChoice:
     window: Window = Window()
     note: str = ""
     unstored: str = ""
+    budget: float = 0.0
+    fit: str = ""
 
     @property
     def coded(self) -> bool:
@@ -116,6 +121,38 @@ def ordinary(kind: str) -> CacheChoice:
 ORDINARY = ordinary("f16")
 
 
+def _with_budget(requested: CacheOptions) -> CacheOptions:
+    """The options with the bits of `subkv:BITS` in kv_bits. kv_bits and kv_memory request a coded cache.
+
+    Raises CacheError.
+    """
+    named: dict[str, Any] = {}
+    bits = {} if requested.kv_bits is None else {"kv_bits": requested.kv_bits}
+    for name in ("kv_cache", "type_k", "type_v"):
+        kind, colon, text = str(getattr(requested, name)).partition(":")
+        if kind == CODED and colon:
+            budget = budget_of(text)
+            if budget is None:
+                reason = f"expected subkv:BITS with bits per element, such as subkv:3, found {kind}:{text}"
+                raise CacheError(name, reason)
+            named[name], bits[name] = CODED, budget
+        elif kind == AUTO:
+            named[name] = CODED
+    key = "kv_bits" if requested.kv_memory is None else "kv_memory"
+    if not bits and key == "kv_bits":
+        return requested
+    if len(set(bits.values())) > 1:
+        found = " and ".join(f"{value:g}" for value in dict.fromkeys(bits.values()))
+        raise CacheError("kv_bits", f"expected one number of bits per element, found {found}")
+    if bits and key == "kv_memory":
+        raise CacheError(key, "expected either it or bits per element, found both")
+    requested = dataclasses.replace(requested, **named, kv_bits=next(iter(bits.values()), None))
+    kinds = {requested.type_k, requested.type_v} - {None} or {requested.kv_cache}
+    if kinds != {CODED}:
+        raise CacheError(key, f"expected a coefficient cache ('subkv'), found {sorted(map(str, kinds))[0]}")
+    return requested
+
+
 def choose_cache(model: Path, requested: CacheOptions = CacheOptions()) -> CacheChoice:
     """Choose the cache that the user requests.
 
@@ -123,6 +160,7 @@ def choose_cache(model: Path, requested: CacheOptions = CacheOptions()) -> Cache
     others. type_k and type_v (names or ggml numbers) choose
     separate ordinary types for K and V. Raises CacheError or ModelFileError.
     """
+    requested = _with_budget(requested)
     kv_cache, bases = requested.kv_cache, requested.bases
     types = [
         (key, kind) for key, kind in (("type_k", requested.type_k), ("type_v", requested.type_v)) if kind is not None
@@ -148,12 +186,13 @@ def choose_cache(model: Path, requested: CacheOptions = CacheOptions()) -> Cache
             check_model_file(bases, weights=False)
     last = EMBEDDED if not requested.sidecar else WEIGHTS if kv_cache == CODED else STORED
     with concerning(model="model_path"):
-        found = find_bases(model, bases, last)
+        found = find_bases(model, bases, last, requested.kv_bits)
     if found.source != WEIGHTS and sidecars.usable(found):
-        return _coded(found.path or model, requested, found.note)
+        return _coded(found.path or model, requested, found.note, found.budget)
     if kv_cache == CODED:
-        sidecar = sidecars.from_weights(model, found if requested.sidecar else None)
-        return dataclasses.replace(_coded(sidecar.path, requested, sidecar.note), unstored=sidecar.unstored)
+        sidecar = sidecars.from_weights(model, found if requested.sidecar else None, requested.kv_bits)
+        choice = _coded(sidecar.path, requested, sidecar.note, sidecar.budget)
+        return dataclasses.replace(choice, unstored=sidecar.unstored)
     note = sidecars.no_bases_note(found) if requested.sidecar else ""
     return dataclasses.replace(_stock("f16", "f16", requested), note=note)
 
@@ -164,7 +203,11 @@ def with_weight_bases(model: Path, requested: CacheOptions) -> tuple[CacheOption
     Also returns "", or the line of f16_fallback() if they cannot be derived. Raises as choose_cache() about prepared
     bases.
     """
-    if requested.bases is not None or {requested.kv_cache, requested.type_k, requested.type_v} - {AUTO, None}:
+    if (requested.kv_bits, requested.kv_memory, requested.bases) != (None, None, None) or {
+        requested.kv_cache,
+        requested.type_k,
+        requested.type_v,
+    } - {AUTO, None}:
         return requested, ""
     plain = CacheOptions(sidecar=requested.sidecar)
     if choose_cache(model, plain).coded:
@@ -172,6 +215,8 @@ def with_weight_bases(model: Path, requested: CacheOptions) -> tuple[CacheOption
     try:
         choose_cache(model, dataclasses.replace(plain, kv_cache=CODED))
     except CacheError as error:
+        if error.key != "kv_cache":
+            raise
         return f16_fallback(requested, error)
     return dataclasses.replace(requested, kv_cache=CODED, type_k=None, type_v=None), ""
 
@@ -182,18 +227,18 @@ def f16_fallback(requested: CacheOptions, error: CacheError) -> tuple[CacheOptio
     return dataclasses.replace(requested, kv_cache="f16", type_k=None, type_v=None), f"cache: f16; {reason}"
 
 
-def _coded(layout: Path, requested: CacheOptions, note: str = "") -> CacheChoice:
+def _coded(layout: Path, requested: CacheOptions, note: str, budget: float) -> CacheChoice:
     with concerning(path="bases"):
         window = requested.window.as_in(metadata.read(layout))
     number = STOCK_TYPES["f16"][0]
-    return CacheChoice(CODED, CODED, number, number, layout, window, note)
+    return CacheChoice(CODED, CODED, number, number, layout, window, note, budget=budget)
 
 
 def parse_cache(spec: str, model: Path, requested: CacheOptions = CacheOptions()) -> CacheChoice:
-    """`f16`, `q8_0/q4_0` (K/V), `subkv`, `subkv:FILE` → CacheChoice. Raises CacheError about `kv_cache` or `bases`.
+    """`f16`, `q8_0/q4_0` (K/V), `subkv`, `subkv:BITS`, `subkv:FILE` → CacheChoice.
 
-    A suffix (`subkv+v`) is of Window.of_suffix(). Options of coded caches (requested.bases, window) are ignored for
-    others, because a list may contain both.
+    Raises CacheError about `kv_cache`, `kv_bits` or `bases`. A suffix (`subkv+v`) is of Window.of_suffix(). Options of
+    coded caches (requested.bases, window) are ignored for others, because a list may contain both.
     """
     name, plus, suffix = spec.rpartition("+")
     if plus and (window := Window.of_suffix(suffix)) is not None:
@@ -208,13 +253,15 @@ def parse_cache(spec: str, model: Path, requested: CacheOptions = CacheOptions()
             if kind != CODED:
                 raise CacheError("kv_cache", f"expected a file only after 'subkv:', found {spec!r}")
             try:
+                if (bits := budget_of(file)) is not None:
+                    return choose_cache(model, dataclasses.replace(requested, kv_cache=kind, kv_bits=bits))
                 return choose_cache(model, dataclasses.replace(requested, kv_cache=kind, bases=Path(file)))
             except SubkvError as error:  # name the entry of the list
                 raise CacheError("kv_cache", f"{spec}: {error.reason}") from error
         if slash:
             return choose_cache(model, CacheOptions(type_k=type_k, type_v=type_v))
-        bases = requested.bases if kind in (AUTO, CODED) else None
-        choice = choose_cache(model, CacheOptions(kind, bases=bases, sidecar=requested.sidecar))
+        bases, bits = (requested.bases, requested.kv_bits) if kind in (AUTO, CODED) else (None, None)
+        choice = choose_cache(model, CacheOptions(kind, bases=bases, sidecar=requested.sidecar, kv_bits=bits))
         if not choice.coded:
             return choice
         return dataclasses.replace(choice, window=choice.window.overridden(requested.window))
@@ -268,7 +315,7 @@ def attached(choice: CacheChoice) -> Iterator[None]:
             native().subkv_attach_ordinary()
         else:
             with concerning(path=""):
-                layout = stack.enter_context(Layout(choice.layout))
+                layout = stack.enter_context(Layout(choice.layout, choice.budget))
             values = [getattr(choice.window, name) for name, *_ in library.CacheParams._fields_]
             params = library.CacheParams(*(v.encode() if isinstance(v, str) else v for v in values))
             if not native().subkv_attach(layout.handle, ctypes.byref(params)):

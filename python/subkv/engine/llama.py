@@ -17,6 +17,7 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from subkv.engine.drafts import (
     draft_length,
     with_room_for_drafts,
 )
+from subkv.engine.fitting import fitted, memory_size
 from subkv.engine.guarded_context import GuardedContext
 from subkv.engine.keywords import checked
 from subkv.engine.memory import expected_params, require_memory
@@ -61,6 +63,9 @@ class Llama(llama_cpp.Llama):
         type_k and type_v set K and V separately, by name or ggml's number.
     bases: a converted GGUF or a sidecar for this model; default: the model file itself, else its sidecar.
     sidecar: use the sidecar that `convert` has written, beside the model or in the cache folder.
+    kv_bits: bits per K/V element, of those that the bases have plans for; kv_cache="subkv:3" is the same. Default: the
+        variable SUBKV_BITS, or the file's default.
+    kv_memory: bytes, or a size such as "2GiB": the largest of these budgets whose cache of n_ctx tokens fits in it.
     n_sink, n_recent: exact window in tokens; default: from the layout. n_rollback: exact rows beyond n_recent, so that
         the last n_rollback tokens can be removed without evaluating any again; default: 16, or the draft length.
     draft_model: source of drafts for speculative decoding, a LlamaDraftModel.
@@ -87,6 +92,8 @@ class Llama(llama_cpp.Llama):
         n_rollback: int | None = None,
         adapt: str | None = None,
         sidecar: bool = True,
+        kv_bits: float | None = None,
+        kv_memory: str | int | None = None,
         flash_attn: str | bool | None = "auto",
         type_k: str | int | None = None,
         type_v: str | int | None = None,
@@ -104,7 +111,9 @@ class Llama(llama_cpp.Llama):
         n_draft = draft_length(draft, arguments["n_batch"])
         window = Window.of(n_sink, n_recent, n_rollback, adapt)
         bases_path = None if bases is None else Path(bases)
-        choice = choose_cache(path, CacheOptions(kv_cache, type_k, type_v, bases_path, window, sidecar))
+        n_bytes = None if kv_memory is None else memory_size(kv_memory)
+        requested = CacheOptions(kv_cache, type_k, type_v, bases_path, window, sidecar, kv_bits, n_bytes)
+        choice = choose_cache(path, requested)
         choice = with_room_for_drafts(choice, n_draft)
         self._choice = choice
         self._flash_attn_type = flash_attention(flash_attn, choice)
@@ -116,11 +125,17 @@ class Llama(llama_cpp.Llama):
             "n_rollback": n_rollback,
             "adapt": adapt,
             "sidecar": sidecar,
+            "kv_bits": kv_bits,
+            "kv_memory": kv_memory,
             "flash_attn": flash_attn,
             "progress": progress,
             "prompt_cache": prompt_cache,
         }
         params = expected_params(arguments, choice, self._flash_attn_type)
+        if n_bytes is not None:
+            budget, line = fitted(path, choice, params, n_bytes)
+            chosen = choose_cache(path, replace(requested, kv_memory=None, kv_bits=budget))
+            choice = self._choice = with_room_for_drafts(replace(chosen, fit=line), n_draft)
         require_memory(path, choice, params, arguments["n_gpu_layers"])
         if isinstance(prompt_cache, (str, os.PathLike)):
             prompt_cache = PromptCache(prompt_cache)
@@ -153,7 +168,7 @@ class Llama(llama_cpp.Llama):
         self._draft_with(draft)
         stats = self.kv_stats()
         if verbose:
-            for line in filter(None, [cache_line(stats), choice.note]):
+            for line in filter(None, [cache_line(stats), choice.note, choice.fit]):
                 print(printable(line), file=sys.stderr)
 
     @classmethod

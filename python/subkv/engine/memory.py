@@ -156,6 +156,11 @@ def _numbers(model: Gguf) -> dict[str, int]:
     return {name: value for name, value in values.items() if isinstance(value, int)}
 
 
+def trained_context(path: Path) -> int:
+    """The context for which a model was trained; 0: unknown."""
+    return _numbers_of_file(path).get("context_length", 0)
+
+
 def _numbers_of_file(path: Path) -> dict[str, int]:
     with Gguf(path, split=False) as file:
         return _numbers(file)

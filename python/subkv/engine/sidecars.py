@@ -10,17 +10,21 @@ from pathlib import Path
 
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.format import store
-from subkv.format.metadata import VERSION, generator
+from subkv.format.metadata import VERSION, generator, read
 from subkv.native.bases import EMBEDDED, NAMED, NONE, WEIGHTS, FoundBases, find_bases, model_content, stored_path
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """A sidecar. note: one line for the user; unstored: the reason why it is not in the store, if it should be."""
+    """A sidecar. note: one line for the user; unstored: the reason why it is not in the store, if it should be.
+
+    budget: of its layout, in bits per element.
+    """
 
     path: Path
     note: str
     unstored: str = ""
+    budget: float = 0.0
 
 
 def no_bases_note(found: FoundBases) -> str:
@@ -44,38 +48,45 @@ def usable(found: FoundBases) -> bool:
     raise CacheError("bases", f"{reason}; {remedy}, or ignore it with --no-sidecar")
 
 
-def from_weights(model: Path, found: FoundBases | None) -> Sidecar:
+def from_weights(model: Path, found: FoundBases | None, kv_bits: float | None = None) -> Sidecar:
     """Bases from the weights. found: by a search up to WEIGHTS; None: they are for this process only.
 
-    Raises CacheError about `kv_cache` if they cannot be derived.
+    Raises CacheError about `kv_cache` if they cannot be derived, about `kv_bits` as find_bases().
     """
     unstored = found.reason if found is not None and found.is_unavailable else ""  # the file must not be replaced
     if found is not None and not unstored and not usable(found):
         unstored = _store(model)
-        found = find_bases(model, None, WEIGHTS)
+        found = find_bases(model, None, WEIGHTS, kv_bits)
     if found is not None and found.path is not None and found.note and not unstored:
-        return Sidecar(found.path, f"{found.note}; -ctk f16 uses none; {_gain(model)}")
+        return Sidecar(found.path, f"{found.note}; -ctk f16 uses none; {_gain(model)}", budget=found.budget)
     path = _temporary.derived(model)
+    budget = find_bases(path, path, NAMED, kv_bits).budget
     note = f", not stored ({unstored})" if unstored else ""
-    return Sidecar(path, f"bases: {_derived(path)}{note}; -ctk f16 uses none; {_gain(model)}", unstored)
+    return Sidecar(
+        path, f"bases: {_derived(path, kv_bits)}{note}; -ctk f16 uses none; {_gain(model)}", unstored, budget
+    )
 
 
-def preview(model: Path) -> tuple[Sidecar, bool]:
+def preview(model: Path, kv_bits: float | None = None) -> tuple[Sidecar, bool]:
     """The sidecar that -ctk subkv would use for a model without bases, and whether it exists; writes nothing.
 
     Bases from the weights are derived for this process only, unless they are stored. Raises as usable() and
     from_weights().
     """
-    found = find_bases(model, None, WEIGHTS)
+    found = find_bases(model, None, WEIGHTS, kv_bits)
     if usable(found) and found.path is not None:
         more = f"; stored by an earlier -ctk subkv; {_gain(model)}" if found.source == WEIGHTS else ""
-        return Sidecar(found.path, f"{found.note}{more}"), True
-    path = from_weights(model, None).path
-    return Sidecar(path, f"bases: none yet; -ctk subkv derives these {_derived(path)}; {_gain(model)}"), False
+        return Sidecar(found.path, f"{found.note}{more}", budget=found.budget), True
+    made = from_weights(model, None, kv_bits)
+    note = f"bases: none yet; -ctk subkv derives these {_derived(made.path, kv_bits)}; {_gain(model)}"
+    return Sidecar(made.path, note, budget=made.budget), False
 
 
-def _derived(path: Path) -> str:
-    return f"from the weights, {find_bases(path, path, NAMED).size}, predicted as good as q8_0"
+def _derived(path: Path, kv_bits: float | None) -> str:
+    """Source, size and quality of bases from the weights."""
+    found = find_bases(path, path, NAMED, kv_bits)
+    quality = ", predicted as good as q8_0" if found.budget == read(path)["budget"] else ""
+    return f"from the weights, {found.size}{quality}"
 
 
 def _gain(model: Path) -> str:

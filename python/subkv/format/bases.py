@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from subkv.format.arrays import F16, F32
 from subkv.format.calibration import LayerShape
@@ -38,6 +39,38 @@ def first_values(keys: StoredBasis, d_v: int) -> StoredBasis:
     rank = int(ends[n_bands - 1])
     encode, decode = keys.encode[:rank, :d_v], keys.decode[:rank, :d_v]
     return StoredBasis(keys.bands[:n_bands], encode, decode, keys.ratio[:n_bands], np.zeros(d_v, dtype=np.float16))
+
+
+@dataclass(frozen=True)
+class SharedMatrix:
+    """E of all coefficients of one head's K or V, which the plans of a file share (FORMAT.md §3.3).
+
+    codes None: steps is E, [d, d] float16. Else E is codes [d, d] int8 times steps [d] float16.
+    """
+
+    steps: F16
+    codes: NDArray[np.int8] | None
+
+    def values(self) -> F32:
+        if self.codes is None:
+            return self.steps.astype(np.float32)
+        return self.steps.astype(np.float32)[:, None] * self.codes.astype(np.float32)
+
+    def stored(self) -> bytes:
+        """Its bytes in a file."""
+        if self.codes is None:
+            return b"\0" + self.steps.astype("<f2").tobytes()
+        steps = self.steps.astype("<f2").view(np.uint8).reshape(-1, 2)
+        return b"\1" + np.hstack([steps, self.codes.view(np.uint8)]).tobytes()
+
+
+@dataclass(frozen=True)
+class SharedHead:
+    """The shared matrices of one KV head. mean: [d_k] float16, subtracted from keys."""
+
+    mean: F16
+    k: SharedMatrix
+    v: SharedMatrix
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,14 @@ WITHOUT_DIGEST = 4  # format version whose keys have no checksum
 class Layout:
     """A subkv_layout. Use it as a context manager, or close() it.
 
-    handle: libsubkv's. description: all data except the matrices (FORMAT.md §5). Raises CacheError about `path`, with
-    libsubkv's sentence, if the file cannot be read or a key is missing or damaged.
+    budget: of one of the file's plans, in bits per element; 0: the file's default. handle: libsubkv's. description: all
+    data except the matrices (FORMAT.md §5). Raises CacheError about `path`, with libsubkv's sentence, if the file
+    cannot be read or a key is missing or damaged.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], budget: float = 0.0) -> None:
         self._library = library.load()
-        self.handle: int | None = self._library.subkv_layout_load(os.fsencode(path))
+        self.handle: int | None = self._library.subkv_layout_load_budget(os.fsencode(path), budget)
         if not self.handle:
             raise CacheError("path", library.last_error())
         self.description: dict[str, Any] = json.loads(self._library.subkv_layout_json(self.handle).decode("utf-8"))

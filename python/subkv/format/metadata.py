@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from subkv.base.version import __version__
-from subkv.format.bases import CodedHead, CodedLayer, StoredBasis, first_values
+from subkv.format.bases import CodedHead, CodedLayer, SharedHead, StoredBasis, first_values
 from subkv.format.calibration import Calibration
 from subkv.format.layout import WITHOUT_DIGEST, Layout
 from subkv.format.window import Window
@@ -51,6 +51,63 @@ class Settings:
     basis_v: str
     gamma: str
     window: Window
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout for one budget in bits per element. narrow: D is in bytes; predicted: nats of KLD per token."""
+
+    budget: float
+    layers: tuple[CodedLayer, ...]
+    counted: Account
+    recent_bits: int
+    narrow: bool
+    predicted: float | None
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Plans for further budgets, and the bases that they share: heads of every coded layer by `il`.
+
+    budget: that of the file's own layout.
+    """
+
+    budget: float
+    plans: tuple[Plan, ...]
+    shared: Mapping[int, Sequence[SharedHead]]
+
+    def keys(self) -> dict[str, Value]:
+        """FORMAT.md §3.3."""
+        values: dict[str, Value] = {"subkv.budget": ("f32", self.budget)}
+        if not self.plans:
+            return values
+        values["subkv.plans"] = ("u32", len(self.plans))
+        for i, plan in enumerate(self.plans):
+            factors = b"".join(part.tobytes() for layer in plan.layers for part in _factors(layer))
+            named: dict[str, Value] = {
+                "budget": ("f32", plan.budget),
+                "bits_per_element": ("f32", plan.counted.total),
+                "bits_per_element.rows": ("f32", plan.counted.rows),
+                "recent_bits": ("u32", plan.recent_bits),
+                "decode_in_bytes": ("u32", int(plan.narrow)),
+                "layout": ("str", layout_json(plan.layers)),
+                "factors": ("str", base64.b64encode(factors).decode("ascii")),
+            }
+            if plan.predicted:
+                named["predicted"] = ("f32", plan.predicted)
+            values |= {f"subkv.plan.{i}.{name}": value for name, value in named.items()}
+        for il, heads in self.shared.items():
+            block = b"".join(head.mean.astype("<f2").tobytes() + head.k.stored() + head.v.stored() for head in heads)
+            values[f"subkv.blk.{il}.encode"] = ("str", base64.b64encode(block).decode("ascii"))
+        return values
+
+
+def _factors(layer: CodedLayer) -> Iterator[NDArray[Any]]:
+    """gamma and ratios of every head, as in basis_block()."""
+    for head in layer.heads:
+        yield np.array([head.gamma], dtype="<f4")
+        yield head.k.ratio.astype("<f4")
+        yield head.v.ratio.astype("<f4")
 
 
 def generator() -> str:
@@ -91,6 +148,7 @@ def keys(
     settings: Settings,
     counted: Account,
     predicted: Mapping[str, float] | None = None,
+    plans: Plans | None = None,
 ) -> dict[str, Value]:
     """All subkv.* keys except subkv.base.sha256 and subkv.keys.sha256, which are computed while the base is copied.
 
@@ -119,6 +177,8 @@ def keys(
     values |= settings.window.optional_keys()
     if predicted:
         values[PREDICTED_KEY] = ("str", json.dumps({name: float(f"{kld:.4g}") for name, kld in predicted.items()}))
+    if plans is not None:
+        values |= plans.keys()
     for layer in layers:
         values[f"subkv.blk.{layer.shape.il}.basis"] = ("str", base64.b64encode(basis_block(layer)).decode("ascii"))
     return values
@@ -135,6 +195,14 @@ def read_predicted(path: Path) -> dict[str, float] | None:
     if not isinstance(values, dict) or not all(isinstance(kld, float | int) for kld in values.values()):
         return None
     return {name: float(kld) for name, kld in values.items()} if "subkv" in values else None
+
+
+def predicted_of(described: Mapping[str, Any], of_default: Mapping[str, float] | None) -> dict[str, float] | None:
+    """The predictions for a layout, default or a plan, from its description and those for the file's default."""
+    own = next((plan["predicted"] for plan in described["plans"] if plan["budget"] == described["budget"]), None)
+    if of_default is None or own == 0:
+        return None
+    return dict(of_default) if own is None else {**of_default, "subkv": own}
 
 
 def read_heads(path: Path) -> dict[int, tuple[CodedHead, ...]]:

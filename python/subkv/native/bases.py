@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from subkv.base.errors import ModelFileError, SubkvError
+from subkv.base.errors import CacheError, ModelFileError, SubkvError
 from subkv.native import library
 
 # subkv.h, in the order of the search
 NONE, NAMED, EMBEDDED, BESIDE, STORED, WEIGHTS = range(6)
+MAX_BUDGET = 64.0  # bits per element, FORMAT.md §3.3
 SIDECAR_ENDING = ".subkv-sidecar.gguf"  # of the names of sidecar_path()
+
+
+def budget_of(text: str) -> float | None:
+    """The bits of `subkv:3`, without `subkv:`; None: other text. As parse_budget() of libsubkv."""
+    if not re.fullmatch(r"[0-9.]+", text):
+        return None
+    try:
+        bits = float(text)
+    except ValueError:
+        return None
+    return bits if 0.0 < bits <= MAX_BUDGET else None
 
 
 @dataclass(frozen=True)
 class FoundBases:
-    """subkv_bases. path: None if no place has any. note: one line for the user; size: a part of it; "" if unusable."""
+    """subkv_bases. path: None if no place has any. note: one line for the user; size: a part of it; "" if unusable.
+
+    budget: in bits per element, for Layout().
+    """
 
     source: int
     version: int
@@ -27,19 +43,26 @@ class FoundBases:
     reason: str
     generator: str
     is_unavailable: bool
+    budget: float
 
 
-def find_bases(model: Path, named: Path | None, last: int) -> FoundBases:
-    """Find the bases of a model, from the first place up to `last`. Raises ModelFileError about `model`."""
+def find_bases(model: Path, named: Path | None, last: int, kv_bits: float | None = None) -> FoundBases:
+    """Find the bases of a model, from the first place up to `last`. kv_bits None: those of SUBKV_BITS, or the file's.
+
+    Raises ModelFileError about `model`, and CacheError about `kv_bits` (or SUBKV_BITS) if the bases have no such plan.
+    """
     from subkv.native.binding import captured_log  # loads the native libraries: not for a --help
 
     lib = library.load()
     with captured_log(forward=False):  # ggml logs what is wrong with a file; the reason says it
-        found = lib.subkv_find_bases(os.fsencode(model), os.fsencode(named) if named else None, last)
+        found = lib.subkv_find_bases(os.fsencode(model), os.fsencode(named) if named else None, last, kv_bits or 0.0)
     if not found:
         raise ModelFileError("model", library.last_error())
     try:
         seen = found.contents
+        if seen.lacks_budget:
+            key, _, reason = os.fsdecode(seen.reason).partition(": ")
+            raise CacheError(key if key.isupper() else "kv_bits", reason)
         return FoundBases(
             seen.source,
             seen.version,
@@ -49,6 +72,7 @@ def find_bases(model: Path, named: Path | None, last: int) -> FoundBases:
             os.fsdecode(seen.reason),
             os.fsdecode(seen.generator),
             bool(seen.unavailable),
+            float(seen.budget),
         )
     finally:
         lib.subkv_bases_free(found)

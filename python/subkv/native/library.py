@@ -55,7 +55,8 @@ class Bases(ctypes.Structure):
     _fields_ = [
         *members(_i32, "source", "version"),
         *members(_str, "path", "words", "size", "reason", "generator"),
-        ("unavailable", ctypes.c_bool),
+        *members(ctypes.c_bool, "unavailable", "lacks_budget"),
+        ("budget", _float),
     ]
 
 
@@ -86,11 +87,12 @@ SIGNATURES: Signatures = {
     "subkv_decode_rows": (ctypes.c_bool, [_ptr, _ptr, _i32, _ptr, _i64, _ptr]),
     "subkv_layout_present": (_i32, [_str]),
     "subkv_layout_load": (_ptr, [_str]),
+    "subkv_layout_load_budget": (_ptr, [_str, _float]),
     "subkv_layout_free": (None, [_ptr]),
     "subkv_layout_json": (_str, [_ptr]),
     "subkv_model_content": (ctypes.c_bool, [_str, ctypes.c_char_p]),
     "subkv_model_weights": (ctypes.c_bool, [_str, ctypes.c_int32, ctypes.c_int32, ctypes.c_char_p]),
-    "subkv_find_bases": (ctypes.POINTER(Bases), [_str, _str, _i32]),
+    "subkv_find_bases": (ctypes.POINTER(Bases), [_str, _str, _i32, _float]),
     "subkv_bases_free": (None, [ctypes.POINTER(Bases)]),
     "subkv_sidecar_path": (_str, [_str, _str, _i32]),
     "subkv_sidecar_folder": (_str, []),

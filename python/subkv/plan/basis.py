@@ -208,18 +208,25 @@ def store(basis: FullBasis, moment: F64, bands: Bands, mean: F16 | None = None, 
 
 
 def in_bytes(matrix: F64) -> F64:
-    """Round rows [r, d] to multiples (-127 to 127) of a step per row; libsubkv stores them as bytes (FORMAT.md §3).
+    """byte_rows() as one matrix."""
+    step, codes = byte_rows(matrix)
+    return step * codes
+
+
+def byte_rows(matrix: F64) -> tuple[F64, F64]:
+    """Steps [r, 1] and multiples (-127 to 127) of them, for rows [r, d]; libsubkv stores them as bytes (FORMAT.md §3).
 
     Steps have a significand of 4 bits (that with the smallest error), so that all multiples are exact halves.
     """
     largest = np.maximum(np.abs(matrix).max(axis=1, keepdims=True), 2.0**-14)  # the smallest step of a half
-    best, best_error = matrix, np.full((len(matrix), 1), np.inf)
+    best, best_codes, best_error = np.ones_like(largest), matrix, np.full((len(matrix), 1), np.inf)
     for significand in range(8, 16):
         step = significand * 2.0 ** np.ceil(np.log2(largest / (127 * significand)))
-        rounded = step * np.rint(matrix / step)
-        error = np.sum((rounded - matrix) ** 2, axis=1, keepdims=True)
-        best, best_error = np.where(error < best_error, rounded, best), np.minimum(error, best_error)
-    return best
+        codes = np.rint(matrix / step)
+        error = np.sum((step * codes - matrix) ** 2, axis=1, keepdims=True)
+        best, best_codes = np.where(error < best_error, step, best), np.where(error < best_error, codes, best_codes)
+        best_error = np.minimum(error, best_error)
+    return best, best_codes
 
 
 def shaped_bytes(matrix: F64, metric: F64) -> F64:

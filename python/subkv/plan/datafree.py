@@ -18,17 +18,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from subkv.base.errors import CacheError, SubkvError
+from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.base.threads import default_threads, one_blas_thread
 from subkv.format import metadata
 from subkv.format.arrays import F16, F64
-from subkv.format.bases import Bands, CodedHead, CodedLayer, StoredBasis
+from subkv.format.bases import Bands, CodedHead, CodedLayer, SharedHead, SharedMatrix, StoredBasis
 from subkv.format.calibration import MAX_HEAD_SIZE, Calibration, LayerShape, TextSource
 from subkv.native.gguf import SHA256_KEY, Base, Gguf, write_sidecar
 from subkv.plan import budget, latent, mla
-from subkv.plan.basis import FullBasis, band_steps, gains, half, in_bytes, slices, store
+from subkv.plan.basis import N_HALVES, FullBasis, band_steps, gains, half, in_bytes, slices, store
+from subkv.plan.derived import mixed_ratios, shared_matrix
 from subkv.plan.hadamard import spreading
 from subkv.plan.pipeline import (
+    BUDGET_STEP,
     CALIBRATED_CONTEXT,
     UNCALIBRATED,
     Options,
@@ -41,6 +43,7 @@ from subkv.plan.pipeline import (
 from subkv.plan.shared import owner
 from subkv.plan.weights import Energies, Weights
 
+PLANS = (3.5, 4.25, 5.2)  # budgets of further plans
 KV_BITS = 6.5  # default budget, at which the demo model's divergence equals q8_0's (converter/NOTES.md)
 LEAST = latent.LEAST  # bits of any coefficient
 WIDEST = 16  # a bias can be a thousand times the variation around it
@@ -129,16 +132,75 @@ def plan(base: Base, options: Options) -> Result:
             heads += [budget.Head(shape.d_k, key.importance, bool(key.mean.any()), bits_k), of_v]
     planned = budget.plan_banded(heads, kv_bits, overhead, LEAST, WIDEST)
     coded = _coded(layers, keys, planned)
+    plans = _plans(options, kv_bits, overhead, layers, keys, heads)
     known = all(energies is not None for energies in estimates)
     settings = options.settings("query-aware" if known else "pca", "pca", "one", window)
     sources = {"formula": len(heads) // 2}
-    return Result(coded, settings, budget.account(heads, planned, overhead), sources, notes=_notes(layers, estimates))
+    counted = budget.account(heads, planned, overhead)
+    return Result(coded, settings, counted, sources, notes=_notes(layers, estimates), plans=plans)
+
+
+def _plans(
+    options: Options,
+    kv_bits: float,
+    overhead: budget.Overhead,
+    layers: Sequence[LayerShape],
+    keys: Sequence[list[_Keys]],
+    heads: Sequence[budget.Head],
+) -> metadata.Plans | None:
+    """Plans for the other budgets that are possible. kv_bits: the file's own. heads: K and V of all heads."""
+    if options.plans == ():
+        return None
+    narrow, plans = 8 * N_HALVES, []
+    heads = [replace(head, more_bits=narrow * head.d - 16 * N_HALVES) for head in heads]  # first rows of D in halves
+    for budget_ in PLANS if options.plans is None else options.plans:
+        if abs(budget_ - kv_bits) < BUDGET_STEP:
+            continue
+        window = replace(overhead.window, recent_bits=recent_bits(replace(options, kv_bits=budget_), is_latent=False))
+        own = replace(overhead, window=window)
+        try:
+            with concerning(kv_bits="plans"):
+                planned = budget.plan_banded(heads, budget_, own, LEAST, WIDEST)
+        except SubkvError:
+            if options.plans is not None:
+                raise
+            continue  # every coefficient has LEAST bits
+        counted, bands = budget.account(heads, planned, own), iter(planned)
+        coded = [
+            CodedLayer(shape, tuple(CodedHead(*_factors(key, next(bands), next(bands)), 1.0) for key in of_layer))
+            for shape, of_layer in zip(layers, keys, strict=True)
+        ]
+        plans.append(metadata.Plan(budget_, tuple(coded), counted, window.recent_bits, narrow=True, predicted=None))
+    shared_heads = {
+        shape.il: [SharedHead(key.mean, _shared_keys(key), _shared_values(shape.d_v)) for key in of_layer]
+        for shape, of_layer in zip(layers, keys, strict=True)
+    }
+    return metadata.Plans(kv_bits, tuple(plans), shared_heads if plans else {})
+
+
+def _factors(key: _Keys, of_k: Bands, of_v: Bands) -> tuple[StoredBasis, StoredBasis]:
+    """Bands and ratios of a head's keys and values, without matrices, which libsubkv derives."""
+    none, d_v = np.zeros((0, 0), dtype=np.float16), sum(n for n, _ in of_v)
+    variances = ((of_k, key.variance), (of_v, np.ones(d_v)))
+    k, v = (StoredBasis(bands, none, none, mixed_ratios(bands, of), none) for bands, of in variances)
+    return k, v
+
+
+def _shared_keys(key: _Keys) -> SharedMatrix:
+    """Coordinates in the order of their importance, or evenly mixed ones."""
+    d = len(key.variance)
+    return shared_matrix(spreading(d) if key.order is None else np.eye(d)[key.order])
+
+
+@functools.cache
+def _shared_values(d: int) -> SharedMatrix:
+    return shared_matrix(spreading(d))
 
 
 def sidecar(model: Path, output: Path, options: Options | None = None) -> Result:
     """Write a sidecar with bases from the weights, atomically. Raises SubkvError as plan()."""
     with Gguf(model) as base:
-        result = plan(base, options or Options())
+        result = plan(base, options or Options(plans=None))
         write_sidecar(base, output, keys(base, result))
     return result
 
@@ -159,7 +221,7 @@ def keys(base: Base, result: Result) -> dict[str, Any]:
         layers=(),
         sha256=NOT_READ,
     )
-    values = metadata.keys(result.layers, no_calibration, result.settings, result.counted)
+    values = metadata.keys(result.layers, no_calibration, result.settings, result.counted, plans=result.plans)
     return {**values, SHA256_KEY: ("str", NOT_READ)}
 
 

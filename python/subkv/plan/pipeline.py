@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 from collections import Counter
@@ -16,15 +17,16 @@ from subkv.base.errors import SubkvError, concerning
 from subkv.base.progress import progress_bar, tracked
 from subkv.base.threads import one_blas_thread
 from subkv.format.arrays import F16, F64
-from subkv.format.bases import Bands, CodedHead, CodedLayer
+from subkv.format.bases import Bands, CodedHead, CodedLayer, SharedHead
 from subkv.format.calibration import PREFIX, Calibration, LayerShape, LayerStats
-from subkv.format.metadata import Account, Settings
+from subkv.format.metadata import Account, Plan, Plans, Settings
 from subkv.format.window import DEFAULT, RECENT_BITS, Window
 from subkv.native.gguf import Base
 from subkv.plan import budget, latent, mla, predict, stock
 from subkv.plan.basis import N_HALVES, FullBasis, centred_moment, half, store
 from subkv.plan.budget import Head, Overhead
 from subkv.plan.costs import LayerCost, fit_heads, layer_cost, near_cost, near_share, resolve_bases, value_metrics
+from subkv.plan.derived import derived, shared
 from subkv.plan.gamma import gamma_of
 from subkv.plan.positions import spread
 
@@ -34,6 +36,7 @@ TARGET = "q8_0"  # the stock type whose quality the default budget matches
 FALLBACK_KV_BITS = 4.5  # default budget if that quality cannot be predicted
 TOKENS_PER_RANK = 16  # tokens per coefficient below which small eigenvalues of the moments are unreliable
 BUDGET_STEP = 0.05  # default budgets are multiples of it
+PLANS = (2.5, 3.0, 3.5, 4.25, 6.5)  # budgets of further plans, besides the one of TARGET's quality
 
 # D is stored in bytes if that saves at least NARROW_FROM bits per element at NARROW_AT bits in rows, and 4 times as
 # many for every further bit, because all cells share D's error. SmolLM2-135M, KLD at 8192 tokens before the 0.05 saved
@@ -56,7 +59,8 @@ class Options:
 
     kv_bits None: the default budget, or codec int8. Ranks None: the head size. Basis kinds None: the best for the
     calibration. bpe_context None: the trained context, at most CALIBRATED_CONTEXT. center_k: subtract the mean from
-    keys, if there are sinks. window: its recent_bits is by default recent_bits().
+    keys, if there are sinks. window: its recent_bits is by default recent_bits(). plans: budgets of further plans in
+    the same file; None: PLANS and TARGET's.
     """
 
     codec: str = "banded"
@@ -69,13 +73,14 @@ class Options:
     rank_v: int | None = None
     bpe_context: int | None = None
     center_k: bool = True
+    plans: tuple[float, ...] | None = ()
 
     def settings(self, basis_k: str, basis_v: str, gamma: str, window: Window) -> Settings:
         """The settings that the file records: these choices, and the options that apply to them."""
         return Settings(self.codec, basis_k, basis_v, gamma, window)
 
 
-UNCALIBRATED = ("window", "kv_bits", "bpe_context", "center_k")  # options that apply without a calibration
+UNCALIBRATED = ("window", "kv_bits", "bpe_context", "center_k", "plans")  # options that apply without a calibration
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,7 @@ class Result:
     predicted: float | None = None
     stock: dict[str, float] | None = None
     notes: tuple[SubkvError, ...] = ()
+    plans: Plans | None = None
 
     @property
     def compared(self) -> dict[str, float] | None:
@@ -118,11 +124,18 @@ class _Fitted:
         return [basis for pair in zip(self.k, self.v, strict=True) for basis in pair]
 
     def code(
-        self, stats: LayerStats, h: int, bands_k: Bands, bands_v: Bands, method: str, narrow: bool
+        self, stats: LayerStats, h: int, bands_k: Bands, bands_v: Bands, method: str, narrow: bool, derive: bool
     ) -> tuple[CodedHead, str]:
-        """Head h with rounded bases, and the source of gamma. narrow: D in bytes, if E is."""
-        k = store(self.k[h], self.k2[h], bands_k, self.mean[h], narrow=narrow)
-        v = store(self.v[h], stats.v2[h], bands_v, narrow=narrow)
+        """Head h with rounded bases, and the source of gamma. narrow: D in bytes, if E is.
+
+        derive: from shared bases.
+        """
+        if derive:
+            k = derived(self.k[h], bands_k, self.mean[h], narrow)
+            v = derived(self.v[h], bands_v, np.zeros(stats.shape.d_v, dtype=np.float16), narrow)
+        else:
+            k = store(self.k[h], self.k2[h], bands_k, self.mean[h], narrow=narrow)
+            v = store(self.v[h], stats.v2[h], bands_v, narrow=narrow)
         gamma, source = gamma_of(method, stats, h, k, self.k2[h])
         return CodedHead(k, v, gamma), source
 
@@ -293,8 +306,13 @@ class Fit:
         """The heads, with the memory of their bases."""
         return self._narrow if narrow else self.heads
 
-    def code(self, plan: Sequence[Bands], narrow: bool = False) -> tuple[tuple[CodedLayer, ...], dict[str, int]]:
-        """Rounded bases and gammas for a plan, and the number of heads per source of gamma. narrow: D in bytes."""
+    def code(
+        self, plan: Sequence[Bands], narrow: bool = False, derive: bool = False
+    ) -> tuple[tuple[CodedLayer, ...], dict[str, int]]:
+        """Rounded bases and gammas for a plan, and the number of heads per source of gamma. narrow: D in bytes.
+
+        derive: as libsubkv derives them from shared bases, not for latent attention.
+        """
         sources: Counter[str] = Counter()
         bands, method = iter(plan), self.settings.gamma
         layers = []
@@ -305,11 +323,31 @@ class Fit:
                     if isinstance(fit, latent.Fitted):
                         head, source = fit.code(stats, [next(bands) for _ in fit.bases], method)
                     else:
-                        head, source = fit.code(stats, h, next(bands), next(bands), method, narrow)
+                        head, source = fit.code(stats, h, next(bands), next(bands), method, narrow, derive)
                 sources[source] += 1
                 coded.append(head)
             layers.append(CodedLayer(stats.shape, tuple(coded), self.latent))
         return tuple(layers), dict(sources)
+
+    def shared(self) -> dict[int, list[SharedHead]]:
+        """The bases that plans share, not for latent attention."""
+        return {
+            stats.shape.il: [
+                SharedHead(mean, shared(k), shared(v)) for mean, k, v in zip(fit.mean, fit.k, fit.v, strict=True)
+            ]
+            for stats, fit in zip(self.calibration.layers, self.layers, strict=True)
+            if isinstance(fit, _Fitted)
+        }
+
+    def with_recent_bits(self, bits: int) -> Fit:
+        """This fit with other bits of recent rows."""
+        if bits == self.settings.window.recent_bits:
+            return self
+        fit = copy.copy(self)
+        fit.settings = replace(self.settings, window=replace(self.settings.window, recent_bits=bits))
+        fit.overhead = replace(self.overhead, window=fit.settings.window)
+        fit.__dict__.pop("_recent_error", None)  # cached
+        return fit
 
     def error(self, layers: Sequence[CodedLayer]) -> float | None:
         """Cost per token of coded layers on the held-out samples, including the rounding of recent rows.
@@ -396,7 +434,36 @@ def convert(base: Base, calibration: Calibration, options: Options, progress: bo
         predicted = fit.error(layers)
         errors = {kind: fit.stock_error(kind) for kind in ("q8_0", "q5_0", "q4_0")}
         stock_types = {kind: error for kind, error in errors.items() if error is not None}
-    return Result(layers, fit.settings, fit.account(plan, narrow), sources, predicted, stock_types, tuple(notes))
+    counted, plans = fit.account(plan, narrow), None
+    if kv_bits is not None and not fit.latent and options.plans != ():
+        plans = _further_plans(fit, options, kv_bits)
+    return Result(layers, fit.settings, counted, sources, predicted, stock_types, tuple(notes), plans)
+
+
+def _further_plans(fit: Fit, options: Options, kv_bits: float) -> Plans:
+    """Plans for the budgets of Options.plans that are possible; kv_bits: the budget of the file's layout."""
+    budgets = options.plans
+    if budgets is None:
+        like = fit.budget_like(TARGET) if options.kv_bits is not None else None
+        budgets = (*PLANS, *([like] if like is not None and math.isfinite(like) else []))
+    plans: list[Plan] = []
+    for budget_ in tracked("plans", sorted(budgets), "budget", fit.progress):
+        if any(abs(budget_ - other) < BUDGET_STEP for other in (kv_bits, *(plan.budget for plan in plans))):
+            continue
+        window = options.window.with_defaults(recent_bits=recent_bits(replace(options, kv_bits=budget_), fit.latent))
+        own = fit.with_recent_bits(window.recent_bits)
+        narrow = own.narrow(budget_)
+        try:
+            with concerning(kv_bits="plans"):
+                bands = own.plan(budget_)
+        except SubkvError:
+            if options.plans is not None:
+                raise
+            continue  # the window or the bases alone take more, or rows cannot use so many
+        layers, _ = own.code(bands, narrow, derive=True)
+        predicted = own.error(layers) if fit.calibration.sensitivity is not None else None
+        plans.append(Plan(budget_, layers, own.account(bands, narrow), window.recent_bits, narrow, predicted))
+    return Plans(kv_bits, tuple(plans), fit.shared() if plans else {})
 
 
 def _default_budget(fit: Fit, options: Options) -> tuple[float, str]:

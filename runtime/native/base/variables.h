@@ -1,4 +1,4 @@
-// variables.h: numbers in environment variables, for libllama and libsubkv.
+// variables.h: numbers in environment variables and cache types, for libllama and libsubkv.
 #pragma once
 
 #include "error.h"
@@ -6,6 +6,8 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstdlib>
+#include <locale>
+#include <sstream>
 #include <string>
 
 namespace subkv {
@@ -24,6 +26,29 @@ inline int64_t number_of(const char * name, int64_t least, int64_t most, int64_t
                       std::to_string(most) + ", found '" + std::string(text).substr(0, 60) + "'");
     }
     return number;
+}
+
+// Bits per K/V element that a file of bases may have a plan for.
+constexpr float MAX_BUDGET = 64.0f;
+
+// The budget that a text names: 3, 4.25; 0: none.
+inline float parse_budget(const std::string & text) {
+    const bool         plain = !text.empty() && text.find_first_not_of("0123456789.") == std::string::npos;
+    std::istringstream in(text);
+    in.imbue(std::locale::classic());
+    float value = 0.0f;
+    return plain && in >> value && in.eof() && value > 0.0f && value <= MAX_BUDGET ? value : 0.0f;
+}
+
+// SUBKV_BITS: bits per K/V element of coded caches; 0: unset. Throws Invalid.
+inline float budget_of_environment() {
+    const char *      value  = std::getenv("SUBKV_BITS");
+    const std::string text   = value ? value : "";
+    const float       budget = parse_budget(text);
+    if (!text.empty() && budget == 0.0f) {
+        throw Invalid("SUBKV_BITS: expected bits per element, such as 3 or 4.25, found '" + text.substr(0, 60) + "'");
+    }
+    return budget;
 }
 
 // SUBKV_STORE_MOVED: 1: a server moves text behind another beginning. Throws Invalid.

@@ -3,6 +3,7 @@
 //
 //   SUBKV            off (or unset): ordinary; auto: the model's bases, if any; subkv: the model's bases, or no context;
 //                    any other value: a file with bases
+//   SUBKV_BITS   bits per element, of those that the file has plans for; a cache type subkv:BITS has precedence
 //   SUBKV_SINK, SUBKV_RECENT, SUBKV_ROLLBACK   numbers of tokens, as in subkv_cache_params
 //   another variable of the bases: bases_of_environment (basis_source.h)
 //
@@ -112,9 +113,9 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
         return ordinary(desc, "its type was requested");
     }
     const bool       named = owned && setting != "subkv";
-    const FoundBases found = find_bases(desc.model_path, named ? setting : "", SUBKV_BASES_WEIGHTS);
+    const FoundBases found = find_bases(desc.model_path, named ? setting : "", SUBKV_BASES_WEIGHTS, desc.budget);
     if (!found.layout) {
-        if (required || found.source != SUBKV_BASES_NONE || found.unavailable) {
+        if (required || found.source != SUBKV_BASES_NONE || found.unavailable || found.lacks_budget) {
             throw Invalid(found.reason);
         }
         return ordinary(desc, found.reason);
@@ -154,17 +155,20 @@ CacheRequest request_of_environment(const std::shared_ptr<const Layout> & layout
 std::string cache_line(const Cache & cache, size_t bytes_codes, size_t bytes_ordinary, int32_t n_windows) {
     subkv_stats stats;
     cache.stats(bytes_codes, bytes_ordinary, stats);
-    const double window = (double) stats.bytes_window / cache.n_seq();
-    const double all    = (double) (stats.bytes_codes + stats.bytes_window);
-    const double size   = (double) stats.bytes_codes + n_windows * window;
-    char         line[160], more[80] = "";
+    const double     window = (double) stats.bytes_window / cache.n_seq();
+    const double     all    = (double) (stats.bytes_codes + stats.bytes_window);
+    const double     size   = (double) stats.bytes_codes + n_windows * window;
+    const double     f16    = (double) stats.bytes_f16;
+    constexpr double Q8_0   = 8.5 / 16.0; // of f16
+    char             line[240], more[80] = "";
     if (n_windows < cache.n_seq() && window > 0.0) {
         std::snprintf(more, sizeof(more), ", %.1f MiB for each further sequence", window / (1 << 20));
     }
     std::snprintf(line, sizeof(line),
-                  "coded K/V cache, %.2f bits per element, %.1f MiB (f16: %.1f)%s, %u layers; bases: ",
-                  (double) stats.bpe * size / all, size / (1 << 20), (double) stats.bytes_f16 / (1 << 20), more,
-                  stats.n_layer_coded);
+                  "coded K/V cache, %.2f bits per element, %.1f MiB (f16: %.1f): %.1fx smaller than f16, %.1fx than "
+                  "q8_0%s, %u layers; bases: ",
+                  (double) stats.bpe * size / all, size / (1 << 20), f16 / (1 << 20), f16 / size, Q8_0 * f16 / size,
+                  more, stats.n_layer_coded);
     return line;
 }
 

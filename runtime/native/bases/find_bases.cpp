@@ -4,6 +4,7 @@
 #include "error.h"
 #include "layout_keys.h"
 #include "model_file.h"
+#include "variables.h"
 
 #include <algorithm>
 #include <chrono>
@@ -161,7 +162,11 @@ std::string words_of(const FoundBases & found) {
     }
     const std::string in = " (" + found.path + ")";
     if (found.source == SUBKV_BASES_WEIGHTS) {
-        return "from the weights, " + found.size + ", predicted as good as q8_0" + in;
+        const auto & plans   = found.layout->plans;
+        const bool   is_plan = std::any_of(plans.begin(), plans.end(),
+                                           [&](const PlanFacts & plan) { return plan.budget == found.layout->budget; });
+        const char * quality = is_plan ? "" : ", predicted as good as q8_0";
+        return "from the weights, " + found.size + quality + in;
     }
     const uint64_t    n = found.layout->calibration_tokens;
     const std::string origin =
@@ -172,7 +177,7 @@ std::string words_of(const FoundBases & found) {
 // The search for one model. Steps set `found` and return true if a place has bases, usable or not.
 class Search {
 public:
-    Search(const std::string & model, int32_t last) : model(model), last(last) {}
+    Search(const std::string & model, int32_t last, float budget) : model(model), last(last), budget(budget) {}
 
     FoundBases run(const std::string & named) {
         try {
@@ -185,6 +190,9 @@ public:
         } catch (const Unavailable & e) {
             found.reason      = e.what();
             found.unavailable = true;
+        } catch (const NoSuchBudget & e) {
+            found.reason       = e.what();
+            found.lacks_budget = true;
         } catch (const ModelError &) {
             throw;
         } catch (const Invalid & e) {
@@ -230,7 +238,7 @@ private:
                        of.empty() ? "one that does not say which model it belongs to" : "one of another model");
             }
         }
-        found.layout = load_layout(path.c_str());
+        found.layout = load_layout(path.c_str(), budget);
         found.size   = size_of(*found.layout);
         found.words  = words_of(found);
     }
@@ -301,6 +309,7 @@ private:
 
     const std::string & model;
     const int32_t       last;
+    const float         budget;
     std::string         known_content;
     FoundBases          found;
 };
@@ -318,8 +327,18 @@ std::string size_of(const Layout & layout) {
     return text;
 }
 
-FoundBases find_bases(const std::string & model, const std::string & named, int32_t last) {
-    return Search(model, last).run(named);
+FoundBases find_bases(const std::string & model, const std::string & named, int32_t last, float budget) {
+    if (budget == 0.0f) {
+        try {
+            budget = budget_of_environment();
+        } catch (const Invalid & e) {
+            FoundBases none;
+            none.reason       = e.what();
+            none.lacks_budget = true;
+            return none;
+        }
+    }
+    return Search(model, last, budget).run(named);
 }
 
 StoredBases bases_of_weights(const std::string & path) {
@@ -354,7 +373,7 @@ std::vector<StoredBases> stored_bases() {
 
 using namespace subkv;
 
-extern "C" const subkv_bases * subkv_find_bases(const char * model, const char * named, int32_t last) {
+extern "C" const subkv_bases * subkv_find_bases(const char * model, const char * named, int32_t last, float budget) {
     return guarded<const subkv_bases *>("model", nullptr, [&]() -> const subkv_bases * {
         not_null(model, "subkv_find_bases: model");
         if (last < SUBKV_BASES_NAMED || last > SUBKV_BASES_WEIGHTS) {
@@ -362,7 +381,7 @@ extern "C" const subkv_bases * subkv_find_bases(const char * model, const char *
                  (int) last);
         }
         auto owned                         = std::make_unique<OwnedBases>();
-        owned->found                       = find_bases(model, named ? named : "", last);
+        owned->found                       = find_bases(model, named ? named : "", last, budget);
         const auto &   found               = owned->found;
         const Layout * layout              = found.layout.get();
         static_cast<subkv_bases &>(*owned) = { found.source,
@@ -372,7 +391,9 @@ extern "C" const subkv_bases * subkv_find_bases(const char * model, const char *
                                                found.size.c_str(),
                                                found.reason.c_str(),
                                                layout ? layout->generator.c_str() : "",
-                                               found.unavailable };
+                                               found.unavailable,
+                                               found.lacks_budget,
+                                               layout ? layout->budget : 0.0f };
         return owned.release();
     });
 }

@@ -18,11 +18,12 @@ struct FoundBases {
     std::string                   words;  // as in subkv_bases
     std::string                   size;
     std::string                   reason;
-    bool                          unavailable = false;
+    bool                          unavailable  = false;
+    bool                          lacks_budget = false;
 };
 
 // As subkv_find_bases; named "": none. Throws Invalid if the model cannot be read.
-FoundBases find_bases(const std::string & model, const std::string & named, int32_t last);
+FoundBases find_bases(const std::string & model, const std::string & named, int32_t last, float budget);
 
 // "4.25 bits per element at 8192 tokens"
 std::string size_of(const Layout & layout);

@@ -6,11 +6,13 @@
 
 #include "base64.h"
 #include "layout_keys.h"
+#include "plan.h"
 #include "sha256.h"
-#include "subkv/recent.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <functional>
 #include <new>
 
 namespace subkv {
@@ -33,13 +35,10 @@ void read_header(const Keys & keys, Layout & l) {
     if (arch != l.arch) {
         refuse("subkv.arch", "general.architecture '" + shortened(arch) + "'", "'" + shortened(l.arch) + "'");
     }
-    l.n_layer     = (int) keys.u32("subkv.block_count", 1, MAX_LAYERS);
-    l.n_sink      = (int) keys.u32("subkv.n_sink", 0, MAX_SINK);
-    l.n_recent    = (int) keys.u32("subkv.n_recent", 0, MAX_RECENT);
-    l.recent_bits = (int) keys.optional_u32("subkv.recent_bits", 16);
-    if (l.recent_bits != 16 && l.recent_bits != RECENT_BITS) {
-        refuse("subkv.recent_bits", std::to_string(RECENT_BITS) + " or 16", std::to_string((uint32_t) l.recent_bits));
-    }
+    l.n_layer            = (int) keys.u32("subkv.block_count", 1, MAX_LAYERS);
+    l.n_sink             = (int) keys.u32("subkv.n_sink", 0, MAX_SINK);
+    l.n_recent           = (int) keys.u32("subkv.n_recent", 0, MAX_RECENT);
+    l.recent_bits        = read_recent_bits(keys, "subkv.recent_bits");
     l.bpe                = keys.positive_f32("subkv.bits_per_element");
     l.bpe_rows           = keys.positive_f32("subkv.bits_per_element.rows");
     l.bpe_context        = keys.u32("subkv.bpe_context", 1, UINT32_MAX);
@@ -173,9 +172,8 @@ LayerCodec read_layer(const LayerSpec & spec, const std::string & key, const uin
     return layer;
 }
 
-void read_bases(const Keys & keys, const std::vector<LayerSpec> & specs, Layout & l, Sha256 & sha) {
-    size_t n_halves = 0;
-    size_t n_bytes  = 0; // of the largest block
+// Every basis string has the length that its layer requires, so that a size can be trusted.
+void check_lengths(const Keys & keys, const std::vector<LayerSpec> & specs) {
     for (const LayerSpec & spec : specs) {
         const std::string key      = basis_key(spec.il);
         const size_t      expected = base64_length(spec.basis_bytes());
@@ -184,7 +182,30 @@ void read_bases(const Keys & keys, const std::vector<LayerSpec> & specs, Layout 
             refuse(key, std::to_string(expected) + " base64 characters (as subkv.layout requires)",
                    std::to_string(found));
         }
+    }
+}
+
+// Writes the decoded basis of a layer.
+using BasisBytes = std::function<void(const LayerSpec &, uint8_t *)>;
+
+// Calls use(spec, bytes) for every layer.
+template <typename F> void each_basis(const std::vector<LayerSpec> & specs, const BasisBytes & read, F use) {
+    size_t n_bytes = 0; // of the largest one
+    for (const LayerSpec & spec : specs) {
         n_bytes = std::max(n_bytes, spec.basis_bytes());
+    }
+    std::vector<uint8_t> bytes(n_bytes);
+    for (const LayerSpec & spec : specs) {
+        read(spec, bytes.data());
+        use(spec, bytes.data());
+    }
+}
+
+// plan: the name of its keys; empty: subkv.layout.
+void read_bases(const std::vector<LayerSpec> & specs, const BasisBytes & read, Layout & l, Sha256 & sha,
+                const std::string & plan) {
+    size_t n_halves = 0;
+    for (const LayerSpec & spec : specs) {
         for (int h = 0; h < spec.n_head_kv; ++h) {
             const auto rank_k = (size_t) spec.k[h].rank();
             n_halves += 2 * rank_k * (size_t) spec.d_k;
@@ -194,13 +215,11 @@ void read_bases(const Keys & keys, const std::vector<LayerSpec> & specs, Layout 
     }
     l.matrices.reset((uint16_t *) ::operator new[](n_halves * sizeof(uint16_t), std::align_val_t(MATRIX_ALIGN)));
 
-    uint16_t *           storage = l.matrices.get();
-    std::vector<uint8_t> bytes(n_bytes);
-    for (const LayerSpec & spec : specs) {
+    uint16_t * storage = l.matrices.get();
+    each_basis(specs, read, [&](const LayerSpec & spec, const uint8_t * bytes) {
+        sha.update(bytes, spec.basis_bytes());
         const std::string key = basis_key(spec.il);
-        base64_decode(key, keys.view(key), bytes.data(), spec.basis_bytes());
-        sha.update(bytes.data(), spec.basis_bytes());
-        l.layers.push_back(read_layer(spec, key, bytes.data(), storage));
+        l.layers.push_back(read_layer(spec, plan.empty() ? key : plan + " of " + key, bytes, storage));
         for (const KeyCentre & centre : l.layers.back().centre) {
             l.bytes_bases += centre.bytes();
         }
@@ -208,40 +227,92 @@ void read_bases(const Keys & keys, const std::vector<LayerSpec> & specs, Layout 
             l.bytes_bases += step.size() * sizeof(uint16_t);
         }
         l.bytes_per_token += l.layers.back().k_row_bytes + l.layers.back().v_row_bytes;
-    }
+    });
     l.bytes_bases += (size_t) (storage - l.matrices.get()) * sizeof(uint16_t);
 }
 
+// A fingerprint without the bases.
+Sha256 fingerprint_of_codec(const Layout & l, const std::vector<LayerSpec> & specs) {
+    Sha256            sha;
+    const std::string codec =
+        "subkv " + std::to_string(CODES_VERSION) + "\n" + l.arch + "\n" + std::to_string(l.n_layer) + "\n" +
+        std::to_string(l.n_sink) + "\n" + std::to_string(l.n_recent) + "\n" +
+        (l.recent_bits == 16 ? "" : std::to_string(l.recent_bits) + "\n") + canonical_layout(specs) + "\n";
+    sha.update(codec.data(), codec.size());
+    return sha;
+}
+
 // Last, so that a defect that a reader recognizes is reported with its place.
-void check_digest(const gguf_context * ctx, const Keys & keys, const Layout & l) {
+// fingerprint: of subkv.layout.
+void check_digest(const gguf_context * ctx, const Keys & keys, const Layout & l, const std::string & fingerprint) {
     if (l.version == FORMAT_WITHOUT_DIGEST && gguf_find_key(ctx, KEYS_DIGEST) < 0) {
         return;
     }
     const std::string stored   = keys.sha256(KEYS_DIGEST);
-    const std::string expected = keys_digest(ctx, l.fingerprint);
+    const std::string expected = keys_digest(ctx, fingerprint);
     if (stored != expected) {
         refuse(KEYS_DIGEST, "the digest of the subkv.* keys, " + expected,
                stored + ": the file is damaged or was edited; convert the base model again");
     }
 }
 
-std::shared_ptr<const Layout> read_layout(const char * path) {
+// The index of the plan with this budget; -1: subkv.layout has it. Throws Invalid with the budgets that the file has.
+int plan_of(const Layout & l, float budget) {
+    constexpr float CLOSE = 0.02f; // budgets are planned in steps of 0.05
+    const auto      is    = [&](float other) { return std::fabs(budget - other) < CLOSE; };
+    if (budget == 0.0f || is(l.budget)) {
+        return -1;
+    }
+    std::vector<float> budgets = { l.budget };
+    for (size_t i = 0; i < l.plans.size(); ++i) {
+        if (is(l.plans[i].budget)) {
+            return (int) i;
+        }
+        budgets.push_back(l.plans[i].budget);
+    }
+    std::sort(budgets.begin(), budgets.end());
+    std::string list;
+    for (size_t i = 0; i < budgets.size(); ++i) {
+        list += (i == 0 ? "" : i + 1 < budgets.size() ? ", " : " or ") + number(budgets[i]);
+    }
+    throw NoSuchBudget("bits per element: expected " + list + ", for which " + l.path + " has a plan, found " +
+                       number(budget) + "; `subkv convert --plans " + number(budget) + "` adds one");
+}
+
+std::shared_ptr<const Layout> read_layout(const char * path, float budget) {
     const gguf_context_ptr ctx = open_gguf(path);
     const Keys             keys(ctx.get());
     auto                   l = std::make_shared<Layout>();
+    l->path                  = path;
     read_header(keys, *l);
+    read_budgets(keys, *l);
     const std::vector<LayerSpec> specs = parse_layout(keys.view("subkv.layout"), l->n_layer);
     check_stray_bases(ctx.get(), specs);
-
-    Sha256            sha;
-    const std::string codec =
-        "subkv " + std::to_string(CODES_VERSION) + "\n" + l->arch + "\n" + std::to_string(l->n_layer) + "\n" +
-        std::to_string(l->n_sink) + "\n" + std::to_string(l->n_recent) + "\n" +
-        (l->recent_bits == 16 ? "" : std::to_string(l->recent_bits) + "\n") + canonical_layout(specs) + "\n";
-    sha.update(codec.data(), codec.size());
-    read_bases(keys, specs, *l, sha);
-    l->fingerprint = sha.hex();
-    check_digest(ctx.get(), keys, *l);
+    check_lengths(keys, specs);
+    const BasisBytes stored = [&](const LayerSpec & spec, uint8_t * bytes) {
+        const std::string key = basis_key(spec.il);
+        base64_decode(key, keys.view(key), bytes, spec.basis_bytes());
+    };
+    const int i   = plan_of(*l, budget);
+    Sha256    sha = fingerprint_of_codec(*l, specs);
+    if (i < 0) {
+        read_bases(specs, stored, *l, sha, "");
+        l->fingerprint = sha.hex();
+        check_digest(ctx.get(), keys, *l, l->fingerprint);
+        return l;
+    }
+    each_basis(specs, stored,
+               [&](const LayerSpec & spec, const uint8_t * bytes) { sha.update(bytes, spec.basis_bytes()); });
+    const Plan                              plan(keys, (size_t) i, specs, *l);
+    const std::vector<std::vector<uint8_t>> derived = plan.derive();
+    size_t                                  n       = 0; // layers read
+    Sha256                                  own     = fingerprint_of_codec(*l, plan.specs());
+    read_bases(
+        plan.specs(),
+        [&](const LayerSpec &, uint8_t * out) { std::copy(derived[n].begin(), derived[n].end(), out), ++n; }, *l, own,
+        plan.name);
+    l->fingerprint = own.hex();
+    check_digest(ctx.get(), keys, *l, sha.hex());
     return l;
 }
 
@@ -251,12 +322,29 @@ void Layout::AlignedDelete::operator()(uint16_t * p) const {
     ::operator delete[](p, std::align_val_t(MATRIX_ALIGN));
 }
 
-std::shared_ptr<const Layout> load_layout(const char * path) {
+std::shared_ptr<const Layout> load_layout(const char * path, float budget) {
     try {
-        return read_layout(path);
+        return read_layout(path, budget);
     } catch (const std::bad_alloc &) {
         throw Unavailable("subkv.layout", "to fit in memory", "too little of it");
     }
+}
+
+float budget_of_fingerprint(const Layout & layout, const std::string & fingerprint) {
+    std::vector<float> budgets = { 0.0f };
+    for (const PlanFacts & plan : layout.plans) {
+        budgets.push_back(plan.budget);
+    }
+    for (const float budget : budgets) {
+        try {
+            const auto other = load_layout(layout.path.c_str(), budget);
+            if (other->fingerprint == fingerprint) {
+                return other->budget;
+            }
+        } catch (const Invalid &) { // the file has changed
+        }
+    }
+    return 0.0f;
 }
 
 bool layout_present(const char * path) {

@@ -3,6 +3,7 @@
 // Only load_layout() creates a Layout, so every Layout meets all limits of FORMAT.md.
 #pragma once
 
+#include "error.h"
 #include "subkv.h"
 #include "subkv/ops.h"
 
@@ -58,8 +59,8 @@ HeadCodec latent_values(const std::string & key, const HeadCodec & keys, int d_v
 void store_matrices(HeadCodec & head, uint16_t *& storage, std::vector<uint16_t> & encode_step,
                     std::vector<uint16_t> & decode_step);
 
-// Parses and validates subkv.layout (FORMAT.md §2). Throws Invalid with the place of a defect.
-std::vector<LayerSpec> parse_layout(std::string_view text, int block_count);
+// Parses and validates a layout (FORMAT.md §2). key: of the text. Throws Invalid with the place of a defect.
+std::vector<LayerSpec> parse_layout(std::string_view text, int block_count, const std::string & key = "subkv.layout");
 
 // The mean of one head's keys, subtracted before coding; empty: zeros. HeadCodec::offset points to `offset`.
 struct KeyCentre {
@@ -87,6 +88,12 @@ struct LayerCodec {
     }
 };
 
+// A plan of a file (FORMAT.md §3.3). budget, bpe: bits per element, requested and counted. predicted: KLD in nats per
+// token; 0: unknown.
+struct PlanFacts {
+    float budget = 0.0f, bpe = 0.0f, predicted = 0.0f;
+};
+
 struct Layout {
     int         version = 0;
     std::string codec;
@@ -98,6 +105,7 @@ struct Layout {
     float       bpe         = 0.0f; // bits per element, everything counted, at a context of bpe_context
     float       bpe_rows    = 0.0f; // coefficient rows alone
     uint32_t    bpe_context = 0;
+    float       budget      = 0.0f; // bits per element that the user names to get this layout
     std::string gamma;
     std::string basis_k;
     std::string basis_v;
@@ -108,6 +116,9 @@ struct Layout {
     std::string generator;
     // defaults of the user's options, by the name of the key after "subkv."; empty: none
     std::map<std::string, std::string> options;
+
+    std::string            path;  // of the file
+    std::vector<PlanFacts> plans; // for other budgets than that of subkv.layout
 
     std::vector<LayerCodec> layers; // coded layers, ascending il
     std::string             fingerprint;
@@ -125,8 +136,17 @@ struct Layout {
     std::unique_ptr<uint16_t[], AlignedDelete> matrices;
 };
 
-// Throws Invalid with the key of a defect, the expected and the actual value.
-std::shared_ptr<const Layout> load_layout(const char * path);
+// The file has no plan for a budget; what() names those that it has.
+struct NoSuchBudget : Invalid {
+    using Invalid::Invalid;
+};
+
+// budget: bits per element; 0: those of subkv.layout. Throws NoSuchBudget, or Invalid with the key of a defect, the
+// expected and the actual value.
+std::shared_ptr<const Layout> load_layout(const char * path, float budget = 0.0f);
+
+// The budget of the file's layout with this fingerprint; 0: none.
+float budget_of_fingerprint(const Layout & layout, const std::string & fingerprint);
 
 // true: the GGUF has subkv.* keys. Throws Invalid if it is not a readable GGUF.
 bool layout_present(const char * path);

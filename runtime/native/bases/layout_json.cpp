@@ -50,14 +50,14 @@ namespace {
 
 class LayoutReader {
 public:
-    LayoutReader(std::string_view text, int block_count) : text(text), block_count(block_count) {}
+    LayoutReader(std::string_view text, int block_count, const std::string & key) :
+        text(text), block_count(block_count), key(key) {}
 
     std::vector<LayerSpec> read() {
         std::vector<LayerSpec> layers;
         where = "top level";
         if (text.size() > MAX_LAYOUT_BYTES) {
-            refuse("subkv.layout", "at most " + std::to_string(MAX_LAYOUT_BYTES) + " bytes",
-                   std::to_string(text.size()));
+            refuse(key, "at most " + std::to_string(MAX_LAYOUT_BYTES) + " bytes", std::to_string(text.size()));
         }
         object({ "layers" }, [&](size_t) { array([&] { layer(layers); }); });
         skip_space();
@@ -250,7 +250,7 @@ private:
         fail("expected " + expected + " at byte " + std::to_string(at) + ", found " + found);
     }
 
-    [[noreturn]] void fail(const std::string & what) const { throw Invalid("subkv.layout: " + where + ": " + what); }
+    [[noreturn]] void fail(const std::string & what) const { throw Invalid(key + ": " + where + ": " + what); }
 
     static std::string shortened(std::string_view s) {
         return s.size() > 40 ? std::string(s.substr(0, 40)) + "…" : std::string(s);
@@ -268,16 +268,17 @@ private:
         return out;
     }
 
-    std::string_view text;
-    int              block_count;
-    size_t           at = 0;
-    std::string      where;
+    std::string_view    text;
+    int                 block_count;
+    const std::string & key;
+    size_t              at = 0;
+    std::string         where;
 };
 
 } // namespace
 
-std::vector<LayerSpec> parse_layout(std::string_view text, int block_count) {
-    return LayoutReader(text, block_count).read();
+std::vector<LayerSpec> parse_layout(std::string_view text, int block_count, const std::string & key) {
+    return LayoutReader(text, block_count, key).read();
 }
 
 //
@@ -362,14 +363,21 @@ std::string layout_to_json(const Layout & l) {
         << ",\"block_count\":" << l.n_layer << ",\"n_sink\":" << l.n_sink << ",\"n_recent\":" << l.n_recent
         << ",\"recent_bits\":" << l.recent_bits << ",\"bits_per_element\":" << l.bpe
         << ",\"bits_per_element_rows\":" << l.bpe_rows << ",\"bpe_context\":" << l.bpe_context
-        << ",\"gamma\":" << json_string(l.gamma) << ",\"basis_k\":" << json_string(l.basis_k)
-        << ",\"basis_v\":" << json_string(l.basis_v) << ",\"base_sha256\":" << json_string(l.base_sha256)
+        << ",\"budget\":" << l.budget << ",\"gamma\":" << json_string(l.gamma)
+        << ",\"basis_k\":" << json_string(l.basis_k) << ",\"basis_v\":" << json_string(l.basis_v)
+        << ",\"base_sha256\":" << json_string(l.base_sha256)
         << ",\"calibration\":{\"sha256\":" << json_string(l.calibration_sha256)
         << ",\"tokens\":" << l.calibration_tokens << ",\"text\":" << json_string(l.calibration_text)
         << "},\"generator\":" << json_string(l.generator);
     for (const auto & [name, value] : l.options) {
         out << ",\"" << name << "\":" << json_string(value);
     }
+    out << ",\"plans\":";
+    write_list(out, l.plans.size(), [&](size_t i) {
+        const PlanFacts & plan = l.plans[i];
+        out << "{\"budget\":" << plan.budget << ",\"bits_per_element\":" << plan.bpe
+            << ",\"predicted\":" << plan.predicted << '}';
+    });
     out << ",\"fingerprint\":" << json_string(l.fingerprint) << ",\"bytes_per_token\":" << l.bytes_per_token
         << ",\"bytes_bases\":" << l.bytes_bases << ",\"layers\":";
     write_list(out, l.layers.size(), [&](size_t i) {

@@ -3,6 +3,7 @@
 
 #include "printable.h"
 #include "sha256.h"
+#include "subkv/recent.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -235,12 +236,16 @@ float Keys::positive_f32(const std::string & key) const {
     return value;
 }
 
+bool Keys::has(const std::string & key) const {
+    return gguf_find_key(ctx, key.c_str()) >= 0;
+}
+
 uint32_t Keys::optional_u32(const std::string & key, uint32_t absent) const {
-    return gguf_find_key(ctx, key.c_str()) < 0 ? absent : gguf_get_val_u32(ctx, find(key, GGUF_TYPE_UINT32));
+    return has(key) ? gguf_get_val_u32(ctx, find(key, GGUF_TYPE_UINT32)) : absent;
 }
 
 std::string Keys::optional_str(const std::string & key) const {
-    return gguf_find_key(ctx, key.c_str()) < 0 ? std::string() : str(key);
+    return has(key) ? str(key) : std::string();
 }
 
 std::string_view Keys::view(const std::string & key) const {
@@ -285,6 +290,14 @@ int64_t Keys::find(const std::string & key, gguf_type type) const {
         refuse(key, std::string("type ") + gguf_type_name(type), std::string("type ") + gguf_type_name(found));
     }
     return id;
+}
+
+int read_recent_bits(const Keys & keys, const std::string & key) {
+    const uint32_t bits = keys.optional_u32(key, 16);
+    if (bits != 16 && bits != RECENT_BITS) {
+        refuse(key, std::to_string(RECENT_BITS) + " or 16", std::to_string(bits));
+    }
+    return (int) bits;
 }
 
 } // namespace subkv

@@ -36,6 +36,7 @@ public:
     uint32_t u32(const std::string & key, uint32_t lo, uint32_t hi) const;
     uint64_t u64(const std::string & key) const;
     float    positive_f32(const std::string & key) const;
+    bool     has(const std::string & key) const;
 
     uint32_t optional_u32(const std::string & key, uint32_t absent) const;
 
@@ -53,5 +54,8 @@ private:
 
     const gguf_context * ctx;
 };
+
+// Bits of an element of recent rows, from this key; 16 if it is absent.
+int read_recent_bits(const Keys & keys, const std::string & key);
 
 } // namespace subkv

@@ -39,8 +39,12 @@ int32_t subkv_layout_present(const char * path) {
 }
 
 subkv_layout * subkv_layout_load(const char * path) {
+    return subkv_layout_load_budget(path, 0.0f);
+}
+
+subkv_layout * subkv_layout_load_budget(const char * path, float budget) {
     return guarded<subkv_layout *>("subkv.layout", nullptr, [&] {
-        auto        p    = load_layout(path);
+        auto        p    = load_layout(path, budget);
         std::string json = layout_to_json(*p);
         return new subkv_layout{ std::move(p), std::move(json) };
     });

@@ -57,6 +57,8 @@ SUBKV_API int32_t subkv_layout_present(const char * path);
 // Reads and validates every subkv.* key (converter/FORMAT.md). `path`: a converted model or a sidecar.
 // NULL on any defect; the message names the key, the expected value and the actual value.
 SUBKV_API subkv_layout * subkv_layout_load(const char * path);
+// The same for one of the file's budgets in bits per element; 0: that of subkv_layout_load.
+SUBKV_API subkv_layout * subkv_layout_load_budget(const char * path, float budget);
 SUBKV_API void           subkv_layout_free(subkv_layout * layout);
 
 // The layout without the matrices, as JSON; owned by the layout. FORMAT.md lists the fields.
@@ -93,11 +95,14 @@ typedef struct subkv_bases {
     const char * reason;      // "": usable; else why there are none, or why those found first cannot be used
     const char * generator;   // program that wrote them
     bool         unavailable; // `reason` is of the system (access, memory, the disk): the file itself may be sound
+    bool  lacks_budget; // `reason` is that the bases have no plan for the requested budget, or SUBKV_BITS is invalid
+    float budget;       // of usable bases, for subkv_layout_load_budget
 } subkv_bases;
 
 // Finds the bases of a model, from the first place up to `last` that has some: no later place replaces a damaged file or
-// one of another model. named: the user's file, which alone counts; NULL: none. NULL if the model cannot be read.
-SUBKV_API const subkv_bases * subkv_find_bases(const char * model, const char * named, int32_t last);
+// one of another model. named: the user's file, which alone counts; NULL: none. budget: bits per element; 0: those of the
+// variable SUBKV_BITS, or the file's default. NULL if the model cannot be read.
+SUBKV_API const subkv_bases * subkv_find_bases(const char * model, const char * named, int32_t last, float budget);
 SUBKV_API void                subkv_bases_free(const subkv_bases * bases);
 
 // The file that the search finds or would find for a model at BESIDE, STORED or WEIGHTS. It may not exist. content: of

@@ -63,6 +63,11 @@ std::vector<uint64_t> Cache::read_head(StateReader & r, int32_t seq, bool partia
     std::string fingerprint(layout_->fingerprint.size(), '\0');
     r.read(fingerprint.data(), fingerprint.size());
     if (fingerprint != layout_->fingerprint) {
+        if (const float budget = budget_of_fingerprint(*layout_, fingerprint); budget > 0.0f) {
+            fail("state: a state of a cache of %g bits per element expected, one of %g bits found; evaluate the prompt "
+                 "again, or open the context with SUBKV_BITS=%g",
+                 (double) layout_->budget, (double) budget, (double) budget);
+        }
         fail("state: layout fingerprint %s expected, %s found", layout_->fingerprint.c_str(), fingerprint.c_str());
     }
     StateWindow found;

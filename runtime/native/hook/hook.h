@@ -65,6 +65,7 @@ struct CacheDesc {
     bool                    no_alloc; // dry run: sizes only
     bool                    drafts;   // of a context for a model's drafting layers (MTP), which may have no bases
     Requested               requested;
+    float                   budget; // requested bits per element; 0: none
     ggml_type               type_k; // of an ordinary cache
     ggml_type               type_v;
     std::vector<LayerDesc>  layers;

@@ -17,22 +17,17 @@ constexpr ggml_type LLAMA_SUBKV_TYPE      = (ggml_type) 4;  // subkv: a coded ca
 constexpr ggml_type LLAMA_SUBKV_TYPE_AUTO = (ggml_type) 5;  // auto: a coded cache if the model has bases, else f16
 constexpr ggml_type LLAMA_SUBKV_TYPE_F16  = (ggml_type) 36; // f16, also if SUBKV requests a coded cache
 
-// The type that a user means by a name; GGML_TYPE_COUNT: ggml's type of this name, if there is one.
-inline ggml_type llama_subkv_type(const std::string & name) {
-    return name == "subkv" ? LLAMA_SUBKV_TYPE :
-           name == "auto"  ? LLAMA_SUBKV_TYPE_AUTO :
-           name == "f16"   ? LLAMA_SUBKV_TYPE_F16 :
-                             GGML_TYPE_COUNT;
-}
+// More of these numbers stand for subkv:BITS, a coded cache with these bits per element. A process gives them out in the
+// order in which it names budgets.
+constexpr ggml_type LLAMA_SUBKV_TYPES_BITS[] = { (ggml_type) 31, (ggml_type) 32, (ggml_type) 33, (ggml_type) 37,
+                                                 (ggml_type) 38 };
+
+// The type that a user means by a name; GGML_TYPE_COUNT: ggml's type of this name, if there is one. Throws
+// std::runtime_error for a sixth budget in one process.
+LLAMA_API ggml_type llama_subkv_type(const std::string & name);
 
 // The name of the type of keys or values; `other`: the type of the other side.
-inline const char * llama_subkv_type_name(ggml_type type, ggml_type other) {
-    const ggml_type both = type == GGML_TYPE_F16 ? other : type; // a coded cache has no ordinary side
-    return both == LLAMA_SUBKV_TYPE      ? "subkv" :
-           both == LLAMA_SUBKV_TYPE_AUTO ? "auto" :
-           type == LLAMA_SUBKV_TYPE_F16  ? "f16" :
-                                           ggml_type_name(type);
-}
+LLAMA_API std::string llama_subkv_type_name(ggml_type type, ggml_type other);
 
 // Where evaluation resumes in a sequence of which positions before `pos` are kept: at `pos`, or up to SUBKV_RESUME
 // tokens (32 by default) before it if a coded cache has lost their exact rows. A program removes the cells from there on

@@ -35,11 +35,16 @@ inline void made(llama_context * ctx, const llama_context * draft) {
 // The fields in /props.
 inline json kv_cache() {
     const auto usage = llama_subkv_usage_get();
+    const auto times = [&](double bits) { // how many times smaller than a cache of a type with these bits per element
+        const double n_bytes = (double) usage.bytes_f16 * bits / 16.0;
+        return usage.bytes > 0 && n_bytes > 0 ? json(n_bytes / (double) usage.bytes) : json(nullptr);
+    };
     return json{
         { "type", usage.type },
         { "bits", usage.bits },
         { "bytes", usage.bytes },
         { "bytes_f16", usage.bytes_f16 },
+        { "times_smaller", { { "f16", times(16.0) }, { "q8_0", times(8.5) } } },
         { "n_cells", usage.n_cells },
         { "n_zero_rows", usage.n_bad },
         { "kernel", usage.kernel.empty() ? json(nullptr) : json(usage.kernel) },

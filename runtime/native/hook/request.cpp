@@ -4,12 +4,47 @@
 #include "llama-subkv.h"
 
 #include "llama-impl.h"
+#include "variables.h"
 
+#include <algorithm>
 #include <cstdlib>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
 namespace {
+
+// The budgets of LLAMA_SUBKV_TYPES_BITS.
+class type_bits {
+public:
+    ggml_type type_of(float budget) {
+        std::lock_guard<std::mutex> lock(mutex);
+        float *                     place = std::find(std::begin(budgets), std::end(budgets), budget);
+        place = place != std::end(budgets) ? place : std::find(std::begin(budgets), std::end(budgets), 0.0f);
+        if (place == std::end(budgets)) {
+            throw std::runtime_error(format("cache types: at most %zu budgets (subkv:BITS) in one process expected, "
+                                            "more found",
+                                            std::size(budgets)));
+        }
+        *place = budget;
+        return LLAMA_SUBKV_TYPES_BITS[place - budgets];
+    }
+
+    // 0: another type
+    float budget_of(ggml_type type) {
+        std::lock_guard<std::mutex> lock(mutex);
+        const auto * place = std::find(std::begin(LLAMA_SUBKV_TYPES_BITS), std::end(LLAMA_SUBKV_TYPES_BITS), type);
+        return place == std::end(LLAMA_SUBKV_TYPES_BITS) ? 0.0f : budgets[place - LLAMA_SUBKV_TYPES_BITS];
+    }
+
+private:
+    std::mutex mutex;
+    float      budgets[std::size(LLAMA_SUBKV_TYPES_BITS)] = {};
+} t_bits;
+
+bool is_coded(ggml_type type) {
+    return type == LLAMA_SUBKV_TYPE || t_bits.budget_of(type) > 0.0f;
+}
 
 struct types {
     ggml_type k      = GGML_TYPE_F16; // as the parameters have them
@@ -19,12 +54,12 @@ struct types {
     bool has(ggml_type type) const { return k == type || v == type; }
 
     bool mixed() const { // one side is coded (or auto), the other one has another type
-        const bool coded = has(LLAMA_SUBKV_TYPE) || has(LLAMA_SUBKV_TYPE_AUTO);
+        const bool coded = is_coded(k) || is_coded(v) || has(LLAMA_SUBKV_TYPE_AUTO);
         return coded && k != v && !has(GGML_TYPE_F16);
     }
 
     subkv::Requested requested() const {
-        return has(LLAMA_SUBKV_TYPE)                    ? subkv::Requested::CODED :
+        return is_coded(k) || is_coded(v)               ? subkv::Requested::CODED :
                has(LLAMA_SUBKV_TYPE_AUTO)               ? subkv::Requested::AUTO :
                k == GGML_TYPE_F16 && v == GGML_TYPE_F16 ? subkv::Requested::NOTHING :
                                                           subkv::Requested::ORDINARY;
@@ -35,11 +70,38 @@ struct types {
 thread_local types t_types;
 
 ggml_type stock(ggml_type type) {
-    const bool ours = type == LLAMA_SUBKV_TYPE || type == LLAMA_SUBKV_TYPE_AUTO || type == LLAMA_SUBKV_TYPE_F16;
+    const bool ours = is_coded(type) || type == LLAMA_SUBKV_TYPE_AUTO || type == LLAMA_SUBKV_TYPE_F16;
     return ours ? GGML_TYPE_F16 : type;
 }
 
+// 3 or 4.25
+std::string name_of(float budget) {
+    return format("subkv:%g", (double) budget);
+}
+
 } // namespace
+
+ggml_type llama_subkv_type(const std::string & name) {
+    if (name.rfind("subkv:", 0) == 0) {
+        const float budget = subkv::parse_budget(name.substr(6));
+        return budget > 0.0f ? t_bits.type_of(budget) : GGML_TYPE_COUNT;
+    }
+    return name == "subkv" ? LLAMA_SUBKV_TYPE :
+           name == "auto"  ? LLAMA_SUBKV_TYPE_AUTO :
+           name == "f16"   ? LLAMA_SUBKV_TYPE_F16 :
+                             GGML_TYPE_COUNT;
+}
+
+std::string llama_subkv_type_name(ggml_type type, ggml_type other) {
+    const ggml_type both = type == GGML_TYPE_F16 ? other : type; // a coded cache has no ordinary side
+    if (const float budget = t_bits.budget_of(both); budget > 0.0f) {
+        return name_of(budget);
+    }
+    return both == LLAMA_SUBKV_TYPE      ? "subkv" :
+           both == LLAMA_SUBKV_TYPE_AUTO ? "auto" :
+           type == LLAMA_SUBKV_TYPE_F16  ? "f16" :
+                                           ggml_type_name(type);
+}
 
 thread_local bool llama_subkv::request::rows_coded = false;
 
@@ -57,14 +119,15 @@ llama_subkv::request::~request() {
 void llama_subkv::request::describe(subkv::CacheDesc & desc) {
     desc.requested = t_types.requested();
     desc.drafts    = t_types.drafts;
+    desc.budget    = std::max(t_bits.budget_of(t_types.k), t_bits.budget_of(t_types.v));
 }
 
 subkv::cache_new_fn llama_subkv::request::cache_new() {
     if (t_types.mixed()) {
         throw std::runtime_error(format("cache types: the same for keys and values with subkv and auto expected, "
                                         "%s and %s found",
-                                        llama_subkv_type_name(t_types.k, t_types.v),
-                                        llama_subkv_type_name(t_types.v, t_types.k)));
+                                        llama_subkv_type_name(t_types.k, t_types.v).c_str(),
+                                        llama_subkv_type_name(t_types.v, t_types.k).c_str()));
     }
     const char *           value     = std::getenv("SUBKV");
     const std::string      setting   = value ? value : "";

@@ -4,6 +4,7 @@
 #include "log_line.h"
 #include "model_file.h"
 #include "plugin.h"
+#include "variables.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -90,7 +91,7 @@ std::mutex  owner_mutex;
 std::string owner;
 
 ModelBases loaded(const std::string & path, bool required) {
-    const auto layout = load_layout(path.c_str());
+    const auto layout = load_layout(path.c_str(), budget_of_environment());
     return { layout, "of " + path + ", " + size_of(*layout), required };
 }
 

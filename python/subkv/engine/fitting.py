@@ -1,0 +1,91 @@
+"""The largest budget whose cache fits in a given memory (`kv_memory`, `--kv-memory`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from subkv.base.errors import CacheError
+from subkv.engine.cache import MIB, CacheChoice
+from subkv.engine.memory import needed, trained_context
+from subkv.format.layout import Layout
+from subkv.format.metadata import predicted_of, read_predicted
+
+UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+GRANULE = 256  # llama.cpp rounds contexts up to a multiple of it
+
+
+def memory_size(value: str | int) -> int:
+    """Bytes of `2GiB`, `512MiB`, `1.5G` or a number. Units are powers of 1024. Raises CacheError about `kv_memory`."""
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) *([kmgt]?)(?:i?b)?", str(value).strip().lower())
+    n_bytes = int(float(match[1]) * UNITS[match[2]]) if match else 0
+    if not 0 < n_bytes < 1 << 63:
+        raise CacheError("kv_memory", f"expected a size, such as 2GiB or 512MiB, found {value!r}")
+    return n_bytes
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A budget's choice, its bytes with all cells, and those that do not depend on the context."""
+
+    choice: CacheChoice
+    n_bytes: int
+    fixed: int
+    predicted: dict[str, float] | None
+
+
+def _plans(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> Iterator[_Plan]:
+    """All budgets of a file, from the largest."""
+    assert choice.layout is not None
+    of_default = read_predicted(choice.layout)
+    with Layout(choice.layout) as default:
+        described = default.description
+    budgets = {described["budget"], *(plan["budget"] for plan in described["plans"])}
+    for budget in sorted(budgets, reverse=True):
+        with Layout(choice.layout, budget) as layout:
+            own = layout.description
+        sized = dataclasses.replace(choice, budget=budget)
+        sizes = needed(path, sized, params, n_ctx)
+        fixed = round(sizes["exact window"]) + own["bytes_bases"]
+        yield _Plan(sized, round(sizes["cells"]) + fixed, fixed, predicted_of(own, of_default))
+
+
+def fitted(path: Path, choice: CacheChoice, params: Any, n_bytes: int) -> tuple[float, str]:
+    """The largest budget whose cells, exact window and bases take at most n_bytes, and a line about it.
+
+    path: of the model; choice: a coded cache. params: llama_context_params; n_ctx 0: the trained context.
+
+    Raises CacheError about `kv_memory` with the context that would fit, and if no context can be simulated.
+    """
+    n_ctx, smallest = params.n_ctx or trained_context(path), None
+    for plan in _plans(path, choice, params, n_ctx):
+        if plan.n_bytes == plan.fixed:
+            raise CacheError("kv_memory", "expected a model whose cache can be simulated, found another one")
+        if plan.n_bytes <= n_bytes:
+            return plan.choice.budget, _line(plan, n_ctx, n_bytes)
+        smallest = plan
+    assert smallest is not None
+    longest = (n_bytes - smallest.fixed) * n_ctx // (smallest.n_bytes - smallest.fixed) // GRANULE * GRANULE
+    remedy = f"; -c {longest} would fit" if longest > 0 else "; the exact window and the bases alone take more"
+    raise CacheError(
+        "kv_memory",
+        f"expected at least {smallest.n_bytes / MIB:.1f} MiB for {n_ctx} tokens at the smallest budget of the bases, "
+        f"{smallest.choice.budget:g} bits per element, found {n_bytes / MIB:.1f} MiB{remedy}",
+    )
+
+
+def _line(plan: _Plan, n_ctx: int, n_bytes: int) -> str:
+    """`KV memory: …`, for the user."""
+    text = (
+        f"KV memory: {plan.choice.budget:g} bits per element, {plan.n_bytes / MIB:.1f} of {n_bytes / MIB:.1f} MiB "
+        f"with {n_ctx} tokens, exact window and bases included"
+    )
+    if plan.predicted is None:
+        return text
+    others = [f"{kind}'s {plan.predicted[kind]:.2g}" for kind in ("q8_0", "q4_0") if kind in plan.predicted]
+    beside = f" ({', '.join(others)})" if others else ""
+    return f"{text}; predicted KLD {plan.predicted['subkv']:.2g} nats per token{beside}"

@@ -1,0 +1,40 @@
+// plan.h: layouts for further budgets in a file of bases (converter/FORMAT.md §3.3). A plan has bands and factors of its
+// own; its matrices are derived from encode matrices that all plans share.
+#pragma once
+
+#include "layout.h"
+#include "layout_keys.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace subkv {
+
+// Reads the budgets of the file's layout and of its plans into `layout`.
+void read_budgets(const Keys & keys, Layout & layout);
+
+class Plan {
+public:
+    // Reads plan i and replaces the sizes in `layout` by its own. base: of subkv.layout. Throws Invalid.
+    Plan(const Keys & keys, size_t i, const std::vector<LayerSpec> & base, Layout & layout);
+
+    const std::string name; // of its keys, without the last part
+
+    const std::vector<LayerSpec> & specs() const { return specs_; }
+
+    // The bytes that each layer's subkv.blk.N.basis would have after decoding, computed by several threads. Throws
+    // Invalid.
+    std::vector<std::vector<uint8_t>> derive() const;
+
+private:
+    // factors: of this layer.
+    void derive_layer(const LayerSpec & spec, const uint8_t * factors, uint8_t * out) const;
+
+    const Keys &           keys_;
+    std::vector<LayerSpec> specs_;
+    std::vector<uint8_t>   factors_;  // gammas and ratios, layer by layer
+    bool                   in_bytes_; // rows of D after the first ones
+};
+
+} // namespace subkv
