@@ -89,13 +89,13 @@ struct Registers : Lanes {
                 const I low  = _mm256_shuffle_epi8(of(cpu::BENDS<BITS>.low), plus_bytes(y, HALF - 16));
                 const I high = _mm256_shuffle_epi8(of(cpu::BENDS<BITS>.high), plus_bytes(y, 144 - HALF));
                 return _mm256_add_epi8(y, _mm256_add_epi8(low, high));
+            } else { // the magnitudes of trellis.h, in bytes about 128
+                const auto above = [&](int t) { return _mm256_subs_epu8(y, _mm256_set1_epi8((char) (128 + t))); };
+                const auto below = [&](int t) { return _mm256_subs_epu8(_mm256_set1_epi8((char) (127 - t)), y); };
+                const int  far = trellis_double(BITS), more = trellis_triple(BITS);
+                const I    higher = _mm256_add_epi8(y, _mm256_add_epi8(above(far), above(more)));
+                return _mm256_sub_epi8(higher, _mm256_add_epi8(below(far), below(more)));
             }
-            // the magnitudes of trellis.h, in bytes about 128
-            const auto above = [&](int t) { return _mm256_subs_epu8(y, _mm256_set1_epi8((char) (128 + t))); };
-            const auto below = [&](int t) { return _mm256_subs_epu8(_mm256_set1_epi8((char) (127 - t)), y); };
-            const int  far = trellis_double(BITS), more = trellis_triple(BITS);
-            const I    higher = _mm256_add_epi8(y, _mm256_add_epi8(above(far), above(more)));
-            return _mm256_sub_epi8(higher, _mm256_add_epi8(below(far), below(more)));
         }
     }
 

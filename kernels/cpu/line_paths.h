@@ -125,7 +125,7 @@ static inline void levels_of_lines(const typename Isa::I * line, const uint8_t *
     }
 }
 
-// An octet's lines exclusive or'ed with the low bits of those two octets before.
+// An octet's lines exclusive or'ed with the low bits of `two`, the second octet before.
 template <typename Isa, int BITS, int AT = 0>
 static inline void combine_lines(const uint8_t * octet, const uint8_t * two, typename Isa::I * line) {
     if constexpr (AT < BITS) {

@@ -1,4 +1,5 @@
-// tile_bytes.h: conversion of tiles to bytes (tile_codes.h).
+// tile_bytes.h: conversion of tiles to bytes (tile_codes.h). Isa::TilePath<Isa> is RegisterPath<Isa> or LinePath<Isa>
+// (line_paths.h).
 #pragma once
 
 #include "line_paths.h"
@@ -68,7 +69,7 @@ static void path_band(const uint8_t * from, int32_t n, int64_t ahead, Path8<Isa>
     }
 }
 
-// The path of a tile up to some octet.
+// The path of a tile up to some band.
 template <typename Isa> struct RegisterPath {
     Path8<Isa> path;
 

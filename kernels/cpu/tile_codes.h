@@ -5,7 +5,7 @@
 // register of the octet before, so a level needs no other register; at the beginning of a lane it needs the last two
 // octets, moved by a lane.
 //
-// Members of Isa (attend_tiles.h) for this:
+// Members of Isa (attend_tiles.h) for this; with line_paths.h only the last two:
 //   CODE_BIT              bit of a byte at which level() expects codes
 //   OTHER_BITS_ZERO       the other bits must be 0
 //   Before                the required bits of a register's two preceding codes
