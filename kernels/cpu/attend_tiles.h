@@ -188,10 +188,12 @@ template <typename Isa> static void open_step(const Call & call, int64_t cell, u
         }
         const uint8_t * k = opened.k[t] = a.k_tiles + (cell / TILE + t) * a.k_stride;
         const uint8_t * v = opened.v[t] = a.v_tiles + (cell / TILE + t) * a.v_stride;
-        if (call.from_tile) {
-            begin_path<Isa>(*a.k, k, opened.k_path[t]);
-            begin_path<Isa>(*a.v, v, opened.v_path[t]);
-            continue;
+        if constexpr (Isa::FROM_TILE) {
+            if (call.from_tile) {
+                begin_path<Isa>(*a.k, k, opened.k_path[t]);
+                begin_path<Isa>(*a.v, v, opened.v_path[t]);
+                continue;
+            }
         }
         if (call.is_prompt) {
             opened.k[t] = unpack_tile<Isa>(*a.k, k, PREFETCH_TILES * a.k_stride, call.k_bytes + t * a.k->rank * TILE);

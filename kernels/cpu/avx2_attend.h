@@ -12,14 +12,16 @@ namespace subkv::avx2 {
 namespace {
 
 struct Registers : Lanes {
-    static constexpr bool    FROM_TILE       = false;
-    static constexpr int     FROM_TILE_ROWS  = 0;
-    static constexpr int     KEY_ROWS        = 3;
-    static constexpr int32_t ZERO_SHIFT      = 0;
-    static constexpr int     CODE_BIT        = 0;
-    static constexpr bool    OTHER_BITS_ZERO = true;
+    static constexpr bool    FROM_TILE      = false;
+    static constexpr int     FROM_TILE_ROWS = 0;
+    static constexpr int     KEY_ROWS       = 3;
+    static constexpr int32_t ZERO_SHIFT     = 0;
 
     using I = __m256i;
+
+    template <typename Isa> using TilePath = cpu::LinePath<Isa>;
+
+    struct Before {}; // codes before are in their lines
 
     static F keep(F x, uint32_t lanes) {
         const I bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
@@ -68,34 +70,32 @@ struct Registers : Lanes {
 
     static I raise_values(I x, I below) { return _mm256_alignr_epi8(x, _mm256_permute2x128_si256(below, x, 0x21), 8); }
 
-    struct Before {
-        I one, two; // low bits count
-    };
+    static I exclusive_or(I x, I y) { return _mm256_xor_si256(x, y); }
 
-    static I ends(I one, I two) { return _mm256_or_si256(mask(one, 1), mask(_mm256_add_epi8(two, two), 2)); }
+    static constexpr int line_code_bit(int bits) { return bits <= 4 ? 0 : 1; }
 
-    static Before begin(I ends) { return { ends, _mm256_srli_epi16(ends, 1) }; }
-
-    template <int BITS> static I level(I code, Before & before) {
-        const I u   = _mm256_xor_si256(code, mask(before.two, 1));
-        const I one = before.one;
-        before      = { code, one };
-        if constexpr (BITS <= 3) { // index u + 2^BITS x_{t-1} of 16 entries
+    template <int BITS, int LOW> static I level(I code, I line) {
+        if constexpr (BITS <= 3) { // index code + 2^BITS x_{t-1} of 16 entries
             const auto & levels = cpu::BY_CODE_AND_BIT<BITS>.byte;
-            return _mm256_shuffle_epi8(of(levels), _mm256_or_si256(u, mask(_mm256_slli_epi16(one, BITS), 1 << BITS)));
+            return _mm256_shuffle_epi8(of(levels), _mm256_or_si256(code, mask(shift<LOW - BITS>(line), 1 << BITS)));
         } else if constexpr (BITS == 4) {
             const auto & levels = cpu::BY_CODE<BITS>.byte;
-            return _mm256_blendv_epi8(_mm256_shuffle_epi8(of(levels[0]), u), _mm256_shuffle_epi8(of(levels[1]), u),
-                                      _mm256_slli_epi16(one, 7));
-        } else { // the magnitudes of trellis.h, in bytes about 128
-            constexpr int HALF  = 1 << BITS;
-            const I       index = _mm256_or_si256(_mm256_add_epi8(u, u), mask(one, 1));
-            const I       y     = plus_bytes(index, 128 - HALF);
-            const auto    above = [&](int t) { return _mm256_subs_epu8(y, _mm256_set1_epi8((char) (128 + t))); };
-            const auto    below = [&](int t) { return _mm256_subs_epu8(_mm256_set1_epi8((char) (127 - t)), y); };
-            const int     far = trellis_double(BITS), more = trellis_triple(BITS);
-            const I       higher = _mm256_add_epi8(y, _mm256_add_epi8(above(far), above(more)));
-            return _mm256_sub_epi8(higher, _mm256_add_epi8(below(far), below(more)));
+            return _mm256_blendv_epi8(_mm256_shuffle_epi8(of(levels[0]), code),
+                                      _mm256_shuffle_epi8(of(levels[1]), code), shift<LOW - 7>(line));
+        } else {
+            constexpr int HALF = 1 << BITS;
+            const I       y    = plus_bytes(_mm256_or_si256(code, mask(shift<LOW>(line), 1)), 128 - HALF);
+            if constexpr (BITS == 5) { // bytes above 127 as indices give 0
+                const I low  = _mm256_shuffle_epi8(of(cpu::BENDS<BITS>.low), plus_bytes(y, HALF - 16));
+                const I high = _mm256_shuffle_epi8(of(cpu::BENDS<BITS>.high), plus_bytes(y, 144 - HALF));
+                return _mm256_add_epi8(y, _mm256_add_epi8(low, high));
+            } else { // the magnitudes of trellis.h, in bytes about 128
+                const auto above = [&](int t) { return _mm256_subs_epu8(y, _mm256_set1_epi8((char) (128 + t))); };
+                const auto below = [&](int t) { return _mm256_subs_epu8(_mm256_set1_epi8((char) (127 - t)), y); };
+                const int  far = trellis_double(BITS), more = trellis_triple(BITS);
+                const I    higher = _mm256_add_epi8(y, _mm256_add_epi8(above(far), above(more)));
+                return _mm256_sub_epi8(higher, _mm256_add_epi8(below(far), below(more)));
+            }
         }
     }
 

@@ -28,6 +28,8 @@ struct Registers {
     using F = __m512;
     using I = __m512i;
 
+    template <typename Isa> using TilePath = cpu::RegisterPath<Isa>;
+
     static F set(float x) { return _mm512_set1_ps(x); }
 
     static F load(const float * x) { return _mm512_loadu_ps(x); }

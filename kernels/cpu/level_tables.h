@@ -54,9 +54,24 @@ template <int BITS> struct alignas(64) ByCodeAndBit {
     }
 };
 
+// What to add to i - 2^BITS to get level i, for the lowest and the highest 16 indices i; it is 0 for the others.
+template <int BITS> struct alignas(64) Bends {
+    uint8_t low[16] = {}, high[16] = {};
+
+    constexpr Bends() {
+        static_assert(trellis_double(BITS) + 1 >= (1 << BITS) - 16, "other levels have bends");
+        for (int i = 0; i < 16; ++i) {
+            const int last = (2 << BITS) - 16 + i;
+            low[i]         = (uint8_t) (trellis_level(BITS, i) - i + (1 << BITS));
+            high[i]        = (uint8_t) (trellis_level(BITS, last) - last + (1 << BITS));
+        }
+    }
+};
+
 template <int BITS, int N> static constexpr ByIndex<BITS, N>  BY_INDEX        = {};
 template <int BITS, int N> static constexpr ByWindow<BITS, N> BY_WINDOW       = {};
 template <int BITS> static constexpr ByCode<BITS>             BY_CODE         = {};
 template <int BITS> static constexpr ByCodeAndBit<BITS>       BY_CODE_AND_BIT = {};
+template <int BITS> static constexpr Bends<BITS>              BENDS           = {};
 
 } // namespace subkv::cpu

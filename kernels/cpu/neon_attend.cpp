@@ -27,6 +27,8 @@ struct Isa : Floats {
     using I      = int32x4_t;
     using Opened = int8x16_t;
 
+    template <typename Isa> using TilePath = cpu::RegisterPath<Isa>;
+
     struct Sum {
         int32x4_t high, low;
     };

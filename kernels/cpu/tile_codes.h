@@ -5,7 +5,7 @@
 // register of the octet before, so a level needs no other register; at the beginning of a lane it needs the last two
 // octets, moved by a lane.
 //
-// Members of Isa (attend_tiles.h) for this:
+// Members of Isa (attend_tiles.h) for this; with line_paths.h only the last two:
 //   CODE_BIT              bit of a byte at which level() expects codes
 //   OTHER_BITS_ZERO       the other bits must be 0
 //   Before                the required bits of a register's two preceding codes
@@ -23,24 +23,25 @@ namespace subkv::cpu {
 
 constexpr int32_t BYTE_MIDDLE = 128; // half a step above the byte value of 0
 
-// Register RHO of an octet, W of its dwords from the pointer on: a code at bit CODE_BIT of each byte. OTHER_BITS_ZERO:
-// the other bits are 0.
-template <typename Isa, int BITS, int RHO, int CODE_BIT, bool OTHER_BITS_ZERO> static inline typename Isa::I
-codes_of(const uint8_t * octet) {
+// Register RHO of an octet, W of its dwords: a code at bit CODE_BIT of each byte. OTHER_BITS_ZERO: the other bits are 0.
+// line(i): these dwords of the octet's line i
+template <typename Isa, int BITS, int RHO, int CODE_BIT, bool OTHER_BITS_ZERO, typename Line>
+static inline typename Isa::I codes_of(const Line & line) {
     constexpr TileFields f = tile_fields(BITS, RHO);
     constexpr TileField  a = f.field[0], b = f.field[1], c = f.field[2];
-    const auto           part = [&](const TileField & field) { return Isa::bytes(octet + field.line * LINE); };
-    auto                 x    = Isa::template shift<a.shift - a.from - CODE_BIT>(part(a));
+    auto                 x = Isa::template shift<a.shift - a.from - CODE_BIT>(line(a.line));
     if constexpr (OTHER_BITS_ZERO && BITS != 8) {
         x = Isa::mask(x, ((1 << a.width) - 1) << (a.from + CODE_BIT));
     }
     if constexpr (f.n > 1) {
         constexpr int BITS_B = ((1 << b.width) - 1) << (b.from + CODE_BIT);
-        x = Isa::template join<OTHER_BITS_ZERO>(x, Isa::template shift<b.shift - b.from - CODE_BIT>(part(b)), BITS_B);
+        x = Isa::template join<OTHER_BITS_ZERO>(x, Isa::template shift<b.shift - b.from - CODE_BIT>(line(b.line)),
+                                                BITS_B);
     }
     if constexpr (f.n > 2) {
         constexpr int BITS_C = ((1 << c.width) - 1) << (c.from + CODE_BIT);
-        x = Isa::template join<OTHER_BITS_ZERO>(x, Isa::template shift<c.shift - c.from - CODE_BIT>(part(c)), BITS_C);
+        x = Isa::template join<OTHER_BITS_ZERO>(x, Isa::template shift<c.shift - c.from - CODE_BIT>(line(c.line)),
+                                                BITS_C);
     }
     return x;
 }
@@ -57,36 +58,15 @@ template <typename Isa, int BITS, bool PATH> struct FromCodes {
     using Before               = typename Isa::Before;
 
     template <int RHO> static typename Isa::I bytes(const uint8_t * octet, Before & before) {
+        const auto line = [octet](int i) { return Isa::bytes(octet + i * LINE); };
         if constexpr (PATH) {
-            return Isa::template level<BITS>(codes_of<Isa, BITS, RHO, Isa::CODE_BIT, Isa::OTHER_BITS_ZERO>(octet),
+            return Isa::template level<BITS>(codes_of<Isa, BITS, RHO, Isa::CODE_BIT, Isa::OTHER_BITS_ZERO>(line),
                                              before);
         } else {
-            return Isa::plus_bytes(codes_of<Isa, BITS, RHO, 0, true>(octet), BYTE_MIDDLE - (1 << (BITS - 1)));
+            return Isa::plus_bytes(codes_of<Isa, BITS, RHO, 0, true>(line), BYTE_MIDDLE - (1 << (BITS - 1)));
         }
     }
 };
-
-//
-// bands that are not on a path
-//
-
-template <typename Isa, int BITS, int RHO = 0> static inline void unpack_octet(const uint8_t * octet, uint8_t * out) {
-    if constexpr (RHO < 8) {
-        for (int at = 0; at < LINE; at += 4 * Isa::W) {
-            typename Isa::Before none = {};
-            Isa::put_bytes(out + RHO * LINE + at, FromCodes<Isa, BITS, false>::template bytes<RHO>(octet + at, none));
-        }
-        unpack_octet<Isa, BITS, RHO + 1>(octet, out);
-    }
-}
-
-template <typename Isa, int BITS>
-static void unpack_band(const uint8_t * from, int32_t n, int64_t ahead, uint8_t * out) {
-    for (int32_t j = 0; j < n; j += 8, from += BITS * LINE, out += 8 * LINE) {
-        prefetch_octet(from, BITS, ahead);
-        unpack_octet<Isa, BITS>(from, out);
-    }
-}
 
 //
 // paths
@@ -160,43 +140,6 @@ template <typename Isa> static void begin_path(const HeadCodec & codec, const ui
     }
 }
 
-// Registers QUARTER and QUARTER + 4 of a band's octets, which often share a line. The bits of their preceding codes stay
-// in registers.
-template <typename Isa, int BITS, int QUARTER = 0>
-static void path_band(const uint8_t * from, int32_t n, int64_t ahead, Path8<Isa> & path, uint8_t * out) {
-    if constexpr (QUARTER < 4) {
-        constexpr int PARTS = Path8<Isa>::PARTS, REGS_PER_PASS = PARTS < 2 ? PARTS : 2, OTHER = QUARTER + 4;
-        for (int first = 0; first < PARTS; first += REGS_PER_PASS) {
-            typename Isa::Before before[REGS_PER_PASS][2];
-            for (int p = 0; p < REGS_PER_PASS; ++p) {
-                before[p][0] = path.before[first + p][QUARTER];
-                before[p][1] = path.before[first + p][OTHER];
-            }
-            const uint8_t * octet = from + 4 * Isa::W * first;
-            uint8_t *       to    = out + 4 * Isa::W * first;
-            for (int32_t j = 0; j < n; j += 8, octet += BITS * LINE, to += 8 * LINE) {
-                if (QUARTER == 0 && first == 0) {
-                    prefetch_octet(octet, BITS, ahead);
-                }
-#pragma GCC unroll 2
-                for (int p = 0; p < REGS_PER_PASS; ++p) {
-                    using Levels   = FromCodes<Isa, BITS, true>;
-                    const int  at  = 4 * Isa::W * p;
-                    const auto one = Levels::template bytes<QUARTER>(octet + at, before[p][0]);
-                    const auto two = Levels::template bytes<OTHER>(octet + at, before[p][1]);
-                    Isa::put_bytes(to + QUARTER * LINE + at, one);
-                    Isa::put_bytes(to + OTHER * LINE + at, two);
-                }
-            }
-            for (int p = 0; p < REGS_PER_PASS; ++p) {
-                path.before[first + p][QUARTER] = before[p][0];
-                path.before[first + p][OTHER]   = before[p][1];
-            }
-        }
-        path_band<Isa, BITS, QUARTER + 1>(from, n, ahead, path, out);
-    }
-}
-
 //
 // sources of bytes for products
 //
@@ -235,44 +178,5 @@ struct Runs {
         }
     }
 };
-
-// true: the tile already has this format, after its scales.
-static inline bool all_bytes(const HeadCodec & codec) {
-    for (int32_t b = 0; b < codec.n_bands; ++b) {
-        if (codec.bands[b].bits != 8) {
-            return false;
-        }
-    }
-    return true;
-}
-
-// Converts a tile to 8-bit bands: coefficient j's octet at LINE * j of `out`, without 16-bit bands. Returns a pointer to
-// the bytes. ahead: offset of the tile to prefetch.
-template <typename Isa>
-static const uint8_t * unpack_tile(const HeadCodec & codec, const uint8_t * tile, int64_t ahead, uint8_t * out) {
-    if (all_bytes(codec)) {
-        prefetch_octet(tile + LINE, codec.rank, ahead);
-        return tile + LINE;
-    }
-    Path8<Isa> path;
-    if (codec.path != PATH_NONE) {
-        begin_path<Isa>(codec, tile, path);
-    }
-    for (int32_t b = 0; b < codec.n_bands; ++b) {
-        const Band &    band = codec.bands[b];
-        const uint8_t * from = tile + LINE * band.offset;
-        uint8_t *       to   = out + LINE * band.first;
-        if (on_path(codec, band)) {
-#define LEVELS(BITS) path_band<Isa, BITS>(from, band.n, ahead, path, to)
-            SUBKV_BY_PATH_BITS(band.bits, LEVELS)
-#undef LEVELS
-        } else {
-#define UNPACK(BITS) unpack_band<Isa, BITS>(from, band.n, ahead, to)
-            SUBKV_BY_BITS(band.bits, UNPACK)
-#undef UNPACK
-        }
-    }
-    return out;
-}
 
 } // namespace subkv::cpu

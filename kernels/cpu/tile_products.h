@@ -3,7 +3,7 @@
 #pragma once
 
 #include "halves.h"
-#include "tile_codes.h"
+#include "tile_bytes.h"
 
 #include <string.h>
 
