@@ -44,6 +44,7 @@ RUN = [
     "subkv run llama-server -m model.gguf --mmproj mmproj.gguf -c 16384",
     "SUBKV_STORE=~/prompts subkv run llama-server -m model.gguf",
     "subkv run --prepare model.gguf python app.py",
+    "subkv run python app.py",
     "subkv run --prepare models llama-server --models-dir models",
     "subkv env -m model.gguf --format systemd >> app.service.d/subkv.conf",
     "subkv env -m model.gguf --format docker > subkv.list",
@@ -69,6 +70,12 @@ ELSEWHERE = {
     "subkv run python -m llama_cpp.server --model model.gguf --n_ctx 8192": (
         "python/test_clients.py::test_the_server_of_llama_cpp_python"
     ),
+    "subkv run /usr/bin/llama-server -m model.gguf": ("python/test_doors.py::test_another_llama_cpp_loads_the_plugin"),
+    "subkv run /usr/bin/llama-server -m model.gguf -c 32768": (
+        "python/test_doors.py::test_another_llama_cpp_loads_the_plugin"
+    ),
+    "subkv doctor /usr/bin/llama-server": "python/test_doors.py::test_doctor_tells_the_door",
+    'eval "$(subkv env --plugin -m model.gguf)"': "python/test_doors.py::test_env_of_the_plugin",
     "subkv env -m model.gguf --format fish | source": "python/test_run.py::test_fish_quotes",
     "lm_eval run --model local-chat-completions --apply_chat_template --tasks gsm8k "
     "--model_args base_url=http://127.0.0.1:8080/v1/chat/completions": (
@@ -184,8 +191,6 @@ NOT_RUN = {
         "subkv bench -p 512 -n 64 -d 6000",
         "subkv bench -m model.gguf --bases bases.gguf -ctk f16,q8_0,subkv -fa on,off -p 0 -n 16 -d 64,8000",
         'subkv bench -m M.gguf --bases s4.25.gguf -ctk "subkv,subkv+v,subkv+v;gain=100" -p 0 -n 16 -d 4000 -r 8',
-        "subkv convert --bases models/smollm2-135m-instruct.calib.safetensors model.gguf --kv-bits 4.25 --sidecar "
-        "-o side.gguf",
         "subkv convert SmolLM2-135M-Instruct/ --quantize Q4_K_M -f text.txt",
         "python -m research.soak --pid PID --minutes 120",
         "python -m research.load --pid PID",

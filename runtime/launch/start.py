@@ -93,7 +93,7 @@ def _variables(
     variables: dict[str, str] = {}
     models = () if read.ordinary else read.models
     if request.kv_memory is not None and not read.ordinary:
-        request = _with_fitting_budget(program, read, request)
+        request = _with_fitting_budget(program.name, read, request)
     if read.ordinary:
         name = "/".join(dict.fromkeys(read.types))
         for key in () if read.codes_draft else request.flags():

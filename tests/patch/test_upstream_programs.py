@@ -17,6 +17,7 @@ from pathlib import Path
 
 import llama_source as s
 import pytest
+from compiled import preloaded
 from each import each
 
 from subkv.native import library as _lib
@@ -40,11 +41,11 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("SUBKV", "LLAMA"))}
 
 
-def run(path: Path, options: str, *arguments: str) -> str:
+def run(path: Path, options: str, *arguments: str, preload: str = "") -> str:
     """The program's standard output."""
     done = subprocess.run(
         [path, *options.split(), *arguments],
-        env=environment(),
+        env=environment() | ({"LD_PRELOAD": preload} if preload else {}),
         capture_output=True,
         text=True,
         check=False,
@@ -135,11 +136,11 @@ def test_perplexity(demo_model: Path, tmp_path: Path) -> None:
     assert all(1 < value < 100 for value in values)
 
 
-def completion(path: Path, model: Path, cache: str) -> str:
+def completion(path: Path, model: Path, cache: str, preload: str = "") -> str:
     # an f16 that is given is a type of our libllama, which the stock one does not know; it is the default there
     types = "" if cache == "f16" else f"-ctk {cache} -ctv {cache} "
     options = f"-n 16 -c 256 -t 1 --temp 0 --seed 1 -no-cnv {types}-fa on --no-warmup"
-    return run(path, options, "-m", str(model), "-p", PROMPT)
+    return run(path, options, "-m", str(model), "-p", PROMPT, preload=preload)
 
 
 @pytest.fixture(scope="module")
@@ -159,11 +160,18 @@ def on_stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("cache", ["f16", "q8_0"])
-def test_completion_is_stocks(demo_model: Path, on_stock: Callable[[str], Path], cache: str) -> None:
+def test_completion_is_stocks(
+    demo_model: Path, on_stock: Callable[[str], Path], pristine: s.Tree, cache: str, tmp_path: Path
+) -> None:
     ours = completion(program("llama-completion"), demo_model, cache)
     assert PROMPT.strip() in ours
     assert len(ours) > len(PROMPT) + 20
-    assert ours == completion(on_stock("llama-completion"), demo_model, cache)
+    # the stock libllama lacks the function that reads names of types: every name is one of ggml's
+    header = next(data for path, data in pristine.items() if path.endswith("ggml/include/ggml.h")).decode()
+    count = re.findall(r"GGML_TYPE_COUNT\s*=\s*(\d+)", header)[0]
+    source = tmp_path / "types.cpp"
+    source.write_text(f"#include <string>\nint llama_subkv_type(const std::string &) {{ return {count}; }}\n")
+    assert ours == completion(on_stock("llama-completion"), demo_model, cache, preloaded(source, tmp_path))
 
 
 def test_logits_are_stocks(demo_model: Path, on_stock: Callable[[str], Path], tmp_path: Path) -> None:
