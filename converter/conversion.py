@@ -33,7 +33,7 @@ from subkv.format import metadata
 from subkv.format.calibration import read_calibration
 from subkv.native.gguf import SHA256_KEY, write_copy, write_sidecar
 from subkv.plan import pipeline
-from subkv.plan.pipeline import Options, Result, check_plain
+from subkv.plan.pipeline import Options, Result, check_plain, check_plans
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,7 @@ class Conversion:
 
     def _check(self, source: Source) -> None:
         check_plain(source.gguf)
+        check_plans(source.gguf, self.options)
         if self.copies and len(source.files) > 1:
             raise SubkvError(
                 "model",

@@ -20,9 +20,11 @@ from gguf import GGUFValueType as T
 
 from converter.cli import main as convert
 from converter.conversion import convert_file
+from subkv.base.errors import SubkvError
 from subkv.format.calibration import write_calibration
 from subkv.format.metadata import read
 from subkv.plan import datafree
+from subkv.plan.budget import BUDGET_TOLERANCE, same
 from subkv.plan.pipeline import PLANS, Options
 
 Matrix = npt.NDArray[np.float64]
@@ -199,6 +201,34 @@ def test_budget_without_a_plan(path: Path) -> None:
             native.load(path, budget)
 
 
+def test_remedy_keeps_the_plans(tmp_path: Path) -> None:
+    """`convert --plans` replaces them; not every budget or file can have more."""
+    int8 = FILE.keys | {"subkv.codec": (T.STRING, "int8")}
+    for keys, budget, end in (
+        (FILE.keys, 3.0, "found 3; `subkv convert --plans 2,3,3.5` adds it"),
+        (int8, 3.0, "found 3; `subkv convert --kv-bits 3` writes bases with it instead"),
+        (FILE.keys, 65.0, "found 65"),
+    ):
+        assert refused(tmp_path / "a.gguf", keys, budget).endswith(end)
+
+
+def test_nearest_plan(tmp_path: Path) -> None:
+    """Within the planner's tolerance."""
+    near = writer.write(tmp_path / "a.gguf", writer.sealed(FILE.keys | {"subkv.plan.1.budget": (T.FLOAT32, 2.025)}))
+    budgets = [native.load(near, budget).json["budget"] for budget in (2.0, 2.012, 2.013, 2.025, 2.044)]
+    assert budgets == pytest.approx([2.0, 2.0, 2.025, 2.025, 2.025])
+    edge = writer.write(tmp_path / "b.gguf", writer.sealed(FILE.keys))
+    for difference in (-BUDGET_TOLERANCE, BUDGET_TOLERANCE):
+        for factor, is_same in ((0.99, True), (1.01, False)):
+            budget = 3.5 + factor * difference
+            assert same(budget, 3.5) == is_same
+            if is_same:
+                assert native.load(edge, budget).json["budget"] == 3.5
+            else:
+                with pytest.raises(native.MetadataError, match="has a plan, found"):
+                    native.load(edge, budget)
+
+
 @each("key", [key for key in FILE.keys if ".plan.1." in key and "predicted" not in key and "recent" not in key])
 def test_missing_key(key: str, tmp_path: Path) -> None:
     keys = {name: value for name, value in FILE.keys.items() if name != key}
@@ -231,6 +261,7 @@ def factors_of(at: int, value: float) -> str:
 
 K_MATRIX = 2 * D_K  # place of the first matrix
 V_MATRIX = K_MATRIX + 1 + 2 * D_K * D_K
+LEAST_ENCODE = (HEADS * (2 * D_K + 1 + D_K * (2 + D_K) + 1 + D_V * (2 + D_V)) + 2) // 3 * 4  # base64 characters
 
 
 @each(
@@ -254,7 +285,8 @@ V_MATRIX = K_MATRIX + 1 + 2 * D_K * D_K
         ("subkv.plan.1.factors", "=", "expected "),
         ("subkv.plan.1.factors", factors_of(0, -1.0), "gamma"),
         ("subkv.plan.1.factors", factors_of(2, float("nan")), "ratio of band 1"),
-        ("subkv.blk.1.encode", "", "expected at least 64 bytes, found 0"),
+        ("subkv.blk.1.encode", "", f"expected at least {LEAST_ENCODE} base64 characters (as subkv.layout requires)"),
+        ("subkv.blk.1.encode", "A" * (LEAST_ENCODE - 4), f"expected at least {LEAST_ENCODE} base64 characters"),
         ("subkv.blk.1.encode", encode_of(bytearray.pop), "expected at least "),
         ("subkv.blk.1.encode", encode_of(lambda b: b.append(0)), "bytes (as subkv.layout requires)"),
         (
@@ -281,6 +313,19 @@ def test_hostile(key: str, value: Any, reason: str, tmp_path: Path) -> None:
     message = refused(tmp_path / "a.gguf", FILE.keys | {key: (kind, value)}, 3.5)
     assert reason in message
     assert message.startswith(("subkv.plan.", key))
+
+
+def test_matrices_are_not_allocated_before_the_shared_ones_are_seen(tmp_path: Path) -> None:
+    """A plan may have more coefficients than subkv.layout, whose bases the file has in full."""
+    layers = writer.random_layers(1, 64, 576, 8, ((8, 8),), ((8, 8),))
+    spec = [layers[0].spec() | {"k": [[[576, 16]]] * 64}]
+    plan = {name.replace("plan.1.", "plan.0."): FILE.keys[name] for name in FILE.keys if "plan.1." in name}
+    plan["subkv.plan.0.layout"] = (T.STRING, json.dumps({"layers": spec}))
+    factors = np.ones(64 * 3, dtype="<f4").tobytes()
+    plan["subkv.plan.0.factors"] = (T.STRING, base64.b64encode(factors).decode())
+    keys = writer.metadata(layers) | plan | {"subkv.plans": (T.UINT32, 1), "subkv.budget": (T.FLOAT32, 7.0)}
+    message = refused(tmp_path / "a.gguf", keys | {"subkv.blk.0.encode": (T.STRING, "AAAA")}, 3.5)
+    assert message.startswith("subkv.blk.0.encode: expected at least 28") and message.endswith(", found 4")
 
 
 def test_digest_covers_plans(tmp_path: Path) -> None:
@@ -329,6 +374,34 @@ def test_refused_plans(plans: str, sentence: str, tiny_model: Callable[..., Path
     common = ["--bases", str(bases), str(tiny_model("llama")), "-o", str(tmp_path / "m.gguf"), "--kv-bits", "6"]
     result = CliRunner().invoke(convert, [*common, "--bpe-context", "8192", "--plans", plans])
     assert result.exit_code and sentence in result.stderr, result.output
+
+
+def test_requested_plans_near_the_default(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Budgets that a reader tells apart have plans of their own, once."""
+    bases, path = tmp_path / "calib.safetensors", tmp_path / "s.gguf"
+    write_calibration(bases, random_calibration())
+    options = Options(kv_bits=4.25, bpe_context=8192, plans=(4.3, 4.31, 4.26))
+    convert_file(tiny_model("llama"), bases, path, options, sidecar=True)
+    assert [plan["budget"] for plan in read(path)["plans"]] == pytest.approx([4.3])
+    for budget, expected in ((4.3, 4.3), (4.31, 4.3), (4.26, 4.25)):
+        assert native.load(path, budget).json["budget"] == pytest.approx(expected)
+    datafree.sidecar(tiny_model("llama"), path, Options(kv_bits=5.0, bpe_context=8192, plans=(5.05, 5.05, 5.01)))
+    assert [plan["budget"] for plan in read(path)["plans"]] == pytest.approx([5.05])
+
+
+def test_files_with_one_budget_refuse_plans(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    path, bases = tmp_path / "a.gguf", tmp_path / "calib.safetensors"
+    with pytest.raises(SubkvError, match=r"expected none with latent attention \(MLA\), .*, found 3, 5") as e:
+        datafree.sidecar(tiny_model("deepseek2"), path, Options(plans=(3.0, 5.0)))
+    assert e.value.key == "plans"
+    datafree.sidecar(tiny_model("deepseek2"), path)  # the default list
+    assert not read(path)["plans"]
+    write_calibration(bases, random_calibration())
+    common = ["--bases", str(bases), str(tiny_model("llama")), "-y", "-o", str(path), "--codec", "int8"]
+    result = CliRunner().invoke(convert, [*common, "--plans", "3"])
+    assert result.exit_code and "--plans: expected none with codec int8, whose files have one" in result.stderr
+    result = CliRunner().invoke(convert, common)
+    assert result.exit_code == 0, result.output
 
 
 def test_planner_and_reader_derive_the_same_matrices(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

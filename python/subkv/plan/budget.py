@@ -38,6 +38,7 @@ COHERENCE = 20.0
 # Bands of 16 bits are planned from this many bits per element in rows. Their coefficients are halves, which decode more
 # slowly than integers. SmolLM2-135M, KLD with and without: 0.0012 both at 3.5 bits in rows, 0.00003 and 0.00004 at 6.4.
 WIDE_FROM = 6.0
+BUDGET_TOLERANCE = 0.02  # a reader chooses the nearest plan of a file within it (FORMAT.md §3.3)
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,11 @@ def _pooled(importance: F64) -> F64:
             mean, count = (last * n + mean * count) / (n + count), n + count
         blocks.append((mean, count))
     return np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])
+
+
+def same(one: float, other: float) -> bool:
+    """Whether a file's plan for one budget is also that for the other. As plan_of() of libsubkv, in its precision."""
+    return bool(np.abs(np.float32(one) - np.float32(other)) < np.float32(BUDGET_TOLERANCE))
 
 
 def budget_range(heads: Sequence[Head], overhead: Overhead, least: int = 0) -> tuple[Account, Account]:

@@ -30,12 +30,12 @@ from subkv.plan.basis import N_HALVES, FullBasis, band_steps, gains, half, in_by
 from subkv.plan.derived import mixed_ratios, shared_matrix
 from subkv.plan.hadamard import spreading
 from subkv.plan.pipeline import (
-    BUDGET_STEP,
     CALIBRATED_CONTEXT,
     UNCALIBRATED,
     Options,
     Result,
     check_latent,
+    check_plans,
     default_context,
     largest_context,
     recent_bits,
@@ -108,6 +108,7 @@ def plan(base: Base, options: Options) -> Result:
         if field.name not in UNCALIBRATED and getattr(options, field.name) != field.default:
             raise SubkvError(field.name, "expected none with bases from the weights, found one; calibrate first")
     options.window.check()
+    check_plans(base, options)
     kv_bits = KV_BITS if options.kv_bits is None else options.kv_bits
     is_latent = mla.is_latent(base)
     window = options.window.with_defaults(recent_bits=recent_bits(replace(options, kv_bits=kv_bits), is_latent))
@@ -151,10 +152,11 @@ def _plans(
     """Plans for the other budgets that are possible. kv_bits: the file's own. heads: K and V of all heads."""
     if options.plans == ():
         return None
-    narrow, plans = 8 * N_HALVES, []
+    narrow = 8 * N_HALVES
+    plans: list[metadata.Plan] = []
     heads = [replace(head, more_bits=narrow * head.d - 16 * N_HALVES) for head in heads]  # first rows of D in halves
     for budget_ in PLANS if options.plans is None else options.plans:
-        if abs(budget_ - kv_bits) < BUDGET_STEP:
+        if any(budget.same(budget_, other) for other in (kv_bits, *(plan.budget for plan in plans))):
             continue
         window = replace(overhead.window, recent_bits=recent_bits(replace(options, kv_bits=budget_), is_latent=False))
         own = replace(overhead, window=window)

@@ -213,6 +213,14 @@ def check_latent(options: Options) -> None:
         )
 
 
+def check_plans(base: Base, options: Options) -> None:
+    """Reject further budgets for a file that has one."""
+    reason = "latent attention (MLA)" if mla.is_latent(base) else "codec int8" if options.codec == "int8" else None
+    if options.plans and reason is not None:
+        found = ", ".join(f"{value:g}" for value in options.plans)
+        raise SubkvError("plans", f"expected none with {reason}, whose files have one budget, found {found}")
+
+
 def default_context(base: Base) -> int:
     """Default of --bpe-context: the context for which bits per element are computed."""
     trained = base.get(f"{base.get('general.architecture')}.context_length")
@@ -227,6 +235,7 @@ class Fit:
 
     def __init__(self, base: Base, calibration: Calibration, options: Options, progress: bool = False) -> None:
         check_model(base, calibration)
+        check_plans(base, options)
         self.progress, self.latent = progress, mla.is_latent(base)
         if self.latent:
             check_latent(options)
@@ -448,7 +457,7 @@ def _further_plans(fit: Fit, options: Options, kv_bits: float) -> Plans:
         budgets = (*PLANS, *([like] if like is not None and math.isfinite(like) else []))
     plans: list[Plan] = []
     for budget_ in tracked("plans", sorted(budgets), "budget", fit.progress):
-        if any(abs(budget_ - other) < BUDGET_STEP for other in (kv_bits, *(plan.budget for plan in plans))):
+        if any(budget.same(budget_, other) for other in (kv_bits, *(plan.budget for plan in plans))):
             continue
         window = options.window.with_defaults(recent_bits=recent_bits(replace(options, kv_bits=budget_), fit.latent))
         own = fit.with_recent_bits(window.recent_bits)

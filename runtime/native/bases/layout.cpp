@@ -8,6 +8,7 @@
 #include "layout_keys.h"
 #include "plan.h"
 #include "sha256.h"
+#include "variables.h"
 
 #include <algorithm>
 #include <cmath>
@@ -256,27 +257,49 @@ void check_digest(const gguf_context * ctx, const Keys & keys, const Layout & l,
     }
 }
 
-// The index of the plan with this budget; -1: subkv.layout has it. Throws Invalid with the budgets that the file has.
-int plan_of(const Layout & l, float budget) {
-    constexpr float CLOSE = 0.02f; // budgets are planned in steps of 0.05
-    const auto      is    = [&](float other) { return std::fabs(budget - other) < CLOSE; };
-    if (budget == 0.0f || is(l.budget)) {
-        return -1;
-    }
-    std::vector<float> budgets = { l.budget };
-    for (size_t i = 0; i < l.plans.size(); ++i) {
-        if (is(l.plans[i].budget)) {
-            return (int) i;
-        }
-        budgets.push_back(l.plans[i].budget);
-    }
+// The budgets in ascending order. last: what separates the last two.
+std::string listed(std::vector<float> budgets, const char * between, const char * last) {
     std::sort(budgets.begin(), budgets.end());
     std::string list;
     for (size_t i = 0; i < budgets.size(); ++i) {
-        list += (i == 0 ? "" : i + 1 < budgets.size() ? ", " : " or ") + number(budgets[i]);
+        list += (i == 0 ? "" : i + 1 < budgets.size() ? between : last) + number(budgets[i]);
     }
-    throw NoSuchBudget("bits per element: expected " + list + ", for which " + l.path + " has a plan, found " +
-                       number(budget) + "; `subkv convert --plans " + number(budget) + "` adds one");
+    return list;
+}
+
+// How to get a file with this budget too; "": no file has it. --plans replaces all plans of a file.
+std::string remedy(const Layout & l, const std::vector<LayerSpec> & specs, std::vector<float> plans, float budget) {
+    if (!(budget > 0.0f && budget <= MAX_BUDGET)) {
+        return "";
+    }
+    if (l.codec == "int8" || std::any_of(specs.begin(), specs.end(), [](const auto & spec) { return spec.latent(); })) {
+        return "; `subkv convert --kv-bits " + number(budget) + "` writes bases with it instead";
+    }
+    plans.push_back(budget);
+    return plans.size() > MAX_PLANS ? "" : "; `subkv convert --plans " + listed(plans, ",", ",") + "` adds it";
+}
+
+// The index of the plan that is nearest to this budget; -1: subkv.layout is. Throws NoSuchBudget with the budgets that
+// the file has if none is close.
+int plan_of(const Layout & l, const std::vector<LayerSpec> & specs, float budget) {
+    constexpr float    CLOSE    = 0.02f; // BUDGET_TOLERANCE of subkv/plan/budget.py
+    float              distance = std::fabs(budget - l.budget);
+    int                nearest  = -1;
+    std::vector<float> plans;
+    for (size_t i = 0; i < l.plans.size(); ++i) {
+        plans.push_back(l.plans[i].budget);
+        if (std::fabs(budget - plans[i]) < distance) {
+            distance = std::fabs(budget - plans[i]);
+            nearest  = (int) i;
+        }
+    }
+    if (budget == 0.0f || distance < CLOSE) {
+        return budget == 0.0f ? -1 : nearest;
+    }
+    std::vector<float> all = plans;
+    all.push_back(l.budget);
+    throw NoSuchBudget("bits per element: expected " + listed(all, ", ", " or ") + ", for which " + l.path +
+                       " has a plan, found " + number(budget) + remedy(l, specs, plans, budget));
 }
 
 std::shared_ptr<const Layout> read_layout(const char * path, float budget) {
@@ -293,7 +316,7 @@ std::shared_ptr<const Layout> read_layout(const char * path, float budget) {
         const std::string key = basis_key(spec.il);
         base64_decode(key, keys.view(key), bytes, spec.basis_bytes());
     };
-    const int i   = plan_of(*l, budget);
+    const int i   = plan_of(*l, specs, budget);
     Sha256    sha = fingerprint_of_codec(*l, specs);
     if (i < 0) {
         read_bases(specs, stored, *l, sha, "");

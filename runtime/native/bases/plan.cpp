@@ -19,7 +19,6 @@ namespace subkv {
 
 namespace {
 
-constexpr size_t MAX_PLANS   = 16;
 constexpr size_t N_HALVES    = 8; // first rows of D, always in halves
 constexpr int    BYTE_MAX    = 127;
 constexpr double MIN_LARGEST = 1.0 / (1 << 14); // of a row in bytes, so that its step is a normal half
@@ -281,6 +280,21 @@ void write_matrices(const std::string & key, Doubles encode, size_t d, const Hea
     write_halves(key, decode, rank * d, out);
 }
 
+// Every layer has at least the shortest encode matrices, so that sizes which grow with them can be trusted.
+void check_encodes(const Keys & keys, const std::vector<LayerSpec> & specs) {
+    for (const LayerSpec & spec : specs) {
+        const auto        matrix = [](int d) { return 1 + (size_t) d * (size_t) (2 + d); }; // its rows in bytes
+        const auto        d_k = (size_t) spec.d_k, n_head = (size_t) spec.n_head_kv;
+        const size_t      least = base64_length(n_head * (2 * d_k + matrix(spec.d_k) + matrix(spec.d_v)));
+        const std::string key   = encode_key(spec.il);
+        const size_t      found = keys.view(key).size();
+        if (found < least) {
+            refuse(key, "at least " + std::to_string(least) + " base64 characters (as subkv.layout requires)",
+                   std::to_string(found));
+        }
+    }
+}
+
 // Bytes of a layer's gammas and ratios.
 size_t factor_bytes(const LayerSpec & spec) {
     size_t n = 0;
@@ -331,6 +345,7 @@ Plan::Plan(const Keys & keys, size_t i, const std::vector<LayerSpec> & base, Lay
     if (std::any_of(specs_.begin(), specs_.end(), [](const LayerSpec & spec) { return spec.latent(); })) {
         refuse(key, "no latent layer", "one");
     }
+    check_encodes(keys, specs_);
     in_bytes_          = keys.u32(plan_key(i, "decode_in_bytes"), 0, 1) != 0;
     layout.recent_bits = read_recent_bits(keys, plan_key(i, "recent_bits"));
     layout.budget      = layout.plans[i].budget;
@@ -355,14 +370,16 @@ std::vector<std::vector<uint8_t>> Plan::derive() const {
         factors.push_back(factors.back() + factor_bytes(spec));
     }
     std::atomic<size_t>             next{ 0 };
+    std::atomic<bool>               failed{ false };
     std::vector<std::exception_ptr> errors(specs_.size());
     const auto                      work = [&] {
-        for (size_t i = next++; i < specs_.size(); i = next++) {
+        for (size_t i = next++; i < specs_.size() && !failed; i = next++) {
             try {
                 blocks[i].resize(specs_[i].basis_bytes());
                 derive_layer(specs_[i], factors[i], blocks[i].data());
             } catch (...) {
                 errors[i] = std::current_exception();
+                failed    = true;
             }
         }
     };

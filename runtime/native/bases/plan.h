@@ -11,6 +11,8 @@
 
 namespace subkv {
 
+constexpr size_t MAX_PLANS = 16;
+
 // Reads the budgets of the file's layout and of its plans into `layout`.
 void read_budgets(const Keys & keys, Layout & layout);
 
