@@ -16,7 +16,7 @@ from runtime.launch.arguments import AUTO, is_gguf
 from subkv.base.command import group
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.format.window import MAX_RECENT, MAX_SINK, VARIABLES, Window
-from subkv.native.bases import SIDECAR_ENDING
+from subkv.native.bases import SIDECAR_ENDING, check_budget
 from subkv.native.library import LIB_PATH
 from subkv.native.paths import mtmd_variable
 
@@ -42,6 +42,7 @@ class CacheRequest:
             if isinstance(n, int) and n > most:
                 raise CacheError(name, f"expected 0 to {most} tokens, found {n}")
         self.window.check_extras()
+        check_budget(self.kv_bits)
         bits = {} if self.kv_bits is None else {BITS: f"{self.kv_bits:g}"}
         return bits | {VARIABLES[name]: str(value) for name, value in self.window.requested().items()}
 
@@ -132,7 +133,7 @@ def cache_variables(
 
     Raises as prepare() and CacheRequest.variables().
     """
-    variables, kv_bits = request.variables(), kv_bits or request.kv_bits
+    variables, kv_bits = request.variables(), request.kv_bits if kv_bits is None else kv_bits
     if request.bases is not None:
         prepared = [prepare(request.bases, strict=True, bases=request.bases, kv_bits=kv_bits)]
     else:

@@ -21,8 +21,12 @@ from runtime.launch.variables import CacheRequest, cache_variables
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import CacheOptions, choose_cache, parse_cache, with_weight_bases
 from subkv.engine.fitting import memory_size
+from subkv.engine.sidecars import preview
+from subkv.format import metadata
 from subkv.format.metadata import read as described
 from subkv.native.paths import lib_dir
+from subkv.plan import datafree
+from subkv.plan.pipeline import Options
 
 Models = Callable[..., Path]
 TOKENS = list(range(3, 90))
@@ -77,8 +81,11 @@ def test_a_plan_answers_nearly_as_f16(planned: Path) -> None:
     ("options", "key", "reason"),
     [
         ({"kv_bits": 3}, "kv_bits", "expected 4.5, 6 or 8, for which "),
-        ({"kv_bits": -1}, "kv_bits", "expected 4.5, 6 or 8, for which "),
-        ({"kv_cache": "subkv:3.25"}, "kv_bits", "found 3.25; `subkv convert --plans 3.25` adds one"),
+        *(
+            ({"kv_bits": bits}, "kv_bits", f"expected bits per element, more than 0 and at most 64, found {bits:g}")
+            for bits in (-1, 0, 65, float("nan"))
+        ),
+        ({"kv_cache": "subkv:3.25"}, "kv_bits", "found 3.25; `subkv convert --plans 3.25,4.5,6` adds it"),
         ({"kv_cache": "subkv:many"}, "kv_cache", "expected subkv:BITS with bits per element, such as subkv:3"),
         ({"kv_cache": "subkv:"}, "kv_cache", "expected subkv:BITS"),
         ({"kv_cache": "subkv:1e1"}, "kv_cache", "expected subkv:BITS"),
@@ -110,6 +117,28 @@ def test_bases_without_plans(tiny_model: Models, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("SUBKV_BITS", "3")
     with pytest.raises(CacheError, match="for which .* has a plan, found 3"):
         with_weight_bases(model, CacheOptions())
+
+
+def test_bases_of_another_release_without_plans(
+    tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are derived again before a budget is refused, by a preview as well."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = Path(shutil.copy(tiny_model(), tmp_path / "m.gguf"))
+    made = choose_cache(model, CacheOptions("subkv")).layout
+    assert made is not None and made.is_relative_to(tmp_path / "cache")
+    with monkeypatch.context() as patch:
+        patch.setattr(metadata, "generator", lambda: "subkv 0.0.1")
+        datafree.sidecar(model, made, Options())
+    assert preview(model, 5.2)[0].budget == pytest.approx(5.2) and not described(made)["plans"]
+    choice = choose_cache(model, CacheOptions(kv_bits=5.2))
+    assert (choice.layout, choice.budget) == (made, pytest.approx(5.2))
+    assert described(made)["generator"] == metadata.generator()
+    with monkeypatch.context() as patch:
+        patch.setattr(metadata, "generator", lambda: "subkv 0.0.1")
+        datafree.sidecar(model, made, Options())
+    with pytest.raises(CacheError, match=r"expected .*5\.2.* has a plan, found 3"):
+        choose_cache(model, CacheOptions(kv_bits=3))
 
 
 def test_lists_of_caches(planned: Path) -> None:
@@ -145,6 +174,9 @@ def test_variables_of_run(planned: Path) -> None:
     assert variables == {"SUBKV": "auto", "SUBKV_BITS": "4.5"} and "4.49 bits per element" in notes[0]
     with pytest.raises(CacheError, match="expected 4.5, 6 or 8"):
         cache_variables([planned], CacheRequest(kv_bits=5))
+    for models in ([], [planned]):
+        with pytest.raises(CacheError, match="more than 0 and at most 64, found 0"):
+            cache_variables(models, CacheRequest(kv_bits=0))
 
 
 def test_arguments_of_run() -> None:

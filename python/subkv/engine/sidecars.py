@@ -33,10 +33,19 @@ def no_bases_note(found: FoundBases) -> str:
 
 
 def usable(found: FoundBases) -> bool:
-    """Whether a search has found bases. Raises CacheError about `bases` if they cannot be used.
+    """Whether a search has found bases. Raises CacheError about `bases` if they cannot be used, about `kv_bits` if they
+    have no such plan.
 
     Bases from the weights must be of this version: they take seconds to derive.
     """
+    if found.source == WEIGHTS and found.lacks_budget and found.path is not None:
+        try:
+            described = read(found.path)
+        except SubkvError:  # damaged
+            return False
+        if (described["version"], described["generator"]) == (VERSION, generator()):
+            raise CacheError("kv_bits", found.reason)
+        return False
     if found.source == WEIGHTS:
         return not found.reason and (found.version, found.generator) == (VERSION, generator())
     if found.source == NONE or not found.reason:
@@ -57,6 +66,8 @@ def from_weights(model: Path, found: FoundBases | None, kv_bits: float | None = 
     if found is not None and not unstored and not usable(found):
         unstored = _store(model)
         found = find_bases(model, None, WEIGHTS, kv_bits)
+        if not unstored:
+            usable(found)  # raises about kv_bits
     if found is not None and found.path is not None and found.note and not unstored:
         return Sidecar(found.path, f"{found.note}; -ctk f16 uses none; {_gain(model)}", budget=found.budget)
     path = _temporary.derived(model)

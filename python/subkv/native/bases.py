@@ -28,11 +28,19 @@ def budget_of(text: str) -> float | None:
     return bits if 0.0 < bits <= MAX_BUDGET else None
 
 
+def check_budget(kv_bits: float | None) -> None:
+    """Reject impossible bits per element. Raises CacheError about `kv_bits`."""
+    if kv_bits is not None and not 0.0 < kv_bits <= MAX_BUDGET:
+        raise CacheError(
+            "kv_bits", f"expected bits per element, more than 0 and at most {MAX_BUDGET:g}, found {kv_bits:g}"
+        )
+
+
 @dataclass(frozen=True)
 class FoundBases:
     """subkv_bases. path: None if no place has any. note: one line for the user; size: a part of it; "" if unusable.
 
-    budget: in bits per element, for Layout().
+    budget: in bits per element, for Layout(). lacks_budget: stored bases from the weights have no such plan.
     """
 
     source: int
@@ -44,13 +52,16 @@ class FoundBases:
     generator: str
     is_unavailable: bool
     budget: float
+    lacks_budget: bool
 
 
 def find_bases(model: Path, named: Path | None, last: int, kv_bits: float | None = None) -> FoundBases:
     """Find the bases of a model, from the first place up to `last`. kv_bits None: those of SUBKV_BITS, or the file's.
 
-    Raises ModelFileError about `model`, and CacheError about `kv_bits` (or SUBKV_BITS) if the bases have no such plan.
+    Raises ModelFileError about `model`, and CacheError about `kv_bits` (or SUBKV_BITS) if the bases have no such plan,
+    unless they are those of WEIGHTS, which may have one after they are derived again.
     """
+    check_budget(kv_bits)
     from subkv.native.binding import captured_log  # loads the native libraries: not for a --help
 
     lib = library.load()
@@ -60,8 +71,10 @@ def find_bases(model: Path, named: Path | None, last: int, kv_bits: float | None
         raise ModelFileError("model", library.last_error())
     try:
         seen = found.contents
+        reason = os.fsdecode(seen.reason)
         if seen.lacks_budget:
-            key, _, reason = os.fsdecode(seen.reason).partition(": ")
+            key, _, reason = reason.partition(": ")
+        if seen.lacks_budget and seen.source != WEIGHTS:
             raise CacheError(key if key.isupper() else "kv_bits", reason)
         return FoundBases(
             seen.source,
@@ -69,10 +82,11 @@ def find_bases(model: Path, named: Path | None, last: int, kv_bits: float | None
             Path(os.fsdecode(seen.path)) if seen.path else None,
             f"bases: {os.fsdecode(seen.words)}" if seen.words else "",
             os.fsdecode(seen.size),
-            os.fsdecode(seen.reason),
+            reason,
             os.fsdecode(seen.generator),
             bool(seen.unavailable),
             float(seen.budget),
+            bool(seen.lacks_budget),
         )
     finally:
         lib.subkv_bases_free(found)
