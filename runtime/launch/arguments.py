@@ -6,7 +6,7 @@ The program gets its arguments as they are; it chooses the cache of each context
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,6 +66,11 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
+def _first_budget(types: Iterable[str]) -> float | None:
+    bits = (budget_of(name.partition(":")[2]) for name in types if is_coded(name))
+    return next((budget for budget in bits if budget is not None), None)
+
+
 @dataclass(frozen=True)
 class ProgramArguments:
     """The models and the cache types that a command line and its environment name.
@@ -109,8 +114,12 @@ class ProgramArguments:
     @property
     def budget(self) -> float | None:
         """The bits of the first cache type subkv:BITS."""
-        bits = (budget_of(name.partition(":")[2]) for name in self.types if is_coded(name))
-        return next((budget for budget in bits if budget is not None), None)
+        return _first_budget(self.types)
+
+    @property
+    def draft_budget(self) -> float | None:
+        """The same of the draft model."""
+        return _first_budget(self.draft_types)
 
     @property
     def ordinary(self) -> bool:

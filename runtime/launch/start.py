@@ -14,6 +14,7 @@ from runtime.launch.variables import prepare as prepare_model
 from subkv.base.errors import CacheError, SubkvError, concerning
 
 SERVER_SLOTS = 4  # of llama-server without -np, in one context
+FITTED = ("llama-server", "llama-cli", "llama-completion", "llama-mtmd-cli")  # -c is the size of their one context
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,10 @@ def _prepare_others(paths: Sequence[Path]) -> None:
 
 def _with_fitting_budget(program: str, read: ProgramArguments, request: CacheRequest) -> CacheRequest:
     """The request with the budget that fits in its memory; logs it to stderr. Raises CacheError about `kv_memory`."""
+    if program_name(program) not in FITTED:
+        raise CacheError("kv_memory", f"expected one of {', '.join(FITTED)}, found {program_name(program)}")
+    if read.ordinary:
+        raise CacheError("kv_memory", f"expected a coefficient cache (-ctk subkv), found {'/'.join(read.types)}")
     if len(read.models) != 1 or not read.n_ctx:
         found = f"{len(read.models)} models" if len(read.models) != 1 else "no context size"
         raise CacheError("kv_memory", f"expected -m with one model and -c with its context size, found {found}")
@@ -92,7 +97,7 @@ def _variables(
     by_plugin = program.door.plugin is not None  # which cannot look beside the model's file
     variables: dict[str, str] = {}
     models = () if read.ordinary else read.models
-    if request.kv_memory is not None and not read.ordinary:
+    if request.kv_memory is not None:
         request = _with_fitting_budget(program.name, read, request)
     if read.ordinary:
         name = "/".join(dict.fromkeys(read.types))
@@ -112,7 +117,8 @@ def _variables(
     for model in ([read.draft] if read.draft else read.models) if read.codes_draft else []:
         with concerning(model="-md", model_path="-md", kv_cache="-ctkd"):
             strict_draft = any(is_coded(name) for name in read.draft_types)
-            options.note(f"draft {model.name}: {prepare_model(model, strict_draft).note}")
+            kv_bits = read.draft_budget or request.kv_bits
+            options.note(f"draft {model.name}: {prepare_model(model, strict_draft, kv_bits=kv_bits).note}")
     return variables
 
 

@@ -221,7 +221,7 @@ FAULTS = [
     ),
     Fault(
         "gain of the mean",
-        "runtime/native/engine/node_shift.cpp",
+        "runtime/native/engine/read_rows.cpp",
         "(x[i] - of_mean) / gamma + of_mean",
         "(x[i] - 0.0f * of_mean) / gamma",
         SHIFT,
@@ -425,7 +425,7 @@ FAULTS = [
     Fault(
         "plans without the gains of quantizers",
         "runtime/native/bases/plan.cpp",
-        "value /= gain(spec.bands[b].bits)",
+        "value /= gain(bits)",
         "value /= 1.0",
         PLANS,
     ),

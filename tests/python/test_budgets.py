@@ -15,8 +15,9 @@ from each import each
 import subkv
 from converter.cli import main as convert
 from runtime.launch.arguments import read
+from runtime.launch.doors import Door
 from runtime.launch.programs import ENDING
-from runtime.launch.start import _variables
+from runtime.launch.start import Program, _variables
 from runtime.launch.variables import CacheRequest, cache_variables
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import CacheOptions, choose_cache, parse_cache, with_weight_bases
@@ -256,9 +257,10 @@ def test_memory_and_other_options(planned: Path) -> None:
 def test_memory_of_a_program(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`subkv run --kv-memory` sets SUBKV_BITS for the program's context."""
 
-    def variables(*arguments: str, memory: str = "1GiB") -> dict[str, str]:
-        given = read("llama-server", ["-m", str(planned), *arguments], {}, ["f16"])
-        return _variables("llama-server", given, CacheRequest(kv_memory=memory), False, False)
+    def variables(*arguments: str, memory: str = "1GiB", name: str = "llama-server") -> dict[str, str]:
+        given = read(name, ["-m", str(planned), *arguments], {}, ["f16"])
+        program = Program(name, Path(name), {}, Door(None, ""))
+        return _variables(program, given, CacheRequest(kv_memory=memory), False, False)
 
     assert variables("-c", "256")["SUBKV_BITS"] == "8"
     assert "KV memory: 8 bits per element, " in capsys.readouterr().err
@@ -267,6 +269,10 @@ def test_memory_of_a_program(planned: Path, capsys: pytest.CaptureFixture[str]) 
         variables()
     with pytest.raises(CacheError, match="expected either it or bits per element"):
         variables("-c", "256", "-ctk", "subkv:6")
+    with pytest.raises(CacheError, match=r"expected a coefficient cache \(-ctk subkv\), found f16"):
+        variables("-c", "256", "-ctk", "f16", "-ctv", "f16", "-md", str(planned), "-ctkd", "subkv")
+    with pytest.raises(CacheError, match="expected one of llama-server, .*, found llama-perplexity"):
+        variables("-c", "256", name="llama-perplexity")
 
 
 def test_lists_of_llama_bench(planned: Path) -> None:

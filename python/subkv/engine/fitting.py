@@ -16,7 +16,7 @@ from subkv.format.layout import Layout
 from subkv.format.metadata import predicted_of, read_predicted
 
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-GRANULE = 256  # llama.cpp rounds contexts up to a multiple of it
+GRANULE = 256  # llama.cpp rounds the cells of a sequence, or of all if they share them, up to a multiple of it
 
 
 def memory_size(value: str | int) -> int:
@@ -69,7 +69,8 @@ def fitted(path: Path, choice: CacheChoice, params: Any, n_bytes: int) -> tuple[
             return plan.choice.budget, _line(plan, n_ctx, n_bytes)
         smallest = plan
     assert smallest is not None
-    longest = (n_bytes - smallest.fixed) * n_ctx // (smallest.n_bytes - smallest.fixed) // GRANULE * GRANULE
+    granule = GRANULE * (1 if params.kv_unified else max(1, params.n_seq_max))
+    longest = (n_bytes - smallest.fixed) * n_ctx // (smallest.n_bytes - smallest.fixed) // granule * granule
     remedy = f"; -c {longest} would fit" if longest > 0 else "; the exact window and the bases alone take more"
     raise CacheError(
         "kv_memory",
