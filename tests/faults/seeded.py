@@ -432,8 +432,8 @@ FAULTS = [
     Fault(
         "a plan of another budget",
         "runtime/native/bases/layout.cpp",
-        "std::fabs(budget - other) < CLOSE",
-        "budget > 0.0f",
+        "distance < CLOSE",
+        "distance < 64 * CLOSE",
         PLANS,
     ),
     Fault(
