@@ -202,6 +202,26 @@ def test_random_calls_equal_f16(seed: int, windows: int, tmp_path: Path, model: 
         assert np.abs(found - expected).max() < 0.02 * expected.std(), i
 
 
+RESTORED = [["save", 0], ["clear"], ["load", 0]]
+OVER_RESTORED = [decode(tokens(30, 5, 0, 1)), ["save", 1], ["rm", 1, -1, -1], ["load", 1], ["rm", 1, -1, -1]]
+AFTER_STATES = {
+    "a shift": ({}, [*RESTORED, ["rm", 0, 4, 24], ["add", 0, 24, 90, -20], decode(tokens(20, 3, 70))]),
+    "a hole": (UNIFIED, [*RESTORED, ["rm", 0, 4, 24], decode(MORE[:9], tokens(9, 4, 0, 1)), decode(MORE[9:])]),
+    "a copied stream": (STREAMS, [*OVER_RESTORED, ["cp", 0, 1, -1, -1], decode(MORE, tokens(20, 4, 90, 1))]),
+}
+
+
+@each("name", AFTER_STATES)
+def test_restored_rows_that_change_before_a_decode(name: str, tmp_path: Path, model: Path) -> None:
+    """With exact codes, the state's exact rows must not replace later ones."""
+    exact = write_bases(tmp_path / "exact.gguf", model, bits=16)
+    params, calls = AFTER_STATES[name]
+    coded, f16 = (run(tmp_path, model, subkv, decode(TEXT), *calls, **params) for subkv in (exact, "off"))
+    assert len(coded.logits) == len(f16.logits) and not coded.facts["failed"]
+    for expected, found in zip(f16.logits, coded.logits, strict=True):
+        assert np.abs(found - expected).max() < 0.02 * expected.std()
+
+
 def test_a_restored_state_continues(tmp_path: Path, model: Path, bases: Path) -> None:
     """Its rows are f16's. They are coded again; the last ones become exact once their positions are known."""
     whole = run(tmp_path, model, bases, decode(TEXT), decode(MORE))
@@ -227,7 +247,8 @@ def test_more_sequences_than_windows_read_codes(tmp_path: Path, model: Path, bas
 def test_codes_take_less_memory(tmp_path: Path, model: Path, bases: Path) -> None:
     """The address space of an f16 cache is reserved, and takes no memory."""
     coded, f16 = (run(tmp_path, model, subkv, decode(TEXT), n_ctx=65536) for subkv in (bases, "off"))
-    match = re.search(r"([\d.]+) MiB \(f16: ([\d.]+)\), [\d.]+ MiB for each further sequence, 2 layers", coded.said)
+    sizes = r"([\d.]+) MiB \(f16: ([\d.]+)\): [\d.]+x smaller than f16, [\d.]+x than q8_0, "
+    match = re.search(sizes + r"[\d.]+ MiB for each further sequence, 2 layers", coded.said)
     assert match and float(match[1]) < 0.6 * float(match[2]) == 0.6 * 32
     assert coded.facts["rss"] < f16.facts["rss"] + (4 << 20)
 

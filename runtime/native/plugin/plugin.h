@@ -111,6 +111,8 @@ public:
     ggml_tensor * rows(int32_t il, bool value) const; // I8 [row_bytes, n_cells, n_stream]
     // The exact rows of restored cells go to the window, as soon as tokens show the positions.
     void adopt_restored(const std::vector<GraphToken> & tokens, const ggml_tensor * mask);
+    // Before cells move: restored ones are read through their codes, which rotate.
+    void forget_restored() { restored_.clear(); }
 
     // Bytes of a tensor as llama.cpp sees them.
     void get(const ggml_tensor * t, void * data, size_t offset, size_t size) const;
@@ -136,6 +138,8 @@ private:
     Part       part(const ggml_tensor * t, size_t offset, size_t size) const;
     void       set_rows(const Part & part, const uint16_t * rows);
     void       code(ggml_cgraph * graph, const GraphUse & use);
+    void       uncode();             // as before code()
+    void       release_rows() const; // the memory of f16 rows whose layers are coded
     void       report() const;
 
     uint8_t *                                  base_;
