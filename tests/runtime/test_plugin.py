@@ -304,6 +304,21 @@ def test_layers_elsewhere_keep_f16(layers: int, tmp_path: Path, model: Path, bas
         assert np.array_equal(expected, logits)
 
 
+def test_bases_for_both_halves_of_a_cache(tmp_path: Path, tiny_model: Models) -> None:
+    """Such a cache stays f16; whose bases these are, only the whole graph shows."""
+    model, other = tiny_model("gemma2"), tiny_model("gemma2", seed=5)
+    entry = store.entry(model)
+    entry.prepare()
+    path = write_bases(stored_path(model, entry.content, STORED), model, n_layer=4)
+    for setting in ("subkv", "auto", path):
+        found = run(tmp_path, model, setting, decode(TEXT))
+        assert found.said.count(f"ordinary f16 K/V cache: this cache does not have all layers of {path}") == 2
+        assert np.array_equal(found.logits[0], run(tmp_path, model, "off", decode(TEXT)).logits[0])
+    refused = run(tmp_path, other, "subkv", decode(TEXT))
+    assert not refused.facts["context"] or refused.facts["failed"]
+    assert "SUBKV=subkv: no bases for this model in " in refused.said
+
+
 def test_a_killed_program_loses_nothing(tmp_path: Path, model: Path, bases: Path) -> None:
     before = bases.read_bytes()
     calls = [decode(TEXT), *[decode([[9, 90 + i, 0]]) for i in range(150)]]

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <set>
 
 namespace subkv::plugin {
@@ -127,10 +128,12 @@ const ggml_tensor * GraphWeights::find(const std::string & name) const {
     return it == found_.end() ? nullptr : it->second;
 }
 
-ModelBases find_model_bases(const GraphWeights & weights, const std::function<bool(int32_t il)> & has_layer) {
+std::optional<ModelBases> find_model_bases(const GraphWeights & weights, bool all,
+                                           const std::function<bool(int32_t il)> & has_layer) {
     const std::string value = setting();
     const Known &     known = Known::get();
 
+    const auto part = [](const std::string & path) { return "this cache does not have all layers of " + path; };
     const auto fits = [&](const StoredBases & bases) {
         return has_layer(bases.first_layer) && has_layer(bases.last_layer);
     };
@@ -141,7 +144,7 @@ ModelBases find_model_bases(const GraphWeights & weights, const std::function<bo
     }
     if (names_file(value)) {
         if (!fits(known.named)) {
-            return { nullptr, value + " has no bases for these layers", false };
+            return ModelBases{ nullptr, part(value), false };
         }
         const bool        first  = owner.empty();
         const std::string digest = digest_of(weights, known.named);
@@ -161,13 +164,24 @@ ModelBases find_model_bases(const GraphWeights & weights, const std::function<bo
             return found;
         }
     }
-    const bool required = value == "subkv" && owner.empty();
+    const bool  required = value == "subkv" && owner.empty();
+    std::string partly; // bases of this model, whose layers several caches have
+    bool        later = false;
     for (const StoredBases & bases : known.stored) {
         const std::string digest = digest_of(weights, bases);
-        if (fits(bases) && !digest.empty() && digest == bases.weights) {
+        const bool        same   = !digest.empty() && digest == bases.weights;
+        if (same && fits(bases)) {
             owner = required ? digest : owner;
             return loaded(bases.path, required);
         }
+        partly = same && partly.empty() ? bases.path : partly;
+        later  = later || (!all && !fits(bases));
+    }
+    if (!partly.empty()) {
+        return ModelBases{ nullptr, part(partly), false };
+    }
+    if (later) {
+        return std::nullopt;
     }
     const std::string why = known.stored_why.empty() ?
                                 "no bases for this model in " + std::string(subkv_sidecar_folder()) +
@@ -176,7 +190,7 @@ ModelBases find_model_bases(const GraphWeights & weights, const std::function<bo
     if (required) {
         throw Invalid("SUBKV=subkv: " + why);
     }
-    return { nullptr, why, false };
+    return ModelBases{ nullptr, why, false };
 }
 
 } // namespace subkv::plugin

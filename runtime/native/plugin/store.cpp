@@ -185,37 +185,37 @@ ggml_tensor * Store::rows(int32_t il, bool value) const {
 
 void Store::check(const ggml_tensor * node) {
     const CacheTensor * of = find(root_of(node));
-    if (decided_ || checked_ || !of || is_off()) {
+    if (decided_ || asked_ || !of || is_off()) {
         return;
     }
     weights_.add(node);
     const auto later = [&](const auto & entry) { return entry.second.il > of->il; };
     if (!of->value && std::none_of(tensors_.begin(), tensors_.end(), later)) { // all others have been seen
-        bases_   = find_bases();
-        checked_ = true;
+        checked_ = find_bases(false);
+        asked_   = true;
     }
 }
 
-ModelBases Store::find_bases() const {
-    return find_model_bases(weights_, [this](int32_t il) {
+bool Store::find_bases(bool all) {
+    auto found = find_model_bases(weights_, all, [this](int32_t il) {
         return std::any_of(tensors_.begin(), tensors_.end(), [&](const auto & entry) { return entry.second.il == il; });
     });
+    if (found) {
+        bases_ = std::move(*found);
+    }
+    return found.has_value();
 }
 
 void Store::decide(ggml_cgraph * graph, const GraphUse & use) {
     if (use.layers.empty()) { // a shift
         return;
     }
-    if (!checked_) {
-        for (const LayerUse & layer : use.layers) {
-            for (const int set : { layer.set_k, layer.set_v }) {
-                if (set >= 0) {
-                    weights_.add(ggml_graph_node(graph, set));
-                }
-            }
+    if (!checked_ && !is_off()) {
+        weights_ = {};
+        for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+            weights_.add(ggml_graph_node(graph, i));
         }
-        bases_   = is_off() ? ModelBases{ nullptr, "", false } : find_bases();
-        checked_ = true;
+        checked_ = find_bases(true);
     }
     weights_ = {};
     if (bases_.layout) {
