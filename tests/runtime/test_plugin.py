@@ -283,6 +283,22 @@ def test_the_cache_folder_is_searched_by_weights(tmp_path: Path, model: Path) ->
     assert f"bases: of {path}, " in run(tmp_path, model, "subkv", decode(TEXT)).said
 
 
+def test_layers_without_bases_keep_rows(tmp_path: Path, tiny_model: Models) -> None:
+    """Layers of one buffer, coded and f16, also in a state that the context restores before it computes."""
+    model = tiny_model(n_layer=3)
+    layers = [(il, 2, 32, 32) for il in (0, 2)]
+    options = {"arch": "llama", "block_count": 3, "n_recent": N_RECENT}
+    engine.SUBKV.subkv_layout_free(
+        engine.signed_permutations(layers, [(32, 16)], [(32, 16)], path=tmp_path / "bases.gguf", **options)
+    )
+    state = str(tmp_path / "state")
+    before = run(tmp_path, model, "off", decode(TEXT), ["save", 0, state], decode(MORE))
+    for calls in ([["load", 0, state], decode(MORE)], [decode(TEXT), decode(MORE)]):
+        found = run(tmp_path, model, tmp_path / "bases.gguf", *calls, n_ctx=4096)
+        assert "coded K/V cache" in found.said and ", 2 layers; " in found.said
+        assert np.abs(found.logits[-1] - before.logits[-1]).max() < 0.02 * before.logits[-1].std()
+
+
 @each("damage", ["truncated", "no GGUF", "missing", "no layout"])
 def test_files_that_are_refused(damage: str, tmp_path: Path, model: Path, bases: Path) -> None:
     path = tmp_path / "damaged.gguf"
@@ -315,8 +331,8 @@ def test_bases_for_both_halves_of_a_cache(tmp_path: Path, tiny_model: Models) ->
         assert found.said.count(f"ordinary f16 K/V cache: this cache does not have all layers of {path}") == 2
         assert np.array_equal(found.logits[0], run(tmp_path, model, "off", decode(TEXT)).logits[0])
     refused = run(tmp_path, other, "subkv", decode(TEXT))
-    assert not refused.facts["context"] or refused.facts["failed"]
-    assert "SUBKV=subkv: no bases for this model in " in refused.said
+    assert refused.facts["failed"] and "SUBKV=subkv: no bases for this model in " in refused.said
+    assert not run(tmp_path, tiny_model(), "subkv", decode(TEXT)).facts["context"]
 
 
 def test_a_killed_program_loses_nothing(tmp_path: Path, model: Path, bases: Path) -> None:

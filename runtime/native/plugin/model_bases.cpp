@@ -87,6 +87,22 @@ std::string digest_of(const GraphWeights & weights, const StoredBases & bases) {
     return digest.hex();
 }
 
+// Do other caches have layers between those of this one? So it is with the halves of a cache with sliding windows.
+bool has_gaps(const std::function<bool(int32_t il)> & has_layer) {
+    bool some = false, gap = false;
+    for (int32_t il = 0; il < MAX_LAYERS; ++il) {
+        if (has_layer(il)) {
+            if (gap) {
+                return true;
+            }
+            some = true;
+        } else {
+            gap = some;
+        }
+    }
+    return false;
+}
+
 // The model that the value of SUBKV belongs to: its digest for those bases.
 std::mutex  owner_mutex;
 std::string owner;
@@ -175,7 +191,7 @@ std::optional<ModelBases> find_model_bases(const GraphWeights & weights, bool al
             return loaded(bases.path, required);
         }
         partly = same && partly.empty() ? bases.path : partly;
-        later  = later || (!all && !fits(bases));
+        later  = later || (!all && !fits(bases) && has_gaps(has_layer));
     }
     if (!partly.empty()) {
         return ModelBases{ nullptr, part(partly), false };
