@@ -16,9 +16,11 @@ import engine
 import numpy as np
 import numpy.typing as npt
 import pytest
+import virtual
 from each import each
 from format import writer
 from gguf import GGUFValueType
+from guarantees import bases as bases_of
 from test_variants import shape_of
 
 from subkv.format import store
@@ -354,6 +356,24 @@ def test_without_flash_attention(tmp_path: Path, model: Path, bases: Path) -> No
     ordinary = run(tmp_path, model, "auto", decode(TEXT), flash_attn_type=0)
     assert "ordinary f16 K/V cache: flash attention is off" in ordinary.said
     assert np.array_equal(ordinary.logits[0], run(tmp_path, model, "off", decode(TEXT), flash_attn_type=0).logits[0])
+
+
+def test_masks_that_a_graph_computes(tmp_path: Path) -> None:
+    """Sparse attention reads chosen cells, and a backend sees no input with the mask."""
+    model, n_chosen = tmp_path / "model.gguf", {"attention.indexer.top_k": 16}
+    with virtual.model("deepseek32", **n_chosen) as made:
+        engine.SUBKV.subkv_layout_free(bases_of(made, tmp_path, 16))
+        engine.C.llama_model_save_to_file(made.handle, str(model).encode())
+        last, n_vocab = int(made.keys["block_count"]) - 1, made.n_vocab
+    entry = store.entry(model)
+    entry.prepare()
+    keys = {WEIGHTS_KEY: (GGUFValueType.STRING, model_weights(model, 0, last))}
+    path = stored_path(model, entry.content, STORED)
+    writer.write(path, writer.sealed(writer.read(tmp_path / "16.gguf") | keys))
+    text = ["decode", [[7 * i % n_vocab, i, 0] for i in range(60)]]
+    found = run(tmp_path, model, "auto", text)
+    assert "ordinary f16 K/V cache: this model's graph computes masks of its layers" in found.said
+    assert np.array_equal(found.logits[0], run(tmp_path, model, "off", text).logits[0])
 
 
 def test_the_patched_library_refuses_it(
