@@ -289,10 +289,16 @@ def test_layers_without_bases_keep_rows(tmp_path: Path, tiny_model: Models) -> N
     """Layers of one buffer, coded and f16, also in a state that the context restores before it computes."""
     model = tiny_model(n_layer=3)
     layers = [(il, 2, 32, 32) for il in (0, 2)]
-    options = {"arch": "llama", "block_count": 3, "n_recent": N_RECENT}
-    engine.SUBKV.subkv_layout_free(
-        engine.signed_permutations(layers, [(32, 16)], [(32, 16)], path=tmp_path / "bases.gguf", **options)
+    layout = engine.signed_permutations(
+        layers,
+        [(32, 16)],
+        [(32, 16)],
+        arch="llama",
+        block_count=3,
+        path=tmp_path / "bases.gguf",
+        n_recent=N_RECENT,
     )
+    engine.SUBKV.subkv_layout_free(layout)
     state = str(tmp_path / "state")
     before = run(tmp_path, model, "off", decode(TEXT), ["save", 0, state], decode(MORE))
     for calls in ([["load", 0, state], decode(MORE)], [decode(TEXT), decode(MORE)]):
