@@ -206,7 +206,7 @@ def test_random_calls_equal_f16(seed: int, windows: int, tmp_path: Path, model: 
 
 RESTORED = [["save", 0], ["clear"], ["load", 0]]
 OVER_RESTORED = [decode(tokens(30, 5, 0, 1)), ["save", 1], ["rm", 1, -1, -1], ["load", 1], ["rm", 1, -1, -1]]
-AFTER_STATES = {
+AFTER_STATES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "a shift": ({}, [*RESTORED, ["rm", 0, 4, 24], ["add", 0, 24, 90, -20], decode(tokens(20, 3, 70))]),
     "a hole": (UNIFIED, [*RESTORED, ["rm", 0, 4, 24], decode(MORE[:9], tokens(9, 4, 0, 1)), decode(MORE[9:])]),
     "a copied stream": (STREAMS, [*OVER_RESTORED, ["cp", 0, 1, -1, -1], decode(MORE, tokens(20, 4, 90, 1))]),
