@@ -54,8 +54,12 @@ def choose_door(
     """
     if not programs.other_llama_cpp(program, path, libraries, with_libraries):
         return Door(None, f"finds our libraries in {libraries}")
-    other = programs.other_llama_cpp(program, path, libraries, environment)
-    reason = _missing(path, libraries, environment)
+    listed = programs.listed_libraries(path, environment)
+    if listed is None:
+        other, reason = "does not start", "a shared library that it needs is missing"
+    else:
+        other = programs.other_llama_cpp(program, path, libraries, environment)
+        reason = _missing(listed, libraries)
     if not reason:
         return Door(plugin_file(libraries), f"{other}, whose ggml loads the plug-in")
     remedy = f"; {programs.INSTALL}" if is_llama_cpp_program(program) else ""
@@ -66,9 +70,8 @@ def choose_door(
     )
 
 
-def _missing(path: Path, libraries: Path, environment: Mapping[str, str]) -> str:
-    """Why the ggml of a program cannot load the plug-in; "": it can."""
-    listed = programs.listed_libraries(path, environment) or ""
+def _missing(listed: str, libraries: Path) -> str:
+    """Why the ggml of a program that has these libraries cannot load the plug-in; "": it can."""
     base, registry = (programs.library_in(listed, name) for name in ("libggml-base", "libggml"))
     if base is None or registry is None:
         return "its ggml is no shared library"

@@ -78,6 +78,14 @@ def test_programs_without_a_door(how: str, sentence: str, tmp_path: Path) -> Non
     assert sentence in at.value.reason and "pip install ." in at.value.reason
 
 
+def test_a_program_that_lacks_a_library(tmp_path: Path) -> None:
+    program = another(tmp_path)
+    (tmp_path / "libggml.so").unlink()  # the linker finds ours only if it looks there
+    with pytest.raises(SubkvError) as at:
+        start.find_program(str(program), dict(os.environ))
+    assert f"found {program}, which does not start: a shared library that it needs is missing; " in at.value.reason
+
+
 def test_serve_needs_our_libraries(tmp_path: Path) -> None:
     with pytest.raises(SubkvError, match="expected a program that loads "):
         start.find_program(str(another(tmp_path)), dict(os.environ), ours=True)

@@ -8,7 +8,7 @@ the end. layers: n_gpu_layers. The calls:
 
     ["decode", [[token, position, sequence], ...]]   appends the logits of all tokens
     ["rm", seq, p0, p1]  ["cp", src, dst, p0, p1]  ["add", seq, p0, p1, by]  ["clear"]
-    ["save", seq]  ["load", seq]                     a sequence's state
+    ["save", seq]  ["load", seq]                     a sequence's state; with a third element: in this file
 """
 
 from __future__ import annotations
@@ -71,8 +71,11 @@ def main() -> None:
         elif name == "save":
             states[of[0]] = (ctypes.c_uint8 * C.llama_state_seq_get_size(context, of[0]))()
             result["state"] = C.llama_state_seq_get_data(context, states[of[0]], len(states[of[0]]), of[0])
+            if of[1:]:
+                Path(of[1]).write_bytes(bytes(states[of[0]]))
         elif name == "load":
-            state = states[of[0]]
+            data = Path(of[1]).read_bytes() if of[1:] else states[of[0]]
+            state = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
             assert C.llama_state_seq_set_data(context, state, len(state), of[0]) == len(state)
         else:
             call = {"rm": "seq_rm", "cp": "seq_cp", "add": "seq_add", "clear": "clear"}[name]

@@ -16,9 +16,11 @@ import engine
 import numpy as np
 import numpy.typing as npt
 import pytest
+import virtual
 from each import each
 from format import writer
 from gguf import GGUFValueType
+from guarantees import bases as bases_of
 from test_variants import shape_of
 
 from subkv.format import store
@@ -202,6 +204,26 @@ def test_random_calls_equal_f16(seed: int, windows: int, tmp_path: Path, model: 
         assert np.abs(found - expected).max() < 0.02 * expected.std(), i
 
 
+RESTORED = [["save", 0], ["clear"], ["load", 0]]
+OVER_RESTORED = [decode(tokens(30, 5, 0, 1)), ["save", 1], ["rm", 1, -1, -1], ["load", 1], ["rm", 1, -1, -1]]
+AFTER_STATES: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "a shift": ({}, [*RESTORED, ["rm", 0, 4, 24], ["add", 0, 24, 90, -20], decode(tokens(20, 3, 70))]),
+    "a hole": (UNIFIED, [*RESTORED, ["rm", 0, 4, 24], decode(MORE[:9], tokens(9, 4, 0, 1)), decode(MORE[9:])]),
+    "a copied stream": (STREAMS, [*OVER_RESTORED, ["cp", 0, 1, -1, -1], decode(MORE, tokens(20, 4, 90, 1))]),
+}
+
+
+@each("name", AFTER_STATES)
+def test_restored_rows_that_change_before_a_decode(name: str, tmp_path: Path, model: Path) -> None:
+    """With exact codes, the state's exact rows must not replace later ones."""
+    exact = write_bases(tmp_path / "exact.gguf", model, bits=16)
+    params, calls = AFTER_STATES[name]
+    coded, f16 = (run(tmp_path, model, subkv, decode(TEXT), *calls, **params) for subkv in (exact, "off"))
+    assert len(coded.logits) == len(f16.logits) and not coded.facts["failed"]
+    for expected, found in zip(f16.logits, coded.logits, strict=True):
+        assert np.abs(found - expected).max() < 0.02 * expected.std()
+
+
 def test_a_restored_state_continues(tmp_path: Path, model: Path, bases: Path) -> None:
     """Its rows are f16's. They are coded again; the last ones become exact once their positions are known."""
     whole = run(tmp_path, model, bases, decode(TEXT), decode(MORE))
@@ -227,7 +249,8 @@ def test_more_sequences_than_windows_read_codes(tmp_path: Path, model: Path, bas
 def test_codes_take_less_memory(tmp_path: Path, model: Path, bases: Path) -> None:
     """The address space of an f16 cache is reserved, and takes no memory."""
     coded, f16 = (run(tmp_path, model, subkv, decode(TEXT), n_ctx=65536) for subkv in (bases, "off"))
-    match = re.search(r"([\d.]+) MiB \(f16: ([\d.]+)\), [\d.]+ MiB for each further sequence, 2 layers", coded.said)
+    sizes = r"([\d.]+) MiB \(f16: ([\d.]+)\): [\d.]+x smaller than f16, [\d.]+x than q8_0, "
+    match = re.search(sizes + r"[\d.]+ MiB for each further sequence, 2 layers", coded.said)
     assert match and float(match[1]) < 0.6 * float(match[2]) == 0.6 * 32
     assert coded.facts["rss"] < f16.facts["rss"] + (4 << 20)
 
@@ -262,6 +285,28 @@ def test_the_cache_folder_is_searched_by_weights(tmp_path: Path, model: Path) ->
     assert f"bases: of {path}, " in run(tmp_path, model, "subkv", decode(TEXT)).said
 
 
+def test_layers_without_bases_keep_rows(tmp_path: Path, tiny_model: Models) -> None:
+    """Layers of one buffer, coded and f16, also in a state that the context restores before it computes."""
+    model = tiny_model(n_layer=3)
+    layers = [(il, 2, 32, 32) for il in (0, 2)]
+    layout = engine.signed_permutations(
+        layers,
+        [(32, 16)],
+        [(32, 16)],
+        arch="llama",
+        block_count=3,
+        path=tmp_path / "bases.gguf",
+        n_recent=N_RECENT,
+    )
+    engine.SUBKV.subkv_layout_free(layout)
+    state = str(tmp_path / "state")
+    before = run(tmp_path, model, "off", decode(TEXT), ["save", 0, state], decode(MORE))
+    for calls in ([["load", 0, state], decode(MORE)], [decode(TEXT), decode(MORE)]):
+        found = run(tmp_path, model, tmp_path / "bases.gguf", *calls, n_ctx=4096)
+        assert "coded K/V cache" in found.said and ", 2 layers; " in found.said
+        assert np.abs(found.logits[-1] - before.logits[-1]).max() < 0.02 * before.logits[-1].std()
+
+
 @each("damage", ["truncated", "no GGUF", "missing", "no layout"])
 def test_files_that_are_refused(damage: str, tmp_path: Path, model: Path, bases: Path) -> None:
     path = tmp_path / "damaged.gguf"
@@ -283,6 +328,21 @@ def test_layers_elsewhere_keep_f16(layers: int, tmp_path: Path, model: Path, bas
         assert np.array_equal(expected, logits)
 
 
+def test_bases_for_both_halves_of_a_cache(tmp_path: Path, tiny_model: Models) -> None:
+    """Such a cache stays f16; whose bases these are, only the whole graph shows."""
+    model, other = tiny_model("gemma2"), tiny_model("gemma2", seed=5)
+    entry = store.entry(model)
+    entry.prepare()
+    path = write_bases(stored_path(model, entry.content, STORED), model, n_layer=4)
+    for setting in ("subkv", "auto", path):
+        found = run(tmp_path, model, setting, decode(TEXT))
+        assert found.said.count(f"ordinary f16 K/V cache: this cache does not have all layers of {path}") == 2
+        assert np.array_equal(found.logits[0], run(tmp_path, model, "off", decode(TEXT)).logits[0])
+    refused = run(tmp_path, other, "subkv", decode(TEXT))
+    assert refused.facts["failed"] and "SUBKV=subkv: no bases for this model in " in refused.said
+    assert not run(tmp_path, tiny_model(), "subkv", decode(TEXT)).facts["context"]
+
+
 def test_a_killed_program_loses_nothing(tmp_path: Path, model: Path, bases: Path) -> None:
     before = bases.read_bytes()
     calls = [decode(TEXT), *[decode([[9, 90 + i, 0]]) for i in range(150)]]
@@ -302,6 +362,24 @@ def test_without_flash_attention(tmp_path: Path, model: Path, bases: Path) -> No
     ordinary = run(tmp_path, model, "auto", decode(TEXT), flash_attn_type=0)
     assert "ordinary f16 K/V cache: flash attention is off" in ordinary.said
     assert np.array_equal(ordinary.logits[0], run(tmp_path, model, "off", decode(TEXT), flash_attn_type=0).logits[0])
+
+
+def test_masks_that_a_graph_computes(tmp_path: Path) -> None:
+    """Sparse attention reads chosen cells, and a backend sees no input with the mask."""
+    model, n_chosen = tmp_path / "model.gguf", {"attention.indexer.top_k": 16}
+    with virtual.model("deepseek32", **n_chosen) as made:
+        engine.SUBKV.subkv_layout_free(bases_of(made, tmp_path, 16))
+        engine.C.llama_model_save_to_file(made.handle, str(model).encode())
+        last, n_vocab = int(made.keys["block_count"]) - 1, made.n_vocab
+    entry = store.entry(model)
+    entry.prepare()
+    keys = {WEIGHTS_KEY: (GGUFValueType.STRING, model_weights(model, 0, last))}
+    path = stored_path(model, entry.content, STORED)
+    writer.write(path, writer.sealed(writer.read(tmp_path / "16.gguf") | keys))
+    text = ["decode", [[7 * i % n_vocab, i, 0] for i in range(60)]]
+    found = run(tmp_path, model, "auto", text)
+    assert "ordinary f16 K/V cache: this model's graph computes masks of its layers" in found.said
+    assert np.array_equal(found.logits[0], run(tmp_path, model, "off", text).logits[0])
 
 
 def test_the_patched_library_refuses_it(

@@ -31,12 +31,12 @@ float number(const ggml_tensor * t, int i) {
     return x;
 }
 
-// The input from which a mask is cast.
+// The input from which a mask is cast; nullptr: the graph computes the mask.
 ggml_tensor * input_of(ggml_tensor * t) {
-    while (t && t->op != GGML_OP_NONE) {
+    while (t->op == GGML_OP_CPY || t->op == GGML_OP_CONT) {
         t = t->src[0];
     }
-    return t;
+    return t->op == GGML_OP_NONE && !t->view_src ? t : nullptr;
 }
 
 // Tensors of K and V that a node stores to or reads.
@@ -101,6 +101,7 @@ private:
 
     // Encode needs K, V and Q at the later SET_ROWS.
     void check(GraphUse & use) const {
+        const ggml_tensor * shared = nullptr;
         for (const LayerUse & layer : use.layers) {
             const int last = std::max(layer.set_k, layer.set_v);
             for (int i = std::min(layer.set_k, layer.set_v) + 1; layer.set_k >= 0 && layer.set_v >= 0 && i < last;
@@ -111,8 +112,10 @@ private:
             }
             for (const int attend : layer.attends) {
                 const ggml_tensor * q     = root_of(ggml_graph_node(graph_, attend)->src[0]);
-                const ggml_tensor * mask  = ggml_graph_node(graph_, attend)->src[3];
-                bool                ready = attend > last && (q->op != GGML_OP_NONE);
+                ggml_tensor *       mask  = ggml_graph_node(graph_, attend)->src[3];
+                const ggml_tensor * input = input_of(mask);
+                shared                    = shared ? shared : input;
+                bool ready                = attend > last && (q->op != GGML_OP_NONE);
                 for (int i = std::max(last, 0); attend == layer.attends[0] && i < attend; ++i) {
                     ready = ready && ggml_graph_node(graph_, i) != q;
                 }
@@ -121,6 +124,8 @@ private:
                 } else if (mask->ne[1] * mask->ne[3] != ggml_graph_node(graph_, attend)->src[0]->ne[1] *
                                                             ggml_graph_node(graph_, attend)->src[0]->ne[3]) {
                     use.unknown = "this model's graph has a mask of another shape";
+                } else if (!input || !ggml_are_same_shape(input, mask) || input != shared) {
+                    use.unknown = "this model's graph computes masks of its layers";
                 }
             }
         }
@@ -355,6 +360,7 @@ private:
         Cache &              cache = part.store->cache();
         std::vector<int32_t> slots((size_t) cache.facts().n_slots), all;
         const auto *         by = (const int32_t *) part.by->data;
+        part.store->forget_restored();
         part.store->cells().shift(cache, by);
         cache.rotations(slots.data());
         all.assign(by, by + ggml_nelements(part.by));

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <unordered_set>
 
 namespace subkv::plugin {
 
@@ -234,24 +235,32 @@ std::vector<KnownCells::Adopted> KnownCells::adopt(Cache & cache, const std::vec
                                                    const std::vector<GraphToken> & tokens, const ggml_tensor * mask) {
     const Sight          sight{ tokens, mask };
     std::vector<Adopted> adopted(ranges.size(), Adopted{ -1, 0, 0 });
-    const auto           is_own = [&](int64_t cell) { // the graph writes it
-        return std::any_of(tokens.begin(), tokens.end(), [&](const GraphToken & token) { return token.cell == cell; });
-    };
+
+    std::unordered_set<int64_t> own; // that the graph writes
+    for (const GraphToken & token : tokens) {
+        own.insert(token.cell);
+    }
     for (size_t i = 0; i < tokens.size(); ++i) {
         std::vector<int64_t> seen(ranges.size(), 0); // before the last cell that the token sees
-        int64_t              pos = tokens[i].pos;
+        int64_t              pos   = tokens[i].pos;
+        bool                 whole = true; // else positions cannot be counted
         for (size_t r = 0; r < ranges.size(); ++r) {
             const Range & range = ranges[r];
             if (adopted[r].seq < 0 && tokens[i].cell / n_cells_ == range.first / n_cells_) {
+                const auto sees = [&](int64_t cell) {
+                    return sight.sees(i, (range.first + cell) % n_cells_) && own.count(range.first + cell) == 0;
+                };
                 seen[r] = range.n;
-                while (seen[r] > 0 &&
-                       (!sight.sees(i, (range.first + seen[r] - 1) % n_cells_) || is_own(range.first + seen[r] - 1))) {
+                while (seen[r] > 0 && !sees(seen[r] - 1)) {
                     --seen[r];
+                }
+                for (int64_t cell = 0; whole && cell < seen[r]; ++cell) {
+                    whole = sees(cell);
                 }
                 pos -= seen[r];
             }
         }
-        if (pos < 0 || pos == tokens[i].pos) {
+        if (!whole || pos < 0 || pos == tokens[i].pos) {
             continue;
         }
         const int32_t seq = n_stream_ > 1 ? (int32_t) (tokens[i].cell / n_cells_) : unused(cache);

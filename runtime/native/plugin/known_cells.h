@@ -47,8 +47,8 @@ public:
     const std::vector<TokenDesc> & enter(Cache & cache, const std::vector<GraphToken> & tokens,
                                          const ggml_tensor * mask);
     // Ranges of cells that states have set, ascending. Those that a token of the graph sees are its sequence's last ones,
-    // in order, up to the last cell that it sees. Returns for each range how many of its cells these are, their sequence
-    // and the first one's position.
+    // in order, up to the last cell that it sees; if it does not see all of these, their positions stay unknown. Returns
+    // for each range how many of its cells these are, their sequence and the first one's position.
     struct Range {
         int64_t first, n;
     };

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <set>
 
 namespace subkv::plugin {
@@ -86,6 +87,22 @@ std::string digest_of(const GraphWeights & weights, const StoredBases & bases) {
     return digest.hex();
 }
 
+// Do other caches have layers between those of this one? So it is with the halves of a cache with sliding windows.
+bool has_gaps(const std::function<bool(int32_t il)> & has_layer) {
+    bool some = false, gap = false;
+    for (int32_t il = 0; il < MAX_LAYERS; ++il) {
+        if (has_layer(il)) {
+            if (gap) {
+                return true;
+            }
+            some = true;
+        } else {
+            gap = some;
+        }
+    }
+    return false;
+}
+
 // The model that the value of SUBKV belongs to: its digest for those bases.
 std::mutex  owner_mutex;
 std::string owner;
@@ -127,10 +144,12 @@ const ggml_tensor * GraphWeights::find(const std::string & name) const {
     return it == found_.end() ? nullptr : it->second;
 }
 
-ModelBases find_model_bases(const GraphWeights & weights, const std::function<bool(int32_t il)> & has_layer) {
+std::optional<ModelBases> find_model_bases(const GraphWeights & weights, bool all,
+                                           const std::function<bool(int32_t il)> & has_layer) {
     const std::string value = setting();
     const Known &     known = Known::get();
 
+    const auto part = [](const std::string & path) { return "this cache does not have all layers of " + path; };
     const auto fits = [&](const StoredBases & bases) {
         return has_layer(bases.first_layer) && has_layer(bases.last_layer);
     };
@@ -141,7 +160,7 @@ ModelBases find_model_bases(const GraphWeights & weights, const std::function<bo
     }
     if (names_file(value)) {
         if (!fits(known.named)) {
-            return { nullptr, value + " has no bases for these layers", false };
+            return ModelBases{ nullptr, part(value), false };
         }
         const bool        first  = owner.empty();
         const std::string digest = digest_of(weights, known.named);
@@ -161,13 +180,24 @@ ModelBases find_model_bases(const GraphWeights & weights, const std::function<bo
             return found;
         }
     }
-    const bool required = value == "subkv" && owner.empty();
+    const bool  required = value == "subkv" && owner.empty();
+    std::string partly; // bases of this model, whose layers several caches have
+    bool        later = false;
     for (const StoredBases & bases : known.stored) {
         const std::string digest = digest_of(weights, bases);
-        if (fits(bases) && !digest.empty() && digest == bases.weights) {
+        const bool        same   = !digest.empty() && digest == bases.weights;
+        if (same && fits(bases)) {
             owner = required ? digest : owner;
             return loaded(bases.path, required);
         }
+        partly = same && partly.empty() ? bases.path : partly;
+        later  = later || (!all && !fits(bases) && has_gaps(has_layer));
+    }
+    if (!partly.empty()) {
+        return ModelBases{ nullptr, part(partly), false };
+    }
+    if (later) {
+        return std::nullopt;
     }
     const std::string why = known.stored_why.empty() ?
                                 "no bases for this model in " + std::string(subkv_sidecar_folder()) +
@@ -176,7 +206,7 @@ ModelBases find_model_bases(const GraphWeights & weights, const std::function<bo
     if (required) {
         throw Invalid("SUBKV=subkv: " + why);
     }
-    return { nullptr, why, false };
+    return ModelBases{ nullptr, why, false };
 }
 
 } // namespace subkv::plugin

@@ -18,6 +18,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -51,9 +52,12 @@ private:
 };
 
 // The bases that SUBKV requests for a cache of the model with these weights. has_layer: does the cache have its rows? It
-// gets bases only if it has the first and the last layer with some, as the sliding half of a cache does not. The first model owns the file that SUBKV names;
-// others have those of the cache folder. Throws Invalid if SUBKV requires bases of this model and there are none.
-ModelBases find_model_bases(const GraphWeights & weights, const std::function<bool(int32_t il)> & has_layer);
+// gets bases only if it has the first and the last layer with some, as the sliding half of a cache does not. The first
+// model owns the file that SUBKV names; others have those of the cache folder. all: these are the weights of a whole
+// graph; nullopt: only they can tell whether some of the cache folder are this model's. Throws Invalid if SUBKV requires
+// bases of this model and there are none.
+std::optional<ModelBases> find_model_bases(const GraphWeights & weights, bool all,
+                                           const std::function<bool(int32_t il)> & has_layer);
 
 // true: SUBKV requests no coded cache
 bool is_off();
@@ -111,6 +115,8 @@ public:
     ggml_tensor * rows(int32_t il, bool value) const; // I8 [row_bytes, n_cells, n_stream]
     // The exact rows of restored cells go to the window, as soon as tokens show the positions.
     void adopt_restored(const std::vector<GraphToken> & tokens, const ggml_tensor * mask);
+    // Before cells move: restored ones are read through their codes, which rotate.
+    void forget_restored() { restored_.clear(); }
 
     // Bytes of a tensor as llama.cpp sees them.
     void get(const ggml_tensor * t, void * data, size_t offset, size_t size) const;
@@ -132,16 +138,19 @@ private:
         std::map<std::pair<int32_t, bool>, std::pair<std::vector<uint16_t>, std::vector<uint16_t>>> rows;
     };
 
-    ModelBases find_bases() const;
-    Part       part(const ggml_tensor * t, size_t offset, size_t size) const;
-    void       set_rows(const Part & part, const uint16_t * rows);
-    void       code(ggml_cgraph * graph, const GraphUse & use);
-    void       report() const;
+    bool find_bases(bool all); // as find_model_bases; false: unknown yet
+    Part part(const ggml_tensor * t, size_t offset, size_t size) const;
+    void set_rows(const Part & part, const uint16_t * rows);
+    void code(ggml_cgraph * graph, const GraphUse & use);
+    void uncode();             // as before code()
+    void release_rows() const; // the memory of f16 rows whose layers are coded
+    void report() const;
 
     uint8_t *                                  base_;
     size_t                                     size_;
     std::map<const ggml_tensor *, CacheTensor> tensors_;
-    GraphWeights                               weights_; // until checked
+    GraphWeights                               weights_;         // until checked
+    bool                                       asked_   = false; // while planned
     bool                                       checked_ = false;
     bool                                       decided_ = false;
     ModelBases                                 bases_;

@@ -185,40 +185,39 @@ ggml_tensor * Store::rows(int32_t il, bool value) const {
 
 void Store::check(const ggml_tensor * node) {
     const CacheTensor * of = find(root_of(node));
-    if (decided_ || checked_ || !of || is_off()) {
+    if (decided_ || asked_ || !of || is_off()) {
         return;
     }
     weights_.add(node);
     const auto later = [&](const auto & entry) { return entry.second.il > of->il; };
     if (!of->value && std::none_of(tensors_.begin(), tensors_.end(), later)) { // all others have been seen
-        bases_   = find_bases();
-        checked_ = true;
+        checked_ = find_bases(false);
+        asked_   = true;
     }
 }
 
-ModelBases Store::find_bases() const {
-    return find_model_bases(weights_, [this](int32_t il) {
+bool Store::find_bases(bool all) {
+    auto found = find_model_bases(weights_, all, [this](int32_t il) {
         return std::any_of(tensors_.begin(), tensors_.end(), [&](const auto & entry) { return entry.second.il == il; });
     });
+    if (found) {
+        bases_ = std::move(*found);
+    }
+    return found.has_value();
 }
 
 void Store::decide(ggml_cgraph * graph, const GraphUse & use) {
     if (use.layers.empty()) { // a shift
         return;
     }
-    if (!checked_) {
-        for (const LayerUse & layer : use.layers) {
-            for (const int set : { layer.set_k, layer.set_v }) {
-                if (set >= 0) {
-                    weights_.add(ggml_graph_node(graph, set));
-                }
-            }
+    if (!checked_ && !is_off()) {
+        weights_ = {};
+        for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+            weights_.add(ggml_graph_node(graph, i));
         }
-        bases_   = is_off() ? ModelBases{ nullptr, "", false } : find_bases();
-        checked_ = true;
+        checked_ = find_bases(true);
     }
     weights_ = {};
-    decided_ = true;
     if (bases_.layout) {
         try {
             if (!use.unknown.empty()) {
@@ -226,26 +225,44 @@ void Store::decide(ggml_cgraph * graph, const GraphUse & use) {
             }
             code(graph, use);
         } catch (const Invalid & e) {
-            cache_.reset();
+            uncode();
             if (bases_.required) {
-                decided_ = false;
                 throw;
             }
             bases_.words = e.what();
+        } catch (...) {
+            uncode();
+            throw;
         }
     }
     if (is_coded()) {
         report();
-        const auto early = std::move(early_);
-        for (const Part & part : early) {
-            set_rows(part,
-                     (const uint16_t *) ((const char *) part.root->data + part.first * (int64_t) part.root->nb[1]));
-        }
-        madvise(base_, size_, MADV_DONTNEED);
+        release_rows();
     } else if (!is_off()) {
         log_line("ordinary f16 K/V cache: " + bases_.words);
     }
     early_.clear();
+    decided_ = true;
+}
+
+void Store::uncode() {
+    rows_.clear();
+    restored_.clear();
+    memory_.reset();
+    ctx_.reset();
+    cells_.reset();
+    cache_.reset();
+}
+
+void Store::release_rows() const {
+    const auto page = (uintptr_t) sysconf(_SC_PAGESIZE);
+    for (const auto & [t, of] : tensors_) {
+        const auto begin = GGML_PAD((uintptr_t) t->data, page),
+                   end   = ((uintptr_t) t->data + ggml_nbytes(t)) / page * page;
+        if (codes(of.il) && begin < end) {
+            madvise((void *) begin, end - begin, MADV_DONTNEED);
+        }
+    }
 }
 
 void Store::code(ggml_cgraph * graph, const GraphUse & use) {
@@ -310,6 +327,9 @@ void Store::code(ggml_cgraph * graph, const GraphUse & use) {
         fail("K/V cache: out of memory");
     }
     ggml_backend_buffer_clear(memory_.get(), 0);
+    for (const Part & part : early_) {
+        set_rows(part, (const uint16_t *) ((const char *) part.root->data + part.first * (int64_t) part.root->nb[1]));
+    }
 }
 
 void Store::report() const {
@@ -427,6 +447,7 @@ bool Store::copy(const ggml_tensor * src, const Store * from, ggml_tensor * dst)
     std::memcpy((char *) t->data + b * t->nb[2], (const char *) t->data + a * t->nb[2], t->nb[2]);
     if (of->il == rows_.begin()->first && !of->value) { // once for all layers
         cells_->copy_stream(*cache_, a, b);
+        restored_.erase(restored_.lower_bound(b * root->ne[1]), restored_.lower_bound((b + 1) * root->ne[1]));
     }
     return true;
 }
