@@ -16,12 +16,13 @@ from subkv.base.errors import SubkvError
 from subkv.base.files import check_new, check_not_input
 from subkv.base.hub import hf_option, requested_model
 from subkv.format.window import AS_FILE, N_RECENT, N_SINK, RECENT_BITS, Window
+from subkv.native.bases import MAX_BUDGET
 from subkv.plan.methods import BASES_K, BASES_V, GAMMAS
 
 if TYPE_CHECKING:
     from subkv.plan.pipeline import Options
 
-MAX_PLANS, MAX_BUDGET = 16, 64.0  # FORMAT.md §3.3
+MAX_PLANS = 16  # FORMAT.md §3.3
 
 
 def options_from_flags(

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from subkv.plan.pipeline import Result
 
 MIB = 1 << 20
-BITS_Q8_0 = 8.5
 MOST_ROWS, ENDS = 12, 4  # maximum rows of a whole table; rows shown at each end of a longer one
 
 
@@ -113,8 +112,10 @@ def sentences(
 
     weights: bytes, 0: unknown. available: bytes of memory, None: unknown.
     """
+    from subkv.plan.stock import BITS  # numpy: not for a --help
+
     total, exact = cost.bytes(n_ctx), n_ctx * cost.f16
-    q8_0 = exact * BITS_Q8_0 / 16 / total
+    q8_0 = exact * BITS["q8_0"] / BITS["f16"] / total
     than_q8_0 = f"{q8_0:.1f}× than q8_0" if q8_0 >= 1.05 else "not smaller than q8_0"
     yield (
         f"a context of {n_ctx} tokens takes {total / MIB:.1f} MiB instead of {exact / MIB:.1f} MiB in f16: "

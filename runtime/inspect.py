@@ -138,8 +138,10 @@ def main(
     ):
         show(line)
     by_budget = {budget: plan["predicted"] or None for budget, plan in plans.items()}
-    with Layout(path) as opened:
-        default = opened.description["budget"]
+    default = layout["budget"]
+    if default in plans:
+        with Layout(path) as opened:
+            default = opened.description["budget"]
     for line in budgets(default, by_budget, of_default["subkv"] if of_default else None):
         show(line)
 

@@ -9,13 +9,10 @@ namespace {
 
 constexpr int BLOCK         = 512; // threads: few blocks must have many loads in flight
 constexpr int BLOCK_WARPS   = BLOCK / WARP;
-constexpr int COLUMNS       = 4;              // adjacent elements that a lane loads at a time
 constexpr int ROW           = WARP * COLUMNS; // elements that a warp loads at a time
 constexpr int KEYS          = 256;            // exact keys, or splits, processed at a time
 constexpr int KEYS_PER_WARP = 5;              // keys or values that a warp loads before it needs the first
 static_assert(KEYS <= BLOCK, "one thread per key");
-
-using Halves = Loaded<uint16_t, COLUMNS>;
 
 struct Key {
     const uint16_t * row; // nullptr: masked
@@ -175,13 +172,14 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
 
     float o[OUT][COLUMNS] = {};
     for (int i0 = warp; i0 < rank; i0 += ROWS * BLOCK_WARPS) {
-        Halves d[ROWS][OUT];
+        FourHalves d[ROWS][OUT];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
             for (int x = 0; x < OUT; ++x) {
                 const int j = min(column + x * ROW, l.d_v - COLUMNS);
-                d[r][x] = *reinterpret_cast<const Halves *>(decode + min(i0 + r * BLOCK_WARPS, rank - 1) * l.d_v + j);
+                d[r][x] =
+                    *reinterpret_cast<const FourHalves *>(decode + min(i0 + r * BLOCK_WARPS, rank - 1) * l.d_v + j);
             }
         }
 #pragma unroll
@@ -218,10 +216,10 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
                 key[x]      = bias[x] == -INFINITY ? nothing : s.keys[i].row + h * l.d_k;
             }
             for (int j = column; j < l.d_k; j += ROW) {
-                Halves k[KEYS_PER_WARP];
+                FourHalves k[KEYS_PER_WARP];
 #pragma unroll
                 for (int x = 0; x < KEYS_PER_WARP; ++x) {
-                    k[x] = *reinterpret_cast<const Halves *>(key[x] + j);
+                    k[x] = *reinterpret_cast<const FourHalves *>(key[x] + j);
                 }
 #pragma unroll
                 for (int x = 0; x < KEYS_PER_WARP; ++x) {
@@ -257,8 +255,8 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
         }
         __syncthreads();
         for (int i0 = warp; i0 < n; i0 += KEYS_PER_WARP * BLOCK_WARPS) {
-            float  p[KEYS_PER_WARP];
-            Halves v[KEYS_PER_WARP][OUT];
+            float      p[KEYS_PER_WARP];
+            FourHalves v[KEYS_PER_WARP][OUT];
 #pragma unroll
             for (int r = 0; r < KEYS_PER_WARP; ++r) {
                 const int i = i0 + r * BLOCK_WARPS;
@@ -267,7 +265,7 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
                 for (int x = 0; x < OUT; ++x) {
                     const int j = min(column + x * ROW, l.d_v - COLUMNS);
                     // a value of weight 0 may be infinite
-                    v[r][x] = *reinterpret_cast<const Halves *>(p[r] > 0.0f ? s.keys[i].row + value + j : nothing);
+                    v[r][x] = *reinterpret_cast<const FourHalves *>(p[r] > 0.0f ? s.keys[i].row + value + j : nothing);
                 }
             }
 #pragma unroll

@@ -158,8 +158,8 @@ __device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run 
         __syncwarp();
 #pragma unroll
         for (int f = 0; f < F; ++f) {
-            add_product_16(products.sum[f][0], all.word[0], all.word[1], right[f * s.pairs * WARP]);
-            add_product_16(products.sum[f][1], all.word[2], all.word[3], right[f * s.pairs * WARP]);
+            add_product_16(products.sum[f][0], all.of[0], all.of[1], right[f * s.pairs * WARP]);
+            add_product_16(products.sum[f][1], all.of[2], all.of[3], right[f * s.pairs * WARP]);
         }
     };
     const auto give_octet = [&](uint32_t * to) {
@@ -269,8 +269,8 @@ template <int F> __device__ inline Weights<F> read_weights(const Shared<F> & s) 
         int           sum[4]   = {};
 #pragma unroll
         for (int q = 0; q < QUARTERS; ++q) {
-            weights.word[f][q][0] = words[q / 2].word[q % 2 * 2];
-            weights.word[f][q][1] = words[q / 2].word[q % 2 * 2 + 1];
+            weights.word[f][q][0] = words[q / 2].of[q % 2 * 2];
+            weights.word[f][q][1] = words[q / 2].of[q % 2 * 2 + 1];
             add_deep_product<false>(sum, ONES, ONES, weights.word[f][q]);
         }
         weights.total[f] = 256 * sum[0] + sum[1];

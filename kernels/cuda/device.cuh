@@ -145,9 +145,11 @@ template <typename T, int N> struct alignas(N * sizeof(T)) Loaded {
     T of[N];
 };
 
-struct alignas(16) Sixteen {
-    uint32_t word[4];
-};
+using Sixteen = Loaded<uint32_t, 4>;
+
+// Adjacent elements of a row of halves that a lane loads at a time.
+constexpr int COLUMNS = 4;
+using FourHalves      = Loaded<uint16_t, COLUMNS>;
 
 // Copies `bytes` bytes to shared memory, 16 per thread at a time; all addresses and sizes are multiples of 16. The copies
 // of a call are one group. They are asynchronous if the device supports it: copies_done() waits for all but the last

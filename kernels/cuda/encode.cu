@@ -13,7 +13,6 @@ namespace {
 constexpr int CANDIDATES = SCALE_CANDIDATES_BELOW + 1;
 constexpr int STATES     = 4;  // of the trellis
 constexpr int ROWS       = 16; // of a basis that a warp loads before it needs the first
-constexpr int COLUMNS    = 4;  // adjacent elements of a row that a lane loads at a time
 constexpr int STEPS      = 8;  // places of a path whose errors a thread loads at a time; divides the number of places
 static_assert(CANDIDATES * 8 <= THREADS, "one thread per candidate and lane");
 
@@ -425,11 +424,10 @@ template <bool LANES> __global__ void encode_kernel(Encode a) {
         float total[ROWS] = {};
 #pragma unroll 1
         for (int j = COLUMNS * lane; j < d; j += COLUMNS * WARP) {
-            Loaded<uint16_t, COLUMNS> e[ROWS];
+            FourHalves e[ROWS];
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                e[r] =
-                    *reinterpret_cast<const Loaded<uint16_t, COLUMNS> *>(basis + min(i0 + r * WARPS, rank - 1) * d + j);
+                e[r] = *reinterpret_cast<const FourHalves *>(basis + min(i0 + r * WARPS, rank - 1) * d + j);
             }
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {

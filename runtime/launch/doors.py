@@ -45,6 +45,11 @@ def ggml_version(library: Path) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+def our_door(libraries: Path) -> Door:
+    """The door of a program that uses our libraries."""
+    return Door(None, f"finds our libraries in {libraries}")
+
+
 def choose_door(
     program: str, path: Path, libraries: Path, environment: Mapping[str, str], with_libraries: Mapping[str, str]
 ) -> Door:
@@ -52,13 +57,13 @@ def choose_door(
 
     Raises SubkvError about `program` if it has none.
     """
-    if not programs.other_llama_cpp(program, path, libraries, with_libraries):
-        return Door(None, f"finds our libraries in {libraries}")
+    if not programs.other_llama_cpp(program, path, libraries, programs.listed_libraries(path, with_libraries)):
+        return our_door(libraries)
     listed = programs.listed_libraries(path, environment)
     if listed is None:
         other, reason = "does not start", "a shared library that it needs is missing"
     else:
-        other = programs.other_llama_cpp(program, path, libraries, environment)
+        other = programs.other_llama_cpp(program, path, libraries, listed)
         reason = _missing(listed, libraries)
     if not reason:
         return Door(plugin_file(libraries), f"{other}, whose ggml loads the plug-in")

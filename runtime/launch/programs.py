@@ -93,9 +93,8 @@ def library_in(listed: str, name: str) -> tuple[str, Path] | None:
     return (match[1], Path(match[2])) if match else None
 
 
-def other_llama_cpp(program: str, path: Path, libraries: Path, environment: Mapping[str, str]) -> str:
-    """Which other llama.cpp a program would use, as far as Linux's dynamic linker can tell; "": none."""
-    listed = listed_libraries(path, environment)
+def other_llama_cpp(program: str, path: Path, libraries: Path, listed: str | None) -> str:
+    """Which other llama.cpp a program would use, as far as its listed_libraries() tell; "": none."""
     if listed is None or path.parent.resolve() == libraries:
         return ""
     llama = library_in(listed, "libllama")
@@ -109,7 +108,7 @@ def check(program: str, path: Path, libraries: Path, environment: Mapping[str, s
 
     Raises SubkvError about `program`.
     """
-    if other := other_llama_cpp(program, path, libraries, environment):
+    if other := other_llama_cpp(program, path, libraries, listed_libraries(path, environment)):
         remedy = f"; {INSTALL}" if is_llama_cpp_program(program) else ""
         reason = f"expected a program that loads {libraries}/libllama.so, found {path}, which {other}{remedy}"
         raise SubkvError("program", reason)

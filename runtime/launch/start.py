@@ -132,6 +132,7 @@ def find_program(program: str, environment: Mapping[str, str], ours: bool = Fals
     path = programs.find(program, libraries, environment.get("PATH"))
     if ours:
         programs.check(program, path, libraries, with_libraries)
+        return Program(program, path, with_libraries, doors.our_door(libraries))
     door = doors.choose_door(program, path, libraries, environment, with_libraries)
     if door.plugin:
         return Program(program, path, {**environment, **doors.plugin_variables(door.plugin)}, door)

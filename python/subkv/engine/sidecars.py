@@ -70,12 +70,10 @@ def from_weights(model: Path, found: FoundBases | None, kv_bits: float | None = 
             usable(found)  # raises about kv_bits
     if found is not None and found.path is not None and found.note and not unstored:
         return Sidecar(found.path, f"{found.note}; -ctk f16 uses none; {_gain(model)}", budget=found.budget)
-    path = _temporary.derived(model)
-    budget = find_bases(path, path, NAMED, kv_bits).budget
+    made = _of_this_process(model, kv_bits)
     note = f", not stored ({unstored})" if unstored else ""
-    return Sidecar(
-        path, f"bases: {_derived(path, kv_bits)}{note}; -ctk f16 uses none; {_gain(model)}", unstored, budget
-    )
+    note = f"bases: {made.note}{note}; -ctk f16 uses none; {_gain(model)}"
+    return Sidecar(made.path, note, unstored, made.budget)
 
 
 def preview(model: Path, kv_bits: float | None = None) -> tuple[Sidecar, bool]:
@@ -88,16 +86,17 @@ def preview(model: Path, kv_bits: float | None = None) -> tuple[Sidecar, bool]:
     if usable(found) and found.path is not None:
         more = f"; stored by an earlier -ctk subkv; {_gain(model)}" if found.source == WEIGHTS else ""
         return Sidecar(found.path, f"{found.note}{more}", budget=found.budget), True
-    made = from_weights(model, None, kv_bits)
-    note = f"bases: none yet; -ctk subkv derives these {_derived(made.path, kv_bits)}; {_gain(model)}"
+    made = _of_this_process(model, kv_bits)
+    note = f"bases: none yet; -ctk subkv derives these {made.note}; {_gain(model)}"
     return Sidecar(made.path, note, budget=made.budget), False
 
 
-def _derived(path: Path, kv_bits: float | None) -> str:
-    """Source, size and quality of bases from the weights."""
+def _of_this_process(model: Path, kv_bits: float | None) -> Sidecar:
+    """Bases from the weights that are not stored. note: their source, size and quality. Raises as from_weights()."""
+    path = _temporary.derived(model)
     found = find_bases(path, path, NAMED, kv_bits)
     quality = ", predicted as good as q8_0" if found.budget == read(path)["budget"] else ""
-    return f"from the weights, {found.size}{quality}"
+    return Sidecar(path, f"from the weights, {found.size}{quality}", budget=found.budget)
 
 
 def _gain(model: Path) -> str:

@@ -90,7 +90,7 @@ struct BlockReader {
 
     void halves(uint16_t * out, size_t n, const std::string & what) {
         for (size_t i = 0; i < n; ++i, p += 2) {
-            const uint16_t half = (uint16_t) (p[0] | p[1] << 8);
+            const uint16_t half = le16(p);
             if ((half & 0x7c00) == 0x7c00) {
                 refuse(key, "finite values in " + what,
                        (half & 0x3ff ? "NaN at " : "an infinity at ") + std::to_string(i));

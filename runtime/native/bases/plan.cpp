@@ -43,10 +43,6 @@ std::vector<uint8_t> decoded(const std::string & key, std::string_view text) {
     return bytes;
 }
 
-uint16_t le16(const uint8_t * p) {
-    return (uint16_t) (p[0] | p[1] << 8);
-}
-
 // The encode matrices of a layer in order: of each head K, then V.
 struct EncodeReader {
     const std::string &          key;

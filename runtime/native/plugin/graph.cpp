@@ -459,8 +459,8 @@ private:
         }
         part.store->adopt_restored(tokens_, part.mask);
         const auto & entered = part.store->cells().enter(part.store->cache(), tokens_, part.mask);
-        const auto   n_cells = part.store->rows(part.store->cache().layout()->layers[0].il, false)->ne[1];
-        part.store->cache().set_inputs(part.inputs, entered, (uint32_t) (cells[0] / n_cells), part.store->cells());
+        const auto   stream  = (uint32_t) part.store->cells().stream_of_cell(cells[0]);
+        part.store->cache().set_inputs(part.inputs, entered, stream, part.store->cells());
     }
 
     // ROPE on the keys of a coded layer.

@@ -34,6 +34,7 @@ public:
     KnownCells(uint32_t n_stream, uint32_t n_cells, int32_t n_seq);
 
     uint32_t stream_of(int32_t seq) const override { return n_stream_ > 1 ? (uint32_t) seq : 0; }
+    int64_t  stream_of_cell(int64_t cell) const { return cell / n_cells_; }
     void     positions(uint32_t stream, uint32_t n, int32_t * out) const override;
     void     find(int32_t seq, int32_t p0, int32_t p1, std::vector<PosCell> & out) const override;
     void     find_all(int32_t seq, int32_t p0, int32_t p1, std::vector<PosCell> & out) const override {
