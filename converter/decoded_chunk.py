@@ -12,13 +12,13 @@ import numpy as np
 from converter.residual import Rows
 from converter.scoring import mean_kld
 from converter.session import Session
-from converter.statistics_stage import spread
+from converter.statistics_stage import evenly_spaced
 from subkv.base.errors import SubkvError, system_reason
 from subkv.engine.observer import PAUSE, SAMPLE, UBATCH, ObservedLayer
 from subkv.format.arrays import F16, F32
 
 SCORED = 64  # tokens at the end of a chunk on which trials are scored
-QUERIES = 128  # sampled per chunk, spread over the second half of the tokens before the scored ones
+QUERIES = 128  # sampled per chunk, evenly_spaced over the second half of the tokens before the scored ones
 
 
 def ignore(n: int) -> None:
@@ -79,7 +79,7 @@ class DecodedChunk:
         """
         self.session, self.latent = session, latent
         self.scored, self.start = list(tokens[-n_scored:]), len(tokens) - n_scored
-        sampled = sorted({*spread(self.start // 2, self.start, QUERIES), *further})
+        sampled = sorted({*evenly_spaced(self.start // 2, self.start, QUERIES), *further})
         after = range(self.start, len(tokens))
         marks = (0, self.start - 1)  # rows by which _locate() finds the cells in the state
         session.forget()

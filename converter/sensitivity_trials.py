@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from converter.decoded_chunk import QUERIES, SCORED, DecodedChunk, Spill, Unpredictable, ignore
 from converter.residual import SIDES, Rows, energy, equal_rows, gram_of, metrics
 from converter.session import Session
-from converter.statistics_stage import spread
+from converter.statistics_stage import evenly_spaced
 from subkv.format.arrays import F32, F64
 from subkv.format.calibration import Calibration, LayerSensitivity, LayerShape, LayerStats, Sensitivity, TextSource
 from subkv.format.window import Window
@@ -385,7 +385,7 @@ class SensitivityTrials:
         for longer_chunk in self.decoded_chunks.values():
             longer_chunk.spill(self.folder)
         longer = c in self.longer
-        beginning = spread(self.near // 2, self.near, QUERIES) if longer else ()
+        beginning = evenly_spaced(self.near // 2, self.near, QUERIES) if longer else ()
         n_scored = CORRECTING if longer else SCORED
         chunk = DecodedChunk(self.session, self.chunks[c], n_scored, self.latent, beginning, self.on_decoded)
         if c not in self.measured.done:
@@ -565,7 +565,7 @@ def _energies(metric: Mapping[str, F64], stats: LayerStats) -> F64:
 
 
 def _order(n: int) -> list[int]:
-    """All n layers: both ends, then the middle of every gap, so that the first few are spread over the depth."""
+    """All n layers: both ends, then the middle of every gap, so that the first few are evenly_spaced over the depth."""
     order, gaps = [0, n - 1] if n > 1 else [0], [(0, n - 1)]
     while gaps:
         low, high = gaps.pop(0)

@@ -44,8 +44,8 @@ class Chunk:
     query_pos: tuple[int, ...] = ()
 
 
-def spread(low: int, high: int, n: int) -> tuple[int, ...]:
-    """At most n distinct positions spread over [low, high)."""
+def evenly_spaced(low: int, high: int, n: int) -> tuple[int, ...]:
+    """At most n distinct positions evenly_spaced over [low, high)."""
     return tuple(int(p) for p in np.unique(np.linspace(low, high - 1, min(n, high - low)).round()))
 
 
@@ -59,12 +59,12 @@ def plan_chunks(token_chunks: Sequence[tuple[int, ...]], n_skip: int, held_out: 
     if held_out == 0:
         return [Chunk(tokens) for tokens in token_chunks], "note: nothing held out; gamma will come from the moments"
     candidates = list(range(held_out - 1, n, held_out)) or [n - 1]
-    sampled_chunks = [candidates[i] for i in spread(0, len(candidates), MAX_SAMPLED_CHUNKS)]
+    sampled_chunks = [candidates[i] for i in evenly_spaced(0, len(candidates), MAX_SAMPLED_CHUNKS)]
     rows = -(-MAX_SAMPLES // len(sampled_chunks))
 
     def sampled(tokens: tuple[int, ...]) -> Chunk:
         middle = max(len(tokens) // 2, n_skip + 1)
-        return Chunk(tokens, spread(n_skip, middle, rows), spread(middle, len(tokens), rows))
+        return Chunk(tokens, evenly_spaced(n_skip, middle, rows), evenly_spaced(middle, len(tokens), rows))
 
     if n == 1:
         note = "note: only one chunk of text; gamma is calibrated on text that is also in the moments"

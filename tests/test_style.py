@@ -46,7 +46,7 @@ def test_python(command: list[str], tmp_path: Path) -> None:
 
 
 def test_imports() -> None:
-    """The contracts of pyproject.toml: floors, rooms, research apart, no PyTorch in programs, no circle."""
+    """The contracts of pyproject.toml: layers, packages, research apart, no PyTorch in programs, no circle."""
     paths = os.pathsep.join(str(REPO / folder) for folder in ("python", "", "kernels/triton"))
     env = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run(

@@ -21,7 +21,7 @@ struct Registers : Lanes {
 
     template <typename Isa> using TilePath = cpu::LinePath<Isa>;
 
-    struct Before {}; // codes before are in their lines
+    struct Previous {}; // codes before are in their lines
 
     static F keep(F x, uint32_t lanes) {
         const I bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);

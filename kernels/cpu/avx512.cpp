@@ -41,15 +41,15 @@ struct Bytes {
     static constexpr int  CODE_BIT        = 2;
     static constexpr bool OTHER_BITS_ZERO = false;
 
-    struct Before {
+    struct Previous {
         __m512i window;
     };
 
     static __m512i ends(__m512i one, __m512i two) { return bits_of(0x02, _mm512_srli_epi16(two, 1), one); }
 
-    static Before begin(__m512i ends) { return { ends }; }
+    static Previous begin(__m512i ends) { return { ends }; }
 
-    template <int BITS> static __m512i level(__m512i code, Before & before) {
+    template <int BITS> static __m512i level(__m512i code, Previous & before) {
         const __m512i w    = bits_of(0x03, _mm512_srli_epi16(before.window, 1), code);
         before.window      = w;
         const auto &tables = cpu::BY_WINDOW < BITS < 6 ? BITS : 2, BITS == 5 ? 128 : 64 >.byte;

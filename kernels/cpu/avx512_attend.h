@@ -5,7 +5,7 @@
 //             add(sum, opened, first, second), total(sum)
 //             FROM_TILE_ROWS               see attend_tiles.h
 //             octets(rows)                 octets of values that fit the registers besides the rows' sums
-//             CODE_BIT, OTHER_BITS_ZERO, Before, ends, begin, level  see tile_codes.h
+//             CODE_BIT, OTHER_BITS_ZERO, Previous, ends, begin, level  see tile_codes.h
 #pragma once
 
 #include "attend_tiles.h"

@@ -46,7 +46,7 @@ struct Words {
     static constexpr int  CODE_BIT        = 0;
     static constexpr bool OTHER_BITS_ZERO = true;
 
-    struct Before {
+    struct Previous {
         __m512i one, two; // low bits count
     };
 
@@ -55,9 +55,9 @@ struct Words {
         return _mm512_ternarylogic_epi32(low, _mm512_add_epi8(two, two), _mm512_set1_epi8(2), 0xf8); // a | (b & c)
     }
 
-    static Before begin(__m512i ends) { return { ends, _mm512_srli_epi16(ends, 1) }; }
+    static Previous begin(__m512i ends) { return { ends, _mm512_srli_epi16(ends, 1) }; }
 
-    template <int BITS> static __m512i level(__m512i code, Before & before) {
+    template <int BITS> static __m512i level(__m512i code, Previous & before) {
         const __m512i   u = _mm512_ternarylogic_epi32(code, before.two, _mm512_set1_epi8(1), 0x78); // a ^ (b & c)
         const __mmask64 x = _mm512_test_epi8_mask(before.one, _mm512_set1_epi8(1));
         before            = { code, before.one };

@@ -88,7 +88,7 @@ struct Isa : Floats {
         return vreinterpretq_s32_u8(vextq_u8(vreinterpretq_u8_s32(below), vreinterpretq_u8_s32(x), 8));
     }
 
-    struct Before {
+    struct Previous {
         uint8x16_t window; // 4 u_t + 2 x_{t-1} + x_{t-2}
     };
 
@@ -97,9 +97,9 @@ struct Isa : Floats {
         return vreinterpretq_s32_u8(vsliq_n_u8(low, vreinterpretq_u8_s32(one), 2));
     }
 
-    static Before begin(I ends) { return { vreinterpretq_u8_s32(ends) }; }
+    static Previous begin(I ends) { return { vreinterpretq_u8_s32(ends) }; }
 
-    template <int BITS> static I level(I code, Before & before) {
+    template <int BITS> static I level(I code, Previous & before) {
         const uint8x16_t w = vsliq_n_u8(vshrq_n_u8(before.window, 1), vreinterpretq_u8_s32(code), 2);
         before.window      = w;
         if constexpr (BITS == 2) {

@@ -13,7 +13,7 @@ namespace subkv::cpu {
 template <typename Isa, int BITS, int RHO = 0> static inline void unpack_octet(const uint8_t * octet, uint8_t * out) {
     if constexpr (RHO < 8) {
         for (int at = 0; at < LINE; at += 4 * Isa::W) {
-            typename Isa::Before none = {};
+            typename Isa::Previous none = {};
             Isa::put_bytes(out + RHO * LINE + at, FromCodes<Isa, BITS, false>::template bytes<RHO>(octet + at, none));
         }
         unpack_octet<Isa, BITS, RHO + 1>(octet, out);
@@ -39,7 +39,7 @@ static void path_band(const uint8_t * from, int32_t n, int64_t ahead, Path8<Isa>
     if constexpr (QUARTER < 4) {
         constexpr int PARTS = Path8<Isa>::PARTS, REGS_PER_PASS = PARTS < 2 ? PARTS : 2, OTHER = QUARTER + 4;
         for (int first = 0; first < PARTS; first += REGS_PER_PASS) {
-            typename Isa::Before before[REGS_PER_PASS][2];
+            typename Isa::Previous before[REGS_PER_PASS][2];
             for (int p = 0; p < REGS_PER_PASS; ++p) {
                 before[p][0] = path.before[first + p][QUARTER];
                 before[p][1] = path.before[first + p][OTHER];

@@ -8,9 +8,9 @@
 // Members of Isa (attend_tiles.h) for this; with line_paths.h only the last two:
 //   CODE_BIT              bit of a byte at which level() expects codes
 //   OTHER_BITS_ZERO       the other bits must be 0
-//   Before                the required bits of a register's two preceding codes
+//   Previous              the required bits of a register's two preceding codes
 //   ends(one, two)        the low bits of the last code and of the one before it, in begin()'s format
-//   begin(ends)           Before of a register
+//   begin(ends)           Previous of a register
 //   level<BITS>(code, before)  levels plus 128; before follows
 //   raise_keys(x, other)    shifts the bytes of each dword up by one; the first byte is other's last one
 //   raise_values(x, below)  shifts the qwords up by one; the first qword is below's last one
@@ -55,9 +55,9 @@ static inline void prefetch_octet(const uint8_t * octet, int32_t bits, int64_t a
 // Register RHO of a band's octet as bytes. before: state of codes on a path
 template <typename Isa, int BITS, bool PATH> struct FromCodes {
     static constexpr int LINES = BITS;
-    using Before               = typename Isa::Before;
+    using Previous             = typename Isa::Previous;
 
-    template <int RHO> static typename Isa::I bytes(const uint8_t * octet, Before & before) {
+    template <int RHO> static typename Isa::I bytes(const uint8_t * octet, Previous & before) {
         const auto line = [octet](int i) { return Isa::bytes(octet + i * LINE); };
         if constexpr (PATH) {
             return Isa::template level<BITS>(codes_of<Isa, BITS, RHO, Isa::CODE_BIT, Isa::OTHER_BITS_ZERO>(line),
@@ -74,8 +74,8 @@ template <typename Isa, int BITS, bool PATH> struct FromCodes {
 
 // A register of W dwords for every place of an octet, and the state from the preceding codes.
 template <typename Isa> struct Path8 {
-    static constexpr int PARTS = 16 / Isa::W; // registers of a line
-    typename Isa::Before before[PARTS][8];
+    static constexpr int   PARTS = 16 / Isa::W; // registers of a line
+    typename Isa::Previous before[PARTS][8];
 };
 
 // The lowest bits of an octet's codes, at bit CODE_BIT of each byte; the other bits are undefined.
@@ -147,9 +147,9 @@ template <typename Isa> static void begin_path(const HeadCodec & codec, const ui
 // A tile as bytes: an octet has LINES lines, one per register RHO.
 template <typename Isa> struct FromBytes {
     static constexpr int LINES = 8;
-    struct Before {};
+    struct Previous {};
 
-    template <int RHO> static typename Isa::I bytes(const uint8_t * octet, Before &) {
+    template <int RHO> static typename Isa::I bytes(const uint8_t * octet, Previous &) {
         return Isa::bytes(octet + RHO * LINE);
     }
 };

@@ -77,7 +77,7 @@ template <typename Isa> static constexpr int32_t odd_of() {
 
 // Opens registers FIRST + V, V < REGS, of W cells of half an octet.
 template <typename Isa, typename Source, int HALF, int FIRST, int REGS, int V = 0>
-static inline void open_keys(const uint8_t * octet, typename Source::Before * before, typename Isa::Opened * out) {
+static inline void open_keys(const uint8_t * octet, typename Source::Previous * before, typename Isa::Opened * out) {
     if constexpr (V < REGS) {
         constexpr int CELL = (FIRST + V) * Isa::W;
         out[V]             = Isa::open(Source::template bytes<4 * HALF + CELL / 16>(octet + CELL % 16 * 4, before[V]));
@@ -87,7 +87,7 @@ static inline void open_keys(const uint8_t * octet, typename Source::Before * be
 
 // query: the first row's dwords at this octet, `second` bytes before those of its other product, rows `stride` apart
 template <typename Isa, typename Source, int HALF, int FIRST, int ROWS, int REGS>
-static inline void add_keys(const uint8_t * octet, typename Source::Before * before, const int8_t * query,
+static inline void add_keys(const uint8_t * octet, typename Source::Previous * before, const int8_t * query,
                             int64_t second, int64_t stride, typename Isa::Sum (&sum)[ROWS][REGS]) {
     typename Isa::Opened c[REGS];
     open_keys<Isa, Source, HALF, FIRST, REGS>(octet, before, c);
@@ -106,7 +106,7 @@ static inline void add_keys(const uint8_t * octet, typename Source::Before * bef
 // n coefficients. before: state of the octets' first and second halves
 template <typename Isa, typename Source, int FIRST, int ROWS, int REGS>
 static inline void add_key_band(const uint8_t * octet, int32_t n, int64_t ahead,
-                                typename Source::Before (&before)[2][REGS], const int8_t * query, int64_t second,
+                                typename Source::Previous (&before)[2][REGS], const int8_t * query, int64_t second,
                                 int64_t stride, typename Isa::Sum (&sum)[ROWS][REGS]) {
     for (int32_t j = 0; j < n; j += 8, octet += Source::LINES * LINE, query += 8) {
         if (FIRST == 0 && ahead != 0) {
@@ -142,7 +142,7 @@ static void multiply_keys(const Call & call, const Keys<Isa> & keys, int64_t row
             }
         }
         if constexpr (FROM_TILE) {
-            typename Isa::Before before[2][REGS];
+            typename Isa::Previous before[2][REGS];
 #pragma GCC unroll 4
             for (int v = 0; v < REGS; ++v) {
                 before[0][v] = keys.path->before[0][FIRST + v];
@@ -159,8 +159,8 @@ static void multiply_keys(const Call & call, const Keys<Isa> & keys, int64_t row
             }
         } else {
             for (int32_t i = 0; i < call.k_runs.n; ++i) {
-                const int32_t                   first = call.k_runs.first[i];
-                typename FromBytes<Isa>::Before before[2][REGS];
+                const int32_t                     first = call.k_runs.first[i];
+                typename FromBytes<Isa>::Previous before[2][REGS];
                 add_key_band<Isa, FromBytes<Isa>, FIRST, ROWS>(keys.at + LINE * first, call.k_runs.end[i] - first, 0,
                                                                before, query + first, codec.rank, stride, sum);
             }
@@ -201,7 +201,7 @@ static void multiply_all_keys(const Call & call, Keys<Isa> keys, int64_t row, in
 
 // before: state of a tile's registers
 template <typename Isa, typename Source, int OCTETS, int ROWS, int RHO = 0>
-static inline void add_values(const uint8_t * octet, typename Source::Before * before, const int8_t * first,
+static inline void add_values(const uint8_t * octet, typename Source::Previous * before, const int8_t * first,
                               const int8_t * second, typename Isa::Sum (&sum)[ROWS][OCTETS * (16 / Isa::W)]) {
     if constexpr (RHO < 8) {
         constexpr int        PARTS = 16 / Isa::W; // registers of a line
@@ -243,7 +243,7 @@ template <typename Isa> struct Values {
 
 // Octets at `offset` of a tile, coefficients from j on. before: [tile][8]
 template <typename Isa, typename Source, int OCTETS, int ROWS>
-static void sum_octets(const Values<Isa> & v, int64_t offset, int32_t j, typename Source::Before (*before)[8]) {
+static void sum_octets(const Values<Isa> & v, int64_t offset, int32_t j, typename Source::Previous (*before)[8]) {
     constexpr int     PARTS = 16 / Isa::W;
     typename Isa::Sum sum[ROWS][OCTETS * PARTS];
 #pragma GCC unroll 16
@@ -278,7 +278,7 @@ static void sum_octets(const Values<Isa> & v, int64_t offset, int32_t j, typenam
 // Coefficients [first, end).
 template <typename Isa, typename Source, int ROWS>
 static void sum_band(const Values<Isa> & v, int64_t offset, int32_t first, int32_t end,
-                     typename Source::Before (*before)[8]) {
+                     typename Source::Previous (*before)[8]) {
     constexpr int MOST = Isa::octets(ROWS), SIZE = Source::LINES * LINE;
     int32_t       j = first;
     for (; j + 8 * MOST <= end; j += 8 * MOST, offset += MOST * SIZE) {
@@ -293,8 +293,8 @@ static void sum_band(const Values<Isa> & v, int64_t offset, int32_t first, int32
 template <typename Isa, bool FROM_TILE, int ROWS>
 static void values(const Call & call, const Values<Isa> & v, const Path8<Isa> * paths) {
     if constexpr (FROM_TILE) {
-        const HeadCodec &    codec = *call.a.v;
-        typename Isa::Before before[STEP_TILES][8];
+        const HeadCodec &      codec = *call.a.v;
+        typename Isa::Previous before[STEP_TILES][8];
         memcpy(before, paths, sizeof(before));
         for (int32_t b = 0; b < codec.n_bands; ++b) {
             const Band & band = codec.bands[b];
@@ -304,7 +304,7 @@ static void values(const Call & call, const Values<Isa> & v, const Path8<Isa> * 
 #undef SUM
         }
     } else {
-        typename FromBytes<Isa>::Before nothing[STEP_TILES][8];
+        typename FromBytes<Isa>::Previous nothing[STEP_TILES][8];
         for (int32_t r = 0; r < call.v_runs.n; ++r) {
             const int32_t first = call.v_runs.first[r];
             sum_band<Isa, FromBytes<Isa>, ROWS>(v, LINE * first, first, call.v_runs.end[r], nothing);

@@ -12,7 +12,7 @@ from calib_synthetic import random_calibration
 
 from subkv.format.calibration import LayerSensitivity, Sensitivity
 from subkv.native.gguf import Gguf
-from subkv.plan.positions import can_spread, pairs, spread
+from subkv.plan.positions import average_over_positions, can_spread, pairs
 
 
 def turn(d: int, offset: float, neighbours: bool) -> np.ndarray:
@@ -36,7 +36,7 @@ def test_moments_are_the_mean_over_offsets(arch: str, tiny_model: Callable[..., 
     )
     stats = replace(stats, layers=layers, sensitivity=Sensitivity("fisher", 100, 16, 128))
     with Gguf(tiny_model(arch)) as base:
-        wide, note = spread(base, stats)
+        wide, note = average_over_positions(base, stats)
     assert note is None
     offsets = (np.arange(20_000) + 0.5) / 20_000 * (4096 - 256)
     turns = np.stack([turn(32, o, arch == "llama") for o in offsets])
@@ -79,7 +79,7 @@ def test_pairs_of_a_fourth_position_do_not_turn_in_text(
 def test_a_calibration_of_the_trained_context_stays(tiny_model: Callable[..., Path]) -> None:
     stats = random_calibration(n_ctx=4096)
     with Gguf(tiny_model("llama")) as base:
-        assert spread(base, stats) == (stats, None)
+        assert average_over_positions(base, stats) == (stats, None)
         assert can_spread(base)
 
 
@@ -88,7 +88,7 @@ def test_unknown_rotations_are_noted(tiny_model: Callable[..., Path]) -> None:
     with Gguf(tiny_model("gemma2")) as base:
         assert pairs(base, 32) is None
         assert not can_spread(base)
-        same, note = spread(base, stats)
+        same, note = average_over_positions(base, stats)
     assert same == stats
     assert note is not None and str(note).startswith(
         "calibration: expected a calibration at the trained context of 4096 tokens"

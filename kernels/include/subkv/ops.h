@@ -214,7 +214,7 @@ void to_halves(const Matrix & m, int64_t r, int64_t d, uint16_t * out);
 int64_t encode_rows(const Ops & ops, const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, uint8_t * rows);
 void    dequantize_rows(const Ops & ops, const HeadCodec & codec, const uint8_t * rows, int64_t n, float * c);
 
-// Best version for this processor. SUBKV_KERNEL=ref|avx2|avx512bw|avx512|neon overrides it (debugging). For an unknown
+// Best version for this processor. SUBKV_KERNEL=ref|avx2|avx2vnni|avx512bw|avx512|neon overrides it (debugging). For an unknown
 // or unsupported name ops_error() has the error, and callers reject the request: there is NO fallback to the best
 // version.
 const Ops &  ops();

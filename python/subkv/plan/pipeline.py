@@ -28,7 +28,7 @@ from subkv.plan.budget import Head, Overhead
 from subkv.plan.costs import LayerCost, fit_heads, layer_cost, near_cost, near_share, resolve_bases, value_metrics
 from subkv.plan.derived import derived, shared
 from subkv.plan.gamma import gamma_of
-from subkv.plan.positions import spread
+from subkv.plan.positions import average_over_positions
 
 CALIBRATED_CONTEXT = 8192  # largest default for --bpe-context
 LATENT_CONTEXT = 32768  # the same for latent attention, whose rows are small compared with its bases
@@ -249,7 +249,7 @@ class Fit:
         if options.center_k and not self.latent and not center_k:
             reason = "off, because centring needs exact sinks, found --n-sink 0; --no-center-k omits this note"
             self.notes.append(SubkvError("center_k", reason))
-        self.calibration, note = spread(base, calibration)
+        self.calibration, note = average_over_positions(base, calibration)
         self.notes += [note] if note else []
         context = default_context(base) if options.bpe_context is None else options.bpe_context
         self.overhead = Overhead(context, window)

@@ -185,12 +185,12 @@ def head_size(base: Base) -> int | None:
 
 
 def can_spread(base: Base) -> bool:
-    """Whether spread() supports this model; then short chunks are as good as long ones."""
+    """Whether average_over_positions() supports this model; then short chunks are as good as long ones."""
     d = head_size(base)
     return d is not None and pairs(base, d) is not None
 
 
-def spread(base: Base, calibration: Calibration) -> tuple[Calibration, SubkvError | None]:
+def average_over_positions(base: Base, calibration: Calibration) -> tuple[Calibration, SubkvError | None]:
     """The calibration spread over all trained positions, and a remark if that is needed but not supported."""
     trained = base.get(f"{base.get('general.architecture')}.context_length")
     n_ctx, sensitivity = calibration.n_ctx, calibration.sensitivity

@@ -5,7 +5,7 @@
 //                    any other value: a file with bases
 //   SUBKV_BITS   bits per element, of those that the file has plans for; a cache type subkv:BITS has precedence
 //   SUBKV_SINK, SUBKV_RECENT, SUBKV_ROLLBACK   numbers of tokens, as in subkv_cache_params
-//   another variable of the bases: bases_of_environment (basis_source.h)
+//   SUBKV_ADAPT  options of adaptive bases; bases_of_environment reads it (basis_source.h)
 //
 // find_bases finds the model's bases. `subkv`, or a file in SUBKV, is for one model: of the first context that gets its
 // cache by it; others are as with `auto`. Cache types have precedence over SUBKV. Every context logs its kind of cache in
@@ -99,8 +99,8 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
     const bool owned    = setting != "auto" && owners.may_use(setting, desc.model_path);
     const bool default_ = desc.requested == Requested::NOTHING;
     const bool required = desc.requested == Requested::CODED || (owned && default_ && !desc.drafts);
-    if (!desc.none.empty()) {
-        const std::string why = "no K/V cache: " + desc.none;
+    if (!desc.no_cache.empty()) {
+        const std::string why = "no K/V cache: " + desc.no_cache;
         if (required) {
             throw Invalid(why);
         }

@@ -27,7 +27,7 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
     if (!pending.cache.layout && !pending.observer) {
         return pending.ordinary && desc.requested != Requested::CODED ? nullptr : automatic_cache(desc);
     }
-    if (!desc.none.empty()) { // the caller checks the context and cancels
+    if (!desc.no_cache.empty()) { // the caller checks the context and cancels
         return nullptr;
     }
     const Pending request = std::move(pending);

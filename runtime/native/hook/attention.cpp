@@ -92,13 +92,13 @@ ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const attn_input 
     return project(g, wo, wo_b, wo_s, rotated(cur, in.v_rot));
 }
 
-bool llama_subkv::sees(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
-                       ggml_tensor * k, ggml_tensor * v, int il) {
+bool llama_subkv::observe_layer(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
+                                ggml_tensor * k, ggml_tensor * v, int il) {
     observe(g, mctx, q, k, v, 1.0f / std::sqrt((float) q->ne[0]), il);
     return coded(mctx, il);
 }
 
-ggml_tensor * llama_subkv::unread(const llm_graph_context & g, const ggml_tensor * rows, int64_t n_kv,
-                                  int64_t n_stream) {
+ggml_tensor * llama_subkv::unused_rows(const llm_graph_context & g, const ggml_tensor * rows, int64_t n_kv,
+                                       int64_t n_stream) {
     return ggml_new_tensor_4d(g.ctx0, GGML_TYPE_F16, rows->ne[0], rows->ne[1], n_kv, n_stream);
 }

@@ -1,6 +1,7 @@
 // hook.cpp: connects llama.cpp's internals to hook.h. Part of libllama; the logic is in libsubkv.
 #include "llama-subkv-cells.h"
 #include "llama-subkv-programs.h"
+#include "releases.h"
 
 #include "llama-context.h"
 #include "llama-graph.h"
@@ -60,8 +61,8 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v
     }
     const auto & hparams = kv.hparams;
 
-    // llama.cpp appends a layer that is not in the file: it selects LoRA weights and stays ordinary
-    const bool has_router = hparams.router_layer >= 0;
+    const int32_t router     = router_layer(hparams, 0); // selects LoRA weights and stays ordinary
+    const bool    has_router = router >= 0;
 
     subkv::CacheDesc desc;
     desc.arch        = llm_arch_name(kv.model.arch);
@@ -81,7 +82,7 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v
         if (hparams.is_recr(il)) {
             desc.recurrent.push_back((int32_t) il);
         }
-        if ((filter && !filter(il)) || (int32_t) il == hparams.router_layer) {
+        if ((filter && !filter(il)) || (int32_t) il == router) {
             continue;
         }
         if (const int32_t owner = reuse ? reuse(il) : -1; owner >= 0) {
@@ -129,7 +130,8 @@ std::unique_ptr<llama_memory_i> llama_subkv::create_memory(llama_context & ctx, 
         desc.arch             = llm_arch_name(model.arch);
         desc.model_path       = source_of(model).path;
         desc.no_alloc         = model.hparams.no_alloc;
-        desc.none = recurrent ? "its layers keep a recurrent state instead" : "its tokens attend to their batch only";
+        desc.no_cache =
+            recurrent ? "its layers keep a recurrent state instead" : "its tokens attend to their batch only";
         request::describe(desc);
         cache_new(desc);
     }
@@ -154,7 +156,8 @@ std::pair<ggml_type, ggml_type> llama_subkv::types(const llama_kv_cache & kv, ui
 static std::mutex                                               sources_mutex;
 static std::map<const llama_model *, llama_subkv::model_source> sources;
 
-void llama_subkv::loaded(const llama_model & model, const std::string & path, const llama_model_loader & loader) {
+void llama_subkv::record_source(const llama_model & model, const std::string & path,
+                                const llama_model_loader & loader) {
     std::map<std::string, std::string> sorted;
     for (const auto & [key, value] : loader.kv_overrides) {
         const bool text = value.tag == LLAMA_KV_OVERRIDE_TYPE_STR;

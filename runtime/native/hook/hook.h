@@ -56,7 +56,7 @@ struct CacheDesc {
     std::string             model_path;  // first file; empty: unknown, the model comes from a stream
     std::string             unsupported; // reason why this cache cannot store coefficients; empty: it can
     std::string             unobserved;  // reason why an observer cannot read its rows; empty: it can
-    std::string             none; // reason why there is no K/V cache, other fields are unset; empty: there is one
+    std::string             no_cache; // reason why there is no K/V cache, other fields are unset; empty: there is one
     int32_t                 n_layer;
     uint32_t                n_cells; // per stream
     uint32_t                n_stream;

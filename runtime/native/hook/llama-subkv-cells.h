@@ -2,6 +2,7 @@
 #pragma once
 
 #include "llama-subkv.h"
+#include "releases.h"
 
 #include <algorithm>
 #include <limits>
@@ -39,7 +40,7 @@ public:
 
     void find_all(int32_t seq, int32_t p0, int32_t p1, std::vector<subkv::PosCell> & out) const override {
         out.clear();
-        const auto & cells = kv.v_cells[kv.seq_to_stream[seq]].seq_pos_get(seq);
+        const auto & cells = cells_of(kv.v_cells[kv.seq_to_stream[seq]], seq);
         for (auto it = cells.lower_bound({ p0, 0 }); it != cells.end() && it->first < p1; ++it) {
             out.push_back({ it->first, (int32_t) it->second });
         }
@@ -50,7 +51,7 @@ public:
     }
 
     int32_t max_pos_outside(int32_t seq, int32_t p0, int32_t p1) const override {
-        const auto & cells = kv.v_cells[kv.seq_to_stream[seq]].seq_pos_get(seq);
+        const auto & cells = cells_of(kv.v_cells[kv.seq_to_stream[seq]], seq);
         for (auto it = cells.rbegin(); it != cells.rend(); ++it) {
             if (it->first < p0 || it->first >= p1) {
                 return it->first;

@@ -21,12 +21,12 @@
 
 namespace llama_subkv_server {
 
-constexpr size_t  N_STORED = 6;                               // checkpoints that the store keeps per prompt
-constexpr int     NO_TASK  = std::numeric_limits<int>::min(); // the id of no task
-constexpr int64_t LEAST    = SUBKV_STORE_LEAST_TOKENS;
+constexpr size_t  N_STORED   = 6;                               // checkpoints that the store keeps per prompt
+constexpr int     NO_TASK    = std::numeric_limits<int>::min(); // the id of no task
+constexpr int64_t MIN_TOKENS = SUBKV_STORE_LEAST_TOKENS;
 
 // Called after the server has created a context; its slots are empty.
-inline void made(llama_context * ctx, const llama_context * draft) {
+inline void context_created(llama_context * ctx, const llama_context * draft) {
     llama_subkv_usage_set(ctx);
     llama_subkv_store_forget();
     llama_subkv_moves(ctx, draft, true);
@@ -312,7 +312,7 @@ inline std::list<server_prompt_cache_state> take_best(server_prompt_cache & memo
 
 // Gives an idle slot the prompt that saves the most evaluation of a request: its own, one in memory (or nullptr), or
 // one on disk; first saves a prompt that loses tokens. updates: upstream saves the slot's prompt; else another one must
-// save LEAST tokens more than the slot's. false: upstream decides.
+// save MIN_TOKENS tokens more than the slot's. false: upstream decides.
 template <typename Slot, typename Slots>
 bool prepare(Slot & slot, Slots & slots, server_prompt_cache * memory, const server_task & task, bool updates) {
     if (slot.is_processing()) { // the request waits, and the slot needs its prompt
@@ -328,14 +328,14 @@ bool prepare(Slot & slot, Slots & slots, server_prompt_cache * memory, const ser
     const int64_t         n_max       = n_room(slot, slots, false);
     const int64_t         n_own       = reach(slot, requested);
 
-    int64_t                              n_held = n_own + (updates ? 0 : LEAST - 1);
+    int64_t                              n_held = n_own + (updates ? 0 : MIN_TOKENS - 1);
     std::list<server_prompt_cache_state> best; // outside the cache, which may drop it to save the slot's prompt
     if (memory) {
         best = take_best(*memory, requested, n_removable, n_max, n_held);
     }
     auto *        found = find(slot, requested, best.empty() ? n_own : n_held, n_max);
     const int64_t lost  = slot.prompt.n_tokens() - (int64_t) slot.prompt.tokens.get_common_prefix(requested);
-    if (updates || found || !best.empty() || (llama_subkv_store_on() && lost >= LEAST)) {
+    if (updates || found || !best.empty() || (llama_subkv_store_on() && lost >= MIN_TOKENS)) {
         SRV_TRC("%s", "updating prompt cache\n");
         keep(slot, memory);
     }
@@ -358,7 +358,7 @@ bool prepare(Slot & slot, Slots & slots, server_prompt_cache * memory, const ser
         const auto    state = bytes_of(best.front().data.main), of_draft = bytes_of(best.front().data.drft);
         const int64_t tail = prompt.n_tokens() - (int64_t) prompt.tokens.get_common_prefix(requested);
         make_room(slot, slots, memory, prompt.n_tokens());
-        if (tail >= LEAST) { // the slot will remove it; memory keeps it
+        if (tail >= MIN_TOKENS) { // the slot will remove it; memory keeps it
             replace(slot, prompt.clone(), state, of_draft);
         } else if (replace(slot, std::move(prompt), state, of_draft)) {
             best.clear();

@@ -62,7 +62,7 @@ struct llama_subkv {
     };
 
     // Records the source of a model that is being loaded; source_of returns it.
-    static void loaded(const llama_model & model, const std::string & path, const llama_model_loader & loader);
+    static void record_source(const llama_model & model, const std::string & path, const llama_model_loader & loader);
     static const model_source & source_of(const llama_model & model);
 
     // Where not every tail can be removed, the context's answers about that, as for a recurrent model: a sequence must keep
@@ -181,11 +181,12 @@ struct llama_subkv {
                                 ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
                                 ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
                                 float scale, int il, ggml_tensor * chosen = nullptr);
-    // For a model whose graph computes the masks of its KV heads. sees: passes q, k and v to the observer; true: the
-    // layer is coded. unread: a tensor with the shape of the ordinary cache, for views that are never computed.
-    static bool sees(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q, ggml_tensor * k,
-                     ggml_tensor * v, int il);
-    static ggml_tensor * unread(const llm_graph_context & g, const ggml_tensor * rows, int64_t n_kv, int64_t n_stream);
+    // For a model whose graph computes the masks of its KV heads. observe_layer: passes q, k and v to the observer; true: the
+    // layer is coded. unused_rows: a tensor with the shape of the ordinary cache, for views that are never computed.
+    static bool observe_layer(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
+                              ggml_tensor * k, ggml_tensor * v, int il);
+    static ggml_tensor * unused_rows(const llm_graph_context & g, const ggml_tensor * rows, int64_t n_kv,
+                                     int64_t n_stream);
     static bool          coded(const llama_kv_cache_context * mctx, int il);
     static bool          coded(const llama_kv_cache_context * mctx); // any layer
     static void          observe(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
@@ -214,11 +215,17 @@ struct llama_subkv {
     static parts other_parts(const caches & all);
     static parts in_state(const caches & all, llama_state_seq_flags flags);
     // An indexer identifies cells by the places of its keys. is_index: a cache of such keys. same_cells: every key is
-    // in the cell of its token. same_slots: so it is with the slots of a batch.
+    // in the cell of its token. same_slots: a batch assigns each token the same cell in both caches.
     static bool      is_index(const llama_kv_cache & kv);
     static ggml_type index_type(const llama_kv_cache & kv, ggml_type type); // from SUBKV_INDEXER, else `type`
     static bool      same_cells(const llama_kv_cache & kv, const llama_kv_cache & index);
-    static bool      same_slots(const llama_kv_cache_context & rows, const llama_kv_cache_context & index);
+
+    // Where releases of llama.cpp differ (releases.h). has_cell_ext: states hold a llama_kv_cell_ext for each cell.
+    // read_cells: llama_kv_cache::state_read_sinfo.
+    static bool has_cell_ext(const llama_kv_cache & kv);
+    static void read_cells(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags,
+                           llama_kv_cache::slot_info_vec_t * out, const llama_kv_cache::slot_info_vec_t * in);
+    static bool same_slots(const llama_kv_cache_context & rows, const llama_kv_cache_context & index);
 
     struct piece { // positions [first, last) of a sequence
         llama_seq_id seq;

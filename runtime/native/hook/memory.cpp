@@ -183,7 +183,7 @@ bool llama_subkv::same_cells(const llama_kv_cache & kv, const llama_kv_cache & i
             }
         }
         for (llama_seq_id seq = 0; seq < (llama_seq_id) kv.n_seq_max; ++seq) {
-            if (a.seq_pos_get(seq) != b.seq_pos_get(seq)) {
+            if (cells_of(a, seq) != cells_of(b, seq)) {
                 return false;
             }
         }

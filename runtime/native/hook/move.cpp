@@ -4,6 +4,7 @@
 #include "llama-subkv-body.h"
 #include "llama-subkv-cells.h"
 #include "llama-subkv-library.h"
+#include "releases.h"
 #include "variables.h"
 
 #include "llama-batch.h"
@@ -92,7 +93,7 @@ struct llama_subkv::mover {
         std::vector<uint32_t> cells;
         for (const auto & cell : found) {
             cells.push_back((uint32_t) cell.cell);
-            rows->tokens.push_back(kv.v_cells[stream].ext_get(cells.back()).tok);
+            rows->tokens.push_back(token_of(kv.v_cells[stream].ext_get(cells.back())));
         }
         each_side(stream, [&](ggml_tensor * t, int32_t il, bool value) {
             std::vector<uint8_t> data((size_t) n * t->nb[1]);
@@ -120,11 +121,11 @@ struct llama_subkv::mover {
         for (uint32_t i = 0; i < n_cells; ++i) {
             const auto pos = body.value<llama_pos>() - first;
             body.value<uint32_t>(); // sequences: one
-            const auto ext = kv.has_cell_ext() ? body.value<llama_kv_cell_ext>() : llama_kv_cell_ext{};
+            const auto ext = llama_subkv::has_cell_ext(kv) ? body.value<llama_kv_cell_ext>() : llama_kv_cell_ext{};
             body.value<llama_seq_id>();
             if (pos >= 0 && pos < n) {
                 at[(size_t) pos]           = i;
-                rows->tokens[(size_t) pos] = ext.tok;
+                rows->tokens[(size_t) pos] = token_of(ext);
             }
         }
         demand_all(n - std::count(at.begin(), at.end(), -1), n);

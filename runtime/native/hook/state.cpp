@@ -181,7 +181,7 @@ void llama_subkv::state_read(llama_memory_i & memory, llama_io_read_i & io, llam
         llama_kv_cache::slot_info_vec_t slots;
         if (!partial) {
             remove_cells(base, seq); // llama.cpp keeps old cells if the state has none
-            base.state_read_sinfo(of_base, seq, flags, &slots, nullptr);
+            read_cells(base, of_base, seq, flags, &slots, nullptr);
         }
         base.subkv_hook->read_window(of_base, seq, moves, reader(base));
         of_base.end();
@@ -190,7 +190,7 @@ void llama_subkv::state_read(llama_memory_i & memory, llama_io_read_i & io, llam
                 others[i]->seq_rm(seq, -1, -1);
             }
             if (others[i] == all.index) { // its keys go to the places of the cells
-                all.index->state_read_sinfo(bodies[i], seq, flags, nullptr, &slots);
+                read_cells(*all.index, bodies[i], seq, flags, nullptr, &slots);
             } else {
                 others[i]->state_read(bodies[i], seq, flags);
             }

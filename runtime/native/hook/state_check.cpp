@@ -1,6 +1,7 @@
 // state_check.cpp: validates parts of a state that llama.cpp trusts, before anything changes. Part of libllama.
 #include "llama-subkv-body.h"
 #include "llama-subkv-cells.h"
+#include "releases.h"
 
 #include "llama-memory-recurrent.h"
 
@@ -34,7 +35,7 @@ void llama_subkv::row_reader::check(const llama_kv_cache & of, llama_seq_id seq)
             const auto n_seq = in.value<uint32_t>();
             demand_position(pos);
             demand(n_seq >= 1 && n_seq <= (seq < 0 ? of.n_seq_max : 1), "a cell of its sequences", n_seq);
-            const auto ext        = of.has_cell_ext() ? in.value<llama_kv_cell_ext>() : llama_kv_cell_ext{};
+            const auto ext        = has_cell_ext(of) ? in.value<llama_kv_cell_ext>() : llama_kv_cell_ext{};
             const bool in_picture = of.hparams.n_pos_per_embd() > 1 && is_in_picture(pos, ext.x, ext.y);
             for (uint32_t j = 0; j < n_seq; ++j) {
                 const auto id = in.value<llama_seq_id>();

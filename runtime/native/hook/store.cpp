@@ -3,6 +3,7 @@
 
 #include "llama-subkv-library.h"
 #include "llama-subkv.h"
+#include "releases.h"
 #include "variables.h"
 
 #include "llama-adapter.h"
@@ -45,7 +46,7 @@ std::string llama_subkv::state_identity(const llama_context & ctx, const std::st
     out << std::hexfloat;
     out << "format 1 " << SUBKV_LLAMA_COMMIT << " " << LLAMA_STATE_SEQ_VERSION << "\n" << content << "\n";
     out << source_of(model).overrides << "\n";
-    out << (int) cparams.rope_scaling_type << " " << cparams.rope_freq_base << " " << cparams.rope_freq_scale << " "
+    out << rope_scaling_of(cparams) << " " << cparams.rope_freq_base << " " << cparams.rope_freq_scale << " "
         << cparams.n_ctx_orig_yarn << " " << cparams.yarn_ext_factor << " " << cparams.yarn_attn_factor << " "
         << cparams.yarn_beta_fast << " " << cparams.yarn_beta_slow << " " << cparams.causal_attn << " "
         << cparams.n_rs_seq << " " << (int) cparams.ctx_type << "\n";

@@ -157,14 +157,14 @@ void PrefixIndex::read(const std::string & identity, const std::vector<PieceRead
     const auto               work = [&] {
         try {
             for (size_t i = next++; i < reads.size(); i = next++) {
-                const PieceRead &              piece = reads[i];
-                std::vector<StoreFolder::Room> rooms;
-                std::vector<Bytes>             bytes;
+                const PieceRead &                      piece = reads[i];
+                std::vector<StoreFolder::MutableBytes> parts;
+                std::vector<Bytes>                     bytes;
                 for (const Span & span : piece.to) {
-                    rooms.push_back({ piece.data + span.offset, (size_t) span.size });
+                    parts.push_back({ piece.data + span.offset, (size_t) span.size });
                     bytes.push_back({ piece.data + span.offset, (size_t) span.size });
                 }
-                if (!folder.read(piece.name + PIECE, piece.size, rooms) || address(identity, bytes) != piece.name) {
+                if (!folder.read(piece.name + PIECE, piece.size, parts) || address(identity, bytes) != piece.name) {
                     std::lock_guard<std::mutex> lock(first);
                     damaged.push_back(piece.name);
                 }

@@ -287,7 +287,7 @@ std::map<std::string, StoredFile> StoreFolder::list(size_t most) const {
 }
 #endif
 
-bool StoreFolder::read(const std::string & name, uint64_t size, const std::vector<Room> & rooms) const {
+bool StoreFolder::read(const std::string & name, uint64_t size, const std::vector<MutableBytes> & parts) const {
     const std::string path = full(name);
 #if defined(_WIN32)
     std::error_code error;
@@ -319,7 +319,7 @@ bool StoreFolder::read(const std::string & name, uint64_t size, const std::vecto
     if ((status.st_mode & S_IFMT) != S_IFREG || (uint64_t) status.st_size != size) {
         return false;
     }
-    for (const Room & to : rooms) {
+    for (const MutableBytes & to : parts) {
         for (size_t done = 0; done < to.size;) {
             const int64_t n = read_some(opened.file, to.data + done, std::min(to.size - done, MAX_CALL));
             if (n < 0 && errno == EINTR) {

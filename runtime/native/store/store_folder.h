@@ -36,14 +36,14 @@ public:
     // Regular files by name, at most `most`; none if there is no folder. Throws std::system_error.
     std::map<std::string, StoredFile> list(size_t most) const;
 
-    struct Room {
+    struct MutableBytes {
         uint8_t * data;
         size_t    size;
     };
 
-    // Reads a regular file of `size` bytes into `rooms`, whose sizes add up to `size`. false: no such file of this
+    // Reads a regular file of `size` bytes into `parts`, whose sizes add up to `size`. false: no such file of this
     // size. Throws std::system_error if it cannot be read.
-    bool read(const std::string & name, uint64_t size, const std::vector<Room> & rooms) const;
+    bool read(const std::string & name, uint64_t size, const std::vector<MutableBytes> & parts) const;
 
     // Throws std::system_error and then leaves no part of the file.
     void write(const std::string & name, const std::vector<Bytes> & pieces) const;
