@@ -436,3 +436,18 @@ def test_weights_have_plans(tiny_model: Callable[..., Path], tmp_path: Path) -> 
             for head in (*layer["k"], *layer["v"]):
                 assert head["rank"] == 32 and min(band["bits"] for band in head["bands"]) >= 3
     assert sizes and sizes == sorted({*sizes, default["bytes_per_token"]})[:-1]
+
+
+@pytest.mark.parametrize("head_size", [64, 96, 128])
+def test_plans_of_weights_spread_outliers(head_size: int, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """One large element of a value does not fill one coefficient, although a plan mixes bands that are mixed already:
+    the plan's errors are those of a file of its own."""
+    path = tmp_path / "weights.gguf"
+    datafree.sidecar(tiny_model("llama", head_size=head_size, n_layer=1), path)
+    plans = native.load(path).json["plans"]
+    assert plans
+    for plan in plans:
+        layout = native.load(path, plan["budget"])
+        encode = np.abs(layout.basis(0, 0, True, False, head_size**2)).reshape(head_size, head_size)
+        shares = encode.max(axis=0) / np.linalg.norm(encode, axis=0)
+        assert shares.max() < 4.5 / head_size**0.5

@@ -444,8 +444,8 @@ def convert(base: Base, calibration: Calibration, options: Options, progress: bo
         errors = {kind: fit.stock_error(kind) for kind in ("q8_0", "q5_0", "q4_0")}
         stock_types = {kind: error for kind, error in errors.items() if error is not None}
     counted, plans = fit.account(plan, narrow), None
-    if kv_bits is not None and not fit.latent and options.plans != ():
-        plans = _further_plans(fit, options, kv_bits)
+    if kv_bits is not None and options.plans != ():
+        plans = Plans(kv_bits, (), {}) if fit.latent else _further_plans(fit, options, kv_bits)
     return Result(layers, fit.settings, counted, sources, predicted, stock_types, tuple(notes), plans)
 
 
