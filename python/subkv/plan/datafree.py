@@ -28,7 +28,7 @@ from subkv.native.gguf import SHA256_KEY, Base, Gguf, write_sidecar
 from subkv.plan import budget, latent, mla
 from subkv.plan.basis import N_HALVES, FullBasis, band_steps, gains, half, in_bytes, slices, store
 from subkv.plan.derived import mixed_ratios, shared_matrix
-from subkv.plan.hadamard import remixable, spreading
+from subkv.plan.hadamard import spreading
 from subkv.plan.pipeline import (
     CALIBRATED_CONTEXT,
     UNCALIBRATED,
@@ -197,8 +197,8 @@ def _shared_keys(key: _Keys) -> SharedMatrix:
 
 @functools.cache
 def _shared_evenly(d: int) -> SharedMatrix:
-    """Evenly mixed coordinates, whose bands a plan mixes again."""
-    return shared_matrix(remixable(d))
+    """Evenly mixed coordinates."""
+    return replace(shared_matrix(spreading(d)), mixed=True)
 
 
 def sidecar(model: Path, output: Path, options: Options | None = None) -> Result:

@@ -40,15 +40,6 @@ def spreading(n: int) -> F64:
     return matrix
 
 
-def remixable(n: int) -> F64:
-    """spreading(n) that still spreads after bands of its rows are mixed again, which would undo a Hadamard matrix.
-
-    Rows have the signs of the Rudin-Shapiro sequence, whose Hadamard transform is flat. n: as of spreading().
-    """
-    signs = [(-1.0) ** (row & row >> 1).bit_count() for row in range(n)]
-    return np.array(signs)[:, None] * spreading(n)
-
-
 def _is_prime(n: int) -> bool:
     return n > 1 and all(n % i for i in range(2, int(n**0.5) + 1))
 
