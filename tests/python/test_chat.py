@@ -409,6 +409,7 @@ def test_piped_conversation(program: Program, coded_model: Models, tmp_path: Pat
     assert "/read: expected a file name, found none" in done.stderr
     assert "/nonsense: unknown command" in done.stderr
     assert "/regen         answer" in done.stderr
+    assert "--temp 0 gives the same answer again; " in done.stderr
     assert "[ Prompt" not in done.stdout
     other = program("runtime.chat", "-m", coded_model(), "-c", 512, "-ctk", "f16", stdin=f"/load {tmp_path / 'chat'}\n")
     assert other.returncode == 0
