@@ -151,8 +151,8 @@ def measure_sensitivities(
 
     session: with room for a chunk. minutes: limit for everything. Trials after the first LEAST are left out at the
     limit; their layers then get the factors of their neighbours. 0: nothing is decoded, the result is that of
-    `measurements`, without a correction. measurements: of an earlier run, of LEAST trials if minutes is 0. save: called whenever
-    tokens were decoded; may raise KeyboardInterrupt. texts, folder, scope: as in SensitivityTrials.
+    `measurements`, without a correction. measurements: of an earlier run, of LEAST trials if minutes is 0. save: called
+    whenever tokens were decoded; may raise KeyboardInterrupt. texts, folder, scope: as in SensitivityTrials.
 
     Raises SubkvError: about `n_ctx` if chunks are too short, about `output` if `folder` is full; Unpredictable if noise
     in the cache does not change the model's output.

@@ -215,9 +215,7 @@ def test_memory_chooses_the_budget(planned: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ["gemma2", "gpt-oss", "deepseek2"])
-def test_memory_of_other_caches(
-    arch: str, tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_other_caches(arch: str, tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sliding windows and latent rows are counted to the byte, too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, totals = tiny_model(arch), []
