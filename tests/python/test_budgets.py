@@ -120,6 +120,15 @@ def test_bases_without_plans(tiny_model: Models, tmp_path: Path, monkeypatch: py
         with_weight_bases(model, CacheOptions())
 
 
+def test_latent_rows_have_one_budget(tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    reason = (
+        r"expected 6\.5, for which .* has a plan, found 3; `subkv convert --kv-bits 3` writes bases with it instead"
+    )
+    with pytest.raises(CacheError, match=reason):
+        choose_cache(tiny_model("deepseek2"), CacheOptions("subkv:3"))
+
+
 def test_bases_of_another_release_without_plans(
     tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
