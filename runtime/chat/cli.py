@@ -288,8 +288,8 @@ def _sampling(temp: float, **more: Any) -> Sampling:
 
 def _has_model() -> bool:
     """Whether the command line being parsed names a model; else the chat is with the demo model."""
-    parameters = click.get_current_context().params
-    return bool(parameters.get("model") or parameters.get("hf_repo"))
+    parameters = click.get_current_context().params  # may hold a marker of click, which is true, for a missing option
+    return any(isinstance(parameters.get(name), str) for name in ("model", "hf_repo"))
 
 
 def default_or_demo(name: str, default: float) -> dict[str, Any]:
