@@ -57,7 +57,7 @@ context drops its older half instead."""
 DEMO_NOTE = (
     "a demo model of 135M parameters: judge the cache, not the text; try /read FILE, then a question about the file"
 )
-# Defaults for the demo model: at temperature 0.2 every fourth of its answers is nonsense (research/notes/quality.md).
+# Defaults for the demo model: two of five answers at 0.8 are nonsense, one of eight at 0 (research/notes/quality.md).
 DEMO = {"temp": 0.0, "repeat_penalty": 1.1, "n_predict": 256}
 LEAVE = ("/exit", "/bye")
 WITH_FILE = ("/read", "/save", "/load")
