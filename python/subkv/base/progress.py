@@ -108,7 +108,7 @@ class _Part:
     def update(self, n: float = 1) -> None:
         self.n += n
         now, left = time.monotonic(), max(self._total - self.n, 0.0)
-        if n:
+        if n and now - self._recent[-1][0] >= INTERVAL:
             self._recent.append((now, self.n))
         while len(self._recent) > 2 and now - self._recent[1][0] > RECENT:
             self._recent.popleft()
