@@ -13,6 +13,7 @@ from subkv.format.metadata import generator
 from subkv.plan.pipeline import TOKENS_PER_RANK
 
 SHORT = 512  # tokens of most built-in chunks for sensitivities: many kinds of text matter more than long ones
+ALONE = 1280  # tokens of the built-in chunks without sensitivities: less work than with them
 CHUNKS, LONG = 5, 1088  # chunks of the user's text for sensitivities, and tokens of each
 
 
@@ -51,11 +52,11 @@ class CalibrationRequest:
         """The text of the statistics: as requested, else blocks of the built-in texts."""
         if self.corpus.files or self.corpus.chunks is not None:
             return self.corpus
-        if not self.separate:
-            return replace(self.corpus, chunks=max(builtin.TOKENS // self.corpus.n_ctx, builtin.BLOCKS))
         # one block is held out, and each block loses its first n_sink positions
         least = TOKENS_PER_RANK * self.head_size // (builtin.BLOCKS - 1) + self.n_sink + 1
-        n_ctx = min(max(builtin.TOKENS // builtin.BLOCKS, least), self.corpus.n_ctx)
+        n_ctx = self.corpus.n_ctx
+        if self.separate or (self.short and self.minutes == 0):
+            n_ctx = min(max(builtin.TOKENS // builtin.BLOCKS if self.separate else ALONE, least), n_ctx)
         return replace(self.corpus, n_ctx=n_ctx, chunks=max(builtin.TOKENS // n_ctx, builtin.BLOCKS))
 
     def key(self, texts: list[Text] | None) -> str:

@@ -40,6 +40,7 @@ from converter.scoring import mean_kld
 from converter.sensitivity_trials import (
     CORRECTING,
     FULL,
+    LEAST,
     REPEATED,
     VERSION,
     Measurements,
@@ -91,6 +92,8 @@ def with_sensitivities(
         lengths = [len(chunk) for chunk in chunks]
         measurements = _saved(checkpoint, calibration, sources[: n_measured(lengths)], lengths)
         measurements = measurements or Measurements.empty(calibration)
+        if request.minutes == 0 and len(measurements.trials) < LEAST:
+            raise SubkvError("minutes", f"an interrupted run measured {len(measurements.trials)}, {LEAST} are needed")
         _announce(session, request, len(calibration.layers), measurements)
         with interrupt() as ctrl_c:
             save = Saver(checkpoint, ctrl_c, lengths)
@@ -118,9 +121,13 @@ def with_sensitivities(
             save(measurements)
         n = n_trials(len(calibration.layers), request.scope)
         complete = len(measurements.trials) >= n and len(measurements.done) >= n_measured(lengths)
+        complete = complete and request.minutes != 0  # else corrections are missing
         if not complete:
             _write(checkpoint, measurements, lengths, request.minutes or 0.0)
-            note(f"there was time for {len(measurements.trials)} of {n} sensitivities")
+            note(
+                f"there was time for {len(measurements.trials)} of {n} sensitivities"
+                + ("; predictions are not corrected by a measurement" if request.minutes == 0 else "")
+            )
         return result, complete
 
 
@@ -143,8 +150,9 @@ def measure_sensitivities(
     longer ones.
 
     session: with room for a chunk. minutes: limit for everything. Trials after the first LEAST are left out at the
-    limit; their layers then get the factors of their neighbours. measurements: of an earlier run. save: called whenever
-    tokens were decoded; may raise KeyboardInterrupt. texts, folder, scope: as in SensitivityTrials.
+    limit; their layers then get the factors of their neighbours. 0: nothing is decoded, the result is that of
+    `measurements`, without a correction. measurements: of an earlier run, of LEAST trials if minutes is 0. save: called
+    whenever tokens were decoded; may raise KeyboardInterrupt. texts, folder, scope: as in SensitivityTrials.
 
     Raises SubkvError: about `n_ctx` if chunks are too short, about `output` if `folder` is full; Unpredictable if noise
     in the cache does not change the model's output.
@@ -165,6 +173,8 @@ def measure_sensitivities(
             save(trials.measured)
 
         def too_late(tokens: int) -> bool:
+            if minutes == 0:
+                return True
             if minutes is None or not spent:
                 return False  # the speed is unknown until tokens were decoded
             left = tokens + tokens_to_correct(lengths[n:], lengths)
@@ -177,6 +187,8 @@ def measure_sensitivities(
         )
         for _ in trials.steps(too_late):
             pass
+        if minutes == 0:
+            return trials.result()
         return corrected(trials, chunks[n:], n_threads)
 
 
@@ -233,7 +245,7 @@ def expected_seconds(
 def _announce(session: Session, request: CalibrationRequest, n_layer: int, measurements: Measurements) -> None:
     """Report how long the run takes, if more than 10 seconds."""
     trials = len(measurements.trials)
-    seconds = expected_seconds(request, n_layer, session.speed(), measurements)
+    seconds = expected_seconds(request, n_layer, session.speed(), measurements) if request.minutes != 0 else 0.0
     if trials:
         note(f"resuming after {trials} of {n_trials(n_layer, request.scope)} sensitivities")
     if seconds > 10:

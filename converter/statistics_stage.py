@@ -100,7 +100,8 @@ def observe(
     """
     total = sum(len(chunk.tokens) for chunk in chunks)
     batches, moments = plan_batches(chunks), False
-    with progress_bar("calibrate", total, "tok") as bar:
+    done = sum(len(chunk.tokens) for chunk in chunks[: batches[first][0]]) + batches[first][1]
+    with progress_bar("calibrate", total, "tok", done=done) as bar:
         for n, (i, start, _) in enumerate(batches[first:], first + 1):
             chunk = chunks[i]
             if start == 0 or n == first + 1:
@@ -109,7 +110,6 @@ def observe(
                     session.mode(PAUSE)
                 for begin in range(0, start, UBATCH):
                     session.decode(chunk.tokens[begin : begin + UBATCH], begin)
-                bar.update(sum(len(earlier.tokens) for earlier in chunks[:i]) + start - bar.n)
                 session.mode(SAMPLE if chunk.key_pos else ACCUMULATE, chunk.key_pos, chunk.query_pos)
             batch = chunk.tokens[start : start + UBATCH]
             session.decode(batch, start)

@@ -149,7 +149,7 @@ def _add_sensitivities(
         if request.minutes is not None and request.minutes <= earlier[0]:
             note("using the sensitivities that an earlier run had time for; a larger --minutes continues them")
             return checkpoint
-    if request.minutes == 0:
+    if request.minutes == 0 and (earlier is None or earlier[1]):
         return checkpoint
     further = "further " if stored else ""
     if earlier is not None:

@@ -30,6 +30,7 @@ from subkv.format.metadata import read
 from subkv.format.window import DEFAULT, Window
 from subkv.native.bases import model_weights
 from subkv.native.gguf import Gguf
+from subkv.plan import pipeline
 from subkv.plan.basis import gains
 from subkv.plan.budget import Head, Overhead, account, budget_range
 from subkv.plan.costs import output_metrics
@@ -503,8 +504,13 @@ def bare(base: Path, folder: Path, calibration: Calibration, *args: str) -> Resu
     return CliRunner().invoke(convert, ["--bases", str(bases), str(base), "--dry-run", *args])
 
 
-def test_default_budget_equals_q8_0_by_estimate(base: Path, tmp_path: Path) -> None:
-    """Without sensitivities, structural metrics replace them: the budget is still the smallest that equals q8_0."""
+def test_default_budget_equals_q8_0_by_estimate(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without sensitivities, structural metrics replace them: the budget is still the smallest that equals q8_0, but
+    at most the one at which bases from the weights do."""
+    result = bare(base, tmp_path, random_calibration())
+    assert result.exit_code == 0, result.output
+    assert "--kv-bits: 6.5 by default, the most without sensitivities; 8.5 are estimated to equal q8_0" in result.stderr
+    monkeypatch.setattr(pipeline, "MOST_ESTIMATED", 16.0)
     result = bare(base, tmp_path, random_calibration())
     assert result.exit_code == 0, result.output
     assert "by default, the smallest whose estimated attention error is at most q8_0's" in result.stderr

@@ -34,15 +34,16 @@ NARROW_K, NARROW_V = ((32, 3),), ((24, 2),)  # the DCT
 GAINS = {2: 0.9116, 3: 0.97555, 4: 0.99328, 5: 0.99818, 6: 0.9995}
 
 
-def shared(rng: np.random.Generator, d: int, in_bytes: bool) -> tuple[bytes, Matrix]:
+def shared(rng: np.random.Generator, d: int, in_bytes: bool, mixed: bool) -> tuple[bytes, Matrix]:
     """A matrix X as stored, and its values."""
+    form = bytes([in_bytes + 2 * mixed])
     if in_bytes:
         steps = rng.uniform(0.001, 0.01, d).astype(np.float16)
         codes = rng.integers(-127, 128, (d, d)).astype(np.int8)
         rows = b"".join(step.tobytes() + row.tobytes() for step, row in zip(steps, codes, strict=True))
-        return b"\1" + rows, steps.astype(np.float64)[:, None] * codes
+        return form + rows, steps.astype(np.float64)[:, None] * codes
     halves = rng.standard_normal((d, d)).astype(np.float16)
-    return b"\0" + halves.tobytes(), halves.astype(np.float64)
+    return form + halves.tobytes(), halves.astype(np.float64)
 
 
 def mixing(n: int) -> Matrix:
@@ -71,12 +72,12 @@ def in_bytes(row: Matrix) -> Matrix:
     return best
 
 
-def defined(x: Matrix, is_bytes: bool, bands: Any, narrow: bool) -> tuple[Matrix, Matrix]:
+def defined(x: Matrix, is_bytes: bool, mixed: bool, bands: Any, narrow: bool) -> tuple[Matrix, Matrix]:
     """E and D of FORMAT.md §3.3, before D is rounded to halves."""
     x, r, first = x.copy(), sum(n for n, _ in bands), 0
     gains = np.ones(r)
     for n, bits in bands:
-        if bits != 16:
+        if bits != 16 and not mixed:
             x[first : first + n] = mixing(n) @ x[first : first + n]
         gains[first : first + n] = GAINS.get(bits, 1.0)
         first += n
@@ -90,12 +91,13 @@ def defined(x: Matrix, is_bytes: bool, bands: Any, narrow: bool) -> tuple[Matrix
 
 
 class File:
-    """A file with plans for 2 and 3.5 bits, besides its own 7; the first matrix of every layer is not in bytes."""
+    """A file with plans for 2 and 3.5 bits, besides its own 7; the first matrix of every layer is not in bytes, V of
+    the first head is mixed."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(5)
         layers = writer.random_layers(2, HEADS, D_K, D_V, ((32, 8),), ((24, 6),))
-        self.shared: dict[tuple[int, int, bool], tuple[Matrix, bool]] = {}
+        self.shared: dict[tuple[int, int, bool], tuple[Matrix, bool, bool]] = {}
         keys = writer.metadata(layers, recent_bits=10)
         f32, u32, string = T.FLOAT32, T.UINT32, T.STRING
         keys |= {"subkv.budget": (f32, 7.0), "subkv.plans": (u32, 2)}
@@ -104,9 +106,9 @@ class File:
             for h in range(HEADS):
                 block += rng.standard_normal(D_K).astype(np.float16).tobytes()
                 for value, d in ((False, D_K), (True, D_V)):
-                    as_bytes = bool(h or value)
-                    stored, matrix = shared(rng, d, as_bytes)
-                    self.shared[layer.il, h, value] = matrix, as_bytes
+                    as_bytes, mixed = bool(h or value), value and not h
+                    stored, matrix = shared(rng, d, as_bytes, mixed)
+                    self.shared[layer.il, h, value] = matrix, as_bytes, mixed
                     block += stored
             keys[f"subkv.blk.{layer.il}.encode"] = (string, base64.b64encode(block).decode())
         self.bands = {2.0: (NARROW_K, NARROW_V), 3.5: (K_BANDS, V_BANDS)}
@@ -138,9 +140,9 @@ def path(tmp_path: Path) -> Path:
 @each("budget", [2.0, 3.5])
 def test_matrices_are_those_of_the_format(budget: float, path: Path) -> None:
     layout = native.load(path, budget)
-    for (il, h, value), (matrix, as_bytes) in FILE.shared.items():
+    for (il, h, value), (matrix, as_bytes, mixed) in FILE.shared.items():
         bands, d = FILE.bands[budget][value], D_V if value else D_K
-        encode, decode = defined(matrix, as_bytes, bands, budget == 2.0)
+        encode, decode = defined(matrix, as_bytes, mixed, bands, budget == 2.0)
         np.testing.assert_array_equal(layout.basis(il, h, value, False, d * d).reshape(-1, d), encode)
         np.testing.assert_allclose(layout.basis(il, h, value, True, d * d).reshape(-1, d), decode, rtol=2**-10)
 
@@ -173,7 +175,7 @@ def test_plan_equals_the_file_that_has_it_as_its_layout(budget: float, path: Pat
 
 
 def _stored_bytes(il: int, h: int, value: bool) -> int:
-    matrix, as_bytes = FILE.shared[il, h, value]
+    matrix, as_bytes, _ = FILE.shared[il, h, value]
     return 1 + (matrix.size + 2 * len(matrix) if as_bytes else 2 * matrix.size)
 
 
@@ -291,8 +293,8 @@ LEAST_ENCODE = (HEADS * (2 * D_K + 1 + D_K * (2 + D_K) + 1 + D_V * (2 + D_V)) + 
         ("subkv.blk.1.encode", encode_of(lambda b: b.append(0)), "bytes (as subkv.layout requires)"),
         (
             "subkv.blk.1.encode",
-            encode_of(lambda b: b.__setitem__(K_MATRIX, 2)),
-            "expected form 0 or 1 of a matrix, found",
+            encode_of(lambda b: b.__setitem__(K_MATRIX, 4)),
+            "expected form 0 to 3 of a matrix, found",
         ),
         ("subkv.blk.1.encode", encode_of(lambda b: b.__setitem__(slice(1, 2), b"\x7c")), "mean of k head 0"),
         ("subkv.blk.1.encode", encode_of(lambda b: b.__setitem__(K_MATRIX + 2, 0x7E)), "expected finite values"),
@@ -436,3 +438,20 @@ def test_weights_have_plans(tiny_model: Callable[..., Path], tmp_path: Path) -> 
             for head in (*layer["k"], *layer["v"]):
                 assert head["rank"] == 32 and min(band["bits"] for band in head["bands"]) >= 3
     assert sizes and sizes == sorted({*sizes, default["bytes_per_token"]})[:-1]
+
+
+@pytest.mark.parametrize("head_size", [64, 96, 128])
+def test_values_of_weights_are_mixed_once(head_size: int, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """As in a file of its own: mixed again, one large element of a value would fill one coefficient."""
+    path = tmp_path / "weights.gguf"
+    datafree.sidecar(tiny_model("llama", head_size=head_size, n_layer=1), path)
+    plans = native.load(path).json["plans"]
+    assert plans
+    for plan in plans:
+        layout = native.load(path, plan["budget"])
+        encode, decode = (
+            layout.basis(0, 0, True, side, head_size**2).reshape(head_size, head_size) for side in (False, True)
+        )
+        np.testing.assert_allclose(np.abs(encode), head_size**-0.5, rtol=5e-3)
+        gain = np.diag(decode @ encode.T)[:, None]
+        np.testing.assert_allclose(decode, encode * gain, atol=1e-3)

@@ -120,6 +120,15 @@ def test_bases_without_plans(tiny_model: Models, tmp_path: Path, monkeypatch: py
         with_weight_bases(model, CacheOptions())
 
 
+def test_latent_rows_have_one_budget(tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    reason = (
+        r"expected 6\.5, for which .* has a plan, found 3; `subkv convert --kv-bits 3` writes bases with it instead"
+    )
+    with pytest.raises(CacheError, match=reason):
+        choose_cache(tiny_model("deepseek2"), CacheOptions("subkv:3"))
+
+
 def test_bases_of_another_release_without_plans(
     tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +221,25 @@ def test_memory_chooses_the_budget(planned: Path) -> None:
     with pytest.raises(CacheError, match=r"for 256 tokens at the smallest budget of the bases, 4\.5 bits") as e:
         opened(planned, kv_memory=totals[2] - 1)
     assert e.value.key == "kv_memory" and e.value.reason.endswith("; the exact window and the bases alone take more")
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "gpt-oss", "deepseek2"])
+def test_memory_of_other_caches(arch: str, tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sliding windows and latent rows are counted to the byte, too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, totals = tiny_model(arch), []
+    budgets = sorted(plan["budget"] for plan in described(choose_cache(model, CacheOptions("subkv")).layout)["plans"])
+    for bits in (None, *budgets[::-1]):
+        llm = opened(model, kv_cache="subkv", kv_bits=bits)
+        totals.append((llm.kv_stats().bytes_kv + llm.kv_stats().bytes_bases, llm.cache_choice.budget))
+        llm.close()
+    for i, (n_bytes, budget) in enumerate(totals):
+        llm = opened(model, kv_memory=n_bytes)
+        assert (llm.kv_stats().bytes_kv + llm.kv_stats().bytes_bases, llm.cache_choice.budget) == (n_bytes, budget)
+        llm.close()
+        if i == len(totals) - 1:
+            with pytest.raises(CacheError, match="at the smallest budget of the bases"):
+                opened(model, kv_memory=n_bytes - 1)
 
 
 def test_memory_refusal_names_the_context(planned: Path) -> None:

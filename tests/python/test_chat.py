@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from each import each
 
+from runtime.chat import cli
 from runtime.chat.conversation import ContextFullError, Conversation, Sampling, Turn, is_loop
 from subkv.base.errors import StateError, SubkvError
 from subkv.base.interrupts import Interrupt
@@ -409,11 +411,33 @@ def test_piped_conversation(program: Program, coded_model: Models, tmp_path: Pat
     assert "/read: expected a file name, found none" in done.stderr
     assert "/nonsense: unknown command" in done.stderr
     assert "/regen         answer" in done.stderr
+    assert "--temp 0 gives the same answer again; " in done.stderr
     assert "[ Prompt" not in done.stdout
     other = program("runtime.chat", "-m", coded_model(), "-c", 512, "-ctk", "f16", stdin=f"/load {tmp_path / 'chat'}\n")
     assert other.returncode == 0
     assert "/load: type_k: expected f16, found subkv" in other.stderr
     assert other.stdout == ""
+
+
+@each(
+    ("arguments", "expected"),
+    [
+        ([], (0.0, 1.1, 256)),
+        (["--temp", "0.5", "-n", "9"], (0.5, 1.1, 9)),
+        (["--temp", "0.5", "-m", "m.gguf"], (0.5, 1.0, -1)),
+        (["m.gguf"], (0.8, 1.0, -1)),
+        (["-hf", "user/model"], (0.8, 1.0, -1)),
+    ],
+)
+def test_defaults_for_the_demo_model(
+    arguments: list[str], expected: tuple[float, float, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(cli, "run", lambda **given: found.update(given))
+    result = CliRunner().invoke(cli.main, arguments)
+    assert result.exit_code == 0, result.output
+    sampling = found["sampling"]
+    assert (sampling.temp, sampling.repeat_penalty, found["n_predict"]) == expected
 
 
 def test_a_full_context_ends_the_answer_and_refuses_longer_messages(

@@ -24,6 +24,7 @@ from converter.cli import main as convert
 from converter.corpus import Corpus, Text
 from converter.request import CalibrationRequest
 from converter.resume import SAVED
+from converter.sensitivity_stage import tokens_to_decode
 from converter.sensitivity_trials import FULL, REDUCED, Scope
 from converter.session import Session
 from runtime import cli
@@ -377,12 +378,17 @@ def test_settings_have_keys_of_their_own() -> None:
 
 @pytest.mark.parametrize("ending", ["", ".000002-of-000016.part"])
 def test_statistics_alone_use_saved_work(ending: str, model: Path) -> None:
-    """--minutes 0 by itself evaluates more tokens for the statistics; a limit must not add work to an earlier run's."""
+    """--minutes 0 by itself evaluates more tokens for the statistics, but fewer than a run without a limit; and a limit
+    must not add work to an earlier run's."""
     whole = CalibrationRequest(Corpus((), 2048, None, 1), 4, 128)
     limited = replace(whole, minutes=0)
     entry = store.entry(model)
     entry.prepare()
     assert stored_calibration._with_saved(limited, None, entry) == limited and not limited.separate
+    alone, both = limited.observed, whole.observed
+    for scope in (FULL, REDUCED):
+        sensing = tokens_to_decode(replace(whole, scope=scope).lengths, 30, scope=scope)
+        assert alone.n_ctx * (alone.chunks or 0) < both.n_ctx * (both.chunks or 0) + sensing
     entry.work(f".{whole.key(None)}.calib.safetensors{ending}").touch()
     resumed = stored_calibration._with_saved(limited, None, entry)
     assert resumed.separate and resumed.key(None) == whole.key(None) and resumed.observed == whole.observed

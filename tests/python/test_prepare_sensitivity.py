@@ -33,6 +33,7 @@ from converter.sensitivity_trials import (
     n_trials,
     scope_of,
 )
+from converter.session import Session
 from runtime import cli
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import choose_cache
@@ -120,6 +121,35 @@ def test_interrupted_sensitivities_go_on(model: Path, cache_home: Path, monkeypa
     assert "resuming after 4 of 6 sensitivities" in result.stderr  # two of them measure rounding
     assert sorted(tried) == sorted(set(tried)), "nothing is measured twice"
     assert len(tried) == 4
+    assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
+
+
+@pytest.mark.parametrize(("n_tried", "enough"), [(2, False), (5, True)])
+def test_no_minutes_after_interrupted_sensitivities(
+    n_tried: int, enough: bool, tiny_model: Models, cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--minutes 0 uses what an interrupted run measured and decodes nothing; a run without a limit does the rest."""
+    attempt, tried = SensitivityTrials._try, []
+
+    def pressed(self: SensitivityTrials, chunk: Any, c: int, i: int, side: str) -> int:
+        tried.append((c, i, side))
+        if len(tried) == n_tried:
+            os.kill(os.getpid(), signal.SIGINT)
+        return attempt(self, chunk, c, i, side)
+
+    monkeypatch.setattr(SensitivityTrials, "_try", pressed)
+    command = [str(tiny_model(n_layer=4)), *SENSED]
+    assert CliRunner().invoke(convert, command).exit_code == 130
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "decode", None)
+        result = CliRunner().invoke(convert, [*command, "--minutes", "0"])
+    assert result.exit_code == 0, result.output
+    assert ("predicted KLD: " in result.stdout) == enough
+    expected = f"{n_tried + 2} of 9 sensitivities; predictions are not corrected"  # two trials measure rounding
+    assert (expected if enough else "no sensitivities: an interrupted run measured 4, 6 are needed") in result.stderr
+    result = CliRunner().invoke(convert, command)
+    assert result.exit_code == 0, result.output
+    assert sorted(tried) == sorted(set(tried)) and len(tried) == 7
     assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
 
 

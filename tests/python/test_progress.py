@@ -130,6 +130,21 @@ def test_parts_are_one_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         assert hasattr(bar, "set_description")
 
 
+def test_the_time_left_follows_the_rate_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work of an earlier run took no time now, and a machine that gets slower counts as soon as it is."""
+    on_terminal(monkeypatch)
+    now, shown = [0.0], []
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.Whole, "show", lambda _, left: shown.append(left))
+    with progress.overall({"resumed": 70.0}), progress.progress_bar("resumed", 1000, "tok", done=500) as bar:
+        for seconds in [1.0] * 10 + [30.0] * 4:
+            now[0] += seconds
+            bar.update(10)
+    assert shown[0] == 70.0 and shown[1] == pytest.approx(69.0), "too early to tell"
+    assert shown[10] == pytest.approx(40.0)
+    assert shown[-1] == pytest.approx(36 * 30.0)
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(3, "10 seconds"), (44, "40 seconds"), (240, "4 minutes"), (9000, "2.5 hours")]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
 import sys
@@ -17,18 +18,21 @@ T = TypeVar("T")
 
 INTERVAL = 0.1  # seconds between two updates of overall()'s bar
 DELAY = 1.0  # seconds before a bar appears
+RECENT = 60.0  # seconds whose rate the time left is computed from
 
 
-def progress_bar(name: str, total: float, unit: str, show: bool = True) -> Any:
+def progress_bar(name: str, total: float, unit: str, show: bool = True, done: float = 0) -> Any:
     """A tqdm bar with the time left, on stderr if that is a terminal; it is erased at the end.
 
-    Units "B" and "tok" have SI prefixes. show False: no bar. Inside overall(), it is a part of the common bar.
+    Units "B" and "tok" have SI prefixes. show False: no bar. done: by an earlier run, at no time. Inside overall(), it
+    is a part of the common bar.
     """
     whole = _whole.get()
     if whole is not None and show:
-        return _Part(whole, name, total)
+        return _Part(whole, name, total, done)
     return tqdm(
         total=total,
+        initial=done,
         desc=printable(name),
         unit=unit,
         unit_scale=unit in ("B", "tok"),
@@ -94,18 +98,25 @@ _whole: contextvars.ContextVar[Whole | None] = contextvars.ContextVar("whole", d
 class _Part:
     """The bar of a part inside overall(), with the part of tqdm's interface that we use."""
 
-    def __init__(self, whole: Whole, name: str, total: float) -> None:
+    def __init__(self, whole: Whole, name: str, total: float, done: float) -> None:
         self._whole, self._total = whole, total
         self._expected, self._start = whole.begin(name), time.monotonic()
-        self.n = 0.0
+        self.n = self._done = done
+        self._recent = collections.deque([(self._start, done)])  # times and n
         self.disable = whole.bar.disable
 
     def update(self, n: float = 1) -> None:
         self.n += n
-        passed = time.monotonic() - self._start
-        share = self.n / self._total if self._total else 1.0
-        measured = passed * (1 - share) / share if share > 0.02 else max(self._expected - passed, 0.0)
-        self._whole.show(max(measured, 0.0))
+        now, left = time.monotonic(), max(self._total - self.n, 0.0)
+        if n and now - self._recent[-1][0] >= INTERVAL:
+            self._recent.append((now, self.n))
+        while len(self._recent) > 2 and now - self._recent[1][0] > RECENT:
+            self._recent.popleft()
+        start, n_start = self._recent[0]
+        if self.n - self._done > 0.02 * (self._total - self._done) and self.n > n_start:
+            self._whole.show((now - start) * left / (self.n - n_start))
+        else:
+            self._whole.show(max(self._expected - (now - self._start), 0.0) if left else 0.0)
 
     def refresh(self) -> None:
         self.update(0)

@@ -45,11 +45,13 @@ def first_values(keys: StoredBasis, d_v: int) -> StoredBasis:
 class SharedMatrix:
     """E of all coefficients of one head's K or V, which the plans of a file share (FORMAT.md §3.3).
 
-    codes None: steps is E, [d, d] float16. Else E is codes [d, d] int8 times steps [d] float16.
+    codes None: steps is E, [d, d] float16. Else E is codes [d, d] int8 times steps [d] float16. mixed: bands of its
+    rows need no mixing, which would undo a Hadamard matrix.
     """
 
     steps: F16
     codes: NDArray[np.int8] | None
+    mixed: bool = False
 
     def values(self) -> F32:
         if self.codes is None:
@@ -58,10 +60,11 @@ class SharedMatrix:
 
     def stored(self) -> bytes:
         """Its bytes in a file."""
+        form = bytes([(self.codes is not None) + 2 * self.mixed])
         if self.codes is None:
-            return b"\0" + self.steps.astype("<f2").tobytes()
+            return form + self.steps.astype("<f2").tobytes()
         steps = self.steps.astype("<f2").view(np.uint8).reshape(-1, 2)
-        return b"\1" + np.hstack([steps, self.codes.view(np.uint8)]).tobytes()
+        return form + np.hstack([steps, self.codes.view(np.uint8)]).tobytes()
 
 
 @dataclass(frozen=True)

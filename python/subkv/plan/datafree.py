@@ -119,7 +119,8 @@ def plan(base: Base, options: Options) -> Result:
         check_latent(options)
         coded, account = latent.coded(base, layers, kv_bits, overhead)
         settings = options.settings("pca", "pca", "one", window)
-        return Result(coded, settings, account, {"formula": len(coded)})
+        plans = None if options.plans == () else metadata.Plans(kv_bits, (), {})
+        return Result(coded, settings, account, {"formula": len(coded)}, plans=plans)
     with ThreadPoolExecutor(default_threads()) as pool:
         weights = Weights(base, layers, CALIBRATED_CONTEXT, pool.map)
         estimates = list(pool.map(weights.energies, layers))
@@ -174,7 +175,7 @@ def _plans(
         ]
         plans.append(metadata.Plan(budget_, tuple(coded), counted, window.recent_bits, narrow=True, predicted=None))
     shared_heads = {
-        shape.il: [SharedHead(key.mean, _shared_keys(key), _shared_values(shape.d_v)) for key in of_layer]
+        shape.il: [SharedHead(key.mean, _shared_keys(key), _shared_evenly(shape.d_v)) for key in of_layer]
         for shape, of_layer in zip(layers, keys, strict=True)
     }
     return metadata.Plans(kv_bits, tuple(plans), shared_heads if plans else {})
@@ -191,12 +192,13 @@ def _factors(key: _Keys, of_k: Bands, of_v: Bands) -> tuple[StoredBasis, StoredB
 def _shared_keys(key: _Keys) -> SharedMatrix:
     """Coordinates in the order of their importance, or evenly mixed ones."""
     d = len(key.variance)
-    return shared_matrix(spreading(d) if key.order is None else np.eye(d)[key.order])
+    return _shared_evenly(d) if key.order is None else shared_matrix(np.eye(d)[key.order])
 
 
 @functools.cache
-def _shared_values(d: int) -> SharedMatrix:
-    return shared_matrix(spreading(d))
+def _shared_evenly(d: int) -> SharedMatrix:
+    """Evenly mixed coordinates."""
+    return replace(shared_matrix(spreading(d)), mixed=True)
 
 
 def sidecar(model: Path, output: Path, options: Options | None = None) -> Result:

@@ -34,6 +34,7 @@ CALIBRATED_CONTEXT = 8192  # largest default for --bpe-context
 LATENT_CONTEXT = 32768  # the same for latent attention, whose rows are small compared with its bases
 TARGET = "q8_0"  # the stock type whose quality the default budget matches
 FALLBACK_KV_BITS = 4.5  # default budget if that quality cannot be predicted
+MOST_ESTIMATED = 6.5  # largest default budget without sensitivities: even bases from the weights equal q8_0 there
 TOKENS_PER_RANK = 16  # tokens per coefficient below which small eigenvalues of the moments are unreliable
 BUDGET_STEP = 0.05  # default budgets are multiples of it
 PLANS = (2.5, 3.0, 3.5, 4.25, 6.5)  # budgets of further plans, besides the one of TARGET's quality
@@ -444,8 +445,8 @@ def convert(base: Base, calibration: Calibration, options: Options, progress: bo
         errors = {kind: fit.stock_error(kind) for kind in ("q8_0", "q5_0", "q4_0")}
         stock_types = {kind: error for kind, error in errors.items() if error is not None}
     counted, plans = fit.account(plan, narrow), None
-    if kv_bits is not None and not fit.latent and options.plans != ():
-        plans = _further_plans(fit, options, kv_bits)
+    if kv_bits is not None and options.plans != ():
+        plans = Plans(kv_bits, (), {}) if fit.latent else _further_plans(fit, options, kv_bits)
     return Result(layers, fit.settings, counted, sources, predicted, stock_types, tuple(notes), plans)
 
 
@@ -489,7 +490,10 @@ def _default_budget(fit: Fit, options: Options) -> tuple[float, str]:
             f"model's keys and values, as with random weights"
         )
     if math.isfinite(kv_bits):
-        error = "predicted KLD" if fit.calibration.sensitivity else "estimated attention error"
+        measured, (least, _) = fit.calibration.sensitivity is not None, budget.budget_range(fit.heads, fit.overhead)
+        if not measured and kv_bits > MOST_ESTIMATED >= least.total:
+            return MOST_ESTIMATED, f"the most without sensitivities; {kv_bits:g} are estimated to equal {TARGET}"
+        error = "predicted KLD" if measured else "estimated attention error"
         return kv_bits, f"the smallest whose {error} is at most {TARGET}'s"
     if options.rank_k is not None or options.rank_v is not None:
         raise SubkvError(

@@ -65,13 +65,14 @@ struct EncodeReader {
         return (double) ggml_fp16_to_fp32(bits);
     }
 
-    // [d][d]; in_bytes: its rows are in bytes, and so are those of the matrices derived from it.
-    Doubles matrix(int d, bool & in_bytes) {
+    // [d][d]; in_bytes: its rows are in bytes, and so are those of the matrices derived from it. mixed: already.
+    Doubles matrix(int d, bool & in_bytes, bool & mixed) {
         const uint8_t form = *take(1);
-        if (form > 1) {
-            refuse(key, "form 0 or 1 of a matrix", std::to_string(form));
+        if (form > 3) {
+            refuse(key, "form 0 to 3 of a matrix", std::to_string(form));
         }
-        in_bytes            = form == 1;
+        in_bytes            = (form & 1) != 0;
+        mixed               = (form & 2) != 0;
         const auto      n   = (size_t) d;
         const size_t    row = in_bytes ? 2 + n : 2 * n;
         const uint8_t * p   = take(n * row);
@@ -237,9 +238,9 @@ void write_halves(const std::string & key, const Doubles & m, size_t n, uint8_t 
     }
 }
 
-// Writes E and D of one head's K or V.
-void write_matrices(const std::string & key, Doubles encode, size_t d, const HeadSpec & spec, bool encode_in_bytes,
-                    bool decode_in_bytes, uint8_t *& out) {
+// Writes E and D of one head's K or V. mixed: the rows of encode are.
+void write_matrices(const std::string & key, Doubles encode, size_t d, const HeadSpec & spec, bool mixed,
+                    bool encode_in_bytes, bool decode_in_bytes, uint8_t *& out) {
     const auto rank      = (size_t) spec.rank();
     const auto each_band = [&](auto use) { // use(the band's bits, its first row, number of rows)
         size_t first = 0;
@@ -248,7 +249,7 @@ void write_matrices(const std::string & key, Doubles encode, size_t d, const Hea
         }
     };
     each_band([&](int bits, size_t first, size_t n) {
-        if (bits != 16) {
+        if (bits != 16 && !mixed) {
             mix_rows(encode.data() + first * d, n, d);
         }
     });
@@ -419,9 +420,9 @@ void Plan::derive_layer(const LayerSpec & spec, const uint8_t * factors, uint8_t
             if (!value) {
                 copy(reader.take(2 * (size_t) d), 2 * (size_t) d); // the mean
             }
-            bool    in_bytes;
-            Doubles encode = reader.matrix(d, in_bytes);
-            write_matrices(key, std::move(encode), (size_t) d, head, in_bytes, in_bytes_, out);
+            bool    in_bytes, mixed;
+            Doubles encode = reader.matrix(d, in_bytes, mixed);
+            write_matrices(key, std::move(encode), (size_t) d, head, mixed, in_bytes, in_bytes_, out);
         }
     }
     if (reader.at != bytes.size()) {
