@@ -74,7 +74,7 @@ def chosen(model: Path, bases: Path | None) -> tuple[dict[str, CacheChoice], dic
             described.append(layout.description)
         if bits is not None and described[-1]["fingerprint"] == described[0]["fingerprint"]:
             continue  # the default is this plan
-        name = f"subkv, {choice.budget:g} bits" + (", the default" if bits is None else "")
+        name = f"subkv, {choice.budget:.3g} bits" + (", the default" if bits is None else "")
         caches[name] = choice
         if klds := predicted_of(described[-1], read_predicted(choice.layout)):
             predicted = {**klds, **predicted, name: klds["subkv"]}
@@ -203,7 +203,7 @@ def measure_texts(
         took = 0.0
         for text in texts:
             start = time.monotonic()
-            if saved["texts"] and start + took > end:
+            if took and start + took > end:
                 options.note(f"--minutes: {len(saved['texts'])} texts are done; the same command measures the others")
                 return
             tokens = model.tokenize(text.data)[None, : saved["n_ctx"]]
@@ -258,7 +258,7 @@ def block(saved: Saved, predicted: dict[str, float], model: dict[str, str], fact
     lines = [
         *(f"- {name}: {value}" for name, value in model.items()),
         f"- processor: {processor['name']}, {processor['cores']} cores, {facts['threads']} threads, kernel "
-        f"{speed['kernel']}; {processor['features']}",
+        f"{speed['kernel']}; {(processor['features'] or '').replace(' = 1', '')}",
         f"- subkv {versions['subkv']}, commit {versions['commit'] or 'unknown'}, {facts['date']}",
         f"- busy with other work: {others}" + ("" if quiet else "; the speeds are too low: measure again when idle"),
         f"- texts: {', '.join(saved['texts'])}; at most {saved['n_ctx']} tokens each",
