@@ -15,7 +15,10 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 
 # Histories and records of measurements: their commands ran once. make.py writes docs/results/.
-RECORDS = ("CHANGELOG.md", "converter/NOTES.md", "kernels/NOTES.md", "docs/results/", "research/results/", "research/notes/")
+RECORDS = (
+    *("CHANGELOG.md", "converter/NOTES.md", "kernels/NOTES.md"),
+    *("docs/results/", "research/results/", "research/notes/"),
+)
 
 # In a folder with the files that they name, exactly as the page has them. A server has to answer, and to end with 0.
 RUN = [

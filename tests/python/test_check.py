@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import json
 import re
@@ -16,6 +18,7 @@ from each import each
 from converter import held_out
 from runtime import bench, check, perplexity
 from runtime.busy import Busy
+from runtime.doctor import report
 
 Models = Callable[..., Path]
 TEXTS = ["chat", "chinese", "code"]  # of all
@@ -39,11 +42,15 @@ def texts(result: Result) -> list[str]:
     return found[1].split(", ")
 
 
+facts = functools.cache(report.report)  # starts a process
+
+
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle machine, few repetitions and texts."""
     some = [text for text in held_out.read() if text.source.name in TEXTS]
     monkeypatch.setattr(held_out, "read", lambda: some)
+    monkeypatch.setattr(report, "report", lambda: copy.deepcopy(facts()))
     monkeypatch.setattr(Busy, "others", lambda self: 0.0)
     monkeypatch.setattr(check, "REPETITIONS", 1)
 
