@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import math
+import os
 import re
 import statistics
 import time
@@ -55,7 +56,7 @@ def chosen(model: Path, bases: Path | None) -> tuple[dict[str, CacheChoice], dic
     """
     from subkv.engine.cache import CODED, CacheOptions, choose_cache, ordinary
     from subkv.format.layout import Layout
-    from subkv.format.metadata import predicted_of, read_predicted
+    from subkv.format.metadata import predicted_of, read, read_predicted
 
     caches = {name: ordinary(name) for name in ("f16", "q8_0", "q4_0")}
     predicted: dict[str, float] = {}
@@ -74,7 +75,8 @@ def chosen(model: Path, bases: Path | None) -> tuple[dict[str, CacheChoice], dic
             described.append(layout.description)
         if bits is not None and described[-1]["fingerprint"] == described[0]["fingerprint"]:
             continue  # the default is this plan
-        name = f"subkv, {choice.budget:.3g} bits" + (", the default" if bits is None else "")
+        is_default = choice.budget == read(choice.layout)["budget"]  # not with SUBKV_BITS
+        name = f"subkv, {choice.budget:.3g} bits" + (", the default" if is_default else "")
         caches[name] = choice
         if klds := predicted_of(described[-1], read_predicted(choice.layout)):
             predicted = {**klds, **predicted, name: klds["subkv"]}
@@ -271,6 +273,7 @@ def identity(model: Model, content: str, layout: dict[str, Any]) -> dict[str, st
     """What a block says about a model: nothing about files, and no names of texts."""
     import ctypes
 
+    from subkv.format.window import VARIABLES
     from subkv.native.binding import C
 
     text = ctypes.create_string_buffer(256)
@@ -285,6 +288,9 @@ def identity(model: Model, content: str, layout: dict[str, Any]) -> dict[str, st
         + " and ".join(f"{n} × {k}/{v}" for n, k, v in heads)
         + f", trained on {model.n_ctx_train} tokens",
         "bases": (source if calibration["tokens"] else "from the weights") + f"; {layout['fingerprint'][:SHOWN]}",
+        **{
+            name: os.environ[name] for name in (*VARIABLES.values(), "SUBKV_BITS", "SUBKV_KERNEL") if name in os.environ
+        },
     }
 
 
@@ -298,7 +304,8 @@ def main(model: str, bases: Path | None, minutes: float, context: ContextOptions
 
     Prints a block to paste into an issue, without names of files. Run again, it measures the remaining texts.
     """
-    from runtime.doctor.report import report  # numpy and the native libraries: not for a --help
+    from converter import held_out  # numpy and the native libraries: not for a --help
+    from runtime.doctor.report import report
     from subkv.engine.model import Model
     from subkv.native.bases import model_content
 
@@ -317,11 +324,12 @@ def main(model: str, bases: Path | None, minutes: float, context: ContextOptions
         facts["threads"] = default_threads(context.n_threads)
         content = model_content(opened.path)
         about = identity(opened, content, described[0])
-        measured = (content, [layout["fingerprint"] for layout in described], facts["versions"], facts["processor"])
-        key = hashlib.sha256(repr((*measured, facts["threads"], context.n_ctx, list(caches))).encode()).hexdigest()
-        path = saved_file(key)
-        saved = read_saved(path, key)
-        save = functools.partial(write_saved, path, key, saved)
+        measured = (content, about, [layout["fingerprint"] for layout in described], list(caches), context.n_ctx)
+        texts = [text.source.sha256 for text in held_out.read()]
+        key = hashlib.sha256(repr((*measured, texts, facts["versions"], facts["processor"], facts["threads"])).encode())
+        path = saved_file(key.hexdigest())
+        saved = read_saved(path, key.hexdigest())
+        save = functools.partial(write_saved, path, key.hexdigest(), saved)
         speed = saved["speed"]
         if speed is None or (speed["others"] or 0.0) > LIMIT:
             saved["speed"] = measure_speed(opened, caches, context)

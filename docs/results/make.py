@@ -5,8 +5,8 @@
 
 Tables come in order of their value to a reader. Those that are complete at this commit are kept, so the same command
 resumes; it prints what is left. The commit is the last one that changed what is measured: results and pages may be
-committed in between. A timed table beside other work (0.3 cores or more) is measured again once, and marked if it is
-still disturbed; the next run repeats it.
+committed in between; freeze it in a clone to work on. A timed table beside other work (0.3 cores or more) is measured
+again once, and marked if it is still disturbed; the next run repeats it.
 
 Writes NAME.json (NAME.MACHINE.json for tables by machine) and NAME.md after every table, then the blocks
 `<!-- results: NAME -->` and the numbers `<!-- number: NAME.key -->` of README.md, docs/ and examples/. The results list

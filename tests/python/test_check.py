@@ -150,6 +150,14 @@ def test_speeds_beside_other_work_are_measured_again(
     assert counted["measure"] == 2
 
 
+def test_variables_that_change_the_cache_are_told(tiny_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBKV_BITS", "4.25")
+    monkeypatch.setenv("SUBKV_RECENT", "64")
+    result = run(tiny_model("llama"))
+    assert [name for name in rows(result) if name.startswith("subkv")] == ["subkv, 4.25 bits"]
+    assert "\n- SUBKV_RECENT: 64\n" in result.stdout and "\n- SUBKV_BITS: 4.25\n" in result.stdout
+
+
 @each("arch", ["lfm2", "gemma2"])
 def test_cells_that_cannot_be_copied(tiny_model: Models, arch: str) -> None:
     assert check.FLOOR in rows(run(tiny_model(arch)))
