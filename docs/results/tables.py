@@ -215,6 +215,7 @@ ORDER = (  # the most important ones first
         clusters.cluster_load,
         clusters.markdown,
         group="cluster",
+        timed=False,  # Ray's processes are not ours
     ),
     Table(
         "cluster_queues",
