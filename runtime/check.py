@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from runtime import bench, options, perplexity
+from runtime import bench, demo, options, perplexity
 from runtime.busy import LIMIT, Busy
 from subkv.base.command import command
 from subkv.base.errors import CacheError, SubkvError, concerning, system_reason
@@ -295,11 +295,11 @@ def identity(model: Model, content: str, layout: dict[str, Any]) -> dict[str, st
 
 
 @command(interrupted="interrupted: finished texts are saved; the same command resumes")
-@options.model_option(required=True)
+@options.model_option(required=False, text="model file (GGUF) [default: the demo model]")
 @options.bases_option
 @click.option("--minutes", type=click.FloatRange(0), default=3.0, help="start no further text after this time")
 @options.context_options(options.context_option(8192, "cells of the deepest speed test"), options.threads_option)
-def main(model: str, bases: Path | None, minutes: float, context: ContextOptions) -> None:
+def main(model: str | None, bases: Path | None, minutes: float, context: ContextOptions) -> None:
     """Measure the caches of a model on this machine: bits, memory, quality on built-in texts, speed.
 
     Prints a block to paste into an issue, without names of files. Run again, it measures the remaining texts.
@@ -310,7 +310,7 @@ def main(model: str, bases: Path | None, minutes: float, context: ContextOptions
     from subkv.native.bases import model_content
 
     end = time.monotonic() + 60 * minutes
-    with Model(model) as opened:
+    with Model(model or demo.converted()) as opened:
         opened.check_text()
         if opened.n_ctx_train < SHORT:
             reason = f"expected a model trained on at least {SHORT} tokens, found {opened.n_ctx_train}"

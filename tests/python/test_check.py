@@ -150,6 +150,12 @@ def test_speeds_beside_other_work_are_measured_again(
     assert counted["measure"] == 2
 
 
+def test_without_a_model_it_is_the_demo(tiny_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check.demo, "converted", lambda: tiny_model("llama"))
+    result = CliRunner().invoke(check.main, ["-c", "512", "-t", "1", "--minutes", "0"])
+    assert "- model: tiny-llama-0; " in result.stdout
+
+
 def test_variables_that_change_the_cache_are_told(tiny_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUBKV_BITS", "4.25")
     monkeypatch.setenv("SUBKV_RECENT", "64")
