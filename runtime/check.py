@@ -44,7 +44,7 @@ BITS = 4.25
 FLOOR = "f16, noise floor"
 N_GEN, REPETITIONS, N_BATCH = 4, 5, 32  # of the speeds: small, so that a large model takes a minute
 SHORT, LONG = 512, 1024  # tokens of a text
-LONG_SECONDS = 60.0  # for a text with all caches; beyond that texts are short
+LONG_SECONDS = 20.0  # for a text with all caches; beyond that texts are short, so that more kinds are scored
 FILL_SECONDS = 60.0  # to fill the caches, if each cell must be evaluated
 SHOWN = 16  # digits of a digest
 
@@ -200,8 +200,9 @@ def measure_texts(
             for name, choice, settings in named
         ]
         if not saved["n_ctx"]:
-            seconds = _seconds_per_token(contexts[0], bench.random_tokens(model)) * n_ctx * len(contexts)
-            saved["n_ctx"] = n_ctx if seconds < LONG_SECONDS else SHORT
+            seconds = _seconds_per_token(contexts[0], bench.random_tokens(model)) * len(contexts)
+            saved["n_ctx"] = n_ctx if seconds * n_ctx < LONG_SECONDS else SHORT
+            options.note(f"a text takes about {seconds * saved['n_ctx']:.0f} seconds")
         took = 0.0
         for text in texts:
             start = time.monotonic()
