@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from subkv.engine.cache import CacheChoice
     from subkv.engine.context import ContextOptions
     from subkv.engine.model import Model
+    from subkv.engine.stats import KVStats
 
 Save = Callable[[], None]
 Saved = dict[str, Any]  # n_ctx: tokens of a text; texts: name → cache → numbers; speed: None, or as measure_speed()
@@ -83,17 +84,20 @@ def chosen(model: Path, bases: Path | None) -> tuple[dict[str, CacheChoice], dic
     return caches, predicted, described
 
 
-def without_misfits(model: Model, caches: dict[str, CacheChoice], context: ContextOptions) -> dict[str, CacheChoice]:
-    """The caches without llama.cpp's types that do not fit the model's heads; a note says so."""
-    fitting = {}
+def sizes_of(model: Model, caches: dict[str, CacheChoice], context: ContextOptions) -> dict[str, KVStats]:
+    """Sizes of the caches for one sequence. llama.cpp's types that do not fit the model's heads are left out, with a
+    note.
+    """
+    sizes = {}
     for name, choice in caches.items():
         try:
-            if name in ("q8_0", "q4_0"):
-                model.context(choice, replace(context, n_ctx=SHORT)).close()
-            fitting[name] = choice
+            with model.context(choice, context) as opened:
+                sizes[name] = opened.stats
         except CacheError as error:
+            if choice.coded or name == "f16":
+                raise
             options.note(f"{name}: left out, {error.reason}")
-    return fitting
+    return sizes
 
 
 def saved_file(key: str) -> Path:
@@ -134,7 +138,7 @@ def _digest(key: str, body: bytes) -> bytes:
 
 
 def measure_speed(model: Model, caches: dict[str, CacheChoice], context: ContextOptions) -> dict[str, Any]:
-    """Sizes of the caches at the whole context, and speeds at a quarter of it and at its end.
+    """Speeds at a quarter of the context and at its end.
 
     f16 runs with and without flash attention; the faster one counts. Where cells cannot be copied, depths are smaller.
     """
@@ -160,16 +164,8 @@ def measure_speed(model: Model, caches: dict[str, CacheChoice], context: Context
             speed = statistics.median(1e9 * N_GEN / ns for ns in m.samples_ns)
             at = speeds.setdefault(name, {})
             at[m.n_depth] = max(at.get(m.n_depth, 0.0), speed)
-        sizes = {config.name: config.context.stats for config in configs}
-        return {
-            "others": busy.others(),
-            "kernel": sizes[list(caches)[-1]].kernel,
-            "depths": tests.depths,
-            "caches": {
-                name: [sizes[name].bpe, sizes[name].bytes_kv, *(at[depth] for depth in tests.depths)]
-                for name, at in speeds.items()
-            },
-        }
+        measured = {name: [at[depth] for depth in tests.depths] for name, at in speeds.items()}
+        return {"others": busy.others(), "depths": tests.depths, "caches": measured}
 
 
 def _seconds_per_token(context: Any, tokens: bench.Tokens) -> float:
@@ -219,7 +215,7 @@ def measure_texts(
             took = time.monotonic() - start
 
 
-def table(saved: Saved, predicted: dict[str, float]) -> list[str]:
+def table(saved: Saved, predicted: dict[str, float], sizes: dict[str, KVStats]) -> list[str]:
     """A line per cache."""
     from subkv.engine.stats import BITS_Q8_0
 
@@ -230,14 +226,10 @@ def table(saved: Saved, predicted: dict[str, float]) -> list[str]:
     titles += ["worst text", "same top-1", *(f"tokens/s at {depth}" for depth in speed["depths"])]
     lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
     for name in [*speed["caches"], FLOOR]:
-        bits, size, *speeds = speed["caches"].get(name, f16)
-        cells = [
-            name,
-            f"{bits:.2f}",
-            f"{size / 2**20:.1f}",
-            f"{f16[1] / size:.2f}",
-            f"{f16[1] * BITS_Q8_0 / 16 / size:.2f}",
-        ]
+        stats, speeds = sizes.get(name, sizes["f16"]), speed["caches"].get(name, f16)
+        times = sizes["f16"].bytes_kv / stats.bytes_kv
+        cells = [name, f"{stats.bpe:.2f}", f"{stats.bytes_kv / 2**20:.1f}"]
+        cells += [f"{times:.2f}", f"{times * BITS_Q8_0 / 16:.2f}"]
         cells.append(f"{predicted[name]:.2g}" if name in predicted else "")
         if scored := {text: by_cache[name] for text, by_cache in texts.items() if name in by_cache}:
             mean = sum(row[0] * row[1] for row in scored.values()) / n
@@ -247,13 +239,19 @@ def table(saved: Saved, predicted: dict[str, float]) -> list[str]:
             cells += [f"{mean:.2g} ± {error:.1g}", f"{scored[worst][1]:.2g} ({worst})", f"{100 * same:.1f}%"]
         else:
             cells += ["", "", ""]
-        ratios = zip(speeds, f16[2:], strict=True)
+        ratios = zip(speeds, f16, strict=True)
         cells += ["", ""] if name == FLOOR else [f"{ts:.1f} ({ts / of_f16:.2f} × f16)" for ts, of_f16 in ratios]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def block(saved: Saved, predicted: dict[str, float], model: dict[str, str], facts: dict[str, Any]) -> str:
+def block(
+    saved: Saved,
+    predicted: dict[str, float],
+    sizes: dict[str, KVStats],
+    model: dict[str, str],
+    facts: dict[str, Any],
+) -> str:
     """The text to paste: facts, then the table."""
     speed, processor, versions = saved["speed"], facts["processor"], facts["versions"]
     others = "unknown" if speed["others"] is None else f"{speed['others']:.1f} cores"
@@ -261,13 +259,13 @@ def block(saved: Saved, predicted: dict[str, float], model: dict[str, str], fact
     lines = [
         *(f"- {name}: {value}" for name, value in model.items()),
         f"- processor: {processor['name']}, {processor['cores']} cores, {facts['threads']} threads, kernel "
-        f"{speed['kernel']}; {(processor['features'] or '').replace(' = 1', '')}",
+        f"{list(sizes.values())[-1].kernel}; {(processor['features'] or '').replace(' = 1', '')}",
         f"- subkv {versions['subkv']}, commit {versions['commit'] or 'unknown'}, {facts['date']}",
         f"- busy with other work: {others}" + ("" if quiet else "; the speeds are too low: measure again when idle"),
         f"- texts: {', '.join(saved['texts'])}; at most {saved['n_ctx']} tokens each",
     ]
     lines = [re.sub(r"[`|<>]", "", printable(line)) for line in lines]
-    return "\n".join([*lines, "", *table(saved, predicted)])
+    return "\n".join([*lines, "", *table(saved, predicted, sizes)])
 
 
 def identity(model: Model, content: str, layout: dict[str, Any]) -> dict[str, str]:
@@ -320,7 +318,8 @@ def main(model: str | None, bases: Path | None, minutes: float, context: Context
         if context.n_ctx < SHORT:
             raise SubkvError("n_ctx", f"expected at least {SHORT} tokens, found {context.n_ctx}")
         caches, predicted, described = chosen(opened.path, bases)
-        caches = without_misfits(opened, caches, context)
+        sizes = sizes_of(opened, caches, context)
+        caches = {name: caches[name] for name in sizes}
         facts, _ = report()
         facts["threads"] = default_threads(context.n_threads)
         content = model_content(opened.path)
@@ -337,7 +336,7 @@ def main(model: str | None, bases: Path | None, minutes: float, context: Context
             save()
         measure_texts(opened, caches, context, saved, save, end)
     facts["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    click.echo(block(saved, predicted, about, facts))
+    click.echo(block(saved, predicted, sizes, about, facts))
 
 
 if __name__ == "__main__":

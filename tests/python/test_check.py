@@ -19,6 +19,10 @@ from converter import held_out
 from runtime import bench, check, perplexity
 from runtime.busy import Busy
 from runtime.doctor import report
+from subkv.engine.cache import parse_cache
+from subkv.engine.context import ContextOptions
+from subkv.engine.model import Model
+from subkv.engine.stats import KVStats
 
 Models = Callable[..., Path]
 TEXTS = ["chat", "chinese", "code"]  # of all
@@ -84,6 +88,8 @@ def test_the_block(tiny_model: Models, counted: dict[str, int]) -> None:
     bits = {name: float(cells[1]) for name, cells in table.items()}
     assert (bits["f16"], bits["q8_0"], bits["q4_0"]) == (16.0, 8.5, 4.5) and bits[ours[0]] > bits[ours[1]]
     assert table["q8_0"][3:5] == ["1.88", "1.00"]
+    with Model(model) as opened, opened.context(parse_cache("subkv", model), ContextOptions(512)) as context:
+        assert table[ours[0]][1] == f"{context.stats.bpe:.2f}", "of one sequence, as programs have it"
     klds = {name: float(cells[6].split()[0]) for name, cells in table.items() if cells[6]}
     assert klds[check.FLOOR] < klds["q8_0"] < klds["q4_0"] and klds[ours[0]] < klds[ours[1]]
     assert re.search(r"KLD of \d+ tokens .* tokens/s at 128 \| tokens/s at 508 \|", first.stdout)
@@ -209,11 +215,11 @@ def test_a_cache_folder_that_is_a_file(tiny_model: Models, cache_home: Path) -> 
 
 
 def test_a_name_cannot_leave_its_line() -> None:
-    numbers = [16.0, 100, 2.0, 1.0]
+    sizes = {"f16": KVStats("f16", "f16", 8, 100, 100, 10, 16.0, "ref")}
     saved = {
         "n_ctx": 512,
         "texts": {"chat": {check.FLOOR: [2, 0.5, 0.1, 0.5]}},
-        "speed": {"others": None, "kernel": "ref", "depths": [1, 2], "caches": {"f16": numbers}},
+        "speed": {"others": None, "depths": [1, 2], "caches": {"f16": [2.0, 1.0]}},
     }
     facts = {
         "processor": {"name": "A", "cores": 1, "features": None},
@@ -221,7 +227,7 @@ def test_a_name_cannot_leave_its_line() -> None:
         "threads": 1,
         "date": "2026-01-01",
     }
-    text = check.block(saved, {}, {"model": "a\n# b | `c` <img> \x1b[31m"}, facts)
+    text = check.block(saved, {}, sizes, {"model": "a\n# b | `c` <img> \x1b[31m"}, facts)
     assert text.splitlines()[0].startswith("- model: a\\n# b  c img ") and "\x1b" not in text
 
 
