@@ -76,7 +76,7 @@ def chosen(model: Path, bases: Path | None) -> tuple[dict[str, CacheChoice], dic
             described.append(layout.description)
         if bits is not None and described[-1]["fingerprint"] == described[0]["fingerprint"]:
             continue  # the default is this plan
-        is_default = choice.budget == read(choice.layout)["budget"]  # not with SUBKV_BITS
+        is_default = math.isclose(choice.budget, read(choice.layout)["budget"], rel_tol=1e-6)  # not with SUBKV_BITS
         name = f"subkv, {choice.budget:.3g} bits" + (", the default" if is_default else "")
         caches[name] = choice
         if klds := predicted_of(described[-1], read_predicted(choice.layout)):
@@ -226,7 +226,7 @@ def table(saved: Saved, predicted: dict[str, float], sizes: dict[str, KVStats]) 
     titles += ["worst text", "same top-1", *(f"tokens/s at {depth}" for depth in speed["depths"])]
     lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
     for name in [*speed["caches"], FLOOR]:
-        stats, speeds = sizes.get(name, sizes["f16"]), speed["caches"].get(name, f16)
+        stats, speeds = sizes["f16" if name == FLOOR else name], speed["caches"].get(name, f16)
         times = sizes["f16"].bytes_kv / stats.bytes_kv
         cells = [name, f"{stats.bpe:.2f}", f"{stats.bytes_kv / 2**20:.1f}"]
         cells += [f"{times:.2f}", f"{times * BITS_Q8_0 / 16:.2f}"]

@@ -176,8 +176,8 @@ def test_cells_that_cannot_be_copied(tiny_model: Models, arch: str) -> None:
 
 
 def test_adaptive_bases(coded_model: Models) -> None:
-    result = run(coded_model("--adapt", "v", "--kv-bits", "6"))
-    assert "subkv, 6 bits, the default" in rows(result) and "of other texts" in result.stdout
+    result = run(coded_model("--adapt", "v", "--kv-bits", "6.1"))
+    assert "subkv, 6.1 bits, the default" in rows(result) and "of other texts" in result.stdout
     assert "topics.txt" not in result.stdout  # the text of the calibration
 
 
