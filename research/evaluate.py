@@ -167,8 +167,8 @@ def main(
     if not corpus.files and not held_out:
         raise click.UsageError("-f: expected a text or --held-out, found neither")
 
+    from converter import held_out as built_in
     from converter.plots import figure, frontier  # not for a --help: all below
-    from research.float32 import held_out as built_in
     from research.float32 import tables
     from research.float32.caches import result, run
     from research.float32.reference import Reference, check_length, check_shapes

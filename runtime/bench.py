@@ -28,8 +28,9 @@ from subkv.base.progress import progress_bar
 from subkv.base.text import printable
 
 if TYPE_CHECKING:
-    from subkv.engine.cache import CacheOptions
+    from subkv.engine.cache import CacheChoice, CacheOptions
     from subkv.engine.context import Context, ContextOptions
+    from subkv.engine.model import Model
 
 Tokens = Callable[[int], Any]  # n random tokens, as in llama-bench
 FLASH_NUMBERS = {"auto": -1, "off": 0, "on": 1}
@@ -45,6 +46,16 @@ class Tests:
     depths: list[int]
     n_parallel: int
     repetitions: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest test."""
+        return max(*self.prompts, *self.gens)
+
+    @property
+    def n_ctx(self) -> int:
+        """Cells of a context for all tests."""
+        return self.n_parallel * (max(self.depths) + max(self.longest, WARM_UP + 1))
 
 
 @dataclass
@@ -84,6 +95,24 @@ class Measurement:
             "stddev_ts": statistics.stdev(speeds) if len(speeds) > 1 else 0.0,
             "samples_ts": speeds,
         }
+
+
+def open_config(
+    model: Model, name: str, choice: CacheChoice, context: ContextOptions, tests: Tests, cleanup: contextlib.ExitStack
+) -> Config:
+    """A context for the tests, closed by `cleanup`. context: flash attention, threads, batches. Raises CacheError."""
+    choice = choice.with_rollback(tests.longest)  # coded cells can be removed only while their exact rows are kept
+    n_seq = tests.n_parallel + choice.window.shares_cells  # the last one is for fill()
+    settings = replace(context, n_ctx=tests.n_ctx, n_seq_max=n_seq)
+    return Config(name, options.open_context(model, choice, settings, name, cleanup), context.flash_attn)
+
+
+def random_tokens(model: Model) -> Tokens:
+    """Seeded."""
+    import numpy as np  # not for a --help
+
+    random = np.random.default_rng(1234)
+    return lambda n: random.integers(0, model.n_vocab, n, "int32")
 
 
 def prompt(context: Context, tokens: Tokens, pos: int, n: int) -> None:
@@ -129,6 +158,8 @@ def fill(config: Config, tokens: Tokens, depth: int, n_parallel: int) -> None:
 
 def measure(configs: list[Config], tokens: Tokens, tests: Tests, done: list[Measurement]) -> None:
     """Run all tests and append the measurements to `done`."""
+    from subkv.native.binding import captured_log  # native libraries: not for a --help
+
     for config in configs:  # page in the weights, build the graphs
         prompt(config.context, tokens, 0, WARM_UP)
         generate(config.context, tokens, WARM_UP, 1)
@@ -141,7 +172,8 @@ def measure(configs: list[Config], tokens: Tokens, tests: Tests, done: list[Meas
         with progress_bar(f"depth {depth}", tests.repetitions * len(rows) * len(configs), "run") as bar:
             for config in configs:
                 bar.set_postfix_str(f"{config.name} fill")
-                fill(config, tokens, depth, tests.n_parallel)
+                with captured_log(forward=False):  # llama.cpp logs every shift of copied cells
+                    fill(config, tokens, depth, tests.n_parallel)
                 for seq in marked:
                     config.context.mark(depth, seq)
             for repetition, row in itertools.product(range(tests.repetitions), rows):
@@ -224,37 +256,28 @@ def main(
     """
     if unknown := [item for item in flash_attn if item not in options.FLASH]:
         raise click.UsageError(f"-fa: expected on, off or auto, found {unknown[0]!r}")
-    longest = max(*tests.prompts, *tests.gens)
-    if not longest:
+    if not tests.longest:
         raise click.UsageError("-p, -n: expected a length above 0, found 0 for both")
-    import numpy as np  # numpy and the native libraries: not for a --help
-
-    from subkv.engine.cache import parse_cache
+    from subkv.engine.cache import parse_cache  # numpy and the native libraries: not for a --help
     from subkv.engine.model import Model
 
-    n_ctx = tests.n_parallel * (max(tests.depths) + max(longest, WARM_UP + 1))
     configs, done, interrupted = [], list[Measurement](), False
     with contextlib.ExitStack() as cleanup:
         opened = cleanup.enter_context(Model(model, options.gpu_layers(n_gpu_layers)))
         for spec, fa in itertools.product(type_k, [options.FLASH[item] for item in flash_attn]):
-            # coded cells can be removed only while their exact rows are kept
-            choice = parse_cache(spec, opened.path, requested).with_rollback(longest)
-            n_seq = tests.n_parallel + choice.window.shares_cells  # the last one is for fill()
-            settings = replace(context, n_ctx=n_ctx, flash_attn=fa, n_seq_max=n_seq)
+            choice = parse_cache(spec, opened.path, requested)
+            name = spec if choice.coded and (":" in spec or "+" in spec) else choice.name
+            name = name if len(flash_attn) == 1 else f"{name} fa={fa}"
             try:
-                created = options.open_context(opened, choice, settings, f"{spec} -fa {fa}", cleanup)
+                configs.append(open_config(opened, name, choice, replace(context, flash_attn=fa), tests, cleanup))
             except CacheError as error:
                 if error.key != "flash_attn" or len(flash_attn) == 1:
                     raise
                 options.note(f"{spec} -fa {fa}: skipped, {error.reason}")
-                continue
-            name = spec if choice.coded and (":" in spec or "+" in spec) else choice.name
-            configs.append(Config(name if len(flash_attn) == 1 else f"{name} fa={fa}", created, fa))
         if not configs:
             raise SubkvError("type_k", "expected a cache that runs with the given -fa, found none")
-        random = np.random.default_rng(1234)
         try:
-            measure(configs, lambda n: random.integers(0, opened.n_vocab, n, "int32"), tests, done)
+            measure(configs, random_tokens(opened), tests, done)
         except KeyboardInterrupt:
             interrupted = True
         objects = [m.result() for m in done if m.samples_ns]

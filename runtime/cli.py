@@ -17,6 +17,7 @@ COMMANDS = {
     "inspect": ("runtime.inspect", "show a model's bases and the memory that its cache needs"),
     "perplexity": ("runtime.perplexity", "measure perplexity and KL divergence"),
     "bench": ("runtime.bench", "measure speed under different KV caches"),
+    "check": ("runtime.check", "measure your model: a block of results to paste into an issue"),
     "doctor": ("runtime.doctor.cli", "report versions, libraries and devices; clear the cache folder"),
     "cmake-dir": ("runtime.cmake_dir", "print the folder of the CMake package for C and C++"),
 }

@@ -15,7 +15,10 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 
 # Histories and records of measurements: their commands ran once. make.py writes docs/results/.
-RECORDS = ("CHANGELOG.md", "converter/NOTES.md", "kernels/NOTES.md", "docs/results/", "research/notes/")
+RECORDS = (
+    *("CHANGELOG.md", "converter/NOTES.md", "kernels/NOTES.md"),
+    *("docs/results/", "research/results/", "research/notes/"),
+)
 
 # In a folder with the files that they name, exactly as the page has them. A server has to answer, and to end with 0.
 RUN = [
@@ -26,11 +29,11 @@ RUN = [
     "subkv serve -m model.gguf -c 32768 -np 4 --store ~/prompts",
     "subkv chat -m model.gguf",
     "subkv chat -hf user/model-GGUF:Q4_K_M",
-    "subkv chat -m model.gguf -c 8192",
     # docs/format.md
     "subkv inspect FILE",
     "subkv inspect -o json FILE",
     # docs/own-model.md
+    "subkv chat -m model.gguf -c 8192",
     "subkv chat -hf user/model-GGUF",
     "subkv chat -hf user/model-GGUF:Q6_K",
     "subkv convert --bases calib.safetensors model.gguf",
@@ -65,6 +68,7 @@ ELSEWHERE = {
     "subkv convert model.gguf": "python/test_prepare.py::test_one_command_prepares",
     "subkv convert -hf user/model-GGUF:Q6_K": "python/test_hub.py::test_convert",
     "subkv convert --embed model.gguf": "python/test_prepare.py::test_the_model_is_opened_and_loaded_once",
+    "subkv check -m model.gguf": "python/test_check.py::test_the_block",
     "subkv doctor --clear-cache": "python/test_doctor.py::test_clear_asks_first",
     "subkv run llama-bench -m model.gguf -d 0,8000": "programs/test_cache_types.py::test_types_of_llama_bench",
     "subkv run python -m llama_cpp.server --model model.gguf --n_ctx 8192": (

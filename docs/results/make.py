@@ -1,10 +1,16 @@
 """Measure every table and picture of README.md and docs/ with the project's own programs, and write them there.
 
-    python docs/results/make.py [--only NAME,…] [--texts FOLDER] [--build DIR] [--resume] [--quick]
+    python docs/results/make.py [--only NAME,…] [--minutes N] [--texts FOLDER] [--build DIR] [--again] [--quick]
     python docs/results/make.py --render      write pages, blocks and numbers from the stored JSON, without measuring
 
-Writes docs/results/NAME.json and NAME.md after every table, then the blocks `<!-- results: NAME -->` and the numbers
-`<!-- number: NAME.key -->` of README.md and docs/. The results list missing texts as skipped.
+Tables come in order of their value to a reader. Those that are complete at this commit are kept, so the same command
+resumes; it prints what is left. The commit is the last one that changed what is measured: results and pages may be
+committed in between; freeze it in a clone to work on. A timed table beside other work (0.3 cores or more) is measured
+again once, and marked if it is still disturbed; the next run repeats it.
+
+Writes NAME.json (NAME.MACHINE.json for tables by machine) and NAME.md after every table, then the blocks
+`<!-- results: NAME -->` and the numbers `<!-- number: NAME.key -->` of README.md, docs/ and examples/. The results list
+missing texts as skipped.
 """
 
 from __future__ import annotations
@@ -13,8 +19,10 @@ import contextlib
 import http.client
 import importlib.util
 import json
+import math
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -35,10 +43,12 @@ import render
 from speed_tables import BENCH, MODEL
 from tables import TABLES, Table
 
-HERE = Path(__file__).resolve().parent
-REPO = HERE.parent.parent
+from runtime.busy import Busy
+
+REPO = Path(__file__).resolve().parent.parent.parent
 CALIBRATION = REPO / "models" / "smollm2-135m-instruct.calib.safetensors"
 PACKAGES = ("subkv", "llama_cpp_python", "numpy", "torch", "transformers")
+FEATURES = ("avx2", "fma", "f16c", "bmi2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp")
 START_SECONDS = 120  # for a server to listen
 
 
@@ -223,18 +233,21 @@ class Lab:
 
     def keep(self, name: str) -> None:
         """Copy a picture to the results."""
-        shutil.copyfile(self.folder / name, self.output / name)
+        place = self.output / next(table.folder for table in TABLES.values() if table.picture == name)
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(self.folder / name, place / name)
 
 
 def commit() -> tuple[str, bool]:
-    """HEAD, and whether measured files differ from it."""
+    """The last commit that changed measured files, and whether they have changed since."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=REPO, capture_output=True, text=True, check=True).stdout.strip()
 
     # this program writes results and documents
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs", ":!*.md", ":!tests")
-    return git("rev-parse", "HEAD"), bool(changed)
+    measured = (".", ":!docs", ":!*.md", ":!tests", ":!research/results")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", *measured)
+    return git("log", "-1", "--format=%H", "--", *measured), bool(changed)
 
 
 def versions() -> dict[str, str]:
@@ -256,6 +269,7 @@ def machine(lab: Lab) -> dict[str, Any]:
         "cpu": models[0] if models else platform.processor(),
         "cores": os.cpu_count(),
         "kernel": row["kernel"],
+        "features": " ".join(name for name in FEATURES if re.search(rf"^flags\b.*\b{name}\b", lines, re.M)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "read_bandwidth_gbs": round(bandwidth, 1),
     }
@@ -263,7 +277,7 @@ def machine(lab: Lab) -> dict[str, Any]:
 
 def measured(table: Table, lab: Lab, about: dict[str, Any]) -> render.Result:
     """A table's result. about: fields common to all tables."""
-    lab.commands, lab.skipped, start = [], [], time.monotonic()
+    lab.commands, lab.skipped, start, busy = [], [], time.monotonic(), Busy()
     try:
         rows = table.measure(lab)
     except Skip as reason:
@@ -274,29 +288,41 @@ def measured(table: Table, lab: Lab, about: dict[str, Any]) -> render.Result:
         **about,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "seconds": round(time.monotonic() - start, 1),
+        "others": busy.others(),
         "skipped": lab.skipped,
         "rows": rows,
     }
 
 
-def results(folder: Path) -> dict[str, render.Result]:
-    """The stored results, by name."""
-    paths = {name: folder / f"{name}.json" for name in TABLES}
-    return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
+def file_name(table: Table, about: dict[str, Any]) -> str:
+    """The file of a result. about: has the machine."""
+    machine = re.sub(r"\W+", "-", f"{about['machine']['cpu']} {about['machine']['kernel']}".lower()).strip("-")
+    return f"{table.name}.{machine}.json" if table.by_machine else f"{table.name}.json"
+
+
+def results(folder: Path) -> dict[str, list[render.Result]]:
+    """The stored results by name. folder: the repository, or another one with the same folders."""
+    found = {}
+    for name, table in TABLES.items():
+        paths = sorted((folder / table.folder).glob(f"{name}.*.json" if table.by_machine else f"{name}.json"))
+        read = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        if read:
+            found[name] = sorted(read, key=lambda result: not result["machine"]["kernel"].startswith("avx512"))
+    return found
 
 
 def write_pages(folder: Path) -> None:
-    for name, result in results(folder).items():
-        (folder / f"{name}.md").write_text(render.page(TABLES[name], result), encoding="utf-8")
+    for name, stored in results(folder).items():
+        (folder / TABLES[name].folder / f"{name}.md").write_text(render.page(TABLES[name], stored), encoding="utf-8")
 
 
 def write_documents() -> None:
-    """Blocks and numbers of README.md and docs/."""
-    stored = results(HERE)
+    """Blocks and numbers of README.md, docs/ and examples/."""
+    stored = results(REPO)
     for path in render.documents(REPO):
         text = path.read_text(encoding="utf-8")
         try:
-            new = render.filled(text, TABLES, stored, render.folder(path, REPO))
+            new = render.filled(text, TABLES, stored, path.parent.relative_to(REPO).as_posix())
         except KeyError as error:
             raise click.ClickException(f"{path.relative_to(REPO)}: {error.args[0]}") from error
         if new != text:
@@ -329,7 +355,8 @@ PATH = click.Path(path_type=Path)
 @click.option("-m", "--model", type=PATH, help="GGUF model; default: the demo model, the one of the calibration")
 @click.option("--texts", "text_folder", type=PATH, default=REPO.parent / "shared" / "data", help="folder of the texts")
 @click.option("--build", type=PATH, help="build folder with bin/kernel-bench, for the table `kernels`")
-@click.option("--resume", is_flag=True, help="skip tables that are complete at this commit")
+@click.option("--minutes", type=float, help="start no table that is estimated to end after this time")
+@click.option("--again", is_flag=True, help="measure also tables that are complete at this commit")
 @click.option("--quick", is_flag=True, help="tiny settings, to test the programs; writes only build/results")
 @click.option("--render", "only_render", is_flag=True, help="measure nothing; render stored results")
 def main(
@@ -337,50 +364,74 @@ def main(
     model: Path | None,
     text_folder: Path,
     build: Path | None,
-    resume: bool,
+    minutes: float | None,
+    again: bool,
     quick: bool,
     only_render: bool,
 ) -> None:
     """Measure the tables of README.md and docs/ and write them there."""
-    output = REPO / "build" / "results" if quick else HERE
-    output.mkdir(parents=True, exist_ok=True)
+    output = REPO / "build" / "results" if quick else REPO
     if not only_render:
-        measure_all(names, model or demo_model(), text_folder, build, resume, quick, output)
+        with tempfile.TemporaryDirectory(prefix="results-") as scratch:
+            folder = Path(scratch)
+            (folder / "M.gguf").symlink_to((model or demo_model()).resolve())
+            (folder / "calib.safetensors").symlink_to(CALIBRATION)
+            lab = Lab(folder, output, text_folder.resolve(), build.resolve() if build else None, quick)
+            measure_all(lab, names, math.inf if minutes is None else 60 * minutes, again)
     write_pages(output)
     if not quick:
         write_documents()
 
 
-def measure_all(
-    names: list[str], model: Path, text_folder: Path, build: Path | None, resume: bool, quick: bool, output: Path
-) -> None:
+def measure_all(lab: Lab, names: list[str], seconds: float, again: bool) -> None:
     """Measure tables in order and write each at once; a failed table does not stop the others."""
+    start, slowness = time.monotonic(), 1.0
     head, dirty = commit()
-    there = results(output) if resume else {}
-    good = {n for n, r in there.items() if r["commit"] == head and not (r["dirty"] or r["skipped"])}
-    pending = [TABLES[name] for name in TABLES if name in names and name not in good]
+    about = {"commit": head, "dirty": dirty, "quick": lab.quick, "machine": machine(lab), "versions": versions()}
+    left = [TABLES[name] for name in TABLES if name in names]
+    if not again:
+        left = [
+            table for table in left if not is_complete(table, lab.output / table.folder / file_name(table, about), head)
+        ]
     failed = []
-    with tempfile.TemporaryDirectory(prefix="results-") as scratch:
-        folder = Path(scratch)
-        (folder / "M.gguf").symlink_to(model.resolve())
-        (folder / "calib.safetensors").symlink_to(CALIBRATION)
-        lab = Lab(folder, output, text_folder.resolve(), build.resolve() if build else None, quick)
-        shared = {"commit": head, "dirty": dirty, "quick": quick, "machine": machine(lab), "versions": versions()}
-        for table in pending:
-            click.echo(f"{table.name}, about {lab.pick(table.minutes, 0.5):g} minutes", err=True)
-            try:
-                result = measured(table, lab, shared)
-            except click.ClickException as error:
-                failed.append(table.name)
-                error.show()
-                continue
-            (output / f"{table.name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            (output / f"{table.name}.md").write_text(render.page(table, result), encoding="utf-8")
-            if not quick:
-                write_documents()
-            click.echo(f"{table.name}: {result['seconds']:.0f} s", err=True)
+    while left:
+        table, *left = left
+        estimates = [60 * slowness * lab.pick(t.minutes, 0.5) for t in (table, *left)]
+        click.echo(
+            f"{len(estimates)} tables are left, about {sum(estimates) / 60:.0f} minutes: "
+            + ", ".join(f"{t.name} {s / 60:.0f}" for t, s in zip((table, *left), estimates, strict=True)),
+            err=True,
+        )
+        if time.monotonic() - start + estimates[0] > seconds:
+            click.echo(f"--minutes: {table.name} is left for the next run", err=True)
+            continue
+        try:
+            result = measured(table, lab, about)
+            if render.is_busy(table, result):
+                click.echo(f"{table.name}: {result['others']:.1f} cores were busy with other work; again", err=True)
+                result = min(result, measured(table, lab, about), key=lambda one: one["others"])
+        except click.ClickException as error:
+            failed.append(table.name)
+            error.show()
+            continue
+        slowness = max(result["seconds"] / 60 / table.minutes, 0.5) if table.minutes > 2 and not lab.quick else slowness
+        place = lab.output / table.folder
+        place.mkdir(parents=True, exist_ok=True)
+        (place / file_name(table, about)).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (place / f"{table.name}.md").write_text(render.page(table, results(lab.output)[table.name]), encoding="utf-8")
+        if not lab.quick:
+            write_documents()
+        click.echo(f"{table.name}: {result['seconds']:.0f} s", err=True)
     if failed:
         raise click.ClickException(f"expected all tables, {', '.join(failed)} failed")
+
+
+def is_complete(table: Table, path: Path, head: str) -> bool:
+    """Whether a stored result is whole, of this commit and undisturbed."""
+    if not path.exists():
+        return False
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    return not (stored["commit"] != head or stored["dirty"] or stored["skipped"] or render.is_busy(table, stored))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,20 @@
 """Renders results of make.py as Markdown: a page per table, and the blocks and numbers that documents quote.
 
-A result is the JSON object of one table. This module needs only the standard library, so that tests can render.
+A result is the JSON object of one table, measured on one machine; a table that is measured by machine has several,
+those with AVX-512 first. This module needs only the standard library and runtime.busy, so that tests can render.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from runtime.busy import LIMIT
 
 Row = dict[str, Any]
 Rows = list[Row]
@@ -34,6 +38,7 @@ FIELDS = {
     "skipped": list,
     "rows": list,
 }
+LATER = {"others"}  # fields that results of earlier commits do not have
 BLOCK = re.compile(r"^<!-- results: (\w+) -->\n(.*?)^<!-- /results -->$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"<!-- number: (\w+)\.([\w.]+) -->(.*?)<!-- /number -->", re.DOTALL)
 
@@ -89,39 +94,73 @@ def _machine(result: Result) -> str:
     return f"{machine['cpu']}, {machine['cores']} cores, {machine['kernel']} kernels"
 
 
-def _body(table: Any, result: Result) -> str:
+def is_busy(table: Any, result: Result) -> bool:
+    """Whether other processes disturbed a timed table."""
+    return bool(table.timed and (result.get("others") or 0.0) > LIMIT)
+
+
+def tagged(results: Sequence[Result]) -> Rows:
+    """All rows; of several machines, with the kernels of each as `machine`."""
+    if len(results) == 1:
+        return list(results[0]["rows"])
+    return [{**row, "machine": result["machine"]["kernel"]} for result in results for row in result["rows"]]
+
+
+def numbers_of(table: Any, results: Sequence[Result]) -> Numbers:
+    """The numbers of the first machine by their keys, those of the others as KERNEL.KEY."""
+    numbers = dict(table.numbers(results[0]["rows"]))
+    for result in results[1:]:
+        kernel = result["machine"]["kernel"]
+        numbers |= {f"{kernel}.{key}": value for key, value in table.numbers(result["rows"]).items()}
+    return numbers
+
+
+def _body(table: Any, results: Sequence[Result]) -> str:
     """The table, then the reasons of skipped parts."""
-    parts = [table.markdown(result["rows"])] if result["rows"] else []
-    parts += [wrapped(f"Skipped: {reason}.") for reason in result["skipped"]]
+    rows = tagged(results)
+    parts = [table.markdown(rows)] if rows else []
+    parts += [wrapped(f"Skipped: {reason}.") for result in results for reason in result["skipped"]]
+    parts += [
+        wrapped(f"Other work kept {result['others']:.1f} cores busy ({_machine(result)}): speeds are too low.")
+        for result in results
+        if is_busy(table, result)
+    ]
     return "\n\n".join(parts)
 
 
-def block(table: Any, result: Result, folder: str) -> str:
-    """The text between the marks of a table. folder: the path from the document to the results."""
-    source = f"at commit {result['commit'][:9]} on {result['date'][:10]}, {_machine(result)}"
-    line = f"Measured {source}: `make.py --only {table.name}`, [commands]({folder}{table.name}.md)."
-    return f"{_body(table, result)}\n\n{wrapped(line)}"
+def block(table: Any, results: Sequence[Result], folder: str) -> str:
+    """The text between the marks of a table. folder: the path from the document to the table's page."""
+    sources = [f"at commit {result['commit'][:9]} on {result['date'][:10]}, {_machine(result)}" for result in results]
+    line = f"Measured {', and '.join(sources)}: `make.py --only {table.name}`, [commands]({folder}{table.name}.md)."
+    return f"{_body(table, results)}\n\n{wrapped(line)}"
 
 
-def page(table: Any, result: Result) -> str:
-    """NAME.md: the table, and the commands and versions that reproduce it."""
+def _facts(result: Result) -> list[str]:
     machine = result["machine"]
     changed = ", with uncommitted changes" if result["dirty"] else ""
-    facts = [
+    others = result.get("others")
+    return [
         f"commit: {result['commit']}{changed}",
-        f"date: {result['date']}, {result['seconds']:.0f} s",
+        f"date: {result['date']}, {result['seconds']:.0f} s"
+        + ("" if others is None else f", {others:.1f} cores busy with other work"),
         f"machine: {_machine(result)}, {machine['memory_gib']:.1f} GiB of memory, "
-        f"read bandwidth {machine['read_bandwidth_gbs']:.1f} GB/s",
+        f"read bandwidth {machine['read_bandwidth_gbs']:.1f} GB/s"
+        + (f"; {machine['features']}" if "features" in machine else ""),
         "versions: " + ", ".join(f"{name} {version}" for name, version in result["versions"].items()),
     ]
-    commands = "\n".join(command_lines(command) for command in result["commands"])
-    numbers = table.numbers(result["rows"])
+
+
+def page(table: Any, results: Sequence[Result]) -> str:
+    """NAME.md: the table, and the commands and versions that reproduce it."""
+    facts = [fact for result in results for fact in _facts(result)]
+    commands = "\n".join(command_lines(command) for command in results[0]["commands"])
+    numbers = numbers_of(table, results)
     parts = [
         f"<!-- written by docs/results/make.py --only {table.name} -->",
         f"# {table.title}",
         wrapped(table.about),
-        _body(table, result),
-        *([f"![{table.title}]({table.picture})"] if table.picture and result["rows"] else []),
+        _body(table, results),
+        *([f"![{table.title}]({table.picture})"] if table.picture and results[0]["rows"] else []),
         "\n".join(wrapped(f"- {fact}", "  ") for fact in facts),
     ]
     if commands:
@@ -138,21 +177,15 @@ def page(table: Any, result: Result) -> str:
 
 
 def documents(repo: Path) -> list[Path]:
-    """README.md and the pages of docs/, without those of results."""
-    return [repo / "README.md", *sorted(p for p in (repo / "docs").rglob("*.md") if p.parent.name != "results")]
+    """README.md and the pages of docs/ and examples/, without those of results."""
+    pages = [p for folder in ("docs", "examples") for p in (repo / folder).rglob("*.md") if p.parent.name != "results"]
+    return [repo / "README.md", *sorted(pages)]
 
 
-def folder(document: Path, repo: Path) -> str:
-    """The path from a document to the folder of results."""
-    return (
-        "docs/results/" if document.parent == repo else "results/" if document.parent.name == "docs" else "../results/"
-    )
-
-
-def filled(document: str, tables: dict[str, Any], results: dict[str, Result], folder: str) -> str:
+def filled(document: str, tables: dict[str, Any], results: dict[str, list[Result]], start: str) -> str:
     """A document with blocks and numbers from `results`; those without a result stay unchanged.
 
-    folder: the path from the document to the results, "" or ending in "/". Raises KeyError for an unknown name.
+    start: the folder of the document in the repository, "" for its root. Raises KeyError for an unknown name.
     """
 
     def table(found: re.Match[str]) -> str:
@@ -161,6 +194,7 @@ def filled(document: str, tables: dict[str, Any], results: dict[str, Result], fo
             raise KeyError(f"results: expected one of {', '.join(tables)}, found {name}")
         if name not in results:
             return found[0]
+        folder = Path(os.path.relpath(tables[name].folder, start or ".")).as_posix() + "/"
         return f"<!-- results: {name} -->\n\n{block(tables[name], results[name], folder)}\n\n<!-- /results -->"
 
     def number(found: re.Match[str]) -> str:
@@ -169,7 +203,7 @@ def filled(document: str, tables: dict[str, Any], results: dict[str, Result], fo
             raise KeyError(f"number: expected one of {', '.join(tables)}, found {name}")
         if name not in results:
             return found[0]
-        numbers = tables[name].numbers(results[name]["rows"])
+        numbers = numbers_of(tables[name], results[name])
         if key not in numbers:
             raise KeyError(f"number: expected one of {', '.join(numbers)} of {name}, found {key}")
         return f"<!-- number: {name}.{key} -->{numbers[key]}<!-- /number -->"

@@ -32,15 +32,16 @@ def frontier(lab: Any) -> Rows:
 
 def frontier_short(lab: Any) -> Rows:
     """In a short context, where the exact window and the bases take the largest share."""
-    return _frontier(lab, "4.25,4.75,5.5,6.25,7", "2048", "2", "frontier_short.png")
+    return _frontier(lab, "4.25,4.75,5.5,6.25,7", "2048", "2")
 
 
-def _frontier(lab: Any, bits: str, n_ctx: str, chunks: str, picture: str) -> Rows:
+def _frontier(lab: Any, bits: str, n_ctx: str, chunks: str, picture: str = "") -> Rows:
     bits, kinds = lab.pick((bits, "q8_0,q5_1,q5_0,q4_1,q4_0"), ("4.25", "q4_0"))
     size = ("--bpe-context", lab.pick(n_ctx, "8192"), *lab.pick(("-c", n_ctx, "--chunks", chunks), ("-c", "256")))
     chosen = ("-f", lab.text(WIKI), "--kv-bits", bits, "--stock", kinds, *size)
-    rows: Rows = lab.json(*EVALUATE, *chosen, "--plot", picture)
-    lab.keep(picture)
+    rows: Rows = lab.json(*EVALUATE, *chosen, *(("--plot", picture) if picture else ()))
+    if picture:
+        lab.keep(picture)
     return rows
 
 

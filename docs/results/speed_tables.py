@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -79,17 +79,33 @@ def ts(row: Row) -> str:
 
 
 def by_depth(rows: Rows) -> str:
-    """A line per cache, a column per depth, ratios at the largest depth."""
+    """A line per cache, a column per depth, ratios at the largest depth; machines side by side."""
     depths = sorted({row["n_depth"] for row in rows})
-    found = {(row["cache"], row["n_depth"]): row for row in rows}
-    deepest = [row for row in rows if row["n_depth"] == depths[-1]]
+    found = {(row.get("machine"), row["cache"], row["n_depth"]): row for row in rows}
+    machines = list(dict.fromkeys(row.get("machine") for row in rows))
+    deepest = {
+        name: [row for row in rows if (row.get("machine"), row["n_depth"]) == (name, depths[-1])] for name in machines
+    }
     columns: list[Column] = [
         ("cache, tokens/s", lambda row: label(row["cache"])),
         ("KV bytes per token", lambda row: str(row["kv_bytes_per_token"])),
-        *((f"depth {depth}", lambda row, depth=depth: ts(found[row["cache"], depth])) for depth in depths),
-        (f"× best stock at {depths[-1]}", lambda row: f"{row['median_ts'] / best_stock(rows, row):.2f}"),
     ]
-    return grid(deepest, columns)
+
+    def speed(machine: str | None, depth: int) -> Callable[[Row], str]:
+        return lambda row: ts(found[machine, row["cache"], depth]) if (machine, row["cache"], depth) in found else ""
+
+    def ratio(machine: str | None) -> Callable[[Row], str]:
+        def cell(row: Row) -> str:
+            own = found.get((machine, row["cache"], depths[-1]))
+            return "" if own is None else f"{own['median_ts'] / best_stock(deepest[machine], own):.2f}"
+
+        return cell
+
+    for machine in machines:
+        name = f"{machine}, " if machine else ""
+        columns += [(f"{name}depth {depth}", speed(machine, depth)) for depth in depths]
+        columns.append((f"{name}× best stock at {depths[-1]}", ratio(machine)))
+    return grid(deepest[machines[0]], columns)
 
 
 def numbers(rows: Rows, name: str = "subkv") -> Numbers:
@@ -185,12 +201,6 @@ def deep(lab: Any) -> Rows:
     lab.sidecar("4.5")
     size = lab.pick(("-n", "16", "-d", "8000,16000,32000", "-r", "3"), ("-n", "4", "-d", "64,512", "-r", "2"))
     return bench(lab, "-ctk", "f16,subkv", "-fa", "on", "-p", "0", *size)
-
-
-def avx2(lab: Any) -> Rows:
-    lab.sidecar("4.5")
-    size = lab.pick(("-p", "256", "-n", "16", "-d", "8000", "-r", "2"), ("-p", "32", "-n", "4", "-d", "64", "-r", "2"))
-    return bench(lab, "-ctk", "f16,subkv", "-fa", "on", *size, env={"SUBKV_KERNEL": "avx2"})
 
 
 def kernels(lab: Any) -> Rows:

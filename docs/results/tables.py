@@ -26,7 +26,9 @@ from render import Numbers, Rows
 class Table:
     """minutes: an estimate for two idle cores of a Zen 4. picture: a file next to the page.
 
-    group: tables with comparable numbers; one commit measures all tables of a group.
+    group: tables with comparable numbers; one commit measures all tables of a group, on each machine.
+    timed: other work on the machine changes the numbers. by_machine: one result per machine, side by side in the table.
+    folder: of the page and the results, in the repository.
     """
 
     name: str
@@ -38,8 +40,12 @@ class Table:
     numbers: Callable[[Rows], Numbers] = lambda rows: {}
     picture: str = ""
     group: str = "engine"
+    timed: bool = True
+    by_machine: bool = False
+    folder: str = "docs/results"
 
 
+RESEARCH = "research/results"
 MODEL = "SmolLM2-135M-Instruct Q4_1 with the calibration in models/ at this commit"
 FLOAT32 = "in a float32 model of transformers, without engine noise"
 
@@ -71,6 +77,7 @@ ORDER = (  # the most important ones first
         scores.frontier_numbers,
         "frontier.png",
         group="codec",
+        timed=False,
     ),
     Table(
         "frontier_short",
@@ -80,8 +87,8 @@ ORDER = (  # the most important ones first
         scores.frontier_short,
         scores.frontier_markdown,
         scores.klds_of,
-        "frontier_short.png",
         group="codec",
+        timed=False,
     ),
     Table(
         "speed_decode",
@@ -91,6 +98,7 @@ ORDER = (  # the most important ones first
         speed.decode,
         speed.by_depth,
         speed.numbers,
+        by_machine=True,
     ),
     Table(
         "memory",
@@ -100,6 +108,7 @@ ORDER = (  # the most important ones first
         speed.memory,
         speed.memory_markdown,
         speed.memory_numbers,
+        timed=False,
     ),
     Table(
         "sizes",
@@ -112,6 +121,7 @@ ORDER = (  # the most important ones first
         size.sizes_markdown,
         size.sizes_numbers,
         group="sizes",
+        timed=False,
     ),
     Table(
         "sensitivity",
@@ -123,6 +133,8 @@ ORDER = (  # the most important ones first
         lambda rows: "",
         picture="sensitivity.png",
         group="codec",
+        timed=False,
+        folder=RESEARCH,
     ),
     Table(
         "speed_prefill",
@@ -132,6 +144,7 @@ ORDER = (  # the most important ones first
         speed.prefill,
         speed.by_depth,
         speed.numbers,
+        by_machine=True,
     ),
     Table(
         "engine_kld",
@@ -141,6 +154,7 @@ ORDER = (  # the most important ones first
         3.5,
         scores.engine_kld,
         scores.engine_markdown,
+        timed=False,
     ),
     Table(
         "server_load",
@@ -191,6 +205,7 @@ ORDER = (  # the most important ones first
         turns.markdown,
         turns.numbers,
         group="turns",
+        timed=False,
     ),
     Table(
         "cluster_load",
@@ -200,6 +215,7 @@ ORDER = (  # the most important ones first
         clusters.cluster_load,
         clusters.markdown,
         group="cluster",
+        timed=False,  # Ray's processes are not ours
     ),
     Table(
         "cluster_queues",
@@ -214,6 +230,7 @@ ORDER = (  # the most important ones first
         queues.markdown,
         queues.numbers,
         group="queues",
+        timed=False,
     ),
     Table(
         "other_texts",
@@ -224,6 +241,7 @@ ORDER = (  # the most important ones first
         scores.other_texts,
         scores.by_text,
         group="codec",
+        timed=False,
     ),
     Table(
         "speed_parallel",
@@ -246,14 +264,16 @@ ORDER = (  # the most important ones first
         speed.drafts_markdown,
         group="drafts",
     ),
-    Table("speed_deep", "Deep contexts", f"{REPEATED}.", 4, speed.deep, speed.by_depth, speed.numbers, group="load"),
     Table(
-        "speed_avx2",
-        "AVX2 only",
-        f"{REPEATED}; only subkv's kernels are limited to AVX2, llama.cpp's are not.",
-        2,
-        speed.avx2,
-        speed.by_test,
+        "speed_deep",
+        "Deep contexts",
+        f"{REPEATED}.",
+        4,
+        speed.deep,
+        speed.by_depth,
+        speed.numbers,
+        group="load",
+        by_machine=True,
     ),
     Table(
         "shapes_decode",
@@ -329,6 +349,8 @@ ORDER = (  # the most important ones first
         scores.klds_of,
         "rivals.png",
         group="rivals",
+        timed=False,
+        folder=RESEARCH,
     ),
     Table(
         "uncalibrated",
@@ -340,6 +362,7 @@ ORDER = (  # the most important ones first
         scores.frontier_markdown,
         scores.klds_of,
         group="weights",
+        timed=False,
     ),
     Table(
         "tasks",
@@ -352,6 +375,7 @@ ORDER = (  # the most important ones first
         scores.tasks,
         scores.tasks_markdown,
         group="tasks",
+        timed=False,
     ),
     Table(
         "kernels",
@@ -369,6 +393,8 @@ ORDER = (  # the most important ones first
         research.experiments,
         research.verdicts_markdown,
         group="papers",
+        timed=False,
+        folder=RESEARCH,
     ),
     Table(
         "warm_start",
@@ -380,6 +406,7 @@ ORDER = (  # the most important ones first
         research.warm_markdown,
         research.warm_numbers,
         group="warm",
+        folder=RESEARCH,
     ),
 )
 TABLES = {table.name: table for table in ORDER}

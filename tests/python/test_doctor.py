@@ -31,6 +31,7 @@ FILES = {
     f"sidecars/name-{OTHER}.gguf": "bases",
     f"sidecars/.name-{OTHER}.gguf.17.0123abcd.tmp": "interrupted work",
     "smollm2-135m-instruct-0123456789abcdef.subkv.gguf": "models",
+    "check-0123456789abcdef.json": "checks",
     "llama_cpp_python-0.3.36.tar.gz": "sources",
 }
 

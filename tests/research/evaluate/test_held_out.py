@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from converter import builtin
-from research.float32 import held_out, tables
+from converter import builtin, held_out
+from research.float32 import tables
 
 
 def test_held_out_texts_share_no_lines_with_calibration() -> None:

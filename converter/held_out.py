@@ -1,6 +1,6 @@
 """Built-in texts to evaluate on: of seven kinds, 1000 to 2800 tokens each, that no calibration reads.
 
-Their licence is that of the texts of converter/builtin.py.
+`subkv check` scores a model on them. Their licence is that of the texts of builtin.py.
 """
 
 from __future__ import annotations
