@@ -18,6 +18,15 @@ template <typename Hparams> int32_t router_layer(const Hparams &, long) {
     return -1;
 }
 
+// Whether a shift rotates the keys of a layer; before 0.3.35 those of all.
+template <typename Hparams> auto has_rope(const Hparams & hparams, uint32_t il, int) -> decltype(hparams.has_rope(il)) {
+    return hparams.has_rope(il);
+}
+
+template <typename Hparams> bool has_rope(const Hparams &, uint32_t, long) {
+    return true;
+}
+
 #if LLAMA_STATE_SEQ_VERSION >= 3
 
 inline const std::set<std::pair<llama_pos, uint32_t>> & cells_of(const llama_kv_cells & cells, llama_seq_id seq) {

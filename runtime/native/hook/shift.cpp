@@ -102,7 +102,7 @@ private:
 
 bool llama_subkv::build_shift(const llama_kv_cache & kv, const llama_cparams & cparams, llm_graph_result & res,
                               ggml_tensor * k_shift, uint32_t il) {
-    if (row_bytes(kv, il, false) == 0 || !kv.hparams.has_rope(il)) {
+    if (row_bytes(kv, il, false) == 0 || !has_rope(kv.hparams, il, 0)) {
         return false;
     }
     ggml_context * ctx   = res.get_ctx();
