@@ -80,7 +80,8 @@ def main(model: str | None, request: CacheRequest, plugin: bool, form: str) -> N
     libraries = lib_dir()
     path = {} if service or plugin else program_path(libraries, os.environ)
     if plugin:
-        variables = plugin_variables(plugin_file(libraries)) | variables
+        variables = plugin_variables(plugin_file(libraries), os.environ) | variables
+        notes = [line.replace("-ctk f16 uses none", "SUBKV=off: f16") for line in notes]
     else:
         variables = path | library_variables(libraries, {} if service else os.environ | path) | variables
     notes = notes or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE derives bases"]
