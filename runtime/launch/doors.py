@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from subkv.base.errors import SubkvError
 
 PLUGIN = "libggml-subkv.so"
 BACKEND_PATH = "GGML_BACKEND_PATH"
+DEVICE, DEVICES = "SUBKV", "LLAMA_ARG_DEVICE"  # the plug-in's device; the variable of --device
+_GPUS = "cuda|hip|musa|vulkan|sycl|opencl|cann|metal|webgpu"
 _OTHER_ABI = """
 import ctypes, sys
 base, registry, plugin = (ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL) for name in sys.argv[1:])
@@ -27,10 +30,16 @@ print(f"its ggml, version {base.ggml_version().decode()}, has another {other} th
 
 @dataclass(frozen=True)
 class Door:
-    """plugin: the plug-in's file; None: the program uses our libllama. why: the end of a sentence about the program."""
+    """plugin: the plug-in's file; None: the program uses our libllama. why: the end of a sentence about the program.
+
+    by_name: a program of llama.cpp whose ggml contains a CPU backend. Then libllama loads no others, so that the variable
+    has an effect only with --device. gpu: it also contains a GPU's.
+    """
 
     plugin: Path | None
     why: str
+    by_name: bool = False
+    gpu: bool = False
 
 
 def plugin_file(libraries: Path) -> Path:
@@ -74,7 +83,13 @@ def choose_door(
         other = programs.other_llama_cpp(program, path, libraries, listed)
         reason = _misfit(listed, libraries)
     if not reason:
-        return Door(plugin_file(libraries), f"{other}, whose ggml loads the plug-in")
+        assert listed is not None
+        static, known = programs.library_in(listed, "libggml-cpu") is not None, is_llama_cpp_program(program)
+        why = f"{other}, whose ggml loads the plug-in"
+        if static and not known:
+            why += ", if the program calls ggml_backend_load_all"
+        gpu = re.search(rf"^\s*libggml-({_GPUS})\.so", listed, re.M) is not None
+        return Door(plugin_file(libraries), why, static and known, gpu)
     remedy = f"; {programs.INSTALL}" if is_llama_cpp_program(program) else ""
     raise SubkvError(
         "program",
@@ -104,3 +119,22 @@ def plugin_variables(plugin: Path, environment: Mapping[str, str]) -> dict[str, 
             BACKEND_PATH, f"expected no other backend, because ggml loads one by it, found {other}; unset it"
         )
     return {BACKEND_PATH: os.path.abspath(plugin)}
+
+
+def device_variables(door: Door, devices: Sequence[str]) -> dict[str, str]:
+    """Variables with which a program of llama.cpp gives its layers to the plug-in. devices: of its arguments.
+
+    Raises SubkvError about `--device`.
+    """
+    if devices and DEVICE not in devices:
+        reason = f"expected {DEVICE}, the device of the plug-in, among the devices, found {','.join(devices)}"
+        raise SubkvError("--device", reason)
+    if devices or not door.by_name:
+        return {}
+    if door.gpu:
+        raise SubkvError(
+            "--device",
+            f"expected {DEVICE} (all layers on the CPU, coded), or GPUs and {DEVICE} (layers on GPUs keep f16 caches), "
+            "because this ggml does not load the plug-in otherwise, found none",
+        )
+    return {DEVICES: DEVICE}

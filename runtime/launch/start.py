@@ -100,6 +100,8 @@ def _variables(
             reason = f"expected none, because the plug-in codes every cache that has bases (--kv-bits), found {own}"
             raise SubkvError(flag, reason)
     variables: dict[str, str] = {}
+    if by_plugin and not (read.ordinary or read.prints):
+        variables |= doors.device_variables(program.door, read.devices)
     models = () if read.ordinary else read.models
     if request.kv_memory is not None:
         request = _with_fitting_budget(program.name, read, request)
@@ -111,7 +113,8 @@ def _variables(
     if not read.ordinary or read.codes_draft:
         with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
             required = read.strict or (strict and not read.types)
-            variables, notes = cache_variables(models, request, required, name_bases=by_plugin, kv_bits=read.budget)
+            cache, notes = cache_variables(models, request, required, name_bases=by_plugin, kv_bits=read.budget)
+        variables |= cache
         if strict and models and not read.types and request.bases is None:
             variables[CACHE] = CODED
         if not (notes or read.ordinary):

@@ -32,19 +32,22 @@ def build(path: Path, source: str, *flags: str | Path) -> Path:
     return path
 
 
-def another(folder: Path, variable: str = doors.BACKEND_PATH) -> Path:
-    """A program `llama-server` on another libllama, with ggml's libraries. variable: that its ggml reads."""
+def another(folder: Path, variable: str = doors.BACKEND_PATH, gpu: bool = False, name: str = "llama-server") -> Path:
+    """A program on another libllama, with ggml's libraries. variable: that its ggml reads."""
     folder.mkdir(exist_ok=True, parents=True)
     for library in OURS.glob("libggml*.so"):
         shutil.copy(library, folder)
     ggml = folder / "libggml.so"
     ggml.write_bytes(ggml.read_bytes().replace(doors.BACKEND_PATH.encode(), variable.encode()))
     library_flags = ["-shared", "-fPIC", "-Wl,--no-as-needed", "-L", folder, "-lggml", "-lggml-base"]
+    if gpu:
+        build(folder / "libggml-cuda.so", "int none;", "-shared", "-fPIC", "-Wl,-soname,libggml-cuda.so")
+        library_flags.append("-lggml-cuda")
     libllama = "-Wl,-soname,libllama.so.0"
     build(folder / "libllama.so.0", "int llama(void) { return 0; }", *library_flags, libllama)
     main = "int llama(void); int main(void) { return llama(); }"
     flags = ["-Wl,--disable-new-dtags", f"-Wl,-rpath,{folder}", f"-Wl,-rpath-link,{folder}"]
-    return build(folder / "llama-server", main, folder / "libllama.so.0", *flags)
+    return build(folder / name, main, folder / "libllama.so.0", *flags)
 
 
 def without_functions(folder: Path) -> Path:
@@ -132,6 +135,31 @@ def test_another_backend_of_the_user_is_kept(tmp_path: Path) -> None:
     assert start.find_program(str(program), environment).environment[doors.BACKEND_PATH] == str(OURS / doors.PLUGIN)
 
 
+def start_with(program: Path, *arguments: str) -> dict[str, str]:
+    found = start.find_program(
+        str(program), {name: value for name, value in os.environ.items() if name != doors.DEVICES}
+    )
+    return start.prepare_start(found, start.read_arguments(found, arguments), CacheRequest()).environment
+
+
+def test_a_ggml_with_a_cpu_backend_loads_others_by_name(tmp_path: Path) -> None:
+    """libllama calls ggml_backend_load_all only if ggml contains no backend; --device always does."""
+    program = another(tmp_path)
+    assert start_with(program)[doors.DEVICES] == "SUBKV"
+    for arguments in (["--device", "CUDA0,SUBKV"], ["-ctk", "q8_0"], ["--version"]):
+        assert doors.DEVICES not in start_with(program, *arguments)
+    with pytest.raises(SubkvError, match="expected SUBKV, the device of the plug-in, .* found none"):
+        start_with(program, "--device", "none")
+    with_gpu = another(tmp_path / "gpu", gpu=True)
+    with pytest.raises(SubkvError, match="expected SUBKV .all layers on the CPU.* found none") as at:
+        start_with(with_gpu)
+    assert at.value.key == "--device" and doors.DEVICES not in start_with(with_gpu, "-dev", "SUBKV")
+    own = another(tmp_path / "own", name="program")
+    assert doors.DEVICES not in start_with(own)
+    why = start.find_program(str(own), dict(os.environ)).door.why
+    assert why.endswith("whose ggml loads the plug-in, if the program calls ggml_backend_load_all")
+
+
 @pytest.mark.parametrize(("flag", "name"), [("-ctk", "subkv"), ("-ctk", "auto"), ("-ctkd", "subkv:4")])
 def test_cache_types_that_another_llama_cpp_lacks(flag: str, name: str, tmp_path: Path, tiny_model: object) -> None:
     found = start.find_program(str(another(tmp_path)), dict(os.environ))
@@ -156,5 +184,6 @@ def test_env_of_the_plugin(tiny_model: object) -> None:
     said = CliRunner().invoke(cli.main, ["env", "--plugin", "-m", str(model), "--format", "json"], prog_name="subkv")
     variables = json.loads(said.stdout)
     assert variables[doors.BACKEND_PATH] == str(OURS / doors.PLUGIN)
+    assert variables[doors.DEVICES] == doors.DEVICE
     assert Path(variables["SUBKV"]).is_file() and "LD_LIBRARY_PATH" not in variables
     assert "; SUBKV=off: f16; " in said.stderr and "-ctk f16" not in said.stderr
