@@ -32,8 +32,8 @@ print(f"its ggml, version {base.ggml_version().decode()}, has another {other} th
 class Door:
     """plugin: the plug-in's file; None: the program uses our libllama. why: the end of a sentence about the program.
 
-    by_name: a program of llama.cpp whose ggml contains a CPU backend. Then libllama loads no others, so that the variable
-    has an effect only with --device. gpu: it also contains a GPU's.
+    by_name: a program of llama.cpp whose ggml contains a CPU backend. Then libllama loads others only for --device.
+    gpu: it also contains a GPU's.
     """
 
     plugin: Path | None
