@@ -1,7 +1,6 @@
 """Programs of llama.cpp as others build them, started by `subkv run`: the plug-in codes as the patch does.
 
-SUBKV_STOCK_PROGRAMS names the folder of unpatched programs of the pinned version, or of another one: then answers are
-compared with those of f16 where the patch's would be needed. docs/plugin.md says how to build them.
+They are those of this build (SUBKV_STOCK and SUBKV_PROGRAMS), or of a folder that SUBKV_STOCK_PROGRAMS names.
 """
 
 from __future__ import annotations
@@ -19,14 +18,18 @@ import pytest
 from program_paths import program
 from servers import CODED, Server, assert_same, serving
 
-FOLDER = os.environ.get("SUBKV_STOCK_PROGRAMS", "")
-pytestmark = pytest.mark.skipif(not FOLDER, reason="SUBKV_STOCK_PROGRAMS: no folder of unpatched programs")
+from subkv.native.library import lib_dir
+
+FOLDER = Path(os.environ.get("SUBKV_STOCK_PROGRAMS", lib_dir() / "stock"))
+pytestmark = pytest.mark.skipif(
+    not (FOLDER / "llama-server").is_file(), reason="unpatched programs: not built (SUBKV_STOCK, SUBKV_PROGRAMS)"
+)
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 
 
 def by_subkv(bases: Path, name: str) -> list[Any]:
-    return [sys.executable, "-m", "runtime.cli", "run", "--bases", bases, Path(FOLDER) / name]
+    return [sys.executable, "-m", "runtime.cli", "run", "--bases", bases, FOLDER / name]
 
 
 @pytest.fixture(scope="session")
@@ -81,7 +84,7 @@ def test_completion_and_bench(words: Path, bases: Path) -> None:
 def test_divergence_is_that_of_the_patch(words: Path, bases: Path, text_file: Path, tmp_path: Path) -> None:
     base = tmp_path / "base.kld"
     common = ["-f", text_file, "-c", 256, "--chunks", 2, "--kl-divergence-base", base]
-    stock = [Path(FOLDER) / "llama-perplexity", "-m", words, *common]
+    stock = [FOLDER / "llama-perplexity", "-m", words, *common]
     off = {name: value for name, value in os.environ.items() if not name.startswith(("SUBKV", "GGML"))}
     subprocess.run(list(map(str, stock)), env=off, capture_output=True, check=True)
     mean = re.compile(r"Mean\s+KLD:\s*([-\d.]+)")
