@@ -24,6 +24,7 @@ function(subkv_add_stock_objects target)
         target_include_directories(${target}-stock PRIVATE
             ${SUBKV_LLAMA_CPP_TREE} ${SUBKV_LLAMA_CPP_TREE}/vendor ${SUBKV_LLAMA_CPP_TREE}/tools/mtmd)
         target_link_libraries(${target}-stock PRIVATE ${target} cpp-httplib)
+        target_compile_options(${target}-stock PRIVATE -O0) # their time is that of libllama, which is optimized
         set(objects "${objects};$<TARGET_OBJECTS:${target}-stock>")
     endif()
     set(STOCK_${target} "${objects}" PARENT_SCOPE)

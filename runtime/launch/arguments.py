@@ -174,6 +174,10 @@ def read(
             named = [environment[name] for name, of in VARIABLES.items() if of == kind and environment.get(name)]
         return named
 
+    def number(kind: str) -> int | None:
+        found = values(kind)
+        return int(found[-1]) if found and found[-1].isdigit() else None
+
     def types(*kinds: str) -> tuple[str, ...]:
         lists = [",".join(values(kind)).split(",") if takes_lists else values(kind)[-1:] for kind in kinds]
         named = [(name, name.partition(":")[0]) for names in lists for name in names]
@@ -189,7 +193,7 @@ def read(
             models = []
     else:
         models = [value for value in models if is_gguf(Path(value))]
-    files, folders, drafts, hosts = (values(kind) for kind in (REPO_FILE, FOLDER, DRAFT, HOST))
+    files, folders, drafts, hosts, devices = (values(kind) for kind in (REPO_FILE, FOLDER, DRAFT, HOST, DEVICE))
     return ProgramArguments(
         tuple(arguments),
         dict(environment),
@@ -204,8 +208,9 @@ def read(
         hosts[-1] if hosts else None,
         not PRINTS.isdisjoint(arguments),
         not EMBEDS.isdisjoint(arguments),
-        *(int(found[-1]) if found and found[-1].isdigit() else None for found in map(values, (CONTEXT, PARALLEL))),
-        tuple(re.split("[,/]", values(DEVICE)[-1])) if is_llama_cpp and values(DEVICE) else (),
+        number(CONTEXT),
+        number(PARALLEL),
+        tuple(re.split("[,/]", devices[-1])) if is_llama_cpp and devices else (),
     )
 
 

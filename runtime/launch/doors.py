@@ -53,7 +53,7 @@ def plugin_file(libraries: Path) -> Path:
 def _other_abi(base: Path, registry: Path, plugin: Path) -> str:
     """Which structure or function of a ggml the plug-in does not know, found in a process of its own; "": none."""
     folders = os.pathsep.join([str(base.parent), str(registry.parent), os.environ.get(LIBRARY_PATH, "")])
-    command = [sys.executable, "-c", _OTHER_ABI, base, registry, plugin]
+    command = [sys.executable, "-c", _OTHER_ABI, *map(str, (base, registry, plugin))]
     environment = {**os.environ, LIBRARY_PATH: folders}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode == 0:
