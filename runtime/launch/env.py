@@ -87,6 +87,8 @@ def main(model: str | None, request: CacheRequest, plugin: bool, form: str) -> N
     else:
         variables = path | library_variables(libraries, {} if service else os.environ | path) | variables
     notes = notes or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE derives bases"]
+    if DEVICES in variables:
+        notes.append(f"{DEVICES}: all layers on the CPU; with a GPU, name its device, too (CUDA0,{DEVICE})")
     if not service and not plugin:
         own = f"llama-cli and others of {path['PATH'].split(os.pathsep)[0]}" if path else "this build has none"
         notes.append(f"llama.cpp's programs: {own}; those of other builds have ordinary caches")
