@@ -51,7 +51,7 @@ PROGRAM_SKIP = (
     "tools/ui/node_modules",
     "tools/ui/tests",
 )
-STOCK_DIRS = ("include", "src")
+STOCK_DIRS, STOCK_PROGRAM_DIRS = ("include", "src"), ("common", "tools")
 QUEUES = ("cache", "gpu", "upstream")
 STAMP = ".subkv.json"
 VERSION_KEYS = ("package", "version", "sha256", "commit", "tree", "programs")
@@ -405,6 +405,12 @@ def pinned_tree(pin: Path, fallback: Path, programs: bool) -> Tree:
     return tree
 
 
+def stock_files(tree: Tree, programs: bool) -> Tree:
+    """The files of an unpatched tree that are compiled again."""
+    folders = STOCK_DIRS + (STOCK_PROGRAM_DIRS if programs else ())
+    return {path: data for path, data in tree.items() if path.split("/")[0] in folders}
+
+
 def prepare_merged(
     pin: Path, tree: Path, stock: Path | None, source: Path, programs: bool, without: Sequence[str] = ()
 ) -> None:
@@ -425,7 +431,7 @@ def prepare_merged(
         changed = write_tree(tree, merged, target_digest)
         log(f"{len(diffs)} patches merged onto tree {other[:12]}, not the pin: {changed} files written")
     if stock and not is_current(stock, f"stock {other}"):
-        write_tree(stock, {p: data for p, data in theirs.items() if p.split("/")[0] in STOCK_DIRS}, f"stock {other}")
+        write_tree(stock, stock_files(theirs, programs), f"stock {other}")
 
 
 def prepare(
@@ -436,12 +442,12 @@ def prepare(
     programs: bool = False,
     without: Sequence[str] = (),
 ) -> None:
-    """Bring `tree` (patched) and `stock` (pristine src and include, optional) up to date."""
+    """Bring `tree` (patched) and `stock` (pristine, optional) up to date."""
     version = read_version(pin)
     target_digest = digest(pin, without) + (" programs" if programs else "")
     diffs = applied_patches(pin, programs, without)
     clean = pristine_from_dir(source, pin, programs, without) if source else None
-    stock_digest = "stock " + version["tree"]
+    stock_digest = "stock " + version_hash(version, programs)
     todo = [
         root for root, name in ((tree, target_digest), (stock, stock_digest)) if root and not is_current(root, name)
     ]
@@ -454,7 +460,7 @@ def prepare(
         changed = write_tree(tree, patched(clean, diffs), target_digest)
         log(f"{version['commit']} with {len(diffs)} patches, digest {target_digest[:12]}: {changed} files written")
     if stock and stock in todo:
-        write_tree(stock, {p: data for p, data in clean.items() if p.split("/")[0] in STOCK_DIRS}, stock_digest)
+        write_tree(stock, stock_files(clean, programs), stock_digest)
 
 
 def main(argv: list[str] | None = None) -> int:

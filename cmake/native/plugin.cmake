@@ -8,8 +8,6 @@ add_library(ggml-subkv MODULE
 subkv_native(ggml-subkv)
 target_include_directories(ggml-subkv PRIVATE ${CMAKE_SOURCE_DIR}/runtime/native/plugin)
 target_include_directories(ggml-subkv SYSTEM PRIVATE ${SUBKV_LLAMA_CPP_TREE}/ggml/src) # a backend's interface is not public
-get_directory_property(version DIRECTORY ${SUBKV_LLAMA_CPP_TREE}/ggml DEFINITION GGML_VERSION)
-target_compile_definitions(ggml-subkv PRIVATE SUBKV_GGML_VERSION="${version}")
 target_link_libraries(ggml-subkv PRIVATE subkv-core Threads::Threads ${CMAKE_DL_LIBS})
 set_target_properties(ggml-subkv PROPERTIES PREFIX lib)
 target_link_options(ggml-subkv PRIVATE -Wl,--version-script=${CMAKE_CURRENT_SOURCE_DIR}/plugin.map

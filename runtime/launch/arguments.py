@@ -15,7 +15,7 @@ from subkv.native.bases import budget_of
 
 MODEL, REPO, REPO_FILE, FROM_URL, FOLDER = "model", "repo", "repo_file", "from_url", "folder"
 TYPE_K, TYPE_V, DRAFT, DRAFT_TYPE_K, DRAFT_TYPE_V = "type_k", "type_v", "draft", "draft_type_k", "draft_type_v"
-HOST, CONTEXT, PARALLEL = "host", "context", "parallel"
+HOST, CONTEXT, PARALLEL, DEVICE = "host", "context", "parallel", "device"
 # kind of value -> its flags, its environment variables without LLAMA_ARG_
 _KINDS = {
     MODEL: ("-m --model", "MODEL"),
@@ -31,6 +31,7 @@ _KINDS = {
     HOST: ("--host", "HOST"),
     CONTEXT: ("-c --ctx-size", "CTX_SIZE"),
     PARALLEL: ("-np --parallel", "N_PARALLEL"),
+    DEVICE: ("-dev --device", "DEVICE"),
 }
 # flags without a value: the program prints something and exits; its model has no K/V cache, or reads it only once
 PRINTS = {"-h", "--usage", "--version", "--license", "--list-devices", "-cl", "--cache-list", "--completion-bash"}
@@ -78,7 +79,7 @@ class ProgramArguments:
     models: files, as given. repos, repo_file: models of the Hugging Face hub, and the file in them. from_url: the
     program downloads its model. folder: a router's models. types: names of cache types of keys and values, without
     those not given. draft, draft_types: the same of a draft model. host: of a server. prints: as PRINTS. embeds: as
-    EMBEDS. n_ctx, n_parallel: tokens and sequences of a context, None: not given.
+    EMBEDS. n_ctx, n_parallel: tokens and sequences of a context, None: not given. devices: those of the model's layers.
     """
 
     arguments: tuple[str, ...]
@@ -96,6 +97,7 @@ class ProgramArguments:
     embeds: bool = False
     n_ctx: int | None = None
     n_parallel: int | None = None
+    devices: tuple[str, ...] = ()
 
     @property
     def names_model(self) -> bool:
@@ -172,6 +174,10 @@ def read(
             named = [environment[name] for name, of in VARIABLES.items() if of == kind and environment.get(name)]
         return named
 
+    def number(kind: str) -> int | None:
+        found = values(kind)
+        return int(found[-1]) if found and found[-1].isdigit() else None
+
     def types(*kinds: str) -> tuple[str, ...]:
         lists = [",".join(values(kind)).split(",") if takes_lists else values(kind)[-1:] for kind in kinds]
         named = [(name, name.partition(":")[0]) for names in lists for name in names]
@@ -187,7 +193,7 @@ def read(
             models = []
     else:
         models = [value for value in models if is_gguf(Path(value))]
-    files, folders, drafts, hosts = (values(kind) for kind in (REPO_FILE, FOLDER, DRAFT, HOST))
+    files, folders, drafts, hosts, devices = (values(kind) for kind in (REPO_FILE, FOLDER, DRAFT, HOST, DEVICE))
     return ProgramArguments(
         tuple(arguments),
         dict(environment),
@@ -202,7 +208,9 @@ def read(
         hosts[-1] if hosts else None,
         not PRINTS.isdisjoint(arguments),
         not EMBEDS.isdisjoint(arguments),
-        *(int(found[-1]) if found and found[-1].isdigit() else None for found in map(values, (CONTEXT, PARALLEL))),
+        number(CONTEXT),
+        number(PARALLEL),
+        tuple(re.split("[,/]", devices[-1])) if is_llama_cpp and devices else (),
     )
 
 

@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.launch import programs
 from runtime.launch.arguments import is_llama_cpp_program
+from runtime.launch.variables import LIBRARY_PATH
 from subkv.base.errors import SubkvError
 
 PLUGIN = "libggml-subkv.so"
 BACKEND_PATH = "GGML_BACKEND_PATH"
-_VERSION = """
+DEVICE, DEVICES = "SUBKV", "LLAMA_ARG_DEVICE"  # the plug-in's device; the variable of --device
+_GPUS = "cuda|hip|musa|vulkan|sycl|opencl|cann|metal|webgpu"
+_OTHER_ABI = """
 import ctypes, sys
-version = ctypes.CDLL(sys.argv[1]).ggml_version
-version.restype = ctypes.c_char_p
-print(version().decode())
+base, registry, plugin = (ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL) for name in sys.argv[1:])
+base.ggml_version.restype = plugin.subkv_plugin_other_abi.restype = ctypes.c_char_p
+other = plugin.subkv_plugin_other_abi().decode()
+print(f"its ggml, version {base.ggml_version().decode()}, has another {other} than the plug-in knows" if other else "")
 """
 
 
 @dataclass(frozen=True)
 class Door:
-    """plugin: the plug-in's file; None: the program uses our libllama. why: the end of a sentence about the program."""
+    """plugin: the plug-in's file; None: the program uses our libllama. why: the end of a sentence about the program.
+
+    by_name: a program of llama.cpp whose ggml contains a CPU backend. Then libllama loads others only for --device.
+    gpu: it also contains a GPU's.
+    """
 
     plugin: Path | None
     why: str
+    by_name: bool = False
+    gpu: bool = False
 
 
 def plugin_file(libraries: Path) -> Path:
@@ -39,10 +50,16 @@ def plugin_file(libraries: Path) -> Path:
     return path
 
 
-def ggml_version(library: Path) -> str:
-    """The version of a ggml, read in a process of its own; "": it does not say."""
-    done = subprocess.run([sys.executable, "-c", _VERSION, library], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else ""
+def _other_abi(base: Path, registry: Path, plugin: Path) -> str:
+    """Which structure or function of a ggml the plug-in does not know, found in a process of its own; "": none."""
+    folders = os.pathsep.join([str(base.parent), str(registry.parent), os.environ.get(LIBRARY_PATH, "")])
+    command = [sys.executable, "-c", _OTHER_ABI, *map(str, (base, registry, plugin))]
+    environment = {**os.environ, LIBRARY_PATH: folders}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode == 0:
+        return done.stdout.strip()
+    lines = done.stderr.strip().splitlines()
+    return f"its ggml does not fit the plug-in ({lines[-1] if lines else f'exit code {done.returncode}'})"
 
 
 def our_door(libraries: Path) -> Door:
@@ -64,9 +81,15 @@ def choose_door(
         other, reason = "does not start", "a shared library that it needs is missing"
     else:
         other = programs.other_llama_cpp(program, path, libraries, listed)
-        reason = _missing(listed, libraries)
+        reason = _misfit(listed, libraries)
     if not reason:
-        return Door(plugin_file(libraries), f"{other}, whose ggml loads the plug-in")
+        assert listed is not None
+        static, known = programs.library_in(listed, "libggml-cpu") is not None, is_llama_cpp_program(program)
+        why = f"{other}, whose ggml loads the plug-in"
+        if static and not known:
+            why += ", if the program calls ggml_backend_load_all"
+        gpu = re.search(rf"^\s*libggml-({_GPUS})\.so", listed, re.M) is not None
+        return Door(plugin_file(libraries), why, static and known, gpu)
     remedy = f"; {programs.INSTALL}" if is_llama_cpp_program(program) else ""
     raise SubkvError(
         "program",
@@ -75,8 +98,8 @@ def choose_door(
     )
 
 
-def _missing(listed: str, libraries: Path) -> str:
-    """Why the ggml of a program that has these libraries cannot load the plug-in; "": it can."""
+def _misfit(listed: str, libraries: Path) -> str:
+    """Why the ggml of a program with the libraries `listed` cannot load the plug-in; "": it can."""
     base, registry = (programs.library_in(listed, name) for name in ("libggml-base", "libggml"))
     if base is None or registry is None:
         return "its ggml is no shared library"
@@ -85,10 +108,33 @@ def _missing(listed: str, libraries: Path) -> str:
             return f"its ggml does not read {BACKEND_PATH}"
     except OSError:
         return f"{registry[1]} cannot be read"
-    version, ours = (ggml_version(library) for library in (base[1], libraries / "libggml-base.so"))
-    return "" if version == ours else f"its ggml has version {version or 'unknown'}, and the plug-in is for {ours}"
+    return _other_abi(base[1], registry[1], plugin_file(libraries))
 
 
-def plugin_variables(plugin: Path) -> dict[str, str]:
-    """Variables with which a llama.cpp loads the plug-in."""
+def plugin_variables(plugin: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which a llama.cpp loads the plug-in. Raises SubkvError if the user's name another backend."""
+    other = environment.get(BACKEND_PATH, "")
+    if other and os.path.basename(other) != PLUGIN:
+        raise SubkvError(
+            BACKEND_PATH, f"expected no other backend, because ggml loads one by it, found {other}; unset it"
+        )
     return {BACKEND_PATH: os.path.abspath(plugin)}
+
+
+def device_variables(door: Door, devices: Sequence[str]) -> dict[str, str]:
+    """Variables with which a program of llama.cpp gives its layers to the plug-in. devices: of its arguments.
+
+    Raises SubkvError about `--device`.
+    """
+    if devices and DEVICE not in devices:
+        reason = f"expected {DEVICE}, the device of the plug-in, among the devices, found {','.join(devices)}"
+        raise SubkvError("--device", reason)
+    if devices or not door.by_name:
+        return {}
+    if door.gpu:
+        raise SubkvError(
+            "--device",
+            f"expected {DEVICE} (all layers on the CPU, coded), or GPUs and {DEVICE} (layers on GPUs keep f16 caches), "
+            "because this ggml does not load the plug-in otherwise, found none",
+        )
+    return {DEVICES: DEVICE}

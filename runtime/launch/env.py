@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from runtime import options
-from runtime.launch.doors import plugin_file, plugin_variables
+from runtime.launch.doors import DEVICE, DEVICES, plugin_file, plugin_variables
 from runtime.launch.variables import CacheRequest, cache_variables, library_variables, program_path, request_options
 from subkv.base.command import command
 from subkv.base.errors import SubkvError, concerning
@@ -80,10 +80,15 @@ def main(model: str | None, request: CacheRequest, plugin: bool, form: str) -> N
     libraries = lib_dir()
     path = {} if service or plugin else program_path(libraries, os.environ)
     if plugin:
-        variables = plugin_variables(plugin_file(libraries)) | variables
+        variables = plugin_variables(plugin_file(libraries), os.environ) | variables
+        notes = [line.replace("-ctk f16 uses none", "SUBKV=off: f16") for line in notes]
+        if not os.environ.get(DEVICES):
+            variables[DEVICES] = DEVICE
     else:
         variables = path | library_variables(libraries, {} if service else os.environ | path) | variables
     notes = notes or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE derives bases"]
+    if DEVICES in variables:
+        notes.append(f"{DEVICES}: all layers on the CPU; with a GPU, name its device, too (CUDA0,{DEVICE})")
     if not service and not plugin:
         own = f"llama-cli and others of {path['PATH'].split(os.pathsep)[0]}" if path else "this build has none"
         notes.append(f"llama.cpp's programs: {own}; those of other builds have ordinary caches")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from runtime import options
 from runtime.launch import doors, programs
-from runtime.launch.arguments import CODED, ProgramArguments, is_coded, program_name, read, with_hub_models
+from runtime.launch.arguments import AUTO, CODED, ProgramArguments, is_coded, program_name, read, with_hub_models
 from runtime.launch.variables import CACHE, CacheRequest, cache_variables, fit_memory, library_variables, models_in
 from runtime.launch.variables import prepare as prepare_model
 from subkv.base.errors import CacheError, SubkvError, concerning
@@ -95,7 +95,13 @@ def _variables(
     strict: the cache must be coded unless the arguments say otherwise. Raises SubkvError.
     """
     by_plugin = program.door.plugin is not None  # which cannot look beside the model's file
+    for flag, types in (("-ctk", read.types), ("-ctkd", read.draft_types)) if by_plugin else ():
+        if own := next((name for name in types if is_coded(name) or name == AUTO), None):
+            reason = f"expected none, because the plug-in codes every cache that has bases (--kv-bits), found {own}"
+            raise SubkvError(flag, reason)
     variables: dict[str, str] = {}
+    if by_plugin and not (read.ordinary or read.prints):
+        variables |= doors.device_variables(program.door, read.devices)
     models = () if read.ordinary else read.models
     if request.kv_memory is not None:
         request = _with_fitting_budget(program.name, read, request)
@@ -107,7 +113,8 @@ def _variables(
     if not read.ordinary or read.codes_draft:
         with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
             required = read.strict or (strict and not read.types)
-            variables, notes = cache_variables(models, request, required, name_bases=by_plugin, kv_bits=read.budget)
+            cache, notes = cache_variables(models, request, required, name_bases=by_plugin, kv_bits=read.budget)
+        variables |= cache
         if strict and models and not read.types and request.bases is None:
             variables[CACHE] = CODED
         if not (notes or read.ordinary):
@@ -135,7 +142,7 @@ def find_program(program: str, environment: Mapping[str, str], ours: bool = Fals
         return Program(program, path, with_libraries, doors.our_door(libraries))
     door = doors.choose_door(program, path, libraries, environment, with_libraries)
     if door.plugin:
-        return Program(program, path, {**environment, **doors.plugin_variables(door.plugin)}, door)
+        return Program(program, path, {**environment, **doors.plugin_variables(door.plugin, environment)}, door)
     return Program(program, path, with_libraries, door)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import tarfile
 from pathlib import Path
 
 import llama_source as s
@@ -72,3 +75,23 @@ def test_a_backend_gets_few_lines(pin: Path) -> None:
 def test_pin_is_the_dependency(repo: Path, pin: Path) -> None:
     version = s.read_version(pin)
     assert f'"{version["package"]}=={version["version"]}"' in (repo / "pyproject.toml").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_proposals_to_upstream_apply(repo: Path, pristine: s.Tree, tmp_path: Path) -> None:
+    """Each alone, to the pinned source with its tests."""
+    archive = s.cache_dir() / s.archive_name(s.read_version(repo / "runtime" / "llama.cpp"))
+    with tarfile.open(archive) as files:
+        for member in files:
+            path = member.name.partition("/vendor/llama.cpp/")[2]
+            if member.isfile() and re.match("(ggml/(include|src)/ggml|src/llama-|tests/test-)[^/]*$", path):
+                (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / path).write_bytes(files.extractfile(member).read())  # type: ignore[union-attr]
+    patches = sorted((repo / "docs" / "upstream" / "backend").glob("*.patch"))
+    assert len(patches) == 6
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)  # else git would look at the checkout around it
+    for patch in patches:
+        done = subprocess.run(
+            ["git", "apply", "--check", patch], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{patch.name}: {done.stderr}"

@@ -130,13 +130,16 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model: Path | None, *arguments: Any, subkv: str, folder: Path, **more: str) -> Iterator[Server]:
-    """A server with these arguments. subkv: the variable SUBKV; more: other variables. It must exit with 0."""
+def serving(
+    model: Path | None, *arguments: Any, subkv: str, folder: Path, by: Sequence[Any] = (), **more: str
+) -> Iterator[Server]:
+    """A server with these arguments. subkv: the variable SUBKV; more: other variables; by: the command that starts it,
+    default: that of this build. It must exit with 0."""
     port = free_port()
     log = folder / f"server-{port}.log"
     options = ["-m", model] if model else []
     command = [
-        program("llama-server"),
+        *(by or [program("llama-server")]),
         *options,
         "--port",
         port,

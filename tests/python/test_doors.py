@@ -32,17 +32,29 @@ def build(path: Path, source: str, *flags: str | Path) -> Path:
     return path
 
 
-def another(folder: Path, version: str | None = None, variable: str = doors.BACKEND_PATH) -> Path:
-    """A program `llama-server` on another llama.cpp, whose ggml has our version, or another one."""
-    version = version or doors.ggml_version(OURS / "libggml-base.so")
-    library = ["-shared", "-fPIC", "-Wl,--no-as-needed", "-L", folder]
-    build(folder / "libggml-base.so", f'char * ggml_version(void) {{ return "{version}"; }}', *library)
-    named = f'char name[] = "{variable}"; char * ggml(void) {{ return name; }}'
-    build(folder / "libggml.so", named, *library, "-lggml-base")
-    build(folder / "libllama.so.0", "int llama(void) { return 0; }", *library, "-lggml", "-Wl,-soname,libllama.so.0")
+def another(folder: Path, variable: str = doors.BACKEND_PATH, gpu: bool = False, name: str = "llama-server") -> Path:
+    """A program on another libllama, with ggml's libraries. variable: that its ggml reads."""
+    folder.mkdir(exist_ok=True, parents=True)
+    for library in OURS.glob("libggml*.so"):
+        shutil.copy(library, folder)
+    ggml = folder / "libggml.so"
+    ggml.write_bytes(ggml.read_bytes().replace(doors.BACKEND_PATH.encode(), variable.encode()))
+    library_flags = ["-shared", "-fPIC", "-Wl,--no-as-needed", "-L", folder, "-lggml", "-lggml-base"]
+    if gpu:
+        build(folder / "libggml-cuda.so", "int none;", "-shared", "-fPIC", "-Wl,-soname,libggml-cuda.so")
+        library_flags.append("-lggml-cuda")
+    libllama = "-Wl,-soname,libllama.so.0"
+    build(folder / "libllama.so.0", "int llama(void) { return 0; }", *library_flags, libllama)
     main = "int llama(void); int main(void) { return llama(); }"
     flags = ["-Wl,--disable-new-dtags", f"-Wl,-rpath,{folder}", f"-Wl,-rpath-link,{folder}"]
-    return build(folder / "llama-server", main, folder / "libllama.so.0", *flags)
+    return build(folder / name, main, folder / "libllama.so.0", *flags)
+
+
+def without_functions(folder: Path) -> Path:
+    """The same with an empty libggml-base."""
+    program = another(folder)
+    build(folder / "libggml-base.so", "int none;", "-shared", "-fPIC")
+    return program
 
 
 def test_another_llama_cpp_loads_the_plugin(tmp_path: Path, tiny_model: object) -> None:
@@ -62,15 +74,15 @@ def test_another_llama_cpp_loads_the_plugin(tmp_path: Path, tiny_model: object) 
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ("another version", "its ggml has version 0.1.2, and the plug-in is for "),
+        ("no functions", "its ggml does not fit the plug-in (OSError: "),
         ("no variable", "its ggml does not read GGML_BACKEND_PATH"),
         ("static", "which contains its own llama.cpp: its ggml is no shared library"),
     ],
 )
 def test_programs_without_a_door(how: str, sentence: str, tmp_path: Path) -> None:
     program = {
-        "another version": lambda: another(tmp_path, version="0.1.2"),
-        "no variable": lambda: another(tmp_path, variable="none"),
+        "no functions": lambda: without_functions(tmp_path),
+        "no variable": lambda: another(tmp_path, variable="GGML_BACKEND_NONE"),
         "static": lambda: build(tmp_path / "llama-server", "int main(void) { return 0; }"),
     }[how]()
     with pytest.raises(SubkvError, match="expected a program that loads .*, or a llama.cpp that can load") as at:
@@ -86,9 +98,75 @@ def test_a_program_that_lacks_a_library(tmp_path: Path) -> None:
     assert f"found {program}, which does not start: a shared library that it needs is missing; " in at.value.reason
 
 
+CHANGED = {
+    "ggml_backend_device": "void * ggml_backend_dev_backend_reg(void * dev) { return dev; }",
+    "ggml_backend_device_i": "int ggml_backend_dev_type(void * dev) { return 0; }",
+    "ggml_backend_dev_props": "void ggml_backend_dev_get_props(void ** dev, char * props) "
+    "{ *props = 0; ((void (*)(void)) dev[4])(); }",
+    "ggml_backend_i": "int ggml_backend_graph_compute_async(void * backend, void * graph) { return 0; }",
+    "ggml_backend_buffer_type_i": "int ggml_backend_buft_is_host(void * type) { return 0; }",
+    "ggml_backend_buffer_i": "void ggml_backend_tensor_get(void * t, void * to, long at, long n) { }",
+    "flash_attn_ext": "void ggml_flash_attn_ext_add_sinks(void * t, void * sinks) { }",
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_ggml_with_other_structures(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that does not find what it looks for, as in a ggml with other fields."""
+    program = another(tmp_path)
+    preloaded = build(tmp_path / "changed.so", CHANGED[name], "-shared", "-fPIC")
+    monkeypatch.setenv("LD_PRELOAD", str(preloaded))
+    with pytest.raises(SubkvError) as at:
+        start.find_program(str(program), dict(os.environ))
+    assert f", has another {name} than the plug-in knows" in at.value.reason
+
+
 def test_serve_needs_our_libraries(tmp_path: Path) -> None:
     with pytest.raises(SubkvError, match="expected a program that loads "):
         start.find_program(str(another(tmp_path)), dict(os.environ), ours=True)
+
+
+def test_another_backend_of_the_user_is_kept(tmp_path: Path) -> None:
+    program, environment = another(tmp_path), {**os.environ, doors.BACKEND_PATH: "/opt/libggml-other.so"}
+    with pytest.raises(SubkvError, match="expected no other backend, .* found /opt/libggml-other.so; unset it") as at:
+        start.find_program(str(program), environment)
+    assert at.value.key == doors.BACKEND_PATH
+    environment[doors.BACKEND_PATH] = f"/opt/{doors.PLUGIN}"  # of another version
+    assert start.find_program(str(program), environment).environment[doors.BACKEND_PATH] == str(OURS / doors.PLUGIN)
+
+
+def start_with(program: Path, *arguments: str) -> dict[str, str]:
+    found = start.find_program(
+        str(program), {name: value for name, value in os.environ.items() if name != doors.DEVICES}
+    )
+    return start.prepare_start(found, start.read_arguments(found, arguments), CacheRequest()).environment
+
+
+def test_a_ggml_with_a_cpu_backend_loads_others_by_name(tmp_path: Path) -> None:
+    """libllama calls ggml_backend_load_all only if ggml contains no backend; --device always does."""
+    program = another(tmp_path)
+    assert start_with(program)[doors.DEVICES] == "SUBKV"
+    for arguments in (["--device", "CUDA0,SUBKV"], ["-ctk", "q8_0"], ["--version"]):
+        assert doors.DEVICES not in start_with(program, *arguments)
+    with pytest.raises(SubkvError, match="expected SUBKV, the device of the plug-in, .* found none"):
+        start_with(program, "--device", "none")
+    with_gpu = another(tmp_path / "gpu", gpu=True)
+    with pytest.raises(SubkvError, match="expected SUBKV .all layers on the CPU.* found none") as at:
+        start_with(with_gpu)
+    assert at.value.key == "--device" and doors.DEVICES not in start_with(with_gpu, "-dev", "SUBKV")
+    own = another(tmp_path / "own", name="program")
+    assert doors.DEVICES not in start_with(own)
+    why = start.find_program(str(own), dict(os.environ)).door.why
+    assert why.endswith("whose ggml loads the plug-in, if the program calls ggml_backend_load_all")
+
+
+@pytest.mark.parametrize(("flag", "name"), [("-ctk", "subkv"), ("-ctk", "auto"), ("-ctkd", "subkv:4")])
+def test_cache_types_that_another_llama_cpp_lacks(flag: str, name: str, tmp_path: Path, tiny_model: object) -> None:
+    found = start.find_program(str(another(tmp_path)), dict(os.environ))
+    arguments = ["-m", str(tiny_model()), flag, name]  # type: ignore[operator]
+    with pytest.raises(SubkvError, match=f"expected none, because the plug-in codes every cache .* found {name}") as at:
+        start.prepare_start(found, start.read_arguments(found, arguments), CacheRequest())
+    assert at.value.key == flag
 
 
 def test_doctor_tells_the_door(tmp_path: Path) -> None:
@@ -97,8 +175,8 @@ def test_doctor_tells_the_door(tmp_path: Path) -> None:
     assert said.exit_code == 0 and said.output.endswith("whose ggml loads the plug-in\n")
     ours = CliRunner().invoke(cli.main, ["doctor", "true"], prog_name="subkv")
     assert ours.output == f"{shutil.which('true')} finds our libraries in {OURS}\n"
-    none = CliRunner().invoke(cli.main, ["doctor", str(another(tmp_path, "0.1.2"))], prog_name="subkv")
-    assert none.exit_code == 1 and "version 0.1.2" in none.output
+    none = CliRunner().invoke(cli.main, ["doctor", str(without_functions(tmp_path))], prog_name="subkv")
+    assert none.exit_code == 1 and "does not fit the plug-in" in none.output
 
 
 def test_env_of_the_plugin(tiny_model: object) -> None:
@@ -106,4 +184,6 @@ def test_env_of_the_plugin(tiny_model: object) -> None:
     said = CliRunner().invoke(cli.main, ["env", "--plugin", "-m", str(model), "--format", "json"], prog_name="subkv")
     variables = json.loads(said.stdout)
     assert variables[doors.BACKEND_PATH] == str(OURS / doors.PLUGIN)
+    assert variables[doors.DEVICES] == doors.DEVICE
     assert Path(variables["SUBKV"]).is_file() and "LD_LIBRARY_PATH" not in variables
+    assert "; SUBKV=off: f16; " in said.stderr and "-ctk f16" not in said.stderr

@@ -4,7 +4,7 @@ python plugin_program.py MODEL OUTPUT.npz CALLS
 
 CALLS is JSON: {"params": {...of llama_context_params}, "calls": [...], "first": MODEL}. first: a model that
 decodes a token before, in a context that stays open. kill: the process kills itself at
-the end. layers: n_gpu_layers. The calls:
+the end. layers: n_gpu_layers. callback: an evaluation callback sees every node. The calls:
 
     ["decode", [[token, position, sequence], ...]]   appends the logits of all tokens
     ["rm", seq, p0, p1]  ["cp", src, dst, p0, p1]  ["add", seq, p0, p1, by]  ["clear"]
@@ -58,6 +58,8 @@ def main() -> None:
     params.n_threads = params.n_threads_batch = 1
     for name, value in asked["params"].items():
         setattr(params, name, value)
+    if asked.get("callback"):
+        params.cb_eval = C.ggml_backend_sched_eval_callback(lambda node, ask, data: True)
     context = C.llama_init_from_model(model, params)
     result = {"context": bool(context), "failed": None, "state": 0}
     logits, states = [], {}

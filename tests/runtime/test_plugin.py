@@ -58,13 +58,15 @@ def bases(tmp_path: Path, model: Path) -> Path:
     return write_bases(tmp_path / "bases.gguf", model)
 
 
-def write_bases(path: Path, model: Path, weights: str | None = None, n_layer: int = 2, bits: int = 8) -> Path:
-    """Bases of a tiny llama; weights: digest of its weights, "": none."""
+def write_bases(
+    path: Path, model: Path, weights: str | None = None, n_layer: int = 2, bits: int = 8, arch: str = "llama"
+) -> Path:
+    """Bases of all layers of a tiny model; weights: digest of its weights, "": none."""
     layout = engine.signed_permutations(
         [(il, 2, 32, 32) for il in range(n_layer)],
         [(32, bits)],
         [(32, bits)],
-        arch="llama",
+        arch=arch,
         block_count=n_layer,
         path=path,
         n_recent=N_RECENT,
@@ -77,7 +79,7 @@ def write_bases(path: Path, model: Path, weights: str | None = None, n_layer: in
 
 def run(tmp_path: Path, model: Path, subkv: str | Path, *calls: Any, plugin: bool = True, **params: Any) -> Run:
     first = {"first": str(params.pop("first"))} if "first" in params else {}
-    first |= {name: params.pop(name) for name in ("kill", "layers") if name in params}
+    first |= {name: params.pop(name) for name in ("kill", "layers", "callback") if name in params}
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SUBKV", "LLAMA", "GGML"))}
     env |= {"LD_LIBRARY_PATH": str(LIBRARIES), "SUBKV": str(subkv)}
     env |= {"SUBKV_SEQUENCES": str(params.pop("windows", ""))}
@@ -328,18 +330,24 @@ def test_layers_elsewhere_keep_f16(layers: int, tmp_path: Path, model: Path, bas
         assert np.array_equal(expected, logits)
 
 
-def test_bases_for_both_halves_of_a_cache(tmp_path: Path, tiny_model: Models) -> None:
-    """Such a cache stays f16; whose bases these are, only the whole graph shows."""
-    model, other = tiny_model("gemma2"), tiny_model("gemma2", seed=5)
+@each("arch, swa_full", [("gemma2", False), ("gemma2", True), ("gpt-oss", False)])
+def test_bases_for_sliding_layers_too(arch: str, swa_full: bool, tmp_path: Path, tiny_model: Models) -> None:
+    """As those derived from weights: the full layers are coded. Whose bases these are, only the whole graph shows."""
+    model, other = tiny_model(arch, n_layer=4), tiny_model(arch, n_layer=4, seed=5)
     entry = store.entry(model)
     entry.prepare()
-    path = write_bases(stored_path(model, entry.content, STORED), model, n_layer=4)
+    path = write_bases(stored_path(model, entry.content, STORED), model, n_layer=4, arch=arch)
+    calls = [decode(TEXT), decode(MORE)]
+    patched = run(tmp_path, model, path, *calls, plugin=False, swa_full=swa_full)
     for setting in ("subkv", "auto", path):
-        found = run(tmp_path, model, setting, decode(TEXT))
-        assert found.said.count(f"ordinary f16 K/V cache: this cache does not have all layers of {path}") == 2
-        assert np.array_equal(found.logits[0], run(tmp_path, model, "off", decode(TEXT)).logits[0])
-    refused = run(tmp_path, other, "subkv", decode(TEXT))
-    assert refused.facts["failed"] and "SUBKV=subkv: no bases for this model in " in refused.said
+        found = run(tmp_path, model, setting, *calls, swa_full=swa_full)
+        assert found.said.count("coded K/V cache") == 1, found.said
+        assert found.said.count("ordinary f16 K/V cache: it is of the sliding layers") == 1
+        for expected, logits in zip(patched.logits, found.logits, strict=True):
+            assert np.array_equal(expected, logits)
+    for setting in ("subkv", path):
+        refused = run(tmp_path, other, setting, decode(TEXT))
+        assert refused.facts["failed"] and "this model" in refused.said
     assert not run(tmp_path, tiny_model(), "subkv", decode(TEXT)).facts["context"]
 
 
@@ -362,6 +370,17 @@ def test_without_flash_attention(tmp_path: Path, model: Path, bases: Path) -> No
     ordinary = run(tmp_path, model, "auto", decode(TEXT), flash_attn_type=0)
     assert "ordinary f16 K/V cache: flash attention is off" in ordinary.said
     assert np.array_equal(ordinary.logits[0], run(tmp_path, model, "off", decode(TEXT), flash_attn_type=0).logits[0])
+
+
+def test_an_evaluation_callback(tmp_path: Path, model: Path, bases: Path) -> None:
+    """As llama-imatrix has one: ggml then computes graphs in parts, of which none has a whole layer."""
+    failed = run(tmp_path, model, bases, decode(TEXT), callback=True)
+    assert failed.facts["failed"] == "decode" and "evaluation callback computes graphs in parts" in failed.said
+    store.entry(model).prepare()
+    write_bases(stored_path(model, store.entry(model).content, STORED), model)
+    found, f16 = (run(tmp_path, model, subkv, decode(TEXT), callback=True) for subkv in ("auto", "off"))
+    assert found.said.count("ordinary f16 K/V cache: the program's evaluation callback") == 1
+    assert np.array_equal(found.logits[0], f16.logits[0])
 
 
 def test_masks_that_a_graph_computes(tmp_path: Path) -> None:

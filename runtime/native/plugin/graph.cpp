@@ -21,8 +21,9 @@ namespace subkv::plugin {
 namespace {
 
 bool is_view(const ggml_tensor * t) {
-    return t->op == GGML_OP_NONE || t->op == GGML_OP_VIEW || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_PERMUTE ||
-           t->op == GGML_OP_TRANSPOSE;
+    const GgmlOps & ops = ggml_ops();
+    return t->op == GGML_OP_NONE || t->op == ops.view || t->op == ops.reshape || t->op == ops.permute ||
+           t->op == ops.transpose;
 }
 
 float number(const ggml_tensor * t, int i) {
@@ -33,7 +34,7 @@ float number(const ggml_tensor * t, int i) {
 
 // The input from which a mask is cast; nullptr: the graph computes the mask.
 ggml_tensor * input_of(ggml_tensor * t) {
-    while (t->op == GGML_OP_CPY || t->op == GGML_OP_CONT) {
+    while (t->op == ggml_ops().cpy || t->op == ggml_ops().cont) {
         t = t->src[0];
     }
     return t->op == GGML_OP_NONE && !t->view_src ? t : nullptr;
@@ -54,6 +55,24 @@ Touched touched(const ggml_tensor * t) {
     return found;
 }
 
+// ggml's number of a graph, by which it is known to be the same as before. 0: a part of a graph, between two calls of
+// a program's evaluation callback.
+template <typename Graph> auto uid_of(const Graph * graph, int) -> decltype(uint64_t(graph->uid)) {
+    return graph->uid;
+}
+
+template <typename Graph> uint64_t uid_of(const Graph *, long) { // a version without numbers
+    return 0;
+}
+
+template <typename Graph> constexpr auto has_uid(const Graph * graph, int) -> decltype(graph->uid, true) {
+    return true;
+}
+
+template <typename Graph> constexpr bool has_uid(const Graph *, long) {
+    return false;
+}
+
 class Uses {
 public:
     explicit Uses(ggml_cgraph * graph) : graph_(graph) {
@@ -68,6 +87,10 @@ public:
         }
         for (auto & [store, use] : of) {
             check(use);
+            if (has_uid(graph, 0) && uid_of(graph, 0) == 0) {
+                use.unknown = "the program's evaluation callback computes graphs in parts, and the plug-in codes whole "
+                              "graphs (SUBKV=off)";
+            }
         }
     }
 
@@ -82,15 +105,15 @@ private:
 
     static void use(int i, const ggml_tensor * t, const Touched & found, GraphUse & use) {
         const ggml_tensor * root = root_of(t);
-        if (t->op == GGML_OP_SET_ROWS && store_of(t) && t->ne[0] == root->ne[0] && t->src[1]->type == GGML_TYPE_I64 &&
+        const GgmlOps &     ops  = ggml_ops();
+        if (t->op == ops.set_rows && store_of(t) && t->ne[0] == root->ne[0] && t->src[1]->type == GGML_TYPE_I64 &&
             t->src[0]->type == GGML_TYPE_F32) {
             (found.of.value ? layer(use, found.of.il).set_v : layer(use, found.of.il).set_k) = i;
-        } else if (t->op == GGML_OP_FLASH_ATTN_EXT && t->src[3] && !found.of.value &&
-                   store_of(t->src[2]) == found.store) {
+        } else if (t->op == ops.flash_attn_ext && t->src[3] && !found.of.value && store_of(t->src[2]) == found.store) {
             layer(use, found.of.il).attends.push_back(i);
-        } else if (t->op == GGML_OP_ROPE && store_of(t) && !found.of.value && t->ne[2] == root->ne[1] * root->ne[2]) {
+        } else if (t->op == ops.rope && store_of(t) && !found.of.value && t->ne[2] == root->ne[1] * root->ne[2]) {
             use.rotates.push_back(i);
-        } else if (t->op == GGML_OP_SET_ROWS && found.of.value && t->ne[0] == 1) {
+        } else if (t->op == ops.set_rows && found.of.value && t->ne[0] == 1) {
             use.unknown = "flash attention is off, and only with it can a backend code the cache (-fa on)";
         } else if (use.unknown.empty()) {
             use.unknown =
@@ -135,15 +158,6 @@ private:
 };
 
 } // namespace
-
-// ggml's number of a graph, by which it is known to be the same as before; 0: this version has none.
-template <typename Graph> static auto uid_of(const Graph * graph, int) -> decltype(uint64_t(graph->uid)) {
-    return graph->uid;
-}
-
-template <typename Graph> static uint64_t uid_of(const Graph *, long) {
-    return 0;
-}
 
 // The nodes of one graph, and what to fill in before they run.
 class Plan {
@@ -239,7 +253,7 @@ private:
     const ggml_tensor * positions(int64_t n_tokens) const {
         for (int i = 0; i < ggml_graph_n_nodes(graph_); ++i) {
             const ggml_tensor * t = node(i);
-            if (t->op == GGML_OP_ROPE && t->src[1]->op == GGML_OP_NONE && !store_of(t) &&
+            if (t->op == ggml_ops().rope && t->src[1]->op == GGML_OP_NONE && !store_of(t) &&
                 (t->src[1]->ne[0] == n_tokens || t->src[1]->ne[0] == 4 * n_tokens)) {
                 return t->src[1];
             }
@@ -315,13 +329,13 @@ private:
                 ggml_tensor * t     = ggml_graph_node(made_, i);
                 const bool    mask  = t == part.inputs.coded_mask;
                 const bool    early = owner && (mask || sources_of<EncodeSources>(t).k == b.k);
-                if (t->op == GGML_OP_CUSTOM && !t->data) {
+                if (t->op == ggml_ops().custom && !t->data) {
                     allocate(t, mask || (early && use.attends.size() > 1));
                 }
                 if (t->view_src && !t->data) {
                     views_.push_back(t);
                 }
-                if (t->op == GGML_OP_CUSTOM) {
+                if (t->op == ggml_ops().custom) {
                     placed_[early ? std::max(use.set_k, use.set_v) : index].push_back(t);
                 }
             }
@@ -504,10 +518,13 @@ ggml_status compute(Context & context, ggml_cgraph * graph) {
         }
         context.plan.reset();
         const Uses uses(graph);
-        bool       any = false;
+        bool       any  = false;
+        const auto full = std::max_element(uses.of.begin(), uses.of.end(), [](const auto & a, const auto & b) {
+            return a.first->cells_and_age() < b.first->cells_and_age();
+        });
         for (const auto & [store, use] : uses.of) {
             if (!store->is_decided()) {
-                store->decide(graph, use);
+                store->decide(graph, use, store == full->first);
             }
             any = any || store->is_coded();
         }

@@ -144,14 +144,25 @@ const ggml_tensor * GraphWeights::find(const std::string & name) const {
     return it == found_.end() ? nullptr : it->second;
 }
 
-std::optional<ModelBases> find_model_bases(const GraphWeights & weights, bool all,
+std::optional<ModelBases> find_model_bases(const GraphWeights & weights, Seen seen,
                                            const std::function<bool(int32_t il)> & has_layer) {
     const std::string value = setting();
     const Known &     known = Known::get();
 
-    const auto part = [](const std::string & path) { return "this cache does not have all layers of " + path; };
+    // bases derived from the weights are of all layers, also of the sliding ones, which stay f16
     const auto fits = [&](const StoredBases & bases) {
-        return has_layer(bases.first_layer) && has_layer(bases.last_layer);
+        return (has_layer(bases.first_layer) && has_layer(bases.last_layer)) ||
+               (seen == Seen::ALL && (has_layer(bases.first_layer) || has_layer(bases.last_layer)));
+    };
+    const bool waits = seen == Seen::PART && has_gaps(has_layer);
+    const auto part  = [&](const std::string & path) -> std::optional<ModelBases> {
+        if (waits) {
+            return std::nullopt;
+        }
+        const bool slides = seen == Seen::ALL_OF_SLIDING;
+        return ModelBases{ nullptr,
+                           (slides ? "it is of the sliding layers of " : "it does not have all layers of ") + path,
+                           false };
     };
 
     const std::lock_guard<std::mutex> lock(owner_mutex);
@@ -160,7 +171,7 @@ std::optional<ModelBases> find_model_bases(const GraphWeights & weights, bool al
     }
     if (names_file(value)) {
         if (!fits(known.named)) {
-            return ModelBases{ nullptr, part(value), false };
+            return part(value);
         }
         const bool        first  = owner.empty();
         const std::string digest = digest_of(weights, known.named);
@@ -191,10 +202,10 @@ std::optional<ModelBases> find_model_bases(const GraphWeights & weights, bool al
             return loaded(bases.path, required);
         }
         partly = same && partly.empty() ? bases.path : partly;
-        later  = later || (!all && !fits(bases) && has_gaps(has_layer));
+        later  = later || (waits && !fits(bases));
     }
     if (!partly.empty()) {
-        return ModelBases{ nullptr, part(partly), false };
+        return part(partly);
     }
     if (later) {
         return std::nullopt;

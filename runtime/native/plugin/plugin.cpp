@@ -67,7 +67,7 @@ bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
             return false;
         }
     }
-    if (op->op == GGML_OP_SET_ROWS) {
+    if (op->op == ggml_ops().set_rows) {
         if (Store * store = store_of(op)) {
             store->check(op);
         } else {
@@ -177,10 +177,9 @@ std::string refusal() {
     if (is_patched()) {
         return "this program's llama.cpp has the coefficient cache already; unset GGML_BACKEND_PATH";
     }
-    // ggml counts no changes of the structures that backends share with it
-    if (std::strcmp(ggml_version(), SUBKV_GGML_VERSION) != 0) {
-        return std::string("this program's ggml has version ") + ggml_version() + ", and the plug-in was built for " +
-               SUBKV_GGML_VERSION;
+    if (*other_abi()) {
+        return std::string("this program's ggml, version ") + ggml_version() + ", has another " + other_abi() +
+               " than the plug-in knows";
     }
     if (!cpu_device()) {
         return "a CPU backend expected, none found";

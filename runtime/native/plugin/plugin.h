@@ -3,6 +3,7 @@
 // can know: tensors, graphs and their inputs, but no files, positions and sequences.
 //
 //   plugin.cpp       registration; the device
+//   abi.cpp          what the plug-in shares with the process's ggml
 //   store.cpp        the buffer type: K/V cache tensors, states, copies between streams
 //   known_cells.cpp  positions and sequences of cells
 //   model_bases.cpp  the bases of the model that a graph computes
@@ -30,6 +31,16 @@ ggml_backend_buffer_type_t buffer_type(); // of the only device
 ggml_backend_dev_t         device();
 ggml_backend_dev_t         cpu_device();
 
+// ggml's numbers of operations: they differ between versions.
+struct GgmlOps {
+    ggml_op view, reshape, permute, transpose, cpy, cont, set_rows, rope, flash_attn_ext, custom;
+};
+
+const GgmlOps & ggml_ops(); // after other_abi()
+
+// A structure or a function that this process's ggml has in another form than the plug-in; "": none.
+const char * other_abi();
+
 inline const ggml_tensor * root_of(const ggml_tensor * t) {
     return t->view_src ? t->view_src : t;
 }
@@ -51,12 +62,14 @@ private:
     std::unordered_set<const ggml_tensor *>    seen_;
 };
 
-// The bases that SUBKV requests for a cache of the model with these weights. has_layer: does the cache have its rows? It
-// gets bases only if it has the first and the last layer with some, as the sliding half of a cache does not. The first
-// model owns the file that SUBKV names; others have those of the cache folder. all: these are the weights of a whole
-// graph; nullopt: only they can tell whether some of the cache folder are this model's. Throws Invalid if SUBKV requires
-// bases of this model and there are none.
-std::optional<ModelBases> find_model_bases(const GraphWeights & weights, bool all,
+// What a graph has been seen of when bases are looked up: a part, as llama.cpp plans it, or all of it. Then other caches
+// in it are known: a model with sliding windows has one of them for the sliding layers, with fewer cells.
+enum class Seen { PART, ALL_OF_SLIDING, ALL };
+
+// The bases that SUBKV requests for a cache of the model with these weights. has_layer: does the cache have its rows? The
+// first model owns the file that SUBKV names; others have those of the cache folder. nullopt: only the whole graph can
+// tell. Throws Invalid if SUBKV requires bases of this model and there are none.
+std::optional<ModelBases> find_model_bases(const GraphWeights & weights, Seen seen,
                                            const std::function<bool(int32_t il)> & has_layer);
 
 // true: SUBKV requests no coded cache
@@ -91,7 +104,7 @@ struct GraphUse {
 // reserved pages stay unused.
 class Store {
 public:
-    Store(uint8_t * base, size_t size) : base_(base), size_(size) {}
+    Store(uint8_t * base, size_t size);
 
     uint8_t * base() const { return base_; }
     size_t    size() const { return size_; }
@@ -103,10 +116,13 @@ public:
     // While llama.cpp plans a graph of a new context; node: a SET_ROWS. Throws Invalid if the user requires bases of
     // another model.
     void check(const ggml_tensor * node);
-    // Before the first graph computes. Throws Invalid if a coded cache is required and cannot be.
-    void decide(ggml_cgraph * graph, const GraphUse & use);
-    bool is_decided() const { return decided_; }
-    bool is_coded() const { return cache_ != nullptr; }
+    // Before the first graph computes. full: of the graph's caches, this one is not for sliding layers. Throws Invalid if
+    // a coded cache is required and cannot be.
+    void decide(ggml_cgraph * graph, const GraphUse & use, bool full);
+    // llama.cpp creates the cache of sliding layers after the other one, with fewer cells or with as many.
+    std::pair<int64_t, int64_t> cells_and_age() const { return { tensors_.begin()->first->ne[1], -number_ }; }
+    bool                        is_decided() const { return decided_; }
+    bool                        is_coded() const { return cache_ != nullptr; }
 
     // of a coded cache
     bool          codes(int32_t il) const { return rows_.count(il) != 0; }
@@ -138,7 +154,7 @@ private:
         std::map<std::pair<int32_t, bool>, std::pair<std::vector<uint16_t>, std::vector<uint16_t>>> rows;
     };
 
-    bool find_bases(bool all); // as find_model_bases; false: unknown yet
+    bool find_bases(Seen seen); // as find_model_bases; false: unknown yet
     Part part(const ggml_tensor * t, size_t offset, size_t size) const;
     void set_rows(const Part & part, const uint16_t * rows);
     void code(ggml_cgraph * graph, const GraphUse & use);
@@ -148,6 +164,7 @@ private:
 
     uint8_t *                                  base_;
     size_t                                     size_;
+    int64_t                                    number_; // of all stores of this process
     std::map<const ggml_tensor *, CacheTensor> tensors_;
     GraphWeights                               weights_;         // until checked
     bool                                       asked_   = false; // while planned

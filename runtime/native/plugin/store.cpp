@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 
@@ -155,6 +156,11 @@ Store * store_of(const ggml_tensor * t, CacheTensor * which) {
 // one cache
 //
 
+Store::Store(uint8_t * base, size_t size) : base_(base), size_(size) {
+    static std::atomic<int64_t> n_stores{ 0 };
+    number_ = n_stores++;
+}
+
 void Store::add(const ggml_tensor * t) {
     int  il = -1, end = 0;
     char side = 0;
@@ -191,13 +197,13 @@ void Store::check(const ggml_tensor * node) {
     weights_.add(node);
     const auto later = [&](const auto & entry) { return entry.second.il > of->il; };
     if (!of->value && std::none_of(tensors_.begin(), tensors_.end(), later)) { // all others have been seen
-        checked_ = find_bases(false);
+        checked_ = find_bases(Seen::PART);
         asked_   = true;
     }
 }
 
-bool Store::find_bases(bool all) {
-    auto found = find_model_bases(weights_, all, [this](int32_t il) {
+bool Store::find_bases(Seen seen) {
+    auto found = find_model_bases(weights_, seen, [this](int32_t il) {
         return std::any_of(tensors_.begin(), tensors_.end(), [&](const auto & entry) { return entry.second.il == il; });
     });
     if (found) {
@@ -206,7 +212,7 @@ bool Store::find_bases(bool all) {
     return found.has_value();
 }
 
-void Store::decide(ggml_cgraph * graph, const GraphUse & use) {
+void Store::decide(ggml_cgraph * graph, const GraphUse & use, bool full) {
     if (use.layers.empty()) { // a shift
         return;
     }
@@ -215,7 +221,7 @@ void Store::decide(ggml_cgraph * graph, const GraphUse & use) {
         for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
             weights_.add(ggml_graph_node(graph, i));
         }
-        checked_ = find_bases(true);
+        checked_ = find_bases(full ? Seen::ALL : Seen::ALL_OF_SLIDING);
     }
     weights_ = {};
     if (bases_.layout) {
