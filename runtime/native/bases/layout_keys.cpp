@@ -96,7 +96,7 @@ bool is_utf8(std::string_view s) {
 
 } // namespace
 
-gguf_context_ptr open_gguf(const char * path_or_null) {
+gguf_context_ptr open_gguf(const char * path_or_null, ggml_context_ptr * tensors) {
     if (!path_or_null || !*path_or_null) {
         refuse("path", "the name of a GGUF file", "nothing");
     }
@@ -140,10 +140,14 @@ gguf_context_ptr open_gguf(const char * path_or_null) {
     if (version < 2 || version > GGUF_VERSION) {
         refuse(path, "GGUF version 2.." + std::to_string(GGUF_VERSION), "version " + std::to_string(version));
     }
-    gguf_init_params params = { /*no_alloc =*/true, /*ctx =*/nullptr };
+    ggml_context *   made   = nullptr;
+    gguf_init_params params = { /*no_alloc =*/true, tensors ? &made : nullptr };
     errno                   = 0;
     gguf_context_ptr ctx(gguf_init_from_file(path.c_str(), params));
     const int        failed = errno;
+    if (tensors) {
+        tensors->reset(made);
+    }
     if (!ctx && (failed == EMFILE || failed == ENFILE || failed == ENOMEM || failed == EIO || failed == EACCES)) {
         throw Unavailable(path, "a readable GGUF file", std::strerror(failed));
     }

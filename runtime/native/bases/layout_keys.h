@@ -13,8 +13,8 @@ namespace subkv {
 
 constexpr const char * KEYS_DIGEST = "subkv.keys.sha256";
 
-// Opens a complete file without reading its tensors. Throws Invalid.
-gguf_context_ptr open_gguf(const char * path_or_null);
+// Opens a complete file without reading its tensors. tensors: receives their shapes, in order. Throws Invalid.
+gguf_context_ptr open_gguf(const char * path_or_null, ggml_context_ptr * tensors = nullptr);
 
 inline uint32_t le32(const uint8_t * p) {
     return p[0] | (uint32_t) p[1] << 8 | (uint32_t) p[2] << 16 | (uint32_t) p[3] << 24;

@@ -72,8 +72,8 @@ std::string head_of(const std::string & name, int type, const int64_t ne[4], uin
     return head;
 }
 
-Tensor describe(const gguf_context * ctx, int64_t i, size_t file) {
-    const int64_t * ne = gguf_get_tensor_ne(ctx, i);
+Tensor describe(const gguf_context * ctx, const ggml_tensor & t, int64_t i, size_t file) {
+    const int64_t * ne = t.ne; // gguf_get_tensor_ne is new in ggml 0.20, and the plug-in runs with older ones
     return { gguf_get_tensor_name(ctx, i),
              (int) gguf_get_tensor_type(ctx, i),
              { ne[0], ne[1], ne[2], ne[3] },
@@ -125,15 +125,17 @@ struct ModelTensors {
     std::vector<std::ifstream> opened;
 
     explicit ModelTensors(const std::string & path) {
-        gguf_context_ptr ctx = open_gguf(path.c_str());
+        ggml_context_ptr shapes;
+        gguf_context_ptr ctx = open_gguf(path.c_str(), &shapes);
         files                = model_files(path, ctx.get());
         metadata             = shared_metadata(ctx.get());
         for (size_t f = 0; f < files.size(); ++f) {
             if (f > 0) {
-                ctx = open_gguf(files[f].c_str());
+                ctx = open_gguf(files[f].c_str(), &shapes);
             }
-            for (int64_t i = 0; i < gguf_get_n_tensors(ctx.get()); ++i) {
-                tensors.push_back(describe(ctx.get(), i, f));
+            int64_t i = 0;
+            for (auto * t = ggml_get_first_tensor(shapes.get()); t; t = ggml_get_next_tensor(shapes.get(), t)) {
+                tensors.push_back(describe(ctx.get(), *t, i++, f));
             }
         }
         std::stable_sort(tensors.begin(), tensors.end(), [](auto & a, auto & b) { return a.name < b.name; });
