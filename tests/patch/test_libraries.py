@@ -203,6 +203,7 @@ def test_the_plugin_needs_ggml_alone() -> None:
     undefined = [line.split()[-1] for line in symbols if "*UND*" in line and "(" not in line and "GLIBC" not in line]
     assert "ggml_init" in undefined
     assert not [name for name in undefined if not re.match("ggml_|gguf_|_ITM_|__gmon_start__", name)]
+    assert "gguf_get_tensor_ne" not in undefined  # new in ggml 0.20; the plug-in runs with 0.16, too
     assert sorted(line.split()[-1] for line in symbols if " .text" in line) == [
         "ggml_backend_init",
         "subkv_plugin_other_abi",
