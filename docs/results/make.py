@@ -245,7 +245,7 @@ def commit() -> tuple[str, bool]:
         return subprocess.run(["git", *words], cwd=REPO, capture_output=True, text=True, check=True).stdout.strip()
 
     # this program writes results and documents
-    measured = (".", ":!docs", ":!*.md", ":!tests", ":!research/results")
+    measured = (".", ":!*.md", ":!docs/*.json", ":!docs/*.png", ":!tests", ":!research/results")
     changed = git("status", "--porcelain", "--untracked-files=no", "--", *measured)
     return git("log", "-1", "--format=%H", "--", *measured), bool(changed)
 
@@ -370,7 +370,7 @@ def main(
     only_render: bool,
 ) -> None:
     """Measure the tables of README.md and docs/ and write them there."""
-    output = REPO / "build" / "results" if quick else REPO
+    output = REPO / "build" / "results" if quick or model else REPO
     if not only_render:
         with tempfile.TemporaryDirectory(prefix="results-") as scratch:
             folder = Path(scratch)
@@ -379,7 +379,7 @@ def main(
             lab = Lab(folder, output, text_folder.resolve(), build.resolve() if build else None, quick)
             measure_all(lab, names, math.inf if minutes is None else 60 * minutes, again)
     write_pages(output)
-    if not quick:
+    if output == REPO:
         write_documents()
 
 
@@ -409,7 +409,8 @@ def measure_all(lab: Lab, names: list[str], seconds: float, again: bool) -> None
             result = measured(table, lab, about)
             if render.is_busy(table, result):
                 click.echo(f"{table.name}: {result['others']:.1f} cores were busy with other work; again", err=True)
-                result = min(result, measured(table, lab, about), key=lambda one: one["others"])
+                with contextlib.suppress(click.ClickException):
+                    result = min(result, measured(table, lab, about), key=lambda one: one["others"])
         except click.ClickException as error:
             failed.append(table.name)
             error.show()
@@ -419,7 +420,7 @@ def measure_all(lab: Lab, names: list[str], seconds: float, again: bool) -> None
         place.mkdir(parents=True, exist_ok=True)
         (place / file_name(table, about)).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         (place / f"{table.name}.md").write_text(render.page(table, results(lab.output)[table.name]), encoding="utf-8")
-        if not lab.quick:
+        if lab.output == REPO:
             write_documents()
         click.echo(f"{table.name}: {result['seconds']:.0f} s", err=True)
     if failed:

@@ -99,19 +99,28 @@ def is_busy(table: Any, result: Result) -> bool:
     return bool(table.timed and (result.get("others") or 0.0) > LIMIT)
 
 
+def _names(results: Sequence[Result]) -> list[str]:
+    """A name of each machine: its kernels, with the processor if another one has the same."""
+    kernels = [result["machine"]["kernel"] for result in results]
+    return [
+        kernel if kernels.count(kernel) == 1 else f"{result['machine']['cpu']} {kernel}"
+        for kernel, result in zip(kernels, results, strict=True)
+    ]
+
+
 def tagged(results: Sequence[Result]) -> Rows:
-    """All rows; of several machines, with the kernels of each as `machine`."""
+    """All rows; of several machines, with the name of each as `machine`."""
     if len(results) == 1:
         return list(results[0]["rows"])
-    return [{**row, "machine": result["machine"]["kernel"]} for result in results for row in result["rows"]]
+    named = zip(_names(results), results, strict=True)
+    return [{**row, "machine": name} for name, result in named for row in result["rows"]]
 
 
 def numbers_of(table: Any, results: Sequence[Result]) -> Numbers:
-    """The numbers of the first machine by their keys, those of the others as KERNEL.KEY."""
+    """The numbers of the first machine by their keys, those of the others as NAME.KEY."""
     numbers = dict(table.numbers(results[0]["rows"]))
-    for result in results[1:]:
-        kernel = result["machine"]["kernel"]
-        numbers |= {f"{kernel}.{key}": value for key, value in table.numbers(result["rows"]).items()}
+    for name, result in list(zip(_names(results), results, strict=True))[1:]:
+        numbers |= {f"{name}.{key}": value for key, value in table.numbers(result["rows"]).items()}
     return numbers
 
 

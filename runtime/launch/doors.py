@@ -18,7 +18,7 @@ from subkv.base.errors import SubkvError
 PLUGIN = "libggml-subkv.so"
 BACKEND_PATH = "GGML_BACKEND_PATH"
 DEVICE, DEVICES = "SUBKV", "LLAMA_ARG_DEVICE"  # the plug-in's device; the variable of --device
-_GPUS = "cuda|hip|musa|vulkan|sycl|opencl|cann|metal|webgpu"
+_GPUS = "cuda|hip|musa|vulkan|sycl|opencl|openvino|cann|metal|webgpu|hexagon|et"
 _OTHER_ABI = """
 import ctypes, sys
 base, registry, plugin = (ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL) for name in sys.argv[1:])
@@ -52,8 +52,9 @@ def plugin_file(libraries: Path) -> Path:
 
 def _other_abi(base: Path, registry: Path, plugin: Path) -> str:
     """Which structure or function of a ggml the plug-in does not know, found in a process of its own; "": none."""
-    folders = os.pathsep.join([str(base.parent), str(registry.parent), os.environ.get(LIBRARY_PATH, "")])
-    command = [sys.executable, "-c", _OTHER_ABI, *map(str, (base, registry, plugin))]
+    # an empty entry would be the current folder; -I: without modules of that folder
+    folders = os.pathsep.join(filter(None, [str(base.parent), str(registry.parent), os.environ.get(LIBRARY_PATH)]))
+    command = [sys.executable, "-I", "-c", _OTHER_ABI, *map(str, (base, registry, plugin))]
     environment = {**os.environ, LIBRARY_PATH: folders}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode == 0:
@@ -121,12 +122,23 @@ def plugin_variables(plugin: Path, environment: Mapping[str, str]) -> dict[str, 
     return {BACKEND_PATH: os.path.abspath(plugin)}
 
 
+def without_plugin(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a program that needs no plug-in, without what `subkv env --plugin` has set for others."""
+    if os.path.basename(environment.get(BACKEND_PATH, "")) != PLUGIN:
+        return dict(environment)
+    return {
+        name: value
+        for name, value in environment.items()
+        if name != BACKEND_PATH and (name, value) != (DEVICES, DEVICE)
+    }
+
+
 def device_variables(door: Door, devices: Sequence[str]) -> dict[str, str]:
     """Variables with which a program of llama.cpp gives its layers to the plug-in. devices: of its arguments.
 
     Raises SubkvError about `--device`.
     """
-    if devices and DEVICE not in devices:
+    if devices and DEVICE not in map(str.upper, devices):
         reason = f"expected {DEVICE}, the device of the plug-in, among the devices, found {','.join(devices)}"
         raise SubkvError("--device", reason)
     if devices or not door.by_name:

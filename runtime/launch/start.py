@@ -135,7 +135,7 @@ def find_program(program: str, environment: Mapping[str, str], ours: bool = Fals
     from subkv.native.library import lib_dir
 
     libraries = lib_dir()
-    with_libraries = {**environment, **library_variables(libraries, environment)}
+    with_libraries = {**doors.without_plugin(environment), **library_variables(libraries, environment)}
     path = programs.find(program, libraries, environment.get("PATH"))
     if ours:
         programs.check(program, path, libraries, with_libraries)
@@ -171,5 +171,7 @@ def prepare_start(
             arguments = with_hub_models(arguments)
     _prepare_others(prepare)
     variables = _variables(program, arguments, request, bool(prepare), strict)
-    inherited = {name: value for name, value in arguments.environment.items() if name != CACHE}
+    plugged = program.door.plugin is not None and not arguments.ordinary  # else its device would only take layers
+    without = {CACHE} if plugged or program.door.plugin is None else {CACHE, doors.BACKEND_PATH}
+    inherited = {name: value for name, value in arguments.environment.items() if name not in without}
     return Start(program.path, [program.name, *arguments.arguments], {**(defaults or {}), **inherited, **variables})

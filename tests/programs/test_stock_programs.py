@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
     not (FOLDER / "llama-server").is_file(), reason="unpatched programs: not built (SUBKV_STOCK, SUBKV_PROGRAMS)"
 )
 
+N_TRIES = 10  # upstream's programs may end before their log is written (docs/upstream/log-at-exit.md)
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 
 
@@ -70,14 +71,15 @@ def run(words: Path, bases: Path, name: str, *arguments: Any, patched: bool = Fa
     done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "subkv: coded K/V cache" in done.stderr, done.stderr[-3000:]
-    return done.stdout + done.stderr
+    return done.stdout + "\n" + done.stderr
 
 
 def test_completion_and_bench(words: Path, bases: Path) -> None:
     options = ["-c", 512, "-n", 24, "--temp", 0, "-no-cnv", "--ignore-eos", "-p", "The import statement"]
-    one, other = (run(words, bases, "llama-completion", *options, patched=patched) for patched in (False, True))
     text = re.compile(r"The import statement.*")
-    assert text.findall(one) == text.findall(other) != []
+    found, *_ = text.findall(run(words, bases, "llama-completion", *options, patched=True))
+    stock = (text.findall(run(words, bases, "llama-completion", *options)) for _ in range(N_TRIES))
+    assert any(one == [found] for one in stock)
     assert "tg8" in run(words, bases, "llama-bench", "-p", 16, "-n", 8, "-d", 64, "-r", 1)
 
 
@@ -88,11 +90,10 @@ def test_divergence_is_that_of_the_patch(words: Path, bases: Path, text_file: Pa
     off = {name: value for name, value in os.environ.items() if not name.startswith(("SUBKV", "GGML"))}
     subprocess.run(list(map(str, stock)), env=off, capture_output=True, check=True)
     mean = re.compile(r"Mean\s+KLD:\s*([-\d.]+)")
-    plugged, patched = (
-        mean.findall(run(words, bases, "llama-perplexity", *common, "--kl-divergence", patched=patched))
-        for patched in (False, True)
-    )
-    assert plugged == patched and 0 < float(plugged[0]) < 0.01
+    options = [*common, "--kl-divergence"]
+    found, *_ = mean.findall(run(words, bases, "llama-perplexity", *options, patched=True))
+    plugged = (mean.findall(run(words, bases, "llama-perplexity", *options)) for _ in range(N_TRIES))
+    assert next(filter(None, plugged)) == [found] and 0 < float(found) < 0.01
 
 
 @pytest.mark.parametrize("unified", ["--kv-unified", "--no-kv-unified"])

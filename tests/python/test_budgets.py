@@ -143,7 +143,7 @@ def test_bases_of_another_release_without_plans(
     assert preview(model, 5.2)[0].budget == pytest.approx(5.2) and not described(made)["plans"]
     choice = choose_cache(model, CacheOptions(kv_bits=5.2))
     assert (choice.layout, choice.budget) == (made, pytest.approx(5.2))
-    assert described(made)["generator"] == metadata.generator()
+    assert described(made)["generator"] == metadata.weights_generator()
     with monkeypatch.context() as patch:
         patch.setattr(metadata, "generator", lambda: "subkv 0.0.1")
         datafree.sidecar(model, made, Options())

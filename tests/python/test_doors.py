@@ -103,6 +103,8 @@ CHANGED = {
     "ggml_backend_device_i": "int ggml_backend_dev_type(void * dev) { return 0; }",
     "ggml_backend_dev_props": "void ggml_backend_dev_get_props(void ** dev, char * props) "
     "{ *props = 0; ((void (*)(void)) dev[4])(); }",
+    "ggml_backend_dev_props ": "void ggml_backend_dev_get_props(void ** dev, char * props) "  # a larger one
+    "{ for (int i = 0; i < 99; ++i) props[i] = 0; ((void (*)(void)) dev[4])(); }",
     "ggml_backend_i": "int ggml_backend_graph_compute_async(void * backend, void * graph) { return 0; }",
     "ggml_backend_buffer_type_i": "int ggml_backend_buft_is_host(void * type) { return 0; }",
     "ggml_backend_buffer_i": "void ggml_backend_tensor_get(void * t, void * to, long at, long n) { }",
@@ -118,7 +120,7 @@ def test_a_ggml_with_other_structures(name: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("LD_PRELOAD", str(preloaded))
     with pytest.raises(SubkvError) as at:
         start.find_program(str(program), dict(os.environ))
-    assert f", has another {name} than the plug-in knows" in at.value.reason
+    assert f", has another {name.strip()} than the plug-in knows" in at.value.reason
 
 
 def test_serve_needs_our_libraries(tmp_path: Path) -> None:
@@ -146,8 +148,9 @@ def test_a_ggml_with_a_cpu_backend_loads_others_by_name(tmp_path: Path) -> None:
     """libllama calls ggml_backend_load_all only if ggml contains no backend; --device always does."""
     program = another(tmp_path)
     assert start_with(program)[doors.DEVICES] == "SUBKV"
-    for arguments in (["--device", "CUDA0,SUBKV"], ["-ctk", "q8_0"], ["--version"]):
+    for arguments in (["--device", "CUDA0,SUBKV"], ["--device", "subkv"], ["-ctk", "q8_0"], ["--version"]):
         assert doors.DEVICES not in start_with(program, *arguments)
+    assert doors.BACKEND_PATH in start_with(program) and doors.BACKEND_PATH not in start_with(program, "-ctk", "q8_0")
     with pytest.raises(SubkvError, match="expected SUBKV, the device of the plug-in, .* found none"):
         start_with(program, "--device", "none")
     with_gpu = another(tmp_path / "gpu", gpu=True)
@@ -179,7 +182,7 @@ def test_doctor_tells_the_door(tmp_path: Path) -> None:
     assert none.exit_code == 1 and "does not fit the plug-in" in none.output
 
 
-def test_env_of_the_plugin(tiny_model: object) -> None:
+def test_env_of_the_plugin(tiny_model: object, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()  # type: ignore[operator]
     said = CliRunner().invoke(cli.main, ["env", "--plugin", "-m", str(model), "--format", "json"], prog_name="subkv")
     variables = json.loads(said.stdout)
@@ -187,3 +190,8 @@ def test_env_of_the_plugin(tiny_model: object) -> None:
     assert variables[doors.DEVICES] == doors.DEVICE
     assert Path(variables["SUBKV"]).is_file() and "LD_LIBRARY_PATH" not in variables
     assert "; SUBKV=off: f16; " in said.stderr and "-ctk f16" not in said.stderr
+    ours = start.find_program("llama-server", {**os.environ, **variables}).environment
+    assert not {doors.BACKEND_PATH, doors.DEVICES} & ours.keys()
+    monkeypatch.setenv(doors.DEVICES, "CUDA0")
+    said = CliRunner().invoke(cli.main, ["env", "--plugin", "-m", str(model)], prog_name="subkv")
+    assert said.exit_code != 0 and "expected SUBKV, the device of the plug-in, among the devices" in said.stderr

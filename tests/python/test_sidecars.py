@@ -28,7 +28,7 @@ from runtime.launch import variables
 from subkv.base.errors import CacheError, ModelFileError, SubkvError
 from subkv.engine import sidecars
 from subkv.engine.cache import CacheOptions, choose_cache, parse_cache
-from subkv.format import store
+from subkv.format import metadata, store
 from subkv.native.bases import (
     BESIDE,
     NAMED,
@@ -81,6 +81,7 @@ def of_weights(made: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         written.append(output)
 
     monkeypatch.setattr(datafree, "sidecar", sidecar)
+    monkeypatch.setattr(sidecars, "weights_generator", metadata.generator)  # that of `made`
     monkeypatch.setattr(sidecars, "_temporary", sidecars._Temporary())  # not kept for later tests
     return written
 

@@ -330,13 +330,20 @@ def test_layers_elsewhere_keep_f16(layers: int, tmp_path: Path, model: Path, bas
         assert np.array_equal(expected, logits)
 
 
-@each("arch, swa_full", [("gemma2", False), ("gemma2", True), ("gpt-oss", False)])
-def test_bases_for_sliding_layers_too(arch: str, swa_full: bool, tmp_path: Path, tiny_model: Models) -> None:
-    """As those derived from weights: the full layers are coded. Whose bases these are, only the whole graph shows."""
-    model, other = tiny_model(arch, n_layer=4), tiny_model(arch, n_layer=4, seed=5)
+@each(
+    "arch, n_layer, swa_full", [("gemma2", 4, False), ("gemma2", 4, True), ("gemma2", 5, False), ("gpt-oss", 4, False)]
+)
+def test_bases_for_sliding_layers_too(
+    arch: str, n_layer: int, swa_full: bool, tmp_path: Path, tiny_model: Models
+) -> None:
+    """As those derived from weights: the full layers are coded. Whose bases these are, only the whole graph shows.
+
+    The last one of 5 layers slides, as the first one does.
+    """
+    model, other = tiny_model(arch, n_layer=n_layer), tiny_model(arch, n_layer=n_layer, seed=5)
     entry = store.entry(model)
     entry.prepare()
-    path = write_bases(stored_path(model, entry.content, STORED), model, n_layer=4, arch=arch)
+    path = write_bases(stored_path(model, entry.content, STORED), model, n_layer=n_layer, arch=arch)
     calls = [decode(TEXT), decode(MORE)]
     patched = run(tmp_path, model, path, *calls, plugin=False, swa_full=swa_full)
     for setting in ("subkv", "auto", path):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.format import store
-from subkv.format.metadata import VERSION, generator, read
+from subkv.format.metadata import VERSION, read, weights_generator
 from subkv.native.bases import EMBEDDED, NAMED, NONE, WEIGHTS, FoundBases, find_bases, model_content, stored_path
 
 
@@ -43,11 +43,11 @@ def usable(found: FoundBases) -> bool:
             described = read(found.path)
         except SubkvError:  # damaged
             return False
-        if (described["version"], described["generator"]) == (VERSION, generator()):
+        if (described["version"], described["generator"]) == (VERSION, weights_generator()):
             raise CacheError("kv_bits", found.reason)
         return False
     if found.source == WEIGHTS:
-        return not found.reason and (found.version, found.generator) == (VERSION, generator())
+        return not found.reason and (found.version, found.generator) == (VERSION, weights_generator())
     if found.source == NONE or not found.reason:
         return found.source != NONE
     if found.source in (NAMED, EMBEDDED):

@@ -115,6 +115,11 @@ def generator() -> str:
     return f"subkv {__version__}"
 
 
+def weights_generator() -> str:
+    """The same of bases from the weights; increase the number when they change, so that stored ones are replaced."""
+    return f"{generator()}, weights 2"
+
+
 def layout_json(layers: Sequence[CodedLayer]) -> str:
     """FORMAT.md §2, without spaces."""
     items = [

@@ -226,7 +226,7 @@ def keys(base: Base, result: Result) -> dict[str, Any]:
         sha256=NOT_READ,
     )
     values = metadata.keys(result.layers, no_calibration, result.settings, result.counted, plans=result.plans)
-    return {**values, SHA256_KEY: ("str", NOT_READ)}
+    return {**values, "subkv.generator": ("str", metadata.weights_generator()), SHA256_KEY: ("str", NOT_READ)}
 
 
 def _notes(layers: Sequence[LayerShape], estimates: Sequence[Energies | None]) -> tuple[SubkvError, ...]:

@@ -437,6 +437,8 @@ def convert(base: Base, calibration: Calibration, options: Options, progress: bo
     if kv_bits is None and fit.settings.codec != "int8":
         kv_bits, reason = _default_budget(fit, options)
         notes.append(SubkvError("kv_bits", f"{kv_bits:g} by default, {reason}"))
+        own = replace(options, kv_bits=kv_bits)
+        fit = fit.with_recent_bits(options.window.with_defaults(recent_bits=recent_bits(own, fit.latent)).recent_bits)
     plan, narrow = fit.plan(kv_bits or 0.0), fit.narrow(kv_bits or 0.0)
     layers, sources = fit.code(plan, narrow)
     predicted, stock_types = None, None

@@ -30,9 +30,10 @@ std::string size_of(const Layout & layout);
 
 // A sidecar of the cache folder: the weights that identify its model (FORMAT.md §1.3), and the layers that they are of.
 struct StoredBases {
-    std::string path;
-    std::string weights;
-    int         first_layer, last_layer;
+    std::string      path;
+    std::string      weights;
+    int              first_layer, last_layer;
+    std::vector<int> layers;
 };
 
 // All that say which weights: calibrated ones first. Files that cannot be read are left out. Throws Invalid, Unavailable.

@@ -76,7 +76,8 @@ const char * check_interfaces(ggml_tensor * t) {
                CALLS(Device, supports_op, ggml_backend_dev_supports_op(&dev.object, t)) &&
                CALLS(Device, supports_buft, ggml_backend_dev_supports_buft(&dev.object, nullptr)));
     // ggml has set its structure to zeros
-    EXPECT("ggml_backend_dev_props", props[sizeof(ggml_backend_dev_props) - 1] == 0);
+    EXPECT("ggml_backend_dev_props",
+           props[sizeof(ggml_backend_dev_props) - 1] == 0 && props[sizeof(ggml_backend_dev_props)] == 0xff);
 
     Probe<ggml_backend> backend;
     backend.object.device = &dev.object;

@@ -151,8 +151,9 @@ std::optional<ModelBases> find_model_bases(const GraphWeights & weights, Seen se
 
     // bases derived from the weights are of all layers, also of the sliding ones, which stay f16
     const auto fits = [&](const StoredBases & bases) {
-        return (has_layer(bases.first_layer) && has_layer(bases.last_layer)) ||
-               (seen == Seen::ALL && (has_layer(bases.first_layer) || has_layer(bases.last_layer)));
+        const auto & all = bases.layers;
+        return !all.empty() && (seen == Seen::ALL ? std::any_of(all.begin(), all.end(), has_layer) :
+                                                    std::all_of(all.begin(), all.end(), has_layer));
     };
     const bool waits = seen == Seen::PART && has_gaps(has_layer);
     const auto part  = [&](const std::string & path) -> std::optional<ModelBases> {
