@@ -168,3 +168,9 @@ def test_errors_notes_and_logs(capsys: pytest.CaptureFixture[str], monkeypatch: 
     for hidden in set(HOSTILE) - set(printable(HOSTILE)) - {"\r", "\n", "\x1b"}:  # a bar itself moves the cursor
         assert hidden not in terminal.getvalue()
     assert printable(HOSTILE) in terminal.getvalue()
+    monkeypatch.setenv("COLUMNS", "40")
+    terminal.truncate(0)
+    path = "/models/" + "long" * 12 + "-name.gguf"
+    options.note(f"bases: of {path}, 4.25 bits per element at 8192 tokens")
+    lines = terminal.getvalue().lstrip("\0").splitlines()
+    assert lines == ["bases: of", f"{path},", "4.25 bits per element at 8192 tokens"]

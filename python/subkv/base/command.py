@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import difflib
 import functools
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -90,8 +93,12 @@ def sentence(error: SubkvError, command: click.Command | None = None) -> str:
 
 
 def show(text: str, err: bool = False) -> None:
-    """Print one line, which may quote a file: what a terminal does not print is escaped."""
-    click.echo(printable(text), err=err)
+    """Print one line, which may quote a file: what a terminal does not print is escaped. Wrapped at words there."""
+    line, stream = printable(text), sys.stderr if err else sys.stdout
+    if stream is not None and stream.isatty():
+        width = shutil.get_terminal_size().columns
+        line = textwrap.fill(line, max(width, 20), break_long_words=False, break_on_hyphens=False)
+    click.echo(line, err=err)
 
 
 def command(
