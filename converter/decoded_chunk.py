@@ -18,7 +18,7 @@ from subkv.engine.observer import PAUSE, SAMPLE, UBATCH, ObservedLayer
 from subkv.format.arrays import F16, F32
 
 SCORED = 64  # tokens at the end of a chunk on which trials are scored
-QUERIES = 128  # sampled per chunk, evenly_spaced over the second half of the tokens before the scored ones
+QUERIES = 128  # sampled per chunk, evenly spaced over the second half of the tokens before the scored ones
 
 
 def ignore(n: int) -> None:

@@ -565,7 +565,7 @@ def _energies(metric: Mapping[str, F64], stats: LayerStats) -> F64:
 
 
 def _order(n: int) -> list[int]:
-    """All n layers: both ends, then the middle of every gap, so that the first few are evenly_spaced over the depth."""
+    """All n layers: both ends, then the middle of every gap, so that the first few are evenly spaced over the depth."""
     order, gaps = [0, n - 1] if n > 1 else [0], [(0, n - 1)]
     while gaps:
         low, high = gaps.pop(0)

@@ -45,7 +45,7 @@ class Chunk:
 
 
 def evenly_spaced(low: int, high: int, n: int) -> tuple[int, ...]:
-    """At most n distinct positions evenly_spaced over [low, high)."""
+    """At most n distinct positions, evenly spaced over [low, high)."""
     return tuple(int(p) for p in np.unique(np.linspace(low, high - 1, min(n, high - low)).round()))
 
 

@@ -43,6 +43,11 @@ CODED, AUTO = "subkv", "auto"  # our cache types
 MAGIC = b"GGUF"
 
 
+def split_devices(value: str) -> tuple[str, ...]:
+    """The names in a value of --device, as llama.cpp separates them."""
+    return tuple(re.split("[,/]", value))
+
+
 def is_coded(name: str) -> bool:
     """Whether a cache type is subkv or subkv:BITS."""
     return name.partition(":")[0] == CODED
@@ -210,7 +215,7 @@ def read(
         not EMBEDS.isdisjoint(arguments),
         number(CONTEXT),
         number(PARALLEL),
-        tuple(re.split("[,/]", devices[-1])) if is_llama_cpp and devices else (),
+        split_devices(devices[-1]) if is_llama_cpp and devices else (),
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from runtime import options
+from runtime.launch.arguments import split_devices
 from runtime.launch.doors import DEVICE, DEVICES, Door, device_variables, plugin_file, plugin_variables
 from runtime.launch.variables import CacheRequest, cache_variables, library_variables, program_path, request_options
 from subkv.base.command import command
@@ -81,10 +81,10 @@ def main(model: str | None, request: CacheRequest, plugin: bool, form: str) -> N
     libraries = lib_dir()
     path = {} if service or plugin else program_path(libraries, os.environ)
     if plugin:
-        variables = plugin_variables(plugin_file(libraries), os.environ) | variables
+        file, devices = plugin_file(libraries), os.environ.get(DEVICES)
+        variables = plugin_variables(file, os.environ) | variables
         notes = [line.replace("-ctk f16 uses none", "SUBKV=off: f16") for line in notes]
-        devices = re.split("[,/]", os.environ[DEVICES]) if os.environ.get(DEVICES) else []
-        variables |= device_variables(Door(plugin_file(libraries), "", by_name=True), devices)
+        variables |= device_variables(Door(file, "", by_name=True), split_devices(devices) if devices else ())
     else:
         variables = path | library_variables(libraries, {} if service else os.environ | path) | variables
     notes = notes or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE derives bases"]

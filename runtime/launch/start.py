@@ -171,7 +171,8 @@ def prepare_start(
             arguments = with_hub_models(arguments)
     _prepare_others(prepare)
     variables = _variables(program, arguments, request, bool(prepare), strict)
-    plugged = program.door.plugin is not None and not arguments.ordinary  # else its device would only take layers
-    without = {CACHE} if plugged or program.door.plugin is None else {CACHE, doors.BACKEND_PATH}
+    without = {CACHE}
+    if program.door.plugin is not None and arguments.ordinary:
+        without.add(doors.BACKEND_PATH)  # the plug-in's device would take layers and code none
     inherited = {name: value for name, value in arguments.environment.items() if name not in without}
     return Start(program.path, [program.name, *arguments.arguments], {**(defaults or {}), **inherited, **variables})

@@ -345,14 +345,9 @@ StoredBases bases_of_weights(const std::string & path) {
     const gguf_context_ptr file = open_gguf(path.c_str());
     const Keys             keys(file.get());
     const bool             named = !keys.optional_str(WEIGHTS_KEY).empty();
-    StoredBases            found{ path, named ? keys.sha256(WEIGHTS_KEY) : "", -1, -1, {} };
-    const auto             layers = parse_layout(keys.view("subkv.layout"), MAX_LAYERS);
-    if (!layers.empty()) {
-        found.first_layer = layers.front().il;
-        found.last_layer  = layers.back().il;
-        for (const auto & layer : layers) {
-            found.layers.push_back(layer.il);
-        }
+    StoredBases            found{ path, named ? keys.sha256(WEIGHTS_KEY) : "", {} };
+    for (const auto & layer : parse_layout(keys.view("subkv.layout"), MAX_LAYERS)) {
+        found.layers.push_back(layer.il);
     }
     return found;
 }

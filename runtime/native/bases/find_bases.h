@@ -32,8 +32,10 @@ std::string size_of(const Layout & layout);
 struct StoredBases {
     std::string      path;
     std::string      weights;
-    int              first_layer, last_layer;
-    std::vector<int> layers;
+    std::vector<int> layers; // in the order of the file; may be empty
+
+    int first_layer() const { return layers.empty() ? -1 : layers.front(); }
+    int last_layer() const { return layers.empty() ? -1 : layers.back(); }
 };
 
 // All that say which weights: calibrated ones first. Files that cannot be read are left out. Throws Invalid, Unavailable.

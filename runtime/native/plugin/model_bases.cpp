@@ -60,7 +60,7 @@ struct Known {
 
 private:
     void add(const StoredBases & bases) {
-        const auto names = WeightsDigest::names(bases.first_layer, bases.last_layer);
+        const auto names = WeightsDigest::names(bases.first_layer(), bases.last_layer());
         weights.insert(names.begin(), names.end());
     }
 };
@@ -68,7 +68,7 @@ private:
 // As model_weights; "": some weight cannot be read.
 std::string digest_of(const GraphWeights & weights, const StoredBases & bases) {
     WeightsDigest digest;
-    for (const auto & name : WeightsDigest::names(bases.first_layer, bases.last_layer)) {
+    for (const auto & name : WeightsDigest::names(bases.first_layer(), bases.last_layer())) {
         const ggml_tensor * t = weights.find(name);
         if (!t) {
             continue;
