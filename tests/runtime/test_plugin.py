@@ -23,9 +23,9 @@ from gguf import GGUFValueType
 from guarantees import bases as bases_of
 from test_variants import shape_of
 
-from subkv.format import store
+from subkv.format import metadata, store
 from subkv.native import library
-from subkv.native.bases import STORED, model_weights, stored_path
+from subkv.native.bases import STORED, WEIGHTS, model_weights, stored_path
 from subkv.native.gguf import WEIGHTS_KEY
 
 LIBRARIES = library.lib_dir()
@@ -285,6 +285,21 @@ def test_the_cache_folder_is_searched_by_weights(tmp_path: Path, model: Path) ->
     entry.prepare()
     path = write_bases(stored_path(Path("another.gguf"), entry.content, STORED), model)
     assert f"bases: of {path}, " in run(tmp_path, model, "subkv", decode(TEXT)).said
+
+
+def test_bases_of_another_version_are_not_used(tmp_path: Path, model: Path) -> None:
+    """Those from the weights, unless the user names the file."""
+    entry = store.entry(model)
+    entry.prepare()
+    path = write_bases(stored_path(model, entry.content, WEIGHTS), model)
+    texts = {"subkv.generator": f"{metadata.generator()}, weights", "subkv.calibration.text": metadata.FROM_WEIGHTS}
+    keys = {name: (GGUFValueType.STRING, text) for name, text in texts.items()}
+    writer.write(path, writer.sealed(writer.read(path) | keys))
+    why = f"another version of subkv has derived the bases in {path}; `subkv env -m MODEL` derives them again"
+    assert f"ordinary f16 K/V cache: {why}" in run(tmp_path, model, "auto", decode(TEXT)).said
+    assert not run(tmp_path, model, "subkv", decode(TEXT)).facts["context"]
+    named = run(tmp_path, model, path, decode(TEXT)).said
+    assert re.search(r"bases: of \S+, .* tokens, derived by another version of subkv", named)
 
 
 def test_layers_without_bases_keep_rows(tmp_path: Path, tiny_model: Models) -> None:

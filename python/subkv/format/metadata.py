@@ -116,7 +116,10 @@ def generator() -> str:
 
 
 def weights_generator() -> str:
-    """The same of bases from the weights; increase the number when they change, so that stored ones are replaced."""
+    """The same of bases from the weights; increase the number when they change, so that stored ones are replaced.
+
+    find_bases.cpp, which searches for them, has it, too.
+    """
     return f"{generator()}, weights 2"
 
 

@@ -44,12 +44,10 @@ class FoundBases:
     """
 
     source: int
-    version: int
     path: Path | None
     note: str
     size: str
     reason: str
-    generator: str
     is_unavailable: bool
     budget: float
     lacks_budget: bool
@@ -78,12 +76,10 @@ def find_bases(model: Path, named: Path | None, last: int, kv_bits: float | None
             raise CacheError(key if key.isupper() else "kv_bits", reason)
         return FoundBases(
             seen.source,
-            seen.version,
             Path(os.fsdecode(seen.path)) if seen.path else None,
             f"bases: {os.fsdecode(seen.words)}" if seen.words else "",
             os.fsdecode(seen.size),
             reason,
-            os.fsdecode(seen.generator),
             bool(seen.unavailable),
             float(seen.budget),
             bool(seen.lacks_budget),
