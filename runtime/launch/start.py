@@ -8,10 +8,11 @@ from pathlib import Path
 
 from runtime import options
 from runtime.launch import doors, programs
-from runtime.launch.arguments import AUTO, CODED, ProgramArguments, is_coded, program_name, read, with_hub_models
+from runtime.launch.arguments import ProgramArguments, is_coded, program_name, read, with_hub_models
 from runtime.launch.variables import CACHE, CacheRequest, cache_variables, fit_memory, library_variables, models_in
 from runtime.launch.variables import prepare as prepare_model
 from subkv.base.errors import CacheError, SubkvError, concerning
+from subkv.native.bases import AUTO, CODED
 
 SERVER_SLOTS = 4  # of llama-server without -np, in one context
 FITTED = ("llama-server", "llama-cli", "llama-completion", "llama-mtmd-cli")  # -c is the size of their one context

@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from subkv.base.errors import CacheError, SubkvError, concerning
+from subkv.base.errors import CacheError, SubkvError, concerning, without_remedy
 from subkv.format import store
 from subkv.format.metadata import read
 from subkv.native.bases import EMBEDDED, NAMED, NONE, WEIGHTS, FoundBases, find_bases, model_content, stored_path
@@ -44,9 +44,8 @@ def usable(found: FoundBases) -> bool:
         return found.source != NONE
     if found.source in (NAMED, EMBEDDED):
         raise CacheError("bases", found.reason)
-    reason = found.reason.split("; convert ")[0]  # without the remedy for other files
     remedy = "make it readable" if found.is_unavailable else "convert the model again"
-    raise CacheError("bases", f"{reason}; {remedy}, or ignore it with --no-sidecar")
+    raise CacheError("bases", f"{without_remedy(found.reason)}; {remedy}, or ignore it with --no-sidecar")
 
 
 def from_weights(model: Path, found: FoundBases | None, kv_bits: float | None = None) -> Sidecar:

@@ -13,6 +13,7 @@ from subkv.native import library
 
 # subkv.h, in the order of the search
 NONE, NAMED, EMBEDDED, BESIDE, STORED, WEIGHTS = range(6)
+CODED, AUTO = "subkv", "auto"  # our cache types
 MAX_BUDGET = 64.0  # bits per element, FORMAT.md §3.3
 SIDECAR_ENDING = ".subkv-sidecar.gguf"  # of the names of sidecar_path()
 
