@@ -38,6 +38,7 @@ PRINTS = {"-h", "--usage", "--version", "--license", "--list-devices", "-cl", "-
 EMBEDS = {"--embedding", "--embeddings", "--rerank", "--reranking"}
 FLAGS = {flag: kind for kind, (flags, _) in _KINDS.items() for flag in flags.split()}
 VARIABLES = {f"LLAMA_ARG_{name}": kind for kind, (_, names) in _KINDS.items() for name in names.split()}
+FORMER = {"--mlock": "--load-mode mlock", "--no-mmap": "--load-mode none"}  # flags that llama.cpp has renamed
 _TYPES = (TYPE_K, TYPE_V, DRAFT_TYPE_K, DRAFT_TYPE_V)
 MAGIC = b"GGUF"
 

@@ -8,7 +8,15 @@ from pathlib import Path
 
 from runtime import options
 from runtime.launch import doors, programs
-from runtime.launch.arguments import ProgramArguments, is_coded, program_name, read, with_hub_models
+from runtime.launch.arguments import (
+    FORMER,
+    ProgramArguments,
+    is_coded,
+    is_llama_cpp_program,
+    program_name,
+    read,
+    with_hub_models,
+)
 from runtime.launch.variables import CACHE, CacheRequest, cache_variables, fit_memory, library_variables, models_in
 from runtime.launch.variables import prepare as prepare_model
 from subkv.base.errors import CacheError, SubkvError, concerning
@@ -148,7 +156,12 @@ def find_program(program: str, environment: Mapping[str, str], ours: bool = Fals
 
 
 def read_arguments(program: Program, arguments: Sequence[str]) -> ProgramArguments:
-    """Read models and cache types from the arguments."""
+    """Read models and cache types from the arguments. Raises SubkvError about a flag that our llama.cpp has renamed."""
+    is_ours = program.door.plugin is None and is_llama_cpp_program(program.name)
+    if is_ours and program_name(program.name) != "llama-bench":
+        for flag in arguments:
+            if flag in FORMER:
+                raise SubkvError(flag, f"expected {FORMER[flag]}, its name in this version of llama.cpp")
     from subkv.engine.cache import STOCK_TYPES  # numpy and the native libraries
 
     return read(program.name, arguments, program.environment, STOCK_TYPES)

@@ -163,6 +163,7 @@ def test_places_searched_by_auto(model: Path) -> None:
         origin = "from the weights, " if place == "weights" else "calibrated on 123456789012 tokens for this model, "
         assert f" layers; bases: {origin}" in line
         assert found["kv"].count("(subkv)") == 2
+        assert "x smaller than f16, not smaller than q8_0, " in line
         (named,) = run(model, subkv=str(path))
         assert f" layers; bases: of {path}, " in named["log"][0] and found == {**named, "log": [line]}
 
