@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import Any
 
@@ -44,6 +45,19 @@ class Group(click.Group):
         command: click.Command = importlib.import_module(self.modules[cmd_name][0]).main
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0].lower().endswith(".gguf"):
+            ctx.fail(f"expected a command before the model {args[0]}, such as chat, found none")
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
+            if near:
+                ctx.fail(f"{error.message} Did you mean '{near[0]}'?")
+            raise
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         lines = [(name, line) for name, (_, line) in self.modules.items()]
         lines += [(name, command.short_help or "") for name, command in self.commands.items()]
@@ -55,9 +69,9 @@ SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 FIRST = """\
-subkv chat                                  talk to a small demo model on the compressed cache
-subkv run llama-server -m model.gguf        your model on that cache, in any program of llama.cpp
-subkv convert model.gguf                    measure your model once: a smaller cache at the same quality
+subkv chat                            a demo model on the compressed cache
+subkv run llama-server -m model.gguf  your model, in any program of llama.cpp
+subkv convert model.gguf              once, minutes: fewer bits, equal quality
 `subkv --help` lists all commands."""
 
 

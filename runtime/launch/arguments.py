@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from subkv.base.files import open_regular
-from subkv.native.bases import budget_of
+from subkv.native.bases import AUTO, CODED, budget_of
 
 MODEL, REPO, REPO_FILE, FROM_URL, FOLDER = "model", "repo", "repo_file", "from_url", "folder"
 TYPE_K, TYPE_V, DRAFT, DRAFT_TYPE_K, DRAFT_TYPE_V = "type_k", "type_v", "draft", "draft_type_k", "draft_type_v"
@@ -38,8 +38,8 @@ PRINTS = {"-h", "--usage", "--version", "--license", "--list-devices", "-cl", "-
 EMBEDS = {"--embedding", "--embeddings", "--rerank", "--reranking"}
 FLAGS = {flag: kind for kind, (flags, _) in _KINDS.items() for flag in flags.split()}
 VARIABLES = {f"LLAMA_ARG_{name}": kind for kind, (_, names) in _KINDS.items() for name in names.split()}
+FORMER = {"--mlock": "--load-mode mlock", "--no-mmap": "--load-mode none"}  # flags that llama.cpp has renamed
 _TYPES = (TYPE_K, TYPE_V, DRAFT_TYPE_K, DRAFT_TYPE_V)
-CODED, AUTO = "subkv", "auto"  # our cache types
 MAGIC = b"GGUF"
 
 

@@ -123,7 +123,7 @@ def plugin_variables(plugin: Path, environment: Mapping[str, str]) -> dict[str, 
 
 
 def without_plugin(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a program that needs no plug-in, without what `subkv env --plugin` has set for others."""
+    """The environment without what `subkv env --plugin` has set for other programs."""
     if os.path.basename(environment.get(BACKEND_PATH, "")) != PLUGIN:
         return dict(environment)
     return {

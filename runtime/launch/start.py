@@ -8,10 +8,19 @@ from pathlib import Path
 
 from runtime import options
 from runtime.launch import doors, programs
-from runtime.launch.arguments import AUTO, CODED, ProgramArguments, is_coded, program_name, read, with_hub_models
+from runtime.launch.arguments import (
+    FORMER,
+    ProgramArguments,
+    is_coded,
+    is_llama_cpp_program,
+    program_name,
+    read,
+    with_hub_models,
+)
 from runtime.launch.variables import CACHE, CacheRequest, cache_variables, fit_memory, library_variables, models_in
 from runtime.launch.variables import prepare as prepare_model
 from subkv.base.errors import CacheError, SubkvError, concerning
+from subkv.native.bases import AUTO, CODED
 
 SERVER_SLOTS = 4  # of llama-server without -np, in one context
 FITTED = ("llama-server", "llama-cli", "llama-completion", "llama-mtmd-cli")  # -c is the size of their one context
@@ -32,7 +41,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Program:
-    """A program, its file, and the environment in which it uses our libraries or the plug-in."""
+    """A program, its file, and its environment, in which it finds our libraries if it uses them."""
 
     name: str
     path: Path
@@ -94,14 +103,15 @@ def _variables(
 
     strict: the cache must be coded unless the arguments say otherwise. Raises SubkvError.
     """
-    by_plugin = program.door.plugin is not None  # which cannot look beside the model's file
-    for flag, types in (("-ctk", read.types), ("-ctkd", read.draft_types)) if by_plugin else ():
+    plugin = program.door.plugin  # which cannot look beside the model's file
+    for flag, types in (("-ctk", read.types), ("-ctkd", read.draft_types)) if plugin else ():
         if own := next((name for name in types if is_coded(name) or name == AUTO), None):
             reason = f"expected none, because the plug-in codes every cache that has bases (--kv-bits), found {own}"
             raise SubkvError(flag, reason)
     variables: dict[str, str] = {}
-    if by_plugin and not (read.ordinary or read.prints):
-        variables |= doors.device_variables(program.door, read.devices)
+    if plugin and not read.ordinary:  # the plug-in's device would take the layers of an ordinary cache
+        variables |= doors.plugin_variables(plugin, read.environment)
+        variables |= {} if read.prints else doors.device_variables(program.door, read.devices)
     models = () if read.ordinary else read.models
     if request.kv_memory is not None:
         request = _with_fitting_budget(program.name, read, request)
@@ -113,7 +123,7 @@ def _variables(
     if not read.ordinary or read.codes_draft:
         with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
             required = read.strict or (strict and not read.types)
-            cache, notes = cache_variables(models, request, required, name_bases=by_plugin, kv_bits=read.budget)
+            cache, notes = cache_variables(models, request, required, name_bases=bool(plugin), kv_bits=read.budget)
         variables |= cache
         if strict and models and not read.types and request.bases is None:
             variables[CACHE] = CODED
@@ -135,19 +145,23 @@ def find_program(program: str, environment: Mapping[str, str], ours: bool = Fals
     from subkv.native.library import lib_dir
 
     libraries = lib_dir()
-    with_libraries = {**doors.without_plugin(environment), **library_variables(libraries, environment)}
+    plain = doors.without_plugin(environment)
+    with_libraries = {**plain, **library_variables(libraries, environment)}
     path = programs.find(program, libraries, environment.get("PATH"))
     if ours:
         programs.check(program, path, libraries, with_libraries)
         return Program(program, path, with_libraries, doors.our_door(libraries))
     door = doors.choose_door(program, path, libraries, environment, with_libraries)
-    if door.plugin:
-        return Program(program, path, {**environment, **doors.plugin_variables(door.plugin, environment)}, door)
-    return Program(program, path, with_libraries, door)
+    return Program(program, path, plain if door.plugin else with_libraries, door)
 
 
 def read_arguments(program: Program, arguments: Sequence[str]) -> ProgramArguments:
-    """Read models and cache types from the arguments."""
+    """Read models and cache types from the arguments. Raises SubkvError about a flag that our llama.cpp has renamed."""
+    is_ours = program.door.plugin is None and is_llama_cpp_program(program.name)
+    if is_ours and program_name(program.name) != "llama-bench":
+        for flag in arguments:
+            if flag in FORMER:
+                raise SubkvError(flag, f"expected {FORMER[flag]}, its name in this version of llama.cpp")
     from subkv.engine.cache import STOCK_TYPES  # numpy and the native libraries
 
     return read(program.name, arguments, program.environment, STOCK_TYPES)
@@ -171,8 +185,5 @@ def prepare_start(
             arguments = with_hub_models(arguments)
     _prepare_others(prepare)
     variables = _variables(program, arguments, request, bool(prepare), strict)
-    without = {CACHE}
-    if program.door.plugin is not None and arguments.ordinary:
-        without.add(doors.BACKEND_PATH)  # the plug-in's device would take layers and code none
-    inherited = {name: value for name, value in arguments.environment.items() if name not in without}
+    inherited = {name: value for name, value in arguments.environment.items() if name != CACHE}
     return Start(program.path, [program.name, *arguments.arguments], {**(defaults or {}), **inherited, **variables})

@@ -12,11 +12,11 @@ from pathlib import Path
 import click
 
 from runtime import options
-from runtime.launch.arguments import AUTO, is_gguf
+from runtime.launch.arguments import is_gguf
 from subkv.base.command import group
-from subkv.base.errors import CacheError, SubkvError, concerning
+from subkv.base.errors import CacheError, SubkvError, concerning, without_remedy
 from subkv.format.window import MAX_RECENT, MAX_SINK, VARIABLES, Window
-from subkv.native.bases import SIDECAR_ENDING, check_budget
+from subkv.native.bases import AUTO, CODED, SIDECAR_ENDING, check_budget
 from subkv.native.library import LIB_PATH
 from subkv.native.paths import mtmd_variable
 
@@ -79,7 +79,7 @@ def prepare(model: Path, strict: bool = False, bases: Path | None = None, kv_bit
     Raises ModelFileError about `model_path`, CacheError about `bases` or `kv_cache`, SubkvError about XDG_CACHE_HOME.
     """
     # numpy and the native libraries: not for a --help
-    from subkv.engine.cache import CODED, CacheOptions, choose_cache
+    from subkv.engine.cache import CacheOptions, choose_cache
     from subkv.native.gguf import check_model_file
 
     if bases is None:
@@ -106,7 +106,7 @@ def fit_memory(model: Path, request: CacheRequest, n_ctx: int, n_seq: int, unifi
     Raises as prepare(), and CacheError about `kv_memory`.
     """
     # numpy and the native libraries: not for a --help
-    from subkv.engine.cache import CODED, CacheOptions, choose_cache
+    from subkv.engine.cache import CacheOptions, choose_cache
     from subkv.engine.fitting import fitted, memory_size
     from subkv.native.binding import C
 
@@ -167,8 +167,7 @@ def program_path(libraries: Path, environment: Mapping[str, str]) -> dict[str, s
 def _cause(error: CacheError) -> str:
     """Why bases cannot be derived, without remedies."""
     cause = error.__cause__
-    reason = cause.reason if isinstance(cause, SubkvError) else error.reason
-    return reason.split("; use an ordinary cache")[0].split("; choose f16")[0]
+    return without_remedy(cause.reason if isinstance(cause, SubkvError) else error.reason)
 
 
 def models_in(path: Path) -> list[Path]:

@@ -396,7 +396,7 @@ FAULTS = [
     ),
     Fault(
         "a file for every model",
-        "runtime/native/bases/automatic.cpp",
+        "runtime/native/engine/automatic.cpp",
         "owner == owners_.end() || owner->second == model ||",
         "owner == owners_.end() || !owner->second.empty() ||",
         AUTOMATIC,

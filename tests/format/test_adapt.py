@@ -20,9 +20,9 @@ from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from research.float32.adaptive import Replayed, ResearchLayout, anchored
+from research.float32.adaptive import Replayed, ResearchLayout, anchored, native_params
 from subkv.base.errors import SubkvError
-from subkv.format.adapt import Adapt, native_params
+from subkv.format.adapt import Adapt
 from subkv.format.bases import StoredBasis
 from subkv.native import library as _lib
 from subkv.plan.basis import fit_metric, gains, store

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import capi
+import llama_cpp
 import pytest
 from each import each
 
@@ -19,6 +20,8 @@ from research.experiments.sketch import SketchParams
 from subkv.format.adapt import HeadStats, Params
 from subkv.native import library as _lib
 
+REPO = Path(__file__).resolve().parents[2]
+HAS_LIB = (Path(llama_cpp.__file__).parent / "lib").is_dir()
 TYPES = {
     "int32_t": ctypes.c_int32,
     "uint32_t": ctypes.c_uint32,
@@ -45,7 +48,7 @@ HEADERS |= {"adapt/subkv_adapt": capi.adapt(), "adapt/subkv_adapt_test": capi.AD
 
 def header(name: str) -> str:
     """One of runtime/native without its comments."""
-    path = Path(__file__).resolve().parents[2] / "runtime" / "native" / f"{name}.h"
+    path = REPO / "runtime" / "native" / f"{name}.h"
     return re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
 
 
@@ -84,6 +87,47 @@ def test_import_names_the_folder_and_loads_nothing() -> None:
 def test_llama_cpp_may_be_imported_before_the_class_is_used() -> None:
     done = run("import subkv, llama_cpp; print(issubclass(subkv.Llama, llama_cpp.Llama))")
     assert done.stdout.split() == ["True"], done.stderr
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> str:
+    """Code that makes a folder with what the wheel installs for `import llama_cpp` one of Python's site folders."""
+    for name in ("subkv_finder.py", "subkv.pth"):
+        shutil.copy(REPO / "python" / name, tmp_path)
+    return f"import site; site.addsitedir({str(tmp_path)!r}); "
+
+
+@pytest.mark.skipif(HAS_LIB, reason="llama_cpp has libraries (install it with CMAKE_ARGS=-DLLAMA_BUILD=OFF)")
+def test_llama_cpp_without_libraries_loads_ours(site: str) -> None:
+    """It needs no `import subkv` first, and children get no variable."""
+    show = "print(llama_cpp.llama_cpp._lib._name, 'LLAMA_CPP_LIB_PATH' in os.environ)"
+    done = run(f"{site} import os, llama_cpp; {show}; {LOAD}")
+    assert done.stdout.split() == [str(_lib.lib_dir() / f"libllama{_lib.SUFFIX}"), "False"], done.stderr
+
+
+@each("has_lib, variable, expected", [(False, None, "ours"), (True, None, "None"), (False, "/theirs", "/theirs")])
+def test_the_folder_of_llama_cpps_libraries(
+    site: str, tmp_path: Path, has_lib: bool, variable: str | None, expected: str
+) -> None:
+    package = tmp_path / "llama_cpp"
+    package.mkdir(exist_ok=True)
+    shutil.rmtree(package / "lib", ignore_errors=True)
+    if has_lib:
+        (package / "lib").mkdir()
+    (package / "__init__.py").write_text("from .llama_cpp import *\n")
+    (package / "llama_cpp.py").write_text("import os; print(os.environ.get('LLAMA_CPP_LIB_PATH'))\n")
+    code = f"{site} import sys; sys.path.insert(0, {str(tmp_path)!r}); import llama_cpp"
+    done = run(code, **({} if variable is None else {"LLAMA_CPP_LIB_PATH": variable}))
+    assert done.stdout.split() == [str(_lib.lib_dir()) if expected == "ours" else expected], done.stderr
+
+
+def test_python_starts_when_subkv_is_half_removed(site: str, tmp_path: Path) -> None:
+    if not HAS_LIB:
+        done = run(f"{site} import sys; sys.modules['subkv'] = None; import llama_cpp")
+        assert "Shared library with base name 'llama' not found" in done.stderr.splitlines()[-1]
+    (tmp_path / "subkv_finder.py").unlink()
+    done = run(f"{site} print('started')")
+    assert (done.stdout, done.stderr) == ("started\n", "")
 
 
 def test_import_works_without_libraries(tmp_path: Path) -> None:

@@ -502,6 +502,7 @@ def test_an_option_of_llama_cli_is_named_as_such(program: Program, tmp_path: Pat
     assert program("runtime.chat", "--numa", "numactl").stderr.endswith(
         "; llama.cpp's llama-cli has it: subkv run llama-cli --numa\n"
     )
+    assert program("runtime.chat", "--mlock").stderr.endswith("subkv run llama-cli --load-mode mlock\n")
 
 
 def test_a_single_turn_that_does_not_fit_fails(program: Program, coded_model: Models) -> None:

@@ -50,7 +50,18 @@ def test_every_command_has_help() -> None:
 def test_unknown_command(name: str) -> None:
     result = run(name)
     assert result.exit_code == 2
-    assert f"No such command '{name}'" in result.stderr
+    assert f"No such command '{name}'" in result.stderr and "Did you mean" not in result.stderr
+
+
+def test_first_words() -> None:
+    """What a new user types: nothing, a slip, a model. Lines fit in a terminal of 80 columns."""
+    nothing = run()
+    assert nothing.exit_code == 0 and nothing.stdout.startswith("subkv chat  ")
+    assert max(map(len, nothing.stdout.splitlines())) < 80
+    slip, model = run("conver"), run("model.gguf")
+    assert slip.exit_code == model.exit_code == 2
+    assert slip.stderr.endswith("Error: No such command 'conver'. Did you mean 'convert'?\n")
+    assert "expected a command before the model model.gguf, such as chat, found none" in model.stderr
 
 
 @pytest.mark.parametrize("command", [["chat", "-m"], ["bench", "-m"], ["perplexity", "-f", "x", "-m"]])

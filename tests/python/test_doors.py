@@ -64,10 +64,10 @@ def test_another_llama_cpp_loads_the_plugin(tmp_path: Path, tiny_model: object) 
     assert (
         found.door.why == f"loads libllama.so.0 from {program.parent / 'libllama.so.0'}, whose ggml loads the plug-in"
     )
-    assert found.environment[doors.BACKEND_PATH] == str(OURS / doors.PLUGIN)
     assert str(OURS) not in found.environment.get("LD_LIBRARY_PATH", "").split(":") or "LD_LIBRARY_PATH" in os.environ
     model = tiny_model()  # type: ignore[operator]
     ready = start.prepare_start(found, start.read_arguments(found, ["-m", str(model)]), CacheRequest())
+    assert ready.environment[doors.BACKEND_PATH] == str(OURS / doors.PLUGIN)
     assert Path(ready.environment["SUBKV"]).is_file(), "a plug-in does not know where the model's file is"
 
 
@@ -129,18 +129,19 @@ def test_serve_needs_our_libraries(tmp_path: Path) -> None:
 
 
 def test_another_backend_of_the_user_is_kept(tmp_path: Path) -> None:
-    program, environment = another(tmp_path), {**os.environ, doors.BACKEND_PATH: "/opt/libggml-other.so"}
+    program, theirs = another(tmp_path), {doors.BACKEND_PATH: "/opt/libggml-other.so"}
     with pytest.raises(SubkvError, match="expected no other backend, .* found /opt/libggml-other.so; unset it") as at:
-        start.find_program(str(program), environment)
+        start_with(program, **theirs)
     assert at.value.key == doors.BACKEND_PATH
-    environment[doors.BACKEND_PATH] = f"/opt/{doors.PLUGIN}"  # of another version
-    assert start.find_program(str(program), environment).environment[doors.BACKEND_PATH] == str(OURS / doors.PLUGIN)
+    assert start_with(program, "-ctk", "q8_0", **theirs).items() >= theirs.items()
+    by_env = {doors.BACKEND_PATH: f"/opt/{doors.PLUGIN}", doors.DEVICES: doors.DEVICE}  # of another version
+    assert start_with(program, **by_env)[doors.BACKEND_PATH] == str(OURS / doors.PLUGIN)
+    assert not by_env.keys() & start_with(program, "-ctk", "q8_0", **by_env).keys()
 
 
-def start_with(program: Path, *arguments: str) -> dict[str, str]:
-    found = start.find_program(
-        str(program), {name: value for name, value in os.environ.items() if name != doors.DEVICES}
-    )
+def start_with(program: Path, *arguments: str, **variables: str) -> dict[str, str]:
+    without = {name: value for name, value in os.environ.items() if name != doors.DEVICES}
+    found = start.find_program(str(program), {**without, **variables})
     return start.prepare_start(found, start.read_arguments(found, arguments), CacheRequest()).environment
 
 

@@ -84,6 +84,7 @@ def test_a_model_that_has_no_use_for_them(tiny_model: Models) -> None:
     assert why.startswith(
         "cache: f16; model mamba: subkv cannot hold its K/V cache because no layer of it has K/V heads"
     )
+    assert "; use an ordinary cache type" not in why
     assert cache.startswith("KV cache: f16, ")
     assert "bases" not in "".join(rest)
     refused = chat(tiny_model("mamba"), "-ctk", "subkv")

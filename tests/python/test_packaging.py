@@ -76,6 +76,7 @@ def test_installed_files() -> None:
         pytest.skip("wheel: an editable install has no file list")
     upstream = "subkv/lib/llama.cpp/"  # its converter and its licence, unchanged
     expected = {"runtime/chat/cli.py", "converter/cli.py", "subkv/py.typed", f"{upstream}LICENSE"}
+    expected |= {"subkv.pth", "subkv_finder.py"}  # for `import llama_cpp`
     expected |= {"subkv/include/subkv.h", "subkv/include/llama.h", "subkv/cmake/subkvConfig.cmake"}
     expected |= {f"subkv-{subkv.__version__}.dist-info/licenses/{name}" for name in LICENSES}
     assert expected <= files
@@ -86,4 +87,4 @@ def test_installed_files() -> None:
     stock = {f"subkv/lib/stock/llama-{name}" for name in ("server", "completion", "bench", "perplexity")}  # SUBKV_STOCK
     kinds = {Path(name).suffix for name in files - own - stock if not name.startswith(("..", "subkv-", upstream))}
     programs = {".py", ".pyc", ".typed", ".so", ".dylib", ".h", ".cmake"}
-    assert kinds <= programs | {".safetensors", ".json", ".txt"}
+    assert kinds <= programs | {".safetensors", ".json", ".txt", ".pth"}

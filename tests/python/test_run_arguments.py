@@ -14,6 +14,8 @@ from each import each
 
 from runtime.launch import programs
 from runtime.launch.arguments import ProgramArguments, is_llama_cpp_program, read, with_hub_models
+from runtime.launch.doors import Door
+from runtime.launch.start import Program, read_arguments
 from subkv.base import hub
 from subkv.base.errors import SubkvError
 
@@ -179,6 +181,16 @@ def executable(path: Path, text: str | bytes = "#!/bin/sh\n") -> Path:
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     path.chmod(0o755)
     return path
+
+
+@each("flag, name", [("--mlock", "--load-mode mlock"), ("--no-mmap", "--load-mode none")])
+def test_flags_that_llama_cpp_has_renamed(flag: str, name: str) -> None:
+    """They are known from other versions. Only ours is refused: another llama.cpp may have them."""
+    ours, theirs = Door(None, ""), Door(Path("libggml-subkv.so"), "")
+    with pytest.raises(SubkvError, match=f"^{flag}: expected {name}, its name in this version of llama.cpp$"):
+        read_arguments(Program("llama-server", Path("llama-server"), {}, ours), ["-c", "512", flag])
+    for program, door in (("llama-server", theirs), ("llama-bench", ours), ("app", ours)):
+        assert read_arguments(Program(program, Path(program), {}, door), [flag]).arguments == (flag,)
 
 
 def test_programs_next_to_the_libraries_come_first(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from runtime.launch import variables
 from subkv.base.errors import CacheError, ModelFileError, SubkvError
 from subkv.engine import sidecars
 from subkv.engine.cache import CacheOptions, choose_cache, parse_cache
-from subkv.format import metadata, store
+from subkv.format import store
 from subkv.native.bases import (
     BESIDE,
     NAMED,
@@ -81,7 +81,6 @@ def of_weights(made: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         written.append(output)
 
     monkeypatch.setattr(datafree, "sidecar", sidecar)
-    monkeypatch.setattr(sidecars, "weights_generator", metadata.generator)  # that of `made`
     monkeypatch.setattr(sidecars, "_temporary", sidecars._Temporary())  # not kept for later tests
     return written
 
@@ -224,7 +223,7 @@ def test_the_search_and_hostile_files(model: Path, made: Path, tmp_path: Path, c
             find_bases(path, None, WEIGHTS)
         assert str(caught.value).isprintable()
         found = find_bases(model, path, NAMED)
-        assert (found.source, found.path, found.note, found.version) == (NAMED, path, "", 0)
+        assert (found.source, found.path, found.note) == (NAMED, path, "")
         assert found.reason.endswith(f"found {why}")
     plain = find_bases(model, model, NAMED)
     assert plain.reason == f"expected subkv.* keys (a converted model or a sidecar), found none in {model}"

@@ -19,7 +19,7 @@ from each import each
 from format import writer
 from gguf import GGUFReader, GGUFValueType
 
-from subkv.format import store
+from subkv.format import metadata, store
 from subkv.native import library as _lib
 from subkv.native.bases import STORED, WEIGHTS, sidecar_path, stored_path
 from subkv.native.gguf import Gguf
@@ -163,8 +163,29 @@ def test_places_searched_by_auto(model: Path) -> None:
         origin = "from the weights, " if place == "weights" else "calibrated on 123456789012 tokens for this model, "
         assert f" layers; bases: {origin}" in line
         assert found["kv"].count("(subkv)") == 2
+        assert "x smaller than f16, not smaller than q8_0, " in line
         (named,) = run(model, subkv=str(path))
         assert f" layers; bases: of {path}, " in named["log"][0] and found == {**named, "log": [line]}
+
+
+def of_version(path: Path, generator: str) -> Path:
+    """The file as if this program had derived its bases from the weights."""
+    texts = {"subkv.generator": generator, "subkv.calibration.text": metadata.FROM_WEIGHTS}
+    keys = {name: (GGUFValueType.STRING, text) for name, text in texts.items()}
+    return writer.write(path, writer.sealed(writer.read(path) | keys))
+
+
+def test_bases_of_another_version_are_not_used(model: Path) -> None:
+    """Those from the weights, unless the user names the file."""
+    path = of_version(stored(model, WEIGHTS), metadata.weights_generator())
+    assert "coded K/V cache" in run(model)[0]["log"][0]
+    of_version(path, f"{metadata.generator()}, weights")
+    ordinary, required = run(model, f"{model}={CODED}")
+    why = f"another version of subkv has derived the bases in {path}; `subkv env -m {model}` derives them again"
+    assert ordinary["log"] == [f"subkv: ordinary f16 K/V cache: {why}"]
+    assert not required["made"] and why in required["log"][0]
+    (named,) = run(model, subkv=str(path))
+    assert named["made"] and named["log"][0].endswith(" tokens, derived by another version of subkv")
 
 
 def test_own_keys_take_precedence(model: Path, bases: Path) -> None:

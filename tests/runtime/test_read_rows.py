@@ -14,6 +14,7 @@ from each import each
 from engine import SUBKV, last_error, observe_values, observed, session
 from test_variants import exact_layout
 
+from research.float32.adaptive import native_params
 from subkv.format import adapt
 
 BANDS = [(8, 8), (8, 6), (16, 4)]
@@ -81,7 +82,7 @@ def test_rows_of_adaptive_bases_are_those_of_the_coder_alone(
     halves = np.ascontiguousarray(rows[:, 0].astype(np.float16).astype(np.float32))  # rows in the exact window
     decoded, chunk = read(s, 0, 0, value, shape.d_k)
     expected, chunk_of = np.empty_like(halves), np.empty(N, np.int32)
-    params = adapt.native_params(adapt.parse(text)[1])
+    params = native_params(adapt.parse(text)[1])
     assert SUBKV.subkv_adapt_replay(
         layout, params, 0, 0, value, halves.ctypes.data, N, expected.ctypes.data, chunk_of.ctypes.data, None, None
     )

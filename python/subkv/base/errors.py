@@ -58,6 +58,11 @@ def system_reason(error: BaseException) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
+def without_remedy(reason: str) -> str:
+    """The first part of a reason of SubkvError or libsubkv: remedies follow semicolons."""
+    return reason.partition("; ")[0]
+
+
 def is_unavailable(error: BaseException) -> bool:
     """Whether the system caused an error (access, memory, open files, the disk): the file itself may be sound."""
     cause: BaseException | None = error

@@ -81,14 +81,6 @@ def exists(path: Path) -> bool:
     return True
 
 
-def is_regular(path: Path) -> bool:
-    """Whether the path is a regular file and not a link. Raises OSError if it cannot be checked."""
-    try:
-        return stat.S_ISREG(os.lstat(path).st_mode)
-    except FileNotFoundError:
-        return False
-
-
 def _without_waiting(path: str, flags: int) -> int:
     return _retry_while_busy(path, os.open, path, flags | getattr(os, "O_NONBLOCK", 0))
 

@@ -6,18 +6,17 @@ import contextlib
 import contextvars
 import ctypes
 import dataclasses
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from subkv.base.errors import CacheError, SubkvError, concerning
+from subkv.base.errors import CacheError, SubkvError, concerning, without_remedy
 from subkv.engine import sidecars
 from subkv.format import metadata
 from subkv.format.layout import Layout
 from subkv.format.window import ERROR_KEYS, Window
 from subkv.native import library
-from subkv.native.bases import EMBEDDED, STORED, WEIGHTS, budget_of, find_bases
+from subkv.native.bases import AUTO, CODED, EMBEDDED, STORED, WEIGHTS, budget_of, find_bases
 from subkv.native.binding import C, LogLines, last_error, last_log_error, native
 from subkv.native.gguf import check_model_file
 
@@ -35,8 +34,6 @@ STOCK_TYPES: dict[str, tuple[int, float]] = {
     "q4_0": (2, 4.5),
     "iq4_nl": (20, 4.5),
 }
-CODED = "subkv"
-AUTO = "auto"
 CACHE_TYPES = (AUTO, CODED, *STOCK_TYPES)
 
 
@@ -223,8 +220,8 @@ def with_weight_bases(model: Path, requested: CacheOptions) -> tuple[CacheOption
 
 def f16_fallback(requested: CacheOptions, error: CacheError) -> tuple[CacheOptions, str]:
     """Options for an f16 cache instead of a coded one, and the reason in one line."""
-    reason = re.sub(r"; (choose f16|use an ordinary cache type)[^;]*$", "", error.reason)
-    return dataclasses.replace(requested, kv_cache="f16", type_k=None, type_v=None), f"cache: f16; {reason}"
+    note = f"cache: f16; {without_remedy(error.reason)}"
+    return dataclasses.replace(requested, kv_cache="f16", type_k=None, type_v=None), note
 
 
 def _coded(layout: Path, requested: CacheOptions, note: str, budget: float) -> CacheChoice:

@@ -8,9 +8,9 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from subkv.base.errors import CacheError, SubkvError, concerning
+from subkv.base.errors import CacheError, SubkvError, concerning, without_remedy
 from subkv.format import store
-from subkv.format.metadata import VERSION, read, weights_generator
+from subkv.format.metadata import read
 from subkv.native.bases import EMBEDDED, NAMED, NONE, WEIGHTS, FoundBases, find_bases, model_content, stored_path
 
 
@@ -34,27 +34,18 @@ def no_bases_note(found: FoundBases) -> str:
 
 def usable(found: FoundBases) -> bool:
     """Whether a search has found bases. Raises CacheError about `bases` if they cannot be used, about `kv_bits` if they
-    have no such plan.
-
-    Bases from the weights must be of this version: they take seconds to derive.
+    have no such plan. Damaged ones from the weights are not usable: they take seconds to derive.
     """
-    if found.source == WEIGHTS and found.lacks_budget and found.path is not None:
-        try:
-            described = read(found.path)
-        except SubkvError:  # damaged
-            return False
-        if (described["version"], described["generator"]) == (VERSION, weights_generator()):
-            raise CacheError("kv_bits", found.reason)
-        return False
     if found.source == WEIGHTS:
-        return not found.reason and (found.version, found.generator) == (VERSION, weights_generator())
+        if found.lacks_budget:
+            raise CacheError("kv_bits", found.reason)
+        return not found.reason
     if found.source == NONE or not found.reason:
         return found.source != NONE
     if found.source in (NAMED, EMBEDDED):
         raise CacheError("bases", found.reason)
-    reason = found.reason.split("; convert ")[0]  # without the remedy for other files
     remedy = "make it readable" if found.is_unavailable else "convert the model again"
-    raise CacheError("bases", f"{reason}; {remedy}, or ignore it with --no-sidecar")
+    raise CacheError("bases", f"{without_remedy(found.reason)}; {remedy}, or ignore it with --no-sidecar")
 
 
 def from_weights(model: Path, found: FoundBases | None, kv_bits: float | None = None) -> Sidecar:

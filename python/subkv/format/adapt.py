@@ -113,14 +113,6 @@ def parse(text: str) -> tuple[str, Adapt]:
     return next(sides for sides, value in SIDES.items() if value == number.value), Adapt(**values)
 
 
-def native_params(params: Adapt) -> ctypes.Structure:
-    """subkv_adapt_params. Raises CacheError for an unknown kind."""
-    if params.kind not in KINDS:
-        raise CacheError("adapt", f"kind: expected one of {', '.join(KINDS)}, found {params.kind!r}")
-    fields: dict[str, Any] = {**vars(params), "kind": KINDS.index(params.kind)}
-    return Params(**fields)
-
-
 @dataclass(frozen=True)
 class AdaptStats:
     """Adaptive bases of one layer's keys or values, summed over its heads.

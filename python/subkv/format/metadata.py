@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from subkv.base.version import __version__
 from subkv.format.bases import CodedHead, CodedLayer, SharedHead, StoredBasis, first_values
 from subkv.format.calibration import Calibration
-from subkv.format.layout import WITHOUT_DIGEST, Layout
+from subkv.format.layout import Layout
 from subkv.format.window import Window
 from subkv.native.digest import Value
 from subkv.native.gguf import Gguf
 
 VERSION = 5
-READ_VERSIONS = (WITHOUT_DIGEST, VERSION)
 FROM_WEIGHTS = "weights"  # subkv.calibration.text of bases derived from the weights
 PREDICTED_KEY = "subkv.predicted"
 STORED_NAMES = {"calibrated": "calibrated", "sqrt": "sqrt_r_d", "one": "one"}  # gamma in files, FORMAT.md §1
@@ -116,7 +115,10 @@ def generator() -> str:
 
 
 def weights_generator() -> str:
-    """The same of bases from the weights; increase the number when they change, so that stored ones are replaced."""
+    """The same of bases from the weights; increase the number when they change, so that stored ones are replaced.
+
+    find_bases.cpp, which searches for them, has it, too.
+    """
     return f"{generator()}, weights 2"
 
 

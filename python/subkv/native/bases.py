@@ -13,6 +13,7 @@ from subkv.native import library
 
 # subkv.h, in the order of the search
 NONE, NAMED, EMBEDDED, BESIDE, STORED, WEIGHTS = range(6)
+CODED, AUTO = "subkv", "auto"  # our cache types
 MAX_BUDGET = 64.0  # bits per element, FORMAT.md §3.3
 SIDECAR_ENDING = ".subkv-sidecar.gguf"  # of the names of sidecar_path()
 
@@ -44,12 +45,10 @@ class FoundBases:
     """
 
     source: int
-    version: int
     path: Path | None
     note: str
     size: str
     reason: str
-    generator: str
     is_unavailable: bool
     budget: float
     lacks_budget: bool
@@ -78,12 +77,10 @@ def find_bases(model: Path, named: Path | None, last: int, kv_bits: float | None
             raise CacheError(key if key.isupper() else "kv_bits", reason)
         return FoundBases(
             seen.source,
-            seen.version,
             Path(os.fsdecode(seen.path)) if seen.path else None,
             f"bases: {os.fsdecode(seen.words)}" if seen.words else "",
             os.fsdecode(seen.size),
             reason,
-            os.fsdecode(seen.generator),
             bool(seen.unavailable),
             float(seen.budget),
             bool(seen.lacks_budget),

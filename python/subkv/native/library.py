@@ -53,8 +53,8 @@ class Bases(ctypes.Structure):
     """subkv_bases."""
 
     _fields_ = [
-        *members(_i32, "source", "version"),
-        *members(_str, "path", "words", "size", "reason", "generator"),
+        ("source", _i32),
+        *members(_str, "path", "words", "size", "reason"),
         *members(ctypes.c_bool, "unavailable", "lacks_budget"),
         ("budget", _float),
     ]

@@ -33,6 +33,9 @@ constexpr size_t       MAX_NAME    = 100;
 constexpr const char * BESIDE      = ".subkv-sidecar.gguf";
 constexpr const char * CONTENT_KEY = "subkv.base.content";
 
+// The writer of bases from the weights, as weights_generator() of metadata.py. Those of another one are derived again.
+constexpr const char * WEIGHTS_GENERATOR = "subkv " SUBKV_VERSION ", weights 2";
+
 const char * ending_of(int32_t source) { // of files in the store
     return source == SUBKV_BASES_WEIGHTS ? ".weights.gguf" : ".gguf";
 }
@@ -124,6 +127,17 @@ std::string content_of_sidecar(const std::string & path) {
     return Keys(file.get()).optional_str(CONTENT_KEY);
 }
 
+// Has another version of subkv derived these bases from the weights? The arguments are keys of FORMAT.md §1.
+bool is_outdated(const std::string & generator, int64_t version, const std::string & calibration_text) {
+    return calibration_text == "weights" && (generator != WEIGHTS_GENERATOR || version != FORMAT_VERSION);
+}
+
+bool is_outdated(const gguf_context * file) {
+    const Keys keys(file);
+    return is_outdated(keys.optional_str("subkv.generator"), keys.optional_u32("subkv.version", 0),
+                       keys.optional_str("subkv.calibration.text"));
+}
+
 // One word of a command for a shell.
 std::string quoted(const std::string & word) {
     const auto plain = [](char c) {
@@ -158,7 +172,7 @@ std::string day_of(const fs::path & path) {
 
 std::string words_of(const FoundBases & found) {
     if (found.source == SUBKV_BASES_NAMED || found.source == SUBKV_BASES_EMBEDDED) {
-        return "of " + found.path + ", " + found.size;
+        return words_of_file(found.path, *found.layout);
     }
     const std::string in = " (" + found.path + ")";
     if (found.source == SUBKV_BASES_WEIGHTS) {
@@ -183,7 +197,7 @@ public:
         try {
             if (!named.empty()) {
                 load(SUBKV_BASES_NAMED, named);
-            } else if (model.empty() || (!embedded() && !beside() && !stored())) {
+            } else if ((model.empty() || (!embedded() && !beside() && !stored())) && found.reason.empty()) {
                 found.reason = "no bases for this model; `subkv convert " + (model.empty() ? "MODEL" : quoted(model)) +
                                "` derives them";
             }
@@ -298,8 +312,11 @@ private:
             found.source    = source; // of an error
             found.path      = utf8(path);
             if (file_exists(path)) {
-                load(source, found.path);
-                return true;
+                if (source != SUBKV_BASES_WEIGHTS || !is_outdated(open_gguf(found.path.c_str()).get())) {
+                    load(source, found.path);
+                    return true;
+                }
+                found.reason = outdated_reason(found.path, model);
             }
             found.source = SUBKV_BASES_NONE;
             found.path.clear();
@@ -327,6 +344,16 @@ std::string size_of(const Layout & layout) {
     return text;
 }
 
+std::string words_of_file(const std::string & path, const Layout & layout) {
+    const bool old = is_outdated(layout.generator, layout.version, layout.calibration_text);
+    return "of " + path + ", " + size_of(layout) + (old ? ", derived by another version of subkv" : "");
+}
+
+std::string outdated_reason(const std::string & path, const std::string & model) {
+    return "another version of subkv has derived the bases in " + path + "; `subkv env -m " +
+           (model.empty() ? "MODEL" : quoted(model)) + "` derives them again";
+}
+
 FoundBases find_bases(const std::string & model, const std::string & named, int32_t last, float budget) {
     if (budget == 0.0f) {
         try {
@@ -345,7 +372,7 @@ StoredBases bases_of_weights(const std::string & path) {
     const gguf_context_ptr file = open_gguf(path.c_str());
     const Keys             keys(file.get());
     const bool             named = !keys.optional_str(WEIGHTS_KEY).empty();
-    StoredBases            found{ path, named ? keys.sha256(WEIGHTS_KEY) : "", {} };
+    StoredBases            found{ path, named ? keys.sha256(WEIGHTS_KEY) : "", {}, is_outdated(file.get()) };
     for (const auto & layer : parse_layout(keys.view("subkv.layout"), MAX_LAYERS)) {
         found.layers.push_back(layer.il);
     }
@@ -378,20 +405,13 @@ extern "C" const subkv_bases * subkv_find_bases(const char * model, const char *
             fail("subkv_find_bases: last: expected %d to %d, found %d", SUBKV_BASES_NAMED, SUBKV_BASES_WEIGHTS,
                  (int) last);
         }
-        auto owned                         = std::make_unique<OwnedBases>();
-        owned->found                       = find_bases(model, named ? named : "", last, budget);
-        const auto &   found               = owned->found;
-        const Layout * layout              = found.layout.get();
-        static_cast<subkv_bases &>(*owned) = { found.source,
-                                               layout ? layout->version : 0,
-                                               found.path.c_str(),
-                                               found.words.c_str(),
-                                               found.size.c_str(),
-                                               found.reason.c_str(),
-                                               layout ? layout->generator.c_str() : "",
-                                               found.unavailable,
-                                               found.lacks_budget,
-                                               layout ? layout->budget : 0.0f };
+        auto owned          = std::make_unique<OwnedBases>();
+        owned->found        = find_bases(model, named ? named : "", last, budget);
+        const auto &  found = owned->found;
+        const float   bits  = found.layout ? found.layout->budget : 0.0f;
+        subkv_bases & out   = *owned;
+        out                 = { found.source,         found.path.c_str(), found.words.c_str(), found.size.c_str(),
+                                found.reason.c_str(), found.unavailable,  found.lacks_budget,  bits };
         return owned.release();
     });
 }

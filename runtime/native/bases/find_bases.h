@@ -27,12 +27,17 @@ FoundBases find_bases(const std::string & model, const std::string & named, int3
 
 // "4.25 bits per element at 8192 tokens"
 std::string size_of(const Layout & layout);
+// "of FILE, 4.25 bits per element at 8192 tokens", for a file that the user names
+std::string words_of_file(const std::string & path, const Layout & layout);
+// Why a search leaves out bases that another version of subkv has derived from the weights. model: "": its file is unknown.
+std::string outdated_reason(const std::string & path, const std::string & model);
 
 // A sidecar of the cache folder: the weights that identify its model (FORMAT.md §1.3), and the layers that they are of.
 struct StoredBases {
     std::string      path;
     std::string      weights;
-    std::vector<int> layers; // in the order of the file; may be empty
+    std::vector<int> layers;           // in the order of the file; may be empty
+    bool             outdated = false; // derived from the weights by another version of subkv
 
     int first_layer() const { return layers.empty() ? -1 : layers.front(); }
     int last_layer() const { return layers.empty() ? -1 : layers.back(); }

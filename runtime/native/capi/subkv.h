@@ -88,20 +88,19 @@ enum {
 
 typedef struct subkv_bases {
     int32_t      source;
-    int32_t      version;     // format of the file; 0: it cannot be used
     const char * path;        // of the file; "": none
     const char * words;       // source and size of usable bases, for the user
     const char * size;        // the size alone
     const char * reason;      // "": usable; else why there are none, or why those found first cannot be used
-    const char * generator;   // program that wrote them
     bool         unavailable; // `reason` is of the system (access, memory, the disk): the file itself may be sound
     bool  lacks_budget; // `reason` is that the bases have no plan for the requested budget, or SUBKV_BITS is invalid
     float budget;       // of usable bases, for subkv_layout_load_budget
 } subkv_bases;
 
 // Finds the bases of a model, from the first place up to `last` that has some: no later place replaces a damaged file or
-// one of another model. named: the user's file, which alone counts; NULL: none. budget: bits per element; 0: those of the
-// variable SUBKV_BITS, or the file's default. NULL if the model cannot be read.
+// one of another model. It leaves out bases that another version of subkv has derived from the weights. named: the user's
+// file, which alone counts; NULL: none. budget: bits per element; 0: those of the variable SUBKV_BITS, or the file's
+// default. NULL if the model cannot be read.
 SUBKV_API const subkv_bases * subkv_find_bases(const char * model, const char * named, int32_t last, float budget);
 SUBKV_API void                subkv_bases_free(const subkv_bases * bases);
 

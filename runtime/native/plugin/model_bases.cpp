@@ -109,7 +109,7 @@ std::string owner;
 
 ModelBases loaded(const std::string & path, bool required) {
     const auto layout = load_layout(path.c_str(), budget_of_environment());
-    return { layout, "of " + path + ", " + size_of(*layout), required };
+    return { layout, words_of_file(path, *layout), required };
 }
 
 } // namespace
@@ -193,11 +193,16 @@ std::optional<ModelBases> find_model_bases(const GraphWeights & weights, Seen se
         }
     }
     const bool  required = value == "subkv" && owner.empty();
-    std::string partly; // bases of this model, whose layers several caches have
+    std::string partly;   // bases of this model, whose layers several caches have
+    std::string outdated; // bases of this model that another version of subkv derived
     bool        later = false;
     for (const StoredBases & bases : known.stored) {
         const std::string digest = digest_of(weights, bases);
         const bool        same   = !digest.empty() && digest == bases.weights;
+        if (same && bases.outdated) {
+            outdated = bases.path;
+            continue;
+        }
         if (same && fits(bases)) {
             owner = required ? digest : owner;
             return loaded(bases.path, required);
@@ -211,10 +216,13 @@ std::optional<ModelBases> find_model_bases(const GraphWeights & weights, Seen se
     if (later) {
         return std::nullopt;
     }
-    const std::string why = known.stored_why.empty() ?
-                                "no bases for this model in " + std::string(subkv_sidecar_folder()) +
-                                    "; `subkv convert MODEL` derives them" :
-                                known.stored_why;
+    std::string why = known.stored_why;
+    if (!outdated.empty()) {
+        why = outdated_reason(outdated, "");
+    } else if (why.empty()) {
+        why = "no bases for this model in " + std::string(subkv_sidecar_folder()) +
+              "; `subkv convert MODEL` derives them";
+    }
     if (required) {
         throw Invalid("SUBKV=subkv: " + why);
     }

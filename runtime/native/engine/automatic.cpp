@@ -155,20 +155,24 @@ CacheRequest request_of_environment(const std::shared_ptr<const Layout> & layout
 std::string cache_line(const Cache & cache, size_t bytes_codes, size_t bytes_ordinary, int32_t n_windows) {
     subkv_stats stats;
     cache.stats(bytes_codes, bytes_ordinary, stats);
-    const double     window = (double) stats.bytes_window / cache.n_seq();
-    const double     all    = (double) (stats.bytes_codes + stats.bytes_window);
-    const double     size   = (double) stats.bytes_codes + n_windows * window;
-    const double     f16    = (double) stats.bytes_f16;
-    constexpr double Q8_0   = 8.5 / 16.0; // of f16
-    char             line[240], more[80] = "";
+    const double     window    = (double) stats.bytes_window / cache.n_seq();
+    const double     all       = (double) (stats.bytes_codes + stats.bytes_window);
+    const double     size      = (double) stats.bytes_codes + n_windows * window;
+    const double     f16       = (double) stats.bytes_f16;
+    constexpr double Q8_0      = 8.5 / 16.0; // of f16
+    const double     than_q8_0 = Q8_0 * f16 / size;
+    char             line[240], more[80] = "", q8_0[40] = "not smaller than q8_0";
+    if (than_q8_0 >= 1.05) {
+        std::snprintf(q8_0, sizeof(q8_0), "%.1fx than q8_0", than_q8_0);
+    }
     if (n_windows < cache.n_seq() && window > 0.0) {
         std::snprintf(more, sizeof(more), ", %.1f MiB for each further sequence", window / (1 << 20));
     }
     std::snprintf(line, sizeof(line),
-                  "coded K/V cache, %.2f bits per element, %.1f MiB (f16: %.1f): %.1fx smaller than f16, %.1fx than "
-                  "q8_0%s, %u layers; bases: ",
-                  (double) stats.bpe * size / all, size / (1 << 20), f16 / (1 << 20), f16 / size, Q8_0 * f16 / size,
-                  more, stats.n_layer_coded);
+                  "coded K/V cache, %.2f bits per element, %.1f MiB (f16: %.1f): %.1fx smaller than f16, %s%s, "
+                  "%u layers; bases: ",
+                  (double) stats.bpe * size / all, size / (1 << 20), f16 / (1 << 20), f16 / size, q8_0, more,
+                  stats.n_layer_coded);
     return line;
 }
 
