@@ -23,7 +23,7 @@ from each import each
 from subkv.native import library as _lib
 
 NAMES = ("llama-server", "llama-cli", "llama-completion", "llama-bench", "llama-perplexity", "llama-mtmd-cli")
-LIBRARIES = ("libllama-common", "libllama-server-impl", "libmtmd")
+LIBRARIES = ("libllama-common", "libsubkv-server", "libmtmd")
 EXE = ".exe" if os.name == "nt" else ""
 STOCK = _lib.lib_dir() / "stock"
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
