@@ -54,9 +54,7 @@ def another(
         build(folder / "libggml-cuda.so", "int none;", "-shared", "-fPIC", "-Wl,-soname,libggml-cuda.so")
         library_flags.append("-lggml-cuda")
     flags = [f"-Wl,--{tags}-new-dtags", f"-Wl,-rpath,{folder}", f"-Wl,-rpath-link,{folder}"]
-    build(
-        folder / libllama, "int llama(void) { return 0; }", *library_flags, f"-Wl,-soname,{libllama}", *flags
-    )
+    build(folder / libllama, "int llama(void) { return 0; }", *library_flags, f"-Wl,-soname,{libllama}", *flags)
     main = "int llama(void); int main(void) { return llama(); }"
     return build(folder / name, main, folder / libllama, *flags)
 
