@@ -149,6 +149,7 @@ def device_variables(door: Door, devices: Sequence[str]) -> dict[str, str]:
     if door.gpu:
         raise SubkvError(
             "--device",
-            f"expected {DEVICE} (all layers on the CPU), because this ggml does not load the plug-in otherwise, found none",
+            f"expected {DEVICE} (all layers on the CPU), because this ggml does not load the plug-in otherwise, "
+            "found none",
         )
     return {DEVICES: DEVICE}
