@@ -103,7 +103,7 @@ def test_version(repo: Path, name: str) -> None:
 def test_files_beside_the_libraries() -> None:
     """Plain names: a wheel holds no links."""
     folder = program("llama-server").parent
-    files = [path for path in folder.iterdir() if path.name.startswith(("llama-", "libllama-", "libmtmd"))]
+    files = [path for path in folder.iterdir() if path.name.startswith(("llama-", "libllama-", "libmtmd", "libsubkv-"))]
     assert {path.name for path in files} == {f"{name}{EXE}" for name in NAMES} | {
         f"{name}{_lib.SUFFIX}" for name in LIBRARIES
     }
