@@ -87,6 +87,12 @@ def test_libraries_of_the_same_names(tmp_path: Path) -> None:
     assert found.door.why.startswith(f"loads libllama.so from {older.parent}") and found.door.plugin
     own = another(tmp_path / "own", name="program", libllama="libllama.so", tags="enable")
     assert start.find_program(str(own), dict(os.environ)).door.plugin is None
+    shutil.copy(OURS / "libllama.so", older.parent)  # of another subkv
+    assert start.find_program(str(older), dict(os.environ)).door.plugin is None
+    kept = another(tmp_path / "kept", libllama="libllama.so")
+    shutil.copy(OURS / "libllama.so", kept.parent)
+    with pytest.raises(SubkvError, match="it has the coefficient cache already, of another subkv"):
+        start.find_program(str(kept), dict(os.environ))
     assert not list(OURS.glob("libllama-*-impl.*"))
 
 
