@@ -75,13 +75,16 @@ def choose_door(
 
     Raises SubkvError about `program` if it has none.
     """
-    if not programs.other_llama_cpp(program, path, libraries, programs.listed_libraries(path, with_libraries)):
-        return our_door(libraries)
     listed = programs.listed_libraries(path, environment)
+    other = programs.other_llama_cpp(program, path, libraries, listed)
+    # llama.cpp's programs need the libraries of their own version, also where ours have the same names
+    keeps_its_own = bool(other) and is_llama_cpp_program(program) and not _is_patched(listed)
+    with_ours = programs.listed_libraries(path, with_libraries)
+    if not (keeps_its_own or programs.other_llama_cpp(program, path, libraries, with_ours)):
+        return our_door(libraries)
     if listed is None:
         other, reason = "does not start", "a shared library that it needs is missing"
     else:
-        other = programs.other_llama_cpp(program, path, libraries, listed)
         reason = _misfit(listed, libraries)
     if not reason:
         assert listed is not None
@@ -99,8 +102,19 @@ def choose_door(
     )
 
 
+def _is_patched(listed: str | None) -> bool:
+    """Whether the libllama of a program is that of another subkv."""
+    found = programs.library_in(listed or "", "libllama")
+    try:
+        return found is not None and b"llama_subkv_store_on" in found[1].read_bytes()
+    except OSError:
+        return False
+
+
 def _misfit(listed: str, libraries: Path) -> str:
-    """Why the ggml of a program with the libraries `listed` cannot load the plug-in; "": it can."""
+    """Why a program with the libraries `listed` cannot load the plug-in; "": it can."""
+    if _is_patched(listed):
+        return "it has the coefficient cache already, of another subkv"
     base, registry = (programs.library_in(listed, name) for name in ("libggml-base", "libggml"))
     if base is None or registry is None:
         return "its ggml is no shared library"
@@ -146,7 +160,7 @@ def device_variables(door: Door, devices: Sequence[str]) -> dict[str, str]:
     if door.gpu:
         raise SubkvError(
             "--device",
-            f"expected {DEVICE} (all layers on the CPU, coded), or GPUs and {DEVICE} (layers on GPUs keep f16 caches), "
-            "because this ggml does not load the plug-in otherwise, found none",
+            f"expected {DEVICE} (all layers on the CPU), because this ggml does not load the plug-in otherwise, "
+            "found none",
         )
     return {DEVICES: DEVICE}

@@ -23,7 +23,7 @@ from each import each
 from subkv.native import library as _lib
 
 NAMES = ("llama-server", "llama-cli", "llama-completion", "llama-bench", "llama-perplexity", "llama-mtmd-cli")
-LIBRARIES = ("libllama-common", "libllama-server-impl", "libmtmd")
+LIBRARIES = ("libllama-common", "libsubkv-server", "libmtmd")
 EXE = ".exe" if os.name == "nt" else ""
 STOCK = _lib.lib_dir() / "stock"
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
@@ -103,7 +103,7 @@ def test_version(repo: Path, name: str) -> None:
 def test_files_beside_the_libraries() -> None:
     """Plain names: a wheel holds no links."""
     folder = program("llama-server").parent
-    files = [path for path in folder.iterdir() if path.name.startswith(("llama-", "libllama-", "libmtmd"))]
+    files = [path for path in folder.iterdir() if path.name.startswith(("llama-", "libllama-", "libmtmd", "libsubkv-"))]
     assert {path.name for path in files} == {f"{name}{EXE}" for name in NAMES} | {
         f"{name}{_lib.SUFFIX}" for name in LIBRARIES
     }

@@ -125,7 +125,8 @@ def hub_cache(root: Path, model: Path) -> None:
     """The cache folder of a hub with the files of upstream's presets. model: the replacement of their text models."""
     sources = root / "sources"
     sources.mkdir(parents=True)
-    letters = tiny.build(sources / "letters.gguf", "bert", n_ctx_train=1024)
+    # seed: else its keys and values have the weights of `model`, and the plug-in cannot tell these models apart
+    letters = tiny.build(sources / "letters.gguf", "bert", seed=1, n_ctx_train=1024)
     bert = with_words(sources / "bert.gguf", letters, add_bos_token=True)
     split = tiny.build(sources / "split.gguf", "llama", split_tensors=8)
     parts = sorted(sources.glob(f"{split.name[: -len('-00001-of-00003.gguf')]}-*-of-*.gguf"))

@@ -14,6 +14,8 @@ import upstream
 import upstream_source
 from program_paths import program
 
+from subkv.native.library import lib_dir
+
 SHORT = ["test_slot_save.py", "test_ctx_shift.py", "test_kv_keep_only_active.py"]
 
 # They count tokens of an edited prompt: with 16 exact tokens it is evaluated from a checkpoint, or from its beginning.
@@ -33,11 +35,17 @@ def check(f16: upstream.Results, coded: upstream.Results, but: Collection[str] =
     print(dict(upstream.counts(f16)), dict(upstream.counts(coded)))
 
 
-def test_a_few_of_upstreams_tests(words: Path, tmp_path: Path) -> None:
-    with upstream.Upstream.prepared(program("llama-server"), words, tmp_path) as suite:
+@pytest.mark.parametrize("stock", [False, True])
+def test_a_few_of_upstreams_tests(stock: bool, words: Path, tmp_path: Path) -> None:
+    """stock: the unpatched server, with the plug-in and the default window."""
+    server = lib_dir() / "stock" / "llama-server" if stock else program("llama-server")
+    if not server.is_file():
+        pytest.skip("unpatched programs: not built (SUBKV_STOCK, SUBKV_PROGRAMS)")
+    more = upstream.plugin_door() if stock else {"SUBKV_RECENT": "16"}
+    with upstream.Upstream.prepared(server, words, tmp_path) as suite:
         tests = [f"unit/{name}" for name in SHORT]
         f16 = suite.run("f16", "off", tests)
-        check(f16, suite.run("coded", "auto", tests, "f16", SUBKV_RECENT="16"), but=EDITS)
+        check(f16, suite.run("coded", "auto", tests, "f16", **more), but=() if stock else EDITS)
         assert sum(entry["outcome"] == "passed" for entry in f16.values()) > 15
 
 

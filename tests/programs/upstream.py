@@ -1,9 +1,9 @@
 """Runs upstream's tests of llama-server on a cache, and compares two runs.
 
-    python tests/programs/upstream.py [-m model.gguf] [--unit test_slot_save.py …] FOLDER
+    python tests/programs/upstream.py [-m model.gguf] [--stock FOLDER] [--unit test_slot_save.py …] FOLDER
 
 runs them on f16 and on coefficients, and prints the table of research/notes/upstream-tests.md. FOLDER keeps reports
-and logs.
+and logs. --stock names the folder of a llama-server without our patch; it codes by the plug-in.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ import stand_ins
 import tiny_vision
 import upstream_source
 from program_paths import program
+
+from runtime.launch import doors
+from subkv.native.library import lib_dir
 
 Results = dict[str, dict[str, Any]]
 SECONDS = 3600
@@ -126,6 +129,11 @@ class Upstream:
         return results
 
 
+def plugin_door() -> dict[str, str]:
+    """Variables with which an unpatched llama-server loads the plug-in."""
+    return doors.plugin_variables(doors.plugin_file(lib_dir()), {}) | {doors.DEVICES: doors.DEVICE}
+
+
 def counts(results: Results) -> Counter[str]:
     """Number of tests by outcome; `as in the run`: passed with values that differ from those in the test."""
     actual: Counter[str] = Counter()
@@ -149,6 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("-m", "--model", type=Path)
+    parser.add_argument("--stock", type=Path)
     parser.add_argument("--unit", nargs="*", default=["unit"])
     args = parser.parse_args()
     args.folder.mkdir(parents=True)
@@ -156,12 +165,16 @@ def main() -> None:
         args.folder / "words.gguf", stand_ins.tiny.build(args.folder / "tiny.gguf")
     )
     tests = [unit if unit == "unit" else f"unit/{unit}" for unit in args.unit]
-    with Upstream.prepared(program("llama-server"), model.resolve(), args.folder.resolve()) as suite:
+    server = args.stock / "llama-server" if args.stock else program("llama-server")
+    door = plugin_door() if args.stock else {}
+    with Upstream.prepared(server.resolve(), model.resolve(), args.folder.resolve()) as suite:
         runs = {
             "f16": suite.run("f16", "off", tests),
             "f16, no flash attention": suite.run("plain", "off", tests, "f16", LLAMA_ARG_FLASH_ATTN="off"),
-            "coefficients": suite.run("coded", "auto", tests, "f16"),
-            "coefficients, the last 16 tokens exact": suite.run("deep", "auto", tests, "f16", SUBKV_RECENT="16"),
+            "coefficients": suite.run("coded", "auto", tests, "f16", **door),
+            "coefficients, the last 16 tokens exact": suite.run(
+                "deep", "auto", tests, "f16", SUBKV_RECENT="16", **door
+            ),
         }
     for title, results in runs.items():
         contexts = [sum(entry["caches"][i] for entry in results.values()) for i in (0, 1)]

@@ -32,8 +32,18 @@ def build(path: Path, source: str, *flags: str | Path) -> Path:
     return path
 
 
-def another(folder: Path, variable: str = doors.BACKEND_PATH, gpu: bool = False, name: str = "llama-server") -> Path:
-    """A program on another libllama, with ggml's libraries. variable: that its ggml reads."""
+def another(
+    folder: Path,
+    variable: str = doors.BACKEND_PATH,
+    gpu: bool = False,
+    name: str = "llama-server",
+    libllama: str = "libllama.so.0",
+    tags: str = "disable",
+) -> Path:
+    """A program on another libllama, with ggml's libraries. variable: that its ggml reads.
+
+    tags: "disable" writes DT_RPATH, which the linker reads before LD_LIBRARY_PATH, "enable" DT_RUNPATH, as CMake does.
+    """
     folder.mkdir(exist_ok=True, parents=True)
     for library in OURS.glob("libggml*.so"):
         shutil.copy(library, folder)
@@ -43,11 +53,10 @@ def another(folder: Path, variable: str = doors.BACKEND_PATH, gpu: bool = False,
     if gpu:
         build(folder / "libggml-cuda.so", "int none;", "-shared", "-fPIC", "-Wl,-soname,libggml-cuda.so")
         library_flags.append("-lggml-cuda")
-    libllama = "-Wl,-soname,libllama.so.0"
-    build(folder / "libllama.so.0", "int llama(void) { return 0; }", *library_flags, libllama)
+    flags = [f"-Wl,--{tags}-new-dtags", f"-Wl,-rpath,{folder}", f"-Wl,-rpath-link,{folder}"]
+    build(folder / libllama, "int llama(void) { return 0; }", *library_flags, f"-Wl,-soname,{libllama}", *flags)
     main = "int llama(void); int main(void) { return llama(); }"
-    flags = ["-Wl,--disable-new-dtags", f"-Wl,-rpath,{folder}", f"-Wl,-rpath-link,{folder}"]
-    return build(folder / name, main, folder / "libllama.so.0", *flags)
+    return build(folder / name, main, folder / libllama, *flags)
 
 
 def without_functions(folder: Path) -> Path:
@@ -69,6 +78,22 @@ def test_another_llama_cpp_loads_the_plugin(tmp_path: Path, tiny_model: object) 
     ready = start.prepare_start(found, start.read_arguments(found, ["-m", str(model)]), CacheRequest())
     assert ready.environment[doors.BACKEND_PATH] == str(OURS / doors.PLUGIN)
     assert Path(ready.environment["SUBKV"]).is_file(), "a plug-in does not know where the model's file is"
+
+
+def test_libraries_of_the_same_names(tmp_path: Path) -> None:
+    """An older release has libllama.so; a newer one has libllama.so.0, but libllama-server-impl.so."""
+    older = another(tmp_path / "older", libllama="libllama.so", tags="enable")
+    found = start.find_program(str(older), dict(os.environ))
+    assert found.door.why.startswith(f"loads libllama.so from {older.parent}") and found.door.plugin
+    own = another(tmp_path / "own", name="program", libllama="libllama.so", tags="enable")
+    assert start.find_program(str(own), dict(os.environ)).door.plugin is None
+    shutil.copy(OURS / "libllama.so", older.parent)  # of another subkv
+    assert start.find_program(str(older), dict(os.environ)).door.plugin is None
+    kept = another(tmp_path / "kept", libllama="libllama.so")
+    shutil.copy(OURS / "libllama.so", kept.parent)
+    with pytest.raises(SubkvError, match="it has the coefficient cache already, of another subkv"):
+        start.find_program(str(kept), dict(os.environ))
+    assert not list(OURS.glob("libllama-*-impl.*"))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ python plugin_program.py MODEL OUTPUT.npz CALLS
 
 CALLS is JSON: {"params": {...of llama_context_params}, "calls": [...], "first": MODEL}. first: a model that
 decodes a token before, in a context that stays open. kill: the process kills itself at
-the end. layers: n_gpu_layers. callback: an evaluation callback sees every node. The calls:
+the end. layers: n_gpu_layers. split: tensor_split. callback: an evaluation callback sees every node. The calls:
 
     ["decode", [[token, position, sequence], ...]]   appends the logits of all tokens
     ["rm", seq, p0, p1]  ["cp", src, dst, p0, p1]  ["add", seq, p0, p1, by]  ["clear"]
@@ -51,6 +51,8 @@ def main() -> None:
         )
     of_model = C.llama_model_default_params()
     of_model.n_gpu_layers = asked.get("layers", of_model.n_gpu_layers)
+    split = (ctypes.c_float * C.llama_max_devices())(*asked.get("split", []))
+    of_model.tensor_split = split if any(split) else None
     model = C.llama_model_load_from_file(sys.argv[1].encode(), of_model)
     assert model
     n_vocab = C.llama_vocab_n_tokens(C.llama_model_get_vocab(model))

@@ -30,6 +30,7 @@ from subkv.native.gguf import WEIGHTS_KEY
 
 LIBRARIES = library.lib_dir()
 PLUGIN, STOCK = LIBRARIES / "libggml-subkv.so", LIBRARIES / "stock"
+GPUS = STOCK / "libggml-emulated.so"
 PROGRAM = Path(__file__).parent / "plugin_program.py"
 N_RECENT = 8
 Models = Callable[..., Path]
@@ -79,12 +80,13 @@ def write_bases(
 
 def run(tmp_path: Path, model: Path, subkv: str | Path, *calls: Any, plugin: bool = True, **params: Any) -> Run:
     first = {"first": str(params.pop("first"))} if "first" in params else {}
-    first |= {name: params.pop(name) for name in ("kill", "layers", "callback") if name in params}
+    first |= {name: params.pop(name) for name in ("kill", "layers", "split", "callback") if name in params}
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SUBKV", "LLAMA", "GGML"))}
     env |= {"LD_LIBRARY_PATH": str(LIBRARIES), "SUBKV": str(subkv)}
     env |= {"SUBKV_SEQUENCES": str(params.pop("windows", ""))}
     env |= {"LLAMA_CPP_LIB_PATH": str(STOCK if plugin else LIBRARIES)}
     env |= {"GGML_BACKEND_PATH": str(PLUGIN)} if plugin else {}
+    env |= {"LD_PRELOAD": str(GPUS)} if params.pop("gpus", False) else {}
     asked = {"params": {"n_ctx": 256, "n_batch": 256, "n_ubatch": 64} | params, "calls": calls, **first}
     command = [sys.executable, str(PROGRAM), str(model), str(tmp_path / "logits.npz"), json.dumps(asked)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -343,6 +345,19 @@ def test_layers_elsewhere_keep_f16(layers: int, tmp_path: Path, model: Path, bas
     assert "coded" not in found.said and not found.facts["failed"]
     for expected, logits in zip(f16.logits, found.logits, strict=True):
         assert np.array_equal(expected, logits)
+
+
+@each("layers, split", [(0, []), (-1, []), (2, []), (-1, [1, 0, 0]), (-1, [1, 0, 1]), (2, [0, 1, 1]), (-1, [0, 0, 1])])
+def test_beside_gpus(layers: int, split: list[int], tmp_path: Path, tiny_model: Models) -> None:
+    """Two emulated GPUs, then the plug-in's device: coded if that has all layers, else bit for bit f16."""
+    model, coded = tiny_model(n_layer=4), split == [0, 0, 1]
+    bases = write_bases(tmp_path / "bases.gguf", model, n_layer=4)
+    calls, place = [decode(TEXT), decode(MORE[:1]), decode(MORE[1:])], {"layers": layers, "split": split, "gpus": True}
+    found = run(tmp_path, model, bases, *calls, **place)
+    expected = run(tmp_path, model, bases, *calls) if coded else run(tmp_path, model, "off", *calls, **place)
+    assert ("coded K/V cache" in found.said) == coded and not found.facts["failed"]
+    for one, other in zip(expected.logits, found.logits, strict=True):
+        assert np.abs(one - other).max() <= (1e-3 * one.std() if coded else 0)
 
 
 @each(

@@ -1,7 +1,7 @@
-// gpu.cpp: two GPUs for ggml's registry (cmake -DSUBKV_EMULATE_CUDA=ON), so that llama.cpp splits a model, its scheduler
-// places nodes and copies inputs as with the CUDA backend. Like the patched backend, they run kernels/cuda for subkv's
-// nodes; the CPU backend computes all other nodes. Their memory is accessible only while they compute, so host code that
-// accesses it crashes.
+// gpu.cpp: two GPUs for ggml's registry, so that llama.cpp splits a model, its scheduler places nodes and copies inputs as
+// with the CUDA backend. The CPU backend computes their nodes. With -DSUBKV_EMULATE_CUDA=ON they run kernels/cuda for
+// subkv's nodes, as the patched CUDA backend does; in libggml-emulated (-DSUBKV_STOCK=ON) they know no such nodes. Their
+// memory is accessible only while they compute, so host code that accesses it crashes.
 #include "ggml-backend-impl.h"
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
@@ -316,6 +316,6 @@ struct Registered {
         }
         ggml_backend_register(&reg);
     }
-} registered; // when libsubkv is loaded, before any model
+} registered; // when the library is loaded, before any model
 
 } // namespace
