@@ -26,6 +26,7 @@ constexpr float WEIGHT_STEP   = 1.0f / 65535.0f; // two bytes
 constexpr int   DECODE_GROUP  = 8;               // maximum query rows of the decode kernel
 constexpr int   DECODE_HEAD   = 256;             // maximum d of the decode kernel: limit of shared memory
 constexpr int   DECODE_BLOCKS = 4;               // its blocks per multiprocessor (docs/gpu.md)
+constexpr int   SIDES         = 2;               // K and V
 constexpr int   MATRIX_ROWS   = 16;              // rows of tensor cores' matrices
 
 // One coded layer.
@@ -127,6 +128,9 @@ struct Store {
 
 const char * encode(const Encode & args, void * stream);
 const char * attend(const Attend & args, void * stream);
+// Both for the same tokens, whose own rows attend does not read from their cells; suits_decode. No kernel waits for the
+// codes: blocks that encode run beside those that attend.
+const char * encode_and_attend(const Encode & encode, const Attend & attend, void * stream);
 const char * combine(const Combine & args, void * stream);
 const char * store_window(const Store & args, void * stream);
 const char * prompt_rows(const Prompt & args, void * stream); // k and v; suits_prompt
@@ -139,6 +143,7 @@ const char * wait(int device);
 // true: the decode kernel applies: one token per stream, at most DECODE_GROUP query heads per KV head, tiles that fit
 // the device's shared memory, no latent layer.
 bool suits_decode(const Attend & args);
+bool suits_decode(const Layer & layer, int device); // with one token per stream
 
 // true: the kernels for prompts apply: head sizes are multiples of the matrix size, tiles fit the device's shared
 // memory, no latent layer.

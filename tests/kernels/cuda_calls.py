@@ -95,6 +95,7 @@ class Call:
         partial = s.n_split * n_rows
         layer = self.heads.layer
         tiles = [np.stack([side.to_tiles(r) for r in rows]) for side, rows in zip(stored, self.rows, strict=True)]
+        self.tiles = [memory.put(of) for of in tiles]
         m, self.m = memory.put(np.full(partial, np.nan, np.float32))
         z, self.z = memory.put(np.full(partial, np.nan, np.float32))
         acc, self.acc = memory.put(np.full((partial, layer.width_v), np.nan, np.float32))
@@ -103,8 +104,8 @@ class Call:
             q=memory.put(self.q)[0],
             q_head=d,
             q_token=self.n_head * s.group * d,
-            k_tiles=memory.put(tiles[0])[0],
-            v_tiles=memory.put(tiles[-1])[0],
+            k_tiles=self.tiles[0][0],
+            v_tiles=self.tiles[-1][0],
             k_stride=tiles[0].shape[2],
             v_stride=tiles[-1].shape[2],
             k_stream=tiles[0][0].size,

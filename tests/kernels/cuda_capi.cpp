@@ -25,6 +25,15 @@ const char * test_attend_tiles(const cuda::Attend * args, void * stream) {
     return cuda::attend_tiles(*args, stream);
 }
 
+struct EncodeAndAttend {
+    cuda::Encode encode;
+    cuda::Attend attend;
+};
+
+const char * test_encode_and_attend(const EncodeAndAttend * args, void * stream) {
+    return cuda::encode_and_attend(args->encode, args->attend, stream);
+}
+
 const char * test_combine(const cuda::Combine * args, void * stream) {
     return cuda::combine(*args, stream);
 }

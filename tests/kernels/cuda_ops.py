@@ -53,6 +53,10 @@ class Attend(ct.Structure):
     ]
 
 
+class EncodeAndAttend(ct.Structure):
+    _fields_ = [("encode", Encode), ("attend", Attend)]
+
+
 class Combine(ct.Structure):
     _fields_ = [
         ("a", Attend),

@@ -180,6 +180,44 @@ def test_sums_do_not_overflow(library: c.Library, codes: int, group: int) -> Non
     check_attend(library, "widest", Shape(group=group, n_kv=300, n_split=1), codes)
 
 
+@each("name", ["planned", "widest"])
+@each("shape", [Shape(), Shape(n_stream=2, group=8, n_kv=150, means=True), Shape(group=4, n_kv=64, n_split=1)])
+def test_encode_and_attend(library: c.Library, name: str, shape: Shape) -> None:
+    """One launch gives the bits of both ops: attend does not read the cells that encode writes."""
+    results = []
+    for at_once in (True, False):
+        call = Call(library, name, shape)
+        n, d, memory = call.n_tok, call.sides[0].d, call.memory
+        k, v = (call.rng.standard_normal((n, call.n_head, d)).astype(np.float32) for _ in range(2))
+        own = [int(np.flatnonzero(call.cell_pos[i] == call.pos[i])[0]) for i in range(n)]
+        n_tiles = -(-shape.n_kv // o.TILE)
+        fresh_at, fresh = memory.put(np.zeros((n, 2 * call.n_head * d), np.uint16))
+        encode = c.Encode(
+            layer=call.args.layer,
+            k=memory.put(k)[0],
+            v=memory.put(v)[0],
+            **{f"{side}_{name}": size for side in "kv" for name, size in (("head", d), ("token", call.n_head * d))},
+            k_tiles=call.args.k_tiles,
+            v_tiles=call.args.v_tiles,
+            k_stride=call.args.k_stride,
+            v_stride=call.args.v_stride,
+            cells=memory.put(np.array([i * n_tiles * o.TILE + cell for i, cell in enumerate(own)], np.int64))[0],
+            fresh=fresh_at,
+            n_tok=n,
+        )
+        before = [read().copy() for _, read in call.tiles]
+        if at_once:
+            library.run("encode_and_attend", c.EncodeAndAttend(encode=encode, attend=call.args))
+        else:
+            library.run("attend", call.args)
+            library.run("encode", encode)
+        after = [read() for _, read in call.tiles]
+        assert all((a != b).any() for a, b in zip(after, before, strict=True))
+        results.append([call.m(), call.z(), call.acc(), fresh(), *after])
+    for joint, apart in zip(*results, strict=True):
+        assert np.array_equal(joint.view(np.uint8), apart.view(np.uint8))
+
+
 def check_attend(library: c.Library, name: str, shape: Shape, codes: int | None = None) -> None:
     call = Call(library, name, shape, codes)
     library.run("attend", call.args)

@@ -26,6 +26,7 @@ N_LAYER = 4
 ALL = N_LAYER + 1  # and the output
 WINDOW = (4, 16, 4)
 KINDS = {"encode", "attend", "kqv_out", "store_window"}  # llama.cpp names the result of combine
+JOINT = "encode_attend"  # of one token on a CUDA device
 
 
 class Tensor(ctypes.Structure):
@@ -48,7 +49,7 @@ class Places:
     def _on_node(self, node: int, ask: bool, _user: Any) -> bool:
         name = self.name(node).decode()
         kind, _, il = name.removeprefix("subkv_").partition("-")
-        if ask and kind in KINDS:
+        if ask and kind in {*KINDS, JOINT} and il.isdecimal():  # not of views
             self.found.setdefault(kind, {})[int(il)] = self.place(Tensor.from_address(node).buffer).decode()
         return not ask  # the value is not needed; continue
 
@@ -107,6 +108,7 @@ def test_nodes_run_on_the_device_of_their_cache(
         stats = s.stats()
     model.free()
 
+    joint = places.found.pop(JOINT, {})
     assert places.found.keys() == KINDS
     first = ALL - (ALL if n_gpu_layers < 0 else n_gpu_layers)
     coded = places.found["encode"]
@@ -118,6 +120,7 @@ def test_nodes_run_on_the_device_of_their_cache(
             assert {by_layer[il] for by_layer in places.found.values()} == {place}
         else:
             assert not any(on_gpu(by_layer[il]) for by_layer in places.found.values())
+    assert joint == {il: place for il, place in coded.items() if place.startswith(("CUDA", "EMULATED"))}
     if offload_kqv and n_gpu_layers < 0:  # shared out evenly
         assert len(set(coded.values())) == min(len(gpus()), len(coded))
     # exact codes; CUDA's kernels for many tokens round to halves

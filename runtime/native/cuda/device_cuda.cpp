@@ -45,6 +45,8 @@ struct Cuda {
     using Store  = cuda::Store;
     using Prompt = cuda::Prompt;
 
+    static constexpr bool ENCODES_IN_ATTEND = true;
+
     static Data place(const ggml_tensor * t) { return { t->data }; }
 
     template <typename T> static T * behind(T * place, int64_t bytes) { return (T *) ((char *) place + bytes); }
@@ -69,6 +71,7 @@ public:
     void     wait() const override;
     size_t   max_range() const override { return SIZE_MAX; }
     bool     makes_rows() const override { return cuda::suits_prompt(tables_, device()); }
+    int64_t  n_encoders() const override { return cuda::suits_decode(args(width_v_), device()) ? cuda::SIDES : 0; }
 
     const char * refusal(NodeKind kind, ggml_tensor * node) const override;
 

@@ -12,7 +12,17 @@ namespace subkv {
 
 struct LayerNodes;
 
-enum class NodeKind { ENCODE, ATTEND, COMBINE, STORE_WINDOW, PROMPT_ROWS, PROMPT_MASK, PROMPT_LOST };
+enum class NodeKind {
+    ENCODE,
+    ATTEND,
+    ENCODE_AND_ATTEND,
+    COMBINE,
+    STORE_WINDOW,
+    PROMPT_ROWS,
+    PROMPT_MASK,
+    PROMPT_LOST,
+};
+constexpr int N_NODE_KINDS = (int) NodeKind::PROMPT_LOST + 1;
 
 // Data in device memory that the nodes of one layer read besides tensors. Addresses are stable.
 class DeviceLayer {
@@ -29,6 +39,9 @@ public:
     virtual void     wait() const                  = 0; // until the device has finished all work
     virtual size_t   max_range() const             = 0; // maximum bytes of one tensor that kernels can address
     virtual bool     makes_rows() const            = 0; // true: it has kernels for PROMPT_*
+
+    // Blocks of a KV head that ENCODE_AND_ATTEND adds to those of attend; 0: there is no kernel for it.
+    virtual int64_t n_encoders() const { return 0; }
 
     // Checks a node whose sources are set. nullptr, or the unmet requirement of its kernels.
     virtual const char * refusal(NodeKind kind, ggml_tensor * node) const = 0;

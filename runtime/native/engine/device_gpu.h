@@ -8,12 +8,13 @@
 
 #include <algorithm>
 #include <iterator>
+#include <utility>
 
 namespace subkv {
 
 // Gpu: the kernels' argument types, whose members have the same names for both kinds; Device: identifies a device;
 // place(t): a tensor's data; behind(place, bytes); complete(attend, window, rest): members of one kind only, `rest`
-// follows the scratch.
+// follows the scratch; ENCODES_IN_ATTEND: it has encode_and_attend.
 template <typename Gpu> class GpuLayer : public DeviceLayer {
 public:
     struct Node {
@@ -39,7 +40,13 @@ public:
     template <typename... To> const char * compute(NodeKind kind, ggml_tensor * dst, To... to) const {
         switch (kind) {
             case NodeKind::ENCODE: return encode(encode_args(dst), to...);
-            case NodeKind::ATTEND: return attend(attend_args(dst), to...);
+            case NodeKind::ATTEND: return attend(attend_args<AttendSources>(dst), to...);
+            case NodeKind::ENCODE_AND_ATTEND:
+                if constexpr (Gpu::ENCODES_IN_ATTEND) {
+                    const auto [encoded, attended] = encode_attend_args(dst);
+                    return encode_and_attend(encoded, attended, to...);
+                }
+                break;
             case NodeKind::COMBINE: return combine(combine_args(dst), to...);
             case NodeKind::STORE_WINDOW: return store_window(store_args(dst), to...);
             case NodeKind::PROMPT_ROWS: return prompt_rows(rows_args(dst), to...);
@@ -92,23 +99,30 @@ private:
         a.mask_half = mask->type == GGML_TYPE_F16;
     }
 
+    // Without the results.
+    Encode encode_args(const ggml_tensor * k, const ggml_tensor * v, const ggml_tensor * k_cache,
+                       const ggml_tensor * v_cache, const ggml_tensor * k_idxs) const {
+        Encode e   = {};
+        e.layer    = args(0);
+        e.k        = Gpu::place(k);
+        e.v        = Gpu::place(v);
+        e.k_head   = stride_f32(k, 1);
+        e.k_token  = stride_f32(k, 2);
+        e.v_head   = stride_f32(v, 1);
+        e.v_token  = stride_f32(v, 2);
+        e.k_tiles  = Gpu::place(k_cache);
+        e.v_tiles  = Gpu::place(v_cache);
+        e.k_stride = TILE * (int64_t) k_cache->nb[1];
+        e.v_stride = TILE * (int64_t) v_cache->nb[1];
+        e.cells    = Gpu::place(k_idxs);
+        e.n_tok    = k->ne[2];
+        return e;
+    }
+
     Encode encode_args(const ggml_tensor * dst) const {
         const auto in = sources_of<EncodeSources>(dst);
-        Encode     e  = {};
-        e.layer       = args(0);
-        e.k           = Gpu::place(in.k);
-        e.v           = Gpu::place(in.v);
-        e.k_head      = stride_f32(in.k, 1);
-        e.k_token     = stride_f32(in.k, 2);
-        e.v_head      = stride_f32(in.v, 1);
-        e.v_token     = stride_f32(in.v, 2);
-        e.k_tiles     = Gpu::place(in.k_cache);
-        e.v_tiles     = Gpu::place(in.v_cache);
-        e.k_stride    = TILE * (int64_t) in.k_cache->nb[1];
-        e.v_stride    = TILE * (int64_t) in.v_cache->nb[1];
-        e.cells       = Gpu::place(in.k_idxs);
+        Encode     e  = encode_args(in.k, in.v, in.k_cache, in.v_cache, in.k_idxs);
         e.fresh       = Gpu::place(dst);
-        e.n_tok       = in.k->ne[2];
         return e;
     }
 
@@ -137,14 +151,23 @@ private:
         return a;
     }
 
-    Attend attend_args(const ggml_tensor * dst) const {
-        const auto in = sources_of<AttendSources>(dst);
+    // Sources: of a node that attends.
+    template <typename Sources> Attend attend_args(const ggml_tensor * dst) const {
+        const auto in = sources_of<Sources>(dst);
         Attend     a  = partial(in.q, in.k_view, dst);
         set_cells(a, in.k_view, in.v_view);
         set_mask(a, in.mask);
         a.cell_pos = Gpu::place(in.cell_pos);
         a.tokens   = Gpu::place(in.tokens);
         return a;
+    }
+
+    std::pair<Encode, Attend> encode_attend_args(const ggml_tensor * dst) const {
+        const auto in = sources_of<EncodeAttendSources>(dst);
+        Encode     e  = encode_args(in.k, in.v, in.k_view->view_src, in.v_view->view_src, in.k_idxs);
+        e.fresh       = Gpu::place(dst);
+        e.fresh       = Gpu::behind(e.fresh, (int64_t) fresh_at(attend_shape(layer_, in.q, in.k_view)));
+        return { e, attend_args<EncodeAttendSources>(dst) };
     }
 
     Combine combine_args(const ggml_tensor * dst) const {
@@ -235,7 +258,7 @@ private:
     }
 
     typename Gpu::Device    device_;
-    Node                    nodes_[7];
+    Node                    nodes_[N_NODE_KINDS];
     float                   max_alibi_bias_ = -1.0f; // of the slopes on the device
     ggml_context_ptr        ctx_;
     ggml_backend_buffer_ptr buffer_;

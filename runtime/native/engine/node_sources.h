@@ -49,8 +49,21 @@ struct AttendSources {
     const ggml_tensor * mask_node() const { return extra && extra->type != GGML_TYPE_I32 ? extra : nullptr; }
 };
 
+// Of a node on a GPU, one token per stream: encode and attend at the same time.
+struct EncodeAttendSources {
+    ggml_tensor * q;
+    ggml_tensor * k;
+    ggml_tensor * v;
+    ggml_tensor * k_view; // of the whole cache, which is changed
+    ggml_tensor * v_view;
+    ggml_tensor * k_idxs;
+    ggml_tensor * mask;
+    ggml_tensor * cell_pos;
+    ggml_tensor * tokens;
+};
+
 struct CombineSources {
-    ggml_tensor * partial; // of attend
+    ggml_tensor * partial; // of attend or encode_attend
     ggml_tensor * q;
     ggml_tensor * fresh;
     ggml_tensor * window; // without one fresh

@@ -8,6 +8,10 @@
 //                 sinks, normalises
 //   store_window  fresh rows -> window slots; after combine, because it overwrites rows that combine reads
 //
+// On a GPU, one token per stream has these nodes instead of encode and attend:
+//
+//   encode_attend both at the same time: a token reads its own row exactly, not its codes
+//
 // On a GPU, a prompt has these nodes instead of attend and combine (node_prompt.cpp):
 //
 //   prompt_mask   once for all layers: which of the following rows a token sees
@@ -50,11 +54,12 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
     const int64_t n_head  = s.n_head_kv * s.n_group;
     const int64_t scratch = layer.device ? layer.device->scratch(n_head * s.n_tokens) : 0;
     if (layer.device) { // blocks of one head, as many as run at once; to start a block costs as much as 180 cells
-        constexpr int64_t LEAST = 2 * TILE; // cells of a split
-        const int64_t     most  = (int64_t) (layer.device->max_range() / sizeof(float)) - scratch;
-        const int64_t     each  = n_head * s.n_tokens * (2 + s.width);
-        const int64_t     n_split =
-            std::min({ layer.device->n_at_once() / (s.n_blocks * s.n_head_kv), s.n_kv / LEAST, most / each });
+        constexpr int64_t LEAST    = 2 * TILE; // cells of a split
+        const int64_t     most     = (int64_t) (layer.device->max_range() / sizeof(float)) - scratch;
+        const int64_t     each     = n_head * s.n_tokens * (2 + s.width);
+        const int64_t     encoders = s.n_tps == 1 ? layer.device->n_encoders() : 0;
+        const int64_t     n_split  = std::min(
+            { layer.device->n_at_once() / (s.n_blocks * s.n_head_kv) - encoders, s.n_kv / LEAST, most / each });
         s.n_split = std::max<int64_t>(1, n_split);
         s.split   = ((s.n_kv + s.n_split - 1) / s.n_split + TILE - 1) / TILE * TILE;
         s.n_split = (s.n_kv + s.split - 1) / s.split;
@@ -165,6 +170,12 @@ void check_node(const DeviceLayer & device, NodeKind kind, ggml_tensor * node, i
     }
 }
 
+// Whether one node of the GPU encodes the batch and attends: no token reads its own codes.
+bool encodes_in_attend(const LayerNodes & layer, const AttnBuild & b, const AttendShape & s) {
+    return layer.device && layer.device->n_encoders() > 0 && s.n_tps == 1 && layer.window->n_recent() > 0 &&
+           !b.pictures;
+}
+
 // A part of an I8 tensor as a matrix of another type, for which ggml has no function.
 ggml_tensor * typed_view(ggml_context * ctx, ggml_tensor * bytes, ggml_type type, int64_t ne0, int64_t ne1, size_t at) {
     const size_t  row  = ggml_row_size(type, ne0);
@@ -218,9 +229,20 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     const int64_t     n_query = layer.n_head * s.n_tokens;
     ggml_tensor *     queries = nullptr; // projected, by nodes of a CPU
 
-    const Inputs & inputs = *b.inputs;
+    const Inputs & inputs  = *b.inputs;
+    ggml_tensor *  partial = nullptr; // of attend
     SharedRows     rows;
-    if (b.k) {
+    if (b.k && encodes_in_attend(layer, b, s)) {
+        const EncodeAttendSources in   = { q,        as_f32(ctx, b.k), as_f32(ctx, b.v), b.k_view,     b.v_view,
+                                           b.k_idxs, chosen,           inputs.cell_pos,  inputs.tokens };
+        const size_t              at   = fresh_at(s);
+        const auto                size = (int64_t) (at + (size_t) (width * s.n_tokens) * sizeof(uint16_t));
+        partial = custom(GGML_TYPE_I8, size, 1, in, device_op, NodeKind::ENCODE_AND_ATTEND, "encode_attend");
+        ggml_build_forward_expand(b.gf, b.v_idxs); // llama.cpp fills it
+        rows.fresh     = typed_view(ctx, partial, GGML_TYPE_F16, width, s.n_tokens, at);
+        rows.written   = rows.fresh;
+        rows.n_readers = layer.n_readers;
+    } else if (b.k) {
         EncodeSources in = {};
         in.k             = as_f32(ctx, b.k);
         in.v             = codec.latent ? in.k : as_f32(ctx, b.v);
@@ -257,8 +279,8 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         b.inputs->shared[layer.owner] = rows;
     }
     ggml_tensor * fresh = rows.fresh;
-    ggml_tensor * out   = layer.device ? build_prompt(layer, b, q, rows) : nullptr;
-    if (!out) {
+    ggml_tensor * out   = layer.device && !partial ? build_prompt(layer, b, q, rows) : nullptr;
+    if (!out && !partial) {
         AttendSources in = {};
         in.q             = q;
         in.queries       = queries ? queries : fresh;
@@ -269,19 +291,21 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         in.tokens        = inputs.tokens;
         in.written       = rows.written;
         in.extra         = list ? list : mask;
-
+        partial          = custom(GGML_TYPE_F32, s.n_partial, 1, in, guarded_op<attend_op>, NodeKind::ATTEND, "attend");
+    }
+    if (!out) {
         CombineSources of = {};
-        of.partial = custom(GGML_TYPE_F32, s.n_partial, 1, in, guarded_op<attend_op>, NodeKind::ATTEND, "attend");
-        of.q       = q;
-        of.fresh   = fresh;
-        of.window  = window ? window : fresh;
-        of.mask    = chosen;
-        of.tokens  = inputs.tokens;
-        of.slots   = inputs.slots;
-        of.cells   = list ? list : b.k_view;
-        of.sinks   = b.sinks;
-        out        = custom(GGML_TYPE_F32, (int64_t) layer.n_head * codec.d_v, s.n_tokens, of, guarded_op<combine_op>,
-                            NodeKind::COMBINE, "combine");
+        of.partial        = partial;
+        of.q              = q;
+        of.fresh          = fresh;
+        of.window         = window ? window : fresh;
+        of.mask           = chosen;
+        of.tokens         = inputs.tokens;
+        of.slots          = inputs.slots;
+        of.cells          = list ? list : b.k_view;
+        of.sinks          = b.sinks;
+        out = custom(GGML_TYPE_F32, (int64_t) layer.n_head * codec.d_v, s.n_tokens, of, guarded_op<combine_op>,
+                     NodeKind::COMBINE, "combine");
     }
     ggml_build_forward_expand(b.gf, out);
 

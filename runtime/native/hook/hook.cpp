@@ -392,6 +392,7 @@ ggml_tensor * llama_subkv::build_attn(const llm_graph_context & g, const llama_k
     b.scale          = logit_scale(g, scale);
     b.softcap        = softcap(g);
     b.max_alibi_bias = g.hparams.use_alibi ? g.hparams.f_max_alibi_bias : 0.0f;
+    b.pictures       = g.hparams.n_pos_per_embd() > 1;
     return kv.subkv_hook->build_attn(b);
 }
 

@@ -180,6 +180,7 @@ struct AttnBuild {
     float         scale;
     float         softcap;        // 0: none
     float         max_alibi_bias; // 0: none
+    bool          pictures;       // M-RoPE: tokens that share a position have no exact rows
 };
 
 struct ShiftBuild {

@@ -98,8 +98,8 @@ CARDS = {  # registers, KiB of shared memory, maximum KiB of a block, warps, blo
 """Limits of a multiprocessor."""
 WARPS_OF_BLOCK = {"combine": 16}  # by the first word of a kernel's name; others have 4
 ENTRIES = {  # part of the mangled name: names of kernels, one per size of shared memory
-    "decode_kernelILi1E": ["decode d 64 G 3", "decode d 128 G 4"],
-    "decode_kernelILi2E": ["decode d 128 G 8"],
+    "decode_kernelILi1ELi0E": ["decode d 64 G 3", "decode d 128 G 4"],
+    "decode_kernelILi2ELi0E": ["decode d 128 G 8"],
     "tiles_kernel": ["tiles d 64", "tiles d 128", "tiles latent"],
     "combine_kernelILi1E": ["combine"],
     "combine_kernelILi5E": ["combine latent"],
