@@ -1,6 +1,6 @@
 // attend_decode.cu: one token per stream, all query heads of a KV head per read of its codes, cells split over blocks.
-// Blocks before the first split may encode the tokens' rows: attention reads these exactly, not their codes, and the
-// search of a path takes as long as attention to 8,000 cells.
+// Blocks before the first split may encode the tokens' rows: attention reads these exactly, not their codes, and to
+// encode takes as long as to attend to 8,000 cells.
 //
 // A block loads one or two complete tiles at a time to shared memory. Codes become bytes (levels.cuh), and tensor cores
 // multiply them (products.cuh): keys (8 cells) by the high and low bytes of four query rows; values (8 coefficients) by
@@ -304,7 +304,7 @@ template <int N_SIDES> const char * run_decode(const Attend & a, const Encode & 
     return a.layer.n_group <= FOUR ? run<1, N_SIDES>(a, encode, stream) : run<2, N_SIDES>(a, encode, stream);
 }
 
-bool suits_decode(const Layer & l, size_t most) {
+bool fits_decode(const Layer & l, size_t most) {
     constexpr int F = DECODE_GROUP / FOUR;
     Attend        a = {};
     a.layer         = l;
@@ -315,11 +315,11 @@ bool suits_decode(const Layer & l, size_t most) {
 } // namespace
 
 bool suits_decode(const Attend & args) {
-    return args.n_tps == 1 && suits_decode(args.layer, most_shared());
+    return args.n_tps == 1 && fits_decode(args.layer, most_shared());
 }
 
 bool suits_decode(const Layer & layer, int device) {
-    return suits_decode(layer, most_shared(device));
+    return fits_decode(layer, most_shared(device));
 }
 
 int64_t n_at_once(int device) {

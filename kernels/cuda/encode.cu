@@ -23,7 +23,7 @@ const char * encode(const Encode & args, void * stream) {
         return nullptr;
     }
     const bool   latent = args.layer.latent; // paths of latent layers are lanes
-    const dim3   grid((unsigned) args.n_tok, (unsigned) args.layer.n_head_kv, latent ? 1 : 2);
+    const dim3   grid((unsigned) args.n_tok, (unsigned) args.layer.n_head_kv, latent ? 1 : SIDES);
     const size_t bytes = EncodeShared(nullptr, args.layer).bytes;
     return latent ? launch(encode_kernel<true>, grid, bytes, stream, args) :
                     launch(encode_kernel<false>, grid, bytes, stream, args);

@@ -71,7 +71,7 @@ public:
     void     wait() const override;
     size_t   max_range() const override { return SIZE_MAX; }
     bool     makes_rows() const override { return cuda::suits_prompt(tables_, device()); }
-    int64_t  n_encoders() const override { return cuda::suits_decode(args(width_v_), device()) ? cuda::SIDES : 0; }
+    int64_t  n_encoders() const override { return n_encoders_; }
 
     const char * refusal(NodeKind kind, ggml_tensor * node) const override;
 
@@ -79,8 +79,9 @@ private:
     cuda::Layer args(int64_t width) const override;
 
     int64_t     n_at_once_;
-    cuda::Layer tables_   = {};
-    size_t      n_bad_at_ = 0;
+    int64_t     n_encoders_ = 0;
+    cuda::Layer tables_     = {};
+    size_t      n_bad_at_   = 0;
 };
 
 CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) :
@@ -167,6 +168,7 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
         tables_.row_bytes_k = std::max(tables_.row_bytes_k, k.row_bytes);
         tables_.row_bytes_v = std::max(tables_.row_bytes_v, v.row_bytes);
     }
+    n_encoders_ = cuda::suits_decode(args(width_v_), device()) ? cuda::SIDES : 0;
     if (const size_t lacks = cuda::lacks_shared(tables_, device())) {
         fail(
             "layer %d: heads of %d elements (%d coefficients) need %zu bytes of shared memory beyond what %s has; keep "

@@ -40,7 +40,7 @@ public:
     virtual size_t   max_range() const             = 0; // maximum bytes of one tensor that kernels can address
     virtual bool     makes_rows() const            = 0; // true: it has kernels for PROMPT_*
 
-    // Blocks of a KV head that ENCODE_AND_ATTEND adds to those of attend; 0: there is no kernel for it.
+    // Blocks per token and KV head that ENCODE_AND_ATTEND adds to those of attend; 0: there is no kernel for it.
     virtual int64_t n_encoders() const { return 0; }
 
     // Checks a node whose sources are set. nullptr, or the unmet requirement of its kernels.

@@ -1,6 +1,6 @@
 // device_gpu.h: a coded layer on a GPU: its tables in device memory, and its nodes as arguments of kernels/cuda or
 // kernels/vulkan. Nodes have the same sources as on the CPU (node_sources.h), except that attend projects the queries
-// and reads the mask. Only the upload of the tables and `wait` wait for the device.
+// and reads the mask, and that one node may encode and attend. Only the upload of the tables and `wait` wait for the device.
 #pragma once
 
 #include "error.h"
