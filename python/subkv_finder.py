@@ -17,13 +17,27 @@ if TYPE_CHECKING:
 _VARIABLES = {"llama_cpp.llama_cpp": "LLAMA_CPP_LIB_PATH", "llama_cpp.mtmd_cpp": "MTMD_CPP_LIB"}
 
 
+def _has_library(package: str) -> bool:
+    """Whether llama_cpp has libraries of its own; pip leaves folders that hold other files."""
+    try:
+        names = os.listdir(os.path.join(package, "lib"))
+    except OSError:
+        return False
+    return any(name.startswith(("libllama.", "llama.")) for name in names)
+
+
 class LibraryFinder:
-    """Finds the modules in _VARIABLES if neither llama_cpp nor the user has a folder of libraries for them."""
+    """Finds the modules in _VARIABLES if neither llama_cpp nor the user has libraries for one of them."""
 
     @staticmethod
     def find_spec(name: str, path: "Sequence[str] | None" = None, target: object = None) -> "ModuleSpec | None":
         variable = _VARIABLES.get(name, "")
-        if not variable or variable in os.environ or not path or os.path.isdir(os.path.join(path[0], "lib")):
+        if (
+            not variable
+            or not path
+            or any(known in os.environ for known in _VARIABLES.values())
+            or _has_library(path[0])
+        ):
             return None
         from importlib.machinery import PathFinder, SourceFileLoader
 

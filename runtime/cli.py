@@ -48,7 +48,7 @@ class Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0].lower().endswith(".gguf"):
+        if args[0].lower().endswith(".gguf") and not ctx.resilient_parsing:  # not while a shell completes
             ctx.fail(f"expected a command before the model {args[0]}, such as chat, found none")
         try:
             return super().resolve_command(ctx, args)

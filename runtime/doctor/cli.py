@@ -35,9 +35,12 @@ def main(clearing: bool, yes: bool, form: str, program: str | None) -> None:
     if yes:
         raise click.UsageError("-y: expected --clear-cache with it, found none")
     if program is not None:
+        from runtime.launch.doors import plugin_variables
         from runtime.launch.start import find_program  # native libraries: not for a --help
 
         found = find_program(program, os.environ)
+        if found.door.plugin:
+            plugin_variables(found.door.plugin, os.environ)  # another backend of the user is an error
         show(f"{found.path} {found.door.why}")
         return
     from runtime.doctor.report import report

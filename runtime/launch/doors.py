@@ -71,7 +71,7 @@ def our_door(libraries: Path) -> Door:
 def choose_door(
     program: str, path: Path, libraries: Path, environment: Mapping[str, str], with_libraries: Mapping[str, str]
 ) -> Door:
-    """The door of a program. environment: the user's; with_libraries: that in which programs find our libraries.
+    """The door of a program. environment: the user's without our libraries; with_libraries: with them.
 
     Raises SubkvError about `program` if it has none.
     """
@@ -140,11 +140,9 @@ def without_plugin(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without what `subkv env --plugin` has set for other programs."""
     if os.path.basename(environment.get(BACKEND_PATH, "")) != PLUGIN:
         return dict(environment)
-    return {
-        name: value
-        for name, value in environment.items()
-        if name != BACKEND_PATH and (name, value) != (DEVICES, DEVICE)
-    }
+    kept = {name: value for name, value in environment.items() if name not in (BACKEND_PATH, DEVICES)}
+    devices = [name for name in environment.get(DEVICES, "").split(",") if name and name.upper() != DEVICE]
+    return kept | ({DEVICES: ",".join(devices)} if devices else {})
 
 
 def device_variables(door: Door, devices: Sequence[str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import click
 
 from runtime import options
 from runtime.launch.arguments import split_devices
-from runtime.launch.doors import DEVICE, DEVICES, Door, device_variables, plugin_file, plugin_variables
+from runtime.launch.doors import DEVICES, Door, device_variables, plugin_file, plugin_variables
 from runtime.launch.variables import CacheRequest, cache_variables, library_variables, program_path, request_options
 from subkv.base.command import command
 from subkv.base.errors import SubkvError, concerning
@@ -89,7 +89,7 @@ def main(model: str | None, request: CacheRequest, plugin: bool, form: str) -> N
         variables = path | library_variables(libraries, {} if service else os.environ | path) | variables
     notes = notes or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE derives bases"]
     if DEVICES in variables:
-        notes.append(f"{DEVICES}: all layers on the CPU; with a GPU, name its device, too (CUDA0,{DEVICE})")
+        notes.append(f"{DEVICES}: all layers on the CPU")
     if not service and not plugin:
         own = f"llama-cli and others of {path['PATH'].split(os.pathsep)[0]}" if path else "this build has none"
         notes.append(f"llama.cpp's programs: {own}; those of other builds have ordinary caches")

@@ -17,7 +17,15 @@ from runtime.launch.arguments import (
     read,
     with_hub_models,
 )
-from runtime.launch.variables import CACHE, CacheRequest, cache_variables, fit_memory, library_variables, models_in
+from runtime.launch.variables import (
+    CACHE,
+    CacheRequest,
+    cache_variables,
+    fit_memory,
+    library_variables,
+    models_in,
+    without_libraries,
+)
 from runtime.launch.variables import prepare as prepare_model
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.native.bases import AUTO, CODED
@@ -109,7 +117,7 @@ def _variables(
             reason = f"expected none, because the plug-in codes every cache that has bases (--kv-bits), found {own}"
             raise SubkvError(flag, reason)
     variables: dict[str, str] = {}
-    if plugin and not read.ordinary:  # the plug-in's device would take the layers of an ordinary cache
+    if plugin and not read.ordinary:
         variables |= doors.plugin_variables(plugin, read.environment)
         variables |= {} if read.prints else doors.device_variables(program.door, read.devices)
     models = () if read.ordinary else read.models
@@ -145,14 +153,14 @@ def find_program(program: str, environment: Mapping[str, str], ours: bool = Fals
     from subkv.native.library import lib_dir
 
     libraries = lib_dir()
-    plain = doors.without_plugin(environment)
-    with_libraries = {**plain, **library_variables(libraries, environment)}
+    with_libraries = {**doors.without_plugin(environment), **library_variables(libraries, environment)}
     path = programs.find(program, libraries, environment.get("PATH"))
     if ours:
         programs.check(program, path, libraries, with_libraries)
         return Program(program, path, with_libraries, doors.our_door(libraries))
-    door = doors.choose_door(program, path, libraries, environment, with_libraries)
-    return Program(program, path, plain if door.plugin else with_libraries, door)
+    own = without_libraries(libraries, environment)
+    door = doors.choose_door(program, path, libraries, own, with_libraries)
+    return Program(program, path, own if door.plugin else with_libraries, door)
 
 
 def read_arguments(program: Program, arguments: Sequence[str]) -> ProgramArguments:
@@ -185,5 +193,7 @@ def prepare_start(
             arguments = with_hub_models(arguments)
     _prepare_others(prepare)
     variables = _variables(program, arguments, request, bool(prepare), strict)
-    inherited = {name: value for name, value in arguments.environment.items() if name != CACHE}
+    ordinary = program.door.plugin and arguments.ordinary  # the plug-in's device would take its layers
+    inherited = doors.without_plugin(arguments.environment) if ordinary else arguments.environment
+    inherited = {name: value for name, value in inherited.items() if name != CACHE}
     return Start(program.path, [program.name, *arguments.arguments], {**(defaults or {}), **inherited, **variables})

@@ -149,10 +149,21 @@ def cache_variables(
 
 def library_variables(libraries: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Variables that make programs and llama-cpp-python use our libraries."""
-    before = environment.get(LIBRARY_PATH, "")
-    others = [folder for folder in before.split(os.pathsep) if folder != str(libraries)] if before else []
-    own = {LIB_PATH: str(libraries), LIBRARY_PATH: os.pathsep.join([str(libraries), *others])}
+    own = {LIB_PATH: str(libraries), LIBRARY_PATH: os.pathsep.join([str(libraries), *_others(libraries, environment)])}
     return own | mtmd_variable(libraries)
+
+
+def without_libraries(libraries: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which programs find the libraries of their own llama.cpp."""
+    kept = {name: value for name, value in environment.items() if name != LIBRARY_PATH}
+    others = _others(libraries, environment)
+    return kept | ({LIBRARY_PATH: os.pathsep.join(others)} if others else {})
+
+
+def _others(libraries: Path, environment: Mapping[str, str]) -> list[str]:
+    """The other folders in which the user's programs look for libraries."""
+    before = environment.get(LIBRARY_PATH, "")
+    return [folder for folder in before.split(os.pathsep) if folder != str(libraries)] if before else []
 
 
 def program_path(libraries: Path, environment: Mapping[str, str]) -> dict[str, str]:

@@ -105,20 +105,30 @@ def test_llama_cpp_without_libraries_loads_ours(site: str) -> None:
     assert done.stdout.split() == [str(_lib.lib_dir() / f"libllama{_lib.SUFFIX}"), "False"], done.stderr
 
 
-@each("has_lib, variable, expected", [(False, None, "ours"), (True, None, "None"), (False, "/theirs", "/theirs")])
+@each(
+    "file, variable, expected",
+    [
+        (None, None, "ours ours"),
+        ("cached.txt", None, "ours ours"),  # left over
+        ("libllama.so", None, "None None"),
+        (None, "/theirs", "/theirs None"),  # their llama.cpp needs its own libmtmd
+    ],
+)
 def test_the_folder_of_llama_cpps_libraries(
-    site: str, tmp_path: Path, has_lib: bool, variable: str | None, expected: str
+    site: str, tmp_path: Path, file: str | None, variable: str | None, expected: str
 ) -> None:
     package = tmp_path / "llama_cpp"
     package.mkdir(exist_ok=True)
     shutil.rmtree(package / "lib", ignore_errors=True)
-    if has_lib:
+    if file:
         (package / "lib").mkdir()
-    (package / "__init__.py").write_text("from .llama_cpp import *\n")
-    (package / "llama_cpp.py").write_text("import os; print(os.environ.get('LLAMA_CPP_LIB_PATH'))\n")
+        (package / "lib" / file).touch()
+    (package / "__init__.py").write_text("from . import llama_cpp, mtmd_cpp\n")
+    for name, read in (("llama_cpp", "LLAMA_CPP_LIB_PATH"), ("mtmd_cpp", "MTMD_CPP_LIB")):
+        (package / f"{name}.py").write_text(f"import os; print(os.environ.get('{read}'))\n")
     code = f"{site} import sys; sys.path.insert(0, {str(tmp_path)!r}); import llama_cpp"
     done = run(code, **({} if variable is None else {"LLAMA_CPP_LIB_PATH": variable}))
-    assert done.stdout.split() == [str(_lib.lib_dir()) if expected == "ours" else expected], done.stderr
+    assert done.stdout.split() == expected.replace("ours", str(_lib.lib_dir())).split(), done.stderr
 
 
 def test_python_starts_when_subkv_is_half_removed(site: str, tmp_path: Path) -> None:

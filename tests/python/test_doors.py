@@ -73,7 +73,7 @@ def test_another_llama_cpp_loads_the_plugin(tmp_path: Path, tiny_model: object) 
     assert (
         found.door.why == f"loads libllama.so.0 from {program.parent / 'libllama.so.0'}, whose ggml loads the plug-in"
     )
-    assert str(OURS) not in found.environment.get("LD_LIBRARY_PATH", "").split(":") or "LD_LIBRARY_PATH" in os.environ
+    assert str(OURS) not in found.environment.get("LD_LIBRARY_PATH", "").split(":")
     model = tiny_model()  # type: ignore[operator]
     ready = start.prepare_start(found, start.read_arguments(found, ["-m", str(model)]), CacheRequest())
     assert ready.environment[doors.BACKEND_PATH] == str(OURS / doors.PLUGIN)
@@ -85,6 +85,8 @@ def test_libraries_of_the_same_names(tmp_path: Path) -> None:
     older = another(tmp_path / "older", libllama="libllama.so", tags="enable")
     found = start.find_program(str(older), dict(os.environ))
     assert found.door.why.startswith(f"loads libllama.so from {older.parent}") and found.door.plugin
+    found = start.find_program(str(older), {**os.environ, "LD_LIBRARY_PATH": f"{OURS}:/nowhere"})  # of subkv env
+    assert found.door.plugin and found.environment["LD_LIBRARY_PATH"] == "/nowhere"
     own = another(tmp_path / "own", name="program", libllama="libllama.so", tags="enable")
     assert start.find_program(str(own), dict(os.environ)).door.plugin is None
     shutil.copy(OURS / "libllama.so", older.parent)  # of another subkv
@@ -160,7 +162,9 @@ def test_another_backend_of_the_user_is_kept(tmp_path: Path) -> None:
     assert at.value.key == doors.BACKEND_PATH
     assert start_with(program, "-ctk", "q8_0", **theirs).items() >= theirs.items()
     by_env = {doors.BACKEND_PATH: f"/opt/{doors.PLUGIN}", doors.DEVICES: doors.DEVICE}  # of another version
-    assert start_with(program, **by_env)[doors.BACKEND_PATH] == str(OURS / doors.PLUGIN)
+    for other in (program, another(tmp_path / "gpu", gpu=True)):
+        ready = start_with(other, **by_env)
+        assert (ready[doors.BACKEND_PATH], ready[doors.DEVICES]) == (str(OURS / doors.PLUGIN), doors.DEVICE)
     assert not by_env.keys() & start_with(program, "-ctk", "q8_0", **by_env).keys()
 
 
@@ -204,6 +208,9 @@ def test_doctor_tells_the_door(tmp_path: Path) -> None:
     assert said.exit_code == 0 and said.output.endswith("whose ggml loads the plug-in\n")
     ours = CliRunner().invoke(cli.main, ["doctor", "true"], prog_name="subkv")
     assert ours.output == f"{shutil.which('true')} finds our libraries in {OURS}\n"
+    other = {doors.BACKEND_PATH: "/opt/libggml-other.so"}
+    other_backend = CliRunner().invoke(cli.main, ["doctor", str(program)], prog_name="subkv", env=other)
+    assert other_backend.exit_code == 1 and "unset it" in other_backend.output
     none = CliRunner().invoke(cli.main, ["doctor", str(without_functions(tmp_path))], prog_name="subkv")
     assert none.exit_code == 1 and "does not fit the plug-in" in none.output
 

@@ -168,10 +168,11 @@ def test_places_searched_by_auto(model: Path) -> None:
         assert f" layers; bases: of {path}, " in named["log"][0] and found == {**named, "log": [line]}
 
 
-def of_version(path: Path, generator: str) -> Path:
-    """The file as if this program had derived its bases from the weights."""
+def of_version(path: Path, generator: str, tokens: int = 0) -> Path:
+    """The file as if this program had derived its bases from the weights, or from `tokens` of a text of this name."""
     texts = {"subkv.generator": generator, "subkv.calibration.text": metadata.FROM_WEIGHTS}
     keys = {name: (GGUFValueType.STRING, text) for name, text in texts.items()}
+    keys["subkv.calibration.tokens"] = (GGUFValueType.UINT64, tokens)
     return writer.write(path, writer.sealed(writer.read(path) | keys))
 
 
@@ -186,6 +187,8 @@ def test_bases_of_another_version_are_not_used(model: Path) -> None:
     assert not required["made"] and why in required["log"][0]
     (named,) = run(model, subkv=str(path))
     assert named["made"] and named["log"][0].endswith(" tokens, derived by another version of subkv")
+    of_version(path, "another program", tokens=2048)
+    assert "coded K/V cache" in run(model)[0]["log"][0]
 
 
 def test_own_keys_take_precedence(model: Path, bases: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 from collections.abc import Iterator, Sequence
 
 from subkv.base.text import printable
@@ -59,8 +60,8 @@ def system_reason(error: BaseException) -> str:
 
 
 def without_remedy(reason: str) -> str:
-    """The first part of a reason of SubkvError or libsubkv: remedies follow semicolons."""
-    return reason.partition("; ")[0]
+    """A reason of SubkvError or libsubkv without the other cache, or the conversion, that it advises at its end."""
+    return re.sub(r"; (?:choose f16|use an ordinary cache|convert )[^;]*$", "", reason)
 
 
 def is_unavailable(error: BaseException) -> bool:

@@ -128,14 +128,17 @@ std::string content_of_sidecar(const std::string & path) {
 }
 
 // Has another version of subkv derived these bases from the weights? The arguments are keys of FORMAT.md §1.
-bool is_outdated(const std::string & generator, int64_t version, const std::string & calibration_text) {
-    return calibration_text == "weights" && (generator != WEIGHTS_GENERATOR || version != FORMAT_VERSION);
+bool is_outdated(const std::string & generator, int64_t version, const std::string & calibration_text,
+                 uint64_t calibration_tokens) {
+    const bool weights = calibration_text == "weights" && calibration_tokens == 0; // a text may have this name
+    return weights && (generator != WEIGHTS_GENERATOR || version != FORMAT_VERSION);
 }
 
 bool is_outdated(const gguf_context * file) {
     const Keys keys(file);
     return is_outdated(keys.optional_str("subkv.generator"), keys.optional_u32("subkv.version", 0),
-                       keys.optional_str("subkv.calibration.text"));
+                       keys.optional_str("subkv.calibration.text"),
+                       keys.has("subkv.calibration.tokens") ? keys.u64("subkv.calibration.tokens") : 0);
 }
 
 // One word of a command for a shell.
@@ -345,7 +348,7 @@ std::string size_of(const Layout & layout) {
 }
 
 std::string words_of_file(const std::string & path, const Layout & layout) {
-    const bool old = is_outdated(layout.generator, layout.version, layout.calibration_text);
+    const bool old = is_outdated(layout.generator, layout.version, layout.calibration_text, layout.calibration_tokens);
     return "of " + path + ", " + size_of(layout) + (old ? ", derived by another version of subkv" : "");
 }
 
