@@ -32,12 +32,8 @@ class LibraryFinder:
     @staticmethod
     def find_spec(name: str, path: "Sequence[str] | None" = None, target: object = None) -> "ModuleSpec | None":
         variable = _VARIABLES.get(name, "")
-        if (
-            not variable
-            or not path
-            or any(known in os.environ for known in _VARIABLES.values())
-            or _has_library(path[0])
-        ):
+        of_user = any(known in os.environ for known in _VARIABLES.values())
+        if not variable or not path or of_user or _has_library(path[0]):
             return None
         from importlib.machinery import PathFinder, SourceFileLoader
 
