@@ -32,7 +32,7 @@ class LibraryFinder:
     @staticmethod
     def find_spec(name: str, path: "Sequence[str] | None" = None, target: object = None) -> "ModuleSpec | None":
         variable = _VARIABLES.get(name, "")
-        of_user = any(known in os.environ for known in _VARIABLES.values())
+        of_user = any(known in os.environ for known in (variable, "LLAMA_CPP_LIB_PATH"))  # their libmtmd, too
         if not variable or not path or of_user or _has_library(path[0]):
             return None
         from importlib.machinery import PathFinder, SourceFileLoader
