@@ -63,7 +63,8 @@ RUN = [
 
 # A test that runs the same command with other files.
 ELSEWHERE = {
-    "python tests/programs/upstream.py --stock build/dev/bin/stock FOLDER": "programs/test_upstream.py::test_a_few_of_upstreams_tests",
+    "python tests/programs/upstream.py --stock build/dev/bin/stock FOLDER": "programs/test_upstream.py::"
+    "test_a_few_of_upstreams_tests",
     "python cmake/widths.py": "format/test_convert_codec.py::test_widths_are_those_of_the_table",
     "subkv serve --store-moved": "programs/test_moved_prompts.py::test_another_beginning",
     "subkv convert model.gguf": "python/test_prepare.py::test_one_command_prepares",

@@ -126,7 +126,8 @@ def test_the_folder_of_llama_cpps_libraries(
     (package / "__init__.py").write_text("from . import llama_cpp, mtmd_cpp\n")
     for name, read in (("llama_cpp", "LLAMA_CPP_LIB_PATH"), ("mtmd_cpp", "MTMD_CPP_LIB")):
         (package / f"{name}.py").write_text(f"import os; print(os.environ.get('{read}'))\n")
-    code = f"{site} import os, sys; os.environ.pop('MTMD_CPP_LIB', None); sys.path.insert(0, {str(tmp_path)!r}); import llama_cpp"
+    without = "os.environ.pop('MTMD_CPP_LIB', None)"  # of this process
+    code = f"{site} import os, sys; {without}; sys.path.insert(0, {str(tmp_path)!r}); import llama_cpp"
     done = run(code, **({} if variable is None else {"LLAMA_CPP_LIB_PATH": variable}))
     assert done.stdout.split() == expected.replace("ours", str(_lib.lib_dir())).split(), done.stderr
 
