@@ -282,15 +282,16 @@ template <int F> size_t shared_bytes(const Job & job) {
 }
 
 // Four blocks per multiprocessor hide each other's latency; large tiles only permit two. most: shared memory of a block
-template <int F> Job job_of(const Attend & a, const Encode & encode, size_t most) {
-    Job job{ a, encode, MOST_TILES, true, tile_bytes(a.layer.row_bytes_k), tile_bytes(a.layer.row_bytes_v) };
+template <int F> Job job_of(const Attend & a, size_t most) {
+    Job job{ a, {}, MOST_TILES, true, tile_bytes(a.layer.row_bytes_k), tile_bytes(a.layer.row_bytes_v) };
     job.both  = shared_bytes<F>(job) <= most / 4;
     job.tiles = shared_bytes<F>(job) <= most / 2 ? MOST_TILES : 1;
     return job;
 }
 
 template <int F, int N_SIDES> const char * run(const Attend & a, const Encode & encode, void * stream) {
-    const Job    job   = job_of<F>(a, encode, most_shared());
+    Job job            = job_of<F>(a, most_shared());
+    job.encode         = encode;
     const size_t bytes = std::max(shared_bytes<F>(job), N_SIDES > 0 ? EncodeShared(nullptr, a.layer).bytes : 0);
     return launch(decode_kernel<F, N_SIDES>,
                   dim3((unsigned) a.layer.n_head_kv, (unsigned) (N_SIDES + a.n_split), (unsigned) a.n_stream), bytes,
@@ -309,7 +310,7 @@ bool fits_decode(const Layer & l, size_t most) {
     Attend        a = {};
     a.layer         = l;
     return l.n_group <= DECODE_GROUP && !l.latent && l.d_k <= DECODE_HEAD && l.d_v <= DECODE_HEAD &&
-           shared_bytes<F>(job_of<F>(a, {}, most)) <= most;
+           shared_bytes<F>(job_of<F>(a, most)) <= most;
 }
 
 } // namespace

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.launch import programs
-from runtime.launch.arguments import is_llama_cpp_program
+from runtime.launch.arguments import is_llama_cpp_program, split_devices
 from runtime.launch.variables import LIBRARY_PATH
 from subkv.base.errors import SubkvError
 
@@ -78,10 +78,10 @@ def choose_door(
     listed = programs.listed_libraries(path, environment)
     other = programs.other_llama_cpp(program, path, libraries, listed)
     # llama.cpp's programs need the libraries of their own version, also where ours have the same names
-    keeps_its_own = bool(other) and is_llama_cpp_program(program) and not _is_patched(listed)
-    with_ours = programs.listed_libraries(path, with_libraries)
-    if not (keeps_its_own or programs.other_llama_cpp(program, path, libraries, with_ours)):
-        return our_door(libraries)
+    if not (other and is_llama_cpp_program(program)) or _is_patched(listed):
+        with_ours = programs.listed_libraries(path, with_libraries)
+        if not programs.other_llama_cpp(program, path, libraries, with_ours):
+            return our_door(libraries)
     if listed is None:
         other, reason = "does not start", "a shared library that it needs is missing"
     else:
@@ -141,7 +141,7 @@ def without_plugin(environment: Mapping[str, str]) -> dict[str, str]:
     if os.path.basename(environment.get(BACKEND_PATH, "")) != PLUGIN:
         return dict(environment)
     kept = {name: value for name, value in environment.items() if name not in (BACKEND_PATH, DEVICES)}
-    devices = [name for name in environment.get(DEVICES, "").split(",") if name and name.upper() != DEVICE]
+    devices = [name for name in split_devices(environment.get(DEVICES, "")) if name and name.upper() != DEVICE]
     return kept | ({DEVICES: ",".join(devices)} if devices else {})
 
 
