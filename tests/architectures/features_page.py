@@ -38,8 +38,8 @@ the pinned llama.cpp also refuses it, or fails.
 
 ## Backends
 
-CUDA's kernels ran in an emulator and on an H200, Triton's in its interpreter and on an H200,
-Vulkan's on lavapipe ([gpu.md](gpu.md)).
+CUDA's kernels ran in an emulator, on an H100 and on an H200, Triton's in its interpreter and on an
+H200, Vulkan's on lavapipe ([gpu.md](gpu.md)).
 
 """
 KINDS_HEAD = """

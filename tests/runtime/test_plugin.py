@@ -296,6 +296,7 @@ def test_bases_of_another_version_are_not_used(tmp_path: Path, model: Path) -> N
     path = write_bases(stored_path(model, entry.content, WEIGHTS), model)
     texts = {"subkv.generator": f"{metadata.generator()}, weights", "subkv.calibration.text": metadata.FROM_WEIGHTS}
     keys = {name: (GGUFValueType.STRING, text) for name, text in texts.items()}
+    keys["subkv.calibration.tokens"] = (GGUFValueType.UINT64, 0)
     writer.write(path, writer.sealed(writer.read(path) | keys))
     why = f"another version of subkv has derived the bases in {path}; `subkv env -m MODEL` derives them again"
     assert f"ordinary f16 K/V cache: {why}" in run(tmp_path, model, "auto", decode(TEXT)).said
