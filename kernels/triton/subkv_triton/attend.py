@@ -108,13 +108,13 @@ def _without_bad(s, halves, ANY_HALF: tl.constexpr):
 
 
 @triton.jit
-def weighs(p, bad):
+def bad_weight_nan(p, bad):
     """NaN for rows of weights p [M, C] that give weight to a bad [C] value, 0 for others: [M]."""
     return tl.where(tl.max((bad[None, :] & (p > 0)).to(tl.int32), axis=1) > 0, float("nan"), 0.0)
 
 
 @triton.jit
-def soften(logit, bias, slope, softcap, m, z, HAS_CAP: tl.constexpr):
+def softmax_step(logit, bias, slope, softcap, m, z, HAS_CAP: tl.constexpr):
     """One step of the online softmax over C keys: logit, bias [M, C] (-inf: masked), slope, m, z [M].
 
     -> weights [M, C], the factor on earlier sums [M], m, z. A visible logit that is not finite makes z NaN.
@@ -224,12 +224,12 @@ def _attend(
                 logit += tl.where((s > 0)[None, :], dot, 0.0)
             if HAS_SHIFT:
                 logit += shift[:, None]
-            p, keep, m, z = soften(logit, bias, slope, softcap, m, z, HAS_CAP)
+            p, keep, m, z = softmax_step(logit, bias, slope, softcap, m, z, HAS_CAP)
 
             v_row = v_head + tl.cast(first, tl.int64) * v_stride
             s, codes, halves = _codes(v_row, offset * v_stride, visible, scales_ptr, v_table, jv, RV, V_HALF, V_PATH)
             s, halves, bad = _without_bad(s, halves, V_HALF)
-            z += weighs(p, bad)
+            z += bad_weight_nan(p, bad)
             largest = tl.maximum(tl.max(s, axis=0), 1e-30)
             weight = (p * (s / largest)[None, :]).to(tl.float16)
             acc = acc * keep[:, None] + tl.dot(weight, codes) * largest

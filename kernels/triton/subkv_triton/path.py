@@ -56,31 +56,31 @@ def _quarter(c, step, numbers, T):
 
 
 @triton.jit
-def _index(quarter, half, q):
-    """Index of the nearest level with index % 4 = q. half: 2^bits. Ties go to even groups of four."""
-    group = tl.minimum(tl.maximum(quarter + 0.25 * (half - 0.5 - q), -1.0), 0.5 * half)
+def _index(quarter, n_codes, q):
+    """Index of the nearest level with index % 4 = q. n_codes: 2^bits. Ties go to even groups of four."""
+    group = tl.minimum(tl.maximum(quarter + 0.25 * (n_codes - 0.5 - q), -1.0), 0.5 * n_codes)
     group = (group + 12582912.0) - 12582912.0
-    return 4.0 * tl.minimum(tl.maximum(group, 0.0), 0.5 * half - 1.0) + q
+    return 4.0 * tl.minimum(tl.maximum(group, 0.0), 0.5 * n_codes - 1.0) + q
 
 
 @triton.jit
-def _error(c, step, quarter, half, double, triple, q):
-    y = _index(quarter, half, q) - (half - 0.5)
+def _error(c, step, quarter, n_codes, double, triple, q):
+    y = _index(quarter, n_codes, q) - (n_codes - 0.5)
     size = tl.abs(y)
     far = tl.maximum(size - double, 0.0) + tl.maximum(size - triple, 0.0)
     return tl.fma(-step, tl.where(y < 0, y - far, y + far), c)
 
 
 @triton.jit
-def _extend(c, s, half, numbers, T, w0, w1, w2, w3):
+def _extend(c, s, n_codes, numbers, T, w0, w1, w2, w3):
     """Costs of the states after one place, and decisions: bit w is 1 if the branch from the larger state is cheaper."""
     step = s * tl.load(numbers + _STEP * T)
     double, triple = tl.load(numbers + _DOUBLE * T), tl.load(numbers + _TRIPLE * T)
     quarter = _quarter(c, step, numbers, T)
-    e0 = _error(c, step, quarter, half, double, triple, 0.0)
-    e1 = _error(c, step, quarter, half, double, triple, 1.0)
-    e2 = _error(c, step, quarter, half, double, triple, 2.0)
-    e3 = _error(c, step, quarter, half, double, triple, 3.0)
+    e0 = _error(c, step, quarter, n_codes, double, triple, 0.0)
+    e1 = _error(c, step, quarter, n_codes, double, triple, 1.0)
+    e2 = _error(c, step, quarter, n_codes, double, triple, 2.0)
+    e3 = _error(c, step, quarter, n_codes, double, triple, 3.0)
     a0, b0 = tl.fma(e0, e0, w0), tl.fma(e2, e2, w2)
     a1, b1 = tl.fma(e2, e2, w0), tl.fma(e0, e0, w2)
     a2, b2 = tl.fma(e1, e1, w1), tl.fma(e3, e3, w3)
@@ -125,8 +125,8 @@ def _find(
     w1, w2, w3 = w0, w0, w0
     for t in range(length):
         c = tl.load(c_rows + tl.load(places + _PLACE * T + t), mask=live, other=0.0)[:, None]
-        half = tl.load(places + _LEVELS * T + t).to(tl.float32)
-        w0, w1, w2, w3, _ = _extend(c, s, half, all_numbers + t, T, w0, w1, w2, w3)
+        n_codes = tl.load(places + _LEVELS * T + t).to(tl.float32)
+        w0, w1, w2, w3, _ = _extend(c, s, n_codes, all_numbers + t, T, w0, w1, w2, w3)
     cost = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3))
     cost += tl.load(off_path_ptr + at[:, None] * _TRIED + tried, mask=live[:, None], other=0.0)
     cost = tl.where((k >= 1) & (k <= _SCALE_MOST), cost, float("inf"))
@@ -146,8 +146,8 @@ def _find(
     decisions_row = decisions_ptr + head.to(tl.int64) * T * n + row
     for t in range(length):
         c = tl.load(c_rows + tl.load(places + _PLACE * T + t), mask=live, other=0.0)[:, None]
-        half = tl.load(places + _LEVELS * T + t).to(tl.float32)
-        w0, w1, w2, w3, decisions = _extend(c, s_best[:, None], half, all_numbers + t, T, w0, w1, w2, w3)
+        n_codes = tl.load(places + _LEVELS * T + t).to(tl.float32)
+        w0, w1, w2, w3, decisions = _extend(c, s_best[:, None], n_codes, all_numbers + t, T, w0, w1, w2, w3)
         tl.store(decisions_row, tl.sum(decisions << (4 * end), axis=1), mask=live)
         decisions_row += n
     cost = tl.where(end == 0, w0, tl.where(end == 1, w1, tl.where(end == 2, w2, w3)))
@@ -161,13 +161,13 @@ def _find(
         decisions_row -= n
         place = tl.load(places + _PLACE * T + t)
         c = tl.load(c_rows + place, mask=live, other=0.0)
-        half = tl.load(places + _LEVELS * T + t).to(tl.float32)
+        n_codes = tl.load(places + _LEVELS * T + t).to(tl.float32)
         bits = tl.load(decisions_row, mask=live, other=0)
         x, low = state & 1, state >> 1
         high = (bits >> (shift + state)) & 1
         step = s_best * tl.load(all_numbers + t + _STEP * T)
         q = 2 * (x ^ high) + low
-        index = _index(_quarter(c, step, all_numbers + t, T), half, q.to(tl.float32)).to(tl.int32)
+        index = _index(_quarter(c, step, all_numbers + t, T), n_codes, q.to(tl.float32)).to(tl.int32)
         state = 2 * high + low
         tl.store(codes_ptr + at * R + place, ((index ^ state) >> 1).to(tl.uint8), mask=live)
 
