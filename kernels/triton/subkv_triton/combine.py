@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from subkv_triton.attend import Partial, softmax_step, bad_weight_nan
+from subkv_triton.attend import Partial, bad_weight_nan, softmax_step
 from subkv_triton.codecs import MIN_WIDTH, Codecs
 
 BLOCK_ROWS = 16
