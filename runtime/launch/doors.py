@@ -14,6 +14,7 @@ from runtime.launch import programs
 from runtime.launch.arguments import is_llama_cpp_program, split_devices
 from runtime.launch.variables import LIBRARY_PATH
 from subkv.base.errors import SubkvError
+from subkv.base.folders import PLUGIN_ONLY
 
 PLUGIN = "libggml-subkv.so"
 BACKEND_PATH = "GGML_BACKEND_PATH"
@@ -50,7 +51,7 @@ def plugin_file(libraries: Path) -> Path:
     return path
 
 
-def _other_abi(base: Path, registry: Path, plugin: Path) -> str:
+def other_abi(base: Path, registry: Path, plugin: Path) -> str:
     """Which structure or function of a ggml the plug-in does not know, found in a process of its own; "": none."""
     # an empty entry would be the current folder; -I: without modules of that folder
     folders = os.pathsep.join(filter(None, [str(base.parent), str(registry.parent), os.environ.get(LIBRARY_PATH)]))
@@ -69,16 +70,25 @@ def our_door(libraries: Path) -> Door:
 
 
 def choose_door(
-    program: str, path: Path, libraries: Path, environment: Mapping[str, str], with_libraries: Mapping[str, str]
+    program: str,
+    path: Path,
+    libraries: Path,
+    environment: Mapping[str, str],
+    with_libraries: Mapping[str, str],
+    plugin: bool = PLUGIN_ONLY,
 ) -> Door:
     """The door of a program. environment: the user's without our libraries; with_libraries: with them.
 
-    Raises SubkvError about `program` if it has none.
+    plugin: not our libraries. Raises SubkvError about `program` if it has no door.
     """
     listed = programs.listed_libraries(path, environment)
     other = programs.other_llama_cpp(program, path, libraries, listed)
+    if plugin and not other:  # as node and Python, which load a llama.cpp later
+        return Door(
+            plugin_file(libraries), "gets the plug-in, which the llama.cpp that it loads must be able to load", True
+        )
     # llama.cpp's programs need the libraries of their own version, also where ours have the same names
-    if not (other and is_llama_cpp_program(program)) or _is_patched(listed):
+    if not plugin and (not (other and is_llama_cpp_program(program)) or _is_patched(listed)):
         with_ours = programs.listed_libraries(path, with_libraries)
         if not programs.other_llama_cpp(program, path, libraries, with_ours):
             return our_door(libraries)
@@ -123,7 +133,7 @@ def _misfit(listed: str, libraries: Path) -> str:
             return f"its ggml does not read {BACKEND_PATH}"
     except OSError:
         return f"{registry[1]} cannot be read"
-    return _other_abi(base[1], registry[1], plugin_file(libraries))
+    return other_abi(base[1], registry[1], plugin_file(libraries))
 
 
 def plugin_variables(plugin: Path, environment: Mapping[str, str]) -> dict[str, str]:

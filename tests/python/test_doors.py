@@ -117,6 +117,22 @@ def test_programs_without_a_door(how: str, sentence: str, tmp_path: Path) -> Non
     assert sentence in at.value.reason and "pip install ." in at.value.reason
 
 
+def test_a_program_that_loads_a_llama_cpp_later(tmp_path: Path) -> None:
+    """As node and Python do: only the user knows which. Our libraries are not named."""
+    assert start.find_program(sys.executable, dict(os.environ)).door.plugin is None
+    show = "import json, os; print(json.dumps(dict(os.environ)))"
+    command = [sys.executable, "-m", "runtime.cli", "run", "--plugin", sys.executable, "-c", show]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    variables = json.loads(done.stdout)
+    assert variables[doors.BACKEND_PATH] == str(OURS / doors.PLUGIN) and variables["SUBKV"] == "auto"
+    assert "LLAMA_CPP_LIB_PATH" not in variables and "MTMD_CPP_LIB" not in variables
+    assert str(OURS) not in variables.get("LD_LIBRARY_PATH", "").split(":")
+    assert "gets the plug-in, which the llama.cpp that it loads must be able to load" in done.stderr
+    (tmp_path / "llama-server").symlink_to(build(tmp_path / "own", "int main(void) { return 0; }"))
+    with pytest.raises(SubkvError, match="contains its own llama.cpp: its ggml is no shared library"):
+        start.find_program(str(tmp_path / "llama-server"), dict(os.environ), plugin=True)
+
+
 def test_a_program_that_lacks_a_library(tmp_path: Path) -> None:
     program = another(tmp_path)
     (tmp_path / "libggml.so").unlink()  # the linker finds ours only if it looks there

@@ -41,7 +41,9 @@ def main() -> None:
     from llama_cpp import llama_cpp as C
 
     C.llama_backend_init()
-    ctypes.CDLL(str(folder / "libggml.so")).ggml_backend_load_all()
+    registry = ctypes.CDLL(str(folder / "libggml.so"))
+    static = hasattr(registry, "ggml_backend_cpu_init")  # else a program would be beside the libraries
+    registry.ggml_backend_load_all_from_path(None if static else os.fsencode(folder))
     asked = json.loads(sys.argv[3])
     if "first" in asked:
         other = C.llama_model_load_from_file(asked["first"].encode(), C.llama_model_default_params())

@@ -1,4 +1,8 @@
-"""libggml-subkv in an unpatched libllama: it computes as the patched one, and it knows its model."""
+"""libggml-subkv in an unpatched libllama: it computes as the patched one, and it knows its model.
+
+That libllama is of this build (SUBKV_STOCK), or of another llama.cpp: `cmake/canary.py --plugin` names folders with its
+libraries (SUBKV_STOCK_LIBRARIES) and its llama_cpp (SUBKV_STOCK_BINDINGS).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,9 @@ from subkv.native.bases import STORED, WEIGHTS, model_weights, stored_path
 from subkv.native.gguf import WEIGHTS_KEY
 
 LIBRARIES = library.lib_dir()
-PLUGIN, STOCK = LIBRARIES / "libggml-subkv.so", LIBRARIES / "stock"
+PLUGIN = LIBRARIES / "libggml-subkv.so"
+THEIRS, BINDINGS = (os.environ.get(f"SUBKV_STOCK_{name}") for name in ("LIBRARIES", "BINDINGS"))
+STOCK = Path(THEIRS) if THEIRS else LIBRARIES / "stock"
 GPUS = STOCK / "libggml-emulated.so"
 PROGRAM = Path(__file__).parent / "plugin_program.py"
 N_RECENT = 8
@@ -82,7 +88,9 @@ def run(tmp_path: Path, model: Path, subkv: str | Path, *calls: Any, plugin: boo
     first = {"first": str(params.pop("first"))} if "first" in params else {}
     first |= {name: params.pop(name) for name in ("kill", "layers", "split", "callback") if name in params}
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SUBKV", "LLAMA", "GGML"))}
-    env |= {"LD_LIBRARY_PATH": str(LIBRARIES), "SUBKV": str(subkv)}
+    env |= {"LD_LIBRARY_PATH": str(STOCK if plugin and THEIRS else LIBRARIES), "SUBKV": str(subkv)}
+    if plugin and BINDINGS:
+        env["PYTHONPATH"] = os.pathsep.join([BINDINGS, *filter(None, [env.get("PYTHONPATH")])])
     env |= {"SUBKV_SEQUENCES": str(params.pop("windows", ""))}
     env |= {"LLAMA_CPP_LIB_PATH": str(STOCK if plugin else LIBRARIES)}
     env |= {"GGML_BACKEND_PATH": str(PLUGIN)} if plugin else {}
