@@ -47,7 +47,7 @@ function(subkv_quick)
     get_target_property(alone llama SOURCES)
     list(FILTER alone EXCLUDE REGEX "models/([^gqk]|granite|glm|gpt|grok)") # some have static functions of one name
     get_target_property(folder llama SOURCE_DIR)
-    list(TRANSFORM alone PREPEND ${folder}/)
+    list(TRANSFORM alone REPLACE "^([^/])" "${folder}/\\\\1")
     set_source_files_properties(${alone} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
     set_target_properties(llama PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 12)
     target_compile_options(llama PRIVATE -O0)
@@ -147,13 +147,14 @@ def write_source(archive: Path, build: Path) -> Path:
 
 def plugin_canary(version: str, loadable: bool, work: Path) -> bool:
     """Test the plug-in in an unpatched version; prints a row of the table. Returns whether all steps passed."""
-    from runtime.launch.doors import PLUGIN, other_abi
+    from runtime.launch.doors import PLUGIN, ggml_misfit
     from subkv.native.paths import lib_dir
 
     build = REPO / "build" / "canary" / f"plugin-{version}"
     build.mkdir(parents=True, exist_ok=True)
     tree = write_source(archive_of(version, work), build)
-    stock, ours = build / ("loadable" if loadable else "stock"), build / "ours"
+    stock = build / ("loadable" if loadable else "stock")
+    ours = REPO / "build" / "canary-plugin"  # as deep as build/dev, whose objects of the kernels ccache has
     (build / "quick.cmake").write_text(QUICK)
     configure = ["cmake", "-S", str(tree), "-B", str(stock), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]
     configure += ["-DBUILD_SHARED_LIBS=ON", f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={build / 'quick.cmake'}"]
@@ -170,7 +171,7 @@ def plugin_canary(version: str, loadable: bool, work: Path) -> bool:
     compiles = run(with_our_source, log) and run(["ninja", "-C", str(ours), jobs, "ggml-subkv"], build / "ours.log")
     folder = stock / "bin"
     base, registry = folder / "libggml-base.so", folder / "libggml.so"
-    misfit = other_abi(base, registry, lib_dir() / PLUGIN)
+    misfit = ggml_misfit(base, registry, lib_dir() / PLUGIN)
     env = {**os.environ, "SUBKV_STOCK_LIBRARIES": str(folder), "SUBKV_STOCK_BINDINGS": str(build / "bindings")}
     tested = build / f"{stock.name}-test.log"
     passed = run([sys.executable, "-m", "pytest", "-q", "tests/runtime/test_plugin.py"], tested, env)

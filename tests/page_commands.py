@@ -81,7 +81,9 @@ ELSEWHERE = {
         "python/test_doors.py::test_another_llama_cpp_loads_the_plugin"
     ),
     "subkv doctor /usr/bin/llama-server": "python/test_doors.py::test_doctor_tells_the_door",
-    "subkv run --plugin node app.js": "python/test_doors.py::test_a_program_that_loads_a_llama_cpp_later",
+    "subkv run --plugin --prepare model.gguf node app.js": (
+        "python/test_doors.py::test_a_program_that_loads_a_llama_cpp_later"
+    ),
     "subkv-plugin run /usr/bin/llama-server -m model.gguf -c 32768": (
         "python/test_plugin_wheel.py::test_an_unpatched_program"
     ),

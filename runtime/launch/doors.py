@@ -20,12 +20,12 @@ PLUGIN = "libggml-subkv.so"
 BACKEND_PATH = "GGML_BACKEND_PATH"
 DEVICE, DEVICES = "SUBKV", "LLAMA_ARG_DEVICE"  # the plug-in's device; the variable of --device
 _GPUS = "cuda|hip|musa|vulkan|sycl|opencl|openvino|cann|metal|webgpu|hexagon|et"
-_OTHER_ABI = """
+_MISFIT = """
 import ctypes, sys
 base, registry, plugin = (ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL) for name in sys.argv[1:])
-base.ggml_version.restype = plugin.subkv_plugin_other_abi.restype = ctypes.c_char_p
-other = plugin.subkv_plugin_other_abi().decode()
-print(f"its ggml, version {base.ggml_version().decode()}, has another {other} than the plug-in knows" if other else "")
+plugin.subkv_plugin_misfit.restype = ctypes.c_char_p
+misfit = plugin.subkv_plugin_misfit().decode()
+print(f"its ggml{misfit}" if misfit else "")
 """
 
 
@@ -51,11 +51,11 @@ def plugin_file(libraries: Path) -> Path:
     return path
 
 
-def other_abi(base: Path, registry: Path, plugin: Path) -> str:
-    """Which structure or function of a ggml the plug-in does not know, found in a process of its own; "": none."""
+def ggml_misfit(base: Path, registry: Path, plugin: Path) -> str:
+    """Why a ggml does not fit the plug-in, found in a process of its own; "": it does."""
     # an empty entry would be the current folder; -I: without modules of that folder
     folders = os.pathsep.join(filter(None, [str(base.parent), str(registry.parent), os.environ.get(LIBRARY_PATH)]))
-    command = [sys.executable, "-I", "-c", _OTHER_ABI, *map(str, (base, registry, plugin))]
+    command = [sys.executable, "-I", "-c", _MISFIT, *map(str, (base, registry, plugin))]
     environment = {**os.environ, LIBRARY_PATH: folders}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode == 0:
@@ -133,7 +133,7 @@ def _misfit(listed: str, libraries: Path) -> str:
             return f"its ggml does not read {BACKEND_PATH}"
     except OSError:
         return f"{registry[1]} cannot be read"
-    return other_abi(base[1], registry[1], plugin_file(libraries))
+    return ggml_misfit(base[1], registry[1], plugin_file(libraries))
 
 
 def plugin_variables(plugin: Path, environment: Mapping[str, str]) -> dict[str, str]:

@@ -98,9 +98,18 @@ def test_libraries_of_the_same_names(tmp_path: Path) -> None:
     assert not list(OURS.glob("libllama-*-impl.*"))
 
 
+def without_one_function(folder: Path) -> Path:
+    """The same with a libggml-base that has another name for a function, as an older one may not have it."""
+    program = another(folder)
+    base = folder / "libggml-base.so"
+    base.write_bytes(base.read_bytes().replace(b"\0gguf_set_kv\0", b"\0gguf_set_xx\0"))
+    return program
+
+
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
+        ("no function", "its ggml has no function gguf_set_kv"),
         ("no functions", "its ggml does not fit the plug-in (OSError: "),
         ("no variable", "its ggml does not read GGML_BACKEND_PATH"),
         ("static", "which contains its own llama.cpp: its ggml is no shared library"),
@@ -109,6 +118,7 @@ def test_libraries_of_the_same_names(tmp_path: Path) -> None:
 def test_programs_without_a_door(how: str, sentence: str, tmp_path: Path) -> None:
     program = {
         "no functions": lambda: without_functions(tmp_path),
+        "no function": lambda: without_one_function(tmp_path),
         "no variable": lambda: another(tmp_path, variable="GGML_BACKEND_NONE"),
         "static": lambda: build(tmp_path / "llama-server", "int main(void) { return 0; }"),
     }[how]()

@@ -86,7 +86,7 @@ def write_bases(
 
 def run(tmp_path: Path, model: Path, subkv: str | Path, *calls: Any, plugin: bool = True, **params: Any) -> Run:
     first = {"first": str(params.pop("first"))} if "first" in params else {}
-    first |= {name: params.pop(name) for name in ("kill", "layers", "split", "callback") if name in params}
+    first |= {name: params.pop(name) for name in ("kill", "layers", "split", "callback", "private") if name in params}
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SUBKV", "LLAMA", "GGML"))}
     env |= {"LD_LIBRARY_PATH": str(STOCK if plugin and THEIRS else LIBRARIES), "SUBKV": str(subkv)}
     if plugin and BINDINGS:
@@ -416,6 +416,13 @@ def test_without_flash_attention(tmp_path: Path, model: Path, bases: Path) -> No
     ordinary = run(tmp_path, model, "auto", decode(TEXT), flash_attn_type=0)
     assert "ordinary f16 K/V cache: flash attention is off" in ordinary.said
     assert np.array_equal(ordinary.logits[0], run(tmp_path, model, "off", decode(TEXT), flash_attn_type=0).logits[0])
+
+
+def test_a_ggml_that_other_libraries_do_not_see(tmp_path: Path, model: Path, bases: Path) -> None:
+    """As node and Python load a llama.cpp: the plug-in finds its functions in the ggml that loads it."""
+    seen, private = (run(tmp_path, model, bases, decode(TEXT), private=private) for private in (False, True))
+    assert "coded K/V cache" in private.said
+    assert np.array_equal(private.logits[0], seen.logits[0])
 
 
 def test_an_evaluation_callback(tmp_path: Path, model: Path, bases: Path) -> None:
