@@ -112,7 +112,7 @@ def build_subkv(to: Path, build: Path, extra: tuple[str, ...], target: Platform 
 
 def build_plugin(to: Path, build: Path, target: Platform | None) -> None:
     """Build subkv-plugin, without libllama; its libraries need only the glibc of the tag that auditwheel sets."""
-    options = [*BACKENDS, "-DGGML_OPENMP=OFF", *os.environ.get("CMAKE_ARGS", "").split()]
+    options = ["-DGGML_NATIVE=OFF", "-DGGML_CPU=OFF", "-DGGML_OPENMP=OFF", *os.environ.get("CMAKE_ARGS", "").split()]
     if target is not None:
         options.append(f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake' / target.toolchain}")
     subprocess.run(["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", *options], check=True)

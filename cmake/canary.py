@@ -163,9 +163,10 @@ def plugin_canary(version: str, loadable: bool, work: Path) -> bool:
         configure += [f"-DCMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in ("C", "CXX")]
     with_our_source = ["cmake", "-S", str(REPO), "-B", str(ours), "-G", "Ninja", f"-DSUBKV_LLAMA_CPP_SOURCE={tree}"]
     with_our_source += ["-DSUBKV_MERGE=ON", f"-DSUBKV_WITHOUT_PATCHES={';'.join(source.QUEUES)}"]
+    shared = {**os.environ, "CCACHE_BASEDIR": str(build), "CCACHE_NOHASHDIR": "1"}  # files that versions have in common
     jobs, log = f"-j{len(os.sched_getaffinity(0))}", build / "log"
     for command in (configure, ["ninja", "-C", str(stock), jobs, "llama", "ggml-cpu"]):
-        if not run(command, log):
+        if not run(command, log, shared):
             print(f"{version}: cannot be built\n{tail(log)}\n  full log: {log}")
             return False
     compiles = run(with_our_source, log) and run(["ninja", "-C", str(ours), jobs, "ggml-subkv"], build / "ours.log")

@@ -83,7 +83,7 @@ def choose_door(
     """
     listed = programs.listed_libraries(path, environment)
     other = programs.other_llama_cpp(program, path, libraries, listed)
-    if plugin and not other:  # as node and Python, which load a llama.cpp later
+    if plugin and not other and not _is_patched(listed):  # as node and Python, which load a llama.cpp later
         return Door(
             plugin_file(libraries), "gets the plug-in, which the llama.cpp that it loads must be able to load", True
         )
@@ -108,7 +108,7 @@ def choose_door(
     raise SubkvError(
         "program",
         f"expected a program that loads {libraries}/libllama.so, or a llama.cpp that can load the plug-in, "
-        f"found {path}, which {other}: {reason}{remedy}",
+        f"found {path}, which {other or 'loads our libraries'}: {reason}{remedy}",
     )
 
 
@@ -124,7 +124,7 @@ def _is_patched(listed: str | None) -> bool:
 def _misfit(listed: str, libraries: Path) -> str:
     """Why a program with the libraries `listed` cannot load the plug-in; "": it can."""
     if _is_patched(listed):
-        return "it has the coefficient cache already, of another subkv"
+        return "it has the coefficient cache already"
     base, registry = (programs.library_in(listed, name) for name in ("libggml-base", "libggml"))
     if base is None or registry is None:
         return "its ggml is no shared library"
