@@ -14,7 +14,6 @@ from runtime.launch import programs
 from runtime.launch.arguments import is_llama_cpp_program, split_devices
 from runtime.launch.variables import LIBRARY_PATH
 from subkv.base.errors import SubkvError
-from subkv.base.folders import PLUGIN_ONLY
 
 PLUGIN = "libggml-subkv.so"
 BACKEND_PATH = "GGML_BACKEND_PATH"
@@ -75,7 +74,7 @@ def choose_door(
     libraries: Path,
     environment: Mapping[str, str],
     with_libraries: Mapping[str, str],
-    plugin: bool = PLUGIN_ONLY,
+    plugin: bool,
 ) -> Door:
     """The door of a program. environment: the user's without our libraries; with_libraries: with them.
 

@@ -66,7 +66,6 @@ def format_variables(variables: dict[str, str], form: str) -> bytes:
 @click.option(
     "--plugin",
     is_flag=True,
-    default=PLUGIN_ONLY,
     help="for a llama.cpp that others built, which loads the cache as a plug-in",
 )
 @click.option("--format", "form", type=click.Choice([*LINES, "json"]), default="sh", help="syntax")
@@ -80,6 +79,7 @@ def main(model: str | None, request: CacheRequest, plugin: bool, form: str) -> N
 
     if request.kv_memory is not None:
         raise SubkvError("kv_memory", "expected --kv-bits, because the context size is not known here, found it")
+    plugin = plugin or PLUGIN_ONLY
     service = form in ("systemd", "docker")
     models = [Path(model)] if model else []
     with concerning(model_path="model", kv_cache="model"):

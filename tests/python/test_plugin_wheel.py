@@ -73,6 +73,7 @@ def test_bases_of_a_model(site: Path, tiny_model: object, tmp_path: Path) -> Non
     model = tiny_model()  # type: ignore[operator]
     printed = run(site, "env", "-m", model, "--format", "json")
     variables = json.loads(printed.stdout)
+    assert json.loads(run(site, "env", "--plugin", "-m", model, "--format", "json").stdout) == variables
     assert Path(variables["GGML_BACKEND_PATH"]).is_relative_to(site) and "LD_LIBRARY_PATH" not in variables
     assert choose_cache(model, CacheOptions("subkv")).layout == Path(variables["SUBKV"])
     assert "subkv convert" in printed.stderr

@@ -105,6 +105,26 @@ def run(tmp_path: Path, model: Path, subkv: str | Path, *calls: Any, plugin: boo
     return Run(logits, json.loads(done.stdout.splitlines()[-1]), said)
 
 
+def compare(tmp_path: Path, model: Path, bases: Path, *calls: Any, **params: Any) -> Run:
+    """Run calls with the plug-in: coded, and bit for bit as the patch. Another llama.cpp may round otherwise: then it
+    differs at most twice as much as with f16 caches."""
+    patched, plugged = (run(tmp_path, model, bases, *calls, plugin=plugin, **params) for plugin in (False, True))
+    assert "coded K/V cache" in plugged.said and not plugged.facts["failed"], plugged.said
+    assert len(plugged.logits) == len(patched.logits)
+    apart = difference(patched, plugged)
+    if apart and THEIRS:
+        apart -= 2 * difference(
+            *(run(tmp_path, model, "off", *calls, plugin=plugin, **params) for plugin in (False, True))
+        )
+    assert apart <= 0
+    return plugged
+
+
+def difference(one: Run, other: Run) -> float:
+    """The largest one of all logits."""
+    return max(float(np.abs(x - y).max()) for x, y in zip(one.logits, other.logits, strict=True))
+
+
 def tokens(n: int, seed: int, first: int = 0, sequence: int = 0) -> list[list[int]]:
     drawn = np.random.default_rng(seed).integers(10, 250, n)
     return [[int(token), first + i, sequence] for i, token in enumerate(drawn)]
@@ -137,11 +157,8 @@ SAME = {
 @each("name", SAME)
 def test_it_computes_as_the_patch(name: str, tmp_path: Path, model: Path, bases: Path) -> None:
     params, calls = SAME[name]
-    patched, plugged = (run(tmp_path, model, bases, *calls, plugin=plugin, **params) for plugin in (False, True))
-    assert "coded K/V cache" in plugged.said and not plugged.facts["failed"]
+    plugged = compare(tmp_path, model, bases, *calls, **params)
     assert len(plugged.logits) == sum(call[0] == "decode" for call in calls)
-    for expected, found in zip(patched.logits, plugged.logits, strict=True):
-        assert np.array_equal(expected, found)
 
 
 @each("arch", ["llama", "bloom", "gemma2", "gpt-oss", "qwen2vl", "lfm2", "qwen35", "gemma3n", "gemma4", "deepseek2"])
@@ -159,12 +176,7 @@ def test_architectures(arch: str, tmp_path: Path, tiny_model: Models) -> None:
         options = {"arch": arch, "block_count": n_layer, "n_recent": N_RECENT, "recent_bits": 10}
         layout = engine.signed_permutations(shapes, *bands, path=bases, **options)
     engine.SUBKV.subkv_layout_free(layout)
-    patched, plugged = (
-        run(tmp_path, path, bases, decode(TEXT), decode(MORE), plugin=plugin) for plugin in (False, True)
-    )
-    assert "coded K/V cache" in plugged.said, plugged.said
-    for expected, found in zip(patched.logits, plugged.logits, strict=True):
-        assert np.array_equal(expected, found)
+    compare(tmp_path, path, bases, decode(TEXT), decode(MORE))
 
 
 def random_calls(seed: int, unified: bool, n: int = 60) -> list[Any]:
@@ -356,6 +368,7 @@ def test_layers_elsewhere_keep_f16(layers: int, tmp_path: Path, model: Path, bas
         assert np.array_equal(expected, logits)
 
 
+@pytest.mark.skipif(not GPUS.is_file(), reason="emulated GPUs: not beside another llama.cpp")
 @each("layers, split", [(0, []), (-1, []), (2, []), (-1, [1, 0, 0]), (-1, [1, 0, 1]), (2, [0, 1, 1]), (-1, [0, 0, 1])])
 def test_beside_gpus(layers: int, split: list[int], tmp_path: Path, tiny_model: Models) -> None:
     """Two emulated GPUs, then the plug-in's device: coded if that has all layers, else bit for bit f16."""
@@ -454,6 +467,7 @@ def test_masks_that_a_graph_computes(tmp_path: Path) -> None:
     assert np.array_equal(found.logits[0], run(tmp_path, model, "off", text).logits[0])
 
 
+@pytest.mark.skipif(bool(THEIRS), reason="our libraries with the llama_cpp of another version")
 def test_the_patched_library_refuses_it(
     tmp_path: Path, model: Path, bases: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
