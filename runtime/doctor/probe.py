@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 from subkv.base.errors import system_reason
+from subkv.base.folders import PLUGIN_ONLY
 
 SECONDS = 120  # timeout; a driver may start slowly or hang
 KINDS = ("cpu", "gpu", "integrated gpu", "accelerator", "meta")  # enum ggml_backend_dev_type
@@ -109,15 +110,10 @@ def _facts() -> dict[str, Any]:
     }
     library.declare(lib, versions)
     base.ggml_version.restype = ctypes.c_char_p
-    from subkv.native.binding import C
-
-    C.llama_backend_init()  # loads backends that are separate libraries
-    devices, backends = _devices(ctypes.CDLL(str(library.lib_dir() / f"libggml{library.SUFFIX}")))
+    facts = {} if PLUGIN_ONLY else _facts_of_llama_cpp()
     kernel, error = lib.subkv_kernel_name(), None
     if kernel is None:
         error = library.last_error()
-    from subkv.engine.memory import available_memory
-
     device_kernels = lib.subkv_device_kernel_name()
     return {
         "ggml": base.ggml_version().decode(),
@@ -126,6 +122,18 @@ def _facts() -> dict[str, Any]:
         "kernel_error": error,
         "kernels": [lib.subkv_ops_name(i).decode() for i in range(lib.subkv_ops_count())],
         "device_kernels": device_kernels.decode() if device_kernels else None,
+        **facts,
+    }
+
+
+def _facts_of_llama_cpp() -> dict[str, Any]:
+    from subkv.engine.memory import available_memory
+    from subkv.native import library
+    from subkv.native.binding import C
+
+    C.llama_backend_init()  # loads backends that are separate libraries
+    devices, backends = _devices(ctypes.CDLL(str(library.lib_dir() / f"libggml{library.SUFFIX}")))
+    return {
         "features": C.llama_print_system_info().decode("utf-8", "replace").strip(" |"),
         "backends": backends,
         "devices": devices,

@@ -19,7 +19,7 @@ from runtime.doctor.probe import probe
 from runtime.launch.arguments import is_llama_cpp_program
 from runtime.launch.variables import READ
 from subkv.base.errors import SubkvError, system_reason
-from subkv.base.folders import cache_folder
+from subkv.base.folders import PLUGIN_ONLY, cache_folder
 from subkv.base.version import __version__
 from subkv.native.paths import LIB_PATH, SUBKV_LIB_PATH, SUFFIX, lib_dir, own_library_path
 
@@ -33,7 +33,7 @@ OTHERS = (
     rf"{LIB_PATH}|XDG_(CACHE|STATE)_HOME|HF_\w+|(DY)?LD_(LIBRARY_PATH|PRELOAD)|OMP_\w+|(LLAMA|GGML|CUDA|VK|MESA|LP)_\w+"
 )
 SECRET = re.compile(r"TOKEN|KEY|PASSWORD|SECRET|CREDENTIAL|HEADER")
-LIBRARIES = ("libsubkv", "libllama", "libggml", "libggml-base")
+LIBRARIES = ("libsubkv", *(("libggml-subkv",) if PLUGIN_ONLY else ("libllama", "libggml")), "libggml-base")
 LIMITS = {
     "address space": "RLIMIT_AS",
     "data": "RLIMIT_DATA",
@@ -91,7 +91,7 @@ def _versions(broken: list[str]) -> dict[str, str | None]:
             f"llama-cpp-python: expected {required}, found {versions['llama-cpp-python']}; "
             f"pip install llama-cpp-python=={required}"
         )
-    if importlib.util.find_spec("llama_cpp") is None:
+    if not PLUGIN_ONLY and importlib.util.find_spec("llama_cpp") is None:
         broken.append("llama-cpp-python: expected the package llama_cpp, found none; install subkv again")
     versions["Python"] = platform.python_version()
     versions["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"

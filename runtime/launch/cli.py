@@ -11,6 +11,7 @@ from runtime import options
 from runtime.launch.start import find_program, prepare_start, read_arguments
 from runtime.launch.variables import CacheRequest, request_options
 from subkv.base.command import command
+from subkv.base.folders import PLUGIN_ONLY
 
 
 @command(context_settings={"allow_interspersed_args": False})
@@ -22,15 +23,18 @@ from subkv.base.command import command
     metavar="PATH",
     help="first derive bases for this model, or for every model in this folder, if the arguments do not name it",
 )
+@click.option("--plugin", is_flag=True, help="for programs that load a llama.cpp of their own, as node does")
 @click.argument("program", metavar="PROGRAM")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
-def main(request: CacheRequest, prepare: tuple[Path, ...], program: str, arguments: tuple[str, ...]) -> None:
+def main(
+    request: CacheRequest, prepare: tuple[Path, ...], plugin: bool, program: str, arguments: tuple[str, ...]
+) -> None:
     """Run PROGRAM with coefficients in its KV cache: one of llama.cpp's, or Python on llama-cpp-python.
 
     Bases of the model of -m or -hf are looked up, or derived from its weights. PROGRAM then replaces this process. It
     gets all its arguments.
     """
-    located = find_program(program, os.environ)
+    located = find_program(program, os.environ, plugin=plugin or PLUGIN_ONLY)
     if located.door.plugin:
         options.note(f"{located.path} {located.door.why}")
     raise click.exceptions.Exit(prepare_start(located, read_arguments(located, arguments), request, prepare).execute())

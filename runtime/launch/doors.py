@@ -19,12 +19,12 @@ PLUGIN = "libggml-subkv.so"
 BACKEND_PATH = "GGML_BACKEND_PATH"
 DEVICE, DEVICES = "SUBKV", "LLAMA_ARG_DEVICE"  # the plug-in's device; the variable of --device
 _GPUS = "cuda|hip|musa|vulkan|sycl|opencl|openvino|cann|metal|webgpu|hexagon|et"
-_OTHER_ABI = """
+_MISFIT = """
 import ctypes, sys
 base, registry, plugin = (ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL) for name in sys.argv[1:])
-base.ggml_version.restype = plugin.subkv_plugin_other_abi.restype = ctypes.c_char_p
-other = plugin.subkv_plugin_other_abi().decode()
-print(f"its ggml, version {base.ggml_version().decode()}, has another {other} than the plug-in knows" if other else "")
+plugin.subkv_plugin_misfit.restype = ctypes.c_char_p
+misfit = plugin.subkv_plugin_misfit().decode()
+print(f"its ggml{misfit}" if misfit else "")
 """
 
 
@@ -50,11 +50,11 @@ def plugin_file(libraries: Path) -> Path:
     return path
 
 
-def _other_abi(base: Path, registry: Path, plugin: Path) -> str:
-    """Which structure or function of a ggml the plug-in does not know, found in a process of its own; "": none."""
+def ggml_misfit(base: Path, registry: Path, plugin: Path) -> str:
+    """Why a ggml does not fit the plug-in, found in a process of its own; "": it does."""
     # an empty entry would be the current folder; -I: without modules of that folder
     folders = os.pathsep.join(filter(None, [str(base.parent), str(registry.parent), os.environ.get(LIBRARY_PATH)]))
-    command = [sys.executable, "-I", "-c", _OTHER_ABI, *map(str, (base, registry, plugin))]
+    command = [sys.executable, "-I", "-c", _MISFIT, *map(str, (base, registry, plugin))]
     environment = {**os.environ, LIBRARY_PATH: folders}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode == 0:
@@ -69,16 +69,25 @@ def our_door(libraries: Path) -> Door:
 
 
 def choose_door(
-    program: str, path: Path, libraries: Path, environment: Mapping[str, str], with_libraries: Mapping[str, str]
+    program: str,
+    path: Path,
+    libraries: Path,
+    environment: Mapping[str, str],
+    with_libraries: Mapping[str, str],
+    plugin: bool,
 ) -> Door:
     """The door of a program. environment: the user's without our libraries; with_libraries: with them.
 
-    Raises SubkvError about `program` if it has none.
+    plugin: not our libraries. Raises SubkvError about `program` if it has no door.
     """
     listed = programs.listed_libraries(path, environment)
     other = programs.other_llama_cpp(program, path, libraries, listed)
+    if plugin and not other and not _is_patched(listed):  # as node and Python, which load a llama.cpp later
+        return Door(
+            plugin_file(libraries), "gets the plug-in, which the llama.cpp that it loads must be able to load", True
+        )
     # llama.cpp's programs need the libraries of their own version, also where ours have the same names
-    if not (other and is_llama_cpp_program(program)) or _is_patched(listed):
+    if not plugin and (not (other and is_llama_cpp_program(program)) or _is_patched(listed)):
         with_ours = programs.listed_libraries(path, with_libraries)
         if not programs.other_llama_cpp(program, path, libraries, with_ours):
             return our_door(libraries)
@@ -98,7 +107,7 @@ def choose_door(
     raise SubkvError(
         "program",
         f"expected a program that loads {libraries}/libllama.so, or a llama.cpp that can load the plug-in, "
-        f"found {path}, which {other}: {reason}{remedy}",
+        f"found {path}, which {other or 'loads our libraries'}: {reason}{remedy}",
     )
 
 
@@ -114,7 +123,7 @@ def _is_patched(listed: str | None) -> bool:
 def _misfit(listed: str, libraries: Path) -> str:
     """Why a program with the libraries `listed` cannot load the plug-in; "": it can."""
     if _is_patched(listed):
-        return "it has the coefficient cache already, of another subkv"
+        return "it has the coefficient cache already"
     base, registry = (programs.library_in(listed, name) for name in ("libggml-base", "libggml"))
     if base is None or registry is None:
         return "its ggml is no shared library"
@@ -123,7 +132,7 @@ def _misfit(listed: str, libraries: Path) -> str:
             return f"its ggml does not read {BACKEND_PATH}"
     except OSError:
         return f"{registry[1]} cannot be read"
-    return _other_abi(base[1], registry[1], plugin_file(libraries))
+    return ggml_misfit(base[1], registry[1], plugin_file(libraries))
 
 
 def plugin_variables(plugin: Path, environment: Mapping[str, str]) -> dict[str, str]:

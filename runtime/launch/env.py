@@ -15,6 +15,7 @@ from runtime.launch.doors import DEVICES, Door, device_variables, plugin_file, p
 from runtime.launch.variables import CacheRequest, cache_variables, library_variables, program_path, request_options
 from subkv.base.command import command
 from subkv.base.errors import SubkvError, concerning
+from subkv.base.folders import PLUGIN_ONLY
 
 
 def _sh(name: str, value: str) -> str:
@@ -62,7 +63,11 @@ def format_variables(variables: dict[str, str], form: str) -> bytes:
 @command()
 @options.model_option(required=False, text="model file (GGUF); its bases are looked up, or derived from its weights")
 @request_options
-@click.option("--plugin", is_flag=True, help="for a llama.cpp that others built, which loads the cache as a plug-in")
+@click.option(
+    "--plugin",
+    is_flag=True,
+    help="for a llama.cpp that others built, which loads the cache as a plug-in",
+)
 @click.option("--format", "form", type=click.Choice([*LINES, "json"]), default="sh", help="syntax")
 def main(model: str | None, request: CacheRequest, plugin: bool, form: str) -> None:
     """Print the variables that give programs a coded cache: eval "$(subkv env -m model.gguf)".
@@ -74,6 +79,7 @@ def main(model: str | None, request: CacheRequest, plugin: bool, form: str) -> N
 
     if request.kv_memory is not None:
         raise SubkvError("kv_memory", "expected --kv-bits, because the context size is not known here, found it")
+    plugin = plugin or PLUGIN_ONLY
     service = form in ("systemd", "docker")
     models = [Path(model)] if model else []
     with concerning(model_path="model", kv_cache="model"):

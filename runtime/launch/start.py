@@ -28,6 +28,7 @@ from runtime.launch.variables import (
 )
 from runtime.launch.variables import prepare as prepare_model
 from subkv.base.errors import CacheError, SubkvError, concerning
+from subkv.base.folders import COMMAND, PLUGIN_ONLY
 from subkv.native.bases import AUTO, CODED
 
 SERVER_SLOTS = 4  # of llama-server without -np, in one context
@@ -67,7 +68,8 @@ def _no_model_note(program: str, read: ProgramArguments, others: bool) -> str:
     else:
         reason, path = "the arguments name no model", "FILE"
     line = "KV cache: subkv for every model that has bases, f16 for others"
-    return line if others else f"{line}, because {reason}; `subkv run --prepare {path} {program} …` derives bases first"
+    remedy = f"`{COMMAND} run --prepare {path} {program} …` derives bases first"
+    return line if others else f"{line}, because {reason}; {remedy}"
 
 
 def _prepare_others(paths: Sequence[Path]) -> None:
@@ -147,8 +149,13 @@ def _variables(
     return variables
 
 
-def find_program(program: str, environment: Mapping[str, str], ours: bool = False) -> Program:
-    """Look up a program by name. ours: only one that uses our libraries. Raises SubkvError about `program`."""
+def find_program(
+    program: str, environment: Mapping[str, str], ours: bool = False, plugin: bool = PLUGIN_ONLY
+) -> Program:
+    """Look up a program by name. ours: only one that uses our libraries. plugin: as choose_door().
+
+    Raises SubkvError about `program`.
+    """
     # the native libraries: not for a --help
     from subkv.native.library import lib_dir
 
@@ -159,7 +166,7 @@ def find_program(program: str, environment: Mapping[str, str], ours: bool = Fals
         programs.check(program, path, libraries, with_libraries)
         return Program(program, path, with_libraries, doors.our_door(libraries))
     own = without_libraries(libraries, environment)
-    door = doors.choose_door(program, path, libraries, own, with_libraries)
+    door = doors.choose_door(program, path, libraries, own, with_libraries, plugin)
     return Program(program, path, own if door.plugin else with_libraries, door)
 
 

@@ -155,7 +155,8 @@ def library_variables(libraries: Path, environment: Mapping[str, str]) -> dict[s
 
 def without_libraries(libraries: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """The environment in which programs find the libraries of their own llama.cpp."""
-    kept = {name: value for name, value in environment.items() if name != LIBRARY_PATH}
+    ours = {LIB_PATH: str(libraries), **mtmd_variable(libraries)}  # as `import subkv` sets them here
+    kept = {name: value for name, value in environment.items() if name != LIBRARY_PATH and ours.get(name) != value}
     others = _others(libraries, environment)
     return kept | ({LIBRARY_PATH: os.pathsep.join(others)} if others else {})
 

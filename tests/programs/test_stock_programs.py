@@ -83,6 +83,15 @@ def test_completion_and_bench(words: Path, bases: Path) -> None:
     assert "tg8" in run(words, bases, "llama-bench", "-p", 16, "-n", 8, "-d", 64, "-r", 1)
 
 
+def test_cli(words: Path, bases: Path) -> None:
+    if not (FOLDER / "llama-cli").is_file():
+        pytest.skip(f"llama-cli: not in {FOLDER}")
+    options = ["-c", 512, "-n", 24, "--temp", 0, "--single-turn", "--ignore-eos", "-v", "-p", "The import statement"]
+    answer = re.compile(r"^> The import statement\n(.*?)^\[ Prompt: ", re.M | re.S)
+    found, stock = (answer.findall(run(words, bases, "llama-cli", *options, patched=which)) for which in (True, False))
+    assert len(found) == 1 and found == stock and found[0].strip()
+
+
 def test_divergence_is_that_of_the_patch(words: Path, bases: Path, text_file: Path, tmp_path: Path) -> None:
     base = tmp_path / "base.kld"
     common = ["-f", text_file, "-c", 256, "--chunks", 2, "--kl-divergence-base", base]

@@ -93,14 +93,23 @@ def test_libraries_of_the_same_names(tmp_path: Path) -> None:
     assert start.find_program(str(older), dict(os.environ)).door.plugin is None
     kept = another(tmp_path / "kept", libllama="libllama.so")
     shutil.copy(OURS / "libllama.so", kept.parent)
-    with pytest.raises(SubkvError, match="it has the coefficient cache already, of another subkv"):
+    with pytest.raises(SubkvError, match="it has the coefficient cache already"):
         start.find_program(str(kept), dict(os.environ))
     assert not list(OURS.glob("libllama-*-impl.*"))
+
+
+def without_one_function(folder: Path) -> Path:
+    """The same with a libggml-base that has another name for a function, as an older one may not have it."""
+    program = another(folder)
+    base = folder / "libggml-base.so"
+    base.write_bytes(base.read_bytes().replace(b"\0gguf_set_kv\0", b"\0gguf_set_xx\0"))
+    return program
 
 
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
+        ("no function", "its ggml has no function gguf_set_kv"),
         ("no functions", "its ggml does not fit the plug-in (OSError: "),
         ("no variable", "its ggml does not read GGML_BACKEND_PATH"),
         ("static", "which contains its own llama.cpp: its ggml is no shared library"),
@@ -109,12 +118,33 @@ def test_libraries_of_the_same_names(tmp_path: Path) -> None:
 def test_programs_without_a_door(how: str, sentence: str, tmp_path: Path) -> None:
     program = {
         "no functions": lambda: without_functions(tmp_path),
+        "no function": lambda: without_one_function(tmp_path),
         "no variable": lambda: another(tmp_path, variable="GGML_BACKEND_NONE"),
         "static": lambda: build(tmp_path / "llama-server", "int main(void) { return 0; }"),
     }[how]()
     with pytest.raises(SubkvError, match="expected a program that loads .*, or a llama.cpp that can load") as at:
         start.find_program(str(program), dict(os.environ))
     assert sentence in at.value.reason and "pip install ." in at.value.reason
+
+
+def test_a_program_that_loads_a_llama_cpp_later(tmp_path: Path) -> None:
+    """As node and Python do: only the user knows which. Our libraries are not named."""
+    assert start.find_program(sys.executable, dict(os.environ)).door.plugin is None
+    show = "import json, os; print(json.dumps(dict(os.environ)))"
+    command = [sys.executable, "-m", "runtime.cli", "run", "--plugin", sys.executable, "-c", show]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    variables = json.loads(done.stdout)
+    assert variables[doors.BACKEND_PATH] == str(OURS / doors.PLUGIN) and variables["SUBKV"] == "auto"
+    assert "LLAMA_CPP_LIB_PATH" not in variables and "MTMD_CPP_LIB" not in variables
+    assert str(OURS) not in variables.get("LD_LIBRARY_PATH", "").split(":")
+    assert "gets the plug-in, which the llama.cpp that it loads must be able to load" in done.stderr
+    (tmp_path / "llama-server").symlink_to(build(tmp_path / "own", "int main(void) { return 0; }"))
+    with pytest.raises(SubkvError, match="contains its own llama.cpp: its ggml is no shared library"):
+        start.find_program(str(tmp_path / "llama-server"), dict(os.environ), plugin=True)
+    flags = ("-Wl,--no-as-needed", OURS / "libllama.so", f"-Wl,-rpath,{OURS}")
+    ours = build(tmp_path / "ours", "int main(void) { return 0; }", *flags)
+    with pytest.raises(SubkvError, match="which loads our libraries: it has the coefficient cache already"):
+        start.find_program(str(ours), dict(os.environ), plugin=True)
 
 
 def test_a_program_that_lacks_a_library(tmp_path: Path) -> None:

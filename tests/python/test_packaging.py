@@ -84,7 +84,8 @@ def test_installed_files() -> None:
     # SUBKV_PROGRAMS: all of llama.cpp's own programs or none
     own = {f"subkv/lib/llama-{name}" for name in ("server", "cli", "completion", "bench", "perplexity", "mtmd-cli")}
     assert own & files in (set(), own)
-    stock = {f"subkv/lib/stock/llama-{name}" for name in ("server", "completion", "bench", "perplexity")}  # SUBKV_STOCK
+    # SUBKV_STOCK
+    stock = {f"subkv/lib/stock/llama-{name}" for name in ("server", "cli", "completion", "bench", "perplexity")}
     kinds = {Path(name).suffix for name in files - own - stock if not name.startswith(("..", "subkv-", upstream))}
     programs = {".py", ".pyc", ".typed", ".so", ".dylib", ".h", ".cmake"}
     assert kinds <= programs | {".safetensors", ".json", ".txt", ".pth"}

@@ -91,6 +91,19 @@ def test_glibc() -> None:
     assert found and int(found[1]) <= 34, wheel.name
 
 
+def test_the_plugin_alone(tmp_path: Path) -> None:
+    """Of subkv-plugin: in an environment without subkv and llama_cpp, with kernels of every processor."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    programs = tmp_path / "venv" / "bin"
+    found = ("--no-index", "--find-links", Path(str(FOLDER)).resolve())
+    _run(programs / "pip", "install", *found, "subkv-plugin", home=tmp_path)
+    report = json.loads(_run(programs / "subkv-plugin", "doctor", "-o", "json", home=tmp_path).stdout)
+    assert {Path(name).stem for name in report["libraries"]["files"]} == {"libsubkv", "libggml-base", "libggml-subkv"}
+    (wheel,) = Path(str(FOLDER)).glob(f"subkv_plugin-*_{platform.machine()}.whl")
+    minor = re.search(r"manylinux_2_(\d+)_", wheel.name)
+    assert minor and int(minor[1]) <= 34 and wheel.stat().st_size < 5 << 20
+
+
 def test_licences() -> None:
     """Every library that auditwheel took in has its licence in the wheel; drivers' loaders are not taken."""
     (wheel,) = Path(str(FOLDER)).glob(WHEEL)

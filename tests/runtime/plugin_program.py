@@ -4,7 +4,8 @@ python plugin_program.py MODEL OUTPUT.npz CALLS
 
 CALLS is JSON: {"params": {...of llama_context_params}, "calls": [...], "first": MODEL}. first: a model that
 decodes a token before, in a context that stays open. kill: the process kills itself at
-the end. layers: n_gpu_layers. split: tensor_split. callback: an evaluation callback sees every node. The calls:
+the end. layers: n_gpu_layers. split: tensor_split. callback: an evaluation callback sees every node. private: ggml is
+not visible to libraries that do not name it. The calls:
 
     ["decode", [[token, position, sequence], ...]]   appends the logits of all tokens
     ["rm", seq, p0, p1]  ["cp", src, dst, p0, p1]  ["add", seq, p0, p1, by]  ["clear"]
@@ -36,13 +37,15 @@ def _batch(C: Any, tokens: list[list[int]]) -> Any:
 def main() -> None:
     """Run the calls; prints a JSON object about them."""
     folder = Path(os.environ["LD_LIBRARY_PATH"].split(":")[0])
-    for name in ("libggml-base.so", "libggml.so"):  # as in a program that is linked with them
+    asked = json.loads(sys.argv[3])
+    for name in () if asked.get("private") else ("libggml-base.so", "libggml.so"):  # as in a program linked with them
         ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
     from llama_cpp import llama_cpp as C
 
     C.llama_backend_init()
-    ctypes.CDLL(str(folder / "libggml.so")).ggml_backend_load_all()
-    asked = json.loads(sys.argv[3])
+    registry = ctypes.CDLL(str(folder / "libggml.so"))
+    static = hasattr(registry, "ggml_backend_cpu_init")  # else a program would be beside the libraries
+    registry.ggml_backend_load_all_from_path(None if static else os.fsencode(folder))
     if "first" in asked:
         other = C.llama_model_load_from_file(asked["first"].encode(), C.llama_model_default_params())
         assert (

@@ -1,4 +1,8 @@
-"""libggml-subkv in an unpatched libllama: it computes as the patched one, and it knows its model."""
+"""libggml-subkv in an unpatched libllama: it computes as the patched one, and it knows its model.
+
+That libllama is of this build (SUBKV_STOCK), or of another llama.cpp: `cmake/canary.py --plugin` names folders with its
+libraries (SUBKV_STOCK_LIBRARIES) and its llama_cpp (SUBKV_STOCK_BINDINGS).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,9 @@ from subkv.native.bases import STORED, WEIGHTS, model_weights, stored_path
 from subkv.native.gguf import WEIGHTS_KEY
 
 LIBRARIES = library.lib_dir()
-PLUGIN, STOCK = LIBRARIES / "libggml-subkv.so", LIBRARIES / "stock"
+PLUGIN = LIBRARIES / "libggml-subkv.so"
+THEIRS, BINDINGS = (os.environ.get(f"SUBKV_STOCK_{name}") for name in ("LIBRARIES", "BINDINGS"))
+STOCK = Path(THEIRS) if THEIRS else LIBRARIES / "stock"
 GPUS = STOCK / "libggml-emulated.so"
 PROGRAM = Path(__file__).parent / "plugin_program.py"
 N_RECENT = 8
@@ -80,9 +86,11 @@ def write_bases(
 
 def run(tmp_path: Path, model: Path, subkv: str | Path, *calls: Any, plugin: bool = True, **params: Any) -> Run:
     first = {"first": str(params.pop("first"))} if "first" in params else {}
-    first |= {name: params.pop(name) for name in ("kill", "layers", "split", "callback") if name in params}
+    first |= {name: params.pop(name) for name in ("kill", "layers", "split", "callback", "private") if name in params}
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SUBKV", "LLAMA", "GGML"))}
-    env |= {"LD_LIBRARY_PATH": str(LIBRARIES), "SUBKV": str(subkv)}
+    env |= {"LD_LIBRARY_PATH": str(STOCK if plugin and THEIRS else LIBRARIES), "SUBKV": str(subkv)}
+    if plugin and BINDINGS:
+        env["PYTHONPATH"] = os.pathsep.join([BINDINGS, *filter(None, [env.get("PYTHONPATH")])])
     env |= {"SUBKV_SEQUENCES": str(params.pop("windows", ""))}
     env |= {"LLAMA_CPP_LIB_PATH": str(STOCK if plugin else LIBRARIES)}
     env |= {"GGML_BACKEND_PATH": str(PLUGIN)} if plugin else {}
@@ -95,6 +103,26 @@ def run(tmp_path: Path, model: Path, subkv: str | Path, *calls: Any, plugin: boo
         logits = [arrays[name] for name in arrays.files]
     said = "".join(line for line in done.stderr.splitlines(True) if "subkv" in line and "node" not in line)
     return Run(logits, json.loads(done.stdout.splitlines()[-1]), said)
+
+
+def compare(tmp_path: Path, model: Path, bases: Path, *calls: Any, **params: Any) -> Run:
+    """Run calls with the plug-in: coded, and bit for bit as the patch. Another llama.cpp may round otherwise: then it
+    differs at most twice as much as with f16 caches."""
+    patched, plugged = (run(tmp_path, model, bases, *calls, plugin=plugin, **params) for plugin in (False, True))
+    assert "coded K/V cache" in plugged.said and not plugged.facts["failed"], plugged.said
+    assert len(plugged.logits) == len(patched.logits)
+    apart = difference(patched, plugged)
+    if apart and THEIRS:
+        apart -= 2 * difference(
+            *(run(tmp_path, model, "off", *calls, plugin=plugin, **params) for plugin in (False, True))
+        )
+    assert apart <= 0
+    return plugged
+
+
+def difference(one: Run, other: Run) -> float:
+    """The largest one of all logits."""
+    return max(float(np.abs(x - y).max()) for x, y in zip(one.logits, other.logits, strict=True))
 
 
 def tokens(n: int, seed: int, first: int = 0, sequence: int = 0) -> list[list[int]]:
@@ -129,11 +157,8 @@ SAME = {
 @each("name", SAME)
 def test_it_computes_as_the_patch(name: str, tmp_path: Path, model: Path, bases: Path) -> None:
     params, calls = SAME[name]
-    patched, plugged = (run(tmp_path, model, bases, *calls, plugin=plugin, **params) for plugin in (False, True))
-    assert "coded K/V cache" in plugged.said and not plugged.facts["failed"]
+    plugged = compare(tmp_path, model, bases, *calls, **params)
     assert len(plugged.logits) == sum(call[0] == "decode" for call in calls)
-    for expected, found in zip(patched.logits, plugged.logits, strict=True):
-        assert np.array_equal(expected, found)
 
 
 @each("arch", ["llama", "bloom", "gemma2", "gpt-oss", "qwen2vl", "lfm2", "qwen35", "gemma3n", "gemma4", "deepseek2"])
@@ -151,12 +176,7 @@ def test_architectures(arch: str, tmp_path: Path, tiny_model: Models) -> None:
         options = {"arch": arch, "block_count": n_layer, "n_recent": N_RECENT, "recent_bits": 10}
         layout = engine.signed_permutations(shapes, *bands, path=bases, **options)
     engine.SUBKV.subkv_layout_free(layout)
-    patched, plugged = (
-        run(tmp_path, path, bases, decode(TEXT), decode(MORE), plugin=plugin) for plugin in (False, True)
-    )
-    assert "coded K/V cache" in plugged.said, plugged.said
-    for expected, found in zip(patched.logits, plugged.logits, strict=True):
-        assert np.array_equal(expected, found)
+    compare(tmp_path, path, bases, decode(TEXT), decode(MORE))
 
 
 def random_calls(seed: int, unified: bool, n: int = 60) -> list[Any]:
@@ -348,6 +368,7 @@ def test_layers_elsewhere_keep_f16(layers: int, tmp_path: Path, model: Path, bas
         assert np.array_equal(expected, logits)
 
 
+@pytest.mark.skipif(not GPUS.is_file(), reason="emulated GPUs: not beside another llama.cpp")
 @each("layers, split", [(0, []), (-1, []), (2, []), (-1, [1, 0, 0]), (-1, [1, 0, 1]), (2, [0, 1, 1]), (-1, [0, 0, 1])])
 def test_beside_gpus(layers: int, split: list[int], tmp_path: Path, tiny_model: Models) -> None:
     """Two emulated GPUs, then the plug-in's device: coded if that has all layers, else bit for bit f16."""
@@ -410,6 +431,13 @@ def test_without_flash_attention(tmp_path: Path, model: Path, bases: Path) -> No
     assert np.array_equal(ordinary.logits[0], run(tmp_path, model, "off", decode(TEXT), flash_attn_type=0).logits[0])
 
 
+def test_a_ggml_that_other_libraries_do_not_see(tmp_path: Path, model: Path, bases: Path) -> None:
+    """As node and Python load a llama.cpp: the plug-in finds its functions in the ggml that loads it."""
+    seen, private = (run(tmp_path, model, bases, decode(TEXT), private=private) for private in (False, True))
+    assert "coded K/V cache" in private.said
+    assert np.array_equal(private.logits[0], seen.logits[0])
+
+
 def test_an_evaluation_callback(tmp_path: Path, model: Path, bases: Path) -> None:
     """As llama-imatrix has one: ggml then computes graphs in parts, of which none has a whole layer."""
     failed = run(tmp_path, model, bases, decode(TEXT), callback=True)
@@ -439,6 +467,7 @@ def test_masks_that_a_graph_computes(tmp_path: Path) -> None:
     assert np.array_equal(found.logits[0], run(tmp_path, model, "off", text).logits[0])
 
 
+@pytest.mark.skipif(bool(THEIRS), reason="our libraries with the llama_cpp of another version")
 def test_the_patched_library_refuses_it(
     tmp_path: Path, model: Path, bases: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,10 @@ from pathlib import Path
 
 from subkv.base.errors import SubkvError
 
+# Package subkv-plugin has our Python packages in a folder of its name, and no llama.cpp (cmake/plugin_wheel.py).
+PLUGIN_ONLY = Path(__file__).parents[2].name == "subkv_plugin"
+COMMAND = "subkv-plugin" if PLUGIN_ONLY else "subkv"
+
 
 def _user_folder(variable: str, default: str) -> Path:
     """Raises SubkvError about the variable if the user has no home folder."""

@@ -17,8 +17,10 @@ from subkv.format.layout import Layout
 from subkv.format.window import ERROR_KEYS, Window
 from subkv.native import library
 from subkv.native.bases import AUTO, CODED, EMBEDDED, STORED, WEIGHTS, budget_of, find_bases
-from subkv.native.binding import C, LogLines, last_error, last_log_error, native
 from subkv.native.gguf import check_model_file
+from subkv.native.library import last_error
+from subkv.native.library import load as native
+from subkv.native.log import LogLines, last_log_error
 
 MIB = 1024 * 1024
 
@@ -266,6 +268,8 @@ def parse_cache(spec: str, model: Path, requested: CacheOptions = CacheOptions()
 
 def flash_attention(value: str | bool | int | None, choice: CacheChoice) -> int:
     """llama.cpp's LLAMA_FLASH_ATTN_TYPE_* for "auto", "on"/True, "off"/False. Raises CacheError."""
+    from subkv.native.binding import C  # which package subkv-plugin does not have
+
     if value is None or value in ("auto", -1) and not isinstance(value, bool):
         return C.LLAMA_FLASH_ATTN_TYPE_AUTO
     if value is True or value in ("on", 1):

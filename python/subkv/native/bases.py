@@ -61,7 +61,7 @@ def find_bases(model: Path, named: Path | None, last: int, kv_bits: float | None
     unless they are those of WEIGHTS, which may have one after they are derived again.
     """
     check_budget(kv_bits)
-    from subkv.native.binding import captured_log  # loads the native libraries: not for a --help
+    from subkv.native.log import captured_log  # loads the native libraries: not for a --help
 
     lib = library.load()
     with captured_log(forward=False):  # ggml logs what is wrong with a file; the reason says it

@@ -6,83 +6,30 @@ import contextlib
 import ctypes
 import functools
 import os
-import re
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from subkv.base.folders import PLUGIN_ONLY
 from subkv.base.progress import progress_bar
-from subkv.base.text import printable
 from subkv.native import library
 
+if PLUGIN_ONLY:
+    raise ImportError(
+        f"libllama{library.SUFFIX}: expected that of package subkv (pip install subkv), because this needs our "
+        "llama.cpp, found package subkv-plugin, which has none"
+    )
 library.load()  # binds llama_cpp to our libllama; must come before llama_cpp is imported
 
 import llama_cpp  # noqa: E402
 from llama_cpp import _internals as internals  # noqa: E402
-from llama_cpp import _logger  # noqa: E402
 from llama_cpp import llama_cpp as C  # noqa: E402
+
+from subkv.native.log import LogLines, captured_log, last_log_error  # noqa: E402
 
 __all__ = ["C", "LogLines", "captured_log", "internals", "last_error", "last_log_error", "llama_cpp", "native"]
 
-# enum ggml_log_level; llama_cpp's own table is of an older version
-LOG_ERROR = 4
-LOG_CONT = 5
-
-
 native = library.load  # libsubkv
 last_error = library.last_error  # reason of this thread's latest libsubkv failure, "" if none
-
-LogLines = list[tuple[int, str]]
-
-
-class _Logging:
-    """The process's receiver of llama.cpp's log. Threads that capture the log wait for each other."""
-
-    def __init__(self) -> None:
-        self.reset()
-        if hasattr(os, "register_at_fork"):  # in a child, a thread that does not exist there may hold the lock
-            os.register_at_fork(after_in_child=self.reset)
-
-    def reset(self) -> None:
-        self.lock = threading.RLock()
-        self.callback = _logger.llama_log_callback
-
-
-_logging = _Logging()
-
-
-@contextlib.contextmanager
-def captured_log(forward: bool) -> Iterator[LogLines]:
-    """Collect (level, line) of llama.cpp's log inside the block; `forward` also prints it to stderr."""
-    lines: LogLines = []
-
-    def collect(level: int, text: bytes, _user: Any) -> None:
-        line = text.decode("utf-8", "replace")
-        if forward:
-            print(printable(line, keep="\n\t"), end="", file=sys.stderr, flush=True)  # it may quote the model's file
-        if level == LOG_CONT and lines:
-            lines[-1] = (lines[-1][0], lines[-1][1] + line.rstrip("\n"))
-        else:
-            lines.append((level, line.rstrip("\n")))
-
-    with _logging.lock:
-        outer, _logging.callback = _logging.callback, C.llama_log_callback(collect)
-        C.llama_log_set(_logging.callback, ctypes.c_void_p(0))
-        try:
-            yield lines
-        finally:
-            _logging.callback = outer
-            C.llama_log_set(outer, ctypes.c_void_p(0))
-
-
-def last_log_error(lines: LogLines) -> str:
-    """The most specific error in a captured log, without the name of the C function; "" if there is none."""
-    errors = [line for level, line in lines if level == LOG_ERROR and line.strip()]
-    of_model = [line for line in errors if "error loading model" in line]
-    line = (of_model or errors or [""])[0]  # the first is the cause; later ones come from its callers
-    line = re.sub(r"^\w+: ", "", line)
-    return re.sub(r"^(error loading \w+: )?(\w+: )?", "", line).strip()
 
 
 def model_meta(handle: Any, key: str) -> str:

@@ -180,7 +180,7 @@ class Gguf:
     def _open(self, path: Path) -> tuple[int, int]:
         """Open one file; returns its number in a split model, and the number of files."""
         size = _check_header(path)
-        from subkv.native.binding import captured_log, last_log_error  # loads the native libraries: not for a --help
+        from subkv.native.log import captured_log, last_log_error  # loads the native libraries: not for a --help
 
         with captured_log(forward=False) as log:
             ctx = self._c.gguf_init_from_file(os.fsencode(path), _InitParams(True, None))

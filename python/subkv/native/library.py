@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from subkv.base.folders import PLUGIN_ONLY
 from subkv.native.forks import survive_forks
 from subkv.native.paths import LIB_PATH, SUFFIX, lib_dir, set_library_path
 
@@ -165,8 +166,11 @@ def load() -> ctypes.CDLL:
     another folder.
     """
     folder = lib_dir()
+    lib_path = str(folder / f"libsubkv{SUFFIX}")
+    if PLUGIN_ONLY:
+        return declare(ctypes.CDLL(lib_path), SIGNATURES)
     llama = _bind_llama(folder)
-    lib = ctypes.CDLL(str(folder / f"libsubkv{SUFFIX}"))
+    lib = ctypes.CDLL(lib_path)
     # Both must use one ggml. dlsym also searches the libraries that a library links; Windows does not, and links the
     # libggml-base.dll that the process has loaded.
     if sys.platform != "win32" and len({ctypes.cast(of.ggml_init, _ptr).value for of in (lib, llama)}) > 1:

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from subkv.base.folders import package_folders
+from subkv.base.folders import PLUGIN_ONLY, package_folders
 
 LIB_PATH = "LLAMA_CPP_LIB_PATH"  # llama_cpp's variable for the folder of libllama
 MTMD_LIB_PATH = "MTMD_CPP_LIB"  # the same for libmtmd, which reads pictures
@@ -59,6 +59,6 @@ def own_library_path() -> str | None:
 
 def set_library_path_early() -> None:
     """set_library_path() on `import subkv`; errors are reported later, when the libraries are loaded."""
-    if "llama_cpp.llama_cpp" not in sys.modules and LIB_PATH not in os.environ:
+    if not PLUGIN_ONLY and "llama_cpp.llama_cpp" not in sys.modules and LIB_PATH not in os.environ:
         with contextlib.suppress(ImportError):
             set_library_path(lib_dir())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from subkv.base.errors import ModelFileError
 
 NUMBER, COUNT = "split.no", "split.count"  # keys of every file, u16; numbers count from 0
-_ROOM = 4096  # maximum bytes of a path
+
+
+def _ending(number: int, count: int) -> str:
+    return f"-{number + 1:05d}-of-{count:05d}.gguf"
 
 
 def split_files(path: Path, first: tuple[int, int], read: Callable[[Path], tuple[int, int]]) -> list[Path]:
@@ -22,20 +23,14 @@ def split_files(path: Path, first: tuple[int, int], read: Callable[[Path], tuple
     number, count = first
     if count <= 1:
         return [path]
-    from subkv.native.binding import C  # loads the native libraries: not for a --help
-
-    buffer = ctypes.create_string_buffer(_ROOM)
-    if not C.llama_split_prefix(buffer, _ROOM, os.fsencode(path), number, count):
+    prefix = str(path).removesuffix(_ending(number, count))
+    if prefix == str(path):
         raise ModelFileError(
             "model",
-            f"expected a name that ends in -{number + 1:05d}-of-{count:05d}.gguf, since the model is split into "
+            f"expected a name that ends in {_ending(number, count)}, since the model is split into "
             f"{count} files, found {path}",
         )
-    prefix = buffer.value
-    files = []
-    for i in range(count):
-        C.llama_split_path(buffer, _ROOM, prefix, i, count)
-        files.append(Path(os.fsdecode(buffer.value)))
+    files = [Path(prefix + _ending(i, count)) for i in range(count)]
     if number:
         raise ModelFileError(
             "model", f"expected the first file of a split model, {files[0]}, found file {number + 1}: {path}"

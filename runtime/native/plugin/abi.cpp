@@ -4,9 +4,11 @@
 #include "plugin.h"
 
 #include "ggml-impl.h"
+#include "ggml_calls.h"
 
 #include <array>
 #include <cstring>
+#include <string>
 #include <utility>
 
 namespace subkv::plugin {
@@ -205,13 +207,21 @@ const GgmlOps & ggml_ops() {
     return found_ops;
 }
 
-const char * other_abi() {
-    static const char * const other = check_graphs();
-    return other;
+std::string misfit(const void * caller) {
+    const std::string unbound = bind_ggml(caller);
+    if (!unbound.empty()) {
+        return " " + unbound;
+    }
+    static const std::string other = check_graphs();
+    return other.empty() ?
+               "" :
+               std::string(", version ") + ggml_version() + ", has another " + other + " than the plug-in knows";
 }
 
 } // namespace subkv::plugin
 
-extern "C" __attribute__((visibility("default"))) const char * subkv_plugin_other_abi(void) {
-    return subkv::plugin::other_abi();
+// misfit() of the ggml that this process shows to all libraries
+extern "C" __attribute__((visibility("default"))) const char * subkv_plugin_misfit(void) {
+    static const std::string why = subkv::plugin::misfit(nullptr);
+    return why.c_str();
 }

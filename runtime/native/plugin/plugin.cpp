@@ -172,14 +172,13 @@ bool is_patched() {
     return found;
 }
 
-// Why this process cannot have the device; "": it can.
-std::string refusal() {
+// Why this process cannot have the device; "": it can. caller: an address in its ggml.
+std::string refusal(const void * caller) {
     if (is_patched()) {
         return "this program's llama.cpp has the coefficient cache already; unset GGML_BACKEND_PATH";
     }
-    if (*other_abi()) {
-        return std::string("this program's ggml, version ") + ggml_version() + ", has another " + other_abi() +
-               " than the plug-in knows";
+    if (const std::string why = misfit(caller); !why.empty()) {
+        return "this program's ggml" + why;
     }
     if (!cpu_device()) {
         return "a CPU backend expected, none found";
@@ -215,7 +214,7 @@ ggml_backend_dev_t device() {
 
 extern "C" __attribute__((visibility("default"))) ggml_backend_reg_t ggml_backend_init(void) {
     using namespace subkv;
-    const std::string why = plugin::refusal();
+    const std::string why = plugin::refusal(__builtin_return_address(0));
     if (!why.empty()) {
         log_line("plug-in: " + why);
         return nullptr;

@@ -36,10 +36,11 @@ struct GgmlOps {
     ggml_op view, reshape, permute, transpose, cpy, cont, set_rows, rope, flash_attn_ext, custom;
 };
 
-const GgmlOps & ggml_ops(); // after other_abi()
+const GgmlOps & ggml_ops(); // after misfit()
 
-// A structure or a function that this process's ggml has in another form than the plug-in; "": none.
-const char * other_abi();
+// Binds ggml (ggml_calls.h), and compares its structures and functions with those that the plug-in knows. "": they fit;
+// else the end of a sentence about the ggml.
+std::string misfit(const void * caller);
 
 inline const ggml_tensor * root_of(const ggml_tensor * t) {
     return t->view_src ? t->view_src : t;
