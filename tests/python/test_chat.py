@@ -36,7 +36,7 @@ def never() -> bool:
 @pytest.fixture(params=["coded", "stock"])
 def llm(request: pytest.FixtureRequest, coded_model: Models, tiny_model: Models) -> Iterator[Llama]:
     path = coded_model() if request.param == "coded" else tiny_model("llama")
-    model = Llama(path, n_ctx=512, n_batch=32, n_ubatch=32, n_threads=2, n_threads_batch=2, verbose=False)
+    model = Llama(path, n_ctx=512, n_batch=256, n_ubatch=32, n_threads=2, n_threads_batch=2, verbose=False)
     yield model
     model.close()
 
