@@ -85,10 +85,13 @@ def start(arguments: Sequence[str], request: CacheRequest, store: Mapping[str, s
     read = read_arguments(program, arguments)
     if read.prints:
         return Start(program.path, [SERVER, *arguments], program.environment)
+    defaults = _allowed_hosts(read.host or "127.0.0.1")
     if not read.names_model:
+        options.note(demo.NOTE)
+        defaults |= {f"LLAMA_ARG_{name.upper()}": f"{value:g}" for name, value in demo.ANSWERS.items()}
+        defaults |= {"LLAMA_ARG_ALIAS": demo.NAME}
         read = read.with_model(demo.model_path() if read.ordinary or request.bases is not None else demo.converted())
-    hosts = _allowed_hosts(read.host or "127.0.0.1")
-    return prepare_start(program, read, request, strict=not read.embeds, defaults=hosts)
+    return prepare_start(program, read, request, strict=not read.embeds, defaults=defaults)
 
 
 # -h and every other short option belong to llama-server
