@@ -407,16 +407,18 @@ def _only_model(open_llm: Callable[[], Llama]) -> Iterator[tuple[Llama, FirstTok
 
 
 def _llama_cli_has(option: str) -> str:
-    """A note that llama-cli has an option, if it is installed and has it."""
+    """A note that llama-cli has an option: an earlier name of one, or one that the installed llama-cli lists."""
     from runtime.launch import arguments, programs  # the native libraries: only for this error
     from subkv.native import library
 
-    option = arguments.FORMER.get(option, option)
+    has_it = "llama.cpp's llama-cli has it: subkv run llama-cli "
+    if option in arguments.FORMER:
+        return has_it + arguments.FORMER[option]
     with contextlib.suppress(SubkvError, OSError, subprocess.SubprocessError, ImportError):
         path = programs.find("llama-cli", library.lib_dir(), None)
         listed = subprocess.run([path, "--help"], capture_output=True, text=True, errors="replace", timeout=10)
-        if re.search(rf"(?<![\w-]){re.escape(option.split()[0])}(?![\w-])", listed.stdout):
-            return f"llama.cpp's llama-cli has it: subkv run llama-cli {option}"
+        if re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", listed.stdout):
+            return has_it + option
     return ""
 
 
