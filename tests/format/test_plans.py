@@ -208,8 +208,8 @@ def test_remedy_keeps_the_plans(tmp_path: Path) -> None:
     """`convert --plans` replaces them; not every budget or file can have more."""
     int8 = FILE.keys | {"subkv.codec": (T.STRING, "int8")}
     for keys, budget, end in (
-        (FILE.keys, 3.0, "found 3; `subkv convert --plans 2,3,3.5` adds it"),
-        (int8, 3.0, "found 3; `subkv convert --kv-bits 3` writes bases with it instead"),
+        (FILE.keys, 3.0, "found 3; `subkv convert MODEL --plans 2,3,3.5` adds it"),
+        (int8, 3.0, "found 3; `subkv convert MODEL --kv-bits 3` writes bases with it instead"),
         (FILE.keys, 65.0, "found 65"),
     ):
         assert refused(tmp_path / "a.gguf", keys, budget).endswith(end)

@@ -80,6 +80,9 @@ def test_a_model_without_its_flag(bases: str) -> None:
     made = serve_start([bases, "-np", "1"])
     assert made.arguments == ["llama-server", "-m", bases, "-np", "1"]
     assert made.environment["SUBKV"] == "subkv"
+    assert serve_start(["-n", "-1", bases]).arguments == ["llama-server", "-n", "-1", "-m", bases]
+    given = ["-m", bases, "--mmproj", "projector.gguf"]
+    assert serve_start(given).arguments == ["llama-server", *given]
     with pytest.raises(click.UsageError, match=r"model\.txt: expected a model file \(\*\.gguf\) or an option"):
         serve_start(["model.txt"])
 

@@ -54,6 +54,8 @@ from subkv.native.store import Found
 
 __all__ = ["CacheError", "KVStats", "Llama", "StateError", "SubkvError"]
 
+MAX_TOKENS = 2**31 - 1  # larger numbers would wrap around in llama.cpp
+
 
 class Llama(llama_cpp.Llama):
     """llama_cpp.Llama with a choice of KV cache.
@@ -105,8 +107,8 @@ class Llama(llama_cpp.Llama):
         with concerning(model="model_path"):
             path = check_model_file(model_path)
         for key, least in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 1)):
-            if arguments[key] < least:
-                raise SubkvError(key, f"expected {least} or more tokens, found {arguments[key]}")
+            if not least <= arguments[key] <= MAX_TOKENS:
+                raise SubkvError(key, f"expected {least} to {MAX_TOKENS} tokens, found {arguments[key]}")
         draft = as_draft_model(kwargs.pop("draft_model", None))
         n_draft = draft_length(draft, arguments["n_batch"])
         window = Window.of(n_sink, n_recent, n_rollback, adapt)
