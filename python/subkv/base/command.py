@@ -9,16 +9,14 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
 
 from subkv.base.errors import SubkvError
-from subkv.base.text import printable
+from subkv.base.text import filled, printable
 
 # argument of the library -> parameter of the programs, where the names differ
 PARAMETERS = {
@@ -61,7 +59,7 @@ class Command(click.Command):
                 return super().invoke(ctx)
         except KeyboardInterrupt:
             if self.interrupted:
-                click.echo(self.interrupted, err=True)
+                show(self.interrupted, err=True)
             raise click.exceptions.Exit(130) from None
         except ImportError as error:
             if error.name:  # a missing Python module
@@ -91,15 +89,6 @@ def _wrapped(ctx: click.Context) -> Iterator[None]:
         if "\n" not in text:
             raise
         raise click.UsageError(text.removeprefix(head), error.ctx or ctx) from error
-
-
-def filled(text: str, stream: Any) -> str:
-    """Lines, wrapped at words if the stream is a terminal."""
-    if stream is None or not stream.isatty():
-        return text
-    width = max(shutil.get_terminal_size().columns, 20)
-    fill = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(map(fill, text.split("\n")))
 
 
 def sentence(error: SubkvError, command: click.Command | None = None) -> str:

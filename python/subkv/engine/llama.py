@@ -26,7 +26,7 @@ import numpy as np
 from subkv.base import hub
 from subkv.base.closed import mark_closed
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError, concerning
-from subkv.base.text import printable
+from subkv.base.text import filled, printable
 from subkv.engine import states
 from subkv.engine.cache import CacheChoice, CacheOptions, attached, choose_cache, creation_error, flash_attention
 from subkv.engine.drafts import (
@@ -171,7 +171,7 @@ class Llama(llama_cpp.Llama):
         stats = self.kv_stats()
         if verbose:
             for line in filter(None, [cache_line(stats), choice.note, choice.fit]):
-                print(printable(line), file=sys.stderr)
+                print(filled(printable(line), sys.stderr), file=sys.stderr)
 
     @classmethod
     def from_pretrained(
