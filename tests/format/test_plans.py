@@ -24,6 +24,7 @@ from subkv.base.errors import SubkvError
 from subkv.format.calibration import write_calibration
 from subkv.format.metadata import read
 from subkv.plan import datafree
+from subkv.native.bases import NAMED, find_bases
 from subkv.plan.budget import BUDGET_TOLERANCE, same
 from subkv.plan.pipeline import PLANS, Options
 
@@ -207,11 +208,29 @@ def test_remedy_keeps_the_plans(tmp_path: Path) -> None:
     """`convert --plans` replaces them; not every budget or file can have more."""
     int8 = FILE.keys | {"subkv.codec": (T.STRING, "int8")}
     for keys, budget, end in (
-        (FILE.keys, 3.0, "found 3; `subkv convert --plans 2,3,3.5` adds it"),
-        (int8, 3.0, "found 3; `subkv convert --kv-bits 3` writes bases with it instead"),
+        (FILE.keys, 3.0, "found 3; `subkv convert MODEL --plans 2,3,3.5` adds it"),
+        (int8, 3.0, "found 3; `subkv convert MODEL --kv-bits 3` writes bases with it instead"),
         (FILE.keys, 65.0, "found 65"),
     ):
         assert refused(tmp_path / "a.gguf", keys, budget).endswith(end)
+
+
+@each(
+    ("text", "budget", "shown"),
+    [
+        ('{"subkv": 0.0002, "q8_0": 2.3e-4}', None, ", predicted KLD 0.0002, q8_0's 0.00023"),
+        ('{"subkv":0.0002,"q8_0":0.00023}', 3.5, ", predicted KLD 0.071, q8_0's 0.00023"),
+        ('{"subkv": 0.0002}', None, ""),
+        ('{"subkv": 0.0002, "q8_0": -1}', None, ""),
+        ('{"subkv": "0.1", "q8_0": 1e999}', None, ""),
+        ("", None, ""),
+    ],
+)
+def test_predicted_quality_of_found_bases(text: str, budget: float | None, shown: str, tmp_path: Path) -> None:
+    keys = FILE.keys | {"subkv.predicted": (T.STRING, text)}
+    file = writer.write(tmp_path / "a.gguf", writer.sealed(keys))
+    _, tokens, quality = find_bases(file, file, NAMED, budget).size.partition(" tokens")
+    assert (tokens, quality) == (" tokens", shown)
 
 
 def test_nearest_plan(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_plan_answers_nearly_as_f16(planned: Path) -> None:
             ({"kv_bits": bits}, "kv_bits", f"expected bits per element, more than 0 and at most 64, found {bits:g}")
             for bits in (-1, 0, 65, float("nan"))
         ),
-        ({"kv_cache": "subkv:3.25"}, "kv_bits", "found 3.25; `subkv convert --plans 3.25,4.5,6` adds it"),
+        ({"kv_cache": "subkv:3.25"}, "kv_bits", "found 3.25; `subkv convert MODEL --plans 3.25,4.5,6` adds it"),
         ({"kv_cache": "subkv:many"}, "kv_cache", "expected subkv:BITS with bits per element, such as subkv:3"),
         ({"kv_cache": "subkv:"}, "kv_cache", "expected subkv:BITS"),
         ({"kv_cache": "subkv:1e1"}, "kv_cache", "expected subkv:BITS"),
@@ -122,9 +122,7 @@ def test_bases_without_plans(tiny_model: Models, tmp_path: Path, monkeypatch: py
 
 def test_latent_rows_have_one_budget(tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    reason = (
-        r"expected 6\.5, for which .* has a plan, found 3; `subkv convert --kv-bits 3` writes bases with it instead"
-    )
+    reason = r"expected 6\.5, for which .* has a plan, found 3; `subkv convert MODEL --kv-bits 3` writes bases with it"
     with pytest.raises(CacheError, match=reason):
         choose_cache(tiny_model("deepseek2"), CacheOptions("subkv:3"))
 

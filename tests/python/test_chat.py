@@ -36,7 +36,7 @@ def never() -> bool:
 @pytest.fixture(params=["coded", "stock"])
 def llm(request: pytest.FixtureRequest, coded_model: Models, tiny_model: Models) -> Iterator[Llama]:
     path = coded_model() if request.param == "coded" else tiny_model("llama")
-    model = Llama(path, n_ctx=512, n_batch=32, n_ubatch=32, n_threads=2, n_threads_batch=2, verbose=False)
+    model = Llama(path, n_ctx=512, n_batch=256, n_ubatch=32, n_threads=2, n_threads_batch=2, verbose=False)
     yield model
     model.close()
 
@@ -497,12 +497,12 @@ def test_only_near_options_are_suggested(program: Program) -> None:
 
 
 def test_an_option_of_llama_cli_is_named_as_such(program: Program, tmp_path: Path) -> None:
+    assert program("runtime.chat", "--mlock").stderr.endswith("subkv run llama-cli --load-mode mlock\n")
     if not (library.lib_dir() / "llama-cli").is_file():
         pytest.skip("a build without llama.cpp's programs")
     assert program("runtime.chat", "--numa", "numactl").stderr.endswith(
         "; llama.cpp's llama-cli has it: subkv run llama-cli --numa\n"
     )
-    assert program("runtime.chat", "--mlock").stderr.endswith("subkv run llama-cli --load-mode mlock\n")
 
 
 def test_a_single_turn_that_does_not_fit_fails(program: Program, coded_model: Models) -> None:

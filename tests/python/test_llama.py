@@ -91,8 +91,9 @@ def test_window_arguments_reach_the_cache(coded_model: Models) -> None:
         ({"kv_cache": "q4_0", "flash_attn": False}, "flash_attn: expected 'on' or 'auto' for a q4_0 V cache"),
         ({"flash_attn": "maybe"}, "flash_attn: expected 'auto', 'on' or 'off', found 'maybe'"),
         ({"n_recent": 8}, "n_recent: expected a coefficient cache"),
-        ({"n_ctx": -1}, "n_ctx: expected 0 or more tokens, found -1"),
-        ({"n_batch": 0}, "n_batch: expected 1 or more tokens, found 0"),
+        ({"n_ctx": -1}, "n_ctx: expected 0 to 2147483647 tokens, found -1"),
+        ({"n_ctx": 2**32 + 64}, "n_ctx: expected 0 to 2147483647 tokens, found 4294967360"),
+        ({"n_batch": 0}, "n_batch: expected 1 to 2147483647 tokens, found 0"),
         ({"bases": Path("missing.gguf")}, "bases: expected a GGUF file, found no file"),
     ],
 )

@@ -143,6 +143,26 @@ def test_a_sidecar_that_a_program_finds(cache_home: Path, tiny_model: Callable[.
         assert result.stderr and is_printed(result.stderr), result.stderr
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@each(
+    "arguments",
+    [("inspect", "a missing model.gguf"), ("chat", "--bits", "4"), ("chat", "-c", "no"), ("chat", "x", "-m", "y")],
+)
+def test_errors_wrap_at_words(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    plain, terminal = run(*arguments).stderr, Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with pytest.raises(SystemExit):
+        cli.main(list(arguments), prog_name="subkv")
+    lines = terminal.getvalue().splitlines()
+    assert lines and all(len(line) <= 40 or " " not in line for line in lines)
+    assert terminal.getvalue().split() == plain.split()
+
+
 def test_errors_notes_and_logs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(SubkvError(HOSTILE, HOSTILE)) == f"{printable(HOSTILE)}: {printable(HOSTILE)}"
     options.note(HOSTILE)
@@ -152,10 +172,6 @@ def test_errors_notes_and_logs(capsys: pytest.CaptureFixture[str], monkeypatch: 
         assert not C.llama_model_load_from_file(f"/none/{HOSTILE}".encode(), C.llama_model_default_params())
     logged = capsys.readouterr().err
     assert "/none/a\\x1b]0;x" in logged and all(c.isprintable() or c in "\n\t" for c in logged)
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -64,10 +64,15 @@ def test_a_cache_that_was_chosen(bases: str, given: list[str], expected: str | N
 
 
 def test_the_demo_model(bases: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no model is named; its weights alone for an ordinary cache."""
+    """Where no model is named, with the chat's defaults; its weights alone for an ordinary cache."""
+    monkeypatch.setenv("LLAMA_ARG_N_PREDICT", "9")
     monkeypatch.setattr(demo, "converted", lambda: Path(bases))
     monkeypatch.setattr(demo, "model_path", lambda: Path("weights.gguf"))
-    assert serve_start(["-np", "1"]).arguments == ["llama-server", "-np", "1", "-m", bases]
+    made = serve_start(["-np", "1"])
+    assert made.arguments == ["llama-server", "-np", "1", "-m", bases]
+    given = {"ALIAS": demo.NAME, "TEMPERATURE": "0", "REPEAT_PENALTY": "1.1", "N_PREDICT": "9"}
+    assert {name: made.environment[f"LLAMA_ARG_{name}"] for name in given} == given
+    assert "LLAMA_ARG_TEMPERATURE" not in serve_start(["-m", bases]).environment
     assert serve_start(["-ctk", "f16"]).arguments == ["llama-server", "-ctk", "f16", "-m", "weights.gguf"]
 
 
@@ -75,6 +80,9 @@ def test_a_model_without_its_flag(bases: str) -> None:
     made = serve_start([bases, "-np", "1"])
     assert made.arguments == ["llama-server", "-m", bases, "-np", "1"]
     assert made.environment["SUBKV"] == "subkv"
+    assert serve_start(["-n", "-1", bases]).arguments == ["llama-server", "-n", "-1", "-m", bases]
+    given = ["-m", bases, "--mmproj", "projector.gguf"]
+    assert serve_start(given).arguments == ["llama-server", *given]
     with pytest.raises(click.UsageError, match=r"model\.txt: expected a model file \(\*\.gguf\) or an option"):
         serve_start(["model.txt"])
 

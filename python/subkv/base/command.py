@@ -6,18 +6,17 @@ An error is one sentence on stderr that starts with its flag or key. The exit co
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
-import shutil
 import sys
-import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
 
 from subkv.base.errors import SubkvError
-from subkv.base.text import printable
+from subkv.base.text import filled, printable
 
 # argument of the library -> parameter of the programs, where the names differ
 PARAMETERS = {
@@ -41,6 +40,10 @@ class Command(click.Command):
         self.foreign = foreign
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with _wrapped(ctx):
+            return self._parse(ctx, args)
+
+    def _parse(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -52,10 +55,11 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _wrapped(ctx):
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             if self.interrupted:
-                click.echo(self.interrupted, err=True)
+                show(self.interrupted, err=True)
             raise click.exceptions.Exit(130) from None
         except ImportError as error:
             if error.name:  # a missing Python module
@@ -71,7 +75,20 @@ class _Failure(click.ClickException):
     exit_code = 1
 
     def show(self, file: Any = None) -> None:
-        click.echo(self.format_message(), file=file, err=True)
+        click.echo(filled(self.format_message(), sys.stderr), file=file, err=True)
+
+
+@contextlib.contextmanager
+def _wrapped(ctx: click.Context) -> Iterator[None]:
+    """Inside the block, click's messages about wrong usage are wrapped at words on a terminal."""
+    try:
+        yield
+    except click.UsageError as error:
+        head = "Error: "  # of click
+        text = filled(head + error.format_message(), sys.stderr)
+        if "\n" not in text:
+            raise
+        raise click.UsageError(text.removeprefix(head), error.ctx or ctx) from error
 
 
 def sentence(error: SubkvError, command: click.Command | None = None) -> str:
@@ -94,11 +111,7 @@ def sentence(error: SubkvError, command: click.Command | None = None) -> str:
 
 def show(text: str, err: bool = False) -> None:
     """Print one line, which may quote a file: what a terminal does not print is escaped. Wrapped at words there."""
-    line, stream = printable(text), sys.stderr if err else sys.stdout
-    if stream is not None and stream.isatty():
-        width = shutil.get_terminal_size().columns
-        line = textwrap.fill(line, max(width, 20), break_long_words=False, break_on_hyphens=False)
-    click.echo(line, err=err)
+    click.echo(filled(printable(text), sys.stderr if err else sys.stdout), err=err)
 
 
 def command(

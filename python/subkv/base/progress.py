@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from subkv.base.text import printable
+from subkv.base.text import filled, printable
 
 T = TypeVar("T")
 
@@ -150,7 +150,7 @@ def expect(name: str, seconds: float) -> None:
 
 def note(text: str) -> None:
     """Print a line to stderr, above a bar if there is one. It may quote a file."""
-    tqdm.write(printable(text), file=sys.stderr)
+    tqdm.write(filled(printable(text), sys.stderr), file=sys.stderr)
 
 
 def duration(seconds: float) -> str:

@@ -26,7 +26,7 @@ import numpy as np
 from subkv.base import hub
 from subkv.base.closed import mark_closed
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError, concerning
-from subkv.base.text import printable
+from subkv.base.text import filled, printable
 from subkv.engine import states
 from subkv.engine.cache import CacheChoice, CacheOptions, attached, choose_cache, creation_error, flash_attention
 from subkv.engine.drafts import (
@@ -53,6 +53,8 @@ from subkv.native.gguf import check_model_file, sha256
 from subkv.native.store import Found
 
 __all__ = ["CacheError", "KVStats", "Llama", "StateError", "SubkvError"]
+
+MAX_TOKENS = 2**31 - 1  # larger numbers would wrap around in llama.cpp
 
 
 class Llama(llama_cpp.Llama):
@@ -105,8 +107,8 @@ class Llama(llama_cpp.Llama):
         with concerning(model="model_path"):
             path = check_model_file(model_path)
         for key, least in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 1)):
-            if arguments[key] < least:
-                raise SubkvError(key, f"expected {least} or more tokens, found {arguments[key]}")
+            if not least <= arguments[key] <= MAX_TOKENS:
+                raise SubkvError(key, f"expected {least} to {MAX_TOKENS} tokens, found {arguments[key]}")
         draft = as_draft_model(kwargs.pop("draft_model", None))
         n_draft = draft_length(draft, arguments["n_batch"])
         window = Window.of(n_sink, n_recent, n_rollback, adapt)
@@ -169,7 +171,7 @@ class Llama(llama_cpp.Llama):
         stats = self.kv_stats()
         if verbose:
             for line in filter(None, [cache_line(stats), choice.note, choice.fit]):
-                print(printable(line), file=sys.stderr)
+                print(filled(printable(line), sys.stderr), file=sys.stderr)
 
     @classmethod
     def from_pretrained(

@@ -29,7 +29,8 @@ class Sidecar:
 
 def no_bases_note(found: FoundBases) -> str:
     """A line for the user of an ordinary cache."""
-    return f"cache: f16: {found.reason}; -ctk subkv derives some from the weights, less than half as large as f16"
+    how = "kv_cache='subkv' (-ctk subkv) derives some from the weights, less than half as large as f16"
+    return f"cache: f16: {found.reason}; {how}"
 
 
 def usable(found: FoundBases) -> bool:

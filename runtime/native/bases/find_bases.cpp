@@ -342,8 +342,12 @@ struct OwnedBases : subkv_bases {
 } // namespace
 
 std::string size_of(const Layout & layout) {
-    char text[64];
-    std::snprintf(text, sizeof(text), "%.2f bits per element at %u tokens", (double) layout.bpe, layout.bpe_context);
+    char         text[128];
+    const double bits = layout.bpe, kld = layout.predicted, of_q8_0 = layout.predicted_q8_0;
+    const int    n = std::snprintf(text, sizeof(text), "%.2f bits per element at %u tokens", bits, layout.bpe_context);
+    if (kld > 0.0 && of_q8_0 > 0.0) {
+        std::snprintf(text + n, sizeof(text) - (size_t) n, ", predicted KLD %.2g, q8_0's %.2g", kld, of_q8_0);
+    }
     return text;
 }
 

@@ -25,7 +25,7 @@ struct FoundBases {
 // As subkv_find_bases; named "": none. Throws Invalid if the model cannot be read.
 FoundBases find_bases(const std::string & model, const std::string & named, int32_t last, float budget);
 
-// "4.25 bits per element at 8192 tokens"
+// "4.25 bits per element at 8192 tokens, predicted KLD 0.0007, q8_0's 0.00023", the prediction only if it is known
 std::string size_of(const Layout & layout);
 // "of FILE, 4.25 bits per element at 8192 tokens", for a file that the user names
 std::string words_of_file(const std::string & path, const Layout & layout);

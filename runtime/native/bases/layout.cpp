@@ -273,10 +273,10 @@ std::string remedy(const Layout & l, const std::vector<LayerSpec> & specs, std::
         return "";
     }
     if (l.codec == "int8" || std::any_of(specs.begin(), specs.end(), [](const auto & spec) { return spec.latent(); })) {
-        return "; `subkv convert --kv-bits " + number(budget) + "` writes bases with it instead";
+        return "; `subkv convert MODEL --kv-bits " + number(budget) + "` writes bases with it instead";
     }
     plans.push_back(budget);
-    return plans.size() > MAX_PLANS ? "" : "; `subkv convert --plans " + listed(plans, ",", ",") + "` adds it";
+    return plans.size() > MAX_PLANS ? "" : "; `subkv convert MODEL --plans " + listed(plans, ",", ",") + "` adds it";
 }
 
 // The index of the plan that is nearest to this budget; -1: subkv.layout is. Throws NoSuchBudget with the budgets that

@@ -105,7 +105,8 @@ struct Layout {
     float       bpe         = 0.0f; // bits per element, everything counted, at a context of bpe_context
     float       bpe_rows    = 0.0f; // coefficient rows alone
     uint32_t    bpe_context = 0;
-    float       budget      = 0.0f; // bits per element that the user names to get this layout
+    float       budget      = 0.0f;                      // bits per element that the user names to get this layout
+    float       predicted = 0.0f, predicted_q8_0 = 0.0f; // KLD in nats per token of this layout, of q8_0; 0: unknown
     std::string gamma;
     std::string basis_k;
     std::string basis_v;

@@ -11,7 +11,9 @@
 #include <cmath>
 #include <cstring>
 #include <exception>
+#include <locale>
 #include <map>
+#include <sstream>
 #include <string_view>
 #include <thread>
 
@@ -308,6 +310,16 @@ bool same_shape(const std::vector<LayerSpec> & a, const std::vector<LayerSpec> &
     });
 }
 
+// A member of a flat JSON object of numbers; 0 if it is missing or invalid.
+float number_in(const std::string & json, const std::string & name) {
+    const std::string  key   = '"' + name + "\":";
+    const size_t       at    = json.find(key);
+    float              value = 0.0f;
+    std::istringstream text(at == std::string::npos ? "" : json.substr(at + key.size()));
+    text.imbue(std::locale::classic());
+    return text >> value && value > 0.0f ? value : 0.0f;
+}
+
 } // namespace
 
 void read_budgets(const Keys & keys, Layout & layout) {
@@ -318,8 +330,11 @@ void read_budgets(const Keys & keys, Layout & layout) {
         }
         return budget;
     };
-    layout.budget    = keys.has("subkv.budget") ? budget_of("subkv.budget") : layout.bpe;
-    const uint32_t n = keys.optional_u32("subkv.plans", 0);
+    layout.budget               = keys.has("subkv.budget") ? budget_of("subkv.budget") : layout.bpe;
+    const std::string predicted = keys.optional_str("subkv.predicted");
+    layout.predicted            = number_in(predicted, "subkv");
+    layout.predicted_q8_0       = number_in(predicted, "q8_0");
+    const uint32_t n            = keys.optional_u32("subkv.plans", 0);
     if (n > MAX_PLANS) {
         refuse("subkv.plans", "at most " + std::to_string(MAX_PLANS), std::to_string(n));
     }
@@ -347,6 +362,7 @@ Plan::Plan(const Keys & keys, size_t i, const std::vector<LayerSpec> & base, Lay
     layout.recent_bits = read_recent_bits(keys, plan_key(i, "recent_bits"));
     layout.budget      = layout.plans[i].budget;
     layout.bpe         = layout.plans[i].bpe;
+    layout.predicted   = layout.plans[i].predicted;
     layout.bpe_rows    = keys.positive_f32(plan_key(i, "bits_per_element.rows"));
 
     const std::string factors = plan_key(i, "factors");
