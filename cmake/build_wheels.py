@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import plugin_wheel
 import zig
 from llama_source import fetch_archive, read_version
 
@@ -111,11 +110,15 @@ def build_subkv(to: Path, build: Path, extra: tuple[str, ...], target: Platform 
 
 def build_plugin(to: Path, build: Path, target: Platform | None) -> None:
     """Build subkv-plugin, without libllama; its libraries need only the glibc of the tag that auditwheel sets."""
+    import plugin_wheel  # needs tomli with Python 3.10
+
     options = ["-DGGML_NATIVE=OFF", "-DGGML_CPU=OFF", "-DGGML_OPENMP=OFF", *os.environ.get("CMAKE_ARGS", "").split()]
     if target is not None:
         options.append(f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake' / target.toolchain}")
     subprocess.run(["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", *options], check=True)
     subprocess.run(["cmake", "--build", str(build), "--target", "subkv", "ggml-subkv"], check=True)
+    for older in to.glob(f"{plugin_wheel.FOLDER}-*_{target.processor if target else HERE}.whl"):
+        older.unlink()
     with tempfile.TemporaryDirectory() as made:
         wheel = plugin_wheel.write(build / "bin", Path(made), target.tag if target else f"linux_{HERE}")
         repair = ["--ldpaths", target.libraries] if target and target.libraries else []

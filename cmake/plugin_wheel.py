@@ -1,7 +1,7 @@
 """The wheel of package subkv-plugin: the plug-in and its commands, without a llama.cpp.
 
 Its Python files are those of package subkv, in a folder of their own, so that both packages can be installed together;
-its libraries are those of any build or installed package. `python cmake/build_wheels.py --plugin` builds portable ones.
+its libraries are those of a build for CPUs. `python cmake/build_wheels.py --plugin` builds portable ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-LIBRARIES = ("libsubkv.so", "libggml-base.so", "libggml-subkv.so")  # of libsubkv only what needs no libllama is called
+LIBRARIES = (
+    "libsubkv.so",
+    "libggml-base.so",
+    "libggml-subkv.so",
+)  # only functions of libsubkv that need no libllama are called
 MODULES = ("python/subkv", *(f"runtime/{name}" for name in ("__init__.py", "cli.py", "options.py", "launch", "doctor")))
 FOLDER, NAME = "subkv_plugin", "subkv-plugin"
 SUMMARY = "a KV cache of calibrated, quantized coefficients for the llama.cpp that you have, as a plug-in"
@@ -44,6 +48,13 @@ def _metadata(project: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _entry(name: str) -> zipfile.ZipInfo:
+    """Readable by all, and the same for the same files."""
+    entry = zipfile.ZipInfo(name)  # of 1980
+    entry.external_attr, entry.compress_type = 0o100644 << 16, zipfile.ZIP_DEFLATED
+    return entry
+
+
 def write(libraries: Path, folder: Path, platform: str) -> Path:
     """Write the wheel of a platform's tag into `folder`; returns its path. Raises OSError if a library is missing."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -62,7 +73,7 @@ def write(libraries: Path, folder: Path, platform: str) -> Path:
     record = [f"{name},sha256={digests[name].decode().rstrip('=')},{len(data)}" for name, data in files.items()]
     files[f"{info}/RECORD"] = "\n".join([*record, f"{info}/RECORD,,", ""]).encode()
     wheel = folder / f"{stem}-{tag}.whl"
-    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(wheel, "w") as archive:
         for name, data in files.items():
-            archive.writestr(name, data)
+            archive.writestr(_entry(name), data)
     return wheel

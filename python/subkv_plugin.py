@@ -9,7 +9,12 @@ from pathlib import Path
 
 def main() -> None:
     """`subkv-plugin`."""
-    sys.path.insert(0, str(Path(__file__).parent))
+    folder = Path(__file__).parent
+    sys.path.insert(0, str(folder))
+    import subkv
+
+    if not Path(subkv.__file__).is_relative_to(folder):  # an editable install has a finder of its own
+        sys.exit(f"subkv-plugin: expected its own modules, found {subkv.__file__}; use subkv run --plugin there")
     from runtime.cli import main as command
 
     command(prog_name="subkv-plugin")

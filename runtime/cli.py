@@ -44,6 +44,8 @@ class Group(click.Group):
         return list(OF_PLUGIN) if PLUGIN_ONLY else [*self.modules, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if PLUGIN_ONLY and cmd_name not in OF_PLUGIN:
+            return None
         if cmd_name not in self.modules:
             return super().get_command(ctx, cmd_name)
         command: click.Command = importlib.import_module(self.modules[cmd_name][0]).main
@@ -52,7 +54,8 @@ class Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if PLUGIN_ONLY and args[0] in (*COMMANDS, "lab") and args[0] not in OF_PLUGIN:
+        others = () if not PLUGIN_ONLY or ctx.resilient_parsing else {*COMMANDS, "lab"}.difference(OF_PLUGIN)
+        if args[0] in others:
             ctx.fail(f"expected one of {', '.join(OF_PLUGIN)}; {args[0]} needs our llama.cpp: pip install subkv")
         if args[0].lower().endswith(".gguf") and not ctx.resilient_parsing:  # not while a shell completes
             ctx.fail(f"expected a command before the model {args[0]}, such as chat, found none")

@@ -15,8 +15,8 @@ target_include_directories(ggml-subkv-objects SYSTEM PRIVATE ${SUBKV_LLAMA_CPP_T
 set(names ${CMAKE_CURRENT_BINARY_DIR}/plugin/ggml_names.inc)
 file(MAKE_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/plugin)
 add_custom_command(OUTPUT ${names}
-    COMMAND sh -c "'${CMAKE_NM}' -u \"$@\" | sed -n 's/^ *U \\(gg[mu][lf]_[a-z0-9_]*\\)$/CALL(\\1)/p' | sort -u > '${names}'"
-        sh $<TARGET_OBJECTS:subkv-core> $<TARGET_OBJECTS:ggml-subkv-objects>
+    COMMAND sh -c "list=$1; shift; \"$@\" >\"$list.nm\" && sed -n 's/^ *U \\(gg[mu][lf]_[a-z0-9_]*\\)$/CALL(\\1)/p' \"$list.nm\" | sort -u >\"$list\""
+        sh ${names} ${CMAKE_NM} -u $<TARGET_OBJECTS:subkv-core> $<TARGET_OBJECTS:ggml-subkv-objects>
     DEPENDS $<TARGET_OBJECTS:subkv-core> $<TARGET_OBJECTS:ggml-subkv-objects>
     COMMAND_EXPAND_LISTS VERBATIM)
 add_library(ggml-subkv MODULE ${SUBKV_PLUGIN_FOLDER}/ggml_calls.cpp ${names})
@@ -26,5 +26,8 @@ target_link_libraries(ggml-subkv PRIVATE ggml-subkv-objects subkv-core Threads::
 set_target_properties(ggml-subkv PROPERTIES PREFIX lib)
 target_link_options(ggml-subkv PRIVATE -Wl,--version-script=${CMAKE_CURRENT_SOURCE_DIR}/plugin.map
     ${SUBKV_SANITIZE_LINK_OPTIONS})
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|aarch64" AND NOT SUBKV_SANITIZE) # ggml_calls.cpp has all functions
+    target_link_options(ggml-subkv PRIVATE -Wl,--no-undefined)
+endif()
 set_property(TARGET ggml-subkv PROPERTY LINK_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/plugin.map)
 subkv_install_library(ggml-subkv ${SUBKV_LIB_DESTINATION})

@@ -32,7 +32,7 @@ print(f"its ggml{misfit}" if misfit else "")
 class Door:
     """plugin: the plug-in's file; None: the program uses our libllama. why: the end of a sentence about the program.
 
-    by_name: a program of llama.cpp whose ggml contains a CPU backend. Then libllama loads others only for --device.
+    by_name: its ggml contains a CPU backend, or may do so. Then libllama loads others only for --device.
     gpu: it also contains a GPU's.
     """
 
@@ -82,10 +82,12 @@ def choose_door(
     """
     listed = programs.listed_libraries(path, environment)
     other = programs.other_llama_cpp(program, path, libraries, listed)
-    if plugin and not other and not _is_patched(listed):  # as node and Python, which load a llama.cpp later
-        return Door(
-            plugin_file(libraries), "gets the plug-in, which the llama.cpp that it loads must be able to load", True
-        )
+    if plugin and _is_patched(listed):
+        found = f"{path}, which has the coefficient cache already and needs no plug-in"
+        raise SubkvError("program", f"expected one that loads an unpatched llama.cpp, found {found}")
+    if plugin and not other:  # as node and Python, which load a llama.cpp later
+        why = "gets the plug-in, which the llama.cpp that it loads must be able to load"
+        return Door(plugin_file(libraries), f"{why}; {DEVICES}: all layers on the CPU", by_name=True)
     # llama.cpp's programs need the libraries of their own version, also where ours have the same names
     if not plugin and (not (other and is_llama_cpp_program(program)) or _is_patched(listed)):
         with_ours = programs.listed_libraries(path, with_libraries)
@@ -103,11 +105,11 @@ def choose_door(
             why += ", if the program calls ggml_backend_load_all"
         gpu = re.search(rf"^\s*libggml-({_GPUS})\.so", listed, re.M) is not None
         return Door(plugin_file(libraries), why, static and known, gpu)
-    remedy = f"; {programs.INSTALL}" if is_llama_cpp_program(program) else ""
+    remedy = f"; {programs.INSTALL}" if is_llama_cpp_program(program) and not plugin else ""
     raise SubkvError(
         "program",
         f"expected a program that loads {libraries}/libllama.so, or a llama.cpp that can load the plug-in, "
-        f"found {path}, which {other or 'loads our libraries'}: {reason}{remedy}",
+        f"found {path}, which {other}: {reason}{remedy}",
     )
 
 

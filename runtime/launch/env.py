@@ -63,11 +63,7 @@ def format_variables(variables: dict[str, str], form: str) -> bytes:
 @command()
 @options.model_option(required=False, text="model file (GGUF); its bases are looked up, or derived from its weights")
 @request_options
-@click.option(
-    "--plugin",
-    is_flag=True,
-    help="for a llama.cpp that others built, which loads the cache as a plug-in",
-)
+@click.option("--plugin", is_flag=True, help="for a llama.cpp that others built, which loads the cache as a plug-in")
 @click.option("--format", "form", type=click.Choice([*LINES, "json"]), default="sh", help="syntax")
 def main(model: str | None, request: CacheRequest, plugin: bool, form: str) -> None:
     """Print the variables that give programs a coded cache: eval "$(subkv env -m model.gguf)".

@@ -20,19 +20,19 @@ ENDING = ".exe" if sys.platform == "win32" else ""
 _PT_INTERP = 3  # ELF: names the dynamic linker
 
 
-def find(program: str, libraries: Path, search: str | None) -> Path:
-    """The file of a program: a llama.cpp program beside our libraries, else by the search path.
+def find(program: str, libraries: Path, search: str | None, ours: bool = True) -> Path:
+    """The file of a program: with `ours`, a llama.cpp program beside our libraries, else by the search path.
 
     Raises SubkvError about `program`.
     """
-    if os.path.basename(program) == program and is_llama_cpp_program(program):
+    if ours and os.path.basename(program) == program and is_llama_cpp_program(program):
         for folder in (libraries, libraries.parent / "bin"):
             path = folder / (program if program.endswith(ENDING) else f"{program}{ENDING}")
             if path.is_file() and os.access(path, os.X_OK):
                 return path
     executable = shutil.which(program, path=search)
     if executable is None:
-        if os.path.basename(program) == program and is_llama_cpp_program(program):
+        if ours and os.path.basename(program) == program and is_llama_cpp_program(program):
             reason = (
                 f"expected one of llama.cpp's programs in {libraries} or on the PATH, found no {program}; {INSTALL}"
             )

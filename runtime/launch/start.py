@@ -90,6 +90,8 @@ def _prepare_others(paths: Sequence[Path]) -> None:
 
 def _with_fitting_budget(program: str, read: ProgramArguments, request: CacheRequest) -> CacheRequest:
     """The request with the budget that fits in its memory; logs it to stderr. Raises CacheError about `kv_memory`."""
+    if PLUGIN_ONLY:
+        raise CacheError("kv_memory", "expected --kv-bits, because it needs package subkv, found it")
     if program_name(program) not in FITTED:
         raise CacheError("kv_memory", f"expected one of {', '.join(FITTED)}, found {program_name(program)}")
     if read.ordinary:
@@ -161,7 +163,7 @@ def find_program(
 
     libraries = lib_dir()
     with_libraries = {**doors.without_plugin(environment), **library_variables(libraries, environment)}
-    path = programs.find(program, libraries, environment.get("PATH"))
+    path = programs.find(program, libraries, environment.get("PATH"), not plugin)
     if ours:
         programs.check(program, path, libraries, with_libraries)
         return Program(program, path, with_libraries, doors.our_door(libraries))

@@ -143,8 +143,11 @@ def test_a_program_that_loads_a_llama_cpp_later(tmp_path: Path) -> None:
         start.find_program(str(tmp_path / "llama-server"), dict(os.environ), plugin=True)
     flags = ("-Wl,--no-as-needed", OURS / "libllama.so", f"-Wl,-rpath,{OURS}")
     ours = build(tmp_path / "ours", "int main(void) { return 0; }", *flags)
-    with pytest.raises(SubkvError, match="which loads our libraries: it has the coefficient cache already"):
+    with pytest.raises(SubkvError, match="which has the coefficient cache already and needs no plug-in"):
         start.find_program(str(ours), dict(os.environ), plugin=True)
+    other = another(tmp_path / "llama-bench-of-others")
+    other = other.rename(other.with_name("llama-bench"))
+    assert start.find_program("llama-bench", {**os.environ, "PATH": str(other.parent)}, plugin=True).path == other
 
 
 def test_a_program_that_lacks_a_library(tmp_path: Path) -> None:

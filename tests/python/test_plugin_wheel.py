@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(not (LIBRARIES / "libggml-subkv.so").is_file(), 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return plugin_wheel.write(LIBRARIES, tmp_path_factory.mktemp("wheel"), "linux_x86_64")
+    return plugin_wheel.write(LIBRARIES, tmp_path_factory.mktemp("wheel"), f"linux_{platform.machine()}")
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +63,11 @@ def test_commands_without_a_llama_cpp(site: Path, tiny_model: object) -> None:
     for name in ("convert", "chat", "lab"):
         refused = run(site, name, "model.gguf")
         assert refused.returncode == 2 and f"{name} needs our llama.cpp: pip install subkv" in refused.stderr
-    refused = run(site, "run", "--kv-memory", "1G", sys.executable, "-m", tiny_model(), "-c", "512")  # type: ignore[operator]
-    assert refused.returncode == 1 and "--kv-memory: expected one of llama-server" in refused.stderr
+    options = ["-m", tiny_model(), "-c", "512"]  # type: ignore[operator]
+    refused = run(site, "run", "--kv-memory", "1G", sys.executable, *options)
+    assert refused.returncode == 1 and "--kv-memory: expected --kv-bits, because it needs" in refused.stderr
+    completed = run(site, _SUBKV_PLUGIN_COMPLETE="bash_complete", COMP_WORDS="subkv-plugin convert ", COMP_CWORD="2")
+    assert "Traceback" not in completed.stderr
 
 
 def test_bases_of_a_model(site: Path, tiny_model: object, tmp_path: Path) -> None:

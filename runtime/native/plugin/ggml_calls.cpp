@@ -5,6 +5,7 @@
 
 #include <dlfcn.h>
 
+#include <mutex>
 #include <string>
 
 // CALL(name) for every function of ggml that our objects call; the build lists them (cmake/native/plugin.cmake).
@@ -41,19 +42,33 @@ const Slot slots[] = {
 };
 #    undef CALL
 
-void * ggml_of(const void * caller) {
-    Dl_info info;
-    void *  library = caller && dladdr(caller, &info) ? dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD) : nullptr;
-    return library && dlsym(library, slots[0].name) ? library : RTLD_DEFAULT;
+constexpr const char * LOADER = "ggml_backend_dev_by_type"; // in the library of ggml that loads backends
+
+// The handle, for dlsym, of the ggml that contains the address `caller`. Returns whether it shows its own functions.
+bool find_ggml(const void * caller, void *& handle) {
+    Dl_info of_caller, of_loader;
+    handle = RTLD_DEFAULT;
+    if (!caller || !dladdr(caller, &of_caller)) {
+        return true;
+    }
+    if (void * const library = dlopen(of_caller.dli_fname, RTLD_LAZY | RTLD_NOLOAD)) {
+        handle = library;
+    }
+    void * const loader = dlsym(handle, LOADER);
+    return loader && dladdr(loader, &of_loader) && of_loader.dli_fbase == of_caller.dli_fbase;
 }
 
 } // namespace
 
-const char * bind_ggml(const void * caller) {
-    static std::string missing;
-    void *             ggml = ggml_of(caller);
-    void *             one  = dlsym(ggml, slots[0].name);
-    if (one && one == *slots[0].address) {
+std::string bind_ggml(const void * caller) {
+    static std::mutex                 mutex;
+    const std::lock_guard<std::mutex> lock(mutex);
+    void *                            ggml = nullptr;
+    if (!find_ggml(caller, ggml)) {
+        return "does not show its functions to other libraries";
+    }
+    void * const first = dlsym(ggml, slots[0].name);
+    if (first && first == *slots[0].address) {
         return "";
     }
     if (*slots[0].address) {
@@ -61,8 +76,7 @@ const char * bind_ggml(const void * caller) {
     }
     for (const Slot & slot : slots) {
         if (!dlsym(ggml, slot.name)) {
-            missing = std::string("has no function ") + slot.name;
-            return missing.c_str();
+            return std::string("has no function ") + slot.name;
         }
     }
     for (const Slot & slot : slots) {
@@ -75,7 +89,7 @@ const char * bind_ggml(const void * caller) {
 
 #else // the dynamic linker binds them
 
-const char * subkv::plugin::bind_ggml(const void *) {
+std::string subkv::plugin::bind_ggml(const void *) {
     return "";
 }
 

@@ -1,9 +1,11 @@
 #pragma once
 
+#include <string>
+
 namespace subkv::plugin {
 
 // Binds ggml's functions to those of the library that contains the address `caller`, with its dependencies; nullptr: to
 // those that the process shows to all libraries. "": done; else why not, as the end of a sentence about the ggml.
-const char * bind_ggml(const void * caller);
+std::string bind_ggml(const void * caller);
 
 } // namespace subkv::plugin
