@@ -462,9 +462,15 @@ def test_masks_that_a_graph_computes(tmp_path: Path) -> None:
     path = stored_path(model, entry.content, STORED)
     writer.write(path, writer.sealed(writer.read(tmp_path / "16.gguf") | keys))
     text = ["decode", [[7 * i % n_vocab, i, 0] for i in range(60)]]
+    try:
+        f16 = run(tmp_path, model, "off", text)
+    except AssertionError:
+        if THEIRS:
+            pytest.skip("deepseek32: an assertion of this llama.cpp fails with f16, too")
+        raise
     found = run(tmp_path, model, "auto", text)
     assert "ordinary f16 K/V cache: this model's graph computes masks of its layers" in found.said
-    assert np.array_equal(found.logits[0], run(tmp_path, model, "off", text).logits[0])
+    assert np.array_equal(found.logits[0], f16.logits[0])
 
 
 @pytest.mark.skipif(bool(THEIRS), reason="our libraries with the llama_cpp of another version")
