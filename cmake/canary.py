@@ -1,7 +1,7 @@
 """Tests the patches on other versions of llama.cpp: which hunks merge, and whether the main guarantees hold.
 
     python cmake/canary.py [--dry] [--no-programs] [--without upstream] VERSION|DIR …
-    python cmake/canary.py --plugin [--loadable] VERSION …
+    python cmake/canary.py --plugin [--dry] [--loadable] VERSION …
 
 VERSION: a release of llama-cpp-python, whose source pip downloads; DIR: a llama.cpp tree. `--dry` only prints the hunks
 that do not merge. Without it, every version is built (one job per core) and tested: bit identity of an ordinary context
@@ -10,8 +10,8 @@ architectures that a version does not have are left out. Exits with 1 if anythin
 
 `--plugin` builds the unpatched ggml and libllama of a version, and runs test_plugin.py with the libggml-subkv.so of the
 build that SUBKV_LIB_PATH names, one file for all versions; it also compiles the plug-in from this source against that
-version's headers. It prints a row of the table in docs/plugin.md per version. `--loadable`: its ggml loads the CPU
-backend, too, as those of ggml-org's releases do.
+version's headers. It prints a row per version; finished builds are kept. `--loadable`: its ggml loads the CPU backend,
+too, as those of ggml-org's releases do. `--dry`: only whether its ggml fits the file.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def write_source(archive: Path, build: Path) -> Path:
     return tree
 
 
-def plugin_canary(version: str, loadable: bool, work: Path) -> bool:
+def plugin_canary(version: str, loadable: bool, dry: bool, work: Path) -> bool:
     """Test the plug-in in an unpatched version; prints a row of the table. Returns whether all steps passed."""
     from runtime.launch.doors import PLUGIN, ggml_misfit
     from subkv.native.paths import lib_dir
@@ -153,34 +153,36 @@ def plugin_canary(version: str, loadable: bool, work: Path) -> bool:
     build = REPO / "build" / "canary" / f"plugin-{version}"
     build.mkdir(parents=True, exist_ok=True)
     tree = write_source(archive_of(version, work), build)
-    stock = build / ("loadable" if loadable else "stock")
-    ours = REPO / "build" / "canary-plugin"  # as deep as build/dev, whose objects of the kernels ccache has
+    stock = build / ("dry" if dry else "loadable" if loadable else "stock")
     (build / "quick.cmake").write_text(QUICK)
-    configure = ["cmake", "-S", str(tree), "-B", str(stock), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]
-    configure += ["-DBUILD_SHARED_LIBS=ON", f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={build / 'quick.cmake'}"]
+    configure = ["cmake", "-S", str(tree), "-B", str(stock), "-G", "Ninja", "-DBUILD_SHARED_LIBS=ON"]
+    configure += ["-DGGML_CPU=OFF", "-DCMAKE_BUILD_TYPE=Debug"] if dry else ["-DCMAKE_BUILD_TYPE=Release"]
+    configure += [f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={build / 'quick.cmake'}"]
     configure += [f"-DLLAMA_BUILD_{part}=OFF" for part in PARTS] + (LOADABLE if loadable else [])
     if shutil.which("ccache"):
         configure += [f"-DCMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in ("C", "CXX")]
-    with_our_source = ["cmake", "-S", str(REPO), "-B", str(ours), "-G", "Ninja", f"-DSUBKV_LLAMA_CPP_SOURCE={tree}"]
-    with_our_source += ["-DSUBKV_MERGE=ON", f"-DSUBKV_WITHOUT_PATCHES={';'.join(source.QUEUES)}"]
     shared = {**os.environ, "CCACHE_BASEDIR": str(build), "CCACHE_NOHASHDIR": "1"}  # files that versions have in common
     jobs, log = f"-j{len(os.sched_getaffinity(0))}", build / "log"
-    for command in (configure, ["ninja", "-C", str(stock), jobs, "llama", "ggml-cpu"]):
+    for command in (configure, ["ninja", "-C", str(stock), jobs, *(["ggml"] if dry else ["llama", "ggml-cpu"])]):
         if not run(command, log, shared):
             print(f"{version}: cannot be built\n{tail(log)}\n  full log: {log}")
             return False
-    compiles = run(with_our_source, log) and run(["ninja", "-C", str(ours), jobs, "ggml-subkv"], build / "ours.log")
-    folder = stock / "bin"
-    base, registry = folder / "libggml-base.so", folder / "libggml.so"
-    misfit = ggml_misfit(base, registry, lib_dir() / PLUGIN)
-    env = {**os.environ, "SUBKV_STOCK_LIBRARIES": str(folder), "SUBKV_STOCK_BINDINGS": str(build / "bindings")}
-    tested = build / f"{stock.name}-test.log"
-    passed = run([sys.executable, "-m", "pytest", "-q", "tests/runtime/test_plugin.py"], tested, env)
+    base, registry = (stock / "bin" / f"lib{name}.so" for name in ("ggml-base", "ggml"))
     ggml = re.search(r"\.so\.([\d.]+)$", os.path.realpath(base))
-    kind = f"{version}, loadable" if loadable else version
-    cells = [kind, ggml[1] if ggml else "?", "yes" if compiles else "no", misfit or "yes", tail(tested, 1).strip()]
+    misfit = ggml_misfit(base, registry, lib_dir() / PLUGIN)
+    cells, passed = [version + ", loadable" * loadable, ggml[1] if ggml else "?", misfit or "loads it"], not misfit
+    if not dry:
+        ours = REPO / "build" / "canary-plugin"  # as deep as build/dev, whose objects of the kernels ccache has
+        configure = ["cmake", "-S", str(REPO), "-B", str(ours), "-G", "Ninja", f"-DSUBKV_LLAMA_CPP_SOURCE={tree}"]
+        configure += ["-DSUBKV_MERGE=ON", f"-DSUBKV_WITHOUT_PATCHES={';'.join(source.QUEUES)}"]
+        compiles = run(configure, log) and run(["ninja", "-C", str(ours), jobs, "ggml-subkv"], build / "ours.log")
+        env = {**os.environ, "SUBKV_STOCK_LIBRARIES": str(base.parent), "SUBKV_STOCK_BINDINGS": str(build / "bindings")}
+        tested = build / f"{stock.name}-test.log"
+        tests_passed = run([sys.executable, "-m", "pytest", "-q", "tests/runtime/test_plugin.py"], tested, env)
+        cells += ["compiles" if compiles else "does not compile", tail(tested, 1).strip()]
+        passed = passed and compiles and tests_passed
     print(f"| {' | '.join(cells)} |", flush=True)
-    return compiles and passed and not misfit
+    return passed
 
 
 def canary(name: str, pristine: source.Tree, dry: bool, programs: bool, without: list[str], work: Path) -> bool:
@@ -229,7 +231,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="subkv-canary-") as work:
             if args.plugin:
-                return 0 if min(plugin_canary(name, args.loadable, Path(work)) for name in args.versions) else 1
+                return (
+                    0 if min(plugin_canary(name, args.loadable, args.dry, Path(work)) for name in args.versions) else 1
+                )
             pristine = source.pinned_tree(PIN, Path(work), not args.no_programs)
             for name in args.versions:
                 passed = canary(name, pristine, args.dry, not args.no_programs, args.without, Path(work)) and passed

@@ -248,6 +248,11 @@ NOT_RUN = {
         "--kl-divergence-base BASE --kl-divergence",
         "python cmake/canary.py --dry 0.3.35 0.3.34",
         "python cmake/canary.py 0.3.35 ../llama.cpp",
+        "python cmake/canary.py --plugin --dry 0.3.35 0.3.34",
+        "python cmake/canary.py --plugin 0.3.35",
+        "cmake -S . -B build/other -G Ninja -DSUBKV_LLAMA_CPP_SOURCE=../llama.cpp -DSUBKV_MERGE=ON "
+        "-DSUBKV_WITHOUT_PATCHES='cache;gpu;upstream'",
+        "cmake --build build/other --target ggml-subkv",
         "python cmake/llama_source.py tree-hash [--programs] DIR",
     ],
     "an attack on upstream's server": [

@@ -26,7 +26,7 @@ target_link_libraries(ggml-subkv PRIVATE ggml-subkv-objects subkv-core Threads::
 set_target_properties(ggml-subkv PROPERTIES PREFIX lib)
 target_link_options(ggml-subkv PRIVATE -Wl,--version-script=${CMAKE_CURRENT_SOURCE_DIR}/plugin.map
     ${SUBKV_SANITIZE_LINK_OPTIONS})
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|aarch64" AND NOT SUBKV_SANITIZE) # ggml_calls.cpp has all functions
+if(NOT SUBKV_SANITIZE AND CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|aarch64|arm64)$") # those of ggml_calls.cpp
     target_link_options(ggml-subkv PRIVATE -Wl,--no-undefined)
 endif()
 set_property(TARGET ggml-subkv PROPERTY LINK_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/plugin.map)

@@ -63,9 +63,11 @@ def ggml_misfit(base: Path, registry: Path, plugin: Path) -> str:
     return f"its ggml does not fit the plug-in ({lines[-1] if lines else f'exit code {done.returncode}'})"
 
 
-def our_door(libraries: Path) -> Door:
-    """The door of a program that uses our libraries."""
-    return Door(None, f"finds our libraries in {libraries}")
+def our_door(libraries: Path, listed: str | None = None) -> Door:
+    """The door of a program that uses our libraries. listed: its libraries with ours, if they are known."""
+    later = listed is not None and programs.library_in(listed, "libllama") is None
+    remedy = "; if it loads another llama.cpp later, as node does, start it by `subkv run --plugin`" if later else ""
+    return Door(None, f"finds our libraries in {libraries}{remedy}")
 
 
 def choose_door(
@@ -92,7 +94,7 @@ def choose_door(
     if not plugin and (not (other and is_llama_cpp_program(program)) or _is_patched(listed)):
         with_ours = programs.listed_libraries(path, with_libraries)
         if not programs.other_llama_cpp(program, path, libraries, with_ours):
-            return our_door(libraries)
+            return our_door(libraries, with_ours)
     if listed is None:
         other, reason = "does not start", "a shared library that it needs is missing"
     else:

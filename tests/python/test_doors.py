@@ -240,7 +240,8 @@ def test_doctor_tells_the_door(tmp_path: Path) -> None:
     said = CliRunner().invoke(cli.main, ["doctor", str(program)], prog_name="subkv")
     assert said.exit_code == 0 and said.output.endswith("whose ggml loads the plug-in\n")
     ours = CliRunner().invoke(cli.main, ["doctor", "true"], prog_name="subkv")
-    assert ours.output == f"{shutil.which('true')} finds our libraries in {OURS}\n"
+    later = "; if it loads another llama.cpp later, as node does, start it by `subkv run --plugin`"
+    assert ours.output == f"{shutil.which('true')} finds our libraries in {OURS}{later}\n"
     other = {doors.BACKEND_PATH: "/opt/libggml-other.so"}
     other_backend = CliRunner().invoke(cli.main, ["doctor", str(program)], prog_name="subkv", env=other)
     assert other_backend.exit_code == 1 and "unset it" in other_backend.output

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import virtual
+from compiled import CXX, ROOT
 from each import each
 from format import writer
 from gguf import GGUFValueType
@@ -462,9 +463,57 @@ def test_masks_that_a_graph_computes(tmp_path: Path) -> None:
     path = stored_path(model, entry.content, STORED)
     writer.write(path, writer.sealed(writer.read(tmp_path / "16.gguf") | keys))
     text = ["decode", [[7 * i % n_vocab, i, 0] for i in range(60)]]
+    try:
+        f16 = run(tmp_path, model, "off", text)
+    except AssertionError:
+        if THEIRS:
+            pytest.skip("deepseek32: an assertion of this llama.cpp fails with f16, too")
+        raise
     found = run(tmp_path, model, "auto", text)
     assert "ordinary f16 K/V cache: this model's graph computes masks of its layers" in found.said
-    assert np.array_equal(found.logits[0], run(tmp_path, model, "off", text).logits[0])
+    assert np.array_equal(found.logits[0], f16.logits[0])
+
+
+NAMES = "CALL(ggml_init)\nCALL(gguf_set_kv)\n"
+TWO_GGML = """
+#define CALL(name) extern "C" double name(int a, double b) { return a * 1000 + b + sizeof(#name); }
+#include "ggml_names.inc"
+"""
+CALLER = """
+#include "ggml_calls.h"
+#include <cstdio>
+#include <dlfcn.h>
+extern "C" double ggml_init(int, double);
+extern "C" double gguf_set_kv(int, double);
+const void * code_of(const char * path) { return dlsym(dlopen(path, RTLD_NOW | RTLD_LOCAL), "ggml_init"); }
+int main(int, char ** paths) {
+    std::puts(subkv::plugin::bind_ggml(code_of(paths[1])));
+    std::printf("%g %g\\n", ggml_init(2, .5), gguf_set_kv(3, .25));
+    std::puts(subkv::plugin::bind_ggml(code_of(paths[1])));
+    std::puts(subkv::plugin::bind_ggml(code_of(paths[2])));
+}
+"""
+
+
+def test_functions_are_those_of_the_ggml_that_loads_it(tmp_path: Path) -> None:
+    """Of two private ggml: the first one's, with all arguments; the second one is refused, and changes nothing."""
+    (tmp_path / "ggml_names.inc").write_text(NAMES)
+    (tmp_path / "ggml.cpp").write_text(TWO_GGML)
+    (tmp_path / "caller.cpp").write_text(CALLER)
+    source = ROOT / "runtime" / "native" / "plugin"
+    ours = [f"-I{source}", tmp_path / "caller.cpp", source / "ggml_calls.cpp", "-ldl"]
+    for flags in (["-shared", tmp_path / "ggml.cpp", "-o", "a.so"], [*ours, "-o", "caller"]):
+        subprocess.run([CXX, "-O1", "-fPIC", f"-I{tmp_path}", *map(str, flags)], cwd=tmp_path, check=True)
+    (tmp_path / "b.so").write_bytes((tmp_path / "a.so").read_bytes())
+    command = [tmp_path / "caller", tmp_path / "a.so", tmp_path / "b.so"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n") == [
+        "",
+        "2010.5 3012.25",
+        "",
+        "is the second one of this process that loads the plug-in",
+        "",
+    ]
 
 
 @pytest.mark.skipif(bool(THEIRS), reason="our libraries with the llama_cpp of another version")
