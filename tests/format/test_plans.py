@@ -23,8 +23,8 @@ from converter.conversion import convert_file
 from subkv.base.errors import SubkvError
 from subkv.format.calibration import write_calibration
 from subkv.format.metadata import read
-from subkv.plan import datafree
 from subkv.native.bases import NAMED, find_bases
+from subkv.plan import datafree
 from subkv.plan.budget import BUDGET_TOLERANCE, same
 from subkv.plan.pipeline import PLANS, Options
 
