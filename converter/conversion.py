@@ -27,12 +27,13 @@ from converter.request import CalibrationRequest
 from converter.source import Source
 from converter.stored_calibration import calibrated
 from subkv.base.command import show
-from subkv.base.errors import SubkvError
+from subkv.base.errors import CacheError, SubkvError
 from subkv.base.files import check_not_input, check_writable
 from subkv.format import metadata
 from subkv.format.calibration import read_calibration
 from subkv.native.gguf import SHA256_KEY, write_copy, write_sidecar
 from subkv.plan import pipeline
+from subkv.plan.datafree import check_budget
 from subkv.plan.pipeline import Options, Result, check_plain, check_plans
 
 
@@ -110,6 +111,8 @@ class Conversion:
     def _check(self, source: Source) -> None:
         check_plain(source.gguf)
         check_plans(source.gguf, self.options)
+        with contextlib.suppress(CacheError):  # a model whose layers only a run of it shows
+            check_budget(source.gguf, self.options)
         if self.copies and len(source.files) > 1:
             raise SubkvError(
                 "model",

@@ -74,6 +74,12 @@ class Scores:
         numbers = map(float, (*quality, *spread, same, same_error))
         return out | dict(zip(AGAINST_BASE, numbers, strict=True))
 
+    def kld_over(self, other: Scores) -> dict[str, float]:
+        """Mean KLD over that of another cache with the same tokens, and the standard error of this ratio."""
+        kld, base = np.concatenate(self.kld), np.concatenate(other.kld)
+        ratio = float(kld.mean() / base.mean())
+        return {"kld_over_own": ratio, "kld_over_own_stderr": _stderr(kld - ratio * base) / float(base.mean())}
+
 
 def _stderr(x: F64) -> float:
     """Standard error of a mean with llama-perplexity's √(var/(n−1)), var over n."""

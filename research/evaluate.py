@@ -85,6 +85,7 @@ class Rows:
     """The caches in the table, in its order: values of the options of main(). sides: a key of SIDES."""
 
     kv_bits: list[float]
+    plans: bool
     uncalibrated: list[float]
     stock: list[str]
     codecs: list[Codec]
@@ -102,7 +103,8 @@ class Rows:
         sides = SIDES[self.sides]
         caches = []
         for bits in self.kv_bits:
-            caches.append(coded_cache(fit, bits, sides))
+            own = coded_cache(fit, bits, sides)
+            caches += [own, replace(coded_cache(fit, bits, sides, derive=True), own=own)] if self.plans else [own]
             caches += [adaptive_cache(fit, base, bits, sides, how, opened) for how in self.adapt]
         caches += [uncalibrated_cache(base, bits, options, sides) for bits in self.uncalibrated]
         caches += stock_caches(self.stock, fit, sides)
@@ -123,6 +125,9 @@ class Rows:
     "rows",
     Rows,
     click.option("--kv-bits", default="3.5,4.25,5,7", callback=_numbers, help="Budgets, as of convert."),
+    click.option(
+        "--plans", is_flag=True, help="A second row per budget: a plan of a file, and its KLD over the first."
+    ),
     click.option("--uncalibrated", default="", callback=_numbers, help="Budgets of bases from the weights alone."),
     click.option("--stock", default=STOCK, callback=_kinds, help="llama.cpp's types to compare with; empty: none."),
     click.option("--codecs", default="", callback=_codecs, help="Other projects' codecs: exl3:4,kvarn:4/2,kivi:2…"),

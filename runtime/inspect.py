@@ -120,7 +120,11 @@ def main(
         from subkv.format.calibration import read_calibration
 
         calibration = read_calibration(bases) if bases else None
-        figure.write_figure(layers.layout_figure(layout, calibration), plot)
+        context = n_ctx or layout["bpe_context"]
+        n_bytes = Cost.of_layout(layout).bytes(context)
+        bits = 8 * n_bytes / (elements(layout) * context)
+        title = f"{Path(model).name}: {bits:.2f} bits per element, {n_bytes / 2**20:.1f} MiB with {context} tokens"
+        figure.write_figure(layers.layout_figure(layout, calibration, title), plot)
         options.note(f"wrote {plot}")
     if form == "json":
         click.echo(json.dumps({"path": str(path) if stored else None, **layout}, indent=2))

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from converter.plots.figure import new_figure
+from converter.plots.figure import new_figure, plain
 from subkv.base.errors import SubkvError
 
+MAX_TICKS = 16
 RELATIVE_ERROR = 1e-4  # ‖e‖²/‖x‖² of a one percent error
 
 
@@ -93,16 +94,27 @@ def spectra(calibration: Any) -> dict[str, Any]:
     return by_side
 
 
-def layout_figure(layout: dict[str, Any], calibration: Any) -> Any:
+def layout_figure(layout: dict[str, Any], calibration: Any, title: str) -> Any:
     """Bits per head and coefficient; with a calibration also its spectra, and its sensitivities if it has any."""
+    from matplotlib.ticker import FixedLocator
+
     measured = calibration is not None and calibration.sensitivity is not None
     heights = [5.0] + [5.0] * (calibration is not None) + [3.0] * measured
     figure = new_figure(11, sum(heights))
+    figure.suptitle(plain(title))
     axes = figure.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
     for axis, side in zip(axes[0], "kv", strict=True):
         bits = bit_map(layout, side)
+        if not len(bits):  # of latent attention: a row of K contains the values
+            axis.set_axis_off()
+            continue
         image = axis.imshow(bits, aspect="auto", interpolation="nearest", vmin=0, vmax=8, cmap="viridis")
-        axis.set(title=f"{side.upper()}: bits per coefficient", xlabel="coefficient", ylabel="head (all layers)")
+        name = f"{side.upper()}: bits per coefficient, {bits.mean():.2f} on average"
+        axis.set(title=name, xlabel="coefficient", ylabel="layer, its heads below each other")
+        first = np.cumsum([0, *(len(layer[side]) for layer in layout["layers"])])[:-1]
+        shown = slice(None, None, len(first) // MAX_TICKS + 1)
+        axis.yaxis.set_major_locator(FixedLocator(first[shown].tolist()))
+        axis.set_yticklabels([str(layer["il"]) for layer in layout["layers"][shown]])
     figure.colorbar(image, ax=list(axes[0]), label="bits")
     if calibration is not None:
         _spectra_panels(axes[1], calibration)

@@ -34,6 +34,7 @@ class Cache:
     logits: of a chunk from its position on, where attention over the cells takes more than a coder.
     bound: bits per element at which the rate-distortion bound has the predicted KLD (bound.py).
     adaptive: the coder of adaptive bases; result() then counts their bits at `context` tokens.
+    own: of a plan, the row of a file for this budget alone.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Cache:
     bound: float | None = None
     logits: Callable[[Reference, Sequence[int], int], F32] | None = None
     recent: Coder | None = None
+    own: Cache | None = None
 
     def clear(self) -> None:
         """Forget the texts so far."""
@@ -111,20 +113,20 @@ def stock_caches(kinds: Sequence[str], fit: Fit, sides: str) -> list[Cache]:
     return caches
 
 
-def coded(fit: Fit, kv_bits: float) -> tuple[tuple[CodedLayer, ...], Account]:
-    """A layout at a budget, and its size."""
+def coded(fit: Fit, kv_bits: float, derive: bool = False) -> tuple[tuple[CodedLayer, ...], Account]:
+    """A layout at a budget, and its size. derive: as a plan of a file, from bases that all plans share."""
     plan, narrow = fit.plan(kv_bits), fit.narrow(kv_bits)
-    layers, _ = fit.code(plan, narrow)
+    layers, _ = fit.code(plan, narrow, derive)
     return layers, fit.account(plan, narrow)
 
 
-def coded_cache(fit: Fit, kv_bits: float, sides: str, name: str | None = None) -> Cache:
-    """Our row at a budget."""
-    layers, counted = coded(fit, kv_bits)
+def coded_cache(fit: Fit, kv_bits: float, sides: str, name: str | None = None, derive: bool = False) -> Cache:
+    """Our row at a budget. derive: as of coded()."""
+    layers, counted = coded(fit, kv_bits, derive)
     window = fit.settings.window
     predicted = fit.error(layers) if fit.calibration.sensitivity and sides == "kv" else None
     coder = layer_coder(layers, sides)
-    name = name or f"subkv {kv_bits:g}"
+    name = name or f"subkv {kv_bits:g}{' plan' if derive else ''}"
     cache = Cache(name, coder, counted.total, counted.rows, window.n_sink, window.n_recent, predicted)
     cache.bound = None if predicted is None else bound_bits(fit, predicted)
     cache.recent = recent_coder(fit)
@@ -190,6 +192,7 @@ def result(cache: Cache, text: str, n_ctx: int, chunks: int) -> dict[str, Any]:
         "bpe_adapt": round(bits, 4),
         "predicted_kld": cache.predicted,
         "bound_bpe": None if cache.bound is None else round(cache.bound, 4),
+        **(cache.scores.kld_over(cache.own.scores) if cache.own else {}),
         **{f"chunks_{name}": round(adaptive.mean(f"n_{name}"), 3) if adaptive else None for name in counts},
         "n_sink": cache.n_sink,
         "n_recent": cache.n_recent,

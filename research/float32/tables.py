@@ -10,11 +10,14 @@ def scores(results: Sequence[dict[str, Any]]) -> str:
     """Results as a Markdown table; columns for the bound and for chunks where a cache has any."""
     bound = any(r.get("bound_bpe") is not None for r in results)
     chunks = any(r["chunks_opened"] is not None for r in results)
+    plans = any("kld_over_own" in r for r in results)
     lines = [
         "| text | cache | bpe | rows alone | Δ PPL | mean KLD | median KLD | 99.9% KLD | same top-1 | predicted KLD |"
+        + (" over own file |" if plans else "")
         + (" above the bound |" if bound else "")
         + (" opened | refused | merged |" if chunks else ""),
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+        + ("---:|" if plans else "")
         + ("---:|" if bound else "")
         + ("---:|---:|---:|" if chunks else ""),
     ]
@@ -24,7 +27,8 @@ def scores(results: Sequence[dict[str, Any]]) -> str:
             f"| {r['text']} | {r['name']} | {r['bpe']:.2f} | {r['bpe_rows']:.2f} "
             f"| {r['delta_percent']:+.2f}% ± {100 * r['ppl_ratio_stderr']:.2f}% "
             f"| {r['mean_kld']:.3g} ± {r['mean_kld_stderr']:.1g} | {r['median_kld']:.2g} | {r['kld_999']:.2g} "
-            f"| {100 * r['same_top']:.2f}% | {predicted} |{_above(r) if bound else ''}{_chunks(r) if chunks else ''}"
+            f"| {100 * r['same_top']:.2f}% | {predicted} |{_over(r) if plans else ''}"
+            f"{_above(r) if bound else ''}{_chunks(r) if chunks else ''}"
         )
     return "\n".join(lines)
 
@@ -43,6 +47,10 @@ def over_texts(results: Sequence[dict[str, Any]]) -> str:
             f"| {worst['text']} | {100 * min(r['same_top'] for r in rows):.2f}% |"
         )
     return "\n".join(lines)
+
+
+def _over(r: dict[str, Any]) -> str:
+    return f" {r['kld_over_own']:.3f} ± {r['kld_over_own_stderr']:.3f} |" if "kld_over_own" in r else " |"
 
 
 def _above(r: dict[str, Any]) -> str:

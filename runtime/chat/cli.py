@@ -132,9 +132,9 @@ class Chat:
             self.read_text = ""
 
     def regenerate(self, _: str) -> None:
+        self.print_answer(self.conversation.regenerate)
         if self.conversation.sampling.temp == 0:
             options.note("--temp 0 gives the same answer again; start with --temp 0.5 for others")
-        self.print_answer(self.conversation.regenerate)
 
     def print_answer(self, answer: Callable[[int, Stop, Turn], Iterator[str]]) -> Turn:
         # numpy and the native libraries: not for a --help

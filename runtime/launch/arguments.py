@@ -111,7 +111,7 @@ class ProgramArguments:
 
     def with_model(self, model: Path) -> ProgramArguments:
         """The same with -m, for arguments that name no model."""
-        return replace(self, arguments=(*self.arguments, "-m", str(model)), models=(model,))
+        return replace(self, arguments=("-m", str(model), *self.arguments), models=(model,))
 
     @property
     def strict(self) -> bool:

@@ -97,7 +97,8 @@ def start(arguments: Sequence[str], request: CacheRequest, store: Mapping[str, s
     if not read.names_model:
         options.note(demo.NOTE)
         defaults |= {f"LLAMA_ARG_{name.upper()}": f"{value:g}" for name, value in demo.ANSWERS.items()}
-        defaults |= {"LLAMA_ARG_ALIAS": demo.NAME}
+        # its own template adds a system message, with which it answers worse
+        defaults |= {"LLAMA_ARG_ALIAS": demo.NAME, "LLAMA_ARG_CHAT_TEMPLATE": "chatml"}
         read = read.with_model(demo.model_path() if read.ordinary or request.bases is not None else demo.converted())
     return prepare_start(program, read, request, strict=not read.embeds, defaults=defaults)
 

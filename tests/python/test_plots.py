@@ -276,9 +276,15 @@ def test_layout_figure(drawn: None, coded_model: Models, calibration: Path) -> N
     assert (bits == 8).all()
 
     def titles(with_calibration: Calibration | None) -> list[str]:
-        return [axis.get_title() for axis in layers.layout_figure(layout, with_calibration).axes if axis.get_title()]
+        figure = layers.layout_figure(layout, with_calibration, "m$.gguf: 8 bits")
+        assert figure.get_suptitle() == r"m\$.gguf: 8 bits"
+        labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+        assert labels == [str(layer["il"]) for layer in layout["layers"]]
+        return [axis.get_title() for axis in figure.axes if axis.get_title()]
 
-    first = ["K: bits per coefficient", "V: bits per coefficient"]
+    latent = {**layout, "layers": [{**layer, "v": []} for layer in layout["layers"]]}
+    assert [axis.axison for axis in layers.layout_figure(latent, None, "m").axes[:2]] == [True, False]
+    first = [f"{side}: bits per coefficient, 8.00 on average" for side in "KV"]
     assert titles(None) == first
     assert titles(read_calibration(calibration)) == [*first, "K: spectrum of Σq Σk", "V: spectrum of Σv"]
     assert titles(sensitive()) == [

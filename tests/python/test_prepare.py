@@ -147,6 +147,12 @@ def test_dry_run_keeps_the_calibration(model: Path, cache_home: Path) -> None:
     assert choose_cache(model).name == "f16"
 
 
+def test_an_impossible_budget_is_refused_before_the_long_run(model: Path, cache_home: Path) -> None:
+    result = run(model, "--kv-bits", "40")
+    assert result.exit_code == 1 and "--kv-bits: expected " in result.stderr and "found 40" in result.stderr
+    assert not sidecar_folder().exists() or not left(cache_home)
+
+
 #
 # interrupts
 #

@@ -69,11 +69,17 @@ def test_the_demo_model(bases: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "converted", lambda: Path(bases))
     monkeypatch.setattr(demo, "model_path", lambda: Path("weights.gguf"))
     made = serve_start(["-np", "1"])
-    assert made.arguments == ["llama-server", "-np", "1", "-m", bases]
-    given = {"ALIAS": demo.NAME, "TEMPERATURE": "0", "REPEAT_PENALTY": "1.1", "N_PREDICT": "9"}
+    assert made.arguments == ["llama-server", "-m", bases, "-np", "1"]
+    given = {
+        "ALIAS": demo.NAME,
+        "CHAT_TEMPLATE": "chatml",
+        "TEMPERATURE": "0",
+        "REPEAT_PENALTY": "1.1",
+        "N_PREDICT": "9",
+    }
     assert {name: made.environment[f"LLAMA_ARG_{name}"] for name in given} == given
     assert "LLAMA_ARG_TEMPERATURE" not in serve_start(["-m", bases]).environment
-    assert serve_start(["-ctk", "f16"]).arguments == ["llama-server", "-ctk", "f16", "-m", "weights.gguf"]
+    assert serve_start(["-ctk", "f16"]).arguments == ["llama-server", "-m", "weights.gguf", "-ctk", "f16"]
 
 
 def test_a_model_without_its_flag(bases: str) -> None:

@@ -168,6 +168,17 @@ def budget_range(heads: Sequence[Head], overhead: Overhead, least: int = 0) -> t
     return account(heads, lowest, overhead), account(heads, most, overhead)
 
 
+def check_range(kv_bits: float, low: Account, high: Account) -> None:
+    """Raises SubkvError for a budget outside of a range of budget_range()."""
+    if not low.total <= kv_bits <= high.total:
+        raise SubkvError(
+            "kv_bits",
+            f"expected {np.ceil(low.total * 1000.0) / 1000.0:.3f} to {np.floor(high.total * 1000.0) / 1000.0:.3f} "
+            f"bits per element in total at {low.context} tokens (exact window {low.window:.3f}, "
+            f"full-rank bases {high.bases:.3f}), found {kv_bits:g}",
+        )
+
+
 def plan_banded(
     heads: Sequence[Head], kv_bits: float, overhead: Overhead, least: int = 0, widest: int | None = None
 ) -> list[Bands]:
@@ -177,13 +188,7 @@ def plan_banded(
     WIDE_FROM on. Raises SubkvError with the valid range if the budget is outside it.
     """
     low, high = budget_range(heads, overhead, least)
-    if not low.total <= kv_bits <= high.total:
-        raise SubkvError(
-            "kv_bits",
-            f"expected {np.ceil(low.total * 1000.0) / 1000.0:.3f} to {np.floor(high.total * 1000.0) / 1000.0:.3f} "
-            f"bits per element in total at {overhead.context} tokens (exact window {low.window:.3f}, "
-            f"full-rank bases {high.bases:.3f}), found {kv_bits:g}",
-        )
+    check_range(kv_bits, low, high)
     elements = sum(head.d for head in heads)
     if widest is None:
         widest = WIDTHS[-1] if kv_bits - high.window - high.bases >= WIDE_FROM else CODED_WIDTHS[-1]

@@ -24,6 +24,7 @@ from subkv.format import metadata
 from subkv.format.arrays import F16, F64
 from subkv.format.bases import Bands, CodedHead, CodedLayer, SharedHead, SharedMatrix, StoredBasis
 from subkv.format.calibration import MAX_HEAD_SIZE, Calibration, LayerShape, TextSource
+from subkv.format.window import RECENT_BITS
 from subkv.native.gguf import SHA256_KEY, Base, Gguf, write_sidecar
 from subkv.plan import budget, latent, mla
 from subkv.plan.basis import N_HALVES, FullBasis, band_steps, gains, half, in_bytes, slices, store
@@ -96,6 +97,22 @@ def shapes(base: Base) -> tuple[LayerShape, ...]:
             f"model {arch}: subkv cannot hold its K/V cache because {reason}; use an ordinary cache type (-ctk f16)",
         )
     return tuple(layers)
+
+
+def check_budget(base: Base, options: Options) -> None:
+    """Reject a budget that no calibration of this model makes possible. Raises SubkvError."""
+    if options.kv_bits is None or options.codec == "int8" or mla.is_latent(base):
+        return
+    options.window.check()
+    context = options.bpe_context or default_context(base)
+    sizes = [d for shape in shapes(base) for d in (shape.d_k, shape.d_v) for _ in range(shape.n_head_kv)]
+
+    def limits(recent: int, in_bytes: bool) -> tuple[metadata.Account, metadata.Account]:
+        bits = [budget.coefficient_bits(d, encode_in_bytes=in_bytes, decode_in_bytes=in_bytes) for d in sizes]
+        heads = [budget.Head(d, np.ones(d), basis_bits=n) for d, n in zip(sizes, bits, strict=True)]
+        return budget.budget_range(heads, budget.Overhead(context, options.window.with_defaults(recent_bits=recent)))
+
+    budget.check_range(options.kv_bits, limits(RECENT_BITS, in_bytes=True)[0], limits(16, in_bytes=False)[1])
 
 
 @one_blas_thread()  # the pool's threads compute, each with small matrices

@@ -33,6 +33,21 @@ def test_evaluate_command(
     assert table.exit_code == 0 and "| words.txt | subkv 4 |" in table.output
 
 
+def test_plans_beside_files_of_their_own(
+    measured: Path, tiny_model: Callable[..., Path], text: Path, reference: Callable[[str], Any]
+) -> None:
+    reference("llama")
+    arguments = [*evaluating(tiny_model, measured, text, 256), "--n-recent", str(N_RECENT), "--kv-bits", "4"]
+    arguments += ["--stock", "", "-t", "1", "--plans"]
+    own, plan = json.loads(CliRunner().invoke(evaluate.main, [*arguments, "-o", "json"]).stdout)
+    assert (own["name"], plan["name"]) == ("subkv 4", "subkv 4 plan") and "kld_over_own" not in own
+    assert plan["bpe"] == own["bpe"] and plan["mean_kld"] != own["mean_kld"]
+    assert plan["kld_over_own"] == pytest.approx(plan["mean_kld"] / own["mean_kld"])
+    assert 0.0 < plan["kld_over_own_stderr"] < 0.5
+    table = CliRunner().invoke(evaluate.main, arguments)
+    assert f"| {plan['kld_over_own']:.3f} ± " in table.output
+
+
 def test_evaluate_adaptive_bases(
     measured: Path, tiny_model: Callable[..., Path], text: Path, reference: Callable[[str], Any]
 ) -> None:
