@@ -100,12 +100,7 @@ plan_options = group(
 )
 
 
-STOPPED = (
-    "interrupted: no bases were written; with --minutes 0 the same command makes some without further sensitivities"
-)
-
-
-@command("convert", interrupted=STOPPED)
+@command("convert", interrupted="interrupted: no bases were written")
 @click.argument("model", type=PATH, required=False)
 @hf_option
 @click.option("--bases", type=PATH, metavar="FILE", help="calibration (calib.safetensors) to use, instead of a new one")

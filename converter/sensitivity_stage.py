@@ -399,7 +399,8 @@ class Saver:
             try:
                 _write(self._path, measurements, self._lengths)
                 if stop:
-                    note(SAVED)
+                    enough = len(measurements.trials) >= LEAST
+                    note(f"{SAVED}, or convert --minutes 0 uses what is measured" if enough else SAVED)
             except SubkvError as error:
                 if not stop:
                     raise

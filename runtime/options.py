@@ -79,9 +79,14 @@ def model_option(required: bool, text: str = "model file (GGUF)") -> Option:
 MODEL_FILE = "runtime.options.model_file"  # of a command line, in click's meta
 
 
+def is_model_file(word: str) -> bool:
+    """Whether the word has the ending of a model file."""
+    return word.lower().endswith(".gguf")
+
+
 def model_file(word: str) -> str:
     """The word, which names a model without -m. Raises click.UsageError for another word."""
-    if not word.endswith(".gguf"):
+    if not is_model_file(word):
         raise click.UsageError(f"{word}: expected a model file (*.gguf) or an option, found another word")
     return word
 

@@ -328,7 +328,8 @@ class Conversation:
             if turn.first_tokens is not None and not llm.n_tokens:
                 reading.enter_context(turn.first_tokens.reading(prompt))
             bar = reading.enter_context(progress_bar("prompt", len(self.tokens) - llm.n_tokens, "tok"))
-            n_step = llm.context_params.n_ubatch  # of a whole batch neither progress nor Ctrl-C is seen
+            # of a whole batch neither progress nor Ctrl-C is seen; every step of a recurrent model leaves a checkpoint
+            n_step = llm.n_batch if llm._ctx.checkpoints is not None else llm.context_params.n_ubatch
             while (n_left := len(self.tokens) - llm.n_tokens) > 1:
                 if stop():
                     yield None

@@ -15,7 +15,8 @@ from pathlib import Path
 import click
 
 from runtime import demo, options
-from runtime.launch.start import Start, find_program, prepare_start, read_arguments
+from runtime.launch.arguments import ProgramArguments
+from runtime.launch.start import Program, Start, find_program, prepare_start, read_arguments
 from runtime.launch.variables import CacheRequest, request_options
 from subkv.base.command import command, group, stack
 from subkv.base.errors import SubkvError
@@ -30,6 +31,19 @@ DEFAULTS = {
     "LLAMA_ARG_CORS_ORIGINS": "localhost",
     "LLAMA_ARG_CACHE_RAM": "1024",
 }
+
+DEMO_FLAGS = {
+    "TEMPERATURE": ("--temp", "--temperature"),
+    "REPEAT_PENALTY": ("--repeat-penalty",),
+    "N_PREDICT": ("-n", "--predict", "--n-predict"),
+    "ALIAS": ("-a", "--alias"),
+    "CHAT_TEMPLATE": ("--chat-template", "--chat-template-file"),
+}
+# Options whose value may be a GGUF file that is not the model.
+OTHER_FILES = (
+    *("-mm", "--mmproj", "-md", "--model-draft", "--spec-draft-model", "-mv", "--model-vocoder"),
+    *("--lora", "--lora-scaled", "--control-vector", "--control-vector-scaled"),
+)
 
 
 def _allowed_hosts(host: str) -> dict[str, str]:
@@ -69,17 +83,41 @@ store_options = group(
 )
 
 
-def _with_model_flag(arguments: Sequence[str]) -> Sequence[str]:
-    """The arguments, with -m in front of a model that follows no option. Raises click.UsageError for another word.
+def _place_of_model(arguments: Sequence[str]) -> int | None:
+    """Where a model stands that follows no option. Raises click.UsageError for another first word.
 
     llama-server has only options; a word behind one may be its value.
     """
     if arguments and not arguments[0].startswith("-"):
-        return ["-m", options.model_file(arguments[0]), *arguments[1:]]
-    for i, (before, word) in enumerate(itertools.pairwise(arguments), 1):
-        if word.lower().endswith(".gguf") and not re.match(r"-\D", before):
-            return [*arguments[:i], "-m", *arguments[i:]]
-    return arguments
+        options.model_file(arguments[0])
+        return 0
+    pairs = enumerate(itertools.pairwise(arguments), 1)
+    return next((i for i, (flag, word) in pairs if options.is_model_file(word) and not re.match(r"-\D", flag)), None)
+
+
+def _read(program: Program, arguments: Sequence[str]) -> ProgramArguments:
+    """The arguments, with -m in front of a model that follows no option. Raises click.UsageError for a second model."""
+    place, read = _place_of_model(arguments), read_arguments(program, arguments)
+    if read.prints:
+        return read
+    if place is not None:
+        if read.names_model:
+            raise click.UsageError(f"-m: expected one model, found another one: {arguments[place]}")
+        return read_arguments(program, [*arguments[:place], "-m", *arguments[place:]])
+    if not read.names_model:
+        for flag, word in itertools.pairwise(arguments):
+            if options.is_model_file(word) and flag not in OTHER_FILES:
+                raise click.UsageError(f"{word}: expected -m in front of a model behind an option, found {flag}")
+    return read
+
+
+def _demo_defaults(arguments: Sequence[str]) -> dict[str, str]:
+    """Variables for the demo model's answers and its name; llama-server warns if an option replaces a variable."""
+    values = {name.upper(): f"{value:g}" for name, value in demo.ANSWERS.items()}
+    # its own template adds a system message, with which it answers worse
+    values |= {"ALIAS": demo.NAME, "CHAT_TEMPLATE": "chatml"}
+    given = {word.partition("=")[0] for word in arguments}
+    return {f"LLAMA_ARG_{name}": value for name, value in values.items() if not given.intersection(DEMO_FLAGS[name])}
 
 
 def start(arguments: Sequence[str], request: CacheRequest, store: Mapping[str, str]) -> Start:
@@ -88,17 +126,14 @@ def start(arguments: Sequence[str], request: CacheRequest, store: Mapping[str, s
     Without a given type the cache is coded, or there is an error, except for embeddings and for models that the
     arguments do not name. Raises SubkvError.
     """
-    arguments = _with_model_flag(arguments)
     program = find_program(SERVER, {**DEFAULTS, **os.environ, **store}, ours=True)
-    read = read_arguments(program, arguments)
+    read = _read(program, arguments)
     if read.prints:
         return Start(program.path, [SERVER, *arguments], program.environment)
     defaults = _allowed_hosts(read.host or "127.0.0.1")
     if not read.names_model:
         options.note(demo.NOTE)
-        defaults |= {f"LLAMA_ARG_{name.upper()}": f"{value:g}" for name, value in demo.ANSWERS.items()}
-        # its own template adds a system message, with which it answers worse
-        defaults |= {"LLAMA_ARG_ALIAS": demo.NAME, "LLAMA_ARG_CHAT_TEMPLATE": "chatml"}
+        defaults |= _demo_defaults(arguments)
         read = read.with_model(demo.model_path() if read.ordinary or request.bases is not None else demo.converted())
     return prepare_start(program, read, request, strict=not read.embeds, defaults=defaults)
 

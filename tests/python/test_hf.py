@@ -21,7 +21,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 from safetensors.numpy import save_file
 
 from converter import hf
-from converter.cli import STOPPED, default_output
+from converter.cli import default_output
 from converter.cli import main as convert
 from converter.quantize import TYPES
 from subkv.base.errors import SubkvError
@@ -245,7 +245,7 @@ def test_interrupts_leave_nothing(folder: Path, calibration: Path, monkeypatch: 
     monkeypatch.setattr(hf, "need_packages", lambda extra, names: None)
     result = run(folder, "--bases", calibration)
     assert result.exit_code == 130
-    assert result.stderr.strip().splitlines()[-1] == STOPPED
+    assert result.stderr.strip().splitlines()[-1] == "interrupted: no bases were written"
     assert left(folder.parent) == {"model"}
 
 

@@ -20,7 +20,6 @@ from preparing import left, refused, run
 
 import subkv
 from converter import builtin, resume, stored_calibration
-from converter.cli import STOPPED
 from converter.cli import main as convert
 from converter.corpus import Corpus, Text
 from converter.request import CalibrationRequest
@@ -174,7 +173,7 @@ def test_interrupted_runs_go_on(model: Path, cache_home: Path, monkeypatch: pyte
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-2:] == [
         SAVED,
-        STOPPED,
+        "interrupted: no bases were written",
     ]
     assert left(cache_home) == ["calib.safetensors.000002-of-000004.part", "lock"]
     assert choose_cache(model).name == "f16"

@@ -20,7 +20,7 @@ from converter.plots import figure
 from runtime import cli, options
 from subkv.base import progress
 from subkv.base.errors import SubkvError
-from subkv.base.text import printable
+from subkv.base.text import filled, printable
 from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.format.calibration import TextSource, write_calibration
 from subkv.native.binding import C, captured_log
@@ -161,6 +161,16 @@ def test_errors_wrap_at_words(arguments: tuple[str, ...], monkeypatch: pytest.Mo
     lines = terminal.getvalue().splitlines()
     assert lines and all(len(line) <= 40 or " " not in line for line in lines)
     assert terminal.getvalue().split() == plain.split()
+
+
+def test_commands_stay_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are copied; a stream without isatty() is no terminal."""
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "install it: `CMAKE_ARGS='-DA=1 -DB=2' pip install .` or 'a b c'; the model's words wrap"
+    lines = filled(text, Terminal()).split("\n")
+    assert len(lines) > 1 and "`CMAKE_ARGS='-DA=1 -DB=2' pip install .`" in lines
+    assert any("'a b c'" in line for line in lines) and " ".join(lines) == text
+    assert filled(text, object()) == filled(text, None) == text
 
 
 def test_errors_notes_and_logs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_signals_that_python_ignores_are_not_ignored() -> None:
 
 def test_programs_that_cannot_run(tmp_path: Path) -> None:
     assert refused("no-such-program") == "expected a program that can be executed, found no no-such-program\n"
-    assert "found no llama-none; in a clone of subkv, CMAKE_ARGS=" in refused("llama-none")
+    assert "found no llama-none; in a clone of subkv, `CMAKE_ARGS=" in refused("llama-none")
     script(tmp_path / "broken", "#!/no/such/interpreter\n")
     broken = subprocess.run(
         command(tmp_path / "broken"), capture_output=True, text=True, env=environment(), check=False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,6 +80,8 @@ def test_the_demo_model(bases: str, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert {name: made.environment[f"LLAMA_ARG_{name}"] for name in given} == given
     assert "LLAMA_ARG_TEMPERATURE" not in serve_start(["-m", bases]).environment
+    named = serve_start(["--alias", "mine", "--temp=1"]).environment
+    assert not {"LLAMA_ARG_ALIAS", "LLAMA_ARG_TEMPERATURE"} & set(named), "llama-server warns, and keeps both names"
     assert serve_start(["-ctk", "f16"]).arguments == ["llama-server", "-m", "weights.gguf", "-ctk", "f16"]
 
 
@@ -89,6 +92,11 @@ def test_a_model_without_its_flag(bases: str) -> None:
     assert serve_start(["-n", "-1", bases]).arguments == ["llama-server", "-n", "-1", "-m", bases]
     given = ["-m", bases, "--mmproj", "projector.gguf"]
     assert serve_start(given).arguments == ["llama-server", *given]
+    for second in (["-m", "a.gguf", bases], ["-hf", "user/repo", "-np", "1", bases], [bases, "-m", "a.gguf"]):
+        with pytest.raises(click.UsageError, match=f"-m: expected one model, found another one: {re.escape(bases)}"):
+            serve_start(second)
+    with pytest.raises(click.UsageError, match="expected -m in front of a model behind an option, found --jinja"):
+        serve_start(["--jinja", bases])
     with pytest.raises(click.UsageError, match=r"model\.txt: expected a model file \(\*\.gguf\) or an option"):
         serve_start(["model.txt"])
 
@@ -159,10 +167,10 @@ def test_refusals(bases: str, tmp_path: Path, tiny_model: Callable[..., Path]) -
 
 def test_without_llama_server(bases: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nowhere = tmp_path / "lib"
-    monkeypatch.setattr(programs, "find", lambda name, _libraries, _path: FIND(name, nowhere, str(nowhere)))
+    monkeypatch.setattr(programs, "find", lambda name, *_: FIND(name, nowhere, str(nowhere)))
     result = CliRunner().invoke(cli.main, ["serve", "-m", bases])
     assert result.exit_code == 1
-    assert "found no llama-server; in a clone of subkv, CMAKE_ARGS='-DLLAMA_BUILD=OFF" in result.output
+    assert "found no llama-server; in a clone of subkv, `CMAKE_ARGS='-DLLAMA_BUILD=OFF" in result.output
 
 
 def test_the_help_names_both_sides() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 import shutil
 import textwrap
 from typing import Any
+
+_SPACE = "\0"  # no text for a terminal contains it
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -21,8 +24,10 @@ def printable(text: str, keep: str = "") -> str:
 
 def filled(text: str, stream: Any) -> str:
     """Lines, wrapped at words if the stream is a terminal."""
-    if stream is None or not stream.isatty():
+    if not getattr(stream, "isatty", lambda: False)():
         return text
+    # a command that the user copies stays in one line
+    text = re.sub(r"`[^`\n]*`|(?<!\w)'[^'\n]*'", lambda quoted: quoted[0].replace(" ", _SPACE), text)
     width = max(shutil.get_terminal_size().columns, 20)
     fill = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(map(fill, text.split("\n")))
+    return "\n".join(map(fill, text.split("\n"))).replace(_SPACE, " ")
