@@ -227,13 +227,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plugin", action="store_true", help="test the plug-in in the unpatched versions instead")
     parser.add_argument("--loadable", action="store_true", help="with --plugin: ggml with loadable backends")
     args = parser.parse_args(argv)
+    if args.loadable and not args.plugin or args.plugin and (args.without or args.no_programs):
+        parser.error("expected --loadable with --plugin, and --without and --no-programs without it")
     passed = True
     try:
         with tempfile.TemporaryDirectory(prefix="subkv-canary-") as work:
             if args.plugin:
-                return (
-                    0 if min(plugin_canary(name, args.loadable, args.dry, Path(work)) for name in args.versions) else 1
-                )
+                all_passed = all([plugin_canary(name, args.loadable, args.dry, Path(work)) for name in args.versions])
+                return 0 if all_passed else 1
             pristine = source.pinned_tree(PIN, Path(work), not args.no_programs)
             for name in args.versions:
                 passed = canary(name, pristine, args.dry, not args.no_programs, args.without, Path(work)) and passed
