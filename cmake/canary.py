@@ -233,8 +233,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="subkv-canary-") as work:
             if args.plugin:
-                all_passed = all([plugin_canary(name, args.loadable, args.dry, Path(work)) for name in args.versions])
-                return 0 if all_passed else 1
+                for name in args.versions:
+                    passed = plugin_canary(name, args.loadable, args.dry, Path(work)) and passed
+                return 0 if passed else 1
             pristine = source.pinned_tree(PIN, Path(work), not args.no_programs)
             for name in args.versions:
                 passed = canary(name, pristine, args.dry, not args.no_programs, args.without, Path(work)) and passed
