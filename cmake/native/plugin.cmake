@@ -15,7 +15,7 @@ target_include_directories(ggml-subkv-objects SYSTEM PRIVATE ${SUBKV_LLAMA_CPP_T
 set(names ${CMAKE_CURRENT_BINARY_DIR}/plugin/ggml_names.inc)
 file(MAKE_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/plugin)
 add_custom_command(OUTPUT ${names}
-    COMMAND sh -c "list=$1; shift; \"$@\" >\"$list.nm\" && sed -n 's/^ *U \\(gg[mu][lf]_[a-z0-9_]*\\)$/CALL(\\1)/p' \"$list.nm\" | sort -u >\"$list\""
+    COMMAND sh -c "list=$1 && shift && \"$@\" >\"$list.nm\" && sed -n 's/^ *U \\(gg[mu][lf]_[a-z0-9_]*\\)$/CALL(\\1)/p' \"$list.nm\" | sort -u >\"$list\""
         sh ${names} ${CMAKE_NM} -u $<TARGET_OBJECTS:subkv-core> $<TARGET_OBJECTS:ggml-subkv-objects>
     DEPENDS $<TARGET_OBJECTS:subkv-core> $<TARGET_OBJECTS:ggml-subkv-objects>
     COMMAND_EXPAND_LISTS VERBATIM)
