@@ -478,6 +478,9 @@ NAMES = "CALL(ggml_init)\nCALL(gguf_set_kv)\n"
 TWO_GGML = """
 #define CALL(name) extern "C" double name(int a, double b) { return a * 1000 + b + sizeof(#name); }
 #include "ggml_names.inc"
+#ifndef WITHOUT
+extern "C" void ggml_backend_dev_by_type(void) {}
+#endif
 """
 CALLER = """
 #include "ggml_calls.h"
@@ -487,31 +490,37 @@ extern "C" double ggml_init(int, double);
 extern "C" double gguf_set_kv(int, double);
 const void * code_of(const char * path) { return dlsym(dlopen(path, RTLD_NOW | RTLD_LOCAL), "ggml_init"); }
 int main(int, char ** paths) {
-    std::puts(subkv::plugin::bind_ggml(code_of(paths[1])));
+    std::puts(subkv::plugin::bind_ggml(code_of(paths[1])).c_str());
     std::printf("%g %g\\n", ggml_init(2, .5), gguf_set_kv(3, .25));
-    std::puts(subkv::plugin::bind_ggml(code_of(paths[1])));
-    std::puts(subkv::plugin::bind_ggml(code_of(paths[2])));
+    std::puts(subkv::plugin::bind_ggml(code_of(paths[1])).c_str());
+    std::puts(subkv::plugin::bind_ggml(code_of(paths[2])).c_str());
+    std::puts(subkv::plugin::bind_ggml(code_of(paths[3])).c_str());
 }
 """
 
 
 def test_functions_are_those_of_the_ggml_that_loads_it(tmp_path: Path) -> None:
-    """Of two private ggml: the first one's, with all arguments; the second one is refused, and changes nothing."""
+    """Of two private ggml: the first one's, with all arguments; the second one is refused, and changes nothing.
+
+    So is one that shows none of the functions by which it loads backends.
+    """
     (tmp_path / "ggml_names.inc").write_text(NAMES)
     (tmp_path / "ggml.cpp").write_text(TWO_GGML)
     (tmp_path / "caller.cpp").write_text(CALLER)
     source = ROOT / "runtime" / "native" / "plugin"
     ours = [f"-I{source}", tmp_path / "caller.cpp", source / "ggml_calls.cpp", "-ldl"]
-    for flags in (["-shared", tmp_path / "ggml.cpp", "-o", "a.so"], [*ours, "-o", "caller"]):
+    ggml = ["-shared", tmp_path / "ggml.cpp", "-o"]
+    for flags in ([*ggml, "a.so"], [*ggml, "c.so", "-DWITHOUT"], [*ours, "-o", "caller"]):
         subprocess.run([CXX, "-O1", "-fPIC", f"-I{tmp_path}", *map(str, flags)], cwd=tmp_path, check=True)
     (tmp_path / "b.so").write_bytes((tmp_path / "a.so").read_bytes())
-    command = [tmp_path / "caller", tmp_path / "a.so", tmp_path / "b.so"]
+    command = [tmp_path / "caller", *(tmp_path / f"{name}.so" for name in "abc")]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
     assert done.stdout.split("\n") == [
         "",
         "2010.5 3012.25",
         "",
         "is the second one of this process that loads the plug-in",
+        "does not show its functions to other libraries",
         "",
     ]
 
