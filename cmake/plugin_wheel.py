@@ -20,11 +20,8 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-LIBRARIES = (
-    "libsubkv.so",
-    "libggml-base.so",
-    "libggml-subkv.so",
-)  # only functions of libsubkv that need no libllama are called
+# Only functions of libsubkv that need no libllama are called.
+LIBRARIES = ("libsubkv.so", "libggml-base.so", "libggml-subkv.so")
 MODULES = ("python/subkv", *(f"runtime/{name}" for name in ("__init__.py", "cli.py", "options.py", "launch", "doctor")))
 FOLDER, NAME = "subkv_plugin", "subkv-plugin"
 SUMMARY = "a KV cache of calibrated, quantized coefficients for the llama.cpp that you have, as a plug-in"
