@@ -211,8 +211,8 @@ def cache_options(*more: Option) -> Option:
         llama_option(
             "-ctk --cache-type-k type_k",
             "CACHE_TYPE_K",
-            "KV cache: subkv, subkv:BITS, f16, q8_0, q4_0, …; auto: subkv if the model file, its sidecar or --bases "
-            "contains bases [default: auto]",
+            "KV cache: subkv, subkv:BITS, f16, q8_0, q4_0, …; auto: subkv, or f16 for a model that cannot have it "
+            "[default: auto]",
             metavar="TYPE",
         ),
         llama_option("-ctv --cache-type-v type_v", "CACHE_TYPE_V", "the same for V [default: as -ctk]", metavar="TYPE"),
@@ -282,18 +282,18 @@ def note(text: str) -> None:
 
 def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:
     """Log a context's cache and the source of its bases. name: which of several contexts."""
-    from subkv.engine.stats import BITS_Q8_0, cache_line  # numpy and the native libraries: not for a --help
+    from subkv.engine.stats import cache_line, smaller_type  # numpy and the native libraries: not for a --help
 
     note(f"{name}: {cache_line(stats)}" if name else cache_line(stats))
-    if choice.note:
-        note(choice.note)
+    if choice.line:
+        note(choice.line)
     if choice.fit:
         note(choice.fit)
-    if choice.coded and stats.bpe >= BITS_Q8_0:
+    if smaller := smaller_type(stats):
         n_exact = stats.n_sink + stats.n_recent + stats.n_rollback
         note(
-            f"-c: {stats.n_cells} tokens are few beside the exact window of {n_exact}: at this size "
-            f"-ctk {'f16' if stats.bpe >= 16 else 'q8_0'} takes less"
+            f"-c: {stats.n_cells} tokens are few beside the exact window of {n_exact}: at this size -ctk {smaller} "
+            "takes less"
         )
 
 

@@ -362,8 +362,7 @@ def run(
 ) -> None:
     """Run the chat that chat_options request.
 
-    open_model: calls the given function to open the model, and adds a source of first tokens. Then no other cache
-    replaces one that does not fit the model.
+    open_model: calls the given function to open the model, and adds a source of first tokens.
     """
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
@@ -371,15 +370,13 @@ def run(
     prompt = chat_input.first()
     # numpy and the native libraries: not for a --help
     from runtime.chat.conversation import Conversation
-    from runtime.model import open_coded, open_llama
+    from runtime.model import open_llama
     from subkv.engine.llama import Llama
     from subkv.engine.template import for_chat
 
     path = requested_model(model or None, hf_repo)
 
     def open_llm() -> Llama:
-        if path is not None and open_model is None:
-            return open_coded(path, n_gpu_layers, cache, context, Llama)
         return open_llama(path, n_gpu_layers, cache, context, Llama)
 
     with (open_model or _only_model)(open_llm) as (llm, first_tokens):

@@ -14,7 +14,7 @@ import click
 from runtime import options
 from runtime.launch.arguments import is_gguf
 from subkv.base.command import group
-from subkv.base.errors import CacheError, SubkvError, concerning, without_remedy
+from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.format.window import MAX_RECENT, MAX_SINK, VARIABLES, Window
 from subkv.native.bases import AUTO, CODED, SIDECAR_ENDING, check_budget
 from subkv.native.library import LIB_PATH
@@ -79,7 +79,7 @@ def prepare(model: Path, strict: bool = False, bases: Path | None = None, kv_bit
     Raises ModelFileError about `model_path`, CacheError about `bases` or `kv_cache`, SubkvError about XDG_CACHE_HOME.
     """
     # numpy and the native libraries: not for a --help
-    from subkv.engine.cache import CacheOptions, choose_cache
+    from subkv.engine.cache import CacheOptions, choose_cache, f16_instead
     from subkv.native.gguf import check_model_file
 
     if bases is None:
@@ -90,12 +90,12 @@ def prepare(model: Path, strict: bool = False, bases: Path | None = None, kv_bit
     except CacheError as error:
         if strict or error.key != "kv_cache":
             raise
-        return ModelCache(None, f"KV cache: f16, because bases cannot be derived for {model}: {_cause(error)}")
+        return ModelCache(None, f16_instead(CacheOptions(), error).line)
     assert choice.layout is not None  # because of CODED
     if choice.unstored:
         reason = choice.unstored.removeprefix("XDG_CACHE_HOME: ")
         raise SubkvError("XDG_CACHE_HOME", f"cannot store the bases of {model}: {reason}")
-    return ModelCache(choice.layout, choice.note)
+    return ModelCache(choice.layout, choice.line)
 
 
 def fit_memory(model: Path, request: CacheRequest, n_ctx: int, n_seq: int, unified: bool) -> tuple[CacheRequest, str]:
@@ -174,12 +174,6 @@ def program_path(libraries: Path, environment: Mapping[str, str]) -> dict[str, s
         return {}
     others = [folder for folder in environment.get("PATH", "").split(os.pathsep) if folder not in ("", str(own))]
     return {"PATH": os.pathsep.join([str(own), *others])}
-
-
-def _cause(error: CacheError) -> str:
-    """Why bases cannot be derived, without remedies."""
-    cause = error.__cause__
-    return without_remedy(cause.reason if isinstance(cause, SubkvError) else error.reason)
 
 
 def models_in(path: Path) -> list[Path]:

@@ -62,8 +62,9 @@ class CacheOptions:
 class CacheChoice:
     """A chosen KV cache. type_k, type_v: ggml's numbers; layout: file with the bases, None for an ordinary cache.
 
-    note: one line about the source of the bases. unstored: as in Sidecar. budget: of the layout, in bits per element.
-    fit: one line about the budget that fits in a given memory.
+    note: one line about the source of the bases, or why there are none. unstored, gain: as in Sidecar. budget: of the
+    layout, in bits per element. fit: one line about the budget that fits in a given memory. automatic: chosen by
+    "auto", without bases or bits of the user.
     """
 
     name_k: str
@@ -76,14 +77,26 @@ class CacheChoice:
     unstored: str = ""
     budget: float = 0.0
     fit: str = ""
+    gain: str = ""
+    automatic: bool = False
 
     @property
     def coded(self) -> bool:
         return self.layout is not None
 
     @property
+    def replaceable(self) -> bool:
+        """Whether f16 may replace it: nobody requested it, and its bases are derived from the weights."""
+        return self.automatic and bool(self.gain)
+
+    @property
     def name(self) -> str:
         return self.name_k if self.name_k == self.name_v else f"{self.name_k}/{self.name_v}"
+
+    @property
+    def line(self) -> str:
+        """The note, with remedies for the user of a program."""
+        return f"{self.note}; -ctk f16 uses none; {self.gain}" if self.gain else self.note
 
     def with_rollback(self, n_rollback: int) -> CacheChoice:
         """This choice with n_rollback exact rows beyond n_recent; an ordinary cache is unchanged."""
@@ -152,12 +165,14 @@ def _with_budget(requested: CacheOptions) -> CacheOptions:
     return requested
 
 
-def choose_cache(model: Path, requested: CacheOptions = CacheOptions()) -> CacheChoice:
-    """Choose the cache that the user requests.
+def choose_cache(model: Path, requested: CacheOptions = CacheOptions(), derive: bool = True) -> CacheChoice:
+    """Choose the cache that the user requests: the one decision of subkv.Llama and of all programs.
 
-    "auto" is a coded cache if find_bases() has calibrated bases. "subkv" derives bases from the weights if there are no
-    others. type_k and type_v (names or ggml numbers) choose
-    separate ordinary types for K and V. Raises CacheError or ModelFileError.
+    "auto" and "subkv" are a coded cache with the bases that find_bases() finds, or with bases derived from the weights.
+    If these cannot be derived, "auto" is f16, with the reason in the note, and "subkv" raises. type_k and type_v (names
+    or ggml numbers) choose separate ordinary types for K and V. derive: False: without calibrated bases, "auto" is f16.
+
+    Raises CacheError or ModelFileError.
     """
     requested = _with_budget(requested)
     kv_cache, bases = requested.kv_cache, requested.bases
@@ -183,47 +198,34 @@ def choose_cache(model: Path, requested: CacheOptions = CacheOptions()) -> Cache
     if bases is not None:
         with concerning(model="bases"):
             check_model_file(bases, weights=False)
-    last = EMBEDDED if not requested.sidecar else WEIGHTS if kv_cache == CODED else STORED
+    derive = derive or kv_cache == CODED
+    automatic = kv_cache == AUTO and bases is None
+    last = EMBEDDED if not requested.sidecar else WEIGHTS if derive else STORED
     with concerning(model="model_path"):
         found = find_bases(model, bases, last, requested.kv_bits)
     if found.source != WEIGHTS and sidecars.usable(found):
-        return _coded(found.path or model, requested, found.note, found.budget)
-    if kv_cache == CODED:
-        sidecar = sidecars.from_weights(model, found if requested.sidecar else None, requested.kv_bits)
-        choice = _coded(sidecar.path, requested, sidecar.note, sidecar.budget)
-        return dataclasses.replace(choice, unstored=sidecar.unstored)
-    note = sidecars.no_bases_note(found) if requested.sidecar else ""
-    return dataclasses.replace(_stock("f16", "f16", requested), note=note)
-
-
-def with_weight_bases(model: Path, requested: CacheOptions) -> tuple[CacheOptions, str]:
-    """The options for a chat, where `auto` derives bases from the weights if there are no others.
-
-    Also returns "", or the line of f16_fallback() if they cannot be derived. Raises as choose_cache() about prepared
-    bases.
-    """
-    if (requested.kv_bits, requested.kv_memory, requested.bases) != (None, None, None) or {
-        requested.kv_cache,
-        requested.type_k,
-        requested.type_v,
-    } - {AUTO, None}:
-        return requested, ""
-    plain = CacheOptions(sidecar=requested.sidecar)
-    if choose_cache(model, plain).coded:
-        return requested, ""
+        choice = _coded(found.path or model, requested, found.note, found.budget)
+        return dataclasses.replace(choice, automatic=automatic)
+    if not derive:
+        note = sidecars.no_bases_note(found) if requested.sidecar else ""
+        return dataclasses.replace(_stock("f16", "f16", requested), note=note)
     try:
-        choose_cache(model, dataclasses.replace(plain, kv_cache=CODED))
+        sidecar = sidecars.from_weights(model, found if requested.sidecar else None, requested.kv_bits)
     except CacheError as error:
-        if error.key != "kv_cache":
+        if not automatic or error.key != "kv_cache":
             raise
-        return f16_fallback(requested, error)
-    return dataclasses.replace(requested, kv_cache=CODED, type_k=None, type_v=None), ""
+        return f16_instead(requested, error)
+    choice = _coded(sidecar.path, requested, sidecar.note, sidecar.budget)
+    return dataclasses.replace(choice, unstored=sidecar.unstored, gain=sidecar.gain, automatic=automatic)
 
 
-def f16_fallback(requested: CacheOptions, error: CacheError) -> tuple[CacheOptions, str]:
-    """Options for an f16 cache instead of a coded one, and the reason in one line."""
+def f16_instead(requested: CacheOptions, error: CacheError) -> CacheChoice:
+    """The f16 cache of a model for which "auto" finds no coded one; the note has the reason.
+
+    Raises CacheError for options that only coded caches have.
+    """
     note = f"cache: f16; {without_remedy(error.reason)}"
-    return dataclasses.replace(requested, kv_cache="f16", type_k=None, type_v=None), note
+    return dataclasses.replace(_stock("f16", "f16", requested), note=note, automatic=True)
 
 
 def _coded(layout: Path, requested: CacheOptions, note: str, budget: float) -> CacheChoice:

@@ -1,9 +1,8 @@
 """`subkv.Llama`: llama_cpp.Llama whose KV cache can hold coefficients.
 
-    llm = subkv.Llama("model.gguf", kv_cache="subkv")            # on a coefficient cache, prepared or not
-    llm = subkv.Llama("model.subkv.gguf", n_ctx=8192)            # kv_cache="auto": the file carries bases
+    llm = subkv.Llama("model.gguf", n_ctx=8192)                  # on a coefficient cache, prepared or not
     llm = subkv.Llama("model.gguf", bases="bases.gguf")          # bases from a sidecar
-    llm = subkv.Llama("model.gguf", kv_cache="q8_0")             # llama.cpp's own cache types work too
+    llm = subkv.Llama("model.gguf", kv_cache="f16")              # llama_cpp's cache; its other types work too
 
 Differences from the parent class: unknown keyword arguments are errors; flash attention is "auto" by default, as on
 llama.cpp's command line (llama_cpp disables it, and then a quantized V cache fails without a reason); errors contain
@@ -26,9 +25,17 @@ import numpy as np
 from subkv.base import hub
 from subkv.base.closed import mark_closed
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError, concerning
-from subkv.base.text import filled, printable
 from subkv.engine import states
-from subkv.engine.cache import CacheChoice, CacheOptions, attached, choose_cache, creation_error, flash_attention
+from subkv.engine.announced import report_cache
+from subkv.engine.cache import (
+    CacheChoice,
+    CacheOptions,
+    attached,
+    choose_cache,
+    creation_error,
+    f16_instead,
+    flash_attention,
+)
 from subkv.engine.drafts import (
     CheckedDrafts,
     DraftStats,
@@ -44,11 +51,11 @@ from subkv.engine.memory import expected_params, require_memory
 from subkv.engine.model import Model
 from subkv.engine.pictures import LOST_PICTURE, Pictures
 from subkv.engine.prompt_cache import PromptCache
-from subkv.engine.stats import KVStats, cache_line, context_stats
+from subkv.engine.stats import KVStats, context_stats
 from subkv.format.adapt import AdaptStats, adapt_stats, report
 from subkv.format.window import Window
 from subkv.native import library
-from subkv.native.binding import C, captured_log, last_error, last_log_error, llama_cpp, loading
+from subkv.native.binding import C, LogLines, captured_log, last_error, last_log_error, llama_cpp, loading
 from subkv.native.gguf import check_model_file, sha256
 from subkv.native.store import Found
 
@@ -60,9 +67,11 @@ MAX_TOKENS = 2**31 - 1  # larger numbers would wrap around in llama.cpp
 class Llama(llama_cpp.Llama):
     """llama_cpp.Llama with a choice of KV cache.
 
-    kv_cache: "auto" (coded if `bases` is given or the model file or its sidecar has bases, else f16), "subkv" (coded;
-        derives bases from the weights if there are no others), or one of llama.cpp's types ("f16", "q8_0", "q4_0", …).
-        type_k and type_v set K and V separately, by name or ggml's number.
+    kv_cache: "auto" or "subkv" (coded, with the bases of `bases`, of the model file or of its sidecar, else with bases
+        that are derived from the weights and stored in the cache folder), or one of llama.cpp's types ("f16", "q8_0",
+        "q4_0", …). A model without a coded cache gets f16 with "auto", and an error with "subkv". With "auto", bases
+        are not derived for embedding=True or vocab_only=True. type_k and type_v set K and V separately, by name or
+        ggml's number.
     bases: a converted GGUF or a sidecar for this model; default: the model file itself, else its sidecar.
     sidecar: use the sidecar that `convert` has written, beside the model or in the cache folder.
     kv_bits: bits per K/V element, of those that the bases have plans for; kv_cache="subkv:3" is the same. Default: the
@@ -75,6 +84,10 @@ class Llama(llama_cpp.Llama):
     flash_attn: "auto", "on"/True, "off"/False.
     progress: show a progress bar on stderr (if a terminal) while the model is loaded.
     prompt_cache: stores states of prompts on disk: a folder or a PromptCache, as for set_cache().
+
+    A cache that no argument chooses ("auto") is reported in one line on stderr, once for each model of a process, also
+    with verbose=False, as subkv's programs do: source, bits and size, or the reason for f16. Any other kv_cache prints
+    no line.
 
     With embedding=True, a coded cache evaluates one text at a time, because every sequence needs an exact window. With
     an ordinary cache and pooled embeddings, a batch may hold several texts.
@@ -115,10 +128,21 @@ class Llama(llama_cpp.Llama):
         bases_path = None if bases is None else Path(bases)
         n_bytes = None if kv_memory is None else memory_size(kv_memory)
         requested = CacheOptions(kv_cache, type_k, type_v, bases_path, window, sidecar, kv_bits, n_bytes)
-        choice = choose_cache(path, requested)
-        choice = with_room_for_drafts(choice, n_draft)
-        self._choice = choice
-        self._flash_attn_type = flash_attention(flash_attn, choice)
+        derive = not (arguments["embedding"] or arguments["vocab_only"])  # these read a cache once, or have none
+        choice = with_room_for_drafts(choose_cache(path, requested, derive), n_draft)
+        if n_bytes is not None:
+            params = expected_params(arguments, choice, flash_attention(flash_attn, choice))
+            budget, line = fitted(path, choice, params, n_bytes)
+            chosen = choose_cache(path, replace(requested, kv_memory=None, kv_bits=budget))
+            choice = with_room_for_drafts(replace(chosen, fit=line), n_draft)
+        store = PromptCache(prompt_cache) if isinstance(prompt_cache, (str, os.PathLike)) else prompt_cache
+        try:
+            self._open(path, choice, flash_attn, progress, arguments, kwargs)
+        except CacheError as error:
+            if not choice.replaceable or error.key != "kv_cache":
+                raise
+            choice = f16_instead(requested, error)  # the engine does not support the architecture
+            self._open(path, choice, flash_attn, progress, arguments, kwargs)
         self._arguments: dict[str, Any] = {
             "kv_cache": choice.name if choice.coded else "f16",
             "bases": None if bases is None else os.fspath(bases),
@@ -133,30 +157,8 @@ class Llama(llama_cpp.Llama):
             "progress": progress,
             "prompt_cache": prompt_cache,
         }
-        params = expected_params(arguments, choice, self._flash_attn_type)
-        if n_bytes is not None:
-            budget, line = fitted(path, choice, params, n_bytes)
-            chosen = choose_cache(path, replace(requested, kv_memory=None, kv_bits=budget))
-            choice = self._choice = with_room_for_drafts(replace(chosen, fit=line), n_draft)
-        require_memory(path, choice, params, arguments["n_gpu_layers"])
-        if isinstance(prompt_cache, (str, os.PathLike)):
-            prompt_cache = PromptCache(prompt_cache)
-        verbose = bool(arguments["verbose"])
-        with captured_log(forward=verbose) as log, attached(choice):
-            try:
-                with loading(path, progress) as self._progress_callback:
-                    super().__init__(os.fspath(path), type_k=choice.type_k, type_v=choice.type_v, **kwargs)
-            except (ValueError, RuntimeError) as error:
-                if "_model" not in self.__dict__:
-                    raise ModelFileError("model_path", last_log_error(log) or str(error)) from error
-                if "_ctx" not in self.__dict__:
-                    raise creation_error(choice, log, str(error)) from error
-                raise SubkvError("", str(error)) from error
-            if self.lora_path and not self._lora_adapter:  # the parent class ignores the error
-                raise SubkvError("lora_path", last_log_error(log) or f"cannot use the adapter {self.lora_path}")
         GuardedContext.adopt(self._ctx, recurrent=self._is_recurrent or self._is_hybrid)
         self.loaded_model = Model(path, arguments["n_gpu_layers"], self._model.model)
-        self._kv_log = log
         if len(self.input_ids) < self._n_ctx:  # llama.cpp rounds n_ctx up, but not the parent's arrays
             self.input_ids = np.zeros(self._n_ctx, dtype=np.intc)
             if self._logits_all:
@@ -164,14 +166,43 @@ class Llama(llama_cpp.Llama):
         self._unpooled = self.pooling_type() == C.LLAMA_POOLING_TYPE_NONE
         self._identity: dict[str, Any] | None = None
         self._pictures = Pictures(self.input_ids)
-        self.set_cache(prompt_cache)
+        self.set_cache(store)
         if arguments["vocab_only"]:  # no cells
             return
         self._draft_with(draft)
-        stats = self.kv_stats()
-        if verbose:
-            for line in filter(None, [cache_line(stats), choice.note, choice.fit]):
-                print(filled(printable(line), sys.stderr), file=sys.stderr)
+        report_cache(path, choice, self.kv_stats(), bool(arguments["verbose"]))
+
+    def _open(
+        self,
+        path: Path,
+        choice: CacheChoice,
+        flash_attn: str | bool | None,
+        progress: bool,
+        arguments: dict[str, Any],
+        given: dict[str, Any],
+    ) -> None:
+        """Load the model and create the context. arguments: of the parent class; given: those of the user.
+
+        Raises SubkvError, of which another try with another cache may follow.
+        """
+        self._choice, self._flash_attn_type = choice, flash_attention(flash_attn, choice)
+        params = expected_params(arguments, choice, self._flash_attn_type)
+        require_memory(path, choice, params, arguments["n_gpu_layers"])
+        with captured_log(forward=bool(arguments["verbose"])) as log, attached(choice):
+            try:
+                with loading(path, progress) as self._progress_callback:
+                    super().__init__(os.fspath(path), type_k=choice.type_k, type_v=choice.type_v, **given)
+            except (ValueError, RuntimeError) as error:
+                if "_model" not in self.__dict__:
+                    raise ModelFileError("model_path", last_log_error(log) or str(error)) from error
+                if "_ctx" not in self.__dict__:
+                    self._stack.close()
+                    del self._model
+                    raise creation_error(choice, log, str(error)) from error
+                raise SubkvError("", str(error)) from error
+            if self.lora_path and not self._lora_adapter:  # the parent class ignores the error
+                raise SubkvError("lora_path", last_log_error(log) or f"cannot use the adapter {self.lora_path}")
+        self._kv_log: LogLines = log
 
     @classmethod
     def from_pretrained(

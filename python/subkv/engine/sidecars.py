@@ -18,13 +18,14 @@ from subkv.native.bases import EMBEDDED, NAMED, NONE, WEIGHTS, FoundBases, find_
 class Sidecar:
     """A sidecar. note: one line for the user; unstored: the reason why it is not in the store, if it should be.
 
-    budget: of its layout, in bits per element.
+    budget: of its layout, in bits per element. gain: how the user gets better bases.
     """
 
     path: Path
     note: str
     unstored: str = ""
     budget: float = 0.0
+    gain: str = ""
 
 
 def no_bases_note(found: FoundBases) -> str:
@@ -61,11 +62,10 @@ def from_weights(model: Path, found: FoundBases | None, kv_bits: float | None = 
         if not unstored:
             usable(found)  # raises about kv_bits
     if found is not None and found.path is not None and found.note and not unstored:
-        return Sidecar(found.path, f"{found.note}; -ctk f16 uses none; {_gain(model)}", budget=found.budget)
+        return Sidecar(found.path, found.note, budget=found.budget, gain=_gain(model))
     made = _of_this_process(model, kv_bits)
     note = f", not stored ({unstored})" if unstored else ""
-    note = f"bases: {made.note}{note}; -ctk f16 uses none; {_gain(model)}"
-    return Sidecar(made.path, note, unstored, made.budget)
+    return Sidecar(made.path, f"bases: {made.note}{note}", unstored, made.budget, _gain(model))
 
 
 def preview(model: Path, kv_bits: float | None = None) -> tuple[Sidecar, bool]:

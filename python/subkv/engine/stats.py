@@ -62,6 +62,13 @@ def cache_line(stats: KVStats) -> str:
     return f"KV cache: {kind}, {stats.bpe:.2f} bits per element, {sizes(stats)}{bases}, kernel {stats.kernel}"
 
 
+def smaller_type(stats: KVStats) -> str:
+    """The ordinary cache type that takes less than a coded cache of so few cells, "" if there is none."""
+    if not stats.n_layer_coded or stats.bpe < BITS_Q8_0:
+        return ""
+    return "f16" if stats.bpe >= 16 else "q8_0"
+
+
 def count_zero_rows(ctx: Any) -> int:
     """KVStats.n_zero_rows of a context of any cache type."""
     raw = library.Stats()
