@@ -1,4 +1,4 @@
-"""A program of test_lifetime.py and test_wheels.py: `python forked.py MODEL` computes, then forks."""
+"""A program of test_lifetime.py and test_wheels.py: `python forked.py MODEL CACHE` computes, then forks."""
 
 import multiprocessing
 import os
@@ -8,7 +8,7 @@ from subkv.engine.llama import Llama
 
 
 def make():
-    return Llama(sys.argv[1], n_ctx=256, n_threads=2, n_threads_batch=2, verbose=False)
+    return Llama(sys.argv[1], kv_cache=sys.argv[2], n_ctx=256, n_threads=2, n_threads_batch=2, verbose=False)
 
 
 def read(llm):

@@ -199,7 +199,7 @@ def test_adaptive_bases_save_no_checkpoints(tiny_model: Models) -> None:
 
 
 def test_models_without_recurrent_state_have_none(tiny_model: Models) -> None:
-    with opened(tiny_model("llama")) as llm:
+    with opened(tiny_model("llama"), kv_cache="f16") as llm:
         llm.eval(prompt(60))
         assert llm._ctx.checkpoints is None
         assert llm.restorable(60) == 0

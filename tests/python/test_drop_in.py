@@ -76,7 +76,7 @@ def test_same_answers_as_the_parent(tiny_model: Models, format: str | None) -> N
     options = {"n_ctx": 1024, "n_threads": 1, "n_threads_batch": 1, "logits_all": True, "chat_format": format}
     path = tiny_model("llama")
     parent = llama_cpp.Llama(str(path), flash_attn=True, verbose=False, **options)
-    with opened(path, flash_attn=True, **options) as ours:
+    with opened(path, kv_cache="f16", flash_attn=True, **options) as ours:
         for name, call in CALLS.items():
             assert plain(call(ours)) == plain(call(parent)), name
     parent.close()
@@ -102,7 +102,7 @@ def test_embeddings(tiny_model: Models, coded_model: Models, pooling: int) -> No
     parent = llama_cpp.Llama(str(tiny_model("llama")), flash_attn=True, verbose=False, n_threads=1, **options)
     expected = [parent.embed(text, normalize=True) for text in texts]  # several at once: unpooled ones are mixed up
     parent.close()
-    with opened(tiny_model("llama"), n_threads=1, flash_attn=True, **options) as ours:
+    with opened(tiny_model("llama"), kv_cache="f16", n_threads=1, flash_attn=True, **options) as ours:
         for vector, expected_vector in zip(ours.embed(texts, normalize=True), expected, strict=True):
             np.testing.assert_allclose(vector, expected_vector, atol=1e-4)
     with opened(coded_model(), **options) as coded:
@@ -184,7 +184,7 @@ def test_lora(tiny_model: Models, coded_model: Models, tmp_path: Path) -> None:
     parent = llama_cpp.Llama(str(tiny_model("llama")), flash_attn=True, verbose=False, n_threads=1, **lora)
     expected = parent(TEXT, **GREEDY)
     parent.close()
-    with opened(tiny_model("llama"), flash_attn=True, n_threads=1, **lora) as ours:
+    with opened(tiny_model("llama"), kv_cache="f16", flash_attn=True, n_threads=1, **lora) as ours:
         assert plain(ours(TEXT, **GREEDY)) == plain(expected)
     with opened(coded_model(), **lora) as adapted, opened(coded_model()) as base:
         assert np.abs(last_logits(adapted, prompt(40)) - last_logits(base, prompt(40))).max() > 0.1
@@ -233,7 +233,7 @@ def test_reset_forgets(coded_model: Models) -> None:
 @pytest.mark.parametrize("coded", [True, False])
 def test_the_ram_cache_of_llama_cpp(tiny_model: Models, coded_model: Models, coded: bool) -> None:
     texts = [TEXT, TEXT + " a bird", "something else", TEXT]
-    with opened(coded_model() if coded else tiny_model("llama")) as llm:
+    with opened(coded_model() if coded else tiny_model("llama"), kv_cache="subkv" if coded else "f16") as llm:
         expected = []
         for text in texts:
             llm.reset()

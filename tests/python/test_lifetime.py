@@ -102,10 +102,10 @@ def test_closed_during_another_threads_generation(coded_model: Models) -> None:
 
 def test_two_layouts_in_threads(coded_model: Models, tiny_model: Models) -> None:
     """Created, used and closed at once; each thread attaches its own layout and gets its own log."""
-    paths = [*(coded_model(*layout) for layout in LAYOUTS), tiny_model("llama")]
+    paths = {coded_model(*layout): "subkv" for layout in LAYOUTS} | {tiny_model("llama"): "f16"}
     expected = []
-    for path in paths:
-        with opened(path) as llm:
+    for path, cache in paths.items():
+        with opened(path, kv_cache=cache) as llm:
             expected.append((llm.kv_stats(), last_logits(llm, prompt(60))))
     failed: list[Any] = []
     start = threading.Barrier(len(paths))
@@ -114,7 +114,7 @@ def test_two_layouts_in_threads(coded_model: Models, tiny_model: Models) -> None
         try:
             start.wait()
             for _ in range(5):
-                with opened(path) as llm:
+                with opened(path, kv_cache=paths[path]) as llm:
                     assert llm.kv_stats() == stats
                     for _ in range(3):
                         llm.reset()
@@ -152,7 +152,7 @@ def python(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("coded", [True, False])
 def test_fork(coded_model: Models, tiny_model: Models, coded: bool) -> None:
-    result = python(FORK.read_text(), coded_model() if coded else tiny_model("llama"))
+    result = python(FORK.read_text(), *((coded_model(), "subkv") if coded else (tiny_model("llama"), "f16")))
     assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
 
 
@@ -201,7 +201,7 @@ def resident():
         return int(handle.read().split()[1]) * resource.getpagesize()
 
 def use(i):
-    llm = Llama(sys.argv[1], n_ctx=8192, n_threads=1, verbose=False)
+    llm = Llama(sys.argv[1], kv_cache=sys.argv[2], n_ctx=8192, n_threads=1, verbose=False)
     llm.eval(list(range(10, 200)))
     size = llm.kv_stats().bytes_kv
     if i % 2:
@@ -221,7 +221,7 @@ assert grown < 5 * sizes[0], (grown, sizes[0])  # thirty would be six times that
 def test_contexts_do_not_pile_up(coded_model: Models, tiny_model: Models, coded: bool) -> None:
     if not Path("/proc/self/statm").exists():
         pytest.skip("resident memory: no /proc on this system")
-    result = python(LEAKS, coded_model() if coded else tiny_model("llama"))
+    result = python(LEAKS, *((coded_model(), "subkv") if coded else (tiny_model("llama"), "f16")))
     assert (result.returncode, result.stderr) == (0, "")
 
 
@@ -239,7 +239,7 @@ def test_the_interpreter_ends_with_a_live_object(coded_model: Models, generating
     code = """
 import sys
 from subkv.engine.llama import Llama
-llm = Llama(sys.argv[1], n_ctx=256, verbose=False)
+llm = Llama(sys.argv[1], kv_cache="subkv", n_ctx=256, verbose=False)
 stream = llm.create_completion([10, 11, 12], max_tokens=50, stream=True)
 if len(sys.argv) > 2:
     next(stream)
@@ -255,10 +255,10 @@ if len(sys.argv) > 2:
 
 @pytest.mark.parametrize("coded", [True, False])
 def test_interrupts_leave_a_usable_object(coded_model: Models, tiny_model: Models, coded: bool) -> None:
-    path = coded_model() if coded else tiny_model("llama")
-    with opened(path, n_ctx=1024) as fresh:
+    path, cache = (coded_model(), "subkv") if coded else (tiny_model("llama"), "f16")
+    with opened(path, kv_cache=cache, n_ctx=1024) as fresh:
         expected = last_logits(fresh, prompt(150))
-    with opened(path, n_ctx=1024) as llm:
+    with opened(path, kv_cache=cache, n_ctx=1024) as llm:
         for i in range(12):
             timer = threading.Timer(0.004 * i, os.kill, (os.getpid(), signal.SIGINT))
             with pytest.raises(KeyboardInterrupt):

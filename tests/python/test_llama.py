@@ -37,7 +37,7 @@ def test_arguments_of_older_versions_are_ignored(tiny_model: Models) -> None:
         "n_gqa": 8,
         "rms_norm_eps": 1e-6,
     }
-    with opened(tiny_model("llama"), **old) as llm, opened(tiny_model("llama")) as plain:
+    with opened(tiny_model("llama"), kv_cache="f16", **old) as llm, opened(tiny_model("llama"), kv_cache="f16") as plain:
         assert set(old) == STALE
         assert llm.kv_stats() == plain.kv_stats()
         assert np.array_equal(last_logits(llm, prompt(8)), last_logits(plain, prompt(8)))
@@ -66,7 +66,7 @@ def test_k_and_v_apart(tiny_model: Models) -> None:
 
 
 def test_auto_follows_the_file(tiny_model: Models, coded_model: Models) -> None:
-    with opened(coded_model()) as coded, opened(tiny_model("llama")) as plain:
+    with opened(coded_model()) as coded, opened(tiny_model("llama"), kv_cache="f16") as plain:
         assert coded.kv_stats().type_k == "subkv"
         assert coded.kv_stats().fingerprint is not None
         assert plain.kv_stats().type_k == "f16"
@@ -90,7 +90,7 @@ def test_window_arguments_reach_the_cache(coded_model: Models) -> None:
         ({"type_k": "q8_0", "kv_cache": "subkv"}, "type_k: expected no type_k or type_v with kv_cache='subkv'"),
         ({"kv_cache": "q4_0", "flash_attn": False}, "flash_attn: expected 'on' or 'auto' for a q4_0 V cache"),
         ({"flash_attn": "maybe"}, "flash_attn: expected 'auto', 'on' or 'off', found 'maybe'"),
-        ({"n_recent": 8}, "n_recent: expected a coefficient cache"),
+        ({"n_recent": 8, "kv_cache": "f16"}, "n_recent: expected a coefficient cache"),
         ({"n_ctx": -1}, "n_ctx: expected 0 to 2147483647 tokens, found -1"),
         ({"n_ctx": 2**32 + 64}, "n_ctx: expected 0 to 2147483647 tokens, found 4294967360"),
         ({"n_batch": 0}, "n_batch: expected 1 to 2147483647 tokens, found 0"),
@@ -139,7 +139,7 @@ def test_bases_of_another_model_are_refused_and_do_not_linger(tiny_model: Models
     with pytest.raises(SubkvError) as error:
         Llama(other, bases=coded_model(), n_ctx=N_CTX, verbose=False)
     assert str(error.value).endswith("choose f16 to run without coefficients")
-    with opened(other) as plain:  # the failed attempt left nothing attached to this thread
+    with opened(other, kv_cache="f16") as plain:  # the failed attempt left nothing attached to this thread
         assert plain.kv_stats().type_k == "f16"
 
 
@@ -177,7 +177,7 @@ def test_a_state_of_another_cache_is_refused(tiny_model: Models, coded_model: Mo
         with pytest.raises(StateError, match=r"state: .*fingerprint"):
             llm.load_state(state)
         assert last_logits(llm, prompt(8)).shape == (llm.n_vocab(),)
-    with opened(tiny_model("llama")) as plain:
+    with opened(tiny_model("llama"), kv_cache="f16") as plain:
         with pytest.raises(StateError, match="^state: "):
             plain.load_state(state)
         plain.n_tokens = 0
@@ -215,8 +215,9 @@ def test_going_back_far_evaluates_few_tokens_again(
     """A removed tail takes the exact rows with it: the last SUBKV_RESUME tokens, at most the window, get new ones."""
     if again is not None:
         monkeypatch.setenv("SUBKV_RESUME", str(again))
-    for path, n_again in ((coded_model(), 15 if again is None else again), (tiny_model("llama"), 0)):
-        with opened(path) as llm:
+    of_coded = 15 if again is None else again
+    for path, cache, n_again in ((coded_model(), "subkv", of_coded), (tiny_model("llama"), "f16", 0)):
+        with opened(path, kv_cache=cache) as llm:
             llm.eval(prompt(250))
             batches = counted_batches(llm, monkeypatch)
             llm.n_tokens = 50
@@ -243,8 +244,8 @@ def test_shift(tiny_model: Models, coded_model: Models) -> None:
         with pytest.raises(CacheError, match="kv_cache_seq_shift: seq_add: .* two tokens at position 0"):
             llm._ctx.kv_cache_seq_shift(0, 5, 20, -5)
         assert np.isfinite(last_logits(llm, [11])).all()
-    for path in (coded_model(), tiny_model("llama")):
-        with opened(path) as llm:
+    for path, cache in ((coded_model(), "subkv"), (tiny_model("llama"), "f16")):
+        with opened(path, kv_cache=cache) as llm:
             llm.eval(prompt(200))
             llm.discard(10, 50)
             assert llm.n_tokens == 150
@@ -255,12 +256,13 @@ def test_shift(tiny_model: Models, coded_model: Models) -> None:
 
 
 def test_too_many_tokens(tiny_model: Models) -> None:
-    with opened(tiny_model("llama")) as llm, pytest.raises(CacheError, match=f"n_ctx: expected at most {N_CTX} tokens"):
-        llm.eval(prompt(N_CTX + 1))
+    with opened(tiny_model("llama"), kv_cache="f16") as llm:
+        with pytest.raises(CacheError, match=f"n_ctx: expected at most {N_CTX} tokens"):
+            llm.eval(prompt(N_CTX + 1))
 
 
 def test_close_twice_and_context_manager(tiny_model: Models) -> None:
-    with Llama(tiny_model("llama"), n_ctx=64, verbose=False) as llm:
+    with Llama(tiny_model("llama"), kv_cache="f16", n_ctx=64, verbose=False) as llm:
         pass
     llm.close()
 

@@ -31,7 +31,7 @@ REFUSED = re.compile(
 def test_a_context_larger_than_memory(tiny_model: Models, coded_model: Models) -> None:
     for path, name in ((tiny_model("llama"), "f16"), (coded_model(), "subkv")):
         with pytest.raises(CacheError) as error:
-            Llama(path, n_ctx=HUGE, verbose=False)
+            Llama(path, kv_cache=name, n_ctx=HUGE, verbose=False)
         assert error.value.key == "n_ctx"
         found = REFUSED.match(error.value.reason)
         assert found is not None, error.value.reason
@@ -54,10 +54,13 @@ def test_programs_name_the_flag(coded_model: Models, program: Callable[..., Any]
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("cache", ["f16", "auto"])
 @pytest.mark.parametrize("arch", sorted(tiny.ARCHS))
-def test_estimate_equals_the_allocation(tiny_model: Models, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+def test_estimate_equals_the_allocation(
+    tiny_model: Models, monkeypatch: pytest.MonkeyPatch, arch: str, cache: str
+) -> None:
     """Of every architecture llama.cpp's simulation and the real context agree."""
-    check_sizes(tiny_model(arch), monkeypatch, 512, {})
+    check_sizes(tiny_model(arch), monkeypatch, 512, {"kv_cache": cache})
 
 
 @pytest.mark.parametrize("options", [{}, {"n_recent": 32}, {"embedding": True}, {"n_ctx": 0}, {"kv_cache": "q8_0"}])

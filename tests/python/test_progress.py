@@ -63,7 +63,7 @@ def test_no_bar_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 OPEN: dict[str, Callable[[Path], Any]] = {
     "engine": lambda path: Model(str(path)),
     "calibrate": lambda path: Session(Source(path), 64, 1, 4),
-    "Llama": lambda path: Llama(path, n_ctx=64, verbose=False, progress=True),
+    "Llama": lambda path: Llama(path, kv_cache="f16", n_ctx=64, verbose=False, progress=True),
 }
 
 
@@ -95,7 +95,7 @@ def test_loading_shows_and_can_be_stopped(way: str, tiny_model: Models, monkeypa
 
 def test_the_class_shows_bars_only_on_request(tiny_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch)
-    with Llama(tiny_model("llama"), n_ctx=64, verbose=False):
+    with Llama(tiny_model("llama"), kv_cache="f16", n_ctx=64, verbose=False):
         pass
     assert terminal.getvalue() == ""
 

@@ -363,7 +363,7 @@ def test_a_read_only_folder(cached: Callable[..., Llama], tmp_path: Path) -> Non
 WRITER = """
 import os, sys
 from subkv.engine.llama import Llama
-llm = Llama(sys.argv[1], n_ctx=512, n_threads=1, verbose=False, prompt_cache=sys.argv[2])
+llm = Llama(sys.argv[1], kv_cache="subkv", n_ctx=512, n_threads=1, verbose=False, prompt_cache=sys.argv[2])
 for seed in map(int, sys.argv[3:]):
     llm.create_completion([10 + seed + i % 150 for i in range(100)], max_tokens=1, temperature=0.0)
 """

@@ -81,7 +81,7 @@ def test_llama_server(home: Path) -> None:
 def test_fork(home: Path) -> None:
     """ggml's CPU backend is loaded with a model, and its OpenMP library has a unique name."""
     model = _run(home / "venv" / "bin" / "python", "-c", DEMO, home=home).stdout.strip()
-    forked = _run(home / "venv" / "bin" / "python", FORKED, model, home=home)
+    forked = _run(home / "venv" / "bin" / "python", FORKED, model, "subkv", home=home)
     assert (forked.stdout, forked.stderr) == ("done\n", "")
 
 

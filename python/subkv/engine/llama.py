@@ -142,6 +142,7 @@ class Llama(llama_cpp.Llama):
             if not choice.replaceable or error.key != "kv_cache":
                 raise
             choice = f16_instead(requested, error)  # the engine does not support the architecture
+            self._unload()
             self._open(path, choice, flash_attn, progress, arguments, kwargs)
         self._arguments: dict[str, Any] = {
             "kv_cache": choice.name if choice.coded else "f16",
@@ -183,7 +184,7 @@ class Llama(llama_cpp.Llama):
     ) -> None:
         """Load the model and create the context. arguments: of the parent class; given: those of the user.
 
-        Raises SubkvError, of which another try with another cache may follow.
+        Raises SubkvError; after _unload(), another cache can be tried.
         """
         self._choice, self._flash_attn_type = choice, flash_attention(flash_attn, choice)
         params = expected_params(arguments, choice, self._flash_attn_type)
@@ -196,13 +197,21 @@ class Llama(llama_cpp.Llama):
                 if "_model" not in self.__dict__:
                     raise ModelFileError("model_path", last_log_error(log) or str(error)) from error
                 if "_ctx" not in self.__dict__:
-                    self._stack.close()
-                    del self._model
                     raise creation_error(choice, log, str(error)) from error
                 raise SubkvError("", str(error)) from error
             if self.lora_path and not self._lora_adapter:  # the parent class ignores the error
                 raise SubkvError("lora_path", last_log_error(log) or f"cannot use the adapter {self.lora_path}")
         self._kv_log: LogLines = log
+        if choice.coded and not arguments["vocab_only"]:
+            self.kv_stats()  # raises if llama.cpp has created a context without cells
+
+    def _unload(self) -> None:
+        """Free what a failed _open() has left."""
+        if "_stack" in self.__dict__:
+            with captured_log(forward=False):  # llama.cpp logs buffer sizes
+                self._stack.close()
+        for name in ("_model", "_ctx"):
+            self.__dict__.pop(name, None)
 
     @classmethod
     def from_pretrained(
