@@ -66,7 +66,7 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
         )
         self._held: list[int] = []  # tokens that the context holds
         self._path = model
-        for line in filter(None, [cache_line(self._context.stats), choice.note]):
+        for line in filter(None, [cache_line(self._context.stats), choice.line]):
             print(printable(line))
 
     #

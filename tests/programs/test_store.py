@@ -128,7 +128,7 @@ def test_python_shares_the_folder(serve: Serve, store: Path, model: Path, kind: 
     options = {"n_ctx": 2048, "n_batch": 256, "n_ubatch": 256, "verbose": False, "prompt_cache": store}
     with serve(kind=kind, SUBKV_STORE=store) as server:
         answer, _, _ = ask(server, first)
-    with Llama(model, kv_cache="auto" if kind == "coded" else "f16", **options) as llm:
+    with Llama(model, kv_cache="subkv" if kind == "coded" else "f16", **options) as llm:
         assert llm.cache[first].input_ids.tolist()[:N] == first
         assert list(itertools.islice(llm.generate(first, temp=0.0), 8)) == answer
         llm.reset()

@@ -20,7 +20,7 @@ from runtime.launch.programs import ENDING
 from runtime.launch.start import Program, _variables
 from runtime.launch.variables import CacheRequest, cache_variables
 from subkv.base.errors import CacheError, SubkvError
-from subkv.engine.cache import CacheOptions, choose_cache, parse_cache, with_weight_bases
+from subkv.engine.cache import CacheOptions, choose_cache, parse_cache
 from subkv.engine.fitting import memory_size
 from subkv.engine.sidecars import preview
 from subkv.format import metadata
@@ -113,11 +113,11 @@ def test_bases_without_plans(tiny_model: Models, tmp_path: Path, monkeypatch: py
     model = Path(shutil.copy(tiny_model(), tmp_path / "m.gguf"))
     for options in (CacheOptions(kv_bits=3), CacheOptions("subkv:3")):
         with pytest.raises(CacheError, match="for which .* has a plan, found 3") as e:
-            choose_cache(model, with_weight_bases(model, options)[0])
+            choose_cache(model, options)
         assert e.value.key == "kv_bits"
     monkeypatch.setenv("SUBKV_BITS", "3")
     with pytest.raises(CacheError, match="for which .* has a plan, found 3"):
-        with_weight_bases(model, CacheOptions())
+        choose_cache(model)
 
 
 def test_latent_rows_have_one_budget(tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

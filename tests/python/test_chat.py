@@ -35,8 +35,9 @@ def never() -> bool:
 
 @pytest.fixture(params=["coded", "stock"])
 def llm(request: pytest.FixtureRequest, coded_model: Models, tiny_model: Models) -> Iterator[Llama]:
-    path = coded_model() if request.param == "coded" else tiny_model("llama")
-    model = Llama(path, n_ctx=512, n_batch=256, n_ubatch=32, n_threads=2, n_threads_batch=2, verbose=False)
+    path, cache = (coded_model(), "subkv") if request.param == "coded" else (tiny_model("llama"), "f16")
+    sizes = {"n_ctx": 512, "n_batch": 256, "n_ubatch": 32, "n_threads": 2, "n_threads_batch": 2}
+    model = Llama(path, kv_cache=cache, verbose=False, **sizes)
     yield model
     model.close()
 
@@ -144,8 +145,8 @@ def test_a_full_context_is_reported_and_survived(coded_model: Models) -> None:
 
 @pytest.mark.parametrize("coded", [True, False])
 def test_a_full_context_shifts_with_the_option(coded_model: Models, tiny_model: Models, coded: bool) -> None:
-    path = coded_model() if coded else tiny_model("llama")
-    with Llama(path, n_ctx=256, n_batch=64, verbose=False) as llm:
+    path, cache = (coded_model(), "subkv") if coded else (tiny_model("llama"), "f16")
+    with Llama(path, kv_cache=cache, n_ctx=256, n_batch=64, verbose=False) as llm:
         conversation = Conversation(llm, "Be brief.", Sampling(temp=0.0, seed=1), shift=True)
         start = llm.tokenize(b"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n", special=True)
         n_tokens = 0
@@ -169,7 +170,7 @@ def test_a_full_context_shifts_with_the_option(coded_model: Models, tiny_model: 
 
 
 def test_an_answer_after_its_question_was_removed(tiny_model: Models, tmp_path: Path) -> None:
-    with Llama(tiny_model("llama"), n_ctx=256, n_batch=64, verbose=False) as llm:
+    with Llama(tiny_model("llama"), kv_cache="f16", n_ctx=256, n_batch=64, verbose=False) as llm:
         conversation = Conversation(llm, None, Sampling(temp=0.0, seed=1), shift=True)
         while conversation.answer_start >= 0:
             _, turn = ask(conversation, "Hello", n=400)

@@ -231,7 +231,7 @@ def test_llama(with_model: dict[str, str], coded_model: Callable[..., Path], tmp
     assert done.returncode == 0, done.stderr
     *found, two, none = json.loads(done.stdout)
     assert found[:3] == [["subkv", "tiny-F32.gguf"], ["q8_0", "tiny-F32.gguf"], ["subkv", "tiny-F32.gguf"]]
-    assert found[3][0] == "f16" and found[3][1].startswith("tiny-Q8_0-00001-of-")
+    assert found[3][0] == "subkv" and found[3][1].startswith("tiny-Q8_0-00001-of-")
     assert (tmp_path / "l" / "tiny-F32.gguf").is_file()
     assert two == "filename: expected one file like *.gguf in me/tiny, found 2: tiny-F16.gguf, tiny-F32.gguf"
     assert none == "repo_id: expected quant Q4_0 in me/tiny, found F16, F32"

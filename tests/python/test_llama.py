@@ -37,7 +37,10 @@ def test_arguments_of_older_versions_are_ignored(tiny_model: Models) -> None:
         "n_gqa": 8,
         "rms_norm_eps": 1e-6,
     }
-    with opened(tiny_model("llama"), kv_cache="f16", **old) as llm, opened(tiny_model("llama"), kv_cache="f16") as plain:
+    with (
+        opened(tiny_model("llama"), kv_cache="f16", **old) as llm,
+        opened(tiny_model("llama"), kv_cache="f16") as plain,
+    ):
         assert set(old) == STALE
         assert llm.kv_stats() == plain.kv_stats()
         assert np.array_equal(last_logits(llm, prompt(8)), last_logits(plain, prompt(8)))
@@ -256,9 +259,9 @@ def test_shift(tiny_model: Models, coded_model: Models) -> None:
 
 
 def test_too_many_tokens(tiny_model: Models) -> None:
-    with opened(tiny_model("llama"), kv_cache="f16") as llm:
-        with pytest.raises(CacheError, match=f"n_ctx: expected at most {N_CTX} tokens"):
-            llm.eval(prompt(N_CTX + 1))
+    sentence = f"n_ctx: expected at most {N_CTX} tokens"
+    with opened(tiny_model("llama"), kv_cache="f16") as llm, pytest.raises(CacheError, match=sentence):
+        llm.eval(prompt(N_CTX + 1))
 
 
 def test_close_twice_and_context_manager(tiny_model: Models) -> None:

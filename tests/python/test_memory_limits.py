@@ -17,13 +17,13 @@ from pathlib import Path
 import subkv
 from subkv.engine.memory import SMALL
 path = sys.argv[1]
-llm = subkv.Llama(path, n_ctx=256, n_threads=1, verbose=False)
+llm = subkv.Llama(path, kv_cache="subkv", n_ctx=256, n_threads=1, verbose=False)
 expected = llm("a b c", max_tokens=4, temperature=0)["choices"][0]["text"]
 def pages():
     return int(Path("/proc/self/statm").read_text().split()[0])
 def make(n_ctx):
     try:
-        subkv.Llama(path, n_ctx=n_ctx, n_threads=1, verbose=False).close()
+        subkv.Llama(path, kv_cache="subkv", n_ctx=n_ctx, n_threads=1, verbose=False).close()
         return "made"
     except subkv.SubkvError as error:
         return str(error)

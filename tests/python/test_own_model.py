@@ -1,20 +1,27 @@
-"""An unprepared model: `subkv chat` derives bases from its weights, or gives the reason for its f16 cache."""
+"""An unprepared model: `subkv chat` and `subkv.Llama` derive bases from its weights, or say why its cache is f16."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import virtual
 from click.testing import CliRunner, Result
+from each import each
+from opening import last_logits, opened, prompt
 
-import subkv
 from runtime import cli
-from runtime.model import open_coded
+from runtime.model import open_llama
 from subkv.base.errors import CacheError, SubkvError
-from subkv.engine.cache import CacheOptions, choose_cache, with_weight_bases
+from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.engine.context import ContextOptions
 from subkv.engine.llama import Llama
 from subkv.format import metadata
@@ -37,6 +44,7 @@ def test_chat_makes_bases(tiny_model: Models, cache_home: Path) -> None:
     first = chat(model)
     assert first.exit_code == 0, first.output
     cache, bases = first.stderr.splitlines()[:2]
+    assert first.stderr.count("bits per element, ") == 1
     assert cache.startswith("KV cache: subkv, ")
     assert bases.startswith("bases: from the weights, 6.")
     assert "predicted as good as q8_0" in bases
@@ -80,7 +88,7 @@ def test_bases_of_another_version_are_derived_again(
 def test_a_model_that_has_no_use_for_them(tiny_model: Models) -> None:
     result = chat(tiny_model("mamba"))
     assert result.exit_code == 0, result.output
-    why, cache, *rest = result.stderr.splitlines()
+    cache, why, *rest = result.stderr.splitlines()
     assert why.startswith(
         "cache: f16; model mamba: subkv cannot hold its K/V cache because no layer of it has K/V heads"
     )
@@ -91,39 +99,195 @@ def test_a_model_that_has_no_use_for_them(tiny_model: Models) -> None:
     assert refused.exit_code == 1 and refused.stderr.startswith("-ctk: model mamba: subkv cannot hold its K/V cache")
 
 
+REFUSED = "cache: f16; model llama-embed: subkv cannot hold its K/V cache because its attention does"
+
+
 def test_a_model_that_the_engine_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = virtual.write(tmp_path / "model.gguf", "llama-embed")
-    with open_coded(model, 0, CacheOptions(), SHORT, Llama) as llm:
+    capsys.readouterr()
+    with open_llama(model, 0, CacheOptions(), SHORT, Llama) as llm:
         assert llm.cache_choice.name == "f16"
-    logged = capsys.readouterr().err.splitlines()[-1]
-    assert logged.startswith(
-        "cache: f16; model llama-embed: subkv cannot hold its K/V cache because its attention does"
-    )
+        assert llm.cache_choice.line.startswith(REFUSED)
+    assert capsys.readouterr().err == "", "the program prints the line"
     with pytest.raises(CacheError, match="cannot hold its K/V cache because"):
-        open_coded(model, 0, CacheOptions(type_k="subkv", type_v="subkv"), SHORT, Llama)
+        open_llama(model, 0, CacheOptions(type_k="subkv", type_v="subkv"), SHORT, Llama)
 
 
 def test_errors_about_anything_else_are_errors(tiny_model: Models, tmp_path: Path) -> None:
     with pytest.raises(SubkvError) as error:
-        open_coded(tiny_model(), 0, CacheOptions(), ContextOptions(1 << 30), Llama)
+        open_llama(tiny_model(), 0, CacheOptions(), ContextOptions(1 << 30), Llama)
     assert error.value.key == "n_ctx"
     with pytest.raises(SubkvError) as error:
-        open_coded(tmp_path / "none.gguf", 0, CacheOptions(), SHORT, Llama)
+        open_llama(tmp_path / "none.gguf", 0, CacheOptions(), SHORT, Llama)
     assert error.value.key == "model_path"
 
 
 def test_explicit_choices_stay(tiny_model: Models, coded_model: Models) -> None:
-    for model, choice in (
-        (tiny_model(), CacheOptions("q8_0")),
-        (tiny_model(), CacheOptions(type_k="f16")),
-        (tiny_model(), CacheOptions(bases=coded_model())),
-        (coded_model(), CacheOptions(window=Window(n_recent=16))),
+    for model, choice, name in (
+        (tiny_model(), CacheOptions("q8_0"), "q8_0"),
+        (tiny_model(), CacheOptions(type_k="f16"), "f16"),
+        (tiny_model(), CacheOptions(bases=coded_model()), "subkv"),
+        (tiny_model(), CacheOptions("subkv"), "subkv"),
+        (tiny_model(), CacheOptions(kv_bits=4.25), "subkv"),
     ):
-        assert with_weight_bases(model, choice) == (choice, "")
+        chosen = choose_cache(model, choice)
+        assert (chosen.name, chosen.automatic) == (name, False)
+    chosen = choose_cache(coded_model(), CacheOptions(window=Window(n_recent=16)))
+    assert (chosen.layout, chosen.window.n_recent, chosen.automatic) == (coded_model(), 16, True)
+    assert not chosen.replaceable, "bases that somebody has prepared"
 
 
-def test_other_programs_stay_with_f16(tiny_model: Models, cache_home: Path) -> None:
-    with subkv.Llama(tiny_model(), n_ctx=256, verbose=False) as llm:
+#
+# subkv.Llama
+#
+
+
+@pytest.fixture
+def model(tiny_model: Models, tmp_path: Path) -> Path:
+    """A path that no other test of this process has opened."""
+    return Path(shutil.copy(tiny_model(), tmp_path / "m.gguf"))
+
+
+def made(cache_home: Path) -> list[Path]:
+    return list((cache_home / "subkv" / "sidecars").glob("*.weights.gguf"))
+
+
+def test_llama_makes_bases(model: Path, cache_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line on stderr, once for this process and model; later processes find the bases."""
+    with opened(model) as llm:
+        assert llm.cache_choice.name == "subkv"
+        got = last_logits(llm, prompt(100))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("KV cache: subkv, ") and " bits per element, " in line and "× smaller than f16" in line
+    assert "; q8_0 takes less at 256 tokens; bases: from the weights, 6." in line
+    assert f"; kv_cache='f16' uses none; `subkv convert {model}`: " in line
+    (path,) = made(cache_home)
+    written = path.stat().st_mtime_ns
+    with opened(model, kv_cache="subkv") as llm:
+        np.testing.assert_array_equal(last_logits(llm, prompt(100)), got)
+    code = "import sys, subkv; print(subkv.Llama(sys.argv[1], n_ctx=4096, verbose=False).cache_choice.layout)"
+    other = subprocess.run([sys.executable, "-c", code, model], capture_output=True, text=True, check=True)
+    assert other.stdout == f"{path}\n" and other.stderr.count("\n") == 1
+    assert "× than q8_0" in other.stderr and "takes less" not in other.stderr
+    with opened(model):
+        pass
+    assert capsys.readouterr().err == "" and path.stat().st_mtime_ns == written
+
+
+def test_verbose_says_it_each_time(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        with opened(model, verbose=True):
+            pass
+        lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("KV cache: ")]
+        assert len(lines) == 1 and "kv_cache='f16' uses none" in lines[0]
+
+
+def test_prepared_bases_are_named(coded_model: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(shutil.copy(coded_model(), tmp_path / "m.gguf"))
+    with opened(path):
+        pass
+    line = capsys.readouterr().err
+    assert f"; bases: of {path}, " in line and line.endswith("; kv_cache='f16' uses none\n")
+
+
+@each("options", [{"kv_cache": "f16"}, {"kv_cache": "q8_0"}, {"type_k": "f16"}, {"type_k": 1, "type_v": 1}])
+def test_other_caches_are_as_in_llama_cpp(
+    options: dict[str, Any], model: Path, cache_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened(model, **options) as llm:
+        assert llm.cache_choice.name == options.get("kv_cache", "f16")
+    assert capsys.readouterr().err == "" and not cache_home.exists()
+
+
+@each("options", [{"kv_cache": "subkv"}, {"kv_bits": 4.25}, {"kv_cache": "subkv:4.25"}, {"kv_memory": "64MiB"}])
+def test_requested_bases_print_nothing(
+    options: dict[str, Any], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened(model, **options) as llm:
+        assert llm.cache_choice.name == "subkv"
+    assert capsys.readouterr().err == ""
+
+
+@each("options", [{"embedding": True}, {"vocab_only": True}])
+def test_where_no_bases_are_derived(
+    options: dict[str, Any], model: Path, cache_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Embeddings read a cache once, and a vocabulary has none."""
+    with opened(model, **options) as llm:
         assert llm.cache_choice.name == "f16"
-    assert choose_cache(tiny_model()).name == "f16"
-    assert not cache_home.exists()
+    assert capsys.readouterr().err == "" and not cache_home.exists()
+
+
+def test_the_reason_for_f16(tiny_model: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No K/V heads; an attention that the engine does not know; a context without cells."""
+    cases = {
+        shutil.copy(tiny_model("mamba"), tmp_path / "mamba.gguf"): "model mamba: subkv cannot hold its K/V cache",
+        virtual.write(tmp_path / "embed.gguf", "llama-embed"): REFUSED.removeprefix("cache: f16; "),
+        shutil.copy(tiny_model("bert"), tmp_path / "bert.gguf"): "expected a model with a K/V cache, found one without",
+    }
+    capsys.readouterr()
+    for path, reason in cases.items():
+        with opened(Path(path)) as llm:
+            assert (llm.cache_choice.name, llm.kv_stats().type_k) == ("f16", "f16")
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith(f"cache: f16; {reason}") and "choose f16" not in line
+            with pickle.loads(pickle.dumps(llm)) as other:
+                assert other.cache_choice.name == "f16"
+        with opened(Path(path)):
+            pass
+        assert capsys.readouterr().err == ""
+        with pytest.raises(CacheError):
+            Llama(path, kv_cache="subkv", verbose=False)
+    with opened(tmp_path / "mamba.gguf") as llm:
+        assert np.isfinite(last_logits(llm, prompt(40))).all()
+    with pytest.raises(CacheError, match="n_recent: expected a coefficient cache"):
+        Llama(tmp_path / "mamba.gguf", n_recent=8, verbose=False)
+
+
+def test_the_window_of_llama_is_for_derived_bases(model: Path) -> None:
+    with opened(model, n_recent=16) as llm:
+        assert (llm.kv_stats().type_k, llm.kv_stats().n_recent) == ("subkv", 16)
+
+
+def test_copies_have_the_same_cache(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(model) as llm:
+        capsys.readouterr()
+        for again in (pickle.loads(pickle.dumps(llm)), copy.deepcopy(llm)):
+            with again:
+                assert again.fingerprint() == llm.fingerprint() is not None
+    assert capsys.readouterr().err == ""
+
+
+def test_bits_of_the_environment(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBKV_BITS", "4.25")
+    with opened(model) as llm:
+        assert llm.cache_choice.budget == pytest.approx(4.25)
+    monkeypatch.setenv("SUBKV_BITS", "3")
+    with pytest.raises(CacheError, match="for which .* has a plan, found 3"), opened(model):
+        pass
+
+
+def test_a_cache_folder_that_cannot_be_written(
+    model: Path, cache_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache_home.parent.mkdir(exist_ok=True)
+    cache_home.write_text("")
+    with opened(model) as llm:
+        assert llm.cache_choice.name == "subkv"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f", not stored (cannot create {cache_home}" in line
+
+
+def test_split_models_share_their_bases(tiny_model: Models, cache_home: Path) -> None:
+    whole, first = tiny_model(), tiny_model(split_tensors=6)
+    with opened(whole) as one, opened(first) as other:
+        assert one.cache_choice.layout == other.cache_choice.layout == made(cache_home)[0]
+        np.testing.assert_array_equal(last_logits(one, prompt(60)), last_logits(other, prompt(60)))
+
+
+def test_without_stderr(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in a program of Windows without a console."""
+    monkeypatch.setattr(sys, "stderr", None)
+    with opened(model) as llm:
+        assert llm.cache_choice.name == "subkv"
+    assert capsys.readouterr().out == ""

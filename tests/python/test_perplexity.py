@@ -39,7 +39,8 @@ def common(model: Path, text: Path) -> list[Any]:
 def test_perplexity_is_the_definition(tiny_model: Models, text_file: Path, n_batch: int) -> None:
     (got,) = ok(*common(tiny_model("llama"), text_file), "-b", n_batch, "--compare", "f16", "--no-noise-floor")
     nll = []
-    with Llama(tiny_model("llama"), n_ctx=N_CTX, n_batch=N_CTX, logits_all=True, verbose=False) as llm:
+    model = tiny_model("llama")
+    with Llama(model, kv_cache="f16", n_ctx=N_CTX, n_batch=N_CTX, logits_all=True, verbose=False) as llm:
         tokens = llm.tokenize(text_file.read_bytes().removesuffix(b"\n"), add_bos=True, special=False)
         for chunk in range(CHUNKS):
             part = tokens[chunk * N_CTX : (chunk + 1) * N_CTX]

@@ -216,7 +216,7 @@ def test_the_cache_of_a_draft(shows: Path, model: Path, tiny_model: Models, tmp_
     assert shown["env"]["SUBKV"] == "auto" and f"draft {draft.name}: " in log
     mamba = tiny_model("mamba")
     _, log = run(shows, "-m", model, "-md", mamba, "-ctkd", "auto")
-    assert f"draft {mamba.name}: KV cache: f16, because bases cannot be derived" in log
+    assert f"draft {mamba.name}: cache: f16; model mamba: subkv cannot hold its K/V cache" in log
     failed = subprocess.run(
         command(shows, "-m", model, "-md", mamba, "-ctkd", "subkv"),
         capture_output=True,
@@ -244,7 +244,7 @@ def test_models_that_are_refused(shows: Path, model: Path, tiny_model: Models, t
     assert refused(shows, "-m", tmp_path / "none.gguf").startswith("-m: expected a GGUF file, found no file")
     mamba = tiny_model("mamba")
     shown, log = run(shows, "-m", mamba)
-    assert log.startswith(f"KV cache: f16, because bases cannot be derived for {mamba}: ") and log.count("\n") == 1
+    assert log.startswith("cache: f16; model mamba: subkv cannot hold its K/V cache") and log.count("\n") == 1
     assert "choose" not in log and "use an ordinary cache" not in log
     assert shown["env"]["SUBKV"] == "auto"
     assert refused(shows, "-m", mamba, "-ctk", "subkv").startswith("-ctk: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import os
@@ -198,7 +199,7 @@ def test_a_renamed_model_finds_the_sidecar_beside_it(model: Path, made: Path, ti
         assert found.source == BESIDE and found.path is not None and os.path.samefile(found.path, beside)
         assert choose_cache(path).note == found.note != ""
     other = Path(shutil.copy(tiny_model(seed=1), model.with_name("other.gguf")))
-    assert choose_cache(other).name == "f16"
+    assert choose_cache(other, derive=False).name == "f16"
     other.replace(model)  # now the model of the sidecar's name
     with pytest.raises(CacheError, match="found one of another model"):
         choose_cache(model)
@@ -251,17 +252,21 @@ def test_choices_with_precedence_over_the_store(stored: Path, model: Path, made:
 
 
 def test_no_sidecar(stored: Path, model: Path, of_weights: list[Path]) -> None:
-    choice = choose_cache(model, CacheOptions(sidecar=False))
+    none = CacheOptions(sidecar=False)
+    choice = choose_cache(model, none, derive=False)
     assert (choice.name, choice.note) == ("f16", "")
-    assert parse_cache("auto", model, CacheOptions(sidecar=False)).name == "f16"
-    coded = choose_cache(model, CacheOptions("subkv", sidecar=False))
-    assert coded.layout is not None
-    assert coded.layout.parent not in (stored.parent, model.parent)
+    for coded in (
+        choose_cache(model, none),
+        choose_cache(model, CacheOptions("subkv", sidecar=False)),
+        parse_cache("auto", model, none),
+    ):
+        assert coded.layout is not None
+        assert coded.layout.parent not in (stored.parent, model.parent)
     assert list(stored.parent.iterdir()) == [stored]
 
 
 def test_nothing_prepared(model: Path, cache_home: Path) -> None:
-    choice = choose_cache(model)
+    choice = choose_cache(model, derive=False)
     assert choice.name == "f16"
     assert "-ctk subkv" in choice.note
     assert f"subkv convert {model}" in choice.note
@@ -282,12 +287,13 @@ def test_store_that_cannot_be_looked_into(
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setenv("USERPROFILE" if os.name == "nt" else "HOME", "")
         why = "expected an absolute path, as there is no home folder, found nothing"
-    choice = choose_cache(model)
+    choice = choose_cache(model, derive=False)
     assert choice.name == "f16"
     assert why in choice.note
-    coded = choose_cache(model, CacheOptions("subkv"))
-    assert f", not stored ({why}" in coded.note
-    assert coded.layout is not None and coded.layout.parent != stored.parent
+    for kind in ("auto", "subkv"):
+        coded = choose_cache(model, CacheOptions(kind))
+        assert f", not stored ({why}" in coded.note
+        assert coded.layout is not None and coded.layout.parent != stored.parent
 
 
 def test_bases_of_weights(model: Path, of_weights: list[Path], cache_home: Path) -> None:
@@ -295,9 +301,10 @@ def test_bases_of_weights(model: Path, of_weights: list[Path], cache_home: Path)
     assert choice.layout is not None
     assert choice.layout.parent == cache_home / "subkv" / "sidecars"
     assert choice.note.startswith("bases: from the weights, ")
-    assert f"subkv convert {model}" in choice.note
+    assert f"subkv convert {model}" in choice.line
     assert choose_cache(model, CacheOptions("subkv")).layout == choice.layout
-    assert choose_cache(model).name == "f16"  # only calibrated ones are used unasked
+    assert choose_cache(model) == dataclasses.replace(choice, automatic=True)
+    assert choose_cache(model, derive=False).name == "f16"
     assert len(of_weights) == 1
     choice.layout.write_bytes(b"GGUF")  # damaged, or of another version: made again
     choose_cache(model, CacheOptions("subkv"))
@@ -399,6 +406,10 @@ def test_weights_that_give_no_bases(model: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(datafree, "sidecar", sidecar)
     with pytest.raises(CacheError, match=r"kv_cache: .* expected an attention with keys, found none; choose f16"):
         choose_cache(model, CacheOptions("subkv"))
+    choice = choose_cache(model)
+    assert (choice.name, choice.automatic) == ("f16", True)
+    assert choice.note.startswith(f"cache: f16; there are no bases for {model}, ")
+    assert choice.note.endswith("expected an attention with keys, found none")
 
 
 #
@@ -435,7 +446,7 @@ def test_sidecar_of_something_else(
         assert caught.value.key == "bases"
         assert str(caught.value).count("convert the ") == 1
         assert "--no-sidecar" in str(caught.value)
-    assert choose_cache(model, CacheOptions(sidecar=False)).name == "f16"
+    assert choose_cache(model, CacheOptions(sidecar=False)).layout not in (None, path)
     result = CliRunner().invoke(cli.main, ["chat", "-m", str(model), "-p", "Hi", "-st"])
     assert result.exit_code == 1
     assert result.stderr.startswith("--bases: ") and found in result.stderr
@@ -510,12 +521,12 @@ def test_llama_in_another_process_finds_the_same(stored: Path, model: Path) -> N
     with copy:
         assert copy.cache_choice.layout == stored
     with subkv.Llama(model, n_ctx=256, sidecar=False, verbose=False) as llm:
-        assert llm.cache_choice.name == "f16"
+        assert llm.cache_choice.layout not in (None, stored)
         with pickle.loads(pickle.dumps(llm)) as other:
-            assert other.cache_choice.name == "f16"
+            assert other.cache_choice.layout == llm.cache_choice.layout
 
 
 def test_commands_can_be_copied(model: Path) -> None:
     odd = model.rename(model.with_name("it's a model.gguf"))
     command = f"`subkv convert {shlex.quote(str(odd))}`"
-    assert command in choose_cache(odd).note and command in choose_cache(odd, CacheOptions("subkv")).note
+    assert command in choose_cache(odd, derive=False).note and command in choose_cache(odd).line

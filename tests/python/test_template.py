@@ -91,7 +91,7 @@ def test_a_model_without_one(bare: Path, tiny_model: Models) -> None:
 @pytest.mark.parametrize("given", ["llama3", "gemma", OURS])
 def test_later_turns(tiny_model: Models, given: str) -> None:
     """The text after an answer is located in the output of any template."""
-    with Llama(tiny_model(), n_ctx=512, verbose=False) as llm:
+    with Llama(tiny_model(), kv_cache="f16", n_ctx=512, verbose=False) as llm:
         template = Template(llm.loaded_model, given)
         conversation = Conversation(llm, "be short", Sampling(temp=0.0), template=template)
         for text in ("Hello.", "Why?"):

@@ -16,6 +16,7 @@ from research.warmstart.pooled import Plan
 from research.warmstart.start import WarmStart
 from research.warmstart.summaries import Library
 from research.warmstart.trained import TENSORS, HeadShape, LayerMaps, Trained
+from subkv.engine.cache import choose_cache
 from subkv.engine.llama import Llama
 
 N_CTX = 256
@@ -52,10 +53,12 @@ def untrained(llm: Llama, planting: Planting, plan: Plan = PLAN, **more: Any) ->
 
 @contextlib.contextmanager
 def opened(path: Path, **options: Any) -> Iterator[tuple[Llama, Planting]]:
+    """On an f16 cache, unless the file has bases or options say otherwise."""
+    own = {"kv_cache": choose_cache(path, derive=False).name, "n_ctx": N_CTX, "n_threads": 1, "n_threads_batch": 1}
     planting = Planting()
     try:
         with planting.attach():
-            llm = Llama(path, **{"n_ctx": N_CTX, "n_threads": 1, "n_threads_batch": 1, "verbose": False, **options})
+            llm = Llama(path, **{**own, "verbose": False, **options})
         with llm:
             planting.bind(llm.ctx, llm._batch.batch, llm.cache_choice.coded)
             yield llm, planting

@@ -189,9 +189,8 @@ def test_a_prefix_in_exact_cells_is_better(tiny_model: Models, tmp_path: Path) -
 
 def test_hidden_states_embed(tiny_model: Models) -> None:
     text = "The quick brown fox jumps over the lazy dog. " * 60  # more than one batch
-    with Llama(
-        tiny_model("llama"), embedding=True, pooling_type=1, n_ctx=2560, n_batch=2560, n_ubatch=2560, verbose=False
-    ) as llm:
+    sizes = {"n_ctx": 2560, "n_batch": 2560, "n_ubatch": 2560}
+    with Llama(tiny_model("llama"), kv_cache="f16", embedding=True, pooling_type=1, verbose=False, **sizes) as llm:
         tokens = llm.tokenize(text.encode())
         assert len(tokens) > N_BATCH
         expected = np.array(llm.embed(text, truncate=False))

@@ -13,6 +13,7 @@ from starting import PLAN, cold, opened, untrained, warm
 from research.warmstart.chat import main as chat
 from research.warmstart.start import WarmStart
 from runtime.chat.conversation import Conversation, Sampling, Turn
+from subkv.engine.cache import choose_cache
 
 Models = Callable[..., Path]
 Program = Callable[..., Any]
@@ -33,7 +34,21 @@ def warm_file(model: Path, tmp_path: Path) -> Path:
 
 
 def run(model: Path, *arguments: Any) -> Result:
-    common = ["-m", model, "-c", "512", "-n", "8", "--temp", "0", "-t", "1", "-st"]
+    common = [
+        "-m",
+        model,
+        "-ctk",
+        choose_cache(model, derive=False).name,
+        "-c",
+        "512",
+        "-n",
+        "8",
+        "--temp",
+        "0",
+        "-t",
+        "1",
+        "-st",
+    ]
     return CliRunner().invoke(chat, [str(word) for word in [*common, *arguments]])
 
 
