@@ -61,7 +61,7 @@ CHAT = """
 import sys
 from runtime.demo import model_path
 from subkv import Llama
-llama = Llama(str(model_path()), n_ctx=512, verbose=False)
+llama = Llama(str(model_path()), kv_cache="f16", n_ctx=512, verbose=False)
 ask = [{"role": "user", "content": "Name the capital of France."}]
 answer = llama.create_chat_completion(ask, max_tokens=24, temperature=0)["choices"][0]["message"]["content"]
 sys.exit(0 if "Paris" in answer else f"expected Paris in the answer, found {answer!r}")

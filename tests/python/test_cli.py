@@ -143,7 +143,7 @@ def test_inspect_names_the_bases_of_a_model(tiny_model: Models, cache_home: Path
 @each(
     ("flags", "names"),
     [
-        ((None, None), ("f16", "f16")),
+        ((None, None), ("subkv", "subkv")),
         (("q8_0", None), ("q8_0", "q8_0")),
         ((None, "q4_0"), ("f16", "q4_0")),
         (("q8_0", "q8_0"), ("q8_0", "q8_0")),

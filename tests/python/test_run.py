@@ -288,7 +288,7 @@ def test_a_folder_of_models_is_prepared(shows: Path, tiny_model: Models, model: 
     shown, log = run("--prepare", folder, shows, "--models-dir", folder)
     lines = log.splitlines()
     assert [line.split(":")[0] for line in lines[:-1]] == ["a.gguf", "c.gguf", "damaged.gguf", "b.gguf"]
-    assert [line.split(": ")[1] for line in lines[:-1]] == ["bases", "KV cache", lines[2].split(": ")[1], "bases"]
+    assert [line.split(": ")[1] for line in lines[:-1]] == ["bases", "cache", lines[2].split(": ")[1], "bases"]
     assert len([path for path in sidecar_folder().iterdir() if path.name.endswith(".weights.gguf")]) == 2
     assert shown["env"]["SUBKV"] == "auto"
     _, log = run("--prepare", model, shows)
