@@ -299,9 +299,11 @@ def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:
 
 def open_context(model: Model, choice: CacheChoice, context: ContextOptions, name: str, cleanup: ExitStack) -> Context:
     """A context of one of several caches, closed by `cleanup`; its cache is logged under `name`."""
-    opened = model.context(choice, context)
+    from subkv.engine.cache import CacheOptions, open_or_f16  # as in note_cache
+
+    opened = open_or_f16(choice, CacheOptions(), lambda chosen: model.context(chosen, context))
     cleanup.callback(opened.close)
-    note_cache(opened.stats, choice, name)
+    note_cache(opened.stats, opened.choice, name)
     return opened
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import shutil
 import subprocess
@@ -113,6 +114,17 @@ def test_a_model_that_the_engine_refuses(tmp_path: Path, capsys: pytest.CaptureF
         open_llama(model, 0, CacheOptions(type_k="subkv", type_v="subkv"), SHORT, Llama)
 
 
+def test_lists_of_caches_get_f16_as_well(tmp_path: Path) -> None:
+    """Of `bench` and `perplexity`."""
+    model = virtual.write(tmp_path / "model.gguf", "llama-embed")
+    arguments = ["bench", "-m", str(model), "-ctk", "auto", "-p", "0", "-n", "1", "-d", "8", "-r", "1", "-o", "json"]
+    result = CliRunner().invoke(cli.main, arguments)
+    assert result.exit_code == 0, result.output
+    assert f"\n{REFUSED}" in result.stderr and json.loads(result.stdout)[0]["type_k"] == "f16"
+    arguments[4] = "subkv"
+    assert CliRunner().invoke(cli.main, arguments).exit_code == 1
+
+
 def test_errors_about_anything_else_are_errors(tiny_model: Models, tmp_path: Path) -> None:
     with pytest.raises(SubkvError) as error:
         open_llama(tiny_model(), 0, CacheOptions(), ContextOptions(1 << 30), Llama)
@@ -134,7 +146,7 @@ def test_explicit_choices_stay(tiny_model: Models, coded_model: Models) -> None:
         assert (chosen.name, chosen.automatic) == (name, False)
     chosen = choose_cache(coded_model(), CacheOptions(window=Window(n_recent=16)))
     assert (chosen.layout, chosen.window.n_recent, chosen.automatic) == (coded_model(), 16, True)
-    assert not chosen.replaceable, "bases that somebody has prepared"
+    assert not chosen.gain, "bases that somebody has prepared are not replaced by f16"
 
 
 #

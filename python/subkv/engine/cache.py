@@ -8,7 +8,7 @@ import ctypes
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from subkv.base.errors import CacheError, SubkvError, concerning, without_remedy
 from subkv.engine import sidecars
@@ -22,6 +22,7 @@ from subkv.native.library import last_error
 from subkv.native.library import load as native
 from subkv.native.log import LogLines, last_log_error
 
+T = TypeVar("T")
 MIB = 1024 * 1024
 
 # llama.cpp's cache types: name -> (ggml type, bits per element)
@@ -83,11 +84,6 @@ class CacheChoice:
     @property
     def coded(self) -> bool:
         return self.layout is not None
-
-    @property
-    def replaceable(self) -> bool:
-        """Whether f16 may replace it: nobody requested it, and its bases are derived from the weights."""
-        return self.automatic and bool(self.gain)
 
     @property
     def name(self) -> str:
@@ -217,6 +213,20 @@ def choose_cache(model: Path, requested: CacheOptions = CacheOptions(), derive: 
         return f16_instead(requested, error)
     choice = _coded(sidecar.path, requested, sidecar.note, sidecar.budget)
     return dataclasses.replace(choice, unstored=sidecar.unstored, gain=sidecar.gain, automatic=automatic)
+
+
+def open_or_f16(choice: CacheChoice, requested: CacheOptions, opens: Callable[[CacheChoice], T]) -> T:
+    """opens(choice); if the engine does not support the model and nobody requested a coded cache, opens(f16).
+
+    Bases that somebody has prepared are not replaced. Raises what opens() raises.
+    """
+    try:
+        return opens(choice)
+    except CacheError as error:
+        if not choice.automatic or not choice.gain or error.key != "kv_cache":
+            raise
+        instead = f16_instead(requested, error)
+    return opens(instead)
 
 
 def f16_instead(requested: CacheOptions, error: CacheError) -> CacheChoice:

@@ -33,8 +33,8 @@ from subkv.engine.cache import (
     attached,
     choose_cache,
     creation_error,
-    f16_instead,
     flash_attention,
+    open_or_f16,
 )
 from subkv.engine.drafts import (
     CheckedDrafts,
@@ -86,8 +86,8 @@ class Llama(llama_cpp.Llama):
     prompt_cache: stores states of prompts on disk: a folder or a PromptCache, as for set_cache().
 
     A cache that no argument chooses ("auto") is reported in one line on stderr, once for each model of a process, also
-    with verbose=False, as subkv's programs do: source, bits and size, or the reason for f16. Any other kv_cache prints
-    no line.
+    with verbose=False, as subkv's programs do: source, bits and size, or the reason for f16. Others are reported with
+    verbose=True only.
 
     With embedding=True, a coded cache evaluates one text at a time, because every sequence needs an exact window. With
     an ordinary cache and pooled embeddings, a batch may hold several texts.
@@ -136,14 +136,9 @@ class Llama(llama_cpp.Llama):
             chosen = choose_cache(path, replace(requested, kv_memory=None, kv_bits=budget))
             choice = with_room_for_drafts(replace(chosen, fit=line), n_draft)
         store = PromptCache(prompt_cache) if isinstance(prompt_cache, (str, os.PathLike)) else prompt_cache
-        try:
-            self._open(path, choice, flash_attn, progress, arguments, kwargs)
-        except CacheError as error:
-            if not choice.replaceable or error.key != "kv_cache":
-                raise
-            choice = f16_instead(requested, error)  # the engine does not support the architecture
-            self._unload()
-            self._open(path, choice, flash_attn, progress, arguments, kwargs)
+        choice = open_or_f16(
+            choice, requested, lambda chosen: self._open(path, chosen, flash_attn, progress, arguments, kwargs)
+        )
         self._arguments: dict[str, Any] = {
             "kv_cache": choice.name if choice.coded else "f16",
             "bases": None if bases is None else os.fspath(bases),
@@ -181,11 +176,12 @@ class Llama(llama_cpp.Llama):
         progress: bool,
         arguments: dict[str, Any],
         given: dict[str, Any],
-    ) -> None:
-        """Load the model and create the context. arguments: of the parent class; given: those of the user.
+    ) -> CacheChoice:
+        """Load the model and create the context. Returns `choice`. It can be called again after an error.
 
-        Raises SubkvError; after _unload(), another cache can be tried.
+        arguments: of the parent class; given: those of the user. Raises SubkvError.
         """
+        self._unload()
         self._choice, self._flash_attn_type = choice, flash_attention(flash_attn, choice)
         params = expected_params(arguments, choice, self._flash_attn_type)
         require_memory(path, choice, params, arguments["n_gpu_layers"])
@@ -204,6 +200,7 @@ class Llama(llama_cpp.Llama):
         self._kv_log: LogLines = log
         if choice.coded and not arguments["vocab_only"]:
             self.kv_stats()  # raises if llama.cpp has created a context without cells
+        return choice
 
     def _unload(self) -> None:
         """Free what a failed _open() has left."""
