@@ -37,6 +37,7 @@ METADATA = "tests/format/test_metadata_bad.py tests/format/test_metadata.py"
 PLANS = "tests/format/test_plans.py"
 PROMPTS = "tests/python/test_prompt_cache.py"
 LLAMA = "tests/python/test_llama.py tests/python/test_drop_in.py"
+LLAMA_DEFAULT = "tests/python/test_own_model.py"
 PLAN = "tests/format/test_layout_plan.py tests/format/test_convert.py"
 
 FAULTS = [
@@ -342,6 +343,20 @@ FAULTS = [
         "state.input_ids[: state.n_tokens]).tobytes()",
         "[]).tobytes()",
         LLAMA,
+    ),
+    Fault(
+        "f16 replaces bases that somebody has prepared",
+        "python/subkv/engine/cache.py",
+        "if not choice.automatic or not choice.gain or",
+        "if not choice.automatic or",
+        LLAMA_DEFAULT,
+    ),
+    Fault(
+        "the line about a default cache is repeated",
+        "python/subkv/engine/announced.py",
+        " and path not in _announced",
+        "",
+        LLAMA_DEFAULT,
     ),
     # the prompt cache and the store
     Fault(

@@ -28,6 +28,7 @@ from subkv.engine.llama import Llama
 from subkv.format import metadata
 from subkv.format.layout import Layout
 from subkv.format.window import Window
+from subkv.native.bases import sidecar_path
 from subkv.plan import datafree
 from subkv.plan.pipeline import Options
 
@@ -254,6 +255,14 @@ def test_the_reason_for_f16(tiny_model: Models, tmp_path: Path, capsys: pytest.C
         assert np.isfinite(last_logits(llm, prompt(40))).all()
     with pytest.raises(CacheError, match="n_recent: expected a coefficient cache"):
         Llama(tmp_path / "mamba.gguf", n_recent=8, verbose=False)
+
+
+def test_prepared_bases_are_not_replaced(tmp_path: Path) -> None:
+    """Somebody has requested these; f16 in their place would be silent."""
+    model = virtual.write(tmp_path / "embed.gguf", "llama-embed")
+    datafree.sidecar(model, sidecar_path(model))
+    with pytest.raises(CacheError, match="kv_cache: model llama-embed: subkv cannot hold its K/V cache"):
+        Llama(model, verbose=False)
 
 
 def test_the_window_of_llama_is_for_derived_bases(model: Path) -> None:
