@@ -9,9 +9,8 @@ namespace {
 
 constexpr int BLOCK         = 512; // threads: few blocks must have many loads in flight
 constexpr int BLOCK_WARPS   = BLOCK / WARP;
-constexpr int ROW           = WARP * COLUMNS; // elements that a warp loads at a time
-constexpr int KEYS          = 256;            // exact keys, or splits, processed at a time
-constexpr int KEYS_PER_WARP = 5;              // keys or values that a warp loads before it needs the first
+constexpr int KEYS          = 256; // exact keys, or splits, processed at a time
+constexpr int KEYS_PER_WARP = 5;   // keys or values that a warp loads before it needs the first
 static_assert(KEYS <= BLOCK, "one thread per key");
 
 struct Key {

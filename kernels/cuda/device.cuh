@@ -149,6 +149,7 @@ using Sixteen = Loaded<uint32_t, 4>;
 
 // Adjacent elements of a row of halves that a lane loads at a time.
 constexpr int COLUMNS = 4;
+constexpr int ROW     = WARP * COLUMNS; // elements of a row that a warp loads at a time
 using FourHalves      = Loaded<uint16_t, COLUMNS>;
 
 // Copies `bytes` bytes to shared memory, 16 per thread at a time; all addresses and sizes are multiples of 16. The copies

@@ -299,7 +299,7 @@ template <bool LANES> __device__ void find_path(const Search & search, float s) 
     for (int t0 = (search.places() - 1) / WARP * WARP; t0 >= 0; t0 -= WARP) {
         const int      n      = min(WARP, search.places() - t0);
         const int      at     = search.coefficient(t0 + min(me, n - 1));
-        const uint32_t levels = search.codes[at];
+        const uint32_t levels = me < n ? search.codes[at] : 0; // a code is read only by the lane that replaces it
         uint32_t       code   = 0;
 #pragma unroll 1
         for (int i0 = n - STEPS; i0 >= 0; i0 -= STEPS) {
