@@ -210,6 +210,17 @@ def test_a_sequence_takes_over_cells_beside_its_own(
     assert distance(found[0], found[1]) < 1e-2
 
 
+def test_a_part_is_copied_behind_a_sequence(model: engine.Model, tokens: list[int], layout: Any) -> None:
+    """Later exact rows take the places of earlier ones."""
+    with session(model, layout, window=WINDOW) as s:
+        expected = s.decode(tokens[:120])
+    with session(model, layout, window=WINDOW, n_seq_max=2, unified=True, n_ctx=512) as s:
+        s.decode(tokens[:60], 0, (0, 1))
+        s.decode(tokens[60:100], 60, 1)
+        s.cp(1, 0, 60, 100)
+        assert agree(expected[100:], s.decode(tokens[100:120], 100, 0))
+
+
 def test_rows_of_a_removed_tail_are_not_reused_after_a_copy(
     model: engine.Model, tokens: list[int], layout: Any
 ) -> None:
