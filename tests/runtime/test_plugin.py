@@ -249,15 +249,32 @@ def test_restored_rows_that_change_before_a_decode(name: str, tmp_path: Path, mo
         assert np.abs(found - expected).max() < 0.02 * expected.std()
 
 
-def test_a_restored_state_continues(tmp_path: Path, model: Path, bases: Path) -> None:
-    """Its rows are f16's. They are coded again; the last ones become exact once their positions are known."""
-    whole = run(tmp_path, model, bases, decode(TEXT), decode(MORE))
-    calls = [decode(TEXT), ["save", 0], ["clear"], ["load", 0], decode(MORE)]
-    restored = run(tmp_path, model, bases, *calls)
-    f16 = run(tmp_path, model, "off", *calls)
-    assert restored.facts["state"] == f16.facts["state"] > 0
-    apart = np.abs(restored.logits[1] - whole.logits[1]).max()
+@each("windows, fresh", [(4, False), (4, True), (1, False)])
+def test_a_restored_state_continues(windows: int, fresh: bool, tmp_path: Path, model: Path, bases: Path) -> None:
+    """Its rows are f16's. They are coded again; the last ones become exact once their positions are known.
+
+    fresh: the context that restores it has not computed before.
+    """
+    state = str(tmp_path / "state")
+    whole = run(tmp_path, model, bases, decode(TEXT), ["save", 0, state], decode(MORE))
+    before = [] if fresh else [decode(TEXT), ["clear"]]
+    restored = run(tmp_path, model, bases, *before, ["load", 0, state], decode(MORE), windows=windows)
+    f16 = run(tmp_path, model, "off", decode(TEXT), ["save", 0], decode(MORE))
+    assert whole.facts["state"] == f16.facts["state"] > 0
+    apart = np.abs(restored.logits[-1] - whole.logits[1]).max()
     assert apart < 0.5 * np.abs(f16.logits[1] - whole.logits[1]).max()
+
+
+def test_a_restored_sequence_takes_no_window_of_another(tmp_path: Path, model: Path, bases: Path) -> None:
+    """Four sequences in one stream, all with tokens in the graphs before and after: the others compute as before."""
+    more = decode(*[tokens(9, 7 + s, 30, s) for s in range(4)])
+    restore = [["save", 2], ["rm", 2, -1, -1], ["load", 2]]
+    whole, f16 = (run(tmp_path, model, subkv, decode(*FOUR), more, **UNIFIED).logits[1] for subkv in (bases, "off"))
+    restored = run(tmp_path, model, bases, decode(*FOUR), *restore, more, **UNIFIED).logits[1]
+    of = np.arange(len(whole)) % 4
+    assert np.array_equal(restored[of != 2], whole[of != 2])
+    apart = np.abs(restored[of == 2] - whole[of == 2]).max()
+    assert 0 < apart < 0.5 * np.abs(f16[of == 2] - whole[of == 2]).max()
 
 
 def test_more_sequences_than_windows_read_codes(tmp_path: Path, model: Path, bases: Path) -> None:

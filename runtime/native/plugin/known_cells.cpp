@@ -64,7 +64,7 @@ std::pair<int32_t, int32_t> KnownCells::sequences(int64_t stream) const {
 void KnownCells::forget(int64_t first, int64_t n) {
     for (int64_t at = first; at < first + n; ++at) {
         Cell & cell         = cells_[(size_t) at];
-        const auto [s0, s1] = sequences(at / n_cells_);
+        const auto [s0, s1] = cell.seq < 0 ? std::pair(0, 0) : sequences(at / n_cells_);
         for (int32_t seq = s0; seq < s1; ++seq) {
             const auto it = held_[(size_t) seq].find(cell.pos);
             if (it != held_[(size_t) seq].end() && it->second == at % n_cells_) {
@@ -107,20 +107,22 @@ int32_t KnownCells::unused(Cache & cache) {
     return seq;
 }
 
+bool KnownCells::continues(const Sight & sight, size_t token, int32_t seq) const {
+    const Positions & held = held_[(size_t) seq];
+    return !held.empty() && held.rbegin()->first == sight.tokens[token].pos - 1 &&
+           sight.sees(token, held.rbegin()->second);
+}
+
 int32_t KnownCells::sequence(Cache & cache, const Sight & sight, size_t token, int32_t previous, bool & exact) {
     const GraphToken & t = sight.tokens[token];
     if (n_stream_ > 1) {
         return (int32_t) (t.cell / n_cells_);
     }
-    const auto continues = [&](int32_t seq) { // as nearly all tokens do
-        const Positions & held = held_[(size_t) seq];
-        return !held.empty() && held.rbegin()->first == t.pos - 1 && sight.sees(token, held.rbegin()->second);
-    };
-    if (previous >= 0 && continues(previous)) {
+    if (previous >= 0 && continues(sight, token, previous)) { // as nearly all tokens do
         return previous;
     }
     for (int32_t seq = 0; seq < (int32_t) held_.size(); ++seq) {
-        if (continues(seq)) {
+        if (continues(sight, token, seq)) {
             return seq;
         }
     }
@@ -236,6 +238,13 @@ std::vector<KnownCells::Adopted> KnownCells::adopt(Cache & cache, const std::vec
     const Sight          sight{ tokens, mask };
     std::vector<Adopted> adopted(ranges.size(), Adopted{ -1, 0, 0 });
 
+    // the sequences that this graph continues are not unused
+    ++n_graphs_;
+    for (size_t i = 0; n_stream_ == 1 && i < tokens.size(); ++i) {
+        for (int32_t seq = 0; seq < (int32_t) held_.size(); ++seq) {
+            used_[(size_t) seq] = continues(sight, i, seq) ? n_graphs_ : used_[(size_t) seq];
+        }
+    }
     std::unordered_set<int64_t> own; // that the graph writes
     for (const GraphToken & token : tokens) {
         own.insert(token.cell);
@@ -275,9 +284,10 @@ std::vector<KnownCells::Adopted> KnownCells::adopt(Cache & cache, const std::vec
             }
             adopted[r] = { seq, (int32_t) pos, seen[r] };
             forget(ranges[r].first, ranges[r].n);
+            Positions & held = held_[(size_t) seq];
             for (int64_t cell = ranges[r].first; cell < ranges[r].first + seen[r]; ++cell, ++pos) {
-                cells_[(size_t) cell]              = { (int32_t) pos, seq, 0 };
-                held_[(size_t) seq][(int32_t) pos] = (int32_t) (cell % n_cells_);
+                cells_[(size_t) cell] = { (int32_t) pos, seq, 0 };
+                held.insert_or_assign(held.end(), (int32_t) pos, (int32_t) (cell % n_cells_));
             }
         }
     }

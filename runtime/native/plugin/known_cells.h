@@ -85,6 +85,8 @@ private:
 
     struct Sight; // what the tokens of a graph see
 
+    // Is this the sequence whose last cell the token sees, one position before its own?
+    bool continues(const Sight & sight, size_t token, int32_t seq) const;
     // A token's sequence; exact: it may have a row in the window.
     int32_t sequence(Cache & cache, const Sight & sight, size_t token, int32_t previous, bool & exact);
     int32_t unused(Cache & cache); // the sequence that was used longest ago, now empty; -1: this graph uses all
