@@ -260,7 +260,7 @@ FAULTS = [
         "runtime/native/engine/window.cpp",
         "exact_cells(seq, range.min, range.max, cells)",
         "exact_cells(seq, range.max, range.max, cells)",
-        f"{SEQUENCES} tests/runtime/test_machine.py",
+        "tests/runtime/test_adaptive.py",
     ),
     Fault(
         "the oldest of a ubatch",

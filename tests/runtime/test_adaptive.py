@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import engine
+import forge
 import numpy as np
 import pytest
 from each import each
@@ -148,6 +149,21 @@ def test_a_copied_sequence_continues_identically(model: engine.Model, text: list
         assert agree(expected[:180], s.decode(text[:180], 0, 0))
         found = s.decode_batch([(text[180], 180, 0), (text[240], 240, 1)])
         assert distance(expected[180:181], found[:1]) < 0.1  # rounding of another batch, and the bases it gave
+
+
+def test_a_state_without_exact_rows_is_not_continued(model: engine.Model, text: list[int], layout: Any) -> None:
+    """Also if only the first tokens of a batch attend to them: their cells are not coded yet."""
+    n_slots = sum(WINDOW)
+    with session(model, layout, window=WINDOW, n_ctx=512, adapt=MANY) as s:
+        s.decode(text[:100])
+        state = s.state(0)
+        at = forge.window_at(state, n_slots)
+        state = forge.forged(state, {at + 4 * slot: -1 for slot in range(WINDOW[0], n_slots)})
+        assert s.set_state(state, 0) == len(state), last_error()
+        with pytest.raises(
+            AssertionError, match="sequence 0 at position 100 attends exactly to position 77, whose exact row"
+        ):
+            s.decode(text[100:140], 100)
 
 
 @pytest.mark.parametrize("adapt", [EAGER, EAGER + ANCHORED])

@@ -54,6 +54,15 @@ def decoded_from_codes(model: engine.Model, tokens: list[int], layout: Any, n: i
         return s.decode(tokens[n:end], n, pieces=[1] * (end - n))
 
 
+def test_lost_rows_are_read_through_their_codes(
+    model: engine.Model, tokens: list[int], make_layout: Callable[..., Any]
+) -> None:
+    """With exact codes it makes no difference."""
+    with session(model, make_layout(), window=WINDOW) as s:
+        expected = s.decode(tokens[:100])[80:]
+    assert distance(expected, decoded_from_codes(model, tokens, make_layout(), 80, 100)) < 1e-2
+
+
 def test_any_tail_can_be_removed(model: engine.Model, tokens: list[int], layout: Any) -> None:
     """The rest is read through its codes where the removed tail has taken the exact rows."""
     for n in (60, 90):
