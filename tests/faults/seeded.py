@@ -441,7 +441,7 @@ FAULTS = [
         "plans without the gains of quantizers",
         "runtime/native/bases/plan.cpp",
         "value /= gain(bits)",
-        "value /= 1.0",
+        "value /= 0.0 * gain(bits) + 1.0",
         PLANS,
     ),
     Fault(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import errno
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -21,8 +24,9 @@ from opening import last_logits, opened, prompt
 
 from runtime import cli
 from runtime.model import open_llama
-from subkv.base.errors import CacheError, SubkvError
-from subkv.engine.cache import CacheOptions, choose_cache
+from subkv.base.errors import CacheError, NoCodedCacheError, SubkvError
+from subkv.engine import announced, sidecars
+from subkv.engine.cache import CacheChoice, CacheOptions, choose_cache, open_or_f16
 from subkv.engine.context import ContextOptions
 from subkv.engine.llama import Llama
 from subkv.format import metadata
@@ -253,7 +257,7 @@ def test_the_reason_for_f16(tiny_model: Models, tmp_path: Path, capsys: pytest.C
             Llama(path, kv_cache="subkv", verbose=False)
     with opened(tmp_path / "mamba.gguf") as llm:
         assert np.isfinite(last_logits(llm, prompt(40))).all()
-    with pytest.raises(CacheError, match="n_recent: expected a coefficient cache"):
+    with pytest.raises(CacheError, match="kv_cache: model mamba: subkv cannot hold its K/V cache"):
         Llama(tmp_path / "mamba.gguf", n_recent=8, verbose=False)
 
 
@@ -297,6 +301,88 @@ def test_a_cache_folder_that_cannot_be_written(
         assert llm.cache_choice.name == "subkv"
     (line,) = capsys.readouterr().err.splitlines()
     assert f", not stored (cannot create {cache_home}" in line
+
+
+@each("reason", ["No usable temporary directory", "File too large"])
+def test_nothing_can_be_written(
+    reason: str, model: Path, cache_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No cache folder, and no temporary one, or a full disk."""
+
+    def fail(*_: Any, **__: Any) -> str:
+        raise SubkvError("output", reason) if reason == "File too large" else FileNotFoundError(errno.ENOENT, reason)
+
+    monkeypatch.setattr(sidecars, "_temporary", sidecars._Temporary())
+    monkeypatch.setattr(announced, "_announced", {})
+    cache_home.parent.mkdir(exist_ok=True)
+    cache_home.write_text("")
+    if reason == "File too large":
+        monkeypatch.setattr(datafree, "sidecar", fail)
+    else:
+        monkeypatch.setattr("tempfile.mkdtemp", fail)
+    with opened(model) as llm:
+        assert llm.cache_choice.name == "f16"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"cache: f16; there are no bases for {model}, and they cannot be derived") and reason in line
+    with pytest.raises(CacheError, match="kv_cache: there are no bases for"), opened(model, kv_cache="subkv"):
+        pass
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
+def test_a_forked_process_leaves_the_bases_of_its_parent(model: Path) -> None:
+    """They are in a temporary folder, which the process that made it removes."""
+    code = """
+import os, sys, subkv
+paths = []
+for _ in range(2):
+    with subkv.Llama(sys.argv[1], n_ctx=256, sidecar=False, verbose=False) as llm:
+        paths.append(llm.cache_choice.layout)
+    if not (child := os.fork()):
+        sys.exit(0)
+    os.waitpid(child, 0)
+assert paths[0] == paths[1] and paths[0].exists()
+print(paths[0])
+"""
+    done = subprocess.run([sys.executable, "-c", code, model], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not Path(done.stdout.strip()).parent.exists()
+
+
+def test_memory_is_no_reason_for_a_larger_cache() -> None:
+    """Only a model that the engine cannot code gets f16."""
+    choice = CacheChoice("subkv", "subkv", 1, 1, Path("bases.gguf"), automatic=True, gain="convert")
+    for error, falls_back in (
+        (CacheError("kv_cache", "insufficient memory"), False),
+        (NoCodedCacheError("kv_cache", "model x: subkv cannot hold its K/V cache; choose f16"), True),
+    ):
+        names = []
+
+        def opens(chosen: CacheChoice, error: CacheError = error, names: list[str] = names) -> None:
+            names.append(chosen.name)
+            if chosen.coded:
+                raise error
+
+        with contextlib.nullcontext() if falls_back else pytest.raises(CacheError):
+            open_or_f16(choice, CacheOptions(), opens)
+        assert names == (["subkv", "f16"] if falls_back else ["subkv"])
+
+
+def test_one_file_is_announced_once(model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "link.gguf").symlink_to(model)
+    for path in (model, tmp_path / "link.gguf", Path(os.path.relpath(model))):
+        with opened(path):
+            pass
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_stderr_that_fails(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def write(self, _: str) -> None:
+            raise RuntimeError("closed")
+
+    monkeypatch.setattr(sys, "stderr", Broken())
+    with opened(model) as llm:
+        assert llm.cache_choice.name == "subkv"
 
 
 def test_split_models_share_their_bases(tiny_model: Models, cache_home: Path) -> None:

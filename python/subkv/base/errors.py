@@ -34,6 +34,10 @@ class CacheError(SubkvError, RuntimeError):
     """The requested KV cache cannot be created, or does not support the operation."""
 
 
+class NoCodedCacheError(CacheError):
+    """The model has no K/V cache, or one that cannot be coded: another cache type is the remedy."""
+
+
 class ClosedError(CacheError):
     """A method of an object that was closed."""
 

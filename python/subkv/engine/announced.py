@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from subkv.engine.cache import CacheChoice
 from subkv.engine.stats import KVStats, cache_line, smaller_type
 
 _silent: contextvars.ContextVar[bool] = contextvars.ContextVar("silent", default=False)
-_announced: set[Path] = set()  # models of this process
+_announced: dict[str, object] = {}  # files of this process's models
 
 
 @contextlib.contextmanager
@@ -30,16 +31,21 @@ def report_cache(path: Path, choice: CacheChoice, stats: KVStats, verbose: bool)
     """Print the cache of a model to stderr if verbose; else only one that the user has not chosen, once per process."""
     if verbose and not (choice.automatic and choice.coded):
         lines = [cache_line(stats), choice.note, choice.fit]
-    elif verbose or (choice.automatic and not _silent.get() and path not in _announced):
-        _announced.add(path)
+    elif verbose or (choice.automatic and not _silent.get() and _is_first(path)):
         lines = [announcement(choice, stats)]
     else:
         return
     if sys.stderr is None:
         return
-    with contextlib.suppress(OSError, ValueError):  # it is closed
+    with contextlib.suppress(Exception):  # it is closed, or an object of the user's that fails
         for line in filter(None, lines):
             print(filled(printable(line), sys.stderr), file=sys.stderr)
+
+
+def _is_first(path: Path) -> bool:
+    """Whether this process has announced no cache of the file; of several threads, one is told so."""
+    mine = object()
+    return _announced.setdefault(os.path.realpath(path), mine) is mine
 
 
 def announcement(choice: CacheChoice, stats: KVStats) -> str:

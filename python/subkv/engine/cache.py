@@ -6,11 +6,12 @@ import contextlib
 import contextvars
 import ctypes
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from subkv.base.errors import CacheError, SubkvError, concerning, without_remedy
+from subkv.base.errors import CacheError, NoCodedCacheError, SubkvError, concerning, without_remedy
 from subkv.engine import sidecars
 from subkv.format import metadata
 from subkv.format.layout import Layout
@@ -23,6 +24,9 @@ from subkv.native.library import load as native
 from subkv.native.log import LogLines, last_log_error
 
 T = TypeVar("T")
+REMEDY = "; choose f16 to run without coefficients"
+# sentences of libsubkv about a model, or a layer on its device, but not about memory
+UNSUPPORTED = re.compile(r"model\b|this model's |layer \d+: (?!its bases, )")
 MIB = 1024 * 1024
 
 # llama.cpp's cache types: name -> (ggml type, bits per element)
@@ -203,7 +207,7 @@ def choose_cache(model: Path, requested: CacheOptions = CacheOptions(), derive: 
         choice = _coded(found.path or model, requested, found.note, found.budget)
         return dataclasses.replace(choice, automatic=automatic)
     if not derive:
-        note = sidecars.no_bases_note(found) if requested.sidecar else ""
+        note = "cache: f16: a cache that is read once is not coded by default; kv_cache='subkv' codes it"
         return dataclasses.replace(_stock("f16", "f16", requested), note=note)
     try:
         sidecar = sidecars.from_weights(model, found if requested.sidecar else None, requested.kv_bits)
@@ -218,12 +222,13 @@ def choose_cache(model: Path, requested: CacheOptions = CacheOptions(), derive: 
 def open_or_f16(choice: CacheChoice, requested: CacheOptions, opens: Callable[[CacheChoice], T]) -> T:
     """opens(choice); if the engine does not support the model and nobody requested a coded cache, opens(f16).
 
-    Bases that somebody has prepared are not replaced. Raises what opens() raises.
+    Bases that somebody has prepared are not replaced, nor a cache that does not fit in memory. Raises what opens()
+    raises.
     """
     try:
         return opens(choice)
-    except CacheError as error:
-        if not choice.automatic or not choice.gain or error.key != "kv_cache":
+    except NoCodedCacheError as error:
+        if not choice.automatic or not choice.gain:
             raise
         instead = f16_instead(requested, error)
     return opens(instead)
@@ -232,8 +237,10 @@ def open_or_f16(choice: CacheChoice, requested: CacheOptions, opens: Callable[[C
 def f16_instead(requested: CacheOptions, error: CacheError) -> CacheChoice:
     """The f16 cache of a model for which "auto" finds no coded one; the note has the reason.
 
-    Raises CacheError for options that only coded caches have.
+    Raises `error` if there are options that only coded caches have.
     """
+    if requested.window.requested():
+        raise error
     note = f"cache: f16; {without_remedy(error.reason)}"
     return dataclasses.replace(_stock("f16", "f16", requested), note=note, automatic=True)
 
@@ -350,6 +357,8 @@ def creation_error(choice: CacheChoice, log: LogLines, otherwise: str) -> SubkvE
         return CacheError("kv_cache", last_log_error(log) or otherwise)
     reason = last_error() or last_log_error(log) or otherwise
     error = _refused(reason)
-    if error.key != "kv_cache" or "f16" in reason:
+    if error.key != "kv_cache":
         return error
-    return CacheError("kv_cache", f"{reason}; choose f16 to run without coefficients")
+    if not UNSUPPORTED.match(reason):
+        return error if "f16" in reason or "memory" in reason else CacheError("kv_cache", f"{reason}{REMEDY}")
+    return NoCodedCacheError("kv_cache", reason if "f16" in reason else f"{reason}{REMEDY}")

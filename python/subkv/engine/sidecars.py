@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import shlex
+import shutil
 import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from subkv.base.errors import CacheError, SubkvError, concerning, without_remedy
+from subkv.base.errors import CacheError, SubkvError, concerning, system_reason, without_remedy
 from subkv.format import store
 from subkv.format.metadata import read
 from subkv.native.bases import EMBEDDED, NAMED, NONE, WEIGHTS, FoundBases, find_bases, model_content, stored_path
@@ -26,12 +29,6 @@ class Sidecar:
     unstored: str = ""
     budget: float = 0.0
     gain: str = ""
-
-
-def no_bases_note(found: FoundBases) -> str:
-    """A line for the user of an ordinary cache."""
-    how = "kv_cache='subkv' (-ctk subkv) derives some from the weights, less than half as large as f16"
-    return f"cache: f16: {found.reason}; {how}"
 
 
 def usable(found: FoundBases) -> bool:
@@ -85,7 +82,15 @@ def preview(model: Path, kv_bits: float | None = None) -> tuple[Sidecar, bool]:
 
 def _of_this_process(model: Path, kv_bits: float | None) -> Sidecar:
     """Bases from the weights that are not stored. note: their source, size and quality. Raises as from_weights()."""
-    path = _temporary.derived(model)
+    try:
+        with concerning(output="kv_cache"):
+            path = _temporary.derived(model)
+    except OSError as error:  # no folder for temporary files
+        raise _not_derived(model, system_reason(error)) from error
+    except SubkvError as error:
+        if isinstance(error, CacheError) or error.key != "kv_cache":
+            raise
+        raise _not_derived(model, error.reason) from error
     found = find_bases(path, path, NAMED, kv_bits)
     quality = ", predicted as good as q8_0" if found.budget == read(path)["budget"] else ""
     return Sidecar(path, f"from the weights, {found.size}{quality}", budget=found.budget)
@@ -100,15 +105,23 @@ class _Temporary:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Path | None = None
+        self._process = 0  # which made the folder; a forked one has its own
 
     def derived(self, model: Path) -> Path:
         with self._lock:
-            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="subkv-")
-        path = Path(self._folder.name) / f"{model_content(model)}.gguf"
+            if self._folder is None or self._process != os.getpid() or not self._folder.is_dir():
+                self._folder, self._process = Path(tempfile.mkdtemp(prefix="subkv-")), os.getpid()
+                atexit.register(self._remove, self._folder, self._process)
+            path = self._folder / f"{model_content(model)}.gguf"
         if not path.exists():
             _derive(model, path)
         return path
+
+    @staticmethod
+    def _remove(folder: Path, process: int) -> None:
+        if os.getpid() == process:  # exit functions are inherited by forked processes
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 _temporary = _Temporary()
@@ -136,5 +149,11 @@ def _derive(model: Path, path: Path) -> None:
     except SubkvError as error:
         if isinstance(error, CacheError) or error.key == "output":  # a model that cannot have bases; the file
             raise
-        reason = f"there are no bases for {model}, and they cannot be derived from its weights: {error}"
-        raise CacheError("kv_cache", f"{reason}; choose f16") from error
+        raise _not_derived(model, str(error)) from error
+    except (OSError, MemoryError) as error:
+        raise _not_derived(model, system_reason(error)) from error
+
+
+def _not_derived(model: Path, reason: str) -> CacheError:
+    why = f"there are no bases for {model}, and they cannot be derived from its weights: {reason}"
+    return CacheError("kv_cache", f"{why}; choose f16")

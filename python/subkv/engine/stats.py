@@ -7,7 +7,7 @@ import dataclasses
 import re
 from typing import Any
 
-from subkv.base.errors import CacheError
+from subkv.base.errors import NoCodedCacheError
 from subkv.engine.cache import MIB, STOCK_TYPES, CacheChoice
 from subkv.native import library
 from subkv.native.binding import C, LogLines, model_meta, native
@@ -64,9 +64,10 @@ def cache_line(stats: KVStats) -> str:
 
 def smaller_type(stats: KVStats) -> str:
     """The ordinary cache type that takes less than a coded cache of so few cells, "" if there is none."""
-    if not stats.n_layer_coded or stats.bpe < BITS_Q8_0:
+    n_bytes = stats.bytes_kv + stats.bytes_bases
+    if not stats.n_layer_coded or n_bytes < stats.bytes_f16 * BITS_Q8_0 / 16:
         return ""
-    return "f16" if stats.bpe >= 16 else "q8_0"
+    return "f16" if n_bytes >= stats.bytes_f16 else "q8_0"
 
 
 def count_zero_rows(ctx: Any) -> int:
@@ -86,7 +87,7 @@ def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> K
         return _stock_stats(model, ctx, choice, log)
     raw = library.Stats()
     if not native().subkv_get_stats(ctx, ctypes.byref(raw)):
-        raise CacheError(
+        raise NoCodedCacheError(
             "kv_cache",
             "expected a model with a K/V cache, found one without (recurrent or encoder-only); choose f16",
         )
