@@ -312,20 +312,22 @@ def test_nothing_can_be_written(
     def fail(*_: Any, **__: Any) -> str:
         raise SubkvError("output", reason) if reason == "File too large" else FileNotFoundError(errno.ENOENT, reason)
 
-    monkeypatch.setattr(sidecars, "_temporary", sidecars._Temporary())
-    monkeypatch.setattr(announced, "_announced", {})
     cache_home.parent.mkdir(exist_ok=True)
     cache_home.write_text("")
-    if reason == "File too large":
-        monkeypatch.setattr(datafree, "sidecar", fail)
-    else:
-        monkeypatch.setattr("tempfile.mkdtemp", fail)
-    with opened(model) as llm:
-        assert llm.cache_choice.name == "f16"
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"cache: f16; there are no bases for {model}, and they cannot be derived") and reason in line
-    with pytest.raises(CacheError, match="kv_cache: there are no bases for"), opened(model, kv_cache="subkv"):
-        pass
+    with monkeypatch.context() as patched:
+        patched.setattr(sidecars, "_temporary", sidecars._Temporary())
+        patched.setattr(announced, "_announced", {})
+        if reason == "File too large":
+            patched.setattr(datafree, "sidecar", fail)
+        else:
+            patched.setattr("tempfile.mkdtemp", fail)
+        with opened(model) as llm:
+            assert llm.cache_choice.name == "f16"
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"cache: f16; there are no bases for {model}, and they cannot be derived")
+        assert reason in line
+        with pytest.raises(CacheError, match="kv_cache: there are no bases for"), opened(model, kv_cache="subkv"):
+            pass
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
