@@ -347,14 +347,14 @@ FAULTS = [
     Fault(
         "f16 replaces bases that somebody has prepared",
         "python/subkv/engine/cache.py",
-        "if not choice.automatic or not choice.gain or",
-        "if not choice.automatic or",
+        "if not choice.automatic or not choice.gain:",
+        "if not choice.automatic:",
         LLAMA_DEFAULT,
     ),
     Fault(
         "the line about a default cache is repeated",
         "python/subkv/engine/announced.py",
-        " and path not in _announced",
+        " and _is_first(path)",
         "",
         LLAMA_DEFAULT,
     ),
