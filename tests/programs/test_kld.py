@@ -71,5 +71,6 @@ def test_results_are_the_same(model: Path, text_file: Path, tmp_path: Path, batc
         assert found == pytest.approx([row["ppl"], row["ppl_stderr"]], rel=1e-5)
     for name, members in NAMES.items():
         expected = [mine[member] * (100 if name == "Same top p" else 1) for member in members]
-        assert numbers(compared, name) == pytest.approx(expected, rel=3e-2, abs=1e-6), name
+        one_token = name in ("Maximum KLD", "99.9%   KLD")  # its rounded logits are not averaged with others
+        assert numbers(compared, name) == pytest.approx(expected, rel=3e-2, abs=3e-5 if one_token else 1e-6), name
     assert mine["mean_kld"] > 0

@@ -207,7 +207,8 @@ def choose_cache(model: Path, requested: CacheOptions = CacheOptions(), derive: 
         choice = _coded(found.path or model, requested, found.note, found.budget)
         return dataclasses.replace(choice, automatic=automatic)
     if not derive:
-        note = "cache: f16: a cache that is read once is not coded by default; kv_cache='subkv' codes it"
+        why = found.reason if found.is_unavailable else "a cache that is read once is not coded by default"
+        note = f"cache: f16: {why}; kv_cache='subkv' codes it"
         return dataclasses.replace(_stock("f16", "f16", requested), note=note)
     try:
         sidecar = sidecars.from_weights(model, found if requested.sidecar else None, requested.kv_bits)
