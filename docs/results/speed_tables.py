@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+import click
 from render import DEFAULT, Column, Numbers, Row, Rows, grid, label, text
 
 STOCK = ("f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
@@ -24,9 +25,9 @@ def memory(lab: Any) -> Rows:
             *("subkv", "chat", "-m", "M.gguf", "-c", "8192", *coded),
             *("-p", "Say hello.", "--single-turn", "-n", "8"),
         )
-        kv = re.search(r"([\d.]+) MiB(?: \+ ([\d.]+) MiB bases)? \(f16", done.stderr)
+        kv = re.search(r"KV cache: .*? ([\d.]+) MiB(?:.*\(and ([\d.]+) MiB of bases\))?", done.stderr)
         if kv is None:
-            raise ValueError(f"chat: expected a line with the cache's MiB, found {done.stderr[-400:]!r}")
+            raise click.ClickException(f"chat: expected a line with the cache's MiB, found {done.stderr[-400:]!r}")
         rows.append(
             {"name": name, "kv_mib": float(kv[1]), "bases_mib": float(kv[2] or 0), "rss_mib": done.peak_rss_mib}
         )
