@@ -90,7 +90,7 @@ def prepare(model: Path, strict: bool = False, bases: Path | None = None, kv_bit
     except CacheError as error:
         if strict or error.key != "kv_cache":
             raise
-        return ModelCache(None, f16_instead(CacheOptions(), error).line)
+        return ModelCache(None, f16_instead(CacheOptions(), error).note)
     assert choice.layout is not None  # because of CODED
     if choice.unstored:
         reason = choice.unstored.removeprefix("XDG_CACHE_HOME: ")

@@ -67,3 +67,10 @@ def forged(state: bytes, values: dict[int, int], half: int = 0) -> bytes:
 def window_at(state: bytes, n_slots: int) -> int:
     """Offset in the body of the positions of the window of one sequence: i32 [n_slots], after their number."""
     return body(state).rindex(struct.pack("<2i", n_slots, 0)) + 4  # a window's first slot is that of position 0
+
+
+def without_recent_rows(state: bytes, window: tuple[int, int, int]) -> bytes:
+    """The state of a sequence whose window (sinks, recent rows, rollback) has lost all its rows except sinks."""
+    n_slots = sum(window)
+    at = window_at(state, n_slots)
+    return forged(state, {at + 4 * slot: -1 for slot in range(window[0], n_slots)})

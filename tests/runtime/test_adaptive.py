@@ -153,12 +153,9 @@ def test_a_copied_sequence_continues_identically(model: engine.Model, text: list
 
 def test_a_state_without_exact_rows_is_not_continued(model: engine.Model, text: list[int], layout: Any) -> None:
     """Also if only the first tokens of a batch attend to them: their cells are not coded yet."""
-    n_slots = sum(WINDOW)
     with session(model, layout, window=WINDOW, n_ctx=512, adapt=MANY) as s:
         s.decode(text[:100])
-        state = s.state(0)
-        at = forge.window_at(state, n_slots)
-        state = forge.forged(state, {at + 4 * slot: -1 for slot in range(WINDOW[0], n_slots)})
+        state = forge.without_recent_rows(s.state(0), WINDOW)
         assert s.set_state(state, 0) == len(state), last_error()
         with pytest.raises(
             AssertionError, match="sequence 0 at position 100 attends exactly to position 77, whose exact row"

@@ -36,20 +36,13 @@ def test_remove_a_tail_and_decode_again(model: engine.Model, tokens: list[int], 
     assert agree(expected[100:], found)
 
 
-def without_recent_rows(state: bytes) -> bytes:
-    """The state of a sequence whose window has lost all its rows except sinks."""
-    n_slots = sum(WINDOW)
-    at = forge.window_at(state, n_slots)
-    return forge.forged(state, {at + 4 * slot: -1 for slot in range(WINDOW[0], n_slots)})
-
-
 def decoded_from_codes(model: engine.Model, tokens: list[int], layout: Any, n: int, end: int) -> Any:
     """Logits of tokens [n, end), one at a time, after n tokens of which only sinks have exact rows: the definition of
     a sequence that has lost its window.
     """
     with session(model, layout, window=WINDOW) as s:
         s.decode(tokens[:n])
-        state = without_recent_rows(s.state(0))
+        state = forge.without_recent_rows(s.state(0), WINDOW)
         assert s.set_state(state, 0) == len(state), last_error()
         return s.decode(tokens[n:end], n, pieces=[1] * (end - n))
 

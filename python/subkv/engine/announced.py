@@ -43,7 +43,7 @@ def report_cache(path: Path, choice: CacheChoice, stats: KVStats, verbose: bool)
 
 
 def _is_first(path: Path) -> bool:
-    """Whether this process has announced no cache of the file; of several threads, one is told so."""
+    """Whether this process has announced no cache of the file yet. True for one of several threads."""
     mine = object()
     return _announced.setdefault(os.path.realpath(path), mine) is mine
 

@@ -24,7 +24,6 @@ from subkv.native.library import load as native
 from subkv.native.log import LogLines, last_log_error
 
 T = TypeVar("T")
-REMEDY = "; choose f16 to run without coefficients"
 # sentences of libsubkv about a model, or a layer on its device, but not about memory
 UNSUPPORTED = re.compile(r"model\b|this model's |layer \d+: (?!its bases, )")
 MIB = 1024 * 1024
@@ -221,7 +220,7 @@ def choose_cache(model: Path, requested: CacheOptions = CacheOptions(), derive: 
 
 
 def open_or_f16(choice: CacheChoice, requested: CacheOptions, opens: Callable[[CacheChoice], T]) -> T:
-    """opens(choice); if the engine does not support the model and nobody requested a coded cache, opens(f16).
+    """Return opens(choice), or opens(f16) if the engine does not support the model and nobody requested a coded cache.
 
     Bases that somebody has prepared are not replaced, nor a cache that does not fit in memory. Raises what opens()
     raises.
@@ -360,6 +359,6 @@ def creation_error(choice: CacheChoice, log: LogLines, otherwise: str) -> SubkvE
     error = _refused(reason)
     if error.key != "kv_cache":
         return error
-    if not UNSUPPORTED.match(reason):
-        return error if "f16" in reason or "memory" in reason else CacheError("kv_cache", f"{reason}{REMEDY}")
-    return NoCodedCacheError("kv_cache", reason if "f16" in reason else f"{reason}{REMEDY}")
+    kind = NoCodedCacheError if UNSUPPORTED.match(reason) else CacheError
+    advised = "f16" in reason or (kind is CacheError and "memory" in reason)  # f16 takes more of it
+    return kind("kv_cache", reason if advised else f"{reason}; choose f16 to run without coefficients")

@@ -83,12 +83,11 @@ def preview(model: Path, kv_bits: float | None = None) -> tuple[Sidecar, bool]:
 def _of_this_process(model: Path, kv_bits: float | None) -> Sidecar:
     """Bases from the weights that are not stored. note: their source, size and quality. Raises as from_weights()."""
     try:
-        with concerning(output="kv_cache"):
-            path = _temporary.derived(model)
+        path = _temporary.derived(model)
     except OSError as error:  # no folder for temporary files
         raise _not_derived(model, system_reason(error)) from error
     except SubkvError as error:
-        if isinstance(error, CacheError) or error.key != "kv_cache":
+        if error.key != "output":
             raise
         raise _not_derived(model, error.reason) from error
     found = find_bases(path, path, NAMED, kv_bits)
