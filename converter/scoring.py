@@ -10,12 +10,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from subkv.base.progress import note, progress_bar
 from subkv.format.arrays import F32, F64
+
+if TYPE_CHECKING:
+    from subkv.engine.context import Context
+    from subkv.engine.model import Model
 
 I32 = npt.NDArray[np.int32]
 
@@ -116,3 +121,35 @@ def score(logits: F32, targets: I32, base: F32 | None, pool: ThreadPoolExecutor,
     for part in pool.map(piece, slices) if n_threads > 1 else map(piece, slices):
         out.add(part)
     return out
+
+
+def evaluate(model: Model, contexts: list[Context], chunks: Any, n_threads: int) -> list[Scores]:
+    """Score the chunks with every cache, batch by batch. The first one is the base; one batch of it is in memory."""
+    n_ctx = chunks.shape[1]
+    n_batch = min(context.n_batch for context in contexts)
+    scores = [Scores() for _ in contexts]
+    with ThreadPoolExecutor(n_threads) as pool, progress_bar("perplexity", chunks.size * len(contexts), "tok") as bar:
+        for i, part in enumerate(chunks):
+            feed = part.copy()
+            if model.add_bos:
+                feed[0] = model.bos
+            for context in contexts:
+                context.clear()
+            for start in range(0, n_ctx, n_batch):
+                end = min(start + n_batch, n_ctx)
+                low = max(start, n_ctx // 2)
+                n_rows = max(min(end, n_ctx - 1) - low, 0)  # the last token predicts one of the next chunk
+                base = None
+                for context, scored in zip(contexts, scores, strict=True):
+                    n_logits = context.decode(feed[start:end], start, low - start)
+                    context.synchronize()
+                    bar.update(end - start)
+                    if n_rows:
+                        logits = context.logits(n_logits)[:n_rows]
+                        scored.add(score(logits, part[low + 1 : low + 1 + n_rows], base, pool, n_threads))
+                        base = np.array(logits) if base is None else base
+            progress = f"[{i + 1}/{len(chunks)}] PPL {perplexity(np.concatenate(scores[0].nll))[0]:.4f}"
+            bar.set_postfix_str(progress)
+            if bar.disable:  # not a terminal
+                note(progress)
+    return scores

@@ -24,7 +24,6 @@ from typing import Any
 import click
 
 from runtime import options
-from runtime.options import IntList
 from subkv.base.command import command
 from subkv.base.errors import SubkvError
 
@@ -86,9 +85,9 @@ def table(rows: list[dict[str, Any]], threads: list[int]) -> str:
 
 
 @command()
-@click.option("--shapes", default=",".join(SHAPES), callback=options.split_commas, metavar="S,S,…", help="of models")
-@click.option("--threads", type=IntList(), help="numbers of threads [default: 1, 2, 4, … all processors]")
-@click.option("--depths", type=IntList(), default=",".join(map(str, DEPTHS)), help="cells in the cache")
+@click.option("--shapes", default=",".join(SHAPES), type=options.ListOf(), metavar="S,S,…", help="of models")
+@click.option("--threads", type=options.NUMBERS, help="numbers of threads [default: 1, 2, 4, … all processors]")
+@click.option("--depths", type=options.NUMBERS, default=",".join(map(str, DEPTHS)), help="cells in the cache")
 @click.option("-r", "--repetitions", type=click.IntRange(min=1), default=3, help="runs of every test")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=6.0, help="limit of all runs")
 @click.option("--folder", type=options.PATH, help="for models, which are kept there [default: a temporary one]")

@@ -1,6 +1,6 @@
 """`subkv check -m M.gguf`: quality, memory and speed of a model's KV caches on this machine, as a block to paste.
 
-Quality: every cache scores the built-in held-out texts (`evaluate` of runtime.perplexity), f16 as the base. Speed:
+Quality: every cache scores the built-in held-out texts (`evaluate` of converter.scoring), f16 as the base. Speed:
 `measure` of runtime.bench. After each text the results are stored in the cache folder, so the same command resumes.
 docs/results/models.md describes the block and collects blocks of users.
 """
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from runtime import bench, demo, options, perplexity
+from runtime import bench, demo, options
 from runtime.busy import LIMIT, Busy
 from subkv.base.command import command
 from subkv.base.errors import CacheError, SubkvError, concerning, system_reason
@@ -148,19 +148,19 @@ def measure_speed(model: Model, caches: dict[str, CacheChoice], context: Context
     settings, tokens = replace(context, n_batch=N_BATCH, n_ubatch=N_BATCH), bench.random_tokens(model)
     named = [(name, choice, "auto") for name, choice in caches.items()] + [(FLOOR, caches["f16"], "off")]
     with contextlib.ExitStack() as cleanup:
-        configs = [
-            bench.open_config(model, name, choice, replace(settings, flash_attn=flash), tests, cleanup)
+        contexts = [
+            (name, bench.open_context(model, name, choice, replace(settings, flash_attn=flash), tests, cleanup))
             for name, choice, flash in named
         ]
-        if not all(config.context.can_repeat for config in configs):
-            seconds = _seconds_per_token(configs[0].context, tokens)
-            depth = int(FILL_SECONDS / (seconds * len(configs)))
+        if not all(opened.can_repeat for _, opened in contexts):
+            seconds = _seconds_per_token(contexts[0][1], tokens)
+            depth = int(FILL_SECONDS / (seconds * len(contexts)))
             tests = replace(tests, depths=[min(depth // 4, depths[0]), min(max(depth, 4), depths[1])])
         busy = Busy()
-        bench.measure(configs, tokens, tests, done)
+        bench.measure(contexts, tokens, tests, done)
         speeds: dict[str, dict[int, float]] = {}
         for m in done:
-            name = "f16" if m.config.name == FLOOR else m.config.name
+            name = "f16" if m.cache == FLOOR else m.cache
             speed = statistics.median(1e9 * N_GEN / ns for ns in m.samples_ns)
             at = speeds.setdefault(name, {})
             at[m.n_depth] = max(at.get(m.n_depth, 0.0), speed)
@@ -182,7 +182,7 @@ def measure_texts(
     model: Model, caches: dict[str, CacheChoice], context: ContextOptions, saved: Saved, save: Save, end: float
 ) -> None:
     """Score texts that `saved` does not have, until `end` (time.monotonic()), at least one; save() after each."""
-    from converter import held_out
+    from converter import held_out, scoring  # numpy: not for a --help
 
     texts = [text for text in held_out.read() if text.source.name not in saved["texts"]]
     if not texts:
@@ -206,7 +206,7 @@ def measure_texts(
                 options.note(f"--minutes: {len(saved['texts'])} texts are done; the same command measures the others")
                 return
             tokens = model.tokenize(text.data)[None, : saved["n_ctx"]]
-            scores = perplexity.evaluate(model, contexts, tokens, default_threads(context.n_threads))
+            scores = scoring.evaluate(model, contexts, tokens, default_threads(context.n_threads))
             saved["texts"][text.source.name] = {
                 name: [s["n_scored"], s["mean_kld"], s["mean_kld_stderr"], s["same_top"]]
                 for (name, *_), s in zip(named[1:], (scored.summary() for scored in scores[1:]), strict=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +13,10 @@ import click
 
 from subkv.base.command import group, show, stack
 from subkv.base.errors import SubkvError, system_reason
+from subkv.base.text import printable
 from subkv.format.window import Window
 
 if TYPE_CHECKING:
-    from contextlib import ExitStack
-
     from subkv.engine.cache import CacheChoice, CacheOptions
     from subkv.engine.context import Context, ContextOptions
     from subkv.engine.model import Model
@@ -23,29 +25,30 @@ if TYPE_CHECKING:
 Option = Callable[..., Any]
 
 PATH = click.Path(path_type=Path)
-FLASH = {"on": "on", "off": "off", "auto": "auto", "1": "on", "0": "off", "-1": "auto"}
 
 
-class IntList(click.ParamType):  # type: ignore[type-arg]
-    """Comma-separated numbers, as llama-bench takes them."""
+class Flash(click.Choice):  # type: ignore[type-arg]
+    """Flash attention as "on", "off" or "auto"; llama.cpp's programs also take numbers."""
 
-    name = "N,N,…"
+    NAMES = {"on": "on", "off": "off", "auto": "auto", "1": "on", "0": "off", "-1": "auto"}
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+    def __init__(self) -> None:
+        super().__init__(list(self.NAMES))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return self.NAMES[super().convert(value, param, ctx)]
+
+
+class ListOf(click.ParamType):  # type: ignore[type-arg]
+    """Comma-separated values of another type."""
+
+    def __init__(self, kind: Any = click.STRING, name: str = "T,T,…") -> None:
+        self.kind, self.name = kind, name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
         if isinstance(value, list):
             return value
-        try:
-            numbers = [int(item) for item in str(value).split(",")]
-        except ValueError:
-            self.fail(f"expected numbers separated by commas, found {value!r}", param, ctx)
-        if min(numbers) < 0:
-            self.fail(f"expected numbers that are not negative, found {value!r}", param, ctx)
-        return numbers
-
-
-def split_commas(_context: click.Context, _parameter: click.Parameter, value: str | None) -> list[str]:
-    """click callback: split the value at commas."""
-    return [item.strip() for item in value.split(",")] if value else []
+        return [self.kind.convert(item.strip(), param, ctx) for item in str(value).split(",")]
 
 
 def llama_option(names: str, variable: str, text: str, **more: Any) -> Option:
@@ -54,6 +57,7 @@ def llama_option(names: str, variable: str, text: str, **more: Any) -> Option:
 
 
 POSITIVE, NATURAL, SHARE = click.IntRange(min=1), click.IntRange(min=0), click.FloatRange(0, 1)
+NUMBERS, FLASH_LIST = ListOf(NATURAL, "N,N,…"), ListOf(Flash(), "on|off|auto,…")
 
 
 def model_option(required: bool, text: str = "model file (GGUF)") -> Option:
@@ -120,9 +124,8 @@ flash_option = llama_option(
     "-fa --flash-attn flash_attn",
     "FLASH_ATTN",
     "flash attention",
-    type=click.Choice(list(FLASH)),
+    type=Flash(),
     default="auto",
-    callback=lambda _context, _parameter, value: FLASH[value],
 )
 
 
@@ -199,8 +202,6 @@ memory_option = click.option(
     metavar="SIZE",
     help="memory of the KV cache, such as 2GiB: the largest of these budgets that fits with -c tokens",
 )
-# `requested: CacheOptions`, for programs that compare caches
-coded_options = group("requested", requested_cache, bases_option, bits_option, window_options)
 
 
 def cache_options(*more: Option) -> Option:
@@ -271,6 +272,75 @@ def form_option(*kinds: str) -> Option:
 
 
 #
+# several caches
+#
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Caches of one model that a program compares. names: as -ctk takes them; form: output format of the results."""
+
+    model: str
+    names: list[str]
+    requested: CacheOptions
+    n_gpu_layers: int
+    form: str
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[tuple[Model, list[CacheChoice], contextlib.ExitStack]]:
+        """The model, a choice per name, and what closes contexts before the model. Raises SubkvError."""
+        from subkv.engine.cache import parse_cache  # numpy and the native libraries: not for a --help
+        from subkv.engine.model import Model
+
+        with Model(self.model, gpu_layers(self.n_gpu_layers)) as model, contextlib.ExitStack() as cleanup:
+            yield model, [parse_cache(name, model.path, self.requested) for name in self.names], cleanup
+
+    def show(self, results: list[dict[str, Any]], titles: str, cells: str) -> None:
+        """Print results as JSON, or as a Markdown table; a cell whose members are None is empty.
+
+        titles, cells: separated by |, the cells as format strings of a result's members.
+        """
+        if self.form == "json":
+            click.echo(json.dumps(results, indent=2))
+            return
+        lines = [f"| {titles} |", "|---" + "|---:" * titles.count("|") + "|"]
+        for result in results:
+            row = []
+            for cell in cells.split(" | "):
+                try:
+                    row.append(cell.format_map(result))
+                except TypeError:
+                    row.append("")
+            lines.append(f"| {' | '.join(row)} |")
+        click.echo(printable("\n".join(lines), keep="\n"))
+
+
+def comparison(flags: str, default: str) -> Option:
+    """`compared: Comparison`. flags: of the list of caches."""
+
+    def build(model: str, type_k: list[str], n_gpu_layers: int, form: str, **coded: Any) -> Comparison:
+        return Comparison(model, type_k, requested_cache(**coded), n_gpu_layers, form)
+
+    return group(
+        "compared",
+        build,
+        model_option(required=True),
+        click.option(
+            *flags.split(),
+            "type_k",
+            type=ListOf(),
+            default=default,
+            help="caches: f16, q8_0, q8_0/q4_0 for K and V, subkv, subkv:FILE, …",
+        ),
+        bases_option,
+        bits_option,
+        window_options,
+        gpu_option,
+        form_option("md", "json"),
+    )
+
+
+#
 # status lines
 #
 
@@ -297,7 +367,9 @@ def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:
         )
 
 
-def open_context(model: Model, choice: CacheChoice, context: ContextOptions, name: str, cleanup: ExitStack) -> Context:
+def open_context(
+    model: Model, choice: CacheChoice, context: ContextOptions, name: str, cleanup: contextlib.ExitStack
+) -> Context:
     """A context of one of several caches, closed by `cleanup`; its cache is logged under `name`."""
     from subkv.engine.cache import CacheOptions, open_or_f16  # as in note_cache
 
@@ -313,6 +385,7 @@ def cache_members(context: Context) -> dict[str, Any]:
     return {
         "type_k": stats.type_k,
         "type_v": stats.type_v,
+        "flash_attn": context.flash_attn,
         "bpe": round(stats.bpe, 4),
         "kv_bytes": stats.bytes_kv,
         "kv_bytes_per_token": stats.bytes_per_token,

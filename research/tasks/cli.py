@@ -74,7 +74,7 @@ def _cell(r: dict[str, Any], is_base: bool) -> str:
     "-c",
     "--ctx-size",
     "lengths",
-    type=options.IntList(),
+    type=options.NUMBERS,
     default="512",
     help="lengths of the texts in tokens, answers included",
 )
@@ -82,7 +82,7 @@ def _cell(r: dict[str, Any], is_base: bool) -> str:
 @click.option("--seed", type=click.IntRange(min=0), default=1, help="seed of the first text; each further text adds 1")
 @click.option(
     "--compare",
-    callback=options.split_commas,
+    type=options.ListOf(),
     metavar="T,T[:FILE],…",
     default="f16,q8_0,q4_0,subkv",
     help="caches; the first is the base",

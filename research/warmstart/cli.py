@@ -92,7 +92,7 @@ class Passages:
 @group(
     "passages",
     Passages,
-    click.option("--words", type=options.IntList(), default="60,180,600", help="lengths of the passages"),
+    click.option("--words", type=options.NUMBERS, default="60,180,600", help="lengths of the passages"),
     click.option("-n", "--passages", "n", type=click.IntRange(1), default=24, help="passages of each length"),
     click.option("--test-share", type=click.FloatRange(0, 1), default=0.25, help="of the text, for testing only"),
     click.option("--seed", type=int, default=0, help="of all choices"),
@@ -226,7 +226,7 @@ def evaluate(
         warm_files=warm_files,
         caches=tuple(name.strip() for name in measured.type_k.split(",")),
         bases=measured.bases,
-        flash_attn=options.FLASH[measured.flash_attn],
+        flash_attn=measured.flash_attn,
         n_threads=default_threads(n_threads),
         repetitions=measured.repetitions,
         targets=measured.targets,

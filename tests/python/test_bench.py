@@ -28,7 +28,7 @@ LLAMA_BENCH = {
     *("type_k", "type_v", "flash_attn", "n_prompt", "n_gen", "n_depth"),
     *("avg_ts", "stddev_ts", "samples_ns", "samples_ts"),
 }
-OURS = {"cache", "n_parallel", "kv_bytes_per_token", "n_zero_rows", "bpe", "kernel", "median_ts"}
+OURS = {"cache", "n_parallel", "n_runs", "kv_bytes_per_token", "n_zero_rows", "bpe", "kernel", "median_ts"}
 
 
 def run(*arguments: Any) -> Result:
@@ -79,7 +79,7 @@ def test_parallel_sequences(tiny_model: Models, coded_model: Models) -> None:
 def test_recurrent_state_is_restored(tiny_model: Models, arch: str) -> None:
     """After a repetition a context is as before it, and every repetition of a hybrid begins at its depth."""
     path, caches = tiny_model(arch), "f16" if arch == "mamba" else "f16,subkv"  # bases of the weights alone
-    result = run("-m", path, "-p", "8", "-n", "3", "-d", "20,200", "-ctk", caches, "-r", 2, "-t", 1, "-np", 2)
+    result = run("-m", path, "-p", "8", "-n", "3", "-d", "0,20,200", "-ctk", caches, "-r", 2, "-t", 1, "-np", 2)
     assert result.exit_code == 0, result.output
     with Model(path) as model:
         tokens = random_tokens(model)
@@ -122,9 +122,9 @@ def test_table(tiny_model: Models) -> None:
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in result.stdout.splitlines()]
     assert lines[0] == ["cache", "fa", "KV B/token", "test", "t/s: median ± σ", "runs"]
     assert [(row[0], row[1], row[3], row[5]) for row in lines[2:]] == [
-        ("f16 fa=on", "1", "pp4", "2"),
-        ("f16 fa=off", "0", "pp4", "2"),
-        ("q8_0 fa=on", "1", "pp4", "2"),
+        ("f16 fa=on", "on", "pp4", "2"),
+        ("f16 fa=off", "off", "pp4", "2"),
+        ("q8_0 fa=on", "on", "pp4", "2"),
     ]
     assert "q8_0 -fa off: skipped, expected 'on' or 'auto' for a q8_0 V cache, found 'off'" in result.stderr
 
@@ -186,9 +186,8 @@ def test_copies_fill_as_evaluated_batches(coded_model: Models, cache: str, flash
             evaluated.can_repeat = False
             assert copied.can_repeat
             for context in (evaluated, copied):
-                config = bench.Config(cache, context, flash_attn)
                 for depth in (10, 100, 504):
-                    bench.fill(config, tokens, depth, 2)
+                    bench.fill(context, tokens, depth, 2)
             for seq in (0, 1):
                 states = {C.llama_state_seq_get_size(context.handle, seq) for context in (evaluated, copied)}
                 assert len(states) == 1
@@ -206,9 +205,9 @@ def test_copies_fill_as_evaluated_batches(coded_model: Models, cache: str, flash
     ("arguments", "code", "message"),
     [
         (["-p", "0", "-n", "0"], 2, "-p, -n: expected a length above 0"),
-        (["-p", "x"], 2, "expected numbers separated by commas, found 'x'"),
-        (["-d", "-5"], 2, "expected numbers that are not negative"),
-        (["-fa", "sometimes"], 2, "-fa: expected on, off or auto, found 'sometimes'"),
+        (["-p", "8,x"], 2, "'x' is not a valid integer range"),
+        (["-d", "-5"], 2, "-5 is not in the range x>=0"),
+        (["-fa", "on,sometimes"], 2, "'sometimes' is not one of 'on', 'off', 'auto'"),
         (["-ctk", "q4_0", "-fa", "off"], 1, "-fa: expected 'on' or 'auto' for a q4_0 V cache, found 'off'"),
         (["-ctk", "f16:x.gguf"], 1, "-ctk: expected a file only after 'subkv:'"),
     ],

@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner, Result
 from each import each
 
-from converter import held_out
-from runtime import bench, check, perplexity
+from converter import held_out, scoring
+from runtime import bench, check
 from runtime.busy import Busy
 from runtime.doctor import report
 from subkv.engine.cache import parse_cache
@@ -74,7 +74,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         monkeypatch.setattr(module, name, spy)
 
     count(bench, "measure")
-    count(perplexity, "evaluate")
+    count(scoring, "evaluate")
     return counts
 
 
@@ -108,14 +108,14 @@ def test_the_block(tiny_model: Models, counted: dict[str, int]) -> None:
 def test_an_interrupted_check_resumes(
     tiny_model: Models, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate, calls = perplexity.evaluate, itertools.count(1)
+    evaluate, calls = scoring.evaluate, itertools.count(1)
 
     def interrupted(*arguments: Any) -> Any:
         if next(calls) == 2:
             raise KeyboardInterrupt
         return evaluate(*arguments)
 
-    monkeypatch.setattr(perplexity, "evaluate", interrupted)
+    monkeypatch.setattr(scoring, "evaluate", interrupted)
     stopped = run(tiny_model("llama"), "--minutes", "9")
     assert (stopped.exit_code, stopped.stdout) == (130, "")
     assert stopped.stderr.splitlines()[-1] == "interrupted: finished texts are saved; the same command resumes"

@@ -37,7 +37,8 @@ def common(model: Path, text: Path) -> list[Any]:
 
 @pytest.mark.parametrize("n_batch", [N_CTX, 24])
 def test_perplexity_is_the_definition(tiny_model: Models, text_file: Path, n_batch: int) -> None:
-    (got,) = ok(*common(tiny_model("llama"), text_file), "-b", n_batch, "--compare", "f16", "--no-noise-floor")
+    got, floor = ok(*common(tiny_model("llama"), text_file), "-b", n_batch, "--compare", "f16")
+    assert (floor["name"], floor["flash_attn"]) == ("f16 (flash attention off)", "off")
     nll = []
     model = tiny_model("llama")
     with Llama(model, kv_cache="f16", n_ctx=N_CTX, n_batch=N_CTX, logits_all=True, verbose=False) as llm:
@@ -80,17 +81,25 @@ def test_compare(tiny_model: Models, coded_model: Models, text_file: Path) -> No
 
 
 def test_compare_prints_a_table(tiny_model: Models, text_file: Path) -> None:
-    result = run(*common(tiny_model("llama"), text_file), "--compare", "f16,q8_0", "--no-noise-floor")
+    result = run(*common(tiny_model("llama"), text_file), "--compare", "f16,q8_0")
     lines = result.stdout.splitlines()
-    assert [line.split("|")[1].strip() for line in lines] == ["cache", "---", "f16", "q8_0"]
-    assert {line.count("|") for line in lines} == {10}
+    assert [line.split("|")[1].strip() for line in lines] == [
+        "cache",
+        "---",
+        "f16",
+        "q8_0",
+        "f16 (flash attention off)",
+    ]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert {len(row) for row in cells} == {9}
+    assert [all(row[3:]) for row in cells[2:]] == [False, True, True], "the base has no KLD"
     assert "f16: KV cache: f16" in result.stderr
 
 
 @each(
     ("arguments", "message"),
     [
-        (["-f", "missing.txt"], "-f: cannot read missing.txt: No such file"),
+        (["-f", "missing.txt"], "-f: expected a text file, found no file at missing.txt"),
         (["-f", "TEXT", "-c", "100000"], "-f: expected at least 200000 tokens for a context of 100000, found "),
         (["-f", "TEXT", "-c", "4"], "-c: expected a context of at least 8 tokens, found 4"),
         (["-f", "TEXT", "--compare", "q9"], "--compare: expected one of auto, subkv"),

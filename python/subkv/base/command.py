@@ -145,7 +145,7 @@ def group(name: str, build: Callable[..., Any], *options: Callable[..., Any]) ->
         pass
 
     decorated: Any = stack(*options)(probe)
-    names = [parameter.name for parameter in decorated.__click_params__]
+    names = [parameter.name for parameter in decorated.__click_params__ if parameter.expose_value]
 
     def decorate(function: Callable[..., Any]) -> Any:
         @functools.wraps(function)

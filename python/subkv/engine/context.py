@@ -83,10 +83,11 @@ class Context:
                 raise creation_error(choice, log, "llama.cpp created no context")
         self.stats = context_stats(model, self.handle, choice, log)
         self.choice, self.n_vocab, self.n_batch = choice, n_vocab, int(params.n_batch)
+        self.flash_attn = options.flash_attn
         self.memory = C.llama_get_memory(self.handle)
         self.recurrent: bool = C.llama_model_is_recurrent(model) or C.llama_model_is_hybrid(model)
         self._checkpoints: dict[int, Checkpoints] = {}  # by sequence
-        plain = not (C.llama_model_n_swa(model) or self.recurrent)
+        plain = choice.window.shares_cells and not (C.llama_model_n_swa(model) or self.recurrent)
         self.can_repeat = bool(plain and options.n_seq_max > 1 and C.llama_memory_can_shift(self.memory))
         self.batch = C.llama_batch_init(self.n_batch, 0, 1)
 
@@ -124,6 +125,10 @@ class Context:
         C.llama_memory_clear(self.memory, True)
         self._checkpoints.clear()
 
+    def length(self, seq: int = 0) -> int:
+        """The position after a sequence's last cell."""
+        return int(C.llama_memory_seq_pos_max(self.memory, seq)) + 1
+
     def move_sequence(self, seq: int, to: int) -> None:
         """Move the cells of a sequence to another one."""
         C.llama_memory_seq_cp(self.memory, seq, to, -1, -1)
@@ -148,13 +153,13 @@ class Context:
                 C.llama_memory_seq_add(self.memory, spare, -1, -1, n)
         reason = last_error() if self.choice.coded else ""  # before another call clears it
         self.move_sequence(spare, seq)
-        if C.llama_memory_seq_pos_max(self.memory, seq) != pos + n - 1:
+        if self.length(seq) != pos + n:
             reason = reason or (last_error() if self.choice.coded else "") or "llama.cpp copied no cells"
             raise CacheError("n_ctx", f"cannot repeat {n} cells before position {pos}: {reason}")
 
     def mark(self, pos: int, seq: int = 0) -> None:
         """Make drop_tail(pos) possible later: copies recurrent state. The sequence must end at `pos` now."""
-        if self.recurrent:
+        if self.recurrent and pos:
             self._checkpoints.setdefault(seq, Checkpoints(self.handle, seq)).take(pos)
 
     def drop_tail(self, pos: int, seq: int = 0) -> None:
@@ -162,7 +167,7 @@ class Context:
         would not be complete or recurrent state has no mark there: measurements do not depend on earlier ones.
         """
         checkpoints = self._checkpoints.get(seq)
-        n_removed = C.llama_memory_seq_pos_max(self.memory, seq) + 1 - pos
+        n_removed = self.length(seq) - pos
         if checkpoints is not None:
             removed = checkpoints.rewind(pos, exactly=True) == pos
         elif self.choice.coded and pos > 0 and n_removed > self.stats.n_rollback:
