@@ -8,6 +8,7 @@ Requests are sorted so that those with a common prefix share its cells.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -20,12 +21,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from converter.scoring import log_softmax
+from runtime.options import open_context
 from subkv.base.errors import CacheError, SubkvError, concerning
-from subkv.base.text import printable
 from subkv.engine.cache import parse_cache
 from subkv.engine.context import ContextOptions, Logits
 from subkv.engine.model import Model
-from subkv.engine.stats import cache_line
 from subkv.engine.template import Template
 from subkv.native.binding import C
 
@@ -59,15 +59,12 @@ class SubkvLM(TemplateLM):  # type: ignore[misc]
                 raise CacheError(f"--model_args {name}", f"expected a positive number, found {number}")
         with concerning(model="--model_args model", kv_cache="--model_args cache"):
             self._model = Model(model)
-            choice = parse_cache(cache, self._model.path)
+            choice = parse_cache(cache, self._model.path).with_rollback(N_ROLLBACK)
         self._n_ctx = n_ctx or min(4096, self._model.n_ctx_train)
-        self._context = self._model.context(
-            choice.with_rollback(N_ROLLBACK), ContextOptions(self._n_ctx, n_threads=threads)
-        )
+        sized = ContextOptions(self._n_ctx, n_threads=threads)
+        self._context = open_context(self._model, choice, sized, "", contextlib.ExitStack())
         self._held: list[int] = []  # tokens that the context holds
         self._path = model
-        for line in filter(None, [cache_line(self._context.stats), choice.line]):
-            print(printable(line))
 
     #
     # tokens

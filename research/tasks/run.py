@@ -14,6 +14,7 @@ import numpy.typing as npt
 from converter.scoring import log_softmax
 from research.tasks.grammar import Grammar
 from research.tasks.kinds import SPARE, Sample, Task
+from runtime.options import cache_members, open_context
 from subkv.base.errors import SubkvError
 from subkv.base.progress import note, progress_bar
 from subkv.engine.cache import CacheChoice
@@ -195,7 +196,7 @@ def run(
         for length in lengths:
             with contextlib.ExitStack() as opened:
                 sized = replace(options, n_ctx=length)
-                contexts = [opened.enter_context(model.context(choice, sized)) for choice in caches.values()]
+                contexts = [open_context(model, choice, sized, name, opened) for name, choice in caches.items()]
                 for task in tasks:
                     outcomes: list[list[Outcome]] = [[] for _ in caches]
                     for i in range(samples):
@@ -210,9 +211,7 @@ def run(
                                 "task": task.name,
                                 "length": length,
                                 **scores(of_cache, outcomes[0]),
-                                "bpe": round(context.stats.bpe, 4),
-                                "kv_bytes": context.stats.bytes_kv,
-                                "kv_bytes_per_token": context.stats.bytes_per_token,
+                                **cache_members(context),
                             }
                         )
                     base = results[-len(caches)]
