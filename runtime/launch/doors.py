@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.launch import programs
-from runtime.launch.arguments import is_llama_cpp_program, split_devices
+from runtime.launch.arguments import ProgramArguments, is_llama_cpp_program, split_devices
 from runtime.launch.variables import LIBRARY_PATH
 from subkv.base.errors import SubkvError
 
@@ -175,3 +175,16 @@ def device_variables(door: Door, devices: Sequence[str]) -> dict[str, str]:
             "found none",
         )
     return {DEVICES: DEVICE}
+
+
+def door_environment(door: Door, read: ProgramArguments) -> dict[str, str]:
+    """The environment of a program with these arguments: with the plug-in's variables only if a cache may be coded.
+
+    Raises as plugin_variables() and device_variables().
+    """
+    if door.plugin is None:
+        return dict(read.environment)
+    if read.ordinary:  # the plug-in's device would take its layers
+        return without_plugin(read.environment)
+    devices = {} if read.prints else device_variables(door, read.devices)
+    return {**read.environment, **plugin_variables(door.plugin, read.environment), **devices}

@@ -121,9 +121,6 @@ def _variables(
             reason = f"expected none, because the plug-in codes every cache that has bases (--kv-bits), found {own}"
             raise SubkvError(flag, reason)
     variables: dict[str, str] = {}
-    if plugin and not read.ordinary:
-        variables |= doors.plugin_variables(plugin, read.environment)
-        variables |= {} if read.prints else doors.device_variables(program.door, read.devices)
     models = () if read.ordinary else read.models
     if request.kv_memory is not None:
         request = _with_fitting_budget(program.name, read, request)
@@ -134,11 +131,10 @@ def _variables(
         options.note(f"KV cache: {name}, from the arguments")
     if not read.ordinary or read.codes_draft:
         with concerning(model="-m", model_path="-m", kv_cache="-ctk"):
-            required = read.strict or (strict and not read.types)
-            cache, notes = cache_variables(models, request, required, name_bases=bool(plugin), kv_bits=read.budget)
-        variables |= cache
-        if strict and models and not read.types and request.bases is None:
-            variables[CACHE] = CODED
+            by_default = strict and not read.types
+            variables, notes = cache_variables(
+                models, request, read.strict or by_default, bool(plugin), read.budget, CODED if by_default else AUTO
+            )
         if not (notes or read.ordinary):
             notes = [_no_model_note(program.name, read, others)]
         for line in notes:
@@ -201,8 +197,7 @@ def prepare_start(
         with concerning(hf_repo="-hf"):
             arguments = with_hub_models(arguments)
     _prepare_others(prepare)
+    inherited = doors.door_environment(program.door, arguments)
     variables = _variables(program, arguments, request, bool(prepare), strict)
-    ordinary = program.door.plugin and arguments.ordinary  # the plug-in's device would take its layers
-    inherited = doors.without_plugin(arguments.environment) if ordinary else arguments.environment
-    inherited = {name: value for name, value in inherited.items() if name != CACHE}
+    inherited.pop(CACHE, None)
     return Start(program.path, [program.name, *arguments.arguments], {**(defaults or {}), **inherited, **variables})

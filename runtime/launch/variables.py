@@ -125,11 +125,12 @@ def cache_variables(
     strict: bool = False,
     name_bases: bool = False,
     kv_bits: float | None = None,
+    cache: str = AUTO,
 ) -> tuple[dict[str, str], list[str]]:
     """Variables that give these models the requested caches, and a line about each cache.
 
     strict: as prepare(). kv_bits: of the arguments, which have precedence over the request's. name_bases: name the file
-    with a single model's bases, for readers with another cache folder.
+    with a single model's bases, for readers with another cache folder. cache: AUTO, or CODED: they get no other one.
 
     Raises as prepare() and CacheRequest.variables().
     """
@@ -138,7 +139,7 @@ def cache_variables(
         prepared = [prepare(request.bases, strict=True, bases=request.bases, kv_bits=kv_bits)]
     else:
         prepared = [prepare(model, strict, kv_bits=kv_bits) for model in models]
-    value, layout = AUTO, prepared[0].layout if len(prepared) == 1 else None
+    value, layout = cache if models else AUTO, prepared[0].layout if len(prepared) == 1 else None
     if layout is not None and (name_bases or request.bases is not None):
         value = os.path.abspath(layout)
     several = len(prepared) > 1
