@@ -14,7 +14,6 @@ from subkv.base.errors import (
     install,
     is_unavailable,
     system_reason,
-    without_remedy,
 )
 from subkv.base.folders import cache_folder, package_folders
 
@@ -81,7 +80,7 @@ def converted() -> Path:
     except (ModelFileError, CacheError) as error:
         if is_unavailable(error):
             raise SubkvError("XDG_CACHE_HOME", error.reason) from error
-        show(f"{target}: {without_remedy(error.reason)}; converting it again", err=True)
+        show(f"{target}: {error.cause}; converting it again", err=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

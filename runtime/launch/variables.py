@@ -93,8 +93,7 @@ def prepare(model: Path, strict: bool = False, bases: Path | None = None, kv_bit
         return ModelCache(None, f16_instead(CacheOptions(), error).note)
     assert choice.layout is not None  # because of CODED
     if choice.unstored:
-        reason = choice.unstored.removeprefix("XDG_CACHE_HOME: ")
-        raise SubkvError("XDG_CACHE_HOME", f"cannot store the bases of {model}: {reason}")
+        raise SubkvError("XDG_CACHE_HOME", f"cannot store the bases of {model}: {choice.unstored}")
     return ModelCache(choice.layout, choice.line)
 
 

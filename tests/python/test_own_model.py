@@ -355,7 +355,7 @@ def test_memory_is_no_reason_for_a_larger_cache() -> None:
     choice = CacheChoice("subkv", "subkv", 1, 1, Path("bases.gguf"), automatic=True, gain="convert")
     for error, falls_back in (
         (CacheError("kv_cache", "insufficient memory"), False),
-        (NoCodedCacheError("kv_cache", "model x: subkv cannot hold its K/V cache; choose f16"), True),
+        (NoCodedCacheError("kv_cache", "model x: subkv cannot hold its K/V cache", "choose f16"), True),
     ):
         names = []
 

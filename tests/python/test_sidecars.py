@@ -225,18 +225,18 @@ def test_the_search_and_hostile_files(model: Path, made: Path, tmp_path: Path, c
         assert str(caught.value).isprintable()
         found = find_bases(model, path, NAMED)
         assert (found.source, found.path, found.note) == (NAMED, path, "")
-        assert found.reason.endswith(f"found {why}")
+        assert found.failure.reason.endswith(f"found {why}")
     plain = find_bases(model, model, NAMED)
-    assert plain.reason == f"expected subkv.* keys (a converted model or a sidecar), found none in {model}"
+    assert plain.failure.reason == f"expected subkv.* keys (a converted model or a sidecar), found none in {model}"
     none = find_bases(model, None, WEIGHTS)
-    assert (none.source, none.path, none.note) == (NONE, None, "") and "no bases for this model" in none.reason
+    assert (none.source, none.path, none.note) == (NONE, None, "") and "no bases for this model" in none.failure.reason
     for source, ending in ((STORED, ".gguf"), (WEIGHTS, ".weights.gguf")):
         path = stored_path(model, model_content(model), source)
         assert path.name.endswith(ending) and path.parent == cache_home / "subkv" / "sidecars"
         path.parent.mkdir(parents=True, exist_ok=True)
         cut.replace(path)
         found = find_bases(model, None, WEIGHTS)
-        assert (found.source, found.path, found.is_unavailable) == (source, path, False) and found.reason
+        assert (found.source, found.path, found.is_unavailable) == (source, path, False) and not found.is_usable
         path.rename(cut)
     for content in ("", "0" * 63, "../" * 30):
         with pytest.raises(SubkvError, match="subkv_sidecar_path: content: expected 64 hex digits, found"):

@@ -22,6 +22,7 @@ INTERNAL = {"subkv_connect"}  # for libllama, looked up by name: no handle
 # succeed with NULL for every pointer and 0 for every number
 SUCCEED = {
     "subkv_last_error",
+    "subkv_last_error_parts",
     "subkv_kernel_name",
     "subkv_device_kernel_name",
     "subkv_constants",

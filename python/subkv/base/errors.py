@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import re
 from collections.abc import Iterator, Sequence
 
 from subkv.base.text import printable
@@ -13,14 +12,16 @@ from subkv.base.text import printable
 class SubkvError(Exception):
     """Invalid input. key: the argument, metadata key or tensor, "" for none; reason: one sentence.
 
+    remedy: the end of the sentence, which advises another cache or a conversion; `cause` is the sentence without it.
+
     Functions name their own arguments, never a flag: `concerning` renames the key of a passing error, and
     subkv.base.command maps arguments to flags.
     """
 
-    def __init__(self, key: str, reason: str) -> None:
-        super().__init__(key, reason)
-        self.key = key
-        self.reason = reason
+    def __init__(self, key: str, reason: str, remedy: str = "") -> None:
+        super().__init__(key, reason, remedy)
+        self.key, self.cause = key, reason
+        self.reason = f"{reason}; {remedy}" if remedy else reason
 
     def __str__(self) -> str:
         return printable(f"{self.key}: {self.reason}" if self.key else self.reason)
@@ -61,11 +62,6 @@ def system_reason(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "out of memory"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
-def without_remedy(reason: str) -> str:
-    """A reason of SubkvError or libsubkv without the other cache, or the conversion, that it advises at its end."""
-    return re.sub(r"; (?:choose f16|use an ordinary cache|convert )[^;]*$", "", reason)
 
 
 def is_unavailable(error: BaseException) -> bool:

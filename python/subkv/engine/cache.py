@@ -6,26 +6,23 @@ import contextlib
 import contextvars
 import ctypes
 import dataclasses
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from subkv.base.errors import CacheError, NoCodedCacheError, SubkvError, concerning, without_remedy
+from subkv.base.errors import CacheError, NoCodedCacheError, SubkvError, concerning
 from subkv.engine import sidecars
 from subkv.format import metadata
 from subkv.format.layout import Layout
-from subkv.format.window import ERROR_KEYS, Window
+from subkv.format.window import Window
 from subkv.native import library
 from subkv.native.bases import AUTO, CODED, EMBEDDED, STORED, WEIGHTS, budget_of, find_bases
 from subkv.native.gguf import check_model_file
-from subkv.native.library import last_error
+from subkv.native.library import MEMORY, NO_ERROR, UNSUPPORTED, Failure, last_failure
 from subkv.native.library import load as native
 from subkv.native.log import LogLines, last_log_error
 
 T = TypeVar("T")
-# sentences of libsubkv about a model, or a layer on its device, but not about memory
-UNSUPPORTED = re.compile(r"model\b|this model's |layer \d+: (?!its bases, )")
 MIB = 1024 * 1024
 
 # llama.cpp's cache types: name -> (ggml type, bits per element)
@@ -206,7 +203,7 @@ def choose_cache(model: Path, requested: CacheOptions = CacheOptions(), derive: 
         choice = _coded(found.path or model, requested, found.note, found.budget)
         return dataclasses.replace(choice, automatic=automatic)
     if not derive:
-        why = found.reason if found.is_unavailable else "a cache that is read once is not coded by default"
+        why = found.failure.sentence() if found.is_unavailable else "a cache that is read once is not coded by default"
         note = f"cache: f16: {why}; kv_cache='subkv' codes it"
         return dataclasses.replace(_stock("f16", "f16", requested), note=note)
     try:
@@ -241,7 +238,7 @@ def f16_instead(requested: CacheOptions, error: CacheError) -> CacheChoice:
     """
     if requested.window.requested():
         raise error
-    note = f"cache: f16; {without_remedy(error.reason)}"
+    note = f"cache: f16; {error.cause}"
     return dataclasses.replace(_stock("f16", "f16", requested), note=note, automatic=True)
 
 
@@ -339,26 +336,24 @@ def attached(choice: CacheChoice) -> Iterator[None]:
             values = [getattr(choice.window, name) for name, *_ in library.CacheParams._fields_]
             params = library.CacheParams(*(v.encode() if isinstance(v, str) else v for v in values))
             if not native().subkv_attach(layout.handle, ctypes.byref(params)):
-                raise _refused(last_error())
+                raise _refused(last_failure())
         if attach := _also_attach.get():
             attach()
         yield
 
 
-def _refused(sentence: str) -> CacheError:
-    """The error for a sentence of libsubkv: about the member of Window that it starts with, else about `kv_cache`."""
-    key, colon, rest = sentence.partition(": ")
-    return CacheError(key, rest) if colon and key in ERROR_KEYS else CacheError("kv_cache", sentence)
+def _refused(failure: Failure, remedy: str = "") -> CacheError:
+    """The error for a failure of libsubkv: about `adapt`, or about `kv_cache` with a remedy."""
+    if failure.key == "adapt":
+        return CacheError("adapt", failure.reason)
+    kind = NoCodedCacheError if failure.kind == UNSUPPORTED else CacheError
+    return kind("kv_cache", failure.without_remedy(), failure.remedy or remedy)
 
 
 def creation_error(choice: CacheChoice, log: LogLines, otherwise: str) -> SubkvError:
     """The error for a context that llama.cpp did not create, with the reason of libsubkv or of the log."""
-    if not choice.coded:
+    failure = last_failure()
+    if not choice.coded or failure.kind == NO_ERROR:
         return CacheError("kv_cache", last_log_error(log) or otherwise)
-    reason = last_error() or last_log_error(log) or otherwise
-    error = _refused(reason)
-    if error.key != "kv_cache":
-        return error
-    kind = NoCodedCacheError if UNSUPPORTED.match(reason) else CacheError
-    advised = "f16" in reason or (kind is CacheError and "memory" in reason)  # f16 takes more of it
-    return kind("kv_cache", reason if advised else f"{reason}; choose f16 to run without coefficients")
+    remedy = "" if failure.kind == MEMORY else "choose f16 to run without coefficients"  # f16 takes more memory
+    return _refused(failure, remedy)

@@ -11,10 +11,11 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from subkv.base.errors import CacheError, SubkvError, concerning, system_reason, without_remedy
+from subkv.base.errors import CacheError, SubkvError, concerning, system_reason
 from subkv.format import store
 from subkv.format.metadata import read
 from subkv.native.bases import EMBEDDED, NAMED, NONE, WEIGHTS, FoundBases, find_bases, model_content, stored_path
+from subkv.native.library import BUDGET
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,15 @@ def usable(found: FoundBases) -> bool:
     have no such plan. Damaged ones from the weights are not usable: they take seconds to derive.
     """
     if found.source == WEIGHTS:
-        if found.lacks_budget:
-            raise CacheError("kv_bits", found.reason)
-        return not found.reason
-    if found.source == NONE or not found.reason:
+        if found.failure.kind == BUDGET:
+            raise CacheError("kv_bits", found.failure.sentence(found.failure.key))
+        return found.is_usable
+    if found.source == NONE or found.is_usable:
         return found.source != NONE
     if found.source in (NAMED, EMBEDDED):
-        raise CacheError("bases", found.reason)
+        raise CacheError("bases", found.failure.without_remedy(), found.failure.remedy)
     remedy = "make it readable" if found.is_unavailable else "convert the model again"
-    raise CacheError("bases", f"{without_remedy(found.reason)}; {remedy}, or ignore it with --no-sidecar")
+    raise CacheError("bases", found.failure.without_remedy(), f"{remedy}, or ignore it with --no-sidecar")
 
 
 def from_weights(model: Path, found: FoundBases | None, kv_bits: float | None = None) -> Sidecar:
@@ -52,7 +53,9 @@ def from_weights(model: Path, found: FoundBases | None, kv_bits: float | None = 
 
     Raises CacheError about `kv_cache` if they cannot be derived, about `kv_bits` as find_bases().
     """
-    unstored = found.reason if found is not None and found.is_unavailable else ""  # the file must not be replaced
+    unstored = (
+        found.failure.sentence() if found is not None and found.is_unavailable else ""
+    )  # the file must not be replaced
     if found is not None and not unstored and not usable(found):
         unstored = _store(model)
         found = find_bases(model, None, WEIGHTS, kv_bits)
@@ -155,4 +158,4 @@ def _derive(model: Path, path: Path) -> None:
 
 def _not_derived(model: Path, reason: str) -> CacheError:
     why = f"there are no bases for {model}, and they cannot be derived from its weights: {reason}"
-    return CacheError("kv_cache", f"{why}; choose f16")
+    return CacheError("kv_cache", why, "choose f16")

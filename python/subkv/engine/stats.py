@@ -89,7 +89,8 @@ def context_stats(model: Any, ctx: Any, choice: CacheChoice, log: LogLines) -> K
     if not native().subkv_get_stats(ctx, ctypes.byref(raw)):
         raise NoCodedCacheError(
             "kv_cache",
-            "expected a model with a K/V cache, found one without (recurrent or encoder-only); choose f16",
+            "expected a model with a K/V cache, found one without (recurrent or encoder-only)",
+            "choose f16",
         )
     fingerprint = native().subkv_context_fingerprint(ctx)
     cpu_kernel = native().subkv_kernel_name()

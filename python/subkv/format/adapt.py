@@ -102,7 +102,7 @@ def parse(text: str) -> tuple[str, Adapt]:
     """
     number, params = _i32(), Params()
     if not _subkv().subkv_adapt_parse(text.encode(), ctypes.byref(number), ctypes.byref(params)):
-        raise CacheError("adapt", _lib.last_error().removeprefix("adapt: "))
+        raise CacheError("adapt", _lib.last_failure().sentence("adapt"))
     if not number:
         raise CacheError("adapt", f"expected k, v or kv, found {text!r}")
     values: dict[str, Any] = {"kind": KINDS[params.kind]}

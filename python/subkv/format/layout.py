@@ -27,7 +27,8 @@ class Layout:
         self._library = library.load()
         self.handle: int | None = self._library.subkv_layout_load_budget(os.fsencode(path), budget)
         if not self.handle:
-            raise CacheError("path", library.last_error())
+            failure = library.last_failure()
+            raise CacheError("path", failure.without_remedy(), failure.remedy)
         self.description: dict[str, Any] = json.loads(self._library.subkv_layout_json(self.handle).decode("utf-8"))
         if self.description["version"] == WITHOUT_DIGEST:
             _note_version(os.fspath(path))

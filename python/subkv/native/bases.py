@@ -41,17 +41,24 @@ def check_budget(kv_bits: float | None) -> None:
 class FoundBases:
     """subkv_bases. path: None if no place has any. note: one line for the user; size: a part of it; "" if unusable.
 
-    budget: in bits per element, for Layout(). lacks_budget: stored bases from the weights have no such plan.
+    failure: why the bases cannot be used, or there are none. budget: in bits per element, for Layout().
     """
 
     source: int
     path: Path | None
     note: str
     size: str
-    reason: str
-    is_unavailable: bool
+    failure: library.Failure
     budget: float
-    lacks_budget: bool
+
+    @property
+    def is_usable(self) -> bool:
+        return self.failure.kind == library.NO_ERROR
+
+    @property
+    def is_unavailable(self) -> bool:
+        """Whether the system is the reason: the file itself may be sound."""
+        return self.failure.kind == library.UNAVAILABLE
 
 
 def find_bases(model: Path, named: Path | None, last: int, kv_bits: float | None = None) -> FoundBases:
@@ -70,20 +77,17 @@ def find_bases(model: Path, named: Path | None, last: int, kv_bits: float | None
         raise ModelFileError("model", library.last_error())
     try:
         seen = found.contents
-        reason = os.fsdecode(seen.reason)
-        if seen.lacks_budget:
-            key, _, reason = reason.partition(": ")
-        if seen.lacks_budget and seen.source != WEIGHTS:
-            raise CacheError(key if key.isupper() else "kv_bits", reason)
+        failure = library.Failure.of(seen.error)
+        if failure.kind == library.BUDGET and seen.source != WEIGHTS:
+            key = "SUBKV_BITS" if failure.key == "SUBKV_BITS" else "kv_bits"
+            raise CacheError(key, failure.sentence(failure.key))
         return FoundBases(
             seen.source,
             Path(os.fsdecode(seen.path)) if seen.path else None,
             f"bases: {os.fsdecode(seen.words)}" if seen.words else "",
             os.fsdecode(seen.size),
-            reason,
-            bool(seen.unavailable),
+            failure,
             float(seen.budget),
-            bool(seen.lacks_budget),
         )
     finally:
         lib.subkv_bases_free(found)
@@ -132,5 +136,5 @@ def sidecar_folder() -> Path:
 
 def _path(path: bytes | None) -> Path:
     if path is None:
-        raise SubkvError("XDG_CACHE_HOME", library.last_error().removeprefix("XDG_CACHE_HOME: "))
+        raise SubkvError("XDG_CACHE_HOME", library.last_failure().sentence("XDG_CACHE_HOME"))
     return Path(os.fsdecode(path))

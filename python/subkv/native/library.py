@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,12 @@ _float = ctypes.c_float
 def members(kind: Any, *names: str) -> list[tuple[str, Any]]:
     """Consecutive members of one type in a struct."""
     return [(name, kind) for name in names]
+
+
+class ErrorParts(ctypes.Structure):
+    """subkv_error."""
+
+    _fields_ = [("kind", _i32), *members(_str, "key", "reason", "remedy")]
 
 
 class CacheParams(ctypes.Structure):
@@ -55,9 +62,9 @@ class Bases(ctypes.Structure):
 
     _fields_ = [
         ("source", _i32),
-        *members(_str, "path", "words", "size", "reason"),
-        *members(ctypes.c_bool, "unavailable", "lacks_budget"),
+        *members(_str, "path", "words", "size"),
         ("budget", _float),
+        ("error", ErrorParts),
     ]
 
 
@@ -81,6 +88,7 @@ Signatures = Mapping[str, tuple[Any, list[Any]]]  # function -> (result type, ar
 # in the order of subkv.h; functions of other headers are declared at their callers
 SIGNATURES: Signatures = {
     "subkv_last_error": (_str, []),
+    "subkv_last_error_parts": (ctypes.POINTER(ErrorParts), []),
     "subkv_kernel_name": (_str, []),
     "subkv_device_kernel_name": (_str, []),
     "subkv_constants": (_str, []),
@@ -191,6 +199,37 @@ def llama_cpp_commit() -> str:
     return str(declare(ggml(), {"ggml_commit": (_str, [])}).ggml_commit().decode())
 
 
+# subkv.h
+NO_ERROR, INVALID, UNSUPPORTED, MEMORY, UNAVAILABLE, BUDGET = range(6)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """subkv_error. Programs react to the kind and the key; the other texts are for the user."""
+
+    kind: int = NO_ERROR
+    key: str = ""
+    reason: str = ""
+    remedy: str = ""
+
+    @classmethod
+    def of(cls, parts: ErrorParts) -> Failure:
+        return cls(parts.kind, *(os.fsdecode(text) for text in (parts.key, parts.reason, parts.remedy)))
+
+    def without_remedy(self, key: str = "") -> str:
+        """The sentence for an error about `key`, without the remedy."""
+        return f"{self.key}: {self.reason}" if self.key not in ("", key) else self.reason
+
+    def sentence(self, key: str = "") -> str:
+        """The sentence for an error about `key`."""
+        return f"{self.without_remedy(key)}; {self.remedy}" if self.remedy else self.without_remedy(key)
+
+
+def last_failure() -> Failure:
+    """This thread's latest failure of libsubkv."""
+    return Failure.of(load().subkv_last_error_parts().contents)
+
+
 def last_error() -> str:
-    """The reason of this thread's latest libsubkv failure, "" if none."""
+    """The sentence of this thread's latest failure of libsubkv, "" if none."""
     return (load().subkv_last_error() or b"").decode("utf-8", "replace")

@@ -136,10 +136,10 @@ class Store:
         self._process = os.getpid()
         self._opened = _lib().subkv_store_open(os.fsencode(self.folder), self._max_bytes)  # None: has no prompts
         if self._opened is None:
-            reason = library.last_error().removeprefix("SUBKV_STORE: ")
-            if reason.startswith("expected"):
-                raise CacheError("prompt_cache", reason)
-            _warn(self.folder, f"{reason}; continuing without it")
+            failure = library.last_failure()
+            if failure.kind == library.INVALID:
+                raise CacheError("prompt_cache", failure.reason)
+            _warn(self.folder, f"{failure.reason}; continuing without it")
         else:
             weakref.finalize(self, _close, self._opened, self._process, self.folder)
 

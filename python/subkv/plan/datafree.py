@@ -94,7 +94,8 @@ def shapes(base: Base) -> tuple[LayerShape, ...]:
             reason = f"its attention is multi-head latent (MLA) of another form than that of {', '.join(mla.SUPPORTED)}"
         raise CacheError(
             "kv_cache",
-            f"model {arch}: subkv cannot hold its K/V cache because {reason}; use an ordinary cache type (-ctk f16)",
+            f"model {arch}: subkv cannot hold its K/V cache because {reason}",
+            "use an ordinary cache type (-ctk f16)",
         )
     return tuple(layers)
 

@@ -12,13 +12,9 @@ namespace subkv {
 
 namespace {
 
-[[noreturn]] void refuse_option(const char * name, const std::string & expected, const std::string & found) {
-    refuse(std::string("adapt: ") + name, expected, found);
-}
-
 void check_range(const char * name, int64_t value, int64_t low, int64_t high) {
     if (value < low || value > high) {
-        refuse_option(name, std::to_string(low) + ".." + std::to_string(high), std::to_string(value));
+        refuse_adapt(name, std::to_string(low) + ".." + std::to_string(high), std::to_string(value));
     }
 }
 
@@ -46,10 +42,10 @@ AdaptParams Adapter::checked(AdaptParams p, int32_t rank) {
         check_range("window", p.window, p.block + p.lookahead, MAX_ADAPT_WINDOW);
     }
     if (!(p.tau > 0.0f)) {
-        refuse_option("tau", "a residual above 0", std::to_string(p.tau));
+        refuse_adapt("tau", "a residual above 0", std::to_string(p.tau));
     }
     if (!(p.gain > 0.0f && std::isfinite(p.gain))) {
-        refuse_option("gain", "a factor above 0", std::to_string(p.gain));
+        refuse_adapt("gain", "a factor above 0", std::to_string(p.gain));
     }
     return p;
 }

@@ -44,6 +44,16 @@ double quantizer_distortion(int32_t bits);
 
 using AdaptParams = subkv_adapt_params;
 
+// Sets an error about the options of adaptation and throws it.
+[[noreturn]] inline void refuse_adapt(const std::string & reason) {
+    fail({ SUBKV_ERROR_INVALID, "adapt", reason, "" });
+}
+
+[[noreturn]] inline void refuse_adapt(const std::string & option, const std::string & expected,
+                                      const std::string & found) {
+    refuse_adapt(option + ": expected " + expected + ", found " + found);
+}
+
 // A basis and its codec; the codec's matrices are the rotation.
 struct ChunkBasis {
     std::vector<uint16_t> rotation; // R [n][n] half, row-major

@@ -49,7 +49,7 @@ int32_t kind_of(const std::string & value) {
             return (int32_t) i;
         }
     }
-    refuse("adapt: kind", "one of covariance, fd, oja", quoted(value));
+    refuse_adapt("kind", "one of covariance, fd, oja", quoted(value));
 }
 
 void set(subkv_adapt_params & params, const std::string & name, const std::string & value) {
@@ -73,7 +73,7 @@ void set(subkv_adapt_params & params, const std::string & name, const std::strin
             params.*field.fraction = std::strtof(value.c_str(), &end);
         }
         if (value.empty() || *end || errno != 0) {
-            refuse("adapt: " + name, "a number", quoted(value));
+            refuse_adapt(name, "a number", quoted(value));
         }
         return;
     }
@@ -81,7 +81,7 @@ void set(subkv_adapt_params & params, const std::string & name, const std::strin
     for (const auto & field : FIELDS) {
         names += std::string(", ") + field.name;
     }
-    refuse("adapt", "one of " + names, quoted(name));
+    refuse_adapt("expected one of " + names + ", found " + quoted(name));
 }
 
 } // namespace
@@ -97,7 +97,7 @@ static int32_t parse(const std::string & text, subkv_adapt_params & given) {
     }
     const int32_t sides = field == "k" ? 1 : field == "v" ? 2 : field == "kv" ? 3 : 0;
     if (sides == 0) {
-        refuse("adapt", "k, v or kv", quoted(field));
+        refuse_adapt("expected k, v or kv, found " + quoted(field));
     }
     while (std::getline(fields, field, ',')) {
         const size_t      equals = field.find('=');
@@ -105,14 +105,14 @@ static int32_t parse(const std::string & text, subkv_adapt_params & given) {
         set(given, name, equals == std::string::npos ? "" : field.substr(equals + 1));
         // Only the defaults may disable a trigger: a user who sets a trigger needs it.
         if (name == "tau" && !(given.tau > 0.0f && given.tau < 1.0f)) {
-            refuse("adapt: tau", "a relative residual between 0 and 1", number(given.tau));
+            refuse_adapt("tau", "a relative residual between 0 and 1", number(given.tau));
         }
         if (name == "length" && given.length < 1) {
-            refuse("adapt: length", "at least 1 token", std::to_string(given.length));
+            refuse_adapt("length", "at least 1 token", std::to_string(given.length));
         }
         for (const auto & [option, n] : { std::pair("window", given.window), { "lookahead", given.lookahead } }) {
             if (name == option && n < 1) {
-                refuse(std::string("adapt: ") + option, "at least 1 token", std::to_string(n));
+                refuse_adapt(option, "at least 1 token", std::to_string(n));
             }
         }
     }

@@ -31,7 +31,9 @@ void ChunkedLayer::reset(uint32_t stream) {
                 const AdaptParams params = Adapter::checked(request_.params, codec.rank);
                 units_[index(stream, head, value)].reset(new ChunkUnit{ Adapter(ops(), codec, params) });
             } catch (const Invalid & e) {
-                fail("%s (layer %d, head %d)", e.what(), codec_.il, (int) head);
+                Error error = e.error;
+                error.reason += sentence(" (layer %d, head %d)", codec_.il, (int) head);
+                fail(error);
             }
         }
     }
@@ -42,34 +44,38 @@ void ChunkedBases::check(const ChunkRequest & request, const Layout & layout, in
     const AdaptParams & p = request.params;
     Adapter::checked(p, MAX_SKETCH_SIZE);
     if (n_recent < p.block + n_rollback) {
-        fail("adapt: block: expected at most n_recent less n_rollback, %d, since a block is coded when it leaves the "
-             "exact window, found %d",
-             std::max(0, n_recent - n_rollback), p.block);
+        refuse_adapt(
+            sentence("block: expected at most n_recent less n_rollback, %d, since a block is coded when it leaves the "
+                     "exact window, found %d",
+                     std::max(0, n_recent - n_rollback), p.block));
     }
     if (n_recent < p.block + p.lookahead + n_rollback) {
-        fail("adapt: lookahead: expected at most n_recent less n_rollback and block, %d, since the tokens that a block "
-             "looks ahead at are in the exact window and can no longer be removed, found %d",
-             n_recent - n_rollback - p.block, p.lookahead);
+        refuse_adapt(sentence(
+            "lookahead: expected at most n_recent less n_rollback and block, %d, since the tokens that a block "
+            "looks ahead at are in the exact window and can no longer be removed, found %d",
+            n_recent - n_rollback - p.block, p.lookahead));
     }
     for (const LayerDesc & layer : desc.layers) {
         if (layer.latent) {
-            fail("adapt: expected layers with values of their own, found latent attention (MLA)");
+            refuse_adapt("expected layers with values of their own, found latent attention (MLA)");
         }
         if (std::max(layer.d_k, layer.d_v) > MAX_SKETCH_SIZE) {
-            fail("adapt: expected heads of at most %d elements, found %d in layer %d", MAX_SKETCH_SIZE,
-                 std::max(layer.d_k, layer.d_v), layer.il);
+            refuse_adapt(sentence("expected heads of at most %d elements, found %d in layer %d", MAX_SKETCH_SIZE,
+                                  std::max(layer.d_k, layer.d_v), layer.il));
         }
     }
     for (const LayerDesc & layer : desc.layers) {
         if (layout.layer(layer.il) && has_device_kernels(layer.buft)) {
-            fail("adapt: layer %d has its cache on %s, which does not support adaptive bases; keep it on the CPU "
-                 "(-ngl 0, or offload_kqv off), or use static bases",
-                 layer.il, ggml_backend_buft_name(layer.buft));
+            refuse_adapt(
+                sentence("layer %d has its cache on %s, which does not support adaptive bases; keep it on the CPU "
+                         "(-ngl 0, or offload_kqv off), or use static bases",
+                         layer.il, ggml_backend_buft_name(layer.buft)));
         }
     }
     if (desc.n_seq_max > 1 && desc.n_stream == 1) {
-        fail("adapt: expected one sequence, or a cache for each (kv_unified off), found %u that share their cells",
-             desc.n_seq_max);
+        refuse_adapt(
+            sentence("expected one sequence, or a cache for each (kv_unified off), found %u that share their cells",
+                     desc.n_seq_max));
     }
 }
 

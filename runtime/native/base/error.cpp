@@ -8,7 +8,20 @@
 
 namespace subkv {
 
-static thread_local std::string last_error;
+// The latest error of a thread, and the C interface's view of it.
+static thread_local struct LastError {
+    Error       error = { SUBKV_ERROR_NONE, "", "", "" };
+    std::string sentence;
+    subkv_error parts = { SUBKV_ERROR_NONE, "", "", "" };
+
+    void set(Error next) {
+        sentence = next.sentence(); // may throw
+        error    = std::move(next);
+        show();
+    }
+
+    void show() { parts = { error.kind, error.key.c_str(), error.reason.c_str(), error.remedy.c_str() }; }
+} last_error;
 
 static std::string formatted(const char * fmt, va_list args) {
     va_list again;
@@ -32,28 +45,52 @@ std::string sentence(const char * fmt, ...) {
     return text;
 }
 
+// Sets the error that make() returns; without memory, one that says so.
+template <typename F> static bool set_error(F make) {
+    try {
+        last_error.set(make());
+    } catch (const std::exception &) {
+        last_error.error.kind = SUBKV_ERROR_MEMORY;
+        last_error.error.key.clear();
+        last_error.error.remedy.clear();
+        last_error.sentence = last_error.error.reason = "out of memory"; // short enough for a string's own bytes
+        last_error.show();
+    }
+    return false;
+}
+
+bool reject(const Error & error) {
+    return set_error([&] { return error; });
+}
+
+void reject_for(int32_t kind, const char * key, const char * reason) {
+    set_error([&] { return Error{ kind, key, reason, "" }; });
+}
+
 bool reject(const char * fmt, ...) {
     va_list args;
     va_start(args, fmt);
-    try {
-        last_error = formatted(fmt, args);
-    } catch (const std::exception &) {
-        last_error = "out of memory"; // short enough for the string's own bytes
-    }
+    set_error([&] { return Error{ SUBKV_ERROR_INVALID, "", formatted(fmt, args), "" }; });
     va_end(args);
     return false;
+}
+
+void fail(const Error & error) {
+    last_error.set(error);
+    throw Invalid(error);
 }
 
 void fail(const char * fmt, ...) {
     va_list args;
     va_start(args, fmt);
-    last_error = formatted(fmt, args);
+    const std::string reason = formatted(fmt, args);
     va_end(args);
-    throw Invalid(last_error);
+    fail(Error{ SUBKV_ERROR_INVALID, "", reason, "" });
 }
 
-void refuse(const std::string & key, const std::string & expected, const std::string & found) {
-    throw Invalid(key + ": expected " + expected + ", found " + found);
+void refuse(const std::string & key, const std::string & expected, const std::string & found,
+            const std::string & remedy) {
+    throw Invalid(Error{ SUBKV_ERROR_INVALID, key, "expected " + expected + ", found " + found, remedy });
 }
 
 void check_array(const void * array, int64_t n, const char * argument) {
@@ -63,11 +100,15 @@ void check_array(const void * array, int64_t n, const char * argument) {
 }
 
 void clear_error() {
-    last_error.clear();
+    last_error.set({ SUBKV_ERROR_NONE, "", "", "" });
 }
 
 } // namespace subkv
 
 extern "C" const char * subkv_last_error(void) {
-    return subkv::last_error.c_str();
+    return subkv::last_error.sentence.c_str();
+}
+
+extern "C" const subkv_error * subkv_last_error_parts(void) {
+    return &subkv::last_error.parts;
 }

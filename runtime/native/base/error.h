@@ -2,12 +2,14 @@
 #pragma once
 
 #include "printable.h"
+#include "subkv.h"
 
 #include <cstdint>
 #include <cstdio>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #if defined(__MINGW_PRINTF_FORMAT) // C99 format: Windows' own printf lacks %zu
 #    define SUBKV_FORMAT __attribute__((format(__MINGW_PRINTF_FORMAT, 1, 2)))
@@ -19,27 +21,50 @@
 
 namespace subkv {
 
-// what() is a complete sentence for the user, without characters that a terminal obeys: it may quote a file.
+// subkv_error, with texts of its own.
+struct Error {
+    int32_t     kind = SUBKV_ERROR_INVALID;
+    std::string key;
+    std::string reason;
+    std::string remedy;
+
+    // For the user, without characters that a terminal obeys: it may quote a file.
+    std::string sentence() const {
+        return printable((key.empty() ? "" : key + ": ") + reason + (remedy.empty() ? "" : "; " + remedy));
+    }
+};
+
+// what() is the error's sentence.
 struct Invalid : std::runtime_error {
-    explicit Invalid(const std::string & text) : std::runtime_error(printable(text)) {}
+    explicit Invalid(const Error & error) : std::runtime_error(error.sentence()), error(error) {}
+
+    explicit Invalid(const std::string & reason) : Invalid(Error{ SUBKV_ERROR_INVALID, "", reason, "" }) {}
+
+    Error error;
 };
 
 // The system cannot read a file (access, memory, open files, the disk): the file itself may be sound.
 struct Unavailable : Invalid {
     Unavailable(const std::string & key, const std::string & expected, const std::string & found) :
-        Invalid(key + ": expected " + expected + ", found " + found) {}
+        Invalid(Error{ SUBKV_ERROR_UNAVAILABLE, key, "expected " + expected + ", found " + found, "" }) {}
 };
 
 SUBKV_FORMAT std::string sentence(const char * fmt, ...);
 
 // Sets the error and returns false. Throws nothing: without memory the error says so.
+bool              reject(const Error & error);
 SUBKV_FORMAT bool reject(const char * fmt, ...);
 
-// Sets the error and throws an Invalid with the same sentence.
+// Sets the error and throws it as an Invalid.
+[[noreturn]] void              fail(const Error & error);
 [[noreturn]] SUBKV_FORMAT void fail(const char * fmt, ...);
 
 // Throws an Invalid for the value `found` of a key, an argument or a file.
-[[noreturn]] void refuse(const std::string & key, const std::string & expected, const std::string & found);
+[[noreturn]] void refuse(const std::string & key, const std::string & expected, const std::string & found,
+                         const std::string & remedy = "");
+
+// As reject(Error).
+void reject_for(int32_t kind, const char * key, const char * reason);
 
 void clear_error();
 
@@ -49,13 +74,15 @@ template <typename T, typename F> T guarded(const char * subject, T failed, F bo
     try {
         return body();
     } catch (const Invalid & e) {
-        reject("%s", e.what());
+        reject(e.error);
     } catch (const std::bad_alloc &) {
-        reject("%s: out of memory", subject);
+        reject_for(SUBKV_ERROR_MEMORY, subject, "out of memory");
+    } catch (const std::system_error & e) {
+        reject_for(SUBKV_ERROR_UNAVAILABLE, subject, e.what());
     } catch (const std::exception & e) {
-        reject("%s: %s", subject, e.what());
+        reject_for(SUBKV_ERROR_INVALID, subject, e.what());
     } catch (...) {
-        reject("%s: unknown error", subject);
+        reject_for(SUBKV_ERROR_INVALID, subject, "unknown error");
     }
     return failed;
 }

@@ -22,8 +22,10 @@ inline int64_t number_of(const char * name, int64_t least, int64_t most, int64_t
     errno                  = 0;
     const long long number = std::strtoll(text, &end, 10);
     if (*end || errno != 0 || number < least || number > most) {
-        throw Invalid(std::string(name) + ": expected a number from " + std::to_string(least) + " to " +
-                      std::to_string(most) + ", found '" + std::string(text).substr(0, 60) + "'");
+        throw Invalid({ SUBKV_ERROR_INVALID, name,
+                        "expected a number from " + std::to_string(least) + " to " + std::to_string(most) +
+                            ", found '" + std::string(text).substr(0, 60) + "'",
+                        "" });
     }
     return number;
 }
@@ -46,7 +48,8 @@ inline float budget_of_environment() {
     const std::string text   = value ? value : "";
     const float       budget = parse_budget(text);
     if (!text.empty() && budget == 0.0f) {
-        throw Invalid("SUBKV_BITS: expected bits per element, such as 3 or 4.25, found '" + text.substr(0, 60) + "'");
+        throw Invalid({ SUBKV_ERROR_INVALID, "SUBKV_BITS",
+                        "expected bits per element, such as 3 or 4.25, found '" + text.substr(0, 60) + "'", "" });
     }
     return budget;
 }

@@ -200,23 +200,18 @@ public:
         try {
             if (!named.empty()) {
                 load(SUBKV_BASES_NAMED, named);
-            } else if ((model.empty() || (!embedded() && !beside() && !stored())) && found.reason.empty()) {
-                found.reason = "no bases for this model; `subkv convert " + (model.empty() ? "MODEL" : quoted(model)) +
-                               "` derives them";
+            } else if ((model.empty() || (!embedded() && !beside() && !stored())) && found.error.reason.empty()) {
+                found.error = { SUBKV_ERROR_INVALID, "",
+                                "no bases for this model; `subkv convert " + (model.empty() ? "MODEL" : quoted(model)) +
+                                    "` derives them",
+                                "" };
             }
-        } catch (const Unavailable & e) {
-            found.reason      = e.what();
-            found.unavailable = true;
-        } catch (const NoSuchBudget & e) {
-            found.reason       = e.what();
-            found.lacks_budget = true;
         } catch (const ModelError &) {
             throw;
         } catch (const Invalid & e) {
-            found.reason = e.what();
+            found.error = e.error;
         } catch (const std::bad_alloc &) {
-            found.reason      = found.path + ": not enough memory to read it";
-            found.unavailable = true;
+            found.error = { SUBKV_ERROR_UNAVAILABLE, found.path, "not enough memory to read it", "" };
         }
         return std::move(found);
     }
@@ -231,7 +226,7 @@ private:
         try {
             return use();
         } catch (const Invalid & e) {
-            throw ModelError(e.what());
+            throw ModelError(e.error);
         }
     }
 
@@ -319,7 +314,7 @@ private:
                     load(source, found.path);
                     return true;
                 }
-                found.reason = outdated_reason(found.path, model);
+                found.error = { SUBKV_ERROR_INVALID, "", outdated_reason(found.path, model), "" };
             }
             found.source = SUBKV_BASES_NONE;
             found.path.clear();
@@ -367,8 +362,8 @@ FoundBases find_bases(const std::string & model, const std::string & named, int3
             budget = budget_of_environment();
         } catch (const Invalid & e) {
             FoundBases none;
-            none.reason       = e.what();
-            none.lacks_budget = true;
+            none.error      = e.error;
+            none.error.kind = SUBKV_ERROR_BUDGET;
             return none;
         }
     }
@@ -415,10 +410,15 @@ extern "C" const subkv_bases * subkv_find_bases(const char * model, const char *
         auto owned          = std::make_unique<OwnedBases>();
         owned->found        = find_bases(model, named ? named : "", last, budget);
         const auto &  found = owned->found;
+        const Error & error = found.error;
         const float   bits  = found.layout ? found.layout->budget : 0.0f;
         subkv_bases & out   = *owned;
-        out                 = { found.source,         found.path.c_str(), found.words.c_str(), found.size.c_str(),
-                                found.reason.c_str(), found.unavailable,  found.lacks_budget,  bits };
+        out                 = { found.source,
+                                found.path.c_str(),
+                                found.words.c_str(),
+                                found.size.c_str(),
+                                bits,
+                                { error.kind, error.key.c_str(), error.reason.c_str(), error.remedy.c_str() } };
         return owned.release();
     });
 }

@@ -27,7 +27,7 @@ void read_header(const Keys & keys, Layout & l) {
     l.version = (int) keys.u32("subkv.version", 0, UINT32_MAX);
     if (l.version != FORMAT_VERSION && l.version != FORMAT_WITHOUT_DIGEST) {
         refuse("subkv.version", std::to_string(FORMAT_WITHOUT_DIGEST) + " or " + std::to_string(FORMAT_VERSION),
-               std::to_string((uint32_t) l.version) + "; convert the base model again with this version of subkv");
+               std::to_string((uint32_t) l.version), "convert the base model again with this version of subkv");
     }
     l.codec = keys.str("subkv.codec", { "banded", "int8" });
     l.arch  = keys.str("subkv.arch");
@@ -253,7 +253,7 @@ void check_digest(const gguf_context * ctx, const Keys & keys, const Layout & l,
     const std::string expected = keys_digest(ctx, fingerprint);
     if (stored != expected) {
         refuse(KEYS_DIGEST, "the digest of the subkv.* keys, " + expected,
-               stored + ": the file is damaged or was edited; convert the base model again");
+               stored + ": the file is damaged or was edited", "convert the base model again");
     }
 }
 
@@ -273,14 +273,14 @@ std::string remedy(const Layout & l, const std::vector<LayerSpec> & specs, std::
         return "";
     }
     if (l.codec == "int8" || std::any_of(specs.begin(), specs.end(), [](const auto & spec) { return spec.latent(); })) {
-        return "; `subkv convert MODEL --kv-bits " + number(budget) + "` writes bases with it instead";
+        return "`subkv convert MODEL --kv-bits " + number(budget) + "` writes bases with it instead";
     }
     plans.push_back(budget);
-    return plans.size() > MAX_PLANS ? "" : "; `subkv convert MODEL --plans " + listed(plans, ",", ",") + "` adds it";
+    return plans.size() > MAX_PLANS ? "" : "`subkv convert MODEL --plans " + listed(plans, ",", ",") + "` adds it";
 }
 
-// The index of the plan that is nearest to this budget; -1: subkv.layout is. Throws NoSuchBudget with the budgets that
-// the file has if none is close.
+// The index of the plan that is nearest to this budget; -1: subkv.layout is. Throws Invalid with the budgets that the
+// file has if none is close.
 int plan_of(const Layout & l, const std::vector<LayerSpec> & specs, float budget) {
     constexpr float    CLOSE    = 0.02f; // BUDGET_TOLERANCE of subkv/plan/budget.py
     float              distance = std::fabs(budget - l.budget);
@@ -298,8 +298,10 @@ int plan_of(const Layout & l, const std::vector<LayerSpec> & specs, float budget
     }
     std::vector<float> all = plans;
     all.push_back(l.budget);
-    throw NoSuchBudget("bits per element: expected " + listed(all, ", ", " or ") + ", for which " + l.path +
-                       " has a plan, found " + number(budget) + remedy(l, specs, plans, budget));
+    throw Invalid(Error{ SUBKV_ERROR_BUDGET, "bits per element",
+                         "expected " + listed(all, ", ", " or ") + ", for which " + l.path + " has a plan, found " +
+                             number(budget),
+                         remedy(l, specs, plans, budget) });
 }
 
 std::shared_ptr<const Layout> read_layout(const char * path, float budget) {

@@ -137,13 +137,8 @@ struct Layout {
     std::unique_ptr<uint16_t[], AlignedDelete> matrices;
 };
 
-// The file has no plan for a budget; what() names those that it has.
-struct NoSuchBudget : Invalid {
-    using Invalid::Invalid;
-};
-
-// budget: bits per element; 0: those of subkv.layout. Throws NoSuchBudget, or Invalid with the key of a defect, the
-// expected and the actual value.
+// budget: bits per element; 0: those of subkv.layout. Throws Invalid with the key of a defect, the expected and the actual
+// value, or of SUBKV_ERROR_BUDGET with the budgets that the file has plans for.
 std::shared_ptr<const Layout> load_layout(const char * path, float budget = 0.0f);
 
 // The budget of the file's layout with this fingerprint; 0: none.

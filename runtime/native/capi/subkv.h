@@ -25,6 +25,27 @@ typedef struct subkv_layout   subkv_layout;   // bases and bands of one model, i
 typedef struct subkv_observer subkv_observer; // accumulates calibration statistics
 
 SUBKV_API const char * subkv_last_error(void);
+
+// What failed, for programs that react to it; the sentence is for people.
+enum {
+    SUBKV_ERROR_NONE        = 0,
+    SUBKV_ERROR_INVALID     = 1, // an argument, a variable, a file, a state or a batch; the kind of all others
+    SUBKV_ERROR_UNSUPPORTED = 2, // the model, or one of its layers on this device: an ordinary cache can have it
+    SUBKV_ERROR_MEMORY      = 3, // of the host or of a device
+    SUBKV_ERROR_UNAVAILABLE = 4, // the system (access, memory, the disk) cannot read a file, which may be sound
+    SUBKV_ERROR_BUDGET      = 5  // bases have no plan for the requested bits per element, or SUBKV_BITS is invalid
+};
+
+// A sentence "KEY: REASON; REMEDY" and its kind. key: of an argument, a variable or a file. "": no key, no remedy.
+typedef struct subkv_error {
+    int32_t      kind;
+    const char * key;
+    const char * reason;
+    const char * remedy; // another cache type, or a conversion
+} subkv_error;
+
+// The parts of subkv_last_error(), which are valid as long; without an error, kind is SUBKV_ERROR_NONE. Never NULL.
+SUBKV_API const subkv_error * subkv_last_error_parts(void);
 // Name of the CPU kernels in use, e.g. "avx2"; NULL + last_error if none can run.
 SUBKV_API const char * subkv_kernel_name(void);
 // Name of the GPU kernels in this build, "cuda" or "vulkan"; NULL: none.
@@ -88,13 +109,11 @@ enum {
 
 typedef struct subkv_bases {
     int32_t      source;
-    const char * path;        // of the file; "": none
-    const char * words;       // source and size of usable bases, for the user
-    const char * size;        // the size alone
-    const char * reason;      // "": usable; else why there are none, or why those found first cannot be used
-    bool         unavailable; // `reason` is of the system (access, memory, the disk): the file itself may be sound
-    bool  lacks_budget; // `reason` is that the bases have no plan for the requested budget, or SUBKV_BITS is invalid
-    float budget;       // of usable bases, for subkv_layout_load_budget
+    const char * path;   // of the file; "": none
+    const char * words;  // source and size of usable bases, for the user
+    const char * size;   // the size alone
+    float        budget; // of usable bases, for subkv_layout_load_budget
+    subkv_error  error;  // SUBKV_ERROR_NONE: usable; else why there are none, or those found first cannot be used
 } subkv_bases;
 
 // Finds the bases of a model, from the first place up to `last` that has some: no later place replaces a damaged file or

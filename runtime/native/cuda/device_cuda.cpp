@@ -170,10 +170,12 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     }
     n_encoders_ = cuda::suits_decode(args(width_v_), device()) ? cuda::SIDES : 0;
     if (const size_t lacks = cuda::lacks_shared(tables_, device())) {
-        fail(
-            "layer %d: heads of %d elements (%d coefficients) need %zu bytes of shared memory beyond what %s has; keep "
-            "its cache on the CPU (-ngl 0, or offload_kqv off)",
-            codec.il, std::max(codec.d_k, codec.d_v), tables_.width_k, lacks, ggml_backend_buft_name(buft));
+        fail({ SUBKV_ERROR_UNSUPPORTED, "layer " + std::to_string(codec.il),
+               sentence(
+                   "heads of %d elements (%d coefficients) need %zu bytes of shared memory beyond what %s has; keep "
+                   "its cache on the CPU (-ngl 0, or offload_kqv off)",
+                   std::max(codec.d_k, codec.d_v), tables_.width_k, lacks, ggml_backend_buft_name(buft)),
+               "" });
     }
 }
 

@@ -115,10 +115,10 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
     const bool       named = owned && setting != "subkv";
     const FoundBases found = find_bases(desc.model_path, named ? setting : "", SUBKV_BASES_WEIGHTS, desc.budget);
     if (!found.layout) {
-        if (required || found.source != SUBKV_BASES_NONE || found.unavailable || found.lacks_budget) {
-            throw Invalid(found.reason);
+        if (required || found.source != SUBKV_BASES_NONE || found.error.kind != SUBKV_ERROR_INVALID) {
+            throw Invalid(found.error);
         }
-        return ordinary(desc, found.reason);
+        return ordinary(desc, found.error.sentence());
     }
     const auto &        layout = found.layout;
     const std::string & file   = found.path;
@@ -186,11 +186,13 @@ std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc) {
     try {
         return requested_cache(desc, setting);
     } catch (const std::exception & e) {
+        const auto * invalid = dynamic_cast<const Invalid *>(&e);
+        const auto   kind    = invalid ? invalid->error.kind : (int32_t) SUBKV_ERROR_INVALID;
         if (by_type) {
-            fail("cache type %s: %s; cache type f16 runs with an ordinary cache",
-                 desc.requested == Requested::CODED ? "subkv" : "auto", e.what());
+            fail({ kind, desc.requested == Requested::CODED ? "cache type subkv" : "cache type auto", e.what(),
+                   "cache type f16 runs with an ordinary cache" });
         }
-        fail("SUBKV=%s: %s; SUBKV=off runs with an ordinary cache", setting.c_str(), e.what());
+        fail({ kind, "SUBKV=" + setting, e.what(), "SUBKV=off runs with an ordinary cache" });
     }
 }
 

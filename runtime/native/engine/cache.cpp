@@ -109,8 +109,10 @@ int32_t Cache::owner(int32_t il) const {
 
 static void check_group(int32_t il, int32_t n_head, int32_t n_head_kv) {
     if (n_head % n_head_kv != 0 || n_head / n_head_kv > MAX_GROUP) {
-        fail("model: layer %d shares one KV head between %d / %d query heads, at most %d supported", il, n_head,
-             n_head_kv, MAX_GROUP);
+        fail({ SUBKV_ERROR_UNSUPPORTED, "model",
+               sentence("layer %d shares one KV head between %d / %d query heads, at most %d supported", il, n_head,
+                        n_head_kv, MAX_GROUP),
+               "" });
     }
 }
 
@@ -141,8 +143,9 @@ std::string Cache::misfit(const Layout & l, const CacheDesc & desc) {
 void Cache::check(const CacheDesc & desc) const {
     const auto & l = *layout_;
     if (!desc.unsupported.empty()) {
-        fail("model %s: subkv cannot hold its K/V cache because %s; use an ordinary cache type (-ctk f16)",
-             desc.arch.c_str(), desc.unsupported.c_str());
+        fail({ SUBKV_ERROR_UNSUPPORTED, "model " + desc.arch,
+               "subkv cannot hold its K/V cache because " + desc.unsupported,
+               "use an ordinary cache type (-ctk f16)" });
     }
     if (const std::string why = misfit(l, desc); !why.empty()) {
         fail("%s", why.c_str());
@@ -169,10 +172,12 @@ void Cache::check(const CacheDesc & desc) const {
             }
         }
         if (!ggml_backend_buft_is_host(layer.buft) && !has_device_kernels(layer.buft)) {
-            fail("layer %d: its cache would be on %s, for which there are no coefficient kernels in this "
-                 "build (-DGGML_CUDA=ON has NVIDIA's, -DGGML_VULKAN=ON others'); keep it on the CPU (-ngl 0, or "
-                 "offload_kqv off)",
-                 layer.il, ggml_backend_buft_name(layer.buft));
+            fail({ SUBKV_ERROR_UNSUPPORTED, "layer " + std::to_string(layer.il),
+                   sentence("its cache would be on %s, for which there are no coefficient kernels in this build "
+                            "(-DGGML_CUDA=ON has NVIDIA's, -DGGML_VULKAN=ON others'); keep it on the CPU (-ngl 0, or "
+                            "offload_kqv off)",
+                            ggml_backend_buft_name(layer.buft)),
+                   "" });
         }
         if (has_device_kernels(layer.buft)) {
             const uint64_t row   = std::max(codec->k_row_bytes, codec->v_row_bytes);

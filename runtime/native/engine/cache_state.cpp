@@ -114,8 +114,8 @@ void Cache::read_window(StateReader & r, int32_t seq, const std::vector<uint64_t
         for (uint32_t stream = first; stream < last; ++stream) {
             bases_->state_read(r, stream, cells.max_pos_outside((int32_t) stream, 0, 0) + 1);
         }
-    } catch (const std::exception & e) {
-        fail("%s", e.what());
+    } catch (const Invalid & e) {
+        fail(e.error);
     }
 }
 

@@ -72,8 +72,8 @@ protected:
         ggml_format_name(memory_, "subkv_bases_l%d", layer_.codec->il);
         buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx_.get(), buft));
         if (!buffer_) {
-            fail("layer %d: its bases, %zu bytes, do not fit on %s", layer_.codec->il, n_bytes,
-                 ggml_backend_buft_name(buft));
+            fail({ SUBKV_ERROR_MEMORY, "layer " + std::to_string(layer_.codec->il),
+                   sentence("its bases, %zu bytes, do not fit on %s", n_bytes, ggml_backend_buft_name(buft)), "" });
         }
     }
 

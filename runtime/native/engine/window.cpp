@@ -69,7 +69,7 @@ void Window::allocate(const std::vector<LayerDesc> & layers, const std::vector<b
     for (const auto & [buft, group] : by_buft) {
         ggml_context_ptr ctx(ggml_init({ (group.size() + 1) * ggml_tensor_overhead(), nullptr, true }));
         if (!ctx) {
-            fail("exact window: out of memory");
+            fail({ SUBKV_ERROR_MEMORY, "exact window", "out of memory", "" });
         }
         for (const auto * layer : group) {
             WindowRows &  rows = rows_[(size_t) layer->il];
@@ -91,7 +91,8 @@ void Window::allocate(const std::vector<LayerDesc> & layers, const std::vector<b
             buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft));
         }
         if (!buf) {
-            fail("exact window: cannot allocate %zu bytes on %s", bytes_, ggml_backend_buft_name(buft));
+            fail({ SUBKV_ERROR_MEMORY, "exact window",
+                   sentence("cannot allocate %zu bytes on %s", bytes_, ggml_backend_buft_name(buft)), "" });
         }
         ggml_backend_buffer_clear(buf.get(), 0);
         ctxs_.push_back(std::move(ctx));
