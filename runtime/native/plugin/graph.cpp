@@ -160,9 +160,9 @@ private:
 } // namespace
 
 // The nodes of one graph, and what to fill in before they run.
-class Plan {
+class GraphPlan {
 public:
-    Plan(ggml_cgraph * graph, const Uses & uses) : graph_(graph), uid_(uid_of(graph, 0)) {
+    GraphPlan(ggml_cgraph * graph, const Uses & uses) : graph_(graph), uid_(uid_of(graph, 0)) {
         const size_t n = 8 * (size_t) ggml_graph_n_nodes(graph) + 64;
         ctx_.reset(ggml_init({ n * ggml_tensor_overhead() + 2 * ggml_graph_overhead_custom(n, false), nullptr, true }));
         nodes_ = ggml_new_graph_custom(ctx_.get(), n, false);
@@ -531,7 +531,7 @@ ggml_status compute(Context & context, ggml_cgraph * graph) {
         if (!any) {
             return ggml_backend_graph_compute(context.cpu.get(), graph);
         }
-        context.plan = std::make_unique<Plan>(graph, uses);
+        context.plan = std::make_unique<GraphPlan>(graph, uses);
         return context.plan->run(context.cpu.get());
     } catch (const std::bad_alloc &) {
         log_line("graph: out of memory");

@@ -186,11 +186,11 @@ private:
 Store * store_of(const ggml_tensor * t, CacheTensor * which = nullptr);
 
 // What a backend keeps between graphs.
-class Plan;
+class GraphPlan;
 
 struct Context {
     ggml_backend_ptr      cpu;
-    std::unique_ptr<Plan> plan; // of the last graph
+    std::unique_ptr<GraphPlan> plan; // of the last graph
 
     Context();
     ~Context();
