@@ -369,6 +369,28 @@ def test_memory_is_no_reason_for_a_larger_cache() -> None:
         assert names == (["subkv", "f16"] if falls_back else ["subkv"])
 
 
+def test_bases_that_are_removed_while_a_model_opens(
+    model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that names the file, never another cache; the next call derives them again."""
+    with opened(model):
+        (bases,) = made(cache_home)
+
+    def removed(*_: Any) -> None:
+        bases.unlink()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("subkv.engine.llama.require_memory", removed)
+        with (
+            pytest.raises(CacheError, match="^bases: .*expected a GGUF file, found no such file") as error,
+            opened(model),
+        ):
+            pass
+    assert str(bases) in error.value.reason
+    with opened(model) as llm:
+        assert llm.kv_stats().type_k == "subkv" and made(cache_home) == [bases]
+
+
 def test_one_file_is_announced_once(model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "link.gguf").symlink_to(model)
     for path in (model, tmp_path / "link.gguf", Path(os.path.relpath(model))):

@@ -331,7 +331,7 @@ def attached(choice: CacheChoice) -> Iterator[None]:
         if choice.layout is None:
             native().subkv_attach_ordinary()
         else:
-            with concerning(path=""):
+            with concerning(path="bases"):  # the file was there when they were looked up
                 layout = stack.enter_context(Layout(choice.layout, choice.budget))
             values = [getattr(choice.window, name) for name, *_ in library.CacheParams._fields_]
             params = library.CacheParams(*(v.encode() if isinstance(v, str) else v for v in values))
