@@ -37,7 +37,7 @@ def options_from_flags(
         raise click.UsageError("--kv-bits: codec int8 has 8 bits per coefficient; choose --rank-k and --rank-v instead")
     if options.bpe_context is not None and options.bpe_context < 1:
         raise click.UsageError(f"--bpe-context: expected at least 1, found {options.bpe_context}")
-    window.check_extras()
+    window.check_adapt()
     return options
 
 

@@ -85,7 +85,7 @@ def open_context(
     """A context for the tests, closed by `cleanup`. context: flash attention, threads, batches. Raises CacheError."""
     choice = choice.with_rollback(tests.longest)  # coded cells can be removed only while their exact rows are kept
     n_ctx = tests.n_parallel * (max(tests.depths) + max(tests.longest, WARM_UP + 1))
-    n_seq = tests.n_parallel + choice.window.shares_cells  # a spare one for copies
+    n_seq = tests.n_parallel + (not choice.window.adapts)  # a spare one for copies
     return options.open_context(model, choice, replace(context, n_ctx=n_ctx, n_seq_max=n_seq), name, cleanup)
 
 

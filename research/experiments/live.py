@@ -265,7 +265,7 @@ def measure(model: Model, choice: CacheChoice, tokens: I32, every: int, n_thread
             options.note(cache_line(context.stats))
             options.note(f"exact copies of keys and values: {2 * context.stats.bytes_f16 / MIB:.1f} MiB")
             observer.mode(SAMPLE, range(n), [end - 1 for end in ends])
-            how = None if choice.window.shares_cells else adaptive.parse(str(choice.window.adapt))
+            how = adaptive.parse(str(choice.window.adapt)) if choice.window.adapts else None
             tracker = Tracker(context, observer, layout, how)
             lines: Rows = []
             for start, end in zip([0, *ends], ends, strict=False):

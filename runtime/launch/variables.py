@@ -41,7 +41,7 @@ class CacheRequest:
             most = MAX_SINK if name == "n_sink" else MAX_RECENT
             if isinstance(n, int) and n > most:
                 raise CacheError(name, f"expected 0 to {most} tokens, found {n}")
-        self.window.check_extras()
+        self.window.check_adapt()
         check_budget(self.kv_bits)
         bits = {} if self.kv_bits is None else {BITS: f"{self.kv_bits:g}"}
         return bits | {VARIABLES[name]: str(value) for name, value in self.window.requested().items()}

@@ -69,7 +69,7 @@ class Context:
         params = C.llama_context_default_params()
         params.n_ctx = options.n_ctx
         params.n_seq_max = options.n_seq_max
-        params.kv_unified = options.n_seq_max > 1 and choice.window.shares_cells  # False: separate cells
+        params.kv_unified = options.n_seq_max > 1 and not choice.window.adapts  # False: separate cells
         params.n_batch = min(options.n_batch, options.n_ctx)
         params.n_ubatch = min(options.n_ubatch, params.n_batch)
         params.n_threads = params.n_threads_batch = default_threads(options.n_threads)
@@ -87,7 +87,7 @@ class Context:
         self.memory = C.llama_get_memory(self.handle)
         self.recurrent: bool = C.llama_model_is_recurrent(model) or C.llama_model_is_hybrid(model)
         self._checkpoints: dict[int, Checkpoints] = {}  # by sequence
-        plain = choice.window.shares_cells and not (C.llama_model_n_swa(model) or self.recurrent)
+        plain = not (choice.window.adapts or C.llama_model_n_swa(model) or self.recurrent)
         self.can_repeat = bool(plain and options.n_seq_max > 1 and C.llama_memory_can_shift(self.memory))
         self.batch = C.llama_batch_init(self.n_batch, 0, 1)
 

@@ -257,7 +257,7 @@ class Llama(llama_cpp.Llama):
         if model is None:
             self._drafts = None
             return
-        if self._ctx.checkpoints is not None and not self._choice.window.shares_cells:
+        if self._ctx.checkpoints is not None and self._choice.window.adapts:
             raise CacheError(
                 "draft_model", "expected a context that can go back, found recurrent state with adaptive bases"
             )

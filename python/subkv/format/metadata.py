@@ -181,7 +181,8 @@ def keys(
         "subkv.generator": ("str", generator()),
         "subkv.layout": ("str", layout_json(layers)),
     }
-    values |= settings.window.optional_keys()
+    if settings.window.adapt is not None:
+        values["subkv.adapt"] = ("str", settings.window.adapt)
     if predicted:
         values[PREDICTED_KEY] = ("str", json.dumps({name: float(f"{kld:.4g}") for name, kld in predicted.items()}))
     if plans is not None:

@@ -17,7 +17,6 @@ N_SINK, N_RECENT, N_ROLLBACK = 4, 128, 16  # defaults; N_ROLLBACK is libsubkv's
 MAX_SINK, MAX_RECENT = 4096, 65536  # FORMAT.md §1
 RECENT_BITS, STEP_BITS = 10, 16  # bits of an element, and of the step of a head's row
 STATIC = "none"  # as `adapt`: static bases, regardless of the file
-ERROR_KEYS = ("adapt",)  # members that a sentence of libsubkv may begin with
 VARIABLES = {  # of the environment, which libsubkv reads
     "n_sink": "SUBKV_SINK",
     "n_recent": "SUBKV_RECENT",
@@ -61,9 +60,9 @@ class Window:
         return cls(adapt=text.replace(";", ",")) if text.split(";")[0] in ("k", "v", "kv") else None
 
     @property
-    def shares_cells(self) -> bool:
-        """Whether sequences can share cells: not with adaptive bases, which belong to a sequence."""
-        return self.adapt in (None, STATIC)
+    def adapts(self) -> bool:
+        """Whether bases are adaptive. They belong to a sequence, so that sequences share no cells."""
+        return self.adapt not in (None, STATIC)
 
     def as_in(self, described: Mapping[str, Any]) -> Window:
         """This window with the bases of the file (metadata.read()) unless others were requested."""
@@ -81,19 +80,11 @@ class Window:
         """The requested members by name."""
         return {name: value for name, value in vars(self).items() if value not in (AS_FILE, None)}
 
-    def extras(self) -> dict[str, str | None]:
-        """Members that are no numbers."""
-        return {"adapt": self.adapt}
-
-    def optional_keys(self) -> dict[str, tuple[str, str]]:
-        """Keys that a file has only if they were requested, as metadata.keys()."""
-        return {f"subkv.{name}": ("str", value) for name, value in self.extras().items() if value is not None}
-
-    def check_extras(self) -> None:
-        """Raises CacheError about a member that is no number."""
+    def check_adapt(self) -> None:
+        """Raises CacheError about `adapt`."""
         from subkv.format import adapt  # native libraries: not for a --help
 
-        if not self.shares_cells:
+        if self.adapts:
             adapt.parse(str(self.adapt))
 
     def check(self) -> None:

@@ -146,7 +146,7 @@ def recent_bits(options: Options, is_latent: bool) -> int:
     and for bases that are computed from halves.
     """
     rich = options.kv_bits is not None and options.kv_bits >= HALVES_FROM
-    return 16 if is_latent or rich or not options.window.shares_cells else RECENT_BITS
+    return 16 if is_latent or rich or options.window.adapts else RECENT_BITS
 
 
 def check_plain(base: Base) -> None:
@@ -202,7 +202,7 @@ def largest_context(base: Base) -> int:
 
 def check_latent(options: Options) -> None:
     """Reject options that latent attention does not support."""
-    given = {"rank_k": options.rank_k, "rank_v": options.rank_v, **options.window.extras()}
+    given = {"rank_k": options.rank_k, "rank_v": options.rank_v, "adapt": options.window.adapt}
     for key, value in given.items():
         if value is not None:
             raise SubkvError(key, "expected none with latent attention (MLA), found one")

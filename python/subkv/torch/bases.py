@@ -52,10 +52,8 @@ def load(
             if value is not None:
                 raise CacheError(name, f"expected none with a converted file, which contains its layout, found {value}")
         described = metadata.read(Path(path))
-        for name in Window().extras():
-            if described[name]:
-                reason = "ignored with transformers, whose bases are static"
-                LOG.warning("subkv.%s: %s, found %s", name, reason, described[name])
+        if described["adapt"]:
+            LOG.warning("subkv.adapt: ignored with transformers, whose bases are static, found %s", described["adapt"])
         heads, arch, fingerprint = metadata.read_heads(Path(path)), described["arch"], described["fingerprint"]
         n_layer, window = described["block_count"], Window(described["n_sink"], described["n_recent"]).with_defaults()
     else:

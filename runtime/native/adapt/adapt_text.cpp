@@ -150,7 +150,7 @@ ChunkRequest requested_chunks(const subkv_cache_params & params) {
 ChunkRequest chunks_of_environment(const Layout & layout) {
     const char *      set     = std::getenv("SUBKV_ADAPT");
     const bool        by_user = set && *set;
-    const std::string text    = by_user ? set : layout.options.at("adapt");
+    const std::string text    = by_user ? set : layout.adapt;
     try {
         return text.empty() ? ChunkRequest() : parse_adapt(text);
     } catch (const Invalid & e) {

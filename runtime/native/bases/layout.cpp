@@ -51,9 +51,7 @@ void read_header(const Keys & keys, Layout & l) {
     l.calibration_tokens = keys.u64("subkv.calibration.tokens");
     l.calibration_text   = keys.str("subkv.calibration.text");
     l.generator          = keys.str("subkv.generator");
-    for (const char * name : { "adapt" }) {
-        l.options[name] = keys.optional_str(std::string("subkv.") + name);
-    }
+    l.adapt              = keys.optional_str("subkv.adapt");
 }
 
 std::string basis_key(int il) {

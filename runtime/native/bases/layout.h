@@ -9,7 +9,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -115,8 +114,7 @@ struct Layout {
     uint64_t    calibration_tokens = 0;
     std::string calibration_text;
     std::string generator;
-    // defaults of the user's options, by the name of the key after "subkv."; empty: none
-    std::map<std::string, std::string> options;
+    std::string adapt; // default of the user's option; "": none
 
     std::string            path;  // of the file
     std::vector<PlanFacts> plans; // for other budgets than that of subkv.layout

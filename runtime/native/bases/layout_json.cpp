@@ -368,11 +368,7 @@ std::string layout_to_json(const Layout & l) {
         << ",\"base_sha256\":" << json_string(l.base_sha256)
         << ",\"calibration\":{\"sha256\":" << json_string(l.calibration_sha256)
         << ",\"tokens\":" << l.calibration_tokens << ",\"text\":" << json_string(l.calibration_text)
-        << "},\"generator\":" << json_string(l.generator);
-    for (const auto & [name, value] : l.options) {
-        out << ",\"" << name << "\":" << json_string(value);
-    }
-    out << ",\"plans\":";
+        << "},\"generator\":" << json_string(l.generator) << ",\"adapt\":" << json_string(l.adapt) << ",\"plans\":";
     write_list(out, l.plans.size(), [&](size_t i) {
         const PlanFacts & plan = l.plans[i];
         out << "{\"budget\":" << plan.budget << ",\"bits_per_element\":" << plan.bpe

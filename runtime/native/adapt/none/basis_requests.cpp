@@ -21,7 +21,7 @@ MakeBases bases_of(const subkv_cache_params & params) {
 
 MakeBases bases_of_environment(const Layout & layout) {
     const char * set = std::getenv("SUBKV_ADAPT");
-    return set && *set ? static_bases(set, "SUBKV_ADAPT") : static_bases(layout.options.at("adapt"), "subkv.adapt");
+    return set && *set ? static_bases(set, "SUBKV_ADAPT") : static_bases(layout.adapt, "subkv.adapt");
 }
 
 } // namespace subkv
