@@ -19,7 +19,6 @@ import numpy as np
 from subkv.base import container
 from subkv.base.errors import StateError, SubkvError, concerning
 from subkv.base.progress import progress_bar
-from subkv.engine import states
 from subkv.engine.llama import Llama
 from subkv.engine.template import Message, Template, TemplateError
 from subkv.native.binding import llama_cpp
@@ -365,7 +364,7 @@ class Conversation:
                 raise StateError(
                     "path", f"expected a file written by /save, found another format in {path} ({error})"
                 ) from error
-            container.check(saved, STATE | states.comparable(self.llm.identity(), saved.head), path)
+            container.check(saved, STATE | self.llm.identity(), path)
             n_tokens, n_ctx = len(saved.tokens), self.llm.n_ctx()
             if not 0 <= n_cells <= n_tokens <= n_ctx or not -1 <= answer_start <= n_tokens:
                 raise StateError("path", f"expected at most {n_ctx} tokens, found {n_tokens} in {path}")

@@ -81,7 +81,7 @@ def _prepare_others(paths: Sequence[Path]) -> None:
         for model in models_in(path):
             try:
                 with concerning(model="prepare", model_path="prepare"):
-                    options.note(f"{model.name}: {prepare_model(model).note}")
+                    options.note(f"{model.name}: {prepare_model(model).line}")
             except SubkvError as error:
                 if not path.is_dir() or error.key == "XDG_CACHE_HOME":
                     raise
@@ -143,7 +143,7 @@ def _variables(
         with concerning(model="-md", model_path="-md", kv_cache="-ctkd"):
             strict_draft = any(is_coded(name) for name in read.draft_types)
             kv_bits = read.draft_budget or request.kv_bits
-            options.note(f"draft {model.name}: {prepare_model(model, strict_draft, kv_bits=kv_bits).note}")
+            options.note(f"draft {model.name}: {prepare_model(model, strict_draft, kv_bits=kv_bits).line}")
     return variables
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,6 +20,9 @@ from subkv.format.window import MAX_RECENT, MAX_SINK, VARIABLES, Window
 from subkv.native.bases import AUTO, CODED, SIDECAR_ENDING, check_budget
 from subkv.native.library import LIB_PATH
 from subkv.native.paths import mtmd_variable
+
+if TYPE_CHECKING:
+    from subkv.engine.cache import CacheChoice
 
 CACHE = "SUBKV"  # auto, subkv (coded or no context), or the path of the file with the bases
 BITS = "SUBKV_BITS"
@@ -63,15 +67,7 @@ request_options = group(
 )
 
 
-@dataclass(frozen=True)
-class ModelCache:
-    """The cache that a model will get. layout: the file with its bases, None for an ordinary cache; note: one line."""
-
-    layout: Path | None
-    note: str
-
-
-def prepare(model: Path, strict: bool = False, bases: Path | None = None, kv_bits: float | None = None) -> ModelCache:
+def prepare(model: Path, strict: bool = False, bases: Path | None = None, kv_bits: float | None = None) -> CacheChoice:
     """Look up the bases of a model, or derive them from its weights and store them where the library finds them.
 
     strict: raise if bases cannot be derived; else the model gets an ordinary cache. bases: the user's file with them.
@@ -90,11 +86,10 @@ def prepare(model: Path, strict: bool = False, bases: Path | None = None, kv_bit
     except CacheError as error:
         if strict or error.key != "kv_cache":
             raise
-        return ModelCache(None, f16_instead(CacheOptions(), error).note)
-    assert choice.layout is not None  # because of CODED
+        return f16_instead(CacheOptions(), error)
     if choice.unstored:
         raise SubkvError("XDG_CACHE_HOME", f"cannot store the bases of {model}: {choice.unstored}")
-    return ModelCache(choice.layout, choice.line)
+    return choice
 
 
 def fit_memory(model: Path, request: CacheRequest, n_ctx: int, n_seq: int, unified: bool) -> tuple[CacheRequest, str]:
@@ -143,7 +138,7 @@ def cache_variables(
         value = os.path.abspath(layout)
     several = len(prepared) > 1
     named = zip(models, prepared, strict=True) if several else [(None, one) for one in prepared]
-    notes = [f"{model.name}: {one.note}" if model else one.note for model, one in named]
+    notes = [f"{model.name}: {one.line}" if model else one.line for model, one in named]
     return {CACHE: value, **variables}, notes
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,6 @@ from subkv.native.store import Bytes, Found
 _u8_p = ctypes.POINTER(ctypes.c_uint8)
 
 _STATS = ("fingerprint", "n_sink", "n_recent", "n_rollback", "window_kinds", "bases_kind")
-BUDGET = "kv_bits"
 # members of llama_context_params on which keys and values depend
 _PARAMETERS = (
     "n_seq_max",
@@ -53,18 +52,13 @@ def identity(model: Model, choice: CacheChoice, stats: KVStats, params: Any, n_c
     return {
         "model": model_content(model.path),
         **{name: getattr(stats, name) for name in ("type_k", "type_v")},
-        BUDGET: choice.budget,  # before the fingerprint, so that an error names it
+        "kv_bits": choice.budget,  # before the fingerprint, so that an error names it
         **{name: getattr(stats, name) for name in _STATS},
         **{name: getattr(params, name) for name in _PARAMETERS},
         "indexer": os.environ.get("SUBKV_INDEXER") or "f16",
         "long_rope": bool(trained) and n_ctx > int(trained),  # some models rotate long contexts differently
         "versions": [__version__, llama_cpp.__version__],
     }
-
-
-def comparable(identity: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity, without the budget if an earlier release saved none: the fingerprint covers it."""
-    return {key: value for key, value in identity.items() if key != BUDGET or key in saved}
 
 
 def save(llm: llama_cpp.Llama, identity: dict[str, Any], logits: bool) -> llama_cpp.LlamaState:
@@ -100,7 +94,7 @@ def load(llm: llama_cpp.Llama, identity: dict[str, Any], state: llama_cpp.LlamaS
     if getattr(state, "checksum", None) not in (None, checksum(state)):
         raise StateError("state", "expected an unchanged state of save_state(), found another checksum")
     saved = getattr(state, "identity", identity)
-    for key, expected in comparable(identity, saved).items():
+    for key, expected in identity.items():
         if saved.get(key) != expected:
             raise StateError("state", f"{key}: expected {expected}, found {saved.get(key)}")
     size = len(state.llama_state)

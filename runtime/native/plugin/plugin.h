@@ -189,7 +189,7 @@ Store * store_of(const ggml_tensor * t, CacheTensor * which = nullptr);
 class GraphPlan;
 
 struct Context {
-    ggml_backend_ptr      cpu;
+    ggml_backend_ptr           cpu;
     std::unique_ptr<GraphPlan> plan; // of the last graph
 
     Context();
