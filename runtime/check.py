@@ -27,11 +27,12 @@ import click
 from runtime import bench, demo, options
 from runtime.busy import LIMIT, Busy
 from subkv.base.command import command
-from subkv.base.errors import CacheError, SubkvError, concerning, system_reason
+from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.base.files import atomic_file, open_regular
 from subkv.base.folders import cache_folder
 from subkv.base.text import printable
 from subkv.base.threads import default_threads
+from subkv.format import store
 
 if TYPE_CHECKING:
     from subkv.engine.cache import CacheChoice
@@ -102,11 +103,7 @@ def sizes_of(model: Model, caches: dict[str, CacheChoice], context: ContextOptio
 
 def saved_file(key: str) -> Path:
     """Where results are stored. Raises SubkvError about XDG_CACHE_HOME."""
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SubkvError("XDG_CACHE_HOME", f"cannot create {folder}: {system_reason(error)}") from error
+    store.prepare(folder := cache_folder())
     return folder / f"check-{key[:16]}.json"
 
 

