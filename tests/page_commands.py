@@ -260,7 +260,6 @@ NOT_RUN = {
     ],
     "names an option; the command lacks its model or its values": [
         "convert MODEL",
-        "convert FOLDER",
         "convert --adapt v",
         "convert --recent-bits 16",
         "convert --sidecar",
