@@ -63,8 +63,6 @@ RUN = [
 
 # A test that runs the same command with other files.
 ELSEWHERE = {
-    "python tests/programs/upstream.py --stock build/dev/bin/stock FOLDER": "programs/test_upstream.py::"
-    "test_a_few_of_upstreams_tests",
     "python cmake/widths.py": "format/test_convert_codec.py::test_widths_are_those_of_the_table",
     "subkv serve --store-moved": "programs/test_moved_prompts.py::test_another_beginning",
     "subkv convert model.gguf": "python/test_prepare.py::test_one_command_prepares",
@@ -242,10 +240,6 @@ NOT_RUN = {
         "--warm-library library",
     ],
     "builds or compares another llama.cpp": [
-        "cmake -S llama.cpp -B build && cmake --build build",
-        "SUBKV_STOCK_PROGRAMS=$PWD/build/bin pytest tests/programs/test_stock_programs.py",
-        "subkv run --bases FILE build/bin/llama-perplexity -m MODEL -t 1 -c 512 --chunks 2 -f TEXT "
-        "--kl-divergence-base BASE --kl-divergence",
         "python cmake/canary.py --dry 0.3.35 0.3.34",
         "python cmake/canary.py 0.3.35 ../llama.cpp",
         "python cmake/canary.py --plugin --dry 0.3.35 0.3.34",
