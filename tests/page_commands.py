@@ -125,8 +125,6 @@ NOT_RUN = {
         "pip install --no-index --find-links wheels 'subkv[demo]'",
         "python cmake/build_wheels.py -w wheels --dependencies",
         "cmake -S . -B build/dev -G Ninja && cmake --build build/dev",
-        "cmake -S . -B build/asan -G Ninja -DSUBKV_SANITIZE=ON && cmake --build build/asan",
-        "cmake -S . -B build/tsan -G Ninja -DSUBKV_SANITIZE=thread && cmake --build build/tsan",
         "cmake -S . -B build/fuzz -G Ninja -DSUBKV_FUZZ=ON && cmake --build build/fuzz --target fuzz",
         "cmake -S . -B build/other -G Ninja -DSUBKV_MERGE=ON -DSUBKV_LLAMA_CPP_SOURCE=../llama.cpp",
     ],
@@ -136,12 +134,6 @@ NOT_RUN = {
         "tests/architectures/test_programs.py",
         "SUBKV_FILES=100000 pytest tests/format/test_calib_io.py tests/runtime/test_forged_states.py "
         "tests/research/warmstart/test_trained_file.py tests/research/warmstart/test_library.py",
-        "LD_PRELOAD=$(c++ -print-file-name=libasan.so):$(c++ -print-file-name=libstdc++.so) "
-        "ASAN_OPTIONS=detect_leaks=0 SUBKV_LIB_PATH=$PWD/build/asan/bin pytest tests/kernels tests/runtime",
-        "ASAN=$(clang++ -print-file-name=libclang_rt.asan-x86_64.so)",
-        "LD_PRELOAD=$ASAN:$(c++ -print-file-name=libstdc++.so) ASAN_OPTIONS=detect_leaks=0 "
-        "SUBKV_LIB_PATH=$PWD/build/fuzz/bin pytest tests/runtime",
-        "LD_PRELOAD=$(c++ -print-file-name=libtsan.so) SUBKV_LIB_PATH=$PWD/build/tsan/bin pytest tests/runtime",
         "pytest -n auto",
         "pytest -m quick",
         "pytest tests/test_style.py",
@@ -155,36 +147,9 @@ NOT_RUN = {
     ],
     "takes hours: fuzzing": [
         "build/fuzz/bin/fuzz run window 10000000 1",
-        "build/fuzz/bin/fuzz seeds corpus && build/fuzz/bin/fuzz-window -runs=10000000 corpus/window",
-        "python tests/fuzz/state_models.py models && export SUBKV_FUZZ_MODEL=models/gemma2",
-        "build/fuzz/bin/fuzz-engine seeds corpus && build/fuzz/bin/fuzz-state -runs=10000000 corpus/state",
     ],
     "needs another processor or system, or an emulator": [
-        "cmake -S . -B build/aarch64 -G Ninja -DGGML_NATIVE=OFF -DCMAKE_SYSTEM_NAME=Linux "
-        "-DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_C_COMPILER=aarch64-linux-gnu-gcc "
-        "-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++",
-        "cmake --build build/aarch64",
-        "debootstrap --foreign --arch=arm64 --variant=minbase --include=python3,libgomp1 bookworm arm",
-        "for package in arm/var/cache/apt/archives/*.deb; do dpkg-deb -x $package arm; done",
-        "pip install --target arm/site --python-version 3.11 --only-binary=:all: --platform manylinux_2_28_aarch64 "
-        "--platform manylinux2014_aarch64 numpy safetensors click tqdm pytest hypothesis gguf psutil diskcache jinja2",
-        "cp -r \"$(python -c 'import llama_cpp; print(*llama_cpp.__path__)')\" arm/site",
-        "mkdir arm/subkv && mount --bind . arm/subkv",
-        "mount --rbind /dev arm/dev && mount -t proc proc arm/proc",
-        "chroot arm env QEMU_CPU=cortex-a76 SUBKV_LIB_PATH=/subkv/build/aarch64/bin "
-        "PYTHONPATH=/site:/subkv/python:/subkv:/subkv/cmake "
-        "sh -c 'cd /subkv && python3 -m pytest tests/kernels tests/runtime'",
         "python cmake/zig.py x86_64-linux-musl DIR",
-        "cmake -S . -B build/windows -G Ninja --toolchain cmake/mingw_toolchain.cmake",
-        "cmake --build build/windows",
-        "cmake --install build/windows --prefix $PWD/build/prefix --component subkv",
-        "cmake -S examples/c -B build/generate --toolchain $PWD/cmake/mingw_toolchain.cmake "
-        "-Dsubkv_DIR=$PWD/build/prefix/lib/cmake/subkv",
-        "cmake --build build/generate",
-        'WINEPATH=build/windows/bin wine build/generate/generate.exe model.subkv.gguf "Once upon a time"',
-        "export SUBKV_LIB_PATH=build/windows/bin",
-        "python tests/windows/wine.py build/wine -m pytest tests/runtime/test_states.py",
-        'python tests/windows/wine.py build/wine -m runtime.chat -m model.subkv.gguf -p "Hello"',
     ],
     "needs a GPU": [
         "python research/gpu/gpu.py",
