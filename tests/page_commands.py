@@ -174,8 +174,6 @@ NOT_RUN = {
         "python -m research.load --pid PID",
         "python docs/results/make.py",
         "python -m research.shapes llama-3.2-1b -o model.gguf --bases bases.gguf",
-        "python -m research.shapes llama-3.1-8b --layers 28 --heads 28 --kv-heads 4 --embd 3584 --ff 18944 "
-        "--vocab 152064 -o model.gguf --bases bases.gguf",
         "python -m research.lm_eval run --model subkv --tasks hellaswag "
         "--model_args model=M.gguf,cache=subkv:s4.25.gguf",
         "python -m research.tasks -m M.gguf --lm-eval tasks --tasks needles,recall -c 2048 --samples 16",
