@@ -176,10 +176,7 @@ NOT_RUN = {
         "python -m research.shapes llama-3.2-1b -o model.gguf --bases bases.gguf",
         "python -m research.lm_eval run --model subkv --tasks hellaswag "
         "--model_args model=M.gguf,cache=subkv:s4.25.gguf",
-        "python -m research.tasks -m M.gguf --lm-eval tasks --tasks needles,recall -c 2048 --samples 16",
         "python -m research.tasks --lm-eval FOLDER",
-        "python -m research.lm_eval run --model subkv --include_path tasks "
-        "--tasks subkv_needles_8_2048,subkv_recall_3_2048 --model_args model=M.gguf,cache=q4_0",
         "python -m research.cores -o cores.json",
         "python -m research.edits -m MODEL -f TEXT",
         "python -m research.experiments --all -m M.gguf --bases models/smollm2-135m-instruct.calib.safetensors "
