@@ -79,7 +79,7 @@ class Cost:
 
     @classmethod
     def of_layout(cls, layout: Mapping[str, Any]) -> Cost:
-        """The cost of a file's layout (FORMAT.md §5)."""
+        """The cost of a file's layout (subkv.h)."""
         from subkv.format.window import Window
 
         window = Window(layout["n_sink"], layout["n_recent"], recent_bits=layout["recent_bits"]).with_defaults()
@@ -101,7 +101,7 @@ class Cost:
 
 
 def elements(layout: Mapping[str, Any]) -> int:
-    """K/V elements per token in the coded layers of a file's layout (FORMAT.md §5); latent layers have no V."""
+    """K/V elements per token in the coded layers of a file's layout (subkv.h); latent layers have no V."""
     return sum(layer["n_head_kv"] * (layer["d_k"] + bool(layer["v"]) * layer["d_v"]) for layer in layout["layers"])
 
 

@@ -296,24 +296,32 @@ double read_bandwidth() { // GB/s, from summing 256 MiB
     return LINE * (double) data.size() / median(t) / 1e9;
 }
 
-// Median ns per unit for each column; runs return their number of units and are interleaved. 0: no run.
+// Median ns per unit for each column; runs return their number of units and are interleaved. 0: no run. A run that takes
+// longer than the budget, as of the scalar reference, is not repeated.
 std::vector<double> measure(const std::vector<std::function<double()>> & columns, double budget) {
     std::vector<std::vector<double>> ns(columns.size());
-    std::vector<int>                 repeats;
-    for (const auto & run : columns) {
-        const double once = run ? seconds([&] { run(); }) : 0.0;
-        repeats.push_back((int) std::max(1.0, std::min(1e5, budget / 5.0 / std::max(once, 1e-9))));
+    std::vector<int>                 repeats(columns.size());
+    const auto                       add = [&](size_t c, int n) {
+        double       units = 0.0;
+        const double t     = seconds([&] {
+            for (int r = 0; r < n; ++r) {
+                units += columns[c]();
+            }
+        });
+        ns[c].push_back(1e9 * t / units);
+        return t;
+    };
+    for (size_t c = 0; c < columns.size(); ++c) {
+        const double once = columns[c] ? add(c, 1) : budget;
+        if (once < budget) {
+            ns[c].clear(); // the first run has cold caches
+            repeats[c] = (int) std::max(1.0, std::min(1e5, budget / 5.0 / std::max(once, 1e-9)));
+        }
     }
     for (int i = 0; i < 5; ++i) {
         for (size_t c = 0; c < columns.size(); ++c) {
-            double units = 0.0;
-            if (columns[c]) {
-                const double t = seconds([&] {
-                    for (int r = 0; r < repeats[c]; ++r) {
-                        units += columns[c]();
-                    }
-                });
-                ns[c].push_back(1e9 * t / units);
+            if (repeats[c] > 0) {
+                add(c, repeats[c]);
             }
         }
     }

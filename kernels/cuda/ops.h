@@ -25,7 +25,7 @@ constexpr float QUERY_STEP    = 1.0f / 32639.0f; // two signed bytes: 127 * 256 
 constexpr float WEIGHT_STEP   = 1.0f / 65535.0f; // two bytes
 constexpr int   DECODE_GROUP  = 8;               // maximum query rows of the decode kernel
 constexpr int   DECODE_HEAD   = 256;             // maximum d of the decode kernel: limit of shared memory
-constexpr int   DECODE_BLOCKS = 4;               // its blocks per multiprocessor (docs/gpu.md)
+constexpr int   DECODE_BLOCKS = 4;               // its blocks per multiprocessor (research/notes/kernels.md)
 constexpr int   SIDES         = 2;               // K and V
 constexpr int   MATRIX_ROWS   = 16;              // rows of tensor cores' matrices
 

@@ -21,15 +21,14 @@ from features import BACKENDS, FEATURES, KINDS, TABLE, Cell, try_feature  # noqa
 
 HEAD = """# Features
 
-Features of a coded cache, by backend and by kind of architecture.
 `python tests/architectures/features_page.py` writes this page;
 [test_features.py](../tests/architectures/test_features.py) compares it with every entry that a
-build can test. [architectures.md](architectures.md) lists all architectures.
+build can test.
 
 - **adaptive bases**: the bases change with the text (`--adapt`).
 - **latent rows**: one row per token holds keys and values (MLA).
 - **sparse selection**: an indexer chooses the cells that a token attends to.
-- **several sequences**: sequences run in one batch, with separate and with shared cells.
+- **several sequences**: in one batch, with separate and with shared cells.
 - **prefix restore**: an evaluated prompt is restored from a file (`SUBKV_STORE`).
 - **heads above 256**: heads have 320 elements, or a latent has 320.
 
@@ -38,8 +37,7 @@ the pinned llama.cpp also refuses it, or fails.
 
 ## Backends
 
-CUDA's kernels ran in an emulator, on an H100 and on an H200, Triton's in its interpreter and on an
-H200, Vulkan's on lavapipe ([gpu.md](gpu.md)).
+[gpu.md](gpu.md) says where these ran.
 
 """
 KINDS_HEAD = """

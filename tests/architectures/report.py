@@ -23,14 +23,14 @@ from subkv.native import library  # noqa: E402
 
 TEXT = """# Architectures
 
-This page lists every architecture of the pinned llama.cpp. `python tests/architectures/report.py`
-writes it from tests of tiny models with random weights, and a test compares both.
+`python tests/architectures/report.py` writes this page of all architectures of the pinned llama.cpp
+from tests of tiny models with random weights.
 
 | guarantee of a supported architecture | meaning |
 |---|---|
 | equals f16 | 16-bit codes of full rank give the logits of an f16 cache, within twice the effect of its rounding |
 | splits | a prompt in pieces gives the same logits as in one batch |
-| rollback | after a tail is removed and another text decoded, logits are those of a sequence without that tail |
+| rollback | a removed tail leaves no trace in later logits |
 | state | a state of a sequence, or of the whole context, is saved and restored |
 | sequences | two sequences run in one batch, with separate and with shared cells; one is copied |
 
@@ -67,15 +67,12 @@ DeepSeek-V3.2 (r 512, t 64, i 128, k 2048), bytes per token and layer, K/V row +
 |---:|---:|---:|---:|
 | 1152 + 256 | 306 + 256 (0.40) | 306 + 136 (0.31) | 270 + 136 (0.29) |
 
-In tests that choose 256 of 2048 or 4096 cells with random weights, an indexer in q8_0 chooses 97.7
-to 100% of the cells that it chooses in f16.
+With random weights, an indexer in q8_0 chooses 97.7 to 100% of the cells that it chooses in f16.
 
-- llama.cpp chooses the cells. If two cells differ by less than the rounding, another split of the
-  prompt may choose the other cell, with every cache type. So different splits are not bit-identical
-  here. GPUs round differently and may choose other cells, too.
+- If two cells differ by less than the rounding, another split of the prompt, or a GPU, may choose
+  the other cell, with every cache type. So different splits are not bit-identical here.
 - minimax-m3 attends to all cells if flash attention is off, or if sequences share cells (`-kvu`),
   as with f16. GPU backends refuse minimax-m3 and t5, whose KV heads have separate masks.
-- How cells are read: [NOTES](../kernels/NOTES.md#chosen-cells).
 """
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import llama_source as s
 import pytest
+from unified_diff import Hunk
 
-ROW = re.compile(r"^\| `([^`]+\.patch)` \| (\d+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$")
+ROW = re.compile(r"^\| `([^`]+\.patch)` \| ([\d, ]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$")
 
 
 @pytest.fixture
@@ -31,15 +32,22 @@ def test_public_headers_are_not_patched(pin: Path) -> None:
     assert [d.path for d in s.read_patches(pin) if d.path.startswith(("include/", "ggml/include/"))] == []
 
 
+def only_includes(hunk: Hunk) -> bool:
+    """Whether a hunk adds nothing but lines with `#include`."""
+    added = [line for line in hunk.new if line not in hunk.old]
+    return 0 < len(added) == len(hunk.new) - len(hunk.old) and all(line.startswith(b"#include") for line in added)
+
+
 def test_readme_lists_exactly_the_hunks(pin: Path) -> None:
     lines = (pin / "README.md").read_text(encoding="utf-8").splitlines()
     rows = [m.groups() for m in map(ROW.match, lines) if m]
-    start = lines.index("| patch | line | what | why | upstream |") + 2
+    start = lines.index("| patch | lines | what | why | upstream |") + 2
     table = [line for line in lines[start:] if line.startswith("|")]
-    assert len(table) == len(rows), "a row of the table is not `patch` | line | what | why | upstream"
-    listed = [(name, int(line)) for name, line, *_ in rows]
-    found = [(d.name, h.line) for d in s.read_patches(pin) for h in d.hunks]
-    assert listed == found
+    assert len(table) == len(rows), "a row of the table is not `patch` | lines | what | why | upstream"
+    listed = [(name, [int(line) for line in lines.split(", ")]) for name, lines, *_ in rows]
+    assert listed == sorted(listed)
+    found = [(d.name, h.line) for d in s.read_patches(pin) for h in d.hunks if not only_includes(h)]
+    assert sorted((name, line) for name, lines in listed for line in lines) == sorted(found)
     assert all(text.strip() for row in rows for text in row)
 
 

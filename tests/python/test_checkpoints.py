@@ -106,7 +106,7 @@ def test_ten_turns_of_chat(llm: Llama) -> None:
 def test_evaluated_tokens_of_ten_turns(
     tiny_model: Models, monkeypatch: pytest.MonkeyPatch, kept: bool, again: int
 ) -> None:
-    """Messages of about 70 tokens, answers of 24, each generated twice; docs/limits.md quotes the sums."""
+    """Messages of about 70 tokens, answers of 24, each generated twice."""
     if not kept:
         monkeypatch.setattr(Checkpoints, "take", lambda self, n: None)
     evaluated = []

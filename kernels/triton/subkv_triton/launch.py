@@ -1,4 +1,4 @@
-"""Shapes of attend's programs by GPU. No register spills at d 64 and 128 (docs/gpu.md, "Compilers' figures")."""
+"""Shapes of attend's programs by GPU. No register spills at d 64 and 128 (research/notes/gpu.md)."""
 
 from __future__ import annotations
 

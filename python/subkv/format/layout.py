@@ -19,7 +19,7 @@ class Layout:
     """A subkv_layout. Use it as a context manager, or close() it.
 
     budget: of one of the file's plans, in bits per element; 0: the file's default. handle: libsubkv's. description: all
-    data except the matrices (FORMAT.md §5). Raises CacheError about `path`, with libsubkv's sentence, if the file
+    data except the matrices (subkv.h). Raises CacheError about `path`, with libsubkv's sentence, if the file
     cannot be read or a key is missing or damaged.
     """
 

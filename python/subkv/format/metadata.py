@@ -251,7 +251,7 @@ def _heads(layer: dict[str, Any], block: bytes) -> tuple[CodedHead, ...]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The description of a converted model or sidecar, without matrices (fields: FORMAT.md §5).
+    """The description of a converted model or sidecar, without matrices (fields: subkv.h).
 
     Raises CacheError about `path`, with libsubkv's sentence, if a key is missing or damaged.
     """

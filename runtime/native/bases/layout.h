@@ -148,7 +148,7 @@ bool layout_present(const char * path);
 // The subkv.layout string in canonical form (no spaces, members in FORMAT.md's order): part of the fingerprint.
 std::string canonical_layout(const std::vector<LayerSpec> & layers);
 
-// The JSON of FORMAT.md §5.
+// The JSON of subkv_layout_json (subkv.h).
 std::string layout_to_json(const Layout & layout);
 
 // The JSON of subkv_constants.

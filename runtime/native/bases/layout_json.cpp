@@ -1,4 +1,4 @@
-// layout_json.cpp: the JSON of subkv.layout (read, FORMAT.md §2) and of subkv_layout_json (written, FORMAT.md §5).
+// layout_json.cpp: the JSON of subkv.layout (read, FORMAT.md §2) and of subkv_layout_json (written, subkv.h).
 //
 // The reader accepts only the grammar of §2 (objects with known members, arrays, unsigned integers). Its code bounds
 // depth, member names and value types, so a hostile text cannot make it recurse or allocate.

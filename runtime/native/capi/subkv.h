@@ -82,7 +82,22 @@ SUBKV_API subkv_layout * subkv_layout_load(const char * path);
 SUBKV_API subkv_layout * subkv_layout_load_budget(const char * path, float budget);
 SUBKV_API void           subkv_layout_free(subkv_layout * layout);
 
-// The layout without the matrices, as JSON; owned by the layout. FORMAT.md lists the fields.
+// The layout without the matrices, as one UTF-8 JSON object; owned by the layout. Floats have 9 significant digits.
+//   version, block_count, n_sink, n_recent, recent_bits, bpe_context (int), codec, arch, gamma, basis_k, basis_v,
+//   generator, adapt (string): the keys of FORMAT.md §1; adapt is "" if the key is absent
+//   base_sha256 (string), calibration: { sha256, text (string), tokens (int) }: the same
+//   bits_per_element, bits_per_element_rows (float): the keys of §1, or those of the plan
+//   budget (float): bits per element by which a user selects this layout
+//   plans: the file's (§3.3): { budget, bits_per_element, predicted (0: unknown) }
+//   fingerprint (string): 64 hex digits (§5)
+//   bytes_per_token (int): coefficient rows of one cell, K and V, all coded layers
+//   bytes_bases (int): E and D of all heads in memory on CPUs (§5)
+//   layers: the coded ones, ascending: il, n_head_kv, d_k, d_v (§2), k_row_bytes, v_row_bytes (int): bytes of one cell's
+//     row, all heads; k, v: an object per head, v of a latent layer is empty:
+//       gamma (float), centred (bool: the mean is not zero): K only
+//       rank, row_bytes (bytes of the head's row), offset (byte where it starts in the cell's row) (int)
+//       bands: { n, bits (§2), first (index of the first coefficient), offset (byte of its codes in the head's row),
+//         ratio }
 SUBKV_API const char * subkv_layout_json(const subkv_layout * layout);
 
 //
