@@ -46,7 +46,7 @@ using AdaptParams = subkv_adapt_params;
 
 // Sets an error about the options of adaptation and throws it.
 [[noreturn]] inline void refuse_adapt(const std::string & reason) {
-    fail({ SUBKV_ERROR_INVALID, "adapt", reason, "" });
+    fail({ SUBKV_ERROR_INVALID, "adapt", reason });
 }
 
 [[noreturn]] inline void refuse_adapt(const std::string & option, const std::string & expected,

@@ -10,7 +10,7 @@ namespace subkv {
 
 // The latest error of a thread, and the C interface's view of it.
 static thread_local struct LastError {
-    Error       error = { SUBKV_ERROR_NONE, "", "", "" };
+    Error       error = { SUBKV_ERROR_NONE };
     std::string sentence;
     subkv_error parts = { SUBKV_ERROR_NONE, "", "", "" };
 
@@ -64,13 +64,13 @@ bool reject(const Error & error) {
 }
 
 void reject_for(int32_t kind, const char * key, const char * reason) {
-    set_error([&] { return Error{ kind, key, reason, "" }; });
+    set_error([&] { return Error{ kind, key, reason }; });
 }
 
 bool reject(const char * fmt, ...) {
     va_list args;
     va_start(args, fmt);
-    set_error([&] { return Error{ SUBKV_ERROR_INVALID, "", formatted(fmt, args), "" }; });
+    set_error([&] { return Error{ SUBKV_ERROR_INVALID, "", formatted(fmt, args) }; });
     va_end(args);
     return false;
 }
@@ -85,7 +85,7 @@ void fail(const char * fmt, ...) {
     va_start(args, fmt);
     const std::string reason = formatted(fmt, args);
     va_end(args);
-    fail(Error{ SUBKV_ERROR_INVALID, "", reason, "" });
+    fail(Error{ SUBKV_ERROR_INVALID, "", reason });
 }
 
 void refuse(const std::string & key, const std::string & expected, const std::string & found,
@@ -100,7 +100,7 @@ void check_array(const void * array, int64_t n, const char * argument) {
 }
 
 void clear_error() {
-    last_error.set({ SUBKV_ERROR_NONE, "", "", "" });
+    last_error.set({ SUBKV_ERROR_NONE });
 }
 
 } // namespace subkv

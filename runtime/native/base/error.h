@@ -23,10 +23,10 @@ namespace subkv {
 
 // subkv_error, with texts of its own.
 struct Error {
-    int32_t     kind = SUBKV_ERROR_INVALID;
-    std::string key;
-    std::string reason;
-    std::string remedy;
+    int32_t     kind   = SUBKV_ERROR_INVALID;
+    std::string key    = {};
+    std::string reason = {};
+    std::string remedy = {};
 
     // For the user, without characters that a terminal obeys: it may quote a file.
     std::string sentence() const {
@@ -38,7 +38,7 @@ struct Error {
 struct Invalid : std::runtime_error {
     explicit Invalid(const Error & error) : std::runtime_error(error.sentence()), error(error) {}
 
-    explicit Invalid(const std::string & reason) : Invalid(Error{ SUBKV_ERROR_INVALID, "", reason, "" }) {}
+    explicit Invalid(const std::string & reason) : Invalid(Error{ SUBKV_ERROR_INVALID, "", reason }) {}
 
     Error error;
 };
@@ -46,7 +46,7 @@ struct Invalid : std::runtime_error {
 // The system cannot read a file (access, memory, open files, the disk): the file itself may be sound.
 struct Unavailable : Invalid {
     Unavailable(const std::string & key, const std::string & expected, const std::string & found) :
-        Invalid(Error{ SUBKV_ERROR_UNAVAILABLE, key, "expected " + expected + ", found " + found, "" }) {}
+        Invalid(Error{ SUBKV_ERROR_UNAVAILABLE, key, "expected " + expected + ", found " + found }) {}
 };
 
 SUBKV_FORMAT std::string sentence(const char * fmt, ...);

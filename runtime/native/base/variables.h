@@ -24,8 +24,7 @@ inline int64_t number_of(const char * name, int64_t least, int64_t most, int64_t
     if (*end || errno != 0 || number < least || number > most) {
         throw Invalid({ SUBKV_ERROR_INVALID, name,
                         "expected a number from " + std::to_string(least) + " to " + std::to_string(most) +
-                            ", found '" + std::string(text).substr(0, 60) + "'",
-                        "" });
+                            ", found '" + std::string(text).substr(0, 60) + "'" });
     }
     return number;
 }
@@ -49,7 +48,7 @@ inline float budget_of_environment() {
     const float       budget = parse_budget(text);
     if (!text.empty() && budget == 0.0f) {
         throw Invalid({ SUBKV_ERROR_INVALID, "SUBKV_BITS",
-                        "expected bits per element, such as 3 or 4.25, found '" + text.substr(0, 60) + "'", "" });
+                        "expected bits per element, such as 3 or 4.25, found '" + text.substr(0, 60) + "'" });
     }
     return budget;
 }

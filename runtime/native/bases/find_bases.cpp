@@ -203,15 +203,14 @@ public:
             } else if ((model.empty() || (!embedded() && !beside() && !stored())) && found.error.reason.empty()) {
                 found.error = { SUBKV_ERROR_INVALID, "",
                                 "no bases for this model; `subkv convert " + (model.empty() ? "MODEL" : quoted(model)) +
-                                    "` derives them",
-                                "" };
+                                    "` derives them" };
             }
         } catch (const ModelError &) {
             throw;
         } catch (const Invalid & e) {
             found.error = e.error;
         } catch (const std::bad_alloc &) {
-            found.error = { SUBKV_ERROR_UNAVAILABLE, found.path, "not enough memory to read it", "" };
+            found.error = { SUBKV_ERROR_UNAVAILABLE, found.path, "not enough memory to read it" };
         }
         return std::move(found);
     }
@@ -314,7 +313,7 @@ private:
                     load(source, found.path);
                     return true;
                 }
-                found.error = { SUBKV_ERROR_INVALID, "", outdated_reason(found.path, model), "" };
+                found.error = { SUBKV_ERROR_INVALID, "", outdated_reason(found.path, model) };
             }
             found.source = SUBKV_BASES_NONE;
             found.path.clear();

@@ -17,7 +17,7 @@ struct FoundBases {
     std::shared_ptr<const Layout> layout; // nullptr: none, or it cannot be used
     std::string                   words;  // as in subkv_bases
     std::string                   size;
-    Error                         error = { SUBKV_ERROR_NONE, "", "", "" }; // as in subkv_bases
+    Error                         error = { SUBKV_ERROR_NONE }; // as in subkv_bases
 };
 
 // As subkv_find_bases; named "": none. Throws Invalid if the model cannot be read.

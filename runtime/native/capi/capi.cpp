@@ -36,7 +36,7 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
     try {
         const std::string & why = desc.unsupported.empty() ? desc.unobserved : desc.unsupported;
         if (!request.cache.layout && !why.empty()) {
-            throw Invalid({ SUBKV_ERROR_UNSUPPORTED, "model " + desc.arch, "cannot be calibrated because " + why, "" });
+            throw Invalid({ SUBKV_ERROR_UNSUPPORTED, "model " + desc.arch, "cannot be calibrated because " + why });
         }
         return std::make_shared<Cache>(desc, request.cache, request.observer);
     } catch (const Invalid & e) {

@@ -174,8 +174,7 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
                sentence(
                    "heads of %d elements (%d coefficients) need %zu bytes of shared memory beyond what %s has; keep "
                    "its cache on the CPU (-ngl 0, or offload_kqv off)",
-                   std::max(codec.d_k, codec.d_v), tables_.width_k, lacks, ggml_backend_buft_name(buft)),
-               "" });
+                   std::max(codec.d_k, codec.d_v), tables_.width_k, lacks, ggml_backend_buft_name(buft)) });
     }
 }
 

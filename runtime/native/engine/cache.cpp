@@ -111,8 +111,7 @@ static void check_group(int32_t il, int32_t n_head, int32_t n_head_kv) {
     if (n_head % n_head_kv != 0 || n_head / n_head_kv > MAX_GROUP) {
         fail({ SUBKV_ERROR_UNSUPPORTED, "model",
                sentence("layer %d shares one KV head between %d / %d query heads, at most %d supported", il, n_head,
-                        n_head_kv, MAX_GROUP),
-               "" });
+                        n_head_kv, MAX_GROUP) });
     }
 }
 
@@ -176,8 +175,7 @@ void Cache::check(const CacheDesc & desc) const {
                    sentence("its cache would be on %s, for which there are no coefficient kernels in this build "
                             "(-DGGML_CUDA=ON has NVIDIA's, -DGGML_VULKAN=ON others'); keep it on the CPU (-ngl 0, or "
                             "offload_kqv off)",
-                            ggml_backend_buft_name(layer.buft)),
-                   "" });
+                            ggml_backend_buft_name(layer.buft)) });
         }
         if (has_device_kernels(layer.buft)) {
             const uint64_t row   = std::max(codec->k_row_bytes, codec->v_row_bytes);

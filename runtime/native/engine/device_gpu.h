@@ -73,7 +73,7 @@ protected:
         buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx_.get(), buft));
         if (!buffer_) {
             fail({ SUBKV_ERROR_MEMORY, "layer " + std::to_string(layer_.codec->il),
-                   sentence("its bases, %zu bytes, do not fit on %s", n_bytes, ggml_backend_buft_name(buft)), "" });
+                   sentence("its bases, %zu bytes, do not fit on %s", n_bytes, ggml_backend_buft_name(buft)) });
         }
     }
 

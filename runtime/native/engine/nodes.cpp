@@ -223,8 +223,7 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     if (layer.device && n_masks(chosen) > 1) {
         fail({ SUBKV_ERROR_UNSUPPORTED, "",
                "this model's KV heads attend to cells of their own, or with a bias of their own: its cache on the CPU "
-               "expected (-ngl 0, or offload_kqv off), a GPU found",
-               "" });
+               "expected (-ngl 0, or offload_kqv off), a GPU found" });
     }
     ggml_tensor *     list    = build_chosen_cells(layer, b, chosen);
     ggml_tensor *     mask    = list ? nullptr : build_mask_node(layer, b, chosen);

@@ -69,7 +69,7 @@ void Window::allocate(const std::vector<LayerDesc> & layers, const std::vector<b
     for (const auto & [buft, group] : by_buft) {
         ggml_context_ptr ctx(ggml_init({ (group.size() + 1) * ggml_tensor_overhead(), nullptr, true }));
         if (!ctx) {
-            fail({ SUBKV_ERROR_MEMORY, "exact window", "out of memory", "" });
+            fail({ SUBKV_ERROR_MEMORY, "exact window", "out of memory" });
         }
         for (const auto * layer : group) {
             WindowRows &  rows = rows_[(size_t) layer->il];
@@ -92,7 +92,7 @@ void Window::allocate(const std::vector<LayerDesc> & layers, const std::vector<b
         }
         if (!buf) {
             fail({ SUBKV_ERROR_MEMORY, "exact window",
-                   sentence("cannot allocate %zu bytes on %s", bytes_, ggml_backend_buft_name(buft)), "" });
+                   sentence("cannot allocate %zu bytes on %s", bytes_, ggml_backend_buft_name(buft)) });
         }
         ggml_backend_buffer_clear(buf.get(), 0);
         ctxs_.push_back(std::move(ctx));
