@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from subkv.base.progress import note, progress_bar
+from subkv.base.command import show
+from subkv.base.progress import progress_bar
 from subkv.format.arrays import F32, F64
 
 if TYPE_CHECKING:
@@ -151,5 +152,5 @@ def evaluate(model: Model, contexts: list[Context], chunks: Any, n_threads: int)
             progress = f"[{i + 1}/{len(chunks)}] PPL {perplexity(np.concatenate(scores[0].nll))[0]:.4f}"
             bar.set_postfix_str(progress)
             if bar.disable:  # not a terminal
-                note(progress)
+                show(progress, err=True)
     return scores
