@@ -55,8 +55,19 @@ endfunction()
 cmake_language(DEFER DIRECTORY ${CMAKE_SOURCE_DIR} CALL subkv_quick)
 """
 PARTS = ("COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP", "UI")
-LOADABLE = ["-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF"]
-LOADABLE += [f"-DGGML_{feature}=ON" for feature in ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")]
+FEATURES = (
+    "sse4_2",
+    "avx",
+    "avx2",
+    "bmi2",
+    "fma",
+    "f16c",
+    "avx_vnni",
+    "avx512f",
+    "avx512vbmi",
+    "avx512_vnni",
+    "avx512_bf16",
+)
 CHAT = """
 import sys
 from runtime.demo import model_path
@@ -145,6 +156,15 @@ def write_source(archive: Path, build: Path) -> Path:
     return tree
 
 
+def loadable_options() -> list[str]:
+    """A ggml with loadable backends, whose CPU backend rounds as the native one that it is compared with."""
+    info = Path("/proc/cpuinfo")
+    here = set(info.read_text().split()) if info.is_file() else set()
+    names = {"sse4_2": "SSE42", "avx512f": "AVX512", "avx512vbmi": "AVX512_VBMI"}
+    options = [f"-DGGML_{names.get(feature, feature.upper())}=ON" for feature in FEATURES if feature in here]
+    return ["-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF", *options]
+
+
 def plugin_canary(version: str, loadable: bool, dry: bool, work: Path) -> bool:
     """Test the plug-in in an unpatched version; prints a row of the table. Returns whether all steps passed."""
     from runtime.launch.doors import PLUGIN, ggml_misfit
@@ -158,7 +178,7 @@ def plugin_canary(version: str, loadable: bool, dry: bool, work: Path) -> bool:
     configure = ["cmake", "-S", str(tree), "-B", str(stock), "-G", "Ninja", "-DBUILD_SHARED_LIBS=ON"]
     configure += ["-DGGML_CPU=OFF", "-DCMAKE_BUILD_TYPE=Debug"] if dry else ["-DCMAKE_BUILD_TYPE=Release"]
     configure += [f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={build / 'quick.cmake'}"]
-    configure += [f"-DLLAMA_BUILD_{part}=OFF" for part in PARTS] + (LOADABLE if loadable else [])
+    configure += [f"-DLLAMA_BUILD_{part}=OFF" for part in PARTS] + (loadable_options() if loadable else [])
     if shutil.which("ccache"):
         configure += [f"-DCMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in ("C", "CXX")]
     shared = {**os.environ, "CCACHE_BASEDIR": str(build), "CCACHE_NOHASHDIR": "1"}  # files that versions have in common

@@ -7,17 +7,18 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.launch import programs
-from runtime.launch.arguments import ProgramArguments, is_llama_cpp_program, split_devices
+from runtime.launch.arguments import ProgramArguments, is_llama_cpp_program, program_name, split_devices
 from runtime.launch.variables import LIBRARY_PATH
 from subkv.base.errors import SubkvError
 
 PLUGIN = "libggml-subkv.so"
 BACKEND_PATH = "GGML_BACKEND_PATH"
 DEVICE, DEVICES = "SUBKV", "LLAMA_ARG_DEVICE"  # the plug-in's device; the variable of --device
+OLLAMA_FLASH, OLLAMA_TYPE = "OLLAMA_FLASH_ATTENTION", "OLLAMA_KV_CACHE_TYPE"
 _GPUS = "cuda|hip|musa|vulkan|sycl|opencl|openvino|cann|metal|webgpu|hexagon|et"
 _MISFIT = """
 import ctypes, sys
@@ -33,13 +34,14 @@ class Door:
     """plugin: the plug-in's file; None: the program uses our libllama. why: the end of a sentence about the program.
 
     by_name: its ggml contains a CPU backend, or may do so. Then libllama loads others only for --device.
-    gpu: it also contains a GPU's.
+    gpu: it also contains a GPU's. variables: others that the plug-in needs in this program.
     """
 
     plugin: Path | None
     why: str
     by_name: bool = False
     gpu: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def plugin_file(libraries: Path) -> Path:
@@ -82,6 +84,8 @@ def choose_door(
 
     plugin: not our libraries. Raises SubkvError about `program` if it has no door.
     """
+    if program_name(program) == "ollama":
+        return _ollama_door(path, libraries, environment)
     listed = programs.listed_libraries(path, environment)
     other = programs.other_llama_cpp(program, path, libraries, listed)
     if plugin and _is_patched(listed):
@@ -113,6 +117,30 @@ def choose_door(
         f"expected a program that loads {libraries}/libllama.so, or a llama.cpp that can load the plug-in, "
         f"found {path}, which {other}: {reason}{remedy}",
     )
+
+
+def _ollama_door(path: Path, libraries: Path, environment: Mapping[str, str]) -> Door:
+    """The door of Ollama, which starts a llama-server of its own for each model.
+
+    Raises SubkvError about `program`, or about a variable of Ollama that excludes the plug-in.
+    """
+    folders = [folder / "lib" / "ollama" for folder in (path.resolve().parent.parent, path.resolve().parent)]
+    server = next((folder / "llama-server" for folder in folders if (folder / "llama-server").is_file()), None)
+    if server is None:
+        raise SubkvError("program", f"expected llama-server in {folders[0]}, as newer versions have it, found none")
+    listed = programs.listed_libraries(server, {**environment, LIBRARY_PATH: str(server.parent)})
+    reason = "it does not start" if listed is None else _misfit(listed, libraries)
+    if listed is None or reason:
+        raise SubkvError("program", f"expected a llama-server that can load the plug-in, found {server}: {reason}")
+    if environment.get(OLLAMA_FLASH, "1").lower() not in ("1", "true"):
+        raise SubkvError(OLLAMA_FLASH, f"expected 1, which the plug-in needs, found {environment[OLLAMA_FLASH]}")
+    if environment.get(OLLAMA_TYPE, "f16") not in ("", "f16"):
+        reason = "expected none, because the plug-in codes every cache that has bases"
+        raise SubkvError(OLLAMA_TYPE, f"{reason}, found {environment[OLLAMA_TYPE]}")
+    why = f"starts {server}, whose ggml loads the plug-in, unless Ollama finds a GPU"
+    static = programs.library_in(listed, "libggml-cpu") is not None
+    # without the variable, Ollama switches flash attention off where it does not know a device
+    return Door(plugin_file(libraries), why, static, variables={OLLAMA_FLASH: "1"})
 
 
 def _is_patched(listed: str | None) -> bool:
@@ -187,4 +215,4 @@ def door_environment(door: Door, read: ProgramArguments) -> dict[str, str]:
     if read.ordinary:  # the plug-in's device would take its layers
         return without_plugin(read.environment)
     devices = {} if read.prints else device_variables(door, read.devices)
-    return {**read.environment, **plugin_variables(door.plugin, read.environment), **devices}
+    return {**door.variables, **read.environment, **plugin_variables(door.plugin, read.environment), **devices}

@@ -172,7 +172,7 @@ def program_path(libraries: Path, environment: Mapping[str, str]) -> dict[str, s
 
 
 def models_in(path: Path) -> list[Path]:
-    """The model files of a path: the file itself, or all GGUFs of a folder.
+    """The model files of a path: the file itself, or all GGUFs of a folder, which may be Ollama's.
 
     Sidecars, projectors and later files of split models are left out.
 
@@ -181,7 +181,7 @@ def models_in(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     models = []
-    for file in sorted(path.rglob("*.gguf")):
+    for file in sorted([*path.rglob("*.gguf"), *path.rglob("sha256-*")]):
         part = re.search(r"-(\d{5})-of-\d{5}\.gguf$", file.name)
         not_a_model = file.name.endswith(SIDECAR_ENDING) or "mmproj" in file.name.lower()
         if not not_a_model and (part is None or int(part[1]) == 1) and is_gguf(file):

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from runtime import cli
 from runtime.launch import doors, start
-from runtime.launch.variables import CacheRequest
+from runtime.launch.variables import CacheRequest, models_in
 from subkv.base.errors import SubkvError
 from subkv.native.library import lib_dir
 
@@ -247,6 +247,41 @@ def test_doctor_tells_the_door(tmp_path: Path) -> None:
     assert other_backend.exit_code == 1 and "unset it" in other_backend.output
     none = CliRunner().invoke(cli.main, ["doctor", str(without_functions(tmp_path))], prog_name="subkv")
     assert none.exit_code == 1 and "does not fit the plug-in" in none.output
+
+
+def ollama_in(folder: Path) -> Path:
+    """As Ollama's archive: a program that starts llama-server of lib/ollama."""
+    another(folder / "lib" / "ollama")
+    return build(folder / "bin" / "ollama", "int main(void) { return 0; }")
+
+
+def test_ollama_starts_a_llama_server_of_its_own(tmp_path: Path, tiny_model: object) -> None:
+    program = ollama_in(tmp_path)
+    (tmp_path / "link").symlink_to(program.parent)
+    found = start.find_program(str(tmp_path / "link" / "ollama"), dict(os.environ))
+    server = tmp_path / "lib" / "ollama" / "llama-server"
+    assert found.door.why == f"starts {server}, whose ggml loads the plug-in, unless Ollama finds a GPU"
+    variables = start_with(program, "serve")
+    expected = {doors.BACKEND_PATH: str(OURS / doors.PLUGIN), doors.OLLAMA_FLASH: "1", "SUBKV": "auto"}
+    assert variables.items() >= expected.items()
+    assert str(OURS) not in variables.get("LD_LIBRARY_PATH", "").split(":")
+    with pytest.raises(SubkvError, match="expected 1, which the plug-in needs, found false") as at:
+        start_with(program, "serve", **{doors.OLLAMA_FLASH: "false"})
+    assert at.value.key == doors.OLLAMA_FLASH
+    with pytest.raises(SubkvError, match="expected none, because the plug-in codes every cache .* found q8_0") as at:
+        start_with(program, "serve", **{doors.OLLAMA_TYPE: "q8_0"})
+    assert at.value.key == doors.OLLAMA_TYPE
+    blobs = tmp_path / "models" / "blobs"
+    blobs.mkdir(parents=True)
+    blob = shutil.copy(tiny_model(), blobs / "sha256-00")  # type: ignore[operator]
+    (blobs / "sha256-01").write_text("{}")  # a template or parameters
+    assert models_in(tmp_path / "models") == [Path(blob)]
+    (tmp_path / "lib" / "ollama" / "libggml.so").unlink()
+    with pytest.raises(SubkvError, match="expected a llama-server that can load the plug-in, found .*not start"):
+        start.find_program(str(program), dict(os.environ))
+    server.unlink()
+    with pytest.raises(SubkvError, match="expected llama-server in .*/lib/ollama, as newer versions .* found none"):
+        start.find_program(str(program), dict(os.environ))
 
 
 def test_env_of_the_plugin(tiny_model: object, monkeypatch: pytest.MonkeyPatch) -> None:
