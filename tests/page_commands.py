@@ -82,6 +82,9 @@ ELSEWHERE = {
     "subkv run --plugin --prepare model.gguf node app.js": (
         "python/test_doors.py::test_a_program_that_loads_a_llama_cpp_later"
     ),
+    "subkv run --prepare ~/.ollama/models ollama serve": (
+        "python/test_doors.py::test_ollama_starts_a_llama_server_of_its_own"
+    ),
     "subkv-plugin run /usr/bin/llama-server -m model.gguf -c 32768": (
         "python/test_plugin_wheel.py::test_an_unpatched_program"
     ),
