@@ -27,6 +27,7 @@ REPO = Path(__file__).resolve().parent.parent.parent
 OURS = {
     *READ,
     *("SUBKV_STORE", "SUBKV_STORE_MIB", "SUBKV_STORE_MOVED", "SUBKV_INDEXER", "SUBKV_KERNEL", "SUBKV_CACHE"),
+    *("SUBKV_RESUME", "SUBKV_ALLOW_HOST", "SUBKV_SEQUENCES"),
     SUBKV_LIB_PATH,
 }
 OTHERS = (

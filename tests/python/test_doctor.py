@@ -21,6 +21,7 @@ from subkv.base.locks import exclusive
 from subkv.base.version import __version__
 from subkv.native.library import lib_dir
 
+REPO = Path(__file__).resolve().parents[2]
 MODEL, OTHER = "7123456789ab", "ba9876543210"
 FILES = {
     f"sidecars/name-{MODEL}.gguf": "bases",
@@ -136,6 +137,13 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     _, broken = report.report()
     assert broken == [f"XDG_CACHE_HOME: cannot write to {tmp_path / 'file'}: Not a directory"]
+
+
+def test_variables_of_the_pages_are_known() -> None:
+    pages = "".join((REPO / "docs" / name).read_text("utf-8") for name in ("programs.md", "plugin.md", "limits.md"))
+    rows = re.findall(r"^\| (`SUBKV.*?) \|", pages, re.M)
+    named = {name for row in rows for name in re.findall(r"`(SUBKV\w*)`", row)}
+    assert {"SUBKV", "SUBKV_RESUME", "SUBKV_SEQUENCES", "SUBKV_KERNEL"} <= named <= report.OURS
 
 
 def test_nothing_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
