@@ -47,16 +47,21 @@ class Tokenizer(Protocol):
         """Tokens of UTF-8 text, without BOS. special: names of control tokens become these tokens."""
 
 
-def read_text(path: Path) -> Text:
-    """Raises SubkvError about `files` if a file is missing, cannot be read, or is not UTF-8."""
-    from subkv.format.calibration import TextSource  # numpy: not for a --help
-
+def read_bytes(path: Path) -> bytes:
+    """Raises SubkvError about `files` if a file is missing or cannot be read."""
     try:
-        data = path.read_bytes()
+        return path.read_bytes()
     except FileNotFoundError as error:
         raise SubkvError("files", f"expected a text file, found no file at {path}") from error
     except OSError as error:
         raise SubkvError("files", f"cannot read {path}: {system_reason(error)}") from error
+
+
+def read_text(path: Path) -> Text:
+    """Raises SubkvError about `files` if a file is missing, cannot be read, or is not UTF-8."""
+    from subkv.format.calibration import TextSource  # numpy: not for a --help
+
+    data = read_bytes(path)
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:

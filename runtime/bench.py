@@ -174,7 +174,14 @@ def measure(contexts: list[tuple[str, Context]], tokens: Tokens, tests: Tests, d
     ),
     click.option("-r", "--repetitions", type=options.POSITIVE, default=5, help="runs of every test"),
 )
-@click.option("-fa", "--flash-attn", type=options.FLASH_LIST, default="auto", help="flash attention settings")
+@click.option(
+    "-fa",
+    "--flash-attn",
+    type=options.FLASH_LIST,
+    metavar="on|off|auto,…",
+    default="auto",
+    help="flash attention settings",
+)
 @options.comparison("-ctk --cache-type-k", "auto")
 @options.context_options(options.threads_option, options.batch_options())
 def main(tests: Tests, flash_attn: list[str], compared: options.Comparison, context: ContextOptions) -> None:
@@ -199,10 +206,16 @@ def main(tests: Tests, flash_attn: list[str], compared: options.Comparison, cont
                 options.note(f"{spec} -fa {fa}: skipped, {error.reason}")
         if not contexts:
             raise SubkvError("type_k", "expected a cache that runs with the given -fa, found none")
+
+        def show() -> None:
+            compared.show([m.result() for m in done if m.samples_ns], TITLES, CELLS)
+
         try:
             measure(contexts, random_tokens(model), tests, done)
-        finally:
-            compared.show([m.result() for m in done if m.samples_ns], TITLES, CELLS)
+        except KeyboardInterrupt:
+            show()
+            raise
+        show()
 
 
 if __name__ == "__main__":

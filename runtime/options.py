@@ -57,7 +57,7 @@ def llama_option(names: str, variable: str, text: str, **more: Any) -> Option:
 
 
 POSITIVE, NATURAL, SHARE = click.IntRange(min=1), click.IntRange(min=0), click.FloatRange(0, 1)
-NUMBERS, FLASH_LIST = ListOf(NATURAL, "N,N,…"), ListOf(Flash(), "on|off|auto,…")
+NUMBERS, FLASH_LIST = ListOf(NATURAL, "N,N,…"), ListOf(Flash())
 
 
 def model_option(required: bool, text: str = "model file (GGUF)") -> Option:

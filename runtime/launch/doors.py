@@ -132,7 +132,7 @@ def _ollama_door(path: Path, libraries: Path, environment: Mapping[str, str]) ->
     reason = "it does not start" if listed is None else _misfit(listed, libraries)
     if listed is None or reason:
         raise SubkvError("program", f"expected a llama-server that can load the plug-in, found {server}: {reason}")
-    if environment.get(OLLAMA_FLASH, "1").lower() not in ("1", "true"):
+    if environment.get(OLLAMA_FLASH, "").lower() in ("0", "f", "false"):  # Ollama takes other values for true
         raise SubkvError(OLLAMA_FLASH, f"expected 1, which the plug-in needs, found {environment[OLLAMA_FLASH]}")
     if environment.get(OLLAMA_TYPE, "f16") not in ("", "f16"):
         reason = "expected none, because the plug-in codes every cache that has bases"
@@ -215,4 +215,4 @@ def door_environment(door: Door, read: ProgramArguments) -> dict[str, str]:
     if read.ordinary:  # the plug-in's device would take its layers
         return without_plugin(read.environment)
     devices = {} if read.prints else device_variables(door, read.devices)
-    return {**door.variables, **read.environment, **plugin_variables(door.plugin, read.environment), **devices}
+    return {**read.environment, **door.variables, **plugin_variables(door.plugin, read.environment), **devices}

@@ -181,9 +181,11 @@ def models_in(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     models = []
-    for file in sorted([*path.rglob("*.gguf"), *path.rglob("sha256-*")]):
+    for file in sorted({*path.rglob("*.gguf"), *path.rglob("sha256-*")}):
         part = re.search(r"-(\d{5})-of-\d{5}\.gguf$", file.name)
         not_a_model = file.name.endswith(SIDECAR_ENDING) or "mmproj" in file.name.lower()
+        if "-partial" in file.name:  # Ollama's unfinished downloads have their full size
+            continue
         if not not_a_model and (part is None or int(part[1]) == 1) and is_gguf(file):
             models.append(file)
     if not models:

@@ -265,6 +265,8 @@ def test_ollama_starts_a_llama_server_of_its_own(tmp_path: Path, tiny_model: obj
     expected = {doors.BACKEND_PATH: str(OURS / doors.PLUGIN), doors.OLLAMA_FLASH: "1", "SUBKV": "auto"}
     assert variables.items() >= expected.items()
     assert str(OURS) not in variables.get("LD_LIBRARY_PATH", "").split(":")
+    for value in ("", "true"):
+        assert start_with(program, "serve", **{doors.OLLAMA_FLASH: value})[doors.OLLAMA_FLASH] == "1"
     with pytest.raises(SubkvError, match="expected 1, which the plug-in needs, found false") as at:
         start_with(program, "serve", **{doors.OLLAMA_FLASH: "false"})
     assert at.value.key == doors.OLLAMA_FLASH
@@ -275,6 +277,8 @@ def test_ollama_starts_a_llama_server_of_its_own(tmp_path: Path, tiny_model: obj
     blobs.mkdir(parents=True)
     blob = shutil.copy(tiny_model(), blobs / "sha256-00")  # type: ignore[operator]
     (blobs / "sha256-01").write_text("{}")  # a template or parameters
+    shutil.copy(blob, blobs / "sha256-02-partial")
+    shutil.copy(blob, blobs / "sha256-03-partial-0")
     assert models_in(tmp_path / "models") == [Path(blob)]
     (tmp_path / "lib" / "ollama" / "libggml.so").unlink()
     with pytest.raises(SubkvError, match="expected a llama-server that can load the plug-in, found .*not start"):

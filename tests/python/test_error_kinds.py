@@ -33,6 +33,17 @@ def damaged(model: Path, folder: Path) -> Path:
     return copied
 
 
+def test_texts_of_a_file_are_escaped(coded_model: Models, tmp_path: Path) -> None:
+    copied = shutil.copy(coded_model(), tmp_path / "hostile.gguf")
+    field = GGUFReader(copied, "r+").fields["subkv.codec"]
+    field.parts[field.data[0]][:2] = np.frombuffer(b"\x1b\xff", np.uint8)
+    with pytest.raises(CacheError, match="codec") as refused:
+        Layout(Path(copied))
+    failure = library.last_failure()
+    for text in (failure.reason, failure.sentence(), refused.value.reason, refused.value.cause):
+        assert text.isprintable() and "expected" in text
+
+
 def test_in_c(tiny_model: Models, coded_model: Models, tmp_path: Path) -> None:
     if shutil.which("cc") is None:
         pytest.skip("needs cc")

@@ -20,7 +20,7 @@ class SubkvError(Exception):
 
     def __init__(self, key: str, reason: str, remedy: str = "") -> None:
         super().__init__(key, reason, remedy)
-        self.key, self.cause = key, reason
+        self.key, self.cause, self.remedy = key, reason, remedy
         self.reason = f"{reason}; {remedy}" if remedy else reason
 
     def __str__(self) -> str:

@@ -272,7 +272,7 @@ def parse_cache(spec: str, model: Path, requested: CacheOptions = CacheOptions()
                     return choose_cache(model, dataclasses.replace(requested, kv_cache=kind, kv_bits=bits))
                 return choose_cache(model, dataclasses.replace(requested, kv_cache=kind, bases=Path(file)))
             except SubkvError as error:  # name the entry of the list
-                raise CacheError("kv_cache", f"{spec}: {error.reason}") from error
+                raise CacheError("kv_cache", f"{spec}: {error.cause}", error.remedy) from error
         if slash:
             return choose_cache(model, CacheOptions(type_k=type_k, type_v=type_v))
         bases, bits = (requested.bases, requested.kv_bits) if kind in (AUTO, CODED) else (None, None)

@@ -214,7 +214,8 @@ class Failure:
 
     @classmethod
     def of(cls, parts: ErrorParts) -> Failure:
-        return cls(parts.kind, *(os.fsdecode(text) for text in (parts.key, parts.reason, parts.remedy)))
+        texts = (parts.key, parts.reason, parts.remedy)
+        return cls(parts.kind, *(text.decode("utf-8", "replace") for text in texts))
 
     def without_remedy(self, key: str = "") -> str:
         """The sentence for an error about `key`, without the remedy."""

@@ -14,9 +14,10 @@ static thread_local struct LastError {
     std::string sentence;
     subkv_error parts = { SUBKV_ERROR_NONE, "", "", "" };
 
-    void set(Error next) {
-        sentence = next.sentence(); // may throw
-        error    = std::move(next);
+    void set(const Error & next) {
+        Error printed = next.printed(); // may throw
+        sentence      = printed.sentence();
+        error         = std::move(printed);
         show();
     }
 

@@ -28,6 +28,9 @@ struct Error {
     std::string reason = {};
     std::string remedy = {};
 
+    // With texts as of sentence().
+    Error printed() const { return { kind, printable(key), printable(reason), printable(remedy) }; }
+
     // For the user, without characters that a terminal obeys: it may quote a file.
     std::string sentence() const {
         return printable((key.empty() ? "" : key + ": ") + reason + (remedy.empty() ? "" : "; " + remedy));

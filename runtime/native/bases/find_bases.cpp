@@ -408,6 +408,7 @@ extern "C" const subkv_bases * subkv_find_bases(const char * model, const char *
         }
         auto owned          = std::make_unique<OwnedBases>();
         owned->found        = find_bases(model, named ? named : "", last, budget);
+        owned->found.error  = owned->found.error.printed();
         const auto &  found = owned->found;
         const Error & error = found.error;
         const float   bits  = found.layout ? found.layout->budget : 0.0f;

@@ -42,6 +42,9 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
     } catch (const Invalid & e) {
         reject(e.error);
         throw;
+    } catch (const std::bad_alloc &) {
+        reject_for(SUBKV_ERROR_MEMORY, "K/V cache", "out of memory");
+        throw;
     } catch (const std::exception & e) {
         reject("%s", e.what());
         throw;
@@ -78,6 +81,7 @@ extern "C" bool subkv_attach(subkv_layout * layout, const subkv_cache_params * p
     if (!layout) {
         return true;
     }
+    clear_error(); // an error after the context's creation is of that creation
     return guarded("subkv_attach", [&] {
         pending.cache = CacheRequest(layout->p, params ? *params : subkv_cache_params{ -1, -1, -1, nullptr });
     });

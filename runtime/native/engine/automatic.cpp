@@ -187,7 +187,8 @@ std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc) {
         return requested_cache(desc, setting);
     } catch (const std::exception & e) {
         const auto * invalid = dynamic_cast<const Invalid *>(&e);
-        const auto   kind    = invalid ? invalid->error.kind : (int32_t) SUBKV_ERROR_INVALID;
+        const bool   full    = dynamic_cast<const std::bad_alloc *>(&e) != nullptr;
+        const auto   kind = (int32_t) (invalid ? invalid->error.kind : full ? SUBKV_ERROR_MEMORY : SUBKV_ERROR_INVALID);
         if (by_type) {
             fail({ kind, desc.requested == Requested::CODED ? "cache type subkv" : "cache type auto", e.what(),
                    "cache type f16 runs with an ordinary cache" });

@@ -116,6 +116,8 @@ void Cache::read_window(StateReader & r, int32_t seq, const std::vector<uint64_t
         }
     } catch (const Invalid & e) {
         fail(e.error);
+    } catch (const std::exception & e) { // of the reader, or no memory
+        fail("%s", e.what());
     }
 }
 
