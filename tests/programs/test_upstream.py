@@ -46,7 +46,8 @@ def test_a_few_of_upstreams_tests(stock: bool, words: Path, tmp_path: Path) -> N
         tests = [f"unit/{name}" for name in SHORT]
         f16 = suite.run("f16", "off", tests)
         check(f16, suite.run("coded", "auto", tests, "f16", **more), but=() if stock else EDITS)
-        assert sum(entry["outcome"] == "passed" for entry in f16.values()) > 15
+        # a busy machine exceeds some of their deadlines
+        assert sum(entry["outcome"] == "passed" for entry in f16.values()) > 12
 
 
 @pytest.mark.slow
