@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from prefix_tables import Client
-from render import Column, Rows, grid, text
+from render import Column, Numbers, Rows, grid, text
 
 # name, replicas, slots and threads per replica; 0 replicas: a plain server
 LAYOUTS = (("one server, 2 slots", 0, 2, 2), ("1 replica, 2 slots", 1, 2, 2), ("2 replicas, 1 slot each", 2, 1, 1))
@@ -70,3 +70,8 @@ def markdown(rows: Rows) -> str:
         ("prompt of 2000, tokens/s", lambda row: f"{row['read tokens/s']:.0f}"),
     ]
     return grid(rows, columns)
+
+
+def numbers(rows: Rows) -> Numbers:
+    plain, replica = (next(row["tokens/s"] for row in rows if row["replicas"] == n) for n in (0, 1))
+    return {"cost": f"{100 * (1 - replica / plain):.0f}"}

@@ -4,9 +4,10 @@
     python docs/results/make.py --render      write pages, blocks and numbers from the stored JSON, without measuring
 
 Tables come in order of their value to a reader. Those that are complete at this commit are kept, so the same command
-resumes; it prints what is left. The commit is the last one that changed what is measured: results and pages may be
-committed in between; freeze it in a clone to work on. A timed table beside other work (0.3 cores or more) is measured
-again once, and marked if it is still disturbed; the next run repeats it.
+resumes; it prints what is left. The commit is the last one that changed the product or the research programs: results,
+pages and this folder may be committed in between (after a change of a table's commands: --again); freeze it in a clone
+to work on. A timed table beside other work (0.3 cores or more) is measured again once, and marked if it is still
+disturbed; the next run repeats it.
 
 Writes NAME.json (NAME.MACHINE.json for tables by machine) and NAME.md after every table, then the blocks
 `<!-- results: NAME -->` and the numbers `<!-- number: NAME.key -->` of README.md, docs/ and examples/. The results list
@@ -168,7 +169,8 @@ class Lab:
         programs["python"] = sys.executable
         command = [programs.get(words[0], words[0]), *words[1:]]
         environment = {**os.environ, **(env or {})}
-        if words[1:2] == ("-m",) and words[2].startswith("research."):  # not installed
+        if words[0] == "serve" or words[1:2] == ("-m",) and words[2].startswith("research."):
+            # programs of research and the application of examples/cluster are not installed
             paths = [str(REPO), str(REPO / "examples"), *filter(None, [environment.get("PYTHONPATH")])]
             environment["PYTHONPATH"] = os.pathsep.join(paths)
         return subprocess.Popen(
@@ -244,8 +246,8 @@ def commit() -> tuple[str, bool]:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=REPO, capture_output=True, text=True, check=True).stdout.strip()
 
-    # this program writes results and documents
-    measured = (".", ":!*.md", ":!docs/*.json", ":!docs/*.png", ":!tests", ":!research/results")
+    # docs/results writes results and documents; results carry their own commands
+    measured = (".", ":!*.md", ":!docs/*.json", ":!docs/*.png", ":!docs/results", ":!tests", ":!research/results")
     changed = git("status", "--porcelain", "--untracked-files=no", "--", *measured)
     return git("log", "-1", "--format=%H", "--", *measured), bool(changed)
 

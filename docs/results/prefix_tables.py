@@ -203,6 +203,7 @@ def numbers(rows: Rows) -> Numbers:
     for suffix, name in (("", "coefficients, 4.5 bits"), ("_f16", "f16")):
         row = next(row for row in rows if row["cache"] == name)
         numbers |= {
+            f"disk{suffix}": f"{row['disk MiB']:.1f}",
             f"users_gib{suffix}": f"{row['disk MiB'] * 10_000 / 1024:.0f}",
             f"read{suffix}": f"{row['tokens'] / row['evaluated s']:.0f}",
         }

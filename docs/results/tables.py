@@ -71,7 +71,7 @@ ORDER = (  # the most important ones first
         "Bits against KLD, float32",
         f"{MODEL}; WikiText-2 test, the codec {FLOAT32}. KLD against the same model with exact keys and values, nats "
         "per token.",
-        24,
+        15,
         scores.frontier,
         scores.frontier_markdown,
         scores.frontier_numbers,
@@ -172,8 +172,8 @@ ORDER = (  # the most important ones first
         "Prompts that the server restores",
         f"{MODEL}; llama-server with one slot of 8192 tokens, 2 threads. Seconds are times to the first token of an "
         "answer to 6,000 tokens. After an eviction by another conversation, the prompt comes from memory (median of "
-        "three). After a restart it comes from files, which the system does not have cached. On disk: this prompt with "
-        "its checkpoints. The ten conversations have 200 tokens each, after the same 1,000.",
+        "three). After a restart it comes from files, which the system does not have cached. On disk: this prompt. "
+        "The ten conversations have 200 tokens each, after the same 1,000.",
         4,
         prefixes.server_prefixes,
         prefixes.markdown,
@@ -214,6 +214,7 @@ ORDER = (  # the most important ones first
         4,
         clusters.cluster_load,
         clusters.markdown,
+        clusters.numbers,
         group="cluster",
         timed=False,  # Ray's processes are not ours
     ),
@@ -237,7 +238,7 @@ ORDER = (  # the most important ones first
         "Other kinds of text",
         f"{MODEL}; a novel, argparse.py of the running Python, and the built-in held-out texts of seven kinds; the "
         f"codec {FLOAT32}, one chunk of at most 2048 tokens each.",
-        15,
+        9,
         scores.other_texts,
         scores.by_text,
         group="codec",
@@ -262,6 +263,7 @@ ORDER = (  # the most important ones first
         4,
         speed.drafts,
         speed.drafts_markdown,
+        speed.drafts_numbers,
         group="drafts",
     ),
     Table(
@@ -279,7 +281,7 @@ ORDER = (  # the most important ones first
         "shapes_decode",
         "Generation in models of other shapes",
         SHAPES,
-        40,
+        25,
         shapes.decode,
         shapes.markdown,
         shapes.shape_numbers,
