@@ -291,7 +291,7 @@ ORDER = (  # the most important ones first
         "shapes_hybrids",
         "Generation in hybrids and with sliding windows",
         EVALUATED,
-        30,
+        60,
         shapes.hybrids,
         shapes.markdown,
         shapes.shape_numbers,
