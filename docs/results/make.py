@@ -247,7 +247,7 @@ def commit() -> tuple[str, bool]:
         return subprocess.run(["git", *words], cwd=REPO, capture_output=True, text=True, check=True).stdout.strip()
 
     # docs/results writes results and documents; results carry their own commands
-    measured = (".", ":!*.md", ":!docs/*.json", ":!docs/*.png", ":!docs/results", ":!tests", ":!research/results")
+    measured = (".", ":!*.md", ":!docs/*.png", ":!docs/results", ":!tests", ":!research/results")
     changed = git("status", "--porcelain", "--untracked-files=no", "--", *measured)
     return git("log", "-1", "--format=%H", "--", *measured), bool(changed)
 

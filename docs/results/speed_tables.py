@@ -184,31 +184,31 @@ def drafts(lab: Any) -> Rows:
     return [{key: value for key, value in row.items() if not key.startswith("samples")} for row in rows]
 
 
-def _gain(rows: Rows, row: Row) -> str:
-    """Speed with drafts over speed without them, same cache and task."""
-    same = (row["cache"], row["task"], "none")
-    return f"{row['median_ts'] / next(r['median_ts'] for r in rows if (r['cache'], r['task'], r['draft']) == same):.2f}"
+def _gains(rows: Rows) -> dict[tuple[str, str, str], str]:
+    """Speed over that without drafts, by cache, task and drafts."""
+    plain = {(row["cache"], row["task"]): row["median_ts"] for row in rows if row["draft"] == "none"}
+    return {
+        (row["cache"], row["task"], row["draft"]): f"{row['median_ts'] / plain[row['cache'], row['task']]:.2f}"
+        for row in rows
+    }
 
 
 def drafts_markdown(rows: Rows) -> str:
+    gains = _gains(rows)
     columns: list[Column] = [
         ("task", text("task")),
         ("cache", lambda row: label(row["cache"])),
         ("drafts", text("draft")),
         ("accepted", lambda row: f"{row['n_accepted']} of {row['n_drafted']}" if row["n_drafted"] else ""),
         ("tokens/s", ts),
-        ("× without drafts", lambda row: _gain(rows, row)),
+        ("× without drafts", lambda row: gains[row["cache"], row["task"], row["draft"]]),
         ("same answer", lambda row: "yes" if row["same_answer"] else "no"),
     ]
     return grid(rows, columns, left=3)
 
 
 def drafts_numbers(rows: Rows) -> Numbers:
-    drafted = (row for row in rows if row["draft"] != "none")
-    return {
-        f"{row['cache']} {row['task']} {row['draft'].split()[-1]}".replace(" ", "_"): _gain(rows, row)
-        for row in drafted
-    }
+    return {"_".join(key).replace(" ", "_"): gain for key, gain in _gains(rows).items() if key[-1] != "none"}
 
 
 def deep(lab: Any) -> Rows:
