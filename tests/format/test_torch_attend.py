@@ -58,29 +58,32 @@ def test_ordinary_layers(how: Logits, padded: bool) -> None:
 
 @each("how", HOW)
 @each("n_recent", [0, 1, 13, 200])
+@each("n_lost", [0, 9, 200])
 @each("n", [1, 40, T])
-def test_coded_layers(how: Logits, n_recent: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every query reads the first and the last cells exactly, and all others decoded."""
+def test_coded_layers(how: Logits, n_recent: int, n_lost: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every query reads the first and the last cells exactly, and all others decoded, also those without a row."""
     monkeypatch.setattr(torch_attend, "TILE", 32)
     monkeypatch.setattr(torch_attend, "QUERIES", 16)
-    out, want = coded(torch_attend.attend, how, n_recent, n, 0.1)
+    out, want = coded(torch_attend.attend, how, n_recent, n_lost, n, 0.1)
     torch.testing.assert_close(out, want, atol=1e-3, rtol=1e-4)
 
 
 @each("how", [HOW[0], HOW[3]])
-@each(("n_recent", "n"), [(0, 20), (1, 1), (13, 20), (200, 20)])
-def test_coded_layers_through_triton(how: Logits, n_recent: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@each(("n_recent", "n_lost", "n"), [(0, 0, 20), (1, 0, 1), (13, 0, 20), (200, 0, 20), (13, 5, 20), (200, 200, 20)])
+def test_coded_layers_through_triton(
+    how: Logits, n_recent: int, n_lost: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same in pieces of queries; the window, queries and weights are rounded to halves."""
     pytest.importorskip("triton")
     from subkv.torch import triton_kernels as triton_attend
 
     monkeypatch.setattr(triton_attend, "QUERIES", 16)
-    out, want = coded(triton_attend.attend, how, n_recent, n, 0.01)  # logits of a few units
+    out, want = coded(triton_attend.attend, how, n_recent, n_lost, n, 0.01)  # logits of a few units
     torch.testing.assert_close(out, want, atol=4e-3 * float(want.abs().max()), rtol=0.0)
 
 
-def coded(attend: Any, how: Logits, n_recent: int, n: int, size: float) -> tuple[Any, Any]:
-    """The output of `attend` for queries of this size, and the expected output."""
+def coded(attend: Any, how: Logits, n_recent: int, n_lost: int, n: int, size: float) -> tuple[Any, Any]:
+    """The output of `attend` for queries of this size, and the expected output. n_lost: recent cells without a row."""
     heads = [heads_of(seed, [((16, 5), (16, 3)), ((24, 8),)]) for seed in (0, 1)]
     codec_k = RowCodec(heads[0], np.random.default_rng(0).permutation(D), [0.9, 1.1])
     codec_v = RowCodec(heads[1], np.arange(D), [1.0, 1.0])
@@ -89,11 +92,12 @@ def coded(attend: Any, how: Logits, n_recent: int, n: int, size: float) -> tuple
     pad, n_sink = (7, 0), 4
     start = torch.tensor(pad)
     sinks = [torch.stack([x[b, :, p : p + n_sink] for b, p in enumerate(pad)]) for x in (k, v)]
-    held = min(T, n + n_recent)
+    held = min(T, n + max(0, n_recent - n_lost))
     cells = Cells(codec_k, codec_v, *rows, *sinks, k[:, :, T - held :], v[:, :, T - held :], start, T, n_recent)
     i, j = torch.arange(T - n, T)[:, None], torch.arange(T)
     visible = (j <= i) & (j >= start[:, None, None])
-    exact = ((j > i - n_recent) | (j < (start + n_sink)[:, None, None]))[:, None, :, :, None]
+    is_recent = (j > i - n_recent) & (j >= T - held)
+    exact = (is_recent | (j < (start + n_sink)[:, None, None]))[:, None, :, :, None]
     k_hat = codec_k.gamma[:, None, None] * (codec_k.decode(rows[0]) @ codec_k.decode_basis) + codec_k.mean[:, None]
     v_hat = codec_v.decode(rows[1]) @ codec_v.decode_basis
     per_query = (torch.where(exact, a[:, :, None], b[:, :, None]) for a, b in ((k, k_hat), (v, v_hat)))

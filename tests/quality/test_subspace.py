@@ -169,9 +169,6 @@ def test_a_tail_can_be_cropped_while_exact_cells_are_left(llama: tuple[Any, Subs
     whole = logits(model, cache)
     cache.crop(-14)
     torch.testing.assert_close(logits(model, cache, IDS[:, 146:]), whole[:, 146:], atol=1e-4, rtol=0.0)
-    with pytest.raises(CacheError, match="crop: expected to remove 0 to 16 tokens, .* found -17"):
-        cache.crop(-17)
-    assert cache.get_seq_length() == 160
     short = SubspaceCache(cache.bases)
     logits(model, short, IDS[:, :20])
     short.crop(-19)  # all of it is exact; the sinks go, too
@@ -201,7 +198,7 @@ def test_a_copy_is_independent(llama: tuple[Any, SubspaceCache]) -> None:
     torch.testing.assert_close(logits(model, cache, IDS[:, 100:]), whole[:, 100:], atol=1e-4, rtol=0.0)
 
 
-@pytest.mark.parametrize("how", [{}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 13}, {"num_beams": 2}])
+@pytest.mark.parametrize("how", [{}, {"prompt_lookup_num_tokens": 32}, {"prefill_chunk_size": 13}, {"num_beams": 2}])
 def test_generate(how: dict[str, int], llama: tuple[Any, SubspaceCache]) -> None:
     """Greedily the most likely tokens of the cache's own logits; beams find a text at least as likely."""
     model, cache = llama

@@ -22,7 +22,8 @@ class Cells:
     """A layer's cells, counted from 0. The exact window starts at `start` [b], the first cell that is not padding.
 
     rows_k, rows_v: [b, at least n_cells, row_bytes] uint8. sink_k, sink_v: [b, h, n_sink, d], cells start,
-    start + 1, …. recent_k, recent_v: [b, h, at least n_recent, d], the last cells.
+    start + 1, …. recent_k, recent_v: [b, h, at least the queries', d], the last cells; where a query's last n_recent
+    cells begin before them, it reads codes.
     """
 
     codec_k: RowCodec
@@ -36,6 +37,11 @@ class Cells:
     start: Tensor
     n_cells: int
     n_recent: int
+
+    @property
+    def first_recent(self) -> int:
+        """The first cell of recent_k and recent_v."""
+        return self.n_cells - self.recent_k.shape[2]
 
 
 @dataclass(frozen=True)
@@ -126,15 +132,20 @@ class Visibility:
         mask = self._mask[:, at]
         return visible & mask.gather(2, cell.clamp(max=self._cells.n_cells - 1).expand(-1, mask.shape[1], -1))
 
+    def end_coded(self, stop: int) -> int:
+        """No query before query `stop` reads codes from this cell on."""
+        return max(0, self.first + stop - self._cells.n_recent, self._cells.first_recent)
+
     def coded(self, at: slice, low: int, high: int) -> Tensor:
         """Visible coded cells among those from low to high."""
         j = torch.arange(low, high, device=self._device)
-        is_coded = (j <= self._position[at] - self._cells.n_recent) & (j >= self._window)
+        has_no_row = j < self._cells.first_recent
+        is_coded = ((j <= self._position[at] - self._cells.n_recent) | has_no_row) & (j >= self._window)
         return self._allowed(at, low, high) & is_coded
 
     def recent(self, at: slice) -> tuple[slice, Tensor]:
         """A slice of the exact recent cells that contains all visible ones, and which of its cells each query sees."""
-        first = self._cells.n_cells - self._cells.recent_k.shape[2]  # the first exact cell
+        first = self._cells.first_recent
         low, high = max(first, self.first + at.start - self._cells.n_recent + 1), self.first + at.stop
         j = torch.arange(low, high, device=self._device)
         is_recent = (j > self._position[at] - self._cells.n_recent) & (j >= self._window)
@@ -158,9 +169,10 @@ def attend(q: Tensor, cells: Cells, mask: Tensor | None, params: Logits) -> Tens
     projected = params.scale * codec.gamma[:, None, None, None] * _over_cells(softmax.q, codec.decode_basis.mT)
     of_mean = params.scale * _over_cells(softmax.q, codec.mean[:, :, None])
     tile = min(TILE, max(64, LOGITS // (q.shape[0] * q.shape[1] * n)))
-    for low in range(0, cells.n_cells - cells.n_recent, tile):
-        high = min(low + tile, cells.n_cells - cells.n_recent)
-        at = slice(max(0, low + cells.n_recent - first), n)
+    end = visibility.end_coded(n)
+    for low in range(0, end, tile):
+        high = min(low + tile, end)
+        at = slice(0 if low < cells.first_recent else max(0, low + cells.n_recent - first), n)
         c = codec.decode(cells.rows_k[:, low:high])
         logits = _over_cells(projected[..., at, :], c.mT) + of_mean[..., at, :]
         values = cells.codec_v.decode(cells.rows_v[:, low:high])

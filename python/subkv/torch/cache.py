@@ -34,6 +34,7 @@ from subkv.torch.rows import RowCodec
 
 NAME = "subkv"  # name of the attention and mask functions in transformers' registries
 STEP = 256  # cells are allocated in multiples of this, as in llama.cpp
+N_RECORDED = 512  # exact rows that are kept beyond the window while drafts may be removed
 NEVER = 1 << 40  # start of a sequence that has only padding so far
 
 
@@ -48,7 +49,15 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
         self.il, self.window = il, window
         self.codecs, self._kernel = codecs, kernel  # of keys and values; moved to the layer's device on first use
         self.kernels: Kernels | None = None  # chosen on first use
+        self.record_past = False  # transformers' name: crop() follows the next updates
         self.reset()
+
+    def activate_past_recording(self) -> None:
+        """Keep N_RECORDED exact rows beyond the window from one crop() to the next. transformers calls it for drafts.
+
+        After the removal of fewer tokens, the window is complete.
+        """
+        self.record_past = True
 
     def reset(self) -> None:
         """Remove and free all cells."""
@@ -123,12 +132,17 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
         tensors = {name: x for name, x in t.items() if name != "zero_rows"}
         cells = Cells(*self.codecs, **tensors, n_cells=self.n_cells, n_recent=self.window.n_recent)
         out = self.kernels.attend(q, cells, mask, params)
-        n_exact = self.window.n_recent + self.window.n_rollback
-        for name in ("recent_k", "recent_v"):
-            if t[name].shape[2] > n_exact:
-                t[name] = t[name][:, :, -n_exact:].clone()
+        self._shorten_recent(max(N_RECORDED, self.window.n_rollback) if self.record_past else self.window.n_rollback)
         self._attended = True
         return out
+
+    def _shorten_recent(self, n_beyond: int) -> None:
+        """Keep the window's recent rows and n_beyond older ones."""
+        for name in ("recent_k", "recent_v"):
+            recent = self._tensors[name]
+            n_lost = recent.shape[2] - self.window.n_recent - n_beyond
+            if n_lost > 0:
+                self._tensors[name] = recent[:, :, n_lost:].clone()
 
     def _find_starts(self, mask: Tensor | None, first: int) -> None:
         """Set the start of sequences: the first cell, from `first` on, that any query sees."""
@@ -161,32 +175,43 @@ class SubspaceLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raises CacheError if fewer exact tokens than the window needs would remain."""
-        n_exact = self._tensors["recent_k"].shape[2] if self.is_initialized else 0
-        n_max = self.n_cells if n_exact == self.n_cells else max(0, n_exact - self.window.n_recent)
-        if not 0 <= -tokens_to_remove <= n_max:
+        """Raises CacheError unless the layer has as many tokens."""
+        if not 0 <= -tokens_to_remove <= self.n_cells:
             raise CacheError(
                 "crop",
-                f"expected to remove 0 to {n_max} tokens, given as a negative number, found {tokens_to_remove}: "
-                f"earlier cells have only codes; evaluate the text again",
+                f"expected to remove 0 to {self.n_cells} tokens, given as a negative number, found {tokens_to_remove}",
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last −tokens_to_remove tokens. Raises CacheError as check_crop()."""
-        self.check_crop(tokens_to_remove)
-        n = -tokens_to_remove
-        if n == 0:
-            return
-        self.n_cells -= n
-        for name in ("recent_k", "recent_v"):
-            self._tensors[name] = self._tensors[name][:, :, :-n]
-        start = self._tensors["start"]
-        self._tensors["start"] = torch.where(start < self.n_cells, start, NEVER)
-        self._fill_until = int(self._tensors["start"].max()) + self.window.n_sink
+        """Remove the last −tokens_to_remove tokens. Raises CacheError as check_crop().
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Select these rows of the batch, in this order."""
-        self._tensors = {name: x[indices.to(x.device)] for name, x in self._tensors.items()}
+        Of the tokens that enter the window again, those without exact rows are read as codes.
+        """
+        self.check_crop(tokens_to_remove)
+        if not self.is_initialized:
+            return
+        self.n_cells += tokens_to_remove
+        if tokens_to_remove:
+            for name in ("recent_k", "recent_v"):
+                self._tensors[name] = self._tensors[name][:, :, :tokens_to_remove]
+            start = self._tensors["start"]
+            self._tensors["start"] = torch.where(start < self.n_cells, start, NEVER)
+            self._fill_until = int(self._tensors["start"].max()) + self.window.n_sink
+        self._shorten_recent(self.window.n_rollback)
+
+    def offload(self) -> None:
+        """Raises CacheError: transformers moves a layer before its attention, which reads the codes on the device."""
+        raise CacheError(
+            "offload", "expected a cache that stays on the model's device, found offloading; a lower kv_bits takes less"
+        )
+
+    def prefetch(self) -> None:
+        """Does nothing: no layer is offloaded."""
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Select these rows of the batch, in this order. indices: any index of torch."""
+        for name, x in self._tensors.items():
+            self._tensors[name] = x[indices.to(x.device) if isinstance(indices, Tensor) else indices]
 
     reorder_cache = batch_select_indices
 
@@ -213,8 +238,9 @@ class SubspaceCache(transformers.Cache):  # type: ignore[misc]
     """A coded cache for one model; SubspaceCache(cache.bases) creates another, empty one for the same model.
 
     Supports generate (greedy, sampling, beams, assisted), forward calls, prompts in parts, and batches with left
-    padding. The first n_sink and last n_recent tokens of every sequence are exact; crop() can remove the last 16
-    tokens. Raises CacheError for unsupported operations.
+    padding. The first n_sink and last n_recent tokens of every sequence are exact. crop() removes any number of tokens:
+    exact rows are left of 16 tokens before the window (of 512 after activate_past_recording(), which assisted
+    generation calls), and earlier tokens are read as codes. Raises CacheError for unsupported operations.
     """
 
     def __init__(self, bases: Bases, *, kernel: str | None = None) -> None:

@@ -57,7 +57,7 @@ def encode(codec: RowCodec, x: Tensor, rows: Tensor, first: int) -> Tensor:
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def attend(q: Tensor, cells: Cells, mask: Tensor | None, params: Logits) -> Tensor:
     """Kernels.attend: softmax over coded cells per split in attend(), over all cells in combine()."""
-    n_kv, n, first = cells.sink_k.shape[1], q.shape[2], cells.n_cells - q.shape[2]
+    n_kv, n = cells.sink_k.shape[1], q.shape[2]
     k, v = tables(cells.codec_k), tables(cells.codec_v)
     visibility = Visibility(cells, mask, n)
     softcap = params.softcap or 0.0
@@ -69,7 +69,7 @@ def attend(q: Tensor, cells: Cells, mask: Tensor | None, params: Logits) -> Tens
         for low in range(0, n, step):
             at = slice(low, min(low + step, n))
             x = grouped[:, at].contiguous()
-            n_coded = max(0, first + at.stop - cells.n_recent)
+            n_coded = visibility.end_coded(at.stop)
             width = min(-(-n_coded // ALIGN) * ALIGN, cells.rows_k.shape[1])
             bias = pad(_bias(visibility.coded(at, 0, n_coded)), (0, width - n_coded), value=-torch.inf)
             of_mean = torch.einsum("bnhgd,hd->bnhg", x, cells.codec_k.mean).contiguous()
