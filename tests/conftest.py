@@ -116,6 +116,18 @@ def demo_model() -> Path:
 
 
 @pytest.fixture(scope="session")
+def gemma_model() -> Path:
+    """Gemma 3 270M's GGUF, joined from its packages; skips where the gemma extra is not installed."""
+    from models import gemma3
+    from subkv.base.errors import SubkvError
+
+    try:
+        return gemma3.model_path()
+    except SubkvError as error:
+        pytest.skip(f"second model: {error.reason}")
+
+
+@pytest.fixture(scope="session")
 def shared_text() -> Callable[[str], Path]:
     """Finds a text in ../shared/data next to the checkout; skips if that folder is missing."""
 

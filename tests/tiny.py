@@ -169,13 +169,22 @@ def qwen2vl(m: Model) -> None:
     qwen2(m)
 
 
+def gemma3(m: Model) -> None:
+    """As gemma2, but five of six layers have a sliding window and a rotary base of their own; norms on Q and K."""
+    gemma2(m)
+    for il, blk in enumerate(m.layers()):
+        m.norm(f"{blk}.attn_q_norm", m.head_size)
+        m.norm(f"{blk}.attn_k_norm", m.head_size)
+        m.tensors[f"{blk}.attn_q_norm.weight"] *= 2
+        if il % 6 == 5:  # full attention
+            m.tensors[f"{blk}.post_attention_norm.weight"] *= 8
+
+
 def gemma2(m: Model) -> None:
-    """Every other layer has a sliding window; attention logits are soft-capped."""
-    m.keys |= {
-        "attention.sliding_window": m.n_swa,
-        "attn_logit_softcapping": float(m.softcap),
-        "final_logit_softcapping": 30.0,
-    }
+    """Every other layer has a sliding window; attention logits are soft-capped if `softcap` is not 0."""
+    m.keys["attention.sliding_window"] = m.n_swa
+    if m.softcap:
+        m.keys |= {"attn_logit_softcapping": float(m.softcap), "final_logit_softcapping": 30.0}
     m.embedding(std=1 / np.sqrt(m.n_embd), output=False)
     m.tensors["output_norm.weight"] *= 3
     for blk in m.layers():
@@ -353,6 +362,19 @@ ARCHS: dict[str, Arch] = {
     "qwen2": Arch(qwen2, square=True),
     "qwen2vl": Arch(qwen2vl, square=True),
     "gemma2": Arch(gemma2, {"n_layer": 4, "n_swa": 16, "softcap": 5.0}),
+    # heads of 256: transformers reads no scale from a GGUF, and takes that of this size
+    "gemma3": Arch(
+        gemma3,
+        {
+            "n_layer": 7,
+            "n_head": 2,
+            "n_head_kv": 1,
+            "head_size": 256,
+            "rope_freq_base": 1e6,
+            "n_swa": 16,
+            "softcap": 0.0,
+        },
+    ),
     "gemma3n": Arch(gemma3n, {"n_layer": 25, "n_embd": 32, "n_head": 2, "n_head_kv": 1, "n_ff": 32, "n_swa": 16}),
     "gemma4": Arch(gemma4, {"n_layer": 8, "n_shared": 4, "n_swa": 16, "n_head_kv": 1, "head_size": 64}),
     "bloom": Arch(bloom, MHA, square=True),

@@ -29,7 +29,7 @@ from subkv.plan.pipeline import Fit, Options
 @dataclass
 class Cache:
     """One row of the table. coder None: exact. bpe: everything counted; rows: coded rows alone. recent: coder of the
-    exact window's recent rows, None: they are exact.
+    exact window's recent rows, None: they are exact. sliding: coder of layers with a sliding window, None: exact.
 
     logits: of a chunk from its position on, where attention over the cells takes more than a coder.
     bound: bits per element at which the rate-distortion bound has the predicted KLD (bound.py).
@@ -50,6 +50,7 @@ class Cache:
     bound: float | None = None
     logits: Callable[[Reference, Sequence[int], int], F32] | None = None
     recent: Coder | None = None
+    sliding: Coder | None = None
     own: Cache | None = None
 
     def clear(self) -> None:
@@ -99,17 +100,18 @@ def stock_coder(kind: str, sides: str = "kv") -> Coder:
 
 
 def stock_caches(kinds: Sequence[str], fit: Fit, sides: str) -> list[Cache]:
-    """Rows for llama.cpp's types, each without and with the exact window of `fit`."""
+    """Rows for llama.cpp's types, each without and with the exact window of `fit`. They quantize all layers."""
     window = fit.settings.window
     caches = []
     for kind in kinds:
         bits = stock.BITS[kind]
         coder = stock_coder(kind, sides)
-        caches.append(Cache(kind, coder, bits, bits, predicted=fit.stock_error(kind)))
+        caches.append(Cache(kind, coder, bits, bits, predicted=fit.stock_error(kind), sliding=coder))
         if window.n_sink + window.n_recent:
             all_bits = bits + fit.overhead.window_bits(fit.heads)
             ours = (window.n_sink, window.n_recent)
-            caches.append(Cache(f"{kind} + window", coder, all_bits, bits, *ours, recent=recent_coder(fit)))
+            held = recent_coder(fit)
+            caches.append(Cache(f"{kind} + window", coder, all_bits, bits, *ours, recent=held, sliding=coder))
     return caches
 
 
@@ -173,7 +175,7 @@ def run(
                 if cache.logits is not None:
                     logits = cache.logits(reference, chunk, first)[:-1]
                 elif cache.coder is not None:
-                    how = (cache.coder, cache.n_sink, cache.n_recent, cache.recent)
+                    how = (cache.coder, cache.n_sink, cache.n_recent, cache.recent, cache.sliding)
                     logits = reference.coded_logits(chunk, first, *how)[:-1]
                 cache.scores.add(score(logits, targets, base, pool, n_threads))
                 bar.update()

@@ -43,7 +43,7 @@ def measure(
     """
     import torch
 
-    sums: list[dict[str, F64]] = [
+    sums: list[dict[str, F64]] = [  # by layer of the calibration
         {key: np.zeros_like(layer.k2 if key.startswith("k") else layer.v2) for key in ("k", "v", "k0", "v0")}
         for layer in calibration.layers
     ]
@@ -51,9 +51,9 @@ def measure(
     generator = torch.Generator().manual_seed(SEED)
     with progress_bar("sensitivity", len(chunks), "chunk", progress) as bar:
         for chunk in chunks:
-            for il, gradients in enumerate(_gradients(reference, chunk, calibration.n_skip, n_recent, generator)):
+            for i, gradients in enumerate(_gradients(reference, chunk, calibration.n_skip, n_recent, generator)):
                 for key, rows in gradients.items():
-                    sums[il][key] += torch.einsum("hti,htj->hij", rows, rows).double().numpy()
+                    sums[i][key] += torch.einsum("hti,htj->hij", rows, rows).double().numpy()
             tokens += len(chunk) - len(chunk) // 2
             bar.update()
     measured = Sensitivity("fisher", tokens, n_recent, max(len(chunk) for chunk in chunks))
@@ -67,7 +67,7 @@ def measure(
 def _gradients(
     reference: Reference, chunk: Sequence[int], n_skip: int, n_recent: int, generator: Any
 ) -> Iterator[dict[str, Any]]:
-    """Per layer k, v of readings beyond the window, k0, v0 of all: [n_head_kv, n − n_skip, d] f32."""
+    """Per reference.layers k, v of readings beyond the window, k0, v0 of all: [n_head_kv, n − n_skip, d] f32."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -97,7 +97,7 @@ def _gradients(
             log_p.gather(1, drawn).sum().backward()
         hidden.backward(cut.grad)
     order = torch.from_numpy(reference.key_order)
-    for il in range(reference.n_layer):
+    for il in reference.layers:
         k_far, k_near, v_far, v_near = (leaf.grad[0, :, n_skip:] for leaf in leaves[il])
         yield {"k": k_far[..., order], "k0": (k_far + k_near)[..., order], "v": v_far, "v0": v_far + v_near}
 

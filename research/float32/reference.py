@@ -30,7 +30,7 @@ UNSUPPORTED = (
     *("attn_logit_softcapping", "attn_logit_softcap", "final_logit_softcapping"),
     *("logit_scale", "logits_scaling"),
 )
-EXTRAS = ("s_aux", "softcap", "position_bias", "sliding_window")
+EXTRAS = ("s_aux", "softcap", "position_bias")
 
 
 def _not_here(reason: str) -> SubkvError:
@@ -39,11 +39,21 @@ def _not_here(reason: str) -> SubkvError:
     return SubkvError("model", f"{reason}; {engine}")
 
 
-def attend(q: Any, k: Any, v: Any, coded: tuple[Any, Any] | None, scale: float, n_sink: int, n_recent: int) -> Any:
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    coded: tuple[Any, Any] | None,
+    scale: float,
+    n_sink: int,
+    n_recent: int,
+    window: int | None = None,
+) -> Any:
     """Causal attention in which the first n_sink and the last n_recent keys of every query are exact.
 
     q [1, n_head, n, d_k], k, v [1, n_head_kv, n, d]: exact. coded: k̂, v̂ shaped as k, v, read for all other keys; None
-    reads everything exactly. A query's own key is the last of its n_recent. Returns [1, n, n_head, d_v].
+    reads everything exactly. A query's own key is the last of its n_recent. window: a query sees only so many last
+    keys; None: all. Returns [1, n, n_head, d_v].
     """
     import torch
     from torch.nn.functional import scaled_dot_product_attention
@@ -51,23 +61,26 @@ def attend(q: Any, k: Any, v: Any, coded: tuple[Any, Any] | None, scale: float, 
     n_head, n, d = q.shape[1:]
     n_kv = k.shape[1]
     group = n_head // n_kv
-    if coded is None:
+    if coded is None and window is None:
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
-    k_coded, v_coded = coded
+    k_coded, v_coded = (k, v) if coded is None else coded
+    reach = n if window is None else window
     grouped = q.view(1, n_kv, group, n, d)
     pieces = []
     for low in range(0, n, QUERIES):
         high = min(low + QUERIES, n)
-        sinks = min(n_sink, high)
+        first = max(0, low - reach + 1)  # of the visible keys
+        sinks = max(first, min(n_sink, high))
         far = max(sinks, high - n_recent)  # coded keys [sinks, far): no query of the piece has a later one
         near = max(sinks, low - n_recent + 1)  # exact keys [near, high)
         i = torch.arange(low, high)[:, None]
-        last = torch.arange(near, high)[None]
-        coded_seen = torch.arange(sinks, far)[None] <= i - n_recent
-        mask = torch.cat([torch.arange(sinks)[None] <= i, coded_seen, (last <= i) & (last > i - n_recent)], 1)
-        keys = torch.cat([k[:, :, :sinks], k_coded[:, :, sinks:far], k[:, :, near:high]], 2)
-        values = torch.cat([v[:, :, :sinks], v_coded[:, :, sinks:far], v[:, :, near:high]], 2)
+        j = torch.arange(first, high)[None]
+        visible, is_recent = (j <= i) & (j > i - reach), j > i - n_recent
+        parts = ((visible, first, sinks), (visible & ~is_recent, sinks, far), (visible & is_recent, near, high))
+        mask = torch.cat([seen[:, start - first : end - first] for seen, start, end in parts], 1)
+        keys = torch.cat([k[:, :, first:sinks], k_coded[:, :, sinks:far], k[:, :, near:high]], 2)
+        values = torch.cat([v[:, :, first:sinks], v_coded[:, :, sinks:far], v[:, :, near:high]], 2)
         rows = grouped[:, :, :, low:high].reshape(1, n_kv, group * (high - low), d)
         out = scaled_dot_product_attention(rows, keys, values, attn_mask=mask.repeat(group, 1)[None, None], scale=scale)
         pieces.append(out.view(1, n_kv, group, high - low, -1))
@@ -77,8 +90,9 @@ def attend(q: Any, k: Any, v: Any, coded: tuple[Any, Any] | None, scale: float, 
 class Reference:
     """One model in float32. Raises SubkvError when it cannot be loaded or its attention is not supported.
 
-    n_layer, n_head, n_head_kv, d: attention shapes. key_order: [d] index into a key of transformers for every
-    coordinate of llama.cpp's key; the identity until `match` has found it.
+    layers: those with full attention, whose cells coders replace; others have a sliding window. n_layer: their number.
+    n_head, n_head_kv, d: attention shapes. key_order: [d] index into a key of transformers for every coordinate of
+    llama.cpp's key; the identity until `match` has found it.
     """
 
     def __init__(self, path: Path, n_threads: int) -> None:
@@ -113,50 +127,66 @@ class Reference:
         for key in UNSUPPORTED:
             if getattr(config, key, None) not in (None, 0, 1, 1.0):
                 raise _not_here(f"expected plain attention and logits, found {key} in {config.model_type}")
-        if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-            raise _not_here("expected full attention in every layer, found a sliding window")
-        self.n_layer = int(config.num_hidden_layers)
         self.n_head = int(config.num_attention_heads)
         self.n_head_kv = int(getattr(config, "num_key_value_heads", None) or self.n_head)
         self.d = int(getattr(config, "head_dim", None) or config.hidden_size // self.n_head)
         self.n_ctx_train = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
         self.key_order = np.arange(self.d)
         self._hook: Callable[..., Any] | None = None
+        self._sliding_hook: Callable[..., Any] | None = None
         self._register(transformers)
-        self._probe()
+        self.layers = self._probe()
+        self.n_layer = len(self.layers)
 
-    def _probe(self) -> None:
-        """Raises SubkvError unless all layers call our attention with arguments that it supports."""
-        seen = set()
+    def _probe(self) -> list[int]:
+        """The layers with full attention.
 
-        def hook(il: int, q: Any, k: Any, v: Any, scale: float) -> Any:
-            seen.add(il)
-            return attend(q, k, v, None, scale, 0, 0)
+        Raises SubkvError unless all layers call our attention with arguments that it supports, and some are full.
+        """
+        seen: dict[int, int | None] = {}  # layers' windows
+
+        def hook(il: int, q: Any, k: Any, v: Any, scale: float, window: int | None = None) -> Any:
+            seen[il] = window
+            return attend(q, k, v, None, scale, 0, 0, window)
 
         try:
-            with self.hooked(hook):
+            with self.hooked(hook, hook):
                 self.logits([0, 1], 1)
         except SubkvError:
             raise
         except Exception as error:
             raise _not_here(f"expected a model that runs with another attention, found {error}") from error
-        if seen != set(range(self.n_layer)):
+        config = self.model.config
+        n_layer = int(config.num_hidden_layers)
+        if set(seen) != set(range(n_layer)):
             raise _not_here(
-                f"expected ordinary attention in {self.n_layer} layers, found it in {len(seen)} of this "
-                f"{self.model.config.model_type} model"
+                f"expected ordinary attention in {n_layer} layers, found it in {len(seen)} of this "
+                f"{config.model_type} model"
             )
+        windows = _windows(config)
+        if [seen[il] for il in range(n_layer)] != windows:
+            raise _not_here(
+                f"expected attention with the sliding windows of its config, found others in {config.model_type}"
+            )
+        full = [il for il, window in enumerate(windows) if window is None]
+        if not full:
+            raise _not_here(f"expected a layer with full attention, found a sliding window in all {n_layer}")
+        return full
 
     def _register(self, transformers: Any) -> None:
         """Give this model our attention; other models of the process keep theirs."""
 
         def attention(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: Any = None, **rest: Any) -> Any:
             scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
+            window = rest.get("sliding_window")
             extra = [name for name in EXTRAS if rest.get(name) is not None]
             if extra:
                 raise _not_here(f"expected plain softmax attention, found {', '.join(extra)}")
-            hook = module.config._subkv_hook()
-            if hook is None:
-                return attend(q, k, v, None, scale, 0, 0), None
+            hook, sliding_hook = module.config._subkv_hooks()
+            if window is not None and sliding_hook is not None:
+                return sliding_hook(int(module.layer_idx), q, k, v, scale, window), None
+            if window is not None or hook is None:
+                return attend(q, k, v, None, scale, 0, 0, window), None
             return hook(int(module.layer_idx), q, k, v, scale), None
 
         transformers.AttentionInterface.register(NAME, attention)
@@ -164,16 +194,18 @@ class Reference:
         for module in self.model.modules():
             if hasattr(module, "config"):
                 module.config._attn_implementation = NAME
-                object.__setattr__(module.config, "_subkv_hook", lambda: self._hook)
+                object.__setattr__(module.config, "_subkv_hooks", lambda: (self._hook, self._sliding_hook))
 
     @contextlib.contextmanager
-    def hooked(self, hook: Callable[..., Any]) -> Iterator[None]:
-        """Within: every layer's attention is hook(il, q, k, v, scale), tensors as in attend()."""
-        self._hook = hook
+    def hooked(self, hook: Callable[..., Any], sliding: Callable[..., Any] | None = None) -> Iterator[None]:
+        """Within: attention of the full layers is hook(il, q, k, v, scale), tensors as in attend(); of other layers
+        sliding(il, q, k, v, scale, window), None: exact.
+        """
+        self._hook, self._sliding_hook = hook, sliding
         try:
             yield
         finally:
-            self._hook = None
+            self._hook = self._sliding_hook = None
 
     def tokenize(self, text: bytes, special: bool = False) -> list[int]:
         """As corpus.Tokenizer."""
@@ -197,29 +229,41 @@ class Reference:
         return out
 
     def coded_logits(
-        self, tokens: Sequence[int], first: int, coder: Coder, n_sink: int, n_recent: int, recent: Coder | None = None
+        self,
+        tokens: Sequence[int],
+        first: int,
+        coder: Coder,
+        n_sink: int,
+        n_recent: int,
+        recent: Coder | None = None,
+        sliding: Coder | None = None,
     ) -> F32:
         """As logits(), with all keys and values outside the exact window replaced by those of `coder`.
 
-        recent: coder of those in the window except sinks; None: they are exact.
+        recent: coder of those in the window except sinks; None: they are exact. sliding: coder of layers with a sliding
+        window; None: they are exact.
         """
         import torch
 
         order = self.key_order
         back = np.argsort(order)
 
-        def hook(il: int, q: Any, k: Any, v: Any, scale: float) -> Any:
-            def seen(code: Coder) -> tuple[Any, Any]:
-                k_seen, v_seen = code(il, k[0].numpy()[:, :, order], v[0].numpy())
-                return torch.from_numpy(k_seen[:, :, back])[None], torch.from_numpy(v_seen)[None]
+        def seen(code: Coder, il: int, k: Any, v: Any) -> tuple[Any, Any]:
+            k_seen, v_seen = code(il, k[0].numpy()[:, :, order], v[0].numpy())
+            return torch.from_numpy(k_seen[:, :, back])[None], torch.from_numpy(v_seen)[None]
 
-            coded = seen(coder)
+        def hook(il: int, q: Any, k: Any, v: Any, scale: float) -> Any:
+            coded = seen(coder, il, k, v)
             if recent is not None:
-                held = seen(recent)
+                held = seen(recent, il, k, v)
                 k, v = (torch.cat([x[:, :, :n_sink], y[:, :, n_sink:]], 2) for x, y in zip((k, v), held, strict=True))
             return attend(q, k, v, coded, scale, n_sink, n_recent)
 
-        with self.hooked(hook):
+        def sliding_hook(il: int, q: Any, k: Any, v: Any, scale: float, window: int) -> Any:
+            assert sliding is not None
+            return attend(q, k, v, seen(sliding, il, k, v), scale, n_sink, n_recent, window)
+
+        with self.hooked(hook, sliding_hook if sliding else None):
             return self.logits(tokens, first)
 
     def match(self, calibration: Calibration, tokens: Sequence[int]) -> None:
@@ -230,7 +274,7 @@ class Reference:
         """
         import torch
 
-        seen: list[Any] = [None] * self.n_layer
+        seen: dict[int, Any] = {}
 
         def hook(il: int, q: Any, k: Any, v: Any, scale: float) -> Any:
             rows = k[0, :, calibration.n_skip :].double()
@@ -242,8 +286,8 @@ class Reference:
         orders = [np.arange(self.d), halves_of_neighbours(self.d)]
         fits = []
         for order in orders:
-            layers = zip(seen, calibration.layers, strict=True)
-            pairs = ((_uneven(a[:, order][:, :, order]), _uneven(layer.k2)) for a, layer in layers)
+            layers = ((seen[layer.shape.il], layer.k2) for layer in calibration.layers)
+            pairs = ((_uneven(a[:, order][:, :, order]), _uneven(k2)) for a, k2 in layers)
             fits.append(float(np.mean([np.sum(a * b) / (np.linalg.norm(a) * np.linalg.norm(b)) for a, b in pairs])))
         # measured: 0.8 between contexts of 512 and 2048 tokens of one model, 0.05 in the wrong order
         if max(fits) < 0.5:
@@ -255,6 +299,18 @@ class Reference:
         self.key_order = orders[int(np.argmax(fits))]
 
 
+def _windows(config: Any) -> list[int | None]:
+    """The layers' sliding windows by a config of transformers."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * int(config.num_hidden_layers)
+    unknown = set(kinds) - {"sliding_attention", "full_attention"}
+    if unknown:
+        raise _not_here(
+            f"expected full attention or a sliding window in every layer, found {', '.join(sorted(unknown))}"
+        )
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
 def _uneven(moments: F64) -> F64:
     """Second moments [n, d, d] less those of an isotropic distribution of equal energy: the differences of models."""
     d = moments.shape[-1]
@@ -264,12 +320,13 @@ def _uneven(moments: F64) -> F64:
 
 def check_shapes(reference: Reference, calibration: Calibration) -> None:
     """Refuse a calibration of other attention shapes than the model's. Raises SubkvError."""
-    expected = (reference.n_layer, reference.n_head, reference.n_head_kv, reference.d)
+    expected = (reference.n_head, reference.n_head_kv, reference.d)
     shapes = [layer.shape for layer in calibration.layers]
-    if {(len(shapes), s.n_head, s.n_head_kv, s.d_k) for s in shapes if s.d_k == s.d_v} != {expected}:
+    found = {(s.n_head, s.n_head_kv, s.d_k) for s in shapes if s.d_k == s.d_v}
+    if found != {expected} or [s.il for s in shapes] != reference.layers:
         raise SubkvError(
             "calibration",
-            f"expected {expected[0]} layers, {expected[1]} heads, {expected[2]} KV heads of size {expected[3]} "
+            f"expected {reference.n_layer} layers, {expected[0]} heads, {expected[1]} KV heads of size {expected[2]} "
             f"as in the model, found another calibration",
         )
 

@@ -31,17 +31,18 @@ def engine_logits(model: Path, spec: str) -> Any:
     return out
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma3"])  # gemma3: layers with a sliding window
 def test_exact_logits_are_the_engines(
     arch: str, reference: Callable[[str], Any], tiny_model: Callable[..., Path]
 ) -> None:
     ours = reference(arch).logits(TOKENS, 0)
     theirs = engine_logits(tiny_model(arch), "f16")
-    assert np.abs(ours - theirs).max() < 0.02  # the engine's cache is f16; logits reach 8
+    assert np.abs(ours - theirs).max() < 0.04  # the engine's cache is f16, and so is gemma3's GELU; logits reach 8
     np.testing.assert_array_equal(reference(arch).logits(TOKENS, 100), ours[100:])
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2"])  # neighbouring rotary pairs, and pairs half a head apart
+# neighbouring rotary pairs, pairs half a head apart, and layers with a sliding window, which are not coded
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma3"])
 @pytest.mark.parametrize("n_recent", [0, 16])
 def test_coded_logits_match_the_engine(
     arch: str,
@@ -56,13 +57,15 @@ def test_coded_logits_match_the_engine(
     from research.float32.caches import layer_coder
 
     model, bases = tiny_model(arch), calibration(arch)
-    options = Options(kv_bits=3.0, window=Window(N_SINK, n_recent), bpe_context=100_000)
+    # gemma3: only the sixth layer is coded, so the noise of five others moves its codes
+    kv_bits, share = (1.5, 0.4) if arch == "gemma3" else (3.0, 0.2)
+    options = Options(kv_bits=kv_bits, window=Window(N_SINK, n_recent), bpe_context=100_000)
     sidecar = tmp_path / "s.gguf"
     convert_file(model, bases, sidecar, options, sidecar=True)
     stats = read_calibration(bases)
     with Gguf(model) as base:
         fit = Fit(base, stats, options)
-        layers, _ = fit.code(fit.plan(3.0))
+        layers, _ = fit.code(fit.plan(kv_bits))
     r = reference(arch)
     tokens = r.tokenize(text.read_bytes())[:255]
     r.match(stats, tokens)
@@ -72,7 +75,7 @@ def test_coded_logits_match_the_engine(
     effect = np.sqrt(np.mean((ours - exact) ** 2))
     assert effect > 0.05
     # f16 noise moves single codes by a step, so the largest difference is not informative
-    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.2 * effect
+    assert np.sqrt(np.mean((ours - theirs) ** 2)) < share * effect
 
 
 def test_only_cells_outside_the_window_are_coded(reference: Callable[[str], Any]) -> None:
@@ -128,3 +131,46 @@ def test_chunks_are_shared_among_texts(reference: Callable[[str], Any], text: Pa
         cut(r, [whole] * 3, 100, 2)
     with pytest.raises(SubkvError, match="short.txt: expected at least 100 tokens for a chunk, found"):
         cut(r, [short], 100, 2)
+
+
+def test_windows_of_a_layer(reference: Callable[[str], Any]) -> None:
+    """A layer with a sliding window in pieces: as softmax written out, with sinks, recent and coded keys."""
+    reference("llama")  # skips without torch
+    import torch
+
+    from research.float32 import reference as module
+
+    n, window = 600, 37
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, k_coded, v_coded = (torch.randn(1, heads, n, 8, generator=generator) for heads in (4, 2, 2, 2, 2))
+    i, j = torch.arange(n)[:, None], torch.arange(n)[None]
+    for n_sink, n_recent, reach, coded in (
+        (4, 9, window, True),
+        (0, 0, window, True),
+        (0, 0, window, False),
+        (4, 9, n, True),
+    ):
+        exact = (j < n_sink) | (j > i - n_recent) if coded else torch.ones(n, n, dtype=torch.bool)
+        scores = [torch.einsum("hgid,hjd->hgij", q[0].view(2, 2, n, 8), x[0]) for x in (k, k_coded)]
+        visible = (j <= i) & (j > i - reach)
+        weights = torch.where(exact, *scores).masked_fill(~visible, -torch.inf).softmax(-1)
+        expected = (weights * exact) @ v[0][:, None] + (weights * ~exact) @ v_coded[0][:, None]
+        how = ((k_coded, v_coded) if coded else None, 1.0, n_sink, n_recent, None if reach == n else reach)
+        actual = module.attend(q, k, v, *how)[0].transpose(0, 1)
+        torch.testing.assert_close(actual, expected.flatten(0, 1), atol=1e-4, rtol=1e-4)
+
+
+def test_other_layers_than_its_own_are_refused(
+    reference: Callable[[str], Any], calibration: Callable[[str], Path]
+) -> None:
+    """Bases of all layers do not fit a model in which some have a sliding window."""
+    from dataclasses import replace
+
+    from research.float32.reference import check_shapes
+
+    stats, r = read_calibration(calibration("gemma3")), reference("gemma3")
+    check_shapes(r, stats)
+    layer = stats.layers[0]
+    wrong = replace(stats, layers=(replace(layer, shape=replace(layer.shape, il=4)), layer))
+    with pytest.raises(SubkvError, match="^calibration: expected 1 layers, 2 heads, 1 KV heads of size 256 as in the"):
+        check_shapes(r, wrong)
