@@ -79,9 +79,10 @@ ELSEWHERE = {
         "python/test_doors.py::test_another_llama_cpp_loads_the_plugin"
     ),
     "subkv doctor /usr/bin/llama-server": "python/test_doors.py::test_doctor_tells_the_door",
-    "subkv run --plugin --prepare model.gguf node app.js": (
+    "subkv run --plugin --prepare model.gguf ./app": (
         "python/test_doors.py::test_a_program_that_loads_a_llama_cpp_later"
     ),
+    "subkv run --prepare model.gguf node app.js": "python/test_doors.py::test_node_brings_a_llama_cpp",
     "subkv run --prepare ~/.ollama/models ollama serve": (
         "python/test_doors.py::test_ollama_starts_a_llama_server_of_its_own"
     ),

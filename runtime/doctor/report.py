@@ -17,13 +17,13 @@ from runtime.doctor.cache_folder import KINDS, cached
 from runtime.doctor.formats import FORMATS
 from runtime.doctor.probe import probe
 from runtime.launch.arguments import is_llama_cpp_program
+from runtime.launch.bundled import REPO, pinned
 from runtime.launch.variables import READ
 from subkv.base.errors import SubkvError, system_reason
 from subkv.base.folders import PLUGIN_ONLY, cache_folder
 from subkv.base.version import __version__
 from subkv.native.paths import LIB_PATH, SUBKV_LIB_PATH, SUFFIX, lib_dir, own_library_path
 
-REPO = Path(__file__).resolve().parent.parent.parent
 OURS = {
     *READ,
     *("SUBKV_STORE", "SUBKV_STORE_MIB", "SUBKV_STORE_MOVED", "SUBKV_INDEXER", "SUBKV_KERNEL", "SUBKV_CACHE"),
@@ -99,21 +99,6 @@ def _versions(broken: list[str]) -> dict[str, str | None]:
     if hasattr(os, "confstr") and "CS_GNU_LIBC_VERSION" in os.confstr_names:
         versions["C library"] = os.confstr("CS_GNU_LIBC_VERSION")
     return versions
-
-
-def pinned() -> str | None:
-    """The pinned version of llama-cpp-python, from the checkout or the package's metadata; None if unknown."""
-    try:
-        words = (REPO / "runtime" / "llama.cpp" / "VERSION").read_text().split()
-        return words[words.index("version") + 1]
-    except (OSError, ValueError):
-        pass
-    try:
-        listed = importlib.metadata.requires("subkv") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    versions = [match[1] for line in listed if (match := re.match(r"llama[-_]cpp[-_]python ?\(?==([\w.]+)", line))]
-    return versions[0] if versions else None
 
 
 def _commit() -> str | None:

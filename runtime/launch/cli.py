@@ -23,7 +23,9 @@ from subkv.base.folders import PLUGIN_ONLY
     metavar="PATH",
     help="first derive bases for this model, or for every model in this folder, if the arguments do not name it",
 )
-@click.option("--plugin", is_flag=True, help="for programs that load a llama.cpp of their own, as node does")
+@click.option(
+    "--plugin", is_flag=True, help="for programs that load a llama.cpp of their own, where `run` does not find it"
+)
 @click.argument("program", metavar="PROGRAM")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 def main(
@@ -34,7 +36,7 @@ def main(
     Bases of the model of -m or -hf are looked up, or derived from its weights. PROGRAM then replaces this process. It
     gets all its arguments.
     """
-    located = find_program(program, os.environ, plugin=plugin or PLUGIN_ONLY)
+    located = find_program(program, os.environ, plugin=plugin or PLUGIN_ONLY, arguments=arguments)
     if located.door.plugin:
         options.note(f"{located.path} {located.door.why}")
     raise click.exceptions.Exit(prepare_start(located, read_arguments(located, arguments), request, prepare).execute())

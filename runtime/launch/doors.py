@@ -12,13 +12,16 @@ from pathlib import Path
 
 from runtime.launch import programs
 from runtime.launch.arguments import ProgramArguments, is_llama_cpp_program, program_name, split_devices
+from runtime.launch.bundled import bundled_libllama, pinned, script_of
 from runtime.launch.variables import LIBRARY_PATH
 from subkv.base.errors import SubkvError
+from subkv.base.folders import COMMAND
 
 PLUGIN = "libggml-subkv.so"
 BACKEND_PATH = "GGML_BACKEND_PATH"
 DEVICE, DEVICES = "SUBKV", "LLAMA_ARG_DEVICE"  # the plug-in's device; the variable of --device
 OLLAMA_FLASH, OLLAMA_TYPE = "OLLAMA_FLASH_ATTENTION", "OLLAMA_KV_CACHE_TYPE"
+_LATER = f"; {DEVICES}: all layers on the CPU"
 _GPUS = "cuda|hip|musa|vulkan|sycl|opencl|openvino|cann|metal|webgpu|hexagon|et"
 _MISFIT = """
 import ctypes, sys
@@ -34,7 +37,8 @@ class Door:
     """plugin: the plug-in's file; None: the program uses our libllama. why: the end of a sentence about the program.
 
     by_name: its ggml contains a CPU backend, or may do so. Then libllama loads others only for --device.
-    gpu: it also contains a GPU's. variables: others that the plug-in needs in this program.
+    gpu: it also contains a GPU's. variables: others that the plug-in needs in this program. search: the program finds
+    our libraries only in the folders where the linker looks.
     """
 
     plugin: Path | None
@@ -42,6 +46,7 @@ class Door:
     by_name: bool = False
     gpu: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
+    search: bool = False
 
 
 def plugin_file(libraries: Path) -> Path:
@@ -65,11 +70,34 @@ def ggml_misfit(base: Path, registry: Path, plugin: Path) -> str:
     return f"its ggml does not fit the plug-in ({lines[-1] if lines else f'exit code {done.returncode}'})"
 
 
-def our_door(libraries: Path, listed: str | None = None) -> Door:
-    """The door of a program that uses our libraries. listed: its libraries with ours, if they are known."""
-    later = listed is not None and programs.library_in(listed, "libllama") is None
-    remedy = "; if it loads another llama.cpp later, as node does, start it by `subkv run --plugin`" if later else ""
-    return Door(None, f"finds our libraries in {libraries}{remedy}")
+def our_door(libraries: Path, listed: str | None, alone: str | None) -> Door:
+    """The door of a program that uses our libraries. listed: its libraries with our folder in the search path, alone:
+    without it; None: unknown, "": it has none, as a script.
+
+    Another program does not get the search path, because a llama.cpp that it loads later would find our libraries.
+    """
+    if listed is not None and programs.library_in(listed, "libllama") is None:
+        return Door(
+            None,
+            f"loads no llama.cpp when it starts; a llama-cpp-python of version {pinned()} in it uses our libraries in "
+            f"{libraries}; if it loads another llama.cpp later, start it by `{COMMAND} run --plugin`",
+        )
+    found = programs.library_in(alone or "", "libllama")  # by a path of the program
+    return Door(None, f"finds our libraries in {libraries}", search=not found or found[1].parent.resolve() != libraries)
+
+
+def _later_door(libllama: Path, libraries: Path, path: Path, environment: Mapping[str, str]) -> Door:
+    """The door of a program that loads a llama.cpp of its own while it runs. Raises SubkvError about `program`."""
+    loader = programs.linker(Path(sys.executable))
+    listed = programs.listed_by(loader, libllama, environment) if loader else None
+    reason = "a shared library that it needs is missing" if listed is None else _misfit(listed, libraries)
+    if reason:
+        raise SubkvError(
+            "program",
+            f"expected one that loads {libraries}/libllama.so, or a llama.cpp that can load the plug-in, found {path}, "
+            f"which brings {libllama}: {reason}",
+        )
+    return Door(plugin_file(libraries), f"brings {libllama}, whose ggml loads the plug-in{_LATER}", by_name=True)
 
 
 def choose_door(
@@ -79,10 +107,12 @@ def choose_door(
     environment: Mapping[str, str],
     with_libraries: Mapping[str, str],
     plugin: bool,
+    arguments: Sequence[str] = (),
 ) -> Door:
     """The door of a program. environment: the user's without our libraries; with_libraries: with them.
 
-    plugin: not our libraries. Raises SubkvError about `program` if it has no door.
+    plugin: not our libraries. arguments: of the program, to find the llama.cpp that it loads while it runs. Raises
+    SubkvError about `program` if it has no door.
     """
     if program_name(program) == "ollama":
         return _ollama_door(path, libraries, environment)
@@ -93,12 +123,18 @@ def choose_door(
         raise SubkvError("program", f"expected one that loads an unpatched llama.cpp, found {found}")
     if plugin and not other:  # as node and Python, which load a llama.cpp later
         why = "gets the plug-in, which the llama.cpp that it loads must be able to load"
-        return Door(plugin_file(libraries), f"{why}; {DEVICES}: all layers on the CPU", by_name=True)
+        return Door(plugin_file(libraries), f"{why}{_LATER}", by_name=True)
+    if not (plugin or is_llama_cpp_program(program)) and programs.library_in(listed or "", "libllama") is None:
+        bundled = bundled_libllama(path, arguments, environment)
+        if bundled and bundled.parent.resolve() != libraries:
+            return _later_door(bundled, libraries, path, environment)
+        if script_of(path) is not None:
+            return our_door(libraries, "", "")
     # llama.cpp's programs need the libraries of their own version, also where ours have the same names
     if not plugin and (not (other and is_llama_cpp_program(program)) or _is_patched(listed)):
         with_ours = programs.listed_libraries(path, with_libraries)
         if not programs.other_llama_cpp(program, path, libraries, with_ours):
-            return our_door(libraries, with_ours)
+            return our_door(libraries, with_ours, listed)
     if listed is None:
         other, reason = "does not start", "a shared library that it needs is missing"
     else:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import click
 
 from runtime import options
 from runtime.launch.arguments import split_devices
+from runtime.launch.bundled import other_package, pinned
 from runtime.launch.doors import DEVICES, Door, device_variables, plugin_file, plugin_variables
 from runtime.launch.variables import CacheRequest, cache_variables, library_variables, program_path, request_options
 from subkv.base.command import command
@@ -60,6 +62,15 @@ def format_variables(variables: dict[str, str], form: str) -> bytes:
     return os.fsencode("\n".join(LINES[form](name, value) for name, value in variables.items()))
 
 
+def _other_python(environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """A Python of the PATH whose llama-cpp-python does not fit our libraries, and its version."""
+    for name in ("python", "python3"):
+        path = shutil.which(name, path=environment.get("PATH"))
+        if path and (other := other_package(Path(path), Path.cwd(), environment)):
+            return path, other[1]
+    return None
+
+
 @command()
 @options.model_option(required=False, text="model file (GGUF); its bases are looked up, or derived from its weights")
 @request_options
@@ -87,8 +98,14 @@ def main(model: str | None, request: CacheRequest, plugin: bool, form: str) -> N
         variables = plugin_variables(file, os.environ) | variables
         notes = [line.replace("-ctk f16 uses none", "SUBKV=off: f16") for line in notes]
         variables |= device_variables(Door(file, "", by_name=True), split_devices(devices) if devices else ())
+    elif service or (other := _other_python(os.environ | path)) is None:
+        variables = path | library_variables(libraries) | variables
     else:
-        variables = path | library_variables(libraries, {} if service else os.environ | path) | variables
+        variables = path | variables
+        notes.append(
+            f"{other[0]}: its llama-cpp-python is {other[1]}, not {pinned()}: it keeps its own libraries and cache; "
+            "`subkv run` gives it the plug-in"
+        )
     notes = notes or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE derives bases"]
     if DEVICES in variables:
         notes.append(f"{DEVICES}: all layers on the CPU")

@@ -76,6 +76,11 @@ def listed_libraries(path: Path, environment: Mapping[str, str]) -> str | None:
     # glibc's linker can list libraries without running the program; others cannot
     if not re.match(r"ld(-linux|64\.so)", os.path.basename(interpreter)) or not os.path.exists(interpreter):
         return None
+    return listed_by(interpreter, path, environment)
+
+
+def listed_by(interpreter: str, path: Path, environment: Mapping[str, str]) -> str | None:
+    """What a dynamic linker lists for a program or a library; None: it lacks a library."""
     listed = subprocess.run(
         [interpreter, "--list", os.path.abspath(path)],
         env=dict(environment),
@@ -84,12 +89,13 @@ def listed_libraries(path: Path, environment: Mapping[str, str]) -> str | None:
         errors="surrogateescape",
         check=False,
     )
-    return None if listed.returncode else listed.stdout  # it lacks a library and reports that itself
+    return None if listed.returncode else listed.stdout  # a program reports that itself
 
 
 def library_in(listed: str, name: str) -> tuple[str, Path] | None:
     """The full name and the file of a library in listed_libraries()."""
-    match = re.search(rf"^\s*({name}\.so\S*) => (.+?)(?: \(0x[0-9a-f]+\))?$", listed, re.M)
+    # node-llama-cpp: libllama.v0.5.0.so
+    match = re.search(rf"^\s*({name}(?:\.v[\d.]+)?\.so\S*) => (.+?)(?: \(0x[0-9a-f]+\))?$", listed, re.M)
     return (match[1], Path(match[2])) if match else None
 
 

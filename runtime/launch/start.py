@@ -24,6 +24,7 @@ from runtime.launch.variables import (
     fit_memory,
     library_variables,
     models_in,
+    search_variables,
     without_libraries,
 )
 from runtime.launch.variables import prepare as prepare_model
@@ -148,9 +149,13 @@ def _variables(
 
 
 def find_program(
-    program: str, environment: Mapping[str, str], ours: bool = False, plugin: bool = PLUGIN_ONLY
+    program: str,
+    environment: Mapping[str, str],
+    ours: bool = False,
+    plugin: bool = PLUGIN_ONLY,
+    arguments: Sequence[str] = (),
 ) -> Program:
-    """Look up a program by name. ours: only one that uses our libraries. plugin: as choose_door().
+    """Look up a program by name. ours: only one that uses our libraries. plugin, arguments: as choose_door().
 
     Raises SubkvError about `program`.
     """
@@ -158,14 +163,17 @@ def find_program(
     from subkv.native.library import lib_dir
 
     libraries = lib_dir()
-    with_libraries = {**doors.without_plugin(environment), **library_variables(libraries, environment)}
+    own = without_libraries(libraries, environment)
+    known = {**doors.without_plugin(own), **library_variables(libraries)}
+    searched = {**known, **search_variables(libraries, environment)}
     path = programs.find(program, libraries, environment.get("PATH"), not plugin)
     if ours:
-        programs.check(program, path, libraries, with_libraries)
-        return Program(program, path, with_libraries, doors.our_door(libraries))
-    own = without_libraries(libraries, environment)
-    door = doors.choose_door(program, path, libraries, own, with_libraries, plugin)
-    return Program(program, path, own if door.plugin else with_libraries, door)
+        programs.check(program, path, libraries, searched)
+        listed = [programs.listed_libraries(path, variables) for variables in (searched, own)]
+        door = doors.our_door(libraries, *listed)
+    else:
+        door = doors.choose_door(program, path, libraries, own, searched, plugin, arguments)
+    return Program(program, path, own if door.plugin else searched if door.search else known, door)
 
 
 def read_arguments(program: Program, arguments: Sequence[str]) -> ProgramArguments:

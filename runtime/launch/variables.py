@@ -142,10 +142,14 @@ def cache_variables(
     return {CACHE: value, **variables}, notes
 
 
-def library_variables(libraries: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that make programs and llama-cpp-python use our libraries."""
-    own = {LIB_PATH: str(libraries), LIBRARY_PATH: os.pathsep.join([str(libraries), *_others(libraries, environment)])}
-    return own | mtmd_variable(libraries)
+def library_variables(libraries: Path) -> dict[str, str]:
+    """Variables that make llama-cpp-python use our libraries, which find each other by their own paths."""
+    return {LIB_PATH: str(libraries)} | mtmd_variable(libraries)
+
+
+def search_variables(libraries: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variable that makes a program use our libraries that is linked with them and does not know their folder."""
+    return {LIBRARY_PATH: os.pathsep.join([str(libraries), *_others(libraries, environment)])}
 
 
 def without_libraries(libraries: Path, environment: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from runtime import cli
-from runtime.launch import doors, start
+from runtime.launch import bundled, doors, start
 from runtime.launch.variables import CacheRequest, models_in
 from subkv.base.errors import SubkvError
 from subkv.native.library import lib_dir
@@ -150,6 +150,111 @@ def test_a_program_that_loads_a_llama_cpp_later(tmp_path: Path) -> None:
     assert start.find_program("llama-bench", {**os.environ, "PATH": str(other.parent)}, plugin=True).path == other
 
 
+def library_of_others(folder: Path, name: str = "libllama.so") -> Path:
+    """A libllama of others with its ggml, which finds it beside itself, as in packages of node and Python."""
+    another(folder, libllama=name, tags="enable")
+    return folder / name
+
+
+def variables_of(program: Path, *arguments: str | Path, **more: str) -> dict[str, str]:
+    """The variables with which `subkv run` starts a program that prints them as JSON, and its stderr."""
+    command = [sys.executable, "-m", "runtime.cli", "run", program, *arguments]
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, env={**os.environ, **more}, check=True
+    )
+    return {**json.loads(done.stdout), "stderr": done.stderr}
+
+
+SHOWS = "#!/bin/sh\nexec %s -c 'import json, os; print(json.dumps(dict(os.environ)))'\n"
+
+
+def shows(path: Path) -> Path:
+    """A program that prints its environment."""
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(SHOWS % sys.executable)
+    path.chmod(0o755)
+    return path
+
+
+def has_plugin(variables: dict[str, str]) -> bool:
+    """Whether a program gets the plug-in and finds none of our libraries."""
+    ours = str(OURS) in variables.get("LD_LIBRARY_PATH", "").split(":") or "LLAMA_CPP_LIB_PATH" in variables
+    return variables.get(doors.BACKEND_PATH) == str(OURS / doors.PLUGIN) and not ours
+
+
+@pytest.mark.parametrize("how", ["script", "current folder", "NODE_PATH", "first line"])
+def test_node_brings_a_llama_cpp(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node, app = shows(tmp_path / "node" / "node"), tmp_path / "app" / "src" / "app.mjs"
+    app.parent.mkdir(parents=True)
+    app.write_text("#!/usr/bin/env node\n")
+    app.chmod(0o755)
+    package = tmp_path / "app" / "node_modules" / "@node-llama-cpp" / "linux-x64" / "bins"
+    libllama = library_of_others(package, "libllama.v0.5.0.so")
+    foreign = package.parents[1] / "linux-arm64" / "libllama.so"  # of another processor
+    foreign.parent.mkdir()
+    foreign.write_bytes(libllama.read_bytes()[:18] + b"\xff\xff" + libllama.read_bytes()[20:])
+    monkeypatch.setenv("PATH", f"{node.parent}:{os.environ['PATH']}")
+    variables = {
+        "script": lambda: variables_of(node, app),
+        "current folder": lambda: (monkeypatch.chdir(app.parent), variables_of(node, "--eval", "1"))[1],
+        "NODE_PATH": lambda: variables_of(node, NODE_PATH=str(tmp_path / "app" / "node_modules")),
+        "first line": lambda: variables_of(app),
+    }[how]()
+    assert has_plugin(variables), variables
+    assert f"brings {libllama}, whose ggml loads the plug-in" in variables["stderr"]
+    monkeypatch.chdir(tmp_path)
+    without = variables_of(shows(tmp_path / "other" / "node"))
+    assert doors.BACKEND_PATH not in without and "LD_LIBRARY_PATH" not in without
+
+
+def test_python_of_another_version_brings_its_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "packages" / "llama_cpp"
+    libllama = library_of_others(package / "lib")
+    (package / "__init__.py").write_text('__version__ = "0.2.1"\n')
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")]))
+    code = "import json, os; print(json.dumps(dict(os.environ)))"
+    found = start.find_program(sys.executable, dict(os.environ), arguments=["-c", code])
+    assert has_plugin({**found.environment, doors.BACKEND_PATH: str(found.door.plugin)}) and found.door.by_name
+    assert f"brings {libllama}" in found.door.why
+    (package / "lib" / "libggml-base.so").write_bytes(b"")
+    with pytest.raises(SubkvError, match=f"found {sys.executable}, which brings {libllama}: a shared library that it"):
+        start.find_program(sys.executable, dict(os.environ))
+    (package / "__init__.py").write_text(f'__version__ = "{bundled.pinned()}"\n')
+    assert start.find_program(sys.executable, dict(os.environ)).door.plugin is None
+
+
+@pytest.mark.parametrize("where", ["resources/app.asar.unpacked/node_modules/x", "."])
+def test_an_application_with_a_llama_cpp(where: str, tmp_path: Path) -> None:
+    app = shows(tmp_path / "app" / "app")
+    library_of_others(app.parent / where)
+    (app.parent / "resources").mkdir(exist_ok=True)
+    (app.parent / "resources" / "app.asar").write_bytes(b"")
+    link = tmp_path / "link"
+    link.symlink_to(app)
+    assert has_plugin(variables_of(link))
+
+
+def test_programs_of_others_do_not_find_our_libraries(tmp_path: Path) -> None:
+    """Their own come after those of LD_LIBRARY_PATH, which only a program that is linked with ours needs."""
+    assert "LD_LIBRARY_PATH" not in variables_of(shows(tmp_path / "tool"))
+    assert variables_of(shows(tmp_path / "tool"), LD_LIBRARY_PATH=f"{OURS}:/a")["LD_LIBRARY_PATH"] == "/a"
+    linked = build(
+        tmp_path / "linked",
+        "int main(void) { return 0; }",
+        "-Wl,--no-as-needed,--allow-shlib-undefined",
+        OURS / "libllama.so",
+    )
+    knows = build(
+        tmp_path / "knows",
+        "int main(void) { return 0; }",
+        "-Wl,--no-as-needed",
+        OURS / "libllama.so",
+        f"-Wl,-rpath,{OURS}",
+    )
+    needs, finds = (start.find_program(str(path), {}).environment.get("LD_LIBRARY_PATH") for path in (linked, knows))
+    assert (needs, finds) == (str(OURS), None)
+
+
 def test_a_program_that_lacks_a_library(tmp_path: Path) -> None:
     program = another(tmp_path)
     (tmp_path / "libggml.so").unlink()  # the linker finds ours only if it looks there
@@ -240,8 +345,10 @@ def test_doctor_tells_the_door(tmp_path: Path) -> None:
     said = CliRunner().invoke(cli.main, ["doctor", str(program)], prog_name="subkv")
     assert said.exit_code == 0 and said.output.endswith("whose ggml loads the plug-in\n")
     ours = CliRunner().invoke(cli.main, ["doctor", "true"], prog_name="subkv")
-    later = "; if it loads another llama.cpp later, as node does, start it by `subkv run --plugin`"
-    assert ours.output == f"{shutil.which('true')} finds our libraries in {OURS}{later}\n"
+    assert ours.output == (
+        f"{shutil.which('true')} loads no llama.cpp when it starts; a llama-cpp-python of version {bundled.pinned()} "
+        f"in it uses our libraries in {OURS}; if it loads another llama.cpp later, start it by `subkv run --plugin`\n"
+    )
     other = {doors.BACKEND_PATH: "/opt/libggml-other.so"}
     other_backend = CliRunner().invoke(cli.main, ["doctor", str(program)], prog_name="subkv", env=other)
     assert other_backend.exit_code == 1 and "unset it" in other_backend.output

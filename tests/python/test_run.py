@@ -415,7 +415,6 @@ def test_env_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stdout.splitlines() == [
         *([f"export PATH='{lib_dir()}:/usr/bin:/bin'"] if has_programs else []),
         f"export LLAMA_CPP_LIB_PATH='{lib_dir()}'",
-        f"export {LIBRARY_PATH}='{lib_dir()}:/before'",
         *(f"export {name}='{value}'" for name, value in mtmd_variable(lib_dir()).items()),
         "export SUBKV='auto'",
     ]
@@ -423,7 +422,6 @@ def test_env_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = env_of("-m", model, "--format", "docker")
     assert result.stdout.splitlines() == [
         f"LLAMA_CPP_LIB_PATH={lib_dir()}",
-        f"{LIBRARY_PATH}={lib_dir()}",
         *(f"{name}={value}" for name, value in mtmd_variable(lib_dir()).items()),
         f"SUBKV={made}",
     ]
