@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import click
 from subkv.base.command import group, show, stack
 from subkv.base.errors import SubkvError, system_reason
 from subkv.base.text import printable
+from subkv.base.threads import MAX_THREADS
 from subkv.format.window import Window
 
 if TYPE_CHECKING:
@@ -56,7 +58,29 @@ def llama_option(names: str, variable: str, text: str, **more: Any) -> Option:
     return click.option(*names.split(), envvar=f"LLAMA_ARG_{variable}", help=text, **more)
 
 
-POSITIVE, NATURAL, SHARE = click.IntRange(min=1), click.IntRange(min=0), click.FloatRange(0, 1)
+class Number(click.FloatRange):
+    """A finite number in a range; click also takes nan."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+class Threads(click.ParamType):  # type: ignore[type-arg]
+    """A number of threads, -1: all processors, as llama.cpp's default."""
+
+    name = "integer"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        n = int(click.INT.convert(value, param, ctx))
+        if n != -1 and not 1 <= n <= MAX_THREADS:
+            self.fail(f"expected 1 to {MAX_THREADS} threads, or -1 for all processors, found {n}", param, ctx)
+        return n
+
+
+POSITIVE, NATURAL, SHARE = click.IntRange(min=1), click.IntRange(min=0), Number(0, 1)
 NUMBERS, FLASH_LIST = ListOf(NATURAL, "N,N,…"), ListOf(Flash())
 
 
@@ -114,7 +138,9 @@ def context_option(default: int | None, text: str = "context size in tokens, 0: 
     return llama_option("-c --ctx-size n_ctx", "CTX_SIZE", text, type=NATURAL, default=default)
 
 
-threads_option = llama_option("-t --threads n_threads", "THREADS", "threads [default: all processors]", type=int)
+threads_option = llama_option(
+    "-t --threads n_threads", "THREADS", "threads, -1: all processors [default: -1]", type=Threads()
+)
 gpu_option = llama_option(
     "-ngl --gpu-layers --n-gpu-layers n_gpu_layers", "N_GPU_LAYERS", "layers on the GPU, -1: all", type=int, default=0
 )

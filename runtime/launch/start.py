@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +31,10 @@ from runtime.launch.variables import (
 from runtime.launch.variables import prepare as prepare_model
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.base.folders import COMMAND, PLUGIN_ONLY
+from subkv.base.threads import MAX_THREADS
 from subkv.native.bases import AUTO, CODED
 
+THREADS = ("-t", "--threads", "-tb", "--threads-batch")
 SERVER_SLOTS = 4  # of llama-server without -np, in one context
 FITTED = ("llama-server", "llama-cli", "llama-completion", "llama-mtmd-cli")  # -c is the size of their one context
 
@@ -183,6 +186,10 @@ def read_arguments(program: Program, arguments: Sequence[str]) -> ProgramArgumen
         for flag in arguments:
             if flag in FORMER:
                 raise SubkvError(flag, f"expected {FORMER[flag]}, its name in this version of llama.cpp")
+        for flag, n in itertools.pairwise(arguments):
+            if flag in THREADS and n.isdecimal() and not 1 <= int(n) <= MAX_THREADS:  # as in our own programs
+                reason = f"expected 1 to {MAX_THREADS} threads, or -1 for all processors, found {n}"
+                raise SubkvError(flag, reason)
     from subkv.engine.cache import STOCK_TYPES  # numpy and the native libraries
 
     return read(program.name, arguments, program.environment, STOCK_TYPES)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,6 +109,76 @@ def test_refusals(tiny_model: Models, options: dict[str, Any], message: str) -> 
     assert str(error.value).startswith(message)
 
 
+WRONG = ["x", float("nan"), True, 1.5, 10**5000, [1], object()]
+WHOLE = (
+    "n_ctx",
+    "n_batch",
+    "n_ubatch",
+    "n_threads",
+    "n_threads_batch",
+    "n_gpu_layers",
+    "split_mode",
+    "main_gpu",
+    "seed",
+)
+WHOLE += ("rope_scaling_type", "pooling_type", "attention_type", "yarn_orig_ctx", "last_n_tokens_size")
+WHOLE += ("n_sink", "n_recent", "n_rollback")
+REAL = ("rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow")
+REAL += ("lora_scale", "kv_bits")
+OTHERS = ("kv_cache", "type_k", "type_v", "bases", "adapt", "prompt_cache", "draft_model", "tensor_split", "kv_memory")
+OTHERS += ("flash_attn", "kv_overrides", "lora_path", "chat_format")
+
+
+@each("name", [*WHOLE, *REAL, *OTHERS])
+def test_keywords_of_another_type(name: str, tiny_model: Models) -> None:
+    """Every keyword that is no switch is known by one of these names, and refused in one sentence about it."""
+    text = {"kv_cache", "type_k", "type_v", "bases", "adapt", "prompt_cache", "kv_memory", "flash_attn"}
+    right = {
+        "flash_attn": [True],
+        "lora_path": ["x"],
+        "chat_format": ["x"],
+        "prompt_cache": ["x"],
+        "tensor_split": [[1]],
+    }
+    for value in WRONG:
+        if value in right.get(name, []) or (name in REAL and value == 1.5) or (name == "kv_memory" and value == 1.5):
+            continue
+        with pytest.raises(SubkvError) as error:
+            Llama(tiny_model("llama"), verbose=False, **{name: value})
+        assert error.value.key == name, value
+        found = str(value) if isinstance(value, (float, bool)) else repr(value) if value != 10**5000 else "a number of"
+        assert found in error.value.reason or name == "draft_model" or name in text, error.value.reason
+        assert len(str(error.value)) < 300
+
+
+@each(
+    ("name", "wrong", "right"),
+    [
+        ("n_threads", [0, -1, 513], [1, np.int64(2), None]),
+        ("n_ctx", [None, -1, 2**31], [64, np.int32(64)]),
+        ("n_gpu_layers", [None, 2**31], [0]),
+        ("seed", [2**32], [-1, None, 0, 2**32 - 1]),
+        ("rope_freq_base", [None, -1.0, float("inf"), 1e300], [0, 1, 10000.0, np.float32(2)]),
+        ("n_sink", [-1], [None, 0, np.int64(3)]),
+    ],
+)
+def test_ranges_of_keywords(name: str, wrong: list[Any], right: list[Any], coded_model: Models) -> None:
+    for value in wrong:
+        with pytest.raises(SubkvError) as error:
+            Llama(coded_model(), verbose=False, **{"n_ctx": N_CTX, name: value})
+        assert error.value.key == name
+    for value in right:
+        Llama(coded_model(), verbose=False, **{"n_ctx": N_CTX, name: value}).close()
+
+
+def test_statistics_are_json(tiny_model: Models, coded_model: Models) -> None:
+    for path in (tiny_model("llama"), coded_model()):
+        with opened(path, kv_cache="auto") as llm:
+            stats = llm.kv_stats()
+            assert json.loads(json.dumps(stats)) == vars(stats) and stats == pickle.loads(pickle.dumps(stats))
+            assert dataclasses.replace(stats, n_sink=9)["n_sink"] == 9
+
+
 def test_bases_without_keys_are_refused(tiny_model: Models, calibration: Path) -> None:
     with pytest.raises(CacheError, match=r"bases: expected subkv\.\* keys"):
         Llama(tiny_model("llama"), bases=tiny_model("llama"), verbose=False)
@@ -141,7 +214,10 @@ def test_bases_of_another_model_are_refused_and_do_not_linger(tiny_model: Models
     other = tiny_model("llama", n_layer=5)
     with pytest.raises(SubkvError) as error:
         Llama(other, bases=coded_model(), n_ctx=N_CTX, verbose=False)
-    assert str(error.value).endswith("choose f16 to run without coefficients")
+    assert str(error.value) == (
+        f"bases: expected bases of this model, found others in {coded_model()} (subkv.block_count: the model's 5 "
+        "layers expected, 2 found); leave the file out to use the model's own bases"
+    )
     with opened(other, kv_cache="f16") as plain:  # the failed attempt left nothing attached to this thread
         assert plain.kv_stats().type_k == "f16"
 

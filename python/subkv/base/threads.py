@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+MAX_THREADS = 512  # of ggml, which ends the process with more
+
 
 def default_threads(requested: int | None = None) -> int:
     """`requested` as llama.cpp reads -t: None or not positive means all processors that this process may use."""

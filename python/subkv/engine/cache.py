@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from subkv.base.errors import CacheError, NoCodedCacheError, SubkvError, concerning
+from subkv.base.numbers import shown
 from subkv.engine import sidecars
 from subkv.format import metadata
 from subkv.format.layout import Layout
 from subkv.format.window import Window
 from subkv.native import library
-from subkv.native.bases import AUTO, CODED, EMBEDDED, STORED, WEIGHTS, budget_of, find_bases
+from subkv.native.bases import AUTO, CODED, EMBEDDED, STORED, WEIGHTS, budget_of, check_budget, find_bases
 from subkv.native.gguf import check_model_file
-from subkv.native.library import MEMORY, NO_ERROR, UNSUPPORTED, Failure, last_failure
+from subkv.native.library import INVALID, MEMORY, NO_ERROR, UNSUPPORTED, Failure, last_failure
 from subkv.native.library import load as native
 from subkv.native.log import LogLines, last_log_error
 
@@ -80,6 +81,7 @@ class CacheChoice:
     fit: str = ""
     gain: str = ""
     automatic: bool = False
+    named: bool = False
 
     @property
     def coded(self) -> bool:
@@ -108,7 +110,7 @@ class CacheChoice:
 
 def _stock_type(value: str | int, key: str) -> str:
     for name, (number, _) in STOCK_TYPES.items():
-        if value == name or (not isinstance(value, str) and value == number):
+        if value == name or (not isinstance(value, (str, bool)) and value == number):
             return name
     raise CacheError(key, f"expected one of {', '.join(CACHE_TYPES)}, found {value!r}")
 
@@ -170,6 +172,12 @@ def choose_cache(model: Path, requested: CacheOptions = CacheOptions(), derive: 
 
     Raises CacheError or ModelFileError.
     """
+    numbers = [number for number, _ in STOCK_TYPES.values()]
+    for key in ("kv_cache", "type_k", "type_v"):
+        kind = getattr(requested, key)
+        if isinstance(kind, bool) or not (kind is None or isinstance(kind, str) or kind in numbers):
+            raise CacheError(key, f"expected one of {', '.join(CACHE_TYPES)}, found {shown(kind)}")
+    check_budget(requested.kv_bits)
     requested = _with_budget(requested)
     kv_cache, bases = requested.kv_cache, requested.bases
     types = [
@@ -201,7 +209,7 @@ def choose_cache(model: Path, requested: CacheOptions = CacheOptions(), derive: 
         found = find_bases(model, bases, last, requested.kv_bits)
     if found.source != WEIGHTS and sidecars.usable(found):
         choice = _coded(found.path or model, requested, found.note, found.budget)
-        return dataclasses.replace(choice, automatic=automatic)
+        return dataclasses.replace(choice, automatic=automatic, named=bases is not None)
     if not derive:
         why = found.failure.sentence() if found.is_unavailable else "a cache that is read once is not coded by default"
         note = f"cache: f16: {why}; kv_cache='subkv' codes it"
@@ -294,7 +302,7 @@ def flash_attention(value: str | bool | int | None, choice: CacheChoice) -> int:
         if not choice.coded and STOCK_TYPES[choice.name_v][1] < 16:
             raise CacheError("flash_attn", f"expected 'on' or 'auto' for a {choice.name_v} V cache, found 'off'")
         return C.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    raise CacheError("flash_attn", f"expected 'auto', 'on' or 'off', found {value!r}")
+    raise CacheError("flash_attn", f"expected 'auto', 'on' or 'off', found {shown(value)}")
 
 
 #
@@ -336,16 +344,19 @@ def attached(choice: CacheChoice) -> Iterator[None]:
             values = [getattr(choice.window, name) for name, *_ in library.CacheParams._fields_]
             params = library.CacheParams(*(v.encode() if isinstance(v, str) else v for v in values))
             if not native().subkv_attach(layout.handle, ctypes.byref(params)):
-                raise _refused(last_failure())
+                raise _refused(choice, last_failure())
         if attach := _also_attach.get():
             attach()
         yield
 
 
-def _refused(failure: Failure, remedy: str = "") -> CacheError:
-    """The error for a failure of libsubkv: about `adapt`, or about `kv_cache` with a remedy."""
+def _refused(choice: CacheChoice, failure: Failure, remedy: str = "") -> CacheError:
+    """The error for a failure of libsubkv: about `adapt`, the user's `bases`, or `kv_cache` with a remedy."""
     if failure.key == "adapt":
         return CacheError("adapt", failure.reason)
+    if choice.named and failure.kind == INVALID and failure.without_remedy().startswith("subkv."):  # a key
+        reason = f"expected bases of this model, found others in {choice.layout} ({failure.without_remedy()})"
+        return CacheError("bases", reason, "leave the file out to use the model's own bases")
     kind = NoCodedCacheError if failure.kind == UNSUPPORTED else CacheError
     return kind("kv_cache", failure.without_remedy(), failure.remedy or remedy)
 
@@ -356,4 +367,4 @@ def creation_error(choice: CacheChoice, log: LogLines, otherwise: str) -> SubkvE
     if not choice.coded or failure.kind == NO_ERROR:
         return CacheError("kv_cache", last_log_error(log) or otherwise)
     remedy = "" if failure.kind == MEMORY else "choose f16 to run without coefficients"  # f16 takes more memory
-    return _refused(failure, remedy)
+    return _refused(choice, failure, remedy)

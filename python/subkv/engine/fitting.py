@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from subkv.base.errors import CacheError
+from subkv.base.numbers import shown
 from subkv.engine.cache import MIB, CacheChoice
 from subkv.engine.memory import needed, trained_context
 from subkv.format.layout import Layout
@@ -21,10 +22,13 @@ GRANULE = 256  # llama.cpp rounds the cells of a sequence, or of all if they sha
 
 def memory_size(value: str | int) -> int:
     """Bytes of `2GiB`, `512MiB`, `1.5G` or a number. Units are powers of 1024. Raises CacheError about `kv_memory`."""
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) *([kmgt]?)(?:i?b)?", str(value).strip().lower())
+    match = re.fullmatch(
+        r"(\d{1,18}(?:\.\d{1,9})?) *([kmgt]?)(?:i?b)?",
+        (value if isinstance(value, str) else shown(value)).strip().lower(),
+    )
     n_bytes = int(float(match[1]) * UNITS[match[2]]) if match else 0
     if not 0 < n_bytes < 1 << 63:
-        raise CacheError("kv_memory", f"expected a size, such as 2GiB or 512MiB, found {value!r}")
+        raise CacheError("kv_memory", f"expected a size, such as 2GiB or 512MiB, found {shown(value)}")
     return n_bytes
 
 

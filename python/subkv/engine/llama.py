@@ -25,6 +25,7 @@ import numpy as np
 from subkv.base import hub
 from subkv.base.closed import mark_closed
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError, concerning
+from subkv.base.numbers import shown
 from subkv.engine import states
 from subkv.engine.announced import report_cache
 from subkv.engine.cache import (
@@ -46,7 +47,7 @@ from subkv.engine.drafts import (
 )
 from subkv.engine.fitting import fitted, memory_size
 from subkv.engine.guarded_context import GuardedContext
-from subkv.engine.keywords import checked
+from subkv.engine.keywords import checked, checked_path, checked_text
 from subkv.engine.memory import expected_params, require_memory
 from subkv.engine.model import Model
 from subkv.engine.pictures import LOST_PICTURE, Pictures
@@ -60,8 +61,6 @@ from subkv.native.gguf import check_model_file, sha256
 from subkv.native.store import Found
 
 __all__ = ["CacheError", "KVStats", "Llama", "StateError", "SubkvError"]
-
-MAX_TOKENS = 2**31 - 1  # larger numbers would wrap around in llama.cpp
 
 
 class Llama(llama_cpp.Llama):
@@ -117,15 +116,15 @@ class Llama(llama_cpp.Llama):
         **kwargs: Any,
     ) -> None:
         kwargs, arguments = checked(kwargs, Llama.__init__.__kwdefaults__ or ())
+        checked_text("adapt", adapt)
         with concerning(model="model_path"):
-            path = check_model_file(model_path)
-        for key, least in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 1)):
-            if not least <= arguments[key] <= MAX_TOKENS:
-                raise SubkvError(key, f"expected {least} to {MAX_TOKENS} tokens, found {arguments[key]}")
+            path = check_model_file(checked_path("model_path", model_path))
+        if not (prompt_cache is None or isinstance(prompt_cache, (str, os.PathLike, PromptCache))):
+            raise SubkvError("prompt_cache", f"expected a folder or a PromptCache, found {shown(prompt_cache)}")
         draft = as_draft_model(kwargs.pop("draft_model", None))
         n_draft = draft_length(draft, arguments["n_batch"])
         window = Window.of(n_sink, n_recent, n_rollback, adapt)
-        bases_path = None if bases is None else Path(bases)
+        bases_path = None if bases is None else checked_path("bases", bases)
         n_bytes = None if kv_memory is None else memory_size(kv_memory)
         requested = CacheOptions(kv_cache, type_k, type_v, bases_path, window, sidecar, kv_bits, n_bytes)
         derive = not (arguments["embedding"] or arguments["vocab_only"])  # these read a cache once, or have none

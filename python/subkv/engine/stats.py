@@ -16,8 +16,11 @@ BITS_Q8_0 = STOCK_TYPES["q8_0"][1]
 
 
 @dataclasses.dataclass(frozen=True)
-class KVStats:
-    """A context's KV cache. Sizes are allocated bytes; bpe: bits per K/V element, including the exact window."""
+class KVStats(dict[str, Any]):
+    """A context's KV cache. Sizes are allocated bytes; bpe: bits per K/V element, including the exact window.
+
+    As a dict it has the same members, so that json.dumps() writes it.
+    """
 
     type_k: str
     type_v: str
@@ -41,6 +44,9 @@ class KVStats:
     window_kinds: int = 0  # equal for windows with the same types of exact rows (halves or integers)
     bases_kind: int = 0  # equal for bases of the same options
     fingerprint: str | None = None
+
+    def __post_init__(self) -> None:
+        self.update({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
 
 def sizes(stats: KVStats) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from subkv.base.errors import CacheError, SubkvError
+from subkv.base.numbers import whole
 
 AS_FILE = -1  # not requested: the default of the file (n_sink, n_recent) or of libsubkv (n_rollback)
 N_SINK, N_RECENT, N_ROLLBACK = 4, 128, 16  # defaults; N_ROLLBACK is libsubkv's
@@ -50,9 +51,8 @@ class Window:
         """None: not requested. Raises CacheError for invalid numbers."""
         numbers = {"n_sink": n_sink, "n_recent": n_recent, "n_rollback": n_rollback}
         for key, n in numbers.items():
-            if n is not None and not 0 <= n < 2**31:
-                raise CacheError(key, f"expected 0 or more tokens, found {n}")
-        return cls(**{key: AS_FILE if n is None else n for key, n in numbers.items()}, adapt=adapt)
+            numbers[key] = AS_FILE if n is None else whole(key, n, 0, expected="0 or more tokens", kind=CacheError)
+        return cls(**{key: n for key, n in numbers.items() if n is not None}, adapt=adapt)
 
     @classmethod
     def of_suffix(cls, text: str) -> Window | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from subkv.base.errors import CacheError, ModelFileError, SubkvError
+from subkv.base.numbers import real
 from subkv.native import library
 
 # subkv.h, in the order of the search
@@ -31,10 +33,9 @@ def budget_of(text: str) -> float | None:
 
 def check_budget(kv_bits: float | None) -> None:
     """Reject impossible bits per element. Raises CacheError about `kv_bits`."""
-    if kv_bits is not None and not 0.0 < kv_bits <= MAX_BUDGET:
-        raise CacheError(
-            "kv_bits", f"expected bits per element, more than 0 and at most {MAX_BUDGET:g}, found {kv_bits:g}"
-        )
+    if kv_bits is not None:
+        expected = f"bits per element, more than 0 and at most {MAX_BUDGET:g}"
+        real("kv_bits", kv_bits, sys.float_info.min, MAX_BUDGET, expected, CacheError)
 
 
 @dataclass(frozen=True)
