@@ -25,6 +25,7 @@ from runtime.chat.terminal import WordWrap, open_input, terminal_width
 from runtime.options import SHARE, llama_option
 from subkv.base.command import command, group, sentence, stack
 from subkv.base.errors import SubkvError
+from subkv.base.folders import expanded
 from subkv.base.hub import hf_option, requested_model
 from subkv.base.interrupts import Interrupt
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     OpenModel = Callable[[Callable[[], Llama]], AbstractContextManager[tuple[Llama, FirstTokens | None]]]
 
 MIB = 1024 * 1024
+N_PREDICT = int(demo.ANSWERS["n_predict"])  # of answers that may not end by themselves
 
 HELP = """\
 /exit, /bye    leave (also Ctrl-D)
@@ -235,7 +237,7 @@ def _speed(n: int, speed: float) -> str:
 def named_file(command: str, name: str) -> Path:
     if not name:
         raise SubkvError(command, "expected a file name, found none")
-    return Path(name).expanduser()
+    return expanded(name, command)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,8 +279,6 @@ input_options = group(
 def _sampling(temp: float, **more: Any) -> Sampling:
     from runtime.chat.conversation import Sampling  # numpy and the native libraries: not for a --help
 
-    if temp < 0:
-        raise click.UsageError(f"--temp: expected 0 or more, found {temp}")
     return Sampling(temp, **more)
 
 
@@ -303,7 +303,7 @@ sampling_options = group(
         "--temp --temperature temp",
         "TEMPERATURE",
         "temperature, 0: greedy",
-        type=float,
+        type=options.Number(min=0),
         **default_or_demo("temperature", 0.8),
     ),
     llama_option("--top-k", "TOP_K", "sample among the k most likely tokens, 0: all", type=int, default=40),
@@ -313,7 +313,7 @@ sampling_options = group(
         "--repeat-penalty",
         "REPEAT_PENALTY",
         "penalty on repeated tokens, 1: none",
-        type=float,
+        type=options.Number(min=0, min_open=True),
         **default_or_demo("repeat_penalty", 1.0),
     ),
     click.option("-s", "--seed", type=int, default=-1, help="random seed, -1: random"),
@@ -330,7 +330,8 @@ chat_options = stack(
         "N_PREDICT",
         "maximum tokens per answer, -1: no limit",
         type=int,
-        **default_or_demo("n_predict", -1),
+        default=None,
+        show_default=f"no limit; {N_PREDICT} for the demo model and for a model without a chat template",
     ),
     options.cache_options(options.rollback_option),
     sampling_options,
@@ -352,7 +353,7 @@ def run(
     hf_repo: str | None,
     chat_input: ChatInput,
     template: str | None,
-    n_predict: int,
+    n_predict: int | None,
     cache: CacheOptions,
     sampling: Sampling,
     context: ContextOptions,
@@ -385,6 +386,8 @@ def run(
         if note:
             options.note(note)
         is_demo = path is None
+        if n_predict is None:
+            n_predict = N_PREDICT if is_demo or note else -1
         if is_demo:
             options.note(DEMO_NOTE)
         system = "" if is_demo and chat_input.system is None else chat_input.system

@@ -6,6 +6,7 @@ or regenerated answer and a restored file change `tokens`; the next evaluation b
 
 from __future__ import annotations
 
+import bisect
 import codecs
 import contextlib
 import dataclasses
@@ -20,10 +21,9 @@ from subkv.base import container
 from subkv.base.errors import StateError, SubkvError, concerning
 from subkv.base.progress import progress_bar
 from subkv.engine.llama import Llama
-from subkv.engine.template import Message, Template, TemplateError
+from subkv.engine.template import MARK, Message, Template, TemplateError
 from subkv.native.binding import llama_cpp
 
-MARK = "\x01answer\x01"  # placeholder for an answer while a template is rendered
 STATE = {"program": "subkv chat", "version": 3}
 MORE_ROOM = "/clear starts over, a larger -c gives more room"
 MAX_PERIOD, N_REPEATED = 64, 32  # tokens: the longest text whose repetition is a loop, the shortest loop
@@ -268,7 +268,9 @@ class Conversation:
     def _answer(self, n_predict: int, stop: Stop, turn: Turn) -> Answer:
         """Evaluate the missing tokens, then sample."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        answer = ""
+        ends = self.template.ends
+        answer, n_shown = "", 0
+        lengths: list[int] = []  # of the answer before each of its tokens
         start = first = time.perf_counter()
         with contextlib.closing(self._stream(stop, turn)) as stream:
             while True:
@@ -286,13 +288,21 @@ class Conversation:
                     turn.prompt_seconds = first - start
                 turn.n_answer += 1
                 turn.answer_seconds = time.perf_counter() - first
-                if self.llm.loaded_model.is_end(token):
+                if self.llm.loaded_model.is_end(token) or token == ends.token:
                     break
                 self.tokens.append(token)
-                piece = decoder.decode(self.llm.loaded_model.piece(token))  # empty for control tokens
-                answer += piece
-                if piece:
-                    yield piece
+                lengths.append(len(answer))
+                answer += decoder.decode(self.llm.loaded_model.piece(token))  # empty for control tokens
+                end = answer.find(ends.text, n_shown) if ends.text else -1
+                if end >= 0:
+                    self._cut(answer[:end], lengths)
+                    answer = answer[:end]
+                    decoder.reset()
+                    break
+                n_ready = len(answer) - ends.n_held(answer)
+                if n_ready > n_shown:
+                    yield answer[n_shown:n_ready]
+                    n_shown = n_ready
                 if 0 <= n_predict <= turn.n_answer:
                     turn.stopped = "length"
                     break
@@ -302,9 +312,17 @@ class Conversation:
                 if stop():
                     turn.stopped = "interrupt"
                     break
-        if tail := decoder.decode(b"", final=True):
-            yield tail
-        return answer + tail
+        answer += decoder.decode(b"", final=True)
+        if len(answer) > n_shown:
+            yield answer[n_shown:]
+        return answer
+
+    def _cut(self, answer: str, lengths: list[int]) -> None:
+        """Keep only the answer's tokens, without those of a mark behind it. lengths: of the text before each token."""
+        n_kept = bisect.bisect_right(lengths, len(answer), lo=1) - 1
+        del self.tokens[max(len(self.tokens) - len(lengths) + n_kept, 0) :]
+        if rest := answer[lengths[n_kept] :]:  # a token has the answer's end and the mark's start
+            self.tokens += self.tokenize(rest)
 
     def _stream(self, stop: Stop, turn: Turn) -> Generator[int | None, None, None]:
         """Yield tokens of the answer endlessly; yields None and ends if stopped while a prompt is evaluated."""

@@ -341,6 +341,41 @@ def test_a_loop_ends_the_answer(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> 
     assert (turn.stopped, turn.n_answer) == ("length", 100)
 
 
+MARKED = "{% for m in messages %}<<{{ m.role }}>>{{ m.content }}<</end>>\n{% endfor %}<<assistant>>"
+
+
+@pytest.mark.parametrize("coming", ["Fine.<</end>>\n<<user>>No", "<</end>>", "a <</en <</end>>", "x<</e"])
+def test_marks_of_several_tokens_end_an_answer(coming: str, llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llm.loaded_model
+    tokens = model.tokenize(coming.encode(), special=False).tolist()
+    given = iter(tokens)
+    monkeypatch.setattr(Sampling, "sampler", lambda *_: types.SimpleNamespace(sample=lambda *_: next(given)))
+    conversation = Conversation(llm, None, Sampling(), template=Template(model, MARKED))
+    turn = Turn()
+    pieces = list(conversation.ask("Hello", len(tokens), never, turn))
+    text, mark, _ = coming.partition("<</end>>")
+    assert "".join(pieces) == text and conversation.messages[-1]["content"] == text
+    assert turn.stopped == ("end" if mark else "length")
+    kept = b"".join(model.piece(token) for token in conversation.tokens[conversation.answer_start :])
+    assert kept.decode() == text
+    given = iter(model.tokenize(b"Yes<</end>>", special=False).tolist())
+    assert "".join(conversation.ask("Sure?", 99, never, Turn())) == "Yes"
+    whole = b"".join(model.piece(token, special=True) for token in conversation.tokens).decode()
+    assert whole.endswith(
+        f"<<user>>Hello<</end>>\n<<assistant>>{text}<</end>>\n<<user>>Sure?<</end>>\n<<assistant>>Yes"
+    )
+
+
+def test_a_token_with_the_end_of_an_answer_and_the_start_of_a_mark(llm: Llama) -> None:
+    """Its cells are replaced by those of the answer's end."""
+    conversation = Conversation(llm, None, Sampling(), template=Template(llm.loaded_model, MARKED))
+    conversation.tokens = [1, 2, 70, 71, 72]
+    conversation._cut("ab!", [0, 2, 4])
+    assert conversation.tokens == [1, 2, 70, *conversation.tokenize("!")]
+    conversation._cut("", [0])
+    assert len(conversation.tokens) == 3 + len(conversation.tokenize("!")) - 1
+
+
 def test_only_the_second_ctrl_c_raises() -> None:
     pressed = []
     interrupt = Interrupt(lambda: pressed.append(1))
@@ -423,15 +458,15 @@ def test_piped_conversation(program: Program, coded_model: Models, tmp_path: Pat
 @each(
     ("arguments", "expected"),
     [
-        ([], (0.0, 1.1, 256)),
+        ([], (0.0, 1.1, None)),
         (["--temp", "0.5", "-n", "9"], (0.5, 1.1, 9)),
-        (["--temp", "0.5", "-m", "m.gguf"], (0.5, 1.0, -1)),
-        (["m.gguf"], (0.8, 1.0, -1)),
-        (["-hf", "user/model"], (0.8, 1.0, -1)),
+        (["--temp", "0.5", "-m", "m.gguf"], (0.5, 1.0, None)),
+        (["m.gguf"], (0.8, 1.0, None)),
+        (["-hf", "user/model", "-n", "-1"], (0.8, 1.0, -1)),
     ],
 )
 def test_defaults_for_the_demo_model(
-    arguments: list[str], expected: tuple[float, float, int], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], expected: tuple[float, float, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: dict[str, Any] = {}
     monkeypatch.setattr(cli, "run", lambda **given: found.update(given))
@@ -473,7 +508,10 @@ def test_environment_variables(program: Program, tiny_model: Models) -> None:
             1,
             "--n-recent: expected a coefficient cache ('subkv'), found f16",
         ),
-        (["-m", "MODEL", "--temp", "-1"], 2, "--temp: expected 0 or more"),
+        (["-m", "MODEL", "--temp", "-1"], 2, "'--temp' / '--temperature': -1.0 is not in the range x>=0."),
+        (["-m", "MODEL", "--temp", "nan"], 2, "'--temp' / '--temperature': nan is not a finite number."),
+        (["-m", "MODEL", "--top-p", "nan"], 2, "'--top-p': nan is not a finite number."),
+        (["-m", "MODEL", "-t", "0"], 2, "'--threads': expected 1 to 512 threads, or -1 for all processors, found 0"),
         (["--no-such-flag"], 2, "No such option"),
         (["--seeds", "1"], 2, "Did you mean"),
         (["model.txt"], 2, "model.txt: expected a model file (*.gguf) or an option, found another word"),

@@ -14,7 +14,7 @@ from runtime.chat.conversation import Conversation, Sampling, Turn
 from subkv.base.errors import SubkvError
 from subkv.engine.llama import Llama
 from subkv.engine.model import Model
-from subkv.engine.template import Template, TemplateError, built_in, for_chat
+from subkv.engine.template import Ends, Template, TemplateError, built_in, for_chat
 
 Models = Callable[..., Path]
 TALK = [
@@ -40,8 +40,9 @@ def bare(tiny_model: Models, tmp_path: Path) -> Path:
     return path
 
 
-def chat(model: Path, *flags: Any, **env: str) -> Result:
-    arguments = ["chat", "-m", model, "-p", "Hi", "-st", "-n", 2, "-c", 256, "-ctk", "f16", "--temp", 0, *flags]
+def chat(model: Path, *flags: Any, n: int | None = 2, **env: str) -> Result:
+    length = [] if n is None else ["-n", n]
+    arguments = ["chat", "-m", model, "-p", "Hi", "-st", *length, "-c", 256, "-ctk", "f16", "--temp", 0, *flags]
     return CliRunner().invoke(cli.main, [str(a) for a in arguments], env=env)
 
 
@@ -82,10 +83,28 @@ def test_a_model_without_one(bare: Path, tiny_model: Models) -> None:
         template, message = for_chat(model, None)
         assert template.render(TALK) == CHATML
         assert message == "chat template: the model has none, using ChatML; --chat-template selects another"
+        assert template.ends == Ends()
         assert for_chat(model, "gemma")[1] == ""
     with Model(tiny_model()) as model:
         template, message = for_chat(model, None)
         assert (template.name, message) == (None, "")
+
+
+def test_a_base_model(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its vocabulary lacks the marks of ChatML, so they end an answer as text."""
+    bare.write_bytes(bare.read_bytes().replace(b"<|im_", b"<|xx_"))
+    with Model(bare) as model:
+        template, message = for_chat(model, None)
+        assert template.ends == Ends("<|im_end|>")
+        assert message == (
+            "chat template: the model has none, using ChatML; it looks like a base model, which continues texts and "
+            "may not answer; --chat-template selects another"
+        )
+    given: list[int] = []
+    monkeypatch.setattr(Conversation, "ask", lambda _1, _2, n, *_: iter(given.append(n) or ()))
+    chat(bare, n=None)
+    chat(bare, "-n", 7, n=None)
+    assert given == [256, 7]
 
 
 @pytest.mark.parametrize("given", ["llama3", "gemma", OURS])
@@ -102,6 +121,24 @@ def test_later_turns(tiny_model: Models, given: str) -> None:
         )
         assert rendered.split("Why?")[1] in shown
         assert shown.count("Hello.") == shown.count("Why?") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "ends"),
+    [
+        ("chatml", Ends()),  # a token that ends an answer
+        ("zephyr", Ends()),
+        (OURS.replace("[", "<<").replace("]", ">>"), Ends("<<user>>")),
+        ("vicuna", Ends("</s>")),
+        (OURS, Ends("[user]")),  # only the next message tells where an answer ends
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}", Ends()),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", Ends()),
+        ("{{ raise_exception('no') }}", Ends()),
+    ],
+)
+def test_ends_of_answers(tiny_model: Models, given: str, ends: Ends) -> None:
+    with Model(tiny_model()) as model:
+        assert Template(model, given).ends == ends
 
 
 def test_chat(bare: Path, tiny_model: Models, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
+import os
 
 import jinja2
 
@@ -17,10 +19,30 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 Message = dict[str, str]
 KEY = "tokenizer.chat_template"
 DEFAULT = "chatml"  # for models without a template, as in llama-server
+MARK = "\x01answer\x01"  # placeholder for an answer while a template is rendered
+N_MARK = 3  # characters of the shortest mark that ends an answer
 
 
 class TemplateError(SubkvError):
     """The chat template is invalid, or rejects the conversation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ends:
+    """The end of an answer. text: "": none; token: -1: none."""
+
+    text: str = ""
+    token: int = -1
+
+    def n_held(self, answer: str) -> int:
+        """The characters at the end of a text that may become the mark."""
+        return next(
+            (n for n in range(min(len(self.text) - 1, len(answer)), 0, -1) if self.text.startswith(answer[-n:])), 0
+        )
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0].strip()
 
 
 def built_in() -> list[str]:
@@ -39,6 +61,7 @@ class Template:
     """
 
     def __init__(self, model: Model, template: str | None = None) -> None:
+        self.model = model
         names = [] if template is None else built_in()
         self.key = KEY if template is None else "chat_template"
         self.name = template if template in names else None
@@ -73,6 +96,27 @@ class Template:
             name = "the model's template" if self.key == KEY else "the template"
             raise TemplateError(self.key, f"{name} rejects the conversation: {error}") from error
 
+    @functools.cached_property
+    def ends(self) -> Ends:
+        """What ends an answer besides the model's own tokens for that: the mark that this template writes after
+        answers, or the start of the next message.
+        """
+        user, answer = ({"role": role, "content": text} for role, text in (("user", "\x02"), ("assistant", MARK)))
+        try:
+            alone = self.render([user, answer], answer=False).rpartition(MARK)[2]
+            _, mark, after = self.render([user, answer, user]).rpartition(MARK)
+        except TemplateError:
+            return Ends()
+        text = _first_line(os.path.commonprefix([alone, after]))
+        if len(text) < N_MARK:
+            text = _first_line(after.partition("\x02")[0])
+        if not mark or len(text) < N_MARK or text.isalnum():
+            return Ends()
+        first = int(self.model.tokenize(text.encode("utf-8", "replace"), special=False, markup=True)[0])
+        if self.model.is_end(first):
+            return Ends()
+        return Ends(text=text) if self.model.piece(first) else Ends(token=first)  # control tokens have no text
+
     def _built_in(self, name: str, messages: list[Message], answer: bool) -> str:
         encoded = [[message[part].encode("utf-8", "replace") for part in ("role", "content")] for message in messages]
         chat = (C.llama_chat_message * len(encoded))(*(C.llama_chat_message(*message) for message in encoded))
@@ -92,5 +136,6 @@ def for_chat(model: Model, template: str | None) -> tuple[Template, str]:
     """
     if template is not None or C.llama_model_chat_template(model.handle, None):
         return Template(model, template), ""
-    note = "chat template: the model has none, using ChatML; --chat-template selects another"
-    return Template(model, DEFAULT), note
+    chosen = Template(model, DEFAULT)
+    base = "; it looks like a base model, which continues texts and may not answer" if chosen.ends != Ends() else ""
+    return chosen, f"chat template: the model has none, using ChatML{base}; --chat-template selects another"
