@@ -153,7 +153,7 @@ def test_disturbed_speeds_are_marked_and_repeated(tmp_path: Path, monkeypatch: p
     """The better of two runs is kept with its mark, the next run repeats it; other tables are complete."""
     others = iter([0.5, 0.4, 0.9, 0.1])
     monkeypatch.setattr(make.Busy, "others", lambda self: next(others))
-    monkeypatch.setattr(make, "commit", lambda: ("0" * 40, False))
+    monkeypatch.setattr(make, "commit", lambda _: ("0" * 40, False))
     monkeypatch.setattr(make, "machine", lambda lab: SPEED["machine"])
     runs: list[str] = []
     for name, rows in (("speed_decode", SPEED["rows"]), ("sizes", [])):
@@ -229,3 +229,17 @@ def test_page_lists_omitted_results() -> None:
     assert "Skipped: kernel-bench is measured where a build folder is given (--build)." in page
     assert "```sh\nsubkv bench" in page and " \\\n    --longest-option" in page
     assert all(len(line) <= render.COLUMNS for line in page.splitlines())
+
+
+def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an archive of the repository."""
+    monkeypatch.setattr(make, "REPO", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(
+        make.click.ClickException, match="expected a clone made by git, .*--render, --quick and -m need"
+    ):
+        make.commit(tmp_path)
+    assert make.commit(tmp_path / "build") == ("unknown", True)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(make.click.ClickException, match="found .*No such file or directory"):
+        make.commit(tmp_path)

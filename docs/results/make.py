@@ -240,11 +240,26 @@ class Lab:
         shutil.copyfile(self.folder / name, place / name)
 
 
-def commit() -> tuple[str, bool]:
-    """The last commit that changed measured files, and whether they have changed since."""
+def commit(output: Path) -> tuple[str, bool]:
+    """The last commit that changed measured files, and whether they have changed since.
+
+    Without git's folder, as in an archive, it is unknown: then only results elsewhere than in the repository are
+    written. Raises click.ClickException.
+    """
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=REPO, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("rev-parse", "--verify", "HEAD")
+    except (OSError, subprocess.CalledProcessError) as error:
+        if output != REPO:
+            return "unknown", True
+        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        raise click.ClickException(
+            f"expected a clone made by git, because results name their commit, found {REPO} ({lines[-1]}); --render, "
+            "--quick and -m need none"
+        ) from error
 
     # docs/results writes results and documents; results carry their own commands
     measured = (".", ":!*.md", ":!docs/*.png", ":!docs/results", ":!tests", ":!research/results")
@@ -388,7 +403,7 @@ def main(
 def measure_all(lab: Lab, names: list[str], seconds: float, again: bool) -> None:
     """Measure tables in order and write each at once; a failed table does not stop the others."""
     start, slowness = time.monotonic(), 1.0
-    head, dirty = commit()
+    head, dirty = commit(lab.output)
     about = {"commit": head, "dirty": dirty, "quick": lab.quick, "machine": machine(lab), "versions": versions()}
     left = [TABLES[name] for name in TABLES if name in names]
     if not again:
