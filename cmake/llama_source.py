@@ -249,7 +249,12 @@ def cache_dir() -> Path:
     if os.environ.get("SUBKV_CACHE"):
         return Path(os.environ["SUBKV_CACHE"])
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "subkv"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "subkv"
+    except RuntimeError as error:
+        raise SystemExit(
+            "SUBKV_CACHE: expected a folder for archives, as there is no home folder, found none"
+        ) from error
 
 
 def archive_name(version: dict[str, str]) -> str:

@@ -8,7 +8,6 @@ docs/results/models.md describes the block and collects blocks of users.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import math
@@ -101,15 +100,26 @@ def sizes_of(model: Model, caches: dict[str, CacheChoice], context: ContextOptio
     return sizes
 
 
-def saved_file(key: str) -> Path:
-    """Where results are stored. Raises SubkvError about XDG_CACHE_HOME."""
-    store.prepare(folder := cache_folder())
+def saved_file(key: str) -> Path | None:
+    """Where results are stored; None, with a note, if the cache folder cannot be used."""
+    try:
+        store.prepare(folder := cache_folder())
+    except SubkvError as error:
+        not_saved(error)
+        return None
     return folder / f"check-{key[:16]}.json"
 
 
-def read_saved(path: Path, key: str) -> Saved:
+def not_saved(error: SubkvError) -> None:
+    """Log that results are not stored; they are printed all the same."""
+    options.note(f"{error.key}: results are not stored for another run: {error.reason}")
+
+
+def read_saved(path: Path | None, key: str) -> Saved:
     """The results of earlier runs with this key. A file that is damaged or has another key is ignored, with a note."""
     try:
+        if path is None:
+            raise FileNotFoundError
         with open_regular(path) as handle:
             digest, _, body = handle.read(1 << 20).partition(b"\n")
         if digest != _digest(key, body):
@@ -123,11 +133,22 @@ def read_saved(path: Path, key: str) -> Saved:
     return {"n_ctx": 0, "texts": {}, "speed": None}
 
 
-def write_saved(path: Path, key: str, saved: Saved) -> None:
-    """Raises SubkvError about XDG_CACHE_HOME."""
-    body = json.dumps(saved).encode()
-    with concerning(output="XDG_CACHE_HOME"), atomic_file(path) as handle:
-        handle.write(_digest(key, body) + b"\n" + body)
+class Writer:
+    """Stores results after each text; after an error, with a note, no more."""
+
+    def __init__(self, path: Path | None, key: str, saved: Saved) -> None:
+        self.path, self.key, self.saved = path, key, saved
+
+    def __call__(self) -> None:
+        if self.path is None:
+            return
+        body = json.dumps(self.saved).encode()
+        try:
+            with concerning(output="XDG_CACHE_HOME"), atomic_file(self.path) as handle:
+                handle.write(_digest(self.key, body) + b"\n" + body)
+        except SubkvError as error:
+            not_saved(error)
+            self.path = None
 
 
 def _digest(key: str, body: bytes) -> bytes:
@@ -309,7 +330,7 @@ def main(model: str | None, bases: Path | None, minutes: float, context: Context
     from subkv.native.paths import lib_dir
 
     end = time.monotonic() + 60 * minutes
-    with Model(model or demo.converted()) as opened:
+    with Model(model or demo.usable()) as opened:
         opened.check_text()
         if opened.n_ctx_train < SHORT:
             reason = f"expected a model trained on at least {SHORT} tokens, found {opened.n_ctx_train}"
@@ -331,7 +352,7 @@ def main(model: str | None, bases: Path | None, minutes: float, context: Context
         key = hashlib.sha256(repr((*measured, texts, *here)).encode())
         path = saved_file(key.hexdigest())
         saved = read_saved(path, key.hexdigest())
-        save = functools.partial(write_saved, path, key.hexdigest(), saved)
+        save = Writer(path, key.hexdigest(), saved)
         speed = saved["speed"]
         if speed is None or (speed["others"] or 0.0) > LIMIT:
             again = measure_speed(opened, caches, context)

@@ -82,3 +82,18 @@ def converted() -> Path:
         if path != target:
             path.unlink(missing_ok=True)
     return target
+
+
+def usable() -> Path:
+    """converted(), or the model without calibrated bases, with a line, if the cache folder cannot be used.
+
+    Raises SubkvError as model_path() and calibration_path().
+    """
+    try:
+        return converted()
+    except SubkvError as error:
+        if error.key not in ("XDG_CACHE_HOME", "output"):
+            raise
+        reason = f"{error.reason}; the demo model runs on bases from its weights instead of calibrated ones"
+        show(str(SubkvError("XDG_CACHE_HOME", reason)), err=True)
+        return model_path()

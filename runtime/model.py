@@ -29,7 +29,7 @@ def open_llama(
     """
     if not model:  # an ordinary cache needs no bases
         coded = str(cache.type_v).partition(":")[0] in ("None", AUTO, CODED) and cache.bases is None
-        model = demo.converted() if coded else demo.model_path()
+        model = demo.usable() if coded else demo.model_path()
     n_threads = default_threads(context.n_threads)
     with unannounced():
         llm = kind(

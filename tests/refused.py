@@ -7,9 +7,12 @@ import contextlib
 import errno
 import io
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import pytest
 
 REASONS = {"disk": errno.EIO, "files": errno.EMFILE, "access": errno.EACCES, "memory": errno.ENOMEM}
 
@@ -32,3 +35,16 @@ def unreadable(is_refused: Callable[[Path], bool], error: int) -> Iterator[None]
         yield
     finally:
         builtins.open, io.open = before
+
+
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without a home folder, as that of a service or a container."""
+    for name in ("HOME", "USERPROFILE", "HOMEPATH", "HOMEDRIVE", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if sys.platform != "win32":
+        import pwd
+
+        def unknown(uid: int) -> NoReturn:
+            raise KeyError(uid)
+
+        monkeypatch.setattr(pwd, "getpwuid", unknown)

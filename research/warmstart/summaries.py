@@ -17,7 +17,6 @@ import math
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from research.warmstart.pooled import Slots
 from research.warmstart.trained import Trained
 from subkv.base.container import ContainerError, Tokens
 from subkv.base.errors import SubkvError
+from subkv.base.folders import expanded
 
 CAPACITY = 1 << 30  # bytes
 
@@ -50,7 +50,7 @@ class Library:
     """
 
     def __init__(self, folder: str | os.PathLike[str], trained: Trained, capacity: int = CAPACITY) -> None:
-        path = Path(folder).expanduser()
+        path = expanded(folder, "folder")
         if os.path.exists(path) and not os.path.isdir(path):
             raise SubkvError("folder", f"expected a folder, found the file {path}")
         values = {"version": 2, "model": trained.identity, "trained": trained.digest, "embedding": trained.embedding}

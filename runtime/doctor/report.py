@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -20,7 +21,7 @@ from runtime.launch.arguments import is_llama_cpp_program
 from runtime.launch.bundled import REPO, pinned
 from runtime.launch.variables import READ
 from subkv.base.errors import SubkvError, system_reason
-from subkv.base.folders import PLUGIN_ONLY, cache_folder
+from subkv.base.folders import PLUGIN_ONLY, cache_folder, home_folder
 from subkv.base.version import __version__
 from subkv.native.paths import LIB_PATH, SUBKV_LIB_PATH, SUFFIX, lib_dir, own_library_path
 
@@ -35,6 +36,7 @@ OTHERS = (
 )
 SECRET = re.compile(r"TOKEN|KEY|PASSWORD|SECRET|CREDENTIAL|HEADER")
 LIBRARIES = ("libsubkv", *(("libggml-subkv",) if PLUGIN_ONLY else ("libllama", "libggml")), "libggml-base")
+LEAST_FREE = 16 << 20  # bytes; of a file with bases and its temporary copy
 LIMITS = {
     "address space": "RLIMIT_AS",
     "data": "RLIMIT_DATA",
@@ -73,7 +75,8 @@ def report() -> tuple[dict[str, Any], list[str]]:
 
 def hide_home(text: str) -> str:
     """Replace the home folder by `~` in all paths of a text."""
-    for home in sorted({str(Path.home()), os.path.realpath(Path.home())}, key=len, reverse=True):
+    folder = home_folder()
+    for home in sorted({str(folder), os.path.realpath(folder)}, key=len, reverse=True) if folder else []:
         if len(home) > 1:
             text = re.sub(rf"(?<![\w/]){re.escape(home)}(?![\w.-])", "~", text)
     return text
@@ -196,6 +199,13 @@ def _why_unwritable(folder: Path) -> str:
         return system_reason(error)
 
 
+def _free(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return LEAST_FREE
+
+
 def _cache(broken: list[str]) -> dict[str, Any]:
     sizes: dict[str, dict[str, Any]] = {
         kind: {"files": 0, "bytes": 0, "about": about} for kind, (about, _) in KINDS.items()
@@ -210,6 +220,9 @@ def _cache(broken: list[str]) -> dict[str, Any]:
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         broken.append(f"XDG_CACHE_HOME: cannot write to {existing}: {_why_unwritable(existing)}")
+    elif (free := _free(existing)) < LEAST_FREE:
+        reason = f"expected {LEAST_FREE >> 20} MiB of free space for bases, found {free / (1 << 20):.1f} MiB"
+        broken.append(f"XDG_CACHE_HOME: {reason} in {existing}")
     try:
         for file in cached(folder):
             sizes[file.kind]["files"] += 1

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import errno
 import functools
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from click.testing import CliRunner, Result
@@ -19,6 +21,7 @@ from converter import held_out, scoring
 from runtime import bench, check
 from runtime.busy import Busy
 from runtime.doctor import report
+from subkv.base import files
 from subkv.engine.cache import parse_cache
 from subkv.engine.context import ContextOptions
 from subkv.engine.model import Model
@@ -207,11 +210,26 @@ def test_refusals(tiny_model: Models, tmp_path: Path, model: str, arguments: lis
     assert result.stderr.splitlines()[-1].startswith(message)
 
 
-def test_a_cache_folder_that_is_a_file(tiny_model: Models, cache_home: Path) -> None:
+def test_results_without_a_cache_folder(
+    tiny_model: Models, cache_home: Path, monkeypatch: pytest.MonkeyPatch, counted: dict[str, int]
+) -> None:
+    """They are printed, and measured again the next time."""
     cache_home.mkdir(parents=True, exist_ok=True)
     (cache_home / "subkv").write_text("")
     result = run(tiny_model("llama"))
-    assert result.exit_code == 1 and result.stderr.splitlines()[-1].startswith("XDG_CACHE_HOME: cannot create ")
+    assert (
+        "f16" in rows(result)
+        and "XDG_CACHE_HOME: results are not stored for another run: cannot create " in result.stderr
+    )
+    (cache_home / "subkv").unlink()
+
+    def full(_: Path) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files, "replacing", full)
+    result = run(tiny_model("llama"), "--minutes", "9")
+    assert len(texts(result)) == len(TEXTS)
+    assert result.stderr.count("results are not stored for another run: cannot write ") == 1
 
 
 def test_a_name_cannot_leave_its_line() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from click.testing import CliRunner, Result
@@ -17,7 +18,9 @@ from gguf import GGUFWriter
 from refused import REASONS, unreadable
 
 from runtime import cli, demo, options
+from subkv.base import files
 from subkv.base.errors import SubkvError
+from subkv.base.folders import cache_folder
 from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.native.bases import sidecar_path
 from subkv.native.gguf import check_model_file
@@ -212,17 +215,32 @@ def test_demo_is_converted_once(
     assert "subkv.gamma: expected " in (said := capsys.readouterr().err) and said.count("; converting it again") == 1
 
 
-def test_demo_cache_that_cannot_be_written(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Models, calibration: Path, tmp_path: Path
+@pytest.mark.parametrize("state", ["file", "full"])
+def test_the_demo_without_a_cache_folder(
+    state: str, monkeypatch: pytest.MonkeyPatch, tiny_model: Models, calibration: Path, tmp_path: Path
 ) -> None:
+    """It runs on bases from the weights, in a temporary folder."""
     monkeypatch.setattr(demo, "model_path", lambda: tiny_model("llama"))
     monkeypatch.setattr(demo, "calibration_path", lambda: calibration)
-    blocked = tmp_path / "file"
+    blocked, expected = tmp_path / "file", "cannot create "
     blocked.write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    result = run("chat", "-p", "Hi", "-st")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("XDG_CACHE_HOME: cannot create ")
+    write = files.replacing
+
+    def full() -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if state == "file":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    else:
+        monkeypatch.setattr(files, "replacing", lambda path: full() if path.parent == cache_folder() else write(path))
+        expected = "cannot write .*: No space left on device; no file was left behind"
+    result = run("chat", "-p", "Hi", "-st", "-n", 2, "-c", 256)
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stderr.splitlines() if line.startswith("XDG_CACHE_HOME: ")]
+    assert len(lines) == 1 and re.search(
+        f"{expected}.*; the demo model runs on bases from its weights instead of calibrated ones", lines[0]
+    ), result.stderr
+    assert "KV cache: subkv, " in result.stderr and ("not stored (" in result.stderr or state == "full")
 
 
 @pytest.mark.slow

@@ -9,14 +9,18 @@ import re
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from refused import homeless
 
 from runtime import cli
 from runtime.doctor import cache_folder, report
+from subkv.base.errors import SubkvError
+from subkv.base.folders import expanded
 from subkv.base.locks import exclusive
 from subkv.base.version import __version__
 from subkv.native.library import lib_dir
@@ -137,6 +141,26 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     _, broken = report.report()
     assert broken == [f"XDG_CACHE_HOME: cannot write to {tmp_path / 'file'}: Not a directory"]
+
+
+def test_a_cache_folder_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=1 << 19))
+    _, broken = report.report()
+    assert len(broken) == 1
+    assert broken[0].startswith("XDG_CACHE_HOME: expected 16 MiB of free space for bases, found 0.5 MiB in ")
+
+
+def test_a_user_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    homeless(monkeypatch)
+    found, broken = report.report()
+    assert broken == ["XDG_CACHE_HOME: expected an absolute path, as there is no home folder, found nothing"]
+    assert found["cache"]["folder"] is None
+    result = CliRunner().invoke(cli.main, ["doctor", "--clear-cache", "-y"])
+    assert (result.exit_code, result.stderr) == (1, f"{broken[0]}\n")
+    for path in ("~/x", "~nobody-here/x"):
+        with pytest.raises(SubkvError) as error:
+            expanded(path, "prompt_cache")
+        assert str(error.value) == f"prompt_cache: expected a path, as there is no home folder for ~, found {path}"
 
 
 def test_variables_of_the_pages_are_known() -> None:

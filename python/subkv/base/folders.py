@@ -13,16 +13,32 @@ PLUGIN_ONLY = Path(__file__).parents[2].name == "subkv_plugin"
 COMMAND = "subkv-plugin" if PLUGIN_ONLY else "subkv"
 
 
+def home_folder() -> Path | None:
+    """The user's home folder; None: a user without one, as of a service."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
+
+
+def expanded(path: str | os.PathLike[str], key: str) -> Path:
+    """A path whose ~ is a home folder. Raises SubkvError about `key` if there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise SubkvError(key, f"expected a path, as there is no home folder for ~, found {os.fspath(path)}") from error
+
+
 def _user_folder(variable: str, default: str) -> Path:
     """Raises SubkvError about the variable if the user has no home folder."""
     base = os.environ.get(variable, "")
     if os.path.isabs(base):
         return Path(base) / "subkv"
-    try:
-        return Path.home() / default / "subkv"
-    except RuntimeError as error:
+    home = home_folder()
+    if home is None:
         value = repr(base) if base else "nothing"
-        raise SubkvError(variable, f"expected an absolute path, as there is no home folder, found {value}") from error
+        raise SubkvError(variable, f"expected an absolute path, as there is no home folder, found {value}")
+    return home / default / "subkv"
 
 
 def cache_folder() -> Path:

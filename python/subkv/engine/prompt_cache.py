@@ -22,12 +22,12 @@ import os
 import warnings
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from subkv.base.errors import CacheError, StateError
+from subkv.base.folders import expanded
 from subkv.engine import states
 from subkv.native import store
 from subkv.native.binding import llama_cpp
@@ -53,8 +53,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
 
     def __init__(self, folder: str | os.PathLike[str], capacity_bytes: int = 2 << 30) -> None:
         super().__init__(capacity_bytes)
-        path = Path(folder).expanduser()
-        self._store = Store(path, capacity_bytes)
+        self._store = Store(expanded(folder, "prompt_cache"), capacity_bytes)
         self._llm: Any = None  # the subkv.Llama that uses this object
         self._identity = b""
         self._n_removable = -1
