@@ -15,7 +15,7 @@ from subkv.base.command import command, group, sentence, show
 from subkv.base.errors import SubkvError
 from subkv.base.files import check_new, check_not_input
 from subkv.base.hub import hf_option, requested_model
-from subkv.format.window import AS_FILE, N_RECENT, N_SINK, RECENT_BITS, Window
+from subkv.format.window import AS_FILE, MAX_RECENT, MAX_SINK, N_RECENT, N_SINK, RECENT_BITS, Window
 from subkv.native.bases import MAX_BUDGET
 from subkv.plan.methods import BASES_K, BASES_V, GAMMAS
 
@@ -63,6 +63,19 @@ recent_bits_option = click.option(
     help="bits per element of the last positions; 16: f16 [default: 10; 16 for budgets of 6.5 or more]",
 )
 
+
+class Rank(click.ParamType):  # type: ignore[type-arg]
+    """A number of coefficients; checked before a calibration starts."""
+
+    name = "integer"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        n = int(click.INT.convert(value, param, ctx))
+        if n < 8 or n % 8:
+            self.fail(f"expected a positive multiple of 8, found {n}", param, ctx)
+        return n
+
+
 plan_options = group(
     "options",
     options_from_flags,
@@ -74,8 +87,8 @@ plan_options = group(
         help="further budgets, for programs' --kv-bits; none [default: 2.5, 3, 3.5, 4.25, 6.5, as good as q8_0]",
     ),
     click.option("--codec", type=click.Choice(["banded", "int8"]), default="banded", help="bits by budget, or 8 each"),
-    click.option("--rank-k", type=int, help="maximum K coefficients per head [default: the head size]"),
-    click.option("--rank-v", type=int, help="maximum V coefficients per head [default: the head size]"),
+    click.option("--rank-k", type=Rank(), help="maximum K coefficients per head [default: the head size]"),
+    click.option("--rank-v", type=Rank(), help="maximum V coefficients per head [default: the head size]"),
     click.option(
         "--basis-k",
         type=click.Choice(BASES_K),
@@ -88,8 +101,8 @@ plan_options = group(
     ),
     click.option("--gamma", type=click.Choice(GAMMAS), default="calibrated", help="source of each head's logit factor"),
     click.option("--center-k/--no-center-k", default=True, help="subtract the keys' mean; needs --n-sink"),
-    click.option("--n-sink", type=int, default=N_SINK, help="first positions kept exact"),
-    click.option("--n-recent", type=int, default=N_RECENT, help="last positions kept exact"),
+    click.option("--n-sink", type=click.IntRange(0, MAX_SINK), default=N_SINK, help="first positions kept exact"),
+    click.option("--n-recent", type=click.IntRange(0, MAX_RECENT), default=N_RECENT, help="last positions kept exact"),
     recent_bits_option,
     click.option("--bpe-context", type=int, help="context of the bit count [default: trained context, at most 8192]"),
     click.option(

@@ -128,6 +128,8 @@ def _model_file(context: click.Context, parameter: click.Parameter, value: str |
 
 
 def _one_model(context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    if value == "":  # a variable of a shell that is not set
+        raise click.UsageError("-m: expected a model file, found an empty name")
     alone = context.meta.get(MODEL_FILE)
     if alone is not None and context.get_parameter_source("model") == click.core.ParameterSource.COMMANDLINE:
         raise click.UsageError(f"-m: expected one model, found {value} and {alone}")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converter.corpus import read_bytes
+from converter.corpus import read_text
 from runtime import options
 from subkv.base.command import command
 from subkv.base.errors import SubkvError, concerning
@@ -45,7 +45,7 @@ def read_chunks(model: Model, file: Path, n_ctx: int, n_chunks: int) -> Any:
     if n_ctx < MIN_CTX:
         raise SubkvError("n_ctx", f"expected a context of at least {MIN_CTX} tokens, found {n_ctx}")
     with concerning(files="file"):
-        tokens = model.tokenize(read_bytes(file).removesuffix(b"\n"))
+        tokens = model.tokenize(read_text(file).data.removesuffix(b"\n"))
     if len(tokens) < 2 * n_ctx:
         raise SubkvError("file", f"expected at least {2 * n_ctx} tokens for a context of {n_ctx}, found {len(tokens)}")
     chunks = tokens[: len(tokens) // n_ctx * n_ctx].reshape(-1, n_ctx)

@@ -162,6 +162,12 @@ def _flags(arguments: Sequence[str]) -> Iterator[_Flag]:
         i += n
 
 
+def empty_model(arguments: Sequence[str]) -> str | None:
+    """The first flag of a model with an empty name."""
+    empty = (flag for flag in _flags(arguments) if flag.kind in (MODEL, REPO) and not flag.value)
+    return next((arguments[flag.index].partition("=")[0] for flag in empty), None)
+
+
 def read(
     program: str, arguments: Sequence[str], environment: Mapping[str, str], stock: Collection[str]
 ) -> ProgramArguments:

@@ -37,7 +37,10 @@ def find(program: str, libraries: Path, search: str | None, ours: bool = True) -
                 f"expected one of llama.cpp's programs in {libraries} or on the PATH, found no {program}; {INSTALL}"
             )
             raise SubkvError("program", reason)
-        raise SubkvError("program", f"expected a program that can be executed, found no {program}")
+        found = f"the folder {program}" if os.path.isdir(program) else f"no {program}"
+        if os.path.isfile(program):
+            found = f"{program}, which is no program (its mode has no x)"
+        raise SubkvError("program", f"expected a program that can be executed, found {found}")
     return Path(executable)
 
 

@@ -12,6 +12,7 @@ from runtime.launch import doors, programs
 from runtime.launch.arguments import (
     FORMER,
     ProgramArguments,
+    empty_model,
     is_coded,
     is_llama_cpp_program,
     program_name,
@@ -181,6 +182,8 @@ def find_program(
 
 def read_arguments(program: Program, arguments: Sequence[str]) -> ProgramArguments:
     """Read models and cache types from the arguments. Raises SubkvError about a flag that our llama.cpp has renamed."""
+    if is_llama_cpp_program(program.name) and (flag := empty_model(arguments)):  # a variable of a shell that is not set
+        raise SubkvError(flag, "expected a model, found an empty name")
     is_ours = program.door.plugin is None and is_llama_cpp_program(program.name)
     if is_ours and program_name(program.name) != "llama-bench":
         for flag in arguments:

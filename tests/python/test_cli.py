@@ -79,6 +79,23 @@ def test_programs_refuse_the_same_way(command: list[str], tmp_path: Path) -> Non
         assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "-m", "M"], "No such option '-m'; the model stands alone: subkv inspect M.gguf"),
+        (["convert", "--model", "M"], "No such option '--model'; the model stands alone: subkv convert MODEL"),
+        (["chat", "-m", ""], "-m: expected a model file, found an empty name"),
+        (["bench", "-m", ""], "-m: expected a model file, found an empty name"),
+        (["convert", "M", "--n-sink", "-5"], "'--n-sink': -5 is not in the range 0<=x<=4096."),
+        (["convert", "M", "--n-recent", "65537"], "'--n-recent': 65537 is not in the range 0<=x<=65536."),
+        (["convert", "M", "--rank-k", "12"], "'--rank-k': expected a positive multiple of 8, found 12"),
+    ],
+)
+def test_mistakes_of_typing(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2 and message in result.stderr, result.output
+
+
 def test_libraries_that_do_not_load_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> None:
         raise ImportError("libsubkv.so: expected a library that loads, found none")

@@ -171,6 +171,27 @@ def test_ranges_of_keywords(name: str, wrong: list[Any], right: list[Any], coded
         Llama(coded_model(), verbose=False, **{"n_ctx": N_CTX, name: value}).close()
 
 
+@each(
+    "bad",
+    [
+        b"\xf5\x80\x80\x80",
+        b"\xf7\xbf\xbf\xbf",
+        b"\xf4\x90\x80\x80",
+        b"\xf4\xbf",
+        b"\xf8\x88",
+        b"\xff\xfe",
+        b"\xed\xa0\x80",
+    ],
+)
+def test_bytes_that_are_no_text(bad: bytes, tiny_model: Models) -> None:
+    """llama.cpp's tokenizers end the process at characters beyond Unicode."""
+    with opened(tiny_model("llama"), kv_cache="f16") as llm:
+        text = b"ab" + bad + b"cd \xf4\x8f\xbf\xbf"
+        tokens = llm.tokenize(text, add_bos=False)
+        assert tokens == llm.loaded_model.tokenize(text, special=False).tolist()
+        assert tokens[:1] == llm.tokenize(b"ab", add_bos=False)[:1] and len(tokens) > 3
+
+
 def test_statistics_are_json(tiny_model: Models, coded_model: Models) -> None:
     for path in (tiny_model("llama"), coded_model()):
         with opened(path, kv_cache="auto") as llm:

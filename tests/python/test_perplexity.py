@@ -124,3 +124,11 @@ def test_errors(tiny_model: Models, text_file: Path, arguments: list[str], messa
 def test_usage(tiny_model: Models, arguments: list[str]) -> None:
     result = run("-m", tiny_model("llama"), *arguments)
     assert result.exit_code == 2
+
+
+def test_a_file_that_is_no_text(tiny_model: Models, tmp_path: Path) -> None:
+    file = tmp_path / "binary"
+    file.write_bytes(b"text \xf5\x80\x80\x80" * 2000)
+    result = run(*common(tiny_model("llama"), file))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == f"-f: {file}: expected UTF-8 text, found byte 0xf5 at 5\n"

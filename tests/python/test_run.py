@@ -427,6 +427,20 @@ def test_env_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="links to programs: Windows has none")
+def test_env_with_a_python_of_another_version(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its llama_cpp would load our libraries, whose structures are others."""
+    package = tmp_path / "packages" / "llama_cpp"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('__version__ = "0.2.1"\n')
+    script(tmp_path / "python3", f'#!/bin/sh\nPYTHONPATH={package.parent} exec {sys.executable} "$@"\n')
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    result = env_of("-m", model)
+    assert result.exit_code == 0 and "LLAMA_CPP_LIB_PATH" not in result.stdout and "SUBKV='auto'" in result.stdout
+    assert f"{tmp_path / 'python3'}: its llama-cpp-python is 0.2.1, not " in result.stderr
+    assert "LLAMA_CPP_LIB_PATH" in env_of("-m", model, "--format", "docker").stdout
+
+
 def test_env_without_a_model_and_refusals(model: Path, tmp_path: Path) -> None:
     result = env_of()
     assert result.exit_code == 0 and "export SUBKV='auto'" in result.stdout and result.stderr.count("\n") == 2

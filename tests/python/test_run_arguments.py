@@ -193,6 +193,29 @@ def test_flags_that_llama_cpp_has_renamed(flag: str, name: str) -> None:
         assert read_arguments(Program(program, Path(program), {}, door), [flag]).arguments == (flag,)
 
 
+@each(
+    ("program", "arguments", "message"),
+    [
+        ("llama-server", ["-t", "0"], "-t: expected 1 to 512 threads, or -1 for all processors, found 0"),
+        ("llama-cli", ["--threads-batch", "513"], "--threads-batch: expected 1 to 512 threads, or -1 for all"),
+        ("llama-server", ["-m", ""], "-m: expected a model, found an empty name"),
+        ("llama-server", ["--hf-repo="], "--hf-repo: expected a model, found an empty name"),
+        ("llama-server", ["-t", "-1"], ""),
+        ("llama-bench", ["-t", "0"], ""),
+        ("app", ["-m", ""], ""),
+    ],
+)
+def test_values_that_nobody_means(program: str, arguments: list[str], message: str) -> None:
+    """Our own programs refuse the same."""
+    started = Program(program, Path(program), {}, Door(None, ""))
+    if not message:
+        assert read_arguments(started, arguments).arguments == tuple(arguments)
+        return
+    with pytest.raises(SubkvError) as error:
+        read_arguments(started, arguments)
+    assert str(error.value).startswith(message)
+
+
 def test_programs_next_to_the_libraries_come_first(tmp_path: Path) -> None:
     libraries, folder = tmp_path / "lib", tmp_path / "path"
     elsewhere = executable(folder / "llama-server")
@@ -214,9 +237,16 @@ def test_programs_that_are_missing(tmp_path: Path) -> None:
         programs.find("llama-server", tmp_path, str(tmp_path))
     assert GET in at.value.reason
     (tmp_path / "llama-cli").write_text("not to be executed")
-    for name in ("tool", str(tmp_path / "llama-cli"), ""):
-        with pytest.raises(SubkvError, match=f"expected a program that can be executed, found no {name}"):
+    text = str(tmp_path / "llama-cli")
+    for name, found in (
+        ("tool", "no tool"),
+        (text, f"{text}, which is no program (its mode has no x)"),
+        (str(tmp_path), f"the folder {tmp_path}"),
+        ("", "no "),
+    ):
+        with pytest.raises(SubkvError) as at:
             programs.find(name, tmp_path, str(tmp_path))
+        assert at.value.reason == f"expected a program that can be executed, found {found}"
 
 
 def elf(*headers: tuple[int, bytes]) -> bytes:

@@ -49,9 +49,16 @@ class Command(click.Command):
         except click.NoSuchOption as error:
             # click also suggests options that have little in common with the word
             near = difflib.get_close_matches(error.option_name, error.possibilities or [], cutoff=0.8)
-            note = "" if near else self.foreign(error.option_name)
+            note = "" if near else self._without_option(ctx, error.option_name) or self.foreign(error.option_name)
             message = f"{error.message.rstrip('.')}; {note}" if note else error.message
             raise click.NoSuchOption(error.option_name, message, near, ctx) from None
+
+    def _without_option(self, ctx: click.Context, option: str) -> str:
+        """A note about -m of a command whose model stands alone."""
+        model = next((p for p in self.params if isinstance(p, click.Argument) and p.expose_value), None)
+        if option not in ("-m", "--model") or model is None or model.name != "model":
+            return ""
+        return f"the model stands alone: {ctx.command_path} {model.metavar or model.name.upper()}"
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

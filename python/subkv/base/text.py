@@ -22,6 +22,16 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
+_BEYOND_UNICODE = re.compile(rb"[\xf5-\xf7](?=[\x80-\xbf])|\xf4(?=[\x90-\xbf])")  # first of 4 bytes
+
+
+def encodable(text: bytes) -> bytes:
+    """A text for llama.cpp's tokenizers: they end the process at characters beyond Unicode, and read other bytes that
+    are no UTF-8 as U+FFFD.
+    """
+    return _BEYOND_UNICODE.sub(b"\xff", text)
+
+
 def filled(text: str, stream: Any) -> str:
     """Lines, wrapped at words if the stream is a terminal."""
     if not getattr(stream, "isatty", lambda: False)():

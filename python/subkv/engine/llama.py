@@ -26,6 +26,7 @@ from subkv.base import hub
 from subkv.base.closed import mark_closed
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError, concerning
 from subkv.base.numbers import shown
+from subkv.base.text import encodable
 from subkv.engine import states
 from subkv.engine.announced import report_cache
 from subkv.engine.cache import (
@@ -326,6 +327,10 @@ class Llama(llama_cpp.Llama):
                 "lora": adapter,
             }
         return self._identity
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
+        """As llama_cpp's, for any bytes."""
+        return list(super().tokenize(encodable(text) if isinstance(text, bytes) else text, add_bos, special))
 
     def set_cache(self, cache: Any) -> None:
         """Look up and store prompts in a PromptCache or a cache of llama_cpp; None: stop using one."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from subkv.base.closed import mark_closed
 from subkv.base.errors import ModelFileError, SubkvError
+from subkv.base.text import encodable
 from subkv.engine.cache import CacheChoice
 from subkv.engine.context import Context, ContextOptions
 from subkv.native.binding import C, captured_log, last_log_error, loading, model_meta
@@ -95,12 +96,17 @@ class Model:
         tokens in the text. Raises ModelFileError.
         """
         self.check_text()
-        tokens = np.empty(max(len(text) + 2, 8), dtype=np.int32)  # a token has at least one byte
-        pointer = tokens.ctypes.data_as(ctypes.POINTER(C.llama_token))
-        n = C.llama_tokenize(self.vocab, text, len(text), pointer, len(tokens), special, markup)
-        if n < 0:
-            raise ModelFileError("files", f"the text cannot be tokenized ({n})")
-        return tokens[:n].copy()
+        text = encodable(text)
+        n = -max(len(text) + 2, 8)  # a token has at least one byte, unless the text is no UTF-8
+        for _ in range(2):
+            tokens = np.empty(-n, dtype=np.int32)
+            pointer = tokens.ctypes.data_as(ctypes.POINTER(C.llama_token))
+            n = C.llama_tokenize(self.vocab, text, len(text), pointer, len(tokens), special, markup)
+            if n >= 0:
+                return tokens[:n].copy()
+            if n == -(2**31):  # more tokens than an int counts
+                break
+        raise ModelFileError("files", f"the text cannot be tokenized ({n})")
 
     def tokenize_chat(self, text: str) -> list[int]:
         """Tokens of a conversation rendered by a chat template; drops a second BOS."""
