@@ -31,7 +31,7 @@ def test_doctor_tells_the_readers_versions() -> None:
     """runtime/doctor/formats.py has literals; these are the readers' own."""
     native = (REPO / "runtime/native").joinpath
     state = native("engine/cache_state.cpp").read_text().partition("STATE_MAGIC[8] = ")[2].partition(";")[0]
-    store = native("store/prefix_blocks.cpp").read_text().partition("MAGIC[8]")[2].partition(";")[0]
+    store = native("store/prefix_blocks.cpp").read_text()
     library = (REPO / "research/warmstart/summaries.py").read_text().partition('"version": ')[2].partition(",")[0]
     own = {
         "model": (WITHOUT_DIGEST, metadata.VERSION),
@@ -40,7 +40,7 @@ def test_doctor_tells_the_readers_versions() -> None:
         "state": (int(state.rstrip(" }").split("'")[-2]),),
         "container": (int(MAGIC[-1:]),),
         "chat": (STATE["version"],),
-        "store": (int(store.rstrip(" }").split("'")[-2]),),
+        "store": tuple(int(store.partition(f" {name} ")[2].split("'")[1]) for name in ("UNORDERED", "ORDERED")),
         "warm start": (int(WARM),),
         "warm library": (int(library),),
     }
@@ -128,13 +128,15 @@ def test_containers(tmp_path: Path) -> None:
         read(tmp_path / "saved", "/save")
 
 
-def test_stores(tmp_path: Path) -> None:
-    shutil.copytree(FILES / "store-1", tmp_path / "store")
+@pytest.mark.parametrize("version", [1, 2])
+def test_stores(tmp_path: Path, version: int) -> None:
+    shutil.copytree(FILES / f"store-{version}", tmp_path / "store")
     (tmp_path / "store").chmod(0o700)
     with stores.opened(tmp_path / "store") as store:
         found = store.get([*TOKENS, 1])
         assert found is not None and found.reach == len(TOKENS)
-        assert found.prompt.states == (versioned.state_of(), b"")
+        state = versioned.state_of() if version == 1 else stores.state(TOKENS, 1, 8, order=versioned.MOVED)
+        assert found.prompt.states == (state, b"")
 
 
 def test_a_later_store_is_left_alone(tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ def test_a_later_store_is_left_alone(tmp_path: Path) -> None:
     (head,) = (tmp_path / "store").glob("*.prefix")
     data = bytearray(head.read_bytes())
     assert data[:8] == b"subkvPX1"
-    data[7] = ord("2")
+    data[7] = ord("3")
     head.write_bytes(data)
     with stores.opened(tmp_path / "store") as store:
         assert store.get([*TOKENS, 1]) is None

@@ -4,6 +4,7 @@ of today's versions. It never rewrites a file, because it belongs to a released 
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ FILES = Path(__file__).resolve().parent / "versions"
 IDENTITY = bytes(range(32))
 TOKENS = [7 * i % 251 for i in range(300)]
 WINDOW = {"n_sink": 2, "n_recent": 8}
+MOVED = [*range(120, 300), *range(120)]  # positions of TOKENS, by cell
 TEXT = [3 * i % 97 for i in range(40)]  # of a state
 
 
@@ -57,16 +59,17 @@ def make() -> None:
     def container(path: Path) -> None:
         write(path, Container({"identity": IDENTITY.hex()}, np.array(TOKENS, np.int32), state_of()))
 
-    def store(path: Path) -> None:
+    def store(state: bytes, path: Path) -> None:
         with stores.opened(path) as opened:
-            assert opened.put(stores.Prompt(TOKENS, (state_of(), b"")))
+            assert opened.put(stores.Prompt(TOKENS, (state, b"")))
 
     makers = {
         "model-5.gguf.fixture": model,
         "model-5-latent.gguf.fixture": latent_model,
         "calibration-1-digest.safetensors": lambda path: write_calibration(path, calibration()),
         "container-1": container,
-        "store-1": store,
+        "store-1": functools.partial(store, state_of()),
+        "store-2": functools.partial(store, stores.state(TOKENS, 1, 8, order=MOVED)),
     }
     FILES.mkdir(exist_ok=True)
     for name, maker in makers.items():

@@ -263,7 +263,7 @@ def test_refusals(cached: Callable[..., Llama], tmp_path: Path) -> None:
 @each("mode", [0o777, 0o770])
 def test_a_folder_that_others_can_write_to(mode: int, tmp_path: Path) -> None:
     tmp_path.chmod(mode)
-    sentence = f"prompt_cache: expected a folder that only its owner can write to, found mode {mode:04o} .chmod go-w.: "
+    sentence = f"prompt_cache: expected a folder that only this user can write to, found mode {mode:04o} .chmod go-w.: "
     with pytest.raises(CacheError, match=f"{sentence}{tmp_path}"):
         PromptCache(tmp_path)
 

@@ -22,6 +22,8 @@ static std::atomic<int>    g_error{ 0 }, g_read_error{ 0 }, g_lasts{ 0 };
 static std::atomic<int>    g_file{ -1 };       // that is written
 static std::atomic<bool>   g_is_read[N_FILES]; // of the store
 static std::atomic<size_t> g_most{ SIZE_MAX };
+static std::atomic<long>   g_removals_left{ -1 };
+static std::atomic<bool>   g_waiting{ false };
 
 // The n-th step from now on (0: none) fails with this error, 0: the process is killed. Returns how many were left.
 extern "C" long fail_file(long n, int error) {
@@ -45,6 +47,15 @@ extern "C" long fail_memory(long n, int lasts) {
 // No call reads or writes more bytes from now on.
 extern "C" void limit_calls(size_t most) {
     g_most = most;
+}
+
+// Removals that succeed from now on, before one waits; -1: none waits.
+extern "C" void hold_removals(long after) {
+    g_removals_left = after;
+}
+
+extern "C" bool removal_waits() {
+    return g_waiting;
 }
 
 static bool ours(const char * path) {
@@ -177,5 +188,13 @@ extern "C" int rename(const char * from, const char * to) {
 }
 
 extern "C" int remove(const char * path) {
+    while (ours(path) && g_removals_left == 0) {
+        g_waiting = true;
+        usleep(1000);
+    }
+    g_waiting = false;
+    if (ours(path) && g_removals_left > 0) {
+        --g_removals_left;
+    }
     return ours(path) && fails() ? -1 : real<int (*)(const char *)>("remove")(path);
 }

@@ -82,6 +82,16 @@ class Store:
         return found
 
     def put(self, prompt: Prompt, identity: bytes = IDENTITY) -> bool:
+        taken = self.queue(prompt, identity)
+        assert self.flush()
+        return taken
+
+    def flush(self) -> bool:
+        done: bool = LIB.subkv_store_flush(self.handle, 60.0)
+        return done
+
+    def queue(self, prompt: Prompt, identity: bytes = IDENTITY) -> bool:
+        """As put(), without waiting."""
         points = [
             PointStruct(p.n_tokens, p.pos_min, p.pos_max, (BytesStruct * 3)(*map(_bytes, p.data)))
             for p in prompt.points
@@ -95,7 +105,6 @@ class Store:
             prompt.n_removable,
         )
         taken: bool = LIB.subkv_store_put(self.handle, identity, ctypes.byref(given), True)
-        assert LIB.subkv_store_flush(self.handle, 60.0)
         return taken
 
     def get(
@@ -154,13 +163,26 @@ def text(seed: int, n: int) -> list[int]:
     return [rng.randrange(1000) for _ in range(n)]
 
 
-def state(tokens: Sequence[int], n_layer: int = 2, row: int = 40, tail: bytes = b"window") -> bytes:
-    """A state in llama.cpp's format: like a model's, rows are a function of the tokens up to theirs."""
+def state(
+    tokens: Sequence[int],
+    n_layer: int = 2,
+    row: int = 40,
+    tail: bytes = b"window",
+    order: Sequence[int] | None = None,
+    seq: int = 0,
+    is_long: bool = False,
+) -> bytes:
+    """A state in llama.cpp's format: like a model's, rows are a function of the tokens up to theirs.
+
+    order: positions of the tokens, by cell; seq: the sequence; is_long: cells with parts of a position and a token.
+    """
     n = len(tokens)
+    held = range(n) if order is None else order
+    more = struct.pack("<iii", 5, 6, 7) if is_long else b""
     out = [
         b"head",
         struct.pack("<I", n),
-        *(struct.pack("<iIi", i, 1, 0) for i in range(n)),
+        *(struct.pack("<iI", i, 1) + more + struct.pack("<i", seq) for i in held),
         struct.pack("<II", 0, n_layer),
     ]
     rows = []
@@ -170,7 +192,7 @@ def state(tokens: Sequence[int], n_layer: int = 2, row: int = 40, tail: bytes = 
         rows.append(total)
     for tensor in range(2 * n_layer):
         out.append(struct.pack("<iQ", 24, row))
-        out.extend(hashlib.shake_128(b"%d %d" % (tensor, value)).digest(row) for value in rows)
+        out.extend(hashlib.shake_128(b"%d %d" % (tensor, rows[i])).digest(row) for i in held)
     return b"".join([*out, tail])
 
 
@@ -180,9 +202,9 @@ def prompt(tokens: list[int], points: Sequence[int] = (), **options: int) -> Pro
     return Prompt(tokens, (state(tokens), state(tokens, 1, 16, b"")), held, **options)
 
 
-def forged(body: bytes) -> bytes:
+def forged(body: bytes, version: bytes = b"1") -> bytes:
     """A head with a valid checksum."""
-    return b"subkvPX1" + hashlib.sha256(body).hexdigest().encode() + body
+    return b"subkvPX" + version + hashlib.sha256(body).hexdigest().encode() + body
 
 
 def head_name(identity: bytes, tokens: list[int]) -> str:

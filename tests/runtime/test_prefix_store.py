@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import shutil
 import stat
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,18 +16,21 @@ from typing import Any
 
 import engine
 import pytest
+from compiled import CXX, ROOT, linked, objects
 from each import each
 from engine import C, session
 from stores import (
     BLOCK,
     IDENTITY,
     LEAST,
+    LIB,
     Point,
     Prompt,
     Store,
     forged,
     head_name,
     opened,
+    program,
     prompt,
     size,
     state,
@@ -96,6 +102,55 @@ def test_equal_beginnings_share_their_blocks(store: Store) -> None:
         tokens = begin + text(100 + i, 30)
         found = store.get([*tokens, 7])
         assert found and found.prompt == prompt(tokens)
+
+
+def cells_of(how: str, n: int) -> list[int]:
+    """Positions of n tokens by cell, as caches with one or several sequences hold them."""
+    rng = random.Random(n)
+    if how == "in order":
+        return list(range(n))
+    if how == "around the end":
+        return [*range(100, n), *range(100)]
+    if how == "in batches":
+        batches = [list(range(i, min(i + 60, n))) for i in range(0, n, 60)]
+        rng.shuffle(batches)
+        return sum(batches, [])
+    return rng.sample(range(n), n)  # one by one
+
+
+@each("is_long", [False, True])
+@each("how", ["in order", "around the end", "in batches", "one by one"])
+def test_blocks_are_shared_whatever_cells_hold_them(tmp_path: Path, how: str, is_long: bool) -> None:
+    """The folder grows by the new tokens, and every state comes back byte for byte, also from another process."""
+    with opened(tmp_path / f"{how} {is_long}") as store:
+        tokens = text(13, 9 * BLOCK + 50)
+        n_blocks, last = 0, 0
+        for turn, n in enumerate((3 * BLOCK + 10, 6 * BLOCK + 200, 9 * BLOCK + 50)):
+            held = cells_of("in order" if turn == 0 else how, n)
+            given = Prompt(tokens[:n], (state(tokens[:n], order=held, seq=turn, is_long=is_long), b""))
+            assert store.put(given)
+            for path in store.files(".piece"):  # earlier turns leave what only they had
+                os.utime(path, (time.time() - 100,) * 2)
+            assert store.put(Prompt(text(900 + turn, 40), (b"x", b"")))
+            blocks = [path for path in store.files(".piece") if path.stat().st_size == 4 * 40 * BLOCK]
+            assert len(blocks) == n // BLOCK > n_blocks
+            assert size(store) - last < (n // BLOCK - n_blocks) * 4 * 40 * BLOCK + 4 * 40 * BLOCK + n * 50
+            n_blocks, last = n // BLOCK, size(store)
+            with opened(store.folder) as other:
+                for reader in (store, other):
+                    found = reader.get([*tokens[:n], 1])
+                    assert found and found.prompt == given
+
+
+def test_cells_of_two_caches(store: Store) -> None:
+    """A model with a second cache of the same cells, such as an indexer's, shares its rows, too."""
+    begin = text(15, 4 * BLOCK)
+    for turn, n in enumerate((2 * BLOCK + 5, 4 * BLOCK)):
+        held = cells_of("in batches" if turn else "in order", n)
+        rows = [state(begin[:n], order=held), state(begin[:n], 1, 24, b"end", order=held)]
+        assert store.put(Prompt(begin[:n], (b"".join(rows), b"")))
+    blocks = [path for path in store.files(".piece") if path.stat().st_size == (4 * 40 + 2 * 24) * BLOCK]
+    assert len(blocks) == 4
 
 
 def test_identities_are_apart(store: Store) -> None:
@@ -283,7 +338,7 @@ def test_files_are_private(store: Store) -> None:
         *(
             (
                 lambda path, mode=mode: path.mkdir() or path.chmod(mode),
-                f"only its owner can write to, found mode {mode:04o}",
+                f"only this user can write to, found mode {mode:04o}",
             )
             for mode in (0o777, 0o775, 0o770, 0o702)
         ),
@@ -303,6 +358,51 @@ def test_folders_that_cannot_be_used(tmp_path: Path, make: Callable[[Path], Any]
 #
 # real states
 #
+
+
+IN_FOLDER_OF = """
+import os, sys
+from pathlib import Path
+from stores import opened, prompt, text
+user = int(sys.argv[2])
+os.setgid(user)
+os.setuid(user)
+try:
+    with opened(Path(sys.argv[1])) as store:
+        print("found" if store.get([*text(90, 100), 1]) else "nothing found")
+except OSError as refused:
+    print(refused)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
+@each("owner", [0, 1234])
+@each("user", [0, 1234, 4321])
+def test_owners(owner: int, user: int) -> None:
+    """A folder is this user's, or root's; so is every file in it."""
+    with tempfile.TemporaryDirectory() as free:  # pytest's folders are root's alone
+        os.chmod(free, 0o755)
+        folder = Path(free) / "store"
+        with opened(folder) as store:
+            store.put(prompt(text(90, 100)))
+
+        def seen(of_folder: int, of_files: int) -> str:
+            for path in [folder, *folder.iterdir()]:
+                os.chown(path, *((of_folder,) * 2 if path == folder else (of_files,) * 2))
+                path.chmod(0o755 if path == folder else 0o644)
+            process = program(IN_FOLDER_OF, folder, user)
+            printed, errors = process.communicate()
+            assert process.returncode == 0, errors[-3000:]
+            return printed.strip()
+
+        if owner in (0, user):
+            assert seen(owner, owner) == "found"
+            assert seen(owner, 1000) == "nothing found"
+        else:
+            sentence = (
+                f"expected a folder that only this user can write to, found owner {owner} (chown it to user {user})"
+            )
+            assert seen(owner, 0) == f"SUBKV_STORE: {sentence}: {folder}"
 
 
 def partial(s: engine.Session) -> bytes:
@@ -369,6 +469,64 @@ def test_the_least_useful_is_removed_first(tmp_path: Path) -> None:
             assert store.stats.bytes == size(store)
         held = [bool(store.get([*tokens, 1])) for tokens in texts]
         assert held[-1] and not held[1] and 2 <= sum(held) < 6
+
+
+@pytest.fixture(scope="module")
+def eviction(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which(CXX) is None:
+        pytest.skip(f"needs {CXX}")
+    native = ROOT / "runtime" / "native"
+    sources = [Path(__file__).with_name("eviction.cpp")]
+    sources += [native / name for name in ("store/prefix_eviction.cpp", "store/prefix_blocks.cpp", "base/sha256.cpp")]
+    flags = ["-std=c++17", "-O1", f"-I{native}/store", f"-I{native}/base"]
+    folder = tmp_path_factory.mktemp("eviction")
+    return linked(folder / "eviction", objects(sources, flags, folder))
+
+
+def test_eviction_follows_its_definition(eviction: Path) -> None:
+    """The next prompt is the one with the highest cost, after any removals, with pieces that prompts share."""
+    for seed in range(8):
+        subprocess.run([eviction, "40", str(seed), "1"], check=True)
+
+
+def test_the_work_of_eviction_is_linear(eviction: Path) -> None:
+    """Each piece of each prompt is visited twice at most, whatever number of prompts is removed."""
+    for n in (50, 500, 5000):
+        printed = subprocess.run([eviction, str(n), "1", "0"], check=True, capture_output=True, text=True).stdout
+        n_pieces, n_visits = map(int, printed.split())
+        assert n <= n_pieces <= n_visits <= 2 * n_pieces
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can make a file immutable")
+def test_files_that_cannot_be_removed(tmp_path: Path) -> None:
+    """They count toward the limit, one line names one of them, and others are removed instead."""
+    one = prompt(text(57, 300))
+    n = len(one.states[0]) + len(one.states[1])
+    with opened(tmp_path / "store", 5 * n) as store:
+        for i in range(2):
+            assert store.put(prompt(text(57 + i, 300)))
+        stuck = store.files()
+        try:
+            if any(subprocess.run(["chattr", "+i", str(path)], capture_output=True).returncode for path in stuck):
+                pytest.skip("no immutable files here")
+            for i in range(2, 12):
+                assert store.put(prompt(text(57 + i, 300)))
+                assert store.stats.bytes == size(store) <= 5 * n
+            assert set(stuck) < set(store.files())
+            assert all(store.get([*text(57 + i, 300), 1]) for i in (0, 1, 11))
+            line = LIB.subkv_store_failure(store.handle).decode()
+            assert line.startswith(f"cannot remove {store.folder}/")
+            assert line.endswith("Operation not permitted; files that cannot be removed count toward the limit")
+            assert not LIB.subkv_store_failure(store.handle)
+            store.close()
+            store.handle = LIB.subkv_store_open(str(store.folder).encode(), n)  # the limit is below what stays
+            assert store.put(prompt(text(80, 40)))
+            assert store.stats.bytes == size(store) > n
+            assert store.stats.dropped == 1
+            assert "cannot remove" in LIB.subkv_store_failure(store.handle).decode()
+        finally:
+            for path in stuck:
+                subprocess.run(["chattr", "-i", str(path)], capture_output=True)
 
 
 def test_pieces_of_earlier_turns_are_removed(tmp_path: Path) -> None:

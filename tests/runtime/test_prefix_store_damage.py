@@ -11,7 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stores import BLOCK, IDENTITY, Store, forged, head_name, opened, program, prompt, size, text, tokens_of
+from stores import (
+    BLOCK,
+    IDENTITY,
+    Prompt,
+    Store,
+    forged,
+    head_name,
+    opened,
+    program,
+    prompt,
+    size,
+    state,
+    text,
+    tokens_of,
+)
 
 
 @pytest.fixture
@@ -118,13 +132,37 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+def ordered(*runs: tuple[int, int], n_runs: int | None = None, n_regions: int = 1) -> bytes:
+    """A head of version 2, sound but for the order of rows."""
+    regions = struct.pack("<Q", 50) + struct.pack("<I", 8)
+    order = struct.pack("<I", len(runs) if n_runs is None else n_runs) + b"".join(struct.pack("<II", *r) for r in runs)
+    blocks = struct.pack("<I", n_regions) + n_regions * NAME + struct.pack("<Q", 1000) + NAME
+    nothing = struct.pack("<IIIQ", 0, 0, 0, 0)
+    return BEGIN + struct.pack("<I", n_regions) + n_regions * regions + order + blocks + nothing + struct.pack("<I", 0)
+
+
+HOSTILE_ORDERS = {
+    "many runs": ordered(n_runs=0xFFFFFFFF),
+    "more runs than tokens": ordered(*[(i, 1) for i in range(301)]),
+    "a run behind the end": ordered((0, 150), (151, 150)),
+    "a run of almost all numbers": ordered((0xFFFFFFFF, 300)),
+    "runs that overlap": ordered((0, 150), (149, 150)),
+    "the same run twice": ordered((0, 150), (0, 150)),
+    "a run of nothing": ordered((0, 300), (0, 0)),
+    "too few rows": ordered((0, 299)),
+    "an order of no rows": ordered((0, 300), n_regions=0),
+    "an order in version 1": ordered((150, 150), (0, 150)),
+}
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, *HOSTILE_ORDERS])
 def test_hostile_heads(store: Store, name: str) -> None:
     """With valid checksums: refused before any allocation, and removed; other prompts are found."""
     others = text(31, 60)
     store.put(prompt(others))
     path = store.folder / head_name(IDENTITY, TOKENS)
-    path.write_bytes(forged(HOSTILE[name]))
+    version = b"1" if name in HOSTILE or name.endswith("version 1") else b"2"
+    path.write_bytes(forged({**HOSTILE, **HOSTILE_ORDERS}[name], version))
     found = store.get([*TOKENS, 1])
     assert found is None
     assert store.get([*others, 1])
@@ -135,15 +173,18 @@ def test_random_heads(store: Store) -> None:
     """Bytes of a sound head changed at random, with a checksum that fits."""
     others, tokens = text(32, 60), text(33, 300)
     store.put(prompt(others))
-    store.put(prompt(tokens, points=(50, 100)))
+    given = prompt(tokens, points=(50, 100))
+    moved = [*range(100, 300), *range(100)]
+    store.put(Prompt(tokens, (state(tokens, order=moved), given.states[1]), given.points))
     path = store.folder / head_name(IDENTITY, tokens)
     sound = path.read_bytes()
+    assert sound.startswith(b"subkvPX2")
     rng = random.Random(34)
     for _ in range(300):
         body = bytearray(sound[72:])
         for _ in range(rng.randrange(1, 4)):
             body[rng.randrange(len(body))] = rng.choice((0, 1, 127, 255, rng.randrange(256)))
-        path.write_bytes(forged(bytes(body)))
+        path.write_bytes(forged(bytes(body), b"2"))
         with opened(store.folder) as other:
             found = other.get([*tokens, 1])
             assert found is None or found.prompt.tokens == tokens

@@ -1,8 +1,9 @@
 // prefix_blocks.h: splits an evaluated prompt into pieces: blocks of rows, which prompts with a common prefix share,
 // and the rest.
 //
-// A llama.cpp state lists the rows of a tensor contiguously, tensor by tensor. A block is the rows of BLOCK_TOKENS
-// tokens in all tensors. The name of a piece is a hash of its bytes and of the state's identity. A state without
+// A llama.cpp state lists the rows of a tensor contiguously, tensor by tensor, in the order of the cells that hold the
+// tokens. A block is the rows of BLOCK_TOKENS tokens in all tensors, in the order of their positions: prompts share it
+// whatever cells held them. The name of a piece is a hash of its bytes and of the state's identity. A state without
 // recognized rows is one piece, the rest: it shares nothing and loses nothing.
 #pragma once
 
@@ -26,6 +27,7 @@ constexpr int64_t  SPACING      = 128;     // minimum tokens between checkpoints
 constexpr size_t   N_DIGEST     = 64;      // hex digits
 constexpr uint64_t MAX_TOKENS   = 1 << 20; // of a prompt
 constexpr uint64_t MAX_HEAD     = 16 << 20;
+constexpr uint64_t MAX_SPANS    = 1 << 22; // contiguous runs of rows in all tensors of a state
 
 // A head whose checksum or format is wrong. Only these heads are removed: a file that cannot be read now, or for which
 // memory is missing, may be sound.
@@ -43,6 +45,21 @@ struct Region {
     uint32_t row;    // bytes of a row
 };
 
+// Tokens at consecutive positions whose rows are consecutive in a state.
+struct Run {
+    uint32_t token; // the first of them, by position
+    uint32_t row;   // of this token
+    uint32_t n;
+
+    bool operator==(const Run & other) const { return token == other.token && row == other.row && n == other.n; }
+};
+
+// The rows of a state.
+struct Rows {
+    std::vector<Region> regions; // empty: none recognized
+    std::vector<Run>    order;   // of all tokens, by position; empty: the rows are in this order
+};
+
 struct PieceRef {
     std::string name; // without suffix
     uint64_t    size = 0;
@@ -54,14 +71,17 @@ struct Span {
 
 // The pieces of a state.
 struct StateRefs {
-    std::vector<Region>      regions;
+    Rows                     rows;
     std::vector<std::string> blocks;
     PieceRef                 rest;
 
     uint64_t          block_bytes() const;
     uint64_t          size() const { return rest.size + blocks.size() * block_bytes(); }
     std::vector<Span> of_block(uint64_t i) const; // spans of its bytes in the state
-    std::vector<Span> of_rest() const;
+    std::vector<Span> of_rest() const;            // rows of tokens behind the last block included
+
+private:
+    std::vector<Run> runs_of(uint64_t first, uint64_t end) const; // of tokens first .. end - 1
 };
 
 // A checkpoint.
@@ -112,8 +132,8 @@ std::string prefix_of(const std::string & identity); // common prefix of its pro
 // The address of a piece, N_DIGEST digits.
 std::string address(const std::string & identity, const std::vector<Bytes> & pieces);
 
-// Regions of the rows of n cells in a sequence's state; empty: no rows recognized.
-std::vector<Region> find_regions(const uint8_t * state, size_t size, uint64_t n);
+// The rows of n cells in a sequence's state.
+Rows find_rows(const uint8_t * state, size_t size, uint64_t n);
 
 size_t common_prefix(const std::vector<int32_t> & tokens, const int32_t * other, size_t n);
 

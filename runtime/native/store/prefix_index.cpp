@@ -5,8 +5,9 @@
 #include <atomic>
 #include <cstring>
 #include <exception>
-#include <limits>
+#include <system_error>
 #include <thread>
+#include <utility>
 
 namespace subkv {
 
@@ -23,6 +24,8 @@ constexpr int64_t      COARSE      = 2 * SECOND;    // resolution of file times
 constexpr int64_t      UNKNOWN     = -1;            // time of a folder that must be scanned again
 constexpr int64_t      STALE       = 3600 * SECOND; // a file that a process still writes is younger
 constexpr int64_t      UNUSED      = 60 * SECOND;   // a query that reads a file takes less
+constexpr int64_t      RETRY       = 60 * SECOND;   // until a removal that failed is tried again
+constexpr size_t       MAX_REMOVED = 1024;          // files per call, beyond those that make room for a prompt
 constexpr int64_t      SERVES      = 512;           // tokens to re-evaluate at most if a longer prompt serves a query
 
 bool hex(const std::string & text, size_t first, size_t n) {
@@ -50,50 +53,97 @@ uint64_t size_of(const std::map<std::string, StoredFile> & files, const std::str
 
 PrefixIndex::PrefixIndex(const std::string & folder, uint64_t max_bytes) : folder(folder), max_bytes(max_bytes) {}
 
-PrefixIndex::Files PrefixIndex::look() const {
-    Files files = folder.list(MAX_FILES);
+void PrefixIndex::keep_ours(Files & files) {
     for (auto it = files.begin(); it != files.end();) {
         const std::string   whole = StoreFolder::of_temporary(it->first);
         const std::string & name  = whole.empty() ? it->first : whole;
         it                        = is_head(name) || is_piece(name) ? std::next(it) : files.erase(it);
     }
+}
+
+StoredHeads PrefixIndex::known_heads() const {
+    std::lock_guard<std::mutex> lock(mutex);
+    return known;
+}
+
+void PrefixIndex::refuse_head(const std::string & name) {
+    std::lock_guard<std::mutex> lock(mutex);
+    refused.insert(name);
+}
+
+// Reads the folder, and the heads that are new. Queries do not wait for it, unless new heads are being read.
+PrefixIndex::Files PrefixIndex::scan() {
+    const StoredHeads before = known_heads(); // first: prompts that are added meanwhile stay
+    Files             files  = folder.list(MAX_FILES);
+    keep_ours(files);
+    std::lock_guard<std::mutex> lock(scan_mutex);
+    learn(files, before);
     return files;
 }
 
-// Updates `known` from the files, the most recently used first.
-void PrefixIndex::learn(const Files & files) {
+// The same for a query, of names only where the files are known. The caller has locked scan_mutex.
+void PrefixIndex::look_again() {
+    const StoredHeads before = known_heads();
+    const int64_t     time   = folder.changed();
+    const auto        n_gone = [&] {
+        std::lock_guard<std::mutex> lock(mutex);
+        return n_removed;
+    };
+    const uint64_t n = n_gone();
+    changed          = UNKNOWN; // unless all heads can be read
+    looked           = StoreFolder::now();
+    listed           = folder.list(MAX_FILES, std::exchange(listed, {}), is_piece);
+    keep_ours(listed);
+    learn(listed, before);
+    changed = n_unread == 0 && n == n_gone() ? time : UNKNOWN; // a prompt may have been read before its removal
+}
+
+// Updates `known` from the files, the most recently used first. before: `known` before the folder was read.
+void PrefixIndex::learn(const Files & files, const StoredHeads & before) {
     std::vector<std::pair<int64_t, std::string>> order;
-    const int64_t                                before = changed;
-    changed                                             = UNKNOWN; // unless all heads can be read
-    n_bytes                                             = 0;
-    n_unread                                            = 0;
+    uint64_t                                     total = 0;
+    n_unread                                           = 0;
     for (const auto & [file, status] : files) {
-        n_bytes += status.size;
+        total += status.size;
         if (is_head(file)) {
             order.emplace_back(-status.used, file);
         }
     }
     std::sort(order.begin(), order.end());
+    std::set<std::string> unread; // names
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        unread = refused;
+    }
+    StoredHeads           learned;
     std::set<std::string> there;
     uint64_t              bytes = 0;
     for (const auto & [used, file] : order) {
         const uint64_t    size = files.at(file).size;
         const std::string name = file.substr(0, file.size() - std::strlen(HEAD));
-        if (there.size() == MAX_ENTRIES || bytes + size > MAX_INDEX || refused.count(name) > 0) {
+        if (there.size() == MAX_ENTRIES || bytes + size > MAX_INDEX || unread.count(name) > 0) {
             continue;
         }
-        if (known.count(name) > 0 || learn(name, size)) {
+        if (before.count(name) > 0 || learn(name, size, learned)) {
             there.insert(name);
             bytes += size;
         }
     }
-    for (auto it = known.begin(); it != known.end();) {
-        it = there.count(it->first) > 0 ? std::next(it) : known.erase(it);
+    std::lock_guard<std::mutex> lock(mutex);
+    for (const auto & [name, head] : before) {
+        if (there.count(name) == 0) {
+            known.erase(name);
+        }
     }
-    changed = n_unread == 0 ? before : UNKNOWN;
+    for (const auto & [name, head] : learned) {
+        if (refused.count(name) == 0) {
+            known.emplace(name, head);
+        }
+    }
+    n_bytes = total;
 }
 
-bool PrefixIndex::learn(const std::string & name, uint64_t size) {
+bool PrefixIndex::learn(const std::string & name, uint64_t size, StoredHeads & learned) {
     try {
         if (size > MAX_HEAD) {
             throw PrefixInvalid("it is too large");
@@ -107,14 +157,17 @@ bool PrefixIndex::learn(const std::string & name, uint64_t size) {
         if (head->name() != name) {
             throw PrefixInvalid("its name belongs to other tokens");
         }
-        known[name] = head;
+        learned[name] = head;
         return true;
     } catch (const PrefixForeign &) { // evicted when the folder is full
-        refused.insert(name);
+        refuse_head(name);
     } catch (const PrefixInvalid &) {
-        ++n_damaged;
-        if (!folder.remove(name + HEAD)) {
-            refused.insert(name);
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            ++n_damaged;
+        }
+        if (!remove(name + HEAD)) {
+            refuse_head(name);
         }
     } catch (const std::exception &) { // this file may be read later
         ++n_unread;
@@ -122,22 +175,45 @@ bool PrefixIndex::learn(const std::string & name, uint64_t size) {
     return false;
 }
 
+// false: the file is still there.
+bool PrefixIndex::remove(const std::string & file) {
+    try {
+        folder.remove(file);
+        return true;
+    } catch (const std::system_error & e) {
+        std::lock_guard<std::mutex> lock(mutex);
+        failure = failure.empty() ? e.what() : failure;
+        return false;
+    }
+}
+
+std::string PrefixIndex::removal_failure() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return std::exchange(failure, {});
+}
+
 // false: pieces without a prompt may belong to a head that this process does not know.
-bool PrefixIndex::all_known(const Files & files) const {
+bool PrefixIndex::all_known(const Files & files, const StoredHeads & heads) const {
     return std::all_of(files.begin(), files.end(), [&](auto & file) {
-        return !is_head(file.first) || known.count(file.first.substr(0, file.first.size() - std::strlen(HEAD))) > 0;
+        return !is_head(file.first) || heads.count(file.first.substr(0, file.first.size() - std::strlen(HEAD))) > 0;
     });
 }
 
-std::vector<std::shared_ptr<const PrefixHead>> PrefixIndex::heads(const std::string & identity) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const int64_t               time = folder.changed();
-    // A file created within the resolution of file times after the last scan does not change the folder's time.
-    if (time != changed || looked - time < COARSE) {
-        looked = StoreFolder::now();
-        learn(look());
-        changed = n_unread == 0 ? time : UNKNOWN;
+std::vector<std::shared_ptr<const PrefixHead>> PrefixIndex::heads(const std::string & identity, bool wait) {
+    std::unique_lock<std::mutex> reads(scan_mutex, std::defer_lock);
+    if (wait) {
+        reads.lock();
+    } else {
+        reads.try_lock();
     }
+    if (reads) {
+        // A file created within the resolution of file times after the last scan does not change the folder's time.
+        const int64_t time = folder.changed();
+        if (time != changed || looked - time < COARSE) {
+            look_again();
+        }
+    }
+    std::lock_guard<std::mutex>                    lock(mutex);
     std::vector<std::shared_ptr<const PrefixHead>> res;
     const std::string                              begin = prefix_of(identity);
     for (auto it = known.lower_bound(begin); it != known.end() && it->first.compare(0, begin.size(), begin) == 0;
@@ -202,15 +278,18 @@ void PrefixIndex::used(const PrefixHead & head) const {
 }
 
 void PrefixIndex::damaged(const std::string & name, const std::vector<std::string> & pieces) {
-    std::lock_guard<std::mutex> lock(mutex);
-    ++n_damaged;
+    const bool is_stored = folder.has(name + HEAD); // else it has been evicted since this process read its head
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        n_damaged += is_stored;
+        known.erase(name);
+    }
     for (const auto & piece : pieces) {
-        folder.remove(piece + PIECE);
+        remove(piece + PIECE);
     }
-    if (!folder.remove(name + HEAD)) {
-        refused.insert(name);
+    if (!remove(name + HEAD)) {
+        refuse_head(name);
     }
-    known.erase(name);
 }
 
 void PrefixIndex::skip(const std::string & name) {
@@ -220,12 +299,8 @@ void PrefixIndex::skip(const std::string & name) {
 }
 
 PrefixIndex::Totals PrefixIndex::totals() const {
-    std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
-    std::lock_guard<std::mutex>  lock_seen(seen_mutex);
-    if (lock) {
-        last_seen = { known.size(), n_bytes, n_damaged };
-    }
-    return last_seen;
+    std::lock_guard<std::mutex> lock(mutex);
+    return { known.size(), n_bytes, n_damaged };
 }
 
 //
@@ -233,11 +308,9 @@ PrefixIndex::Totals PrefixIndex::totals() const {
 //
 
 bool PrefixIndex::has(const std::string & identity, const std::vector<int32_t> & tokens, int64_t n_removable) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const Files                 files = look();
-    learn(files);
-    const auto n = (int64_t) tokens.size();
-    for (const auto & [name, other] : known) {
+    const Files files = scan();
+    const auto  n     = (int64_t) tokens.size();
+    for (const auto & [name, other] : known_heads()) {
         const bool begins =
             other->identity == identity && common_prefix(other->tokens, tokens.data(), tokens.size()) == tokens.size();
         if (!begins || reach((int64_t) other->tokens.size(), n, other->points, n_removable) < n) {
@@ -260,24 +333,24 @@ void PrefixIndex::forget_beginnings(const PrefixHead & head, int64_t n_removable
     const auto            n_tokens = (int64_t) head.tokens.size();
     std::set<std::string> used_pieces;
     head.each_piece([&](const std::string & piece, uint64_t) { used_pieces.insert(piece); });
-    for (auto it = known.begin(); it != known.end();) {
-        const auto & other = *it->second;
+    for (const auto & [name, held] : known_heads()) {
+        const auto & other = *held;
         const auto   n     = (int64_t) other.tokens.size();
         const bool begins = n < n_tokens && other.identity == head.identity &&
                             common_prefix(head.tokens, other.tokens.data(), other.tokens.size()) == other.tokens.size();
         const auto n_lost = n - reach(n_tokens, n, head.points, n_removable);
-        if (begins && n_lost < SERVES && 2 * n_lost < n) {
-            folder.remove(it->first + HEAD);
-            other.each_piece([&](const std::string & piece, uint64_t) {
-                if (used_pieces.count(piece) == 0) {
-                    folder.mark(piece + PIECE);
-                    unused.insert(piece);
-                }
-            });
-            it = known.erase(it);
-        } else {
-            ++it;
+        if (!begins || n_lost >= SERVES || 2 * n_lost >= n || !remove(name + HEAD)) {
+            continue;
         }
+        other.each_piece([&](const std::string & piece, uint64_t) {
+            if (used_pieces.count(piece) == 0) {
+                folder.mark(piece + PIECE);
+                unused.insert(piece);
+            }
+        });
+        std::lock_guard<std::mutex> lock(mutex);
+        known.erase(name);
+        ++n_removed;
     }
 }
 
@@ -292,8 +365,9 @@ void PrefixIndex::drop_unused(Files & files, const std::set<std::string> & named
                 ++it;
                 continue;
             }
-            folder.remove(file->first);
-            files.erase(file);
+            if (remove(file->first)) {
+                files.erase(file);
+            }
         }
         it = unused.erase(it);
     }
@@ -304,16 +378,19 @@ bool PrefixIndex::add(const Cut & cut, int64_t n_removable) {
     if (file.size() > MAX_HEAD || cut.head.n_bytes() + file.size() > max_bytes) {
         return false;
     }
+    if (StoreFolder::now() - stuck_since > RETRY) {
+        stuck.clear();
+        stuck_since = StoreFolder::now();
+    }
     std::vector<std::string> missing;
     {
-        std::lock_guard<std::mutex> lock(mutex);
-        Files                       files = look();
-        learn(files);
+        Files                 files = scan();
+        const StoredHeads     heads = known_heads();
         std::set<std::string> named;
-        for (const auto & [name, head] : known) {
+        for (const auto & [name, head] : heads) {
             head->each_piece([&](const std::string & piece, uint64_t) { named.insert(piece); });
         }
-        if (all_known(files)) {
+        if (all_known(files, heads)) {
             drop_unused(files, named);
         }
         uint64_t n = file.size();
@@ -325,7 +402,7 @@ bool PrefixIndex::add(const Cut & cut, int64_t n_removable) {
                 n += size;
             }
         });
-        if (!make_room(files, n, cut)) {
+        if (!make_room(files, n, &cut)) {
             return false;
         }
     }
@@ -334,113 +411,125 @@ bool PrefixIndex::add(const Cut & cut, int64_t n_removable) {
     }
     const std::string name = cut.head.name();
     folder.write(name + HEAD, { { file.data(), file.size() } });
-    std::lock_guard<std::mutex> lock(mutex);
-    refused.erase(name);
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        refused.erase(name);
+        known[name] = std::make_shared<PrefixHead>(cut.head);
+    }
     forget_beginnings(cut.head, n_removable);
-    known[name] = std::make_shared<PrefixHead>(cut.head);
-    Files files = look();
-    make_room(files, 0, cut);
+    if (!excess) { // other processes may have written, too
+        Files files = folder.list(MAX_FILES);
+        keep_ours(files);
+        make_room(files, 0, &cut);
+    }
     return true;
 }
 
-// Order of eviction: first the prompts with the most unshared bytes, unused for the longest time, that save the fewest
-// tokens.
-struct PrefixIndex::Usage {
-    const Files &                             files;
-    std::unordered_map<std::string, uint32_t> n_uses; // of pieces
-    int64_t                                   now = StoreFolder::now();
+void PrefixIndex::trim() {
+    excess      = false; // also after a failure
+    Files files = scan();
+    make_room(files, 0, nullptr);
+}
 
-    double cost(const std::string & name, const PrefixHead & head) const {
+// Removes files until n bytes fit, and leftovers of killed processes. false: they do not fit. If many more files have to
+// go, trim() removes the rest: then the folder has shrunk by n bytes at least.
+bool PrefixIndex::make_room(Files & files, uint64_t n, const Cut * spared) {
+    const int64_t                         now   = StoreFolder::now();
+    const StoredHeads                     heads = known_heads();
+    std::vector<EvictionOrder::Candidate> candidates;
+    for (const auto & [name, head] : heads) {
         const auto file = files.find(name + HEAD);
-        uint64_t   own  = file->second.size;
-        head.each_piece([&](const std::string & piece, uint64_t) {
-            own += n_uses.at(piece) == 1 ? size_of(files, piece + PIECE) : 0;
-        });
-        const double seconds = (double) (now - file->second.used) / SECOND; // a clock may have been set back
-        return std::max(seconds, 1.0) * (double) own / (double) std::max<size_t>(1, head.tokens.size());
+        if (file != files.end()) {
+            candidates.push_back({ name, head, file->second.size, file->second.used });
+        }
     }
-};
-
-// Removes files until n bytes fit, and leftovers of killed processes. false: they do not fit.
-bool PrefixIndex::make_room(Files & files, uint64_t n, const Cut & spared) {
-    Usage usage{ files, {} };
-    for (const auto & [name, head] : known) {
-        head->each_piece([&](const std::string & piece, uint64_t) { ++usage.n_uses[piece]; });
-    }
-    uint64_t total   = 0;
-    size_t   n_heads = 0;
+    EvictionOrder order(std::move(candidates), now);
+    uint64_t      total = 0, freed = 0;
+    size_t        n_heads = 0, n_gone = 0;
     for (const auto & [file, status] : files) {
         total += status.size;
         n_heads += is_head(file);
     }
+    // false: the file is still there.
     const auto gone = [&](const std::string & file) {
         const auto it = files.find(file);
-        if (it != files.end()) {
-            folder.remove(file);
-            n_heads -= is_head(file);
-            total -= it->second.size;
-            files.erase(it);
+        if (it == files.end()) {
+            return true;
         }
+        if (stuck.count(file) > 0) {
+            return false;
+        }
+        ++n_gone; // also removals that fail: they take as long
+        if (!remove(file)) {
+            stuck.insert(file);
+            return false;
+        }
+        n_heads -= is_head(file);
+        total -= it->second.size;
+        freed += it->second.size;
+        files.erase(it);
+        return true;
     };
+    const auto is_enough = [&] { return n_gone >= MAX_REMOVED && freed >= n; };
     // Files of no known prompt: leftovers of killed processes, which go after an hour (a process may still use younger
     // ones), and prompts of other versions or beyond the index, which go when the folder is full. If a head is unknown,
     // leftover pieces may belong to it; while a head cannot be read, nothing of unknown prompts is removed.
     std::vector<std::pair<int64_t, std::string>> others;
     std::vector<std::string>                     stale;
-    const bool                                   whole = all_known(files);
+    const bool                                   whole = all_known(files, heads);
     for (const auto & [file, status] : files) {
         const std::string piece = is_piece(file) ? file.substr(0, N_DIGEST) : "";
         const std::string name  = is_head(file) ? file.substr(0, file.size() - std::strlen(HEAD)) : "";
-        const bool named = usage.n_uses.count(piece) > 0 || spared.pieces.count(piece) > 0 || known.count(name) > 0;
+        const bool named = order.is_used(piece) || (spared && spared->pieces.count(piece) > 0) || heads.count(name) > 0;
         const bool begun = piece.empty() && name.empty(); // a temporary file
         if (named) {
             continue;
         }
-        if (usage.now - status.used > STALE && (begun || (whole && name.empty()))) {
+        if (now - status.used > STALE && (begun || (whole && name.empty()))) {
             stale.push_back(file);
         } else if (n_unread == 0) {
             others.emplace_back(status.used, file);
         }
     }
-    for (const auto & file : stale) {
-        gone(file);
+    size_t next = 0;
+    while (next < stale.size() && !is_enough()) {
+        gone(stale[next++]);
     }
+    excess = next < stale.size();
     std::sort(others.begin(), others.end());
-    size_t                                                   next = 0;
-    std::map<std::string, std::shared_ptr<const PrefixHead>> held;
-    for (const auto & [name, head] : known) {
-        if (files.count(name + HEAD) > 0) {
-            held[name] = head;
-        }
-    }
+    next = 0;
     while (total + n > max_bytes || n_heads > MAX_ENTRIES) {
-        int64_t oldest = std::numeric_limits<int64_t>::max();
-        for (const auto & [name, head] : held) {
-            oldest = std::min(oldest, files.at(name + HEAD).used);
+        if (is_enough()) {
+            excess = true;
+            break;
         }
-        if (next < others.size() && (held.empty() || others[next].first <= oldest)) {
+        const auto * worst = order.next();
+        if (next < others.size() && (!worst || others[next].first <= order.oldest_use())) {
             gone(others[next++].second);
             continue;
         }
-        if (held.empty()) {
-            n_bytes = total;
-            return false;
+        if (!worst) {
+            break;
         }
-        const auto worst = std::max_element(held.begin(), held.end(), [&](auto & a, auto & b) {
-            return usage.cost(a.first, *a.second) < usage.cost(b.first, *b.second);
-        });
-        const auto head  = worst->second;
-        gone(worst->first + HEAD);
-        known.erase(worst->first);
-        held.erase(worst);
-        head->each_piece([&](const std::string & piece, uint64_t) {
-            if (--usage.n_uses[piece] == 0 && spared.pieces.count(piece) == 0) {
+        const std::string name = worst->name;
+        if (!gone(name + HEAD)) {
+            order.keep();
+            continue;
+        }
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            known.erase(name);
+            ++n_removed;
+        }
+        for (const auto & piece : order.remove()) {
+            if (!spared || spared->pieces.count(piece) == 0) {
                 gone(piece + PIECE);
             }
-        });
+        }
     }
+    std::lock_guard<std::mutex> lock(mutex);
     n_bytes = total;
-    return true;
+    return total + n <= max_bytes || (excess && freed >= n);
 }
 
 } // namespace subkv

@@ -2,8 +2,10 @@
 #pragma once
 
 #include "prefix_blocks.h"
+#include "prefix_eviction.h"
 #include "store_folder.h"
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -19,7 +21,8 @@ struct PrefixDamaged {
     std::vector<std::string> pieces;
 };
 
-// Any thread may call the methods. They throw std::runtime_error if the folder cannot be read or written.
+// Any thread may call the methods; one thread writes (has, add, trim). They throw std::runtime_error if the folder cannot
+// be read or written.
 class PrefixIndex {
 public:
     PrefixIndex(const std::string & folder, uint64_t max_bytes);
@@ -36,8 +39,9 @@ public:
     // Writes the missing files. false: there is no room.
     bool add(const Cut & cut, int64_t n_removable);
 
-    // The heads of all prompts with this identity.
-    std::vector<std::shared_ptr<const PrefixHead>> heads(const std::string & identity);
+    // The heads of all prompts with this identity. wait: reads the folder if it has changed; else only if no other
+    // thread reads it now.
+    std::vector<std::shared_ptr<const PrefixHead>> heads(const std::string & identity, bool wait = true);
 
     struct PieceRead {
         std::string       name;
@@ -54,36 +58,57 @@ public:
     void damaged(const std::string & name, const std::vector<std::string> & pieces);
     void skip(const std::string & name); // until it is added again
 
+    // Removes files of a folder that is larger than its limit, a bounded number per call.
+    void trim();
+    bool has_excess() const { return excess; } // trim() has more to remove
+
+    // Why a file could not be removed since the last call; "": none.
+    std::string removal_failure();
+
     struct Totals {
         uint64_t n_entries, n_bytes, n_damaged;
     };
 
-    Totals totals() const; // never waits for the disk
+    Totals totals() const;
 
 private:
-    using Files = std::map<std::string, StoredFile>;
+    using Files = StoreFolder::Files;
 
-    struct Usage;
+    Files       scan();
+    void        look_again();
+    static void keep_ours(Files & files); // leaves the files of a store
+    void        learn(const Files & files, const StoredHeads & before);
+    bool        learn(const std::string & name, uint64_t size, StoredHeads & learned);
+    StoredHeads known_heads() const;
+    void        refuse_head(const std::string & name); // it is not read again
+    bool        remove(const std::string & file);
+    bool        all_known(const Files & files, const StoredHeads & heads) const;
+    void        forget_beginnings(const PrefixHead & head, int64_t n_removable);
+    void        drop_unused(Files & files, const std::set<std::string> & named);
+    bool        make_room(Files & files, uint64_t n, const Cut * spared);
 
-    Files look() const; // files of a store, by name
-    void  learn(const Files & files);
-    bool  learn(const std::string & file, uint64_t size);
-    bool  all_known(const Files & files) const;
-    void  forget_beginnings(const PrefixHead & head, int64_t n_removable);
-    void  drop_unused(Files & files, const std::set<std::string> & named);
-    bool  make_room(Files & files, uint64_t n, const Cut & spared);
+    const StoreFolder folder;
+    const uint64_t    max_bytes;
 
-    const StoreFolder                                        folder;
-    const uint64_t                                           max_bytes;
-    mutable std::mutex                                       seen_mutex; // guards last_seen; locked after `mutex`
-    mutable Totals                                           last_seen = {};
-    mutable std::mutex                                       mutex;   // guards the members below
-    std::map<std::string, std::shared_ptr<const PrefixHead>> known;   // by name
-    std::set<std::string>                                    refused; // names of prompts that are not read again
-    std::set<std::string>                                    unused;  // pieces of prompts that longer ones replaced
-    int64_t                                                  looked = 0, changed = 0;
-    size_t                                                   n_unread = 0; // heads that could not be read
-    uint64_t                                                 n_bytes = 0, n_damaged = 0;
+    // One thread at a time reads the folder. Eviction does not lock this: no query waits for it.
+    std::mutex          scan_mutex; // locked before `mutex`; guards the next three
+    int64_t             looked = 0, changed = 0;
+    Files               listed;        // by the last query that read the folder
+    std::atomic<size_t> n_unread{ 0 }; // heads that could not be read
+
+    // Never locked during an operation on a file.
+    mutable std::mutex    mutex; // guards the members below
+    StoredHeads           known;
+    std::set<std::string> refused; // names of prompts that are not read again
+    uint64_t              n_bytes = 0, n_damaged = 0;
+    uint64_t              n_removed = 0; // prompts
+    std::string           failure;       // removal_failure()
+
+    // used only by the thread that writes
+    std::set<std::string> unused; // pieces of prompts that longer ones replaced
+    std::set<std::string> stuck;  // files that could not be removed
+    int64_t               stuck_since = 0;
+    bool                  excess      = false; // has_excess()
 };
 
 } // namespace subkv

@@ -75,9 +75,9 @@ PrefixIndex::Cut cut(const Prefix & prefix) {
     for (size_t i = 0; i < N_STATES; ++i) {
         const auto & state = prefix.states[i];
         auto &       refs  = out.head.states[i];
-        refs.regions       = find_regions(state.data(), state.size(), prefix.tokens.size());
+        refs.rows          = find_rows(state.data(), state.size(), prefix.tokens.size());
         refs.rest.size     = state.size();
-        const uint64_t n   = refs.regions.empty() ? 0 : prefix.tokens.size() / BLOCK_TOKENS;
+        const uint64_t n   = refs.rows.regions.empty() ? 0 : prefix.tokens.size() / BLOCK_TOKENS;
         for (uint64_t block = 0; block < n; ++block) {
             refs.blocks.push_back(stored(pieces_of(state, refs.of_block(block))).name);
         }
@@ -177,6 +177,10 @@ public:
 
 private:
     void write(Prefix && prefix);
+    void trim();
+    void report_removals();
+
+    std::atomic<bool> removal_logged{ false };
 
     std::mutex pace_mutex;
     double     pace = 0; // seconds to read a byte
@@ -221,14 +225,38 @@ void PrefixStore::Core::write(Prefix && prefix) {
             fails(unwritable, e, "prompts are no longer stored");
         }
     }
+    report_removals();
+}
+
+// Part of an eviction that is too long for one call: requests and new prompts do not wait for it.
+void PrefixStore::Core::trim() {
+    try {
+        index.trim();
+    } catch (const std::exception & e) {
+        fails(read_failure_logged, e, "the folder stays larger than its limit");
+    }
+    report_removals();
+}
+
+void PrefixStore::Core::report_removals() {
+    const std::string why = index.removal_failure();
+    if (!why.empty()) {
+        fails(removal_logged, std::runtime_error(why), "files that cannot be removed count toward the limit");
+    }
 }
 
 void PrefixStore::Core::run() {
     std::unique_lock<std::mutex> lock(mutex);
     while (true) {
-        changed.wait(lock, [&] { return ended || !queue.empty(); });
-        if (queue.empty()) {
+        changed.wait(lock, [&] { return ended || index.has_excess() || !queue.empty(); });
+        if (queue.empty() && ended) {
             return;
+        }
+        if (queue.empty()) {
+            lock.unlock();
+            trim();
+            lock.lock();
+            continue;
         }
         Prefix prefix = std::move(queue.front());
         queue.pop_front();
@@ -380,7 +408,7 @@ std::unique_ptr<PrefixFound> PrefixStore::get(const PrefixQuery & query) {
 int64_t PrefixStore::common(const std::string & identity, const std::vector<int32_t> & tokens) const {
     size_t most = 0;
     if (!core->reading) { // else a query still waits for the disk
-        for (const auto & head : core->index.heads(identity)) {
+        for (const auto & head : core->index.heads(identity, false)) {
             most = std::max(most, common_prefix(head->tokens, tokens.data(), tokens.size()));
         }
     }

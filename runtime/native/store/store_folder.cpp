@@ -31,6 +31,7 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr size_t       MAX_CALL = (size_t) 1 << 30; // bytes of one read or write
+constexpr size_t       BUFFER   = 1 << 18;          // bytes of small pieces that are read or written together
 constexpr const char * ENDING   = ".tmp";
 constexpr size_t       N_RANDOM = 16; // hex digits of a temporary name
 
@@ -146,24 +147,94 @@ std::string temporary(const std::string & name) {
     return "." + name + "." + std::to_string(process()) + "." + random_digits() + ENDING;
 }
 
-void write_all(int file, const std::vector<Bytes> & pieces, const std::string & path) {
-    for (const Bytes & piece : pieces) {
-        for (size_t done = 0; done < piece.size;) {
-            const int64_t n = write_some(file, piece.data + done, std::min(piece.size - done, MAX_CALL));
-            if (n < 0 && errno == EINTR) {
-                continue;
-            }
-            if (n <= 0) {
-                broken("write", path, n < 0 ? errno : ENOSPC);
-            }
-            done += (size_t) n;
+void write_all(int file, const uint8_t * data, size_t size, const std::string & path) {
+    for (size_t done = 0; done < size;) {
+        const int64_t n = write_some(file, data + done, std::min(size - done, MAX_CALL));
+        if (n < 0 && errno == EINTR) {
+            continue;
         }
+        if (n <= 0) {
+            broken("write", path, n < 0 ? errno : ENOSPC);
+        }
+        done += (size_t) n;
     }
 }
 
+// Small pieces are written together: a block may consist of thousands.
+void write_all(int file, const std::vector<Bytes> & pieces, const std::string & path) {
+    std::vector<uint8_t> together;
+    const auto           write_together = [&] {
+        write_all(file, together.data(), together.size(), path);
+        together.clear();
+    };
+    for (const Bytes & piece : pieces) {
+        if (together.size() + piece.size > BUFFER) {
+            write_together();
+        }
+        if (piece.size > BUFFER) {
+            write_all(file, piece.data, piece.size, path);
+        } else {
+            together.insert(together.end(), piece.data, piece.data + piece.size);
+        }
+    }
+    write_together();
+}
+
+// Reads the next bytes of a file into several parts, small ones together. false: the file ends before.
+class PartReader {
+public:
+    PartReader(int file, uint64_t size, const std::string & path) : file(file), left(size), path(path) {}
+
+    bool read(uint8_t * to, size_t size) {
+        while (size > 0) {
+            if (at < held.size()) {
+                const size_t n = std::min(size, held.size() - at);
+                std::memcpy(to, held.data() + at, n);
+                at += n;
+                to += n;
+                size -= n;
+            } else if (size >= BUFFER) {
+                const size_t n = next(to, size);
+                to += n;
+                size -= n;
+                if (n == 0) {
+                    return false;
+                }
+            } else {
+                held.resize((size_t) std::min<uint64_t>(left, BUFFER));
+                held.resize(next(held.data(), held.size()));
+                at = 0;
+                if (held.empty()) {
+                    return false;
+                }
+            }
+        }
+        return true;
+    }
+
+private:
+    size_t next(uint8_t * to, size_t size) { // 0: the file was truncated meanwhile
+        int64_t n = -1;
+        do {
+            n = read_some(file, to, std::min(size, MAX_CALL));
+        } while (n < 0 && errno == EINTR);
+        if (n < 0) {
+            broken("read", path, errno);
+        }
+        left -= (uint64_t) n;
+        return (size_t) n;
+    }
+
+    const int            file;
+    uint64_t             left;
+    const std::string &  path;
+    std::vector<uint8_t> held;
+    size_t               at = 0;
+};
+
 } // namespace
 
-StoreFolder::StoreFolder(const std::string & path) : path_(path) {
+StoreFolder::StoreFolder(const std::string & path, Writers allowed) : path_(path) {
     make();
     std::error_code error;
     const auto      status = fs::status(fs::u8path(path_), error);
@@ -173,14 +244,10 @@ StoreFolder::StoreFolder(const std::string & path) : path_(path) {
     if (!fs::is_directory(status)) {
         throw std::runtime_error("expected a folder, found something else: " + path_);
     }
-#if !defined(_WIN32)
-    if ((status.permissions() & (fs::perms::group_write | fs::perms::others_write)) != fs::perms::none) {
-        char mode[8];
-        std::snprintf(mode, sizeof(mode), "%04o", (unsigned) (status.permissions() & fs::perms::mask));
-        throw std::runtime_error("expected a folder that only its owner can write to, found mode " + std::string(mode) +
-                                 " (chmod go-w): " + path_);
+    const std::string others = other_writers(path_, allowed);
+    if (!others.empty()) {
+        throw std::runtime_error("expected a folder that only this user can write to, found " + others + ": " + path_);
     }
-#endif
 }
 
 void StoreFolder::make() const {
@@ -224,10 +291,10 @@ int64_t StoreFolder::changed() const {
     return nanoseconds(time);
 }
 
-std::map<std::string, StoredFile> StoreFolder::list(size_t most) const {
-    std::map<std::string, StoredFile> res;
-    std::error_code                   error;
-    fs::directory_iterator            files(fs::u8path(path_), error);
+StoreFolder::Files StoreFolder::list(size_t most, Files, bool (*)(const std::string &)) const {
+    Files                  res; // a listing has times and sizes here
+    std::error_code        error;
+    fs::directory_iterator files(fs::u8path(path_), error);
     for (; !error && files != fs::directory_iterator() && res.size() < most; files.increment(error)) {
         std::error_code of_file; // other processes may remove files meanwhile
         const bool      regular = fs::is_regular_file(files->symlink_status(of_file));
@@ -259,8 +326,8 @@ int64_t StoreFolder::changed() const {
 }
 
 // Not by std::filesystem, whose iterators end the process if memory runs out.
-std::map<std::string, StoredFile> StoreFolder::list(size_t most) const {
-    std::map<std::string, StoredFile>          res;
+StoreFolder::Files StoreFolder::list(size_t most, Files earlier, bool (*is_same)(const std::string &)) const {
+    Files                                      res;
     const std::unique_ptr<DIR, int (*)(DIR *)> folder(::opendir(path_.c_str()), ::closedir);
     if (!folder && errno != ENOENT) {
         broken("read", path_, errno);
@@ -274,10 +341,15 @@ std::map<std::string, StoredFile> StoreFolder::list(size_t most) const {
         if (!file) {
             break;
         }
+        const std::string name = file->d_name;
+        if (auto known = is_same && is_same(name) ? earlier.extract(name) : Files::node_type()) {
+            res.insert(std::move(known));
+            continue;
+        }
         struct stat status;
         if (::fstatat(::dirfd(folder.get()), file->d_name, &status, AT_SYMLINK_NOFOLLOW) == 0) {
             if (S_ISREG(status.st_mode)) {
-                res[file->d_name] = { modified(status), (uint64_t) status.st_size };
+                res[name] = { modified(status), (uint64_t) status.st_size };
             }
         } else if (errno != ENOENT) { // other processes may remove files meanwhile
             broken("read", full(file->d_name), errno);
@@ -316,25 +388,11 @@ bool StoreFolder::read(const std::string & name, uint64_t size, const std::vecto
     if (failed != 0) {
         broken("read", path, errno);
     }
-    if ((status.st_mode & S_IFMT) != S_IFREG || (uint64_t) status.st_size != size) {
+    if ((status.st_mode & S_IFMT) != S_IFREG || (uint64_t) status.st_size != size || !is_trusted_owner(status)) {
         return false;
     }
-    for (const MutableBytes & to : parts) {
-        for (size_t done = 0; done < to.size;) {
-            const int64_t n = read_some(opened.file, to.data + done, std::min(to.size - done, MAX_CALL));
-            if (n < 0 && errno == EINTR) {
-                continue;
-            }
-            if (n < 0) {
-                broken("read", path, errno);
-            }
-            if (n == 0) { // the file was truncated meanwhile
-                return false;
-            }
-            done += (size_t) n;
-        }
-    }
-    return true;
+    PartReader from(opened.file, size, path);
+    return std::all_of(parts.begin(), parts.end(), [&](auto & to) { return from.read(to.data, to.size); });
 }
 
 void StoreFolder::write(const std::string & name, const std::vector<Bytes> & pieces) const {
@@ -371,10 +429,17 @@ void StoreFolder::mark(const std::string & name) const {
 #endif
 }
 
-bool StoreFolder::remove(const std::string & name) const {
+bool StoreFolder::has(const std::string & name) const {
+    std::error_code error;
+    return fs::exists(fs::symlink_status(fs::u8path(full(name)), error));
+}
+
+void StoreFolder::remove(const std::string & name) const {
     std::error_code error;
     fs::remove(fs::u8path(full(name)), error);
-    return !error;
+    if (error) {
+        broken("remove", full(name), error);
+    }
 }
 
 std::string StoreFolder::of_temporary(const std::string & name) {

@@ -2,6 +2,8 @@
 // devices. A failure of the system is a std::system_error, which names the operation, the path and the reason.
 #pragma once
 
+#include "owner.h"
+
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -23,8 +25,8 @@ struct StoredFile {
 class StoreFolder {
 public:
     // Creates the folder if it is missing, with access for this user only. Throws std::runtime_error with a sentence if
-    // the path is no folder, or if other users may write to it.
-    explicit StoreFolder(const std::string & path);
+    // the path is no folder, or if other users may write to it (owner.h).
+    explicit StoreFolder(const std::string & path, Writers allowed = Writers::OWNER);
 
     const std::string & path() const { return path_; }
 
@@ -33,8 +35,12 @@ public:
     // Time of the last creation or removal of a file; 0: no folder. Throws std::system_error.
     int64_t changed() const;
 
-    // Regular files by name, at most `most`; none if there is no folder. Throws std::system_error.
-    std::map<std::string, StoredFile> list(size_t most) const;
+    using Files = std::map<std::string, StoredFile>; // by name
+
+    // Regular files, at most `most`; none if there is no folder. Asks the system for names only where `earlier`, an earlier
+    // result, has a file that `is_same` accepts, because it never changes: its `used` is then outdated. Throws
+    // std::system_error.
+    Files list(size_t most, Files earlier = {}, bool (*is_same)(const std::string & name) = nullptr) const;
 
     struct MutableBytes {
         uint8_t * data;
@@ -42,14 +48,15 @@ public:
     };
 
     // Reads a regular file of `size` bytes into `parts`, whose sizes add up to `size`. false: no such file of this
-    // size. Throws std::system_error if it cannot be read.
+    // size, or another user's. Throws std::system_error if it cannot be read.
     bool read(const std::string & name, uint64_t size, const std::vector<MutableBytes> & parts) const;
 
     // Throws std::system_error and then leaves no part of the file.
     void write(const std::string & name, const std::vector<Bytes> & pieces) const;
 
+    bool has(const std::string & name) const;
     void mark(const std::string & name) const;   // sets `used` to now; ignores failures
-    bool remove(const std::string & name) const; // false: the file still exists
+    void remove(const std::string & name) const; // throws std::system_error if the file still exists
 
     // The final name of a temporary file of write(); "": not a temporary file.
     static std::string of_temporary(const std::string & name);
