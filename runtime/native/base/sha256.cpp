@@ -3,6 +3,12 @@
 #include <algorithm>
 #include <cstring>
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#    include <cpuid.h>
+#    include <immintrin.h>
+#    define SUBKV_SHA_X86
+#endif
+
 namespace subkv {
 
 // First 32 bits of the fractional parts of the cube roots of the first 64 primes (FIPS 180-4 §4.2.2).
@@ -21,7 +27,7 @@ static uint32_t rotr(uint32_t x, int n) {
     return x >> n | x << (32 - n);
 }
 
-void Sha256::block(const uint8_t * p) {
+static void scalar_block(uint32_t state[8], const uint8_t * p) {
     uint32_t w[64];
     for (int i = 0; i < 16; ++i) {
         w[i] = (uint32_t) p[4 * i] << 24 | (uint32_t) p[4 * i + 1] << 16 | (uint32_t) p[4 * i + 2] << 8 | p[4 * i + 3];
@@ -45,17 +51,83 @@ void Sha256::block(const uint8_t * p) {
     }
 }
 
+static void scalar_blocks(uint32_t state[8], const uint8_t * p, size_t n) {
+    for (; n > 0; --n, p += 64) {
+        scalar_block(state, p);
+    }
+}
+
+#if defined(SUBKV_SHA_X86)
+static bool has_sha_instructions() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & bit_SSSE3) == 0 || (c & bit_SSE4_1) == 0) {
+        return false;
+    }
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & (1u << 29)) != 0;
+}
+
+// The instructions keep the state as (a, b, e, f) and (c, d, g, h), the first in the highest lane. Message words
+// 4 i .. 4 i + 3 are w[i % 4].
+__attribute__((target("sha,sse4.1,ssse3"))) static void sha_blocks(uint32_t state[8], const uint8_t * p, size_t n) {
+    const __m128i swap = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203); // big-endian words
+    const __m128i dcba = _mm_loadu_si128((const __m128i *) state),
+                  hgfe = _mm_loadu_si128((const __m128i *) (state + 4));
+    const __m128i abcd = _mm_shuffle_epi32(dcba, 0x1b), efgh = _mm_shuffle_epi32(hgfe, 0x1b);
+    __m128i       abef = _mm_unpackhi_epi64(efgh, abcd), cdgh = _mm_unpacklo_epi64(efgh, abcd);
+    for (; n > 0; --n, p += 64) {
+        const __m128i abef_before = abef, cdgh_before = cdgh;
+        __m128i       w[4];
+        for (int i = 0; i < 4; ++i) {
+            w[i] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *) (p + 16 * i)), swap);
+        }
+#    pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) {
+            if (i >= 4) {
+                __m128i next = _mm_sha256msg1_epu32(w[i % 4], w[(i + 1) % 4]);
+                next         = _mm_add_epi32(next, _mm_alignr_epi8(w[(i + 3) % 4], w[(i + 2) % 4], 4));
+                w[i % 4]     = _mm_sha256msg2_epu32(next, w[(i + 3) % 4]);
+            }
+            const __m128i wk = _mm_add_epi32(w[i % 4], _mm_loadu_si128((const __m128i *) (K + 4 * i)));
+            cdgh             = _mm_sha256rnds2_epu32(cdgh, abef, wk);
+            abef             = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(wk, 0x0e));
+        }
+        abef = _mm_add_epi32(abef, abef_before);
+        cdgh = _mm_add_epi32(cdgh, cdgh_before);
+    }
+    const __m128i feba = _mm_shuffle_epi32(abef, 0x1b), hgdc = _mm_shuffle_epi32(cdgh, 0x1b);
+    _mm_storeu_si128((__m128i *) state, _mm_unpacklo_epi64(feba, hgdc));
+    _mm_storeu_si128((__m128i *) (state + 4), _mm_unpackhi_epi64(feba, hgdc));
+}
+#endif
+
+void Sha256::blocks(const uint8_t * p, size_t n) {
+#if defined(SUBKV_SHA_X86)
+    static const auto all = has_sha_instructions() ? sha_blocks : scalar_blocks;
+#else
+    static const auto all = scalar_blocks;
+#endif
+    all(state, p, n);
+}
+
 void Sha256::update(const void * data, size_t n) {
     const uint8_t * p = (const uint8_t *) data;
     while (n > 0) {
-        const size_t at   = (size_t) (n_total % sizeof(buf));
+        const size_t at = (size_t) (n_total % sizeof(buf));
+        if (at == 0 && n >= sizeof(buf)) {
+            const size_t whole = n / sizeof(buf);
+            blocks(p, whole);
+            n_total += whole * sizeof(buf);
+            p += whole * sizeof(buf);
+            n -= whole * sizeof(buf);
+            continue;
+        }
         const size_t take = std::min(n, sizeof(buf) - at);
         std::memcpy(buf + at, p, take);
         n_total += take;
         p += take;
         n -= take;
         if (at + take == sizeof(buf)) {
-            block(buf);
+            blocks(buf, 1);
         }
     }
 }

@@ -1,4 +1,5 @@
-// sha256.h: SHA-256 (FIPS 180-4), for fingerprints and addresses of content.
+// sha256.h: SHA-256 (FIPS 180-4), for fingerprints and addresses of content, by the processor's instructions for it where
+// it has them (x86).
 #pragma once
 
 #include <array>
@@ -20,7 +21,7 @@ public:
     std::string             hex() { return hex_digits(digest().data(), 32); }
 
 private:
-    void block(const uint8_t * p);
+    void blocks(const uint8_t * p, size_t n);
 
     uint32_t state[8] = {
         0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19
