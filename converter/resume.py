@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from subkv.base.errors import SubkvError, is_unavailable
-from subkv.base.files import remove
+from subkv.base.files import check_owner, remove
 from subkv.base.interrupts import Interrupt
 from subkv.base.progress import note
 from subkv.format.calibration import Calibration, read_calibration, write_calibration
@@ -59,6 +59,7 @@ class Checkpoints:
             if path != self._path(done, total):
                 continue
             try:
+                check_owner(path, "progress")
                 return done, read_calibration(path)
             except SubkvError as error:
                 if is_unavailable(error):

@@ -51,7 +51,7 @@ from converter.sensitivity_trials import (
 from converter.session import Session
 from converter.source import Source
 from subkv.base.errors import CacheError, SubkvError, system_reason
-from subkv.base.files import atomic_file
+from subkv.base.files import atomic_file, other_writers
 from subkv.base.interrupts import Interrupt
 from subkv.base.progress import duration, expect, note, progress_bar
 from subkv.engine.cache import ORDINARY, CacheChoice, ordinary
@@ -429,6 +429,8 @@ def _opened(checkpoint: Path) -> Iterator[Mapping[str, NDArray[Any]]]:
     errors if it is damaged.
     """
     try:
+        if others := other_writers(checkpoint):
+            raise ValueError(f"expected a file that only this user can write to, found {others}")
         try:
             data = checkpoint.read_bytes()
         except FileNotFoundError:

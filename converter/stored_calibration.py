@@ -22,7 +22,7 @@ from converter.sensitivity_trials import scope_of
 from converter.source import Source
 from converter.statistics_stage import collect_statistics
 from subkv.base.errors import SubkvError, concerning, is_unavailable
-from subkv.base.files import check_writable, remove, remove_stale
+from subkv.base.files import check_owner, check_writable, remove, remove_stale
 from subkv.base.locks import exclusive
 from subkv.base.progress import note, overall
 from subkv.format import store
@@ -92,6 +92,7 @@ def _stored(path: Path, source: Source) -> Calibration | None:
     if not path.exists():
         return None
     try:
+        check_owner(path, "calibration")
         calibration = read_calibration(path)
     except SubkvError as error:
         if is_unavailable(error):

@@ -42,6 +42,28 @@ def check_writable(path: Path) -> None:
         raise SubkvError("output", f"cannot write {path}: {system_reason(error)}") from error
 
 
+def other_writers(path: Path) -> str:
+    """Who else can write to a file or folder that is believed without a key; "": only this user and root, or no file.
+
+    As other_writers() of runtime/native/base/owner.h. Windows has no owners in this sense.
+    """
+    try:
+        status = os.stat(path)
+    except OSError:  # whoever reads it says why it cannot
+        return ""
+    if sys.platform == "win32":
+        return ""
+    if status.st_uid not in (0, os.geteuid()):
+        return f"owner {status.st_uid} (chown it to user {os.geteuid()})"
+    return f"mode {stat.S_IMODE(status.st_mode):04o} (chmod go-w)" if status.st_mode & stat.S_IWOTH else ""
+
+
+def check_owner(path: Path, key: str) -> None:
+    """Reject a file or folder that another user can write to. Raises SubkvError about `key`."""
+    if others := other_writers(path):
+        raise SubkvError(key, f"expected a path that only this user can write to, found {others}: {path}")
+
+
 def check_new(path: Path, overwrite: bool) -> None:
     """Reject an existing output file, unless it may be overwritten. Raises SubkvError."""
     if path.is_file() and not overwrite:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from subkv.base.errors import SubkvError, system_reason
+from subkv.base.files import check_owner
 from subkv.native.bases import model_content, stored_path
 
 _DIGITS = 12  # of the content, in names of unfinished work
@@ -29,18 +30,19 @@ class Entry:
         return self.work(".lock")
 
     def prepare(self) -> None:
-        """Create the store. Raises SubkvError about XDG_CACHE_HOME."""
+        """Create the store. Raises SubkvError about XDG_CACHE_HOME, also if another user can write to it."""
         prepare(self.sidecar.parent)
 
 
 def prepare(folder: Path) -> None:
-    """Create the store's folder. Raises SubkvError about XDG_CACHE_HOME."""
+    """Create the store's folder. Raises SubkvError about XDG_CACHE_HOME, also if another user can write to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         os.scandir(folder).close()
     except OSError as error:
         what = "read" if os.path.isdir(folder) else "create"
         raise SubkvError("XDG_CACHE_HOME", f"cannot {what} {folder}: {system_reason(error)}") from error
+    check_owner(folder, "XDG_CACHE_HOME")
 
 
 def entry(model: Path) -> Entry:

@@ -3,7 +3,9 @@
 
 #include "error.h"
 #include "layout_keys.h"
+#include "log_line.h"
 #include "model_file.h"
+#include "owner.h"
 #include "variables.h"
 
 #include <algorithm>
@@ -100,6 +102,14 @@ std::vector<fs::path> files_of(const fs::path & folder, const std::string & endi
     }
     std::sort(files.begin(), files.end());
     return files;
+}
+
+// Refuses a file of bases that was found, not named, if another user may have written it. model: its owner is trusted, too.
+void check_owner(const std::string & path, const std::string & model) {
+    const std::string others = other_writers(path, Writers::GROUP, model);
+    if (!others.empty()) {
+        refuse(path, "a file that only this user can write to", others);
+    }
 }
 
 // A file of the store: the existing one of this content, else one with the model's name.
@@ -243,6 +253,7 @@ private:
             throw Invalid("expected subkv.* keys (a converted model or a sidecar), found none in " + path);
         }
         if (source > SUBKV_BASES_EMBEDDED) {
+            check_owner(path, source == SUBKV_BASES_BESIDE ? model : "");
             const std::string of = content_of_sidecar(path);
             if (of != content()) {
                 refuse(path, "a sidecar of this model",
@@ -383,6 +394,12 @@ StoredBases bases_of_weights(const std::string & path) {
 std::vector<StoredBases> stored_bases() {
     std::vector<StoredBases> found, from_weights;
     for (const auto & path : files_of(store_folder(), ".gguf")) {
+        const std::string others = other_writers(utf8(path), Writers::GROUP);
+        if (!others.empty()) {
+            log_line(utf8(path) + ": expected a file that only this user can write to, found " + others +
+                     "; it is not used");
+            continue;
+        }
         try {
             const StoredBases bases = bases_of_weights(utf8(path));
             if (!bases.weights.empty()) {
