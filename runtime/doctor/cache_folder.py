@@ -25,6 +25,7 @@ KINDS = {
     ),
     "calibrations": ("convert measures again", r"sidecars/(?P<model>[0-9a-f]{12})\.[0-9a-f]+\.calib\.safetensors"),
     "models": ("the demo model, converted; made again in seconds", r"smollm2-135m-instruct-[0-9a-f]{16}\.subkv\.gguf"),
+    "model digests": ("computed again in seconds", r"sidecars/[0-9a-f]{32}\.model-digest"),
     "checks": ("results of subkv check; measured again", r"check-[0-9a-f]{16}\.json"),
     "sources": ("llama.cpp's, for a build; downloaded again", r"llama_cpp_python-[\w.]+\.tar\.gz"),
 }

@@ -7,6 +7,7 @@ import http.client
 import itertools
 import os
 import random
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,11 @@ from typing import Any
 
 import pytest
 import stand_ins
+from gguf import GGUFReader
 from servers import Refused, Server, wait_until
 
 from subkv.engine.llama import Llama
+from subkv.native.bases import model_content
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="SIGTERM")
 N = 700  # tokens of a prompt
@@ -165,6 +168,26 @@ def test_several_slots(serve: Serve, store: Path, unified: bool) -> None:
             again, n_restored, _ = ask(server, prompt)
             assert n_restored >= N - 256
             assert again == answer
+
+
+def test_a_model_that_is_replaced(serve: Serve, store: Path, model: Path, tmp_path: Path) -> None:
+    """While a server runs, its file gets the bytes of another model that has the same samples: after a restart, that
+    model has no prompts, and the old one has them.
+    """
+    old, new = (Path(shutil.copy(model, tmp_path / f"{name}.gguf")) for name in ("old", "new"))
+    tensor = max(GGUFReader(new).tensors, key=lambda t: int(t.n_bytes))
+    with open(new, "r+b") as file:  # a value that model_content does not read
+        file.seek(int(tensor.data_offset) + 4096 + 64)
+        file.write(bytes(32))
+    assert model_content(new) == model_content(old) and new.read_bytes() != old.read_bytes()
+    path = Path(shutil.copy(old, tmp_path / "served.gguf"))
+    prompt = text(60)
+    with serve(kind="ordinary", model=path, SUBKV_STORE=store) as server:
+        new.replace(path)
+        ask(server, prompt)
+    for file, is_found in ((path, False), (old, True)):
+        with serve(kind="ordinary", model=file, SUBKV_STORE=store) as server:
+            assert (ask(server, prompt)[1] > 0) == is_found
 
 
 def test_another_cache_restores_nothing(serve: Serve, store: Path) -> None:

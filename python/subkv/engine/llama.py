@@ -161,6 +161,9 @@ class Llama(llama_cpp.Llama):
                 self.scores = np.empty((self._n_ctx, self._n_vocab), dtype=np.single)
         self._unpooled = self.pooling_type() == C.LLAMA_POOLING_TYPE_NONE
         self._identity: dict[str, Any] | None = None
+        with concerning(model="lora_path"):
+            # of the bytes that were loaded: later another file may have this name
+            self.lora_identity = [sha256([Path(self.lora_path)]), self.lora_scale] if self.lora_path else None
         self._pictures = Pictures(self.input_ids)
         self.set_cache(store)
         if arguments["vocab_only"]:  # no cells
@@ -318,13 +321,11 @@ class Llama(llama_cpp.Llama):
     def identity(self) -> dict[str, Any]:
         """The identity to which saved states are bound (subkv.engine.states.identity), computed once."""
         if self._identity is None:
-            overrides, lora = self.kv_overrides, self.lora_path
-            with concerning(model="lora_path"):
-                adapter = None if not lora else [sha256([Path(lora)]), self.lora_scale]
+            overrides = self.kv_overrides
             self._identity = {
-                **states.identity(self.loaded_model, self._choice, self.kv_stats(), self.context_params, self.n_ctx()),
+                **states.identity(self, self._choice, self.kv_stats()),
                 "kv_overrides": None if overrides is None else sorted(map(str, overrides.items())),
-                "lora": adapter,
+                "lora": self.lora_identity,
             }
         return self._identity
 

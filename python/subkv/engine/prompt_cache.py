@@ -55,7 +55,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         super().__init__(capacity_bytes)
         self._store = Store(expanded(folder, "prompt_cache"), capacity_bytes)
         self._llm: Any = None  # the subkv.Llama that uses this object
-        self._identity = b""
+        self._known_identity: bytes | None = None  # b"": unknown, nothing is stored
         self._n_removable = -1
 
     def bound_to(self, llm: llama_cpp.Llama) -> PromptCache:
@@ -66,9 +66,8 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         bound.__dict__.update(self.__dict__)
         bound._llm = weakref.proxy(llm)
         bound._n_removable = store.n_removable(llm.ctx)
-        bound._identity = store.identity(llm.ctx)
-        if lora := llm.identity()["lora"]:
-            bound._identity = hashlib.sha256(bound._identity + json.dumps(lora).encode()).digest()
+        bound._known_identity = None
+        store.prepare(llm.ctx)
         return bound
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -78,6 +77,21 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         if self._llm is None:
             raise CacheError("prompt_cache", "expected a subkv.Llama that has it (set_cache), found none")
         return self._llm
+
+    @property
+    def _identity(self) -> bytes:
+        """The identity of the context's states; b"" with one warning if it is unknown. The first call may wait."""
+        if self._known_identity is None:
+            llm = self._context()
+            try:
+                known = store.identity(llm.ctx)
+                if lora := llm.lora_identity:
+                    known = hashlib.sha256(known + json.dumps(lora).encode()).digest()
+            except CacheError as error:
+                known = b""
+                warnings.warn(f"prompt cache {self._store.folder}: {error.reason}; continuing without it", stacklevel=2)
+            self._known_identity = known
+        return self._known_identity
 
     @property
     def cache_size(self) -> int:
@@ -93,6 +107,8 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
     #
 
     def _found(self, tokens: Tokens, n_held: int) -> contextlib.AbstractContextManager[store.Found | None]:
+        if not self._identity:
+            return contextlib.nullcontext()
         return self._store.get(self._identity, tokens, n_held, self._context().n_ctx(), self._n_removable)
 
     def __contains__(self, key: Sequence[int]) -> bool:
@@ -141,13 +157,13 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
     def store(self) -> None:
         """Store the context."""
         llm = self._context()
-        if llm._clean:  # else values depend on tokens that it no longer has
+        if llm._clean and self._identity:  # else values depend on tokens that it no longer has
             self._store.put(self._identity, _tokens(llm._input_ids), states.save_sequence(llm), self._n_removable)
 
     def positions(self, n_cells: int, tokens: Sequence[int]) -> list[int]:
         """Positions, in order, at which to store the context while tokens from n_cells on are evaluated."""
         n = len(tokens)
-        if self._n_removable < 0 or n - n_cells < BLOCK:
+        if self._n_removable < 0 or n - n_cells < BLOCK or not self._identity:
             return []
         n_common = self._store.common(self._identity, _tokens(tokens))
         positions: list[int] = []

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import ctypes
 import os
+import uuid
 import zlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from subkv.base.errors import StateError
+from subkv.base.errors import CacheError, StateError
 from subkv.base.version import __version__
 from subkv.engine.cache import CacheChoice
 from subkv.engine.model import Model
 from subkv.engine.stats import KVStats
-from subkv.native.bases import model_content
 from subkv.native.binding import C, captured_log, last_error, last_log_error, llama_cpp
-from subkv.native.store import Bytes, Found
+from subkv.native.store import Bytes, Found, model_digest
 
 _u8_p = ctypes.POINTER(ctypes.c_uint8)
 
@@ -43,14 +43,16 @@ _PARAMETERS = (
 )
 
 
-def identity(model: Model, choice: CacheChoice, stats: KVStats, params: Any, n_ctx: int) -> dict[str, Any]:
+def identity(llm: Any, choice: CacheChoice, stats: KVStats) -> dict[str, Any]:
     """All settings on which the cells' content depends; contexts with equal identities can exchange states.
 
-    params: llama_context_params. The caller adds LoRA weights and overridden metadata.
+    llm: a subkv.Llama, which adds LoRA weights and overridden metadata.
     """
+    model: Model = llm.loaded_model
+    params, n_ctx = llm.context_params, llm.n_ctx()
     trained = model.meta(f"{model.arch}.rope.scaling.original_context_length")
     return {
-        "model": model_content(model.path),
+        "model": _loaded_model(llm.ctx),
         **{name: getattr(stats, name) for name in ("type_k", "type_v")},
         "kv_bits": choice.budget,  # before the fingerprint, so that an error names it
         **{name: getattr(stats, name) for name in _STATS},
@@ -59,6 +61,14 @@ def identity(model: Model, choice: CacheChoice, stats: KVStats, params: Any, n_c
         "long_rope": bool(trained) and n_ctx > int(trained),  # some models rotate long contexts differently
         "versions": [__version__, llama_cpp.__version__],
     }
+
+
+def _loaded_model(context: Any) -> str:
+    """The digest of the model's bytes; if it is unknown, a text that no other context has."""
+    try:
+        return model_digest(context)
+    except CacheError as error:
+        return f"unknown ({error.reason}), {uuid.uuid4()}"
 
 
 def save(llm: llama_cpp.Llama, identity: dict[str, Any], logits: bool) -> llama_cpp.LlamaState:

@@ -77,6 +77,7 @@ SIGNATURES: Signatures = {
     "subkv_store_open": (_ptr, [_str, _u64]),
     "subkv_store_close": (None, [_ptr]),
     "subkv_store_identity": (_bool, [_ptr, _str]),
+    "subkv_model_digest": (_bool, [_ptr, ctypes.c_double, _str]),
     "subkv_store_removable": (_i64, [_ptr]),
     "subkv_store_room": (_i32, [_ptr, _u64]),
     "subkv_store_put": (_bool, [_ptr, _str, ctypes.POINTER(PromptStruct), _bool]),
@@ -96,8 +97,24 @@ def _lib() -> ctypes.CDLL:
     return library.declare(library.load(), SIGNATURES)
 
 
+def prepare(context: Any) -> None:
+    """Start to compute the digest of a context's model in a thread; identity() and model_digest() need it."""
+    _lib().subkv_model_digest(context, 0.0, ctypes.create_string_buffer(65))
+
+
+def model_digest(context: Any) -> str:
+    """Hex digest of all bytes of a context's model as they were loaded.
+
+    Raises CacheError about `model` if it is unknown: the file was replaced after it was loaded, or cannot be read.
+    """
+    digest = ctypes.create_string_buffer(65)
+    if not _lib().subkv_model_digest(context, SECONDS, digest):
+        raise CacheError("model", library.last_failure().reason)
+    return digest.value.decode()
+
+
 def identity(context: Any) -> bytes:
-    """The identity of a context's states, without LoRA weights. Raises CacheError if the model cannot be read."""
+    """The identity of a context's states, without LoRA weights. Raises CacheError if the model's digest is unknown."""
     digest = ctypes.create_string_buffer(N_IDENTITY)
     if not _lib().subkv_store_identity(context, digest):
         raise CacheError("prompt_cache", library.last_error())

@@ -7,12 +7,23 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <deque>
+#include <exception>
 #include <filesystem>
 #include <fstream>
+#include <memory>
+#include <mutex>
+#include <thread>
 #include <vector>
+
+#if !defined(_WIN32)
+#    include <fcntl.h>
+#    include <unistd.h>
+#endif
 
 namespace subkv {
 
@@ -152,7 +163,152 @@ struct ModelTensors {
     }
 };
 
+// An open file of a loaded model.
+class LoadedFile {
+public:
+    // Throws Invalid, also if the file is another one now.
+    LoadedFile(const std::string & path, const FileStamp & stamp) : path(path), stamp(stamp) {
+#if defined(_WIN32)
+        file.reset(_wfopen(std::filesystem::u8path(path).c_str(), L"rb"));
+#else
+        const int opened = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+        file.reset(opened < 0 ? nullptr : ::fdopen(opened, "rb"));
+#endif
+        if (!file) {
+            throw Unavailable(path, "a readable file", std::strerror(errno));
+        }
+        check();
+    }
+
+    void check() const {
+        FileStamp now;
+        if (!stamp_of(number(), now) || !(now == stamp)) {
+            refuse(path, "the file that was loaded", "one that was replaced or changed since then");
+        }
+    }
+
+    // Any thread may call it.
+    void read(uint64_t offset, void * to, size_t size) {
+#if defined(_WIN32)
+        const std::lock_guard<std::mutex> lock(mutex);
+        const bool                        done =
+            _fseeki64(file.get(), (int64_t) offset, SEEK_SET) == 0 && std::fread(to, 1, size, file.get()) == size;
+#else
+        bool done = true;
+        for (size_t at = 0; at < size && done;) {
+            const ssize_t n = ::pread(number(), (char *) to + at, size - at, (off_t) (offset + at));
+            done            = n > 0 || (n < 0 && errno == EINTR);
+            at += n > 0 ? (size_t) n : 0;
+        }
+#endif
+        if (!done) {
+            throw Unavailable(path, "a readable file", "no data at byte " + std::to_string(offset));
+        }
+    }
+
+private:
+    struct Close {
+        void operator()(FILE * opened) const { std::fclose(opened); }
+    };
+
+    int number() const {
+#if defined(_WIN32)
+        return _fileno(file.get());
+#else
+        return ::fileno(file.get());
+#endif
+    }
+
+    std::unique_ptr<FILE, Close> file;
+    const std::string            path;
+    const FileStamp              stamp;
+#if defined(_WIN32)
+    std::mutex mutex;
+#endif
+};
+
+// Calls use(0) .. use(n - 1) on two threads. Rethrows the first exception.
+template <typename F> void on_two_threads(size_t n, F use) {
+    std::atomic<size_t> next{ 0 };
+    std::mutex          mutex;
+    std::exception_ptr  error;
+    const auto          work = [&] {
+        try {
+            for (size_t i = next++; i < n; i = next++) {
+                use(i);
+            }
+        } catch (...) {
+            next = n;
+            const std::lock_guard<std::mutex> lock(mutex);
+            error = error ? error : std::current_exception();
+        }
+    };
+    std::thread other;
+    try {
+        other = std::thread(work);
+    } catch (const std::exception &) { // no threads or no memory left: this one does all
+    }
+    work();
+    if (other.joinable()) {
+        other.join();
+    }
+    if (error) {
+        std::rethrow_exception(error);
+    }
+}
+
 } // namespace
+
+std::string model_data(const LoadedModel & loaded) {
+    const ModelTensors     model(loaded.path);
+    std::deque<LoadedFile> files;
+    if (model.files.size() != loaded.files.size()) {
+        refuse(loaded.path, std::to_string(loaded.files.size()) + " files, as they were loaded",
+               std::to_string(model.files.size()));
+    }
+    for (size_t f = 0; f < model.files.size(); ++f) {
+        files.emplace_back(model.files[f], loaded.files[f]);
+    }
+
+    struct Leaf {
+        const Tensor *          tensor;
+        uint64_t                start, size;
+        std::array<uint8_t, 32> digest;
+    };
+
+    std::vector<Leaf> leaves;
+    for (const auto & t : model.tensors) {
+        for (uint64_t start = 0; start < t.size; start += DATA_LEAF) {
+            leaves.push_back({ &t, start, std::min(DATA_LEAF, t.size - start), {} });
+        }
+    }
+    on_two_threads(leaves.size(), [&](size_t i) {
+        constexpr uint64_t   PART = 256 << 10; // stays in the processor's cache until it is hashed
+        Leaf &               leaf = leaves[i];
+        std::vector<uint8_t> bytes((size_t) std::min(leaf.size, PART));
+        Sha256               digest;
+        for (uint64_t at = 0; at < leaf.size; at += PART) {
+            const auto n = (size_t) std::min(PART, leaf.size - at);
+            files[leaf.tensor->file].read(leaf.tensor->offset + leaf.start + at, bytes.data(), n);
+            digest.update(bytes.data(), n);
+        }
+        leaf.digest = digest.digest();
+    });
+    Sha256 digest;
+    auto   leaf = leaves.begin();
+    digest.update(model.metadata.data(), model.metadata.size());
+    for (const auto & t : model.tensors) {
+        const std::string head = head_of(t.name, t.type, t.ne.data(), t.size);
+        digest.update(head.data(), head.size());
+        for (; leaf != leaves.end() && leaf->tensor == &t; ++leaf) {
+            digest.update(leaf->digest.data(), leaf->digest.size());
+        }
+    }
+    for (const auto & file : files) {
+        file.check();
+    }
+    return digest.hex();
+}
 
 std::string model_content(const std::string & path) {
     ModelTensors model(path);

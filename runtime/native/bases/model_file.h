@@ -1,6 +1,7 @@
 // model_file.h: identifies a model by its files, without loading it (converter/FORMAT.md §1.1).
 #pragma once
 
+#include "file_stamp.h"
 #include "sha256.h"
 
 #include <cstdint>
@@ -11,8 +12,17 @@
 namespace subkv {
 
 // FORMAT.md §1.1: 64 lower-case hex digits. Reads metadata, tensor tables and samples of the tensors. `path`: the first
-// file of a split model. Throws Invalid for another file of the split, or if a file is missing.
+// file of a split model. Throws Invalid for another file of the split, or if a file is missing. It serves to find a
+// model's bases, any of which code any model; identities of states need model_data.
 std::string model_content(const std::string & path);
+
+// Identifies every byte of a model's metadata and tensors as it was loaded: 64 lower-case hex digits, the SHA-256 of what
+// model_content hashes, with the SHA-256 (32 bytes) of every DATA_LEAF bytes of a tensor's data instead of samples.
+// Renamed, split and merged files of a model have one digest. Reads all of it, with two threads. Throws Invalid, also if
+// the files are not those that were loaded.
+constexpr uint64_t DATA_LEAF = 4 << 20;
+
+std::string model_data(const LoadedModel & model);
 
 // FORMAT.md §1.3: identifies a model by a few weights, which a program without its file has, too (runtime/native/plugin).
 constexpr const char * WEIGHTS_KEY = "subkv.base.weights";

@@ -1,6 +1,6 @@
 // capi_store.cpp: subkv_store.h.
 #include "capi.h"
-#include "model_file.h"
+#include "model_digest.h"
 #include "prefix_store.h"
 #include "sha256.h"
 
@@ -24,7 +24,8 @@ struct subkv_store_found {
 
 namespace {
 
-constexpr const char * SUBJECT = "SUBKV_STORE";
+constexpr const char * SUBJECT        = "SUBKV_STORE";
+constexpr double       DIGEST_SECONDS = 60; // timeout of a model's digest
 
 std::vector<uint8_t> copied(const subkv_store_bytes & bytes) {
     const auto * data = (const uint8_t *) bytes.data;
@@ -93,9 +94,17 @@ extern "C" bool subkv_store_identity(const llama_context * ctx, uint8_t * identi
     return guarded(SUBJECT, [&] {
         not_null(ctx, "subkv_store_identity: ctx");
         not_null(identity, "subkv_store_identity: identity");
-        const auto content = model_content(llama().model_path(ctx));
+        const auto content = model_digest(llama().loaded_model(ctx), DIGEST_SECONDS);
         const auto digest  = digest_of(llama().state_identity(*ctx, content));
         std::memcpy(identity, digest.data(), digest.size());
+    });
+}
+
+extern "C" bool subkv_model_digest(const llama_context * ctx, double seconds, char out[65]) {
+    return guarded("model", [&] {
+        not_null(ctx, "subkv_model_digest: ctx");
+        not_null(out, "subkv_model_digest: out");
+        std::memcpy(out, model_digest(llama().loaded_model(ctx), seconds).c_str(), 65);
     });
 }
 
@@ -214,9 +223,17 @@ extern "C" void subkv_store_get_stats(const subkv_store * store, subkv_store_sta
 
 namespace {
 
-std::string content_of(const std::string & path) {
+std::string content_of(const LoadedModel & model, double seconds, bool & is_final) {
     clear_error();
-    return guarded("model", std::string(), [&] { return model_content(path); });
+    is_final = true;
+    return guarded("model", std::string(), [&] {
+        try {
+            return model_digest(model, seconds);
+        } catch (const NotYet &) {
+            is_final = false;
+            throw;
+        }
+    });
 }
 
 bool take_states(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,

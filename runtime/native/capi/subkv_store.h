@@ -69,9 +69,14 @@ SUBKV_API subkv_store * subkv_store_open(const char * folder, uint64_t max_bytes
 SUBKV_API void subkv_store_close(subkv_store * store);
 
 // The identity of a context's states, SUBKV_STORE_IDENTITY bytes: llama-server's, so that both may share a folder. LoRA
-// weights and control vectors are not part of it: the caller stores nothing while they are loaded, or adds them. false +
-// last_error: the model's file cannot be read.
+// weights and control vectors are not part of it: the caller stores nothing while they are loaded, or adds them. Waits up
+// to a minute for subkv_model_digest. false + last_error: the model's digest is unknown.
 SUBKV_API bool subkv_store_identity(const struct llama_context * ctx, uint8_t * identity);
+// The part of the identity that stands for the model: the digest of all bytes of its files as they were loaded, 64
+// lower-case hex digits. The first call for a model starts to compute it in a thread, which reads the files once; it is
+// stored in subkv_sidecar_folder() until a file changes. Waits up to `seconds`. false + last_error: not yet computed; the
+// files were replaced or changed after they were loaded, or cannot be read.
+SUBKV_API bool subkv_model_digest(const struct llama_context * ctx, double seconds, char out[65]);
 // n_removable of a context's states.
 SUBKV_API int64_t subkv_store_removable(const struct llama_context * ctx);
 

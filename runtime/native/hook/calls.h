@@ -2,6 +2,7 @@
 // prompt store needs it, and both exchange these tables; neither links the other.
 #pragma once
 
+#include "file_stamp.h"
 #include "hook.h"
 #include "subkv_store.h"
 
@@ -22,9 +23,9 @@ struct LlamaCalls {
     // Calls `use` with one layer of that cache after all pending work of the context. false: no coefficient cache.
     bool (*rows)(llama_context * ctx, int32_t il, const rows_fn & use);
     int32_t (*resume)(const llama_context * ctx, int32_t seq, int32_t pos); // subkv_resume
-    std::string (*model_path)(const llama_context * ctx);                   // of the model's first file; "": unknown
+    LoadedModel (*loaded_model)(const llama_context * ctx);
     // Everything that affects the bytes of a context's states, except LoRA weights and control vectors, as text.
-    // content: content hash of the model.
+    // content: digest of the model.
     std::string (*state_identity)(const llama_context & ctx, const std::string & content);
     int64_t (*n_removable)(const llama_context & ctx); // subkv_store_removable
 };
@@ -47,8 +48,8 @@ struct StoreCalls {
     // Like `put`, without a copy of the states; prompt.state is ignored.
     bool (*put_states)(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,
                        StoreStates && states, bool wait);
-    // Content hash (FORMAT.md §1.1) of the model at `path`. Throws nothing: "" + last_error if it cannot be read.
-    std::string (*content)(const std::string & path);
+    // model_digest (store/model_digest.h). Throws nothing: "" + last_error if it is unknown; is_final: it stays unknown.
+    std::string (*content)(const LoadedModel & model, double seconds, bool & is_final);
     StoreIdentity (*digest)(const std::string & text); // SHA-256
 };
 

@@ -166,7 +166,15 @@ void llama_subkv::record_source(const llama_model & model, const std::string & p
             (text ? std::string(value.val_str, strnlen(value.val_str, sizeof(value.val_str))) :
                     std::to_string(value.tag == LLAMA_KV_OVERRIDE_TYPE_BOOL ? value.val_bool : value.val_i64));
     }
-    model_source source = { path, "" };
+    model_source source = { path, "", {} };
+    for (const auto & file : loader.files) {
+        subkv::FileStamp stamp;
+        if (!subkv::stamp_of(file->file_id(), stamp)) {
+            source.files.clear();
+            break;
+        }
+        source.files.push_back(stamp);
+    }
     for (const auto & [key, value] : sorted) {
         source.overrides += key + " " + value + "\n";
     }

@@ -24,7 +24,10 @@ const subkv::LlamaCalls LLAMA_CALLS = {
     llama_subkv::cache_of,
     llama_subkv::rows,
     llama_subkv_resume,
-    [](const llama_context * ctx) { return llama_subkv::source_of(ctx->get_model()).path; },
+    [](const llama_context * ctx) {
+        const auto & source = llama_subkv::source_of(ctx->get_model());
+        return subkv::LoadedModel{ source.path, source.files };
+    },
     llama_subkv::state_identity,
     llama_subkv::n_removable,
 };

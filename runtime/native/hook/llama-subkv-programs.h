@@ -80,8 +80,9 @@ LLAMA_API std::string llama_subkv_usage_metrics(void);
 
 // Opens the folder of SUBKV_STORE at the first call and logs the result once. false: no folder, or it cannot be used.
 LLAMA_API bool llama_subkv_store_on(void);
-// Forgets what is known of the models and sequences of earlier contexts. A model's file may have changed since then.
-LLAMA_API void llama_subkv_store_forget(void);
+// Forgets what is known of the models and sequences of earlier contexts, and starts to compute the digests of these
+// models in a thread: the first prompt that is read or stored waits for them. draft: of a draft model, or nullptr.
+LLAMA_API void llama_subkv_store_begin(const llama_context * ctx, const llama_context * draft);
 
 // The longest tail of a restored sequence that can be removed without a checkpoint; -1: any.
 LLAMA_API int64_t llama_subkv_store_removable(const llama_context * ctx);

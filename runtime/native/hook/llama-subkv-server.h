@@ -28,7 +28,7 @@ constexpr int64_t MIN_TOKENS = SUBKV_STORE_LEAST_TOKENS;
 // Called after the server has created a context; its slots are empty.
 inline void context_created(llama_context * ctx, const llama_context * draft) {
     llama_subkv_usage_set(ctx);
-    llama_subkv_store_forget();
+    llama_subkv_store_begin(ctx, draft);
     llama_subkv_moves(ctx, draft, true);
 }
 

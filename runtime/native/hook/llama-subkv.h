@@ -4,6 +4,7 @@
 
 #include "llama-kv-cache.h"
 
+#include "file_stamp.h"
 #include "hook.h"
 
 #include <array>
@@ -59,6 +60,8 @@ struct llama_subkv {
     struct model_source {
         std::string path;      // of its file, or the first one; "": from memory
         std::string overrides; // of metadata, by the user
+
+        std::vector<subkv::FileStamp> files; // as they were opened to load the model
     };
 
     // Records the source of a model that is being loaded; source_of returns it.

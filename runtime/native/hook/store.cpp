@@ -18,6 +18,7 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <set>
 #include <sstream>
 #include <utility>
 #include <vector>
@@ -110,11 +111,11 @@ int64_t llama_subkv::n_removable(const llama_context & ctx) {
 namespace {
 
 struct process_store {
-    const subkv::SubkvCalls *          library = nullptr;
-    const subkv::StoreCalls *          calls   = nullptr; // of `library`
-    subkv_store *                      store   = nullptr;
-    std::mutex                         mutex;
-    std::map<std::string, std::string> contents; // by path of the model's first file
+    const subkv::SubkvCalls * library = nullptr;
+    const subkv::StoreCalls * calls   = nullptr; // of `library`
+    subkv_store *             store   = nullptr;
+    std::mutex                mutex;
+    std::set<std::string>     unknown; // models whose digest cannot be computed, by path
 
     // used only by the thread that drives the contexts
     std::map<int32_t, std::vector<int32_t>> stored; // tokens of a sequence when it was last stored or restored
@@ -164,18 +165,17 @@ process_store & the_store() {
     return *store;
 }
 
-// "": its files could not be read. It does not try again, because another model may be there by then.
-std::string content_of(process_store & store, const std::string & path) {
-    std::lock_guard<std::mutex> lock(store.mutex);
-    const auto                  known = store.contents.find(path);
-    if (known != store.contents.end()) {
-        return known->second;
-    }
-    std::string content = store.calls->content(path);
-    if (content.empty()) {
+// The digest of a model's bytes as they were loaded; "": unknown. seconds: to wait for it; the first call starts to compute
+// it in a thread.
+std::string content_of(process_store & store, const llama_model & model, double seconds) {
+    const auto &                      source   = llama_subkv::source_of(model);
+    bool                              is_final = false;
+    std::string                       content  = store.calls->content({ source.path, source.files }, seconds, is_final);
+    const std::lock_guard<std::mutex> lock(store.mutex);
+    if (content.empty() && is_final && store.unknown.insert(source.path).second) {
         llama_subkv_log(std::string("SUBKV_STORE: ") + store.library->last_error() + "; its prompts are not stored");
     }
-    return store.contents[path] = content;
+    return content;
 }
 
 // false: prompts of these contexts are not stored. moves: prompts may have moved rows; a server without this option does
@@ -190,7 +190,7 @@ bool identity_of(process_store & store, const llama_context * ctx, const llama_c
         if (!llama_subkv::storable(*one)) {
             return false;
         }
-        const auto content = content_of(store, llama_subkv::source_of(one->get_model()).path);
+        const auto content = content_of(store, one->get_model(), GET_SECONDS);
         if (content.empty()) {
             return false;
         }
@@ -240,11 +240,18 @@ bool llama_subkv_store_on(void) {
     return the_store().store != nullptr;
 }
 
-void llama_subkv_store_forget(void) {
-    auto &                      store = the_store();
-    std::lock_guard<std::mutex> lock(store.mutex);
-    store.contents.clear();
+void llama_subkv_store_begin(const llama_context * ctx, const llama_context * draft) {
+    auto & store = the_store();
+    {
+        const std::lock_guard<std::mutex> lock(store.mutex);
+        store.unknown.clear();
+    }
     store.stored.clear();
+    for (const auto * one : { ctx, draft }) {
+        if (store.store && one && !llama_subkv::source_of(one->get_model()).path.empty()) {
+            content_of(store, one->get_model(), 0);
+        }
+    }
 }
 
 int64_t llama_subkv_store_removable(const llama_context * ctx) {

@@ -18,6 +18,7 @@ from research.warmstart.summaries import Library
 from research.warmstart.trained import TENSORS, HeadShape, LayerMaps, Trained
 from subkv.engine.cache import choose_cache
 from subkv.engine.llama import Llama
+from subkv.native.bases import model_content
 
 N_CTX = 256
 PLAN = Plan(n_slots=8, n_sink=2, n_last=3)
@@ -48,7 +49,7 @@ def untrained(llm: Llama, planting: Planting, plan: Plan = PLAN, **more: Any) ->
     """As trained_without; embeddings are centred at that of one token."""
     path = Path(llm.model_path)
     shapes = planting.sinks([5]).shapes
-    return trained_without(llm.identity()["model"], plan, shapes, Frame.of(path), 0.5 * input_mean(path)([5]), **more)
+    return trained_without(model_content(path), plan, shapes, Frame.of(path), 0.5 * input_mean(path)([5]), **more)
 
 
 @contextlib.contextmanager
