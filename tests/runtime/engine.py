@@ -219,6 +219,20 @@ class Session:
     def cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         C.llama_memory_seq_cp(self.memory, src, dst, p0, p1)
 
+    def take_refusal(self, seq: int = 0) -> bool:
+        """Whether the last operation on a sequence was refused; its tokens can be decoded again then."""
+        return bool(SUBKV.subkv_take_refusal(self.ctx, seq))
+
+    def assert_refused(self, seq: int = 0) -> None:
+        """A refused operation that returns nothing: no token of the sequence is decoded, no state is written, until the
+        caller takes note of it; nothing has changed then."""
+        last, reason = C.llama_memory_seq_pos_max(self.memory, seq), last_error()
+        assert self.try_decode([10], last + 1, seq) == -2
+        assert last_error().startswith(f"decode: positions of sequence {seq} as the program has them"), last_error()
+        assert self.state(seq) == b""
+        assert self.take_refusal(seq) and not self.take_refusal(seq), reason
+        assert C.llama_memory_seq_pos_max(self.memory, seq) == last
+
     def clear(self) -> None:
         C.llama_memory_clear(self.memory, True)
 

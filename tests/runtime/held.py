@@ -1,5 +1,5 @@
 """A model of a sequence's contents, exact window and adaptive bases: the calls that a coded cache must accept or
-refuse. With static bases it refuses shifts only.
+refuse. With static bases it refuses few copies and shifts.
 """
 
 from __future__ import annotations

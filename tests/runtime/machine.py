@@ -226,19 +226,22 @@ class Machine(RuleBasedStateMachine):
         copied = {p: cell for p, cell in a.cells.items() if first <= p < last}
         self.coded.cp(src, dst, p0, p1)
         torn = self.unified and b.cells and a.tail != max(a.last(), b.last())
+        reason = last_error()
+        if reason:
+            self.coded.assert_refused(dst)
         if self.recurrent and src != dst and (a.pending or b.pending or torn or copied != a.cells):
-            assert "recurrent state" in last_error()
+            assert "recurrent state" in reason
             return
         if self.unified and any(b.cells.get(p, cell)[1] != cell[1] for p, cell in copied.items()):
-            assert "one token per position" in last_error()
+            assert "one token per position" in reason
             return
-        if "one token per position expected in the layers of sliding windows" in last_error():
+        if "one token per position expected in the layers of sliding windows" in reason:
             assert a.apart or b.apart
             return
-        if "sliding windows" in last_error():
+        if "sliding windows" in reason:
             assert self.left_window(src, copied, max((*copied, b.last())) + 1)
             return
-        assert not last_error()
+        assert not reason and not self.coded.take_refusal(dst)
         self.plain.cp(src, dst, p0, p1)
         if src == dst:
             return
@@ -284,14 +287,14 @@ class Machine(RuleBasedStateMachine):
         if C.llama_model_rope_type(self.coded.model.handle) in M_ROPE:  # llama.cpp ends the process
             return
         held = self.seqs[seq]
-        others = {cell[1] for other in self.seqs if other is not held for cell in other.cells.values()}
-        shared = self.unified and any(cell[1] in others for p, cell in held.cells.items() if p >= p0)
         last = C.llama_memory_seq_pos_max(self.coded.memory, seq)
         C.llama_memory_seq_add(self.coded.memory, seq, p0, -1, by)
-        if self.adapt or self.recurrent or (held.cells and (shared or not held.can_shift(p0, by))):
+        if self.adapt or self.recurrent or (held.cells and not held.can_shift(p0, by)):
             assert last_error().startswith("seq_add: ")
+            self.coded.assert_refused(seq)
             assert C.llama_memory_seq_pos_max(self.coded.memory, seq) == last
             return
+        self.unshare(seq, p0)
         held.shift(p0, by)
         assert C.llama_memory_seq_pos_max(self.coded.memory, seq) == held.last()
         C.llama_memory_seq_add(self.plain.memory, seq, p0, -1, by)
@@ -299,6 +302,28 @@ class Machine(RuleBasedStateMachine):
         for s in (self.plain, self.coded) if self.halves else (self.plain,):
             s.decode([10], 0, N_SEQ)
             assert s.rm(N_SEQ, -1)
+
+    def unshare(self, seq: int, p0: int) -> None:
+        """Gives a sequence cells of its own from p0 on: llama.cpp would move a shared cell in all of its sequences."""
+        held = self.seqs[seq]
+        others = [other for other in self.seqs if other is not held]
+
+        def sharing(p: int) -> list[int]:
+            return [self.seqs.index(other) for other in others if other.cells.get(p) == held.cells[p]]
+
+        if not self.unified or not any(sharing(p) for p in held.cells if p >= p0):
+            return
+        self.plain.decode([10], 0, N_SEQ)  # a state would have keys that are still to be turned
+        assert self.plain.rm(N_SEQ, -1)
+        state = self.plain.state(seq)
+        assert self.plain.rm(seq, -1) and self.plain.set_state(state, seq) == len(state)
+        for p, (token, _) in list(held.cells.items()):
+            if p >= p0:
+                self.n_cells += 1
+                held.cells[p] = token, self.n_cells
+            elif with_others := sharing(p):
+                assert self.plain.rm(seq, p, p + 1)
+                self.plain.cp(with_others[0], seq, p, p + 1)
 
     @rule()
     def clear(self) -> None:

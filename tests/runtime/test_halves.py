@@ -108,6 +108,7 @@ def test_a_refused_edit_changes_neither_half(gemma: Gemma) -> None:
         assert last_error().startswith("seq_cp: with positions from 0 on")
         add(s, 0, 10, -1, -5)
         assert "two tokens at position" in last_error()
+        s.assert_refused()
         assert s.state(0) == before
         assert C.llama_memory_seq_pos_max(s.memory, 2) == -1
         assert distance(expected, s.decode(tokens[120:140], 120)) < 0.02
@@ -131,6 +132,7 @@ def test_two_tokens_at_one_position_of_the_sliding_half_are_refused(gemma: Gemma
         assert set_partial_state(s, kept) == len(kept)
         s.cp(1, 0)
         assert last_error().startswith("seq_cp: one token per position expected in the layers of sliding windows")
+        s.assert_refused()
         found = s.decode(tokens[20:22], 20)
         assert distance(expected[20:], found) < 0.02
         assert s.rm(0, -1)

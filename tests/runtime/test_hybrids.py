@@ -137,6 +137,7 @@ def test_a_rolled_back_state_is_copied_only_after_its_next_token(hybrid: Coded) 
         for src, dst in ((0, 1), (1, 0)):
             s.cp(src, dst)
             assert last_error().startswith("seq_cp: recurrent state") and last(s, 1) == -1
+            s.assert_refused(dst)
         assert agree(expected[96:100], s.decode(tokens[96:100], 96))
         s.cp(0, 1)
         assert agree(expected[100:], s.decode(tokens[100:110], 100, 1))
@@ -213,6 +214,7 @@ def test_positions_cannot_be_shifted_in_one_half(hybrid: Coded) -> None:
         assert "seq_add" in last_error()
         C.llama_memory_seq_div(s.memory, 0, 10, -1, 2)
         assert "seq_div" in last_error()
+        s.assert_refused()
         assert s.state(0) == before
 
 
@@ -252,6 +254,7 @@ def test_a_part_of_a_sequence_is_not_copied(hybrid: Coded) -> None:
         for part in ((0, 20), (10, 30), (200, 300)):
             s.cp(0, 1, *part)
             assert last_error().startswith("seq_cp: all of sequence 0 expected")
+            s.assert_refused(1)
             assert s.state(1) == before
         assert s.rm(1, -1)
         assert agree(expected[:10], s.decode(tokens[:10], 0, 1))
@@ -271,6 +274,7 @@ def test_a_copy_onto_a_longer_sequence_keeps_the_recurrent_state(hybrid: Coded) 
         for src in (0, 2):  # shorter, and empty
             s.cp(src, 1)
             assert last_error().startswith("seq_cp: recurrent state of position 39 expected")
+            s.assert_refused(1)
             assert s.state(1) == before
         assert agree(expected[40:], s.decode(tokens[40:41], 40, 1))
         assert s.rm(1, -1)
@@ -294,6 +298,7 @@ def test_a_copy_that_the_cells_refuse_copies_no_recurrent_state(hybrid: Coded) -
         before = s.state(1)
         s.cp(0, 1)
         assert "seq_cp" in last_error()
+        s.assert_refused(1)
         assert s.state(1) == before
         assert agree(expected[30:], s.decode(tokens[80:81], 30, 1))
 
@@ -465,7 +470,7 @@ def test_random_programs_equal_an_ordinary_cache(
                 assert coded.rm(n, -1) and stock.rm(n, -1)
                 coded.cp(seq, n)
                 if text and seq in pending:  # llama.cpp's own copies the state of the tokens removed
-                    assert "recurrent state" in last_error()
+                    assert "recurrent state" in last_error() and coded.take_refusal(n)
                     texts[n] = []
                 else:
                     stock.cp(seq, n)

@@ -125,6 +125,7 @@ def test_two_tokens_of_a_sequence_are_never_at_one_position(
         before = s.state(0), s.state(1)
         s.cp(0, 1, 30, 40)
         assert last_error().startswith("seq_cp: one token per position") and "position 30" in last_error()
+        s.assert_refused(1)
         assert (s.state(0), s.state(1)) == before
         s.cp(0, 2)
         once = s.state(2)

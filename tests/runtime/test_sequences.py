@@ -351,6 +351,7 @@ def test_positions_cannot_be_divided(model: engine.Model, tokens: list[int], lay
         s.decode(tokens[:60])
         C.llama_memory_seq_div(s.memory, 0, 10, -1, 2)
         assert "seq_div" in last_error() and "-ctk f16" in last_error()
+        s.assert_refused()
         assert agree(expected[60:], s.decode(tokens[60:61], 60))
 
 

@@ -225,19 +225,63 @@ def test_a_refused_shift_changes_nothing(
         s.decode(tokens[:120])
         add(s, 0, p0, p1, by)
         assert last_error().startswith("seq_add: ") and reason in last_error()
+        s.assert_refused()
         assert agree(expected[120:], s.decode(tokens[120:125], 120))
 
 
-def test_a_shared_cell_does_not_move(model: engine.Model, tokens: list[int], make_layout: Any) -> None:
-    with session(model, make_layout(BANDS, BANDS), window=WINDOW, n_seq_max=2, unified=True, n_ctx=512) as s:
-        expected = s.decode(tokens[:121])
-        s.clear()
-        s.decode(tokens[:120])
+@pytest.mark.parametrize("arch", ["llama", "gemma2"])
+@pytest.mark.parametrize("flash", [0, 1])
+def test_shared_cells_move_alone(tiny_model: Callable[..., Any], tmp_path: Any, arch: str, flash: int) -> None:
+    """A sequence that shares its cells moves as one that does not; the other sequence stays where it is.
+
+    gemma2: with cells of all positions in the sliding half, whose values are transposed without flash attention.
+    """
+    from test_variants import exact_layout
+
+    model = engine.Model(tiny_model(arch))
+    tokens = np.random.default_rng(4).integers(10, model.n_vocab, LENGTH + 30).tolist()
+    layout = exact_layout(model, arch, tmp_path / "layout.gguf")
+    options: dict[str, Any] = {"window": WINDOW, "n_ctx": 1024, "flash_attn": flash}
+    moved = shifted(model, tokens, layout, **options)
+    with session(model, layout, **options) as s:
+        kept = s.decode(tokens)[LENGTH:]
+    for other_first in (False, True):
+        with session(model, layout, **options, n_seq_max=3, unified=True) as s:
+            s.decode(tokens[:LENGTH])
+            for seq in (1, 2):
+                s.cp(0, seq)
+            discard(s)
+            found = {}
+            for seq in (1, 0) if other_first else (0, 1):
+                found[seq] = s.decode(tokens[LENGTH:], LENGTH - N_DISCARD if seq == 0 else LENGTH, seq)
+            assert agree(found[0], moved) and agree(found[1], kept)
+            state = s.state(2)
+            assert s.rm(2, -1) and s.set_state(state, 2) == len(state)
+            assert agree(s.decode(tokens[LENGTH:], LENGTH, 2), kept)
+    model.free()
+
+
+def test_shared_cells_that_have_no_room(model: engine.Model, tokens: list[int], make_layout: Any) -> None:
+    """Refused: nothing is decoded in wrong positions, and evaluation goes on where the caller removes them."""
+    layout = make_layout(BANDS, BANDS)
+    with session(model, layout, window=WINDOW) as s:
+        s.decode(tokens[:199])
+        assert s.rm(0, 85)
+        again = s.decode(tokens[85:110], 85)
+    with session(model, layout, window=WINDOW, n_seq_max=2, unified=True, n_ctx=256) as s:
+        expected = s.decode(tokens[:200])
+        assert s.rm(0, 199)
         s.cp(0, 1)
-        add(s, 0, 100, -1, 8)
-        assert "shared with another sequence" in last_error()
-        for seq in (0, 1):
-            assert agree(expected[120:], s.decode(tokens[120:121], 120, seq))
+        assert s.rm(0, 100, 102)
+        add(s, 0, 102, -1, -2)
+        assert "97 free cells expected" in last_error() and "57 found" in last_error()
+        s.assert_refused()
+        add(s, 0, 102, -1, -2)
+        assert engine.SUBKV.subkv_resume(s.ctx, 0, 197) == 100 - (WINDOW[1] - 1)
+        assert s.rm(0, 150) and s.try_decode(tokens[:1], 150) == -2
+        assert s.rm(0, 85)  # where evaluation resumes
+        assert agree(s.decode(tokens[85:110], 85), again)
+        assert agree(s.decode(tokens[199:200], 199, 1), expected[199:])
 
 
 def test_adaptive_bases_refuse_a_shift(model: engine.Model, tokens: list[int], make_layout: Any) -> None:

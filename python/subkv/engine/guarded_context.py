@@ -20,6 +20,7 @@ class GuardedContext(internals.LlamaContext):
     process: int  # id of the process that created it
     lock: Any  # held by the thread that uses the context; reentrant
     checkpoints: Checkpoints | None  # of sequence 0; None: not needed
+    moved: bool  # cells may have been evaluated behind other tokens than those that are now before them
 
     @classmethod
     def adopt(cls, context: internals.LlamaContext, recurrent: bool) -> None:
@@ -30,6 +31,7 @@ class GuardedContext(internals.LlamaContext):
         context.__class__ = cls
         context.process = os.getpid()
         context.lock = threading.RLock()
+        context.moved = False
         context.checkpoints = Checkpoints(context.ctx) if recurrent and context.memory is not None else None
 
     @contextlib.contextmanager
@@ -60,6 +62,7 @@ class GuardedContext(internals.LlamaContext):
 
     def kv_cache_clear(self) -> None:
         super().kv_cache_clear()
+        self.moved = False
         if self.checkpoints is not None:
             self.checkpoints.forget()
 
@@ -70,6 +73,7 @@ class GuardedContext(internals.LlamaContext):
         """
         if self.checkpoints is None or seq_id > 0 or p1 >= 0:
             removed = bool(super().kv_cache_seq_rm(seq_id, p0, p1))
+            self.moved = removed and (p1 >= 0 or (p0 > 0 and self.moved)) or (not removed and self.moved)
             if removed and self.checkpoints is not None and seq_id <= 0:
                 self.checkpoints.forget()
             return removed
@@ -89,7 +93,13 @@ class GuardedContext(internals.LlamaContext):
             if self.checkpoints is not None:
                 self.checkpoints.forget()
             super().kv_cache_seq_shift(seq_id, p0, p1, shift)
-            # with coded cells, the call clears the last error first
-            coded = library.load().subkv_context_fingerprint(self.ctx) is not None
-            if coded and (reason := library.last_error()):
-                raise CacheError("kv_cache_seq_shift", reason)
+            if library.load().subkv_take_refusal(self.ctx, seq_id):
+                raise CacheError("kv_cache_seq_shift", library.last_error())
+            self.moved = True
+
+    def kv_cache_seq_cp(self, seq_id_src: int, seq_id_dst: int, p0: int, p1: int) -> None:
+        """Copy the positions [p0, p1). Raises CacheError, and changes nothing, if the cache cannot."""
+        super().kv_cache_seq_cp(seq_id_src, seq_id_dst, p0, p1)
+        if library.load().subkv_take_refusal(self.ctx, seq_id_dst):
+            raise CacheError("kv_cache_seq_cp", library.last_error())
+        self.moved = self.moved or seq_id_dst == 0

@@ -238,7 +238,6 @@ class Llama(llama_cpp.Llama):
     _drafts: CheckedDrafts | None = None
     loaded_model: Model  # metadata and tokenizer of this model
     _unpooled = False  # whether embeddings are unpooled; set once there is a context
-    _clean = True  # False after discard(): values in the cells depend on removed tokens
     scores: Any  # of the parent: [n_ctx or n_batch, n_vocab] f32
     input_ids: Any  # of the parent: [n_ctx] i32
     n_tokens: int  # of the parent: number of evaluated tokens in the context
@@ -358,7 +357,7 @@ class Llama(llama_cpp.Llama):
         if self.cache is not None:
             self._pictures.require_none(self.n_tokens, "cache", "a prompt cache, which stores tokens")
         old_tokens, n_valid = self._input_ids.tolist(), self._drop_tail()
-        self._clean = self._clean or n_valid == 0
+        self._ctx.moved = self._ctx.moved and n_valid > 0
         if n_valid < len(old_tokens):
             picture_lost = self._pictures.any_after(n_valid)
             if picture_lost or n_valid == 0:
@@ -419,7 +418,6 @@ class Llama(llama_cpp.Llama):
             if self._logits_all:
                 self.scores[n_keep:n_remaining] = self.scores[n_keep + n_discard : n].copy()
             self.n_tokens = n_remaining
-            self._clean = False
 
     def sample(self, *args: Any, idx: int | None = None, **kwargs: Any) -> int:
         """As the parent's: sample a token from the logits of the last eval. idx: which of the tokens with logits."""
@@ -505,7 +503,6 @@ class Llama(llama_cpp.Llama):
     def reset(self) -> None:
         """Remove all tokens."""
         super().reset()
-        self._clean = True
         self._pictures.evaluated(0)
         if self._ctx.checkpoints is not None:
             self._ctx.checkpoints.forget()
@@ -528,13 +525,14 @@ class Llama(llama_cpp.Llama):
         with self._ctx.exclusive():
             states.load(self, self.identity(), state, self._logits_all)
             self._pictures.evaluated(self.n_tokens)
-            self._clean = True
+            self._ctx.moved = not getattr(state, "evaluated", False)
 
     def load_prompt(self, found: Found) -> None:
         """Restore a stored prompt of this context (subkv.engine.prompt_cache). Raises StateError as load_state()."""
         with self._ctx.exclusive():
             states.load_sequence(self, found)
             self._pictures.evaluated(self.n_tokens)
+            self._ctx.moved = False
 
     def close(self) -> None:
         """Free context and model. May be called twice, and after a failed construction.

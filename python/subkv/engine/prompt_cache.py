@@ -155,9 +155,9 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         self.store()
 
     def store(self) -> None:
-        """Store the context."""
+        """Store the context, unless its cells may depend on tokens that it no longer has, as after discard()."""
         llm = self._context()
-        if llm._clean and self._identity:  # else values depend on tokens that it no longer has
+        if not llm._ctx.moved and self._identity:
             self._store.put(self._identity, _tokens(llm._input_ids), states.save_sequence(llm), self._n_removable)
 
     def positions(self, n_cells: int, tokens: Sequence[int]) -> list[int]:

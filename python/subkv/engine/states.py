@@ -87,6 +87,7 @@ def save(llm: llama_cpp.Llama, identity: dict[str, Any], logits: bool) -> llama_
         seed=llm._seed,
     )
     state.identity = identity
+    state.evaluated = not llm._ctx.moved  # its cells are of this text: a prompt cache may store it
     state.checksum = checksum(state)
     return state
 

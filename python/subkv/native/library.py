@@ -111,6 +111,7 @@ SIGNATURES: Signatures = {
     "subkv_context_fingerprint": (_str, [_ptr]),
     "subkv_context_devices": (_str, [_ptr]),
     "subkv_resume": (_i32, [_ptr, _i32, _i32]),
+    "subkv_take_refusal": (ctypes.c_bool, [_ptr, _i32]),
     "subkv_observer_new": (_ptr, [_i32]),
     "subkv_observer_free": (None, [_ptr]),
     "subkv_observe": (ctypes.c_bool, [_ptr]),

@@ -58,4 +58,10 @@ inline bool moved_of_environment() {
     return number_of("SUBKV_STORE_MOVED", 0, 1, 0) == 1;
 }
 
+// SUBKV_STORE: the folder where a server stores prompts; nullptr: none.
+inline const char * prompt_folder() {
+    const char * folder = std::getenv("SUBKV_STORE");
+    return folder && *folder ? folder : nullptr;
+}
+
 } // namespace subkv

@@ -158,6 +158,13 @@ extern "C" int32_t subkv_resume(llama_context * ctx, int32_t seq, int32_t pos) {
     });
 }
 
+extern "C" bool subkv_take_refusal(llama_context * ctx, int32_t seq) {
+    return guarded<bool>("context", false, [&] {
+        not_null(ctx, "subkv_take_refusal: ctx");
+        return llama_calls() && llama_calls()->take_refusal(*ctx, seq);
+    });
+}
+
 extern "C" const char * subkv_kernel_name(void) {
     return guarded<const char *>("kernels", nullptr, [] { return usable_ops().name; });
 }

@@ -203,6 +203,12 @@ SUBKV_API const char * subkv_context_devices(struct llama_context * ctx);
 // parts lose them). A program removes the cells from there on and evaluates their tokens again.
 SUBKV_API int32_t subkv_resume(struct llama_context * ctx, int32_t seq, int32_t pos);
 
+// llama_memory_seq_add, _div and _cp return nothing, but a coefficient cache may refuse them: it then changes nothing, and
+// logs the reason. Because the caller believes otherwise, the sequence (of a copy: the destination) decodes no token and
+// has no state until the positions that were to change are removed. true: the last such operation on a sequence was
+// refused. The caller then knows, and the sequence can be used as it was before.
+SUBKV_API bool subkv_take_refusal(struct llama_context * ctx, int32_t seq);
+
 //
 // calibration
 //

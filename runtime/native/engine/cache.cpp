@@ -329,7 +329,7 @@ bool Cache::ready(const std::vector<TokenDesc> & tokens, const CellReader & cell
            bases_->ready(tokens, causal(), window_, cells);
 }
 
-bool Cache::shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) {
+bool Cache::can_shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) const {
     clear_error(); // callers of void functions read the result from it
     if (!bases_->can_shift()) {
         return false;
@@ -340,11 +340,15 @@ bool Cache::shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellRea
             "seq_add: an earlier shift was stopped behind some of the layers; decode a token to finish it, or "
             "clear the cache");
     }
-    if (!window_.can_add(seq, p0, p1, by, cells)) {
-        return false;
+    return window_.can_add(seq, p0, p1, by, cells);
+}
+
+bool Cache::shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) {
+    const bool can = can_shift(seq, p0, p1, by, cells);
+    if (can) {
+        window_.add(seq, p0, p1, by, cells);
     }
-    window_.add(seq, p0, p1, by, cells);
-    return true;
+    return can;
 }
 
 void Cache::rotated() {

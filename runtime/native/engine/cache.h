@@ -101,6 +101,7 @@ public:
     void          build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
                                 ggml_tensor * v, const Inputs & in, float scale) override;
 
+    bool can_shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) const override;
     bool shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) override;
     void rotations(int32_t * by) const override { window_.rotations(by); }
     void rotated() override;

@@ -502,12 +502,6 @@ bool Window::can_add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const Cell
         if (pos >= MAX_POSITION) {
             return reject("seq_add: positions below %d expected after a shift, %" PRId64 " found", MAX_POSITION, pos);
         }
-        if (moves(cell.pos) && cells.shared(seq, cell.cell)) {
-            return reject(
-                "seq_add: a cell of sequence %d alone expected at position %d, one shared with another sequence "
-                "found",
-                seq, cell.pos);
-        }
         if (pos >= 0 && !taken.insert((int32_t) pos).second) { // llama.cpp removes cells that get a negative position
             return reject("seq_add: shifting positions [%d, %d) of sequence %d by %d would put two tokens at position "
                           "%" PRId64,

@@ -120,8 +120,15 @@ static void check_other(const llama_context & ctx) {
 std::unique_ptr<llama_memory_i> llama_subkv::create_memory(llama_context & ctx, const llama_memory_params & params) {
     check_other(ctx);
     const auto &                    model = ctx.get_model();
-    std::unique_ptr<llama_memory_i> memory(model.create_memory(params, ctx.get_cparams()));
-    const bool                      recurrent = dynamic_cast<const llama_memory_recurrent *>(memory.get()) != nullptr;
+    llama_context * const           other = ctx.get_cparams().ctx_other;
+    std::unique_ptr<llama_memory_i> memory;
+    {
+        const undecorated   plain(other);
+        llama_memory_params of_other = params;
+        of_other.mem_other           = llama_get_memory(other);
+        memory.reset(model.create_memory(of_other, ctx.get_cparams()));
+    }
+    const bool recurrent = dynamic_cast<const llama_memory_recurrent *>(memory.get()) != nullptr;
     if (memory && !recurrent) {
         return decorate(std::move(memory), ctx);
     }
@@ -135,7 +142,7 @@ std::unique_ptr<llama_memory_i> llama_subkv::create_memory(llama_context & ctx, 
         request::describe(desc);
         cache_new(desc);
     }
-    return memory;
+    return memory ? decorate(std::move(memory), ctx) : nullptr;
 }
 
 size_t llama_subkv::row_bytes(const llama_kv_cache & kv, uint32_t il, bool value) {
@@ -232,7 +239,15 @@ llama_pos llama_subkv::resume(llama_memory_i * memory, llama_seq_id seq, llama_p
 }
 
 int32_t llama_subkv_resume(const llama_context * ctx, llama_seq_id seq, int32_t pos) {
-    return llama_subkv::resume(ctx->get_memory(), seq, pos);
+    return llama_subkv::resume(*ctx, seq, pos);
+}
+
+bool llama_subkv_removable(const llama_context * ctx, llama_seq_id seq, int32_t pos) {
+    return llama_subkv::removable(*ctx, seq, pos);
+}
+
+bool llama_subkv_refused(const llama_context * ctx, llama_seq_id seq, int32_t p0) {
+    return llama_subkv::note_refused(*ctx, seq, p0);
 }
 
 static void add_tokens(const llama_ubatch & ubatch, std::vector<subkv::TokenDesc> & out) {

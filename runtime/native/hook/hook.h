@@ -267,8 +267,9 @@ public:
     // shifts: changes of positions
     //
 
-    // Called before positions [p0, p1) of a sequence move by `by`; false: rejected, no cell may move. Nodes of
-    // build_shift() apply the pending rotations of cells and window slots before any token reads their keys.
+    // Checks a move of positions [p0, p1) of a sequence by `by`. false: rejected, reports it.
+    virtual bool can_shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) const = 0;
+    // The same, called before cells move, which no other sequence shares. Nodes of build_shift() apply the pending rotations of cells and window slots before any token reads their keys.
     virtual bool shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) = 0;
     virtual void rotations(int32_t * by) const     = 0; // [n_slots] pending rotations of keys
     virtual void rotated()                         = 0; // called after all keys are rotated

@@ -28,6 +28,7 @@ const subkv::LlamaCalls LLAMA_CALLS = {
         const auto & source = llama_subkv::source_of(ctx->get_model());
         return subkv::LoadedModel{ source.path, source.files };
     },
+    llama_subkv::take_refusal,
     llama_subkv::state_identity,
     llama_subkv::n_removable,
 };

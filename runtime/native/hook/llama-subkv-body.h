@@ -58,7 +58,31 @@ public:
         }
     }
 
+    // The rows of cells of one stream's tensor, in their order.
+    std::vector<uint8_t> get(const ggml_tensor * t, const std::vector<uint32_t> & cells) const {
+        const size_t         row = t->nb[1];
+        std::vector<uint8_t> rows(cells.size() * row);
+        each_run(cells,
+                 [&](uint32_t cell, size_t at, size_t n) { get(t, cell * row, n * row, rows.data() + at * row); });
+        return rows;
+    }
+
+    void set(ggml_tensor * t, const std::vector<uint32_t> & cells, const std::vector<uint8_t> & rows) const {
+        const size_t row = t->nb[1];
+        each_run(cells,
+                 [&](uint32_t cell, size_t at, size_t n) { set(t, cell * row, n * row, rows.data() + at * row); });
+    }
+
 private:
+    // Calls use(first cell, index of it, number) for runs of adjacent cells.
+    template <typename F> static void each_run(const std::vector<uint32_t> & cells, F use) {
+        for (size_t i = 0, end = 0; i < cells.size(); i = end) {
+            for (end = i + 1; end < cells.size() && cells[end] == cells[end - 1] + 1; ++end) {
+            }
+            use(cells[i], i, end - i);
+        }
+    }
+
     // nullptr: another tensor
     const side * of(const ggml_tensor * t) const {
         const auto it = sides.find(t);

@@ -42,6 +42,12 @@ inline std::map<int, pending_moves> & all_moves() { // by slot
     return all;
 }
 
+// The text of the states in memory, by the address of their bytes, which they keep while they are in a list.
+inline std::map<const uint8_t *, llama_subkv_text> & texts_in_memory() {
+    static std::map<const uint8_t *, llama_subkv_text> all;
+    return all;
+}
+
 // The evaluated prompt that saves the most evaluation if its runs move.
 class move_source {
 public:
@@ -103,13 +109,16 @@ bool plan_moves(const Slot & slot, const Slots & slots,
     const auto of_state = [ctx](const void * data, size_t size) {
         return [=](int32_t first, int32_t n) { return llama_subkv_run_of_state(ctx, data, size, first, n); };
     };
+    const auto known = [](const llama_subkv_text & text) { // else the store would not keep what is moved
+        return text.unknown == llama_subkv_text().unknown || !llama_subkv_store_on();
+    };
     const auto tokens_of = [](const subkv_store_prompt & prompt) {
         return llama_tokens(prompt.tokens, prompt.tokens + prompt.n_tokens);
     };
     move_source source(asked, n_first);
     for (const auto & other : slots) {
         const auto n = (size_t) other.prompt.n_tokens();
-        if ((other.id == slot.id || !other.is_processing()) &&
+        if ((other.id == slot.id || !other.is_processing()) && known(llama_subkv_text_of(ctx, nullptr, other.id)) &&
             llama_memory_seq_pos_max(llama_get_memory(ctx), other.id) + 1 == (llama_pos) n) {
             source.consider(other.prompt.tokens.get_text_tokens(), n, [ctx, &other](int32_t first, int32_t n_rows) {
                 return llama_subkv_run_of_sequence(ctx, other.id, first, n_rows);
@@ -121,8 +130,10 @@ bool plan_moves(const Slot & slot, const Slots & slots,
             continue;
         }
         for (const auto & state : *cache) {
-            source.consider(state.prompt.tokens.get_text_tokens(), (size_t) state.prompt.n_tokens(),
-                            of_state(state.data.main.data(), state.data.main.size()));
+            if (known(texts_in_memory()[state.data.main.data()])) {
+                source.consider(state.prompt.tokens.get_text_tokens(), (size_t) state.prompt.n_tokens(),
+                                of_state(state.data.main.data(), state.data.main.size()));
+            }
         }
     }
     if (stored) {

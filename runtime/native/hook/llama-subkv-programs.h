@@ -30,9 +30,15 @@ LLAMA_API ggml_type llama_subkv_type(const std::string & name);
 LLAMA_API std::string llama_subkv_type_name(ggml_type type, ggml_type other);
 
 // Where evaluation resumes in a sequence of which positions before `pos` are kept: at `pos`, or up to SUBKV_RESUME
-// tokens (32 by default) before it if a coded cache has lost their exact rows. A program removes the cells from there on
-// and evaluates their tokens again.
+// tokens (32 by default) before it if a coded cache has lost their exact rows. After a refused operation, not behind the
+// first position that it was to change; 0 where the cache cannot remove the positions behind. A program removes the
+// cells from there on and evaluates their tokens again.
 LLAMA_API int32_t llama_subkv_resume(const llama_context * ctx, int32_t seq, int32_t pos);
+// true: the positions of a sequence from `pos` on can be removed, as far as a coded cache is concerned.
+LLAMA_API bool llama_subkv_removable(const llama_context * ctx, int32_t seq, int32_t pos);
+// A removal that a program takes for possible was refused. true: the cache is coded, and from position p0 on no token of
+// the sequence is decoded until these positions are removed; the reason is logged.
+LLAMA_API bool llama_subkv_refused(const llama_context * ctx, int32_t seq, int32_t p0);
 
 // The minimum position that a sequence needs to continue from a checkpoint that ends at pos_max. pos_min: the
 // sequence's current minimum; its sliding layers may still have cells that the checkpoint does not include. n_swa: size
@@ -87,9 +93,23 @@ LLAMA_API void llama_subkv_store_begin(const llama_context * ctx, const llama_co
 // The longest tail of a restored sequence that can be removed without a checkpoint; -1: any.
 LLAMA_API int64_t llama_subkv_store_removable(const llama_context * ctx);
 
+// From these positions on a sequence's rows were evaluated behind another text than it has now (a part of it was removed
+// or moved), or nobody knows where: it was restored from a state, which may be anybody's. INT32_MAX: all rows are of
+// this text. Text that was moved is stored if SUBKV_STORE_MOVED is set, under another identity; text of unknown origin
+// is not stored.
+struct llama_subkv_text {
+    int32_t moved   = INT32_MAX;
+    int32_t unknown = INT32_MAX;
+};
+
+// Of a sequence in a context and in the draft model's context (or nullptr). set: the sequence has been restored from a
+// state of this text.
+LLAMA_API llama_subkv_text llama_subkv_text_of(const llama_context * ctx, const llama_context * draft, int32_t seq);
+LLAMA_API void llama_subkv_text_set(llama_context * ctx, llama_context * draft, int32_t seq, llama_subkv_text text);
+
 // Stores the prompt of sequence `seq` in a context and in the draft model's context (or nullptr). prompt.state: its
 // states; empty: read them from the contexts. Stores nothing if the sequence does not consist of these tokens, if LoRA
-// weights or control vectors are loaded, or if the same sequence was stored before. at_end: stores it even then, and
+// weights or control vectors are loaded, if its text is not to be stored, or if the same sequence was stored before. at_end: stores it even then, and
 // waits for space.
 LLAMA_API void llama_subkv_store_put(llama_context * ctx, llama_context * draft, int32_t seq, subkv_store_prompt prompt,
                                      bool at_end);
@@ -109,6 +129,7 @@ LLAMA_API bool llama_subkv_store_due(void);
 LLAMA_API subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * draft, const int32_t * tokens,
                                                     int64_t n_tokens, int64_t n_held, int64_t n_max, int64_t n_moved);
 LLAMA_API const subkv_store_prompt * llama_subkv_store_prompt(const subkv_store_found * found);
+LLAMA_API llama_subkv_text           llama_subkv_store_text(const subkv_store_found * found);
 LLAMA_API void                       llama_subkv_store_free(subkv_store_found * found, int32_t seq, bool restored);
 
 // Waits at most 30 seconds until all writes are complete.

@@ -13,6 +13,7 @@
 #include <iterator>
 #include <limits>
 #include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -76,12 +77,15 @@ inline subkv_store_bytes bytes_of(const std::vector<uint8_t> & of) {
     return { of.data(), of.size() };
 }
 
-// Stores a slot's prompt, unless it has images. data: its states; empty: read them from the contexts.
+// Stores a slot's prompt, unless it has images. data: its states, in memory; empty: read them from the contexts.
 template <typename Slot>
 void put(const Slot & slot, const server_prompt_data & data, llama_context * ctx, llama_context * draft,
          bool at_end = false) {
     if (!llama_subkv_store_on()) {
         return;
+    }
+    if (!data.main.empty()) {
+        texts_in_memory()[data.main.data()] = llama_subkv_text_of(ctx, draft, slot.id);
     }
     const server_prompt & prompt = slot.prompt;
     const llama_tokens    tokens = prompt.tokens.get_text_tokens();
@@ -170,10 +174,15 @@ inline int64_t reach(const server_prompt & prompt, const server_tokens & request
 }
 
 // Lowers n_past and pos_next, the next position, to where evaluation resumes (llama_subkv_resume), but not before a
-// picture.
-inline void resume(const server_tokens & tokens, const llama_context * ctx, int seq, int & n_past,
-                   llama_pos & pos_next) {
-    const llama_pos to = llama_subkv_resume(ctx, seq, pos_next);
+// picture. A prompt that the slot has completely loses its last token, which is evaluated for its logits.
+template <typename Slot> void resume(const Slot & slot, int & n_past, llama_pos & pos_next) {
+    const server_tokens & tokens = slot.prompt.tokens;
+    const bool            all    = n_past > 0 && n_past == slot.task->n_tokens();
+    llama_pos             to     = llama_subkv_resume(slot.ctx_tgt, slot.id, pos_next);
+    for (const auto * ctx : { slot.ctx_tgt, slot.ctx_dft }) {
+        const llama_pos last = to - (all && to == pos_next ? 1 : 0);
+        to                   = ctx && !llama_subkv_removable(ctx, slot.id, last) ? 0 : to;
+    }
     if (to == 0) {
         n_past   = 0;
         pos_next = 0;
@@ -237,8 +246,8 @@ void make_room(const Slot & slot, Slots & slots, server_prompt_cache * memory, i
 
 // Replaces the prompt of a slot. false: the slot is empty.
 template <typename Slot>
-bool replace(Slot & slot, server_prompt && prompt, const subkv_store_bytes & state,
-             const subkv_store_bytes & of_draft) {
+bool replace(Slot & slot, server_prompt && prompt, const subkv_store_bytes & state, const subkv_store_bytes & of_draft,
+             llama_subkv_text text) {
     const auto set = [&](llama_context * ctx, const subkv_store_bytes & of) {
         return !ctx || (of.size > 0 && llama_state_seq_set_data_ext(ctx, (const uint8_t *) of.data, of.size, slot.id,
                                                                     LLAMA_STATE_SEQ_FLAGS_NONE) == of.size);
@@ -247,6 +256,7 @@ bool replace(Slot & slot, server_prompt && prompt, const subkv_store_bytes & sta
         slot.prompt_clear();
         return false;
     }
+    llama_subkv_text_set(slot.ctx_tgt, slot.ctx_dft, slot.id, text);
     slot.prompt = std::move(prompt);
     return true;
 }
@@ -348,7 +358,8 @@ bool prepare(Slot & slot, Slots & slots, server_prompt_cache * memory, const ser
     if (found) {
         make_room(slot, slots, memory, stored->n_tokens);
         try {
-            done = replace(slot, prompt_of(*stored, requested.has_mtmd), stored->state[0], stored->state[1]);
+            done = replace(slot, prompt_of(*stored, requested.has_mtmd), stored->state[0], stored->state[1],
+                           llama_subkv_store_text(found));
         } catch (const std::bad_alloc &) { // the slot keeps its prompt
         }
         llama_subkv_store_free(found, slot.id, done);
@@ -357,16 +368,22 @@ bool prepare(Slot & slot, Slots & slots, server_prompt_cache * memory, const ser
         auto &        prompt = best.front().prompt;
         const auto    state = bytes_of(best.front().data.main), of_draft = bytes_of(best.front().data.drft);
         const int64_t tail = prompt.n_tokens() - (int64_t) prompt.tokens.get_common_prefix(requested);
+        const auto    text = texts_in_memory()[best.front().data.main.data()]; // without a store nobody asks for it
         make_room(slot, slots, memory, prompt.n_tokens());
         if (tail >= MIN_TOKENS) { // the slot will remove it; memory keeps it
-            replace(slot, prompt.clone(), state, of_draft);
-        } else if (replace(slot, std::move(prompt), state, of_draft)) {
+            replace(slot, prompt.clone(), state, of_draft, text);
+        } else if (replace(slot, std::move(prompt), state, of_draft, text)) {
             best.clear();
         }
     }
     if (memory) {
         memory->states.splice(memory->states.end(), best);
         memory->update();
+        std::map<const uint8_t *, llama_subkv_text> held;
+        for (const auto & state : memory->states) {
+            held[state.data.main.data()] = texts_in_memory()[state.data.main.data()];
+        }
+        texts_in_memory() = std::move(held);
     }
     return true;
 }

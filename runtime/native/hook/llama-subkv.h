@@ -8,6 +8,10 @@
 #include "hook.h"
 
 #include <array>
+#include <limits>
+#include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 class llama_io_read_i;
@@ -21,10 +25,21 @@ class llm_graph_result;
 class llama_memory_recurrent;
 struct llama_cparams;
 struct llama_model_loader;
+struct llama_subkv_text;
 struct llama_subkv_usage;
 struct llm_graph_context;
 
 struct llama_subkv {
+    struct caches { // full attention, sliding windows, an indexer's keys, recurrent state; nullptr: none
+        llama_kv_cache * base;
+        llama_kv_cache * swa;
+        llama_kv_cache * index;
+        llama_memory_i * recurrent;
+
+        std::array<const llama_kv_cache *, 3> all() const { return { base, swa, index }; }
+        std::vector<subkv::CacheHook *>       hooks() const; // those of the caches that have one
+    };
+
     using layer_filter = llama_kv_cache::layer_filter_cb;
     using layer_reuse  = llama_kv_cache::layer_reuse_cb;
 
@@ -75,13 +90,31 @@ struct llama_subkv {
     // As CacheHook::resume; `pos` where recurrent state or a sliding window cannot return to an earlier position, 0 where
     // a sliding half has lost cells that the token at `pos` needs.
     static llama_pos resume(llama_memory_i * memory, llama_seq_id seq, llama_pos pos);
+    // llama_subkv_resume: the same; where a program believes in a refused operation, not behind its first position; 0 if
+    // the tail cannot be removed.
+    static llama_pos resume(const llama_context & ctx, llama_seq_id seq, llama_pos pos);
+    static bool      removable(const llama_context & ctx, llama_seq_id seq, llama_pos pos);
+
+    // The notes of a decorated memory (memory.cpp). text_of: where a sequence's rows were evaluated. note_text: for a
+    // sequence that has the state of a known text. note_refused: as llama_subkv_refused. take_refusal: true: an operation on the sequence was refused, whose
+    // caller now knows that; its tokens can be decoded again.
+    static constexpr llama_pos NO_POSITION = std::numeric_limits<llama_pos>::max();
+
+    static llama_subkv_text text_of(const llama_context & ctx, llama_seq_id seq);
+    static void             note_text(const llama_context & ctx, llama_seq_id seq, llama_subkv_text text);
+    static bool             note_refused(const llama_context & ctx, llama_seq_id seq, llama_pos p0);
+    static bool             take_refusal(const llama_context & ctx, llama_seq_id seq);
 
     // Operations on sequences: coded cells change with the other parts of the memory, or nothing changes. false: rejected,
     // and the reason is reported.
     static bool seq_rm(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1);
     static bool seq_cp(llama_kv_cache & kv, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1);
-    static bool seq_add(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift);
+    static bool seq_add(llama_context & ctx, const caches & parts, llama_seq_id seq, llama_pos p0, llama_pos p1,
+                        llama_pos shift);
     static bool seq_div(llama_kv_cache & kv);
+    // Gives a sequence cells of its own for those at positions [first, last) that it shares. false: too few cells are
+    // free, or memory is short; reports it.
+    static bool unshare(llama_context & ctx, const caches & parts, llama_seq_id seq, llama_pos first, llama_pos last);
     static bool can_shift(const llama_kv_cache & kv);
     static bool
     rotation_pending(const llama_kv_cache & kv); // true: build_shift's graph has not run completely; reports it
@@ -135,16 +168,6 @@ struct llama_subkv {
     static int64_t     n_removable(const llama_context & ctx);
 
     static llama_subkv_usage usage_of(llama_context & ctx); // memory use of its cache
-
-    struct caches { // full attention, sliding windows, an indexer's keys, recurrent state; nullptr: none
-        llama_kv_cache * base;
-        llama_kv_cache * swa;
-        llama_kv_cache * index;
-        llama_memory_i * recurrent;
-
-        std::array<const llama_kv_cache *, 3> all() const { return { base, swa, index }; }
-        std::vector<subkv::CacheHook *>       hooks() const; // those of the caches that have one
-    };
 
     static caches caches_of(const llama_memory_i * memory);
 
@@ -208,6 +231,20 @@ struct llama_subkv {
     class memory; // decorates llama.cpp's
     class update;
     static std::unique_ptr<llama_memory_i> decorate(std::unique_ptr<llama_memory_i> inner, llama_context & ctx);
+
+    // While it lives, a context (or nullptr) has llama.cpp's memory, which another context casts to its class.
+    class undecorated {
+    public:
+        explicit undecorated(llama_context * ctx);
+        ~undecorated();
+        undecorated(const undecorated &)             = delete;
+        undecorated & operator=(const undecorated &) = delete;
+
+    private:
+        llama_context *  ctx;
+        llama_memory_i * whole = nullptr;
+    };
+
     static void write_cells(const llama_kv_cache & kv, llama_io_write_i & io, llama_seq_id seq,
                             llama_state_seq_flags flags);
     static void remove_cells(llama_kv_cache & kv, llama_seq_id seq); // -1: all

@@ -1,5 +1,7 @@
 // memory.cpp: a memory of llama.cpp with coded cells. Part of libllama.
 #include "llama-subkv-cells.h"
+#include "llama-subkv-library.h"
+#include "llama-subkv-programs.h"
 
 #include "llama-kv-cache-dsa.h"
 #include "llama-kv-cache-iswa.h"
@@ -10,11 +12,17 @@
 #include "llama-context.h"
 #include "llama-impl.h"
 #include "llama-model.h"
+#include "variables.h"
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
+#include <map>
+#include <set>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 #if __has_include("llama-kv-cache-msa.h") // memories that earlier versions do not have (cmake/canary.py)
 #    include "llama-kv-cache-msa.h"
@@ -29,12 +37,13 @@
 #    define HAS_HYBRID_IDX
 #endif
 
-// The memory of a context whose cells have a hook. It holds llama.cpp's memory, checks all parts before a change, and
-// then changes coded cells and llama.cpp's memory together.
+// The memory of a context whose cells have a hook, or whose prompts are stored. It holds llama.cpp's memory, checks all
+// parts before a change, and then changes coded cells and llama.cpp's memory together. It notes what a sequence's cells
+// do not show: what a program believes of them after a refused operation, and where its text was not evaluated in place.
 class llama_subkv::memory : public llama_memory_i {
 public:
     memory(std::unique_ptr<llama_memory_i> of, llama_context & ctx) :
-        inner(std::move(of)), ctx(ctx), parts(caches_of(inner.get())), base(*parts.base), is_coded(coded(base)),
+        inner(std::move(of)), ctx(ctx), parts(caches_of(inner.get())), base(parts.base), is_coded(base && coded(*base)),
         recurrent(static_cast<llama_memory_recurrent *>(parts.recurrent)) {}
 
     llama_memory_context_ptr init_batch(llama_batch_allocr & balloc, uint32_t n_ubatch, bool embd_all) override;
@@ -58,15 +67,42 @@ public:
     void state_write(llama_io_write_i & io, llama_seq_id seq, llama_state_seq_flags flags) const override;
     void state_read(llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags) override;
 
+    // Checks the removal of [p0, p1); p1 as may_remove leaves it. false: refused, and reported.
+    bool can_remove(llama_seq_id seq, llama_pos p0, llama_pos & p1) const;
+
+    // What the cells of a sequence do not show.
+    struct notes {
+        // From this position on a program believes in an operation that was refused; NO_POSITION: none was. A removal
+        // of these positions ends it; until then no token is decoded, and no state is written.
+        llama_pos        refused = NO_POSITION;
+        llama_subkv_text text;
+    };
+
+    std::map<llama_seq_id, notes> noted;
+
+    // Of [p0, p1) of a sequence, after an operation: rows that now are behind another text.
+    void note_moved(llama_seq_id seq, llama_pos p0) {
+        noted[seq].text.moved = std::min(noted[seq].text.moved, std::max(p0, 0));
+    }
+
+    // After an operation that was refused with a report.
+    void note_refused(llama_seq_id seq, llama_pos p0);
+
     const std::unique_ptr<llama_memory_i> inner;
 
 private:
     // A sequence of coded cells; llama.cpp reports one that does not exist.
-    bool is_known(llama_seq_id seq) const { return is_coded && seq >= 0 && (size_t) seq < base.seq_to_stream.size(); }
+    bool is_known(llama_seq_id seq) const { return is_coded && seq >= 0 && (size_t) seq < base->seq_to_stream.size(); }
+
+    // The other sequences that share cells of a sequence at positions [first, last).
+    std::set<llama_seq_id> sharing(llama_seq_id seq, llama_pos first, llama_pos last) const;
+    // Ends the notes about positions that a sequence no longer has; `open`: its positions from p0 on were removed.
+    void        forget_removed(llama_seq_id seq, llama_pos p0, bool open);
+    std::string refusal(llama_seq_id seq, const char * what) const; // why nothing can be done with it; "": it can
 
     llama_context &                ctx;
     const caches                   parts; // of inner
-    llama_kv_cache &               base;
+    llama_kv_cache * const         base;  // nullptr: only recurrent state
     const bool                     is_coded;
     llama_memory_recurrent * const recurrent;
 };
@@ -209,27 +245,158 @@ bool llama_subkv::same_slots(const llama_kv_cache_context & rows, const llama_kv
 // the decorated memory
 //
 
+static llama_subkv::memory * decorated(const llama_context * ctx) {
+    return ctx ? dynamic_cast<llama_subkv::memory *>(ctx->get_memory()) : nullptr;
+}
+
 std::unique_ptr<llama_memory_i> llama_subkv::decorate(std::unique_ptr<llama_memory_i> inner, llama_context & ctx) {
-    const bool has_hook = !caches_of(inner.get()).hooks().empty();
-    return has_hook ? std::make_unique<memory>(std::move(inner), ctx) : std::move(inner);
+    const bool noted = !caches_of(inner.get()).hooks().empty() || subkv::prompt_folder();
+    return noted ? std::make_unique<memory>(std::move(inner), ctx) : std::move(inner);
+}
+
+llama_subkv::undecorated::undecorated(llama_context * ctx) : ctx(decorated(ctx) ? ctx : nullptr) {
+    if (this->ctx) {
+        whole = ctx->memory.release();
+        ctx->memory.reset(static_cast<memory *>(whole)->inner.get());
+    }
+}
+
+llama_subkv::undecorated::~undecorated() {
+    if (ctx) {
+        (void) ctx->memory.release();
+        ctx->memory.reset(whole);
+    }
+}
+
+llama_subkv_text llama_subkv::text_of(const llama_context & ctx, llama_seq_id seq) {
+    const auto * memory = decorated(&ctx);
+    return memory && memory->noted.count(seq) ? memory->noted.at(seq).text : llama_subkv_text();
+}
+
+void llama_subkv::note_text(const llama_context & ctx, llama_seq_id seq, llama_subkv_text text) {
+    if (auto * memory = decorated(&ctx)) {
+        memory->noted[seq].text = text;
+    }
+}
+
+bool llama_subkv::take_refusal(const llama_context & ctx, llama_seq_id seq) {
+    auto *     memory = decorated(&ctx);
+    const bool was    = memory && memory->noted.count(seq) && memory->noted[seq].refused != NO_POSITION;
+    if (was) {
+        memory->noted[seq].refused = NO_POSITION;
+    }
+    return was;
+}
+
+llama_pos llama_subkv::resume(const llama_context & ctx, llama_seq_id seq, llama_pos pos) {
+    const auto * memory = decorated(&ctx);
+    if (!memory) {
+        return pos;
+    }
+    const auto found = memory->noted.find(seq);
+    const auto kept  = found == memory->noted.end() ? pos : std::min(pos, found->second.refused);
+    const auto to    = resume(memory->inner.get(), seq, kept);
+    return removable(ctx, seq, to) ? to : 0;
+}
+
+bool llama_subkv::removable(const llama_context & ctx, llama_seq_id seq, llama_pos pos) {
+    const auto * memory = decorated(&ctx);
+    llama_pos    end    = -1;
+    return !memory || memory->can_remove(seq, pos, end);
+}
+
+bool llama_subkv::note_refused(const llama_context & ctx, llama_seq_id seq, llama_pos p0) {
+    auto * memory = decorated(&ctx);
+    if (!memory || !coded(memory)) {
+        return false;
+    }
+    for (llama_seq_id s = std::max(seq, 0); s < (seq < 0 ? (llama_seq_id) ctx.n_seq_max() : seq + 1); ++s) {
+        memory->note_refused(s, p0);
+    }
+    return true;
+}
+
+std::set<llama_seq_id> llama_subkv::memory::sharing(llama_seq_id seq, llama_pos first, llama_pos last) const {
+    std::set<llama_seq_id> found;
+    if (!base || base->n_stream > 1) { // every sequence has cells of its own
+        return found;
+    }
+    const auto &                cells = base->v_cells[base->seq_to_stream[seq]];
+    std::vector<subkv::PosCell> own;
+    reader(*base).find_all(seq, first, last, own);
+    for (const auto & cell : own) {
+        for (llama_seq_id other = 0; other < (llama_seq_id) base->n_seq_max; ++other) {
+            if (other != seq && cells.seq_has((uint32_t) cell.cell, other)) {
+                found.insert(other);
+            }
+        }
+    }
+    return found;
+}
+
+std::string llama_subkv::memory::refusal(llama_seq_id seq, const char * what) const {
+    const auto found = noted.find(seq);
+    if (found == noted.end() || found->second.refused == NO_POSITION) {
+        return "";
+    }
+    const auto why =
+        format("%s: positions of sequence %d as the program has them expected, from %d on others found, because an "
+               "operation on them was refused; remove them from there on and decode them again",
+               what, seq, found->second.refused);
+    base->subkv_hook->report(why);
+    return why;
+}
+
+void llama_subkv::memory::note_refused(llama_seq_id seq, llama_pos p0) {
+    noted[seq].refused = std::min(noted[seq].refused, std::max(p0, 0));
+    std::string why;
+    if (const auto * library = llama_subkv_library(false, why)) { // programs do not ask for the reason
+        llama_subkv_log(library->last_error());
+    }
+}
+
+void llama_subkv::memory::forget_removed(llama_seq_id seq, llama_pos p0, bool open) {
+    for (auto it = noted.begin(); it != noted.end();) {
+        auto & [of, notes] = *it;
+        if (seq < 0 || of == seq) {
+            if (open && p0 <= notes.refused) {
+                notes.refused = NO_POSITION;
+            }
+            const llama_pos end = inner->seq_pos_max(of);
+            for (auto * from : { &notes.text.moved, &notes.text.unknown }) {
+                *from = *from <= end ? *from : NO_POSITION;
+            }
+        }
+        const bool none = std::min({ notes.refused, notes.text.moved, notes.text.unknown }) == NO_POSITION;
+        it              = none ? noted.erase(it) : std::next(it);
+    }
 }
 
 llama_memory_context_ptr llama_subkv::memory::init_batch(llama_batch_allocr & balloc, uint32_t n_ubatch,
                                                          bool embd_all) {
-    if (base.subkv_hook) {
-        base.subkv_hook->set_causal(ctx.get_cparams().causal_attn);
+    if (base && base->subkv_hook) {
+        base->subkv_hook->set_causal(ctx.get_cparams().causal_attn);
     }
     if (!is_coded) {
         return inner->init_batch(balloc, n_ubatch, embd_all);
     }
+    const auto & tokens = balloc.get_batch();
+    for (int32_t i = 0; i < tokens.n_tokens && !noted.empty(); ++i) {
+        for (int32_t j = 0; j < tokens.n_seq_id[i]; ++j) {
+            if (const auto why = refusal(tokens.seq_id[i][j], "decode"); !why.empty()) {
+                llama_subkv_log(why);
+                return std::make_unique<llama_kv_cache_context>(LLAMA_MEMORY_STATUS_FAILED_COMPUTE);
+            }
+        }
+    }
     auto failed = std::make_unique<llama_kv_cache_context>(LLAMA_MEMORY_STATUS_FAILED_PREPARE);
-    if (recurrent && !in_step(base, *recurrent, balloc.get_batch())) {
+    if (recurrent && !in_step(*base, *recurrent, tokens)) {
         return failed;
     }
     // While llama.cpp searches for slots of several ubatches in the sliding half, a later one can remove cells of the
     // window of an earlier one for good.
     const uint32_t n_tokens = balloc.get_n_tokens();
-    const bool     several  = n_tokens > n_ubatch || (n_tokens > 1 && (base.n_stream > 1 || embd_all));
+    const bool     several  = n_tokens > n_ubatch || (n_tokens > 1 && (base->n_stream > 1 || embd_all));
     const auto     cells    = parts.swa && several ? parts.swa->v_cells : llama_kv_cells_vec();
     auto           batch    = inner->init_batch(balloc, n_ubatch, embd_all);
     if (parts.swa && several) {
@@ -239,7 +406,7 @@ llama_memory_context_ptr llama_subkv::memory::init_batch(llama_batch_allocr & ba
         return batch;
     }
     const auto found = caches_of(batch.get());
-    const bool can   = ready(base, found.base->ubatches) && (!found.index || same_slots(*found.base, *found.index));
+    const bool can   = ready(*base, found.base->ubatches) && (!found.index || same_slots(*found.base, *found.index));
     return can ? std::move(batch) : std::move(failed);
 }
 
@@ -295,7 +462,7 @@ llama_memory_context_ptr llama_subkv::memory::init_update(llama_context * lctx, 
 }
 
 bool llama_subkv::memory::get_can_shift() const {
-    return (!is_coded || can_shift(base)) && inner->get_can_shift();
+    return (!is_coded || can_shift(*base)) && inner->get_can_shift();
 }
 
 void llama_subkv::memory::clear(bool data) {
@@ -303,53 +470,131 @@ void llama_subkv::memory::clear(bool data) {
         hook->clear();
     }
     inner->clear(data);
+    noted.clear();
+}
+
+bool llama_subkv::memory::can_remove(llama_seq_id seq, llama_pos p0, llama_pos & p1) const {
+    if (!is_coded || (seq >= 0 && !is_known(seq))) {
+        return true;
+    }
+    const auto [first, last] = positions(p0, p1);
+    return (!recurrent || may_remove(*base, *recurrent, seq, p0, p1)) &&
+           (!parts.swa || may_remove(*base, *parts.swa, seq, p0, p1)) &&
+           base->subkv_hook->can_remove(seq, first, last, reader(*base));
 }
 
 bool llama_subkv::memory::seq_rm(llama_seq_id seq, llama_pos p0, llama_pos p1) {
-    if (is_coded && (seq < 0 || is_known(seq))) {
-        if ((recurrent && !may_remove(base, *recurrent, seq, p0, p1)) ||
-            (parts.swa && !may_remove(base, *parts.swa, seq, p0, p1)) || !llama_subkv::seq_rm(base, seq, p0, p1)) {
-            return false;
+    const auto [first, last] = positions(p0, p1);
+    std::vector<llama_seq_id> gaps; // sequences with positions behind the removed ones
+    bool                      open = true;
+    for (llama_seq_id s = 0; s < (llama_seq_id) ctx.n_seq_max(); ++s) {
+        if ((seq < 0 || s == seq) && last <= inner->seq_pos_max(s)) {
+            open = false;
+            if (first < last && inner->seq_pos_min(s) < last) {
+                gaps.push_back(s);
+            }
         }
     }
-    return inner->seq_rm(seq, p0, p1);
+    if (!can_remove(seq, p0, p1) ||
+        (is_coded && (seq < 0 || is_known(seq)) && !llama_subkv::seq_rm(*base, seq, p0, p1)) ||
+        !inner->seq_rm(seq, p0, p1)) {
+        return false;
+    }
+    for (const llama_seq_id s : gaps) {
+        note_moved(s, first);
+    }
+    forget_removed(seq, first, open);
+    return true;
 }
 
 void llama_subkv::memory::seq_cp(llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) {
+    const auto [first, last] = positions(p0, p1);
+    const bool apart         = base && base->n_stream > 1; // llama.cpp then copies everything
     if (is_known(src) && is_known(dst)) {
-        if ((recurrent && !may_copy(base, *recurrent, src, dst)) ||
-            (parts.swa && !may_copy(base, *parts.swa, src, dst, p0, p1)) ||
-            !llama_subkv::seq_cp(base, src, dst, p0, p1)) {
+        if ((recurrent && !may_copy(*base, *recurrent, src, dst)) ||
+            (parts.swa && !may_copy(*base, *parts.swa, src, dst, p0, p1)) ||
+            !llama_subkv::seq_cp(*base, src, dst, p0, p1)) {
+            note_refused(dst, apart ? 0 : first);
             return;
         }
     }
+    const bool empty = apart || inner->seq_pos_max(dst) < 0;
     inner->seq_cp(src, dst, p0, p1);
+    if (src == dst) {
+        return;
+    }
+    const auto of_src = noted.count(src) ? noted[src] : notes();
+    if (empty) {
+        noted[dst] = of_src;
+    } else { // its own positions may be in front of the copied ones, and behind them
+        note_moved(dst, std::min(first, of_src.text.moved));
+        noted[dst].refused      = std::min(noted[dst].refused, of_src.refused);
+        noted[dst].text.unknown = std::min(noted[dst].text.unknown, of_src.text.unknown);
+    }
+    if (empty && first > 0 && !apart) {
+        note_moved(dst, first);
+    }
+    forget_removed(dst, NO_POSITION, false);
 }
 
 void llama_subkv::memory::seq_keep(llama_seq_id seq) {
     if (is_known(seq)) {
         // llama.cpp keeps the cells of sequences in other streams and the snapshot that a removed tail selected, but not
         // their recurrent state
-        for (llama_seq_id other = 0; recurrent && other < (llama_seq_id) base.n_seq_max; ++other) {
+        for (llama_seq_id other = 0; recurrent && other < (llama_seq_id) base->n_seq_max; ++other) {
             if (other != seq) {
                 seq_rm(other, -1, -1);
             }
         }
-        base.subkv_hook->keep(seq, reader(base));
+        base->subkv_hook->keep(seq, reader(*base));
     }
     inner->seq_keep(seq);
+    for (llama_seq_id other = 0; other < (llama_seq_id) ctx.n_seq_max(); ++other) {
+        if (other != seq && inner->seq_pos_max(other) < 0) {
+            noted.erase(other);
+        }
+    }
 }
 
 void llama_subkv::memory::seq_add(llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift) {
-    if (!is_known(seq) || shift == 0 || llama_subkv::seq_add(base, seq, p0, p1, shift)) {
+    const auto [first, last] = positions(p0, p1);
+    if (shift == 0 || first >= last) {
         inner->seq_add(seq, p0, p1, shift);
+        return;
     }
+    const auto from    = (llama_pos) std::max<int64_t>(0, std::min<int64_t>(first, (int64_t) first + shift));
+    const auto refused = noted.count(seq) ? noted[seq].refused : NO_POSITION;
+    if (is_known(seq) && refused != NO_POSITION && refused < last) {
+        noted[seq].refused = std::min(noted[seq].refused, from); // it means positions that the sequence does not have
+        return;
+    }
+    if (is_known(seq) && !llama_subkv::seq_add(ctx, parts, seq, p0, p1, shift)) {
+        note_refused(seq, from);
+        return;
+    }
+    for (const llama_seq_id other : is_coded ? std::set<llama_seq_id>() : sharing(seq, first, last)) {
+        note_moved(other, from); // llama.cpp moves a shared cell in all of its sequences
+    }
+    inner->seq_add(seq, p0, p1, shift);
+    note_moved(seq, from);
+    forget_removed(-1, NO_POSITION, false);
 }
 
 void llama_subkv::memory::seq_div(llama_seq_id seq, llama_pos p0, llama_pos p1, int d) {
-    if (!is_known(seq) || d == 1 || llama_subkv::seq_div(base)) {
-        inner->seq_div(seq, p0, p1, d);
+    const auto [first, last] = positions(p0, p1);
+    if (is_known(seq) && d != 1 && first < last) {
+        llama_subkv::seq_div(*base);
+        note_refused(seq, first);
+        return;
     }
+    inner->seq_div(seq, p0, p1, d);
+    if (d != 1) {
+        note_moved(seq, first);
+        for (const llama_seq_id other : sharing(seq, 0, NO_POSITION)) {
+            note_moved(other, first);
+        }
+    }
+    forget_removed(-1, NO_POSITION, false);
 }
 
 std::map<ggml_backend_buffer_type_t, size_t> llama_subkv::memory::memory_breakdown() const {
@@ -367,11 +612,27 @@ void llama_subkv::memory::state_write(llama_io_write_i & io, llama_seq_id seq, l
         inner->state_write(io, seq, flags);
         return;
     }
+    for (llama_seq_id s = std::max(seq, 0); s < (seq < 0 ? (llama_seq_id) base->n_seq_max : seq + 1); ++s) {
+        if (const auto why = refusal(s, "state"); !why.empty()) {
+            throw std::runtime_error(why);
+        }
+    }
     apply_deferred(ctx);
     llama_subkv::state_write(*inner, io, seq, flags);
 }
 
 void llama_subkv::memory::state_read(llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags) {
+    // nobody vouches for the text of a state; a partial one has no rows of it
+    for (llama_seq_id s = std::max(seq, 0); s < (seq < 0 ? (llama_seq_id) ctx.n_seq_max() : seq + 1); ++s) {
+        if (!(flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)) {
+            noted[s] = { NO_POSITION, { NO_POSITION, 0 } };
+        }
+    }
+    const struct guard { // of sequences that are empty afterwards
+        ~guard() { of.forget_removed(-1, NO_POSITION, false); }
+        memory & of;
+    } forgets{ *this };
+
     if (!is_coded) {
         inner->state_read(io, seq, flags);
         return;
@@ -379,7 +640,7 @@ void llama_subkv::memory::state_read(llama_io_read_i & io, llama_seq_id seq, lla
     apply_deferred(ctx);
 #ifdef HAS_HYBRID_IDX
     if (auto * indexed = dynamic_cast<llama_memory_hybrid_idx *>(inner.get())) {
-        for (llama_seq_id s = 0; s < (llama_seq_id) base.n_seq_max; ++s) {
+        for (llama_seq_id s = 0; s < (llama_seq_id) base->n_seq_max; ++s) {
             indexed->seq_rm(s, 0, 0); // removes nothing; llama.cpp then computes the pooled keys again
         }
     }

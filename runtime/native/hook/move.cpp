@@ -73,15 +73,6 @@ struct llama_subkv::mover {
         }
     }
 
-    // Calls use(first cell, index of it, number) for runs of adjacent cells.
-    template <typename F> static void each_run(const std::vector<uint32_t> & cells, F use) {
-        for (size_t i = 0, end = 0; i < cells.size(); i = end) {
-            for (end = i + 1; end < cells.size() && cells[end] == cells[end - 1] + 1; ++end) {
-            }
-            use(cells[i], i, (int64_t) (end - i));
-        }
-    }
-
     std::unique_ptr<llama_subkv_run> of_sequence(llama_seq_id seq, llama_pos first, llama_pos n) const {
         demand_sequence(seq);
         demand_positions(first, n);
@@ -96,11 +87,7 @@ struct llama_subkv::mover {
             rows->tokens.push_back(token_of(kv.v_cells[stream].ext_get(cells.back())));
         }
         each_side(stream, [&](ggml_tensor * t, int32_t il, bool value) {
-            std::vector<uint8_t> data((size_t) n * t->nb[1]);
-            each_run(cells, [&](uint32_t cell, size_t at, int64_t count) {
-                coded.get(t, cell * t->nb[1], (size_t) count * t->nb[1], data.data() + at * t->nb[1]);
-            });
-            rows->sides.push_back({ il, value, t->nb[1], std::move(data) });
+            rows->sides.push_back({ il, value, t->nb[1], coded.get(t, cells) });
         });
         return rows;
     }
@@ -191,9 +178,7 @@ private:
         auto side = rows.sides.begin();
         each_side(stream, [&](ggml_tensor * t, int32_t il, bool value) {
             GGML_ASSERT(side->il == il && side->value == value && side->row == t->nb[1]);
-            each_run(cells, [&](uint32_t cell, size_t at, int64_t n) {
-                coded.set(t, cell * side->row, (size_t) n * side->row, side->data.data() + at * side->row);
-            });
+            coded.set(t, cells, side->data);
             ++side;
         });
     }
@@ -302,6 +287,9 @@ void llama_subkv_run_free(llama_subkv_run * rows) {
 bool llama_subkv_append(llama_context * ctx, int32_t seq, int32_t pos, const llama_subkv_run * rows) {
     return logged(false, [&] {
         llama_subkv::mover(*ctx).append(seq, pos, *rows);
+        auto text  = llama_subkv::text_of(*ctx, seq);
+        text.moved = std::min(text.moved, pos);
+        llama_subkv::note_text(*ctx, seq, text);
         return true;
     });
 }

@@ -1,4 +1,5 @@
 // shift.cpp: shifts of coded cells' positions (llama-subkv.h). Part of libllama.
+#include "llama-subkv-body.h"
 #include "llama-subkv-cells.h"
 
 #include "llama-context.h"
@@ -8,13 +9,17 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <new>
 #include <set>
+#include <vector>
 
 bool llama_subkv::can_shift(const llama_kv_cache & kv) {
     return !llm_arch_is_hybrid(kv.model.arch) && kv.subkv_hook->facts().shifts;
 }
 
-bool llama_subkv::seq_add(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos shift) {
+bool llama_subkv::seq_add(llama_context & ctx, const caches & parts, llama_seq_id seq, llama_pos p0, llama_pos p1,
+                          llama_pos shift) {
+    const auto & kv = *parts.base;
     if (llm_arch_is_hybrid(kv.model.arch)) {
         return kv.subkv_hook->report(
             "seq_add: positions of a model that keeps recurrent state beside its cells cannot be "
@@ -26,7 +31,83 @@ bool llama_subkv::seq_add(llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, l
             "again with new positions");
     }
     const auto [first, last] = positions(p0, p1);
-    return kv.subkv_hook->shift(seq, first, last, shift, reader(kv));
+    return kv.subkv_hook->can_shift(seq, first, last, shift, reader(kv)) && unshare(ctx, parts, seq, first, last) &&
+           kv.subkv_hook->shift(seq, first, last, shift, reader(kv));
+}
+
+bool llama_subkv::unshare(llama_context & ctx, const caches & parts, llama_seq_id seq, llama_pos first,
+                          llama_pos last) {
+    const auto & hook = *parts.base->subkv_hook;
+    try {
+        std::vector<uint32_t> of_tokens; // the cells of the full-attention half, where an indexer has its keys
+        for (llama_kv_cache * kv : { parts.base, parts.index, parts.swa }) {
+            if (!kv) {
+                continue;
+            }
+            const uint32_t        stream = kv->seq_to_stream[seq];
+            auto &                cells  = kv->v_cells[stream];
+            std::vector<uint32_t> from, to;
+            const auto &          own = cells_of(cells, seq);
+            for (auto it = own.lower_bound({ first, 0 }); it != own.end() && it->first < last; ++it) {
+                if (cells.seq_count(it->second) > 1) {
+                    from.push_back(it->second);
+                }
+            }
+            for (uint32_t i = 0; i < cells.size() && to.size() < from.size(); ++i) {
+                if (cells.is_empty(i)) {
+                    to.push_back(i);
+                }
+            }
+            if (kv == parts.index) {
+                to = of_tokens;
+            }
+            if (from.empty()) {
+                continue;
+            }
+            if (to.size() < from.size()) {
+                return hook.report(format("seq_add: %zu free cells expected for those that sequence %d shares with "
+                                          "others from position %d on, %zu found; remove another sequence, or remove "
+                                          "these positions and decode them again",
+                                          from.size(), seq, std::max(first, own.begin()->first), to.size()));
+            }
+            ctx.synchronize();
+            const tiles coded(*kv);
+            for (const auto & layer : kv->layers) {
+                if (auto * k = layer.k_stream[stream]) {
+                    coded.set(k, to, coded.get(k, from));
+                }
+                auto * v = layer.v_stream[stream];
+                if (v && !kv->v_trans) {
+                    coded.set(v, to, coded.get(v, from));
+                }
+                const size_t         size = v && kv->v_trans ? ggml_type_size(v->type) : 0; // of an element
+                std::vector<uint8_t> column(size * cells.size());                           // all cells
+                for (size_t at = 0; size > 0 && at < ggml_nbytes(v); at += column.size()) {
+                    ggml_backend_tensor_get(v, column.data(), at, column.size());
+                    for (size_t i = 0; i < from.size(); ++i) {
+                        std::copy_n(column.data() + from[i] * size, size, column.data() + to[i] * size);
+                    }
+                    ggml_backend_tensor_set(v, column.data(), at, column.size());
+                }
+            }
+            for (size_t i = 0; i < from.size(); ++i) {
+                const auto pos = cells.pos_get(from[i]), by = cells.get_shift(from[i]);
+                const auto ext = cells.ext_get(from[i]);
+                cells.seq_rm(from[i], seq);
+                cells.pos_set(to[i], pos - by);
+                cells.ext_set(to[i], ext);
+                cells.seq_add(to[i], seq);
+                if (by != 0) {
+                    cells.pos_add(to[i], by); // llama.cpp rotates its key
+                }
+            }
+            of_tokens = kv == parts.base ? to : of_tokens;
+        }
+    } catch (const std::bad_alloc &) {
+        return hook.report("seq_add: memory for a copy of shared cells expected, too little found; remove these "
+                           "positions and decode them again");
+    }
+    return true;
 }
 
 bool llama_subkv::rotation_pending(const llama_kv_cache & kv) {

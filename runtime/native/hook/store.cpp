@@ -119,6 +119,7 @@ struct process_store {
 
     // used only by the thread that drives the contexts
     std::map<int32_t, std::vector<int32_t>> stored; // tokens of a sequence when it was last stored or restored
+    std::set<const subkv_store_found *>     moved;  // prompts that were read and may have moved rows
     double                                  pace = PACE;
     double                                  paid = 0; // evaluation time that earlier copies have used up
     double                                  wake = 0; // on the clock of now(); 0: there is nothing to store
@@ -155,9 +156,8 @@ void open_store(process_store & to, const char * folder) {
 // Never closed: a thread that waits for a disk may outlive all other objects.
 process_store & the_store() {
     static process_store * store = [] {
-        auto *       opened = new process_store;
-        const char * folder = std::getenv("SUBKV_STORE");
-        if (folder && *folder) {
+        auto * opened = new process_store;
+        if (const char * folder = subkv::prompt_folder()) {
             open_store(*opened, folder);
         }
         return opened;
@@ -178,11 +178,11 @@ std::string content_of(process_store & store, const llama_model & model, double 
     return content;
 }
 
-// false: prompts of these contexts are not stored. moves: prompts may have moved rows; a server without this option does
-// not read them.
-bool identity_of(process_store & store, const llama_context * ctx, const llama_context * draft, bool moves,
+// false: prompts of these contexts are not stored. moved: of prompts with moved rows; a server without SUBKV_STORE_MOVED
+// does not read them.
+bool identity_of(process_store & store, const llama_context * ctx, const llama_context * draft, bool moved,
                  subkv::StoreIdentity & identity) {
-    std::string text = moves ? "moved\n" : "";
+    std::string text = moved ? "moved\n" : "";
     for (const auto * one : { ctx, draft }) {
         if (!one) {
             continue;
@@ -198,6 +198,15 @@ bool identity_of(process_store & store, const llama_context * ctx, const llama_c
     }
     identity = store.calls->digest(text);
     return true;
+}
+
+// The identity of a sequence's prompt. false: it is not stored.
+bool identity_of_sequence(process_store & store, const llama_context * ctx, const llama_context * draft,
+                          llama_seq_id seq, subkv::StoreIdentity & identity) {
+    const auto text  = llama_subkv_text_of(ctx, draft, seq);
+    const bool moved = text.moved != llama_subkv::NO_POSITION;
+    return text.unknown == llama_subkv::NO_POSITION && (!moved || llama_subkv_moves(ctx, draft, false)) &&
+           identity_of(store, ctx, draft, moved, identity);
 }
 
 // true: a sequence consists of exactly n tokens, also in a draft model's context.
@@ -258,14 +267,30 @@ int64_t llama_subkv_store_removable(const llama_context * ctx) {
     return llama_subkv::n_removable(*ctx);
 }
 
+llama_subkv_text llama_subkv_text_of(const llama_context * ctx, const llama_context * draft, int32_t seq) {
+    auto text = llama_subkv::text_of(*ctx, seq);
+    if (draft) {
+        const auto other = llama_subkv::text_of(*draft, seq);
+        text             = { std::min(text.moved, other.moved), std::min(text.unknown, other.unknown) };
+    }
+    return text;
+}
+
+void llama_subkv_text_set(llama_context * ctx, llama_context * draft, int32_t seq, llama_subkv_text text) {
+    for (auto * one : { ctx, draft }) {
+        if (one) {
+            llama_subkv::note_text(*one, seq, text);
+        }
+    }
+}
+
 void llama_subkv_store_put(llama_context * ctx, llama_context * draft, int32_t seq, subkv_store_prompt prompt,
                            bool at_end) {
     auto &                     store = the_store();
     const std::vector<int32_t> tokens(prompt.tokens, prompt.tokens + prompt.n_tokens);
     subkv::StoreIdentity       identity;
     if (!store.store || prompt.n_tokens < LEAST_TOKENS || (!at_end && stored(store, seq) == tokens) ||
-        !holds(ctx, draft, seq, prompt.n_tokens) ||
-        !identity_of(store, ctx, draft, llama_subkv_moves(ctx, draft, false), identity)) {
+        !holds(ctx, draft, seq, prompt.n_tokens) || !identity_of_sequence(store, ctx, draft, seq, identity)) {
         return;
     }
     prompt.n_removable = llama_subkv::n_removable(*ctx);
@@ -295,8 +320,7 @@ double llama_subkv_store_wait(llama_context * ctx, llama_context * draft, int32_
     const auto &         last = stored(store, seq);
     const auto           n    = (size_t) n_tokens;
     if (!store.store || n_tokens < LEAST_TOKENS || (last.size() == n && std::equal(tokens, tokens + n, last.data())) ||
-        !holds(ctx, draft, seq, n_tokens) ||
-        !identity_of(store, ctx, draft, llama_subkv_moves(ctx, draft, false), identity)) {
+        !holds(ctx, draft, seq, n_tokens) || !identity_of_sequence(store, ctx, draft, seq, identity)) {
         return -1;
     }
     uint64_t n_bytes = 0;
@@ -334,16 +358,20 @@ subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * d
     subkv_store_query   query = { tokens, n_tokens,    n_held, n_max, llama_subkv::n_removable(*ctx),
                                   per,    GET_SECONDS, n_moved };
     subkv_store_found * best  = nullptr;
-    for (const bool moves : { false, true }) { // prompts of servers without SUBKV_STORE_MOVED; with it
+    for (const bool moved : { false, true }) { // evaluated prompts; those with moved rows
         subkv::StoreIdentity identity;
-        if ((moves && !llama_subkv_moves(ctx, draft, false)) || !identity_of(store, ctx, draft, moves, identity)) {
+        if ((moved && !llama_subkv_moves(ctx, draft, false)) || !identity_of(store, ctx, draft, moved, identity)) {
             break;
         }
         auto * found = store.calls->get(store.store, identity.data(), &query);
         if (found) {
             const int64_t n = store.calls->found_reach(found);
             store.calls->found_free(store.store, best, false);
-            best                                         = found;
+            store.moved.erase(best);
+            best = found;
+            if (moved) {
+                store.moved.insert(found);
+            }
             (n_moved < 0 ? query.n_held : query.n_moved) = n_moved < 0 ? n : n - n_held;
         }
     }
@@ -352,6 +380,12 @@ subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * d
 
 const subkv_store_prompt * llama_subkv_store_prompt(const subkv_store_found * found) {
     return the_store().calls->found_prompt(found);
+}
+
+llama_subkv_text llama_subkv_store_text(const subkv_store_found * found) {
+    llama_subkv_text text;
+    text.moved = the_store().moved.count(found) ? 0 : text.moved;
+    return text;
 }
 
 void llama_subkv_store_free(subkv_store_found * found, int32_t seq, bool restored) {
@@ -363,6 +397,7 @@ void llama_subkv_store_free(subkv_store_found * found, int32_t seq, bool restore
         const std::string why = store.library->last_error(); // "": llama.cpp has logged it
         llama_subkv_log("SUBKV_STORE: the cache rejects a stored prompt" + (why.empty() ? why : ": " + why));
     }
+    store.moved.erase(found);
     store.calls->found_free(store.store, found, !restored);
 }
 
