@@ -35,7 +35,8 @@ from tests of tiny models with random weights.
 | sequences | two sequences run in one batch, with separate and with shared cells; one is copied |
 
 *as f16*: an f16 cache of the pinned llama.cpp also refuses this guarantee, or fails. Where *some
-layers* are coded, the others (sliding windows, recurrent layers) keep their ordinary caches.
+layers* are coded, the others keep ordinary caches: sliding windows in q8_0
+([limits.md](limits.md#models)), recurrent layers their state.
 
 DeepSeek-V2, V2-Lite, V3 and R1, Kimi-K2 and GLM-4.7-Flash are `deepseek2` in llama.cpp; Ling 3.0 is
 `bailingmoe3`.

@@ -14,6 +14,7 @@ import tiny
 from gguf import GGUFReader
 from servers import Server, wait_until
 
+from subkv.engine.llama import Llama
 from subkv.native.binding import native
 
 Serve = Callable[..., Any]
@@ -24,7 +25,10 @@ ELEMENTS = 2 * 2 * 2 * 32  # of a token of the tiny llama: layers, keys and valu
 
 def usage(server: Server) -> dict[str, Any]:
     reported: dict[str, Any] = server.request("GET", "/props")["kv_cache"]
-    assert set(reported) == {"type", "bits", "bytes", "bytes_f16", "times_smaller", "n_cells", "n_zero_rows", "kernel"}
+    assert set(reported) == {
+        *("type", "bits", "bytes", "bytes_f16", "times_smaller", "n_cells", "n_zero_rows", "kernel"),
+        *("layers", "sliding_window"),
+    }
     return reported
 
 
@@ -40,8 +44,8 @@ def metrics(server: Server) -> dict[str, float]:
     return values
 
 
-def test_a_coded_cache(serve: Serve) -> None:
-    """Equals the library's line in the log, including the exact window."""
+def test_a_coded_cache(serve: Serve, model: Path) -> None:
+    """Equals the library's line in the log and the sizes of Llama, including the exact window and the bases."""
     with serve("-c", N_CELLS, "-np", 1, "--metrics") as server:
         logged = re.search(r"coded K/V cache, ([\d.]+) bits per element, ([\d.]+) MiB", server.log)
         assert logged
@@ -53,7 +57,11 @@ def test_a_coded_cache(serve: Serve) -> None:
         )
         assert reported["bytes_f16"] == 2 * ELEMENTS * N_CELLS
         assert reported["bits"] == pytest.approx(float(logged[1]), abs=0.01)
-        assert reported["bits"] == pytest.approx(8 * reported["bytes"] / ELEMENTS / N_CELLS)
+        with Llama(model, kv_cache="subkv", n_ctx=N_CELLS, verbose=False) as llm:
+            stats = llm.kv_stats()
+        assert reported["bytes"] == stats.bytes_all == stats.bytes_kv + stats.bytes_bases > stats.bytes_kv
+        assert reported["bits"] == pytest.approx(8 * stats.bytes_kv / ELEMENTS / N_CELLS)
+        assert (reported["layers"], reported["sliding_window"]) == ({"coded": 2, "sliding": 0, "other": 0}, None)
         assert reported["bytes"] / MIB == pytest.approx(float(logged[2]), abs=0.06)
         assert metrics(server) == {
             "kv_bytes": reported["bytes"],
@@ -104,6 +112,8 @@ def test_ordinary_caches(serve: Serve, arguments: list[str], type_: str, bits: f
             "n_cells": N_CELLS,
             "n_zero_rows": 0,
             "kernel": None,
+            "layers": {"coded": 0, "sliding": 0, "other": 2},
+            "sliding_window": None,
         }
         assert metrics(server) == {
             "kv_bytes": n_bytes,
@@ -122,6 +132,9 @@ def test_two_kinds_of_layers(serve: Serve, arch: str, tmp_path: Path) -> None:
         reported = usage(server)
         assert (reported["type"], reported["bits"], reported["n_cells"]) == ("f16", 16, N_CELLS)
         assert reported["bytes"] == reported["bytes_f16"]
+        layers = {"coded": 0, "sliding": 2, "other": 2} if arch == "gemma2" else {"coded": 0, "sliding": 0, "other": 2}
+        assert reported["layers"] == layers
+        assert reported["sliding_window"] == (16 if arch == "gemma2" else None)
         assert reported["bytes"] / MIB == pytest.approx(
             sum(float(k) + float(v) for k, v in sizes), abs=0.012 * len(sizes)
         )
@@ -138,6 +151,8 @@ def test_no_cache(serve: Serve, arch: str, tmp_path: Path) -> None:
             **nothing,
             "times_smaller": {"f16": None, "q8_0": None},
             "kernel": None,
+            "layers": {"coded": 0, "sliding": 0, "other": 0},
+            "sliding_window": None,
         }
         assert set(metrics(server).values()) == {0}
 

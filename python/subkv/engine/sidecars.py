@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from subkv.base.errors import CacheError, SubkvError, concerning, system_reason
+from subkv.base.folders import PLUGIN_ONLY
 from subkv.format import store
 from subkv.format.metadata import read
 from subkv.native.bases import EMBEDDED, NAMED, NONE, WEIGHTS, FoundBases, find_bases, model_content, stored_path
+from subkv.native.gguf import Gguf
 from subkv.native.library import BUDGET
 
 
@@ -143,11 +145,22 @@ def _store(model: Path) -> str:
         return error.reason
 
 
+def _sliding_layers(model: Path) -> frozenset[int]:
+    """Layers that stay ordinary. With the plug-in alone they are unknown, and their bases are not used."""
+    with Gguf(model, split=False) as file:
+        slides = file.get(f"{file.get('general.architecture')}.attention.sliding_window")
+    if PLUGIN_ONLY or not slides:
+        return frozenset()
+    from subkv.engine.sliding import sliding_layers  # our libllama, which package subkv-plugin does not have
+
+    return sliding_layers(model)
+
+
 def _derive(model: Path, path: Path) -> None:
     from subkv.plan import datafree  # the engine's only call of the planner (see pyproject.toml)
 
     try:
-        datafree.sidecar(model, path)
+        datafree.sidecar(model, path, sliding=_sliding_layers(model))
     except SubkvError as error:
         if isinstance(error, CacheError) or error.key == "output":  # a model that cannot have bases; the file
             raise

@@ -58,6 +58,7 @@ def identity(llm: Any, choice: CacheChoice, stats: KVStats) -> dict[str, Any]:
         **{name: getattr(stats, name) for name in _STATS},
         **{name: getattr(params, name) for name in _PARAMETERS},
         "indexer": os.environ.get("SUBKV_INDEXER") or "f16",
+        "sliding": os.environ.get("SUBKV_SLIDING") or "q8_0",
         "long_rope": bool(trained) and n_ctx > int(trained),  # some models rotate long contexts differently
         "versions": [__version__, llama_cpp.__version__],
     }

@@ -9,7 +9,7 @@ quality. The entries of a row of E or D have equal magnitude or are 0, so both m
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -117,10 +117,11 @@ def check_budget(base: Base, options: Options) -> None:
 
 
 @one_blas_thread()  # the pool's threads compute, each with small matrices
-def plan(base: Base, options: Options) -> Result:
+def plan(base: Base, options: Options, sliding: Collection[int] = ()) -> Result:
     """Layout and bases from the weights. options: those of UNCALIBRATED; default kv_bits: KV_BITS at largest_context().
 
-    Raises SubkvError for an option that needs a calibration, an impossible budget, or an unsupported model.
+    sliding: layers that need none, unless all are. Raises SubkvError for an option that needs a calibration, an
+    impossible budget, or an unsupported model.
     """
     for field in fields(Options):
         if field.name not in UNCALIBRATED and getattr(options, field.name) != field.default:
@@ -130,7 +131,8 @@ def plan(base: Base, options: Options) -> Result:
     kv_bits = KV_BITS if options.kv_bits is None else options.kv_bits
     is_latent = mla.is_latent(base)
     window = options.window.with_defaults(recent_bits=recent_bits(replace(options, kv_bits=kv_bits), is_latent))
-    layers = shapes(base)
+    every = shapes(base)
+    layers = tuple(shape for shape in every if shape.il not in sliding) or every
     context = largest_context(base) if options.kv_bits is None else default_context(base)
     overhead = budget.Overhead(options.bpe_context or context, window)
     if is_latent:
@@ -140,7 +142,7 @@ def plan(base: Base, options: Options) -> Result:
         plans = None if options.plans == () else metadata.Plans(kv_bits, (), {})
         return Result(coded, settings, account, {"formula": len(coded)}, plans=plans)
     with ThreadPoolExecutor(default_threads()) as pool:
-        weights = Weights(base, layers, CALIBRATED_CONTEXT, pool.map)
+        weights = Weights(base, every, CALIBRATED_CONTEXT, pool.map)
         estimates = list(pool.map(weights.energies, layers))
     centred = options.center_k and window.n_sink > 0
     keys = [_keys(shape, energies, centred) for shape, energies in zip(layers, estimates, strict=True)]
@@ -219,10 +221,10 @@ def _shared_evenly(d: int) -> SharedMatrix:
     return replace(shared_matrix(spreading(d)), mixed=True)
 
 
-def sidecar(model: Path, output: Path, options: Options | None = None) -> Result:
-    """Write a sidecar with bases from the weights, atomically. Raises SubkvError as plan()."""
+def sidecar(model: Path, output: Path, options: Options | None = None, sliding: Collection[int] = ()) -> Result:
+    """Write a sidecar with bases from the weights, atomically. sliding: as in plan(). Raises SubkvError as plan()."""
     with Gguf(model) as base:
-        result = plan(base, options or Options(plans=None))
+        result = plan(base, options or Options(plans=None), sliding)
         write_sidecar(base, output, keys(base, result))
     return result
 

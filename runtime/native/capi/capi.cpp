@@ -53,10 +53,10 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
 
 } // namespace
 
-const Cache * subkv::cache_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded) {
+const Cache * subkv::cache_of(llama_context * ctx, RowSizes * sizes) {
     not_null(ctx, "context");
     const LlamaCalls * llama = llama_calls(); // without one, no context has asked for a cache
-    const auto * cache = llama ? static_cast<const Cache *>(llama->cache_of(ctx, bytes_stock, bytes_coded)) : nullptr;
+    const auto *       cache = llama ? static_cast<const Cache *>(llama->cache_of(ctx, sizes)) : nullptr;
     return cache && cache->facts().coded ? cache : nullptr;
 }
 
@@ -106,13 +106,12 @@ extern "C" bool subkv_observe(subkv_observer * obs) {
 
 extern "C" bool subkv_get_stats(llama_context * ctx, subkv_stats * out) {
     return guarded("context", [&] {
-        size_t        stock = 0;
-        size_t        coded = 0;
-        const Cache * cache = cache_of(ctx, &stock, &coded);
+        RowSizes      rows;
+        const Cache * cache = cache_of(ctx, &rows);
         if (!cache) {
             fail("context: a coefficient cache expected, an ordinary one found");
         }
-        cache->stats(coded, stock, not_null(out, "subkv_get_stats: out"));
+        cache->stats(rows, not_null(out, "subkv_get_stats: out"));
     });
 }
 

@@ -14,7 +14,7 @@ const LlamaCalls * llama_calls();
 StoreCalls store_calls();
 
 // The coefficient cache of a context; nullptr: none. Sizes as in LlamaCalls::cache_of.
-const Cache * cache_of(llama_context * ctx, size_t * bytes_stock = nullptr, size_t * bytes_coded = nullptr);
+const Cache * cache_of(llama_context * ctx, RowSizes * sizes = nullptr);
 
 // Throws Invalid if no kernels can run.
 const Ops & usable_ops();

@@ -169,9 +169,9 @@ SUBKV_API void subkv_attach_ordinary(void);
 typedef struct subkv_stats {
     uint64_t bytes_codes;     // coefficient rows as allocated, K and V
     uint64_t bytes_window;    // exact window as allocated
-    uint64_t bytes_stock;     // K/V of layers that stay ordinary (sliding-window layers)
+    uint64_t bytes_stock;     // K/V of layers that stay ordinary (sliding-window layers), an indexer's keys
     uint64_t bytes_kv;        // all memory of the cache: codes, window, adapted bases, ordinary layers
-    uint64_t bytes_f16;       // size of an f16 cache of the same context
+    uint64_t bytes_f16;       // size of an f16 cache of the same context, all layers
     uint64_t bytes_bases;     // bases in memory: E, D, and the means of keys
     uint64_t bytes_per_token; // coefficient-row bytes of one cell, all coded layers
     uint64_t n_zero_rows;     // rows of a head, K or V, that are not finite: attention to them is NaN
@@ -180,8 +180,11 @@ typedef struct subkv_stats {
     uint64_t window_kinds;    // equal when two windows store their exact rows in the same formats (halves or integers)
     uint64_t bases_kind;      // equal when two caches have bases of the same options: static ones, or adaptive ones
     uint32_t n_layer_coded;
-    uint32_t n_layer_device; // of these, on a GPU
-    uint32_t n_cells;        // cells per stream
+    uint32_t n_layer_device;  // of these, on a GPU
+    uint32_t n_layer_sliding; // with a sliding window: ordinary
+    uint32_t n_layer_other;   // ordinary for other reasons
+    uint32_t n_swa;           // tokens of the window of sliding layers; 0: they hold all cells (swa_full)
+    uint32_t n_cells;         // cells per stream
     uint32_t n_stream;
     int32_t  n_sink;
     int32_t  n_recent;

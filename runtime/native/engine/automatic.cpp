@@ -26,6 +26,10 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(__GLIBC__)
+#    include <malloc.h>
+#endif
+
 namespace subkv {
 
 namespace {
@@ -78,14 +82,6 @@ private:
 
 Owners owners;
 
-void report(const CacheDesc & desc, const Cache & cache, const std::string & words) {
-    size_t rows = 0;
-    for (const auto & layer : desc.layers) {
-        rows += cache.facts().row_bytes(layer.il, false) + cache.facts().row_bytes(layer.il, true);
-    }
-    log_line(cache_line(cache, rows * desc.n_cells * desc.n_stream, 0, cache.n_seq()) + words);
-}
-
 // Logs once per process that nothing protects the bases of an old file.
 void note_version(const Layout & layout, const CacheDesc & desc, const std::string & file) {
     static std::atomic<bool> noted{ false };
@@ -136,7 +132,7 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
         owners.set(setting, desc.model_path);
     }
     if (!desc.no_alloc) {
-        report(desc, *cache, found.words);
+        cache->announce(found.words);
     }
     return cache;
 }
@@ -152,28 +148,47 @@ CacheRequest request_of_environment(const std::shared_ptr<const Layout> & layout
     return request;
 }
 
-std::string cache_line(const Cache & cache, size_t bytes_codes, size_t bytes_ordinary, int32_t n_windows) {
+std::string cache_line(const Cache & cache, const RowSizes & rows, int32_t n_windows) {
     subkv_stats stats;
-    cache.stats(bytes_codes, bytes_ordinary, stats);
+    cache.stats(rows, stats);
     const double     window    = (double) stats.bytes_window / cache.n_seq();
-    const double     all       = (double) (stats.bytes_codes + stats.bytes_window);
-    const double     size      = (double) stats.bytes_codes + n_windows * window;
+    const double     coded     = (double) stats.bytes_codes + n_windows * window;
+    const double     size      = coded + (double) (stats.bytes_stock + stats.bytes_bases);
     const double     f16       = (double) stats.bytes_f16;
     constexpr double Q8_0      = 8.5 / 16.0; // of f16
     const double     than_q8_0 = Q8_0 * f16 / size;
-    char             line[240], more[80] = "", q8_0[40] = "not smaller than q8_0";
+    char             line[320], more[80] = "", q8_0[40] = "not smaller than q8_0", layers[120];
     if (than_q8_0 >= 1.05) {
         std::snprintf(q8_0, sizeof(q8_0), "%.1fx than q8_0", than_q8_0);
     }
     if (n_windows < cache.n_seq() && window > 0.0) {
         std::snprintf(more, sizeof(more), ", %.1f MiB for each further sequence", window / (1 << 20));
     }
+    const uint32_t ordinary = stats.n_layer_sliding + stats.n_layer_other, n_layer = stats.n_layer_coded + ordinary;
+    if (stats.n_layer_sliding > 0 && stats.n_swa > 0) {
+        std::snprintf(layers, sizeof(layers), "%u of %u layers grow with the context, %u slide over %u tokens",
+                      n_layer - stats.n_layer_sliding, n_layer, stats.n_layer_sliding, stats.n_swa);
+    } else if (ordinary > 0) {
+        std::snprintf(layers, sizeof(layers), "%u of %u layers are coded", stats.n_layer_coded, n_layer);
+    } else {
+        std::snprintf(layers, sizeof(layers), "%u layers", n_layer);
+    }
+    const double all = (double) (stats.bytes_codes + stats.bytes_window);
     std::snprintf(line, sizeof(line),
-                  "coded K/V cache, %.2f bits per element, %.1f MiB (f16: %.1f): %.1fx smaller than f16, %s%s, "
-                  "%u layers; bases: ",
-                  (double) stats.bpe * size / all, size / (1 << 20), f16 / (1 << 20), f16 / size, q8_0, more,
-                  stats.n_layer_coded);
+                  "coded K/V cache, %.2f bits per element%s, %.1f MiB (f16: %.1f): %.1fx smaller than f16, %s%s, "
+                  "%s; bases: ",
+                  (double) stats.bpe * coded / all, ordinary > 0 ? " of coded layers" : "", size / (1 << 20),
+                  f16 / (1 << 20), f16 / size, q8_0, more, layers);
     return line;
+}
+
+void Cache::created(const RowSizes & rows) {
+#if defined(__GLIBC__)
+    malloc_trim(0); // what reading the bases has left
+#endif
+    if (announced_) {
+        log_line(cache_line(*this, rows, n_seq()) + *announced_);
+    }
 }
 
 std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc) {

@@ -427,17 +427,20 @@ void Cache::build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml
     build_observe_node(*observer_, ctx, gf, owner(il), q, k, v, in, scale);
 }
 
-void Cache::stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const {
+void Cache::stats(const RowSizes & rows, subkv_stats & out) const {
     out                     = {};
     const uint64_t n_cells  = (uint64_t) n_cells_ * n_stream_;
     const uint64_t elements = n_cells * elements_per_token_;
-    out.bytes_codes         = bytes_codes;
+    out.bytes_codes         = rows.coded;
     out.bytes_window        = window_.bytes();
-    out.bytes_stock         = bytes_stock;
-    out.bytes_f16           = elements * 2 + bytes_stock;
+    out.bytes_stock         = rows.ordinary;
+    out.bytes_f16           = elements * 2 + rows.ordinary_f16;
+    out.n_layer_sliding     = rows.n_sliding;
+    out.n_layer_other       = rows.n_other;
+    out.n_swa               = rows.n_swa;
     out.bytes_bases         = layout_->bytes_bases;
     out.n_zero_rows         = reports_.n_bad();
-    out.bytes_kv            = bytes_codes + out.bytes_window + bases_->bytes() + bytes_stock;
+    out.bytes_kv            = rows.coded + out.bytes_window + bases_->bytes() + rows.ordinary;
     bases_->stats(out);
     for (size_t il = 0; il < nodes_.size(); ++il) {
         const auto & node = nodes_[il];
@@ -455,7 +458,7 @@ void Cache::stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) con
     out.n_sink       = window_.n_sink();
     out.n_recent     = window_.n_recent();
     out.n_rollback   = window_.n_rollback();
-    out.bpe          = (float) (8.0 * (double) (out.bytes_kv - bytes_stock) / (double) elements);
+    out.bpe          = (float) (8.0 * (double) (out.bytes_kv - rows.ordinary) / (double) elements);
 }
 
 } // namespace subkv

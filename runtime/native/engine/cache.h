@@ -14,6 +14,7 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace subkv {
@@ -120,7 +121,11 @@ public:
     // Reason why the bases do not belong to this cache's model; "": they do.
     static std::string misfit(const Layout & layout, const CacheDesc & desc);
 
-    void                stats(size_t bytes_codes, size_t bytes_stock, subkv_stats & out) const;
+    // The line about this cache, with these words about its bases, is logged once the context's memory is complete.
+    void announce(const std::string & words) { announced_ = words; }
+    void created(const RowSizes & rows) override;
+
+    void                stats(const RowSizes & rows, subkv_stats & out) const;
     int32_t             n_seq() const { return window_.n_seq(); }
     const auto &        devices() const { return devices_; } // see subkv_context_devices
     const Layout *      layout() const { return layout_.get(); }
@@ -166,6 +171,7 @@ private:
     std::unique_ptr<BasisSource>  bases_              = std::make_unique<BasisSource>();
     std::string                   devices_;
     NodeReports                   reports_;
+    std::optional<std::string>    announced_;
 
     std::vector<std::unique_ptr<LayerNodes>> nodes_; // by il, null: ordinary
 };

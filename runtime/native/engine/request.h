@@ -11,6 +11,7 @@
 namespace subkv {
 
 class Cache;
+struct RowSizes;
 
 struct CacheRequest {
     std::shared_ptr<const Layout> layout;          // nullptr: an ordinary cache
@@ -27,9 +28,9 @@ struct CacheRequest {
 // The request for a cache with these bases, from the variables of automatic.cpp. Throws Invalid.
 CacheRequest request_of_environment(const std::shared_ptr<const Layout> & layout);
 
-// "coded K/V cache, ...; bases: ", to which words about the bases are added. Bytes of codes and of ordinary layers.
-// n_windows: sequences with a window in this size; the line adds the size of each further one.
-std::string cache_line(const Cache & cache, size_t bytes_codes, size_t bytes_ordinary, int32_t n_windows);
+// "coded K/V cache, ...; bases: ", to which words about the bases are added. n_windows: sequences with a window in this
+// size; the line adds the size of each further one.
+std::string cache_line(const Cache & cache, const RowSizes & rows, int32_t n_windows);
 
 // SUBKV_RESUME: how many tokens before the end of a shortened sequence need exact rows, so that a program evaluates
 // those without one again. Throws Invalid.

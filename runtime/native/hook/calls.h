@@ -17,9 +17,9 @@ namespace subkv {
 struct LlamaCalls {
     // Writes a line to llama.cpp's log.
     void (*log)(const std::string & line);
-    // The hook of a context's cache (in an iswa cache: of the full-attention half); nullptr: none. Adds the K/V bytes of
-    // the ordinary layers to `bytes_stock`, those of the coded layers to `bytes_coded`; or both are nullptr.
-    CacheHook * (*cache_of)(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded);
+    // The hook of a context's cache (in an iswa cache: of the full-attention half); nullptr: none. sizes: of its rows, or
+    // nullptr.
+    CacheHook * (*cache_of)(llama_context * ctx, RowSizes * sizes);
     // Calls `use` with one layer of that cache after all pending work of the context. false: no coefficient cache.
     bool (*rows)(llama_context * ctx, int32_t il, const rows_fn & use);
     int32_t (*resume)(const llama_context * ctx, int32_t seq, int32_t pos); // subkv_resume

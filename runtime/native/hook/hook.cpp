@@ -48,7 +48,7 @@ static std::string reason_unsupported(const llama_model & model, const llama_hpa
     }
 }
 
-void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v, bool offload, uint32_t kv_size,
+void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type & type_v, bool offload, uint32_t kv_size,
                        const layer_filter & filter, const layer_reuse & reuse, bool shares) {
     const subkv::cache_new_fn cache_new = request::cache_new();
     if (!cache_new) {
@@ -57,6 +57,10 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v
     const std::string unsupported = reason_unsupported(kv.model, kv.hparams, shares);
     if (is_index(kv) && unsupported.empty()) {
         type_k = request::rows_coded ? index_type(kv, type_k) : type_k;
+        return;
+    }
+    if (kv.swa_type != LLAMA_SWA_TYPE_NONE && request::rows_coded) { // llama.cpp creates it after the other half
+        type_k = type_v = sliding_type(kv, type_k, offload, filter);
         return;
     }
     const auto & hparams = kv.hparams;
@@ -130,6 +134,10 @@ std::unique_ptr<llama_memory_i> llama_subkv::create_memory(llama_context & ctx, 
     }
     const bool recurrent = dynamic_cast<const llama_memory_recurrent *>(memory.get()) != nullptr;
     if (memory && !recurrent) {
+        require_flash_attention(ctx, *memory);
+        for (auto * hook : caches_of(memory.get()).hooks()) {
+            hook->created(row_sizes(memory.get()));
+        }
         return decorate(std::move(memory), ctx);
     }
     if (const subkv::cache_new_fn cache_new = request::cache_new()) {
@@ -424,14 +432,28 @@ subkv::CacheHook * llama_subkv::hook_of(const llama_memory_i * memory) {
     return kv ? kv->subkv_hook.get() : nullptr;
 }
 
-void llama_subkv::bytes_of(llama_memory_i * memory, size_t & stock, size_t & coded) {
-    for (const auto * kv : caches_of(memory).all()) {
+subkv::RowSizes llama_subkv::row_sizes(const llama_memory_i * memory) {
+    subkv::RowSizes     sizes;
+    const struct caches caches = caches_of(memory);
+    for (const auto * kv : caches.all()) {
         for (size_t i = 0; kv && i < kv->layers.size(); ++i) {
             const auto & layer = kv->layers[i];
-            (row_bytes(*kv, layer.il, false) > 0 ? coded : stock) +=
-                ggml_nbytes(layer.k) + (layer.v ? ggml_nbytes(layer.v) : 0);
+            const bool   own   = row_bytes(*kv, layer.il, false) > 0;
+            for (const ggml_tensor * rows : { layer.k, layer.v }) {
+                if (rows) {
+                    (own ? sizes.coded : sizes.ordinary) += ggml_nbytes(rows);
+                    sizes.ordinary_f16 += own ? 0 : ggml_nelements(rows) * ggml_type_size(GGML_TYPE_F16);
+                }
+            }
+            if (kv != caches.index) {
+                (own ? sizes.n_coded : kv == caches.swa ? sizes.n_sliding : sizes.n_other)++;
+            }
         }
     }
+    if (caches.swa && caches.swa->get_size() < caches.base->get_size()) {
+        sizes.n_swa = caches.swa->n_swa;
+    }
+    return sizes;
 }
 
 void llama_subkv::apply_deferred(llama_context & ctx) {
@@ -443,9 +465,9 @@ void llama_subkv::apply_deferred(llama_context & ctx) {
     }
 }
 
-subkv::CacheHook * llama_subkv::cache_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded) {
-    if (bytes_stock && bytes_coded) {
-        bytes_of(ctx->get_memory(), *bytes_stock, *bytes_coded);
+subkv::CacheHook * llama_subkv::cache_of(llama_context * ctx, subkv::RowSizes * sizes) {
+    if (sizes) {
+        *sizes = row_sizes(ctx->get_memory());
     }
     return hook_of(ctx->get_memory());
 }

@@ -232,12 +232,23 @@ struct CacheFacts {
     size_t row_bytes(int32_t il, bool value) const { return value ? layer(il).v : layer(il).k; }
 };
 
+// Rows of a context's memory, without recurrent state.
+struct RowSizes {
+    size_t   coded = 0, ordinary = 0;                 // bytes of K and V as allocated
+    size_t   ordinary_f16 = 0;                        // of the ordinary layers in f16
+    uint32_t n_coded = 0, n_sliding = 0, n_other = 0; // layers with own rows; other: ordinary ones that do not slide
+    uint32_t n_swa = 0;                               // tokens of the sliding layers' window; 0: they hold all cells
+};
+
 // One per K/V cache. Methods are called from the thread that drives the context.
 class CacheHook {
 public:
     virtual ~CacheHook() = default;
 
     const CacheFacts & facts() const { return facts_; }
+
+    // The context's memory is complete.
+    virtual void created(const RowSizes &) {}
     // Sets the reason that subkv_last_error returns; returns false.
     virtual bool report(const std::string & reason) const = 0;
 

@@ -63,11 +63,15 @@ struct llama_subkv_usage {
     std::string type      = "none"; // "subkv"; a ggml type, "K/V" if the two differ; "other": sparse
     std::string kernel    = "";     // kernels for attention on coefficients
     double      bits      = 0;      // per K/V element, of coded layers if there are any, with exact window; 0: "other"
-    uint64_t    bytes     = 0;      // as allocated
-    uint64_t    bytes_f16 = 0;      // size in f16; 0: "other"
-    uint64_t    n_cells   = 0;      // capacity in tokens, all sequences
-    uint64_t    n_bad     = 0;      // rows of a head, K or V, that were not finite and could not be coded
-    bool        freed     = false;  // the context is freed
+    uint32_t    n_coded   = 0;      // layers; n_other: ordinary ones that do not slide
+    uint32_t    n_sliding = 0;
+    uint32_t    n_other   = 0;
+    uint32_t    n_swa     = 0;     // tokens of the window of sliding layers; 0: they hold all cells
+    uint64_t    bytes     = 0;     // as allocated, with bases
+    uint64_t    bytes_f16 = 0;     // size in f16; 0: "other"
+    uint64_t    n_cells   = 0;     // capacity in tokens, all sequences
+    uint64_t    n_bad     = 0;     // rows of a head, K or V, that were not finite and could not be coded
+    bool        freed     = false; // the context is freed
 };
 
 // Sets the usage from a server's context; nullptr: it is freed. Call it on the thread that created the context.
@@ -76,6 +80,9 @@ LLAMA_API void llama_subkv_usage_set(llama_context * ctx);
 void llama_subkv_usage_bad(const llama_context * ctx, uint64_t n_bad);
 // Any thread may call it.
 LLAMA_API llama_subkv_usage llama_subkv_usage_get(void);
+
+// Whether a layer of a model has a sliding window.
+extern "C" LLAMA_API bool llama_subkv_slides(const llama_model * model, int32_t il);
 // The same and the counters of the prompt store, in the text format of Prometheus.
 LLAMA_API std::string llama_subkv_usage_metrics(void);
 

@@ -46,6 +46,8 @@ inline json kv_cache() {
         { "bytes", usage.bytes },
         { "bytes_f16", usage.bytes_f16 },
         { "times_smaller", { { "f16", times(16.0) }, { "q8_0", times(8.5) } } },
+        { "layers", { { "coded", usage.n_coded }, { "sliding", usage.n_sliding }, { "other", usage.n_other } } },
+        { "sliding_window", usage.n_swa > 0 ? json(usage.n_swa) : json(nullptr) },
         { "n_cells", usage.n_cells },
         { "n_zero_rows", usage.n_bad },
         { "kernel", usage.kernel.empty() ? json(nullptr) : json(usage.kernel) },

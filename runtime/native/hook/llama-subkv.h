@@ -61,8 +61,9 @@ struct llama_subkv {
             rows_coded; // of the context's cache of rows; llama.cpp creates it before its indexer's
     };
 
-    // Called by the constructor of llama_kv_cache before any allocation. Changes type_k of an indexer's keys.
-    static void init(llama_kv_cache & kv, ggml_type & type_k, ggml_type type_v, bool offload, uint32_t kv_size,
+    // Called by the constructor of llama_kv_cache before any allocation. Changes the types of sliding layers beside coded
+    // ones, and type_k of an indexer's keys.
+    static void init(llama_kv_cache & kv, ggml_type & type_k, ggml_type & type_v, bool offload, uint32_t kv_size,
                      const layer_filter & filter, const layer_reuse & reuse, bool shares);
     // Creates the memory of a context. If its cells have a hook, the memory is decorated (class memory); if it has no
     // K/V cache, a request for a coded cache is answered here.
@@ -259,6 +260,11 @@ struct llama_subkv {
     static bool      is_index(const llama_kv_cache & kv);
     static ggml_type index_type(const llama_kv_cache & kv, ggml_type type); // from SUBKV_INDEXER, else `type`
     static bool      same_cells(const llama_kv_cache & kv, const llama_kv_cache & index);
+    // Of the keys and values of sliding layers beside coded ones (SUBKV_SLIDING): q8_0 where flash attention is not off
+    // and llama.cpp can shift such keys; else `type`. Throws if the variable demands q8_0 elsewhere.
+    static ggml_type sliding_type(const llama_kv_cache & kv, ggml_type type, bool offload, const layer_filter & filter);
+    // With quantized values in sliding layers, "auto" is on, as for a quantized cache of llama.cpp's.
+    static void require_flash_attention(llama_context & ctx, const llama_memory_i & memory);
 
     // Where releases of llama.cpp differ (releases.h). has_cell_ext: states hold a llama_kv_cell_ext for each cell.
     // read_cells: llama_kv_cache::state_read_sinfo.
@@ -278,8 +284,8 @@ struct llama_subkv {
                                               const std::vector<piece> & pieces, llama_pos next);
     static graph_input *      inputs(const llm_graph_context & g, const llama_kv_cache_context * mctx);
     static subkv::CacheHook * hook_of(const llama_memory_i * memory);
-    static void               bytes_of(llama_memory_i * memory, size_t & stock, size_t & coded); // adds K/V bytes
+    static subkv::RowSizes    row_sizes(const llama_memory_i * memory);
     // as in subkv::LlamaCalls
-    static subkv::CacheHook * cache_of(llama_context * ctx, size_t * bytes_stock, size_t * bytes_coded);
+    static subkv::CacheHook * cache_of(llama_context * ctx, subkv::RowSizes * sizes);
     static bool               rows(llama_context * ctx, int32_t il, const subkv::rows_fn & use);
 };

@@ -27,6 +27,15 @@ template <typename Hparams> bool has_rope(const Hparams &, uint32_t, long) {
     return true;
 }
 
+// Elements of a layer's heads that RoPE rotates; before 0.3.35 the same in all layers.
+template <typename Hparams> auto n_rot_of(const Hparams & hparams, uint32_t il, int) -> decltype(hparams.n_rot(il)) {
+    return hparams.n_rot(il);
+}
+
+template <typename Hparams> uint32_t n_rot_of(const Hparams & hparams, uint32_t, long) {
+    return hparams.n_rot;
+}
+
 #if LLAMA_STATE_SEQ_VERSION >= 3
 
 inline const std::set<std::pair<llama_pos, uint32_t>> & cells_of(const llama_kv_cells & cells, llama_seq_id seq) {

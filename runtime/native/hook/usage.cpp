@@ -31,7 +31,7 @@ void add_coded(llama_context * ctx, llama_subkv_usage & usage) {
     }
     usage.type      = "subkv";
     usage.bits      = stats.bpe;
-    usage.bytes     = stats.bytes_kv;
+    usage.bytes     = stats.bytes_kv + stats.bytes_bases;
     usage.bytes_f16 = stats.bytes_f16;
     usage.n_bad     = stats.n_zero_rows;
 }
@@ -65,7 +65,12 @@ llama_subkv_usage llama_subkv::usage_of(llama_context & ctx) {
         }
         return usage;
     }
-    usage.n_cells = (uint64_t) caches.base->get_size() * caches.base->n_stream;
+    usage.n_cells    = (uint64_t) caches.base->get_size() * caches.base->n_stream;
+    const auto sizes = row_sizes(memory);
+    usage.n_coded    = sizes.n_coded;
+    usage.n_sliding  = sizes.n_sliding;
+    usage.n_other    = sizes.n_other;
+    usage.n_swa      = sizes.n_swa;
     if (coded(memory)) {
         add_coded(&ctx, usage);
         return usage;

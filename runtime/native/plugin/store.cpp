@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <set>
 
 namespace subkv::plugin {
 
@@ -339,12 +340,19 @@ void Store::code(ggml_cgraph * graph, const GraphUse & use) {
 }
 
 void Store::report() const {
-    size_t ordinary = 0;
+    RowSizes          sizes;
+    std::set<int32_t> ordinary;
     for (const auto & [t, of] : tensors_) {
-        ordinary += codes(of.il) ? 0 : ggml_nbytes(t);
+        if (!codes(of.il)) {
+            sizes.ordinary += ggml_nbytes(t);
+            sizes.ordinary_f16 += ggml_nelements(t) * sizeof(uint16_t);
+            ordinary.insert(of.il);
+        }
     }
+    sizes.coded             = ggml_backend_buffer_get_size(memory_.get());
+    sizes.n_other           = (uint32_t) ordinary.size();
     const int32_t n_windows = rows_.begin()->second.first->ne[2] > 1 ? cache_->n_seq() : 1; // others may stay unused
-    log_line(cache_line(*cache_, ggml_backend_buffer_get_size(memory_.get()), ordinary, n_windows) + bases_.words);
+    log_line(cache_line(*cache_, sizes, n_windows) + bases_.words);
 }
 
 //
