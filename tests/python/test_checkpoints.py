@@ -136,7 +136,7 @@ def test_recurrent_state_forgets_no_middle(llm: Llama) -> None:
     llm.eval(prompt(60))
     with pytest.raises(SubkvError, match="context_shift: expected a model and a cache whose positions can move"):
         llm.require_shift("context_shift")
-    with pytest.raises(CacheError, match="n_discard: expected a model that can remove tokens"):
+    with pytest.raises(CacheError, match="n_discard: expected a context that can remove tokens"):
         llm.discard(4, 20)
     assert llm.n_tokens == 60
     with counting(llm) as lengths:

@@ -250,6 +250,11 @@ def f16_instead(requested: CacheOptions, error: CacheError) -> CacheChoice:
     return dataclasses.replace(_stock("f16", "f16", requested), note=note, automatic=True)
 
 
+def coded_by(layout: Path, budget: float = 0.0) -> CacheChoice:
+    """A coded cache with the bases of a file. budget: of one of its plans, in bits per element; 0: its own."""
+    return _coded(layout, CacheOptions(CODED), "", budget)
+
+
 def _coded(layout: Path, requested: CacheOptions, note: str, budget: float) -> CacheChoice:
     with concerning(path="bases"):
         window = requested.window.as_in(metadata.read(layout))

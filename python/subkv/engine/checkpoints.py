@@ -1,22 +1,25 @@
 """Checkpoints: they return a context to an earlier position if its last tokens cannot simply be removed.
 
-Cells can be removed. Recurrent state depends on all tokens, and a coded cache has dropped the exact rows that precede
-the removed tokens. So both are copied at likely branch points: the end of a message or a prompt, every SPACING tokens,
-and positions where a text differed from an earlier one. A checkpoint is a partial state of llama.cpp: everything except
-the cells, which stay in place, and of a coded cache the exact window. Its size is independent of the position.
+Cells can be removed. Recurrent state depends on all tokens, sliding layers keep the cells of their window only, and a
+coded cache has dropped the exact rows that precede the removed tokens. So these are copied at likely branch points: the
+end of a message or a prompt, every SPACING tokens, and positions where a text differed from an earlier one.
+A checkpoint is a partial state of llama.cpp: everything except the cells that all tokens keep, which stay in place, and
+of a coded cache the exact window. Its size is independent of the position.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from subkv.native import library
 from subkv.native.binding import C
 
 BYTES = 512 << 20  # maximum size of a context's copies
 SPACING = 512  # tokens between checkpoints of a long text
+SLIDING_SPACING = 4096  # the same without recurrent state: a window is a copy of hundreds of cells
 PARTIAL = C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
@@ -33,16 +36,47 @@ def _copied(address: int, size: int) -> ctypes.Array[ctypes.c_uint8]:
     return kind.from_buffer_copy(kind.from_address(address))
 
 
+def of_window(context: Any, model: Any, seq: int = 0) -> Checkpoints:
+    """Checkpoints of a sequence in a context without recurrent state whose sliding layers keep their window only.
+
+    context, model: llama.cpp's pointers.
+    """
+    memory, n_swa = C.llama_get_memory(context), C.llama_model_n_swa(model)
+    coded = library.load().subkv_context_fingerprint(context) is not None
+
+    def resume(n: int) -> int:
+        if coded:
+            return int(library.load().subkv_resume(context, seq, n))
+        return n if C.llama_memory_seq_pos_min(memory, seq) <= max(0, n - n_swa) else 0
+
+    return Checkpoints(context, seq, resume=resume, spacing=SLIDING_SPACING)
+
+
 class Checkpoints:
     """The checkpoints (`points`, in order) of one sequence of a context, at most n_bytes in total."""
 
-    def __init__(self, context: Any, seq: int = 0, n_bytes: int = BYTES) -> None:
-        """context: a llama_context pointer."""
+    def __init__(
+        self,
+        context: Any,
+        seq: int = 0,
+        n_bytes: int = BYTES,
+        resume: Callable[[int], int] | None = None,
+        spacing: int | None = None,
+    ) -> None:
+        """context: a llama_context pointer. resume(n): how many of the first n tokens stay if the later ones are
+        removed without a checkpoint; 0: they cannot be. None: n, or the removal fails. spacing: default SPACING.
+        """
         self._context, self._seq, self._n_bytes = context, seq, n_bytes
+        self._resume, self._spacing = resume, spacing
         self.points: list[Checkpoint] = []
         self._divergence = 0  # where a text differed from an earlier one, without a checkpoint
         self._inconsistent = False  # the cells after a restored state may be of another text
         self._temporary: Checkpoint | None = None
+
+    @property
+    def spacing(self) -> int:
+        """Tokens between the checkpoints of a long text."""
+        return SPACING if self._spacing is None else self._spacing
 
     def forget(self) -> None:
         """Drop all: the sequence was emptied or replaced."""
@@ -66,12 +100,14 @@ class Checkpoints:
         n_cells: int = C.llama_memory_seq_pos_max(memory, self._seq) + 1
         if n_cells <= n and not self._inconsistent:
             return n_cells
-        removed = n > 0 and not self._inconsistent and C.llama_memory_seq_rm(memory, self._seq, n, -1)
+        at = n if self._resume is None or self._inconsistent or n <= 0 else self._resume(n)
+        direct = at > 0 and (at == n or (not exactly and self.restorable(n) < at))
+        removed = direct and not self._inconsistent and C.llama_memory_seq_rm(memory, self._seq, at, -1)
         if exactly and not removed and self.restorable(n) < n:
             return n_cells
-        self.points = [point for point in self.points if point.n_tokens <= n]
+        self.points = [point for point in self.points if point.n_tokens <= (at if removed else n)]
         if removed:
-            return n
+            return at
         self._divergence = n
         while self.points:
             point = self.points[-1]
@@ -89,17 +125,20 @@ class Checkpoints:
         """Positions for take() while tokens [first, end) are evaluated."""
         if end - first < 2:
             return []
-        positions = {self._divergence, end - 1, *range(first - first % SPACING + SPACING, end, SPACING)}
+        spacing = self.spacing
+        positions = {self._divergence, end - 1, *range(first - first % spacing + spacing, end, spacing)}
         return sorted(n for n in positions if first < n < end)
 
     def due(self, n: int) -> bool:
         """Whether a text that grows token by token needs a checkpoint after its first n tokens."""
         lasting = (point.n_tokens for point in self.points if point is not self._temporary and point.n_tokens <= n)
-        return n - max(lasting, default=0) >= SPACING
+        return n - max(lasting, default=0) >= self.spacing
 
     def take_for_draft(self, n: int) -> None:
-        """As take(n), for the state before a draft; the next draft replaces it, unless a checkpoint is due."""
-        if n <= self.restorable(n):
+        """As take(n), for the state before a draft; the next draft replaces it, unless a checkpoint is due. Drafts
+        leave the window of sliding layers in place.
+        """
+        if n <= self.restorable(n) or (self._resume is not None and not self.due(n)):
             return
         due = self.due(n)
         self.points = [point for point in self.points if point is not self._temporary]

@@ -15,7 +15,7 @@ from subkv.base.closed import mark_closed
 from subkv.base.errors import CacheError
 from subkv.base.threads import default_threads
 from subkv.engine.cache import CacheChoice, attached, creation_error, flash_attention
-from subkv.engine.checkpoints import Checkpoints
+from subkv.engine.checkpoints import Checkpoints, of_window
 from subkv.engine.memory import require_memory
 from subkv.engine.stats import context_stats, count_zero_rows
 from subkv.native.binding import C, captured_log, last_error
@@ -75,6 +75,7 @@ class Context:
         params.n_threads = params.n_threads_batch = default_threads(options.n_threads)
         params.flash_attn_type = flash_attention(options.flash_attn, choice)
         params.type_k, params.type_v = choice.type_k, choice.type_v
+        params.swa_full = False
         params.no_perf = True
         require_memory(path, choice, params, n_gpu_layers, model)
         with captured_log(forward=False) as log, attached(choice):
@@ -86,8 +87,10 @@ class Context:
         self.flash_attn = options.flash_attn
         self.memory = C.llama_get_memory(self.handle)
         self.recurrent: bool = C.llama_model_is_recurrent(model) or C.llama_model_is_hybrid(model)
+        self._model = model
+        self._slides = bool(C.llama_model_n_swa(model))
         self._checkpoints: dict[int, Checkpoints] = {}  # by sequence
-        plain = not (choice.window.adapts or C.llama_model_n_swa(model) or self.recurrent)
+        plain = not (choice.window.adapts or self._slides or self.recurrent)
         self.can_repeat = bool(plain and options.n_seq_max > 1 and C.llama_memory_can_shift(self.memory))
         self.batch = C.llama_batch_init(self.n_batch, 0, 1)
 
@@ -158,15 +161,25 @@ class Context:
             raise CacheError("n_ctx", f"cannot repeat {n} cells before position {pos}: {reason}")
 
     def mark(self, pos: int, seq: int = 0) -> None:
-        """Make drop_tail(pos) possible later: copies recurrent state. The sequence must end at `pos` now."""
-        if self.recurrent and pos:
-            self._checkpoints.setdefault(seq, Checkpoints(self.handle, seq)).take(pos)
+        """Make drop_tail(pos) possible later: copies recurrent state and sliding windows. The sequence must end at
+        `pos` now.
+        """
+        if pos and (checkpoints := self._checkpoints_of(seq)) is not None:
+            checkpoints.take(pos)
+
+    def _checkpoints_of(self, seq: int) -> Checkpoints | None:
+        """None: cells are all that its tokens depend on."""
+        if seq not in self._checkpoints and (self.recurrent or self._slides):
+            own = Checkpoints(self.handle, seq) if self.recurrent else of_window(self.handle, self._model, seq)
+            self._checkpoints[seq] = own
+        return self._checkpoints.get(seq)
 
     def drop_tail(self, pos: int, seq: int = 0) -> None:
         """Remove the cells at positions ≥ pos. Raises CacheError, and removes nothing, if the next token's exact rows
-        would not be complete or recurrent state has no mark there: measurements do not depend on earlier ones.
+        would not be complete, or if recurrent state or a sliding window that has moved on has no mark there:
+        measurements do not depend on earlier ones.
         """
-        checkpoints = self._checkpoints.get(seq)
+        checkpoints = self._checkpoints_of(seq) if self._slides else self._checkpoints.get(seq)
         n_removed = self.length(seq) - pos
         if checkpoints is not None:
             removed = checkpoints.rewind(pos, exactly=True) == pos

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from subkv.base.errors import CacheError
-from subkv.engine.checkpoints import Checkpoints
+from subkv.engine.checkpoints import Checkpoints, of_window
 from subkv.native import library
 from subkv.native.binding import C, internals
 
@@ -23,16 +23,20 @@ class GuardedContext(internals.LlamaContext):
     moved: bool  # cells may have been evaluated behind other tokens than those that are now before them
 
     @classmethod
-    def adopt(cls, context: internals.LlamaContext, recurrent: bool) -> None:
+    def adopt(cls, context: internals.LlamaContext, recurrent: bool, sliding: bool) -> None:
         """Change the class of a new context of llama_cpp to this one.
 
-        recurrent: it has recurrent state, from which tokens cannot be removed.
+        recurrent: it has recurrent state, from which tokens cannot be removed. sliding: sliding layers keep their
+        window only.
         """
         context.__class__ = cls
         context.process = os.getpid()
         context.lock = threading.RLock()
         context.moved = False
-        context.checkpoints = Checkpoints(context.ctx) if recurrent and context.memory is not None else None
+        context.checkpoints = None
+        if context.memory is not None and (recurrent or sliding):
+            points = Checkpoints(context.ctx) if recurrent else of_window(context.ctx, context.model.model)
+            context.checkpoints = points
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -67,7 +71,7 @@ class GuardedContext(internals.LlamaContext):
             self.checkpoints.forget()
 
     def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:
-        """With recurrent state, removes more than requested: back to a checkpoint, or the whole sequence.
+        """With checkpoints, removes more than requested where it must: back to one, or the whole sequence.
 
         Returns False if nothing is left; else the caller evaluates the missing tokens before p0 again.
         """

@@ -80,6 +80,9 @@ class Llama(llama_cpp.Llama):
     n_sink, n_recent: exact window in tokens; default: from the layout. n_rollback: exact rows beyond n_recent, so that
         the last n_rollback tokens can be removed without evaluating any again; default: 16, or the draft length.
     draft_model: source of drafts for speculative decoding, a LlamaDraftModel.
+    swa_full: whether layers with a sliding window keep the cells of the whole context (llama_cpp's default), not those
+        of their window only, which takes the memory of an ordinary cache of these layers. Default: False beside coded
+        layers, else True. With False, an edit resumes at the last checkpoint before it.
     adapt: adaptive bases for keys, values or both: "v", "kv,length=256" (names: subkv.format.adapt.Adapt).
     flash_attn: "auto", "on"/True, "off"/False.
     progress: show a progress bar on stderr (if a terminal) while the model is loaded.
@@ -153,7 +156,8 @@ class Llama(llama_cpp.Llama):
             "progress": progress,
             "prompt_cache": prompt_cache,
         }
-        GuardedContext.adopt(self._ctx, recurrent=self._is_recurrent or self._is_hybrid)
+        recurrent = self._is_recurrent or self._is_hybrid
+        GuardedContext.adopt(self._ctx, recurrent, C.llama_model_n_swa(self._model.model) > 0 and not self._swa_full)
         self.loaded_model = Model(path, arguments["n_gpu_layers"], self._model.model)
         if len(self.input_ids) < self._n_ctx:  # llama.cpp rounds n_ctx up, but not the parent's arrays
             self.input_ids = np.zeros(self._n_ctx, dtype=np.intc)
@@ -187,6 +191,7 @@ class Llama(llama_cpp.Llama):
         self._unload()
         self._choice, self._flash_attn_type = choice, flash_attention(flash_attn, choice)
         params = expected_params(arguments, choice, self._flash_attn_type)
+        self._swa_full = bool(params.swa_full)
         require_memory(path, choice, params, arguments["n_gpu_layers"])
         with captured_log(forward=bool(arguments["verbose"])) as log, attached(choice):
             try:
@@ -259,7 +264,7 @@ class Llama(llama_cpp.Llama):
         if model is None:
             self._drafts = None
             return
-        if self._ctx.checkpoints is not None and self._choice.window.adapts:
+        if (self._is_recurrent or self._is_hybrid) and self._choice.window.adapts:
             raise CacheError(
                 "draft_model", "expected a context that can go back, found recurrent state with adaptive bases"
             )
@@ -288,6 +293,7 @@ class Llama(llama_cpp.Llama):
         """
         params = self._context_params
         params.flash_attn_type = self._flash_attn_type
+        params.swa_full = self._swa_full
         if params.embeddings and (self._choice.coded or self._unpooled):
             params.n_seq_max = 1
         return params
@@ -389,8 +395,8 @@ class Llama(llama_cpp.Llama):
         if not plain or not C.llama_memory_can_shift(context.memory):
             raise SubkvError(
                 key,
-                "expected a model and a cache whose positions can move, found others (recurrent state, positions of "
-                "several numbers, or adaptive bases); omit it",
+                "expected a model and a cache whose positions can move, found others (recurrent state, sliding windows "
+                "without swa_full=True, positions of several numbers, or adaptive bases); omit it",
             )
 
     def discard(self, n_keep: int, n_discard: int) -> None:
@@ -408,7 +414,11 @@ class Llama(llama_cpp.Llama):
                     "n_discard", f"expected tokens after {n_keep} of {n} in the context, found {n_discard}"
                 )
             if context.checkpoints is not None:
-                raise CacheError("n_discard", "expected a model that can remove tokens, found one with recurrent state")
+                raise CacheError(
+                    "n_discard",
+                    "expected a context that can remove tokens, found one with recurrent state or sliding windows",
+                    "" if self._is_recurrent or self._is_hybrid else "swa_full=True keeps their cells",
+                )
             ids = self.input_ids[n_keep + n_discard : n].copy()
             self.n_tokens = 0  # an error leaves an empty context
             if not (context.kv_cache_seq_rm(0, n, -1) and context.kv_cache_seq_rm(0, n_keep, n_keep + n_discard)):
@@ -467,7 +477,7 @@ class Llama(llama_cpp.Llama):
         return n_valid if self._ctx.kv_cache_seq_rm(-1, n_valid, -1) else 0
 
     def _evaluate(self, tokens: Sequence[int], n_draft: int = 0) -> None:
-        """Evaluate further tokens, and take checkpoints of recurrent state where they are due."""
+        """Evaluate further tokens, and take checkpoints where they are due."""
         points = self._ctx.checkpoints
         if points is None:
             self._evaluate_on(tokens, 1 + n_draft)

@@ -15,7 +15,7 @@ from typing import Any
 
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import MIB, CacheChoice, attached
-from subkv.engine.stats import context_stats
+from subkv.engine.stats import KVStats, context_stats
 from subkv.native.binding import C, captured_log
 from subkv.native.gguf import Gguf
 
@@ -105,6 +105,13 @@ def require_memory(path: Path, choice: CacheChoice, params: Any, n_gpu_layers: i
     )
 
 
+def keeps_all_cells(swa_full: bool | None, choice: CacheChoice) -> bool:
+    """Whether sliding layers keep all cells. swa_full: the user's; None: llama_cpp's default, but not beside coded
+    layers.
+    """
+    return not choice.coded if swa_full is None else swa_full
+
+
 def expected_params(arguments: Mapping[str, Any], choice: CacheChoice, flash_attn_type: int) -> Any:
     """llama_context_params of a future subkv.Llama, as far as they affect memory. arguments: of llama_cpp.Llama."""
     params = C.llama_context_default_params()
@@ -116,8 +123,7 @@ def expected_params(arguments: Mapping[str, Any], choice: CacheChoice, flash_att
     if params.embeddings:
         params.n_seq_max = 1 if choice.coded else min(params.n_batch, C.llama_max_parallel_sequences())
         params.kv_unified = True
-    if arguments["swa_full"] is not None:
-        params.swa_full = arguments["swa_full"]
+    params.swa_full = keeps_all_cells(arguments["swa_full"], choice)
     return params
 
 
@@ -194,8 +200,26 @@ def needed(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> dict[str
     return {name: size + (size - half[name]) * ratio for name, size in whole.items()}
 
 
+def simulated_cache(path: Path, choice: CacheChoice, n_ctx: int) -> KVStats | None:
+    """The cache that programs would have for n_ctx tokens of one sequence; None if the context cannot be created.
+
+    path: of a model with its weights, which are not read.
+    """
+    params = C.llama_context_default_params()
+    params.type_k, params.type_v, params.swa_full = choice.type_k, choice.type_v, False
+    params.n_ubatch = params.n_batch = 512
+    return _simulated(path, choice, params, min(n_ctx, N_SIMULATED))[0]
+
+
 def _simulate(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> dict[str, float]:
     """As needed(), from a context without allocated memory."""
+    stats, compute = _simulated(path, choice, params, n_ctx)
+    cells, window = (stats.bytes_kv - stats.bytes_window, stats.bytes_window) if stats is not None else (0, 0)
+    return {"cells": float(cells), "exact window": float(window), "compute buffers": compute}
+
+
+def _simulated(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> tuple[KVStats | None, float]:
+    """The cache of a context without allocated memory, None if it cannot be created; bytes of its compute buffers."""
     with captured_log(forward=False):
         C.llama_backend_init()
     params = type(params).from_buffer_copy(params)
@@ -209,14 +233,10 @@ def _simulate(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> dict[
             model = C.llama_model_load_from_file(os.fsencode(path), model_params)
             context = C.llama_init_from_model(model, params) if model else None
         if not context:
-            return {"cells": 0.0, "exact window": 0.0, "compute buffers": 0.0}
+            return None, 0.0
         stats = context_stats(model, context, choice, log)
         sizes = [float(match[1]) for _, line in log if (match := _COMPUTE_LINE.search(line))]
-        return {
-            "cells": float(stats.bytes_kv - stats.bytes_window),
-            "exact window": float(stats.bytes_window),
-            "compute buffers": sum(sizes) * MIB,
-        }
+        return stats, sum(sizes) * MIB
     finally:
         with captured_log(forward=False):
             if context:
