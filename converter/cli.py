@@ -176,7 +176,8 @@ def main(
     # numpy and the native libraries: not for a --help
     from converter.conversion import Conversion
     from converter.request import CalibrationRequest
-    from subkv.engine.memory import available_memory
+    from subkv.engine.cache import coded_by
+    from subkv.engine.memory import available_memory, simulated_cache, trained_context
 
     if bases is not None and corpus.files:
         raise click.UsageError("expected --bases with a calibration or -f with text to calibrate on, found both")
@@ -203,8 +204,12 @@ def main(
     result, path, weights = conversion.run()
     for line in tables.layout(result, verbose):
         show(line)
-    cost = tables.Cost.of_result(result)
-    for line in tables.sentences(cost, result.counted.context, result.compared, weights, available_memory()):
+    cost, trained, n_ctx = tables.Cost.of_result(result), 0, result.counted.context
+    of_weights = path if target is not None and not sidecar else model
+    if not dry_run and not of_weights.is_dir():
+        cost = cost.beside(simulated_cache(of_weights, coded_by(path), n_ctx))
+        trained = trained_context(of_weights)
+    for line in tables.sentences(cost, n_ctx, result.compared, weights, available_memory(), trained):
         show(line)
     if result.plans is not None:
         plans = {plan.budget: plan.predicted for plan in result.plans.plans}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from subkv.engine.stats import KVStats
     from subkv.plan.pipeline import Result
 
 MIB = 1 << 20
@@ -63,12 +64,18 @@ def layout(result: Result, verbose: bool = True) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of the coded layers: row and f16 per token, bases in all, the exact window per sequence."""
+    """Bytes of the coded layers: row and f16 per token, bases in all, the exact window per sequence.
+
+    ordinary, ordinary_f16: of the other layers, as they are in a context and in f16. layers: words about these.
+    """
 
     row: int
     f16: int
     bases: int
     window: int
+    ordinary: int = 0
+    ordinary_f16: int = 0
+    layers: str = ""
 
     @classmethod
     def of_result(cls, result: Result) -> Cost:
@@ -87,9 +94,21 @@ class Cost:
         bits = window.bits(elements(layout), n_heads)
         return cls(layout["bytes_per_token"], 2 * elements(layout), layout["bytes_bases"], bits // 8)
 
+    def beside(self, stats: KVStats | None) -> Cost:
+        """The same with the layers that a context keeps ordinary. Those that slide take as much in a longer one.
+
+        stats: of that context, with static bases.
+        """
+        from subkv.engine.stats import layers  # numpy: not for a --help
+
+        if stats is None or not stats.bytes_stock:
+            return self
+        in_f16 = stats.bytes_f16 - stats.n_cells * self.f16
+        return replace(self, ordinary=stats.bytes_stock, ordinary_f16=in_f16, layers=layers(stats))
+
     def bytes(self, n_ctx: int) -> int:
         """Bytes of a context with one sequence."""
-        return n_ctx * self.row + self.fixed
+        return n_ctx * self.row + self.fixed + self.ordinary
 
     @property
     def fixed(self) -> int:
@@ -97,7 +116,8 @@ class Cost:
 
     def longest(self, n_bytes: int) -> tuple[int, int]:
         """Tokens that fit into n_bytes: coded, and in f16."""
-        return max(n_bytes - self.fixed, 0) // self.row, max(n_bytes, 0) // self.f16
+        coded = max(n_bytes - self.fixed - self.ordinary, 0) // self.row
+        return coded, max(n_bytes - self.ordinary_f16, 0) // self.f16
 
 
 def elements(layout: Mapping[str, Any]) -> int:
@@ -106,29 +126,41 @@ def elements(layout: Mapping[str, Any]) -> int:
 
 
 def sentences(
-    cost: Cost, n_ctx: int, predicted: Mapping[str, float] | None, weights: int, available: int | None
+    cost: Cost,
+    n_ctx: int,
+    predicted: Mapping[str, float] | None,
+    weights: int,
+    available: int | None,
+    trained: int = 0,
 ) -> Iterator[str]:
     """Cost and quality of a cache. predicted: nats per token of this layout ("subkv") and of llama.cpp's types.
 
-    weights: bytes, 0: unknown. available: bytes of memory, None: unknown.
+    weights: bytes, 0: unknown. available: bytes of memory, None: unknown. trained: tokens of the trained context, 0:
+    unknown.
     """
     from subkv.plan.stock import BITS  # numpy: not for a --help
 
-    total, exact = cost.bytes(n_ctx), n_ctx * cost.f16
+    total, exact = cost.bytes(n_ctx), n_ctx * cost.f16 + cost.ordinary_f16
+    own, own_f16 = total - cost.ordinary, n_ctx * cost.f16
     q8_0 = exact * BITS["q8_0"] / BITS["f16"] / total
     than_q8_0 = f"{q8_0:.1f}× than q8_0" if q8_0 >= 1.05 else "not smaller than q8_0"
     yield (
         f"a context of {n_ctx} tokens takes {total / MIB:.1f} MiB instead of {exact / MIB:.1f} MiB in f16: "
-        f"{exact / total:.1f}× smaller than f16, {than_q8_0}; {16 * total / exact:.2f} bits per element, "
-        f"{16 * cost.fixed / exact:.3f} of them for the exact window and bases, which take "
-        f"{cost.fixed / MIB:.1f} MiB at any length"
+        f"{exact / total:.1f}× smaller than f16, {than_q8_0}; {16 * own / own_f16:.2f} bits per element"
+        f"{' of coded layers' if cost.layers else ''}, "
+        f"{16 * cost.fixed / own_f16:.3f} of them for the exact window and bases, which take "
+        f"{cost.fixed / MIB:.1f} MiB at any length" + (f"; {cost.layers}" if cost.layers else "")
     )
     if predicted:
         yield _quality(predicted)
     if available is not None:
-        coded, f16 = (_round(n) for n in cost.longest(available - weights))
+        most = trained or max(cost.longest(available - weights))
+        coded, f16 = (n if n == most else _round(n) for n in (min(n, most) for n in cost.longest(available - weights)))
         beside = f" beside the weights of {weights / MIB:.0f} MiB" if weights else ", the weights not counted"
-        yield (f"{available / MIB:.0f} MiB of memory are available: about {coded} tokens fit{beside}, {f16} in f16")
+        whole = ", the trained context" if coded == trained else ""
+        yield (
+            f"{available / MIB:.0f} MiB of memory are available: about {coded} tokens{whole} fit{beside}, {f16} in f16"
+        )
 
 
 def budgets(default: float, plans: Mapping[float, float | None], predicted: float | None = None) -> Iterator[str]:

@@ -245,8 +245,8 @@ def table(saved: Saved, predicted: dict[str, float], sizes: dict[str, KVStats]) 
     lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
     for name in [*speed["caches"], FLOOR]:
         stats, speeds = sizes["f16" if name == FLOOR else name], speed["caches"].get(name, f16)
-        times = sizes["f16"].bytes_kv / stats.bytes_kv
-        cells = [name, f"{stats.bpe:.2f}", f"{stats.bytes_kv / 2**20:.1f}"]
+        times = sizes["f16"].bytes_kv / stats.bytes_all
+        cells = [name, f"{stats.bpe:.2f}", f"{stats.bytes_all / 2**20:.1f}"]
         cells += [f"{times:.2f}", f"{times * BITS_Q8_0 / 16:.2f}"]
         cells.append(f"{predicted[name]:.2g}" if name in predicted else "")
         if scored := {text: by_cache[name] for text, by_cache in texts.items() if name in by_cache}:

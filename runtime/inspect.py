@@ -99,7 +99,8 @@ def main(
     For any other model: those of the bases that -ctk subkv would use, and their source.
     """
     # numpy and the native libraries: not for a --help
-    from subkv.engine.memory import available_memory
+    from subkv.engine.cache import coded_by
+    from subkv.engine.memory import available_memory, simulated_cache, trained_context
     from subkv.engine.sidecars import preview
     from subkv.format import metadata
     from subkv.format.layout import Layout
@@ -137,9 +138,12 @@ def main(
         weights = gguf.n_bytes if gguf.n_tensors else 0
     of_default, plans = metadata.read_predicted(path), {plan["budget"]: plan for plan in layout["plans"]}
     predicted = metadata.predicted_of(layout, of_default)
-    for line in sentences(
-        Cost.of_layout(layout), n_ctx or layout["bpe_context"], predicted, weights, available_memory()
-    ):
+    n_tokens = n_ctx or layout["bpe_context"]
+    cost, trained = Cost.of_layout(layout), 0
+    if weights:
+        stats = simulated_cache(Path(model), coded_by(path, sidecar.budget), n_tokens)
+        cost, trained = cost.beside(stats), trained_context(Path(model))
+    for line in sentences(cost, n_tokens, predicted, weights, available_memory(), trained):
         show(line)
     by_budget = {budget: plan["predicted"] or None for budget, plan in plans.items()}
     default = layout["budget"]

@@ -380,7 +380,11 @@ def note(text: str) -> None:
 
 def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:
     """Log a context's cache and the source of its bases. name: which of several contexts."""
-    from subkv.engine.stats import cache_line, smaller_type  # numpy and the native libraries: not for a --help
+    from subkv.engine.stats import (
+        cache_line,
+        smaller_type,
+        why_not_smaller,
+    )  # numpy and the native libraries: not for a --help
 
     note(f"{name}: {cache_line(stats)}" if name else cache_line(stats))
     if choice.line:
@@ -388,11 +392,7 @@ def note_cache(stats: KVStats, choice: CacheChoice, name: str = "") -> None:
     if choice.fit:
         note(choice.fit)
     if smaller := smaller_type(stats):
-        n_exact = stats.n_sink + stats.n_recent + stats.n_rollback
-        note(
-            f"-c: {stats.n_cells} tokens are few beside the exact window of {n_exact}: at this size -ctk {smaller} "
-            "takes less"
-        )
+        note(f"-c: {why_not_smaller(stats)}: at this size -ctk {smaller} takes less")
 
 
 def open_context(

@@ -195,6 +195,8 @@ class Chat:
         options.note(f"{len(self.conversation.messages)} messages, {self.conversation.llm.n_tokens} cells")
 
     def stats(self, _: str) -> None:
+        from subkv.engine.stats import layers  # numpy and the native libraries: not for a --help
+
         conversation, llm = self.conversation, self.conversation.llm
         stats = llm.kv_stats()
 
@@ -207,15 +209,16 @@ class Chat:
             "tokens": f"{len(conversation.tokens)} of {llm.n_ctx()}",
             "bits per element": f"{stats.bpe:.3f}",
             "bytes per token": f"{stats.bytes_per_token}",
-            "KV": f"{mib(stats.bytes_kv)} (f16: {mib(stats.bytes_f16)})",
+            "KV": f"{mib(stats.bytes_all)} (f16: {mib(stats.bytes_f16)})",
         }
         if stats.n_layer_coded:
             rows |= {
                 "  coefficient rows": f"{mib(stats.bytes_codes)} in {stats.n_layer_coded} layers",
                 "  exact window": f"{mib(stats.bytes_window)} ({stats.n_sink} first, {stats.n_recent} last tokens)",
                 "  ordinary layers": mib(stats.bytes_stock),
+                "  bases": mib(stats.bytes_bases),
+                **({"layers": words} if (words := layers(stats)) else {}),
                 **llm.bases_report(),
-                "bases": mib(stats.bytes_bases),
                 "rows not finite": f"{stats.n_zero_rows}",
                 "fingerprint": stats.fingerprint or "",
             }

@@ -17,7 +17,8 @@ BITS_Q8_0 = STOCK_TYPES["q8_0"][1]
 
 @dataclasses.dataclass(frozen=True)
 class KVStats(dict[str, Any]):
-    """A context's KV cache. Sizes are allocated bytes; bpe: bits per K/V element, including the exact window.
+    """A context's KV cache. Sizes are allocated bytes; bpe: bits per K/V element of the coded layers if there are any,
+    including the exact window.
 
     As a dict it has the same members, so that json.dumps() writes it.
     """
@@ -26,7 +27,7 @@ class KVStats(dict[str, Any]):
     type_v: str
     n_cells: int
     bytes_kv: int  # everything: rows, exact window, ordinary layers, …
-    bytes_f16: int  # the same context with an f16 cache
+    bytes_f16: int  # the same context with an f16 cache in all layers
     bytes_per_token: int  # rows of one cell in all layers, except sliding-window layers, which do not grow
     bpe: float
     kernel: str  # with the devices of GPU kernels
@@ -37,6 +38,9 @@ class KVStats(dict[str, Any]):
     bytes_chunks: int = 0  # adaptive bases and their sketches
     n_chunks: int = 0  # adaptive bases of all heads
     n_layer_coded: int = 0
+    n_layer_sliding: int = 0  # ordinary layers with a sliding window
+    n_layer_other: int = 0  # other ordinary layers
+    n_swa: int = 0  # tokens of the window of sliding layers; 0: they hold all cells
     n_zero_rows: int = 0  # rows of a head, K or V, that are not finite: attention to them is NaN
     n_sink: int = 0
     n_recent: int = 0
@@ -48,32 +52,62 @@ class KVStats(dict[str, Any]):
     def __post_init__(self) -> None:
         self.update({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
+    @property
+    def bytes_all(self) -> int:
+        """With the bases: the size that programs print."""
+        return self.bytes_kv + self.bytes_bases
+
 
 def sizes(stats: KVStats) -> str:
     """The size of a cache, and how many times smaller it is than the same cache in f16 and q8_0."""
-    mib = f"{stats.bytes_kv / MIB:.1f} MiB"
+    mib = f"{stats.bytes_all / MIB:.1f} MiB"
     if stats.type_k == stats.type_v == "f16" or not stats.bytes_kv:
         return mib
-    f16 = stats.bytes_f16 / stats.bytes_kv
+    f16 = stats.bytes_f16 / stats.bytes_all
     q8_0 = f16 * BITS_Q8_0 / 16
     if f16 < 1.05:
         return f"{mib} (f16: {stats.bytes_f16 / MIB:.1f} MiB)"
     return f"{mib}: {f16:.1f}× smaller than f16" + (f", {q8_0:.1f}× than q8_0" if q8_0 >= 1.05 else "")
 
 
+def layers(stats: KVStats) -> str:
+    """Which layers grow with the context, or are coded; "" if all are."""
+    n_ordinary = stats.n_layer_sliding + stats.n_layer_other
+    n_layer = stats.n_layer_coded + n_ordinary
+    if stats.n_layer_sliding and stats.n_swa:
+        n_growing = n_layer - stats.n_layer_sliding
+        slide = f"{stats.n_layer_sliding} slide over {stats.n_swa} tokens"
+        return f"{n_growing} of {n_layer} layers grow with the context, {slide}"
+    return f"{stats.n_layer_coded} of {n_layer} layers are coded" if stats.n_layer_coded and n_ordinary else ""
+
+
 def cache_line(stats: KVStats) -> str:
     """The line that every program prints about its cache."""
     kind = stats.type_k if stats.type_k == stats.type_v else f"{stats.type_k}/{stats.type_v}"
-    bases = f" (and {stats.bytes_bases / MIB:.1f} MiB of bases)" if stats.bytes_bases else ""
-    return f"KV cache: {kind}, {stats.bpe:.2f} bits per element, {sizes(stats)}{bases}, kernel {stats.kernel}"
+    bases = f", {stats.bytes_bases / MIB:.1f} MiB of it bases" if stats.bytes_bases else ""
+    words = layers(stats)
+    bits = f"{stats.bpe:.2f} bits per element" + (" of coded layers" if words and stats.n_layer_coded else "")
+    parts = (f"KV cache: {kind}", bits, f"{sizes(stats)}{bases}", words, f"kernel {stats.kernel}")
+    return ", ".join(filter(None, parts))
 
 
 def smaller_type(stats: KVStats) -> str:
     """The ordinary cache type that takes less than a coded cache of so few cells, "" if there is none."""
-    n_bytes = stats.bytes_kv + stats.bytes_bases
+    n_bytes = stats.bytes_all
     if not stats.n_layer_coded or n_bytes < stats.bytes_f16 * BITS_Q8_0 / 16:
         return ""
     return "f16" if n_bytes >= stats.bytes_f16 else "q8_0"
+
+
+def why_not_smaller(stats: KVStats) -> str:
+    """Why an ordinary cache takes less than this coded one (smaller_type)."""
+    own = stats.bytes_kv - stats.bytes_stock
+    in_f16 = 16 * own / stats.bpe  # of the coded layers
+    if stats.bytes_stock and own + stats.bytes_bases < in_f16 * BITS_Q8_0 / 16:
+        n_ordinary = stats.n_layer_sliding + stats.n_layer_other
+        return f"{n_ordinary} of {n_ordinary + stats.n_layer_coded} layers are not coded"
+    n_exact = stats.n_sink + stats.n_recent + stats.n_rollback
+    return f"{stats.n_cells} tokens are few beside the exact window of {n_exact}"
 
 
 def count_zero_rows(ctx: Any) -> int:
