@@ -124,6 +124,19 @@ ORDER = (  # the most important ones first
         timed=False,
     ),
     Table(
+        "sizes_sliding",
+        "Memory of models with sliding windows",
+        "Computed as [sizes.md](sizes.md): the context is that of all slots of llama-server together, with its default "
+        "of 512 tokens computed at once (`-ub`). Sliding layers are f16, q8_0, and beside coded ones q8_0. llama.cpp "
+        "and subkv allocate these sizes (tests/test_results.py).",
+        0,
+        size.sliding_sizes,
+        size.sizes_markdown,
+        size.sizes_numbers,
+        group="sizes",
+        timed=False,
+    ),
+    Table(
         "sensitivity",
         "Sensitivity of layers to errors",
         "`subkv lab sensitivity` measured the values in the calibration; `python -m research.plot_sensitivities` draws "
