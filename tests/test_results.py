@@ -7,16 +7,23 @@ import importlib
 import itertools
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from each import each
 
+from subkv.engine import memory
+from subkv.engine.cache import CacheOptions, choose_cache
+from subkv.engine.model import Model
+from subkv.native.binding import C
+
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "docs" / "results"))
 render: Any = importlib.import_module("render")
 make: Any = importlib.import_module("make")
+size_tables: Any = importlib.import_module("size_tables")
 TABLES: dict[str, Any] = importlib.import_module("tables").TABLES
 RESULTS: dict[str, list[dict[str, Any]]] = make.results(REPO)
 MARK = re.compile(r"<!-- (/?)(results|number)\b")
@@ -243,3 +250,26 @@ def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(make.click.ClickException, match="found .*No such file or directory"):
         make.commit(tmp_path)
+
+
+@pytest.mark.parametrize("n_seq", [1, 4])
+def test_computed_sizes_are_those_of_a_context(tiny_model: Callable[..., Path], n_seq: int) -> None:
+    """Of a model with sliding windows: llama.cpp's types exactly, ours within the rounding of rows to whole bits."""
+    n_ctx, layers = 32768, 2
+    model = tiny_model("gemma2", head_size=64, n_layer=2 * layers, n_swa=128)
+    with Model(model) as opened:
+        n_head_kv = int(opened.meta("gemma2.attention.head_count_kv"))
+        shape = size_tables.Shape("tiny", layers, n_head_kv, 64, layers, 128)
+        found = {}
+        for name in ("f16", "q8_0", "subkv"):
+            choice = choose_cache(model, CacheOptions(name))
+            params = C.llama_context_default_params()
+            params.n_seq_max, params.swa_full = n_seq, False
+            params.type_k, params.type_v = choice.type_k, choice.type_v
+            stats, _ = memory._simulated(model, choice, params, n_ctx)
+            assert stats is not None
+            found[name] = 8 * stats.bytes_all
+    computed = shape.of_caches(n_ctx, n_seq)
+    assert (found["f16"], found["q8_0"]) == (computed["f16"], computed["q8_0"])
+    ours = shape.bits(n_ctx, 6.5, n_seq) + size_tables.Q8_0 * shape.sliding(n_ctx, n_seq)
+    assert found["subkv"] == pytest.approx(ours, rel=0.02)

@@ -61,7 +61,6 @@ class Shape:
 SHAPES = (
     Shape("Llama-3.2-3B", 28, 8, 128),
     Shape("Llama-3.1-8B", 32, 8, 128),
-    Shape("Qwen3-14B", 40, 8, 128),
     Shape("Qwen3-32B", 64, 8, 128),
     Shape("Qwen3.6-27B, hybrid", 16, 4, 256),
     Shape("Qwen3.6-35B-A3B, hybrid", 10, 2, 256),
