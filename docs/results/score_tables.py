@@ -35,10 +35,16 @@ def frontier_short(lab: Any) -> Rows:
     return _frontier(lab, "4.25,4.75,5.5,6.25,7", "2048", "2")
 
 
-def _frontier(lab: Any, bits: str, n_ctx: str, chunks: str, picture: str = "") -> Rows:
+def frontier_gemma(lab: Any) -> Rows:
+    """With rows from the weights alone."""
+    return _frontier(lab, "3,4.25,4.75,6.5", "8192", "1", uncalibrated="4.25,6.5")
+
+
+def _frontier(lab: Any, bits: str, n_ctx: str, chunks: str, picture: str = "", uncalibrated: str = "") -> Rows:
     bits, kinds = lab.pick((bits, "q8_0,q5_1,q5_0,q4_1,q4_0"), ("4.25", "q4_0"))
     size = ("--bpe-context", lab.pick(n_ctx, "8192"), *lab.pick(("-c", n_ctx, "--chunks", chunks), ("-c", "256")))
-    chosen = ("-f", lab.text(WIKI), "--kv-bits", bits, "--stock", kinds, *size)
+    more = ("--uncalibrated", uncalibrated) if uncalibrated else ()
+    chosen = ("-f", lab.text(WIKI), "--kv-bits", bits, *more, "--stock", kinds, *size)
     rows: Rows = lab.json(*EVALUATE, *chosen, *(("--plot", picture) if picture else ()))
     if picture:
         lab.keep(picture)
@@ -75,7 +81,15 @@ def klds_of(rows: Rows) -> Numbers:
 
 
 def other_texts(lab: Any) -> Rows:
-    bits, kinds = lab.pick(("2.5,3,3.5,4.25,5,5.2,7", "q8_0,q5_0,q4_0"), ("4.25", "q4_0"))
+    return _other_texts(lab, "2.5,3,3.5,4.25,5,5.2,7", "q8_0,q5_0,q4_0")
+
+
+def other_texts_gemma(lab: Any) -> Rows:
+    return _other_texts(lab, "3,4.25,4.75,6.5", "q8_0,q4_0")
+
+
+def _other_texts(lab: Any, bits: str, kinds: str) -> Rows:
+    bits, kinds = lab.pick((bits, kinds), ("4.25", "q4_0"))
     files = lab.texts(NOVEL, CODE)
     size = lab.pick(("-c", "2048", "--chunks", "1"), ("-c", "256", "--chunks", "1"))
     chosen = ("--held-out", "--kv-bits", bits, "--stock", kinds, *size)

@@ -99,19 +99,28 @@ def stock_coder(kind: str, sides: str = "kv") -> Coder:
     return seen
 
 
-def stock_caches(kinds: Sequence[str], fit: Fit, sides: str) -> list[Cache]:
-    """Rows for llama.cpp's types, each without and with the exact window of `fit`. They quantize all layers."""
+def _exact(il: int, k: F32, v: F32) -> tuple[F32, F32]:
+    return k, v
+
+
+def stock_caches(kinds: Sequence[str], fit: Fit, sides: str, layers: str = "all") -> list[Cache]:
+    """Rows for llama.cpp's types, each without and with the exact window of `fit`.
+
+    layers: those that are quantized, "all", "full" (those with full attention) or "sliding".
+    """
     window = fit.settings.window
     caches = []
     for kind in kinds:
         bits = stock.BITS[kind]
-        coder = stock_coder(kind, sides)
-        caches.append(Cache(kind, coder, bits, bits, predicted=fit.stock_error(kind), sliding=coder))
+        quantized = stock_coder(kind, sides)
+        coder, sliding = (_exact if layers == "sliding" else quantized), (None if layers == "full" else quantized)
+        predicted = None if layers == "sliding" else fit.stock_error(kind)
+        caches.append(Cache(kind, coder, bits, bits, predicted=predicted, sliding=sliding))
         if window.n_sink + window.n_recent:
             all_bits = bits + fit.overhead.window_bits(fit.heads)
             ours = (window.n_sink, window.n_recent)
             held = recent_coder(fit)
-            caches.append(Cache(f"{kind} + window", coder, all_bits, bits, *ours, recent=held, sliding=coder))
+            caches.append(Cache(f"{kind} + window", coder, all_bits, bits, *ours, recent=held, sliding=sliding))
     return caches
 
 

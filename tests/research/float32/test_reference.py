@@ -174,3 +174,20 @@ def test_other_layers_than_its_own_are_refused(
     wrong = replace(stats, layers=(replace(layer, shape=replace(layer.shape, il=4)), layer))
     with pytest.raises(SubkvError, match="^calibration: expected 1 layers, 2 heads, 1 KV heads of size 256 as in the"):
         check_shapes(r, wrong)
+
+
+def test_stock_types_quantize_the_chosen_layers(
+    reference: Callable[[str], Any], calibration: Callable[[str], Path], tiny_model: Callable[..., Path]
+) -> None:
+    """As llama.cpp all of them, or those with full attention, or with a sliding window; `run` passes both coders on."""
+    from research.float32.caches import run, stock_caches
+
+    r = reference("gemma3")
+    with Gguf(tiny_model("gemma3")) as base:
+        fit = Fit(base, read_calibration(calibration("gemma3")), Options(window=Window(N_SINK, 16), bpe_context=512))
+    caches = {layers: stock_caches(["q4_0"], fit, "kv", layers) for layers in ("all", "full", "sliding")}
+    run(r, [cache for both in caches.values() for cache in both], [TOKENS], 1, progress=False)
+    kld = {name: [cache.scores.summary()["mean_kld"] for cache in both] for name, both in caches.items()}
+    assert kld["all"][0] > max(kld["full"][0], kld["sliding"][0]) > min(kld["full"][0], kld["sliding"][0]) > 1e-5
+    assert all(with_window < without for without, with_window in kld.values())
+    assert [both[0].predicted is None for both in caches.values()] == [False, False, True]
