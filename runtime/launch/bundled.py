@@ -21,6 +21,7 @@ NODE, PYTHON = "node", "python"  # kinds of interpreters
 _NODE = re.compile(r"node(js)?(-?\d+)?|bunx?|deno|np[mx]|pnpm|yarn|tsx|ts-node|electron")
 _PYTHON = re.compile(r"(python|pypy)[\d.]*w?")
 _LIBLLAMA = re.compile(r"libllama(\.v[\d.]+)?\.so[\d.]*")  # node-llama-cpp: libllama.v0.5.0.so
+_PACKAGES = ("*llama*", "@*llama*/*", "@*/*llama*", ".pnpm/*llama*")  # of node_modules
 N_FILES = 20_000  # of a folder that are looked at
 SECONDS = 20.0
 REPO = Path(__file__).resolve().parent.parent.parent
@@ -155,7 +156,7 @@ def _of_node(interpreter: Interpreter, arguments: Sequence[str], environment: Ma
     roots += [Path(folder) for folder in environment.get("NODE_PATH", "").split(os.pathsep) if folder]
     for root in dict.fromkeys(roots):
         if root.is_dir():
-            yield from sorted({*root.glob("*llama*"), *root.glob("@*llama*/*"), *root.glob("@*/*llama*")})
+            yield from sorted({folder for pattern in _PACKAGES for folder in root.glob(pattern)})
 
 
 def _of_python(interpreter: Interpreter, arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[Path]:
