@@ -19,6 +19,7 @@ from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError
 from subkv.engine.cache import STOCK_TYPES
 from subkv.engine.keywords import STALE
 from subkv.engine.llama import Llama
+from subkv.engine.prompt_cache import PromptCache
 
 Models = Callable[..., Path]
 
@@ -190,6 +191,27 @@ def test_bytes_that_are_no_text(bad: bytes, tiny_model: Models) -> None:
         tokens = llm.tokenize(text, add_bos=False)
         assert tokens == llm.loaded_model.tokenize(text, special=False).tolist()
         assert tokens[:1] == llm.tokenize(b"ab", add_bos=False)[:1] and len(tokens) > 3
+
+
+@each(
+    ("act", "message"),
+    [
+        (lambda llm: llm.keep(-1), "n: expected 0 to 3 tokens, as the context has, found -1"),
+        (lambda llm: llm.keep(4), "n: expected 0 to 3 tokens, as the context has, found 4"),
+        (lambda llm: llm.set_cache("folder"), "cache: expected a PromptCache or a cache of llama_cpp, found 'folder'"),
+        (lambda llm: llm.load_state(None), "state: expected a LlamaState, found None"),
+        (lambda _: Llama.from_pretrained(5), "repo_id: expected USER/MODEL or USER/MODEL:QUANT, found 5"),
+        (lambda _: Llama("a\0b"), "model_path: expected the path of a file, found 'a\\x00b'"),
+        (lambda _: PromptCache("x", capacity_bytes=-1), "capacity_bytes: expected 0 or more bytes, found -1"),
+        (lambda _: PromptCache(5), "prompt_cache: expected the path of a folder or file, found 5"),
+    ],
+)
+def test_objects_of_another_type(act: Callable[[Llama], Any], message: str, tiny_model: Models) -> None:
+    with opened(tiny_model("llama"), kv_cache="f16") as llm:
+        llm.eval([5, 6, 7])
+        with pytest.raises(SubkvError) as error:
+            act(llm)
+        assert str(error.value) == message and llm.n_tokens == 3
 
 
 def test_statistics_are_json(tiny_model: Models, coded_model: Models) -> None:

@@ -22,11 +22,15 @@ def home_folder() -> Path | None:
 
 
 def expanded(path: str | os.PathLike[str], key: str) -> Path:
-    """A path whose ~ is a home folder. Raises SubkvError about `key` if there is none."""
+    """A path whose ~ is a home folder. Raises SubkvError about `key` if there is none, or if it is no path."""
     try:
-        return Path(path).expanduser()
+        if "\0" not in os.fspath(path):
+            return Path(path).expanduser()
+    except TypeError:  # another object, or bytes
+        pass
     except RuntimeError as error:
         raise SubkvError(key, f"expected a path, as there is no home folder for ~, found {os.fspath(path)}") from error
+    raise SubkvError(key, f"expected the path of a folder or file, found {path!r:.60}")
 
 
 def _user_folder(variable: str, default: str) -> Path:

@@ -91,12 +91,14 @@ def _number(name: str, value: Any) -> Any:
 
 
 def checked_path(name: str, value: Any) -> Path:
-    """A path of the user. Raises SubkvError about `name` for another object."""
+    """A path of the user. Raises SubkvError about `name` for another object, or a path that no system has."""
     try:
-        path = os.fspath(value)
-        return Path(os.fsdecode(path))
+        path = os.fsdecode(value)
     except TypeError:
-        raise SubkvError(name, f"expected the path of a file, found {shown(value)}") from None
+        path = "\0"
+    if "\0" in path:
+        raise SubkvError(name, f"expected the path of a file, found {shown(value)}")
+    return Path(path)
 
 
 def checked_text(name: str, value: Any) -> None:

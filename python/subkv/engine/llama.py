@@ -25,7 +25,7 @@ import numpy as np
 from subkv.base import hub
 from subkv.base.closed import mark_closed
 from subkv.base.errors import CacheError, ModelFileError, StateError, SubkvError, concerning
-from subkv.base.numbers import shown
+from subkv.base.numbers import shown, whole
 from subkv.base.text import encodable
 from subkv.engine import states
 from subkv.engine.announced import report_cache
@@ -235,6 +235,8 @@ class Llama(llama_cpp.Llama):
         without filename, the choice of -hf. Downloads all files of a split model. local_dir_use_symlinks: ignored.
         kwargs: arguments of Llama. Raises SubkvError.
         """
+        if not isinstance(repo_id, str):
+            raise SubkvError("repo_id", f"expected USER/MODEL or USER/MODEL:QUANT, found {shown(repo_id)}")
         more = additional_files or ()
         with concerning(hf_repo="repo_id", pattern="filename", more="additional_files"):
             path = hub.fetch(repo_id, filename, more=more, cache_dir=cache_dir, local_dir=local_dir)
@@ -339,7 +341,12 @@ class Llama(llama_cpp.Llama):
         return list(super().tokenize(encodable(text) if isinstance(text, bytes) else text, add_bos, special))
 
     def set_cache(self, cache: Any) -> None:
-        """Look up and store prompts in a PromptCache or a cache of llama_cpp; None: stop using one."""
+        """Look up and store prompts in a PromptCache or a cache of llama_cpp; None: stop using one.
+
+        Raises SubkvError about `cache` for another object.
+        """
+        if cache is not None and not hasattr(cache, "__setitem__"):
+            raise SubkvError("cache", f"expected a PromptCache or a cache of llama_cpp, found {shown(cache)}")
         super().set_cache(cache.bound_to(self) if isinstance(cache, PromptCache) else cache)
 
     def eval(self, tokens: Sequence[int]) -> None:
@@ -450,7 +457,11 @@ class Llama(llama_cpp.Llama):
         return self._ctx.checkpoints.restorable(n) if self._ctx.checkpoints is not None else 0
 
     def keep(self, n: int) -> int:
-        """Remove the cells from position n on, or more if the cache requires it. Returns the new n_tokens."""
+        """Remove the cells from position n on, or more if the cache requires it. Returns the new n_tokens.
+
+        Raises CacheError if there are fewer than n cells.
+        """
+        n = whole("n", n, 0, self.n_tokens, f"0 to {self.n_tokens} tokens, as the context has", CacheError)
         with self._ctx.exclusive():
             self._pictures.update(self.n_tokens)
             self.n_tokens = n
@@ -532,6 +543,8 @@ class Llama(llama_cpp.Llama):
         Raises StateError if the state is of another model or cache, or has too many tokens. The context is then
         unchanged or empty.
         """
+        if not isinstance(state, llama_cpp.LlamaState):
+            raise StateError("state", f"expected a LlamaState, found {shown(state)}")
         with self._ctx.exclusive():
             states.load(self, self.identity(), state, self._logits_all)
             self._pictures.evaluated(self.n_tokens)

@@ -28,6 +28,7 @@ import numpy as np
 
 from subkv.base.errors import CacheError, StateError
 from subkv.base.folders import expanded
+from subkv.base.numbers import whole
 from subkv.engine import states
 from subkv.native import store
 from subkv.native.binding import llama_cpp
@@ -52,6 +53,7 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
     """
 
     def __init__(self, folder: str | os.PathLike[str], capacity_bytes: int = 2 << 30) -> None:
+        capacity_bytes = whole("capacity_bytes", capacity_bytes, 0, 2**63 - 1, "0 or more bytes", CacheError)
         super().__init__(capacity_bytes)
         self._store = Store(expanded(folder, "prompt_cache"), capacity_bytes)
         self._llm: Any = None  # the subkv.Llama that uses this object
