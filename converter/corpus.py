@@ -16,7 +16,7 @@ import click
 
 from subkv.base.command import group
 from subkv.base.errors import SubkvError, system_reason
-from subkv.base.threads import default_threads
+from subkv.base.threads import MAX_THREADS, default_threads
 
 if TYPE_CHECKING:
     from subkv.format.calibration import TextSource
@@ -162,5 +162,5 @@ def corpus_options(
             "-c", "--ctx-size", "n_ctx", default=2048, type=click.IntRange(MIN_TOKENS), help="tokens per chunk"
         ),
         click.option("--chunks", default=n_chunks, type=click.IntRange(1), help=chunks),
-        click.option("-t", "--threads", type=click.IntRange(1), help="threads [default: all processors]"),
+        click.option("-t", "--threads", type=click.IntRange(1, MAX_THREADS), help="threads [default: all processors]"),
     )

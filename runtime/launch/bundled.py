@@ -101,6 +101,7 @@ def python_package(python: Path, folder: Path, environment: Mapping[str, str]) -
         done = subprocess.run(
             [python, "-c", _ASK, folder],
             env=dict(environment),
+            cwd=python.resolve().parent,  # where Python looks for modules at first: not in a folder of others
             capture_output=True,
             text=True,
             errors="replace",
