@@ -157,3 +157,20 @@ def test_a_checkpoint_that_cannot_be_read_now(
     with Checkpoints(folder / "c") as checkpoints:
         session, _ = run(checkpoints)
     assert len(session.batches) < 4
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of files")
+def test_checkpoints_that_others_can_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing protects the sums against whoever can write them: they are measured again."""
+    monkeypatch.setattr(resume, "EVERY", 0.0)
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        run(checkpoints)
+    (part,) = tmp_path.iterdir()
+    for mode, is_resumed in ((0o664, True), (0o646, False)):
+        part.chmod(mode)
+        with Checkpoints(tmp_path / "c") as checkpoints:
+            done, _ = checkpoints.load(10)
+        assert (done == 9) == is_resumed
+    assert "only this user can write to, found mode 0646 (chmod go-w)" in capsys.readouterr().err

@@ -193,6 +193,21 @@ def test_sensitivities_of_other_chunks_are_measured_again(model: Path, monkeypat
     assert sentence in result.stderr and "predicted KLD" in result.stdout
 
 
+@pytest.mark.skipif(os.name != "posix", reason="modes of files")
+def test_work_that_others_can_write_to_is_done_again(model: Path) -> None:
+    assert CliRunner().invoke(convert, [str(model), *SENSED, "--minutes", "1e-9"]).exit_code == 0
+    (kept,) = sidecar_folder().glob("*.sensing.npz")
+    kept.chmod(0o666)
+    result = CliRunner().invoke(convert, [str(model), *SENSED])
+    sentence = "expected a file that only this user can write to, found mode 0666 (chmod go-w)"
+    assert f"note: {kept} cannot be resumed ({sentence})" in result.stderr and "predicted KLD" in result.stdout
+    (calibration,) = sidecar_folder().glob("*.calib.safetensors")
+    calibration.chmod(0o666)
+    result = CliRunner().invoke(convert, [str(model), *SENSED])
+    assert f"note: {calibration} cannot be used (calibration: expected a path that only this user" in result.stderr
+    assert "predicted KLD" in result.stdout
+
+
 @pytest.mark.parametrize(("version", "found"), [(None, "none"), (VERSION + 1, VERSION + 1)])
 def test_sensitivities_of_another_version_are_measured_again(
     model: Path, monkeypatch: pytest.MonkeyPatch, version: int | None, found: Any

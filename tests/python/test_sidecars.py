@@ -43,6 +43,7 @@ from subkv.native.bases import (
     stored_path,
 )
 from subkv.native.gguf import CONTENT_KEY, Gguf
+from subkv.native.library import NO_ERROR
 from subkv.plan import datafree
 
 Models = Callable[..., Path]
@@ -241,6 +242,50 @@ def test_the_search_and_hostile_files(model: Path, made: Path, tmp_path: Path, c
     for content in ("", "0" * 63, "../" * 30):
         with pytest.raises(SubkvError, match="subkv_sidecar_path: content: expected 64 hex digits, found"):
             stored_path(model, content)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
+def test_bases_of_another_user(stored: Path, model: Path, made: Path, of_weights: list[Path]) -> None:
+    """Found, not named: those of this user, of root and, beside the model, of the model's owner."""
+
+    def refused(path: Path) -> bool:
+        found = find_bases(model, None, WEIGHTS)
+        assert found.path == path
+        if found.is_usable:
+            return False
+        owner = path.stat().st_uid
+        assert found.failure.kind != NO_ERROR
+        assert found.failure.sentence() == (
+            f"{path}: expected a file that only this user can write to, found owner {owner} (chown it to user 0)"
+        )
+        return True
+
+    assert not refused(stored)
+    os.chown(stored, 1234, 1234)
+    assert refused(stored)
+    with pytest.raises(CacheError, match="expected a file that only this user can write to, found owner 1234"):
+        choose_cache(model)
+    assert find_bases(model, stored, NAMED).is_usable
+    beside = Path(shutil.copy(made, sidecar_path(model)))
+    assert not refused(beside)
+    os.chown(beside, 1234, 1234)
+    assert refused(beside)
+    os.chown(model, 1234, 1234)
+    assert not refused(beside)
+    os.chown(model, 4321, 4321)
+    assert refused(beside)
+
+
+def test_bases_that_everybody_can_write_to(stored: Path, model: Path) -> None:
+    """Also the folder: nothing is stored there."""
+    stored.chmod(0o646)
+    found = find_bases(model, None, WEIGHTS)
+    assert found.failure.reason == "expected a file that only this user can write to, found mode 0646 (chmod go-w)"
+    stored.chmod(0o664)  # the group is the user's own with most umasks of 002
+    assert find_bases(model, None, WEIGHTS).is_usable
+    stored.parent.chmod(0o777)
+    with pytest.raises(SubkvError, match="XDG_CACHE_HOME: expected a path that only this user can write to"):
+        store.entry(model).prepare()
 
 
 def test_choices_with_precedence_over_the_store(stored: Path, model: Path, made: Path, coded_model: Models) -> None:
