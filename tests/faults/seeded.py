@@ -367,6 +367,21 @@ FAULTS = [
         PROMPTS,
     ),
     Fault(
+        "a refused operation is believed",
+        "runtime/native/hook/memory.cpp",
+        "noted[seq].refused = std::min(noted[seq].refused, std::max(p0, 0));",
+        "(void) seq, (void) p0;",
+        SHIFT,
+    ),
+    Fault("a shared cell moves", "runtime/native/hook/shift.cpp", "seq_count(it->second) > 1", "size() == 0", SHIFT),
+    Fault(
+        "moved text is stored",
+        "runtime/native/hook/store.cpp",
+        "moved = text.moved != llama_subkv::NO_POSITION;",
+        "moved = text.moved == -1;",
+        "tests/programs/test_slot_cells.py",
+    ),
+    Fault(
         "recurrent state without its past",
         "runtime/native/hook/store.cpp",
         "if (!caches.base || caches.recurrent) {",

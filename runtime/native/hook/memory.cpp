@@ -80,7 +80,7 @@ public:
 
     std::map<llama_seq_id, notes> noted;
 
-    // Of [p0, p1) of a sequence, after an operation: rows that now are behind another text.
+    // From position p0 on, rows are behind another text after an operation.
     void note_moved(llama_seq_id seq, llama_pos p0) {
         noted[seq].text.moved = std::min(noted[seq].text.moved, std::max(p0, 0));
     }
@@ -310,15 +310,17 @@ bool llama_subkv::note_refused(const llama_context & ctx, llama_seq_id seq, llam
     if (!memory || !coded(memory)) {
         return false;
     }
-    for (llama_seq_id s = std::max(seq, 0); s < (seq < 0 ? (llama_seq_id) ctx.n_seq_max() : seq + 1); ++s) {
-        memory->note_refused(s, p0);
+    for (llama_seq_id s = 0; s < (llama_seq_id) ctx.n_seq_max(); ++s) {
+        if (seq < 0 || s == seq) {
+            memory->note_refused(s, p0);
+        }
     }
     return true;
 }
 
 std::set<llama_seq_id> llama_subkv::memory::sharing(llama_seq_id seq, llama_pos first, llama_pos last) const {
     std::set<llama_seq_id> found;
-    if (!base || base->n_stream > 1) { // every sequence has cells of its own
+    if (!base || base->n_stream > 1 || seq < 0 || seq >= (llama_seq_id) base->n_seq_max) { // with cells of its own
         return found;
     }
     const auto &                cells = base->v_cells[base->seq_to_stream[seq]];
@@ -623,8 +625,8 @@ void llama_subkv::memory::state_write(llama_io_write_i & io, llama_seq_id seq, l
 
 void llama_subkv::memory::state_read(llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags) {
     // nobody vouches for the text of a state; a partial one has no rows of it
-    for (llama_seq_id s = std::max(seq, 0); s < (seq < 0 ? (llama_seq_id) ctx.n_seq_max() : seq + 1); ++s) {
-        if (!(flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)) {
+    for (llama_seq_id s = 0; s < (llama_seq_id) ctx.n_seq_max(); ++s) {
+        if ((seq < 0 || s == seq) && !(flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)) {
             noted[s] = { NO_POSITION, { NO_POSITION, 0 } };
         }
     }
