@@ -20,7 +20,7 @@ class GuardedContext(internals.LlamaContext):
     process: int  # id of the process that created it
     lock: Any  # held by the thread that uses the context; reentrant
     checkpoints: Checkpoints | None  # of sequence 0; None: not needed
-    moved: bool  # cells may have been evaluated behind other tokens than those that are now before them
+    moved: bool  # of sequence 0: cells may have been evaluated behind other tokens than those that are now before them
 
     @classmethod
     def adopt(cls, context: internals.LlamaContext, recurrent: bool, sliding: bool) -> None:
@@ -77,7 +77,8 @@ class GuardedContext(internals.LlamaContext):
         """
         if self.checkpoints is None or seq_id > 0 or p1 >= 0:
             removed = bool(super().kv_cache_seq_rm(seq_id, p0, p1))
-            self.moved = removed and (p1 >= 0 or (p0 > 0 and self.moved)) or (not removed and self.moved)
+            if removed and seq_id <= 0:
+                self.moved = p1 >= 0 or (self.moved and p0 > 0)
             if removed and self.checkpoints is not None and seq_id <= 0:
                 self.checkpoints.forget()
             return removed
@@ -99,7 +100,7 @@ class GuardedContext(internals.LlamaContext):
             super().kv_cache_seq_shift(seq_id, p0, p1, shift)
             if library.load().subkv_take_refusal(self.ctx, seq_id):
                 raise CacheError("kv_cache_seq_shift", library.last_error())
-            self.moved = True
+            self.moved = self.moved or seq_id == 0
 
     def kv_cache_seq_cp(self, seq_id_src: int, seq_id_dst: int, p0: int, p1: int) -> None:
         """Copy the positions [p0, p1). Raises CacheError, and changes nothing, if the cache cannot."""
