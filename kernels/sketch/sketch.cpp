@@ -16,6 +16,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <locale>
+#include <sstream>
+#include <string>
 #include <vector>
 
 namespace subkv {
@@ -247,6 +250,12 @@ bool sketch_check(const SketchParams & p, std::string & err) {
         err = "sketch: " + name + ": expected " + expected + ", found " + found;
         return false;
     };
+    const auto number = [](float x) { // std::to_string would obey the program's locale
+        std::ostringstream out;
+        out.imbue(std::locale::classic());
+        out << x;
+        return out.str();
+    };
     if (p.kind < SketchKind::COVARIANCE || p.kind > SketchKind::OJA) {
         return refuse("kind", "0 (covariance), 1 (frequent directions) or 2 (Oja)", std::to_string((int) p.kind));
     }
@@ -258,10 +267,10 @@ bool sketch_check(const SketchParams & p, std::string & err) {
         return refuse("rows", "1.." + std::to_string(most), std::to_string(p.rows));
     }
     if (!(p.decay >= 0.5f && p.decay <= 1.0f)) { // a NaN, too
-        return refuse("decay", "0.5..1 per token", std::to_string(p.decay));
+        return refuse("decay", "0.5..1 per token", number(p.decay));
     }
     if (p.kind == SketchKind::OJA && !(p.rate > 0.0f && p.rate < 1.0f)) {
-        return refuse("rate", "above 0 and below 1", std::to_string(p.rate));
+        return refuse("rate", "above 0 and below 1", number(p.rate));
     }
     return true;
 }

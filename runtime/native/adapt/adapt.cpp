@@ -3,6 +3,7 @@
 #include "adapt.h"
 
 #include "error.h"
+#include "numbers.h"
 
 #include <algorithm>
 #include <cmath>
@@ -42,10 +43,10 @@ AdaptParams Adapter::checked(AdaptParams p, int32_t rank) {
         check_range("window", p.window, p.block + p.lookahead, MAX_ADAPT_WINDOW);
     }
     if (!(p.tau > 0.0f)) {
-        refuse_adapt("tau", "a residual above 0", std::to_string(p.tau));
+        refuse_adapt("tau", "a residual above 0", number(p.tau));
     }
     if (!(p.gain > 0.0f && std::isfinite(p.gain))) {
-        refuse_adapt("gain", "a factor above 0", std::to_string(p.gain));
+        refuse_adapt("gain", "a factor above 0", number(p.gain));
     }
     return p;
 }

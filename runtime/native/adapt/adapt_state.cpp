@@ -2,6 +2,7 @@
 //   Head | sketch, or with a window its rows | per chunk in use, by slot: Entry, ratio [n_bands] f32, R [n][n] half
 #include "adapt.h"
 #include "error.h"
+#include "numbers.h"
 
 #include <algorithm>
 #include <cmath>
@@ -138,7 +139,7 @@ void Adapter::restore(const uint8_t * bytes, size_t n) {
         }
         for (int32_t b = 0; b < codec_.n_bands; ++b) {
             if (!(ratio[b] > 0.0f && std::isfinite(ratio[b]))) {
-                refuse("adapt state", "positive ratios", std::to_string(ratio[b]));
+                refuse("adapt state", "positive ratios", number(ratio[b]));
             }
         }
         for (const uint16_t value : chunk->rotation) {

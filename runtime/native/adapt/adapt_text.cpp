@@ -1,9 +1,9 @@
 // adapt_text.cpp: parses the options of adaptation: `none`, `v`, `kv,length=512,gain=0.9`.
 #include "chunked.h"
 #include "layout_keys.h"
+#include "numbers.h"
 
 #include <cerrno>
-#include <cstdio>
 #include <cstdlib>
 #include <iterator>
 #include <sstream>
@@ -52,6 +52,14 @@ int32_t kind_of(const std::string & value) {
     refuse_adapt("kind", "one of covariance, fd, oja", quoted(value));
 }
 
+bool read_whole(const std::string & text, int32_t & x) {
+    char * end        = nullptr;
+    errno             = 0;
+    const long number = std::strtol(text.c_str(), &end, 10);
+    x                 = (int32_t) number;
+    return !text.empty() && *end == 0 && errno == 0 && number == x;
+}
+
 void set(subkv_adapt_params & params, const std::string & name, const std::string & value) {
     if (name == "kind") {
         params.kind = kind_of(value);
@@ -61,18 +69,7 @@ void set(subkv_adapt_params & params, const std::string & name, const std::strin
         if (name != field.name) {
             continue;
         }
-        char * end = nullptr;
-        errno      = 0;
-        if (field.whole) {
-            const long number   = std::strtol(value.c_str(), &end, 10);
-            params.*field.whole = (int32_t) number;
-            if (number != params.*field.whole) {
-                errno = ERANGE;
-            }
-        } else {
-            params.*field.fraction = std::strtof(value.c_str(), &end);
-        }
-        if (value.empty() || *end || errno != 0) {
+        if (!(field.whole ? read_whole(value, params.*field.whole) : read_number(value, params.*field.fraction))) {
             refuse_adapt(name, "a number", quoted(value));
         }
         return;
@@ -129,9 +126,8 @@ static ChunkRequest parse_adapt(const std::string & text) {
 // The shortest of two texts of a number that reads as the same number.
 static std::string exact(float x) {
     const std::string text = number(x);
-    char              all[40];
-    std::snprintf(all, sizeof(all), "%.9g", (double) x);
-    return std::strtof(text.c_str(), nullptr) == x ? text : all;
+    float             read = 0.0f;
+    return read_number(text, read) && read == x ? text : number(x, 9);
 }
 
 std::string ChunkRequest::text() const {

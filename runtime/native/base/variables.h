@@ -2,12 +2,11 @@
 #pragma once
 
 #include "error.h"
+#include "numbers.h"
 
 #include <cerrno>
 #include <cstdint>
 #include <cstdlib>
-#include <locale>
-#include <sstream>
 #include <string>
 
 namespace subkv {
@@ -34,11 +33,9 @@ constexpr float MAX_BUDGET = 64.0f;
 
 // The budget that a text names: 3, 4.25; 0: none.
 inline float parse_budget(const std::string & text) {
-    const bool         plain = !text.empty() && text.find_first_not_of("0123456789.") == std::string::npos;
-    std::istringstream in(text);
-    in.imbue(std::locale::classic());
-    float value = 0.0f;
-    return plain && in >> value && in.eof() && value > 0.0f && value <= MAX_BUDGET ? value : 0.0f;
+    const bool plain = text.find_first_not_of("0123456789.") == std::string::npos;
+    float      value = 0.0f;
+    return plain && read_number(text, value) && value > 0.0f && value <= MAX_BUDGET ? value : 0.0f;
 }
 
 // SUBKV_BITS: bits per K/V element of coded caches; 0: unset. Throws Invalid.

@@ -347,11 +347,11 @@ struct OwnedBases : subkv_bases {
 } // namespace
 
 std::string size_of(const Layout & layout) {
-    char         text[128];
-    const double bits = layout.bpe, kld = layout.predicted, of_q8_0 = layout.predicted_q8_0;
-    const int    n = std::snprintf(text, sizeof(text), "%.2f bits per element at %u tokens", bits, layout.bpe_context);
+    const double kld = layout.predicted, of_q8_0 = layout.predicted_q8_0;
+    std::string  text =
+        decimals(layout.bpe, 2) + " bits per element at " + std::to_string(layout.bpe_context) + " tokens";
     if (kld > 0.0 && of_q8_0 > 0.0) {
-        std::snprintf(text + n, sizeof(text) - (size_t) n, ", predicted KLD %.2g, q8_0's %.2g", kld, of_q8_0);
+        text += ", predicted KLD " + number(kld, 2) + ", q8_0's " + number(of_q8_0, 2);
     }
     return text;
 }

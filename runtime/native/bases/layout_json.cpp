@@ -10,6 +10,7 @@
 // of a double, not with FORMAT.md's 9.
 #include "error.h"
 #include "layout.h"
+#include "numbers.h"
 #include "sha256.h"
 #include "subkv/trellis.h"
 
@@ -17,7 +18,6 @@
 #include <cstring>
 #include <initializer_list>
 #include <iterator>
-#include <locale>
 #include <sstream>
 
 namespace subkv {
@@ -285,10 +285,8 @@ std::vector<LayerSpec> parse_layout(std::string_view text, int block_count, cons
 // writer
 //
 
-// Numbers must not depend on the locale of the process.
 static std::ostringstream json_stream() {
-    std::ostringstream out;
-    out.imbue(std::locale::classic());
+    std::ostringstream out = plain_stream();
     out.precision(9); // exact round trip of a float
     return out;
 }

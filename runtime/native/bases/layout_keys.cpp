@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
-#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -201,12 +200,6 @@ std::string keys_digest(const gguf_context * ctx, const std::string & fingerprin
     }
     sha.update(fingerprint.data(), fingerprint.size());
     return sha.hex();
-}
-
-std::string number(double x) {
-    char text[40];
-    std::snprintf(text, sizeof(text), "%g", x);
-    return text;
 }
 
 Keys::Keys(const gguf_context * ctx) : ctx(ctx) {

@@ -3,6 +3,7 @@
 
 #include "error.h"
 #include "ggml-cpp.h"
+#include "numbers.h"
 
 #include <cstdint>
 #include <initializer_list>
@@ -23,7 +24,6 @@ inline uint32_t le32(const uint8_t * p) {
 bool        is_ours(const char * key);
 bool        is_basis(std::string_view key); // subkv.blk.N.basis
 std::string shortened(std::string s);       // for an error message
-std::string number(double x);
 
 // The value of KEYS_DIGEST (converter/FORMAT.md §1.2); the fingerprint covers the bases.
 std::string keys_digest(const gguf_context * ctx, const std::string & fingerprint);

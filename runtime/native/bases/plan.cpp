@@ -11,7 +11,6 @@
 #include <cmath>
 #include <cstring>
 #include <exception>
-#include <locale>
 #include <map>
 #include <sstream>
 #include <string_view>
@@ -316,8 +315,7 @@ float number_in(const std::string & json, const std::string & name) {
     const size_t       at    = json.find(key);
     float              value = 0.0f;
     std::istringstream text(at == std::string::npos ? "" : json.substr(at + key.size()));
-    text.imbue(std::locale::classic());
-    return text >> value && value > 0.0f ? value : 0.0f;
+    return read_number(text, value) && value > 0.0f ? value : 0.0f;
 }
 
 } // namespace

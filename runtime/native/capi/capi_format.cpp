@@ -1,5 +1,6 @@
 // capi_format.cpp: section "format" of subkv.h.
 #include "capi.h"
+#include "numbers.h"
 
 #include <cmath>
 #include <string>
@@ -28,7 +29,8 @@ HeadCodec codec_of(const char * function, const int32_t * bands, const float * r
             fail("%s: bands[%d]: expected one of 16, 8, 6, 5, 4, 3, 2 bits, found %d", function, (int) b, (int) bits);
         }
         if (!std::isfinite(ratio[b]) || ratio[b] <= 0.0f) {
-            fail("%s: ratio[%d]: expected a positive finite number, found %g", function, (int) b, (double) ratio[b]);
+            fail("%s: ratio[%d]: expected a positive finite number, found %s", function, (int) b,
+                 number(ratio[b]).c_str());
         }
         add_band(codec, n, bits, ratio[b]);
     }

@@ -15,6 +15,7 @@
 #include "find_bases.h"
 #include "log_line.h"
 #include "model_file.h"
+#include "numbers.h"
 #include "request.h"
 #include "variables.h"
 
@@ -157,29 +158,24 @@ std::string cache_line(const Cache & cache, const RowSizes & rows, int32_t n_win
     const double     f16       = (double) stats.bytes_f16;
     constexpr double Q8_0      = 8.5 / 16.0; // of f16
     const double     than_q8_0 = Q8_0 * f16 / size;
-    char             line[320], more[80] = "", q8_0[40] = "not smaller than q8_0", layers[120];
-    if (than_q8_0 >= 1.05) {
-        std::snprintf(q8_0, sizeof(q8_0), "%.1fx than q8_0", than_q8_0);
-    }
-    if (n_windows < cache.n_seq() && window > 0.0) {
-        std::snprintf(more, sizeof(more), ", %.1f MiB for each further sequence", window / (1 << 20));
-    }
-    const uint32_t ordinary = stats.n_layer_sliding + stats.n_layer_other, n_layer = stats.n_layer_coded + ordinary;
-    if (stats.n_layer_sliding > 0 && stats.n_swa > 0) {
-        std::snprintf(layers, sizeof(layers), "%u of %u layers grow with the context, %u slide over %u tokens",
-                      n_layer - stats.n_layer_sliding, n_layer, stats.n_layer_sliding, stats.n_swa);
+    const auto       mib       = [](double bytes) { return decimals(bytes / (1 << 20), 1); };
+    const bool       further   = n_windows < cache.n_seq() && window > 0.0;
+    const uint32_t   ordinary  = stats.n_layer_sliding + stats.n_layer_other;
+    const uint32_t   n_layer   = stats.n_layer_coded + ordinary;
+    const double     all       = (double) (stats.bytes_codes + stats.bytes_window);
+    const bool       slides    = stats.n_layer_sliding > 0 && stats.n_swa > 0;
+    std::string      layers    = std::to_string(n_layer) + " layers";
+    if (slides) {
+        layers = std::to_string(n_layer - stats.n_layer_sliding) + " of " + layers + " grow with the context, " +
+                 std::to_string(stats.n_layer_sliding) + " slide over " + std::to_string(stats.n_swa) + " tokens";
     } else if (ordinary > 0) {
-        std::snprintf(layers, sizeof(layers), "%u of %u layers are coded", stats.n_layer_coded, n_layer);
-    } else {
-        std::snprintf(layers, sizeof(layers), "%u layers", n_layer);
+        layers = std::to_string(stats.n_layer_coded) + " of " + layers + " are coded";
     }
-    const double all = (double) (stats.bytes_codes + stats.bytes_window);
-    std::snprintf(line, sizeof(line),
-                  "coded K/V cache, %.2f bits per element%s, %.1f MiB (f16: %.1f): %.1fx smaller than f16, %s%s, "
-                  "%s; bases: ",
-                  (double) stats.bpe * coded / all, ordinary > 0 ? " of coded layers" : "", size / (1 << 20),
-                  f16 / (1 << 20), f16 / size, q8_0, more, layers);
-    return line;
+    return "coded K/V cache, " + decimals((double) stats.bpe * coded / all, 2) + " bits per element" +
+           (ordinary > 0 ? " of coded layers" : "") + ", " + mib(size) + " MiB (f16: " + mib(f16) +
+           "): " + decimals(f16 / size, 1) + "x smaller than f16, " +
+           (than_q8_0 >= 1.05 ? decimals(than_q8_0, 1) + "x than q8_0" : "not smaller than q8_0") +
+           (further ? ", " + mib(window) + " MiB for each further sequence" : "") + ", " + layers + "; bases: ";
 }
 
 void Cache::created(const RowSizes & rows) {
@@ -203,7 +199,10 @@ std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc) {
     } catch (const std::exception & e) {
         const auto * invalid = dynamic_cast<const Invalid *>(&e);
         const bool   full    = dynamic_cast<const std::bad_alloc *>(&e) != nullptr;
-        const auto   kind = (int32_t) (invalid ? invalid->error.kind : full ? SUBKV_ERROR_MEMORY : SUBKV_ERROR_INVALID);
+        if (invalid && invalid->error.kind == SUBKV_ERROR_MEMORY) { // an ordinary cache would need more
+            throw;
+        }
+        const auto kind = (int32_t) (invalid ? invalid->error.kind : full ? SUBKV_ERROR_MEMORY : SUBKV_ERROR_INVALID);
         if (by_type) {
             fail({ kind, desc.requested == Requested::CODED ? "cache type subkv" : "cache type auto", e.what(),
                    "cache type f16 runs with an ordinary cache" });

@@ -1,6 +1,7 @@
 // cache_state.cpp: identity of a state, and its exact window and bases (hook.h).
 #include "cache.h"
 #include "error.h"
+#include "numbers.h"
 
 #include <cstring>
 #include <utility>
@@ -64,9 +65,10 @@ std::vector<uint64_t> Cache::read_head(StateReader & r, int32_t seq, bool partia
     r.read(fingerprint.data(), fingerprint.size());
     if (fingerprint != layout_->fingerprint) {
         if (const float budget = budget_of_fingerprint(*layout_, fingerprint); budget > 0.0f) {
-            fail("state: a state of a cache of %g bits per element expected, one of %g bits found; evaluate the prompt "
-                 "again, or open the context with SUBKV_BITS=%g",
-                 (double) layout_->budget, (double) budget, (double) budget);
+            const std::string found = number(budget);
+            fail("state: a state of a cache of %s bits per element expected, one of %s bits found; evaluate the prompt "
+                 "again, or open the context with SUBKV_BITS=%s",
+                 number(layout_->budget).c_str(), found.c_str(), found.c_str());
         }
         fail("state: layout fingerprint %s expected, %s found", layout_->fingerprint.c_str(), fingerprint.c_str());
     }

@@ -43,7 +43,7 @@ std::string llama_subkv::state_identity(const llama_context & ctx, const std::st
     const auto &       cparams = ctx.get_cparams();
     const auto         caches  = caches_of(ctx.get_memory());
     const auto &       hparams = model.hparams;
-    std::ostringstream out;
+    std::ostringstream out     = subkv::plain_stream();
     out << std::hexfloat;
     out << "format 1 " << SUBKV_LLAMA_COMMIT << " " << LLAMA_STATE_SEQ_VERSION << "\n" << content << "\n";
     out << source_of(model).overrides << "\n";

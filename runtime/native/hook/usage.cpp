@@ -3,6 +3,7 @@
 
 #include "llama-subkv-library.h"
 #include "llama-subkv.h"
+#include "numbers.h"
 
 #include "llama-context.h"
 #include "llama-memory-recurrent.h"
@@ -41,7 +42,7 @@ void add_metric(std::ostringstream & out, const std::string & name, const char *
     const bool whole   = value == (double) (uint64_t) value;
     const bool counter = name.find("_total") != std::string::npos;
     out << "# HELP subkv:" << name << " " << help << "\n# TYPE subkv:" << name << (counter ? " counter" : " gauge")
-        << "\nsubkv:" << name << " " << (whole ? std::to_string((uint64_t) value) : std::to_string(value)) << "\n";
+        << "\nsubkv:" << name << " " << (whole ? std::to_string((uint64_t) value) : subkv::decimals(value, 6)) << "\n";
 }
 
 } // namespace
@@ -121,8 +122,8 @@ llama_subkv_usage llama_subkv_usage_get(void) {
 
 std::string llama_subkv_usage_metrics(void) {
     const auto         usage = llama_subkv_usage_get();
-    std::ostringstream out;
-    const auto         add = [&](const char * name, const char * help, auto value) {
+    std::ostringstream out   = subkv::plain_stream();
+    const auto         add   = [&](const char * name, const char * help, auto value) {
         add_metric(out, name, help, (double) value);
     };
     add("kv_bytes", "Bytes of the K/V cache", usage.freed ? 0 : usage.bytes);
