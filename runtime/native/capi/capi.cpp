@@ -6,15 +6,17 @@
 #include "subkv_research.h"
 
 #include <atomic>
+#include <utility>
 
 using namespace subkv;
 
 namespace {
 
+// For the next context that a thread creates.
 struct Pending {
     CacheRequest     cache;
     subkv_observer * observer = nullptr;
-    bool             ordinary = false; // until it is cancelled: a memory may have several caches
+    bool             ordinary = false;
 };
 
 thread_local Pending pending;
@@ -30,8 +32,7 @@ std::shared_ptr<CacheHook> cache_new(const CacheDesc & desc) {
     if (!desc.no_cache.empty()) { // the caller checks the context and cancels
         return nullptr;
     }
-    const Pending request = std::move(pending);
-    pending               = {};
+    const Pending request = std::exchange(pending, {}); // a memory's other caches have none
     pending.ordinary      = request.ordinary;
     try {
         const std::string & why = desc.unsupported.empty() ? desc.unobserved : desc.unsupported;
@@ -187,7 +188,7 @@ const LlamaCalls * subkv::llama_calls() {
 }
 
 extern "C" SUBKV_API const SubkvCalls * subkv_connect(const LlamaCalls * llama) {
-    static const SubkvCalls calls = { cache_new,         subkv_last_error,         subkv_get_stats,
+    static const SubkvCalls calls = { cache_new,         [] { pending = {}; },     subkv_last_error, subkv_get_stats,
                                       subkv_kernel_name, subkv_device_kernel_name, store_calls() };
     connected                     = llama;
     set_log(llama->log);

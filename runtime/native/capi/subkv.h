@@ -155,15 +155,16 @@ typedef struct subkv_cache_params {
     const char * adapt;      // options of adaptation, as --adapt: "none", "v", "kv,length=512,gain=0.9"; NULL: none
 } subkv_cache_params;
 
-// The next K/V cache that *this thread* creates, within llama_init_from_model, uses `layout` (retained by the context).
-// `params` may be NULL. If the model cannot use it, llama_init_from_model returns NULL and subkv_last_error() has the
-// reason. A model without a K/V cache (recurrent, encoder-only) creates none: after llama_init_from_model always cancel
-// with subkv_attach(NULL, NULL), and check with subkv_get_stats that the context has a coefficient cache.
+// The next call of llama_init_from_model by *this thread* creates its K/V cache with `layout` (retained by the context).
+// `params` may be NULL. The request ends with that call, whether it creates a context or not; subkv_attach(NULL, NULL)
+// ends it earlier. If the model cannot use the layout, llama_init_from_model returns NULL and subkv_last_error() has the
+// reason. A model without a K/V cache (recurrent, encoder-only) creates none: check with subkv_get_stats that the context
+// has a coefficient cache.
 SUBKV_API bool subkv_attach(subkv_layout * layout, const subkv_cache_params * params);
 
 // The variable SUBKV selects the cache of a context without an attached layout (docs/programs.md): unset or `off`: an
-// ordinary cache; `auto`: the model's bases; `subkv`: those, or no context; any other value: a file with bases. After this
-// call this thread ignores SUBKV and creates ordinary caches, until it calls subkv_attach.
+// ordinary cache; `auto`: the model's bases; `subkv`: those, or no context; any other value: a file with bases. With this
+// call the next llama_init_from_model by this thread ignores SUBKV and creates ordinary caches.
 SUBKV_API void subkv_attach_ordinary(void);
 
 typedef struct subkv_stats {
@@ -217,8 +218,8 @@ SUBKV_API bool subkv_take_refusal(struct llama_context * ctx, int32_t seq);
 //
 
 // The next context that this thread creates with llama_init_from_model reports its queries, keys and values to `obs`.
-// The context has an ordinary f16 cache, or the cache of an earlier subkv_attach. The observer must outlive the
-// context.
+// The context has an ordinary f16 cache, or the cache of an earlier subkv_attach; both requests end with that call. The
+// observer must outlive the context.
 SUBKV_API subkv_observer * subkv_observer_new(int32_t n_skip); // statistics exclude positions < n_skip
 SUBKV_API void             subkv_observer_free(subkv_observer * obs);
 SUBKV_API bool             subkv_observe(subkv_observer * obs);

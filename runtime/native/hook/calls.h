@@ -56,7 +56,8 @@ struct StoreCalls {
 
 // Functions of libsubkv.
 struct SubkvCalls {
-    cache_new_fn                        cache_new;
+    cache_new_fn cache_new;
+    void (*created)(); // after each llama_init_from_model, whether it has created a context or not
     decltype(&subkv_last_error)         last_error;
     decltype(&subkv_get_stats)          stats;
     decltype(&subkv_kernel_name)        kernel_name;

@@ -44,7 +44,7 @@ struct llama_subkv {
     using layer_reuse  = llama_kv_cache::layer_reuse_cb;
 
     // The request of a context's parameters, while llama_init_from_model creates the context. Replaces subkv's types by
-    // ggml's.
+    // ggml's, and ends requests of the C interface with the call.
     class request {
     public:
         explicit request(llama_context_params & params);
@@ -229,6 +229,8 @@ struct llama_subkv {
     struct mover;
     class graph_input;
     class shift_input;
+    static void build_shift(const llama_kv_cache & kv, const llama_cparams & cparams, llm_graph_result & res,
+                            ggml_tensor * k_shift, uint32_t il, shift_input & input);
     class memory; // decorates llama.cpp's
     class update;
     static std::unique_ptr<llama_memory_i> decorate(std::unique_ptr<llama_memory_i> inner, llama_context & ctx);

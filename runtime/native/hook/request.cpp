@@ -76,7 +76,7 @@ ggml_type stock(ggml_type type) {
 
 // 3 or 4.25
 std::string name_of(float budget) {
-    return format("subkv:%g", (double) budget);
+    return "subkv:" + subkv::number(budget);
 }
 
 } // namespace
@@ -114,6 +114,10 @@ llama_subkv::request::request(llama_context_params & params) {
 
 llama_subkv::request::~request() {
     t_types = {};
+    std::string why;
+    if (const auto * library = llama_subkv_library(false, why)) { // requests of its C interface are of one call
+        library->created();
+    }
 }
 
 void llama_subkv::request::describe(subkv::CacheDesc & desc) {
