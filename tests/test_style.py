@@ -92,6 +92,27 @@ def test_cpp_rooms() -> None:
             assert included.isdisjoint({"subkv_research.h", "subkv_test.h"}), path
 
 
+def test_cpp_nodes() -> None:
+    """Custom nodes are made in one place, so that no exception passes through ggml (node_work.h)."""
+    native = REPO / "runtime/native"
+    makers = {
+        p.relative_to(native).as_posix() for p in CPP if native in p.parents and "ggml_custom_4d(" in p.read_text()
+    }
+    assert makers == {"engine/node_sources.h", "plugin/abi.cpp"}  # the latter computes nothing
+    for path in (p for p in CPP if native in p.parents):
+        found = re.findall(r"\bggml_(?:map_custom\w*|custom_inplace)\(", path.read_text("utf-8"))
+        assert not found or path.name == "node_sources.h", path
+
+
+def test_cpp_numbers() -> None:
+    """Fractions are written and read by base/numbers.h, in the C locale."""
+    fraction = re.compile(r"%[-+ #0-9.*]*[lL]?[aefgAEFG]\b|\b(?:strto[fd]|strtold|sto[fd]|stold|atof)\(")
+    for path in (p for p in CPP if REPO / "runtime/native" in p.parents):
+        for line in path.read_text("utf-8").splitlines():
+            code = line.split("//")[0]
+            assert not fraction.search(code), f"{path}: {line}"
+
+
 def test_cpp_includes_by_path() -> None:
     """Headers named by a relative path exist: most machines do not compile the backends of GPUs."""
     for path in CPP:

@@ -17,7 +17,8 @@ ggml_tensor * AdaptiveLayer::build_encode(LayerNodes & layer, const AttnBuild & 
     const EncodeBlocksSources sources = {
         fresh, layer.window_rows().tensor, in.slots, in.tokens, b.k_cache, b.v_cache, b.k_idxs, b.k_view
     };
-    ggml_tensor * node = new_node(b.ctx, GGML_TYPE_F32, { 1, 1, 1, 1 }, sources, guarded_op<encode_blocks_op>, &layer);
+    ggml_tensor * node =
+        new_node(b.ctx, GGML_TYPE_F32, { 1, 1, 1, 1 }, sources, NodeWork::on_cpu<encode_blocks_op>(layer));
     ggml_format_name(node, "subkv_encode_blocks-%d", b.il);
     return node;
 }

@@ -60,7 +60,7 @@ private:
 };
 
 // The node of build_encode, in node_blocks.cpp; userdata: LayerNodes whose bases are an AdaptiveLayer.
-void encode_blocks_op(ggml_tensor * dst, int ith, int nth, void * userdata);
+void encode_blocks_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer);
 
 struct EncodeBlocksSources {
     ggml_tensor * fresh;

@@ -94,8 +94,13 @@ ChunkedLayer * ChunkedBases::layer(int32_t il) const {
 }
 
 void ChunkedBases::clear(uint32_t stream) {
-    if (coded(stream) > 0) { // else it is as new
+    if (coded(stream) == 0) { // it is as new
+        return;
+    }
+    try {
         reset(stream);
+    } catch (const std::bad_alloc &) {
+        for_each(stream, [](ChunkUnit & unit) { unit.coded = ChunkUnit::LOST; });
     }
 }
 
@@ -121,6 +126,12 @@ int32_t ChunkedBases::coded(uint32_t stream) const {
     int32_t last = 0;
     for_each(stream, [&last](const ChunkUnit & unit) { last = std::max(last, unit.coded); });
     return last;
+}
+
+int32_t ChunkedBases::coded_by_each(uint32_t stream) const {
+    int32_t first = ChunkUnit::LOST;
+    for_each(stream, [&first](const ChunkUnit & unit) { first = std::min(first, unit.coded); });
+    return first;
 }
 
 int32_t ChunkedBases::fixed(uint32_t stream) const {
@@ -177,7 +188,15 @@ bool ChunkedBases::ready(const std::vector<TokenDesc> & tokens, bool causal, con
     }
     std::vector<PosCell> uncoded;
     for (const auto & [seq, first] : begin) {
-        cells.find(seq, std::max(window.n_sink(), coded(cells.stream_of(seq))), first, uncoded);
+        const uint32_t stream = cells.stream_of(seq);
+        if (coded(stream) == ChunkUnit::LOST) {
+            return reject(
+                "decode: adaptive bases of sequence %d are incomplete, because memory was short; remove the whole "
+                "sequence and decode it again",
+                seq);
+        }
+        // after a decode that failed between two heads, one of them needs earlier rows
+        cells.find(seq, std::max(window.n_sink(), coded_by_each(stream)), first, uncoded);
         for (const auto & cell : uncoded) {
             if (!window.holds(seq, cell.pos)) {
                 return reject(

@@ -35,7 +35,9 @@ ChunkRequest chunks_of_environment(const Layout & layout);
 // One head and side within one stream.
 struct ChunkUnit {
     Adapter adapter;
-    int32_t coded = 0; // positions below are coded, multiple of B
+    int32_t coded = 0; // positions below are coded, multiple of B; LOST: unknown, since memory was short
+
+    static constexpr int32_t LOST = INT32_MAX / 2;
 };
 
 class ChunkedLayer {
@@ -73,8 +75,9 @@ public:
 
     ChunkedLayer * layer(int32_t il) const;
 
-    void    clear(uint32_t stream);       // back to the static basis
-    int32_t coded(uint32_t stream) const; // positions below are coded by some head
+    void    clear(uint32_t stream);       // back to the static basis; without memory the stream is lost
+    int32_t coded(uint32_t stream) const; // positions below are coded by some head, or by each
+    int32_t coded_by_each(uint32_t stream) const;
     int32_t fixed(uint32_t stream) const; // positions below are coded, or were looked ahead at
     void    copy(uint32_t src, uint32_t dst);
 

@@ -4,6 +4,7 @@
 #include "nodes.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace subkv {
 
@@ -46,8 +47,7 @@ void gather(const LayerNodes & layer, const EncodeBlocksSources & in, int64_t t0
 
 } // namespace
 
-void encode_blocks_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const auto &         layer    = *(const LayerNodes *) userdata;
+void encode_blocks_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer) {
     const auto &         codec    = *layer.codec;
     const ChunkedLayer & chunked  = static_cast<const AdaptiveLayer &>(*layer.bases).chunks();
     const auto           in       = sources_of<EncodeBlocksSources>(dst);
@@ -83,8 +83,8 @@ void encode_blocks_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
         }
         const int32_t end   = ((last - n_recent) / block + 1) * block; // whole blocks, without a key in the window
         const int32_t ahead = state->adapter.params().lookahead;       // these are in the window (ChunkedBases::check)
-        gather(layer, in, t0, n_tps, stream * n_cells, std::max(state->coded, n_sink), end + ahead, held);
-        state->coded = end;
+        const int32_t from  = std::exchange(state->coded, ChunkUnit::LOST); // until all blocks are coded
+        gather(layer, in, t0, n_tps, stream * n_cells, std::max(from, n_sink), end + ahead, held);
 
         const int64_t d      = value ? codec.d_v : codec.d_k;
         const int64_t offset = value ? codec.n_head_kv * codec.d_k + h * codec.d_v : h * codec.d_k;
@@ -125,6 +125,7 @@ void encode_blocks_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
                 chunks[cell / TILE * stride + cell % TILE] = (uint8_t) slot;
             }
         }
+        state->coded = end;
     }
 }
 

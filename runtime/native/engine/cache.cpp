@@ -1,5 +1,6 @@
 #include "cache.h"
 
+#include "available_memory.h"
 #include "error.h"
 #include "log_line.h"
 #include "node_sources.h"
@@ -8,6 +9,7 @@
 #include "variables.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <stdexcept>
@@ -53,6 +55,8 @@ void Cache::code(const CacheDesc & desc, const CacheRequest & request) {
     check(desc);
     bases_ = request.make_bases(*layout_, window_, desc);
 
+    check_memory(desc);
+
     std::vector<LayerDesc> coded;
     std::vector<bool>      integers;
     for (const auto & layer : desc.layers) {
@@ -74,6 +78,11 @@ void Cache::code(const CacheDesc & desc, const CacheRequest & request) {
         elements_per_token_ += (size_t) row_elements(layer);
     }
     window_.allocate(coded, integers, desc.no_alloc);
+    if (!bases_->codes_later()) {
+        for (const LayerDesc & layer : coded) {
+            reserve_shift(*nodes_[(size_t) layer.il], (int64_t) n_cells_ * n_stream_);
+        }
+    }
 }
 
 void Cache::add_nodes(const LayerDesc & layer, int32_t il, int32_t n_head, const LayerCodec & codec) {
@@ -203,6 +212,38 @@ void Cache::check(const CacheDesc & desc) const {
                  codec.il);
         }
     }
+}
+
+// llama.cpp fills a cache with zeros: with overcommitted memory the system would end the process while it does.
+void Cache::check_memory(const CacheDesc & desc) const {
+    const char *      set = std::getenv("LLAMA_ARG_FIT"); // llama.cpp's variable
+    const std::string fit = set ? set : "";
+    if ((desc.no_alloc && !desc.is_long) || fit == "off" || fit == "0" || fit == "false") {
+        return;
+    }
+    uint64_t of_cell = 0;
+    for (const auto & layer : desc.layers) {
+        if (has_device_kernels(layer.buft)) {
+            continue;
+        }
+        const LayerCodec * codec = layout_->layer(layer.il);
+        const int64_t      k     = (int64_t) layer.n_head_kv * layer.d_k;
+        const int64_t      v     = layer.latent ? 0 : (int64_t) layer.n_head_kv * layer.d_v;
+        of_cell += codec ? codec->k_row_bytes + codec->v_row_bytes :
+                           ggml_row_size(desc.type_k, k) + ggml_row_size(desc.type_v, v);
+    }
+    const auto     free    = (uint64_t) available_memory();
+    const uint64_t n_cells = (uint64_t) desc.n_cells * desc.n_stream;
+    if (of_cell * n_cells <= free) {
+        return;
+    }
+    const uint64_t    fits = free / of_cell / 1024 * 1024;
+    const std::string more = fits > 0 ? "; about " + std::to_string(fits) + " tokens would fit" : "";
+    fail({ SUBKV_ERROR_MEMORY, "n_ctx",
+           sentence("expected a context that fits in the %llu MiB of memory available, found %llu tokens with subkv: "
+                    "cells %llu MiB%s",
+                    (unsigned long long) (free >> 20), (unsigned long long) n_cells,
+                    (unsigned long long) (of_cell * n_cells >> 20), more.c_str()) });
 }
 
 size_t Cache::row_bytes(const LayerNodes & nodes, bool value) const {
@@ -356,17 +397,13 @@ void Cache::rotated() {
     for (const auto & nodes : nodes_) {
         if (nodes) {
             nodes->shifted = false;
+            nodes->rotated.clear();
         }
     }
 }
 
 void Cache::build_shift(const ShiftBuild & b) {
-    auto & nodes = *nodes_[(size_t) b.il];
-    if (!nodes.shifted) {
-        build_shift_node(nodes, b);
-    } else { // a graph stopped after this node; the next graph still has this input and at least one node
-        ggml_build_forward_expand(b.gf, ggml_dup(b.ctx, b.of_cells));
-    }
+    build_shift_node(*nodes_[(size_t) b.il], b);
 }
 
 bool Cache::report(const std::string & reason) const {
@@ -417,14 +454,15 @@ bool Cache::computed() {
 ggml_tensor * Cache::build_attn(const AttnBuild & b) {
     ggml_tensor * out = build_attn_nodes(*nodes_[(size_t) b.il], b);
     if (observer_ && b.k) {
-        build_observe_output_node(*observer_, b, out);
+        build_observe_output_node(observed_.at(b.il), b, out);
     }
     return out;
 }
 
 void Cache::build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
                           ggml_tensor * v, const Inputs & in, float scale) {
-    build_observe_node(*observer_, ctx, gf, owner(il), q, k, v, in, scale);
+    ObserveData & data = observed_.try_emplace(owner(il), ObserveData{ &reports_ }).first->second;
+    build_observe_node(*observer_, data, ctx, gf, owner(il), q, k, v, in, scale);
 }
 
 void Cache::stats(const RowSizes & rows, subkv_stats & out) const {

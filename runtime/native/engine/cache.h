@@ -6,43 +6,19 @@
 #include "device.h"
 #include "hook.h"
 #include "layout.h"
+#include "node_work.h"
+#include "observer.h"
 #include "request.h"
 #include "subkv.h"
 #include "subkv/ops.h"
 #include "window.h"
 
-#include <atomic>
 #include <map>
 #include <memory>
 #include <optional>
 #include <vector>
 
 namespace subkv {
-
-// What the nodes of all layers report to the thread that drives the context (CacheHook::computed).
-class NodeReports {
-public:
-    // n rows of a head that are not finite and could not be coded; position of the first one.
-    void bad_rows(int32_t il, bool value, int32_t pos, int64_t n) {
-        int64_t none = -1;
-        first_bad_.compare_exchange_strong(none, (int64_t) il << 32 | (int64_t) value << 31 | pos);
-        n_bad_.fetch_add((uint64_t) n);
-    }
-
-    void no_memory() { no_memory_ = true; }
-
-    uint64_t n_bad() const { return n_bad_; }
-    bool     lacks_memory() const { return no_memory_; }
-
-    bool        take_no_memory() { return no_memory_.exchange(false); }
-    std::string take_first_bad(); // a sentence about it, once; else ""
-
-private:
-    std::atomic<uint64_t> n_bad_{ 0 };
-    std::atomic<int64_t>  first_bad_{ -1 };
-    std::atomic<bool>     no_memory_{ false };
-    bool                  told_ = false;
-};
 
 // The data of one coded layer's nodes. Addresses are stable, because llama.cpp reuses graphs.
 struct LayerNodes {
@@ -62,7 +38,10 @@ struct LayerNodes {
     ggml_tensor *      shift_keys     = nullptr; // the K cache
     bool               by_rows        = false;   // the cache stores rows, not tiles (cells.h)
     bool               gathers        = false;   // attend can read a list of chosen cells
-    bool               shifted        = false;   // this layer's keys are rotated; other layers' may still be pending
+
+    // While a shift is pending: the parts of this layer whose keys are rotated, and whether there are any (node_shift.cpp).
+    std::vector<uint8_t> rotated = {};
+    bool                 shifted = false;
 
     std::unique_ptr<DeviceLayer> device = nullptr; // for a cache on a GPU; nullptr: CPU nodes
     ggml_backend_buffer_type_t   buft   = nullptr; // of the cache on a GPU
@@ -71,7 +50,8 @@ struct LayerNodes {
     const float *      mean(int64_t h, bool value) const { return value ? nullptr : means.data() + h * codec->d_k; }
 };
 
-// The node that rotates the keys of one layer's cells and window slots.
+// Memory for the node that rotates the keys of one layer's cells and window slots, and the node.
+void reserve_shift(LayerNodes & layer, int64_t n_cells);
 void build_shift_node(LayerNodes & layer, const ShiftBuild & b);
 
 // Builds the nodes of one layer; returns F32 [d_v * n_head, n_tokens].
@@ -93,6 +73,7 @@ public:
     int32_t resume(int32_t seq, int32_t pos, const CellReader & cells) const override;
 
     bool     computed() override;
+    bool     lacks_memory() const override { return reports_.lacks_memory(); }
     uint64_t n_bad_rows() const override { return reports_.n_bad(); }
 
     Inputs        build_inputs(ggml_context * ctx, int64_t n_kv, int64_t n_stream, int64_t n_tokens) override;
@@ -150,9 +131,10 @@ public:
 
 private:
     void code(const CacheDesc & desc, const CacheRequest & request); // selects the layers with bases in the layout
-    void check(const CacheDesc & desc) const; // throws std::runtime_error if the layout does not fit the model
-    void wait_for_devices() const;            // before the host changes rows that a graph may use
-    std::string identity() const;             // of states
+    void check(const CacheDesc & desc) const;        // throws std::runtime_error if the layout does not fit the model
+    void check_memory(const CacheDesc & desc) const; // the same if there is not enough for the host's layers
+    void wait_for_devices() const;                   // before the host changes rows that a graph may use
+    std::string identity() const;                    // of states
     size_t      row_bytes(const LayerNodes & nodes, bool value) const;
     void        set_facts();
     // The layer that stores il's rows in this cache; -1: they are in another cache.
@@ -160,18 +142,19 @@ private:
     // Creates the nodes of a layer that stores, or reads, rows of `codec`.
     void add_nodes(const LayerDesc & layer, int32_t il, int32_t n_head, const LayerCodec & codec);
 
-    std::shared_ptr<const Layout> layout_;
-    subkv_observer *              observer_;
-    std::map<int32_t, int32_t>    owners_; // of this cache's layers, without those of a sliding half: see owner()
-    Window                        window_;
-    uint32_t                      n_cells_;
-    uint32_t                      n_stream_;
-    int32_t                       n_resume_;
-    size_t                        elements_per_token_ = 0; // K and V elements of the coded layers
-    std::unique_ptr<BasisSource>  bases_              = std::make_unique<BasisSource>();
-    std::string                   devices_;
-    NodeReports                   reports_;
-    std::optional<std::string>    announced_;
+    std::shared_ptr<const Layout>  layout_;
+    subkv_observer *               observer_;
+    std::map<int32_t, int32_t>     owners_; // of this cache's layers, without those of a sliding half: see owner()
+    Window                         window_;
+    uint32_t                       n_cells_;
+    uint32_t                       n_stream_;
+    int32_t                        n_resume_;
+    size_t                         elements_per_token_ = 0; // K and V elements of the coded layers
+    std::unique_ptr<BasisSource>   bases_              = std::make_unique<BasisSource>();
+    std::string                    devices_;
+    NodeReports                    reports_;
+    std::map<int32_t, ObserveData> observed_; // by layer; stable addresses
+    std::optional<std::string>     announced_;
 
     std::vector<std::unique_ptr<LayerNodes>> nodes_; // by il, null: ordinary
 };

@@ -92,8 +92,7 @@ void gather(AttendArgs & a, const int32_t * cells, const LayerNodes & layer, std
 
 } // namespace
 
-void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const auto &        layer  = *(const LayerNodes *) userdata;
+void attend_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer) {
     const auto &        codec  = *layer.codec;
     const auto          in     = sources_of<AttendSources>(dst);
     const ggml_tensor * k_view = in.k_view;

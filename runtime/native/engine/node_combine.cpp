@@ -93,8 +93,7 @@ void gather_exact(const LayerNodes & layer, const CombineSources & in, const Att
 
 } // namespace
 
-void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const auto &        layer    = *(const LayerNodes *) userdata;
+void combine_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer) {
     const auto &        codec    = *layer.codec;
     const Ops &         ops      = subkv::ops();
     const auto          in       = sources_of<CombineSources>(dst);

@@ -124,8 +124,7 @@ void project_queries(const LayerNodes & layer, const ggml_tensor * q, const ggml
 
 } // namespace
 
-void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const auto &    layer = *(const LayerNodes *) userdata;
+void encode_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer) {
     const auto &    codec = *layer.codec;
     const Ops &     ops   = subkv::ops();
     const auto      in    = sources_of<EncodeSources>(dst);
@@ -180,9 +179,8 @@ void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
 // project: dst F32 [query_width, n_head * n_tokens] | ProjectSources
 //
 
-void project_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const auto & layer = *(const LayerNodes *) userdata;
-    const auto   in    = sources_of<ProjectSources>(dst);
+void project_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer) {
+    const auto in = sources_of<ProjectSources>(dst);
 
     const ProjectedQueries queries(layer, dst->data, in.q->ne[2]);
     for (int64_t unit = ith; unit < query_runs(in.q->ne[2]) * layer.n_head; unit += nth) {

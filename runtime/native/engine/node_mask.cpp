@@ -41,8 +41,7 @@ bool row_of_floats(const float * mask, const int32_t * cell_pos, int32_t pos, in
 // mask: dst F32 [n_kv and n_kv / TILE bytes, n_tokens * masks] | MaskSources
 //
 
-void mask_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const auto &   layer    = *(const LayerNodes *) userdata;
+void mask_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer) {
     const auto     in       = sources_of<MaskSources>(dst);
     const int64_t  n_kv     = in.cell_pos->ne[0];
     const int64_t  n_tiles  = n_kv / TILE;
@@ -83,7 +82,7 @@ template <typename T> void hide_others(ggml_tensor * dst, int ith, int nth, T hi
     }
 }
 
-void chosen_mask_op(ggml_tensor * dst, int ith, int nth, void * /*userdata*/) {
+void chosen_mask_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & /*layer*/) {
     if (dst->type == GGML_TYPE_F32) {
         hide_others<float>(dst, ith, nth, -INFINITY);
     } else {
@@ -95,8 +94,7 @@ void chosen_mask_op(ggml_tensor * dst, int ith, int nth, void * /*userdata*/) {
 // chosen cells: dst I32, format as in build_chosen_cells | ChosenCellsSources
 //
 
-void chosen_cells_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const auto &        layer    = *(const LayerNodes *) userdata;
+void chosen_cells_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer) {
     const auto          in       = sources_of<ChosenCellsSources>(dst);
     const ggml_tensor * chosen   = in.chosen;
     const TokenRow *    tokens   = token_rows(in.tokens);
@@ -134,7 +132,7 @@ void chosen_cells_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
 
 } // namespace
 
-ggml_tensor * build_chosen_mask(const AttnBuild & b) {
+ggml_tensor * build_chosen_mask(LayerNodes & layer, const AttnBuild & b) {
     if (!b.chosen) {
         return b.mask;
     }
@@ -142,8 +140,9 @@ ggml_tensor * build_chosen_mask(const AttnBuild & b) {
         const auto & ne        = b.mask->ne;
         b.inputs->chosen       = b.chosen;
         b.inputs->chosen_cells = nullptr;
-        b.inputs->chosen_mask  = new_node(b.ctx, b.mask->type, { ne[0], ne[1], ne[2], ne[3] },
-                                          ChosenMaskSources{ b.mask, b.chosen }, chosen_mask_op, nullptr);
+        b.inputs->chosen_mask =
+            new_node(b.ctx, b.mask->type, { ne[0], ne[1], ne[2], ne[3] }, ChosenMaskSources{ b.mask, b.chosen },
+                     NodeWork::on_cpu<chosen_mask_op>(layer));
         ggml_set_name(b.inputs->chosen_mask, "subkv_chosen_mask");
     }
     return b.inputs->chosen_mask;
@@ -166,8 +165,8 @@ ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_t
     }
     if (!b.inputs->chosen_cells) {
         const ChosenCellsSources in = { mask, b.chosen, b.inputs->cell_pos, b.inputs->tokens };
-        b.inputs->chosen_cells =
-            new_node(b.ctx, GGML_TYPE_I32, { n, mask->ne[1], 1, mask->ne[3] }, in, guarded_op<chosen_cells_op>, &layer);
+        b.inputs->chosen_cells      = new_node(b.ctx, GGML_TYPE_I32, { n, mask->ne[1], 1, mask->ne[3] }, in,
+                                               NodeWork::on_cpu<chosen_cells_op>(layer));
         ggml_set_name(b.inputs->chosen_cells, "subkv_chosen_cells");
     }
     return b.inputs->chosen_cells;
@@ -209,7 +208,7 @@ ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b, ggml_tens
         const int64_t     n_kv = b.inputs->cell_pos->ne[0];
         const MaskSources in   = { mask, b.inputs->cell_pos, b.inputs->tokens };
         node = new_node(b.ctx, GGML_TYPE_F32, { n_kv + (n_kv / TILE + 3) / 4, n_tokens * n_masks(mask), 1, 1 }, in,
-                        mask_op, &layer);
+                        NodeWork::on_cpu<mask_op>(layer));
         ggml_set_name(node, "subkv_mask");
     }
     return node;

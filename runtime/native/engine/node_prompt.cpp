@@ -42,7 +42,7 @@ PromptShape prompt_shape(const LayerNodes & layer, const AttnBuild & b, const At
 template <typename Sources>
 ggml_tensor * device_node(LayerNodes & layer, const AttnBuild & b, NodeKind kind, const std::array<int64_t, 4> & ne,
                           const Sources & sources, const char * name) {
-    ggml_tensor * node = new_node(b.ctx, GGML_TYPE_F16, ne, sources, device_op, layer.device->userdata(kind));
+    ggml_tensor * node = new_node(b.ctx, GGML_TYPE_F16, ne, sources, NodeWork::on_device(*layer.device, kind));
     ggml_format_name(node, "subkv_%s-%d", name, b.il);
     return node;
 }
@@ -96,7 +96,7 @@ ggml_tensor * prompt_lost(LayerNodes & layer, const AttnBuild & b, ggml_tensor *
     const PromptLostSources of     = { out,       b.mask,     in.cell_pos,
                                        in.tokens, in.slots,   b.k_view,
                                        b.v_view,  rows.fresh, window ? window : rows.fresh };
-    ggml_tensor * node = new_node_inplace(b.ctx, of, device_op, layer.device->userdata(NodeKind::PROMPT_LOST));
+    ggml_tensor * node = new_node_inplace(b.ctx, of, NodeWork::on_device(*layer.device, NodeKind::PROMPT_LOST));
     ggml_format_name(node, "subkv_prompt_lost-%d", b.il);
     set_first_head(node, (int32_t) first);
     return node;

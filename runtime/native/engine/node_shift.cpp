@@ -1,10 +1,12 @@
 // node_shift.cpp: decodes, rotates and encodes the keys whose positions move, a tile of a head at a time. The CPU does
-// this for a cache on a GPU, too, with copies of its tiles: a shift is rare, and a GPU kernel would serve only for it.
+// this for a cache on a GPU, too: a shift is rare, and a GPU kernel would serve only for it.
 #include "cells.h"
 #include "nodes.h"
 
 #include <algorithm>
+#include <cstring>
 #include <mutex>
+#include <vector>
 
 namespace subkv {
 
@@ -33,75 +35,53 @@ struct Rotation {
     }
 };
 
-// Bytes of a tensor that one thread changes. Those on a GPU are copied, and the destructor stores the copy.
-class Bytes {
-public:
-    Bytes(const LayerNodes & layer, ggml_tensor * t, size_t at, size_t size) : t_(layer.device ? t : nullptr), at_(at) {
-        if (!t_) {
-            data_ = (uint8_t *) t->data + at;
-            return;
-        }
-        copied_.resize(size);
-        data_ = copied_.data();
-        const std::lock_guard<std::mutex> one(transfers());
-        ggml_backend_tensor_get(t, data_, at, size);
-    }
+// Backends do not promise that several threads may copy at once.
+std::mutex & transfers() {
+    static std::mutex one;
+    return one;
+}
 
-    ~Bytes() {
-        if (t_) {
-            const std::lock_guard<std::mutex> one(transfers());
-            ggml_backend_tensor_set(t_, data_, at_, copied_.size());
-        }
-    }
-
-    Bytes(const Bytes &)             = delete;
-    Bytes & operator=(const Bytes &) = delete;
-
-    uint8_t * data() const { return data_; }
-
-    // Backends do not promise that several threads may copy at once.
-    static std::mutex & transfers() {
-        static std::mutex one;
-        return one;
-    }
-
-private:
-    ggml_tensor *        t_;
-    size_t               at_;
-    uint8_t *            data_;
-    std::vector<uint8_t> copied_;
-};
-
-// One thread's work.
+// One thread's work. It changes copies of a part's bytes, and stores them once nothing can fail.
 class Shift {
 public:
     Shift(LayerNodes & layer, const Rotation & rotation) :
-        layer_(layer), rotation_(rotation), x_((size_t) (layer.codec->d_k * std::max(TILE, layer.codec->n_head_kv))) {}
+        layer_(layer), rotation_(rotation), x_((size_t) (layer.codec->d_k * TILE)), key_((size_t) layer.codec->d_k) {}
 
-    // Cells of a tile [n] of head h; tiles: of the layer.
-    void cells(int64_t h, const int64_t * cells, int64_t n, const int32_t * of_cells, uint8_t * tiles, int64_t stride) {
-        const LayerCodec & codec   = *layer_.codec;
-        const HeadCodec &  head    = codec.head(h, false);
-        uint8_t *          of_head = tiles + codec.tile_offset(h, false);
-        read_cells(layer_, ops_, h, false, of_head, stride, n, cells, x_.data());
-        without_gamma(codec, h, n * codec.d_k, x_.data());
-        for (int64_t i = 0; i < n; ++i) {
-            rotation_(x_.data() + i * codec.d_k, of_cells[i]);
+    // Cells [n] of a tile: those of heads [h0, h1), or of all if the host reads whole tiles.
+    void cells(int64_t tile, int64_t h0, int64_t h1, const int64_t * cells, int64_t n, const int32_t * by) {
+        const LayerCodec & codec  = *layer_.codec;
+        ggml_tensor *      keys   = layer_.shift_keys;
+        const int64_t      stride = TILE * (int64_t) keys->nb[1];
+        const bool         whole  = h1 - h0 == codec.n_head_kv;
+        const int64_t      first  = whole ? 0 : codec.tile_offset(h0, false);
+        const int64_t      size   = whole ? stride : TILE * codec.head(h0, false).row_bytes;
+        load(keys, tile * stride + first, size);
+        for (int64_t h = h0; h < h1; ++h) {
+            uint8_t * of_head = bytes_.data() + codec.tile_offset(h, false) - first;
+            read_cells(layer_, ops_, h, false, of_head, stride, n, cells, x_.data());
+            without_gamma(codec, h, n * codec.d_k, x_.data());
+            for (int64_t i = 0; i < n; ++i) {
+                rotation_(x_.data() + i * codec.d_k, by[i]);
+            }
+            encode_cells(layer_, ops_, codec.head(h, false), x_.data(), codec.d_k, n, cells, of_head, stride);
         }
-        encode_cells(layer_, ops_, head, x_.data(), codec.d_k, n, cells, of_head, stride);
+        store(keys, tile * stride + first, size);
     }
 
     // The keys of a window's row.
-    void slot(int32_t by, bool integers, uint8_t * row) {
-        const LayerCodec &    codec = *layer_.codec;
-        const int64_t         d     = codec.d_k;
-        std::vector<uint16_t> key((size_t) d);
+    void slot(int64_t slot, int32_t by) {
+        const LayerCodec & codec    = *layer_.codec;
+        const WindowRows & rows     = layer_.window_rows();
+        const bool         integers = rows.integers && !rows.is_sink(slot);
+        const int64_t      d        = codec.d_k;
+        load(rows.tensor, (int64_t) rows.offset(slot), (int64_t) rows.bytes(slot));
         for (int64_t h = 0; h < codec.n_head_kv; ++h) {
-            uint8_t * at = row + (integers ? recent_offset(codec, h, false) : h * d * (int64_t) sizeof(uint16_t));
+            uint8_t * at =
+                bytes_.data() + (integers ? recent_offset(codec, h, false) : h * d * (int64_t) sizeof(uint16_t));
             if (integers) {
-                ops_.unpack_recent(at, layer_.mean(h, false), d, key.data());
+                ops_.unpack_recent(at, layer_.mean(h, false), d, key_.data());
             }
-            ggml_fp16_to_fp32_row(integers ? key.data() : (uint16_t *) at, x_.data(), d);
+            ggml_fp16_to_fp32_row(integers ? key_.data() : (uint16_t *) at, x_.data(), d);
             rotation_(x_.data(), by);
             if (integers) {
                 ops_.pack_recent(x_.data(), layer_.mean(h, false), d, at);
@@ -109,73 +89,115 @@ public:
                 exact_row(ops_, x_.data(), (uint16_t *) at, d, true);
             }
         }
+        store(rows.tensor, (int64_t) rows.offset(slot), (int64_t) rows.bytes(slot));
     }
 
 private:
-    LayerNodes &       layer_;
-    const Rotation     rotation_;
-    const Ops &        ops_ = subkv::ops();
-    std::vector<float> x_;
+    void load(const ggml_tensor * t, int64_t at, int64_t size) {
+        bytes_.resize((size_t) size);
+        if (layer_.device) {
+            const std::lock_guard<std::mutex> one(transfers());
+            ggml_backend_tensor_get(t, bytes_.data(), (size_t) at, (size_t) size);
+        } else {
+            std::memcpy(bytes_.data(), (const uint8_t *) t->data + at, (size_t) size);
+        }
+    }
+
+    void store(ggml_tensor * t, int64_t at, int64_t size) {
+        if (layer_.device) {
+            const std::lock_guard<std::mutex> one(transfers());
+            ggml_backend_tensor_set(t, bytes_.data(), (size_t) at, (size_t) size);
+        } else {
+            std::memcpy((uint8_t *) t->data + at, bytes_.data(), (size_t) size);
+        }
+    }
+
+    LayerNodes &          layer_;
+    const Rotation        rotation_;
+    const Ops &           ops_ = subkv::ops();
+    std::vector<float>    x_;
+    std::vector<uint16_t> key_;
+    std::vector<uint8_t>  bytes_;
 };
 
-// shift: changes the K cache and the window's rows | ShiftSources
-void shift_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    auto &             layer    = *(LayerNodes *) userdata;
+// Parts of a layer that are rotated one by one: a head's cells of a tile, since two threads must not write a head's tile; on
+// a GPU, and of rows, all heads' cells of a tile. Then the window's slots.
+struct Parts {
+    int64_t n_heads; // of a part
+    int64_t n_cells; // parts with cells
+    int64_t n_slots;
+
+    Parts(const LayerNodes & layer, int64_t n_cells_of_layer) :
+        n_heads(layer.device || layer.by_rows ? layer.codec->n_head_kv : 1),
+        n_cells(n_cells_of_layer / TILE * (layer.codec->n_head_kv / n_heads)),
+        n_slots(layer.window_rows().tensor ? layer.window->n_slots() : 0) {}
+
+    explicit Parts(const LayerNodes & layer) : Parts(layer, layer.shift_keys->ne[1] * layer.shift_keys->ne[2]) {}
+
+    size_t size() const { return (size_t) (n_cells + n_slots); }
+};
+
+// shift: changes the K cache and the window's rows | ShiftSources. Without memory, or stopped, some parts are rotated; the
+// next node of this layer rotates the others.
+void shift_op(ggml_tensor * dst, int ith, int nth, LayerNodes & layer) {
     const LayerCodec & codec    = *layer.codec;
-    ggml_tensor *      k_cache  = layer.shift_keys;
     const auto         in       = sources_of<ShiftSources>(dst);
     const auto *       of_cells = (const int32_t *) in.of_cells->data;
-    const int64_t      stride   = TILE * (int64_t) k_cache->nb[1];
-    const int64_t      n_tiles  = k_cache->ne[1] * k_cache->ne[2] / TILE;
-    // whole tiles, since two threads must not write a head's tile; a copy has all heads
-    const int64_t n_heads = layer.device ? codec.n_head_kv : 1;
-    const int64_t n_parts = codec.n_head_kv / n_heads;
-    Shift         shift(layer, { in.distances, in.pairs, layer.shift_first, layer.shift_apart });
+    const auto *       of_slots = in.of_slots ? (const int32_t *) in.of_slots->data : nullptr;
+    const Parts        parts(layer);
+    const int64_t      per_tile = codec.n_head_kv / parts.n_heads;
     if (ith == 0) {
         layer.shifted = true;
     }
     if (layer.device) {
-        const std::lock_guard<std::mutex> one(Bytes::transfers());
+        const std::lock_guard<std::mutex> one(transfers());
         layer.device->wait();
     }
+    Shift   shift(layer, { in.distances, in.pairs, layer.shift_first, layer.shift_apart });
     int64_t cells[TILE];
     int32_t by[TILE];
-    for (int64_t unit = ith; unit < n_tiles * n_parts; unit += nth) {
-        const int64_t tile = unit / n_parts;
-        int64_t       n    = 0;
-        for (int64_t c = 0; c < TILE; ++c) {
-            cells[n] = c;
-            by[n]    = of_cells[tile * TILE + c];
-            n += by[n] != 0;
-        }
-        if (n == 0) {
+    for (int64_t part = ith; part < (int64_t) parts.size(); part += nth) {
+        if (layer.rotated[(size_t) part]) {
             continue;
         }
-        const Bytes bytes(layer, k_cache, (size_t) (tile * stride), (size_t) stride);
-        for (int64_t h = unit % n_parts * n_heads, end = h + n_heads; h < end; ++h) {
-            shift.cells(h, cells, n, by, bytes.data(), stride);
+        if (part >= parts.n_cells) {
+            const int64_t slot = part - parts.n_cells;
+            if (of_slots[slot] != 0) {
+                shift.slot(slot, of_slots[slot]);
+            }
+        } else {
+            const int64_t tile = part / per_tile, h = part % per_tile * parts.n_heads;
+            int64_t       n = 0;
+            for (int64_t c = 0; c < TILE; ++c) {
+                cells[n] = c;
+                by[n]    = of_cells[tile * TILE + c];
+                n += by[n] != 0;
+            }
+            if (n > 0) {
+                shift.cells(tile, h, h + parts.n_heads, cells, n, by);
+            }
         }
-    }
-    const WindowRows & rows = layer.window_rows();
-    for (int64_t slot = ith; rows.tensor && slot < layer.window->n_slots(); slot += nth) {
-        const int32_t slot_by = ((const int32_t *) in.of_slots->data)[slot];
-        if (slot_by != 0) {
-            const Bytes bytes(layer, rows.tensor, (size_t) rows.offset(slot), (size_t) rows.bytes(slot));
-            shift.slot(slot_by, rows.integers && !rows.is_sink(slot), bytes.data());
-        }
+        layer.rotated[(size_t) part] = 1;
     }
 }
 
 } // namespace
+
+void reserve_shift(LayerNodes & layer, int64_t n_cells) {
+    layer.rotated.reserve(Parts(layer, n_cells).size());
+}
 
 void build_shift_node(LayerNodes & layer, const ShiftBuild & b) {
     layer.shift_first = b.first;
     layer.shift_apart = b.apart;
     layer.shift_keys  = b.k_cache;
 
+    layer.rotated.resize(Parts(layer).size()); // keeps those of a stopped shift
+
     ggml_tensor * of_slots = layer.window_rows().tensor ? b.of_slots : nullptr;
-    ggml_tensor * node     = new_node(b.ctx, GGML_TYPE_F32, { 1, 1, 1, 1 },
-                                      ShiftSources{ b.of_cells, b.distances, b.pairs, of_slots }, shift_op, &layer);
+    ggml_tensor * node =
+        new_node(b.ctx, GGML_TYPE_F32, { 1, 1, 1, 1 }, ShiftSources{ b.of_cells, b.distances, b.pairs, of_slots },
+                 NodeWork::on_cpu<shift_op>(layer));
     ggml_format_name(node, "subkv_shift-%d", b.il);
     ggml_build_forward_expand(b.gf, node);
 }

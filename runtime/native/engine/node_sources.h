@@ -6,6 +6,7 @@
 #pragma once
 
 #include "ggml.h"
+#include "node_work.h"
 #include "subkv/batch.h"
 
 #include <array>
@@ -162,17 +163,18 @@ template <typename Sources> std::vector<ggml_tensor *> source_list(const Sources
 // A node that all threads compute.
 template <typename Sources>
 ggml_tensor * new_node(ggml_context * ctx, ggml_type type, const std::array<int64_t, 4> & ne, const Sources & sources,
-                       ggml_custom_op_t fun, void * userdata) {
+                       const NodeWork & work) {
     auto list = source_list(sources);
-    return ggml_custom_4d(ctx, type, ne[0], ne[1], ne[2], ne[3], list.data(), (int) list.size(), fun, GGML_N_TASKS_MAX,
-                          userdata);
+    return ggml_custom_4d(ctx, type, ne[0], ne[1], ne[2], ne[3], list.data(), (int) list.size(), work.function(),
+                          GGML_N_TASKS_MAX, work.userdata());
 }
 
 // The same for a node that changes its first source in place.
 template <typename Sources>
-ggml_tensor * new_node_inplace(ggml_context * ctx, const Sources & sources, ggml_custom_op_t fun, void * userdata) {
+ggml_tensor * new_node_inplace(ggml_context * ctx, const Sources & sources, const NodeWork & work) {
     auto list = source_list(sources);
-    return ggml_custom_inplace(ctx, list[0], list.data() + 1, (int) list.size() - 1, fun, GGML_N_TASKS_MAX, userdata);
+    return ggml_custom_inplace(ctx, list[0], list.data() + 1, (int) list.size() - 1, work.function(), GGML_N_TASKS_MAX,
+                               work.userdata());
 }
 
 template <typename Sources> Sources sources_of(const ggml_tensor * node) {

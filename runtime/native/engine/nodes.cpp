@@ -134,10 +134,9 @@ namespace {
 // store_window: in place on the window rows | StoreWindowSources
 //
 
-void store_window_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const auto &       layer = *(const LayerNodes *) userdata;
-    const auto         in    = sources_of<StoreWindowSources>(dst);
-    const WindowRows & rows  = layer.window_rows();
+void store_window_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer) {
+    const auto         in   = sources_of<StoreWindowSources>(dst);
+    const WindowRows & rows = layer.window_rows();
     for (int64_t i = ith; i < in.slots->ne[1]; i += nth) {
         const int32_t token = slot_rows(in.slots)[i].token;
         if (token >= 0) {
@@ -197,17 +196,12 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
 
     ggml_context * ctx = b.ctx;
     // a layer on a GPU has the same nodes, which the GPU's backend computes
-    const auto run = [&](ggml_custom_op_t & fun, NodeKind kind) -> void * {
-        if (!layer.device) {
-            return &layer;
-        }
-        fun = device_op;
-        return layer.device->userdata(kind);
+    const auto run = [&](const NodeWork & on_cpu, NodeKind kind) {
+        return layer.device ? NodeWork::on_device(*layer.device, kind) : on_cpu;
     };
-    const auto custom = [&](ggml_type type, int64_t ne0, int64_t ne1, const auto & sources, ggml_custom_op_t fun,
+    const auto custom = [&](ggml_type type, int64_t ne0, int64_t ne1, const auto & sources, const NodeWork & work,
                             NodeKind kind, const char * name) {
-        void *        data = run(fun, kind);
-        ggml_tensor * t    = new_node(ctx, type, { ne0, ne1, 1, 1 }, sources, fun, data);
+        ggml_tensor * t = new_node(ctx, type, { ne0, ne1, 1, 1 }, sources, run(work, kind));
         ggml_format_name(t, "subkv_%s-%d", name, b.il);
         if (layer.device) {
             check_node(*layer.device, kind, t, b.q->ne[2]);
@@ -219,7 +213,7 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     }
     ggml_tensor * q      = as_f32(ctx, b.q);
     const auto &  codec  = *layer.codec;
-    ggml_tensor * chosen = build_chosen_mask(b);
+    ggml_tensor * chosen = build_chosen_mask(layer, b);
     if (layer.device && n_masks(chosen) > 1) {
         fail({ SUBKV_ERROR_UNSUPPORTED, "",
                "this model's KV heads attend to cells of their own, or with a bias of their own: its cache on the CPU "
@@ -242,7 +236,8 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
                                            b.k_idxs, chosen,           inputs.cell_pos,  inputs.tokens };
         const size_t              at   = fresh_at(s);
         const auto                size = (int64_t) (at + (size_t) (width * s.n_tokens) * sizeof(uint16_t));
-        partial = custom(GGML_TYPE_I8, size, 1, in, device_op, NodeKind::ENCODE_AND_ATTEND, "encode_attend");
+        partial = custom(GGML_TYPE_I8, size, 1, in, NodeWork::on_device(*layer.device, NodeKind::ENCODE_AND_ATTEND),
+                         NodeKind::ENCODE_AND_ATTEND, "encode_attend");
         ggml_build_forward_expand(b.gf, b.v_idxs); // llama.cpp fills it
         rows.fresh   = typed_view(ctx, partial, GGML_TYPE_F16, width, s.n_tokens, at);
         rows.written = layer.bases->build_encode(layer, b, rows.fresh);
@@ -255,26 +250,26 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         in.k_idxs        = b.k_idxs;
         in.v_idxs        = codec.latent ? b.k_idxs : b.v_idxs;
         if (layer.device) {
-            rows.fresh =
-                custom(GGML_TYPE_F16, width, s.n_tokens, in, guarded_op<encode_op>, NodeKind::ENCODE, "encode");
+            rows.fresh = custom(GGML_TYPE_F16, width, s.n_tokens, in, NodeWork::on_cpu<encode_op>(layer),
+                                NodeKind::ENCODE, "encode");
         } else {
             in.q         = q;
             in.tokens    = inputs.tokens;
             in.mask_node = mask;
 
             const EncodeResult result(layer, s.n_tokens);
-            ggml_tensor *      both =
-                custom(GGML_TYPE_I8, (int64_t) result.bytes, 1, in, guarded_op<encode_op>, NodeKind::ENCODE, "encode");
-            rows.fresh = typed_view(ctx, both, GGML_TYPE_F16, width, s.n_tokens, 0);
-            queries    = typed_view(ctx, both, GGML_TYPE_F32, query_width(layer), n_query, result.queries_at);
+            ggml_tensor * both = custom(GGML_TYPE_I8, (int64_t) result.bytes, 1, in, NodeWork::on_cpu<encode_op>(layer),
+                                        NodeKind::ENCODE, "encode");
+            rows.fresh         = typed_view(ctx, both, GGML_TYPE_F16, width, s.n_tokens, 0);
+            queries            = typed_view(ctx, both, GGML_TYPE_F32, query_width(layer), n_query, result.queries_at);
         }
         rows.written = layer.bases->build_encode(layer, b, rows.fresh);
     } else {
         rows = b.inputs->shared.at(layer.owner);
         if (!layer.device) {
             const ProjectSources in = { q, mask };
-            queries = custom(GGML_TYPE_F32, query_width(layer), n_query, in, guarded_op<project_op>, NodeKind::ENCODE,
-                             "project");
+            queries = custom(GGML_TYPE_F32, query_width(layer), n_query, in, NodeWork::on_cpu<project_op>(layer),
+                             NodeKind::ENCODE, "project");
         }
         rows.n_readers--;
     }
@@ -294,7 +289,8 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         in.tokens        = inputs.tokens;
         in.written       = rows.written;
         in.extra         = list ? list : mask;
-        partial          = custom(GGML_TYPE_F32, s.n_partial, 1, in, guarded_op<attend_op>, NodeKind::ATTEND, "attend");
+        partial =
+            custom(GGML_TYPE_F32, s.n_partial, 1, in, NodeWork::on_cpu<attend_op>(layer), NodeKind::ATTEND, "attend");
     }
     if (!out) {
         CombineSources of = {};
@@ -307,16 +303,15 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
         of.slots          = inputs.slots;
         of.cells          = list ? list : b.k_view;
         of.sinks          = b.sinks;
-        out = custom(GGML_TYPE_F32, (int64_t) layer.n_head * codec.d_v, s.n_tokens, of, guarded_op<combine_op>,
-                     NodeKind::COMBINE, "combine");
+        out               = custom(GGML_TYPE_F32, (int64_t) layer.n_head * codec.d_v, s.n_tokens, of,
+                                   NodeWork::on_cpu<combine_op>(layer), NodeKind::COMBINE, "combine");
     }
     ggml_build_forward_expand(b.gf, out);
 
     if (window && rows.n_readers == 0) {
         const StoreWindowSources in    = { window, fresh, inputs.slots, out };
-        ggml_custom_op_t         fun   = store_window_op;
-        void *                   data  = run(fun, NodeKind::STORE_WINDOW);
-        ggml_tensor *            store = new_node_inplace(ctx, in, fun, data);
+        const NodeWork           work  = run(NodeWork::on_cpu<store_window_op>(layer), NodeKind::STORE_WINDOW);
+        ggml_tensor *            store = new_node_inplace(ctx, in, work);
         ggml_format_name(store, "subkv_store_window-%d", b.il);
         ggml_build_forward_expand(b.gf, store);
     }

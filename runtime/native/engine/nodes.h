@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <new>
 #include <vector>
 
 namespace subkv {
@@ -128,20 +127,6 @@ void alibi_slopes(const LayerNodes & layer, int64_t first_head, int64_t n, float
 // Stores the slopes of all query heads at an offset in bytes. Does nothing if `known` equals their bias; updates `known`.
 void store_slopes(const LayerNodes & layer, ggml_tensor * memory, size_t at, float & known);
 
-// A node's function for ggml, which no exception may pass. Without memory the context's later nodes do nothing, and the
-// decode fails (CacheHook::computed). userdata: LayerNodes
-template <ggml_custom_op_t OP> void guarded_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    NodeReports & reports = *((const LayerNodes *) userdata)->reports;
-    if (reports.lacks_memory()) {
-        return;
-    }
-    try {
-        OP(dst, ith, nth, userdata);
-    } catch (const std::bad_alloc &) {
-        reports.no_memory();
-    }
-}
-
 // Grows thread-local scratch. The contents are undefined.
 template <typename T> T * scratch(std::vector<T> & v, int64_t n) {
     if ((int64_t) v.size() < n) {
@@ -187,7 +172,7 @@ void fill_mask_row(const LayerNodes & layer, const MaskSources & in, int64_t h, 
 ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask);
 
 // b.mask with all cells hidden except the chosen ones; b.mask itself if no cells are chosen.
-ggml_tensor * build_chosen_mask(const AttnBuild & b);
+ggml_tensor * build_chosen_mask(LayerNodes & layer, const AttnBuild & b);
 
 // F32 [d_v * n_head, n_tokens]: a prompt's attention on a GPU, by llama.cpp's flash attention on cells and exact rows
 // as halves. rows: of the layer; their codes are written. nullptr: attend and combine compute it.
@@ -198,9 +183,9 @@ ggml_tensor * build_prompt(LayerNodes & layer, const AttnBuild & b, ggml_tensor 
 ggml_tensor * build_mask_node(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask);
 MaskRows      mask_rows(const ggml_tensor * node, int64_t n_kv);
 
-void attend_op(ggml_tensor * dst, int ith, int nth, void * userdata);  // LayerNodes
-void combine_op(ggml_tensor * dst, int ith, int nth, void * userdata); // LayerNodes
-void encode_op(ggml_tensor * dst, int ith, int nth, void * userdata);  // LayerNodes
-void project_op(ggml_tensor * dst, int ith, int nth, void * userdata); // LayerNodes, without rows of their own
+void attend_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer);
+void combine_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer);
+void encode_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer);
+void project_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer); // of a layer without rows of its own
 
 } // namespace subkv

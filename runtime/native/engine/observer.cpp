@@ -18,8 +18,9 @@ static uint64_t accumulate(Moments & m, const ggml_tensor * t, int64_t head, con
     const int64_t n   = t->ne[2];
     uint64_t      bad = 0;
     if (m.second.empty()) { // samples need no moments
-        m.second.resize((size_t) (d * d));
-        m.first.resize((size_t) d);
+        std::vector<double> first((size_t) d);
+        m.second.resize((size_t) (d * d)); // both or neither have memory
+        m.first.swap(first);
     }
     const auto use = [&](int64_t i) {
         if (tokens[i].pos < n_skip) {
@@ -49,9 +50,16 @@ static bool listed(const std::vector<int32_t> & positions, int32_t pos) {
     return std::binary_search(positions.begin(), positions.end(), pos);
 }
 
-// n: maximum number of rows. Reserves their memory at once, so that no rows are copied later.
-template <typename T> static void sample_row(std::vector<T> & dst, const ggml_tensor * t, int64_t token, size_t n) {
-    dst.reserve(std::max(dst.size(), n * (size_t) (t->ne[0] * t->ne[1])));
+// Reserves the memory of a sample set of n rows at once, so that no rows are copied later. A set that finds no memory adds
+// no row.
+template <typename T> static void reserve_rows(std::vector<T> & dst, const ggml_tensor * t, size_t n) {
+    const auto row = (size_t) (t->ne[0] * t->ne[1]);
+    if (dst.capacity() < dst.size() + row) {
+        dst.reserve(std::max(n * row, 2 * dst.size() + row));
+    }
+}
+
+template <typename T> static void sample_row(std::vector<T> & dst, const ggml_tensor * t, int64_t token) {
     for (int64_t h = 0; h < t->ne[1]; ++h) {
         const float * x = row_f32(t, h, token);
         if constexpr (std::is_same_v<T, float>) {
@@ -70,12 +78,15 @@ static void sample(ObservedLayer & layer, const ggml_tensor * q, const ggml_tens
     for (int64_t i = 0; i < q->ne[2]; ++i) {
         const int32_t pos = tokens[i].pos;
         if (listed(keys, pos)) {
-            sample_row(layer.k_rows, k, i, keys.size());
-            sample_row(layer.v_rows, v, i, keys.size());
+            reserve_rows(layer.k_rows, k, keys.size());
+            reserve_rows(layer.v_rows, v, keys.size());
+            sample_row(layer.k_rows, k, i);
+            sample_row(layer.v_rows, v, i);
             layer.shape.n_key++;
         }
         if (listed(queries, pos)) {
-            sample_row(layer.q_rows, q, i, queries.size());
+            reserve_rows(layer.q_rows, q, queries.size());
+            sample_row(layer.q_rows, q, i);
             layer.shape.n_query++;
         }
     }
@@ -84,8 +95,8 @@ static void sample(ObservedLayer & layer, const ggml_tensor * q, const ggml_tens
 // dst F32 [1] (unused) | ObserveSources; q, k, v as in AttnBuild. Parallel over KV heads x {q, k, v}.
 // Without k and v, q are queries of a layer that reads this one's rows: they enter the moments, since an error in a key
 // affects all of them. Samples are those of the layer itself.
-static void observe_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    auto &           layer   = *(ObservedLayer *) userdata;
+static void observe_op(ggml_tensor * dst, int ith, int nth, ObserveData & data) {
+    auto &           layer   = *data.layer;
     const auto &     obs     = *layer.owner;
     const auto       in      = sources_of<ObserveSources>(dst);
     const TokenRow * tokens  = token_rows(in.tokens);
@@ -122,31 +133,32 @@ static void observe_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
 }
 
 // dst F32 [1] (unused) | ObserveOutputSources; out is the output of attention [d_v, n_head, n_tokens].
-static void observe_output_op(ggml_tensor * dst, int ith, int, void * userdata) {
-    auto &           layer  = *(ObservedLayer *) userdata;
+static void observe_output_op(ggml_tensor * dst, int ith, int /*nth*/, ObserveData & data) {
+    auto &           layer  = *data.layer;
     const auto       in     = sources_of<ObserveOutputSources>(dst);
     const TokenRow * tokens = token_rows(in.tokens);
     for (int64_t i = 0; ith == 0 && layer.owner->mode == SUBKV_SAMPLE && i < in.out->ne[2]; ++i) {
         if (listed(layer.owner->query_pos, tokens[i].pos)) {
-            sample_row(layer.o_rows, in.out, i, layer.owner->query_pos.size());
+            reserve_rows(layer.o_rows, in.out, layer.owner->query_pos.size());
+            sample_row(layer.o_rows, in.out, i);
         }
     }
 }
 
-void build_observe_output_node(subkv_observer & obs, const AttnBuild & b, ggml_tensor * out) {
-    ObservedLayer & layer = *obs.layers[(size_t) b.il];
+void build_observe_output_node(ObserveData & data, const AttnBuild & b, ggml_tensor * out) {
+    ObservedLayer & layer = *data.layer;
     layer.shape.coded     = 1;
     layer.shape.plain     = b.softcap == 0.0f && b.max_alibi_bias == 0.0f && b.sinks == nullptr ? 1 : 0;
     const auto &  s       = layer.shape;
     ggml_tensor * heads   = ggml_view_3d(b.ctx, out, s.d_v, s.n_head, out->ne[1], s.d_v * out->nb[0], out->nb[1], 0);
     ggml_tensor * node = new_node(b.ctx, GGML_TYPE_F32, { 1, 1, 1, 1 }, ObserveOutputSources{ heads, b.inputs->tokens },
-                                  observe_output_op, &layer);
+                                  NodeWork::on_cpu<observe_output_op>(data));
     ggml_format_name(node, "subkv_observe_output-%d", b.il);
     ggml_build_forward_expand(b.gf, node);
 }
 
-void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q,
-                        ggml_tensor * k, ggml_tensor * v, const Inputs & in, float scale) {
+void build_observe_node(subkv_observer & obs, ObserveData & data, ggml_context * ctx, ggml_cgraph * gf, int32_t il,
+                        ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, const Inputs & in, float scale) {
     if ((size_t) il >= obs.layers.size()) {
         obs.layers.resize((size_t) il + 1);
     }
@@ -164,6 +176,7 @@ void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * 
             moments->resize((size_t) slot->shape.n_head_kv);
         }
     }
+    data.layer         = slot.get();
     const auto & shape = slot->shape;
     if (k &&
         (shape.n_head != q->ne[1] || shape.n_head_kv != k->ne[1] || shape.d_k != k->ne[0] || shape.d_v != v->ne[0])) {
@@ -171,7 +184,7 @@ void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * 
     }
     const ObserveSources sources = { as_f32(ctx, q), in.tokens, k ? as_f32(ctx, k) : nullptr,
                                      k ? as_f32(ctx, v) : nullptr };
-    ggml_tensor *        node    = new_node(ctx, GGML_TYPE_F32, { 1, 1, 1, 1 }, sources, observe_op, slot.get());
+    ggml_tensor * node = new_node(ctx, GGML_TYPE_F32, { 1, 1, 1, 1 }, sources, NodeWork::on_cpu<observe_op>(data));
     ggml_format_name(node, "subkv_observe-%d", il);
     ggml_build_forward_expand(gf, node);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hook.h"
+#include "node_work.h"
 #include "subkv.h"
 #include "subkv/ops.h"
 
@@ -27,13 +28,19 @@ struct ObservedLayer {
     std::mutex             mutex;                  // guards the counters of `shape`
 };
 
+// The data of an observed layer's nodes, in one context.
+struct ObserveData {
+    NodeReports *   reports;
+    ObservedLayer * layer = nullptr; // set when the first node is built
+};
+
 // Adds the node that reads q, k, v (as in AttnBuild) of one layer. k, v nullptr: q are queries of a layer that reads
 // il's rows; the call for il itself comes first.
-void build_observe_node(subkv_observer & obs, ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q,
-                        ggml_tensor * k, ggml_tensor * v, const Inputs & in, float scale);
+void build_observe_node(subkv_observer & obs, ObserveData & data, ggml_context * ctx, ggml_cgraph * gf, int32_t il,
+                        ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, const Inputs & in, float scale);
 
 // The same for the attention output of a coded layer, `out` [d_v * n_head, n_tokens]; call it after build_observe_node.
-void build_observe_output_node(subkv_observer & obs, const AttnBuild & b, ggml_tensor * out);
+void build_observe_output_node(ObserveData & data, const AttnBuild & b, ggml_tensor * out);
 
 } // namespace subkv
 

@@ -79,6 +79,7 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type & type
     desc.n_seq_max   = kv.n_seq_max;
     desc.sliding     = kv.swa_type != LLAMA_SWA_TYPE_NONE;
     desc.no_alloc    = hparams.no_alloc;
+    desc.is_long     = kv_size > std::max<uint32_t>(hparams.n_ctx_train, 1 << 18);
     desc.type_k      = type_k;
     desc.type_v      = type_v;
     request::describe(desc);
@@ -280,11 +281,13 @@ bool llama_subkv::ready(const llama_kv_cache & kv, const std::vector<llama_ubatc
 
 ggml_status llama_subkv::computed(llama_context & ctx, ggml_status status) {
     auto * hook = hook_of(ctx.get_memory());
-    if (!hook || !hook->facts().coded) {
+    if (!hook) {
         return status;
     }
     const bool done = hook->computed();
-    llama_subkv_usage_bad(&ctx, hook->n_bad_rows());
+    if (hook->facts().coded) {
+        llama_subkv_usage_bad(&ctx, hook->n_bad_rows());
+    }
     return done || status != GGML_STATUS_SUCCESS ? status : GGML_STATUS_ALLOC_FAILED;
 }
 

@@ -52,23 +52,24 @@ enum class Requested {
 
 // Description of a K/V cache before its constructor allocates memory.
 struct CacheDesc {
-    std::string             arch;
-    std::string             model_path;  // first file; empty: unknown, the model comes from a stream
-    std::string             unsupported; // reason why this cache cannot store coefficients; empty: it can
-    std::string             unobserved;  // reason why an observer cannot read its rows; empty: it can
-    std::string             no_cache; // reason why there is no K/V cache, other fields are unset; empty: there is one
-    int32_t                 n_layer;
-    uint32_t                n_cells; // per stream
-    uint32_t                n_stream;
-    uint32_t                n_seq_max;
-    bool                    sliding;  // the sliding-window half of an iswa cache
-    bool                    no_alloc; // dry run: sizes only
-    bool                    drafts;   // of a context for a model's drafting layers (MTP), which may have no bases
-    Requested               requested;
-    float                   budget; // requested bits per element; 0: none
-    ggml_type               type_k; // of an ordinary cache
-    ggml_type               type_v;
-    std::vector<LayerDesc>  layers;
+    std::string            arch;
+    std::string            model_path;  // first file; empty: unknown, the model comes from a stream
+    std::string            unsupported; // reason why this cache cannot store coefficients; empty: it can
+    std::string            unobserved;  // reason why an observer cannot read its rows; empty: it can
+    std::string            no_cache;    // reason why there is no K/V cache, other fields are unset; empty: there is one
+    int32_t                n_layer;
+    uint32_t               n_cells; // per stream
+    uint32_t               n_stream;
+    uint32_t               n_seq_max;
+    bool                   sliding;  // the sliding-window half of an iswa cache
+    bool                   no_alloc; // dry run: sizes only
+    bool                   is_long; // than the model is trained for: the user chose the length, and nothing shortens it
+    bool                   drafts;  // of a context for a model's drafting layers (MTP), which may have no bases
+    Requested              requested;
+    float                  budget; // requested bits per element; 0: none
+    ggml_type              type_k; // of an ordinary cache
+    ggml_type              type_v;
+    std::vector<LayerDesc> layers;
     std::vector<ReaderDesc> readers;
     std::vector<int32_t>    recurrent; // layers with a recurrent state, with or without rows
 };
@@ -321,8 +322,10 @@ public:
 
     // Called after a graph has run. Logs the first row that could not be coded. false: nodes lacked memory, reports it;
     // the results of the graph are undefined.
-    virtual bool     computed()         = 0;
-    virtual uint64_t n_bad_rows() const = 0; // rows that could not be coded so far, on CPUs
+    virtual bool computed() = 0;
+    // While a graph runs: some of its nodes has lacked memory.
+    virtual bool     lacks_memory() const = 0;
+    virtual uint64_t n_bad_rows() const   = 0; // rows that could not be coded so far, on CPUs
 
     //
     // state that llama.cpp's side records

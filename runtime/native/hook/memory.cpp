@@ -427,11 +427,12 @@ public:
             return inner->apply();
         }
         // After an aborted shift it would be unknown which ordinary layers are rotated, and the next shift would rotate
-        // them again.
+        // them again. Coded layers come first (build_shift): if they lack memory, no ordinary layer has been rotated.
         auto * const stop = ctx.abort_callback;
         auto * const data = ctx.abort_callback_data;
         if (has_ordinary_layers()) {
-            ctx.set_abort_callback(nullptr, nullptr);
+            ctx.set_abort_callback([](void * hook) { return ((const subkv::CacheHook *) hook)->lacks_memory(); },
+                                   parts.base->subkv_hook.get());
         }
         const bool done = inner->apply();
         ctx.set_abort_callback(stop, data);

@@ -183,19 +183,28 @@ private:
 
 bool llama_subkv::build_shift(const llama_kv_cache & kv, const llama_cparams & cparams, llm_graph_result & res,
                               ggml_tensor * k_shift, uint32_t il) {
-    if (row_bytes(kv, il, false) == 0 || !has_rope(kv.hparams, il, 0)) {
-        return false;
-    }
-    ggml_context * ctx   = res.get_ctx();
-    shift_input *  input = nullptr;
-    for (auto & other : res.inputs) {
-        input = input ? input : dynamic_cast<shift_input *>(other.get());
-    }
-    if (!input) {
-        input        = static_cast<shift_input *>(res.add_input(std::make_unique<shift_input>(kv, ctx)));
+    const auto rotates = [&](uint32_t layer) {
+        return row_bytes(kv, layer, false) > 0 && has_rope(kv.hparams, layer, 0);
+    };
+    const auto built = [](const auto & input) { return dynamic_cast<shift_input *>(input.get()) != nullptr; };
+    if (coded(kv) && std::none_of(res.inputs.begin(), res.inputs.end(), built)) { // before all ordinary layers
+        auto * input = static_cast<shift_input *>(res.add_input(std::make_unique<shift_input>(kv, res.get_ctx())));
         input->apart = kv.hparams.rope_type != LLAMA_ROPE_TYPE_NORM;
+        for (const auto & layer : kv.layers) {
+            if (rotates(layer.il)) {
+                build_shift(kv, cparams, res, k_shift, layer.il, *input);
+            }
+        }
+        // ggml asks whether to stop before a node's other threads have finished: behind this node they have
+        ggml_build_forward_expand(res.get_gf(), ggml_dup(res.get_ctx(), k_shift));
     }
-    const int64_t n_rot = kv.hparams.n_rot(il);
+    return rotates(il);
+}
+
+void llama_subkv::build_shift(const llama_kv_cache & kv, const llama_cparams & cparams, llm_graph_result & res,
+                              ggml_tensor * k_shift, uint32_t il, shift_input & input) {
+    ggml_context * ctx   = res.get_ctx();
+    const int64_t  n_rot = kv.hparams.n_rot(il);
 
     // YaRN and similar methods scale queries and keys; stored keys are already scaled
     const float   freq_scale = kv.model.get_rope_freq_scale(cparams, il);
@@ -208,13 +217,12 @@ bool llama_subkv::build_shift(const llama_kv_cache & kv, const llama_cparams & c
     b.il        = (int32_t) il;
     b.k_cache   = kv.layers[kv.map_layer_ids.at((int32_t) il)].k;
     b.of_cells  = k_shift;
-    b.of_slots  = input->of_slots;
-    b.distances = input->distances;
-    b.pairs     = kv.build_rope_shift(rope, ctx, ggml_dup(ctx, input->pairs(n_rot)), input->distances, nullptr,
+    b.of_slots  = input.of_slots;
+    b.distances = input.distances;
+    b.pairs     = kv.build_rope_shift(rope, ctx, ggml_dup(ctx, input.pairs(n_rot)), input.distances, nullptr,
                                       kv.model.get_rope_factors(cparams, il), kv.model.get_rope_freq_base(cparams, il),
                                       freq_scale, il);
     b.first     = kv.hparams.n_lora_kv > 0 ? kv.hparams.n_embd_head_k(il) - n_rot : 0; // latent rows: they are last
-    b.apart     = input->apart;
+    b.apart     = input.apart;
     kv.subkv_hook->build_shift(b);
-    return true;
 }
