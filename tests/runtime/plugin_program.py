@@ -9,6 +9,9 @@ not visible to libraries that do not name it. The calls:
 
     ["decode", [[token, position, sequence], ...]]   appends the logits of all tokens
     ["rm", seq, p0, p1]  ["cp", src, dst, p0, p1]  ["add", seq, p0, p1, by]  ["clear"]
+    ["try", tokens]                                  a decode that may fail
+    ["lack", n]                                      the n-th allocation of other threads fails (failing_new.cpp)
+                                                     0: none
     ["save", seq]  ["load", seq]                     a sequence's state; with a third element: in this file
 """
 
@@ -75,6 +78,10 @@ def main() -> None:
                 result["failed"] = name
                 break
             logits.append(np.ctypeslib.as_array(C.llama_get_logits(context), (len(of[0]), n_vocab)).copy())
+        elif name == "try":
+            result["tried"] = C.llama_decode(context, _batch(C, of[0]))
+        elif name == "lack":
+            ctypes.CDLL(None).fail_new_elsewhere(ctypes.c_long(of[0]))
         elif name == "save":
             states[of[0]] = (ctypes.c_uint8 * C.llama_state_seq_get_size(context, of[0]))()
             result["state"] = C.llama_state_seq_get_data(context, states[of[0]], len(states[of[0]]), of[0])

@@ -54,6 +54,7 @@ class Run:
     logits: list[npt.NDArray[np.float32]]
     facts: dict[str, Any]
     said: str
+    log: str  # all of stderr
 
 
 @pytest.fixture
@@ -96,14 +97,17 @@ def run(tmp_path: Path, model: Path, subkv: str | Path, *calls: Any, plugin: boo
     env |= {"LLAMA_CPP_LIB_PATH": str(STOCK if plugin else LIBRARIES)}
     env |= {"GGML_BACKEND_PATH": str(PLUGIN)} if plugin else {}
     env |= {"LD_PRELOAD": str(GPUS)} if params.pop("gpus", False) else {}
+    env |= {"LD_PRELOAD": params.pop("preload")} if "preload" in params else {}
+    limit = [f"ulimit -v {params.pop('limit')} && "] if "limit" in params else []  # KiB
     asked = {"params": {"n_ctx": 256, "n_batch": 256, "n_ubatch": 64} | params, "calls": calls, **first}
     command = [sys.executable, str(PROGRAM), str(model), str(tmp_path / "logits.npz"), json.dumps(asked)]
+    command = ["bash", "-c", f'{limit[0]}exec "$0" "$@"', *command] if limit else command
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     with np.load(tmp_path / "logits.npz") as arrays:
         logits = [arrays[name] for name in arrays.files]
     said = "".join(line for line in done.stderr.splitlines(True) if "subkv" in line and "node" not in line)
-    return Run(logits, json.loads(done.stdout.splitlines()[-1]), said)
+    return Run(logits, json.loads(done.stdout.splitlines()[-1]), said, done.stderr)
 
 
 def compare(tmp_path: Path, model: Path, bases: Path, *calls: Any, **params: Any) -> Run:
@@ -386,6 +390,24 @@ def test_layers_elsewhere_keep_f16(layers: int, tmp_path: Path, model: Path, bas
         assert np.array_equal(expected, logits)
 
 
+def test_a_device_without_a_cache_costs_nothing(tmp_path: Path, model: Path, bases: Path) -> None:
+    """As in a program that keeps all layers on the CPU: one graph on one device, and flash attention."""
+    found = run(tmp_path, model, bases, decode(TEXT), layers=0)
+    splits = re.findall(r"graph splits = (\d+)", found.log)
+    assert splits and set(splits) == {"1"}, splits
+    assert "Flash Attention not supported" not in found.log and "set to disabled" not in found.log
+    assert "the device SUBKV codes the layers that it has (" in found.said
+
+
+@each("type_k, type_v, named", [(8, 1, "q8_0/f16"), (8, 8, "q8_0"), (1, 8, "f16/q8_0")])
+def test_requested_cache_types(type_k: int, type_v: int, named: str, tmp_path: Path, model: Path, bases: Path) -> None:
+    """As with the patch: they have precedence over SUBKV, and one line says so."""
+    types = {"type_k": type_k, "type_v": type_v}
+    found, ordinary = (run(tmp_path, model, subkv, decode(TEXT), **types) for subkv in (bases, "off"))
+    assert found.said.count(f"ordinary {named} K/V cache: its type was requested") == 1 and "coded" not in found.said
+    assert np.array_equal(found.logits[0], ordinary.logits[0])
+
+
 @pytest.mark.skipif(not GPUS.is_file(), reason="emulated GPUs: not beside another llama.cpp")
 @each("layers, split", [(0, []), (-1, []), (2, []), (-1, [1, 0, 0]), (-1, [1, 0, 1]), (2, [0, 1, 1]), (-1, [0, 0, 1])])
 def test_beside_gpus(layers: int, split: list[int], tmp_path: Path, tiny_model: Models) -> None:
@@ -424,7 +446,7 @@ def test_bases_for_sliding_layers_too(
             assert np.array_equal(expected, logits)
     for setting in ("subkv", path):
         refused = run(tmp_path, other, setting, decode(TEXT))
-        assert refused.facts["failed"] and "this model" in refused.said
+        assert not refused.facts["context"] and "this model" in refused.said
     assert not run(tmp_path, tiny_model(), "subkv", decode(TEXT)).facts["context"]
 
 
@@ -440,8 +462,9 @@ def test_a_killed_program_loses_nothing(tmp_path: Path, model: Path, bases: Path
 
 def test_without_flash_attention(tmp_path: Path, model: Path, bases: Path) -> None:
     """A file that the user names is used, or nothing; other bases only where they can be."""
-    failed = run(tmp_path, model, bases, decode(TEXT), flash_attn_type=0)
-    assert failed.facts["failed"] == "decode" and "subkv: flash attention is off" in failed.said
+    refused = run(tmp_path, model, bases, decode(TEXT), flash_attn_type=0)
+    assert not refused.facts["context"]
+    assert f"SUBKV={bases}: flash attention is off" in refused.log and "(-fa on); SUBKV=off runs" in refused.log
     store.entry(model).prepare()
     write_bases(stored_path(model, store.entry(model).content, STORED), model)
     ordinary = run(tmp_path, model, "auto", decode(TEXT), flash_attn_type=0)

@@ -75,7 +75,7 @@ template <typename Graph> constexpr bool has_uid(const Graph *, long) {
 
 class Uses {
 public:
-    explicit Uses(ggml_cgraph * graph) : graph_(graph) {
+    Uses(ggml_cgraph * graph, bool computes) : graph_(graph) {
         for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
             const ggml_tensor * t = ggml_graph_node(graph, i);
             if (is_view(t)) {
@@ -87,7 +87,7 @@ public:
         }
         for (auto & [store, use] : of) {
             check(use);
-            if (has_uid(graph, 0) && uid_of(graph, 0) == 0) {
+            if (computes && has_uid(graph, 0) && uid_of(graph, 0) == 0) {
                 use.unknown = "the program's evaluation callback computes graphs in parts, and the plug-in codes whole "
                               "graphs (SUBKV=off)";
             }
@@ -164,9 +164,10 @@ class GraphPlan {
 public:
     GraphPlan(ggml_cgraph * graph, const Uses & uses) : graph_(graph), uid_(uid_of(graph, 0)) {
         const size_t n = 8 * (size_t) ggml_graph_n_nodes(graph) + 64;
-        ctx_.reset(ggml_init({ n * ggml_tensor_overhead() + 2 * ggml_graph_overhead_custom(n, false), nullptr, true }));
-        nodes_ = ggml_new_graph_custom(ctx_.get(), n, false);
-        made_  = ggml_new_graph_custom(ctx_.get(), n, false);
+        ctx_.reset(ggml_init({ n * ggml_tensor_overhead() + 3 * ggml_graph_overhead_custom(n, false), nullptr, true }));
+        nodes_           = ggml_new_graph_custom(ctx_.get(), n, false);
+        made_            = ggml_new_graph_custom(ctx_.get(), n, false);
+        rotations_graph_ = ggml_new_graph_custom(ctx_.get(), n, false);
         for (const auto & [store, use] : uses.of) {
             if (store->is_coded()) {
                 add(*store, use);
@@ -179,21 +180,40 @@ public:
 
     ggml_status run(ggml_backend_t cpu) {
         shift_data_.clear();
+        ggml_graph_clear(rotations_graph_);
         for (Part & part : parts_) {
-            fill(part);
-        }
-        const ggml_status status = ggml_backend_graph_compute(cpu, nodes_);
-        bool              done   = status == GGML_STATUS_SUCCESS;
-        for (Part & part : parts_) {
-            done = part.store->cache().computed() && done;
-            if (part.by && status == GGML_STATUS_SUCCESS) {
-                part.store->cache().rotated();
+            if (part.by) {
+                build_rotations(part);
+            } else if (part.store->shifting().empty()) {
+                fill(part);
+            } else {
+                fail("shift: the rotation of moved keys is incomplete (it was stopped, or memory was short); clear the "
+                     "cache");
             }
         }
-        return done ? GGML_STATUS_SUCCESS : status == GGML_STATUS_SUCCESS ? GGML_STATUS_FAILED : status;
+        // Before all ordinary layers: if some of them lack memory, llama.cpp computes the graph again.
+        const bool  rotates = ggml_graph_n_nodes(rotations_graph_) > 0;
+        ggml_status status  = rotates ? run(cpu, rotations_graph_) : GGML_STATUS_SUCCESS;
+        status              = status == GGML_STATUS_SUCCESS ? run(cpu, nodes_) : status;
+        for (Part & part : parts_) {
+            if (part.by && status == GGML_STATUS_SUCCESS) {
+                part.store->cache().rotated();
+                part.store->shifting().clear();
+            }
+        }
+        return status;
     }
 
 private:
+    ggml_status run(ggml_backend_t cpu, ggml_cgraph * nodes) {
+        const ggml_status status = ggml_backend_graph_compute(cpu, nodes);
+        bool              done   = true;
+        for (Part & part : parts_) {
+            done = part.store->cache().computed() && done;
+        }
+        return done || status != GGML_STATUS_SUCCESS ? status : GGML_STATUS_FAILED;
+    }
+
     // The use of one coded cache.
     struct Part {
         Store *             store;
@@ -371,11 +391,18 @@ private:
 
     // The nodes of a shift depend on the number of its distances.
     void build_rotations(Part & part) {
-        Cache &              cache = part.store->cache();
-        std::vector<int32_t> slots((size_t) cache.facts().n_slots), all;
-        const auto *         by = (const int32_t *) part.by->data;
-        part.store->forget_restored();
-        part.store->cells().shift(cache, by);
+        Cache &                    cache = part.store->cache();
+        std::vector<int32_t>       slots((size_t) cache.facts().n_slots), all;
+        const auto *               by = (const int32_t *) part.by->data;
+        const std::vector<int32_t> moved(by, by + ggml_nelements(part.by));
+        if (part.store->shifting().empty()) {
+            part.store->forget_restored();
+            part.store->cells().shift(cache, by);
+            part.store->shifting() = moved;
+        } else if (part.store->shifting() != moved) {
+            fail("shift: the rotation of keys that moved before is incomplete (it was stopped, or memory was short); "
+                 "clear the cache");
+        }
         cache.rotations(slots.data());
         all.assign(by, by + ggml_nelements(part.by));
         all.insert(all.end(), slots.begin(), slots.end());
@@ -427,7 +454,7 @@ private:
                 if (!made->data) {
                     made->data = data(ggml_nbytes(made));
                 }
-                ggml_graph_add_node(nodes_, made);
+                ggml_graph_add_node(rotations_graph_, made);
             }
         }
     }
@@ -458,10 +485,6 @@ private:
     }
 
     void fill(Part & part) {
-        if (part.by) {
-            build_rotations(part);
-            return;
-        }
         tokens_.resize((size_t) part.n_tokens);
         const auto * cells = (const int64_t *) part.cells->data;
         const auto * pos   = part.positions ? (const int32_t *) part.positions->data : nullptr;
@@ -495,6 +518,7 @@ private:
     ggml_context_ptr ctx_;
     ggml_cgraph *    nodes_; // to compute
     ggml_cgraph *    made_;  // the engine's nodes, as it builds them
+    ggml_cgraph *    rotations_graph_;
 
     std::vector<Part>                         parts_;
     std::vector<Rotation>                     rotations_;
@@ -511,21 +535,35 @@ private:
 Context::Context()  = default;
 Context::~Context() = default;
 
+// Decides about the graph's caches.
+static void decide(ggml_cgraph * graph, const Uses & uses) {
+    const auto full = std::max_element(uses.of.begin(), uses.of.end(), [](const auto & a, const auto & b) {
+        return a.first->cells_and_age() < b.first->cells_and_age();
+    });
+    for (const auto & [store, use] : uses.of) {
+        if (!store->is_decided()) {
+            store->decide(graph, use, store == full->first);
+        }
+    }
+}
+
+void plan(ggml_cgraph * graph) {
+    if (Store::is_any_undecided()) {
+        decide(graph, Uses(graph, false));
+    }
+}
+
 ggml_status compute(Context & context, ggml_cgraph * graph) {
     try {
         if (context.plan && context.plan->is_of(graph)) {
             return context.plan->run(context.cpu.get());
         }
         context.plan.reset();
-        const Uses uses(graph);
-        bool       any  = false;
-        const auto full = std::max_element(uses.of.begin(), uses.of.end(), [](const auto & a, const auto & b) {
-            return a.first->cells_and_age() < b.first->cells_and_age();
-        });
+        const Uses uses(graph, true);
+        decide(graph, uses);
+        bool any = false;
         for (const auto & [store, use] : uses.of) {
-            if (!store->is_decided()) {
-                store->decide(graph, use, store == full->first);
-            }
+            store->begin(use);
             any = any || store->is_coded();
         }
         if (!any) {

@@ -1,5 +1,6 @@
 // plugin.cpp: registration. The device says that it is a GPU, because llama.cpp gives K/V caches only to GPUs and the
-// CPU; it computes on the CPU backend, and leaves weights in the CPU's buffers, where they may be repacked.
+// CPU; it computes on the CPU backend, and leaves weights in the CPU's buffers, where they may be repacked. In a process
+// that gives it no cache it computes nothing: graphs would be divided between two devices.
 #include "plugin.h"
 
 #include "error.h"
@@ -38,6 +39,7 @@ ggml_backend_t init_backend(ggml_backend_dev_t dev, const char *) {
     i.get_name       = [](ggml_backend_t) { return name(); };
     i.free           = free_backend;
     i.graph_compute  = graph_compute;
+    i.graph_optimize = [](ggml_backend_t, ggml_cgraph * graph, auto...) { plan(graph); };
     return new ggml_backend{ &guid, i, dev, context };
 }
 
@@ -47,18 +49,40 @@ bool is_question(const ggml_tensor * weight) {
            std::strncmp(root_of(weight)->name, "cache_", 6) != 0;
 }
 
+// How the program that loads this ggml is told to give all layers to the device.
+std::string setting;
+
+void find_setting(const void * caller) {
+    Dl_info           ggml;
+    const bool        known = caller && dladdr(caller, &ggml) && ggml.dli_fname;
+    const std::string path  = known ? ggml.dli_fname : "";
+    const auto        has   = [&](const char * part) { return path.find(part) != std::string::npos; };
+    setting                 = has("node-llama-cpp") ? "gpuLayers: 99 in node-llama-cpp's loadModel" :
+                              has("/llama_cpp/")    ? "n_gpu_layers=-1 of llama_cpp.Llama" :
+                              has("/ollama/")       ? "the parameter num_gpu 99 of Ollama" :
+                                                      "-ngl all --device SUBKV";
+}
+
 // Logs once that a cache is in another buffer type.
 void note_elsewhere(const ggml_tensor * root) {
     static std::atomic<bool> noted{ false };
     if (std::strncmp(root->name, "cache_k_l", 9) == 0 && root->type == GGML_TYPE_F16 && root->buffer &&
         root->buffer->buft != buffer_type() && root->buffer->size > 0 && !is_off() && !noted.exchange(true)) {
         log_line(std::string("ordinary f16 K/V cache: it is on ") + ggml_backend_buffer_name(root->buffer) +
-                 "; the device SUBKV codes the layers that it has (-ngl, --device)");
+                 "; the device SUBKV codes the layers that it has (" + setting + ")");
     }
 }
 
+bool is_ours(const ggml_tensor * t) {
+    return root_of(t)->buffer && root_of(t)->buffer->buft == buffer_type();
+}
+
 bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
+    static std::atomic<bool> used{ false }; // it has a tensor: from a context's first graph on
+    bool                     ours = is_ours(op), asks = false;
     for (const ggml_tensor * src : op->src) {
+        ours = ours || (src && is_ours(src));
+        asks = asks || is_question(src);
         if (!is_question(src)) {
             continue;
         }
@@ -68,13 +92,14 @@ bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
         }
     }
     if (op->op == ggml_ops().set_rows) {
-        if (Store * store = store_of(op)) {
+        if (Store * store = buffer_of(op)) {
             store->check(op);
         } else {
             note_elsewhere(root_of(op));
         }
     }
-    return ggml_backend_dev_supports_op(cpu_device(), op);
+    used = used || (ours && !asks) || Store::is_any_undecided();
+    return (used || asks) && ggml_backend_dev_supports_op(cpu_device(), op);
 }
 
 bool supports_buft(ggml_backend_dev_t, ggml_backend_buffer_type_t type) {
@@ -219,5 +244,6 @@ extern "C" __attribute__((visibility("default"))) ggml_backend_reg_t ggml_backen
         log_line("plug-in: " + why);
         return nullptr;
     }
+    plugin::find_setting(__builtin_return_address(0));
     return plugin::registration();
 }

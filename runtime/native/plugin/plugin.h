@@ -101,25 +101,32 @@ struct GraphUse {
 };
 
 // The K/V cache tensors of a buffer: of one cache of llama.cpp. The buffer is reserved address space, as large as an
-// f16 cache. The first graph that computes decides whether the cache is coded: codes have memory of their own, and then the
-// reserved pages stay unused.
+// f16 cache. The first graph that llama.cpp plans for a new context decides whether the cache is coded: codes have memory
+// of their own, and then no program can read or write the reserved pages, so that they never take memory.
 class Store {
 public:
-    Store(uint8_t * base, size_t size);
+    Store(uint8_t * base, size_t size); // address space, without memory
+    ~Store();
+    Store(const Store &)             = delete;
+    Store & operator=(const Store &) = delete;
+
+    static bool is_any_undecided(); // of this process
 
     uint8_t * base() const { return base_; }
-    size_t    size() const { return size_; }
-    void      add(const ggml_tensor * t);
-    void      clear();
+    bool      add(const ggml_tensor * t); // false: no memory for a tensor that is not the K or V of a cache
+    void      clear(uint8_t value);
 
     const CacheTensor * find(const ggml_tensor * root) const; // nullptr: another tensor
 
     // While llama.cpp plans a graph of a new context; node: a SET_ROWS. Throws Invalid if the user requires bases of
     // another model.
     void check(const ggml_tensor * node);
-    // Before the first graph computes. full: of the graph's caches, this one is not for sliding layers. Throws Invalid if
-    // a coded cache is required and cannot be.
+    // When the first graph is planned, or computes. full: of the graph's caches, this one is not for sliding layers.
+    // Throws Invalid if a coded cache is required and cannot be, or if memory is short.
     void decide(ggml_cgraph * graph, const GraphUse & use, bool full);
+    // Before the first graph computes: says which cache this is. A use that only computing graphs show (an evaluation
+    // callback) makes it an ordinary one, unless a coded cache is required.
+    void begin(const GraphUse & use);
     // llama.cpp creates the cache of sliding layers after the other one, with fewer cells or with as many.
     std::pair<int64_t, int64_t> cells_and_age() const { return { tensors_.begin()->first->ne[1], -number_ }; }
     bool                        is_decided() const { return decided_; }
@@ -134,6 +141,8 @@ public:
     void adopt_restored(const std::vector<GraphToken> & tokens, const ggml_tensor * mask);
     // Before cells move: restored ones are read through their codes, which rotate.
     void forget_restored() { restored_.clear(); }
+    // Distances by which cells have moved whose keys are not all rotated yet; empty: none.
+    std::vector<int32_t> & shifting() { return shifting_; }
 
     // Bytes of a tensor as llama.cpp sees them.
     void get(const ggml_tensor * t, void * data, size_t offset, size_t size) const;
@@ -155,12 +164,15 @@ private:
         std::map<std::pair<int32_t, bool>, std::pair<std::vector<uint16_t>, std::vector<uint16_t>>> rows;
     };
 
+    bool open(); // gives memory to all pages; false: there is none
+    void decided();
+    void stay_ordinary(const std::string & why);
     bool find_bases(Seen seen); // as find_model_bases; false: unknown yet
     Part part(const ggml_tensor * t, size_t offset, size_t size) const;
     void set_rows(const Part & part, const uint16_t * rows);
     void code(ggml_cgraph * graph, const GraphUse & use);
-    void uncode();             // as before code()
-    void release_rows() const; // the memory of f16 rows whose layers are coded
+    void uncode();       // as before code()
+    void protect_rows(); // f16 rows whose layers are coded; opens those of the others
     void report() const;
 
     uint8_t *                                  base_;
@@ -171,6 +183,10 @@ private:
     bool                                       asked_   = false; // while planned
     bool                                       checked_ = false;
     bool                                       decided_ = false;
+    bool                                       begun_   = false;
+    bool                                       opened_  = false; // all pages
+    ggml_type                                  type_k_ = GGML_TYPE_F16, type_v_ = GGML_TYPE_F16;
+    std::vector<int32_t>                       shifting_;
     ModelBases                                 bases_;
     std::unique_ptr<Cache>                     cache_;
     std::unique_ptr<KnownCells>                cells_;
@@ -182,7 +198,9 @@ private:
     std::map<int32_t, std::pair<ggml_tensor *, ggml_tensor *>> rows_; // by il
 };
 
-// nullptr: the tensor is not in a buffer of ours, or no cache tensor
+// nullptr: the tensor is not in a buffer of ours
+Store * buffer_of(const ggml_tensor * t);
+// nullptr: as well if it is no cache tensor
 Store * store_of(const ggml_tensor * t, CacheTensor * which = nullptr);
 
 // What a backend keeps between graphs.
@@ -196,6 +214,8 @@ struct Context {
     ~Context();
 };
 
+// While llama.cpp plans graphs: decides about caches. Throws Invalid, which ends the creation of the context.
+void        plan(ggml_cgraph * graph);
 ggml_status compute(Context & context, ggml_cgraph * graph);
 
 } // namespace subkv::plugin

@@ -1,4 +1,5 @@
 // store.cpp: the buffer type: K/V cache tensors, states, copies between streams.
+#include "available_memory.h"
 #include "error.h"
 #include "log_line.h"
 #include "plugin.h"
@@ -11,8 +12,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <set>
+#include <utility>
 
 namespace subkv::plugin {
 
@@ -28,9 +31,7 @@ Store & store(ggml_backend_buffer_t buffer) {
 }
 
 void free_buffer(ggml_backend_buffer_t buffer) {
-    Store * s = &store(buffer);
-    munmap(s->base(), s->size());
-    delete s;
+    delete &store(buffer);
 }
 
 void * get_base(ggml_backend_buffer_t buffer) {
@@ -38,8 +39,7 @@ void * get_base(ggml_backend_buffer_t buffer) {
 }
 
 ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * t) {
-    store(buffer).add(t);
-    return GGML_STATUS_SUCCESS;
+    return store(buffer).add(t) ? GGML_STATUS_SUCCESS : GGML_STATUS_ALLOC_FAILED;
 }
 
 void memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * t, uint8_t value, size_t offset, size_t size) {
@@ -60,28 +60,50 @@ bool cpy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * src, ggml_tens
 }
 
 void clear(ggml_backend_buffer_t buffer, uint8_t value) {
-    Store & s = store(buffer);
-    // pages without memory read as zeros
-    if (value == 0) {
-        madvise(s.base(), s.size(), MADV_DONTNEED);
-    } else if (!s.is_coded()) {
-        std::memset(s.base(), value, s.size());
-    }
-    s.clear();
+    store(buffer).clear(value);
 }
 
 const char * type_name(ggml_backend_buffer_type_t) {
     return "SUBKV";
 }
 
-// Address space, whose pages get memory when they are written; nullptr: none.
-uint8_t * reserve(size_t size) {
-    void * base = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+// Address space, whose pages get memory when they are written; nullptr: none. PROT_NONE: they get none, also in a process
+// that locks its memory, and count as none where the system does not overcommit.
+uint8_t * reserve(size_t size, int protection, void * at = nullptr) {
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (at ? MAP_FIXED : 0);
+    void *    base  = mmap(at, size, protection, flags, -1, 0);
     return base == MAP_FAILED ? nullptr : (uint8_t *) base;
 }
 
+// The whole pages in a range, or all pages that it touches.
+std::pair<uint8_t *, size_t> pages(const void * data, size_t size, bool whole) {
+    const auto page  = (uintptr_t) sysconf(_SC_PAGESIZE);
+    const auto first = (uintptr_t) data, last = first + size;
+    const auto begin = whole ? GGML_PAD(first, page) : first / page * page;
+    const auto end   = whole ? last / page * page : GGML_PAD(last, page);
+    return { (uint8_t *) begin, begin < end ? end - begin : 0 };
+}
+
+// Zeros, which take no memory if the system takes the pages back: it does not take locked ones.
+void zero(void * data, size_t size) {
+    const auto [begin, n] = pages(data, size, true);
+    auto *const first = (uint8_t *) data, *const last = first + size;
+    if (n == 0 || madvise(begin, n, MADV_DONTNEED) != 0) {
+        std::memset(data, 0, size);
+        return;
+    }
+    std::fill(first, begin, (uint8_t) 0);
+    std::fill(begin + n, last, (uint8_t) 0);
+}
+
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size) {
-    uint8_t * base = reserve(size);
+    constexpr size_t MOST_SMALLER = 16; // than f16: no codes are
+    if (size / MOST_SMALLER > (uint64_t) available_memory()) {
+        log_line("n_ctx: expected buffers that fit in the " + std::to_string(available_memory() >> 20) +
+                 " MiB of memory available, found one of " + std::to_string(size >> 20) + " MiB as f16");
+        return nullptr;
+    }
+    uint8_t * base = reserve(size, PROT_NONE);
     if (!base) {
         return nullptr;
     }
@@ -106,13 +128,13 @@ ggml_backend_buffer_type_t reserved_type() {
     static ggml_backend_buffer_type type = {
         { type_name,
           [](ggml_backend_buffer_type_t own, size_t size) -> ggml_backend_buffer_t {
-              uint8_t *             base   = reserve(size);
+              uint8_t *             base   = reserve(size, PROT_READ | PROT_WRITE);
               ggml_backend_buffer_t buffer = base ? ggml_backend_cpu_buffer_from_ptr(base, size) : nullptr;
               if (buffer) {
                   buffer->buft              = own;
                   buffer->iface.free_buffer = [](ggml_backend_buffer_t b) { munmap(b->context, b->size); };
                   buffer->iface.clear       = [](ggml_backend_buffer_t b, uint8_t) { // to zeros
-                      madvise(b->context, b->size, MADV_DONTNEED);
+                      zero(b->context, b->size);
                   };
               }
               return buffer;
@@ -137,13 +159,15 @@ ggml_backend_buffer_type_t buffer_type() {
     return &type;
 }
 
-Store * store_of(const ggml_tensor * t, CacheTensor * which) {
+Store * buffer_of(const ggml_tensor * t) {
     const ggml_tensor * root = root_of(t);
-    if (!root->buffer || root->buffer->buft != buffer_type() || !root->buffer->context) { // no context: a dry run
-        return nullptr;
-    }
-    Store *             s     = &store(root->buffer);
-    const CacheTensor * found = s->find(root);
+    const bool          ours = root->buffer && root->buffer->buft == buffer_type();
+    return ours ? (Store *) root->buffer->context : nullptr; // no context: a dry run
+}
+
+Store * store_of(const ggml_tensor * t, CacheTensor * which) {
+    Store *             s     = buffer_of(t);
+    const CacheTensor * found = s ? s->find(root_of(t)) : nullptr;
     if (!found) {
         return nullptr;
     }
@@ -157,18 +181,41 @@ Store * store_of(const ggml_tensor * t, CacheTensor * which) {
 // one cache
 //
 
-Store::Store(uint8_t * base, size_t size) : base_(base), size_(size) {
-    static std::atomic<int64_t> n_stores{ 0 };
-    number_ = n_stores++;
+static std::atomic<int64_t> n_stores{ 0 }, n_undecided{ 0 };
+
+Store::Store(uint8_t * base, size_t size) : base_(base), size_(size), number_(n_stores++) {}
+
+Store::~Store() {
+    decided();
+    munmap(base_, size_);
 }
 
-void Store::add(const ggml_tensor * t) {
+bool Store::is_any_undecided() {
+    return n_undecided > 0;
+}
+
+void Store::decided() {
+    n_undecided -= !decided_ && !tensors_.empty();
+    decided_ = true;
+}
+
+bool Store::add(const ggml_tensor * t) {
     int  il = -1, end = 0;
     char side = 0;
-    if (!t->view_src && t->type == GGML_TYPE_F16 && std::sscanf(t->name, "cache_%c_l%d%n", &side, &il, &end) == 2 &&
-        t->name[end] == 0 && (side == 'k' || side == 'v') && il >= 0 && il < MAX_LAYERS) {
-        tensors_[t] = { il, side == 'v' };
+    if (!t->view_src && std::sscanf(t->name, "cache_%c_l%d%n", &side, &il, &end) == 2 && t->name[end] == 0 &&
+        (side == 'k' || side == 'v') && il >= 0 && il < MAX_LAYERS) {
+        (side == 'v' ? type_v_ : type_k_) = t->type;
+        if (t->type == GGML_TYPE_F16) {
+            n_undecided += !decided_ && tensors_.empty();
+            tensors_[t] = { il, side == 'v' };
+        }
     }
+    return find(root_of(t)) || open();
+}
+
+bool Store::open() {
+    opened_ = opened_ || mprotect(base_, size_, PROT_READ | PROT_WRITE) == 0;
+    return opened_;
 }
 
 const CacheTensor * Store::find(const ggml_tensor * root) const {
@@ -176,9 +223,21 @@ const CacheTensor * Store::find(const ggml_tensor * root) const {
     return it == tensors_.end() ? nullptr : &it->second;
 }
 
-void Store::clear() {
+void Store::clear(uint8_t value) {
+    if (is_coded()) {
+        for (const auto & [t, of] : tensors_) {
+            if (!codes(of.il)) {
+                value == 0 ? zero(t->data, ggml_nbytes(t)) : (void) std::memset(t->data, value, ggml_nbytes(t));
+            }
+        }
+    } else if (value == 0 && opened_) {
+        zero(base_, size_);
+    } else if (value != 0 && open()) {
+        std::memset(base_, value, size_);
+    }
     early_.clear();
     restored_.clear();
+    shifting_.clear();
     if (cache_) {
         cache_->clear();
         cells_->clear();
@@ -192,7 +251,14 @@ ggml_tensor * Store::rows(int32_t il, bool value) const {
 
 void Store::check(const ggml_tensor * node) {
     const CacheTensor * of = find(root_of(node));
-    if (decided_ || asked_ || !of || is_off()) {
+    if (decided_ || asked_ || is_off()) {
+        return;
+    }
+    if (type_k_ != GGML_TYPE_F16 || type_v_ != GGML_TYPE_F16) {
+        stay_ordinary("its type was requested");
+        return;
+    }
+    if (!of) {
         return;
     }
     weights_.add(node);
@@ -215,6 +281,9 @@ bool Store::find_bases(Seen seen) {
 
 void Store::decide(ggml_cgraph * graph, const GraphUse & use, bool full) {
     if (use.layers.empty()) { // a shift
+        if (!open()) {
+            fail("K/V cache: out of memory");
+        }
         return;
     }
     if (!checked_ && !is_off()) {
@@ -233,8 +302,12 @@ void Store::decide(ggml_cgraph * graph, const GraphUse & use, bool full) {
             code(graph, use);
         } catch (const Invalid & e) {
             uncode();
-            if (bases_.required) {
+            if (e.error.kind == SUBKV_ERROR_MEMORY) { // f16 would need more
                 throw;
+            }
+            if (bases_.required) {
+                throw Invalid({ e.error.kind, std::string("SUBKV=") + std::getenv("SUBKV"), e.what(),
+                                "SUBKV=off runs with an ordinary cache" });
             }
             bases_.words = e.what();
         } catch (...) {
@@ -242,14 +315,36 @@ void Store::decide(ggml_cgraph * graph, const GraphUse & use, bool full) {
             throw;
         }
     }
-    if (is_coded()) {
-        report();
-        release_rows();
-    } else if (!is_off()) {
-        log_line("ordinary f16 K/V cache: " + bases_.words);
-    }
     early_.clear();
-    decided_ = true;
+    if (is_coded()) {
+        protect_rows();
+        decided();
+    } else {
+        stay_ordinary(bases_.words);
+    }
+}
+
+void Store::stay_ordinary(const std::string & why) {
+    if (!open()) {
+        fail({ SUBKV_ERROR_MEMORY, "K/V cache", "out of memory" });
+    }
+    decided();
+    if (!is_off()) {
+        const std::string v = type_v_ == type_k_ ? "" : std::string("/") + ggml_type_name(type_v_);
+        log_line("ordinary " + (ggml_type_name(type_k_) + v) + " K/V cache: " + why);
+    }
+}
+
+void Store::begin(const GraphUse & use) {
+    if (std::exchange(begun_, true) || !is_coded()) {
+        return;
+    }
+    if (use.unknown.empty() || bases_.required || !restored_.empty()) { // a graph of an unknown use fails
+        report();
+        return;
+    }
+    uncode();
+    stay_ordinary(use.unknown);
 }
 
 void Store::uncode() {
@@ -261,15 +356,17 @@ void Store::uncode() {
     cache_.reset();
 }
 
-void Store::release_rows() const {
-    const auto page = (uintptr_t) sysconf(_SC_PAGESIZE);
+void Store::protect_rows() {
     for (const auto & [t, of] : tensors_) {
-        const auto begin = GGML_PAD((uintptr_t) t->data, page),
-                   end   = ((uintptr_t) t->data + ggml_nbytes(t)) / page * page;
-        if (codes(of.il) && begin < end) {
-            madvise((void *) begin, end - begin, MADV_DONTNEED);
+        const auto [begin, n] = pages(t->data, ggml_nbytes(t), codes(of.il));
+        if (!codes(of.il) && mprotect(begin, n, PROT_READ | PROT_WRITE) != 0) {
+            fail({ SUBKV_ERROR_MEMORY, "K/V cache", "out of memory" });
+        }
+        if (codes(of.il) && n > 0) { // also gives back memory that is locked
+            munlock(opened_ ? reserve(n, PROT_NONE, begin) : begin, n);
         }
     }
+    opened_ = false;
 }
 
 void Store::code(ggml_cgraph * graph, const GraphUse & use) {
@@ -331,7 +428,7 @@ void Store::code(ggml_cgraph * graph, const GraphUse & use) {
     }
     memory_.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx_.get(), reserved_type()));
     if (!memory_) {
-        fail("K/V cache: out of memory");
+        fail({ SUBKV_ERROR_MEMORY, "K/V cache", "out of memory" });
     }
     ggml_backend_buffer_clear(memory_.get(), 0);
     for (const Part & part : early_) {
@@ -368,6 +465,10 @@ Store::Part Store::part(const ggml_tensor * t, size_t offset, size_t size) const
 
 void Store::get(const ggml_tensor * t, void * data, size_t offset, size_t size) const {
     const CacheTensor * of = find(root_of(t));
+    if (!opened_ && !is_coded()) { // nothing has been stored
+        std::memset(data, 0, size);
+        return;
+    }
     if (!of || !codes(of->il)) {
         std::memcpy(data, (const char *) t->data + offset, size);
         return;
@@ -387,6 +488,9 @@ void Store::set(ggml_tensor * t, const void * data, size_t offset, size_t size) 
     if (of && codes(of->il)) {
         set_rows(part(t, offset, size), (const uint16_t *) data);
         return;
+    }
+    if (!is_coded() && !open()) {
+        fail({ SUBKV_ERROR_MEMORY, "K/V cache", "out of memory" });
     }
     std::memcpy((char *) t->data + offset, data, size);
     if (of && !decided_ && offset % root_of(t)->nb[1] == 0 && size % root_of(t)->nb[1] == 0) {
