@@ -67,7 +67,7 @@ def test_a_limit_is_checked_before_the_context_exists(subkv: str, tmp_path: Path
 
         store.entry(model).prepare()
         write_bases(stored_path(model, store.entry(model).content, STORED), model)
-    found = run(tmp_path, model, setting, decode(TEXT), n_ctx=1 << 22, limit=3500 << 10)
+    found = run(tmp_path, model, setting, decode(TEXT), n_ctx=1 << 22, limit=3000 << 10)
     assert not found.facts["context"]
     assert "MiB of memory available, found 4194304 tokens with subkv: cells " in found.log
     assert " tokens would fit" in found.log
