@@ -24,7 +24,7 @@ struct LlamaCalls {
     bool (*rows)(llama_context * ctx, int32_t il, const rows_fn & use);
     int32_t (*resume)(const llama_context * ctx, int32_t seq, int32_t pos); // subkv_resume
     LoadedModel (*loaded_model)(const llama_context * ctx);
-    bool (*take_refusal)(const llama_context & ctx, int32_t seq);           // subkv_take_refusal
+    bool (*take_refusal)(const llama_context & ctx, int32_t seq); // subkv_take_refusal
     // Everything that affects the bytes of a context's states, except LoRA weights and control vectors, as text.
     // content: digest of the model.
     std::string (*state_identity)(const llama_context & ctx, const std::string & content);
