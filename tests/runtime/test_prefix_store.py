@@ -417,7 +417,14 @@ ADAPT = "kv,block=8,length=16,warm=16,max_chunks=3,gain=100,reuse=0,merge=1"
 
 @pytest.mark.parametrize(
     "arch, kind",
-    [("llama", "ordinary"), ("gemma2", "ordinary"), ("lfm2", "ordinary"), ("llama", "coded"), ("llama", "adaptive")],
+    [
+        ("llama", "ordinary"),
+        ("gemma2", "ordinary"),
+        ("lfm2", "ordinary"),
+        ("qwen2vl", "ordinary"),
+        ("llama", "coded"),
+        ("llama", "adaptive"),
+    ],
 )
 def test_states_of_models(
     tiny_model: Callable[..., Path], make_layout: Callable[..., Any], store: Store, arch: str, kind: str
@@ -437,13 +444,49 @@ def test_states_of_models(
         given = Prompt(tokens, (s.state(0), b""), points, n_removable=8)
         assert store.put(given)
         expected = s.decode([5, 6, 7], len(tokens))
-    if arch == "llama":  # others keep some of their rows elsewhere
+    if arch in ("llama", "qwen2vl"):  # others keep some of their rows elsewhere
         assert len(store.files(".piece")) == 2 + 1 + (not adapt)
     with session(model, layout, **options) as s, opened(store.folder) as other:
         found = other.get([*tokens, 5, 6, 7], n_removable=8)
         assert found and found.prompt == Prompt(tokens, given.states, points, 8)
         assert s.set_state(found.prompt.states[0], 0) == len(found.prompt.states[0])
         assert engine.agree(s.decode([5, 6, 7], len(tokens)), expected)
+    model.free()
+
+
+@pytest.mark.parametrize("kind", ["ordinary", "coded"])
+def test_sequences_of_one_cache_share_their_blocks(
+    tiny_model: Callable[..., Path], make_layout: Callable[..., Any], store: Store, kind: str
+) -> None:
+    """Of a text whose cells lie around those of another sequence and before its beginning: only new blocks are written,
+    and a context restores it.
+    """
+    model = engine.Model(tiny_model())
+    layout = None if kind == "ordinary" else make_layout(BANDS, BANDS)
+    options = {"window": WINDOW, "n_ctx": 1536, "flash_attn": 1, "n_seq_max": 2, "unified": True}
+    tokens = model.random_tokens(1200, seed=4)
+    steps = (300, 700, 1100)
+    with session(model, layout, **options) as s:
+        s.decode(tokens[:200], 0, 1)
+        written: set[Path] = set()
+        for turn, (begin, end) in enumerate(zip((0, *steps), steps, strict=False)):
+            s.decode(tokens[begin:end], begin)
+            if turn == 0:
+                s.decode(tokens[200:800], 200, 1)  # the next turn begins behind them, and ends before them
+            else:
+                assert s.rm(1, 100 if turn == 1 else 0)
+            given = Prompt(tokens[:end], (s.state(0), b""))
+            assert store.put(given)
+            new = set(store.files(".piece")) - written
+            assert len(new) == end // BLOCK - begin // BLOCK + 1  # and the rest
+            written |= new
+        assert store.files(".prefix")[0].read_bytes().startswith(b"subkvPX2")
+        expected = s.decode([5, 6, 7], steps[-1])
+    with session(model, layout, **options) as s, opened(store.folder) as other:
+        found = other.get([*tokens[: steps[-1]], 5])
+        assert found and found.prompt == given
+        assert s.set_state(found.prompt.states[0], 0) == len(found.prompt.states[0])
+        assert engine.agree(s.decode([5, 6, 7], steps[-1]), expected)
     model.free()
 
 
