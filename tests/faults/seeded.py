@@ -416,6 +416,27 @@ FAULTS = [
         "if (!it->second->identity.empty() && !identity.empty()) {",
         STORE,
     ),
+    Fault(
+        "rows by cell",
+        "runtime/native/store/prefix_blocks.cpp",
+        "    std::sort(places.begin(), places.end());\n",
+        "",
+        STORE,
+    ),
+    Fault(
+        "a removal that fails counts as done",
+        "runtime/native/store/store_folder.cpp",
+        'broken("remove", full(name), error);',
+        "return;",
+        STORE,
+    ),
+    Fault(
+        "a model that was replaced after it was loaded",
+        "runtime/native/bases/model_file.cpp",
+        "|| !(now == stamp)",
+        "",
+        "tests/python/test_model_digest.py",
+    ),
     # files and variables
     Fault(
         "types that were requested are replaced",

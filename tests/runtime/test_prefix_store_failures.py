@@ -196,7 +196,8 @@ with opened(folder, limit) as store:
         assert store.get([*one.tokens, 1]).prompt == one
     assert size(store) > limit
     hold(-1)
-    wait(lambda: size(store) <= limit)
+    wait(lambda: store.stats.bytes <= limit)
+    assert size(store) <= limit
     for one in (last, new):
         assert store.get([*one.tokens, 1]).prompt == one
 """

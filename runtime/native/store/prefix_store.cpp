@@ -156,7 +156,8 @@ public:
     Core(const std::string & folder, uint64_t max_bytes) : max_bytes(max_bytes), index(folder, max_bytes) {}
 
     std::unique_ptr<PrefixFound> find(const PrefixQuery & query);
-    void                         run(); // body of the writer thread
+    void                         report_removals(); // that failed
+    void                         run();             // body of the writer thread
     void                         fails(std::atomic<bool> & logged, const std::exception & why, const char * then);
     bool                         room(uint64_t n_bytes) const; // in the queue; the caller has locked the mutex
 
@@ -178,7 +179,6 @@ public:
 private:
     void write(Prefix && prefix);
     void trim();
-    void report_removals();
 
     std::atomic<bool> removal_logged{ false };
 
@@ -239,9 +239,12 @@ void PrefixStore::Core::trim() {
 }
 
 void PrefixStore::Core::report_removals() {
-    const std::string why = index.removal_failure();
-    if (!why.empty()) {
-        fails(removal_logged, std::runtime_error(why), "files that cannot be removed count toward the limit");
+    try {
+        const std::string why = index.removal_failure();
+        if (!why.empty()) {
+            fails(removal_logged, std::runtime_error(why), "files that cannot be removed count toward the limit");
+        }
+    } catch (const std::bad_alloc &) { // not even for the line
     }
 }
 
@@ -383,6 +386,7 @@ std::unique_ptr<PrefixFound> PrefixStore::get(const PrefixQuery & query) {
         } catch (const std::exception & e) {
             core->fails(core->read_failure_logged, e, "prompts are evaluated");
         }
+        core->report_removals();
         core->reading = false;
         std::lock_guard<std::mutex> lock(answer->mutex);
         answer->found = std::move(found);
