@@ -24,6 +24,7 @@ static std::atomic<bool>   g_is_read[N_FILES]; // of the store
 static std::atomic<size_t> g_most{ SIZE_MAX };
 static std::atomic<long>   g_removals_left{ -1 };
 static std::atomic<bool>   g_waiting{ false };
+static std::atomic<long>   g_listed{ 0 };
 
 // The n-th step from now on (0: none) fails with this error, 0: the process is killed. Returns how many were left.
 extern "C" long fail_file(long n, int error) {
@@ -52,6 +53,11 @@ extern "C" void limit_calls(size_t most) {
 // Removals that succeed from now on, before one waits; -1: none waits.
 extern "C" void hold_removals(long after) {
     g_removals_left = after;
+}
+
+// Files of a store whose status was asked for in a folder, since the last call.
+extern "C" long files_listed() {
+    return g_listed.exchange(0);
 }
 
 extern "C" bool removal_waits() {
@@ -157,6 +163,12 @@ extern "C" ssize_t read(int file, void * data, size_t size) {
         return g_read_error != 0 ? -1 : 0;
     }
     return next(file, data, size < g_most ? size : g_most.load());
+}
+
+extern "C" int fstatat(int folder, const char * name, struct stat * status, int flags) {
+    static const auto next = real<int (*)(int, const char *, struct stat *, int)>("fstatat");
+    g_listed += ours(name);
+    return next(folder, name, status, flags);
 }
 
 extern "C" int fstat(int file, struct stat * status) {

@@ -203,6 +203,24 @@ with opened(folder, limit) as store:
 """
 
 
+LISTED = """
+folder, n_files = Path(sys.argv[1]), int(sys.argv[3])
+given = prompt(text(130, 300))
+with opened(folder) as store:
+    store.put(given)
+for i in range(n_files):
+    (folder / f"{i:064x}.piece").touch()
+with opened(folder) as store:
+    counts = []
+    for name in "abcd":
+        (folder / f"{name * 64}.piece").touch()
+        lib.files_listed()
+        assert store.get([*given.tokens, 1])
+        counts.append(lib.files_listed())
+print(*counts)
+"""
+
+
 def failing(program_text: str, folder: Path, shim: str, error: int = 0, *more: object) -> list[int]:
     """The exit status at each step: -9 killed, 0 continued; 3 if there was no such step."""
     process = program(FAILING + program_text, folder, error, *more, preload=shim)
@@ -269,6 +287,19 @@ def test_no_request_waits_for_eviction(shim: str, tmp_path: Path) -> None:
     process = program(FAILING + HELD, tmp_path / "store", 0, most, preload=shim)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors[-3000:]
+
+
+def test_a_query_asks_for_new_files_only(shim: str, tmp_path: Path) -> None:
+    """In a folder of many files, which another process changes all the time: for those and for the heads."""
+    counts = []
+    for n in (10, 3000):
+        process = program(FAILING + LISTED, tmp_path / str(n), 0, n, preload=shim)
+        printed, errors = process.communicate()
+        assert process.returncode == 0, errors[-3000:]
+        first, *others = map(int, printed.split())
+        assert first > n
+        counts.append(others)
+    assert counts[0] == counts[1] == [2, 2, 2]
 
 
 CANNOT = {"broken": errno.EIO, "files": errno.EMFILE, "access": errno.EACCES, "memory": errno.ENOMEM}
