@@ -46,7 +46,8 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
     the least useful ones are removed. Several contexts may use one object; each uses only prompts of its own model,
     cache and parameters. If the folder cannot be read or written, it warns once and generation continues. Prompts with
     a wrong checksum or format are removed with a warning; no other error removes a prompt. Prompts are written in the
-    background, at the latest when the process ends.
+    background, at the latest when the process ends. If the model's file was replaced before all its bytes were hashed, it warns
+    once and stores nothing: the first prompt waits for the hash.
 
     Raises CacheError if the path is not a folder or other users may write to it, without a subkv.Llama, and with
     logits_all, because the logits of earlier tokens are not stored.
@@ -85,8 +86,9 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
         """The identity of the context's states; b"" with one warning if it is unknown. The first call may wait."""
         if self._known_identity is None:
             llm = self._context()
+            context = llm.ctx
             try:
-                known = store.identity(llm.ctx)
+                known = store.identity(context)
                 if lora := llm.lora_identity:
                     known = hashlib.sha256(known + json.dumps(lora).encode()).digest()
             except CacheError as error:
