@@ -130,6 +130,12 @@ class Reference:
         self.n_head = int(config.num_attention_heads)
         self.n_head_kv = int(getattr(config, "num_key_value_heads", None) or self.n_head)
         self.d = int(getattr(config, "head_dim", None) or config.hidden_size // self.n_head)
+        scalar = getattr(config, "query_pre_attn_scalar", self.d)
+        if not path.is_dir() and scalar != self.d:
+            raise _not_here(
+                f"expected a Hugging Face folder, since transformers does not read the scale of attention from a GGUF, "
+                f"found a GGUF with heads of {self.d} and a scale for {scalar:g}"
+            )
         self.n_ctx_train = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
         self.key_order = np.arange(self.d)
         self._hook: Callable[..., Any] | None = None

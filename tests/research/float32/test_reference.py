@@ -118,6 +118,9 @@ def test_attention_of_another_kind_is_refused(reference: Callable[[str], Any], t
     for arch in ("gemma2", "bloom"):
         with pytest.raises(SubkvError, match="^model: "):
             Reference(tiny_model(arch), 1)
+    for dims, reason in (({"head_size": 128}, "heads of 128 and a scale for 256"), ({"n_layer": 5}, "window in all 5")):
+        with pytest.raises(SubkvError, match=f"^model: .*{reason}"):
+            Reference(tiny_model("gemma3", **dims), 1)
 
 
 def test_chunks_are_shared_among_texts(reference: Callable[[str], Any], text: Path, tmp_path: Path) -> None:
