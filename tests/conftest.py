@@ -118,7 +118,8 @@ def demo_model() -> Path:
 @pytest.fixture(scope="session")
 def gemma_model() -> Path:
     """Gemma 3 270M's GGUF, joined from its packages; skips where the gemma extra is not installed."""
-    from models import gemma3
+    from second_model import gemma3
+
     from subkv.base.errors import SubkvError
 
     try:

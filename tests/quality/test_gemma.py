@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from second_model import gemma3
 
 from converter.scoring import mean_kld
-from models import gemma3
 from subkv.base.errors import SubkvError
 from subkv.engine.cache import parse_cache
 from subkv.engine.context import ContextOptions
