@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import stand_ins
 import tiny
+from click.testing import CliRunner
 from gguf import GGUFReader
 from servers import Server, wait_until
 
+from runtime.inspect import main as inspect
 from subkv.engine.llama import Llama
+from subkv.engine.stats import cache_line
 from subkv.native.binding import native
 
 Serve = Callable[..., Any]
@@ -138,6 +141,32 @@ def test_two_kinds_of_layers(serve: Serve, arch: str, tmp_path: Path) -> None:
         assert reported["bytes"] / MIB == pytest.approx(
             sum(float(k) + float(v) for k, v in sizes), abs=0.012 * len(sizes)
         )
+
+
+def test_one_size_of_a_model_with_sliding_windows(serve: Serve, tmp_path: Path) -> None:
+    """The log, /props, Llama and inspect."""
+    plain = tiny.build(tmp_path / "tiny.gguf", "gemma2", head_size=64)
+    model = stand_ins.with_words(tmp_path / "words.gguf", plain)
+    n_ctx = 8 * N_CELLS
+    with Llama(model, kv_cache="subkv", n_ctx=n_ctx, verbose=False) as llm:
+        stats = llm.kv_stats()
+        line = cache_line(stats)
+    assert (stats.n_layer_coded, stats.n_layer_sliding, stats.n_layer_other, stats.n_swa) == (2, 2, 0, 16)
+    with serve("-c", n_ctx, "-np", 1, model=model) as server:
+        logged = re.search(r"coded K/V cache, .* of coded layers, ([\d.]+) MiB \(f16: ([\d.]+)\)", server.log)
+        reported, log = usage(server), server.log
+    assert logged
+    assert reported["bytes"] == stats.bytes_all and reported["bytes_f16"] == stats.bytes_f16
+    assert (reported["layers"], reported["sliding_window"]) == ({"coded": 2, "sliding": 2, "other": 0}, 16)
+    assert float(logged[1]) == pytest.approx(stats.bytes_all / MIB, abs=0.06)
+    assert float(logged[2]) == pytest.approx(stats.bytes_f16 / MIB, abs=0.06)
+    inspected = CliRunner().invoke(inspect, [str(model), "-c", str(n_ctx)]).stdout
+    found = re.search(r"takes ([\d.]+) MiB instead of ([\d.]+) MiB in f16", inspected)
+    assert found
+    assert float(found[1]) == pytest.approx(stats.bytes_all / MIB, abs=0.06)
+    assert float(found[2]) == pytest.approx(stats.bytes_f16 / MIB, abs=0.06)
+    for text in (line, log, inspected):
+        assert "2 of 4 layers grow with the context, 2 slide over 16 tokens" in text
 
 
 @pytest.mark.parametrize("arch", ["mamba", "bert"])

@@ -3,7 +3,8 @@
 python tests/programs/turns.py --depth 32000 -o json    (SUBKV_LIB_PATH names the libraries and the server)
 
 Ten turns, an edited turn, a branch, the return to the first conversation, a restart. Models are tiny and have random
-weights: the count depends on recurrent layers, sliding windows and heads, not on widths or weights.
+weights: the count depends on recurrent layers, sliding windows and heads, not on widths or weights. With -m FILE it is
+that model, and the conversation is also one of subkv.Llama.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from servers import CODED, Server, serving  # noqa: E402
 N_TURNS, EDITED, BRANCHED = 10, 8, 5  # turns; the edited one; the one after which another text continues
 N_ANSWER = 32
 CACHES = ("subkv", "f16")
+IN_PYTHON = "subkv.Llama"
 DELTA = {  # gated delta rule in three of four layers; heads and states as large as theirs
     "block_count": 4,
     "full_attention_interval": 4,
@@ -92,7 +94,7 @@ class Talker:
         self.seed += 1
         return random.Random(self.seed).choices(LETTERS, k=n)
 
-    def ask(self, server: Server, step: str, talk: Sequence[int], message: Sequence[int]) -> list[int]:
+    def ask(self, server: Server | InProcess, step: str, talk: Sequence[int], message: Sequence[int]) -> list[int]:
         """The talk with this message and its answer."""
         prompt = [*talk, *server.tokens(USER), *message, *server.tokens("<|im_end|>\n<|im_start|>assistant\n")]
         delimiters = [{"role": "user", "delimiter": USER}]
@@ -105,6 +107,43 @@ class Talker:
         text = prompt + answer["tokens"]
         self.histories.append(text[:-1])  # the last token of an answer is not evaluated
         return [*text, *server.tokens("<|im_end|>\n")]
+
+
+class InProcess:
+    """The part of a Server that a Talker uses, on subkv.Llama with its checkpoints and a prompt store."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def tokens(self, text: str) -> list[int]:
+        return list(self.llm.tokenize(text.encode(), add_bos=False, special=True))
+
+    def complete(self, prompt: list[int], n: int, **_: Any) -> dict[str, Any]:
+        """The last of the answer's n tokens is not evaluated, as in a server."""
+        lengths: list[int] = []
+        decode = self.llm._ctx.decode
+        self.llm._ctx.decode = lambda batch: (lengths.append(batch.n_tokens()), decode(batch))
+        try:
+            ends = {str(self.llm.token_eos()): -100.0}
+            self.llm.create_completion(prompt, max_tokens=n, temperature=0.0, logit_bias=ends)
+        finally:
+            del self.llm._ctx.decode
+        answer = self.llm.input_ids[len(prompt) : self.llm.n_tokens].tolist()
+        evaluated = sum(lengths) - len(answer)
+        return {
+            "tokens": [*answer, LETTERS[0]],
+            "timings": {"prompt_n": evaluated, "cache_n": len(prompt) - evaluated},
+        }
+
+
+@contextlib.contextmanager
+def in_process(model: Path, folder: Path, depth: int) -> Iterator[InProcess]:
+    from subkv.engine.llama import Llama
+
+    with Llama(
+        model, n_ctx=2 * depth, kv_cache="subkv", prompt_cache=folder / "store", n_threads=2, verbose=False
+    ) as llm:
+        yield InProcess(llm)
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -147,16 +186,22 @@ def measure(model: Path, cache: str, folder: Path, depth: int, arguments: Sequen
     """Tokens evaluated in each step. depth: tokens of the ten turns."""
     folder.mkdir()
     client = Talker()
+
+    def opened() -> contextlib.AbstractContextManager[Server | InProcess]:
+        if cache == IN_PYTHON:
+            return in_process(model, folder, depth)
+        return served(model, cache, folder, depth, arguments)
+
     n_message = depth // N_TURNS - N_ANSWER
     talks: list[list[int]] = [[]]
-    with served(model, cache, folder, depth, arguments) as server:
+    with opened() as server:
         for turn in range(1, N_TURNS + 1):
             talks.append(client.ask(server, f"turn {turn}", talks[-1], client.message(n_message)))
         edited = client.ask(server, "a turn edited", talks[EDITED - 1], client.message(n_message))
         client.ask(server, "gone on", edited, client.message(n_message))
         client.ask(server, "a branch", talks[BRANCHED], client.message(n_message))
         talks.append(client.ask(server, "the way back", talks[-1], client.message(n_message)))
-    with served(model, cache, folder, depth, arguments) as server:
+    with opened() as server:
         talks.append(client.ask(server, "a restart", talks[-1], client.message(n_message)))
         client.ask(server, "edited behind it", talks[N_TURNS], client.message(n_message))  # the turn before the restart
     return client.rows
@@ -173,13 +218,22 @@ def examined(
 
 
 @click.command()
+@click.option("-m", "--model", type=click.Path(path_type=Path, exists=True), help="a model instead of the shapes")
 @click.option("--depth", type=click.IntRange(1000, 60000), default=32000, show_default=True, help="tokens of ten turns")
 @click.option("--shape", "shapes", type=click.Choice(list(SHAPES)), multiple=True, help="default: all")
 @click.option("-t", "--threads", type=click.IntRange(1, 1024), default=2, show_default=True)
 @click.option("-o", "--output", type=click.Choice(["md", "json"]), default="md", show_default=True)
 @click.option("--keep", type=click.Path(path_type=Path), help="folder for models and logs of servers")
 @click.argument("arguments", nargs=-1)
-def main(depth: int, shapes: tuple[str, ...], threads: int, output: str, keep: Path | None, arguments: Any) -> None:
+def main(
+    model: Path | None,
+    depth: int,
+    shapes: tuple[str, ...],
+    threads: int,
+    output: str,
+    keep: Path | None,
+    arguments: Any,
+) -> None:
     """Count the tokens that llama-server evaluates twice. ARGUMENTS: more of them for the server, behind --."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = keep or Path(scratch)
@@ -187,7 +241,15 @@ def main(depth: int, shapes: tuple[str, ...], threads: int, output: str, keep: P
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         options = ("-t", threads, "-tb", threads, *arguments)
         rows = []
-        for shape, cache, steps in examined(shapes or list(SHAPES), depth, folder, options):
+        found = examined(shapes or list(SHAPES), depth, folder, options)
+        if model is not None:
+            from subkv.engine.cache import CacheOptions, choose_cache
+
+            path = model
+            assert choose_cache(path, CacheOptions("subkv")).coded  # stores bases for the server
+            kinds = ("f16", "subkv", IN_PYTHON)
+            found = ((path.stem, kind, measure(path, kind, folder / kind, depth, options)) for kind in kinds)
+        for shape, cache, steps in found:
             for row in steps:
                 rows.append({"shape": shape, "cache": cache, **row})
                 if output == "md":
