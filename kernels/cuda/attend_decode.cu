@@ -1,6 +1,4 @@
 // attend_decode.cu: one token per stream, all query heads of a KV head per read of its codes, cells split over blocks.
-// Blocks before the first split may encode the tokens' rows: attention reads these exactly, not their codes, and to
-// encode takes as long as to attend to 8,000 cells.
 //
 // A block loads one or two complete tiles at a time to shared memory. Codes become bytes (levels.cuh), and tensor cores
 // multiply them (products.cuh): keys (8 cells) by the high and low bytes of four query rows; values (8 coefficients) by
@@ -11,7 +9,6 @@
 //   values   a warp has a contiguous fourth of the octets and all cells; lane l has coefficient l / 4 of each octet, and
 //            bytes 4 * (l % 2) to + 3 of all lines of tile l % 4 / 2; weights are stored in this order.
 #include "decode.cuh"
-#include "encode.cuh"
 #include "mask.cuh"
 
 #include <algorithm>
@@ -20,20 +17,13 @@ namespace subkv::cuda {
 
 namespace {
 
-// N_SIDES: rows of the grid whose blocks encode: SIDES or 0
-template <int F, int N_SIDES> __global__ void __launch_bounds__(THREADS, 4) decode_kernel(Job job) {
-    const Attend & a     = job.a;
-    const Layer &  l     = a.layer;
-    const int      G     = l.n_group;
-    const int      h     = (int) blockIdx.x;
-    const int64_t  part  = (int64_t) blockIdx.y - N_SIDES;
-    const int64_t  token = blockIdx.z; // one per stream
-    if constexpr (N_SIDES > 0) {
-        if (part < 0) {
-            encode_row<false>(job.encode, token, h, blockIdx.y == 1);
-            return;
-        }
-    }
+template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_kernel(Job job) {
+    const Attend &    a      = job.a;
+    const Layer &     l      = a.layer;
+    const int         G      = l.n_group;
+    const int         h      = (int) blockIdx.x;
+    const int64_t     part   = blockIdx.y;
+    const int64_t     token  = blockIdx.z; // one per stream
     const HeadCodec & k      = l.k[h];
     const HeadCodec & v      = l.v[h];
     const int64_t     row    = h * a.n_stream + token; // number of the first of G rows
@@ -283,26 +273,16 @@ template <int F> size_t shared_bytes(const Job & job) {
 
 // Four blocks per multiprocessor hide each other's latency; large tiles only permit two. most: shared memory of a block
 template <int F> Job job_of(const Attend & a, size_t most) {
-    Job job{ a, {}, MOST_TILES, true, tile_bytes(a.layer.row_bytes_k), tile_bytes(a.layer.row_bytes_v) };
+    Job job{ a, MOST_TILES, true, tile_bytes(a.layer.row_bytes_k), tile_bytes(a.layer.row_bytes_v) };
     job.both  = shared_bytes<F>(job) <= most / 4;
     job.tiles = shared_bytes<F>(job) <= most / 2 ? MOST_TILES : 1;
     return job;
 }
 
-template <int F, int N_SIDES> const char * run(const Attend & a, const Encode & encode, void * stream) {
-    Job job            = job_of<F>(a, most_shared());
-    job.encode         = encode;
-    const size_t bytes = std::max(shared_bytes<F>(job), N_SIDES > 0 ? EncodeShared(nullptr, a.layer).bytes : 0);
-    return launch(decode_kernel<F, N_SIDES>,
-                  dim3((unsigned) a.layer.n_head_kv, (unsigned) (N_SIDES + a.n_split), (unsigned) a.n_stream), bytes,
-                  stream, job);
-}
-
-template <int N_SIDES> const char * run_decode(const Attend & a, const Encode & encode, void * stream) {
-    if (!suits_decode(a)) {
-        return "attend_decode: one token per stream, at most 8 query heads per KV head and small tiles expected";
-    }
-    return a.layer.n_group <= FOUR ? run<1, N_SIDES>(a, encode, stream) : run<2, N_SIDES>(a, encode, stream);
+template <int F> const char * run(const Attend & a, void * stream) {
+    const Job job = job_of<F>(a, most_shared());
+    return launch(decode_kernel<F>, dim3((unsigned) a.layer.n_head_kv, (unsigned) a.n_split, (unsigned) a.n_stream),
+                  shared_bytes<F>(job), stream, job);
 }
 
 bool fits_decode(const Layer & l, size_t most) {
@@ -329,15 +309,10 @@ int64_t n_at_once(int device) {
 }
 
 const char * attend_decode(const Attend & args, void * stream) {
-    return run_decode<0>(args, {}, stream);
-}
-
-const char * encode_and_attend(const Encode & encode, const Attend & args, void * stream) {
-    if (encode.n_tok != args.n_stream * args.n_tps) {
-        return "encode_and_attend: the same tokens expected";
+    if (!suits_decode(args)) {
+        return "attend_decode: one token per stream, at most 8 query heads per KV head and small tiles expected";
     }
-    const char * error = project_queries(args, stream);
-    return error ? error : run_decode<SIDES>(args, encode, stream);
+    return args.layer.n_group <= FOUR ? run<1>(args, stream) : run<2>(args, stream);
 }
 
 } // namespace subkv::cuda

@@ -17,7 +17,6 @@ constexpr int QUARTERS     = 4;             // of a tile's cells: registers q an
 
 struct Job {
     Attend a;
-    Encode encode;           // of the same tokens, if the kernel encodes
     int    tiles;            // at a time
     bool   both;             // keys and values have separate memory, so copies overlap
     int    k_bytes, v_bytes; // from one tile to the next in shared memory

@@ -1,5 +1,5 @@
-// encode.cuh: c = E x - offset, quantized as kernels/ref/encode.cpp and trellis.cpp define, and the rows in half precision.
-// One block per token, KV head and side (K or V), of encode's kernel or of attend's.
+// encode.cuh: c = E x - offset of rows in half precision, quantized as kernels/ref/encode.cpp and trellis.cpp define.
+// One block per row, KV head and side (K or V).
 //
 // A byte of a tile can have codes of four cells, which other blocks may write at the same time; no two cells share a
 // bit. So the kernel exchanges bits atomically, a word at a time. Scale codes and halves have separate bytes.
@@ -388,16 +388,16 @@ struct EncodeShared {
     }
 };
 
-// One row of a KV head. LANES: paths are lanes (PATH_LANES)
-template <bool LANES> __device__ void encode_row(const Encode & a, int64_t token, int h, bool value) {
+// The row of a KV head and a side, whose exact row is at `exact`, into a cell. x: its elements before they are rounded,
+// stored at `exact`; nullptr: `exact` has them. LANES: paths are lanes (PATH_LANES)
+template <bool LANES>
+__device__ void encode_row(const Encode & a, const float * x, uint16_t * exact, int64_t cell, int h, bool value) {
     const Layer &     l      = a.layer;
     const HeadCodec & codec  = (value ? l.v : l.k)[h];
-    const float *     x      = value ? a.v + h * a.v_head + token * a.v_token : a.k + h * a.k_head + token * a.k_token;
     const uint16_t *  basis  = codec.encode.halves; // [rank][d]
     const float *     offset = codec.offset;
     const int         d = codec.d, rank = codec.rank;
     const int         lane = (int) threadIdx.x % WARP;
-    const int64_t     cell = a.cells[token];
     const int         in   = (int) (cell % TILE); // cell in its tile
     uint8_t *         tile = value ? a.v_tiles + cell / TILE * a.v_stride + l.v_offset[h] :
                                      a.k_tiles + cell / TILE * a.k_stride + l.k_offset[h];
@@ -412,12 +412,13 @@ template <bool LANES> __device__ void encode_row(const Encode & a, int64_t token
     bool finite = true;
 #pragma unroll 1
     for (int j = (int) threadIdx.x; j < d; j += THREADS) {
-        xs[j]  = x[j];
-        finite = finite && isfinite(xs[j]);
+        const uint16_t half = x == nullptr ? exact[j] : exact_half(x[j]);
+        xs[j]               = from_half(half);
+        finite              = finite && (x == nullptr ? half != HALF_NAN : isfinite(x[j]));
     }
     const bool x_finite = __syncthreads_and(finite) != 0;
 
-    finite    = true;
+    finite    = x_finite;
     bool zero = true;
 #pragma unroll 1
     for (int i0 = (int) threadIdx.x / WARP; i0 < rank; i0 += ROWS * WARPS) {
@@ -456,7 +457,7 @@ template <bool LANES> __device__ void encode_row(const Encode & a, int64_t token
     }
     finite = __syncthreads_and(finite) != 0;
     zero   = __syncthreads_and(zero) != 0;
-    if (!finite && threadIdx.x == 0) {
+    if (!finite && threadIdx.x == 0 && (x != nullptr || x_finite)) { // store_and_attend has counted the others
         atomicAdd(l.n_bad, 1ull);
     }
     const bool live = finite && !zero;
@@ -487,10 +488,9 @@ template <bool LANES> __device__ void encode_row(const Encode & a, int64_t token
     __syncthreads();
     store_codes(codec, search.codes, tile, in);
 
-    uint16_t * fresh = a.fresh + token * exact_width(l) + (value ? exact_value(l, h) : h * l.d_k);
 #pragma unroll 1
-    for (int j = (int) threadIdx.x; j < codec.d; j += THREADS) {
-        fresh[j] = x_finite ? to_half(fminf(fmaxf(xs[j], -HALF_MAX), HALF_MAX)) : HALF_NAN;
+    for (int j = (int) threadIdx.x; x != nullptr && j < d; j += THREADS) {
+        exact[j] = x_finite ? to_half(xs[j]) : HALF_NAN;
     }
 }
 

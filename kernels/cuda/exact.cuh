@@ -15,6 +15,11 @@ __device__ inline int64_t exact_value(const Layer & l, int h) {
     return l.latent ? 0 : (int64_t) l.n_head_kv * l.d_k + h * l.d_v;
 }
 
+// An element of an exact row; a row that is not finite is HALF_NAN.
+__device__ inline uint16_t exact_half(float x) {
+    return to_half(fminf(fmaxf(x, -HALF_MAX), HALF_MAX));
+}
+
 // The cell of the key in a window slot of the token's sequence; -1: the token does not attend to it exactly.
 __device__ inline int32_t slot_cell(const Combine & b, int64_t token, int64_t slot) {
     const SlotRow & key = b.slots[slot];

@@ -7,7 +7,8 @@
 // Cells are stored in tiles (subkv/tiles.h). The tiles of a layer's heads are contiguous; every tile starts at a
 // multiple of 16 bytes.
 //
-// Precision: codes are bit-identical to kernels/ref for the same coefficients. The decode kernel of attend rounds
+// Precision: codes are bit-identical to kernels/ref for the same coefficients, which are those of the rows in half
+// precision, so that the window's rows give the same codes later. The decode kernel of attend rounds
 // projected queries (times band ratios) to QUERY_STEP of a query row's largest, and weights exp(l - m) times the scale
 // of the value to WEIGHT_STEP of the largest weight times the largest scale; each error is at most half a step. The
 // tile kernel rounds queries, coefficients and weights to halves, relative to the largest of a query row, of a tile,
@@ -48,8 +49,8 @@ struct Layer {
     bool                     latent; // values are the first d_v elements of keys, and have no tiles; one KV head
 };
 
-// Encodes the rows k, v [n_tok] of all heads into `cells`, which are distinct, and stores both in half precision in
-// `fresh` [n_tok][n_head_kv * (d_k + d_v)], K first (a latent layer: only K). There, a non-finite row becomes HALF_NAN.
+// Stores the rows k, v [n_tok] of all heads in half precision in `fresh` [n_tok][n_head_kv * (d_k + d_v)], K first (a
+// latent layer: only K), where a non-finite row becomes HALF_NAN. Encodes these halves into `cells`, which are distinct.
 struct Encode {
     Layer           layer;
     const float *   k;
@@ -117,6 +118,36 @@ struct Prompt {
     uint16_t * mask;    // [n_stream][n_tps][n_rows] half
 };
 
+// One token per stream: the rows k, v in half precision as encode stores them, in `fresh` and in the window's slots that
+// have a token of this ubatch. The tokens' cells get no codes: their scales become SCALE_NAN, so that a read before
+// encode_window shows.
+struct StoreRows {
+    const float *   k;
+    const float *   v;
+    int64_t         k_head, k_token, v_head, v_token; // strides, in floats
+    uint8_t *       k_tiles;                          // as Attend's
+    uint8_t *       v_tiles;
+    uint16_t *      fresh;
+    uint16_t *      window;
+    const SlotRow * slots; // [n_slots]
+    int64_t         n_slots;
+};
+
+// A row of the window, and the cell that gets its codes.
+struct WindowRow {
+    int32_t slot;
+    int32_t cell; // of the layer's tiles, all streams
+};
+
+constexpr int WINDOW_ROWS = 128; // of a launch
+
+// Encodes rows of the window into cells without codes.
+struct EncodeWindow {
+    Encode           encode; // without rows, cells and fresh
+    const uint16_t * window;
+    WindowRow        rows[WINDOW_ROWS];
+};
+
 // fresh rows -> the window's slots that have a token of this ubatch
 struct Store {
     uint16_t *       window;
@@ -128,9 +159,9 @@ struct Store {
 
 const char * encode(const Encode & args, void * stream);
 const char * attend(const Attend & args, void * stream);
-// Both for the same tokens, whose own rows attend does not read from their cells; suits_decode. No kernel waits for the
-// codes: blocks that encode run beside those that attend.
-const char * encode_and_attend(const Encode & encode, const Attend & attend, void * stream);
+// Both for the same tokens, whose own rows attend does not read from their cells; suits_decode.
+const char * store_and_attend(const StoreRows & store, const Attend & attend, void * stream);
+const char * encode_window(const EncodeWindow & args, void * stream); // rows [encode.n_tok]
 const char * combine(const Combine & args, void * stream);
 const char * store_window(const Store & args, void * stream);
 const char * prompt_rows(const Prompt & args, void * stream); // k and v; suits_prompt
@@ -139,6 +170,9 @@ const char * prompt_lost(const Prompt & args, void * stream); // c.out: query he
 
 // Waits until all streams of a device are idle.
 const char * wait(int device);
+
+// encode_window for any number of rows, on the device's default stream.
+const char * encode_window(EncodeWindow args, const WindowRow * rows, size_t n, int device);
 
 // true: the decode kernel applies: one token per stream, at most DECODE_GROUP query heads per KV head, tiles that fit
 // the device's shared memory, no latent layer.

@@ -1,6 +1,7 @@
 // project.cu: queries in the coefficients of the keys, qt = scale gamma D_k q, and shift = scale mean . q.
 // One warp per coefficient (and one for the shift), all query heads of the group; one block row per token and KV head.
-#include "device.cuh"
+// A further block of these may store the token's exact rows.
+#include "exact.cuh"
 
 namespace subkv::cuda {
 
@@ -56,7 +57,59 @@ struct Row {
     }
 };
 
-__global__ void project_kernel(Attend a) {
+struct ProjectJob {
+    Attend    a;
+    StoreRows store;
+    unsigned  parts; // blocks that project a head's queries; one behind them stores
+};
+
+// Stores the exact rows of a token and KV head; the cell's scales become SCALE_NAN.
+__device__ void store_rows(const Attend & a, const StoreRows & s, int64_t token, int h) {
+    const Layer & l    = a.layer;
+    const int     lane = (int) threadIdx.x % WARP, warp = (int) threadIdx.x / WARP;
+    const float * k      = s.k + h * s.k_head + token * s.k_token;
+    const float * v      = s.v + h * s.v_head + token * s.v_token;
+    auto *        halves = reinterpret_cast<uint16_t *>(block_memory); // [d_k + d_v]
+    bool          fine_k = true, fine_v = true;
+    for (int j = (int) threadIdx.x; j < l.d_k + l.d_v; j += THREADS) {
+        const bool  value = j >= l.d_k;
+        const float x     = value ? v[j - l.d_k] : k[j];
+        halves[j]         = exact_half(x);
+        fine_k            = fine_k && (value || isfinite(x));
+        fine_v            = fine_v && (!value || isfinite(x));
+    }
+    fine_k          = __syncthreads_and(fine_k) != 0;
+    fine_v          = __syncthreads_and(fine_v) != 0;
+    const auto copy = [&](uint16_t * row, int first, int step) {
+        for (int j = first; j < l.d_k + l.d_v; j += step) {
+            const bool value = j >= l.d_k;
+            const auto half  = (value ? fine_v : fine_k) ? halves[j] : HALF_NAN;
+            row[value ? exact_value(l, h) + j - l.d_k : (int64_t) h * l.d_k + j] = half;
+        }
+    };
+    copy(s.fresh + token * exact_width(l), (int) threadIdx.x, THREADS);
+#pragma unroll 2
+    for (int64_t first = warp * WARP; first < s.n_slots; first += THREADS) {
+        const int64_t slot  = first + lane;
+        uint32_t      found = __ballot_sync(ALL, slot < s.n_slots && s.slots[slot].token == token);
+        for (; found != 0; found &= found - 1) { // more than one if the token has several sequences
+            copy(s.window + (first + __ffs((int) found) - 1) * exact_width(l), lane, WARP);
+        }
+    }
+    if (threadIdx.x < SIDES) {
+        const bool    value = threadIdx.x == 1;
+        const int64_t cell  = a.tokens[token].cell;
+        uint8_t *     tiles = value ? s.v_tiles + token * a.v_stream + cell / TILE * a.v_stride + l.v_offset[h] :
+                                      s.k_tiles + token * a.k_stream + cell / TILE * a.k_stride + l.k_offset[h];
+        tiles[cell % TILE]  = SCALE_NAN;
+        if (!(value ? fine_v : fine_k)) {
+            atomicAdd(l.n_bad, 1ull);
+        }
+    }
+}
+
+__global__ void project_kernel(ProjectJob job) {
+    const Attend &    a      = job.a;
     const Layer &     l      = a.layer;
     const int         h      = (int) blockIdx.y;
     const int64_t     token  = blockIdx.x;
@@ -65,7 +118,9 @@ __global__ void project_kernel(Attend a) {
     const HeadCodec & codec  = l.k[h];
     const float *     q      = a.q + h * l.n_group * a.q_head + token * a.q_token;
     const int         i      = (int) (blockIdx.z * WARPS + threadIdx.x / WARP);
-    if (i < codec.rank) {
+    if (blockIdx.z == job.parts) {
+        store_rows(a, job.store, token, h);
+    } else if (i < codec.rank) {
         const Row basis(codec.decode.halves + (int64_t) i * codec.d, codec.d);
         basis.project(a, q, l.scale * l.gamma[h], a.qt + (h * n_rows + row) * l.width_k + i, l.width_k);
     } else if (i == l.width_k) { // not times gamma, since the mean is added back unscaled
@@ -80,15 +135,30 @@ __global__ void project_kernel(Attend a) {
     }
 }
 
-} // namespace
-
-const char * project_queries(const Attend & args, void * stream) {
-    const int64_t n_tok = args.n_stream * args.n_tps;
+const char * project(const Attend & a, const StoreRows & store, void * stream) {
+    const int64_t n_tok = a.n_stream * a.n_tps;
     if (n_tok == 0) {
         return nullptr;
     }
-    const unsigned parts = (unsigned) (args.layer.width_k + 1 + WARPS - 1) / WARPS;
-    return launch(project_kernel, dim3((unsigned) n_tok, (unsigned) args.layer.n_head_kv, parts), 0, stream, args);
+    const bool     stores = store.k != nullptr;
+    const unsigned parts  = (unsigned) (a.layer.width_k + 1 + WARPS - 1) / WARPS;
+    const dim3     grid((unsigned) n_tok, (unsigned) a.layer.n_head_kv, parts + (stores ? 1 : 0));
+    const size_t   bytes = stores ? (size_t) (a.layer.d_k + a.layer.d_v) * sizeof(uint16_t) : 0;
+    return launch(project_kernel, grid, bytes, stream, ProjectJob{ a, store, parts });
+}
+
+} // namespace
+
+const char * project_queries(const Attend & args, void * stream) {
+    return project(args, {}, stream);
+}
+
+const char * store_and_attend(const StoreRows & store, const Attend & args, void * stream) {
+    if (!suits_decode(args)) {
+        return "store_and_attend: one token per stream expected, and a layer that the decode kernel suits";
+    }
+    const char * error = project(args, store, stream);
+    return error ? error : attend_decode(args, stream);
 }
 
 const char * attend(const Attend & args, void * stream) {

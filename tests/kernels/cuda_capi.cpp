@@ -25,13 +25,17 @@ const char * test_attend_tiles(const cuda::Attend * args, void * stream) {
     return cuda::attend_tiles(*args, stream);
 }
 
-struct EncodeAndAttend {
-    cuda::Encode encode;
-    cuda::Attend attend;
+struct StoreAndAttend {
+    cuda::StoreRows store;
+    cuda::Attend    attend;
 };
 
-const char * test_encode_and_attend(const EncodeAndAttend * args, void * stream) {
-    return cuda::encode_and_attend(args->encode, args->attend, stream);
+const char * test_store_and_attend(const StoreAndAttend * args, void * stream) {
+    return cuda::store_and_attend(args->store, args->attend, stream);
+}
+
+const char * test_encode_window(const cuda::EncodeWindow * args, void * stream) {
+    return cuda::encode_window(*args, stream);
 }
 
 const char * test_combine(const cuda::Combine * args, void * stream) {

@@ -53,8 +53,22 @@ class Attend(ct.Structure):
     ]
 
 
-class EncodeAndAttend(ct.Structure):
-    _fields_ = [("encode", Encode), ("attend", Attend)]
+class StoreRows(ct.Structure):
+    _fields_ = [
+        *_fields(k__v=_P, k_head__k_token__v_head__v_token=_I64, k_tiles__v_tiles__fresh__window__slots=_P),
+        ("n_slots", _I64),
+    ]
+
+
+class StoreAndAttend(ct.Structure):
+    _fields_ = [("store", StoreRows), ("attend", Attend)]
+
+
+WINDOW_ROWS = 128
+
+
+class EncodeWindow(ct.Structure):
+    _fields_ = [("encode", Encode), ("window", _P), ("rows", _I32 * (2 * WINDOW_ROWS))]
 
 
 class Combine(ct.Structure):
@@ -125,6 +139,11 @@ class Library:
         decodes: CUDA's decode kernel runs the call. width: coefficients of the largest head.
         """
         return "bytes" if decodes else "halves"
+
+    def encoded(self, x: o.F32) -> o.F32:
+        """The rows that encode encodes: rounded to halves."""
+        with np.errstate(over="ignore"):
+            return np.where(np.isfinite(x), np.clip(x, -65504, 65504).astype(np.float16).astype(np.float32), x)
 
     def exact(self) -> list[o.Ops]:
         """References; encode's bytes equal those of one of them for the same coefficients."""

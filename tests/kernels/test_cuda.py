@@ -71,9 +71,10 @@ def check_encode(library: c.Library, both: list[layers.Side], orthonormal: bool,
     rng = np.random.default_rng(3)
     n_head, n, n_cells, d = len(both[0].heads), 40, 2 * o.TILE, both[0].d
     x = [layers.inputs_to_encode(n, n_head, d, rng) for _ in sides]
+    rounded = [library.encoded(a) for a in x]
     cells = [int(i) for i in rng.permutation(n_cells)[:n]]  # many share bytes
     exact = [
-        [layers.encode_with(ref, side, a, cells, n_cells, 3) for side, a in zip(sides, x, strict=True)]
+        [layers.encode_with(ref, side, a, cells, n_cells, 3) for side, a in zip(sides, rounded, strict=True)]
         for ref in library.exact()
     ]
     want = exact[0]
@@ -182,40 +183,68 @@ def test_sums_do_not_overflow(library: c.Library, codes: int, group: int) -> Non
 
 @each("name", ["planned", "widest"])
 @each("shape", [Shape(), Shape(n_stream=2, group=8, n_kv=150, means=True), Shape(group=4, n_kv=64, n_split=1)])
-def test_encode_and_attend(library: c.Library, name: str, shape: Shape) -> None:
-    """One launch gives the bits of both ops: attend does not read the cells that encode writes."""
+def test_codes_of_the_window(library: c.Library, name: str, shape: Shape) -> None:
+    """store_and_attend, and later encode_window, give the bits of attend, encode and store_window.
+
+    Until then the cells' scales are SCALE_NAN, and no other byte of the tiles has changed.
+    """
     results = []
-    for at_once in (True, False):
+    for later in (True, False):
         call = Call(library, name, shape)
+        exact = Exact(call)
         n, d, memory = call.n_tok, call.sides[0].d, call.memory
-        k, v = (call.rng.standard_normal((n, call.n_head, d)).astype(np.float32) for _ in range(2))
+        k, v = (40 * call.rng.standard_normal((n, call.n_head, d)).astype(np.float32) for _ in range(2))
+        k[0, 0, 0] = 1e6  # beyond halves
+        k[-1, -1, 1], v[0, -1, 2] = np.nan, np.inf
         own = [int(np.flatnonzero(call.cell_pos[i] == call.pos[i])[0]) for i in range(n)]
         n_tiles = -(-shape.n_kv // o.TILE)
+        cells = [i * n_tiles * o.TILE + cell for i, cell in enumerate(own)]
+        slots = exact.slots.copy()
+        slots[N_SLOTS - 1 :: N_SLOTS, 2] = range(n)
+        slots[N_SLOTS - 3, 2] = 0  # another sequence of the first token
+        taken = np.flatnonzero(slots[:, 2] >= 0)
         fresh_at, fresh = memory.put(np.zeros((n, 2 * call.n_head * d), np.uint16))
-        encode = c.Encode(
-            layer=call.args.layer,
+        window_at, window = memory.put(exact.window.view(np.uint16))
+        rows = dict(
             k=memory.put(k)[0],
             v=memory.put(v)[0],
             **{f"{side}_{name}": size for side in "kv" for name, size in (("head", d), ("token", call.n_head * d))},
             k_tiles=call.args.k_tiles,
             v_tiles=call.args.v_tiles,
-            k_stride=call.args.k_stride,
-            v_stride=call.args.v_stride,
-            cells=memory.put(np.array([i * n_tiles * o.TILE + cell for i, cell in enumerate(own)], np.int64))[0],
             fresh=fresh_at,
-            n_tok=n,
         )
-        before = [read().copy() for _, read in call.tiles]
-        if at_once:
-            library.run("encode_and_attend", c.EncodeAndAttend(encode=encode, attend=call.args))
+        strides = {"k_stride": call.args.k_stride, "v_stride": call.args.v_stride}
+        slots_at = memory.put(slots)[0]
+        if later:
+            before = [read().copy() for _, read in call.tiles]
+            store = c.StoreRows(**rows, window=window_at, slots=slots_at, n_slots=len(slots))
+            library.run("store_and_attend", c.StoreAndAttend(store=store, attend=call.args))
+            for old, (_, read), side in zip(before, call.tiles, call.sides, strict=True):
+                for i, cell in enumerate(own):
+                    of_tile = old[i, cell // o.TILE]
+                    of_tile[[o.TILE * part.start + cell % o.TILE for part in side.parts()]] = o.SCALE_NAN
+                assert np.array_equal(read(), old)
+            numbers = [x for slot in taken for x in (slot, cells[slots[slot, 2]])]
+            numbers += [0] * (2 * c.WINDOW_ROWS - len(numbers))
+            encode = c.Encode(
+                layer=call.args.layer, k_tiles=rows["k_tiles"], v_tiles=rows["v_tiles"], **strides, n_tok=len(taken)
+            )
+            held = c.EncodeWindow(encode=encode, window=window_at, rows=(ct.c_int32 * len(numbers))(*numbers))
+            library.run("encode_window", held)
         else:
+            cells_at = memory.put(np.array(cells, np.int64))[0]
             library.run("attend", call.args)
-            library.run("encode", encode)
-        after = [read() for _, read in call.tiles]
-        assert all((a != b).any() for a, b in zip(after, before, strict=True))
-        results.append([call.m(), call.z(), call.acc(), fresh(), *after])
-    for joint, apart in zip(*results, strict=True):
-        assert np.array_equal(joint.view(np.uint8), apart.view(np.uint8))
+            library.run("encode", c.Encode(layer=call.args.layer, **rows, **strides, cells=cells_at, n_tok=n))
+            stored = c.Store(
+                window=window_at, fresh=fresh_at, slots=slots_at, n_slots=len(slots), width=2 * call.n_head * d
+            )
+            library.run("store_window", stored)
+        assert (window()[taken] == fresh()[slots[taken, 2]]).all()
+        tiles = [read() for _, read in call.tiles]
+        results.append([call.m(), call.z(), call.acc(), fresh(), window(), call.heads.n_bad(), *tiles])
+    assert int(results[0][5][0]) == 2
+    for one, other in zip(*results, strict=True):
+        assert np.array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
 def check_attend(library: c.Library, name: str, shape: Shape, codes: int | None = None) -> None:
@@ -520,6 +549,16 @@ def test_calls_of_the_timing_script(library: c.Library, n_tps: int, monkeypatch:
         call()
     assert torch.isfinite(timed.out).all()
     assert (timed.out.std(1) > 0.1).all()
+    if n_tps == 1:  # research/gpu/decide.py
+        import decide
+
+        timed.out.fill_(torch.nan)
+        for name, args in decide.token_calls(c, timed):
+            library.run(name, args)
+        assert torch.isfinite(timed.out).all()
+        for n in (1, 2):
+            for name, args in decide.encode_calls(c, timed, n):
+                library.run(name, args)
     before = work.tiles[0].clone()
     timed.run("encode", timed.encode)()
     assert (work.tiles[0] != before).any()

@@ -66,7 +66,7 @@ class Interpreted(c.Library):
         lib.emulated_last_args.restype = ct.c_void_p
         lib.emulated_last_shared.restype = lib.emulated_last_args_size.restype = ct.c_size_t
         job = ct.string_at(lib.emulated_last_args(), lib.emulated_last_args_size())
-        self.kernel = ptx.Kernel(self.module, f"decode_kernelILi{1 if args.layer.n_group <= 4 else 2}ELi0E")
+        self.kernel = ptx.Kernel(self.module, f"decode_kernelILi{1 if args.layer.n_group <= 4 else 2}E")
         for x in range(args.layer.n_head_kv):
             for y in range(args.n_split):
                 for z in range(args.n_stream):

@@ -86,6 +86,9 @@ class Library(c.Library):
     def rounding(self, decodes: bool, latent: bool, width: int) -> str | None:
         return "bytes" if self.integer_dot and not latent and width <= MAX_DOT else None
 
+    def encoded(self, x: o.F32) -> o.F32:
+        return x
+
     def exact(self) -> list[o.Ops]:
         """With fused products and without."""
         return [self.ref(), c.Library(self.path.with_name(UNFUSED), c.HostMemory).ref()]

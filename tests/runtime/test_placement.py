@@ -26,7 +26,7 @@ N_LAYER = 4
 ALL = N_LAYER + 1  # and the output
 WINDOW = (4, 16, 4)
 KINDS = {"encode", "attend", "kqv_out", "store_window"}  # llama.cpp names the result of combine
-JOINT = "encode_attend"  # of one token on a CUDA device
+JOINT = "store_attend"  # of one token on a CUDA device
 
 
 class Tensor(ctypes.Structure):
@@ -126,6 +126,27 @@ def test_nodes_run_on_the_device_of_their_cache(
     # exact codes; CUDA's kernels for many tokens round to halves
     difference = np.abs(expected - found).max() / expected.std()
     assert difference < 2e-2, difference
+
+
+def test_a_cache_in_ram_beside_weights_on_the_gpu(
+    tiny_model: Callable[..., Path], make_layout: Callable[..., Any]
+) -> None:
+    """-nkvo: the bytes and logits of the CPU, as far as the GPU computes the rest alike."""
+    bands = [(8, 8), (8, 6), (16, 4)]
+    path, layout = tiny_model("llama"), make_layout(bands, bands)
+    tokens = [random.Random(16).randrange(10, 200) for _ in range(60)]
+    found = []
+    for n_gpu_layers in (0, 1, -1):
+        model = engine.Model(path, n_gpu_layers)
+        with session(model, layout, window=WINDOW, offload_kqv=False) as s:
+            logits = s.decode(tokens, pieces=[40, *[1] * 10, 10])
+            assert s.stats().n_layer_device == 0 < s.stats().n_layer_coded
+            found.append((logits, s.state(0)))
+        model.free()
+    for logits, state in found[1:]:
+        if any(name.startswith("EMULATED") for name in gpus()):
+            assert np.array_equal(logits, found[0][0]) and state == found[0][1]
+        assert np.abs(logits - found[0][0]).max() < 2e-2 * found[0][0].std()
 
 
 def test_adaptive_bases_are_refused_on_the_gpu(

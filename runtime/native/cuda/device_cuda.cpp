@@ -45,7 +45,9 @@ struct Cuda {
     using Store  = cuda::Store;
     using Prompt = cuda::Prompt;
 
-    static constexpr bool ENCODES_IN_ATTEND = true;
+    using StoreRows = cuda::StoreRows;
+
+    static constexpr bool DEFERS_CODES = true;
 
     static Data place(const ggml_tensor * t) { return { t->data }; }
 
@@ -71,7 +73,9 @@ public:
     void     wait() const override;
     size_t   max_range() const override { return SIZE_MAX; }
     bool     makes_rows() const override { return cuda::suits_prompt(tables_, device()); }
-    int64_t  n_encoders() const override { return n_encoders_; }
+    bool     defers_codes() const override { return defers_codes_; }
+    void     encode_window(const ggml_tensor * k_cache, const ggml_tensor * v_cache,
+                           const std::vector<UncodedRow> & rows) const override;
 
     const char * refusal(NodeKind kind, ggml_tensor * node) const override;
 
@@ -79,9 +83,9 @@ private:
     cuda::Layer args(int64_t width) const override;
 
     int64_t     n_at_once_;
-    int64_t     n_encoders_ = 0;
-    cuda::Layer tables_     = {};
-    size_t      n_bad_at_   = 0;
+    bool        defers_codes_ = false;
+    cuda::Layer tables_       = {};
+    size_t      n_bad_at_     = 0;
 };
 
 CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) :
@@ -168,7 +172,7 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
         tables_.row_bytes_k = std::max(tables_.row_bytes_k, k.row_bytes);
         tables_.row_bytes_v = std::max(tables_.row_bytes_v, v.row_bytes);
     }
-    n_encoders_ = cuda::suits_decode(args(width_v_), device()) ? cuda::SIDES : 0;
+    defers_codes_ = cuda::suits_decode(args(width_v_), device());
     if (const size_t lacks = cuda::lacks_shared(tables_, device())) {
         fail({ SUBKV_ERROR_UNSUPPORTED, "layer " + std::to_string(codec.il),
                sentence(
@@ -192,6 +196,20 @@ void CudaLayer::add_bad_rows(uint64_t n) {
 void CudaLayer::wait() const {
     if (const char * reason = cuda::wait(device())) {
         GGML_ABORT("subkv: layer %d: its device: %s", layer_.codec->il, reason); // like llama.cpp's backend
+    }
+}
+
+void CudaLayer::encode_window(const ggml_tensor * k_cache, const ggml_tensor * v_cache,
+                              const std::vector<UncodedRow> & rows) const {
+    cuda::EncodeWindow w = {};
+    w.encode             = encode_to(k_cache, v_cache);
+    w.window             = Data{ layer_.window_rows().tensor->data };
+    std::vector<cuda::WindowRow> of_device;
+    for (const UncodedRow & row : rows) {
+        of_device.push_back({ row.slot, row.cell });
+    }
+    if (const char * reason = cuda::encode_window(w, of_device.data(), of_device.size(), device())) {
+        GGML_ABORT("subkv: layer %d: encode_window: %s", layer_.codec->il, reason); // as in wait()
     }
 }
 

@@ -101,6 +101,7 @@ void Cache::add_nodes(const LayerDesc & layer, int32_t il, int32_t n_head, const
     if (has_device_kernels(layer.buft)) {
         nodes->device = make_device_layer(*nodes, layer.buft);
         nodes->buft   = layer.buft;
+        nodes->defers = nodes->device->defers_codes() && window_.n_recent() > 0 && defer_of_environment();
 
         ggml_backend_dev_t device = ggml_backend_buft_get_device(layer.buft);
         const std::string  name =
@@ -281,8 +282,27 @@ void Cache::wait_for_devices() const {
     }
 }
 
+// The list stays as long as tokens read its rows exactly: those of a sequence are encoded once in n_recent tokens.
+void Cache::encode_uncoded() const {
+    if (uncoded_.empty()) {
+        return;
+    }
+    for (const UncodedRow & row : uncoded_.rows()) {
+        GGML_ASSERT(window_.holds(row.seq, row.pos) && window_.slot(row.seq, row.pos) == row.slot);
+    }
+    wait_for_devices();
+    for (const auto & nodes : nodes_) {
+        if (nodes && nodes->k_cache) {
+            nodes->device->encode_window(nodes->k_cache, nodes->v_cache, uncoded_.rows());
+        }
+    }
+    wait_for_devices();
+    uncoded_.clear();
+}
+
 void Cache::clear() {
     wait_for_devices();
+    uncoded_.clear();
     window_.clear();
     rotated();
     for (uint32_t stream = 0; stream < n_stream_; ++stream) {
@@ -322,9 +342,13 @@ bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells
     if (!can_remove(seq, p0, p1, cells)) {
         return false;
     }
+    if (uncoded_.shared() || (n_stream_ == 1 && window_.n_seq() > 1)) { // Window::remove may copy rows over others
+        encode_uncoded();
+    }
     wait_for_devices();
     const auto [s0, s1] = window_.sequences(seq);
     for (int32_t s = s0; s < s1; ++s) {
+        uncoded_.remove(s, p0, p1);
         if (cells.max_pos_outside(s, p0, p1) >= 0) {
             window_.remove(s, p0, p1, cells);
             continue;
@@ -337,6 +361,7 @@ bool Cache::remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells
 
 bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const CellReader & cells) {
     clear_error(); // as in shift()
+    encode_uncoded();
 
     if (n_stream_ == 1 && std::max(src, dst) < window_.n_seq()) { // in other caches dst loses its cells
         const int32_t pos = cells.doubled(src, dst, p0, p1);
@@ -357,6 +382,7 @@ bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const Cel
 }
 
 void Cache::keep(int32_t seq, const CellReader & cells) {
+    encode_uncoded();
     wait_for_devices();
     for (int32_t s = 0; s < window_.n_seq(); ++s) { // changing bases: a stream has no other sequence
         if (s != seq && cells.stream_of(s) == cells.stream_of(seq)) {
@@ -387,6 +413,7 @@ bool Cache::can_shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const Cel
 bool Cache::shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) {
     const bool can = can_shift(seq, p0, p1, by, cells);
     if (can) {
+        encode_uncoded();
         window_.add(seq, p0, p1, by, cells);
     }
     return can;
@@ -433,6 +460,10 @@ void Cache::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens,
     for (const auto & [il, rows] : in.shared) { // a graph without the last reader would not store rows in the window
         GGML_ASSERT(rows.n_readers == 0);
     }
+    const auto exact = [&](int32_t p, int32_t t) { return is_exact(p, t, window_.n_sink(), window_.n_recent()); };
+    if (!in.defers_codes || uncoded_.needed(tokens, exact)) {
+        encode_uncoded();
+    }
     // ggml does not allocate inputs that no node reads (no coded layer)
     if (in.cell_pos->data) {
         const int64_t n_kv = in.cell_pos->ne[0];
@@ -441,6 +472,13 @@ void Cache::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens,
         }
     }
     window_.set_inputs(in, tokens, cells);
+    for (const auto & token : tokens) {
+        if (in.defers_codes) {
+            const int32_t seq  = token.seq[0];
+            const auto    cell = (int32_t) ((stream0 + (uint32_t) token.stream) * n_cells_) + token.cell;
+            uncoded_.add(token, (int32_t) window_.slot(seq, token.pos), cell);
+        }
+    }
 }
 
 bool Cache::computed() {

@@ -11,6 +11,7 @@
 #include "request.h"
 #include "subkv.h"
 #include "subkv/ops.h"
+#include "uncoded.h"
 #include "window.h"
 
 #include <map>
@@ -42,6 +43,10 @@ struct LayerNodes {
     // While a shift is pending: the parts of this layer whose keys are rotated, and whether there are any (node_shift.cpp).
     std::vector<uint8_t> rotated = {};
     bool                 shifted = false;
+
+    bool          defers  = false;   // decoded tokens get their codes later (uncoded.h)
+    ggml_tensor * k_cache = nullptr; // then the cells of all streams, set when the graph is built
+    ggml_tensor * v_cache = nullptr;
 
     std::unique_ptr<DeviceLayer> device = nullptr; // for a cache on a GPU; nullptr: CPU nodes
     ggml_backend_buffer_type_t   buft   = nullptr; // of the cache on a GPU
@@ -134,6 +139,7 @@ private:
     void check(const CacheDesc & desc) const;        // throws std::runtime_error if the layout does not fit the model
     void check_memory(const CacheDesc & desc) const; // the same if there is not enough for the host's layers
     void wait_for_devices() const;                   // before the host changes rows that a graph may use
+    void encode_uncoded() const;                     // before anything but an exact read uses the cells of uncoded_
     std::string identity() const;                    // of states
     size_t      row_bytes(const LayerNodes & nodes, bool value) const;
     void        set_facts();
@@ -155,6 +161,7 @@ private:
     NodeReports                    reports_;
     std::map<int32_t, ObserveData> observed_; // by layer; stable addresses
     std::optional<std::string>     announced_;
+    mutable UncodedRows            uncoded_; // cells have the same content on the list and after it
 
     std::vector<std::unique_ptr<LayerNodes>> nodes_; // by il, null: ordinary
 };

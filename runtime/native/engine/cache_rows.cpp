@@ -54,6 +54,7 @@ static uint8_t * tiles_of(const LayerNodes & layer, const ggml_tensor * t, const
 }
 
 void Cache::get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n, uint8_t * rows) const {
+    encode_uncoded();
     const LayerNodes & layer = *nodes_[(size_t) il];
     const size_t       row   = t->nb[1];
     if (layer.by_rows) {

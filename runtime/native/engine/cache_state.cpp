@@ -54,6 +54,7 @@ std::vector<uint64_t> Cache::read_head(StateReader & r, int32_t seq, bool partia
     if (partial) {
         bases_->check_partial();
     }
+    encode_uncoded(); // a window without cells may follow
     const StateWindow want = state_window(window_, *bases_, seq);
     char              magic[sizeof(STATE_MAGIC)];
     r.read(magic, sizeof(magic));

@@ -3,10 +3,12 @@
 #pragma once
 
 #include "hook.h"
+#include "uncoded.h"
 
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <vector>
 
 namespace subkv {
 
@@ -15,7 +17,7 @@ struct LayerNodes;
 enum class NodeKind {
     ENCODE,
     ATTEND,
-    ENCODE_AND_ATTEND,
+    STORE_AND_ATTEND,
     COMBINE,
     STORE_WINDOW,
     PROMPT_ROWS,
@@ -40,8 +42,15 @@ public:
     virtual size_t   max_range() const             = 0; // maximum bytes of one tensor that kernels can address
     virtual bool     makes_rows() const            = 0; // true: it has kernels for PROMPT_*
 
-    // Blocks per token and KV head that ENCODE_AND_ATTEND adds to those of attend; 0: there is no kernel for it.
-    virtual int64_t n_encoders() const { return 0; }
+    // true: it has kernels for STORE_AND_ATTEND, which makes no codes, and for encode_window, which makes them later.
+    virtual bool defers_codes() const { return false; }
+    // Encodes rows of the window into their cells; called, like `wait`, while the device has no other work.
+    virtual void encode_window(const ggml_tensor * k_cache, const ggml_tensor * v_cache,
+                               const std::vector<UncodedRow> & rows) const {
+        GGML_UNUSED(k_cache);
+        GGML_UNUSED(v_cache);
+        GGML_ASSERT(rows.empty());
+    }
 
     // Checks a node whose sources are set. nullptr, or the unmet requirement of its kernels.
     virtual const char * refusal(NodeKind kind, ggml_tensor * node) const = 0;

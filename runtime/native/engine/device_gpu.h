@@ -1,6 +1,7 @@
 // device_gpu.h: a coded layer on a GPU: its tables in device memory, and its nodes as arguments of kernels/cuda or
 // kernels/vulkan. Nodes have the same sources as on the CPU (node_sources.h), except that attend projects the queries
-// and reads the mask, and that one node may encode and attend. Only the upload of the tables and `wait` wait for the device.
+// and reads the mask, and that one node may store rows and attend. Only the upload of the tables and `wait` wait for the
+// device.
 #pragma once
 
 #include "error.h"
@@ -8,13 +9,12 @@
 
 #include <algorithm>
 #include <iterator>
-#include <utility>
 
 namespace subkv {
 
 // Gpu: the kernels' argument types, whose members have the same names for both kinds; Device: identifies a device;
 // place(t): a tensor's data; behind(place, bytes); complete(attend, window, rest): members of one kind only, `rest`
-// follows the scratch; ENCODES_IN_ATTEND: it has encode_and_attend.
+// follows the scratch; DEFERS_CODES: it has store_and_attend.
 template <typename Gpu> class GpuLayer : public DeviceLayer {
 public:
     struct Node {
@@ -41,10 +41,9 @@ public:
         switch (kind) {
             case NodeKind::ENCODE: return encode(encode_args(dst), to...);
             case NodeKind::ATTEND: return attend(attend_args<AttendSources>(dst), to...);
-            case NodeKind::ENCODE_AND_ATTEND:
-                if constexpr (Gpu::ENCODES_IN_ATTEND) {
-                    const auto [encoded, attended] = encode_attend_args(dst);
-                    return encode_and_attend(encoded, attended, to...);
+            case NodeKind::STORE_AND_ATTEND:
+                if constexpr (Gpu::DEFERS_CODES) {
+                    return store_and_attend(rows_to_store(dst), attend_args<StoreAttendSources>(dst), to...);
                 }
                 break;
             case NodeKind::COMBINE: return combine(combine_args(dst), to...);
@@ -65,6 +64,17 @@ protected:
     using Layer   = decltype(Attend::layer);
 
     virtual Layer args(int64_t width_v) const = 0;
+
+    // Without rows and cells.
+    Encode encode_to(const ggml_tensor * k_cache, const ggml_tensor * v_cache) const {
+        Encode e   = {};
+        e.layer    = args(0);
+        e.k_tiles  = Gpu::place(k_cache);
+        e.v_tiles  = Gpu::place(v_cache);
+        e.k_stride = TILE * (int64_t) k_cache->nb[1];
+        e.v_stride = TILE * (int64_t) v_cache->nb[1];
+        return e;
+    }
 
     void allocate(size_t n_bytes, ggml_backend_buffer_type_t buft) {
         ctx_.reset(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
@@ -99,30 +109,23 @@ private:
         a.mask_half = mask->type == GGML_TYPE_F16;
     }
 
-    // Without the results.
-    Encode encode_args(const ggml_tensor * k, const ggml_tensor * v, const ggml_tensor * k_cache,
-                       const ggml_tensor * v_cache, const ggml_tensor * k_idxs) const {
-        Encode e   = {};
-        e.layer    = args(0);
-        e.k        = Gpu::place(k);
-        e.v        = Gpu::place(v);
-        e.k_head   = stride_f32(k, 1);
-        e.k_token  = stride_f32(k, 2);
-        e.v_head   = stride_f32(v, 1);
-        e.v_token  = stride_f32(v, 2);
-        e.k_tiles  = Gpu::place(k_cache);
-        e.v_tiles  = Gpu::place(v_cache);
-        e.k_stride = TILE * (int64_t) k_cache->nb[1];
-        e.v_stride = TILE * (int64_t) v_cache->nb[1];
-        e.cells    = Gpu::place(k_idxs);
-        e.n_tok    = k->ne[2];
-        return e;
+    // Source rows; Rows: Encode or StoreRows.
+    template <typename Rows> static void set_rows(Rows & r, const ggml_tensor * k, const ggml_tensor * v) {
+        r.k       = Gpu::place(k);
+        r.v       = Gpu::place(v);
+        r.k_head  = stride_f32(k, 1);
+        r.k_token = stride_f32(k, 2);
+        r.v_head  = stride_f32(v, 1);
+        r.v_token = stride_f32(v, 2);
     }
 
     Encode encode_args(const ggml_tensor * dst) const {
         const auto in = sources_of<EncodeSources>(dst);
-        Encode     e  = encode_args(in.k, in.v, in.k_cache, in.v_cache, in.k_idxs);
-        e.fresh       = Gpu::place(dst);
+        Encode     e  = encode_to(in.k_cache, in.v_cache);
+        set_rows(e, in.k, in.v);
+        e.cells = Gpu::place(in.k_idxs);
+        e.n_tok = in.k->ne[2];
+        e.fresh = Gpu::place(dst);
         return e;
     }
 
@@ -162,12 +165,19 @@ private:
         return a;
     }
 
-    std::pair<Encode, Attend> encode_attend_args(const ggml_tensor * dst) const {
-        const auto in = sources_of<EncodeAttendSources>(dst);
-        Encode     e  = encode_args(in.k, in.v, in.k_view->view_src, in.v_view->view_src, in.k_idxs);
-        e.fresh       = Gpu::place(dst);
-        e.fresh       = Gpu::behind(e.fresh, (int64_t) fresh_at(attend_shape(layer_, in.q, in.k_view)));
-        return { e, attend_args<EncodeAttendSources>(dst) };
+    auto rows_to_store(const ggml_tensor * dst) const {
+        const auto in = sources_of<StoreAttendSources>(dst);
+
+        typename Gpu::StoreRows r = {};
+        set_rows(r, in.k, in.v);
+        r.k_tiles = Gpu::place(in.k_view);
+        r.v_tiles = Gpu::place(in.v_view);
+        r.fresh   = Gpu::place(dst);
+        r.fresh   = Gpu::behind(r.fresh, (int64_t) fresh_at(attend_shape(layer_, in.q, in.k_view)));
+        r.window  = Gpu::place(layer_.window_rows().tensor);
+        r.slots   = Gpu::place(in.slots);
+        r.n_slots = in.slots->ne[1];
+        return r;
     }
 
     Combine combine_args(const ggml_tensor * dst) const {

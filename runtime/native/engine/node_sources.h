@@ -50,21 +50,21 @@ struct AttendSources {
     const ggml_tensor * mask_node() const { return extra && extra->type != GGML_TYPE_I32 ? extra : nullptr; }
 };
 
-// Of a node on a GPU, one token per stream: encode and attend at the same time.
-struct EncodeAttendSources {
+// Of a node on a GPU, one token per stream: stores the exact rows in the window, and attends.
+struct StoreAttendSources {
     ggml_tensor * q;
     ggml_tensor * k;
     ggml_tensor * v;
     ggml_tensor * k_view; // of the whole cache, which is changed
     ggml_tensor * v_view;
-    ggml_tensor * k_idxs;
     ggml_tensor * mask;
     ggml_tensor * cell_pos;
     ggml_tensor * tokens;
+    ggml_tensor * slots;
 };
 
 struct CombineSources {
-    ggml_tensor * partial; // of attend or encode_attend
+    ggml_tensor * partial; // of attend or store_attend
     ggml_tensor * q;
     ggml_tensor * fresh;
     ggml_tensor * window; // without one fresh

@@ -8,9 +8,11 @@
 //                 sinks, normalises
 //   store_window  fresh rows -> window slots; after combine, because it overwrites rows that combine reads
 //
-// On a GPU, one token per stream has these nodes instead of encode and attend:
+// On a GPU, one token per stream has this node instead of encode, attend and store_window; Cache::encode_uncoded makes
+// the codes later:
 //
-//   encode_attend both at the same time: a token reads its own row exactly, not its codes
+//   store_attend  rounds k, v to half precision ("fresh" rows, also to their window slots, which combine does not read:
+//                 their keys have left the exact window); projects q and attends
 //
 // On a GPU, a prompt has these nodes instead of attend and combine (node_prompt.cpp):
 //
@@ -54,18 +56,15 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
     const int64_t n_head  = s.n_head_kv * s.n_group;
     const int64_t scratch = layer.device ? layer.device->scratch(n_head * s.n_tokens) : 0;
     if (layer.device) { // blocks of one head, as many as run at once; to start a block costs as much as 180 cells
-        constexpr int64_t LEAST = 2 * TILE; // cells of a split
-        const int64_t     most  = (int64_t) (layer.device->max_range() / sizeof(float)) - scratch;
-        const int64_t     each  = n_head * s.n_tokens * (2 + s.width);
-        // blocks that encode at the same time; of few blocks at once they are too large a part
-        const int64_t at_once = layer.device->n_at_once() / (s.n_blocks * s.n_head_kv);
-        const int64_t encoders =
-            s.n_tps == 1 && at_once >= 8 * layer.device->n_encoders() ? layer.device->n_encoders() : 0;
-        const int64_t n_split = std::min({ at_once - encoders, s.n_kv / LEAST, most / each });
-        s.n_split             = std::max<int64_t>(1, n_split);
-        s.split               = ((s.n_kv + s.n_split - 1) / s.n_split + TILE - 1) / TILE * TILE;
-        s.n_split             = (s.n_kv + s.split - 1) / s.split;
-        s.n_parts             = s.n_head_kv;
+        constexpr int64_t LEAST   = 2 * TILE; // cells of a split
+        const int64_t     most    = (int64_t) (layer.device->max_range() / sizeof(float)) - scratch;
+        const int64_t     each    = n_head * s.n_tokens * (2 + s.width);
+        const int64_t     at_once = layer.device->n_at_once() / (s.n_blocks * s.n_head_kv);
+        const int64_t     n_split = std::min({ at_once, s.n_kv / LEAST, most / each });
+        s.n_split                 = std::max<int64_t>(1, n_split);
+        s.split                   = ((s.n_kv + s.n_split - 1) / s.n_split + TILE - 1) / TILE * TILE;
+        s.n_split                 = (s.n_kv + s.split - 1) / s.split;
+        s.n_parts                 = s.n_head_kv;
     } else {
         // Every thread needs work. If heads and blocks are too few, combine merges the segments, as long as their
         // partial results fit in the processor's caches. The heads of a unit share its bias.
@@ -171,11 +170,9 @@ void check_node(const DeviceLayer & device, NodeKind kind, ggml_tensor * node, i
     }
 }
 
-// Whether one node of the GPU encodes the batch and attends: no token reads its own codes. Those of a picture do, which
-// have no exact rows.
-bool encodes_in_attend(const LayerNodes & layer, const AttnBuild & b, const AttendShape & s) {
-    return layer.device && layer.device->n_encoders() > 0 && s.n_tps == 1 && layer.window->n_recent() > 0 &&
-           !b.pictures && !layer.bases->codes_later(false) && !layer.bases->codes_later(true);
+// Whether the GPU makes the codes of these tokens later: the window has their rows. It has none of a picture's tokens.
+bool defers_codes(const LayerNodes & layer, const AttnBuild & b, const AttendShape & s) {
+    return b.k && layer.defers && s.n_tps == 1 && !b.pictures;
 }
 
 // A part of an I8 tensor as a matrix of another type, for which ggml has no function.
@@ -231,16 +228,21 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     ggml_tensor *  partial = nullptr; // of attend
     SharedRows     rows;
     rows.n_readers = layer.n_readers;
-    if (b.k && encodes_in_attend(layer, b, s)) {
-        const EncodeAttendSources in   = { q,        as_f32(ctx, b.k), as_f32(ctx, b.v), b.k_view,     b.v_view,
-                                           b.k_idxs, chosen,           inputs.cell_pos,  inputs.tokens };
-        const size_t              at   = fresh_at(s);
-        const auto                size = (int64_t) (at + (size_t) (width * s.n_tokens) * sizeof(uint16_t));
-        partial = custom(GGML_TYPE_I8, size, 1, in, NodeWork::on_device(*layer.device, NodeKind::ENCODE_AND_ATTEND),
-                         NodeKind::ENCODE_AND_ATTEND, "encode_attend");
-        ggml_build_forward_expand(b.gf, b.v_idxs); // llama.cpp fills it
-        rows.fresh   = typed_view(ctx, partial, GGML_TYPE_F16, width, s.n_tokens, at);
-        rows.written = layer.bases->build_encode(layer, b, rows.fresh);
+    if (defers_codes(layer, b, s)) {
+        const StoreAttendSources in   = { q,      as_f32(ctx, b.k), as_f32(ctx, b.v), b.k_view,    b.v_view,
+                                          chosen, inputs.cell_pos,  inputs.tokens,    inputs.slots };
+        const size_t             at   = fresh_at(s);
+        const auto               size = (int64_t) (at + (size_t) (width * s.n_tokens) * sizeof(uint16_t));
+        partial = custom(GGML_TYPE_I8, size, 1, in, NodeWork::on_device(*layer.device, NodeKind::STORE_AND_ATTEND),
+                         NodeKind::STORE_AND_ATTEND, "store_attend");
+        ggml_build_forward_expand(b.gf, b.k_idxs); // llama.cpp fills both
+        ggml_build_forward_expand(b.gf, b.v_idxs);
+        rows.fresh             = typed_view(ctx, partial, GGML_TYPE_F16, width, s.n_tokens, at);
+        rows.written           = partial;
+        rows.in_window         = true;
+        b.inputs->defers_codes = true;
+        layer.k_cache          = b.k_cache;
+        layer.v_cache          = b.v_cache;
     } else if (b.k) {
         EncodeSources in = {};
         in.k             = as_f32(ctx, b.k);
@@ -308,7 +310,7 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     }
     ggml_build_forward_expand(b.gf, out);
 
-    if (window && rows.n_readers == 0) {
+    if (window && rows.n_readers == 0 && !rows.in_window) {
         const StoreWindowSources in    = { window, fresh, inputs.slots, out };
         const NodeWork           work  = run(NodeWork::on_cpu<store_window_op>(layer), NodeKind::STORE_WINDOW);
         ggml_tensor *            store = new_node_inplace(ctx, in, work);

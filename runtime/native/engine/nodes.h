@@ -34,7 +34,7 @@ struct AttendShape {
     int64_t row(int64_t s, int64_t h, int64_t t) const { return ((s * n_head_kv + h) * n_tokens + t) * n_group; }
 };
 
-// Bytes of the result of encode_attend before the fresh rows, which follow attend's result.
+// Bytes of the result of store_attend before the fresh rows, which follow attend's result.
 inline size_t fresh_at(const AttendShape & s) {
     return GGML_PAD((size_t) s.n_partial * sizeof(float), (size_t) LINE);
 }

@@ -43,6 +43,7 @@ void without_gamma(const LayerCodec & codec, int64_t h, int64_t n, float * x) {
 
 int64_t Cache::read(const CellReader & cells, const ggml_tensor * t, int32_t il, int64_t head, bool value, int32_t seq,
                     int32_t first, int64_t n, float * x, int32_t * version_of) const {
+    encode_uncoded();
     const LayerNodes & layer  = *nodes_[(size_t) il];
     const LayerBases & bases  = *layer.bases;
     const HeadCodec &  codec  = layer.codec->head(head, value);

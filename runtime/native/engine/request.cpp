@@ -10,6 +10,10 @@ int32_t resume_of_environment() {
     return (int32_t) number_of("SUBKV_RESUME", 0, MAX_RECENT, N_RESUME);
 }
 
+bool defer_of_environment() {
+    return number_of("SUBKV_DEFER", 0, 1, 1) == 1;
+}
+
 CacheRequest::CacheRequest(std::shared_ptr<const Layout> layout, const subkv_cache_params & params) :
     layout(std::move(layout)), n_sink(params.n_sink), n_recent(params.n_recent), n_rollback(params.n_rollback),
     make_bases(bases_of(params)) {

@@ -36,6 +36,9 @@ std::string cache_line(const Cache & cache, const RowSizes & rows, int32_t n_win
 // those without one again. Throws Invalid.
 int32_t resume_of_environment();
 
+// SUBKV_DEFER: 0: a GPU makes the codes of a decoded token with it, 1: those of many tokens later. Throws Invalid.
+bool defer_of_environment();
+
 // The cache that the environment requests (automatic.cpp); nullptr: an ordinary cache. Throws Invalid, with the error
 // set, if SUBKV's file or the model's own bases cannot be used.
 std::shared_ptr<CacheHook> automatic_cache(const CacheDesc & desc);

@@ -138,6 +138,7 @@ struct SharedRows {
     ggml_tensor * fresh     = nullptr; // half-precision rows of the graph's own tokens
     ggml_tensor * written   = nullptr; // dependency: after this node the cache has the codes
     int32_t       n_readers = 0;       // readers not yet built; after the last one the window stores the fresh rows
+    bool          in_window = false;   // the window has them already
 };
 
 // Input tensors of a graph with coded or observed layers; set_inputs fills them before every run of the graph.
@@ -158,6 +159,8 @@ struct Inputs {
     ggml_tensor * chosen       = nullptr;
     // By il, for coded layers with readers.
     std::map<int32_t, SharedRows> shared;
+    // Layers on a GPU store this graph's tokens in the window, without codes.
+    bool defers_codes = false;
 };
 
 struct AttnBuild {

@@ -16,7 +16,7 @@ struct Vulkan {
     using Store  = vulkan::Store;
     using Prompt = vulkan::Prompt;
 
-    static constexpr bool ENCODES_IN_ATTEND = false;
+    static constexpr bool DEFERS_CODES = false;
 
     static vulkan::Place place(const ggml_tensor * t) {
         return { t->view_src ? t->view_src : t, t->view_src ? t->view_offs : 0 };

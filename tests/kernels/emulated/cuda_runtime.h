@@ -29,13 +29,16 @@ namespace emulated {
 
 extern dim3 thread_index, block_index;
 
+// Runs launches: set by gpu.cpp, which makes its memory accessible to those outside a graph; nullptr: any memory is.
+extern void (*around_launch)(void (*launch)(void *), void * data);
+
 // true: launches are counted as on a device, but do not run (emulated_only_count).
 extern bool   only_count;
 extern size_t last_shared; // dynamic shared memory of the last launch's block
 
 extern std::vector<unsigned char> last_args; // arguments of the last launch
 
-void     run_block(unsigned n_threads, void (*body)(void *), void * data);
+void     run_grid(dim3 grid, unsigned n_threads, void (*body)(void *), void * data);
 void     block_barrier();
 void     warp_barrier();
 bool     block_any(bool mine);
@@ -93,16 +96,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t * config, void (*kernel)
     if (emulated::only_count) {
         return cudaSuccess;
     }
-    const dim3 grid = config->gridDim;
-    for (unsigned z = 0; z < grid.z; ++z) {
-        for (unsigned y = 0; y < grid.y; ++y) {
-            for (unsigned x = 0; x < grid.x; ++x) {
-                emulated::block_index = dim3(x, y, z);
-                emulated::run_block(
-                    config->blockDim.x, [](void * c) { ((Call *) c)->kernel(((Call *) c)->args); }, &call);
-            }
-        }
-    }
+    emulated::run_grid(
+        config->gridDim, config->blockDim.x, [](void * c) { ((Call *) c)->kernel(((Call *) c)->args); }, &call);
     return cudaSuccess;
 }
 
@@ -163,6 +158,18 @@ inline int __shfl_sync(uint32_t, int x, int lane) {
 
 inline float __shfl_sync(uint32_t, float x, int lane) {
     return __uint_as_float(emulated::from_lane(__float_as_uint(x), (unsigned) lane));
+}
+
+inline uint32_t __ballot_sync(uint32_t all, int mine) {
+    uint32_t bits = (mine != 0 ? 1u : 0u) << threadIdx.x % 32;
+    for (int step = 1; step < 32; step *= 2) {
+        bits |= __shfl_xor_sync(all, bits, step);
+    }
+    return bits;
+}
+
+inline int __ffs(int x) {
+    return __builtin_ffs(x);
 }
 
 inline unsigned long long atomicAdd(unsigned long long * sum, unsigned long long x) {

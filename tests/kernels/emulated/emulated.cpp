@@ -24,6 +24,8 @@ size_t last_shared = 0;
 
 std::vector<unsigned char> last_args;
 
+void (*around_launch)(void (*launch)(void *), void * data) = nullptr;
+
 namespace {
 
 size_t most_shared = subkv::cuda::SHARED;
@@ -114,7 +116,7 @@ void resume(Fiber & fiber) {
 
 } // namespace
 
-void run_block(unsigned n_threads, void (*f)(void *), void * data) {
+static void run_block(unsigned n_threads, void (*f)(void *), void * data) {
     body      = f;
     body_data = data;
     if (fibers.size() < n_threads) {
@@ -168,6 +170,32 @@ void run_block(unsigned n_threads, void (*f)(void *), void * data) {
                          block_index.y, block_index.z);
             std::abort();
         }
+    }
+}
+
+void run_grid(dim3 grid, unsigned n_threads, void (*f)(void *), void * data) {
+    struct Launch {
+        dim3     grid;
+        unsigned n_threads;
+        void (*body)(void *);
+        void * data;
+    } launch{ grid, n_threads, f, data };
+
+    const auto run = [](void * of) {
+        const Launch & l = *(const Launch *) of;
+        for (unsigned z = 0; z < l.grid.z; ++z) {
+            for (unsigned y = 0; y < l.grid.y; ++y) {
+                for (unsigned x = 0; x < l.grid.x; ++x) {
+                    block_index = dim3(x, y, z);
+                    run_block(l.n_threads, l.body, l.data);
+                }
+            }
+        }
+    };
+    if (around_launch) {
+        around_launch(run, &launch);
+    } else {
+        run(&launch);
     }
 }
 

@@ -14,6 +14,11 @@
 #include <mutex>
 #include <vector>
 
+namespace emulated {
+// Of emulated.cpp, where kernels are: how it runs launches that the host makes.
+extern void (*around_launch)(void (*launch)(void *), void * data) __attribute__((weak));
+} // namespace emulated
+
 namespace {
 
 constexpr int    N_GPU   = 2;
@@ -43,6 +48,8 @@ struct Gpu {
 Gpu        gpus[N_GPU] = { { 0, "EMULATED0", {}, {}, {} }, { 1, "EMULATED1", {}, {}, {} } };
 std::mutex working; // the emulation has one set of threads
 
+thread_local bool in_graph = false;
+
 void protect(const Memory & memory, int how) {
     if (mprotect(memory.base, memory.size, how) != 0) {
         GGML_ABORT("mprotect");
@@ -68,6 +75,26 @@ private:
     std::lock_guard<std::mutex> lock_;
     Gpu &                       gpu_;
 };
+
+// Makes the memory of all GPUs accessible to a launch.
+void run_launch(void (*launch)(void *), void * data) {
+    if (in_graph) {
+        launch(data);
+        return;
+    }
+    const std::lock_guard<std::mutex> lock(working);
+    for (const Gpu & gpu : gpus) {
+        for (const Memory * m : gpu.memory) {
+            protect(*m, PROT_READ | PROT_WRITE);
+        }
+    }
+    launch(data);
+    for (const Gpu & gpu : gpus) {
+        for (const Memory * m : gpu.memory) {
+            protect(*m, PROT_NONE);
+        }
+    }
+}
 
 //
 // memory
@@ -188,7 +215,10 @@ ggml_status backend_compute(ggml_backend_t b, ggml_cgraph * graph) {
         if (status != GGML_STATUS_SUCCESS) {
             return status;
         }
-        if (const char * error = compute ? compute(node, nullptr) : "no function") {
+        in_graph           = true;
+        const char * error = compute ? compute(node, nullptr) : "no function";
+        in_graph           = false;
+        if (error) {
             GGML_ABORT("%s: %s", node->name, error);
         }
     }
@@ -315,6 +345,9 @@ struct Registered {
             iface.offload_op              = device_offloads;
         }
         ggml_backend_register(&reg);
+        if (&emulated::around_launch) {
+            emulated::around_launch = run_launch;
+        }
     }
 } registered; // when the library is loaded, before any model
 
