@@ -25,9 +25,13 @@ public:
     uint32_t stream_of(int32_t seq) const override { return kv.seq_to_stream[seq]; }
 
     void positions(uint32_t stream, uint32_t n, int32_t * out) const override {
-        const auto & cells = kv.v_cells[stream];
+        const auto & cells      = kv.v_cells[stream];
+        int32_t * __restrict to = out; // and one condition: the compiler vectorizes this loop over all cells
         for (uint32_t i = 0; i < n; ++i) {
-            out[i] = cells.is_empty(i) ? -1 : in_picture(cells, i) ? subkv::MAX_POSITION : cells.pos_get(i);
+            to[i] = cells.is_empty(i) ? -1 : cells.pos_get(i);
+        }
+        for (uint32_t i = 0; pictures && i < n; ++i) {
+            to[i] = to[i] >= 0 && in_picture(cells, i) ? subkv::MAX_POSITION : to[i];
         }
     }
 
