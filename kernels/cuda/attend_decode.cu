@@ -12,36 +12,54 @@
 #include "mask.cuh"
 
 #include <algorithm>
+#include <cstring>
 
 namespace subkv::cuda {
 
 namespace {
 
 template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_kernel(Job job) {
-    const Attend &    a      = job.a;
-    const Layer &     l      = a.layer;
-    const int         G      = l.n_group;
-    const int         h      = (int) blockIdx.x;
-    const int64_t     part   = blockIdx.y;
-    const int64_t     token  = blockIdx.z; // one per stream
-    const HeadCodec & k      = l.k[h];
-    const HeadCodec & v      = l.v[h];
-    const int64_t     row    = h * a.n_stream + token; // number of the first of G rows
-    const float *     qt     = a.qt + row * G * l.width_k;
-    const int64_t     first  = part * a.split;
-    const int         cells  = (int) (least(a.n_kv, first + a.split) - first);
-    const int         step   = job.tiles * TILE; // cells
-    const int         warp   = (int) threadIdx.x / WARP;
-    const int         lane   = (int) threadIdx.x % WARP;
-    const int         mine   = lane / 16 * TILE + 16 * warp + lane % 16; // cell of the step: this thread reads its mask
-    const int         octet  = warp * (v.rank / 8) / WARPS;              // first octet of values of this warp
-    const int         end    = (warp + 1) * (v.rank / 8) / WARPS;
-    const int         k_next = job.tiles == MOST_TILES ? job.k_bytes : 0; // offset of the second tile
-    const int         v_next = job.tiles == MOST_TILES ? job.v_bytes : 0;
+    const Attend & a      = job.a;
+    const Layer &  l      = a.layer;
+    const int      G      = l.n_group;
+    const int      h      = (int) blockIdx.x;
+    const int64_t  part   = blockIdx.y;
+    const int64_t  token  = blockIdx.z;             // one per stream
+    const int64_t  row    = h * a.n_stream + token; // number of the first of G rows
+    const float *  qt     = a.qt + row * G * l.width_k;
+    const int64_t  first  = part * a.split;
+    const int      cells  = (int) (least(a.n_kv, first + a.split) - first);
+    const int      step   = job.tiles * TILE; // cells
+    const int      warp   = (int) threadIdx.x / WARP;
+    const int      lane   = (int) threadIdx.x % WARP;
+    const int      mine   = lane / 16 * TILE + 16 * warp + lane % 16;  // cell of the step: this thread reads its mask
+    const int      k_next = job.tiles == MOST_TILES ? job.k_bytes : 0; // offset of the second tile
+    const int      v_next = job.tiles == MOST_TILES ? job.v_bytes : 0;
 
     const Shared<F> s(block_memory, job);
-    const uint8_t * k_tiles = a.k_tiles + token * a.k_stream + l.k_offset[h] + first / TILE * a.k_stride;
-    const uint8_t * v_tiles = a.v_tiles + token * a.v_stream + l.v_offset[h] + first / TILE * a.v_stride;
+    const auto      copy_all = [&](void * to, const void * from, int bytes) {
+        const int at = (int) threadIdx.x * (int) sizeof(Sixteen);
+        copy_part((uint8_t *) to + at, (const uint8_t *) from + at, bytes - at, THREADS);
+    };
+    copy_all(s.plan, (const Plan *) l.plan + h, (int) sizeof(Plan));
+    constexpr int WORD = (int) sizeof(uint32_t);
+    copy_all(s.queries.words, a.words + row * Queries<F>::size(l.width_k), Queries<F>::size(l.width_k) * WORD);
+    float shift[F], slope[F];
+#pragma unroll
+    for (int f = 0; f < F; ++f) {
+        const int g  = FOUR * f + lane % FOUR;
+        const int of = g < G ? g : 0;
+        shift[f]     = a.shift[row * G + of];
+        slope[f]     = l.slope[h * G + of];
+    }
+    const int32_t query = a.tokens[token].pos;
+    copies_done<0>();
+    __syncthreads();
+    const Plan &    plan    = *s.plan;
+    const int       octet   = plan.first_octet(warp); // first octet of values of this warp
+    const int       end     = plan.first_octet(warp + 1);
+    const uint8_t * k_tiles = a.k_tiles + token * a.k_stream + plan.k_offset + first / TILE * a.k_stride;
+    const uint8_t * v_tiles = a.v_tiles + token * a.v_stream + plan.v_offset + first / TILE * a.v_stride;
     // each thread copies from one of the tiles
     const int       copiers    = job.tiles == MOST_TILES ? THREADS / MOST_TILES : THREADS;
     const int       copied     = (int) threadIdx.x / copiers * TILE; // first cell of its tile in the next steps
@@ -51,21 +69,17 @@ template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decod
     uint8_t * const k_to       = s.k + copied / TILE * job.k_bytes + place;
     uint8_t * const v_to       = s.v + copied / TILE * job.v_bytes + place;
     const auto      fetch_keys = [&](int c0) {
-        copy_part(k_to, k_from, c0 + copied < cells ? TILE * k.row_bytes - place : 0, copiers);
+        copy_part(k_to, k_from, c0 + copied < cells ? plan.k_bytes - place : 0, copiers);
         k_from += job.tiles * a.k_stride;
     };
     const auto fetch_values = [&](int c0) {
-        copy_part(v_to, v_from, c0 + copied < cells ? TILE * v.row_bytes - place : 0, copiers);
+        copy_part(v_to, v_from, c0 + copied < cells ? plan.v_bytes - place : 0, copiers);
         v_from += job.tiles * a.v_stride;
     };
 
     fetch_keys(0);
     if (job.both) {
         fetch_values(0);
-    }
-    if (lane == 0 || threadIdx.x == 1) {
-        const bool keys = lane == 1;
-        fill_runs(keys ? k : v, keys ? 0 : octet, keys ? k.rank / 8 : end, keys ? *s.keys : s.values[warp]);
     }
 #pragma unroll 1
     for (int i = octet; i < end; ++i) {
@@ -74,36 +88,22 @@ template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decod
             s.sums[(f * s.octets + i) * WARP + lane] = 0.0f;
         }
     }
-    quantize_queries(s, k, qt, l.width_k, G);
-    bool v_halves = false;
-#pragma unroll 1
-    for (int b = 0; b < v.n_bands; ++b) {
-        v_halves |= v.bands[b].bits == 16;
-    }
 
     Softmax rows[F]; // element f: row FOUR * f + lane % FOUR
-    float   shift[F], slope[F];
-#pragma unroll
-    for (int f = 0; f < F; ++f) {
-        const int g  = FOUR * f + lane % FOUR;
-        const int of = g < G ? g : 0;
-        shift[f]     = a.shift[row * G + of];
-        slope[f]     = l.slope[h * G + of];
-    }
     // the places of cell 16 * warp + lane / 4 among the words of quarter 2 * (warp % 2), of query row lane % FOUR
     uint8_t * const weight_at = s.weights + 2 * (lane % FOUR) * WEIGHT_PITCH + lane / 16 * (TILE / 2) + warp % 2 * 16 +
                                 lane / 4 % 4 * 2 + warp / 2;
-    const int32_t   query     = a.tokens[token].pos;
     const int32_t * position  = a.cell_pos + token * a.n_kv + first + mine;
     int64_t         masked    = token * a.n_kv + first + mine; // index into the mask
     const uint8_t * v_scale   = v_tiles + lane / 16 * a.v_stride + mine % TILE;
     for (int c0 = 0; c0 < cells; c0 += step) {
         float bias = -INFINITY, scale = 0.0f, key_scale = 0.0f;
         if (mine < step && c0 + mine < cells) {
-            const int32_t key = *position;
-            bias              = is_exact(a, key, query) ? -INFINITY : mask_value(a, masked);
+            const int32_t key  = *position; // no read waits for another one
+            const float   seen = mask_value(a, masked);
             // the value's scale; its copy to shared memory may still be pending
             scale = row_scale(*v_scale);
+            bias  = is_exact(a, key, query) ? -INFINITY : seen;
         }
         scale = bias == -INFINITY ? 0.0f : scale;
         position += step;
@@ -122,7 +122,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decod
             key_scale = row_scale(s.k[lane / 16 * k_next + mine % TILE]);
         }
         float logit[F][MOST_TILES][2] = {}, top[F];
-        if (s.keys->halves) {
+        if (plan.keys.halves) {
             add_halves(s, qt, l.width_k, G, k_next, logit);
         }
 #pragma unroll
@@ -142,11 +142,12 @@ template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decod
                     // exact: 2 * 256 codes * 255 * 32639 fits 32 bits
                     const auto twice = (int) (2 * (256 * (uint32_t) products.sum[f][t][2 * e] +
                                                    (uint32_t) products.sum[f][t][2 * e + 1]) -
-                                              s.centre[g]);
+                                              s.queries.centre[g]);
                     float &    x     = logit[f][t][e];
-                    x = cell_scale * (0.5f * s.step[g]) * (float) twice + (cell_scale > 0.0f ? x : 0.0f) + shift[f];
-                    x = capped(finite_or_nan(x), l.softcap) + slope[f] * cell_bias;
-                    x = g < G && cell_bias != -INFINITY ? x : -INFINITY;
+                    x      = cell_scale * (0.5f * s.queries.step[g]) * (float) twice + (cell_scale > 0.0f ? x : 0.0f) +
+                             shift[f];
+                    x      = capped(finite_or_nan(x), l.softcap) + slope[f] * cell_bias;
+                    x      = g < G && cell_bias != -INFINITY ? x : -INFINITY;
                     top[f] = fmaxf(top[f], x);
                 }
             }
@@ -204,7 +205,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decod
                     uint8_t *  to     = weight_at + 8 * f * WEIGHT_PITCH + t * TILE + e * 8;
                     to[0]             = (uint8_t) (weight >> 8);
                     to[WEIGHT_PITCH]  = (uint8_t) weight;
-                    if (v_halves) {
+                    if (plan.v_halves != 0) {
                         s.plain[(FOUR * f + lane % FOUR) * 2 * TILE + t * TILE + 16 * warp + 8 * e + lane / 4] =
                             cell_scale > 0.0f ? p : 0.0f;
                     }
@@ -217,7 +218,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decod
             copies_done<0>();
         }
         __syncthreads(); // values and weights are ready
-        add_values(s, s.values[warp], v_next, rows);
+        add_values(s, plan.values[warp], v_next, rows);
         __syncthreads(); // all reads of values are done
         if (job.both) {
             fetch_values(c0 + step);
@@ -226,7 +227,8 @@ template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decod
         }
     }
 
-    const int64_t out = (part * l.n_head_kv * a.n_stream + row) * G;
+    const HeadCodec & v   = l.v[h];
+    const int64_t     out = (part * l.n_head_kv * a.n_stream + row) * G;
 #pragma unroll 1
     for (int b = 0; b < v.n_bands; ++b) {
         const Band & band       = v.bands[b];
@@ -301,6 +303,15 @@ bool suits_decode(const Attend & args) {
 
 bool suits_decode(const Layer & layer, int device) {
     return fits_decode(layer, most_shared(device));
+}
+
+size_t plan_bytes() {
+    return sizeof(Plan);
+}
+
+void make_plan(const HeadCodec & k, const HeadCodec & v, int64_t k_offset, int64_t v_offset, void * plan) {
+    const Plan made(k, v, k_offset, v_offset);
+    std::memcpy(plan, &made, sizeof(made));
 }
 
 int64_t n_at_once(int device) {

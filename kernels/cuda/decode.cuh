@@ -1,14 +1,14 @@
 // decode.cuh: parts of the decode kernel (attend_decode.cu): its shared memory, and products of a step's keys and values.
 #pragma once
 
+#include "plan.cuh"
 #include "products.cuh"
-#include "runs.cuh"
+#include "queries.cuh"
 #include "tiles.cuh"
 
 namespace subkv::cuda {
 
 constexpr int MOST_TILES = 2; // maximum tiles at a time
-constexpr int FOUR = 4; // query rows of a product's eight columns: row 4 * i + g has columns 2 * g (high), 2 * g + 1
 
 constexpr int EXCHANGE_PITCH =
     40; // words of a fourth of the bytes that lanes exchange: 32, padded against bank conflicts
@@ -24,11 +24,8 @@ struct Job {
 
 // Shared memory of a block, for 4 * F query rows.
 template <int F> struct Shared {
-    Runs *     keys;
-    Runs *     values;   // [WARPS]
-    uint32_t * queries;  // [F][pairs][WARP] right factors
-    float *    step;     // [4 * F] of the queries
-    uint32_t * centre;   // [4 * F]: twice the sum of the bytes' zeros, in steps, modulo 2^32
+    Plan *     plan;
+    Queries<F> queries;
     uint32_t * exchange; // [WARPS][4][EXCHANGE_PITCH], while there are no weights
     uint8_t *  weights;  // [F][8][WEIGHT_PITCH] columns of right factors
     float *    plain;    // [4 * F][2 * TILE] exp(l - top), 0 in zero rows, for halves
@@ -36,21 +33,17 @@ template <int F> struct Shared {
     float *    room;     // [WARPS][4 * F + 1]
     uint8_t *  k;        // [tiles][k_bytes]
     uint8_t *  v;        // [tiles][v_bytes]
-    int        pairs;    // of octets of keys
     int        octets;   // of values
     size_t     bytes;
 
-    __host__ __device__ Shared(unsigned char * base, const Job & job) {
+    __host__ __device__ Shared(unsigned char * base, const Job & job) : queries(nullptr, job.a.layer.width_k) {
         constexpr size_t EXCHANGE = WARPS * 4 * EXCHANGE_PITCH * sizeof(uint32_t);
         constexpr size_t WHOLE    = F * (8 * WEIGHT_PITCH + 4 * 2 * TILE * sizeof(float));
-        pairs                     = (job.a.layer.width_k / 8 + 1) / 2;
         octets                    = job.a.layer.width_v / 8;
         Carve shared{ base };
-        keys              = shared.take<Runs>(WARPS + 1);
-        values            = keys + 1;
-        queries           = shared.take<uint32_t>((size_t) F * pairs * WARP);
-        step              = shared.take<float>(4 * F);
-        centre            = shared.take<uint32_t>(4 * F);
+        plan              = shared.take<Plan>(1);
+        const int width_k = job.a.layer.width_k;
+        queries           = Queries<F>(shared.take<uint32_t>((size_t) Queries<F>::size(width_k)), width_k);
         weights           = shared.take<uint8_t>(WHOLE > EXCHANGE ? WHOLE : EXCHANGE);
         exchange          = reinterpret_cast<uint32_t *>(weights);
         plain             = reinterpret_cast<float *>(weights + F * 8 * WEIGHT_PITCH);
@@ -62,67 +55,6 @@ template <int F> struct Shared {
         bytes = shared.used;
     }
 };
-
-// Each warp prepares every fourth query row. Missing rows are zeros.
-template <int F>
-__device__ void quantize_queries(const Shared<F> & s, const HeadCodec & codec, const float * qt, int64_t width, int G) {
-    const int lane = (int) threadIdx.x % WARP;
-#pragma unroll 1
-    for (int i = (int) threadIdx.x; i < F * s.pairs * WARP; i += THREADS) {
-        s.queries[i] = 0;
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int g = (int) threadIdx.x / WARP; g < 4 * F; g += WARPS) {
-        const float * row     = qt + g * width;
-        float         largest = 0.0f, bad = 0.0f; // bad: NaN if a coefficient is not finite
-#pragma unroll 1
-        for (int b = 0; g < G && b < codec.n_bands; ++b) {
-            const Band & band     = codec.bands[b];
-            const float  key_step = band.bits == 16 ? 0.0f : level_step(codec, band);
-            const int    end      = band.first + band.n;
-#pragma unroll 1
-            for (int i = band.first + lane; i < end; i += WARP) {
-                largest = fmaxf(largest, fabsf(row[i] * key_step));
-                bad     = fmaf(row[i], 0.0f, bad);
-            }
-        }
-        const float step    = warp_max(largest) * QUERY_STEP + warp_sum(bad);
-        const float inverse = step > 1e-30f ? __fdividef(1.0f, step) : 0.0f;
-        uint32_t    centre  = 0;
-#pragma unroll 1
-        for (int b = 0; g < G && b < codec.n_bands; ++b) {
-            const Band & band     = codec.bands[b];
-            const int    zero     = level_zero(band.bits, on_path(codec, band));
-            const float  key_step = level_step(codec, band);
-            const int    n        = band.bits == 16 ? 0 : band.n / 4;
-#pragma unroll 1
-            for (int w = lane; w < n; w += WARP) { // words, as read_levels orders them
-                const int octet = band.first / 8 + w / 2;
-                uint32_t  high = 0, low = 0;
-                for (int i = 0; i < 4; ++i) {
-                    const int j     = 8 * octet + 2 * (w % 2) + i / 2 + 4 * (i % 2);
-                    const int value = __float2int_rn(row[j] * key_step * inverse);
-                    const int upper = (value + 128) >> 8; // both bytes are signed
-                    high |= (uint32_t) (upper & 255) << 8 * i;
-                    low |= (uint32_t) (value & 255) << 8 * i;
-                    centre += (uint32_t) (value * zero);
-                }
-                uint32_t * to                   = s.queries + (g / FOUR * s.pairs + octet / 2) * WARP + 8 * (g % FOUR);
-                to[2 * (octet % 2) + w % 2]     = high;
-                to[2 * (octet % 2) + w % 2 + 4] = low;
-            }
-        }
-        for (int to = WARP / 2; to > 0; to /= 2) {
-            centre += __shfl_xor_sync(ALL, centre, to);
-        }
-        if (lane == 0) {
-            s.step[g]   = step;
-            s.centre[g] = centre;
-        }
-    }
-    __syncthreads();
-}
 
 // The lane's words of an octet's lines.
 struct Lines {
@@ -150,7 +82,7 @@ template <int BITS, int F>
 __device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run & run, int q, const uint8_t * at,
                                     uint32_t * give, const Sixteen * take, Choices & before, Products<F> & products) {
     const Levels     levels = LEVELS[BITS - 2][run.on_path()];
-    const uint32_t * right  = s.queries + run.first() / 2 * WARP + (int) threadIdx.x % WARP;
+    const uint32_t * right  = s.queries.words + run.first() / 2 * WARP + (int) threadIdx.x % WARP;
     Lines            lines{ at };
     const auto       take_pair = [&] {
         __syncwarp();
@@ -158,8 +90,8 @@ __device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run 
         __syncwarp();
 #pragma unroll
         for (int f = 0; f < F; ++f) {
-            add_product_16(products.sum[f][0], all.of[0], all.of[1], right[f * s.pairs * WARP]);
-            add_product_16(products.sum[f][1], all.of[2], all.of[3], right[f * s.pairs * WARP]);
+            add_product_16(products.sum[f][0], all.of[0], all.of[1], right[f * s.queries.pairs * WARP]);
+            add_product_16(products.sum[f][1], all.of[2], all.of[3], right[f * s.queries.pairs * WARP]);
         }
     };
     const auto give_octet = [&](uint32_t * to) {
@@ -205,14 +137,14 @@ template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int t
 
     Choices before;
 #pragma unroll 1
-    for (int i = 1; i >= 0 && s.keys->on_path; --i) {
+    for (int i = 1; i >= 0 && s.plan->keys.on_path; --i) {
         uint32_t x = 0;
-        read_choices(s.keys->before[i], tile, [&](auto at) { x = at(q); });
-        before = { s.keys->before[i].wrapped ? x << 8 | x >> 28 | (x >> 20 & 16) : x, before.one };
+        read_choices(s.plan->keys.before[i], tile, [&](auto at) { x = at(q); });
+        before = { s.plan->keys.before[i].wrapped ? x << 8 | x >> 28 | (x >> 20 & 16) : x, before.one };
     }
 #pragma unroll 1
-    for (int i = 0; i < s.keys->n; ++i) {
-        const Run run = s.keys->run[i];
+    for (int i = 0; i < s.plan->keys.n; ++i) {
+        const Run run = s.plan->keys.run[i];
         by_width(run.kind(),
                  [&](auto width) { multiply_run(width, s, run, q, tile + run.at(), give, take, before, products); });
     }
@@ -224,8 +156,8 @@ __device__ inline void add_halves(const Shared<F> & s, const float * q, int64_t 
                                   float (&sum)[F][MOST_TILES][2]) {
     const int cell = (int) threadIdx.x / WARP * 16 + (int) threadIdx.x % WARP / 4;
 #pragma unroll 1
-    for (int i = 0; i < s.keys->n; ++i) {
-        const Run run = s.keys->run[i];
+    for (int i = 0; i < s.plan->keys.n; ++i) {
+        const Run run = s.plan->keys.run[i];
 #pragma unroll 1
         for (int j = 0; run.halves() && j < 8 * run.n(); ++j) {
             const uint16_t * x = half_of(s.k + run.at(), j, cell);

@@ -40,6 +40,7 @@ struct Layer {
     const int64_t *          v_offset;
     const float *            gamma; // [n_head_kv]
     const uint16_t * const * mean;  // [n_head_kv] -> [d_k] half, nullptr: keys are not centred
+    const void *             plan;  // [n_head_kv] by make_plan, at multiples of 16 bytes
     const float *            slope; // [n_head] slopes of the mask; ones without ALiBi
     unsigned long long *     n_bad; // counter of rows with non-finite coefficients
     int32_t                  n_head_kv, n_group, d_k, d_v;
@@ -88,6 +89,7 @@ struct Attend {
     float *          acc;   // the same rows of width_v floats
     float *          qt;    // scratch [n_head_kv][n_tokens * n_group][width_k]
     float *          shift; // scratch [n_head_kv][n_tokens * n_group]
+    uint32_t *       words; // scratch of the decode kernel [n_head_kv][n_tokens][query_words]
 };
 
 // Merges the splits, multiplies by D_v, adds the exact keys (window rows and fresh rows) and sinks, normalises.
@@ -178,6 +180,13 @@ const char * encode_window(EncodeWindow args, const WindowRow * rows, size_t n, 
 // the device's shared memory, no latent layer.
 bool suits_decode(const Attend & args);
 bool suits_decode(const Layer & layer, int device); // with one token per stream
+
+// What attend_decode needs of a head, for Layer::plan.
+size_t plan_bytes();
+void   make_plan(const HeadCodec & k, const HeadCodec & v, int64_t k_offset, int64_t v_offset, void * plan);
+
+// Words of a token and KV head in Attend::words, which begins at a multiple of 16 bytes.
+int64_t query_words(const Layer & layer);
 
 // true: the kernels for prompts apply: head sizes are multiples of the matrix size, tiles fit the device's shared
 // memory, no latent layer.

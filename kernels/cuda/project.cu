@@ -1,7 +1,12 @@
 // project.cu: queries in the coefficients of the keys, qt = scale gamma D_k q, and shift = scale mean . q.
-// One warp per coefficient (and one for the shift), all query heads of the group; one block row per token and KV head.
-// A further block of these may store the token's exact rows.
+//   for the tile kernel    one warp per coefficient (and one for the shift), all query heads of the group; one block row
+//                          per token and KV head
+//   for the decode kernel  one block per token and KV head, which also quantizes the queries (queries.cuh); another one
+//                          may store the token's exact rows
 #include "exact.cuh"
+#include "queries.cuh"
+
+#include <algorithm>
 
 namespace subkv::cuda {
 
@@ -57,13 +62,46 @@ struct Row {
     }
 };
 
+// One block per token and KV head, for 4 * F query rows. A warp multiplies ROWS_AT_ONCE rows of the basis at a time; lane l
+// then has the product of row l / (4 * F) and query l % (4 * F).
+constexpr int BLOCK       = 512;
+constexpr int BLOCK_WARPS = BLOCK / WARP;
+
 struct ProjectJob {
     Attend    a;
     StoreRows store;
-    unsigned  parts; // blocks that project a head's queries; one behind them stores
 };
 
-// Stores the exact rows of a token and KV head; the cell's scales become SCALE_NAN.
+template <int F> struct ProjectShared {
+    Queries<F> queries;
+    float *    q;     // [4 * F][d_k]
+    float *    qt;    // [4 * F][width_k + 1]: products with the basis, and with the mean
+    size_t     bytes; // of both kinds of blocks
+
+    __host__ __device__ ProjectShared(unsigned char * base, const Layer & l) : queries(nullptr, l.width_k) {
+        Carve shared{ base };
+        queries = Queries<F>(shared.take<uint32_t>((size_t) Queries<F>::size(l.width_k)), l.width_k);
+        q       = shared.take<float>((size_t) 4 * F * l.d_k);
+        qt      = shared.take<float>((size_t) 4 * F * (l.width_k + 1));
+        bytes   = shared.used;
+    }
+};
+
+// Sums x over the lanes, as warp_sum orders them: lane l gets that of x[l]. N: the lanes' distance in this step.
+template <int N = WARP / 2> __device__ float sum_of_each(float (&x)[WARP]) {
+    const bool upper = ((int) threadIdx.x & N) != 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float other = __shfl_xor_sync(ALL, upper ? x[i] : x[i + N], N);
+        x[i]              = (upper ? x[i + N] : x[i]) + other;
+    }
+    if constexpr (N > 1) {
+        return sum_of_each<N / 2>(x);
+    }
+    return x[0];
+}
+
+// Stores the exact rows of a token and KV head; the cell's scales become SCALE_NAN. A block's work.
 __device__ void store_rows(const Attend & a, const StoreRows & s, int64_t token, int h) {
     const Layer & l    = a.layer;
     const int     lane = (int) threadIdx.x % WARP, warp = (int) threadIdx.x / WARP;
@@ -71,7 +109,7 @@ __device__ void store_rows(const Attend & a, const StoreRows & s, int64_t token,
     const float * v      = s.v + h * s.v_head + token * s.v_token;
     auto *        halves = reinterpret_cast<uint16_t *>(block_memory); // [d_k + d_v]
     bool          fine_k = true, fine_v = true;
-    for (int j = (int) threadIdx.x; j < l.d_k + l.d_v; j += THREADS) {
+    for (int j = (int) threadIdx.x; j < l.d_k + l.d_v; j += BLOCK) {
         const bool  value = j >= l.d_k;
         const float x     = value ? v[j - l.d_k] : k[j];
         halves[j]         = exact_half(x);
@@ -87,9 +125,9 @@ __device__ void store_rows(const Attend & a, const StoreRows & s, int64_t token,
             row[value ? exact_value(l, h) + j - l.d_k : (int64_t) h * l.d_k + j] = half;
         }
     };
-    copy(s.fresh + token * exact_width(l), (int) threadIdx.x, THREADS);
+    copy(s.fresh + token * exact_width(l), (int) threadIdx.x, BLOCK);
 #pragma unroll 2
-    for (int64_t first = warp * WARP; first < s.n_slots; first += THREADS) {
+    for (int64_t first = warp * WARP; first < s.n_slots; first += BLOCK) {
         const int64_t slot  = first + lane;
         uint32_t      found = __ballot_sync(ALL, slot < s.n_slots && s.slots[slot].token == token);
         for (; found != 0; found &= found - 1) { // more than one if the token has several sequences
@@ -108,8 +146,109 @@ __device__ void store_rows(const Attend & a, const StoreRows & s, int64_t token,
     }
 }
 
-__global__ void project_kernel(ProjectJob job) {
-    const Attend &    a      = job.a;
+// PARTS: of ROW elements of a row
+template <int F, int PARTS> __global__ void __launch_bounds__(BLOCK, 1) project_decode_kernel(ProjectJob job) {
+    constexpr int  N     = 4 * F; // query rows
+    constexpr int  ROWS  = WARP / N;
+    const Attend & a     = job.a;
+    const Layer &  l     = a.layer;
+    const int      h     = (int) blockIdx.y;
+    const int64_t  token = blockIdx.x;
+    if (blockIdx.z == 1) {
+        store_rows(a, job.store, token, h);
+        return;
+    }
+    const HeadCodec &      codec = l.k[h];
+    const int              G = l.n_group, d = l.d_k, rank = codec.rank;
+    const uint16_t *       decode = codec.decode.halves;
+    const uint16_t *       mean   = l.mean[h];
+    const float            factor = l.scale * l.gamma[h];
+    const int              warp = (int) threadIdx.x / WARP, lane = (int) threadIdx.x % WARP;
+    const int              pitch = l.width_k + 1;
+    const ProjectShared<F> s(block_memory, l);
+    for (int i = (int) threadIdx.x; i < N * d; i += BLOCK) { // without a query head: the last one again
+        s.q[i] = a.q[(h * G + min(i / d, G - 1)) * a.q_head + token * a.q_token + i % d];
+    }
+    for (int i = (int) threadIdx.x; i < Queries<F>::size(l.width_k); i += BLOCK) {
+        s.queries.words[i] = 0;
+    }
+    __syncthreads();
+    // the last warp also multiplies the mean: without gamma, since it is added back unscaled
+    const bool adds_mean = warp == BLOCK_WARPS - 1 && mean != nullptr;
+    FourHalves of_mean[PARTS];
+#pragma unroll
+    for (int x = 0; x < PARTS; ++x) {
+        const int j = min(x * ROW + COLUMNS * lane, d - COLUMNS);
+        of_mean[x]  = *reinterpret_cast<const FourHalves *>((adds_mean ? mean : decode) + j);
+    }
+    for (int i0 = warp; i0 < rank; i0 += ROWS * BLOCK_WARPS) {
+        FourHalves basis[ROWS][PARTS];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const uint16_t * from = decode + (int64_t) min(i0 + r * BLOCK_WARPS, rank - 1) * d;
+#pragma unroll
+            for (int x = 0; x < PARTS; ++x) {
+                basis[r][x] = *reinterpret_cast<const FourHalves *>(from + min(x * ROW + COLUMNS * lane, d - COLUMNS));
+            }
+        }
+        float total[WARP] = {};
+#pragma unroll
+        for (int x = 0; x < PARTS; ++x) {
+            const int j = x * ROW + COLUMNS * lane;
+            if (j >= d) {
+                continue;
+            }
+#pragma unroll
+            for (int g = 0; g < N; ++g) {
+                const auto q = *reinterpret_cast<const Loaded<float, COLUMNS> *>(s.q + g * d + j);
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+                    for (int y = 0; y < COLUMNS; ++y) {
+                        total[r * N + g] = fmaf(from_half(basis[r][x].of[y]), q.of[y], total[r * N + g]);
+                    }
+                }
+            }
+        }
+        const float sum = sum_of_each(total);
+        const int   i   = i0 + lane / N * BLOCK_WARPS;
+        if (i < rank) {
+            s.qt[lane % N * pitch + i] = factor * sum;
+        }
+    }
+    for (int g = 0; warp == BLOCK_WARPS - 1 && g < N; ++g) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int x = 0; x < PARTS; ++x) {
+            const int j = x * ROW + COLUMNS * lane;
+#pragma unroll
+            for (int y = 0; y < COLUMNS; ++y) {
+                sum = adds_mean && j < d ? fmaf(from_half(of_mean[x].of[y]), s.q[g * d + j + y], sum) : sum;
+            }
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) {
+            s.qt[g * pitch + rank] = l.scale * sum;
+        }
+    }
+    __syncthreads();
+    const int64_t row = h * a.n_stream + token; // number of the first of G rows
+    for (int i = (int) threadIdx.x; i < G * rank; i += BLOCK) {
+        a.qt[(row * G + i / rank) * l.width_k + i % rank] = s.qt[i / rank * pitch + i % rank];
+    }
+    for (int g = (int) threadIdx.x; g < G; g += BLOCK) {
+        a.shift[row * G + g] = s.qt[g * pitch + rank];
+    }
+    for (int g = warp; g < G; g += BLOCK_WARPS) {
+        quantize_row(s.queries, codec, s.qt + g * pitch, g);
+    }
+    __syncthreads();
+    for (int i = (int) threadIdx.x; i < Queries<F>::size(l.width_k); i += BLOCK) {
+        a.words[row * Queries<F>::size(l.width_k) + i] = s.queries.words[i];
+    }
+}
+
+__global__ void project_kernel(Attend a) {
     const Layer &     l      = a.layer;
     const int         h      = (int) blockIdx.y;
     const int64_t     token  = blockIdx.x;
@@ -118,9 +257,7 @@ __global__ void project_kernel(ProjectJob job) {
     const HeadCodec & codec  = l.k[h];
     const float *     q      = a.q + h * l.n_group * a.q_head + token * a.q_token;
     const int         i      = (int) (blockIdx.z * WARPS + threadIdx.x / WARP);
-    if (blockIdx.z == job.parts) {
-        store_rows(a, job.store, token, h);
-    } else if (i < codec.rank) {
+    if (i < codec.rank) {
         const Row basis(codec.decode.halves + (int64_t) i * codec.d, codec.d);
         basis.project(a, q, l.scale * l.gamma[h], a.qt + (h * n_rows + row) * l.width_k + i, l.width_k);
     } else if (i == l.width_k) { // not times gamma, since the mean is added back unscaled
@@ -135,19 +272,31 @@ __global__ void project_kernel(ProjectJob job) {
     }
 }
 
+template <int F> const char * project_decode(const Attend & a, const StoreRows & store, void * stream) {
+    const dim3   grid((unsigned) a.n_stream, (unsigned) a.layer.n_head_kv, store.k != nullptr ? 2 : 1);
+    const size_t bytes =
+        std::max(ProjectShared<F>(nullptr, a.layer).bytes, (size_t) (a.layer.d_k + a.layer.d_v) * sizeof(uint16_t));
+    const auto kernel = a.layer.d_k <= ROW ? project_decode_kernel<F, 1> : project_decode_kernel<F, DECODE_HEAD / ROW>;
+    return launch(kernel, grid, bytes, stream, ProjectJob{ a, store }, BLOCK);
+}
+
 const char * project(const Attend & a, const StoreRows & store, void * stream) {
     const int64_t n_tok = a.n_stream * a.n_tps;
     if (n_tok == 0) {
         return nullptr;
     }
-    const bool     stores = store.k != nullptr;
-    const unsigned parts  = (unsigned) (a.layer.width_k + 1 + WARPS - 1) / WARPS;
-    const dim3     grid((unsigned) n_tok, (unsigned) a.layer.n_head_kv, parts + (stores ? 1 : 0));
-    const size_t   bytes = stores ? (size_t) (a.layer.d_k + a.layer.d_v) * sizeof(uint16_t) : 0;
-    return launch(project_kernel, grid, bytes, stream, ProjectJob{ a, store, parts });
+    if (suits_decode(a)) {
+        return a.layer.n_group <= FOUR ? project_decode<1>(a, store, stream) : project_decode<2>(a, store, stream);
+    }
+    const unsigned parts = (unsigned) (a.layer.width_k + 1 + WARPS - 1) / WARPS;
+    return launch(project_kernel, dim3((unsigned) n_tok, (unsigned) a.layer.n_head_kv, parts), 0, stream, a);
 }
 
 } // namespace
+
+int64_t query_words(const Layer & layer) {
+    return layer.n_group <= FOUR ? Queries<1>::size(layer.width_k) : Queries<2>::size(layer.width_k);
+}
 
 const char * project_queries(const Attend & args, void * stream) {
     return project(args, {}, stream);

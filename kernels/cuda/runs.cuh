@@ -1,5 +1,5 @@
 // runs.cuh: a head's bands in the order of the decode kernel: runs of octets of one width, so that code that depends on
-// the width is outside its loops.
+// the width is outside its loops. The host fills them (plan.cuh).
 #pragma once
 
 #include "levels.cuh"
@@ -12,7 +12,7 @@ struct alignas(8) Run {
 
     Run() = default;
 
-    __device__ Run(int at, int bits, int first, int n, bool on_path) :
+    Run(int at, int bits, int first, int n, bool on_path) :
         where((uint32_t) (at | first << 16)), what((uint32_t) (n | on_path << 8) | 1u << (9 + bits)) {}
 
     __device__ int      at() const { return where & 0xFFFF; } // offset of their lines in the tile
@@ -40,15 +40,13 @@ struct Runs {
 };
 
 // The octet at a place of the path, -2 or higher.
-__device__ inline Place place_of(const HeadCodec & codec, int place) {
+inline Place place_of(const HeadCodec & codec, int place) {
     int n_path = 0;
-#pragma unroll 1
     for (int b = 0; b < codec.n_bands; ++b) {
         n_path += on_path(codec, codec.bands[b]) ? codec.bands[b].n / 8 : 0;
     }
     const bool wrapped = place < 0;
     int        left    = wrapped ? place + n_path : place;
-#pragma unroll 1
     for (int b = 0; b < codec.n_bands; ++b) {
         const Band & band = codec.bands[b];
         if (!on_path(codec, band)) {
@@ -62,13 +60,10 @@ __device__ inline Place place_of(const HeadCodec & codec, int place) {
     return {};
 }
 
-// Fills in octets first to end - 1; called by one thread.
-__device__ inline void fill_runs(const HeadCodec & codec, int first, int end, Runs & runs) {
-    int place    = 0;
-    runs.n       = 0;
-    runs.on_path = false;
-    runs.halves  = false;
-#pragma unroll 1
+// Fills in octets first to end - 1.
+inline void fill_runs(const HeadCodec & codec, int first, int end, Runs & runs) {
+    int place = 0;
+    runs      = {};
     for (int b = 0; b < codec.n_bands; ++b) {
         const Band & band = codec.bands[b];
         const bool   on   = on_path(codec, band);
@@ -80,7 +75,6 @@ __device__ inline void fill_runs(const HeadCodec & codec, int first, int end, Ru
             runs.halves |= band.bits == 16;
             if (on && !runs.on_path) {
                 runs.on_path = true;
-#pragma unroll 1
                 for (int i = 0; i < 2; ++i) {
                     runs.before[i] = place_of(codec, place + skip - 1 - i);
                 }

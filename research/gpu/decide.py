@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import argparse
 import ctypes as ct
-import importlib
+import importlib.util
 import io
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -28,16 +29,22 @@ import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = ROOT / "build" / "decide"
-PARTS = ["kernels", "runtime/native/base", "runtime/native/capi", "runtime/native/engine", "tests", "research/gpu"]
+NATIVE = [f"runtime/native/{name}" for name in ("base", "capi", "engine", "hook")]  # for headers
+PARTS = ["kernels", *NATIVE, "tests/kernels", "tests/compiled.py", "research/gpu"]
 N_LAYER = 32
 BETWEEN = 64 << 20  # bytes read between two layers
 SHAPES = [(1, 2048), (1, 8192), (1, 32768), (1, 131072), (16, 2048), (16, 32768), (16, 131072)]  # sequences, cells
 ROUNDS = 7
 F16 = "f16 (torch)"
+TOOLS = {
+    "compute-sanitizer": ["--tool", "racecheck", "--error-exitcode", "3"],
+    "ncu": ["--set", "detailed", "-k", "regex:decode_kernel|combine_kernel|encode_window_kernel", "-c", "4"],
+}
 
 Call = tuple[str, ct.Structure]
 
@@ -48,17 +55,15 @@ def build(versions: dict[str, str], arch: str) -> None:
         folder = BUILT / name
         folder.mkdir(parents=True, exist_ok=True)
         if commit == ".":
-            for part in PARTS:
-                (folder / part).mkdir(parents=True, exist_ok=True)
-                subprocess.run(["cp", "-r", f"{ROOT / part}/.", str(folder / part)], check=True)
+            subprocess.run(["cp", "-r", "--parents", *PARTS, str(folder)], cwd=ROOT, check=True)
         else:
             tar = subprocess.run(["git", "archive", commit, *PARTS], cwd=ROOT, check=True, capture_output=True).stdout
             with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
                 archive.extractall(folder, filter="data")
         program = "import sys, pathlib, cuda_ops as c; c.build_native(pathlib.Path(sys.argv[1]), c.nvcc(), sys.argv[2])"
         outer = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        paths = ":".join(str(folder / part) for part in ("tests/kernels", "tests"))
-        environment = outer | {"PYTHONPATH": paths, "SUBKV_CACHE": str(BUILT / "cache")}
+        paths = ":".join(str(folder / part) for part in ("tests/kernels", "tests", "kernels/triton"))
+        environment = outer | {"PYTHONPATH": paths, "SUBKV_CACHE": str(ROOT / "build" / "cache")}
         subprocess.run([sys.executable, "-c", program, str(folder), arch], check=True, env=environment)
         for part in folder.glob("*.o"):
             part.unlink()
@@ -105,6 +110,8 @@ class Worker:
         self.name = name
         folder = BUILT / name if name != F16 else next(path for path in BUILT.iterdir() if (path / "tests").exists())
         sys.path[:0] = [str(folder / part) for part in ("research/gpu", "tests/kernels", "tests")]
+        if importlib.util.find_spec("pytest") is None:  # which compiling needs, not running
+            sys.modules["pytest"] = ModuleType("pytest")
         self.ops, self.c = importlib.import_module("gpu_ops"), importlib.import_module("cuda_ops")
         self.library = self.c.Library(folder / "libnative.so", self.c.DeviceMemory) if name != F16 else None
         self.junk = torch.empty(BETWEEN // 4, dtype=torch.int32, device="cuda")
@@ -178,6 +185,22 @@ class Worker:
         ms = importlib.import_module("gpu_report").interleaved_ms({"encode": run}, 10)["encode"]
         return {"us": [1000 * x for x in ms]} if isinstance(ms, list) else {"error": ms}
 
+    def few(self, n: int) -> dict[str, Any]:
+        """Microseconds of attention of n tokens of one sequence at 8,192 cells."""
+        ops, gpu_report = self.ops, importlib.import_module("gpu_report")
+        work = ops.Workload(ops.BANDS["4.3 bits"], 1, n, 8192)
+        calls = ops.Cuda(self.library, work).calls() if self.library else ops.baseline(work)
+        name = list(calls)[-1]  # of the whole
+        ms = gpu_report.interleaved_ms({name: calls[name]}, 10)[name]
+        return {"us": [1000 * x for x in ms]} if isinstance(ms, list) else {"error": ms}
+
+    def once(self) -> None:
+        """A layer of a token, for compute-sanitizer and ncu."""
+        cuda = self.ops.Cuda(self.library, self.ops.Workload(self.ops.BANDS["4.3 bits"], 1, 1, 2048))
+        for calls in (token_calls(self.c, cuda), encode_calls(self.c, cuda, 1)):
+            self._runner(cuda, calls)()
+        self.torch.cuda.synchronize()
+
     def serve(self) -> None:
         for line in sys.stdin:
             name, *arguments = json.loads(line)
@@ -237,8 +260,21 @@ def run(folder: Path, seconds: float) -> None:
         for worker in workers:
             if time.monotonic() < end:
                 add(version=worker.name, rows=n, **worker.ask("encode", n))
+    for n in (2, 8, 31):
+        for worker in workers:
+            if time.monotonic() < end:
+                add(version=worker.name, tokens=n, **worker.ask("few", n))
     for worker in workers:
         worker.child.kill()
+    for tool, options in TOOLS.items():
+        for name in names if shutil.which(tool) and time.monotonic() < end else ():
+            once = [tool, *options, sys.executable, str(Path(__file__).resolve()), "once", name]
+            try:
+                limit = max(1.0, end - time.monotonic())
+                done = subprocess.run(once, capture_output=True, text=True, timeout=limit, errors="replace")
+                add(version=name, tool=tool, status=done.returncode, output=(done.stdout + done.stderr)[-6000:])
+            except subprocess.TimeoutExpired:
+                add(version=name, tool=tool, status=-1, output="no time left")
     print(table(results), flush=True)
 
 
@@ -247,7 +283,8 @@ def table(results: list[dict[str, Any]]) -> str:
     medians: dict[str, dict[str, float]] = {}
     for step in results:
         if step.get("us"):
-            what = f"encode {step['rows']}" if "rows" in step else "{} x 1, {} cells".format(*step["shape"])
+            what = f"encode {step['rows']}" if "rows" in step else f"{step.get('tokens')} tokens, 8192 cells"
+            what = "{} x 1, {} cells".format(*step["shape"]) if "shape" in step else what
             medians.setdefault(what, {})[step["version"]] = statistics.median(step["us"])
     lines = []
     for what, of in medians.items():
@@ -266,14 +303,16 @@ def main() -> int:
     runs = commands.add_parser("run", help="time them on this machine's GPU")
     runs.add_argument("-o", "--output", type=Path, default=Path("."))
     runs.add_argument("--seconds", type=float, default=540)
-    commands.add_parser("work").add_argument("name")
+    for command in ("work", "once"):
+        commands.add_parser(command).add_argument("name")
     given = parser.parse_args()
     if given.command == "build":
         build(dict(version.split("=", 1) for version in given.versions), given.arch)
     elif given.command == "run":
         run(given.output, given.seconds)
     else:
-        Worker(given.name).serve()
+        worker = Worker(given.name)
+        worker.serve() if given.command == "work" else worker.once()
     return 0
 
 

@@ -39,7 +39,7 @@ class Workload:
         self.n_tps, self.n_cells = n_tps, n_cells
         rng, memory, n_tok = np.random.default_rng(0), library.memory(), n_stream * n_tps
         sides = [layers.Side.make([b] * N_HEAD, D, i) for i, b in enumerate(bands)]
-        self.heads = c.Heads(memory, sides[0], sides[1], GROUP)
+        self.heads = c.Heads(library, memory, sides[0], sides[1], GROUP)
         layer = self.heads.layer
         tiles = []
         for side in sides:

@@ -59,7 +59,7 @@ class Call:
         d = self.sides[0].d
         self.decodes = shape.n_tps == 1 and shape.group <= c.DECODE_GROUP and d <= c.DECODE_HEAD and not self.latent
         self.memory = memory = library.memory()
-        self.heads = c.Heads(memory, self.sides[0], self.sides[1], s.group, s.means, change is not None)
+        self.heads = c.Heads(library, memory, self.sides[0], self.sides[1], s.group, s.means, change is not None)
         self.heads.layer.latent = self.latent
         self.n_head, self.n_tok = len(self.sides[0].heads), s.n_stream * s.n_tps
         stored = self.sides[:1] if self.latent else self.sides
@@ -126,6 +126,7 @@ class Call:
             acc=acc,
             qt=memory.put(np.zeros((n_rows, layer.width_k), np.float32))[0],
             shift=memory.put(np.zeros(n_rows, np.float32))[0],
+            words=memory.put(np.zeros((n_rows // s.group, library.query_words(layer)), np.uint32))[0],
         )
 
     def coded_bias(self, stream: int) -> o.F32:

@@ -54,6 +54,18 @@ const char * test_prompt_lost(const cuda::Prompt * args, void * stream) {
     return cuda::prompt_lost(*args, stream);
 }
 
+int64_t test_query_words(const cuda::Layer * layer) {
+    return cuda::query_words(*layer);
+}
+
+// Bytes of a plan; plan nullptr: only these.
+size_t test_make_plan(const HeadCodec * k, const HeadCodec * v, int64_t k_offset, int64_t v_offset, void * plan) {
+    if (plan) {
+        cuda::make_plan(*k, *v, k_offset, v_offset, plan);
+    }
+    return cuda::plan_bytes();
+}
+
 int64_t test_n_at_once(int device) {
     return cuda::n_at_once(device);
 }

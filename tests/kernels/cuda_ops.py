@@ -30,7 +30,7 @@ def _fields(**types: Any) -> list[tuple[str, Any]]:
 
 class Layer(ct.Structure):
     _fields_ = [
-        *_fields(k__v__k_offset__v_offset__gamma__mean__slope__n_bad=_P),
+        *_fields(k__v__k_offset__v_offset__gamma__mean__plan__slope__n_bad=_P),
         *_fields(n_head_kv__n_group__d_k__d_v__width_k__width_v__row_bytes_k__row_bytes_v=_I32),
         *_fields(scale__softcap=_F32, latent=ct.c_bool),
     ]
@@ -49,7 +49,7 @@ class Attend(ct.Structure):
         ("layer", Layer),
         *_fields(q=_P, q_head__q_token=_I64, k_tiles__v_tiles=_P, k_stride__v_stride__k_stream__v_stream=_I64),
         *_fields(mask=_P, mask_half=ct.c_bool, cell_pos__tokens=_P, n_sink__n_recent=_I32),
-        *_fields(n_kv__n_stream__n_tps__split__n_split=_I64, m__z__acc__qt__shift=_P),
+        *_fields(n_kv__n_stream__n_tps__split__n_split=_I64, m__z__acc__qt__shift__words=_P),
     ]
 
 
@@ -149,6 +149,24 @@ class Library:
         """References; encode's bytes equal those of one of them for the same coefficients."""
         return [self.ref()]
 
+    def query_words(self, layer: Layer) -> int:
+        """Of a token and KV head, in Attend.words."""
+        self.lib.test_query_words.restype, self.lib.test_query_words.argtypes = ct.c_int64, [ct.c_void_p]
+        return int(self.lib.test_query_words(ct.addressof(layer)))
+
+    def plans(self, k: layers.Side, v: layers.Side) -> npt.NDArray[np.uint8]:
+        """Of all heads, for Layer.plan."""
+        make = self.lib.test_make_plan
+        make.restype, make.argtypes = ct.c_size_t, [_P, _P, _I64, _I64, _P]
+        made = []
+        for pairs in zip(k.heads, v.heads, k.parts(), v.parts(), strict=True):
+            codecs, parts = pairs[:2], pairs[2:]
+            at = [ct.addressof(head.codec) for head in codecs] + [o.TILE * part.start for part in parts]
+            plan = np.zeros(make(*at, None), np.uint8)
+            make(*at, o.ptr(plan))
+            made.append(plan)
+        return np.concatenate(made)
+
     def n_at_once(self) -> int:
         """Concurrent blocks of attend on device 0."""
         self.lib.test_n_at_once.restype = ct.c_int64
@@ -208,7 +226,14 @@ class Heads:
     """A layer of a test in a library's memory."""
 
     def __init__(
-        self, memory: Memory, k: layers.Side, v: layers.Side, n_group: int, means: bool = False, n_bad: int = 0
+        self,
+        library: Library,
+        memory: Memory,
+        k: layers.Side,
+        v: layers.Side,
+        n_group: int,
+        means: bool = False,
+        n_bad: int = 0,
     ) -> None:
         rng = np.random.default_rng(len(k.heads))
         n_head = len(k.heads)
@@ -224,6 +249,7 @@ class Heads:
             v_offset=memory.put(np.array([o.TILE * part.start for part in v.parts()], np.int64))[0],
             gamma=memory.put(self.gamma)[0],
             mean=memory.put(np.array([0 if m is None else memory.put(m)[0] for m in self.mean], np.uint64))[0],
+            plan=memory.put(library.plans(k, v))[0],
             slope=memory.put(self.slope)[0],
             n_bad=n_bad_at,
             n_head_kv=n_head,

@@ -1,8 +1,12 @@
-"""Executes a PTX kernel from nvcc on a CPU and counts its instructions. It implements those of attend_decode.
+"""Executes a PTX kernel from nvcc on a CPU and counts its instructions: those of attend_decode and combine.
 
 A warp's registers are arrays of 32 numbers. If lanes diverge, those at the earliest instruction run first. Global
 memory is the process's memory, and shared memory is an array; copies to it complete immediately. Tensor core products
 use the fragments of the PTX ISA (mma m8n8k16, m16n8k16 and m16n8k32 of bytes).
+
+It also counts trips: reads of global memory that wait for each other. A warp issues in order and waits where it uses a
+number that has not arrived. The first read of a line of 128 bytes by a block is a trip; later ones arrive with it.
+Shared memory, constants and arithmetic take no time.
 """
 
 from __future__ import annotations
@@ -75,6 +79,7 @@ OPERATIONS: dict[str, Callable[..., Array]] = {
     "mad": lambda x, y, z: x * y + z,
     "fma": lambda x, y, z: (x.astype(np.float64) * y + z).astype(np.float32),
     "div": _divide,
+    "rem": lambda x, y: x - _divide(x, y) * y,
     "min": np.fmin,
     "max": np.fmax,
     "abs": np.abs,
@@ -126,6 +131,8 @@ class Kernel:
         self.immediates: dict[str, Bits] = {}
         self.labels: dict[str, int] = {}
         self.executed: collections.Counter[int] = collections.Counter()  # by instruction: of warps
+        self.lines: dict[int, int] = {}  # of the block: when a line of global memory arrives, in trips
+        self.trips: dict[str, int] = {}  # by the operation: when a block's last warp first reaches it
         body = next(text for text in re.split(r"\.entry\s+", module)[1:] if part in text.partition("(")[0])
         body = body[body.index("{") + 1 : body.index("\n}")]
         for text in re.findall(r"[^;:]*[;:]", re.sub(r"[{}](?=\s*(?:\n|\.reg|\}|$))", "", body)):
@@ -138,14 +145,28 @@ class Kernel:
     def run(self, block: tuple[int, int, int], parameters: bytes, shared: int, n_threads: int) -> None:
         self.memory["param"] = np.frombuffer(parameters, np.uint8)
         self.memory["shared"] = np.full(shared, 0xFF, np.uint8)
-        warps = [Warp(self, block, first) for first in range(0, n_threads, LANES)]
+        self.lines = {}
+        first: dict[str, int] = {}
+        warps = [Warp(self, block, start, first) for start in range(0, n_threads, LANES)]
         while warps:  # each up to a barrier
             warps = [warp for warp in warps if warp.run()]
+            latest = max((warp.now for warp in warps), default=0)
+            votes = [warp.vote[1] for warp in warps if warp.vote]
+            for warp in warps:
+                warp.now = latest
+                if warp.vote:
+                    warp.put(warp.vote[0], np.full(LANES, any(votes), np.uint64), EVERY)
+        self.trips = {name: max(at, self.trips.get(name, 0)) for name, at in first.items()}
 
 
 class Warp:
-    def __init__(self, kernel: Kernel, block: tuple[int, int, int], first: int) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Kernel, block: tuple[int, int, int], first: int, reached: dict[str, int]) -> None:
+        """reached: of the block, when its last warp first reaches an operation."""
+        self.kernel, self.reached, self.seen = kernel, reached, set[str]()
+        self.now = 0  # trips
+        self.copied = 0  # when the last asynchronous copy arrives
+        self.vote: tuple[str, bool] | None = None  # at a barrier that combines predicates: its result, and ours
+        self.ready: dict[str, int] = {}  # when registers arrive, of those that may be late
         self.left = EVERY  # replaced, never changed, where lanes end
         self.together = 0  # the next instruction of all lanes that are left; -1 if they diverge
         self.at = np.zeros(LANES, np.int64)  # that of each, if they diverge
@@ -190,7 +211,7 @@ class Warp:
 
     def run(self) -> bool:
         """Up to the next barrier: False where the warp ends."""
-        kernel = self.kernel
+        kernel, self.vote = self.kernel, None
         while self.left is EVERY or self.left.any():
             at, active = self.together, self.left
             if at < 0:
@@ -198,18 +219,40 @@ class Warp:
                 active = self.left & (self.at == at)
             predicate, operation, (name, *modifiers), operands = kernel.instructions[at]
             kernel.executed[at] += 1
+            self.wait_for(predicate, name, modifiers, operands)
             self.go(at + 1, active)
             chosen = active & self.true(predicate) if predicate else active
             if name == "bra":
                 self.go(kernel.labels[operands[0]], chosen)
             elif name == "ret":
                 self.left = self.left & ~chosen
-            elif operation == "bar.sync":
+            elif operation in ("bar.sync", "bar.red.or.pred"):
                 assert np.array_equal(active, self.left), "lanes of a warp at different barriers"
+                if operation != "bar.sync":
+                    self.vote = operands[0], bool(self.true(operands[2])[active].any())
                 return True
             elif name != "bar" and (chosen is active or chosen.any()):
                 self.execute(name, modifiers, operands, chosen)
         return False
+
+    def wait_for(self, predicate: str, name: str, modifiers: list[str], operands: list[str]) -> None:
+        """Moves the warp's time to where all that the instruction uses has arrived."""
+        written = operands[:1] if name not in ("st", "bra", "bar", "cp", "ret") else []
+        used = ",".join([predicate, *operands[len(written) :]])
+        for register in re.findall(r"%\w+", used) if self.ready else ():
+            self.now = max(self.now, self.ready.get(register, 0))
+        for register in re.findall(r"%\w+", ",".join(written)) if self.ready else ():
+            self.ready.pop(register, None)
+        if name == "cp" and "wait_group" in modifiers:
+            self.now = max(self.now, self.copied)
+        if name not in self.seen:
+            self.seen.add(name)
+            self.reached[name] = max(self.now, self.reached.get(name, 0))
+
+    def arrival(self, at: npt.NDArray[np.int64], size: int) -> int:
+        """When a read of global memory arrives."""
+        lines = {int(a) // 128 for a in at} | {(int(a) + size - 1) // 128 for a in at}
+        return max(self.kernel.lines.setdefault(line, self.now + 1) for line in lines)
 
     def execute(self, name: str, modifiers: list[str], operands: list[str], active: Lanes) -> None:
         type_ = modifiers[-1]
@@ -261,6 +304,8 @@ class Warp:
             halves = self.bits(operand).astype(np.uint16).view(np.float16)
             return to_bits(halves.astype(np.float32), to)
         x = self.number(operand, of)
+        if "sat" in modifiers:
+            return to_bits(np.clip(np.nan_to_num(x), 0, 1), to)
         if of == "f32" and to != "f32":
             return to_bits((np.rint(x) if "rni" in modifiers else np.trunc(x)).astype(np.int64), to)
         return to_bits(x.astype(np.float32) if to == "f32" else x, to)
@@ -283,6 +328,8 @@ class Warp:
         registers, at = operands if name == "ld" else operands[::-1]
         address = self.address(at)
         lanes = np.flatnonzero(active)
+        if space not in (*self.kernel.memory, "global"):  # a generic address, of one kind in all lanes
+            space = "shared" if address[lanes].max() < len(self.kernel.memory["shared"]) else "global"
         assert not (address[lanes] % size).any(), f"{name}.{space}.{type_}: multiples of {size} expected"
         for i, register in enumerate(registers.strip("{} ").split(",")):
             values = self.bits(register.strip())
@@ -291,6 +338,8 @@ class Warp:
                 data = np.ascontiguousarray(values[lanes]).view(np.uint8).reshape(-1, 8)[:, :size]
                 self.write(space, where, data)
                 continue
+            if space == "global":
+                self.ready[register.strip()] = self.arrival(where, size)
             read = np.zeros((len(lanes), 8), np.uint8)
             read[:, :size] = self.read(space, where, size)
             values = values.copy()
@@ -319,6 +368,7 @@ class Warp:
 
     def copy(self, to: Bits, at: Bits, active: Lanes) -> None:
         to, at = to[active], at[active]
+        self.copied = max(self.copied, self.arrival(at.astype(np.int64), 16))
         assert not ((to | at) % 16).any(), "cp.async: multiples of 16 expected"
         self.write("shared", to.astype(np.int64), self.read("global", at.astype(np.int64), 16))
 

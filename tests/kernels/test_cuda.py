@@ -81,7 +81,7 @@ def check_encode(library: c.Library, both: list[layers.Side], orthonormal: bool,
     before = [side.to_tiles(np.full_like(w, 0xAA)) for side, (w, _) in zip(sides, want, strict=True)]
 
     memory = library.memory()
-    heads = c.Heads(memory, both[0], both[1], n_group=1, means=not orthonormal and not latent)
+    heads = c.Heads(library, memory, both[0], both[1], n_group=1, means=not orthonormal and not latent)
     heads.layer.latent = latent
     tiles = [memory.put(of) for of in before]
     fresh_at, fresh = memory.put(np.zeros((n, len(sides) * n_head * d), np.uint16))

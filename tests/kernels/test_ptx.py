@@ -52,7 +52,7 @@ class Interpreted(c.Library):
     """Runs the decode kernel's PTX with the arguments of the emulated kernel."""
 
     def __init__(self, emulated: c.Library, module: str) -> None:
-        self.emulated, self.module, self.memory = emulated, module, emulated.memory
+        self.emulated, self.module, self.memory, self.lib = emulated, module, emulated.memory, emulated.lib
         self.kernel: ptx.Kernel | None = None
 
     def run(self, name: str, args: ct.Structure, stream: ct.c_void_p | None = None) -> None:
@@ -98,3 +98,16 @@ def test_instructions_of_a_code(emulated: c.Library, module: str, monkeypatch: p
         assert library.kernel is not None
         executed.append(sum(library.kernel.executed.values()))
     assert ptx.LANES * (executed[1] - executed[0]) / (256 * 256) <= 8.7
+
+
+def test_reads_in_a_row(emulated: c.Library, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a block's first product: those of the plan and the queries, then those of the cells.
+
+    Copies of sm_75 pass through registers, so that each waits for the one before.
+    """
+    monkeypatch.setitem(layers.LAYERS, "sized", ([PLANNED[0]], [PLANNED[1]]))
+    library = Interpreted(emulated, module)
+    call = Call(library, "sized", Shape(group=4, n_kv=256, n_split=2))
+    library.run("attend", call.args)
+    assert library.kernel is not None
+    assert library.kernel.trips["mma"] <= (9 if ".target sm_75" in module else 2)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import cuda_ops as c
+import layers
 import numpy as np
 import numpy.typing as npt
 import ops as o
@@ -88,6 +89,12 @@ class Library(c.Library):
 
     def encoded(self, x: o.F32) -> o.F32:
         return x
+
+    def query_words(self, layer: c.Layer) -> int:
+        return 1  # no kernel reads them, nor plans
+
+    def plans(self, k: layers.Side, v: layers.Side) -> npt.NDArray[np.uint8]:
+        return np.zeros(1, np.uint8)
 
     def exact(self) -> list[o.Ops]:
         """With fused products and without."""

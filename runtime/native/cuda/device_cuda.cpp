@@ -53,10 +53,13 @@ struct Cuda {
 
     template <typename T> static T * behind(T * place, int64_t bytes) { return (T *) ((char *) place + bytes); }
 
-    static void complete(cuda::Attend & a, const Window & window, const float * /*rest*/) {
+    static void complete(cuda::Attend & a, const Window & window, const float * rest) {
         a.n_sink   = window.n_sink();
         a.n_recent = window.n_recent();
+        a.words    = (uint32_t *) GGML_PAD((uintptr_t) rest, WORDS_ALIGNMENT);
     }
+
+    static constexpr size_t WORDS_ALIGNMENT = 16; // bytes
 };
 
 // Number of the CUDA device of a type of buffer; -1: none. Registers our nodes with its backend first.
@@ -66,7 +69,10 @@ class CudaLayer final : public GpuLayer<Cuda> {
 public:
     CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft);
 
-    int64_t  scratch(int64_t n_rows) const override { return n_rows * (width_k_ + 1); }
+    int64_t scratch(int64_t n_rows) const override {
+        const int64_t words = cuda::query_words(tables_) * (n_rows / tables_.n_group);
+        return n_rows * (width_k_ + 1) + words + (int64_t) (Cuda::WORDS_ALIGNMENT / sizeof(float));
+    }
     int64_t  n_at_once() const override { return n_at_once_; }
     uint64_t n_bad_rows() const override;
     void     add_bad_rows(uint64_t n) override;
@@ -128,6 +134,12 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
         k_offset.push_back(codec.tile_offset(h, false));
         v_offset.push_back(codec.tile_offset(h, true));
     }
+    std::vector<uint8_t> plans;
+    for (size_t h = 0; h < (size_t) codec.n_head_kv; ++h) { // of the codecs as the host has them
+        plans.resize((h + 1) * cuda::plan_bytes());
+        cuda::make_plan(codec.k[h], codec.v[h], k_offset[h], v_offset[h], plans.data() + h * cuda::plan_bytes());
+    }
+    const size_t plans_at    = blob.add(plans);
     const size_t k_offset_at = blob.add(k_offset);
     const size_t v_offset_at = blob.add(v_offset);
     const size_t gamma_at    = blob.add(codec.gamma);
@@ -157,6 +169,7 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     tables_.v         = (const HeadCodec *) address(sides[1].at);
     tables_.k_offset  = (const int64_t *) address(k_offset_at);
     tables_.v_offset  = (const int64_t *) address(v_offset_at);
+    tables_.plan      = address(plans_at);
     tables_.gamma     = (const float *) address(gamma_at);
     tables_.mean      = (const uint16_t * const *) address(means_at);
     tables_.slope     = (const float *) address(slopes_at_);

@@ -96,16 +96,18 @@ CARDS = {  # registers, KiB of shared memory, maximum KiB of a block, warps, blo
     "sm_120": (65536, 100, 99, 48, 24, 1024),
 }
 """Limits of a multiprocessor."""
-WARPS_OF_BLOCK = {"combine": 16}  # by the first word of a kernel's name; others have 4
+WARPS_OF_BLOCK = {"combine": 16, "project_decode": 16}  # by the first word of a kernel's name; others have 4
 ENTRIES = {  # part of the mangled name: names of kernels, one per size of shared memory
-    "decode_kernelILi1ELi0E": ["decode d 64 G 3", "decode d 128 G 4"],
-    "decode_kernelILi2ELi0E": ["decode d 128 G 8"],
+    "13decode_kernelILi1EE": ["decode d 64 G 3", "decode d 128 G 4"],
+    "13decode_kernelILi2EE": ["decode d 128 G 8"],
     "tiles_kernel": ["tiles d 64", "tiles d 128", "tiles latent"],
     "combine_kernelILi1E": ["combine"],
     "combine_kernelILi5E": ["combine latent"],
     "encode_kernelILb0E": ["encode"],
     "encode_kernelILb1E": ["encode latent"],
     "project_kernel": ["project"],
+    "project_decode_kernelILi1ELi1EE": ["project_decode d 128 G 4"],
+    "project_decode_kernelILi2ELi1EE": ["project_decode d 128 G 8"],
     "store_kernel": ["store"],
 }
 

@@ -74,7 +74,9 @@ int main() {
         print(most, "encode", encode(encoded, nullptr));
         encoded.layer = of_latent.layer;
         print(most, "encode latent", encode(encoded, nullptr));
-        print(most, "project", project_queries(a, nullptr));
+        print(most, "project", project_queries(attend_of(128, 4, 512), nullptr));
+        print(most, "project_decode d 128 G 4", project_queries(a, nullptr));
+        print(most, "project_decode d 128 G 8", project_queries(attend_of(128, 8, 1), nullptr));
         Store stored{};
         stored.n_slots = 1;
         print(most, "store", store_window(stored, nullptr));

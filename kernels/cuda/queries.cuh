@@ -1,0 +1,76 @@
+// queries.cuh: the quantized queries of a token and KV head, as project writes them and the decode kernel copies them to
+// shared memory: right factors of its products [F][pairs][WARP], the steps of 4 * F query rows, and their centres.
+#pragma once
+
+#include "levels.cuh"
+
+namespace subkv::cuda {
+
+constexpr int FOUR = 4; // query rows of a product's eight columns: row 4 * i + g has columns 2 * g (high), 2 * g + 1
+
+template <int F> struct Queries {
+    uint32_t * words;  // [F][pairs][WARP]
+    float *    step;   // [4 * F]
+    uint32_t * centre; // [4 * F]: twice the sum of the bytes' zeros, in steps, modulo 2^32
+    int        pairs;  // of octets of keys
+
+    __host__ __device__ Queries(uint32_t * at, int width_k) : words(at), pairs((width_k / 8 + 1) / 2) {
+        step   = reinterpret_cast<float *>(words + F * pairs * WARP);
+        centre = words + F * pairs * WARP + 4 * F;
+    }
+
+    __host__ __device__ static int size(int width_k) { return F * ((width_k / 8 + 1) / 2 * WARP + 8); }
+};
+
+// Quantizes query row g, of coefficients `row`; a warp's work. Words of missing rows and octets stay zero.
+template <int F> __device__ void quantize_row(const Queries<F> & to, const HeadCodec & codec, const float * row,
+                                              int g) {
+    const int lane    = (int) threadIdx.x % WARP;
+    float     largest = 0.0f, bad = 0.0f; // bad: NaN if a coefficient is not finite
+#pragma unroll 1
+    for (int b = 0; b < codec.n_bands; ++b) {
+        const Band & band     = codec.bands[b];
+        const float  key_step = band.bits == 16 ? 0.0f : level_step(codec, band);
+        const int    end      = band.first + band.n;
+#pragma unroll 1
+        for (int i = band.first + lane; i < end; i += WARP) {
+            largest = fmaxf(largest, fabsf(row[i] * key_step));
+            bad     = fmaf(row[i], 0.0f, bad);
+        }
+    }
+    const float step    = warp_max(largest) * QUERY_STEP + warp_sum(bad);
+    const float inverse = step > 1e-30f ? __fdividef(1.0f, step) : 0.0f;
+    uint32_t    centre  = 0;
+#pragma unroll 1
+    for (int b = 0; b < codec.n_bands; ++b) {
+        const Band & band     = codec.bands[b];
+        const int    zero     = level_zero(band.bits, on_path(codec, band));
+        const float  key_step = level_step(codec, band);
+        const int    n        = band.bits == 16 ? 0 : band.n / 4;
+#pragma unroll 1
+        for (int w = lane; w < n; w += WARP) { // words, as read_levels orders them
+            const int octet = band.first / 8 + w / 2;
+            uint32_t  high = 0, low = 0;
+            for (int i = 0; i < 4; ++i) {
+                const int j     = 8 * octet + 2 * (w % 2) + i / 2 + 4 * (i % 2);
+                const int value = __float2int_rn(row[j] * key_step * inverse);
+                const int upper = (value + 128) >> 8; // both bytes are signed
+                high |= (uint32_t) (upper & 255) << 8 * i;
+                low |= (uint32_t) (value & 255) << 8 * i;
+                centre += (uint32_t) (value * zero);
+            }
+            uint32_t * word                   = to.words + (g / FOUR * to.pairs + octet / 2) * WARP + 8 * (g % FOUR);
+            word[2 * (octet % 2) + w % 2]     = high;
+            word[2 * (octet % 2) + w % 2 + 4] = low;
+        }
+    }
+    for (int step_of = WARP / 2; step_of > 0; step_of /= 2) {
+        centre += __shfl_xor_sync(ALL, centre, step_of);
+    }
+    if (lane == 0) {
+        to.step[g]   = step;
+        to.centre[g] = centre;
+    }
+}
+
+} // namespace subkv::cuda
