@@ -46,8 +46,8 @@ class PromptCache(llama_cpp.llama_cache.BaseLlamaCache):
     the least useful ones are removed. Several contexts may use one object; each uses only prompts of its own model,
     cache and parameters. If the folder cannot be read or written, it warns once and generation continues. Prompts with
     a wrong checksum or format are removed with a warning; no other error removes a prompt. Prompts are written in the
-    background, at the latest when the process ends. If the model's file was replaced before all its bytes were hashed, it warns
-    once and stores nothing: the first prompt waits for the hash.
+    background, at the latest when the process ends. The first prompt waits for the hash of the model; if its file was
+    replaced before all its bytes were hashed, the cache warns once and stores nothing.
 
     Raises CacheError if the path is not a folder or other users may write to it, without a subkv.Llama, and with
     logits_all, because the logits of earlier tokens are not stored.
