@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import time
 import warnings
@@ -22,7 +23,7 @@ from subkv.base.errors import CacheError, StateError
 from subkv.engine.llama import Llama
 from subkv.native.bases import model_content
 from subkv.native.gguf import Gguf
-from subkv.native.store import model_digest
+from subkv.native.store import model_digest, prepare
 
 Models = Callable[..., Path]
 LEAF = 4 << 20
@@ -183,6 +184,24 @@ def test_a_file_that_is_written_in_place(model: Path) -> None:
     os.utime(model, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     with pytest.raises(CacheError, match="replaced or changed"):
         model_digest(llm.ctx)
+    llm.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")
+def test_a_fork_computes_it_again(model: Path) -> None:
+    """It has none of the threads that may be at it; what is known stays known."""
+    llm = opened(model)
+    prepare(llm.ctx)  # as a prompt cache does it; a thread is at it now
+    for is_known in (False, True):
+        if is_known:
+            model_digest(llm.ctx)
+        process = os.fork()
+        if not process:
+            try:
+                os._exit(0 if re.fullmatch("[0-9a-f]{64}", model_digest(llm.ctx)) else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
     llm.close()
 
 

@@ -6,6 +6,7 @@
 #include "subkv.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
@@ -16,6 +17,12 @@
 #include <optional>
 #include <thread>
 #include <vector>
+
+#if defined(_WIN32)
+#    include <process.h>
+#else
+#    include <unistd.h>
+#endif
 
 namespace subkv {
 
@@ -108,10 +115,19 @@ std::string compute(const LoadedModel & model) {
     return digest;
 }
 
+int this_process() {
+#if defined(_WIN32)
+    return _getpid();
+#else
+    return (int) getpid();
+#endif
+}
+
 struct Job {
     std::mutex              mutex;
     std::condition_variable ready;
-    bool                    is_done = false;
+    std::atomic<bool>       is_done{ false };
+    const int               process = this_process(); // whose thread computes it: a fork has no threads
     std::string             digest;
     std::exception_ptr      error;
     double                  waited = 0; // seconds, of all calls
@@ -124,7 +140,7 @@ std::shared_ptr<Job> job_of(const LoadedModel & model) {
 
     const std::lock_guard<std::mutex> lock(*mutex);
     std::shared_ptr<Job> &            job = (*jobs)[model.path + "\n" + stamps_of(model)];
-    if (!job) {
+    if (!job || (!job->is_done && job->process != this_process())) {
         const auto made = std::make_shared<Job>();
         std::thread([made, model] {
             std::string        digest;
@@ -152,7 +168,7 @@ std::string model_digest(const LoadedModel & model, double seconds) {
     const auto                   start = Clock::now();
     std::unique_lock<std::mutex> lock(job->mutex);
     const auto                   left = std::chrono::duration<double>(std::max(0.0, seconds - job->waited));
-    job->ready.wait_for(lock, left, [&] { return job->is_done; });
+    job->ready.wait_for(lock, left, [&] { return job->is_done.load(); });
     job->waited += std::chrono::duration<double>(Clock::now() - start).count();
     if (!job->is_done) {
         throw NotYet();
