@@ -27,8 +27,8 @@ from subkv.format.calibration import MAX_HEAD_SIZE, Calibration, LayerShape, Tex
 from subkv.format.window import RECENT_BITS
 from subkv.native.gguf import SHA256_KEY, Base, Gguf, write_sidecar
 from subkv.plan import budget, latent, mla
-from subkv.plan.basis import N_HALVES, FullBasis, band_steps, gains, half, in_bytes, slices, store
-from subkv.plan.derived import mixed_ratios, shared_matrix
+from subkv.plan.basis import N_HALVES, gains, half, slices
+from subkv.plan.derived import even, mixed_ratios, shared_matrix, spread_in_bytes
 from subkv.plan.hadamard import spreading
 from subkv.plan.pipeline import (
     CALIBRATED_CONTEXT,
@@ -104,7 +104,7 @@ def check_budget(base: Base, options: Options) -> None:
     """Reject a budget that no calibration of this model makes possible. Raises SubkvError."""
     if options.kv_bits is None or options.codec == "int8" or mla.is_latent(base):
         return
-    options.window.check()
+    options.window.with_defaults().check()
     context = options.bpe_context or default_context(base)
     sizes = [d for shape in shapes(base) for d in (shape.d_k, shape.d_v) for _ in range(shape.n_head_kv)]
 
@@ -126,7 +126,7 @@ def plan(base: Base, options: Options, sliding: Collection[int] = ()) -> Result:
     for field in fields(Options):
         if field.name not in UNCALIBRATED and getattr(options, field.name) != field.default:
             raise SubkvError(field.name, "expected none with bases from the weights, found one; calibrate first")
-    options.window.check()
+    options.window.with_defaults().check()
     check_plans(base, options)
     kv_bits = KV_BITS if options.kv_bits is None else options.kv_bits
     is_latent = mla.is_latent(base)
@@ -293,28 +293,12 @@ def _keys(shape: LayerShape, energies: Energies | None, centred: bool) -> list[_
 
 
 def _stored(order: NDArray[np.int64], variance: F64, bands: Bands, mean: F16) -> StoredBasis:
-    """As basis.store() for sorted coordinates, but faster: without matrix products and inverses."""
-    steps, mixed = band_steps(bands, variance)
+    """Sorted coordinates, mixed in every band with integers."""
     encode, decode = np.zeros((2, len(order), len(order)))
-    for part, mix in zip(slices(bands), mixed, strict=True):
-        n = part.stop - part.start
-        encode[part, order[part]], decode[part, order[part]] = _mixing(n) if mix else (np.eye(n), np.eye(n))
-    return StoredBasis(
-        bands, half(encode, "E"), half(decode / gains(bands)[:, None], "D"), steps.astype(np.float32), mean
-    )
-
-
-@functools.cache
-def _mixing(n: int) -> tuple[F64, F64]:
-    """E and D of n mixed coordinates."""
-    encode = in_bytes(spreading(n))
-    return encode, np.asarray(np.linalg.inv(encode).T, dtype=np.float64)
-
-
-@functools.cache
-def _even_stored(d: int, bands: Bands) -> StoredBasis:
-    """A basis with equal coefficients."""
-    return store(FullBasis(spreading(d), spreading(d), np.ones(d), np.ones(d)), np.eye(d), bands)
+    for part, (n, bits) in zip(slices(bands), bands, strict=True):
+        encode[part, order[part]], decode[part, order[part]] = (np.eye(n), np.eye(n)) if bits == 16 else spread_in_bytes(n)
+    ratios = mixed_ratios(bands, variance)
+    return StoredBasis(bands, half(encode, "E"), half(decode / gains(bands)[:, None], "D"), ratios, mean)
 
 
 def _coded(
@@ -328,9 +312,9 @@ def _coded(
         for key in of_layer:
             of_k, of_v = next(bands), next(bands)
             if key.order is None:
-                k = _even_stored(shape.d_k, of_k)
+                k = even(shape.d_k, of_k)
             else:
                 k = _stored(key.order, key.variance, of_k, key.mean)
-            heads.append(CodedHead(k, _even_stored(shape.d_v, of_v), 1.0))
+            heads.append(CodedHead(k, even(shape.d_v, of_v), 1.0))
         coded.append(CodedLayer(shape, tuple(heads)))
     return tuple(coded)

@@ -22,8 +22,8 @@ from subkv.native.gguf import Base
 from subkv.plan import budget
 from subkv.plan.basis import FullBasis, band_steps, fit_metric, fit_pca, repriced, slices, store
 from subkv.plan.costs import LayerCost
+from subkv.plan.derived import even
 from subkv.plan.gamma import gamma_of
-from subkv.plan.hadamard import spreading
 
 LEAST = 3  # bits of any coefficient without a calibration
 MAX_BANDS = 8  # per row (FORMAT.md §2)
@@ -87,11 +87,13 @@ def coded(
     out, bands = [], iter(planned)
     for shape in layers:
         parts = [
-            FullBasis(spreading(d), spreading(d), np.full(d, variance), np.ones(d))
+            (d, variance)
             for d, variance in zip((shape.d_v, shape.d_k - shape.d_v), variances(base, shape), strict=True)
             if d
         ]
-        keys = stored(parts, [np.eye(len(part.encode)) for part in parts], [next(bands) for _ in parts])
+        of_parts = [next(bands) for _ in parts]
+        blocks = [even(d, of_part) for (d, _), of_part in zip(parts, of_parts, strict=True)]
+        keys = _joined(blocks, of_parts, np.concatenate([np.full(*part) for part in parts]))
         out.append(CodedLayer(shape, (CodedHead(keys, first_values(keys, shape.d_v), 1.0),), latent=True))
     return tuple(out), budget.account(parts_of_rows, planned, overhead)
 
@@ -174,8 +176,13 @@ def _sorted(part: FullBasis) -> FullBasis:
 def stored(parts: Sequence[FullBasis], moments: Sequence[F64], planned: Sequence[Bands]) -> StoredBasis:
     """A row's block-diagonal basis. planned: bands of latent and rotary part."""
     blocks = [store(*part) for part in zip(parts, moments, planned, strict=True)]
-    bands = tuple(itertools.chain.from_iterable(planned))
     variance = np.concatenate([part.variance[: rank(of)] for part, of in zip(parts, planned, strict=True)])
+    return _joined(blocks, planned, variance)
+
+
+def _joined(blocks: Sequence[StoredBasis], planned: Sequence[Bands], variance: F64) -> StoredBasis:
+    """The basis of a row from those of its parts. variance: of its coefficients before mixing."""
+    bands = tuple(itertools.chain.from_iterable(planned))
     ratio = band_steps(bands, variance)[0].astype(np.float32)
     encode, decode = (_diagonal([getattr(block, name) for block in blocks]) for name in ("encode", "decode"))
     return StoredBasis(bands, encode, decode, ratio, np.zeros(encode.shape[1], dtype=np.float16))

@@ -5,6 +5,9 @@ The second moment of z is estimated from the matrices that read the stream: they
 products with the layer's inputs, so they are large in the directions in which the stream was large. The estimate is a
 power of the matrices' mean Gram matrix, with few directions and a share of white noise. The energies follow from it.
 Both coordinates of a rotary pair have the same energy, because positions rotate them. Quality: research/notes.
+
+libsubkv computes the same bytes (runtime/native/bases/derive_weights.cpp). Long sums are therefore sums of integers,
+which are exact in any order; short ones are in double, and rounding to integers, halves and floats hides their order.
 """
 
 from __future__ import annotations
@@ -22,13 +25,17 @@ from subkv.format.calibration import LayerShape
 from subkv.native.gguf import Base, Rows
 from subkv.plan.positions import UNROTATED, pairs, partners
 
+LEVELS = 2047  # largest integer of a row of weights, and of a direction
+SUMS = 1 << 20  # the same of a row's products with the directions
 DIRECTIONS = 16  # of the residual stream
 POWER = 4  # of the Gram matrix
 WHITE = 0.3  # evenly spread share of the stream's energy
-ROWS = 1  # sampled rows of weights per element of the stream, over all layers
+SAMPLE = 1 << 24  # most elements of the sampled rows of weights, over all layers; at most as many rows as directions
+MOST_WIDE = 32768  # elements of the stream
 ROUNDS = 3  # of subspace iteration
 QUERIES = 2  # query heads read per group; more hardly change the estimate
-SEED = 1
+SMALLEST = 1e-30  # a row of smaller numbers counts as zeros
+DEPENDENT = 1e-8  # share of a column that other columns do not explain, below which it is rounding
 Mapped = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 WHY = "bases from the weights need it"
 
@@ -104,42 +111,53 @@ class Weights:
                 if rows is not None and norm is not None:
                     yield rows, norm
 
-    def _directions(self, shapes: Sequence[LayerShape]) -> F32 | None:
+    def _directions(self, shapes: Sequence[LayerShape]) -> F64 | None:
         """Directions of the normalized stream as columns, [n, at most DIRECTIONS], whose squares sum to 1 − WHITE.
 
         Computed by subspace iteration on sampled rows. None without readers, or if their widths differ.
         """
         readers = list(self._readers(shapes))
         widths = {len(norm) for _, norm in readers}
-        if len(widths) != 1:
+        if len(widths) != 1 or not 0 < max(widths) <= MOST_WIDE:
             return None
         n = widths.pop()
+        n_rows = min(n, SAMPLE // n)
 
-        def sampled(reader: tuple[_Side, F32]) -> F32:
+        def sampled(reader: tuple[_Side, F32]) -> tuple[F64, F64]:
+            """Integers of some rows, and the weight of each: rows of a reader have a mean square of 1."""
             side, norm = reader
-            step = max(1, side.count * len(readers) // (ROWS * n)) | 1  # an odd step visits all coordinates of a head
+            step = -(-side.count * len(readers) // n_rows) | 1  # an odd step visits all coordinates of a head
             rows = side.rows(0, side.count, step)
             rows *= norm
-            size = float(np.linalg.norm(rows))
-            return rows * np.float32(rows.size**0.5 / size) if 0.0 < size < math.inf else np.zeros_like(rows)
+            rows_i, scale = integers(rows)
+            size = float(np.sum(scale**2 * np.sum(rows_i**2, axis=1)))
+            return rows_i, scale**2 * (rows_i.size / size) if 0.0 < size < math.inf else np.zeros_like(scale)
 
         parts = list(self._map(sampled, readers))
-        basis = np.random.default_rng(SEED).standard_normal((n, min(DIRECTIONS, n))).astype(np.float32)
 
-        def gram_product(columns: F32) -> F32:
-            """Σ rowsᵀ rows columns over all readers."""
-            products = self._map(lambda rows: rows.T @ (rows @ columns), parts)
-            return sum(products, np.zeros_like(columns))
+        def products(columns: F64) -> list[F64]:
+            return list(self._map(lambda part: part[0] @ columns, parts))
 
+        def gram_product(columns: F64) -> F64:
+            """Σ weight rowᵀ row columns over all rows; columns: integers. Every column has a scale of its own."""
+            weighted = [p * weight[:, None] for p, (_, weight) in zip(products(columns), parts, strict=True)]
+            largest = np.max([np.abs(p).max(axis=0, initial=0.0) for p in weighted], axis=0)
+            factor = SUMS / np.where(largest > 0.0, largest, 1.0)
+            sums = self._map(lambda i: parts[i][0].T @ np.rint(weighted[i] * factor), range(len(parts)))
+            return sum(sums, np.zeros_like(columns))
+
+        basis = signs(n, min(DIRECTIONS, n))
         for _ in range(ROUNDS):
-            basis = np.linalg.qr(gram_product(basis))[0]
-        gram = basis.T @ gram_product(basis)
-        values, vectors = np.linalg.eigh(gram.astype(np.float64))
-        weight = np.maximum(values, 0.0) ** POWER
-        if not weight.sum() > 0.0:
+            orthonormal = orthonormalized(gram_product(basis))
+            basis, scale = columns_as_integers(orthonormal)
+        gram = np.zeros((len(scale), len(scale)))
+        for p, (_, weight) in zip(products(basis), parts, strict=True):
+            gram += (p * scale).T @ (p * scale * weight[:, None])
+        values, vectors = np.linalg.eigh(gram)
+        shares = np.maximum(values, 0.0) ** POWER
+        if not 0.0 < shares.sum() < math.inf:
             return None
-        columns: F32 = basis @ (vectors * np.sqrt((1.0 - WHITE) * weight / weight.sum())).astype(np.float32)
-        return columns
+        return orthonormal @ (vectors * np.sqrt((1.0 - WHITE) * (shares / shares.sum())))
 
     def energies(self, shape: LayerShape) -> Energies | None:
         """The energies of one layer; None if its weights or the rotation of its keys are unknown."""
@@ -176,15 +194,19 @@ class Weights:
         if norm is None or n != len(self._stream):
             return None
         square, mean = np.zeros((len(heads), d)), np.zeros((len(heads), d))
+        directions, of_direction = columns_as_integers(self._stream)
+        shift_i, of_shift = integers(shift[None].astype(np.float32)) if shift is not None and len(shift) == n else (0, 0)
         for i, head in enumerate(heads):  # a head's rows fit in the processor's caches
             rows = side.rows(head * d, head * d + d)
-            if shift is not None and len(shift) == n:
-                mean[i] = rows @ shift.astype(np.float32)
+            if np.any(of_shift):
+                rows_i, scale = integers(rows)
+                mean[i] = (rows_i @ shift_i[0]) * scale * of_shift
             if side.bias is not None:
                 mean[i] += side.bias[head * d : head * d + d]
             rows *= norm
-            projected = rows @ self._stream
-            square[i] = n * np.einsum("ij,ij->i", projected, projected) + WHITE * np.einsum("ij,ij->i", rows, rows)
+            rows_i, scale = integers(rows)
+            in_stream = np.sum((rows_i @ directions * of_direction) ** 2, axis=1)
+            square[i] = scale**2 * (n * in_stream + WHITE * np.sum(rows_i**2, axis=1))
         weight = self._vector(f"blk.{shape.il}.attn_{name}_norm.weight")
         if weight is None:
             return square, mean
@@ -212,3 +234,44 @@ def _pair_mean(squares: F64, partner: NDArray[np.int64]) -> F64:
 def _group_mean(x: F64, shape: LayerShape) -> F64:
     """Mean over query heads that share a KV head, [n_head_kv, d]."""
     return np.asarray(x.reshape(shape.n_head_kv, -1, x.shape[1]).mean(axis=1))
+
+
+def integers(rows: F32) -> tuple[F64, F64]:
+    """Rows [n, d] as integers up to LEVELS, and their steps [n]; NaN for rows that are not finite."""
+    largest = np.abs(rows).max(axis=1, initial=0.0)
+    zero = largest < np.float32(SMALLEST)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        values = np.rint(rows * np.where(zero, 0, np.float32(LEVELS) / largest)[:, None])
+    finite = np.isfinite(largest)
+    steps = np.where(finite, largest.astype(np.float64) / LEVELS, np.nan)
+    return np.where(finite[:, None], values, 0.0).astype(np.float64), np.where(zero, 0.0, steps)
+
+
+def columns_as_integers(columns: F64) -> tuple[F64, F64]:
+    """Columns [n, d] as integers up to LEVELS, and their steps [d]."""
+    largest = np.abs(columns).max(axis=0)
+    step = largest / LEVELS
+    return np.rint(columns / np.where(step > 0.0, step, 1.0)), step
+
+
+def signs(n: int, m: int) -> F64:
+    """[n, m] of 1 and −1 without order: bits of a hash (splitmix64) of the index."""
+    x = np.arange(1, n * m + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return np.where(x >> np.uint64(63), -1.0, 1.0).reshape(n, m)
+
+
+def orthonormalized(columns: F64) -> F64:
+    """Orthonormal columns [n, m] of the same span (Gram-Schmidt, twice); zeros for those that depend on others."""
+    done = np.zeros_like(columns)
+    for k in range(columns.shape[1]):
+        column = columns[:, k].copy()
+        size = np.sqrt(np.sum(column**2))
+        for _ in range(2):
+            for j in range(k):
+                column -= np.sum(done[:, j] * column) * done[:, j]
+        rest = np.sqrt(np.sum(column**2))
+        if rest > DEPENDENT * size:
+            done[:, k] = column / rest
+    return done

@@ -1,6 +1,7 @@
 // find_bases.cpp: see find_bases.h.
 #include "find_bases.h"
 
+#include "derive.h"
 #include "error.h"
 #include "layout_keys.h"
 #include "log_line.h"
@@ -189,11 +190,8 @@ std::string words_of(const FoundBases & found) {
     }
     const std::string in = " (" + found.path + ")";
     if (found.source == SUBKV_BASES_WEIGHTS) {
-        const auto & plans   = found.layout->plans;
-        const bool   is_plan = std::any_of(plans.begin(), plans.end(),
-                                           [&](const PlanFacts & plan) { return plan.budget == found.layout->budget; });
-        const char * quality = is_plan ? "" : ", predicted as good as q8_0";
-        return "from the weights, " + found.size + quality + in;
+        const char * quality = found.layout->budget == DERIVED_BUDGET ? ", predicted as good as q8_0" : "";
+        return "from the weights, " + found.size + quality;
     }
     const uint64_t    n = found.layout->calibration_tokens;
     const std::string origin =
@@ -210,10 +208,11 @@ public:
         try {
             if (!named.empty()) {
                 load(SUBKV_BASES_NAMED, named);
-            } else if ((model.empty() || (!embedded() && !beside() && !stored())) && found.error.reason.empty()) {
-                found.error = { SUBKV_ERROR_INVALID, "",
+            } else if (model.empty() || !(embedded() || beside() || stored() || derived())) {
+                const Error none = { SUBKV_ERROR_INVALID, "",
                                 "no bases for this model; `subkv convert " + (model.empty() ? "MODEL" : quoted(model)) +
                                     "` derives them" };
+                found.error = found.error.reason.empty() ? none : found.error;
             }
         } catch (const ModelError &) {
             throw;
@@ -315,21 +314,40 @@ private:
         if (last < SUBKV_BASES_STORED || !file_exists(store_folder())) {
             return false;
         }
-        for (int32_t source = SUBKV_BASES_STORED; source <= last; ++source) {
-            const auto path = stored_path(model, content(), ending_of(source));
-            found.source    = source; // of an error
-            found.path      = utf8(path);
-            if (file_exists(path)) {
-                if (source != SUBKV_BASES_WEIGHTS || !is_outdated(open_gguf(found.path.c_str()).get())) {
-                    load(source, found.path);
-                    return true;
-                }
-                found.error = { SUBKV_ERROR_INVALID, "", outdated_reason(found.path, model) };
-            }
-            found.source = SUBKV_BASES_NONE;
-            found.path.clear();
+        const auto path = stored_path(model, content(), ending_of(SUBKV_BASES_STORED));
+        found.source    = SUBKV_BASES_STORED; // of an error
+        found.path      = utf8(path);
+        if (file_exists(path)) {
+            load(SUBKV_BASES_STORED, found.path);
+            return true;
         }
+        found.source = SUBKV_BASES_NONE;
+        found.path.clear();
         return false;
+    }
+
+    // From the weights, in memory.
+    bool derived() {
+        if (last < SUBKV_BASES_WEIGHTS) {
+            return false;
+        }
+        try {
+            found.layout = derive_layout(model, budget);
+        } catch (const Invalid & e) {
+            found.error = e.error;
+            if (e.error.kind != SUBKV_ERROR_BUDGET) {
+                found.error.reason = "no bases for this model, and none can be derived from its weights: " +
+                                     (e.error.key.empty() ? "" : e.error.key + ": ") + e.error.reason;
+                found.error.key.clear();
+                return false;
+            }
+        }
+        found.source = SUBKV_BASES_WEIGHTS;
+        if (found.layout) {
+            found.size  = size_of(*found.layout);
+            found.words = words_of(found);
+        }
+        return true;
     }
 
     const std::string & model;
@@ -437,6 +455,16 @@ extern "C" const subkv_bases * subkv_find_bases(const char * model, const char *
                                 bits,
                                 { error.kind, error.key.c_str(), error.reason.c_str(), error.remedy.c_str() } };
         return owned.release();
+    });
+}
+
+extern "C" subkv_layout * subkv_bases_layout(const subkv_bases * bases) {
+    return guarded<subkv_layout *>("subkv.layout", nullptr, [&] {
+        const auto & found = static_cast<const OwnedBases &>(not_null(bases, "subkv_bases_layout: bases")).found;
+        if (!found.layout) {
+            fail("subkv_bases_layout: bases: expected usable ones, found others");
+        }
+        return new subkv_layout{ found.layout, layout_to_json(*found.layout) };
     });
 }
 

@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <new>
 
 namespace subkv {
@@ -184,9 +183,6 @@ void check_lengths(const Keys & keys, const std::vector<LayerSpec> & specs) {
     }
 }
 
-// Writes the decoded basis of a layer.
-using BasisBytes = std::function<void(const LayerSpec &, uint8_t *)>;
-
 // Calls use(spec, bytes) for every layer.
 template <typename F> void each_basis(const std::vector<LayerSpec> & specs, const BasisBytes & read, F use) {
     size_t n_bytes = 0; // of the largest one
@@ -348,6 +344,19 @@ void Layout::AlignedDelete::operator()(uint16_t * p) const {
 std::shared_ptr<const Layout> load_layout(const char * path, float budget) {
     try {
         return read_layout(path, budget);
+    } catch (const std::bad_alloc &) {
+        throw Unavailable("subkv.layout", "to fit in memory", "too little of it");
+    }
+}
+
+std::shared_ptr<const Layout> make_layout(const std::shared_ptr<Layout> & header, const std::vector<LayerSpec> & specs,
+                                          const BasisBytes & bases) {
+    try {
+        const auto checked = parse_layout(canonical_layout(specs), header->n_layer);
+        Sha256     sha     = fingerprint_of_codec(*header, checked);
+        read_bases(checked, bases, *header, sha, "");
+        header->fingerprint = sha.hex();
+        return header;
     } catch (const std::bad_alloc &) {
         throw Unavailable("subkv.layout", "to fit in memory", "too little of it");
     }

@@ -1,6 +1,6 @@
 // layout.h: the bases and bands of one model, as read from the subkv.* keys of a GGUF (converter/FORMAT.md §1-3).
 //
-// Only load_layout() creates a Layout, so every Layout meets all limits of FORMAT.md.
+// Only load_layout() and make_layout() create a Layout, so every Layout meets all limits of FORMAT.md.
 #pragma once
 
 #include "error.h"
@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -116,7 +117,7 @@ struct Layout {
     std::string generator;
     std::string adapt; // default of the user's option; "": none
 
-    std::string            path;  // of the file
+    std::string            path;  // of the file; "": derived from the weights
     std::vector<PlanFacts> plans; // for other budgets than that of subkv.layout
 
     std::vector<LayerCodec> layers; // coded layers, ascending il
@@ -138,6 +139,13 @@ struct Layout {
 // budget: bits per element; 0: those of subkv.layout. Throws Invalid with the key of a defect, the expected and the actual
 // value, or of SUBKV_ERROR_BUDGET with the budgets that the file has plans for.
 std::shared_ptr<const Layout> load_layout(const char * path, float budget = 0.0f);
+
+// Writes the bytes that a layer's subkv.blk.N.basis has after decoding (FORMAT.md §3); called for every layer in order.
+using BasisBytes = std::function<void(const LayerSpec &, uint8_t *)>;
+
+// Completes a layout that does not come from a file: `header` has all but the layers. Throws as load_layout.
+std::shared_ptr<const Layout> make_layout(const std::shared_ptr<Layout> & header, const std::vector<LayerSpec> & specs,
+                                          const BasisBytes & bases);
 
 // The budget of the file's layout with this fingerprint; 0: none.
 float budget_of_fingerprint(const Layout & layout, const std::string & fingerprint);

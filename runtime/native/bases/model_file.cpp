@@ -2,22 +2,20 @@
 #include "model_file.h"
 
 #include "layout_keys.h"
+#include "parallel.h"
 #include "sha256.h"
 #include "subkv.h"
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <deque>
-#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #if !defined(_WIN32)
@@ -29,7 +27,8 @@ namespace subkv {
 
 namespace {
 
-constexpr uint64_t SAMPLE = 4096; // bytes
+constexpr uint64_t SAMPLE    = 4096; // bytes
+constexpr size_t   N_HASHING = 2;    // threads: the model is loaded at the same time
 
 // An unsigned 16-bit key of split files; `otherwise` if it is absent or of another type.
 uint16_t u16(const gguf_context * ctx, const char * key, uint16_t otherwise) {
@@ -100,32 +99,6 @@ void read_sample(std::ifstream & file, const std::string & path, uint64_t offset
         refuse(path, "a readable GGUF file",
                file.eof() ? "its end" + at : std::strerror(errno != 0 ? errno : EIO) + at);
     }
-}
-
-// All files of the model in order; `path`: its first file, opened as `first`.
-std::vector<std::string> model_files(const std::string & path, const gguf_context * first) {
-    const uint16_t number = u16(first, "split.no", 0);
-    const uint16_t count  = u16(first, "split.count", 1);
-    if (count <= 1) {
-        return { path };
-    }
-    const auto tail = [count](int i) { // as llama.cpp names them
-        char text[32];
-        std::snprintf(text, sizeof(text), "-%05d-of-%05d.gguf", i + 1, (int) count);
-        return std::string(text);
-    };
-    if (path.size() == tail(number).size() || !ends(path, tail(number), false)) {
-        refuse(path, "a name that ends in " + tail(number), "another name");
-    }
-    if (number != 0) {
-        refuse(path, "the first file of a split model", "file " + std::to_string(number + 1));
-    }
-    const std::string        prefix = path.substr(0, path.size() - tail(number).size());
-    std::vector<std::string> files;
-    for (int i = 0; i < count; ++i) {
-        files.push_back(prefix + tail(i));
-    }
-    return files;
 }
 
 // A model's tensors, in all its files.
@@ -227,37 +200,32 @@ private:
 #endif
 };
 
-// Calls use(0) .. use(n - 1) on two threads. Rethrows the first exception.
-template <typename F> void on_two_threads(size_t n, F use) {
-    std::atomic<size_t> next{ 0 };
-    std::mutex          mutex;
-    std::exception_ptr  error;
-    const auto          work = [&] {
-        try {
-            for (size_t i = next++; i < n; i = next++) {
-                use(i);
-            }
-        } catch (...) {
-            next = n;
-            const std::lock_guard<std::mutex> lock(mutex);
-            error = error ? error : std::current_exception();
-        }
-    };
-    std::thread other;
-    try {
-        other = std::thread(work);
-    } catch (const std::exception &) { // no threads or no memory left: this one does all
-    }
-    work();
-    if (other.joinable()) {
-        other.join();
-    }
-    if (error) {
-        std::rethrow_exception(error);
-    }
-}
-
 } // namespace
+
+std::vector<std::string> model_files(const std::string & path, const gguf_context * first) {
+    const uint16_t number = u16(first, "split.no", 0);
+    const uint16_t count  = u16(first, "split.count", 1);
+    if (count <= 1) {
+        return { path };
+    }
+    const auto tail = [count](int i) { // as llama.cpp names them
+        char text[32];
+        std::snprintf(text, sizeof(text), "-%05d-of-%05d.gguf", i + 1, (int) count);
+        return std::string(text);
+    };
+    if (path.size() == tail(number).size() || !ends(path, tail(number), false)) {
+        refuse(path, "a name that ends in " + tail(number), "another name");
+    }
+    if (number != 0) {
+        refuse(path, "the first file of a split model", "file " + std::to_string(number + 1));
+    }
+    const std::string        prefix = path.substr(0, path.size() - tail(number).size());
+    std::vector<std::string> files;
+    for (int i = 0; i < count; ++i) {
+        files.push_back(prefix + tail(i));
+    }
+    return files;
+}
 
 std::string model_data(const LoadedModel & loaded) {
     const ModelTensors     model(loaded.path);
@@ -282,7 +250,7 @@ std::string model_data(const LoadedModel & loaded) {
             leaves.push_back({ &t, start, std::min(DATA_LEAF, t.size - start), {} });
         }
     }
-    on_two_threads(leaves.size(), [&](size_t i) {
+    for_each_parallel(leaves.size(), N_HASHING, [&](size_t i) {
         constexpr uint64_t   PART = 256 << 10; // stays in the processor's cache until it is hashed
         Leaf &               leaf = leaves[i];
         std::vector<uint8_t> bytes((size_t) std::min(leaf.size, PART));

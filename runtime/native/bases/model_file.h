@@ -2,6 +2,7 @@
 #pragma once
 
 #include "file_stamp.h"
+#include "ggml-cpp.h"
 #include "sha256.h"
 
 #include <cstdint>
@@ -46,6 +47,9 @@ private:
 // The digest of a model's file for bases whose first and last coded layers are these; "": it has none of the weights.
 // Throws as model_content.
 std::string model_weights(const std::string & path, int first_layer, int last_layer);
+
+// All files of a model in order; `path`: the first one, opened as `first`. Throws Invalid.
+std::vector<std::string> model_files(const std::string & path, const gguf_context * first);
 
 // The name of a model's file without `.gguf` and without the number of a split model's file.
 std::string model_stem(const std::string & model);

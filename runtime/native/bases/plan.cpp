@@ -4,17 +4,15 @@
 
 #include "base64.h"
 #include "ggml.h"
+#include "parallel.h"
 #include "variables.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
-#include <exception>
 #include <map>
 #include <sstream>
 #include <string_view>
-#include <thread>
 
 namespace subkv {
 
@@ -142,35 +140,6 @@ void mix_rows(double * rows, size_t n, size_t d) {
             }
         }
     }
-}
-
-// Rounds a row to multiples of a step whose significand has 4 bits: the step of the smallest error.
-void round_to_bytes(double * row, size_t d) {
-    constexpr double TO_INTEGER = 6755399441055744.0; // 1.5 * 2^52: adding it rounds to nearest even
-    double           largest    = MIN_LARGEST;
-    for (size_t j = 0; j < d; ++j) {
-        largest = std::max(largest, std::fabs(row[j]));
-    }
-    double best[MAX_HEAD_SIZE], rounded[MAX_HEAD_SIZE];
-    double least = -1.0;
-    for (int significand = 8; significand < 16; ++significand) {
-        int          exponent = 0; // also of an infinity
-        const double mantissa = std::frexp(largest / (BYTE_MAX * significand), &exponent);
-        const double step = std::ldexp((double) significand, exponent - (mantissa == 0.5)); // BYTE_MAX steps suffice
-        for (size_t j = 0; j < d; ++j) {
-            const double multiple = (row[j] / step + TO_INTEGER) - TO_INTEGER;
-            rounded[j]            = step * multiple + 0.0; // no negative zeros
-        }
-        double error = 0.0;
-        for (size_t j = 0; j < d; ++j) {
-            error += (rounded[j] - row[j]) * (rounded[j] - row[j]);
-        }
-        if (least < 0.0 || error < least) {
-            least = error;
-            std::copy(rounded, rounded + d, best);
-        }
-    }
-    std::copy(best, best + d, row);
 }
 
 // m [n][n] becomes the transpose of its inverse (Gauss-Jordan in place). false: it has none.
@@ -320,6 +289,34 @@ float number_in(const std::string & json, const std::string & name) {
 
 } // namespace
 
+void round_to_bytes(double * row, size_t d) {
+    constexpr double TO_INTEGER = 6755399441055744.0; // 1.5 * 2^52: adding it rounds to nearest even
+    double           largest    = MIN_LARGEST;
+    for (size_t j = 0; j < d; ++j) {
+        largest = std::max(largest, std::fabs(row[j]));
+    }
+    double best[MAX_HEAD_SIZE], rounded[MAX_HEAD_SIZE];
+    double least = -1.0;
+    for (int significand = 8; significand < 16; ++significand) {
+        int          exponent = 0; // also of an infinity
+        const double mantissa = std::frexp(largest / (BYTE_MAX * significand), &exponent);
+        const double step = std::ldexp((double) significand, exponent - (mantissa == 0.5)); // BYTE_MAX steps suffice
+        for (size_t j = 0; j < d; ++j) {
+            const double multiple = (row[j] / step + TO_INTEGER) - TO_INTEGER;
+            rounded[j]            = step * multiple + 0.0; // no negative zeros
+        }
+        double error = 0.0;
+        for (size_t j = 0; j < d; ++j) {
+            error += (rounded[j] - row[j]) * (rounded[j] - row[j]);
+        }
+        if (least < 0.0 || error < least) {
+            least = error;
+            std::copy(rounded, rounded + d, best);
+        }
+    }
+    std::copy(best, best + d, row);
+}
+
 void read_budgets(const Keys & keys, Layout & layout) {
     const auto budget_of = [&](const std::string & key) {
         const float budget = keys.positive_f32(key);
@@ -380,37 +377,10 @@ std::vector<std::vector<uint8_t>> Plan::derive() const {
     for (const LayerSpec & spec : specs_) {
         factors.push_back(factors.back() + factor_bytes(spec));
     }
-    std::atomic<size_t>             next{ 0 };
-    std::atomic<bool>               failed{ false };
-    std::vector<std::exception_ptr> errors(specs_.size());
-    const auto                      work = [&] {
-        for (size_t i = next++; i < specs_.size() && !failed; i = next++) {
-            try {
-                blocks[i].resize(specs_[i].basis_bytes());
-                derive_layer(specs_[i], factors[i], blocks[i].data());
-            } catch (...) {
-                errors[i] = std::current_exception();
-                failed    = true;
-            }
-        }
-    };
-    std::vector<std::thread> threads;
-    const size_t             n_threads = std::min<size_t>(specs_.size(), std::thread::hardware_concurrency());
-    try {
-        while (threads.size() + 1 < n_threads) {
-            threads.emplace_back(work);
-        }
-    } catch (const std::exception &) { // this thread does the rest
-    }
-    work();
-    for (std::thread & thread : threads) {
-        thread.join();
-    }
-    for (const std::exception_ptr & error : errors) {
-        if (error) {
-            std::rethrow_exception(error);
-        }
-    }
+    for_each_parallel(specs_.size(), [&](size_t i) {
+        blocks[i].resize(specs_[i].basis_bytes());
+        derive_layer(specs_[i], factors[i], blocks[i].data());
+    });
     return blocks;
 }
 

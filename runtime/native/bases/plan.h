@@ -16,6 +16,9 @@ constexpr size_t MAX_PLANS = 16;
 // Reads the budgets of the file's layout and of its plans into `layout`.
 void read_budgets(const Keys & keys, Layout & layout);
 
+// Rounds a row to multiples of a step whose significand has 4 bits: the step of the smallest error.
+void round_to_bytes(double * row, size_t d);
+
 class Plan {
 public:
     // Reads plan i and replaces the sizes in `layout` by its own. base: of subkv.layout. Throws Invalid.

@@ -111,8 +111,8 @@ SUBKV_API bool subkv_model_content(const char * path, char out[65]);
 SUBKV_API bool subkv_model_weights(const char * path, int32_t first_layer, int32_t last_layer, char out[65]);
 
 // Where bases come from, in the order of the search: a file that the user names; the model's own keys; the sidecar beside
-// the model (by the model's name, else by its content); the user's cache folder, by the model's content: calibrated, or
-// derived from the weights.
+// the model (by the model's name, else by its content); the user's cache folder, by the model's content; else they are
+// derived from the weights, in memory.
 enum {
     SUBKV_BASES_NONE     = 0,
     SUBKV_BASES_NAMED    = 1,
@@ -124,18 +124,19 @@ enum {
 
 typedef struct subkv_bases {
     int32_t      source;
-    const char * path;   // of the file; "": none
+    const char * path;   // of the file; "": none, or they are derived
     const char * words;  // source and size of usable bases, for the user
     const char * size;   // the size alone
-    float        budget; // of usable bases, for subkv_layout_load_budget
+    float        budget; // of usable bases
     subkv_error  error;  // SUBKV_ERROR_NONE: usable; else why there are none, or those found first cannot be used
 } subkv_bases;
 
 // Finds the bases of a model, from the first place up to `last` that has some: no later place replaces a damaged file or
-// one of another model. It leaves out bases that another version of subkv has derived from the weights. named: the user's
-// file, which alone counts; NULL: none. budget: bits per element; 0: those of the variable SUBKV_BITS, or the file's
-// default. NULL if the model cannot be read.
+// one of another model. named: the user's file, which alone counts; NULL: none. budget: bits per element; 0: those of the
+// variable SUBKV_BITS, or the file's default, or 6.5 for derived bases. NULL if the model cannot be read.
 SUBKV_API const subkv_bases * subkv_find_bases(const char * model, const char * named, int32_t last, float budget);
+// The layout of usable bases, which outlives them; free it with subkv_layout_free.
+SUBKV_API subkv_layout *      subkv_bases_layout(const subkv_bases * bases);
 SUBKV_API void                subkv_bases_free(const subkv_bases * bases);
 
 // The file that the search finds or would find for a model at BESIDE, STORED or WEIGHTS. It may not exist. content: of

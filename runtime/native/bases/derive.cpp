@@ -1,0 +1,539 @@
+// derive.cpp: see derive.h. Coordinates of keys are sorted by the estimated cost of their errors and mixed inside bands; a
+// mean known from biases is subtracted. Values are mixed evenly, because no estimate from weights was reliable. All layers
+// and heads have equal budgets. The matrices are Hadamard matrices in bytes, so their inverses are known.
+#include "derive.h"
+
+#include "derive_plan.h"
+#include "derive_weights.h"
+#include "ggml.h"
+#include "hadamard.h"
+#include "layout_keys.h"
+#include "model_file.h"
+#include "plan.h"
+#include "subkv/recent.h"
+#include "variables.h"
+#include "weights_file.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <numeric>
+
+namespace subkv {
+
+namespace {
+
+// as in datafree.py and pipeline.py
+constexpr int    CONTEXT        = 8192;  // for which bits per element are computed
+constexpr int    LATENT_CONTEXT = 32768; // the same for latent attention, whose rows are small compared with its bases
+constexpr double VALUE_WEIGHT   = 0.7;
+constexpr double HALVES_FROM    = 6.5; // bits per element from which recent rows are halves
+constexpr double STEP_FLOOR     = 1e-6;
+constexpr int    N_SINK = 4, N_RECENT = 128;
+constexpr int    MOST_HEADS = 1 << 16;
+
+// The writer of bases from the weights, as weights_generator() of metadata.py.
+constexpr const char * GENERATOR = "subkv " SUBKV_VERSION ", weights 3";
+
+using Doubles = std::vector<double>;
+
+// Latent attention (MLA): architectures that the engine supports.
+bool is_latent(const WeightsFile & weights) {
+    static const char * const SUPPORTED[] = { "deepseek2", "mistral4",  "kimi-linear", "kimi-k3",   "bailingmoe3",
+                                              "deepseek32", "glm-dsa", "hy_v4",       "dots3note", "glm5-next" };
+    const bool known = std::find(std::begin(SUPPORTED), std::end(SUPPORTED), weights.arch()) != std::end(SUPPORTED);
+    return known && weights.of_arch("attention.key_length_mla").kind != MetaValue::Kind::NONE;
+}
+
+int64_t integer(const MetaValue & value) {
+    return value.is_integer() ? value.integer : 0;
+}
+
+// The layer whose rows this layer attends to, usually itself (Gemma 3n, Gemma 4: subkv/plan/shared.py).
+int64_t owner(const WeightsFile & weights, int64_t il) {
+    constexpr int64_t   PERIOD = 5;
+    const std::string & arch   = weights.arch();
+    int64_t             n_own  = 20;
+    if (arch == "gemma4") {
+        n_own = integer(weights.of_arch("block_count")) - integer(weights.of_arch("attention.shared_kv_layers"));
+    } else if (arch != "gemma3n") {
+        return il;
+    }
+    const MetaValue pattern = weights.of_arch("attention.sliding_window_pattern");
+    const int64_t   period  = integer(pattern) > 0 ? integer(pattern) : PERIOD;
+    const bool      slides  = pattern.is_list() ? il < (int64_t) pattern.list.size() && pattern.list[(size_t) il] != 0 :
+                                                  il % period < period - 1;
+    return il < n_own ? il : n_own - (slides ? 2 : 1);
+}
+
+// The layers whose K/V heads can be coded. Throws Invalid if there is none.
+std::vector<LayerShape> shapes_of(const WeightsFile & weights) {
+    const auto of_layer = [&](const char * key, int64_t il) -> int64_t {
+        const MetaValue value = weights.of_arch(std::string("attention.") + key);
+        if (value.is_list()) {
+            return il < (int64_t) value.list.size() ? value.list[(size_t) il] : 0;
+        }
+        return integer(value);
+    };
+    const bool    latent  = is_latent(weights);
+    const int64_t n_draft = latent ? integer(weights.of_arch("nextn_predict_layers")) : 0; // layers that are not used
+    const int64_t n_layer = integer(weights.of_arch("block_count"));
+    const auto    slides  = weights.of_arch("attention.sliding_window_pattern");
+    const bool    has_kv  = weights.of_arch("attention.head_count_kv").truthy();
+    if (n_layer > MAX_LAYERS) {
+        refuse(weights.arch() + ".block_count", "at most " + std::to_string(MAX_LAYERS) + " layers",
+               std::to_string(n_layer));
+    }
+    std::vector<LayerShape> layers;
+    for (int64_t il = 0; il < n_layer - std::max<int64_t>(n_draft, 0); ++il) {
+        const int64_t n_head    = of_layer("head_count", il);
+        const int64_t n_head_kv = has_kv ? of_layer("head_count_kv", il) : n_head;
+        if (n_head <= 0 || n_head_kv <= 0 || n_head > MOST_HEADS || n_head % n_head_kv != 0 ||
+            owner(weights, il) != il) {
+            continue;
+        }
+        const std::string name = "blk." + std::to_string(il) + ".";
+        if (weights.has_tensor(name + "ssm_out.weight") && !weights.has_tensor(name + "attn_k.weight")) {
+            continue; // linear attention, with a state instead of K/V
+        }
+        if (latent && slides.is_list() && il < (int64_t) slides.list.size() && slides.list[(size_t) il] != 0) {
+            continue; // an ordinary cache has its rows, which have other sizes
+        }
+        const auto size_of = [&](const char * side, const char * length) {
+            const std::string matrix = name + "attn_" + side + ".weight"; // sizes of sliding layers are those of matrices
+            const int64_t     rows = weights.has_tensor(matrix) ? weights.matrix(matrix).n_rows / n_head_kv : 0;
+            const int64_t     own  = rows != 0 ? rows : of_layer(length, il);
+            return own != 0 ? own : integer(weights.of_arch("embedding_length")) / n_head;
+        };
+        const int64_t d_k = latent ? integer(weights.of_arch("attention.key_length")) : size_of("k", "key_length");
+        const int64_t d_v = latent ? integer(weights.of_arch("attention.kv_lora_rank")) : size_of("v", "value_length");
+        const auto    ok  = [](int64_t d) { return d >= 8 && d <= MAX_HEAD_SIZE && d % 8 == 0; };
+        if (ok(d_k) && ok(d_v)) {
+            layers.push_back({ (int) il, (int) n_head, (int) n_head_kv, (int) d_k, (int) d_v });
+        }
+    }
+    const bool other = !latent && weights.of_arch("attention.key_length_mla").kind != MetaValue::Kind::NONE;
+    if (other || layers.empty()) {
+        const std::string why =
+            other ? "its attention is multi-head latent (MLA) of an unknown form" :
+                    "no layer of it has K/V heads of 8 to " + std::to_string(MAX_HEAD_SIZE) + " elements in multiples of 8";
+        throw Invalid(Error{ SUBKV_ERROR_INVALID, "",
+                             "model " + shortened(weights.arch()) + ": subkv cannot hold its K/V cache because " + why,
+                             "use an ordinary cache type (-ctk f16)" });
+    }
+    return layers;
+}
+
+uint16_t half_of(double x) {
+    return ggml_fp32_to_fp16((float) x);
+}
+
+// A head's keys. order: coordinates by importance; empty: evenly mixed. variance, importance: in this order. mean: as
+// stored, subtracted before encoding.
+struct KeyEstimate {
+    std::vector<int>      order;
+    Doubles               variance, importance;
+    std::vector<uint16_t> mean;
+    bool                  centred = false;
+};
+
+// What a model's weights say about its layers.
+struct Estimates {
+    std::string                           arch;
+    int                                   n_layer = 0;
+    bool                                  latent  = false;
+    bool                                  known   = true; // of the keys of all layers
+    std::vector<LayerShape>               layers;
+    std::vector<std::vector<KeyEstimate>> keys;      // of every layer's heads
+    std::vector<std::pair<double, double>> variances; // latent: of a layer's latent and rotary part
+};
+
+// A head's costs, divided by the geometric mean of its costs without biases.
+void normalize(Doubles & cost, const Doubles & without_bias) {
+    const double floor = std::max(*std::max_element(without_bias.begin(), without_bias.end()), 1e-300) * 1e-12;
+    double       sum   = 0.0;
+    for (const double x : without_bias) {
+        sum += std::log(std::max(x, floor));
+    }
+    const double  mean = std::exp(sum / (double) cost.size());
+    const Doubles even = equal_importance((int) cost.size());
+    for (size_t i = 0; i < cost.size(); ++i) {
+        cost[i] = cost[i] / mean * even[i];
+    }
+}
+
+std::vector<KeyEstimate> keys_of(const LayerShape & shape, const std::optional<Energies> & energies) {
+    const auto               d = (size_t) shape.d_k;
+    std::vector<KeyEstimate> heads;
+    for (size_t h = 0; h < (size_t) shape.n_head_kv; ++h) {
+        KeyEstimate key;
+        key.mean.assign(d, 0);
+        if (!energies) {
+            key.variance.assign(d, 1.0);
+            key.importance = equal_importance(shape.d_k);
+            heads.push_back(std::move(key));
+            continue;
+        }
+        Doubles variance(d), cost(d), without_bias(d);
+        for (size_t j = 0; j < d; ++j) {
+            variance[j]     = energies->k[h][j] + energies->rest[h][j];
+            cost[j]         = variance[j] * energies->q[h][j];
+            without_bias[j] = energies->k[h][j] * energies->q[h][j];
+            key.mean[j]     = half_of(energies->mean[h][j]);
+            key.centred     = key.centred || (key.mean[j] & 0x7fff) != 0;
+            if ((key.mean[j] & 0x7c00) == 0x7c00) {
+                refuse("blk." + std::to_string(shape.il) + ".attn_k.bias", "means of keys within half precision",
+                       number(energies->mean[h][j]));
+            }
+            key.order.push_back((int) j);
+        }
+        std::stable_sort(key.order.begin(), key.order.end(),
+                         [&](int a, int b) { return cost[(size_t) a] > cost[(size_t) b]; });
+        for (const int j : key.order) {
+            key.variance.push_back(variance[(size_t) j]);
+            key.importance.push_back(cost[(size_t) j]);
+        }
+        normalize(key.importance, without_bias);
+        heads.push_back(std::move(key));
+    }
+    return heads;
+}
+
+// Mean squares of the elements of a latent and of its rotary part; 1 if unknown. The residual stream is assumed to be
+// white.
+std::pair<double, double> latent_variances(const WeightsFile & weights, const LayerShape & shape) {
+    const std::string name   = "blk." + std::to_string(shape.il) + ".";
+    const auto        latent = weights.vector(name + "attn_kv_a_norm.weight");
+    const auto        norm   = weights.vector(name + "attn_norm.weight");
+    if (!latent || !norm || !weights.has_tensor(name + "attn_kv_a_mqa.weight")) {
+        return { 1.0, 1.0 };
+    }
+    const WeightMatrix matrix = weights.matrix(name + "attn_kv_a_mqa.weight");
+    if ((int) latent->size() != shape.d_v || matrix.n_rows != shape.d_k || matrix.n != (int64_t) norm->size()) {
+        return { 1.0, 1.0 };
+    }
+    double    of_latent = 0.0, of_rotated = 0.0;
+    const int n_rotated = shape.d_k - shape.d_v;
+    for (const double x : *latent) {
+        of_latent += x * x;
+    }
+    of_latent /= (double) latent->size();
+    RowReader(weights).rows(matrix, shape.d_v, n_rotated, 1, [&](const float * row) {
+        for (size_t j = 0; j < norm->size(); ++j) {
+            const double x = (double) row[j] * (*norm)[j];
+            of_rotated += x * x;
+        }
+    });
+    of_rotated         = n_rotated > 0 ? of_rotated / n_rotated : 1.0;
+    const auto is_size = [](double x) { return x > 0.0 && std::isfinite(x); };
+    return is_size(of_latent) && is_size(of_rotated) ? std::make_pair(of_latent, of_rotated) :
+                                                       std::make_pair(1.0, 1.0);
+}
+
+Estimates estimate(const std::string & path) {
+    const WeightsFile weights(path);
+    Estimates         out;
+    out.arch    = weights.arch();
+    out.n_layer = (int) integer(weights.of_arch("block_count"));
+    out.latent  = is_latent(weights);
+    out.layers  = shapes_of(weights);
+    if (out.latent) {
+        for (const LayerShape & shape : out.layers) {
+            out.variances.push_back(latent_variances(weights, shape));
+        }
+        return out;
+    }
+    const auto energies = energies_of(weights, out.layers, CONTEXT);
+    for (size_t i = 0; i < out.layers.size(); ++i) {
+        out.known = out.known && energies[i];
+        out.keys.push_back(keys_of(out.layers[i], energies[i]));
+    }
+    return out;
+}
+
+HeadSpec spec_of(const Bands & bands) {
+    HeadSpec spec;
+    for (const auto & [n, bits] : bands) {
+        spec.bands[spec.n_bands++] = { (uint16_t) n, (uint16_t) bits };
+    }
+    return spec;
+}
+
+// Steps of all bands, largest 1, if the coefficients of every band are mixed. variance: before mixing.
+std::vector<float> ratios_of(const HeadSpec & spec, const Doubles & variance) {
+    Doubles steps;
+    double  largest = 0.0;
+    auto    from    = variance.begin();
+    for (int b = 0; b < spec.n_bands; ++b) {
+        const int    n    = spec.bands[b].n;
+        const double mean = std::accumulate(from, from + n, 0.0) / n;
+        const bool   wide = spec.bands[b].bits == 16; // without a shared step
+        from += n;
+        steps.push_back(wide ? -1.0 : mean > 0.0 ? std::sqrt(mean) * best_step(spec.bands[b].bits) : 0.0);
+        largest = std::max(largest, steps.back());
+    }
+    std::vector<float> ratios;
+    for (const double step : steps) {
+        const bool shared = step >= 0.0 && largest > 0.0;
+        ratios.push_back(shared ? (float) std::max(step / largest, STEP_FLOOR) : 1.0f);
+    }
+    return ratios;
+}
+
+// The entry of a mixing matrix of n rows, rounded to bytes.
+double entry_of(int n) {
+    static std::mutex                 mutex;
+    static std::map<int, double>      known;
+    const std::lock_guard<std::mutex> lock(mutex);
+    double &                          entry = known[n];
+    if (entry == 0.0) {
+        Doubles row((size_t) n, 1.0 / std::sqrt((double) n));
+        round_to_bytes(row.data(), row.size());
+        entry = row[0];
+    }
+    return entry;
+}
+
+// Writes the decoded basis of a layer (FORMAT.md §3).
+class BlockWriter {
+public:
+    explicit BlockWriter(uint8_t * out) : out_(out) {}
+
+    void number(float x) { put(&x, sizeof(x)); }
+
+    void halves(const std::vector<uint16_t> & values) { put(values.data(), values.size() * sizeof(uint16_t)); }
+
+    void ratios(const HeadSpec & spec, const Doubles & variance) {
+        for (const float ratio : ratios_of(spec, variance)) {
+            number(ratio);
+        }
+    }
+
+    // E and D of coordinates, in this order, mixed within every band. order empty: mixed in parts of these sizes, whatever
+    // the bands.
+    void matrices(const HeadSpec & spec, const std::vector<int> & order, const std::vector<int> & parts) {
+        const int             d = std::accumulate(parts.begin(), parts.end(), 0);
+        std::vector<uint16_t> encode((size_t) d * (size_t) d, 0), decode = encode;
+        std::vector<double>   gain;
+        std::vector<int>      bits;
+        for (int b = 0; b < spec.n_bands; ++b) {
+            bits.insert(bits.end(), spec.bands[b].n, spec.bands[b].bits);
+        }
+        const auto mix = [&](int first, int n, bool plain) {
+            int at = first;
+            for (const HadamardBlock & block : spreading(n)) {
+                const double c = plain ? 1.0 : entry_of(block.n);
+                for (int i = 0; i < block.n; ++i) {
+                    const auto     row = (size_t) (at + i) * (size_t) d;
+                    const double   inverse = (plain ? 1.0 : 1.0 / (block.n * c)) / (1.0 - distortion(bits[(size_t) (at + i)]));
+                    const uint16_t e = half_of(c), of_d = half_of(inverse);
+                    for (int j = 0; j < block.n; ++j) {
+                        if (plain && i != j) {
+                            continue;
+                        }
+                        const int    to   = order.empty() ? at + j : order[(size_t) (at + j)];
+                        const bool   minus = !plain && block.sign[(size_t) (i * block.n + j)] < 0;
+                        const auto   sign = (uint16_t) (minus ? 0x8000 : 0);
+                        encode[row + (size_t) to] = e | sign;
+                        decode[row + (size_t) to] = of_d | sign;
+                    }
+                }
+                at += block.n;
+            }
+        };
+        int first = 0;
+        if (order.empty()) {
+            for (const int n : parts) {
+                mix(first, n, false);
+                first += n;
+            }
+        } else {
+            for (int b = 0; b < spec.n_bands; ++b) {
+                mix(first, spec.bands[b].n, spec.bands[b].bits == 16);
+                first += spec.bands[b].n;
+            }
+        }
+        halves(encode);
+        halves(decode);
+    }
+
+private:
+    void put(const void * from, size_t n) { // little-endian, as all supported machines
+        std::memcpy(out_, from, n);
+        out_ += n;
+    }
+
+    uint8_t * out_;
+};
+
+// Two rows of bases in bytes, of E and of D.
+int64_t bases_in_bytes(int d) {
+    return 2 * byte_row_bits(d);
+}
+
+std::vector<PlannedHead> heads_of(const Estimates & model) {
+    std::vector<PlannedHead> heads;
+    for (size_t i = 0; i < model.layers.size(); ++i) {
+        const LayerShape & shape = model.layers[i];
+        Doubles            value = equal_importance(shape.d_v);
+        std::for_each(value.begin(), value.end(), [](double & x) { x *= VALUE_WEIGHT; });
+        for (const KeyEstimate & key : model.keys[i]) {
+            heads.push_back({ shape.d_k, key.importance, key.centred, bases_in_bytes(shape.d_k), false });
+            heads.push_back({ shape.d_v, value, false, bases_in_bytes(shape.d_v), false });
+        }
+    }
+    return heads;
+}
+
+// Of every layer the latent, whose D is stored again for values, then the rotary part, if any.
+std::vector<PlannedHead> latent_heads(const Estimates & model) {
+    std::vector<PlannedHead> heads;
+    for (const LayerShape & shape : model.layers) {
+        const int64_t bits    = bases_in_bytes(shape.d_k);
+        const int     rotated = shape.d_k - shape.d_v;
+        heads.push_back({ shape.d_v, equal_importance(shape.d_v), false, bits + byte_row_bits(shape.d_v), false });
+        if (rotated > 0) {
+            heads.push_back({ rotated, equal_importance(rotated), false, bits, true });
+        }
+    }
+    return heads;
+}
+
+// Merges neighbouring bands of a latent and its rotary part, with the smaller of their bits, where that costs least, until
+// their row has at most MAX_BANDS.
+void join(const PlannedHead * heads, Bands * bands, size_t n) {
+    for (;;) {
+        size_t total = 0, best = 0, at = 0;
+        double least = -1.0;
+        for (size_t i = 0; i < n; ++i) {
+            total += bands[i].size();
+            auto from = heads[i].importance.begin();
+            for (size_t j = 0; j + 1 < bands[i].size(); from += bands[i][j++].first) {
+                const double loss = loss_of(bands[i][j + 1].second) - loss_of(bands[i][j].second);
+                const double cost = std::accumulate(from, from + bands[i][j].first, 0.0) * loss;
+                if (least < 0.0 || cost < least) {
+                    least = cost;
+                    best  = i;
+                    at    = j;
+                }
+            }
+        }
+        if (total <= (size_t) MAX_BANDS) {
+            return;
+        }
+        bands[best][at + 1].first += bands[best][at].first;
+        bands[best].erase(bands[best].begin() + (std::ptrdiff_t) at);
+    }
+}
+
+std::shared_ptr<const Layout> planned(const Estimates & model, float budget) {
+    const double kv_bits = (double) budget;
+    const bool   halves  = model.latent || kv_bits >= HALVES_FROM;
+    PlanOverhead overhead;
+    overhead.context     = model.latent ? LATENT_CONTEXT : CONTEXT;
+    overhead.n_sink      = N_SINK;
+    overhead.n_recent    = N_RECENT;
+    overhead.n_rollback  = N_ROLLBACK;
+    overhead.recent_bits = halves ? 16 : RECENT_BITS;
+
+    const std::vector<PlannedHead> heads = model.latent ? latent_heads(model) : heads_of(model);
+    std::vector<Bands> bands = plan_bands(heads, kv_bits, overhead, model.latent ? 0 : WIDEST_BITS);
+    for (size_t i = 0, n = 1; model.latent && i < heads.size(); i += n) {
+        n = i + 1 < heads.size() && heads[i + 1].joined ? 2 : 1;
+        join(heads.data() + i, bands.data() + i, n);
+    }
+    const PlanAccount account = account_of(heads, bands, overhead);
+
+    auto l                = std::make_shared<Layout>();
+    l->version            = FORMAT_VERSION;
+    l->codec              = "banded";
+    l->arch               = model.arch;
+    l->n_layer            = model.n_layer;
+    l->n_sink             = N_SINK;
+    l->n_recent           = N_RECENT;
+    l->recent_bits        = overhead.recent_bits;
+    l->bpe                = (float) account.total();
+    l->bpe_rows           = (float) account.rows;
+    l->bpe_context        = (uint32_t) overhead.context;
+    l->budget             = budget;
+    l->gamma              = "one";
+    l->basis_k            = model.known && !model.latent ? "query-aware" : "pca";
+    l->basis_v            = "pca";
+    l->base_sha256        = std::string(64, '0');
+    l->calibration_sha256 = std::string(64, '0');
+    l->calibration_text   = "weights";
+    l->generator          = GENERATOR;
+
+    std::vector<LayerSpec> specs;
+    size_t                 next = 0; // in bands
+    for (const LayerShape & shape : model.layers) {
+        LayerSpec spec;
+        spec.il        = shape.il;
+        spec.n_head_kv = model.latent ? 1 : shape.n_head_kv;
+        spec.d_k       = shape.d_k;
+        spec.d_v       = shape.d_v;
+        for (int h = 0; h < spec.n_head_kv; ++h) {
+            Bands keys = bands[next++];
+            if (model.latent && shape.d_k > shape.d_v) {
+                keys.insert(keys.end(), bands[next].begin(), bands[next].end());
+                ++next;
+            }
+            spec.k.push_back(spec_of(keys));
+            if (!model.latent) {
+                spec.v.push_back(spec_of(bands[next++]));
+            }
+        }
+        specs.push_back(std::move(spec));
+    }
+    size_t i = 0; // layers written
+    return make_layout(l, specs, [&](const LayerSpec & spec, uint8_t * out) {
+        BlockWriter block(out);
+        for (size_t h = 0; h < (size_t) spec.n_head_kv; ++h) {
+            const KeyEstimate * key = model.latent ? nullptr : &model.keys[i][h];
+            Doubles             variance;
+            std::vector<int>    parts = { spec.d_k };
+            if (model.latent) {
+                variance.assign((size_t) spec.d_v, model.variances[i].first);
+                variance.resize((size_t) spec.d_k, model.variances[i].second);
+                parts = { spec.d_v, spec.d_k - spec.d_v };
+            }
+            block.number(1.0f); // gamma
+            block.ratios(spec.k[h], key ? key->variance : variance);
+            block.halves(key ? key->mean : std::vector<uint16_t>((size_t) spec.d_k, 0));
+            block.matrices(spec.k[h], key ? key->order : std::vector<int>(), parts);
+            if (key) {
+                block.ratios(spec.v[h], Doubles((size_t) spec.d_v, 1.0));
+                block.matrices(spec.v[h], {}, { spec.d_v });
+            }
+        }
+        ++i;
+    });
+}
+
+// The estimates of the last models, by their content: a program makes several caches for one model.
+std::shared_ptr<const Estimates> estimates_of(const std::string & model) {
+    constexpr size_t                                               MOST = 8;
+    static std::mutex                                              mutex;
+    static std::map<std::string, std::shared_ptr<const Estimates>> known;
+    const std::string                                              content = model_content(model);
+    const std::lock_guard<std::mutex>                              lock(mutex);
+    auto                                                           it = known.find(content);
+    if (it == known.end()) {
+        auto made = std::make_shared<const Estimates>(estimate(model));
+        if (known.size() >= MOST) {
+            known.clear();
+        }
+        it = known.emplace(content, std::move(made)).first;
+    }
+    return it->second;
+}
+
+} // namespace
+
+std::shared_ptr<const Layout> derive_layout(const std::string & model, float budget) {
+    return planned(*estimates_of(model), budget == 0.0f ? DERIVED_BUDGET : budget);
+}
+
+} // namespace subkv

@@ -1,0 +1,63 @@
+// derive_plan.h: the bands of all heads within a budget (subkv/plan/budget.py, which computes the same ones).
+#pragma once
+
+#include "layout.h"
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace subkv {
+
+// Neighbouring coefficients with the same bits; as HeadSpec, of any number.
+using Bands = std::vector<std::pair<int, int>>; // coefficients, bits
+
+constexpr int LEAST_BITS  = 3; // of any coefficient without a calibration
+constexpr int WIDEST_BITS = 16;
+
+// One head's K or V. joined: its codes continue the row of the previous head, under the same scale.
+struct PlannedHead {
+    int                 d = 0;
+    std::vector<double> importance;         // [d]
+    bool                centred    = false; // a mean is subtracted and stored with the bases
+    int64_t             basis_bits = 0;     // memory of one coefficient's bases
+    bool                joined     = false;
+};
+
+// Sizes besides the rows. context: tokens for which bits per element are computed.
+struct PlanOverhead {
+    int64_t context = 0;
+    int     n_sink = 0, n_recent = 0, n_rollback = 0, recent_bits = 0;
+};
+
+// The parts of a budget, in bits per K/V element.
+struct PlanAccount {
+    double rows = 0.0, window = 0.0, bases = 0.0;
+
+    double total() const { return rows + window + bases; }
+};
+
+// [n] importance of equal coefficients. It decreases slightly: a budget ends at the same group in all heads.
+std::vector<double> equal_importance(int n);
+
+// Bits of a row of E or D in bytes.
+int64_t byte_row_bits(int d);
+
+// Expected squared error of a coefficient at `bits`, relative to its own size.
+double distortion(int bits);
+
+// Cost of a coefficient's errors at `bits`, relative to independent errors of its own size.
+double loss_of(int bits);
+
+// The best step of a Gaussian of variance 1.
+double best_step(int bits);
+
+PlanAccount account_of(const std::vector<PlannedHead> & heads, const std::vector<Bands> & bands,
+                       const PlanOverhead & overhead);
+
+// Bands of every head within `kv_bits` bits per element in total. widest: maximum bits of a band; 0: 16 for large
+// budgets, else 8. Throws Invalid of SUBKV_ERROR_BUDGET with the valid range.
+std::vector<Bands> plan_bands(const std::vector<PlannedHead> & heads, double kv_bits, const PlanOverhead & overhead,
+                              int widest);
+
+} // namespace subkv
