@@ -56,8 +56,7 @@ def chosen(model: Path, bases: Path | None) -> tuple[dict[str, CacheChoice], dic
     Without a plan of BITS that cache is left out, with a note. Raises SubkvError.
     """
     from subkv.engine.cache import CODED, CacheOptions, choose_cache, ordinary
-    from subkv.format.layout import Layout
-    from subkv.format.metadata import predicted_of, read, read_predicted
+    from subkv.format.metadata import predicted_of, read_predicted
 
     caches = {name: ordinary(name) for name in ("f16", "q8_0", "q4_0")}
     predicted: dict[str, float] = {}
@@ -72,11 +71,12 @@ def chosen(model: Path, bases: Path | None) -> tuple[dict[str, CacheChoice], dic
             options.note(f"{BITS:g} bits: left out, {error.reason}")
             continue
         assert choice.layout is not None
-        with Layout(choice.layout, choice.budget) as layout:
+        with choice.opened() as layout, choice.opened(0.0) as of_default:
+            default = of_default.description["budget"]
             described.append(layout.description)
         if bits is not None and described[-1]["fingerprint"] == described[0]["fingerprint"]:
             continue  # the default is this plan
-        is_default = math.isclose(choice.budget, read(choice.layout)["budget"], rel_tol=1e-6)  # not with SUBKV_BITS
+        is_default = math.isclose(choice.budget, default, rel_tol=1e-6)  # not with SUBKV_BITS
         name = f"subkv, {choice.budget:.3g} bits" + (", the default" if is_default else "")
         caches[name] = choice
         if klds := predicted_of(described[-1], read_predicted(choice.layout)):

@@ -99,21 +99,20 @@ def main(
     For any other model: those of the bases that -ctk subkv would use, and their source.
     """
     # numpy and the native libraries: not for a --help
-    from subkv.engine.cache import coded_by
+    from subkv.engine.cache import CODED, CacheOptions, choose_cache
     from subkv.engine.memory import available_memory, simulated_cache, trained_context
-    from subkv.engine.sidecars import preview
     from subkv.format import metadata
-    from subkv.format.layout import Layout
     from subkv.native.gguf import Gguf, check_model_file
 
     path = check_model_file(model, weights=False)
     with concerning(path="model", bases="model", kv_cache="model"):
-        sidecar, stored = preview(path, kv_bits)
-        if sidecar.path != path:
-            options.note(sidecar.note)
-            path = sidecar.path
-        with Layout(path, sidecar.budget) as opened:
-            layout = opened.description
+        choice = choose_cache(path, CacheOptions(CODED, kv_bits=kv_bits))
+        if choice.derived or choice.layout != path:
+            options.note(f"{choice.note}; {choice.gain}" if choice.gain else choice.note)
+        with choice.opened() as opened, choice.opened(0.0) as of_default:
+            layout, default = opened.description, of_default.description["budget"]
+        assert choice.layout is not None
+        path = choice.layout
     if bases is not None and plot is None:
         raise click.UsageError("--bases: expected --plot FILE.png with it, found none")
     if plot is not None:
@@ -128,7 +127,7 @@ def main(
         figure.write_figure(layers.layout_figure(layout, calibration, title), plot)
         options.note(f"wrote {plot}")
     if form == "json":
-        click.echo(json.dumps({"path": str(path) if stored else None, **layout}, indent=2))
+        click.echo(json.dumps({"path": None if choice.derived else str(path), **layout}, indent=2))
         return
     head, *rows = (band_table if bands else layer_table)(layout)
     show(head)
@@ -136,21 +135,17 @@ def main(
         show(line)
     with Gguf(model) as gguf:
         weights = gguf.n_bytes if gguf.n_tensors else 0
-    of_default, plans = metadata.read_predicted(path), {plan["budget"]: plan for plan in layout["plans"]}
-    predicted = metadata.predicted_of(layout, of_default)
+    klds, plans = metadata.read_predicted(path), {plan["budget"]: plan for plan in layout["plans"]}
+    predicted = metadata.predicted_of(layout, klds)
     n_tokens = n_ctx or layout["bpe_context"]
     cost, trained = Cost.of_layout(layout), 0
     if weights:
-        stats = simulated_cache(Path(model), coded_by(path, sidecar.budget), n_tokens)
+        stats = simulated_cache(Path(model), choice, n_tokens)
         cost, trained = cost.beside(stats), trained_context(Path(model))
     for line in sentences(cost, n_tokens, predicted, weights, available_memory(), trained):
         show(line)
     by_budget = {budget: plan["predicted"] or None for budget, plan in plans.items()}
-    default = layout["budget"]
-    if default in plans:
-        with Layout(path) as opened:
-            default = opened.description["budget"]
-    for line in budgets(default, by_budget, of_default["subkv"] if of_default else None):
+    for line in budgets(default, by_budget, klds["subkv"] if klds else None):
         show(line)
 
 

@@ -68,11 +68,11 @@ request_options = group(
 
 
 def prepare(model: Path, strict: bool = False, bases: Path | None = None, kv_bits: float | None = None) -> CacheChoice:
-    """Look up the bases of a model, or derive them from its weights and store them where the library finds them.
+    """Look up the bases of a model, or derive them from its weights, as the library does it in the program.
 
     strict: raise if bases cannot be derived; else the model gets an ordinary cache. bases: the user's file with them.
     kv_bits: as subkv.Llama.
-    Raises ModelFileError about `model_path`, CacheError about `bases` or `kv_cache`, SubkvError about XDG_CACHE_HOME.
+    Raises ModelFileError about `model_path`, CacheError about `bases` or `kv_cache`.
     """
     # numpy and the native libraries: not for a --help
     from subkv.engine.cache import CacheOptions, choose_cache, f16_instead
@@ -87,8 +87,6 @@ def prepare(model: Path, strict: bool = False, bases: Path | None = None, kv_bit
         if strict or error.key != "kv_cache":
             raise
         return f16_instead(CacheOptions(), error)
-    if choice.unstored:
-        raise SubkvError("XDG_CACHE_HOME", f"cannot store the bases of {model}: {choice.unstored}")
     return choice
 
 
@@ -134,7 +132,7 @@ def cache_variables(
     else:
         prepared = [prepare(model, strict, kv_bits=kv_bits) for model in models]
     value, layout = cache if models else AUTO, prepared[0].layout if len(prepared) == 1 else None
-    if layout is not None and (name_bases or request.bases is not None):
+    if layout is not None and not prepared[0].derived and (name_bases or request.bases is not None):
         value = os.path.abspath(layout)
     several = len(prepared) > 1
     named = zip(models, prepared, strict=True) if several else [(None, one) for one in prepared]

@@ -165,7 +165,7 @@ def test_head_norms_cancel_the_scale_of_the_projection(tiny_model: Models) -> No
         whole = energies(Changed(base, without | {"blk.0.attn_k_norm.weight": np.tile(weight, 2)}))
         with pytest.raises(AssertionError):
             energies(Changed(base, {"blk.0.attn_k_norm.weight": weight[:5]}))
-    np.testing.assert_allclose(one.k, other.k, rtol=1e-5)
+    np.testing.assert_allclose(one.k, other.k, rtol=1e-3)
     assert one.k.sum() == pytest.approx(2 * np.sum(weight**2), rel=0.3)
     assert whole.k.shape == one.k.shape and np.isfinite(whole.k).all()
 

@@ -36,12 +36,12 @@ int main(int argc, char ** argv) {
         return 1;
     }
     EXPECT(SUBKV_ERROR_BUDGET, "bits per element", "`subkv convert MODEL --");
-    const subkv_bases * bases = subkv_find_bases(argv[1], NULL, SUBKV_BASES_EMBEDDED, 0.0f);
+    const subkv_bases * bases = subkv_find_bases(argv[1], NULL, SUBKV_BASES_EMBEDDED, 0.0f, NULL, 0);
     if (!bases || bases->source != SUBKV_BASES_NONE || bases->error.kind != SUBKV_ERROR_INVALID) {
         return 1;
     }
     subkv_bases_free(bases);
-    bases = subkv_find_bases(argv[1], argv[3], SUBKV_BASES_WEIGHTS, 0.0f);
+    bases = subkv_find_bases(argv[1], argv[3], SUBKV_BASES_WEIGHTS, 0.0f, NULL, 0);
     if (!bases || bases->error.kind != SUBKV_ERROR_NONE || *bases->error.reason) {
         return 1;
     }

@@ -22,12 +22,9 @@ from runtime.launch.variables import CacheRequest, cache_variables
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine.cache import CacheOptions, choose_cache, parse_cache
 from subkv.engine.fitting import memory_size
-from subkv.engine.sidecars import preview
-from subkv.format import metadata
 from subkv.format.metadata import read as described
+from subkv.native.bases import DERIVED_BUDGETS
 from subkv.native.paths import lib_dir
-from subkv.plan import datafree
-from subkv.plan.pipeline import Options
 
 Models = Callable[..., Path]
 TOKENS = list(range(3, 90))
@@ -109,44 +106,22 @@ def test_invalid_variable(planned: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_bases_without_plans(tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bits that bases from the weights have no plan for are refused, in a chat as well: f16 does not replace them."""
+    """Bits that bases from the weights cannot have are refused, in a chat as well: f16 does not replace them."""
     model = Path(shutil.copy(tiny_model(), tmp_path / "m.gguf"))
     for options in (CacheOptions(kv_bits=3), CacheOptions("subkv:3")):
-        with pytest.raises(CacheError, match="for which .* has a plan, found 3") as e:
+        with pytest.raises(CacheError, match="for bases from the weights of this model .*, found 3") as e:
             choose_cache(model, options)
         assert e.value.key == "kv_bits"
     monkeypatch.setenv("SUBKV_BITS", "3")
-    with pytest.raises(CacheError, match="for which .* has a plan, found 3"):
+    with pytest.raises(CacheError, match="for bases from the weights of this model .*, found 3"):
         choose_cache(model)
 
 
-def test_latent_rows_have_one_budget(tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_bits_of_derived_bases(tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    reason = r"expected 6\.5, for which .* has a plan, found 3; `subkv convert MODEL --kv-bits 3` writes bases with it"
+    reason = r"expected \d+\.\d+ to \d+\.\d+ for bases from the weights of this model at 32768 tokens, found 3"
     with pytest.raises(CacheError, match=reason):
         choose_cache(tiny_model("deepseek2"), CacheOptions("subkv:3"))
-
-
-def test_bases_of_another_release_without_plans(
-    tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are derived again before a budget is refused, by a preview as well."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    model = Path(shutil.copy(tiny_model(), tmp_path / "m.gguf"))
-    made = choose_cache(model, CacheOptions("subkv")).layout
-    assert made is not None and made.is_relative_to(tmp_path / "cache")
-    with monkeypatch.context() as patch:
-        patch.setattr(metadata, "generator", lambda: "subkv 0.0.1")
-        datafree.sidecar(model, made, Options())
-    assert preview(model, 5.2)[0].budget == pytest.approx(5.2) and not described(made)["plans"]
-    choice = choose_cache(model, CacheOptions(kv_bits=5.2))
-    assert (choice.layout, choice.budget) == (made, pytest.approx(5.2))
-    assert described(made)["generator"] == metadata.weights_generator()
-    with monkeypatch.context() as patch:
-        patch.setattr(metadata, "generator", lambda: "subkv 0.0.1")
-        datafree.sidecar(model, made, Options())
-    with pytest.raises(CacheError, match=r"expected .*5\.2.* has a plan, found 3"):
-        choose_cache(model, CacheOptions(kv_bits=3))
 
 
 def test_lists_of_caches(planned: Path) -> None:
@@ -226,9 +201,12 @@ def test_memory_of_other_caches(arch: str, tiny_model: Models, tmp_path: Path, m
     """Sliding windows and latent rows are counted to the byte, too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, totals = tiny_model(arch), []
-    budgets = sorted(plan["budget"] for plan in described(choose_cache(model, CacheOptions("subkv")).layout)["plans"])
-    for bits in (None, *budgets[::-1]):
-        llm = opened(model, kv_cache="subkv", kv_bits=bits)
+    for bits in DERIVED_BUDGETS:
+        try:
+            llm = opened(model, kv_cache="subkv", kv_bits=bits)
+        except CacheError as error:
+            assert error.key == "kv_bits" and bits == min(DERIVED_BUDGETS)
+            continue  # less than the least of this model
         totals.append((llm.kv_stats().bytes_kv + llm.kv_stats().bytes_bases, llm.cache_choice.budget))
         llm.close()
     for i, (n_bytes, budget) in enumerate(totals):

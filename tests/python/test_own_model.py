@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import json
 import os
 import pickle
@@ -25,16 +24,13 @@ from opening import last_logits, opened, prompt
 from runtime import cli
 from runtime.model import open_llama
 from subkv.base.errors import CacheError, NoCodedCacheError, SubkvError
-from subkv.engine import announced, sidecars
 from subkv.engine.cache import CacheChoice, CacheOptions, choose_cache, open_or_f16
 from subkv.engine.context import ContextOptions
 from subkv.engine.llama import Llama
-from subkv.format import metadata
 from subkv.format.layout import Layout
 from subkv.format.window import Window
 from subkv.native.bases import sidecar_path
 from subkv.plan import datafree
-from subkv.plan.pipeline import Options
 
 Models = Callable[..., Path]
 SHORT = ContextOptions(256, n_batch=64, n_ubatch=64, n_threads=1)
@@ -56,12 +52,10 @@ def test_chat_makes_bases(tiny_model: Models, cache_home: Path) -> None:
     assert "predicted as good as q8_0" in bases
     assert "; -ctk f16 uses none; " in bases
     assert f"`subkv convert {model}`" in bases
-    (made,) = (cache_home / "subkv" / "sidecars").glob("*.weights.gguf")
-    before = made.stat().st_mtime_ns
     assert chat(model, "-ctk", "auto").stderr.splitlines()[1] == bases
     assert chat(model, "-ctk", "subkv").stderr.splitlines()[1] == bases
-    assert made.stat().st_mtime_ns == before
-    with Layout(made) as layout:
+    assert not cache_home.exists()
+    with Layout(model, derived=True) as layout:
         assert datafree.KV_BITS - 0.25 < layout.description["bits_per_element"] <= datafree.KV_BITS
 
 
@@ -78,17 +72,6 @@ def test_ordinary_caches_make_none(tiny_model: Models, cache_home: Path, flags: 
     assert result.exit_code == 0, result.output
     assert "bases" not in result.stderr
     assert not cache_home.exists()
-
-
-def test_bases_of_another_version_are_derived_again(
-    tiny_model: Models, cache_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat(tiny_model())
-    (made,) = (cache_home / "subkv" / "sidecars").glob("*.weights.gguf")
-    with monkeypatch.context() as patch:
-        patch.setattr(metadata, "generator", lambda: "subkv 0.0.1")
-        datafree.sidecar(tiny_model(), made, Options(kv_bits=4.75, bpe_context=8192))
-    assert "bases: from the weights, 6." in chat(tiny_model()).stderr
 
 
 def test_a_model_that_has_no_use_for_them(tiny_model: Models) -> None:
@@ -165,30 +148,24 @@ def model(tiny_model: Models, tmp_path: Path) -> Path:
     return Path(shutil.copy(tiny_model(), tmp_path / "m.gguf"))
 
 
-def made(cache_home: Path) -> list[Path]:
-    return list((cache_home / "subkv" / "sidecars").glob("*.weights.gguf"))
-
-
 def test_llama_makes_bases(model: Path, cache_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line on stderr, once for this process and model; later processes find the bases."""
+    """One line on stderr, once for this process and model; all processes derive the same bases, and write nothing."""
     with opened(model) as llm:
         assert llm.cache_choice.name == "subkv"
-        got = last_logits(llm, prompt(100))
+        got, fingerprint = last_logits(llm, prompt(100)), llm.fingerprint()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("KV cache: subkv, ") and " bits per element, " in line and "× smaller than f16" in line
     assert "; q8_0 takes less at 256 tokens; bases: from the weights, 6." in line
     assert f"; kv_cache='f16' uses none; `subkv convert {model}`: " in line
-    (path,) = made(cache_home)
-    written = path.stat().st_mtime_ns
     with opened(model, kv_cache="subkv") as llm:
         np.testing.assert_array_equal(last_logits(llm, prompt(100)), got)
-    code = "import sys, subkv; print(subkv.Llama(sys.argv[1], n_ctx=4096, verbose=False).cache_choice.layout)"
+    code = "import sys, subkv; print(subkv.Llama(sys.argv[1], n_ctx=4096, verbose=False).fingerprint())"
     other = subprocess.run([sys.executable, "-c", code, model], capture_output=True, text=True, check=True)
-    assert other.stdout == f"{path}\n" and other.stderr.count("\n") == 1
+    assert other.stdout == f"{fingerprint}\n" and other.stderr.count("\n") == 1
     assert "× than q8_0" in other.stderr and "takes less" not in other.stderr
     with opened(model):
         pass
-    assert capsys.readouterr().err == "" and path.stat().st_mtime_ns == written
+    assert capsys.readouterr().err == "" and not cache_home.exists()
 
 
 def test_verbose_says_it_each_time(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -288,66 +265,19 @@ def test_bits_of_the_environment(model: Path, monkeypatch: pytest.MonkeyPatch) -
     with opened(model) as llm:
         assert llm.cache_choice.budget == pytest.approx(4.25)
     monkeypatch.setenv("SUBKV_BITS", "3")
-    with pytest.raises(CacheError, match="for which .* has a plan, found 3"), opened(model):
+    with pytest.raises(CacheError, match="for bases from the weights of this model .*, found 3"), opened(model):
         pass
 
 
-def test_a_cache_folder_that_cannot_be_written(
-    model: Path, cache_home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cache_home.parent.mkdir(exist_ok=True)
-    cache_home.write_text("")
+def test_a_cache_folder_that_cannot_be_read(model: Path, cache_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no bases of this user. The line about the derived ones says so."""
+    folder = cache_home / "subkv" / "sidecars"
+    folder.parent.mkdir(parents=True)
+    folder.symlink_to(folder)
     with opened(model) as llm:
         assert llm.cache_choice.name == "subkv"
     (line,) = capsys.readouterr().err.splitlines()
-    assert f", not stored (cannot create {cache_home}" in line
-
-
-@each("reason", ["No usable temporary directory", "File too large"])
-def test_nothing_can_be_written(
-    reason: str, model: Path, cache_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No cache folder, and no temporary one, or a full disk."""
-
-    def fail(*_: Any, **__: Any) -> str:
-        raise SubkvError("output", reason) if reason == "File too large" else FileNotFoundError(errno.ENOENT, reason)
-
-    cache_home.parent.mkdir(exist_ok=True)
-    cache_home.write_text("")
-    with monkeypatch.context() as patched:
-        patched.setattr(sidecars, "_temporary", sidecars._Temporary())
-        patched.setattr(announced, "_announced", {})
-        if reason == "File too large":
-            patched.setattr(datafree, "sidecar", fail)
-        else:
-            patched.setattr("tempfile.mkdtemp", fail)
-        with opened(model) as llm:
-            assert llm.cache_choice.name == "f16"
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"cache: f16; there are no bases for {model}, and they cannot be derived")
-        assert reason in line
-        with pytest.raises(CacheError, match="kv_cache: there are no bases for"), opened(model, kv_cache="subkv"):
-            pass
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
-def test_a_forked_process_leaves_the_bases_of_its_parent(model: Path) -> None:
-    """They are in a temporary folder, which the process that made it removes."""
-    code = """
-import os, sys, subkv
-paths = []
-for _ in range(2):
-    with subkv.Llama(sys.argv[1], n_ctx=256, sidecar=False, verbose=False) as llm:
-        paths.append(llm.cache_choice.layout)
-    if not (child := os.fork()):
-        sys.exit(0)
-    os.waitpid(child, 0)
-assert paths[0] == paths[1] and paths[0].exists()
-print(paths[0])
-"""
-    done = subprocess.run([sys.executable, "-c", code, model], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert not Path(done.stdout.strip()).parent.exists()
+    assert f"; no stored bases: {folder}: expected a readable path, found " in line
 
 
 def test_memory_is_no_reason_for_a_larger_cache() -> None:
@@ -369,26 +299,17 @@ def test_memory_is_no_reason_for_a_larger_cache() -> None:
         assert names == (["subkv", "f16"] if falls_back else ["subkv"])
 
 
-def test_bases_that_are_removed_while_a_model_opens(
-    model: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error that names the file, never another cache; the next call derives them again."""
-    with opened(model):
-        (bases,) = made(cache_home)
+def test_a_model_that_is_removed_while_it_opens(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that names the file, never another cache."""
 
     def removed(*_: Any) -> None:
-        bases.unlink()
+        model.unlink()
 
     with monkeypatch.context() as patch:
         patch.setattr("subkv.engine.llama.require_memory", removed)
-        with (
-            pytest.raises(CacheError, match="^bases: .*expected a GGUF file, found no such file") as error,
-            opened(model),
-        ):
+        with pytest.raises(SubkvError, match="no such file") as error, opened(model):
             pass
-    assert str(bases) in error.value.reason
-    with opened(model) as llm:
-        assert llm.kv_stats().type_k == "subkv" and made(cache_home) == [bases]
+    assert str(model) in str(error.value)
 
 
 def test_one_file_is_announced_once(model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -409,10 +330,10 @@ def test_a_stderr_that_fails(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert llm.cache_choice.name == "subkv"
 
 
-def test_split_models_share_their_bases(tiny_model: Models, cache_home: Path) -> None:
+def test_split_models_share_their_bases(tiny_model: Models) -> None:
     whole, first = tiny_model(), tiny_model(split_tensors=6)
     with opened(whole) as one, opened(first) as other:
-        assert one.cache_choice.layout == other.cache_choice.layout == made(cache_home)[0]
+        assert one.fingerprint() == other.fingerprint() is not None
         np.testing.assert_array_equal(last_logits(one, prompt(60)), last_logits(other, prompt(60)))
 
 

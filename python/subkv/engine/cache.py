@@ -6,19 +6,32 @@ import contextlib
 import contextvars
 import ctypes
 import dataclasses
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from subkv.base.errors import CacheError, NoCodedCacheError, SubkvError, concerning
+from subkv.base.folders import PLUGIN_ONLY
 from subkv.base.numbers import shown
-from subkv.engine import sidecars
-from subkv.format import metadata
 from subkv.format.layout import Layout
 from subkv.format.window import Window
 from subkv.native import library
-from subkv.native.bases import AUTO, CODED, EMBEDDED, STORED, WEIGHTS, budget_of, check_budget, find_bases
-from subkv.native.gguf import check_model_file
+from subkv.native.bases import (
+    AUTO,
+    CODED,
+    EMBEDDED,
+    NAMED,
+    NO_SIDECAR,
+    NONE,
+    STORED,
+    WEIGHTS,
+    FoundBases,
+    budget_of,
+    check_budget,
+    find_bases,
+)
+from subkv.native.gguf import Gguf, check_model_file
 from subkv.native.library import INVALID, MEMORY, NO_ERROR, UNSUPPORTED, Failure, last_failure
 from subkv.native.library import load as native
 from subkv.native.log import LogLines, last_log_error
@@ -64,9 +77,10 @@ class CacheOptions:
 class CacheChoice:
     """A chosen KV cache. type_k, type_v: ggml's numbers; layout: file with the bases, None for an ordinary cache.
 
-    note: one line about the source of the bases, or why there are none. unstored, gain: as in Sidecar. budget: of the
-    layout, in bits per element. fit: one line about the budget that fits in a given memory. automatic: chosen by
-    "auto", without bases or bits of the user.
+    derived: bases from the weights, in memory; `layout` is the model. sliding: layers without such bases. note: one
+    line about the source of the bases, or why there are none. budget: of the layout, in bits per element. gain: how the
+    user gets better bases. fit: one line about the budget that fits in a given memory. automatic: chosen by "auto",
+    without bases or bits of the user.
     """
 
     name_k: str
@@ -74,9 +88,10 @@ class CacheChoice:
     type_k: int
     type_v: int
     layout: Path | None = None
+    derived: bool = False
+    sliding: frozenset[int] = frozenset()
     window: Window = Window()
     note: str = ""
-    unstored: str = ""
     budget: float = 0.0
     fit: str = ""
     gain: str = ""
@@ -95,6 +110,14 @@ class CacheChoice:
     def line(self) -> str:
         """The note, with remedies for the user of a program."""
         return f"{self.note}; -ctk f16 uses none; {self.gain}" if self.gain else self.note
+
+    def opened(self, budget: float | None = None) -> Layout:
+        """The layout of a coded cache, to be closed. budget: another one of its bases, 0: their default.
+
+        Raises CacheError about `path`.
+        """
+        assert self.layout is not None
+        return Layout(self.layout, self.budget if budget is None else budget, self.derived, self.sliding)
 
     def with_rollback(self, n_rollback: int) -> CacheChoice:
         """This choice with n_rollback exact rows beyond n_recent; an ordinary cache is unchanged."""
@@ -166,7 +189,7 @@ def _with_budget(requested: CacheOptions) -> CacheOptions:
 def choose_cache(model: Path, requested: CacheOptions = CacheOptions(), derive: bool = True) -> CacheChoice:
     """Choose the cache that the user requests: the one decision of subkv.Llama and of all programs.
 
-    "auto" and "subkv" are a coded cache with the bases that find_bases() finds, or with bases derived from the weights.
+    "auto" and "subkv" are a coded cache with the bases that find_bases() finds or derives from the weights.
     If these cannot be derived, "auto" is f16, with the reason in the note, and "subkv" raises. type_k and type_v (names
     or ggml numbers) choose separate ordinary types for K and V. derive: False: without calibrated bases, "auto" is f16.
 
@@ -204,24 +227,45 @@ def choose_cache(model: Path, requested: CacheOptions = CacheOptions(), derive: 
             check_model_file(bases, weights=False)
     derive = derive or kv_cache == CODED
     automatic = kv_cache == AUTO and bases is None
-    last = EMBEDDED if not requested.sidecar else WEIGHTS if derive else STORED
+    sliding: frozenset[int] = frozenset()
     with concerning(model="model_path"):
-        found = find_bases(model, bases, last, requested.kv_bits)
-    if found.source != WEIGHTS and sidecars.usable(found):
-        choice = _coded(found.path or model, requested, found.note, found.budget)
+        found = find_bases(model, bases, STORED if requested.sidecar else EMBEDDED, requested.kv_bits)
+        if derive and found.source == NONE:
+            sliding, last = _sliding_layers(model), WEIGHTS if requested.sidecar else NO_SIDECAR
+            found = find_bases(model, bases, last, requested.kv_bits, sliding)
+    if found.source != NONE:
+        _check_usable(found)
+        choice = _coded(model, requested, found, sliding)
         return dataclasses.replace(choice, automatic=automatic, named=bases is not None)
     if not derive:
         why = found.failure.sentence() if found.is_unavailable else "a cache that is read once is not coded by default"
         note = f"cache: f16: {why}; kv_cache='subkv' codes it"
         return dataclasses.replace(_stock("f16", "f16", requested), note=note)
-    try:
-        sidecar = sidecars.from_weights(model, found if requested.sidecar else None, requested.kv_bits)
-    except CacheError as error:
-        if not automatic or error.key != "kv_cache":
-            raise
-        return f16_instead(requested, error)
-    choice = _coded(sidecar.path, requested, sidecar.note, sidecar.budget)
-    return dataclasses.replace(choice, unstored=sidecar.unstored, gain=sidecar.gain, automatic=automatic)
+    error = CacheError("kv_cache", found.failure.without_remedy(), found.failure.remedy or "choose f16")
+    if not automatic:
+        raise error
+    return f16_instead(requested, error)
+
+
+def _sliding_layers(model: Path) -> frozenset[int]:
+    """Layers that stay ordinary. With the plug-in alone they are unknown, and their bases are not used."""
+    with Gguf(model, split=False) as file:
+        slides = file.get(f"{file.get('general.architecture')}.attention.sliding_window")
+    if PLUGIN_ONLY or not slides:
+        return frozenset()
+    from subkv.engine.sliding import sliding_layers  # our libllama, which package subkv-plugin does not have
+
+    return sliding_layers(model)
+
+
+def _check_usable(found: FoundBases) -> None:
+    """Raises CacheError about `bases` if those that a search has found cannot be used."""
+    if found.is_usable:
+        return
+    if found.source in (NAMED, EMBEDDED):
+        raise CacheError("bases", found.failure.without_remedy(), found.failure.remedy)
+    remedy = "make it readable" if found.is_unavailable else "convert the model again"
+    raise CacheError("bases", found.failure.without_remedy(), f"{remedy}, or ignore it with --no-sidecar")
 
 
 def open_or_f16(choice: CacheChoice, requested: CacheOptions, opens: Callable[[CacheChoice], T]) -> T:
@@ -250,16 +294,27 @@ def f16_instead(requested: CacheOptions, error: CacheError) -> CacheChoice:
     return dataclasses.replace(_stock("f16", "f16", requested), note=note, automatic=True)
 
 
-def coded_by(layout: Path, budget: float = 0.0) -> CacheChoice:
-    """A coded cache with the bases of a file. budget: of one of its plans, in bits per element; 0: its own."""
-    return _coded(layout, CacheOptions(CODED), "", budget)
+def coded_by(layout: Path) -> CacheChoice:
+    """A coded cache with the bases of a file, at its own budget."""
+    return _with_window(_coded_in(layout), Window())
 
 
-def _coded(layout: Path, requested: CacheOptions, note: str, budget: float) -> CacheChoice:
-    with concerning(path="bases"):
-        window = requested.window.as_in(metadata.read(layout))
+def _coded(model: Path, requested: CacheOptions, found: FoundBases, sliding: frozenset[int]) -> CacheChoice:
+    choice = dataclasses.replace(_coded_in(found.path or model), note=found.note, budget=found.budget)
+    if found.source == WEIGHTS:
+        gain = f"`subkv convert {shlex.quote(str(model))}`: smaller at the same quality"
+        choice = dataclasses.replace(choice, derived=True, sliding=sliding, gain=gain)
+    return _with_window(choice, requested.window)
+
+
+def _coded_in(layout: Path) -> CacheChoice:
     number = STOCK_TYPES["f16"][0]
-    return CacheChoice(CODED, CODED, number, number, layout, window, note, budget=budget)
+    return CacheChoice(CODED, CODED, number, number, layout)
+
+
+def _with_window(choice: CacheChoice, requested: Window) -> CacheChoice:
+    with concerning(path="bases"), choice.opened() as layout:
+        return dataclasses.replace(choice, window=requested.as_in(layout.description))
 
 
 def parse_cache(spec: str, model: Path, requested: CacheOptions = CacheOptions()) -> CacheChoice:
@@ -345,7 +400,7 @@ def attached(choice: CacheChoice) -> Iterator[None]:
             native().subkv_attach_ordinary()
         else:
             with concerning(path="bases"):  # the file was there when they were looked up
-                layout = stack.enter_context(Layout(choice.layout, choice.budget))
+                layout = stack.enter_context(choice.opened())
             values = [getattr(choice.window, name) for name, *_ in library.CacheParams._fields_]
             params = library.CacheParams(*(v.encode() if isinstance(v, str) else v for v in values))
             if not native().subkv_attach(layout.handle, ctypes.byref(params)):

@@ -13,8 +13,8 @@ from subkv.base.errors import CacheError
 from subkv.base.numbers import shown
 from subkv.engine.cache import MIB, CacheChoice
 from subkv.engine.memory import needed, trained_context
-from subkv.format.layout import Layout
 from subkv.format.metadata import predicted_of, read_predicted
+from subkv.native.bases import DERIVED_BUDGETS
 
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 GRANULE = 256  # llama.cpp rounds the cells of a sequence, or of all if they share them, up to a multiple of it
@@ -46,12 +46,17 @@ def _plans(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> Iterator
     """All budgets of a file, from the largest."""
     assert choice.layout is not None
     of_default = read_predicted(choice.layout)
-    with Layout(choice.layout) as default:
+    with choice.opened(0.0) as default:
         described = default.description
-    budgets = {described["budget"], *(plan["budget"] for plan in described["plans"])}
-    for budget in sorted(budgets, reverse=True):
-        with Layout(choice.layout, budget) as layout:
-            own = layout.description
+    more = DERIVED_BUDGETS if choice.derived else (plan["budget"] for plan in described["plans"])
+    for budget in sorted({described["budget"], *more}, reverse=True):
+        try:
+            with choice.opened(budget) as layout:
+                own = layout.description
+        except CacheError:
+            if not choice.derived:
+                raise
+            continue  # fewer bits than derived bases of this model can have
         sized = dataclasses.replace(choice, budget=budget)
         sizes = needed(path, sized, params, n_ctx)
         fixed = round(sizes["exact window"]) + own["bytes_bases"]

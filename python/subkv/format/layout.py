@@ -1,10 +1,11 @@
-"""The layout of a converted model or a sidecar, read by libsubkv: bands, window, bases, fingerprint."""
+"""The layout of bases, read by libsubkv from a file or derived from the weights: bands, window, bases, fingerprint."""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
+from collections.abc import Collection
 from typing import Any
 
 from subkv.base.closed import mark_closed
@@ -18,14 +19,26 @@ WITHOUT_DIGEST = 4  # format version whose keys have no checksum
 class Layout:
     """A subkv_layout. Use it as a context manager, or close() it.
 
-    budget: of one of the file's plans, in bits per element; 0: the file's default. handle: libsubkv's. description: all
-    data except the matrices (subkv.h). Raises CacheError about `path`, with libsubkv's sentence, if the file
-    cannot be read or a key is missing or damaged.
+    budget: of one of the file's plans, in bits per element; 0: the file's default. derived: from the weights of the
+    model at `path`, in memory, at any budget; sliding: its layers that need none, unless all are. handle: libsubkv's.
+    description: all data except the matrices (subkv.h). Raises CacheError about `path`, with libsubkv's sentence, if
+    the file cannot be read or a key is missing or damaged.
     """
 
-    def __init__(self, path: str | os.PathLike[str], budget: float = 0.0) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        budget: float = 0.0,
+        derived: bool = False,
+        sliding: Collection[int] = (),
+    ) -> None:
         self._library = library.load()
-        self.handle: int | None = self._library.subkv_layout_load_budget(os.fsencode(path), budget)
+        name = os.fsencode(path)
+        self.handle: int | None = (
+            self._library.subkv_layout_derive(name, budget, *library.layers(sliding))
+            if derived
+            else self._library.subkv_layout_load_budget(name, budget)
+        )
         if not self.handle:
             failure = library.last_failure()
             raise CacheError("path", failure.without_remedy(), failure.remedy)

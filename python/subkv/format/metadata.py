@@ -119,7 +119,7 @@ def weights_generator() -> str:
 
     find_bases.cpp, which searches for them, has it, too.
     """
-    return f"{generator()}, weights 2"
+    return f"{generator()}, weights 3"
 
 
 def layout_json(layers: Sequence[CodedLayer]) -> str:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from subkv.native import library
 
 # subkv.h, in the order of the search
 NONE, NAMED, EMBEDDED, BESIDE, STORED, WEIGHTS = range(6)
+NO_SIDECAR = 6  # as `last`: EMBEDDED, else WEIGHTS
+DERIVED_BUDGETS = (6.5, 5.2, 4.25, 3.5)  # bits per element of WEIGHTS that we propose, of all that are possible
 CODED, AUTO = "subkv", "auto"  # our cache types
 MAX_BUDGET = 64.0  # bits per element, FORMAT.md §3.3
 SIDECAR_ENDING = ".subkv-sidecar.gguf"  # of the names of sidecar_path()
@@ -40,7 +43,8 @@ def check_budget(kv_bits: float | None) -> None:
 
 @dataclass(frozen=True)
 class FoundBases:
-    """subkv_bases. path: None if no place has any. note: one line for the user; size: a part of it; "" if unusable.
+    """subkv_bases. path: None if no place has any, and for WEIGHTS. note: one line for the user, size: a part of it; ""
+    if unusable.
 
     failure: why the bases cannot be used, or there are none. budget: in bits per element, for Layout().
     """
@@ -62,24 +66,28 @@ class FoundBases:
         return self.failure.kind == library.UNAVAILABLE
 
 
-def find_bases(model: Path, named: Path | None, last: int, kv_bits: float | None = None) -> FoundBases:
+def find_bases(
+    model: Path, named: Path | None, last: int, kv_bits: float | None = None, sliding: Collection[int] = ()
+) -> FoundBases:
     """Find the bases of a model, from the first place up to `last`. kv_bits None: those of SUBKV_BITS, or the file's.
 
-    Raises ModelFileError about `model`, and CacheError about `kv_bits` (or SUBKV_BITS) if the bases have no such plan,
-    unless they are those of WEIGHTS, which may have one after they are derived again.
+    sliding: layers that get no bases from the weights, unless all are.
+
+    Raises ModelFileError about `model`, and CacheError about `kv_bits` (or SUBKV_BITS) if the bases have no such plan.
     """
     check_budget(kv_bits)
     from subkv.native.log import captured_log  # loads the native libraries: not for a --help
 
     lib = library.load()
     with captured_log(forward=False):  # ggml logs what is wrong with a file; the reason says it
-        found = lib.subkv_find_bases(os.fsencode(model), os.fsencode(named) if named else None, last, kv_bits or 0.0)
+        path = os.fsencode(named) if named else None
+        found = lib.subkv_find_bases(os.fsencode(model), path, last, kv_bits or 0.0, *library.layers(sliding))
     if not found:
         raise ModelFileError("model", library.last_error())
     try:
         seen = found.contents
         failure = library.Failure.of(seen.error)
-        if failure.kind == library.BUDGET and seen.source != WEIGHTS:
+        if failure.kind == library.BUDGET:
             key = "SUBKV_BITS" if failure.key == "SUBKV_BITS" else "kv_bits"
             raise CacheError(key, failure.sentence(failure.key))
         return FoundBases(

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,11 @@ _i64 = ctypes.c_int64
 _u32 = ctypes.c_uint32
 _u64 = ctypes.c_uint64
 _float = ctypes.c_float
+
+
+def layers(numbers: Collection[int]) -> tuple[Any, int]:
+    """Layers as two arguments of a function: an array and its length."""
+    return (_i32 * len(numbers))(*sorted(numbers)), len(numbers)
 
 
 def members(kind: Any, *names: str) -> list[tuple[str, Any]]:
@@ -98,11 +103,12 @@ SIGNATURES: Signatures = {
     "subkv_layout_present": (_i32, [_str]),
     "subkv_layout_load": (_ptr, [_str]),
     "subkv_layout_load_budget": (_ptr, [_str, _float]),
+    "subkv_layout_derive": (_ptr, [_str, _float, _ptr, _i32]),
     "subkv_layout_free": (None, [_ptr]),
     "subkv_layout_json": (_str, [_ptr]),
     "subkv_model_content": (ctypes.c_bool, [_str, ctypes.c_char_p]),
     "subkv_model_weights": (ctypes.c_bool, [_str, ctypes.c_int32, ctypes.c_int32, ctypes.c_char_p]),
-    "subkv_find_bases": (ctypes.POINTER(Bases), [_str, _str, _i32, _float]),
+    "subkv_find_bases": (ctypes.POINTER(Bases), [_str, _str, _i32, _float, _ptr, _i32]),
     "subkv_bases_free": (None, [ctypes.POINTER(Bases)]),
     "subkv_sidecar_path": (_str, [_str, _str, _i32]),
     "subkv_sidecar_folder": (_str, []),

@@ -130,7 +130,8 @@ def plan(base: Base, options: Options, sliding: Collection[int] = ()) -> Result:
     check_plans(base, options)
     kv_bits = KV_BITS if options.kv_bits is None else options.kv_bits
     is_latent = mla.is_latent(base)
-    window = options.window.with_defaults(recent_bits=recent_bits(replace(options, kv_bits=kv_bits), is_latent))
+    halves = is_latent or options.window.adapts or kv_bits > KV_BITS  # recent rows
+    window = options.window.with_defaults(recent_bits=16 if halves else RECENT_BITS)
     every = shapes(base)
     layers = tuple(shape for shape in every if shape.il not in sliding) or every
     context = largest_context(base) if options.kv_bits is None else default_context(base)
@@ -296,7 +297,9 @@ def _stored(order: NDArray[np.int64], variance: F64, bands: Bands, mean: F16) ->
     """Sorted coordinates, mixed in every band with integers."""
     encode, decode = np.zeros((2, len(order), len(order)))
     for part, (n, bits) in zip(slices(bands), bands, strict=True):
-        encode[part, order[part]], decode[part, order[part]] = (np.eye(n), np.eye(n)) if bits == 16 else spread_in_bytes(n)
+        encode[part, order[part]], decode[part, order[part]] = (
+            (np.eye(n), np.eye(n)) if bits == 16 else spread_in_bytes(n)
+        )
     ratios = mixed_ratios(bands, variance)
     return StoredBasis(bands, half(encode, "E"), half(decode / gains(bands)[:, None], "D"), ratios, mean)
 

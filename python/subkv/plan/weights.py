@@ -195,7 +195,9 @@ class Weights:
             return None
         square, mean = np.zeros((len(heads), d)), np.zeros((len(heads), d))
         directions, of_direction = columns_as_integers(self._stream)
-        shift_i, of_shift = integers(shift[None].astype(np.float32)) if shift is not None and len(shift) == n else (0, 0)
+        shift_i, of_shift = (
+            integers(shift[None].astype(np.float32)) if shift is not None and len(shift) == n else np.zeros((2, 1))
+        )
         for i, head in enumerate(heads):  # a head's rows fit in the processor's caches
             rows = side.rows(head * d, head * d + d)
             if np.any(of_shift):

@@ -23,26 +23,24 @@
 
 namespace subkv {
 
+const char * const DERIVED_GENERATOR = "subkv " SUBKV_VERSION ", weights 3";
+
 namespace {
 
 // as in datafree.py and pipeline.py
 constexpr int    CONTEXT        = 8192;  // for which bits per element are computed
 constexpr int    LATENT_CONTEXT = 32768; // the same for latent attention, whose rows are small compared with its bases
 constexpr double VALUE_WEIGHT   = 0.7;
-constexpr double HALVES_FROM    = 6.5; // bits per element from which recent rows are halves
 constexpr double STEP_FLOOR     = 1e-6;
 constexpr int    N_SINK = 4, N_RECENT = 128;
 constexpr int    MOST_HEADS = 1 << 16;
-
-// The writer of bases from the weights, as weights_generator() of metadata.py.
-constexpr const char * GENERATOR = "subkv " SUBKV_VERSION ", weights 3";
 
 using Doubles = std::vector<double>;
 
 // Latent attention (MLA): architectures that the engine supports.
 bool is_latent(const WeightsFile & weights) {
-    static const char * const SUPPORTED[] = { "deepseek2", "mistral4",  "kimi-linear", "kimi-k3",   "bailingmoe3",
-                                              "deepseek32", "glm-dsa", "hy_v4",       "dots3note", "glm5-next" };
+    static const char * const SUPPORTED[] = { "deepseek2",  "mistral4", "kimi-linear", "kimi-k3",   "bailingmoe3",
+                                              "deepseek32", "glm-dsa",  "hy_v4",       "dots3note", "glm5-next" };
     const bool known = std::find(std::begin(SUPPORTED), std::end(SUPPORTED), weights.arch()) != std::end(SUPPORTED);
     return known && weights.of_arch("attention.key_length_mla").kind != MetaValue::Kind::NONE;
 }
@@ -102,9 +100,10 @@ std::vector<LayerShape> shapes_of(const WeightsFile & weights) {
             continue; // an ordinary cache has its rows, which have other sizes
         }
         const auto size_of = [&](const char * side, const char * length) {
-            const std::string matrix = name + "attn_" + side + ".weight"; // sizes of sliding layers are those of matrices
-            const int64_t     rows = weights.has_tensor(matrix) ? weights.matrix(matrix).n_rows / n_head_kv : 0;
-            const int64_t     own  = rows != 0 ? rows : of_layer(length, il);
+            const std::string matrix =
+                name + "attn_" + side + ".weight"; // sizes of sliding layers are those of matrices
+            const int64_t rows = weights.has_tensor(matrix) ? weights.matrix(matrix).n_rows / n_head_kv : 0;
+            const int64_t own  = rows != 0 ? rows : of_layer(length, il);
             return own != 0 ? own : integer(weights.of_arch("embedding_length")) / n_head;
         };
         const int64_t d_k = latent ? integer(weights.of_arch("attention.key_length")) : size_of("k", "key_length");
@@ -116,10 +115,10 @@ std::vector<LayerShape> shapes_of(const WeightsFile & weights) {
     }
     const bool other = !latent && weights.of_arch("attention.key_length_mla").kind != MetaValue::Kind::NONE;
     if (other || layers.empty()) {
-        const std::string why =
-            other ? "its attention is multi-head latent (MLA) of an unknown form" :
-                    "no layer of it has K/V heads of 8 to " + std::to_string(MAX_HEAD_SIZE) + " elements in multiples of 8";
-        throw Invalid(Error{ SUBKV_ERROR_INVALID, "",
+        const std::string why = other ? "its attention is multi-head latent (MLA) of an unknown form" :
+                                        "no layer of it has K/V heads of 8 to " + std::to_string(MAX_HEAD_SIZE) +
+                                            " elements in multiples of 8";
+        throw Invalid(Error{ SUBKV_ERROR_UNSUPPORTED, "",
                              "model " + shortened(weights.arch()) + ": subkv cannot hold its K/V cache because " + why,
                              "use an ordinary cache type (-ctk f16)" });
     }
@@ -141,12 +140,12 @@ struct KeyEstimate {
 
 // What a model's weights say about its layers.
 struct Estimates {
-    std::string                           arch;
-    int                                   n_layer = 0;
-    bool                                  latent  = false;
-    bool                                  known   = true; // of the keys of all layers
-    std::vector<LayerShape>               layers;
-    std::vector<std::vector<KeyEstimate>> keys;      // of every layer's heads
+    std::string                            arch;
+    int                                    n_layer = 0;
+    bool                                   latent  = false;
+    bool                                   slides  = false; // some layers have a sliding window
+    std::vector<LayerShape>                layers;
+    std::vector<std::vector<KeyEstimate>>  keys;      // of every layer's heads
     std::vector<std::pair<double, double>> variances; // latent: of a layer's latent and rotary part
 };
 
@@ -228,8 +227,7 @@ std::pair<double, double> latent_variances(const WeightsFile & weights, const La
     });
     of_rotated         = n_rotated > 0 ? of_rotated / n_rotated : 1.0;
     const auto is_size = [](double x) { return x > 0.0 && std::isfinite(x); };
-    return is_size(of_latent) && is_size(of_rotated) ? std::make_pair(of_latent, of_rotated) :
-                                                       std::make_pair(1.0, 1.0);
+    return is_size(of_latent) && is_size(of_rotated) ? std::make_pair(of_latent, of_rotated) : std::make_pair(1.0, 1.0);
 }
 
 Estimates estimate(const std::string & path) {
@@ -238,6 +236,7 @@ Estimates estimate(const std::string & path) {
     out.arch    = weights.arch();
     out.n_layer = (int) integer(weights.of_arch("block_count"));
     out.latent  = is_latent(weights);
+    out.slides  = weights.of_arch("attention.sliding_window").truthy();
     out.layers  = shapes_of(weights);
     if (out.latent) {
         for (const LayerShape & shape : out.layers) {
@@ -247,10 +246,31 @@ Estimates estimate(const std::string & path) {
     }
     const auto energies = energies_of(weights, out.layers, CONTEXT);
     for (size_t i = 0; i < out.layers.size(); ++i) {
-        out.known = out.known && energies[i];
         out.keys.push_back(keys_of(out.layers[i], energies[i]));
     }
     return out;
+}
+
+// The estimates without those of layers that need no bases.
+Estimates without(const Estimates & all, const std::vector<int32_t> & sliding) {
+    Estimates out{ all.arch, all.n_layer, all.latent, all.slides, {}, {}, {} };
+    for (size_t i = 0; all.slides && i < all.layers.size(); ++i) {
+        if (std::find(sliding.begin(), sliding.end(), all.layers[i].il) != sliding.end()) {
+            continue;
+        }
+        out.layers.push_back(all.layers[i]);
+        if (all.latent) {
+            out.variances.push_back(all.variances[i]);
+        } else {
+            out.keys.push_back(all.keys[i]);
+        }
+    }
+    return out.layers.empty() ? all : out;
+}
+
+// Whether the keys of all layers could be estimated.
+bool is_known(const Estimates & model) {
+    return std::all_of(model.keys.begin(), model.keys.end(), [](auto & heads) { return !heads.front().order.empty(); });
 }
 
 HeadSpec spec_of(const Bands & bands) {
@@ -326,16 +346,17 @@ public:
             for (const HadamardBlock & block : spreading(n)) {
                 const double c = plain ? 1.0 : entry_of(block.n);
                 for (int i = 0; i < block.n; ++i) {
-                    const auto     row = (size_t) (at + i) * (size_t) d;
-                    const double   inverse = (plain ? 1.0 : 1.0 / (block.n * c)) / (1.0 - distortion(bits[(size_t) (at + i)]));
+                    const auto   row = (size_t) (at + i) * (size_t) d;
+                    const double inverse =
+                        (plain ? 1.0 : 1.0 / (block.n * c)) / (1.0 - distortion(bits[(size_t) (at + i)]));
                     const uint16_t e = half_of(c), of_d = half_of(inverse);
                     for (int j = 0; j < block.n; ++j) {
                         if (plain && i != j) {
                             continue;
                         }
-                        const int    to   = order.empty() ? at + j : order[(size_t) (at + j)];
-                        const bool   minus = !plain && block.sign[(size_t) (i * block.n + j)] < 0;
-                        const auto   sign = (uint16_t) (minus ? 0x8000 : 0);
+                        const int  to             = order.empty() ? at + j : order[(size_t) (at + j)];
+                        const bool minus          = !plain && block.sign[(size_t) (i * block.n + j)] < 0;
+                        const auto sign           = (uint16_t) (minus ? 0x8000 : 0);
                         encode[row + (size_t) to] = e | sign;
                         decode[row + (size_t) to] = of_d | sign;
                     }
@@ -430,7 +451,7 @@ void join(const PlannedHead * heads, Bands * bands, size_t n) {
 
 std::shared_ptr<const Layout> planned(const Estimates & model, float budget) {
     const double kv_bits = (double) budget;
-    const bool   halves  = model.latent || kv_bits >= HALVES_FROM;
+    const bool   halves  = model.latent || budget > DERIVED_BUDGET; // recent rows
     PlanOverhead overhead;
     overhead.context     = model.latent ? LATENT_CONTEXT : CONTEXT;
     overhead.n_sink      = N_SINK;
@@ -439,7 +460,7 @@ std::shared_ptr<const Layout> planned(const Estimates & model, float budget) {
     overhead.recent_bits = halves ? 16 : RECENT_BITS;
 
     const std::vector<PlannedHead> heads = model.latent ? latent_heads(model) : heads_of(model);
-    std::vector<Bands> bands = plan_bands(heads, kv_bits, overhead, model.latent ? 0 : WIDEST_BITS);
+    std::vector<Bands>             bands = plan_bands(heads, kv_bits, overhead, model.latent ? 0 : WIDEST_BITS);
     for (size_t i = 0, n = 1; model.latent && i < heads.size(); i += n) {
         n = i + 1 < heads.size() && heads[i + 1].joined ? 2 : 1;
         join(heads.data() + i, bands.data() + i, n);
@@ -459,12 +480,12 @@ std::shared_ptr<const Layout> planned(const Estimates & model, float budget) {
     l->bpe_context        = (uint32_t) overhead.context;
     l->budget             = budget;
     l->gamma              = "one";
-    l->basis_k            = model.known && !model.latent ? "query-aware" : "pca";
+    l->basis_k            = is_known(model) && !model.latent ? "query-aware" : "pca";
     l->basis_v            = "pca";
     l->base_sha256        = std::string(64, '0');
     l->calibration_sha256 = std::string(64, '0');
     l->calibration_text   = "weights";
-    l->generator          = GENERATOR;
+    l->generator          = DERIVED_GENERATOR;
 
     std::vector<LayerSpec> specs;
     size_t                 next = 0; // in bands
@@ -532,8 +553,33 @@ std::shared_ptr<const Estimates> estimates_of(const std::string & model) {
 
 } // namespace
 
-std::shared_ptr<const Layout> derive_layout(const std::string & model, float budget) {
-    return planned(*estimates_of(model), budget == 0.0f ? DERIVED_BUDGET : budget);
+std::vector<int> derivable_layers(const std::string & model) {
+    std::vector<int> layers;
+    for (const LayerShape & shape : shapes_of(WeightsFile(model))) {
+        layers.push_back(shape.il);
+    }
+    return layers;
+}
+
+std::vector<int32_t> layers_of(const int32_t * layers, int32_t n) {
+    return layers && n > 0 ? std::vector<int32_t>(layers, layers + n) : std::vector<int32_t>();
+}
+
+std::shared_ptr<const Layout> derive_layout(const std::string & model, float budget,
+                                            const std::vector<int32_t> & sliding) {
+    static std::mutex                       mutex;
+    static std::shared_ptr<const Estimates> of; // the last layout's
+    static std::vector<int32_t>             of_sliding;
+    static std::shared_ptr<const Layout>    last; // caches share it
+    const auto                              estimates = estimates_of(model);
+    const float                             bits      = budget == 0.0f ? DERIVED_BUDGET : budget;
+    const std::lock_guard<std::mutex>       lock(mutex);
+    if (of != estimates || last->budget != bits || of_sliding != sliding) {
+        last       = planned(sliding.empty() ? *estimates : without(*estimates, sliding), bits);
+        of         = estimates;
+        of_sliding = sliding;
+    }
+    return last;
 }
 
 } // namespace subkv

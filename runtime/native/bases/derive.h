@@ -6,15 +6,27 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace subkv {
 
 // Bits per element of derived bases unless the user names others: the demo model's divergence equals q8_0's there.
 constexpr float DERIVED_BUDGET = 6.5f;
 
-// Bases of the model in this file, in memory. budget: bits per element; 0: DERIVED_BUDGET. Estimates of the last models are
-// kept, so that a second call only plans. Throws Invalid if the model cannot have any, and of SUBKV_ERROR_BUDGET with the
+// The writer of derived bases, as weights_generator() of metadata.py.
+extern const char * const DERIVED_GENERATOR;
+
+// The layers of a model that would have bases, ascending. Throws Invalid if there is none.
+std::vector<int> derivable_layers(const std::string & model);
+
+// The layers of an argument of the C interface; NULL: none.
+std::vector<int32_t> layers_of(const int32_t * layers, int32_t n);
+
+// Bases of the model in this file, in memory. budget: bits per element; 0: DERIVED_BUDGET. sliding: layers that need none,
+// unless all are or the model's file has no sliding window. Estimates of the last models are kept, so that a second call
+// only plans. Throws Invalid if the model cannot have any, and of SUBKV_ERROR_BUDGET with the
 // possible range.
-std::shared_ptr<const Layout> derive_layout(const std::string & model, float budget);
+std::shared_ptr<const Layout> derive_layout(const std::string & model, float budget,
+                                            const std::vector<int32_t> & sliding);
 
 } // namespace subkv

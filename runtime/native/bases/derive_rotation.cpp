@@ -12,16 +12,11 @@ namespace subkv {
 namespace {
 
 // Architectures by the place of rotary pairs in llama.cpp: neighbours, or half of the rotated dimensions apart.
-constexpr const char * NEIGHBOURS =
-    "llama";
-constexpr const char * SECTIONS =
-    "qwen2vl";
-constexpr const char * INTERLEAVED =
-    "qwen3vl qwen3vlmoe qwen35 qwen35moe";
-constexpr const char * HALVES =
-    "qwen2 qwen3 gemma stablelm phi2 gptneox starcoder2 lfm2 lfm2moe qwen3next";
-constexpr const char * UNROTATED =
-    "gpt2 bloom jais mpt refact";
+constexpr const char * NEIGHBOURS  = "llama";
+constexpr const char * SECTIONS    = "qwen2vl";
+constexpr const char * INTERLEAVED = "qwen3vl qwen3vlmoe qwen35 qwen35moe";
+constexpr const char * HALVES      = "qwen2 qwen3 gemma stablelm phi2 gptneox starcoder2 lfm2 lfm2moe qwen3next";
+constexpr const char * UNROTATED   = "gpt2 bloom jais mpt refact";
 
 // Further architectures for partners: some of their layers may rotate at other frequencies or not at all.
 constexpr const char * ALSO_NEIGHBOURS =
@@ -120,8 +115,8 @@ std::optional<RotaryPairs> rotary_pairs(const WeightsFile & weights, int d) {
     if (n_rot < 0 || n_rot > d || n_rot % 2 != 0 || count.is_list()) {
         return std::nullopt;
     }
-    const int       half = (int) n_rot / 2;
-    const MetaValue base = weights.of_arch("rope.freq_base");
+    const int           half = (int) n_rot / 2;
+    const MetaValue     base = weights.of_arch("rope.freq_base");
     std::vector<double> theta;
     for (int i = 0; i < half; ++i) {
         theta.push_back(std::pow(base.truthy() ? base.real : 10000.0, -2.0 * i / (double) n_rot));
@@ -134,7 +129,7 @@ std::optional<RotaryPairs> rotary_pairs(const WeightsFile & weights, int d) {
             theta[i] /= (*factors)[i];
         }
     }
-    const MetaValue sections = weights.of_arch("rope.dimension_sections");
+    const MetaValue sections  = weights.of_arch("rope.dimension_sections");
     const auto      plausible = [&](int64_t n) { return n >= 0 && n <= d; };
     if (is_one_of(arch, { SECTIONS, INTERLEAVED }) && sections.list.size() == 4 &&
         std::all_of(sections.list.begin(), sections.list.end(), plausible)) {

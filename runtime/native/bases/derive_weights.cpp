@@ -240,12 +240,13 @@ void eigen(std::vector<Doubles> & a, std::vector<Doubles> & vectors) {
         bool done = true;
         for (size_t p = 0; p < m; ++p) {
             for (size_t q = p + 1; q < m; ++q) {
-                if (!(std::fabs(a[p][q]) > 1e-300 && std::fabs(a[p][q]) > 1e-17 * std::sqrt(std::fabs(a[p][p] * a[q][q])))) {
+                if (!(std::fabs(a[p][q]) > 1e-300 &&
+                      std::fabs(a[p][q]) > 1e-17 * std::sqrt(std::fabs(a[p][p] * a[q][q])))) {
                     continue;
                 }
                 done               = false;
                 const double theta = (a[q][q] - a[p][p]) / (2.0 * a[p][q]);
-                const double t = (theta < 0.0 ? -1.0 : 1.0) / (std::fabs(theta) + std::sqrt(theta * theta + 1.0));
+                const double t     = (theta < 0.0 ? -1.0 : 1.0) / (std::fabs(theta) + std::sqrt(theta * theta + 1.0));
                 const double c = 1.0 / std::sqrt(t * t + 1.0), s = t * c;
                 for (size_t i = 0; i < m; ++i) {
                     const double ip = a[i][p], iq = a[i][q];
@@ -254,8 +255,8 @@ void eigen(std::vector<Doubles> & a, std::vector<Doubles> & vectors) {
                 }
                 for (size_t i = 0; i < m; ++i) {
                     const double pi = a[p][i], qi = a[q][i];
-                    a[p][i] = c * pi - s * qi;
-                    a[q][i] = s * pi + c * qi;
+                    a[p][i]         = c * pi - s * qi;
+                    a[q][i]         = s * pi + c * qi;
                     const double vp = vectors[i][p], vq = vectors[i][q];
                     vectors[i][p] = c * vp - s * vq;
                     vectors[i][q] = s * vp + c * vq;
@@ -502,9 +503,9 @@ private:
         if (!norm) {
             return std::nullopt;
         }
-        Integers     shift((size_t) n), integers((size_t) n);
-        double       of_shift = 0.0;
-        const auto   beta     = weights_.vector(weight_name(shape.il, "attn_norm", "bias"));
+        Integers   shift((size_t) n), integers((size_t) n);
+        double     of_shift = 0.0;
+        const auto beta     = weights_.vector(weight_name(shape.il, "attn_norm", "bias"));
         if (beta && (int64_t) beta->size() == n) {
             const std::vector<float> floats(beta->begin(), beta->end());
             of_shift = to_integers(floats.data(), n, shift.data());
@@ -527,8 +528,7 @@ private:
                 const double step      = to_integers(row, n, integers.data());
                 double       in_stream = 0.0;
                 for (size_t k = 0; k < stream_->m(); ++k) {
-                    const double part =
-                        (double) dot(integers.data(), stream_->column(k), n) * stream_->step[k];
+                    const double part = (double) dot(integers.data(), stream_->column(k), n) * stream_->step[k];
                     in_stream += part * part;
                 }
                 const double all = (double) dot(integers.data(), integers.data(), n);
@@ -583,7 +583,8 @@ private:
             of_q[j]            = share * total_q + of_bias[j];
         }
         Doubles near(d, 0.0), far(d, 0.0);
-        if (is_unrotated(weights_.arch()) || std::all_of(k_mean.begin(), k_mean.end(), [](double x) { return x == 0.0; })) {
+        if (is_unrotated(weights_.arch()) ||
+            std::all_of(k_mean.begin(), k_mean.end(), [](double x) { return x == 0.0; })) {
             near = far = k_mean;
         } else if (const auto pairs = rotary_pairs(weights_, shape.d_k)) {
             near = pairs->averaged(k_mean, span_);

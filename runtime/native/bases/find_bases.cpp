@@ -36,12 +36,9 @@ constexpr size_t       MAX_NAME    = 100;
 constexpr const char * BESIDE      = ".subkv-sidecar.gguf";
 constexpr const char * CONTENT_KEY = "subkv.base.content";
 
-// The writer of bases from the weights, as weights_generator() of metadata.py. Those of another one are derived again.
-constexpr const char * WEIGHTS_GENERATOR = "subkv " SUBKV_VERSION ", weights 2";
-
-const char * ending_of(int32_t source) { // of files in the store
-    return source == SUBKV_BASES_WEIGHTS ? ".weights.gguf" : ".gguf";
-}
+constexpr const char * STORED = ".gguf"; // end of names in the store
+// Bases from the weights, which older builds stored: nobody reads them.
+constexpr const char * OF_OLDER_BUILDS = ".weights.gguf";
 
 std::string utf8(const fs::path & path) {
     return path.u8string();
@@ -114,9 +111,9 @@ void check_owner(const std::string & path, const std::string & model) {
 }
 
 // A file of the store: the existing one of this content, else one with the model's name.
-fs::path stored_path(const std::string & model, const std::string & content, const char * ending) {
+fs::path stored_path(const std::string & model, const std::string & content) {
     const auto        folder = store_folder();
-    const std::string tail   = "-" + content.substr(0, DIGITS) + ending;
+    const std::string tail   = "-" + content.substr(0, DIGITS) + STORED;
     const auto        files  = files_of(folder, tail);
     if (!files.empty()) {
         return files.front();
@@ -142,14 +139,7 @@ std::string content_of_sidecar(const std::string & path) {
 bool is_outdated(const std::string & generator, int64_t version, const std::string & calibration_text,
                  uint64_t calibration_tokens) {
     const bool weights = calibration_text == "weights" && calibration_tokens == 0; // a text may have this name
-    return weights && (generator != WEIGHTS_GENERATOR || version != FORMAT_VERSION);
-}
-
-bool is_outdated(const gguf_context * file) {
-    const Keys keys(file);
-    return is_outdated(keys.optional_str("subkv.generator"), keys.optional_u32("subkv.version", 0),
-                       keys.optional_str("subkv.calibration.text"),
-                       keys.has("subkv.calibration.tokens") ? keys.u64("subkv.calibration.tokens") : 0);
+    return weights && (generator != DERIVED_GENERATOR || version != FORMAT_VERSION);
 }
 
 // One word of a command for a shell.
@@ -202,7 +192,8 @@ std::string words_of(const FoundBases & found) {
 // The search for one model. Steps set `found` and return true if a place has bases, usable or not.
 class Search {
 public:
-    Search(const std::string & model, int32_t last, float budget) : model(model), last(last), budget(budget) {}
+    Search(const std::string & model, int32_t last, float budget, const std::vector<int32_t> & sliding) :
+        model(model), last(last), budget(budget), sliding(sliding) {}
 
     FoundBases run(const std::string & named) {
         try {
@@ -210,9 +201,9 @@ public:
                 load(SUBKV_BASES_NAMED, named);
             } else if (model.empty() || !(embedded() || beside() || stored() || derived())) {
                 const Error none = { SUBKV_ERROR_INVALID, "",
-                                "no bases for this model; `subkv convert " + (model.empty() ? "MODEL" : quoted(model)) +
-                                    "` derives them" };
-                found.error = found.error.reason.empty() ? none : found.error;
+                                     "no bases for this model; `subkv convert " +
+                                         (model.empty() ? "MODEL" : quoted(model)) + "` derives them" };
+                found.error      = found.error.reason.empty() ? none : found.error;
             }
         } catch (const ModelError &) {
             throw;
@@ -274,7 +265,7 @@ private:
 
     // The sidecar of the model's name, which must be the model's; else one of the same content, of a renamed model.
     bool beside() {
-        if (last < SUBKV_BASES_BESIDE) {
+        if (last < SUBKV_BASES_BESIDE || last == SUBKV_BASES_NO_SIDECAR) {
             return false;
         }
         const auto path = named_sidecar(model);
@@ -311,12 +302,22 @@ private:
     }
 
     bool stored() {
-        if (last < SUBKV_BASES_STORED || !file_exists(store_folder())) {
+        if (last < SUBKV_BASES_STORED || last == SUBKV_BASES_NO_SIDECAR) {
             return false;
         }
-        const auto path = stored_path(model, content(), ending_of(SUBKV_BASES_STORED));
-        found.source    = SUBKV_BASES_STORED; // of an error
-        found.path      = utf8(path);
+        fs::path path;
+        try {
+            path = file_exists(store_folder()) ? stored_path(model, content()) : "";
+        } catch (const ModelError &) {
+            throw;
+        } catch (const Invalid & e) { // no home folder, or not this user's: it has no files of this user
+            no_store = e.error.sentence();
+        }
+        if (path.empty()) {
+            return false;
+        }
+        found.source = SUBKV_BASES_STORED; // of an error
+        found.path   = utf8(path);
         if (file_exists(path)) {
             load(SUBKV_BASES_STORED, found.path);
             return true;
@@ -332,9 +333,14 @@ private:
             return false;
         }
         try {
-            found.layout = derive_layout(model, budget);
+            found = derived_bases(model, budget, sliding);
+            found.words += no_store.empty() ? "" : "; no stored bases: " + no_store;
+            return true;
         } catch (const Invalid & e) {
             found.error = e.error;
+            if (e.error.kind == SUBKV_ERROR_UNSUPPORTED) {
+                return false;
+            }
             if (e.error.kind != SUBKV_ERROR_BUDGET) {
                 found.error.reason = "no bases for this model, and none can be derived from its weights: " +
                                      (e.error.key.empty() ? "" : e.error.key + ": ") + e.error.reason;
@@ -343,18 +349,16 @@ private:
             }
         }
         found.source = SUBKV_BASES_WEIGHTS;
-        if (found.layout) {
-            found.size  = size_of(*found.layout);
-            found.words = words_of(found);
-        }
         return true;
     }
 
-    const std::string & model;
-    const int32_t       last;
-    const float         budget;
-    std::string         known_content;
-    FoundBases          found;
+    const std::string &          model;
+    const int32_t                last;
+    const float                  budget;
+    const std::vector<int32_t> & sliding;
+    std::string                  known_content;
+    std::string                  no_store; // why the cache folder cannot be read; "": it can be
+    FoundBases                   found;
 };
 
 // The C interface's object, which owns the texts.
@@ -379,12 +383,8 @@ std::string words_of_file(const std::string & path, const Layout & layout) {
     return "of " + path + ", " + size_of(layout) + (old ? ", derived by another version of subkv" : "");
 }
 
-std::string outdated_reason(const std::string & path, const std::string & model) {
-    return "another version of subkv has derived the bases in " + path + "; `subkv env -m " +
-           (model.empty() ? "MODEL" : quoted(model)) + "` derives them again";
-}
-
-FoundBases find_bases(const std::string & model, const std::string & named, int32_t last, float budget) {
+FoundBases find_bases(const std::string & model, const std::string & named, int32_t last, float budget,
+                      const std::vector<int32_t> & sliding) {
     if (budget == 0.0f) {
         try {
             budget = budget_of_environment();
@@ -395,14 +395,14 @@ FoundBases find_bases(const std::string & model, const std::string & named, int3
             return none;
         }
     }
-    return Search(model, last, budget).run(named);
+    return Search(model, last, budget, sliding).run(named);
 }
 
 StoredBases bases_of_weights(const std::string & path) {
     const gguf_context_ptr file = open_gguf(path.c_str());
     const Keys             keys(file.get());
     const bool             named = !keys.optional_str(WEIGHTS_KEY).empty();
-    StoredBases            found{ path, named ? keys.sha256(WEIGHTS_KEY) : "", {}, is_outdated(file.get()) };
+    StoredBases            found{ path, named ? keys.sha256(WEIGHTS_KEY) : "", {}, false };
     for (const auto & layer : parse_layout(keys.view("subkv.layout"), MAX_LAYERS)) {
         found.layers.push_back(layer.il);
     }
@@ -410,8 +410,11 @@ StoredBases bases_of_weights(const std::string & path) {
 }
 
 std::vector<StoredBases> stored_bases() {
-    std::vector<StoredBases> found, from_weights;
-    for (const auto & path : files_of(store_folder(), ".gguf")) {
+    std::vector<StoredBases> found;
+    for (const auto & path : files_of(store_folder(), STORED)) {
+        if (ends_with(utf8(path), OF_OLDER_BUILDS)) {
+            continue;
+        }
         const std::string others = other_writers(utf8(path), Writers::GROUP);
         if (!others.empty()) {
             log_line(utf8(path) + ": expected a file that only this user can write to, found " + others +
@@ -419,14 +422,28 @@ std::vector<StoredBases> stored_bases() {
             continue;
         }
         try {
-            const StoredBases bases = bases_of_weights(utf8(path));
+            StoredBases bases = bases_of_weights(utf8(path));
             if (!bases.weights.empty()) {
-                (ends_with(utf8(path), ending_of(SUBKV_BASES_WEIGHTS)) ? from_weights : found).push_back(bases);
+                found.push_back(std::move(bases));
             }
         } catch (const Invalid &) { // of which model it is, cannot be told
         }
     }
-    found.insert(found.end(), from_weights.begin(), from_weights.end());
+    return found;
+}
+
+StoredBases derivable_bases(const std::string & model) {
+    StoredBases found{ model, "", derivable_layers(model), true };
+    found.weights = model_weights(model, found.first_layer(), found.last_layer());
+    return found;
+}
+
+FoundBases derived_bases(const std::string & model, float budget, const std::vector<int32_t> & sliding) {
+    FoundBases found;
+    found.layout = derive_layout(model, budget, sliding);
+    found.source = SUBKV_BASES_WEIGHTS;
+    found.size   = size_of(*found.layout);
+    found.words  = words_of(found);
     return found;
 }
 
@@ -434,15 +451,16 @@ std::vector<StoredBases> stored_bases() {
 
 using namespace subkv;
 
-extern "C" const subkv_bases * subkv_find_bases(const char * model, const char * named, int32_t last, float budget) {
+extern "C" const subkv_bases * subkv_find_bases(const char * model, const char * named, int32_t last, float budget,
+                                                const int32_t * sliding, int32_t n_sliding) {
     return guarded<const subkv_bases *>("model", nullptr, [&]() -> const subkv_bases * {
         not_null(model, "subkv_find_bases: model");
-        if (last < SUBKV_BASES_NAMED || last > SUBKV_BASES_WEIGHTS) {
-            fail("subkv_find_bases: last: expected %d to %d, found %d", SUBKV_BASES_NAMED, SUBKV_BASES_WEIGHTS,
+        if (last < SUBKV_BASES_NAMED || last > SUBKV_BASES_NO_SIDECAR) {
+            fail("subkv_find_bases: last: expected %d to %d, found %d", SUBKV_BASES_NAMED, SUBKV_BASES_NO_SIDECAR,
                  (int) last);
         }
         auto owned          = std::make_unique<OwnedBases>();
-        owned->found        = find_bases(model, named ? named : "", last, budget);
+        owned->found        = find_bases(model, named ? named : "", last, budget, layers_of(sliding, n_sliding));
         owned->found.error  = owned->found.error.printed();
         const auto &  found = owned->found;
         const Error & error = found.error;
@@ -458,16 +476,6 @@ extern "C" const subkv_bases * subkv_find_bases(const char * model, const char *
     });
 }
 
-extern "C" subkv_layout * subkv_bases_layout(const subkv_bases * bases) {
-    return guarded<subkv_layout *>("subkv.layout", nullptr, [&] {
-        const auto & found = static_cast<const OwnedBases &>(not_null(bases, "subkv_bases_layout: bases")).found;
-        if (!found.layout) {
-            fail("subkv_bases_layout: bases: expected usable ones, found others");
-        }
-        return new subkv_layout{ found.layout, layout_to_json(*found.layout) };
-    });
-}
-
 extern "C" void subkv_bases_free(const subkv_bases * bases) {
     delete static_cast<const OwnedBases *>(bases);
 }
@@ -476,8 +484,8 @@ extern "C" const char * subkv_sidecar_path(const char * model, const char * cont
     return guarded<const char *>("XDG_CACHE_HOME", nullptr, [&] {
         thread_local std::string path;
         not_null(model, "subkv_sidecar_path: model");
-        if (source < SUBKV_BASES_BESIDE || source > SUBKV_BASES_WEIGHTS) {
-            fail("subkv_sidecar_path: source: expected %d to %d, found %d", SUBKV_BASES_BESIDE, SUBKV_BASES_WEIGHTS,
+        if (source != SUBKV_BASES_BESIDE && source != SUBKV_BASES_STORED) {
+            fail("subkv_sidecar_path: source: expected %d or %d, found %d", SUBKV_BASES_BESIDE, SUBKV_BASES_STORED,
                  (int) source);
         }
         if (source == SUBKV_BASES_BESIDE) {
@@ -488,7 +496,7 @@ extern "C" const char * subkv_sidecar_path(const char * model, const char * cont
         if (digits.size() != 64 || digits.find_first_not_of("0123456789abcdef") != std::string::npos) {
             fail("subkv_sidecar_path: content: expected 64 hex digits, found '%s'", shortened(digits).c_str());
         }
-        path = utf8(stored_path(model, digits, ending_of(source)));
+        path = utf8(stored_path(model, digits));
         return path.c_str();
     });
 }

@@ -21,29 +21,33 @@ struct FoundBases {
 };
 
 // As subkv_find_bases; named "": none. Throws Invalid if the model cannot be read.
-FoundBases find_bases(const std::string & model, const std::string & named, int32_t last, float budget);
+FoundBases find_bases(const std::string & model, const std::string & named, int32_t last, float budget,
+                      const std::vector<int32_t> & sliding);
 
 // "4.25 bits per element at 8192 tokens, predicted KLD 0.0007, q8_0's 0.00023", the prediction only if it is known
 std::string size_of(const Layout & layout);
 // "of FILE, 4.25 bits per element at 8192 tokens", for a file that the user names
 std::string words_of_file(const std::string & path, const Layout & layout);
-// Why a search leaves out bases that another version of subkv has derived from the weights. model: "": its file is unknown.
-std::string outdated_reason(const std::string & path, const std::string & model);
 
-// A sidecar of the cache folder: the weights that identify its model (FORMAT.md §1.3), and the layers that they are of.
+// A sidecar of the cache folder, or a model for which bases can be derived: the weights that identify the model (FORMAT.md
+// §1.3), and the layers with bases.
 struct StoredBases {
     std::string      path;
     std::string      weights;
-    std::vector<int> layers;           // in the order of the file; may be empty
-    bool             outdated = false; // derived from the weights by another version of subkv
+    std::vector<int> layers;          // in the order of the file; may be empty
+    bool             derived = false; // `path` is the model
 
     int first_layer() const { return layers.empty() ? -1 : layers.front(); }
     int last_layer() const { return layers.empty() ? -1 : layers.back(); }
 };
 
-// All that say which weights: calibrated ones first. Files that cannot be read are left out. Throws Invalid, Unavailable.
+// All that say which weights. Files that cannot be read are left out. Throws Invalid, Unavailable.
 std::vector<StoredBases> stored_bases();
 // The same of one file; weights "": it does not say. Throws Invalid.
 StoredBases bases_of_weights(const std::string & path);
+// The same of a model, whose bases derived_bases would give. Throws Invalid if it cannot have any.
+StoredBases derivable_bases(const std::string & model);
+// Bases from the weights of a model, in memory. Throws as derive_layout.
+FoundBases derived_bases(const std::string & model, float budget, const std::vector<int32_t> & sliding);
 
 } // namespace subkv

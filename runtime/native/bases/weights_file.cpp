@@ -127,8 +127,7 @@ WeightMatrix WeightsFile::matrix(const std::string & name) const {
     }
     const auto type = (ggml_type) t.type;
     if (type != GGML_TYPE_F32 && !ggml_get_type_traits(type)->to_float) {
-        refuse(name, "a tensor type that can be dequantized",
-               std::string("type ") + ggml_type_name(type) + "; " + WHY);
+        refuse(name, "a tensor type that can be dequantized", std::string("type ") + ggml_type_name(type) + "; " + WHY);
     }
     const size_t row_bytes = ggml_row_size(type, t.ne[0]);
     if ((uint64_t) t.ne[1] * row_bytes != t.size) { // so that offsets of rows stay inside
@@ -167,8 +166,7 @@ void RowReader::read(const WeightMatrix & matrix, int64_t row, int64_t n) {
     raw_.resize((size_t) n * matrix.row_bytes);
     row_.resize((size_t) matrix.n);
     const uint64_t at = matrix.offset + (uint64_t) row * matrix.row_bytes;
-    if (!file->second.seekg((std::streamoff) at) ||
-        !file->second.read(raw_.data(), (std::streamsize) raw_.size())) {
+    if (!file->second.seekg((std::streamoff) at) || !file->second.read(raw_.data(), (std::streamsize) raw_.size())) {
         const std::string where = " at byte " + std::to_string(at);
         const std::string why   = file->second.eof() ? "its end" : std::strerror(errno != 0 ? errno : EIO);
         throw Unavailable(path, "a readable GGUF file", why + where);

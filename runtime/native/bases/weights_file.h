@@ -34,7 +34,7 @@ struct MetaValue {
 // A matrix of weights, or a stack of them, whose rows follow each other.
 struct WeightMatrix {
     std::string name;
-    size_t      file = 0; // index in the model's files
+    size_t      file   = 0; // index in the model's files
     uint64_t    offset = 0;
     int         type   = 0;
     int64_t     n_rows = 0, n = 0; // n: elements of a row
@@ -53,7 +53,7 @@ public:
     // The same of a key of the model's architecture: `attention.head_count`.
     MetaValue of_arch(const std::string & key) const { return get(arch_ + "." + key); }
 
-    bool         has_tensor(const std::string & name) const { return tensors_.count(name) != 0; }
+    bool has_tensor(const std::string & name) const { return tensors_.count(name) != 0; }
 
     WeightMatrix matrix(const std::string & name) const;
     // All elements of a tensor, in double; nothing if it is missing.
@@ -100,10 +100,10 @@ private:
     void           read(const WeightMatrix & matrix, int64_t row, int64_t n);
     float *        values(const WeightMatrix & matrix, int64_t row); // of those read
 
-    const WeightsFile &              weights_;
-    std::map<size_t, std::ifstream>  files_;
-    std::vector<char>                raw_;
-    std::vector<float>               row_;
+    const WeightsFile &             weights_;
+    std::map<size_t, std::ifstream> files_;
+    std::vector<char>               raw_;
+    std::vector<float>              row_;
 };
 
 } // namespace subkv

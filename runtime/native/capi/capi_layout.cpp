@@ -1,5 +1,6 @@
 // capi_layout.cpp: section "layout" of subkv.h, and functions of a layout for research and tests.
 #include "capi.h"
+#include "derive.h"
 #include "ggml.h"
 #include "subkv_test.h"
 
@@ -42,11 +43,19 @@ subkv_layout * subkv_layout_load(const char * path) {
     return subkv_layout_load_budget(path, 0.0f);
 }
 
+static subkv_layout * handle_of(std::shared_ptr<const Layout> p) {
+    std::string json = layout_to_json(*p);
+    return new subkv_layout{ std::move(p), std::move(json) };
+}
+
 subkv_layout * subkv_layout_load_budget(const char * path, float budget) {
-    return guarded<subkv_layout *>("subkv.layout", nullptr, [&] {
-        auto        p    = load_layout(path, budget);
-        std::string json = layout_to_json(*p);
-        return new subkv_layout{ std::move(p), std::move(json) };
+    return guarded<subkv_layout *>("subkv.layout", nullptr, [&] { return handle_of(load_layout(path, budget)); });
+}
+
+subkv_layout * subkv_layout_derive(const char * path, float budget, const int32_t * sliding, int32_t n_sliding) {
+    return guarded<subkv_layout *>("model", nullptr, [&] {
+        const std::string model = &not_null(path, "subkv_layout_derive: path");
+        return handle_of(derive_layout(model, budget, layers_of(sliding, n_sliding)));
     });
 }
 

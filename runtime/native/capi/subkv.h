@@ -80,6 +80,10 @@ SUBKV_API int32_t subkv_layout_present(const char * path);
 SUBKV_API subkv_layout * subkv_layout_load(const char * path);
 // The same for one of the file's budgets in bits per element; 0: that of subkv_layout_load.
 SUBKV_API subkv_layout * subkv_layout_load_budget(const char * path, float budget);
+// The same of bases from the weights of the model at `path`, in memory; 0: 6.5 bits per element. sliding: layers of a
+// model with a sliding window, which stay ordinary and get no bases, unless no other ones are left; NULL: none.
+SUBKV_API subkv_layout * subkv_layout_derive(const char * path, float budget, const int32_t * sliding,
+                                             int32_t n_sliding);
 SUBKV_API void           subkv_layout_free(subkv_layout * layout);
 
 // The layout without the matrices, as one UTF-8 JSON object; owned by the layout. Floats have 9 significant digits.
@@ -122,6 +126,9 @@ enum {
     SUBKV_BASES_WEIGHTS  = 5
 };
 
+// As `last`: only the model's own keys, else bases from the weights.
+#define SUBKV_BASES_NO_SIDECAR 6
+
 typedef struct subkv_bases {
     int32_t      source;
     const char * path;   // of the file; "": none, or they are derived
@@ -133,10 +140,10 @@ typedef struct subkv_bases {
 
 // Finds the bases of a model, from the first place up to `last` that has some: no later place replaces a damaged file or
 // one of another model. named: the user's file, which alone counts; NULL: none. budget: bits per element; 0: those of the
-// variable SUBKV_BITS, or the file's default, or 6.5 for derived bases. NULL if the model cannot be read.
-SUBKV_API const subkv_bases * subkv_find_bases(const char * model, const char * named, int32_t last, float budget);
-// The layout of usable bases, which outlives them; free it with subkv_layout_free.
-SUBKV_API subkv_layout *      subkv_bases_layout(const subkv_bases * bases);
+// variable SUBKV_BITS, or the file's default, or 6.5 for derived bases. sliding: as in subkv_layout_derive. NULL if the model cannot
+// be read.
+SUBKV_API const subkv_bases * subkv_find_bases(const char * model, const char * named, int32_t last, float budget,
+                                               const int32_t * sliding, int32_t n_sliding);
 SUBKV_API void                subkv_bases_free(const subkv_bases * bases);
 
 // The file that the search finds or would find for a model at BESIDE, STORED or WEIGHTS. It may not exist. content: of

@@ -110,9 +110,13 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
         return ordinary(desc, "its type was requested");
     }
     const bool       named = owned && setting != "subkv";
-    const FoundBases found = find_bases(desc.model_path, named ? setting : "", SUBKV_BASES_WEIGHTS, desc.budget);
+    const FoundBases found =
+        find_bases(desc.model_path, named ? setting : "", SUBKV_BASES_WEIGHTS, desc.budget, desc.slides);
     if (!found.layout) {
-        if (required || found.source != SUBKV_BASES_NONE || found.error.kind != SUBKV_ERROR_INVALID) {
+        const auto kind = found.error.kind;
+        const bool none =
+            found.source == SUBKV_BASES_NONE && (kind == SUBKV_ERROR_INVALID || kind == SUBKV_ERROR_UNSUPPORTED);
+        if (required || !none) {
             throw Invalid(found.error);
         }
         return ordinary(desc, found.error.sentence());
@@ -125,7 +129,7 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const std::st
             return ordinary(desc, "coefficients are not supported because " + desc.unsupported);
         }
         if (!has_coded_layer(*layout, desc)) {
-            return ordinary(desc, "this context holds none of the layers of " + file);
+            return ordinary(desc, "this context holds none of the layers of " + (file.empty() ? "the bases" : file));
         }
     }
     auto cache = std::make_shared<Cache>(desc, request_of_environment(layout), nullptr);

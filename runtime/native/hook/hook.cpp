@@ -87,6 +87,9 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type & type
         if (hparams.is_recr(il)) {
             desc.recurrent.push_back((int32_t) il);
         }
+        if (llama_subkv_slides(&kv.model, (int32_t) il)) {
+            desc.slides.push_back((int32_t) il);
+        }
         if ((filter && !filter(il)) || (int32_t) il == router) {
             continue;
         }

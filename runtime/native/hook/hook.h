@@ -72,6 +72,7 @@ struct CacheDesc {
     std::vector<LayerDesc> layers;
     std::vector<ReaderDesc> readers;
     std::vector<int32_t>    recurrent; // layers with a recurrent state, with or without rows
+    std::vector<int32_t>    slides;    // layers of the model with a sliding window, in this cache or beside it
 };
 
 struct PosCell {

@@ -4,11 +4,14 @@
 #include "log_line.h"
 #include "model_file.h"
 #include "plugin.h"
+#include "process_models.h"
 #include "variables.h"
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <iterator>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -112,6 +115,22 @@ ModelBases loaded(const std::string & path, bool required) {
     return { layout, words_of_file(path, *layout), required };
 }
 
+// has_layer: of the cache; layers with a sliding window are in another one.
+ModelBases loaded(const StoredBases & bases, bool required, const std::function<bool(int32_t il)> & has_layer) {
+    if (!bases.derived) {
+        return loaded(bases.path, required);
+    }
+    std::vector<int32_t> others;
+    std::copy_if(bases.layers.begin(), bases.layers.end(), std::back_inserter(others), std::not_fn(has_layer));
+    FoundBases found = derived_bases(bases.path, budget_of_environment(), others);
+    return { found.layout, std::move(found.words), required };
+}
+
+bool is_identified_by(const StoredBases & bases, const char * weight) {
+    const auto names = WeightsDigest::names(bases.first_layer(), bases.last_layer());
+    return std::find(names.begin(), names.end(), weight) != names.end();
+}
+
 } // namespace
 
 bool is_off() {
@@ -119,8 +138,14 @@ bool is_off() {
 }
 
 bool identifies_model(const char * weight) {
-    const auto & weights = Known::get().weights;
-    return std::strncmp(weight, "blk.", 4) == 0 && weights.count(weight) != 0;
+    if (is_off() || std::strncmp(weight, "blk.", 4) != 0 || !std::strstr(weight, ".attn_")) {
+        return false;
+    }
+    if (Known::get().weights.count(weight) != 0) {
+        return true;
+    }
+    const auto models = process_models();
+    return std::any_of(models.begin(), models.end(), [&](auto & bases) { return is_identified_by(bases, weight); });
 }
 
 void GraphWeights::add(const ggml_tensor * node) {
@@ -193,19 +218,17 @@ std::optional<ModelBases> find_model_bases(const GraphWeights & weights, Seen se
         }
     }
     const bool  required = value == "subkv" && owner.empty();
-    std::string partly;   // bases of this model, whose layers several caches have
-    std::string outdated; // bases of this model that another version of subkv derived
-    bool        later = false;
-    for (const StoredBases & bases : known.stored) {
+    std::string partly; // bases of this model, whose layers several caches have
+    bool        later   = false;
+    auto        usable  = known.stored;
+    const auto  derived = process_models();
+    usable.insert(usable.end(), derived.begin(), derived.end());
+    for (const StoredBases & bases : usable) {
         const std::string digest = digest_of(weights, bases);
         const bool        same   = !digest.empty() && digest == bases.weights;
-        if (same && bases.outdated) {
-            outdated = bases.path;
-            continue;
-        }
         if (same && fits(bases)) {
             owner = required ? digest : owner;
-            return loaded(bases.path, required);
+            return loaded(bases, required, has_layer);
         }
         partly = same && partly.empty() ? bases.path : partly;
         later  = later || (waits && !fits(bases));
@@ -217,11 +240,9 @@ std::optional<ModelBases> find_model_bases(const GraphWeights & weights, Seen se
         return std::nullopt;
     }
     std::string why = known.stored_why;
-    if (!outdated.empty()) {
-        why = outdated_reason(outdated, "");
-    } else if (why.empty()) {
+    if (why.empty()) {
         why = "no bases for this model in " + std::string(subkv_sidecar_folder()) +
-              "; `subkv convert MODEL` derives them";
+              ", and none of the files that this process has open is its model";
     }
     if (required) {
         throw Invalid("SUBKV=subkv: " + why);

@@ -1,0 +1,164 @@
+"""libsubkv derives the bases that the planner's definition in numpy has, byte by byte."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import report
+import tiny
+import virtual
+from each import each
+from families import NOT_BUILT
+
+from subkv.base.errors import CacheError, SubkvError
+from subkv.format import metadata
+from subkv.format.layout import Layout
+from subkv.format.window import Window
+from subkv.native.gguf import Gguf
+from subkv.plan import datafree, mla
+from subkv.plan.pipeline import Options
+
+Models = Callable[..., Path]
+CONTEXT, LATENT_CONTEXT = 8192, 32768
+
+
+def native(model: Path, kv_bits: float = 0.0) -> dict[str, Any]:
+    with Layout(model, kv_bits, derived=True) as layout:
+        return layout.description
+
+
+def oracle(model: Path, output: Path, kv_bits: float) -> dict[str, Any]:
+    """The description of a sidecar that numpy has computed."""
+    with Gguf(model) as base:
+        context = LATENT_CONTEXT if mla.is_latent(base) else CONTEXT
+    datafree.sidecar(model, output, Options(kv_bits=kv_bits, window=Window(), bpe_context=context))
+    return metadata.read(output)
+
+
+def check_equal(model: Path, tmp_path: Path, kv_bits: float) -> None:
+    want, found = oracle(model, tmp_path / "oracle.gguf", kv_bits), native(model, kv_bits)
+    assert found["fingerprint"] == want["fingerprint"], "E, D, means and ratios of all heads"
+    for other in (want, found):
+        del other["budget"]  # a file with one plan has its size
+    assert found == want
+
+
+@each("kv_bits", [4.0, 5.2, 6.5, 11.0])
+@each("arch", [arch for arch in tiny.ARCHS if arch not in ("mamba", "bert")])
+def test_tiny_models(tiny_model: Models, tmp_path: Path, arch: str, kv_bits: float) -> None:
+    check_equal(tiny_model(arch), tmp_path, kv_bits)
+
+
+@each("head_size", [56, 80, 96, 184, 256])  # several Hadamard matrices, or one of each construction
+@each("arch", ["llama", "qwen2"])
+def test_head_sizes(tiny_model: Models, tmp_path: Path, arch: str, head_size: int) -> None:
+    check_equal(tiny_model(arch, head_size=head_size), tmp_path, 4.4)
+
+
+@each("kv_bits", [4.4, 6.5, 8.0])
+@each(("n_lora", "head_size"), [(512, 128), (128, 64)])
+def test_latent_rows(tiny_model: Models, tmp_path: Path, n_lora: int, head_size: int, kv_bits: float) -> None:
+    check_equal(tiny_model("deepseek2", n_lora=n_lora, head_size=head_size), tmp_path, kv_bits)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in report.architectures() if arch not in NOT_BUILT])
+def test_architectures(arch: str, tmp_path: Path) -> None:
+    """Layers, rotary pairs, norms, biases and fused matrices of every architecture; both refuse the same ones."""
+    model = virtual.write(tmp_path / "model.gguf", arch)
+    try:
+        oracle(model, tmp_path / "oracle.gguf", 6.5)
+    except CacheError as error:
+        with pytest.raises(CacheError, match=f"model {arch}: subkv cannot hold its K/V cache because"):
+            native(model)
+        assert f"model {arch}: subkv cannot hold its K/V cache because" in str(error)
+        return
+    check_equal(model, tmp_path, 6.5)
+
+
+def test_demo_model(demo_model: Path, tmp_path: Path) -> None:
+    for kv_bits in (3.6, 4.25, 6.5):
+        check_equal(demo_model, tmp_path, kv_bits)
+
+
+def test_split_models(tiny_model: Models) -> None:
+    models = tiny_model(), tiny_model(split_tensors=6)
+    assert len({native(model)["fingerprint"] for model in models}) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sched_setaffinity")
+def test_any_number_of_threads(tiny_model: Models) -> None:
+    """The number follows the processors that the process may use."""
+    code = """
+import os, sys
+if sys.argv[2] == "one":
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+from subkv.format.layout import Layout
+print(Layout(sys.argv[1], derived=True).description["fingerprint"])
+"""
+    model = str(tiny_model("llama", n_layer=6))
+    found = {
+        subprocess.run([sys.executable, "-c", code, model, n], capture_output=True, check=True).stdout
+        for n in ("one", "all")
+    }
+    assert len(found) == 1
+
+
+@each("kv_bits", [0.5, 2.9, 20.0])
+def test_impossible_budgets(tiny_model: Models, kv_bits: float) -> None:
+    with pytest.raises(SubkvError, match=rf"expected \d.* to \d.* for bases from the weights .*, found {kv_bits:g}"):
+        native(tiny_model(), kv_bits)
+
+
+#
+# hostile files
+#
+
+
+def changed(model: Path, tmp_path: Path, name: bytes, at: int, value: bytes) -> Path:
+    """A copy with other bytes behind the first place of `name`."""
+    path = Path(shutil.copy(model, tmp_path / "changed.gguf"))
+    whole = bytearray(path.read_bytes())
+    start = whole.index(name) + len(name) + at
+    whole[start : start + len(value)] = value
+    path.write_bytes(whole)
+    return path
+
+
+@each(
+    ("name", "value"),
+    [
+        (b"llama.block_count", 1 << 31),
+        (b"llama.attention.head_count", 0),
+        (b"llama.attention.head_count_kv", 3),
+        (b"llama.attention.head_count", (1 << 32) - 4),
+        (b"llama.embedding_length", 0),
+    ],
+)
+def test_hostile_metadata(tiny_model: Models, tmp_path: Path, name: bytes, value: int) -> None:
+    """One sentence, or bases of the sizes that the matrices have."""
+    path = changed(tiny_model(), tmp_path, name, 4, value.to_bytes(4, "little"))
+    try:
+        layers = native(path)["layers"]
+    except SubkvError as error:
+        assert "expected at most 1024 layers" in str(error) or "subkv cannot hold its K/V cache" in str(error)
+    else:
+        assert all(8 <= layer["d_k"] <= 576 for layer in layers)
+
+
+def test_weights_that_are_not_finite(tiny_model: Models, tmp_path: Path) -> None:
+    """The layer's keys are coded evenly."""
+    whole = bytearray(Path(tiny_model()).read_bytes())
+    with Gguf(tiny_model()) as base:
+        values = base.tensor("blk.0.attn_k.weight", "").tobytes()
+    at = bytes(whole).index(values)
+    whole[at : at + 4] = b"\x00\x00\xc0\x7f"
+    path = tmp_path / "nan.gguf"
+    path.write_bytes(whole)
+    assert native(path)["basis_k"] == "pca" and native(tiny_model())["basis_k"] == "query-aware"
+    check_equal(path, tmp_path, 6.5)
