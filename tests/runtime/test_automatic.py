@@ -21,7 +21,7 @@ from gguf import GGUFReader, GGUFValueType
 
 from subkv.format import metadata, store
 from subkv.native import library as _lib
-from subkv.native.bases import STORED, WEIGHTS, sidecar_path, stored_path
+from subkv.native.bases import STORED, sidecar_path, stored_path
 from subkv.native.gguf import Gguf
 
 Models = Callable[..., Path]
@@ -141,26 +141,43 @@ def test_off_is_ordinary(model: Path) -> None:
     assert unset["log"] == [] and "(f16)" in unset["kv"] and unset["n_rs_seq"] == unset["pos_min"] == 0
 
 
-def test_auto_without_bases_is_ordinary_and_logged(model: Path) -> None:
+def test_bases_are_derived_where_none_are_stored(model: Path, tmp_path: Path) -> None:
+    """By each request, from the weights, without a folder of the user, which is not written either."""
+    home, none = tmp_path / "home", {"XDG_CACHE_HOME": "", "HOME": str(tmp_path / "home")}
+    (automatic,) = run(model, **none)
+    (line,) = automatic["log"]
+    assert line.startswith("subkv: coded K/V cache, ")
+    assert re.search(r"; bases: from the weights, 6\.\d+ bits per element at 8192 tokens, predicted as good as", line)
+    for value, context in (("subkv", str(model)), (None, f"{model}={CODED}"), (None, f"{model}={AUTO}")):
+        assert run(context, subkv=value, **none)[0] == automatic
+    assert not home.exists()
+    (fewer,) = run(model, SUBKV_BITS="4.6")
+    assert "from the weights, 4." in fewer["log"][0] and "as good as" not in fewer["log"][0]
+
+
+def test_a_model_without_bases_is_ordinary_and_logged(tiny_model: Models) -> None:
+    """With 4 elements, no head of it can be coded."""
+    model = tiny_model(head_size=4)
     (found,) = run(model)
-    assert found["log"] == [
-        f"subkv: ordinary f16 K/V cache: no bases for this model; `subkv convert {model}` derives them"
-    ]
+    why = "model llama: subkv cannot hold its K/V cache because no layer of it has K/V heads of 8 to 576 elements"
+    assert found["log"][0].startswith(f"subkv: ordinary f16 K/V cache: {why}")
     assert found["logits"] == run(model, subkv=None)[0]["logits"]
+    (refused,) = run(f"{model}={CODED}", subkv=None)
+    assert not refused["made"] and f"cache type subkv: {why}" in refused["log"][0]
+    assert refused["log"][0].endswith("; cache type f16 runs with an ordinary cache")
 
 
 def test_places_searched_by_auto(model: Path) -> None:
     """Each place takes precedence over the earlier ones; their windows differ."""
-    for n_recent, place in enumerate(["weights", "store", "beside"], 8):
+    for n_recent, place in enumerate(["store", "beside"], 8):
         path = {
-            "weights": lambda n: stored(model, WEIGHTS, n_recent=n),
             "store": lambda n: stored(model, n_recent=n),
             "beside": lambda n: sidecar(sidecar_path(model), model, n_recent=n),
         }[place](n_recent)
         (found,) = run(model)
         (line,) = found["log"]
         assert line.startswith("subkv: coded K/V cache, ") and line.endswith(f" ({path})")
-        origin = "from the weights, " if place == "weights" else "calibrated on 123456789012 tokens for this model, "
+        origin = "calibrated on 123456789012 tokens for this model, "
         assert f" layers; bases: {origin}" in line
         assert found["kv"].count("(subkv)") == 2
         assert "x smaller than f16, not smaller than q8_0, " in line
@@ -176,19 +193,17 @@ def of_version(path: Path, generator: str, tokens: int = 0) -> Path:
     return writer.write(path, writer.sealed(writer.read(path) | keys))
 
 
-def test_bases_of_another_version_are_not_used(model: Path) -> None:
-    """Those from the weights, unless the user names the file."""
-    path = of_version(stored(model, WEIGHTS), metadata.weights_generator())
-    assert "coded K/V cache" in run(model)[0]["log"][0]
+def test_derived_bases_that_older_builds_stored_are_not_used(model: Path) -> None:
+    """Unless the user names the file."""
+    path = stored(model)
+    path = path.rename(path.with_name(path.name.replace(".gguf", ".weights.gguf")))
+    of_version(path, metadata.weights_generator())
+    assert "from the weights, 6." in run(model)[0]["log"][0]
     of_version(path, f"{metadata.generator()}, weights")
-    ordinary, required = run(model, f"{model}={CODED}")
-    why = f"another version of subkv has derived the bases in {path}; `subkv env -m {model}` derives them again"
-    assert ordinary["log"] == [f"subkv: ordinary f16 K/V cache: {why}"]
-    assert not required["made"] and why in required["log"][0]
     (named,) = run(model, subkv=str(path))
     assert named["made"] and named["log"][0].endswith(" tokens, derived by another version of subkv")
     of_version(path, "another program", tokens=2048)
-    assert "coded K/V cache" in run(model)[0]["log"][0]
+    assert not run(model, subkv=str(path))[0]["log"][0].endswith("another version of subkv")
 
 
 def test_own_keys_take_precedence(model: Path, bases: Path) -> None:
@@ -244,15 +259,14 @@ def test_dry_runs_see_coded_sizes(model: Path, bases: Path) -> None:
 
 @pytest.mark.parametrize("other", ["gemma2", "qwen2", "llama"])
 def test_other_models_do_not_use_a_files_bases(other: str, model: Path, bases: Path, tiny_model: Models) -> None:
-    """They have bases of their own or an ordinary cache, also if the file's bases have the same shapes."""
+    """They have bases of their own, also if the file's bases have the same shapes."""
     stored(model)
     draft = tiny_model(other, seed=1)
-    alone = run(draft, subkv=None)[0]
+    alone = run(draft)[0]
     for value in ("auto", str(bases)):
         first, second = run(model, draft, subkv=value)
-        assert kind(first) == "subkv" and kind(second) == "f16"
-        assert len(second["log"]) == 1
-        assert second["log"][0].startswith("subkv: ordinary f16 K/V cache: no bases for this model")
+        assert kind(first) == kind(second) == "subkv"
+        assert len(second["log"]) == 1 and "; bases: from the weights, " in second["log"][0]
         assert second["logits"] == alone["logits"]
     own = stored(draft) if other == "llama" else None
     if own:
@@ -262,15 +276,15 @@ def test_other_models_do_not_use_a_files_bases(other: str, model: Path, bases: P
 
 def test_subkv_is_required_by_the_first_model(model: Path, tiny_model: Models) -> None:
     """As by its type. Other models, such as drafts, may have no bases; their contexts are as with `auto`."""
-    (refused,) = run(model, subkv="subkv")
-    assert not refused["made"] and "SUBKV=subkv: no bases for this model" in refused["log"][0]
+    draft = tiny_model(head_size=4)
+    (refused,) = run(draft, subkv="subkv")
+    assert not refused["made"] and "SUBKV=subkv: model llama: subkv cannot hold its K/V cache" in refused["log"][0]
     path = stored(model)
-    draft = tiny_model("qwen2")
     first, second, typed, again = run(model, draft, f"{model}={F16}", model, subkv="subkv")
     assert [kind(found) for found in (first, second, typed, again)] == ["subkv", "f16", "f16", "subkv"]
     assert first == again == run(model)[0] and first["log"][0].endswith(f"({path})")
-    first, refused, other = run(model, f"!os.remove({str(path)!r})", model, draft, subkv="subkv")
-    assert first["made"] and not refused["made"] and kind(other) == "f16"
+    first, derived, other = run(model, f"!os.remove({str(path)!r})", model, draft, subkv="subkv")
+    assert first["made"] and "; bases: from the weights, " in derived["log"][0] and kind(other) == "f16"
 
 
 def test_a_file_belongs_to_the_first_model_that_it_fits(model: Path, bases: Path, tiny_model: Models) -> None:
@@ -335,8 +349,9 @@ def test_a_required_cache_is_required_again(model: Path, bases: Path, tiny_model
     for context, file, value in ((f"{model}={CODED}", path, None), (str(model), bases, str(bases))):
         name, copy = str(file), f"{file}.copy"
         shutil.copy(file, copy)
+        removed = {} if value is None else {f"!os.remove({name!r})": "no such file"}  # else they are derived
         changes = {
-            f"!os.remove({name!r})": "no bases for this model" if value is None else "no such file",
+            **removed,
             f"!os.truncate({name!r}, 1000)": "truncated or damaged",
             f"!shutil.copy({str(tiny_model('gemma2'))!r}, {name!r})": "subkv.\\* keys|a sidecar of this model",
         }
@@ -345,13 +360,6 @@ def test_a_required_cache_is_required_again(model: Path, bases: Path, tiny_model
         for refused, again, why in zip(found[::2], found[1::2], changes.values(), strict=True):
             assert not refused["made"] and re.search(why, refused["log"][0]), refused
             assert again == first and kind(first) == "subkv"
-
-
-def test_auto_without_bases_logs_it(model: Path) -> None:
-    found, refused = run(f"{model}={AUTO}", f"{model}={CODED}", subkv=None)
-    assert kind(found) == "f16" and "subkv: ordinary f16 K/V cache: no bases for this model" in found["log"][0]
-    assert "cache type subkv: no bases for this model" in refused["log"][0]
-    assert refused["log"][0].endswith("; cache type f16 runs with an ordinary cache")
 
 
 NONE = {
@@ -419,8 +427,10 @@ def test_files_that_cannot_be_used_make_no_context(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links")
-def test_places_that_cannot_be_searched_make_no_context(model: Path, tmp_path: Path) -> None:
-    """The system cannot tell whether there are bases; another cache would be used silently."""
+def test_places_that_cannot_be_searched(model: Path, tmp_path: Path) -> None:
+    """A sidecar beside the model: the system cannot tell whether there is one, and another cache would be used
+    silently. A cache folder that is not this user's has no bases of this user, and the line about the cache says it.
+    """
     for path, variables in (
         (sidecar_path(model), {}),
         (tmp_path / "cache" / "subkv" / "sidecars", {"XDG_CACHE_HOME": str(tmp_path / "cache")}),
@@ -428,8 +438,9 @@ def test_places_that_cannot_be_searched_make_no_context(model: Path, tmp_path: P
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(path)
         (found,) = run(model, **variables)
-        assert not found["made"]
-        assert f"{path}: expected a readable path, found {os.strerror(errno.ELOOP)}" in found["log"][0]
+        assert found["made"] == bool(variables)
+        why = f"{path}: expected a readable path, found {os.strerror(errno.ELOOP)}"
+        assert (f"; no stored bases: {why}" if variables else why) in found["log"][0]
         path.unlink()
 
 

@@ -28,9 +28,9 @@ from gguf import GGUFValueType
 from guarantees import bases as bases_of
 from test_variants import shape_of
 
-from subkv.format import metadata, store
+from subkv.format import store
 from subkv.native import library
-from subkv.native.bases import STORED, WEIGHTS, model_weights, stored_path
+from subkv.native.bases import STORED, model_weights, stored_path
 from subkv.native.gguf import WEIGHTS_KEY
 
 LIBRARIES = library.lib_dir()
@@ -317,34 +317,24 @@ def test_bases_that_name_no_weights(tmp_path: Path, model: Path) -> None:
 def test_a_second_model_does_not_get_the_file_of_the_first(tmp_path: Path, bases: Path, tiny_model: Models) -> None:
     first, second = tiny_model(), tiny_model(seed=5)
     found = run(tmp_path, second, bases, decode(TEXT), first=first)
-    assert found.said.count("coded K/V cache") == 1 and "ordinary f16 K/V cache: no bases for this model" in found.said
-    assert np.array_equal(found.logits[0], run(tmp_path, second, "off", decode(TEXT)).logits[0])
+    assert found.said.count("coded K/V cache") == 2 and found.said.count("; bases: from the weights, ") == 1
+    assert np.array_equal(found.logits[0], run(tmp_path, second, "auto", decode(TEXT)).logits[0])
 
 
 def test_the_cache_folder_is_searched_by_weights(tmp_path: Path, model: Path) -> None:
-    nothing = run(tmp_path, model, "auto", decode(TEXT))
-    assert "ordinary f16 K/V cache: no bases for this model in " in nothing.said
-    assert not run(tmp_path, model, "subkv", decode(TEXT)).facts["context"]
     entry = store.entry(model)
     entry.prepare()
     path = write_bases(stored_path(Path("another.gguf"), entry.content, STORED), model)
     assert f"bases: of {path}, " in run(tmp_path, model, "subkv", decode(TEXT)).said
 
 
-def test_bases_of_another_version_are_not_used(tmp_path: Path, model: Path) -> None:
-    """Those from the weights, unless the user names the file."""
-    entry = store.entry(model)
-    entry.prepare()
-    path = write_bases(stored_path(model, entry.content, WEIGHTS), model)
-    texts = {"subkv.generator": f"{metadata.generator()}, weights", "subkv.calibration.text": metadata.FROM_WEIGHTS}
-    keys = {name: (GGUFValueType.STRING, text) for name, text in texts.items()}
-    keys["subkv.calibration.tokens"] = (GGUFValueType.UINT64, 0)
-    writer.write(path, writer.sealed(writer.read(path) | keys))
-    why = f"another version of subkv has derived the bases in {path}; `subkv env -m MODEL` derives them again"
-    assert f"ordinary f16 K/V cache: {why}" in run(tmp_path, model, "auto", decode(TEXT)).said
-    assert not run(tmp_path, model, "subkv", decode(TEXT)).facts["context"]
-    named = run(tmp_path, model, path, decode(TEXT)).said
-    assert re.search(r"bases: of \S+, .* tokens, derived by another version of subkv", named)
+def test_bases_are_derived_where_none_are_stored(tmp_path: Path, model: Path) -> None:
+    """From the file that the process has open, to the bytes of our libllama's; nothing is written."""
+    patched = run(tmp_path, model, "auto", decode(TEXT), plugin=False)
+    for setting in ("auto", "subkv"):
+        found = run(tmp_path, model, setting, decode(TEXT))
+        assert "; bases: from the weights, 6." in found.said
+        assert np.array_equal(found.logits[0], patched.logits[0])
 
 
 def test_layers_without_bases_keep_rows(tmp_path: Path, tiny_model: Models) -> None:
@@ -444,10 +434,11 @@ def test_bases_for_sliding_layers_too(
         assert found.said.count("ordinary f16 K/V cache: it is of the sliding layers") == 1
         for expected, logits in zip(patched.logits, found.logits, strict=True):
             assert np.array_equal(expected, logits)
-    for setting in ("subkv", path):
-        refused = run(tmp_path, other, setting, decode(TEXT))
-        assert not refused.facts["context"] and "this model" in refused.said
-    assert not run(tmp_path, tiny_model(), "subkv", decode(TEXT)).facts["context"]
+    refused = run(tmp_path, other, path, decode(TEXT))
+    assert not refused.facts["context"] and "this model" in refused.said
+    for setting in ("subkv", "auto"):
+        derived = run(tmp_path, other, setting, decode(TEXT))
+        assert derived.said.count("coded K/V cache") == 1 and "; bases: from the weights, " in derived.said
 
 
 def test_a_killed_program_loses_nothing(tmp_path: Path, model: Path, bases: Path) -> None:
