@@ -46,9 +46,8 @@ RUN = [
     'subkv run llama-mtmd-cli -m model.gguf --mmproj mmproj.gguf --image photo.jpg -p "What is this?"',
     "subkv run llama-server -m model.gguf --mmproj mmproj.gguf -c 16384",
     "SUBKV_STORE=~/prompts subkv run llama-server -m model.gguf",
-    "subkv run --prepare model.gguf python app.py",
     "subkv run python app.py",
-    "subkv run --prepare models llama-server --models-dir models",
+    "subkv run llama-server --models-dir models",
     "subkv env -m model.gguf --format systemd >> app.service.d/subkv.conf",
     "subkv env -m model.gguf --format docker > subkv.list",
     "subkv env -m model.gguf --format json",
@@ -79,13 +78,9 @@ ELSEWHERE = {
         "python/test_doors.py::test_another_llama_cpp_loads_the_plugin"
     ),
     "subkv doctor /usr/bin/llama-server": "python/test_doors.py::test_doctor_tells_the_door",
-    "subkv run --plugin --prepare model.gguf ./app": (
-        "python/test_doors.py::test_a_program_that_loads_a_llama_cpp_later"
-    ),
-    "subkv run --prepare model.gguf node app.js": "python/test_doors.py::test_node_brings_a_llama_cpp",
-    "subkv run --prepare ~/.ollama/models ollama serve": (
-        "python/test_doors.py::test_ollama_starts_a_llama_server_of_its_own"
-    ),
+    "subkv run --plugin ./app": "python/test_doors.py::test_a_program_that_loads_a_llama_cpp_later",
+    "subkv run node app.js": "python/test_doors.py::test_node_brings_a_llama_cpp",
+    "subkv run ollama serve": "python/test_doors.py::test_ollama_starts_a_llama_server_of_its_own",
     "subkv-plugin run /usr/bin/llama-server -m model.gguf -c 32768": (
         "python/test_plugin_wheel.py::test_an_unpatched_program"
     ),

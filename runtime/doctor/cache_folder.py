@@ -18,7 +18,7 @@ from subkv.base.locks import exclusive
 # kind -> (description, pattern of file names below the cache folder); the first match counts
 KINDS = {
     "bases": ("calibrated bases", r"sidecars/.*-(?P<model>[0-9a-f]{12})\.gguf"),
-    "bases from weights": ("made again in seconds", r"sidecars/.*-(?P<model>[0-9a-f]{12})\.weights\.gguf"),
+    "bases from weights": ("of older builds; not used", r"sidecars/.*-(?P<model>[0-9a-f]{12})\.weights\.gguf"),
     "interrupted work": (
         "of convert; it starts anew",
         r"sidecars/(?P<model>[0-9a-f]{12})\..*\.(part|sensing\.npz)|(sidecars/)?\..+\.tmp",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import click
 
@@ -17,20 +16,11 @@ from subkv.base.folders import PLUGIN_ONLY
 @command(context_settings={"allow_interspersed_args": False})
 @request_options
 @click.option(
-    "--prepare",
-    type=click.Path(path_type=Path, exists=True),
-    multiple=True,
-    metavar="PATH",
-    help="first derive bases for this model, or for every model in this folder, if the arguments do not name it",
-)
-@click.option(
     "--plugin", is_flag=True, help="for programs that load a llama.cpp of their own, where `run` does not find it"
 )
 @click.argument("program", metavar="PROGRAM")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
-def main(
-    request: CacheRequest, prepare: tuple[Path, ...], plugin: bool, program: str, arguments: tuple[str, ...]
-) -> None:
+def main(request: CacheRequest, plugin: bool, program: str, arguments: tuple[str, ...]) -> None:
     """Run PROGRAM with coefficients in its KV cache: one of llama.cpp's, or Python on llama-cpp-python.
 
     Bases of the model of -m or -hf are looked up, or derived from its weights. PROGRAM then replaces this process. It
@@ -39,7 +29,7 @@ def main(
     located = find_program(program, os.environ, plugin=plugin or PLUGIN_ONLY, arguments=arguments)
     if located.door.plugin:
         options.note(f"{located.path} {located.door.why}")
-    raise click.exceptions.Exit(prepare_start(located, read_arguments(located, arguments), request, prepare).execute())
+    raise click.exceptions.Exit(prepare_start(located, read_arguments(located, arguments), request).execute())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,14 @@ from runtime import options
 from runtime.launch.arguments import split_devices
 from runtime.launch.bundled import other_package, pinned
 from runtime.launch.doors import DEVICES, Door, device_variables, plugin_file, plugin_variables
-from runtime.launch.variables import CacheRequest, cache_variables, library_variables, program_path, request_options
+from runtime.launch.variables import (
+    ANY_MODEL,
+    CacheRequest,
+    cache_variables,
+    library_variables,
+    program_path,
+    request_options,
+)
 from subkv.base.command import command
 from subkv.base.errors import SubkvError, concerning
 from subkv.base.folders import PLUGIN_ONLY
@@ -106,7 +113,7 @@ def main(model: str | None, request: CacheRequest, plugin: bool, form: str) -> N
             f"{other[0]}: its llama-cpp-python is {other[1]}, not {pinned()}: it keeps its own libraries and cache; "
             "`subkv run` gives it the plug-in"
         )
-    notes = notes or ["KV cache: subkv for every model that has bases, f16 for others; -m FILE derives bases"]
+    notes = notes or [ANY_MODEL]
     if DEVICES in variables:
         notes.append(f"{DEVICES}: all layers on the CPU")
     if not service and not plugin:

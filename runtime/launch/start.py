@@ -20,18 +20,18 @@ from runtime.launch.arguments import (
     with_hub_models,
 )
 from runtime.launch.variables import (
+    ANY_MODEL,
     CACHE,
     CacheRequest,
     cache_variables,
     fit_memory,
     library_variables,
-    models_in,
     search_variables,
     without_libraries,
 )
 from runtime.launch.variables import prepare as prepare_model
 from subkv.base.errors import CacheError, SubkvError, concerning
-from subkv.base.folders import COMMAND, PLUGIN_ONLY
+from subkv.base.folders import PLUGIN_ONLY
 from subkv.base.threads import MAX_THREADS
 from subkv.native.bases import AUTO, CODED
 
@@ -63,36 +63,6 @@ class Program:
     door: doors.Door
 
 
-def _no_model_note(program: str, read: ProgramArguments, others: bool) -> str:
-    """A line for arguments that name no model file. others: bases of other models were derived."""
-    program = program_name(program)
-    if read.from_url:
-        reason, path = "the program downloads its model", "FILE"
-    elif read.folder is not None:
-        reason, path = f"{program} chooses models itself", "DIR"
-    else:
-        reason, path = "the arguments name no model", "FILE"
-    line = "KV cache: subkv for every model that has bases, f16 for others"
-    remedy = f"`{COMMAND} run --prepare {path} {program} …` derives bases first"
-    return line if others else f"{line}, because {reason}; {remedy}"
-
-
-def _prepare_others(paths: Sequence[Path]) -> None:
-    """Derive bases of models that the arguments do not name. In a folder, a refused model does not stop the others.
-
-    Raises SubkvError about `prepare`.
-    """
-    for path in paths:
-        for model in models_in(path):
-            try:
-                with concerning(model="prepare", model_path="prepare"):
-                    options.note(f"{model.name}: {prepare_model(model).line}")
-            except SubkvError as error:
-                if not path.is_dir() or error.key == "XDG_CACHE_HOME":
-                    raise
-                options.note(f"{model.name}: {error.reason}")
-
-
 def _with_fitting_budget(program: str, read: ProgramArguments, request: CacheRequest) -> CacheRequest:
     """The request with the budget that fits in its memory; logs it to stderr. Raises CacheError about `kv_memory`."""
     if PLUGIN_ONLY:
@@ -113,10 +83,8 @@ def _with_fitting_budget(program: str, read: ProgramArguments, request: CacheReq
     return request
 
 
-def _variables(
-    program: Program, read: ProgramArguments, request: CacheRequest, others: bool, strict: bool
-) -> dict[str, str]:
-    """The variables for contexts whose cache type is not given. Logs the caches to stderr. others: as _no_model_note().
+def _variables(program: Program, read: ProgramArguments, request: CacheRequest, strict: bool) -> dict[str, str]:
+    """The variables for contexts whose cache type is not given. Logs the caches to stderr.
 
     strict: the cache must be coded unless the arguments say otherwise. Raises SubkvError.
     """
@@ -141,7 +109,7 @@ def _variables(
                 models, request, read.strict or by_default, bool(plugin), read.budget, CODED if by_default else AUTO
             )
         if not (notes or read.ordinary):
-            notes = [_no_model_note(program.name, read, others)]
+            notes = [ANY_MODEL]
         for line in notes:
             options.note(line)
     for model in ([read.draft] if read.draft else read.models) if read.codes_draft else []:
@@ -202,7 +170,6 @@ def prepare_start(
     program: Program,
     arguments: ProgramArguments,
     request: CacheRequest,
-    prepare: Sequence[Path] = (),
     strict: bool = False,
     defaults: Mapping[str, str] | None = None,
 ) -> Start:
@@ -214,8 +181,7 @@ def prepare_start(
     if arguments.repos:
         with concerning(hf_repo="-hf"):
             arguments = with_hub_models(arguments)
-    _prepare_others(prepare)
     inherited = doors.door_environment(program.door, arguments)
-    variables = _variables(program, arguments, request, bool(prepare), strict)
+    variables = _variables(program, arguments, request, strict)
     inherited.pop(CACHE, None)
     return Start(program.path, [program.name, *arguments.arguments], {**(defaults or {}), **inherited, **variables})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +12,10 @@ from typing import TYPE_CHECKING
 import click
 
 from runtime import options
-from runtime.launch.arguments import is_gguf
 from subkv.base.command import group
-from subkv.base.errors import CacheError, SubkvError, concerning
+from subkv.base.errors import CacheError, concerning
 from subkv.format.window import MAX_RECENT, MAX_SINK, VARIABLES, Window
-from subkv.native.bases import AUTO, CODED, SIDECAR_ENDING, check_budget
+from subkv.native.bases import AUTO, CODED, check_budget
 from subkv.native.library import LIB_PATH
 from subkv.native.paths import mtmd_variable
 
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
 
 CACHE = "SUBKV"  # auto, subkv (coded or no context), or the path of the file with the bases
 BITS = "SUBKV_BITS"
+ANY_MODEL = "KV cache: subkv for every model that can have bases, f16 for others"  # whose files are not known
 READ = (CACHE, BITS, *VARIABLES.values())
 LIBRARY_PATH = {"darwin": "DYLD_LIBRARY_PATH", "win32": "PATH"}.get(sys.platform, "LD_LIBRARY_PATH")
 
@@ -171,25 +170,3 @@ def program_path(libraries: Path, environment: Mapping[str, str]) -> dict[str, s
         return {}
     others = [folder for folder in environment.get("PATH", "").split(os.pathsep) if folder not in ("", str(own))]
     return {"PATH": os.pathsep.join([str(own), *others])}
-
-
-def models_in(path: Path) -> list[Path]:
-    """The model files of a path: the file itself, or all GGUFs of a folder, which may be Ollama's.
-
-    Sidecars, projectors and later files of split models are left out.
-
-    Raises SubkvError about `prepare`.
-    """
-    if not path.is_dir():
-        return [path]
-    models = []
-    for file in sorted({*path.rglob("*.gguf"), *path.rglob("sha256-*")}):
-        part = re.search(r"-(\d{5})-of-\d{5}\.gguf$", file.name)
-        not_a_model = file.name.endswith(SIDECAR_ENDING) or "mmproj" in file.name.lower()
-        if "-partial" in file.name:  # Ollama's unfinished downloads have their full size
-            continue
-        if not not_a_model and (part is None or int(part[1]) == 1) and is_gguf(file):
-            models.append(file)
-    if not models:
-        raise SubkvError("prepare", f"expected a folder with models (GGUF), found none in {path}")
-    return models

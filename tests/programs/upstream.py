@@ -84,16 +84,12 @@ class Upstream:
     @classmethod
     @contextlib.contextmanager
     def prepared(cls, server: Path, model: Path, home: Path) -> Iterator[Upstream]:
-        """server: llama-server; model: the replacement of the text models. Derives bases of all models."""
+        """server: llama-server; model: the replacement of the text models."""
         with pictures() as images:
             folder = upstream_source.extract(home / "llama.cpp", images)
             stand_ins.hub_cache(home / "hub", model)
             stand_ins.downloads(folder / "tmp", model)
             suite = cls(server, folder, home, home / "cache")
-            prepare = [sys.executable, "-m", "runtime.cli", "run", "--prepare", str(home / "hub"), sys.executable, "-V"]
-            env = {**os.environ, "XDG_CACHE_HOME": str(suite.cache)}
-            done = subprocess.run(prepare, env=env, check=False, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
             yield suite
 
     def run(self, name: str, subkv: str, tests: Iterable[str], expected: str = "", **more: str) -> Results:
