@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from runtime import cli
 from runtime.launch import bundled, doors, start
-from runtime.launch.variables import CacheRequest, models_in
+from runtime.launch.variables import CacheRequest
 from subkv.base.errors import SubkvError
 from subkv.native.library import lib_dir
 
@@ -383,13 +383,6 @@ def test_ollama_starts_a_llama_server_of_its_own(tmp_path: Path, tiny_model: obj
     with pytest.raises(SubkvError, match="expected none, because the plug-in codes every cache .* found q8_0") as at:
         start_with(program, "serve", **{doors.OLLAMA_TYPE: "q8_0"})
     assert at.value.key == doors.OLLAMA_TYPE
-    blobs = tmp_path / "models" / "blobs"
-    blobs.mkdir(parents=True)
-    blob = shutil.copy(tiny_model(), blobs / "sha256-00")  # type: ignore[operator]
-    (blobs / "sha256-01").write_text("{}")  # a template or parameters
-    shutil.copy(blob, blobs / "sha256-02-partial")
-    shutil.copy(blob, blobs / "sha256-03-partial-0")
-    assert models_in(tmp_path / "models") == [Path(blob)]
     (tmp_path / "lib" / "ollama" / "libggml.so").unlink()
     with pytest.raises(SubkvError, match="expected a llama-server that can load the plug-in, found .*not start"):
         start.find_program(str(program), dict(os.environ))

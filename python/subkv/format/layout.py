@@ -1,4 +1,4 @@
-"""The layout of bases, read by libsubkv from a file or derived from the weights: bands, window, bases, fingerprint."""
+"""A layout of libsubkv, from a converted model, a sidecar or a model's weights: bands, window, bases, fingerprint."""
 
 from __future__ import annotations
 

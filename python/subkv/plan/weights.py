@@ -195,9 +195,8 @@ class Weights:
             return None
         square, mean = np.zeros((len(heads), d)), np.zeros((len(heads), d))
         directions, of_direction = columns_as_integers(self._stream)
-        shift_i, of_shift = (
-            integers(shift[None].astype(np.float32)) if shift is not None and len(shift) == n else np.zeros((2, 1))
-        )
+        beta = shift if shift is not None and len(shift) == n else np.zeros(n)
+        shift_i, of_shift = integers(beta[None].astype(np.float32))
         for i, head in enumerate(heads):  # a head's rows fit in the processor's caches
             rows = side.rows(head * d, head * d + d)
             if np.any(of_shift):
