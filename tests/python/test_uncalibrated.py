@@ -44,6 +44,6 @@ def test_answers_as_an_exact_cache_does(tiny_model: Models, tmp_path: Path, arch
         datafree.sidecar(model, tmp_path / "bases.gguf", options(kv_bits))
         found = answers(model, bases=tmp_path / "bases.gguf")
         errors.append(np.mean([np.std(f - e) / np.std(e) for f, e in zip(found, exact, strict=True)]))
-    assert errors[1] < 0.02
+    assert errors[1] < 0.025
     assert errors[0] < 0.4
     assert errors[1] < 0.2 * errors[0]
