@@ -78,6 +78,9 @@ ELSEWHERE = {
         "python/test_doors.py::test_another_llama_cpp_loads_the_plugin"
     ),
     "subkv doctor /usr/bin/llama-server": "python/test_doors.py::test_doctor_tells_the_door",
+    "GGML_BACKEND_PATH=/path/libggml-subkv.so LLAMA_ARG_DEVICE=SUBKV SUBKV=auto llama-server -m model.gguf": (
+        "programs/test_stock_programs.py::test_the_plugin_alone"
+    ),
     "subkv run --plugin ./app": "python/test_doors.py::test_a_program_that_loads_a_llama_cpp_later",
     "subkv run node app.js": "python/test_doors.py::test_node_brings_a_llama_cpp",
     "subkv run ollama serve": "python/test_doors.py::test_ollama_starts_a_llama_server_of_its_own",

@@ -153,3 +153,14 @@ def test_edits(serve: Serve, text: str) -> None:
         assert (answer["tokens_predicted"], answer["truncated"]) == (600, True)
         assert "slot context shift" in server.log
         assert len(server.complete(text[:200], 8)["tokens"]) == 8
+
+
+def test_the_plugin_alone(words: Path) -> None:
+    """In an empty environment: no Python, no home folder, no stored bases."""
+    plugin = {"GGML_BACKEND_PATH": str(lib_dir() / "libggml-subkv.so"), "LLAMA_ARG_DEVICE": "SUBKV", "SUBKV": "auto"}
+    command = [FOLDER / "llama-completion", "-m", words, "-p", "Hi", "-n", "2", "-c", "512", "-t", "1", "-no-cnv"]
+    for _ in range(N_TRIES):
+        done = subprocess.run(command, env=plugin, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
+        if "subkv: " in done.stderr:
+            break
+    assert re.search(r"subkv: coded K/V cache, .*; bases: from the weights, 6\.", done.stderr), done.stderr[-2000:]
