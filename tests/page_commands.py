@@ -78,7 +78,8 @@ ELSEWHERE = {
         "python/test_doors.py::test_another_llama_cpp_loads_the_plugin"
     ),
     "subkv doctor /usr/bin/llama-server": "python/test_doors.py::test_doctor_tells_the_door",
-    "GGML_BACKEND_PATH=/path/libggml-subkv.so LLAMA_ARG_DEVICE=SUBKV SUBKV=auto llama-server -m model.gguf": (
+    "llama-server -m model.gguf": "programs/test_stock_programs.py::test_the_plugin_alone",
+    "export GGML_BACKEND_PATH=/path/libggml-subkv.so LLAMA_ARG_DEVICE=SUBKV SUBKV=auto": (
         "programs/test_stock_programs.py::test_the_plugin_alone"
     ),
     "subkv run --plugin ./app": "python/test_doors.py::test_a_program_that_loads_a_llama_cpp_later",

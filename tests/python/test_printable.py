@@ -21,9 +21,10 @@ from runtime import cli, options
 from subkv.base import progress
 from subkv.base.errors import SubkvError
 from subkv.base.text import filled, printable
-from subkv.engine.cache import CacheOptions, choose_cache
+from subkv.format import store
 from subkv.format.calibration import TextSource, write_calibration
 from subkv.native.binding import C, captured_log
+from subkv.plan import datafree
 
 # sets the title, clears the line, colours; C1's CSI; turns the text's direction; has no width
 HOSTILE = "a\x1b]0;x\x07\x1b[2K\x1b[31mb\r\nc\x08\x7f\x9b2Jd\u202ee\u200bf\u2028g\ufeffh"
@@ -132,11 +133,9 @@ def test_names_in_the_cache_folder(cache_home: Path, tiny_model: Callable[..., P
 def test_a_sidecar_that_a_program_finds(cache_home: Path, tiny_model: Callable[..., Path]) -> None:
     """Its name in the store is in the line about the bases."""
     model = tiny_model("llama")
-    choice = choose_cache(model, CacheOptions("subkv"))
-    assert choice.layout is not None
-    choice.layout.rename(
-        choice.layout.with_name(f"{HOSTILE}{choice.layout.name[-len('-0123456789ab.weights.gguf') :]}")
-    )
+    stored = store.entry(model)
+    stored.prepare()
+    datafree.sidecar(model, stored.sidecar.with_name(f"{HOSTILE}{stored.sidecar.name[-len('-0123456789ab.gguf') :]}"))
     for arguments in (("chat", "-m", model, "-ctk", "subkv", "-p", "Hi", "-st", "-n", "1"), ("inspect", model)):
         result = run(*arguments)
         assert printable(HOSTILE) in result.stderr or arguments[0] == "chat"
