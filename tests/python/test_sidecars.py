@@ -75,7 +75,7 @@ def of_weights(made: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Replaces data-free bases by `made`; records the written files."""
     written = []
 
-    def sidecar(model: Path, output: Path, options: Any = None) -> None:
+    def sidecar(model: Path, output: Path, options: Any = None, sliding: Any = ()) -> None:
         from subkv.base.files import atomic_file
 
         with atomic_file(output) as handle:
@@ -422,7 +422,7 @@ def test_store_that_cannot_be_written(
     else:
         whole = datafree.sidecar
 
-        def full(model: Path, output: Path, options: Any = None) -> None:
+        def full(model: Path, output: Path, options: Any = None, sliding: Any = ()) -> None:
             if output.is_relative_to(cache_home):
                 raise subkv.SubkvError("output", f"cannot write {output}: No space left on device")
             whole(model, output)
@@ -444,7 +444,7 @@ def test_store_that_cannot_be_written(
 
 
 def test_weights_that_give_no_bases(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def sidecar(model: Path, output: Path, options: Any = None) -> None:
+    def sidecar(model: Path, output: Path, options: Any = None, sliding: Any = ()) -> None:
         raise subkv.SubkvError("model", "expected an attention with keys, found none")
 
     monkeypatch.setattr(datafree, "sidecar", sidecar)

@@ -16,6 +16,7 @@ from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.engine.context import ContextOptions
 from subkv.engine.llama import Llama
 from subkv.engine.model import Model
+from subkv.format.layout import Layout
 
 Models = Callable[..., Path]
 N_CTX, N_SWA, SPACING = 2048, 16, 128
@@ -134,3 +135,12 @@ def test_measurements_do_not_read_a_lost_window(tiny_model: Models, kind: str) -
         for start in range(0, 384, 64):
             context.decode(tokens[start : start + 64], start, 63)
         assert np.abs(found - context.logits(1)).max() < 1e-2 * found.std()
+
+
+def test_bases_from_the_weights_leave_sliding_layers_out(tiny_model: Models) -> None:
+    """As llama.cpp says which these are; other models keep all layers."""
+    for arch, coded in (("gemma2", [1, 3]), ("llama", [0, 1])):
+        layout = choose_cache(tiny_model(arch), CacheOptions("subkv")).layout
+        assert layout is not None
+        with Layout(layout) as opened_:
+            assert [layer["il"] for layer in opened_.description["layers"]] == coded
