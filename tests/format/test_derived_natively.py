@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +28,21 @@ Models = Callable[..., Path]
 CONTEXT, LATENT_CONTEXT = 8192, 32768
 
 
-def native(model: Path, kv_bits: float = 0.0) -> dict[str, Any]:
-    with Layout(model, kv_bits, derived=True) as layout:
+def native(model: Path, kv_bits: float = 0.0, sliding: Collection[int] = ()) -> dict[str, Any]:
+    with Layout(model, kv_bits, derived=True, sliding=sliding) as layout:
         return layout.description
 
 
-def oracle(model: Path, output: Path, kv_bits: float) -> dict[str, Any]:
+def oracle(model: Path, output: Path, kv_bits: float, sliding: Collection[int] = ()) -> dict[str, Any]:
     """The description of a sidecar that numpy has computed."""
     with Gguf(model) as base:
         context = LATENT_CONTEXT if mla.is_latent(base) else CONTEXT
-    datafree.sidecar(model, output, Options(kv_bits=kv_bits, window=Window(), bpe_context=context))
+    datafree.sidecar(model, output, Options(kv_bits=kv_bits, window=Window(), bpe_context=context), sliding)
     return metadata.read(output)
 
 
-def check_equal(model: Path, tmp_path: Path, kv_bits: float) -> None:
-    want, found = oracle(model, tmp_path / "oracle.gguf", kv_bits), native(model, kv_bits)
+def check_equal(model: Path, tmp_path: Path, kv_bits: float, sliding: Collection[int] = ()) -> None:
+    want, found = oracle(model, tmp_path / "oracle.gguf", kv_bits, sliding), native(model, kv_bits, sliding)
     assert found["fingerprint"] == want["fingerprint"], "E, D, means and ratios of all heads"
     for other in (want, found):
         del other["budget"]  # a file with one plan has its size
@@ -53,6 +53,20 @@ def check_equal(model: Path, tmp_path: Path, kv_bits: float) -> None:
 @each("arch", [arch for arch in tiny.ARCHS if arch not in ("mamba", "bert")])
 def test_tiny_models(tiny_model: Models, tmp_path: Path, arch: str, kv_bits: float) -> None:
     check_equal(tiny_model(arch), tmp_path, kv_bits)
+
+
+@each("sliding", [[0, 2], [1], [0, 1, 2, 3]])
+@each("arch", ["gemma2", "gpt-oss"])
+def test_sliding_layers_get_no_bases(tiny_model: Models, tmp_path: Path, arch: str, sliding: list[int]) -> None:
+    """The other layers have the whole budget; if all layers slide, all have bases."""
+    model = tiny_model(arch, n_layer=4)
+    check_equal(model, tmp_path, 6.5, sliding)
+    coded = [layer["il"] for layer in native(model, 6.5, sliding)["layers"]]
+    assert coded == [il for il in range(4) if il not in sliding or len(sliding) == 4]
+
+
+def test_a_model_without_a_window_has_bases_in_all_layers(tiny_model: Models) -> None:
+    assert native(tiny_model(), 6.5, [0]) == native(tiny_model(), 6.5)
 
 
 @each("head_size", [56, 80, 96, 184, 256])  # several Hadamard matrices, or one of each construction

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import engine
 import numpy as np
 import pytest
 from opening import last_logits, opened, prompt
@@ -134,3 +135,24 @@ def test_measurements_do_not_read_a_lost_window(tiny_model: Models, kind: str) -
         for start in range(0, 384, 64):
             context.decode(tokens[start : start + 64], start, 63)
         assert np.abs(found - context.logits(1)).max() < 1e-2 * found.std()
+
+
+def test_bases_from_the_weights_leave_sliding_layers_out(tiny_model: Models) -> None:
+    """As llama.cpp says which these are; other models keep all layers."""
+    for arch, coded in (("gemma2", [1, 3]), ("llama", [0, 1])):
+        with choose_cache(tiny_model(arch), CacheOptions("subkv")).opened() as layout:
+            assert [layer["il"] for layer in layout.description["layers"]] == coded
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "gpt-oss", "llama"])
+def test_programs_derive_the_same_bases(arch: str, tiny_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A native context without a layout, as that of a program, has the fingerprint of the layout in Python."""
+    model = tiny_model(arch)
+    choice = choose_cache(model, CacheOptions("subkv"))
+    with choice.opened() as layout:
+        expected = layout.description["fingerprint"]
+    monkeypatch.setenv("SUBKV", "subkv")
+    native = engine.Model(model)
+    with engine.session(native, flash_attn=1) as s:
+        assert engine.SUBKV.subkv_context_fingerprint(s.ctx).decode() == expected
+    native.free()
