@@ -264,7 +264,7 @@ def test_memory_of_a_program(planned: Path, capsys: pytest.CaptureFixture[str]) 
     def variables(*arguments: str, memory: str = "1GiB", name: str = "llama-server") -> dict[str, str]:
         given = read(name, ["-m", str(planned), *arguments], {}, ["f16"])
         program = Program(name, Path(name), {}, Door(None, ""))
-        return _variables(program, given, CacheRequest(kv_memory=memory), False, False)
+        return _variables(program, given, CacheRequest(kv_memory=memory), False)
 
     assert variables("-c", "256")["SUBKV_BITS"] == "8"
     assert "KV memory: 8 bits per element, " in capsys.readouterr().err

@@ -227,7 +227,7 @@ def test_the_search_and_hostile_files(model: Path, made: Path, tmp_path: Path, c
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
-def test_bases_of_another_user(stored: Path, model: Path, made: Path, of_weights: list[Path]) -> None:
+def test_bases_of_another_user(stored: Path, model: Path, made: Path) -> None:
     """Found, not named: those of this user, of root and, beside the model, of the model's owner."""
 
     def refused(path: Path) -> bool:
