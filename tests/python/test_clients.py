@@ -141,13 +141,6 @@ def test_llama_cpp_alone(client: Callable[..., tuple[Any, str]], model: Path) ->
     assert quiet == coded and caches(logged) == [line]  # a warning, which llama_cpp does not hide
 
 
-def test_llama_cpp_alone_without_bases(client: Callable[..., tuple[Any, str]]) -> None:
-    ordinary, logged = client(PLAIN)
-    (line,) = caches(logged)
-    assert line.startswith("subkv: ordinary f16 K/V cache: ")
-    assert ordinary["fingerprint"] == ""
-
-
 @pytest.mark.parametrize("name", CLIENTS)
 def test_clients(name: str, client: Callable[..., tuple[Any, str]], model: Path) -> None:
     packages, text, n_contexts = CLIENTS[name]
