@@ -1,9 +1,9 @@
 // automatic.cpp: the cache of a context without an attached layout, selected by its cache types and by the environment
 // (docs/programs.md).
 //
-//   SUBKV            off (or unset): ordinary; auto: the model's bases, if any; subkv: the model's bases, or no context;
+//   SUBKV            off (or unset): ordinary; auto: the model's bases, if it can have any; subkv: those, or no context;
 //                    any other value: a file with bases
-//   SUBKV_BITS   bits per element, of those that the file has plans for; a cache type subkv:BITS has precedence
+//   SUBKV_BITS   bits per element, of those that the bases can have; a cache type subkv:BITS has precedence
 //   SUBKV_SINK, SUBKV_RECENT, SUBKV_ROLLBACK   numbers of tokens, as in subkv_cache_params
 //   SUBKV_ADAPT  options of adaptive bases; bases_of_environment reads it (basis_source.h)
 //
