@@ -436,9 +436,12 @@ def test_bases_for_sliding_layers_too(
             assert np.array_equal(expected, logits)
     refused = run(tmp_path, other, path, decode(TEXT))
     assert not refused.facts["context"] and "this model" in refused.said
+    patched = run(tmp_path, other, "auto", *calls, plugin=False, swa_full=swa_full)
     for setting in ("subkv", "auto"):
-        derived = run(tmp_path, other, setting, decode(TEXT))
+        derived = run(tmp_path, other, setting, *calls, swa_full=swa_full)
         assert derived.said.count("coded K/V cache") == 1 and "; bases: from the weights, " in derived.said
+        for expected, logits in zip(patched.logits, derived.logits, strict=True):
+            assert np.array_equal(expected, logits), "the same layers have bases"
 
 
 def test_a_killed_program_loses_nothing(tmp_path: Path, model: Path, bases: Path) -> None:

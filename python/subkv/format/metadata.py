@@ -115,9 +115,9 @@ def generator() -> str:
 
 
 def weights_generator() -> str:
-    """The same of bases from the weights; increase the number when they change, so that stored ones are replaced.
+    """The same of bases from the weights; increase the number when they change.
 
-    find_bases.cpp, which searches for them, has it, too.
+    derive.cpp, which derives them in memory, has it, too.
     """
     return f"{generator()}, weights 3"
 

@@ -131,7 +131,7 @@ def sidecar_path(model: Path) -> Path:
 
 
 def stored_path(model: Path, content: str, source: int = STORED) -> Path:
-    """The file of STORED or WEIGHTS: the existing one, by the model's content, else one with the model's name.
+    """The file of STORED: the existing one, by the model's content, else one with the model's name.
 
     Raises SubkvError about XDG_CACHE_HOME.
     """

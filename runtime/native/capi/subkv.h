@@ -146,10 +146,10 @@ SUBKV_API const subkv_bases * subkv_find_bases(const char * model, const char * 
                                                const int32_t * sliding, int32_t n_sliding);
 SUBKV_API void                subkv_bases_free(const subkv_bases * bases);
 
-// The file that the search finds or would find for a model at BESIDE, STORED or WEIGHTS. It may not exist. content: of
+// The file that the search finds or would find for a model at BESIDE or STORED. It may not exist. content: of
 // subkv_model_content; NULL for BESIDE. The text is valid until the next call on the same thread.
 SUBKV_API const char * subkv_sidecar_path(const char * model, const char * content, int32_t source);
-// The folder of STORED and WEIGHTS, in the user's cache folder; it may not exist. NULL: there is no home folder.
+// The folder of STORED, in the user's cache folder; it may not exist. NULL: there is no home folder.
 SUBKV_API const char * subkv_sidecar_folder(void);
 
 //

@@ -174,7 +174,7 @@ std::optional<ModelBases> find_model_bases(const GraphWeights & weights, Seen se
     const std::string value = setting();
     const Known &     known = Known::get();
 
-    // bases derived from the weights are of all layers, also of the sliding ones, which stay f16
+    // a model's derivable layers, and those of some files, include the sliding ones, which stay f16
     const auto fits = [&](const StoredBases & bases) {
         const auto & all = bases.layers;
         return !all.empty() && (seen == Seen::ALL ? std::any_of(all.begin(), all.end(), has_layer) :
