@@ -140,9 +140,11 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
     Splits        splits = load_splits(0, warp, (int) least(KEYS, a.n_split));
 
     float m = -INFINITY, z = 0.0f; // z: of this warp's splits and keys
+#pragma unroll 1
     for (int64_t i = me; i < a.n_split; i += BLOCK) {
         m = fmaxf(m, i == me ? split_m : a.m[row + i * stride]);
     }
+#pragma unroll 1
     for (int j = me; j < l.d_k; j += BLOCK) {
         s.q[j] = l.scale * a.q[hq * a.q_head + token * a.q_token + j];
     }
@@ -151,6 +153,7 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
     m = block_max<BLOCK_WARPS>(m, s.room);
 
     float coef[OUT][COLUMNS] = {};
+#pragma unroll 1
     for (int64_t first = 0; m != -INFINITY && first < a.n_split; first += KEYS) {
         const int n = (int) least(KEYS, a.n_split - first);
         if (me < n) {
@@ -158,6 +161,7 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
             s.z[me]      = first == 0 ? split_z : a.z[row + (first + me) * stride];
         }
         __syncthreads();
+#pragma unroll 1
         for (int i0 = warp; i0 < n; i0 += ROWS * BLOCK_WARPS) {
             if (first > 0 || i0 > warp) {
                 splits = load_splits(first, i0, n);
@@ -196,12 +200,14 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
         return sum;
     };
     store_sums(coef, rank);
+#pragma unroll 1
     for (int c = me; c < rank; c += BLOCK) {
         s.sums[c] = sum_of_warps(c);
     }
     __syncthreads();
 
     float o[OUT][COLUMNS] = {};
+#pragma unroll 1
     for (int i0 = warp; i0 < rank; i0 += ROWS * BLOCK_WARPS) {
         if (i0 > warp) {
             basis = load_basis(i0);
@@ -232,6 +238,7 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
         }
     };
     const auto * nothing = reinterpret_cast<const uint16_t *>(a.q + hq * a.q_head + token * a.q_token); // [d_k] or more
+#pragma unroll 1
     for (int64_t first = 0; first < n_keys; first += KEYS) {
         const int n = (int) least(KEYS, n_keys - first);
         if (first > 0) {
@@ -242,6 +249,7 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
         }
         Values values{ column, l.d_v - COLUMNS, {} };
         float  top = -INFINITY;
+#pragma unroll 1
         for (int i0 = warp; i0 < n; i0 += N_ROWS * BLOCK_WARPS) {
             const uint16_t * key[N_ROWS];
             float            bias[N_ROWS], dot[N_ROWS] = {};
@@ -257,6 +265,7 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
                     values.load(r, bias[r] == -INFINITY ? nothing : s.keys[i0 + r * BLOCK_WARPS].row + value);
                 }
             }
+#pragma unroll 1
             for (int j = column; j < l.d_k; j += ROW) {
                 FourHalves k[N_ROWS];
 #pragma unroll
@@ -296,6 +305,7 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
             s.logit[me] = s.logit[me] == -INFINITY ? 0.0f : expf(s.logit[me] - m);
         }
         __syncthreads();
+#pragma unroll 1
         for (int i0 = warp; i0 < n; i0 += N_ROWS * BLOCK_WARPS) {
             float p[N_ROWS];
 #pragma unroll
@@ -336,6 +346,7 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
         z = z * w + expf(sink - m);
     }
     w = z == 0.0f ? 0.0f : w / z; // a token without visible keys gets zeros, a lost row NaN
+#pragma unroll 1
     for (int j = me; j < l.d_v; j += BLOCK) {
         b.out[token * b.out_stride + hq * l.d_v + j] = w * sum_of_warps(j);
     }
