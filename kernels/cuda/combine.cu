@@ -7,10 +7,9 @@ namespace subkv::cuda {
 
 namespace {
 
-constexpr int BLOCK         = 512; // threads: few blocks must have many loads in flight
-constexpr int BLOCK_WARPS   = BLOCK / WARP;
-constexpr int KEYS          = 256; // exact keys, or splits, processed at a time
-constexpr int KEYS_PER_WARP = 5;   // keys or values that a warp loads before it needs the first
+constexpr int BLOCK       = 512; // threads: few blocks must have many loads in flight
+constexpr int BLOCK_WARPS = BLOCK / WARP;
+constexpr int KEYS        = 256; // exact keys, or splits, processed at a time
 static_assert(KEYS <= BLOCK, "one thread per key");
 
 struct Key {
@@ -63,7 +62,8 @@ __device__ float move_top(float & m, float top) {
 
 // OUT: parts of ROW output elements. Warp w sums every split, coefficient, key and value whose number modulo BLOCK_WARPS
 // is w; a lane has COLUMNS elements of each part. A step of a loop loads before it computes, and where there is nothing
-// left to load it loads a valid row that it does not use: a branch would wait for each load.
+// left to load it loads a valid row that it does not use: a branch would wait for each load. What the first steps need
+// is loaded as soon as its address is known.
 template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combine b) {
     const Attend &   a      = b.a;
     const Layer &    l      = a.layer;
@@ -78,7 +78,8 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
     const uint16_t * decode = l.v[h].decode.halves;
     const int64_t    value  = exact_value(l, h);
     const float      slope  = l.slope[hq];
-    constexpr int    ROWS   = OUT == 1 ? 8 : 2; // splits or coefficients that a warp loads at a time
+    constexpr int    ROWS   = OUT == 1 ? 8 : 2;                 // splits or coefficients that a warp loads at a time
+    constexpr int    N_ROWS = OUT == 1 ? 10 : OUT == 2 ? 5 : 3; // keys or values
     const int        me     = (int) threadIdx.x;
     const int        warp   = me / WARP;
     const int        lane   = me % WARP;
@@ -99,36 +100,71 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
             any           = s.logit[i] != -INFINITY;
         }
     };
+    struct Splits {
+        Loaded<float, 2> acc[ROWS][OUT][2];
+    };
+    struct Basis {
+        FourHalves d[ROWS][OUT];
+    };
+    // of splits first + i0 + r * BLOCK_WARPS, the last ones again beyond n
+    const auto load_splits = [&](int64_t first, int i0, int n) {
+        Splits of;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const int64_t i = first + min(i0 + r * BLOCK_WARPS, n - 1);
+#pragma unroll
+            for (int x = 0; x < OUT; ++x) { // elements beyond the head's rank are not used
+                const auto * from = reinterpret_cast<const Loaded<float, 2> *>(
+                    a.acc + (row + i * stride) * l.width_v + min(column + x * ROW, l.width_v - COLUMNS));
+                of.acc[r][x][0] = from[0];
+                of.acc[r][x][1] = from[1];
+            }
+        }
+        return of;
+    };
+    const auto load_basis = [&](int i0) {
+        Basis of;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const uint16_t * from = decode + min(i0 + r * BLOCK_WARPS, rank - 1) * l.d_v;
+#pragma unroll
+            for (int x = 0; x < OUT; ++x) {
+                of.d[r][x] = *reinterpret_cast<const FourHalves *>(from + min(column + x * ROW, l.d_v - COLUMNS));
+            }
+        }
+        return of;
+    };
+    const int64_t at_split = row + least(me, a.n_split - 1) * stride; // state of split number `me`
+    const float   split_m = a.m[at_split], split_z = a.z[at_split];
+    const float   sink   = b.sinks == nullptr ? 0.0f : b.sinks[hq];
+    Splits        splits = load_splits(0, warp, (int) least(KEYS, a.n_split));
+
     float m = -INFINITY, z = 0.0f; // z: of this warp's splits and keys
+#pragma unroll 1
     for (int64_t i = me; i < a.n_split; i += BLOCK) {
-        m = fmaxf(m, a.m[row + i * stride]);
+        m = fmaxf(m, i == me ? split_m : a.m[row + i * stride]);
     }
+#pragma unroll 1
     for (int j = me; j < l.d_k; j += BLOCK) {
         s.q[j] = l.scale * a.q[hq * a.q_head + token * a.q_token + j];
     }
+    Basis basis = load_basis(warp);
     find_keys(0);
     m = block_max<BLOCK_WARPS>(m, s.room);
 
     float coef[OUT][COLUMNS] = {};
+#pragma unroll 1
     for (int64_t first = 0; m != -INFINITY && first < a.n_split; first += KEYS) {
         const int n = (int) least(KEYS, a.n_split - first);
         if (me < n) {
-            s.weight[me] = expf(a.m[row + (first + me) * stride] - m);
-            s.z[me]      = a.z[row + (first + me) * stride];
+            s.weight[me] = expf((first == 0 ? split_m : a.m[row + (first + me) * stride]) - m);
+            s.z[me]      = first == 0 ? split_z : a.z[row + (first + me) * stride];
         }
         __syncthreads();
+#pragma unroll 1
         for (int i0 = warp; i0 < n; i0 += ROWS * BLOCK_WARPS) {
-            Loaded<float, 2> acc[ROWS][OUT][2];
-#pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                const int64_t i = first + min(i0 + r * BLOCK_WARPS, n - 1);
-#pragma unroll
-                for (int x = 0; x < OUT; ++x) {
-                    const auto * from = reinterpret_cast<const Loaded<float, 2> *>(
-                        a.acc + (row + i * stride) * l.width_v + min(column + x * ROW, rank - COLUMNS));
-                    acc[r][x][0] = from[0];
-                    acc[r][x][1] = from[1];
-                }
+            if (first > 0 || i0 > warp) {
+                splits = load_splits(first, i0, n);
             }
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
@@ -140,7 +176,7 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
                 for (int x = 0; x < OUT; ++x) {
 #pragma unroll
                     for (int y = 0; y < COLUMNS; ++y) {
-                        coef[x][y] = adds ? fmaf(w, acc[r][x][y / 2].of[y % 2], coef[x][y]) : coef[x][y];
+                        coef[x][y] = adds ? fmaf(w, splits.acc[r][x][y / 2].of[y % 2], coef[x][y]) : coef[x][y];
                     }
                 }
             }
@@ -164,22 +200,17 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
         return sum;
     };
     store_sums(coef, rank);
+#pragma unroll 1
     for (int c = me; c < rank; c += BLOCK) {
         s.sums[c] = sum_of_warps(c);
     }
     __syncthreads();
 
     float o[OUT][COLUMNS] = {};
+#pragma unroll 1
     for (int i0 = warp; i0 < rank; i0 += ROWS * BLOCK_WARPS) {
-        FourHalves d[ROWS][OUT];
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-            for (int x = 0; x < OUT; ++x) {
-                const int j = min(column + x * ROW, l.d_v - COLUMNS);
-                d[r][x] =
-                    *reinterpret_cast<const FourHalves *>(decode + min(i0 + r * BLOCK_WARPS, rank - 1) * l.d_v + j);
-            }
+        if (i0 > warp) {
+            basis = load_basis(i0);
         }
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
@@ -189,13 +220,25 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
             for (int x = 0; x < OUT; ++x) {
 #pragma unroll
                 for (int y = 0; y < COLUMNS; ++y) {
-                    o[x][y] = fmaf(c, from_half(d[r][x].of[y]), o[x][y]);
+                    o[x][y] = fmaf(c, from_half(basis.d[r][x].of[y]), o[x][y]);
                 }
             }
         }
     }
 
+    struct Values {
+        int        column, last; // element of the first part; the last valid one
+        FourHalves v[N_ROWS][OUT];
+
+        __device__ void load(int r, const uint16_t * row) {
+#pragma unroll
+            for (int x = 0; x < OUT; ++x) {
+                v[r][x] = *reinterpret_cast<const FourHalves *>(row + min(column + x * ROW, last));
+            }
+        }
+    };
     const auto * nothing = reinterpret_cast<const uint16_t *>(a.q + hq * a.q_head + token * a.q_token); // [d_k] or more
+#pragma unroll 1
     for (int64_t first = 0; first < n_keys; first += KEYS) {
         const int n = (int) least(KEYS, n_keys - first);
         if (first > 0) {
@@ -204,24 +247,33 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
         if (__syncthreads_or(any) == 0) {
             continue;
         }
-        float top = -INFINITY;
-        for (int i0 = warp; i0 < n; i0 += KEYS_PER_WARP * BLOCK_WARPS) {
-            const uint16_t * key[KEYS_PER_WARP];
-            float            bias[KEYS_PER_WARP], dot[KEYS_PER_WARP] = {};
+        Values values{ column, l.d_v - COLUMNS, {} };
+        float  top = -INFINITY;
+#pragma unroll 1
+        for (int i0 = warp; i0 < n; i0 += N_ROWS * BLOCK_WARPS) {
+            const uint16_t * key[N_ROWS];
+            float            bias[N_ROWS], dot[N_ROWS] = {};
 #pragma unroll
-            for (int x = 0; x < KEYS_PER_WARP; ++x) {
+            for (int x = 0; x < N_ROWS; ++x) {
                 const int i = i0 + x * BLOCK_WARPS;
                 bias[x]     = i < n ? s.logit[i] : -INFINITY;
                 key[x]      = bias[x] == -INFINITY ? nothing : s.keys[i].row + h * l.d_k;
             }
-            for (int j = column; j < l.d_k; j += ROW) {
-                FourHalves k[KEYS_PER_WARP];
+            if (i0 == warp) { // the first values, too
 #pragma unroll
-                for (int x = 0; x < KEYS_PER_WARP; ++x) {
+                for (int r = 0; r < N_ROWS; ++r) {
+                    values.load(r, bias[r] == -INFINITY ? nothing : s.keys[i0 + r * BLOCK_WARPS].row + value);
+                }
+            }
+#pragma unroll 1
+            for (int j = column; j < l.d_k; j += ROW) {
+                FourHalves k[N_ROWS];
+#pragma unroll
+                for (int x = 0; x < N_ROWS; ++x) {
                     k[x] = *reinterpret_cast<const FourHalves *>(key[x] + j);
                 }
 #pragma unroll
-                for (int x = 0; x < KEYS_PER_WARP; ++x) {
+                for (int x = 0; x < N_ROWS; ++x) {
 #pragma unroll
                     for (int y = 0; y < COLUMNS; ++y) {
                         dot[x] = fmaf(s.q[j + y], from_half(k[x].of[y]), dot[x]);
@@ -229,11 +281,11 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
                 }
             }
 #pragma unroll
-            for (int x = 0; x < KEYS_PER_WARP; ++x) {
+            for (int x = 0; x < N_ROWS; ++x) {
                 dot[x] = warp_sum(dot[x]);
             }
 #pragma unroll
-            for (int x = 0; x < KEYS_PER_WARP; ++x) {
+            for (int x = 0; x < N_ROWS; ++x) {
                 dot[x] = capped(finite_or_nan(dot[x]), l.softcap) + slope * bias[x];
                 if (bias[x] != -INFINITY) {
                     s.logit[i0 + x * BLOCK_WARPS] = dot[x]; // the same in all lanes
@@ -253,28 +305,25 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
             s.logit[me] = s.logit[me] == -INFINITY ? 0.0f : expf(s.logit[me] - m);
         }
         __syncthreads();
-        for (int i0 = warp; i0 < n; i0 += KEYS_PER_WARP * BLOCK_WARPS) {
-            float      p[KEYS_PER_WARP];
-            FourHalves v[KEYS_PER_WARP][OUT];
+#pragma unroll 1
+        for (int i0 = warp; i0 < n; i0 += N_ROWS * BLOCK_WARPS) {
+            float p[N_ROWS];
 #pragma unroll
-            for (int r = 0; r < KEYS_PER_WARP; ++r) {
+            for (int r = 0; r < N_ROWS; ++r) {
                 const int i = i0 + r * BLOCK_WARPS;
                 p[r]        = i < n ? s.logit[i] : 0.0f;
-#pragma unroll
-                for (int x = 0; x < OUT; ++x) {
-                    const int j = min(column + x * ROW, l.d_v - COLUMNS);
-                    // a value of weight 0 may be infinite
-                    v[r][x] = *reinterpret_cast<const FourHalves *>(p[r] > 0.0f ? s.keys[i].row + value + j : nothing);
+                if (i0 > warp) { // a value of weight 0 may be infinite
+                    values.load(r, p[r] > 0.0f ? s.keys[i].row + value : nothing);
                 }
             }
 #pragma unroll
-            for (int r = 0; r < KEYS_PER_WARP; ++r) {
+            for (int r = 0; r < N_ROWS; ++r) {
                 z += p[r];
 #pragma unroll
                 for (int x = 0; x < OUT; ++x) {
 #pragma unroll
                     for (int y = 0; y < COLUMNS; ++y) {
-                        o[x][y] = p[r] > 0.0f ? fmaf(p[r], from_half(v[r][x].of[y]), o[x][y]) : o[x][y];
+                        o[x][y] = p[r] > 0.0f ? fmaf(p[r], from_half(values.v[r][x].of[y]), o[x][y]) : o[x][y];
                     }
                 }
             }
@@ -293,10 +342,11 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
     }
     float w = 1.0f;
     if (b.sinks != nullptr) { // a logit without a value
-        w = move_top(m, b.sinks[hq]);
-        z = z * w + expf(b.sinks[hq] - m);
+        w = move_top(m, sink);
+        z = z * w + expf(sink - m);
     }
     w = z == 0.0f ? 0.0f : w / z; // a token without visible keys gets zeros, a lost row NaN
+#pragma unroll 1
     for (int j = me; j < l.d_v; j += BLOCK) {
         b.out[token * b.out_stride + hq * l.d_v + j] = w * sum_of_warps(j);
     }

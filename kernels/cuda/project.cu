@@ -109,6 +109,7 @@ __device__ void store_rows(const Attend & a, const StoreRows & s, int64_t token,
     const float * v      = s.v + h * s.v_head + token * s.v_token;
     auto *        halves = reinterpret_cast<uint16_t *>(block_memory); // [d_k + d_v]
     bool          fine_k = true, fine_v = true;
+#pragma unroll 1
     for (int j = (int) threadIdx.x; j < l.d_k + l.d_v; j += BLOCK) {
         const bool  value = j >= l.d_k;
         const float x     = value ? v[j - l.d_k] : k[j];
@@ -119,6 +120,7 @@ __device__ void store_rows(const Attend & a, const StoreRows & s, int64_t token,
     fine_k          = __syncthreads_and(fine_k) != 0;
     fine_v          = __syncthreads_and(fine_v) != 0;
     const auto copy = [&](uint16_t * row, int first, int step) {
+#pragma unroll 1
         for (int j = first; j < l.d_k + l.d_v; j += step) {
             const bool value = j >= l.d_k;
             const auto half  = (value ? fine_v : fine_k) ? halves[j] : HALF_NAN;
@@ -130,6 +132,7 @@ __device__ void store_rows(const Attend & a, const StoreRows & s, int64_t token,
     for (int64_t first = warp * WARP; first < s.n_slots; first += BLOCK) {
         const int64_t slot  = first + lane;
         uint32_t      found = __ballot_sync(ALL, slot < s.n_slots && s.slots[slot].token == token);
+#pragma unroll 1
         for (; found != 0; found &= found - 1) { // more than one if the token has several sequences
             copy(s.window + (first + __ffs((int) found) - 1) * exact_width(l), lane, WARP);
         }
@@ -166,9 +169,11 @@ template <int F, int PARTS> __global__ void __launch_bounds__(BLOCK, 1) project_
     const int              warp = (int) threadIdx.x / WARP, lane = (int) threadIdx.x % WARP;
     const int              pitch = l.width_k + 1;
     const ProjectShared<F> s(block_memory, l);
+#pragma unroll 1
     for (int i = (int) threadIdx.x; i < N * d; i += BLOCK) { // without a query head: the last one again
         s.q[i] = a.q[(h * G + min(i / d, G - 1)) * a.q_head + token * a.q_token + i % d];
     }
+#pragma unroll 1
     for (int i = (int) threadIdx.x; i < Queries<F>::size(l.width_k); i += BLOCK) {
         s.queries.words[i] = 0;
     }
@@ -181,6 +186,7 @@ template <int F, int PARTS> __global__ void __launch_bounds__(BLOCK, 1) project_
         const int j = min(x * ROW + COLUMNS * lane, d - COLUMNS);
         of_mean[x]  = *reinterpret_cast<const FourHalves *>((adds_mean ? mean : decode) + j);
     }
+#pragma unroll 1
     for (int i0 = warp; i0 < rank; i0 += ROWS * BLOCK_WARPS) {
         FourHalves basis[ROWS][PARTS];
 #pragma unroll
@@ -216,6 +222,7 @@ template <int F, int PARTS> __global__ void __launch_bounds__(BLOCK, 1) project_
             s.qt[lane % N * pitch + i] = factor * sum;
         }
     }
+#pragma unroll 1
     for (int g = 0; warp == BLOCK_WARPS - 1 && g < N; ++g) {
         float sum = 0.0f;
 #pragma unroll
@@ -233,16 +240,20 @@ template <int F, int PARTS> __global__ void __launch_bounds__(BLOCK, 1) project_
     }
     __syncthreads();
     const int64_t row = h * a.n_stream + token; // number of the first of G rows
+#pragma unroll 1
     for (int i = (int) threadIdx.x; i < G * rank; i += BLOCK) {
         a.qt[(row * G + i / rank) * l.width_k + i % rank] = s.qt[i / rank * pitch + i % rank];
     }
+#pragma unroll 1
     for (int g = (int) threadIdx.x; g < G; g += BLOCK) {
         a.shift[row * G + g] = s.qt[g * pitch + rank];
     }
+#pragma unroll 1
     for (int g = warp; g < G; g += BLOCK_WARPS) {
         quantize_row(s.queries, codec, s.qt + g * pitch, g);
     }
     __syncthreads();
+#pragma unroll 1
     for (int i = (int) threadIdx.x; i < Queries<F>::size(l.width_k); i += BLOCK) {
         a.words[row * Queries<F>::size(l.width_k) + i] = s.queries.words[i];
     }

@@ -49,6 +49,14 @@ class Door:
     search: bool = False
 
 
+def _beside_a_gpu(listed: str) -> str:
+    """What a user has to know whose ggml loads a GPU's backend from its own folder; "": it has none there."""
+    registry = programs.library_in(listed, "libggml")
+    names = os.listdir(registry[1].parent) if registry and registry[1].parent.is_dir() else []
+    gpus = sorted(name for name in names if re.fullmatch(rf"libggml-({_GPUS})\.so", name))
+    return f"; layers on a GPU ({gpus[0]}) keep f16 caches: --device {DEVICE} codes them, on the CPU" if gpus else ""
+
+
 def plugin_file(libraries: Path) -> Path:
     """The plug-in beside our libraries. Raises SubkvError about `plugin`."""
     path = libraries / PLUGIN
@@ -97,7 +105,9 @@ def _later_door(libllama: Path, libraries: Path, path: Path, environment: Mappin
             f"expected one that loads {libraries}/libllama.so, or a llama.cpp that can load the plug-in, found {path}, "
             f"which brings {libllama}: {reason}",
         )
-    return Door(plugin_file(libraries), f"brings {libllama}, whose ggml loads the plug-in{_LATER}", by_name=True)
+    assert listed is not None
+    why = f"brings {libllama}, whose ggml loads the plug-in{_LATER}{_beside_a_gpu(listed)}"
+    return Door(plugin_file(libraries), why, by_name=True)
 
 
 def choose_door(
@@ -146,7 +156,7 @@ def choose_door(
         if static and not known:
             why += ", if the program calls ggml_backend_load_all"
         gpu = re.search(rf"^\s*libggml-({_GPUS})\.so", listed, re.M) is not None
-        return Door(plugin_file(libraries), why, static and known, gpu)
+        return Door(plugin_file(libraries), why + ("" if gpu else _beside_a_gpu(listed)), static and known, gpu)
     remedy = f"; {programs.INSTALL}" if is_llama_cpp_program(program) and not plugin else ""
     raise SubkvError(
         "program",

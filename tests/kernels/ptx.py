@@ -291,8 +291,18 @@ class Warp:
         else:
             with np.errstate(all="ignore"):
                 result = OPERATIONS[name](*self.inputs(name, operands[1:], type_))
+            if "rm" in modifiers or "sat" in modifiers:
+                result = self.rounded(result, modifiers, operands)
             wide = f"{type_[0]}{2 * n_bits(type_)}" if "wide" in modifiers else type_
             self.put(operands[0], to_bits(result, wide), active)
+
+    def rounded(self, x: Array, modifiers: list[str], operands: list[str]) -> Array:
+        """The result of an fma that rounds down, or is limited to 0 .. 1."""
+        a, b, c = (self.number(operand, "f32").astype(np.float64) for operand in operands[1:])
+        exact = a * b + c
+        if "rm" in modifiers:
+            x = np.where(x > exact, np.nextafter(x, np.float32(-np.inf)), x).astype(np.float32)
+        return np.clip(np.nan_to_num(x), 0, 1).astype(np.float32) if "sat" in modifiers else x
 
     def inputs(self, name: str, operands: list[str], type_: str) -> list[Array]:
         types = [type_, "u32"] if name in ("shl", "shr") else [type_] * len(operands)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import cuda_ops as c
 import layers
+import numpy as np
 import ops as o
 import ptx
 import pytest
-from cuda_calls import Call, Shape
+from cuda_calls import Call, Exact, Shape
 from each import each
 from test_cuda import LARGE, check_attend
 
@@ -31,15 +32,18 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> c.Library:
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def module(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    out = tmp_path_factory.mktemp("ptx") / "decode.ptx"
-    source = c.ROOT / "kernels/cuda/attend_decode.cu"
+    return compiled("attend_decode.cu", request.param, tmp_path_factory.mktemp("ptx"))
+
+
+def compiled(name: str, architecture: str, folder: Path) -> str:
+    out, source = folder / "kernel.ptx", c.ROOT / "kernels/cuda" / name
     command = [
         str(c.nvcc()),
         "-std=c++17",
         "-O3",
         *c.INCLUDE,
         "-ptx",
-        f"-arch={request.param}",
+        f"-arch={architecture}",
         str(source),
         "-o",
         str(out),
@@ -55,6 +59,13 @@ class Interpreted(c.Library):
         self.emulated, self.module, self.memory, self.lib = emulated, module, emulated.memory, emulated.lib
         self.kernel: ptx.Kernel | None = None
 
+    def job(self) -> tuple[bytes, int]:
+        """Arguments and shared memory of the emulation's last launch."""
+        lib = self.emulated.lib
+        lib.emulated_last_args.restype = ct.c_void_p
+        lib.emulated_last_shared.restype = lib.emulated_last_args_size.restype = ct.c_size_t
+        return ct.string_at(lib.emulated_last_args(), lib.emulated_last_args_size()), lib.emulated_last_shared()
+
     def run(self, name: str, args: ct.Structure, stream: ct.c_void_p | None = None) -> None:
         assert name == "attend" and isinstance(args, c.Attend)
         self.emulated.run("project_queries", args)
@@ -62,15 +73,12 @@ class Interpreted(c.Library):
         n_rows = args.n_split * args.layer.n_head_kv * args.n_stream * args.layer.n_group
         for at, width in ((args.m, 1), (args.z, 1), (args.acc, args.layer.width_v)):
             ct.memset(at, 0xFF, 4 * n_rows * width)  # NaN
-        lib = self.emulated.lib
-        lib.emulated_last_args.restype = ct.c_void_p
-        lib.emulated_last_shared.restype = lib.emulated_last_args_size.restype = ct.c_size_t
-        job = ct.string_at(lib.emulated_last_args(), lib.emulated_last_args_size())
+        job, shared = self.job()
         self.kernel = ptx.Kernel(self.module, f"decode_kernelILi{1 if args.layer.n_group <= 4 else 2}E")
         for x in range(args.layer.n_head_kv):
             for y in range(args.n_split):
                 for z in range(args.n_stream):
-                    self.kernel.run((x, y, z), job, lib.emulated_last_shared(), 128)
+                    self.kernel.run((x, y, z), job, shared, 128)
 
 
 @each(
@@ -111,3 +119,23 @@ def test_reads_in_a_row(emulated: c.Library, module: str, monkeypatch: pytest.Mo
     library.run("attend", call.args)
     assert library.kernel is not None
     assert library.kernel.trips["mma"] <= (9 if ".target sm_75" in module else 2)
+
+
+def test_combine(emulated: c.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulation's bits; what a block reads at once waits for five other reads at most."""
+    bands = ((16, 8), (16, 6), (32, 4), (56, 3))
+    monkeypatch.setitem(layers.LAYERS, "sized", ([bands], [bands]))
+    call = Call(emulated, "sized", Shape(group=4, n_kv=300, n_split=4))
+    args, d = Exact(call).args, call.sides[1].d
+    args.out, out = call.memory.put(np.zeros((1, 4 * d), np.float32))
+    args.out_stride = 4 * d
+    emulated.run("attend", call.args)
+    emulated.run("combine", args)
+    expected = out().copy()
+    out().fill(np.nan)
+    kernel = ptx.Kernel(compiled("combine.cu", ARCHITECTURES[-1], tmp_path), "combine_kernelILi1E")
+    job, shared = Interpreted(emulated, "").job()
+    for head in range(4):
+        kernel.run((head, 0, 0), job, shared, 512)
+    assert np.array_equal(out(), expected)
+    assert kernel.trips["ret"] <= 5

@@ -218,8 +218,7 @@ def group(rng: random.Random, texts: Sequence[Tokens], moves: bool) -> list[Requ
     for request in requests:
         if request.path.startswith("/slots"):
             continue
-        # llama.cpp's samplers on a backend end the process for a top_k beyond the vocabulary
-        for name in ("lora", "backend_sampling", *(() if moves else ("n_cache_reuse",))):
+        for name in ("lora", *(() if moves else ("n_cache_reuse",))):
             request.body.pop(name, None)
         if rng.randrange(3) == 0:
             several = {"n_cmpl": 2, "seed": rng.randrange(99), "temperature": 1.5, "stop": ["ed", "th"]}

@@ -35,7 +35,7 @@ def test_parsed_values() -> None:
         ("v,lookahead=x", "lookahead: expected a number, found 'x'"),
         ("v,tau=0", "tau: expected a relative residual between 0 and 1, found 0"),
         ("v,tau=1", "tau: expected a relative residual between 0 and 1, found 1"),
-        ("v,tau=nan", "tau: expected a relative residual between 0 and 1, found nan"),
+        ("v,tau=nan", "tau: expected a number, found 'nan'"),
         ("v,kind=svd", "kind: expected one of covariance, fd, oja, found 'svd'"),
     ],
 )

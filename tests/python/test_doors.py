@@ -66,6 +66,15 @@ def without_functions(folder: Path) -> Path:
     return program
 
 
+def test_a_gpu_beside_the_plugin(tmp_path: Path) -> None:
+    """A backend that ggml loads from its folder may get all layers, which then have f16 caches without a line."""
+    program = another(tmp_path / "theirs")
+    assert "GPU" not in start.find_program(str(program), dict(os.environ)).door.why
+    (program.parent / "libggml-vulkan.so").write_bytes(b"")
+    why = start.find_program(str(program), dict(os.environ)).door.why
+    assert why.endswith("; layers on a GPU (libggml-vulkan.so) keep f16 caches: --device SUBKV codes them, on the CPU")
+
+
 def test_another_llama_cpp_loads_the_plugin(tmp_path: Path, tiny_model: object) -> None:
     program = another(tmp_path / "theirs")
     found = start.find_program(str(program), dict(os.environ))

@@ -306,6 +306,7 @@ NUMBERS = [
     native("repeat_last_n-most", EITHER, repeat_last_n=2**31 - 1, repeat_penalty=1.1),
     native("dry_penalty_last_n-most", EITHER, dry_penalty_last_n=2**31 - 1, dry_multiplier=0.5),
     native("n_probs-most", EITHER, n_probs=2**31 - 1),
+    native("top_k-beyond-the-vocabulary", frozenset({200}), backend_sampling=True, top_k=1_000_000),
     native("n_cmpl-most", n_cmpl=2**31 - 1),
     native("id_slot-out-of-range", EITHER, id_slot=99),
     native("bias-beyond-floats", EITHER, logit_bias=[[i, bias] for bias in (1e308, -1e308) for i in range(300)]),
