@@ -177,7 +177,7 @@ def main(
     from converter.conversion import Conversion
     from converter.request import CalibrationRequest
     from subkv.engine.cache import coded_by
-    from subkv.engine.memory import available_memory, simulated_cache, trained_context
+    from subkv.engine.memory import available_memory, simulated_cache
 
     if bases is not None and corpus.files:
         raise click.UsageError("expected --bases with a calibration or -f with text to calibrate on, found both")
@@ -201,15 +201,15 @@ def main(
         check_new(target, yes or dry_run)
     request = CalibrationRequest(corpus, options.window.n_sink, options.window.n_recent, minutes)
     conversion = Conversion(model, bases, request, options, target, sidecar, outtype, quantize, dry_run)
-    result, path, weights = conversion.run()
+    done = conversion.run()
+    result, path = done.result, done.path
     for line in tables.layout(result, verbose):
         show(line)
-    cost, trained, n_ctx = tables.Cost.of_result(result), 0, result.counted.context
+    cost, n_ctx = tables.Cost.of_result(result), result.counted.context
     of_weights = path if target is not None and not sidecar else model
-    if not dry_run and not of_weights.is_dir():
+    if len(result.layers) < done.n_layer and not dry_run and not of_weights.is_dir():
         cost = cost.beside(simulated_cache(of_weights, coded_by(path), n_ctx))
-        trained = trained_context(of_weights)
-    for line in tables.sentences(cost, n_ctx, result.compared, weights, available_memory(), trained):
+    for line in tables.sentences(cost, n_ctx, result.compared, done.n_bytes, available_memory(), done.n_ctx_train):
         show(line)
     if result.plans is not None:
         plans = {plan.budget: plan.predicted for plan in result.plans.plans}

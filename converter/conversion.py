@@ -38,6 +38,19 @@ from subkv.plan.pipeline import Options, Result, check_plain, check_plans
 
 
 @dataclass(frozen=True)
+class Converted:
+    """The outputs of a conversion. path: of the file with the bases. n_bytes: of the model's weights. n_layer,
+    n_ctx_train: of the model; 0: unknown.
+    """
+
+    result: Result
+    path: Path
+    n_bytes: int
+    n_layer: int
+    n_ctx_train: int
+
+
+@dataclass(frozen=True)
 class Conversion:
     """The inputs of one conversion.
 
@@ -61,10 +74,10 @@ class Conversion:
         """Whether a copy of the GGUF will be written."""
         return self.output is not None and not self.sidecar and not self.dry_run
 
-    def run(self) -> tuple[Result, Path, int]:
-        """The plan, the path of the file with the bases, and the bytes of the model's weights.
+    def run(self) -> Converted:
+        """Convert. Raises SubkvError.
 
-        For a folder, every step is logged to stderr, and its GGUF is removed at the end. Raises SubkvError.
+        For a folder, every step is logged to stderr, and its GGUF is removed at the end.
         """
         if self.output is not None and self.bases is None:
             check_not_input(self.output, (("-f", path) for path in self.request.corpus.files))
@@ -79,7 +92,7 @@ class Conversion:
             output = self.output or source.entry.sidecar
             sidecar = self.sidecar or self.output is None
             result = convert_source(source, bases, None if self.dry_run else output, self.options, sidecar)
-            return result, output, source.n_bytes
+            return Converted(result, output, source.n_bytes, source.n_layer or 0, source.n_ctx_train or 0)
 
     def _steps(self) -> Callable[[str], None]:
         """A function that logs the steps of a folder with their numbers; for a GGUF it does nothing."""
