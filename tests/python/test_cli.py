@@ -142,7 +142,7 @@ def test_inspect_names_the_bases_of_a_model(tiny_model: Models, cache_home: Path
     result = run("inspect", model)
     assert result.exit_code == 0, result.output
     assert result.stderr.startswith("bases: from the weights, 6.")
-    assert result.stderr.endswith(f"predicted as good as q8_0; `subkv convert {model}`: smaller at the same quality\n")
+    assert result.stderr.endswith(f"near q8_0's quality; `subkv convert {model}`: smaller at the same quality\n")
     assert "bases derived from the weights, without a calibration" in result.stdout
     preview = json.loads(run("inspect", model, "-o", "json").stdout)
     assert preview["path"] is None

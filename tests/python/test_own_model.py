@@ -49,7 +49,7 @@ def test_chat_makes_bases(tiny_model: Models, cache_home: Path) -> None:
     assert first.stderr.count("bits per element, ") == 1
     assert cache.startswith("KV cache: subkv, ")
     assert bases.startswith("bases: from the weights, 6.")
-    assert "predicted as good as q8_0" in bases
+    assert "near q8_0's quality" in bases
     assert "; -ctk f16 uses none; " in bases
     assert f"`subkv convert {model}`" in bases
     assert chat(model, "-ctk", "auto").stderr.splitlines()[1] == bases

@@ -180,7 +180,7 @@ std::string words_of(const FoundBases & found) {
     }
     const std::string in = " (" + found.path + ")";
     if (found.source == SUBKV_BASES_WEIGHTS) {
-        const char * quality = found.layout->budget == DERIVED_BUDGET ? ", predicted as good as q8_0" : "";
+        const char * quality = found.layout->budget == DERIVED_BUDGET ? ", near q8_0's quality" : "";
         return "from the weights, " + found.size + quality;
     }
     const uint64_t    n = found.layout->calibration_tokens;
