@@ -157,10 +157,8 @@ def sentences(
         most = trained or max(cost.longest(available - weights))
         coded, f16 = (n if n == most else _round(n) for n in (min(n, most) for n in cost.longest(available - weights)))
         beside = f" beside the weights of {weights / MIB:.0f} MiB" if weights else ", the weights not counted"
-        whole = ", the trained context" if coded == trained else ""
-        yield (
-            f"{available / MIB:.0f} MiB of memory are available: about {coded} tokens{whole} fit{beside}, {f16} in f16"
-        )
+        fit = f"all {trained} tokens of the trained context" if coded == trained else f"about {coded} tokens"
+        yield f"{available / MIB:.0f} MiB of memory are available: {fit} fit{beside}, {f16} in f16"
 
 
 def budgets(default: float, plans: Mapping[float, float | None], predicted: float | None = None) -> Iterator[str]:

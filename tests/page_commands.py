@@ -63,6 +63,7 @@ RUN = [
 # A test that runs the same command with other files.
 ELSEWHERE = {
     "python cmake/widths.py": "format/test_convert_codec.py::test_widths_are_those_of_the_table",
+    "python models/gemma3.py": "quality/test_gemma.py::test_parts_are_joined_once",
     "subkv serve --store-moved": "programs/test_moved_prompts.py::test_another_beginning",
     "subkv convert model.gguf": "python/test_prepare.py::test_one_command_prepares",
     "subkv convert -hf user/model-GGUF:Q6_K": "python/test_hub.py::test_convert",
@@ -145,6 +146,7 @@ NOT_RUN = {
         "pytest tests/test_workflows.py",
         "pytest tests/kernels/test_vulkan.py",
         "SUBKV_VALID_REQUESTS=500 pytest tests/programs/test_valid_requests.py",
+        "SUBKV_SLOT_REQUESTS=500 pytest tests/programs/test_slot_cells.py",
         "python tests/architectures/report.py",
         "python tests/architectures/features_page.py",
         "python tests/faults/try_faults.py",

@@ -216,8 +216,8 @@ FAULTS = [
     Fault(
         "all keys move by as much",
         "runtime/native/engine/node_shift.cpp",
-        "codec.d_k, of_cells[i]);",
-        "codec.d_k, of_cells[0]);",
+        "by[n]    = of_cells[tile * TILE + c];",
+        "by[n]    = of_cells[tile * TILE];",
         f"{SHIFT} tests/runtime/test_machine.py",
     ),
     Fault(

@@ -59,7 +59,8 @@ def test_sensitivities_are_measured(model: Path, cache_home: Path) -> None:
     assert "a context of 32768 tokens takes " in shown.stdout
     assert re.search(r"of them for the exact window and bases, which take \S+ MiB at any length", shown.stdout)
     assert re.search(r"predicted KLD: \S+ nats per token, .*q8_0's", shown.stdout)
-    assert re.search(r"\d+ MiB of memory are available: about \d+ tokens fit beside the weights", shown.stdout)
+    fit = r"\d+ MiB of memory are available: all \d+ tokens of the trained context fit beside the weights"
+    assert re.search(fit, shown.stdout)
     assert left(cache_home) == ["calib.safetensors", "gguf", "lock"]
 
 

@@ -60,7 +60,7 @@ def on_gpu(place: str) -> bool:
 
 def gpus() -> list[str]:
     """Names of the GPUs that llama.cpp lists; Mesa's CPU driver counts as one."""
-    lib = engine.SUBKV
+    lib = C._lib  # which is linked with the library of ggml that knows devices
     lib.ggml_backend_dev_count.restype = ctypes.c_size_t
     lib.ggml_backend_dev_get.argtypes, lib.ggml_backend_dev_get.restype = [ctypes.c_size_t], ctypes.c_void_p
     describe, name = lib.ggml_backend_dev_description, lib.ggml_backend_dev_name
