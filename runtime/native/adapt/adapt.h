@@ -21,6 +21,7 @@
 #pragma once
 
 #include "layout.h"
+#include "quantizer.h"
 #include "subkv/ops.h"
 #include "subkv/sketch.h"
 #include "subkv_adapt.h"
@@ -37,10 +38,6 @@ namespace subkv {
 constexpr int MAX_ADAPT_BLOCK  = 1024;
 constexpr int MAX_ADAPT_CHUNKS = 255; // a cell's chunk fits a byte
 constexpr int MAX_ADAPT_WINDOW = 4096;
-
-// 2^b-level uniform quantizer on a unit Gaussian (subkv/plan/quantizer.py, best_step and distortion); b as of Band.
-double quantizer_step(int32_t bits);
-double quantizer_distortion(int32_t bits);
 
 using AdaptParams = subkv_adapt_params;
 

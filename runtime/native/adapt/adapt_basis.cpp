@@ -30,32 +30,6 @@ double mixing(int32_t n, int32_t i, int32_t j) {
 
 } // namespace
 
-// The constants of subkv/plan/quantizer.py to 1e-9; a test compares both. A 16-bit coefficient has no step.
-double quantizer_step(int32_t bits) {
-    switch (bits) {
-        case 2: return 0.9956867034216746;
-        case 3: return 0.5860194426808608;
-        case 4: return 0.3352006115234407;
-        case 5: return 0.18813878514779525;
-        case 6: return 0.10406302641121437;
-        case 8: return 0.030762378623313512;
-        default: return 0.0;
-    }
-}
-
-double quantizer_distortion(int32_t bits) {
-    switch (bits) {
-        case 2: return 0.0884;
-        case 3: return 0.02445;
-        case 4: return 0.00672;
-        case 5: return 0.00182;
-        case 6: return 0.00050;
-        case 8: return 8.768618578350386e-05;
-        case 16: return 1.9868214925130207e-08;
-        default: return 1.0; // a coefficient that is not stored
-    }
-}
-
 void bind_chunk_codec(const HeadCodec & file, const float * ratio, ChunkBasis & chunk) {
     chunk.codec        = file;
     chunk.codec.d      = file.rank;

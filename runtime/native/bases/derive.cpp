@@ -10,6 +10,7 @@
 #include "layout_keys.h"
 #include "model_file.h"
 #include "plan.h"
+#include "quantizer.h"
 #include "subkv/recent.h"
 #include "variables.h"
 #include "weights_file.h"
@@ -291,7 +292,7 @@ std::vector<float> ratios_of(const HeadSpec & spec, const Doubles & variance) {
         const double mean = std::accumulate(from, from + n, 0.0) / n;
         const bool   wide = spec.bands[b].bits == 16; // without a shared step
         from += n;
-        steps.push_back(wide ? -1.0 : mean > 0.0 ? std::sqrt(mean) * best_step(spec.bands[b].bits) : 0.0);
+        steps.push_back(wide ? -1.0 : mean > 0.0 ? std::sqrt(mean) * quantizer_step(spec.bands[b].bits) : 0.0);
         largest = std::max(largest, steps.back());
     }
     std::vector<float> ratios;
@@ -348,7 +349,7 @@ public:
                 for (int i = 0; i < block.n; ++i) {
                     const auto   row = (size_t) (at + i) * (size_t) d;
                     const double inverse =
-                        (plain ? 1.0 : 1.0 / (block.n * c)) / (1.0 - distortion(bits[(size_t) (at + i)]));
+                        (plain ? 1.0 : 1.0 / (block.n * c)) / (1.0 - quantizer_distortion(bits[(size_t) (at + i)]));
                     const uint16_t e = half_of(c), of_d = half_of(inverse);
                     for (int j = 0; j < block.n; ++j) {
                         if (plain && i != j) {

@@ -3,6 +3,7 @@
 #include "derive_plan.h"
 
 #include "layout_keys.h"
+#include "quantizer.h"
 
 #include <algorithm>
 #include <cmath>
@@ -161,34 +162,9 @@ int64_t byte_row_bits(int d) {
     return 8 * (int64_t) d + 16;
 }
 
-// E (x - x^)^2 / E x^2 of a Gaussian at the best step (quantizer.py)
-double distortion(int bits) {
-    switch (bits) {
-        case 0: return 1.0;
-        case 2: return 0.0884;
-        case 3: return 0.02445;
-        case 4: return 0.00672;
-        case 5: return 0.00182;
-        case 6: return 0.00050;
-        case 8: return 8.768618578350386e-05;
-        default: return 1.9868214925130207e-08;
-    }
-}
-
 double loss_of(int bits) {
-    const double relative = distortion(bits);
+    const double relative = quantizer_distortion(bits);
     return relative + (COHERENCE - 1.0) * (relative * relative);
-}
-
-double best_step(int bits) {
-    switch (bits) {
-        case 2: return 0.9956867034216746;
-        case 3: return 0.5860194426808608;
-        case 4: return 0.3352006115234407;
-        case 5: return 0.18813878514779525;
-        case 6: return 0.10406302641121437;
-        default: return 0.030762378623313512;
-    }
 }
 
 PlanAccount account_of(const std::vector<PlannedHead> & heads, const std::vector<Bands> & bands,

@@ -43,14 +43,8 @@ std::vector<double> equal_importance(int n);
 // Bits of a row of E or D in bytes.
 int64_t byte_row_bits(int d);
 
-// Expected squared error of a coefficient at `bits`, relative to its own size.
-double distortion(int bits);
-
 // Cost of a coefficient's errors at `bits`, relative to independent errors of its own size.
 double loss_of(int bits);
-
-// The best step of a Gaussian of variance 1.
-double best_step(int bits);
 
 PlanAccount account_of(const std::vector<PlannedHead> & heads, const std::vector<Bands> & bands,
                        const PlanOverhead & overhead);
