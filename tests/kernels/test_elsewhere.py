@@ -101,4 +101,5 @@ def test_windows_interface(tmp_path: Path) -> None:
         ["x86_64-w64-mingw32-objdump", "-p", "says.dll"], cwd=tmp_path, check=True, capture_output=True, text=True
     ).stdout
     table = printed.partition("[Ordinal/Name Pointer] Table")[2].partition("\n\n")[0]
-    assert [line.split()[-1] for line in table.splitlines() if "]" in line] == ["subkv_last_error"]
+    names = [line.split()[-1] for line in table.splitlines() if "]" in line]
+    assert names == ["subkv_last_error", "subkv_last_error_parts"]

@@ -54,7 +54,7 @@ def test_bits(demo_model: Path) -> None:
         assert done.returncode == 0, done.stderr
         lines.append(re.findall(r"subkv: (coded K/V cache, .*)", done.stderr)[-1])
     assert lines[0] == lines[1] and "from the weights, 4.25 bits per element at " in lines[0]
-    assert "from the weights, 5.20 bits per element at " in lines[2] and "as good as" not in lines[0]
+    assert "from the weights, 5.20 bits per element at " in lines[2] and "q8_0's quality" not in lines[0]
     for arguments, variables, sentence in (
         (
             ["-ctk", "subkv:3.1"],

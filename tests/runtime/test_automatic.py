@@ -147,12 +147,12 @@ def test_bases_are_derived_where_none_are_stored(model: Path, tmp_path: Path) ->
     (automatic,) = run(model, **none)
     (line,) = automatic["log"]
     assert line.startswith("subkv: coded K/V cache, ")
-    assert re.search(r"; bases: from the weights, 6\.\d+ bits per element at 8192 tokens, predicted as good as", line)
+    assert re.search(r"; bases: from the weights, 6\.\d+ bits per element at 8192 tokens, near q8_0's quality", line)
     for value, context in (("subkv", str(model)), (None, f"{model}={CODED}"), (None, f"{model}={AUTO}")):
         assert run(context, subkv=value, **none)[0] == automatic
     assert not home.exists()
     (fewer,) = run(model, SUBKV_BITS="4.6")
-    assert "from the weights, 4." in fewer["log"][0] and "as good as" not in fewer["log"][0]
+    assert "from the weights, 4." in fewer["log"][0] and "q8_0's quality" not in fewer["log"][0]
 
 
 def test_a_model_without_bases_is_ordinary_and_logged(tiny_model: Models) -> None:
