@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import tiny
 from each import each
-from gguf import GGUFReader, GGUFWriter
+from gguf import GGUFReader
+from model_bytes import head_of, metadata_of
 from opening import prompt
 
 from subkv import PromptCache
@@ -59,23 +60,11 @@ def stored_digests(cache_home: Path) -> list[Path]:
 def test_it_follows_its_definition(tmp_path: Path) -> None:
     """model_file.h; an independent reader of metadata and tensors. One tensor has several leaves."""
     path = tiny.build(tmp_path / "m.gguf", "llama", n_embd=1024, n_ff=1040)
-    keys_only = GGUFWriter(tmp_path / "keys.gguf", arch="")
-    keys_only.kv_data[0].clear()
-    for field in GGUFReader(path).fields.values():
-        if not field.name.startswith("GGUF."):
-            sub = field.types[1] if len(field.types) > 1 else None
-            keys_only.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub)
-    keys_only.write_header_to_file()
-    keys_only.write_kv_data_to_file()
-    keys_only.close()
-    metadata = (tmp_path / "keys.gguf").read_bytes()
-    digest, whole = hashlib.sha256(metadata + bytes(-len(metadata) % 32)), path.read_bytes()
+    digest, whole = hashlib.sha256(metadata_of(path, tmp_path / "keys.gguf")), path.read_bytes()
     tensors = sorted(GGUFReader(path).tensors, key=lambda t: t.name.encode())
     assert max(int(t.n_bytes) for t in tensors) > LEAF
     for tensor in tensors:
-        ne = [*map(int, tensor.shape), 1, 1, 1][:4]
-        fields = [tensor.name, int(tensor.tensor_type), ",".join(map(str, ne)), int(tensor.n_bytes)]
-        digest.update("".join(f"{field}\0" for field in fields).encode())
+        digest.update(head_of(tensor))
         data = whole[int(tensor.data_offset) :][: int(tensor.n_bytes)]
         for start in range(0, len(data), LEAF):
             digest.update(hashlib.sha256(data[start : start + LEAF]).digest())

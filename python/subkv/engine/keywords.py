@@ -20,7 +20,6 @@ _KNOWN = {
     for name, parameter in inspect.signature(llama_cpp.Llama.__init__).parameters.items()
     if name not in ("self", "kwargs", "model_path")
 }
-# Ignored: LangChain's `device`, and arguments of earlier versions of llama-cpp-python that llama.cpp has removed
 _ANY = 3.4e38  # of a float in C
 # least and largest value of the numbers, and what is expected
 _TOKENS = f"%d to {INT32_MAX} tokens"
@@ -50,6 +49,7 @@ _REAL = {
     "lora_scale": (-_ANY, _ANY, "a finite number"),
 }
 _OR_NONE = ("n_threads", "n_threads_batch", "seed", "rope_scaling_type")
+# Ignored: LangChain's `device`, and arguments of earlier versions of llama-cpp-python that llama.cpp has removed
 STALE = frozenset({"device", "f16_kv", "low_vram", "mul_mat_q", "n_gqa", "n_parts", "rms_norm_eps"})
 
 

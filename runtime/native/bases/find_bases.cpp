@@ -37,7 +37,7 @@ constexpr const char * BESIDE      = ".subkv-sidecar.gguf";
 constexpr const char * CONTENT_KEY = "subkv.base.content";
 
 constexpr const char * STORED = ".gguf"; // end of names in the store
-// Bases from the weights, which older builds stored: nobody reads them.
+// Bases from the weights, which older builds stored; they are ignored.
 constexpr const char * OF_OLDER_BUILDS = ".weights.gguf";
 
 std::string utf8(const fs::path & path) {

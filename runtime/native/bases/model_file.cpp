@@ -139,7 +139,7 @@ struct ModelTensors {
 // An open file of a loaded model.
 class LoadedFile {
 public:
-    // Throws Invalid, also if the file is another one now.
+    // Throws Invalid, also if the file was replaced or changed.
     LoadedFile(const std::string & path, const FileStamp & stamp) : path(path), stamp(stamp) {
 #if defined(_WIN32)
         file.reset(_wfopen(std::filesystem::u8path(path).c_str(), L"rb"));

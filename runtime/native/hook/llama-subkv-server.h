@@ -370,7 +370,7 @@ bool prepare(Slot & slot, Slots & slots, server_prompt_cache * memory, const ser
         auto &        prompt = best.front().prompt;
         const auto    state = bytes_of(best.front().data.main), of_draft = bytes_of(best.front().data.drft);
         const int64_t tail = prompt.n_tokens() - (int64_t) prompt.tokens.get_common_prefix(requested);
-        const auto    text = texts_in_memory()[best.front().data.main.data()]; // without a store nobody asks for it
+        const auto    text = texts_in_memory()[best.front().data.main.data()]; // used only with a store
         make_room(slot, slots, memory, prompt.n_tokens());
         if (tail >= MIN_TOKENS) { // the slot will remove it; memory keeps it
             replace(slot, prompt.clone(), state, of_draft, text);

@@ -625,7 +625,7 @@ void llama_subkv::memory::state_write(llama_io_write_i & io, llama_seq_id seq, l
 }
 
 void llama_subkv::memory::state_read(llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags) {
-    // nobody vouches for the text of a state; a partial one has no rows of it
+    // the text of a state is unknown; a partial one has no rows of it
     for (llama_seq_id s = 0; s < (llama_seq_id) ctx.n_seq_max(); ++s) {
         if ((seq < 0 || s == seq) && !(flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)) {
             noted[s] = { NO_POSITION, { NO_POSITION, 0 } };

@@ -49,7 +49,7 @@ bool is_question(const ggml_tensor * weight) {
            std::strncmp(root_of(weight)->name, "cache_", 6) != 0;
 }
 
-// How the program that loads this ggml is told to give all layers to the device.
+// The setting of the program that loads this ggml which gives all layers to the device.
 std::string setting;
 
 void find_setting(const void * caller) {
