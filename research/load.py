@@ -125,8 +125,8 @@ def row(replies: list[Reply], seconds: float, memory: tuple[float, float] | None
     return (
         "| requests | answered | errors | p50 s | p99 s | requests/s | tokens/s | RSS MiB |\n"
         "|---:|---:|---:|---:|---:|---:|---:|---:|\n"
-        f"| {len(replies)} | {len(answered)} | {errors} | {np.percentile(times, 50):.2f} | "
-        f"{np.percentile(times, 99):.2f} | {len(answered) / seconds:.1f} | {n_tokens / seconds:.1f} | {rss} |"
+        f"| {len(replies)} | {len(answered)} | {errors} | {np.percentile(times, 50):.3f} | "
+        f"{np.percentile(times, 99):.3f} | {len(answered) / seconds:.1f} | {n_tokens / seconds:.1f} | {rss} |"
     )
 
 

@@ -32,7 +32,9 @@ def test_the_load_program(serve: Serve) -> None:
     assert done.exit_code == 0, done.output
     cells = [cell.strip() for cell in done.stdout.splitlines()[-1].strip("|").split("|")]
     assert cells[:3] == ["6", "6", "0"]
-    assert all(float(cell) > 0 for cell in cells[3:7])
+    seconds, rates = cells[3:5], cells[5:7]
+    assert all(float(cell) >= 0 for cell in seconds)  # a quick machine answers in less than the last printed digit
+    assert all(float(cell) > 0 for cell in rates)
     assert re.fullmatch(r"[1-9]\d* → [1-9]\d*", cells[7])
 
 
@@ -97,7 +99,7 @@ def test_incomplete_answers_are_counted() -> None:
     for data in (b"", b"nonsense\r\n\r\n", counted[:-1], chunked[:-9], b"HTTP/1.1 200 OK\r\nContent-Le"):
         assert parsed(data) == (0, b""), data
     replies = [Reply(200, b'{"usage": {"completion_tokens": 8}}', 1.0), Reply(503, b"", 1.0), Reply(0, b"", 1.0)]
-    assert "| 3 | 1 | 1 × no answer, 1 × 503 | 1.00 | 1.00 | 0.5 | 4.0 |  |" in row(replies, 2.0, None)
+    assert "| 3 | 1 | 1 × no answer, 1 × 503 | 1.000 | 1.000 | 0.5 | 4.0 |  |" in row(replies, 2.0, None)
 
 
 def test_only_this_machine_is_loaded() -> None:
