@@ -66,6 +66,12 @@ add_subdirectory(${SUBKV_LLAMA_CPP_TREE} ${CMAKE_BINARY_DIR}/llama.cpp-build EXC
 target_sources(ggml PRIVATE ${CMAKE_SOURCE_DIR}/runtime/native/hook/backend_folder.cpp)
 target_include_directories(ggml PRIVATE ${CMAKE_SOURCE_DIR}/runtime/native/hook)
 
+# Compiles files of llama.cpp with one of our headers in front, which declares what their patches call.
+function(subkv_include_in_front target header)
+    list(TRANSFORM ARGN PREPEND ${SUBKV_LLAMA_CPP_TREE}/ OUTPUT_VARIABLE files)
+    set_property(SOURCE ${files} TARGET_DIRECTORY ${target} APPEND PROPERTY COMPILE_OPTIONS -include ${header})
+endfunction()
+
 # The hook is compiled into libllama: it reads llama.cpp's internals.
 file(GLOB SUBKV_HOOK_SOURCES CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/runtime/native/hook/*.cpp)
 list(REMOVE_ITEM SUBKV_HOOK_SOURCES ${CMAKE_SOURCE_DIR}/runtime/native/hook/backend_folder.cpp)
@@ -75,6 +81,7 @@ set(SUBKV_HOOK_FOLDERS ${CMAKE_SOURCE_DIR}/runtime/native/hook ${CMAKE_SOURCE_DI
     ${CMAKE_SOURCE_DIR}/runtime/native/capi)
 target_include_directories(llama PRIVATE ${SUBKV_HOOK_FOLDERS})
 set_source_files_properties(${SUBKV_HOOK_SOURCES} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+subkv_include_in_front(llama llama-subkv-grammar.h src/llama-grammar.cpp)
 set_property(SOURCE ${CMAKE_SOURCE_DIR}/runtime/native/hook/store.cpp TARGET_DIRECTORY llama
     PROPERTY COMPILE_DEFINITIONS SUBKV_LLAMA_COMMIT="${LLAMA_BUILD_COMMIT}")
 if(SUBKV_SANITIZE_OPTIONS)

@@ -5,7 +5,7 @@
 function(subkv_add_stock_objects target)
     get_target_property(folder ${target} SOURCE_DIR)
     get_target_property(sources ${target} SOURCES)
-    set(objects $<TARGET_OBJECTS:${target}>)
+    set(objects "$<FILTER:$<TARGET_OBJECTS:${target}>,EXCLUDE,/runtime/native/>") # our part of the server
     set(changed "")
     foreach(source IN LISTS sources)
         string(REPLACE ${SUBKV_LLAMA_CPP_TREE}/ ${SUBKV_LLAMA_CPP_STOCK}/ stock ${folder}/${source})

@@ -54,6 +54,8 @@ LLAMA_API std::string llama_subkv_refusal(const std::string & host, const std::s
 // signal ends the process. Call it once.
 using llama_subkv_signal_fn = void (*)(int);
 LLAMA_API llama_subkv_signal_fn llama_subkv_in_thread(llama_subkv_signal_fn handler);
+// true: that handler runs, or has run. Any thread may call it.
+LLAMA_API bool llama_subkv_ends();
 
 //
 // size of a server's K/V cache and counters of its prompt store, for /props and /metrics
@@ -66,6 +68,7 @@ struct llama_subkv_usage {
     uint32_t    n_coded   = 0;      // layers; n_other: ordinary ones that do not slide
     uint32_t    n_sliding = 0;
     uint32_t    n_other   = 0;
+    uint32_t    n_vocab   = 0;     // tokens of the vocabulary
     uint32_t    n_swa     = 0;     // tokens of the window of sliding layers; 0: they hold all cells
     uint64_t    bytes     = 0;     // as allocated, with bases
     uint64_t    bytes_f16 = 0;     // size in f16; 0: "other"

@@ -1,5 +1,5 @@
-// llama-subkv-server.h: for llama-server: stored prompts (SUBKV_STORE), cache metrics, and the check of request
-// headers. The patched files of tools/server include it.
+// llama-subkv-server.h: for llama-server: stored prompts (SUBKV_STORE) and cache metrics. The patched files of
+// tools/server include it.
 #pragma once
 
 #include "llama-subkv-moves.h"
@@ -9,15 +9,11 @@
 #include "server-task.h"
 
 #include <algorithm>
-#include <chrono>
 #include <iterator>
 #include <limits>
 #include <list>
 #include <map>
 #include <memory>
-#include <mutex>
-#include <thread>
-#include <unordered_set>
 #include <vector>
 
 namespace llama_subkv_server {
@@ -388,53 +384,6 @@ bool prepare(Slot & slot, Slots & slots, server_prompt_cache * memory, const ser
         texts_in_memory() = std::move(held);
     }
     return true;
-}
-
-// The result for a request that waits for these tasks while the server shuts down. Without it the request would wait
-// until its client disconnects, and the server with it.
-inline server_task_result_ptr ended(const std::unordered_set<int> & tasks) {
-    auto result      = std::make_unique<server_task_result_error>();
-    result->id       = tasks.empty() ? -1 : *tasks.begin();
-    result->err_type = ERROR_TYPE_UNAVAILABLE;
-    result->err_msg  = "the server is shutting down";
-    return result;
-}
-
-// Returns when no request waits for a result, or after a second. Call it before the HTTP server stops, which cuts
-// streams before their last chunk.
-inline void until_answered(std::mutex & mutex, const std::unordered_set<int> & waiting) {
-    for (int i = 0; i < 100; ++i) {
-        {
-            const std::lock_guard<std::mutex> lock(mutex);
-            if (waiting.empty()) {
-                return;
-            }
-        }
-        std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    }
-}
-
-// Calls a callback for the end of sleep, which loads the model again. false: it failed; the server sleeps on, answers
-// with errors, and tries again at the next request.
-template <typename Wake> bool wakes(const Wake & wake) {
-    try {
-        wake(false);
-        return true;
-    } catch (const std::exception & e) {
-        SRV_ERR("%s\n", e.what());
-        return false;
-    }
-}
-
-// Request, Response: of cpp-httplib. true: the request is rejected, the response is set.
-template <typename Request, typename Response> bool refuses(const Request & request, Response & response) {
-    const auto why = llama_subkv_refusal(request.get_header_value("Host"), request.get_header_value("Origin"));
-    if (!why.empty()) {
-        response.status = 403;
-        response.set_content(safe_json_to_str(json{ { "error", format_error_response(why, ERROR_TYPE_PERMISSION) } }),
-                             "application/json; charset=utf-8");
-    }
-    return !why.empty();
 }
 
 } // namespace llama_subkv_server

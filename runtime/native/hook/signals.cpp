@@ -1,15 +1,22 @@
 // signals.cpp: see llama-subkv-programs.h. Part of libllama.
 #include "llama-subkv-programs.h"
 
+#include <atomic>
+
+static std::atomic<bool> g_ending{ false };
+
+bool llama_subkv_ends() {
+    return g_ending;
+}
+
 #if defined(_WIN32)
-// Windows runs handlers in a separate thread.
+// Windows runs handlers in a separate thread, and llama-server does not ask for one there.
 llama_subkv_signal_fn llama_subkv_in_thread(llama_subkv_signal_fn handler) {
     return handler;
 }
 #else
 #    include <unistd.h>
 
-#    include <atomic>
 #    include <cerrno>
 #    include <system_error>
 #    include <thread>
@@ -42,6 +49,7 @@ llama_subkv_signal_fn llama_subkv_in_thread(llama_subkv_signal_fn handler) {
                 n = read(g_ends[0], &byte, 1);
             } while (n < 0 && errno == EINTR);
             if (n == 1) {
+                g_ending = true;
                 handler(byte);
             }
         }).detach();

@@ -96,7 +96,10 @@ llama_subkv_usage llama_subkv::usage_of(llama_context & ctx) {
 }
 
 void llama_subkv_usage_set(llama_context * ctx) {
-    const auto                  usage = ctx ? llama_subkv::usage_of(*ctx) : llama_subkv_usage();
+    auto usage = ctx ? llama_subkv::usage_of(*ctx) : llama_subkv_usage();
+    if (ctx) {
+        usage.n_vocab = (uint32_t) llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
+    }
     std::lock_guard<std::mutex> lock(g_mutex);
     g_ctx = ctx;
     if (ctx) {
