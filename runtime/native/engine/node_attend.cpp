@@ -90,139 +90,182 @@ void gather(AttendArgs & a, const int32_t * cells, const LayerNodes & layer, std
     }
 }
 
-} // namespace
+// Memory that a thread keeps between nodes.
+struct Scratch {
+    std::vector<float>   bias, state;
+    std::vector<uint8_t> open, values, keys;
+};
 
-void attend_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer) {
-    const auto &        codec  = *layer.codec;
-    const auto          in     = sources_of<AttendSources>(dst);
-    const ggml_tensor * k_view = in.k_view;
-    const ggml_tensor * v_view = in.v_view;
-    const ggml_tensor * listed = in.chosen_cells();
-    const ggml_tensor * shared = in.mask_node();
-    const AttendShape   s      = attend_shape(layer, in.q, listed ? listed : k_view);
+// The stages of a unit of work: some heads of one block of tokens and one split of the cells.
+class Attend {
+public:
+    Attend(ggml_tensor * dst, const LayerNodes & layer, Scratch & scratch_of_thread) :
+        layer(layer), codec(*layer.codec), in(sources_of<AttendSources>(dst)), listed(in.chosen_cells()),
+        shared(in.mask_node()), s(attend_shape(layer, in.q, listed ? listed : in.k_view)), m((float *) dst->data),
+        z(m + s.n_rows), acc(z + s.n_rows), queries(layer, in.queries->data, s.n_tokens),
+        first_stream((uint32_t) (in.k_view->view_offs / in.k_view->nb[2])), buffers(scratch_of_thread) {
+        constexpr int64_t n_tiles = SEGMENT / TILE;
 
-    float * m   = (float *) dst->data;
-    float * z   = m + s.n_rows;
-    float * acc = z + s.n_rows;
+        open            = scratch(buffers.open, (shared ? 1 : s.block + 1) * n_tiles);
+        own.bias        = shared ? nullptr : scratch(buffers.bias, s.block * SEGMENT);
+        own.open        = open + n_tiles;
+        own.bias_stride = SEGMENT;
+        own.open_stride = n_tiles;
+    }
 
-    const MaskSources      sources = { in.mask, in.cell_pos, in.tokens };
-    const ProjectedQueries queries(layer, in.queries->data, s.n_tokens);
-    const int64_t          n_units = s.n_blocks * s.n_parts * s.n_split;
-    constexpr int64_t      TILES   = SEGMENT / TILE;
+    int64_t n_units() const { return s.n_blocks * s.n_parts * s.n_split; }
+    bool    is_split() const { return s.n_split > 1; }
 
-    static thread_local std::vector<float>   bias_buf, state_buf;
-    static thread_local std::vector<uint8_t> open_buf, values_buf, keys_buf;
-    uint8_t *                                open = scratch(open_buf, (shared ? 1 : s.block + 1) * TILES);
-    MaskRows                                 own; // of one segment at a time
-    own.bias        = shared ? nullptr : scratch(bias_buf, s.block * SEGMENT);
-    own.open        = open + TILES;
-    own.bias_stride = SEGMENT;
-    own.open_stride = TILES;
-    float      slope[MAX_GROUP];
-    const auto first_stream = (uint32_t) (k_view->view_offs / k_view->nb[2]);
-
-    // Threads take whole blocks in turn, since with a causal mask later blocks have more work.
-    const bool    in_turn = s.n_split == 1;
-    const int64_t first   = in_turn ? ith : n_units * ith / nth;
-    const int64_t last    = in_turn ? n_units : n_units * (ith + 1) / nth;
-    for (int64_t unit = first; unit < last; unit += in_turn ? nth : 1) {
-        const int64_t split  = unit % s.n_split;
+    void unit(int64_t unit) {
+        split                = unit % s.n_split;
         const int64_t part   = unit / s.n_split % s.n_parts;
         const int64_t block  = unit / s.n_split / s.n_parts;
-        const int64_t h0     = s.n_head_kv / s.n_parts * part;
-        const int64_t h1     = h0 + s.n_head_kv / s.n_parts;
         const int64_t per    = s.n_blocks / s.n_stream;
-        const int64_t stream = block / per;
-        const int64_t t0     = stream * s.n_tps + block % per * s.block;
-        const int64_t n_tok  = std::min(s.block, (stream + 1) * s.n_tps - t0);
-
-        const int64_t n_rows   = n_tok * s.n_group;
-        const auto    state_of = [&](int64_t h) -> RowStates {
-            const int64_t row = s.row(split, h, t0);
-            return { m + row, z + row, acc + row * s.width, n_rows, s.width };
-        };
-        float * const   states = scratch(state_buf, n_rows * (2 + s.width));
-        const RowStates later  = { states, states + n_rows, states + 2 * n_rows, n_rows, s.width };
-        for (int64_t h = h0; h < h1; ++h) {
+        const int64_t n_head = s.n_head_kv / s.n_parts;
+        stream               = block / per;
+        t0                   = stream * s.n_tps + block % per * s.block;
+        n_tok                = std::min(s.block, (stream + 1) * s.n_tps - t0);
+        n_rows               = n_tok * s.n_group;
+        float * const states = scratch(buffers.state, n_rows * (2 + s.width));
+        later                = { states, states + n_rows, states + 2 * n_rows, n_rows, s.width };
+        for (int64_t h = n_head * part; h < n_head * (part + 1); ++h) {
             state_of(h).clear();
         }
-        const auto tiles_of = [&](const ggml_tensor * view, int64_t c, int64_t offset) {
-            return (const uint8_t *) view->data + stream * view->nb[2] + c * view->nb[1] + offset;
-        };
-        const auto args_of = [&](int64_t h, int64_t c, int64_t n, const MaskRows & mask, const RowStates & into) {
-            AttendArgs a; // mask: from cell c on
-            a.k           = &codec.k[(size_t) h];
-            a.v           = &codec.v[(size_t) h];
-            a.k_tiles     = tiles_of(k_view, c, codec.tile_offset(h, false));
-            a.v_tiles     = tiles_of(v_view, c, codec.tile_offset(h, true));
-            a.k_stride    = TILE * (int64_t) k_view->nb[1];
-            a.v_stride    = TILE * (int64_t) v_view->nb[1];
-            a.n_cells     = n;
-            a.n_tok       = n_tok;
-            a.n_group     = s.n_group;
-            a.qt          = queries.rows(s, h) + t0 * s.n_group * a.k->rank;
-            a.shift       = a.k->offset ? queries.shift + (h * s.n_tokens + t0) * s.n_group : nullptr;
-            a.bias        = mask.bias;
-            a.bias_stride = mask.bias_stride;
-            a.slope       = slope;
-            a.softcap     = layer.softcap;
-            a.m           = into.m;
-            a.z           = into.z;
-            a.acc         = into.acc;
-            a.acc_stride  = s.width;
-            return a;
-        };
         const int64_t c_end = std::min(s.n_kv, (split + 1) * s.split);
         for (int64_t c0 = split * s.split; c0 < c_end; c0 += SEGMENT) {
             const int64_t n_tiles = (std::min(c0 + SEGMENT, c_end) - c0) / TILE;
             MaskRows      mask    = own;
             OpenTiles     tiles   = { 0, 0 };
-            for (int64_t h = h0; h < h1; ++h) {
-                if (h == h0 || n_masks(in.mask) > 1) {
-                    if (shared) {
-                        const int64_t first = mask_of(in.mask, h) * s.n_tokens;
-                        mask                = mask_rows(shared, s.n_kv).of(first + t0, c0);
-                    }
-                    std::fill(open, open + n_tiles, (uint8_t) 0);
-                    for (int64_t t = 0; t < n_tok; ++t) {
-                        uint8_t * row_open = mask.open + t * mask.open_stride;
-                        if (listed) {
-                            const int32_t * cells = (const int32_t *) listed->data + t0 * s.n_kv + c0;
-                            fill_listed_row(in.mask, cells, h, t0, n_tiles * TILE, mask.bias, row_open);
-                        } else if (!shared) {
-                            fill_mask_row(layer, sources, h, t0 + t, c0, n_tiles * TILE,
-                                          mask.bias + t * mask.bias_stride, row_open);
-                        }
-                        std::transform(row_open, row_open + n_tiles, open, open, std::bit_or<uint8_t>());
-                    }
+            for (int64_t h = n_head * part; h < n_head * (part + 1); ++h) {
+                if (h == n_head * part || n_masks(in.mask) > 1) {
+                    mask  = mask_of_segment(h, c0, n_tiles);
                     tiles = open_tiles(open, n_tiles);
                 }
-                if (tiles.first >= tiles.last) {
-                    continue;
-                }
-                const int64_t   c    = tiles.first * TILE;
-                const MaskRows  rows = mask.of(0, c);
-                const RowStates all  = state_of(h);
-                const RowStates into = s.n_split > 1 ? all : later; // the only segment of the split
-                if (s.n_split == 1) {
-                    later.clear();
-                }
-                alibi_slopes(layer, h * s.n_group, s.n_group, slope);
-                AttendArgs a = args_of(h, listed ? 0 : c0 + c, tiles.last * TILE - c, rows, into);
-                if (listed || layer.by_rows) {
-                    const int32_t * list = listed ? (const int32_t *) listed->data + t0 * s.n_kv + c0 + c : nullptr;
-                    gather(a, list, layer, keys_buf, values_buf);
-                }
-                if (codec.latent) {
-                    make_values(a, tiles.last - tiles.first, values_buf);
-                }
-                layer.bases->attend(a, first_stream + (uint32_t) stream, h, tiles_of(k_view, c0 + c, 0),
-                                    tiles_of(v_view, c0 + c, 0));
-                for (int64_t r = 0; s.n_split == 1 && r < n_rows; ++r) {
-                    merge_softmax(all.m[r], all.z[r], all.acc + r * s.width, later.m[r], later.z[r],
-                                  later.acc + r * s.width, a.v->rank);
+                if (tiles.first < tiles.last) {
+                    head(h, c0, tiles, mask);
                 }
             }
+        }
+    }
+
+private:
+    // The states of the block and the split.
+    RowStates state_of(int64_t h) const {
+        const int64_t row = s.row(split, h, t0);
+        return { m + row, z + row, acc + row * s.width, n_rows, s.width };
+    }
+
+    const uint8_t * tiles_of(const ggml_tensor * view, int64_t c, int64_t offset) const {
+        return (const uint8_t *) view->data + stream * view->nb[2] + c * view->nb[1] + offset;
+    }
+
+    // The list of the block's only token from cell c on; nullptr: all cells are read.
+    const int32_t * list_of(int64_t c) const {
+        return listed ? (const int32_t *) listed->data + t0 * s.n_kv + c : nullptr;
+    }
+
+    // The mask of a head in a segment that begins at cell c0. Sets `open`: tiles that any token of the block sees.
+    MaskRows mask_of_segment(int64_t h, int64_t c0, int64_t n_tiles) {
+        const MaskSources sources = { in.mask, in.cell_pos, in.tokens };
+        const MaskRows    mask = shared ? mask_rows(shared, s.n_kv).of(mask_of(in.mask, h) * s.n_tokens + t0, c0) : own;
+        std::fill(open, open + n_tiles, (uint8_t) 0);
+        for (int64_t t = 0; t < n_tok; ++t) {
+            uint8_t * row_open = mask.open + t * mask.open_stride;
+            if (listed) {
+                fill_listed_row(in.mask, list_of(c0), h, t0, n_tiles * TILE, mask.bias, row_open);
+            } else if (!shared) {
+                fill_mask_row(layer, sources, h, t0 + t, c0, n_tiles * TILE, mask.bias + t * mask.bias_stride,
+                              row_open);
+            }
+            std::transform(row_open, row_open + n_tiles, open, open, std::bit_or<uint8_t>());
+        }
+        return mask;
+    }
+
+    // a.k_tiles, a.v_tiles: of cell c; mask: from there on.
+    AttendArgs args_of(int64_t h, int64_t c, int64_t n_cells, const MaskRows & mask, const RowStates & into) const {
+        AttendArgs a;
+        a.k           = &codec.k[(size_t) h];
+        a.v           = &codec.v[(size_t) h];
+        a.k_tiles     = tiles_of(in.k_view, c, codec.tile_offset(h, false));
+        a.v_tiles     = tiles_of(in.v_view, c, codec.tile_offset(h, true));
+        a.k_stride    = TILE * (int64_t) in.k_view->nb[1];
+        a.v_stride    = TILE * (int64_t) in.v_view->nb[1];
+        a.n_cells     = n_cells;
+        a.n_tok       = n_tok;
+        a.n_group     = s.n_group;
+        a.qt          = queries.rows(s, h) + t0 * s.n_group * a.k->rank;
+        a.shift       = a.k->offset ? queries.shift + (h * s.n_tokens + t0) * s.n_group : nullptr;
+        a.bias        = mask.bias;
+        a.bias_stride = mask.bias_stride;
+        a.slope       = slope;
+        a.softcap     = layer.softcap;
+        a.m           = into.m;
+        a.z           = into.z;
+        a.acc         = into.acc;
+        a.acc_stride  = s.width;
+        return a;
+    }
+
+    // Attends to the open tiles of a segment. A split has one segment; without splits the segments' states are merged.
+    void head(int64_t h, int64_t c0, OpenTiles tiles, const MaskRows & mask) {
+        const int64_t   c    = c0 + tiles.first * TILE;
+        const RowStates all  = state_of(h);
+        const RowStates into = is_split() ? all : later;
+        if (!is_split()) {
+            later.clear();
+        }
+        alibi_slopes(layer, h * s.n_group, s.n_group, slope);
+        AttendArgs a = args_of(h, listed ? 0 : c, (tiles.last - tiles.first) * TILE, mask.of(0, c - c0), into);
+        if (listed || layer.by_rows) {
+            gather(a, list_of(c), layer, buffers.keys, buffers.values);
+        }
+        if (codec.latent) {
+            make_values(a, tiles.last - tiles.first, buffers.values);
+        }
+        layer.bases->attend(a, first_stream + (uint32_t) stream, h, tiles_of(in.k_view, c, 0),
+                            tiles_of(in.v_view, c, 0));
+        for (int64_t r = 0; !is_split() && r < n_rows; ++r) {
+            merge_softmax(all.m[r], all.z[r], all.acc + r * s.width, later.m[r], later.z[r], later.acc + r * s.width,
+                          a.v->rank);
+        }
+    }
+
+    const LayerNodes &        layer;
+    const LayerCodec &        codec;
+    const AttendSources       in;
+    const ggml_tensor * const listed; // chosen cells
+    const ggml_tensor * const shared; // a node that made the mask for all layers
+    const AttendShape         s;
+    float * const             m;
+    float * const             z;
+    float * const             acc;
+    const ProjectedQueries    queries;
+    const uint32_t            first_stream;
+    Scratch &                 buffers;
+
+    uint8_t * open;
+    MaskRows  own; // of one segment at a time
+    float     slope[MAX_GROUP];
+
+    // the unit
+    RowStates later{}; // of one segment
+    int64_t   split = 0, stream = 0, t0 = 0, n_tok = 0, n_rows = 0;
+};
+
+} // namespace
+
+void attend_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer) {
+    static thread_local Scratch buffers;
+    Attend                      attend(dst, layer, buffers);
+    const int64_t               n = attend.n_units();
+    if (attend.is_split()) {
+        for (int64_t unit = n * ith / nth; unit < n * (ith + 1) / nth; ++unit) {
+            attend.unit(unit);
+        }
+    } else { // threads take whole blocks in turn, since with a causal mask later blocks have more work
+        for (int64_t unit = ith; unit < n; unit += nth) {
+            attend.unit(unit);
         }
     }
 }
