@@ -332,122 +332,48 @@ std::vector<double> measure(const std::vector<std::function<double()>> & columns
     return out;
 }
 
-} // namespace
-
-int main(int argc, char ** argv) {
-    const double budget = argc > 1 ? std::atof(argv[1]) / 1000.0 : 0.5;
-    if (!(budget > 0.0)) {
-        std::fprintf(stderr, "kernel-bench: expected milliseconds per figure, found '%s'\n", argv[1]);
-        return 1;
+class Bench {
+public:
+    // span: cells of a call; 0: as many as a figure says
+    explicit Bench(int64_t span) :
+        mixed({ { 8, 8 }, { 8, 6 }, { 16, 4 }, { 32, 3 } }, { { 8, 6 }, { 40, 4 }, { 16, 3 } }, span),
+        wide({ { 16, 8 }, { 32, 6 }, { 16, 5 } }, { { 32, 6 }, { 32, 5 } }, span),
+        fine({ { 8, 16 }, { 24, 8 }, { 32, 6 } }, { { 16, 8 }, { 48, 6 } }, span),
+        plain({ { 64, 4 } }, { { 64, 4 } }, span),
+        large({ { 16, 8 }, { 16, 6 }, { 32, 4 }, { 64, 3 } }, { { 16, 6 }, { 80, 4 }, { 32, 3 } }, span),
+        latent({ { 64, 8 }, { 64, 6 }, { 128, 4 }, { 256, 3 }, { 8, 6 }, { 40, 4 }, { 16, 3 } },
+               { { 64, 8 }, { 64, 6 }, { 128, 4 }, { 256, 3 } }, span) {
+        for (float & value : x) {
+            value = uniform();
+        }
+        for (size_t i = 0; i < cells.size(); ++i) {
+            cells[i] = (int64_t) i;
+        }
+        for (size_t i = 0; i < 136; ++i) {
+            exact.push_back(halves.data() + 64 * i);
+        }
+        add_attend();
+        add_chosen();
+        add_others();
     }
-    if (ops_error() != nullptr) {
-        std::fprintf(stderr, "kernel-bench: %s\n", ops_error());
-        return 1;
-    }
-    const int64_t span = argc > 3 ? std::atoll(argv[3]) : 0;
-    if (span < 0 || span % TILE != 0) {
-        std::fprintf(stderr, "kernel-bench: cells of a call: expected a multiple of %d, found '%s'\n", TILE, argv[3]);
-        return 1;
-    }
-    const Bands k64 = { { 8, 8 }, { 8, 6 }, { 16, 4 }, { 32, 3 } };
-    const Bands v64 = { { 8, 6 }, { 40, 4 }, { 16, 3 } };
-    const Cache mixed(k64, v64, span);
-    const Cache wide({ { 16, 8 }, { 32, 6 }, { 16, 5 } }, { { 32, 6 }, { 32, 5 } }, span);
-    const Cache fine({ { 8, 16 }, { 24, 8 }, { 32, 6 } }, { { 16, 8 }, { 48, 6 } }, span);
-    const Cache plain({ { 64, 4 } }, { { 64, 4 } }, span);
-    const Cache large({ { 16, 8 }, { 16, 6 }, { 32, 4 }, { 64, 3 } }, { { 16, 6 }, { 80, 4 }, { 32, 3 } }, span);
 
-    std::vector<Figure> figures = {
-        mixed.figure("attend 64 dims 4.2 bits", N_LAYER, 1, 1),
-        mixed.figure("attend 64 dims 4.2 bits", N_LAYER, 1, 3),
-        mixed.figure("attend 64 dims 4.2 bits", N_LAYER, 1, 8),
-        wide.figure("attend 64 dims 5.9 bits", N_LAYER, 1, 3),
-        fine.figure("attend 64 dims 7.3 bits, 16-bit band", N_LAYER, 1, 3),
-        plain.figure("attend 64 dims 4.0 bits", N_LAYER, 1, 3),
-        large.figure("attend 128 dims 4.1 bits", N_LAYER, 1, 1),
-        large.figure("attend 128 dims 4.1 bits", N_LAYER, 1, 2),
-        large.figure("attend 128 dims 4.1 bits", N_LAYER, 1, 4),
-        large.figure("attend 128 dims 4.1 bits", N_LAYER, 1, 8),
-        mixed.figure("attend 64 dims 4.2 bits, in cache", 1, 1, 3),
-        mixed.figure("attend 64 dims 4.2 bits", 1, 42, 3),
-        mixed.figure("attend 64 dims 4.2 bits", 1, 128, 1),
-        fine.figure("attend 64 dims 7.3 bits, 16-bit band", 1, 42, 3),
-        large.figure("attend 128 dims 4.1 bits", 1, 32, 4),
-    };
-
-    const Bands latent_bands = { { 64, 8 }, { 64, 6 }, { 128, 4 }, { 256, 3 } };
-    Bands       row_bands    = latent_bands;
-    row_bands.insert(row_bands.end(), { { 8, 6 }, { 40, 4 }, { 16, 3 } });
-    const Cache latent(row_bands, latent_bands, span);
-    for (const Cells which : { Cells::IN_A_ROW, Cells::OF_TILES, Cells::OF_ROWS }) {
-        const std::string what = which == Cells::IN_A_ROW ? ", 2048 in a row" :
-                                 which == Cells::OF_TILES ? ", 2048 of 131072 chosen" :
-                                                            ", 2048 of 131072 chosen, as rows";
-        for (const int64_t n_group : { 4, 8 }) {
-            const std::string name = "chosen 128 dims 4.1 bits" + what + ", " + std::to_string(n_group) + " query rows";
-            if (which == Cells::OF_ROWS) { // only in latent layers
-                continue;
+    // name: part of a figure's name, or nullptr: all. budget: seconds per figure.
+    void print(const char * name, double budget) const {
+        std::printf("read bandwidth of one thread: %.1f GB/s\n\n%-48s%18s", read_bandwidth(), "ns (GB/s of codes)",
+                    "read");
+        for (const Ops * ops : versions()) {
+            std::printf("%18s", ops->name);
+        }
+        std::printf("\n");
+        for (const Figure & figure : figures) {
+            if (!name || figure.what.find(name) != std::string::npos) {
+                print(figure, budget);
             }
-            figures.push_back({ name, 0.0,
-                                [&large, which, n_group](const Ops & ops) {
-                                    return (double) attend_chosen(large, ops, which, false, n_group);
-                                },
-                                nullptr });
         }
-        figures.push_back(
-            { "chosen latent 576 dims 4.2 bits" + what + ", 128 query rows", 0.0,
-              [&latent, which](const Ops & ops) { return (double) attend_chosen(latent, ops, which, true, 128); },
-              nullptr });
     }
 
-    std::vector<float>   x(64 * 64), y(64 * 64);
-    std::vector<int64_t> cells(64);
-    for (float & value : x) {
-        value = uniform();
-    }
-    for (size_t i = 0; i < cells.size(); ++i) {
-        cells[i] = (int64_t) i;
-    }
-    std::vector<double> s(64 * 64), sum(64);
-    const HeadCodec &   codec = mixed.k.head.codec;
-    std::vector<Line>   tile((size_t) codec.row_bytes);
-    const auto          add = [&](const char * what, double units, const std::function<void(const Ops & ops)> & run) {
-        figures.push_back({ what, 0.0, [=](const Ops & ops) { return run(ops), units; }, nullptr });
-    };
-    add("encode 64 dims 4.2 bits, one cell", TILE, [&](const Ops & ops) {
-        for (size_t i = 0; i < TILE; ++i) {
-            ops.encode(codec, x.data() + 64 * i, 64, 1, cells.data() + i, tile[0].bytes(), 0);
-        }
-    });
-    add("encode 64 dims 4.2 bits, 64 cells", TILE,
-        [&](const Ops & ops) { ops.encode(codec, x.data(), 64, TILE, cells.data(), tile[0].bytes(), 0); });
-    add("project 64x64, 1 row", 1,
-        [&](const Ops & ops) { ops.project(codec.decode, 64, 64, x.data(), 64, 1, 1.0f, y.data(), 64); });
-    add("project 64x64, 64 rows", 64,
-        [&](const Ops & ops) { ops.project(codec.decode, 64, 64, x.data(), 64, 64, 1.0f, y.data(), 64); });
-    add("reconstruct 64x64", 1, [&](const Ops & ops) { ops.reconstruct(codec.decode, 64, 64, x.data(), y.data()); });
-    add("moment 64 dims", 64, [&](const Ops & ops) { ops.moment(x.data(), 64, 64, 64, s.data(), sum.data()); });
-    std::vector<uint16_t>         halves(136 * 64, half(0.25f));
-    std::vector<const uint16_t *> exact;
-    for (size_t i = 0; i < 136; ++i) {
-        exact.push_back(halves.data() + 64 * i);
-    }
-    std::vector<float> zeros(136, 0.0f), m(3), z(3), slope(3, 1.0f);
-    add("attend_exact 64 dims, 136 keys, 3 query rows", 136, [&](const Ops & ops) {
-        std::fill(m.begin(), m.end(), -INFINITY);
-        ops.attend_exact({ 64, 64, 136, exact.data(), exact.data(), 1, 3, x.data(), zeros.data(), 136, slope.data(),
-                           0.0f, m.data(), z.data(), y.data(), 64 });
-    });
-
-    std::printf("read bandwidth of one thread: %.1f GB/s\n\n%-48s%18s", read_bandwidth(), "ns (GB/s of codes)", "read");
-    for (const Ops * ops : versions()) {
-        std::printf("%18s", ops->name);
-    }
-    std::printf("\n");
-    for (const Figure & figure : figures) {
-        if (argc > 2 && figure.what.find(argv[2]) == std::string::npos) {
-            continue;
-        }
+private:
+    static void print(const Figure & figure, double budget) {
         std::vector<std::function<double()>> columns = { figure.read };
         for (const Ops * ops : versions()) {
             columns.push_back([&figure, ops] { return figure.run(*ops); });
@@ -465,5 +391,112 @@ int main(int argc, char ** argv) {
         std::printf("\n");
         std::fflush(stdout);
     }
+
+    void add(std::string what, double units, const std::function<void(const Ops & ops)> & run) {
+        figures.push_back({ std::move(what), 0.0, [=](const Ops & ops) { return run(ops), units; }, nullptr });
+    }
+
+    void add_attend() {
+        figures = {
+            mixed.figure("attend 64 dims 4.2 bits", N_LAYER, 1, 1),
+            mixed.figure("attend 64 dims 4.2 bits", N_LAYER, 1, 3),
+            mixed.figure("attend 64 dims 4.2 bits", N_LAYER, 1, 8),
+            wide.figure("attend 64 dims 5.9 bits", N_LAYER, 1, 3),
+            fine.figure("attend 64 dims 7.3 bits, 16-bit band", N_LAYER, 1, 3),
+            plain.figure("attend 64 dims 4.0 bits", N_LAYER, 1, 3),
+            large.figure("attend 128 dims 4.1 bits", N_LAYER, 1, 1),
+            large.figure("attend 128 dims 4.1 bits", N_LAYER, 1, 2),
+            large.figure("attend 128 dims 4.1 bits", N_LAYER, 1, 4),
+            large.figure("attend 128 dims 4.1 bits", N_LAYER, 1, 8),
+            mixed.figure("attend 64 dims 4.2 bits, in cache", 1, 1, 3),
+            mixed.figure("attend 64 dims 4.2 bits", 1, 42, 3),
+            mixed.figure("attend 64 dims 4.2 bits", 1, 128, 1),
+            fine.figure("attend 64 dims 7.3 bits, 16-bit band", 1, 42, 3),
+            large.figure("attend 128 dims 4.1 bits", 1, 32, 4),
+        };
+    }
+
+    // Chosen cells; only latent layers store them as rows.
+    void add_chosen() {
+        for (const auto & [which, text] :
+             { std::pair{ Cells::IN_A_ROW, ", 2048 in a row" }, std::pair{ Cells::OF_TILES, ", 2048 of 131072 chosen" },
+               std::pair{ Cells::OF_ROWS, ", 2048 of 131072 chosen, as rows" } }) {
+            const Cells       cells_of = which;
+            const std::string what     = text;
+            const auto        figure   = [&](std::string name, const Cache & cache, bool is_latent, int64_t n_group) {
+                figures.push_back({ name + what + ", " + std::to_string(n_group) + " query rows", 0.0,
+                                    [&cache, cells_of, is_latent, n_group](const Ops & ops) {
+                                        return (double) attend_chosen(cache, ops, cells_of, is_latent, n_group);
+                                    },
+                                    nullptr });
+            };
+            if (which != Cells::OF_ROWS) {
+                figure("chosen 128 dims 4.1 bits", large, false, 4);
+                figure("chosen 128 dims 4.1 bits", large, false, 8);
+            }
+            figure("chosen latent 576 dims 4.2 bits", latent, true, 128);
+        }
+    }
+
+    void add_others() {
+        const HeadCodec & codec = mixed.k.head.codec;
+        tile.resize((size_t) codec.row_bytes);
+        add("encode 64 dims 4.2 bits, one cell", TILE, [&](const Ops & ops) {
+            for (size_t i = 0; i < TILE; ++i) {
+                ops.encode(codec, x.data() + 64 * i, 64, 1, cells.data() + i, tile[0].bytes(), 0);
+            }
+        });
+        add("encode 64 dims 4.2 bits, 64 cells", TILE,
+            [&](const Ops & ops) { ops.encode(codec, x.data(), 64, TILE, cells.data(), tile[0].bytes(), 0); });
+        add("project 64x64, 1 row", 1,
+            [&](const Ops & ops) { ops.project(codec.decode, 64, 64, x.data(), 64, 1, 1.0f, y.data(), 64); });
+        add("project 64x64, 64 rows", 64,
+            [&](const Ops & ops) { ops.project(codec.decode, 64, 64, x.data(), 64, 64, 1.0f, y.data(), 64); });
+        add("reconstruct 64x64", 1,
+            [&](const Ops & ops) { ops.reconstruct(codec.decode, 64, 64, x.data(), y.data()); });
+        add("moment 64 dims", 64, [&](const Ops & ops) { ops.moment(x.data(), 64, 64, 64, s.data(), sum.data()); });
+        add("attend_exact 64 dims, 136 keys, 3 query rows", 136, [&](const Ops & ops) {
+            std::fill(m.begin(), m.end(), -INFINITY);
+            ops.attend_exact({ 64, 64, 136, exact.data(), exact.data(), 1, 3, x.data(), zeros.data(), 136, slope.data(),
+                               0.0f, m.data(), z.data(), y.data(), 64 });
+        });
+    }
+
+    const Cache         mixed, wide, fine, plain, large, latent;
+    std::vector<Figure> figures;
+
+    // rows and scratch memory of add_others
+    std::vector<float>            x      = std::vector<float>(64 * 64);
+    std::vector<float>            y      = std::vector<float>(64 * 64);
+    std::vector<int64_t>          cells  = std::vector<int64_t>(64);
+    std::vector<double>           s      = std::vector<double>(64 * 64);
+    std::vector<double>           sum    = std::vector<double>(64);
+    std::vector<uint16_t>         halves = std::vector<uint16_t>(136 * 64, half(0.25f));
+    std::vector<float>            zeros  = std::vector<float>(136, 0.0f);
+    std::vector<float>            m      = std::vector<float>(3);
+    std::vector<float>            z      = std::vector<float>(3);
+    std::vector<float>            slope  = std::vector<float>(3, 1.0f);
+    std::vector<Line>             tile;
+    std::vector<const uint16_t *> exact;
+};
+
+} // namespace
+
+int main(int argc, char ** argv) {
+    const double budget = argc > 1 ? std::atof(argv[1]) / 1000.0 : 0.5;
+    if (!(budget > 0.0)) {
+        std::fprintf(stderr, "kernel-bench: expected milliseconds per figure, found '%s'\n", argv[1]);
+        return 1;
+    }
+    if (ops_error() != nullptr) {
+        std::fprintf(stderr, "kernel-bench: %s\n", ops_error());
+        return 1;
+    }
+    const int64_t span = argc > 3 ? std::atoll(argv[3]) : 0;
+    if (span < 0 || span % TILE != 0) {
+        std::fprintf(stderr, "kernel-bench: cells of a call: expected a multiple of %d, found '%s'\n", TILE, argv[3]);
+        return 1;
+    }
+    Bench(span).print(argc > 2 ? argv[2] : nullptr, budget);
     return 0;
 }

@@ -431,37 +431,28 @@ void PrefixIndex::trim() {
     make_room(files, 0, nullptr);
 }
 
-// Removes files until n bytes fit, and leftovers of killed processes. false: they do not fit. If many more files have to
-// go, trim() removes the rest: then the folder has shrunk by n bytes at least.
-bool PrefixIndex::make_room(Files & files, uint64_t n, const Cut * spared) {
-    const int64_t                         now   = StoreFolder::now();
-    const StoredHeads                     heads = known_heads();
-    std::vector<EvictionOrder::Candidate> candidates;
-    for (const auto & [name, head] : heads) {
-        const auto file = files.find(name + HEAD);
-        if (file != files.end()) {
-            candidates.push_back({ name, head, file->second.size, file->second.used });
+// Removes files of a folder and counts what is left.
+class PrefixIndex::Removal {
+public:
+    Removal(PrefixIndex & index, Files & files) : index(index), files(files) {
+        for (const auto & [file, status] : files) {
+            total += status.size;
+            n_heads += is_head(file);
         }
     }
-    EvictionOrder order(std::move(candidates), now);
-    uint64_t      total = 0, freed = 0;
-    size_t        n_heads = 0, n_gone = 0;
-    for (const auto & [file, status] : files) {
-        total += status.size;
-        n_heads += is_head(file);
-    }
+
     // false: the file is still there.
-    const auto gone = [&](const std::string & file) {
+    bool gone(const std::string & file) {
         const auto it = files.find(file);
         if (it == files.end()) {
             return true;
         }
-        if (stuck.count(file) > 0) {
+        if (index.stuck.count(file) > 0) {
             return false;
         }
         ++n_gone; // also removals that fail: they take as long
-        if (!remove(file)) {
-            stuck.insert(file);
+        if (!index.remove(file)) {
+            index.stuck.insert(file);
             return false;
         }
         n_heads -= is_head(file);
@@ -469,14 +460,28 @@ bool PrefixIndex::make_room(Files & files, uint64_t n, const Cut * spared) {
         freed += it->second.size;
         files.erase(it);
         return true;
-    };
-    const auto is_enough = [&] { return n_gone >= MAX_REMOVED && freed >= n; };
-    // Files of no known prompt: leftovers of killed processes, which go after an hour (a process may still use younger
-    // ones), and prompts of other versions or beyond the index, which go when the folder is full. If a head is unknown,
-    // leftover pieces may belong to it; while a head cannot be read, nothing of unknown prompts is removed.
-    std::vector<std::pair<int64_t, std::string>> others;
-    std::vector<std::string>                     stale;
-    const bool                                   whole = all_known(files, heads);
+    }
+
+    bool fits(uint64_t n) const { return total + n <= index.max_bytes; }
+    bool is_full(uint64_t n) const { return !fits(n) || n_heads > MAX_ENTRIES; }
+    bool is_enough(uint64_t n) const { return n_gone >= MAX_REMOVED && freed >= n; }
+
+    uint64_t total = 0, freed = 0; // bytes
+
+private:
+    PrefixIndex & index;
+    Files &       files;
+    size_t        n_heads = 0, n_gone = 0;
+};
+
+// Files of no known prompt: leftovers of killed processes, which go after an hour (a process may still use younger ones),
+// and prompts of other versions or beyond the index, which go when the folder is full, the longest unused first. If a
+// head is unknown, leftover pieces may belong to it; while a head cannot be read, nothing of unknown prompts is removed.
+PrefixIndex::Unnamed PrefixIndex::unnamed(const Files & files, const StoredHeads & heads, const EvictionOrder & order,
+                                          const Cut * spared) const {
+    const int64_t now   = StoreFolder::now();
+    const bool    whole = all_known(files, heads);
+    Unnamed       out;
     for (const auto & [file, status] : files) {
         const std::string piece = is_piece(file) ? file.substr(0, N_DIGEST) : "";
         const std::string name  = is_head(file) ? file.substr(0, file.size() - std::strlen(HEAD)) : "";
@@ -486,33 +491,50 @@ bool PrefixIndex::make_room(Files & files, uint64_t n, const Cut * spared) {
             continue;
         }
         if (now - status.used > STALE && (begun || (whole && name.empty()))) {
-            stale.push_back(file);
+            out.stale.push_back(file);
         } else if (n_unread == 0) {
-            others.emplace_back(status.used, file);
+            out.others.emplace_back(status.used, file);
         }
     }
-    size_t next = 0;
-    while (next < stale.size() && !is_enough()) {
-        gone(stale[next++]);
+    std::sort(out.others.begin(), out.others.end());
+    return out;
+}
+
+// Removes files until n bytes fit, and leftovers of killed processes. false: they do not fit. If many more files have to
+// go, trim() removes the rest: then the folder has shrunk by n bytes at least.
+bool PrefixIndex::make_room(Files & files, uint64_t n, const Cut * spared) {
+    const StoredHeads                     heads = known_heads();
+    std::vector<EvictionOrder::Candidate> candidates;
+    for (const auto & [name, head] : heads) {
+        const auto file = files.find(name + HEAD);
+        if (file != files.end()) {
+            candidates.push_back({ name, head, file->second.size, file->second.used });
+        }
     }
-    excess = next < stale.size();
-    std::sort(others.begin(), others.end());
-    next = 0;
-    while (total + n > max_bytes || n_heads > MAX_ENTRIES) {
-        if (is_enough()) {
+    EvictionOrder order(std::move(candidates), StoreFolder::now());
+    const Unnamed unnamed_files = unnamed(files, heads, order, spared);
+    Removal       removal(*this, files);
+    size_t        next = 0;
+    while (next < unnamed_files.stale.size() && !removal.is_enough(n)) {
+        removal.gone(unnamed_files.stale[next++]);
+    }
+    excess              = next < unnamed_files.stale.size();
+    const auto & others = unnamed_files.others;
+    for (next = 0; removal.is_full(n);) {
+        if (removal.is_enough(n)) {
             excess = true;
             break;
         }
         const auto * worst = order.next();
         if (next < others.size() && (!worst || others[next].first <= order.oldest_use())) {
-            gone(others[next++].second);
+            removal.gone(others[next++].second);
             continue;
         }
         if (!worst) {
             break;
         }
         const std::string name = worst->name;
-        if (!gone(name + HEAD)) {
+        if (!removal.gone(name + HEAD)) {
             order.keep();
             continue;
         }
@@ -523,13 +545,13 @@ bool PrefixIndex::make_room(Files & files, uint64_t n, const Cut * spared) {
         }
         for (const auto & piece : order.remove()) {
             if (!spared || spared->pieces.count(piece) == 0) {
-                gone(piece + PIECE);
+                removal.gone(piece + PIECE);
             }
         }
     }
     std::lock_guard<std::mutex> lock(mutex);
-    n_bytes = total;
-    return total + n <= max_bytes || (excess && freed >= n);
+    n_bytes = removal.total;
+    return removal.fits(n) || (excess && removal.freed >= n);
 }
 
 } // namespace subkv

@@ -12,6 +12,7 @@
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace subkv {
@@ -73,6 +74,13 @@ public:
 
 private:
     using Files = StoreFolder::Files;
+    class Removal;
+
+    // Files of no known prompt.
+    struct Unnamed {
+        std::vector<std::string>                     stale;  // leftovers of killed processes
+        std::vector<std::pair<int64_t, std::string>> others; // and when they were last used, in this order
+    };
 
     Files       scan();
     void        look_again();
@@ -85,6 +93,8 @@ private:
     bool        all_known(const Files & files, const StoredHeads & heads) const;
     void        forget_beginnings(const PrefixHead & head, int64_t n_removable);
     void        drop_unused(Files & files, const std::set<std::string> & named);
+    Unnamed     unnamed(const Files & files, const StoredHeads & heads, const EvictionOrder & order,
+                        const Cut * spared) const;
     bool        make_room(Files & files, uint64_t n, const Cut * spared);
 
     const StoreFolder folder;
