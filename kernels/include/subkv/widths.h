@@ -41,32 +41,43 @@ static constexpr bool is_width(int32_t bits) {
     return false;
 }
 
-#define SUBKV_LOW(width, low, ...)                         bits == width ? low:
-#define SUBKV_DOUBLE(width, low, twice, ...)               bits == width ? twice:
-#define SUBKV_TRIPLE(width, low, twice, thrice, ...)       bits == width ? thrice:
-#define SUBKV_SHARE(width, low, twice, thrice, share, ...) bits == width ? share:
+// Statements that return a column of the row of `bits`.
+#define SUBKV_RETURN(width, value)                                                                                     \
+    if (bits == width) {                                                                                               \
+        return value;                                                                                                  \
+    }
+#define SUBKV_LOW(width, low, ...)                         SUBKV_RETURN(width, low)
+#define SUBKV_DOUBLE(width, low, twice, ...)               SUBKV_RETURN(width, twice)
+#define SUBKV_TRIPLE(width, low, twice, thrice, ...)       SUBKV_RETURN(width, thrice)
+#define SUBKV_SHARE(width, low, twice, thrice, share, ...) SUBKV_RETURN(width, share)
 
 // Codes of b bits are stored as one or two bit planes: the low low_plane(b) bits, then the other bits.
 SUBKV_EVERYWHERE int32_t low_plane(int32_t bits) {
-    return SUBKV_PATH_WIDTHS(SUBKV_LOW, ) SUBKV_PLAIN_WIDTHS(SUBKV_LOW, ) bits;
+    SUBKV_PATH_WIDTHS(SUBKV_LOW, )
+    SUBKV_PLAIN_WIDTHS(SUBKV_LOW, )
+    return bits;
 }
 
 // Constants of a path (trellis.h); 0 for other widths.
 SUBKV_EVERYWHERE int32_t trellis_double(int32_t bits) {
-    return SUBKV_PATH_WIDTHS(SUBKV_DOUBLE, ) 0;
+    SUBKV_PATH_WIDTHS(SUBKV_DOUBLE, )
+    return 0;
 }
 
 SUBKV_EVERYWHERE int32_t trellis_triple(int32_t bits) {
-    return SUBKV_PATH_WIDTHS(SUBKV_TRIPLE, ) 0;
+    SUBKV_PATH_WIDTHS(SUBKV_TRIPLE, )
+    return 0;
 }
 
 SUBKV_EVERYWHERE float trellis_share(int32_t bits) {
-    return SUBKV_PATH_WIDTHS(SUBKV_SHARE, ) 0.0f;
+    SUBKV_PATH_WIDTHS(SUBKV_SHARE, )
+    return 0.0f;
 }
 
 #undef SUBKV_SHARE
 #undef SUBKV_TRIPLE
 #undef SUBKV_DOUBLE
 #undef SUBKV_LOW
+#undef SUBKV_RETURN
 
 } // namespace subkv

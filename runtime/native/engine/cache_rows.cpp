@@ -9,8 +9,9 @@
 
 namespace subkv {
 
-// Calls use(codec, tile, cell of the tile, row) for the part of every head; rest(byte of the tile, of the row) beyond.
-// tiles: from that of cell `first` on.
+// Visits n cells from `first` on, side by side in tiles and in rows. For each cell and head it calls use(codec, the
+// head's tile, the cell's index in the tile, the head's part of the row). For the bytes behind the heads' parts it calls
+// rest(byte in the tile, byte in the row). `tiles` begins with the tile of cell `first`.
 template <typename Byte, typename Row, typename Use, typename Rest>
 static void for_cells(const LayerCodec & layer, bool value, Byte * tiles, size_t row_bytes, int64_t first, int64_t n,
                       Row * rows, Use use, Rest rest) {

@@ -148,19 +148,27 @@ ggml_tensor * build_chosen_mask(LayerNodes & layer, const AttnBuild & b) {
     return b.inputs->chosen_mask;
 }
 
+// The cost of a cell in a list, in eighths of its cost when all cells are read, as measured (kernels/NOTES.md). A prompt's
+// tokens unpack a tile once for all of them, so a list costs them more, the less, the more query heads share a row. With
+// tiles the cost is mostly memory traffic.
+constexpr int64_t ALL_CELLS       = 8;
+constexpr int64_t ROW_IN_LIST     = 9;
+constexpr int64_t PROMPT_IN_LIST  = 160; // more, divided by the query heads of a row
+constexpr int64_t TILE_IN_LIST    = 16;
+constexpr int64_t GATHER_IN_LIST  = 2000; // more, divided likewise
+constexpr int64_t LEAST_IN_PROMPT = 64;   // query heads of a row for which a list can pay in a prompt
+
 ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask) {
     if (!b.chosen || !layer.gathers || n_masks(mask) > 1) {
         return nullptr;
     }
-    // cost: of a cell in a list, in eighths of its cost when all cells are read (kernels/NOTES.md). With tiles, it is
-    // mostly memory traffic. In a prompt, the tokens of a block unpack a tile once, so a list pays only if many query
-    // heads share a row.
     const int64_t n_tokens = b.inputs->tokens->ne[1];
     const int64_t n_group  = layer.n_head / layer.codec->n_head_kv;
     const bool    prompt   = n_tokens > FEW_TOKENS;
-    const int64_t cost     = layer.by_rows ? 9 + (prompt ? 160 / n_group : 0) : 16 + 2000 / n_group;
-    const int64_t n        = (b.chosen->ne[0] + TILE - 1) / TILE * TILE;
-    if (cost * n > 8 * mask->ne[0] || (prompt && n_group < 64)) {
+    const int64_t cost =
+        layer.by_rows ? ROW_IN_LIST + (prompt ? PROMPT_IN_LIST / n_group : 0) : TILE_IN_LIST + GATHER_IN_LIST / n_group;
+    const int64_t n = (b.chosen->ne[0] + TILE - 1) / TILE * TILE;
+    if (cost * n > ALL_CELLS * mask->ne[0] || (prompt && n_group < LEAST_IN_PROMPT)) {
         return nullptr;
     }
     if (!b.inputs->chosen_cells) {

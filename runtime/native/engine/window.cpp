@@ -520,7 +520,8 @@ void Window::add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellRead
     uint64_t & moves = moves_[(size_t) seq];
     moves            = joined(joined(moves, ((uint64_t) p0 << 32) | (uint32_t) p1), (uint32_t) by);
 
-    // If the tail moves, its rows stay in their slots, and the others go to new ones; else the moved rows do.
+    // If the end of the sequence moves, the rows of the ring keep their slots: its origin moves with them. The other rows
+    // of the sequence go to new slots. If a part in the middle moves, its rows go to new slots.
     const bool           tail  = n_ring_ > 0 && cells.max_pos_outside(seq, p0, p1) < moved.back().pos;
     int32_t *            pos   = pos_.data() + first_slot(seq);
     const auto           in    = [&](int32_t slot) { return pos[slot] >= p0 && pos[slot] < p1; };

@@ -30,11 +30,12 @@ struct llama_subkv_usage;
 struct llm_graph_context;
 
 struct llama_subkv {
-    struct caches { // full attention, sliding windows, an indexer's keys, recurrent state; nullptr: none
-        llama_kv_cache * base;
-        llama_kv_cache * swa;
-        llama_kv_cache * index;
-        llama_memory_i * recurrent;
+    // The parts of a context's memory; nullptr: it has none.
+    struct caches {
+        llama_kv_cache * base;      // layers of full attention
+        llama_kv_cache * swa;       // layers with a sliding window
+        llama_kv_cache * index;     // keys of an indexer
+        llama_memory_i * recurrent; // recurrent state
 
         std::array<const llama_kv_cache *, 3> all() const { return { base, swa, index }; }
         std::vector<subkv::CacheHook *>       hooks() const; // those of the caches that have one

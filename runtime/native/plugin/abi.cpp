@@ -1,6 +1,6 @@
-// abi.cpp: does this process's ggml have the structures and functions for which the plug-in was compiled? Versions do not
-// tell: ggml counts no changes of what it shares with backends, and llama.cpp changes ggml between two versions. So the
-// plug-in makes objects and looks at them through ggml's functions, and the other way round.
+// abi.cpp: checks that this process's ggml has the structures and functions for which the plug-in was compiled. Version
+// numbers do not show it: ggml's does not change with the structures that it shares with backends, and llama.cpp changes
+// ggml between two versions. So the plug-in makes objects and reads them through ggml's functions, and reads ggml's.
 #include "plugin.h"
 
 #include "ggml-impl.h"
@@ -42,7 +42,7 @@ template <typename T> struct Probe {
     }
 };
 
-// Does ggml call this function of an interface?
+// Whether ggml, in this call, calls the function of an interface at this offset.
 template <typename Call> bool calls(size_t offset, const Call & call) {
     called = N_SLOTS;
     call();
@@ -57,7 +57,7 @@ template <typename Call> bool calls(size_t offset, const Call & call) {
         }                                                                                                              \
     } while (false)
 
-// What a structure of an interface is named, if ggml has another one.
+// The name of the first structure that differs in ggml; nullptr: all are equal.
 const char * check_interfaces(ggml_tensor * t) {
     Probe<ggml_backend_device> dev;
     dev.object.reg = (ggml_backend_reg_t) &called;
