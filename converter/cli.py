@@ -11,7 +11,7 @@ import click
 from converter import hf, tables
 from converter.corpus import PATH, Corpus, corpus_options, yes_option
 from converter.quantize import TYPES
-from subkv.base.command import command, group, sentence, show
+from subkv.base.command import Command, command, group, sentence, show
 from subkv.base.errors import SubkvError
 from subkv.base.files import check_new, check_not_input
 from subkv.base.hub import hf_option, requested_model
@@ -113,7 +113,23 @@ plan_options = group(
 )
 
 
-@command("convert", interrupted="interrupted: no bases were written")
+PICTURES = frozenset({".gif", ".jpeg", ".jpg", ".pdf", ".png", ".ps", ".svg", ".tif", ".tiff", ".webp"})
+
+
+class Convert(Command):
+    """ImageMagick has a program of the same name; a line that names pictures was meant for it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        picture = next((word for word in args if Path(word.lower()).suffix in PICTURES), None)
+        if picture is not None:
+            raise click.UsageError(
+                f"{picture}: expected a GGUF model, found a picture; this is `subkv convert`, which is before "
+                "ImageMagick's `convert` on the PATH: call that one by its path, or as `magick`"
+            )
+        return super().parse_args(ctx, args)
+
+
+@command("convert", cls=Convert, interrupted="interrupted: no bases were written")
 @click.argument("model", type=PATH, required=False)
 @hf_option
 @click.option("--bases", type=PATH, metavar="FILE", help="calibration (calib.safetensors) to use, instead of a new one")

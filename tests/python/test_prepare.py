@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from each import each
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from preparing import left, refused, run
 
@@ -399,3 +400,10 @@ def test_statistics_alone_use_saved_work(ending: str, model: Path) -> None:
     resumed = stored_calibration._with_saved(limited, None, entry)
     assert resumed.separate and resumed.key(None) == whole.key(None) and resumed.observed == whole.observed
     assert stored_calibration._with_saved(whole, None, entry) == whole
+
+
+@each("line", ["a.png b.jpg", "-resize 50% in.PNG out.webp", "page.pdf[0] page.svg"])
+def test_pictures_are_meant_for_another_program(line: str) -> None:
+    result = CliRunner().invoke(convert, line.split())
+    assert result.exit_code == 2
+    assert "found a picture; this is `subkv convert`" in result.output and "magick" in result.output

@@ -126,7 +126,7 @@ def command(
 ) -> Callable[[Callable[..., Any]], Command]:
     """click.command with our error messages, -h, and defaults in --help."""
     settings = {"help_option_names": ["-h", "--help"], "show_default": True, **(context_settings or {})}
-    return click.command(name, cls=Command, context_settings=settings, **kwargs)
+    return click.command(name, **{"cls": Command, **kwargs}, context_settings=settings)
 
 
 def stack(*decorators: Callable[..., Any]) -> Callable[..., Any]:
