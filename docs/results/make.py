@@ -10,7 +10,8 @@ to work on. A timed table beside other work (0.3 cores or more) is measured agai
 disturbed; the next run repeats it.
 
 Writes NAME.json (NAME.MACHINE.json for tables by machine) and NAME.md after every table, then the blocks
-`<!-- results: NAME -->` and the numbers `<!-- number: NAME.key -->` of README.md, docs/ and examples/. The results list
+`<!-- results: NAME -->` and the numbers `<!-- number: NAME.key -->` of the two README.md (this repository's and
+research/), docs/ and examples/. The results list
 missing texts as skipped.
 """
 
@@ -359,7 +360,7 @@ def write_pages(folder: Path) -> None:
 
 
 def write_documents() -> None:
-    """Blocks and numbers of README.md, docs/ and examples/."""
+    """Blocks and numbers of README.md, research/README.md, docs/ and examples/."""
     stored = results(REPO)
     for path in render.documents(REPO):
         text = path.read_text(encoding="utf-8")

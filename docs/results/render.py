@@ -182,9 +182,9 @@ def page(table: Any, results: Sequence[Result]) -> str:
 
 
 def documents(repo: Path) -> list[Path]:
-    """README.md and the pages of docs/ and examples/, without those of results."""
+    """README.md, research/README.md and the pages of docs/ and examples/, without those of results."""
     pages = [p for folder in ("docs", "examples") for p in (repo / folder).rglob("*.md") if p.parent.name != "results"]
-    return [repo / "README.md", *sorted(pages)]
+    return [repo / "README.md", repo / "research" / "README.md", *sorted(pages)]
 
 
 def filled(document: str, tables: dict[str, Any], results: dict[str, list[Result]], start: str) -> str:
