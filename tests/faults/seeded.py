@@ -188,7 +188,7 @@ FAULTS = [
     Fault(
         "a segment's state stays",
         "runtime/native/engine/node_attend.cpp",
-        "                    later.clear();",
+        "later.clear();",
         "",
         ENGINE,
     ),
