@@ -217,7 +217,7 @@ ggml_status GpuPlace::run(ggml_backend_t backend, const ggml_cgraph * graph, ggm
     }
     if (std::getenv("SUBKV_GPU_COUNTS")) {
         log_line("graph: " + std::to_string(counts.pieces) + " pieces, " + std::to_string(counts.cuts) + " cuts, " +
-                 std::to_string(counts.kernels) + " kernels");
+                 std::to_string(counts.kernels) + " kernels, " + std::to_string(opened_.size()) + " pages of rows");
     }
     return status;
 }
