@@ -4,8 +4,8 @@ python plugin_program.py MODEL OUTPUT.npz CALLS
 
 CALLS is JSON: {"params": {...of llama_context_params}, "calls": [...], "first": MODEL}. first: a model that
 decodes a token before, in a context that stays open. kill: the process kills itself at
-the end. layers: n_gpu_layers. split: tensor_split. callback: an evaluation callback sees every node. private: ggml is
-not visible to libraries that do not name it. The calls:
+the end. layers: n_gpu_layers. split: tensor_split. devices: names, instead of all devices. callback: an evaluation
+callback sees every node. private: ggml is not visible to libraries that do not name it. The calls:
 
     ["decode", [[token, position, sequence], ...]]   appends the logits of all tokens
     ["rm", seq, p0, p1]  ["cp", src, dst, p0, p1]  ["add", seq, p0, p1, by]  ["clear"]
@@ -59,6 +59,11 @@ def main() -> None:
     of_model.n_gpu_layers = asked.get("layers", of_model.n_gpu_layers)
     split = (ctypes.c_float * C.llama_max_devices())(*asked.get("split", []))
     of_model.tensor_split = split if any(split) else None
+    find = registry.ggml_backend_dev_by_name
+    find.argtypes, find.restype = [ctypes.c_char_p], ctypes.c_void_p
+    devices = (ctypes.c_void_p * 9)(*[find(name.encode()) for name in asked.get("devices", [])])
+    assert all(devices[: len(asked.get("devices", []))])
+    of_model.devices = ctypes.addressof(devices) if devices[0] else None
     model = C.llama_model_load_from_file(sys.argv[1].encode(), of_model)
     assert model
     n_vocab = C.llama_vocab_n_tokens(C.llama_model_get_vocab(model))

@@ -88,14 +88,19 @@ def write_bases(
 
 def run(tmp_path: Path, model: Path, subkv: str | Path, *calls: Any, plugin: bool = True, **params: Any) -> Run:
     first = {"first": str(params.pop("first"))} if "first" in params else {}
-    first |= {name: params.pop(name) for name in ("kill", "layers", "split", "callback", "private") if name in params}
+    first |= {
+        name: params.pop(name)
+        for name in ("kill", "layers", "split", "devices", "callback", "private")
+        if name in params
+    }
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SUBKV", "LLAMA", "GGML"))}
     env |= {"LD_LIBRARY_PATH": str(STOCK if plugin and THEIRS else LIBRARIES), "SUBKV": str(subkv)}
     if plugin and BINDINGS:
         env["PYTHONPATH"] = os.pathsep.join([BINDINGS, *filter(None, [env.get("PYTHONPATH")])])
     env |= {"SUBKV_SEQUENCES": str(params.pop("windows", ""))}
     env |= {"LLAMA_CPP_LIB_PATH": str(STOCK if plugin else LIBRARIES)}
-    env |= {"GGML_BACKEND_PATH": str(PLUGIN)} if plugin else {}
+    env |= {"GGML_BACKEND_PATH": str(params.pop("file", PLUGIN))} if plugin else {}
+    env |= params.pop("env", {})
     env |= {"LD_PRELOAD": str(GPUS)} if params.pop("gpus", False) else {}
     env |= {"LD_PRELOAD": params.pop("preload")} if "preload" in params else {}
     limit = [f"ulimit -v {params.pop('limit')} && "] if "limit" in params else []  # KiB

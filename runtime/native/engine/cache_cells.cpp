@@ -15,15 +15,17 @@ int32_t Cache::width(int32_t il, bool value) const {
 
 void Cache::decode_cells(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n,
                          uint16_t * rows) const {
+    encode_uncoded();
     const LayerNodes &   layer = *nodes_[(size_t) il];
     const LayerCodec &   codec = *layer.codec;
     const int64_t        d     = value ? codec.d_v : codec.d_k;
     std::vector<int64_t> cells((size_t) n);
     std::vector<float>   x((size_t) (n * d));
-    std::iota(cells.begin(), cells.end(), first);
+    std::iota(cells.begin(), cells.end(), first % TILE);
+    HostBytes tiles = host_tiles(layer, t, first, n);
     for (int64_t h = 0; h < codec.n_head_kv; ++h) {
-        read_cells(layer, ops(), h, value, (const uint8_t *) t->data + codec.tile_offset(h, value),
-                   TILE * (int64_t) t->nb[1], n, cells.data(), x.data());
+        read_cells(layer, ops(), h, value, tiles.data() + codec.tile_offset(h, value), TILE * (int64_t) t->nb[1], n,
+                   cells.data(), x.data());
         if (!value) {
             without_gamma(codec, h, n, x.data());
         }
@@ -40,15 +42,19 @@ void Cache::encode_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, 
     const int64_t      width = codec.n_head_kv * d;
     std::vector<float> x((size_t) (TILE * width));
     int64_t            cells[TILE];
+    encode_uncoded();
+    HostBytes     tiles    = host_tiles(layer, t, first, n);
+    const int64_t of_tiles = first / TILE * TILE;
     for (int64_t c = first, m = 0; c < first + n; c += m) { // cells of one tile
         m = std::min(TILE - c % TILE, first + n - c);
-        std::iota(cells, cells + m, c);
+        std::iota(cells, cells + m, c - of_tiles);
         ggml_fp16_to_fp32_row((const ggml_fp16_t *) rows + (c - first) * width, x.data(), m * width);
         for (int64_t h = 0; h < codec.n_head_kv; ++h) {
             encode_cells(layer, ops(), codec.head(h, value), x.data() + h * d, width, m, cells,
-                         (uint8_t *) t->data + codec.tile_offset(h, value), TILE * (int64_t) t->nb[1]);
+                         tiles.data() + codec.tile_offset(h, value), TILE * (int64_t) t->nb[1]);
         }
     }
+    tiles.store();
 }
 
 bool Cache::exact_row(int32_t il, bool value, int32_t seq, int32_t pos, uint16_t * row) const {
@@ -59,8 +65,9 @@ bool Cache::exact_row(int32_t il, bool value, int32_t seq, int32_t pos, uint16_t
         return false;
     }
     const int64_t   slot = window_.slot(seq, pos);
-    const uint8_t * at   = (const uint8_t *) rows.tensor->data + rows.offset(slot);
-    const int64_t   d    = value ? codec.d_v : codec.d_k;
+    HostBytes       bytes(layer, rows.tensor, rows.offset(slot), rows.bytes(slot));
+    const uint8_t * at = bytes.data();
+    const int64_t   d  = value ? codec.d_v : codec.d_k;
     if (!rows.integers || rows.is_sink(slot)) {
         const int64_t first = value ? codec.n_head_kv * codec.d_k : 0;
         std::copy_n((const uint16_t *) at + first, codec.n_head_kv * d, row);
@@ -80,7 +87,8 @@ void Cache::set_exact_row(int32_t il, bool value, int32_t seq, int32_t pos, cons
     if (slot < 0) {
         return;
     }
-    uint8_t *          at = (uint8_t *) rows.tensor->data + rows.offset(slot);
+    HostBytes          bytes(layer, rows.tensor, rows.offset(slot), rows.bytes(slot));
+    uint8_t *          at = bytes.data();
     const int64_t      d  = value ? codec.d_v : codec.d_k;
     std::vector<float> x((size_t) d);
     for (int64_t h = 0; h < codec.n_head_kv; ++h) {
@@ -92,6 +100,7 @@ void Cache::set_exact_row(int32_t il, bool value, int32_t seq, int32_t pos, cons
             subkv::exact_row(ops(), x.data(), (uint16_t *) at + first, d, true);
         }
     }
+    bytes.store();
 }
 
 } // namespace subkv

@@ -1,11 +1,10 @@
 // cache_rows.cpp: converts cells of a layer to rows and back, for states, whose format has rows only; checks the
 // numbers of a state.
 //   row: all heads, then the extra bytes of LayerBases
-#include "cache.h"
+#include "cells.h"
 #include "error.h"
 
 #include <algorithm>
-#include <vector>
 
 namespace subkv {
 
@@ -34,26 +33,6 @@ static void for_cells(const LayerCodec & layer, bool value, Byte * tiles, size_t
     }
 }
 
-// The tiles that cells [first, first + n) of a tensor are in: a part of it.
-struct Part {
-    size_t at, size; // bytes
-
-    Part(const ggml_tensor * t, int64_t first, int64_t n) :
-        at((size_t) (first / TILE * TILE) * t->nb[1]),
-        size((size_t) ((first + n + TILE - 1) / TILE * TILE) * t->nb[1] - at) {}
-};
-
-// The same part in memory; of a GPU's tensor a copy.
-static uint8_t * tiles_of(const LayerNodes & layer, const ggml_tensor * t, const Part & part,
-                          std::vector<uint8_t> & copy) {
-    if (!layer.device) {
-        return (uint8_t *) t->data + part.at;
-    }
-    copy.resize(part.size);
-    ggml_backend_tensor_get(t, copy.data(), part.at, part.size);
-    return copy.data();
-}
-
 void Cache::get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t first, int64_t n, uint8_t * rows) const {
     encode_uncoded();
     const LayerNodes & layer = *nodes_[(size_t) il];
@@ -62,10 +41,8 @@ void Cache::get_rows(int32_t il, bool value, const ggml_tensor * t, int64_t firs
         std::copy_n((const uint8_t *) t->data + (size_t) first * row, (size_t) n * row, rows);
         return;
     }
-    std::vector<uint8_t> copy;
-    const uint8_t *      tiles = tiles_of(layer, t, Part(t, first, n), copy);
     for_cells(
-        *layer.codec, value, tiles, row, first, n, rows,
+        *layer.codec, value, (const uint8_t *) host_tiles(layer, t, first, n).data(), row, first, n, rows,
         [](const HeadCodec & codec, const uint8_t * tile, int64_t cell, uint8_t * row) {
             tile_to_row(codec, tile, cell, row);
         },
@@ -79,17 +56,15 @@ void Cache::set_rows(int32_t il, bool value, ggml_tensor * t, int64_t first, int
         std::copy_n(rows, (size_t) n * row, (uint8_t *) t->data + (size_t) first * row);
         return;
     }
-    const Part           part(t, first, n);
-    std::vector<uint8_t> copy;
-    uint8_t *            tiles = tiles_of(layer, t, part, copy);
+    HostBytes tiles = host_tiles(layer, t, first, n);
     for_cells(
-        *layer.codec, value, tiles, row, first, n, rows,
+        *layer.codec, value, tiles.data(), row, first, n, rows,
         [](const HeadCodec & codec, uint8_t * tile, int64_t cell, const uint8_t * row) {
             row_to_tile(codec, row, tile, cell);
         },
         [](uint8_t & of_tile, uint8_t of_row) { of_tile = of_row; });
+    tiles.store();
     if (layer.device) {
-        ggml_backend_tensor_set(t, tiles, part.at, part.size);
         uint64_t n_bad = 0;
         for (int64_t h = 0; h < layer.codec->n_head_kv; ++h) {
             const uint8_t * scale = rows + layer.codec->tile_offset(h, value) / TILE;

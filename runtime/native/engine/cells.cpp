@@ -4,6 +4,24 @@
 
 namespace subkv {
 
+HostBytes::HostBytes(const LayerNodes & layer, const ggml_tensor * t, size_t at, size_t size) :
+    t_((ggml_tensor *) t), at_(at), copied_(layer.device != nullptr), copy_(copied_ ? size : 0) {
+    if (copied_) {
+        ggml_backend_tensor_get(t, copy_.data(), at, size);
+    }
+}
+
+void HostBytes::store() {
+    if (copied_) {
+        ggml_backend_tensor_set(t_, copy_.data(), at_, copy_.size());
+    }
+}
+
+HostBytes host_tiles(const LayerNodes & layer, const ggml_tensor * t, int64_t first, int64_t n) {
+    const size_t at = (size_t) (first / TILE * TILE) * t->nb[1];
+    return { layer, t, at, (size_t) ((first + n + TILE - 1) / TILE * TILE) * t->nb[1] - at };
+}
+
 int64_t encode_cells(const LayerNodes & layer, const Ops & ops, const HeadCodec & codec, const float * x, int64_t ldx,
                      int64_t n, const int64_t * cells, uint8_t * tiles, int64_t stride) {
     if (!layer.by_rows) {

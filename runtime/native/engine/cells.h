@@ -7,7 +7,28 @@
 #include "cache.h"
 #include "read_rows.h"
 
+#include <cstdint>
+#include <vector>
+
 namespace subkv {
+
+// Bytes [at, at + size) of a tensor of a layer in memory; of a GPU's tensor a copy, which store() writes back.
+class HostBytes {
+public:
+    HostBytes(const LayerNodes & layer, const ggml_tensor * t, size_t at, size_t size);
+
+    uint8_t * data() { return copied_ ? copy_.data() : (uint8_t *) t_->data + at_; }
+    void      store();
+
+private:
+    ggml_tensor *        t_;
+    size_t               at_;
+    bool                 copied_;
+    std::vector<uint8_t> copy_;
+};
+
+// Those of the tiles that cells [first, first + n) are in.
+HostBytes host_tiles(const LayerNodes & layer, const ggml_tensor * t, int64_t first, int64_t n);
 
 // Ops::encode into cells of a layer, all in one tile; stride: bytes from one tile to the next.
 int64_t encode_cells(const LayerNodes & layer, const Ops & ops, const HeadCodec & codec, const float * x, int64_t ldx,

@@ -1,4 +1,4 @@
-// graph.cpp: graphs in which the engine's nodes replace those on coded tensors. The CPU backend computes a whole graph.
+// graph.cpp: graphs in which the engine's nodes replace those on coded tensors.
 //
 // A layer stores K and V by two SET_ROWS and attends by FLASH_ATTN_EXT. encode runs in place of the later SET_ROWS,
 // because llama.cpp may reuse the memory of K and V afterwards; attend, combine and store_window in place of
@@ -11,6 +11,8 @@
 #include "ggml-impl.h"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <map>
@@ -162,7 +164,7 @@ private:
 // The nodes of one graph, and what to fill in before they run.
 class GraphPlan {
 public:
-    GraphPlan(ggml_cgraph * graph, const Uses & uses) : graph_(graph), uid_(uid_of(graph, 0)) {
+    GraphPlan(ggml_cgraph * graph, const Uses & uses) : graph_(graph), uid_(uid_of(graph, 0)), number_(++n_plans) {
         const size_t n = 8 * (size_t) ggml_graph_n_nodes(graph) + 64;
         ctx_.reset(ggml_init({ n * ggml_tensor_overhead() + 3 * ggml_graph_overhead_custom(n, false), nullptr, true }));
         nodes_           = ggml_new_graph_custom(ctx_.get(), n, false);
@@ -173,12 +175,12 @@ public:
                 add(*store, use);
             }
         }
-        place();
+        assign();
     }
 
     bool is_of(const ggml_cgraph * graph) const { return uid_ != 0 && uid_of(graph, 0) == uid_ && graph_ == graph; }
 
-    ggml_status run(ggml_backend_t cpu) {
+    ggml_status run(ggml_backend_t backend) {
         shift_data_.clear();
         ggml_graph_clear(rotations_graph_);
         for (Part & part : parts_) {
@@ -193,8 +195,8 @@ public:
         }
         // Before all ordinary layers: if some of them lack memory, llama.cpp computes the graph again.
         const bool  rotates = ggml_graph_n_nodes(rotations_graph_) > 0;
-        ggml_status status  = rotates ? run(cpu, rotations_graph_) : GGML_STATUS_SUCCESS;
-        status              = status == GGML_STATUS_SUCCESS ? run(cpu, nodes_) : status;
+        ggml_status status  = rotates ? done(place().rotate(backend, rotations_graph_)) : GGML_STATUS_SUCCESS;
+        status = status == GGML_STATUS_SUCCESS ? done(place().run(backend, graph_, nodes_, number_)) : status;
         for (Part & part : parts_) {
             if (part.by && status == GGML_STATUS_SUCCESS) {
                 part.store->cache().rotated();
@@ -205,13 +207,13 @@ public:
     }
 
 private:
-    ggml_status run(ggml_backend_t cpu, ggml_cgraph * nodes) {
-        const ggml_status status = ggml_backend_graph_compute(cpu, nodes);
-        bool              done   = true;
+    // The status of nodes that have run.
+    ggml_status done(ggml_status status) {
+        bool computed = true;
         for (Part & part : parts_) {
-            done = part.store->cache().computed() && done;
+            computed = part.store->cache().computed() && computed;
         }
-        return done || status != GGML_STATUS_SUCCESS ? status : GGML_STATUS_FAILED;
+        return computed || status != GGML_STATUS_SUCCESS ? status : GGML_STATUS_FAILED;
     }
 
     // The use of one coded cache.
@@ -223,7 +225,6 @@ private:
         const ggml_tensor * mask      = nullptr;
         int64_t             n_tokens  = 0;
         const ggml_tensor * by        = nullptr; // I32 [n_cells * n_stream] distances of a shift
-        ggml_tensor *       of_slots  = nullptr;
     };
 
     ggml_tensor * leaf(ggml_type type, std::array<int64_t, 3> ne, std::array<size_t, 2> nb, void * data) {
@@ -343,19 +344,19 @@ private:
 
             const int     first = ggml_graph_n_nodes(made_);
             ggml_tensor * out   = store.cache().build_attn(b);
-            out->data           = of->data;
-            n_reused_           = 0;
+            // on a GPU, a prompt's result is a view of the node that writes it
+            ((ggml_tensor *) root_of(out))->data = of->data;
+            n_reused_                            = 0;
             for (int i = first; i < ggml_graph_n_nodes(made_); ++i) {
                 ggml_tensor * t     = ggml_graph_node(made_, i);
                 const bool    mask  = t == part.inputs.coded_mask;
-                const bool    early = owner && (mask || sources_of<EncodeSources>(t).k == b.k);
-                if (t->op == ggml_ops().custom && !t->data) {
-                    allocate(t, mask || (early && use.attends.size() > 1));
-                }
+                const bool    early = owner && (mask || (b.k && (t->src[0] == b.k || t->src[1] == b.k)));
                 if (t->view_src && !t->data) {
                     views_.push_back(t);
+                } else if (!is_view(t) && !t->data) {
+                    allocate(t, mask || t == part.inputs.prompt_mask || (early && use.attends.size() > 1));
                 }
-                if (t->op == ggml_ops().custom) {
+                if (!is_view(t)) {
                     placed_[early ? std::max(use.set_k, use.set_v) : index].push_back(t);
                 }
             }
@@ -370,8 +371,7 @@ private:
 
     // ROPE on the cache. Its parameters turn pairs (1, 0) by each distance.
     void rotate(Part & part, const GraphUse & use) {
-        Cache & cache = part.store->cache();
-        part.by       = node(use.rotates[0])->src[1];
+        part.by = node(use.rotates[0])->src[1];
         for (const int index : use.rotates) {
             ggml_tensor * t = node(index);
             CacheTensor   of;
@@ -382,18 +382,13 @@ private:
             rotations_.push_back({ part.store, index, of.il });
             placed_[index];
         }
-        const int64_t n_slots = cache.facts().n_slots;
-        part.of_slots         = n_slots > 0 ? ggml_new_tensor_1d(ctx_.get(), GGML_TYPE_I32, n_slots) : nullptr;
-        if (part.of_slots) {
-            allocate(part.of_slots, true);
-        }
     }
 
     // The nodes of a shift depend on the number of its distances.
     void build_rotations(Part & part) {
         Cache &                    cache = part.store->cache();
         std::vector<int32_t>       slots((size_t) cache.facts().n_slots), all;
-        const auto *               by = (const int32_t *) part.by->data;
+        const auto *               by = host<int32_t>(part.by);
         const std::vector<int32_t> moved(by, by + ggml_nelements(part.by));
         if (part.store->shifting().empty()) {
             part.store->forget_restored();
@@ -411,14 +406,18 @@ private:
         if (all.size() > 1) {
             all.erase(std::remove(all.begin(), all.end(), 0), all.end());
         }
-        if (part.of_slots) {
-            std::copy(slots.begin(), slots.end(), (int32_t *) part.of_slots->data);
-        }
-        const auto    data = [&](size_t bytes) { return shift_data_.emplace_back(bytes).data(); };
-        const auto    n    = (int64_t) all.size();
-        ggml_tensor * distances =
-            leaf(GGML_TYPE_I32, { n, 1, 1 }, { all.size() * 4, all.size() * 4 }, data(all.size() * sizeof(int32_t)));
-        std::copy(all.begin(), all.end(), (int32_t *) distances->data);
+        const auto data     = [&](size_t bytes) { return shift_data_.emplace_back(bytes).data(); };
+        const auto integers = [&](const auto & values) {
+            const auto    n = (int64_t) values.size();
+            ggml_tensor * t = leaf(GGML_TYPE_I32, { n, 1, 1 }, { values.size() * 4, values.size() * 4 },
+                                   data(values.size() * sizeof(int32_t)));
+            std::copy(values.begin(), values.end(), (int32_t *) t->data);
+            return t;
+        };
+        ggml_tensor * of_cells  = integers(moved);
+        ggml_tensor * of_slots  = slots.empty() ? nullptr : integers(slots);
+        const auto    n         = (int64_t) all.size();
+        ggml_tensor * distances = integers(all);
         for (const Rotation & rotation : rotations_) {
             if (rotation.store != part.store) {
                 continue;
@@ -437,18 +436,21 @@ private:
             }
             // stored keys are already scaled, as YaRN and similar methods do
             const float   freq_scale = number(t, 6), ext_factor = number(t, 7);
+            ggml_tensor * factors = t->src[2];
+            if (factors && !ggml_backend_buffer_is_host(root_of(factors)->buffer)) {
+                factors       = ggml_dup_tensor(ctx_.get(), t->src[2]);
+                factors->data = data(ggml_nbytes(factors));
+                ggml_backend_tensor_get(t->src[2], factors->data, 0, ggml_nbytes(factors));
+            }
             ggml_tensor * turned = ggml_rope_ext(
-                ctx_.get(), ones, distances, t->src[2], (int) n_rot, t->op_params[2], t->op_params[4], number(t, 5),
+                ctx_.get(), ones, distances, factors, (int) n_rot, t->op_params[2], t->op_params[4], number(t, 5),
                 freq_scale, ext_factor, ext_factor != 0.0f ? 1.0f / (1.0f - 0.1f * std::log(freq_scale)) : 1.0f,
                 number(t, 9), number(t, 10));
             turned->data    = data(row * all.size());
             const int first = ggml_graph_n_nodes(made_);
-            part.store->cache().build_shift({ ctx_.get(), made_, rotation.il, part.store->rows(rotation.il, false),
-                                              leaf(GGML_TYPE_I32, { ggml_nelements(part.by), 1, 1 },
-                                                   { part.by->nb[1], part.by->nb[1] }, part.by->data),
-                                              part.of_slots, distances, turned,
-                                              (int64_t) (t->view_offs % root_of(t)->nb[1] / sizeof(ggml_fp16_t)),
-                                              apart });
+            part.store->cache().build_shift(
+                { ctx_.get(), made_, rotation.il, part.store->rows(rotation.il, false), of_cells, of_slots, distances,
+                  turned, (int64_t) (t->view_offs % root_of(t)->nb[1] / sizeof(ggml_fp16_t)), apart });
             for (int i = first; i < ggml_graph_n_nodes(made_); ++i) {
                 ggml_tensor * made = ggml_graph_node(made_, i);
                 if (!made->data) {
@@ -460,8 +462,8 @@ private:
     }
 
     // Assigns memory, and enters all nodes in order.
-    void place() {
-        arena_.reset(ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), n_kept_ + most_reused_ + 128));
+    void assign() {
+        arena_.reset(ggml_backend_buft_alloc_buffer(place().results(), n_kept_ + most_reused_ + 128));
         if (!arena_) {
             fail("graph: out of memory");
         }
@@ -484,20 +486,42 @@ private:
         }
     }
 
+    // An input of the graph.
+    template <typename T> static const T * host(const ggml_tensor * t) {
+        const void * data = place().input(t);
+        if (!data) {
+            fail("%s: the graph's input of this name expected, none found", t->name);
+        }
+        return (const T *) data;
+    }
+
     void fill(Part & part) {
         tokens_.resize((size_t) part.n_tokens);
-        const auto * cells = (const int64_t *) part.cells->data;
-        const auto * pos   = part.positions ? (const int32_t *) part.positions->data : nullptr;
+        const auto * cells = host<int64_t>(part.cells);
+        const auto * pos   = part.positions ? host<int32_t>(part.positions) : nullptr;
         const bool   three = pos && part.positions->ne[0] == 4 * part.n_tokens; // M-RoPE: time, height, width
         for (int64_t i = 0; i < part.n_tokens; ++i) {
             const int64_t n     = part.n_tokens;
             tokens_[(size_t) i] = { pos ? pos[i] : -1, cells[i],
                                     three && (pos[i] != pos[n + i] || pos[i] != pos[2 * n + i]) };
         }
-        part.store->adopt_restored(tokens_, part.mask);
-        const auto & entered = part.store->cells().enter(part.store->cache(), tokens_, part.mask);
+        ggml_tensor mask = *part.mask;
+        mask.data        = (void *) host<uint8_t>(part.mask);
+        part.store->adopt_restored(tokens_, &mask);
+        const auto & entered = part.store->cells().enter(part.store->cache(), tokens_, &mask);
         const auto   stream  = (uint32_t) part.store->cells().stream_of_cell(cells[0]);
+
+        const std::array<ggml_tensor *, 3> inputs = { part.inputs.cell_pos, part.inputs.tokens, part.inputs.slots };
+        std::array<void *, 3>              data   = {};
+        for (size_t i = 0; i < inputs.size(); ++i) {
+            data[i]         = inputs[i]->data;
+            inputs[i]->data = place().stage(inputs[i]);
+        }
         part.store->cache().set_inputs(part.inputs, entered, stream, part.store->cells());
+        for (size_t i = 0; i < inputs.size(); ++i) {
+            place().write(data[i], inputs[i]->data, ggml_nbytes(inputs[i]));
+            inputs[i]->data = data[i];
+        }
     }
 
     // ROPE on the keys of a coded layer.
@@ -513,8 +537,11 @@ private:
         size_t        at;
     };
 
+    static inline std::atomic<uint64_t> n_plans{ 0 };
+
     ggml_cgraph *    graph_;
     uint64_t         uid_;
+    uint64_t         number_; // of all plans of this process
     ggml_context_ptr ctx_;
     ggml_cgraph *    nodes_; // to compute
     ggml_cgraph *    made_;  // the engine's nodes, as it builds them
@@ -556,7 +583,7 @@ void plan(ggml_cgraph * graph) {
 ggml_status compute(Context & context, ggml_cgraph * graph) {
     try {
         if (context.plan && context.plan->is_of(graph)) {
-            return context.plan->run(context.cpu.get());
+            return context.plan->run(context.backend.get());
         }
         context.plan.reset();
         const Uses uses(graph, true);
@@ -567,10 +594,10 @@ ggml_status compute(Context & context, ggml_cgraph * graph) {
             any = any || store->is_coded();
         }
         if (!any) {
-            return ggml_backend_graph_compute(context.cpu.get(), graph);
+            return ggml_backend_graph_compute(context.backend.get(), graph);
         }
         context.plan = std::make_unique<GraphPlan>(graph, uses);
-        return context.plan->run(context.cpu.get());
+        return context.plan->run(context.backend.get());
     } catch (const std::bad_alloc &) {
         log_line("graph: out of memory");
         return GGML_STATUS_ALLOC_FAILED;

@@ -34,7 +34,7 @@ ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
 ggml_backend_t init_backend(ggml_backend_dev_t dev, const char *) {
     static ggml_guid guid    = { 0x73, 0x75, 0x62, 0x6b, 0x76, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 };
     auto *           context = new Context;
-    context->cpu.reset(ggml_backend_dev_init(cpu_device(), nullptr));
+    context->backend.reset(ggml_backend_dev_init(cpu_device(), nullptr));
     ggml_backend_i i = {};
     i.get_name       = [](ggml_backend_t) { return name(); };
     i.free           = free_backend;
@@ -134,13 +134,13 @@ void * cpu_function(const char * function) {
 
 void set_n_threads(ggml_backend_t backend, int n) {
     if (auto set = (ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads")) {
-        set(((Context *) backend->context)->cpu.get(), n);
+        set(((Context *) backend->context)->backend.get(), n);
     }
 }
 
 void set_abort_callback(ggml_backend_t backend, ggml_abort_callback callback, void * data) {
     if (auto set = (ggml_backend_set_abort_callback_t) cpu_function("ggml_backend_set_abort_callback")) {
-        set(((Context *) backend->context)->cpu.get(), callback, data);
+        set(((Context *) backend->context)->backend.get(), callback, data);
     }
 }
 
@@ -212,6 +212,17 @@ std::string refusal(const void * caller) {
 }
 
 } // namespace
+
+ggml_backend_buffer_type_t buffer_type() {
+    static ggml_backend_buffer_type type = { { [](ggml_backend_buffer_type_t) { return name(); }, new_store,
+                                               [](ggml_backend_buffer_type_t) { return ALIGNMENT; }, nullptr, nullptr,
+                                               [](ggml_backend_buffer_type_t) {
+                                                   return false;
+                                               } }, // else llama.cpp would not call the buffer's functions
+                                             device(),
+                                             nullptr };
+    return &type;
+}
 
 ggml_backend_dev_t cpu_device() {
     static ggml_backend_dev_t dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);

@@ -4,7 +4,8 @@
 //
 //   plugin.cpp       registration; the device
 //   abi.cpp          what the plug-in shares with the process's ggml
-//   store.cpp        the buffer type: K/V cache tensors, states, copies between streams
+//   cpu_place.cpp    where caches are and graphs run
+//   store.cpp        the buffers: K/V cache tensors, states, copies between streams
 //   known_cells.cpp  positions and sequences of cells
 //   model_bases.cpp  the bases of the model that a graph computes
 //   graph.cpp        graphs, in which the engine's nodes replace those on coded tensors
@@ -14,6 +15,7 @@
 #include "ggml-backend-impl.h"
 #include "ggml-cpp.h"
 #include "known_cells.h"
+#include "place.h"
 
 #include <cstdint>
 #include <functional>
@@ -198,7 +200,11 @@ private:
     std::map<int32_t, std::pair<ggml_tensor *, ggml_tensor *>> rows_; // by il
 };
 
-// nullptr: the tensor is not in a buffer of ours
+constexpr size_t ALIGNMENT = 128;
+
+// A buffer for the K/V tensors of a cache; nullptr: no address space.
+ggml_backend_buffer_t new_store(ggml_backend_buffer_type_t type, size_t size);
+// nullptr: the tensor is not in such a buffer
 Store * buffer_of(const ggml_tensor * t);
 // nullptr: as well if it is no cache tensor
 Store * store_of(const ggml_tensor * t, CacheTensor * which = nullptr);
@@ -207,8 +213,8 @@ Store * store_of(const ggml_tensor * t, CacheTensor * which = nullptr);
 class GraphPlan;
 
 struct Context {
-    ggml_backend_ptr           cpu;
-    std::unique_ptr<GraphPlan> plan; // of the last graph
+    ggml_backend_ptr           backend; // that computes
+    std::unique_ptr<GraphPlan> plan;    // of the last graph
 
     Context();
     ~Context();

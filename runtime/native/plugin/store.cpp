@@ -1,13 +1,9 @@
 // store.cpp: the buffer type: K/V cache tensors, states, copies between streams.
-#include "available_memory.h"
 #include "error.h"
 #include "log_line.h"
 #include "plugin.h"
 #include "request.h"
 #include "variables.h"
-
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -20,8 +16,6 @@
 namespace subkv::plugin {
 
 namespace {
-
-constexpr size_t ALIGNMENT = 128;
 
 // Sequences of a cache of one stream that have a window of their own.
 constexpr int32_t N_SEQUENCES = 4;
@@ -63,47 +57,10 @@ void clear(ggml_backend_buffer_t buffer, uint8_t value) {
     store(buffer).clear(value);
 }
 
-const char * type_name(ggml_backend_buffer_type_t) {
-    return "SUBKV";
-}
+} // namespace
 
-// Address space, whose pages get memory when they are written; nullptr: none. PROT_NONE: they get none, also in a process
-// that locks its memory, and count as none where the system does not overcommit.
-uint8_t * reserve(size_t size, int protection, void * at = nullptr) {
-    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (at ? MAP_FIXED : 0);
-    void *    base  = mmap(at, size, protection, flags, -1, 0);
-    return base == MAP_FAILED ? nullptr : (uint8_t *) base;
-}
-
-// The whole pages in a range, or all pages that it touches.
-std::pair<uint8_t *, size_t> pages(const void * data, size_t size, bool whole) {
-    const auto page  = (uintptr_t) sysconf(_SC_PAGESIZE);
-    const auto first = (uintptr_t) data, last = first + size;
-    const auto begin = whole ? GGML_PAD(first, page) : first / page * page;
-    const auto end   = whole ? last / page * page : GGML_PAD(last, page);
-    return { (uint8_t *) begin, begin < end ? end - begin : 0 };
-}
-
-// Zeros, which take no memory if the system takes the pages back: it does not take locked ones.
-void zero(void * data, size_t size) {
-    const auto [begin, n] = pages(data, size, true);
-    auto *const first = (uint8_t *) data, *const last = first + size;
-    if (n == 0 || madvise(begin, n, MADV_DONTNEED) != 0) {
-        std::memset(data, 0, size);
-        return;
-    }
-    std::fill(first, begin, (uint8_t) 0);
-    std::fill(begin + n, last, (uint8_t) 0);
-}
-
-ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size) {
-    constexpr size_t MOST_SMALLER = 16; // than f16: no codes are
-    if (size / MOST_SMALLER > (uint64_t) available_memory()) {
-        log_line("n_ctx: expected buffers that fit in the " + std::to_string(available_memory() >> 20) +
-                 " MiB of memory available, found one of " + std::to_string(size >> 20) + " MiB as f16");
-        return nullptr;
-    }
-    uint8_t * base = reserve(size, PROT_NONE);
+ggml_backend_buffer_t new_store(ggml_backend_buffer_type_t type, size_t size) {
+    uint8_t * base = place().reserve(size);
     if (!base) {
         return nullptr;
     }
@@ -119,50 +76,10 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size)
     return ggml_backend_buffer_init(type, i, new Store(base, size), size);
 }
 
-size_t get_alignment(ggml_backend_buffer_type_t) {
-    return ALIGNMENT;
-}
-
-// A type for codes and windows: the CPU's buffers, of reserved memory.
-ggml_backend_buffer_type_t reserved_type() {
-    static ggml_backend_buffer_type type = {
-        { type_name,
-          [](ggml_backend_buffer_type_t own, size_t size) -> ggml_backend_buffer_t {
-              uint8_t *             base   = reserve(size, PROT_READ | PROT_WRITE);
-              ggml_backend_buffer_t buffer = base ? ggml_backend_cpu_buffer_from_ptr(base, size) : nullptr;
-              if (buffer) {
-                  buffer->buft              = own;
-                  buffer->iface.free_buffer = [](ggml_backend_buffer_t b) { munmap(b->context, b->size); };
-                  buffer->iface.clear       = [](ggml_backend_buffer_t b, uint8_t) { // to zeros
-                      zero(b->context, b->size);
-                  };
-              }
-              return buffer;
-          },
-          get_alignment, nullptr, nullptr, [](ggml_backend_buffer_type_t) { return true; } },
-        nullptr,
-        nullptr
-    };
-    return &type;
-}
-
-bool is_host(ggml_backend_buffer_type_t) { // else llama.cpp would read and copy tensors without the buffer's functions
-    return false;
-}
-
-} // namespace
-
-ggml_backend_buffer_type_t buffer_type() {
-    static ggml_backend_buffer_type type = { { type_name, alloc_buffer, get_alignment, nullptr, nullptr, is_host },
-                                             device(),
-                                             nullptr };
-    return &type;
-}
-
 Store * buffer_of(const ggml_tensor * t) {
     const ggml_tensor * root = root_of(t);
-    const bool          ours = root->buffer && root->buffer->buft == buffer_type();
-    return ours ? (Store *) root->buffer->context : nullptr; // no context: a dry run
+    const bool          ours = root->buffer && root->buffer->iface.free_buffer == free_buffer;
+    return ours ? &store(root->buffer) : nullptr;
 }
 
 Store * store_of(const ggml_tensor * t, CacheTensor * which) {
@@ -187,7 +104,7 @@ Store::Store(uint8_t * base, size_t size) : base_(base), size_(size), number_(n_
 
 Store::~Store() {
     decided();
-    munmap(base_, size_);
+    place().release(base_, size_);
 }
 
 bool Store::is_any_undecided() {
@@ -214,7 +131,7 @@ bool Store::add(const ggml_tensor * t) {
 }
 
 bool Store::open() {
-    opened_ = opened_ || mprotect(base_, size_, PROT_READ | PROT_WRITE) == 0;
+    opened_ = opened_ || place().open(base_, size_);
     return opened_;
 }
 
@@ -227,13 +144,11 @@ void Store::clear(uint8_t value) {
     if (is_coded()) {
         for (const auto & [t, of] : tensors_) {
             if (!codes(of.il)) {
-                value == 0 ? zero(t->data, ggml_nbytes(t)) : (void) std::memset(t->data, value, ggml_nbytes(t));
+                place().fill(t->data, value, ggml_nbytes(t));
             }
         }
-    } else if (value == 0 && opened_) {
-        zero(base_, size_);
-    } else if (value != 0 && open()) {
-        std::memset(base_, value, size_);
+    } else if (value == 0 ? opened_ : open()) {
+        place().fill(base_, value, size_);
     }
     early_.clear();
     restored_.clear();
@@ -359,11 +274,11 @@ void Store::uncode() {
 void Store::protect_rows() {
     for (const auto & [t, of] : tensors_) {
         const auto [begin, n] = pages(t->data, ggml_nbytes(t), codes(of.il));
-        if (!codes(of.il) && mprotect(begin, n, PROT_READ | PROT_WRITE) != 0) {
+        if (!codes(of.il) && !place().open(begin, n)) {
             fail({ SUBKV_ERROR_MEMORY, "K/V cache", "out of memory" });
         }
-        if (codes(of.il) && n > 0) { // also gives back memory that is locked
-            munlock(opened_ ? reserve(n, PROT_NONE, begin) : begin, n);
+        if (codes(of.il) && n > 0) {
+            place().close(begin, n);
         }
     }
     opened_ = false;
@@ -406,7 +321,7 @@ void Store::code(ggml_cgraph * graph, const GraphUse & use) {
         }
         const auto n_head = [&](int node) { return (int32_t) ggml_graph_node(graph, node)->src[0]->ne[2]; };
         desc.layers.push_back({ layer.il, n_head(layer.attends[0]), codec->n_head_kv, codec->d_k, codec->d_v,
-                                codec->latent, false, reserved_type() });
+                                codec->latent, false, place().codes() });
         for (size_t i = 1; i < layer.attends.size(); ++i) {
             desc.readers.push_back({ MAX_LAYERS + n_readers++, layer.il, n_head(layer.attends[i]) });
         }
@@ -426,13 +341,16 @@ void Store::code(ggml_cgraph * graph, const GraphUse & use) {
         ggml_tensor * k = tensor(false);
         rows_[layer.il] = { k, tensor(true) };
     }
-    memory_.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx_.get(), reserved_type()));
+    memory_.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx_.get(), place().codes()));
     if (!memory_) {
         fail({ SUBKV_ERROR_MEMORY, "K/V cache", "out of memory" });
     }
     ggml_backend_buffer_clear(memory_.get(), 0);
     for (const Part & part : early_) {
-        set_rows(part, (const uint16_t *) ((const char *) part.root->data + part.first * (int64_t) part.root->nb[1]));
+        const size_t          row = part.root->nb[1];
+        std::vector<uint16_t> rows((size_t) part.n * row / sizeof(uint16_t));
+        place().read(rows.data(), (const char *) part.root->data + (size_t) part.first * row, (size_t) part.n * row);
+        set_rows(part, rows.data());
     }
 }
 
@@ -470,7 +388,7 @@ void Store::get(const ggml_tensor * t, void * data, size_t offset, size_t size) 
         return;
     }
     if (!of || !codes(of->il)) {
-        std::memcpy(data, (const char *) t->data + offset, size);
+        place().read(data, (const char *) t->data + offset, size);
         return;
     }
     const Part    p     = part(t, offset, size);
@@ -492,7 +410,7 @@ void Store::set(ggml_tensor * t, const void * data, size_t offset, size_t size) 
     if (!is_coded() && !open()) {
         fail({ SUBKV_ERROR_MEMORY, "K/V cache", "out of memory" });
     }
-    std::memcpy((char *) t->data + offset, data, size);
+    place().write((char *) t->data + offset, data, size);
     if (of && !decided_ && offset % root_of(t)->nb[1] == 0 && size % root_of(t)->nb[1] == 0) {
         early_.push_back(part(t, offset, size));
     }
@@ -562,7 +480,7 @@ bool Store::copy(const ggml_tensor * src, const Store * from, ggml_tensor * dst)
     }
     const auto    a = (int32_t) (src->view_offs / root->nb[2]), b = (int32_t) (dst->view_offs / root->nb[2]);
     ggml_tensor * t = rows(of->il, of->value);
-    std::memcpy((char *) t->data + b * t->nb[2], (const char *) t->data + a * t->nb[2], t->nb[2]);
+    place().copy_rows((char *) t->data + b * t->nb[2], (const char *) t->data + a * t->nb[2], t->nb[2]);
     if (of->il == rows_.begin()->first && !of->value) { // once for all layers
         cells_->copy_stream(*cache_, a, b);
         restored_.erase(restored_.lower_bound(b * root->ne[1]), restored_.lower_bound((b + 1) * root->ne[1]));

@@ -2,6 +2,10 @@
 // with the CUDA backend. The CPU backend computes their nodes. With -DSUBKV_EMULATE_CUDA=ON they run kernels/cuda for
 // subkv's nodes, as the patched CUDA backend does; in libggml-emulated (-DSUBKV_STOCK=ON) they know no such nodes. Their
 // memory is accessible only while they compute, so host code that accesses it crashes.
+//
+// libggml-emulated also plays CUDA's driver for a plug-in that launches kernels itself (research/gpu/plugin/driver.h): it
+// ends the process if work of two streams is not ordered by events.
+#include "../../../research/gpu/plugin/driver.h"
 #include "ggml-backend-impl.h"
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
@@ -11,6 +15,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -171,13 +176,82 @@ size_t buft_alignment(ggml_backend_buffer_type_t) {
 }
 
 //
+// streams and events
+//
+
+// The work of a backend, and of streams that wait for it, numbered in the order in which the host starts it.
+struct Order {
+    uint64_t last = 0; // started
+    uint64_t host = 0; // the host has waited for this and all before
+};
+
+struct Stream {
+    std::shared_ptr<Order> order;    // nullptr: has not waited yet
+    uint64_t               seen = 0; // its next work runs after this and all before
+
+    void wait(const std::shared_ptr<Order> & of, uint64_t number) {
+        seen  = order == of ? std::max(seen, number) : number;
+        order = of;
+    }
+
+    // All work uses the same tensors, so it has to follow all earlier work.
+    void start_work() {
+        if (!order || std::max(seen, order->host) != order->last) {
+            GGML_ABORT("emulated GPU: work that no event orders after earlier work of another stream");
+        }
+        seen = ++order->last;
+    }
+};
+
+struct Event : Stream {
+    ggml_backend_event event;
+};
+
+Event & event_of(void * context) {
+    return *(Event *) context;
+}
+
+//
 // graphs
 //
 
 struct Backend {
     Gpu *            gpu;
     ggml_backend_ptr cpu;
+    Stream           stream = {};
 };
+
+void backend_record(ggml_backend_t backend, ggml_backend_event_t event) {
+    const Stream & stream = ((const Backend *) backend->context)->stream;
+    event_of(event->context).wait(stream.order, stream.order->last);
+}
+
+void backend_wait(ggml_backend_t backend, ggml_backend_event_t event) {
+    Stream & stream = ((Backend *) backend->context)->stream;
+    stream.seen     = std::max(stream.seen, event_of(event->context).seen);
+}
+
+void backend_synchronize(ggml_backend_t backend) {
+    Stream & stream    = ((Backend *) backend->context)->stream;
+    stream.order->host = std::max(stream.order->host, stream.seen);
+}
+
+ggml_backend_event_t new_event(ggml_backend_dev_t dev) {
+    auto * event = new Event;
+    event->event = { dev, event };
+    return &event->event;
+}
+
+void free_event(ggml_backend_dev_t, ggml_backend_event_t event) {
+    delete &event_of(event->context);
+}
+
+void synchronize_event(ggml_backend_dev_t, ggml_backend_event_t event) {
+    const Event & e = event_of(event->context);
+    if (e.order) {
+        e.order->host = std::max(e.order->host, e.seen);
+    }
+}
 
 const char * backend_name(ggml_backend_t backend) {
     return ((const Backend *) backend->context)->gpu->name;
@@ -201,7 +275,8 @@ ggml_status compute_on_cpu(Backend & backend, const std::vector<ggml_tensor *> &
 }
 
 ggml_status backend_compute(ggml_backend_t b, ggml_cgraph * graph) {
-    auto &                     backend = *(Backend *) b->context;
+    auto & backend = *(Backend *) b->context;
+    backend.stream.start_work();
     const Work                 work(*backend.gpu);
     std::vector<ggml_tensor *> others; // since the last node of subkv
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
@@ -258,9 +333,13 @@ ggml_backend_t device_backend(ggml_backend_dev_t dev, const char *) {
     iface.get_name         = backend_name;
     iface.free             = backend_free;
     iface.graph_compute    = backend_compute;
+    iface.synchronize      = backend_synchronize;
+    iface.event_record     = backend_record;
+    iface.event_wait       = backend_wait;
 
     ggml_backend_dev_t cpu     = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     auto *             backend = new Backend{ &gpu_of(dev), ggml_backend_ptr(ggml_backend_dev_init(cpu, nullptr)) };
+    backend->stream.order      = std::make_shared<Order>();
     ggml_backend_reg_t reg     = ggml_backend_dev_backend_reg(cpu);
     if (const auto set =
             (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads")) {
@@ -297,6 +376,85 @@ bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buf
 // Copies weights from host memory only for many tokens.
 bool device_offloads(ggml_backend_dev_t, const ggml_tensor * op) {
     return op->op != GGML_OP_GET_ROWS && (op->op == GGML_OP_MUL_MAT ? op->ne[1] : ggml_nrows(op)) >= 32;
+}
+
+//
+// CUDA's driver, for the first GPU
+//
+
+constexpr size_t PAGE = 64 << 10;
+
+std::vector<Stream *> streams;
+
+void * new_stream() {
+    return streams.emplace_back(new Stream);
+}
+
+bool stream_wait(void * stream, void * event) {
+    const Event & e = event_of(event);
+    ((Stream *) stream)->wait(e.order, e.seen);
+    return true;
+}
+
+bool stream_record(void * event, void * stream) {
+    ((Stream *) stream)->start_work();
+    (Stream &) event_of(event) = *(const Stream *) stream;
+    return true;
+}
+
+bool wait_for_all() {
+    for (const Stream * stream : streams) {
+        if (stream->order) {
+            stream->order->host = stream->order->last;
+        }
+    }
+    return true;
+}
+
+uint8_t * reserve(size_t size) {
+    void * base = mmap(nullptr, size + PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED) {
+        return nullptr;
+    }
+    auto * first = (uint8_t *) GGML_PAD((uintptr_t) base, PAGE);
+    munmap(first + size, (size_t) ((uint8_t *) base + PAGE - first));
+    if (first > base) {
+        munmap(base, (size_t) (first - (uint8_t *) base));
+    }
+    return first;
+}
+
+void release(uint8_t * base, size_t size) {
+    munmap(base, size);
+}
+
+bool map(uint8_t * page) {
+    const std::lock_guard<std::mutex> lock(working);
+    gpus[0].memory.push_back(new Memory{ page, PAGE });
+    return true;
+}
+
+void unmap(uint8_t * page) {
+    const std::lock_guard<std::mutex> lock(working);
+    auto &                            all = gpus[0].memory;
+    const auto it = std::find_if(all.begin(), all.end(), [&](const Memory * m) { return m->base == page; });
+    if (it == all.end() || madvise(page, PAGE, MADV_DONTNEED) != 0) {
+        GGML_ABORT("unmap");
+    }
+    delete *it;
+    all.erase(it);
+}
+
+bool copy(void * to, const void * from, size_t n) {
+    const Work work(gpus[0]);
+    std::memcpy(to, from, n);
+    return true;
+}
+
+bool fill(void * at, uint8_t value, size_t n) {
+    const Work work(gpus[0]);
+    std::memset(at, value, n);
+    return true;
 }
 
 //
@@ -343,6 +501,9 @@ struct Registered {
             iface.supports_op             = device_supports;
             iface.supports_buft           = device_supports_buft;
             iface.offload_op              = device_offloads;
+            iface.event_new               = new_event;
+            iface.event_free              = free_event;
+            iface.event_synchronize       = synchronize_event;
         }
         ggml_backend_register(&reg);
         if (&emulated::around_launch) {
@@ -352,3 +513,10 @@ struct Registered {
 } registered; // when the library is loaded, before any model
 
 } // namespace
+
+extern "C" const subkv::plugin::Driver * emulated_gpu_driver() {
+    static const subkv::plugin::Driver driver = { PAGE,         new_stream, stream_wait, stream_record,
+                                                  wait_for_all, reserve,    release,     map,
+                                                  unmap,        copy,       fill,        run_launch };
+    return &driver;
+}
