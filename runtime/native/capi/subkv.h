@@ -20,6 +20,7 @@ extern "C" {
 #endif
 
 struct llama_context;
+struct gguf_context;
 
 typedef struct subkv_layout   subkv_layout;   // bases and bands of one model, immutable, shareable between contexts
 typedef struct subkv_observer subkv_observer; // accumulates calibration statistics
@@ -84,7 +85,29 @@ SUBKV_API subkv_layout * subkv_layout_load_budget(const char * path, float budge
 // model with a sliding window, which stay ordinary and get no bases, unless no other ones are left; NULL: none.
 SUBKV_API subkv_layout * subkv_layout_derive(const char * path, float budget, const int32_t * sliding,
                                              int32_t n_sliding);
+// The same of a model that is in memory. metadata: its keys, as a file of it has them; matrices: its weights, of which the
+// ones of queries, keys and the norms before and in attention count.
+typedef struct subkv_matrix {
+    const char * name; // as in a file: blk.0.attn_k.weight; a vector has one row
+    const void * data; // [n_rows][n], rows without gaps
+    int64_t      n_rows, n;
+    const int32_t *
+            order; // [n_order] row i of the file is row order[i % n_order] of the same n_order rows; NULL: row i
+    int32_t n_order;
+    int32_t type; // enum ggml_type
+} subkv_matrix;
+
+SUBKV_API subkv_layout * subkv_layout_derive_matrices(const struct gguf_context * metadata,
+                                                      const subkv_matrix * matrices, int32_t n_matrices, float budget,
+                                                      int32_t n_sink, int32_t n_recent);
 SUBKV_API void           subkv_layout_free(subkv_layout * layout);
+
+// Copies E (decode = false) or D (decode = true) of one head, [rank][d] f32, to `out`; returns rank*d, or -1.
+SUBKV_API int64_t subkv_layout_basis(const subkv_layout * layout, int32_t il, int32_t head_kv, bool value, bool decode,
+                                     float * out, int64_t n_out);
+// The same of the mean of one head's keys, [d_k]: zeros if there is none.
+SUBKV_API int64_t subkv_layout_mean(const subkv_layout * layout, int32_t il, int32_t head_kv, float * out,
+                                    int64_t n_out);
 
 // The layout without the matrices, as one UTF-8 JSON object; owned by the layout. Floats have 9 significant digits.
 //   version, block_count, n_sink, n_recent, recent_bits, bpe_context (int), codec, arch, gamma, basis_k, basis_v,

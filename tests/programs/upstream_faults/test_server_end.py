@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import derived_numpy
 import pytest
 import stand_ins
 import tiny
 from servers import ORDINARY, Refused, Server, serving, wait_until
 
 from subkv.native.bases import model_content, stored_path
-from subkv.plan import datafree
 from subkv.plan.pipeline import Options
 
 Serve = Callable[..., Any]
@@ -68,7 +68,7 @@ def stored_bases(model: Path) -> Path:
     """Bases in the cache folder, as `subkv convert` stores them."""
     path = stored_path(model, model_content(model))
     path.parent.mkdir(parents=True, exist_ok=True)
-    datafree.sidecar(model, path, Options(kv_bits=6.0))
+    derived_numpy.sidecar(model, path, Options(kv_bits=6.0))
     return path
 
 
