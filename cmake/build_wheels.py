@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NO_LIBRARIES = "-DLLAMA_BUILD=OFF"  # an option of llama-cpp-python's build
 LOADER = "libvulkan.so.1"  # part of the system, like drivers
 BACKENDS = ("-DGGML_NATIVE=OFF", "-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON")
-STRIPPED = "-DCMAKE_SHARED_LINKER_FLAGS=-s"
+STRIPPED = ("-DCMAKE_SHARED_LINKER_FLAGS=-s", "-DCMAKE_MODULE_LINKER_FLAGS=-s")  # without tables of symbols
 HERE = platform.machine()
 GLIBC = range(34, 16, -1)  # minor versions of manylinux wheels that the machines of docs/wheels.md accept
 
@@ -115,8 +115,8 @@ def build_plugin(to: Path, build: Path, target: Platform | None, archive: bool) 
     import plugin_archive
     import plugin_wheel  # needs tomli with Python 3.10
 
-    options = ["-DGGML_NATIVE=OFF", "-DGGML_CPU=OFF", "-DGGML_OPENMP=OFF", STRIPPED]
-    options += [*os.environ.get("CMAKE_ARGS", "").split()]
+    options = ["-DGGML_NATIVE=OFF", "-DGGML_CPU=OFF", "-DGGML_OPENMP=OFF", *STRIPPED]
+    options += os.environ.get("CMAKE_ARGS", "").split()
     if target is not None:
         options.append(f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake' / target.toolchain}")
     subprocess.run(["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", *options], check=True)
