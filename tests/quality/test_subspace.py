@@ -300,6 +300,19 @@ def test_planned_from_the_weights_alone(tiny_model: Callable[..., Path], arch: s
         SubspaceCache.from_model(model, kv_bits=1.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("arch", ["llama", "gemma2"])  # another order of rows, norms of 1 + weight
+def test_weights_of_any_type(tiny_model: Callable[..., Path], arch: str, dtype: Any) -> None:
+    from subkv.torch.bases import ModelFacts
+
+    model, found = torch.nn.Module.to(load(tiny_model(arch), arch), dtype), []
+    for _ in range(2):
+        with ModelFacts(model, arch).derived(None, Window(4, 128)) as layout:
+            found.append(layout.description)
+        torch.nn.Module.float(model)
+    assert found[0] == found[1] and found[0]["basis_k"] == "query-aware"
+
+
 def test_bases_that_would_follow_the_text_do_not(
     tiny_model: Callable[..., Path],
     calibration: Callable[[str], Path],

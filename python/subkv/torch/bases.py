@@ -185,7 +185,7 @@ class _Rows:
 
     def in_memory(self, name: str) -> library.Matrix:
         """For libsubkv. The matrix holds references to its data."""
-        weight = self.weight.detach() + self.plus if self.plus else self.weight.detach()
+        weight = self.weight.detach().float() + self.plus if self.plus else self.weight.detach()
         weight = (weight if weight.dtype in TYPES else weight.float()).cpu().contiguous()
         order = np.ascontiguousarray(self.index, dtype=np.int32)
         matrix = library.Matrix(name.encode(), weight.data_ptr(), *weight.shape)
