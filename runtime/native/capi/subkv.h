@@ -85,18 +85,19 @@ SUBKV_API subkv_layout * subkv_layout_load_budget(const char * path, float budge
 // model with a sliding window, which stay ordinary and get no bases, unless no other ones are left; NULL: none.
 SUBKV_API subkv_layout * subkv_layout_derive(const char * path, float budget, const int32_t * sliding,
                                              int32_t n_sliding);
-// The same of a model that is in memory. metadata: its keys, as a file of it has them; matrices: its weights, of which the
-// ones of queries, keys and the norms before and in attention count.
+// A matrix or vector in memory, in rows without gaps. A file of the model has each n_order of these rows in the order
+// `order` (indices of rows), or, with NULL, as they are.
 typedef struct subkv_matrix {
-    const char * name; // as in a file: blk.0.attn_k.weight; a vector has one row
-    const void * data; // [n_rows][n], rows without gaps
-    int64_t      n_rows, n;
-    const int32_t *
-            order; // [n_order] row i of the file is row order[i % n_order] of the same n_order rows; NULL: row i
-    int32_t n_order;
-    int32_t type; // enum ggml_type
+    const char *    name; // as in a file: blk.0.attn_k.weight
+    const void *    data; // [n_rows][n]
+    int64_t         n_rows, n;
+    const int32_t * order;
+    int32_t         n_order;
+    int32_t         type; // enum ggml_type
 } subkv_matrix;
 
+// As subkv_layout_derive, of a model in memory. metadata: its keys, as a file has them; matrices: of those in a file, the weights and
+// biases of queries and keys, and the norms before and in attention, are used.
 SUBKV_API subkv_layout * subkv_layout_derive_matrices(const struct gguf_context * metadata,
                                                       const subkv_matrix * matrices, int32_t n_matrices, float budget,
                                                       int32_t n_sink, int32_t n_recent);
