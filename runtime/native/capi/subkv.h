@@ -96,8 +96,8 @@ typedef struct subkv_matrix {
     int32_t         type; // enum ggml_type
 } subkv_matrix;
 
-// As subkv_layout_derive, of a model in memory. metadata: its keys, as a file has them; matrices: of those in a file, the weights and
-// biases of queries and keys, and the norms before and in attention, are used.
+// As subkv_layout_derive, of a model in memory. metadata: its keys, as a file has them; matrices: the weights and biases of
+// queries and keys, and the norms before and in attention, of those in a file; others are not used.
 SUBKV_API subkv_layout * subkv_layout_derive_matrices(const struct gguf_context * metadata,
                                                       const subkv_matrix * matrices, int32_t n_matrices, float budget,
                                                       int32_t n_sink, int32_t n_recent);
