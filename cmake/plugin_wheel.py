@@ -28,6 +28,12 @@ SUMMARY = "a KV cache of calibrated, quantized coefficients for the llama.cpp th
 NOT_NEEDED = "llama-cpp-python"
 
 
+def project() -> dict[str, Any]:
+    """The table of pyproject.toml."""
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    return table
+
+
 def _modules() -> Iterator[tuple[str, Path]]:
     """Path in the wheel and file of every Python file."""
     yield f"{FOLDER}/__init__.py", ROOT / "python" / "subkv_plugin.py"
@@ -37,11 +43,11 @@ def _modules() -> Iterator[tuple[str, Path]]:
             yield f"{FOLDER}/{file.relative_to(ROOT).as_posix().removeprefix('python/')}", file
 
 
-def _metadata(project: dict[str, Any]) -> str:
-    lines = ["Metadata-Version: 2.4", f"Name: {NAME}", f"Version: {project['version']}", f"Summary: {SUMMARY}"]
-    lines += [f"License-Expression: {project['license']}", f"Requires-Python: {project['requires-python']}"]
-    lines += [f"License-File: {name}" for name in project["license-files"]]
-    lines += [f"Requires-Dist: {name}" for name in project["dependencies"] if not name.startswith(NOT_NEEDED)]
+def _metadata(of: dict[str, Any]) -> str:
+    lines = ["Metadata-Version: 2.4", f"Name: {NAME}", f"Version: {of['version']}", f"Summary: {SUMMARY}"]
+    lines += [f"License-Expression: {of['license']}", f"Requires-Python: {of['requires-python']}"]
+    lines += [f"License-File: {name}" for name in of["license-files"]]
+    lines += [f"Requires-Dist: {name}" for name in of["dependencies"] if not name.startswith(NOT_NEEDED)]
     return "\n".join(lines) + "\n"
 
 
@@ -54,14 +60,14 @@ def _entry(name: str) -> zipfile.ZipInfo:
 
 def write(libraries: Path, folder: Path, platform: str) -> Path:
     """Write the wheel of a platform's tag into `folder`; returns its path. Raises OSError if a library is missing."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    tag, stem = f"py3-none-{platform}", f"{FOLDER}-{project['version']}"
+    of = project()
+    tag, stem = f"py3-none-{platform}", f"{FOLDER}-{of['version']}"
     info = f"{stem}.dist-info"
     files = {name: path.read_bytes() for name, path in _modules()}
     files |= {f"{FOLDER}/subkv/lib/{name}": (libraries / name).read_bytes() for name in LIBRARIES}
-    files |= {f"{info}/licenses/{name}": (ROOT / name).read_bytes() for name in project["license-files"]}
+    files |= {f"{info}/licenses/{name}": (ROOT / name).read_bytes() for name in of["license-files"]}
     texts = {
-        "METADATA": _metadata(project),
+        "METADATA": _metadata(of),
         "WHEEL": f"Wheel-Version: 1.0\nGenerator: subkv\nRoot-Is-Purelib: false\nTag: {tag}\n",
         "entry_points.txt": f"[console_scripts]\n{NAME} = {FOLDER}:main\n",
     }

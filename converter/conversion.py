@@ -22,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from converter import hf
 from converter.request import CalibrationRequest
 from converter.source import Source
@@ -31,9 +33,11 @@ from subkv.base.errors import CacheError, SubkvError
 from subkv.base.files import check_not_input, check_writable
 from subkv.format import metadata
 from subkv.format.calibration import read_calibration
-from subkv.native.gguf import SHA256_KEY, write_copy, write_sidecar
-from subkv.plan import pipeline
-from subkv.plan.datafree import check_budget
+from subkv.format.layout import Layout
+from subkv.format.metadata import Account
+from subkv.format.window import RECENT_BITS
+from subkv.native.gguf import SHA256_KEY, Gguf, write_copy, write_sidecar
+from subkv.plan import budget, mla, pipeline
 from subkv.plan.pipeline import Options, Result, check_plain, check_plans
 
 
@@ -125,13 +129,32 @@ class Conversion:
         check_plain(source.gguf)
         check_plans(source.gguf, self.options)
         with contextlib.suppress(CacheError):  # a model whose layers only a run of it shows
-            check_budget(source.gguf, self.options)
+            _check_budget(source.gguf, self.options)
         if self.copies and len(source.files) > 1:
             raise SubkvError(
                 "model",
                 f"expected one file to copy, found a model split into {len(source.files)}; "
                 "without --embed or with --sidecar only its bases are written",
             )
+
+
+def _check_budget(base: Gguf, options: Options) -> None:
+    """Reject a budget that no calibration of this model makes possible. Raises SubkvError."""
+    if options.kv_bits is None or options.codec == "int8" or mla.is_latent(base):
+        return
+    options.window.with_defaults().check()
+    context = options.bpe_context or pipeline.default_context(base)
+    with Layout(base.path, derived=True) as layout:
+        layers = layout.description["layers"]
+    sizes = [layer[side] for layer in layers for side in ("d_k", "d_v") for _ in range(layer["n_head_kv"])]
+
+    def limits(recent: int, in_bytes: bool) -> tuple[Account, Account]:
+        bits = [budget.coefficient_bits(d, encode_in_bytes=in_bytes, decode_in_bytes=in_bytes) for d in sizes]
+        heads = [budget.Head(d, np.ones(d), basis_bits=n) for d, n in zip(sizes, bits, strict=True)]
+        window = options.window.with_defaults(recent_bits=recent)
+        return budget.budget_range(heads, budget.Overhead(context, window))
+
+    budget.check_range(options.kv_bits, limits(RECENT_BITS, in_bytes=True)[0], limits(16, in_bytes=False)[1])
 
 
 def convert_file(model: Path, bases: Path, output: Path | None, options: Options, sidecar: bool = False) -> Result:

@@ -108,7 +108,7 @@ class Rows:
             own = coded_cache(fit, bits, sides)
             caches += [own, replace(coded_cache(fit, bits, sides, derive=True), own=own)] if self.plans else [own]
             caches += [adaptive_cache(fit, base, bits, sides, how, opened) for how in self.adapt]
-        caches += [uncalibrated_cache(base, bits, options, sides) for bits in self.uncalibrated]
+        caches += [uncalibrated_cache(base, bits, sides) for bits in self.uncalibrated]
         caches += stock_caches(self.stock, fit, sides, self.layers)
         caches += rival_caches(self.codecs, fit, base, sides) if self.codecs else []
         return [*caches, *evicting_caches(self.evictions, fit, n_ctx)]

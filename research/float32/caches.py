@@ -15,15 +15,17 @@ from research.float32.adaptive import AdaptiveCoder, coded_sides, loaded
 from research.float32.bound import bound_bits
 from research.float32.reference import Coder, Reference
 from subkv.base.progress import progress_bar
+from subkv.engine.sliding import sliding_layers
 from subkv.format.adapt import parse
 from subkv.format.arrays import F16, F32
-from subkv.format.bases import CodedLayer
-from subkv.format.metadata import Account
+from subkv.format.bases import CodedHead, CodedLayer
+from subkv.format.layout import Layout
+from subkv.format.metadata import Account, heads_of
 from subkv.format.recent import rounded
 from subkv.native.gguf import Gguf
-from subkv.plan import datafree, stock
+from subkv.plan import stock
 from subkv.plan.latent import Fitted as Latent
-from subkv.plan.pipeline import Fit, Options
+from subkv.plan.pipeline import Fit
 
 
 @dataclass
@@ -62,7 +64,11 @@ class Cache:
 
 def layer_coder(layers: Sequence[CodedLayer], sides: str = "kv") -> Coder:
     """A coder for coded layers. sides: which of k and v are coded; the others stay exact."""
-    heads = {layer.shape.il: layer.heads for layer in layers}
+    return _heads_coder({layer.shape.il: layer.heads for layer in layers}, sides)
+
+
+def _heads_coder(heads: Mapping[int, tuple[CodedHead, ...]], sides: str) -> Coder:
+    """The same for heads by layer."""
 
     def seen(il: int, k: F32, v: F32) -> tuple[F32, F32]:
         return coded_sides(k, v, heads[il], sides) if il in heads else (k, v)
@@ -144,15 +150,15 @@ def coded_cache(fit: Fit, kv_bits: float, sides: str, name: str | None = None, d
     return cache
 
 
-def uncalibrated_cache(base: Gguf, kv_bits: float, options: Options, sides: str) -> Cache:
-    """A row of bases from the weights alone. options: for their window and context."""
-    plain = Options(window=options.window, center_k=options.center_k, bpe_context=options.bpe_context, kv_bits=kv_bits)
-    planned = datafree.plan(base, plain)
-    coder, window, counted = layer_coder(planned.layers, sides), planned.settings.window, planned.counted
-    name = f"subkv {kv_bits:g} uncalibrated"
-    cache = Cache(name, coder, counted.total, counted.rows, window.n_sink, window.n_recent)
-    if window.recent_bits != 16:
-        cache.recent = _recent_of({layer.shape.il: [head.k.mean for head in layer.heads] for layer in planned.layers})
+def uncalibrated_cache(base: Gguf, kv_bits: float, sides: str) -> Cache:
+    """A row of bases from the weights alone, in the layers with full attention, with their own window and context."""
+    with Layout(base.path, kv_bits, derived=True, sliding=sliding_layers(base.path)) as layout:
+        heads, described = heads_of(layout), layout.description
+    bits, rows = described["bits_per_element"], described["bits_per_element_rows"]
+    name, window = f"subkv {kv_bits:g} uncalibrated", (described["n_sink"], described["n_recent"])
+    cache = Cache(name, _heads_coder(heads, sides), bits, rows, *window)
+    if described["recent_bits"] != 16:
+        cache.recent = _recent_of({il: [head.k.mean for head in of_layer] for il, of_layer in heads.items()})
     return cache
 
 

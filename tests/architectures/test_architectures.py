@@ -6,6 +6,7 @@ import math
 import random
 from pathlib import Path
 
+import derived_numpy
 import pytest
 import report
 import virtual
@@ -19,7 +20,7 @@ from converter.sensitivity_stage import compare
 from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.engine.model import Model
 from subkv.format import metadata
-from subkv.plan import datafree, mla
+from subkv.plan import mla
 from subkv.plan.pipeline import Options
 
 ARCHITECTURES = report.architectures()
@@ -61,7 +62,7 @@ def test_latent_attention_is_prepared(arch: str, tmp_path: Path) -> None:
     drafting = NEXTN if arch == "deepseek2" else {}
     model = virtual.write(tmp_path / "model.gguf", arch, context_length=8192, **drafting)
     sidecars = [metadata.read(prepare(model, tmp_path))]
-    datafree.sidecar(model, tmp_path / "weights.gguf", Options(kv_bits=6.0))
+    derived_numpy.sidecar(model, tmp_path / "weights.gguf", Options(kv_bits=6.0))
     sidecars.append(metadata.read(tmp_path / "weights.gguf"))
     for described in sidecars:
         n = 1 if arch in ("kimi-linear", "kimi-k3", "bailingmoe3", "dots3note", "glm5-next") else 2

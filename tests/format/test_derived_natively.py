@@ -9,19 +9,24 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import derived_numpy
+import numpy as np
 import pytest
 import report
 import tiny
 import virtual
 from each import each
 from families import NOT_BUILT
+from numpy.typing import NDArray
 
 from subkv.base.errors import CacheError, SubkvError
 from subkv.format import metadata
 from subkv.format.layout import Layout
 from subkv.format.window import Window
-from subkv.native.gguf import Gguf
-from subkv.plan import datafree, mla
+from subkv.native.digest import Value
+from subkv.native.gguf import Gguf, write_sidecar
+from subkv.native.library import Matrix
+from subkv.plan import mla
 from subkv.plan.pipeline import Options
 
 Models = Callable[..., Path]
@@ -37,7 +42,7 @@ def oracle(model: Path, output: Path, kv_bits: float, sliding: Collection[int] =
     """The description of a sidecar that numpy has computed."""
     with Gguf(model) as base:
         context = LATENT_CONTEXT if mla.is_latent(base) else CONTEXT
-    datafree.sidecar(model, output, Options(kv_bits=kv_bits, window=Window(), bpe_context=context), sliding)
+    derived_numpy.sidecar(model, output, Options(kv_bits=kv_bits, window=Window(), bpe_context=context), sliding)
     return metadata.read(output)
 
 
@@ -127,6 +132,98 @@ print(Layout(sys.argv[1], derived=True).description["fingerprint"])
 def test_impossible_budgets(tiny_model: Models, kv_bits: float) -> None:
     with pytest.raises(SubkvError, match=rf"expected \d.* to \d.* for bases from the weights .*, found {kv_bits:g}"):
         native(tiny_model(), kv_bits)
+
+
+#
+# models in memory
+#
+
+WEIGHTS = ("attn_q", "attn_k", "attn_qkv", "attn_q_norm", "attn_k_norm", "attn_norm")
+
+
+def matrix(name: str, rows: NDArray[np.float32]) -> Matrix:
+    made = Matrix(name.encode(), rows.ctypes.data, *rows.shape)
+    made.owner = rows
+    return made
+
+
+def in_memory(model: Path) -> tuple[dict[str, Value], list[Matrix]]:
+    """Keys and weights of a model's file."""
+    kinds = {int: "u32", float: "f32", str: "str"}
+    with Gguf(model) as base:
+        arch = base.get("general.architecture")
+        values = {key: base.get(key) for key in base.keys() if key.startswith(("general.arch", arch))}  # noqa: SIM118
+        keys: dict[str, Value] = {key: (kinds[type(x)], x) for key, x in values.items() if type(x) in kinds}
+        names = [f"blk.{il}.{part}.{kind}" for il in range(8) for part in WEIGHTS for kind in ("weight", "bias")]
+        return keys, [matrix(name, base.tensor(name, "")) for name in names if base.has_tensor(name)]
+
+
+@each("window", [Window(4, 128), Window(0, 32), Window(8, 0)])
+@each("arch", ["llama", "qwen2", "gemma2", "bloom"])
+def test_weights_in_memory(tiny_model: Models, tmp_path: Path, arch: str, window: Window) -> None:
+    """The bases of the file, for any window; without sinks, no mean is subtracted from keys with biases."""
+    with Gguf(tiny_model(arch)) as base:
+        result = derived_numpy.plan(base, Options(kv_bits=5.2, window=window, bpe_context=CONTEXT))
+        write_sidecar(base, tmp_path / "oracle.gguf", derived_numpy.keys(base, result))
+    want = metadata.read(tmp_path / "oracle.gguf")
+    with Layout.of_weights(*in_memory(tiny_model(arch)), 5.2, window) as layout:
+        assert layout.description == {**want, "budget": layout.description["budget"]}
+    centred = [head["centred"] for layer in want["layers"] for head in layer["k"]]
+    assert any(centred) == (arch in ("qwen2", "bloom") and window.n_sink > 0)
+
+
+def test_rows_in_another_order(tiny_model: Models) -> None:
+    """As of a model of transformers, whose heads are in another order."""
+    keys, weights = in_memory(tiny_model())
+    order = np.random.default_rng(0).permutation(32).astype(np.int32)
+    other = []
+    for one in weights:
+        name, rows = one.name.decode(), one.owner
+        if "attn_k." in name or "attn_q." in name:
+            stored = rows.reshape(-1, 32, rows.shape[1])[:, np.argsort(order)].reshape(rows.shape)
+            one = matrix(name, np.ascontiguousarray(stored))
+            one.order, one.n_order = order.ctypes.data, len(order)
+        other.append(one)
+    found = []
+    for some in (weights, other, other[::-1]):
+        with Layout.of_weights(keys, some, None, Window(4, 128)) as layout:
+            found.append(layout.description)
+    assert found[0] == found[1] == found[2] == {**native(tiny_model()), "budget": 6.5}
+
+
+@each(
+    ("members", "reason"),
+    [
+        ({"data": None}, "expected a matrix in memory"),
+        ({"type": 99}, "expected a matrix in memory"),
+        ({"type": 2, "n": 33}, "expected a matrix in memory"),
+        ({"n_rows": -1}, "expected a matrix in memory"),
+        ({"n_rows": 1 << 62}, "expected a matrix in memory"),
+        ({"n_order": 0}, "expected an order of rows within 64"),
+        ({"n_order": 3}, "expected an order of rows within 64"),
+        ({"n_order": 1}, "expected an order of rows within 64"),
+    ],
+)
+def test_hostile_matrices(tiny_model: Models, members: dict[str, Any], reason: str) -> None:
+    keys, weights = in_memory(tiny_model())
+    (one,) = (one for one in weights if one.name == b"blk.0.attn_k.weight")
+    order = np.array([7], np.int32)
+    if "n_order" in members:
+        one.order = order.ctypes.data
+    for name, value in members.items():
+        setattr(one, name, value)
+    with pytest.raises(CacheError, match=f"blk.0.attn_k.weight: {reason}"):
+        Layout.of_weights(keys, weights, None, Window(4, 128))
+
+
+def test_models_in_memory_that_cannot_have_bases(tiny_model: Models) -> None:
+    keys, weights = in_memory(tiny_model())
+    with pytest.raises(CacheError, match=r"^kv_bits: expected \d.* to \d.*, found 0.5$"):
+        Layout.of_weights(keys, weights, 0.5, Window(4, 128))
+    with pytest.raises(CacheError, match="^model: model : subkv cannot hold its K/V cache because no layer"):
+        Layout.of_weights({}, weights, None, Window(4, 128))
+    with Layout.of_weights(keys, [], None, Window(4, 128)) as layout:
+        assert layout.description["basis_k"] == "pca"  # coded evenly
 
 
 #

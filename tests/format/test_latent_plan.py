@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import derived_numpy
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -28,7 +29,7 @@ from subkv.format import metadata
 from subkv.format.calibration import Calibration, LayerShape, read_calibration
 from subkv.format.window import Window
 from subkv.native.gguf import Gguf
-from subkv.plan import datafree, latent, mla, predict
+from subkv.plan import latent, mla, predict
 from subkv.plan.basis import fit_metric
 from subkv.plan.budget import Overhead, plan_banded
 from subkv.plan.pipeline import Fit, Options
@@ -73,7 +74,7 @@ def test_one_command_prepares(model: Path, cache_home: Path) -> None:
     assert all(not layer["v"] and (layer["d_k"], layer["d_v"]) == (48, 32) for layer in described["layers"])
     check_bytes(result.stdout, found, described["bytes_per_token"])
     plain = model.with_name("weights.gguf")
-    datafree.sidecar(model, plain, Options(window=WINDOW, kv_bits=5.0, bpe_context=1000000))
+    derived_numpy.sidecar(model, plain, Options(window=WINDOW, kv_bits=5.0, bpe_context=1000000))
     tokens = [int(t) for t in np.random.default_rng(2).integers(40, 130, 256)]
     caches = [choose_cache(model, CacheOptions("subkv", bases=path)) for path in (found, plain)]
     with Model(model) as opened:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import derived_numpy
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -24,7 +25,6 @@ from subkv.base.errors import SubkvError
 from subkv.format.calibration import write_calibration
 from subkv.format.metadata import read
 from subkv.native.bases import NAMED, find_bases
-from subkv.plan import datafree
 from subkv.plan.budget import BUDGET_TOLERANCE, same
 from subkv.plan.pipeline import PLANS, Options
 
@@ -406,16 +406,16 @@ def test_requested_plans_near_the_default(tiny_model: Callable[..., Path], tmp_p
     assert [plan["budget"] for plan in read(path)["plans"]] == pytest.approx([4.3])
     for budget, expected in ((4.3, 4.3), (4.31, 4.3), (4.26, 4.25)):
         assert native.load(path, budget).json["budget"] == pytest.approx(expected)
-    datafree.sidecar(tiny_model("llama"), path, Options(kv_bits=5.0, bpe_context=8192, plans=(5.05, 5.05, 5.01)))
+    derived_numpy.sidecar(tiny_model("llama"), path, Options(kv_bits=5.0, bpe_context=8192, plans=(5.05, 5.05, 5.01)))
     assert [plan["budget"] for plan in read(path)["plans"]] == pytest.approx([5.05])
 
 
 def test_files_with_one_budget_refuse_plans(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     path, bases = tmp_path / "a.gguf", tmp_path / "calib.safetensors"
     with pytest.raises(SubkvError, match=r"expected none with latent attention \(MLA\), .*, found 3, 5") as e:
-        datafree.sidecar(tiny_model("deepseek2"), path, Options(plans=(3.0, 5.0)))
+        derived_numpy.sidecar(tiny_model("deepseek2"), path, Options(plans=(3.0, 5.0)))
     assert e.value.key == "plans"
-    datafree.sidecar(tiny_model("deepseek2"), path)  # the default list
+    derived_numpy.sidecar(tiny_model("deepseek2"), path)  # the default list
     assert not read(path)["plans"]
     write_calibration(bases, random_calibration())
     common = ["--bases", str(bases), str(tiny_model("llama")), "-y", "-o", str(path), "--codec", "int8"]
@@ -447,7 +447,7 @@ def test_planner_and_reader_derive_the_same_matrices(tiny_model: Callable[..., P
 def test_weights_have_plans(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """Without a calibration; libsubkv derives what the planner has not computed."""
     path = tmp_path / "weights.gguf"
-    datafree.sidecar(tiny_model("llama"), path)
+    derived_numpy.sidecar(tiny_model("llama"), path)
     default = native.load(path).json
     sizes = []
     for plan in default["plans"]:
@@ -463,7 +463,7 @@ def test_weights_have_plans(tiny_model: Callable[..., Path], tmp_path: Path) -> 
 def test_values_of_weights_are_mixed_once(head_size: int, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """As in a file of its own: mixed again, one large element of a value would fill one coefficient."""
     path = tmp_path / "weights.gguf"
-    datafree.sidecar(tiny_model("llama", head_size=head_size, n_layer=1), path)
+    derived_numpy.sidecar(tiny_model("llama", head_size=head_size, n_layer=1), path)
     plans = native.load(path).json["plans"]
     assert plans
     for plan in plans:

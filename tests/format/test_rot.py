@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import derived_numpy
 import numpy as np
 import pytest
 import versioned
@@ -26,7 +27,6 @@ from subkv.base.errors import SubkvError
 from subkv.format import calibration, metadata
 from subkv.native.digest import KEYS_DIGEST
 from subkv.native.gguf import Gguf, write_copy
-from subkv.plan import datafree
 
 N_CHANGES = 60
 BASES = random_calibration(1, seed=3, samples=2, n_head=2, n_head_kv=1, d_k=16, d_v=16)
@@ -43,7 +43,7 @@ class Stored:
 
 def make_copy(model: Path, path: Path) -> None:
     with Gguf(model) as base:
-        write_copy(base, path, datafree.keys(base, datafree.plan(base, datafree.Options())))
+        write_copy(base, path, derived_numpy.keys(base, derived_numpy.plan(base, derived_numpy.Options())))
 
 
 def read_layout(path: Path) -> Any:
@@ -70,7 +70,7 @@ def make_container(_: Path, path: Path) -> None:
 
 STORED = {
     "model": Stored(make_copy, read_layout, lambda data: range(data.index(b"subkv.version"), data.rindex(b"subkv."))),
-    "sidecar": Stored(lambda model, path: datafree.sidecar(model, path) and None, read_layout),
+    "sidecar": Stored(lambda model, path: derived_numpy.sidecar(model, path) and None, read_layout),
     "calibration": Stored(
         lambda _, path: calibration.write_calibration(path, BASES),
         lambda path: dataclasses.replace(calibration.read_calibration(path), sha256=""),

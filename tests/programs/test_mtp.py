@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import derived_numpy
 import pytest
 import virtual
 from families import NEXTN
 from servers import CODED
 
 from subkv.native.bases import sidecar_path
-from subkv.plan import datafree
 from subkv.plan.pipeline import Options
 
 KINDS = {  # whether the drafting layer's rows are coded, too
@@ -27,7 +27,7 @@ PROMPT = [40 + 7 * i % 90 for i in range(60)]
 @pytest.mark.parametrize("arch", KINDS)
 def test_drafts_as_with_f16(arch: str, serve: Callable[..., Any], tmp_path: Path) -> None:
     model = virtual.write(tmp_path / "model.gguf", arch, context_length=8192, drafting=True, **NEXTN)
-    datafree.sidecar(model, sidecar_path(model), Options(kv_bits=12.0))
+    derived_numpy.sidecar(model, sidecar_path(model), Options(kv_bits=12.0))
     answers = []
     for coded in (False, True):
         with serve("-np", 1, "-c", 512, "--spec-type", "draft-mtp", coded=coded, model=model) as server:

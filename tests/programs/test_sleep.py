@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import derived_numpy
 import pytest
 import stand_ins
 import tiny
 from servers import ORDINARY, Refused, serving, wait_until
 
 from subkv.native.bases import model_content, stored_path
-from subkv.plan import datafree
 from subkv.plan.pipeline import Options
 
 
@@ -48,7 +48,7 @@ def stored_bases(model: Path) -> Path:
     """Bases in the cache folder, as `subkv convert` stores them."""
     path = stored_path(model, model_content(model))
     path.parent.mkdir(parents=True, exist_ok=True)
-    datafree.sidecar(model, path, Options(kv_bits=6.0))
+    derived_numpy.sidecar(model, path, Options(kv_bits=6.0))
     return path
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import derived_numpy
 import pytest
 from click.testing import CliRunner, Result
 from each import each
@@ -23,7 +24,6 @@ from subkv.base.folders import cache_folder
 from subkv.engine.cache import choose_cache
 from subkv.native.bases import sidecar_path
 from subkv.native.gguf import check_model_file
-from subkv.plan import datafree
 
 Models = Callable[..., Path]
 REPO = Path(__file__).resolve().parents[2]
@@ -148,7 +148,7 @@ def test_inspect_names_the_bases_of_a_model(tiny_model: Models, cache_home: Path
     assert preview["path"] is None
     assert not cache_home.exists()  # nothing was kept
     beside = sidecar_path(model)
-    datafree.sidecar(model, beside)
+    derived_numpy.sidecar(model, beside)
     try:
         assert run("inspect", model).stderr.startswith("bases: derived without a calibration for this model, ")
         assert json.loads(run("inspect", model, "-o", "json").stdout)["path"] == str(beside)

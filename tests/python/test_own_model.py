@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import derived_numpy
 import numpy as np
 import pytest
 import virtual
@@ -30,7 +31,6 @@ from subkv.engine.llama import Llama
 from subkv.format.layout import Layout
 from subkv.format.window import Window
 from subkv.native.bases import sidecar_path
-from subkv.plan import datafree
 
 Models = Callable[..., Path]
 SHORT = ContextOptions(256, n_batch=64, n_ubatch=64, n_threads=1)
@@ -56,7 +56,7 @@ def test_chat_makes_bases(tiny_model: Models, cache_home: Path) -> None:
     assert chat(model, "-ctk", "subkv").stderr.splitlines()[1] == bases
     assert not cache_home.exists()
     with Layout(model, derived=True) as layout:
-        assert datafree.KV_BITS - 0.25 < layout.description["bits_per_element"] <= datafree.KV_BITS
+        assert derived_numpy.KV_BITS - 0.25 < layout.description["bits_per_element"] <= derived_numpy.KV_BITS
 
 
 def test_flags_of_the_window_are_for_them(tiny_model: Models) -> None:
@@ -241,7 +241,7 @@ def test_the_reason_for_f16(tiny_model: Models, tmp_path: Path, capsys: pytest.C
 def test_prepared_bases_are_not_replaced(tmp_path: Path) -> None:
     """Somebody has requested these; f16 in their place would be silent."""
     model = virtual.write(tmp_path / "embed.gguf", "llama-embed")
-    datafree.sidecar(model, sidecar_path(model))
+    derived_numpy.sidecar(model, sidecar_path(model))
     with pytest.raises(CacheError, match="kv_cache: model llama-embed: subkv cannot hold its K/V cache"):
         Llama(model, verbose=False)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import derived_numpy
 import pytest
 from calib_synthetic import random_calibration
 from click.testing import CliRunner, Result
@@ -24,7 +25,6 @@ from subkv.base.text import filled, printable
 from subkv.format import store
 from subkv.format.calibration import TextSource, write_calibration
 from subkv.native.binding import C, captured_log
-from subkv.plan import datafree
 
 # sets the title, clears the line, colours; C1's CSI; turns the text's direction; has no width
 HOSTILE = "a\x1b]0;x\x07\x1b[2K\x1b[31mb\r\nc\x08\x7f\x9b2Jd\u202ee\u200bf\u2028g\ufeffh"
@@ -135,7 +135,9 @@ def test_a_sidecar_that_a_program_finds(cache_home: Path, tiny_model: Callable[.
     model = tiny_model("llama")
     stored = store.entry(model)
     stored.prepare()
-    datafree.sidecar(model, stored.sidecar.with_name(f"{HOSTILE}{stored.sidecar.name[-len('-0123456789ab.gguf') :]}"))
+    derived_numpy.sidecar(
+        model, stored.sidecar.with_name(f"{HOSTILE}{stored.sidecar.name[-len('-0123456789ab.gguf') :]}")
+    )
     for arguments in (("chat", "-m", model, "-ctk", "subkv", "-p", "Hi", "-st", "-n", "1"), ("inspect", model)):
         result = run(*arguments)
         assert printable(HOSTILE) in result.stderr or arguments[0] == "chat"

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import derived_numpy
 import numpy as np
 import numpy.typing as npt
 from each import each
 from opening import last_logits, opened, prompt
 
 from subkv.format.window import Window
-from subkv.plan import datafree
 from subkv.plan.pipeline import Options
 
 Models = Callable[..., Path]
@@ -41,7 +41,7 @@ def test_answers_as_an_exact_cache_does(tiny_model: Models, tmp_path: Path, arch
     exact = answers(model, kv_cache="f16")
     errors = []
     for kv_bits in (4.75, 9.0):
-        datafree.sidecar(model, tmp_path / "bases.gguf", options(kv_bits))
+        derived_numpy.sidecar(model, tmp_path / "bases.gguf", options(kv_bits))
         found = answers(model, bases=tmp_path / "bases.gguf")
         errors.append(np.mean([np.std(f - e) / np.std(e) for f, e in zip(found, exact, strict=True)]))
     assert errors[1] < 0.025

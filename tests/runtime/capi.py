@@ -17,7 +17,6 @@ TEST: Signatures = {  # of subkv_test.h
     "subkv_ops_name": (ctypes.c_char_p, [_i32]),
     "subkv_ops_table": (_ptr, [_i32]),
     "subkv_ops_function": (_ptr, [ctypes.c_char_p]),
-    "subkv_layout_basis": (_i64, [_ptr, _i32, _i32, _bool, _bool, _ptr, _i64]),
 }
 ADAPT_TEST: Signatures = {  # of adapt/subkv_adapt_test.h
     "subkv_quantizer": (None, [_i32, _f64_p, _f64_p]),

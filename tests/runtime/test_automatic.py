@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import derived_numpy
 import engine
 import pytest
 from each import each
@@ -187,7 +188,7 @@ def test_places_searched_by_auto(model: Path) -> None:
 
 def of_version(path: Path, generator: str, tokens: int = 0) -> Path:
     """The file as if this program had derived its bases from the weights, or from `tokens` of a text of this name."""
-    texts = {"subkv.generator": generator, "subkv.calibration.text": metadata.FROM_WEIGHTS}
+    texts = {"subkv.generator": generator, "subkv.calibration.text": derived_numpy.FROM_WEIGHTS}
     keys = {name: (GGUFValueType.STRING, text) for name, text in texts.items()}
     keys["subkv.calibration.tokens"] = (GGUFValueType.UINT64, tokens)
     return writer.write(path, writer.sealed(writer.read(path) | keys))
@@ -197,7 +198,7 @@ def test_derived_bases_that_older_builds_stored_are_not_used(model: Path) -> Non
     """Unless the user names the file."""
     path = stored(model)
     path = path.rename(path.with_name(path.name.replace(".gguf", ".weights.gguf")))
-    of_version(path, metadata.weights_generator())
+    of_version(path, derived_numpy.weights_generator())
     assert "from the weights, 6." in run(model)[0]["log"][0]
     of_version(path, f"{metadata.generator()}, weights")
     (named,) = run(model, subkv=str(path))

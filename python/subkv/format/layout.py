@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from subkv.base.closed import mark_closed
 from subkv.base.errors import CacheError
 from subkv.base.progress import note
+from subkv.format.window import Window
 from subkv.native import library
+from subkv.native.digest import Value
 
 WITHOUT_DIGEST = 4  # format version whose keys have no checksum
 
@@ -32,19 +35,45 @@ class Layout:
         derived: bool = False,
         sliding: Collection[int] = (),
     ) -> None:
-        self._library = library.load()
-        name = os.fsencode(path)
-        self.handle: int | None = (
-            self._library.subkv_layout_derive(name, budget, *library.layers(sliding))
+        lib, name = library.load(), os.fsencode(path)
+        self._take(
+            lib.subkv_layout_derive(name, budget, *library.layers(sliding))
             if derived
-            else self._library.subkv_layout_load_budget(name, budget)
+            else lib.subkv_layout_load_budget(name, budget),
+            "path",
         )
-        if not self.handle:
-            failure = library.last_failure()
-            raise CacheError("path", failure.without_remedy(), failure.remedy)
-        self.description: dict[str, Any] = json.loads(self._library.subkv_layout_json(self.handle).decode("utf-8"))
         if self.description["version"] == WITHOUT_DIGEST:
             _note_version(os.fspath(path))
+
+    @classmethod
+    def of_weights(
+        cls, keys: Mapping[str, Value], weights: Sequence[library.Matrix], kv_bits: float | None, window: Window
+    ) -> Layout:
+        """Bases from the weights of a model in memory. keys: its metadata; None: 6.5 bits per element.
+
+        Raises CacheError about `kv_bits`, and about `model` if the model cannot have any.
+        """
+        from subkv.native.gguf import metadata_of  # numpy: not for a --help
+
+        layout, matrices = cls.__new__(cls), (library.Matrix * len(weights))(*weights)
+        sizes = window.n_sink, window.n_recent
+        with metadata_of(keys) as metadata:
+            handle = library.load().subkv_layout_derive_matrices(
+                metadata, ctypes.addressof(matrices), len(weights), kv_bits or 0.0, *sizes
+            )
+        failed = library.last_failure().kind if not handle else library.NO_ERROR
+        layout._take(handle, "kv_bits" if failed == library.BUDGET else "model")
+        return layout
+
+    def _take(self, handle: int | None, key: str) -> None:
+        """Raises CacheError about `key` if there is no handle."""
+        self._library = library.load()
+        self.handle: int | None = handle
+        if not handle:
+            failure = library.last_failure()
+            of_budget = failure.key if failure.kind == library.BUDGET and key == "kv_bits" else ""
+            raise CacheError(key, failure.without_remedy(of_budget), failure.remedy)
+        self.description: dict[str, Any] = json.loads(self._library.subkv_layout_json(handle).decode("utf-8"))
 
     def __enter__(self) -> Layout:
         return self

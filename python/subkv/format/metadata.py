@@ -17,11 +17,11 @@ from subkv.format.bases import CodedHead, CodedLayer, SharedHead, StoredBasis, f
 from subkv.format.calibration import Calibration
 from subkv.format.layout import Layout
 from subkv.format.window import Window
+from subkv.native import library
 from subkv.native.digest import Value
 from subkv.native.gguf import Gguf
 
 VERSION = 5
-FROM_WEIGHTS = "weights"  # subkv.calibration.text of bases derived from the weights
 PREDICTED_KEY = "subkv.predicted"
 STORED_NAMES = {"calibrated": "calibrated", "sqrt": "sqrt_r_d", "one": "one"}  # gamma in files, FORMAT.md §1
 
@@ -112,14 +112,6 @@ def _factors(layer: CodedLayer) -> Iterator[NDArray[Any]]:
 def generator() -> str:
     """Program and version, stored in files."""
     return f"subkv {__version__}"
-
-
-def weights_generator() -> str:
-    """The same of bases from the weights; increase the number when they change.
-
-    derive.cpp, which derives them in memory, has it, too.
-    """
-    return f"{generator()}, weights 3"
 
 
 def layout_json(layers: Sequence[CodedLayer]) -> str:
@@ -216,38 +208,37 @@ def predicted_of(described: Mapping[str, Any], of_default: Mapping[str, float] |
 def read_heads(path: Path) -> dict[int, tuple[CodedHead, ...]]:
     """Bands and bases of every coded layer of a converted model or sidecar.
 
-    Raises SubkvError as read(), which makes libsubkv validate the file.
+    Raises CacheError as read().
     """
-    described = read(path)
-    with Gguf(path) as file:
-        return {
-            layer["il"]: _heads(layer, base64.b64decode(file.get(f"subkv.blk.{layer['il']}.basis")))
-            for layer in described["layers"]
-        }
+    with Layout(path) as layout:
+        return heads_of(layout)
 
 
-def _heads(layer: dict[str, Any], block: bytes) -> tuple[CodedHead, ...]:
-    offset = 0
+def heads_of(layout: Layout) -> dict[int, tuple[CodedHead, ...]]:
+    """Bands and bases of every coded layer, by `il`."""
+    layers = layout.description["layers"]
+    return {layer["il"]: tuple(_head(layout, layer, h) for h in range(layer["n_head_kv"])) for layer in layers}
 
-    def take(dtype: str, *shape: int) -> NDArray[Any]:
-        nonlocal offset
-        values = np.frombuffer(block, dtype, int(np.prod(shape)), offset).reshape(shape)
-        offset += values.nbytes
-        return values
 
-    def stored(head: dict[str, Any], d: int, key: bool) -> StoredBasis:
-        ratio = take("<f4", len(head["bands"]))
-        mean = take("<f2", d) if key else np.zeros(d, dtype=np.float16)
-        encode, decode = take("<f2", head["rank"], d), take("<f2", head["rank"], d)
-        return StoredBasis(tuple((b["n"], b["bits"]) for b in head["bands"]), encode, decode, ratio, mean)
+def _head(layout: Layout, layer: dict[str, Any], h: int) -> CodedHead:
+    keys = _basis(layout, layer, h, value=False)
+    values = _basis(layout, layer, h, value=True) if layer["v"] else first_values(keys, layer["d_v"])
+    return CodedHead(keys, values, float(np.float32(layer["k"][h]["gamma"])))
 
-    heads = []
-    for i, k in enumerate(layer["k"]):
-        gamma, keys = float(take("<f4", 1)[0]), stored(k, layer["d_k"], True)
-        latent = not layer["v"]
-        values = first_values(keys, layer["d_v"]) if latent else stored(layer["v"][i], layer["d_v"], False)
-        heads.append(CodedHead(keys, values, gamma))
-    return tuple(heads)
+
+def _basis(layout: Layout, layer: dict[str, Any], h: int, value: bool) -> StoredBasis:
+    side, lib = "v" if value else "k", library.load()
+    head, d = layer[side][h], layer[f"d_{side}"]
+    place = layout.handle, layer["il"], h
+    matrices, mean = np.empty((2, head["rank"], d), np.float32), np.zeros(d, np.float32)
+    for is_decode, matrix in enumerate(matrices):
+        lib.subkv_layout_basis(*place, value, bool(is_decode), matrix.ctypes.data, matrix.size)
+    if not value:
+        lib.subkv_layout_mean(*place, mean.ctypes.data, d)
+    bands = tuple((band["n"], band["bits"]) for band in head["bands"])
+    ratio = np.array([band["ratio"] for band in head["bands"]], np.float32)
+    encode, decode = matrices.astype(np.float16)
+    return StoredBasis(bands, encode, decode, ratio, mean.astype(np.float16))
 
 
 def read(path: Path) -> dict[str, Any]:

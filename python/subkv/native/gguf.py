@@ -6,6 +6,7 @@ keeps the bytes, order and alignment of tensors.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -346,13 +347,29 @@ def check_weights(file: Gguf) -> None:
         )
 
 
+@contextlib.contextmanager
+def metadata_of(values: Mapping[str, Value]) -> Iterator[int]:
+    """A gguf_context in memory with these keys."""
+    c = _gguf()
+    ctx = c.gguf_init_empty()
+    try:
+        _set(ctx, values)
+        yield ctx
+    finally:
+        c.gguf_free(ctx)
+
+
+def _set(ctx: int, values: Mapping[str, Value]) -> None:
+    for key, (kind, value) in values.items():
+        setter = getattr(_gguf(), f"gguf_set_val_{kind}")
+        setter(ctx, key.encode(), value.encode() if isinstance(value, str) else value)
+
+
 def _metadata(ctx: int, values: Mapping[str, Value]) -> bytes:
     """The metadata section of a context with `values` set; frees the context."""
     c = _gguf()
     try:
-        for key, (kind, value) in values.items():
-            setter = getattr(c, f"gguf_set_val_{kind}")
-            setter(ctx, key.encode(), value.encode() if isinstance(value, str) else value)
+        _set(ctx, values)
         buffer = ctypes.create_string_buffer(c.gguf_get_meta_size(ctx))
         c.gguf_get_meta_data(ctx, buffer)
         return buffer.raw

@@ -74,6 +74,18 @@ class Bases(ctypes.Structure):
     ]
 
 
+class Matrix(ctypes.Structure):
+    """subkv_matrix."""
+
+    _fields_ = [
+        ("name", _str),
+        ("data", _ptr),
+        *members(_i64, "n_rows", "n"),
+        ("order", _ptr),
+        *members(_i32, "n_order", "type"),
+    ]
+
+
 class Observed(ctypes.Structure):
     """subkv_observed."""
 
@@ -104,7 +116,10 @@ SIGNATURES: Signatures = {
     "subkv_layout_load": (_ptr, [_str]),
     "subkv_layout_load_budget": (_ptr, [_str, _float]),
     "subkv_layout_derive": (_ptr, [_str, _float, _ptr, _i32]),
+    "subkv_layout_derive_matrices": (_ptr, [_ptr, _ptr, _i32, _float, _i32, _i32]),
     "subkv_layout_free": (None, [_ptr]),
+    "subkv_layout_basis": (_i64, [_ptr, _i32, _i32, ctypes.c_bool, ctypes.c_bool, _ptr, _i64]),
+    "subkv_layout_mean": (_i64, [_ptr, _i32, _i32, _ptr, _i64]),
     "subkv_layout_json": (_str, [_ptr]),
     "subkv_model_content": (ctypes.c_bool, [_str, ctypes.c_char_p]),
     "subkv_model_weights": (ctypes.c_bool, [_str, ctypes.c_int32, ctypes.c_int32, ctypes.c_char_p]),

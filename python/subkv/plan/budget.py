@@ -26,7 +26,6 @@ from subkv.format.window import Window
 from subkv.plan.quantizer import CODED_WIDTHS, DISTORTION, WIDTHS
 
 GROUP = 8  # coefficients planned together; bands are multiples of it (FORMAT.md §2)
-SLOPE = 1e-3  # decrease of equal importance per group
 
 # A quantizer at its best step shrinks: E[x̂|x] = (1 − D) x. This error is the same in every cell and adds up over the
 # cells that attention sums, while independent errors average out. Its energy is D² of the coefficient's, and it is
@@ -66,11 +65,6 @@ def matrix_row_bits(d: int, in_bytes: bool) -> int:
 def coefficient_bits(d: int, encode_in_bytes: bool = True, decode_in_bytes: bool = False) -> int:
     """Bits in memory of one coefficient's rows of E and D."""
     return matrix_row_bits(d, encode_in_bytes) + matrix_row_bits(d, decode_in_bytes)
-
-
-def equal_importance(n: int) -> F64:
-    """[n] importance of equal coefficients. It decreases slightly: a budget ends at the same group in all heads."""
-    return np.asarray(1.0 - SLOPE * (np.arange(n) // GROUP), dtype=np.float64)
 
 
 @dataclass(frozen=True)

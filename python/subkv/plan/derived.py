@@ -6,8 +6,6 @@ rounding: the planner needs them for ratios, gamma and predictions.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from subkv.format.arrays import F16, F32, F64
@@ -25,7 +23,6 @@ from subkv.plan.basis import (
     mixing_matrix,
     slices,
 )
-from subkv.plan.hadamard import spreading
 
 
 def shared(basis: FullBasis) -> SharedMatrix:
@@ -49,22 +46,6 @@ def mixed_ratios(bands: Bands, variance: F64) -> F32:
     largest = steps[coded].max(initial=0.0)
     steps[coded] = np.maximum(steps[coded] / largest, STEP_FLOOR) if largest > 0.0 else 1.0
     return steps.astype(np.float32)
-
-
-@functools.cache
-def spread_in_bytes(n: int) -> tuple[F64, F64]:
-    """E of n evenly mixed coordinates, rounded to bytes, and D, the transpose of its inverse: rows are orthogonal."""
-    encode = in_bytes(spreading(n))
-    return encode, encode / np.sum(encode**2, axis=1)[:, None]
-
-
-@functools.cache
-def even(d: int, bands: Bands, variance: float = 1.0) -> StoredBasis:
-    """A basis with equal coefficients."""
-    encode, decode = spread_in_bytes(d)
-    ratios = mixed_ratios(bands, np.full(d, variance))
-    mean = np.zeros(d, dtype=np.float16)
-    return StoredBasis(bands, half(encode, "E"), half(decode / gains(bands)[:, None], "D"), ratios, mean)
 
 
 def derived(basis: FullBasis, bands: Bands, mean: F16, narrow: bool) -> StoredBasis:

@@ -2,7 +2,7 @@
 
 The first d_v elements of a row (the latent) and the others (the rotary part) are coded separately, so that values are
 in the first bands. Without rotation there is no rotary part. The metric of the latent is the sum of its metrics as key
-and as value. Without a calibration, the latent's coefficients are mixed evenly.
+and as value.
 """
 
 from __future__ import annotations
@@ -14,21 +14,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from subkv.format.arrays import F16, F64
-from subkv.format.bases import Bands, CodedHead, CodedLayer, StoredBasis, first_values
+from subkv.format.bases import Bands, CodedHead, StoredBasis, first_values
 from subkv.format.calibration import LayerShape, LayerStats
 from subkv.format.codec import rank
-from subkv.format.metadata import Account
-from subkv.native.gguf import Base
 from subkv.plan import budget
 from subkv.plan.basis import FullBasis, band_steps, fit_metric, fit_pca, repriced, slices, store
 from subkv.plan.costs import LayerCost
-from subkv.plan.derived import even
 from subkv.plan.gamma import gamma_of
 
-LEAST = 3  # bits of any coefficient without a calibration
 MAX_BANDS = 8  # per row (FORMAT.md §2)
 WIDEST = 16  # bits at any budget: a few directions are thousands of times larger and would set the step of others
-WHY = "bases from the weights need it"
 
 
 def heads(
@@ -70,49 +65,6 @@ def _with_one_merge(heads: Sequence[budget.Head], planned: Sequence[Bands]) -> l
     merged, bands = list(planned), planned[i]
     merged[i] = (*bands[:j], (bands[j][0] + bands[j + 1][0], bands[j + 1][1]), *bands[j + 2 :])
     return merged
-
-
-def coded(
-    base: Base, layers: Sequence[LayerShape], kv_bits: float, overhead: budget.Overhead
-) -> tuple[tuple[CodedLayer, ...], Account]:
-    """Bands and bases of all layers within a budget, from the weights; the same for all layers.
-
-    Raises SubkvError as plan_banded().
-    """
-    parts_of_rows = []
-    for shape in layers:
-        latent, rotated = (budget.equal_importance(d) for d in (shape.d_v, shape.d_k - shape.d_v))
-        parts_of_rows += heads(shape, latent, rotated, narrow=True)
-    planned = joined(parts_of_rows, budget.plan_banded(parts_of_rows, kv_bits, overhead, LEAST))
-    out, bands = [], iter(planned)
-    for shape in layers:
-        parts = [
-            (d, variance)
-            for d, variance in zip((shape.d_v, shape.d_k - shape.d_v), variances(base, shape), strict=True)
-            if d
-        ]
-        of_parts = [next(bands) for _ in parts]
-        blocks = [even(d, of_part) for (d, _), of_part in zip(parts, of_parts, strict=True)]
-        keys = _joined(blocks, of_parts, np.concatenate([np.full(*part) for part in parts]))
-        out.append(CodedLayer(shape, (CodedHead(keys, first_values(keys, shape.d_v), 1.0),), latent=True))
-    return tuple(out), budget.account(parts_of_rows, planned, overhead)
-
-
-def variances(base: Base, shape: LayerShape) -> tuple[float, float]:
-    """Mean squares of the latent's and of the rotary part's elements, estimated from weights; 1 if unknown.
-
-    Those of the latent are the squares of its norm's weights. The residual stream is assumed to be white.
-    """
-    names = [f"blk.{shape.il}.{name}.weight" for name in ("attn_kv_a_norm", "attn_norm", "attn_kv_a_mqa")]
-    if not all(base.has_tensor(name) for name in names):
-        return 1.0, 1.0
-    latent, norm = (base.tensor(name, WHY).ravel().astype(np.float64) for name in names[:2])
-    matrix = base.matrix(names[2], WHY)
-    if len(latent) != shape.d_v or matrix.shape != (shape.d_k, len(norm)):
-        return 1.0, 1.0
-    rotated = matrix.rows(slice(shape.d_v, shape.d_k)).astype(np.float64) * norm
-    estimates = float(np.mean(latent**2)), float(np.mean(np.sum(rotated**2, axis=1))) if len(rotated) else 1.0
-    return estimates if all(0.0 < x < np.inf for x in estimates) else (1.0, 1.0)
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,6 @@ class Options:
         return Settings(self.codec, basis_k, basis_v, gamma, window)
 
 
-UNCALIBRATED = ("window", "kv_bits", "bpe_context", "center_k", "plans")  # options that apply without a calibration
-
-
 @dataclass(frozen=True)
 class Result:
     """A layout with its bases. predicted: nats of KLD per token, None if unknown.

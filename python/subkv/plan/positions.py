@@ -31,20 +31,6 @@ HALVES = (
 )
 # Learned positions are added to the embeddings; queries and keys are not rotated.
 ABSOLUTE = ("gpt2",)
-UNROTATED = (*ABSOLUTE, "bloom", "jais", "mpt", "refact")
-# Further architectures for partners(): some of their layers may rotate at other frequencies or not at all.
-ALSO_NEIGHBOURS = (
-    "arcee", "arctic", "baichuan", "bailingmoe", "chameleon", "chatglm", "cohere2", "cohere2moe", "command-r",
-    "deci", "deepseek", "ernie4_5", "ernie4_5-moe", "granite", "granitemoe", "internlm2", "llada", "llama4",
-    "maincoder", "minicpm", "mistral3", "nanbeige", "olmo", "plm", "smollm3", "starcoder", "xverse",
-)  # fmt: skip
-ALSO_HALVES = (
-    "afmoe", "apertus", "bailingmoe2", "bitnet", "codeshell", "dbrx", "dots1", "dream", "exaone", "exaone-moe",
-    "exaone4", "falcon", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt-oss", "grok", "grovemoe", "hunyuan-dense",
-    "hunyuan-moe", "jais2", "llada-moe", "mellum", "mimo2", "minicpm3", "minimax-m2", "minimax-m3", "nemotron",
-    "olmo2", "olmoe", "openelm", "orion", "pangu-embedded", "phi3", "phimoe", "plamo", "plamo3", "qwen", "qwen2moe",
-    "qwen3moe", "rnd1", "qwen4exp", "seed_oss", "smallthinker",
-)  # fmt: skip
 # Latent attention: the elements after the latent are rotated in neighbours, or not at all.
 ROTATED_LATENT = ("deepseek2", "deepseek32", "glm-dsa", "hy_v4", "dots3note")
 UNROTATED_LATENT = ("kimi-linear", "kimi-k3", "glm5-next")
@@ -152,26 +138,6 @@ def _unrotated_pairs(sections: list[int], half: int, interleaved: bool) -> NDArr
     if not interleaved:
         return np.asarray(pair >= sum(sections[:3]))
     return np.asarray(pair >= 3 * np.take(sections, pair % 3))
-
-
-def partners(base: Base, d: int) -> NDArray[np.int64] | None:
-    """[d] the partner of each coordinate of a key of size d, itself if it is not rotated; None if unknown.
-
-    Supports more models than pairs(), because it needs no frequencies.
-    """
-    arch = base.get("general.architecture")
-    partner = np.arange(d)
-    if arch in UNROTATED:
-        return partner
-    n_rot = base.get(f"{arch}.rope.dimension_count") or d
-    if isinstance(n_rot, int) and n_rot > d:  # heads with sliding windows may be smaller
-        n_rot = base.get(f"{arch}.rope.dimension_count_swa")
-    neighbours = arch in NEIGHBOURS + ALSO_NEIGHBOURS
-    known = neighbours or arch in HALVES + ALSO_HALVES
-    if not known or not isinstance(n_rot, int) or n_rot > d or n_rot % 2:
-        return None
-    partner[:n_rot] = partner[:n_rot] ^ 1 if neighbours else np.roll(partner[:n_rot], n_rot // 2)
-    return partner
 
 
 def head_size(base: Base) -> int | None:

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from subkv.base.errors import CacheError, SubkvError, concerning, system_reason
 from subkv.format import metadata
 from subkv.format.bases import CodedHead
 from subkv.format.calibration import read_calibration
+from subkv.format.layout import Layout
 from subkv.format.window import DEFAULT, Window
-from subkv.plan import datafree
+from subkv.native import library
+from subkv.native.bases import check_budget
 from subkv.plan.pipeline import Options, Result, convert
 from subkv.plan.positions import NEIGHBOURS, SAME_ORDER, transformers_order
 from subkv.torch.rows import RowCodec
@@ -77,8 +80,13 @@ def from_weights(
     """Arguments and errors of SubspaceCache.from_model."""
     config = _config(model)
     arch, window = _arch(config.model_type), _window(n_sink, n_recent)
-    result = datafree.plan(ModelFacts(model, arch or config.model_type), Options(kv_bits=kv_bits, window=window))
-    layers = {il: _codecs(of_layer, arch) for il, of_layer in _heads(result).items()}
+    window.check()
+    check_budget(kv_bits)
+    with ModelFacts(model, arch or config.model_type).derived(kv_bits, window) as layout:
+        heads = metadata.heads_of(layout)
+        if layout.description["basis_k"] == "pca":
+            LOG.warning("model: no estimate of keys from the weights in some layers, which are coded evenly")
+    layers = {il: _codecs(of_layer, arch) for il, of_layer in heads.items()}
     return Bases(layers, window, None, config)
 
 
@@ -151,6 +159,7 @@ WEIGHTS = {
     "attn_k_norm": "k_norm",
     "attn_norm": "input_layernorm",  # of the layer
 }
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # enum ggml_type
 NORMS_PLUS_1 = ("gemma", "qwen3next", "qwen35")  # in transformers their norms multiply by 1 + weight
 
 
@@ -173,6 +182,16 @@ class _Rows:
     def rows(self, which: Any) -> NDArray[np.float32]:
         rows: NDArray[np.float32] = self.weight[self.index[which]].detach().float().cpu().numpy()
         return rows + np.float32(self.plus)
+
+    def in_memory(self, name: str) -> library.Matrix:
+        """For libsubkv. The matrix holds references to its data."""
+        weight = self.weight.detach().float() + self.plus if self.plus else self.weight.detach()
+        weight = (weight if weight.dtype in TYPES else weight.float()).cpu().contiguous()
+        order = np.ascontiguousarray(self.index, dtype=np.int32)
+        matrix = library.Matrix(name.encode(), weight.data_ptr(), *weight.shape)
+        matrix.order, matrix.n_order, matrix.type = order.ctypes.data, len(order), TYPES[weight.dtype]
+        matrix.owners = weight, order
+        return matrix
 
 
 class ModelFacts:
@@ -206,6 +225,20 @@ class ModelFacts:
             f"{arch}.rope.freq_base": rope.get("rope_theta"),
             f"{arch}.rope.dimension_count": int(d * rope.get("partial_rotary_factor", 1.0)),
         }
+
+    def derived(self, kv_bits: float | None, window: Window) -> Layout:
+        """Bases from the weights. Raises as Layout.of_weights()."""
+        kinds = {int: "u32", float: "f32", str: "str"}
+        keys = {key: (kinds[type(value)], value) for key, value in self._values.items() if value is not None}
+        names = [
+            f"blk.{il}.{part}.{kind}"
+            for il in range(self._values[f"{self._arch}.block_count"])
+            for part in WEIGHTS
+            if part not in ("attn_v", "attn_output")
+            for kind in ("weight", "bias")
+        ]
+        found = [(name, self._find(name)) for name in names]
+        return Layout.of_weights(keys, [rows.in_memory(name) for name, rows in found if rows], kv_bits, window)
 
     def keys(self) -> list[str]:
         return list(self._values)

@@ -28,7 +28,7 @@ const char * const DERIVED_GENERATOR = "subkv " SUBKV_VERSION ", weights 3";
 
 namespace {
 
-// as in datafree.py and pipeline.py
+// as in tests/format/derived_numpy.py and pipeline.py
 constexpr int    CONTEXT        = 8192;  // for which bits per element are computed
 constexpr int    LATENT_CONTEXT = 32768; // the same for latent attention, whose rows are small compared with its bases
 constexpr double VALUE_WEIGHT   = 0.7;
@@ -164,7 +164,8 @@ void normalize(Doubles & cost, const Doubles & without_bias) {
     }
 }
 
-std::vector<KeyEstimate> keys_of(const LayerShape & shape, const std::optional<Energies> & energies) {
+// centre: a mean that is known from biases is subtracted, which needs exact sinks.
+std::vector<KeyEstimate> keys_of(const LayerShape & shape, const std::optional<Energies> & energies, bool centre) {
     const auto               d = (size_t) shape.d_k;
     std::vector<KeyEstimate> heads;
     for (size_t h = 0; h < (size_t) shape.n_head_kv; ++h) {
@@ -178,14 +179,15 @@ std::vector<KeyEstimate> keys_of(const LayerShape & shape, const std::optional<E
         }
         Doubles variance(d), cost(d), without_bias(d);
         for (size_t j = 0; j < d; ++j) {
-            variance[j]     = energies->k[h][j] + energies->rest[h][j];
-            cost[j]         = variance[j] * energies->q[h][j];
-            without_bias[j] = energies->k[h][j] * energies->q[h][j];
-            key.mean[j]     = half_of(energies->mean[h][j]);
-            key.centred     = key.centred || (key.mean[j] & 0x7fff) != 0;
+            const double mean = energies->mean[h][j];
+            variance[j]       = energies->k[h][j] + energies->rest[h][j] + (centre ? 0.0 : mean * mean);
+            cost[j]           = variance[j] * energies->q[h][j];
+            without_bias[j]   = energies->k[h][j] * energies->q[h][j];
+            key.mean[j]       = centre ? half_of(mean) : (uint16_t) 0;
+            key.centred       = key.centred || (key.mean[j] & 0x7fff) != 0;
             if ((key.mean[j] & 0x7c00) == 0x7c00) {
                 refuse("blk." + std::to_string(shape.il) + ".attn_k.bias", "means of keys within half precision",
-                       number(energies->mean[h][j]));
+                       number(mean));
             }
             key.order.push_back((int) j);
         }
@@ -231,9 +233,8 @@ std::pair<double, double> latent_variances(const WeightsFile & weights, const La
     return is_size(of_latent) && is_size(of_rotated) ? std::make_pair(of_latent, of_rotated) : std::make_pair(1.0, 1.0);
 }
 
-Estimates estimate(const std::string & path) {
-    const WeightsFile weights(path);
-    Estimates         out;
+Estimates estimate(const WeightsFile & weights, bool centre) {
+    Estimates out;
     out.arch    = weights.arch();
     out.n_layer = (int) integer(weights.of_arch("block_count"));
     out.latent  = is_latent(weights);
@@ -247,7 +248,7 @@ Estimates estimate(const std::string & path) {
     }
     const auto energies = energies_of(weights, out.layers, CONTEXT);
     for (size_t i = 0; i < out.layers.size(); ++i) {
-        out.keys.push_back(keys_of(out.layers[i], energies[i]));
+        out.keys.push_back(keys_of(out.layers[i], energies[i], centre));
     }
     return out;
 }
@@ -450,13 +451,13 @@ void join(const PlannedHead * heads, Bands * bands, size_t n) {
     }
 }
 
-std::shared_ptr<const Layout> planned(const Estimates & model, float budget) {
+std::shared_ptr<const Layout> planned(const Estimates & model, float budget, int n_sink, int n_recent) {
     const double kv_bits = (double) budget;
     const bool   halves  = model.latent || budget > DERIVED_BUDGET; // recent rows
     PlanOverhead overhead;
     overhead.context     = model.latent ? LATENT_CONTEXT : CONTEXT;
-    overhead.n_sink      = N_SINK;
-    overhead.n_recent    = N_RECENT;
+    overhead.n_sink      = n_sink;
+    overhead.n_recent    = n_recent;
     overhead.n_rollback  = N_ROLLBACK;
     overhead.recent_bits = halves ? 16 : RECENT_BITS;
 
@@ -473,8 +474,8 @@ std::shared_ptr<const Layout> planned(const Estimates & model, float budget) {
     l->codec              = "banded";
     l->arch               = model.arch;
     l->n_layer            = model.n_layer;
-    l->n_sink             = N_SINK;
-    l->n_recent           = N_RECENT;
+    l->n_sink             = n_sink;
+    l->n_recent           = n_recent;
     l->recent_bits        = overhead.recent_bits;
     l->bpe                = (float) account.total();
     l->bpe_rows           = (float) account.rows;
@@ -543,7 +544,7 @@ std::shared_ptr<const Estimates> estimates_of(const std::string & model) {
     const std::lock_guard<std::mutex>                              lock(mutex);
     auto                                                           it = known.find(content);
     if (it == known.end()) {
-        auto made = std::make_shared<const Estimates>(estimate(model));
+        auto made = std::make_shared<const Estimates>(estimate(WeightsFile(model), true));
         if (known.size() >= MOST) {
             known.clear();
         }
@@ -576,11 +577,15 @@ std::shared_ptr<const Layout> derive_layout(const std::string & model, float bud
     const float                             bits      = budget == 0.0f ? DERIVED_BUDGET : budget;
     const std::lock_guard<std::mutex>       lock(mutex);
     if (of != estimates || last->budget != bits || of_sliding != sliding) {
-        last       = planned(sliding.empty() ? *estimates : without(*estimates, sliding), bits);
+        last       = planned(sliding.empty() ? *estimates : without(*estimates, sliding), bits, N_SINK, N_RECENT);
         of         = estimates;
         of_sliding = sliding;
     }
     return last;
+}
+
+std::shared_ptr<const Layout> derive_layout(const WeightsFile & weights, float budget, int n_sink, int n_recent) {
+    return planned(estimate(weights, n_sink > 0), budget == 0.0f ? DERIVED_BUDGET : budget, n_sink, n_recent);
 }
 
 } // namespace subkv

@@ -1,8 +1,9 @@
-// derive.h: bases for a model without a calibration, from its weights, without running it (subkv/plan/datafree.py, which
-// computes the same bytes).
+// derive.h: bases for a model without a calibration, from its weights, without running it. Tests have the definition
+// (tests/format/derived_numpy.py), which computes the same bytes.
 #pragma once
 
 #include "layout.h"
+#include "weights_file.h"
 
 #include <memory>
 #include <string>
@@ -13,7 +14,7 @@ namespace subkv {
 // Bits per element of derived bases unless the user names others: the demo model's divergence equals q8_0's there.
 constexpr float DERIVED_BUDGET = 6.5f;
 
-// The writer of derived bases, as weights_generator() of metadata.py.
+// The writer of derived bases; increase the number when they change.
 extern const char * const DERIVED_GENERATOR;
 
 // The layers of a model that would have bases, ascending. Throws Invalid if there is none.
@@ -28,5 +29,7 @@ std::vector<int32_t> layers_of(const int32_t * layers, int32_t n);
 // possible range.
 std::shared_ptr<const Layout> derive_layout(const std::string & model, float budget,
                                             const std::vector<int32_t> & sliding);
+// The same of these weights, for a window of these sizes.
+std::shared_ptr<const Layout> derive_layout(const WeightsFile & weights, float budget, int n_sink, int n_recent);
 
 } // namespace subkv

@@ -17,7 +17,7 @@ namespace subkv {
 
 namespace {
 
-// as in weights.py
+// as in weights_numpy.py
 constexpr int     LEVELS     = 2047;
 constexpr double  SUMS       = 1 << 20;
 constexpr int     DIRECTIONS = 16;

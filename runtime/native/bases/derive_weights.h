@@ -1,5 +1,5 @@
 // derive_weights.h: estimates from a model's weights: the energies of the coordinates of keys and queries, and means from
-// biases. Method: subkv/plan/weights.py, which computes the same numbers.
+// biases. Definition, with its method: tests/format/weights_numpy.py.
 #pragma once
 
 #include "weights_file.h"

@@ -17,6 +17,7 @@ namespace {
 constexpr const char * WHY          = "bases from the weights need it";
 constexpr size_t       MAX_BLOCK    = 256u << 10; // bytes read at once
 constexpr size_t       MAX_ELEMENTS = 1u << 20;   // of a list that is read, and of a vector
+constexpr int64_t      MOST_ROWS    = 1 << 30;    // of a matrix in memory, and elements of a row
 
 // A number in a file's metadata.
 void read_number(gguf_type type, const void * data, size_t i, MetaValue & out) {
@@ -82,6 +83,26 @@ WeightsFile::WeightsFile(const std::string & path) {
     }
 }
 
+WeightsFile::WeightsFile(const gguf_context * metadata, const subkv_matrix * matrices, int32_t n) :
+    files_{ "the model" }, metadata_(gguf_init_empty()) {
+    gguf_set_kv(metadata_.get(), metadata);
+    arch_ = get("general.architecture").text;
+    for (const subkv_matrix * m = matrices; m < matrices + n; ++m) {
+        const std::string name = m->name ? m->name : "";
+        if (!m->data || m->type < 0 || m->type >= GGML_TYPE_COUNT || m->n_rows < 1 || m->n_rows > MOST_ROWS ||
+            m->n < 1 || m->n > MOST_ROWS || m->n % ggml_blck_size((ggml_type) m->type) != 0) {
+            refuse(name, "a matrix in memory", std::to_string(m->n_rows) + " rows of " + std::to_string(m->n));
+        }
+        if (m->order &&
+            (m->n_order < 1 || m->n_rows % m->n_order != 0 ||
+             std::any_of(m->order, m->order + m->n_order, [&](int i) { return i < 0 || i >= m->n_order; }))) {
+            refuse(name, "an order of rows within " + std::to_string(m->n_rows), "another one");
+        }
+        const uint64_t size = (uint64_t) m->n_rows * ggml_row_size((ggml_type) m->type, m->n);
+        tensors_.emplace(name, Tensor{ 0, 0, m->type, { m->n, m->n_rows, 1, 1 }, size, m });
+    }
+}
+
 MetaValue WeightsFile::get(const std::string & key) const {
     const gguf_context * ctx = metadata_.get();
     const int64_t        i   = gguf_find_key(ctx, key.c_str());
@@ -134,7 +155,7 @@ WeightMatrix WeightsFile::matrix(const std::string & name) const {
         refuse(name, std::to_string(t.ne[1]) + " rows of " + std::to_string(row_bytes) + " bytes",
                std::to_string(t.size) + " bytes");
     }
-    return { name, t.file, t.offset, t.type, t.ne[1], t.ne[0], row_bytes };
+    return { name, t.file, t.offset, t.type, t.ne[1], t.ne[0], row_bytes, t.memory };
 }
 
 std::optional<std::vector<double>> WeightsFile::vector(const std::string & name) const {
@@ -157,14 +178,23 @@ int64_t RowReader::rows_at_once(const WeightMatrix & matrix) {
 }
 
 void RowReader::read(const WeightMatrix & matrix, int64_t row, int64_t n) {
+    raw_.resize((size_t) n * matrix.row_bytes);
+    row_.resize((size_t) matrix.n);
+    if (const subkv_matrix * m = matrix.memory) {
+        for (int64_t i = 0; i < n; ++i) {
+            const int64_t at   = row + i;
+            const int64_t from = m->order ? at / m->n_order * m->n_order + m->order[at % m->n_order] : at;
+            std::memcpy(raw_.data() + (size_t) i * matrix.row_bytes,
+                        (const char *) m->data + (size_t) from * matrix.row_bytes, matrix.row_bytes);
+        }
+        return;
+    }
     const std::string & path = weights_.files_[matrix.file];
     auto                file = files_.find(matrix.file);
     errno                    = 0;
     if (file == files_.end()) {
         file = files_.emplace(matrix.file, std::ifstream(std::filesystem::u8path(path), std::ios::binary)).first;
     }
-    raw_.resize((size_t) n * matrix.row_bytes);
-    row_.resize((size_t) matrix.n);
     const uint64_t at = matrix.offset + (uint64_t) row * matrix.row_bytes;
     if (!file->second.seekg((std::streamoff) at) || !file->second.read(raw_.data(), (std::streamsize) raw_.size())) {
         const std::string where = " at byte " + std::to_string(at);

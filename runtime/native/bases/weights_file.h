@@ -1,7 +1,8 @@
-// weights_file.h: a model's metadata and matrices, read from its files without loading it.
+// weights_file.h: a model's metadata and matrices, read from its files without loading it, or from memory.
 #pragma once
 
 #include "ggml-cpp.h"
+#include "subkv.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -39,6 +40,8 @@ struct WeightMatrix {
     int         type   = 0;
     int64_t     n_rows = 0, n = 0; // n: elements of a row
     size_t      row_bytes = 0;
+
+    const subkv_matrix * memory = nullptr; // its rows; else they are in the file
 };
 
 // All files of a model. Methods are thread-safe; they throw Invalid about a key or a tensor.
@@ -46,6 +49,8 @@ class WeightsFile {
 public:
     // `path`: the first file of a split model. Throws Invalid.
     explicit WeightsFile(const std::string & path);
+    // A model in memory; the matrices must outlive this object. Throws Invalid.
+    WeightsFile(const gguf_context * metadata, const subkv_matrix * matrices, int32_t n);
 
     const std::string & arch() const { return arch_; }
 
@@ -68,6 +73,8 @@ private:
         int      type;
         int64_t  ne[4];
         uint64_t size;
+
+        const subkv_matrix * memory = nullptr;
     };
 
     std::vector<std::string>      files_;

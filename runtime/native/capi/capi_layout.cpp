@@ -2,7 +2,8 @@
 #include "capi.h"
 #include "derive.h"
 #include "ggml.h"
-#include "subkv_test.h"
+#include "subkv_research.h"
+#include "weights_file.h"
 
 #include <algorithm>
 
@@ -59,6 +60,17 @@ subkv_layout * subkv_layout_derive(const char * path, float budget, const int32_
     });
 }
 
+subkv_layout * subkv_layout_derive_matrices(const struct gguf_context * metadata, const subkv_matrix * matrices,
+                                            int32_t n_matrices, float budget, int32_t n_sink, int32_t n_recent) {
+    return guarded<subkv_layout *>("model", nullptr, [&] {
+        const char * const   function = "subkv_layout_derive_matrices: matrices";
+        const subkv_matrix * first    = n_matrices > 0 ? &not_null(matrices, function) : nullptr;
+        const gguf_context & keys     = not_null(metadata, "subkv_layout_derive_matrices: metadata");
+        const WeightsFile    weights(&keys, first, n_matrices);
+        return handle_of(derive_layout(weights, budget, n_sink, n_recent));
+    });
+}
+
 void subkv_layout_free(subkv_layout * layout) {
     delete layout;
 }
@@ -82,6 +94,20 @@ int64_t subkv_layout_basis(const subkv_layout * layout, int32_t il, int32_t head
         to_halves(decode ? head.decode : head.encode, head.rank, head.d, halves.data());
         ggml_fp16_to_fp32_row(halves.data(), out, n);
         return n;
+    });
+}
+
+int64_t subkv_layout_mean(const subkv_layout * layout, int32_t il, int32_t head_kv, float * out, int64_t n_out) {
+    return guarded<int64_t>("subkv_layout_mean", -1, [&] {
+        const int64_t d = coded_head("subkv_layout_mean", layout, il, head_kv, false).d;
+        if (!out || n_out < d) {
+            fail("subkv_layout_mean: n_out: expected room for %lld values, found %lld", (long long) d,
+                 (long long) (out ? n_out : 0));
+        }
+        const std::vector<uint16_t> & mean = layout->p->layer(il)->centre[(size_t) head_kv].mean;
+        std::fill(out, out + d, 0.0f);
+        ggml_fp16_to_fp32_row(mean.data(), out, (int64_t) mean.size());
+        return d;
     });
 }
 

@@ -20,6 +20,7 @@ extern "C" {
 #endif
 
 struct llama_context;
+struct gguf_context;
 
 typedef struct subkv_layout   subkv_layout;   // bases and bands of one model, immutable, shareable between contexts
 typedef struct subkv_observer subkv_observer; // accumulates calibration statistics
@@ -84,7 +85,30 @@ SUBKV_API subkv_layout * subkv_layout_load_budget(const char * path, float budge
 // model with a sliding window, which stay ordinary and get no bases, unless no other ones are left; NULL: none.
 SUBKV_API subkv_layout * subkv_layout_derive(const char * path, float budget, const int32_t * sliding,
                                              int32_t n_sliding);
+// A matrix or vector in memory, in rows without gaps. A file of the model has each n_order of these rows in the order
+// `order` (indices of rows), or, with NULL, as they are.
+typedef struct subkv_matrix {
+    const char *    name; // as in a file: blk.0.attn_k.weight
+    const void *    data; // [n_rows][n]
+    int64_t         n_rows, n;
+    const int32_t * order;
+    int32_t         n_order;
+    int32_t         type; // enum ggml_type
+} subkv_matrix;
+
+// As subkv_layout_derive, of a model in memory. metadata: its keys, as a file has them; matrices: the weights and biases of
+// queries and keys, and the norms before and in attention, of those in a file; others are not used.
+SUBKV_API subkv_layout * subkv_layout_derive_matrices(const struct gguf_context * metadata,
+                                                      const subkv_matrix * matrices, int32_t n_matrices, float budget,
+                                                      int32_t n_sink, int32_t n_recent);
 SUBKV_API void           subkv_layout_free(subkv_layout * layout);
+
+// Copies E (decode = false) or D (decode = true) of one head, [rank][d] f32, to `out`; returns rank*d, or -1.
+SUBKV_API int64_t subkv_layout_basis(const subkv_layout * layout, int32_t il, int32_t head_kv, bool value, bool decode,
+                                     float * out, int64_t n_out);
+// The same of the mean of one head's keys, [d_k]: zeros if there is none.
+SUBKV_API int64_t subkv_layout_mean(const subkv_layout * layout, int32_t il, int32_t head_kv, float * out,
+                                    int64_t n_out);
 
 // The layout without the matrices, as one UTF-8 JSON object; owned by the layout. Floats have 9 significant digits.
 //   version, block_count, n_sink, n_recent, recent_bits, bpe_context (int), codec, arch, gamma, basis_k, basis_v,

@@ -17,14 +17,6 @@ SUBKV_API const void * subkv_ops_table(int32_t i); // const subkv::Ops *
 // A function of subkv/ops.h or subkv/trellis.h by its name, whose references are pointers; NULL: not in the list.
 SUBKV_API const void * subkv_ops_function(const char * name);
 
-//
-// bases
-//
-
-// Copies E (decode = false) or D (decode = true) of one head, [rank][d] f32, to `out`; returns rank*d, or -1.
-SUBKV_API int64_t subkv_layout_basis(const subkv_layout * layout, int32_t il, int32_t head_kv, bool value, bool decode,
-                                     float * out, int64_t n_out);
-
 #ifdef __cplusplus
 }
 #endif

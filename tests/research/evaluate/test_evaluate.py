@@ -20,11 +20,14 @@ def test_evaluate_command(
 ) -> None:
     reference("llama")
     arguments = evaluating(tiny_model, measured, text, 256)
-    arguments += ["--n-recent", str(N_RECENT), "--kv-bits", "4,6", "--stock", "q8_0,q4_0", "-t", "1"]
+    arguments += ["--n-recent", str(N_RECENT), "--kv-bits", "4,6", "--uncalibrated", "6", "--stock", "q8_0,q4_0"]
+    arguments += ["-t", "1"]
     result = CliRunner().invoke(evaluate.main, [*arguments, "-o", "json"])
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in json.loads(result.stdout)}
-    assert list(rows) == ["subkv 4", "subkv 6", "q8_0", "q8_0 + window", "q4_0", "q4_0 + window"]
+    derived, stock = "subkv 6 uncalibrated", ["q8_0", "q8_0 + window", "q4_0", "q4_0 + window"]
+    assert list(rows) == ["subkv 4", "subkv 6", derived, *stock]
+    assert 5.5 < rows[derived]["bpe"] <= 6.0 and 0.0 < rows[derived]["mean_kld"] < rows["subkv 4"]["mean_kld"]
     assert rows["subkv 6"]["mean_kld"] < rows["subkv 4"]["mean_kld"]
     assert rows["q4_0 + window"]["mean_kld"] < rows["q4_0"]["mean_kld"]
     assert rows["q4_0"]["bpe"] == 4.5 and rows["q4_0 + window"]["bpe"] > 4.5

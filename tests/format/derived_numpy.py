@@ -1,9 +1,10 @@
-"""Bases for a model without a calibration, from its weights, without running it.
+"""The definition of bases from the weights, in numpy, for tests. libsubkv computes the same bytes (derive.cpp).
 
-Coordinates of keys are sorted by the estimated cost of their errors (weights.py) and mixed inside bands; a mean known
-from biases is subtracted. Values are mixed evenly, because no estimate from weights was reliable. All layers and heads
-have equal budgets, and every coefficient at least LEAST bits. All bases are invertible, so an unusual model only loses
-quality. The entries of a row of E or D have equal magnitude or are 0, so both matrices are stored and counted as bytes.
+Coordinates of keys are sorted by the estimated cost of their errors (weights_numpy.py) and mixed inside bands; a mean
+known from biases is subtracted. Values are mixed evenly, because no estimate from weights was reliable. All layers and
+heads have equal budgets, and every coefficient at least LEAST bits. All bases are invertible, so an unusual model only
+loses quality. The entries of a row of E or D have equal magnitude or are 0, so both matrices are stored and counted as
+bytes.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from weights_numpy import WHY, Energies, Weights
 
 from subkv.base.errors import CacheError, SubkvError, concerning
 from subkv.base.threads import default_threads, one_blas_thread
 from subkv.format import metadata
 from subkv.format.arrays import F16, F64
-from subkv.format.bases import Bands, CodedHead, CodedLayer, SharedHead, SharedMatrix, StoredBasis
+from subkv.format.bases import Bands, CodedHead, CodedLayer, SharedHead, SharedMatrix, StoredBasis, first_values
 from subkv.format.calibration import MAX_HEAD_SIZE, Calibration, LayerShape, TextSource
 from subkv.format.window import RECENT_BITS
 from subkv.native.gguf import SHA256_KEY, Base, Gguf, write_sidecar
 from subkv.plan import budget, latent, mla
-from subkv.plan.basis import N_HALVES, gains, half, slices
-from subkv.plan.derived import even, mixed_ratios, shared_matrix, spread_in_bytes
+from subkv.plan.basis import N_HALVES, gains, half, in_bytes, slices
+from subkv.plan.derived import mixed_ratios, shared_matrix
 from subkv.plan.hadamard import spreading
 from subkv.plan.pipeline import (
     CALIBRATED_CONTEXT,
-    UNCALIBRATED,
     Options,
     Result,
     check_latent,
@@ -42,15 +43,22 @@ from subkv.plan.pipeline import (
     recent_bits,
 )
 from subkv.plan.shared import owner
-from subkv.plan.weights import Energies, Weights
 
 PLANS = (3.5, 4.25, 5.2)  # budgets of further plans
 KV_BITS = 6.5  # default budget, at which the demo model's divergence equals q8_0's (converter/NOTES.md)
-LEAST = latent.LEAST  # bits of any coefficient
+LEAST = 3  # bits of any coefficient
 WIDEST = 16  # a bias can be a thousand times the variation around it
 # weight of a value's coefficient relative to the geometric mean of a head's keys
 VALUE_WEIGHT = 0.7
+SLOPE = 1e-3  # decrease of equal importance per group
+FROM_WEIGHTS = "weights"  # subkv.calibration.text of bases derived from the weights
+UNCALIBRATED = ("window", "kv_bits", "bpe_context", "center_k", "plans")  # options that apply without a calibration
 NOT_READ = "0" * 64  # placeholder for hashes of a missing calibration, and of weights that were not read completely
+
+
+def equal_importance(n: int) -> F64:
+    """[n] importance of equal coefficients. It decreases slightly: a budget ends at the same group in all heads."""
+    return np.asarray(1.0 - SLOPE * (np.arange(n) // budget.GROUP), dtype=np.float64)
 
 
 def shapes(base: Base) -> tuple[LayerShape, ...]:
@@ -100,22 +108,6 @@ def shapes(base: Base) -> tuple[LayerShape, ...]:
     return tuple(layers)
 
 
-def check_budget(base: Base, options: Options) -> None:
-    """Reject a budget that no calibration of this model makes possible. Raises SubkvError."""
-    if options.kv_bits is None or options.codec == "int8" or mla.is_latent(base):
-        return
-    options.window.with_defaults().check()
-    context = options.bpe_context or default_context(base)
-    sizes = [d for shape in shapes(base) for d in (shape.d_k, shape.d_v) for _ in range(shape.n_head_kv)]
-
-    def limits(recent: int, in_bytes: bool) -> tuple[metadata.Account, metadata.Account]:
-        bits = [budget.coefficient_bits(d, encode_in_bytes=in_bytes, decode_in_bytes=in_bytes) for d in sizes]
-        heads = [budget.Head(d, np.ones(d), basis_bits=n) for d, n in zip(sizes, bits, strict=True)]
-        return budget.budget_range(heads, budget.Overhead(context, options.window.with_defaults(recent_bits=recent)))
-
-    budget.check_range(options.kv_bits, limits(RECENT_BITS, in_bytes=True)[0], limits(16, in_bytes=False)[1])
-
-
 @one_blas_thread()  # the pool's threads compute, each with small matrices
 def plan(base: Base, options: Options, sliding: Collection[int] = ()) -> Result:
     """Layout and bases from the weights. options: those of UNCALIBRATED; default kv_bits: KV_BITS at largest_context().
@@ -138,7 +130,7 @@ def plan(base: Base, options: Options, sliding: Collection[int] = ()) -> Result:
     overhead = budget.Overhead(options.bpe_context or context, window)
     if is_latent:
         check_latent(options)
-        coded, account = latent.coded(base, layers, kv_bits, overhead)
+        coded, account = _latent(base, layers, kv_bits, overhead)
         settings = options.settings("pca", "pca", "one", window)
         plans = None if options.plans == () else metadata.Plans(kv_bits, (), {})
         return Result(coded, settings, account, {"formula": len(coded)}, plans=plans)
@@ -150,7 +142,7 @@ def plan(base: Base, options: Options, sliding: Collection[int] = ()) -> Result:
     heads = []
     for shape, of_layer in zip(layers, keys, strict=True):
         bits_k, bits_v = (budget.coefficient_bits(d, decode_in_bytes=True) for d in (shape.d_k, shape.d_v))
-        of_v = budget.Head(shape.d_v, VALUE_WEIGHT * budget.equal_importance(shape.d_v), basis_bits=bits_v)
+        of_v = budget.Head(shape.d_v, VALUE_WEIGHT * equal_importance(shape.d_v), basis_bits=bits_v)
         for key in of_layer:
             heads += [budget.Head(shape.d_k, key.importance, bool(key.mean.any()), bits_k), of_v]
     planned = budget.plan_banded(heads, kv_bits, overhead, LEAST, WIDEST)
@@ -230,6 +222,14 @@ def sidecar(model: Path, output: Path, options: Options | None = None, sliding: 
     return result
 
 
+def weights_generator() -> str:
+    """The same of bases from the weights; increase the number when they change.
+
+    derive.cpp, which derives them in memory, has it, too.
+    """
+    return f"{metadata.generator()}, weights 3"
+
+
 def keys(base: Base, result: Result) -> dict[str, Any]:
     """The metadata of a result, which state that no text was used (FORMAT.md §1)."""
     arch = str(base.get("general.architecture"))
@@ -240,14 +240,14 @@ def keys(base: Base, result: Result) -> dict[str, Any]:
         n_ctx=0,
         n_skip=0,
         tokens=0,
-        texts=(TextSource(metadata.FROM_WEIGHTS, NOT_READ, 0),),
+        texts=(TextSource(FROM_WEIGHTS, NOT_READ, 0),),
         model_sha256=NOT_READ,
         generator=metadata.generator(),
         layers=(),
         sha256=NOT_READ,
     )
     values = metadata.keys(result.layers, no_calibration, result.settings, result.counted, plans=result.plans)
-    return {**values, "subkv.generator": ("str", metadata.weights_generator()), SHA256_KEY: ("str", NOT_READ)}
+    return {**values, "subkv.generator": ("str", weights_generator()), SHA256_KEY: ("str", NOT_READ)}
 
 
 def _notes(layers: Sequence[LayerShape], estimates: Sequence[Energies | None]) -> tuple[SubkvError, ...]:
@@ -262,7 +262,7 @@ def _normalized(cost: F64, without_bias: F64) -> F64:
     """A head's costs, divided by the geometric mean of its costs without biases."""
     floor = max(float(without_bias.max()), 1e-300) * 1e-12
     mean = float(np.exp(np.mean(np.log(np.maximum(without_bias, floor)))))
-    return cost / mean * budget.equal_importance(len(cost))
+    return cost / mean * equal_importance(len(cost))
 
 
 @dataclass(frozen=True)
@@ -282,14 +282,14 @@ def _keys(shape: LayerShape, energies: Energies | None, centred: bool) -> list[_
     """The keys of a layer's heads, evenly mixed without an estimate."""
     d = shape.d_k
     if energies is None:
-        keys = _Keys(None, np.ones(d), budget.equal_importance(d), np.zeros(d, dtype=np.float16))
+        keys = _Keys(None, np.ones(d), equal_importance(d), np.zeros(d, dtype=np.float16))
         return [keys] * shape.n_head_kv
     heads = []
     for k, q, mean, rest in zip(energies.k, energies.q, energies.mean, energies.rest, strict=True):
         variance = k + rest if centred else k + rest + mean**2
         cost = variance * q
         order = np.argsort(-cost, kind="stable")
-        heads.append(_Keys(order, variance[order], _normalized(cost[order], k * q), half(mean * centred, "mean")))
+        heads.append(_Keys(order, variance[order], _normalized(cost[order], k * q), half(mean * centred + 0.0, "mean")))
     return heads
 
 
@@ -301,6 +301,65 @@ def _stored(order: NDArray[np.int64], variance: F64, bands: Bands, mean: F16) ->
             (np.eye(n), np.eye(n)) if bits == 16 else spread_in_bytes(n)
         )
     ratios = mixed_ratios(bands, variance)
+    return StoredBasis(bands, half(encode, "E"), half(decode / gains(bands)[:, None], "D"), ratios, mean)
+
+
+def _latent(
+    base: Base, layers: Sequence[LayerShape], kv_bits: float, overhead: budget.Overhead
+) -> tuple[tuple[CodedLayer, ...], metadata.Account]:
+    """Bands and bases of all layers within a budget, from the weights; the same for all layers.
+
+    Raises SubkvError as plan_banded().
+    """
+    parts_of_rows = []
+    for shape in layers:
+        of_latent, rotated = (equal_importance(d) for d in (shape.d_v, shape.d_k - shape.d_v))
+        parts_of_rows += latent.heads(shape, of_latent, rotated, narrow=True)
+    planned = latent.joined(parts_of_rows, budget.plan_banded(parts_of_rows, kv_bits, overhead, LEAST))
+    out, bands = [], iter(planned)
+    for shape in layers:
+        parts = [
+            (d, variance)
+            for d, variance in zip((shape.d_v, shape.d_k - shape.d_v), latent_variances(base, shape), strict=True)
+            if d
+        ]
+        of_parts = [next(bands) for _ in parts]
+        blocks = [even(d, of_part) for (d, _), of_part in zip(parts, of_parts, strict=True)]
+        keys = latent._joined(blocks, of_parts, np.concatenate([np.full(*part) for part in parts]))
+        out.append(CodedLayer(shape, (CodedHead(keys, first_values(keys, shape.d_v), 1.0),), latent=True))
+    return tuple(out), budget.account(parts_of_rows, planned, overhead)
+
+
+def latent_variances(base: Base, shape: LayerShape) -> tuple[float, float]:
+    """Mean squares of the latent's and of the rotary part's elements, estimated from weights; 1 if unknown.
+
+    Those of the latent are the squares of its norm's weights. The residual stream is assumed to be white.
+    """
+    names = [f"blk.{shape.il}.{name}.weight" for name in ("attn_kv_a_norm", "attn_norm", "attn_kv_a_mqa")]
+    if not all(base.has_tensor(name) for name in names):
+        return 1.0, 1.0
+    of_latent, norm = (base.tensor(name, WHY).ravel().astype(np.float64) for name in names[:2])
+    matrix = base.matrix(names[2], WHY)
+    if len(of_latent) != shape.d_v or matrix.shape != (shape.d_k, len(norm)):
+        return 1.0, 1.0
+    rotated = matrix.rows(slice(shape.d_v, shape.d_k)).astype(np.float64) * norm
+    estimates = float(np.mean(of_latent**2)), float(np.mean(np.sum(rotated**2, axis=1))) if len(rotated) else 1.0
+    return estimates if all(0.0 < x < np.inf for x in estimates) else (1.0, 1.0)
+
+
+@functools.cache
+def spread_in_bytes(n: int) -> tuple[F64, F64]:
+    """E of n evenly mixed coordinates, rounded to bytes, and D, the transpose of its inverse: rows are orthogonal."""
+    encode = in_bytes(spreading(n))
+    return encode, encode / np.sum(encode**2, axis=1)[:, None]
+
+
+@functools.cache
+def even(d: int, bands: Bands, variance: float = 1.0) -> StoredBasis:
+    """A basis with equal coefficients."""
+    encode, decode = spread_in_bytes(d)
+    ratios = mixed_ratios(bands, np.full(d, variance))
+    mean = np.zeros(d, dtype=np.float16)
     return StoredBasis(bands, half(encode, "E"), half(decode / gains(bands)[:, None], "D"), ratios, mean)
 
 

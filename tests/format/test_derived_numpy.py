@@ -7,11 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import derived_numpy
 import numpy as np
 import pytest
+import weights_numpy as weights
 from each import each
 from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
+from weights_numpy import Energies, Weights, partners
 
 from subkv.base.errors import CacheError, SubkvError
 from subkv.format import metadata
@@ -19,10 +22,8 @@ from subkv.format.bases import CodedLayer
 from subkv.format.layout import Layout
 from subkv.format.window import Window
 from subkv.native.gguf import Gguf
-from subkv.plan import datafree, mla, predict, weights
+from subkv.plan import mla, predict
 from subkv.plan.pipeline import Options, Result
-from subkv.plan.positions import partners
-from subkv.plan.weights import Energies, Weights
 
 F64 = NDArray[np.float64]
 Models = Callable[..., Path]
@@ -32,7 +33,7 @@ SHIFT = 600.0  # norm of a bias, as Qwen2's largest
 
 def of_model(model: Path, options: Options) -> Result:
     with Gguf(model) as base:
-        return datafree.plan(base, options)
+        return derived_numpy.plan(base, options)
 
 
 class Changed:
@@ -67,7 +68,7 @@ class Rows:
 
 
 def energies(base: Any, il: int = 0, span: int = SPAN) -> Energies:
-    layers = datafree.shapes(base)
+    layers = derived_numpy.shapes(base)
     found = Weights(base, layers, span).energies(layers[il])
     assert found is not None
     return found
@@ -92,7 +93,7 @@ def test_predicted_energies_match_keys(tiny_model: Models, monkeypatch: pytest.M
     rng = np.random.default_rng(0)
     with Gguf(tiny_model(arch)) as base:
         plain = Changed(base, context_length=SPAN)
-        found, shape = energies(plain), datafree.shapes(base)[0]
+        found, shape = energies(plain), derived_numpy.shapes(base)[0]
         norm = base.tensor("blk.0.attn_norm.weight", "").ravel()
         position = rng.uniform(0.0, SPAN, 20000)
         x = rng.standard_normal((len(position), len(norm))) * norm
@@ -125,7 +126,7 @@ def test_stream_energy_follows_large_weights(tiny_model: Models) -> None:
         names = [f"blk.{il}.attn_{side}.weight" for il in range(2) for side in "qk"]
         changed = {name: base.tensor(name, "") @ (np.eye(n) + 9.0 * few @ few.T) for name in names}
         changed |= {f"blk.{il}.attn_norm.weight": np.ones(n) for il in range(2)}
-        stream = Weights(Changed(base, changed), datafree.shapes(base), SPAN)._stream
+        stream = Weights(Changed(base, changed), derived_numpy.shapes(base), SPAN)._stream
     assert stream is not None
     assert np.sum(stream**2) == pytest.approx(1.0 - weights.WHITE, rel=1e-4)
     assert np.sum((few.T @ stream) ** 2) == pytest.approx(1.0 - weights.WHITE, rel=0.01)
@@ -198,7 +199,7 @@ def invertible(layers: tuple[CodedLayer, ...]) -> None:
     for layer in layers:
         for head in layer.heads:
             for side in (head.k, head.v):
-                assert min(bits for _, bits in side.bands) >= datafree.LEAST
+                assert min(bits for _, bits in side.bands) >= derived_numpy.LEAST
                 product = side.encode.astype(np.float64) @ side.decode.astype(np.float64).T
                 assert np.allclose(product, np.diag(np.diag(product)), atol=2e-3)
                 assert np.diag(product).min() > 0.99
@@ -228,7 +229,7 @@ def test_bytes_of_bases_match_libsubkv(
 ) -> None:
     """In bytes, as libsubkv reports them after loading."""
     context = 1 << 20
-    result = datafree.sidecar(tiny_model(arch, **dims), tmp_path / "out.gguf", options(kv_bits))
+    result = derived_numpy.sidecar(tiny_model(arch, **dims), tmp_path / "out.gguf", options(kv_bits))
     elements = sum(layer.shape.n_head_kv * layer.shape.d_k for layer in result.layers)
     elements += sum(layer.shape.n_head_kv * layer.shape.d_v for layer in result.layers if not layer.latent)
     held = 8 * metadata.read(tmp_path / "out.gguf")["bytes_bases"]
@@ -245,7 +246,7 @@ def test_unknown_rotation_or_damaged_weights_are_coded_evenly(tiny_model: Models
         ):
             known = {"head_count": 4, "head_count_kv": 2, "key_length": 32, "value_length": 32}
             changed.values |= known
-            result = datafree.plan(changed, options())
+            result = derived_numpy.plan(changed, options())
             invertible(result.layers)
             assert len(result.notes) == 1
             assert result.settings.basis_k == "pca"
@@ -256,7 +257,7 @@ def test_unknown_rotation_or_damaged_weights_are_coded_evenly(tiny_model: Models
 def test_weights_of_zeros(tiny_model: Models, side: str) -> None:
     with Gguf(tiny_model("llama")) as base:
         name = f"blk.1.attn_{side}.weight"
-        result = datafree.plan(Changed(base, {name: np.zeros_like(base.tensor(name, ""))}), options())
+        result = derived_numpy.plan(Changed(base, {name: np.zeros_like(base.tensor(name, ""))}), options())
     invertible(result.layers)
     assert not result.notes
 
@@ -289,7 +290,7 @@ def test_large_key_biases_cost_little(tiny_model: Models, pairs: list[int]) -> N
     with Gguf(tiny_model("qwen2", head_size=d)) as base:
         for size in (1e-3, SHIFT):
             model = with_biases(base, d, size, pairs)
-            layer = datafree.plan(model, options(5.0)).layers[0]
+            layer = derived_numpy.plan(model, options(5.0)).layers[0]
             norm = base.tensor("blk.0.attn_norm.weight", "").ravel()
             x = np.random.default_rng(5).standard_normal((len(position), len(norm))) * norm
             keys = x @ base.tensor("blk.0.attn_k.weight", "").T + model.tensors["blk.0.attn_k.bias"]
@@ -307,17 +308,17 @@ def test_large_key_biases_cost_little(tiny_model: Models, pairs: list[int]) -> N
 
 def test_sidecar_names_its_origin(tiny_model: Models, tmp_path: Path) -> None:
     first, second = tmp_path / "a.gguf", tmp_path / "b.gguf"
-    result = datafree.sidecar(tiny_model("llama"), first)
-    datafree.sidecar(tiny_model("llama"), second)
+    result = derived_numpy.sidecar(tiny_model("llama"), first)
+    derived_numpy.sidecar(tiny_model("llama"), second)
     assert first.read_bytes() == second.read_bytes()
     with Layout(first) as layout:
         described = layout.description
     zeros = "0" * 64
-    assert described["calibration"] == {"sha256": zeros, "tokens": 0, "text": metadata.FROM_WEIGHTS}
+    assert described["calibration"] == {"sha256": zeros, "tokens": 0, "text": derived_numpy.FROM_WEIGHTS}
     assert described["base_sha256"] == zeros
     assert described["bpe_context"] == 8192
     assert described["bits_per_element"] == pytest.approx(result.counted.total)
-    assert 4.6 < result.counted.total <= datafree.KV_BITS
+    assert 4.6 < result.counted.total <= derived_numpy.KV_BITS
     heads = metadata.read_heads(first)
     for layer in result.layers:
         for ours, stored in zip(layer.heads, heads[layer.shape.il], strict=True):
@@ -337,7 +338,7 @@ def test_sidecar_names_its_origin(tiny_model: Models, tmp_path: Path) -> None:
 )
 def test_refused_options(tiny_model: Models, tmp_path: Path, others: dict[str, Any], key: str) -> None:
     with pytest.raises(SubkvError) as refused:
-        datafree.sidecar(tiny_model("llama"), tmp_path / "out.gguf", replace(options(), **others))
+        derived_numpy.sidecar(tiny_model("llama"), tmp_path / "out.gguf", replace(options(), **others))
     assert refused.value.key == key
     assert "expected" in refused.value.reason
     assert not list(tmp_path.iterdir())
@@ -345,7 +346,7 @@ def test_refused_options(tiny_model: Models, tmp_path: Path, others: dict[str, A
 
 def test_refused_models(tiny_model: Models, tmp_path: Path) -> None:
     with pytest.raises(CacheError) as refused:
-        datafree.sidecar(tiny_model("mamba"), tmp_path / "out.gguf")
+        derived_numpy.sidecar(tiny_model("mamba"), tmp_path / "out.gguf")
     assert "model mamba: subkv cannot hold its K/V cache because no layer of it has K/V heads" in str(refused.value)
     assert "-ctk f16" in str(refused.value)
     assert not list(tmp_path.iterdir())
@@ -353,7 +354,7 @@ def test_refused_models(tiny_model: Models, tmp_path: Path) -> None:
 
 def test_latent_attention(tiny_model: Models, tmp_path: Path) -> None:
     """One row per token, whose first bands cover only the latent; the file reads back unchanged."""
-    result = datafree.sidecar(tiny_model("deepseek2"), tmp_path / "out.gguf", options(5.0))
+    result = derived_numpy.sidecar(tiny_model("deepseek2"), tmp_path / "out.gguf", options(5.0))
     described = metadata.read(tmp_path / "out.gguf")
     assert described["version"] == 5
     assert described["bytes_per_token"] == result.counted.bytes_per_token
@@ -376,15 +377,15 @@ def test_latent_attention_of_every_form(tiny_model: Models, arch: str) -> None:
         known = {key.rpartition(".")[2]: base.get(key) for key in base.keys() if key.startswith("deepseek2.")}  # noqa: SIM118
         other = Changed(base, **known | {"architecture": arch, "head_count_kv": [0, 1, 1], "value_length": 40})
         other.values["nextn_predict_layers"] = 1
-        (layer,) = datafree.plan(other, options(6.0)).layers
+        (layer,) = derived_numpy.plan(other, options(6.0)).layers
         assert (layer.shape.il, layer.shape.d_k, layer.shape.d_v, layer.latent) == (1, 48, 32, True)
 
 
 def test_latent_rows_as_large_as_real_ones(tiny_model: Models) -> None:
     """The default budget has room for the bases of rows of 512 + 64 elements."""
     with Gguf(tiny_model("deepseek2", n_lora=512, head_size=128)) as base:
-        result = datafree.plan(base, Options())
-    assert result.counted.context == 32768 and result.counted.total <= datafree.KV_BITS
+        result = derived_numpy.plan(base, Options())
+    assert result.counted.context == 32768 and result.counted.total <= derived_numpy.KV_BITS
     bits = [width for layer in result.layers for _, width in layer.heads[0].k.bands]
     assert min(bits) >= 6
 
@@ -394,7 +395,7 @@ def test_latent_attention_that_is_not_hooked(tiny_model: Models) -> None:
         other = Changed(base, architecture="deepseek4", block_count=2)
         other.values |= {"head_count": 4, "head_count_kv": 1, "key_length_mla": 32}
         with pytest.raises(CacheError, match=r"multi-head latent \(MLA\) of another form than that of deepseek2, "):
-            datafree.plan(other, options())
+            derived_numpy.plan(other, options())
 
 
 @each("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "F16", "BF16", "F32"])

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from subkv.format.arrays import F32, F64
 from subkv.format.calibration import LayerShape
 from subkv.native.gguf import Base, Rows
-from subkv.plan.positions import UNROTATED, pairs, partners
+from subkv.plan.positions import ABSOLUTE, HALVES, NEIGHBOURS, pairs
 
 LEVELS = 2047  # largest integer of a row of weights, and of a direction
 SUMS = 1 << 20  # the same of a row's products with the directions
@@ -36,6 +36,20 @@ ROUNDS = 3  # of subspace iteration
 QUERIES = 2  # query heads read per group; more hardly change the estimate
 SMALLEST = 1e-30  # a row of smaller numbers counts as zeros
 DEPENDENT = 1e-8  # share of a column that other columns do not explain, below which it is rounding
+UNROTATED = (*ABSOLUTE, "bloom", "jais", "mpt", "refact")
+# Further architectures for partners(): some of their layers may rotate at other frequencies or not at all.
+ALSO_NEIGHBOURS = (
+    "arcee", "arctic", "baichuan", "bailingmoe", "chameleon", "chatglm", "cohere2", "cohere2moe", "command-r",
+    "deci", "deepseek", "ernie4_5", "ernie4_5-moe", "granite", "granitemoe", "internlm2", "llada", "llama4",
+    "maincoder", "minicpm", "mistral3", "nanbeige", "olmo", "plm", "smollm3", "starcoder", "xverse",
+)  # fmt: skip
+ALSO_HALVES = (
+    "afmoe", "apertus", "bailingmoe2", "bitnet", "codeshell", "dbrx", "dots1", "dream", "exaone", "exaone-moe",
+    "exaone4", "falcon", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt-oss", "grok", "grovemoe", "hunyuan-dense",
+    "hunyuan-moe", "jais2", "llada-moe", "mellum", "mimo2", "minicpm3", "minimax-m2", "minimax-m3", "nemotron",
+    "olmo2", "olmoe", "openelm", "orion", "pangu-embedded", "phi3", "phimoe", "plamo", "plamo3", "qwen", "qwen2moe",
+    "qwen3moe", "rnd1", "qwen4exp", "seed_oss", "smallthinker",
+)  # fmt: skip
 Mapped = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 WHY = "bases from the weights need it"
 
@@ -225,6 +239,26 @@ class Weights:
             return means
         rotary = pairs(self._base, means.shape[1])
         return None if rotary is None else rotary.vector(means, span)
+
+
+def partners(base: Base, d: int) -> NDArray[np.int64] | None:
+    """[d] the partner of each coordinate of a key of size d, itself if it is not rotated; None if unknown.
+
+    Supports more models than pairs(), because it needs no frequencies.
+    """
+    arch = base.get("general.architecture")
+    partner = np.arange(d)
+    if arch in UNROTATED:
+        return partner
+    n_rot = base.get(f"{arch}.rope.dimension_count") or d
+    if isinstance(n_rot, int) and n_rot > d:  # heads with sliding windows may be smaller
+        n_rot = base.get(f"{arch}.rope.dimension_count_swa")
+    neighbours = arch in NEIGHBOURS + ALSO_NEIGHBOURS
+    known = neighbours or arch in HALVES + ALSO_HALVES
+    if not known or not isinstance(n_rot, int) or n_rot > d or n_rot % 2:
+        return None
+    partner[:n_rot] = partner[:n_rot] ^ 1 if neighbours else np.roll(partner[:n_rot], n_rot // 2)
+    return partner
 
 
 def _pair_mean(squares: F64, partner: NDArray[np.int64]) -> F64:
