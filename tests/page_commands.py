@@ -119,6 +119,7 @@ NOT_RUN = {
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install '.[demo]'",
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install .",
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install . openai",
+        "pip install --group cuda",
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DGGML_CUDA=ON' pip install .",
         "python research/gpu/decide.py build before=COMMIT now=HEAD",
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DGGML_VULKAN=ON' pip install .",
