@@ -160,7 +160,7 @@ NOT_RUN = {
     ],
     "needs a GPU": [
         "python research/gpu/gpu.py",
-        "python research/gpu/decide.py run",
+        "python research/gpu/decide.py run -m model.gguf --programs build/gpu/bin",
         "llama-server -m model.gguf -ngl 99 -nkvo -ctk subkv",
     ],
     "needs a container's or a cluster's programs; tests check its flags": [

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes as ct
 import functools
+import os
+from pathlib import Path
 from typing import Any
 
 import cuda_ops as c
@@ -38,6 +40,8 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("cuda")
     if request.param == "emulated":
         return c.build_emulated(folder)
+    if built := os.environ.get("SUBKV_TEST_NATIVE"):  # research/gpu/decide.py
+        return c.Library(Path(built), c.DeviceMemory if has_gpu() else c.HostMemory)
     compiler = c.nvcc()
     if compiler is None or not has_gpu():
         pytest.skip(f"no {'nvcc' if compiler is None else 'GPU that PyTorch sees'}: the kernels run on the CPU only")
