@@ -130,6 +130,35 @@ def check_encode(library: c.Library, both: list[layers.Side], orthonormal: bool,
         assert np.array_equal(halves[:, i].view(np.uint16), expected_halves.view(np.uint16))
 
 
+@each("name", ["planned", "widest"])
+def test_encode_rows_of_a_block(library: c.Library, name: str) -> None:
+    """A row's bytes do not depend on those that the call, and so the block, has beside it."""
+    bands, n, n_cells = layers.LAYERS[name], 125, 3 * o.TILE
+    d = max(map(layers.head_size, bands))
+    sides = [layers.Side.make(b, d, 1 + i) for i, b in enumerate(bands)]
+    rng = np.random.default_rng(4)
+    n_head = len(sides[0].heads)
+    x = [layers.inputs_to_encode(n, n_head, d, rng) for _ in sides]
+    cells = rng.permutation(n_cells)[:n].astype(np.int64)
+    memory = library.memory()
+    heads = c.Heads(library, memory, *sides, n_group=1)
+    found = []
+    for counts in ([n], [1, 2, 5, 30, n - 38]):
+        put = [memory.put(np.zeros((n_cells // o.TILE, o.TILE * side.row_bytes), np.uint8)) for side in sides]
+        for first, count in zip(np.cumsum([0, *counts[:-1]]), counts, strict=True):
+            part = slice(first, first + count)
+            args = c.Encode(layer=heads.layer, k_head=d, k_token=n_head * d, v_head=d, v_token=n_head * d, n_tok=count)
+            args.k, args.v = (memory.put(a[part])[0] for a in x)
+            args.k_tiles, args.v_tiles = (at for at, _ in put)
+            args.k_stride, args.v_stride = (o.TILE * side.row_bytes for side in sides)
+            args.cells = memory.put(cells[part])[0]
+            args.fresh = memory.put(np.zeros((count, 2 * n_head * d), np.uint16))[0]
+            library.run("encode", args)
+        found.append([read().copy() for _, read in put])
+    for whole, parts in zip(*found, strict=True):
+        assert whole.any() and np.array_equal(whole, parts)
+
+
 SHAPES = [
     Shape(),
     Shape(n_kv=1, group=1, n_split=1),
