@@ -124,7 +124,7 @@ class Cuda:
 
     def calls(self) -> Calls:
         """In this order: project writes the input of attend, attend that of combine."""
-        decode = ["attend_decode"] if self.work.n_tps == 1 else []
+        decode = ["attend_decode"] if self.work.n_tps <= 8 else []
         attend, combine = self.run("attend", self.attend), self.run("combine", self.combine)
         return {
             "CUDA project": self.run("project_queries", self.attend),

@@ -171,7 +171,9 @@ SHAPES = [
     Shape(n_stream=2, n_tps=11, group=2, n_kv=129, n_split=3, softcap=5.0, means=True),
     Shape(n_tps=40, group=2, n_kv=100, n_split=1, mask_half=True),
     Shape(n_kv=100, blind=True),
+    Shape(n_stream=2, n_tps=8, group=5, n_kv=129, n_split=3, softcap=5.0, means=True),
     Shape(n_tps=9, group=2, n_kv=100, picture=True),
+    Shape(n_tps=8, group=2, n_kv=100, picture=True),
     Shape(n_stream=2, group=8, n_kv=90, picture=True),
 ]
 
@@ -192,6 +194,34 @@ def test_attend_layouts(library: c.Library, name: str, shape: Shape) -> None:
 def test_attend_latent(library: c.Library, name: str, shape: Shape) -> None:
     """Values are the first coefficients of a tile's keys."""
     check_attend(library, name, shape)
+
+
+def test_a_token_attends_alike_beside_others(library: c.Library) -> None:
+    """Up to DECODE_TOKENS of a stream have the bits that each has alone."""
+    s = Shape(n_stream=2, n_tps=c.DECODE_TOKENS // 2, group=3, n_kv=200, n_split=2, mask_half=True, means=True)
+    call = Call(library, "planned", s)
+    library.run("attend", call.args)
+    rank = min(head.rank for head in call.sides[1].heads)
+
+    def results(n_tok: int) -> list[o.F32]:
+        shape = (s.n_split, call.n_head, n_tok * s.group)
+        n = int(np.prod(shape))
+        return [call.m()[:n].reshape(shape), call.z()[:n].reshape(shape), call.acc()[:n, :rank].reshape(*shape, rank)]
+
+    together = [part.copy() for part in results(call.n_tok)]
+    for token in range(call.n_tok):
+        stream, one = token // s.n_tps, c.Attend.from_buffer_copy(call.args)
+        one.n_stream = one.n_tps = 1
+        one.q += 4 * token * one.q_token
+        one.mask += 2 * token * s.n_kv
+        one.tokens += call.tokens.itemsize * call.tokens.shape[1] * token
+        one.cell_pos += call.cell_pos.itemsize * stream * s.n_kv
+        one.k_tiles += stream * one.k_stream
+        one.v_tiles += stream * one.v_stream
+        library.run("attend", one)
+        for alone, of in zip(results(1), together, strict=True):
+            assert np.isfinite(alone).any()
+            assert np.array_equal(alone, of[:, :, token * s.group :][:, :, : s.group])
 
 
 LARGE: o.Layout = ((184, 16), (16, 8), (56, 4))
@@ -576,7 +606,7 @@ def test_calls_of_the_timing_script(library: c.Library, n_tps: int, monkeypatch:
         monkeypatch.setattr(gpu_ops, name, value)
     work = gpu_ops.Workload(gpu_ops.BANDS["4.3 bits"], 2, n_tps, 1024)
     timed = gpu_ops.Cuda(library, work)
-    assert [name for name in timed.calls() if "attend_decode" in name] == ["CUDA attend_decode"] * (n_tps == 1)
+    assert [name for name in timed.calls() if "attend_decode" in name] == ["CUDA attend_decode"]
     for call in timed.calls().values():
         timed.out.fill_(torch.nan)
         call()
