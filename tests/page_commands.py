@@ -115,6 +115,7 @@ NOT_RUN = {
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install '.[demo]'",
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install .",
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DSUBKV_PROGRAMS=ON' pip install . openai",
+        "pip install --group cuda",
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DGGML_CUDA=ON' pip install .",
         "python research/gpu/decide.py build before=COMMIT now=HEAD",
         "CMAKE_ARGS='-DLLAMA_BUILD=OFF -DGGML_VULKAN=ON' pip install .",
@@ -153,7 +154,7 @@ NOT_RUN = {
     ],
     "needs a GPU": [
         "python research/gpu/gpu.py",
-        "python research/gpu/decide.py run",
+        "python research/gpu/decide.py run -m model.gguf --programs build/gpu/bin",
         "llama-server -m model.gguf -ngl 99 -nkvo -ctk subkv",
     ],
     "needs a container's or a cluster's programs; tests check its flags": [

@@ -24,8 +24,10 @@ template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decod
     const int      G      = l.n_group;
     const int      h      = (int) blockIdx.x;
     const int64_t  part   = blockIdx.y;
-    const int64_t  token  = blockIdx.z;             // one per stream
-    const int64_t  row    = h * a.n_stream + token; // number of the first of G rows
+    const int64_t  token  = blockIdx.z;
+    const int64_t  stream = blockIdx.z / (unsigned) a.n_tps;
+    const int64_t  n_tok  = a.n_stream * a.n_tps;
+    const int64_t  row    = h * n_tok + token; // number of the first of G rows
     const float *  qt     = a.qt + row * G * l.width_k;
     const int64_t  first  = part * a.split;
     const int      cells  = (int) (least(a.n_kv, first + a.split) - first);
@@ -58,8 +60,8 @@ template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decod
     const Plan &    plan    = *s.plan;
     const int       octet   = plan.first_octet(warp); // first octet of values of this warp
     const int       end     = plan.first_octet(warp + 1);
-    const uint8_t * k_tiles = a.k_tiles + token * a.k_stream + plan.k_offset + first / TILE * a.k_stride;
-    const uint8_t * v_tiles = a.v_tiles + token * a.v_stream + plan.v_offset + first / TILE * a.v_stride;
+    const uint8_t * k_tiles = a.k_tiles + stream * a.k_stream + plan.k_offset + first / TILE * a.k_stride;
+    const uint8_t * v_tiles = a.v_tiles + stream * a.v_stream + plan.v_offset + first / TILE * a.v_stride;
     // each thread copies from one of the tiles
     const int       copiers    = job.tiles == MOST_TILES ? THREADS / MOST_TILES : THREADS;
     const int       copied     = (int) threadIdx.x / copiers * TILE; // first cell of its tile in the next steps
@@ -93,7 +95,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decod
     // the places of cell 16 * warp + lane / 4 among the words of quarter 2 * (warp % 2), of query row lane % FOUR
     uint8_t * const weight_at = s.weights + 2 * (lane % FOUR) * WEIGHT_PITCH + lane / 16 * (TILE / 2) + warp % 2 * 16 +
                                 lane / 4 % 4 * 2 + warp / 2;
-    const int32_t * position  = a.cell_pos + token * a.n_kv + first + mine;
+    const int32_t * position  = a.cell_pos + stream * a.n_kv + first + mine;
     int64_t         masked    = token * a.n_kv + first + mine; // index into the mask
     const uint8_t * v_scale   = v_tiles + lane / 16 * a.v_stride + mine % TILE;
     for (int c0 = 0; c0 < cells; c0 += step) {
@@ -228,7 +230,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decod
     }
 
     const HeadCodec & v   = l.v[h];
-    const int64_t     out = (part * l.n_head_kv * a.n_stream + row) * G;
+    const int64_t     out = (part * l.n_head_kv * n_tok + row) * G;
 #pragma unroll 1
     for (int b = 0; b < v.n_bands; ++b) {
         const Band & band       = v.bands[b];
@@ -283,7 +285,8 @@ template <int F> Job job_of(const Attend & a, size_t most) {
 
 template <int F> const char * run(const Attend & a, void * stream) {
     const Job job = job_of<F>(a, most_shared());
-    return launch(decode_kernel<F>, dim3((unsigned) a.layer.n_head_kv, (unsigned) a.n_split, (unsigned) a.n_stream),
+    return launch(decode_kernel<F>,
+                  dim3((unsigned) a.layer.n_head_kv, (unsigned) a.n_split, (unsigned) (a.n_stream * a.n_tps)),
                   shared_bytes<F>(job), stream, job);
 }
 
@@ -298,7 +301,7 @@ bool fits_decode(const Layer & l, size_t most) {
 } // namespace
 
 bool suits_decode(const Attend & args) {
-    return args.n_tps == 1 && fits_decode(args.layer, most_shared());
+    return args.n_tps <= DECODE_TOKENS && fits_decode(args.layer, most_shared());
 }
 
 bool suits_decode(const Layer & layer, int device) {
@@ -321,7 +324,7 @@ int64_t n_at_once(int device) {
 
 const char * attend_decode(const Attend & args, void * stream) {
     if (!suits_decode(args)) {
-        return "attend_decode: one token per stream, at most 8 query heads per KV head and small tiles expected";
+        return "attend_decode: at most 8 tokens per stream, at most 8 query heads per KV head and small tiles expected";
     }
     return args.layer.n_group <= FOUR ? run<1>(args, stream) : run<2>(args, stream);
 }

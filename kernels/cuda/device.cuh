@@ -44,6 +44,15 @@ inline size_t most_shared() {
     return cudaGetDevice(&device) == cudaSuccess ? most_shared(device) : 48u << 10;
 }
 
+// Of the current device.
+inline int64_t multiprocessors() {
+    int device = 0, n = 0;
+    return cudaGetDevice(&device) == cudaSuccess &&
+                   cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ?
+               n :
+               64;
+}
+
 template <typename Args>
 const char * launch(void (*kernel)(Args), dim3 grid, size_t shared, void * stream, const Args & args,
                     int threads = THREADS) {

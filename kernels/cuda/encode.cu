@@ -5,23 +5,40 @@ namespace subkv::cuda {
 
 namespace {
 
-template <bool LANES> __global__ void encode_kernel(Encode a) {
-    const Layer & l     = a.layer;
-    const int64_t token = blockIdx.x;
-    const int     h     = (int) blockIdx.y;
-    const bool    value = blockIdx.z == 1;
-    const float * x     = value ? a.v + h * a.v_head + token * a.v_token : a.k + h * a.k_head + token * a.k_token;
-    uint16_t *    fresh = a.fresh + token * exact_width(l) + (value ? exact_value(l, h) : h * l.d_k);
-    encode_row<LANES>(a, x, fresh, a.cells[token], h, value);
+// Arguments with the rows of a block, a power of two.
+template <typename Args> struct InBlocks {
+    Args    args;
+    int32_t row_bits;
+};
+
+template <bool LANES> __global__ void __launch_bounds__(THREADS, 5) encode_kernel(InBlocks<Encode> blocks) {
+    const Encode & a     = blocks.args;
+    const Layer &  l     = a.layer;
+    const int64_t  first = (int64_t) blockIdx.x << blocks.row_bits;
+    const int      h     = (int) blockIdx.y;
+    const bool     value = blockIdx.z == 1;
+    const auto     row   = [&](int i) {
+        const int64_t token = first + i;
+        const float * x     = value ? a.v + h * a.v_head + token * a.v_token : a.k + h * a.k_head + token * a.k_token;
+        uint16_t *    fresh = a.fresh + token * exact_width(l) + (value ? exact_value(l, h) : h * l.d_k);
+        return EncodedRow{ x, fresh, a.cells[token] };
+    };
+    encode_rows<LANES>(a, row, blocks.row_bits, (int) least(1 << blocks.row_bits, a.n_tok - first), h, value);
 }
 
-__global__ void encode_window_kernel(EncodeWindow a) {
-    const Layer &   l     = a.encode.layer;
-    const WindowRow row   = a.rows[blockIdx.x];
-    const int       h     = (int) blockIdx.y;
-    const bool      value = blockIdx.z == 1;
-    const int64_t   at    = row.slot * exact_width(l) + (value ? exact_value(l, h) : h * l.d_k);
-    encode_row<false>(a.encode, nullptr, const_cast<uint16_t *>(a.window) + at, row.cell, h, value);
+__global__ void __launch_bounds__(THREADS, 5) encode_window_kernel(InBlocks<EncodeWindow> blocks) {
+    const EncodeWindow & a     = blocks.args;
+    const Layer &        l     = a.encode.layer;
+    const int            first = (int) blockIdx.x << blocks.row_bits;
+    const int            h     = (int) blockIdx.y;
+    const bool           value = blockIdx.z == 1;
+    const auto           row   = [&](int i) {
+        const WindowRow of = a.rows[first + i];
+        const int64_t   at = of.slot * exact_width(l) + (value ? exact_value(l, h) : h * l.d_k);
+        return EncodedRow{ nullptr, const_cast<uint16_t *>(a.window) + at, of.cell };
+    };
+    const int n = min(1 << blocks.row_bits, (int) a.encode.n_tok - first);
+    encode_rows<false>(a.encode, row, blocks.row_bits, n, h, value);
 }
 
 __global__ void store_kernel(Store a) {
@@ -31,17 +48,31 @@ __global__ void store_kernel(Store a) {
     }
 }
 
+constexpr size_t MOST_SHARED = 31u << 10; // of a block: two fit in the 64 KiB of the smallest multiprocessors
+
+// Launches with as many rows in a block as leave two blocks for each multiprocessor.
+template <typename Args>
+const char * launch_rows(void (*kernel)(InBlocks<Args>), const Args & args, const Encode & e, void * stream) {
+    const int     sides    = e.layer.latent ? 1 : SIDES;
+    const int64_t n_blocks = 2 * multiprocessors();
+    int32_t       row_bits = 0;
+    while (2 << row_bits <= ROWS_MOST && EncodeShared(nullptr, e.layer, row_bits + 1).bytes <= MOST_SHARED &&
+           (e.n_tok >> (row_bits + 1)) * e.layer.n_head_kv * sides >= n_blocks) {
+        ++row_bits;
+    }
+    const auto n = (unsigned) ((e.n_tok + (1 << row_bits) - 1) >> row_bits);
+    return launch(kernel, dim3(n, (unsigned) e.layer.n_head_kv, (unsigned) sides),
+                  EncodeShared(nullptr, e.layer, row_bits).bytes, stream, InBlocks<Args>{ args, row_bits });
+}
+
 } // namespace
 
 const char * encode(const Encode & args, void * stream) {
     if (args.n_tok == 0) {
         return nullptr;
     }
-    const bool   latent = args.layer.latent; // paths of latent layers are lanes
-    const dim3   grid((unsigned) args.n_tok, (unsigned) args.layer.n_head_kv, latent ? 1 : SIDES);
-    const size_t bytes = EncodeShared(nullptr, args.layer).bytes;
-    return latent ? launch(encode_kernel<true>, grid, bytes, stream, args) :
-                    launch(encode_kernel<false>, grid, bytes, stream, args);
+    // paths of latent layers are lanes
+    return launch_rows(args.layer.latent ? encode_kernel<true> : encode_kernel<false>, args, args, stream);
 }
 
 const char * encode_window(const EncodeWindow & args, void * stream) {
@@ -49,8 +80,7 @@ const char * encode_window(const EncodeWindow & args, void * stream) {
     if (e.layer.latent || e.n_tok < 1 || e.n_tok > WINDOW_ROWS) {
         return "encode_window: 1 to 128 rows of a layer with values expected";
     }
-    return launch(encode_window_kernel, dim3((unsigned) e.n_tok, (unsigned) e.layer.n_head_kv, SIDES),
-                  EncodeShared(nullptr, e.layer).bytes, stream, args);
+    return launch_rows(encode_window_kernel, args, e, stream);
 }
 
 const char * store_window(const Store & args, void * stream) {

@@ -1,5 +1,6 @@
 // encode.cuh: c = E x - offset of rows in half precision, quantized as kernels/ref/encode.cpp and trellis.cpp define.
-// One block per row, KV head and side (K or V).
+// One block per KV head, side (K or V) and up to ROWS_MOST rows: it reads the basis once, and a warp takes the steps of
+// all rows' paths at once, a lane per row and scale or state.
 //
 // A byte of a tile can have codes of four cells, which other blocks may write at the same time; no two cells share a
 // bit. So the kernel exchanges bits atomically, a word at a time. Scale codes and halves have separate bytes.
@@ -13,13 +14,26 @@ namespace subkv::cuda {
 namespace {
 
 constexpr int CANDIDATES = SCALE_CANDIDATES_BELOW + 1;
-constexpr int STATES     = 4;  // of the trellis
-constexpr int ROWS       = 16; // of a basis that a warp loads before it needs the first
-constexpr int STEPS      = 8;  // places of a path whose errors a thread loads at a time; divides the number of places
-static_assert(CANDIDATES * 8 <= THREADS, "one thread per candidate and lane");
+constexpr int STATES     = 4; // of the trellis
+constexpr int STEPS      = 8; // places of a path whose errors a lane loads at a time; divides the number of places
+constexpr int ROWS_MOST  = WARP / STATES; // of a block: a warp has a lane for each of their states, or scales
+constexpr int TOGETHER   = 4;             // rows of a basis that a warp loads before it needs the first
+constexpr int ENTRIES    = 512;           // of walk, at most
+static_assert(TOGETHER == 4 && ROWS_MOST * TOGETHER == WARP, "a lane has one sum");
+static_assert(TRELLIS_TRIED == STATES, "lanes of scales are those of states");
+static_assert(ENTRIES % (WARP * STEPS) == 0 && THREADS % (4 * STEPS) == 0 && 8 % STEPS == 0,
+              "loads of places do not pass the end");
+
+// rintf of |x| < 2^22, or beyond that a number beyond 2^21, in two fast instructions. At least 0, its integer is in the
+// lower bits of x + ROUNDER.
+constexpr float ROUNDER = 12582912.0f;
+
+__device__ float nearest_integer(float x) {
+    return __fsub_rn(__fadd_rn(x, ROUNDER), ROUNDER);
+}
 
 __device__ float quantize(float c, float inverse, float zero) {
-    return fminf(fmaxf(rintf(fmaf(c, inverse, zero)), 0.0f), 2.0f * zero);
+    return fminf(fmaxf(nearest_integer(fmaf(c, inverse, zero)), 0.0f), 2.0f * zero);
 }
 
 // Lane `lane` of the squared error with scale s in bands of more than `beyond` bits: coefficients j with j % 8 == lane, in
@@ -35,7 +49,7 @@ __device__ float lane_error(const HeadCodec & codec, const float * c, float s, i
         const float step    = __fmul_rn(s, band.ratio);
         const float inverse = __fdiv_rn(1.0f, step);
         const float zero    = half_range(band.bits);
-#pragma unroll 1
+#pragma unroll 4
         for (int j = lane; j < band.n; j += 8) {
             const float x = c[band.first + j];
             const float e = fmaf(-step, quantize(x, inverse, zero) - zero, x);
@@ -49,99 +63,137 @@ __device__ float of_lanes(const float * l) {
     return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
 }
 
-// c [rank] in shared memory -> scale code, the same in all threads. room: [CANDIDATES * 8 + WARPS] floats.
-__device__ int choose_scale(const HeadCodec & codec, const float * c, float * room) {
-    float reach     = 0.0f;
-    bool  quantized = false;
-#pragma unroll 1
-    for (int i = 0; i < codec.n_bands; ++i) {
-        const Band & band = codec.bands[i];
-        if (band.bits == 16) {
-            continue;
-        }
-        quantized        = true;
-        const float full = __fmul_rn(band.ratio, half_range(band.bits));
-#pragma unroll 1
-        for (int j = (int) threadIdx.x; j < band.n; j += THREADS) {
-            reach = fmaxf(reach, __fdiv_rn(fabsf(c[band.first + j]), full));
-        }
-    }
-    if (!quantized) {
-        return SCALE_ONE;
-    }
-    reach = block_max(reach, room + CANDIDATES * 8);
-    // the smallest scale that reaches: at most eight codes above that of the power of two
-    int k0 = min(max(SCALE_ONE + 8 * ((int) (__float_as_uint(reach) >> 23) - 127), 1), (int) SCALE_MOST);
-#pragma unroll 1
-    while (k0 < SCALE_MOST && row_scale((uint32_t) k0) < reach) {
-        ++k0;
-    }
-    const int candidate = (int) threadIdx.x / 8;
-    if (candidate < CANDIDATES && k0 - candidate >= 1) {
-        room[threadIdx.x] = lane_error(codec, c, row_scale((uint32_t) (k0 - candidate)), (int) threadIdx.x % 8, 0);
-    }
-    __syncthreads();
-    int   best       = k0;
-    float best_error = INFINITY;
-    for (int i = 0; i < CANDIDATES && k0 - i >= 1; ++i) { // ties to the larger scale
-        const float error = of_lanes(room + i * 8);
-        if (i == 0 || error < best_error) {
-            best       = k0 - i;
-            best_error = error;
-        }
-    }
-    return best;
-}
-
-// Shared memory of the search of the path.
-struct Search {
-    Octets        octets;
-    const float * c;         // [rank]
-    uint32_t *    codes;     // [rank] first the four nearest levels, a byte each, later the code
-    float *       error;     // [THREADS][STATES] errors of these levels; a thread has one place and scale
-    uint32_t *    decisions; // [STATES ends][size / 8] a nibble per place, a bit per state
-    float *       room;      // [CANDIDATES * 8]
-    int           size;      // rank of the largest head
-
-    __device__ int places() const { return 8 * octets.n_path; }
-
-    __device__ int octet(int t) const { return octets.path[t % octets.n_path]; }
-
-    __device__ int coefficient(int t) const { return 8 * octet(t) + t / octets.n_path; }
+// What the search needs of an octet on the path.
+struct alignas(16) PathOctet {
+    float of_line[N_LINES - 1]; // TrellisLine::b of lines 1 and higher
+    float twice, thrice;        // a level's magnitude k is max(k, 2 k - twice, 3 k - thrice), as in trellis_level
+    float half;                 // of the alphabet's levels
+    float step;                 // distance of two adjacent levels near 0, relative to the row's scale
 };
 
-// The nearest level to the coefficient of place t in each subset of the levels, and its error in error [STATES].
-__device__ uint32_t nearest(const Search & search, int t, float s, float * error) {
-    const Octet octet = search.octets.octet[search.octet(t)];
-    const float c     = search.c[search.coefficient(t)];
-    const int   bits  = octet.bits;
-    const float step  = __fmul_rn(s, octet.step);
-    const float y     = __fmul_rn(c, __fdiv_rn(1.0f, step));
-    const float size  = fabsf(y);
-    float       p     = size;
-    for (int n = 1; n < N_LINES; ++n) {
-        const TrellisLine line = trellis_line(bits, n);
-        p                      = fminf(p, fmaf(size, line.a, line.b));
+// Distance of two adjacent levels near 0.
+struct alignas(8) Distance {
+    float is, inverse;
+};
+
+// Numbers of a lane in EncodeShared::sums. With eight rows, reads and writes have no conflicts of banks.
+__host__ __device__ constexpr int sum_stride(int rows) {
+    return TOGETHER * rows + 4;
+}
+
+// Shared memory of a block. Arrays of rows begin at multiples of `size`, the rank or size of the largest head.
+struct EncodeShared {
+    float *     c;                               // [rows][size]
+    PathOctet * octet;                           // [size / 8]
+    uint16_t *  order;                           // [size] coefficients in the order of places
+    int32_t *   scale;                           // [ROWS_MOST] codes
+    uint32_t *  flags;                           // [ROWS_MOST] X_FINITE, FINITE, LIVE
+    int         size, row_bits, entries, n_path; // entries: of walk; n_path: octets on the path
+    // until c is there
+    float * xs;   // [rows][size]
+    float * sums; // [WARPS][WARP][sum_stride]
+    // after that, in the same memory
+    uint32_t * codes;     // [rows][size] first the four nearest levels, a byte each, later the code
+    uint32_t * decisions; // [size / 8][rows * STATES] a nibble per place, a bit per state
+    Distance * distance;  // [rows * TRELLIS_TRIED][size / 8] of levels, by scale and octet
+    float *    errors;    // [rows][CANDIDATES][8] of scales
+    float4 *   nearest;   // [entries] errors of the nearest level in each subset, of places (walk); where errors are
+    size_t     bytes;
+
+    __host__ __device__ EncodeShared(unsigned char * base, const Layer & l, int row_bits) : row_bits(row_bits) {
+        size           = max(l.d_k, l.d_v);
+        entries        = min(ENTRIES, THREADS << row_bits);
+        const size_t n = (size_t) size << row_bits, n_octets = (size_t) size / 8;
+        Carve        shared{ base };
+        c            = shared.take<float>(n);
+        octet        = shared.take<PathOctet>(n_octets);
+        order        = shared.take<uint16_t>((size_t) size);
+        scale        = shared.take<int32_t>(ROWS_MOST);
+        flags        = shared.take<uint32_t>(ROWS_MOST);
+        Carve before = shared, after = shared;
+        xs                = before.take<float>(n);
+        sums              = before.take<float>((size_t) (WARPS * WARP * sum_stride(1 << row_bits)));
+        codes             = after.take<uint32_t>(n);
+        decisions         = after.take<uint32_t>(n_octets * STATES << row_bits);
+        distance          = after.take<Distance>(n_octets * TRELLIS_TRIED << row_bits);
+        Carve search      = after;
+        errors            = after.take<float>((size_t) (CANDIDATES * 8) << row_bits);
+        nearest           = search.take<float4>((size_t) entries);
+        const size_t last = after.used > search.used ? after.used : search.used;
+        bytes             = before.used > last ? before.used : last;
     }
-    p                = copysignf(p, y);
-    const float half = (float) (1 << bits);
-    uint32_t    all  = 0;
+};
+
+constexpr uint32_t X_FINITE = 1, FINITE = 2, LIVE = 4; // of a row: x, c, and not all of c are 0
+
+// Fills octet, order and n_path; valid after the next barrier.
+__device__ void fill_path(const HeadCodec & codec, EncodeShared & s) {
+    s.n_path = 0;
+    for (int b = 0; b < codec.n_bands; ++b) {
+        s.n_path += on_path(codec, codec.bands[b]) ? codec.bands[b].n / 8 : 0;
+    }
+    int place = 0;
+    for (int b = 0; b < codec.n_bands; ++b) {
+        const Band & band = codec.bands[b];
+        if (!on_path(codec, band)) {
+            continue;
+        }
+        for (int i = (int) threadIdx.x; i < band.n; i += THREADS) {
+            s.order[i % 8 * s.n_path + place + i / 8] = (uint16_t) (band.first + i);
+            if (i % 8 == 0) {
+                const float twice = (float) trellis_double(band.bits) + 0.5f;
+                const float other = (float) trellis_triple(band.bits) + 0.5f;
+                PathOctet   octet;
+#pragma unroll
+                for (int n = 1; n < N_LINES; ++n) {
+                    octet.of_line[n - 1] = trellis_line(band.bits, n).b;
+                }
+                octet.twice                   = fminf(twice, other);
+                octet.thrice                  = twice + other;
+                octet.half                    = (float) (1 << band.bits);
+                octet.step                    = level_step(codec, band);
+                s.octet[(band.first + i) / 8] = octet;
+            }
+        }
+        place += band.n / 8;
+    }
+}
+
+// The errors of the nearest level to c in each subset of the levels; codes: also these levels, a byte each.
+template <bool CODES>
+__device__ float4 nearest(const PathOctet & octet, float c, const Distance & distance, uint32_t & codes) {
+    constexpr float A[N_LINES - 1] = { trellis_line(2, 1).a, trellis_line(2, 2).a, trellis_line(2, 3).a,
+                                       trellis_line(2, 4).a };
+    const float     y              = __fmul_rn(c, distance.inverse);
+    const float     size           = fabsf(y);
+    float           p              = size;
+#pragma unroll
+    for (int n = 0; n < N_LINES - 1; ++n) {
+        p = fminf(p, fmaf(size, A[n], octet.of_line[n]));
+    }
+    // Beyond the outermost levels all numbers have the same nearest ones. At this limit, that of subset 0 above and that of
+    // subset 3 below are still one too far.
+    p                = copysignf(fminf(p, octet.half - 0.75f), y);
+    const float most = 0.5f * octet.half - 1.0f;
+    float       error[STATES];
+    codes = 0;
+#pragma unroll
     for (int q = 0; q < STATES; ++q) {
-        const float g = rintf(fmaf(p, 0.25f, 0.25f * (half - 0.5f - (float) q)));
-        const int   i = 4 * (int) fminf(fmaxf(g, 0.0f), 0.5f * half - 1.0f) + q;
-        error[q]      = fmaf(-step, (float) trellis_level(bits, i) + 0.5f, c);
-        all |= (uint32_t) i << 8 * q;
+        const float g     = fmaf(p, 0.25f, 0.25f * (octet.half - 0.5f - (float) q));
+        const float up    = __fadd_rn(q == 0 ? fminf(g, most) : q == 3 ? fmaxf(g, 0.0f) : g, ROUNDER);
+        const float z     = fmaf(4.0f, __fsub_rn(up, ROUNDER), (float) q + 0.5f - octet.half); // level 4 g + q
+        const float k     = fabsf(z);
+        const float level = fmaxf(fmaxf(k, fmaf(2.0f, k, -octet.twice)), fmaf(3.0f, k, -octet.thrice));
+        error[q]          = fmaf(-distance.is, copysignf(level, z), c);
+        if (CODES) {
+            codes |= ((__float_as_uint(up) << 2 & 255) | (uint32_t) q) << 8 * q;
+        }
     }
-    return all;
+    return { error[0], error[1], error[2], error[3] };
 }
 
 __device__ int subset(int p, int x) {
     return 2 * (x ^ p >> 1) + (p & 1);
-}
-
-// Whether a lane of PATH_LANES begins at place t.
-template <bool LANES> __device__ bool begins_lane(const Search & search, int t) {
-    return LANES && t % search.octets.n_path == 0;
 }
 
 __device__ int least_state(const float (&cost)[STATES]) {
@@ -157,11 +209,11 @@ __device__ int least_state(const float (&cost)[STATES]) {
 struct Errors {
     float4 of[STEPS];
 
-    // error [STEPS] with `stride` floats from one place to the next
-    __device__ Errors(const float * error, int stride) {
+    // error [STEPS] with a stride from one place to the next
+    __device__ Errors(const float4 * error, int stride) {
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
-            of[i] = *reinterpret_cast<const float4 *>(error + i * stride);
+            of[i] = error[i * stride];
         }
     }
 };
@@ -190,139 +242,180 @@ __device__ float least_of(const float (&cost)[STATES]) {
     return fminf(fminf(cost[0], cost[1]), fminf(cost[2], cost[3]));
 }
 
-// A lane starts in state 0 with the least final cost of the lane before.
+// A lane of PATH_LANES starts in state 0 with the least final cost of the lane before.
 __device__ void begin_lane(float (&cost)[STATES]) {
     cost[0] = least_of(cost);
     cost[1] = cost[2] = cost[3] = INFINITY;
 }
 
-// The scale code, the same in all threads, near `middle`, which is the best one without a trellis. All threads prepare
-// places, THREADS / TRELLIS_TRIED at a time; then one thread per scale takes the steps.
-template <bool LANES>
-__device__ int choose_path_scale(const Search & search, const HeadCodec & codec, int middle) {
-    constexpr int AT_ONCE = THREADS / TRELLIS_TRIED;
-    static_assert(AT_ONCE % STEPS == 0 && 8 % STEPS == 0, "loads of places do not pass the end");
-    const int  me = (int) threadIdx.x, first = middle - TRELLIS_BELOW;
-    const auto may          = [&](int candidate) { return first + candidate >= 1 && first + candidate <= SCALE_MOST; };
-    float      cost[STATES] = {};
+// The distances of n scales with codes code(i).
+template <typename Code> __device__ void fill_distances(const EncodeShared & s, int n, const Code & code) {
+    const int n_octets = s.size / 8;
 #pragma unroll 1
-    for (int t0 = 0; t0 < search.places(); t0 += AT_ONCE) {
-        const int t = t0 + me / TRELLIS_TRIED;
-        if (t < search.places() && may(me % TRELLIS_TRIED)) {
-            nearest(search, t, row_scale((uint32_t) (first + me % TRELLIS_TRIED)), search.error + STATES * me);
+    for (int i = (int) threadIdx.x; i < n * n_octets; i += THREADS) {
+        const float is = __fmul_rn(row_scale((uint32_t) code(i / n_octets)), s.octet[i % n_octets].step);
+        s.distance[i]  = { is, __fdiv_rn(1.0f, is) };
+    }
+    __syncthreads();
+}
+
+// Takes the steps of paths in the first warp, after all warps have prepared their errors. A place has 1 << bits entries,
+// of which prepare(place, entry) returns the first n, and a lane reads entry `mine`; step(place, errors) takes STEPS
+// places.
+template <typename Prepare, typename Step>
+__device__ void walk(const EncodeShared & s, int bits, int n, int mine, const Prepare & prepare, const Step & step) {
+    const int places = 8 * s.n_path, at_once = s.entries >> bits;
+    const int entry = (int) threadIdx.x & ((1 << bits) - 1); // the same in all places of a thread
+#pragma unroll 1
+    for (int t0 = 0; t0 < places; t0 += at_once) {
+#pragma unroll 1
+        for (int t = (int) threadIdx.x >> bits; entry < n && t < min(at_once, places - t0); t += THREADS >> bits) {
+            s.nearest[(t << bits) + entry] = prepare(t0 + t, entry);
         }
         __syncthreads();
 #pragma unroll 1
-        for (int i = 0; me < TRELLIS_TRIED && i < AT_ONCE && t0 + i < search.places(); i += STEPS) {
-            const Errors errors(search.error + STATES * (TRELLIS_TRIED * i + me), STATES * TRELLIS_TRIED);
+        for (int i = 0; threadIdx.x < WARP && i < at_once && t0 + i < places; i += STEPS) {
+            step(t0 + i, Errors(s.nearest + (i << bits) + mine, 1 << bits));
+        }
+        __syncthreads();
+    }
+}
+
+// The best scales without a path -> those of the paths of least cost, near them, of n rows.
+template <bool LANES>
+__device__ void choose_path_scales(EncodeShared & s, const HeadCodec & codec, int n) {
+    static_assert(TRELLIS_TRIED == 4, "two bits of an entry are the scale");
+    const int  me = (int) threadIdx.x, n_of = n * TRELLIS_TRIED, n_octets = s.size / 8;
+    const auto code = [&](int i) { return s.scale[i / TRELLIS_TRIED] - TRELLIS_BELOW + i % TRELLIS_TRIED; };
+    const auto may  = [&](int i) { return i < n_of && code(i) >= 1 && code(i) <= SCALE_MOST; };
+    fill_distances(s, n_of, code);
+    float cost[STATES] = {};
+    walk(
+        s, s.row_bits + 2, n_of, min(me, n_of - 1),
+        [&](int t, int i) {
+            const int coefficient = s.order[t];
+            uint32_t  none;
+            return nearest<false>(s.octet[coefficient / 8], s.c[i / TRELLIS_TRIED * s.size + coefficient],
+                                  s.distance[i * n_octets + coefficient / 8], none);
+        },
+        [&](int t, const Errors & errors) {
 #pragma unroll
             for (int x = 0; x < STEPS; ++x) {
-                if (begins_lane<LANES>(search, t0 + i + x)) {
+                if (LANES && (t + x) % s.n_path == 0) {
                     begin_lane(cost);
                 }
                 extend(errors.of[x], cost);
             }
+        });
+#pragma unroll 1
+    for (int i = me; i < n_of * 8; i += THREADS) {
+        s.errors[i] = may(i / 8) ? lane_error(codec, s.c + i / 8 / TRELLIS_TRIED * s.size,
+                                              row_scale((uint32_t) code(i / 8)), i % 8, TRELLIS_BITS) :
+                                   0.0f;
+    }
+    __syncthreads();
+    if (me < WARP) {
+        const float total = may(me) ? __fadd_rn(least_of(cost), of_lanes(s.errors + 8 * me)) : INFINITY;
+        const int   first = me / TRELLIS_TRIED * TRELLIS_TRIED;
+        int         best  = -1;
+        float       least = INFINITY;
+#pragma unroll
+        for (int i = 0; i < TRELLIS_TRIED; ++i) { // ties to the smaller code
+            const float of_i = __shfl_sync(ALL, total, first + i);
+            best             = of_i < least ? i : best;
+            least            = of_i < least ? of_i : least;
         }
-        __syncthreads();
-    }
-    if (me / 8 < TRELLIS_TRIED && may(me / 8)) {
-        search.room[me] = lane_error(codec, search.c, row_scale((uint32_t) (first + me / 8)), me % 8, TRELLIS_BITS);
-    }
-    __syncthreads();
-    if (me < TRELLIS_TRIED) {
-        search.error[me] = may(me) ? __fadd_rn(least_of(cost), of_lanes(search.room + 8 * me)) : INFINITY;
-    }
-    __syncthreads();
-    int   best  = middle;
-    float least = INFINITY;
-    for (int i = 0; i < TRELLIS_TRIED; ++i) { // ties to the smaller code
-        if (search.error[i] < least) {
-            best  = first + i;
-            least = search.error[i];
+        if (me < n_of && me == first && best >= 0) {
+            s.scale[me / TRELLIS_TRIED] += best - TRELLIS_BELOW;
         }
     }
     __syncthreads();
-    return best;
 }
 
-// Stores the codes of the path of least cost at scale s. One thread per state in which a closed path may begin and end;
-// with lanes, only the first thread's path is used.
-template <bool LANES> __device__ void find_path(const Search & search, float s) {
-    const int  me           = (int) threadIdx.x;
-    float      cost[STATES] = { INFINITY, INFINITY, INFINITY, INFINITY };
-    uint32_t * decisions    = search.decisions + me * (search.size / 8);
-    uint32_t   ended        = 0; // final state of each lane of the path, two bits
+// Stores the codes of the paths of least cost at the rows' scales. A lane per row and state in which a closed path may
+// begin and end; with lanes, only the first state's path is used.
+template <bool LANES> __device__ void find_paths(EncodeShared & s, int n) {
+    const int me = (int) threadIdx.x, n_octets = s.size / 8, mine = min(me / STATES, n - 1);
+    fill_distances(s, n, [&](int r) { return s.scale[r]; });
+    float    cost[STATES];
+    uint32_t ended = 0; // final state of each lane of the path, two bits
 #pragma unroll
     for (int w = 0; w < STATES; ++w) {
-        cost[w] = w == me ? 0.0f : cost[w];
+        cost[w] = w == me % STATES ? 0.0f : INFINITY;
     }
-#pragma unroll 1
-    for (int t0 = 0; t0 < search.places(); t0 += THREADS) {
-        if (t0 + me < search.places()) {
-            search.codes[search.coefficient(t0 + me)] = nearest(search, t0 + me, s, search.error + STATES * me);
-        }
-        __syncthreads();
-#pragma unroll 1
-        for (int i = 0; me < STATES && i < THREADS && t0 + i < search.places(); i += STEPS) {
-            const Errors errors(search.error + STATES * i, STATES);
-            uint32_t     nibbles = 0;
+    walk(
+        s, s.row_bits, n, mine,
+        [&](int t, int r) {
+            const int coefficient = s.order[t];
+            return nearest<true>(s.octet[coefficient / 8], s.c[r * s.size + coefficient],
+                                 s.distance[r * n_octets + coefficient / 8], s.codes[r * s.size + coefficient]);
+        },
+        [&](int t, const Errors & errors) {
+            uint32_t nibbles = 0;
 #pragma unroll
             for (int x = 0; x < STEPS; ++x) {
-                if (begins_lane<LANES>(search, t0 + i + x)) {
+                if (LANES && (t + x) % s.n_path == 0) {
                     ended = ended << 2 | (uint32_t) least_state(cost);
                     begin_lane(cost);
                 }
                 nibbles |= extend(errors.of[x], cost) << 4 * x;
             }
-            decisions[(t0 + i) / 8] = nibbles;
-        }
-        __syncthreads();
-    }
-#pragma unroll
-    for (int w = 0; w < STATES; ++w) {
-        if (w == me) {
-            search.room[w] = cost[w];
-        }
-    }
-    __syncthreads();
+            if (me < STATES << s.row_bits) {
+                s.decisions[(t / 8 * STATES << s.row_bits) + me] = nibbles;
+            }
+        });
     if (me >= WARP) {
         return;
     }
-    int ends = 0;
-    for (int w = 1; !LANES && w < STATES; ++w) { // ties to the smaller state
-        ends = search.room[w] < search.room[ends] ? w : ends;
+    // The warp walks back, STATES lanes with the same row, of which each loads and stores a part of the places.
+    const int first = me / STATES * STATES;
+    float     total = cost[0]; // of a path that ends where it begins
+    int       ends  = 0;
+#pragma unroll
+    for (int w = 1; w < STATES; ++w) {
+        total = w == me % STATES ? cost[w] : total;
     }
-    // The first warp walks back. Each lane loads the levels of one place, so that no step waits for memory.
-    int w = __shfl_sync(ALL, LANES ? least_state(cost) : ends, 0);
-    ended = __shfl_sync(ALL, ended, 0);
-#pragma unroll 1
-    for (int t0 = (search.places() - 1) / WARP * WARP; t0 >= 0; t0 -= WARP) {
-        const int      n      = min(WARP, search.places() - t0);
-        const int      at     = search.coefficient(t0 + min(me, n - 1));
-        const uint32_t levels = me < n ? search.codes[at] : 0; // a code is read only by the lane that replaces it
-        uint32_t       code   = 0;
-#pragma unroll 1
-        for (int i0 = n - STEPS; i0 >= 0; i0 -= STEPS) {
-            const uint32_t nibbles = search.decisions[ends * (search.size / 8) + (t0 + i0) / 8];
-            uint32_t       of[STEPS];
+    float least = __shfl_sync(ALL, total, first);
 #pragma unroll
-            for (int i = 0; i < STEPS; ++i) {
-                of[i] = __shfl_sync(ALL, levels, i0 + i);
-            }
+    for (int w = 1; !LANES && w < STATES; ++w) { // ties to the smaller state
+        const float of_w = __shfl_sync(ALL, total, first + w);
+        ends             = of_w < least ? w : ends;
+        least            = of_w < least ? of_w : least;
+    }
+    int w = LANES ? __shfl_sync(ALL, least_state(cost), first) : ends;
+    ended = __shfl_sync(ALL, ended, first);
+    __syncwarp();
+    uint32_t * codes = s.codes + mine * s.size;
+#pragma unroll 1
+    for (int t0 = 8 * s.n_path - STEPS; t0 >= 0; t0 -= STEPS) {
+        const uint32_t nibbles = s.decisions[(t0 / 8 * STATES << s.row_bits) + STATES * mine + ends];
+        int            at[STEPS / STATES];
+        uint32_t       levels[STEPS / STATES], code[STEPS / STATES] = {}, of[STEPS];
 #pragma unroll
-            for (int i = STEPS; i-- > 0;) {
-                const int      x = w & 1, p = w >> 1 | (int) (nibbles >> (4 * i + w) & 1) << 1;
-                const uint32_t level = of[i] >> 8 * subset(p, x) & 255;
-                code                 = me == i0 + i ? (level ^ 2 * (p >> 1) ^ (p & 1)) >> 1 : code;
-                w                    = p;
-                if (begins_lane<LANES>(search, t0 + i0 + i)) {
-                    w = (int) (ended & 3);
-                    ended >>= 2;
-                }
+        for (int i = 0; i < STEPS / STATES; ++i) {
+            at[i]     = s.order[t0 + i * STATES + me % STATES];
+            levels[i] = codes[at[i]]; // a code is read only by the lane that replaces it
+        }
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            of[i] = __shfl_sync(ALL, levels[i / STATES], first + i % STATES);
+        }
+#pragma unroll
+        for (int i = STEPS; i-- > 0;) {
+            const int      x = w & 1, p = w >> 1 | (int) (nibbles >> (4 * i + w) & 1) << 1;
+            const uint32_t level = of[i] >> 8 * subset(p, x) & 255;
+            code[i / STATES]     = i % STATES == me % STATES ? (level ^ 2 * (p >> 1) ^ (p & 1)) >> 1 : code[i / STATES];
+            w                    = p;
+            if (LANES && (t0 + i) % s.n_path == 0) {
+                w = (int) (ended & 3);
+                ended >>= 2;
             }
         }
-        if (me < n) {
-            search.codes[at] = code;
+#pragma unroll
+        for (int i = 0; i < STEPS / STATES; ++i) {
+            if (me / STATES < n) {
+                codes[at[i]] = code[i];
+            }
         }
     }
 }
@@ -335,8 +428,8 @@ __device__ void put(uint8_t * at, uint32_t bits, uint32_t mask) {
     atomicOr(word, bits & mask);
 }
 
-// Writes the codes [rank] of cell c to its tile.
-__device__ void store_codes(const HeadCodec & codec, const uint32_t * codes, uint8_t * tile, int c) {
+// Writes the codes [rank] of cell c to its tile, or zeros.
+__device__ void store_codes(const HeadCodec & codec, const uint32_t * codes, bool live, uint8_t * tile, int c) {
     // a word holds four coefficients of a key, but one of a value
     const int each = codec.value != 0 ? 1 : 4, words = 8 / each;
 #pragma unroll 1
@@ -351,7 +444,7 @@ __device__ void store_codes(const HeadCodec & codec, const uint32_t * codes, uin
             const uint32_t   ones  = codec.value != 0 ? 1u << 8 * (c % 4) : 0x01010101u;
             uint8_t *        lines = tile + TILE * (band.offset + i / words * band.bits);
             uint32_t         word  = 0;
-            for (int x = 0; x < each; ++x) {
+            for (int x = 0; live && x < each; ++x) {
                 word |= u[x] << (codec.value != 0 ? 8 * (c % 4) : 8 * x);
             }
             const TileFields fields = tile_fields(band.bits, rho);
@@ -365,132 +458,226 @@ __device__ void store_codes(const HeadCodec & codec, const uint32_t * codes, uin
     }
 }
 
-// Shared memory of a block.
-struct EncodeShared {
-    float * xs; // [d]
-    float * c;  // [rank]
-    Search  search;
-    size_t  bytes;
+__device__ float folded(const float (&x)[1]) {
+    return x[0];
+}
 
-    __host__ __device__ EncodeShared(unsigned char * base, const Layer & l) {
-        search.size     = max(l.d_k, l.d_v);
-        const auto size = (size_t) search.size;
-        Carve      shared{ base };
-        xs               = shared.take<float>(size);
-        c                = shared.take<float>(size);
-        search.octets    = Octets::take(shared, search.size);
-        search.c         = c;
-        search.codes     = shared.take<uint32_t>(size);
-        search.error     = shared.take<float>(THREADS * STATES);
-        search.decisions = shared.take<uint32_t>(STATES * size / 8);
-        search.room      = shared.take<float>(CANDIDATES * 8 + WARPS);
-        bytes            = shared.used;
+// Their sum, in the order of warp_sum.
+template <int N> __device__ float folded(const float (&x)[N]) {
+    float half[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+        half[i] = x[i] + x[i + N / 2];
     }
+    return folded(half);
+}
+
+// The sum over all lanes of number `lane` of x, of its first `rows` rows, added as warp_sum adds it. room: the warp's
+// part of EncodeShared::sums.
+__device__ float sum_of_lanes(const float (&x)[ROWS_MOST][TOGETHER], int rows, float * room) {
+    const int lane = (int) threadIdx.x % WARP, stride = sum_stride(rows);
+    __syncwarp(); // the last sums are read
+#pragma unroll
+    for (int r = 0; r < ROWS_MOST; ++r) {
+        if (r < rows) {
+            *reinterpret_cast<float4 *>(room + lane * stride + TOGETHER * r) = { x[r][0], x[r][1], x[r][2], x[r][3] };
+        }
+    }
+    __syncwarp();
+    float of[WARP];
+#pragma unroll
+    for (int i = 0; i < WARP; ++i) {
+        of[i] = room[i * stride + min(lane, TOGETHER * rows - 1)];
+    }
+    return folded(of);
+}
+
+// A row of a KV head and a side. x: its elements before they are rounded, stored at `exact`; nullptr: `exact` has them.
+struct EncodedRow {
+    const float * x;
+    uint16_t *    exact;
+    int64_t       cell;
 };
 
-// The row of a KV head and a side, whose exact row is at `exact`, into a cell. x: its elements before they are rounded,
-// stored at `exact`; nullptr: `exact` has them. LANES: paths are lanes (PATH_LANES)
-template <bool LANES>
-__device__ void encode_row(const Encode & a, const float * x, uint16_t * exact, int64_t cell, int h, bool value) {
+// Encodes rows of a KV head and a side into their cells: row(i), i < n <= 1 << row_bits. LANES: paths are lanes
+// (PATH_LANES)
+template <bool LANES, typename Row>
+__device__ void encode_rows(const Encode & a, const Row & row, int row_bits, int n, int h, bool value) {
     const Layer &     l      = a.layer;
     const HeadCodec & codec  = (value ? l.v : l.k)[h];
     const uint16_t *  basis  = codec.encode.halves; // [rank][d]
     const float *     offset = codec.offset;
-    const int         d = codec.d, rank = codec.rank;
-    const int         lane = (int) threadIdx.x % WARP;
-    const int         in   = (int) (cell % TILE); // cell in its tile
-    uint8_t *         tile = value ? a.v_tiles + cell / TILE * a.v_stride + l.v_offset[h] :
-                                     a.k_tiles + cell / TILE * a.k_stride + l.k_offset[h];
+    const int         d = codec.d, rank = codec.rank, me = (int) threadIdx.x;
+    const int         lane = me % WARP, warp = me / WARP;
+    EncodeShared      s(block_memory, l, row_bits);
 
-    EncodeShared shared(block_memory, l);
-    float *      xs     = shared.xs;
-    float *      c      = shared.c;
-    float *      room   = shared.search.room;
-    Search &     search = shared.search;
-
-    fill_octets(codec, search.octets);
-    bool finite = true;
+    fill_path(codec, s);
 #pragma unroll 1
-    for (int j = (int) threadIdx.x; j < d; j += THREADS) {
-        const uint16_t half = x == nullptr ? exact[j] : exact_half(x[j]);
-        xs[j]               = from_half(half);
-        finite              = finite && (x == nullptr ? half != HALF_NAN : isfinite(x[j]));
+    for (int r = warp; r < n; r += WARPS) {
+        const EncodedRow of     = row(r);
+        bool             finite = true;
+#pragma unroll 1
+        for (int j = lane; j < d; j += WARP) {
+            const uint16_t half  = of.x == nullptr ? of.exact[j] : exact_half(of.x[j]);
+            s.xs[r * s.size + j] = from_half(half);
+            finite               = finite && (of.x == nullptr ? half != HALF_NAN : isfinite(of.x[j]));
+        }
+        finite = __ballot_sync(ALL, finite) == ALL;
+#pragma unroll 1
+        for (int j = lane; of.x != nullptr && j < d; j += WARP) {
+            of.exact[j] = finite ? to_half(s.xs[r * s.size + j]) : HALF_NAN;
+        }
+        if (lane == 0) {
+            s.flags[r] = finite ? X_FINITE : 0;
+        }
     }
-    const bool x_finite = __syncthreads_and(finite) != 0;
+    __syncthreads();
 
-    finite    = x_finite;
-    bool zero = true;
 #pragma unroll 1
-    for (int i0 = (int) threadIdx.x / WARP; i0 < rank; i0 += ROWS * WARPS) {
-        float total[ROWS] = {};
+    for (int i0 = warp; i0 < rank; i0 += TOGETHER * WARPS) {
+        float total[ROWS_MOST][TOGETHER] = {};
 #pragma unroll 1
-        for (int j = COLUMNS * lane; j < d; j += COLUMNS * WARP) {
-            FourHalves e[ROWS];
+        for (int j = COLUMNS * lane; j < d; j += ROW) {
+            float e[TOGETHER][COLUMNS];
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                e[r] = *reinterpret_cast<const FourHalves *>(basis + min(i0 + r * WARPS, rank - 1) * d + j);
-            }
-#pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
+            for (int i = 0; i < TOGETHER; ++i) {
+                const auto of = *reinterpret_cast<const FourHalves *>(basis + min(i0 + i * WARPS, rank - 1) * d + j);
 #pragma unroll
                 for (int y = 0; y < COLUMNS; ++y) {
-                    total[r] = fmaf(from_half(e[r].of[y]), xs[j + y], total[r]);
+                    e[i][y] = from_half(of.of[y]);
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < ROWS_MOST; ++r) {
+                if (r < n) {
+                    const float4 x = *reinterpret_cast<const float4 *>(s.xs + r * s.size + j);
+#pragma unroll
+                    for (int i = 0; i < TOGETHER; ++i) {
+                        float sum   = fmaf(e[i][0], x.x, total[r][i]);
+                        sum         = fmaf(e[i][1], x.y, sum);
+                        sum         = fmaf(e[i][2], x.z, sum);
+                        total[r][i] = fmaf(e[i][3], x.w, sum);
+                    }
                 }
             }
         }
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            total[r] = warp_sum(total[r]);
-        }
-        float mine = 0.0f; // of lane r: total[r]
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            mine = lane == r ? total[r] : mine;
-        }
-        const int i = i0 + lane * WARPS;
-        if (lane < ROWS && i < rank) {
-            mine   = offset == nullptr ? mine : __fsub_rn(mine, offset[i]);
-            finite = finite && isfinite(mine);
-            zero   = zero && mine == 0.0f;
-            c[i]   = mine;
+        const float sum = sum_of_lanes(total, 1 << row_bits, s.sums + warp * WARP * sum_stride(1 << row_bits));
+        const int   r = lane / TOGETHER, i = i0 + lane % TOGETHER * WARPS;
+        if (r < n && i < rank) {
+            s.c[r * s.size + i] = offset == nullptr ? sum : __fsub_rn(sum, offset[i]);
         }
     }
-    finite = __syncthreads_and(finite) != 0;
-    zero   = __syncthreads_and(zero) != 0;
-    if (!finite && threadIdx.x == 0 && (x != nullptr || x_finite)) { // store_and_attend has counted the others
-        atomicAdd(l.n_bad, 1ull);
+    __syncthreads();
+
+    bool quantized = false;
+    for (int b = 0; b < codec.n_bands; ++b) {
+        quantized = quantized || codec.bands[b].bits != 16;
     }
-    const bool live = finite && !zero;
-    int        code = live ? choose_scale(codec, c, room) : 0;
-    if (live && codec.path != PATH_NONE) {
-        code = choose_path_scale<LANES>(search, codec, code);
-        find_path<LANES>(search, row_scale((uint32_t) code));
-    }
-    const float s = row_scale((uint32_t) code);
-    if (threadIdx.x == 0) {
-        tile[in] = (uint8_t) (finite ? code : SCALE_NAN);
-    }
+    // the smallest scale that reaches all coefficients, first
 #pragma unroll 1
-    for (int i = 0; i < codec.n_bands; ++i) {
-        const Band & band    = codec.bands[i];
-        const float  inverse = live ? __fdiv_rn(1.0f, __fmul_rn(s, band.ratio)) : 0.0f;
+    for (int r = warp; r < n; r += WARPS) {
+        float * c      = s.c + r * s.size;
+        bool    finite = true, zero = true;
+        float   reach = 0.0f;
 #pragma unroll 1
-        for (int j = (int) threadIdx.x; j < band.n; j += THREADS) {
-            const float x = live ? c[band.first + j] : 0.0f;
-            if (band.bits == 16) {
-                uint8_t * half                      = tile + TILE * band.offset + 2 * (j * TILE + in);
-                *reinterpret_cast<uint16_t *>(half) = to_half(fminf(fmaxf(x, -HALF_MAX), HALF_MAX));
-            } else if (!live || !on_path(codec, band)) {
-                search.codes[band.first + j] = live ? (uint32_t) quantize(x, inverse, half_range(band.bits)) : 0;
+        for (int b = 0; b < codec.n_bands; ++b) {
+            const Band & band = codec.bands[b];
+            const float  full = __fmul_rn(band.ratio, half_range(band.bits));
+#pragma unroll 1
+            for (int j = lane; j < band.n; j += WARP) {
+                const float x = c[band.first + j];
+                finite        = finite && isfinite(x);
+                zero          = zero && x == 0.0f;
+                reach         = band.bits == 16 ? reach : fmaxf(reach, __fdiv_rn(fabsf(x), full));
+            }
+        }
+        reach               = warp_max(reach);
+        const bool x_finite = (s.flags[r] & X_FINITE) != 0;
+        finite              = x_finite && __ballot_sync(ALL, finite) == ALL;
+        const bool live     = finite && __ballot_sync(ALL, zero) != ALL;
+        for (int j = lane; !live && j < rank; j += WARP) {
+            c[j] = 0.0f; // the search runs, and its codes are not used
+        }
+        // at most eight codes above that of the power of two
+        int k0 = min(max(SCALE_ONE + 8 * ((int) (__float_as_uint(reach) >> 23) - 127), 1), (int) SCALE_MOST);
+#pragma unroll 1
+        while (k0 < SCALE_MOST && row_scale((uint32_t) k0) < reach) {
+            ++k0;
+        }
+        __syncwarp(); // all lanes have read the flags
+        if (lane == 0) {
+            s.scale[r] = live && quantized ? k0 : SCALE_ONE;
+            s.flags[r] = (x_finite ? X_FINITE : 0) | (finite ? FINITE : 0) | (live ? LIVE : 0);
+            if (!finite && (row(r).x != nullptr || x_finite)) { // store_and_attend has counted the others
+                atomicAdd(l.n_bad, 1ull);
             }
         }
     }
     __syncthreads();
-    store_codes(codec, search.codes, tile, in);
-
+    if (quantized) {
 #pragma unroll 1
-    for (int j = (int) threadIdx.x; x != nullptr && j < d; j += THREADS) {
-        exact[j] = x_finite ? to_half(xs[j]) : HALF_NAN;
+        for (int i = me; i < n * CANDIDATES * 8; i += THREADS) {
+            const int r = i / (CANDIDATES * 8), code = s.scale[r] - i / 8 % CANDIDATES;
+            if (code >= 1) {
+                s.errors[i] = lane_error(codec, s.c + r * s.size, row_scale((uint32_t) code), i % 8, 0);
+            }
+        }
+        __syncthreads();
+        if (me < n) {
+            const float * errors = s.errors + me * CANDIDATES * 8;
+            const int     k0     = s.scale[me];
+            int           best   = k0;
+            float         least  = of_lanes(errors);
+            for (int i = 1; i < CANDIDATES && k0 - i >= 1; ++i) { // ties to the larger scale
+                const float error = of_lanes(errors + i * 8);
+                best              = error < least ? k0 - i : best;
+                least             = error < least ? error : least;
+            }
+            s.scale[me] = (s.flags[me] & LIVE) != 0 ? best : SCALE_ONE;
+        }
+        __syncthreads();
+    }
+    if (codec.path != PATH_NONE) {
+        choose_path_scales<LANES>(s, codec, n);
+        find_paths<LANES>(s, n);
+    }
+    // codes beside the path, of all rows
+#pragma unroll 1
+    for (int r = warp; r < n; r += WARPS) {
+        const bool       live = (s.flags[r] & LIVE) != 0, finite = (s.flags[r] & FINITE) != 0;
+        const int        code = live ? s.scale[r] : 0;
+        const EncodedRow of   = row(r);
+        const int        in   = (int) (of.cell % TILE); // cell in its tile
+        uint8_t *        tile = value ? a.v_tiles + of.cell / TILE * a.v_stride + l.v_offset[h] :
+                                        a.k_tiles + of.cell / TILE * a.k_stride + l.k_offset[h];
+        if (lane == 0) {
+            tile[in] = (uint8_t) (finite ? code : SCALE_NAN);
+        }
+#pragma unroll 1
+        for (int i = 0; i < codec.n_bands; ++i) {
+            const Band & band    = codec.bands[i];
+            const float  scale   = row_scale((uint32_t) code);
+            const float  inverse = live ? __fdiv_rn(1.0f, __fmul_rn(scale, band.ratio)) : 0.0f;
+#pragma unroll 1
+            for (int j = lane; j < band.n; j += WARP) {
+                const float x = s.c[r * s.size + band.first + j]; // 0 of a row that is not live
+                if (band.bits == 16) {
+                    uint8_t * half                      = tile + TILE * band.offset + 2 * (j * TILE + in);
+                    *reinterpret_cast<uint16_t *>(half) = to_half(fminf(fmaxf(x, -HALF_MAX), HALF_MAX));
+                } else if (!on_path(codec, band)) {
+                    s.codes[r * s.size + band.first + j] =
+                        live ? (uint32_t) quantize(x, inverse, half_range(band.bits)) : 0;
+                }
+            }
+        }
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int r = 0; r < n; ++r) {
+        const int64_t cell = row(r).cell;
+        uint8_t *     tile = value ? a.v_tiles + cell / TILE * a.v_stride + l.v_offset[h] :
+                                     a.k_tiles + cell / TILE * a.k_stride + l.k_offset[h];
+        store_codes(codec, s.codes + r * s.size, (s.flags[r] & LIVE) != 0, tile, (int) (cell % TILE));
     }
 }
 

@@ -25,6 +25,7 @@ namespace subkv::cuda {
 constexpr float QUERY_STEP    = 1.0f / 32639.0f; // two signed bytes: 127 * 256 + 127
 constexpr float WEIGHT_STEP   = 1.0f / 65535.0f; // two bytes
 constexpr int   DECODE_GROUP  = 8;               // maximum query rows of the decode kernel
+constexpr int   DECODE_TOKENS = 8;               // of a stream, each with blocks of its own
 constexpr int   DECODE_HEAD   = 256;             // maximum d of the decode kernel: limit of shared memory
 constexpr int   DECODE_BLOCKS = 4;               // its blocks per multiprocessor (research/notes/kernels.md)
 constexpr int   SIDES         = 2;               // K and V
@@ -161,7 +162,7 @@ struct Store {
 
 const char * encode(const Encode & args, void * stream);
 const char * attend(const Attend & args, void * stream);
-// Both for the same tokens, whose own rows attend does not read from their cells; suits_decode.
+// Both for the same tokens, one per stream, whose own rows attend does not read from their cells; suits_decode.
 const char * store_and_attend(const StoreRows & store, const Attend & attend, void * stream);
 const char * encode_window(const EncodeWindow & args, void * stream); // rows [encode.n_tok]
 const char * combine(const Combine & args, void * stream);
@@ -176,10 +177,10 @@ const char * wait(int device);
 // encode_window for any number of rows, on the device's default stream.
 const char * encode_window(EncodeWindow args, const WindowRow * rows, size_t n, int device);
 
-// true: the decode kernel applies: one token per stream, at most DECODE_GROUP query heads per KV head, tiles that fit
+// true: the decode kernel applies: at most DECODE_TOKENS per stream, at most DECODE_GROUP query heads per KV head, tiles that fit
 // the device's shared memory, no latent layer.
 bool suits_decode(const Attend & args);
-bool suits_decode(const Layer & layer, int device); // with one token per stream
+bool suits_decode(const Layer & layer, int device); // with so few tokens
 
 // What attend_decode needs of a head, for Layer::plan.
 size_t plan_bytes();

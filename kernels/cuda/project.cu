@@ -239,7 +239,7 @@ template <int F, int PARTS> __global__ void __launch_bounds__(BLOCK, 1) project_
         }
     }
     __syncthreads();
-    const int64_t row = h * a.n_stream + token; // number of the first of G rows
+    const int64_t row = h * a.n_stream * a.n_tps + token; // number of the first of G rows
 #pragma unroll 1
     for (int i = (int) threadIdx.x; i < G * rank; i += BLOCK) {
         a.qt[(row * G + i / rank) * l.width_k + i % rank] = s.qt[i / rank * pitch + i % rank];
@@ -284,7 +284,7 @@ __global__ void project_kernel(Attend a) {
 }
 
 template <int F> const char * project_decode(const Attend & a, const StoreRows & store, void * stream) {
-    const dim3   grid((unsigned) a.n_stream, (unsigned) a.layer.n_head_kv, store.k != nullptr ? 2 : 1);
+    const dim3   grid((unsigned) (a.n_stream * a.n_tps), (unsigned) a.layer.n_head_kv, store.k != nullptr ? 2 : 1);
     const size_t bytes =
         std::max(ProjectShared<F>(nullptr, a.layer).bytes, (size_t) (a.layer.d_k + a.layer.d_v) * sizeof(uint16_t));
     const auto kernel = a.layer.d_k <= ROW ? project_decode_kernel<F, 1> : project_decode_kernel<F, DECODE_HEAD / ROW>;
@@ -314,7 +314,7 @@ const char * project_queries(const Attend & args, void * stream) {
 }
 
 const char * store_and_attend(const StoreRows & store, const Attend & args, void * stream) {
-    if (!suits_decode(args)) {
+    if (args.n_tps != 1 || !suits_decode(args)) {
         return "store_and_attend: one token per stream expected, and a layer that the decode kernel suits";
     }
     const char * error = project(args, store, stream);

@@ -82,7 +82,8 @@ class Cuda:
         self.stream = ct.c_void_p(torch.cuda.current_stream().cuda_stream) if DEVICE == "cuda" else None
         self.heads = c.Heads(library, library.memory(), work.sides[0], work.sides[1], GROUP)
         n_tok, layer = work.n_stream * work.n_tps, self.heads.layer
-        blocks = N_HEAD * work.n_stream * max(1, work.n_tps * GROUP // 64)
+        few = work.n_tps <= c.DECODE_TOKENS
+        blocks = N_HEAD * work.n_stream * (work.n_tps if few else max(1, work.n_tps * GROUP // 64))
         n_split = max(1, min(library.n_at_once() // blocks, work.n_cells // 128))  # the engine's rule
         n_rows = N_HEAD * n_tok * GROUP
         part = n_split * n_rows
@@ -124,7 +125,7 @@ class Cuda:
 
     def calls(self) -> Calls:
         """In this order: project writes the input of attend, attend that of combine."""
-        decode = ["attend_decode"] if self.work.n_tps == 1 else []
+        decode = ["attend_decode"] if self.work.n_tps <= c.DECODE_TOKENS else []
         attend, combine = self.run("attend", self.attend), self.run("combine", self.combine)
         return {
             "CUDA project": self.run("project_queries", self.attend),

@@ -57,7 +57,8 @@ class Call:
             size = max(map(layers.head_size, bands))
             self.sides = [layers.Side.make(b, size, 5 + i, alike, value=i == 1) for i, b in enumerate(bands)]
         d = self.sides[0].d
-        self.decodes = shape.n_tps == 1 and shape.group <= c.DECODE_GROUP and d <= c.DECODE_HEAD and not self.latent
+        few = shape.n_tps <= c.DECODE_TOKENS and shape.group <= c.DECODE_GROUP
+        self.decodes = few and d <= c.DECODE_HEAD and not self.latent
         self.memory = memory = library.memory()
         self.heads = c.Heads(library, memory, self.sides[0], self.sides[1], s.group, s.means, change is not None)
         self.heads.layer.latent = self.latent

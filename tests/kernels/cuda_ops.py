@@ -17,7 +17,7 @@ import ops as o
 from compiled import linked, objects
 
 ROOT = Path(__file__).resolve().parents[2]
-DECODE_GROUP, DECODE_HEAD = 8, 256
+DECODE_GROUP, DECODE_HEAD, DECODE_TOKENS = 8, 256, 8
 MATRIX_ROWS = 16
 ALIGNED = 64  # bytes, as a device's memory is at least
 _P, _I32, _I64, _F32 = ct.c_void_p, ct.c_int32, ct.c_int64, ct.c_float

@@ -1,4 +1,4 @@
-"""Executes a PTX kernel from nvcc on a CPU and counts its instructions: those of attend_decode and combine.
+"""Executes a PTX kernel from nvcc on a CPU and counts its instructions: those of attend_decode, combine and encode.
 
 A warp's registers are arrays of 32 numbers. If lanes diverge, those at the earliest instruction run first. Global
 memory is the process's memory, and shared memory is an array; copies to it complete immediately. Tensor core products
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 LANES = 32
+LOCAL = 256  # bytes of a lane
 Bits = npt.NDArray[np.uint64]
 Lanes = npt.NDArray[np.bool_]
 Array = npt.NDArray[Any]
@@ -91,6 +92,7 @@ OPERATIONS: dict[str, Callable[..., Array]] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
     "not": np.invert,
+    "bfi": lambda x, y, start, n: y & ~(((1 << n) - 1) << start) | (x & ((1 << n) - 1)) << start,
     "shl": _shift_left,
     "shr": _shift_right,
 }
@@ -155,7 +157,8 @@ class Kernel:
             for warp in warps:
                 warp.now = latest
                 if warp.vote:
-                    warp.put(warp.vote[0], np.full(LANES, any(votes), np.uint64), EVERY)
+                    found = any(votes) if warp.vote[2] == "or" else all(votes)
+                    warp.put(warp.vote[0], np.full(LANES, found, np.uint64), EVERY)
         self.trips = {name: max(at, self.trips.get(name, 0)) for name, at in first.items()}
 
 
@@ -163,9 +166,11 @@ class Warp:
     def __init__(self, kernel: Kernel, block: tuple[int, int, int], first: int, reached: dict[str, int]) -> None:
         """reached: of the block, when its last warp first reaches an operation."""
         self.kernel, self.reached, self.seen = kernel, reached, set[str]()
+        self.local = np.full(LANES * LOCAL, 0xFF, np.uint8)
         self.now = 0  # trips
         self.copied = 0  # when the last asynchronous copy arrives
-        self.vote: tuple[str, bool] | None = None  # at a barrier that combines predicates: its result, and ours
+        # at a barrier that combines predicates: its result, ours, and how
+        self.vote: tuple[str, bool, str] | None = None
         self.ready: dict[str, int] = {}  # when registers arrive, of those that may be late
         self.left = EVERY  # replaced, never changed, where lanes end
         self.together = 0  # the next instruction of all lanes that are left; -1 if they diverge
@@ -226,10 +231,11 @@ class Warp:
                 self.go(kernel.labels[operands[0]], chosen)
             elif name == "ret":
                 self.left = self.left & ~chosen
-            elif operation in ("bar.sync", "bar.red.or.pred"):
+            elif operation in ("bar.sync", "bar.red.or.pred", "bar.red.and.pred"):
                 assert np.array_equal(active, self.left), "lanes of a warp at different barriers"
                 if operation != "bar.sync":
-                    self.vote = operands[0], bool(self.true(operands[2])[active].any())
+                    ours = self.true(operands[2])[active]
+                    self.vote = operands[0], bool(ours.any() if "or" in modifiers else ours.all()), modifiers[1]
                 return True
             elif name != "bar" and (chosen is active or chosen.any()):
                 self.execute(name, modifiers, operands, chosen)
@@ -261,6 +267,8 @@ class Warp:
         elif name == "cp":
             if modifiers[:2] == ["async", "cg"]:
                 self.copy(self.address(operands[0]), self.address(operands[1]), active)
+        elif name in ("atom", "red"):
+            self.exchange(modifiers[-2], type_, operands[-2:], active)
         elif name == "mma":
             self.multiply(modifiers, operands, active)
         elif name == "shfl":
@@ -282,6 +290,9 @@ class Warp:
         elif name == "selp":
             x, y = (self.bits(operand) for operand in operands[1:3])
             self.put(operands[0], np.where(self.true(operands[3]), x, y) & mask(type_), active)
+        elif name == "vote":  # ballot
+            voted = np.flatnonzero(self.true(operands[1]) & active)
+            self.put(operands[0], np.full(LANES, sum(1 << int(lane) for lane in voted), np.uint64), active)
         elif name == "prmt":
             self.put(operands[0], self.permute(*operands[1:]), active)
         elif name in ("mov", "cvta"):
@@ -293,6 +304,8 @@ class Warp:
                 result = OPERATIONS[name](*self.inputs(name, operands[1:], type_))
             if "rm" in modifiers or "sat" in modifiers:
                 result = self.rounded(result, modifiers, operands)
+            if "hi" in modifiers:
+                result = result >> n_bits(type_)
             wide = f"{type_[0]}{2 * n_bits(type_)}" if "wide" in modifiers else type_
             self.put(operands[0], to_bits(result, wide), active)
 
@@ -314,6 +327,10 @@ class Warp:
             halves = self.bits(operand).astype(np.uint16).view(np.float16)
             return to_bits(halves.astype(np.float32), to)
         x = self.number(operand, of)
+        if to == "f16":
+            return x.astype(np.float16).view(np.uint16).astype(np.uint64)
+        if "rni" in modifiers and to == "f32":
+            return to_bits(np.rint(x), to)
         if "sat" in modifiers:
             return to_bits(np.clip(np.nan_to_num(x), 0, 1), to)
         if of == "f32" and to != "f32":
@@ -338,7 +355,9 @@ class Warp:
         registers, at = operands if name == "ld" else operands[::-1]
         address = self.address(at)
         lanes = np.flatnonzero(active)
-        if space not in (*self.kernel.memory, "global"):  # a generic address, of one kind in all lanes
+        if space == "local":  # that of each lane behind the other's
+            address = np.arange(LANES, dtype=np.uint64) * np.uint64(LOCAL) + address
+        elif space not in (*self.kernel.memory, "global"):  # a generic address, of one kind in all lanes
             space = "shared" if address[lanes].max() < len(self.kernel.memory["shared"]) else "global"
         assert not (address[lanes] % size).any(), f"{name}.{space}.{type_}: multiples of {size} expected"
         for i, register in enumerate(registers.strip("{} ").split(",")):
@@ -361,7 +380,7 @@ class Warp:
         """Bytes [len(at)][size]."""
         if space == "global":
             return np.frombuffer(b"".join(ct.string_at(int(i), size) for i in at), np.uint8).reshape(-1, size)
-        memory = self.kernel.memory[space]
+        memory = self.local if space == "local" else self.kernel.memory[space]
         assert at.max() + size <= len(memory), f"{space}: {len(memory)} bytes expected, {at.max() + size} read"
         return memory[at[:, None] + np.arange(size)]
 
@@ -372,9 +391,19 @@ class Warp:
             for i, one in zip(at, data, strict=True):
                 ct.memmove(int(i), one.tobytes(), size)
             return
-        memory = self.kernel.memory[space]
+        memory = self.local if space == "local" else self.kernel.memory[space]
         assert at.max() + size <= len(memory), f"{space}: {len(memory)} bytes expected, {at.max() + size} written"
         memory[at[:, None] + np.arange(size)] = data
+
+    def exchange(self, name: str, type_: str, operands: list[str], active: Lanes) -> None:
+        """An atomic operation on global memory, lane by lane. What it read is not used by these kernels."""
+        size, value = n_bits(type_) // 8, self.bits(operands[1])
+        for lane in np.flatnonzero(active):
+            at = self.address(operands[0])[lane : lane + 1].astype(np.int64)
+            before = np.zeros((1, 8), np.uint8)
+            before[:, :size] = self.read("global", at, size)
+            after = OPERATIONS[name](before.view(np.uint64)[0], value[lane : lane + 1])
+            self.write("global", at, after.view(np.uint8).reshape(1, 8)[:, :size])
 
     def copy(self, to: Bits, at: Bits, active: Lanes) -> None:
         to, at = to[active], at[active]

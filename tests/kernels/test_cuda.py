@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes as ct
 import functools
+import os
+from pathlib import Path
 from typing import Any
 
 import cuda_ops as c
@@ -38,6 +40,8 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("cuda")
     if request.param == "emulated":
         return c.build_emulated(folder)
+    if built := os.environ.get("SUBKV_TEST_NATIVE"):  # research/gpu/decide.py
+        return c.Library(Path(built), c.DeviceMemory if has_gpu() else c.HostMemory)
     compiler = c.nvcc()
     if compiler is None or not has_gpu():
         pytest.skip(f"no {'nvcc' if compiler is None else 'GPU that PyTorch sees'}: the kernels run on the CPU only")
@@ -126,6 +130,35 @@ def check_encode(library: c.Library, both: list[layers.Side], orthonormal: bool,
         assert np.array_equal(halves[:, i].view(np.uint16), expected_halves.view(np.uint16))
 
 
+@each("name", ["planned", "widest"])
+def test_encode_rows_of_a_block(library: c.Library, name: str) -> None:
+    """A row's bytes do not depend on those that the call, and so the block, has beside it."""
+    bands, n, n_cells = layers.LAYERS[name], 125, 3 * o.TILE
+    d = max(map(layers.head_size, bands))
+    sides = [layers.Side.make(b, d, 1 + i) for i, b in enumerate(bands)]
+    rng = np.random.default_rng(4)
+    n_head = len(sides[0].heads)
+    x = [layers.inputs_to_encode(n, n_head, d, rng) for _ in sides]
+    cells = rng.permutation(n_cells)[:n].astype(np.int64)
+    memory = library.memory()
+    heads = c.Heads(library, memory, *sides, n_group=1)
+    found = []
+    for counts in ([n], [1, 2, 5, 30, n - 38]):
+        put = [memory.put(np.zeros((n_cells // o.TILE, o.TILE * side.row_bytes), np.uint8)) for side in sides]
+        for first, count in zip(np.cumsum([0, *counts[:-1]]), counts, strict=True):
+            part = slice(first, first + count)
+            args = c.Encode(layer=heads.layer, k_head=d, k_token=n_head * d, v_head=d, v_token=n_head * d, n_tok=count)
+            args.k, args.v = (memory.put(a[part])[0] for a in x)
+            args.k_tiles, args.v_tiles = (at for at, _ in put)
+            args.k_stride, args.v_stride = (o.TILE * side.row_bytes for side in sides)
+            args.cells = memory.put(cells[part])[0]
+            args.fresh = memory.put(np.zeros((count, 2 * n_head * d), np.uint16))[0]
+            library.run("encode", args)
+        found.append([read().copy() for _, read in put])
+    for whole, parts in zip(*found, strict=True):
+        assert whole.any() and np.array_equal(whole, parts)
+
+
 SHAPES = [
     Shape(),
     Shape(n_kv=1, group=1, n_split=1),
@@ -138,7 +171,9 @@ SHAPES = [
     Shape(n_stream=2, n_tps=11, group=2, n_kv=129, n_split=3, softcap=5.0, means=True),
     Shape(n_tps=40, group=2, n_kv=100, n_split=1, mask_half=True),
     Shape(n_kv=100, blind=True),
+    Shape(n_stream=2, n_tps=8, group=5, n_kv=129, n_split=3, softcap=5.0, means=True),
     Shape(n_tps=9, group=2, n_kv=100, picture=True),
+    Shape(n_tps=8, group=2, n_kv=100, picture=True),
     Shape(n_stream=2, group=8, n_kv=90, picture=True),
 ]
 
@@ -159,6 +194,34 @@ def test_attend_layouts(library: c.Library, name: str, shape: Shape) -> None:
 def test_attend_latent(library: c.Library, name: str, shape: Shape) -> None:
     """Values are the first coefficients of a tile's keys."""
     check_attend(library, name, shape)
+
+
+def test_a_token_attends_alike_beside_others(library: c.Library) -> None:
+    """Up to DECODE_TOKENS of a stream have the bits that each has alone."""
+    s = Shape(n_stream=2, n_tps=c.DECODE_TOKENS // 2, group=3, n_kv=200, n_split=2, mask_half=True, means=True)
+    call = Call(library, "planned", s)
+    library.run("attend", call.args)
+    rank = min(head.rank for head in call.sides[1].heads)
+
+    def results(n_tok: int) -> list[o.F32]:
+        shape = (s.n_split, call.n_head, n_tok * s.group)
+        n = int(np.prod(shape))
+        return [call.m()[:n].reshape(shape), call.z()[:n].reshape(shape), call.acc()[:n, :rank].reshape(*shape, rank)]
+
+    together = [part.copy() for part in results(call.n_tok)]
+    for token in range(call.n_tok):
+        stream, one = token // s.n_tps, c.Attend.from_buffer_copy(call.args)
+        one.n_stream = one.n_tps = 1
+        one.q += 4 * token * one.q_token
+        one.mask += 2 * token * s.n_kv
+        one.tokens += call.tokens.itemsize * call.tokens.shape[1] * token
+        one.cell_pos += call.cell_pos.itemsize * stream * s.n_kv
+        one.k_tiles += stream * one.k_stream
+        one.v_tiles += stream * one.v_stream
+        library.run("attend", one)
+        for alone, of in zip(results(1), together, strict=True):
+            assert np.isfinite(alone).any()
+            assert np.array_equal(alone, of[:, :, token * s.group :][:, :, : s.group])
 
 
 LARGE: o.Layout = ((184, 16), (16, 8), (56, 4))
@@ -543,7 +606,7 @@ def test_calls_of_the_timing_script(library: c.Library, n_tps: int, monkeypatch:
         monkeypatch.setattr(gpu_ops, name, value)
     work = gpu_ops.Workload(gpu_ops.BANDS["4.3 bits"], 2, n_tps, 1024)
     timed = gpu_ops.Cuda(library, work)
-    assert [name for name in timed.calls() if "attend_decode" in name] == ["CUDA attend_decode"] * (n_tps == 1)
+    assert [name for name in timed.calls() if "attend_decode" in name] == ["CUDA attend_decode"]
     for call in timed.calls().values():
         timed.out.fill_(torch.nan)
         call()

@@ -121,6 +121,32 @@ def test_reads_in_a_row(emulated: c.Library, module: str, monkeypatch: pytest.Mo
     assert library.kernel.trips["mma"] <= (9 if ".target sm_75" in module else 2)
 
 
+def test_encode(emulated: c.Library, tmp_path: Path) -> None:
+    """Eight rows of a block: the emulation's bytes, and instructions of a warp per row and side."""
+    n, d = 512, 128  # enough rows for blocks of eight
+    sides = [layers.Side.make([bands], d, i) for i, bands in enumerate(PLANNED)]
+    memory, rng = emulated.memory(), np.random.default_rng(0)
+    heads = c.Heads(emulated, memory, *sides, n_group=1)
+    tiles = [memory.put(np.zeros((n // o.TILE, o.TILE * side.row_bytes), np.uint8)) for side in sides]
+    args = c.Encode(layer=heads.layer, k_head=d, k_token=d, v_head=d, v_token=d, n_tok=n)
+    args.k, args.v = (memory.put(rng.standard_normal((n, d)).astype(np.float32))[0] for _ in sides)
+    args.k_tiles, args.v_tiles = (at for at, _ in tiles)
+    args.k_stride, args.v_stride = (o.TILE * side.row_bytes for side in sides)
+    args.cells = memory.put(np.arange(n, dtype=np.int64))[0]
+    args.fresh = memory.put(np.zeros((n, 2 * d), np.uint16))[0]
+    emulated.run("encode", args)
+    cells = [side.to_rows(read())[:8].copy() for side, (_, read) in zip(sides, tiles, strict=True)]
+    for _, read in tiles:
+        read().fill(0)
+    kernel = ptx.Kernel(compiled("encode.cu", ARCHITECTURES[-1], tmp_path), "encode_kernelILb0E")
+    job, shared = Interpreted(emulated, "").job()
+    for side in range(2):
+        kernel.run((0, 0, side), job, shared, 128)
+    for side, (_, read), expected in zip(sides, tiles, cells, strict=True):
+        assert np.array_equal(side.to_rows(read())[:8], expected)
+    assert sum(kernel.executed.values()) / (2 * 8) <= 8800
+
+
 def test_combine(emulated: c.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulation's bits; what a block reads at once waits for five other reads at most."""
     bands = ((16, 8), (16, 6), (32, 4), (56, 3))

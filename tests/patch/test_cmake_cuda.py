@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -19,14 +21,59 @@ def script(tmp_path: Path, code: str, *options: str, module: Path = MODULE) -> t
     assert CMAKE is not None
     path = tmp_path / "script.cmake"
     path.write_text(f"cmake_minimum_required(VERSION 3.21)\ninclude({module.as_posix()})\n{code}\n")
-    done = subprocess.run([CMAKE, *options, "-P", str(path)], capture_output=True, text=True, check=False)
+    done = subprocess.run([CMAKE, *options, "-P", str(path)], capture_output=True, text=True, check=False, cwd=tmp_path)
     return done.returncode, " ".join(done.stderr.split())
 
 
 def test_missing_toolkit_is_named(tmp_path: Path) -> None:
     status, output = script(tmp_path, "", "-DGGML_CUDA=ON", "-DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON")
     assert status == 1
-    assert "GGML_CUDA: expected NVIDIA's CUDA toolkit with nvcc on the PATH, in CUDACXX or below" in output
+    assert "GGML_CUDA: expected NVIDIA's CUDA toolkit with nvcc beside this Python, on the PATH, in CUDACXX" in output
+    assert "`pip install --group cuda`" in output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pip's CUDA toolkit is looked for on Linux")
+def test_toolkit_of_pips_packages(tmp_path: Path) -> None:
+    """The newest toolkit beside Python is found, and linked as nvcc and CMake expect one; a named one comes first."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv/bin/python"
+    packages = Path(
+        subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))"], text=True)[
+            :-1
+        ]
+    )
+    for version in ("cu9", "cu13"):
+        toolkit = packages / "nvidia" / version
+        for name in (
+            "bin/nvcc",
+            "bin/ptxas",
+            "include/cuda.h",
+            "lib/libcublas.so.13",
+            "lib/libcudart_static.a",
+            "nvvm/x",
+        ):
+            (toolkit / name).parent.mkdir(parents=True, exist_ok=True)
+            (toolkit / name).write_text(f"{version} {name}")
+    of_python = f"-DPython3_EXECUTABLE={python}"
+    code = f"subkv_find_pip_toolkit(found)\nsubkv_link_pip_toolkit(${{found}} {tmp_path}/cuda)"
+    assert script(tmp_path, code, of_python) == (0, "")
+    links = {
+        "bin/nvcc": "bin/nvcc",
+        "bin/ptxas": "bin/ptxas",
+        "include/cuda.h": "include/cuda.h",
+        "lib64/libcublas.so": "lib/libcublas.so.13",
+        "lib64/libcudart_static.a": "lib/libcudart_static.a",
+        "nvvm/x": "nvvm/x",
+    }
+    assert {name: (tmp_path / "cuda" / name).read_text() for name in links} == {
+        name: f"cu13 {target}" for name, target in links.items()
+    }
+    absent = "-DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON"
+    for named, looked_for in (("", True), (f"-DCUDAToolkit_ROOT={tmp_path}", False)):
+        folder = tmp_path / ("build" if looked_for else "named")
+        folder.mkdir()
+        status, _ = script(folder, "", "-DGGML_CUDA=ON", absent, of_python, *named.split())
+        assert (status, (folder / "cuda/bin/nvcc").exists()) == (1, looked_for)
 
 
 def test_nothing_is_expected_of_a_build_without_cuda(tmp_path: Path) -> None:

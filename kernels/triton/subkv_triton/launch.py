@@ -28,10 +28,11 @@ class Shapes:
 DEFAULT = Shapes()
 FEW_CELLS = Shapes(prompt=Shape(64, 16, 8))
 SM_80 = Shapes(decode=Shape(16, 32, 8), prompt=Shape(32, 32, 8))
+SM_86 = Shapes(decode=Shape(16, 32, 8))  # a fifth of the barriers per cell of half as many cells
 # Triton multiplies halves as floats before sm_80: every lane holds rows of both operands
 NO_TENSOR_CORES = Shapes(prompt=Shape(32, 16, 8))
 NO_TENSOR_CORES_NARROW = Shapes(prompt=Shape(32, 32, 8))
-EVERY = [DEFAULT, FEW_CELLS, SM_80, NO_TENSOR_CORES, NO_TENSOR_CORES_NARROW]
+EVERY = [DEFAULT, FEW_CELLS, SM_80, SM_86, NO_TENSOR_CORES, NO_TENSOR_CORES_NARROW]
 
 
 def shapes_of(backend: str, arch: int | str, width: int, halves: bool) -> Shapes:
@@ -45,8 +46,10 @@ def shapes_of(backend: str, arch: int | str, width: int, halves: bool) -> Shapes
         shapes = NO_TENSOR_CORES if width > 64 else NO_TENSOR_CORES_NARROW
     elif int(arch) == 80:
         shapes = SM_80
+    elif int(arch) < 120:
+        shapes = SM_86 if 64 < width <= 128 and not halves else DEFAULT
     else:
-        shapes = FEW_CELLS if int(arch) >= 120 else DEFAULT
+        shapes = FEW_CELLS
     return replace(shapes, prompt=NO_TENSOR_CORES.prompt) if width > 128 or halves else shapes
 
 

@@ -79,7 +79,8 @@ public:
     void     wait() const override;
     size_t   max_range() const override { return SIZE_MAX; }
     bool     makes_rows() const override { return cuda::suits_prompt(tables_, device()); }
-    bool     defers_codes() const override { return defers_codes_; }
+    bool     defers_codes() const override { return suits_decode_; }
+    int64_t  n_decoded() const override { return suits_decode_ ? cuda::DECODE_TOKENS : 1; }
     void     encode_window(const ggml_tensor * k_cache, const ggml_tensor * v_cache,
                            const std::vector<UncodedRow> & rows) const override;
 
@@ -89,7 +90,7 @@ private:
     cuda::Layer args(int64_t width) const override;
 
     int64_t     n_at_once_;
-    bool        defers_codes_ = false;
+    bool        suits_decode_ = false;
     cuda::Layer tables_       = {};
     size_t      n_bad_at_     = 0;
 };
@@ -185,7 +186,7 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
         tables_.row_bytes_k = std::max(tables_.row_bytes_k, k.row_bytes);
         tables_.row_bytes_v = std::max(tables_.row_bytes_v, v.row_bytes);
     }
-    defers_codes_ = cuda::suits_decode(args(width_v_), device());
+    suits_decode_ = cuda::suits_decode(args(width_v_), device());
     if (const size_t lacks = cuda::lacks_shared(tables_, device())) {
         fail({ SUBKV_ERROR_UNSUPPORTED, "layer " + std::to_string(codec.il),
                sentence(

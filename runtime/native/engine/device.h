@@ -42,6 +42,9 @@ public:
     virtual size_t   max_range() const             = 0; // maximum bytes of one tensor that kernels can address
     virtual bool     makes_rows() const            = 0; // true: it has kernels for PROMPT_*
 
+    // Most tokens of a sequence whose attention has blocks for each token, and needs no PROMPT_* to be fast.
+    virtual int64_t n_decoded() const { return 1; }
+
     // true: it has kernels for STORE_AND_ATTEND, which makes no codes, and for encode_window, which makes them later.
     virtual bool defers_codes() const { return false; }
     // Encodes rows of the window into their cells; called, like `wait`, while the device has no other work.

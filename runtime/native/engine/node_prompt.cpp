@@ -13,7 +13,7 @@ namespace subkv {
 
 namespace {
 
-constexpr int64_t PROMPT_TOKENS = 32;        // of a sequence; for fewer tokens, decoding its cells does not pay
+constexpr int64_t PROMPT_TOKENS = 32;        // of a sequence; for fewer tokens, decoding its cells may not pay
 constexpr int64_t MOST_SLOTS    = 2048;      // of the window, of all sequences that share cells
 constexpr int64_t MOST_GROUPS   = 65535;     // of a grid's dimension: tokens, or rows after the cells
 constexpr int64_t MOST_BYTES    = 128 << 20; // of rows at a time, in a full context
@@ -105,9 +105,11 @@ ggml_tensor * prompt_lost(LayerNodes & layer, const AttnBuild & b, ggml_tensor *
 } // namespace
 
 ggml_tensor * build_prompt(LayerNodes & layer, const AttnBuild & b, ggml_tensor * q, const SharedRows & rows) {
-    const AttendShape s = attend_shape(layer, q, b.k_view);
-    if (!layer.device->makes_rows() || s.n_tps < PROMPT_TOKENS || s.n_tokens > MOST_GROUPS || b.chosen ||
-        b.mask->type != GGML_TYPE_F16 || b.mask->ne[1] != s.n_tps) { // halves: flash attention is on
+    const AttendShape s         = attend_shape(layer, q, b.k_view);
+    const int64_t     n_decoded = layer.device->n_decoded();
+    if (!layer.device->makes_rows() || s.n_tps <= (n_decoded > 1 ? n_decoded : PROMPT_TOKENS - 1) ||
+        s.n_tokens > MOST_GROUPS || b.chosen || b.mask->type != GGML_TYPE_F16 ||
+        b.mask->ne[1] != s.n_tps) { // halves: flash attention is on
         return nullptr;
     }
     const PromptShape p = prompt_shape(layer, b, s);

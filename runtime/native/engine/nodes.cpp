@@ -59,7 +59,8 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
         constexpr int64_t LEAST   = 2 * TILE; // cells of a split
         const int64_t     most    = (int64_t) (layer.device->max_range() / sizeof(float)) - scratch;
         const int64_t     each    = n_head * s.n_tokens * (2 + s.width);
-        const int64_t     at_once = layer.device->n_at_once() / (s.n_blocks * s.n_head_kv);
+        const int64_t     n_block = s.n_tps <= layer.device->n_decoded() ? s.n_tokens : s.n_blocks;
+        const int64_t     at_once = layer.device->n_at_once() / (n_block * s.n_head_kv);
         const int64_t     n_split = std::min({ at_once, s.n_kv / LEAST, most / each });
         s.n_split                 = std::max<int64_t>(1, n_split);
         s.split                   = ((s.n_kv + s.n_split - 1) / s.n_split + TILE - 1) / TILE * TILE;

@@ -70,7 +70,7 @@ int main() {
         print(most, "combine latent", combine(combined, nullptr));
         Encode encoded{};
         encoded.layer = a.layer;
-        encoded.n_tok = 1;
+        encoded.n_tok = 512;
         print(most, "encode", encode(encoded, nullptr));
         encoded.layer = of_latent.layer;
         print(most, "encode latent", encode(encoded, nullptr));
