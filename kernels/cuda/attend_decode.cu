@@ -9,7 +9,7 @@
 //   values   a warp has a contiguous fourth of the octets and all cells; lane l has coefficient l / 4 of each octet, and
 //            bytes 4 * (l % 2) to + 3 of all lines of tile l % 4 / 2; weights are stored in this order.
 #include "decode.cuh"
-#include "mask.cuh"
+#include "exact_part.cuh"
 
 #include <algorithm>
 #include <cstring>
@@ -18,13 +18,11 @@ namespace subkv::cuda {
 
 namespace {
 
-template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_kernel(Job job) {
-    const Attend & a      = job.a;
+// A block's work: split number `part` of a token's cells and a KV head.
+template <int F> __device__ void attend_cells(const Job & job, int h, int64_t token, int64_t part) {
+    const Attend & a      = job.c.a;
     const Layer &  l      = a.layer;
     const int      G      = l.n_group;
-    const int      h      = (int) blockIdx.x;
-    const int64_t  part   = blockIdx.y;
-    const int64_t  token  = blockIdx.z;             // one per stream
     const int64_t  row    = h * a.n_stream + token; // number of the first of G rows
     const float *  qt     = a.qt + row * G * l.width_k;
     const int64_t  first  = part * a.split;
@@ -264,35 +262,49 @@ template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decod
     }
 }
 
+// Blocks of a KV head and token (one per stream): first the splits of the cells, then the parts of the exact keys.
+template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode_kernel(Job job) {
+    const int     h     = (int) blockIdx.x;
+    const int64_t token = blockIdx.z, part = blockIdx.y;
+    if (part < job.c.a.n_split) {
+        attend_cells<F>(job, h, token, part);
+    } else {
+        attend_exact(job.c, h, token, (int) (part - job.c.a.n_split));
+    }
+}
+
 // Bytes of a tile in shared memory, so that the second tile uses other banks.
 int tile_bytes(int row_bytes) {
     return TILE * (row_bytes | 1);
 }
 
 template <int F> size_t shared_bytes(const Job & job) {
-    return Shared<F>(nullptr, job).bytes;
+    const size_t exact = job.n_exact > 0 ? ExactShared(nullptr, job.c.a.layer).bytes : 0;
+    return std::max(exact, Shared<F>(nullptr, job).bytes);
 }
 
 // Four blocks per multiprocessor hide each other's latency; large tiles only permit two. most: shared memory of a block
-template <int F> Job job_of(const Attend & a, size_t most) {
-    Job job{ a, MOST_TILES, true, tile_bytes(a.layer.row_bytes_k), tile_bytes(a.layer.row_bytes_v) };
+template <int F> Job job_of(const Combine & b, size_t most) {
+    const Layer & l = b.a.layer;
+    Job job{ b, ExactParts(b).n_blocks(l), MOST_TILES, true, tile_bytes(l.row_bytes_k), tile_bytes(l.row_bytes_v) };
     job.both  = shared_bytes<F>(job) <= most / 4;
     job.tiles = shared_bytes<F>(job) <= most / 2 ? MOST_TILES : 1;
     return job;
 }
 
-template <int F> const char * run(const Attend & a, void * stream) {
-    const Job job = job_of<F>(a, most_shared());
-    return launch(decode_kernel<F>, dim3((unsigned) a.layer.n_head_kv, (unsigned) a.n_split, (unsigned) a.n_stream),
-                  shared_bytes<F>(job), stream, job);
+template <int F> const char * run(const Combine & b, void * stream) {
+    const Attend & a   = b.a;
+    const Job      job = job_of<F>(b, most_shared());
+    const dim3     grid((unsigned) a.layer.n_head_kv, (unsigned) (a.n_split + job.n_exact), (unsigned) a.n_stream);
+    return launch(decode_kernel<F>, grid, shared_bytes<F>(job), stream, job);
 }
 
 bool fits_decode(const Layer & l, size_t most) {
     constexpr int F = DECODE_GROUP / FOUR;
-    Attend        a = {};
-    a.layer         = l;
+    Combine       b = {};
+    b.a.layer       = l;
     return l.n_group <= DECODE_GROUP && !l.latent && l.d_k <= DECODE_HEAD && l.d_v <= DECODE_HEAD &&
-           shared_bytes<F>(job_of<F>(a, most)) <= most;
+           shared_bytes<F>(job_of<F>(b, most)) <= most;
 }
 
 } // namespace
@@ -319,11 +331,11 @@ int64_t n_at_once(int device) {
     return cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? DECODE_BLOCKS * n : 256;
 }
 
-const char * attend_decode(const Attend & args, void * stream) {
-    if (!suits_decode(args)) {
+const char * attend_decode(const Combine & args, void * stream) {
+    if (!suits_decode(args.a)) {
         return "attend_decode: one token per stream, at most 8 query heads per KV head and small tiles expected";
     }
-    return args.layer.n_group <= FOUR ? run<1>(args, stream) : run<2>(args, stream);
+    return args.a.layer.n_group <= FOUR ? run<1>(args, stream) : run<2>(args, stream);
 }
 
 } // namespace subkv::cuda

@@ -16,10 +16,11 @@ constexpr int WEIGHT_PITCH = 2 * TILE + 16; // bytes of a column
 constexpr int QUARTERS     = 4;             // of a tile's cells: registers q and q + 4 (tiles.h) of values
 
 struct Job {
-    Attend a;
-    int    tiles;            // at a time
-    bool   both;             // keys and values have separate memory, so copies overlap
-    int    k_bytes, v_bytes; // from one tile to the next in shared memory
+    Combine c;                // of which attend reads a, and the exact keys
+    int     n_exact;          // blocks of a token and KV head for exact keys
+    int     tiles;            // at a time
+    bool    both;             // keys and values have separate memory, so copies overlap
+    int     k_bytes, v_bytes; // from one tile to the next in shared memory
 };
 
 // Shared memory of a block, for 4 * F query rows.
@@ -36,13 +37,13 @@ template <int F> struct Shared {
     int        octets;   // of values
     size_t     bytes;
 
-    __host__ __device__ Shared(unsigned char * base, const Job & job) : queries(nullptr, job.a.layer.width_k) {
+    __host__ __device__ Shared(unsigned char * base, const Job & job) : queries(nullptr, job.c.a.layer.width_k) {
         constexpr size_t EXCHANGE = WARPS * 4 * EXCHANGE_PITCH * sizeof(uint32_t);
         constexpr size_t WHOLE    = F * (8 * WEIGHT_PITCH + 4 * 2 * TILE * sizeof(float));
-        octets                    = job.a.layer.width_v / 8;
+        octets                    = job.c.a.layer.width_v / 8;
         Carve shared{ base };
         plan              = shared.take<Plan>(1);
-        const int width_k = job.a.layer.width_k;
+        const int width_k = job.c.a.layer.width_k;
         queries           = Queries<F>(shared.take<uint32_t>((size_t) Queries<F>::size(width_k)), width_k);
         weights           = shared.take<uint8_t>(WHOLE > EXCHANGE ? WHOLE : EXCHANGE);
         exchange          = reinterpret_cast<uint32_t *>(weights);

@@ -90,9 +90,11 @@ struct Attend {
     float *          qt;    // scratch [n_head_kv][n_tokens * n_group][width_k]
     float *          shift; // scratch [n_head_kv][n_tokens * n_group]
     uint32_t *       words; // scratch of the decode kernel [n_head_kv][n_tokens][query_words]
+    float *          exact; // scratch for the exact keys [exact_floats]
 };
 
-// Merges the splits, multiplies by D_v, adds the exact keys (window rows and fresh rows) and sinks, normalises.
+// Attends to the exact keys (window rows and fresh rows), merges the splits, multiplies by D_v, adds both and sinks,
+// normalises.
 struct Combine {
     Attend           a; // m, z, acc: results of attend
     const uint16_t * fresh;
@@ -102,6 +104,7 @@ struct Combine {
     const float *    sinks;        // [n_head] or nullptr
     float *          out;          // [n_tokens][out_stride], query head h at h * d_v
     int64_t          out_stride;
+    bool             has_exact; // store_and_attend has attended to the exact keys
 };
 
 // The rows of a prompt for flash attention on halves, which replaces attend and combine: keys and values of a stream's
@@ -161,8 +164,9 @@ struct Store {
 
 const char * encode(const Encode & args, void * stream);
 const char * attend(const Attend & args, void * stream);
-// Both for the same tokens, whose own rows attend does not read from their cells; suits_decode.
-const char * store_and_attend(const StoreRows & store, const Attend & attend, void * stream);
+// Both for the same tokens, whose own rows attend does not read from their cells, and attention to their exact keys;
+// suits_decode.
+const char * store_and_attend(const StoreRows & store, const Combine & args, void * stream);
 const char * encode_window(const EncodeWindow & args, void * stream); // rows [encode.n_tok]
 const char * combine(const Combine & args, void * stream);
 const char * store_window(const Store & args, void * stream);
@@ -188,6 +192,9 @@ void   make_plan(const HeadCodec & k, const HeadCodec & v, int64_t k_offset, int
 // Words of a token and KV head in Attend::words, which begins at a multiple of 16 bytes.
 int64_t query_words(const Layer & layer);
 
+// Floats of Attend::exact, which begins at a multiple of 8 bytes, for n_rows query rows of all heads.
+int64_t exact_floats(const Layer & layer, int64_t n_rows, int64_t n_tps, int32_t slots_of_seq);
+
 // true: the kernels for prompts apply: head sizes are multiples of the matrix size, tiles fit the device's shared
 // memory, no latent layer.
 bool suits_prompt(const Layer & layer, int device);
@@ -198,9 +205,16 @@ int64_t n_at_once(int device);
 // Bytes of shared memory that attend needs beyond the device's; 0: none.
 size_t lacks_shared(const Layer & layer, int device);
 
+// The attention to coded cells alone.
+inline Combine without_exact_keys(const Attend & a) {
+    Combine b = {};
+    b.a       = a;
+    return b;
+}
+
 // attend with a given kernel, for tests and measurements; it reads the output of project_queries.
 const char * project_queries(const Attend & args, void * stream);
-const char * attend_decode(const Attend & args, void * stream); // suits_decode
+const char * attend_decode(const Combine & args, void * stream); // suits_decode; slots_of_seq 0: without exact keys
 const char * attend_tiles(const Attend & args, void * stream);
 
 } // namespace subkv::cuda

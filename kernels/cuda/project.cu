@@ -87,20 +87,6 @@ template <int F> struct ProjectShared {
     }
 };
 
-// Sums x over the lanes, as warp_sum orders them: lane l gets that of x[l]. N: the lanes' distance in this step.
-template <int N = WARP / 2> __device__ float sum_of_each(float (&x)[WARP]) {
-    const bool upper = ((int) threadIdx.x & N) != 0;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        const float other = __shfl_xor_sync(ALL, upper ? x[i] : x[i + N], N);
-        x[i]              = (upper ? x[i + N] : x[i]) + other;
-    }
-    if constexpr (N > 1) {
-        return sum_of_each<N / 2>(x);
-    }
-    return x[0];
-}
-
 // Stores the exact rows of a token and KV head; the cell's scales become SCALE_NAN. A block's work.
 __device__ void store_rows(const Attend & a, const StoreRows & s, int64_t token, int h) {
     const Layer & l    = a.layer;
@@ -313,11 +299,11 @@ const char * project_queries(const Attend & args, void * stream) {
     return project(args, {}, stream);
 }
 
-const char * store_and_attend(const StoreRows & store, const Attend & args, void * stream) {
-    if (!suits_decode(args)) {
+const char * store_and_attend(const StoreRows & store, const Combine & args, void * stream) {
+    if (!suits_decode(args.a)) {
         return "store_and_attend: one token per stream expected, and a layer that the decode kernel suits";
     }
-    const char * error = project(args, store, stream);
+    const char * error = project(args.a, store, stream);
     return error ? error : attend_decode(args, stream);
 }
 
@@ -325,7 +311,7 @@ const char * attend(const Attend & args, void * stream) {
     if (const char * error = project_queries(args, stream)) {
         return error;
     }
-    return suits_decode(args) ? attend_decode(args, stream) : attend_tiles(args, stream);
+    return suits_decode(args) ? attend_decode(without_exact_keys(args), stream) : attend_tiles(args, stream);
 }
 
 } // namespace subkv::cuda

@@ -18,7 +18,7 @@ const char * test_attend(const cuda::Attend * args, void * stream) {
 }
 
 const char * test_attend_decode(const cuda::Attend * args, void * stream) {
-    return cuda::attend_decode(*args, stream);
+    return cuda::attend_decode(cuda::without_exact_keys(*args), stream);
 }
 
 const char * test_attend_tiles(const cuda::Attend * args, void * stream) {
@@ -27,11 +27,11 @@ const char * test_attend_tiles(const cuda::Attend * args, void * stream) {
 
 struct StoreAndAttend {
     cuda::StoreRows store;
-    cuda::Attend    attend;
+    cuda::Combine   args;
 };
 
 const char * test_store_and_attend(const StoreAndAttend * args, void * stream) {
-    return cuda::store_and_attend(args->store, args->attend, stream);
+    return cuda::store_and_attend(args->store, args->args, stream);
 }
 
 const char * test_encode_window(const cuda::EncodeWindow * args, void * stream) {
@@ -52,6 +52,10 @@ const char * test_prompt_mask(const cuda::Prompt * args, void * stream) {
 
 const char * test_prompt_lost(const cuda::Prompt * args, void * stream) {
     return cuda::prompt_lost(*args, stream);
+}
+
+int64_t test_exact_floats(const cuda::Layer * layer, int64_t n_rows, int64_t n_tps, int32_t slots_of_seq) {
+    return cuda::exact_floats(*layer, n_rows, n_tps, slots_of_seq);
 }
 
 int64_t test_query_words(const cuda::Layer * layer) {

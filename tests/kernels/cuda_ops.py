@@ -49,7 +49,7 @@ class Attend(ct.Structure):
         ("layer", Layer),
         *_fields(q=_P, q_head__q_token=_I64, k_tiles__v_tiles=_P, k_stride__v_stride__k_stream__v_stream=_I64),
         *_fields(mask=_P, mask_half=ct.c_bool, cell_pos__tokens=_P, n_sink__n_recent=_I32),
-        *_fields(n_kv__n_stream__n_tps__split__n_split=_I64, m__z__acc__qt__shift__words=_P),
+        *_fields(n_kv__n_stream__n_tps__split__n_split=_I64, m__z__acc__qt__shift__words__exact=_P),
     ]
 
 
@@ -58,10 +58,6 @@ class StoreRows(ct.Structure):
         *_fields(k__v=_P, k_head__k_token__v_head__v_token=_I64, k_tiles__v_tiles__fresh__window__slots=_P),
         ("n_slots", _I64),
     ]
-
-
-class StoreAndAttend(ct.Structure):
-    _fields_ = [("store", StoreRows), ("attend", Attend)]
 
 
 WINDOW_ROWS = 128
@@ -74,8 +70,12 @@ class EncodeWindow(ct.Structure):
 class Combine(ct.Structure):
     _fields_ = [
         ("a", Attend),
-        *_fields(fresh__window__slots=_P, slots_of_seq=_I32, sinks__out=_P, out_stride=_I64),
+        *_fields(fresh__window__slots=_P, slots_of_seq=_I32, sinks__out=_P, out_stride=_I64, has_exact=ct.c_bool),
     ]
+
+
+class StoreAndAttend(ct.Structure):
+    _fields_ = [("store", StoreRows), ("args", Combine)]
 
 
 class Prompt(ct.Structure):
@@ -153,6 +153,12 @@ class Library:
         """Of a token and KV head, in Attend.words."""
         self.lib.test_query_words.restype, self.lib.test_query_words.argtypes = ct.c_int64, [ct.c_void_p]
         return int(self.lib.test_query_words(ct.addressof(layer)))
+
+    def exact_floats(self, layer: Layer, n_rows: int, n_tps: int, slots_of_seq: int) -> int:
+        """Of Attend.exact, for n_rows query rows of all heads."""
+        function = self.lib.test_exact_floats
+        function.restype, function.argtypes = _I64, [_P, _I64, _I64, _I32]
+        return int(function(ct.addressof(layer), n_rows, n_tps, slots_of_seq))
 
     def plans(self, k: layers.Side, v: layers.Side) -> npt.NDArray[np.uint8]:
         """Of all heads, for Layer.plan."""

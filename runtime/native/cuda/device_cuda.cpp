@@ -57,6 +57,7 @@ struct Cuda {
         a.n_sink   = window.n_sink();
         a.n_recent = window.n_recent();
         a.words    = (uint32_t *) GGML_PAD((uintptr_t) rest, WORDS_ALIGNMENT);
+        a.exact    = (float *) (a.words + cuda::query_words(a.layer) * a.layer.n_head_kv * a.n_stream * a.n_tps);
     }
 
     static constexpr size_t WORDS_ALIGNMENT = 16; // bytes
@@ -69,9 +70,10 @@ class CudaLayer final : public GpuLayer<Cuda> {
 public:
     CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft);
 
-    int64_t scratch(int64_t n_rows) const override {
+    int64_t scratch(int64_t n_rows, int64_t n_tps) const override {
         const int64_t words = cuda::query_words(tables_) * (n_rows / tables_.n_group);
-        return n_rows * (width_k_ + 1) + words + (int64_t) (Cuda::WORDS_ALIGNMENT / sizeof(float));
+        return n_rows * (width_k_ + 1) + words + (int64_t) (Cuda::WORDS_ALIGNMENT / sizeof(float)) +
+               cuda::exact_floats(tables_, n_rows, n_tps, slots_of_seq());
     }
     int64_t  n_at_once() const override { return n_at_once_; }
     uint64_t n_bad_rows() const override;
