@@ -80,10 +80,10 @@ template <int F> struct Products {
 };
 
 template <int BITS, int F>
-__device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run & run, int q, const uint8_t * at,
-                                    uint32_t * give, const Sixteen * take, Choices & before, Products<F> & products) {
-    const Levels     levels = LEVELS[BITS - 2][run.on_path()];
-    const uint32_t * right  = s.queries.words + run.first() / 2 * WARP + (int) threadIdx.x % WARP;
+__device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run & run, const Levels & levels, int q,
+                                    const uint8_t * at, uint32_t * give, const Sixteen * take, Choices & before,
+                                    Products<F> & products) {
+    const uint32_t * right = s.queries.words + run.first() / 2 * WARP + (int) threadIdx.x % WARP;
     Lines            lines{ at };
     const auto       take_pair = [&] {
         __syncwarp();
@@ -145,9 +145,11 @@ template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int t
     }
 #pragma unroll 1
     for (int i = 0; i < s.plan->keys.n; ++i) {
-        const Run run = s.plan->keys.run[i];
-        by_width(run.kind(),
-                 [&](auto width) { multiply_run(width, s, run, q, tile + run.at(), give, take, before, products); });
+        const Run    run    = s.plan->keys.run[i];
+        const Levels levels = s.plan->keys.levels[i];
+        by_width(run.kind(), [&](auto width) {
+            multiply_run(width, s, run, levels, q, tile + run.at(), give, take, before, products);
+        });
     }
 }
 
@@ -212,11 +214,11 @@ template <int F> __device__ inline Weights<F> read_weights(const Shared<F> & s) 
 }
 
 template <int BITS, int F>
-__device__ inline void add_run(Width<BITS>, const Shared<F> & s, const Run & run, const uint8_t * at,
-                               Choices (&before)[QUARTERS], const Weights<F> & weights, const Softmax (&rows)[F]) {
-    constexpr int N      = BITS <= 4 ? 2 : 1; // octets at a time: 16 rows or 8
-    const Levels  levels = LEVELS[BITS - 2][run.on_path()];
-    float *       sums   = s.sums + run.first() * WARP + (int) threadIdx.x % WARP;
+__device__ inline void add_run(Width<BITS>, const Shared<F> & s, const Run & run, const Levels & levels,
+                               const uint8_t * at, Choices (&before)[QUARTERS], const Weights<F> & weights,
+                               const Softmax (&rows)[F]) {
+    constexpr int N    = BITS <= 4 ? 2 : 1; // octets at a time: 16 rows or 8
+    float *       sums = s.sums + run.first() * WARP + (int) threadIdx.x % WARP;
 #pragma unroll 1
     for (int o = 0; o < run.n(); o += N, at += N * BITS * LINE, sums += N * WARP) {
         const bool last = N == 2 && o + 1 == run.n(); // no second octet: repeat the first
@@ -281,9 +283,10 @@ __device__ inline void add_values(const Shared<F> & s, const Runs & runs, int to
     }
 #pragma unroll 1
     for (int i = 0; i < runs.n; ++i) {
-        const Run run = runs.run[i];
+        const Run    run    = runs.run[i];
+        const Levels levels = runs.levels[i];
         by_width(run.kind(),
-                 [&](auto width) { add_run(width, s, run, tile + run.at() + 8 * j, before, weights, rows); });
+                 [&](auto width) { add_run(width, s, run, levels, tile + run.at() + 8 * j, before, weights, rows); });
 #pragma unroll 1
         for (int o = 0; run.halves() && o < run.n(); ++o) {
 #pragma unroll

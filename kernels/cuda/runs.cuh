@@ -32,11 +32,13 @@ struct alignas(4) Place {
 
 // Adjacent octets of a head, without empty ones.
 struct Runs {
-    Run   run[MAX_BANDS];
-    Place before[2]; // one and two places before their first octet on the path
-    int   n;
-    bool  on_path; // any octet is on the path
-    bool  halves;
+    Run    run[MAX_BANDS];
+    Levels levels[MAX_BANDS]; // of each run, like the next
+    float  step[MAX_BANDS];   // distance of values, relative to the row's scale; 1 for halves
+    Place  before[2];         // one and two places before their first octet on the path
+    int    n;
+    bool   on_path; // any octet is on the path
+    bool   halves;
 };
 
 // The octet at a place of the path, -2 or higher.
@@ -71,7 +73,9 @@ inline void fill_runs(const HeadCodec & codec, int first, int end, Runs & runs) 
         const int    skip = from - band.first / 8;
         const int    n    = (band.first + band.n) / 8 < end ? band.n / 8 - skip : end - from;
         if (n > 0) {
-            runs.run[runs.n++] = Run(TILE * (band.offset + skip * band.bits), band.bits, from, n, on);
+            runs.run[runs.n]    = Run(TILE * (band.offset + skip * band.bits), band.bits, from, n, on);
+            runs.levels[runs.n] = levels_of(band.bits, on);
+            runs.step[runs.n++] = band.bits == 16 ? 1.0f : level_step(codec, band);
             runs.halves |= band.bits == 16;
             if (on && !runs.on_path) {
                 runs.on_path = true;
