@@ -28,10 +28,11 @@ __device__ inline void copy_all(void * to, const void * from, int bytes) {
 class TileCopies {
 public:
     template <int F>
-    __device__ TileCopies(const Job & job, const Shared<F> & s, const uint8_t * k_tiles, const uint8_t * v_tiles) :
+    __device__ TileCopies(const Job & job, const Shared<F> & s, const HeadTiles & of_head, const uint8_t * k_tiles,
+                          const uint8_t * v_tiles) :
         both_(job.both), copiers_(job.tiles == MOST_TILES ? THREADS / MOST_TILES : THREADS),
         cell_((int) threadIdx.x / copiers_ * TILE), place_((int) threadIdx.x % copiers_ * (int) sizeof(Sixteen)),
-        k_left_(s.plan->k_bytes - place_), v_left_(s.plan->v_bytes - place_), k_step_(job.tiles * job.c.a.k_stride),
+        k_left_(of_head.k_bytes - place_), v_left_(of_head.v_bytes - place_), k_step_(job.tiles * job.c.a.k_stride),
         v_step_(job.tiles * job.c.a.v_stride), k_from_(k_tiles + cell_ / TILE * job.c.a.k_stride + place_),
         v_from_(v_tiles + cell_ / TILE * job.c.a.v_stride + place_), k_to_(s.k + cell_ / TILE * job.k_bytes + place_),
         v_to_(s.v + cell_ / TILE * job.v_bytes + place_) {}
@@ -259,24 +260,19 @@ template <int F> __device__ void attend_cells(const Job & job, int h, int64_t to
     copy_all(s.plan, (const Plan *) l.plan + h, (int) sizeof(Plan));
     copy_all(s.queries.words, a.words + row * Queries<F>::size(l.width_k),
              Queries<F>::size(l.width_k) * (int) sizeof(uint32_t));
-    const QueryRows<F> query_rows(a, h, row);
-    const int32_t      query = a.tokens[token].pos;
-    copies_done<0>();
-    __syncthreads();
-    const Plan &    plan    = *s.plan;
-    const uint8_t * k_tiles = a.k_tiles + token * a.k_stream + plan.k_offset + first / TILE * a.k_stride;
-    const uint8_t * v_tiles = a.v_tiles + token * a.v_stream + plan.v_offset + first / TILE * a.v_stride;
-    TileCopies      copies(job, s, k_tiles, v_tiles);
+    const HeadTiles & of_head = job.of_head[h];
+    const uint8_t *   k_tiles = a.k_tiles + token * a.k_stream + of_head.k_offset + first / TILE * a.k_stride;
+    const uint8_t *   v_tiles = a.v_tiles + token * a.v_stream + of_head.v_offset + first / TILE * a.v_stride;
+    TileCopies        copies(job, s, of_head, k_tiles, v_tiles);
 #pragma unroll 1
     for (int side = 0; side <= (job.both ? 1 : 0); ++side) {
         copies.start(side == 1, 0, cells);
     }
+    const QueryRows<F> query_rows(a, h, row);
+    const int32_t      query = a.tokens[token].pos;
 #pragma unroll 1
-    for (int i = plan.first_octet(warp); i < plan.first_octet(warp + 1); ++i) {
-#pragma unroll
-        for (int f = 0; f < F; ++f) {
-            s.sums[(f * s.octets + i) * WARP + lane] = 0.0f;
-        }
+    for (int i = (int) threadIdx.x; i < F * s.octets * WARP; i += THREADS) {
+        s.sums[i] = 0.0f;
     }
 
     Softmax         rows[F];
@@ -297,14 +293,14 @@ template <int F> __device__ void attend_cells(const Job & job, int h, int64_t to
         masked += step;
         v_scale += job.tiles * a.v_stride;
 
-        copies.wait(); // keys are loaded
+        copies.wait(); // keys are loaded, first plan and queries, too
         Products<F> products;
         multiply_keys(s, k_next, products);
         if (cell.bias != -INFINITY) {
             cell.key_scale = row_scale(s.k[lane / 16 * k_next + mine % TILE]);
         }
         Logits<F> logits = {};
-        if (plan.keys.halves) {
+        if (s.plan->keys.halves) {
             add_halves(s, a.qt + row * l.n_group * l.width_k, l.width_k, l.n_group, k_next, logits.of);
         }
         make_logits(s, l, cell, query_rows, products, logits);
@@ -316,10 +312,12 @@ template <int F> __device__ void attend_cells(const Job & job, int h, int64_t to
         // 0 and NaN stay
         store_weights(s, logits, cell.scale > 0.0f ? __fdividef(cell.scale, weight_step) : cell.scale, rows);
         copies.wait(); // values and weights are ready
-        add_values(s, plan.values[warp], v_next, rows);
+        add_values(s, s.plan->values[warp], v_next, rows);
         __syncthreads(); // all reads of values are done
         copies.start(job.both, c0 + step, cells);
     }
+    copies_done<0>(); // a split without cells has not waited for its plan
+    __syncthreads();
     store_split(s, a, (part * l.n_head_kv * a.n_stream + row) * l.n_group, rows);
 }
 
@@ -330,7 +328,7 @@ template <int F> __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decod
     if (part < job.c.a.n_split) {
         attend_cells<F>(job, h, token, part);
     } else {
-        attend_exact(job.c, h, token, (int) (part - job.c.a.n_split));
+        attend_exact<true>(job.c, h, token, (int) (part - job.c.a.n_split));
     }
 }
 
@@ -347,7 +345,7 @@ template <int F> size_t shared_bytes(const Job & job) {
 // Four blocks per multiprocessor hide each other's latency; large tiles only permit two. most: shared memory of a block
 template <int F> Job job_of(const Combine & b, size_t most) {
     const Layer & l = b.a.layer;
-    Job job{ b, ExactParts(b).n_blocks(l), MOST_TILES, true, tile_bytes(l.row_bytes_k), tile_bytes(l.row_bytes_v) };
+    Job job{ b, ExactParts(b).n_blocks(l), MOST_TILES, true, tile_bytes(l.row_bytes_k), tile_bytes(l.row_bytes_v), {} };
     job.both  = shared_bytes<F>(job) <= most / 4;
     job.tiles = shared_bytes<F>(job) <= most / 2 ? MOST_TILES : 1;
     return job;
@@ -355,8 +353,9 @@ template <int F> Job job_of(const Combine & b, size_t most) {
 
 template <int F> const char * run(const Combine & b, void * stream) {
     const Attend & a   = b.a;
-    const Job      job = job_of<F>(b, most_shared());
-    const dim3     grid((unsigned) a.layer.n_head_kv, (unsigned) (a.n_split + job.n_exact), (unsigned) a.n_stream);
+    Job            job = job_of<F>(b, most_shared());
+    std::copy_n(a.layer.tiles, a.layer.n_head_kv, job.of_head);
+    const dim3 grid((unsigned) a.layer.n_head_kv, (unsigned) (a.n_split + job.n_exact), (unsigned) a.n_stream);
     return launch(decode_kernel<F>, grid, shared_bytes<F>(job), stream, job);
 }
 
@@ -364,8 +363,8 @@ bool fits_decode(const Layer & l, size_t most) {
     constexpr int F = DECODE_GROUP / FOUR;
     Combine       b = {};
     b.a.layer       = l;
-    return l.n_group <= DECODE_GROUP && !l.latent && l.d_k <= DECODE_HEAD && l.d_v <= DECODE_HEAD &&
-           shared_bytes<F>(job_of<F>(b, most)) <= most;
+    return l.n_group <= DECODE_GROUP && l.n_head_kv <= DECODE_HEADS && !l.latent && l.d_k <= DECODE_HEAD &&
+           l.d_v <= DECODE_HEAD && shared_bytes<F>(job_of<F>(b, most)) <= most;
 }
 
 } // namespace
@@ -382,8 +381,8 @@ size_t plan_bytes() {
     return sizeof(Plan);
 }
 
-void make_plan(const HeadCodec & k, const HeadCodec & v, int64_t k_offset, int64_t v_offset, void * plan) {
-    const Plan made(k, v, k_offset, v_offset);
+void make_plan(const HeadCodec & k, const HeadCodec & v, void * plan) {
+    const Plan made(k, v);
     std::memcpy(plan, &made, sizeof(made));
 }
 

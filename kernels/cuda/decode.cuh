@@ -21,6 +21,8 @@ struct Job {
     int     tiles;            // at a time
     bool    both;             // keys and values have separate memory, so copies overlap
     int     k_bytes, v_bytes; // from one tile to the next in shared memory
+
+    HeadTiles of_head[DECODE_HEADS];
 };
 
 // Shared memory of a block, for 4 * F query rows.

@@ -5,8 +5,8 @@ namespace subkv::cuda {
 
 namespace {
 
-__global__ void __launch_bounds__(THREADS) exact_kernel(Combine b) {
-    attend_exact(b, (int) blockIdx.y, blockIdx.x, (int) blockIdx.z);
+template <bool ALONE> __global__ void __launch_bounds__(THREADS) exact_kernel(Combine b) {
+    attend_exact<ALONE>(b, (int) blockIdx.y, blockIdx.x, (int) blockIdx.z);
 }
 
 } // namespace
@@ -15,7 +15,8 @@ const char * attend_exact_keys(const Combine & b, void * stream) {
     const Layer &    l = b.a.layer;
     const ExactParts parts(b);
     const dim3       grid((unsigned) (b.a.n_stream * b.a.n_tps), (unsigned) l.n_head_kv, (unsigned) parts.n_blocks(l));
-    return parts.n == 0 ? nullptr : launch(exact_kernel, grid, ExactShared(nullptr, l).bytes, stream, b);
+    const auto       kernel = b.a.n_tps == 1 ? exact_kernel<true> : exact_kernel<false>;
+    return parts.n == 0 ? nullptr : launch(kernel, grid, ExactShared(nullptr, l).bytes, stream, b);
 }
 
 int64_t exact_floats(const Layer & layer, int64_t n_rows, int64_t n_tps, int32_t slots_of_seq) {

@@ -228,8 +228,8 @@ __device__ inline void store_exact(const ExactParts & to, const Layer & l, const
     static_assert(THREADS == ROW, "a thread per column");
 }
 
-// Part number `block` (of n_blocks) of a token and KV head.
-__device__ inline void attend_exact(const Combine & b, int h, int64_t token, int block) {
+// Part number `block` (of n_blocks) of a token and KV head. ALONE: the token is alone in its stream.
+template <bool ALONE> __device__ inline void attend_exact(const Combine & b, int h, int64_t token, int block) {
     const Attend &    a = b.a;
     const Layer &     l = a.layer;
     const ExactParts  parts(b);
@@ -250,9 +250,13 @@ __device__ inline void attend_exact(const Combine & b, int h, int64_t token, int
     }
     __syncthreads();
     ExactState state;
+    if (ALONE) {
+        add_exact_keys(keys, s, token, part * EXACT_KEYS, h, first + COLUMNS * lane, slope, state);
+    } else {
 #pragma unroll 1
-    for (int i = part * EXACT_KEYS; i < keys.n; i += parts.n > 1 ? keys.n : EXACT_KEYS) {
-        add_exact_keys(keys, s, token, i, h, first + COLUMNS * lane, slope, state);
+        for (int i = 0; i < keys.n; i += EXACT_KEYS) {
+            add_exact_keys(keys, s, token, i, h, first + COLUMNS * lane, slope, state);
+        }
     }
     const int64_t row = part * parts.n_rows + (h * a.n_stream * a.n_tps + token) * l.n_group;
     store_exact(parts, l, s, state, row, g0, first);

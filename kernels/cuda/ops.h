@@ -30,6 +30,13 @@ constexpr int   DECODE_BLOCKS = 4;               // its blocks per multiprocesso
 constexpr int   SIDES         = 2;               // K and V
 constexpr int   MATRIX_ROWS   = 16;              // rows of tensor cores' matrices
 
+constexpr int DECODE_HEADS = 128; // maximum KV heads of the decode kernel: limit of its parameters
+
+// Where a head's tile is among those of all heads, and its size, in bytes.
+struct HeadTiles {
+    int32_t k_offset, v_offset, k_bytes, v_bytes;
+};
+
 // One coded layer.
 struct Layer {
     // [n_head_kv], with matrices on the device, in halves, at multiples of 32 bytes; zeros follow the last row of
@@ -41,6 +48,7 @@ struct Layer {
     const float *            gamma; // [n_head_kv]
     const uint16_t * const * mean;  // [n_head_kv] -> [d_k] half, nullptr: keys are not centred
     const void *             plan;  // [n_head_kv] by make_plan, at multiples of 16 bytes
+    const HeadTiles *        tiles; // [n_head_kv] in the host's memory, for launches
     const float *            slope; // [n_head] slopes of the mask; ones without ALiBi
     unsigned long long *     n_bad; // counter of rows with non-finite coefficients
     int32_t                  n_head_kv, n_group, d_k, d_v;
@@ -180,14 +188,14 @@ const char * wait(int device);
 // encode_window for any number of rows, on the device's default stream.
 const char * encode_window(EncodeWindow args, const WindowRow * rows, size_t n, int device);
 
-// true: the decode kernel applies: one token per stream, at most DECODE_GROUP query heads per KV head, tiles that fit
-// the device's shared memory, no latent layer.
+// true: the decode kernel applies: one token per stream, at most DECODE_GROUP query heads per KV head and DECODE_HEADS KV
+// heads, tiles that fit the device's shared memory, no latent layer.
 bool suits_decode(const Attend & args);
 bool suits_decode(const Layer & layer, int device); // with one token per stream
 
 // What attend_decode needs of a head, for Layer::plan.
 size_t plan_bytes();
-void   make_plan(const HeadCodec & k, const HeadCodec & v, int64_t k_offset, int64_t v_offset, void * plan);
+void   make_plan(const HeadCodec & k, const HeadCodec & v, void * plan);
 
 // Words of a token and KV head in Attend::words, which begins at a multiple of 16 bytes.
 int64_t query_words(const Layer & layer);

@@ -63,9 +63,9 @@ int64_t test_query_words(const cuda::Layer * layer) {
 }
 
 // Bytes of a plan; plan nullptr: only these.
-size_t test_make_plan(const HeadCodec * k, const HeadCodec * v, int64_t k_offset, int64_t v_offset, void * plan) {
+size_t test_make_plan(const HeadCodec * k, const HeadCodec * v, void * plan) {
     if (plan) {
-        cuda::make_plan(*k, *v, k_offset, v_offset, plan);
+        cuda::make_plan(*k, *v, plan);
     }
     return cuda::plan_bytes();
 }

@@ -30,7 +30,7 @@ def _fields(**types: Any) -> list[tuple[str, Any]]:
 
 class Layer(ct.Structure):
     _fields_ = [
-        *_fields(k__v__k_offset__v_offset__gamma__mean__plan__slope__n_bad=_P),
+        *_fields(k__v__k_offset__v_offset__gamma__mean__plan__tiles__slope__n_bad=_P),
         *_fields(n_head_kv__n_group__d_k__d_v__width_k__width_v__row_bytes_k__row_bytes_v=_I32),
         *_fields(scale__softcap=_F32, latent=ct.c_bool),
     ]
@@ -163,13 +163,12 @@ class Library:
     def plans(self, k: layers.Side, v: layers.Side) -> npt.NDArray[np.uint8]:
         """Of all heads, for Layer.plan."""
         make = self.lib.test_make_plan
-        make.restype, make.argtypes = ct.c_size_t, [_P, _P, _I64, _I64, _P]
+        make.restype, make.argtypes = ct.c_size_t, [_P, _P, _P]
         made = []
-        for pairs in zip(k.heads, v.heads, k.parts(), v.parts(), strict=True):
-            codecs, parts = pairs[:2], pairs[2:]
-            at = [ct.addressof(head.codec) for head in codecs] + [o.TILE * part.start for part in parts]
-            plan = np.zeros(make(*at, None), np.uint8)
-            make(*at, o.ptr(plan))
+        for heads in zip(k.heads, v.heads, strict=True):
+            codecs = [ct.addressof(head.codec) for head in heads]
+            plan = np.zeros(make(*codecs, None), np.uint8)
+            make(*codecs, o.ptr(plan))
             made.append(plan)
         return np.concatenate(made)
 
@@ -248,6 +247,9 @@ class Heads:
         self.slope = rng.uniform(0, 1.5, n_head * n_group).astype(np.float32)
         self.mean = [rng.standard_normal(k.d).astype(np.float16) if means else None for _ in range(n_head)]
         n_bad_at, self.n_bad = memory.put(np.full(1, n_bad, np.uint64))
+        parts = [[side.parts()[h] for side in (k, v)] for h in range(n_head)]
+        sizes = [[part.start for part in of] + [part.stop - part.start for part in of] for of in parts]
+        self.tiles = o.TILE * np.array(sizes, np.int32)
         self.layer = Layer(
             k=self._codecs(k),
             v=self._codecs(v),
@@ -256,6 +258,7 @@ class Heads:
             gamma=memory.put(self.gamma)[0],
             mean=memory.put(np.array([0 if m is None else memory.put(m)[0] for m in self.mean], np.uint64))[0],
             plan=memory.put(library.plans(k, v))[0],
+            tiles=o.ptr(self.tiles),
             slope=memory.put(self.slope)[0],
             n_bad=n_bad_at,
             n_head_kv=n_head,

@@ -93,7 +93,9 @@ private:
     int64_t     n_at_once_;
     bool        defers_codes_ = false;
     cuda::Layer tables_       = {};
-    size_t      n_bad_at_     = 0;
+
+    std::vector<cuda::HeadTiles> tiles_; // by head
+    size_t                       n_bad_at_ = 0;
 };
 
 CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) :
@@ -139,7 +141,9 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     std::vector<uint8_t> plans;
     for (size_t h = 0; h < (size_t) codec.n_head_kv; ++h) { // of the codecs as the host has them
         plans.resize((h + 1) * cuda::plan_bytes());
-        cuda::make_plan(codec.k[h], codec.v[h], k_offset[h], v_offset[h], plans.data() + h * cuda::plan_bytes());
+        cuda::make_plan(codec.k[h], codec.v[h], plans.data() + h * cuda::plan_bytes());
+        tiles_.push_back({ (int32_t) k_offset[h], (int32_t) v_offset[h], (int32_t) TILE * codec.k[h].row_bytes,
+                           (int32_t) TILE * codec.v[h].row_bytes });
     }
     const size_t plans_at    = blob.add(plans);
     const size_t k_offset_at = blob.add(k_offset);
@@ -172,6 +176,7 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     tables_.k_offset  = (const int64_t *) address(k_offset_at);
     tables_.v_offset  = (const int64_t *) address(v_offset_at);
     tables_.plan      = address(plans_at);
+    tables_.tiles     = tiles_.data();
     tables_.gamma     = (const float *) address(gamma_at);
     tables_.mean      = (const uint16_t * const *) address(means_at);
     tables_.slope     = (const float *) address(slopes_at_);
