@@ -206,7 +206,7 @@ __device__ inline void store_split(const Shared<F> & s, const Attend & a, int64_
 #pragma unroll 1
     for (int i = 0; i < runs.n; ++i) {
         const Run   run        = runs.run[i];
-        const float value_step = runs.step[i];
+        const float value_step = s.plan->value_step[run.band()];
 #pragma unroll 1
         for (int o = run.first(); o < run.first() + run.n(); ++o) {
 #pragma unroll
@@ -300,7 +300,7 @@ template <int F> __device__ void attend_cells(const Job & job, int h, int64_t to
             cell.key_scale = row_scale(s.k[lane / 16 * k_next + mine % TILE]);
         }
         Logits<F> logits = {};
-        if (s.plan->keys.halves) {
+        if (s.plan->keys.runs.halves) {
             add_halves(s, a.qt + row * l.n_group * l.width_k, l.width_k, l.n_group, k_next, logits.of);
         }
         make_logits(s, l, cell, query_rows, products, logits);

@@ -142,7 +142,7 @@ __device__ float sum_of_warps(const Shared & s, int i) {
 }
 
 template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combine b) {
-    constexpr int    ROWS  = OUT == 1 ? 8 : 2; // splits or coefficients that a warp loads at a time
+    constexpr int    ROWS  = OUT == 1 ? 8 : OUT == 2 ? 2 : 1; // splits or coefficients that a warp loads at a time
     const Attend &   a     = b.a;
     const Layer &    l     = a.layer;
     const int        hq    = (int) blockIdx.x;

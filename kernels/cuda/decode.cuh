@@ -82,10 +82,10 @@ template <int F> struct Products {
 };
 
 template <int BITS, int F>
-__device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run & run, const Levels & levels, int q,
-                                    const uint8_t * at, uint32_t * give, const Sixteen * take, Choices & before,
-                                    Products<F> & products) {
-    const uint32_t * right = s.queries.words + run.first() / 2 * WARP + (int) threadIdx.x % WARP;
+__device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run & run, int q, const uint8_t * at,
+                                    uint32_t * give, const Sixteen * take, Choices & before, Products<F> & products) {
+    const Levels     levels = LEVELS[BITS - 2][run.on_path()];
+    const uint32_t * right  = s.queries.words + run.first() / 2 * WARP + (int) threadIdx.x % WARP;
     Lines            lines{ at };
     const auto       take_pair = [&] {
         __syncwarp();
@@ -140,18 +140,16 @@ template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int t
 
     Choices before;
 #pragma unroll 1
-    for (int i = 1; i >= 0 && s.plan->keys.on_path; --i) {
+    for (int i = 1; i >= 0 && s.plan->keys.runs.on_path; --i) {
         uint32_t x = 0;
-        read_choices(s.plan->keys.before[i], tile, [&](auto at) { x = at(q); });
-        before = { s.plan->keys.before[i].wrapped ? x << 8 | x >> 28 | (x >> 20 & 16) : x, before.one };
+        read_choices(s.plan->keys.runs.before[i], tile, [&](auto at) { x = at(q); });
+        before = { s.plan->keys.runs.before[i].wrapped ? x << 8 | x >> 28 | (x >> 20 & 16) : x, before.one };
     }
 #pragma unroll 1
-    for (int i = 0; i < s.plan->keys.n; ++i) {
-        const Run    run    = s.plan->keys.run[i];
-        const Levels levels = s.plan->keys.levels[i];
-        by_width(run.kind(), [&](auto width) {
-            multiply_run(width, s, run, levels, q, tile + run.at(), give, take, before, products);
-        });
+    for (int i = 0; i < s.plan->keys.runs.n; ++i) {
+        const Run run = s.plan->keys.runs.run[i];
+        by_width(run.kind(),
+                 [&](auto width) { multiply_run(width, s, run, q, tile + run.at(), give, take, before, products); });
     }
 }
 
@@ -161,8 +159,8 @@ __device__ inline void add_halves(const Shared<F> & s, const float * q, int64_t 
                                   float (&sum)[F][MOST_TILES][2]) {
     const int cell = (int) threadIdx.x / WARP * 16 + (int) threadIdx.x % WARP / 4;
 #pragma unroll 1
-    for (int i = 0; i < s.plan->keys.n; ++i) {
-        const Run run = s.plan->keys.run[i];
+    for (int i = 0; i < s.plan->keys.runs.n; ++i) {
+        const Run run = s.plan->keys.runs.run[i];
 #pragma unroll 1
         for (int j = 0; run.halves() && j < 8 * run.n(); ++j) {
             const uint16_t * x = half_of(s.k + run.at(), j, cell);
@@ -216,11 +214,11 @@ template <int F> __device__ inline Weights<F> read_weights(const Shared<F> & s) 
 }
 
 template <int BITS, int F>
-__device__ inline void add_run(Width<BITS>, const Shared<F> & s, const Run & run, const Levels & levels,
-                               const uint8_t * at, Choices (&before)[QUARTERS], const Weights<F> & weights,
-                               const Softmax (&rows)[F]) {
-    constexpr int N    = BITS <= 4 ? 2 : 1; // octets at a time: 16 rows or 8
-    float *       sums = s.sums + run.first() * WARP + (int) threadIdx.x % WARP;
+__device__ inline void add_run(Width<BITS>, const Shared<F> & s, const Run & run, const uint8_t * at,
+                               Choices (&before)[QUARTERS], const Weights<F> & weights, const Softmax (&rows)[F]) {
+    constexpr int N      = BITS <= 4 ? 2 : 1; // octets at a time: 16 rows or 8
+    const Levels  levels = LEVELS[BITS - 2][run.on_path()];
+    float *       sums   = s.sums + run.first() * WARP + (int) threadIdx.x % WARP;
 #pragma unroll 1
     for (int o = 0; o < run.n(); o += N, at += N * BITS * LINE, sums += N * WARP) {
         const bool last = N == 2 && o + 1 == run.n(); // no second octet: repeat the first
@@ -285,10 +283,9 @@ __device__ inline void add_values(const Shared<F> & s, const Runs & runs, int to
     }
 #pragma unroll 1
     for (int i = 0; i < runs.n; ++i) {
-        const Run    run    = runs.run[i];
-        const Levels levels = runs.levels[i];
+        const Run run = runs.run[i];
         by_width(run.kind(),
-                 [&](auto width) { add_run(width, s, run, levels, tile + run.at() + 8 * j, before, weights, rows); });
+                 [&](auto width) { add_run(width, s, run, tile + run.at() + 8 * j, before, weights, rows); });
 #pragma unroll 1
         for (int o = 0; run.halves() && o < run.n(); ++o) {
 #pragma unroll

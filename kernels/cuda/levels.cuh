@@ -101,7 +101,7 @@ template <int BITS, typename Line> __device__ inline uint32_t choices_of(const L
     return (low & BYTES) | (high << 4 & 16 * BYTES);
 }
 
-// Converts the codes of a band to bytes. A part of the plan, because compilers recompute constants in every loop.
+// Converts the codes of a band to bytes.
 struct Levels {
     uint64_t table[2]; // up to 4 bits: bytes of codes after choice 0; 2 bits: by code and choice
     uint32_t choices;  // NIBBLES on a path, else 0
@@ -133,6 +133,14 @@ __host__ __device__ constexpr Levels levels_of(int bits, bool on_path) {
              on_path && by_table ? 127u << 8 : 0,
              level_zero(bits, on_path) };
 }
+
+// Indexed by bits, without and with a path. In memory, because compilers recompute constants in every loop.
+static __constant__ Levels LEVELS[][2] = {
+    { levels_of(2, false), levels_of(2, true) },  { levels_of(3, false), levels_of(3, true) },
+    { levels_of(4, false), levels_of(4, true) },  { levels_of(5, false), levels_of(5, true) },
+    { levels_of(6, false), levels_of(6, true) },  {},
+    { levels_of(8, false), levels_of(8, false) },
+};
 
 // Levels of four codes of 5 or 6 bits, with the choices before them in the lowest bits of bytes.
 template <int BITS> __device__ inline uint32_t wide_levels(uint32_t codes, uint32_t one, uint32_t two) {

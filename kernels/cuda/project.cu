@@ -73,7 +73,7 @@ struct ProjectJob {
 };
 
 template <int F> struct ProjectShared {
-    Runs *     keys; // of the plan
+    KeysPlan * keys;
     Queries<F> queries;
     float *    q;     // [4 * F][d_k]
     float *    qt;    // [4 * F][width_k + 1]: products with the basis, and with the mean
@@ -81,7 +81,7 @@ template <int F> struct ProjectShared {
 
     __host__ __device__ ProjectShared(unsigned char * base, const Layer & l) : queries(nullptr, l.width_k) {
         Carve shared{ base };
-        keys    = shared.take<Runs>(1);
+        keys    = shared.take<KeysPlan>(1);
         queries = Queries<F>(shared.take<uint32_t>((size_t) Queries<F>::size(l.width_k)), l.width_k);
         q       = shared.take<float>((size_t) 4 * F * l.d_k);
         qt      = shared.take<float>((size_t) 4 * F * (l.width_k + 1));
@@ -163,8 +163,8 @@ template <int F, int PARTS> __global__ void __launch_bounds__(BLOCK, 1) project_
     for (int i = (int) threadIdx.x; i < Queries<F>::size(l.width_k); i += BLOCK) {
         s.queries.words[i] = 0;
     }
-    static_assert(sizeof(Runs) % sizeof(uint32_t) == 0 && sizeof(Runs) <= BLOCK * sizeof(uint32_t));
-    const int      word = min((int) threadIdx.x, (int) (sizeof(Runs) / sizeof(uint32_t)) - 1);
+    static_assert(sizeof(KeysPlan) % sizeof(uint32_t) == 0 && sizeof(KeysPlan) <= BLOCK * sizeof(uint32_t));
+    const int      word = min((int) threadIdx.x, (int) (sizeof(KeysPlan) / sizeof(uint32_t)) - 1);
     const uint32_t run  = keys[word];
 #pragma unroll 1
     for (int i = (int) threadIdx.x; i < N * d; i += BLOCK) { // without a query head: the last one again

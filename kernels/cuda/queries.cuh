@@ -23,13 +23,13 @@ template <int F> struct Queries {
 };
 
 // Quantizes query row g, of coefficients `row`; a warp's work. Words of missing rows and octets stay zero.
-template <int F> __device__ void quantize_row(const Queries<F> & to, const Runs & keys, const float * row, int g) {
+template <int F> __device__ void quantize_row(const Queries<F> & to, const KeysPlan & keys, const float * row, int g) {
     const int lane    = (int) threadIdx.x % WARP;
     float     largest = 0.0f, bad = 0.0f; // bad: NaN if a coefficient is not finite
 #pragma unroll 1
-    for (int r = 0; r < keys.n; ++r) {
-        const Run   run      = keys.run[r];
-        const float key_step = run.halves() ? 0.0f : keys.step[r];
+    for (int r = 0; r < keys.runs.n; ++r) {
+        const Run   run      = keys.runs.run[r];
+        const float key_step = run.halves() ? 0.0f : keys.step[run.band()];
 #pragma unroll 1
         for (int i = 8 * run.first() + lane; i < 8 * (run.first() + run.n()); i += WARP) {
             largest = fmaxf(largest, fabsf(row[i] * key_step));
@@ -40,10 +40,10 @@ template <int F> __device__ void quantize_row(const Queries<F> & to, const Runs 
     const float inverse = step > 1e-30f ? __fdividef(1.0f, step) : 0.0f;
     uint32_t    centre  = 0;
 #pragma unroll 1
-    for (int r = 0; r < keys.n; ++r) {
-        const Run   run      = keys.run[r];
-        const int   zero     = keys.levels[r].zero;
-        const float key_step = keys.step[r];
+    for (int r = 0; r < keys.runs.n; ++r) {
+        const Run   run      = keys.runs.run[r];
+        const int   zero     = run.zero();
+        const float key_step = keys.step[run.band()];
         const int   n        = run.halves() ? 0 : 2 * run.n();
 #pragma unroll 1
         for (int w = lane; w < n; w += WARP) { // words, as read_levels orders them
