@@ -182,7 +182,7 @@ private:
     }
 
     // What attention to coded cells and exact keys needs, of STORE_AND_ATTEND.
-    Combine store_attend_args(const ggml_tensor * dst, const typename Gpu::StoreRows & rows) const {
+    template <typename Rows> Combine store_attend_args(const ggml_tensor * dst, const Rows & rows) const {
         Combine b      = {};
         b.a            = attend_args<StoreAttendSources>(dst);
         b.fresh        = rows.fresh;
