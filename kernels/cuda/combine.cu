@@ -1,7 +1,7 @@
-// combine.cu: merge the splits of attend, multiply by D_v, add the exact keys (stored window rows and those of this
-// ubatch) and attention sinks, normalise. One block per query head and token: a large one, since there are
-// few blocks and each waits for memory.
-#include "exact.cuh"
+// combine.cu: merges the partial results of a query row: those of attend's splits, whose sum of coefficients is
+// multiplied by D_v, and those of exact keys; adds attention sinks, normalises. One block per query head and token: a
+// large one, since there are few blocks and each waits for memory.
+#include "exact_part.cuh"
 
 namespace subkv::cuda {
 
@@ -9,333 +9,211 @@ namespace {
 
 constexpr int BLOCK       = 512; // threads: few blocks must have many loads in flight
 constexpr int BLOCK_WARPS = BLOCK / WARP;
-constexpr int KEYS        = 256; // exact keys, or splits, processed at a time
-static_assert(KEYS <= BLOCK, "one thread per key");
-
-struct Key {
-    const uint16_t * row; // nullptr: masked
-    int32_t          cell;
-};
-
-// Exact key number i of a stream's token: first the window slots of its sequence, then the ubatch's own tokens.
-__device__ Key exact_key(const Combine & b, int64_t token, int64_t i) {
-    const int64_t slot  = b.a.tokens[token].first_slot + i;
-    const int64_t other = token / b.a.n_tps * b.a.n_tps + i - b.slots_of_seq;
-    const bool    held  = i < b.slots_of_seq;
-    const int32_t cell  = held ? slot_cell(b, token, slot) : fresh_cell(b, token, other);
-    const int64_t width = exact_width(b.a.layer);
-    return { cell < 0 ? nullptr : held ? b.window + slot * width : b.fresh + other * width, cell };
-}
 
 struct Shared {
-    int     pitch;  // from one warp's sums to the next's
-    float * sums;   // [BLOCK_WARPS][pitch] sums of the warps: coefficients, later outputs
-    float * q;      // [d_k]
-    float * weight; // [KEYS] of splits
-    float * z;      // [KEYS] of splits
-    float * logit;  // [KEYS]
-    Key *   keys;   // [KEYS]
-    float * room;   // [BLOCK_WARPS]
+    int     pitch; // from one warp's sums to the next's
+    float * sums;  // [BLOCK_WARPS][pitch] sums of the warps: coefficients, later outputs
+    float * room;  // [BLOCK_WARPS]
     size_t  bytes;
 
     __host__ __device__ Shared(unsigned char * base, const Layer & l) {
         Carve shared{ base };
-        pitch  = max((int) l.width_v, (int) l.d_v);
-        sums   = shared.take<float>((size_t) BLOCK_WARPS * pitch);
-        q      = shared.take<float>((size_t) l.d_k);
-        weight = shared.take<float>(KEYS);
-        z      = shared.take<float>(KEYS);
-        logit  = shared.take<float>(KEYS);
-        keys   = shared.take<Key>(KEYS);
-        room   = shared.take<float>(BLOCK_WARPS);
-        bytes  = shared.used;
+        pitch = max((int) l.width_v, (int) l.d_v);
+        sums  = shared.take<float>((size_t) BLOCK_WARPS * pitch);
+        room  = shared.take<float>(BLOCK_WARPS);
+        bytes = shared.used;
     }
 };
 
-// Updates the state for keys whose largest logit is `top`; returns the factor for the old sums.
-__device__ float move_top(float & m, float top) {
-    const float larger = fmaxf(m, top);
-    const float keep   = m == -INFINITY ? 0.0f : expf(m - larger);
-    m                  = larger;
-    return keep;
-}
+// In the following, warp w sums every partial result and coefficient whose number modulo BLOCK_WARPS is w; a lane has
+// COLUMNS elements of each of OUT parts of ROW elements. A step of a loop loads before it computes, and where there is
+// nothing left to load it loads a valid row that it does not use: a branch would wait for each load. What the first steps
+// need is loaded as soon as its address is known.
 
-// OUT: parts of ROW output elements. Warp w sums every split, coefficient, key and value whose number modulo BLOCK_WARPS
-// is w; a lane has COLUMNS elements of each part. A step of a loop loads before it computes, and where there is nothing
-// left to load it loads a valid row that it does not use: a branch would wait for each load. What the first steps need
-// is loaded as soon as its address is known.
-template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combine b) {
-    const Attend &   a      = b.a;
-    const Layer &    l      = a.layer;
-    const int        hq     = (int) blockIdx.x;
-    const int        h      = hq / l.n_group;
-    const int64_t    token  = blockIdx.y;
-    const int64_t    all    = a.n_stream * a.n_tps * l.n_group;
-    const int64_t    row    = h * all + token * l.n_group + hq % l.n_group; // row in split 0
-    const int64_t    stride = l.n_head_kv * all;                            // from one split to the next
-    const int64_t    n_keys = b.slots_of_seq > 0 ? b.slots_of_seq + a.n_tps : 0;
-    const int        rank   = l.v[h].rank;
-    const uint16_t * decode = l.v[h].decode.halves;
-    const int64_t    value  = exact_value(l, h);
-    const float      slope  = l.slope[hq];
-    constexpr int    ROWS   = OUT == 1 ? 8 : 2;                 // splits or coefficients that a warp loads at a time
-    constexpr int    N_ROWS = OUT == 1 ? 10 : OUT == 2 ? 5 : 3; // keys or values
-    const int        me     = (int) threadIdx.x;
-    const int        warp   = me / WARP;
-    const int        lane   = me % WARP;
-    const int        column = COLUMNS * lane;
+// A query row's partial results, `stride` rows from one to the next.
+struct Partials {
+    const float * m;
+    const float * z;
+    const float * rows; // of `width` floats
+    int64_t       stride;
+    int           n, width;
+};
 
-    const Shared s(block_memory, l);
-    float *      mine = s.sums + warp * s.pitch;
+// N of them: first, first + BLOCK_WARPS, …
+template <int N, int OUT> struct SomePartials {
+    float            m[N], z[N];
+    Loaded<float, 2> row[N][OUT][2];
 
-    // The last threads find keys while the first wait for the splits' states.
-    bool       any       = false;
-    const auto find_keys = [&](int64_t first) {
-        const int i = me - (BLOCK - KEYS);
-        any         = false;
-        if (i >= 0 && first + i < n_keys) {
-            const Key key = exact_key(b, token, first + i);
-            s.keys[i]     = key;
-            s.logit[i]    = key.row == nullptr ? -INFINITY : mask_value(a, token * a.n_kv + key.cell);
-            any           = s.logit[i] != -INFINITY;
-        }
-    };
-    struct Splits {
-        Loaded<float, 2> acc[ROWS][OUT][2];
-    };
-    struct Basis {
-        FourHalves d[ROWS][OUT];
-    };
-    // of splits first + i0 + r * BLOCK_WARPS, the last ones again beyond n
-    const auto load_splits = [&](int64_t first, int i0, int n) {
-        Splits of;
+    __device__ void load(const Partials & p, int first) {
+        const int column = COLUMNS * ((int) threadIdx.x % WARP);
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            const int64_t i = first + min(i0 + r * BLOCK_WARPS, n - 1);
+        for (int r = 0; r < N; ++r) {
+            const int     i  = first + r * BLOCK_WARPS;
+            const int64_t at = min(i, p.n - 1) * p.stride;
+            m[r]             = i < p.n ? p.m[at] : -INFINITY;
+            z[r]             = p.z[at];
 #pragma unroll
             for (int x = 0; x < OUT; ++x) { // elements beyond the head's rank are not used
                 const auto * from = reinterpret_cast<const Loaded<float, 2> *>(
-                    a.acc + (row + i * stride) * l.width_v + min(column + x * ROW, l.width_v - COLUMNS));
-                of.acc[r][x][0] = from[0];
-                of.acc[r][x][1] = from[1];
+                    p.rows + at * p.width + min(column + x * ROW, p.width - COLUMNS));
+                row[r][x][0] = from[0];
+                row[r][x][1] = from[1];
             }
         }
-        return of;
-    };
-    const auto load_basis = [&](int i0) {
-        Basis of;
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            const uint16_t * from = decode + min(i0 + r * BLOCK_WARPS, rank - 1) * l.d_v;
-#pragma unroll
-            for (int x = 0; x < OUT; ++x) {
-                of.d[r][x] = *reinterpret_cast<const FourHalves *>(from + min(column + x * ROW, l.d_v - COLUMNS));
-            }
-        }
-        return of;
-    };
-    const int64_t at_split = row + least(me, a.n_split - 1) * stride; // state of split number `me`
-    const float   split_m = a.m[at_split], split_z = a.z[at_split];
-    const float   sink   = b.sinks == nullptr ? 0.0f : b.sinks[hq];
-    Splits        splits = load_splits(0, warp, (int) least(KEYS, a.n_split));
+    }
 
-    float m = -INFINITY, z = 0.0f; // z: of this warp's splits and keys
-#pragma unroll 1
-    for (int64_t i = me; i < a.n_split; i += BLOCK) {
-        m = fmaxf(m, i == me ? split_m : a.m[row + i * stride]);
+    __device__ float top() const {
+        float top = m[0];
+#pragma unroll
+        for (int r = 1; r < N; ++r) {
+            top = fmaxf(top, m[r]);
+        }
+        return top;
     }
-#pragma unroll 1
-    for (int j = me; j < l.d_k; j += BLOCK) {
-        s.q[j] = l.scale * a.q[hq * a.q_head + token * a.q_token + j];
-    }
-    Basis basis = load_basis(warp);
-    find_keys(0);
-    m = block_max<BLOCK_WARPS>(m, s.room);
 
-    float coef[OUT][COLUMNS] = {};
-#pragma unroll 1
-    for (int64_t first = 0; m != -INFINITY && first < a.n_split; first += KEYS) {
-        const int n = (int) least(KEYS, a.n_split - first);
-        if (me < n) {
-            s.weight[me] = expf((first == 0 ? split_m : a.m[row + (first + me) * stride]) - m);
-            s.z[me]      = first == 0 ? split_z : a.z[row + (first + me) * stride];
-        }
-        __syncthreads();
-#pragma unroll 1
-        for (int i0 = warp; i0 < n; i0 += ROWS * BLOCK_WARPS) {
-            if (first > 0 || i0 > warp) {
-                splits = load_splits(first, i0, n);
-            }
+    // Relative to the maximum `top`.
+    __device__ void add(float top, float & sum_z, float (&sum)[OUT][COLUMNS]) const {
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                const int   i    = min(i0 + r * BLOCK_WARPS, n - 1);
-                const bool  adds = i0 + r * BLOCK_WARPS < n;
-                const float w    = s.weight[i];
-                z                = adds ? fmaf(w, s.z[i], z) : z;
-#pragma unroll
-                for (int x = 0; x < OUT; ++x) {
-#pragma unroll
-                    for (int y = 0; y < COLUMNS; ++y) {
-                        coef[x][y] = adds ? fmaf(w, splits.acc[r][x][y / 2].of[y % 2], coef[x][y]) : coef[x][y];
-                    }
-                }
-            }
-        }
-        __syncthreads();
-    }
-    const auto store_sums = [&](const float (&sums)[OUT][COLUMNS], int size) {
-        for (int x = 0; x < OUT; ++x) {
-            for (int y = 0; y < COLUMNS && column + x * ROW < size; ++y) {
-                mine[column + x * ROW + y] = sums[x][y];
-            }
-        }
-        __syncthreads();
-    };
-    const auto sum_of_warps = [&](int i) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int w = 0; w < BLOCK_WARPS; ++w) {
-            sum += s.sums[w * s.pitch + i];
-        }
-        return sum;
-    };
-    store_sums(coef, rank);
-#pragma unroll 1
-    for (int c = me; c < rank; c += BLOCK) {
-        s.sums[c] = sum_of_warps(c);
-    }
-    __syncthreads();
-
-    float o[OUT][COLUMNS] = {};
-#pragma unroll 1
-    for (int i0 = warp; i0 < rank; i0 += ROWS * BLOCK_WARPS) {
-        if (i0 > warp) {
-            basis = load_basis(i0);
-        }
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            const int   i = i0 + r * BLOCK_WARPS;
-            const float c = i < rank ? s.sums[i] : 0.0f;
+        for (int r = 0; r < N; ++r) {
+            const float w = m[r] == -INFINITY ? 0.0f : expf(m[r] - top);
+            sum_z         = fmaf(w, z[r], sum_z);
 #pragma unroll
             for (int x = 0; x < OUT; ++x) {
 #pragma unroll
                 for (int y = 0; y < COLUMNS; ++y) {
-                    o[x][y] = fmaf(c, from_half(basis.d[r][x].of[y]), o[x][y]);
+                    sum[x][y] = fmaf(w, row[r][x][y / 2].of[y % 2], sum[x][y]);
                 }
             }
         }
     }
+};
 
-    struct Values {
-        int        column, last; // element of the first part; the last valid one
-        FourHalves v[N_ROWS][OUT];
+// N rows of D_v: first, first + BLOCK_WARPS, …
+template <int N, int OUT> struct SomeBasis {
+    FourHalves row[N][OUT];
 
-        __device__ void load(int r, const uint16_t * row) {
+    __device__ void load(const uint16_t * decode, int first, int rank, int d) {
+        const int column = COLUMNS * ((int) threadIdx.x % WARP);
+#pragma unroll
+        for (int r = 0; r < N; ++r) {
+            const uint16_t * from = decode + min(first + r * BLOCK_WARPS, rank - 1) * d;
 #pragma unroll
             for (int x = 0; x < OUT; ++x) {
-                v[r][x] = *reinterpret_cast<const FourHalves *>(row + min(column + x * ROW, last));
+                row[r][x] = *reinterpret_cast<const FourHalves *>(from + min(column + x * ROW, d - COLUMNS));
             }
         }
-    };
-    const auto * nothing = reinterpret_cast<const uint16_t *>(a.q + hq * a.q_head + token * a.q_token); // [d_k] or more
-#pragma unroll 1
-    for (int64_t first = 0; first < n_keys; first += KEYS) {
-        const int n = (int) least(KEYS, n_keys - first);
-        if (first > 0) {
-            find_keys(first);
-        }
-        if (__syncthreads_or(any) == 0) {
-            continue;
-        }
-        Values values{ column, l.d_v - COLUMNS, {} };
-        float  top = -INFINITY;
-#pragma unroll 1
-        for (int i0 = warp; i0 < n; i0 += N_ROWS * BLOCK_WARPS) {
-            const uint16_t * key[N_ROWS];
-            float            bias[N_ROWS], dot[N_ROWS] = {};
-#pragma unroll
-            for (int x = 0; x < N_ROWS; ++x) {
-                const int i = i0 + x * BLOCK_WARPS;
-                bias[x]     = i < n ? s.logit[i] : -INFINITY;
-                key[x]      = bias[x] == -INFINITY ? nothing : s.keys[i].row + h * l.d_k;
-            }
-            if (i0 == warp) { // the first values, too
-#pragma unroll
-                for (int r = 0; r < N_ROWS; ++r) {
-                    values.load(r, bias[r] == -INFINITY ? nothing : s.keys[i0 + r * BLOCK_WARPS].row + value);
-                }
-            }
-#pragma unroll 1
-            for (int j = column; j < l.d_k; j += ROW) {
-                FourHalves k[N_ROWS];
-#pragma unroll
-                for (int x = 0; x < N_ROWS; ++x) {
-                    k[x] = *reinterpret_cast<const FourHalves *>(key[x] + j);
-                }
-#pragma unroll
-                for (int x = 0; x < N_ROWS; ++x) {
-#pragma unroll
-                    for (int y = 0; y < COLUMNS; ++y) {
-                        dot[x] = fmaf(s.q[j + y], from_half(k[x].of[y]), dot[x]);
-                    }
-                }
-            }
-#pragma unroll
-            for (int x = 0; x < N_ROWS; ++x) {
-                dot[x] = warp_sum(dot[x]);
-            }
-#pragma unroll
-            for (int x = 0; x < N_ROWS; ++x) {
-                dot[x] = capped(finite_or_nan(dot[x]), l.softcap) + slope * bias[x];
-                if (bias[x] != -INFINITY) {
-                    s.logit[i0 + x * BLOCK_WARPS] = dot[x]; // the same in all lanes
-                    top                           = fmaxf(top, dot[x]);
-                }
-            }
-        }
-        top              = block_max<BLOCK_WARPS>(top, s.room);
-        const float keep = move_top(m, top);
-        z *= keep;
-        for (int x = 0; x < OUT; ++x) {
-            for (int y = 0; y < COLUMNS; ++y) {
-                o[x][y] *= keep;
-            }
-        }
-        if (me < n) {
-            s.logit[me] = s.logit[me] == -INFINITY ? 0.0f : expf(s.logit[me] - m);
-        }
-        __syncthreads();
-#pragma unroll 1
-        for (int i0 = warp; i0 < n; i0 += N_ROWS * BLOCK_WARPS) {
-            float p[N_ROWS];
-#pragma unroll
-            for (int r = 0; r < N_ROWS; ++r) {
-                const int i = i0 + r * BLOCK_WARPS;
-                p[r]        = i < n ? s.logit[i] : 0.0f;
-                if (i0 > warp) { // a value of weight 0 may be infinite
-                    values.load(r, p[r] > 0.0f ? s.keys[i].row + value : nothing);
-                }
-            }
-#pragma unroll
-            for (int r = 0; r < N_ROWS; ++r) {
-                z += p[r];
-#pragma unroll
-                for (int x = 0; x < OUT; ++x) {
-#pragma unroll
-                    for (int y = 0; y < COLUMNS; ++y) {
-                        o[x][y] = p[r] > 0.0f ? fmaf(p[r], from_half(values.v[r][x].of[y]), o[x][y]) : o[x][y];
-                    }
-                }
-            }
-        }
-        __syncthreads();
     }
 
-    if (lane == 0) {
+    __device__ void add(const float * coefficients, int first, int rank, float (&sum)[OUT][COLUMNS]) const {
+#pragma unroll
+        for (int r = 0; r < N; ++r) {
+            const int   i = first + r * BLOCK_WARPS;
+            const float c = i < rank ? coefficients[i] : 0.0f;
+#pragma unroll
+            for (int x = 0; x < OUT; ++x) {
+#pragma unroll
+                for (int y = 0; y < COLUMNS; ++y) {
+                    sum[x][y] = fmaf(c, from_half(row[r][x].of[y]), sum[x][y]);
+                }
+            }
+        }
+    }
+};
+
+// Stores a warp's sums; the block's sum of element i after that.
+template <int OUT> __device__ void store_sums(const Shared & s, const float (&sum)[OUT][COLUMNS], int size) {
+    const int column = COLUMNS * ((int) threadIdx.x % WARP);
+    float *   mine   = s.sums + (int) threadIdx.x / WARP * s.pitch;
+    for (int x = 0; x < OUT; ++x) {
+        for (int y = 0; y < COLUMNS && column + x * ROW < size; ++y) {
+            mine[column + x * ROW + y] = sum[x][y];
+        }
+    }
+    __syncthreads();
+}
+
+__device__ float sum_of_warps(const Shared & s, int i) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < BLOCK_WARPS; ++w) {
+        sum += s.sums[w * s.pitch + i];
+    }
+    return sum;
+}
+
+template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combine b) {
+    constexpr int    ROWS  = OUT == 1 ? 8 : OUT == 2 ? 2 : 1; // splits or coefficients that a warp loads at a time
+    const Attend &   a     = b.a;
+    const Layer &    l     = a.layer;
+    const int        hq    = (int) blockIdx.x;
+    const int        h     = hq / l.n_group;
+    const int64_t    token = blockIdx.y;
+    const ExactParts parts(b);
+    const int64_t    row    = (h * a.n_stream * a.n_tps + token) * l.n_group + hq % l.n_group; // in split 0
+    const int        rank   = l.v[h].rank;
+    const uint16_t * decode = l.v[h].decode.halves;
+    const float      sink   = b.sinks == nullptr ? 0.0f : b.sinks[hq];
+    const int        warp   = (int) threadIdx.x / WARP;
+    const Shared     s(block_memory, l);
+    const Partials   splits{
+        a.m + row, a.z + row, a.acc + row * l.width_v, parts.n_rows, (int) a.n_split, (int) l.width_v
+    };
+    const Partials exact{ parts.m + row, parts.z + row, parts.sums + row * l.d_v, parts.n_rows, parts.n, (int) l.d_v };
+
+    SomePartials<ROWS, OUT> of_splits;
+    SomePartials<1, OUT>    of_exact = {};
+    SomeBasis<ROWS, OUT>    basis;
+    of_splits.load(splits, warp);
+    if (parts.n > 0) {
+        of_exact.load(exact, warp);
+    }
+    basis.load(decode, warp, rank, l.d_v);
+
+    float m = parts.n > 0 ? fmaxf(of_splits.top(), of_exact.top()) : of_splits.top();
+#pragma unroll 1
+    for (int i = warp + ROWS * BLOCK_WARPS; i < splits.n; i += BLOCK_WARPS) {
+        m = fmaxf(m, splits.m[i * splits.stride]);
+    }
+#pragma unroll 1
+    for (int i = warp + BLOCK_WARPS; i < exact.n; i += BLOCK_WARPS) {
+        m = fmaxf(m, exact.m[i * exact.stride]);
+    }
+    m = block_max<BLOCK_WARPS>(m, s.room);
+
+    float z = 0.0f, sum[OUT][COLUMNS] = {}; // of this warp
+#pragma unroll 1
+    for (int i = warp; i < splits.n; i += ROWS * BLOCK_WARPS) {
+        if (i > warp) {
+            of_splits.load(splits, i);
+        }
+        of_splits.add(m, z, sum);
+    }
+    store_sums(s, sum, rank);
+#pragma unroll 1
+    for (int i = (int) threadIdx.x; i < rank; i += BLOCK) {
+        s.sums[i] = sum_of_warps(s, i);
+    }
+    __syncthreads();
+    float out[OUT][COLUMNS] = {};
+#pragma unroll 1
+    for (int i = warp; i < rank; i += ROWS * BLOCK_WARPS) {
+        if (i > warp) {
+            basis.load(decode, i, rank, l.d_v);
+        }
+        basis.add(s.sums, i, rank, out);
+    }
+#pragma unroll 1
+    for (int i = warp; i < exact.n; i += BLOCK_WARPS) {
+        if (i > warp) {
+            of_exact.load(exact, i);
+        }
+        of_exact.add(m, z, out);
+    }
+    if (threadIdx.x % WARP == 0) {
         s.room[warp] = z;
     }
     __syncthreads(); // all reads of coefficients are done
-    store_sums(o, l.d_v);
+    store_sums(s, out, l.d_v);
     z = 0.0f;
     for (int w = 0; w < BLOCK_WARPS; ++w) {
         z += s.room[w];
@@ -347,8 +225,8 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
     }
     w = z == 0.0f ? 0.0f : w / z; // a token without visible keys gets zeros, a lost row NaN
 #pragma unroll 1
-    for (int j = me; j < l.d_v; j += BLOCK) {
-        b.out[token * b.out_stride + hq * l.d_v + j] = w * sum_of_warps(j);
+    for (int j = (int) threadIdx.x; j < l.d_v; j += BLOCK) {
+        b.out[token * b.out_stride + hq * l.d_v + j] = w * sum_of_warps(s, j);
     }
 }
 
@@ -358,6 +236,10 @@ const char * combine(const Combine & args, void * stream) {
     const int64_t n_tok = args.a.n_stream * args.a.n_tps;
     if (n_tok == 0) {
         return nullptr;
+    }
+    const char * error = args.has_exact ? nullptr : attend_exact_keys(args, stream);
+    if (error) {
+        return error;
     }
     const Layer & l = args.a.layer;
     const dim3    grid((unsigned) (l.n_head_kv * l.n_group), (unsigned) n_tok);

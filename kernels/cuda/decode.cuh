@@ -16,10 +16,13 @@ constexpr int WEIGHT_PITCH = 2 * TILE + 16; // bytes of a column
 constexpr int QUARTERS     = 4;             // of a tile's cells: registers q and q + 4 (tiles.h) of values
 
 struct Job {
-    Attend a;
-    int    tiles;            // at a time
-    bool   both;             // keys and values have separate memory, so copies overlap
-    int    k_bytes, v_bytes; // from one tile to the next in shared memory
+    Combine c;                // of which attend reads a, and the exact keys
+    int     n_exact;          // blocks of a token and KV head for exact keys
+    int     tiles;            // at a time
+    bool    both;             // keys and values have separate memory, so copies overlap
+    int     k_bytes, v_bytes; // from one tile to the next in shared memory
+
+    HeadTiles of_head[DECODE_HEADS];
 };
 
 // Shared memory of a block, for 4 * F query rows.
@@ -36,13 +39,13 @@ template <int F> struct Shared {
     int        octets;   // of values
     size_t     bytes;
 
-    __host__ __device__ Shared(unsigned char * base, const Job & job) : queries(nullptr, job.a.layer.width_k) {
+    __host__ __device__ Shared(unsigned char * base, const Job & job) : queries(nullptr, job.c.a.layer.width_k) {
         constexpr size_t EXCHANGE = WARPS * 4 * EXCHANGE_PITCH * sizeof(uint32_t);
         constexpr size_t WHOLE    = F * (8 * WEIGHT_PITCH + 4 * 2 * TILE * sizeof(float));
-        octets                    = job.a.layer.width_v / 8;
+        octets                    = job.c.a.layer.width_v / 8;
         Carve shared{ base };
         plan              = shared.take<Plan>(1);
-        const int width_k = job.a.layer.width_k;
+        const int width_k = job.c.a.layer.width_k;
         queries           = Queries<F>(shared.take<uint32_t>((size_t) Queries<F>::size(width_k)), width_k);
         weights           = shared.take<uint8_t>(WHOLE > EXCHANGE ? WHOLE : EXCHANGE);
         exchange          = reinterpret_cast<uint32_t *>(weights);
@@ -137,14 +140,14 @@ template <int F> __device__ inline void multiply_keys(const Shared<F> & s, int t
 
     Choices before;
 #pragma unroll 1
-    for (int i = 1; i >= 0 && s.plan->keys.on_path; --i) {
+    for (int i = 1; i >= 0 && s.plan->keys.runs.on_path; --i) {
         uint32_t x = 0;
-        read_choices(s.plan->keys.before[i], tile, [&](auto at) { x = at(q); });
-        before = { s.plan->keys.before[i].wrapped ? x << 8 | x >> 28 | (x >> 20 & 16) : x, before.one };
+        read_choices(s.plan->keys.runs.before[i], tile, [&](auto at) { x = at(q); });
+        before = { s.plan->keys.runs.before[i].wrapped ? x << 8 | x >> 28 | (x >> 20 & 16) : x, before.one };
     }
 #pragma unroll 1
-    for (int i = 0; i < s.plan->keys.n; ++i) {
-        const Run run = s.plan->keys.run[i];
+    for (int i = 0; i < s.plan->keys.runs.n; ++i) {
+        const Run run = s.plan->keys.runs.run[i];
         by_width(run.kind(),
                  [&](auto width) { multiply_run(width, s, run, q, tile + run.at(), give, take, before, products); });
     }
@@ -156,8 +159,8 @@ __device__ inline void add_halves(const Shared<F> & s, const float * q, int64_t 
                                   float (&sum)[F][MOST_TILES][2]) {
     const int cell = (int) threadIdx.x / WARP * 16 + (int) threadIdx.x % WARP / 4;
 #pragma unroll 1
-    for (int i = 0; i < s.plan->keys.n; ++i) {
-        const Run run = s.plan->keys.run[i];
+    for (int i = 0; i < s.plan->keys.runs.n; ++i) {
+        const Run run = s.plan->keys.runs.run[i];
 #pragma unroll 1
         for (int j = 0; run.halves() && j < 8 * run.n(); ++j) {
             const uint16_t * x = half_of(s.k + run.at(), j, cell);

@@ -91,6 +91,20 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
+// Sums x over the lanes, as warp_sum orders them: lane l gets that of x[l]. N: the lanes' distance in this step.
+template <int N = WARP / 2> __device__ float sum_of_each(float (&x)[WARP]) {
+    const bool upper = ((int) threadIdx.x & N) != 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float other = __shfl_xor_sync(ALL, upper ? x[i] : x[i + N], N);
+        x[i]              = (upper ? x[i + N] : x[i]) + other;
+    }
+    if constexpr (N > 1) {
+        return sum_of_each<N / 2>(x);
+    }
+    return x[0];
+}
+
 // The maximum of all threads' x, in all threads. room: [N_WARPS] floats, reserved until the next barrier.
 template <int N_WARPS = WARPS> __device__ inline float block_max(float x, float * room) {
     x = warp_max(x);

@@ -32,4 +32,7 @@ __device__ inline int32_t fresh_cell(const Combine & b, int64_t token, int64_t o
     return key.pos >= 0 && is_exact(b.a, key.pos, b.a.tokens[token].pos) ? key.cell : -1;
 }
 
+// Attends to the exact keys alone: a launch before combine (exact.cu).
+const char * attend_exact_keys(const Combine & args, void * stream);
+
 } // namespace subkv::cuda

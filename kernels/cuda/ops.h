@@ -31,6 +31,13 @@ constexpr int   DECODE_BLOCKS = 4;               // its blocks per multiprocesso
 constexpr int   SIDES         = 2;               // K and V
 constexpr int   MATRIX_ROWS   = 16;              // rows of tensor cores' matrices
 
+constexpr int DECODE_HEADS = 128; // maximum KV heads of the decode kernel: limit of its parameters
+
+// Where a head's tile is among those of all heads, and its size, in bytes.
+struct HeadTiles {
+    int32_t k_offset, v_offset, k_bytes, v_bytes;
+};
+
 // One coded layer.
 struct Layer {
     // [n_head_kv], with matrices on the device, in halves, at multiples of 32 bytes; zeros follow the last row of
@@ -42,6 +49,7 @@ struct Layer {
     const float *            gamma; // [n_head_kv]
     const uint16_t * const * mean;  // [n_head_kv] -> [d_k] half, nullptr: keys are not centred
     const void *             plan;  // [n_head_kv] by make_plan, at multiples of 16 bytes
+    const HeadTiles *        tiles; // [n_head_kv] in the host's memory, for launches
     const float *            slope; // [n_head] slopes of the mask; ones without ALiBi
     unsigned long long *     n_bad; // counter of rows with non-finite coefficients
     int32_t                  n_head_kv, n_group, d_k, d_v;
@@ -91,9 +99,11 @@ struct Attend {
     float *          qt;    // scratch [n_head_kv][n_tokens * n_group][width_k]
     float *          shift; // scratch [n_head_kv][n_tokens * n_group]
     uint32_t *       words; // scratch of the decode kernel [n_head_kv][n_tokens][query_words]
+    float *          exact; // scratch for the exact keys [exact_floats]
 };
 
-// Merges the splits, multiplies by D_v, adds the exact keys (window rows and fresh rows) and sinks, normalises.
+// Attends to the exact keys (window rows and fresh rows), merges the splits, multiplies by D_v, adds both and sinks,
+// normalises.
 struct Combine {
     Attend           a; // m, z, acc: results of attend
     const uint16_t * fresh;
@@ -103,6 +113,7 @@ struct Combine {
     const float *    sinks;        // [n_head] or nullptr
     float *          out;          // [n_tokens][out_stride], query head h at h * d_v
     int64_t          out_stride;
+    bool             has_exact; // store_and_attend has attended to the exact keys
 };
 
 // The rows of a prompt for flash attention on halves, which replaces attend and combine: keys and values of a stream's
@@ -162,8 +173,9 @@ struct Store {
 
 const char * encode(const Encode & args, void * stream);
 const char * attend(const Attend & args, void * stream);
-// Both for the same tokens, one per stream, whose own rows attend does not read from their cells; suits_decode.
-const char * store_and_attend(const StoreRows & store, const Attend & attend, void * stream);
+// Both for the same tokens, one per stream, whose own rows attend does not read from their cells, and attention to their
+// exact keys; suits_decode.
+const char * store_and_attend(const StoreRows & store, const Combine & args, void * stream);
 const char * encode_window(const EncodeWindow & args, void * stream); // rows [encode.n_tok]
 const char * combine(const Combine & args, void * stream);
 const char * store_window(const Store & args, void * stream);
@@ -177,17 +189,20 @@ const char * wait(int device);
 // encode_window for any number of rows, on the device's default stream.
 const char * encode_window(EncodeWindow args, const WindowRow * rows, size_t n, int device);
 
-// true: the decode kernel applies: at most DECODE_TOKENS per stream, at most DECODE_GROUP query heads per KV head, tiles that fit
-// the device's shared memory, no latent layer.
+// true: the decode kernel applies: at most DECODE_TOKENS per stream, at most DECODE_GROUP query heads per KV head and
+// DECODE_HEADS KV heads, tiles that fit the device's shared memory, no latent layer.
 bool suits_decode(const Attend & args);
 bool suits_decode(const Layer & layer, int device); // with so few tokens
 
 // What attend_decode needs of a head, for Layer::plan.
 size_t plan_bytes();
-void   make_plan(const HeadCodec & k, const HeadCodec & v, int64_t k_offset, int64_t v_offset, void * plan);
+void   make_plan(const HeadCodec & k, const HeadCodec & v, void * plan);
 
 // Words of a token and KV head in Attend::words, which begins at a multiple of 16 bytes.
 int64_t query_words(const Layer & layer);
+
+// Floats of Attend::exact, which begins at a multiple of 8 bytes, for n_rows query rows of all heads.
+int64_t exact_floats(const Layer & layer, int64_t n_rows, int64_t n_tps, int32_t slots_of_seq);
 
 // true: the kernels for prompts apply: head sizes are multiples of the matrix size, tiles fit the device's shared
 // memory, no latent layer.
@@ -199,9 +214,16 @@ int64_t n_at_once(int device);
 // Bytes of shared memory that attend needs beyond the device's; 0: none.
 size_t lacks_shared(const Layer & layer, int device);
 
+// The attention to coded cells alone.
+inline Combine without_exact_keys(const Attend & a) {
+    Combine b = {};
+    b.a       = a;
+    return b;
+}
+
 // attend with a given kernel, for tests and measurements; it reads the output of project_queries.
 const char * project_queries(const Attend & args, void * stream);
-const char * attend_decode(const Attend & args, void * stream); // suits_decode
+const char * attend_decode(const Combine & args, void * stream); // suits_decode; slots_of_seq 0: without exact keys
 const char * attend_tiles(const Attend & args, void * stream);
 
 } // namespace subkv::cuda

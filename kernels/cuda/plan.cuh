@@ -6,27 +6,35 @@
 
 namespace subkv::cuda {
 
+// Of keys. Steps: by band, distance of values, relative to the row's scale; 1 for halves.
+struct KeysPlan {
+    Runs  runs;
+    float step[MAX_BANDS];
+};
+
+inline void fill_steps(const HeadCodec & codec, float (&step)[MAX_BANDS]) {
+    for (int b = 0; b < MAX_BANDS; ++b) {
+        step[b] = b >= codec.n_bands ? 0.0f : codec.bands[b].bits == 16 ? 1.0f : level_step(codec, codec.bands[b]);
+    }
+}
+
 struct alignas(16) Plan {
-    int64_t k_offset, v_offset; // of the head's tile among those of all heads, in bytes
-    int32_t k_bytes, v_bytes;   // of a tile
-    int32_t v_octets;
-    int32_t v_halves; // 1: some bands of the values are halves
-    Runs    keys;
-    Runs    values[WARPS]; // a contiguous part of the octets for each warp
+    KeysPlan keys;
+    float    value_step[MAX_BANDS];
+    Runs     values[WARPS]; // a contiguous part of the octets for each warp
+    int32_t  v_halves;      // 1: some bands of the values are halves
 
     Plan() = default;
 
-    Plan(const HeadCodec & k, const HeadCodec & v, int64_t k_offset, int64_t v_offset) :
-        k_offset(k_offset), v_offset(v_offset), k_bytes(TILE * k.row_bytes), v_bytes(TILE * v.row_bytes),
-        v_octets(v.rank / 8), v_halves(0) {
-        fill_runs(k, 0, k.rank / 8, keys);
+    Plan(const HeadCodec & k, const HeadCodec & v) : v_halves(0) {
+        fill_runs(k, 0, k.rank / 8, keys.runs);
+        fill_steps(k, keys.step);
+        fill_steps(v, value_step);
         for (int w = 0; w < WARPS; ++w) {
-            fill_runs(v, first_octet(w), first_octet(w + 1), values[w]);
+            fill_runs(v, w * (v.rank / 8) / WARPS, (w + 1) * (v.rank / 8) / WARPS, values[w]);
             v_halves |= values[w].halves ? 1 : 0;
         }
     }
-
-    __host__ __device__ int first_octet(int warp) const { return warp * v_octets / WARPS; }
 };
 
 } // namespace subkv::cuda

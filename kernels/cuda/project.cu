@@ -73,6 +73,7 @@ struct ProjectJob {
 };
 
 template <int F> struct ProjectShared {
+    KeysPlan * keys;
     Queries<F> queries;
     float *    q;     // [4 * F][d_k]
     float *    qt;    // [4 * F][width_k + 1]: products with the basis, and with the mean
@@ -80,26 +81,13 @@ template <int F> struct ProjectShared {
 
     __host__ __device__ ProjectShared(unsigned char * base, const Layer & l) : queries(nullptr, l.width_k) {
         Carve shared{ base };
+        keys    = shared.take<KeysPlan>(1);
         queries = Queries<F>(shared.take<uint32_t>((size_t) Queries<F>::size(l.width_k)), l.width_k);
         q       = shared.take<float>((size_t) 4 * F * l.d_k);
         qt      = shared.take<float>((size_t) 4 * F * (l.width_k + 1));
         bytes   = shared.used;
     }
 };
-
-// Sums x over the lanes, as warp_sum orders them: lane l gets that of x[l]. N: the lanes' distance in this step.
-template <int N = WARP / 2> __device__ float sum_of_each(float (&x)[WARP]) {
-    const bool upper = ((int) threadIdx.x & N) != 0;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        const float other = __shfl_xor_sync(ALL, upper ? x[i] : x[i + N], N);
-        x[i]              = (upper ? x[i + N] : x[i]) + other;
-    }
-    if constexpr (N > 1) {
-        return sum_of_each<N / 2>(x);
-    }
-    return x[0];
-}
 
 // Stores the exact rows of a token and KV head; the cell's scales become SCALE_NAN. A block's work.
 __device__ void store_rows(const Attend & a, const StoreRows & s, int64_t token, int h) {
@@ -161,34 +149,31 @@ template <int F, int PARTS> __global__ void __launch_bounds__(BLOCK, 1) project_
         store_rows(a, job.store, token, h);
         return;
     }
-    const HeadCodec &      codec = l.k[h];
-    const int              G = l.n_group, d = l.d_k, rank = codec.rank;
-    const uint16_t *       decode = codec.decode.halves;
-    const uint16_t *       mean   = l.mean[h];
-    const float            factor = l.scale * l.gamma[h];
-    const int              warp = (int) threadIdx.x / WARP, lane = (int) threadIdx.x % WARP;
-    const int              pitch = l.width_k + 1;
+    // what the first products need is read at once, and then the basis, whose address is in the codec
+    const HeadCodec & codec = l.k[h];
+    const int         G = l.n_group, d = l.d_k, rank = codec.rank, pitch = l.width_k + 1;
+    const uint16_t *  decode = codec.decode.halves;
+    const uint16_t *  mean   = l.mean[h];
+    const float       gamma  = l.gamma[h];
+    const int         warp = (int) threadIdx.x / WARP, lane = (int) threadIdx.x % WARP;
+    const auto *      keys = reinterpret_cast<const uint32_t *>(&((const Plan *) l.plan + h)->keys);
+
     const ProjectShared<F> s(block_memory, l);
-#pragma unroll 1
-    for (int i = (int) threadIdx.x; i < N * d; i += BLOCK) { // without a query head: the last one again
-        s.q[i] = a.q[(h * G + min(i / d, G - 1)) * a.q_head + token * a.q_token + i % d];
-    }
 #pragma unroll 1
     for (int i = (int) threadIdx.x; i < Queries<F>::size(l.width_k); i += BLOCK) {
         s.queries.words[i] = 0;
     }
-    __syncthreads();
-    // the last warp also multiplies the mean: without gamma, since it is added back unscaled
-    const bool adds_mean = warp == BLOCK_WARPS - 1 && mean != nullptr;
-    FourHalves of_mean[PARTS];
-#pragma unroll
-    for (int x = 0; x < PARTS; ++x) {
-        const int j = min(x * ROW + COLUMNS * lane, d - COLUMNS);
-        of_mean[x]  = *reinterpret_cast<const FourHalves *>((adds_mean ? mean : decode) + j);
-    }
+    static_assert(sizeof(KeysPlan) % sizeof(uint32_t) == 0 && sizeof(KeysPlan) <= BLOCK * sizeof(uint32_t));
+    const int      word = min((int) threadIdx.x, (int) (sizeof(KeysPlan) / sizeof(uint32_t)) - 1);
+    const uint32_t run  = keys[word];
 #pragma unroll 1
-    for (int i0 = warp; i0 < rank; i0 += ROWS * BLOCK_WARPS) {
-        FourHalves basis[ROWS][PARTS];
+    for (int i = (int) threadIdx.x; i < N * d; i += BLOCK) { // without a query head: the last one again
+        s.q[i] = a.q[(h * G + min(i / d, G - 1)) * a.q_head + token * a.q_token + i % d];
+    }
+    reinterpret_cast<uint32_t *>(s.keys)[word] = run;
+
+    FourHalves basis[ROWS][PARTS], of_mean[PARTS];
+    const auto load_basis = [&](int i0) {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const uint16_t * from = decode + (int64_t) min(i0 + r * BLOCK_WARPS, rank - 1) * d;
@@ -196,6 +181,21 @@ template <int F, int PARTS> __global__ void __launch_bounds__(BLOCK, 1) project_
             for (int x = 0; x < PARTS; ++x) {
                 basis[r][x] = *reinterpret_cast<const FourHalves *>(from + min(x * ROW + COLUMNS * lane, d - COLUMNS));
             }
+        }
+    };
+    load_basis(warp);
+    // the last warp also multiplies the mean: without gamma, since it is added back unscaled
+    const bool adds_mean = warp == BLOCK_WARPS - 1 && mean != nullptr;
+#pragma unroll
+    for (int x = 0; x < PARTS; ++x) {
+        const int j = min(x * ROW + COLUMNS * lane, d - COLUMNS);
+        of_mean[x]  = *reinterpret_cast<const FourHalves *>((adds_mean ? mean : decode) + j);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i0 = warp; i0 < rank; i0 += ROWS * BLOCK_WARPS) {
+        if (i0 > warp) {
+            load_basis(i0);
         }
         float total[WARP] = {};
 #pragma unroll
@@ -219,7 +219,7 @@ template <int F, int PARTS> __global__ void __launch_bounds__(BLOCK, 1) project_
         const float sum = sum_of_each(total);
         const int   i   = i0 + lane / N * BLOCK_WARPS;
         if (i < rank) {
-            s.qt[lane % N * pitch + i] = factor * sum;
+            s.qt[lane % N * pitch + i] = l.scale * gamma * sum;
         }
     }
 #pragma unroll 1
@@ -250,7 +250,7 @@ template <int F, int PARTS> __global__ void __launch_bounds__(BLOCK, 1) project_
     }
 #pragma unroll 1
     for (int g = warp; g < G; g += BLOCK_WARPS) {
-        quantize_row(s.queries, codec, s.qt + g * pitch, g);
+        quantize_row(s.queries, *s.keys, s.qt + g * pitch, g);
     }
     __syncthreads();
 #pragma unroll 1
@@ -313,11 +313,11 @@ const char * project_queries(const Attend & args, void * stream) {
     return project(args, {}, stream);
 }
 
-const char * store_and_attend(const StoreRows & store, const Attend & args, void * stream) {
-    if (args.n_tps != 1 || !suits_decode(args)) {
+const char * store_and_attend(const StoreRows & store, const Combine & args, void * stream) {
+    if (args.a.n_tps != 1 || !suits_decode(args.a)) {
         return "store_and_attend: one token per stream expected, and a layer that the decode kernel suits";
     }
-    const char * error = project(args, store, stream);
+    const char * error = project(args.a, store, stream);
     return error ? error : attend_decode(args, stream);
 }
 
@@ -325,7 +325,7 @@ const char * attend(const Attend & args, void * stream) {
     if (const char * error = project_queries(args, stream)) {
         return error;
     }
-    return suits_decode(args) ? attend_decode(args, stream) : attend_tiles(args, stream);
+    return suits_decode(args) ? attend_decode(without_exact_keys(args), stream) : attend_tiles(args, stream);
 }
 
 } // namespace subkv::cuda

@@ -2,7 +2,7 @@
 // shared memory: right factors of its products [F][pairs][WARP], the steps of 4 * F query rows, and their centres.
 #pragma once
 
-#include "levels.cuh"
+#include "plan.cuh"
 
 namespace subkv::cuda {
 
@@ -23,17 +23,15 @@ template <int F> struct Queries {
 };
 
 // Quantizes query row g, of coefficients `row`; a warp's work. Words of missing rows and octets stay zero.
-template <int F> __device__ void quantize_row(const Queries<F> & to, const HeadCodec & codec, const float * row,
-                                              int g) {
+template <int F> __device__ void quantize_row(const Queries<F> & to, const KeysPlan & keys, const float * row, int g) {
     const int lane    = (int) threadIdx.x % WARP;
     float     largest = 0.0f, bad = 0.0f; // bad: NaN if a coefficient is not finite
 #pragma unroll 1
-    for (int b = 0; b < codec.n_bands; ++b) {
-        const Band & band     = codec.bands[b];
-        const float  key_step = band.bits == 16 ? 0.0f : level_step(codec, band);
-        const int    end      = band.first + band.n;
+    for (int r = 0; r < keys.runs.n; ++r) {
+        const Run   run      = keys.runs.run[r];
+        const float key_step = run.halves() ? 0.0f : keys.step[run.band()];
 #pragma unroll 1
-        for (int i = band.first + lane; i < end; i += WARP) {
+        for (int i = 8 * run.first() + lane; i < 8 * (run.first() + run.n()); i += WARP) {
             largest = fmaxf(largest, fabsf(row[i] * key_step));
             bad     = fmaf(row[i], 0.0f, bad);
         }
@@ -42,14 +40,14 @@ template <int F> __device__ void quantize_row(const Queries<F> & to, const HeadC
     const float inverse = step > 1e-30f ? __fdividef(1.0f, step) : 0.0f;
     uint32_t    centre  = 0;
 #pragma unroll 1
-    for (int b = 0; b < codec.n_bands; ++b) {
-        const Band & band     = codec.bands[b];
-        const int    zero     = level_zero(band.bits, on_path(codec, band));
-        const float  key_step = level_step(codec, band);
-        const int    n        = band.bits == 16 ? 0 : band.n / 4;
+    for (int r = 0; r < keys.runs.n; ++r) {
+        const Run   run      = keys.runs.run[r];
+        const int   zero     = run.zero();
+        const float key_step = keys.step[run.band()];
+        const int   n        = run.halves() ? 0 : 2 * run.n();
 #pragma unroll 1
         for (int w = lane; w < n; w += WARP) { // words, as read_levels orders them
-            const int octet = band.first / 8 + w / 2;
+            const int octet = run.first() + w / 2;
             uint32_t  high = 0, low = 0;
             for (int i = 0; i < 4; ++i) {
                 const int j     = 8 * octet + 2 * (w % 2) + i / 2 + 4 * (i % 2);

@@ -12,15 +12,23 @@ struct alignas(8) Run {
 
     Run() = default;
 
-    Run(int at, int bits, int first, int n, bool on_path) :
-        where((uint32_t) (at | first << 16)), what((uint32_t) (n | on_path << 8) | 1u << (9 + bits)) {}
+    Run(int at, int bits, int first, int n, bool on_path, int band) :
+        where((uint32_t) (at | first << 16) | (uint32_t) band << 24),
+        what((uint32_t) (n | on_path << 8) | 1u << (9 + bits)) {}
 
     __device__ int      at() const { return where & 0xFFFF; } // offset of their lines in the tile
-    __device__ int      first() const { return where >> 16; }
+    __device__ int      first() const { return where >> 16 & 255; }
+    __device__ int      band() const { return (int) (where >> 24); } // number
     __device__ int      n() const { return what & 255; }
     __device__ int      on_path() const { return what >> 8 & 1; }
     __device__ bool     halves() const { return (what & 1u << (9 + 16)) != 0; }
     __device__ uint32_t kind() const { return what >> 9; } // 1 << bits
+
+    // level_zero of its codes
+    __device__ int zero() const {
+        const bool wide = kind() == 1 << 8 || (on_path() && kind() > 1 << 4);
+        return wide ? level_zero(8, false) : on_path() ? level_zero(4, true) : (int) kind() - 1;
+    }
 };
 
 // An octet whose codes determine levels of later octets; wrapped: of octets in the next lane (trellis.h).
@@ -71,7 +79,7 @@ inline void fill_runs(const HeadCodec & codec, int first, int end, Runs & runs) 
         const int    skip = from - band.first / 8;
         const int    n    = (band.first + band.n) / 8 < end ? band.n / 8 - skip : end - from;
         if (n > 0) {
-            runs.run[runs.n++] = Run(TILE * (band.offset + skip * band.bits), band.bits, from, n, on);
+            runs.run[runs.n++] = Run(TILE * (band.offset + skip * band.bits), band.bits, from, n, on, b);
             runs.halves |= band.bits == 16;
             if (on && !runs.on_path) {
                 runs.on_path = true;

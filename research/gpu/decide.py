@@ -95,7 +95,11 @@ def token_calls(c: Any, cuda: Any) -> list[Call]:
         tiles = {"k_tiles": cuda.attend.k_tiles, "v_tiles": cuda.attend.v_tiles}
         window, rows = cuda.combine.window, cuda.combine.slots
         store = c.StoreRows(**same, **tiles, window=window, slots=rows, n_slots=slots)
-        return [("store_and_attend", c.StoreAndAttend(store=store, attend=cuda.attend)), combine]
+        if "attend" in dict(c.StoreAndAttend._fields_):  # combine then reads the exact keys
+            return [("store_and_attend", c.StoreAndAttend(store=store, attend=cuda.attend)), combine]
+        done = c.Combine.from_buffer_copy(cuda.combine)
+        done.has_exact = True
+        return [("store_and_attend", c.StoreAndAttend(store=store, args=done)), ("combine", done)]
     encoded = c.EncodeAndAttend(encode=cuda.encode, attend=cuda.attend)
     width = 2 * cuda.heads.layer.n_head_kv * cuda.heads.layer.d_k
     stored = c.Store(

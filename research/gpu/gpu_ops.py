@@ -91,6 +91,7 @@ class Cuda:
         integers = {"dtype": torch.int32, "device": DEVICE}
         floats = torch.zeros(part * (2 + layer.width_v) + n_rows * (layer.width_k + 1), device=DEVICE)
         words = torch.zeros(n_rows // GROUP * library.query_words(layer), **integers)
+        exact = torch.zeros(library.exact_floats(layer, n_rows, work.n_tps, SLOTS), device=DEVICE)
         mask = torch.zeros(n_tok, work.n_cells, **halves)
         cell_pos = torch.arange(work.n_cells, **integers).repeat(work.n_stream, 1)
         rows = batch_rows(work.n_stream, work.n_tps, work.n_cells)
@@ -98,7 +99,18 @@ class Cuda:
         fresh, window = (torch.randn(len(part), 2 * N_HEAD * D, **halves) for part in rows)
         self.out = torch.empty(n_tok, N_HEAD * GROUP * D, device=DEVICE)
         cells = torch.arange(n_tok, dtype=torch.int64, device=DEVICE)
-        self.tensors = [floats, words, mask, cell_pos, tokens, slot_rows, fresh, window, cells]  # keep them allocated
+        self.tensors = [
+            floats,
+            words,
+            exact,
+            mask,
+            cell_pos,
+            tokens,
+            slot_rows,
+            fresh,
+            window,
+            cells,
+        ]  # keep them allocated
         k_tiles, v_tiles = (tiles.data_ptr() for tiles in work.tiles)
         k_stride, v_stride = (tiles.stride(1) for tiles in work.tiles)
         k_stream, v_stream = (tiles.stride(0) for tiles in work.tiles)
@@ -115,7 +127,7 @@ class Cuda:
                                n_stream=work.n_stream, n_tps=work.n_tps, n_split=n_split,
                                split=-(-work.n_cells // n_split // 64) * 64, m=at, z=at + 4 * part,
                                acc=at + 8 * part, qt=qt, shift=qt + 4 * n_rows * layer.width_k,
-                               words=words.data_ptr())  # fmt: skip
+                               words=words.data_ptr(), exact=exact.data_ptr())  # fmt: skip
         self.combine = c.Combine(a=self.attend, fresh=fresh.data_ptr(), window=window.data_ptr(),
                                  slots=slot_rows.data_ptr(), slots_of_seq=SLOTS, sinks=None,
                                  out=self.out.data_ptr(), out_stride=N_HEAD * GROUP * D)  # fmt: skip

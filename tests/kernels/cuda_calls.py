@@ -46,6 +46,7 @@ class Call:
 
         change: changes rows, queries or the mask before they are copied; some rows then count as not finite.
         """
+        self.library = library
         self.latent = name in layers.LATENT
         self.rng = rng = np.random.default_rng(shape.n_kv)
         self.shape = s = shape
@@ -214,3 +215,6 @@ class Exact:
             slots=memory.put(slots)[0],
             slots_of_seq=N_SLOTS,
         )
+        n_rows = call.n_head * call.n_tok * s.group
+        n_floats = call.library.exact_floats(call.heads.layer, n_rows, s.n_tps, N_SLOTS)
+        self.args.a.exact = memory.put(np.full(n_floats, np.nan, np.float32))[0]

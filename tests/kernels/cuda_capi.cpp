@@ -18,7 +18,7 @@ const char * test_attend(const cuda::Attend * args, void * stream) {
 }
 
 const char * test_attend_decode(const cuda::Attend * args, void * stream) {
-    return cuda::attend_decode(*args, stream);
+    return cuda::attend_decode(cuda::without_exact_keys(*args), stream);
 }
 
 const char * test_attend_tiles(const cuda::Attend * args, void * stream) {
@@ -27,11 +27,11 @@ const char * test_attend_tiles(const cuda::Attend * args, void * stream) {
 
 struct StoreAndAttend {
     cuda::StoreRows store;
-    cuda::Attend    attend;
+    cuda::Combine   args;
 };
 
 const char * test_store_and_attend(const StoreAndAttend * args, void * stream) {
-    return cuda::store_and_attend(args->store, args->attend, stream);
+    return cuda::store_and_attend(args->store, args->args, stream);
 }
 
 const char * test_encode_window(const cuda::EncodeWindow * args, void * stream) {
@@ -54,14 +54,18 @@ const char * test_prompt_lost(const cuda::Prompt * args, void * stream) {
     return cuda::prompt_lost(*args, stream);
 }
 
+int64_t test_exact_floats(const cuda::Layer * layer, int64_t n_rows, int64_t n_tps, int32_t slots_of_seq) {
+    return cuda::exact_floats(*layer, n_rows, n_tps, slots_of_seq);
+}
+
 int64_t test_query_words(const cuda::Layer * layer) {
     return cuda::query_words(*layer);
 }
 
 // Bytes of a plan; plan nullptr: only these.
-size_t test_make_plan(const HeadCodec * k, const HeadCodec * v, int64_t k_offset, int64_t v_offset, void * plan) {
+size_t test_make_plan(const HeadCodec * k, const HeadCodec * v, void * plan) {
     if (plan) {
-        cuda::make_plan(*k, *v, k_offset, v_offset, plan);
+        cuda::make_plan(*k, *v, plan);
     }
     return cuda::plan_bytes();
 }

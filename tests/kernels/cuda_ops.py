@@ -30,7 +30,7 @@ def _fields(**types: Any) -> list[tuple[str, Any]]:
 
 class Layer(ct.Structure):
     _fields_ = [
-        *_fields(k__v__k_offset__v_offset__gamma__mean__plan__slope__n_bad=_P),
+        *_fields(k__v__k_offset__v_offset__gamma__mean__plan__tiles__slope__n_bad=_P),
         *_fields(n_head_kv__n_group__d_k__d_v__width_k__width_v__row_bytes_k__row_bytes_v=_I32),
         *_fields(scale__softcap=_F32, latent=ct.c_bool),
     ]
@@ -49,7 +49,7 @@ class Attend(ct.Structure):
         ("layer", Layer),
         *_fields(q=_P, q_head__q_token=_I64, k_tiles__v_tiles=_P, k_stride__v_stride__k_stream__v_stream=_I64),
         *_fields(mask=_P, mask_half=ct.c_bool, cell_pos__tokens=_P, n_sink__n_recent=_I32),
-        *_fields(n_kv__n_stream__n_tps__split__n_split=_I64, m__z__acc__qt__shift__words=_P),
+        *_fields(n_kv__n_stream__n_tps__split__n_split=_I64, m__z__acc__qt__shift__words__exact=_P),
     ]
 
 
@@ -58,10 +58,6 @@ class StoreRows(ct.Structure):
         *_fields(k__v=_P, k_head__k_token__v_head__v_token=_I64, k_tiles__v_tiles__fresh__window__slots=_P),
         ("n_slots", _I64),
     ]
-
-
-class StoreAndAttend(ct.Structure):
-    _fields_ = [("store", StoreRows), ("attend", Attend)]
 
 
 WINDOW_ROWS = 128
@@ -74,8 +70,12 @@ class EncodeWindow(ct.Structure):
 class Combine(ct.Structure):
     _fields_ = [
         ("a", Attend),
-        *_fields(fresh__window__slots=_P, slots_of_seq=_I32, sinks__out=_P, out_stride=_I64),
+        *_fields(fresh__window__slots=_P, slots_of_seq=_I32, sinks__out=_P, out_stride=_I64, has_exact=ct.c_bool),
     ]
+
+
+class StoreAndAttend(ct.Structure):
+    _fields_ = [("store", StoreRows), ("args", Combine)]
 
 
 class Prompt(ct.Structure):
@@ -154,16 +154,21 @@ class Library:
         self.lib.test_query_words.restype, self.lib.test_query_words.argtypes = ct.c_int64, [ct.c_void_p]
         return int(self.lib.test_query_words(ct.addressof(layer)))
 
+    def exact_floats(self, layer: Layer, n_rows: int, n_tps: int, slots_of_seq: int) -> int:
+        """Of Attend.exact, for n_rows query rows of all heads."""
+        function = self.lib.test_exact_floats
+        function.restype, function.argtypes = _I64, [_P, _I64, _I64, _I32]
+        return int(function(ct.addressof(layer), n_rows, n_tps, slots_of_seq))
+
     def plans(self, k: layers.Side, v: layers.Side) -> npt.NDArray[np.uint8]:
         """Of all heads, for Layer.plan."""
         make = self.lib.test_make_plan
-        make.restype, make.argtypes = ct.c_size_t, [_P, _P, _I64, _I64, _P]
+        make.restype, make.argtypes = ct.c_size_t, [_P, _P, _P]
         made = []
-        for pairs in zip(k.heads, v.heads, k.parts(), v.parts(), strict=True):
-            codecs, parts = pairs[:2], pairs[2:]
-            at = [ct.addressof(head.codec) for head in codecs] + [o.TILE * part.start for part in parts]
-            plan = np.zeros(make(*at, None), np.uint8)
-            make(*at, o.ptr(plan))
+        for heads in zip(k.heads, v.heads, strict=True):
+            codecs = [ct.addressof(head.codec) for head in heads]
+            plan = np.zeros(make(*codecs, None), np.uint8)
+            make(*codecs, o.ptr(plan))
             made.append(plan)
         return np.concatenate(made)
 
@@ -242,6 +247,9 @@ class Heads:
         self.slope = rng.uniform(0, 1.5, n_head * n_group).astype(np.float32)
         self.mean = [rng.standard_normal(k.d).astype(np.float16) if means else None for _ in range(n_head)]
         n_bad_at, self.n_bad = memory.put(np.full(1, n_bad, np.uint64))
+        parts = [[side.parts()[h] for side in (k, v)] for h in range(n_head)]
+        sizes = [[part.start for part in of] + [part.stop - part.start for part in of] for of in parts]
+        self.tiles = o.TILE * np.array(sizes, np.int32)
         self.layer = Layer(
             k=self._codecs(k),
             v=self._codecs(v),
@@ -250,6 +258,7 @@ class Heads:
             gamma=memory.put(self.gamma)[0],
             mean=memory.put(np.array([0 if m is None else memory.put(m)[0] for m in self.mean], np.uint64))[0],
             plan=memory.put(library.plans(k, v))[0],
+            tiles=o.ptr(self.tiles),
             slope=memory.put(self.slope)[0],
             n_bad=n_bad_at,
             n_head_kv=n_head,

@@ -1,4 +1,4 @@
-"""Executes a PTX kernel from nvcc on a CPU and counts its instructions: those of attend_decode, combine and encode.
+"""Executes a PTX kernel from nvcc on a CPU and counts its instructions: attend_decode, exact, combine and encode.
 
 A warp's registers are arrays of 32 numbers. If lanes diverge, those at the earliest instruction run first. Global
 memory is the process's memory, and shared memory is an array; copies to it complete immediately. Tensor core products
@@ -276,6 +276,10 @@ class Warp:
             by = self.bits(operands[2]).astype(np.int64)
             source = lane ^ by if "bfly" in modifiers else by % LANES
             self.put(operands[0].partition("|")[0], self.bits(operands[1])[source], active)
+        elif name == "vote":  # ballot
+            lanes = active & self.true(operands[1])
+            ballot = sum(1 << int(lane) for lane in np.flatnonzero(lanes))
+            self.put(operands[0], np.full(LANES, ballot, np.uint64), active)
         elif name == "setp":
             x, y = (self.number(operand, type_) for operand in operands[1:3])
             comparison = modifiers[0]

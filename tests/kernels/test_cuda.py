@@ -247,7 +247,7 @@ def test_sums_do_not_overflow(library: c.Library, codes: int, group: int) -> Non
 @each("name", ["planned", "widest"])
 @each("shape", [Shape(), Shape(n_stream=2, group=8, n_kv=150, means=True), Shape(group=4, n_kv=64, n_split=1)])
 def test_codes_of_the_window(library: c.Library, name: str, shape: Shape) -> None:
-    """store_and_attend, and later encode_window, give the bits of attend, encode and store_window.
+    """store_and_attend, combine, and later encode_window, give the bits of attend, encode, combine and store_window.
 
     Until then the cells' scales are SCALE_NAN, and no other byte of the tiles has changed.
     """
@@ -278,15 +278,20 @@ def test_codes_of_the_window(library: c.Library, name: str, shape: Shape) -> Non
         )
         strides = {"k_stride": call.args.k_stride, "v_stride": call.args.v_stride}
         slots_at = memory.put(slots)[0]
+        n_out = call.n_head * shape.group * d
+        out_at, out = memory.put(np.full((n, n_out), 1, np.float32))
+        exact.args.fresh, exact.args.window, exact.args.slots = fresh_at, window_at, slots_at
+        exact.args.out, exact.args.out_stride, exact.args.has_exact = out_at, n_out, later
         if later:
             before = [read().copy() for _, read in call.tiles]
             store = c.StoreRows(**rows, window=window_at, slots=slots_at, n_slots=len(slots))
-            library.run("store_and_attend", c.StoreAndAttend(store=store, attend=call.args))
+            library.run("store_and_attend", c.StoreAndAttend(store=store, args=exact.args))
             for old, (_, read), side in zip(before, call.tiles, call.sides, strict=True):
                 for i, cell in enumerate(own):
                     of_tile = old[i, cell // o.TILE]
                     of_tile[[o.TILE * part.start + cell % o.TILE for part in side.parts()]] = o.SCALE_NAN
                 assert np.array_equal(read(), old)
+            library.run("combine", exact.args)
             numbers = [x for slot in taken for x in (slot, cells[slots[slot, 2]])]
             numbers += [0] * (2 * c.WINDOW_ROWS - len(numbers))
             encode = c.Encode(
@@ -298,14 +303,16 @@ def test_codes_of_the_window(library: c.Library, name: str, shape: Shape) -> Non
             cells_at = memory.put(np.array(cells, np.int64))[0]
             library.run("attend", call.args)
             library.run("encode", c.Encode(layer=call.args.layer, **rows, **strides, cells=cells_at, n_tok=n))
+            library.run("combine", exact.args)
             stored = c.Store(
                 window=window_at, fresh=fresh_at, slots=slots_at, n_slots=len(slots), width=2 * call.n_head * d
             )
             library.run("store_window", stored)
         assert (window()[taken] == fresh()[slots[taken, 2]]).all()
         tiles = [read() for _, read in call.tiles]
-        results.append([call.m(), call.z(), call.acc(), fresh(), window(), call.heads.n_bad(), *tiles])
+        results.append([call.m(), call.z(), call.acc(), fresh(), window(), call.heads.n_bad(), out(), *tiles])
     assert int(results[0][5][0]) == 2
+    assert (results[0][6] != 1).all()
     for one, other in zip(*results, strict=True):
         assert np.array_equal(one.view(np.uint8), other.view(np.uint8))
 

@@ -12,7 +12,7 @@ import numpy as np
 import ops as o
 import ptx
 import pytest
-from cuda_calls import Call, Exact, Shape
+from cuda_calls import N_SLOTS, Call, Exact, Shape
 from each import each
 from test_cuda import LARGE, check_attend
 
@@ -105,11 +105,12 @@ def test_instructions_of_a_code(emulated: c.Library, module: str, monkeypatch: p
         library.run("attend", call.args)
         assert library.kernel is not None
         executed.append(sum(library.kernel.executed.values()))
-    assert ptx.LANES * (executed[1] - executed[0]) / (256 * 256) <= 8.7
+    most = 8.7 if ".target sm_75" in module else 8.2
+    assert ptx.LANES * (executed[1] - executed[0]) / (256 * 256) <= most
 
 
 def test_reads_in_a_row(emulated: c.Library, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a block's first product: those of the plan and the queries, then those of the cells.
+    """A block reads its plan, queries and keys at once, and then values, which share the keys' memory here.
 
     Copies of sm_75 pass through registers, so that each waits for the one before.
     """
@@ -118,7 +119,27 @@ def test_reads_in_a_row(emulated: c.Library, module: str, monkeypatch: pytest.Mo
     call = Call(library, "sized", Shape(group=4, n_kv=256, n_split=2))
     library.run("attend", call.args)
     assert library.kernel is not None
-    assert library.kernel.trips["mma"] <= (9 if ".target sm_75" in module else 2)
+    before, after = (9, 5) if ".target sm_75" in module else (1, 1)
+    assert library.kernel.trips["mma"] <= before
+    assert library.kernel.trips["ret"] <= before + after
+
+
+def test_project(emulated: c.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulation's bits; a block waits for what the first products need, then for the basis."""
+    bands = ((16, 8), (16, 6), (32, 4), (48, 3))
+    monkeypatch.setitem(layers.LAYERS, "sized", ([bands], [bands]))
+    call = Call(emulated, "sized", Shape(group=4, n_kv=64, n_split=1, means=True))
+    args, layer = call.args, call.heads.layer
+    parts = [(args.words, emulated.query_words(layer)), (args.qt, 4 * layer.width_k), (args.shift, 4)]
+    emulated.run("project_queries", args)
+    expected = [ct.string_at(at, 4 * n) for at, n in parts]
+    for at, n in parts:
+        ct.memset(at, 0xFF, 4 * n)
+    kernel = ptx.Kernel(compiled("project.cu", ARCHITECTURES[-1], tmp_path), "project_decode_kernelILi1ELi1E")
+    job, shared = Interpreted(emulated, "").job()
+    kernel.run((0, 0, 0), job, shared, 512)
+    assert [ct.string_at(at, 4 * n) for at, n in parts] == expected
+    assert kernel.trips["ret"] <= 2
 
 
 def test_encode(emulated: c.Library, tmp_path: Path) -> None:
@@ -148,7 +169,7 @@ def test_encode(emulated: c.Library, tmp_path: Path) -> None:
 
 
 def test_combine(emulated: c.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulation's bits; what a block reads at once waits for five other reads at most."""
+    """The emulation's bits, of exact keys, too; what combine reads at once waits for two other reads at most."""
     bands = ((16, 8), (16, 6), (32, 4), (56, 3))
     monkeypatch.setitem(layers.LAYERS, "sized", ([bands], [bands]))
     call = Call(emulated, "sized", Shape(group=4, n_kv=300, n_split=4))
@@ -159,9 +180,14 @@ def test_combine(emulated: c.Library, tmp_path: Path, monkeypatch: pytest.Monkey
     emulated.run("combine", args)
     expected = out().copy()
     out().fill(np.nan)
-    kernel = ptx.Kernel(compiled("combine.cu", ARCHITECTURES[-1], tmp_path), "combine_kernelILi1E")
     job, shared = Interpreted(emulated, "").job()
+    n_floats = emulated.exact_floats(call.heads.layer, 4, 1, N_SLOTS)
+    ct.memset(args.a.exact, 0xFF, 4 * n_floats)  # NaN
+    kernel = ptx.Kernel(compiled("exact.cu", ARCHITECTURES[-1], tmp_path), "exact_kernel")
+    for part in range(n_floats // (4 * (2 + d))):
+        kernel.run((0, 0, part), job, 16 << 10, 128)
+    kernel = ptx.Kernel(compiled("combine.cu", ARCHITECTURES[-1], tmp_path), "combine_kernelILi1E")
     for head in range(4):
         kernel.run((head, 0, 0), job, shared, 512)
     assert np.array_equal(out(), expected)
-    assert kernel.trips["ret"] <= 5
+    assert kernel.trips["ret"] <= 2

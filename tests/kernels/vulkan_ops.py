@@ -84,6 +84,9 @@ class Library(c.Library):
         self.device = self.lib.test_device().decode()
         self.max_range = int(self.lib.test_max_range())  # bytes
 
+    def exact_floats(self, layer: c.Layer, n_rows: int, n_tps: int, slots_of_seq: int) -> int:
+        return 0  # combine attends to the exact keys
+
     def rounding(self, decodes: bool, latent: bool, width: int) -> str | None:
         return "bytes" if self.integer_dot and not latent and width <= MAX_DOT else None
 

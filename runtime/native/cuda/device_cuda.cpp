@@ -57,6 +57,7 @@ struct Cuda {
         a.n_sink   = window.n_sink();
         a.n_recent = window.n_recent();
         a.words    = (uint32_t *) GGML_PAD((uintptr_t) rest, WORDS_ALIGNMENT);
+        a.exact    = (float *) (a.words + cuda::query_words(a.layer) * a.layer.n_head_kv * a.n_stream * a.n_tps);
     }
 
     static constexpr size_t WORDS_ALIGNMENT = 16; // bytes
@@ -69,9 +70,10 @@ class CudaLayer final : public GpuLayer<Cuda> {
 public:
     CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft);
 
-    int64_t scratch(int64_t n_rows) const override {
+    int64_t scratch(int64_t n_rows, int64_t n_tps) const override {
         const int64_t words = cuda::query_words(tables_) * (n_rows / tables_.n_group);
-        return n_rows * (width_k_ + 1) + words + (int64_t) (Cuda::WORDS_ALIGNMENT / sizeof(float));
+        return n_rows * (width_k_ + 1) + words + (int64_t) (Cuda::WORDS_ALIGNMENT / sizeof(float)) +
+               cuda::exact_floats(tables_, n_rows, n_tps, slots_of_seq());
     }
     int64_t  n_at_once() const override { return n_at_once_; }
     uint64_t n_bad_rows() const override;
@@ -92,7 +94,9 @@ private:
     int64_t     n_at_once_;
     bool        suits_decode_ = false;
     cuda::Layer tables_       = {};
-    size_t      n_bad_at_     = 0;
+
+    std::vector<cuda::HeadTiles> tiles_; // by head
+    size_t                       n_bad_at_ = 0;
 };
 
 CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) :
@@ -138,7 +142,9 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     std::vector<uint8_t> plans;
     for (size_t h = 0; h < (size_t) codec.n_head_kv; ++h) { // of the codecs as the host has them
         plans.resize((h + 1) * cuda::plan_bytes());
-        cuda::make_plan(codec.k[h], codec.v[h], k_offset[h], v_offset[h], plans.data() + h * cuda::plan_bytes());
+        cuda::make_plan(codec.k[h], codec.v[h], plans.data() + h * cuda::plan_bytes());
+        tiles_.push_back({ (int32_t) k_offset[h], (int32_t) v_offset[h], (int32_t) TILE * codec.k[h].row_bytes,
+                           (int32_t) TILE * codec.v[h].row_bytes });
     }
     const size_t plans_at    = blob.add(plans);
     const size_t k_offset_at = blob.add(k_offset);
@@ -171,6 +177,7 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     tables_.k_offset  = (const int64_t *) address(k_offset_at);
     tables_.v_offset  = (const int64_t *) address(v_offset_at);
     tables_.plan      = address(plans_at);
+    tables_.tiles     = tiles_.data();
     tables_.gamma     = (const float *) address(gamma_at);
     tables_.mean      = (const uint16_t * const *) address(means_at);
     tables_.slope     = (const float *) address(slopes_at_);

@@ -32,15 +32,16 @@ public:
     virtual ~DeviceLayer() = default;
 
     // Called when a graph is built: slopes depend on fields of LayerNodes that are set then.
-    virtual void     prepare()                     = 0;
-    virtual void *   userdata(NodeKind kind)       = 0; // of device_op
-    virtual int64_t  scratch(int64_t n_rows) const = 0; // floats that attend needs for n_rows query rows of all heads
-    virtual int64_t  n_at_once() const             = 0; // approximate number of concurrent blocks of attend
-    virtual uint64_t n_bad_rows() const            = 0; // that could not be coded
-    virtual void     add_bad_rows(uint64_t n)      = 0; // which the host has stored
-    virtual void     wait() const                  = 0; // until the device has finished all work
-    virtual size_t   max_range() const             = 0; // maximum bytes of one tensor that kernels can address
-    virtual bool     makes_rows() const            = 0; // true: it has kernels for PROMPT_*
+    virtual void     prepare()                = 0;
+    virtual void *   userdata(NodeKind kind)  = 0; // of device_op
+    virtual int64_t  n_at_once() const        = 0; // approximate number of concurrent blocks of attend
+    virtual uint64_t n_bad_rows() const       = 0; // that could not be coded
+    virtual void     add_bad_rows(uint64_t n) = 0; // which the host has stored
+    virtual void     wait() const             = 0; // until the device has finished all work
+    virtual size_t   max_range() const        = 0; // maximum bytes of one tensor that kernels can address
+    virtual bool     makes_rows() const       = 0; // true: it has kernels for PROMPT_*
+    // Floats that attend needs for n_rows query rows of all heads, n_tps tokens per stream.
+    virtual int64_t scratch(int64_t n_rows, int64_t n_tps) const = 0;
 
     // Most tokens of a sequence whose attention has blocks for each token, and needs no PROMPT_* to be fast.
     virtual int64_t n_decoded() const { return 1; }

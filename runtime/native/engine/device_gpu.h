@@ -43,7 +43,8 @@ public:
             case NodeKind::ATTEND: return attend(attend_args<AttendSources>(dst), to...);
             case NodeKind::STORE_AND_ATTEND:
                 if constexpr (Gpu::DEFERS_CODES) {
-                    return store_and_attend(rows_to_store(dst), attend_args<StoreAttendSources>(dst), to...);
+                    const auto rows = rows_to_store(dst);
+                    return store_and_attend(rows, store_attend_args(dst, rows), to...);
                 }
                 break;
             case NodeKind::COMBINE: return combine(combine_args(dst), to...);
@@ -87,14 +88,14 @@ protected:
         }
     }
 
+    int32_t slots_of_seq() const { return (int32_t) (layer_.window->n_slots() / std::max(1, layer_.window->n_seq())); }
+
     const LayerNodes & layer_;
     int32_t            width_k_ = 0, width_v_ = 0; // largest ranks
     size_t             slopes_at_ = 0;             // bytes
     ggml_tensor *      memory_    = nullptr;       // I8 [bytes]: the tables
 
 private:
-    int32_t slots_of_seq() const { return (int32_t) (layer_.window->n_slots() / std::max(1, layer_.window->n_seq())); }
-
     static void set_cells(Attend & a, const ggml_tensor * k_view, const ggml_tensor * v_view) {
         a.k_tiles  = Gpu::place(k_view);
         a.v_tiles  = Gpu::place(v_view);
@@ -180,6 +181,17 @@ private:
         return r;
     }
 
+    // What attention to coded cells and exact keys needs, of STORE_AND_ATTEND.
+    template <typename Rows> Combine store_attend_args(const ggml_tensor * dst, const Rows & rows) const {
+        Combine b      = {};
+        b.a            = attend_args<StoreAttendSources>(dst);
+        b.fresh        = rows.fresh;
+        b.window       = rows.window;
+        b.slots        = rows.slots;
+        b.slots_of_seq = slots_of_seq();
+        return b;
+    }
+
     Combine combine_args(const ggml_tensor * dst) const {
         const auto in = sources_of<CombineSources>(dst);
         Combine    b  = {};
@@ -192,6 +204,9 @@ private:
         b.slots_of_seq = slots_of_seq();
         b.out          = Gpu::place(dst);
         b.out_stride   = stride_f32(dst, 1);
+        if constexpr (Gpu::DEFERS_CODES) {
+            b.has_exact = in.partial->type == GGML_TYPE_I8; // of STORE_AND_ATTEND
+        }
         if (in.sinks) {
             b.sinks = Gpu::place(in.sinks);
         }

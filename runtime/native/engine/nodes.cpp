@@ -11,8 +11,8 @@
 // On a GPU, one token per stream has this node instead of encode, attend and store_window; Cache::encode_uncoded makes
 // the codes later:
 //
-//   store_attend  rounds k, v to half precision ("fresh" rows, also to their window slots, which combine does not read:
-//                 their keys have left the exact window); projects q and attends
+//   store_attend  rounds k, v to half precision ("fresh" rows, also to their window slots, which the exact keys are not
+//                 read from: their keys have left the exact window); projects q, attends to cells and exact keys
 //
 // On a GPU, a prompt has these nodes instead of attend and combine (node_prompt.cpp):
 //
@@ -54,7 +54,7 @@ AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const 
     s.block               = listed ? 1 : std::min(s.n_tps, std::max<int64_t>(1, 128 / s.n_group));
     s.n_blocks            = (s.n_tps + s.block - 1) / s.block * s.n_stream;
     const int64_t n_head  = s.n_head_kv * s.n_group;
-    const int64_t scratch = layer.device ? layer.device->scratch(n_head * s.n_tokens) : 0;
+    const int64_t scratch = layer.device ? layer.device->scratch(n_head * s.n_tokens, s.n_tps) : 0;
     if (layer.device) { // blocks of one head, as many as run at once; to start a block costs as much as 180 cells
         constexpr int64_t LEAST   = 2 * TILE; // cells of a split
         const int64_t     most    = (int64_t) (layer.device->max_range() / sizeof(float)) - scratch;

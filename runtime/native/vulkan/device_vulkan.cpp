@@ -51,7 +51,7 @@ class VulkanLayer final : public GpuLayer<Vulkan> {
 public:
     VulkanLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft);
 
-    int64_t  scratch(int64_t n_rows) const override;
+    int64_t  scratch(int64_t n_rows, int64_t n_tps) const override;
     int64_t  n_at_once() const override { return 1024; } // unknown in Vulkan; suits large GPUs
     uint64_t n_bad_rows() const override;
     void     add_bad_rows(uint64_t n) override;
@@ -95,7 +95,7 @@ VulkanLayer::VulkanLayer(const LayerNodes & layer, ggml_backend_buffer_type_t bu
     ggml_backend_tensor_set(memory_, made.words.data(), 0, 4 * made.words.size());
 }
 
-int64_t VulkanLayer::scratch(int64_t n_rows) const {
+int64_t VulkanLayer::scratch(int64_t n_rows, int64_t /*n_tps*/) const {
     return n_rows * (width_k_ + 1 + vulkan::packed_words(args(width_v_)));
 }
 
