@@ -81,9 +81,7 @@ def test_default_budget(tiny_model: Models, tmp_path: Path, arch: str, sliding: 
 
 @each("head_size", [64, 128, 256])
 @each("arch", ["gemma2", "gpt-oss"])
-def test_default_beside_sliding_layers_is_smaller_than_q8_0(
-    tiny_model: Models, arch: str, head_size: int
-) -> None:
+def test_default_beside_sliding_layers_is_smaller_than_q8_0(tiny_model: Models, arch: str, head_size: int) -> None:
     """At 8192 tokens of four sequences, each with an exact window; sliding layers are q8_0 in both caches."""
     with Gguf(tiny_model(arch, n_layer=4, head_size=head_size)) as base:
         result = datafree.plan(base, Options(), [0, 2])

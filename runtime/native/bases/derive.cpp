@@ -581,7 +581,7 @@ std::shared_ptr<const Layout> derive_layout(const std::string & model, float bud
     static std::vector<int32_t>             of_sliding;
     static std::shared_ptr<const Layout>    last; // caches share it
     const auto                              estimates = estimates_of(model);
-    const float                             bits = budget == 0.0f ? default_budget(*estimates, sliding) : budget;
+    const float                             bits      = budget == 0.0f ? default_budget(*estimates, sliding) : budget;
     const std::lock_guard<std::mutex>       lock(mutex);
     if (of != estimates || last->budget != bits || of_sliding != sliding) {
         last       = planned(sliding.empty() ? *estimates : without(*estimates, sliding), bits);
