@@ -6,7 +6,8 @@ later run resumes from them.
 Two factors correct predictions, one for our layouts, one for llama.cpp's cache types. Sensitivities predict a cost to
 second order, layer by layer. If few cells decide the output, errors of all layers together cost more than that. So a
 layout is planned, its errors are written into a saved state, and its KLD is measured. The factor is the measured KLD
-over the predicted one. The stock type has no exact window, so it decodes a part of a chunk itself.
+over the predicted one. The stock type has no exact window, so it decodes a part of a chunk itself. Sliding layers,
+which have no bases and no prediction, stay in f16 there.
 
 This plan is not the plan of the file, and neither can replace the other:
 
@@ -54,9 +55,10 @@ from subkv.base.errors import CacheError, SubkvError, system_reason
 from subkv.base.files import atomic_file, other_writers
 from subkv.base.interrupts import Interrupt
 from subkv.base.progress import duration, expect, note, progress_bar
-from subkv.engine.cache import ORDINARY, CacheChoice, ordinary
+from subkv.engine.cache import ORDINARY, CacheChoice, also_attach, ordinary
 from subkv.engine.context import ContextOptions
 from subkv.engine.model import Model
+from subkv.engine.sliding import keep_f16
 from subkv.format.arrays import F32
 from subkv.format.bases import CodedLayer
 from subkv.format.calibration import Calibration, TextSource
@@ -288,7 +290,8 @@ def corrected(trials: SensitivityTrials, others: Sequence[Sequence[int]], n_thre
             tokens = max([*others, *trials.chunks], key=len)
             tokens = tokens[: n_stock(len(tokens))]
             try:
-                (kld,) = compare(trials.session.model, [ordinary(STOCK)], tokens, n_threads, trials.on_decoded)
+                with also_attach(keep_f16):
+                    (kld,) = compare(trials.session.model, [ordinary(STOCK)], tokens, n_threads, trials.on_decoded)
                 correction0 = max(kld - trials.measured.floor, 0.0) / predicted_stock or 1.0
             except CacheError as error:
                 note(f"predictions for llama.cpp's own cache types are not corrected: {error.reason}")

@@ -26,7 +26,7 @@ from subkv.format.window import Window
 from subkv.native.digest import Value
 from subkv.native.gguf import Gguf, write_sidecar
 from subkv.native.library import Matrix
-from subkv.plan import mla
+from subkv.plan import mla, stock
 from subkv.plan.pipeline import Options
 
 Models = Callable[..., Path]
@@ -68,6 +68,31 @@ def test_sliding_layers_get_no_bases(tiny_model: Models, tmp_path: Path, arch: s
     check_equal(model, tmp_path, 6.5, sliding)
     coded = [layer["il"] for layer in native(model, 6.5, sliding)["layers"]]
     assert coded == [il for il in range(4) if il not in sliding or len(sliding) == 4]
+
+
+@each("sliding", [[], [0, 2], [1, 2, 3], [0, 1, 2, 3]])
+@each("arch", ["gemma2", "llama"])
+def test_default_budget(tiny_model: Models, tmp_path: Path, arch: str, sliding: list[int]) -> None:
+    """It is higher beside sliding layers without bases, for libsubkv and for numpy."""
+    model = tiny_model(arch, n_layer=4)
+    beside = arch == "gemma2" and len(sliding) in (2, 3)
+    with Layout(model, 0.0, derived=True, sliding=sliding) as layout:
+        assert layout.description["budget"] == (datafree.KV_BITS_BESIDE_SLIDING if beside else datafree.KV_BITS)
+    if arch == "gemma2":
+        with Gguf(model) as base:
+            plans = datafree.plan(base, Options(plans=None), sliding).plans
+        assert plans is not None and plans.budget == (datafree.KV_BITS_BESIDE_SLIDING if beside else datafree.KV_BITS)
+
+
+@each("head_size", [64, 128, 256])
+@each("arch", ["gemma2", "gpt-oss"])
+def test_default_beside_sliding_layers_is_smaller_than_q8_0(tiny_model: Models, arch: str, head_size: int) -> None:
+    """At 8192 tokens of four sequences, each with an exact window; sliding layers are q8_0 in both caches."""
+    with Gguf(tiny_model(arch, n_layer=4, head_size=head_size)) as base:
+        result = datafree.plan(base, Options(), [0, 2])
+    counted = result.counted
+    assert counted.context == CONTEXT and counted.total + 3 * counted.window < stock.BITS["q8_0"]
+    assert counted.total > datafree.KV_BITS
 
 
 def test_a_model_without_a_window_has_bases_in_all_layers(tiny_model: Models) -> None:

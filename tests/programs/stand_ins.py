@@ -130,7 +130,8 @@ def hub_cache(root: Path, model: Path) -> None:
     bert = with_words(sources / "bert.gguf", letters, add_bos_token=True)
     split = tiny.build(sources / "split.gguf", "llama", split_tensors=8)
     parts = sorted(sources.glob(f"{split.name[: -len('-00001-of-00003.gguf')]}-*-of-*.gguf"))
-    n_embd = int(gguf.GGUFReader(model).fields["llama.embedding_length"].contents())
+    fields = gguf.GGUFReader(model).fields
+    n_embd = int(fields[f"{fields['general.architecture'].contents()}.embedding_length"].contents())
     fim = copied(sources / "fim.gguf", model, {f"tokenizer.ggml.{name}": value for name, value in FIM.items()})
     files: dict[str, dict[str, Path]] = {
         "ggml-org/test-model-stories260K": {"stories260K-F32.gguf": model},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -231,6 +232,22 @@ def test_memory_refusal_names_the_context(planned: Path) -> None:
     llm = opened_with(1024, kv_memory=memory)
     assert llm.cache_choice.budget == 4.5
     llm.close()
+
+
+def test_memory_refusal_beside_sliding_layers(tiny_model: Callable[..., Path]) -> None:
+    """Their cells are as many in a shorter context: the named one is the longest that fits."""
+    model = tiny_model("gemma2", head_size=64, n_layer=4)
+
+    def n_bytes(n_ctx: int) -> int:
+        with subkv.Llama(model, n_ctx=n_ctx, n_batch=32, n_threads=1, verbose=False, kv_bits=least) as llm:
+            return int(llm.kv_stats().bytes_all)
+
+    least = DERIVED_BUDGETS[-2]  # fewer are impossible for this model
+    memory = n_bytes(1024) + 100
+    with pytest.raises(CacheError, match="at the smallest budget of the bases") as e:
+        subkv.Llama(model, n_ctx=8192, n_batch=32, n_threads=1, verbose=False, kv_memory=memory)
+    longest = int(re.search(r"; -c (\d+) would fit$", str(e.value))[1])  # type: ignore[index]
+    assert n_bytes(longest) <= memory < n_bytes(longest + 256)
 
 
 @each(

@@ -14,7 +14,7 @@ from opening import last_logits, opened, prompt
 from runtime.chat.conversation import Conversation, Sampling, Turn
 from subkv.base.errors import CacheError, SubkvError
 from subkv.engine import checkpoints
-from subkv.engine.checkpoints import Checkpoints
+from subkv.engine.checkpoints import N_LEAST, Checkpoints
 from subkv.engine.llama import Llama
 
 Models = Callable[..., Path]
@@ -157,15 +157,22 @@ def test_an_interrupted_restore_is_repaired(llm: Llama) -> None:
 
 
 def test_bytes_are_bounded(llm: Llama) -> None:
-    """Checkpoints that save the least evaluation are dropped first."""
+    """Checkpoints that save the least evaluation near the end are dropped first."""
     llm.eval(prompt(2))
     points = Checkpoints(llm.ctx)
     points.take(2)
     size = len(points.points[0].state)
-    points = Checkpoints(llm.ctx, n_bytes=3 * size + 1)
-    for n in (100, 200, 290, 300, 400):
+    points = Checkpoints(llm.ctx, n_bytes=5 * size + 1)
+    for n in range(100, 3201, 100):
         points.take(n)
-    assert [point.n_tokens for point in points.points] == [200, 300, 400]
+        assert sum(len(point.state) for point in points.points) <= 5 * size
+        for point in points.points:  # the farther behind, the more may be evaluated again
+            assert points._saved(point) <= max(100, 4 * (n - point.n_tokens))
+    assert len(points.points) == 5 and points.points[-1].n_tokens == 3200
+    few = Checkpoints(llm.ctx, n_bytes=size)
+    for n in range(100, 1001, 100):
+        few.take(n)
+    assert len(few.points) == N_LEAST and few.restorable(990) == 900
     none = Checkpoints(llm.ctx, n_bytes=size - 1)
     none.take(100)
     assert none.restorable(100) == 0

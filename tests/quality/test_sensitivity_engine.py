@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ from converter.session import Session
 from converter.source import Source
 from converter.statistics_stage import Chunk, collect_layers, observe
 from subkv.base.errors import SubkvError
-from subkv.engine.cache import CacheOptions, choose_cache
+from subkv.engine.cache import CacheChoice, CacheOptions, choose_cache, ordinary
+from subkv.engine.context import ContextOptions
+from subkv.engine.model import Model
 from subkv.format import metadata
 from subkv.format.calibration import Calibration, LayerShape, TextSource, read_calibration
 from subkv.format.window import Window
@@ -324,6 +326,30 @@ def test_longer_chunks_wait_in_a_file(
             chunk.kld(at, noisy)
     assert results[0] == results[1]
     assert not list(tmp_path.iterdir())
+
+
+def test_sliding_layers_stay_exact_while_a_stock_type_is_measured(
+    calibration: Callable[[str], Path], tiny_model: Callable[..., Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have no bases, so a prediction does not count their errors, and its correction must not, either."""
+    stats, sizes = read_calibration(calibration("gemma2")), []
+    assert 0 < len(stats.layers) < stats.block_count
+
+    def bytes_of(model: Model, caches: Sequence[CacheChoice], *_: Any) -> list[float]:
+        for cache in caches:
+            with model.context(cache, ContextOptions(4096, n_batch=512, n_ubatch=512)) as context:
+                sizes.append(context.stats.bytes_kv)
+        return [0.1]
+
+    monkeypatch.setattr(sensitivity_stage, "compare", bytes_of)
+    with Source(tiny_model("gemma2")) as source, Session(source, N_CTX, 1, stats.n_skip) as session:
+        trials = SensitivityTrials(session, stats, cut(session, [read_text(text)], N_CTX, 1), N_RECENT)
+        for _ in trials.steps():
+            pass
+        sensitivity_stage.corrected(trials, [], 1)
+        bytes_of(session.model, [ordinary(sensitivity_stage.STOCK), ordinary("f16")])
+    measured, every, f16 = sizes
+    assert every < measured < f16
 
 
 def test_corrected_on_other_chunks_or_the_longer_ones() -> None:

@@ -151,3 +151,21 @@ def test_ordinary_caches_keep_their_types(sliding: Sliding, monkeypatch: pytest.
     monkeypatch.setenv("SUBKV_SLIDING", "q8_0")
     with session(sliding.model, flash_attn=ON) as s:
         assert distance(expected, s.decode(sliding.tokens[:50])) == 0.0
+
+
+def test_other_layers_are_measured_alone(sliding: Sliding) -> None:
+    """keep_f16(): the sliding layers of the next context are exact, the others have its type."""
+    from subkv.engine.sliding import keep_f16
+
+    def decoded(kind: int) -> tuple[Any, int]:
+        with session(sliding.model, flash_attn=ON, n_ctx=512, type_k=kind, type_v=kind) as s:
+            return s.decode(sliding.tokens), len(s.state(0))
+
+    f16, q4_0 = 1, 2
+    exact, n_exact = decoded(f16)
+    every, n_every = decoded(q4_0)
+    keep_f16()
+    others, n_others = decoded(q4_0)
+    assert n_every < n_others < n_exact
+    assert 0.0 < distance(exact, others) < distance(exact, every)
+    assert distance(every, decoded(q4_0)[0]) == 0.0  # it was for one context

@@ -17,7 +17,9 @@ from typing import Any
 from subkv.native import library
 from subkv.native.binding import C
 
-BYTES = 512 << 20  # maximum size of a context's copies
+# Maximum size of a context's copies. If fewer than N_LEAST fit, N_LEAST may stay: Gemma 3 12B's window takes 255 MiB in
+# q8_0, and of two copies one is that of the prompt's end.
+BYTES, N_LEAST = 512 << 20, 4
 SPACING = 512  # tokens between checkpoints of a long text
 SLIDING_SPACING = 4096  # the same without recurrent state: a window is a copy of hundreds of cells
 PARTIAL = C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
@@ -146,7 +148,11 @@ class Checkpoints:
         self._temporary = None if due or self.restorable(n) < n else self.points[-1]
 
     def take(self, n: int) -> None:
-        """Copy the present state, after the first n tokens; drops others if they exceed n_bytes together."""
+        """Copy the present state, after the first n tokens; drops others if they exceed n_bytes together, and N_LEAST.
+
+        Most edits and questions are near the end, so copies become rarer towards the beginning: a dropped one saves the
+        fewest tokens, relative to the tokens behind it.
+        """
         if n <= self.restorable(n):
             return
         size = C.llama_state_seq_get_size_ext(self._context, self._seq, PARTIAL)
@@ -156,8 +162,10 @@ class Checkpoints:
         if C.llama_state_seq_get_data_ext(self._context, state, size, self._seq, PARTIAL) != size:
             return
         self.points.append(Checkpoint(n, state))
-        while sum(len(point.state) for point in self.points) > self._n_bytes:
-            # without this checkpoint, the fewest tokens would be evaluated again
-            self.points.remove(
-                min(self.points[:-1] or self.points, key=lambda p: p.n_tokens - self.restorable(p.n_tokens - 1))
-            )
+        limit = max(self._n_bytes, N_LEAST * size)
+        while sum(len(point.state) for point in self.points) > limit:
+            self.points.remove(min(self.points[:-1], key=lambda p: self._saved(p) / (n - p.n_tokens)))
+
+    def _saved(self, point: Checkpoint) -> int:
+        """How many tokens are evaluated again without this checkpoint, at most."""
+        return point.n_tokens - self.restorable(point.n_tokens - 1)

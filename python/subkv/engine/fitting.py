@@ -58,9 +58,30 @@ def _plans(path: Path, choice: CacheChoice, params: Any, n_ctx: int) -> Iterator
                 raise
             continue  # fewer bits than derived bases of this model can have
         sized = dataclasses.replace(choice, budget=budget)
-        sizes = needed(path, sized, params, n_ctx)
-        fixed = round(sizes["exact window"]) + own["bytes_bases"]
-        yield _Plan(sized, round(sizes["cells"]) + fixed, fixed, predicted_of(own, of_default))
+        n_bytes, fixed = _sizes(path, sized, params, n_ctx, own["bytes_bases"])
+        yield _Plan(sized, n_bytes, fixed, predicted_of(own, of_default))
+
+
+def _sizes(path: Path, choice: CacheChoice, params: Any, n_ctx: int, of_bases: int) -> tuple[int, int]:
+    """Bytes of a cache of n_ctx tokens, and those of its exact window and bases."""
+    sizes = needed(path, choice, params, n_ctx)
+    fixed = round(sizes["exact window"]) + of_bases
+    return round(sizes["cells"]) + fixed, fixed
+
+
+def _longest(path: Path, plan: _Plan, params: Any, n_ctx: int, n_bytes: int) -> int:
+    """A context below n_ctx whose cache takes at most n_bytes, 0 if none does. Sliding layers take as much in a shorter
+    context, so a share of the cells is an upper bound, which is tried again.
+    """
+    granule = GRANULE * (1 if params.kv_unified else max(1, params.n_seq_max))
+    with plan.choice.opened() as layout:
+        of_bases = layout.description["bytes_bases"]
+    n, found, fixed = n_ctx, plan.n_bytes, plan.fixed
+    while n > 0 and found > n_bytes:
+        n = max((n_bytes - fixed) * n // (found - fixed) // granule * granule, 0)
+        if n > 0:
+            found, fixed = _sizes(path, plan.choice, params, n, of_bases)
+    return n
 
 
 def fitted(path: Path, choice: CacheChoice, params: Any, n_bytes: int) -> tuple[float, str]:
@@ -78,8 +99,7 @@ def fitted(path: Path, choice: CacheChoice, params: Any, n_bytes: int) -> tuple[
             return plan.choice.budget, _line(plan, n_ctx, n_bytes)
         smallest = plan
     assert smallest is not None
-    granule = GRANULE * (1 if params.kv_unified else max(1, params.n_seq_max))
-    longest = (n_bytes - smallest.fixed) * n_ctx // (smallest.n_bytes - smallest.fixed) // granule * granule
+    longest = _longest(path, smallest, params, n_ctx, n_bytes)
     remedy = f"; -c {longest} would fit" if longest > 0 else "; the exact window and the bases alone take more"
     raise CacheError(
         "kv_memory",

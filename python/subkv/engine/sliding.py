@@ -1,4 +1,4 @@
-"""Which layers of a model have a sliding window, as llama.cpp knows."""
+"""Which layers of a model have a sliding window, as llama.cpp knows; and their type while others are measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from pathlib import Path
 from subkv.native.binding import C, captured_log
 from subkv.native.library import declare
 
-_LLAMA = declare(C._lib, {"llama_subkv_slides": (ctypes.c_bool, [ctypes.c_void_p, ctypes.c_int32])})
+_LLAMA = declare(
+    C._lib,
+    {
+        "llama_subkv_slides": (ctypes.c_bool, [ctypes.c_void_p, ctypes.c_int32]),
+        "llama_subkv_keep_sliding_f16": (None, []),
+    },
+)
+
+
+def keep_f16() -> None:
+    """Sliding layers keep f16 in this thread's next context, whatever its cache type."""
+    _LLAMA.llama_subkv_keep_sliding_f16()
 
 
 def sliding_layers(model: Path) -> frozenset[int]:

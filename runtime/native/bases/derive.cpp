@@ -253,6 +253,14 @@ Estimates estimate(const WeightsFile & weights, bool centre) {
     return out;
 }
 
+float default_budget(const Estimates & all, const std::vector<int32_t> & sliding) {
+    const auto slides = [&](const LayerShape & shape) {
+        return std::find(sliding.begin(), sliding.end(), shape.il) != sliding.end();
+    };
+    const auto n = std::count_if(all.layers.begin(), all.layers.end(), slides);
+    return all.slides && n > 0 && n < (int64_t) all.layers.size() ? DERIVED_BUDGET_BESIDE_SLIDING : DERIVED_BUDGET;
+}
+
 // The estimates without those of layers that need no bases.
 Estimates without(const Estimates & all, const std::vector<int32_t> & sliding) {
     Estimates out{ all.arch, all.n_layer, all.latent, all.slides, {}, {}, {} };
@@ -574,7 +582,7 @@ std::shared_ptr<const Layout> derive_layout(const std::string & model, float bud
     static std::vector<int32_t>             of_sliding;
     static std::shared_ptr<const Layout>    last; // caches share it
     const auto                              estimates = estimates_of(model);
-    const float                             bits      = budget == 0.0f ? DERIVED_BUDGET : budget;
+    const float                             bits      = budget == 0.0f ? default_budget(*estimates, sliding) : budget;
     const std::lock_guard<std::mutex>       lock(mutex);
     if (of != estimates || last->budget != bits || of_sliding != sliding) {
         last       = planned(sliding.empty() ? *estimates : without(*estimates, sliding), bits, N_SINK, N_RECENT);
@@ -586,6 +594,10 @@ std::shared_ptr<const Layout> derive_layout(const std::string & model, float bud
 
 std::shared_ptr<const Layout> derive_layout(const WeightsFile & weights, float budget, int n_sink, int n_recent) {
     return planned(estimate(weights, n_sink > 0), budget == 0.0f ? DERIVED_BUDGET : budget, n_sink, n_recent);
+}
+
+float derived_budget(const std::string & model, const std::vector<int32_t> & sliding) {
+    return default_budget(*estimates_of(model), sliding);
 }
 
 } // namespace subkv

@@ -180,8 +180,7 @@ std::string words_of(const FoundBases & found) {
     }
     const std::string in = " (" + found.path + ")";
     if (found.source == SUBKV_BASES_WEIGHTS) {
-        const char * quality = found.layout->budget == DERIVED_BUDGET ? ", near q8_0's quality" : "";
-        return "from the weights, " + found.size + quality;
+        return "from the weights, " + found.size;
     }
     const uint64_t    n = found.layout->calibration_tokens;
     const std::string origin =
@@ -444,6 +443,9 @@ FoundBases derived_bases(const std::string & model, float budget, const std::vec
     found.source = SUBKV_BASES_WEIGHTS;
     found.size   = size_of(*found.layout);
     found.words  = words_of(found);
+    if (found.layout->budget == derived_budget(model, sliding)) {
+        found.words += ", near q8_0's quality";
+    }
     return found;
 }
 

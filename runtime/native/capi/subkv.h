@@ -81,7 +81,7 @@ SUBKV_API int32_t subkv_layout_present(const char * path);
 SUBKV_API subkv_layout * subkv_layout_load(const char * path);
 // The same for one of the file's budgets in bits per element; 0: that of subkv_layout_load.
 SUBKV_API subkv_layout * subkv_layout_load_budget(const char * path, float budget);
-// The same of bases from the weights of the model at `path`, in memory; 0: 6.5 bits per element. sliding: layers of a
+// The same of bases from the weights of the model at `path`, in memory; 0: derived_budget() bits. sliding: layers of a
 // model with a sliding window, which stay ordinary and get no bases, unless no other ones are left; NULL: none.
 SUBKV_API subkv_layout * subkv_layout_derive(const char * path, float budget, const int32_t * sliding,
                                              int32_t n_sliding);
@@ -164,7 +164,7 @@ typedef struct subkv_bases {
 
 // Finds the bases of a model, from the first place up to `last` that has some: no later place replaces a damaged file or
 // one of another model. named: the user's file, which alone counts; NULL: none. budget: bits per element; 0: those of the
-// variable SUBKV_BITS, or the file's default, or 6.5 for derived bases. sliding: as in subkv_layout_derive. NULL if the model cannot
+// variable SUBKV_BITS, or the file's default, or that of subkv_layout_derive. sliding: as there. NULL if the model cannot
 // be read.
 SUBKV_API const subkv_bases * subkv_find_bases(const char * model, const char * named, int32_t last, float budget,
                                                const int32_t * sliding, int32_t n_sliding);

@@ -59,7 +59,8 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type & type
         type_k = request::rows_coded ? index_type(kv, type_k) : type_k;
         return;
     }
-    if (kv.swa_type != LLAMA_SWA_TYPE_NONE && request::rows_coded) { // llama.cpp creates it after the other half
+    const bool is_half = kv.swa_type != LLAMA_SWA_TYPE_NONE && request::rows_created; // created after the other half
+    if (is_half && (request::rows_coded || request::sliding_f16)) {
         type_k = type_v = sliding_type(kv, type_k, offload, filter);
         return;
     }
@@ -106,8 +107,9 @@ void llama_subkv::init(llama_kv_cache & kv, ggml_type & type_k, ggml_type & type
               (int32_t) hparams.n_embd_head_k(il), (int32_t) d_v, hparams.is_mla(), hparams.indexer_top_k > 0,
               offload ? ggml_backend_dev_buffer_type(kv.model.dev_layer(il)) : ggml_backend_cpu_buffer_type() });
     }
-    kv.subkv_hook       = cache_new(desc);
-    request::rows_coded = coded(kv);
+    kv.subkv_hook         = cache_new(desc);
+    request::rows_coded   = coded(kv);
+    request::rows_created = true;
 }
 
 // Throws if the model uses the cells of another context that are coded.

@@ -86,6 +86,9 @@ LLAMA_API llama_subkv_usage llama_subkv_usage_get(void);
 
 // Whether a layer of a model has a sliding window.
 extern "C" LLAMA_API bool llama_subkv_slides(const llama_model * model, int32_t il);
+// The sliding layers beside others keep f16 in the next context of this thread, whatever its cache types: to measure the
+// error of the others alone.
+extern "C" LLAMA_API void llama_subkv_keep_sliding_f16(void);
 // The same and the counters of the prompt store, in the text format of Prometheus.
 LLAMA_API std::string llama_subkv_usage_metrics(void);
 

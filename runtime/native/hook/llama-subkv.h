@@ -58,8 +58,9 @@ struct llama_subkv {
         static subkv::cache_new_fn cache_new();
         static void                describe(subkv::CacheDesc & desc); // sets the fields of the request
 
-        static thread_local bool
-            rows_coded; // of the context's cache of rows; llama.cpp creates it before its indexer's
+        // Of the context's cache of rows, which llama.cpp creates before its indexer's and before its sliding half
+        static thread_local bool rows_coded, rows_created;
+        static thread_local bool sliding_f16; // llama_subkv_keep_sliding_f16
     };
 
     // Called by the constructor of llama_kv_cache before any allocation. Changes the types of sliding layers beside coded
@@ -264,7 +265,8 @@ struct llama_subkv {
     static ggml_type index_type(const llama_kv_cache & kv, ggml_type type); // from SUBKV_INDEXER, else `type`
     static bool      same_cells(const llama_kv_cache & kv, const llama_kv_cache & index);
     // Of the keys and values of sliding layers beside coded ones (SUBKV_SLIDING): q8_0 where flash attention is not off
-    // and llama.cpp can shift such keys; else `type`. Throws if the variable demands q8_0 elsewhere.
+    // and llama.cpp can shift such keys; else `type`. Throws if the variable demands q8_0 elsewhere. Beside any others:
+    // f16 if the request says so.
     static ggml_type sliding_type(const llama_kv_cache & kv, ggml_type type, bool offload, const layer_filter & filter);
     // With quantized values in sliding layers, "auto" is on, as for a quantized cache of llama.cpp's.
     static void require_flash_attention(llama_context & ctx, const llama_memory_i & memory);

@@ -103,17 +103,24 @@ std::string llama_subkv_type_name(ggml_type type, ggml_type other) {
                                            ggml_type_name(type);
 }
 
-thread_local bool llama_subkv::request::rows_coded = false;
+thread_local bool llama_subkv::request::rows_coded   = false;
+thread_local bool llama_subkv::request::rows_created = false;
+thread_local bool llama_subkv::request::sliding_f16  = false;
+
+void llama_subkv_keep_sliding_f16(void) {
+    llama_subkv::request::sliding_f16 = true;
+}
 
 llama_subkv::request::request(llama_context_params & params) {
     t_types       = { params.type_k, params.type_v, params.ctx_type == LLAMA_CONTEXT_TYPE_MTP };
     params.type_k = stock(params.type_k);
     params.type_v = stock(params.type_v);
-    rows_coded    = false;
+    rows_coded = rows_created = false;
 }
 
 llama_subkv::request::~request() {
-    t_types = {};
+    t_types     = {};
+    sliding_f16 = false;
     std::string why;
     if (const auto * library = llama_subkv_library(false, why)) { // requests of its C interface are of one call
         library->created();

@@ -68,6 +68,9 @@ std::string reason_for_f16(const llama_model & model, bool offload, const llama_
 
 ggml_type llama_subkv::sliding_type(const llama_kv_cache & kv, ggml_type type, bool offload,
                                     const layer_filter & filter) {
+    if (request::sliding_f16) {
+        return GGML_TYPE_F16;
+    }
     const char *      value = std::getenv("SUBKV_SLIDING");
     const std::string name  = value ? value : "";
     if (!name.empty() && name != "f16" && name != "q8_0") {
