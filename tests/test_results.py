@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import derived_numpy
 import pytest
 from each import each
 
@@ -18,7 +19,6 @@ from subkv.engine import memory
 from subkv.engine.cache import CacheOptions, choose_cache
 from subkv.engine.model import Model
 from subkv.native.binding import C
-from subkv.plan import datafree
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "docs" / "results"))
@@ -315,5 +315,7 @@ def test_computed_sizes_are_those_of_a_context(tiny_model: Callable[..., Path], 
             found[name] = 8 * stats.bytes_all
     computed = shape.of_caches(n_ctx, n_seq)
     assert (found["f16"], found["q8_0"]) == (computed["f16"], computed["q8_0"])
-    ours = shape.bits(n_ctx, datafree.KV_BITS_BESIDE_SLIDING, n_seq) + size_tables.Q8_0 * shape.sliding(n_ctx, n_seq)
+    ours = shape.bits(n_ctx, derived_numpy.KV_BITS_BESIDE_SLIDING, n_seq) + size_tables.Q8_0 * shape.sliding(
+        n_ctx, n_seq
+    )
     assert found["subkv"] == pytest.approx(ours, rel=0.02)

@@ -77,11 +77,15 @@ def test_default_budget(tiny_model: Models, tmp_path: Path, arch: str, sliding: 
     model = tiny_model(arch, n_layer=4)
     beside = arch == "gemma2" and len(sliding) in (2, 3)
     with Layout(model, 0.0, derived=True, sliding=sliding) as layout:
-        assert layout.description["budget"] == (datafree.KV_BITS_BESIDE_SLIDING if beside else datafree.KV_BITS)
+        assert layout.description["budget"] == (
+            derived_numpy.KV_BITS_BESIDE_SLIDING if beside else derived_numpy.KV_BITS
+        )
     if arch == "gemma2":
         with Gguf(model) as base:
-            plans = datafree.plan(base, Options(plans=None), sliding).plans
-        assert plans is not None and plans.budget == (datafree.KV_BITS_BESIDE_SLIDING if beside else datafree.KV_BITS)
+            plans = derived_numpy.plan(base, Options(plans=None), sliding).plans
+        assert plans is not None and plans.budget == (
+            derived_numpy.KV_BITS_BESIDE_SLIDING if beside else derived_numpy.KV_BITS
+        )
 
 
 @each("head_size", [64, 128, 256])
@@ -89,10 +93,10 @@ def test_default_budget(tiny_model: Models, tmp_path: Path, arch: str, sliding: 
 def test_default_beside_sliding_layers_is_smaller_than_q8_0(tiny_model: Models, arch: str, head_size: int) -> None:
     """At 8192 tokens of four sequences, each with an exact window; sliding layers are q8_0 in both caches."""
     with Gguf(tiny_model(arch, n_layer=4, head_size=head_size)) as base:
-        result = datafree.plan(base, Options(), [0, 2])
+        result = derived_numpy.plan(base, Options(), [0, 2])
     counted = result.counted
     assert counted.context == CONTEXT and counted.total + 3 * counted.window < stock.BITS["q8_0"]
-    assert counted.total > datafree.KV_BITS
+    assert counted.total > derived_numpy.KV_BITS
 
 
 def test_a_model_without_a_window_has_bases_in_all_layers(tiny_model: Models) -> None:
