@@ -14,10 +14,10 @@ REPO = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 
-# Histories and records of measurements: their commands ran once. make.py writes docs/results/.
+# Histories, records of measurements, a prototype: their commands ran once. make.py writes docs/results/.
 RECORDS = (
     *("CHANGELOG.md", "converter/NOTES.md", "kernels/NOTES.md"),
-    *("docs/results/", "research/results/", "research/notes/"),
+    *("docs/results/", "research/results/", "research/notes/", "research/gpu/plugin/"),
 )
 
 # In a folder with the files that they name, exactly as the page has them. A server has to answer, and to end with 0.
