@@ -75,9 +75,16 @@ def uncoded(model: engine.Model, tokens: list[int], make_layout: Callable[..., A
 def check_runs(
     model: engine.Model, tokens: list[int], layout: Any, window: tuple[int, int, int], runs: Runs, uncoded: Decode
 ) -> None:
-    """Every run gives the logits of the whole prompt at once; on a GPU as nearly as without codes."""
-    with session(model, layout, window=window, n_ubatch=256) as s:
-        expected = s.decode(tokens)
+    """Every run gives the logits of the whole prompt at once; on a GPU as nearly as without codes.
+
+    A GPU has another kernel for up to 8 tokens than for a prompt: then those of one token at a time.
+    """
+
+    def whole(n_ubatch: int) -> engine.Logits:
+        with session(model, layout, window=window, n_ubatch=n_ubatch) as s:
+            return s.decode(tokens)
+
+    expected = whole(256)
     for n_ubatch, pieces, threads in runs:
         with session(model, layout, window=window, n_ubatch=n_ubatch, threads=threads) as s:
             found = s.decode(tokens, pieces=pieces)
@@ -88,7 +95,11 @@ def check_runs(
             several = tuple(pieces) if pieces else None
             moved = [differences(uncoded(e, 256, None), uncoded(e, n_ubatch, several)) for e in (False, True)]
             flips = engine.flips(np.maximum(*moved), differences(uncoded(False, 256, None), expected))
-        assert agree(expected, found, flips), (n_ubatch, pieces, threads, flips, distance(expected, found))
+        few = flips is not None and n_ubatch <= 8
+        assert agree(expected, found, flips) or (few and agree(whole(1), found, flips)), (
+            *(n_ubatch, pieces, threads, flips),
+            distance(expected, found),
+        )
 
 
 @pytest.mark.parametrize("bands", [[(32, 16)], [(32, 8)], [(8, 8), (8, 6), (16, 4)], [(8, 5), (8, 3), (8, 2)]])
