@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reaso
 
 
 @pytest.fixture(scope="module")
-def decide() -> Any:
-    spec = importlib.util.spec_from_file_location("decide", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def decide(loaded: Callable[[str], Any]) -> Any:
+    return loaded("decide")
 
 
 @pytest.fixture(scope="module")

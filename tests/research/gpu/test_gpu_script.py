@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +16,8 @@ SCRIPT = Path(__file__).resolve().parents[3] / "research" / "gpu" / "gpu.py"
 
 
 @pytest.fixture(scope="module")
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("gpu_script", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(loaded: Callable[[str], Any]) -> Any:
+    return loaded("gpu")
 
 
 def test_results_are_kept_when_a_step_fails(script: Any, tmp_path: Path) -> None:
