@@ -11,8 +11,8 @@ of 64 MiB between them, minus a graph of the reads alone. With a model, llama-be
 and the cache in RAM (-nkvo), f16 beside coded cells.
 
 A step that fails, or does not answer in time, is recorded, and the others go on. Results are written after every step,
-and the table of medians is printed last, also when the program is told to end. `build --arch emulated` and `run --dry`
-try all of this without a GPU, on small shapes, whose times say nothing.
+and the table of medians is printed last, also after SIGTERM and SIGINT. `build --arch emulated` and `run --dry` try all
+of this without a GPU, on small shapes, whose times say nothing.
 
 A step is kept if it saves 8 µs a layer at 2,048 cells (a shorter chain before the first product), or 3 (fewer waits in
 short contexts), or if one token at 131,072 cells takes at most 110 µs a layer (H100).
@@ -318,7 +318,7 @@ class Process:
 
 
 class Ended(Exception):
-    """The program was told to end."""
+    """A signal ends the program."""
 
 
 class Run:

@@ -26,7 +26,7 @@ namespace {
 COUNTED(X)
 #undef X
 
-// The order in which the host starts work, and what it has waited for.
+// Numbers of works, in the order in which the host starts them: of the last one, and of the last one that it waited for.
 uint64_t   last = 0, host = 0;
 std::mutex mutex;
 

@@ -11,8 +11,8 @@
 
 namespace subkv {
 
-// Bits per element of derived bases unless the user names others: the divergence equals q8_0's there (datafree.py has the
-// same numbers, and the models that were measured). BESIDE_SLIDING: without bases of sliding layers, whose few other
+// Bits per element of derived bases unless the user names others: the divergence equals q8_0's there (derived_numpy.py has
+// the same numbers, and the models that were measured). BESIDE_SLIDING: without bases of sliding layers, whose few other
 // layers need more bits and take less of the whole cache.
 constexpr float DERIVED_BUDGET                = 6.5f;
 constexpr float DERIVED_BUDGET_BESIDE_SLIDING = 7.25f;

@@ -8,7 +8,6 @@
 #include "server-common.h"
 
 #include <algorithm>
-#include <memory>
 #include <stdexcept>
 #include <utility>
 
