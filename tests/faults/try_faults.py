@@ -19,9 +19,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from seeded import FAULTS, Fault
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from seeded import FAULTS, REPO, Fault
 
-REPO = Path(__file__).resolve().parents[2]
 LIMIT = 900  # seconds of one fault's tests; a hang counts as caught
 
 
@@ -70,22 +70,22 @@ def first_failure(copy: Path, tests: str) -> str:
 
 def tried(copy: Path, fault: Fault, log: Path) -> tuple[bool, str]:
     """Whether a test failed, and which."""
-    path = copy / fault.file
-    text = path.read_text("utf-8")
-    path.write_text(text.replace(fault.before, fault.after), "utf-8")
+    path, changed = fault.changed(copy)
+    text = path.read_bytes()
+    path.write_bytes(changed)
     try:
-        if fault.native and not build(copy, log):
+        if path.suffix != ".py" and not build(copy, log):
             return False, "it does not compile"
         failure = first_failure(copy, fault.tests)
         return bool(failure), failure
     finally:
-        path.write_text(text, "utf-8")
+        path.write_bytes(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="whether tests notice seeded faults")
     parser.add_argument("folder", nargs="?", type=Path, help="where the copy goes (default: a temporary folder)")
-    parser.add_argument("--only", default="", help="faults with this text in their name or file")
+    parser.add_argument("--only", default="", help="faults with this text in their name or room")
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="subkv-faults-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def main() -> None:
         raise SystemExit(f"faults: expected a checkout that compiles, found errors: {log}")
     missed = []
     for fault in FAULTS:
-        if arguments.only not in fault.name and arguments.only not in fault.file:
+        if arguments.only not in fault.name and arguments.only not in fault.room:
             continue
         start = time.monotonic()
         caught, by = tried(copy, fault, log)
