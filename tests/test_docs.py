@@ -1,4 +1,4 @@
-"""Documents as tests: links resolve, commands and flags exist, README stays short."""
+"""The commands, flags and addresses of the pages exist. The lint checks links and form (tests/lint/prose.py)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,13 @@ from pathlib import Path
 import click
 import pytest
 from each import each
+from lint.files import REPO
+from lint.prose import CODE, FENCE, GUIDES, PAGES
 
 from runtime.cli import COMMANDS, LAB
 from runtime.cli import main as subkv
 from subkv.native.library import lib_dir
 
-REPO = Path(__file__).resolve().parent.parent
-SKIPPED = {"build", "dist", "wheels", "node_modules"}
-ALL = sorted(
-    path
-    for path in REPO.rglob("*.md")
-    if not any(part in SKIPPED or part.startswith(".") for part in path.relative_to(REPO).parts)
-)
-GUIDES = [path for path in ALL if path.parent in (REPO, REPO / "docs")]
-PAGES = [*GUIDES, REPO / "models" / "README.md"]
 PACKAGES = ("runtime", "research", "converter", "subkv")
 RESEARCH = (
     "research.evaluate",
@@ -41,49 +34,6 @@ RESEARCH = (
     "research.warmstart.chat",
 )
 HELP = {"-h", "--help", "--version"}
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
-LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-MARK = re.compile(r"^<!-- (results: \w+|/results) -->$")
-
-
-def name(path: Path) -> str:
-    return str(path.relative_to(REPO))
-
-
-#
-# links
-#
-
-
-@functools.cache
-def anchors(path: Path) -> set[str]:
-    """GitHub's anchors of a page's headings."""
-    found: dict[str, int] = {}
-    for heading in re.findall(r"^#{1,6} (.+)$", FENCE.sub("", path.read_text("utf-8")), re.M):
-        text = LINK.sub(lambda link: re.sub(r"!?\[(.*)\]\(.*", r"\1", link[0]), heading)
-        slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
-        found[slug] = found.get(slug, -1) + 1
-    return {f"{slug}-{i}" if i else slug for slug, last in found.items() for i in range(last + 1)}
-
-
-@each("page", ALL)
-def test_links_resolve(page: Path) -> None:
-    text = CODE.sub("", FENCE.sub("", page.read_text("utf-8")))
-    broken = []
-    for target in LINK.findall(text):
-        if re.match(r"[a-z]+:", target):
-            continue
-        file, _, anchor = target.partition("#")
-        path = (page.parent / file).resolve() if file else page
-        if not path.exists() or not path.is_relative_to(REPO) or (anchor and anchor not in anchors(path)):
-            broken.append(target)
-    assert broken == []
-
-
-#
-# commands
-#
 
 
 def commands(text: str) -> Iterator[list[str]]:
@@ -236,40 +186,3 @@ def flags_of(module: str) -> set[str]:
 def test_every_command_is_documented(command: str) -> None:
     text = "".join(page.read_text("utf-8") for page in GUIDES)
     assert re.search(rf"(subkv|python -m runtime\.) ?{command}\b", text)
-
-
-@each("page", GUIDES)
-def test_paths_exist(page: Path) -> None:
-    """A path in backticks that begins with a folder of the repository."""
-    folders = "|".join(sorted(path.name for path in REPO.iterdir() if path.is_dir() and path.name != "build"))
-    paths = re.findall(rf"`((?:{folders})/[\w./-]*)`", FENCE.sub("", page.read_text("utf-8")))
-    assert [path for path in paths if "NAME" not in path and not (REPO / path).exists()] == []
-
-
-#
-# shape
-#
-
-
-def one_line(line: str) -> bool:
-    """Lines that cannot be wrapped: rows of tables, lone images or links, README's two commands."""
-    return line.startswith(("|", "  |")) or " " not in line.strip() or "CMAKE_ARGS=" in line
-
-
-@each("page", PAGES)
-def test_width(page: Path) -> None:
-    lines = page.read_text("utf-8").splitlines()
-    assert {i: line for i, line in enumerate(lines, 1) if len(line) > 100 and not one_line(line)} == {}
-
-
-def test_readme_is_short() -> None:
-    assert len((REPO / "README.md").read_text("utf-8").splitlines()) <= 150
-
-
-@each("page", GUIDES)
-def test_marks(page: Path) -> None:
-    """Marks of generated numbers: blocks open and close alternately; no other comment begins a line of a paragraph."""
-    lines = page.read_text("utf-8").splitlines()
-    marks = [match[1] for line in lines if (match := MARK.match(line))]
-    assert all(mark.startswith("results: ") == (i % 2 == 0) for i, mark in enumerate(marks)) and len(marks) % 2 == 0
-    assert [line for line in lines if line.startswith("<!-- ") and not MARK.match(line)] == []

@@ -1,6 +1,6 @@
 // numbers.h: numbers as text in the C locale, whatever locale the program has set: a decimal point and no grouping.
 // printf, strtof and std::to_string obey the program's locale, so no other native code writes or reads a fraction with
-// them (tests/test_style.py). Streams, because std::to_chars and std::from_chars for fractions are missing in libc++ of
+// them (tests/lint/cpp.py). Streams, because std::to_chars and std::from_chars for fractions are missing in libc++ of
 // older systems.
 #pragma once
 
