@@ -209,9 +209,9 @@ struct Cache {
     }
 };
 
-// One token over N_CHOSEN cells of all layers, adjacent ones or every n-th. The latter are gathered first, from tiles or
-// from rows (runtime/native/engine/cells.h; arbitrary bytes serve as rows). In latent attention values are copied out of keys,
-// as in node_attend.cpp. The next call uses other cells.
+// One token over N_CHOSEN cells of all layers, adjacent ones or every n-th. The latter are gathered first, from tiles
+// or from rows (runtime/native/engine/cells.h; arbitrary bytes serve as rows). In latent attention values are copied
+// out of keys, as in node_attend.cpp. The next call uses other cells.
 constexpr int64_t N_CHOSEN = 2048;
 
 enum class Cells { IN_A_ROW, OF_TILES, OF_ROWS };
@@ -296,8 +296,8 @@ double read_bandwidth() { // GB/s, from summing 256 MiB
     return LINE * (double) data.size() / median(t) / 1e9;
 }
 
-// Median ns per unit for each column; runs return their number of units and are interleaved. 0: no run. A run that takes
-// longer than the budget, as of the scalar reference, is not repeated.
+// Median ns per unit for each column; runs return their number of units and are interleaved. 0: no run. A run that
+// takes longer than the budget, as of the scalar reference, is not repeated.
 std::vector<double> measure(const std::vector<std::function<double()>> & columns, double budget) {
     std::vector<std::vector<double>> ns(columns.size());
     std::vector<int>                 repeats(columns.size());

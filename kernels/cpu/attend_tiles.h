@@ -1,11 +1,11 @@
-// attend_tiles.h: attention over tiles in integers, for any number of query rows; the part common to all instruction
-// sets. Definition: ref/attend.cpp. Layout: subkv/tiles.h.
+// attend_tiles.h: attention over tiles in integers, for any number of query rows, as far as it is common to all
+// instruction sets. ref/attend.cpp defines the result, subkv/tiles.h the layout.
 //
-// For steps of STEP cells and blocks of BLOCK query rows: products of all keys, one softmax over the step, products of
-// all values. Codes become bytes (tile_codes.h) once for all query rows and are multiplied by queries and weights,
-// 16-bit integers. Sums are exact. Only queries and weights are rounded: a query to 1/65278 of its largest coefficient
-// times band ratio, a weight times scale to 1/65278 of the step's largest weight times its largest scale. Coefficients
-// of 16-bit bands, few if any, are multiplied in float (halves.h).
+// For every step of STEP cells and block of BLOCK query rows it computes the products of all keys, one softmax over the
+// step, and the products of all values. Codes become bytes (tile_codes.h) once for all query rows and are multiplied by
+// queries and weights, 16-bit integers. Sums are exact; only queries and weights are rounded. The unit of a query is
+// 1/65278 of its largest coefficient times band ratio, and that of a weight times scale 1/65278 of the step's largest
+// weight times its largest scale. Coefficients of 16-bit bands, few if any, are multiplied in float (halves.h).
 //
 // Isa, a type local to the including file (the compiler compiles its functions for the file's instructions), has
 //   W                     floats per register, and dwords of four codes
@@ -44,8 +44,8 @@ static inline void mark_lost(Step & step, int i, Row & row) {
     memset(step.second[i], 0, STEP);
 }
 
-// Converts products to logits and returns the largest, or any number if one is NaN. common: addend per cell; nullptr:
-// the row's shift
+// Converts products to logits and returns the largest, or any number if one is NaN. `common` is added to each cell's
+// logit; without it the row's shift is.
 template <typename Isa, bool CAP>
 static float finish_logits(const Step & step, const Row & row, const float * bias, const float * common, float softcap,
                            float * x) {
@@ -67,8 +67,8 @@ static float finish_logits(const Step & step, const Row & row, const float * bia
 }
 
 // Converts logits to integer weights relative to the step's largest logit, and updates m, z, shrink, weight_scale,
-// weight_step and weights of the row. Earlier steps do not affect the weights. A NaN among the logits makes z NaN. KEEP:
-// also keep the weights as floats.
+// weight_step and weights of the row. Earlier steps do not affect the weights. A NaN among the logits makes z NaN. KEEP
+// also keeps the weights as floats.
 template <typename Isa, bool KEEP> static void quantize_weights(Step & step, int i, float top, Row & row) {
     const auto base    = Isa::set(top);
     const auto inverse = Isa::set(step.largest_v > 0.0f ? LARGEST / step.largest_v : 0.0f);
@@ -104,7 +104,7 @@ template <typename Isa> static float largest_visible_scale(const Step & step, co
     return Isa::largest(top);
 }
 
-// Does the row give weight to a value that is not finite? weight: floats of the step.
+// Does the row give weight to a value that is not finite? `weight` has the step's weights as floats.
 static inline bool has_bad_weight(const Step & step, const float * weight) {
     for (int32_t c = 0; c < step.n_pad; ++c) {
         if ((step.bad_v[c / TILE] >> c % TILE & 1) != 0 && weight[c] > 0.0f) {
@@ -114,7 +114,7 @@ static inline bool has_bad_weight(const Step & step, const float * weight) {
     return false;
 }
 
-// The row sees a cell of the step.
+// Does the row see a cell of the step?
 template <typename Isa> static void softmax_step(const Call & call, Step & step, int64_t cell, int64_t index, int i) {
     Row &         row  = call.row[index];
     const float * bias = call.a.bias + index / call.a.n_group * call.a.bias_stride + cell;
@@ -153,8 +153,8 @@ template <typename Isa> static void softmax_step(const Call & call, Step & step,
 // steps
 //
 
-// Scales of a side's cells in a step's tiles; 0 for masked cells, which may have any content, and for visible ones that
-// could not be coded: these become `bad`.
+// The scales of a side's cells in a step's tiles. Masked cells, which may have any content, get 0, and so do visible
+// ones that could not be coded, which become `bad`.
 template <typename Isa>
 static float read_scales(const uint8_t * tile, int64_t stride, const uint64_t * visible_cells, int32_t n_tiles,
                          float * scale, uint64_t * bad) {
@@ -202,7 +202,8 @@ template <typename Isa> static void open_step(const Call & call, int64_t cell, u
     }
 }
 
-// Query rows [index, index + n), n <= BLOCK, against the step at `cell`. visible_tiles: bits of tiles that they see
+// Query rows [index, index + n), n <= BLOCK, against the step at `cell`. visible_tiles has a bit for each tile they
+// see.
 template <typename Isa>
 static void attend_block(const Call & call, const Opened<Isa> & opened, Step & step, int64_t cell,
                          uint32_t visible_tiles, int64_t index, int64_t n) {
@@ -246,8 +247,8 @@ static void attend_block(const Call & call, const Opened<Isa> & opened, Step & s
     }
 }
 
-// visible_tiles[t]: bits of the step's tiles with visible cells of token t; visible_cells: of each tile, by any token.
-// Returns the union of visible_tiles.
+// visible_tiles[t] gets a bit for each tile of the step with cells that token t sees, visible_cells those of each tile
+// that any token sees. Returns the union of visible_tiles.
 template <typename Isa>
 static uint32_t find_visible(const AttendArgs & a, int64_t cell, int32_t n, uint8_t * visible_tiles,
                              uint64_t * visible_cells) {
@@ -297,7 +298,7 @@ template <typename Isa> static void attend_step(const Call & call, Step & step, 
     }
     Opened<Isa> opened;
     open_step(call, cell, all, opened);
-    // tokens of different sequences see different tiles; all rows of a block see the same tiles
+    // Tokens of different sequences see different tiles. All rows of a block see the same ones.
     const int64_t n_rows = n_rows_of(a);
     for (int64_t index = 0, end = 0; index < n_rows; index = end) {
         const uint32_t of_block = visible_tiles[index / a.n_group];
@@ -310,7 +311,7 @@ template <typename Isa> static void attend_step(const Call & call, Step & step, 
     }
 }
 
-// of_halves: the ratio of 16-bit bands
+// `of_halves` stands for the ratio of 16-bit bands.
 static inline void spread_ratios(const HeadCodec & codec, float of_halves, float * ratio) {
     for (int32_t i = 0; i < codec.n_bands; ++i) {
         for (int32_t j = 0; j < codec.bands[i].n; ++j) {
@@ -347,7 +348,7 @@ static void quantize_query(const HeadCodec & codec, const float * q, const float
     }
     memcpy(first, parts[0], (size_t) codec.rank);
     memcpy(second, parts[1], (size_t) codec.rank);
-    uint32_t sum = 0;                          // wraps if a query is not finite; then delta is NaN
+    uint32_t sum = 0;                          // It wraps if a query is not finite, but then delta is NaN.
     for (int32_t j = 0; j < codec.rank; ++j) { // 0 in 16-bit bands
         sum += (uint32_t) u[j];
     }

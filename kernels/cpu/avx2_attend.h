@@ -50,7 +50,7 @@ struct Registers : Lanes {
 
     static void put_bytes(uint8_t * at, I x) { _mm256_storeu_si256((__m256i *) at, x); }
 
-    template <int RIGHT> static I shift(I x) { // across bytes: the mask clears bits of the next one
+    template <int RIGHT> static I shift(I x) { // It shifts across bytes; the mask clears the bits of the next one.
         if constexpr (RIGHT > 0) {
             return _mm256_srli_epi16(x, RIGHT);
         } else if constexpr (RIGHT < 0) {
@@ -115,7 +115,7 @@ struct Registers : Lanes {
         return _mm256_set1_epi64x(x);
     }
 
-    // SCALES of 8 scale codes, exactly: an eighth root of two from a table, an exponent by bits.
+    // The exact SCALES of 8 scale codes, from a table of eighth roots of two and the bits of the exponent.
     static F scales_of(const uint8_t * codes) {
         const I u    = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) codes));
         const F root = _mm256_permutevar8x32_ps(_mm256_loadu_ps(SCALES + SCALE_ONE), u);

@@ -1,5 +1,5 @@
-// avx2_recent.cpp: rows of the exact window in integers. Definition: ref/recent.cpp. For heads of 32, 64, 96, …
-// elements; other heads use the loops of recent_rows.h.
+// avx2_recent.cpp: rows of the exact window in integers, as ref/recent.cpp defines them, for heads of 32, 64, 96, …
+// elements. Other heads use the loops of recent_rows.h.
 #include "versions.h"
 
 #if defined(SUBKV_X86)
@@ -14,7 +14,7 @@ __m256 clamped(__m256 x, __m256 most) {
     return _mm256_max_ps(_mm256_min_ps(x, most), _mm256_sub_ps(_mm256_setzero_ps(), most));
 }
 
-__m256i size_of(__m256 x) { // bits of |x|; they have the order of |x|
+__m256i size_of(__m256 x) { // the bits of |x|, which have the order of |x|
     return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff));
 }
 

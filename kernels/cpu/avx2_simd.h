@@ -1,5 +1,6 @@
-// avx2_simd.h: registers of eight floats, and helpers shared by the AVX2 files. Everything is static, and these files use
-// no standard library templates: the linker must never use code compiled with AVX2 flags in other files.
+// avx2_simd.h: registers of eight floats, and helpers shared by the AVX2 files. Everything is static, and these files
+// use no templates of the standard library, because the linker must never use code compiled with AVX2 flags in other
+// files.
 #pragma once
 
 #include "../ref/rows.h"
@@ -35,7 +36,7 @@ static inline __m256 pin(__m256 x) {
     return _mm256_castsi256_ps(pin(_mm256_castps_si256(x)));
 }
 
-// at[j] = shrink * at[j] + weight_step * (2 * sum[j] - middle); wraps, but the centred sum fits
+// at[j] = shrink * at[j] + weight_step * (2 * sum[j] - middle). The product may wrap, but the centred sum fits.
 static inline void add_eight(__m256i sum, int32_t middle, float shrink, float weight_step, float * at) {
     const __m256i centred = _mm256_sub_epi32(_mm256_slli_epi32(sum, 1), _mm256_set1_epi32(middle));
     const __m256  add     = _mm256_mul_ps(_mm256_cvtepi32_ps(centred), _mm256_set1_ps(weight_step));
@@ -82,7 +83,7 @@ struct Lanes {
 
     static F power(F t) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t), 23)); }
 
-    static F mul_from(float least, F x, F a, F b) { // NaN is not less: it shall stay visible
+    static F mul_from(float least, F x, F a, F b) { // NaN is not less, so it stays visible.
         return _mm256_and_ps(mul(a, b), _mm256_cmp_ps(x, set(least), _CMP_NLT_UQ));
     }
 
@@ -92,12 +93,12 @@ struct Lanes {
 
     static float sum(F x) { return horizontal_sum(x); }
 
-    static F hide(F x, F bias) { // -inf where the bias is
+    static F hide(F x, F bias) { // sets x to -infinity where the bias is
         const F minus_inf = set(-__builtin_inff());
         return _mm256_blendv_ps(x, minus_inf, _mm256_cmp_ps(bias, minus_inf, _CMP_EQ_OQ));
     }
 
-    // The conversion costs an instruction, but keeps the value in a register: a compiler would fold a load of floats
+    // The conversion costs an instruction, but keeps the value in a register. A compiler would fold a load of floats
     // into every product that uses it, and loads are the bottleneck of products with matrices.
     static F widen(const uint16_t * h) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) h)); }
 

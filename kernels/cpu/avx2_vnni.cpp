@@ -1,5 +1,5 @@
-// avx2_vnni.cpp: the table of AVX2 with AVX-VNNI (Alder Lake and later without AVX-512). Products are VPDPBUSD's: codes times
-// high bytes, codes times low bytes.
+// avx2_vnni.cpp: the table of AVX2 with AVX-VNNI (Alder Lake and later without AVX-512). Products are VPDPBUSD's: codes
+// times high bytes, codes times low bytes.
 #include "versions.h"
 
 #if defined(SUBKV_X86)

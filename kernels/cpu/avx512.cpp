@@ -1,5 +1,5 @@
 // avx512.cpp: the table of AVX-512 with VNNI and VBMI. Products are VPDPBUSD's: codes times high bytes, codes times low
-// bytes. Levels are looked up by VPERMB: by a window of a code and the low bits of the two before.
+// bytes. VPERMB looks levels up by a window of a code and the low bits of the two before it.
 #include "versions.h"
 
 #if defined(SUBKV_X86)

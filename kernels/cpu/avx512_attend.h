@@ -87,7 +87,7 @@ struct Registers {
 
     static void put_bytes(uint8_t * at, I x) { _mm512_storeu_si512(at, x); }
 
-    template <int RIGHT> static I shift(I x) { // across bytes: the mask clears bits of the next one
+    template <int RIGHT> static I shift(I x) { // It shifts across bytes; the mask clears the bits of the next one.
         if constexpr (RIGHT > 0) {
             return _mm512_srli_epi16(x, RIGHT);
         } else if constexpr (RIGHT < 0) {
@@ -99,7 +99,7 @@ struct Registers {
 
     static I mask(I x, int byte) { return _mm512_and_si512(x, _mm512_set1_epi8((char) byte)); }
 
-    // Bits `byte` of every byte from y, the others from x; OTHER_BITS_ZERO: x has zeros there.
+    // Takes the bits `byte` of every byte from y and the others from x, which has zeros there with OTHER_BITS_ZERO.
     template <bool OTHER_BITS_ZERO> static I join(I x, I y, int byte) {
         return _mm512_ternarylogic_epi32(x, y, _mm512_set1_epi8((char) byte), OTHER_BITS_ZERO ? 0xf8 : 0xd8);
     }
@@ -122,7 +122,7 @@ struct Registers {
         return _mm512_set1_epi64(x);
     }
 
-    // SCALES of 16 scale codes, exactly: an eighth root of two from a table, an exponent by bits.
+    // The exact SCALES of 16 scale codes, from a table of eighth roots of two and the bits of the exponent.
     static F scales_of(const uint8_t * codes) {
         const I u     = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) codes));
         const F roots = _mm512_castps256_ps512(_mm256_loadu_ps(SCALES + SCALE_ONE));
@@ -167,7 +167,8 @@ template <typename Products> static void attend(const AttendArgs & a) {
     cpu::attend<Isa<Products>>(a);
 }
 
-// Not ops_avx2's pointer in the table: copying it would run code at library load, on every processor.
+// The table does not copy ops_avx2's pointer, because that would run code on every processor when the library is
+// loaded.
 static void attend_exact(const ExactArgs & a) {
     ops_avx2.attend_exact(a);
 }

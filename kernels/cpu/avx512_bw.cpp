@@ -1,5 +1,5 @@
-// avx512_bw.cpp: the table of AVX-512 without VNNI or VBMI. Products are VPMADDWD's: the codes of even and of odd places as words,
-// times words of the integers.
+// avx512_bw.cpp: the table of AVX-512 without VNNI or VBMI. Products are VPMADDWD's: the codes of even and of odd
+// places as words, times words of the integers.
 #include "versions.h"
 
 #if defined(SUBKV_X86)

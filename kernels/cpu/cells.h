@@ -1,4 +1,4 @@
-// cells.h: reads and writes a cell of a tile. Definition: subkv/tiles.h. Static, like everything that ISA files include.
+// cells.h: reads and writes a cell of a tile (subkv/tiles.h). All is static, like everything that ISA files include.
 #pragma once
 
 #include "../ref/rows.h"
@@ -8,21 +8,21 @@
 
 namespace subkv::cpu {
 
-// The content of a head's cell: codes [rank], or halves in 16-bit bands.
+// The content of a head's cell: its codes [rank], or halves in 16-bit bands.
 struct Cell {
     uint8_t  scale;
     uint8_t  code[MAX_HEAD_SIZE];
     uint16_t half[MAX_HEAD_SIZE];
 };
 
-// Prefetches the lines that a write of a cell reads: all lines of its tile.
+// Prefetches all lines of a cell's tile, because a write of the cell reads them.
 static inline void prefetch_tile(const HeadCodec & codec, const uint8_t * tile) {
     for (int32_t line = 0; line < codec.row_bytes; ++line) {
         __builtin_prefetch(tile + LINE * line, 1);
     }
 }
 
-// Bits of four codes in a dword: `mask` of a code, from bit `from` on, to bit `to`. Fields do not cross codes.
+// Moves the bits `mask` of each of the four codes in a dword from bit `from` to bit `to`. Fields do not cross codes.
 static inline uint32_t move_field(uint32_t codes, int32_t from, uint32_t mask, int32_t to) {
     return (codes >> from & 0x01010101u * mask) << to;
 }
@@ -37,7 +37,7 @@ static inline void store32(uint8_t * at, uint32_t x) {
     memcpy(at, &x, sizeof(x));
 }
 
-// Eight codes as cell c of an octet of keys (tiles.h): a dword of two registers.
+// Stores eight codes as cell c of an octet of keys (tiles.h), a dword in each of two registers.
 template <int BITS> static inline void put_keys(const uint8_t * code, uint8_t * octet, int32_t c) {
     for (int32_t j = 0; j < 8; j += 4) {
         const TileFields fields = tile_fields(BITS, j + c / 16);
@@ -63,7 +63,7 @@ template <int BITS> static inline void get_keys(const uint8_t * octet, int32_t c
     }
 }
 
-// The same for values: a byte in each qword of one register.
+// Does the same for values, a byte in each qword of one register.
 template <int BITS> static inline void put_values(const uint8_t * code, uint8_t * octet, int32_t c) {
     const TileFields fields = tile_fields(BITS, c / 8);
     for (int32_t i = 0; i < fields.n; ++i) {
@@ -89,7 +89,7 @@ template <int BITS> static inline void get_values(const uint8_t * octet, int32_t
     }
 }
 
-// Runs CALL with a band's width as a constant; unknown widths do nothing.
+// Runs CALL with a band's width as a constant. An unknown width does nothing.
 #define SUBKV_CALL_PATH(bits, low, twice, thrice, share, CALL)                                                         \
     case bits: CALL(bits); break;
 #define SUBKV_CALL_PLAIN(bits, low, CALL)                                                                              \

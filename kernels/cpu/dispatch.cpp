@@ -19,7 +19,7 @@ namespace subkv {
 namespace {
 
 #if defined(SUBKV_X86)
-// Without __builtin_cpu_supports: Clang 14 lacks f16c, and zig's library reports no features.
+// This does without __builtin_cpu_supports, because Clang 14 lacks f16c and zig's library reports no features.
 struct Processor {
     bool avx2 = false, avx2_vnni = false, avx512_bw = false, avx512_bytes = false;
 

@@ -1,4 +1,5 @@
-// encode.h: encode, dequantize and to_half of all versions. Definitions: ref/encode.cpp, ref/rows.cpp. Isa: lanes.h
+// encode.h: encode, dequantize and to_half of all versions, as ref/encode.cpp and ref/rows.cpp define them. lanes.h
+// documents Isa.
 #pragma once
 
 #include "cells.h"
@@ -9,7 +10,7 @@
 
 namespace subkv::cpu {
 
-// The codes of a cell that are not on a path, for its scale code; 16-bit bands have halves instead.
+// Writes the codes of a cell that are not on a path, for its scale code. 16-bit bands get halves instead.
 template <typename Isa> static void quantize_bands(const HeadCodec & codec, const float * c, Cell & cell) {
     const float s = SCALES[cell.scale];
     for (int32_t i = 0; i < codec.n_bands; ++i) {
@@ -63,7 +64,7 @@ static void compute_coefficients(const HeadCodec & codec, const float * x, int64
     }
 }
 
-enum class Coefficients { ZERO, FINITE, BAD }; // all zero; some not finite
+enum class Coefficients { ZERO, FINITE, BAD }; // BAD means that some are not finite.
 
 // Subtracts the offset from coefficients c [rank], and classifies the result.
 template <typename Isa> static Coefficients subtract_offset(const HeadCodec & codec, float * c) {
@@ -75,7 +76,7 @@ template <typename Isa> static Coefficients subtract_offset(const HeadCodec & co
             Isa::store(c + j, value);
         }
         largest = Isa::max(Isa::abs(value), largest);
-        bad     = Isa::plus(bad, Isa::sub(value, value)); // NaN if not finite, else 0
+        bad     = Isa::plus(bad, Isa::sub(value, value)); // NaN if it is not finite, else 0
     }
     return Isa::any_nan(bad)             ? Coefficients::BAD :
            Isa::largest(largest) == 0.0f ? Coefficients::ZERO :

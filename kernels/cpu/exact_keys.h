@@ -1,12 +1,12 @@
-// exact_keys.h: attention over exact keys of all versions. Definition: ref/attend.cpp. Isa: lanes.h
+// exact_keys.h: attention over exact keys of all versions, as ref/attend.cpp defines it. lanes.h documents Isa.
 //
-// The visible keys of a page are converted to float once: keys transposed in panels of 16 cells, values as rows. Blocks
-// of 48 query rows then run two register-blocked products (6 rows x 16 columns) around a vector softmax. The rows of a
-// single token read halves in place, because a conversion would have no reuse. Every sum has the same terms in the same
-// order, because the result must not depend on the number of rows.
+// The visible keys of a page are converted to float once, keys to transposed panels of 16 cells and values to rows.
+// Blocks of 48 query rows then run two register-blocked products (6 rows x 16 columns) around a vector softmax. The
+// rows of a single token read halves in place, because a conversion would have no reuse. Every sum has the same terms
+// in the same order, because the result must not depend on the number of rows.
 //
 // Zero times an infinite value is NaN. So a block of sums that are not all finite is computed again, row by row and
-// without the keys of weight 0: a check of the values themselves would cost more.
+// without the keys of weight 0. A check of the values themselves would cost more.
 #pragma once
 
 #include "lanes.h"
@@ -23,7 +23,7 @@ constexpr int   EXACT_ROWS  = 6;  // query rows of a product
 constexpr int   PANEL       = 16; // cells of a panel
 constexpr float NO_LOGIT    = -__builtin_inff();
 
-// A page: the bias of every token padded with -inf, the tokens with visible keys, and the rows.
+// A page has the bias of every token, padded with -inf, the tokens with visible keys, and the rows.
 struct Page {
     int64_t first;
     int32_t n;
@@ -31,8 +31,8 @@ struct Page {
     float * keys;          // [PAGE/PANEL][a.d_k][PANEL]
     float * values;        // [PAGE][a.d_v]
     float * bias;          // [n_tok][PAGE]
-    bool *  has_visible;   // [n_tok]: the token sees a key of this page
-    bool    visible[PAGE]; // any query sees key first + c
+    bool *  has_visible;   // [n_tok] Does the token see a key of this page?
+    bool    visible[PAGE]; // Does any query see key first + c?
 };
 
 //
@@ -91,7 +91,7 @@ template <typename Isa, int ROWS, int REGS> static bool any_infinite_sum(const t
     return Isa::any_nan(Isa::sub(total[0], total[0]));
 }
 
-// acc[i][0..8*REGS-1] = shrink[i]*acc[i] + sum_c weight[i][c] values[c][..]; GUARDED: without weights of 0
+// acc[i][0..8*REGS-1] = shrink[i]*acc[i] + sum_c weight[i][c] values[c][..]. GUARDED leaves out weights of 0.
 template <typename Isa, int ROWS, int REGS, bool GUARDED = false>
 static void add_values(const float * weight, const float * shrink, int64_t n, const float * values, int64_t ldv,
                        float * acc, int64_t lda) {
@@ -246,7 +246,7 @@ template <typename Isa> static void widen_row(const uint16_t * h, int64_t d, flo
     }
 }
 
-// Keys that every query masks become zero vectors: they may contain NaN, and zero times NaN is NaN.
+// Keys that every query masks become zero vectors, because they may contain NaN, and zero times NaN is NaN.
 template <typename Isa> static void widen_rows(const ExactArgs & a, Page & page) {
     float * rows = (float *) scratch(SLOT_EXACT_ROWS, (size_t) (PAGE * a.d_k) * sizeof(float));
     for (int32_t c = page.begin; c < page.end; ++c) {
@@ -268,7 +268,8 @@ template <typename Isa> static void widen_rows(const ExactArgs & a, Page & page)
     }
 }
 
-// Converts logits in x to weights; returns the factor for the row's earlier sums. A lost row (ops.h) gets weights of 0.
+// Converts logits in x to weights and returns the factor for the row's earlier sums. A lost row (ops.h) gets weights of
+// 0.
 template <typename Isa> static float softmax_page(const ExactArgs & a, const Page & page, float * x, int64_t row) {
     const float * bias  = page.bias + row / a.n_group * PAGE;
     const float   slope = a.slope[row % a.n_group];
@@ -286,7 +287,7 @@ template <typename Isa> static float softmax_page(const ExactArgs & a, const Pag
     auto top = Isa::set(NO_LOGIT);
     for (int32_t c = page.begin; c < page.end; c += 8) {
         auto l = Isa::load(x + c);
-        l      = Isa::fma(l, Isa::set(0.0f), l); // infinite: NaN, which neither cap nor exponential hide
+        l      = Isa::fma(l, Isa::set(0.0f), l); // An infinity becomes NaN, which neither cap nor exponential hides.
         if (a.softcap > 0.0f) {
             l = soft_cap<Isa>(l, a.softcap);
         }

@@ -10,7 +10,7 @@ namespace subkv {
 
 namespace {
 
-// Shift of memory byte i in a qword.
+// Which byte of a qword is at place i of memory, counted from the low end.
 int32_t byte_of(int32_t i) {
     const uint16_t one = 1;
     uint8_t        low;
@@ -44,7 +44,8 @@ int32_t moves(int32_t bits, int32_t rho, int32_t new_rho, Moved * out) {
 
 constexpr int32_t MOST_MOVES = 9;
 
-// Copies a cell's codes: keys: two dwords per octet; values: one byte in each of eight qwords. `to` has zeros there.
+// Copies a cell's codes, two dwords per octet of keys or one byte in each of eight qwords of values. `to` has zeros
+// there.
 void move_keys(const Band & band, const uint8_t * from, int32_t c, uint8_t * to, int32_t place) {
     const size_t size = (size_t) band.bits * LINE;
     for (int32_t half = 0; half < 8; half += 4) {
@@ -162,7 +163,7 @@ void put_eight(bool value, const uint8_t * codes, int32_t c, Line * registers) {
     }
 }
 
-// Builds a tile from rows; nullptr: a zero row. codes: scratch of TILE * codec.rank bytes.
+// Builds a tile from rows; nullptr stands for a zero row. `codes` is memory of TILE * codec.rank bytes.
 void fill_tile(const HeadCodec & codec, const uint8_t * const * row, uint8_t * codes, uint8_t * tile) {
     for (int32_t c = 0; c < TILE; ++c) {
         tile[c] = row[c] == nullptr ? 0 : row[c][0];

@@ -29,8 +29,8 @@ static inline void find_halves(const HeadCodec & codec, Halves & halves) {
     }
 }
 
-// Stores zeros for zero rows, for cells not in `visible`, whose bytes may be NaN, and for visible cells with a half that
-// is not finite: it adds these to `bad`.
+// Stores zeros for zero rows, for cells not in `visible`, whose bytes may be NaN, and for visible cells with a half
+// that is not finite, which it adds to `bad`.
 template <typename Isa>
 static void read_halves(const Halves & halves, const uint8_t * tile, int64_t stride, const uint64_t * visible,
                         int32_t n_tiles, uint64_t * bad) {
@@ -42,7 +42,7 @@ static void read_halves(const Halves & halves, const uint8_t * tile, int64_t str
         const uint8_t * at = tile + halves.offset[j / 8] + j % 8 * 2 * TILE;
         for (int32_t t = 0; t < n_tiles; ++t, at += stride) {
             float * x       = halves.values + j * HALVES_STRIDE + t * TILE;
-            auto    nothing = Isa::set(0.0f); // NaN if a half is not finite
+            auto    nothing = Isa::set(0.0f); // It is NaN if a half is not finite.
             for (int32_t c = 0; c < TILE; c += Isa::W) {
                 const auto value = Isa::keep(Isa::widen_cells(at + 2 * c), (uint32_t) (kept[t] >> c));
                 nothing          = Isa::plus(nothing, Isa::sub(value, value));
@@ -73,7 +73,8 @@ static inline void add_key_halves(const Halves & halves, const float * q, float 
     }
 }
 
-// sum [rank] = shrink * sum + weight_scale * weighted sum of the cells' 16-bit bands, weights [n]; n is a multiple of 16
+// sum [rank] = shrink * sum + weight_scale * weighted sum of the cells' 16-bit bands, weights [n]; n is a multiple of
+// 16
 static inline void add_value_halves(const Halves & halves, const float * weight, int32_t n, float shrink,
                                     float weight_scale, float * sum) {
     for (int32_t j = 0; j < 8 * halves.n; ++j) {

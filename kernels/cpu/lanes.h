@@ -33,10 +33,10 @@
 
 namespace subkv::cpu {
 
-// exp(x) for x <= 0, 0 below -87.3 and for -inf: 2^y of y = x log2(e) as 2^n 2^f, n = round(y). 2^f on |f| <= 1/2 is the
-// polynomial of degree 5 with the least largest relative error, 2e-7; EXP2 has its halves. Rounding y adds a relative
-// error of |x| * 9e-8; weights with large |x| are small. The low bits of y + ROUNDER are n + 128: shifted to the
-// exponent, they are 2^(n + 1). The last step multiplies, so that the exponential of NaN is NaN.
+// exp(x) for x <= 0, 0 below -87.3 and for -inf: 2^y of y = x log2(e) as 2^n 2^f, n = round(y). 2^f on |f| <= 1/2 is
+// the polynomial of degree 5 with the least largest relative error, 2e-7; EXP2 has its halves. Rounding y adds a
+// relative error of |x| * 9e-8; weights with large |x| are small. The low bits of y + ROUNDER are n + 128: shifted to
+// the exponent, they are 2^(n + 1). The last step multiplies, so that the exponential of NaN is NaN.
 constexpr float LOG2_E  = 1.44269504f;
 constexpr float ROUNDER = 12582912.0f + 128.0f; // 1.5 * 2^23
 constexpr float EXP2[6] = { 0.5f * 1.32764713e-3f, 0.5f * 9.67554096e-3f, 0.5f * 5.55071309e-2f,

@@ -1,13 +1,13 @@
-// line_paths.h: paths in tiles as bytes, octet by octet (tile_codes.h has the other way, register by register). A code's
-// two predecessors are in the lines of the two octets before, at the same bits if these are of the same band. So one
-// exclusive or of a line serves all of its registers, and nothing is kept from one octet to the next. At the beginning
-// of a band, two octets of the band's width get the low bits of the two octets before.
+// line_paths.h: paths in tiles as bytes, octet by octet (tile_codes.h has the other way, register by register). A
+// code's two predecessors are in the lines of the two octets before, at the same bits if these are of the same band. So
+// one exclusive or of a line serves all of its registers, and nothing is kept from one octet to the next. At the
+// beginning of a band, two octets of the band's width get the low bits of the two octets before.
 //
 // Members of Isa (attend_tiles.h) for this, besides raise_keys and raise_values (tile_codes.h):
 //   exclusive_or(x, y)
 //   line_code_bit(bits)          bit of a byte at which level() expects codes; the other bits are 0
-//   level<BITS, LOW>(code, line) levels plus 128. code: exclusive or'ed with the low bits of the codes two places before;
-//                                line: of the octet before, whose bit LOW of each byte is the preceding code's low bit
+//   level<BITS, LOW>(code, line) levels plus 128. `code` is exclusive or'ed with the low bits of the codes two places
+//                                before. `line` is of the octet before; bit LOW of its bytes is the preceding codes'.
 #pragma once
 
 #include "tile_codes.h"
@@ -26,8 +26,8 @@ static constexpr int low_bits(int bits, int line) {
     return mask;
 }
 
-// Of these in line `to` of an octet of TO bits, those that come from line `from` of one of FROM bits by a shift to the
-// left. other: from register rho ^ other
+// Of these bits in line `to` of an octet of TO bits, those that a shift to the left brings from line `from` of an octet
+// of FROM bits, from register rho ^ `other`.
 static constexpr int moved_bits(int from_bits, int to_bits, int other, int from, int to, int left) {
     int mask = 0;
     for (int rho = 0; rho < 8; ++rho) {
@@ -113,7 +113,7 @@ template <typename Isa, int BITS> static void raise_octet(bool value, const uint
     }
 }
 
-// Registers of an octet from RHO on. line: combined, see below; one: the octet before
+// The registers of an octet from RHO on. `line` is combined, see below; `one` is the octet before it.
 template <typename Isa, int BITS, int RHO = 0>
 static inline void levels_of_lines(const typename Isa::I * line, const uint8_t * one, uint8_t * out) {
     if constexpr (RHO < 8) {
@@ -143,7 +143,7 @@ template <typename Isa> struct LinePath {
     int32_t         bits;     // of these two
     const uint8_t * one;      // the octet before
     const uint8_t * two;      // the one before that
-    int             free = 1; // next of `start` to write: `one` and `two` may be in the other
+    int             free = 1; // the next of `start` to write, because `one` and `two` may be in the other
     alignas(LINE) uint8_t start[2][2][TRELLIS_BITS * LINE];
 
     LinePath(const HeadCodec & codec, const uint8_t * tile) {

@@ -1,4 +1,4 @@
-// linear.h: project, reconstruct and moment of all versions. Definitions: ref/linear.cpp. Isa: lanes.h
+// linear.h: project, reconstruct and moment of all versions, as ref/linear.cpp defines them. lanes.h documents Isa.
 #pragma once
 
 #include "lanes.h"
@@ -10,8 +10,8 @@
 
 namespace subkv::cpu {
 
-// Calls rows(entries [n][d], step, first, n) for rows [first, first + n) of a matrix: for halves with nullptr, for
-// bytes with their steps [n].
+// Calls rows(entries [n][d], step, first, n) for rows [first, first + n) of a matrix. Bytes have steps [n], halves none
+// (nullptr).
 template <typename Rows> static inline void for_entries(const Matrix & m, int64_t r, const Rows & rows) {
     const int64_t n_halves = m.bytes ? m.n_halves : r;
     if (n_halves > 0) {
@@ -55,7 +55,7 @@ static void dot8(const T * m, int64_t d, const float * x, typename Isa::F scale,
     Isa::store(y, Isa::mul(Isa::sums(sum), scale));
 }
 
-// The same for two tokens and four rows: six loads serve eight products. scale: twice
+// The same for two tokens and four rows, where six loads serve eight products. `scale` has its four numbers twice.
 template <typename Isa, typename T>
 static void dot4x2(const T * m, int64_t d, const float * x0, const float * x1, typename Isa::F scale, float * y0,
                    float * y1) {
@@ -194,7 +194,7 @@ static void add_moment_4x16(const float * x, int64_t n, int64_t ld, int64_t i, i
     }
 }
 
-// Upper triangle (in 4x16 blocks) of this call alone in scratch, mirrored into s at the end.
+// Sums the upper triangle (in 4x16 blocks) of this call alone in scratch memory, and mirrors it into s at the end.
 template <typename Isa>
 static void moment(const float * x, int64_t ldx, int64_t n, int64_t d, double * s, double * sum) {
     const int64_t ld    = (d + MOMENT_COLUMNS - 1) / MOMENT_COLUMNS * MOMENT_COLUMNS;

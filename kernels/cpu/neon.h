@@ -46,12 +46,12 @@ struct Floats {
 
     static F power(F t) { return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(t), 23)); }
 
-    static F mul_from(float least, F x, F a, F b) { // NaN is not less: it shall stay visible
+    static F mul_from(float least, F x, F a, F b) { // NaN is not less, so it stays visible.
         const uint32x4_t less = vcltq_f32(x, set(least));
         return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(mul(a, b)), less));
     }
 
-    static F hide(F x, F bias) { // -inf where the bias is
+    static F hide(F x, F bias) { // sets x to -infinity where the bias is
         const F minus_inf = set(-__builtin_inff());
         return vbslq_f32(vceqq_f32(bias, minus_inf), minus_inf, x);
     }

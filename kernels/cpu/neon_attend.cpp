@@ -1,4 +1,5 @@
-// neon_attend.cpp: the Isa of attend_tiles.h with NEON. Products use SDOT on signed bytes: it subtracts 128 from codes.
+// neon_attend.cpp: the Isa of attend_tiles.h with NEON. Products use SDOT on signed bytes, so 128 is subtracted from
+// codes.
 #include "versions.h"
 
 #if defined(SUBKV_ARM64)

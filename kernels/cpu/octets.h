@@ -20,7 +20,7 @@ inline void add_bits(const Line & __restrict in, int32_t in_shift, Line & __rest
     }
 }
 
-// Converts an octet's lines to its registers (codes, a byte each), and back; the output must be zeros before.
+// Converts an octet's lines to its registers (codes, a byte each), and back. The output must be zeros before.
 inline void open_octet(int32_t bits, const Line * lines, Line * to) {
     for (int32_t rho = 0; rho < 8; ++rho) {
         const TileFields fields = tile_fields(bits, rho);
@@ -41,7 +41,7 @@ inline void close_octet(int32_t bits, const Line * codes, Line * to) {
     }
 }
 
-// Codes [band.n] of a row's band, a byte each.
+// Writes the codes [band.n] of a row's band, a byte each.
 void band_codes(const Band & band, const uint8_t * row, uint8_t * codes);
 
 } // namespace subkv

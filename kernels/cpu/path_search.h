@@ -1,5 +1,5 @@
-// path_search.h: the encoder's search for paths through a trellis. Definition: ref/trellis.cpp, which it follows
-// operation by operation: the same coefficients give the same bytes. Isa: lanes.h
+// path_search.h: the encoder's search for paths through a trellis. It follows its definition, ref/trellis.cpp,
+// operation by operation, so the same coefficients give the same bytes. lanes.h documents Isa.
 //
 // The search of the scale has one candidate of one of two rows in every lane, all at the same place of the path, so
 // that a transition between states needs no moves between lanes. The search of the final path has one state per lane.
@@ -18,7 +18,7 @@ constexpr int   PATH_ROWS   = 2; // whose scales are searched at once
 constexpr float INF         = __builtin_inff();
 static_assert(TRELLIS_TRIED * PATH_ROWS == 8, "a candidate of a row in each lane");
 
-// Candidate i of the scale codes around `middle`; 0: none.
+// Candidate i of the scale codes around `middle`, or 0 if it is none.
 static inline int scale_candidate(int middle, int i) {
     const int k = middle - TRELLIS_BELOW + i;
     return k >= 1 && k <= SCALE_MOST ? k : 0;
@@ -27,8 +27,8 @@ static inline int scale_candidate(int middle, int i) {
 // Constants to find the levels of a width.
 struct LevelSearch {
     float factor[N_LINES] = {}, constant[N_LINES] = {}; // of trellis_line
-    float origin[PATH_STATES]   = {};                   // per subset: position of its first level, in its levels
-    float value[PATH_STATES][8] = {};                   // up to 4 bits: values of its levels
+    float origin[PATH_STATES]   = {}; // for each subset, the position of its first level in units of its levels
+    float value[PATH_STATES][8] = {}; // for up to 4 bits, the values of its levels
     float last = 0.0f, bend = 0.0f, both_bends = 0.0f, n_upper = 0.0f; // n_upper: levels above 0
 
     constexpr explicit LevelSearch(int32_t bits) {
@@ -63,7 +63,7 @@ template <typename Isa> struct Nearest {
     typename Isa::F error[PATH_STATES];
 };
 
-// FEW: at most 8 levels of a subset
+// FEW means that a subset has at most 8 levels.
 template <typename Isa, bool FEW>
 static inline Nearest<Isa> nearest_levels(const LevelSearch & l, typename Isa::F step, typename Isa::F inverse,
                                           typename Isa::F c) {
@@ -77,7 +77,7 @@ static inline Nearest<Isa> nearest_levels(const LevelSearch & l, typename Isa::F
     Nearest<Isa> found;
     for (int q = 0; q < PATH_STATES; ++q) {
         const auto g      = Isa::fma(p, Isa::set(0.25f), Isa::set(l.origin[q]));
-        const auto within = Isa::min(Isa::max(g, Isa::set(0.0f)), Isa::set(l.last)); // of NaN: 0
+        const auto within = Isa::min(Isa::max(g, Isa::set(0.0f)), Isa::set(l.last)); // NaN becomes 0.
         found.number[q]   = Isa::plus(within, Isa::set(ROUNDER));
         typename Isa::F value;
         if constexpr (FEW && Isa::HAS_LOOKUP) {
@@ -103,7 +103,7 @@ template <typename Isa> static inline typename Isa::F least_cost(const typename 
     return Isa::min(Isa::min(cost[0], cost[1]), Isa::min(cost[2], cost[3]));
 }
 
-// The coefficients of a band with the same j % 8, in ascending order. c: of two rows
+// The coefficients c of two rows in a band with the same j % 8, in ascending order.
 template <typename Isa, bool FEW>
 static void extend_paths(const LevelSearch & l, typename Isa::F step, typename Isa::F inverse, const float * const * c,
                          int32_t first, int32_t end, typename Isa::F (&cost)[PATH_STATES]) {
@@ -122,7 +122,8 @@ static void extend_paths(const LevelSearch & l, typename Isa::F step, typename I
     }
 }
 
-// Scale codes of n <= PATH_ROWS rows c[row] [rank] of one head. In: `scale` has the best codes without a path.
+// Finds the scale codes of n <= PATH_ROWS rows c[row] [rank] of one head. Before, `scale` has the best codes without a
+// path.
 template <typename Isa>
 static void choose_path_scales(const HeadCodec & codec, const float * const * c, int n, uint8_t * scale) {
     const float * rows[PATH_ROWS] = { c[0], c[n - 1] };
@@ -182,7 +183,7 @@ struct alignas(16) Choice {
     int32_t number[PATH_STATES];
 };
 
-// For eight coefficients; their entries are `places` apart in `out`.
+// Does this for eight coefficients, whose entries are `places` apart in `out`.
 template <typename Isa> static void store_choices(const Nearest<Isa> & n, Choice * out, int32_t places) {
     float   error[PATH_STATES][8];
     int32_t number[PATH_STATES][8];
@@ -218,10 +219,10 @@ struct PathOctets {
     }
 };
 
-// Codes [rank] of the coefficients on the path of least cost at scale s; others stay.
+// Writes the codes of the coefficients on the path of least cost at scale s. Other codes stay unchanged.
 template <typename Isa> static void find_path(const HeadCodec & codec, const float * c, float s, uint8_t * code) {
-    Choice           choice[MAX_HEAD_SIZE];
-    uint16_t         from_larger[MAX_HEAD_SIZE]; // bit 4 * start + state: the branch is from the larger state
+    Choice   choice[MAX_HEAD_SIZE];
+    uint16_t from_larger[MAX_HEAD_SIZE]; // Bit 4 * start + state is set if the branch comes from the larger state.
     const PathOctets octets(codec);
     for (int32_t b = 0, octet = 0; b < codec.n_bands; ++b) {
         const Band & band = codec.bands[b];
@@ -237,7 +238,7 @@ template <typename Isa> static void find_path(const HeadCodec & codec, const flo
         }
     }
     const bool lanes = codec.path == PATH_LANES;
-    int        lane_end[BAND_STEP]; // PATH_LANES: final state of the previous lane
+    int        lane_end[BAND_STEP]; // for PATH_LANES, the state in which the previous lane ends
     float      cost[4 * PATH_STATES] = {
         0.0f, INF, INF, INF, INF, 0.0f, INF, INF, INF, INF, 0.0f, INF, INF, INF, INF, 0.0f
     };

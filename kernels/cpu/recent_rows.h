@@ -1,5 +1,5 @@
-// recent_rows.h: rows of the exact window in integers, in loops that a compiler vectorizes. Definition: ref/recent.cpp;
-// bytes and halves are the same.
+// recent_rows.h: rows of the exact window in integers, in loops that a compiler vectorizes. Bytes and halves are those
+// of ref/recent.cpp.
 #pragma once
 
 #include "../ref/half.h"
@@ -26,7 +26,7 @@ static inline int32_t bits_of(float x) {
     return bits;
 }
 
-// For a row with this step: false, or fills it with NaN if it is not finite.
+// Fills a row with NaN if its step is not finite. Returns whether it did.
 static inline bool fill_unless_finite(uint16_t step, int64_t d, uint16_t * out) {
     const bool bad = (step & 0x7c00) == 0x7c00;
     for (int64_t j = 0; bad && j < d; ++j) {
@@ -35,12 +35,12 @@ static inline bool fill_unless_finite(uint16_t step, int64_t d, uint16_t * out) 
     return bad;
 }
 
-// ToHalf: like Ops::to_half.
+// ToHalf has the parameters of Ops::to_half.
 template <void (*ToHalf)(const float *, uint16_t *, int64_t)>
 static bool pack_recent(const float * x, const float * mean, int64_t d, uint8_t * row) {
     float   y[MAX_HEAD_SIZE];
     int32_t u[MAX_HEAD_SIZE];
-    int32_t largest = 0, most = 0; // bits of floats; for one sign they have the order of integers
+    int32_t largest = 0, most = 0; // the bits of floats, which have the order of integers if the sign is the same
     mean = mean ? mean : NO_MEAN;
     for (int64_t j = 0; j < d; ++j) {
         const int32_t size    = bits_of(x[j]) & 0x7fffffff;

@@ -1,7 +1,6 @@
-// scale_search.h: the search of a row's scale code without a path. Definition: ref/encode.cpp, which it follows
-// operation by operation (explicit fused multiply-adds, coefficient j in lane j % 8): the same coefficients give the
-// same bytes.
-// Isa: lanes.h
+// scale_search.h: the search of a row's scale code without a path. It follows its definition, ref/encode.cpp, operation
+// by operation (explicit fused multiply-adds, coefficient j in lane j % 8), so the same coefficients give the same
+// bytes. lanes.h documents Isa.
 #pragma once
 
 #include "subkv/ops.h"

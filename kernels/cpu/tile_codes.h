@@ -1,8 +1,8 @@
-// tile_codes.h: tiles as bytes: every code, on a path or not, becomes a byte; its value is (byte - 127.5) steps, so
-// products need one width only (tile_products.h). Formats: subkv/tiles.h, subkv/trellis.h.
+// tile_codes.h: tiles as bytes. Every code, on a path or not, becomes a byte whose value is (byte - 127.5) steps, so
+// products need one width only (tile_products.h). subkv/tiles.h and subkv/trellis.h define the formats.
 //
 // A register has the codes of many cells at one place of an octet. The preceding codes on the path are in the same
-// register of the octet before, so a level needs no other register; at the beginning of a lane it needs the last two
+// register of the octet before, so a level needs no other register. At the beginning of a lane it needs the last two
 // octets, moved by a lane.
 //
 // Members of Isa (attend_tiles.h) for this; with line_paths.h only the last two:
@@ -23,8 +23,8 @@ namespace subkv::cpu {
 
 constexpr int32_t BYTE_MIDDLE = 128; // half a step above the byte value of 0
 
-// Register RHO of an octet, W of its dwords: a code at bit CODE_BIT of each byte. OTHER_BITS_ZERO: the other bits are 0.
-// line(i): these dwords of the octet's line i
+// W dwords of register RHO of an octet, with a code at bit CODE_BIT of each byte. OTHER_BITS_ZERO clears the other
+// bits. line(i) returns these dwords of the octet's line i.
 template <typename Isa, int BITS, int RHO, int CODE_BIT, bool OTHER_BITS_ZERO, typename Line>
 static inline typename Isa::I codes_of(const Line & line) {
     constexpr TileFields f = tile_fields(BITS, RHO);
@@ -48,11 +48,11 @@ static inline typename Isa::I codes_of(const Line & line) {
 
 static inline void prefetch_octet(const uint8_t * octet, int32_t bits, int64_t ahead) {
     for (int32_t line = 0; line < bits; ++line) {
-        __builtin_prefetch(octet + ahead + line * LINE, 0, 2); // into L2: L1 waits for few lines at a time
+        __builtin_prefetch(octet + ahead + line * LINE, 0, 2); // into L2, because L1 waits for few lines at a time
     }
 }
 
-// Register RHO of a band's octet as bytes. before: state of codes on a path
+// Register RHO of a band's octet as bytes. `before` is the state of codes on a path.
 template <typename Isa, int BITS, bool PATH> struct FromCodes {
     static constexpr int LINES = BITS;
     using Previous             = typename Isa::Previous;
@@ -144,7 +144,7 @@ template <typename Isa> static void begin_path(const HeadCodec & codec, const ui
 // sources of bytes for products
 //
 
-// A tile as bytes: an octet has LINES lines, one per register RHO.
+// A tile as bytes, in which an octet has LINES lines, one for each register RHO.
 template <typename Isa> struct FromBytes {
     static constexpr int LINES = 8;
     struct Previous {};
@@ -158,7 +158,7 @@ template <typename Isa> struct FromBytes {
 // tiles
 //
 
-// Runs of coefficients with integer codes (all except 16-bit bands); these become bytes.
+// Runs of coefficients with integer codes (all except 16-bit bands), which become bytes.
 struct Runs {
     int32_t n = 0;
     int32_t first[MAX_BANDS], end[MAX_BANDS];

@@ -13,15 +13,15 @@ constexpr int STEP_TILES     = STEP / TILE;
 constexpr int BLOCK          = 12; // query rows whose logits are in memory together; divisible by 1 to 4
 constexpr int PREFETCH_TILES = 4;  // tiles of prefetching
 static_assert(STEP == HALVES_STRIDE, "halves.h");
-constexpr float LARGEST      = 32639.0f; // 127 * 256 + 127: high and low byte are signed
-constexpr float SUMMED       = 512.0f;   // coefficients whose products fit an integer sum; more need larger query steps
+constexpr float LARGEST = 32639.0f; // 127 * 256 + 127, because high and low byte are signed
+constexpr float SUMMED = 512.0f; // coefficients whose products fit an integer sum; more need a larger step of the query
 constexpr float MINUS_INF    = -__builtin_inff();
 constexpr float NOT_A_NUMBER = __builtin_nanf("");
 
 // One query row during a call.
 struct Row {
     float   delta;       // logit of one unit of the integer product, without the cell's scale
-    int32_t start;       // initial value of the product: correction for centring the codes, rounded up
+    int32_t start;       // initial value of the product, which corrects for centring the codes, rounded up
     float   start_error; // the correction minus start
     float   shift, slope;
     float   m, z;
@@ -38,11 +38,12 @@ struct alignas(64) Step {
     int8_t  first[BLOCK][STEP]; // the weights' bytes or words for the two products
     int8_t  second[BLOCK][STEP];
     float   bias[STEP];   // copy of a row's bias that ends within the step
-    float   common[STEP]; // per cell: shift plus the contribution of 16-bit bands
+    float   common[STEP]; // for each cell, shift plus the contribution of 16-bit bands
     float   largest_v;    // maximum of scale_v in the tiles that the current token sees
     int32_t n;            // cells
     int32_t n_pad;        // whole tiles
-    // Visible cells of each tile whose value is not finite; scale_v and halves are 0 there. Is there any?
+    // The visible cells of each tile whose value is not finite, where scale_v and halves are 0, and whether there are
+    // any.
     uint64_t bad_v[STEP_TILES];
     bool     any_bad_v;
 };
@@ -56,10 +57,10 @@ struct Call {
     int8_t *           query; // [row][first, second][k->rank]
     float *            sum;   // [row][v->rank]
     Row *              row;
-    uint8_t *          k_bytes;   // memory for a tile as bytes, or for those of a step
-    uint8_t *          v_bytes;   // memory for a step's tiles
-    bool               is_prompt; // rows of several tokens or blocks: keys of the whole step become bytes at once
-    bool               from_tile; // products read codes from the tiles
+    uint8_t *          k_bytes; // memory for a tile as bytes, or for those of a step
+    uint8_t *          v_bytes; // memory for a step's tiles
+    bool is_prompt; // For rows of several tokens or blocks, the keys of the whole step become bytes at once.
+    bool from_tile; // products read codes from the tiles
 };
 
 static inline int64_t n_rows_of(const AttendArgs & a) {
@@ -85,7 +86,8 @@ static inline void open_keys(const uint8_t * octet, typename Source::Previous * 
     }
 }
 
-// query: the first row's dwords at this octet, `second` bytes before those of its other product, rows `stride` apart
+// `query` has the first row's dwords at this octet, `second` bytes before those of its other product; rows are `stride`
+// apart.
 template <typename Isa, typename Source, int HALF, int FIRST, int ROWS, int REGS>
 static inline void add_keys(const uint8_t * octet, typename Source::Previous * before, const int8_t * query,
                             int64_t second, int64_t stride, typename Isa::Sum (&sum)[ROWS][REGS]) {
@@ -103,7 +105,7 @@ static inline void add_keys(const uint8_t * octet, typename Source::Previous * b
     }
 }
 
-// n coefficients. before: state of the octets' first and second halves
+// Products with n coefficients. `before` is the state of the octets' first and second halves.
 template <typename Isa, typename Source, int FIRST, int ROWS, int REGS>
 static inline void add_key_band(const uint8_t * octet, int32_t n, int64_t ahead,
                                 typename Source::Previous (&before)[2][REGS], const int8_t * query, int64_t second,
@@ -120,11 +122,11 @@ static inline void add_key_band(const uint8_t * octet, int32_t n, int64_t ahead,
 // The keys of a tile.
 template <typename Isa> struct Keys {
     const uint8_t *    at;   // bytes, or the tile
-    const Path8<Isa> * path; // start of its lanes; nullptr: bytes
+    const Path8<Isa> * path; // start of its lanes, or nullptr for bytes
     int64_t            ahead;
 };
 
-// Stores products of ROWS query rows with a tile in logit, rows STEP apart. FROM_TILE: read codes from the tile.
+// Stores products of ROWS query rows with a tile in `logit`, rows STEP apart. FROM_TILE reads codes from the tile.
 template <typename Isa, bool FROM_TILE, int ROWS, int FIRST = 0>
 static void multiply_keys(const Call & call, const Keys<Isa> & keys, int64_t row, float * logit) {
     if constexpr (FIRST < TILE / Isa::W) {
@@ -182,7 +184,7 @@ template <typename Isa, bool FROM_TILE>
 static void multiply_all_keys(const Call & call, Keys<Isa> keys, int64_t row, int64_t n, float * logit) {
     static_assert(Isa::KEY_ROWS <= 3, "the cases below");
     for (int64_t n_blocks = (n + Isa::KEY_ROWS - 1) / Isa::KEY_ROWS; n_blocks > 0; --n_blocks) {
-        const int64_t rows = n / n_blocks; // blocks of equal size: 4 rows are 2 + 2, not 3 + 1
+        const int64_t rows = n / n_blocks; // Blocks have equal sizes, so 4 rows are 2 + 2, not 3 + 1.
         switch (rows) {
             case 1: multiply_keys<Isa, FROM_TILE, 1>(call, keys, row, logit); break;
             case 2: multiply_keys<Isa, FROM_TILE, 2>(call, keys, row, logit); break;
@@ -199,7 +201,7 @@ static void multiply_all_keys(const Call & call, Keys<Isa> keys, int64_t row, in
 // values
 //
 
-// before: state of a tile's registers
+// `before` is the state of a tile's registers.
 template <typename Isa, typename Source, int OCTETS, int ROWS, int RHO = 0>
 static inline void add_values(const uint8_t * octet, typename Source::Previous * before, const int8_t * first,
                               const int8_t * second, typename Isa::Sum (&sum)[ROWS][OCTETS * (16 / Isa::W)]) {
@@ -233,7 +235,7 @@ static inline void add_values(const uint8_t * octet, typename Source::Previous *
 template <typename Isa> struct Values {
     const uint8_t * at[STEP_TILES]; // bytes, or tiles
     uint32_t        visible_tiles;  // bits of tiles visible to any row
-    int64_t         ahead;          // distance of prefetching; 0: none
+    int64_t         ahead;          // distance of prefetching, or 0
     const Step &    step;
     int             i; // first row within the block
     const Row *     row;
@@ -241,7 +243,7 @@ template <typename Isa> struct Values {
     int64_t         sum_stride;
 };
 
-// Octets at `offset` of a tile, coefficients from j on. before: [tile][8]
+// The octets at `offset` of a tile, with the coefficients from j on. `before` is [tile][8].
 template <typename Isa, typename Source, int OCTETS, int ROWS>
 static void sum_octets(const Values<Isa> & v, int64_t offset, int32_t j, typename Source::Previous (*before)[8]) {
     constexpr int     PARTS = 16 / Isa::W;
@@ -289,7 +291,7 @@ static void sum_band(const Values<Isa> & v, int64_t offset, int32_t first, int32
     }
 }
 
-// The same for all bands. paths: of the step's tiles, if values are read from the tiles
+// The same for all bands. `paths` has those of the step's tiles if values are read from the tiles.
 template <typename Isa, bool FROM_TILE, int ROWS>
 static void values(const Call & call, const Values<Isa> & v, const Path8<Isa> * paths) {
     if constexpr (FROM_TILE) {

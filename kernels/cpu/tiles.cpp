@@ -39,7 +39,7 @@ void move_bits(const uint8_t * in, int32_t in_shift, uint8_t * out, int32_t out_
 }
 
 // Calls use(bytes, codes, n, shift, from, width) for the planes of a band (ops.h): bits [from, from + width) of n codes
-// are at `shift` of n bytes. codes: a byte each.
+// are at `shift` of n bytes. A code is a byte.
 template <typename Byte, typename Code, typename Use>
 void for_planes(const Band & band, Byte * row, Code * codes, Use use) {
     Byte * plane = row + band.offset;
@@ -52,7 +52,7 @@ void for_planes(const Band & band, Byte * row, Code * codes, Use use) {
     }
 }
 
-// Calls use(line, codes, field) for every line of the band's octets that register rho is in; codes: of the octet.
+// Calls use(line, codes, field) with the octet's codes for every line of the band's octets that register rho is in.
 template <typename Byte, typename Code, typename Use>
 void for_lines(const Band & band, Byte * tile, Code * codes, int32_t rho, Use use) {
     const TileFields fields = tile_fields(band.bits, rho);
@@ -162,8 +162,8 @@ void tile_to_row(const HeadCodec & codec, const uint8_t * tile, int64_t cell, ui
 
 namespace {
 
-// out = a0 b0 a1 b1 ... of 16 bytes each. Compilers do not vectorize a loop for this with interleaving instructions; it
-// takes three times as long.
+// out = a0 b0 a1 b1 ... of 16 bytes each. Compilers do not vectorize a loop for this with interleaving instructions,
+// and it takes three times as long.
 inline void interleave(const uint8_t * a, const uint8_t * b, uint8_t * out) {
 #if defined(__clang__) || __GNUC__ >= 12
     typedef uint8_t Bytes __attribute__((vector_size(16)));

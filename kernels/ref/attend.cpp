@@ -2,8 +2,8 @@
 //   logit(t,g,c) = cap(q[t*n_group+g] . k(c) + shift[t*n_group+g]) + slope[g]*bias[t][c]
 //   cap(x) = softcap > 0 ? softcap*tanh(x/softcap) : x;  no shift over exact keys
 //   m' = max(m, max_c logit);  z' = z exp(m - m') + sum_c exp(logit - m');  acc' = acc exp(m - m') + sum_c exp(..) v(c)
-// bias = -INFINITY excludes a cell: its bytes are not read. A query row without visible cells keeps its state; one with
-// a logit that is not a finite float is lost (ops.h). A weight below 2^-126 adds nothing to acc.
+// bias = -INFINITY excludes a cell, whose bytes are then not read. A query row without visible cells keeps its state. A
+// row with a logit that is not a finite float is lost (ops.h). A weight below 2^-126 adds nothing to acc.
 // m is a float between calls, so m' is rounded to float before its first use.
 #include "half.h"
 #include "rows.h"
@@ -14,7 +14,7 @@
 
 namespace subkv::ref {
 
-// key(c, out), value(c, out): vector number c as d_k / d_v floats
+// key(c, out) and value(c, out) write key and value number c to `out`, as d_k and d_v floats.
 template <typename Key, typename Value>
 static void attend_row(int64_t n, int64_t d_k, int64_t d_v, const float * q, float shift, const float * bias,
                        float slope, float softcap, float * m, float * z, float * acc, Key key, Value value) {

@@ -2,8 +2,9 @@
 //   x [n][ldx] f32 | E [rank][d] half | offset [rank] f32 or none | row of token t: a cell of a tile
 //
 // Scale code. With r_j = |c_j| / (ratio * (2^b - 1)/2) over the quantized bands, k0 is the smallest code in
-// 1..SCALE_MOST with SCALES[k0] >= max r_j, i.e. without clipping (SCALE_MOST if all clip). Candidates k0, k0-1, ...,
-// k0 - SCALE_CANDIDATES_BELOW, not below 1; the least sum of squared coefficient errors wins, ties to the larger.
+// 1..SCALE_MOST with SCALES[k0] >= max r_j, i.e. without clipping (SCALE_MOST if all clip). The candidates are k0,
+// k0-1, ..., k0 - SCALE_CANDIDATES_BELOW, but not below 1. The one with the least sum of squared coefficient errors
+// wins, and of equal ones the larger.
 //   step = s * ratio;  u = clamp(round(c/step + (2^b - 1)/2), 0, 2^b - 1), round half to even
 //   error = c - step * (u - (2^b - 1)/2)
 // For codes on a path (trellis.h), trellis.cpp continues: it searches the scale code around this one and finds the

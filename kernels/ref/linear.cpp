@@ -2,7 +2,7 @@
 //   project      y[t][i] = scale * sum_j m[i][j] x[t][j]         m [r][d], x [n][ldx], y [n][ldy] f32
 //   reconstruct  o[j] += sum_i e[i] m[i][j]                      m [r][d], e [r], o [d] f32
 //   moment       s[i][j] += sum_t x[t][i] x[t][j], sum[i] += sum_t x[t][i]    x [n][ldx] f32, s [d][d], sum [d] f64
-// Sums in double, rounded once: the reference for the fast versions.
+// All sums are in double and rounded once, because the fast versions are compared with them.
 #include "half.h"
 #include "rows.h"
 

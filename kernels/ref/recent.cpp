@@ -1,4 +1,4 @@
-// recent.cpp: rows of the exact window in integers. Definition: recent.h.
+// recent.cpp: rows of the exact window in integers, as recent.h defines them.
 #include "subkv/recent.h"
 
 #include "half.h"

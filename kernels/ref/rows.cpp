@@ -1,8 +1,8 @@
 // rows.cpp: the row format, dequantize, and to_half.
-//   row: scale byte u, then per band its planes; c_j = s * ratio * (u_j - (2^b - 1)/2), s = SCALES[u], or by path
-//   a w-bit plane of n coefficients is m = n*w/8 bytes, coefficient j in byte j % m at bit w*(j / m)
-//   16-bit band: little-endian half, no scale, no ratio. u = 0: every coefficient is zero; u = SCALE_NAN: NaN.
-// row [row_bytes] | c [rank] f32
+// A row [row_bytes] is a scale byte u and then the planes of every band. With s = SCALES[u] a coefficient of c [rank]
+// is c_j = s * ratio * (u_j - (2^b - 1)/2), or follows from the path. A w-bit plane of n coefficients has m = n*w/8
+// bytes, with coefficient j in byte j % m at bit w*(j / m). A 16-bit band has little-endian halves without scale and
+// ratio. If u is 0, every coefficient is zero; if it is SCALE_NAN, every coefficient is NaN.
 #include "rows.h"
 
 #include "half.h"
@@ -16,7 +16,7 @@ namespace subkv {
 #define S6(e) EIGHTHS[1] * e, EIGHTHS[2] * e, EIGHTHS[3] * e, EIGHTHS[4] * e, EIGHTHS[5] * e, EIGHTHS[6] * e
 #define S7(e) S6(e), EIGHTHS[7] * e
 #define S8(e) EIGHTHS[0] * e, S7(e)
-// Powers of two are exact, and so is each product.
+// Powers of two are exact, and so is every product with one.
 const float SCALES[256] = {
     0.0f,         S7(0x1p-20f), S8(0x1p-19f), S8(0x1p-18f), S8(0x1p-17f),          S8(0x1p-16f), S8(0x1p-15f),
     S8(0x1p-14f), S8(0x1p-13f), S8(0x1p-12f), S8(0x1p-11f), S8(0x1p-10f),          S8(0x1p-9f),  S8(0x1p-8f),

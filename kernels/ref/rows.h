@@ -5,7 +5,7 @@
 
 namespace subkv::ref {
 
-// kernels of the table
+// The kernels of the table ops_ref().
 int64_t encode(const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, const int64_t * cells, uint8_t * tiles,
                int64_t tile_stride);
 void dequantize(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_stride, int64_t n, const int64_t * cells,
@@ -20,16 +20,18 @@ void unpack_recent(const uint8_t * row, const float * mean, int64_t d, uint16_t 
 void moment(const float * x, int64_t ldx, int64_t n, int64_t d, double * s, double * sum);
 void to_half(const float * x, uint16_t * h, int64_t n);
 
-// One row: codes of coefficient j of a band's planes, and all its coefficients c [rank].
+// The code of coefficient j in a band's planes; put_code needs zeros at its place. Then all coefficients c [rank] of a
+// row.
 uint32_t code(const uint8_t * planes, int32_t n, int32_t bits, int32_t j);
-void     put_code(uint8_t * planes, int32_t n, int32_t bits, int32_t j, uint32_t u); // planes: zeros at this place
+void     put_code(uint8_t * planes, int32_t n, int32_t bits, int32_t j, uint32_t u);
 void     dequantize_row(const HeadCodec & codec, const uint8_t * row, float * c);
 
 // Squared error of coefficients c [rank] at scale s without a trellis, in bands of more than `beyond` bits except 16.
 float squared_error(const HeadCodec & codec, const float * c, float s, int32_t beyond);
 
-// For codecs with a path (trellis.cpp; find_path is in trellis.h). Scale code for c; `middle`: the best code without a
-// path. levels [rank] of the codes on the path; other entries stay unchanged.
+// Both are for codecs with a path (trellis.cpp). choose_path_scale returns the scale code for coefficients c; `middle`
+// is the best code without a path. path_levels writes the levels of the codes on the path; other entries stay
+// unchanged.
 int32_t choose_path_scale(const HeadCodec & codec, const float * c, int32_t middle);
 void    path_levels(const HeadCodec & codec, const uint8_t * code, int32_t * level);
 

@@ -1,20 +1,22 @@
 // trellis.cpp: rows whose codes are paths through a trellis (subkv/trellis.h).
-//   c [rank] f32 | code, index [rank]: for coefficients on the path, other entries stay unchanged
+//   c [rank] f32 | code [rank]: only entries of coefficients on the path are written
 //
-// Scale code. `middle`: the best code without a trellis (encode.cpp). Candidates: TRELLIS_TRIED codes from
-// middle - TRELLIS_BELOW on, within 1..SCALE_MOST; the least cost wins, ties to the smaller code.
+// The scale code. The candidates are TRELLIS_TRIED codes from middle - TRELLIS_BELOW on, within 1..SCALE_MOST, where
+// `middle` is the best code without a trellis (encode.cpp). The one of least cost wins, and of equal ones the smaller.
 //   cost = squared error of bands outside the path + cost of the best path with free ends, a sum in f32
 //
-// Errors. At a place of coefficient c, step = s * level_step, and in each subset of the levels, i % 4 = q, the nearest:
+// The errors. A place with coefficient c has step = s * level_step. In each subset of the levels, those with i % 4 = q,
+// the nearest level is i_q, and its error e_q:
 //   y = c * (1 / step),  P = sign(y) min_n (a_n |y| + b_n)  (trellis_line; n = 0 is |y| itself)
 //   i_q = q + 4 clamp(round(P / 4 + (2^b - 1/2 - q) / 4), 0, 2^(b-1) - 1), round half to even
 //   e_q = c - step * (level(b, i_q) + 1/2)
 //
-// Path. Viterbi: cost[w] after place t is the least cost of a path that ends in state w. Branch x from state p costs e_q^2
-// of q = 2 (x ^ p / 2) + p % 2; of two branches into a state the one from the smaller state wins a tie.
-//   free ends     every state starts with cost 0, and the least final cost counts
-//   PATH_CIRCLE   the final path tries each of the four states as its start and end; ties to the smaller state
-//   PATH_LANES    also in the search: a lane starts in state 0 with the least final cost of the lane before
+// The path, by Viterbi's algorithm. cost[w] after place t is the least cost of a path that ends in state w. Branch x
+// from state p costs e_q^2 with q = 2 (x ^ p / 2) + p % 2. Of two branches of equal cost into a state the one from the
+// smaller state wins.
+//   free ends     Every state starts with cost 0, and the least final cost counts.
+//   PATH_CIRCLE   The path tries each of the four states as its start and end, and of equal ones takes the smaller.
+//   PATH_LANES    Also for the scale, a lane starts in state 0 with the least final cost of the lane before.
 //
 // As in encode.cpp the bytes depend only on the f32 coefficients: every operation is rounded as written here, and fused
 // multiply-adds are explicit.
@@ -56,9 +58,9 @@ constexpr int32_t STATES = 4;
 constexpr float   INF    = std::numeric_limits<float>::infinity();
 
 struct Place {
-    int32_t      j; // coefficient
+    int32_t      j; // the coefficient at this place
     const Band * band;
-    bool         first; // first place of a lane
+    bool         first; // Is this the first place of its lane?
 };
 
 struct Places {
@@ -118,16 +120,17 @@ float least_of(const float * cost) {
     return std::min(std::min(cost[0], cost[1]), std::min(cost[2], cost[3]));
 }
 
-// A lane of PATH_LANES begins.
+// Starts a lane of PATH_LANES: it begins in state 0 and costs as much as the cheapest end of the lane before it.
 void begin_lane(float * cost) {
     cost[0] = least_of(cost);
     std::fill_n(cost + 1, STATES - 1, INF);
 }
 
-// Updates `cost` by one place. decisions: true if the branch into a state comes from the larger of two states.
+// Adds one place to the paths that end in each state. Two branches lead into a state; `decisions` says whether the
+// cheaper one comes from the larger of its two states.
 void extend(const Nearest & choice, float * cost, bool * decisions) {
     float next[STATES];
-    for (int32_t w = 0; w < STATES; ++w) { // from states w >> 1 and w >> 1 | 2
+    for (int32_t w = 0; w < STATES; ++w) { // The branches come from states w >> 1 and w >> 1 | 2.
         const int32_t x = w & 1, p = w >> 1;
         const float   from_p = choice.error[subset(p, x)], from_other = choice.error[subset(p | 2, x)];
         const float   a = std::fma(from_p, from_p, cost[p]);
@@ -174,7 +177,7 @@ float find_path(const HeadCodec & codec, const float * c, float s, uint8_t * cod
     struct Step {
         Nearest choice;
         bool    decisions[STATES];
-        int32_t from; // PATH_LANES: final state of the previous lane
+        int32_t from; // For PATH_LANES, the state in which the previous lane ends.
     };
 
     const Places      places(codec);
@@ -214,13 +217,17 @@ float find_path(const HeadCodec & codec, const float * c, float s, uint8_t * cod
 
 void path_levels(const HeadCodec & codec, const uint8_t * code, int32_t * level) {
     const Places places(codec);
-    for (size_t t = 0, n = places.n; t < n; ++t) {
-        const bool    lanes = codec.path == PATH_LANES;
-        const bool    first = places.at[t].first, second = t > 0 && places.at[t - 1].first;
-        const int32_t one = lanes && first ? 0 : code[places.at[(t + n - 1) % n].j] & 1;
-        const int32_t two = lanes && (first || second) ? 0 : code[places.at[(t + n - 2) % n].j] & 1;
-        const int32_t j   = places.at[t].j;
-        level[j]          = trellis_level(places.at[t].band->bits, 2 * code[j] ^ 2 * two ^ one);
+    const size_t n     = places.n;
+    const bool   lanes = codec.path == PATH_LANES;
+    // The lowest bit of the code `back` places before place t: x_{t-1} or x_{t-2} of trellis.h.
+    const auto low_bit = [&](size_t t, size_t back) { return code[places.at[(t + n - back) % n].j] & 1; };
+    for (size_t t = 0; t < n; ++t) {
+        const Place & place  = places.at[t];
+        const bool    first  = lanes && place.first; // Zeros precede a lane, not the codes of the lane before it.
+        const bool    second = lanes && t > 0 && places.at[t - 1].first;
+        const int32_t one    = first ? 0 : low_bit(t, 1);
+        const int32_t two    = first || second ? 0 : low_bit(t, 2);
+        level[place.j]       = trellis_level(place.band->bits, 2 * code[place.j] ^ 2 * two ^ one);
     }
 }
 

@@ -8,16 +8,16 @@ namespace subkv {
 
 // A token of the batch.
 struct TokenRow {
-    int32_t pos;        // -1: an image token: it attends to sinks exactly, and no token attends to it exactly
+    int32_t pos;        // -1 for an image token, which attends to sinks exactly, and to which no token attends exactly
     int32_t cell;       // within its stream
     int32_t first_slot; // first window slot of its first sequence
 };
 
 // A slot of the window.
 struct SlotRow {
-    int32_t pos;   // position of the slot's key in this batch; -1: none
-    int32_t cell;  // cell of the same key, within its stream; -1: none
-    int32_t token; // index of the token whose row the slot stores after attention; -1: none
+    int32_t pos;   // position of the slot's key in this batch, or -1
+    int32_t cell;  // cell of the same key, within its stream, or -1
+    int32_t token; // index of the token whose row the slot stores after attention, or -1
 };
 
 static_assert(sizeof(TokenRow) == 3 * sizeof(int32_t) && sizeof(SlotRow) == 3 * sizeof(int32_t));

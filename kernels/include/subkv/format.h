@@ -12,12 +12,12 @@ namespace subkv {
 // rows
 //
 
-// 2^(i/8) rounded to f32. Literals, not exp2(): the scales must not depend on the math library.
+// 2^(i/8) rounded to f32. These are literals, because the scales must not depend on the math library's exp2().
 constexpr float EIGHTHS[8] = { 1.0f,        1.09050775f, 1.18920708f, 1.29683959f,
                                1.41421354f, 1.54221082f, 1.68179286f, 1.8340081f };
 
-// Scale codes: code u means s = EIGHTHS[u % 8] * 2^(u / 8 - SCALE_ONE / 8), 0 means s = 0, SCALE_NAN a row that could
-// not be coded: all its coefficients are NaN.
+// Scale code u means s = EIGHTHS[u % 8] * 2^(u / 8 - SCALE_ONE / 8), and 0 means s = 0. SCALE_NAN marks a row that
+// could not be coded, all of whose coefficients are NaN.
 constexpr int32_t  SCALE_ONE  = 160; // s = 1
 constexpr int32_t  SCALE_MOST = 254; // the largest scale
 constexpr int32_t  SCALE_NAN  = 255;

@@ -1,6 +1,6 @@
 // ops.h: the contract of every kernel. Shapes here are authoritative; kernels/ref has the definitions in plain scalar
-// code, kernels/cpu the fast versions. C++17, no allocation visible to the caller. The only exception is std::bad_alloc:
-// results are then undefined, but encode of the versions in kernels/cpu has changed no cell.
+// code, kernels/cpu the fast versions. C++17, no allocation visible to the caller. The only exception is
+// std::bad_alloc: results are then undefined, but encode of the versions in kernels/cpu has changed no cell.
 //
 // Glossary: a *coefficient* is one number of c = E x; its *code* is the quantized integer; a head's *row* is the data
 // of one cell for one KV head (K or V): one scale byte, then the codes of its bands.
@@ -42,16 +42,16 @@ struct Band {
     float   ratio;  // step of a uniform quantizer of this band, relative to the row's scale
 };
 
-// Coding of a row's bands of at most TRELLIS_BITS bits (trellis.h).
+// How a row's bands of at most TRELLIS_BITS bits are coded (trellis.h).
 enum Path : int32_t { PATH_NONE, PATH_CIRCLE, PATH_LANES };
 
-// A matrix [r][d] of a basis, all values finite. IEEE halves; or halves for rows i < n_halves, and for the other rows
-// bytes and one step per row: m[i][j] = step[i - n_halves] * bytes[i - n_halves][j].
+// A matrix [r][d] of a basis; all its values are finite. They are IEEE halves, or only rows i < n_halves are, and the
+// other rows are bytes with one step per row: m[i][j] = step[i - n_halves] * bytes[i - n_halves][j].
 struct Matrix {
     const uint16_t * halves   = nullptr;
-    const int8_t *   bytes    = nullptr; // [r - n_halves][d]; nullptr: all rows in halves
+    const int8_t *   bytes    = nullptr; // [r - n_halves][d], or nullptr if all rows are halves
     const uint16_t * step     = nullptr; // [r - n_halves] IEEE half
-    int64_t          n_halves = 0;       // with bytes: rows in halves, a multiple of 8
+    int64_t          n_halves = 0;       // rows in halves if there are bytes, a multiple of 8
 };
 
 inline bool present(const Matrix & m) {
@@ -60,23 +60,23 @@ inline bool present(const Matrix & m) {
 
 // One KV head of one layer, K or V.
 struct HeadCodec {
-    int32_t       value;     // side, 0 K, 1 V: selects the order of its tiles
+    int32_t       value;     // 0 for K and 1 for V, which selects the order of its tiles
     int32_t       d;         // head size
     int32_t       rank;      // coefficients kept, = sum of bands[i].n, <= d
     int32_t       row_bytes; // 1 + bytes of all planes
     int32_t       n_bands;
     Band          bands[MAX_BANDS];
     Path          path;   // path_of(), in latent layers latent_path()
-    Matrix        encode; // E [rank][d]: c_i = sum_j E[i][j] x_j - offset[i]; neither halves nor bytes: E = 1, d = rank
+    Matrix        encode; // E [rank][d]: c_i = sum_j E[i][j] x_j - offset[i]; if absent, E = 1 and d = rank
     Matrix        decode; // D [rank][d]: x^_j = sum_i c_i D[i][j];  K also uses q~_i = sum_j D[i][j] q_j
-    const float * offset; // [rank] E mean, finite; nullptr: zeros
+    const float * offset; // [rank] E mean, finite, or nullptr for zeros
 };
 
 // Online-softmax state of one query row: m = running max of logits, z = sum exp(l - m), acc = sum exp(l - m) value.
 // Start: m = -INFINITY, z = 0, acc = 0.
 //
-// Attention of n_tok * n_group query rows over n_cells coded cells of one KV head. Query row (t, g) is number
-// t * n_group + g everywhere below.
+// attend computes attention of n_tok * n_group query rows over n_cells coded cells of one KV head. Query row (t, g) is
+// number t * n_group + g everywhere below.
 //   logit(t,g,c) = cap( qt[t,g] . c_k(c) + shift[t,g] ) + slope[g] * bias[t][c]
 //   cap(x) = softcap > 0 ? softcap*tanh(x/softcap) : x
 // shift is q . mean, the same for all cells: codes of keys do not include the mean.
@@ -100,7 +100,7 @@ struct AttendArgs {
     int64_t           n_tok;
     int64_t           n_group;
     const float *     qt;    // [n_tok*n_group][k->rank] projected queries, times gamma and softmax scale
-    const float *     shift; // [n_tok*n_group], times softmax scale; nullptr: zeros
+    const float *     shift; // [n_tok*n_group], times softmax scale, or nullptr for zeros
     const float *     bias;  // [n_tok][bias_stride], first n_cells of each row used
     int64_t           bias_stride;
     const float *     slope;   // [n_group]
@@ -168,23 +168,24 @@ struct Ops {
     void (*to_half)(const float * x, uint16_t * h, int64_t n);
 
     // Packs one head's row x [d] of the recent part of the exact window (recent.h), and unpacks it to IEEE halves [d].
-    // mean [d] f32, finite; nullptr: zeros. pack returns false if x is not finite; unpack then gives HALF_NAN [d].
+    // mean [d] is finite f32, or nullptr for zeros. pack returns false if x is not finite; unpack then gives HALF_NAN
+    // [d].
     bool (*pack_recent)(const float * x, const float * mean, int64_t d, uint8_t * row);
     void (*unpack_recent)(const uint8_t * row, const float * mean, int64_t d, uint16_t * out);
 
     // Relative step to which attend rounds two kinds of numbers: queries times the ratio of their coefficient's band
     // (relative to the largest of a query row), and weights exp(l - m) times the scale of the value row (relative to
     // the largest weight of a query row times the largest scale of its token's visible cells). The error of each number
-    // is at most half a step; for queries of more than 512 coefficients the step is an eighth larger. 0: f32 rounding
-    // only. attend_exact has f32 rounding only.
+    // is at most half a step. For queries of more than 512 coefficients the step is an eighth larger. 0 means that only
+    // f32 rounding occurs, as always in attend_exact.
     float rounding;
 };
 
 const Ops & ops_ref();
 
-// path_of: PATH_CIRCLE if bands of at most TRELLIS_BITS bits have TRELLIS_LEAST coefficients or more, else PATH_NONE.
-// latent_path: for keys of a latent layer, PATH_LANES if these bands have TRELLIS_LEAST_LATENT coefficients or more;
-// the layer's values use the keys' path.
+// path_of returns PATH_CIRCLE if bands of at most TRELLIS_BITS bits have TRELLIS_LEAST coefficients or more, else
+// PATH_NONE. latent_path is for the keys of a latent layer. It returns PATH_LANES if these bands have
+// TRELLIS_LEAST_LATENT coefficients or more, and the layer's values use the same path.
 Path path_of(const HeadCodec & codec);
 Path latent_path(const HeadCodec & codec);
 
@@ -202,7 +203,7 @@ void keys_to_values(const HeadCodec & values, const uint8_t * key_tile, uint8_t 
 void gather_cells(const HeadCodec & codec, const uint8_t * tiles, int64_t tile_stride, const int32_t * cells, int64_t n,
                   uint8_t * out);
 
-// Like gather_cells for cells stored as rows, cell c at rows + c * stride. cells == nullptr: the first n.
+// Like gather_cells, for cells stored as rows; cell c is at rows + c * stride. Without `cells` it copies the first n.
 void rows_to_tiles(const HeadCodec & codec, const uint8_t * rows, int64_t stride, const int32_t * cells, int64_t n,
                    uint8_t * out);
 
@@ -214,11 +215,11 @@ void to_halves(const Matrix & m, int64_t r, int64_t d, uint16_t * out);
 int64_t encode_rows(const Ops & ops, const HeadCodec & codec, const float * x, int64_t ldx, int64_t n, uint8_t * rows);
 void    dequantize_rows(const Ops & ops, const HeadCodec & codec, const uint8_t * rows, int64_t n, float * c);
 
-// Best version for this processor. SUBKV_KERNEL=ref|avx2|avx2vnni|avx512bw|avx512|neon overrides it (debugging). For an unknown
-// or unsupported name ops_error() has the error, and callers reject the request: there is NO fallback to the best
-// version.
+// The best version for this processor, or, for debugging, the one that SUBKV_KERNEL names (ref, avx2, avx2vnni,
+// avx512bw, avx512 or neon). For an unknown or unsupported name ops_error() has the error and callers reject the
+// request. There is NO fallback to the best version.
 const Ops &  ops();
-const char * ops_error(); // nullptr: no error
+const char * ops_error(); // nullptr if there is none
 
 // All versions for this processor; the list ends with nullptr. For tests and benchmarks.
 const Ops * const * ops_available();

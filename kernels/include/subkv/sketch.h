@@ -18,7 +18,7 @@ constexpr int OJA_PERIOD      = 32;   // rows between two QR decompositions (pap
 // Eigenvalues and eigenvectors of a symmetric matrix: Householder tridiagonalization, then QL with implicit shifts.
 //   a [n][n] f64 in: the matrix, both triangles; out: row i is the unit eigenvector of w[i]
 //   w [n] f64    out: eigenvalues, largest first; |error| <= a few n * eps * the largest |eigenvalue|
-// false: a value is not finite (a is then undefined), or no convergence (no known case).
+// Returns false if a value is not finite (a is then undefined), or if it does not converge (no case is known).
 bool eigen_symmetric(double * a, double * w, int64_t n);
 
 enum class SketchKind : int32_t {
@@ -31,17 +31,18 @@ struct SketchParams {
     SketchKind kind;
     int32_t    d;     // row length, 1 .. MAX_SKETCH_SIZE
     int32_t    rows;  // l, 1 .. MAX_SKETCH_ROWS (OJA: <= d). COVARIANCE ignores it
-    float      decay; // (0, 1]: factor on a row's weight per later row; 1: no decay
+    float      decay; // in (0, 1]: factor on a row's weight for every later row
     float      rate;  // OJA: eta in (0, 1), per row of mean energy
 };
 
-// false: `err` has the error in one sentence. All functions below require parameters that pass this check.
+// If it returns false, `err` has the error in one sentence. All functions below require parameters that pass this
+// check.
 bool sketch_check(const SketchParams & params, std::string & err);
 
 size_t sketch_bytes(const SketchParams & params); // size of a state; a state starts on an 8-byte boundary
 void   sketch_init(const SketchParams & params, void * state);
 
-// Checks a state from an untrusted source: counts are within bounds, every value is finite.
+// Checks a state from an untrusted source: whether its counts are within bounds and all its values finite.
 bool sketch_valid(const SketchParams & params, const void * state);
 
 // x [n][ldx] f32. Skips rows with a non-finite value or a squared norm above 1e24 (f32 sums would overflow) and returns
@@ -51,13 +52,13 @@ int64_t sketch_absorb(const SketchParams & params, void * state, const float * x
 // The r directions of most energy: rows [r][d] f64 orthonormal, energy [r] f64 = the sketch's estimate of the weighted
 // sum of (row . x)^2, largest first. The estimate spreads lost energy evenly: over all d directions (FD: energy lost by
 // shrinking) or over the directions outside U (OJA: energy outside U). The d energies add up to the stream's energy. r
-// <= d; further orthonormal directions complete the sketch's own. false: a value of the state is not finite.
+// <= d; further orthonormal directions complete the sketch's own. Returns false if a value of the state is not finite.
 bool sketch_top(const SketchParams & params, const void * state, int64_t r, double * rows, double * energy);
 
 int64_t sketch_count(const void * state);                               // rows absorbed
 double  sketch_energy(const SketchParams & params, const void * state); // weighted sum of ||x||^2 over them
 
-// FD: copies the sketch's rows S to s [2l][d] f32 and returns the number of rows in use. Other kinds: returns 0.
+// For FREQUENT_DIRECTIONS, copies the sketch's rows S to s [2l][d] f32 and returns the number of rows in use, else 0.
 int64_t sketch_rows(const SketchParams & params, const void * state, float * s);
 
 } // namespace subkv

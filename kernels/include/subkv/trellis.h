@@ -8,12 +8,12 @@
 //   path    the coefficients of all bands of 2..6 bits, lane by lane: those with index % 8 = 0 in ascending order, then
 //           those with index % 8 = 1, and so on. In a tile (tiles.h) a lane runs along the octets.
 //   index   code u_t of place t:  x_t = u_t & 1,  i_t = 2 u_t ^ 2 x_{t-2} ^ x_{t-1}   (0 <= i_t < 2^(b+1))
-//           PATH_CIRCLE: the last two places precede place 0; the start of the path needs no extra bits.
-//           PATH_LANES: two zeros precede every lane. For latent layers, which also read a prefix of a row alone.
+//           On a PATH_CIRCLE the last two places precede place 0, so the start of the path needs no extra bits. On
+//           PATH_LANES two zeros precede every lane, for latent layers, which also read a prefix of a row alone.
 //   value   c = s * level_step * (level(b, i) + 1/2), level_step = ratio * trellis_share(b)
 //
-// PATH_NONE: rows of fewer than TRELLIS_LEAST such coefficients; ops.h defines their codes. The same holds for bands of
-// 8 and 16 bits in all rows. State w = x_{t-1} + 2 x_{t-2}: it depends on two codes, so a decoder may start anywhere.
+// Rows of fewer than TRELLIS_LEAST such coefficients have PATH_NONE. ops.h defines their codes, and those of bands of 8
+// and 16 bits in all rows. The state w = x_{t-1} + 2 x_{t-2} depends on two codes, so a decoder may start anywhere.
 #pragma once
 
 #include "subkv/ops.h"
@@ -37,7 +37,8 @@ SUBKV_EVERYWHERE bool on_path(const HeadCodec & codec, const Band & band) {
     return codec.path != PATH_NONE && band.bits <= TRELLIS_BITS;
 }
 
-// Distance of two adjacent codes' values, relative to the row's scale; on a path: of two adjacent levels near 0.
+// The distance of two adjacent codes' values, relative to the row's scale. On a path it is the distance of two adjacent
+// levels near 0.
 SUBKV_EVERYWHERE float level_step(const HeadCodec & codec, const Band & band) {
     return on_path(codec, band) ? band.ratio * trellis_share(band.bits) : band.ratio;
 }
@@ -52,8 +53,8 @@ constexpr int32_t TRELLIS_TRIED = 4;
 
 constexpr int32_t N_LINES = 5;
 
-// Line n: factor a and constant b. The minimum over all lines at |y| maps a value y = c / step to its place among the
-// levels, counted from the middle: there y changes from one level of a subset to the next.
+// The line a |y| + b. The minimum over all lines maps a value y = c / step to its place among the levels, counted from
+// the middle, at which y changes from one level of a subset to the next.
 struct TrellisLine {
     float a, b;
 };

@@ -1,11 +1,13 @@
 // widths.h: the widths of codes with their constants (converter/FORMAT.md §2, §3), one line each. All other code reads
 // them from here: C++ and CUDA by the functions below and by these macros, shaders by the tables that vulkan/ops.cpp
-// writes, Python by subkv_triton/widths.py, which `python cmake/widths.py` writes. tiles.h has the fields of each width.
+// writes, Python by subkv_triton/widths.py, which `python cmake/widths.py` writes. tiles.h has the fields of each
+// width.
 #pragma once
 
 #include <cstdint>
 
-// These functions also run on GPUs. Static: ISA files include them, and the linker must not pick an ISA file's copy.
+// These functions also run on GPUs. They are static because ISA files include them, and the linker must not pick the
+// copy of such a file.
 #if defined(__CUDACC__)
 #    define SUBKV_EVERYWHERE static __host__ __device__ constexpr
 #else
@@ -58,7 +60,7 @@ SUBKV_EVERYWHERE int32_t low_plane(int32_t bits) {
     return bits;
 }
 
-// Constants of a path (trellis.h); 0 for other widths.
+// The constants of a path (trellis.h), which are 0 for other widths.
 SUBKV_EVERYWHERE int32_t trellis_double(int32_t bits) {
     SUBKV_PATH_WIDTHS(SUBKV_DOUBLE, )
     return 0;
