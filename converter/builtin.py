@@ -1,4 +1,4 @@
-"""The built-in texts, on which `convert MODEL` calibrates by default: texts/*.txt, one block per file.
+"""The built-in texts, on which `convert MODEL` calibrates by default. Each file of texts/ is a block.
 
 A calibration fits its kind of text, and users have all kinds. So every block is of another kind, and the first ones
 differ most. Kinds matter more than tokens (numbers: research/notes/quality.md). A block has at least 2000 tokens.
@@ -33,7 +33,7 @@ _TURN = re.compile(r"^@(system|user|assistant)\n", re.M)
 
 
 def read(template: Template | None = None) -> list[Text]:
-    """The blocks in the order of use: the first few are always a mixture of kinds.
+    """The blocks in the order of use. The first few are always a mixture of kinds.
 
     template: the model's, which renders chat turns. Without one, or if it rejects a conversation, turns are plain text.
     """
@@ -41,7 +41,7 @@ def read(template: Template | None = None) -> list[Text]:
 
 
 def read_file(path: Path, name: str, template: Template | None = None) -> Text:
-    """One text. name: its provenance. Its pieces are separated by form feeds. template: as in read()."""
+    """One text of this provenance, whose pieces are separated by form feeds. template is that of read()."""
     pieces = path.read_text("utf-8").split("\f\n")
     chat = any(_TURN.match(piece) for piece in pieces)
     data = "\n".join(render(template, piece) if _TURN.match(piece) else piece for piece in pieces).encode()
@@ -49,12 +49,12 @@ def read_file(path: Path, name: str, template: Template | None = None) -> Text:
 
 
 def unmeasured(texts: Sequence[Text]) -> list[Text]:
-    """The blocks of read() that are only for statistics; the last one, a mixture, is held out."""
+    """The blocks of read() that are only for statistics. The last one, a mixture, is held out."""
     return list(texts[BLOCKS:])
 
 
 def render(template: Template | None, piece: str) -> str:
-    """A conversation in the model's format. piece: turns, each of which begins with a line such as @user."""
+    """A conversation in the model's format. Each turn of the piece begins with a line such as @user."""
     _, *turns = _TURN.split(piece)
     messages: list[Message] = [
         {"role": role, "content": content.strip()} for role, content in zip(turns[::2], turns[1::2], strict=True)

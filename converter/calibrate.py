@@ -29,7 +29,7 @@ def main(
     model: Path, corpus: Corpus, output: Path, yes: bool, in_file: Path | None, n_sink: int, held_out: int
 ) -> None:
     """Collect the statistics of a model on text, for `subkv convert --bases`."""
-    # numpy and the native libraries: not for a --help
+    # numpy and the native libraries are not needed for a --help
     from converter.source import Source
     from converter.statistics_stage import collect_statistics
     from subkv.format.calibration import read_calibration, write_calibration

@@ -20,6 +20,7 @@ from subkv.native.bases import MAX_BUDGET
 from subkv.plan.methods import BASES_K, BASES_V, GAMMAS
 
 if TYPE_CHECKING:
+    from converter.conversion import Conversion, Converted
     from subkv.plan.pipeline import Options
 
 MAX_PLANS = 16  # FORMAT.md §3.3
@@ -29,7 +30,7 @@ def options_from_flags(
     n_sink: int, n_recent: int, recent_bits: int | None, adapt: str | None = None, **methods: Any
 ) -> Options:
     """Options from the flags of `convert`. methods: fields of Options. Raises SubkvError or click.UsageError."""
-    from subkv.plan.pipeline import Options  # numpy and the native libraries: not for a --help
+    from subkv.plan.pipeline import Options  # numpy and the native libraries are not needed for a --help
 
     window = Window(n_sink, n_recent, recent_bits=AS_FILE if recent_bits is None else recent_bits, adapt=adapt)
     options = Options(window=window, **methods)
@@ -42,7 +43,7 @@ def options_from_flags(
 
 
 def budgets(text: str | None) -> tuple[float, ...] | None:
-    """The value of --plans; None: the default. Raises click.UsageError."""
+    """The value of --plans, or None for the default. Raises click.UsageError."""
     if text in (None, "none"):
         return None if text is None else ()
     try:
@@ -65,7 +66,7 @@ recent_bits_option = click.option(
 
 
 class Rank(click.ParamType):  # type: ignore[type-arg]
-    """A number of coefficients; checked before a calibration starts."""
+    """A number of coefficients, which is checked before a calibration starts."""
 
     name = "integer"
 
@@ -117,7 +118,7 @@ PICTURES = frozenset({".gif", ".jpeg", ".jpg", ".pdf", ".png", ".ps", ".svg", ".
 
 
 class Convert(Command):
-    """ImageMagick has a program of the same name; a line that names pictures was meant for it."""
+    """ImageMagick has a program of the same name. A line that names pictures was meant for it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         picture = next((word for word in args if Path(word.lower()).suffix in PICTURES), None)
@@ -189,20 +190,11 @@ def main(
     MODEL is a GGUF, its name on the Hugging Face hub (-hf) or, with the extra torch, a Hugging Face folder, which is
     converted to a GGUF first.
     """
-    # numpy and the native libraries: not for a --help
-    from converter.conversion import Conversion
+    from converter.conversion import Conversion  # numpy and the native libraries are not needed for a --help
     from converter.request import CalibrationRequest
-    from subkv.engine.cache import coded_by
-    from subkv.engine.memory import available_memory, simulated_cache
 
-    if bases is not None and corpus.files:
-        raise click.UsageError("expected --bases with a calibration or -f with text to calibrate on, found both")
-    if bases is not None and minutes is not None:
-        raise click.UsageError("expected --bases with a calibration or --minutes for sensitivities, found both")
-    if sidecar and embed:
-        raise click.UsageError("expected --sidecar or --embed, found both")
-    if hf_repo and output is None and (sidecar or embed or bases is not None):
-        raise click.UsageError("-hf: expected -o FILE with --sidecar, --embed or --bases, found none")
+    is_file = sidecar or embed or bases is not None
+    refuse_contradictions(corpus, bases, minutes, sidecar and embed, bool(hf_repo) and output is None and is_file)
     named = f"-hf {hf_repo}" if hf_repo else f"-m {shlex.quote(str(model))}"
     model = requested_model(model, hf_repo)
     if model is None:
@@ -210,20 +202,46 @@ def main(
     if sidecar and model.is_dir():
         raise SubkvError("sidecar", f"expected a GGUF as MODEL for a sidecar, found {model}")
     target = output
-    if output is None and (sidecar or embed or bases is not None or model.is_dir()):
+    if output is None and (is_file or model.is_dir()):
         target = default_output(model, sidecar, quantize)
     if target is not None:
         check_not_input(target, [("the model", model), *([("--bases", bases)] if bases else [])])
         check_new(target, yes or dry_run)
     request = CalibrationRequest(corpus, options.window.n_sink, options.window.n_recent, minutes)
     conversion = Conversion(model, bases, request, options, target, sidecar, outtype, quantize, dry_run)
-    done = conversion.run()
+    report(conversion, conversion.run(), verbose)
+    if dry_run:
+        stored = "" if bases is not None else "; the calibration is kept for the next run"
+        show(f"dry run: no bases were written{stored}")
+    elif target is None:
+        show(f"programs find it for {model} automatically: subkv chat {named}")
+
+
+def refuse_contradictions(
+    corpus: Corpus, bases: Path | None, minutes: float | None, both_files: bool, nameless: bool
+) -> None:
+    """Refuse flags that exclude each other. nameless: a file of a model from the hub, without -o."""
+    if bases is not None and corpus.files:
+        raise click.UsageError("expected --bases with a calibration or -f with text to calibrate on, found both")
+    if bases is not None and minutes is not None:
+        raise click.UsageError("expected --bases with a calibration or --minutes for sensitivities, found both")
+    if both_files:
+        raise click.UsageError("expected --sidecar or --embed, found both")
+    if nameless:
+        raise click.UsageError("-hf: expected -o FILE with --sidecar, --embed or --bases, found none")
+
+
+def report(conversion: Conversion, done: Converted, verbose: bool) -> None:
+    """Print the layout, its cost against other caches, the further budgets and the notes of a conversion."""
+    from subkv.engine.cache import coded_by
+    from subkv.engine.memory import available_memory, simulated_cache
+
     result, path = done.result, done.path
     for line in tables.layout(result, verbose):
         show(line)
     cost, n_ctx = tables.Cost.of_result(result), result.counted.context
-    of_weights = path if target is not None and not sidecar else model
-    if len(result.layers) < done.n_layer and not dry_run and not of_weights.is_dir():
+    of_weights = path if conversion.copies else conversion.model
+    if len(result.layers) < done.n_layer and not conversion.dry_run and not of_weights.is_dir():
         cost = cost.beside(simulated_cache(of_weights, coded_by(path), n_ctx))
     for line in tables.sentences(cost, n_ctx, result.compared, done.n_bytes, available_memory(), done.n_ctx_train):
         show(line)
@@ -232,15 +250,10 @@ def main(
         for line in tables.budgets(result.plans.budget, plans, result.predicted):
             show(line)
     for note in result.notes:
-        key = "files" if note.key == "calibration" and bases is None else note.key
+        key = "files" if note.key == "calibration" and conversion.bases is None else note.key
         show(sentence(SubkvError(key, note.reason)), err=True)
-    if dry_run:
-        stored = "" if bases is not None else "; the calibration is kept for the next run"
-        show(f"dry run: no bases were written{stored}")
-    else:
+    if not conversion.dry_run:
         show(f"wrote {path}")
-        if target is None:
-            show(f"programs find it for {model} automatically: subkv chat {named}")
 
 
 def default_output(model: Path, sidecar: bool = False, quantize: str | None = None) -> Path:
@@ -248,7 +261,7 @@ def default_output(model: Path, sidecar: bool = False, quantize: str | None = No
     if model.is_dir():
         folder = model.resolve()
         return folder.with_name(f"{folder.name}{f'-{quantize}' if quantize else ''}.subkv.gguf")
-    from subkv.native.bases import SIDECAR_ENDING, sidecar_path  # the native libraries: not for a --help
+    from subkv.native.bases import SIDECAR_ENDING, sidecar_path  # not needed for a --help
 
     path = sidecar_path(model)
     return path if sidecar else path.with_name(f"{path.name.removesuffix(SIDECAR_ENDING)}.subkv.gguf")

@@ -43,8 +43,8 @@ from subkv.plan.pipeline import Options, Result, check_plain, check_plans
 
 @dataclass(frozen=True)
 class Converted:
-    """The outputs of a conversion. path: of the file with the bases. n_bytes: of the model's weights. n_layer,
-    n_ctx_train: of the model; 0: unknown.
+    """The outputs of a conversion: path is the file with the bases, n_bytes the size of the model's weights. n_layer
+    and n_ctx_train are the model's, or 0 if unknown.
     """
 
     result: Result
@@ -58,9 +58,10 @@ class Converted:
 class Conversion:
     """The inputs of one conversion.
 
-    model: a GGUF or a Hugging Face folder. bases: a calibration; None: calibrate as `request` says. output None: the
-    model's sidecar in the store. sidecar: write the bases without the weights. outtype, quantize: of a folder's
-    weights; None: auto, not quantized. dry_run: write only the calibration.
+    model is a GGUF or a Hugging Face folder. bases is a calibration; without one, `request` says how to calibrate.
+    Without output the model's sidecar in the store is written; sidecar leaves the weights out. outtype and quantize
+    are for a folder's weights, which are by default of the type auto and not quantized. dry_run writes only the
+    calibration.
     """
 
     model: Path
@@ -99,7 +100,7 @@ class Conversion:
             return Converted(result, output, source.n_bytes, source.n_layer or 0, source.n_ctx_train or 0)
 
     def _steps(self) -> Callable[[str], None]:
-        """A function that logs the steps of a folder with their numbers; for a GGUF it does nothing."""
+        """A function that logs the steps of a folder with their numbers. For a GGUF it does nothing."""
         if not self.model.is_dir():
             return lambda step: None
         done, total = itertools.count(1), 2 + (self.quantize is not None) + (self.bases is None)

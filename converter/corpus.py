@@ -29,7 +29,7 @@ INTERRUPTED = "interrupted: nothing was written"  # message of programs that wri
 
 @dataclass(frozen=True)
 class Text:
-    """A text. source: its provenance, for the calibration's file. special: it contains names of control tokens."""
+    """A text and its provenance, for the calibration's file. special says that it has names of control tokens."""
 
     source: TextSource
     data: bytes
@@ -41,10 +41,10 @@ class Tokenizer(Protocol):
 
     @property
     def bos(self) -> int | None:
-        """The token in front of every chunk; None: the model adds none."""
+        """The token in front of every chunk, or None if the model adds none."""
 
     def tokenize(self, text: bytes, special: bool = False) -> list[int]:
-        """Tokens of UTF-8 text, without BOS. special: names of control tokens become these tokens."""
+        """Tokens of UTF-8 text, without BOS. special turns names of control tokens into these tokens."""
 
 
 def read_bytes(path: Path) -> bytes:
@@ -59,7 +59,7 @@ def read_bytes(path: Path) -> bytes:
 
 def read_text(path: Path) -> Text:
     """Raises SubkvError about `files` if a file is missing, cannot be read, or is not UTF-8."""
-    from subkv.format.calibration import TextSource  # numpy: not for a --help
+    from subkv.format.calibration import TextSource  # numpy is not needed for a --help
 
     data = read_bytes(path)
     try:
@@ -99,7 +99,7 @@ def cut(
     step = n_ctx - len(start)
     out: list[tuple[int, ...]] = []
     for i, text in enumerate(texts):
-        # an equal share of the remaining chunks: later texts get the unused share of a short one
+        # A text gets an equal share of the remaining chunks, so later texts get what a short one does not use.
         quota = None if chunks is None else -(-(chunks - len(out)) // (len(texts) - i))
         tokens = tokenize(tokenizer, text, None if quota is None else quota * step)
         if len(tokens) < (step if whole else min(MIN_TOKENS, n_ctx) - len(start)):
@@ -131,7 +131,7 @@ yes_option = click.option("-y", "--yes", is_flag=True, help="overwrite an existi
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts, cut into at most `chunks` chunks of n_ctx tokens (None: all), and threads to run a model (None: all)."""
+    """Texts, cut into at most `chunks` chunks of n_ctx tokens, and threads to run a model. None means all."""
 
     files: tuple[Path, ...]
     n_ctx: int
@@ -153,7 +153,7 @@ def corpus_options(
     n_chunks: int | None = None,
     required: bool = True,
 ) -> Callable[..., Any]:
-    """-f, -c, --chunks and -t as one argument `corpus`. text, chunks: help texts; n_chunks: the default."""
+    """-f, -c, --chunks and -t as one argument `corpus`, with help texts for two of them and the default n_chunks."""
     return group(
         "corpus",
         Corpus,

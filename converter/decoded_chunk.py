@@ -33,7 +33,7 @@ class Spill:
     """Bytes and an array of float32 in a temporary file, which is removed with this object."""
 
     def __init__(self, folder: Path | None, raw: bytearray, array: F32) -> None:
-        """folder None: the system's for temporary files. Raises SubkvError about `output` if `folder` is full."""
+        """folder is by default the system's for temporary files. Raises SubkvError about `output` if it is full."""
         self._size, self._shape = len(raw), array.shape
         try:
             self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  for as long as this object

@@ -22,7 +22,7 @@ from subkv.native import library
 
 OUTTYPES = {"auto": 2.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "q8_0": 1.0625}  # bytes per weight
 MIB = 1 << 20
-# progress lines: the converter's in percent, the quantizer's as [tensor/tensors]
+# The converter prints its progress in percent, the quantizer as [tensor/tensors].
 _POSITION = re.compile(r"^Writing: +(\d+)%|^\[ *(\d+)/ *(\d+)\]")
 _REASON = re.compile(r"^(?:ERROR:[\w.-]+:|llama_model_quantize: )(.+)|^((?:\w+\.)*\w+(?:Error|Exception): .+)")
 
@@ -37,7 +37,7 @@ def converter_path() -> Path:
 
 
 def count_weights(folder: Path) -> int:
-    """Number of weights in a Hugging Face folder; for files of PyTorch's own format, an upper bound.
+    """The number of weights in a Hugging Face folder, or an upper bound for files of PyTorch's own format.
 
     Raises SubkvError if config.json or weights are missing, or a file is damaged.
     """
@@ -71,7 +71,7 @@ def check_space(output: Path, n_weights: int, outtype: str, quantize: str | None
     whole = last = (f"as {outtype}", OUTTYPES[outtype] * n_weights)
     stages = []
     if quantize is not None:
-        # a mixture of types is named by its most frequent one; embeddings and some layers get more
+        # A mixture of types is named by its most frequent one. Embeddings and some layers get more bits.
         bits = int(re.findall(r"\d", quantize)[0]) + 2
         last = (f"as {quantize}", bits / 8 * n_weights)
         stages.append([whole, last])
@@ -89,7 +89,7 @@ def check_space(output: Path, n_weights: int, outtype: str, quantize: str | None
 
 
 def check(folder: Path, outtype: str, quantize: str | None, output: Path, copy: bool) -> None:
-    """Detect errors before the long run: in the folder, packages, libraries, disk space. copy: as in check_space()."""
+    """Detect errors of the folder, packages, libraries and disk space before the long run. copy is check_space()'s."""
     n_weights = count_weights(folder)
     sentencepiece = ["sentencepiece"] if (folder / "tokenizer.model").is_file() else []
     need_packages("torch", ["torch", "transformers", *sentencepiece])

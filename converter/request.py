@@ -1,4 +1,4 @@
-"""The settings of a calibration: those that the user requests, completed from the model."""
+"""The settings of a calibration, as the user requests them and completed from the model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from converter.sensitivity_trials import FULL, Scope
 from subkv.format.metadata import generator
 from subkv.plan.pipeline import TOKENS_PER_RANK
 
-SHORT = 512  # tokens of most built-in chunks for sensitivities: many kinds of text matter more than long ones
-ALONE = 1280  # tokens of the built-in chunks without sensitivities: less work than with them
+SHORT = 512  # tokens of most built-in chunks for sensitivities, because many kinds of text matter more than long ones
+ALONE = 1280  # tokens of the built-in chunks without sensitivities, which is less work than with them
 CHUNKS, LONG = 5, 1088  # chunks of the user's text for sensitivities, and tokens of each
 
 
@@ -38,7 +38,7 @@ class CalibrationRequest:
     resumes: bool = False
 
     def texts(self) -> list[Text] | None:
-        """The given texts; None: the built-in ones. Raises SubkvError as read_text()."""
+        """The given texts, or None for the built-in ones. Raises SubkvError as read_text()."""
         return self.corpus.read() or None
 
     @property
@@ -49,7 +49,7 @@ class CalibrationRequest:
 
     @property
     def observed(self) -> Corpus:
-        """The text of the statistics: as requested, else blocks of the built-in texts."""
+        """The text of the statistics, as requested or else blocks of the built-in texts."""
         if self.corpus.files or self.corpus.chunks is not None:
             return self.corpus
         # one block is held out, and each block loses its first n_sink positions

@@ -1,4 +1,4 @@
-"""The effect of errors in cached keys and values on the residual stream: exact attention over one text, in numpy.
+"""The effect of errors in cached keys and values on the residual stream, by exact attention over one text in numpy.
 
 A query with softmax weights α_i over the cells reads o = Σ α_i v_i. To first order, errors ε_i of values add Σ α_i ε_i
 to o, and errors κ_i of keys add Σ α_i s (q·κ_i)(v_i − o). W_o maps both to the stream. Heads of a group share cells.
@@ -122,7 +122,7 @@ def sizes(rows: F32) -> F32:
 
 
 def equal_rows(v: F32) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
-    """An order of the rows in which equal rows are adjacent, and the start of each group; None: no two are equal."""
+    """An order of the rows in which equal ones are adjacent, and the start of each group; None if no two are equal."""
     _, kind = np.unique(v, axis=0, return_inverse=True)
     kind = kind.reshape(-1)
     order = np.argsort(kind, kind="stable")
@@ -155,7 +155,7 @@ def _merged(read: F32, order: NDArray[np.intp], starts: NDArray[np.intp]) -> F32
 
 
 def energy(rows: Rows, shape: LayerShape, output: F32, error_k: F32 | None, error_v: F32 | None) -> float:
-    """The squared norm that errors [n, n_head_kv, d] of the cells add to the stream, mean over the queries; exact."""
+    """The exact squared norm that errors [n, n_head_kv, d] of the cells add to the stream, averaged over queries."""
     mask = rows.mask
     change = np.zeros((len(rows.q), output.shape[0]), dtype=np.float32)
     for h in range(shape.n_head):

@@ -1,4 +1,4 @@
-"""Interrupted calibrations: partial sums on disk, from which a later run resumes."""
+"""Partial sums of interrupted calibrations on disk, from which a later run resumes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from subkv.base.progress import note
 from subkv.format.calibration import Calibration, read_calibration, write_calibration
 
 SAVED = "progress is saved; the same command resumes"
-EVERY = 20.0  # seconds between checkpoints; writing one takes well below a second
+EVERY = 20.0  # seconds between checkpoints, each of which takes well below a second
 
 
 def interrupt() -> Interrupt:
@@ -24,7 +24,7 @@ def interrupt() -> Interrupt:
 
 
 class Checkpoints:
-    """The statistics stage's progress, as files NAME.DONE-of-TOTAL.part: each is a whole calibration; the last counts.
+    """The statistics stage's progress, as files NAME.DONE-of-TOTAL.part. Each is a whole calibration; the last counts.
 
     From load() to the end of the block, Ctrl-C waits for the current batch, saves the sums and raises
     KeyboardInterrupt. A second Ctrl-C raises it at once.
@@ -68,7 +68,7 @@ class Checkpoints:
         return 0, None
 
     def reached(self, done: int, sums: Callable[[], Calibration] | None) -> None:
-        """Call it after every batch. sums None: no run can resume here. Raises KeyboardInterrupt after Ctrl-C."""
+        """Call it after every batch, without sums where no run can resume. Raises KeyboardInterrupt after Ctrl-C."""
         stop = self._interrupt.pressed
         if sums is not None and (stop or time.monotonic() - self._written > EVERY):
             write_calibration(self._path(done, self._total), sums())

@@ -35,7 +35,7 @@ ROWS = 16  # rows per piece of work: 16 x 49152 float64 fit into the processor's
 
 
 def log_softmax(logits: F32) -> F64:
-    """ln softmax over the last axis. logits [n, n_vocab] f32; returns f64."""
+    """ln softmax over the last axis of logits [n, n_vocab] f32, as f64."""
     x = logits.astype(np.float64)
     x -= x.max(axis=-1, keepdims=True)
     x -= np.log(np.exp(x).sum(axis=-1, keepdims=True))
@@ -53,7 +53,7 @@ def mean_kld(exact: F32, other: F32) -> float:
 
 @dataclasses.dataclass
 class Scores:
-    """Per-token results of one cache so far; columns that compare with a base are empty without one."""
+    """Per-token results of one cache so far. Columns that compare with a base are empty without one."""
 
     nll: list[F64] = dataclasses.field(default_factory=list)
     nll_base: list[F64] = dataclasses.field(default_factory=list)
@@ -65,7 +65,7 @@ class Scores:
             column += getattr(part, name)
 
     def summary(self) -> dict[str, Any]:
-        """Numbers under the names of the JSON output; without a base those of AGAINST_BASE are None."""
+        """Numbers under the names of the JSON output. Without a base those of AGAINST_BASE are None."""
         nll = np.concatenate(self.nll)
         ppl, stderr = perplexity(nll)
         out: dict[str, Any] = {"ppl": ppl, "ppl_stderr": stderr, "n_scored": len(nll)}
@@ -93,7 +93,7 @@ def _stderr(x: F64) -> float:
 
 
 def perplexity(nll: F64) -> tuple[float, float]:
-    """exp(mean) and its standard error exp(mean)·se(mean); of differences of nll: the ratio of two perplexities."""
+    """exp(mean) and its standard error exp(mean)·se(mean). Of differences of nll it is a ratio of perplexities."""
     ppl = float(np.exp(nll.mean()))
     return ppl, ppl * _stderr(nll)
 
@@ -125,7 +125,7 @@ def score(logits: F32, targets: I32, base: F32 | None, pool: ThreadPoolExecutor,
 
 
 def evaluate(model: Model, contexts: list[Context], chunks: Any, n_threads: int) -> list[Scores]:
-    """Score the chunks with every cache, batch by batch. The first one is the base; one batch of it is in memory."""
+    """Score the chunks with every cache, batch by batch. The first is the base, of which one batch is in memory."""
     n_ctx = chunks.shape[1]
     n_batch = min(context.n_batch for context in contexts)
     scores = [Scores() for _ in contexts]

@@ -74,7 +74,7 @@ def main(model: Path, bases: Path, corpus: Corpus, output: Path, minutes: float 
 
 def read_inputs(bases: Path, corpus: Corpus, output: Path, n_recent: int) -> tuple[Calibration, list[Text]]:
     """The calibration and the texts. Raises SubkvError about them, about `output`, and if chunks fit in the window."""
-    from subkv.format.calibration import read_calibration  # numpy: not for a --help
+    from subkv.format.calibration import read_calibration  # numpy is not needed for a --help
 
     calibration, texts = read_calibration(bases), corpus.read()
     check_writable(output)
@@ -91,7 +91,7 @@ def check_number(pieces: Sequence[Any], corpus: Corpus, too_few: int) -> None:
 
 def write_result(output: Path, result: Calibration) -> None:
     """Write a calibration with sensitivities, and print its size. Raises SubkvError."""
-    from subkv.format.calibration import write_calibration  # numpy: not for a --help
+    from subkv.format.calibration import write_calibration  # numpy is not needed for a --help
 
     write_calibration(output, result)
     assert result.sensitivity is not None

@@ -67,13 +67,14 @@ from subkv.plan.budget import budget_range
 from subkv.plan.pipeline import Fit, Options
 from subkv.plan.predict import reconstructed
 
-BITS = (4.0, 3.5, 3.0, 2.5, 2.0, 1.5)  # budgets of trial layouts; the first one that is predicted to cost CLEAR is run
+# budgets of trial layouts, of which the first that is predicted to cost CLEAR is run
+BITS = (4.0, 3.5, 3.0, 2.5, 2.0, 1.5)
 CLEAR = 0.004  # nats per token
-PLANNED = 4.0  # layers planned per second: the progress bar's first estimate
-STOCK_TOKENS = 384  # maximum tokens that a stock type is run on; on 256, q4_0's KLD came out twice as large
+PLANNED = 4.0  # layers planned per second, the progress bar's first estimate
+STOCK_TOKENS = 384  # the most tokens that a stock type is run on; with 256, q4_0's KLD came out twice as large
 ROWS_ONLY = 1 << 40  # a context so long that window and bases add nothing to the bits per element
 STOCK = "q4_0"  # the stock type with the largest KLD, which rounding disturbs least
-BATCH = 128  # tokens decoded at once: bounds the logits in memory
+BATCH = 128  # tokens decoded at once, which bounds the logits in memory
 
 
 def with_sensitivities(
@@ -83,7 +84,7 @@ def with_sensitivities(
     texts: Sequence[Text] | None,
     checkpoint: Path,
 ) -> tuple[Calibration, bool]:
-    """The calibration with sensitivities, and whether they are complete; incomplete measurements are saved.
+    """The calibration with sensitivities, and whether they are complete. Incomplete measurements are saved.
 
     texts: of request.texts(). checkpoint: file of incomplete measurements. Raises SubkvError if sensitivities cannot be
     measured, and KeyboardInterrupt after it has saved the measurements so far.
@@ -205,7 +206,7 @@ def n_measured(lengths: Sequence[int]) -> int:
 def tokens_to_decode(
     lengths: Sequence[int], n_layer: int, measurements: Measurements | None = None, scope: Scope = FULL
 ) -> int:
-    """Tokens that measure_sensitivities() decodes on chunks of these lengths. measurements: of an earlier run."""
+    """Tokens that measure_sensitivities() decodes on chunks of these lengths, after measurements of an earlier run."""
     done, n = measurements.done if measurements else [], n_measured(lengths)
     decoded_again = max(lengths) if n == len(lengths) else 0  # longer chunks also correct predictions
     chunks = sum(length for c, length in enumerate(lengths[:n]) if c not in done or length == decoded_again)
@@ -216,7 +217,7 @@ def tokens_to_decode(
 def _chunks(
     session: Session, request: CalibrationRequest, texts: Sequence[Text] | None
 ) -> tuple[list[tuple[int, ...]], list[TextSource]]:
-    """The chunks; and the texts of chunks whose cells are to enter the statistics. Raises SubkvError about `files`."""
+    """The chunks, and the texts of those whose cells are to enter the statistics. Raises SubkvError about `files`."""
     lengths = request.lengths
     if texts is not None:
         chunks = cut(session, texts, lengths[0], len(lengths))
@@ -265,7 +266,7 @@ def n_stock(n: int) -> int:
 
 
 def tokens_to_correct(others: Sequence[int], lengths: Sequence[int]) -> int:
-    """Tokens that corrected() decodes. others: lengths of the chunks that are not measured; lengths: of all chunks."""
+    """Tokens that corrected() decodes, by the lengths of the chunks that are not measured and of all chunks."""
     n_chunks = len(others) or sum(n == max(lengths) for n in lengths)
     return sum(others) + (CORRECTING + SCORED) * n_chunks + 2 * n_stock(max(lengths))
 
@@ -390,7 +391,7 @@ def compare(
 
 
 class Saver:
-    """Called as tokens are decoded: saves the measurements every EVERY seconds and at Ctrl-C."""
+    """Saves the measurements every EVERY seconds and at Ctrl-C. It is called as tokens are decoded."""
 
     def __init__(self, path: Path, ctrl_c: Interrupt, lengths: Sequence[int]) -> None:
         self._path, self._ctrl_c, self._lengths = path, ctrl_c, lengths
@@ -481,5 +482,5 @@ def outcome(checkpoint: Path) -> tuple[float, str] | None:
         return None
     except SubkvError:
         raise
-    except Exception:  # damaged, or of another version; _saved() reports it
+    except Exception:  # It is damaged or of another version, as _saved() reports.
         return 0.0, ""

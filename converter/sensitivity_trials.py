@@ -34,20 +34,20 @@ from subkv.format.window import Window
 from subkv.plan import mla
 from subkv.plan.costs import output_grams, output_weights
 
-TARGET = 0.03  # nats per token, the intended cost of a trial: above rounding, small enough to be quadratic
+TARGET = 0.03  # nats per token, the intended cost of a trial, above rounding and small enough to be quadratic
 FIRST = 0.03  # energy of the first trial's noise, relative to keys and values replaced by random ones
 TINY = 1e-6  # the same for noise that has no effect beyond rounding
-LEAST_COST, MOST_COST = 0.25, 2.0  # times TARGET: a trial outside is repeated with other noise
+LEAST_COST, MOST_COST = 0.25, 2.0  # times TARGET; a trial outside is repeated with other noise
 MOST_CHANGE = 100.0  # maximum factor between the energies of a trial and its repetition
 NEAR = 1.5  # accepted ratio of a trial's energy to the intended one; otherwise the noise is scaled before the trial
 REPEATS = 2
 REPEATED = 1.4  # mean number of attempts per trial
-LEAST = 6  # trials made under any time limit: rounding, both sides of the first layer, and two more
+LEAST = 6  # trials made under any time limit, for rounding, both sides of the first layer, and two more
 GRAMS = 1 << 30  # bytes of stored matrices: 270 MB for an 8B model, some GB for groups of 64 heads
 CORRECTING = 128  # tokens scored for a correction, at the end of a longer text
-MOST_STRETCH = 2.0  # limit for logarithms of a layer's energy ratio: four standard deviations
+MOST_STRETCH = 2.0  # limit for logarithms of a layer's energy ratio, four standard deviations
 APART = 3  # first layers, whose factors differ from all others
-AUDIBLE = 1.5  # times the cost of rounding: trials that cost less are ignored
+AUDIBLE = 1.5  # times the cost of rounding; trials that cost less are ignored
 NEGLIGIBLE = 1e-3  # nats: a smaller effect cannot be measured
 UNPREDICTABLE = (
     "expected a model whose next tokens depend on its cache, found one that predicts the same with noise in it, as "
