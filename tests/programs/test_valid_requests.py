@@ -31,7 +31,7 @@ from valid_requests import Request
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 REPO = Path(__file__).resolve().parents[2]
-PAGE = (REPO / "docs" / "server-cells.md").read_text("utf-8")
+PAGE = (REPO / "docs" / "server.md").read_text("utf-8")
 
 N_GROUPS = int(os.environ.get("SUBKV_VALID_REQUESTS", "0"))
 SEED = int(os.environ.get("SUBKV_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
