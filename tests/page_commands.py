@@ -16,7 +16,7 @@ CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 
 # Histories, records of measurements, a prototype: their commands ran once. make.py writes docs/results/.
 RECORDS = (
-    *("CHANGELOG.md", "converter/NOTES.md", "kernels/NOTES.md"),
+    *("CHANGELOG.md", "kernels/NOTES.md"),
     *("docs/results/", "research/results/", "research/notes/", "research/gpu/plugin/"),
 )
 
@@ -181,7 +181,6 @@ NOT_RUN = {
         "python -m research.lm_eval run --model subkv --tasks hellaswag "
         "--model_args model=M.gguf,cache=subkv:s4.25.gguf",
         "python -m research.tasks --lm-eval FOLDER",
-        "python -m research.cores -o cores.json",
         "python -m research.edits -m MODEL -f TEXT",
         "python -m research.experiments --all -m M.gguf --bases models/smollm2-135m-instruct.calib.safetensors "
         "-f wikitext2.test.txt -f sherlock.txt -f argparse.py -o report",
