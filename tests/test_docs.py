@@ -172,7 +172,7 @@ def test_the_servers_port() -> None:
     printed = subprocess.run([server, "--help"], capture_output=True, text=True, check=True).stdout
     default = re.search(r"port to listen \(default: (\d+)\)", printed)
     assert default
-    text = "".join((REPO / page).read_text("utf-8") for page in ("docs/server.md", "docs/python.md"))
+    text = "".join((REPO / page).read_text("utf-8") for page in ("docs/server.md", "research/README.md"))
     assert set(re.findall(r"127\.0\.0\.1:(\d+)", text)) == {default[1]}
 
 

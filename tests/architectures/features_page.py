@@ -19,21 +19,16 @@ if __name__ == "__main__":
 
 from features import BACKENDS, FEATURES, KINDS, TABLE, Cell, try_feature  # noqa: E402
 
-HEAD = """# Features
+HEAD = """# Features: for users who ask what works with what
 
-`python tests/architectures/features_page.py` writes this page;
+`python tests/architectures/features_page.py` writes this page, and
 [test_features.py](../tests/architectures/test_features.py) compares it with every entry that a
-build can test.
+build can test. *yes*: a test shows it. *refused (n)*: with sentence n below the table. *as f16*: an
+f16 cache of the pinned llama.cpp also refuses it, or fails.
 
-- **adaptive bases**: the bases change with the text (`--adapt`).
-- **latent rows**: one row per token holds keys and values (MLA).
-- **sparse selection**: an indexer chooses the cells that a token attends to.
-- **several sequences**: in one batch, with separate and with shared cells.
-- **prefix restore**: an evaluated prompt is restored from a file (`SUBKV_STORE`).
-- **heads above 256**: heads have 320 elements, or a latent has 320.
-
-*yes*: a test shows it. *refused (n)*: with sentence n below the table. *as f16*: an f16 cache of
-the pinned llama.cpp also refuses it, or fails.
+Adaptive bases change with the text (`--adapt`). A latent row holds keys and values (MLA). Sparse
+selection: an indexer chooses the cells that a token attends to. Several sequences are in one batch,
+with separate and with shared cells. Heads above 256 have 320 elements.
 
 ## Backends
 
@@ -44,9 +39,8 @@ KINDS_HEAD = """
 ## Kinds of architecture
 
 Tiny models on the CPU: {models}.
-In the columns MLA and sparse, "heads above 256" are latents. For every *yes*,
-`test_features.py::test_kinds` shows that exact codes give the logits of an f16 cache. Drafts in the
-server: a recurrent state without snapshots (as f16) returns to a checkpoint.
+In the columns MLA and sparse, "heads above 256" are latents. Drafts in the server: a recurrent
+state without snapshots (as f16) returns to a checkpoint.
 
 """
 

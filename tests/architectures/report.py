@@ -21,10 +21,10 @@ from guarantees import GUARANTEES, Support, examine  # noqa: E402
 
 from subkv.native import library  # noqa: E402
 
-TEXT = """# Architectures
+TEXT = """# Architectures: for users who ask whether a model works
 
-`python tests/architectures/report.py` writes this page of all architectures of the pinned llama.cpp
-from tests of tiny models with random weights.
+All architectures of the pinned llama.cpp, tested with tiny models of random weights
+(`python tests/architectures/report.py` writes this page).
 
 | guarantee of a supported architecture | meaning |
 |---|---|
@@ -46,29 +46,15 @@ DeepSeek-V2, V2-Lite, V3 and R1, Kimi-K2 and GLM-4.7-Flash are `deepseek2` in ll
 SPARSE = """
 ## Sparse attention
 
-In these architectures an indexer chooses the cells that a token attends to. The K/V rows are coded.
-The indexer's keys have a separate cache in f16; `SUBKV_INDEXER=q8_0` halves its size. Sizes are
-elements per token and layer. r: a latent; t: its rotated part; g: KV heads; d: a head; i: an
-indexer's key.
-
-| architecture | K/V row | indexer's keys | selected by | cells that a token reads |
-|---|---|---|---|---|
-| deepseek32 | r + t | i in every layer | the layer, for all heads | the k best cells |
-| glm-dsa | r + t | i, in layers with an indexer | ditto | ditto |
-| hy_v4 | r + t | ditto | the layer, or one before it | ditto |
-| dots3note | r + t in full layers | ditto | ditto | ditto; sliding layers: their window |
-| glm5-next | r, beside recurrent layers | 3 i: key, gate, mean of a pool | ditto | pools of cells, and the rest |
-| qwen4exp | 2 g d, beside recurrent layers | i | the layer, for all heads | blocks of cells, and the rest |
-| minimax-m3 | 2 g d | i | every KV head | blocks of positions, always the last blocks |
-| deepseek4 | a window, and compressed rows | i of compressed rows | the layer | refused: special cache |
-
-DeepSeek-V3.2 (r 512, t 64, i 128, k 2048), bytes per token and layer, K/V row + indexer's key:
+An indexer chooses the cells that a token attends to: single cells in deepseek32, glm-dsa, hy_v4 and
+dots3note, pools or blocks of cells in glm5-next, qwen4exp and minimax-m3. The K/V rows are coded.
+The indexer's keys have a separate cache in f16; with `SUBKV_INDEXER=q8_0`, which halves it, 97.7 to
+100% of the chosen cells are the same (random weights). DeepSeek-V3.2, bytes per token and layer,
+K/V row + indexer's key, and their ratio to f16:
 
 | f16 | 4.25 bits | 4.25 bits, indexer q8_0 | 3.75 bits, indexer q8_0 |
 |---:|---:|---:|---:|
 | 1152 + 256 | 306 + 256 (0.40) | 306 + 136 (0.31) | 270 + 136 (0.29) |
-
-With random weights, an indexer in q8_0 chooses 97.7 to 100% of the cells that it chooses in f16.
 
 - If two cells differ by less than the rounding, another split of the prompt, or a GPU, may choose
   the other cell, with every cache type. So different splits are not bit-identical here.

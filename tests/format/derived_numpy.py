@@ -46,8 +46,9 @@ from subkv.plan.shared import owner
 
 PLANS = (3.5, 4.25, 5.2)  # budgets of further plans
 # Default budgets (derive.h has the same), at which the divergence is at most q8_0's: 6.5 on the demo model
-# (converter/NOTES.md), 7.25 beside sliding layers on Gemma 3 270M (research/notes/sliding.md). The few layers that do
-# not slide see all distant cells alone, and their bits are a small part of the whole cache, which stays below q8_0's.
+# (research/notes/quality.md), 7.25 beside sliding layers on Gemma 3 270M (research/notes/sliding.md). The few layers
+# that do not slide see all distant cells alone, and their bits are a small part of the whole cache, which stays below
+# q8_0's.
 KV_BITS, KV_BITS_BESIDE_SLIDING = 6.5, 7.25
 LEAST = 3  # bits of any coefficient
 WIDEST = 16  # a bias can be a thousand times the variation around it

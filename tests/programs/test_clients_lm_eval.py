@@ -1,4 +1,4 @@
-"""lm-evaluation-harness as a client of llama-server with a coded cache: the command of docs/python.md."""
+"""lm-evaluation-harness as a client of llama-server with a coded cache: the command of research/README.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Valid requests to llama-server with random values of every field of its schema, in an order that changes its cells.
 
 Most fields change only how a token is chosen. The others decide which cells a slot keeps, and which it removes, copies
-or moves (docs/server-cells.md); prompts are parts of a few texts, joined in other ways by each request.
+or moves (docs/server.md); prompts are parts of a few texts, joined in other ways by each request.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def shifted(model: engine.Model, layout: Any, tokens: list[int], n: int) -> Any:
 
 
 def test_cost_of_repeated_shifts(model: engine.Model, demo_model: Path, text: Path, tmp_path: Path) -> None:
-    """Every shift recodes the older keys, which costs about the same each time. NOTES.md has more results."""
+    """Every shift recodes the older keys, which costs about the same each time. quality.md has more results."""
     layout = engine.SUBKV.subkv_layout_load(str(convert(demo_model, tmp_path / "b.gguf", "--kv-bits", "4.5")).encode())
     tokens = model.tokenize(text.read_text())
     exact, coded = (shifted(model, cache, tokens, 416) for cache in (None, layout))

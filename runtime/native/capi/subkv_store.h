@@ -1,5 +1,5 @@
 // subkv_store.h: the C interface of libsubkv's prompt store: a folder of evaluated prompts that persists across
-// processes and that several processes may share (docs/programs.md). subkv_last_error() of subkv.h has the reason of a
+// processes and that several processes may share (docs/server.md). subkv_last_error() of subkv.h has the reason of a
 // failure.
 //
 // A store does not depend on models: states are bytes of llama_state_seq_get_data. An identity stands for everything that
@@ -51,7 +51,7 @@ typedef struct subkv_store_query {
     double          seconds_per_token; // evaluation time; 0: unknown
     double          seconds;           // timeout of this query
     // -1: the prompt is restored, for its prefix. 0 or more: the prompt's rows move, and save more tokens than this: runs
-    // of tokens that this prompt has behind another beginning (docs/programs.md).
+    // of tokens that this prompt has behind another beginning (docs/server.md).
     int64_t n_moved;
 } subkv_store_query;
 

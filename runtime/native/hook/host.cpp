@@ -1,4 +1,4 @@
-// host.cpp: checks the Host and Origin of requests to llama-server (SUBKV_ALLOW_HOST, docs/programs.md).
+// host.cpp: checks the Host and Origin of requests to llama-server (SUBKV_ALLOW_HOST, docs/server.md).
 // Part of libllama.
 //
 // A foreign web page can reach a server on this machine through the user's browser: by DNS rebinding (a name of its own

@@ -93,7 +93,7 @@ extern "C" LLAMA_API void llama_subkv_keep_sliding_f16(void);
 LLAMA_API std::string llama_subkv_usage_metrics(void);
 
 //
-// the prompt store on disk (docs/programs.md), for llama-server; without SUBKV_STORE it stores nothing and does not load
+// the prompt store on disk (docs/server.md), for llama-server; without SUBKV_STORE it stores nothing and does not load
 // libsubkv
 //
 
