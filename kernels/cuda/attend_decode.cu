@@ -174,8 +174,9 @@ template <int F>
 __device__ inline void store_weights(const Shared<F> & s, const Logits<F> & logits, float scale, Softmax (&rows)[F]) {
     const int lane = (int) threadIdx.x % WARP, warp = (int) threadIdx.x / WARP;
     // the places of cell 16 * warp + lane / 4 among the words of quarter 2 * (warp % 2), of query row lane % FOUR
-    uint8_t * const at = s.weights + 2 * (lane % FOUR) * WEIGHT_PITCH + lane / 16 * (TILE / 2) + warp % 2 * 16 +
-                         lane / 4 % 4 * 2 + warp / 2;
+    uint8_t * const at     = s.weights + 2 * (lane % FOUR) * WEIGHT_PITCH + lane / 16 * (TILE / 2) + warp % 2 * 16 +
+                             lane / 4 % 4 * 2 + warp / 2;
+    const bool      halves = s.plan->v_halves != 0;
 #pragma unroll
     for (int t = 0; t < MOST_TILES; ++t) {
 #pragma unroll
@@ -190,7 +191,7 @@ __device__ inline void store_weights(const Shared<F> & s, const Logits<F> & logi
                 uint8_t *  to     = at + 8 * f * WEIGHT_PITCH + t * TILE + e * 8;
                 to[0]             = (uint8_t) (weight >> 8);
                 to[WEIGHT_PITCH]  = (uint8_t) weight;
-                if (s.plan->v_halves != 0) {
+                if (halves) {
                     s.plain[(FOUR * f + lane % FOUR) * 2 * TILE + t * TILE + 16 * warp + 8 * e + lane / 4] =
                         cell_scale > 0.0f ? p : 0.0f;
                 }

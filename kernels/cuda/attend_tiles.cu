@@ -85,44 +85,46 @@ __device__ auto alike(float inverse) {
     return [=](int) { return inverse; };
 }
 
-__global__ void tiles_kernel(Tiles t) {
-    const Attend &    a       = t.a;
-    const Layer &     l       = a.layer;
-    const int         h       = (int) blockIdx.x;
-    const int64_t     n_rows  = a.n_tps * l.n_group; // of a stream
-    const int64_t     n_block = (n_rows + t.rows - 1) / t.rows;
-    const int64_t     part    = blockIdx.y / n_block;
-    const int64_t     r0      = blockIdx.y % n_block * t.rows; // first row of this block in its stream
-    const int64_t     stream  = blockIdx.z;
-    const int         rows    = (int) least(t.rows, n_rows - r0);
-    const int64_t     first   = stream * n_rows + r0; // query rows of all streams are contiguous
-    const int64_t     all     = a.n_stream * n_rows;
-    const HeadCodec & k       = l.k[h];
-    const HeadCodec & v       = l.v[h];
-    const int         me      = (int) threadIdx.x;
-    const int         warp    = me / WARP;
-    const int         lane    = me % WARP;
-    const int64_t     c_end   = least(a.n_kv, (part + 1) * a.split);
-    const auto        token   = [&](int r) { return (first + r) / l.n_group; };
-    const auto        head    = [&](int r) { return h * l.n_group + (int) ((first + r) % l.n_group); };
+// A block's query rows: some of those of a stream and KV head, and its split of the cells.
+struct Rows {
+    int     h, n; // n: of them exist
+    int64_t stream, part;
+    int64_t first; // number of the first row; those of all streams are contiguous
+    int64_t all;   // rows of a KV head
+    int64_t group;
 
-    Shared s(block_memory, t);
-    fill_octets(k, s.octets_k);
-    if (!l.latent) {
-        fill_octets(v, s.octets_v);
+    __device__ explicit Rows(const Tiles & t) : h((int) blockIdx.x), stream(blockIdx.z), group(t.a.layer.n_group) {
+        const int64_t n_rows  = t.a.n_tps * group; // of a stream
+        const int64_t n_block = (n_rows + t.rows - 1) / t.rows;
+        const int64_t r0      = blockIdx.y % n_block * t.rows; // first row of this block in its stream
+
+        part  = blockIdx.y / n_block;
+        n     = (int) least(t.rows, n_rows - r0);
+        first = stream * n_rows + r0;
+        all   = t.a.n_stream * n_rows;
     }
+
+    __device__ int64_t token(int r) const { return (first + r) / group; }
+
+    __device__ int head(int r) const { return h * (int) group + (int) ((first + r) % group); } // query head
+};
+
+// Fills the tile of query rows, and starts their sums and softmax states.
+__device__ void start_rows(const Tiles & t, const Shared & s, const Rows & rows) {
+    const int me = (int) threadIdx.x, warp = me / WARP, lane = me % WARP;
+    const int rank = t.a.layer.k[rows.h].rank;
     for (int i = me; i < t.rows * s.o_pitch; i += THREADS) {
         s.o[i] = 0.0f;
     }
     for (int r = warp; r < t.rows; r += WARPS) {
-        const float * q   = a.qt + (h * all + first + r) * l.width_k;
+        const float * q   = t.a.qt + (rows.h * rows.all + rows.first + r) * t.a.layer.width_k;
         float         top = 1e-30f;
-        for (int j = lane; r < rows && j < k.rank; j += WARP) {
+        for (int j = lane; r < rows.n && j < rank; j += WARP) {
             top = fmaxf(top, fabsf(q[j]));
         }
         top = warp_max(top);
         for (int j = lane; j < s.k_width; j += WARP) {
-            s.q[r * s.k_pitch + j] = __float2half_rn(r < rows && j < k.rank ? q[j] / top : 0.0f);
+            s.q[r * s.k_pitch + j] = __float2half_rn(r < rows.n && j < rank ? q[j] / top : 0.0f);
         }
         if (lane == 0) {
             s.top[r] = top;
@@ -130,133 +132,187 @@ __global__ void tiles_kernel(Tiles t) {
             s.z[r]   = 0.0f;
         }
     }
+}
 
-    for (int64_t c0 = part * a.split; c0 < c_end; c0 += t.cells) {
-        const int n = (int) least(t.cells, c_end - c0);
-        __syncthreads();
-        int any = 0;
-        for (int c = me; c < t.cells; c += THREADS) {
-            int open = 0;
-            for (int r = 0; r < rows && c < n && open == 0;) {
-                open = coded_bias(a, token(r), c0 + c) != -INFINITY;
-                r += l.n_group - (int) ((first + r) % l.n_group); // the next token
-            }
-            s.visible[c] = open;
-            any |= open;
+// Finds the cells of [c0, c0 + n) that any row sees. Returns whether there are any, in all threads.
+__device__ bool find_visible(const Tiles & t, const Shared & s, const Rows & rows, int64_t c0, int n) {
+    __syncthreads();
+    int any = 0;
+    for (int c = (int) threadIdx.x; c < t.cells; c += THREADS) {
+        int open = 0;
+        for (int r = 0; r < rows.n && c < n && open == 0;) {
+            open = coded_bias(t.a, rows.token(r), c0 + c) != -INFINITY;
+            r += (int) rows.group - (int) ((rows.first + r) % rows.group); // the next token
         }
-        if (__syncthreads_or(any) == 0) {
-            continue;
-        }
-        const int       in_tile = (int) (c0 % TILE); // 0 unless t.cells < TILE
-        const uint8_t * k_tile  = a.k_tiles + stream * a.k_stream + c0 / TILE * a.k_stride + l.k_offset[h];
-        const float     k_bound = tile_bound(k, s, k_tile, in_tile, n, t.cells);
-        fill_keys(k, s.octets_k, k_tile, in_tile, t.cells, s.k_width, s.scale, alike(1.0f / k_bound), s.x, s.k_pitch);
-        __syncthreads();
-        for (int i = warp; i < t.rows / SIDE * (t.cells / SIDE); i += WARPS) {
-            const int r = i / (t.cells / SIDE) * SIDE, c = i % (t.cells / SIDE) * SIDE;
-            Sum       sum;
-            wmma::fill_fragment(sum, 0.0f);
-            for (int j = 0; j < s.k_width; j += SIDE) {
-                MatrixA  q;
-                MatrixBt x;
-                wmma::load_matrix_sync(q, s.q + r * s.k_pitch + j, (unsigned) s.k_pitch);
-                wmma::load_matrix_sync(x, s.x + c * s.k_pitch + j, (unsigned) s.k_pitch);
-                wmma::mma_sync(sum, q, x, sum);
-            }
-            wmma::store_matrix_sync(s.logits + r * s.s_pitch + c, sum, (unsigned) s.s_pitch, wmma::mem_row_major);
-        }
-        __syncthreads();
+        s.visible[c] = open;
+        any |= open;
+    }
+    return __syncthreads_or(any) != 0;
+}
 
-        for (int r = warp; r < t.rows; r += WARPS) {
-            float * row = s.logits + r * s.s_pitch;
-            float   top = s.m[r];
-            for (int c = lane; c < t.cells; c += WARP) {
-                const float bias = r < rows && c < n ? coded_bias(a, token(r), c0 + c) : -INFINITY;
-                if (bias == -INFINITY) {
-                    row[c] = -INFINITY;
-                } else {
-                    const float logit = row[c] * (s.top[r] * k_bound) + a.shift[h * all + first + r];
-                    const float bad   = s.scale[c] * 0.0f; // NaN, or 0
-                    row[c]            = capped(finite_or_nan(logit + bad), l.softcap) + l.slope[head(r)] * bias;
-                }
-                top = fmaxf(top, row[c]);
-            }
-            top              = warp_max(top);
-            const float keep = s.m[r] == -INFINITY ? 0.0f : expf(s.m[r] - top);
-            float       sum  = 0.0f;
-            for (int c = lane; c < t.cells; c += WARP) {
-                const float p          = row[c] == -INFINITY ? 0.0f : expf(row[c] - top);
-                s.p[r * s.p_pitch + c] = __float2half_rn(p);
-                sum += p;
-            }
-            for (int j = lane; j < s.v_width; j += WARP) {
-                s.o[r * s.o_pitch + j] *= keep;
-            }
-            sum = warp_sum(sum);
-            __syncwarp();
-            if (lane == 0) {
-                s.z[r] = s.z[r] * keep + sum;
-                s.m[r] = top;
-            }
+// The products of query rows and keys, divided by their bounds.
+__device__ void multiply_keys(const Tiles & t, const Shared & s) {
+    for (int i = (int) threadIdx.x / WARP; i < t.rows / SIDE * (t.cells / SIDE); i += WARPS) {
+        const int r = i / (t.cells / SIDE) * SIDE, c = i % (t.cells / SIDE) * SIDE;
+        Sum       sum;
+        wmma::fill_fragment(sum, 0.0f);
+        for (int j = 0; j < s.k_width; j += SIDE) {
+            MatrixA  q;
+            MatrixBt x;
+            wmma::load_matrix_sync(q, s.q + r * s.k_pitch + j, (unsigned) s.k_pitch);
+            wmma::load_matrix_sync(x, s.x + c * s.k_pitch + j, (unsigned) s.k_pitch);
+            wmma::mma_sync(sum, q, x, sum);
         }
-        float v_bound = k_bound;
-        int   bad     = 0;
-        if (!l.latent) {
-            const uint8_t * v_tile = a.v_tiles + stream * a.v_stream + c0 / TILE * a.v_stride + l.v_offset[h];
-            v_bound                = tile_bound(v, s, v_tile, in_tile, n, t.cells);
-            fill_values(v, s.octets_v, v_tile, in_tile, t.cells, s.v_width, s.scale, alike(1.0f / v_bound), s.x,
-                        s.p_pitch);
-            for (int c = me; c < t.cells; c += THREADS) {
-                bad |= is_nan(s.scale[c]);
+        wmma::store_matrix_sync(s.logits + r * s.s_pitch + c, sum, (unsigned) s.s_pitch, wmma::mem_row_major);
+    }
+}
+
+// Makes logits and weights of the products of cells [c0, c0 + n), and moves the rows' states and sums to their maxima.
+__device__ void move_rows(const Tiles & t, const Shared & s, const Rows & rows, int64_t c0, int n, float k_bound) {
+    const Attend & a    = t.a;
+    const Layer &  l    = a.layer;
+    const int      lane = (int) threadIdx.x % WARP;
+    for (int r = (int) threadIdx.x / WARP; r < t.rows; r += WARPS) {
+        float * row = s.logits + r * s.s_pitch;
+        float   top = s.m[r];
+        for (int c = lane; c < t.cells; c += WARP) {
+            const float bias = r < rows.n && c < n ? coded_bias(a, rows.token(r), c0 + c) : -INFINITY;
+            if (bias == -INFINITY) {
+                row[c] = -INFINITY;
+            } else {
+                const float logit = row[c] * (s.top[r] * k_bound) + a.shift[rows.h * rows.all + rows.first + r];
+                const float bad   = s.scale[c] * 0.0f; // NaN, or 0
+                row[c]            = capped(finite_or_nan(logit + bad), l.softcap) + l.slope[rows.head(r)] * bias;
             }
+            top = fmaxf(top, row[c]);
         }
-        bad = __syncthreads_or(bad);
-        for (int r = warp; bad != 0 && r < t.rows; r += WARPS) { // rows that give weight to such a value
-            float lost = 0.0f;
-            for (int c = lane; c < t.cells; c += WARP) {
-                lost += is_nan(s.scale[c]) && expf(s.logits[r * s.s_pitch + c] - s.m[r]) > 0.0f ? 1.0f : 0.0f;
-            }
-            lost = warp_sum(lost);
-            if (lane == 0 && lost > 0.0f) {
-                s.z[r] = not_a_number();
-            }
+        top              = warp_max(top);
+        const float keep = s.m[r] == -INFINITY ? 0.0f : expf(s.m[r] - top);
+        float       sum  = 0.0f;
+        for (int c = lane; c < t.cells; c += WARP) {
+            const float p          = row[c] == -INFINITY ? 0.0f : expf(row[c] - top);
+            s.p[r * s.p_pitch + c] = __float2half_rn(p);
+            sum += p;
         }
-        for (int i = warp; i < t.rows / SIDE * (s.v_width / SIDE); i += WARPS) {
-            const int r = i / (s.v_width / SIDE) * SIDE, j = i % (s.v_width / SIDE) * SIDE;
-            float *   o = s.o + r * s.o_pitch + j;
-            Sum       sum, total;
-            wmma::fill_fragment(sum, 0.0f);
-            for (int c = 0; c < t.cells; c += SIDE) {
-                MatrixA p;
-                wmma::load_matrix_sync(p, s.p + r * s.p_pitch + c, (unsigned) s.p_pitch);
-                if (l.latent) {
-                    MatrixB x;
-                    wmma::load_matrix_sync(x, s.x + c * s.k_pitch + j, (unsigned) s.k_pitch);
-                    wmma::mma_sync(sum, p, x, sum);
-                } else {
-                    MatrixBt x;
-                    wmma::load_matrix_sync(x, s.x + j * s.p_pitch + c, (unsigned) s.p_pitch);
-                    wmma::mma_sync(sum, p, x, sum);
-                }
-            }
-            wmma::load_matrix_sync(total, o, (unsigned) s.o_pitch, wmma::mem_row_major);
-            for (int e = 0; e < total.num_elements; ++e) {
-                total.x[e] += v_bound * sum.x[e];
-            }
-            wmma::store_matrix_sync(o, total, (unsigned) s.o_pitch, wmma::mem_row_major);
+        for (int j = lane; j < s.v_width; j += WARP) {
+            s.o[r * s.o_pitch + j] *= keep;
+        }
+        sum = warp_sum(sum);
+        __syncwarp();
+        if (lane == 0) {
+            s.z[r] = s.z[r] * keep + sum;
+            s.m[r] = top;
         }
     }
-    __syncthreads();
-    const int64_t out = (part * l.n_head_kv + h) * all + first;
-    for (int r = warp; r < rows; r += WARPS) {
-        for (int j = lane; j < v.rank; j += WARP) {
-            a.acc[(out + r) * l.width_v + j] = s.o[r * s.o_pitch + j];
+}
+
+// Fills the values of a tile. Returns their bound.
+__device__ float load_values(const Tiles & t, const Shared & s, const Rows & rows, int64_t c0, int n) {
+    const Attend &    a       = t.a;
+    const HeadCodec & v       = a.layer.v[rows.h];
+    const int         in_tile = (int) (c0 % TILE);
+    const uint8_t *   tile  = a.v_tiles + rows.stream * a.v_stream + c0 / TILE * a.v_stride + a.layer.v_offset[rows.h];
+    const float       bound = tile_bound(v, s, tile, in_tile, n, t.cells);
+    fill_values(v, s.octets_v, tile, in_tile, t.cells, s.v_width, s.scale, alike(1.0f / bound), s.x, s.p_pitch);
+    return bound;
+}
+
+// Rows that give weight to a value that is not finite are lost: their z becomes NaN. Called by the whole block.
+__device__ void lose_rows(const Tiles & t, const Shared & s) {
+    const int lane = (int) threadIdx.x % WARP;
+    int       bad  = 0;
+    for (int c = (int) threadIdx.x; c < t.cells && !t.a.layer.latent; c += THREADS) {
+        bad |= is_nan(s.scale[c]);
+    }
+    bad = __syncthreads_or(bad);
+    for (int r = (int) threadIdx.x / WARP; bad != 0 && r < t.rows; r += WARPS) {
+        float lost = 0.0f;
+        for (int c = lane; c < t.cells; c += WARP) {
+            lost += is_nan(s.scale[c]) && expf(s.logits[r * s.s_pitch + c] - s.m[r]) > 0.0f ? 1.0f : 0.0f;
+        }
+        lost = warp_sum(lost);
+        if (lane == 0 && lost > 0.0f) {
+            s.z[r] = not_a_number();
+        }
+    }
+}
+
+// Adds the products of weights and values to the rows' sums.
+__device__ void add_values(const Tiles & t, const Shared & s, float v_bound) {
+    for (int i = (int) threadIdx.x / WARP; i < t.rows / SIDE * (s.v_width / SIDE); i += WARPS) {
+        const int r = i / (s.v_width / SIDE) * SIDE, j = i % (s.v_width / SIDE) * SIDE;
+        float *   o = s.o + r * s.o_pitch + j;
+        Sum       sum, total;
+        wmma::fill_fragment(sum, 0.0f);
+        for (int c = 0; c < t.cells; c += SIDE) {
+            MatrixA p;
+            wmma::load_matrix_sync(p, s.p + r * s.p_pitch + c, (unsigned) s.p_pitch);
+            if (t.a.layer.latent) {
+                MatrixB x;
+                wmma::load_matrix_sync(x, s.x + c * s.k_pitch + j, (unsigned) s.k_pitch);
+                wmma::mma_sync(sum, p, x, sum);
+            } else {
+                MatrixBt x;
+                wmma::load_matrix_sync(x, s.x + j * s.p_pitch + c, (unsigned) s.p_pitch);
+                wmma::mma_sync(sum, p, x, sum);
+            }
+        }
+        wmma::load_matrix_sync(total, o, (unsigned) s.o_pitch, wmma::mem_row_major);
+        for (int e = 0; e < total.num_elements; ++e) {
+            total.x[e] += v_bound * sum.x[e];
+        }
+        wmma::store_matrix_sync(o, total, (unsigned) s.o_pitch, wmma::mem_row_major);
+    }
+}
+
+// Writes the partial results of the split.
+__device__ void store_rows(const Tiles & t, const Shared & s, const Rows & rows) {
+    const Attend & a    = t.a;
+    const int      lane = (int) threadIdx.x % WARP;
+    const int64_t  out  = (rows.part * a.layer.n_head_kv + rows.h) * rows.all + rows.first;
+    for (int r = (int) threadIdx.x / WARP; r < rows.n; r += WARPS) {
+        for (int j = lane; j < a.layer.v[rows.h].rank; j += WARP) {
+            a.acc[(out + r) * a.layer.width_v + j] = s.o[r * s.o_pitch + j];
         }
         if (lane == 0) {
             a.m[out + r] = state_top(s.m[r], s.z[r]);
             a.z[out + r] = s.z[r];
         }
     }
+}
+
+__global__ void tiles_kernel(Tiles t) {
+    const Attend &    a = t.a;
+    const Layer &     l = a.layer;
+    const Rows        rows(t);
+    const HeadCodec & k     = l.k[rows.h];
+    const int64_t     c_end = least(a.n_kv, (rows.part + 1) * a.split);
+
+    Shared s(block_memory, t);
+    fill_octets(k, s.octets_k);
+    if (!l.latent) {
+        fill_octets(l.v[rows.h], s.octets_v);
+    }
+    start_rows(t, s, rows);
+    for (int64_t c0 = rows.part * a.split; c0 < c_end; c0 += t.cells) {
+        const int n = (int) least(t.cells, c_end - c0);
+        if (!find_visible(t, s, rows, c0, n)) {
+            continue;
+        }
+        const int       in_tile = (int) (c0 % TILE); // 0 unless t.cells < TILE
+        const uint8_t * tile    = a.k_tiles + rows.stream * a.k_stream + c0 / TILE * a.k_stride + l.k_offset[rows.h];
+        const float     k_bound = tile_bound(k, s, tile, in_tile, n, t.cells);
+        fill_keys(k, s.octets_k, tile, in_tile, t.cells, s.k_width, s.scale, alike(1.0f / k_bound), s.x, s.k_pitch);
+        __syncthreads();
+        multiply_keys(t, s);
+        __syncthreads();
+        move_rows(t, s, rows, c0, n, k_bound);
+        const float v_bound = l.latent ? k_bound : load_values(t, s, rows, c0, n);
+        lose_rows(t, s);
+        add_values(t, s, v_bound);
+    }
+    __syncthreads();
+    store_rows(t, s, rows);
 }
 
 } // namespace

@@ -141,6 +141,25 @@ __device__ float sum_of_warps(const Shared & s, int i) {
     return sum;
 }
 
+// Adds the attention sink, normalises and writes the output, when the sums and z of all warps are in shared memory.
+__device__ void store_output(const Combine & b, const Shared & s, float m, float sink, int hq, int64_t token) {
+    float z = 0.0f;
+    for (int w = 0; w < BLOCK_WARPS; ++w) {
+        z += s.room[w];
+    }
+    float w = 1.0f;
+    if (b.sinks != nullptr) { // a logit without a value
+        w = move_top(m, sink);
+        z = z * w + expf(sink - m);
+    }
+    w             = z == 0.0f ? 0.0f : w / z; // a token without visible keys gets zeros, a lost row NaN
+    const int d_v = b.a.layer.d_v;
+#pragma unroll 1
+    for (int j = (int) threadIdx.x; j < d_v; j += BLOCK) {
+        b.out[token * b.out_stride + hq * d_v + j] = w * sum_of_warps(s, j);
+    }
+}
+
 template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combine b) {
     constexpr int    ROWS  = OUT == 1 ? 8 : OUT == 2 ? 2 : 1; // splits or coefficients that a warp loads at a time
     const Attend &   a     = b.a;
@@ -214,20 +233,7 @@ template <int OUT> __global__ void __launch_bounds__(BLOCK) combine_kernel(Combi
     }
     __syncthreads(); // all reads of coefficients are done
     store_sums(s, out, l.d_v);
-    z = 0.0f;
-    for (int w = 0; w < BLOCK_WARPS; ++w) {
-        z += s.room[w];
-    }
-    float w = 1.0f;
-    if (b.sinks != nullptr) { // a logit without a value
-        w = move_top(m, sink);
-        z = z * w + expf(sink - m);
-    }
-    w = z == 0.0f ? 0.0f : w / z; // a token without visible keys gets zeros, a lost row NaN
-#pragma unroll 1
-    for (int j = (int) threadIdx.x; j < l.d_v; j += BLOCK) {
-        b.out[token * b.out_stride + hq * l.d_v + j] = w * sum_of_warps(s, j);
-    }
+    store_output(b, s, m, sink, hq, token);
 }
 
 } // namespace

@@ -84,7 +84,7 @@ template <int F> struct Products {
 template <int BITS, int F>
 __device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run & run, int q, const uint8_t * at,
                                     uint32_t * give, const Sixteen * take, Choices & before, Products<F> & products) {
-    const Levels     levels = LEVELS[BITS - 2][run.on_path()];
+    const Levels     levels = levels_of_width<BITS>(run.on_path());
     const uint32_t * right  = s.queries.words + run.first() / 2 * WARP + (int) threadIdx.x % WARP;
     Lines            lines{ at };
     const auto       take_pair = [&] {
@@ -99,7 +99,13 @@ __device__ inline void multiply_run(Width<BITS>, const Shared<F> & s, const Run 
     };
     const auto give_octet = [&](uint32_t * to) {
         uint32_t words[2];
-        read_levels<BITS>(lines, q, levels, before, words);
+        if constexpr (BITS <= 4) {
+            nibble_levels<BITS>(nibbles_of<BITS>(lines, q), levels, before, words);
+        } else {
+            uint32_t low, high;
+            bytes_of<BITS>(lines, q, low, high);
+            byte_levels<BITS>(low, high, levels, before, words);
+        }
         lines.at += BITS * LINE;
         to[0]              = words[0];
         to[EXCHANGE_PITCH] = words[1];
@@ -213,30 +219,58 @@ template <int F> __device__ inline Weights<F> read_weights(const Shared<F> & s) 
     return weights;
 }
 
+// The codes of a value's coefficient in N octets of one width, of all quarters of the cells.
+template <int BITS, int N> struct ValueCodes {
+    uint32_t nibbles[N][QUARTERS];          // up to 4 bits
+    uint32_t low[QUARTERS], high[QUARTERS]; // bytes
+
+    template <int WIDTH> __device__ void read(const uint8_t * at, bool last) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const Lines lines{ n == 0 || last ? at : at + WIDTH * LINE };
+#pragma unroll
+            for (int q = 0; q < QUARTERS; ++q) {
+                if constexpr (BITS <= 4) {
+                    nibbles[n][q] = nibbles_of<WIDTH>(lines, q);
+                } else {
+                    bytes_of<WIDTH>(lines, q, low[q], high[q]);
+                }
+            }
+        }
+    }
+
+    __device__ void levels(int n, int q, const Levels & levels, Choices & before, uint32_t (&words)[2]) const {
+        if constexpr (BITS <= 4) {
+            nibble_levels<BITS>(nibbles[n][q], levels, before, words);
+        } else {
+            byte_levels<BITS>(low[q], high[q], levels, before, words);
+        }
+    }
+};
+
 template <int BITS, int F>
 __device__ inline void add_run(Width<BITS>, const Shared<F> & s, const Run & run, const uint8_t * at,
                                Choices (&before)[QUARTERS], const Weights<F> & weights, const Softmax (&rows)[F]) {
     constexpr int N      = BITS <= 4 ? 2 : 1; // octets at a time: 16 rows or 8
-    const Levels  levels = LEVELS[BITS - 2][run.on_path()];
+    const Levels  levels = one_width<BITS> ? levels_of_width<BITS>(run.on_path()) : LEVELS[0][run.levels()];
     float *       sums   = s.sums + run.first() * WARP + (int) threadIdx.x % WARP;
 #pragma unroll 1
-    for (int o = 0; o < run.n(); o += N, at += N * BITS * LINE, sums += N * WARP) {
-        const bool last = N == 2 && o + 1 == run.n(); // no second octet: repeat the first
-        uint32_t   line[N][BITS];
-        uint32_t   choices[QUARTERS];
-#pragma unroll
-        for (int i = 0; i < BITS; ++i) {
-            line[0][i]     = Lines{ at }(i);
-            line[N - 1][i] = Lines{ last ? at : at + (N - 1) * BITS * LINE }(i);
-        }
-        int sum[F][4] = {};
+    for (int o = 0; o < run.n(); o += N, sums += N * WARP) {
+        const bool          last = N == 2 && o + 1 == run.n(); // no second octet: repeat the first
+        ValueCodes<BITS, N> codes;
+        by_width_of<BITS>(run.kind(), [&](auto width) {
+            codes.template read<width.bits>(at, last);
+            at += N * width.bits * LINE;
+        });
+        uint32_t choices[QUARTERS];
+        int      sum[F][4] = {};
 #pragma unroll
         for (int q = 0; q < QUARTERS; ++q) {
             uint32_t words[2], words_8[2] = {};
             choices[q] = before[q].one;
-            read_levels<BITS>([&](int i) { return line[0][i]; }, q, levels, before[q], words);
+            codes.levels(0, q, levels, before[q], words);
             if (N == 2) {
-                read_levels<BITS>([&](int i) { return line[N - 1][i]; }, q, levels, before[q], words_8);
+                codes.levels(N - 1, q, levels, before[q], words_8);
             }
 #pragma unroll
             for (int f = 0; f < F; ++f) {
@@ -284,8 +318,8 @@ __device__ inline void add_values(const Shared<F> & s, const Runs & runs, int to
 #pragma unroll 1
     for (int i = 0; i < runs.n; ++i) {
         const Run run = runs.run[i];
-        by_width(run.kind(),
-                 [&](auto width) { add_run(width, s, run, tile + run.at() + 8 * j, before, weights, rows); });
+        by_decoder(run.kind(),
+                   [&](auto width) { add_run(width, s, run, tile + run.at() + 8 * j, before, weights, rows); });
 #pragma unroll 1
         for (int o = 0; run.halves() && o < run.n(); ++o) {
 #pragma unroll

@@ -332,42 +332,11 @@ __device__ void choose_path_scales(EncodeShared & s, const HeadCodec & codec, in
     __syncthreads();
 }
 
-// Stores the codes of the paths of least cost at the rows' scales. A lane per row and state in which a closed path may
-// begin and end; with lanes, only the first state's path is used.
-template <bool LANES> __device__ void find_paths(EncodeShared & s, int n) {
-    const int me = (int) threadIdx.x, n_octets = s.size / 8, mine = min(me / STATES, n - 1);
-    fill_distances(s, n, [&](int r) { return s.scale[r]; });
-    float    cost[STATES];
-    uint32_t ended = 0; // final state of each lane of the path, two bits
-#pragma unroll
-    for (int w = 0; w < STATES; ++w) {
-        cost[w] = w == me % STATES ? 0.0f : INFINITY;
-    }
-    walk(
-        s, s.row_bits, n, mine,
-        [&](int t, int r) {
-            const int coefficient = s.order[t];
-            return nearest<true>(s.octet[coefficient / 8], s.c[r * s.size + coefficient],
-                                 s.distance[r * n_octets + coefficient / 8], s.codes[r * s.size + coefficient]);
-        },
-        [&](int t, const Errors & errors) {
-            uint32_t nibbles = 0;
-#pragma unroll
-            for (int x = 0; x < STEPS; ++x) {
-                if (LANES && (t + x) % s.n_path == 0) {
-                    ended = ended << 2 | (uint32_t) least_state(cost);
-                    begin_lane(cost);
-                }
-                nibbles |= extend(errors.of[x], cost) << 4 * x;
-            }
-            if (me < STATES << s.row_bits) {
-                s.decisions[(t / 8 * STATES << s.row_bits) + me] = nibbles;
-            }
-        });
-    if (me >= WARP) {
-        return;
-    }
-    // The warp walks back, STATES lanes with the same row, of which each loads and stores a part of the places.
+// Stores the codes of the paths of least cost, from their last places to their first: STATES lanes have the same row, of
+// which each loads and stores a part of the places. cost: of the paths by their last state; ended: as in find_paths
+template <bool LANES>
+__device__ void walk_back(const EncodeShared & s, int n, int mine, const float (&cost)[STATES], uint32_t ended) {
+    const int me    = (int) threadIdx.x;
     const int first = me / STATES * STATES;
     float     total = cost[0]; // of a path that ends where it begins
     int       ends  = 0;
@@ -418,6 +387,44 @@ template <bool LANES> __device__ void find_paths(EncodeShared & s, int n) {
             }
         }
     }
+}
+
+// Stores the codes of the paths of least cost at the rows' scales. A lane per row and state in which a closed path may
+// begin and end; with lanes, only the first state's path is used.
+template <bool LANES> __device__ void find_paths(EncodeShared & s, int n) {
+    const int me = (int) threadIdx.x, n_octets = s.size / 8, mine = min(me / STATES, n - 1);
+    fill_distances(s, n, [&](int r) { return s.scale[r]; });
+    float    cost[STATES];
+    uint32_t ended = 0; // final state of each lane of the path, two bits
+#pragma unroll
+    for (int w = 0; w < STATES; ++w) {
+        cost[w] = w == me % STATES ? 0.0f : INFINITY;
+    }
+    walk(
+        s, s.row_bits, n, mine,
+        [&](int t, int r) {
+            const int coefficient = s.order[t];
+            return nearest<true>(s.octet[coefficient / 8], s.c[r * s.size + coefficient],
+                                 s.distance[r * n_octets + coefficient / 8], s.codes[r * s.size + coefficient]);
+        },
+        [&](int t, const Errors & errors) {
+            uint32_t nibbles = 0;
+#pragma unroll
+            for (int x = 0; x < STEPS; ++x) {
+                if (LANES && (t + x) % s.n_path == 0) {
+                    ended = ended << 2 | (uint32_t) least_state(cost);
+                    begin_lane(cost);
+                }
+                nibbles |= extend(errors.of[x], cost) << 4 * x;
+            }
+            if (me < STATES << s.row_bits) {
+                s.decisions[(t / 8 * STATES << s.row_bits) + me] = nibbles;
+            }
+        });
+    if (me >= WARP) {
+        return;
+    }
+    walk_back<LANES>(s, n, mine, cost, ended);
 }
 
 // Sets the bits of `mask` in the word at `at` to those of `bits`; no other thread changes or reads these bits. Neither
@@ -499,21 +506,26 @@ struct EncodedRow {
     int64_t       cell;
 };
 
-// Encodes rows of a KV head and a side into their cells: row(i), i < n <= 1 << row_bits. LANES: paths are lanes
-// (PATH_LANES)
-template <bool LANES, typename Row>
-__device__ void encode_rows(const Encode & a, const Row & row, int row_bits, int n, int h, bool value) {
-    const Layer &     l      = a.layer;
-    const HeadCodec & codec  = (value ? l.v : l.k)[h];
-    const uint16_t *  basis  = codec.encode.halves; // [rank][d]
-    const float *     offset = codec.offset;
-    const int         d = codec.d, rank = codec.rank, me = (int) threadIdx.x;
-    const int         lane = me % WARP, warp = me / WARP;
-    EncodeShared      s(block_memory, l, row_bits);
+// What a block encodes: rows of a KV head and a side.
+struct EncodeJob {
+    const Encode &    a;
+    const HeadCodec & codec;
+    int               h, n; // n: rows
+    bool              value;
+    bool              quantized; // some bands have codes
 
-    fill_path(codec, s);
+    __device__ uint8_t * tile(int64_t cell) const {
+        const Layer & l = a.layer;
+        return value ? a.v_tiles + cell / TILE * a.v_stride + l.v_offset[h] :
+                       a.k_tiles + cell / TILE * a.k_stride + l.k_offset[h];
+    }
+};
+
+// Reads the rows, rounds them to halves, and stores the halves where a row has been floats.
+template <typename Row> __device__ void read_rows(const EncodeJob & job, const EncodeShared & s, const Row & row) {
+    const int d = job.codec.d, lane = (int) threadIdx.x % WARP;
 #pragma unroll 1
-    for (int r = warp; r < n; r += WARPS) {
+    for (int r = (int) threadIdx.x / WARP; r < job.n; r += WARPS) {
         const EncodedRow of     = row(r);
         bool             finite = true;
 #pragma unroll 1
@@ -531,8 +543,14 @@ __device__ void encode_rows(const Encode & a, const Row & row, int row_bits, int
             s.flags[r] = finite ? X_FINITE : 0;
         }
     }
-    __syncthreads();
+}
 
+// The rows' coefficients: a warp has every fourth row of the basis, TOGETHER at a time.
+__device__ void multiply_basis(const EncodeJob & job, const EncodeShared & s, int row_bits) {
+    const HeadCodec & codec = job.codec;
+    const uint16_t *  basis = codec.encode.halves; // [rank][d]
+    const int         d = codec.d, rank = codec.rank;
+    const int         lane = (int) threadIdx.x % WARP, warp = (int) threadIdx.x / WARP;
 #pragma unroll 1
     for (int i0 = warp; i0 < rank; i0 += TOGETHER * WARPS) {
         float total[ROWS_MOST][TOGETHER] = {};
@@ -549,7 +567,7 @@ __device__ void encode_rows(const Encode & a, const Row & row, int row_bits, int
             }
 #pragma unroll
             for (int r = 0; r < ROWS_MOST; ++r) {
-                if (r < n) {
+                if (r < job.n) {
                     const float4 x = *reinterpret_cast<const float4 *>(s.xs + r * s.size + j);
 #pragma unroll
                     for (int i = 0; i < TOGETHER; ++i) {
@@ -563,121 +581,154 @@ __device__ void encode_rows(const Encode & a, const Row & row, int row_bits, int
         }
         const float sum = sum_of_lanes(total, 1 << row_bits, s.sums + warp * WARP * sum_stride(1 << row_bits));
         const int   r = lane / TOGETHER, i = i0 + lane % TOGETHER * WARPS;
-        if (r < n && i < rank) {
-            s.c[r * s.size + i] = offset == nullptr ? sum : __fsub_rn(sum, offset[i]);
+        if (r < job.n && i < rank) {
+            s.c[r * s.size + i] = codec.offset == nullptr ? sum : __fsub_rn(sum, codec.offset[i]);
         }
     }
-    __syncthreads();
+}
 
+__device__ bool is_quantized(const HeadCodec & codec) {
     bool quantized = false;
     for (int b = 0; b < codec.n_bands; ++b) {
         quantized = quantized || codec.bands[b].bits != 16;
     }
-    // the smallest scale that reaches all coefficients, first
+    return quantized;
+}
+
+// Sets the flags of row r and its scale: the smallest one that reaches all its coefficients; a warp's work. from_floats:
+// the row has not been stored before.
+__device__ void first_scale(const EncodeJob & job, const EncodeShared & s, int r, bool from_floats) {
+    const HeadCodec & codec  = job.codec;
+    const int         lane   = (int) threadIdx.x % WARP;
+    float *           c      = s.c + r * s.size;
+    bool              finite = true, zero = true;
+    float             reach = 0.0f;
 #pragma unroll 1
-    for (int r = warp; r < n; r += WARPS) {
-        float * c      = s.c + r * s.size;
-        bool    finite = true, zero = true;
-        float   reach = 0.0f;
+    for (int b = 0; b < codec.n_bands; ++b) {
+        const Band & band = codec.bands[b];
+        const float  full = __fmul_rn(band.ratio, half_range(band.bits));
 #pragma unroll 1
-        for (int b = 0; b < codec.n_bands; ++b) {
-            const Band & band = codec.bands[b];
-            const float  full = __fmul_rn(band.ratio, half_range(band.bits));
-#pragma unroll 1
-            for (int j = lane; j < band.n; j += WARP) {
-                const float x = c[band.first + j];
-                finite        = finite && isfinite(x);
-                zero          = zero && x == 0.0f;
-                reach         = band.bits == 16 ? reach : fmaxf(reach, __fdiv_rn(fabsf(x), full));
-            }
+        for (int j = lane; j < band.n; j += WARP) {
+            const float x = c[band.first + j];
+            finite        = finite && isfinite(x);
+            zero          = zero && x == 0.0f;
+            reach         = band.bits == 16 ? reach : fmaxf(reach, __fdiv_rn(fabsf(x), full));
         }
-        reach               = warp_max(reach);
-        const bool x_finite = (s.flags[r] & X_FINITE) != 0;
-        finite              = x_finite && __ballot_sync(ALL, finite) == ALL;
-        const bool live     = finite && __ballot_sync(ALL, zero) != ALL;
-        for (int j = lane; !live && j < rank; j += WARP) {
-            c[j] = 0.0f; // the search runs, and its codes are not used
-        }
-        // at most eight codes above that of the power of two
-        int k0 = min(max(SCALE_ONE + 8 * ((int) (__float_as_uint(reach) >> 23) - 127), 1), (int) SCALE_MOST);
+    }
+    reach               = warp_max(reach);
+    const bool x_finite = (s.flags[r] & X_FINITE) != 0;
+    finite              = x_finite && __ballot_sync(ALL, finite) == ALL;
+    const bool live     = finite && __ballot_sync(ALL, zero) != ALL;
+    for (int j = lane; !live && j < codec.rank; j += WARP) {
+        c[j] = 0.0f; // the search runs, and its codes are not used
+    }
+    // at most eight codes above that of the power of two
+    int k0 = min(max(SCALE_ONE + 8 * ((int) (__float_as_uint(reach) >> 23) - 127), 1), (int) SCALE_MOST);
 #pragma unroll 1
-        while (k0 < SCALE_MOST && row_scale((uint32_t) k0) < reach) {
-            ++k0;
+    while (k0 < SCALE_MOST && row_scale((uint32_t) k0) < reach) {
+        ++k0;
+    }
+    __syncwarp(); // all lanes have read the flags
+    if (lane == 0) {
+        s.scale[r] = live && job.quantized ? k0 : SCALE_ONE;
+        s.flags[r] = (x_finite ? X_FINITE : 0) | (finite ? FINITE : 0) | (live ? LIVE : 0);
+        if (!finite && (from_floats || x_finite)) { // store_and_attend has counted the others
+            atomicAdd(job.a.layer.n_bad, 1ull);
         }
-        __syncwarp(); // all lanes have read the flags
-        if (lane == 0) {
-            s.scale[r] = live && quantized ? k0 : SCALE_ONE;
-            s.flags[r] = (x_finite ? X_FINITE : 0) | (finite ? FINITE : 0) | (live ? LIVE : 0);
-            if (!finite && (row(r).x != nullptr || x_finite)) { // store_and_attend has counted the others
-                atomicAdd(l.n_bad, 1ull);
-            }
+    }
+}
+
+// Chooses the scale of least error, of the first one and smaller ones, without a path.
+__device__ void choose_scales(const EncodeJob & job, const EncodeShared & s) {
+    const int me = (int) threadIdx.x;
+#pragma unroll 1
+    for (int i = me; i < job.n * CANDIDATES * 8; i += THREADS) {
+        const int r = i / (CANDIDATES * 8), code = s.scale[r] - i / 8 % CANDIDATES;
+        if (code >= 1) {
+            s.errors[i] = lane_error(job.codec, s.c + r * s.size, row_scale((uint32_t) code), i % 8, 0);
         }
     }
     __syncthreads();
-    if (quantized) {
+    if (me < job.n) {
+        const float * errors = s.errors + me * CANDIDATES * 8;
+        const int     k0     = s.scale[me];
+        int           best   = k0;
+        float         least  = of_lanes(errors);
+        for (int i = 1; i < CANDIDATES && k0 - i >= 1; ++i) { // ties to the larger scale
+            const float error = of_lanes(errors + i * 8);
+            best              = error < least ? k0 - i : best;
+            least             = error < least ? error : least;
+        }
+        s.scale[me] = (s.flags[me] & LIVE) != 0 ? best : SCALE_ONE;
+    }
+    __syncthreads();
+}
+
+// Stores the scale of row r and its halves, and makes its codes beside the path; a warp's work.
+__device__ void quantize_bands(const EncodeJob & job, const EncodeShared & s, int r, int64_t cell) {
+    const HeadCodec & codec = job.codec;
+    const bool        live = (s.flags[r] & LIVE) != 0, finite = (s.flags[r] & FINITE) != 0;
+    const int         code = live ? s.scale[r] : 0;
+    const int         in   = (int) (cell % TILE); // cell in its tile
+    const int         lane = (int) threadIdx.x % WARP;
+    uint8_t *         tile = job.tile(cell);
+    if (lane == 0) {
+        tile[in] = (uint8_t) (finite ? code : SCALE_NAN);
+    }
 #pragma unroll 1
-        for (int i = me; i < n * CANDIDATES * 8; i += THREADS) {
-            const int r = i / (CANDIDATES * 8), code = s.scale[r] - i / 8 % CANDIDATES;
-            if (code >= 1) {
-                s.errors[i] = lane_error(codec, s.c + r * s.size, row_scale((uint32_t) code), i % 8, 0);
+    for (int i = 0; i < codec.n_bands; ++i) {
+        const Band & band    = codec.bands[i];
+        const float  scale   = row_scale((uint32_t) code);
+        const float  inverse = live ? __fdiv_rn(1.0f, __fmul_rn(scale, band.ratio)) : 0.0f;
+#pragma unroll 1
+        for (int j = lane; j < band.n; j += WARP) {
+            const float x = s.c[r * s.size + band.first + j]; // 0 of a row that is not live
+            if (band.bits == 16) {
+                uint8_t * half                      = tile + TILE * band.offset + 2 * (j * TILE + in);
+                *reinterpret_cast<uint16_t *>(half) = to_half(fminf(fmaxf(x, -HALF_MAX), HALF_MAX));
+            } else if (!on_path(codec, band)) {
+                s.codes[r * s.size + band.first + j] =
+                    live ? (uint32_t) quantize(x, inverse, half_range(band.bits)) : 0;
             }
         }
-        __syncthreads();
-        if (me < n) {
-            const float * errors = s.errors + me * CANDIDATES * 8;
-            const int     k0     = s.scale[me];
-            int           best   = k0;
-            float         least  = of_lanes(errors);
-            for (int i = 1; i < CANDIDATES && k0 - i >= 1; ++i) { // ties to the larger scale
-                const float error = of_lanes(errors + i * 8);
-                best              = error < least ? k0 - i : best;
-                least             = error < least ? error : least;
-            }
-            s.scale[me] = (s.flags[me] & LIVE) != 0 ? best : SCALE_ONE;
-        }
-        __syncthreads();
+    }
+}
+
+// Encodes rows of a KV head and a side into their cells: row(i), i < n <= 1 << row_bits. LANES: paths are lanes
+// (PATH_LANES)
+template <bool LANES, typename Row>
+__device__ void encode_rows(const Encode & a, const Row & row, int row_bits, int n, int h, bool value) {
+    const HeadCodec & codec = (value ? a.layer.v : a.layer.k)[h];
+    const EncodeJob   job{ a, codec, h, n, value, is_quantized(codec) };
+    const int         warp = (int) threadIdx.x / WARP;
+    EncodeShared      s(block_memory, a.layer, row_bits);
+
+    fill_path(codec, s);
+    read_rows(job, s, row);
+    __syncthreads();
+    multiply_basis(job, s, row_bits);
+    __syncthreads();
+#pragma unroll 1
+    for (int r = warp; r < n; r += WARPS) {
+        first_scale(job, s, r, row(r).x != nullptr);
+    }
+    __syncthreads();
+    if (job.quantized) {
+        choose_scales(job, s);
     }
     if (codec.path != PATH_NONE) {
         choose_path_scales<LANES>(s, codec, n);
         find_paths<LANES>(s, n);
     }
-    // codes beside the path, of all rows
 #pragma unroll 1
     for (int r = warp; r < n; r += WARPS) {
-        const bool       live = (s.flags[r] & LIVE) != 0, finite = (s.flags[r] & FINITE) != 0;
-        const int        code = live ? s.scale[r] : 0;
-        const EncodedRow of   = row(r);
-        const int        in   = (int) (of.cell % TILE); // cell in its tile
-        uint8_t *        tile = value ? a.v_tiles + of.cell / TILE * a.v_stride + l.v_offset[h] :
-                                        a.k_tiles + of.cell / TILE * a.k_stride + l.k_offset[h];
-        if (lane == 0) {
-            tile[in] = (uint8_t) (finite ? code : SCALE_NAN);
-        }
-#pragma unroll 1
-        for (int i = 0; i < codec.n_bands; ++i) {
-            const Band & band    = codec.bands[i];
-            const float  scale   = row_scale((uint32_t) code);
-            const float  inverse = live ? __fdiv_rn(1.0f, __fmul_rn(scale, band.ratio)) : 0.0f;
-#pragma unroll 1
-            for (int j = lane; j < band.n; j += WARP) {
-                const float x = s.c[r * s.size + band.first + j]; // 0 of a row that is not live
-                if (band.bits == 16) {
-                    uint8_t * half                      = tile + TILE * band.offset + 2 * (j * TILE + in);
-                    *reinterpret_cast<uint16_t *>(half) = to_half(fminf(fmaxf(x, -HALF_MAX), HALF_MAX));
-                } else if (!on_path(codec, band)) {
-                    s.codes[r * s.size + band.first + j] =
-                        live ? (uint32_t) quantize(x, inverse, half_range(band.bits)) : 0;
-                }
-            }
-        }
+        quantize_bands(job, s, r, row(r).cell);
     }
     __syncthreads();
 #pragma unroll 1
     for (int r = 0; r < n; ++r) {
         const int64_t cell = row(r).cell;
-        uint8_t *     tile = value ? a.v_tiles + cell / TILE * a.v_stride + l.v_offset[h] :
-                                     a.k_tiles + cell / TILE * a.k_stride + l.k_offset[h];
-        store_codes(codec, s.codes + r * s.size, (s.flags[r] & LIVE) != 0, tile, (int) (cell % TILE));
+        store_codes(codec, s.codes + r * s.size, (s.flags[r] & LIVE) != 0, job.tile(cell), (int) (cell % TILE));
     }
 }
 

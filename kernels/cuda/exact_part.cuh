@@ -34,19 +34,27 @@ struct ExactParts {
     __host__ __device__ int n_blocks(const Layer & l) const { return n * columns * ((l.n_group + FOUR - 1) / FOUR); }
 };
 
-struct ExactShared {
-    int     pitch; // elements of q
-    float * q;     // [pitch][FOUR], scaled, then zeros
-    float * sums;  // [WARPS][FOUR][ROW]
-    float * room;  // [WARPS][FOUR]
-    size_t  bytes;
+constexpr int EXACT_CHUNK = 256; // elements of the keys that are in shared memory at a time
 
-    __host__ __device__ ExactShared(unsigned char * base, const Layer & l) : pitch((l.d_k + ROW - 1) / ROW * ROW) {
+struct ExactShared {
+    int        pitch;     // elements from one row of q to the next
+    int        row_pitch; // the same of `rows`; 16 bytes more than a row, so that eight rows use all banks
+    float *    q;         // [FOUR][pitch], scaled
+    float *    weights;   // [EXACT_KEYS][FOUR]
+    float *    room;      // [WARPS][FOUR]
+    uint32_t * counted;   // [WARPS]: four bits for each of a warp's keys, of query rows that give it weight
+    uint16_t * rows;      // [EXACT_KEYS][row_pitch] of the keys, then of their values
+    size_t     bytes;
+
+    __host__ __device__ ExactShared(unsigned char * base, const Layer & l) :
+        pitch(l.d_k + FOUR), row_pitch(max(min(l.d_k, EXACT_CHUNK), min(l.d_v, ROW)) + 8) {
         Carve shared{ base };
-        q     = shared.take<float>((size_t) FOUR * pitch);
-        sums  = shared.take<float>((size_t) WARPS * FOUR * ROW);
-        room  = shared.take<float>((size_t) WARPS * FOUR);
-        bytes = shared.used;
+        q       = shared.take<float>((size_t) FOUR * pitch);
+        weights = shared.take<float>((size_t) EXACT_KEYS * FOUR);
+        room    = shared.take<float>((size_t) WARPS * FOUR);
+        counted = shared.take<uint32_t>(WARPS);
+        rows    = shared.take<uint16_t>((size_t) EXACT_KEYS * row_pitch);
+        bytes   = shared.used;
     }
 };
 
@@ -75,104 +83,92 @@ struct ExactKeys {
     }
 };
 
-// The state of query row lane % FOUR, z of this warp's keys; and its lane's elements of the values' sums of all rows.
+// The state of query row threadIdx.x % FOUR, z of the thread's keys; and sums of all four rows for the values' element
+// threadIdx.x.
 struct ExactState {
-    float m = -INFINITY, z = 0.0f, sums[FOUR][COLUMNS] = {};
+    float m = -INFINITY, z = 0.0f, sums[FOUR] = {};
 };
 
-using RowPointers = const uint16_t * [KEYS_OF_WARP];
+// Starts to copy n elements of the row of key threadIdx.x / FOUR to shared memory; nullptr: the key has none.
+__device__ inline void copy_exact_row(const ExactShared & s, const uint16_t * row, int n) {
+    static_assert(EXACT_KEYS * FOUR == THREADS, "four threads copy a row");
+    const int place = (int) threadIdx.x % FOUR * (int) (sizeof(Sixteen) / sizeof(uint16_t));
+    copy_part((uint8_t *) (s.rows + (int) threadIdx.x / FOUR * s.row_pitch + place), (const uint8_t *) (row + place),
+              row == nullptr ? 0 : (n - place) * (int) sizeof(uint16_t), FOUR);
+}
 
-// COLUMNS elements of each of a warp's keys or values.
-struct ExactRows {
-    Loaded<uint32_t, COLUMNS / 2> of[KEYS_OF_WARP]; // two in a register
-
-    __device__ float operator()(int r, int y) const { return from_half((uint16_t) (of[r].of[y / 2] >> 16 * (y % 2))); }
-
-    __device__ void load(const RowPointers & row, int element) {
-#pragma unroll
-        for (int r = 0; r < KEYS_OF_WARP; ++r) {
-            of[r] = *reinterpret_cast<const Loaded<uint32_t, COLUMNS / 2> *>(row[r] + element);
-        }
-    }
-};
-
-// The product of key lane / FOUR and query row lane % FOUR.
-__device__ inline float exact_product(const Layer & l, const ExactShared & s, const RowPointers & row, int h) {
-    const int column         = COLUMNS * ((int) threadIdx.x % WARP);
-    float     products[WARP] = {};
+// The product of key threadIdx.x / FOUR and query row threadIdx.x % FOUR. key: its row in memory
+__device__ inline float exact_product(const Layer & l, const ExactShared & s, const uint16_t * key) {
+    const uint16_t * row       = s.rows + (int) threadIdx.x / FOUR * s.row_pitch;
+    const float *    q         = s.q + (int) threadIdx.x % FOUR * s.pitch;
+    float            sum[FOUR] = {};
 #pragma unroll 1
-    for (int first = 0; first < l.d_k; first += ROW) {
-        ExactRows rows;
-        rows.load(row, h * l.d_k + min(first + column, l.d_k - COLUMNS));
+    for (int first = 0; first < l.d_k; first += EXACT_CHUNK) {
+        const int n = min(l.d_k - first, EXACT_CHUNK);
+        __syncwarp(); // this warp has read its rows
+        copy_exact_row(s, key == nullptr ? key : key + first, n);
+        copies_done<0>();
+        __syncwarp();
+#pragma unroll 1
+        for (int j = 0; j < n; j += 8) {
+            const Sixteen eight = *reinterpret_cast<const Sixteen *>(row + j);
 #pragma unroll
-        for (int y = 0; y < COLUMNS; ++y) {
-            const auto q = *reinterpret_cast<const Loaded<float, FOUR> *>(s.q + (first + column + y) * FOUR);
+            for (int i = 0; i < 8; i += FOUR) {
+                const auto of_q = *reinterpret_cast<const Loaded<float, FOUR> *>(q + first + j + i);
 #pragma unroll
-            for (int r = 0; r < KEYS_OF_WARP; ++r) {
-                const float key = rows(r, y);
-#pragma unroll
-                for (int g = 0; g < FOUR; ++g) {
-                    products[r * FOUR + g] = fmaf(q.of[g], key, products[r * FOUR + g]);
+                for (int y = 0; y < FOUR; ++y) {
+                    const auto half = (uint16_t) (eight.of[(i + y) / 2] >> 16 * (y % 2));
+                    sum[y]          = fmaf(of_q.of[y], from_half(half), sum[y]);
                 }
             }
         }
     }
-    return sum_of_each(products);
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Adds values of the weights p of key lane / FOUR and query row lane % FOUR.
-__device__ inline void add_exact_values(float p, float keep, const ExactRows & values, ExactState & state) {
-    const uint32_t counts = __ballot_sync(ALL, p > 0.0f);
-    p                     = p > 0.0f ? p : 0.0f; // z is NaN where p is
-    state.z *= keep;
+// Adds the values in shared memory. keep: factor for the sums of query row threadIdx.x % FOUR; n: elements of a row
+__device__ inline void add_exact_values(const ExactShared & s, float keep, int n, ExactState & state) {
 #pragma unroll
     for (int g = 0; g < FOUR; ++g) {
-        const float keep_row = __shfl_sync(ALL, keep, g);
-#pragma unroll
-        for (int y = 0; y < COLUMNS; ++y) {
-            state.sums[g][y] *= keep_row;
-        }
+        state.sums[g] *= __shfl_sync(ALL, keep, g);
     }
+    const uint16_t * value   = s.rows + min((int) threadIdx.x, n - 1);
+    const float *    weights = s.weights;
+#pragma unroll 1
+    for (int w = 0; w < WARPS; ++w) {
+        const uint32_t counted = s.counted[w];
 #pragma unroll
-    for (int r = 0; r < KEYS_OF_WARP; ++r) {
-        const bool any = (counts >> FOUR * r & 15) != 0; // a value of weight 0 may be NaN
-        float      value[COLUMNS];
+        for (int r = 0; r < KEYS_OF_WARP; ++r, value += s.row_pitch, weights += FOUR) {
+            const auto  p = *reinterpret_cast<const Loaded<float, FOUR> *>(weights);
+            const float x = (counted >> FOUR * r & 15) != 0 ? from_half(*value) : 0.0f; // of weight 0: may be NaN
 #pragma unroll
-        for (int y = 0; y < COLUMNS; ++y) {
-            value[y] = any ? values(r, y) : 0.0f;
-        }
-#pragma unroll
-        for (int g = 0; g < FOUR; ++g) {
-            const float weight = __shfl_sync(ALL, p, r * FOUR + g);
-#pragma unroll
-            for (int y = 0; y < COLUMNS; ++y) {
-                state.sums[g][y] = fmaf(weight, value[y], state.sums[g][y]);
+            for (int g = 0; g < FOUR; ++g) {
+                state.sums[g] = fmaf(p.of[g], x, state.sums[g]);
             }
         }
     }
 }
 
-// Adds EXACT_KEYS keys from `first` on. element: the lane's first one of the values; slope: of the lane's query row.
+// Adds EXACT_KEYS keys from `first` on. column: the first element of the values; slope: of the thread's query row.
 __device__ inline void add_exact_keys(const ExactKeys & keys, const ExactShared & s, int64_t token, int first, int h,
-                                      int element, float slope, ExactState & state) {
+                                      int column, float slope, ExactState & state) {
     const Attend & a    = keys.b.a;
     const Layer &  l    = a.layer;
     const int      warp = (int) threadIdx.x / WARP, lane = (int) threadIdx.x % WARP;
-    const int      mine = first + warp * KEYS_OF_WARP; // of this warp
-    const int32_t  cell = keys.cell(mine + lane / FOUR);
+    const int      mine = first + (int) threadIdx.x / FOUR; // number of the thread's key
+    const int32_t  cell = keys.cell(mine);
     const float    bias = cell < 0 ? -INFINITY : mask_value(a, token * a.n_kv + cell);
-    const uint32_t seen = __ballot_sync(ALL, bias != -INFINITY);
-    if (__syncthreads_or(seen != 0) == 0) {
+    const bool     seen = bias != -INFINITY;
+    if (__syncthreads_or(seen) == 0) {
         return;
     }
-    RowPointers row; // of unseen keys another one
-#pragma unroll
-    for (int r = 0; r < KEYS_OF_WARP; ++r) {
-        row[r] = keys.row((seen >> FOUR * r & 1) != 0 ? mine + r : first);
-    }
-    float logit = exact_product(l, s, row, h);
-    logit       = bias == -INFINITY ? bias : capped(finite_or_nan(logit), l.softcap) + slope * bias;
-    float top   = logit;
+    const int        n     = min(l.d_v - column, ROW);
+    const uint16_t * row   = keys.row(mine);
+    float            logit = exact_product(l, s, seen ? row + h * l.d_k : nullptr);
+    __syncwarp(); // this warp has read its keys
+    copy_exact_row(s, seen ? row + exact_value(l, h) + column : nullptr, n);
+    logit     = seen ? capped(finite_or_nan(logit), l.softcap) + slope * bias : -INFINITY;
+    float top = logit;
     for (int step = FOUR; step < WARP; step *= 2) {
         top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
     }
@@ -184,13 +180,15 @@ __device__ inline void add_exact_keys(const ExactKeys & keys, const ExactShared 
     for (int w = 0; w < WARPS; ++w) {
         top = fmaxf(top, s.room[w * FOUR + lane % FOUR]);
     }
-    const float keep = move_top(state.m, top);
-    const float p    = bias == -INFINITY ? 0.0f : expf(logit - state.m);
-    ExactRows   values;
-    values.load(row, (int) exact_value(l, h) + min(element, l.d_v - COLUMNS));
-    add_exact_values(p, keep, values, state);
-    state.z += p;
-    __syncthreads(); // all reads of `room` are done
+    const float keep       = move_top(state.m, top);
+    const float p          = seen ? expf(logit - state.m) : 0.0f;
+    state.z                = state.z * keep + p; // NaN where p is
+    s.weights[threadIdx.x] = p > 0.0f ? p : 0.0f;
+    s.counted[warp]        = __ballot_sync(ALL, p > 0.0f);
+    copies_done<0>();
+    __syncthreads();
+    add_exact_values(s, keep, n, state);
+    __syncthreads(); // all reads of shared memory are done
 }
 
 // Writes a part of the query rows g0 to g0 + FOUR - 1, and of the values' elements from `first` on.
@@ -203,29 +201,23 @@ __device__ inline void store_exact(const ExactParts & to, const Layer & l, const
     if (lane < FOUR) {
         s.room[warp * FOUR + lane] = state.z;
     }
+    static_assert(THREADS == ROW, "a thread per column");
+    const int column = first + (int) threadIdx.x;
+    float *   sums   = to.sums + (row + g0) * l.d_v + column;
 #pragma unroll
-    for (int g = 0; g < FOUR; ++g) {
-#pragma unroll
-        for (int y = 0; y < COLUMNS; ++y) {
-            s.sums[(warp * FOUR + g) * ROW + COLUMNS * lane + y] = state.sums[g][y];
+    for (int g = 0; g < FOUR; ++g, sums += l.d_v) {
+        if (column < l.d_v && g0 + g < l.n_group) {
+            *sums = state.sums[g];
         }
     }
     __syncthreads();
-    const auto sum = [](const float * x, int step) {
-        return (x[0] + x[step]) + (x[2 * step] + x[3 * step]); // of the warps
-    };
     static_assert(WARPS == 4, "four sums");
-    const int column = first + (int) threadIdx.x;
-#pragma unroll 1
-    for (int g = 0; g < FOUR && g0 + g < l.n_group && column < l.d_v; ++g) {
-        to.sums[(row + g0 + g) * l.d_v + column] = sum(s.sums + g * ROW + threadIdx.x, FOUR * ROW);
-    }
     if (threadIdx.x < FOUR && g0 + (int) threadIdx.x < l.n_group && first == 0) {
-        const float z                      = sum(s.room + threadIdx.x, FOUR);
+        const float * room                 = s.room + threadIdx.x;
+        const float   z                    = (room[0] + room[FOUR]) + (room[2 * FOUR] + room[3 * FOUR]);
         to.z[row + g0 + (int) threadIdx.x] = z;
         to.m[row + g0 + (int) threadIdx.x] = state_top(state.m, z);
     }
-    static_assert(THREADS == ROW, "a thread per column");
 }
 
 // Part number `block` (of n_blocks) of a token and KV head. ALONE: the token is alone in its stream.
@@ -235,27 +227,29 @@ template <bool ALONE> __device__ inline void attend_exact(const Combine & b, int
     const ExactParts  parts(b);
     const ExactShared s(block_memory, l);
     const ExactKeys   keys(b, token);
-    const int         part  = block % parts.n;
-    const int         first = block / parts.n % parts.columns * ROW; // element of the values
-    const int         g0    = block / parts.n / parts.columns * FOUR;
+    const int         part  = (int) ((unsigned) block % (unsigned) parts.n);
+    const int         rest  = (int) ((unsigned) block / (unsigned) parts.n);
+    const int         g0    = (int) ((unsigned) rest / (unsigned) parts.columns) * FOUR;
+    const int         first = (int) ((unsigned) rest % (unsigned) parts.columns) * ROW; // element of the values
     const int         lane  = (int) threadIdx.x % WARP;
     const float       slope = l.slope[h * l.n_group + min(g0 + lane % FOUR, l.n_group - 1)];
 #pragma unroll 1
-    for (int j = (int) threadIdx.x; j < s.pitch; j += THREADS) {
+    for (int j = (int) threadIdx.x; j < l.d_k; j += THREADS) {
+        const float * q = a.q + (h * l.n_group + g0) * a.q_head + token * a.q_token + j;
 #pragma unroll
-        for (int g = 0; g < FOUR; ++g) { // without a query head: the last one again
-            const float * q   = a.q + (h * l.n_group + min(g0 + g, l.n_group - 1)) * a.q_head + token * a.q_token;
-            s.q[j * FOUR + g] = j < l.d_k ? l.scale * q[j] : 0.0f;
+        for (int g = 0; g < FOUR; ++g) {
+            s.q[g * s.pitch + j] = l.scale * *q;
+            q += g0 + g < l.n_group - 1 ? a.q_head : 0; // without a query head: the last one again
         }
     }
     __syncthreads();
     ExactState state;
     if (ALONE) {
-        add_exact_keys(keys, s, token, part * EXACT_KEYS, h, first + COLUMNS * lane, slope, state);
+        add_exact_keys(keys, s, token, part * EXACT_KEYS, h, first, slope, state);
     } else {
 #pragma unroll 1
         for (int i = 0; i < keys.n; i += EXACT_KEYS) {
-            add_exact_keys(keys, s, token, i, h, first + COLUMNS * lane, slope, state);
+            add_exact_keys(keys, s, token, i, h, first, slope, state);
         }
     }
     const int64_t row = part * parts.n_rows + (h * a.n_stream * a.n_tps + token) * l.n_group;

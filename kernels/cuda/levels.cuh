@@ -67,12 +67,12 @@ template <int BITS, typename Line> __device__ inline uint32_t nibbles_of(const L
            (top >> 1 & 0x40404040u);
 }
 
-// The same as bytes (5, 6 and 8 bits).
+// The same as bytes: codes of 5 and 6 bits, those of 8 bits minus 128.
 template <int BITS, typename Line>
 __device__ inline void bytes_of(const Line & line, int q, uint32_t & low, uint32_t & high) {
-    if (BITS == 8) {
-        low  = line(q);
-        high = line(4 + q);
+    if (BITS == 8) { // signed
+        low  = line(q) ^ 128 * BYTES;
+        high = line(4 + q) ^ 128 * BYTES;
     } else if (BITS == 6) {
         const auto last_register = [&](int i) {
             return (line(i) >> 6 & 0x03030303u) | (line(i + 1) >> 4 & 0x0C0C0C0Cu) | (line(i + 2) >> 2 & 0x30303030u);
@@ -103,9 +103,12 @@ template <int BITS, typename Line> __device__ inline uint32_t choices_of(const L
 
 // Converts the codes of a band to bytes.
 struct Levels {
-    uint64_t table[2]; // up to 4 bits: bytes of codes after choice 0; 2 bits: by code and choice
+    uint64_t table[2]; // up to 4 bits: bytes of codes after choice 0; 2 bits, second table: by code and choice
     uint32_t choices;  // NIBBLES on a path, else 0
-    uint32_t flip;     // byte 1: xor mask for a byte after choice 1, up to 4 bits
+    uint32_t flip;     // up to 4 bits: xor mask for a byte after choice 1, in byte 1
+    uint32_t codes;    // largest code, from 5 bits on in every byte
+    uint32_t bend[2];  // 5 and 6 bits on a path: 128 minus the magnitudes where levels lie farther apart, in every byte
+    int      to_sign;  // 5 and 6 bits on a path: left shift of an index so that its highest bit becomes a byte's sign
     int      zero;     // a byte means byte - zero / 2 steps
 };
 
@@ -113,10 +116,17 @@ constexpr int LEVEL_ZERO = 64; // the byte of level 0, up to 4 bits; table look-
 
 __host__ __device__ constexpr uint64_t level_table(int bits, int first, bool on_path) {
     uint64_t table = 0;
-    for (int i = 0; i < 8; ++i) {
-        const int code = bits == 2 ? i / 2 : first + i;
-        const int byte = on_path ? trellis_level(bits, bits == 2 ? i : 2 * code) + LEVEL_ZERO : code;
+    for (int i = 0; i < 8 && first + i < 1 << bits; ++i) {
+        const int byte = on_path ? trellis_level(bits, 2 * (first + i)) + LEVEL_ZERO : first + i;
         table |= (uint64_t) (byte & 255) << 8 * i;
+    }
+    return table;
+}
+
+__host__ __device__ constexpr uint64_t table_by_choice(bool on_path) {
+    uint64_t table = 0;
+    for (int i = 0; i < 8; ++i) {
+        table |= (uint64_t) (on_path ? trellis_level(2, i) + LEVEL_ZERO : i / 2) << 8 * i;
     }
     return table;
 }
@@ -127,10 +137,17 @@ __host__ __device__ constexpr int level_zero(int bits, bool on_path) {
 }
 
 __host__ __device__ constexpr Levels levels_of(int bits, bool on_path) {
-    const bool by_table = bits <= 4;
-    return { { by_table ? level_table(bits, 0, on_path) : 0, bits == 4 ? level_table(bits, 8, on_path) : 0 },
+    const bool     by_table = bits <= 4;
+    const uint32_t largest  = (1u << bits) - 1;
+    return { { by_table ? level_table(bits, 0, on_path) : 0, bits == 4 ? level_table(bits, 8, on_path) :
+                                                             bits == 2 ? table_by_choice(on_path) :
+                                                                         0 },
              on_path ? NIBBLES : 0,
              on_path && by_table ? 127u << 8 : 0,
+             by_table ? largest : BYTES * largest,
+             { by_table || !on_path ? 0 : BYTES * (128 - trellis_double(bits)),
+               by_table || !on_path ? 0 : BYTES * (128 - trellis_triple(bits)) },
+             by_table ? 0 : 7 - bits,
              level_zero(bits, on_path) };
 }
 
@@ -142,52 +159,61 @@ static __constant__ Levels LEVELS[][2] = {
     { levels_of(8, false), levels_of(8, false) },
 };
 
-// Levels of four codes of 5 or 6 bits, with the choices before them in the lowest bits of bytes.
-template <int BITS> __device__ inline uint32_t wide_levels(uint32_t codes, uint32_t one, uint32_t two) {
-    const uint32_t index = (codes ^ two) * 2 + one;
-    const uint32_t lower = ~spread_signs(index << (7 - BITS)); // 255: lower half of the alphabet
-    const uint32_t k     = (index ^ lower) & BYTES * ((1u << BITS) - 1);
-    const auto     above = [&](uint32_t bend) { // amount by which magnitudes exceed it
-        const uint32_t x = k + BYTES * (128 - bend);
-        return x & 127 * BYTES & spread_signs(x);
-    };
-    return (k + above(trellis_double(BITS)) + above(trellis_triple(BITS))) ^ lower;
+// Those of a width that is known where the code is compiled.
+template <int BITS> __device__ inline Levels levels_of_width(bool on_path) {
+    constexpr Levels known  = levels_of(BITS, true);
+    Levels           levels = LEVELS[BITS - 2][on_path];
+    levels.codes            = known.codes;
+    levels.bend[0]          = known.bend[0];
+    levels.bend[1]          = known.bend[1];
+    levels.to_sign          = known.to_sign;
+    return levels;
 }
 
-// The bytes of registers q and q + 4. By the alphabet's symmetry, a code after choice 1 has the complement of the level
-// that the code's complement has after choice 0.
-template <int BITS, typename Line>
-__device__ inline void read_levels(const Line & line, int q, const Levels & levels, Choices & before,
-                                   uint32_t (&out)[2]) {
-    if (BITS <= 4) {
-        const uint32_t codes = nibbles_of<BITS <= 4 ? BITS : 4>(line, q);
-        uint32_t       index = codes ^ before.two;
-        index                = BITS == 2 ? index * 2 + before.one : index ^ before.one * ((1u << BITS) - 1);
+// The bytes of registers q and q + 4 from their codes as nibbles: of 4 bits, of 2, or (BITS 3) of 2 or 3. By the
+// alphabet's symmetry, a code after choice 1 has the complement of the level that the code's complement has after
+// choice 0.
+template <int BITS>
+__device__ inline void nibble_levels(uint32_t codes, const Levels & levels, Choices & before, uint32_t (&out)[2]) {
+    uint32_t index = codes ^ before.two;
+    index          = BITS == 2 ? index * 2 + before.one : index ^ before.one * (BITS == 4 ? 15 : levels.codes);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            uint32_t byte = choose(levels.table[0], index >> 16 * i);
-            if (BITS == 4) { // bytes are below 128: the other table gives 0
-                byte |= choose(levels.table[1], (index ^ 8 * NIBBLES) >> 16 * i);
-            }
-            out[i] = BITS == 2 ? byte : byte ^ choose(levels.flip, 0, before.one >> 16 * i);
+    for (int i = 0; i < 2; ++i) {
+        uint32_t byte = choose(levels.table[BITS == 2], index >> 16 * i);
+        if (BITS == 4) { // bytes are below 128: the other table gives 0
+            byte |= choose(levels.table[1], (index ^ 8 * NIBBLES) >> 16 * i);
         }
-        before = { codes & levels.choices, before.one };
-        return;
+        out[i] = BITS == 2 ? byte : byte ^ choose(levels.flip, 0, before.one >> 16 * i);
     }
-    uint32_t low, high;
-    bytes_of<BITS <= 4 ? 8 : BITS>(line, q, low, high);
-    if (BITS == 8) {
-        interleave(low ^ 128 * BYTES, high ^ 128 * BYTES, out);
-        return;
-    }
-    const uint32_t choices = ((low & BYTES) | (high << 4 & 16 * BYTES)) & levels.choices;
-    if (levels.choices != 0) {
-        constexpr int b = BITS == 5 ? 5 : 6;
-        low             = wide_levels<b>(low, before.one & BYTES, before.two & BYTES);
-        high            = wide_levels<b>(high, before.one >> 4 & BYTES, before.two >> 4 & BYTES);
+    before = { codes & levels.choices, before.one };
+}
+
+// Levels of four codes of 5 or 6 bits, with the choices before them in the lowest bits of bytes.
+__device__ inline uint32_t wide_levels(uint32_t codes, const Levels & levels, uint32_t one, uint32_t two) {
+    const uint32_t index = (codes ^ two) * 2 + one;
+    const uint32_t lower = ~spread_signs(index << levels.to_sign); // 255: lower half of the alphabet
+    const uint32_t k     = (index ^ lower) & levels.codes;
+    const auto     above = [&](int i) { // amount by which magnitudes exceed the bend
+        const uint32_t x = k + levels.bend[i];
+        return x & 127 * BYTES & spread_signs(x);
+    };
+    return (k + above(0) + above(1)) ^ lower;
+}
+
+// The bytes of registers q and q + 4 from their codes: of 8 bits minus 128, or (BITS below 8) of 5 or 6 bits.
+template <int BITS>
+__device__ inline void byte_levels(uint32_t low, uint32_t high, const Levels & levels, Choices & before,
+                                   uint32_t (&out)[2]) {
+    uint32_t choices = 0;
+    if (BITS < 8 && levels.choices != 0) {
+        choices = (low & BYTES) | (high << 4 & 16 * BYTES);
+        low     = wide_levels(low, levels, before.one & BYTES, before.two & BYTES);
+        high    = wide_levels(high, levels, before.one >> 4 & BYTES, before.two >> 4 & BYTES);
     }
     interleave(low, high, out);
-    before = { choices, before.one };
+    if (BITS < 8) {
+        before = { choices, before.one };
+    }
 }
 
 } // namespace subkv::cuda

@@ -137,6 +137,103 @@ __device__ void store_rows(const Attend & a, const StoreRows & s, int64_t token,
     }
 }
 
+// Rows i0, i0 + BLOCK_WARPS, … of a basis, or one row of it; a lane has COLUMNS elements of each part of ROW elements.
+template <int ROWS, int PARTS> struct BasisRows {
+    FourHalves row[ROWS][PARTS];
+
+    __device__ void load(const uint16_t * decode, int i0, int rank, int d) {
+        const int column = COLUMNS * ((int) threadIdx.x % WARP);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const uint16_t * from = decode + (int64_t) min(i0 + r * BLOCK_WARPS, rank - 1) * d;
+#pragma unroll
+            for (int x = 0; x < PARTS; ++x) {
+                row[r][x] = *reinterpret_cast<const FourHalves *>(from + min(x * ROW + column, d - COLUMNS));
+            }
+        }
+    }
+
+    // The product of row lane / N and query lane % N. q: [N][d] in shared memory
+    template <int N> __device__ float project(const float * q, int d) const {
+        const int column      = COLUMNS * ((int) threadIdx.x % WARP);
+        float     total[WARP] = {};
+#pragma unroll
+        for (int x = 0; x < PARTS; ++x) {
+            const int j = x * ROW + column;
+            if (j >= d) {
+                continue;
+            }
+#pragma unroll
+            for (int g = 0; g < N; ++g) {
+                const auto of_q = *reinterpret_cast<const Loaded<float, COLUMNS> *>(q + g * d + j);
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+                    for (int y = 0; y < COLUMNS; ++y) {
+                        total[r * N + g] = fmaf(from_half(row[r][x].of[y]), of_q.of[y], total[r * N + g]);
+                    }
+                }
+            }
+        }
+        return sum_of_each(total);
+    }
+
+    // The product of the first row and one query, in all lanes.
+    __device__ float project_one(const float * q, int d) const {
+        float sum = 0.0f;
+#pragma unroll
+        for (int x = 0; x < PARTS; ++x) {
+            const int j = x * ROW + COLUMNS * ((int) threadIdx.x % WARP);
+#pragma unroll
+            for (int y = 0; y < COLUMNS; ++y) {
+                sum = j < d ? fmaf(from_half(row[0][x].of[y]), q[j + y], sum) : sum;
+            }
+        }
+        return warp_sum(sum);
+    }
+};
+
+// Reads a token's queries and the plan of its keys, all at once, to shared memory. The words of missing rows are zeros.
+template <int F> __device__ void read_queries(const ProjectShared<F> & s, const Attend & a, int64_t token, int h) {
+    const int    G = a.layer.n_group, d = a.layer.d_k;
+    const auto * keys = reinterpret_cast<const uint32_t *>(&((const Plan *) a.layer.plan + h)->keys);
+#pragma unroll 1
+    for (int i = (int) threadIdx.x; i < Queries<F>::size(a.layer.width_k); i += BLOCK) {
+        s.queries.words[i] = 0;
+    }
+    static_assert(sizeof(KeysPlan) % sizeof(uint32_t) == 0 && sizeof(KeysPlan) <= BLOCK * sizeof(uint32_t));
+    const int      word = min((int) threadIdx.x, (int) (sizeof(KeysPlan) / sizeof(uint32_t)) - 1);
+    const uint32_t of   = keys[word];
+#pragma unroll 1
+    for (int i = (int) threadIdx.x; i < 4 * F * d; i += BLOCK) { // without a query head: the last one again
+        s.q[i] = a.q[(h * G + min(i / d, G - 1)) * a.q_head + token * a.q_token + i % d];
+    }
+    reinterpret_cast<uint32_t *>(s.keys)[word] = of;
+}
+
+// Stores the coefficients of a token's queries, and the queries' words. row: number of the first of them
+template <int F>
+__device__ void store_queries(const ProjectShared<F> & s, const Attend & a, int64_t row, int rank, int pitch) {
+    const Layer & l = a.layer;
+#pragma unroll 1
+    for (int i = (int) threadIdx.x; i < l.n_group * rank; i += BLOCK) {
+        a.qt[(row * l.n_group + i / rank) * l.width_k + i % rank] = s.qt[i / rank * pitch + i % rank];
+    }
+#pragma unroll 1
+    for (int g = (int) threadIdx.x; g < l.n_group; g += BLOCK) {
+        a.shift[row * l.n_group + g] = s.qt[g * pitch + rank];
+    }
+#pragma unroll 1
+    for (int g = (int) threadIdx.x / WARP; g < l.n_group; g += BLOCK_WARPS) {
+        quantize_row(s.queries, *s.keys, s.qt + g * pitch, g);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = (int) threadIdx.x; i < Queries<F>::size(l.width_k); i += BLOCK) {
+        a.words[row * Queries<F>::size(l.width_k) + i] = s.queries.words[i];
+    }
+}
+
 // PARTS: of ROW elements of a row
 template <int F, int PARTS> __global__ void __launch_bounds__(BLOCK, 1) project_decode_kernel(ProjectJob job) {
     constexpr int  N     = 4 * F; // query rows
@@ -151,72 +248,27 @@ template <int F, int PARTS> __global__ void __launch_bounds__(BLOCK, 1) project_
     }
     // what the first products need is read at once, and then the basis, whose address is in the codec
     const HeadCodec & codec = l.k[h];
-    const int         G = l.n_group, d = l.d_k, rank = codec.rank, pitch = l.width_k + 1;
+    const int         d = l.d_k, rank = codec.rank, pitch = l.width_k + 1;
     const uint16_t *  decode = codec.decode.halves;
     const uint16_t *  mean   = l.mean[h];
     const float       gamma  = l.gamma[h];
     const int         warp = (int) threadIdx.x / WARP, lane = (int) threadIdx.x % WARP;
-    const auto *      keys = reinterpret_cast<const uint32_t *>(&((const Plan *) l.plan + h)->keys);
 
     const ProjectShared<F> s(block_memory, l);
-#pragma unroll 1
-    for (int i = (int) threadIdx.x; i < Queries<F>::size(l.width_k); i += BLOCK) {
-        s.queries.words[i] = 0;
-    }
-    static_assert(sizeof(KeysPlan) % sizeof(uint32_t) == 0 && sizeof(KeysPlan) <= BLOCK * sizeof(uint32_t));
-    const int      word = min((int) threadIdx.x, (int) (sizeof(KeysPlan) / sizeof(uint32_t)) - 1);
-    const uint32_t run  = keys[word];
-#pragma unroll 1
-    for (int i = (int) threadIdx.x; i < N * d; i += BLOCK) { // without a query head: the last one again
-        s.q[i] = a.q[(h * G + min(i / d, G - 1)) * a.q_head + token * a.q_token + i % d];
-    }
-    reinterpret_cast<uint32_t *>(s.keys)[word] = run;
-
-    FourHalves basis[ROWS][PARTS], of_mean[PARTS];
-    const auto load_basis = [&](int i0) {
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            const uint16_t * from = decode + (int64_t) min(i0 + r * BLOCK_WARPS, rank - 1) * d;
-#pragma unroll
-            for (int x = 0; x < PARTS; ++x) {
-                basis[r][x] = *reinterpret_cast<const FourHalves *>(from + min(x * ROW + COLUMNS * lane, d - COLUMNS));
-            }
-        }
-    };
-    load_basis(warp);
+    read_queries(s, a, token, h);
+    BasisRows<ROWS, PARTS> basis;
+    BasisRows<1, PARTS>    of_mean;
+    basis.load(decode, warp, rank, d);
     // the last warp also multiplies the mean: without gamma, since it is added back unscaled
     const bool adds_mean = warp == BLOCK_WARPS - 1 && mean != nullptr;
-#pragma unroll
-    for (int x = 0; x < PARTS; ++x) {
-        const int j = min(x * ROW + COLUMNS * lane, d - COLUMNS);
-        of_mean[x]  = *reinterpret_cast<const FourHalves *>((adds_mean ? mean : decode) + j);
-    }
+    of_mean.load(adds_mean ? mean : decode, 0, 1, d);
     __syncthreads();
 #pragma unroll 1
     for (int i0 = warp; i0 < rank; i0 += ROWS * BLOCK_WARPS) {
         if (i0 > warp) {
-            load_basis(i0);
+            basis.load(decode, i0, rank, d);
         }
-        float total[WARP] = {};
-#pragma unroll
-        for (int x = 0; x < PARTS; ++x) {
-            const int j = x * ROW + COLUMNS * lane;
-            if (j >= d) {
-                continue;
-            }
-#pragma unroll
-            for (int g = 0; g < N; ++g) {
-                const auto q = *reinterpret_cast<const Loaded<float, COLUMNS> *>(s.q + g * d + j);
-#pragma unroll
-                for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-                    for (int y = 0; y < COLUMNS; ++y) {
-                        total[r * N + g] = fmaf(from_half(basis[r][x].of[y]), q.of[y], total[r * N + g]);
-                    }
-                }
-            }
-        }
-        const float sum = sum_of_each(total);
+        const float sum = basis.template project<N>(s.q, d);
         const int   i   = i0 + lane / N * BLOCK_WARPS;
         if (i < rank) {
             s.qt[lane % N * pitch + i] = l.scale * gamma * sum;
@@ -224,39 +276,13 @@ template <int F, int PARTS> __global__ void __launch_bounds__(BLOCK, 1) project_
     }
 #pragma unroll 1
     for (int g = 0; warp == BLOCK_WARPS - 1 && g < N; ++g) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int x = 0; x < PARTS; ++x) {
-            const int j = x * ROW + COLUMNS * lane;
-#pragma unroll
-            for (int y = 0; y < COLUMNS; ++y) {
-                sum = adds_mean && j < d ? fmaf(from_half(of_mean[x].of[y]), s.q[g * d + j + y], sum) : sum;
-            }
-        }
-        sum = warp_sum(sum);
+        const float sum = adds_mean ? of_mean.project_one(s.q + g * d, d) : 0.0f;
         if (lane == 0) {
             s.qt[g * pitch + rank] = l.scale * sum;
         }
     }
     __syncthreads();
-    const int64_t row = h * a.n_stream * a.n_tps + token; // number of the first of G rows
-#pragma unroll 1
-    for (int i = (int) threadIdx.x; i < G * rank; i += BLOCK) {
-        a.qt[(row * G + i / rank) * l.width_k + i % rank] = s.qt[i / rank * pitch + i % rank];
-    }
-#pragma unroll 1
-    for (int g = (int) threadIdx.x; g < G; g += BLOCK) {
-        a.shift[row * G + g] = s.qt[g * pitch + rank];
-    }
-#pragma unroll 1
-    for (int g = warp; g < G; g += BLOCK_WARPS) {
-        quantize_row(s.queries, *s.keys, s.qt + g * pitch, g);
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int i = (int) threadIdx.x; i < Queries<F>::size(l.width_k); i += BLOCK) {
-        a.words[row * Queries<F>::size(l.width_k) + i] = s.queries.words[i];
-    }
+    store_queries(s, a, h * a.n_stream * a.n_tps + token, rank, pitch);
 }
 
 __global__ void project_kernel(Attend a) {

@@ -46,7 +46,7 @@ template <int F> __device__ void quantize_row(const Queries<F> & to, const KeysP
         const float key_step = keys.step[run.band()];
         const int   n        = run.halves() ? 0 : 2 * run.n();
 #pragma unroll 1
-        for (int w = lane; w < n; w += WARP) { // words, as read_levels orders them
+        for (int w = lane; w < n; w += WARP) { // words, in the order of interleave (levels.cuh)
             const int octet = run.first() + w / 2;
             uint32_t  high = 0, low = 0;
             for (int i = 0; i < 4; ++i) {

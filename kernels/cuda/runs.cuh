@@ -14,7 +14,7 @@ struct alignas(8) Run {
 
     Run(int at, int bits, int first, int n, bool on_path, int band) :
         where((uint32_t) (at | first << 16) | (uint32_t) band << 24),
-        what((uint32_t) (n | on_path << 8) | 1u << (9 + bits)) {}
+        what((uint32_t) (n | on_path << 8) | 1u << (9 + bits) | (uint32_t) (2 * (bits - 2) + on_path) << 26) {}
 
     __device__ int      at() const { return where & 0xFFFF; } // offset of their lines in the tile
     __device__ int      first() const { return where >> 16 & 255; }
@@ -22,7 +22,8 @@ struct alignas(8) Run {
     __device__ int      n() const { return what & 255; }
     __device__ int      on_path() const { return what >> 8 & 1; }
     __device__ bool     halves() const { return (what & 1u << (9 + 16)) != 0; }
-    __device__ uint32_t kind() const { return what >> 9; } // 1 << bits
+    __device__ uint32_t kind() const { return what >> 9 & 0x1FFFF; } // 1 << bits
+    __device__ uint32_t levels() const { return what >> 26; }        // number of its entry in LEVELS
 
     // level_zero of its codes
     __device__ int zero() const {
@@ -110,6 +111,31 @@ template <typename F> __device__ inline void by_width(uint32_t kind, const F & f
         f(Width<5>{});
     } else if (kind & 1 << 2) {
         f(Width<2>{});
+    }
+}
+
+// Decoders of values: of codes of 2 and 3 bits (Width<3>), of 4, of 5 and 6 (Width<6>), and of 8. A decoder for each
+// width would be more code, which a GPU fetches cold.
+template <typename F> __device__ inline void by_decoder(uint32_t kind, const F & f) {
+    if (kind & 1 << 4) {
+        f(Width<4>{});
+    } else if (kind & (1 << 3 | 1 << 2)) {
+        f(Width<3>{});
+    } else if (kind & (1 << 6 | 1 << 5)) {
+        f(Width<6>{});
+    } else if (kind & 1 << 8) {
+        f(Width<8>{});
+    }
+}
+
+template <int BITS> constexpr bool one_width = BITS == 4 || BITS == 8;
+
+// The width among those of a decoder.
+template <int BITS, typename F> __device__ inline void by_width_of(uint32_t kind, const F & f) {
+    if (!one_width<BITS> && (kind & 1 << BITS) == 0) {
+        f(Width<BITS - 1>{});
+    } else {
+        f(Width<BITS>{});
     }
 }
 

@@ -44,20 +44,15 @@ uint row_word(uint row, uint i) {
     return (row & 0x80000000u) != 0 ? fresh[(row & 0x7fffffffu) + i] : window[row + i];
 }
 
-void main() {
-    const uint hq = gl_WorkGroupID.x, token = gl_WorkGroupID.y, me = gl_LocalInvocationID.x;
-    const uint group = tables[N_GROUP], n_head = tables[N_HEAD_KV], d_k = tables[D_K], d_v = tables[D_V];
-    const uint h      = hq / group;
-    const uint row    = (h * p.n_tokens + token) * group + hq % group; // row in split 0
-    const uint stride = n_head * p.n_tokens * group;                  // from one split to the next
-    const uint width  = exact_width();
-    const Head head   = head_of(1, h);
+uint me = gl_LocalInvocationID.x;
 
-    if (me == 0) {
-        lost = 0;
-    }
-    float m = HIDDEN, z = 0.0;
-    bool  fine = true; // no number that this thread reads makes the result NaN
+// The query row's softmax, and the thread's elements of the output, in private memory.
+float m = HIDDEN, z = 0.0, o[PER_THREAD];
+bool  fine = true; // no number that this thread has read makes the result NaN
+
+// Merges the splits of attend: the state, and the sums of coefficients in `coef`. row: in split 0
+void merge_splits(uint row, uint rank) {
+    const uint stride = tables[N_HEAD_KV] * p.n_tokens * tables[N_GROUP]; // from one split to the next
     for (uint i = 0; i < p.n_split; ++i) {
         m = max(m, loaded_top(partial[p.m_at + row + i * stride]));
     }
@@ -66,7 +61,7 @@ void main() {
         fine                = fine && finite(of_part);
         z += exp(loaded_top(partial[p.m_at + row + i * stride]) - m) * of_part;
     }
-    for (uint c = me; c < head.rank; c += THREADS) {
+    for (uint c = me; c < rank; c += THREADS) {
         float sum = 0.0;
         for (uint i = 0; m != HIDDEN && i < p.n_split; ++i) {
             const uint part = row + i * stride;
@@ -75,11 +70,10 @@ void main() {
         coef[c] = sum;
         fine    = fine && finite(sum);
     }
-    for (uint j = me; j < d_k; j += THREADS) {
-        query[j] = p.scale * q[p.q_at + hq * p.q_head + token * p.q_token + j];
-    }
-    barrier();
-    float o[PER_THREAD];
+}
+
+// Multiplies the coefficients by D_v.
+void reconstruct(Head head, uint d_v) {
     [[unroll]] for (uint x = 0; x < PER_THREAD; ++x) {
         o[x] = 0.0;
     }
@@ -91,76 +85,80 @@ void main() {
             }
         }
     }
+}
 
-    const uint n_keys = p.slots_of_seq > 0 ? p.slots_of_seq + p.n_tps : 0;
-    for (uint first = 0; first < n_keys; first += THREADS) {
-        const uint n     = min(THREADS, n_keys - first);
-        float      logit = HIDDEN;
-        if (me < n) {
-            const int own = token_pos(token);
-            uint      i   = first + me;
-            int       pos, cell;
-            if (i < p.slots_of_seq) {
-                i += token_first_slot(token);
-                pos      = slot_pos(i);
-                cell     = slot_cell(i);
-                rows[me] = p.window_at + i * width;
-            } else {
-                i += token / p.n_tps * p.n_tps - p.slots_of_seq;
-                pos      = token_pos(i);
-                cell     = token_cell(i);
-                rows[me] = (p.fresh_at + i * width) | 0x80000000u;
-            }
-            if (pos >= 0 && cell >= 0 && is_exact(pos, own)) {
-                const float bias = mask_value(p.mask_at + token * p.n_kv + uint(cell), p.mask_half);
-                if (bias != HIDDEN) {
-                    float dot = 0.0;
-                    for (uint j = 0; j < d_k / 2; ++j) {
-                        const vec2 pair = unpackHalf2x16(row_word(rows[me], h * d_k / 2 + j));
-                        dot             = fma(query[2 * j + 1], pair.y, fma(query[2 * j], pair.x, dot));
-                    }
-                    const bool bad = bias == LOST || !finite(dot);
-                    logit          = bad ? HIDDEN : capped(dot, p.softcap) + slope_of(hq) * bias;
-                    fine           = fine && !bad;
-                }
-            }
-        }
-        logits[me] = logit;
-        room[me]   = logit;
-        for (uint step = THREADS / 2; step > 0; step /= 2) {
-            barrier();
-            if (me < step) {
-                room[me] = max(room[me], room[me + step]);
-            }
-        }
-        barrier();
-        const float top = max(m, room[0]);
-        if (room[0] != HIDDEN) {
-            const float keep = m == HIDDEN ? 0.0 : exp(m - top);
-            m                = top;
-            z *= keep;
-            [[unroll]] for (uint x = 0; x < PER_THREAD; ++x) {
-                o[x] *= keep;
-            }
-            for (uint i = 0; i < n; ++i) {
-                if (logits[i] == HIDDEN) {
-                    continue;
-                }
-                const float weight = exp(logits[i] - m);
-                z += weight;
-                [[unroll]] for (uint x = 0; x < PER_THREAD; ++x) {
-                    const uint j = me + x * THREADS;
-                    if (j < d_v && weight > 0.0) { // a value of weight 0 may be infinite
-                        const uint bits = half_bits(row_word(rows[i], (exact_value(h) + j) / 2), j);
-                        fine            = fine && finite_half(bits);
-                        o[x]            = fma(weight, unpackHalf2x16(bits).x, o[x]);
-                    }
-                }
-            }
-        }
-        barrier();
+// The logit of exact key number i, whose row begins at rows[me]; HIDDEN: the token does not attend to it exactly.
+float exact_logit(uint i, uint token, uint hq, uint h, uint d_k) {
+    const uint width = exact_width();
+    int        pos, cell;
+    if (i < p.slots_of_seq) {
+        i += token_first_slot(token);
+        pos      = slot_pos(i);
+        cell     = slot_cell(i);
+        rows[me] = p.window_at + i * width;
+    } else {
+        i += token / p.n_tps * p.n_tps - p.slots_of_seq;
+        pos      = token_pos(i);
+        cell     = token_cell(i);
+        rows[me] = (p.fresh_at + i * width) | 0x80000000u;
     }
+    if (pos < 0 || cell < 0 || !is_exact(pos, token_pos(token))) {
+        return HIDDEN;
+    }
+    const float bias = mask_value(p.mask_at + token * p.n_kv + uint(cell), p.mask_half);
+    if (bias == HIDDEN) {
+        return HIDDEN;
+    }
+    float dot = 0.0;
+    for (uint j = 0; j < d_k / 2; ++j) {
+        const vec2 pair = unpackHalf2x16(row_word(rows[me], h * d_k / 2 + j));
+        dot             = fma(query[2 * j + 1], pair.y, fma(query[2 * j], pair.x, dot));
+    }
+    const bool bad = bias == LOST || !finite(dot);
+    fine           = fine && !bad;
+    return bad ? HIDDEN : capped(dot, p.softcap) + slope_of(hq) * bias;
+}
 
+// Adds the n exact keys whose logits and rows are in shared memory. logit: of the thread's key
+void add_exact_values(float logit, uint n, uint h, uint d_v) {
+    logits[me] = logit;
+    room[me]   = logit;
+    for (uint step = THREADS / 2; step > 0; step /= 2) {
+        barrier();
+        if (me < step) {
+            room[me] = max(room[me], room[me + step]);
+        }
+    }
+    barrier();
+    if (room[0] == HIDDEN) {
+        return;
+    }
+    const float top  = max(m, room[0]);
+    const float keep = m == HIDDEN ? 0.0 : exp(m - top);
+    m                = top;
+    z *= keep;
+    [[unroll]] for (uint x = 0; x < PER_THREAD; ++x) {
+        o[x] *= keep;
+    }
+    for (uint i = 0; i < n; ++i) {
+        if (logits[i] == HIDDEN) {
+            continue;
+        }
+        const float weight = exp(logits[i] - m);
+        z += weight;
+        [[unroll]] for (uint x = 0; x < PER_THREAD; ++x) {
+            const uint j = me + x * THREADS;
+            if (j < d_v && weight > 0.0) { // a value of weight 0 may be infinite
+                const uint bits = half_bits(row_word(rows[i], (exact_value(h) + j) / 2), j);
+                fine            = fine && finite_half(bits);
+                o[x]            = fma(weight, unpackHalf2x16(bits).x, o[x]);
+            }
+        }
+    }
+}
+
+// Adds the attention sink of the query head, normalises, and writes the output.
+void store_output(uint hq, uint token, uint d_v) {
     float w = 1.0;
     if (p.has_sinks != 0) { // a logit without a value
         const float sink = sinks[p.sinks_at + hq];
@@ -179,4 +177,27 @@ void main() {
             result[p.out_at + token * p.out_stride + hq * d_v + j] = lost != 0 ? NOT_A_NUMBER : w * o[x];
         }
     }
+}
+
+void main() {
+    const uint hq = gl_WorkGroupID.x, token = gl_WorkGroupID.y, group = tables[N_GROUP], h = hq / group;
+    const uint d_k = tables[D_K], d_v = tables[D_V];
+    const Head head = head_of(1, h);
+
+    if (me == 0) {
+        lost = 0;
+    }
+    merge_splits((h * p.n_tokens + token) * group + hq % group, head.rank);
+    for (uint j = me; j < d_k; j += THREADS) {
+        query[j] = p.scale * q[p.q_at + hq * p.q_head + token * p.q_token + j];
+    }
+    barrier();
+    reconstruct(head, d_v);
+    const uint n_keys = p.slots_of_seq > 0 ? p.slots_of_seq + p.n_tps : 0;
+    for (uint first = 0; first < n_keys; first += THREADS) {
+        const uint n = min(THREADS, n_keys - first);
+        add_exact_values(me < n ? exact_logit(first + me, token, hq, h, d_k) : HIDDEN, n, h, d_v);
+        barrier();
+    }
+    store_output(hq, token, d_v);
 }

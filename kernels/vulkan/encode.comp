@@ -337,16 +337,9 @@ void store_codes(Head head, bool value, uint tile, uint cell) {
     }
 }
 
-void main() {
-    const uint token = gl_WorkGroupID.x, h = gl_WorkGroupID.y, me = gl_LocalInvocationID.x;
-    const bool value = gl_WorkGroupID.z == 1;
-    const Head head  = head_of(gl_WorkGroupID.z, h);
-    const uint x_at  = value ? p.v_at + h * p.v_head + token * p.v_token : p.k_at + h * p.k_head + token * p.k_token;
-    const uint cell  = cells[p.cells_at + token].x; // low half of an int64
-    const uint within = cell % TILE;
-    const uint tile  = head.tile + (value ? p.v_tiles_at + cell / TILE * p.v_stride :
-                                            p.k_tiles_at + cell / TILE * p.k_stride);
-
+// Reads the row, and makes its coefficients c and flags.
+void multiply_basis(Head head, bool value, uint x_at) {
+    const uint me = gl_LocalInvocationID.x;
     if (me == 0) {
         flags = 0;
     }
@@ -382,24 +375,11 @@ void main() {
         }
         barrier();
     }
-    const bool x_finite = (flags & X_BAD) == 0;
-    const bool bad      = (flags & (X_BAD | C_BAD)) != 0;
-    const bool live     = !bad && (flags & C_LIVE) != 0;
-    if (me == 0 && bad) {
-        atomicAdd(tables[N_BAD], 1);
-    }
-    uint code = bad ? SCALE_NAN : 0;
-    if (live) {
-        code = choose_scale(head);
-        if (head.n_path > 0) {
-            code = choose_path_scale(head, code);
-            find_path(head, row_scale(code));
-        }
-    }
-    const float s = row_scale(code);
-    if (me == 0) {
-        put(value, tile + within / 4, code << 8 * (within % 4), 255u << 8 * (within % 4));
-    }
+}
+
+// Stores the halves of 16-bit bands at scale s, and makes the codes beside the path. within: the cell in its tile
+void quantize_bands(Head head, bool value, uint tile, uint within, float s, bool live) {
+    const uint me = gl_LocalInvocationID.x;
     for (uint b = 0; b < head.n_bands; ++b) {
         const Band    band    = band_of(head, b);
         precise float step    = s * band.ratio;
@@ -415,11 +395,11 @@ void main() {
             }
         }
     }
-    barrier();
-    store_codes(head, value, tile, within);
+}
 
-    const uint at = p.fresh_at + token * exact_width() + (value ? exact_value(h) : h * tables[D_K]) / 2;
-    for (uint j = me; j < head.d / 2; j += THREADS) {
+// Stores the row in half precision, or as HALF_NAN.
+void store_fresh(Head head, uint at, bool x_finite) {
+    for (uint j = gl_LocalInvocationID.x; j < head.d / 2; j += THREADS) {
         uint pair = HALF_NAN | HALF_NAN << 16;
         if (x_finite) {
             pair = to_half(clamp(xs[2 * j], -HALF_MAX, HALF_MAX)) |
@@ -427,4 +407,38 @@ void main() {
         }
         fresh[at + j] = pair;
     }
+}
+
+void main() {
+    const uint token = gl_WorkGroupID.x, h = gl_WorkGroupID.y, me = gl_LocalInvocationID.x;
+    const bool value = gl_WorkGroupID.z == 1;
+    const Head head  = head_of(gl_WorkGroupID.z, h);
+    const uint x_at  = value ? p.v_at + h * p.v_head + token * p.v_token : p.k_at + h * p.k_head + token * p.k_token;
+    const uint cell  = cells[p.cells_at + token].x; // low half of an int64
+    const uint within = cell % TILE;
+    const uint tile  = head.tile + (value ? p.v_tiles_at + cell / TILE * p.v_stride :
+                                            p.k_tiles_at + cell / TILE * p.k_stride);
+
+    multiply_basis(head, value, x_at);
+    const bool x_finite = (flags & X_BAD) == 0;
+    const bool bad      = (flags & (X_BAD | C_BAD)) != 0;
+    const bool live     = !bad && (flags & C_LIVE) != 0;
+    if (me == 0 && bad) {
+        atomicAdd(tables[N_BAD], 1);
+    }
+    uint code = bad ? SCALE_NAN : 0;
+    if (live) {
+        code = choose_scale(head);
+        if (head.n_path > 0) {
+            code = choose_path_scale(head, code);
+            find_path(head, row_scale(code));
+        }
+    }
+    if (me == 0) {
+        put(value, tile + within / 4, code << 8 * (within % 4), 255u << 8 * (within % 4));
+    }
+    quantize_bands(head, value, tile, within, row_scale(code), live);
+    barrier();
+    store_codes(head, value, tile, within);
+    store_fresh(head, p.fresh_at + token * exact_width() + (value ? exact_value(h) : h * tables[D_K]) / 2, x_finite);
 }

@@ -85,7 +85,7 @@ class Library(c.Library):
         self.max_range = int(self.lib.test_max_range())  # bytes
 
     def exact_floats(self, layer: c.Layer, n_rows: int, n_tps: int, slots_of_seq: int) -> int:
-        return 0  # combine attends to the exact keys
+        return 1  # combine attends to the exact keys; a buffer has bytes
 
     def rounding(self, decodes: bool, latent: bool, width: int) -> str | None:
         return "bytes" if self.integer_dot and not latent and width <= MAX_DOT else None

@@ -278,12 +278,16 @@ def two_states(s: Session, tokens: Sequence[int]) -> tuple[bytes, bytes]:
 
 
 def check_sequences_apart(opened: Callable[..., Any], tokens: Sequence[int], unified: bool) -> None:
-    """Three texts evaluated together get the logits that each gets alone. opened(**options): a session."""
+    """Three texts evaluated together get the logits that each gets alone. opened(**options): a session.
+
+    A GPU has another kernel for few tokens than for a prompt: there, each alone is evaluated in the same pieces.
+    """
     texts = [tokens[:90], tokens[90:150], tokens[20:95]]
     alone = []
     for text in texts:
+        pieces = [len(text) - 20, *[1] * 20] if C.llama_supports_gpu_offload() else None
         with opened() as s:
-            alone.append(s.decode(text))
+            alone.append(s.decode(text, pieces=pieces))
     with opened(n_seq_max=3, unified=unified, n_ctx=768) as s:
         for seq, text in enumerate(texts):
             s.decode(text[:-20], 0, seq)

@@ -285,7 +285,7 @@ def test_shared_cells_that_have_no_room(model: engine.Model, tokens: list[int], 
 
 
 def test_adaptive_bases_refuse_a_shift(model: engine.Model, tokens: list[int], make_layout: Any) -> None:
-    with session(model, make_layout(), window=(4, 32, 8), n_ctx=512, adapt="kv,block=16") as s:
+    with session(model, make_layout(), window=(4, 32, 8), n_ctx=512, adapt="kv,block=16", offload_kqv=False) as s:
         assert not C.llama_memory_can_shift(C.llama_get_memory(s.ctx))
         s.decode(tokens[:100])
         add(s, 0, 50, -1, 8)

@@ -47,7 +47,10 @@ def rows_in(state: bytes, n_cells: int, widths: list[int]) -> list[Bytes]:
 
 
 def test_a_state_holds_the_rows_of_the_format(model: engine.Model, tokens: list[int], layout: Any) -> None:
-    """Byte for byte: the bases move elements without rounding, and codes follow from coefficients alone."""
+    """Byte for byte: the bases move elements without rounding, and codes follow from coefficients alone.
+
+    A GPU codes the halves that its window holds.
+    """
     obs = SUBKV.subkv_observer_new(0)
     every = np.arange(N, dtype=np.int32).ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
     assert SUBKV.subkv_observer_mode(obs, 2, every, N, every, N)
@@ -62,6 +65,8 @@ def test_a_state_holds_the_rows_of_the_format(model: engine.Model, tokens: list[
         ratios = [2.0 ** (8 - bits) for _, bits in bands]
         for il in range(n_layer):
             x = observe_values(obs, il, "vs" if value else "ks", (N, n_head_kv, d)).astype(np.float32)
+            if C.llama_supports_gpu_offload():
+                x = x.astype(np.float16).astype(np.float32)
             rows = []
             for head in range(n_head_kv):
                 basis = np.empty((d, d), np.float32)

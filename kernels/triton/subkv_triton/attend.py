@@ -60,6 +60,11 @@ def _settle(x):
 
 
 @triton.jit
+def _limited(x, size):
+    return tl.minimum(tl.maximum(x, -size), size)
+
+
+@triton.jit
 def _codes(base, at, visible, scales_ptr, table, j, R: tl.constexpr, ANY_HALF: tl.constexpr, ANY_PATH: tl.constexpr):
     """Rows of a head at byte offsets at [C] -> scales f32 [C]; values in steps and stored halves, both f16 [C, R]."""
     s = tl.load(scales_ptr + tl.load(base + at, mask=visible, other=0).to(tl.int32))
@@ -67,13 +72,11 @@ def _codes(base, at, visible, scales_ptr, table, j, R: tl.constexpr, ANY_HALF: t
     levels = tl.load(table + _LEVELS * R + j)
     if ANY_PATH:
         index ^= _part(base, at, visible, table + _ONE * R + j) ^ _part(base, at, visible, table + _TWO * R + j)
-    level = 2 * index - (levels & 255)[None, :]  # in halves of a step
-    if ANY_PATH:
-        size = tl.abs(level)
-        far = tl.maximum(size - ((levels >> 8) & 255)[None, :], 0)
-        far += tl.maximum(size - (levels >> 16)[None, :], 0)
-        level += tl.where(level < 0, -far, far)
-    level = level.to(tl.float32) * 0.5
+    level = (2 * index - (levels & 255)[None, :]).to(tl.float32)  # in halves of a step
+    if ANY_PATH:  # beyond each bend, levels lie one step more apart
+        double, triple = ((levels >> 8) & 255).to(tl.float32)[None, :], (levels >> 16).to(tl.float32)[None, :]
+        level = 3.0 * level - _limited(level, double) - _limited(level, triple)
+    level *= 0.5
     if ANY_HALF:
         kind = tl.load(table + _KIND * R + j)
         level = tl.where((kind == _CODED)[None, :], level, 0.0)
@@ -131,6 +134,78 @@ def softmax_step(logit, bias, slope, softcap, m, z, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
+def _load_queries(qt, at, live, j, steps, table, R: tl.constexpr, ANY_HALF: tl.constexpr):
+    """Query rows [M] at `at`: halves for coded bands and their factors [M], and the same for 16-bit bands."""
+    q = tl.load(qt + (at[:, None] * R + j[None, :]), mask=live[:, None], other=0.0)
+    kinds = tl.load(table + _KIND * R + j)
+    scaled = q * tl.load(steps + j)[None, :]
+    coded, top = _halves(tl.where((kinds == _CODED)[None, :], scaled, 0.0))
+    top += tl.sum(q * 0.0, axis=1)  # NaN if a coefficient is not finite
+    half, top_half = coded, top  # not used
+    if ANY_HALF:
+        half, top_half = _halves(tl.where((kinds == _HALF)[None, :], q, 0.0))
+    return coded, top, half, top_half
+
+
+@triton.jit
+def _logits(s, codes, halves, coded, top, half, top_half, shift, ANY_HALF: tl.constexpr, HAS_SHIFT: tl.constexpr):
+    """Logits [M, C] of a step's keys: their scales, and what _codes and _load_queries return."""
+    logit = tl.dot(coded, tl.trans(codes)) * (top[:, None] * s[None, :])
+    if ANY_HALF:
+        dot = tl.dot(half, tl.trans(halves)) * top_half[:, None]
+        logit += tl.where((s > 0)[None, :], dot, 0.0)
+    if HAS_SHIFT:
+        logit += shift[:, None]
+    return logit
+
+
+@triton.jit
+def _add_values(s, codes, halves, p, keep, z, acc, acc_half, ANY_HALF: tl.constexpr):
+    """Adds a step's values of weights p [M, C] to the sums [M, R] of coded and 16-bit bands -> z and both."""
+    s, halves, bad = _without_bad(s, halves, ANY_HALF)
+    z += bad_weight_nan(p, bad)
+    largest = tl.maximum(tl.max(s, axis=0), 1e-30)
+    weight = (p * (s / largest)[None, :]).to(tl.float16)
+    acc = acc * keep[:, None] + tl.dot(weight, codes) * largest
+    if ANY_HALF:
+        weight = tl.where((s > 0)[None, :], p, 0.0).to(tl.float16)
+        acc_half = acc_half * keep[:, None] + tl.dot(weight, halves)
+    return z, acc, acc_half
+
+
+@triton.jit
+def _rows(block, stream, head, n_head, n_tok, G: tl.constexpr, M: tl.constexpr):
+    """A block's query rows in [n_stream, n_tok, H, G]: 64-bit numbers of its first token and of that token's first row,
+    common to all threads; 32-bit ones from there: token, query head and row [M], and which rows exist.
+    """
+    row = (block * M) % G + tl.arange(0, M)
+    first_token = stream * n_tok + (block * M) // G
+    token, group = row // G, row % G
+    live = block * M + tl.arange(0, M) < n_tok * G
+    return first_token, (first_token * n_head + head) * G, token, group, live, token * (n_head * G) + group
+
+
+@triton.jit
+def _load_bias(bias, token, live, first, end, n_cells, C: tl.constexpr):
+    """Mask values [M, C] of cells from `first` on, -inf beyond `end`, and whether any row sees a cell [C]."""
+    offset = tl.arange(0, C)
+    seen = tl.load(
+        bias + first + (token[:, None] * n_cells + offset[None, :]),
+        mask=live[:, None] & (first + offset < end)[None, :],
+        other=float("-inf"),
+    )
+    return seen, tl.max((seen != float("-inf")).to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+def _store(m_ptr, z_ptr, acc_ptr, out, at, live, m, z, acc, j, R: tl.constexpr):
+    m = tl.where((z != z) & (m == float("-inf")), 0.0, m)  # a lost row is not one without visible cells
+    tl.store(m_ptr + out + at, m, mask=live)
+    tl.store(z_ptr + out + at, z, mask=live)
+    tl.store(acc_ptr + out * R + (at[:, None] * R + j[None, :]), acc, mask=live[:, None])
+
+
+@triton.jit
 def _attend(
     qt_ptr,
     shift_ptr,
@@ -175,25 +250,15 @@ def _attend(
     block = tl.program_id(1) // n_split
     stream, n_stream = tl.program_id(2).to(tl.int64), tl.num_programs(2)
 
-    # query rows in [n_stream, n_tok, H, G]: a 64-bit offset of the block's first token, common to all threads, and
-    # 32-bit offsets from there
-    row = (block * M) % G + tl.arange(0, M)
-    first_token = stream * n_tok + (block * M) // G
-    token, group = row // G, row % G
-    live = block * M + tl.arange(0, M) < n_tok * G
-    first_row = (first_token * n_head + head) * G
-    at = token * (n_head * G) + group
+    first_token, first_row, token, group, live, at = _rows(block, stream, head, n_head, n_tok, G, M)
     jk, jv = tl.arange(0, RK), tl.arange(0, RV)
 
     k_table += head * _ROWS * RK
     v_table += head * _ROWS * RV
-    q = tl.load(qt_ptr + first_row * RK + (at[:, None] * RK + jk[None, :]), mask=live[:, None], other=0.0)
-    kinds = tl.load(k_table + _KIND * RK + jk)
-    scaled = q * tl.load(k_steps + head * RK + jk)[None, :]
-    q_coded, top = _halves(tl.where((kinds == _CODED)[None, :], scaled, 0.0))
-    top += tl.sum(q * 0.0, axis=1)  # NaN if a coefficient is not finite
-    if K_HALF:
-        q_half, top_half = _halves(tl.where((kinds == _HALF)[None, :], q, 0.0))
+    q, top, q_half, top_half = _load_queries(
+        qt_ptr + first_row * RK, at, live, jk, k_steps + head * RK, k_table, RK, K_HALF
+    )
+    shift = top  # not used
     if HAS_SHIFT:
         shift = tl.load(shift_ptr + first_row + at, mask=live, other=0.0)
     slope = tl.load(slope_ptr + head * G + group)
@@ -207,42 +272,21 @@ def _attend(
     end = tl.minimum(n_cells, (part + 1) * split)
     offset = tl.arange(0, C)
     for first in range(part * split, end, C):
-        cell = first + offset
-        bias = tl.load(
-            bias_ptr + (first_token * n_cells + first) + (token[:, None] * n_cells + offset[None, :]),
-            mask=live[:, None] & (cell < end)[None, :],
-            other=float("-inf"),
-        )
+        bias, visible = _load_bias(bias_ptr + first_token * n_cells, token, live, first, end, n_cells, C)
         # masked cells may have any content, so they are not read
-        visible = tl.max((bias != float("-inf")).to(tl.int32), axis=0) > 0
         if tl.max(visible.to(tl.int32), axis=0) > 0:
             k_row = k_head + tl.cast(first, tl.int64) * k_stride
             s, codes, halves = _codes(k_row, offset * k_stride, visible, scales_ptr, k_table, jk, RK, K_HALF, K_PATH)
-            logit = tl.dot(q_coded, tl.trans(codes)) * (top[:, None] * s[None, :])
-            if K_HALF:
-                dot = tl.dot(q_half, tl.trans(halves)) * top_half[:, None]
-                logit += tl.where((s > 0)[None, :], dot, 0.0)
-            if HAS_SHIFT:
-                logit += shift[:, None]
+            logit = _logits(s, codes, halves, q, top, q_half, top_half, shift, K_HALF, HAS_SHIFT)
             p, keep, m, z = softmax_step(logit, bias, slope, softcap, m, z, HAS_CAP)
 
             v_row = v_head + tl.cast(first, tl.int64) * v_stride
             s, codes, halves = _codes(v_row, offset * v_stride, visible, scales_ptr, v_table, jv, RV, V_HALF, V_PATH)
-            s, halves, bad = _without_bad(s, halves, V_HALF)
-            z += bad_weight_nan(p, bad)
-            largest = tl.maximum(tl.max(s, axis=0), 1e-30)
-            weight = (p * (s / largest)[None, :]).to(tl.float16)
-            acc = acc * keep[:, None] + tl.dot(weight, codes) * largest
-            if V_HALF:
-                weight = tl.where((s > 0)[None, :], p, 0.0).to(tl.float16)
-                acc_half = acc_half * keep[:, None] + tl.dot(weight, halves)
+            z, acc, acc_half = _add_values(s, codes, halves, p, keep, z, acc, acc_half, V_HALF)
 
     out = part.to(tl.int64) * n_stream * n_tok * n_head * G + first_row
     acc = acc * tl.load(v_steps + head * RV + jv)[None, :] + acc_half
-    m = tl.where((z != z) & (m == float("-inf")), 0.0, m)  # a lost row is not one without visible cells
-    tl.store(m_ptr + out + at, m, mask=live)
-    tl.store(z_ptr + out + at, z, mask=live)
-    tl.store(acc_ptr + out * RV + (at[:, None] * RV + jv[None, :]), acc, mask=live[:, None])
+    _store(m_ptr, z_ptr, acc_ptr, out, at, live, m, z, acc, jv, RV)
 
 
 def project_queries(k: Codecs, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -90,6 +90,7 @@ public:
 
 private:
     cuda::Layer args(int64_t width) const override;
+    void        set_sizes(); // of the tables
 
     int64_t     n_at_once_;
     bool        suits_decode_ = false;
@@ -172,27 +173,17 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
     blob.put(means_at, means.data(), means.size() * sizeof(uintptr_t));
     ggml_backend_tensor_set(memory_, blob.bytes().data(), 0, blob.bytes().size());
 
-    tables_.k         = (const HeadCodec *) address(sides[0].at);
-    tables_.v         = (const HeadCodec *) address(sides[1].at);
-    tables_.k_offset  = (const int64_t *) address(k_offset_at);
-    tables_.v_offset  = (const int64_t *) address(v_offset_at);
-    tables_.plan      = address(plans_at);
-    tables_.tiles     = tiles_.data();
-    tables_.gamma     = (const float *) address(gamma_at);
-    tables_.mean      = (const uint16_t * const *) address(means_at);
-    tables_.slope     = (const float *) address(slopes_at_);
-    tables_.n_bad     = (unsigned long long *) address(n_bad_at_);
-    tables_.n_head_kv = codec.n_head_kv;
-    tables_.n_group   = layer.n_head / codec.n_head_kv;
-    tables_.d_k       = codec.d_k;
-    tables_.d_v       = codec.d_v;
-    tables_.latent    = codec.latent;
-    tables_.width_k   = width_k_;
-    for (int32_t h = 0; h < codec.n_head_kv; ++h) {
-        const HeadCodec &k = codec.k[(size_t) h], &v = codec.v[(size_t) h];
-        tables_.row_bytes_k = std::max(tables_.row_bytes_k, k.row_bytes);
-        tables_.row_bytes_v = std::max(tables_.row_bytes_v, v.row_bytes);
-    }
+    tables_.k        = (const HeadCodec *) address(sides[0].at);
+    tables_.v        = (const HeadCodec *) address(sides[1].at);
+    tables_.k_offset = (const int64_t *) address(k_offset_at);
+    tables_.v_offset = (const int64_t *) address(v_offset_at);
+    tables_.plan     = address(plans_at);
+    tables_.tiles    = tiles_.data();
+    tables_.gamma    = (const float *) address(gamma_at);
+    tables_.mean     = (const uint16_t * const *) address(means_at);
+    tables_.slope    = (const float *) address(slopes_at_);
+    tables_.n_bad    = (unsigned long long *) address(n_bad_at_);
+    set_sizes();
     suits_decode_ = cuda::suits_decode(args(width_v_), device());
     if (const size_t lacks = cuda::lacks_shared(tables_, device())) {
         fail({ SUBKV_ERROR_UNSUPPORTED, "layer " + std::to_string(codec.il),
@@ -200,6 +191,21 @@ CudaLayer::CudaLayer(const LayerNodes & layer, ggml_backend_buffer_type_t buft) 
                    "heads of %d elements (%d coefficients) need %zu bytes of shared memory beyond what %s has; keep "
                    "its cache on the CPU (-ngl 0, or offload_kqv off)",
                    std::max(codec.d_k, codec.d_v), tables_.width_k, lacks, ggml_backend_buft_name(buft)) });
+    }
+}
+
+void CudaLayer::set_sizes() {
+    const LayerCodec & codec = *layer_.codec;
+    tables_.n_head_kv        = codec.n_head_kv;
+    tables_.n_group          = layer_.n_head / codec.n_head_kv;
+    tables_.d_k              = codec.d_k;
+    tables_.d_v              = codec.d_v;
+    tables_.latent           = codec.latent;
+    tables_.width_k          = width_k_;
+    for (int32_t h = 0; h < codec.n_head_kv; ++h) {
+        const HeadCodec &k = codec.k[(size_t) h], &v = codec.v[(size_t) h];
+        tables_.row_bytes_k = std::max(tables_.row_bytes_k, k.row_bytes);
+        tables_.row_bytes_v = std::max(tables_.row_bytes_v, v.row_bytes);
     }
 }
 
@@ -223,7 +229,7 @@ void CudaLayer::wait() const {
 void CudaLayer::encode_window(const ggml_tensor * k_cache, const ggml_tensor * v_cache,
                               const std::vector<UncodedRow> & rows) const {
     cuda::EncodeWindow w = {};
-    w.encode             = encode_to(k_cache, v_cache);
+    w.encode             = encode_to(*this, k_cache, v_cache);
     w.window             = Data{ layer_.window_rows().tensor->data };
     std::vector<cuda::WindowRow> of_device;
     for (const UncodedRow & row : rows) {
