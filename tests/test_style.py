@@ -67,32 +67,6 @@ def test_cpp() -> None:
     assert done.returncode == 0, done.stderr[:4000]
 
 
-SHARED = {"hook.h", "calls.h"}  # headers of hook/ for libsubkv: the rest is compiled into libllama
-ENTRANCES = {"chunked.h", "attend_chunks.h"}  # all that the rest of the engine sees of runtime/native/adapt
-
-
-def test_cpp_rooms() -> None:
-    """Few headers of adapt/ are used outside it; only the C API includes the headers of research and of tests.
-
-    libsubkv knows two headers of hook/ and none of llama.cpp's; server/ is part of llama-server. Files of bases are
-    read without the engine.
-    """
-    native = REPO / "runtime/native"
-    hook = {path.name for path in (native / "hook").glob("*.h")} - SHARED
-    for path in (p for p in CPP if native in p.parents and p.parent.name not in ("hook", "server")):
-        included = set(re.findall(r'#include ["<]([\w./-]+)', path.read_text("utf-8")))
-        assert included.isdisjoint(hook) and not any(name.startswith("llama") for name in included), path
-    engine = {path.name for path in (native / "engine").glob("*.h")}
-    for path in (p for p in CPP if p.parent == native / "bases"):
-        assert engine.isdisjoint(re.findall(r'#include "([\w.]+)"', path.read_text("utf-8"))), path
-    room = {path.name for path in (native / "adapt").glob("*.h")}
-    for path in (p for p in CPP if native in p.parents and p.parent != native / "adapt"):
-        included = set(re.findall(r'#include "(?:adapt/)?([\w.]+)"', path.read_text("utf-8")))
-        assert included & room <= ENTRANCES, path
-        if path.parent.name != "capi":
-            assert included.isdisjoint({"subkv_research.h", "subkv_test.h"}), path
-
-
 def test_cpp_nodes() -> None:
     """Custom nodes are made in one place, so that no exception passes through ggml (node_work.h)."""
     native = REPO / "runtime/native"

@@ -3,8 +3,11 @@
 // derives from them (runtime/native/adapt, left out of a build with -DSUBKV_ADAPT=OFF).
 #pragma once
 
-#include "hook.h"
+#include "cache_desc.h"
+#include "cell_reader.h"
+#include "graph_build.h"
 #include "layout.h"
+#include "state_io.h"
 #include "subkv.h"
 #include "subkv/ops.h"
 

@@ -4,7 +4,7 @@
 
 #include "basis_source.h"
 #include "device.h"
-#include "hook.h"
+#include "cache_hook.h"
 #include "layout.h"
 #include "node_work.h"
 #include "observer.h"

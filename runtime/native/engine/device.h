@@ -2,7 +2,8 @@
 // runtime/native/vulkan with -DGGML_VULKAN=ON, else by device_none.cpp.
 #pragma once
 
-#include "hook.h"
+#include "ggml-backend.h"
+#include "ggml.h"
 #include "uncoded.h"
 
 #include <cstdint>

@@ -184,7 +184,7 @@ template <typename Sources> Sources sources_of(const ggml_tensor * node) {
     return sources;
 }
 
-// I32 tensors whose rows are structs (Inputs in hook.h), and their data.
+// I32 tensors whose rows are structs (Inputs in graph_build.h), and their data.
 inline ggml_tensor * new_token_rows(ggml_context * ctx, int64_t n_tokens) {
     return ggml_new_tensor_2d(ctx, GGML_TYPE_I32, sizeof(TokenRow) / sizeof(int32_t), n_tokens);
 }

@@ -3,7 +3,7 @@
 // the list belongs to one sequence, whose window holds the row.
 #pragma once
 
-#include "hook.h"
+#include "cell_reader.h"
 
 #include <algorithm>
 #include <cstdint>

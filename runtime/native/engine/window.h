@@ -7,8 +7,11 @@
 // ring rows are integers in some layers (subkv/recent.h).
 #pragma once
 
+#include "cache_desc.h"
+#include "cell_reader.h"
 #include "ggml-cpp.h"
-#include "hook.h"
+#include "graph_build.h"
+#include "state_io.h"
 
 #include <map>
 #include <string>

@@ -1,4 +1,4 @@
-// hook.cpp: connects llama.cpp's internals to hook.h. Part of libllama; the logic is in libsubkv.
+// hook.cpp: connects llama.cpp's internals to cache_hook.h. Part of libllama; the logic is in libsubkv.
 #include "llama-subkv-cells.h"
 #include "llama-subkv-programs.h"
 #include "releases.h"

@@ -1,4 +1,4 @@
-// llama-subkv-cells.h: CellReader (hook.h) for llama.cpp's K/V cache. Part of libllama.
+// llama-subkv-cells.h: CellReader (cell_reader.h) for llama.cpp's K/V cache. Part of libllama.
 #pragma once
 
 #include "llama-subkv.h"

@@ -1,11 +1,11 @@
 // llama-subkv.h: the functions that the patched llama.cpp sources call. Compiled into libllama; every function does
-// nothing unless the cache has a hook. See hook.h.
+// nothing unless the cache has a hook. See contract/cache_hook.h.
 #pragma once
 
 #include "llama-kv-cache.h"
 
+#include "cache_hook.h"
 #include "file_stamp.h"
-#include "hook.h"
 
 #include <array>
 #include <limits>
