@@ -1,5 +1,15 @@
 // cache_hook.h: the functions that libllama calls of a cache of libsubkv. libllama uses llama.cpp's internals; libsubkv
 // uses only ggml and the headers of this folder. Without libsubkv libllama behaves exactly as upstream.
+//
+// Words of these headers and of their users:
+//   coded          stored as codes, the quantized coefficients of a basis; a coded layer has a basis, an ordinary layer
+//                  has llama.cpp's rows
+//   exact row      a token's K and V row in half precision or better, which the exact window stores
+//   fresh rows     the exact rows of the tokens that a graph evaluates
+//   lost           a cell inside the exact window whose exact row is not stored (any more): its code is read instead
+//   reader, owner  a layer without own rows, and the layer whose rows it reads
+//   selected       the cells that an indexer lets a token read (sparse attention)
+//   slot           the place of one row in the exact window
 #pragma once
 
 #include "cache_desc.h"
@@ -26,9 +36,9 @@ struct CacheFacts {
         bool   observed = false;
     };
 
-    bool        coded      = false; // false: rows stay ordinary, the layers are only observed
+    bool        coded      = false; // false: no layer has coefficients, an observer reads the rows
     bool        shifts     = true;  // positions may move
-    bool        moves      = false; // SUBKV_STORE_MOVED is set
+    bool        moves      = false; // rows may be appended at other positions (SUBKV_STORE_MOVED)
     int32_t     n_rollback = -1;    // number of last tokens that a sequence of any length can remove; -1: all
     int64_t     n_slots    = 0;     // of the exact window
     std::string identity;           // of states: the layout and the window
@@ -65,21 +75,22 @@ public:
     //
 
     virtual void clear() = 0;
-    // Checks the removal of [p0, p1) of a sequence (-1: every sequence). false: codes need the rows; reports it.
+    // Checks the removal of [p0, p1) of a sequence (-1: every sequence). false: codes that are not made yet need the
+    // rows; reports it.
     virtual bool can_remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const = 0;
-    // Called before the removal. false: rejected, as by can_remove.
+    // The same, called before the cells are removed.
     virtual bool remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) = 0;
-    // false: rejected, no cell may be copied
+    // Called before cells are copied. false: rejected, no cell may be copied.
     virtual bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const CellReader & cells) = 0;
     // Removes the other sequences of the stream.
     virtual void keep(int32_t seq, const CellReader & cells) = 0;
-    // Checks that a batch's tokens have positions of their own and that no exact row is missing. Reports it.
+    // Checks that each token of a batch has its own position, and that no exact row is missing. false: reports it.
     virtual bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const = 0;
     // The smallest next position after a removal of the sequence's tail: 0 .. last position + 1; -1: the sequence is
     // empty.
     virtual int32_t rollback_target(int32_t seq, const CellReader & cells) const = 0;
-    // Where a program that keeps positions before `pos` resumes evaluation: at the first of the last SUBKV_RESUME of
-    // them that has lost its exact row, or at `pos`.
+    // The position from which a program that has removed a tail evaluates again, `pos` being the first removed one: of
+    // the last SUBKV_RESUME positions before `pos`, the first whose exact row is not in the window, or `pos`.
     virtual int32_t resume(int32_t seq, int32_t pos, const CellReader & cells) const = 0;
 
     //
@@ -88,7 +99,8 @@ public:
 
     // Checks a move of positions [p0, p1) of a sequence by `by`. false: rejected, reports it.
     virtual bool can_shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) const = 0;
-    // The same, called before cells move, which no other sequence shares. Nodes of build_shift() apply the pending rotations of cells and window slots before any token reads their keys.
+    // The same, called before the cells change; no other sequence shares them. Nodes of build_shift() apply the pending
+    // rotations of cells and window slots before any token reads their keys.
     virtual bool shift(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) = 0;
     virtual void rotations(int32_t * by) const     = 0; // [n_slots] pending rotations of keys
     virtual void rotated()                         = 0; // called after all keys are rotated
@@ -127,10 +139,10 @@ public:
     virtual void build_observe(ggml_context * ctx, ggml_cgraph * gf, int32_t il, ggml_tensor * q, ggml_tensor * k,
                                ggml_tensor * v, const Inputs & in, float scale) = 0;
 
-    // Called after a graph has run. Logs the first row that could not be coded. false: nodes lacked memory, reports it;
-    // the results of the graph are undefined.
+    // Called after a graph has run. Logs the first row that could not be coded. false: nodes lacked memory, and the
+    // results of the graph are undefined; reports it.
     virtual bool computed() = 0;
-    // While a graph runs: some of its nodes has lacked memory.
+    // Called while a graph runs: has one of its nodes lacked memory?
     virtual bool     lacks_memory() const = 0;
     virtual uint64_t n_bad_rows() const   = 0; // rows that could not be coded so far, on CPUs
 
@@ -138,7 +150,7 @@ public:
     // state that llama.cpp's side records
     //
 
-    // Snapshots of the recurrent state beside the cells: while the sequence ends at `last`, it can remove its last n
+    // Snapshots of the recurrent state beside the cells. While the sequence ends at `last`, it can remove its last n
     // tokens. Every snapshot belongs to a token of the last ubatch. Sequences of earlier ubatches have no entry,
     // because llama.cpp may have overwritten their snapshots.
     struct Snapshots {

@@ -15,21 +15,22 @@ struct PosCell {
 };
 
 // Cells of llama.cpp's cache. With M-RoPE all tokens of an image share one position in time and differ in height and
-// width: a cell belongs to an image if its three positions differ. No exact window has image cells; every token reads
-// their codes.
+// width, so a cell belongs to an image if its three positions differ. No exact window has image cells; every token
+// reads their codes.
 class CellReader {
 public:
     virtual ~CellReader()                         = default;
     virtual uint32_t stream_of(int32_t seq) const = 0;
-    // positions of cells 0 .. n-1 of a stream; -1: empty; MAX_POSITION, which no window reaches: image cell
+    // Positions of cells 0 .. n-1 of a stream. An empty cell has -1, an image cell MAX_POSITION, which no window
+    // reaches.
     virtual void positions(uint32_t stream, uint32_t n, int32_t * out) const = 0;
-    // cells of a sequence with p0 <= pos < p1 except image cells: at most one per position
+    // Cells of a sequence with p0 <= pos < p1 except image cells; at most one per position.
     virtual void find(int32_t seq, int32_t p0, int32_t p1, std::vector<PosCell> & out) const = 0;
-    // the same with image cells
+    // The same with image cells.
     virtual void find_all(int32_t seq, int32_t p0, int32_t p1, std::vector<PosCell> & out) const = 0;
-    // true: the cell also belongs to another sequence
+    // Does the cell also belong to another sequence?
     virtual bool shared(int32_t seq, int32_t cell) const = 0;
-    // largest position of a sequence outside [p0, p1); -1: none
+    // The largest position of a sequence outside [p0, p1); -1: none.
     virtual int32_t max_pos_outside(int32_t seq, int32_t p0, int32_t p1) const = 0;
 
     // First position in [p0, p1) at which dst has a cell that src does not share, so that a copy of src would add a

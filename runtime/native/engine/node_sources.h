@@ -44,9 +44,9 @@ struct AttendSources {
     ggml_tensor * cell_pos;
     ggml_tensor * tokens;
     ggml_tensor * written; // not read: attend runs after this node
-    ggml_tensor * extra;   // the mask node, the list of chosen cells, or nullptr
+    ggml_tensor * extra;   // the mask node, the list of selected cells, or nullptr
 
-    const ggml_tensor * chosen_cells() const { return extra && extra->type == GGML_TYPE_I32 ? extra : nullptr; }
+    const ggml_tensor * selected_cells() const { return extra && extra->type == GGML_TYPE_I32 ? extra : nullptr; }
     const ggml_tensor * mask_node() const { return extra && extra->type != GGML_TYPE_I32 ? extra : nullptr; }
 };
 
@@ -71,7 +71,7 @@ struct CombineSources {
     ggml_tensor * mask;
     ggml_tensor * tokens;
     ggml_tensor * slots;
-    ggml_tensor * cells; // k_view or the list of chosen cells, for its shape
+    ggml_tensor * cells; // k_view or the list of selected cells, for its shape
     ggml_tensor * sinks; // or nullptr
 };
 
@@ -88,14 +88,14 @@ struct MaskSources {
     ggml_tensor * tokens;
 };
 
-struct ChosenMaskSources {
+struct SelectedMaskSources {
     ggml_tensor * mask;
-    ggml_tensor * chosen;
+    ggml_tensor * selected;
 };
 
-struct ChosenCellsSources {
+struct SelectedCellsSources {
     ggml_tensor * mask;
-    ggml_tensor * chosen;
+    ggml_tensor * selected;
     ggml_tensor * cell_pos;
     ggml_tensor * tokens;
 };

@@ -1,5 +1,5 @@
-// attention.cpp: the complete llm_graph_context::build_attn of a coded layer: encode, attend, output projection. Part of
-// libllama.
+// attention.cpp: the complete llm_graph_context::build_attn of a coded layer: encode, attend, output projection. Part
+// of libllama.
 #include "llama-subkv-cells.h"
 #include "llama-subkv-graph.h"
 #include "llama-subkv-programs.h"
@@ -111,7 +111,7 @@ void llama_subkv::observe(const llm_graph_context & g, const llama_kv_cache_cont
 
 ggml_tensor * llama_subkv::build_attn(const llm_graph_context & g, const llama_kv_cache_context * mctx, ggml_tensor * q,
                                       ggml_tensor * k, ggml_tensor * v, ggml_tensor * k_idxs, ggml_tensor * v_idxs,
-                                      ggml_tensor * mask, ggml_tensor * chosen, ggml_tensor * sinks, float scale,
+                                      ggml_tensor * mask, ggml_tensor * selected, ggml_tensor * sinks, float scale,
                                       int il) {
     const auto & kv    = access::kv(*mctx);
     const auto & layer = access::layer(kv, il);
@@ -138,7 +138,7 @@ ggml_tensor * llama_subkv::build_attn(const llm_graph_context & g, const llama_k
     b.k_idxs         = k_idxs;
     b.v_idxs         = v_idxs;
     b.mask           = mask;
-    b.chosen         = chosen;
+    b.selected       = selected;
     b.sinks          = sinks;
     b.inputs         = &inputs(g, mctx)->tensors;
     b.scale          = logit_scale(g, scale);
@@ -194,9 +194,9 @@ llama_subkv::attn_input::attn_input(const llm_graph_input_attn_k_dsa & inp) :
 ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const attn_input & in, ggml_tensor * wo,
                                   ggml_tensor * wo_b, ggml_tensor * wo_s, ggml_tensor * q, ggml_tensor * k,
                                   ggml_tensor * v, ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla,
-                                  float scale, int il, ggml_tensor * chosen) {
+                                  float scale, int il, ggml_tensor * selected) {
     if (in.latent &&
-        access::swa_type(access::kv(*in.mctx)) != LLAMA_SWA_TYPE_NONE) { // the sliding half beside chosen cells
+        access::swa_type(access::kv(*in.mctx)) != LLAMA_SWA_TYPE_NONE) { // the sliding half beside selected cells
         return nullptr;
     }
     observe(g, in.mctx, q, k, v, scale, il);
@@ -217,12 +217,12 @@ ggml_tensor * llama_subkv::attend(const llm_graph_context & g, const attn_input 
         }
     }
     ggml_tensor * mask = kq_b ? biased(g, in.mask, kq_b, scale) : in.mask;
-    if (chosen && chosen->type != GGML_TYPE_I32) {
-        mask   = ggml_reshape_4d(g.ctx0, chosen, mask->ne[0], mask->ne[1], mask->ne[2], mask->ne[3]);
-        chosen = nullptr;
+    if (selected && selected->type != GGML_TYPE_I32) {
+        mask     = ggml_reshape_4d(g.ctx0, selected, mask->ne[0], mask->ne[1], mask->ne[2], mask->ne[3]);
+        selected = nullptr;
     }
     ggml_tensor * cur =
-        build_attn(g, in.mctx, q, k, in.latent ? nullptr : v, in.k_idxs, in.v_idxs, mask, chosen, sinks, scale, il);
+        build_attn(g, in.mctx, q, k, in.latent ? nullptr : v, in.k_idxs, in.v_idxs, mask, selected, sinks, scale, il);
     if (in.latent && v_mla) { // [d_v, size of a head's output, n_head]
         cur = ggml_reshape_3d(g.ctx0, cur, v_mla->ne[0], q->ne[1], q->ne[2]);
         cur = ggml_mul_mat(g.ctx0, v_mla, ggml_permute(g.ctx0, cur, 0, 2, 1, 3));

@@ -1,4 +1,5 @@
-// llama-subkv-memory.h: the caches of a context: which of them hold coded cells, their types and sizes. Part of libllama.
+// llama-subkv-memory.h: the caches of a context: which of them hold coded cells, their types and sizes. Part of
+// libllama.
 #pragma once
 
 #include "cache_hook.h"
@@ -95,7 +96,8 @@ bool      same_slots(const llama_kv_cache_context & rows, const llama_kv_cache_c
 // and llama.cpp can shift such keys, else `type`; f16 if llama_subkv_keep_sliding_f16 was called. Throws if the
 // variable demands q8_0 where it is impossible.
 ggml_type sliding_type(const llama_kv_cache & kv, ggml_type type, bool offload, const layer_filter & filter);
-// With quantized values in sliding layers, "auto" means that flash attention is on, as for llama.cpp's quantized caches.
+// With quantized values in sliding layers, "auto" means that flash attention is on, as for llama.cpp's quantized
+// caches.
 void require_flash_attention(llama_context & ctx, const llama_memory_i & memory);
 
 subkv::RowSizes   row_sizes(const llama_memory_i * memory);

@@ -12,8 +12,8 @@ struct llama_subkv_text;
 
 namespace llama_subkv {
 
-// If not every tail can be removed, the context answers like one of a recurrent model: a sequence must keep positions up
-// to pos_min, and can always remove its last n_rs_seq tokens.
+// If not every tail can be removed, the context answers like one of a recurrent model: a sequence must keep positions
+// up to pos_min, and can always remove its last n_rs_seq tokens.
 llama_pos pos_min(const llama_memory_i & memory, llama_seq_id seq);
 uint32_t  n_rs_seq(const llama_context & ctx);
 // As CacheHook::resume; `pos` if recurrent state or a sliding window cannot return to an earlier position; 0 if a
@@ -72,8 +72,8 @@ struct piece { // positions [first, last) of a sequence
     llama_pos    first, last;
 };
 
-// A position of the pieces that is inside the sliding window of the next token (at `next`), but no longer in the sliding
-// half; -1: none.
+// A position of the pieces that is inside the sliding window of the next token (at `next`), but no longer in the
+// sliding half; -1: none.
 llama_pos missing_swa_pos(const llama_kv_cache & base, const llama_kv_cache & swa, const std::vector<piece> & pieces,
                           llama_pos next);
 
