@@ -77,8 +77,8 @@ file(GLOB SUBKV_HOOK_SOURCES CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/runtime/nativ
 list(REMOVE_ITEM SUBKV_HOOK_SOURCES ${CMAKE_SOURCE_DIR}/runtime/native/hook/backend_folder.cpp)
 get_target_property(SUBKV_STOCK_SOURCES llama SOURCES)
 target_sources(llama PRIVATE ${SUBKV_HOOK_SOURCES})
-set(SUBKV_HOOK_FOLDERS ${CMAKE_SOURCE_DIR}/runtime/native/hook ${CMAKE_SOURCE_DIR}/runtime/native/base
-    ${CMAKE_SOURCE_DIR}/runtime/native/capi)
+set(SUBKV_HOOK_FOLDERS include base contract hook)
+list(TRANSFORM SUBKV_HOOK_FOLDERS PREPEND ${CMAKE_SOURCE_DIR}/runtime/native/)
 target_include_directories(llama PRIVATE ${SUBKV_HOOK_FOLDERS})
 set_source_files_properties(${SUBKV_HOOK_SOURCES} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 subkv_include_in_front(llama llama-subkv-grammar.h src/llama-grammar.cpp)

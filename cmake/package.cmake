@@ -13,7 +13,7 @@ foreach(name ggml ggml-alloc ggml-backend ggml-cpp ggml-cpu ggml-opt gguf)
     list(APPEND headers ${SUBKV_LLAMA_CPP_TREE}/ggml/include/${name}.h)
 endforeach()
 
-install(FILES ${CMAKE_SOURCE_DIR}/runtime/native/capi/subkv.h ${CMAKE_SOURCE_DIR}/runtime/native/capi/subkv_store.h ${headers}
+install(FILES ${CMAKE_SOURCE_DIR}/runtime/native/include/subkv.h ${CMAKE_SOURCE_DIR}/runtime/native/include/subkv_store.h ${headers}
     DESTINATION ${SUBKV_INCLUDE_DESTINATION} COMPONENT subkv)
 install(FILES ${CMAKE_BINARY_DIR}/package/subkvConfig.cmake ${CMAKE_BINARY_DIR}/package/subkvConfigVersion.cmake
     DESTINATION ${SUBKV_CMAKE_DESTINATION} COMPONENT subkv)

@@ -416,7 +416,7 @@ private:
         };
     }
 
-    // Chosen cells; only latent layers store them as rows.
+    // Selected cells; only latent layers store them as rows.
     void add_chosen() {
         for (const auto & [which, text] :
              { std::pair{ Cells::IN_A_ROW, ", 2048 in a row" }, std::pair{ Cells::OF_TILES, ", 2048 of 131072 chosen" },

@@ -26,7 +26,7 @@ class SketchParams(ctypes.Structure):
     ]
 
 
-SIGNATURES: Signatures = {  # of runtime/native/adapt/subkv_adapt.h
+SIGNATURES: Signatures = {  # of runtime/native/include/subkv_adapt.h
     "subkv_sketch_new": (ctypes.c_void_p, [ctypes.POINTER(SketchParams)]),
     "subkv_sketch_free": (None, [ctypes.c_void_p]),
     "subkv_sketch_absorb": (ctypes.c_int64, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]),

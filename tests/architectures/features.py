@@ -254,7 +254,7 @@ _ON_CPU = {
     "adaptive bases": f"{_RUNTIME}adaptive.py::test_exact_codes_in_any_chunks_equal_the_f16_cache",
     "latent rows": f"{_RUNTIME}latent.py::test_exact_codes_equal_the_f16_cache",
     "context shift": f"{_RUNTIME}shift.py::test_exact_codes_shift_as_the_f16_cache_does",
-    "sparse selection": f"{_HERE}chosen.py::test_by_a_list_and_under_a_mask",
+    "sparse selection": f"{_HERE}selected.py::test_by_a_list_and_under_a_mask",
     "several sequences": f"{_RUNTIME}sequences.py::test_sequences_do_not_see_each_other",
     "states": f"{_RUNTIME}sequences.py::test_save_and_restore",
     "prefix restore": f"{_RUNTIME}prefix_store.py::test_states_of_models",

@@ -29,7 +29,7 @@ ARCHITECTURES = [
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_pictures(arch: str, tmp_path: Path) -> None:
-    """Latent attention, recurrent layers and chosen cells are among them."""
+    """Latent attention, recurrent layers and selected cells are among them."""
     with virtual.model(arch) as model:
         assert C.llama_model_rope_type(model.handle) in M_ROPE
         vision = Vision("mrope", model, guarantees.bases(model, tmp_path, 16))

@@ -27,9 +27,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h": RECURRENT | {"n_rs_seq": 6},
     "kimi-linear": RECURRENT,  # latent attention beside recurrent layers
     "bailingmoe3": RECURRENT | {"n_rs_seq": 6},
-    "deepseek32": {},  # chosen cells
-    "dots3note": SLIDING,  # chosen cells beside a sliding window
-    "qwen4exp": RECURRENT,  # chosen cells beside recurrent layers
+    "deepseek32": {},  # selected cells
+    "dots3note": SLIDING,  # selected cells beside a sliding window
+    "qwen4exp": RECURRENT,  # selected cells beside recurrent layers
     "glm5-next": RECURRENT,  # chosen pools of cells beside recurrent layers
     "minimax-m3": {},  # chosen by every KV head
 }

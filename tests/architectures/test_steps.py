@@ -36,7 +36,7 @@ FAMILIES = {  # layers with bases
     "gemma4": 1,  # shared rows beside a sliding window
     "deepseek2": 2,  # latent attention
     "kimi-linear": 1,  # hybrid with latent attention
-    "deepseek32": 2,  # latent attention over chosen cells
+    "deepseek32": 2,  # latent attention over selected cells
 }
 WHOLE_BLOCKS = {  # q4_0, which predictions are corrected with, takes no sliding layers with heads of 16
     f"{name}_swa": 32 for name in ("attention.key_length", "attention.value_length", "rope.dimension_count")

@@ -41,7 +41,7 @@ def built(folder: Path, program: str, sources: list[Path], libraries: list[str])
     if not any((folder / "ggml-cpp.h").is_file() for folder in folders):
         pytest.skip("needs the headers of ggml, which a folder of libraries alone does not have")
     flags = [*listed(r"SUBKV_FUZZ_OPTIONS ([^)]*)\)"), "-std=c++17", "-O1", "-g", *headers(folders)]
-    own_folders = ("adapt", "base", "bases", "capi", "engine", "hook")
+    own_folders = ("include", "base", "contract", "bases", "engine", "adapt")
     flags += [*(f"-I{ROOT}/runtime/native/{name}" for name in own_folders), f"-I{ROOT}/kernels/include"]
     parts = [f"-L{lib_dir()}", f"-Wl,-rpath,{lib_dir()}", *(f"-l{name}" for name in libraries)]
     return linked(folder / program, [*objects(sources, flags, folder), *parts], flags)

@@ -14,7 +14,7 @@ import ops as o
 
 N_SINK, N_RECENT = 2, 6
 
-NO_POSITION = 1 << 30  # of a picture's cell (hook.h)
+NO_POSITION = 1 << 30  # of a picture's cell (cell_reader.h)
 
 
 @dataclass

@@ -192,7 +192,10 @@ REF = [
     *(ROOT / "runtime/native" / name for name in ("capi/capi_ops.cpp", "base/error.cpp")),
     ROOT / "tests/kernels/ref_capi.cpp",
 ]
-INCLUDE = [f"-I{ROOT}/kernels/include", *(f"-I{ROOT}/runtime/native/{name}" for name in ("base", "capi", "engine"))]
+INCLUDE = [
+    f"-I{ROOT}/kernels/include",
+    *(f"-I{ROOT}/runtime/native/{name}" for name in ("include", "base", "capi", "engine")),
+]
 
 
 def build_emulated(folder: Path) -> Library:

@@ -95,7 +95,7 @@ def test_windows_interface(tmp_path: Path) -> None:
     compiler, native = "x86_64-w64-mingw32-g++-posix", ROOT / "runtime/native"
     (tmp_path / "says.cpp").write_text('#include "error.h"\nvoid says() { subkv::reject("%zu", sizeof(int)); }\n')
     sources = ["says.cpp", f"{native}/base/error.cpp"]
-    flags = [*FLAGS, f"-I{native}/base", f"-I{native}/capi", "-DSUBKV_BUILD", "-shared", "-o", "says.dll"]
+    flags = [*FLAGS, f"-I{native}/base", f"-I{native}/include", "-DSUBKV_BUILD", "-shared", "-o", "says.dll"]
     subprocess.run([compiler, *flags, *sources], cwd=tmp_path, check=True)
     printed = subprocess.run(
         ["x86_64-w64-mingw32-objdump", "-p", "says.dll"], cwd=tmp_path, check=True, capture_output=True, text=True

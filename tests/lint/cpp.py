@@ -6,46 +6,66 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lint.files import CPP, NATIVE, shown
+from lint.files import CPP, NATIVE, REPO, shown
 
-SHARED = {"hook.h", "calls.h"}  # headers of hook/ for libsubkv: the rest is compiled into libllama
-ENTRANCES = {"chunked.h", "attend_chunks.h"}  # all that the rest of the engine sees of runtime/native/adapt
+# A folder of runtime/native includes its own headers and those of the folders on its line, and nothing else of ours.
+ENGINE = {"include", "base", "contract", "bases", "engine", "kernels"}
+FLOORS = {
+    "include": set[str](),
+    "base": {"include"},
+    "contract": {"include", "base"},
+    "bases": {"include", "base", "kernels"},
+    "engine": ENGINE,
+    "adapt": ENGINE,
+    "cuda": ENGINE,
+    "vulkan": ENGINE,
+    "store": {"include", "base", "bases"},
+    "capi": {*ENGINE, "adapt", "store"},
+    "plugin": ENGINE,
+    "hook": {"include", "base", "contract"},
+    "server": {"include", "base", "contract", "hook"},
+    "kernels": set[str](),
+}
+INTERNAL = ("hook", "server")  # compiled into libllama and llama-server: they alone see llama.cpp's headers
 NODES = {"engine/node_sources.h", "plugin/abi.cpp"}  # the latter computes nothing
+INCLUDE = re.compile(r'^\s*#\s*include ["<]([^">]+)[">]', re.M)
 FRACTION = re.compile(r"%[-+ #0-9.*]*[lL]?[aefgAEFG]\b|\b(?:strto[fd]|strtold|sto[fd]|stold|atof)\(")
 
 
-def native(*rooms: str) -> Iterator[tuple[Path, str]]:
-    """Files of runtime/native and their text; rooms: of these folders only."""
+
+
+def native() -> Iterator[tuple[Path, str]]:
+    """Files of runtime/native and their text."""
     for path in CPP:
-        if NATIVE in path.parents and (not rooms or path.parent.name in rooms):
+        if NATIVE in path.parents:
             yield path, path.read_text("utf-8")
 
 
-def headers(room: str) -> set[str]:
-    return {path.name for path in (NATIVE / room).glob("*.h")}
+def folder(path: Path) -> str:
+    return path.relative_to(NATIVE if NATIVE in path.parents else REPO).parts[0]
 
 
-def rooms() -> Iterator[str]:
-    """Few headers of adapt/ are used outside it; only the C API includes the headers of research and of tests.
+def floors() -> Iterator[str]:
+    """The floors of the native code (docs/development.md, "Layers and packages"): no folder includes a higher one.
 
-    libsubkv knows two headers of hook/ and none of llama.cpp's; server/ is part of llama-server. Files of bases are
-    read without the engine.
+    An include names no folder, so headers have names of their own.
     """
-    for path, text in native():
-        room = path.parent.name
-        included = set(re.findall(r'#include ["<]([\w./-]+)', text))
-        names = {name.removeprefix("adapt/") for name in included}
-        foreign: set[str] = set()
-        if room not in ("hook", "server"):
-            foreign |= included & (headers("hook") - SHARED) | {name for name in included if name.startswith("llama")}
-        if room == "bases":
-            foreign |= included & headers("engine")
-        if room != "adapt":
-            foreign |= names & headers("adapt") - ENTRANCES
-            if room != "capi":
-                foreign |= names & {"subkv_research.h", "subkv_test.h"}
-        if foreign:
-            yield f"{shown(path)}: {room}/ does not include {', '.join(sorted(foreign))}"
+    places = [path for place in (NATIVE, REPO / "kernels") for path in sorted(place.rglob("*"))]
+    native_headers = [path for path in places if path.suffix == ".h" and NATIVE in path.parents]
+    headers = {path.name: path for path in native_headers}
+    for path in native_headers:
+        if headers[path.name] != path:
+            yield f"{shown(path)}: {shown(headers[path.name])} has the same name"
+    for path in (path for path in places if path.suffix in (".h", ".cpp", ".cu", ".cuh")):
+        room = folder(path)
+        for name in INCLUDE.findall(path.read_text("utf-8")):
+            beside = (path.parent / name).resolve()
+            found = beside if beside.is_file() else headers.get(name)
+            other = "kernels" if name.startswith("subkv/") else folder(found) if found else None
+            if other not in (None, room, *FLOORS[room]):
+                yield f"{shown(path)}: {room}/ does not include {name} of {other}/"
+            if name.startswith("llama") and room not in INTERNAL:
+                yield f"{shown(path)}: {room}/ does not include {name} of llama.cpp"
 
 
 def nodes() -> Iterator[str]:
@@ -73,4 +93,4 @@ def includes() -> Iterator[str]:
                 yield f"{shown(path)}: {name} does not exist"
 
 
-RULES = {"rooms": rooms, "nodes": nodes, "numbers": numbers, "includes": includes}
+RULES = {"floors": floors, "nodes": nodes, "numbers": numbers, "includes": includes}

@@ -13,11 +13,8 @@ MOST = 80
 LONG = {
     "kernels/triton/subkv_triton/attend.py": {"_attend": 112, "attend": 85},
     "kernels/triton/subkv_triton/combine.py": {"_combine": 88},
-    "runtime/native/adapt/node_blocks.cpp": {"encode_blocks_op": 81},
     "runtime/native/bases/derive.cpp": {"planned": 83},
     "runtime/native/cuda/device_cuda.cpp": {"CudaLayer": 103},
-    "runtime/native/engine/nodes.cpp": {"build_attn_nodes": 133},
-    "runtime/native/plugin/graph.cpp": {"attend": 86},
     "tests/kernels/cuda_calls.py": {"__init__": 96},
     "tests/kernels/vulkan/device.cpp": {"Device": 120},
     "tests/runtime/eviction.cpp": {"main": 96},

@@ -42,8 +42,8 @@ STRUCTURES = {
 
 
 LOAD = "from subkv.native import library as _lib; _lib.load()"
-HEADERS = {"capi/subkv": _lib.SIGNATURES, "capi/subkv_research": capi.research(), "capi/subkv_test": capi.TEST}
-HEADERS |= {"adapt/subkv_adapt": capi.adapt(), "adapt/subkv_adapt_test": capi.ADAPT_TEST}
+HEADERS = {"include/subkv": _lib.SIGNATURES, "capi/subkv_research": capi.research(), "capi/subkv_test": capi.TEST}
+HEADERS |= {"include/subkv_adapt": capi.adapt(), "capi/adapt/subkv_adapt_test": capi.ADAPT_TEST}
 
 
 def header(name: str) -> str:
@@ -228,7 +228,7 @@ def test_glibc_2_34_is_enough() -> None:
 
 @pytest.mark.skipif(not shutil.which("objdump"), reason="needs objdump")
 def test_libsubkv_needs_no_libllama() -> None:
-    """libllama loads libsubkv, and both exchange tables of functions (hook/calls.h)."""
+    """libllama loads libsubkv, and both exchange tables of functions (contract/calls.h)."""
 
     def lines(option: str) -> list[str]:
         path = _lib.lib_dir() / "libsubkv.so"

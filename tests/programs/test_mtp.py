@@ -19,7 +19,7 @@ KINDS = {  # whether the drafting layer's rows are coded, too
     "hy_v3": True,  # plain attention
     "qwen35": True,  # with recurrent layers, whose state is rolled back after a rejected draft
     "deepseek2": False,  # latent attention
-    "deepseek32": False,  # over chosen cells
+    "deepseek32": False,  # over selected cells
 }
 PROMPT = [40 + 7 * i % 90 for i in range(60)]
 

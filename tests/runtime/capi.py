@@ -18,7 +18,7 @@ TEST: Signatures = {  # of subkv_test.h
     "subkv_ops_table": (_ptr, [_i32]),
     "subkv_ops_function": (_ptr, [ctypes.c_char_p]),
 }
-ADAPT_TEST: Signatures = {  # of adapt/subkv_adapt_test.h
+ADAPT_TEST: Signatures = {  # of capi/adapt/subkv_adapt_test.h
     "subkv_quantizer": (None, [_i32, _f64_p, _f64_p]),
     "subkv_sketch_bytes": (_i64, [_ptr]),
     "subkv_sketch_count": (_i64, [_ptr]),
@@ -45,7 +45,7 @@ def research() -> Signatures:
 
 
 def adapt() -> Signatures:
-    """adapt/subkv_adapt.h, declared by the modules that call it."""
+    """include/subkv_adapt.h, declared by the modules that call it."""
     from research.experiments import live, sketch
     from research.float32 import adaptive
     from subkv.format.adapt import SIGNATURES

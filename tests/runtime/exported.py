@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 NATIVE = Path(__file__).resolve().parents[2] / "runtime" / "native"
-HEADERS = [*sorted(NATIVE.glob("capi/subkv*.h")), *sorted(NATIVE.glob("adapt/subkv*.h"))]
+HEADERS = sorted(path for folder in ("include", "capi", "capi/adapt") for path in NATIVE.glob(f"{folder}/subkv*.h"))
 NUMBERS = (0, 1, -1, 2**31 - 1)
 SENTINELS = ("subkv_layout_json", "subkv_observer_forget")  # they set an error for NULL
 SCALARS = {

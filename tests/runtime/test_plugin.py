@@ -490,9 +490,9 @@ def test_an_evaluation_callback(tmp_path: Path, model: Path, bases: Path) -> Non
 
 
 def test_masks_that_a_graph_computes(tmp_path: Path) -> None:
-    """Sparse attention reads chosen cells, and a backend sees no input with the mask."""
-    model, n_chosen = tmp_path / "model.gguf", {"attention.indexer.top_k": 16}
-    with virtual.model("deepseek32", **n_chosen) as made:
+    """Sparse attention reads selected cells, and a backend sees no input with the mask."""
+    model, n_selected = tmp_path / "model.gguf", {"attention.indexer.top_k": 16}
+    with virtual.model("deepseek32", **n_selected) as made:
         engine.SUBKV.subkv_layout_free(bases_of(made, tmp_path, 16))
         engine.C.llama_model_save_to_file(made.handle, str(model).encode())
         last, n_vocab = int(made.keys["block_count"]) - 1, made.n_vocab

@@ -1,4 +1,4 @@
-"""Observers: collect statistics of a context's queries, keys and values ("calibration" of capi/subkv.h)."""
+"""Observers: collect statistics of a context's queries, keys and values ("calibration" of include/subkv.h)."""
 
 from __future__ import annotations
 

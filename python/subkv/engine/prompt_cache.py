@@ -3,7 +3,7 @@
     llm = subkv.Llama("model.subkv.gguf", n_ctx=8192, prompt_cache="~/.cache/my-app")
     llm.set_cache(subkv.PromptCache("folder", capacity_bytes=2 << 30))  # for a Llama that exists
 
-The folder is a store of libsubkv (runtime/native/capi/subkv_store.h), which looks up prompts and shares their blocks;
+The folder is a store of libsubkv (include/subkv_store.h), which looks up prompts and shares their blocks;
 llama-server's --store may have the same folder.
 
 llama_cpp stores the context after an answer, for the next message of a conversation and for another question about the

@@ -42,7 +42,7 @@ class HeadStats(ctypes.Structure):
     ]
 
 
-SIGNATURES: _lib.Signatures = {  # of runtime/native/adapt/subkv_adapt.h
+SIGNATURES: _lib.Signatures = {  # of runtime/native/include/subkv_adapt.h
     "subkv_adapt_parse": (ctypes.c_bool, [ctypes.c_char_p, ctypes.POINTER(_i32), ctypes.POINTER(Params)]),
     "subkv_get_adapt_stats": (
         ctypes.c_bool,

@@ -1,4 +1,4 @@
-"""ctypes over runtime/native/capi/subkv.h.
+"""ctypes over runtime/native/include/subkv.h.
 
 libsubkv, libllama and ggml are in one folder. `import llama_cpp` loads a libllama, which must be the one there, so
 `import subkv` sets its path (paths.py). Importing this module loads no library.

@@ -1,4 +1,4 @@
-"""ctypes over runtime/native/capi/subkv_store.h: a folder of evaluated prompts, for several processes."""
+"""ctypes over runtime/native/include/subkv_store.h: a folder of evaluated prompts, for several processes."""
 
 from __future__ import annotations
 

@@ -6,8 +6,10 @@
 #pragma once
 
 #include "adapt.h"
-#include "hook.h"
+#include "cache_desc.h"
+#include "cell_reader.h"
 #include "layout.h"
+#include "state_io.h"
 
 #include <memory>
 #include <string>

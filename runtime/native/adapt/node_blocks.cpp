@@ -45,6 +45,61 @@ void gather(const LayerNodes & layer, const EncodeBlocksSources & in, int64_t t0
     std::sort(out.begin(), out.end(), [](const Held & a, const Held & b) { return a.pos < b.pos; });
 }
 
+// The codes of one head and side in the cells of one stream.
+struct HeadCells {
+    uint8_t * tiles;      // codes
+    uint8_t * chunks;     // the byte with a cell's chunk
+    int64_t   stride;     // bytes from tile to tile
+    int64_t   first, end; // cells of the stream, whole tiles
+
+    uint8_t & chunk_of(int64_t cell) const { return chunks[cell / TILE * stride + cell % TILE]; }
+
+    // Adapter::Merge
+    void merge(int32_t from, int32_t to, const Adapter::Recode & recode) const {
+        std::vector<int64_t> cells;
+        for (int64_t tile = first; tile < end; tile += TILE) {
+            cells.clear();
+            for (int64_t cell = tile; cell < tile + TILE; ++cell) {
+                if (uint8_t & chunk = chunk_of(cell); chunk == from) {
+                    cells.push_back(cell);
+                    chunk = (uint8_t) to;
+                }
+            }
+            if (!cells.empty()) {
+                recode(tiles, stride, (int64_t) cells.size(), cells.data());
+            }
+        }
+    }
+};
+
+// Codes the positions in `held` below `end`, block by block; later ones are looked ahead at. offset: of the head's d
+// elements in a row.
+void code_blocks(Adapter & adapter, const HeadCells & at, const std::vector<Held> & held, int32_t end, int64_t d,
+                 int64_t offset) {
+    const int32_t        block = adapter.params().block, ahead = adapter.params().lookahead;
+    std::vector<float>   x;
+    std::vector<int64_t> cells;
+    const auto merge = [&](int32_t from, int32_t to, const Adapter::Recode & recode) { at.merge(from, to, recode); };
+    for (size_t i = 0; i < held.size() && held[i].pos < end;) { // skips blocks without a position
+        x.clear();
+        cells.clear();
+        const int32_t after = (held[i].pos / block + 1) * block;
+        for (size_t j = i; j < held.size() && held[j].pos < after + ahead; ++j) {
+            if (held[j].pos < after) {
+                cells.push_back(held[j].cell);
+            }
+            x.resize(x.size() + (size_t) d);
+            ggml_fp16_to_fp32_row((const ggml_fp16_t *) held[j].row + offset, x.data() + x.size() - d, d);
+        }
+        const auto n = (int64_t) cells.size(), n_ahead = (int64_t) x.size() / d - n;
+        i += cells.size();
+        const int32_t slot = adapter.block(x.data(), d, n, n_ahead, cells.data(), at.tiles, at.stride, merge);
+        for (const int64_t cell : cells) {
+            at.chunk_of(cell) = (uint8_t) slot;
+        }
+    }
+}
+
 } // namespace
 
 void encode_blocks_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer) {
@@ -58,9 +113,7 @@ void encode_blocks_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & la
     const int32_t        n_sink   = layer.window->n_sink();
     const int32_t        n_recent = layer.window->n_recent();
 
-    std::vector<Held>    held;
-    std::vector<float>   x;
-    std::vector<int64_t> cells;
+    std::vector<Held> held;
     for (int64_t unit = ith; unit < n_stream * codec.n_head_kv * 2; unit += nth) {
         const bool    value = unit % 2;
         const int64_t h     = unit / 2 % codec.n_head_kv;
@@ -86,45 +139,12 @@ void encode_blocks_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & la
         const int32_t from  = std::exchange(state->coded, ChunkUnit::LOST); // until all blocks are coded
         gather(layer, in, t0, n_tps, stream * n_cells, std::max(from, n_sink), end + ahead, held);
 
-        const int64_t d      = value ? codec.d_v : codec.d_k;
-        const int64_t offset = value ? codec.n_head_kv * codec.d_k + h * codec.d_v : h * codec.d_k;
-        const int64_t stride = TILE * (int64_t) cache->nb[1];
-        uint8_t *     tiles  = (uint8_t *) cache->data + codec.tile_offset(h, value);
-        uint8_t *     chunks = (uint8_t *) cache->data + TILE * chunked.chunk_offset(h, value);
-        const auto    merge  = [&](int32_t old, int32_t now, const Adapter::Recode & recode) {
-            std::vector<int64_t> of_old;
-            for (int64_t first = stream * n_cells; first < (stream + 1) * n_cells; first += TILE) {
-                uint8_t * chunk = chunks + first / TILE * stride;
-                of_old.clear();
-                for (int64_t c = 0; c < TILE; ++c) {
-                    if (chunk[c] == old) {
-                        of_old.push_back(first + c);
-                        chunk[c] = (uint8_t) now;
-                    }
-                }
-                if (!of_old.empty()) {
-                    recode(tiles, stride, (int64_t) of_old.size(), of_old.data());
-                }
-            }
-        };
-        for (size_t i = 0; i < held.size() && held[i].pos < end;) { // skips blocks without a position
-            x.clear();
-            cells.clear();
-            const int32_t after = (held[i].pos / block + 1) * block;
-            for (size_t j = i; j < held.size() && held[j].pos < after + ahead; ++j) {
-                if (held[j].pos < after) {
-                    cells.push_back(held[j].cell);
-                }
-                x.resize(x.size() + (size_t) d);
-                ggml_fp16_to_fp32_row((const ggml_fp16_t *) held[j].row + offset, x.data() + x.size() - d, d);
-            }
-            const auto n = (int64_t) cells.size(), n_ahead = (int64_t) x.size() / d - n;
-            i += cells.size();
-            const int32_t slot = state->adapter.block(x.data(), d, n, n_ahead, cells.data(), tiles, stride, merge);
-            for (const int64_t cell : cells) {
-                chunks[cell / TILE * stride + cell % TILE] = (uint8_t) slot;
-            }
-        }
+        const int64_t   d      = value ? codec.d_v : codec.d_k;
+        const int64_t   offset = value ? codec.n_head_kv * codec.d_k + h * codec.d_v : h * codec.d_k;
+        const HeadCells at     = { (uint8_t *) cache->data + codec.tile_offset(h, value),
+                                   (uint8_t *) cache->data + TILE * chunked.chunk_offset(h, value),
+                                   TILE * (int64_t) cache->nb[1], stream * n_cells, (stream + 1) * n_cells };
+        code_blocks(state->adapter, at, held, end, d, offset);
         state->coded = end;
     }
 }

@@ -1,4 +1,4 @@
-// error.h: error messages: the thread's last error (subkv_last_error()) and exceptions.
+// error.h: the thread's last error (subkv_last_error()) and exceptions.
 #pragma once
 
 #include "printable.h"
@@ -31,7 +31,7 @@ struct Error {
     // With texts as of sentence().
     Error printed() const { return { kind, printable(key), printable(reason), printable(remedy) }; }
 
-    // For the user, without characters that a terminal obeys: it may quote a file.
+    // For the user. It may quote a file, so it has no characters that a terminal obeys.
     std::string sentence() const {
         return printable((key.empty() ? "" : key + ": ") + reason + (remedy.empty() ? "" : "; " + remedy));
     }
@@ -46,7 +46,7 @@ struct Invalid : std::runtime_error {
     Error error;
 };
 
-// The system cannot read a file (access, memory, open files, the disk): the file itself may be sound.
+// The system cannot read a file (access, memory, open files, the disk); the file itself may be sound.
 struct Unavailable : Invalid {
     Unavailable(const std::string & key, const std::string & expected, const std::string & found) :
         Invalid(Error{ SUBKV_ERROR_UNAVAILABLE, key, "expected " + expected + ", found " + found }) {}
@@ -71,8 +71,8 @@ void reject_for(int32_t kind, const char * key, const char * reason);
 
 void clear_error();
 
-// Returns body(), or on an exception `failed` with the error set: exceptions must not reach C code. `subject` precedes
-// messages other than an Invalid's.
+// Returns body(), or on an exception `failed` with the error set, because exceptions must not reach C code. `subject`
+// precedes messages other than an Invalid's.
 template <typename T, typename F> T guarded(const char * subject, T failed, F body) noexcept {
     try {
         return body();

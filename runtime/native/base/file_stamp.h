@@ -14,7 +14,7 @@ namespace subkv {
 struct FileStamp {
     uint64_t device = 0, inode = 0, size = 0;
     int64_t  modified = 0; // ns; on Windows to the second
-    int64_t  changed  = 0; // ns, of the inode: a program may set `modified` back, but not this; a new name sets it, too
+    int64_t  changed  = 0; // ns, of the inode; a program may set `modified` back, but not this; a new name sets it too
 
     // The same bytes; their file may have another name by now.
     bool operator==(const FileStamp & other) const {

@@ -1,5 +1,5 @@
-// owner.h: who can write to files that are believed without a key. Windows has no owners in this sense: there every file
-// is trusted.
+// owner.h: who can write to files that are trusted without a key. Windows has no owners in this sense, so there every
+// file is trusted.
 #pragma once
 
 #include <string>
@@ -22,10 +22,10 @@ template <typename Status> bool is_trusted_owner([[maybe_unused]] const Status &
 #endif
 }
 
-enum class Writers { OWNER, GROUP }; // GROUP: of the owner, as most umasks of 002 mean it
+enum class Writers { OWNER, GROUP }; // GROUP: the owner and his group, as a umask of 002 means it
 
-// "": only this user or root can write to the file or folder, or it does not exist; else who can, with the remedy. Follows
-// links. model: its owner is trusted, too; "": none.
+// Who else than this user and root can write to the file or folder, with the remedy; "" if nobody can, or if it does
+// not exist. Follows links. model: a file whose owner is trusted too; "": none.
 inline std::string other_writers([[maybe_unused]] const std::string & path, [[maybe_unused]] Writers allowed,
                                  [[maybe_unused]] const std::string & model = "") {
 #if !defined(_WIN32)

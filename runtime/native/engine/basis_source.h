@@ -3,8 +3,11 @@
 // derives from them (runtime/native/adapt, left out of a build with -DSUBKV_ADAPT=OFF).
 #pragma once
 
-#include "hook.h"
+#include "cache_desc.h"
+#include "cell_reader.h"
+#include "graph_build.h"
 #include "layout.h"
+#include "state_io.h"
 #include "subkv.h"
 #include "subkv/ops.h"
 
@@ -23,21 +26,21 @@ class LayerBases {
 public:
     virtual ~LayerBases() = default;
 
-    // true: encode leaves the rows of this side to the node of build_encode, which codes them later.
+    // true: encode does not code this side's rows. The node of build_encode codes them later.
     virtual bool codes_later(bool value) const;
     // Bytes that a cell's row has after the codes of all heads.
     virtual size_t extra_bytes(bool value) const;
-    // The node after which attend runs; fresh: encode's. Layers on a GPU have static bases.
+    // The node after which attend runs. fresh: the node of encode. Layers on a GPU have static bases.
     virtual ggml_tensor * build_encode(LayerNodes & layer, const AttnBuild & b, ggml_tensor * fresh) const;
-    // Ops::attend(args) for one head and cells of one stream. k_tiles, v_tiles: tiles of all heads, from args' first
-    // cell on.
+    // Ops::attend(args) for one head and cells of one stream. k_tiles and v_tiles are tiles of all heads that begin
+    // with the first cell of args.
     virtual void attend(const AttendArgs & args, uint32_t stream, int64_t head, const uint8_t * k_tiles,
                         const uint8_t * v_tiles) const;
 
-    // Positions below it are coded, if this side codes later.
+    // If this side codes later: the first position without a code.
     virtual int32_t coded(uint32_t stream, int64_t head, bool value) const;
-    // x [n][d] of cells [n] as in read_rows; tiles: of all heads; version [n]: which of the bases over time codes the
-    // cell, 0: the file's.
+    // Decodes cells [n] to x [n][d] as read_rows does. tiles: of all heads. version [n]: which of the bases over time
+    // has coded the cell; 0 means the file's.
     virtual void read(const LayerNodes & layer, uint32_t stream, int64_t head, bool value, const uint8_t * tiles,
                       int64_t stride, int64_t n, const int64_t * cells, float * x, int32_t * version) const;
 };
@@ -61,14 +64,14 @@ public:
     virtual bool    ready(const std::vector<TokenDesc> & tokens, bool causal, const Window & window,
                           const CellReader & cells) const;
 
-    // States have whatever the source remembers of a stream. identity: differs between sources that cannot read each
-    // other's states, 0: static. describe: for errors. check_partial throws Invalid if states cannot be partial.
-    // state_read: n_pos positions have cells; throws std::runtime_error, the stream is then empty.
+    // Differs between sources that cannot read each other's states; 0: static bases.
     virtual uint64_t    identity() const;
-    virtual std::string describe() const;
-    virtual void        check_partial() const;
-    virtual void        state_write(StateWriter & w, uint32_t stream) const;
-    virtual void        state_read(StateReader & r, uint32_t stream, int32_t n_pos);
+    virtual std::string describe() const;      // for error messages
+    virtual void        check_partial() const; // throws Invalid if states cannot be partial
+    // Everything that the source remembers of a stream, whose first n_pos positions have cells. After a state_read that
+    // throws std::runtime_error, the stream is empty.
+    virtual void state_write(StateWriter & w, uint32_t stream) const;
+    virtual void state_read(StateReader & r, uint32_t stream, int32_t n_pos);
 
     virtual size_t bytes() const;                  // of memory for changing bases
     virtual void   stats(subkv_stats & out) const; // adds the fields about them

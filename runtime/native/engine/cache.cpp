@@ -92,7 +92,7 @@ void Cache::add_nodes(const LayerDesc & layer, int32_t il, int32_t n_head, const
     auto & nodes = nodes_[(size_t) il];
     nodes.reset(new LayerNodes{ &codec, &window_, &bases_->layer(layer.il), &reports_, n_head, layer.il, {} });
     nodes->gathers = !bases_->codes_later() && !has_device_kernels(layer.buft);
-    nodes->by_rows = layer.chosen && codec.latent && nodes->gathers;
+    nodes->by_rows = layer.selected && codec.latent && nodes->gathers;
     nodes->means.assign((size_t) (codec.n_head_kv * codec.d_k), 0.0f);
     for (size_t h = 0; h < codec.centre.size(); ++h) {
         const auto & mean = codec.centre[h].mean;
@@ -215,7 +215,8 @@ void Cache::check(const CacheDesc & desc) const {
     }
 }
 
-// llama.cpp fills a cache with zeros: with overcommitted memory the system would end the process while it does.
+// llama.cpp fills a cache with zeros. If the system has promised more memory than it has, it would end the process
+// then.
 void Cache::check_memory(const CacheDesc & desc) const {
     const char *      set = std::getenv("LLAMA_ARG_FIT"); // llama.cpp's variable
     const std::string fit = set ? set : "";
@@ -282,7 +283,8 @@ void Cache::wait_for_devices() const {
     }
 }
 
-// The list stays as long as tokens read its rows exactly: those of a sequence are encoded once in n_recent tokens.
+// The list is encoded only when a token no longer reads one of its rows exactly: for a sequence, once in n_recent
+// tokens.
 void Cache::encode_uncoded() const {
     if (uncoded_.empty()) {
         return;
@@ -377,14 +379,14 @@ bool Cache::copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, const Cel
     if (!window_.copy_seq(src, dst, p0, p1, replace)) {
         return false;
     }
-    bases_->copy((uint32_t) src, (uint32_t) dst); // changing bases: every sequence has the stream of its number
+    bases_->copy((uint32_t) src, (uint32_t) dst); // with adaptive bases the number of a sequence is its stream
     return true;
 }
 
 void Cache::keep(int32_t seq, const CellReader & cells) {
     encode_uncoded();
     wait_for_devices();
-    for (int32_t s = 0; s < window_.n_seq(); ++s) { // changing bases: a stream has no other sequence
+    for (int32_t s = 0; s < window_.n_seq(); ++s) { // with adaptive bases a stream has no other sequence
         if (s != seq && cells.stream_of(s) == cells.stream_of(seq)) {
             window_.forget(s);
         }

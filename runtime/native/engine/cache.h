@@ -4,7 +4,7 @@
 
 #include "basis_source.h"
 #include "device.h"
-#include "hook.h"
+#include "cache_hook.h"
 #include "layout.h"
 #include "node_work.h"
 #include "observer.h"
@@ -38,7 +38,7 @@ struct LayerNodes {
     bool               shift_apart    = false;
     ggml_tensor *      shift_keys     = nullptr; // the K cache
     bool               by_rows        = false;   // the cache stores rows, not tiles (cells.h)
-    bool               gathers        = false;   // attend can read a list of chosen cells
+    bool               gathers        = false;   // attend can read a list of selected cells
 
     // While a shift is pending: the parts of this layer whose keys are rotated, and whether there are any (node_shift.cpp).
     std::vector<uint8_t> rotated = {};

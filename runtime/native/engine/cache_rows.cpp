@@ -1,6 +1,5 @@
-// cache_rows.cpp: converts cells of a layer to rows and back, for states, whose format has rows only; checks the
-// numbers of a state.
-//   row: all heads, then the extra bytes of LayerBases
+// cache_rows.cpp: converts cells of a layer to the rows of a state and back, and checks the numbers of a state.
+//   A row has the parts of all heads, then the extra bytes of LayerBases.
 #include "cells.h"
 #include "error.h"
 

@@ -1,4 +1,4 @@
-// cache_state.cpp: identity of a state, and its exact window and bases (hook.h).
+// cache_state.cpp: identity of a state, and its exact window and bases (cache_hook.h).
 #include "cache.h"
 #include "error.h"
 #include "numbers.h"

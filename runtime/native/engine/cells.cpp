@@ -43,7 +43,7 @@ void read_cells(const LayerNodes & layer, const Ops & ops, int64_t head, bool va
         read_rows(ops, *layer.codec, head, value, tiles, stride, n, cells, x);
         return;
     }
-    const HeadCodec &          keys = layer.codec->head(head, false); // latent: they include the values
+    const HeadCodec &          keys = layer.codec->head(head, false); // a latent layer's keys include the values
     const int64_t              size = TILE * keys.row_bytes;
     const std::vector<int32_t> from(cells, cells + n);
     std::vector<int64_t>       places((size_t) n);

@@ -1,7 +1,7 @@
-// cells.h: the order of a layer's cells in the cache.
-//   Tiles (subkv/tiles.h); or contiguous rows, in latent layers whose cells an indexer chooses: a cell is then a few
-//   lines of memory instead of a part of every line of its tile. Attention converts these rows to tiles.
-//   Either way TILE cells have the same size, so whole tiles have the same addresses.
+// cells.h: the order of a layer's cells in the cache: tiles (subkv/tiles.h), or contiguous rows.
+//   Latent layers whose cells an indexer selects store rows, because attention then reads a few lines of memory per
+//   cell, not a part of every line of its tile. It converts these rows to tiles. TILE cells have the same size either
+//   way, so whole tiles have the same addresses.
 #pragma once
 
 #include "cache.h"
@@ -12,7 +12,7 @@
 
 namespace subkv {
 
-// Bytes [at, at + size) of a tensor of a layer in memory; of a GPU's tensor a copy, which store() writes back.
+// Bytes [at, at + size) of a layer's tensor. For a tensor on a GPU they are a copy, which store() writes back.
 class HostBytes {
 public:
     HostBytes(const LayerNodes & layer, const ggml_tensor * t, size_t at, size_t size);
@@ -27,7 +27,7 @@ private:
     std::vector<uint8_t> copy_;
 };
 
-// Those of the tiles that cells [first, first + n) are in.
+// The bytes of the tiles that cells [first, first + n) are in.
 HostBytes host_tiles(const LayerNodes & layer, const ggml_tensor * t, int64_t first, int64_t n);
 
 // Ops::encode into cells of a layer, all in one tile; stride: bytes from one tile to the next.

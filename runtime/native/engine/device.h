@@ -2,7 +2,8 @@
 // runtime/native/vulkan with -DGGML_VULKAN=ON, else by device_none.cpp.
 #pragma once
 
-#include "hook.h"
+#include "ggml-backend.h"
+#include "ggml.h"
 #include "uncoded.h"
 
 #include <cstdint>
@@ -31,7 +32,7 @@ class DeviceLayer {
 public:
     virtual ~DeviceLayer() = default;
 
-    // Called when a graph is built: slopes depend on fields of LayerNodes that are set then.
+    // Called when a graph is built, because slopes depend on fields of LayerNodes that are set then.
     virtual void     prepare()                = 0;
     virtual void *   userdata(NodeKind kind)  = 0; // of device_op
     virtual int64_t  n_at_once() const        = 0; // approximate number of concurrent blocks of attend
@@ -39,14 +40,14 @@ public:
     virtual void     add_bad_rows(uint64_t n) = 0; // which the host has stored
     virtual void     wait() const             = 0; // until the device has finished all work
     virtual size_t   max_range() const        = 0; // maximum bytes of one tensor that kernels can address
-    virtual bool     makes_rows() const       = 0; // true: it has kernels for PROMPT_*
+    virtual bool     makes_rows() const       = 0; // it has kernels for PROMPT_*
     // Floats that attend needs for n_rows query rows of all heads, n_tps tokens per stream.
     virtual int64_t scratch(int64_t n_rows, int64_t n_tps) const = 0;
 
     // Most tokens of a sequence whose attention has blocks for each token, and needs no PROMPT_* to be fast.
     virtual int64_t n_decoded() const { return 1; }
 
-    // true: it has kernels for STORE_AND_ATTEND, which makes no codes, and for encode_window, which makes them later.
+    // Does it have kernels for STORE_AND_ATTEND, which makes no codes, and for encode_window, which makes them later?
     virtual bool defers_codes() const { return false; }
     // Encodes rows of the window into their cells; called, like `wait`, while the device has no other work.
     virtual void encode_window(const ggml_tensor * k_cache, const ggml_tensor * v_cache,
@@ -63,7 +64,7 @@ public:
 // GPU kernels in this build: "cuda", "vulkan", or nullptr.
 const char * device_kernels();
 
-// true: they support caches in this type of buffer.
+// Do they support caches in this type of buffer?
 bool has_device_kernels(ggml_backend_buffer_type_t buft);
 
 // Maximum bytes of one tensor there that kernels can address.

@@ -100,7 +100,7 @@ struct Scratch {
 class Attend {
 public:
     Attend(ggml_tensor * dst, const LayerNodes & layer, Scratch & scratch_of_thread) :
-        layer(layer), codec(*layer.codec), in(sources_of<AttendSources>(dst)), listed(in.chosen_cells()),
+        layer(layer), codec(*layer.codec), in(sources_of<AttendSources>(dst)), listed(in.selected_cells()),
         shared(in.mask_node()), s(attend_shape(layer, in.q, listed ? listed : in.k_view)), m((float *) dst->data),
         z(m + s.n_rows), acc(z + s.n_rows), queries(layer, in.queries->data, s.n_tokens),
         first_stream((uint32_t) (in.k_view->view_offs / in.k_view->nb[2])), buffers(scratch_of_thread) {
@@ -234,7 +234,7 @@ private:
     const LayerNodes &        layer;
     const LayerCodec &        codec;
     const AttendSources       in;
-    const ggml_tensor * const listed; // chosen cells
+    const ggml_tensor * const listed; // selected cells
     const ggml_tensor * const shared; // a node that made the mask for all layers
     const AttendShape         s;
     float * const             m;

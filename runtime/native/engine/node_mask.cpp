@@ -56,24 +56,24 @@ void mask_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer) {
 }
 
 //
-// chosen mask: dst F32 or F16 as the mask | ChosenMaskSources
+// selected mask: dst F32 or F16 as the mask | SelectedMaskSources
 //
 
 template <typename T> void hide_others(ggml_tensor * dst, int ith, int nth, T hidden) {
-    const auto          in     = sources_of<ChosenMaskSources>(dst);
-    const ggml_tensor * mask   = in.mask;
-    const ggml_tensor * chosen = in.chosen;
-    const int64_t       n_kv   = dst->ne[0];
-    const int64_t       first  = n_kv * ith / nth;
-    const int64_t       last   = n_kv * (ith + 1) / nth;
+    const auto          in       = sources_of<SelectedMaskSources>(dst);
+    const ggml_tensor * mask     = in.mask;
+    const ggml_tensor * selected = in.selected;
+    const int64_t       n_kv     = dst->ne[0];
+    const int64_t       first    = n_kv * ith / nth;
+    const int64_t       last     = n_kv * (ith + 1) / nth;
     for (int64_t s = 0; s < dst->ne[3]; ++s) {
         for (int64_t t = 0; t < dst->ne[1]; ++t) {
             const auto * cells =
-                (const int32_t *) ((const char *) chosen->data + t * chosen->nb[1] + s * chosen->nb[3]);
+                (const int32_t *) ((const char *) selected->data + t * selected->nb[1] + s * selected->nb[3]);
             const auto * row = (const T *) ((const char *) mask->data + t * mask->nb[1] + s * mask->nb[3]);
             auto *       out = (T *) ((char *) dst->data + t * dst->nb[1] + s * dst->nb[3]);
             std::fill(out + first, out + last, hidden);
-            for (int64_t i = 0; i < chosen->ne[0]; ++i) {
+            for (int64_t i = 0; i < selected->ne[0]; ++i) {
                 if (cells[i] >= first && cells[i] < last) {
                     out[cells[i]] = row[cells[i]];
                 }
@@ -82,7 +82,7 @@ template <typename T> void hide_others(ggml_tensor * dst, int ith, int nth, T hi
     }
 }
 
-void chosen_mask_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & /*layer*/) {
+void selected_mask_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & /*layer*/) {
     if (dst->type == GGML_TYPE_F32) {
         hide_others<float>(dst, ith, nth, -INFINITY);
     } else {
@@ -91,12 +91,12 @@ void chosen_mask_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & /*la
 }
 
 //
-// chosen cells: dst I32, format as in build_chosen_cells | ChosenCellsSources
+// selected cells: dst I32, format as in build_selected_cells | SelectedCellsSources
 //
 
-void chosen_cells_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer) {
-    const auto          in       = sources_of<ChosenCellsSources>(dst);
-    const ggml_tensor * chosen   = in.chosen;
+void selected_cells_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & layer) {
+    const auto          in       = sources_of<SelectedCellsSources>(dst);
+    const ggml_tensor * selected = in.selected;
     const TokenRow *    tokens   = token_rows(in.tokens);
     const int64_t       n_kv     = in.mask->ne[0];
     const int64_t       n_tps    = dst->ne[1];
@@ -106,14 +106,14 @@ void chosen_cells_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & lay
     static thread_local std::vector<uint64_t> marks_buf;
     const int64_t                             n_words = (n_kv + 63) / 64;
     for (int64_t t = ith; t < n_tps * dst->ne[3]; t += nth) {
-        const auto * from =
-            (const int32_t *) ((const char *) chosen->data + t % n_tps * chosen->nb[1] + t / n_tps * chosen->nb[3]);
+        const auto * from = (const int32_t *) ((const char *) selected->data + t % n_tps * selected->nb[1] +
+                                               t / n_tps * selected->nb[3]);
         const auto * pos  = (const int32_t *) in.cell_pos->data + t / n_tps * n_kv;
         auto *       out  = (int32_t *) dst->data + t * dst->ne[0];
         const auto   row  = mask_row(in.mask, 0, t);
         uint64_t *   mark = scratch(marks_buf, n_words);
         std::fill(mark, mark + n_words, (uint64_t) 0);
-        for (int64_t i = 0; i < chosen->ne[0]; ++i) {
+        for (int64_t i = 0; i < selected->ne[0]; ++i) {
             const int32_t c = from[i];
             if (c >= 0 && c < n_kv && !is_exact(pos[c], tokens[t].pos, n_sink, n_recent) &&
                 mask_value(in.mask, row + c) != -INFINITY) {
@@ -132,20 +132,20 @@ void chosen_cells_op(ggml_tensor * dst, int ith, int nth, const LayerNodes & lay
 
 } // namespace
 
-ggml_tensor * build_chosen_mask(LayerNodes & layer, const AttnBuild & b) {
-    if (!b.chosen) {
+ggml_tensor * build_selected_mask(LayerNodes & layer, const AttnBuild & b) {
+    if (!b.selected) {
         return b.mask;
     }
-    if (b.inputs->chosen != b.chosen) {
-        const auto & ne        = b.mask->ne;
-        b.inputs->chosen       = b.chosen;
-        b.inputs->chosen_cells = nullptr;
-        b.inputs->chosen_mask =
-            new_node(b.ctx, b.mask->type, { ne[0], ne[1], ne[2], ne[3] }, ChosenMaskSources{ b.mask, b.chosen },
-                     NodeWork::on_cpu<chosen_mask_op>(layer));
-        ggml_set_name(b.inputs->chosen_mask, "subkv_chosen_mask");
+    if (b.inputs->selected != b.selected) {
+        const auto & ne          = b.mask->ne;
+        b.inputs->selected       = b.selected;
+        b.inputs->selected_cells = nullptr;
+        b.inputs->selected_mask =
+            new_node(b.ctx, b.mask->type, { ne[0], ne[1], ne[2], ne[3] }, SelectedMaskSources{ b.mask, b.selected },
+                     NodeWork::on_cpu<selected_mask_op>(layer));
+        ggml_set_name(b.inputs->selected_mask, "subkv_selected_mask");
     }
-    return b.inputs->chosen_mask;
+    return b.inputs->selected_mask;
 }
 
 // The cost of a cell in a list, in eighths of its cost when all cells are read, as measured (kernels/NOTES.md). A prompt's
@@ -158,8 +158,8 @@ constexpr int64_t TILE_IN_LIST    = 16;
 constexpr int64_t GATHER_IN_LIST  = 2000; // more, divided likewise
 constexpr int64_t LEAST_IN_PROMPT = 64;   // query heads of a row for which a list can pay in a prompt
 
-ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask) {
-    if (!b.chosen || !layer.gathers || n_masks(mask) > 1) {
+ggml_tensor * build_selected_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask) {
+    if (!b.selected || !layer.gathers || n_masks(mask) > 1) {
         return nullptr;
     }
     const int64_t n_tokens = b.inputs->tokens->ne[1];
@@ -167,17 +167,17 @@ ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_t
     const bool    prompt   = n_tokens > FEW_TOKENS;
     const int64_t cost =
         layer.by_rows ? ROW_IN_LIST + (prompt ? PROMPT_IN_LIST / n_group : 0) : TILE_IN_LIST + GATHER_IN_LIST / n_group;
-    const int64_t n = (b.chosen->ne[0] + TILE - 1) / TILE * TILE;
+    const int64_t n = (b.selected->ne[0] + TILE - 1) / TILE * TILE;
     if (cost * n > ALL_CELLS * mask->ne[0] || (prompt && n_group < LEAST_IN_PROMPT)) {
         return nullptr;
     }
-    if (!b.inputs->chosen_cells) {
-        const ChosenCellsSources in = { mask, b.chosen, b.inputs->cell_pos, b.inputs->tokens };
-        b.inputs->chosen_cells      = new_node(b.ctx, GGML_TYPE_I32, { n, mask->ne[1], 1, mask->ne[3] }, in,
-                                               NodeWork::on_cpu<chosen_cells_op>(layer));
-        ggml_set_name(b.inputs->chosen_cells, "subkv_chosen_cells");
+    if (!b.inputs->selected_cells) {
+        const SelectedCellsSources in = { mask, b.selected, b.inputs->cell_pos, b.inputs->tokens };
+        b.inputs->selected_cells      = new_node(b.ctx, GGML_TYPE_I32, { n, mask->ne[1], 1, mask->ne[3] }, in,
+                                                 NodeWork::on_cpu<selected_cells_op>(layer));
+        ggml_set_name(b.inputs->selected_cells, "subkv_selected_cells");
     }
-    return b.inputs->chosen_cells;
+    return b.inputs->selected_cells;
 }
 
 void fill_mask_row(const LayerNodes & layer, const MaskSources & in, int64_t h, int64_t t, int64_t c0, int64_t n,

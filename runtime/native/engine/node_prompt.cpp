@@ -108,7 +108,7 @@ ggml_tensor * build_prompt(LayerNodes & layer, const AttnBuild & b, ggml_tensor 
     const AttendShape s         = attend_shape(layer, q, b.k_view);
     const int64_t     n_decoded = layer.device->n_decoded();
     if (!layer.device->makes_rows() || s.n_tps <= (n_decoded > 1 ? n_decoded : PROMPT_TOKENS - 1) ||
-        s.n_tokens > MOST_GROUPS || b.chosen || b.mask->type != GGML_TYPE_F16 ||
+        s.n_tokens > MOST_GROUPS || b.selected || b.mask->type != GGML_TYPE_F16 ||
         b.mask->ne[1] != s.n_tps) { // halves: flash attention is on
         return nullptr;
     }

@@ -1,5 +1,5 @@
-// node_shift.cpp: decodes, rotates and encodes the keys whose positions move, a tile of a head at a time. The CPU does
-// this for a cache on a GPU, too: a shift is rare, and a GPU kernel would serve only for it.
+// node_shift.cpp: decodes, rotates and encodes the keys whose positions change, a tile of a head at a time. The CPU
+// does this for a cache on a GPU too, because a shift is rare, and a GPU kernel would serve nothing else.
 #include "cells.h"
 #include "nodes.h"
 
@@ -47,7 +47,7 @@ public:
     Shift(LayerNodes & layer, const Rotation & rotation) :
         layer_(layer), rotation_(rotation), x_((size_t) (layer.codec->d_k * TILE)), key_((size_t) layer.codec->d_k) {}
 
-    // Cells [n] of a tile: those of heads [h0, h1), or of all if the host reads whole tiles.
+    // Rotates the keys of cells [n] of a tile: those of heads [h0, h1), or of all heads if the host reads whole tiles.
     void cells(int64_t tile, int64_t h0, int64_t h1, const int64_t * cells, int64_t n, const int32_t * by) {
         const LayerCodec & codec  = *layer_.codec;
         ggml_tensor *      keys   = layer_.shift_keys;
@@ -120,8 +120,9 @@ private:
     std::vector<uint8_t>  bytes_;
 };
 
-// Parts of a layer that are rotated one by one: a head's cells of a tile, since two threads must not write a head's tile; on
-// a GPU, and of rows, all heads' cells of a tile. Then the window's slots.
+// The parts of a layer that are rotated one by one: first the cells, then the window's slots. A part of the cells is
+// one head's tile, because two threads must not write the same tile; on a GPU, and if cells are rows, it is a tile of
+// all heads.
 struct Parts {
     int64_t n_heads; // of a part
     int64_t n_cells; // parts with cells
@@ -137,8 +138,8 @@ struct Parts {
     size_t size() const { return (size_t) (n_cells + n_slots); }
 };
 
-// shift: changes the K cache and the window's rows | ShiftSources. Without memory, or stopped, some parts are rotated; the
-// next node of this layer rotates the others.
+// shift: changes the K cache and the window's rows | ShiftSources. If it lacks memory or is stopped, only some parts
+// are rotated; the next node of this layer rotates the others.
 void shift_op(ggml_tensor * dst, int ith, int nth, LayerNodes & layer) {
     const LayerCodec & codec    = *layer.codec;
     const auto         in       = sources_of<ShiftSources>(dst);
@@ -192,7 +193,7 @@ void build_shift_node(LayerNodes & layer, const ShiftBuild & b) {
     layer.shift_apart = b.apart;
     layer.shift_keys  = b.k_cache;
 
-    layer.rotated.resize(Parts(layer).size()); // keeps those of a stopped shift
+    layer.rotated.resize(Parts(layer).size()); // the parts that a stopped shift has rotated stay marked
 
     ggml_tensor * of_slots = layer.window_rows().tensor ? b.of_slots : nullptr;
     ggml_tensor * node =

@@ -44,9 +44,9 @@ struct AttendSources {
     ggml_tensor * cell_pos;
     ggml_tensor * tokens;
     ggml_tensor * written; // not read: attend runs after this node
-    ggml_tensor * extra;   // the mask node, the list of chosen cells, or nullptr
+    ggml_tensor * extra;   // the mask node, the list of selected cells, or nullptr
 
-    const ggml_tensor * chosen_cells() const { return extra && extra->type == GGML_TYPE_I32 ? extra : nullptr; }
+    const ggml_tensor * selected_cells() const { return extra && extra->type == GGML_TYPE_I32 ? extra : nullptr; }
     const ggml_tensor * mask_node() const { return extra && extra->type != GGML_TYPE_I32 ? extra : nullptr; }
 };
 
@@ -71,7 +71,7 @@ struct CombineSources {
     ggml_tensor * mask;
     ggml_tensor * tokens;
     ggml_tensor * slots;
-    ggml_tensor * cells; // k_view or the list of chosen cells, for its shape
+    ggml_tensor * cells; // k_view or the list of selected cells, for its shape
     ggml_tensor * sinks; // or nullptr
 };
 
@@ -88,14 +88,14 @@ struct MaskSources {
     ggml_tensor * tokens;
 };
 
-struct ChosenMaskSources {
+struct SelectedMaskSources {
     ggml_tensor * mask;
-    ggml_tensor * chosen;
+    ggml_tensor * selected;
 };
 
-struct ChosenCellsSources {
+struct SelectedCellsSources {
     ggml_tensor * mask;
-    ggml_tensor * chosen;
+    ggml_tensor * selected;
     ggml_tensor * cell_pos;
     ggml_tensor * tokens;
 };
@@ -184,7 +184,7 @@ template <typename Sources> Sources sources_of(const ggml_tensor * node) {
     return sources;
 }
 
-// I32 tensors whose rows are structs (Inputs in hook.h), and their data.
+// I32 tensors whose rows are structs (Inputs in graph_build.h), and their data.
 inline ggml_tensor * new_token_rows(ggml_context * ctx, int64_t n_tokens) {
     return ggml_new_tensor_2d(ctx, GGML_TYPE_I32, sizeof(TokenRow) / sizeof(int32_t), n_tokens);
 }

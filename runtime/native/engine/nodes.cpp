@@ -11,8 +11,9 @@
 // On a GPU, one token per stream has this node instead of encode, attend and store_window; Cache::encode_uncoded makes
 // the codes later:
 //
-//   store_attend  rounds k, v to half precision ("fresh" rows, also to their window slots, which the exact keys are not
-//                 read from: their keys have left the exact window); projects q, attends to cells and exact keys
+//   store_attend  rounds k, v to half precision ("fresh" rows) and stores them in their window slots, which no token of
+//                 the graph reads, because the keys there have left the exact window; projects q; attends to cells and
+//                 exact keys
 //
 // On a GPU, a prompt has these nodes instead of attend and combine (node_prompt.cpp):
 //
@@ -171,19 +172,193 @@ void check_node(const DeviceLayer & device, NodeKind kind, ggml_tensor * node, i
     }
 }
 
-// Whether the GPU makes the codes of these tokens later: the window has their rows. It has none of a picture's tokens.
-bool defers_codes(const LayerNodes & layer, const AttnBuild & b, const AttendShape & s) {
-    return b.k && layer.defers && s.n_tps == 1 && !b.pictures;
-}
+// The nodes of one layer in one graph.
+class AttnNodes {
+public:
+    AttnNodes(LayerNodes & layer, const AttnBuild & b) :
+        layer_(layer), b_(b), inputs_(*b.inputs), q_(as_f32(b.ctx, b.q)), mask_(build_selected_mask(layer, b)) {
+        if (layer.device && n_masks(mask_) > 1) {
+            fail({ SUBKV_ERROR_UNSUPPORTED, "",
+                   "this model's KV heads attend to cells of their own, or with a bias of their own: its cache on the "
+                   "CPU expected (-ngl 0, or offload_kqv off), a GPU found" });
+        }
+        selected_cells_ = build_selected_cells(layer, b, mask_);
+        mask_node_      = selected_cells_ ? nullptr : build_mask_node(layer, b, mask_);
+        shape_          = attend_shape(layer, q_, cells());
+    }
 
-// A part of an I8 tensor as a matrix of another type, for which ggml has no function.
-ggml_tensor * typed_view(ggml_context * ctx, ggml_tensor * bytes, ggml_type type, int64_t ne0, int64_t ne1, size_t at) {
-    const size_t  row  = ggml_row_size(type, ne0);
-    ggml_tensor * view = ggml_view_2d(ctx, bytes, ne0, ne1, row, at);
-    view->type         = type;
-    view->nb[0]        = ggml_type_size(type);
-    return view;
-}
+    ggml_tensor * build() {
+        ggml_tensor * partial = nullptr; // of attend
+        SharedRows    rows;
+        if (defers_codes()) {
+            partial = store_attend(rows);
+        } else {
+            rows = b_.k ? encode() : rows_of_owner();
+        }
+        if (layer_.n_readers > 0 || !b_.k) {
+            inputs_.shared[layer_.owner] = rows;
+        }
+        ggml_tensor * out = layer_.device && !partial ? build_prompt(layer_, b_, q_, rows) : nullptr;
+        if (!out) {
+            out = combine(partial ? partial : attend(rows), rows);
+        }
+        ggml_build_forward_expand(b_.gf, out);
+        if (window() && rows.n_readers == 0 && !rows.in_window) {
+            store_window(rows, out);
+        }
+        return out;
+    }
+
+private:
+    ggml_tensor * window() const { return layer_.window_rows().tensor; }
+    ggml_tensor * cells() const { return selected_cells_ ? selected_cells_ : b_.k_view; }
+    int64_t       n_queries() const { return layer_.n_head * shape_.n_tokens; }
+
+    // Whether the GPU makes the codes of these tokens later: the window has their rows. It has none of a picture's
+    // tokens.
+    bool defers_codes() const { return b_.k && layer_.defers && shape_.n_tps == 1 && !b_.pictures; }
+
+    // What computes a node of this kind: a function of the CPU, or the kernels of the layer's GPU.
+    NodeWork work(NodeKind kind) {
+        if (layer_.device) {
+            return NodeWork::on_device(*layer_.device, kind);
+        }
+        switch (kind) {
+            case NodeKind::ENCODE: return NodeWork::on_cpu<encode_op>(layer_);
+            case NodeKind::ATTEND: return NodeWork::on_cpu<attend_op>(layer_);
+            case NodeKind::COMBINE: return NodeWork::on_cpu<combine_op>(layer_);
+            case NodeKind::STORE_WINDOW: return NodeWork::on_cpu<store_window_op>(layer_);
+            default: GGML_ABORT("a node of a GPU only");
+        }
+    }
+
+    template <typename Sources>
+    ggml_tensor * node(NodeKind kind, ggml_type type, int64_t ne0, int64_t ne1, const Sources & sources,
+                       const char * name) {
+        ggml_tensor * t = new_node(b_.ctx, type, { ne0, ne1, 1, 1 }, sources, work(kind));
+        ggml_format_name(t, "subkv_%s-%d", name, b_.il);
+        if (layer_.device) {
+            check_node(*layer_.device, kind, t, b_.q->ne[2]);
+        }
+        return t;
+    }
+
+    // A part of an I8 tensor as a matrix of another type, for which ggml has no function.
+    ggml_tensor * typed_view(ggml_tensor * bytes, ggml_type type, int64_t ne0, int64_t ne1, size_t at) const {
+        const size_t  row  = ggml_row_size(type, ne0);
+        ggml_tensor * view = ggml_view_2d(b_.ctx, bytes, ne0, ne1, row, at);
+        view->type         = type;
+        view->nb[0]        = ggml_type_size(type);
+        return view;
+    }
+
+    // Stores the exact rows of these tokens in the window, without codes, and attends to the cells.
+    ggml_tensor * store_attend(SharedRows & rows) {
+        const StoreAttendSources in      = { q_,    as_f32(b_.ctx, b_.k), as_f32(b_.ctx, b_.v), b_.k_view,    b_.v_view,
+                                             mask_, inputs_.cell_pos,     inputs_.tokens,       inputs_.slots };
+        const int64_t            n       = fresh_width(layer_);
+        const size_t             at      = fresh_at(shape_);
+        const auto               size    = (int64_t) (at + (size_t) (n * shape_.n_tokens) * sizeof(uint16_t));
+        ggml_tensor *            partial = node(NodeKind::STORE_AND_ATTEND, GGML_TYPE_I8, size, 1, in, "store_attend");
+        ggml_build_forward_expand(b_.gf, b_.k_idxs); // llama.cpp fills both
+        ggml_build_forward_expand(b_.gf, b_.v_idxs);
+        rows.fresh           = typed_view(partial, GGML_TYPE_F16, n, shape_.n_tokens, at);
+        rows.written         = partial;
+        rows.n_readers       = layer_.n_readers;
+        rows.in_window       = true;
+        inputs_.defers_codes = true;
+        layer_.k_cache       = b_.k_cache;
+        layer_.v_cache       = b_.v_cache;
+        return partial;
+    }
+
+    // Writes the codes of these tokens; on a CPU, projects their queries too.
+    SharedRows encode() {
+        const bool    latent = layer_.codec->latent;
+        const int64_t n      = fresh_width(layer_);
+        EncodeSources in     = {};
+        in.k                 = as_f32(b_.ctx, b_.k);
+        in.v                 = latent ? in.k : as_f32(b_.ctx, b_.v);
+        in.k_cache           = b_.k_cache;
+        in.v_cache           = latent ? b_.k_cache : b_.v_cache;
+        in.k_idxs            = b_.k_idxs;
+        in.v_idxs            = latent ? b_.k_idxs : b_.v_idxs;
+        SharedRows rows;
+        rows.n_readers = layer_.n_readers;
+        if (layer_.device) {
+            rows.fresh = node(NodeKind::ENCODE, GGML_TYPE_F16, n, shape_.n_tokens, in, "encode");
+        } else {
+            in.q         = q_;
+            in.tokens    = inputs_.tokens;
+            in.mask_node = mask_node_;
+
+            const EncodeResult result(layer_, shape_.n_tokens);
+            ggml_tensor *      both = node(NodeKind::ENCODE, GGML_TYPE_I8, (int64_t) result.bytes, 1, in, "encode");
+            rows.fresh              = typed_view(both, GGML_TYPE_F16, n, shape_.n_tokens, 0);
+            queries_ = typed_view(both, GGML_TYPE_F32, query_width(layer_), n_queries(), result.queries_at);
+        }
+        rows.written = layer_.bases->build_encode(layer_, b_, rows.fresh);
+        return rows;
+    }
+
+    // The rows of the layer that this one reads; on a CPU, projects the queries.
+    SharedRows rows_of_owner() {
+        SharedRows rows = inputs_.shared.at(layer_.owner);
+        rows.n_readers--;
+        if (!layer_.device) {
+            queries_ = new_node(b_.ctx, GGML_TYPE_F32, { query_width(layer_), n_queries(), 1, 1 },
+                                ProjectSources{ q_, mask_node_ }, NodeWork::on_cpu<project_op>(layer_));
+            ggml_format_name(queries_, "subkv_project-%d", b_.il);
+        }
+        return rows;
+    }
+
+    ggml_tensor * attend(const SharedRows & rows) {
+        AttendSources in = {};
+        in.q             = q_;
+        in.queries       = queries_ ? queries_ : rows.fresh;
+        in.k_view        = b_.k_view;
+        in.v_view        = layer_.codec->latent ? b_.k_view : b_.v_view;
+        in.mask          = mask_;
+        in.cell_pos      = inputs_.cell_pos;
+        in.tokens        = inputs_.tokens;
+        in.written       = rows.written;
+        in.extra         = selected_cells_ ? selected_cells_ : mask_node_;
+        return node(NodeKind::ATTEND, GGML_TYPE_F32, shape_.n_partial, 1, in, "attend");
+    }
+
+    ggml_tensor * combine(ggml_tensor * partial, const SharedRows & rows) {
+        CombineSources in = {};
+        in.partial        = partial;
+        in.q              = q_;
+        in.fresh          = rows.fresh;
+        in.window         = window() ? window() : rows.fresh;
+        in.mask           = mask_;
+        in.tokens         = inputs_.tokens;
+        in.slots          = inputs_.slots;
+        in.cells          = cells();
+        in.sinks          = b_.sinks;
+        const int64_t n   = (int64_t) layer_.n_head * layer_.codec->d_v;
+        return node(NodeKind::COMBINE, GGML_TYPE_F32, n, shape_.n_tokens, in, "combine");
+    }
+
+    void store_window(const SharedRows & rows, ggml_tensor * combined) {
+        const StoreWindowSources in   = { window(), rows.fresh, inputs_.slots, combined };
+        ggml_tensor *            node = new_node_inplace(b_.ctx, in, work(NodeKind::STORE_WINDOW));
+        ggml_format_name(node, "subkv_store_window-%d", b_.il);
+        ggml_build_forward_expand(b_.gf, node);
+    }
+
+    LayerNodes &      layer_;
+    const AttnBuild & b_;
+    Inputs &          inputs_;
+    ggml_tensor *     q_;
+    ggml_tensor *     mask_;              // of the selected cells
+    ggml_tensor *     selected_cells_;    // the list that attend reads, or nullptr
+    ggml_tensor *     mask_node_;         // shared by all layers, or nullptr
+    ggml_tensor *     queries_ = nullptr; // projected, by nodes of a CPU
+    AttendShape       shape_;
+};
 
 } // namespace
 
@@ -191,134 +366,10 @@ ggml_tensor * build_attn_nodes(LayerNodes & layer, const AttnBuild & b) {
     layer.scale          = b.scale;
     layer.softcap        = b.softcap;
     layer.max_alibi_bias = b.max_alibi_bias;
-
-    ggml_context * ctx = b.ctx;
-    // a layer on a GPU has the same nodes, which the GPU's backend computes
-    const auto run = [&](const NodeWork & on_cpu, NodeKind kind) {
-        return layer.device ? NodeWork::on_device(*layer.device, kind) : on_cpu;
-    };
-    const auto custom = [&](ggml_type type, int64_t ne0, int64_t ne1, const auto & sources, const NodeWork & work,
-                            NodeKind kind, const char * name) {
-        ggml_tensor * t = new_node(ctx, type, { ne0, ne1, 1, 1 }, sources, run(work, kind));
-        ggml_format_name(t, "subkv_%s-%d", name, b.il);
-        if (layer.device) {
-            check_node(*layer.device, kind, t, b.q->ne[2]);
-        }
-        return t;
-    };
     if (layer.device) {
         layer.device->prepare();
     }
-    ggml_tensor * q      = as_f32(ctx, b.q);
-    const auto &  codec  = *layer.codec;
-    ggml_tensor * chosen = build_chosen_mask(layer, b);
-    if (layer.device && n_masks(chosen) > 1) {
-        fail({ SUBKV_ERROR_UNSUPPORTED, "",
-               "this model's KV heads attend to cells of their own, or with a bias of their own: its cache on the CPU "
-               "expected (-ngl 0, or offload_kqv off), a GPU found" });
-    }
-    ggml_tensor *     list    = build_chosen_cells(layer, b, chosen);
-    ggml_tensor *     mask    = list ? nullptr : build_mask_node(layer, b, chosen);
-    const AttendShape s       = attend_shape(layer, q, list ? list : b.k_view);
-    const int64_t     width   = fresh_width(layer);
-    ggml_tensor *     window  = layer.window_rows().tensor;
-    const int64_t     n_query = layer.n_head * s.n_tokens;
-    ggml_tensor *     queries = nullptr; // projected, by nodes of a CPU
-
-    const Inputs & inputs  = *b.inputs;
-    ggml_tensor *  partial = nullptr; // of attend
-    SharedRows     rows;
-    rows.n_readers = layer.n_readers;
-    if (defers_codes(layer, b, s)) {
-        const StoreAttendSources in   = { q,      as_f32(ctx, b.k), as_f32(ctx, b.v), b.k_view,    b.v_view,
-                                          chosen, inputs.cell_pos,  inputs.tokens,    inputs.slots };
-        const size_t             at   = fresh_at(s);
-        const auto               size = (int64_t) (at + (size_t) (width * s.n_tokens) * sizeof(uint16_t));
-        partial = custom(GGML_TYPE_I8, size, 1, in, NodeWork::on_device(*layer.device, NodeKind::STORE_AND_ATTEND),
-                         NodeKind::STORE_AND_ATTEND, "store_attend");
-        ggml_build_forward_expand(b.gf, b.k_idxs); // llama.cpp fills both
-        ggml_build_forward_expand(b.gf, b.v_idxs);
-        rows.fresh             = typed_view(ctx, partial, GGML_TYPE_F16, width, s.n_tokens, at);
-        rows.written           = partial;
-        rows.in_window         = true;
-        b.inputs->defers_codes = true;
-        layer.k_cache          = b.k_cache;
-        layer.v_cache          = b.v_cache;
-    } else if (b.k) {
-        EncodeSources in = {};
-        in.k             = as_f32(ctx, b.k);
-        in.v             = codec.latent ? in.k : as_f32(ctx, b.v);
-        in.k_cache       = b.k_cache;
-        in.v_cache       = codec.latent ? b.k_cache : b.v_cache;
-        in.k_idxs        = b.k_idxs;
-        in.v_idxs        = codec.latent ? b.k_idxs : b.v_idxs;
-        if (layer.device) {
-            rows.fresh = custom(GGML_TYPE_F16, width, s.n_tokens, in, NodeWork::on_cpu<encode_op>(layer),
-                                NodeKind::ENCODE, "encode");
-        } else {
-            in.q         = q;
-            in.tokens    = inputs.tokens;
-            in.mask_node = mask;
-
-            const EncodeResult result(layer, s.n_tokens);
-            ggml_tensor * both = custom(GGML_TYPE_I8, (int64_t) result.bytes, 1, in, NodeWork::on_cpu<encode_op>(layer),
-                                        NodeKind::ENCODE, "encode");
-            rows.fresh         = typed_view(ctx, both, GGML_TYPE_F16, width, s.n_tokens, 0);
-            queries            = typed_view(ctx, both, GGML_TYPE_F32, query_width(layer), n_query, result.queries_at);
-        }
-        rows.written = layer.bases->build_encode(layer, b, rows.fresh);
-    } else {
-        rows = b.inputs->shared.at(layer.owner);
-        if (!layer.device) {
-            const ProjectSources in = { q, mask };
-            queries = custom(GGML_TYPE_F32, query_width(layer), n_query, in, NodeWork::on_cpu<project_op>(layer),
-                             NodeKind::ENCODE, "project");
-        }
-        rows.n_readers--;
-    }
-    if (layer.n_readers > 0 || !b.k) {
-        b.inputs->shared[layer.owner] = rows;
-    }
-    ggml_tensor * fresh = rows.fresh;
-    ggml_tensor * out   = layer.device && !partial ? build_prompt(layer, b, q, rows) : nullptr;
-    if (!out && !partial) {
-        AttendSources in = {};
-        in.q             = q;
-        in.queries       = queries ? queries : fresh;
-        in.k_view        = b.k_view;
-        in.v_view        = codec.latent ? b.k_view : b.v_view;
-        in.mask          = chosen;
-        in.cell_pos      = inputs.cell_pos;
-        in.tokens        = inputs.tokens;
-        in.written       = rows.written;
-        in.extra         = list ? list : mask;
-        partial =
-            custom(GGML_TYPE_F32, s.n_partial, 1, in, NodeWork::on_cpu<attend_op>(layer), NodeKind::ATTEND, "attend");
-    }
-    if (!out) {
-        CombineSources of = {};
-        of.partial        = partial;
-        of.q              = q;
-        of.fresh          = fresh;
-        of.window         = window ? window : fresh;
-        of.mask           = chosen;
-        of.tokens         = inputs.tokens;
-        of.slots          = inputs.slots;
-        of.cells          = list ? list : b.k_view;
-        of.sinks          = b.sinks;
-        out               = custom(GGML_TYPE_F32, (int64_t) layer.n_head * codec.d_v, s.n_tokens, of,
-                                   NodeWork::on_cpu<combine_op>(layer), NodeKind::COMBINE, "combine");
-    }
-    ggml_build_forward_expand(b.gf, out);
-
-    if (window && rows.n_readers == 0 && !rows.in_window) {
-        const StoreWindowSources in    = { window, fresh, inputs.slots, out };
-        const NodeWork           work  = run(NodeWork::on_cpu<store_window_op>(layer), NodeKind::STORE_WINDOW);
-        ggml_tensor *            store = new_node_inplace(ctx, in, work);
-        ggml_format_name(store, "subkv_store_window-%d", b.il);
-        ggml_build_forward_expand(b.gf, store);
-    }
-    return out;
+    return AttnNodes(layer, b).build();
 }
 
 } // namespace subkv

@@ -42,7 +42,7 @@ inline size_t fresh_at(const AttendShape & s) {
 // Merges the state of later cells (maximum m, sum z, values acc [n]) into a query row's state.
 void merge_softmax(float & m, float & z, float * acc, float m_later, float z_later, const float * acc_later, int64_t n);
 
-// cells: a view of the keys' tiles, or each token's list of chosen cells (build_chosen_cells).
+// cells: a view of the keys' tiles, or each token's list of selected cells (build_selected_cells).
 AttendShape attend_shape(const LayerNodes & layer, const ggml_tensor * q, const ggml_tensor * cells);
 
 inline const float * row_f32(const ggml_tensor * t, int64_t head, int64_t token) {
@@ -61,8 +61,8 @@ inline bool is_finite_row(const float * x, int64_t n) {
     return sum == 0.0f;
 }
 
-// An exact row x [n] in half precision, at most +-65504. A row that is not finite becomes HALF_NAN; may_be_bad: it may
-// be one.
+// Writes an exact row x [n] in half precision, at most +-65504. A row that is not finite becomes HALF_NAN; may_be_bad:
+// the row is checked for that.
 inline void exact_row(const Ops & ops, const float * x, uint16_t * out, int64_t n, bool may_be_bad) {
     if (may_be_bad && !is_finite_row(x, n)) {
         std::fill(out, out + n, HALF_NAN);
@@ -74,7 +74,7 @@ inline void exact_row(const Ops & ops, const float * x, uint16_t * out, int64_t 
     }
 }
 
-// Mask values are 0, -INFINITY or, with ALiBi, a negative distance.
+// A value of the mask: 0, -INFINITY or, with ALiBi, a negative distance.
 inline float mask_value(const ggml_tensor * mask, int64_t i) {
     if (mask->type == GGML_TYPE_F32) {
         return ((const float *) mask->data)[i];
@@ -135,8 +135,8 @@ template <typename T> T * scratch(std::vector<T> & v, int64_t n) {
     return v.data();
 }
 
-// The values that attend adds to logits, a row per token: mask values, and -INFINITY at exact positions, which combine
-// attends to.
+// The values that attend adds to logits, in a row per token: mask values, but -INFINITY at exact positions, to which
+// combine attends.
 struct MaskRows {
     float *   bias; // [n_kv]
     uint8_t * open; // [n_kv / TILE]: does the token see any cell of the tile?
@@ -167,15 +167,15 @@ inline int64_t mask_row(const ggml_tensor * mask, int64_t h, int64_t t) {
 void fill_mask_row(const LayerNodes & layer, const MaskSources & in, int64_t h, int64_t t, int64_t c0, int64_t n,
                    float * bias, uint8_t * open);
 
-// I32 [n, n_tokens / streams, 1, streams]: the chosen cells whose codes a token sees, ascending, then -1; n is a
-// multiple of TILE. nullptr: reading all tiles under `mask` is cheaper.
-ggml_tensor * build_chosen_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask);
+// I32 [n, n_tokens / streams, 1, streams]: the selected cells whose codes a token sees, in ascending order and followed
+// by -1; n is a multiple of TILE. nullptr: it is cheaper to read all tiles under `mask`.
+ggml_tensor * build_selected_cells(LayerNodes & layer, const AttnBuild & b, ggml_tensor * mask);
 
-// b.mask with all cells hidden except the chosen ones; b.mask itself if no cells are chosen.
-ggml_tensor * build_chosen_mask(LayerNodes & layer, const AttnBuild & b);
+// b.mask with all cells hidden except the selected ones; b.mask itself if no cells are selected.
+ggml_tensor * build_selected_mask(LayerNodes & layer, const AttnBuild & b);
 
-// F32 [d_v * n_head, n_tokens]: a prompt's attention on a GPU, by llama.cpp's flash attention on cells and exact rows
-// as halves. rows: of the layer; their codes are written. nullptr: attend and combine compute it.
+// F32 [d_v * n_head, n_tokens]: a prompt's attention on a GPU. llama.cpp's flash attention reads cells and exact rows
+// as halves. rows: of the layer, after their codes are written. nullptr: attend and combine compute the attention.
 ggml_tensor * build_prompt(LayerNodes & layer, const AttnBuild & b, ggml_tensor * q, const SharedRows & rows);
 
 // A node with the MaskRows of few tokens, one mask after the other, which all coded layers of a graph share. nullptr:

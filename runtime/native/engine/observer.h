@@ -1,7 +1,7 @@
 // observer.h: calibration statistics, accumulated by graph nodes (see subkv.h, "calibration").
 #pragma once
 
-#include "hook.h"
+#include "graph_build.h"
 #include "node_work.h"
 #include "subkv.h"
 #include "subkv/ops.h"

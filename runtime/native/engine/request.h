@@ -11,6 +11,7 @@
 namespace subkv {
 
 class Cache;
+class CacheHook;
 struct RowSizes;
 
 struct CacheRequest {

@@ -1,9 +1,9 @@
 // uncoded.h: cells whose codes a GPU has not made yet. A decoded token is stored in the exact window only, since no token
-// reads its codes while the window has its row; before a token does, all rows of the list are encoded at once. A cell on
-// the list belongs to one sequence, whose window holds the row.
+// reads its codes while the window has its row. Before a token needs codes of the list, all its rows are encoded at
+// once. A cell on the list belongs to one sequence, whose window holds the row.
 #pragma once
 
-#include "hook.h"
+#include "cell_reader.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -22,13 +22,14 @@ public:
     bool         empty() const { return rows_.empty(); }
     const auto & rows() const { return rows_; } // std::vector<UncodedRow>
 
-    // A token that the graph stores in the window without codes. Cells of several sequences are to be coded after it.
+    // Adds a token that the graph stores in the window without codes. If it has several sequences, it is to be encoded
+    // before the next graph.
     void add(const TokenDesc & token, int32_t slot, int32_t cell) {
         rows_.push_back({ token.seq[0], token.pos, slot, cell });
         shared_ = shared_ || token.n_seq > 1;
     }
 
-    // Is a cell of the list shared? Then any change of a sequence needs its codes.
+    // Is a cell of the list shared? Then its codes are needed before any change of a sequence.
     bool shared() const { return shared_; }
 
     // Must the rows be encoded before these tokens attend? exact(p, t): the token at t reads position p exactly.

@@ -19,7 +19,7 @@ static uint64_t joined(uint64_t a, uint64_t b) {
 
 namespace {
 
-// Of positions.
+// A range of positions.
 struct Range {
     int32_t min = MAX_POSITION, max = -1;
 
@@ -36,7 +36,7 @@ Window::Window(int32_t n_sink, int32_t n_recent, int32_t n_rollback, uint32_t n_
     n_ring_(n_recent > 0 ? n_recent + n_rollback : 0), n_slot_(n_sink + n_ring_), n_seq_((int32_t) n_seq_max),
     pos_((size_t) n_slot_ * n_seq_max, -1), rotation_(pos_.size(), 0), origin_(n_seq_max, 0), moves_(n_seq_max, 0) {}
 
-// Bytes of a layer's row in integers: K's heads, then V's. steps: where each begins.
+// Bytes of a layer's row in integers, K's heads before V's. steps: where each head begins.
 static size_t recent_row_bytes(const LayerDesc & layer, std::vector<size_t> & steps) {
     size_t at = 0;
     for (const bool value : { false, true }) {
@@ -336,7 +336,7 @@ std::vector<Window::Row> Window::take(int32_t seq, const std::vector<int32_t> & 
                     ggml_backend_tensor_get(rows.tensor, row.data.data() + n, rows.offset((int64_t) at), bytes);
                 }
             }
-        } catch (const std::bad_alloc &) { // attention reads its codes
+        } catch (const std::bad_alloc &) { // attention then reads its codes
             row.data.clear();
         }
         taken.push_back(std::move(row));
@@ -405,7 +405,7 @@ bool Window::ready(const std::vector<TokenDesc> & tokens, const CellReader & cel
     }
     std::vector<PosCell> held;
     for (const auto & [seq, range] : ranges) {
-        cells.find(seq, range.min, range.max + 1, held); // where M-RoPE lets a batch begin: at the last position
+        cells.find(seq, range.min, range.max + 1, held); // with M-RoPE a batch may begin at the last position
         for (const auto & cell : held) {
             if (seen.count({ seq, cell.pos })) {
                 return twice(seq, cell.pos);
@@ -478,7 +478,7 @@ void Window::set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens
             }
         }
     }
-    // per slot, the row to store after attention of the ubatch: the token with the largest position
+    // After attention, a slot stores the row of its token with the largest position.
     for (size_t i = 0; i < tokens.size(); ++i) {
         const auto & token = tokens[i];
         for (int32_t j = 0; !token.in_picture && j < token.n_seq; ++j) {
@@ -520,8 +520,8 @@ void Window::add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellRead
     uint64_t & moves = moves_[(size_t) seq];
     moves            = joined(joined(moves, ((uint64_t) p0 << 32) | (uint32_t) p1), (uint32_t) by);
 
-    // If the end of the sequence moves, the rows of the ring keep their slots: its origin moves with them. The other rows
-    // of the sequence go to new slots. If a part in the middle moves, its rows go to new slots.
+    // If the positions are the sequence's last ones, their rows stay in their slots of the ring, because its origin is
+    // shifted too; the other rows of the ring get new slots. Otherwise the rows of these positions get new slots.
     const bool           tail  = n_ring_ > 0 && cells.max_pos_outside(seq, p0, p1) < moved.back().pos;
     int32_t *            pos   = pos_.data() + first_slot(seq);
     const auto           in    = [&](int32_t slot) { return pos[slot] >= p0 && pos[slot] < p1; };

@@ -1,14 +1,19 @@
 // window.h: the exact window. For every sequence it stores the K and V rows of the first n_sink and the last n_recent
-// positions, and n_rollback older rows, so that the window is still complete after the removal of a short tail. It is a
-// better copy of these tokens, whose codes are in the cache, too: attention reads a row where the window has one, and
-// the codes where a removal, a copy or a shift has lost it. Sinks come first, then a ring. The slot of a position in
-// the ring depends on the position and on the sequence's total shift, so that the rows of a tail stay in place when its
-// positions move. No window stores tokens that share a position (image tokens with M-RoPE). Rows are in half precision;
-// ring rows are integers in some layers (subkv/recent.h).
+// positions, and n_rollback older rows, so that the window is still complete after the removal of a short tail. The
+// cache has the codes of these tokens too. Attention reads the row if the window has it; after a removal, a copy or a
+// shift the window may lack the row, and attention reads the codes.
+//
+// Sinks come first, then a ring. The slot of a position in the ring depends on the position and on the sequence's total
+// shift, so that the rows of a tail stay in place when their positions change. No window stores tokens that share a
+// position (image tokens with M-RoPE). Rows are in half precision; in some layers, rows of the ring are integers
+// (subkv/recent.h).
 #pragma once
 
+#include "cache_desc.h"
+#include "cell_reader.h"
 #include "ggml-cpp.h"
-#include "hook.h"
+#include "graph_build.h"
+#include "state_io.h"
 
 #include <map>
 #include <string>
@@ -40,7 +45,7 @@ struct WindowRows {
         const size_t  ring = (size_t) (n_slot - n_sink) * recent;
         return (size_t) seq * ((size_t) n_sink * sink + ring) + (size_t) first * sink + (size_t) (at - first) * recent;
     }
-    // Are all numbers in slots [first, last) finite, or NaN as encode stores it?
+    // Are all numbers in slots [first, last) finite, or the NaN that encode stores?
     bool sound(int64_t first, int64_t last) const;
 };
 
@@ -51,8 +56,8 @@ class Window {
 public:
     Window(int32_t n_sink, int32_t n_recent, int32_t n_rollback, uint32_t n_seq_max);
 
-    // One tensor per layer in its buffer type; integers: by layer. A row has n_embd_k_gqa + n_embd_v_gqa elements; in a
-    // latent layer n_embd_k_gqa. Throws Invalid if memory is short.
+    // Allocates one tensor per layer, in the layer's buffer type. integers: by layer. A row has n_embd_k_gqa +
+    // n_embd_v_gqa elements, in a latent layer n_embd_k_gqa. Throws Invalid if memory is short.
     void allocate(const std::vector<LayerDesc> & layers, const std::vector<bool> & integers, bool no_alloc);
 
     int32_t            n_sink() const { return n_sink_; }
@@ -68,47 +73,48 @@ public:
 
     std::pair<int32_t, int32_t> sequences(int32_t seq) const; // [first, last) for seq (-1: all)
 
-    // These functions overwrite rows of removed text with zeros: the next state must not contain them, and another text
-    // must not read them.
+    // These functions overwrite rows of removed text with zeros, because the next state must not contain them, and
+    // another text must not read them.
     void clear();
     void forget(int32_t seq);                         // all positions
     void forget(int32_t seq, int32_t p0, int32_t p1); // positions [p0, p1)
 
-    // For bases that code tokens after they leave the window. stays_complete: after a removal of [p0, p1)
-    // the window has all rows of the next token's. rollback_target: as CacheHook's. is_complete: it has all rows that
-    // these tokens attend to. The first and the last report what is missing.
+    // For bases that code tokens after they leave the window: does the window have all rows that the next token attends
+    // to after a removal of [p0, p1), and all rows that these tokens attend to? false: reports what is missing.
     bool    stays_complete(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells) const;
-    int32_t rollback_target(int32_t seq, const CellReader & cells) const;
     bool    is_complete(const std::vector<TokenDesc> & tokens, const CellReader & cells) const;
+    int32_t rollback_target(int32_t seq, const CellReader & cells) const; // as CacheHook's
 
-    // Removes the rows of positions [p0, p1), called before the cells go, while others remain. The rows that the next
-    // token attends to exactly and that another sequence still has, of a cell that both share, are copied from there.
+    // Removes the rows of positions [p0, p1); called before their cells are removed, if others remain. If the next
+    // token attends exactly to a cell that the sequence shares with another one, and only the other one has its row,
+    // the row is copied.
     void remove(int32_t seq, int32_t p0, int32_t p1, const CellReader & cells);
-    // As CacheHook::resume.
+    // As CacheHook::resume; n: the value of SUBKV_RESUME.
     int32_t resume(int32_t seq, int32_t pos, int32_t n, const CellReader & cells) const;
-    // replace: dst loses its other cells; else it keeps them.
+    // replace: the other rows of dst are removed.
     bool copy_seq(int32_t src, int32_t dst, int32_t p0, int32_t p1, bool replace);
-    // Checks positions: one token each.
+    // Checks that each position has one token.
     bool ready(const std::vector<TokenDesc> & tokens, const CellReader & cells) const;
 
-    // can_add checks positions before those in [p0, p1) move by `by`, and reports the reason if they may not. add()
-    // follows before the cells move; a graph later rotates the keys by rotations(). Rows that move between sinks and
-    // ring are lost.
+    // A shift of positions [p0, p1) by `by`. can_add reports the reason if it is impossible. add() follows before the
+    // cells change; a graph later rotates the keys by rotations(). Rows whose positions move between sinks and ring are
+    // dropped.
     bool can_add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells) const;
     void add(int32_t seq, int32_t p0, int32_t p1, int32_t by, const CellReader & cells);
     void rotations(int32_t * by) const; // [n_slots()] pending rotation of a slot's key, in positions
     void rotated();                     // called after all keys are rotated
-    // By sequence (-1: all): a hash of its shifts, 0 without a shift.
+    // A hash of the shifts of each sequence (-1: of all sequences); 0 without a shift.
     std::vector<uint64_t> moves(int32_t seq) const;
 
-    // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens`, and records its rows as stored. Slots list the
-    // keys that the tokens attend to exactly, and the key that left the window last (up to it, bases code later). Cells
-    // within the window without a row get MAX_POSITION in Inputs::cell_pos, so that all tokens read their codes.
+    // Fills Inputs::tokens and Inputs::slots for a ubatch of `tokens`, and records its rows as stored. The slots list
+    // the keys that the tokens attend to exactly, and the key that left the window last, because bases that code later
+    // code up to it. Cells inside the window without a row get MAX_POSITION in Inputs::cell_pos, so that all tokens
+    // read their codes.
     void set_inputs(const Inputs & in, const std::vector<TokenDesc> & tokens, const CellReader & cells);
     bool holds(int32_t seq, int32_t pos) const; // true: the window has the exact row
 
-    // The slot where the window stores a position. enter: it holds the position from now on, and the caller writes the
-    // row; -1: the slot has a later position, or none is for this one.
+    // The slot where the window stores a position. After enter() it holds the position, and the caller writes the row;
+    // -1: the slot has a later position, or the window never stores this one.
     int64_t slot(int32_t seq, int32_t pos) const { return first_slot(seq) + slot_of(seq, pos); }
     int64_t enter(int32_t seq, int32_t pos);
 
@@ -117,7 +123,7 @@ public:
     void state_read(StateReader & r, int32_t seq, const std::vector<uint64_t> & moves, const CellReader & cells);
 
 private:
-    // slot of a position within its sequence; -1: the window never stores this position
+    // The slot of a position within its sequence; -1: the window never stores this position.
     int32_t slot_of(int32_t seq, int32_t pos) const;
 
     // The slots of a sequence, ordered as without shifts, as runs [first, last) of adjacent slots.
@@ -127,7 +133,7 @@ private:
     struct Row {
         int32_t              pos;
         int32_t              rotation;
-        std::vector<uint8_t> data; // empty: lost, for lack of memory
+        std::vector<uint8_t> data; // empty if there was no memory for it
     };
 
     // The rows in slots of a sequence, which become empty.

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "checksum.h"
-#include "llama-subkv.h"
+#include "llama-subkv-state.h"
 
 #include "llama-impl.h"
 #include "llama-io.h"
@@ -16,8 +16,12 @@
 #include <unordered_map>
 #include <vector>
 
+class llama_memory_recurrent;
+
+namespace llama_subkv {
+
 // The tensors of coded layers, one per stream; they store cells in tiles.
-class llama_subkv::tiles {
+class tiles {
 public:
     struct side {
         int32_t il;
@@ -25,7 +29,7 @@ public:
     };
 
     explicit tiles(const llama_kv_cache & kv) : kv(kv) {
-        for (const auto & layer : kv.layers) {
+        for (const auto & layer : access::layers(kv)) {
             if (row_bytes(kv, layer.il, false) == 0) {
                 continue;
             }
@@ -42,8 +46,8 @@ public:
     // Copies `size` bytes of rows from or to an offset of a tensor, which may also be an ordinary one.
     void get(const ggml_tensor * t, size_t offset, size_t size, uint8_t * rows) const {
         if (const auto * side = of(t)) {
-            kv.subkv_hook->get_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
-                                    (int64_t) (size / t->nb[1]), rows);
+            access::hook(kv)->get_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
+                                       (int64_t) (size / t->nb[1]), rows);
         } else {
             ggml_backend_tensor_get(t, rows, offset, size);
         }
@@ -51,8 +55,8 @@ public:
 
     void set(ggml_tensor * t, size_t offset, size_t size, const uint8_t * rows) const {
         if (const auto * side = of(t)) {
-            kv.subkv_hook->set_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
-                                    (int64_t) (size / t->nb[1]), rows);
+            access::hook(kv)->set_rows(side->il, side->value, t, (int64_t) (offset / t->nb[1]),
+                                       (int64_t) (size / t->nb[1]), rows);
         } else {
             ggml_backend_tensor_set(t, rows, offset, size);
         }
@@ -94,7 +98,7 @@ private:
 };
 
 // A read position in the complete bytes of a state.
-class llama_subkv::cursor {
+class cursor {
 public:
     explicit cursor(const std::vector<uint8_t> & bytes) : bytes(bytes) {}
 
@@ -122,7 +126,7 @@ private:
 };
 
 // Reads the body of a state from `io`, checks it, and then replaces `io` as the source.
-class llama_subkv::row_reader : public llama_io_read_i, public subkv::StateReader {
+class row_reader : public llama_io_read_i, public subkv::StateReader {
 public:
     // sum: as row_writer's
     row_reader(llama_kv_cache & kv, llama_io_read_i & io, uint64_t sum = subkv::CHECKSUM_OF_NOTHING) :
@@ -183,3 +187,5 @@ private:
     cursor               at;
     std::exception_ptr   failure;
 };
+
+} // namespace llama_subkv

@@ -1,12 +1,13 @@
-// llama-subkv-cells.h: CellReader (hook.h) for llama.cpp's K/V cache. Part of libllama.
+// llama-subkv-cells.h: the cells and tokens of cell_reader.h in llama.cpp's K/V cache and batches. Part of libllama.
 #pragma once
 
-#include "llama-subkv.h"
+#include "llama-subkv-memory.h"
 #include "releases.h"
 
 #include <algorithm>
 #include <limits>
 #include <utility>
+#include <vector>
 
 // Positions [first, second) by llama.cpp's convention: negative ends are open.
 inline std::pair<llama_pos, llama_pos> positions(llama_pos p0, llama_pos p1) {
@@ -18,14 +19,26 @@ inline bool is_in_picture(llama_pos pos, llama_pos x, llama_pos y) {
     return x != pos || y != pos;
 }
 
-class llama_subkv::reader : public subkv::CellReader {
-public:
-    explicit reader(const llama_kv_cache & kv) : kv(kv), pictures(kv.hparams.n_pos_per_embd() > 1) {}
+// Appends the tokens of a ubatch, without their cells.
+inline void add_tokens(const llama_ubatch & ubatch, std::vector<subkv::TokenDesc> & out) {
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+        const llama_pos * pos = ubatch.pos + i; // first all positions in time, then in height, then in width
+        const bool        in_picture =
+            ubatch.is_pos_2d() && is_in_picture(*pos, pos[2 * ubatch.n_tokens], pos[ubatch.n_tokens]);
+        out.push_back({ *pos, ubatch.n_seq_id[i], ubatch.seq_id[i], 0, -1, in_picture });
+    }
+}
 
-    uint32_t stream_of(int32_t seq) const override { return kv.seq_to_stream[seq]; }
+namespace llama_subkv {
+
+class reader : public subkv::CellReader {
+public:
+    explicit reader(const llama_kv_cache & kv) : kv(kv), pictures(access::hparams(kv).n_pos_per_embd() > 1) {}
+
+    uint32_t stream_of(int32_t seq) const override { return access::seq_to_stream(kv)[seq]; }
 
     void positions(uint32_t stream, uint32_t n, int32_t * out) const override {
-        const auto & cells      = kv.v_cells[stream];
+        const auto & cells      = access::v_cells(kv)[stream];
         int32_t * __restrict to = out; // and one condition: the compiler vectorizes this loop over all cells
         for (uint32_t i = 0; i < n; ++i) {
             to[i] = cells.is_empty(i) ? -1 : cells.pos_get(i);
@@ -37,25 +50,25 @@ public:
 
     void find(int32_t seq, int32_t p0, int32_t p1, std::vector<subkv::PosCell> & out) const override {
         find_all(seq, p0, p1, out);
-        const auto & cells = kv.v_cells[kv.seq_to_stream[seq]];
+        const auto & cells = access::v_cells(kv)[access::seq_to_stream(kv)[seq]];
         const auto   is    = [&](const subkv::PosCell & cell) { return in_picture(cells, (uint32_t) cell.cell); };
         out.erase(std::remove_if(out.begin(), out.end(), is), out.end());
     }
 
     void find_all(int32_t seq, int32_t p0, int32_t p1, std::vector<subkv::PosCell> & out) const override {
         out.clear();
-        const auto & cells = cells_of(kv.v_cells[kv.seq_to_stream[seq]], seq);
+        const auto & cells = cells_of(access::v_cells(kv)[access::seq_to_stream(kv)[seq]], seq);
         for (auto it = cells.lower_bound({ p0, 0 }); it != cells.end() && it->first < p1; ++it) {
             out.push_back({ it->first, (int32_t) it->second });
         }
     }
 
     bool shared(int32_t seq, int32_t cell) const override {
-        return kv.v_cells[kv.seq_to_stream[seq]].seq_count((uint32_t) cell) > 1;
+        return access::v_cells(kv)[access::seq_to_stream(kv)[seq]].seq_count((uint32_t) cell) > 1;
     }
 
     int32_t max_pos_outside(int32_t seq, int32_t p0, int32_t p1) const override {
-        const auto & cells = cells_of(kv.v_cells[kv.seq_to_stream[seq]], seq);
+        const auto & cells = cells_of(access::v_cells(kv)[access::seq_to_stream(kv)[seq]], seq);
         for (auto it = cells.rbegin(); it != cells.rend(); ++it) {
             if (it->first < p0 || it->first >= p1) {
                 return it->first;
@@ -72,3 +85,5 @@ private:
     const llama_kv_cache & kv;
     const bool             pictures;
 };
+
+} // namespace llama_subkv

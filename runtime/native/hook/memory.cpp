@@ -1,7 +1,10 @@
 // memory.cpp: a memory of llama.cpp with coded cells. Part of libllama.
 #include "llama-subkv-cells.h"
+#include "llama-subkv-graph.h"
 #include "llama-subkv-library.h"
 #include "llama-subkv-programs.h"
+#include "llama-subkv-sequences.h"
+#include "llama-subkv-state.h"
 
 #include "llama-kv-cache-dsa.h"
 #include "llama-kv-cache-iswa.h"
@@ -37,10 +40,12 @@
 #    define HAS_HYBRID_IDX
 #endif
 
+namespace llama_subkv {
+
 // The memory of a context whose cells have a hook, or whose prompts are stored. It holds llama.cpp's memory, checks all
 // parts before a change, and then changes coded cells and llama.cpp's memory together. It notes what a sequence's cells
 // do not show: what a program believes of them after a refused operation, and where its text was not evaluated in place.
-class llama_subkv::memory : public llama_memory_i {
+class memory : public llama_memory_i {
 public:
     memory(std::unique_ptr<llama_memory_i> of, llama_context & ctx) :
         inner(std::move(of)), ctx(ctx), parts(caches_of(inner.get())), base(parts.base), is_coded(base && coded(*base)),
@@ -92,7 +97,9 @@ public:
 
 private:
     // A sequence of coded cells; llama.cpp reports one that does not exist.
-    bool is_known(llama_seq_id seq) const { return is_coded && seq >= 0 && (size_t) seq < base->seq_to_stream.size(); }
+    bool is_known(llama_seq_id seq) const {
+        return is_coded && seq >= 0 && (size_t) seq < access::seq_to_stream(*base).size();
+    }
 
     // The other sequences that share cells of a sequence at positions [first, last).
     std::set<llama_seq_id> sharing(llama_seq_id seq, llama_pos first, llama_pos last) const;
@@ -106,6 +113,8 @@ private:
     const bool                     is_coded;
     llama_memory_recurrent * const recurrent;
 };
+
+} // namespace llama_subkv
 
 //
 // memories: a K/V cache, one of full attention and one of sliding windows, either beside recurrent state; one of latent
@@ -152,8 +161,8 @@ llama_subkv::caches llama_subkv::caches_of(const llama_memory_i * memory) {
 std::vector<subkv::CacheHook *> llama_subkv::caches::hooks() const {
     std::vector<subkv::CacheHook *> res;
     for (const auto * kv : all()) {
-        if (kv && kv->subkv_hook) {
-            res.push_back(kv->subkv_hook.get());
+        if (kv && access::hook(*kv)) {
+            res.push_back(access::hook(*kv));
         }
     }
     return res;
@@ -190,7 +199,7 @@ llama_subkv::batch_caches llama_subkv::caches_of(const llama_memory_context_i * 
 //
 
 bool llama_subkv::is_index(const llama_kv_cache & kv) {
-    return &kv.hparams != &kv.model.hparams; // it has its own sizes
+    return &access::hparams(kv) != &access::model(kv).hparams; // it has its own sizes
 }
 
 ggml_type llama_subkv::index_type(const llama_kv_cache & kv, ggml_type type) {
@@ -201,7 +210,7 @@ ggml_type llama_subkv::index_type(const llama_kv_cache & kv, ggml_type type) {
     if (std::strcmp(name, "q8_0") != 0) {
         throw std::runtime_error(format("SUBKV_INDEXER: f16 or q8_0 expected, '%.60s' found", name));
     }
-    const auto size = (int64_t) kv.model.hparams.indexer_head_size;
+    const auto size = (int64_t) access::model(kv).hparams.indexer_head_size;
     if (size % ggml_blck_size(GGML_TYPE_Q8_0) != 0) {
         throw std::runtime_error(format("SUBKV_INDEXER=q8_0: indexer keys of a multiple of %d elements expected, %d "
                                         "found; SUBKV_INDEXER=f16 keeps them in f16",
@@ -211,14 +220,14 @@ ggml_type llama_subkv::index_type(const llama_kv_cache & kv, ggml_type type) {
 }
 
 bool llama_subkv::same_cells(const llama_kv_cache & kv, const llama_kv_cache & index) {
-    for (uint32_t s = 0; s < kv.n_stream; ++s) {
-        const auto &a = kv.v_cells[s], &b = index.v_cells[s];
+    for (uint32_t s = 0; s < access::n_stream(kv); ++s) {
+        const auto &a = access::v_cells(kv)[s], &b = access::v_cells(index)[s];
         for (uint32_t i = 0; i < a.size(); ++i) {
             if (a.is_empty(i) != b.is_empty(i) || (!a.is_empty(i) && a.pos_get(i) != b.pos_get(i))) {
                 return false;
             }
         }
-        for (llama_seq_id seq = 0; seq < (llama_seq_id) kv.n_seq_max; ++seq) {
+        for (llama_seq_id seq = 0; seq < (llama_seq_id) access::n_seq_max(kv); ++seq) {
             if (cells_of(a, seq) != cells_of(b, seq)) {
                 return false;
             }
@@ -228,15 +237,15 @@ bool llama_subkv::same_cells(const llama_kv_cache & kv, const llama_kv_cache & i
 }
 
 bool llama_subkv::same_slots(const llama_kv_cache_context & rows, const llama_kv_cache_context & index) {
-    const auto &slots = rows.sinfos, &of_index = index.sinfos;
+    const auto &slots = access::sinfos(rows), &of_index = access::sinfos(index);
     bool        same = slots.size() == of_index.size();
     for (size_t i = 0; same && i < slots.size(); ++i) {
         same = slots[i].strm == of_index[i].strm && slots[i].idxs == of_index[i].idxs;
     }
     if (!same) {
-        rows.kv->subkv_hook->report(
-            "decode: an indexer's keys in the cells of their tokens expected, others found; clear the "
-            "cache and decode again");
+        access::hook(access::kv(rows))
+            ->report("decode: an indexer's keys in the cells of their tokens expected, others found; clear the "
+                     "cache and decode again");
     }
     return same;
 }
@@ -256,15 +265,15 @@ std::unique_ptr<llama_memory_i> llama_subkv::decorate(std::unique_ptr<llama_memo
 
 llama_subkv::undecorated::undecorated(llama_context * ctx) : ctx(decorated(ctx) ? ctx : nullptr) {
     if (this->ctx) {
-        whole = ctx->memory.release();
-        ctx->memory.reset(static_cast<memory *>(whole)->inner.get());
+        whole = access::memory(*ctx).release();
+        access::memory(*ctx).reset(static_cast<class memory *>(whole)->inner.get());
     }
 }
 
 llama_subkv::undecorated::~undecorated() {
     if (ctx) {
-        (void) ctx->memory.release();
-        ctx->memory.reset(whole);
+        (void) access::memory(*ctx).release();
+        access::memory(*ctx).reset(whole);
     }
 }
 
@@ -320,14 +329,15 @@ bool llama_subkv::note_refused(const llama_context & ctx, llama_seq_id seq, llam
 
 std::set<llama_seq_id> llama_subkv::memory::sharing(llama_seq_id seq, llama_pos first, llama_pos last) const {
     std::set<llama_seq_id> found;
-    if (!base || base->n_stream > 1 || seq < 0 || seq >= (llama_seq_id) base->n_seq_max) { // with cells of its own
+    if (!base || access::n_stream(*base) > 1 || seq < 0 ||
+        seq >= (llama_seq_id) access::n_seq_max(*base)) { // with cells of its own
         return found;
     }
-    const auto &                cells = base->v_cells[base->seq_to_stream[seq]];
+    const auto &                cells = access::v_cells(*base)[access::seq_to_stream(*base)[seq]];
     std::vector<subkv::PosCell> own;
     reader(*base).find_all(seq, first, last, own);
     for (const auto & cell : own) {
-        for (llama_seq_id other = 0; other < (llama_seq_id) base->n_seq_max; ++other) {
+        for (llama_seq_id other = 0; other < (llama_seq_id) access::n_seq_max(*base); ++other) {
             if (other != seq && cells.seq_has((uint32_t) cell.cell, other)) {
                 found.insert(other);
             }
@@ -345,7 +355,7 @@ std::string llama_subkv::memory::refusal(llama_seq_id seq, const char * what) co
         format("%s: positions of sequence %d as the program has them expected, from %d on others found, because an "
                "operation on them was refused; remove them from there on and decode them again",
                what, seq, found->second.refused);
-    base->subkv_hook->report(why);
+    access::hook(*base)->report(why);
     return why;
 }
 
@@ -376,8 +386,8 @@ void llama_subkv::memory::forget_removed(llama_seq_id seq, llama_pos p0, bool op
 
 llama_memory_context_ptr llama_subkv::memory::init_batch(llama_batch_allocr & balloc, uint32_t n_ubatch,
                                                          bool embd_all) {
-    if (base && base->subkv_hook) {
-        base->subkv_hook->set_causal(ctx.get_cparams().causal_attn);
+    if (base && access::hook(*base)) {
+        access::hook(*base)->set_causal(ctx.get_cparams().causal_attn);
     }
     if (!is_coded) {
         return inner->init_batch(balloc, n_ubatch, embd_all);
@@ -398,22 +408,25 @@ llama_memory_context_ptr llama_subkv::memory::init_batch(llama_batch_allocr & ba
     // While llama.cpp searches for slots of several ubatches in the sliding half, a later one can remove cells of the
     // window of an earlier one for good.
     const uint32_t n_tokens = balloc.get_n_tokens();
-    const bool     several  = n_tokens > n_ubatch || (n_tokens > 1 && (base->n_stream > 1 || embd_all));
-    const auto     cells    = parts.swa && several ? parts.swa->v_cells : llama_kv_cells_vec();
+    const bool     several  = n_tokens > n_ubatch || (n_tokens > 1 && (access::n_stream(*base) > 1 || embd_all));
+    const auto     cells    = parts.swa && several ? access::v_cells(*parts.swa) : llama_kv_cells_vec();
     auto           batch    = inner->init_batch(balloc, n_ubatch, embd_all);
     if (parts.swa && several) {
-        parts.swa->v_cells = cells;
+        access::v_cells(*parts.swa) = cells;
     }
     if (llama_memory_status_is_fail(batch->get_status())) {
         return batch;
     }
     const auto found = caches_of(batch.get());
-    const bool can   = ready(*base, found.base->ubatches) && (!found.index || same_slots(*found.base, *found.index));
+    const bool can =
+        ready(*base, access::ubatches(*found.base)) && (!found.index || same_slots(*found.base, *found.index));
     return can ? std::move(batch) : std::move(failed);
 }
 
+namespace llama_subkv {
+
 // An update of the memory: copies between streams, and rotations of shifted keys.
-class llama_subkv::update : public llama_memory_context_i {
+class update : public llama_memory_context_i {
 public:
     update(llama_memory_context_ptr inner, llama_context & ctx, const caches & parts) :
         inner(std::move(inner)), ctx(ctx), parts(parts) {}
@@ -428,16 +441,15 @@ public:
         }
         // After an aborted shift it would be unknown which ordinary layers are rotated, and the next shift would rotate
         // them again. Coded layers come first (build_shift): if they lack memory, no ordinary layer has been rotated.
-        auto * const stop = ctx.abort_callback;
-        auto * const data = ctx.abort_callback_data;
+        const auto [stop, data] = access::abort_callback(ctx);
         if (has_ordinary_layers()) {
             ctx.set_abort_callback([](void * hook) { return ((const subkv::CacheHook *) hook)->lacks_memory(); },
-                                   parts.base->subkv_hook.get());
+                                   access::hook(*parts.base));
         }
         const bool done = inner->apply();
         ctx.set_abort_callback(stop, data);
         if (!parts.base->get_has_shift()) {
-            parts.base->subkv_hook->rotated();
+            access::hook(*parts.base)->rotated();
         }
         return done;
     }
@@ -445,8 +457,8 @@ public:
 private:
     bool has_ordinary_layers() const {
         for (const auto * kv : parts.all()) {
-            for (size_t i = 0; kv && i < kv->layers.size(); ++i) {
-                if (row_bytes(*kv, kv->layers[i].il, false) == 0) {
+            for (size_t i = 0; kv && i < access::layers(*kv).size(); ++i) {
+                if (row_bytes(*kv, access::layers(*kv)[i].il, false) == 0) {
                     return true;
                 }
             }
@@ -458,6 +470,8 @@ private:
     llama_context &          ctx;
     const caches             parts;
 };
+
+} // namespace llama_subkv
 
 llama_memory_context_ptr llama_subkv::memory::init_update(llama_context * lctx, bool optimize) {
     auto res = inner->init_update(lctx, optimize);
@@ -483,7 +497,7 @@ bool llama_subkv::memory::can_remove(llama_seq_id seq, llama_pos p0, llama_pos &
     const auto [first, last] = positions(p0, p1);
     return (!recurrent || may_remove(*base, *recurrent, seq, p0, p1)) &&
            (!parts.swa || may_remove(*base, *parts.swa, seq, p0, p1)) &&
-           base->subkv_hook->can_remove(seq, first, last, reader(*base));
+           access::hook(*base)->can_remove(seq, first, last, reader(*base));
 }
 
 bool llama_subkv::memory::seq_rm(llama_seq_id seq, llama_pos p0, llama_pos p1) {
@@ -512,7 +526,7 @@ bool llama_subkv::memory::seq_rm(llama_seq_id seq, llama_pos p0, llama_pos p1) {
 
 void llama_subkv::memory::seq_cp(llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) {
     const auto [first, last] = positions(p0, p1);
-    const bool apart         = base && base->n_stream > 1; // llama.cpp then copies everything
+    const bool apart         = base && access::n_stream(*base) > 1; // llama.cpp then copies everything
     if (is_known(src) && is_known(dst)) {
         if ((recurrent && !may_copy(*base, *recurrent, src, dst)) ||
             (parts.swa && !may_copy(*base, *parts.swa, src, dst, p0, p1)) ||
@@ -544,12 +558,12 @@ void llama_subkv::memory::seq_keep(llama_seq_id seq) {
     if (is_known(seq)) {
         // llama.cpp keeps the cells of sequences in other streams and the snapshot that a removed tail selected, but not
         // their recurrent state
-        for (llama_seq_id other = 0; recurrent && other < (llama_seq_id) base->n_seq_max; ++other) {
+        for (llama_seq_id other = 0; recurrent && other < (llama_seq_id) access::n_seq_max(*base); ++other) {
             if (other != seq) {
                 seq_rm(other, -1, -1);
             }
         }
-        base->subkv_hook->keep(seq, reader(*base));
+        access::hook(*base)->keep(seq, reader(*base));
     }
     inner->seq_keep(seq);
     for (llama_seq_id other = 0; other < (llama_seq_id) ctx.n_seq_max(); ++other) {
@@ -615,7 +629,7 @@ void llama_subkv::memory::state_write(llama_io_write_i & io, llama_seq_id seq, l
         inner->state_write(io, seq, flags);
         return;
     }
-    for (llama_seq_id s = std::max(seq, 0); s < (seq < 0 ? (llama_seq_id) base->n_seq_max : seq + 1); ++s) {
+    for (llama_seq_id s = std::max(seq, 0); s < (seq < 0 ? (llama_seq_id) access::n_seq_max(*base) : seq + 1); ++s) {
         if (const auto why = refusal(s, "state"); !why.empty()) {
             throw std::runtime_error(why);
         }
@@ -643,7 +657,7 @@ void llama_subkv::memory::state_read(llama_io_read_i & io, llama_seq_id seq, lla
     apply_deferred(ctx);
 #ifdef HAS_HYBRID_IDX
     if (auto * indexed = dynamic_cast<llama_memory_hybrid_idx *>(inner.get())) {
-        for (llama_seq_id s = 0; s < (llama_seq_id) base->n_seq_max; ++s) {
+        for (llama_seq_id s = 0; s < (llama_seq_id) access::n_seq_max(*base); ++s) {
             indexed->seq_rm(s, 0, 0); // removes nothing; llama.cpp then computes the pooled keys again
         }
     }

@@ -4,6 +4,7 @@
 #include "llama-subkv-body.h"
 #include "llama-subkv-cells.h"
 #include "llama-subkv-library.h"
+#include "llama-subkv-sequences.h"
 #include "releases.h"
 #include "variables.h"
 
@@ -29,8 +30,10 @@ struct llama_subkv_run {
     std::vector<side>        sides;
 };
 
+namespace llama_subkv {
+
 // The K/V cache whose rows may move, and the operations on its cells.
-struct llama_subkv::mover {
+struct mover {
     // "": rows may move
     static std::string refusal(const llama_context & ctx) {
         const auto * memory = ctx.get_memory();
@@ -45,10 +48,10 @@ struct llama_subkv::mover {
         if (all.swa || all.index) {
             return all.swa ? "the model has sliding windows" : "the model has an indexer";
         }
-        if (!kv.subkv_hook->facts().shifts) {
+        if (!access::hook(kv)->facts().shifts) {
             return "the bases are adaptive";
         }
-        if (kv.hparams.n_pos_per_embd() > 1 || !kv.get_can_shift() || kv.other) {
+        if (access::hparams(kv).n_pos_per_embd() > 1 || !kv.get_can_shift() || access::other(kv)) {
             return "llama.cpp cannot shift positions of this model";
         }
         return "";
@@ -65,7 +68,7 @@ struct llama_subkv::mover {
     // Calls use(tensor, layer, value) for every tensor of a stream, in the order of states.
     template <typename F> void each_side(uint32_t stream, F use) const {
         for (const bool value : { false, true }) {
-            for (const auto & layer : kv.layers) {
+            for (const auto & layer : access::layers(kv)) {
                 if (auto * t = value ? layer.v_stream[stream] : layer.k_stream[stream]) {
                     use(t, (int32_t) layer.il, value);
                 }
@@ -76,7 +79,7 @@ struct llama_subkv::mover {
     std::unique_ptr<llama_subkv_run> of_sequence(llama_seq_id seq, llama_pos first, llama_pos n) const {
         demand_sequence(seq);
         demand_positions(first, n);
-        const uint32_t              stream = kv.seq_to_stream[seq];
+        const uint32_t              stream = access::seq_to_stream(kv)[seq];
         std::vector<subkv::PosCell> found;
         reader(kv).find(seq, first, first + n, found);
         demand_all((int64_t) found.size(), n);
@@ -84,7 +87,7 @@ struct llama_subkv::mover {
         std::vector<uint32_t> cells;
         for (const auto & cell : found) {
             cells.push_back((uint32_t) cell.cell);
-            rows->tokens.push_back(token_of(kv.v_cells[stream].ext_get(cells.back())));
+            rows->tokens.push_back(token_of(access::v_cells(kv)[stream].ext_get(cells.back())));
         }
         each_side(stream, [&](ggml_tensor * t, int32_t il, bool value) {
             rows->sides.push_back({ il, value, t->nb[1], coded.get(t, cells) });
@@ -102,7 +105,7 @@ struct llama_subkv::mover {
         rows->tokens.resize((size_t) n);
         uint32_t n_cells = 0;
         body.value<uint32_t>(); // streams
-        for (uint32_t stream = 0; stream < kv.n_stream && n_cells == 0; ++stream) {
+        for (uint32_t stream = 0; stream < access::n_stream(kv) && n_cells == 0; ++stream) {
             n_cells = body.value<uint32_t>();
         }
         for (uint32_t i = 0; i < n_cells; ++i) {
@@ -133,14 +136,14 @@ struct llama_subkv::mover {
     void append(llama_seq_id seq, llama_pos pos, const llama_subkv_run & rows) const {
         demand_sequence(seq);
         demand_positions(pos, (llama_pos) rows.tokens.size());
-        if (rows.identity != kv.subkv_hook->facts().identity) {
+        if (rows.identity != access::hook(kv)->facts().identity) {
             throw std::runtime_error("rows of this cache's bases and window expected, others found");
         }
         if (kv.seq_pos_max(seq) + 1 != pos) {
             throw std::runtime_error(
                 format("position %d expected behind the sequence's last one, %d found", kv.seq_pos_max(seq) + 1, pos));
         }
-        llama_batch_allocr balloc(kv.hparams.n_pos_per_embd());
+        llama_batch_allocr balloc(access::hparams(kv).n_pos_per_embd());
         llama_ubatch       ubatch = balloc.ubatch_reserve((uint32_t) rows.tokens.size(), 1);
         ubatch.seq_id_unq[0]      = seq;
         for (size_t i = 0; i < rows.tokens.size(); ++i) {
@@ -153,9 +156,10 @@ struct llama_subkv::mover {
         if (slots.empty()) {
             throw std::runtime_error(format("%zu free cells expected, fewer found", rows.tokens.size()));
         }
-        kv.subkv_hook->remove(seq, pos, subkv::MAX_POSITION, reader(kv)); // no cells; a graph may still use their rows
+        access::hook(kv)->remove(seq, pos, subkv::MAX_POSITION,
+                                 reader(kv)); // no cells; a graph may still use their rows
         kv.apply_ubatch(slots, ubatch);
-        auto & cells = kv.v_cells[slots.strm[0]];
+        auto & cells = access::v_cells(kv)[slots.strm[0]];
         for (const uint32_t cell : slots.idxs[0]) {
             if (pos != rows.first) {
                 cells.pos_add(cell, pos - rows.first); // llama.cpp rotates its key
@@ -171,7 +175,7 @@ struct llama_subkv::mover {
 
 private:
     std::unique_ptr<llama_subkv_run> new_run(llama_pos first) const {
-        return std::make_unique<llama_subkv_run>(llama_subkv_run{ kv.subkv_hook->facts().identity, first, {}, {} });
+        return std::make_unique<llama_subkv_run>(llama_subkv_run{ access::hook(kv)->facts().identity, first, {}, {} });
     }
 
     void write(uint32_t stream, const std::vector<uint32_t> & cells, const llama_subkv_run & rows) const {
@@ -184,8 +188,8 @@ private:
     }
 
     void demand_sequence(llama_seq_id seq) const {
-        if (seq < 0 || seq >= (llama_seq_id) kv.n_seq_max) {
-            throw std::runtime_error(format("sequence 0 to %u expected, %d found", kv.n_seq_max - 1, seq));
+        if (seq < 0 || seq >= (llama_seq_id) access::n_seq_max(kv)) {
+            throw std::runtime_error(format("sequence 0 to %u expected, %d found", access::n_seq_max(kv) - 1, seq));
         }
     }
 
@@ -205,6 +209,8 @@ private:
     llama_kv_cache & kv;
     const tiles      coded;
 };
+
+} // namespace llama_subkv
 
 namespace {
 

@@ -4,7 +4,7 @@
 #include "llama-cparams.h"
 #include "llama-hparams.h"
 #include "llama-kv-cache.h"
-#include "llama-subkv.h"
+#include "llama-subkv-state.h"
 
 #include <set>
 #include <utility>
@@ -49,7 +49,7 @@ inline bool llama_subkv::has_cell_ext(const llama_kv_cache & kv) {
 inline void llama_subkv::read_cells(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq,
                                     llama_state_seq_flags flags, llama_kv_cache::slot_info_vec_t * out,
                                     const llama_kv_cache::slot_info_vec_t * in) {
-    kv.state_read_sinfo(io, seq, flags, out, in);
+    access::state_read_sinfo(kv, io, seq, flags, out, in);
 }
 
 inline llama_token token_of(const llama_kv_cell_ext & ext) {
@@ -74,7 +74,7 @@ inline std::set<std::pair<llama_pos, uint32_t>> cells_of(const llama_kv_cells & 
 }
 
 inline bool llama_subkv::has_cell_ext(const llama_kv_cache & kv) {
-    return kv.hparams.n_pos_per_embd() > 1;
+    return access::hparams(kv).n_pos_per_embd() > 1;
 }
 
 // An indexer's keys search for cells of their own; same_cells compares them.

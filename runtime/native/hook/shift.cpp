@@ -1,6 +1,8 @@
 // shift.cpp: shifts of coded cells' positions (llama-subkv.h). Part of libllama.
 #include "llama-subkv-body.h"
 #include "llama-subkv-cells.h"
+#include "llama-subkv-graph.h"
+#include "llama-subkv-sequences.h"
 
 #include "llama-context.h"
 #include "llama-graph.h"
@@ -14,38 +16,38 @@
 #include <vector>
 
 bool llama_subkv::can_shift(const llama_kv_cache & kv) {
-    return !llm_arch_is_hybrid(kv.model.arch) && kv.subkv_hook->facts().shifts;
+    return !llm_arch_is_hybrid(access::model(kv).arch) && access::hook(kv)->facts().shifts;
 }
 
 bool llama_subkv::seq_add(llama_context & ctx, const caches & parts, llama_seq_id seq, llama_pos p0, llama_pos p1,
                           llama_pos shift) {
     const auto & kv = *parts.base;
-    if (llm_arch_is_hybrid(kv.model.arch)) {
-        return kv.subkv_hook->report(
+    if (llm_arch_is_hybrid(access::model(kv).arch)) {
+        return access::hook(kv)->report(
             "seq_add: positions of a model that keeps recurrent state beside its cells cannot be "
             "shifted; remove the sequence and decode it again with new positions");
     }
-    if (kv.subkv_hook->facts().shifts && !kv.get_can_shift()) {
-        return kv.subkv_hook->report(
+    if (access::hook(kv)->facts().shifts && !kv.get_can_shift()) {
+        return access::hook(kv)->report(
             "seq_add: llama.cpp cannot shift positions of this model; remove the sequence and decode it "
             "again with new positions");
     }
     const auto [first, last] = positions(p0, p1);
-    return kv.subkv_hook->can_shift(seq, first, last, shift, reader(kv)) && unshare(ctx, parts, seq, first, last) &&
-           kv.subkv_hook->shift(seq, first, last, shift, reader(kv));
+    return access::hook(kv)->can_shift(seq, first, last, shift, reader(kv)) && unshare(ctx, parts, seq, first, last) &&
+           access::hook(kv)->shift(seq, first, last, shift, reader(kv));
 }
 
 bool llama_subkv::unshare(llama_context & ctx, const caches & parts, llama_seq_id seq, llama_pos first,
                           llama_pos last) {
-    const auto & hook = *parts.base->subkv_hook;
+    const auto & hook = *access::hook(*parts.base);
     try {
         std::vector<uint32_t> of_tokens; // the cells of the full-attention half, where an indexer has its keys
         for (llama_kv_cache * kv : { parts.base, parts.index, parts.swa }) {
             if (!kv) {
                 continue;
             }
-            const uint32_t        stream = kv->seq_to_stream[seq];
-            auto &                cells  = kv->v_cells[stream];
+            const uint32_t        stream = access::seq_to_stream(*kv)[seq];
+            auto &                cells  = access::v_cells(*kv)[stream];
             std::vector<uint32_t> from, to;
             const auto &          own = cells_of(cells, seq);
             for (auto it = own.lower_bound({ first, 0 }); it != own.end() && it->first < last; ++it) {
@@ -72,16 +74,16 @@ bool llama_subkv::unshare(llama_context & ctx, const caches & parts, llama_seq_i
             }
             ctx.synchronize();
             const tiles coded(*kv);
-            for (const auto & layer : kv->layers) {
+            for (const auto & layer : access::layers(*kv)) {
                 if (auto * k = layer.k_stream[stream]) {
                     coded.set(k, to, coded.get(k, from));
                 }
                 auto * v = layer.v_stream[stream];
-                if (v && !kv->v_trans) {
+                if (v && !access::v_trans(*kv)) {
                     coded.set(v, to, coded.get(v, from));
                 }
-                const size_t         size = v && kv->v_trans ? ggml_type_size(v->type) : 0; // of an element
-                std::vector<uint8_t> column(size * cells.size());                           // all cells
+                const size_t         size = v && access::v_trans(*kv) ? ggml_type_size(v->type) : 0; // of an element
+                std::vector<uint8_t> column(size * cells.size());                                    // all cells
                 for (size_t at = 0; size > 0 && at < ggml_nbytes(v); at += column.size()) {
                     ggml_backend_tensor_get(v, column.data(), at, column.size());
                     for (size_t i = 0; i < from.size(); ++i) {
@@ -114,20 +116,22 @@ bool llama_subkv::rotation_pending(const llama_kv_cache & kv) {
     if (!kv.get_has_shift()) {
         return false;
     }
-    kv.subkv_hook->report("shift: the rotation of moved keys is incomplete (it was stopped, or memory was short); "
-                          "clear the cache, or decode "
-                          "again to resume it");
+    access::hook(kv)->report("shift: the rotation of moved keys is incomplete (it was stopped, or memory was short); "
+                             "clear the cache, or decode "
+                             "again to resume it");
     return true;
 }
 
+namespace llama_subkv {
+
 // The pending rotations of cells and slots.
-class llama_subkv::shift_input : public llm_graph_input_i {
+class shift_input : public llm_graph_input_i {
 public:
     shift_input(const llama_kv_cache & kv, ggml_context * ctx) :
-        ctx(ctx), slots((size_t) kv.subkv_hook->facts().n_slots) {
-        kv.subkv_hook->rotations(slots.data());
+        ctx(ctx), slots((size_t) access::hook(kv)->facts().n_slots) {
+        access::hook(kv)->rotations(slots.data());
         std::set<int32_t> all(slots.begin(), slots.end());
-        for (const auto & cells : kv.v_cells) {
+        for (const auto & cells : access::v_cells(kv)) {
             for (uint32_t i = 0; i < cells.size(); ++i) {
                 all.insert(cells.is_empty(i) ? 0 : cells.get_shift(i));
             }
@@ -181,33 +185,13 @@ private:
     std::map<int64_t, ggml_tensor *> pairs_; // by n_rot
 };
 
-bool llama_subkv::build_shift(const llama_kv_cache & kv, const llama_cparams & cparams, llm_graph_result & res,
-                              ggml_tensor * k_shift, uint32_t il) {
-    const auto rotates = [&](uint32_t layer) {
-        return row_bytes(kv, layer, false) > 0 && has_rope(kv.hparams, layer, 0);
-    };
-    const auto built = [](const auto & input) { return dynamic_cast<shift_input *>(input.get()) != nullptr; };
-    if (coded(kv) && std::none_of(res.inputs.begin(), res.inputs.end(), built)) { // before all ordinary layers
-        auto * input = static_cast<shift_input *>(res.add_input(std::make_unique<shift_input>(kv, res.get_ctx())));
-        input->apart = kv.hparams.rope_type != LLAMA_ROPE_TYPE_NORM;
-        for (const auto & layer : kv.layers) {
-            if (rotates(layer.il)) {
-                build_shift(kv, cparams, res, k_shift, layer.il, *input);
-            }
-        }
-        // ggml asks whether to stop before a node's other threads have finished: behind this node they have
-        ggml_build_forward_expand(res.get_gf(), ggml_dup(res.get_ctx(), k_shift));
-    }
-    return rotates(il);
-}
-
-void llama_subkv::build_shift(const llama_kv_cache & kv, const llama_cparams & cparams, llm_graph_result & res,
+static void build_layer_shift(const llama_kv_cache & kv, const llama_cparams & cparams, llm_graph_result & res,
                               ggml_tensor * k_shift, uint32_t il, shift_input & input) {
     ggml_context * ctx   = res.get_ctx();
-    const int64_t  n_rot = kv.hparams.n_rot(il);
+    const int64_t  n_rot = access::hparams(kv).n_rot(il);
 
     // YaRN and similar methods scale queries and keys; stored keys are already scaled
-    const float   freq_scale = kv.model.get_rope_freq_scale(cparams, il);
+    const float   freq_scale = access::model(kv).get_rope_freq_scale(cparams, il);
     llama_cparams rope       = cparams;
     rope.yarn_attn_factor    = rope.yarn_ext_factor != 0.0f ? 1.0f / (1.0f - 0.1f * std::log(freq_scale)) : 1.0f;
 
@@ -215,14 +199,37 @@ void llama_subkv::build_shift(const llama_kv_cache & kv, const llama_cparams & c
     b.ctx       = ctx;
     b.gf        = res.get_gf();
     b.il        = (int32_t) il;
-    b.k_cache   = kv.layers[kv.map_layer_ids.at((int32_t) il)].k;
+    b.k_cache   = access::layer(kv, (int32_t) il).k;
     b.of_cells  = k_shift;
     b.of_slots  = input.of_slots;
     b.distances = input.distances;
-    b.pairs     = kv.build_rope_shift(rope, ctx, ggml_dup(ctx, input.pairs(n_rot)), input.distances, nullptr,
-                                      kv.model.get_rope_factors(cparams, il), kv.model.get_rope_freq_base(cparams, il),
-                                      freq_scale, il);
-    b.first     = kv.hparams.n_lora_kv > 0 ? kv.hparams.n_embd_head_k(il) - n_rot : 0; // latent rows: they are last
+    b.pairs     = access::build_rope_shift(kv, rope, ctx, ggml_dup(ctx, input.pairs(n_rot)), input.distances, nullptr,
+                                           access::model(kv).get_rope_factors(cparams, il),
+                                           access::model(kv).get_rope_freq_base(cparams, il), freq_scale, il);
+    b.first     = access::hparams(kv).n_lora_kv > 0 ? access::hparams(kv).n_embd_head_k(il) - n_rot :
+                                                      0; // latent rows: they are last
     b.apart     = input.apart;
-    kv.subkv_hook->build_shift(b);
+    access::hook(kv)->build_shift(b);
+}
+
+} // namespace llama_subkv
+
+bool llama_subkv::build_shift(const llama_kv_cache & kv, const llama_cparams & cparams, llm_graph_result & res,
+                              ggml_tensor * k_shift, uint32_t il) {
+    const auto rotates = [&](uint32_t layer) {
+        return row_bytes(kv, layer, false) > 0 && has_rope(access::hparams(kv), layer, 0);
+    };
+    const auto built = [](const auto & input) { return dynamic_cast<shift_input *>(input.get()) != nullptr; };
+    if (coded(kv) && std::none_of(res.inputs.begin(), res.inputs.end(), built)) { // before all ordinary layers
+        auto * input = static_cast<shift_input *>(res.add_input(std::make_unique<shift_input>(kv, res.get_ctx())));
+        input->apart = access::hparams(kv).rope_type != LLAMA_ROPE_TYPE_NORM;
+        for (const auto & layer : access::layers(kv)) {
+            if (rotates(layer.il)) {
+                build_layer_shift(kv, cparams, res, k_shift, layer.il, *input);
+            }
+        }
+        // ggml asks whether to stop before a node's other threads have finished: behind this node they have
+        ggml_build_forward_expand(res.get_gf(), ggml_dup(res.get_ctx(), k_shift));
+    }
+    return rotates(il);
 }

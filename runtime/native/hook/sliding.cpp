@@ -1,6 +1,6 @@
 // sliding.cpp: the type of sliding layers beside coded ones. Part of libllama.
+#include "llama-subkv-memory.h"
 #include "llama-subkv-programs.h"
-#include "llama-subkv.h"
 #include "releases.h"
 
 #include "ggml-cpp.h"
@@ -76,13 +76,13 @@ ggml_type llama_subkv::sliding_type(const llama_kv_cache & kv, ggml_type type, b
     if (!name.empty() && name != "f16" && name != "q8_0") {
         throw std::runtime_error(format("SUBKV_SLIDING: f16 or q8_0 expected, '%.60s' found", name.c_str()));
     }
-    if (name == "f16" || kv.hparams.is_mla()) {
+    if (name == "f16" || access::hparams(kv).is_mla()) {
         return type;
     }
     const char * off    = std::getenv("LLAMA_ATTN_ROT_DISABLE");
     const auto   reason = off && std::atoi(off) != 0 ? std::string("LLAMA_ATTN_ROT_DISABLE is set") :
-                          kv.v_trans                 ? "flash attention is off" :
-                                                       reason_for_f16(kv.model, offload, filter);
+                          access::v_trans(kv)        ? "flash attention is off" :
+                                                       reason_for_f16(access::model(kv), offload, filter);
     if (reason.empty()) {
         return SMALL;
     }
@@ -90,7 +90,7 @@ ggml_type llama_subkv::sliding_type(const llama_kv_cache & kv, ggml_type type, b
         throw std::runtime_error(
             format("SUBKV_SLIDING=q8_0: %s; SUBKV_SLIDING=f16 keeps sliding layers in f16", reason.c_str()));
     }
-    if (!kv.hparams.no_alloc) {
+    if (!access::hparams(kv).no_alloc) {
         LLAMA_LOG_WARN("subkv: sliding layers stay in f16: %s\n", reason.c_str());
     }
     return type;
@@ -102,9 +102,9 @@ bool llama_subkv_slides(const llama_model * model, int32_t il) {
 
 void llama_subkv::require_flash_attention(llama_context & ctx, const llama_memory_i & memory) {
     const auto * swa = caches_of(&memory).swa;
-    for (size_t i = 0; swa && i < swa->layers.size(); ++i) {
-        if (coded(&memory) && swa->layers[i].v && ggml_is_quantized(swa->layers[i].v->type)) {
-            ctx.cparams.auto_fa = false;
+    for (size_t i = 0; swa && i < access::layers(*swa).size(); ++i) {
+        if (coded(&memory) && access::layers(*swa)[i].v && ggml_is_quantized(access::layers(*swa)[i].v->type)) {
+            access::cparams(ctx).auto_fa = false;
         }
     }
 }

@@ -2,6 +2,7 @@
 // (llama-subkv.h). Part of libllama.
 #include "llama-subkv-body.h"
 #include "llama-subkv-cells.h"
+#include "llama-subkv-sequences.h"
 
 #include "llama-context.h"
 #include "llama-memory-recurrent.h"
@@ -41,9 +42,11 @@ private:
 
 } // namespace
 
+namespace llama_subkv {
+
 // The head of a state, or its body: llama.cpp's data with coded cells as rows, and the window; or llama.cpp's data of
 // another half. The stream includes the data of tensors on a device.
-class llama_subkv::row_writer : public llama_io_write_i, public subkv::StateWriter {
+class row_writer : public llama_io_write_i, public subkv::StateWriter {
 public:
     // sum: checksum of the preceding bytes, continued
     row_writer(const llama_kv_cache & kv, llama_io_write_i & io, uint64_t sum = subkv::CHECKSUM_OF_NOTHING) :
@@ -74,6 +77,8 @@ private:
     std::vector<uint8_t> rows;
 };
 
+} // namespace llama_subkv
+
 //
 // A state: the head, the size of the body in bytes u64, the body, a checksum of head and body u64. The body of a
 // partial state is the window. The body of a sliding or recurrent half follows in the same form, without a head.
@@ -100,25 +105,25 @@ void llama_subkv::write_cells(const llama_kv_cache & kv, llama_io_write_i & io, 
                               llama_state_seq_flags flags) {
     const bool partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
     row_writer head(kv, io);
-    kv.subkv_hook->write_head(head, seq, partial);
+    access::hook(kv)->write_head(head, seq, partial);
     write_checked(io, [&](llama_io_write_i & to) {
         row_writer rows(kv, to, head.sum);
         if (!partial) {
             kv.state_write(rows, seq, 0);
         }
-        kv.subkv_hook->write_window(rows, seq);
+        access::hook(kv)->write_window(rows, seq);
         return rows.sum;
     });
 }
 
 llama_subkv::row_reader llama_subkv::read_body(llama_kv_cache & kv, llama_io_read_i & io, llama_seq_id seq) {
-    const auto head = read_head(*kv.subkv_hook, io, seq, false);
+    const auto head = read_head(*access::hook(kv), io, seq, false);
     return { kv, io, head.second };
 }
 
 void llama_subkv::remove_cells(llama_kv_cache & kv, llama_seq_id seq) {
     if (seq < 0) {
-        kv.subkv_hook->clear();
+        access::hook(kv)->clear();
         kv.clear(true);
     } else if (seq_rm(kv, seq, -1, -1)) {
         kv.seq_rm(seq, -1, -1);
@@ -165,7 +170,7 @@ void llama_subkv::state_read(llama_memory_i & memory, llama_io_read_i & io, llam
     const struct caches all     = caches_of(&memory);
     auto &              base    = *all.base;
     const bool          partial = flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
-    const auto [moves, sum]     = read_head(*base.subkv_hook, io, seq, partial);
+    const auto [moves, sum]     = read_head(*access::hook(base), io, seq, partial);
     row_reader of_base(base, io, sum);
     if (!partial) {
         of_base.check(base, seq);
@@ -176,14 +181,14 @@ void llama_subkv::state_read(llama_memory_i & memory, llama_io_read_i & io, llam
     for (const auto * other : others) {
         bodies.emplace_back(base, io).check(*other, seq);
     }
-    base.subkv_hook->note_snapshots({});
+    access::hook(base)->note_snapshots({});
     try {
         llama_kv_cache::slot_info_vec_t slots;
         if (!partial) {
             remove_cells(base, seq); // llama.cpp keeps old cells if the state has none
             read_cells(base, of_base, seq, flags, &slots, nullptr);
         }
-        base.subkv_hook->read_window(of_base, seq, moves, reader(base));
+        access::hook(base)->read_window(of_base, seq, moves, reader(base));
         of_base.end();
         for (size_t i = 0; i < others.size(); ++i) {
             if (seq >= 0) {

@@ -57,11 +57,11 @@ std::string llama_subkv::state_identity(const llama_context & ctx, const std::st
         if (!kv) {
             continue;
         }
-        const auto * hook = kv->subkv_hook.get();
+        const auto * hook = access::hook(*kv);
         const bool   full = kv->get_size() >= caches.base->get_size(); // keeps cells outside the sliding window
-        out << "cache " << kv->n_stream << " " << (int) kv->swa_type << " " << full << " " << kv->v_trans << " "
-            << (hook ? hook->facts().identity : "ordinary") << "\n";
-        for (const auto & layer : kv->layers) {
+        out << "cache " << access::n_stream(*kv) << " " << (int) access::swa_type(*kv) << " " << full << " "
+            << access::v_trans(*kv) << " " << (hook ? hook->facts().identity : "ordinary") << "\n";
+        for (const auto & layer : access::layers(*kv)) {
             out << layer.il;
             for (const auto * t : { layer.k, layer.v }) {
                 out << " " << (t ? ggml_type_name(t->type) : "none") << " " << (t ? t->ne[0] : 0);
@@ -79,12 +79,12 @@ bool llama_subkv::storable(const llama_context & ctx) {
         return false;
     }
     for (const auto * kv : caches.all()) { // an observer sees every token
-        if (kv && kv->subkv_hook && !coded(*kv)) {
+        if (kv && access::hook(*kv) && !coded(*kv)) {
             return false;
         }
     }
-    for (int il = 0; ctx.cvec && il < (int) model.hparams.n_layer_all; ++il) {
-        if (ctx.cvec->tensor_for(il)) {
+    for (int il = 0; access::cvec(ctx) && il < (int) model.hparams.n_layer_all; ++il) {
+        if (access::cvec(ctx)->tensor_for(il)) {
             return false;
         }
     }

@@ -2,7 +2,7 @@
 #include "llama-subkv-programs.h"
 
 #include "llama-subkv-library.h"
-#include "llama-subkv.h"
+#include "llama-subkv-memory.h"
 #include "numbers.h"
 
 #include "llama-context.h"
@@ -66,7 +66,7 @@ llama_subkv_usage llama_subkv::usage_of(llama_context & ctx) {
         }
         return usage;
     }
-    usage.n_cells    = (uint64_t) caches.base->get_size() * caches.base->n_stream;
+    usage.n_cells    = (uint64_t) caches.base->get_size() * access::n_stream(*caches.base);
     const auto sizes = row_sizes(memory);
     usage.n_coded    = sizes.n_coded;
     usage.n_sliding  = sizes.n_sliding;
@@ -81,11 +81,11 @@ llama_subkv_usage llama_subkv::usage_of(llama_context & ctx) {
         if (!kv) {
             continue;
         }
-        for (const auto & layer : kv->layers) {
-            add_rows(layer.k, kv->hparams.n_embd_k_gqa(layer.il), usage.bytes, n_elements);
+        for (const auto & layer : access::layers(*kv)) {
+            add_rows(layer.k, access::hparams(*kv).n_embd_k_gqa(layer.il), usage.bytes, n_elements);
             usage.type = ggml_type_name(layer.k->type);
             if (layer.v) {
-                add_rows(layer.v, kv->hparams.n_embd_v_gqa(layer.il), usage.bytes, n_elements);
+                add_rows(layer.v, access::hparams(*kv).n_embd_v_gqa(layer.il), usage.bytes, n_elements);
                 usage.type += layer.v->type == layer.k->type ? "" : std::string("/") + ggml_type_name(layer.v->type);
             }
         }

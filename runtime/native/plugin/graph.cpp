@@ -282,91 +282,106 @@ private:
         return nullptr;
     }
 
+    // The attention nodes of one layer, and of the layers that read its rows.
     void attend(Part & part, const LayerUse & use) {
-        Store &             store  = *part.store;
-        const LayerCodec &  codec  = *store.cache().layout()->layer(use.il);
-        const ggml_tensor * set_k  = node(use.set_k);
-        const ggml_tensor * set_v  = use.set_v < 0 ? nullptr : node(use.set_v);
-        const ggml_tensor * root   = root_of(set_k);
-        int32_t             reader = 0;
+        int32_t reader = 0;
         for (const int index : use.attends) {
-            ggml_tensor *       of    = node(index);
-            const ggml_tensor * q     = of->src[0];
-            const ggml_tensor * keys  = of->src[1];
-            const int64_t       n_tps = q->ne[1], n_stream = q->ne[3], n = n_tps * n_stream;
-            const auto          stream = (int64_t) (keys->view_offs / root->nb[2]);
-            const bool          owner  = index == use.attends[0];
-            if (n_stream > 1 && q->nb[3] != q->nb[1] * (size_t) n_tps) {
-                fail("layer %d: queries of adjacent streams expected", use.il);
-            }
+            const bool owner = index == use.attends[0];
             if (!part.cells) {
-                part.n_tokens  = n;
-                part.cells     = set_k->src[1];
-                part.mask      = input_of(of->src[3]);
-                part.positions = positions(n);
-                part.inputs    = store.cache().build_inputs(ctx_.get(), keys->ne[1], n_stream, n);
-                for (ggml_tensor * t : { part.inputs.cell_pos, part.inputs.tokens, part.inputs.slots }) {
-                    allocate(t, true);
-                }
+                start(part, node(use.set_k), node(index));
             }
-            const auto view = [&](bool value) {
-                ggml_tensor * rows = store.rows(use.il, value);
-                return rows ? ggml_view_3d(ctx_.get(), rows, rows->ne[0], keys->ne[1], n_stream, rows->nb[1],
-                                           rows->nb[2], (size_t) stream * rows->nb[2]) :
-                              nullptr;
-            };
-            const auto heads = [&](const ggml_tensor * set, int64_t d) {
-                const ggml_tensor * x = set->src[0];
-                return leaf(GGML_TYPE_F32, { d, codec.n_head_kv, n }, { (size_t) d * sizeof(float), x->nb[1] },
-                            x->data);
-            };
-            AttnBuild b = {};
-            b.ctx       = ctx_.get();
-            b.gf        = made_;
+            AttnBuild b = attention_of(part, use, node(index), owner);
             b.il        = owner ? use.il : MAX_LAYERS + n_readers_ + reader++;
-            b.q         = leaf(GGML_TYPE_F32, { q->ne[0], q->ne[2], n }, { q->nb[2], q->nb[1] }, q->data);
-            if (owner) {
-                b.k = heads(set_k, codec.d_k);
-                b.v = codec.latent ? nullptr : heads(set_v, codec.d_v);
-            }
-            b.k_cache        = store.rows(use.il, false);
-            b.v_cache        = store.rows(use.il, true);
-            b.k_view         = view(false);
-            b.v_view         = view(true);
-            b.k_idxs         = set_k->src[1];
-            b.v_idxs         = set_k->src[1]; // the same numbers
-            b.mask           = (ggml_tensor *) part.mask;
-            b.sinks          = of->src[4];
-            b.inputs         = &part.inputs;
-            b.scale          = number(of, 0);
-            b.max_alibi_bias = number(of, 1);
-            b.softcap        = number(of, 2);
 
             const int     first = ggml_graph_n_nodes(made_);
-            ggml_tensor * out   = store.cache().build_attn(b);
-            // on a GPU, a prompt's result is a view of the node that writes it
-            ((ggml_tensor *) root_of(out))->data = of->data;
-            n_reused_                            = 0;
-            for (int i = first; i < ggml_graph_n_nodes(made_); ++i) {
-                ggml_tensor * t     = ggml_graph_node(made_, i);
-                const bool    mask  = t == part.inputs.coded_mask;
-                const bool    early = owner && (mask || (b.k && (t->src[0] == b.k || t->src[1] == b.k)));
-                if (t->view_src && !t->data) {
-                    views_.push_back(t);
-                } else if (!is_view(t) && !t->data) {
-                    allocate(t, mask || t == part.inputs.prompt_mask || (early && use.attends.size() > 1));
-                }
-                if (!is_view(t)) {
-                    placed_[early ? std::max(use.set_k, use.set_v) : index].push_back(t);
-                }
-            }
-            placed_[index]; // the original node does not run
+            ggml_tensor * out   = part.store->cache().build_attn(b);
+            // For a prompt on a GPU, `out` is a view of the node that writes the result: that node gets the place of
+            // the program's result.
+            ((ggml_tensor *) root_of(out))->data = node(index)->data;
+            insert(part, use, b, first, index);
         }
         n_readers_ += reader;
         placed_[use.set_k];
         if (use.set_v >= 0) {
             placed_[use.set_v];
         }
+    }
+
+    // Sets what all layers of a part share, from the first one's nodes.
+    void start(Part & part, const ggml_tensor * set_k, const ggml_tensor * attention) {
+        const ggml_tensor * q = attention->src[0];
+        part.n_tokens         = q->ne[1] * q->ne[3];
+        part.cells            = set_k->src[1];
+        part.mask             = input_of(attention->src[3]);
+        part.positions        = positions(part.n_tokens);
+        part.inputs = part.store->cache().build_inputs(ctx_.get(), attention->src[1]->ne[1], q->ne[3], part.n_tokens);
+        for (ggml_tensor * t : { part.inputs.cell_pos, part.inputs.tokens, part.inputs.slots }) {
+            allocate(t, true);
+        }
+    }
+
+    // The tensors of the program's attention node. owner: the layer stores its rows, else it reads another layer's.
+    AttnBuild attention_of(Part & part, const LayerUse & use, const ggml_tensor * attention, bool owner) {
+        Store &             store = *part.store;
+        const LayerCodec &  codec = *store.cache().layout()->layer(use.il);
+        const ggml_tensor * set_k = node(use.set_k);
+        const ggml_tensor * q     = attention->src[0];
+        const ggml_tensor * keys  = attention->src[1];
+        const int64_t       n_tps = q->ne[1], n_stream = q->ne[3], n = n_tps * n_stream;
+        const size_t        stream = keys->view_offs / root_of(set_k)->nb[2];
+        if (n_stream > 1 && q->nb[3] != q->nb[1] * (size_t) n_tps) {
+            fail("layer %d: queries of adjacent streams expected", use.il);
+        }
+        const auto view = [&](ggml_tensor * rows) {
+            return rows ? ggml_view_3d(ctx_.get(), rows, rows->ne[0], keys->ne[1], n_stream, rows->nb[1], rows->nb[2],
+                                       stream * rows->nb[2]) :
+                          nullptr;
+        };
+        const auto heads = [&](const ggml_tensor * set, int64_t d) {
+            const ggml_tensor * x = set->src[0];
+            return leaf(GGML_TYPE_F32, { d, codec.n_head_kv, n }, { (size_t) d * sizeof(float), x->nb[1] }, x->data);
+        };
+        AttnBuild b = {};
+        b.ctx       = ctx_.get();
+        b.gf        = made_;
+        b.q         = leaf(GGML_TYPE_F32, { q->ne[0], q->ne[2], n }, { q->nb[2], q->nb[1] }, q->data);
+        if (owner) {
+            b.k = heads(set_k, codec.d_k);
+            b.v = codec.latent ? nullptr : heads(node(use.set_v), codec.d_v);
+        }
+        b.k_cache        = store.rows(use.il, false);
+        b.v_cache        = store.rows(use.il, true);
+        b.k_view         = view(b.k_cache);
+        b.v_view         = view(b.v_cache);
+        b.k_idxs         = set_k->src[1];
+        b.v_idxs         = set_k->src[1]; // the same numbers
+        b.mask           = (ggml_tensor *) part.mask;
+        b.sinks          = attention->src[4];
+        b.inputs         = &part.inputs;
+        b.scale          = number(attention, 0);
+        b.max_alibi_bias = number(attention, 1);
+        b.softcap        = number(attention, 2);
+        return b;
+    }
+
+    // Gives memory to the nodes from `first` on, and inserts each of them into the program's graph: those that read
+    // keys or values where the program stores them, the others at its attention node.
+    void insert(Part & part, const LayerUse & use, const AttnBuild & b, int first, int index) {
+        n_reused_ = 0;
+        for (int i = first; i < ggml_graph_n_nodes(made_); ++i) {
+            ggml_tensor * t     = ggml_graph_node(made_, i);
+            const bool    mask  = t == part.inputs.coded_mask;
+            const bool    early = index == use.attends[0] && (mask || (b.k && (t->src[0] == b.k || t->src[1] == b.k)));
+            if (t->view_src && !t->data) {
+                views_.push_back(t);
+            } else if (!is_view(t) && !t->data) {
+                allocate(t, mask || t == part.inputs.prompt_mask || (early && use.attends.size() > 1));
+            }
+            if (!is_view(t)) {
+                placed_[early ? std::max(use.set_k, use.set_v) : index].push_back(t);
+            }
+        }
+        placed_[index]; // the original node does not run
     }
 
     // ROPE on the cache. Its parameters turn pairs (1, 0) by each distance.

@@ -9,7 +9,8 @@
 // A sequence holds a cell only at the cell's position.
 #pragma once
 
-#include "hook.h"
+#include "cell_reader.h"
+#include "graph_build.h"
 
 #include <cstdint>
 #include <map>

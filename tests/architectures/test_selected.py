@@ -1,4 +1,4 @@
-"""Attention over chosen cells, from a list of them and under a mask over all: both keep the guarantees."""
+"""Attention over selected cells, from a list of them and under a mask over all: both keep the guarantees."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def listed(trial: Trial, layout: Any, tokens: list[int]) -> bool:
 
     with trial.coded(layout, on_node=see) as s:
         s.decode(tokens)
-    return b"subkv_chosen_cells" in names
+    return b"subkv_selected_cells" in names
 
 
-@pytest.mark.parametrize(("heads", "n_chosen", "of_a_list"), [(4, 16, False), (64, 8, True)])
-def test_by_a_list_and_under_a_mask(heads: int, n_chosen: int, of_a_list: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("heads", "n_selected", "of_a_list"), [(4, 16, False), (64, 8, True)])
+def test_by_a_list_and_under_a_mask(heads: int, n_selected: int, of_a_list: bool, tmp_path: Path) -> None:
     """A prompt gathers cells where many query heads share a row; where few do, that costs more than it saves."""
-    keys = {"attention.head_count": heads, "attention.indexer.top_k": n_chosen}
+    keys = {"attention.head_count": heads, "attention.indexer.top_k": n_selected}
     with virtual.model("deepseek32", **keys) as model:
         layout = bases(model, tmp_path, 16)
         try:

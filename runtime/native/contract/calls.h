@@ -2,14 +2,16 @@
 // prompt store needs it, and both exchange these tables; neither links the other.
 #pragma once
 
+#include "cache_hook.h"
 #include "file_stamp.h"
-#include "hook.h"
 #include "subkv_store.h"
 
 #include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
+
+struct llama_context;
 
 namespace subkv {
 

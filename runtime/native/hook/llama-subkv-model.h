@@ -1,0 +1,34 @@
+// llama-subkv-model.h: where a loaded model came from, and what identifies its states. Part of libllama.
+#pragma once
+
+#include "file_stamp.h"
+#include "llama.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+struct llama_model_loader;
+
+namespace llama_subkv {
+
+struct model_source {
+    std::string path;      // of the model's first file; empty if it was loaded from memory
+    std::string overrides; // metadata that the user replaced
+
+    std::vector<subkv::FileStamp> files; // as they were opened to load the model
+};
+
+// Records the source of a model that is being loaded; source_of returns it.
+void record_source(const llama_model & model, const std::string & path, const llama_model_loader & loader);
+
+const model_source & source_of(const llama_model & model);
+
+// Everything that affects the bytes of a state, as text. `content`: the model's content hash.
+std::string state_identity(const llama_context & ctx, const std::string & content);
+// false: something else affects the bytes of a state, for example a LoRA adapter.
+bool storable(const llama_context & ctx);
+// The longest tail of a restored sequence that can be removed without a checkpoint; -1: any.
+int64_t n_removable(const llama_context & ctx);
+
+} // namespace llama_subkv
