@@ -304,15 +304,15 @@ FAULTS = [
     Fault(
         "states of other bases",
         "runtime/native/engine/cache_state.cpp",
-        "if (fingerprint != layout_->fingerprint) {",
-        "if (fingerprint.size() != layout_->fingerprint.size()) {",
+        "if (found == expected.fingerprint) {",
+        "if (found.size() == expected.fingerprint.size()) {",
         STATES,
     ),
     Fault(
         "integers taken for halves",
         "runtime/native/engine/cache_state.cpp",
-        "want.kinds != found.kinds",
-        "want.kinds == 1",
+        "expected.exact_rows != found.exact_rows",
+        "expected.exact_rows == 1",
         STATES,
     ),
     Fault(
@@ -329,7 +329,13 @@ FAULTS = [
         "self.n_recent)",
         PLAN,
     ),
-    Fault("states of other RoPE", "python/subkv/engine/states.py", '    "rope_freq_base",\n', "", f"{LLAMA} {PROMPTS}"),
+    Fault(
+        "states of other RoPE",
+        "runtime/native/hook/identity.cpp",
+        'identity.add("rope_freq_base", exactly(cparams.rope_freq_base));',
+        "",
+        "tests/python/test_identity.py",
+    ),
     Fault(
         "a longer state",
         "python/subkv/engine/states.py",
@@ -383,7 +389,7 @@ FAULTS = [
     ),
     Fault(
         "recurrent state without its past",
-        "runtime/native/hook/store.cpp",
+        "runtime/native/hook/identity.cpp",
         "if (!caches.base || caches.recurrent) {",
         "if (!caches.base) {",
         PROMPTS,

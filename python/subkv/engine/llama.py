@@ -328,12 +328,7 @@ class Llama(llama_cpp.Llama):
     def identity(self) -> dict[str, Any]:
         """The identity to which saved states are bound (subkv.engine.states.identity), computed once."""
         if self._identity is None:
-            overrides = self.kv_overrides
-            self._identity = {
-                **states.identity(self, self._choice, self.kv_stats()),
-                "kv_overrides": None if overrides is None else sorted(map(str, overrides.items())),
-                "lora": self.lora_identity,
-            }
+            self._identity = states.identity(self)
         return self._identity
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:

@@ -25,9 +25,9 @@ struct LlamaCalls {
     int32_t (*resume)(const llama_context * ctx, int32_t seq, int32_t pos); // subkv_resume
     LoadedModel (*loaded_model)(const llama_context * ctx);
     bool (*take_refusal)(const llama_context & ctx, int32_t seq); // subkv_take_refusal
-    // Everything that affects the bytes of a context's states, except LoRA weights and control vectors, as text.
-    // content: digest of the model.
-    std::string (*state_identity)(const llama_context & ctx, const std::string & content);
+    // What the bytes of a context's states depend on, except LoRA weights and control vectors. model: the model's digest;
+    // whole: states of the whole context, not of one sequence.
+    StateIdentity (*state_identity)(const llama_context & ctx, const std::string & model, bool whole);
     int64_t (*n_removable)(const llama_context & ctx); // subkv_store_removable
 };
 
@@ -51,7 +51,7 @@ struct StoreCalls {
                        StoreStates && states, bool wait);
     // model_digest (store/model_digest.h). Throws nothing: "" + last_error if it is unknown; is_final: it stays unknown.
     std::string (*content)(const LoadedModel & model, double seconds, bool & is_final);
-    StoreIdentity (*digest)(const std::string & text); // SHA-256
+    StoreIdentity (*digest)(const StateIdentity & identity); // SHA-256
 };
 
 // Functions of libsubkv.

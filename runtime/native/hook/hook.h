@@ -4,6 +4,7 @@
 
 #include "ggml-backend.h"
 #include "ggml.h"
+#include "state_identity.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -223,12 +224,13 @@ struct CacheFacts {
         bool   observed = false;
     };
 
-    bool        coded      = false; // false: rows stay ordinary, the layers are only observed
-    bool        shifts     = true;  // positions may move
-    bool        moves      = false; // SUBKV_STORE_MOVED is set
-    int32_t     n_rollback = -1;    // number of last tokens that a sequence of any length can remove; -1: all
-    int64_t     n_slots    = 0;     // of the exact window
-    std::string identity;           // of states: the layout and the window
+    bool    coded      = false; // false: rows stay ordinary, the layers are only observed
+    bool    shifts     = true;  // positions may move
+    bool    moves      = false; // SUBKV_STORE_MOVED is set
+    int32_t n_rollback = -1;    // number of last tokens that a sequence of any length can remove; -1: all
+    int64_t n_slots    = 0;     // of the exact window
+
+    StateIdentity identity; // of states: the layout and the window
 
     std::map<int32_t, Layer>                     layers;       // by il, without a sliding half
     std::map<ggml_backend_buffer_type_t, size_t> bytes_beside; // memory besides the cells, by type of buffer

@@ -163,12 +163,13 @@ struct llama_subkv {
         virtual ~counts_only() = default;
     };
 
-    // For stored prompts. state_identity: everything that affects the bytes of a state; `content`: the model's content
-    // hash. storable: nothing else affects them (no LoRA). n_removable: the longest tail of a restored sequence that
-    // can be removed without a checkpoint; -1: any.
-    static std::string state_identity(const llama_context & ctx, const std::string & content);
-    static bool        storable(const llama_context & ctx);
-    static int64_t     n_removable(const llama_context & ctx);
+    // For states and stored prompts (identity.cpp). state_identity: what the bytes of a state depend on; `model`: the
+    // digest of the model; whole: a state of all sequences. storable: nothing else affects them (no LoRA). n_removable:
+    // the longest tail of a restored sequence that can be removed without a checkpoint; -1: any.
+    static std::string          rows_of(const llama_kv_cache & kv, bool has_all_cells); // types and widths, as text
+    static subkv::StateIdentity state_identity(const llama_context & ctx, const std::string & model, bool whole);
+    static bool                 storable(const llama_context & ctx);
+    static int64_t              n_removable(const llama_context & ctx);
 
     static llama_subkv_usage usage_of(llama_context & ctx); // memory use of its cache
 

@@ -3,10 +3,8 @@
 
 #include "llama-subkv-library.h"
 #include "llama-subkv.h"
-#include "releases.h"
 #include "variables.h"
 
-#include "llama-adapter.h"
 #include "llama-context.h"
 #include "llama-model.h"
 
@@ -33,76 +31,6 @@ static constexpr double   PACE          = 1e-9; // seconds to copy a byte, initi
 static constexpr double   SMOOTHING     = 0.5;
 static constexpr double   RETRY_SECONDS = 1; // pending writes may be complete then
 static constexpr int64_t  LEAST_TOKENS  = SUBKV_STORE_LEAST_TOKENS;
-
-//
-// identity of a state: everything that affects its bytes
-//
-
-std::string llama_subkv::state_identity(const llama_context & ctx, const std::string & content) {
-    const auto &       model   = ctx.get_model();
-    const auto &       cparams = ctx.get_cparams();
-    const auto         caches  = caches_of(ctx.get_memory());
-    const auto &       hparams = model.hparams;
-    std::ostringstream out     = subkv::plain_stream();
-    out << std::hexfloat;
-    out << "format 1 " << SUBKV_LLAMA_COMMIT << " " << LLAMA_STATE_SEQ_VERSION << "\n" << content << "\n";
-    out << source_of(model).overrides << "\n";
-    out << rope_scaling_of(cparams) << " " << cparams.rope_freq_base << " " << cparams.rope_freq_scale << " "
-        << cparams.n_ctx_orig_yarn << " " << cparams.yarn_ext_factor << " " << cparams.yarn_attn_factor << " "
-        << cparams.yarn_beta_fast << " " << cparams.yarn_beta_slow << " " << cparams.causal_attn << " "
-        << cparams.n_rs_seq << " " << (int) cparams.ctx_type << "\n";
-    const bool long_rope = std::any_of(model.layers.begin(), model.layers.end(), [](auto & l) { return l.rope_long; });
-    out << (long_rope && cparams.n_ctx_seq > hparams.n_ctx_orig_yarn) << "\n";
-    for (const auto * kv : caches.all()) {
-        if (!kv) {
-            continue;
-        }
-        const auto * hook = kv->subkv_hook.get();
-        const bool   full = kv->get_size() >= caches.base->get_size(); // keeps cells outside the sliding window
-        out << "cache " << kv->n_stream << " " << (int) kv->swa_type << " " << full << " " << kv->v_trans << " "
-            << (hook ? hook->facts().identity : "ordinary") << "\n";
-        for (const auto & layer : kv->layers) {
-            out << layer.il;
-            for (const auto * t : { layer.k, layer.v }) {
-                out << " " << (t ? ggml_type_name(t->type) : "none") << " " << (t ? t->ne[0] : 0);
-            }
-            out << "\n";
-        }
-    }
-    return out.str();
-}
-
-bool llama_subkv::storable(const llama_context & ctx) {
-    const auto & model  = ctx.get_model();
-    const auto   caches = caches_of(ctx.get_memory());
-    if (source_of(model).path.empty() || !model.loras.empty() || !ctx.get_memory()) {
-        return false;
-    }
-    for (const auto * kv : caches.all()) { // an observer sees every token
-        if (kv && kv->subkv_hook && !coded(*kv)) {
-            return false;
-        }
-    }
-    for (int il = 0; ctx.cvec && il < (int) model.hparams.n_layer_all; ++il) {
-        if (ctx.cvec->tensor_for(il)) {
-            return false;
-        }
-    }
-    return true;
-}
-
-int64_t llama_subkv::n_removable(const llama_context & ctx) {
-    const auto * memory = ctx.get_memory();
-    const auto   caches = caches_of(memory);
-    if (caches.swa && caches.swa->get_size() < caches.base->get_size()) {
-        return 0; // the state lacks cells that re-enter the window after a removal
-    }
-    if (!caches.base || caches.recurrent) { // a restored state has no snapshots
-        return 0;
-    }
-    const auto * hook = hook_of(memory);
-    return hook && hook->facts().coded ? hook->facts().n_rollback : -1;
-}
 
 //
 // the store of the process
@@ -182,7 +110,8 @@ std::string content_of(process_store & store, const llama_model & model, double 
 // does not read them.
 bool identity_of(process_store & store, const llama_context * ctx, const llama_context * draft, bool moved,
                  subkv::StoreIdentity & identity) {
-    std::string text = moved ? "moved\n" : "";
+    subkv::StateIdentity whole;
+    whole.add("moved", moved ? "yes" : "no");
     for (const auto * one : { ctx, draft }) {
         if (!one) {
             continue;
@@ -194,9 +123,9 @@ bool identity_of(process_store & store, const llama_context * ctx, const llama_c
         if (content.empty()) {
             return false;
         }
-        text += llama_subkv::state_identity(*one, content);
+        whole.add(llama_subkv::state_identity(*one, content, false));
     }
-    identity = store.calls->digest(text);
+    identity = store.calls->digest(whole);
     return true;
 }
 
