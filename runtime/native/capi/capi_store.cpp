@@ -272,7 +272,6 @@ bool take_states(subkv_store * store, const uint8_t * identity, const subkv_stor
 StoreCalls subkv::store_calls() {
     return { subkv_store_open,
              subkv_store_room,
-             subkv_store_put,
              subkv_store_flush,
              subkv_store_get,
              subkv_store_found_prompt,

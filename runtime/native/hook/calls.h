@@ -38,7 +38,6 @@ using StoreIdentity = std::array<uint8_t, SUBKV_STORE_IDENTITY>;
 struct StoreCalls {
     decltype(&subkv_store_open)         open;
     decltype(&subkv_store_room)         room;
-    decltype(&subkv_store_put)          put;
     decltype(&subkv_store_flush)        flush;
     decltype(&subkv_store_get)          get;
     decltype(&subkv_store_found_prompt) found_prompt;
@@ -46,7 +45,7 @@ struct StoreCalls {
     decltype(&subkv_store_found_free)   found_free;
     decltype(&subkv_store_get_stats)    stats;
 
-    // Like `put`, without a copy of the states; prompt.state is ignored.
+    // subkv_store_put without a copy of the states; prompt.state is ignored.
     bool (*put_states)(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,
                        StoreStates && states, bool wait);
     // model_digest (store/model_digest.h). Throws nothing: "" + last_error if it is unknown; is_final: it stays unknown.
