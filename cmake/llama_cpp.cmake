@@ -82,7 +82,7 @@ list(TRANSFORM SUBKV_HOOK_FOLDERS PREPEND ${CMAKE_SOURCE_DIR}/runtime/native/)
 target_include_directories(llama PRIVATE ${SUBKV_HOOK_FOLDERS})
 set_source_files_properties(${SUBKV_HOOK_SOURCES} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 subkv_include_in_front(llama llama-subkv-grammar.h src/llama-grammar.cpp)
-set_property(SOURCE ${CMAKE_SOURCE_DIR}/runtime/native/hook/store.cpp TARGET_DIRECTORY llama
+set_property(SOURCE ${CMAKE_SOURCE_DIR}/runtime/native/hook/identity.cpp TARGET_DIRECTORY llama
     PROPERTY COMPILE_DEFINITIONS SUBKV_LLAMA_COMMIT="${LLAMA_BUILD_COMMIT}")
 if(SUBKV_SANITIZE_OPTIONS)
     set_property(SOURCE ${SUBKV_HOOK_SOURCES} TARGET_DIRECTORY llama APPEND PROPERTY COMPILE_OPTIONS

@@ -24,7 +24,7 @@ from subkv.engine.llama import Llama
 from subkv.engine.template import MARK, Message, Template, TemplateError
 from subkv.native.binding import llama_cpp
 
-STATE = {"program": "subkv chat", "version": 3}
+STATE = {"program": "subkv chat", "version": 4}
 MORE_ROOM = "/clear starts over, a larger -c gives more room"
 MAX_PERIOD, N_REPEATED = 64, 32  # tokens: the longest text whose repetition is a loop, the shortest loop
 

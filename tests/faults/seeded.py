@@ -212,7 +212,7 @@ FAULTS = [
     Fault("slots of a forged state", "runtime/native/engine", "Window::state_read", Never(beside="slot_of"), STATES),
     Fault("rows without cells", "runtime/native/engine", "Window::state_read", Never(beside="empty"), STATES),
     Fault("states of other bases", "runtime/native/engine", "Cache::read_head", Never(beside="fingerprint"), STATES),
-    Fault("integers taken for halves", "runtime/native/engine", "Cache::read_head", Never(beside="kinds"), STATES),
+    Fault("integers taken for halves", "runtime/native/engine", "Cache::read_head", Never(beside="exact_rows"), STATES),
     Fault(
         "states from before a shift",
         "runtime/native/engine",
@@ -223,10 +223,10 @@ FAULTS = [
     Fault("n_rollback is not counted", "python/subkv/format", "Window::bits", Left("+", beside="n_rollback"), PLAN),
     Fault(
         "states of other RoPE",
-        "python/subkv/engine",
-        "_PARAMETERS",
-        Swap("rope_freq_base", "rope_freq_scale"),
-        f"{LLAMA} {PROMPTS}",
+        "runtime/native/hook",
+        "state_identity",
+        Omit("rope_freq_base"),
+        "tests/python/test_identity.py",
     ),
     Fault("a longer state", "python/subkv/engine/states.py", "load", Never(beside="n_ctx"), LLAMA),
     Fault("tokens have no checksum", "python/subkv/engine", "checksum", Argument("asarray", 0, "[]"), LLAMA),

@@ -32,8 +32,6 @@ INCLUDE = re.compile(r'^\s*#\s*include ["<]([^">]+)[">]', re.M)
 FRACTION = re.compile(r"%[-+ #0-9.*]*[lL]?[aefgAEFG]\b|\b(?:strto[fd]|strtold|sto[fd]|stold|atof)\(")
 
 
-
-
 def native() -> Iterator[tuple[Path, str]]:
     """Files of runtime/native and their text."""
     for path in CPP:

@@ -270,7 +270,7 @@ def test_files_that_do_not_fit(llm: Llama, coded_model: Models, tmp_path: Path) 
         elsewhere.save(tmp_path / "other")
     (tmp_path / "text").write_text("hello")
     (tmp_path / "cut").write_bytes((tmp_path / "other").read_bytes()[:-50])
-    cases = {"other": r"/load: (type_k|fingerprint): expected .*, found ", "text": "expected a file written by /save"}
+    cases = {"other": r"/load: (cells|fingerprint): expected .*, found ", "text": "expected a file written by /save"}
     cases |= {"cut": "expected a file written by /save", "missing": "/load: cannot read"}
     for name, message in cases.items():
         with pytest.raises(StateError, match=message):
@@ -451,7 +451,7 @@ def test_piped_conversation(program: Program, coded_model: Models, tmp_path: Pat
     assert "[ Prompt" not in done.stdout
     other = program("runtime.chat", "-m", coded_model(), "-c", 512, "-ctk", "f16", stdin=f"/load {tmp_path / 'chat'}\n")
     assert other.returncode == 0
-    assert "/load: type_k: expected f16, found subkv" in other.stderr
+    assert "/load: cells: expected f16/f16 " in other.stderr
     assert other.stdout == ""
 
 

@@ -303,7 +303,7 @@ def test_a_state_of_other_parameters_is_refused(coded_model: Models) -> None:
         llm.eval(prompt(40))
         state = llm.save_state()
     with opened(coded_model(), rope_freq_base=5000.0) as llm:
-        with pytest.raises(SubkvError, match=r"state: rope_freq_base: expected 5000\.0, found 0"):
+        with pytest.raises(SubkvError, match="state: rope_freq_base: expected 5000, found 10000"):
             llm.load_state(state)
         assert llm.n_tokens == 0
 

@@ -24,7 +24,7 @@ from subkv.base.errors import CacheError, StateError
 from subkv.engine.llama import Llama
 from subkv.native.bases import model_content
 from subkv.native.gguf import Gguf
-from subkv.native.store import model_digest, prepare
+from subkv.native.store import identity_parts, prepare
 
 Models = Callable[..., Path]
 LEAF = 4 << 20
@@ -33,6 +33,10 @@ WIDE = {"n_embd": 256, "n_ff": 512}  # tensors of which §1.1 of FORMAT.md takes
 
 def opened(path: Path, **options: Any) -> Llama:
     return Llama(path, **{"kv_cache": "f16", "n_ctx": 512, "n_threads": 1, "verbose": False} | options)
+
+
+def model_digest(context: Any) -> str:
+    return identity_parts(context)["model"]
 
 
 def digest_of(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""subkv.Llama's subclass of llama_cpp's wrapper of a native context."""
+"""subkv.Llama's context: llama_cpp's wrapper of a native context, with checks."""
 
 from __future__ import annotations
 
@@ -8,35 +8,43 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from subkv.base.closed import mark_closed
 from subkv.base.errors import CacheError
 from subkv.engine.checkpoints import Checkpoints, of_window
 from subkv.native import library
 from subkv.native.binding import C, internals
 
 
-class GuardedContext(internals.LlamaContext):
-    """A context that raises errors for unsupported operations, instead of aborting or hanging the process."""
+class GuardedContext:
+    """A context that raises errors for unsupported operations, instead of aborting or hanging the process.
 
-    process: int  # id of the process that created it
-    lock: Any  # held by the thread that uses the context; reentrant
-    checkpoints: Checkpoints | None  # of sequence 0; None: not needed
-    moved: bool  # of sequence 0: cells may have been evaluated behind other tokens than those that are now before them
+    It has the other attributes and methods of the llama_cpp context that it wraps, which frees the native context.
+    """
 
-    @classmethod
-    def adopt(cls, context: internals.LlamaContext, recurrent: bool, sliding: bool) -> None:
-        """Change the class of a new context of llama_cpp to this one.
-
-        recurrent: it has recurrent state, from which tokens cannot be removed. sliding: sliding layers keep their
+    def __init__(self, context: internals.LlamaContext, recurrent: bool, sliding: bool) -> None:
+        """recurrent: it has recurrent state, from which tokens cannot be removed. sliding: sliding layers keep their
         window only.
         """
-        context.__class__ = cls
-        context.process = os.getpid()
-        context.lock = threading.RLock()
-        context.moved = False
-        context.checkpoints = None
+        self._context = context
+        self.process = os.getpid()  # that created it
+        self.lock = threading.RLock()  # held by the thread that uses the context
+        # of sequence 0: cells may have been evaluated behind other tokens than those that are now before them
+        self.moved = False
+        self.checkpoints: Checkpoints | None = None  # of sequence 0; None: not needed
         if context.memory is not None and (recurrent or sliding):
             points = Checkpoints(context.ctx) if recurrent else of_window(context.ctx, context.model.model)
-            context.checkpoints = points
+            self.checkpoints = points
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_context":  # an object whose construction failed
+            raise AttributeError(name)
+        return getattr(self._context, name)
+
+    def _mark_closed(self) -> None:
+        """The native context is freed: from now on methods of both objects raise ClosedError."""
+        for shared in (self.checkpoints, self._context, self):
+            if shared is not None:
+                mark_closed(shared, "Llama")
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -62,10 +70,10 @@ class GuardedContext(internals.LlamaContext):
                 "and devices do not survive a fork; create another Llama there",
             )
         with self.exclusive():
-            super().decode(batch)
+            self._context.decode(batch)
 
     def kv_cache_clear(self) -> None:
-        super().kv_cache_clear()
+        self._context.kv_cache_clear()
         self.moved = False
         if self.checkpoints is not None:
             self.checkpoints.forget()
@@ -76,7 +84,7 @@ class GuardedContext(internals.LlamaContext):
         Returns False if nothing is left; else the caller evaluates the missing tokens before p0 again.
         """
         if self.checkpoints is None or seq_id > 0 or p1 >= 0:
-            removed = bool(super().kv_cache_seq_rm(seq_id, p0, p1))
+            removed = bool(self._context.kv_cache_seq_rm(seq_id, p0, p1))
             if removed and seq_id <= 0:
                 self.moved = p1 >= 0 or (self.moved and p0 > 0)
             if removed and self.checkpoints is not None and seq_id <= 0:
@@ -97,14 +105,14 @@ class GuardedContext(internals.LlamaContext):
                 return
             if self.checkpoints is not None:
                 self.checkpoints.forget()
-            super().kv_cache_seq_shift(seq_id, p0, p1, shift)
+            self._context.kv_cache_seq_shift(seq_id, p0, p1, shift)
             if library.load().subkv_take_refusal(self.ctx, seq_id):
                 raise CacheError("kv_cache_seq_shift", library.last_error())
             self.moved = self.moved or seq_id == 0
 
     def kv_cache_seq_cp(self, seq_id_src: int, seq_id_dst: int, p0: int, p1: int) -> None:
         """Copy the positions [p0, p1). Raises CacheError, and changes nothing, if the cache cannot."""
-        super().kv_cache_seq_cp(seq_id_src, seq_id_dst, p0, p1)
+        self._context.kv_cache_seq_cp(seq_id_src, seq_id_dst, p0, p1)
         if library.load().subkv_take_refusal(self.ctx, seq_id_dst):
             raise CacheError("kv_cache_seq_cp", library.last_error())
         self.moved = self.moved or seq_id_dst == 0

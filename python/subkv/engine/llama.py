@@ -157,7 +157,8 @@ class Llama(llama_cpp.Llama):
             "prompt_cache": prompt_cache,
         }
         recurrent = self._is_recurrent or self._is_hybrid
-        GuardedContext.adopt(self._ctx, recurrent, C.llama_model_n_swa(self._model.model) > 0 and not self._swa_full)
+        sliding = C.llama_model_n_swa(self._model.model) > 0 and not self._swa_full
+        self._ctx = GuardedContext(self._ctx, recurrent, sliding)
         self.loaded_model = Model(path, arguments["n_gpu_layers"], self._model.model)
         if len(self.input_ids) < self._n_ctx:  # llama.cpp rounds n_ctx up, but not the parent's arrays
             self.input_ids = np.zeros(self._n_ctx, dtype=np.intc)
@@ -243,6 +244,7 @@ class Llama(llama_cpp.Llama):
         return cls(path, **kwargs)
 
     _drafts: CheckedDrafts | None = None
+    _ctx: Any  # a GuardedContext, after the parent class has made its context
     loaded_model: Model  # metadata and tokenizer of this model
     _unpooled = False  # whether embeddings are unpooled; set once there is a context
     scores: Any  # of the parent: [n_ctx or n_batch, n_vocab] f32
@@ -328,12 +330,7 @@ class Llama(llama_cpp.Llama):
     def identity(self) -> dict[str, Any]:
         """The identity to which saved states are bound (subkv.engine.states.identity), computed once."""
         if self._identity is None:
-            overrides = self.kv_overrides
-            self._identity = {
-                **states.identity(self, self._choice, self.kv_stats()),
-                "kv_overrides": None if overrides is None else sorted(map(str, overrides.items())),
-                "lora": self.lora_identity,
-            }
+            self._identity = states.identity(self)
         return self._identity
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
@@ -577,11 +574,11 @@ class Llama(llama_cpp.Llama):
     def _mark_closed(self) -> None:
         """Also objects that share its native handles and that a program may still have."""
         own = self.__dict__
-        for shared in (own.get("loaded_model"), own.get("_model"), getattr(own.get("_ctx"), "checkpoints", None)):
+        for shared in (own.get("loaded_model"), own.get("_model")):
             if shared is not None:
                 mark_closed(shared, "Llama")
         if isinstance(own.get("_ctx"), GuardedContext):
-            mark_closed(own["_ctx"], "Llama")
+            own["_ctx"]._mark_closed()
         mark_closed(self, "Llama")
 
     def __enter__(self) -> Llama:

@@ -8,7 +8,6 @@ only with logits_all.
 from __future__ import annotations
 
 import ctypes
-import os
 import uuid
 import zlib
 from collections.abc import Callable
@@ -17,59 +16,22 @@ from typing import Any
 import numpy as np
 
 from subkv.base.errors import CacheError, StateError
-from subkv.base.version import __version__
-from subkv.engine.cache import CacheChoice
-from subkv.engine.model import Model
-from subkv.engine.stats import KVStats
 from subkv.native.binding import C, captured_log, last_error, last_log_error, llama_cpp
-from subkv.native.store import Bytes, Found, model_digest
+from subkv.native.store import Bytes, Found, identity_parts
 
 _u8_p = ctypes.POINTER(ctypes.c_uint8)
 
-_STATS = ("fingerprint", "n_sink", "n_recent", "n_rollback", "window_kinds", "bases_kind")
-# members of llama_context_params on which keys and values depend
-_PARAMETERS = (
-    "n_seq_max",
-    "rope_scaling_type",
-    "rope_freq_base",
-    "rope_freq_scale",
-    "yarn_ext_factor",
-    "yarn_attn_factor",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_orig_ctx",
-    "attention_type",
-    "swa_full",
-)
 
+def identity(llm: Any) -> dict[str, Any]:
+    """What the context's states depend on (docs/format.md); contexts with equal identities can exchange states.
 
-def identity(llm: Any, choice: CacheChoice, stats: KVStats) -> dict[str, Any]:
-    """All settings on which the cells' content depends; contexts with equal identities can exchange states.
-
-    llm: a subkv.Llama, which adds LoRA weights and overridden metadata.
+    llm: a subkv.Llama.
     """
-    model: Model = llm.loaded_model
-    params, n_ctx = llm.context_params, llm.n_ctx()
-    trained = model.meta(f"{model.arch}.rope.scaling.original_context_length")
-    return {
-        "model": _loaded_model(llm.ctx),
-        **{name: getattr(stats, name) for name in ("type_k", "type_v")},
-        "kv_bits": choice.budget,  # before the fingerprint, so that an error names it
-        **{name: getattr(stats, name) for name in _STATS},
-        **{name: getattr(params, name) for name in _PARAMETERS},
-        "indexer": os.environ.get("SUBKV_INDEXER") or "f16",
-        "sliding": os.environ.get("SUBKV_SLIDING") or "q8_0",
-        "long_rope": bool(trained) and n_ctx > int(trained),  # some models rotate long contexts differently
-        "versions": [__version__, llama_cpp.__version__],
-    }
-
-
-def _loaded_model(context: Any) -> str:
-    """The digest of the model's bytes; if it is unknown, a text that no other context has."""
     try:
-        return model_digest(context)
+        parts = identity_parts(llm.ctx)
     except CacheError as error:
-        return f"unknown ({error.reason}), {uuid.uuid4()}"
+        parts = {"model": f"unknown ({error.reason}), {uuid.uuid4()}"}  # of this context only
+    return {**parts, "lora": llm.lora_identity}
 
 
 def save(llm: llama_cpp.Llama, identity: dict[str, Any], logits: bool) -> llama_cpp.LlamaState:

@@ -45,8 +45,6 @@ class KVStats(dict[str, Any]):
     n_sink: int = 0
     n_recent: int = 0
     n_rollback: int = 0
-    window_kinds: int = 0  # equal for windows with the same types of exact rows (halves or integers)
-    bases_kind: int = 0  # equal for bases of the same options
     fingerprint: str | None = None
 
     def __post_init__(self) -> None:

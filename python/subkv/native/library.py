@@ -55,7 +55,7 @@ class Stats(ctypes.Structure):
 
     _fields_ = [
         *members(_u64, "bytes_codes", "bytes_window", "bytes_stock", "bytes_kv", "bytes_f16", "bytes_bases"),
-        *members(_u64, "bytes_per_token", "n_zero_rows", "bytes_chunks", "n_chunks", "window_kinds", "bases_kind"),
+        *members(_u64, "bytes_per_token", "n_zero_rows", "bytes_chunks", "n_chunks"),
         *members(_u32, "n_layer_coded", "n_layer_device", "n_layer_sliding", "n_layer_other", "n_swa"),
         *members(_u32, "n_cells", "n_stream"),
         *members(_i32, "n_sink", "n_recent", "n_rollback"),

@@ -73,9 +73,16 @@ class StatsStruct(ctypes.Structure):
     )  # without n_
 
 
+class IdentityPart(ctypes.Structure):
+    """subkv_identity_part."""
+
+    _fields_ = members(_str, "name", "value")
+
+
 SIGNATURES: Signatures = {
     "subkv_store_open": (_ptr, [_str, _u64]),
     "subkv_store_close": (None, [_ptr]),
+    "subkv_state_identity": (ctypes.POINTER(IdentityPart), [_ptr, _i32_p]),
     "subkv_store_identity": (_bool, [_ptr, _str]),
     "subkv_model_digest": (_bool, [_ptr, ctypes.c_double, _str]),
     "subkv_store_removable": (_i64, [_ptr]),
@@ -98,19 +105,21 @@ def _lib() -> ctypes.CDLL:
 
 
 def prepare(context: Any) -> None:
-    """Start to compute the digest of a context's model in a thread; identity() and model_digest() need it."""
+    """Start to compute the digest of a context's model in a thread; both functions below need it."""
     _lib().subkv_model_digest(context, 0.0, ctypes.create_string_buffer(65))
 
 
-def model_digest(context: Any) -> str:
-    """Hex digest of all bytes of a context's model as they were loaded.
+def identity_parts(context: Any) -> dict[str, str]:
+    """What the states of a context depend on, in named parts, without LoRA weights.
 
-    Raises CacheError about `model` if it is unknown: the file was replaced after it was loaded, or cannot be read.
+    Raises CacheError about `model` if its digest is unknown: the file was replaced after it was loaded, or cannot be
+    read.
     """
-    digest = ctypes.create_string_buffer(65)
-    if not _lib().subkv_model_digest(context, SECONDS, digest):
+    n_parts = _i32()
+    parts = _lib().subkv_state_identity(context, n_parts)
+    if not parts:
         raise CacheError("model", library.last_failure().reason)
-    return digest.value.decode()
+    return {part.name.decode(): part.value.decode(errors="backslashreplace") for part in parts[: n_parts.value]}
 
 
 def identity(context: Any) -> bytes:

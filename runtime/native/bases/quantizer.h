@@ -1,5 +1,5 @@
-// quantizer.h: step and error of a band's quantizer on Gaussian coefficients: the constants of subkv/plan/quantizer.py
-// (best_step and distortion) to 1e-9; a test compares both.
+// quantizer.h: step and error of a band's quantizer on Gaussian coefficients. python/subkv/plan/quantizer.py defines them
+// (BEST_STEP and DISTORTION), and a test compares both.
 #pragma once
 
 #include <cstdint>

@@ -41,10 +41,16 @@ const LlamaCalls & llama() {
     return *llama_calls();
 }
 
-StoreIdentity digest_of(const std::string & text) {
-    Sha256 digest;
+StoreIdentity digest_of(const StateIdentity & identity) {
+    const std::string text = identity.text();
+    Sha256            digest;
     digest.update(text.data(), text.size());
     return digest.digest();
+}
+
+// Waits for the digest of the model.
+StateIdentity identity_of(const llama_context & ctx, bool whole) {
+    return llama().state_identity(ctx, model_digest(llama().loaded_model(&ctx), DIGEST_SECONDS), whole);
 }
 
 bool put_states(subkv_store * store, const uint8_t * identity, const subkv_store_prompt & prompt, StoreStates && states,
@@ -94,9 +100,28 @@ extern "C" bool subkv_store_identity(const llama_context * ctx, uint8_t * identi
     return guarded(SUBJECT, [&] {
         not_null(ctx, "subkv_store_identity: ctx");
         not_null(identity, "subkv_store_identity: identity");
-        const auto content = model_digest(llama().loaded_model(ctx), DIGEST_SECONDS);
-        const auto digest  = digest_of(llama().state_identity(*ctx, content));
+        StateIdentity parts;
+        parts.add("moved", "no");
+        parts.add(identity_of(*ctx, false));
+        const auto digest = digest_of(parts);
         std::memcpy(identity, digest.data(), digest.size());
+    });
+}
+
+extern "C" const subkv_identity_part * subkv_state_identity(const llama_context * ctx, int32_t * n_parts) {
+    clear_error();
+    return guarded("state", (const subkv_identity_part *) nullptr, [&] {
+        thread_local StateIdentity                    identity;
+        thread_local std::vector<subkv_identity_part> parts;
+        not_null(ctx, "subkv_state_identity: ctx");
+        not_null(n_parts, "subkv_state_identity: n_parts");
+        identity = identity_of(*ctx, true);
+        parts.clear();
+        for (const auto & part : identity.parts) {
+            parts.push_back({ part.name.c_str(), part.value.c_str() });
+        }
+        *n_parts = (int32_t) parts.size();
+        return (const subkv_identity_part *) parts.data();
     });
 }
 
@@ -247,7 +272,6 @@ bool take_states(subkv_store * store, const uint8_t * identity, const subkv_stor
 StoreCalls subkv::store_calls() {
     return { subkv_store_open,
              subkv_store_room,
-             subkv_store_put,
              subkv_store_flush,
              subkv_store_get,
              subkv_store_found_prompt,

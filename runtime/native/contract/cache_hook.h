@@ -15,6 +15,7 @@
 #include "cache_desc.h"
 #include "cell_reader.h"
 #include "graph_build.h"
+#include "state_identity.h"
 #include "state_io.h"
 
 #include <cstddef>
@@ -36,12 +37,13 @@ struct CacheFacts {
         bool   observed = false;
     };
 
-    bool        coded      = false; // false: no layer has coefficients, an observer reads the rows
-    bool        shifts     = true;  // positions may move
-    bool        moves      = false; // rows may be appended at other positions (SUBKV_STORE_MOVED)
-    int32_t     n_rollback = -1;    // number of last tokens that a sequence of any length can remove; -1: all
-    int64_t     n_slots    = 0;     // of the exact window
-    std::string identity;           // of states: the layout and the window
+    bool    coded      = false; // false: no layer has coefficients, an observer reads the rows
+    bool    shifts     = true;  // positions may move
+    bool    moves      = false; // rows may be appended at other positions (SUBKV_STORE_MOVED)
+    int32_t n_rollback = -1;    // number of last tokens that a sequence of any length can remove; -1: all
+    int64_t n_slots    = 0;     // of the exact window
+
+    StateIdentity identity; // of states: the layout and the window
 
     std::map<int32_t, Layer>                     layers;       // by il, without a sliding half
     std::map<ggml_backend_buffer_type_t, size_t> bytes_beside; // memory besides the cells, by type of buffer

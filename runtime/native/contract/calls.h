@@ -27,9 +27,9 @@ struct LlamaCalls {
     int32_t (*resume)(const llama_context * ctx, int32_t seq, int32_t pos); // subkv_resume
     LoadedModel (*loaded_model)(const llama_context * ctx);
     bool (*take_refusal)(const llama_context & ctx, int32_t seq); // subkv_take_refusal
-    // Everything that affects the bytes of a context's states, except LoRA weights and control vectors, as text.
-    // content: digest of the model.
-    std::string (*state_identity)(const llama_context & ctx, const std::string & content);
+    // What the bytes of a context's states depend on, except LoRA weights and control vectors. model: the model's digest;
+    // whole: states of the whole context, not of one sequence.
+    StateIdentity (*state_identity)(const llama_context & ctx, const std::string & model, bool whole);
     int64_t (*n_removable)(const llama_context & ctx); // subkv_store_removable
 };
 
@@ -40,7 +40,6 @@ using StoreIdentity = std::array<uint8_t, SUBKV_STORE_IDENTITY>;
 struct StoreCalls {
     decltype(&subkv_store_open)         open;
     decltype(&subkv_store_room)         room;
-    decltype(&subkv_store_put)          put;
     decltype(&subkv_store_flush)        flush;
     decltype(&subkv_store_get)          get;
     decltype(&subkv_store_found_prompt) found_prompt;
@@ -48,12 +47,12 @@ struct StoreCalls {
     decltype(&subkv_store_found_free)   found_free;
     decltype(&subkv_store_get_stats)    stats;
 
-    // Like `put`, without a copy of the states; prompt.state is ignored.
+    // subkv_store_put without a copy of the states; prompt.state is ignored.
     bool (*put_states)(subkv_store * store, const uint8_t * identity, const subkv_store_prompt * prompt,
                        StoreStates && states, bool wait);
     // model_digest (store/model_digest.h). Throws nothing: "" + last_error if it is unknown; is_final: it stays unknown.
     std::string (*content)(const LoadedModel & model, double seconds, bool & is_final);
-    StoreIdentity (*digest)(const std::string & text); // SHA-256
+    StoreIdentity (*digest)(const StateIdentity & identity); // SHA-256
 };
 
 // Functions of libsubkv.

@@ -529,14 +529,12 @@ void Cache::stats(const RowSizes & rows, subkv_stats & out) const {
             out.bytes_per_token += row_bytes(*node, false) + row_bytes(*node, true);
         }
     }
-    out.window_kinds = window_.kinds();
-    out.bases_kind   = bases_->identity();
-    out.n_cells      = n_cells_;
-    out.n_stream     = n_stream_;
-    out.n_sink       = window_.n_sink();
-    out.n_recent     = window_.n_recent();
-    out.n_rollback   = window_.n_rollback();
-    out.bpe          = (float) (8.0 * (double) (out.bytes_kv - rows.ordinary) / (double) elements);
+    out.n_cells    = n_cells_;
+    out.n_stream   = n_stream_;
+    out.n_sink     = window_.n_sink();
+    out.n_recent   = window_.n_recent();
+    out.n_rollback = window_.n_rollback();
+    out.bpe        = (float) (8.0 * (double) (out.bytes_kv - rows.ordinary) / (double) elements);
 }
 
 } // namespace subkv

@@ -140,9 +140,9 @@ private:
     void check_memory(const CacheDesc & desc) const; // the same if there is not enough for the host's layers
     void wait_for_devices() const;                   // before the host changes rows that a graph may use
     void encode_uncoded() const;                     // before anything but an exact read uses the cells of uncoded_
-    std::string identity() const;                    // of states
-    size_t      row_bytes(const LayerNodes & nodes, bool value) const;
-    void        set_facts();
+    StateIdentity identity() const;                  // of states
+    size_t        row_bytes(const LayerNodes & nodes, bool value) const;
+    void          set_facts();
     // The layer that stores il's rows in this cache; -1: they are in another cache.
     int32_t owner(int32_t il) const;
     // Creates the nodes of a layer that stores, or reads, rows of `codec`.

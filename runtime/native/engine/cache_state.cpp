@@ -1,4 +1,4 @@
-// cache_state.cpp: identity of a state, and its exact window and bases (cache_hook.h).
+// cache_state.cpp: the identity of a coded cache's states, and their head, exact window and bases (cache_hook.h).
 #include "cache.h"
 #include "error.h"
 #include "numbers.h"
@@ -8,16 +8,19 @@
 
 namespace subkv {
 
-static constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '6' };
+namespace {
 
-// Requirements of a state besides its layout. n_seq: sequences of a whole-context state, 0: state of one sequence.
-// bases: BasisSource::identity(); kinds: Window::kinds().
-struct StateWindow {
-    int32_t  n_sink, n_recent, n_rollback, n_seq;
-    uint64_t bases, kinds;
+constexpr char STATE_MAGIC[8] = { 's', 'u', 'b', 'k', 'v', 's', 't', '6' };
+
+// What a state requires of the cache that reads it, without the fingerprint of the layout, as the head has it.
+struct StateNumbers {
+    int32_t  n_sink, n_recent, n_rollback;
+    int32_t  n_seq;      // sequences of a state of the whole context; 0: a state of one sequence
+    uint64_t bases;      // BasisSource::identity()
+    uint64_t exact_rows; // Window::kinds()
 };
 
-static StateWindow state_window(const Window & window, const BasisSource & bases, int32_t seq) {
+StateNumbers numbers_of(const Window & window, const BasisSource & bases, int32_t seq) {
     if (seq >= window.n_seq()) {
         fail("state: sequence 0 to %d expected, %d found", window.n_seq() - 1, seq);
     }
@@ -25,27 +28,62 @@ static StateWindow state_window(const Window & window, const BasisSource & bases
              bases.identity(), window.kinds() };
 }
 
-std::string Cache::identity() const {
+// Throws Invalid if a state of one layout is found where another one's is expected.
+void check_layout(const Layout & expected, const std::string & found) {
+    if (found == expected.fingerprint) {
+        return;
+    }
+    if (const float budget = budget_of_fingerprint(expected, found); budget > 0.0f) {
+        const std::string bits = number(budget);
+        fail("state: a state of a cache of %s bits per element expected, one of %s bits found; evaluate the prompt "
+             "again, or open the context with SUBKV_BITS=%s",
+             number(expected.budget).c_str(), bits.c_str(), bits.c_str());
+    }
+    fail("state: layout fingerprint %s expected, %s found", expected.fingerprint.c_str(), found.c_str());
+}
+
+void check_numbers(const StateNumbers & expected, const StateNumbers & found, const BasisSource & bases) {
+    if (expected.bases != found.bases) {
+        fail("state: %s expected, a state of other bases found; evaluate the prompt again", bases.describe().c_str());
+    }
+    if (expected.exact_rows != found.exact_rows) {
+        fail("state: exact rows held as here expected (in halves on a GPU, in integers on a CPU), others found; "
+             "evaluate the prompt again");
+    }
+    if (std::memcmp(&expected, &found, sizeof(found)) != 0) {
+        fail("state: exact window n_sink %d, n_recent %d, n_rollback %d, sequences %d expected, %d, %d, %d, %d found",
+             expected.n_sink, expected.n_recent, expected.n_rollback, expected.n_seq, found.n_sink, found.n_recent,
+             found.n_rollback, found.n_seq);
+    }
+}
+
+} // namespace
+
+StateIdentity Cache::identity() const {
+    StateIdentity identity;
     if (!layout_) {
-        return "observed";
+        identity.add("fingerprint", "observed");
+        return identity;
     }
-    const StateWindow s    = state_window(window_, *bases_, 0);
-    std::string       text = std::string(STATE_MAGIC, sizeof(STATE_MAGIC)) + " " + layout_->fingerprint;
-    const auto        low = (int32_t) s.bases, high = (int32_t) (s.bases >> 32);
-    for (const int32_t number : { s.n_sink, s.n_recent, s.n_rollback, low, high }) {
-        text += " " + std::to_string(number);
-    }
-    return text + " " + std::to_string(s.kinds);
+    const StateNumbers numbers = numbers_of(window_, *bases_, 0);
+    identity.add("kv_bits", number(layout_->budget));
+    identity.add("fingerprint", layout_->fingerprint);
+    identity.add("bases", bases_->describe());
+    identity.add("n_sink", std::to_string(numbers.n_sink));
+    identity.add("n_recent", std::to_string(numbers.n_recent));
+    identity.add("n_rollback", std::to_string(numbers.n_rollback));
+    identity.add("exact_rows", std::to_string(numbers.exact_rows));
+    return identity;
 }
 
 void Cache::write_head(StateWriter & w, int32_t seq, bool partial) const {
     if (partial) {
         bases_->check_partial();
     }
-    const StateWindow s = state_window(window_, *bases_, seq);
+    const StateNumbers numbers = numbers_of(window_, *bases_, seq);
     w.write(STATE_MAGIC, sizeof(STATE_MAGIC));
     w.write(layout_->fingerprint.data(), layout_->fingerprint.size());
-    w.write(&s, sizeof(s));
+    w.write(&numbers, sizeof(numbers));
     const auto moves = window_.moves(seq);
     w.write(moves.data(), moves.size() * sizeof(uint64_t));
 }
@@ -55,8 +93,8 @@ std::vector<uint64_t> Cache::read_head(StateReader & r, int32_t seq, bool partia
         bases_->check_partial();
     }
     encode_uncoded(); // a window without cells may follow
-    const StateWindow want = state_window(window_, *bases_, seq);
-    char              magic[sizeof(STATE_MAGIC)];
+    const StateNumbers expected = numbers_of(window_, *bases_, seq);
+    char               magic[sizeof(STATE_MAGIC)];
     r.read(magic, sizeof(magic));
     if (std::memcmp(magic, STATE_MAGIC, sizeof(magic)) != 0) {
         fail("state: a state of a subkv cache as this version writes it expected, one of another cache type or "
@@ -64,29 +102,10 @@ std::vector<uint64_t> Cache::read_head(StateReader & r, int32_t seq, bool partia
     }
     std::string fingerprint(layout_->fingerprint.size(), '\0');
     r.read(fingerprint.data(), fingerprint.size());
-    if (fingerprint != layout_->fingerprint) {
-        if (const float budget = budget_of_fingerprint(*layout_, fingerprint); budget > 0.0f) {
-            const std::string found = number(budget);
-            fail("state: a state of a cache of %s bits per element expected, one of %s bits found; evaluate the prompt "
-                 "again, or open the context with SUBKV_BITS=%s",
-                 number(layout_->budget).c_str(), found.c_str(), found.c_str());
-        }
-        fail("state: layout fingerprint %s expected, %s found", layout_->fingerprint.c_str(), fingerprint.c_str());
-    }
-    StateWindow found;
+    check_layout(*layout_, fingerprint);
+    StateNumbers found;
     r.read(&found, sizeof(found));
-    if (want.bases != found.bases) {
-        fail("state: %s expected, a state of other bases found; evaluate the prompt again", bases_->describe().c_str());
-    }
-    if (want.kinds != found.kinds) {
-        fail("state: exact rows held as here expected (in halves on a GPU, in integers on a CPU), others found; "
-             "evaluate the prompt again");
-    }
-    if (std::memcmp(&want, &found, sizeof(want)) != 0) {
-        fail("state: exact window n_sink %d, n_recent %d, n_rollback %d, sequences %d expected, %d, %d, %d, %d found",
-             want.n_sink, want.n_recent, want.n_rollback, want.n_seq, found.n_sink, found.n_recent, found.n_rollback,
-             found.n_seq);
-    }
+    check_numbers(expected, found, *bases_);
     const auto            here = window_.moves(seq);
     std::vector<uint64_t> moves(here.size());
     r.read(moves.data(), moves.size() * sizeof(uint64_t));

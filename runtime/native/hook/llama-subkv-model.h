@@ -3,11 +3,13 @@
 
 #include "file_stamp.h"
 #include "llama.h"
+#include "state_identity.h"
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
+class llama_kv_cache;
 struct llama_model_loader;
 
 namespace llama_subkv {
@@ -24,8 +26,10 @@ void record_source(const llama_model & model, const std::string & path, const ll
 
 const model_source & source_of(const llama_model & model);
 
-// Everything that affects the bytes of a state, as text. `content`: the model's content hash.
-std::string state_identity(const llama_context & ctx, const std::string & content);
+// What the bytes of a state depend on. `model`: the digest of the model; whole: a state of all sequences.
+subkv::StateIdentity state_identity(const llama_context & ctx, const std::string & model, bool whole);
+// The types and widths of a cache's rows, as text.
+std::string rows_of(const llama_kv_cache & kv, bool has_all_cells);
 // false: something else affects the bytes of a state, for example a LoRA adapter.
 bool storable(const llama_context & ctx);
 // The longest tail of a restored sequence that can be removed without a checkpoint; -1: any.

@@ -5,9 +5,11 @@
 #include "llama.h"
 #include "subkv_store.h"
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 // Cache types besides ggml's, for llama_context_params::type_k and type_v. One of the two suffices: the other stays F16,
 // the default. They have precedence over SUBKV, except over SUBKV=off. llama_init_from_model replaces them by F16. Their
@@ -120,30 +122,25 @@ struct llama_subkv_text {
 LLAMA_API llama_subkv_text llama_subkv_text_of(const llama_context * ctx, const llama_context * draft, int32_t seq);
 LLAMA_API void llama_subkv_text_set(llama_context * ctx, llama_context * draft, int32_t seq, llama_subkv_text text);
 
-// Stores the prompt of sequence `seq` in a context and in the draft model's context (or nullptr). prompt.state: its
-// states; empty: read them from the contexts. Stores nothing if the sequence does not consist of these tokens, if LoRA
-// weights or control vectors are loaded, if its text is not to be stored, or if the same sequence was stored before. at_end: stores it even then, and
-// waits for space.
-LLAMA_API void llama_subkv_store_put(llama_context * ctx, llama_context * draft, int32_t seq, subkv_store_prompt prompt,
-                                     bool at_end);
-
-// Seconds until an idle sequence should be stored, so that a killed server loses little; 0: now; negative: nothing new
-// to store. A copy of the states blocks requests. The copy is due at once if it takes less than a tenth of the
-// evaluation time since the last copy; else after an idle time (`idle`, seconds) of ten times its duration.
-LLAMA_API double llama_subkv_store_wait(llama_context * ctx, llama_context * draft, int32_t seq, const int32_t * tokens,
-                                        int64_t n_tokens, double idle);
-// wake: sets the time until an idle server stores a prompt (negative: never). due: true after this time.
-LLAMA_API void llama_subkv_store_wake(const llama_context * ctx, double seconds);
-LLAMA_API bool llama_subkv_store_due(void);
+// Whether sequence `seq` consists of n_tokens tokens, also in the draft model's context (or nullptr), and its prompt may
+// be stored: no LoRA weights or control vectors are loaded, the digest of the model is known, and so is the text.
+LLAMA_API bool llama_subkv_store_accepts(const llama_context * ctx, const llama_context * draft, int32_t seq,
+                                         int64_t n_tokens);
+// subkv_store_room; -1 without a store.
+LLAMA_API int32_t llama_subkv_store_room(uint64_t n_bytes);
+// Stores the prompt of a sequence that llama_subkv_store_accepts. states: in both contexts; prompt.state is ignored.
+// wait: for space. false: the store dropped it.
+LLAMA_API bool llama_subkv_store_put(const llama_context * ctx, const llama_context * draft, int32_t seq,
+                                     subkv_store_prompt prompt, std::array<std::vector<uint8_t>, 2> && states,
+                                     bool wait);
 
 // Returns the prompt of at most n_max tokens whose prefix saves evaluation beyond n_held tokens; nullptr: none. n_moved:
-// as in subkv_store_query. `free` follows. restored: sequence `seq` (-1: none) has the prompt; else the cache rejected
-// its state.
+// as in subkv_store_query. `free` follows. accepted: false: the cache rejected its state.
 LLAMA_API subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * draft, const int32_t * tokens,
                                                     int64_t n_tokens, int64_t n_held, int64_t n_max, int64_t n_moved);
 LLAMA_API const subkv_store_prompt * llama_subkv_store_prompt(const subkv_store_found * found);
 LLAMA_API llama_subkv_text           llama_subkv_store_text(const subkv_store_found * found);
-LLAMA_API void                       llama_subkv_store_free(subkv_store_found * found, int32_t seq, bool restored);
+LLAMA_API void                       llama_subkv_store_free(subkv_store_found * found, bool accepted);
 
 // Waits at most 30 seconds until all writes are complete.
 LLAMA_API void llama_subkv_store_flush(void);

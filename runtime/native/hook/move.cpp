@@ -24,7 +24,7 @@ struct llama_subkv_run {
         std::vector<uint8_t> data;
     };
 
-    std::string              identity; // of the cache's states
+    subkv::StateIdentity     identity; // of the cache's states
     llama_pos                first;
     std::vector<llama_token> tokens; // as cells store them, for models whose embeddings read them
     std::vector<side>        sides;

@@ -1,25 +1,20 @@
-// store.cpp: see llama-subkv-programs.h. Part of libllama.
+// store.cpp: the process's store of prompts on disk, for programs (llama-subkv-programs.h); libsubkv has the store itself.
+// Part of libllama.
 #include "llama-subkv-programs.h"
 
 #include "llama-subkv-library.h"
 #include "llama-subkv.h"
-#include "releases.h"
 #include "variables.h"
 
-#include "llama-adapter.h"
 #include "llama-context.h"
 #include "llama-model.h"
 
 #include <algorithm>
-#include <chrono>
-#include <cinttypes>
-#include <cstdlib>
-#include <cstring>
 #include <map>
 #include <mutex>
-#include <new>
 #include <set>
-#include <sstream>
+#include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -28,81 +23,7 @@ static constexpr int64_t  DEFAULT_MIB   = 4096;
 static constexpr int64_t  MAX_MIB       = 1 << 30;
 static constexpr double   GET_SECONDS   = 20; // maximum time that a request waits for the disk
 static constexpr double   CLOSE_SECONDS = 30;
-static constexpr double   SHARE         = 0.1;  // fraction of evaluation or idle time for copies of states
-static constexpr double   PACE          = 1e-9; // seconds to copy a byte, initial estimate
-static constexpr double   SMOOTHING     = 0.5;
-static constexpr double   RETRY_SECONDS = 1; // pending writes may be complete then
 static constexpr int64_t  LEAST_TOKENS  = SUBKV_STORE_LEAST_TOKENS;
-
-//
-// identity of a state: everything that affects its bytes
-//
-
-std::string llama_subkv::state_identity(const llama_context & ctx, const std::string & content) {
-    const auto &       model   = ctx.get_model();
-    const auto &       cparams = ctx.get_cparams();
-    const auto         caches  = caches_of(ctx.get_memory());
-    const auto &       hparams = model.hparams;
-    std::ostringstream out     = subkv::plain_stream();
-    out << std::hexfloat;
-    out << "format 1 " << SUBKV_LLAMA_COMMIT << " " << LLAMA_STATE_SEQ_VERSION << "\n" << content << "\n";
-    out << source_of(model).overrides << "\n";
-    out << rope_scaling_of(cparams) << " " << cparams.rope_freq_base << " " << cparams.rope_freq_scale << " "
-        << cparams.n_ctx_orig_yarn << " " << cparams.yarn_ext_factor << " " << cparams.yarn_attn_factor << " "
-        << cparams.yarn_beta_fast << " " << cparams.yarn_beta_slow << " " << cparams.causal_attn << " "
-        << cparams.n_rs_seq << " " << (int) cparams.ctx_type << "\n";
-    const bool long_rope = std::any_of(model.layers.begin(), model.layers.end(), [](auto & l) { return l.rope_long; });
-    out << (long_rope && cparams.n_ctx_seq > hparams.n_ctx_orig_yarn) << "\n";
-    for (const auto * kv : caches.all()) {
-        if (!kv) {
-            continue;
-        }
-        const auto * hook = access::hook(*kv);
-        const bool   full = kv->get_size() >= caches.base->get_size(); // keeps cells outside the sliding window
-        out << "cache " << access::n_stream(*kv) << " " << (int) access::swa_type(*kv) << " " << full << " "
-            << access::v_trans(*kv) << " " << (hook ? hook->facts().identity : "ordinary") << "\n";
-        for (const auto & layer : access::layers(*kv)) {
-            out << layer.il;
-            for (const auto * t : { layer.k, layer.v }) {
-                out << " " << (t ? ggml_type_name(t->type) : "none") << " " << (t ? t->ne[0] : 0);
-            }
-            out << "\n";
-        }
-    }
-    return out.str();
-}
-
-bool llama_subkv::storable(const llama_context & ctx) {
-    const auto & model  = ctx.get_model();
-    const auto   caches = caches_of(ctx.get_memory());
-    if (source_of(model).path.empty() || !model.loras.empty() || !ctx.get_memory()) {
-        return false;
-    }
-    for (const auto * kv : caches.all()) { // an observer sees every token
-        if (kv && access::hook(*kv) && !coded(*kv)) {
-            return false;
-        }
-    }
-    for (int il = 0; access::cvec(ctx) && il < (int) model.hparams.n_layer_all; ++il) {
-        if (access::cvec(ctx)->tensor_for(il)) {
-            return false;
-        }
-    }
-    return true;
-}
-
-int64_t llama_subkv::n_removable(const llama_context & ctx) {
-    const auto * memory = ctx.get_memory();
-    const auto   caches = caches_of(memory);
-    if (caches.swa && caches.swa->get_size() < caches.base->get_size()) {
-        return 0; // the state lacks cells that re-enter the window after a removal
-    }
-    if (!caches.base || caches.recurrent) { // a restored state has no snapshots
-        return 0;
-    }
-    const auto * hook = hook_of(memory);
-    return hook && hook->facts().coded ? hook->facts().n_rollback : -1;
-}
 
 //
 // the store of the process
@@ -117,17 +38,14 @@ struct process_store {
     std::mutex                mutex;
     std::set<std::string>     unknown; // models whose digest cannot be computed, by path
 
-    // used only by the thread that drives the contexts
-    std::map<int32_t, std::vector<int32_t>> stored; // tokens of a sequence when it was last stored or restored
-    std::set<const subkv_store_found *>     moved;  // prompts that were read and may have moved rows
-    double                                  pace = PACE;
-    double                                  paid = 0; // evaluation time that earlier copies have used up
-    double                                  wake = 0; // on the clock of now(); 0: there is nothing to store
-};
+    // Of two contexts (the second one may be null), of which tokens attend to later ones in some, without or with moved
+    // rows: the digest of their identity, which is constant.
+    using known_key = std::tuple<const llama_context *, const llama_context *, int, bool>;
 
-double now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+    // used only by the thread that drives the contexts
+    std::map<known_key, subkv::StoreIdentity> identities;
+    std::set<const subkv_store_found *>       moved; // prompts that were read and may have moved rows
+};
 
 void open_store(process_store & to, const char * folder) {
     uint64_t mib = 0;
@@ -182,21 +100,33 @@ std::string content_of(process_store & store, const llama_model & model, double 
 // does not read them.
 bool identity_of(process_store & store, const llama_context * ctx, const llama_context * draft, bool moved,
                  subkv::StoreIdentity & identity) {
-    std::string text = moved ? "moved\n" : "";
+    int causal = 0;
+    for (const auto * one : { ctx, draft }) {
+        if (one && !llama_subkv::storable(*one)) {
+            return false;
+        }
+        causal = 2 * causal + (one && one->get_cparams().causal_attn ? 1 : 0);
+    }
+    const process_store::known_key key   = { ctx, draft, causal, moved };
+    const auto                     known = store.identities.find(key);
+    if (known != store.identities.end()) {
+        identity = known->second;
+        return true;
+    }
+    subkv::StateIdentity parts;
+    parts.add("moved", moved ? "yes" : "no");
     for (const auto * one : { ctx, draft }) {
         if (!one) {
             continue;
-        }
-        if (!llama_subkv::storable(*one)) {
-            return false;
         }
         const auto content = content_of(store, one->get_model(), GET_SECONDS);
         if (content.empty()) {
             return false;
         }
-        text += llama_subkv::state_identity(*one, content);
+        parts.add(llama_subkv::state_identity(*one, content, false));
     }
-    identity = store.calls->digest(text);
+    identity              = store.calls->digest(parts);
+    store.identities[key] = identity;
     return true;
 }
 
@@ -210,37 +140,9 @@ bool identity_of_sequence(process_store & store, const llama_context * ctx, cons
 }
 
 // true: a sequence consists of exactly n tokens, also in a draft model's context.
-bool holds(llama_context * ctx, llama_context * draft, llama_seq_id seq, int64_t n) {
+bool holds(const llama_context * ctx, const llama_context * draft, llama_seq_id seq, int64_t n) {
     return llama_memory_seq_pos_max(llama_get_memory(ctx), seq) + 1 == n &&
            (!draft || llama_memory_seq_pos_max(llama_get_memory(draft), seq) + 1 == n);
-}
-
-const std::vector<int32_t> & stored(const process_store & store, llama_seq_id seq) {
-    static const std::vector<int32_t> none;
-    const auto                        it = store.stored.find(seq);
-    return it == store.stored.end() ? none : it->second;
-}
-
-double seconds_evaluated(const llama_context * ctx) {
-    const auto perf = llama_perf_context(ctx);
-    return (perf.t_p_eval_ms + perf.t_eval_ms) / 1000;
-}
-
-bool states_of(llama_context * ctx, llama_context * draft, llama_seq_id seq, subkv::StoreStates & states) {
-    try {
-        size_t i = 0;
-        for (auto * of : { ctx, draft }) {
-            auto & to = states[i++];
-            to.resize(of ? llama_state_seq_get_size_ext(of, seq, LLAMA_STATE_SEQ_FLAGS_NONE) : 0);
-            if (of &&
-                llama_state_seq_get_data_ext(of, to.data(), to.size(), seq, LLAMA_STATE_SEQ_FLAGS_NONE) != to.size()) {
-                return false;
-            }
-        }
-        return true;
-    } catch (const std::bad_alloc &) { // the copy is optional
-        return false;
-    }
 }
 
 } // namespace
@@ -255,7 +157,7 @@ void llama_subkv_store_begin(const llama_context * ctx, const llama_context * dr
         const std::lock_guard<std::mutex> lock(store.mutex);
         store.unknown.clear();
     }
-    store.stored.clear();
+    store.identities.clear();
     for (const auto * one : { ctx, draft }) {
         if (store.store && one && !llama_subkv::source_of(one->get_model()).path.empty()) {
             content_of(store, one->get_model(), 0);
@@ -284,67 +186,26 @@ void llama_subkv_text_set(llama_context * ctx, llama_context * draft, int32_t se
     }
 }
 
-void llama_subkv_store_put(llama_context * ctx, llama_context * draft, int32_t seq, subkv_store_prompt prompt,
-                           bool at_end) {
-    auto &                     store = the_store();
-    const std::vector<int32_t> tokens(prompt.tokens, prompt.tokens + prompt.n_tokens);
-    subkv::StoreIdentity       identity;
-    if (!store.store || prompt.n_tokens < LEAST_TOKENS || (!at_end && stored(store, seq) == tokens) ||
-        !holds(ctx, draft, seq, prompt.n_tokens) || !identity_of_sequence(store, ctx, draft, seq, identity)) {
-        return;
-    }
-    prompt.n_removable = llama_subkv::n_removable(*ctx);
-    bool taken         = false;
-    if (prompt.state[0].size > 0) {
-        taken = store.calls->put(store.store, identity.data(), &prompt, at_end);
-    } else {
-        const double       start = now();
-        subkv::StoreStates states;
-        if (states_of(ctx, draft, seq, states)) {
-            const auto bytes = (double) (states[0].size() + states[1].size());
-            taken = store.calls->put_states(store.store, identity.data(), &prompt, std::move(states), at_end);
-            const double took = at_end ? 0 : now() - start; // at the end the call may have waited for the disk
-            store.pace = at_end ? store.pace : (1 - SMOOTHING) * store.pace + SMOOTHING * took / std::max(bytes, 1.0);
-            store.paid = std::min(store.paid + took / SHARE, seconds_evaluated(ctx));
-        }
-    }
-    if (taken) {
-        store.stored[seq] = tokens;
-    }
-}
-
-double llama_subkv_store_wait(llama_context * ctx, llama_context * draft, int32_t seq, const int32_t * tokens,
-                              int64_t n_tokens, double idle) {
+bool llama_subkv_store_accepts(const llama_context * ctx, const llama_context * draft, int32_t seq, int64_t n_tokens) {
     auto &               store = the_store();
     subkv::StoreIdentity identity;
-    const auto &         last = stored(store, seq);
-    const auto           n    = (size_t) n_tokens;
-    if (!store.store || n_tokens < LEAST_TOKENS || (last.size() == n && std::equal(tokens, tokens + n, last.data())) ||
-        !holds(ctx, draft, seq, n_tokens) || !identity_of_sequence(store, ctx, draft, seq, identity)) {
-        return -1;
-    }
-    uint64_t n_bytes = 0;
-    for (auto * of : { ctx, draft }) {
-        n_bytes += of ? llama_state_seq_get_size_ext(of, seq, LLAMA_STATE_SEQ_FLAGS_NONE) : 0;
-    }
-    const int32_t room = store.calls->room(store.store, n_bytes);
-    if (room <= 0) {
-        return room == 0 ? RETRY_SECONDS : -1;
-    }
-    const double share = (double) n_bytes * store.pace / SHARE;
-    store.paid         = std::min(store.paid, seconds_evaluated(ctx)); // its counters may have been reset
-    return share <= seconds_evaluated(ctx) - store.paid ? 0 : std::max(0.0, share - idle);
+    return store.store && holds(ctx, draft, seq, n_tokens) && identity_of_sequence(store, ctx, draft, seq, identity);
 }
 
-void llama_subkv_store_wake(const llama_context * ctx, double seconds) {
-    auto & store = the_store();
-    store.wake   = seconds < 0 ? 0 : now() + seconds;
-    store.paid   = seconds < 0 ? seconds_evaluated(ctx) : store.paid;
-}
-
-bool llama_subkv_store_due(void) {
+int32_t llama_subkv_store_room(uint64_t n_bytes) {
     const auto & store = the_store();
-    return store.wake > 0 && now() >= store.wake;
+    return store.store ? store.calls->room(store.store, n_bytes) : -1;
+}
+
+bool llama_subkv_store_put(const llama_context * ctx, const llama_context * draft, int32_t seq,
+                           subkv_store_prompt prompt, std::array<std::vector<uint8_t>, 2> && states, bool wait) {
+    auto &               store = the_store();
+    subkv::StoreIdentity identity;
+    if (!store.store || !identity_of_sequence(store, ctx, draft, seq, identity)) {
+        return false;
+    }
+    prompt.n_removable = llama_subkv::n_removable(*ctx);
+    return store.calls->put_states(store.store, identity.data(), &prompt, std::move(states), wait);
 }
 
 subkv_store_found * llama_subkv_store_get(llama_context * ctx, llama_context * draft, const int32_t * tokens,
@@ -388,17 +249,14 @@ llama_subkv_text llama_subkv_store_text(const subkv_store_found * found) {
     return text;
 }
 
-void llama_subkv_store_free(subkv_store_found * found, int32_t seq, bool restored) {
+void llama_subkv_store_free(subkv_store_found * found, bool accepted) {
     auto & store = the_store();
-    if (restored && seq >= 0) {
-        const auto & prompt = *store.calls->found_prompt(found);
-        store.stored[seq]   = { prompt.tokens, prompt.tokens + prompt.n_tokens };
-    } else if (!restored) {
+    if (!accepted) {
         const std::string why = store.library->last_error(); // "": llama.cpp has logged it
         llama_subkv_log("SUBKV_STORE: the cache rejects a stored prompt" + (why.empty() ? why : ": " + why));
     }
     store.moved.erase(found);
-    store.calls->found_free(store.store, found, !restored);
+    store.calls->found_free(store.store, found, !accepted);
 }
 
 void llama_subkv_store_flush(void) {

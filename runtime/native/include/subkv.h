@@ -210,8 +210,6 @@ typedef struct subkv_stats {
     uint64_t n_zero_rows;     // rows of a head, K or V, that are not finite: attention to them is NaN
     uint64_t bytes_chunks;    // adapted bases and their sketches, current size
     uint64_t n_chunks;        // adapted bases in use, all heads
-    uint64_t window_kinds;    // equal when two windows store their exact rows in the same formats (halves or integers)
-    uint64_t bases_kind;      // equal when two caches have bases of the same options: static ones, or adaptive ones
     uint32_t n_layer_coded;
     uint32_t n_layer_device;  // of these, on a GPU
     uint32_t n_layer_sliding; // with a sliding window: ordinary

@@ -68,11 +68,21 @@ SUBKV_API subkv_store * subkv_store_open(const char * folder, uint64_t max_bytes
 // Waits at most 30 seconds for pending writes.
 SUBKV_API void subkv_store_close(subkv_store * store);
 
-// The identity of a context's states, SUBKV_STORE_IDENTITY bytes: llama-server's, so that both may share a folder. LoRA
-// weights and control vectors are not part of it: the caller stores nothing while they are loaded, or adds them. Waits up
-// to a minute for subkv_model_digest. false + last_error: the model's digest is unknown.
+// What the bytes of a context's states depend on, in named parts (docs/format.md). LoRA weights and control vectors are
+// not among them: the caller stores nothing while they are loaded, or adds them. Both functions wait up to a minute for
+// subkv_model_digest, and fail with last_error if it is unknown.
+typedef struct subkv_identity_part {
+    const char * name;
+    const char * value;
+} subkv_identity_part;
+
+// The n_parts parts of states of the whole context, in the order in which differences are reported; NULL: failed. Valid
+// until the thread's next call.
+SUBKV_API const subkv_identity_part * subkv_state_identity(const struct llama_context * ctx, int32_t * n_parts);
+// The digest of the parts of one sequence's states, SUBKV_STORE_IDENTITY bytes: llama-server's, so that both may share a
+// folder.
 SUBKV_API bool subkv_store_identity(const struct llama_context * ctx, uint8_t * identity);
-// The part of the identity that stands for the model: the digest of all bytes of its files as they were loaded, 64
+// The part "model": the digest of all bytes of the model's files as they were loaded, 64
 // lower-case hex digits. The first call for a model starts to compute it in a thread, which reads the files once; it is
 // stored in subkv_sidecar_folder() until a file changes. Waits up to `seconds`. false + last_error: not yet computed; the
 // files were replaced or changed after they were loaded, or cannot be read.
