@@ -441,8 +441,8 @@ FAULTS = [
     Fault(
         "types that were requested are replaced",
         "runtime/native/hook/request.cpp",
-        "k == GGML_TYPE_F16 && v == GGML_TYPE_F16 ?",
-        "k == v ?",
+        "type == GGML_TYPE_F16 ?",
+        "stock(type) == GGML_TYPE_F16 ?",
         AUTOMATIC,
     ),
     Fault(

@@ -19,8 +19,9 @@ from program_paths import program
 from servers import CODED, Server, free_port, wait_until
 
 from runtime.launch.start import Start, find_program, prepare_start, read_arguments
-from runtime.launch.variables import CacheRequest, prepare
+from runtime.launch.variables import prepare
 from runtime.serve.cli import serve_start
+from subkv.engine.request import CacheRequest
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="no bases are derived here under wine")
 OPTIONS = ["-c", "256", "-np", "1", "-t", "1", "--no-warmup", "--no-ui", "--offline", "-lv", "4"]

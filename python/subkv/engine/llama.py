@@ -16,7 +16,6 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from subkv.engine import states
 from subkv.engine.announced import report_cache
 from subkv.engine.cache import (
     CacheChoice,
-    CacheOptions,
     attached,
     choose_cache,
     creation_error,
@@ -53,6 +51,7 @@ from subkv.engine.memory import expected_params, require_memory
 from subkv.engine.model import Model
 from subkv.engine.pictures import LOST_PICTURE, Pictures
 from subkv.engine.prompt_cache import PromptCache
+from subkv.engine.request import CacheRequest
 from subkv.engine.stats import KVStats, context_stats
 from subkv.format.adapt import AdaptStats, adapt_stats, report
 from subkv.format.window import Window
@@ -130,14 +129,12 @@ class Llama(llama_cpp.Llama):
         window = Window.of(n_sink, n_recent, n_rollback, adapt)
         bases_path = None if bases is None else checked_path("bases", bases)
         n_bytes = None if kv_memory is None else memory_size(kv_memory)
-        requested = CacheOptions(kv_cache, type_k, type_v, bases_path, window, sidecar, kv_bits, n_bytes)
+        requested = CacheRequest(kv_cache, type_k, type_v, bases_path, window, sidecar, kv_bits, n_bytes)
         derive = not (arguments["embedding"] or arguments["vocab_only"])  # these read a cache once, or have none
-        choice = with_room_for_drafts(choose_cache(path, requested, derive), n_draft)
+        choice = with_room_for_drafts(choose_cache(path, requested, derive), window, n_draft)
         if n_bytes is not None:
             params = expected_params(arguments, choice, flash_attention(flash_attn, choice))
-            budget, line = fitted(path, choice, params, n_bytes)
-            chosen = choose_cache(path, replace(requested, kv_memory=None, kv_bits=budget))
-            choice = with_room_for_drafts(replace(chosen, fit=line), n_draft)
+            choice = fitted(path, requested, choice, params)
         store = PromptCache(prompt_cache) if isinstance(prompt_cache, (str, os.PathLike)) else prompt_cache
         choice = open_or_f16(
             choice, requested, lambda chosen: self._open(path, chosen, flash_attn, progress, arguments, kwargs)

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import json
 import os
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -63,6 +64,14 @@ class Layout:
             )
         failed = library.last_failure().kind if not handle else library.NO_ERROR
         layout._take(handle, "kv_bits" if failed == library.BUDGET else "model")
+        return layout
+
+    @classmethod
+    def of_handle(cls, handle: int) -> Layout:
+        """A layout that libsubkv has given to the caller. It is freed with its last reference."""
+        layout = cls.__new__(cls)
+        layout._take(handle, "path")
+        weakref.finalize(layout, layout._library.subkv_layout_free, handle).atexit = False
         return layout
 
     def _take(self, handle: int | None, key: str) -> None:

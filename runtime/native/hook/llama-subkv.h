@@ -56,7 +56,7 @@ struct llama_subkv {
         // Of libsubkv, which it loads if the context or SUBKV requests its caches. nullptr: the context is ordinary.
         // Throws if the request cannot be met.
         static subkv::cache_new_fn cache_new();
-        static void                describe(subkv::CacheDesc & desc); // sets the fields of the request
+        static subkv::CacheRequest asked(const llama_model & model); // by the types of the parameters
 
         // Of the context's cache of rows, which llama.cpp creates before its indexer's and before its sliding half
         static thread_local bool rows_coded, rows_created;

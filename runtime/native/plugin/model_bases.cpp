@@ -1,17 +1,15 @@
 // model_bases.cpp: the bases of the model that a graph computes, by the content of its weights.
 #include "error.h"
-#include "find_bases.h"
 #include "log_line.h"
 #include "model_file.h"
 #include "plugin.h"
 #include "process_models.h"
-#include "variables.h"
+#include "resolve.h"
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <iterator>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -110,20 +108,15 @@ bool has_gaps(const std::function<bool(int32_t il)> & has_layer) {
 std::mutex  owner_mutex;
 std::string owner;
 
-ModelBases loaded(const std::string & path, bool required) {
-    const auto layout = load_layout(path.c_str(), budget_of_environment());
-    return { layout, words_of_file(path, *layout), required };
-}
-
-// has_layer: of the cache; layers with a sliding window are in another one.
+// The bases of a file, or those from the weights of one.
 ModelBases loaded(const StoredBases & bases, bool required, const std::function<bool(int32_t il)> & has_layer) {
-    if (!bases.derived) {
-        return loaded(bases.path, required);
-    }
-    std::vector<int32_t> others;
-    std::copy_if(bases.layers.begin(), bases.layers.end(), std::back_inserter(others), std::not_fn(has_layer));
-    FoundBases found = derived_bases(bases.path, budget_of_environment(), others);
-    return { found.layout, std::move(found.words), required };
+    CacheRequest asked;
+    asked.type                                  = "subkv";
+    (bases.derived ? asked.model : asked.bases) = bases.path;
+    asked.sidecar                               = false;
+    asked.slides       = std::not_fn(has_layer); // the other half of a cache with sliding windows
+    CacheChoice choice = resolve(asked);
+    return { choice.layout, std::move(choice.words), required };
 }
 
 bool is_identified_by(const StoredBases & bases, const char * weight) {
@@ -202,7 +195,7 @@ std::optional<ModelBases> find_model_bases(const GraphWeights & weights, Seen se
         const bool        first  = owner.empty();
         const std::string digest = digest_of(weights, known.named);
         if (first || digest == owner) {
-            const ModelBases found = loaded(value, true);
+            const ModelBases found = loaded(known.named, true, has_layer);
             if (known.named.weights.empty() || digest.empty()) {
                 if (first) {
                     log_line(value +

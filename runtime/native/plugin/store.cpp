@@ -2,7 +2,8 @@
 #include "error.h"
 #include "log_line.h"
 #include "plugin.h"
-#include "request.h"
+#include "automatic.h"
+#include "resolve.h"
 #include "variables.h"
 
 #include <algorithm>
@@ -290,7 +291,6 @@ void Store::code(ggml_cgraph * graph, const GraphUse & use) {
     desc.arch             = layout.arch; // a backend does not know the model's; widths are compared below
     desc.n_layer          = layout.n_layer;
     desc.type_k = desc.type_v = GGML_TYPE_F16;
-    desc.requested            = Requested::CODED;
     std::map<std::pair<int32_t, bool>, const ggml_tensor *> tensors;
     for (const auto & [t, of] : tensors_) {
         tensors[{ of.il, of.value }] = t;
@@ -329,8 +329,10 @@ void Store::code(ggml_cgraph * graph, const GraphUse & use) {
     if (desc.layers.empty()) {
         fail("this context holds none of the layers with bases");
     }
-    cache_ = std::make_unique<Cache>(desc, request_of_environment(bases_.layout), nullptr);
-    cells_ = std::make_unique<KnownCells>(desc.n_stream, desc.n_cells, (int32_t) desc.n_seq_max);
+    CacheRequest asked;
+    asked.variables = Variables::ALL;
+    cache_          = std::make_unique<Cache>(desc, with_bases(bases_.layout, asked), nullptr);
+    cells_          = std::make_unique<KnownCells>(desc.n_stream, desc.n_cells, (int32_t) desc.n_seq_max);
     ctx_.reset(ggml_init({ (2 * desc.layers.size() + 1) * ggml_tensor_overhead(), nullptr, true }));
     for (const LayerDesc & layer : desc.layers) {
         const auto tensor = [&](bool value) {
