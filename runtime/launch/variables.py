@@ -14,7 +14,7 @@ import click
 from runtime import options
 from subkv.base.command import group
 from subkv.base.errors import CacheError, concerning
-from subkv.engine.request import CacheRequest
+from subkv.engine.request import AUTOMATIC, CacheRequest
 from subkv.format.window import MAX_RECENT, MAX_SINK, VARIABLES, Window
 from subkv.native.bases import AUTO, CODED, check_budget
 from subkv.native.library import LIB_PATH
@@ -53,7 +53,7 @@ request_options = group(
 )
 
 
-def prepare(model: Path, request: CacheRequest, strict: bool = False) -> CacheChoice:
+def prepare(model: Path, request: CacheRequest = AUTOMATIC, strict: bool = False) -> CacheChoice:
     """Look up the bases of a model, or derive them from its weights, as the library does it in the program.
 
     strict: raise if bases cannot be derived; else the model gets an ordinary cache.
@@ -72,7 +72,7 @@ def prepare(model: Path, request: CacheRequest, strict: bool = False) -> CacheCh
     except CacheError as error:
         if strict or error.key != "kv_cache":
             raise
-        return f16_instead(CacheRequest(), error)
+        return f16_instead(AUTOMATIC, error)
 
 
 def fit_memory(model: Path, request: CacheRequest, n_ctx: int, n_seq: int, unified: bool) -> tuple[CacheRequest, str]:

@@ -199,7 +199,10 @@ def test_types_of_llama_bench(start: Callable[..., Start], words: Path) -> None:
 def test_types_that_the_program_refuses(words: Path, tmp_path: Path) -> None:
     prepare(words)
     for arguments, why in (
-        (["-ctk", "subkv", "-ctv", "q8_0"], "cache types: the same for keys and values with subkv and auto expected"),
+        (
+            ["-ctk", "subkv", "-ctv", "q8_0"],
+            "cache types: expected the same cache for K and V with 'subkv', found",
+        ),
         (["-ctk", "subkv2"], "Unsupported cache type: subkv2"),
     ):
         for start in (by_itself, by_run, by_serve):

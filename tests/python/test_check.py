@@ -199,7 +199,7 @@ def test_caches_that_do_not_fit_are_left_out(tiny_model: Models, coded_model: Mo
         ("mamba", [], "-m: model mamba: subkv cannot hold its K/V cache because "),
         ("bert", [], "-m: expected a model trained on at least 512 tokens, found 256: the exact window holds"),
         ("llama", ["-c", "100"], "-c: expected at least 512 tokens, found 100"),
-        ("llama", ["--bases", "missing.gguf"], "--bases: missing.gguf: expected a GGUF file, found no such file"),
+        ("llama", ["--bases", "missing.gguf"], "--bases: expected a GGUF file, found no file"),
         ("none", [], "-m: expected a GGUF file, found no file"),
     ],
 )

@@ -19,6 +19,7 @@ from subkv.format.layout import Layout
 from subkv.format.window import STATIC, Window
 from subkv.native import library
 from subkv.native.bases import AUTO, CODED, NAMED, NONE, WEIGHTS, check_budget
+from subkv.native.gguf import check_model_file
 from subkv.native.library import INVALID, MEMORY, NO_ERROR, UNAVAILABLE, UNSUPPORTED, Failure, last_failure
 from subkv.native.library import load as native
 from subkv.native.log import LogLines, captured_log, last_log_error
@@ -146,7 +147,11 @@ def choose_cache(model: Path, requested: CacheRequest = AUTOMATIC, derive: bool 
     if failures:
         raise failures[0]
     if not done:
-        raise _unresolved(last_failure())
+        failure = last_failure()
+        if failure.key == "bases" and requested.bases is not None:
+            with concerning(model="bases"):  # tells which other file it is
+                check_model_file(requested.bases, weights=False)
+        raise _unresolved(failure)
     return _choice(model, choice, derive)
 
 

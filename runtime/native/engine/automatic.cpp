@@ -9,7 +9,6 @@
 #include "log_line.h"
 #include "model_file.h"
 #include "numbers.h"
-#include "resolve.h"
 
 #include <algorithm>
 #include <atomic>
@@ -118,7 +117,7 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const CacheRe
     if (!type.coded()) {
         return ordinary(desc, "its type was requested");
     }
-    const CacheChoice choice = named_choice(resolve, asked);
+    const CacheChoice choice = resolve_for_program(asked);
     if (!choice.layout) {
         return ordinary(desc, choice.words);
     }
@@ -144,6 +143,10 @@ std::shared_ptr<CacheHook> requested_cache(const CacheDesc & desc, const CacheRe
 }
 
 } // namespace
+
+CacheChoice resolve_for_program(const CacheRequest & asked) {
+    return named_choice(resolve, asked);
+}
 
 std::string cache_line(const Cache & cache, const RowSizes & rows, int32_t n_windows) {
     subkv_stats stats;

@@ -1,10 +1,10 @@
 // model_bases.cpp: the bases of the model that a graph computes, by the content of its weights.
+#include "automatic.h"
 #include "error.h"
 #include "log_line.h"
 #include "model_file.h"
 #include "plugin.h"
 #include "process_models.h"
-#include "resolve.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -108,15 +108,24 @@ bool has_gaps(const std::function<bool(int32_t il)> & has_layer) {
 std::mutex  owner_mutex;
 std::string owner;
 
-// The bases of a file, or those from the weights of one.
-ModelBases loaded(const StoredBases & bases, bool required, const std::function<bool(int32_t il)> & has_layer) {
+CacheChoice no_bases(std::string why) {
+    CacheChoice none;
+    none.automatic = true;
+    none.words     = std::move(why);
+    return none;
+}
+
+// The cache with the bases of a file, or with those from the weights of one.
+CacheChoice loaded(const StoredBases & bases, bool required, const std::function<bool(int32_t il)> & has_layer) {
     CacheRequest asked;
     asked.type                                  = "subkv";
+    asked.variables                             = Variables::OF_ANOTHER; // the caller has read SUBKV
     (bases.derived ? asked.model : asked.bases) = bases.path;
     asked.sidecar                               = false;
     asked.slides       = std::not_fn(has_layer); // the other half of a cache with sliding windows
-    CacheChoice choice = resolve(asked);
-    return { choice.layout, std::move(choice.words), required };
+    CacheChoice choice = resolve_for_program(asked);
+    choice.automatic   = !required;
+    return choice;
 }
 
 bool is_identified_by(const StoredBases & bases, const char * weight) {
@@ -162,8 +171,8 @@ const ggml_tensor * GraphWeights::find(const std::string & name) const {
     return it == found_.end() ? nullptr : it->second;
 }
 
-std::optional<ModelBases> find_model_bases(const GraphWeights & weights, Seen seen,
-                                           const std::function<bool(int32_t il)> & has_layer) {
+std::optional<CacheChoice> find_model_bases(const GraphWeights & weights, Seen seen,
+                                            const std::function<bool(int32_t il)> & has_layer) {
     const std::string value = setting();
     const Known &     known = Known::get();
 
@@ -174,14 +183,12 @@ std::optional<ModelBases> find_model_bases(const GraphWeights & weights, Seen se
                                                     std::all_of(all.begin(), all.end(), has_layer));
     };
     const bool waits = seen == Seen::PART && has_gaps(has_layer);
-    const auto part  = [&](const std::string & path) -> std::optional<ModelBases> {
+    const auto part  = [&](const std::string & path) -> std::optional<CacheChoice> {
         if (waits) {
             return std::nullopt;
         }
         const bool slides = seen == Seen::ALL_OF_SLIDING;
-        return ModelBases{ nullptr,
-                           (slides ? "it is of the sliding layers of " : "it does not have all layers of ") + path,
-                           false };
+        return no_bases((slides ? "it is of the sliding layers of " : "it does not have all layers of ") + path);
     };
 
     const std::lock_guard<std::mutex> lock(owner_mutex);
@@ -195,7 +202,7 @@ std::optional<ModelBases> find_model_bases(const GraphWeights & weights, Seen se
         const bool        first  = owner.empty();
         const std::string digest = digest_of(weights, known.named);
         if (first || digest == owner) {
-            const ModelBases found = loaded(known.named, true, has_layer);
+            const CacheChoice found = loaded(known.named, true, has_layer);
             if (known.named.weights.empty() || digest.empty()) {
                 if (first) {
                     log_line(value +
@@ -240,7 +247,7 @@ std::optional<ModelBases> find_model_bases(const GraphWeights & weights, Seen se
     if (required) {
         throw Invalid("SUBKV=subkv: " + why);
     }
-    return ModelBases{ nullptr, why, false };
+    return no_bases(why);
 }
 
 } // namespace subkv::plugin

@@ -1,9 +1,8 @@
 // store.cpp: the buffer type: K/V cache tensors, states, copies between streams.
+#include "automatic.h"
 #include "error.h"
 #include "log_line.h"
 #include "plugin.h"
-#include "automatic.h"
-#include "resolve.h"
 #include "variables.h"
 
 #include <algorithm>
@@ -221,7 +220,7 @@ void Store::decide(ggml_cgraph * graph, const GraphUse & use, bool full) {
             if (e.error.kind == SUBKV_ERROR_MEMORY) { // f16 would need more
                 throw;
             }
-            if (bases_.required) {
+            if (!bases_.automatic) {
                 throw Invalid({ e.error.kind, std::string("SUBKV=") + std::getenv("SUBKV"), e.what(),
                                 "SUBKV=off runs with an ordinary cache" });
             }
@@ -255,7 +254,7 @@ void Store::begin(const GraphUse & use) {
     if (std::exchange(begun_, true) || !is_coded()) {
         return;
     }
-    if (use.unknown.empty() || bases_.required || !restored_.empty()) { // a graph of an unknown use fails
+    if (use.unknown.empty() || !bases_.automatic || !restored_.empty()) { // a graph of an unknown use fails
         report();
         return;
     }
@@ -329,10 +328,8 @@ void Store::code(ggml_cgraph * graph, const GraphUse & use) {
     if (desc.layers.empty()) {
         fail("this context holds none of the layers with bases");
     }
-    CacheRequest asked;
-    asked.variables = Variables::ALL;
-    cache_          = std::make_unique<Cache>(desc, with_bases(bases_.layout, asked), nullptr);
-    cells_          = std::make_unique<KnownCells>(desc.n_stream, desc.n_cells, (int32_t) desc.n_seq_max);
+    cache_ = std::make_unique<Cache>(desc, bases_, nullptr);
+    cells_ = std::make_unique<KnownCells>(desc.n_stream, desc.n_cells, (int32_t) desc.n_seq_max);
     ctx_.reset(ggml_init({ (2 * desc.layers.size() + 1) * ggml_tensor_overhead(), nullptr, true }));
     for (const LayerDesc & layer : desc.layers) {
         const auto tensor = [&](bool value) {
