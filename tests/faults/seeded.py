@@ -441,8 +441,15 @@ FAULTS = [
     Fault(
         "types that were requested are replaced",
         "runtime/native/hook/request.cpp",
-        "type == GGML_TYPE_F16 ?",
-        "stock(type) == GGML_TYPE_F16 ?",
+        'type == GGML_TYPE_F16 ? ""',
+        'stock(type) == GGML_TYPE_F16 ? ""',
+        AUTOMATIC,
+    ),
+    Fault(
+        "a file that belongs to another model",
+        "runtime/native/bases/resolve.cpp",
+        "asked.variables == Variables::OF_ANOTHER ? AUTO : value",
+        "value.empty() ? AUTO : value",
         AUTOMATIC,
     ),
     Fault(

@@ -160,13 +160,14 @@ def _choice(model: Path, choice: library.Choice, derive: bool) -> CacheChoice:
     note = f"bases: {words}" if coded else f"cache: f16; {words}"
     if not (coded or derive):
         note = f"cache: f16: {words}; kv_cache='subkv' codes it"
+    path = Path(os.fsdecode(choice.path)) if choice.path else model
     return CacheChoice(
         choice.type_k.decode(),
         choice.type_v.decode(),
         choice.ggml_type_k,
         choice.ggml_type_v,
-        (Path(os.fsdecode(choice.path)) if choice.path else model) if coded else None,
-        Layout.of_handle(choice.layout) if coded else None,
+        path if coded else None,
+        Layout.of_handle(choice.layout, path) if coded else None,
         choice.source,
         Window(choice.n_sink, choice.n_recent, choice.n_rollback, adapt=choice.adapt.decode()) if coded else Window(),
         note if words else "",

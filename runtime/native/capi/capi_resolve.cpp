@@ -47,23 +47,24 @@ int32_t ggml_type_of(const std::string & name) {
 extern "C" bool subkv_resolve(const subkv_cache_request * request, subkv_cache_choice * out) {
     return guarded("model", [&] {
         thread_local CacheChoice choice;
-        choice                              = resolve(asked(not_null(request, "subkv_resolve: request")));
-        not_null(out, "subkv_resolve: out") = { choice.type_k.c_str(),
-                                                choice.type_v.c_str(),
-                                                ggml_type_of(choice.type_k),
-                                                ggml_type_of(choice.type_v),
-                                                choice.automatic,
-                                                choice.source,
-                                                choice.path.c_str(),
-                                                choice.layout ? new_layout(choice.layout) : nullptr,
-                                                choice.bits,
-                                                choice.bits_default,
-                                                choice.n_sink,
-                                                choice.n_recent,
-                                                choice.n_rollback,
-                                                choice.adapt.c_str(),
-                                                choice.words.c_str(),
-                                                choice.gain.c_str() };
+        subkv_cache_choice &     given = not_null(out, "subkv_resolve: out");
+        choice                         = resolve(asked(not_null(request, "subkv_resolve: request")));
+        given                          = { choice.type_k.c_str(),
+                                           choice.type_v.c_str(),
+                                           ggml_type_of(choice.type_k),
+                                           ggml_type_of(choice.type_v),
+                                           choice.automatic,
+                                           choice.source,
+                                           choice.path.c_str(),
+                                           choice.layout ? new_layout(choice.layout) : nullptr,
+                                           choice.bits,
+                                           choice.bits_default,
+                                           choice.n_sink,
+                                           choice.n_recent,
+                                           choice.n_rollback,
+                                           choice.adapt.c_str(),
+                                           choice.words.c_str(),
+                                           choice.gain.c_str() };
         choice.layout.reset(); // the caller has it
     });
 }
