@@ -62,6 +62,10 @@ def test_types(asked: dict[str, Any], types: tuple[str, str], automatic: bool, t
         ({"type": "f16", "bits": 4.0}, "bits", "expected a coefficient cache ('subkv'), found f16"),
         ({"type": "q8_0", "memory": True}, "memory", "expected a coefficient cache ('subkv'), found q8_0"),
         ({"type": "subkv:6", "memory": True}, "memory", "expected either it or bits per element, found both"),
+        *(
+            ({"type": "subkv", "bits": bits}, "bits", "more than 0 and at most 64, found")
+            for bits in (-1.0, 65.0, float("nan"))
+        ),
         ({"type": "subkv", "bits": 1.0}, "bits", "for bases from the weights of this model"),
         ({"type": "f16", "n_recent": 8}, "n_recent", "expected a coefficient cache ('subkv'), found f16"),
         ({"type": "subkv", "n_sink": 4097}, "n_sink", "expected 0 to 4096 tokens, found 4097"),

@@ -235,6 +235,10 @@ CacheChoice choose_type(const CacheRequest & asked) {
     std::vector<float> bits;
     std::string        file = asked.bases;
     if (asked.bits != 0.0f) {
+        if (!(asked.bits > 0.0f && asked.bits <= MAX_BUDGET)) { // also NaN
+            refuse_field("bits", "expected bits per element, more than 0 and at most " + number(MAX_BUDGET) +
+                                     ", found " + number(asked.bits));
+        }
         bits.push_back(asked.bits);
     }
     Types types;
